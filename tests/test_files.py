@@ -323,8 +323,8 @@ def test_what_has_no_end_is_not_read(result, tmp_path, runtime, endless):
 def test_what_is_no_path_is_refused(result, tmp_path, path):
     chip = chipfit.get_target_platform_capabilities("pytorch")
     for write in (result.export, result.save, result.report.save, partial(export_platform, "ort_cpu")):
-        refusal(ExportError, "This is no path", write, path)
-    refusal(PlanError, "This is no path", chipfit.load, path)
-    refusal(ModelingError, "This is no path", export_target_platform_capabilities, chip, path)
+        refusal(ExportError, "A path must be text", write, path)
+    refusal(PlanError, "A path must be text", chipfit.load, path)
+    refusal(ModelingError, "A path must be text", export_target_platform_capabilities, chip, path)
     if path is not None:
-        refusal(RuntimeUnavailable, "This is no path", result.verify, X, path=path)
+        refusal(RuntimeUnavailable, "A path must be text", result.verify, X, path=path)

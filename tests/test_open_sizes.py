@@ -109,7 +109,7 @@ def test_images_of_other_heights_and_widths_are_computed_as_onnx_runtime_does(tm
 def test_data_of_one_size_leave_nothing_open_but_the_batch(encoder):
     result = quantized(encoder, [sentences(4, 12), sentences(3, 12)])
     assert [result.graph.shape(i) for i in result.graph.inputs] == [(None, 12), (None, 12)]
-    with pytest.raises(DataError, match=r"wrong shape. Got: \[2, 9\]. Allowed: \['batch', 12\]. Try: sizes stay open"):
+    with pytest.raises(DataError, match=r"wrong shape.*Allowed: \['batch', 12\]. Try: sizes stay dynamic"):
         result.verify([sentences(2, 9)])
 
 
@@ -120,7 +120,7 @@ def test_an_example_of_another_size_opens_it_too(encoder):
 
 
 def test_data_that_can_be_read_once_are_of_one_size(encoder):
-    with pytest.raises(DataError, match="that are read again, as from a list"):
+    with pytest.raises(DataError, match="to be read again"):
         quantized(encoder, iter([sentences(4, 12), sentences(4, 7)]), settings=chipfit.Settings(smooth="off"))
     kept = quantized(encoder, iter([sentences(4, 12), sentences(4, 7)]))  # to try smoothing
     assert kept.graph.shape("ids") == (None, None)

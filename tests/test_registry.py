@@ -77,7 +77,7 @@ def test_an_unknown_name_lists_near_ones():
 def test_a_step_after_one_that_does_not_exist_is_refused():
     register("pass", "mine", stage="rewrite", after=("equalise",))(nothing)
     with pytest.raises(
-        RegistrationError, match=r"The step 'mine' goes after 'equalise', which does not exist.*equalize"
+        RegistrationError, match=r"The step 'mine' must run after 'equalise', which does not exist.*equalize"
     ):
         ordered("rewrite")
 
@@ -86,7 +86,7 @@ def test_steps_after_each_other_are_refused():
     register("pass", "one", stage="rewrite", after=("two",))(nothing)
     register("pass", "two", stage="rewrite", after=("one",))(nothing)
     with pytest.raises(
-        RegistrationError, match=r"Steps go after each other.*Got: (one -> two -> one|two -> one -> two)"
+        RegistrationError, match=r"The order of steps has a cycle.*Got: (one -> two -> one|two -> one -> two)"
     ):
         ordered("rewrite")
 

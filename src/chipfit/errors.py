@@ -1,4 +1,4 @@
-"""Typed errors: each says what is wrong, where, what was given, what is allowed and what to try."""
+"""Typed errors, whose messages state what is wrong, where, what was given, what is allowed and what to try."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _HOME = str(Path(__file__).parent) + os.sep
 
 
 class ChipfitError(Exception):
-    """Base of every error that chipfit raises on purpose.
+    """The base of every error that chipfit raises on purpose.
 
-    The message is one readable text: a plain sentence, then the facts that were given, then the next step.
+    The message is a sentence that states what is wrong, then the facts, then what to try.
     """
 
     def __init__(
@@ -27,15 +27,15 @@ class ChipfitError(Exception):
 
     @property
     def facts(self) -> dict[str, object]:
-        """What was given beside the sentence, by label."""
+        """The facts of the message by label, without the sentence."""
         facts = {"where": self.where or None, "got": self.got, "allowed": self.allowed, "try": self.hint or None}
         return {label: fact for label, fact in facts.items() if fact is not None}
 
 
 def raised_outside_chipfit(e: BaseException) -> bool:
-    """Whether an exception arose in somebody else's code, or in the very call of it that was being tried.
+    """Return whether an exception was raised in the user's code or a library, or by the call to it.
 
-    A refusal may stand for what a user's model or another library raises. What arose in here is a bug, and passes.
+    Only such an exception may be turned into an error message; one that was raised inside chipfit is a bug.
     """
     at = e.__traceback__ and e.__traceback__.tb_next
     while at is not None and at.tb_next is not None:
@@ -44,21 +44,24 @@ def raised_outside_chipfit(e: BaseException) -> bool:
 
 
 def first_line(e: BaseException) -> str:
-    """What somebody else's exception says first; its type where it says nothing."""
+    """Return the first line of an exception's message; its type if the message is empty."""
     return str(e).strip().partition("\n")[0][:300] or type(e).__name__
 
 
 def short_message(e: BaseException) -> str:
-    """Type and first line of somebody else's exception."""
-    said, kind = first_line(e), type(e).__name__
-    return said if said == kind else f"{kind}: {said}"
+    """Return the type and the first line of an exception."""
+    line, kind = first_line(e), type(e).__name__
+    return line if line == kind else f"{kind}: {line}"
 
 
 def import_optional(module: str, what: str, failure: type[ChipfitError], package: str = "") -> Any:
-    """A module of a library that not every installation has; `what` needs it.
+    """Import a module of an optional library.
+
+    Args:
+        what: what needs it, as the subject of the message.
 
     Raises:
-        failure: it cannot be imported; says what to install.
+        failure: the import fails; the hint names the package to install.
     """
     try:
         return importlib.import_module(module)
@@ -70,11 +73,11 @@ def import_optional(module: str, what: str, failure: type[ChipfitError], package
 class PlatformError(ChipfitError):
     """A platform description is malformed or contradicts itself."""
 
-    all: Sequence[PlatformError] = ()  #: every problem of the same file, this one included
+    all: Sequence[PlatformError] = ()  #: all problems of the file, including this one
 
 
 class ModelingError(PlatformError, AssertionError, ValueError):
-    """A chip described in Python contradicts itself; also AssertionError and ValueError, as users of MCT expect."""
+    """A chip described in Python contradicts itself; an AssertionError and ValueError too, as users of MCT expect."""
 
 
 class CaptureError(ChipfitError):
@@ -82,7 +85,7 @@ class CaptureError(ChipfitError):
 
 
 class GraphError(ChipfitError):
-    """A graph breaks its own invariants, named with the pass that broke it."""
+    """A graph violates an invariant; the message names the pass that broke it."""
 
 
 class DataError(ChipfitError):
@@ -90,7 +93,7 @@ class DataError(ChipfitError):
 
 
 class UnsupportedError(ChipfitError):
-    """The platform or the file format cannot hold what was asked for."""
+    """The platform or the file format does not support the request."""
 
 
 class PlanError(ChipfitError):
@@ -98,15 +101,15 @@ class PlanError(ChipfitError):
 
 
 class TrainingError(PlanError):
-    """Training has driven a number to zero, infinity or NaN, or scales to where a platform's rules cannot hold."""
+    """Training drove a number to zero, infinity or NaN, or scales out of the platform's rules."""
 
 
 class ConfigError(ChipfitError, ValueError):
-    """An option of a configuration is of the wrong kind, out of bounds, or contradicts another."""
+    """An option has the wrong type, is out of bounds, or contradicts another option."""
 
 
 class NothingQuantizedError(ChipfitError):
-    """The call would have returned a model without one quantized tensor."""
+    """Not a single tensor of the model would be quantized."""
 
 
 class ExportError(ChipfitError):
@@ -118,13 +121,13 @@ class RuntimeUnavailable(ChipfitError):
 
 
 class VerificationError(ChipfitError):
-    """A device, or the file that it runs, is not what a plan says."""
+    """A device, or the file that it runs, deviates from the plan."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C while a step was being done that others do not need; `result` is what had been decided until then."""
+    """Ctrl-C during an optional step; `result` is the usable result without that step."""
 
-    NOTE = "warning: interrupted"  #: how the note begins that such a step leaves
+    NOTE = "warning: interrupted"  #: beginning of the note that the step leaves
 
     def __init__(self, what: str, result: Any) -> None:
         where = "`.result` of this exception, at a prompt `sys.last_value.result`, holds what was decided until then"
@@ -133,7 +136,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def interruption_note(notes: Iterable[str]) -> str:
-    """The note of a step that was not done to its end; "" where all were."""
+    """Return the note of an interrupted step; "" if none was interrupted."""
     return next((n for n in notes if n.startswith(Interrupted.NOTE)), "")
 
 
@@ -142,10 +145,10 @@ class RegistrationError(ChipfitError):
 
 
 class UnknownNameError(ChipfitError):
-    """A name was not found; the message lists near ones."""
+    """A name does not exist; the message lists similar names."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str], *, hint: str = "") -> None:
-        name, known = str(name), sorted(map(str, known))  # what is asked for, and what files hold, is of any type
+        name, known = str(name), sorted(map(str, known))  # users and files give any type
         near = difflib.get_close_matches(name, known, n=5, cutoff=0.5)
         shown = near or known[:12]
         more = "" if near or len(known) <= 12 else f" and {len(known) - 12} more"

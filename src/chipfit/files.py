@@ -1,7 +1,8 @@
-"""Files and folders appear whole or not at all: at every instant a reader finds the old one or the new one.
+"""Atomic writing of files and folders, and reading with typed errors.
 
-A writer works beside its target under a name that nobody else uses, holds a lock on that as long as it lives, brings
-everything to the disk, and renames once. What a killed writer has left is removed by the next one.
+A reader finds the old content or the new one at every instant. A writer works beside its target under a unique
+temporary name that it keeps locked, syncs everything to the disk, and renames once. The next writer removes what a
+killed one left behind.
 """
 
 import ctypes
@@ -24,17 +25,17 @@ import yaml
 
 from chipfit.errors import ChipfitError, ExportError
 
-#: lists what a folder holds, and by that proves that chipfit wrote it
+#: file that lists the content of a folder, which proves that chipfit wrote it
 MANIFEST = "manifest.json"
 _UNFINISHED = re.compile(r"\.chipfit-[0-9a-f]{16}")
 _Kinds = tuple[type[OSError | ValueError], ...]
 _ANY = OSError, ValueError
-#: of renameat2(2)
+#: AT_FDCWD and RENAME_EXCHANGE of renameat2(2)
 _HERE, _EXCHANGE = -100, 2
 
 
-#: what to try -> where the disk says one of these
-_CURES = {
+#: hint -> error numbers that it helps against
+_HINTS = {
     "free disk space, or choose another disk": (errno.ENOSPC, errno.EDQUOT),
     "raise the limit on the size of files (ulimit -f), or choose another disk": (errno.EFBIG,),
     "change the permissions, or choose another folder": (errno.EACCES, errno.EPERM),
@@ -47,19 +48,19 @@ _CURES = {
 
 
 def describe_disk_error(e: OSError | ValueError) -> tuple[str, str]:
-    """What the disk says in words, and what to try; a ValueError is of a path that no disk can have."""
+    """Return the reason of a disk error and a hint; a ValueError comes from a path that cannot exist."""
     if isinstance(e, OSError):
-        cure = next((cure for cure, codes in _CURES.items() if e.errno in codes), "choose another folder")
-        return e.strerror or str(e), cure
+        hint = next((hint for hint, numbers in _HINTS.items() if e.errno in numbers), "choose another folder")
+        return e.strerror or str(e), hint
     return str(e), "check the path"
 
 
 def write_atomically(path: Path, content: bytes) -> Path:
-    """Replace a file. A link is followed; a file that was there keeps its mode, a new one gets that of the umask.
+    """Replace a file. Links are followed; an existing file keeps its mode, a new one gets that of the umask.
 
     Raises:
-        ExportError: the disk is full, the file or its folder may not be written, or something else than a file stands
-            there; nothing is left behind.
+        ExportError: the disk is full, the file or its folder is not writable, or the path is not a file; nothing is
+            left behind.
     """
     with _typed(path, ExportError, "The file cannot be written", f"{len(content)} bytes"):
         target = Path(os.path.realpath(path))
@@ -82,17 +83,17 @@ def write_atomically(path: Path, content: bytes) -> Path:
 
 @contextmanager
 def replace_folder(directory: Path, what: str, refusal: type[ChipfitError] = ExportError) -> Iterator[Path]:
-    """A folder to fill, which takes the place of `directory` when the block ends; with an error, nothing changes.
+    """Yield a folder to fill, which replaces `directory` when the block ends; after an error nothing changes.
 
-    What stood there is removed if it is empty, or if its manifest lists all that it holds. Links are followed, and a
-    folder keeps its mode.
+    An existing folder is replaced if it is empty, or if its manifest lists everything in it. Links are followed, and
+    a folder keeps its mode.
 
     Args:
-        what: what the folder holds, as messages call it.
-        refusal: raised when something else stands there.
+        what: name of the content in messages.
+        refusal: error type if something else exists at that path.
 
     Raises:
-        ExportError: the disk refuses.
+        ExportError: the disk reports an error.
     """
     what_fails = "The folder cannot be written"
     with _typed(directory, ExportError, what_fails):
@@ -114,10 +115,10 @@ def replace_folder(directory: Path, what: str, refusal: type[ChipfitError] = Exp
 
 @contextmanager
 def lock_folder(folder: Path, *, wait: bool) -> Iterator[bool]:
-    """Holds a folder for this process while the block runs; False where another one does, and `wait` is not asked for.
+    """Lock a folder for this process while the block runs; yield False if another process holds it and not `wait`.
 
     Raises:
-        ExportError: the disk refuses.
+        ExportError: the disk reports an error.
     """
     with _typed(folder, ExportError, "The folder cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -129,10 +130,10 @@ def lock_folder(folder: Path, *, wait: bool) -> Iterator[bool]:
 def check_replaceable(
     directory: Path, what: str, refusal: type[ChipfitError] = ExportError, name: Path | None = None
 ) -> None:
-    """Raise `refusal` unless `replace_folder` may remove what stands there.
+    """Raise `refusal` unless `replace_folder` may remove the directory.
 
     Args:
-        name: what messages call the directory.
+        name: path of the directory in messages.
     """
     reason = why_not_replaceable(directory)
     if reason:
@@ -141,16 +142,16 @@ def check_replaceable(
 
 
 def why_not_replaceable(folder: Path) -> str:
-    """Why a folder is nothing that chipfit wrote; "" for one that it did, an empty one, or none."""
+    """Return why a path may not be replaced; "" if it is free, an empty folder, or a folder that chipfit wrote."""
     if not os.path.lexists(folder):
         return ""
     if not folder.is_dir():
         return "it is a file"
     try:
-        held = list(folder.iterdir())
+        content = list(folder.iterdir())
     except PermissionError:
         return "it may not be read"
-    if not held:
+    if not content:
         return ""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -158,15 +159,15 @@ def why_not_replaceable(folder: Path) -> str:
         manifest = None
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict) or "chipfit" not in manifest:
         return f"it has no {MANIFEST} of chipfit"
-    foreign = sorted(p.name for p in held if p.name not in {MANIFEST, *manifest["files"]})
+    foreign = sorted(p.name for p in content if p.name not in {MANIFEST, *manifest["files"]})
     if foreign:
         return f"it also holds '{foreign[0]}'"
-    inside = ((p.name, why_not_replaceable(p)) for p in held if p.is_dir())
+    inside = ((p.name, why_not_replaceable(p)) for p in content if p.is_dir())
     return next((f"'{name}' is not chipfit's, {why}" for name, why in inside if why), "")
 
 
 def current_folder(directory: Path) -> Path:
-    """`directory`, or where it is while a writer that cannot exchange folders replaces it, or has died doing so."""
+    """Return `directory`, or where its content is while (or after) a writer without folder exchange replaced it."""
     with suppress(OSError, ValueError):
         target = Path(os.path.realpath(directory))
         if not target.exists():
@@ -176,24 +177,24 @@ def current_folder(directory: Path) -> Path:
     return directory
 
 
-# ----------------------------------------------------------------------------------------------- how it is done
+# ----------------------------------------------------------------------------------------------- implementation
 
 
 def _put(new: Path, target: Path, old: Path, demand_ours: Callable[[Path], None]) -> None:
-    """Give `new` the name `target`; what stood there is then at `new`, or below `old`."""
+    """Rename `new` to `target`; an existing folder is afterwards at `new`, or below `old`."""
     while True:
         if target.is_dir():
             shutil.copymode(target, new)
         try:
-            os.rename(new, target)  # where nothing stands, or an empty folder
+            os.rename(new, target)  # succeeds if the target is free or an empty folder
             return
         except OSError as e:
             if e.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-        with suppress(FileNotFoundError):  # another writer has just put it aside
+        with suppress(FileNotFoundError):  # another writer has just moved it
             if _exchange(new, target):
                 try:
-                    demand_ours(new)  # it may have come while we wrote
+                    demand_ours(new)  # it may have appeared meanwhile
                 except ChipfitError:
                     _exchange(new, target)
                     raise
@@ -206,17 +207,17 @@ def _put(new: Path, target: Path, old: Path, demand_ours: Callable[[Path], None]
             except ChipfitError:
                 os.rename(aside, target)
                 raise
-            with suppress(OSError):  # another writer was faster: once more
+            with suppress(OSError):  # another writer was faster: try again
                 os.rename(new, target)
                 return
             shutil.rmtree(aside)
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Exchange two folders in one step; False where the system cannot.
+    """Exchange two folders atomically; return False if the system does not support it.
 
     Raises:
-        OSError: it can, and refuses.
+        OSError: the system call fails.
     """
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is None:
@@ -231,7 +232,7 @@ def _exchange(a: Path, b: Path) -> bool:
 
 @contextmanager
 def _unfinished(parent: Path, *, folder: bool) -> Iterator[Path]:
-    """A new file or folder that is locked while the block runs; what is left of it is removed."""
+    """Yield a new temporary file or folder, locked while the block runs and removed afterwards if it is still there."""
     while True:
         path = parent / f".chipfit-{secrets.token_hex(8)}"
         if folder:
@@ -240,7 +241,7 @@ def _unfinished(parent: Path, *, folder: bool) -> Iterator[Path]:
             lock = os.open(path, os.O_RDONLY if folder else os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
         except FileNotFoundError:
             if folder:
-                continue  # swept before it was locked
+                continue  # removed by another writer before it was locked
             raise
         _lock(lock, wait=True)
         with suppress(FileNotFoundError):
@@ -259,11 +260,11 @@ def _unfinished_in(folder: Path) -> list[Path]:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what killed writers have left; a folder that one had put aside gets its name back."""
+    """Remove temporary files of killed writers; a folder that one had moved gets its name back."""
     for path in _unfinished_in(folder):
         try:
             lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-        except OSError:  # gone, or somebody else's
+        except OSError:  # gone, or owned by another user
             continue
         try:
             if _lock(lock, wait=False):
@@ -276,10 +277,10 @@ def _sweep(folder: Path) -> None:
 
 
 def _lock(handle: int, *, wait: bool) -> bool:
-    """Lock an open file or folder for this process; False when a living writer holds it."""
+    """Lock an open file or folder for this process; return False if a living writer holds it."""
     try:
         import fcntl
-    except ImportError:  # no such locks here: one's own is one's own, and nothing of others is touched
+    except ImportError:  # no locks on this system: own files count as locked, files of others stay untouched
         return wait
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -295,7 +296,7 @@ def _remove(path: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Bring a file or a folder's entries to the disk."""
+    """Sync a file, or the entries of a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -307,30 +308,30 @@ def _sync(path: Path) -> None:
 def _typed(
     path: Any, failure: type[ChipfitError], what: str, got: str | None = None, kinds: _Kinds = _ANY
 ) -> Iterator[None]:
-    """Say in one way what the disk refuses; a ValueError is of a path that no disk can have."""
+    """Turn disk errors inside the block into `failure`."""
     try:
         yield
     except kinds as e:
-        why, cure = describe_disk_error(e)
-        raise failure(f"{what}: {why}", where=str(path), got=got, hint=cure) from e
+        why, hint = describe_disk_error(e)
+        raise failure(f"{what}: {why}", where=str(path), got=got, hint=hint) from e
 
 
 # ----------------------------------------------------------------------------------------------- archives
 
-#: an archive that says to hold more than this [bytes], and more than this many times its own size, is refused
+#: an archive is refused if its content is larger than this [bytes] and than this multiple of the file's size
 _LARGE, _RATIO = 1 << 30, 200
-#: where JSON writes a character in two halves, or one of them alone
-_HALVES = re.compile(r"\\u[dD][89a-fA-F]")
-#: what reading an archive raises that is damaged, cut off, or packed in an unknown way
+#: JSON escapes of surrogates: halves of a character, which may lack the other half
+_SURROGATES = re.compile(r"\\u[dD][89a-fA-F]")
+#: errors from reading an archive that is damaged, truncated, or compressed in an unknown way
 ARCHIVE_ERRORS = OSError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError
 
 
 def open_zip(path: str | Path) -> zipfile.ZipFile:
-    """A zip archive whose entries are plain files inside it, each once, and of a size that the archive can hold.
+    """Open a zip archive and check that its entries are plain files inside it, unique, and of plausible size.
 
     Raises:
-        ValueError: they are not.
-        OSError, zipfile.BadZipFile: it cannot be read.
+        ValueError: an entry is not.
+        OSError, zipfile.BadZipFile: the archive cannot be read.
     """
     archive = zipfile.ZipFile(path)
     names = archive.namelist()
@@ -341,7 +342,7 @@ def open_zip(path: str | Path) -> zipfile.ZipFile:
         if links or outside or len(set(names)) < len(names):
             raise ValueError(f"it holds links, paths outside or a name twice: {', '.join((links + outside)[:4])}")
         if size > max(_LARGE, _RATIO * Path(path).stat().st_size):
-            raise ValueError(f"it says to hold {size} bytes")
+            raise ValueError(f"its content would take {size} bytes")
     except (ValueError, OSError):
         archive.close()
         raise
@@ -352,51 +353,53 @@ def open_zip(path: str | Path) -> zipfile.ZipFile:
 
 
 def path_of(given: Any, failure: type[ChipfitError]) -> Path:
-    """What an argument names on the disk.
+    """Return a user's argument as a path.
 
     Raises:
-        failure: it is no text and no path.
+        failure: it is neither text nor a path.
     """
     try:
         return Path(given)
     except TypeError:
-        raise failure("This is no path", got=type(given).__name__, allowed="text, or a pathlib.Path") from None
+        raise failure(
+            "A path must be text or a pathlib.Path", got=type(given).__name__, allowed="text, or a pathlib.Path"
+        ) from None
 
 
 def existing_file(given: Any, failure: type[ChipfitError], what: str) -> Path:
-    """The path of a file that is there.
+    """Return the path of an existing file.
 
     Raises:
-        failure: it is not, or is something without an end, such as a pipe or /dev/zero.
+        failure: it does not exist, or is a folder, a device or a pipe.
     """
     path = path_of(given, failure)
-    if not os.path.isfile(path):  # False also of a name that no disk can have
+    if not os.path.isfile(path):  # also False for a path that cannot exist
         why = "is a folder, a device or a pipe" if os.path.exists(path) else "does not exist"
         raise failure(f"{what} cannot be read: it {why}", where=str(path), hint="check the path")
     return path
 
 
 def wrap_read_errors(path: Any, failure: type[ChipfitError], what: str = "The file") -> AbstractContextManager[None]:
-    """Say in one way why the disk does not let `what` be read."""
+    """Check that a file exists, and turn disk errors inside the block into `failure`."""
     existing_file(path, failure, what)
     return _typed(path, failure, f"{what} cannot be read", kinds=(OSError,))
 
 
 def list_folder(folder: Path, failure: type[ChipfitError], what: str) -> list[Path]:
-    """What a folder holds, by name.
+    """Return the entries of a folder, sorted by name.
 
     Raises:
-        failure: there is no such folder, or it may not be read.
+        failure: the folder does not exist or is not readable.
     """
     with _typed(folder, failure, f"{what} cannot be read", kinds=(OSError,)):
         return sorted(folder.iterdir())
 
 
 def read_text(path: Any, failure: type[ChipfitError]) -> str:
-    """The text of a file (a Path, or a resource of a package).
+    """Return the text of a file (a Path, or a resource of a package).
 
     Raises:
-        failure: there is no such file, it may not be read, it is a folder, or it is not UTF-8.
+        failure: the file does not exist, is not readable, is a folder, or is not UTF-8.
     """
     with wrap_read_errors(path, failure):
         raw: bytes = path.read_bytes()
@@ -409,34 +412,33 @@ def read_text(path: Any, failure: type[ChipfitError]) -> str:
 
 
 def package_data(package: str, name: str) -> Any:
-    """The data of a YAML file that stands in a package of chipfit."""
+    """Return the data of a YAML file inside a package of chipfit."""
     text = (resources.files(package) / name).read_text(encoding="utf-8")
     return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def read_json(path: Path, failure: type[ChipfitError]) -> Any:
-    """The data of a JSON file.
+    """Return the data of a JSON file.
 
     Raises:
-        failure: as `read_text`; also text that is no JSON, names a number that JSON does not have (NaN, Infinity), or
-            nests too deep.
+        failure: as `read_text`; also if the text is not JSON, contains NaN or Infinity, or nests too deep.
     """
     return parse_json(read_text(path, failure), failure, where=str(path))
 
 
 def parse_json(text: str, failure: type[ChipfitError], *, where: str) -> Any:
-    """The data of a JSON text; raises as `read_json`."""
+    """Return the data of a JSON text; raises as `read_json`."""
 
-    def no_number(name: str) -> Any:
+    def refuse(name: str) -> Any:
         raise ValueError(f"{name} is no number in JSON")
 
     try:
-        if _HALVES.search(text):
+        if _SURROGATES.search(text):
             json.dumps(json.loads(text), ensure_ascii=False).encode()
-        return json.loads(text, parse_constant=no_number)
+        return json.loads(text, parse_constant=refuse)
     except json.JSONDecodeError as e:
         raise failure(f"This is not JSON: {e.msg}", where=f"{where}, line {e.lineno}, column {e.colno}") from e
-    except ValueError as e:  # the constants above, an integer of thousands of digits, half a character
+    except ValueError as e:  # NaN, an integer of thousands of digits, half a character
         raise failure(f"A number or a text is not understood: {e}", where=where) from e
     except RecursionError as e:
         raise failure("The data nest too deep to be read", where=where) from e

@@ -450,7 +450,7 @@ def quantize(
             if limits is not None or steps.reads_again(tried) or declared:
                 again = data = CachedBatches(data)
         seen = SampleHashes()
-        counted = shown.count("calibrate", batches(data, graph, seen.note), length(again))
+        counted = shown.count("calibrate", batches(data, graph, seen.add), length(again))
         needs = steps.needs(graph, statistics.needs(assignment, rule, z_threshold), tried)
         try:
             with closing(counted):

@@ -1,10 +1,10 @@
-"""One registry for all that is added by dropping in a file, and what each kind of addition declares about itself.
+"""The registry of everything that can be added as one file, and the declarations that each kind of addition makes.
 
     @register("range", "mse")
     @register("pass", "equalize", stage="rewrite", after=("relu_bound",), setting=Setting("equalize", False, "..."))
     @register("format", "onnx", suffixes=(".onnx",), libraries=("onnx",), extra="onnx")
 
-A file inside the package is imported when its name is asked for; one outside registers as soon as it is imported.
+A file inside the package is imported when its name is looked up; a file outside registers when the user imports it.
 """
 
 import ast
@@ -25,95 +25,95 @@ T = TypeVar("T")
 
 
 class Setting(NamedTuple):
-    """The entry of `chipfit.Settings` that asks for a step."""
+    """An entry of `chipfit.Settings`: it enables a step, or is one of its parameters."""
 
     name: str
-    default: bool | float | None  #: a bool: it is on or off; else it is off with None, or a number of at least 0
+    default: bool | float | None  #: bool: on or off; otherwise None (off) or a number of at least 0
     doc: str
-    argument: str = ""  #: keyword under which the step takes that value
-    choices: tuple[str, ...] = ()  #: the words that it takes instead of numbers
-    numbers: bool = False  #: it takes numbers beside its words
-    kind: str = ""  #: it takes names of this kind of addition, such as "gptq" or "gptq + learned(steps=100)"
+    argument: str = ""  #: keyword argument of the step that receives the value
+    choices: tuple[str, ...] = ()  #: words that are allowed instead of numbers
+    numbers: bool = False  #: numbers are allowed beside the words
+    kind: str = ""  #: names of this kind of addition are allowed, such as "gptq" or "gptq + learned(steps=100)"
 
 
-#: the word with which a setting that plans may ask for is turned off
+#: value that turns off a setting whose default depends on the plan
 OFF = "off"
-#: in which a step can be taken, in their order; see `Step`
+#: stages in which steps run, in this order; see `Step`
 STAGES = ("rewrite", "formats", "adapt", "results", "correct")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What a pass or a correction declares: when it is taken, and what it is given."""
+    """The declaration of a pass or a correction: when it runs and which arguments it needs."""
 
     #: "rewrite": `(graph) -> (graph, notes)` before formats are decided. "formats": `(graph, assignment) ->
-    #: (assignment, notes)` behind that decision. "adapt": `(graph, assignment, stats) -> (graph, stats, notes)` after
-    #: calibration. "results": `(graph, assignment, stats) -> (node -> label, notes)` behind it.
-    #: "correct": `(graph, plan) -> (graph, notes)` when the plan is made
+    #: (assignment, notes)` after that decision. "adapt": `(graph, assignment, stats) -> (graph, stats, notes)` after
+    #: calibration. "results": `(graph, assignment, stats) -> (node -> label, notes)` after "adapt". "correct":
+    #: `(graph, plan) -> (graph, notes)` after the plan is made
     stage: str
-    after: tuple[str, ...] = ()  #: steps of the same stage that go before
-    setting: Setting | None = None  #: None: it is always taken
-    options: tuple[Setting, ...] = ()  #: settings besides, which do not ask for it
-    excludes: tuple[str, ...] = ()  #: steps of the same stage that cannot be taken with it
-    decides: bool = False  #: "correct": it returns (graph, plan, notes), with scales of its own
-    #: "correct": (bits of each weight, range rule of weights) -> what the setting is where it was left at None; None
-    #: again where it is not needed
+    after: tuple[str, ...] = ()  #: steps of the same stage that run before it
+    setting: Setting | None = None  #: setting that enables it; None: it always runs
+    options: tuple[Setting, ...] = ()  #: more settings, which are parameters and do not enable it
+    excludes: tuple[str, ...] = ()  #: steps of the same stage that cannot be combined with it
+    decides: bool = False  #: "correct": it returns (graph, plan, notes), and chooses scales itself
+    #: "correct": (bits of each weight, range rule of weights) -> value of the setting if the user left it at None; None
+    #: if the step is not needed
     asks: Callable[[Collection[int], str], Any] | None = None
-    #: keywords that it wants besides: "platform", "listed" (whether it names the operator of a node), "stats",
-    #: "batches" (the data again), "changed", "choose" (scales), "original" (the graph before every correction)
+    #: further keyword arguments: "platform", "listed" (whether the platform lists the operator of a node), "stats",
+    #: "batches" (the data again), "changed", "choose" (of scales), "original" (the graph before all corrections)
     needs: tuple[str, ...] = ()
-    with_any: str = ""  #: taken only where some step of this stage is
-    collects: Callable[..., Any] | None = None  #: (graph, needs) -> what calibration must collect for it
-    again: bool = False  #: "adapt": histograms of what it changes have to be collected again
-    #: "adapt": (settings, graph, assignment) -> what the setting is tried as where it was left at None; it is kept
-    #: where held-out images say so. None again: it is not tried
+    with_any: str = ""  #: it runs only if some step of this stage is enabled
+    collects: Callable[..., Any] | None = None  #: (graph, needs) -> needs, with what calibration must collect for it
+    again: bool = False  #: "adapt": histograms of the tensors that it changes are collected again
+    #: "adapt": (settings, graph, assignment) -> value of the setting to try if the user left it at None; it stays if
+    #: held-out images lose less with it. None: nothing is tried
     tries: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileFormat:
-    """What a file format declares."""
+    """The declaration of a file format."""
 
     suffixes: tuple[str, ...]
-    libraries: tuple[str, ...] = ()  #: modules that writing needs
+    libraries: tuple[str, ...] = ()  #: modules that the writer needs
     extra: str = ""  #: the extra of chipfit that installs them
-    wraps: str = ""  #: the suffix of the file that it holds in another form
-    options: tuple[str, ...] = ()  #: of `Result.export` that it takes; others are refused
-    #: reads back what a file stores: (path) -> tensor -> `export.FileTensor`; None for a format without a reader
+    wraps: str = ""  #: suffix of the format that a file contains in another form
+    options: tuple[str, ...] = ()  #: options of `Result.export` that it supports; others are refused
+    #: (path) -> tensor -> `export.FileTensor`, as a file stores it; None for a format without a reader
     stored: Callable[[Path], Mapping[str, Any]] | None = None
-    #: (graph) -> how many samples its runtime takes at once when nobody says how many; None for any
+    #: (graph) -> default batch size of its runtime; None for any size
     part: Callable[[Any], int | None] = lambda graph: None
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceRuntime:
-    """What a runtime declares. Which platforms it proves is said by their files (`runtimes`)."""
+    """The declaration of a runtime. Platform files list the runtimes that prove them (`runtimes`)."""
 
-    suffix: str  #: of the files that it loads
+    suffix: str  #: suffix of the files that it loads
     libraries: tuple[str, ...] = ()
     extra: str = ""
-    kernels: str | None = None  #: the simulator profile that it runs, where that is not the platform's own
-    codes: str = "{}"  #: name of the tensor that holds a graph value's codes
+    kernels: str | None = None  #: simulator profile of the runtime's kernels if it is not the platform's own
+    codes: str = "{}"  #: name of the tensor with the quantized values of a graph value
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundingMethod:
     """The declaration of a method that rounds weights; its protocol is that of `rounding.method`."""
 
-    #: settings that stand for fields of the method; `argument` is the field
+    #: settings for fields of the method; `argument` is the name of the field
     options: tuple[Setting, ...] = ()
-    fits: bool = False  #: it fits scales, quantized values and biases to what each operator reads
-    default_below: int = 0  #: it is taken where weights have fewer bits and the user named no method
+    fits: bool = False  #: it fits scales, quantized values and biases to the inputs of each operator
+    default_below: int = 0  #: it is the default for weights with fewer bits
 
 
 class Kind(NamedTuple):
     """One kind of addition."""
 
     label: str  #: its name in messages
-    home: str  #: package with one file for each; "{}" stands for the name of the entry
-    declares: type | None = None
-    methods: tuple[str, ...] = ("__call__",)  #: what an entry must have
-    most: float = 1000  #: no number among its settings is larger
+    package: str  #: package with one file for each entry; "{}" stands for the entry's name
+    declares: type | None = None  #: dataclass of the declaration
+    methods: tuple[str, ...] = ("__call__",)  #: attributes that an entry must have
+    most: float = 1000  #: largest number that a setting of an entry may have
 
 
 KINDS = {
@@ -136,7 +136,7 @@ KINDS = {
 
 
 class Entry(NamedTuple):
-    """Something registered."""
+    """A registered object with its declaration."""
 
     name: str
     thing: Any
@@ -147,43 +147,43 @@ _ENTRIES: dict[str, dict[str, Entry]] = {kind: {} for kind in KINDS}
 
 
 def register(kind: str, name: str, **declaration: Any) -> Callable[[T], T]:
-    """Class or function decorator: file the decorated object under `kind` and `name`.
+    """Return a decorator that registers a class or function under `kind` and `name`.
 
     Args:
-        declaration: the fields of the kind's declaration (`KINDS[kind].declares`).
+        declaration: fields of the kind's declaration (`KINDS[kind].declares`).
 
     Raises:
-        RegistrationError: the declaration is incomplete or says something unknown, the object cannot do what the kind
-            must, or the name is taken.
-        UnknownNameError: no such kind.
+        RegistrationError: the declaration is incomplete or has unknown fields, the object lacks a method that the kind
+            requires, or the name is taken.
+        UnknownNameError: the kind does not exist.
     """
     if kind not in KINDS:
         raise UnknownNameError("kind of addition", kind, KINDS)
 
     def enter(thing: T) -> T:
-        taken = _ENTRIES[kind].get(name)
-        if taken is not None and _origin(taken.thing) != _origin(thing):
-            got = f"another one in {_origin(taken.thing)}"
+        existing = _ENTRIES[kind].get(name)
+        if existing is not None and _origin(existing.thing) != _origin(thing):
+            got = f"another one in {_origin(existing.thing)}"
             what = f"The {KINDS[kind].label} '{name}' exists already"
             raise RegistrationError(what, where=_origin(thing), got=got, hint="choose another name")
-        _ENTRIES[kind][name] = Entry(name, thing, _declared(kind, name, thing, declaration))
+        _ENTRIES[kind][name] = Entry(name, thing, _declaration(KINDS[kind], name, thing, declaration))
         return thing
 
     return enter
 
 
-def _declared(kind: str, name: str, thing: Any, declaration: dict[str, Any]) -> Any:
-    label, _, declares, methods, _ = KINDS[kind]
-    known = {f.name: f for f in fields(declares)} if declares is not None and is_dataclass(declares) else {}
-    missing = [k for k, f in known.items() if k not in declaration and (f.default, f.default_factory) == (MISSING,) * 2]
-    unknown = [k for k in declaration if k not in known]
-    lacking = [m for m in methods if not hasattr(thing, m)]
+def _declaration(kind: Kind, name: str, thing: Any, given: dict[str, Any]) -> Any:
+    """Return the declaration of an entry as an instance of its kind's dataclass; None if the kind has none."""
+    known = {f.name: f for f in fields(kind.declares)} if kind.declares and is_dataclass(kind.declares) else {}
+    missing = [k for k, f in known.items() if k not in given and (f.default, f.default_factory) == (MISSING,) * 2]
+    unknown = [k for k in given if k not in known]
+    lacking = [m for m in kind.methods if not hasattr(thing, m)]
     for what, names in (("does not declare", missing), ("declares the unknown", unknown), ("has no", lacking)):
         if names:
             allowed = ", ".join(known) if names is not lacking and known else None
-            message = f"The {label} '{name}' {what} {', '.join(map(repr, names))}"
+            message = f"The {kind.label} '{name}' {what} {', '.join(map(repr, names))}"
             raise RegistrationError(message, where=_origin(thing), allowed=allowed)
-    return declares(**declaration) if declares is not None else None
+    return kind.declares(**given) if kind.declares is not None else None
 
 
 def _origin(thing: Any) -> str:
@@ -193,35 +193,35 @@ def _origin(thing: Any) -> str:
 
 @functools.cache
 def _import_all(kind: str) -> None:
-    home = importlib.import_module(KINDS[kind].home)
-    for module in pkgutil.iter_modules(home.__path__):
-        importlib.import_module(f"{home.__name__}.{module.name}")
+    package = importlib.import_module(KINDS[kind].package)
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{module.name}")
 
 
 def _import(kind: str, name: str) -> None:
-    """The file of that name, where there is one; else all of the kind: a file may hold several entries."""
-    home = KINDS[kind].home
-    module = home.format(name) if "{}" in home else f"{home}.{name}"
+    """Import the module of that name if it exists; else all modules of the kind, as one may hold several entries."""
+    package = KINDS[kind].package
+    module = package.format(name) if "{}" in package else f"{package}.{name}"
     if name.isidentifier() and _exists(module):
         importlib.import_module(module)
-    if name not in _ENTRIES[kind] and "{}" not in home:
+    if name not in _ENTRIES[kind] and "{}" not in package:
         _import_all(kind)
 
 
 def _exists(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # nor does the package that it would be in
+    except ModuleNotFoundError:  # the package does not exist either
         return False
 
 
 def entry(kind: str, name: str) -> Entry:
-    """What is registered under `name`, with its declaration.
+    """Return the object registered under `name` with its declaration.
 
     Raises:
-        UnknownNameError: listing near names.
+        UnknownNameError: the name is not registered; the message lists similar names.
     """
-    name = str(name)  # which a user may give: what is no text is no name either
+    name = str(name)  # a user may give any type
     if name not in _ENTRIES[kind]:
         _import(kind, name)
     if name not in _ENTRIES[kind]:
@@ -230,24 +230,21 @@ def entry(kind: str, name: str) -> Entry:
 
 
 def lookup(kind: str, name: str) -> Any:
-    """The thing registered under `name`.
-
-    Raises:
-        UnknownNameError: listing near names.
-    """
+    """Return the object registered under `name`; raises as `entry`."""
     return entry(kind, name).thing
 
 
 def create(kind: str, text: str, aliases: Mapping[str, str] | None = None, **settings: Any) -> Any:
-    """Return an instance of a registered dataclass, from its name, perhaps with settings as in "lp(p=3)".
+    """Return an instance of a registered dataclass.
 
     Args:
-        aliases: other names -> registered ones.
-        settings: fields of it, which replace those in the text.
+        text: its name, with or without settings, as in "lp(p=3)".
+        aliases: alternative name -> registered name.
+        settings: fields of the dataclass, which override those in the text.
 
     Raises:
-        UnknownNameError: no such name, or no such setting of it.
-        ConfigError: a setting of the wrong type or out of bounds.
+        UnknownNameError: the name or a setting does not exist.
+        ConfigError: a setting has the wrong type or is out of bounds.
     """
     label, most = KINDS[kind].label, KINDS[kind].most
     name, own = parse_call(text)
@@ -277,7 +274,7 @@ def _is_allowed(value: Any, annotation: str, most: float) -> bool:
 
 
 def parse_sum(text: str) -> list[str]:
-    """Return the parts of a text that are joined by "+"; the whole text where it is no such sum."""
+    """Return the parts of a text that are joined by "+"; the whole text if it is not such a sum."""
     try:
         out = list[str]()
         part: Any = ast.parse(text, mode="eval").body
@@ -289,37 +286,33 @@ def parse_sum(text: str) -> list[str]:
 
 
 def parse_call(text: str) -> tuple[str, dict[str, Any]]:
-    """A name and the settings behind it, as in "lp(p=3)"; the whole text where it is none of that."""
+    """Split a text such as "lp(p=3)" into name and settings; return other text whole, without settings."""
     try:
         call = ast.parse(text, mode="eval").body
         return text.partition("(")[0], {k.arg or "": ast.literal_eval(k.value) for k in getattr(call, "keywords", ())}
-    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):  # what `ast` says of bad text
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):  # raised by `ast` for bad text
         return text, {}
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a value is a number that a double holds: no bool, no infinity, no integer beyond."""
+    """Return whether a value is a finite number that fits into a double, and not a bool."""
     most = sys.float_info.max
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -most <= value <= most
 
 
 def entries(kind: str) -> dict[str, Entry]:
-    """Every entry of one kind by name, sorted."""
+    """Return all entries of a kind, sorted by name."""
     _import_all(kind)
     return dict(sorted(_ENTRIES[kind].items()))
 
 
 def registered(kind: str) -> dict[str, Any]:
-    """Every registered thing of one kind by name, sorted."""
+    """Return all registered objects of a kind, sorted by name."""
     return {name: e.thing for name, e in entries(kind).items()}
 
 
 def require(found: Entry, error: type[RuntimeUnavailable] | type[Any] = RuntimeUnavailable) -> None:
-    """Raise unless the libraries that an entry declares are installed.
-
-    Raises:
-        error: a library is missing; names the extra that installs it.
-    """
+    """Raise `error` if a library that an entry declares is not installed; the hint names the extra that installs it."""
     missing = [lib for lib in found.declares.libraries if importlib.util.find_spec(lib) is None]
     if missing:
         hint = f"pip install 'chipfit[{found.declares.extra}]'" if found.declares.extra else ""
@@ -327,24 +320,24 @@ def require(found: Entry, error: type[RuntimeUnavailable] | type[Any] = RuntimeU
 
 
 def ordered(stage: str) -> list[Entry]:
-    """Every step of a stage, each behind those that it names in `after`; by name where that leaves a choice.
+    """Return the steps of a stage, each after those in its `after`, otherwise sorted by name.
 
     Raises:
-        RegistrationError: a step goes after one that does not exist, or after itself.
+        RegistrationError: `after` names a step that does not exist, or the order has a cycle.
     """
     entries("rounding")  # its methods may register corrections
     steps = {e.name: e for kind in ("pass", "correction") for e in entries(kind).values() if e.declares.stage == stage}
     for e in steps.values():
         for other in e.declares.after:
             if other not in steps:
-                what = f"The step '{e.name}' goes after '{other}', which does not exist"
+                what = f"The step '{e.name}' must run after '{other}', which does not exist"
                 raise RegistrationError(what, allowed=", ".join(steps))
     sorter = TopologicalSorter({name: steps[name].declares.after for name in steps})
     out: list[Entry] = []
     try:
         sorter.prepare()
     except CycleError as e:
-        raise RegistrationError("Steps go after each other", got=" -> ".join(e.args[1])) from e
+        raise RegistrationError("The order of steps has a cycle", got=" -> ".join(e.args[1])) from e
     while sorter.is_active():
         ready = sorted(sorter.get_ready())
         out += [steps[name] for name in ready]

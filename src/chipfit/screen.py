@@ -1,4 +1,4 @@
-"""What a person sees of an object: a screenful of facts and a table, as text and in notebooks."""
+"""Summaries that objects show in a console and in notebooks: facts and a table on one screen."""
 
 import html
 import textwrap
@@ -11,7 +11,7 @@ Cell = str | int | float | None
 
 
 def shorten(text: str, width: int) -> str:
-    """Text of at most this many characters; what is left out shows as an ellipsis.
+    """Return a text of at most `width` characters, with an ellipsis in place of the rest.
 
     >>> shorten("features.12.conv", 9)
     'features…'
@@ -28,10 +28,10 @@ class Summary:
     facts: Mapping[str, str] = field(default_factory=dict)  #: empty ones are left out
     header: Sequence[str] = ()
     rows: Sequence[Sequence[Cell]] = ()  #: text, which may be shortened, and numbers, which never are
-    rest: str = ""  #: what holds the rows that do not fit
+    rest: str = ""  #: where to find the rows that do not fit
 
     def text(self) -> str:
-        """At most `LINES` lines of at most `COLUMNS` characters."""
+        """Return at most `LINES` lines of at most `COLUMNS` characters."""
         lines = [shorten(self.title, COLUMNS)]
         wide = max(map(len, self.facts), default=0) + 2
         for label, fact in self.facts.items():
@@ -45,7 +45,7 @@ class Summary:
         return "\n".join(lines)
 
     def html(self) -> str:
-        """The same as a fragment of a page, of at most `CHARACTERS`."""
+        """Return the summary as HTML of at most `CHARACTERS`."""
 
         def row(cells: Sequence[Cell], tag: str = "td") -> str:
             return f"<tr>{''.join(f'<{tag}>{html.escape(shorten(_cell(c), 48))}</{tag}>' for c in cells)}</tr>"
@@ -67,7 +67,7 @@ class Summary:
 
 
 class SummaryRepr:
-    """Something that a console and a notebook show as a screenful."""
+    """The base of objects that a console and a notebook show as a `Summary`."""
 
     __slots__ = ()
 
@@ -89,12 +89,12 @@ def _cell(value: Cell) -> str:
 
 
 def _numbers(rows: Sequence[Sequence[Cell]]) -> list[bool]:
-    """Whether each column holds numbers."""
+    """Return for each column whether it holds only numbers."""
     return [not any(isinstance(c, str) for c in column) for column in zip(*rows, strict=True)]
 
 
 def _aligned(header: Sequence[str], rows: list[list[str]], numbers: Sequence[bool]) -> list[str]:
-    """Columns side by side, two blanks between them; the widest columns of text give way."""
+    """Return lines of columns with two blanks between them; the widest text columns are shortened to fit."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     while sum(widths) + 2 * (len(widths) - 1) > COLUMNS:
         widths[max((k for k in range(len(widths)) if not numbers[k]), key=widths.__getitem__)] -= 1

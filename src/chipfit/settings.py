@@ -1,6 +1,6 @@
-"""Which of the optional steps `quantize` takes: rewrites that keep the network's function, and corrections of rounding.
+"""The settings of `quantize`: which optional rewrites and corrections run, and their parameters.
 
-Each step declares its setting where it stands (`chipfit.registry.Step`); a step that is dropped in has one as well.
+Each step declares its own settings in its file (`chipfit.registry.Step`), also a step that a user adds.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from chipfit.registry import STAGES, Setting, create, entries, is_number, ordere
 
 
 def known_settings() -> dict[str, Setting]:
-    """Every setting by name, in the order in which the steps are taken."""
-    steps = (step.declares for stage in STAGES for step in ordered(stage))
-    own = [s for says in steps for s in (says.setting, *says.options) if s is not None]
-    # behind a setting that takes names of a kind stand the options that the entries of this kind declare
+    """Return every setting by name, in the order in which the steps run."""
+    steps = (entry.declares for stage in STAGES for entry in ordered(stage))
+    own = [s for step in steps for s in (step.setting, *step.options) if s is not None]
+    # a setting that takes names of a kind is followed by the options that entries of the kind declare
     options = {s.name: [o for e in entries(s.kind).values() for o in e.declares.options] if s.kind else [] for s in own}
     return {o.name: o for s in own for o in (s, *options[s.name])}
 
 
-class _Signed(type):
+class _WithSignature(type):
     @property
     def __signature__(cls) -> inspect.Signature:
         """What help() and editors show."""
@@ -32,15 +32,16 @@ class _Signed(type):
         )
 
 
-class Settings(metaclass=_Signed):
-    """Optional steps of `quantize`, each a keyword and an attribute. All are off unless asked for, but
-    for `rounding`, which weights of fewer than 6 bits ask for, and those that are tried: they are kept where held-out
-    samples lose less.
+class Settings(metaclass=_WithSignature):
+    """The optional steps of `quantize`, each a keyword argument and an attribute.
+
+    All are off by default, except `rounding`, which weights below 6 bits turn on, and steps that are tried: they stay
+    if held-out samples lose less with them.
 
     Raises:
         UnknownNameError: a setting, or a method that it names, does not exist.
-        ConfigError: an option of such a method is out of bounds.
-        PlanError: a value of the wrong type, or a negative ratio or threshold.
+        ConfigError: an option of a method is out of bounds.
+        PlanError: a value has the wrong type, or a ratio or threshold is negative.
     """
 
     __slots__ = ("_chosen",)
@@ -74,11 +75,11 @@ class Settings(metaclass=_Signed):
     def __getattr__(self, name: str) -> Any:
         settings = known_settings()
         if name not in settings:
-            raise AttributeError(f"there is no setting '{name}'")
+            raise AttributeError(f"Setting '{name}' does not exist")
         return self._chosen.get(name, settings[name].default)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError("settings do not change: make new ones")
+        raise AttributeError("Settings cannot be changed: create new ones")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Settings) and self._chosen == other._chosen
@@ -96,20 +97,16 @@ class Settings(metaclass=_Signed):
         return Settings.from_record, (self._chosen,)
 
     def to_record(self) -> dict[str, Any]:
-        """What differs from the defaults, as JSON data."""
+        """Return the settings that differ from the defaults, as JSON data."""
         return dict(self._chosen)
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Settings:
-        """The inverse of `to_record`.
-
-        Raises:
-            UnknownNameError, PlanError: as the constructor.
-        """
+        """Return the settings of `to_record`; raises as the constructor."""
         return cls(**record)
 
 
-#: no optional step
+#: no optional step is asked for
 DEFAULT_SETTINGS = Settings()
-#: what keeps most accuracy without training, with its guard
+#: learned rounding of weights at any width: the best accuracy without training
 BEST = Settings(rounding="gptq")

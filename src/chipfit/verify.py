@@ -542,7 +542,7 @@ class Comparator:
         samples = inputs[0].shape[0] if inputs and inputs[0].dim() else 1
         freely = label is not None or self.freely is None or self.out.freely < self.freely
         self.out.samples += samples
-        self.out.calibrated += self.seen.known(inputs)
+        self.out.calibrated += self.seen.count_known(inputs)
         try:
             got = self._run([x.numpy() for x in inputs])
         except RuntimeUnavailable:

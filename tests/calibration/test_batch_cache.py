@@ -72,7 +72,7 @@ def test_an_edit_reads_them_again_where_they_were_kept_and_says_so_where_not():
 def test_what_is_beyond_the_limit_lies_on_disk_and_is_the_same():
     kept = CachedBatches(iter([{"x": part, "name": "n"} for part in IMAGES.split(16)]), most=IMAGES[:32].nbytes)
     first = list(kept)
-    assert kept._budget.used == IMAGES[:32].nbytes and kept._budget.spilled == IMAGES[32:].nbytes
+    assert kept.memory.used == IMAGES[:32].nbytes and kept.memory.spilled == IMAGES[32:].nbytes
     for _ in range(2):
         again = list(kept)
         assert [b["name"] for b in again] == ["n"] * 6
@@ -112,7 +112,7 @@ def test_what_is_within_the_limit_is_kept_where_it_is():
 def test_little_is_kept_in_memory_where_no_limit_is_given():
     kept = CachedBatches(iter([IMAGES]))
     assert torch.equal(next(iter(kept)), IMAGES)
-    assert (kept._budget.used, kept._budget.spilled) == (IMAGES.nbytes, 0)
+    assert (kept.memory.used, kept.memory.spilled) == (IMAGES.nbytes, 0)
     assert MemoryLimit().keep(IMAGES) is IMAGES
 
 

@@ -109,7 +109,7 @@ def test_channels_that_are_moved_and_scaled_have_the_statistics_of_the_new_tenso
     for name in ("total", "low", "high", "peak", "squares"):
         torch.testing.assert_close(getattr(got.channels, name), getattr(want.channels, name), rtol=1e-5, atol=1e-5)
     assert (got.low, got.high) == pytest.approx((want.low, want.high)) and got.histogram is None
-    with pytest.raises(ValueError, match="nothing is known of the channels"):
+    with pytest.raises(ValueError, match="Channel statistics of 'x' were not collected"):
         seen(batches).by_channel(0.0, 1.0)
 
 

@@ -99,7 +99,7 @@ def test_the_first_batch_norm_that_learned_is_looked_at_with_what_reaches_it():
     model = Late().eval()
     x = torch.tensor([[1.0], [-1.0]]).repeat(10, 3)
     (text,) = check_input_scale(capture(model, (x,)))
-    assert text.startswith("warning: what reaches batch norm 'second' is 100 times as large as the statistics that it")
+    assert text.startswith("warning: the input of batch norm 'second' is 100 times as large as the statistics that it")
     model.second.running_var.fill_(100.0**2)
     assert check_input_scale(capture(model, (x,))) == []
 

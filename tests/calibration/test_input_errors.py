@@ -313,8 +313,8 @@ def test_data_in_any_usual_form_are_calibrated_and_verified_with(data):
         ([], "empty"),
         ([torch.full((2, 3, 8, 8), float("inf"))], "NaN or infinite values in input 'input'"),
         ([X, torch.randn(2, 5, 8, 8)], r"\[2, 5, 8, 8\].*'batch', 3, 8, 8"),
-        ([{3: X}], "inputs of a batch have names"),
-        ([(X, "cat")], "labels are no numbers"),
+        ([{3: X}], "keys of a batch are not input names"),
+        ([(X, "cat")], "Labels must be numbers"),
     ],
 )
 def test_data_that_cannot_be_used_are_refused(data, words):

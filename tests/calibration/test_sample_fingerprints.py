@@ -15,15 +15,18 @@ X = torch.randn(200, 3, 2, generator=torch.Generator().manual_seed(0))
 def noted(*batches):
     seen = SampleHashes()
     for inputs in batches:
-        seen.note(inputs)
+        seen.add(inputs)
     return seen
 
 
 def test_samples_are_known_in_other_batches_and_others_are_not():
     seen = noted([X[:5]], [X[5:8]])
     assert len(seen.digests) == 8
-    assert seen.known([X[3:12]]) == 5 and seen.known([X[8:]]) == 0 and seen.known([X[6:7]]) == 1
-    assert SampleHashes.of({"samples": sorted(seen.digests)}).known([X]) == 8 and SampleHashes.of({}).known([X]) == 0
+    assert seen.count_known([X[3:12]]) == 5 and seen.count_known([X[8:]]) == 0 and seen.count_known([X[6:7]]) == 1
+    assert (
+        SampleHashes.of({"samples": sorted(seen.digests)}).count_known([X]) == 8
+        and SampleHashes.of({}).count_known([X]) == 0
+    )
 
 
 def test_at_most_128_are_kept_and_the_same_ones_in_any_order():
@@ -35,12 +38,12 @@ def test_at_most_128_are_kept_and_the_same_ones_in_any_order():
 def test_every_input_of_a_sample_counts_and_one_without_a_batch_axis_for_each():
     y, mask, scalar = X[:4] + 1, torch.tensor([1.0, 0.0, 1.0]), torch.tensor(2.0)
     seen = noted([X[:4], y, mask, scalar])
-    assert len(seen.digests) == 4 and seen.known([X[:4], y, mask, scalar]) == 4
-    assert seen.known([X[1:3], y[1:3], mask, scalar]) == 2
-    assert seen.known([X[:4], y.flip(0), mask, scalar]) == seen.known([X[:4], y, mask * 2, scalar]) == 0
-    assert seen.known([X[:4], y, mask, scalar + 1]) == seen.known([X[:4]]) == 0
+    assert len(seen.digests) == 4 and seen.count_known([X[:4], y, mask, scalar]) == 4
+    assert seen.count_known([X[1:3], y[1:3], mask, scalar]) == 2
+    assert seen.count_known([X[:4], y.flip(0), mask, scalar]) == seen.count_known([X[:4], y, mask * 2, scalar]) == 0
+    assert seen.count_known([X[:4], y, mask, scalar + 1]) == seen.count_known([X[:4]]) == 0
     alone = noted([scalar])
-    assert len(alone.digests) == 1 and alone.known([scalar]) == 1 and alone.known([scalar + 1]) == 0
+    assert len(alone.digests) == 1 and alone.count_known([scalar]) == 1 and alone.count_known([scalar + 1]) == 0
     first = noted([scalar, X[:4]])  # the number of samples is that of the first input that has any
     assert len(first.digests) == 4
 
@@ -50,7 +53,7 @@ def test_of_large_inputs_about_a_thousand_numbers_are_compared(size, at, told):
     x = torch.zeros(1, size)
     y = x.clone()
     y[0, at] = 1
-    assert noted([x]).known([y]) == (0 if told else 1)
+    assert noted([x]).count_known([y]) == (0 if told else 1)
 
 
 def test_the_hash_is_over_types_shapes_numbers_order_and_borders():

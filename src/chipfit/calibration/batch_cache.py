@@ -1,4 +1,4 @@
-"""Tensors that are kept to be read again: in memory up to a limit, in mapped files beyond it."""
+"""A cache of tensors for reading them again: in memory up to a limit, beyond it in memory-mapped files."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from chipfit.errors import DataError
 
 @dataclass
 class MemoryLimit:
-    """Bytes of values in memory; what comes beyond `most` is mapped from files that are gone with their tensors."""
+    """A limit on the bytes of cached tensors in memory; further ones are mapped from temporary files."""
 
     most: int = 1 << 30
     used: int = 0
     spilled: int = 0
 
     def keep(self, x: Tensor) -> Tensor:
-        """The same numbers, in memory or on disk.
+        """Return the tensor itself, or its copy in a file that disappears together with the copy.
 
         Raises:
-            DataError: there is no room on disk.
+            DataError: the disk is full.
         """
         size = x.numel() * x.element_size()
         if self.used + size <= self.most or size == 0:
             self.used += size
             return x
         self.spilled += size
-        axes = sorted(range(x.dim()), key=x.stride().__getitem__, reverse=True)  # as x lies in memory
-        lies = x.permute(axes)
+        axes = sorted(range(x.dim()), key=x.stride().__getitem__, reverse=True)  # in memory order
+        ordered = x.permute(axes)
         try:
-            with tempfile.NamedTemporaryFile() as file:  # the mapping outlives its name
-                # written, for a mapping that finds the disk full ends the process
-                file.write(lies.reshape(-1).view(torch.uint8).numpy().data)
+            with tempfile.NamedTemporaryFile() as file:  # the mapping outlives the name
+                # write() reports a full disk; writing through the mapping would end the process
+                file.write(ordered.reshape(-1).view(torch.uint8).numpy().data)
                 file.flush()
-                mapped = torch.from_file(file.name, shared=True, size=x.numel(), dtype=x.dtype).view(lies.shape)
+                mapped = torch.from_file(file.name, shared=True, size=x.numel(), dtype=x.dtype).view(ordered.shape)
                 return mapped.permute([axes.index(d) for d in range(x.dim())])
         except OSError as e:
             what = f"Calibration data take more than {self.most:,} bytes, and the rest cannot be written: {e.strerror}"
@@ -49,27 +49,28 @@ class MemoryLimit:
             raise DataError(what, where=tempfile.gettempdir(), got=f"{self.spilled:,} bytes more", hint=hint) from None
 
     def release(self, x: Tensor) -> None:
+        """Give back the memory of a tensor from `keep`."""
         if not x.is_shared():
             self.used -= x.numel() * x.element_size()
 
 
 class CachedBatches:
-    """Data that can be read once, kept while they are read, so that they can be read again.
+    """The batches of an iterator, cached at the first reading so that they can be read again.
 
     Args:
         most: bytes that stay in memory.
     """
 
     def __init__(self, data: Iterator[Any], most: int = 1 << 28) -> None:
-        self._data, self._batches, self._budget = data, list[Any](), MemoryLimit(most)
+        self._data, self._batches, self.memory = data, list[Any](), MemoryLimit(most)
 
     def __iter__(self) -> Iterator[Any]:
         yield from self._batches
         for batch in self._data:
-            # a copy, for whoever gives the batches may fill the same array again
+            # a copy, because the user may fill the same array again for the next batch
             self._batches.append(tree_map_only(Tensor, self._copy, as_tensors(batch)))
             yield batch
 
     def _copy(self, x: Tensor) -> Tensor:
-        kept = self._budget.keep(x.detach())
-        return kept.clone() if kept.data_ptr() == x.data_ptr() else kept
+        cached = self.memory.keep(x.detach())
+        return cached.clone() if cached.data_ptr() == x.data_ptr() else cached

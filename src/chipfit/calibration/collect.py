@@ -1,4 +1,4 @@
-"""One streaming pass over the calibration data: statistics of every tensor, memory bounded, no sample kept."""
+"""Calibration statistics of tensors, collected in one pass over the data in bounded memory; no sample is kept."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from chipfit.errors import DataError, first_line
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.ops import OPS
 
-#: a histogram counts every element up to this many per batch; of larger tensors a block of 32 out of every so many
-#: elements in memory order, of the first period with at most `_COUNTED` or of the last: periods are prime, so that the
-#: blocks start at every channel, whatever their number
+#: a histogram counts all elements of a batch up to `_SMALL`; of larger tensors it counts a block of 32 in each period
+#: of elements in memory order. The period is the first that leaves at most `_COUNTED` elements, or the last. Periods
+#: are prime, so that blocks start at every channel, whatever the number of channels
 _SMALL, _BLOCK, _PERIODS, _COUNTED = 1 << 14, 32, (353, 709, 1409, 2819), 1 << 16
-#: share of the newest batch in the moving averages
+#: weight of the newest batch in the moving averages
 _SMOOTH = 0.1
-#: a sum or mean below this share of its greatest term is what rounding in float32 leaves of terms that cancel (16 times
-#: the machine's epsilon)
+#: a sum or mean below this share of its greatest term is rounding noise of float32 terms that cancel (16 times the
+#: machine epsilon)
 _NOISE = 2.0**-19
-#: the operators whose results are sums or means
+#: operators whose results are sums or means
 _SUMS = frozenset({"GlobalAvgPool", "AvgPool", "AdaptiveAvgPool", "Mean", "Sum"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """What to collect for one tensor; the range always."""
+    """What to collect of one tensor, besides its range."""
 
     histogram: bool = True
-    #: what a number of each channel, on the last axis, counts in the histogram, [C] float32; None: once
+    #: weight of an element in the histogram, by channel on the last axis, [C] float32; None: 1
     weights: torch.Tensor | None = None
-    channel_axis: int | None = None  #: also mean, least and greatest value of every channel along this axis
-    squares: bool = False  #: and its mean square
+    channel_axis: int | None = None  #: collect sum, minimum and maximum of every channel along this axis
+    squares: bool = False  #: and its sum of squares
 
 
 def with_channel_stats(needs: Mapping[str, Need], axes: Mapping[str, int], *, squares: bool = False) -> dict[str, Need]:
-    """`needs`, and the channels of these tensors along these axes."""
+    """Return `needs` with channel statistics of further tensors: tensor -> channel axis."""
 
     def more(value: str, axis: int) -> Need:
         need = needs.get(value, Need(histogram=False))
@@ -52,12 +52,12 @@ def with_channel_stats(needs: Mapping[str, Need], axes: Mapping[str, int], *, sq
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """What calibration saw of the channels of a tensor, [C] float64 each."""
+    """Statistics of the channels of a tensor, [C] float64 each."""
 
     total: torch.Tensor  #: sum
     low: torch.Tensor
     high: torch.Tensor
-    squares: torch.Tensor | None = None  #: sum of squares, where `Need.squares` asked for it
+    squares: torch.Tensor | None = None  #: sum of squares, if `Need.squares`
 
     @property
     def peak(self) -> torch.Tensor:
@@ -65,12 +65,13 @@ class Channels:
         return torch.maximum(-self.low, self.high)
 
     def merged(self, other: Channels) -> Channels:
+        """Return the statistics of both together."""
         low, high = torch.minimum(self.low, other.low), torch.maximum(self.high, other.high)
         squares = None if self.squares is None or other.squares is None else self.squares + other.squares
         return Channels(self.total + other.total, low, high, squares)
 
     def mapped(self, count: int, plus: torch.Tensor | float, times: torch.Tensor | float) -> Channels:
-        """Of (x + plus) * times, where x has `count` elements."""
+        """Return the statistics of (x + plus) * times, where x has `count` elements."""
         each = count / self.total.numel()
         total, squares = self.total + plus * each, self.squares
         if squares is not None:
@@ -80,7 +81,7 @@ class Channels:
 
 @dataclass(slots=True)
 class TensorStats:
-    """What calibration saw of one tensor."""
+    """Calibration statistics of one tensor."""
 
     name: str
     low: float = math.inf
@@ -90,12 +91,12 @@ class TensorStats:
     count: int = 0  #: elements seen
     batches: int = 0
     histogram: Histogram | None = None
-    channels: Channels | None = None  #: where `Need.channel_axis` asked for them
-    #: how much an error in each channel, on the last axis, matters, [C] float32, by which the histogram counts them
+    channels: Channels | None = None  #: if `Need.channel_axis`
+    #: importance of errors in each channel, on the last axis, [C] float32: weights for collecting the histogram again
     matters: torch.Tensor | None = None
     #: values of the registered statistics that range rules declare, by their names
     extras: Mapping[str, Any] = field(default_factory=dict)
-    #: what was computed from these statistics, by what was asked; several steps ask for the same range
+    #: cache of ranges computed from these statistics, by grid, rule and settings
     answers: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -105,31 +106,31 @@ class TensorStats:
 
     @property
     def mean(self) -> torch.Tensor | None:
-        """Mean of every channel, [C] float64; None unless `Need.channel_axis` asked for it."""
+        """Mean of every channel, [C] float64; None without channel statistics."""
         total = None if self.channels is None else self.channels.total
         return None if total is None else total * (total.numel() / self.count)
 
     def shifted(self, by: float) -> TensorStats:
-        """What calibration would have seen of x + `by`."""
+        """Return the statistics of x + `by`."""
         ends = {name: getattr(self, name) + by for name in ("low", "high", "smooth_low", "smooth_high")}
         histogram = None if self.histogram is None else self.histogram.shifted(by)
         channels = None if self.channels is None else self.channels.mapped(self.count, by, 1.0)
         return replace(self, histogram=histogram, channels=channels, **ends)
 
     def by_channel(self, plus: torch.Tensor | float, times: torch.Tensor | float) -> TensorStats:
-        """Of (x + plus) * times, [C] each, times > 0; the histogram is to be collected again.
+        """Return the statistics of (x + plus) * times, [C] each, times > 0, without a histogram.
 
         Raises:
-            ValueError: nothing is known of the channels.
+            ValueError: there are no channel statistics.
         """
         if self.channels is None:
-            raise ValueError(f"nothing is known of the channels of '{self.name}'")
+            raise ValueError(f"Channel statistics of '{self.name}' were not collected")
         new = self.channels.mapped(self.count, plus, times)
         low, high = float(new.low.min()), float(new.high.max())
         return replace(self, low=low, high=high, smooth_low=low, smooth_high=high, histogram=None, channels=new)
 
     def as_zeros(self) -> TensorStats:
-        """What calibration would have seen of as many zeros."""
+        """Return the statistics of as many zeros."""
         histogram = None if self.histogram is None else Histogram()
         if histogram is not None:
             histogram.add(torch.zeros(1), 0.0)
@@ -175,7 +176,7 @@ class TensorStats:
 
 
 def _some(flat: torch.Tensor) -> torch.Tensor:
-    """The numbers of a tensor that a histogram counts."""
+    """Return the elements that a histogram counts."""
     if flat.numel() <= _SMALL:
         return flat
     every = next((p for p in _PERIODS if flat.numel() // p * _BLOCK <= _COUNTED), _PERIODS[-1])
@@ -185,27 +186,27 @@ def _some(flat: torch.Tensor) -> torch.Tensor:
 def collect(
     graph: Graph, batches: Iterable[Sequence[torch.Tensor]], *, tensors: Mapping[str, Need], seed: int = 0
 ) -> dict[str, TensorStats]:
-    """Run the float graph over all batches and gather statistics of `tensors`.
+    """Run the float graph over all batches and return statistics of `tensors`.
 
-    Convolution networks run in channels-last layout, which changes speed and not results. Of values [N, T, ...] only
-    the places count that the padding mask, if there is one, does not call padding.
+    Inputs of rank 4 run in channels-last layout, which changes speed and not results. A padding mask excludes padded
+    positions of values [N, T, ...].
 
     Raises:
-        DataError: no batch at all, or NaN or infinity, naming the layer where it first appears.
+        DataError: there is no batch, or a value is NaN or infinite; names the layer where it first appears.
     """
     stats = {name: TensorStats(name) for name in tensors}
     layers = {o: n for n in graph.nodes for o in n.outputs}
-    words: torch.Tensor | None = None
+    valid: torch.Tensor | None = None
     count = 0
 
     def see(name: str, x: Any) -> None:
         try:
-            stats[name].update(without_padding(x, words).float(), tensors[name])
+            stats[name].update(without_padding(x, valid).float(), tensors[name])
         except ValueError:
             node = layers.get(name)
-            who = f"layer '{node.who}' ({node.op})" if node else f"input '{name}'"
+            source = f"layer '{node.who}' ({node.op})" if node else f"input '{name}'"
             hint = "check the weights of that layer and the scaling of the inputs"
-            what = f"Batch {count} makes NaN or infinite values in {who}"
+            what = f"Batch {count} makes NaN or infinite values in {source}"
             raise DataError(what, where=node.source if node else "", hint=hint) from None
 
     def hook(node: Node, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -214,7 +215,7 @@ def collect(
                 see(o, x)
         return outputs
 
-    def laid_out(batch: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:  # so that only the run holds what is copied
+    def channels_last(batch: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:  # lazily: only `run` holds the copies
         for name, x in zip(graph.inputs, batch, strict=True):
             x = x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
             if name in stats and x.numel():
@@ -223,21 +224,21 @@ def collect(
 
     with torch.inference_mode():
         for batch in batches:
-            words = valid_token_mask(graph, batch)
-            _run_checked(graph, batch, laid_out(batch), hook, count)
+            valid = valid_token_mask(graph, batch)
+            _run_checked(graph, batch, channels_last(batch), hook, count)
             count += 1
     if count == 0:
         raise no_data()
-    for name in (n for n, s in stats.items() if not s.batches):  # such as a cache that is empty yet: as if it were 0
+    for name in (n for n, s in stats.items() if not s.batches):  # empty tensors, such as initial caches
         stats[name].update(torch.zeros(1), Need(histogram=tensors[name].histogram))
     return without_noise(graph, stats)
 
 
 def without_noise(graph: Graph, stats: Mapping[str, TensorStats]) -> dict[str, TensorStats]:
-    """The statistics, with zeros for tensors that hold rounding errors alone, of which no machine computes the same.
+    """Return the statistics, with zeros for tensors that contain only rounding errors, which differ between machines.
 
-    Those are sums and means of terms that cancel, as behind a normalisation of the same axes, and what such a tensor is
-    the only data of.
+    These are sums and means of terms that cancel, as after a normalisation over the same axes, and the results of
+    operators whose only data are such tensors.
     """
     out, noise = dict(stats), set[str]()
     for n in graph.nodes:
@@ -252,7 +253,7 @@ def without_noise(graph: Graph, stats: Mapping[str, TensorStats]) -> dict[str, T
 
 
 def padding_mask(graph: Graph) -> str | None:
-    """The input that says which places of a sequence hold words: integers [N, T], called a mask; None without one."""
+    """Return the name of the padding mask, the only integer input [N, T] with "mask" in its name; None without one."""
     found = [
         name
         for name in graph.inputs
@@ -262,17 +263,17 @@ def padding_mask(graph: Graph) -> str | None:
 
 
 def valid_token_mask(graph: Graph, inputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Which places of a batch hold words, [N, T]; None where nothing says so, or none does."""
+    """Return which positions of a batch are not padding, [N, T]; None without a mask, or if all are padding."""
     mask = padding_mask(graph)
-    words = None if mask is None else inputs[graph.inputs.index(mask)] != 0
-    return words if words is not None and bool(words.any()) else None
+    valid = None if mask is None else inputs[graph.inputs.index(mask)] != 0
+    return valid if valid is not None and bool(valid.any()) else None
 
 
-def without_padding(x: torch.Tensor, words: torch.Tensor | None) -> torch.Tensor:
-    """What a value [N, T, ...] has in the places with words, [1, words, ...]; others as they are."""
-    if words is None or x.shape[:2] != words.shape or x[0, 0].numel() < 2:  # one number is the mask again
+def without_padding(x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
+    """Return a value [N, T, ...] at valid positions only, [1, positions, ...]; values of other shapes unchanged."""
+    if valid is None or x.shape[:2] != valid.shape or x[0, 0].numel() < 2:  # one number a position: the mask itself
         return x
-    return x[words][None]
+    return x[valid][None]
 
 
 def _run_checked(

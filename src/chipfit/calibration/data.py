@@ -1,4 +1,4 @@
-"""Calibration data in any usual form, as flat lists of tensors."""
+"""Conversion of calibration data in any common form to flat lists of tensors."""
 
 import inspect
 import itertools
@@ -14,27 +14,25 @@ from chipfit.engine.types import dtype_of
 from chipfit.errors import DataError
 from chipfit.graph.ir import Graph
 
-#: rows per batch when one big array is given
+#: batch size if the data are one big array
 ROWS = 16
-_SIZES = (
-    "sizes stay open in which calibration batches differ, or `example=` does, and that are read again, as from a list"
-)
+_SIZES = "sizes stay dynamic if calibration batches (in a list, to be read again) or `example=` differ in them"
 
 
 class OtherSize(DataError):
-    """A shape that does not fit; `batch` is all of it where it fits but for a size."""
+    """An input has another shape than the captured one; `batch` is set if only a size differs."""
 
     batch: Any = None
 
 
 def iterate(data: Any) -> Iterator[Any]:
-    """The batches of `data`: a callable is called, one big array is cut, any iterable is walked.
+    """Return an iterator over the batches of an iterable, of one big array, or of what a callable returns.
 
     Raises:
-        DataError: not data at all.
+        DataError: `data` is none of these.
     """
     if callable(data) and not isinstance(data, (Iterable, torch.nn.Module)):
-        data = _called(data)
+        data = _call_without_arguments(data)
     if isinstance(data, (np.ndarray, torch.Tensor)):
         data = _tensors(data)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Iterable):
@@ -54,12 +52,11 @@ def iterate(data: Any) -> Iterator[Any]:
     return iter(data)
 
 
-def _called(function: Callable[..., Any]) -> Any:
-    """What a function without arguments returns."""
+def _call_without_arguments(function: Callable[..., Any]) -> Any:
     try:
         try:
             inspect.signature(function).bind()
-        except ValueError:  # C functions tell no signature, and refuse when they are called
+        except ValueError:  # a C function without a signature raises when it is called
             return function()
     except TypeError as e:
         got = f"{getattr(function, '__name__', type(function).__name__)}: {e}"
@@ -69,13 +66,13 @@ def _called(function: Callable[..., Any]) -> Any:
 
 
 def no_data() -> DataError:
-    """The refusal of data without a single batch."""
+    """Return the error for data without a batch."""
     hint = "give at least one batch; a generator can be used up only once"
     return DataError("The calibration data are empty", hint=hint)
 
 
 def first_batch(data: Any, model: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """Example arguments for the capture from the first batch, and the data with that batch still in it.
+    """Return example arguments for the capture from the first batch, and all data including that batch.
 
     Raises:
         DataError: the data are empty.
@@ -83,23 +80,22 @@ def first_batch(data: Any, model: Any) -> tuple[tuple[Any, ...], dict[str, Any],
     rest = iterate(data)
     for first in rest:
         args, kwargs = example_of(first, model)
-        if not _none([x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]):
+        if not _is_empty([x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]):
             return args, kwargs, itertools.chain([first], rest)
     raise no_data()
 
 
-def _none(batch: Sequence[torch.Tensor]) -> bool:
-    """Whether a batch is one of no samples."""
+def _is_empty(batch: Sequence[torch.Tensor]) -> bool:
     return bool(batch) and batch[0].shape[:1] == (0,)
 
 
 def example_of(batch: Any, model: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments for the capture: at most two rows of a batch, for it learns shapes, not values; labels are left out."""
+    """Return arguments for the capture: the first two samples of a batch, without labels."""
     args, kwargs = as_call(batch, model)
     if len(args) > 1 and isinstance(args[0], torch.Tensor):
         count = expected_inputs(model)
         if count == len(args) - 1 or ((count is None or len(args) <= count) and _is_label(args[-1])):
-            args = args[:-1]  # (input, label), as a DataLoader yields it
+            args = args[:-1]  # (input, label) from a DataLoader
     from torch.utils._pytree import tree_map
 
     def small(x: Any) -> Any:
@@ -114,7 +110,7 @@ def _is_label(x: Any) -> bool:
 
 def _tensors(x: Any) -> Any:
     if hasattr(x, "__array__") and not isinstance(x, (torch.Tensor, np.ndarray, np.generic)):
-        x = np.array(x)  # of TensorFlow or JAX
+        x = np.array(x)  # a tensor of TensorFlow or JAX
     if isinstance(x, np.ndarray):
         return _tensor(x)
     if isinstance(x, torch.Tensor) and (x.layout is not torch.strided or x.is_nested or x.is_meta or x.is_quantized):
@@ -129,34 +125,34 @@ def _tensors(x: Any) -> Any:
 
 
 def _tensor(x: np.ndarray) -> torch.Tensor:
-    """An array as a tensor, whatever its strides and byte order; float64 is NumPy's default, not somebody's choice."""
+    """Return an array as a tensor; float64, NumPy's default, becomes float32."""
     try:
         x = x.astype(np.float32 if x.dtype == np.float64 else x.dtype.newbyteorder("="), order="C", copy=False)
         return torch.from_numpy(x)
     except TypeError:
         got = f"{x.dtype}{list(x.shape)}"
         allowed = "arrays of floats, integers or booleans, all rows equally long"
-        what = "Calibration data hold an array of something else than numbers that a model computes with"
+        what = "Calibration data hold an array that is not numeric"
         raise DataError(what, got=got, allowed=allowed) from None
 
 
 def as_call(batch: Any, model: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A batch as the arguments of a call: a dict whose keys are the model's argument names is keyword arguments."""
-    args, kwargs = _call(batch)
+    """Return a batch as arguments of a call; a dict becomes keyword arguments if the model has such parameters."""
+    args, kwargs = _as_arguments(batch)
     if kwargs and hasattr(model, "forward"):
-        taken = inspect.signature(model.forward).parameters
-        if not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
-            if not set(kwargs) & set(taken):
+        parameters = inspect.signature(model.forward).parameters
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            if not set(kwargs) & set(parameters):
                 return (kwargs,), {}
-            kwargs = {k: v for k, v in kwargs.items() if k in taken}  # labels and the like stay out
+            kwargs = {k: v for k, v in kwargs.items() if k in parameters}  # without labels
     return args, kwargs
 
 
 def as_tensors(batch: Any) -> Any:
-    """A batch with tensors in place of arrays.
+    """Return a batch with arrays converted to tensors.
 
     Raises:
-        DataError: arrays or tensors without plain numbers; a batch that contains itself.
+        DataError: an array or tensor has no plain numbers, or the batch contains itself.
     """
     try:
         return _tensors(batch)
@@ -164,11 +160,11 @@ def as_tensors(batch: Any) -> Any:
         raise DataError("A batch contains itself", got=type(batch).__name__) from None
 
 
-def _call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _as_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     batch = as_tensors(batch)
     if isinstance(batch, Mapping):
         if any(not isinstance(k, str) for k in batch):
-            raise DataError("The inputs of a batch have names", got=str(list(batch)[:8]), allowed="text as keys")
+            raise DataError("The keys of a batch are not input names", got=str(list(batch)[:8]), allowed="text as keys")
         return (), dict(batch)
     if isinstance(batch, (tuple, list)):
         return tuple(batch), {}
@@ -176,22 +172,22 @@ def _call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def divisible(graph: Graph, batch: Sequence[torch.Tensor]) -> int:
-    """How many samples inputs of the graph have, where parts of them may be taken; 0 where they do not agree on it."""
+    """Return the number of samples in a batch that can be split along axis 0; 0 if it cannot."""
     sizes = {len(x) if x.dim() else 0 for x in batch}
     fixed = any(graph.shape(i)[:1] != (None,) for i in graph.inputs)
     return 0 if fixed or len(sizes) != 1 else sizes.pop()
 
 
 def split_label(batch: Any, graph: Graph) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """One batch as (tensors in the graph's input order, labels or None).
+    """Split one batch into tensors in the order of the graph's inputs, and labels or None.
 
     Raises:
-        DataError: the batch does not fit the captured call; says what was expected.
+        DataError: the batch does not match the captured call.
     """
     import json
 
     spec = json.loads(graph.in_spec)
-    args, kwargs = _call(batch)
+    args, kwargs = _as_arguments(batch)
     label, named = None, bool(kwargs)
     if kwargs and not spec["kwargs"] and spec["args"] == 1:
         args, kwargs = (dict(kwargs),), {}  # the model takes one dict
@@ -218,11 +214,11 @@ def split_label(batch: Any, graph: Graph) -> tuple[list[torch.Tensor], torch.Ten
 
 
 def _classes(label: Any) -> torch.Tensor:
-    """Labels as tensors; one-hot ones, [N, classes], as numbers of classes."""
+    """Return labels as a tensor of class numbers; one-hot labels are [N, classes]."""
     try:
         label = torch.as_tensor(label)
-    except (TypeError, ValueError, RuntimeError):  # texts, objects, rows that are not equally long
-        raise DataError("The labels are no numbers", got=repr(label)[:120], allowed="numbers of classes") from None
+    except (TypeError, ValueError, RuntimeError):  # text, objects, rows of different lengths
+        raise DataError("Labels must be numbers", got=repr(label)[:120], allowed="numbers of classes") from None
     return label.argmax(1) if label.is_floating_point() and label.dim() == 2 and label.shape[1] > 1 else label
 
 
@@ -251,29 +247,33 @@ def _fit(graph: Graph, name: str, x: Any, batch: Any) -> torch.Tensor:
 
 
 def _as(dtype: str, name: str, x: torch.Tensor) -> torch.Tensor:
-    """An input in the type with which the model was captured."""
+    """Convert an input to the type with which the model was captured, without loss of range."""
     out = x.to(dtype_of(dtype))
     if x.is_floating_point():
         lost = x.isfinite() & ~out.isfinite()
-    else:  # in 64 bits, where an integer without a sign is too large if it comes out below zero
+    else:  # compared in int64, in which a large uint64 becomes negative
         whole = x.long()
         lost = (out.long() != whole) | (whole < 0 if not x.dtype.is_signed else False)
     if bool(lost.any()):
         got = str(x[lost].flatten()[0].item())
-        raise DataError(f"Input '{name}' holds numbers that {dtype} does not, as which it is read", got=got)
+        raise DataError(f"Input '{name}' holds numbers outside the range of {dtype}, the captured type", got=got)
     return out
 
 
 class batches:  # noqa: N801 -- reads as a verb where it is used: for x in batches(data, graph)
-    """Iterate over data as flat lists of tensors; has a length when the data have one."""
+    """The data as flat lists of tensors, without empty batches; has a length if the data have one.
+
+    Args:
+        note: called with each batch.
+    """
 
     def __init__(self, data: Any, graph: Graph, note: Callable[[list[torch.Tensor]], None] | None = None) -> None:
-        self.data, self.graph, self.note = data, graph, note  #: `note` is called with each batch
+        self.data, self.graph, self.note = data, graph, note
 
     def __iter__(self) -> Iterator[list[torch.Tensor]]:
         for batch in iterate(self.data):
             flat, _ = split_label(batch, self.graph)
-            if _none(flat) or not any(x.numel() for x in flat):
+            if _is_empty(flat) or not any(x.numel() for x in flat):
                 continue
             if self.note is not None:
                 self.note(flat)

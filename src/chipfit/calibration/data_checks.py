@@ -1,4 +1,4 @@
-"""Signs that calibration data are not what the model was trained on."""
+"""Warnings about calibration data that do not look like the training data."""
 
 from collections.abc import Mapping
 
@@ -9,21 +9,21 @@ from chipfit.engine.run import run
 from chipfit.graph.edit import drop_dead
 from chipfit.graph.ir import Graph
 
-#: standard deviations of its statistics by which data may differ from what a batch norm has learned, both ways, and
-#: values of a channel that tell its spread
+#: factor by which the scale of data may differ from the learned statistics of a batch norm, both ways; and values of a
+#: channel from which its spread is estimated
 _FAR, _ENOUGH = 30.0, 8
-#: layers that a message names
+#: layers that a message names at most
 _NAMED = 4
 
 
 def check_input_scale(graph: Graph) -> list[str]:
-    """Whether the example is of another scale than the statistics of the first batch norm, where there is one.
+    """Return a warning if the example's scale contradicts the statistics of the first batch norm.
 
-    On data like those of training z = (x - mean) / sqrt(var + eps) has a root mean square of about 1 and a deviation of
-    about 1 in each channel. Pixels of 0..255 where 0..1 were expected make them 255, the other way round 1 / 255.
+    On training data, z = (x - mean) / sqrt(var + eps) has a root mean square of about 1 and a standard deviation of
+    about 1 in each channel. Pixels of 0..255 instead of 0..1 make both about 255, the opposite about 1 / 255.
 
     Args:
-        graph: as captured, with its example.
+        graph: captured graph with its example.
     """
     bn = next((n for n in graph.nodes if n.op == "BatchNorm" and all(map(graph.is_weight, n.inputs[3:5]))), None)
     if bn is None or not graph.example:
@@ -34,7 +34,7 @@ def check_input_scale(graph: Graph) -> list[str]:
     with torch.inference_mode():
         (x,) = run(part, graph.example).values()
     mean, var = (graph.weights[i].detach() for i in bn.inputs[3:5] if i is not None)
-    values = x.numel() // len(mean)  # of a channel
+    values = x.numel() // len(mean)  # per channel
     own, center = torch.var_mean(x, [k for k in range(x.dim()) if k != 1], correction=0)  # [C]
     unit = var + bn.attrs["eps"]
     size = float(((own + (center - mean).square()) / unit).mean().sqrt())
@@ -43,16 +43,16 @@ def check_input_scale(graph: Graph) -> list[str]:
         return []
     off = f"{size:.3g} times as large as" if size > _FAR else f"{1 / spread:.3g} times narrower than"
     return [
-        f"warning: what reaches batch norm '{bn.who}' is {off} the statistics that it learned: are the inputs scaled "
+        f"warning: the input of batch norm '{bn.who}' is {off} the statistics that it learned: are the inputs scaled "
         "and normalised as in training?"
     ]
 
 
 def check_sample_count(graph: Graph, stats: Mapping[str, TensorStats], samples: int) -> list[str]:
-    """What is wrong with data that say too little: a single sample, or values that never change.
+    """Return warnings about data that are too few: a single sample, or values that never change.
 
     Args:
-        samples: different ones that calibration saw.
+        samples: number of different samples in the calibration data.
     """
     out = ["warning: calibration saw a single sample; about a hundred tell the ranges"] if samples == 1 else []
     still = {t.name: t.low for t in stats.values() if t.count > 1 and t.low == t.high}

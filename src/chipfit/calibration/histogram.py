@@ -1,4 +1,4 @@
-"""A streaming histogram whose range doubles by folding bins: exact counts, one pass, no sample kept."""
+"""A streaming histogram with exact counts, whose range doubles by folding bins in pairs."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from itertools import repeat
 import torch
 
 BINS = 2048
-#: so that a bin's width is a normal float32 number for data that are all zero, or nearly
+#: least reach, so that the bin width is a normal float32 number even for data that are all zero
 LEAST_REACH = 2.0**-100
-#: values that are counted at once: torch wakes no second thread for so few, which would take longer than they do
+#: values that are counted at once: few enough that torch starts no second thread, which would be slower
 _AT_ONCE = 1 << 15
 
 
 def in_memory_order(x: torch.Tensor) -> torch.Tensor:
-    """The elements of x in the order of its memory, [N], without a copy when x is dense in any memory format."""
+    """Return the elements of x in memory order, [N], without a copy if x is dense in any memory format."""
     if _dense(x):
         return torch.as_strided(x, (x.numel(),), (1,), x.storage_offset())
     return x.reshape(-1)
 
 
 def _dense(x: torch.Tensor) -> bool:
-    """The elements fill one block of memory in some order of the axes."""
+    """Return whether the elements fill one block of memory, in any order of axes."""
     expected = 1
     for stride, size in sorted((st, sz) for st, sz in zip(x.stride(), x.shape, strict=True) if sz != 1):
         if stride != expected:
@@ -36,18 +36,19 @@ def _dense(x: torch.Tensor) -> bool:
 class Histogram:
     """Counts over [-reach, reach) in equal bins; reach is a power of two and only grows.
 
-    When data exceed the reach, bins are folded in pairs: counts stay exact, resolution halves.
+    If data exceed the reach, bins are folded in pairs: counts stay exact, the resolution halves.
     """
 
     reach: float = 0.0
     counts: torch.Tensor = field(default_factory=lambda: torch.zeros(BINS, dtype=torch.float64))
-    zeros: float = 0  #: values that are exactly 0; they are also counted in bin BINS / 2, which starts at 0
+    zeros: float = 0  #: count of exact zeros; bin BINS / 2, which starts at 0, contains them too
 
     def add(self, values: torch.Tensor, largest: float, weights: torch.Tensor | None = None) -> None:
-        """Count `values` (1-D, float32, finite), of which none is larger than `largest` in magnitude.
+        """Count `values` (1-D, float32, finite).
 
         Args:
-            weights: what each counts, as many; None: once.
+            largest: an upper bound of their magnitudes.
+            weights: count of each value, [N]; None: 1.
         """
         self.grow(largest)
         counted = repeat(None) if weights is None else weights.split(_AT_ONCE)
@@ -71,7 +72,7 @@ class Histogram:
             self.reach *= 2
 
     def shifted(self, by: float) -> Histogram:
-        """The histogram of x + `by`, to the nearest bin."""
+        """Return the histogram of x + `by`, to the nearest bin."""
         out = Histogram(self.reach, self.counts.clone())
         used = self.edges[:-1][self.counts > 0]
         if len(used):
@@ -93,9 +94,9 @@ class Histogram:
 
 
 def without_outliers(centers: torch.Tensor, counts: torch.Tensor, z_threshold: float) -> torch.Tensor:
-    """Counts with those bins set to 0 whose centre is further than `z_threshold` standard deviations from the mean.
+    """Return the counts without bins whose centre is more than `z_threshold` standard deviations from the mean.
 
-    The occupied bins nearest the mean always stay, so that something is left of data on two far ends.
+    The occupied bins nearest to the mean always stay, so that data at two distant ends do not vanish.
 
     Args:
         centers: [N], in the tensor's unit.

@@ -1,4 +1,4 @@
-"""The commonest slips with data, told from what a model refuses and what it expects."""
+"""Messages for common mistakes with input data: extra labels, wrong names, no batch axis, wrong layout or type."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -15,20 +15,20 @@ LABELS = "yield the inputs, or the inputs and one label behind them: (x, y)"
 
 
 def expected_inputs(model: Any) -> int | None:
-    """How many inputs a model takes by position; None where it does not tell."""
-    if hasattr(model, "inputs"):  # of Keras
+    """Return the number of positional inputs of a model; None if it is unknown."""
+    if hasattr(model, "inputs"):  # a Keras model
         return len(model.inputs)
     try:
-        taken = inspect.signature(model.forward).parameters.values()
+        parameters = inspect.signature(model.forward).parameters.values()
     except (AttributeError, TypeError, ValueError):
         return None
-    if any(p.kind is p.VAR_POSITIONAL for p in taken):
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return None
-    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in taken)
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
 
 
 def wrong_layout(got: Sequence[int], want: Sequence[int | None]) -> str:
-    """What to do about a tensor that has no batch axis, or its channels at the other end; "" where it is neither."""
+    """Return a hint if a tensor lacks the batch axis or has its channels at the other end; "" otherwise."""
 
     def fits(shape: Sequence[int], wanted: Sequence[int | None]) -> bool:
         return len(shape) == len(wanted) and all(w in (None, s) for s, w in zip(shape, wanted, strict=True))
@@ -48,7 +48,7 @@ def wrong_layout(got: Sequence[int], want: Sequence[int | None]) -> str:
 
 
 def explain_error(refusal: ChipfitError, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ChipfitError:
-    """A refusal of the example in words about the data where it is a usual slip; else the refusal itself."""
+    """Return an error about the input data if a common mistake explains why capture failed; else the error itself."""
     count = expected_inputs(model)
     if kwargs or (len(args) == 1 and isinstance(args[0], Mapping)):
         given = kwargs or args[0]
@@ -72,7 +72,7 @@ def explain_error(refusal: ChipfitError, model: Any, args: Sequence[Any], kwargs
         hint = "convert and scale them as in training, for example x.float() / 255"
         return DataError(what, got=_shapes(args), allowed="float32", hint=hint)
     hint = wrong_layout(tuple(x.shape), want) if want is not None else ""
-    if want is not None and not hint and x.dim() == len(want) - 1:  # the example is cut along what is no batch
+    if want is not None and not hint and x.dim() == len(want) - 1:  # axis 0 of the example is not the batch
         hint = ONE_SAMPLE
     if not hint or want is None:
         return refusal
@@ -82,7 +82,7 @@ def explain_error(refusal: ChipfitError, model: Any, args: Sequence[Any], kwargs
 
 
 def _expected(model: Any) -> tuple[int | None, ...] | None:
-    """The shape of the input as far as a model tells: a Keras model knows it, in PyTorch the first convolution does."""
+    """Return the input shape of a Keras model, or what the first convolution of a PyTorch model implies; else None."""
     known = getattr(model, "input_shape", None)
     if isinstance(known, tuple) and known and known[0] is None:
         return known

@@ -1,4 +1,4 @@
-"""What a long call shows while it runs: on a terminal a line with percent and time left, elsewhere a line per stage."""
+"""Progress of a long call: a bar with percent and time left on a terminal, one line per stage elsewhere."""
 
 import sys
 import time
@@ -10,9 +10,9 @@ from chipfit.calibration.data import ROWS
 
 
 def length(data: Any) -> int | None:
-    """How many batches data have; None where they do not tell."""
+    """Return the number of batches in the data; None if it is unknown."""
     shape = getattr(data, "shape", None)
-    if shape is not None and len(shape):  # one big array is cut into batches
+    if shape is not None and len(shape):  # one big array is split into batches
         return -(-int(shape[0]) // ROWS)
     try:
         return len(data)
@@ -21,10 +21,10 @@ def length(data: Any) -> int | None:
 
 
 class Progress:
-    """Stages of a long call, on stderr.
+    """The stages of a long call, shown on stderr.
 
     Args:
-        wanted: show them at all.
+        wanted: whether to show them at all.
     """
 
     def __init__(self, wanted: bool) -> None:
@@ -33,20 +33,20 @@ class Progress:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """A stage that is not shown."""
+        """Measure the time of a stage without showing it."""
         start = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - start
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """A stage whose end cannot be foreseen."""
+        """Show a stage of unknown length."""
         with self.timed(name), self._bar(name, None):
             yield
         self._line(f"{name}: {self.seconds[name]:.1f} s")
 
     def count(self, name: str, batches: Iterable[Any], total: int | None) -> Generator[Any]:
-        """The batches, counted: with percent and time left where their number is known, else with their rate."""
+        """Yield the batches and show percent and time left if their number is known, else their rate."""
         seen = 0
         with self.timed(name), self._bar(name, total) as advance:
             for batch in batches:

@@ -1,4 +1,4 @@
-"""Which samples calibration saw: enough to recognise them later, and bounded whatever their number."""
+"""Hashes of calibration samples, by which `verify` recognises them later; a bounded number of them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-#: digests that are kept, the least ones, so that which they are depends on no order; and numbers of an input of a
-#: sample that one is taken over
+#: number of digests that are kept: the smallest, independent of the order of samples; and number of elements of an
+#: input that a digest covers
 _KEPT, _NUMBERS = 128, 1024
 
 
 class SampleHashes:
-    """Digests of samples."""
+    """The digests of samples, and one hash over all batches."""
 
     def __init__(self, digests: Iterable[str] = ()) -> None:
         self.digests = set(digests)
@@ -23,11 +23,11 @@ class SampleHashes:
 
     @classmethod
     def of(cls, provenance: Mapping[str, Any]) -> SampleHashes:
-        """The samples that a plan was calibrated on, as far as they are remembered."""
+        """Return the calibration samples that a plan's provenance lists."""
         return cls(provenance.get("samples", ()))
 
-    def note(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Remember the samples of one batch."""
+    def add(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Add the samples of one batch."""
         for x in inputs:
             self._all.update(f"{len(inputs)} {x.dtype} {tuple(x.shape)} ".encode())
             whole = x.detach().cpu().contiguous().reshape(-1)
@@ -36,16 +36,16 @@ class SampleHashes:
 
     @property
     def hash(self) -> str:
-        """SHA-256 over every batch that was noted: types, shapes, numbers, order and borders of batches."""
+        """SHA-256 over all batches: types, shapes, numbers, and the order of batches."""
         return self._all.hexdigest()
 
-    def known(self, inputs: Sequence[torch.Tensor]) -> int:
-        """How many samples of one batch are remembered."""
+    def count_known(self, inputs: Sequence[torch.Tensor]) -> int:
+        """Return how many samples of one batch are among the digests."""
         return sum(d in self.digests for d in _digests(inputs))
 
 
 def _digests(inputs: Sequence[torch.Tensor]) -> list[str]:
-    """One for each sample of a batch, [N, ...] in every input; inputs without a batch axis count for each of them."""
+    """Return a digest for each sample of a batch [N, ...]; inputs without a batch axis belong to every sample."""
     count = next((len(x) for x in inputs if x.dim()), 1)
     parts = [
         x.expand(count, *x.shape[1:]) if x.dim() and len(x) == count else x.expand(count, *x.shape) for x in inputs

@@ -39,5 +39,5 @@ def test_sizes_in_which_batches_differ_stay_open(make, shape):
     got, want = (torch.as_tensor(m(new)).detach() for m in (result.model, model))
     assert float(F.cosine_similarity(got, want).min()) > 0.95
     fixed = chipfit.quantize(model, data[:1], "ort_cpu", progress=False)
-    with pytest.raises(DataError, match="sizes stay open"):
+    with pytest.raises(DataError, match="sizes stay dynamic"):
         fixed.verify([new])
