@@ -111,7 +111,7 @@ def settle(
 def needs(graph: Graph, found: Mapping[str, Need], settings: Settings) -> dict[str, Need]:
     """What calibration has to collect: what ranges need, and what the steps behind it do."""
     out = dict(found)
-    for stage in ("adapt", "correct"):
+    for stage in ("adapt", "results", "correct"):
         for step in taken(settings, stage):
             out = step.declares.collects(graph, out) if step.declares.collects else out
     return out

@@ -1,0 +1,80 @@
+"""A pass of any stage is one declared function: registered outside the package, it takes effect when asked for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from chipfit import Settings
+from chipfit.calibration.collect import Need
+from chipfit.decide.constraints import Constraint
+from chipfit.passes.rewriting import Adapted, Rewritten
+from chipfit.platform.schema import Rule
+from chipfit.registry import Setting, register
+from tests.build import model_of, quantized, randn
+
+DATA = randn(16, 3, 6, 6)
+
+
+def with_pass(stage, **declaration):
+    """Register the decorated function as the pass "mine" of a stage, with a setting of that name."""
+    return register("pass", "mine", stage=stage, setting=Setting("mine", False, "doc"), **declaration)
+
+
+@pytest.fixture
+def result(drop_ins):
+    """Return a function that quantizes conv -> relu -> add -> linear, with the pass "mine" or without it."""
+    parts = {"conv": torch.nn.Conv2d(3, 3, 3, padding=1), "last": torch.nn.Linear(108, 4)}
+    net = model_of(lambda m, x: m.last((torch.relu(m.conv(x)) + x).flatten(1)), **parts)
+    torch.nn.init.constant_(net.conv.bias, 20.0)
+
+    def run(mine):
+        found = quantized(net, DATA, settings=Settings(rounding="off", mine=mine))
+        assert found.verify([DATA]).sound and ("mine took effect" in found.plan.rewrites) is mine
+        return found
+
+    return run
+
+
+def test_a_rewrite_pass_changes_the_graph(result):
+    @with_pass("rewrite", after=("fold_constants",))
+    def mine(graph):
+        graph = graph.copy()
+        graph.nodes = [n.with_(op="Identity") if n.op == "Relu" else n for n in graph.nodes]
+        return Rewritten(graph, ["mine took effect"])
+
+    ops = [[n.op for n in result(on).graph.nodes] for on in (False, True)]
+    assert ops == [["Conv2D", act, "Add", "Reshape", "Linear"] for act in ("Relu", "Identity")]
+
+
+def test_a_formats_pass_ties_scales(result):
+    @with_pass("formats")
+    def mine(graph, assignment):
+        add = graph.node("add")
+        tie = Constraint(op="Add", rules=(Rule(tie=("ins", "out")),), slots={"ins": add.inputs, "out": add.outputs})
+        return assignment.with_constraints([tie]), ["mine took effect"]
+
+    scales = [{float(result(on).plan[t].scale) for t in ("x", "relu", "add")} for on in (False, True)]
+    assert list(map(len, scales)) == [3, 1]
+
+
+def test_an_adapt_pass_rewrites_by_statistics_that_it_collects(result):
+    @with_pass("adapt", collects=lambda graph, needs: {"conv2d": Need(histogram=False), **needs})
+    def mine(graph, assignment, stats):
+        relu, graph = graph.node("relu"), graph.copy()
+        if stats[relu.data].low > 0:  # which no fused kernel stores, and calibration collects for this pass
+            graph.nodes[1] = relu.with_(op="Identity")
+        return Adapted(graph, dict(stats), ["mine took effect"])
+
+    assert [result(on).graph.node("relu").op for on in (False, True)] == ["Relu", "Identity"]
+
+
+def test_a_results_pass_chooses_what_a_kernel_outputs_by_statistics_that_it_collects(result):
+    @with_pass("results", after=("islands",), collects=lambda graph, needs: {"conv2d": Need(histogram=False), **needs})
+    def mine(graph, assignment, stats):
+        last = graph.producers()[graph.outputs[0]].name
+        assert stats["conv2d"].low > 0 and "float" in assignment.modes[last]
+        return {last: "float"}, ["mine took effect"]
+
+    plans = [(found := result(on)).plan.quantized(found.graph.outputs[0]) for on in (False, True)]
+    assert plans == [True, False]
