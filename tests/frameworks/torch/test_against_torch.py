@@ -1153,7 +1153,7 @@ def test_a_network_computes_what_pytorch_does_on_data_that_the_reader_has_not_se
 # ---------------------------------------------------------------- nothing is missing
 
 
-#: what is read of an open size that is no batch, and tried in tests/test_open_sizes.py
+#: what is read of an open size that is no batch, and tried in test_open_sizes.py
 OF_OPEN_SIZES = {"arange"}
 
 

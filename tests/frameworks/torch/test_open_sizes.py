@@ -11,6 +11,7 @@ from torch import nn
 
 import chipfit
 from chipfit.errors import CaptureError, DataError, UnsupportedError
+from tests.build import model_of, quantized, sequential
 
 PLACES = 24  #: rows of the table of positions
 
@@ -25,11 +26,11 @@ class Encoder(nn.Module):
         self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
         self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
 
-    def heads(self, x: torch.Tensor) -> torch.Tensor:
+    def heads(self, x):
         batch, length, _ = x.shape
         return x.view(batch, length, 2, 8).transpose(1, 2)
 
-    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids, mask):
         batch, length = ids.shape
         x = self.words(ids) + self.places[:, :length]
         y = self.first(x)
@@ -45,10 +46,6 @@ def sentences(batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     words = torch.randint(1, 50, (batch, length))
     mask = (torch.arange(length) < torch.randint(2, length + 1, (batch, 1))).long()
     return words * mask, mask
-
-
-def quantized(model: nn.Module, data: object, platform: str = "ort_cpu", **more: object) -> chipfit.Result:
-    return chipfit.quantize(model, data, platform, progress=False, **more)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +83,7 @@ class Pyramid(nn.Module):
         self.up = nn.Sequential(nn.Upsample(scale_factor=4.0), nn.Conv2d(12, 8, 1))
         self.places, self.head = nn.Conv2d(8, 4, 1), nn.Linear(8, 5)
 
-    def forward(self, image: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, image) -> dict[str, torch.Tensor]:
         x = self.stem(image)
         x = x + self.up(self.down(x))
         rows = self.places(x).flatten(2).transpose(1, 2)
@@ -131,16 +128,16 @@ def test_data_that_can_be_read_once_are_of_one_size(encoder):
 def test_a_batch_of_an_axis_without_elements_opens_nothing(lengths):
     data = [torch.randn(2, n, 3) for n in lengths]
     with pytest.raises(DataError, match="axis of size 0 holds nothing: leave such batches out"):
-        quantized(nn.Sequential(nn.Linear(3, 4), nn.ReLU()).eval(), data)
+        quantized(sequential(nn.Linear(3, 4), nn.ReLU()), data)
 
 
 def test_data_without_elements_are_no_data():
     with pytest.raises(DataError, match="The calibration data are empty"):
-        quantized(nn.Sequential(nn.Linear(3, 4), nn.ReLU()).eval(), [torch.randn(2, 0, 3)] * 2)
+        quantized(sequential(nn.Linear(3, 4), nn.ReLU()), [torch.randn(2, 0, 3)] * 2)
 
 
 def test_batches_without_samples_are_left_out_and_an_example_of_none_is_refused():
-    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU()).eval()
+    model = sequential(nn.Linear(3, 4), nn.ReLU())
     full, none = [torch.randn(2, 4, 3), torch.randn(3, 5, 3)], torch.zeros(0, 3)
     for data in ([none, *full], [full[0], torch.zeros(0, 4, 3), full[1]], iter([none, full[0]])):
         result = quantized(model, data)
@@ -149,20 +146,10 @@ def test_batches_without_samples_are_left_out_and_an_example_of_none_is_refused(
         quantized(model, full, example=none)
 
 
-class Remembering(nn.Module):
-    """Reads what it was given before, which is nothing at first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 4)
-
-    def forward(self, x: torch.Tensor, past: torch.Tensor) -> torch.Tensor:
-        return self.linear(torch.cat([past, x], 1))
-
-
 def test_an_input_that_is_empty_yet_is_taken_as_one_of_zeros():
     data = [(torch.randn(2, 5, 3), torch.zeros(2, 0, 3)) for _ in range(2)]
-    result = quantized(Remembering().eval(), data)
+    remembering = model_of(lambda m, x, past: m.linear(torch.cat([past, x], 1)), linear=nn.Linear(3, 4))
+    result = quantized(remembering, data)
     assert (result.stats["past"].low, result.stats["past"].high) == (0, 0)
     assert result.verify(data).verdict == "exact"
 
@@ -170,9 +157,7 @@ def test_an_input_that_is_empty_yet_is_taken_as_one_of_zeros():
 def test_sentences_beyond_the_table_of_positions_are_refused_wherever_they_come_in(encoder, result):
     long = sentences(2, PLACES + 1)
     for act in (lambda: result.verify([long]), lambda: result.model(*long), lambda: result.device_model(*long)):
-        with pytest.raises(
-            DataError, match=rf"out of the table's range. Got: 0 to {PLACES}. Allowed: 0 to {PLACES - 1}"
-        ):
+        with pytest.raises(DataError, match=f"range. Got: 0 to {PLACES}. Allowed: 0 to {PLACES - 1}"):
             act()
     with pytest.raises(DataError, match=r"'ids' has the wrong shape.*give batches of one size.*self.places"):
         quantized(encoder, [sentences(2, 9), long])
@@ -181,21 +166,15 @@ def test_sentences_beyond_the_table_of_positions_are_refused_wherever_they_come_
 def test_a_tflite_file_has_one_size_and_says_so(result, encoder, tmp_path):
     with pytest.raises(UnsupportedError, match=r"one size.*'ids' \[None, None\].*quantize with batches of one size"):
         result.export(tmp_path / "encoder.tflite")
+    images = [torch.randn(2, 3, s, s) for s in (16, 24, 20)]
     with pytest.raises(UnsupportedError, match="one size"):
-        quantized(Pyramid().eval(), [torch.randn(2, 3, s, s) for s in (16, 24)], "tflite_int8").verify(
-            [torch.randn(2, 3, 20, 20)]
-        )
+        quantized(Pyramid(), images[:2], "tflite_int8").verify(images[2:])
 
 
-class Of(nn.Module):
-    """A function of [N, T, 4] between two layers."""
-
-    def __init__(self, function: object) -> None:
-        super().__init__()
-        self.function, self.first, self.second = function, nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.function(self.first(x)))
+def between_layers(function):
+    """A network that computes a function of [N, T, 4] between two linear layers."""
+    torch.manual_seed(0)
+    return model_of(lambda m, x: m.second(function(m.first(x))), first=nn.Linear(4, 4), second=nn.Linear(4, 4))
 
 
 FIXED = {
@@ -214,10 +193,10 @@ FIXED = {
 
 @pytest.mark.parametrize("name", FIXED)
 def test_what_does_not_follow_a_size_is_refused_with_the_line(name):
-    data = [torch.randn(2, n, 4) for n in (8, 12)]
+    model, data = between_layers(FIXED[name]), [torch.randn(2, n, 4) for n in (8, 12)]
     with pytest.raises(DataError, match=r"wrong shape. Got: \[2, \d+, 4\].*give batches of one size.*does not follow"):
-        quantized(Of(FIXED[name]).eval(), data)
-    assert quantized(Of(FIXED[name]).eval(), data[:1]).verify(data[:1]).sound
+        quantized(model, data)
+    assert quantized(model, data[:1]).verify(data[:1]).sound
 
 
 FOLLOW = {
@@ -238,8 +217,7 @@ FOLLOW = {
 
 @pytest.mark.parametrize("name", FOLLOW)
 def test_what_follows_a_size_is_computed_as_onnx_runtime_does(name):
-    torch.manual_seed(0)
-    model = Of(FOLLOW[name]).eval()
+    model = between_layers(FOLLOW[name])
     result = quantized(model, [torch.randn(99, n, 4) for n in (8, 12)])
     for shape in ((2, 10, 4), (1, 6, 4), (5, 18, 4)):
         x = torch.randn(shape).clamp(-1, 1)

@@ -12,7 +12,9 @@ from benchmarks.zoo import one
 from benchmarks.zoo.networks import ENTRIES, Entry
 from torch import nn
 
-ROOT = Path(__file__).parents[1]
+from tests.build import model_of
+
+ROOT = Path(__file__).parents[2]
 FOUND = json.loads((ROOT / "benchmarks/zoo/results.json").read_text())
 
 
@@ -47,22 +49,20 @@ def test_an_architecture_goes_the_whole_way():
         assert 0.5 < end["share"] <= 1.0
 
 
-class Bent(nn.Module):
-    """Two layers with a function between that is computed in float; it takes no integers."""
+def bent():
+    """Return two layers with a function between that is computed in float; it takes no integers."""
 
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
-
-    def forward(self, x):
+    def forward(m, x):
         if not x.is_floating_point():
             raise KeyError("x")
-        return self.second(torch.erf(self.first(x)))
+        return m.second(torch.erf(m.first(x)))
+
+    return model_of(forward, first=nn.Linear(4, 4, bias=False), second=nn.Linear(4, 4, bias=False))
 
 
 def test_what_fails_is_told_with_its_type_and_what_is_counted_is_products(monkeypatch):
-    monkeypatch.setitem(ENTRIES, "good", Entry("own", Bent, lambda: torch.randn(4, 4)))
-    monkeypatch.setitem(ENTRIES, "bad", Entry("own", Bent, lambda: torch.ones(4, 4, dtype=torch.long)))
+    monkeypatch.setitem(ENTRIES, "good", Entry("own", bent, lambda: torch.randn(4, 4)))
+    monkeypatch.setitem(ENTRIES, "bad", Entry("own", bent, lambda: torch.ones(4, 4, dtype=torch.long)))
     assert {end["share"] for end in one.tried("good").values()} == {1.0}
     for end in one.tried("bad").values():
         assert (end["stage"], end["error"]) == ("", "CaptureError") and "KeyError" in end["why"]

@@ -14,32 +14,22 @@ import torch
 from torch import nn
 
 from chipfit.engine.process import seeded, undisturbed
-from chipfit.pipeline import lint, quantize
-
-
-class Noisy(nn.Module):
-    """Draws numbers whenever it runs."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 3)
-
-    def forward(self, x):
-        y = torch.relu(self.a(x))
-        return self.b(y * torch.rand_like(y))
-
-
-def plain(width=8):
-    torch.manual_seed(width)
-    return nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 3)).eval()
+from chipfit.pipeline import lint
+from tests.build import mlp, model_of, quantized, randn
 
 
 def noisy():
+    """A network that draws random numbers whenever it runs."""
     torch.manual_seed(0)
-    return Noisy().eval()
+
+    def forward(m, x):
+        y = torch.relu(m.a(x))
+        return m.b(y * torch.rand_like(y))
+
+    return model_of(forward, a=nn.Linear(6, 8), b=nn.Linear(8, 3))
 
 
-X = torch.randn(32, 6, generator=torch.Generator().manual_seed(1))
+X = randn(32, 6, seed=1)
 
 
 def draws():
@@ -58,7 +48,7 @@ def test_the_callers_random_numbers_are_left_alone(tmp_path):
     seed_all(7)
     want = draws()
     seed_all(7)
-    result = quantize(noisy_model, [X], progress=False)
+    result = quantized(noisy_model, X)
     _ = result.model
     lint(noisy_model, X)
     plain_result.export(tmp_path / "m.onnx")
@@ -77,20 +67,20 @@ def test_inside_every_generator_draws_as_if_it_alone_had_the_seed():
         )
 
 
-noisy_model, plain_result = noisy(), quantize(plain(), [X], progress=False)
+noisy_model, plain_result = noisy(), quantized(mlp(6, 8, 3), X)
 
 
 def test_results_do_not_depend_on_the_callers_random_numbers():
     found = []
     for seed in (1, 2):
         seed_all(seed)
-        found.append(numbers(quantize(noisy_model, [X], progress=False)))
-    assert found[0] == found[1] != numbers(quantize(noisy_model, [X], seed=5, progress=False))
+        found.append(numbers(quantized(noisy_model, X)))
+    assert found[0] == found[1] != numbers(quantized(noisy_model, X, seed=5))
 
 
 def test_threads_give_what_one_after_the_other_gives():
-    models = [plain(w) for w in (8, 9, 10, 11)]
-    want = [numbers(quantize(m, [X], progress=False)) for m in models]
+    models = [mlp(6, w, 3) for w in (8, 9, 10, 11)]
+    want = [numbers(quantized(m, X)) for m in models]
     filters, disabled, got, failed = list(warnings.filters), logging.root.manager.disable, {}, []
     seed_all(3)
     drawn = draws()
@@ -98,7 +88,7 @@ def test_threads_give_what_one_after_the_other_gives():
 
     def work(k):
         try:
-            got[k] = numbers(quantize(models[k], [X], progress=False))
+            got[k] = numbers(quantized(models[k], X))
         except Exception as e:
             failed.append(e)
 
@@ -125,7 +115,7 @@ CHANGED = {
 
 @pytest.mark.parametrize("change", CHANGED.values(), ids=CHANGED)
 def test_the_hash_of_the_data_tells_them_apart(change):
-    told = [quantize(plain(), b, progress=False).plan.provenance["data_sha256"] for b in (BATCHES, BATCHES, change())]
+    told = [quantized(mlp(6, 8, 3), b).plan.provenance["data_sha256"] for b in (BATCHES, BATCHES, change())]
     assert told[0] == told[1] != told[2]
     json.dumps(told)
 

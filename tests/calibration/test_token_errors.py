@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-import chipfit
 from chipfit.errors import CaptureError, DataError, UnsupportedError
+from tests.build import quantized
 
 IDS, MASK = torch.arange(24).reshape(4, 6) % 20, torch.ones(4, 6, dtype=torch.long)
 LONG, LONG_MASK = torch.arange(48).reshape(4, 12) % 20, torch.ones(4, 12, dtype=torch.long)
@@ -35,7 +35,7 @@ def encoder():
 
 @pytest.fixture(scope="module")
 def result(encoder):
-    return chipfit.quantize(encoder, [(IDS, MASK)], "ort_cpu", progress=False)
+    return quantized(encoder, [(IDS, MASK)])
 
 
 @pytest.mark.parametrize("ids", [IDS + 1, IDS - 1, torch.full_like(IDS, 1 << 40)], ids=["above", "below", "far"])
@@ -45,19 +45,19 @@ def test_ids_that_no_table_has_are_refused_wherever_they_come_in(encoder, result
         lambda: result.verify([(ids, MASK)]),
         lambda: result.model(ids, MASK),
         lambda: result.device_model(ids, MASK),
-        lambda: chipfit.quantize(encoder, [(IDS, MASK), (ids, MASK)], "ort_cpu", progress=False),
+        lambda: quantized(encoder, [(IDS, MASK), (ids, MASK)]),
     ):
         with pytest.raises(DataError, match=words):
             act()
     with pytest.raises(CaptureError, match="index out of range.*self.words"):
-        chipfit.quantize(encoder, [(ids.flip(0), MASK)], "ort_cpu", progress=False)  # of the first samples
+        quantized(encoder, [(ids.flip(0), MASK)])  # of the first samples
 
 
 def test_sequences_beyond_the_table_of_positions_are_refused(encoder, result):
     with pytest.raises(CaptureError, match="index out of range.*self.places"):
-        chipfit.quantize(encoder, [(LONG, LONG_MASK)], "ort_cpu", progress=False)
+        quantized(encoder, [(LONG, LONG_MASK)])
     with pytest.raises(DataError, match=r"'ids' has the wrong shape. Got: \[4, 12\]. Allowed: \['batch', 6\]"):
-        chipfit.quantize(encoder, [(IDS, MASK), (LONG, LONG_MASK)], "ort_cpu", progress=False)
+        quantized(encoder, [(IDS, MASK), (LONG, LONG_MASK)])
     with pytest.raises(DataError, match="'ids' has the wrong shape"):
         result.verify([(LONG, LONG_MASK)])
 
@@ -74,4 +74,4 @@ def test_masks_of_other_types_are_converted_where_that_is_exact_or_refused(resul
 @pytest.mark.parametrize("bits", [4, 16])
 def test_bits_that_the_kernel_of_embeddings_has_not_are_refused(encoder, bits):
     with pytest.raises(UnsupportedError, match=f"'words' cannot have {bits}-bit weights.*Allowed: 8 bits"):
-        chipfit.quantize(encoder, [(IDS, MASK)], "ort_cpu", overrides={"words": {"bits": bits}}, progress=False)
+        quantized(encoder, [(IDS, MASK)], overrides={"words": {"bits": bits}})
