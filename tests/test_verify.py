@@ -12,175 +12,140 @@ from torch import nn
 
 from chipfit.errors import DataError, RuntimeUnavailable, UnknownNameError, VerificationError
 from chipfit.export import FileTensor
-from chipfit.graph.ir import Graph, Node, Value
-from chipfit.pipeline import quantize
-from chipfit.plan.record import NodePlan, Plan, TensorPlan
+from chipfit.graph.ir import Graph
+from chipfit.plan.record import NodePlan, Plan
 from chipfit.platform.load import load
-from chipfit.quantizers.grids import Grid
-from chipfit.quantizers.stored import Stored
 from chipfit.registry import DeviceRuntime
 from chipfit.verify import (
-    BORDER,
     DEQUANTIZED_GAP,
     MAX_SIMULATED_SAMPLES,
     OUTPUT_GAP,
-    Comparator,
     ConstantComparison,
     OutputComparison,
     TensorComparison,
     Verification,
-    _by_tensor,
-    _differing,
-    _gap,
-    _held,
-    _least_differing,
-    _misshapen,
-    _types,
-    own_runtime,
+    default_runtime,
 )
+from chipfit.verify.comparisons import by_tensor, compare_constant, fewest_differing, not_comparable
+from chipfit.verify.run import Comparator, storage_types
+from tests.build import graph_of, model_of, node, plan_of, quantized, randn, sequential, stored
 
 
-def stored(scale=0.5, zero=0, bits=8, axis=None) -> Stored:
-    low, high = -(1 << bits - 1), (1 << bits - 1) - 1
-    grid = Grid(bits=bits, qmin=low, qmax=high, zero="any", per="tensor" if axis is None else "channel")
-    return Stored(
-        format=f"i{bits}",
-        grid=grid,
-        scale=torch.tensor(scale),
-        zero_point=torch.tensor(zero, dtype=torch.int32),
-        axis=axis,
-    )
+def row(name="t", op="Relu", **facts) -> TensorComparison:
+    return TensorComparison(name, "", op, **facts)
 
 
-def ints(*v: int, dtype=torch.int8) -> torch.Tensor:
-    return torch.tensor(v, dtype=dtype)
+def behind_tanh(**facts) -> TensorComparison:
+    return row(op="Tanh", float_ops=("Tanh",), **facts)
+
+
+def out(name="y", float_ops=(), **facts) -> OutputComparison:
+    return OutputComparison(name, name, float_ops, **facts)
+
+
+def ints(*v: int) -> torch.Tensor:
+    return torch.tensor(v, dtype=torch.int8)
 
 
 # ---------------------------------------------------------------- tensors
 
 
-def test_a_tensor_begins_with_nothing_counted():
-    row = TensorComparison("t", "layer", "Conv2D")
-    assert (row.elements, row.op_differing, row.op_largest, row.freely, row.differing, row.largest) == (0,) * 6
-    assert (row.ties, row.astray, row.missed, row.signal, row.noise) == (0, 0, 0, 0.0, 0.0)
-    assert row.fraction == 0.0
-    assert (row.in_float, row.float_ops, row.why, row.wrong, row.fault) == (False, (), "", "", "")
-    out = OutputComparison("y", "t")
-    assert (out.float_ops, out.span, out.elements, out.differing, out.gap, out.op_gap) == ((), 0.0, 0, 0, 0.0, 0.0)
-    assert not out.wrong and not out.inner and not out.fault
-    held = ConstantComparison("t", "weight")
-    assert (held.elements, held.differing, held.why, held.wrong, held.fault) == (0, 0, "", "", "")
-    found = Verification("r", True)
-    assert (found.samples, found.freely, found.labelled, found.calibrated, found.integers, found.differing) == (0,) * 6
-    assert (found.exact_share, found.output_gap, found.rows, found.first_difference) == (0.0, 0.0, [], None)
-
-
 def test_batches_add_up_and_the_largest_difference_stays():
-    """Reals 1, 2, -1 in steps of 0.5 about code 1 are 3, 5, -1; the device is off by 1, by -3, and by nothing."""
-    row, reals = TensorComparison("t", "", "Conv2D"), torch.tensor([1.0, 2.0, -1.0])
-    row.add(ints(4, 2, -1), ints(3, 2, -1), stored(0.5, 1))
-    assert (row.elements, row.op_differing, row.op_largest) == (3, 1, 1)
-    assert (row.freely, row.differing, row.largest, row.ties, row.astray) == (0, 0, 0, 0, 0)
-    row.add_free(ints(4, 2, -1), ints(3, 5, -1), reals, stored(0.5, 1))
-    assert (row.elements, row.freely, row.differing, row.largest) == (3, 3, 2, 3)
-    assert row.signal == 1 + 4 + 1 and row.noise == 0.5**2 + 1.5**2
-    assert row.sqnr_db == pytest.approx(10 * math.log10(6 / 2.5))
-    row.add(ints(3), ints(5), stored(0.5, 1))
-    row.add_free(ints(3), ints(3), torch.tensor([1.0]), stored(0.5, 1))
-    assert (row.elements, row.differing, row.largest, row.op_differing, row.op_largest) == (4, 2, 3, 2, 2)
-    assert (row.freely, row.signal, row.noise, row.fraction) == (4, 7.0, 2.5, 0.5)
+    """Floats 1, 2, -1 in steps of 0.5 about 1 are 3, 5, -1; the device is off by 1, by -3, and by nothing."""
+    found, floats = row(), torch.tensor([1.0, 2.0, -1.0])
+    assert (found.fraction, found.sqnr_db, found.fault) == (0.0, math.inf, "")
+    found.add(ints(4, 2, -1), ints(3, 2, -1), stored(0.5, 1))
+    assert (found.elements, found.op_differing, found.op_largest) == (3, 1, 1)
+    assert (found.freely, found.differing, found.largest, found.ties, found.astray) == (0, 0, 0, 0, 0)
+    found.add_free(ints(4, 2, -1), ints(3, 5, -1), floats, stored(0.5, 1))
+    assert (found.elements, found.freely, found.differing, found.largest) == (3, 3, 2, 3)
+    assert found.signal == 1 + 4 + 1 and found.noise == 0.5**2 + 1.5**2
+    assert found.sqnr_db == pytest.approx(10 * math.log10(6 / 2.5))
+    found.add(ints(3), ints(5), stored(0.5, 1))
+    found.add_free(ints(3), ints(3), torch.tensor([1.0]), stored(0.5, 1))
+    assert (found.elements, found.differing, found.largest, found.op_differing, found.op_largest) == (4, 2, 3, 2, 2)
+    assert (found.freely, found.signal, found.noise, found.fraction) == (4, 7.0, 2.5, 0.5)
 
 
 def test_without_noise_the_ratio_is_infinite_and_without_signal_it_is_far_below_zero():
-    assert TensorComparison("t", "", "Relu", signal=4.0).sqnr_db == math.inf
-    assert TensorComparison("t", "", "Relu", noise=1.0).sqnr_db == pytest.approx(-3000)
-    assert TensorComparison("t", "", "Relu", signal=1.0, noise=100.0).sqnr_db == pytest.approx(-20)
+    assert row(signal=4.0).sqnr_db == math.inf and row(noise=1.0).sqnr_db == pytest.approx(-3000)
+    assert row(signal=1.0, noise=100.0).sqnr_db == pytest.approx(-20)
 
 
-def test_codes_of_no_sign_differ_by_as_much_as_they_are_apart():
+def test_unsigned_integers_differ_by_as_much_as_they_are_apart():
     a, b = torch.tensor([0, 255], dtype=torch.uint8), torch.tensor([255, 255], dtype=torch.uint8)
-    places, none = _differing(a, b), _differing(a, a)
-    assert _gap(a, b, places) == 255 and _gap(b, a, places) == 255 and _gap(a, a, none) == 0
+    for device, alone, largest in ((a, b, 255), (b, a, 255), (a, a, 0)):
+        found = row()
+        found.add(device, alone, stored())
+        assert found.op_largest == largest
 
 
 @pytest.mark.parametrize(
     "place, bits, tie, astray",
     [
         (0.5, 8, 1, 0),
-        (0.5 + 1 / 512, 8, 1, 0),  # the 512th of a code
+        (0.5 + 1 / 512, 8, 1, 0),  # the 512th of a step
         (0.5 - 1 / 512, 8, 1, 0),
-        (0.5 + 1 / 511, 8, 0, 0),  # within 255 / 65536 of a code
+        (0.5 + 1 / 511, 8, 0, 0),  # within 255 / 65536 of a step
         (0.5 - 255 / 65536, 8, 0, 0),
         (0.5 + 256 / 65536, 8, 0, 1),
         (-1.5 - 256 / 65536, 8, 0, 1),
         (0.5, 16, 1, 0),
         (-1.0, 8, 0, 1),
-        (0.0, 16, 0, 0),  # the codes of 16 bits span 65535: all reals are near
+        (0.0, 16, 0, 0),  # 16-bit integers span 65535: all floats are near
+        (0.5 + 1 / 512, 4, 1, 0),  # 15 / 65536 is less than 1 / 512
+        (0.5 + 1 / 500, 4, 0, 1),
     ],
 )
-def test_a_real_is_near_to_half_way_by_the_border_or_by_a_512th_of_a_code(place, bits, tie, astray):
-    row = TensorComparison("t", "", "Tanh", float_ops=("Tanh",))
-    device = torch.tensor([math.floor(place) + 1])
-    row.add(device, device - 1, stored(0.25, 0, bits), torch.tensor([place * 0.25]))
-    assert (row.ties, row.astray, row.op_differing) == (tie, astray, 1)
-
-
-def test_of_many_bits_a_512th_of_a_code_is_near_and_no_more():
-    """4 bits: 15 / 65536 is less than 1 / 512."""
-    for off, astray in ((1 / 512, 0), (1 / 500, 1)):
-        row = TensorComparison("t", "", "Tanh", float_ops=("Tanh",))
-        row.add(ints(1), ints(0), stored(1.0, 0, 4), torch.tensor([0.5 + off]))
-        assert row.astray == astray
-    assert BORDER == 1 / 65536 and OUTPUT_GAP == 1e-4 and DEQUANTIZED_GAP == 1 / 4194304
+def test_a_float_is_near_to_half_way_by_the_border_or_by_a_512th_of_a_step(place, bits, tie, astray):
+    found, device = behind_tanh(), torch.tensor([math.floor(place) + 1])
+    found.add(device, device - 1, stored(0.25, 0, bits), torch.tensor([place * 0.25]))
+    assert (found.ties, found.astray, found.op_differing) == (tie, astray, 1)
 
 
 @pytest.mark.parametrize("elements, allowed", [(0, 1), (100, 1), (199, 1), (200, 2), (1000, 10)])
 def test_behind_floats_one_in_a_hundred_may_differ_or_one(elements, allowed):
-    assert TensorComparison("t", "", "Tanh", elements=elements, float_ops=("Tanh",)).allowed == allowed
-    assert TensorComparison("t", "", "Tanh", elements=elements, float_ops=("Tanh",), ties=7).allowed == allowed + 7
-    assert TensorComparison("t", "", "Tanh", elements=elements, ties=7).allowed == 0
+    assert behind_tanh(elements=elements).allowed == allowed
+    assert behind_tanh(elements=elements, ties=7).allowed == allowed + 7
+    assert row(elements=elements, ties=7).allowed == 0
 
 
 def test_a_fault_says_how_many_differ_and_by_how_much():
-    assert TensorComparison("t", "", "Relu", elements=9, op_differing=2, op_largest=3).fault == (
+    assert row(elements=9, op_differing=2, op_largest=3).fault == (
         "2 of 9 integers differ by up to 3 given the device's inputs, 0 may"
     )
-    behind = TensorComparison("t", "", "Tanh", elements=9, op_differing=2, op_largest=1, astray=1, float_ops=("Tanh",))
-    assert behind.fault == (
-        "2 of 9 integers differ by up to 1 given the device's inputs, 1 may by 1, half way between two codes; "
+    assert behind_tanh(elements=9, op_differing=2, op_largest=1, astray=1).fault == (
+        "2 of 9 integers differ by up to 1 given the device's inputs, 1 may by 1, half way between two integers; "
         "1 lie elsewhere"
     )
-    assert TensorComparison("t", "", "Relu", elements=9, differing=4, largest=9).fault == ""  # of others' errors
-    assert TensorComparison(
-        "t", "", "Tanh", elements=9, op_differing=1, op_largest=2, float_ops=("Tanh",)
-    ).fault  # by two
-    assert not TensorComparison("t", "", "Tanh", elements=9, op_differing=1, op_largest=1, float_ops=("Tanh",)).fault
-    assert TensorComparison(
-        "t", "", "Tanh", elements=9, op_differing=2, op_largest=1, float_ops=("Tanh",)
-    ).fault  # too many
-    assert TensorComparison("t", "", "Tanh", elements=9, astray=1, float_ops=("Tanh",)).fault
-    assert (TensorComparison("t", "l", "Relu").who, TensorComparison("t", "", "Relu").who) == ("Relu 'l'", "Relu 't'")
+    assert row(elements=9, differing=4, largest=9).fault == ""  # of others' errors
+    assert behind_tanh(elements=9, op_differing=1, op_largest=2).fault  # by two
+    assert not behind_tanh(elements=9, op_differing=1, op_largest=1).fault
+    assert behind_tanh(elements=9, op_differing=2, op_largest=1).fault  # too many
+    assert not behind_tanh(elements=9, op_differing=3, op_largest=1, ties=2).fault
+    assert behind_tanh(elements=9, astray=1).fault
+    assert (TensorComparison("t", "l", "Relu").who, row().who) == ("Relu 'l'", "Relu 't'")
 
 
 # ---------------------------------------------------------------- outputs
 
 
 def test_numbers_of_an_output_are_compared_bit_for_bit_and_nan_is_nan():
-    out, nan = OutputComparison("y", "y"), float("nan")
+    found, nan = out(), float("nan")
     device = torch.tensor([1.0, nan, nan, math.inf, 5.0])
-    out.add(device, torch.tensor([1.0, nan, nan, math.inf, 5.5]), torch.tensor([1.5, nan, 0.0, math.inf, 5.0]))
-    assert (out.elements, out.differing, out.gap) == (5, 1, math.inf)  # NaN against 0
-    assert out.op_gap == 0.5 / 5.5
-    out.add(torch.tensor([2.0]), torch.tensor([2.0]), torch.tensor([2.0]))
-    assert (out.elements, out.differing, out.op_gap) == (6, 1, 0.5 / 5.5)
+    found.add(device, torch.tensor([1.0, nan, nan, math.inf, 5.5]), torch.tensor([1.5, nan, 0.0, math.inf, 5.0]))
+    assert (found.elements, found.differing, found.gap) == (5, 1, math.inf)  # NaN against 0
+    assert found.op_gap == 0.5 / 5.5
+    found.add(torch.tensor([2.0]), torch.tensor([2.0]), torch.tensor([2.0]))
+    assert (found.elements, found.differing, found.op_gap) == (6, 1, 0.5 / 5.5)
 
 
 @pytest.mark.parametrize("alone", [[0.0, 0.25], [float("nan"), 0.25], [-math.inf, 0.25], [math.inf, 0.25]])
 def test_a_gap_is_relative_to_the_largest_finite_number(alone):
     """NaN and infinities that both sides have are no differences, and no size."""
-    out, x = OutputComparison("y", "y"), torch.tensor(alone)
-    out.add(x + torch.tensor([0.0, 0.125]), x, x)
-    assert out.op_gap == 0.125 / 0.25 and out.gap == 0.125 and out.differing == 1
+    found, x = out(), torch.tensor(alone)
+    found.add(x + torch.tensor([0.0, 0.125]), x, x)
+    assert found.op_gap == 0.125 / 0.25 and found.gap == 0.125 and found.differing == 1
 
 
 @pytest.mark.parametrize(
@@ -192,54 +157,48 @@ def test_a_gap_is_relative_to_the_largest_finite_number(alone):
         ([1.0, 1.0 + 2.0**-23], [1.0, 1.0], 1, 2.0**-23),
         ([2.0**-149, 1.0], [0.0, 1.0], 1, 2.0**-149),
         ([math.inf, 1.0], [math.inf, 3.0], 1, 2.0),
+        ([0.0, 0.0], [0.0, 0.0], 0, 0.0),
     ],
 )
 def test_numbers_of_any_type_are_apart(device, alone, differing, gap):
-    out = OutputComparison("y", "y", span=1.0)
-    out.add(torch.tensor(device), torch.tensor(alone), torch.tensor(alone))
-    assert (out.elements, out.differing) == (2, differing) and out.gap == out.op_gap == pytest.approx(gap)
+    found = out(span=1.0)
+    found.add(torch.tensor(device), torch.tensor(alone), torch.tensor(alone))
+    assert (found.elements, found.differing) == (2, differing) and found.gap == found.op_gap == pytest.approx(gap)
 
 
-def test_the_gap_of_an_output_in_codes_is_relative_to_what_these_span():
-    out, x = OutputComparison("y", "y", span=8.0), torch.tensor([0.5])
-    out.add(x + 1, x, x + 2)
-    assert (out.op_gap, out.gap) == (0.125, 1.0)
-    nothing = OutputComparison("y", "y")
-    nothing.add(torch.zeros(2), torch.zeros(2), torch.zeros(2))
-    assert (nothing.op_gap, nothing.elements, nothing.fault) == (0.0, 2, "")
+def test_the_gap_of_a_quantized_output_is_relative_to_the_span_of_its_grid():
+    found, x = out(span=8.0), torch.tensor([0.5])
+    found.add(x + 1, x, x + 2)
+    assert (found.op_gap, found.gap) == (0.125, 1.0)
 
 
 @pytest.mark.parametrize(
     "float_ops, differing, fault", [((), 0, ""), ((), 1, "1 of"), (("Erf",), 2, ""), (("Erf",), 3, "3 of")]
 )
 def test_of_integers_behind_floats_one_in_a_hundred_may_differ(float_ops, differing, fault):
-    out, x = OutputComparison("y", "y", float_ops), torch.zeros(200, dtype=torch.long)
-    out.add(x + (torch.arange(200) < differing), x, x)
-    assert out.fault[:4] == fault[:4] and (out.elements, out.differing) == (200, differing)
+    found, x = out(float_ops=float_ops), torch.zeros(200, dtype=torch.long)
+    found.add(x + (torch.arange(200) < differing), x, x)
+    assert found.fault[:4] == fault[:4] and (found.elements, found.differing) == (200, differing)
 
 
 def test_an_output_of_another_shape_is_wrong_from_then_on():
-    out, x = OutputComparison("y", "y"), torch.zeros(2, 3)
-    out.add(torch.zeros(3, 2), x, x)
-    assert out.elements == 0 and out.fault == "the device gives float32 [3, 2], not float32 [2, 3]"
-    out.add(x, x, x)
-    assert out.elements == 0 and out.wrong
-    absent = OutputComparison("y", "y")
+    found, x = out(), torch.zeros(2, 3)
+    found.add(torch.zeros(3, 2), x, x)
+    assert found.elements == 0 and found.fault == "the device gives float32 [3, 2], not float32 [2, 3]"
+    found.add(x, x, x)
+    assert found.elements == 0 and found.wrong
+    absent, empty = out(), out()
     absent.add(None, x, x)
+    empty.add(*[torch.zeros(0, 3)] * 3)
     assert absent.fault == "it is missing from the device's results"
-    empty = OutputComparison("y", "y")
-    empty.add(torch.zeros(0, 3), torch.zeros(0, 3), torch.zeros(0, 3))
     assert empty.elements == 0 and empty.fault == ""
 
 
 def test_the_fault_of_an_output_says_the_gap():
-    out = OutputComparison("y", "y", elements=4, differing=2, op_gap=0.25)
-    assert out.fault == "2 of 4 numbers are not the simulation's given the device's codes; largest relative gap 0.25"
-    at_the_end = (
-        OutputComparison("y", "y", ("Erf",), op_gap=OUTPUT_GAP),
-        OutputComparison("y", "y", op_gap=DEQUANTIZED_GAP),
+    assert out(elements=4, differing=2, op_gap=0.25).fault == (
+        "2 of 4 numbers are not the simulation's given the device's integers; largest relative gap 0.25"
     )
-    assert [o.fault for o in at_the_end] == ["", ""]
+    assert out(float_ops=("Erf",), op_gap=OUTPUT_GAP).fault == out(op_gap=DEQUANTIZED_GAP).fault == ""
 
 
 @pytest.mark.parametrize(
@@ -254,15 +213,15 @@ def test_the_fault_of_an_output_says_the_gap():
         (32, True, "int32"),
     ],
 )
-def test_codes_come_in_the_narrowest_type_and_beyond_16_bits_with_a_sign(bits, signed, kind):
-    assert _types(bits, signed) == {kind}
+def test_integers_come_in_the_narrowest_type_and_beyond_16_bits_with_a_sign(bits, signed, kind):
+    assert storage_types(bits, signed) == {kind}
 
 
 def test_what_cannot_be_compared_says_both_sides():
     x = torch.zeros(2, 3, dtype=torch.int8)
-    assert _misshapen(x, x, {"int8"}) == "" and "missing" in _misshapen(None, x, {"int8"})
-    assert _misshapen(x, x, {"uint8", "int16"}) == "the device gives int8 [2, 3], not int16 or uint8 [2, 3]"
-    assert _misshapen(x[0], x, {"int8"}) == "the device gives int8 [3], not int8 [2, 3]"
+    assert not_comparable(x, x, {"int8"}) == "" and "missing" in not_comparable(None, x, {"int8"})
+    assert not_comparable(x, x, {"uint8", "int16"}) == "the device gives int8 [2, 3], not int16 or uint8 [2, 3]"
+    assert not_comparable(x[0], x, {"int8"}) == "the device gives int8 [3], not int8 [2, 3]"
 
 
 # ---------------------------------------------------------------- the whole
@@ -272,18 +231,14 @@ def verification(*rows: TensorComparison, **more) -> Verification:
     return Verification("chip", True, rows=list(rows), **more)
 
 
-def test_what_was_found_in_numbers():
+def test_a_verification_counts_integers_floats_and_what_was_not_compared():
     found = verification(
-        TensorComparison("a", "", "Relu", elements=60, differing=3, largest=2),
-        TensorComparison("b", "", "Tanh", elements=20, float_ops=("Tanh",), in_float=True),
-        TensorComparison("c", "", "Relu", why="elided by the runtime", missed=20),
-        TensorComparison("d", "", "Relu", why="elided by the runtime"),
+        row("a", elements=60, differing=3, largest=2),
+        row("b", "Tanh", elements=20, float_ops=("Tanh",), in_float=True),
+        row("c", why="elided by the runtime", missed=20),
+        row("d", why="elided by the runtime"),
+        outputs=[out("y", ("Erf",), gap=0.5), out("z", gap=0.25), out("i", gap=9.0, inner=True)],
     )
-    found.outputs = [
-        OutputComparison("y", "y", ("Erf",), gap=0.5),
-        OutputComparison("z", "z", gap=0.25),
-        OutputComparison("i", "i", gap=9.0, inner=True),
-    ]
     assert (found.integers, found.differing, len(found.compared)) == (80, 3, 2)
     assert found.not_compared == {"elided by the runtime": 2}
     assert found.exact_share == 0.6 and found.output_gap == 0.5
@@ -297,35 +252,30 @@ def test_what_was_found_in_numbers():
 
 
 @pytest.mark.parametrize(
-    "facts, verdict",
+    "facts, verdict, unpromised",
     [
-        ({}, "exact"),
-        ({"differing": 1}, "sound"),
-        ({"op_differing": 1, "op_largest": 1}, "departs"),
-        ({"wrong": "bad"}, "departs"),
+        ({}, "exact", "exact"),
+        ({"differing": 1}, "sound", "sound"),
+        ({"op_differing": 1, "op_largest": 1}, "departs", "unpromised"),
+        ({"wrong": "bad"}, "departs", "departs"),
     ],
 )
-def test_a_verdict_is_a_word(facts, verdict):
-    found = verification(TensorComparison("a", "", "Relu", elements=5, **facts))
+def test_a_verdict_is_a_word(facts, verdict, unpromised):
+    found = verification(row(elements=5, **facts))
     assert found.verdict == verdict and found.sound is (verdict in ("exact", "sound"))
     found.promised = False
-    alone = {"departs": "departs" if "wrong" in facts else "unpromised"}
-    assert found.verdict == alone.get(verdict, verdict)
+    assert found.verdict == unpromised
 
 
 def test_departures_are_of_the_file_of_tensors_and_of_outputs():
     found = verification(
-        TensorComparison("a", "", "Relu", elements=5, op_differing=2, op_largest=1),
-        TensorComparison("b", "", "Relu", elements=5, wrong="missing"),
+        row("a", elements=5, op_differing=2, op_largest=1),
+        row("b", elements=5, wrong="missing"),
+        held=[ConstantComparison("w", "weight", 4, 1), ConstantComparison("v", "bias", 4)],
+        outputs=[out("y", wrong="odd"), out("m", wrong="odd", inner=True), out("z")],
     )
-    found.held = [ConstantComparison("w", "weight", 4, 1), ConstantComparison("v", "bias", 4)]
-    found.outputs = [
-        OutputComparison("y", "y", wrong="odd"),
-        OutputComparison("m", "m", wrong="odd", inner=True),
-        OutputComparison("z", "z"),
-    ]
     assert found.departures == [
-        "weight 'w' in the file: 1 of its 4 codes are not the plan's",
+        "weight 'w' in the file: 1 of its 4 quantized values are not the plan's",
         "Relu 'b': missing",
         "Relu 'a': 2 of 5 integers differ by up to 1 given the device's inputs, 0 may",
         "output 'y': odd",
@@ -334,16 +284,18 @@ def test_departures_are_of_the_file_of_tensors_and_of_outputs():
     assert found.file_departures == found.departures[:2]
 
 
-def test_where_nothing_is_stored_in_codes_the_weights_of_the_file_are_what_is_checked():
-    assert not verification().checked and verification(held=[ConstantComparison("w", "weight", 3)]).checked
+def test_where_no_tensor_is_quantized_the_weights_of_the_file_are_what_is_checked():
+    weight = ConstantComparison("w", "weight", 3)
+    assert verification(held=[weight]).checked and not verification(row("a"), held=[weight]).checked
     assert not verification(held=[ConstantComparison("w", "weight")]).checked
-    assert not verification(TensorComparison("a", "", "Relu"), held=[ConstantComparison("w", "weight", 3)]).checked
+    nothing = verification()
+    assert not nothing.checked and nothing.departures == [] and not nothing.sound and nothing.verdict == "departs"
     with pytest.raises(VerificationError, match="nothing was compared"):
-        verification().require()
+        nothing.require()
 
 
-def test_coverage_counts_constants_and_floats_of_the_moment():
-    found = verification(TensorComparison("a", "", "Relu", elements=4))
+def test_coverage_counts_constants_and_float_inputs_of_dynamic_kernels():
+    found = verification(row("a", elements=4))
     assert found.coverage() == "compared 1 of 1 tensors; 100.00 % of all integers compared at 0"
     found.held = [
         ConstantComparison("w", "weight"),
@@ -351,14 +303,10 @@ def test_coverage_counts_constants_and_floats_of_the_moment():
         ConstantComparison("x", "activation"),
         ConstantComparison("v", "weight", 4, 1),
     ]
-    found.outputs = [
-        OutputComparison("m", "m", inner=True),
-        OutputComparison("k", "k", wrong="odd", inner=True),
-        OutputComparison("y", "y"),
-    ]
+    found.outputs = [out("m", inner=True), out("k", wrong="odd", inner=True), out("y")]
     assert found.coverage() == (
         "compared 1 of 1 tensors; 1 of 3 weights and biases read back from the file; "
-        "1 of 2 floats as kernels round them each time; 100.00 % of all integers compared at 0"
+        "1 of 2 float inputs of dynamic kernels; 100.00 % of all integers compared at 0"
     )
 
 
@@ -366,42 +314,36 @@ def test_a_summary_names_what_is_not_modelled_and_accuracies():
     found = verification(samples=3, labelled=2, accuracy={"float": 0.5, "device": 1.0}, warnings=["hot"])
     found.not_modelled = [f"math.{k}: said" for k in "abcde"]
     assert found.summary().splitlines() == [
-        "chip: no value is stored in codes over 3 samples",
+        "chip: no value is quantized over 3 samples",
         "compared 0 of 0 tensors",
-        "said by the platform, not modelled: math.a, math.b, math.c, math.d, ...",
+        "stated by the platform, not modelled: math.a, math.b, math.c, math.d, ...",
         "top-1 of 2 samples: float 50.00 %, device 100.00 %",
         "hot",
     ]
-    found.rows = [TensorComparison(f"r{k}", "", "Tanh", in_float=True) for k in range(7)]
-    assert "in float by the runtime: " + ", ".join(f"Tanh 'r{k}'" for k in range(6)) + " and 1 more" in found.summary()
     found.not_modelled = found.not_modelled[:4]
     assert "math.d\n" in found.summary()
 
 
 def test_a_screen_shows_faults_first_and_then_what_differs_most():
-    rows = [
-        TensorComparison("a", "", "Relu", elements=9, differing=1, largest=1),
-        TensorComparison("b", "", "Relu", why="elided"),
-        TensorComparison("c", "", "Relu", elements=9, differing=4, largest=2, wrong="bad"),
-        TensorComparison("d", "", "Relu", elements=9, differing=3, largest=5, op_differing=0),
-    ]
-    screen = verification(*rows, TensorComparison("e", "", "Relu", elements=9))._summary()
+    screen = verification(
+        row("a", elements=9, differing=1, largest=1),
+        row("b", why="elided"),
+        row("c", elements=9, differing=4, largest=2, wrong="bad"),
+        row("d", elements=9, differing=3, largest=5, op_differing=0),
+        row("e", elements=9),
+    )._summary()
     assert [r[0] for r in screen.rows] == ["c", "d", "a", "e", "b"]
     assert screen.rows[0] == ("c", "Relu", 9, 4, 2, 0, "bad") and screen.rows[4][-1] == "elided"
     assert screen.title == "Verification on chip: departs" and screen.facts["coverage"].startswith("compared 4 of 5")
 
 
 def test_a_record_in_json_has_what_is_derived_too():
-    found = verification(
-        TensorComparison("a", "", "Relu", elements=9, signal=1.0, noise=100.0),
-        TensorComparison("b", "", "Relu", wrong="bad"),
-    )
-    said = found.to_dict()
-    assert [r["sqnr_db"] for r in said["rows"]] == [pytest.approx(-20), None]
-    assert [r["fault"] for r in said["rows"]] == ["", "bad"]
-    assert (said["verdict"], said["exact"], said["integers"]) == ("departs", False, 9)
-    found.outputs = [OutputComparison("y", "y", wrong="odd"), OutputComparison("z", "z")]
-    assert [o["fault"] for o in found.to_dict()["outputs"]] == ["odd", ""]
+    found = verification(row("a", elements=9, signal=1.0, noise=100.0), row("b", wrong="bad")).to_dict()
+    assert [r["sqnr_db"] for r in found["rows"]] == [pytest.approx(-20), None]
+    assert [r["fault"] for r in found["rows"]] == ["", "bad"]
+    assert (found["verdict"], found["exact"], found["integers"], found["among"]) == ("departs", False, 9, 9)
+    outputs = verification(outputs=[out("y", wrong="odd"), out("z")]).to_dict()["outputs"]
+    assert [o["fault"] for o in outputs] == ["odd", ""]
 
 
 @pytest.mark.parametrize(
@@ -416,115 +358,94 @@ def test_a_record_in_json_has_what_is_derived_too():
         ("ort_cpu", ".other", "onnxruntime"),
     ],
 )
-def test_the_own_runtime_of_a_platform_loads_the_file(platform, suffix, runtime):
-    assert own_runtime(load(platform), suffix) == runtime
+def test_the_default_runtime_of_a_platform_loads_the_file(platform, suffix, runtime):
+    assert default_runtime(load(platform), suffix) == runtime
 
 
 # ---------------------------------------------------------------- what a file holds
 
 
 def test_a_file_holds_a_tensor_itself_in_floats_and_in_copies():
-    known = {"w", "w_1", "x", "v_t0"}
-    held = {
-        n: FileTensor(None, [(np.array(k), np.array(0))])
-        for k, n in enumerate(["w", "w_1", "w_2", "w/float", "x_t1/float_t2_3", "x/float_4", "v_t0", "x_t1", "other"])
-    }
-    found = {k: [int(f.numbers[0][0]) for f in fs] for k, fs in _by_tensor(known, held).items()}
+    names = ["w", "w_1", "w_2", "w/float", "x_t1/float_t2_3", "x/float_4", "v_t0", "x_t1", "other"]
+    in_file = {n: FileTensor(None, [(np.array(k), np.array(0))]) for k, n in enumerate(names)}
+    grouped = by_tensor({"w", "w_1", "x", "v_t0"}, in_file)
+    found = {k: [int(f.qparams[0][0]) for f in fs] for k, fs in grouped.items()}
     assert found == {"w": [0, 2, 3], "w_1": [1], "x": [7, 5, 4], "v_t0": [6], "other": [8]}
 
 
 WEIGHT = torch.tensor([[0.5, 1.0, -2.0], [0.25, 0.5, 0.75]])
-
-
-def planned(numbers: Stored, role: str = "weight") -> tuple[Graph, Plan]:
-    graph = Graph([], [], [], {}, {"w": WEIGHT} if role == "weight" else {})
-    return graph, Plan(tensors={"w": TensorPlan(name="w", role=role, stored=numbers)})
-
-
-PER_ROW = stored([0.5, 0.25], [0, 0], axis=0)
+PER_ROW = stored([0.5, 0.25], 0, axis=0)
 CODES = np.array([[1, 2, -4], [1, 2, 3]])
 
 
-def numbers(scale, zero=(0, 0)) -> list:
+def in_file(*tensors: FileTensor, on=PER_ROW, weight=WEIGHT, **plan) -> ConstantComparison:
+    return compare_constant(Graph([], [], [], {}, {"w": weight}), plan_of(w=on, **plan), "w", tensors, {})
+
+
+def qparams(scale, zero=(0, 0)) -> list:
     return [(np.array(scale, np.float32), np.array(zero))]
 
 
 @pytest.mark.parametrize(
-    "codes, said, elements, differing, wrong",
+    "codes, numbers, elements, differing, wrong",
     [
-        (CODES, numbers([0.5, 0.25]), 6, 0, ""),
-        (CODES.T, numbers([0.5, 0.25]), 6, 0, ""),
-        (CODES.reshape(2, 1, 3), numbers([0.5, 0.25]), 6, 0, ""),
-        (CODES + [[0, 0, 1], [1, 0, 0]], numbers([0.5, 0.25]), 6, 2, ""),
-        (CODES.reshape(-1), numbers([0.5, 0.25]), 6, 0, "its shape is [6]"),
-        (CODES * np.float32([[0.5], [0.25]]), numbers([0.5, 0.25]), 6, 0, ""),
-        (CODES, numbers([0.5, 0.125]), 6, 0, "scale 0.125 instead of 0.25"),
-        (CODES, numbers([0.5, 0.25], (0, 3)), 6, 0, "zero point 3 instead of 0"),
-        (None, numbers([0.5, 0.25]), 0, 0, "it is missing from the file"),
+        (CODES, qparams([0.5, 0.25]), 6, 0, ""),
+        (CODES.T, qparams([0.5, 0.25]), 6, 0, ""),
+        (CODES.reshape(2, 1, 3), qparams([0.5, 0.25]), 6, 0, ""),
+        (CODES + [[0, 0, 1], [1, 0, 0]], qparams([0.5, 0.25]), 6, 2, ""),
+        (CODES.reshape(-1), qparams([0.5, 0.25]), 6, 0, "its shape is [6]"),
+        (CODES * np.float32([[0.5], [0.25]]), qparams([0.5, 0.25]), 6, 0, ""),
+        (CODES, qparams([0.5, 0.125]), 6, 0, "scale 0.125 instead of 0.25"),
+        (CODES, qparams([0.5, 0.25], (0, 3)), 6, 0, "zero point 3 instead of 0"),
+        (None, qparams([0.5, 0.25]), 0, 0, "it is missing from the file"),
     ],
 )
-def test_a_weight_in_a_file_is_the_plans_or_says_why_not(codes, said, elements, differing, wrong):
-    found = _held(*planned(PER_ROW), "w", [FileTensor(codes, said)], {})
+def test_a_weight_in_a_file_is_the_plans_or_says_why_not(codes, numbers, elements, differing, wrong):
+    found = in_file(FileTensor(codes, numbers))
     assert (found.elements, found.differing, found.role) == (elements, differing, "weight")
     assert (found.wrong, found.why) == (wrong, "")
 
 
 def test_what_a_file_does_not_name_is_not_compared():
-    assert _held(*planned(PER_ROW), "w", (), {}).why == "not in the file under its name"
-    assert _held(*planned(stored(), "activation"), "w", (), {}).wrong == ""
-    twice = _held(*planned(PER_ROW), "w", [FileTensor(CODES, []), FileTensor(CODES + [[1, 0, 0], [0, 0, 0]], [])], {})
+    assert in_file().why == "not in the file under its name"
+    assert compare_constant(Graph([], [], [], {}, {}), plan_of(x=stored()), "x", (), {}).wrong == ""
+    twice = in_file(FileTensor(CODES, []), FileTensor(CODES + [[1, 0, 0], [0, 0, 0]], []))
     assert (twice.elements, twice.differing) == (12, 1)
 
 
 def test_scales_of_blocks_may_lie_in_either_order_of_axes():
-    blocks = Stored(
-        format="w",
-        grid=Grid(bits=8, qmin=-128, qmax=127, per="block"),
-        scale=torch.tensor([[0.5, 0.25, 1.0], [0.125, 2.0, 4.0]]),
-        zero_point=torch.zeros(2, 3, dtype=torch.int32),
-        axis=1,
-    )
-    q = blocks.quantize(WEIGHT).numpy()
-    for scale in (blocks.scale.numpy(), blocks.scale.t().numpy()):
-        assert _held(*planned(blocks), "w", [FileTensor(q, [(scale, np.zeros_like(scale))])], {}).wrong == ""
-    off = blocks.scale.numpy() + np.float32([[0, 0, 0], [0, 1, 0]])
-    assert (
-        _held(*planned(blocks), "w", [FileTensor(q, [(off, np.zeros_like(off))])], {}).wrong == "scale 3 instead of 2"
-    )
-    flat = blocks.scale.numpy().reshape(-1)
-    assert _held(*planned(blocks), "w", [FileTensor(q, [(flat, flat)])], {}).wrong == "scale of the shape [6]"
+    blocks = stored([[0.5, 0.25, 1.0], [0.125, 2.0, 4.0]], axis=1)
+    q, scale = blocks.quantize(WEIGHT).numpy(), blocks.scale.numpy()
+    off = scale + np.float32([[0, 0, 0], [0, 1, 0]])
+    wrong = [(scale, ""), (scale.T, ""), (off, "scale 3 instead of 2"), (scale.reshape(-1), "scale of the shape [6]")]
+    for numbers, fault in wrong:
+        assert in_file(FileTensor(q, [(numbers, np.zeros_like(numbers))]), on=blocks).wrong == fault
 
 
 def test_a_weight_that_is_read_in_float_too_may_stand_there_as_it_is():
-    graph, plan = planned(PER_ROW)
     odd = WEIGHT + 0.01
-    graph.weights["w"] = odd
-    assert _held(graph, plan, "w", [FileTensor(odd.numpy(), [])], {}).differing == 6
-    plan = Plan(tensors=plan.tensors, float_edges=frozenset({("w", "reader")}))
-    assert _held(graph, plan, "w", [FileTensor(odd.numpy(), [])], {}).differing == 0
-    plan = Plan(tensors=plan.tensors, float_edges=frozenset({("v", "reader")}))
-    assert _held(graph, plan, "w", [FileTensor(odd.numpy(), [])], {}).differing == 6
+    for edges, differing in (((), 6), ({("w", "reader")}, 0), ({("v", "reader")}, 6)):
+        assert in_file(FileTensor(odd.numpy(), []), weight=odd, float_edges=edges).differing == differing
 
 
 def test_the_order_of_axes_is_taken_in_which_the_fewest_differ():
     a = np.array([[1, 2], [3, 4]])
-    assert _least_differing(a, a.T) == 0 and _least_differing(a, a) == 0
-    assert _least_differing(a, np.array([[1, 3], [2, 5]])) == 1
-    assert _least_differing(a, np.zeros((2, 3))) is None
-    assert _least_differing(np.zeros((1, 3)), np.array([0, 0, 7])) == 1
+    assert fewest_differing(a, a.T) == 0 and fewest_differing(a, a) == 0
+    assert fewest_differing(a, np.array([[1, 3], [2, 5]])) == 1
+    assert fewest_differing(a, np.zeros((2, 3))) is None
+    assert fewest_differing(np.zeros((1, 3)), np.array([0, 0, 7])) == 1
 
 
 # ---------------------------------------------------------------- side by side
 
 
 def network() -> tuple[Graph, Plan]:
-    """y = relu(x) in codes of a half, and z = flatten(y), which holds the same codes."""
-    nodes = [Node("r", "Relu", ("x",), ("y",)), Node("f", "Reshape", ("y",), ("z",), {"shape": (-1, 3)})]
-    values = {n: Value(n, (None, 3)) for n in "xyz"}
-    graph = Graph(nodes, ["x"], ["z"], values, {}, in_spec="{}")
-    tensors = {n: TensorPlan(name=n, role="activation", stored=stored(0.5, -128 if n != "x" else 0)) for n in "xyz"}
+    """y = relu(x) quantized in steps of a half, and z = flatten(y), which holds the same integers."""
+    flatten = node("z = Reshape(y)", {"shape": (-1, 3)}, name="f")
+    graph = graph_of(node("y = Relu(x)", name="r"), flatten, shape=(None, 3), in_spec="{}")
     plans = {"r": NodePlan(name="r", op="Relu", exec="int"), "f": NodePlan(name="f", op="Reshape", exec="follow")}
-    return graph, Plan(tensors=tensors, nodes=plans)
+    plan = plan_of(x=stored(), y=stored(0.5, -128), z=stored(0.5, -128))
+    return graph, replace(plan, nodes=plans)
 
 
 X = torch.tensor([[1.0, -1.0, 2.0], [0.5, 3.0, 2.5]])
@@ -543,25 +464,35 @@ class Device:
 
 
 def result(**changes):
-    """The right results of the network: the output in floats, then codes by name."""
+    """The right results of the network: the output in floats, then integers by name."""
     codes = {k: np.array(v, np.int8) for k, v in CODES_OF.items()}
     floats = (np.array(CODES_OF["z"]) + 128) * np.float32(0.5)
     return {k: v for k, v in {"output": floats.astype(np.float32), **codes, **changes}.items() if v is not None}
 
 
+def one_code_off():
+    """Results of a device whose Relu makes its first integer too large by 1."""
+    wrong = np.array(CODES_OF["y"], np.int8) + np.int8([[1, 0, 0], [0, 0, 0]])
+    return result(y=wrong, z=wrong, output=(wrong.astype(np.float32) + 128) / 2)
+
+
+def comparator(device, graph, plan, platform="ort_cpu", suffix=".onnx", model=None, **more) -> Comparator:
+    declared = DeviceRuntime(suffix=suffix, kernels="litert_reference" if suffix == ".tflite" else None)
+    return Comparator(graph, plan, load(platform), device, declared, model, Verification("chip", True), **more)
+
+
 def compared(results, label=None, filed=(), model=None, x=X, groups=(), freely=None, times=1) -> Verification:
     graph, plan = network()
-    plan = replace(plan, groups=groups)
-    out = Verification("chip", True)
-    out.rows = [TensorComparison(v, "", op) for v, op in (("x", "Input"), ("y", "Relu"), ("z", "Reshape"))]
-    out.outputs = [OutputComparison("output", "z", span=127.5)]
-    declared = DeviceRuntime(suffix=".tflite", kernels="litert_reference")
-    device = Device(**results)
-    comparison = Comparator(graph, plan, load("tflite_int8"), device, declared, model, out, set(filed), {}, freely)
+    found = comparator(
+        Device(**results), graph, replace(plan, groups=groups), "tflite_int8", ".tflite", model,
+        in_file=set(filed), freely=freely,
+    )  # fmt: skip
+    found.out.rows = [row("x", "Input"), row("y", "Relu"), row("z", "Reshape")]
+    found.out.outputs = [OutputComparison("output", "z", span=127.5)]
     with torch.inference_mode():
         for _ in range(times):
-            comparison.add([x], label)
-    return out
+            found.add([x], label)
+    return found.out
 
 
 def test_a_device_that_is_right_is_exact():
@@ -570,9 +501,8 @@ def test_a_device_that_is_right_is_exact():
     assert found.outputs[0].elements == 6 and found.accuracy == {} and found.labelled == 0
 
 
-def test_an_operator_is_compared_given_the_devices_codes():
-    wrong = np.array(CODES_OF["y"], np.int8) + np.int8([[1, 0, 0], [0, 0, 0]])
-    found = compared(result(y=wrong, z=wrong, output=(wrong.astype(np.float32) + 128) / 2))
+def test_an_operator_is_compared_given_the_devices_integers():
+    found = compared(one_code_off())
     assert [(r.differing, r.op_differing) for r in found.rows] == [(0, 0), (1, 1), (1, 0)]
     assert found.outputs[0].gap == 0.5 and found.outputs[0].op_gap == 0
 
@@ -586,51 +516,40 @@ def test_behind_the_first_samples_without_labels_each_operator_is_compared_by_it
     assert (found.samples, found.freely) == (8, own) and found.exact
     assert [(r.elements, r.freely) for r in found.rows] == [(24, 3 * own)] * 3
     assert found.accuracy.keys() == (set() if label is None else {"float", "integer", "device"})
-    wrong = np.array(CODES_OF["y"], np.int8) + np.int8([[1, 0, 0], [0, 0, 0]])
-    off = compared(result(y=wrong, z=wrong, output=(wrong.astype(np.float32) + 128) / 2), label, freely=freely, times=4)
+    off = compared(one_code_off(), label, freely=freely, times=4)
     assert [(r.differing, r.op_differing) for r in off.rows] == [(0, 0), (own // 2, 4), (own // 2, 0)]
     assert off.outputs[0].gap == (0.5 if own else 0.0) and off.outputs[0].op_gap == 0
     assert not off.exact and "by itself" in off.summary()
 
 
+MISSING = "missing from its results", "it is missing from the device's results"
+
+
 @pytest.mark.parametrize(
     "name, filed, why, wrong",
-    [
-        ("y", (), "missing from its results", "it is missing from the device's results"),
-        ("z", (), "elided by the runtime", ""),
-        ("z", ("z",), "missing from its results", "it is missing from the device's results"),
-        ("x", (), "missing from its results", "it is missing from the device's results"),
-    ],
+    [("y", (), *MISSING), ("z", (), "elided by the runtime", ""), ("z", ("z",), *MISSING), ("x", (), *MISSING)],
 )
 def test_a_runtime_may_leave_out_only_what_computes_nothing(name, filed, why, wrong):
     found = compared(result(**{name: None}), filed=filed)
-    (row,) = (r for r in found.rows if r.tensor == name)
-    assert (row.why, row.wrong, row.missed, row.elements) == (why, wrong, 6, 0)
+    (left_out,) = (r for r in found.rows if r.tensor == name)
+    assert (left_out.why, left_out.wrong, left_out.missed, left_out.elements) == (why, wrong, 6, 0)
 
 
 def test_what_lies_inside_a_fused_kernel_is_not_compared():
     found = compared(result(y=None), groups=(("r", "f"),))
-    assert [(r.why, r.wrong, r.missed, r.elements) for r in found.rows] == [
-        ("", "", 0, 6),
-        ("inside a fused kernel", "", 0, 0),
-        ("", "", 0, 6),
-    ]
+    inside = ("inside a fused kernel", "", 0, 0)
+    assert [(r.why, r.wrong, r.missed, r.elements) for r in found.rows] == [("", "", 0, 6), inside, ("", "", 0, 6)]
     assert found.exact
 
 
 @pytest.mark.parametrize("runtime, platform", [("onnxruntime", "ort_cpu"), ("litert", "tflite_int8")])
 def test_a_batch_is_cut_where_the_samples_end_that_run_on_their_own_results(runtime, platform):
     pytest.importorskip("ai_edge_litert" if runtime == "litert" else runtime)
-    data = [torch.randn(40, 4, generator=torch.Generator().manual_seed(k)) for k in range(2)]
-    fit = quantize(nn.Linear(4, 3).eval(), data, platform, progress=False)
-    whole = runtime == "litert"  # whose file takes a fixed number at once
-    for freely, own in (
-        (MAX_SIMULATED_SAMPLES, 40 if whole else 16),
-        (50, 80 if whole else 50),
-        (0, 0),
-        (80, 80),
-        (None, 80),
-    ):
+    data = [randn(40, 4, seed=k) for k in range(2)]
+    fit = quantized(nn.Linear(4, 3), data, platform)
+    whole = runtime == "litert"  # its file has a fixed batch size
+    cuts = [(MAX_SIMULATED_SAMPLES, 40 if whole else 16), (50, 80 if whole else 50), (0, 0), (80, 80), (None, 80)]
+    for freely, own in cuts:
         found = fit.verify(data, freely=freely)
         assert (found.samples, found.freely) == (80, own) and found.sound
         assert {(r.elements, r.freely) for r in found.rows} == {(80 * n, own * n) for n in (4, 3)}
@@ -639,48 +558,34 @@ def test_a_batch_is_cut_where_the_samples_end_that_run_on_their_own_results(runt
 
 
 def test_a_batch_whose_inputs_differ_in_size_or_are_fixed_is_not_cut():
-    graph, plan = network()
-    declared = DeviceRuntime(suffix=".onnx")
-    comparison = Comparator(
-        graph, plan, load("ort_cpu"), Device(), declared, None, Verification("chip", True), set(), {}, 4
-    )
-    x = torch.randn(6, 3)
-    assert [len(part[0]) for part, _ in comparison.parts([x], None)] == [4, 2]
-    assert [len(part[0]) for part, _ in comparison.parts([x[:4]], None)] == [4]
-    assert len(comparison.parts([x, x[:1]], None)) == 1 and len(comparison.parts([x[0, 0]], None)) == 1
-    comparison.graph.values["x"] = replace(graph.values["x"], shape=(6, 3))
-    assert len(comparison.parts([x], None)) == 1
+    found, x = comparator(Device(), *network(), freely=4), randn(6, 3)
+    assert [len(part[0]) for part, _ in found.parts([x], None)] == [4, 2]
+    assert [len(part[0]) for part, _ in found.parts([x[:4]], None)] == [4]
+    assert len(found.parts([x, x[:1]], None)) == 1 and len(found.parts([x[0, 0]], None)) == 1
+    found.graph.values["x"] = replace(found.graph.values["x"], shape=(6, 3))
+    assert len(found.parts([x], None)) == 1
 
 
 @pytest.mark.parametrize("batches, samples", [(None, 9), (1, 2), (2, 5), (4, 9)])
-def test_it_stops_after_as_many_batches_as_are_asked_for(batches, samples):
+def test_it_stops_after_as_many_batches_as_are_requested(batches, samples):
     data = [torch.randn(n, 4) for n in (2, 3, 4)]
-    fit = quantize(nn.Linear(4, 3).eval(), data, progress=False)
+    fit = quantized(nn.Linear(4, 3), data)
     assert fit.verify(data, batches=batches).samples == samples
     with pytest.raises(DataError, match="There are no data to verify on"):
         fit.verify(data, batches=0)
 
 
-class Operators(nn.Module):
-    """An input of rank 0 beside one of two samples."""
-
-    def forward(self, gain, x):
-        return gain * x
-
-
 def test_a_number_without_axes_is_one_sample_and_the_first_input_counts():
     from chipfit.frameworks.torch.capture import capture
 
-    graph = capture(Operators(), (torch.tensor(2.0), torch.randn(3, 2)))
+    graph = capture(model_of(lambda m, gain, x: gain * x), (torch.tensor(2.0), torch.randn(3, 2)))
     for inputs, samples in (([torch.tensor(2.0), torch.randn(3, 2)], 1), ([torch.ones(3, 1), torch.randn(1, 2)], 3)):
-        out = Verification("chip", True)
-        device = Device(output=(inputs[0] * inputs[1]).numpy())
-        declared = DeviceRuntime(suffix=".onnx")
-        Comparator(graph, Plan(), load("ort_cpu"), device, declared, None, out, set(), {}).add(inputs, None)
-        assert out.samples == samples
+        found = comparator(Device(output=(inputs[0] * inputs[1]).numpy()), graph, Plan())
+        found.add(inputs, None)
+        assert found.out.samples == samples
 
 
-def test_what_a_runtime_raises_is_a_runtime_that_is_not_there_and_our_own_errors_are_ours():
+def test_an_error_of_a_runtime_is_an_unavailable_runtime_and_our_own_errors_are_ours():
     graph, _ = network()
     with pytest.raises(RuntimeUnavailable, match="cannot run the file on these inputs"):
         compared({"output": lambda inputs: np.zeros(2).reshape(3)})
@@ -688,7 +593,7 @@ def test_what_a_runtime_raises_is_a_runtime_that_is_not_there_and_our_own_errors
         compared({"output": lambda inputs: graph.node("none")})
 
 
-def test_codes_of_another_type_are_not_compared():
+def test_integers_of_another_type_are_not_compared():
     found = compared(result(y=np.array(CODES_OF["y"], np.int16)))
     assert found.rows[1].why == "of another shape or type" and "int16" in found.rows[1].wrong
     assert found.rows[2].elements == 6
@@ -700,7 +605,7 @@ def test_a_device_that_returns_none_of_the_tensors_is_another():
 
 
 def test_right_answers_are_counted_for_each_side():
-    """Labels 2 and 0: the float network says 2 and 1, the device the same but for its second sample."""
+    """Labels 2 and 0: the float network says 2 and 1, and so does the device but for its second sample."""
     output = result()["output"].copy()
     output[1] = [9, 0, 0]
 
@@ -712,10 +617,8 @@ def test_right_answers_are_counted_for_each_side():
     assert found.accuracy == {"float": 0.5, "integer": 0.5, "device": 1.0, "simulated": 0.5} and found.labelled == 2
     assert compared(result(), torch.tensor([2])).accuracy == {}  # labels of another batch
     assert compared(result(), torch.tensor([[2], [1]])).accuracy["float"] == 1.0
-    assert compared(result(output=np.zeros((2, 4), np.float32)), torch.tensor([2, 1])).accuracy.keys() == {
-        "float",
-        "integer",
-    }
+    wide = compared(result(output=np.zeros((2, 4), np.float32)), torch.tensor([2, 1]))
+    assert wide.accuracy.keys() == {"float", "integer"}
 
 
 def test_a_batch_without_samples_is_empty_and_not_compared():
@@ -724,15 +627,14 @@ def test_a_batch_without_samples_is_empty_and_not_compared():
     assert [r.why for r in found.rows] == ["empty"] * 3 and found.samples == 0 and found.accuracy == {}
 
 
-def test_codes_of_16_bits_without_sign_are_compared():
+def test_unsigned_integers_of_16_bits_are_compared():
     """ONNX files hold them; torch, which compares, does not compute with that type."""
     pytest.importorskip("onnxruntime")
     platform = load("ort_cpu")
     wide = {k: f.model_copy(update={"bits": 16}) if k in ("u8", "s8") else f for k, f in platform.formats.items()}
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)).eval()
-    data = [torch.randn(8, 3, 6, 6)]
-    found = quantize(model, data, platform=platform.model_copy(update={"formats": wide}), progress=False)
+    model = sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+    found = quantized(model, torch.randn(8, 3, 6, 6), platform.model_copy(update={"formats": wide}))
     grids = [t.grid for t in found.plan.tensors.values() if t.quantized and t.role == "activation"]
     assert {(g.bits, g.signed) for g in grids} == {(16, False)}
     proof = found.verify([torch.randn(4, 3, 6, 6)], runtime="onnxruntime")

@@ -94,7 +94,7 @@ FOREIGN: tuple[str, ...] = (
     "facade/import_by_name.py:call_factory",
     "ranges/__init__.py:choose",  # the user's rule
     "decide/overrides.py:_meant",  # the user's filter
-    "verify.py:_run",  # runtimes
+    "verify/run.py:_run",  # runtimes
 )
 
 

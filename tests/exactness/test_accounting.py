@@ -36,7 +36,7 @@ def test_the_summary_says_what_a_person_asks_in_lines():
         "chip: 3 of 2200 integers differ over 4 samples",
         "compared 11 of 11 tensors; 1 of 2 weights and biases read back from the file; "
         "81.82 % of all integers compared at 0",  # 9 of 11 tensors are without fault
-        "departs: weight 'v' in the file: 2 of its 9 codes are not the plan's; and 2 more",
+        "departs: weight 'v' in the file: 2 of its 9 quantized values are not the plan's; and 2 more",
         "first difference: Conv2D 'c', 1.5000 % of its integers, at most 2",
         "each operator by itself, given the device's inputs: 1 of 2200 differ over 4 samples, largest difference 1",
         "computed in float by the runtime: Conv2D 'b', Conv2D 'f0', Conv2D 'f1', Conv2D 'f2', Conv2D 'f3', "

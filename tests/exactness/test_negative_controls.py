@@ -144,7 +144,7 @@ def test_a_weight_is_noticed_whose_effect_is_invisible(proven, spare):
     held.save()
     found = result.verify([data(proven)], runtime=runtime, path=spare)
     assert found.verdict == "departs" and not found.sound and not found.exact
-    assert found.departures[0] == "weight 'third.weight' in the file: 1 of its 144 codes are not the plan's"
+    assert found.departures[0] == "weight 'third.weight' in the file: 1 of its 144 quantized values are not the plan's"
     if found.promised:
         assert found.differing == 0  # which is why the file itself is read
 
@@ -311,7 +311,7 @@ def test_a_float_operator_may_be_off_by_one_code_where_a_real_lies_half_way_and_
             # what is off already is not taken over
             return simulate(*args, each=each and handed, **{**kwargs, "like": None})
 
-        monkeypatch.setattr("chipfit.verify.simulate", off)
+        monkeypatch.setattr("chipfit.verify.run.simulate", off)
         return result.verify([new])
 
     honest = verified(0, 0, 1)

@@ -11,7 +11,6 @@ from torch import nn
 
 import chipfit
 from chipfit.errors import RuntimeUnavailable, UnsupportedError
-from chipfit.export.onnx.read_back import from_bytes, in_bytes
 from chipfit.registry import entry
 from chipfit.simulate.integer import Profile
 
@@ -221,14 +220,3 @@ def test_what_the_kernel_does_not_hold_is_refused_by_name(tmp_path):
     chip = Platform(name="paper", formats=formats, ops=(rule,), deploy=("ONNX",), sources={"M": "paper"})
     with pytest.raises(UnsupportedError, match="with a range for each row; ONNX has 0..255 with one range"):
         quantized(chip).export(tmp_path / "m.onnx")
-
-
-# ---------------------------------------------------------------- by hand
-
-
-def test_half_bytes_hold_the_first_code_low():
-    assert in_bytes(np.array([[1, 2, 15]]), 4).tolist() == [[0x21, 0x0F]]
-    assert from_bytes(np.array([[0x21, 0x0F]], np.uint8), 4, 3).tolist() == [[1, 2, 15]]
-    assert in_bytes(np.array([[200, 3]]), 8).tolist() == [[200, 3]]
-    three = np.arange(30).reshape(2, 3, 5) % 16
-    assert np.array_equal(from_bytes(in_bytes(three, 4), 4, 5), three)

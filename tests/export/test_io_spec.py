@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import chipfit
 from chipfit.cli.app import app
 from chipfit.errors import ChipfitError, ConfigError, RuntimeUnavailable, UnsupportedError
-from chipfit.export.io_spec import QuantizedIO, io_spec_of, kinds_of
+from chipfit.export.io_spec import QuantizedIO, io_spec_of, io_types
 from chipfit.export.tflite.c_array import arena
 from chipfit.graph.ir import Graph, Value
 from chipfit.plan.record import Plan, TensorPlan
@@ -32,11 +32,11 @@ SUFFIX = {"ort_cpu": ".onnx", "tflite_int8": ".tflite", "tflite_int16x8": ".tfli
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.stem, self.body = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.scope, self.body = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
         self.head = nn.Linear(8, 5)
 
     def forward(self, x):
-        x = torch.relu(self.stem(x))
+        x = torch.relu(self.scope(x))
         x = torch.relu(self.body(x)) + x
         return self.head(x.mean((2, 3)))
 
@@ -303,13 +303,13 @@ def test_litert_itself_takes_as_much(tmp_path):
         ({"io": "int9"}, ConfigError, "int9.*float, int8, uint8"),
         ({"io": ("int8",)}, ConfigError, "two of them"),
         ({"io": 8}, ConfigError, "not understood"),
-        ({"io": "int16"}, UnsupportedError, "stored in 8 bits.*Allowed: int8, uint8"),
+        ({"io": "int16"}, UnsupportedError, "quantized to 8 bits.*Allowed: int8, uint8"),
         ({"labels": "abcde"}, ConfigError, "list of lines of text"),
         ({"labels": 5}, ConfigError, "list of lines of text"),
         ({"mean": object(), "std": 1}, ConfigError, "`mean` is not understood"),
         ({"mean": 10**400, "std": 1}, ConfigError, "`mean` is not understood"),
         ({"labels": ["a"]}, ConfigError, "Got: 1. Allowed: 5"),
-        ({"labels": [1, 2, 3, 4, 5]}, ConfigError, "no names"),
+        ({"labels": [1, 2, 3, 4, 5]}, ConfigError, "not understood"),
         ({"mean": 0.5}, ConfigError, "go together"),
         ({"mean": [0, 0], "std": [1, 1]}, ConfigError, "do not fit the first input"),
         ({"mean": 0, "std": 0}, ConfigError, "`std` is not understood"),
@@ -327,7 +327,7 @@ def test_what_cannot_be_is_refused_and_nothing_written(results, tmp_path, platfo
 def test_what_a_file_computes_in_float_does_not_come_out_in_codes(tmp_path):
     torch.manual_seed(0)
     result = chipfit.quantize(Net(), [batch(0)], "ort_cpu", overrides={"head": "float"}, progress=False)
-    with pytest.raises(UnsupportedError, match=r"not stored in codes.*io=\(\.\.\., \"float\"\)"):
+    with pytest.raises(UnsupportedError, match=r"not quantized with one scale.*io=\(\.\.\., \"float\"\)"):
         result.export(tmp_path / "m.onnx", io="uint8")
     assert result.verify([batch(2)], path=result.export(tmp_path / "m.onnx", io=("uint8", "float"))).exact
 
@@ -341,7 +341,7 @@ def test_an_option_of_another_format_is_refused(results, tmp_path, suffix, optio
 
 
 def test_codes_that_the_file_has_no_type_for_are_refused(results, tmp_path):
-    with pytest.raises(UnsupportedError, match="no such codes. Got: io: uint16. Allowed: int8, uint8, int16"):
+    with pytest.raises(UnsupportedError, match="no such integers. Got: io: uint16. Allowed: int8, uint8, int16"):
         results["tflite_int16x8"].export(tmp_path / "m.tflite", io="uint16")
     assert not list(tmp_path.iterdir())
 
@@ -417,18 +417,18 @@ def test_inputs_and_outputs_have_types_of_their_own():
 )
 def test_a_type_that_does_not_exist_is_refused(io):
     with pytest.raises(ConfigError, match="Allowed: float, int8, uint8, int16, uint16, or two of them"):
-        kinds_of(io)
-    assert kinds_of("int8") == ("int8", "int8") and kinds_of(["float", "uint16"]) == ("float", "uint16")
+        io_types(io)
+    assert io_types("int8") == ("int8", "int8") and io_types(["float", "uint16"]) == ("float", "uint16")
 
 
 @pytest.mark.parametrize(
     "plan, io, words",
     [
-        ({}, "int8", "'x' is not stored in codes of one scale. Got: io: int8"),
-        ({"x": stored(scale=[0.5, 1.0, 2.0], axis=1)}, "int8", "'x' is not stored in codes of one scale"),
-        ({"x": stored(bits=16)}, "uint8", "stored in 16 bits, and cannot be handed over in 8.*Allowed: int16, uint16"),
-        ({"x": stored(bits=4)}, "int8", "stored in 4 bits, and cannot be handed over in 8.*Allowed: float"),
-        ({"x": stored(bits=8)}, "uint16", "stored in 8 bits, and cannot be handed over in 16.*Allowed: int8, uint8"),
+        ({}, "int8", "'x' is not quantized with one scale. Got: io: int8"),
+        ({"x": stored(scale=[0.5, 1.0, 2.0], axis=1)}, "int8", "'x' is not quantized with one scale"),
+        ({"x": stored(bits=16)}, "uint8", "quantized to 16 bits.*Allowed: int16, uint16"),
+        ({"x": stored(bits=4)}, "int8", "quantized to 4 bits.*Allowed: float"),
+        ({"x": stored(bits=8)}, "uint16", "quantized to 8 bits.*Allowed: int8, uint8"),
     ],
 )
 def test_values_that_are_not_stored_so_are_refused(plan, io, words):
@@ -439,7 +439,7 @@ def test_values_that_are_not_stored_so_are_refused(plan, io, words):
 def test_a_value_that_is_read_before_it_is_rounded_is_no_input_of_codes():
     """Up to four readers are named; an output may be read so."""
     edges = {("x", k) for k in "fedcba"} | {("y", "z")}
-    with pytest.raises(UnsupportedError, match="'x' is read before it is rounded, by a, b, c, d. Got: io: int8"):
+    with pytest.raises(UnsupportedError, match="'x' is read in float, by a, b, c, d. Got: io: int8"):
         io_spec_of(*small(plan={"x": stored()}, edges=edges), io=("int8", "float"))
     assert io_spec_of(*small(plan={"y": stored()}, edges=edges), io=("float", "int8")).outputs
 
@@ -447,7 +447,7 @@ def test_a_value_that_is_read_before_it_is_rounded_is_no_input_of_codes():
 def test_a_constant_is_no_output_of_codes():
     graph, plan = small(plan={"w": stored()})
     graph.weights["w"], graph.outputs = torch.ones(2), ["w"]
-    with pytest.raises(UnsupportedError, match="'w' is not stored in codes"):
+    with pytest.raises(UnsupportedError, match="'w' is not quantized"):
         io_spec_of(graph, plan, io=("float", "int8"))
 
 
@@ -474,7 +474,7 @@ def test_there_is_a_label_for_each_class_along_an_axis(y, names, wrong):
 
 @pytest.mark.parametrize("labels", [["a", ""], ["a", "b\nc"], ["a", 2], {"a": 1}, "ab"])
 def test_labels_are_lines_of_text(labels):
-    with pytest.raises(ConfigError, match="Labels are no names.*a list of lines of text"):
+    with pytest.raises(ConfigError, match="Labels are not understood.*a list of lines of text"):
         io_spec_of(*small(y=(None, None)), labels=labels)
 
 

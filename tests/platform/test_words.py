@@ -31,7 +31,7 @@ from chipfit.platform.filters import AttributeFilter, Member
 from chipfit.platform.load import load
 from chipfit.platform.support import unsupported_features
 from chipfit.simulate.integer import simulate
-from chipfit.verify import own_runtime
+from chipfit.verify import default_runtime
 
 # ---------------------------------------------------------------- what exists: the schema, walked
 
@@ -167,7 +167,7 @@ def outcome(platform: Any) -> dict[str, str]:
         plan = json.loads(plan_to_json(result.plan, numbers))
         plan.pop("provenance", None)
         out["plan"] = json.dumps(plan, sort_keys=True) + repr(sorted((k, v.tolist()) for k, v in numbers.items()))
-        carried = own_runtime(platform), result.plan.provenance.get("platform")
+        carried = default_runtime(platform), result.plan.provenance.get("platform")
         with tempfile.TemporaryDirectory() as folder:
             out["file"] = repr(carried) + result.export(Path(folder) / "x.json").read_text()
         out["report"] = str((result.report.padded_bytes, result.report.deploy))

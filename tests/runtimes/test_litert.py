@@ -13,7 +13,7 @@ from ai_edge_litert import schema_py_generated as schema
 from torch import nn
 
 from chipfit.errors import RuntimeUnavailable
-from chipfit.export.tflite.file import TYPES, File, Numbers
+from chipfit.export.tflite.file import TYPES, File, Quantization
 from chipfit.export.tflite.writer import export_tflite
 from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.ir import Graph, Node, Value
@@ -40,8 +40,8 @@ def changed(path, change):
 def requantized(tmp_path, kind: str, zero: int):
     """QUANTIZE from a type to another, written here."""
     file = File()
-    x = file.tensor("x", (1, 4), TYPES[kind], Numbers(np.float32(0.5), np.int64(zero)))
-    y = file.tensor("y", (1, 4), TYPES[kind], Numbers(np.float32(0.25), np.int64(zero)))
+    x = file.tensor("x", (1, 4), TYPES[kind], Quantization(np.float32(0.5), np.int64(zero)))
+    y = file.tensor("y", (1, 4), TYPES[kind], Quantization(np.float32(0.25), np.int64(zero)))
     file.op("RESHAPE", [x, file.ints(1, 4)], y, newShape=[1, 4])
     path = tmp_path / "m.tflite"
     path.write_bytes(file.content({"x": x}, {"y": y}, {}))
@@ -61,7 +61,9 @@ def test_a_zero_point_of_4_bits_is_a_code_too(tmp_path):
     for zero, fits in ((-8, True), (7, True), (-9, False), (8, False)):
         file = File()
         x = file.tensor("x", (1, 2), TYPES["float32"])
-        held = file.constant(np.array([1, 2]), "held", schema.TensorType.INT4, Numbers(np.float32(1), np.int64(zero)))
+        held = file.constant(
+            np.array([1, 2]), "held", schema.TensorType.INT4, Quantization(np.float32(1), np.int64(zero))
+        )
         y = file.tensor("y", (1, 2), TYPES["float32"])
         file.op("RESHAPE", [x, file.ints(1, 2)], y, newShape=[1, 2])
         z = file.tensor("z", (2,), TYPES["float32"])

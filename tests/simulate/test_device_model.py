@@ -38,7 +38,7 @@ def of_litert(result, inputs, folder):
     interpreter = Interpreter(model_path=str(result.export(folder / "m.tflite", keep_layout=True)))
     run = interpreter.get_signature_runner()
     found = run(**{name: x.numpy() for name, x in zip(result.graph.inputs, inputs, strict=True)})
-    from chipfit.export.names import output_names
+    from chipfit.export.io_spec import output_names
 
     return [found[name] for name in output_names(result.graph)]
 

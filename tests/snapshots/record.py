@@ -215,7 +215,7 @@ def _attribute(v: Any) -> Any:
 def _tflite(path: Path, result: Result) -> _Read:
     from ai_edge_litert import schema_py_generated as schema
 
-    from chipfit.export.tflite.read_back import _array
+    from chipfit.export.tflite.read_back import array_of
 
     model = schema.ModelT.InitFromObj(schema.Model.GetRootAs(path.read_bytes(), 0))
     (g,) = model.subgraphs
@@ -230,7 +230,7 @@ def _tflite(path: Path, result: Result) -> _Read:
         if q is not None and q.scale is not None:
             constants.append(np.asarray(q.scale))
         if data is not None:
-            constants.append(_array(bytes(data), t))
+            constants.append(array_of(bytes(data), t))
     operators = [
         [codes[o.opcodeIndex], _ints(o.inputs), _ints(o.outputs), _plain(vars(o.builtinOptions or object))]
         if o.builtinOptions is not None

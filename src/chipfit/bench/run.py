@@ -49,7 +49,7 @@ from chipfit.frameworks.torch.bn_fold import FoldedBatchNorm
 from chipfit.pipeline import Result
 from chipfit.platform.load import load as load_platform
 from chipfit.registry import entry
-from chipfit.verify import own_runtime
+from chipfit.verify import default_runtime
 
 #: test images whose integers are compared
 COMPARED_IMAGES = 128
@@ -279,7 +279,7 @@ def _deploy_trained(config: Config, model: Any, sets: Sets, tests: Reader) -> It
 def run_on_device(result: Result, tests: Reader) -> Iterator[Deployed]:
     """What each of the platform's runtimes makes of a result: its accuracy, its integers beside the simulated ones."""
     framework = result.graph.framework
-    for name in result.platform.runtimes or (own_runtime(result.platform),):
+    for name in result.platform.runtimes or (default_runtime(result.platform),):
         out = Deployed(result.platform.name, runtime=name)
         try:
             found = result.verify(

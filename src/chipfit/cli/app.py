@@ -267,12 +267,12 @@ def _io_options(io: str | None, labels: Path | None) -> dict[str, Any]:
     Raises:
         ConfigError: a type that does not exist; a file of labels that cannot be read.
     """
-    from chipfit.export.io_spec import kinds_of
+    from chipfit.export.io_spec import io_types
     from chipfit.files import read_text
 
     options: dict[str, Any] = {}
     if io is not None:
-        options["io"] = kinds_of(tuple(io.split(",")) if "," in io else io)
+        options["io"] = io_types(tuple(io.split(",")) if "," in io else io)
     if labels is not None:
         options["labels"] = read_text(labels, ConfigError).splitlines()
     return options

@@ -14,10 +14,10 @@ from chipfit.registry import Entry, entries, require
 
 
 class FileTensor(NamedTuple):
-    """What a file says of a tensor."""
+    """A quantized tensor as it stands in a file."""
 
-    codes: np.ndarray | None  #: what a constant holds, in the file's own order of axes
-    numbers: list[tuple[np.ndarray, np.ndarray]]  #: scale and zero point, wherever the file states them
+    values: np.ndarray | None  #: of a constant, in the file's own order of axes
+    qparams: list[tuple[np.ndarray, np.ndarray]]  #: scale and zero point, wherever the file states them
 
 
 def export(graph: Graph, plan: Plan, path: str | Path, platform: Platform, **options: Any) -> Path:
@@ -38,25 +38,19 @@ def export(graph: Graph, plan: Plan, path: str | Path, platform: Platform, **opt
         raise UnsupportedError(what, got=", ".join(foreign[:8]), hint="leave activation_quantizer_mapping out")
     path = path_of(path, ExportError)
     found, given = format_of(path.suffix), {k: v for k, v in options.items() if v is not None}
-    for name in given.keys() & _known() - {*found.declares.options}:
-        having = sorted(
-            s for e in entries("format").values() if name in e.declares.options for s in e.declares.suffixes
-        )
-        raise ConfigError(f"A {path.suffix} file has no option `{name}`", got=given[name], allowed=", ".join(having))
+    formats = [e.declares for e in entries("format").values()]
+    for name in given.keys() & {o for f in formats for o in f.options} - {*found.declares.options}:
+        allowed = ", ".join(sorted(s for f in formats if name in f.options for s in f.suffixes))
+        raise ConfigError(f"A {path.suffix} file has no option `{name}`", got=given[name], allowed=allowed)
     return found.thing(graph, plan, path, platform, **given)
 
 
-def _known() -> set[str]:
-    """The options of all formats."""
-    return {o for e in entries("format").values() for o in e.declares.options}
-
-
 def format_of(suffix: str) -> Entry:
-    """The file format that a suffix names.
+    """Return the file format that a suffix names.
 
     Raises:
-        UnknownNameError: none.
-        ExportError: its libraries are not installed.
+        UnknownNameError: no format has this suffix.
+        ExportError: the format's libraries are not installed.
     """
     by_suffix = {s: e for e in entries("format").values() for s in e.declares.suffixes}
     if suffix not in by_suffix:

@@ -106,7 +106,7 @@ def render(report: ReportData) -> Group:
         *_panel(report.sensitivity, _hurts(report), "which tensors hurt"),
         *_panel(report.pareto, _curve(report), "size and loss of the best widths"),
         *_panel(report.floats, why, "stays in float, and why", "yellow"),
-        *_panel(report.not_modelled, words, "said by the platform, not modelled", "yellow"),
+        *_panel(report.not_modelled, words, "stated by the platform, not modelled", "yellow"),
         Panel(todo, title="what to try next", border_style="cyan"),
     )
 

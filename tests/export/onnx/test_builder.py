@@ -71,14 +71,14 @@ def test_a_value_gives_its_name_to_the_tensor_that_the_node_has_made():
     builder.begin(first)
     inner = builder.op("Neg", ["x"])
     builder.publish("y", builder.op("Neg", [inner]))
-    assert [list(n.output) for n in builder.nodes] == [[inner], ["y"]] and builder.ready["y"] == builder.floats[
+    assert [list(n.output) for n in builder.nodes] == [[inner], ["y"]] and builder.after_quantizer[
         "y"
-    ] == "y"
+    ] == builder.before_quantizer["y"] == "y"
     builder.begin(second)
     builder.publish("z", "y")  # made by another node: it keeps its name
-    assert list(builder.nodes[-1].output) == ["y"] and builder.ready["z"] == "y"
+    assert list(builder.nodes[-1].output) == ["y"] and builder.after_quantizer["z"] == "y"
     builder.publish("size", "")
-    assert builder.ready["size"] == ""
+    assert builder.after_quantizer["size"] == ""
 
 
 def test_a_reader_takes_a_value_before_its_quantizer_where_the_plan_says_so():
@@ -86,8 +86,8 @@ def test_a_reader_takes_a_value_before_its_quantizer_where_the_plan_says_so():
     edges = frozenset({("x", "n"), ("w", "n")})
     builder = tape_of(node, other, weights={"w": torch.ones(2)}, x=stored(), w=stored(), float_edges=edges)
     builder.publish("x", "x")
-    assert builder.read("x", node) == "x" and builder.read("x", other) == builder.ready["x"] != "x"
-    assert builder.read("w", node) == "w" and builder.read("w", other) == builder.ready["w"] != "w"
+    assert builder.read("x", node) == "x" and builder.read("x", other) == builder.after_quantizer["x"] != "x"
+    assert builder.read("w", node) == "w" and builder.read("w", other) == builder.after_quantizer["w"] != "w"
     assert builder.read(None, node) is None
 
 
@@ -153,7 +153,7 @@ def test_a_stored_value_is_rounded_and_known_before_and_after():
     builder = tape_of(shapes={"x": (2,)}, x=stored())
     builder.publish("x", "x")
     assert kinds(builder) == ["QuantizeLinear", "DequantizeLinear"] and builder.nodes[0].output[0] == "x_q"
-    assert builder.floats["x"] == "x" and builder.ready["x"] == builder.nodes[1].output[0]
+    assert builder.before_quantizer["x"] == "x" and builder.after_quantizer["x"] == builder.nodes[1].output[0]
 
 
 def test_between_the_members_of_a_group_nothing_is_rounded():
@@ -186,12 +186,12 @@ def test_a_narrow_grid_of_sixteen_bits_is_clipped_in_reals():
 def test_an_operator_that_moves_codes_stands_between_quantizers_of_its_operand():
     node, raw = Node("n", "Reshape", ("x",), ("y",)), Node("m", "Reshape", ("x",), ("z",))
     builder = tape_of(node, raw, shapes={"x": (2,)}, x=stored(), float_edges=frozenset({("x", "m")}))
-    builder.moved("Transpose", ["x"], node)
+    builder.pass_through("Transpose", ["x"], node)
     assert kinds(builder) == ["Transpose", "QuantizeLinear", "DequantizeLinear"]
     assert list(builder.nodes[1].input[1:]) == ["x_scale", "x_zero_point"]
     for free, where in ((raw, builder), (node, tape_of(node))):
         where.nodes.clear()
-        where.moved("Transpose", ["x"], free)
+        where.pass_through("Transpose", ["x"], free)
         assert kinds(where) == ["Transpose"]
 
 
@@ -200,12 +200,18 @@ def test_what_follows_a_value_is_put_behind_its_quantizer():
     builder.defer("x", lambda name: builder.op("Neg", [name]))
     builder.publish("x", "x")
     assert kinds(builder) == ["Neg", "QuantizeLinear", "DequantizeLinear", "Neg", "QuantizeLinear", "DequantizeLinear"]
-    assert builder.floats["x"] == builder.nodes[0].output[0] and builder.nodes[3].input[0] == builder.nodes[2].output[0]
+    assert (
+        builder.before_quantizer["x"] == builder.nodes[0].output[0]
+        and builder.nodes[3].input[0] == builder.nodes[2].output[0]
+    )
     assert builder.nodes[4].output[0] == "x_q"
     builder.nodes.clear()
     builder.defer("y", lambda name: builder.op("Neg", [name]))
     builder.publish("y", "y")
-    assert kinds(builder) == ["Neg"] and builder.ready["y"] == builder.floats["y"] == builder.nodes[0].output[0]
+    assert (
+        kinds(builder) == ["Neg"]
+        and builder.after_quantizer["y"] == builder.before_quantizer["y"] == builder.nodes[0].output[0]
+    )
 
 
 def test_what_follows_a_value_inside_a_group_follows_the_groups_result():
@@ -223,22 +229,25 @@ def test_what_follows_a_value_inside_a_group_follows_the_groups_result():
 def test_codes_that_come_in_pass_as_they_are_where_the_plan_has_them_all(low, own, want):
     """Those of a narrower grid may lie outside of it."""
     builder = tape_of(shapes={"x": (2,)}, x=stored(low=low))
-    builder.take("x", QuantizedIO("int8", 0.5, 0, own))
+    builder.quantized_input("x", QuantizedIO("int8", 0.5, 0, own))
     full = ["DequantizeLinear", "QuantizeLinear", "Clip", "DequantizeLinear"]
-    assert kinds(builder) == (want or full) and builder.floats["x"] == builder.ready["x"] == builder.nodes[-1].output[0]
-    assert builder.give("x", QuantizedIO("int8", 0.5, 0, True)) == "x_q"
+    assert (
+        kinds(builder) == (want or full)
+        and builder.before_quantizer["x"] == builder.after_quantizer["x"] == builder.nodes[-1].output[0]
+    )
+    assert builder.quantized_output("x", QuantizedIO("int8", 0.5, 0, True)) == "x_q"
 
 
 def test_codes_of_another_sign_are_read_with_their_own_numbers():
     builder = tape_of(shapes={"x": (2,)}, x=stored(zero=3))
-    builder.take("x", QuantizedIO("uint8", 0.5, 131, False))
+    builder.quantized_input("x", QuantizedIO("uint8", 0.5, 131, False))
     assert kinds(builder) == ["DequantizeLinear", "QuantizeLinear", "DequantizeLinear"]
     scale, zero = (held(builder, i) for i in builder.nodes[0].input[1:])
     assert (scale, zero) == (0.5, 131) and (scale.dtype, zero.dtype) == (np.float32, np.uint8)
     assert builder.nodes[1].output[0] == "x_q" and held(builder, builder.nodes[1].input[2]) == 3
-    out = builder.give("x", QuantizedIO("uint8", 0.5, 131, False))
+    out = builder.quantized_output("x", QuantizedIO("uint8", 0.5, 131, False))
     assert builder.nodes[-1].op_type == "QuantizeLinear" and list(builder.nodes[-1].output) == [out]
-    assert builder.nodes[-1].input[0] == builder.ready["x"]
+    assert builder.nodes[-1].input[0] == builder.after_quantizer["x"]
 
 
 # ---------------------------------------------------------------- data that are rounded each time
@@ -311,7 +320,7 @@ def test_a_product_with_such_data_is_one_of_integers(node, w):
 def test_a_product_that_no_operator_computes_is_refused():
     with pytest.raises(UnsupportedError, match="one scale for each channel multiply data with one for each block"):
         product(LINEAR, W, stored([0.5, 0.25], axis=0), ("", "", ""))
-    with pytest.raises(UnsupportedError, match="weights with zero points multiply data that are rounded each time"):
+    with pytest.raises(UnsupportedError, match="weights with zero points multiply dynamically quantized data"):
         product(LINEAR, W, stored([0.5, 0.25], zero=1, axis=0), ("q", "s", "z"))
 
 
@@ -361,11 +370,11 @@ def test_zero_points_of_blocks_are_packed_as_codes_are():
 @pytest.mark.parametrize(
     "width, bits, signed, zero, got",
     [
-        (8, 4, True, 0, "blocks of 8 signed codes of 4 bits"),
-        (24, 4, True, 0, "blocks of 24 signed codes"),
-        (48, 8, False, 0, "blocks of 48 codes of 8 bits"),
+        (8, 4, True, 0, "blocks of 8 signed integers of 4 bits"),
+        (24, 4, True, 0, "blocks of 24 signed integers"),
+        (48, 8, False, 0, "blocks of 48 integers of 8 bits"),
         (16, 5, True, 0, "of 5 bits"),
-        (16, 4, True, 1, "zero points without a sign"),
+        (16, 4, True, 1, "unsigned zero points"),
     ],
 )
 def test_blocks_that_no_kernel_has_are_refused(width, bits, signed, zero, got):
@@ -410,7 +419,7 @@ def test_a_table_in_blocks_is_one_operator_unless_its_codes_have_a_sign():
     (node,) = (n for n in builder.nodes if n.op_type == "GatherBlockQuantized")
     assert settings(node) == {"gather_axis": 0, "quantize_axis": 1, "bits": 4, "block_size": 16}
     assert list(node.input) == ["w_rows_q", "i", "w_scale", "w_zero_point"] and node.domain == "com.microsoft"
-    with pytest.raises(UnsupportedError, match="its blocks have codes with a sign"):
+    with pytest.raises(UnsupportedError, match="its blocks have signed integers"):
         looked_up(stored(scale, low=-8, high=7, **how))
 
 
@@ -438,7 +447,7 @@ def test_a_softmax_is_written_so_that_the_runtime_makes_no_wrong_kernel_of_it(
     nodes = {"s": NodePlan(name="s", op="Softmax", exec=execution)} if execution else {}
     builder = tape_of(node, shapes={"x": (None, size), "y": (None, size)}, nodes=nodes, x=stored(), **plan)
     builder.publish("x", "x")
-    x = builder.op("Erf", ["x"]) if float_before else builder.ready["x"]
+    x = builder.op("Erf", ["x"]) if float_before else builder.after_quantizer["x"]
     before = len(builder.nodes)
     WRITERS["Softmax"](builder, node, [x])
     assert kinds(builder)[before:] == want

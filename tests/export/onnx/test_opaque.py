@@ -43,7 +43,7 @@ def opaque_node(graph):
 
 def ready(graph, opset=18):
     builder = OnnxBuilder(graph, Plan(), opset)
-    builder.ready |= {v: f"{v}_r" for v in graph.values}
+    builder.after_quantizer |= {v: f"{v}_r" for v in graph.values}
     return builder
 
 

@@ -15,7 +15,7 @@ from chipfit.errors import ExportError, UnsupportedError
 from chipfit.export.io_spec import QuantizedIO
 from chipfit.export.onnx.builder import OnnxBuilder, tensor_type
 from chipfit.export.onnx.ops import _attribute
-from chipfit.export.onnx.writer import _info, _least_opset, _used, export_onnx
+from chipfit.export.onnx.writer import _info, _live, _lowest_opset, export_onnx
 from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
@@ -33,7 +33,7 @@ def relu(grid: Stored, shape=(None, 3)) -> tuple[Graph, Plan]:
 
 @pytest.mark.parametrize("bits, opset", [(4, 21), (3, 21), (5, 13), (8, 13), (9, 21), (16, 21), (17, 13), (32, 13)])
 def test_codes_of_4_and_of_16_bits_need_a_later_opset(bits, opset):
-    assert _least_opset(*relu(stored(bits=bits))) == opset
+    assert _lowest_opset(*relu(stored(bits=bits))) == opset
 
 
 @pytest.mark.parametrize("opset, version", [(None, 7), (13, 7), (14, 10), (17, 8), (18, 8), (21, 10), (20, 10)])
@@ -91,8 +91,8 @@ def test_a_narrow_grid_of_channels_is_clipped_along_its_axis(tmp_path):
 def test_only_what_an_output_needs_is_in_the_file():
     make = onnx.helper.make_node
     nodes = [make("A", ["x"], ["a"]), make("B", ["x"], ["b"]), make("C", ["a"], ["c", "d"]), make("D", ["d"], ["e"])]
-    assert [n.op_type for n in _used(nodes, ["c"])] == ["A", "C"]
-    assert [n.op_type for n in _used(nodes, ["e", "b"])] == ["A", "B", "C", "D"] and _used(nodes, []) == []
+    assert [n.op_type for n in _live(nodes, ["c"])] == ["A", "C"]
+    assert [n.op_type for n in _live(nodes, ["e", "b"])] == ["A", "B", "C", "D"] and _live(nodes, []) == []
 
 
 def test_sizes_that_only_the_run_tells_have_names(tmp_path):

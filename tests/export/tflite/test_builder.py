@@ -48,7 +48,7 @@ def test_no_operator_is_at_hand_in_the_beginning_and_the_next_one_is_plain_unles
     w = TfliteBuilder(Graph([], [], [], {}, {}), Plan(), {}, None)
     assert (w.kind, w.integer, w.fused, w.dynamic) == ("", False, 0, set())
     w.begin(LINEAR, "FULLY_CONNECTED", True, 3)
-    assert (w.node, w.kind, w.integer, w.fused, w.stem) == (LINEAR, "FULLY_CONNECTED", True, 3, "n")
+    assert (w.node, w.kind, w.integer, w.fused, w.scope) == (LINEAR, "FULLY_CONNECTED", True, 3, "n")
     w.begin(LINEAR)
     assert (w.kind, w.integer, w.fused) == ("", False, 0)
 
@@ -73,10 +73,10 @@ def test_an_operand_is_read_in_codes_or_floats_and_made_float_once():
     codes = stored(0.25, 3)
     w = emitter()
     plain = w.tensor("x", (3, 4), FLOAT)
-    assert w.read("x") == plain and w.raw_name("x") == "x" and w.reads(LINEAR.with_(inputs=("x", None))) == [plain]
+    assert w.read("x") == plain and w.float_name("x") == "x" and w.reads(LINEAR.with_(inputs=("x", None))) == [plain]
     w = emitter(x=codes, integer=True)
     x = w.tensor("x", (3, 4), INT8)
-    assert w.read("x") == x and not w.operators and w.raw_name("x") == "x/float"
+    assert w.read("x") == x and not w.operators and w.float_name("x") == "x/float"
     w = emitter(x=codes)
     x, raw = w.tensor("x", (3, 4), INT8), w.tensor("x/float", (3, 4), FLOAT)
     real = w.read("x")
@@ -216,7 +216,7 @@ def test_other_blocks_are_refused(weight, words):
 
 
 def test_blocks_are_taken_only_where_data_are_rounded_each_time():
-    with pytest.raises(Refused, match="only linear layers that round their data each time"):
+    with pytest.raises(Refused, match="only linear layers that quantize their data dynamically"):
         emitter(weight=blocks(), integer=True).weight("w")
 
 

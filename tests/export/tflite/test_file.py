@@ -10,9 +10,9 @@ import pytest
 from ai_edge_litert import schema_py_generated as schema
 
 from chipfit.export.tflite.c_array import arena, header
-from chipfit.export.tflite.file import INT4, TYPES, File, Numbers, _packed
-from chipfit.export.tflite.metadata import attached, metadata
-from chipfit.export.tflite.read_back import _array, stored
+from chipfit.export.tflite.file import INT4, TYPES, File, Quantization, _packed
+from chipfit.export.tflite.metadata import labels_archive, metadata
+from chipfit.export.tflite.read_back import array_of, read_back
 from tests.export.test_io_spec import Table
 
 FLOAT, INT8, INT16, INT32 = (TYPES[k] for k in ("float32", "int8", "int16", "int32"))
@@ -85,29 +85,29 @@ def test_codes_of_4_bits_are_packed_and_read_with_their_sign():
         t = schema.TensorT()
         t.shape, t.type = np.array(shape, np.int32), INT4
         q = np.arange(-8, -8 + int(np.prod(shape))).reshape(shape)
-        found = _array(_packed(q).tobytes(), t)
+        found = array_of(_packed(q).tobytes(), t)
         assert np.array_equal(found, q) and found.shape == shape
 
 
 def test_a_file_says_what_its_tensors_hold(tmp_path):
     file = File()
-    x = file.tensor("x", (1, 3), INT8, Numbers(np.float32(0.5), np.int64(3)))
+    x = file.tensor("x", (1, 3), INT8, Quantization(np.float32(0.5), np.int64(3)))
     q = np.array([[1, -2, 3], [4, 5, -6]])
-    w = file.constant(q, "w", INT16, Numbers(np.float32([0.5, 0.25]), np.int64([1, 2]), 0))
+    w = file.constant(q, "w", INT16, Quantization(np.float32([0.5, 0.25]), np.int64([1, 2]), 0))
     y = file.tensor("y", (1, 2), FLOAT)
     file.op("FULLY_CONNECTED", [x, w, -1], y)
     (tmp_path / "m.tflite").write_bytes(file.content({"x": x}, {"y": y}, {}))
-    found = stored(tmp_path / "m.tflite")
+    found = read_back(tmp_path / "m.tflite")
     assert list(found) == ["x", "w", "y"]
-    assert found["x"].codes is None and [n.tolist() for n in found["x"].numbers[0]] == [[0.5], [3]]
-    assert np.array_equal(found["w"].codes, q) and [n.tolist() for n in found["w"].numbers[0]] == [[0.5, 0.25], [1, 2]]
+    assert found["x"].values is None and [n.tolist() for n in found["x"].qparams[0]] == [[0.5], [3]]
+    assert np.array_equal(found["w"].values, q) and [n.tolist() for n in found["w"].qparams[0]] == [[0.5, 0.25], [1, 2]]
     assert found["y"] == (None, [])
 
 
 def test_one_zero_point_serves_all_scales_and_the_axis_is_the_first_if_none_is_said():
-    assert Numbers(np.float32(1), np.int64(0)).axis == 0
+    assert Quantization(np.float32(1), np.int64(0)).axis == 0
     file = File()
-    k = file.tensor("t", (2, 3), INT8, Numbers(np.float32([1, 2, 3]), np.int64(4), 1))
+    k = file.tensor("t", (2, 3), INT8, Quantization(np.float32([1, 2, 3]), np.int64(4), 1))
     q = file.tensors[k].quantization
     assert q.zeroPoint.tolist() == [4, 4, 4] and q.quantizedDimension == 1 and file.tensors[k].hasRank
     assert file.tensors[k].shapeSignature is None and file.tensors[k].buffer == 0
@@ -120,8 +120,8 @@ def test_equal_constants_are_one_tensor_and_others_are_not():
     assert file.ints(1, 2) == a != file.ints(2, 1)
     assert file.constant(np.array([1, 2], np.int64)) != a and file.constant(np.array([[1, 2]], np.int32)) != a
     named = file.constant(np.array([1, 2], np.int32), "b")
-    assert named != a and file.known["b"] == named
-    half, one = (Numbers(np.float32(s), np.int64(0)) for s in (0.5, 1.0))
+    assert named != a and file.index["b"] == named
+    half, one = (Quantization(np.float32(s), np.int64(0)) for s in (0.5, 1.0))
     q = np.array([1, 2])
     assert file.constant(q, "w", INT8, half) != file.constant(q, "w", INT8, one) == file.constant(q, "w", INT8, one)
     assert file.scalar(2.5) == file.scalar(2.5) and file.tensors[file.scalar(2.5)].shape.tolist() == []
@@ -131,11 +131,11 @@ def test_equal_constants_are_one_tensor_and_others_are_not():
 
 def test_a_tensor_between_two_operators_has_the_numbers_of_another_or_is_float():
     file = File()
-    x = file.tensor("x", (1, 3), INT8, Numbers(np.float32(0.5), np.int64(3)))
-    like, plain = file.tensors[file.between((1, 2), x)], file.tensors[file.between((4,))]
+    x = file.tensor("x", (1, 3), INT8, Quantization(np.float32(0.5), np.int64(3)))
+    like, plain = file.tensors[file.temporary((1, 2), x)], file.tensors[file.temporary((4,))]
     assert like.type == INT8 and like.quantization is file.tensors[x].quantization and like.shape.tolist() == [1, 2]
     assert plain.type == FLOAT and plain.quantization is None
-    assert file.tensors[file.between((1,), name="mine")].name == b"mine"
+    assert file.tensors[file.temporary((1,), name="mine")].name == b"mine"
     first = file.tensor("z", (1,), INT8)
     assert file.tensors[first].quantization is None
 
@@ -197,8 +197,8 @@ def test_only_tensors_that_something_needs_are_in_the_file_and_data_lie_at_multi
 
 
 def test_labels_lie_behind_the_model_only_where_there_are_any():
-    assert attached({}) == b"" and attached({"mean": [1.0]}) == b""
-    assert attached({"labels": ["a", "b"]}) == attached({"labels": ["a", "b"]}) != b""
+    assert labels_archive({}) == b"" and labels_archive({"mean": [1.0]}) == b""
+    assert labels_archive({"labels": ["a", "b"]}) == labels_archive({"labels": ["a", "b"]}) != b""
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_scales_of_blocks_are_a_tensor_of_their_own(tmp_path, axis):
     x = file.tensor("x", (1, 6), FLOAT)
     q = np.array([[-8, 7, 1, 0, 2, 3], [4, -5, 6, -7, -1, -2]])
     scale = np.array([[0.5, 0.25, 4.0], [1.0, 2.0, 0.125]], np.float32)
-    w = file.constant(q, "w", INT4, Numbers(scale, np.zeros((2, 3), np.int64)))
+    w = file.constant(q, "w", INT4, Quantization(scale, np.zeros((2, 3), np.int64)))
     y = file.tensor("y", (1, 2), FLOAT)
     file.op("FULLY_CONNECTED", [x, w, -1], y)
     (tmp_path / "m.tflite").write_bytes(content := file.content({"x": x}, {"y": y}, {}))
@@ -273,9 +273,9 @@ def test_scales_of_blocks_are_a_tensor_of_their_own(tmp_path, axis):
     assert blocks.detailsType == schema.QuantizationDetails.BlockwiseQuantization
     assert blocks.details.blockSize == 2 and blocks.details.zeroPoints == -1
     assert g.tensors[blocks.details.scales] is by_name[b"w/scales"]
-    found = stored(tmp_path / "m.tflite")["w"]
-    assert np.array_equal(found.codes, q)
-    ((scales, zeros),) = found.numbers
+    found = read_back(tmp_path / "m.tflite")["w"]
+    assert np.array_equal(found.values, q)
+    ((scales, zeros),) = found.qparams
     assert np.array_equal(scales, scale) and scales.dtype == np.float32 and np.array_equal(zeros, np.zeros((2, 3)))
 
 
@@ -284,9 +284,9 @@ def test_a_tensor_without_numbers_is_said_to_have_none(tmp_path):
     x, y = file.tensor("x", (1, 3), FLOAT), file.tensor("y", (1, 3), FLOAT)
     file.op("ADD", [x, file.scalar(2.5)], y)
     (tmp_path / "m.tflite").write_bytes(file.content({"x": x}, {"y": y}, {}))
-    found = stored(tmp_path / "m.tflite")
-    assert all(not t.numbers for t in found.values()) and found["x"].codes is found["y"].codes is None
-    assert found["io/const"].codes.shape == () and float(found["io/const"].codes) == 2.5
+    found = read_back(tmp_path / "m.tflite")
+    assert all(not t.qparams for t in found.values()) and found["x"].values is found["y"].values is None
+    assert found["io/const"].values.shape == () and float(found["io/const"].values) == 2.5
 
 
 def test_data_of_any_length_lie_at_multiples_of_16():
@@ -309,7 +309,7 @@ def test_data_of_any_length_lie_at_multiples_of_16():
 def test_a_file_says_who_wrote_it_and_by_which_name_it_is_called():
     file = File()
     x = file.tensor("x", (1, 2), FLOAT)
-    file.op("ABS", [x], y := file.between((1, 2)))
+    file.op("ABS", [x], y := file.temporary((1, 2)))
     notes = {"a": b"first", "b": b"second"}
     model = read(file.content({"in": x}, {"out": y}, notes))
     assert model.description.startswith(b"chipfit ") and model.version == 3
@@ -320,10 +320,10 @@ def test_a_file_says_who_wrote_it_and_by_which_name_it_is_called():
 
 def test_a_tensor_without_a_name_is_called_after_what_is_being_written():
     file = File()
-    assert file.tensors[file.between((1,))].name == b"io/part" and file.tensors[file.ints(1)].name == b"io/const"
-    file.stem = "conv"
-    assert file.tensors[file.between((1,))].name == b"conv/part" and file.tensors[file.ints(2)].name == b"conv/const"
-    assert file.known["conv/part"] == 2 and file.tensors[file.constant(np.int32([5]), "mine")].name == b"mine"
+    assert file.tensors[file.temporary((1,))].name == b"io/part" and file.tensors[file.ints(1)].name == b"io/const"
+    file.scope = "conv"
+    assert file.tensors[file.temporary((1,))].name == b"conv/part" and file.tensors[file.ints(2)].name == b"conv/const"
+    assert file.index["conv/part"] == 2 and file.tensors[file.constant(np.int32([5]), "mine")].name == b"mine"
 
 
 def test_operators_have_the_options_that_the_schema_has_for_them():

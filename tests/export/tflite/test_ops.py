@@ -221,11 +221,11 @@ def rounded(per="row", low=-128, high=127, weight=True, op="Linear"):
 @pytest.mark.parametrize(
     "how, words",
     [
-        ({"per": "tensor"}, r"codes -128\.\.127 with a range for each tensor; kernels have -128\.\.127, by row"),
-        ({"low": -127}, r"codes -127\.\.127 with a range for each row"),
-        ({"high": 63}, r"codes -128\.\.63 with"),
-        ({"weight": False}, "only linear layers whose weights are stored round what they read"),
-        ({"op": "MatMul"}, "only linear layers whose weights are stored round what they read"),
+        ({"per": "tensor"}, r"integers -128\.\.127 with a range for each tensor; kernels have -128\.\.127, by row"),
+        ({"low": -127}, r"integers -127\.\.127 with a range for each row"),
+        ({"high": 63}, r"integers -128\.\.63 with"),
+        ({"weight": False}, "only linear layers with quantized weights quantize their input dynamically"),
+        ({"op": "MatMul"}, "only linear layers with quantized weights quantize their input dynamically"),
     ],
 )
 def test_data_are_rounded_each_time_as_the_kernel_does_or_not_at_all(how, words):

@@ -10,21 +10,16 @@ from chipfit.plan.record import Plan
 from chipfit.registry import register
 
 
-def _stored(path: Path) -> dict[str, FileTensor]:
-    from chipfit.export.onnx.read_back import stored
+def _read_back(path: Path) -> dict[str, FileTensor]:
+    from chipfit.export.onnx.read_back import read_back
 
-    return stored(path)
+    return read_back(path)
 
 
-@register(
-    "format",
-    "onnx",
-    suffixes=(".onnx",),
-    libraries=("onnx",),
-    extra="onnx",
-    stored=_stored,
-    options=(*OPTIONS, "opset"),
-)
+_DECLARED: dict[str, Any] = {"suffixes": (".onnx",), "libraries": ("onnx",), "extra": "onnx", "stored": _read_back}
+
+
+@register("format", "onnx", **_DECLARED, options=(*OPTIONS, "opset"))
 def export(graph: Graph, plan: Plan, path: Path, platform: Any = None, **options: Any) -> Path:
     """Write a `.onnx` file; see `chipfit.export.onnx.writer.export_onnx` for the options."""
     from chipfit.export.onnx.writer import export_onnx

@@ -1,4 +1,4 @@
-"""Opaque operators in ONNX: translated by PyTorch's own exporter, one small graph each, and spliced in."""
+"""Opaque operators in ONNX: PyTorch's own exporter translates each to a small graph, which is spliced in."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +17,7 @@ from chipfit.graph.ir import OPAQUE, Graph, Node
 
 
 class _Region(torch.nn.Module):
-    """An opaque node with every node that computes integers or constants for it, as a function of tensors."""
+    """An opaque node, with all nodes that compute integers or constants for it, as a function of tensors."""
 
     def __init__(self, graph: Graph, node: Node) -> None:
         super().__init__()
@@ -51,14 +51,14 @@ class _Region(torch.nn.Module):
 
 
 def splice(builder: OnnxBuilder, node: Node) -> list[str]:
-    """Write an opaque node; returns the ONNX names of its outputs.
+    """Write an opaque node and return the ONNX names of its outputs.
 
     Raises:
         UnsupportedError: PyTorch's exporter has no ONNX form for it.
     """
     values = builder.graph.values
     if all(values[o].dtype == "int" for o in node.outputs):
-        return [""] * len(node.outputs)  # an integer: every reader computes it again inside its own region
+        return [""] * len(node.outputs)  # integers: every reader computes them again inside its own region
     region = _Region(builder.graph, node)
     if not region.inputs:  # a constant
         return [builder.const(t.detach().numpy()) for t in region()]
@@ -66,7 +66,7 @@ def splice(builder: OnnxBuilder, node: Node) -> list[str]:
     shapes = [values[v].shape for v in region.inputs]
     try:
         model = _translated(region, _examples(builder, region.inputs), shapes, builder.opset)
-    except (torch.onnx.OnnxExporterError, RuntimeError) as e:  # of the translation; of the example that runs before it
+    except (torch.onnx.OnnxExporterError, RuntimeError) as e:  # RuntimeError: of the example run before translation
         called, way = node.attrs["target"], "export without it"
         if called.startswith("keras:"):
             called, way = node.layer_type, "set KERAS_BACKEND=torch, on which many layers have one"
@@ -92,7 +92,7 @@ def splice(builder: OnnxBuilder, node: Node) -> list[str]:
 
 
 def _examples(builder: OnnxBuilder, names: Sequence[str]) -> list[torch.Tensor]:
-    """What values are on example inputs; the whole graph runs once for a file."""
+    """Return values for example inputs; the whole graph runs once for a file."""
     if not builder.examples:
         tensors = [v for v, d in builder.graph.values.items() if d.dtype != "int"]
         with torch.no_grad():
@@ -101,7 +101,7 @@ def _examples(builder: OnnxBuilder, names: Sequence[str]) -> list[torch.Tensor]:
 
 
 def example_inputs(graph: Graph) -> list[torch.Tensor]:
-    """Inputs of the right shapes: the captured example, or random numbers and ones for a loaded graph."""
+    """Return inputs of the right shapes: the captured example, or random numbers and ones for a loaded graph."""
     if graph.example:
         return list(graph.example)
     out = []

@@ -1,7 +1,7 @@
-"""How each canonical operator is written in ONNX: a row where ONNX has it, a function for what takes more, or why not.
+"""Writers of canonical operators in ONNX: a row of `operators.yaml`, or a function if that takes more.
 
 A function receives the `OnnxBuilder`, the node and the ONNX names of its inputs, and returns the names of its outputs.
-Composites that stand in neither table are decomposed before (`passes.decompose`).
+Composites without a writer are decomposed before (`passes.decompose`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from onnx import numpy_helper
 
 from chipfit.export.onnx.builder import OnnxBuilder, refuse, tensor_type
-from chipfit.export.onnx.read_back import in_bytes
+from chipfit.export.onnx.read_back import to_bytes
 from chipfit.files import package_data
 from chipfit.graph.ir import Node
 
@@ -21,12 +20,12 @@ Names = Sequence[Any]  # None for an operand that is left out
 
 @dataclass(frozen=True, slots=True)
 class OnnxOp:
-    """An operator that ONNX has."""
+    """An operator that ONNX has, as a writer."""
 
-    onnx: str  #: what ONNX calls it
-    attrs: str = ""  #: attributes that it takes, each as "theirs=ours", or one word where both have one name
-    constants: str = ""  #: those that follow its operands, each as "attribute:form", or a number in its place
-    fixed: Mapping[str, Any] | None = None  #: further attributes, the same for every node
+    onnx: str  #: its name in ONNX
+    attrs: str = ""  #: its attributes, each as "theirs=ours", or one word if both have one name
+    constants: str = ""  #: behind its operands, each as "attribute:form" or "number:form"
+    fixed: Mapping[str, Any] | None = None  #: further attributes, equal for every node
 
     def __call__(self, w: OnnxBuilder, n: Node, x: Names, **more: Any) -> list[str]:
         attrs = {}
@@ -34,16 +33,16 @@ class OnnxOp:
             theirs, _, ours = word.partition("=")
             attrs[theirs] = _attribute(n.attrs[ours or theirs])
         words = (word.split(":") for word in self.constants.split())
-        made = [_FORMS[form](n.attrs.get(name, name)) for name, form in words]
-        constants = [None if c is None else w.const(c) for c in made]
+        values = [_FORMS[form](n.attrs.get(name, name)) for name, form in words]
+        constants = [None if v is None else w.const(v) for v in values]
         return w.op_many(self.onnx, [*x, *constants], len(n.outputs), **attrs, **(self.fixed or {}), **more)
 
 
-Write = Callable[[OnnxBuilder, Node, Names], str | list[str]]  # which a `OnnxOp` is too
+Write = Callable[[OnnxBuilder, Node, Names], str | list[str]]
 
 
 def _attribute(value: Any) -> Any:
-    """A value as ONNX has it: True as 1, padding ((lo, hi), ...) as all lows, then all highs."""
+    """Return a value as ONNX has it: True as 1, padding ((lo, hi), ...) as all lows, then all highs."""
     if isinstance(value, bool):
         return int(value)
     if not isinstance(value, (tuple, list)):
@@ -57,7 +56,7 @@ def _ints(*v: int | None) -> np.ndarray:
 
 
 _END = np.iinfo(np.int64).max
-#: how an attribute becomes a constant; None where that is left out
+#: form -> function from an attribute to a constant, or to None if it is left out
 _FORMS: dict[str, Callable[[Any], Any]] = {
     "real": lambda v: None if v is None else np.float32(v),
     "integer": np.int64,
@@ -70,7 +69,7 @@ _OPERATORS = package_data("chipfit.export.onnx", "operators.yaml")
 WRITERS: dict[str, Write] = {op: OnnxOp(op) for op in _OPERATORS["same"].split()}
 WRITERS |= {op: OnnxOp(**row) for ops, row in _OPERATORS["rows"].items() for op in ops.split()}
 
-#: what cannot be written, and why
+#: operators that cannot be written, and why
 REFUSED: dict[str, str] = _OPERATORS["refused"]
 
 
@@ -92,57 +91,56 @@ def _conv(w: OnnxBuilder, n: Node, x: Names) -> list[str]:
 
 @_writes("DynamicQuantize")
 def _dynamic_quantize(w: OnnxBuilder, n: Node, x: Names) -> str:
-    """DynamicQuantizeLinear, whose codes its readers take; blocks are rounded inside of those."""
+    """Write DynamicQuantizeLinear, whose integers its readers read; readers with weights in blocks quantize inside."""
     a = n.attrs
     if a["per"] == "block" and (a["qmin"], a["qmax"], a["affine"]) == (-127, 127, False):
         w.dynamic[n.output] = ("", "", "")
         return str(x[0])
     if (a["per"], a["qmin"], a["qmax"], a["affine"]) != ("tensor", 0, 255, True):
-        refuse(n, f"codes {a['qmin']}..{a['qmax']} with a range for each {a['per']}; ONNX has 0..255 with one range")
+        refuse(n, f"integers {a['qmin']}..{a['qmax']} with a range for each {a['per']}; ONNX has 0..255 with one range")
     q, s, z = w.op_many("DynamicQuantizeLinear", x, 3)
     w.dynamic[n.output] = q, s, z
     centred = w.op("Sub", [w.op("Cast", [v], to=tensor_type("int32")) for v in (q, z)])
     return w.op("Mul", [w.op("Cast", [centred], to=tensor_type("float32")), s])
 
 
-def _rounding_itself(w: OnnxBuilder, n: Node, x: Names) -> str | None:
-    """A product whose data are rounded each time, or whose weights have scales per block; None for any other."""
+def _dynamic_product(w: OnnxBuilder, n: Node, x: Names) -> str | None:
+    """Write a product of dynamically quantized data or of weights in blocks; return None for any other."""
     name = n.operand("in1" if n.op == "MatMul" else "w") or ""
-    stored, moment = w.plan.stored(name), w.dynamic.get(n.data)
+    stored, dynamic = w.plan.stored(name), w.dynamic.get(n.data)
     raw = stored is None or (name, n.name) in w.plan.float_edges
-    if stored is None or raw or (moment is None and stored.grid.per != "block"):
+    if stored is None or raw or (dynamic is None and stored.grid.per != "block"):
         return None
     bias = x[2] if len(x) > 2 else None
     if stored.grid.per == "block":
-        return _mat_mul_n_bits(w, n, x[0], name, bias, level=1 if moment is None else 4)
-    if moment is None or not moment[0]:
+        return _mat_mul_n_bits(w, n, x[0], name, bias, level=1 if dynamic is None else 4)
+    if dynamic is None or not dynamic[0]:
         refuse(n, "weights with one scale for each channel multiply data with one for each block")
     if stored.zero_point.any():
-        refuse(n, "weights with zero points multiply data that are rounded each time")
-    codes, (scale, _) = stored.quantize(w.graph.weights[name].detach().cpu()), w._numbers(name, stored)
-    held = f"{name}_q"
-    w.initialisers[held] = w._codes(held, codes if n.op == "MatMul" else codes.t(), name)
-    acc = w.op("MatMulInteger", [moment[0], held, moment[2]])
-    y = w.op("Mul", [w.op("Cast", [acc], to=tensor_type("float32")), w.op("Mul", [moment[1], scale])])
+        refuse(n, "weights with zero points multiply dynamically quantized data")
+    q, (scale, _) = stored.quantize(w.graph.weights[name].detach().cpu()), w.qparams(name, stored)
+    integers = w.integers(f"{name}_q", q if n.op == "MatMul" else q.t(), name)
+    acc = w.op("MatMulInteger", [dynamic[0], integers, dynamic[2]])
+    y = w.op("Mul", [w.op("Cast", [acc], to=tensor_type("float32")), w.op("Mul", [dynamic[1], scale])])
     return y if bias is None else w.op("Add", [y, bias])
 
 
 def _mat_mul_n_bits(w: OnnxBuilder, n: Node, x: str, name: str, bias: str | None, level: int) -> str:
-    """ONNX Runtime's product with weights in blocks, as bytes [N, blocks, block * bits / 8], the low half first.
+    """Write ONNX Runtime's product with weights in blocks, bytes [N, blocks, block * bits / 8], the low half first.
 
     Args:
-        level: 1 computes in float32; 4 rounds the data to 8 bits in the same blocks.
+        level: 1 computes in float32; 4 quantizes the data to 8 bits, in the same blocks.
     """
-    k, bits, block, (codes, *numbers) = _in_blocks(w, n, name)
-    held = _hold(w, f"{name}_q", codes.reshape(len(codes), -1, block * bits // 8))
-    size = {"K": k, "N": len(codes), "bits": bits, "block_size": block}
-    return w.op("MatMulNBits@com.microsoft", [x, held, *numbers, None, bias], accuracy_level=level, **size)
+    k, bits, block, (rows, *qparams) = _in_blocks(w, n, name)
+    weight = w.const(rows.reshape(len(rows), -1, block * bits // 8), f"{name}_q")
+    size = {"K": k, "N": len(rows), "bits": bits, "block_size": block}
+    return w.op("MatMulNBits@com.microsoft", [x, weight, *qparams, None, bias], accuracy_level=level, **size)
 
 
 def _in_blocks(w: OnnxBuilder, n: Node, name: str) -> tuple[int, int, int, list[Any]]:
-    """Numbers of a row, bits and size of blocks; the rows as bytes, and the names of their scales and zero points.
+    """Return a weight in blocks: length of a row, bits, block size, and [rows as bytes, scales, zero points or None].
 
-    Codes with a sign are handed over without, as the kernels have them that know no zero points.
+    Signed integers are stored unsigned, shifted by half of the range: without zero points kernels assume that.
     """
     stored, codes = w.plan[name], w.plan[name].quantize(w.graph.weights[name].detach().cpu()).int()
     scale, zero, grid = stored.scale, stored.zero_point, stored.grid
@@ -150,30 +148,24 @@ def _in_blocks(w: OnnxBuilder, n: Node, name: str) -> tuple[int, int, int, list[
         codes, scale, zero = (v.t() for v in (codes, scale, zero))
     block = codes.shape[1] // scale.shape[1]
     if grid.bits not in (4, 8) or block < 16 or block & (block - 1) or (grid.signed and zero.any()):
-        got = f"blocks of {block} {'signed ' * grid.signed}codes of {grid.bits} bits"
-        refuse(n, f"{got}; kernels take powers of two from 16, of 4 or 8 bits, and zero points without a sign")
+        got = f"blocks of {block} {'signed ' * grid.signed}integers of {grid.bits} bits"
+        refuse(n, f"{got}; kernels have powers of two from 16, of 4 or 8 bits, and unsigned zero points")
     middle = 1 << grid.bits - 1 if grid.signed else 0
-    zeros = None if grid.signed else _hold(w, f"{name}_zero_point", in_bytes(zero, grid.bits))
-    rows = [in_bytes(codes + middle, grid.bits), _hold(w, f"{name}_scale", scale), zeros]
+    zeros = None if grid.signed else w.const(to_bytes(zero, grid.bits), f"{name}_zero_point")
+    rows = [to_bytes(codes + middle, grid.bits), w.const(scale, f"{name}_scale"), zeros]
     return codes.shape[1], grid.bits, block, rows
-
-
-def _hold(w: OnnxBuilder, name: str, value: Any) -> str:
-    """An initialiser of this name."""
-    w.initialisers[name] = numpy_helper.from_array(np.ascontiguousarray(value), name)
-    return name
 
 
 @_writes("Linear")
 def _linear(w: OnnxBuilder, n: Node, x: Names) -> str:
-    """Gemm on two axes; inputs of other rank are flattened around it, so that runtimes see one integer product."""
-    if (itself := _rounding_itself(w, n, x)) is not None:
-        return itself
+    """Write a Gemm; inputs of more than two axes are flattened around it, so that runtimes see one integer product."""
+    if (product := _dynamic_product(w, n, x)) is not None:
+        return product
     *outer, _ = shape = w.shape(n)
     out, k = w.shape(n, "w")
     if len(shape) == 2:
         return w.op("Gemm", x, transB=1)
-    flat = w.once((x[0], "rows"), lambda: w.moved("Reshape", [x[0], w.const(_ints(-1, k))], n))
+    flat = w.once((x[0], "rows"), lambda: w.pass_through("Reshape", [x[0], w.const(_ints(-1, k))], n))
     y = w.op("Gemm", [flat, *x[1:]], transB=1)
     target = w.const(_ints(*(-1 if s is None else s for s in outer), out))
     if outer.count(None) > 1:
@@ -185,7 +177,7 @@ def _linear(w: OnnxBuilder, n: Node, x: Names) -> str:
 
 @_writes("MatMul")
 def _mat_mul(w: OnnxBuilder, n: Node, x: Names) -> str:
-    return _rounding_itself(w, n, x) or w.op("MatMul", x)
+    return _dynamic_product(w, n, x) or w.op("MatMul", x)
 
 
 # ---------------------------------------------------------------- pools
@@ -193,9 +185,9 @@ def _mat_mul(w: OnnxBuilder, n: Node, x: Names) -> str:
 
 @_writes("MaxPool", "AvgPool")
 def _pool(w: OnnxBuilder, n: Node, x: Names) -> list[str]:
-    """Sizes that are rounded up become padding behind the image: runtimes disagree about windows that reach beyond it.
+    """Write a pool; windows beyond the image (`ceil_mode`), on which runtimes disagree, become padding behind it.
 
-    Where padding counts, what lies behind it does not: it is written as an operator of its own then.
+    That padding does not count in an average. Where other padding counts, that one becomes a Pad of its own.
     """
     a, sizes = n.attrs, w.shape(n)[2:]
     results = [s or 0 for s in w.graph.shape(n.output)[2:]]
@@ -207,7 +199,11 @@ def _pool(w: OnnxBuilder, n: Node, x: Names) -> list[str]:
         counted = bool(a.get("count_include_pad")) and last != list(high)
         if counted and any(low + high):
             ends = w.const(_ints(0, 0, *low, 0, 0, *high))
-            x, last, low = [w.moved("Pad", [x[0], ends], n)], [q - p for q, p in zip(last, high)], (0,) * len(low)
+            x, last, low = (
+                [w.pass_through("Pad", [x[0], ends], n)],
+                [q - p for q, p in zip(last, high)],
+                (0,) * len(low),
+            )
         a = {**a, "ceil_mode": False, "padding": tuple(zip(low, last, strict=True))}
         if counted:
             a["count_include_pad"] = False
@@ -234,7 +230,7 @@ def _layer_norm(w: OnnxBuilder, n: Node, x: Names) -> str:
 
 @_writes("GroupNorm", "InstanceNorm")
 def _group_norm(w: OnnxBuilder, n: Node, x: Names) -> str:
-    """On [N, groups, rest]; the shape at the end is read at run time, so that images may have any size."""
+    """Write the norm of [N, groups, rest]; the shape is restored at run time, so that images may have any size."""
     _, channels, *spatial = w.shape(n)
     y = w.op("Reshape", [x[0], w.const(_ints(0, n.attrs.get("groups", channels), -1))])
     y = w.op("Sub", [y, w.op("ReduceMean", [y], axes=[2], keepdims=1)])
@@ -259,14 +255,14 @@ def _prelu(w: OnnxBuilder, n: Node, x: Names) -> str:
 
 @_writes("Softmax")
 def _softmax(w: OnnxBuilder, n: Node, x: Names) -> list[str] | str:
-    """exp(log softmax) where ONNX Runtime must not make its quantized kernel of it.
+    """Write exp(log softmax) where ONNX Runtime would fuse Softmax into its quantized kernel and must not.
 
-    That kernel rounds to 1/256 or fails: over a single element it overflows and gives 0, and for results that are not
-    codes of 1/256 it is far off. It makes none of a softmax of floats.
+    That kernel rounds to 1/256 or fails: over a single element it overflows and gives 0, and for a result scale other
+    than 1/256 it is far off. ONNX Runtime fuses no softmax of floats.
     """
     planned = w.plan.nodes.get(n.name)
-    stored = w.plan.quantized(n.output) and not w.computed_in_float(x[0])
-    if stored and (planned is None or planned.exec == "float" or w.shape(n)[n.attrs["axis"]] == 1):
+    fuses = w.plan.quantized(n.output) and not w.computed_in_float(x[0])
+    if fuses and (planned is None or planned.exec == "float" or w.shape(n)[n.attrs["axis"]] == 1):
         return w.op("Exp", OnnxOp("LogSoftmax", "axis")(w, n, x))
     return OnnxOp("Softmax", "axis")(w, n, x)
 
@@ -276,10 +272,10 @@ def _cast(w: OnnxBuilder, n: Node, x: Names) -> str:
     return w.op("Cast", x, to=tensor_type(n.attrs["dtype"]))
 
 
-# ---------------------------------------------------------------- moving
+# ---------------------------------------------------------------- pass-through
 
 
-@_writes("Stack")  # with one constant for all, where decomposing it would make one for each
+@_writes("Stack")  # with one constant for all operands; decomposing it makes one for each
 def _stack(w: OnnxBuilder, n: Node, x: Names) -> str:
     axis = w.const(_ints(n.attrs["axis"]))
     return w.op("Concat", [w.op("Unsqueeze", [i, axis]) for i in x], axis=n.attrs["axis"])
@@ -287,19 +283,19 @@ def _stack(w: OnnxBuilder, n: Node, x: Names) -> str:
 
 @_writes("Embedding")
 def _embedding(w: OnnxBuilder, n: Node, x: Names) -> str:
-    """Rows of codes, which then become floats: the whole table would, each time, in front of a Gather."""
-    if (held := w.plan.stored(n.weight)) is not None and held.grid.per == "block":
-        _, bits, block, (rows, *numbers) = _in_blocks(w, n, n.weight)
-        if held.grid.signed:
-            refuse(n, "its blocks have codes with a sign")
-        rows = _hold(w, f"{n.weight}_rows_q", rows)
+    """Write a Gather of integer rows, which are dequantized behind it (in front of it, the whole table would be)."""
+    if (stored := w.plan.stored(n.weight)) is not None and stored.grid.per == "block":
+        _, bits, block, (rows, *qparams) = _in_blocks(w, n, n.weight)
+        if stored.grid.signed:
+            refuse(n, "its blocks have signed integers")
         how = {"gather_axis": 0, "quantize_axis": 1, "bits": bits, "block_size": block}
-        return w.op("GatherBlockQuantized@com.microsoft", [rows, x[1], *numbers], **how)
-    table = next((made for made in w.nodes if x[0] in made.output), None)
-    if table is None:
+        table = w.const(rows, f"{n.weight}_rows_q")
+        return w.op("GatherBlockQuantized@com.microsoft", [table, x[1], *qparams], **how)
+    dequantize = next((maker for maker in w.nodes if x[0] in maker.output), None)
+    if dequantize is None:
         return w.op("Gather", x, axis=0)
-    codes, scale, zero = table.input
-    rows, stored, rank = w.op("Gather", [codes, x[1]], axis=0), w.plan[n.weight], len(w.shape(n, "in0"))
+    integers, scale, zero = dequantize.input
+    rows, stored, rank = w.op("Gather", [integers, x[1]], axis=0), w.plan[n.weight], len(w.shape(n, "in0"))
     if stored.scale.dim() and not stored.zero_point.any():  # DequantizeLinear takes six times as long
         if stored.axis == 0:  # one scale for each row
             scale = w.op("Unsqueeze", [w.op("Gather", [scale, x[1]], axis=0), w.const(_ints(rank))])
@@ -328,7 +324,7 @@ def _pad(w: OnnxBuilder, n: Node, x: Names) -> str:
 
 @_writes("Squeeze", "Unsqueeze")
 def _squeeze(w: OnnxBuilder, n: Node, x: Names) -> str:
-    axes = n.attrs["axes"]  # none at all would mean every axis of size 1
+    axes = n.attrs["axes"]  # in ONNX, none means every axis of size 1
     return w.op(n.op, [x[0], w.const(_ints(*axes))]) if axes else w.op("Identity", x)
 
 
@@ -344,7 +340,7 @@ def _expand(w: OnnxBuilder, n: Node, x: Names) -> str:
 
 @_writes("Roll")
 def _roll(w: OnnxBuilder, n: Node, x: Names) -> str:
-    """By slices rather than an index, so that the axis may have any size."""
+    """Write slices rather than an index, so that the axis may have any size."""
     y = x[0]
     for shift, axis in zip(n.attrs["shifts"], n.attrs["axes"], strict=True):
         ends = ((-shift, _END), (0, -shift))

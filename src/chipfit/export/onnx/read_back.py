@@ -1,5 +1,6 @@
-"""Reads back what a QDQ ONNX file says of each tensor that is stored in codes."""
+"""Read back the quantized tensors of a QDQ ONNX file: constants, scales and zero points."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ from onnx import numpy_helper
 
 from chipfit.export import FileTensor
 
+_UNKNOWN = np.array(np.nan)  #: a scale that is no constant
 
-def in_bytes(codes: Any, bits: int) -> np.ndarray:
-    """Codes without a sign [*dims, n], of 4 bits two in a byte, the low half first; an odd one has its own byte."""
-    q = np.asarray(codes, np.uint8)
+
+def to_bytes(values: Any, bits: int) -> np.ndarray:
+    """Pack unsigned integers [*dims, n]; of 4 bits two in a byte, the first in the low half."""
+    q = np.asarray(values, np.uint8)
     if bits == 8:
         return q
     q = np.pad(q, [(0, 0)] * (q.ndim - 1) + [(0, q.shape[-1] % 2)])
@@ -20,20 +23,43 @@ def in_bytes(codes: Any, bits: int) -> np.ndarray:
 
 
 def from_bytes(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
-    """The inverse of `in_bytes`, [*dims, count]."""
+    """Unpack what `to_bytes` packed, [*dims, count]."""
     halves = np.stack([packed & 15, packed >> 4], -1) if bits == 4 else packed
     return halves.reshape(*packed.shape[:-1], -1)[..., :count].astype(np.int64)
 
 
+def read_back(path: Path) -> dict[str, FileTensor]:
+    """Return quantized tensors by name (the integers of `name` are called "{name}_q").
+
+    A tensor has the scale and zero point of every QuantizeLinear and DequantizeLinear that it passes.
+    """
+    graph = onnx.load(str(path)).graph
+    constants = {i.name: numpy_helper.to_array(i) for i in graph.initializer}
+    clipped = {n.input[0]: n.output[0] for n in graph.node if n.op_type == "Clip"}
+    tables = {n.output[0]: n.input[0] for n in graph.node if n.op_type == "Gather"}
+    # quantized inputs have a scale and zero point of their own
+    inputs = {i.name for i in graph.input if i.type.tensor_type.elem_type != onnx.TensorProto.FLOAT}
+    found = _scaled_constants(graph, constants)
+    for n in graph.node:
+        found |= _in_blocks(n, constants)
+        if n.op_type in ("QuantizeLinear", "DequantizeLinear") and n.input[0] not in inputs:
+            codes = n.input[0] if n.op_type == "DequantizeLinear" else clipped.get(n.output[0], n.output[0])
+            codes = tables.get(codes, codes)
+            q = constants.get(codes)
+            tensor = found.setdefault(codes.removesuffix("_q"), FileTensor(None if q is None else _integers(q), []))
+            scale = constants.get(n.input[1], _UNKNOWN)
+            zero = constants.get(n.input[2], _UNKNOWN) if len(n.input) > 2 else np.zeros_like(scale)
+            tensor.qparams.append((scale.astype(np.float32), zero.astype(np.float64)))
+    return found
+
+
 def _in_blocks(n: onnx.NodeProto, constants: dict[str, np.ndarray]) -> dict[str, FileTensor]:
-    """The weight of a product or table with scales for blocks, by its name; nothing of another operator."""
+    """Return the weight of a MatMulNBits or GatherBlockQuantized, by its name; {} for another operator."""
     operands = {"MatMulNBits": (1, 2, 3), "GatherBlockQuantized": (0, 2, 3)}.get(n.op_type)
     if operands is None:
         return {}
-    a, (name, scale, zero) = (
-        {x.name: x.i for x in n.attribute},
-        [n.input[k] if k < len(n.input) else "" for k in operands],
-    )
+    name, scale, zero = (n.input[k] if k < len(n.input) else "" for k in operands)
+    a = {x.name: x.i for x in n.attribute}
     rows, scales = constants[name].reshape(len(constants[name]), -1), constants[scale]
     codes = from_bytes(rows, a["bits"], a.get("K", scales.shape[1] * a["block_size"]))
     if zero:
@@ -43,57 +69,34 @@ def _in_blocks(n: onnx.NodeProto, constants: dict[str, np.ndarray]) -> dict[str,
     return {name.removesuffix("_q").removesuffix("_rows"): FileTensor(codes, [(scales, zeros)])}
 
 
-def _numbers(q: np.ndarray) -> np.ndarray:
-    """Codes of a type that numpy computes with; it has none of 4 bits."""
+def _integers(q: np.ndarray) -> np.ndarray:
+    """Return integers of a type that numpy computes with; it has none of 4 bits."""
     return q if q.dtype.kind in "iu" else q.astype(np.int64)
 
 
-def _of_products(graph: onnx.GraphProto, constants: dict[str, np.ndarray]) -> dict[str, FileTensor]:
-    """The weights of MatMulInteger, whose scale multiplies that of the data, and the product of both the sums."""
+def _scaled_constants(graph: onnx.GraphProto, constants: dict[str, np.ndarray]) -> dict[str, FileTensor]:
+    """Return constants that a Mul scales behind a MatMulInteger or Gather, with that scale and zero point 0.
+
+    MatMulInteger(x, w): the scale of w multiplies that of x, and the product of both the sums. Gather(w, index): the
+    scales are of w's columns, or gathered with its rows.
+    """
     found, makers = {}, {o: n for n in graph.node for o in n.output}
-    for mul in (n for n in graph.node if n.op_type == "Mul"):
-        cast, scales = (makers.get(i) for i in mul.input)
-        product = makers.get(cast.input[0]) if cast is not None and cast.op_type == "Cast" else None
-        if product is not None and product.op_type == "MatMulInteger" and scales is not None:
-            q, scale = constants[product.input[1]], constants.get(scales.input[1], np.array(np.nan))
-            zero = np.zeros(scale.shape, np.float64)
-            found[product.input[1].removesuffix("_q")] = FileTensor(_numbers(q), [(scale, zero)])
-    return found
 
+    def scaled() -> Iterator[tuple[str, str]]:
+        for mul in (n for n in graph.node if n.op_type == "Mul"):
+            cast, scale = makers.get(mul.input[0]), mul.input[1]
+            maker = makers.get(cast.input[0]) if cast is not None and cast.op_type == "Cast" else None
+            kind = "" if maker is None else maker.op_type
+            if maker is not None and kind == "MatMulInteger" and scale in makers:
+                yield maker.input[1], makers[scale].input[1]
+            elif maker is not None and kind == "Gather" and maker.input[0] in constants:
+                while scale not in constants and scale in makers:
+                    scale = makers[scale].input[0]
+                if constants[maker.input[0]].dtype.kind != "f":
+                    yield maker.input[0], scale
 
-def _of_tables(graph: onnx.GraphProto, constants: dict[str, np.ndarray]) -> dict[str, FileTensor]:
-    """Tables whose rows of codes are multiplied by the scales, of each column or of the same rows."""
-    found, makers = {}, {o: n for n in graph.node for o in n.output}
-    for mul in (n for n in graph.node if n.op_type == "Mul"):
-        cast, scale = makers.get(mul.input[0]), mul.input[1]
-        rows = makers.get(cast.input[0]) if cast is not None and cast.op_type == "Cast" else None
-        if rows is None or rows.op_type != "Gather" or constants.get(rows.input[0], np.zeros(1)).dtype.kind == "f":
-            continue
-        while scale not in constants and scale in makers:
-            scale = makers[scale].input[0]
-        numbers = constants.get(scale, np.array(np.nan))
-        name, zero = rows.input[0].removesuffix("_q"), np.zeros(numbers.shape, np.float64)
-        found[name] = FileTensor(_numbers(constants[rows.input[0]]), [(numbers, zero)])
-    return found
-
-
-def stored(path: Path) -> dict[str, FileTensor]:
-    """By the name of the tensor, whose codes are called "{name}_q"; numbers from every (de)quantizer of them."""
-    graph = onnx.load(str(path)).graph
-    constants = {i.name: numpy_helper.to_array(i) for i in graph.initializer}
-    clipped = {n.input[0]: n.output[0] for n in graph.node if n.op_type == "Clip"}
-    tables = {n.output[0]: n.input[0] for n in graph.node if n.op_type == "Gather"}  # rows of codes
-    #: codes that come in, with numbers of their own
-    handed = {i.name for i in graph.input if i.type.tensor_type.elem_type != onnx.TensorProto.FLOAT}
-    found = _of_products(graph, constants) | _of_tables(graph, constants)
-    for n in graph.node:
-        found |= _in_blocks(n, constants)
-        if n.op_type in ("QuantizeLinear", "DequantizeLinear") and n.input[0] not in handed:
-            codes = n.input[0] if n.op_type == "DequantizeLinear" else clipped.get(n.output[0], n.output[0])
-            codes = tables.get(codes, codes)
-            q = constants.get(codes)
-            entry = found.setdefault(codes.removesuffix("_q"), FileTensor(None if q is None else _numbers(q), []))
-            scale = constants.get(n.input[1], np.array(np.nan))
-            zero = constants.get(n.input[2], np.array(np.nan)) if len(n.input) > 2 else np.zeros_like(scale)
-            entry.numbers.append((scale.astype(np.float32), zero.astype(np.float64)))
+    for name, scale in scaled():
+        numbers = constants.get(scale, _UNKNOWN)
+        zero = np.zeros(numbers.shape, np.float64)
+        found[name.removesuffix("_q")] = FileTensor(_integers(constants[name]), [(numbers, zero)])
     return found

@@ -1,4 +1,4 @@
-"""Write a Graph under a Plan as ONNX with QuantizeLinear / DequantizeLinear and real integer initialisers."""
+"""Writer of ONNX files: a Graph under a Plan, with QuantizeLinear / DequantizeLinear and integer initialisers."""
 
 import json
 from collections.abc import Collection
@@ -10,8 +10,7 @@ from onnx import helper
 
 from chipfit._version import __version__
 from chipfit.errors import ExportError, UnsupportedError, first_line
-from chipfit.export.io_spec import IOSpec, QuantizedIO, io_spec_of
-from chipfit.export.names import output_names
+from chipfit.export.io_spec import IOSpec, QuantizedIO, io_spec_of, output_names
 from chipfit.export.onnx.builder import OnnxBuilder, refuse, tensor_type
 from chipfit.export.onnx.opaque import splice
 from chipfit.export.onnx.ops import REFUSED, WRITERS
@@ -20,10 +19,10 @@ from chipfit.graph.ir import OPAQUE, Graph
 from chipfit.passes.decompose import RULES, SMOOTH, decompose
 from chipfit.plan.record import Plan
 
-_LEAST = 13
-_NEEDS = {"LayerNorm": 17, OPAQUE: 18}  #: operators that need a later opset
-_NEEDS_4_AND_16_BITS = 21
-#: opset -> version of the file format that came with it; later ones for the others
+_LOWEST_OPSET = 13
+_OPSETS = {"LayerNorm": 17, OPAQUE: 18}  #: operators that need a later opset
+_OPSET_OF_4_AND_16_BITS = 21
+#: opset -> version of the file format that came with it, and the version of other opsets
 _IR_VERSIONS, _IR_VERSION = {13: 7, 17: 8, 18: 8, 21: 10}, 10
 
 
@@ -31,12 +30,13 @@ def export_onnx(graph: Graph, plan: Plan | None, path: str | Path, *, opset: int
     """Write the model to `path`.
 
     Args:
-        graph, plan: what to write; without a plan the float network is written.
+        graph, plan: the model; without a plan the float network is written.
         path: the `.onnx` file; it appears complete or not at all.
-        opset: ONNX operator set; the least that holds everything when omitted (13; 17 for layer norms, 18 for
-            opaque operators, 21 for 4- and 16-bit codes).
-        ends: see `chipfit.export.io_spec.io_spec_of`. The metadata entry "chipfit.io" has scales and zero points of
-            quantized inputs and outputs; "chipfit.labels", "chipfit.mean" and "chipfit.std" are lists. All are JSON.
+        opset: ONNX operator set; the lowest that holds everything when omitted (13; 17 for layer norms, 18 for opaque
+            operators, 21 for 4- and 16-bit integers).
+        ends: see `chipfit.export.io_spec.io_spec_of`. The metadata entry "chipfit.io" has types, scales and zero
+            points of quantized inputs and outputs; "chipfit.labels", "chipfit.mean" and "chipfit.std" are lists. All
+            are JSON.
 
     Raises:
         UnsupportedError: operators or formats that ONNX cannot hold, all named at once; nothing is written.
@@ -44,12 +44,12 @@ def export_onnx(graph: Graph, plan: Plan | None, path: str | Path, *, opset: int
         ExportError: the checker refuses the model or the disk refuses the file.
     """
     plan = plan or Plan()
-    handed = io_spec_of(graph, plan, **ends)
-    least = _least_opset(graph, plan)
-    if opset is not None and opset < least:
+    io = io_spec_of(graph, plan, **ends)
+    lowest = _lowest_opset(graph, plan)
+    if opset is not None and opset < lowest:
         hint = "leave `opset` out"
-        raise UnsupportedError(f"This model needs ONNX opset {least}", got=opset, allowed=f">= {least}", hint=hint)
-    model = _model(_written(*_held(graph, plan), handed, opset or least), handed)
+        raise UnsupportedError(f"This model needs ONNX opset {lowest}", got=opset, allowed=f">= {lowest}", hint=hint)
+    model = _model(_build(*_writable(graph, plan), io, opset or lowest), io)
     try:
         onnx.checker.check_model(model, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, ValueError) as e:  # the last: over 2 GB
@@ -57,26 +57,26 @@ def export_onnx(graph: Graph, plan: Plan | None, path: str | Path, *, opset: int
     return write_atomically(Path(path), model.SerializeToString())
 
 
-def _least_opset(graph: Graph, plan: Plan) -> int:
+def _lowest_opset(graph: Graph, plan: Plan) -> int:
     bits = {t.stored.grid.bits for t in plan.tensors.values() if t.stored is not None}
     if any(b <= 4 or 8 < b <= 16 for b in bits):
-        return _NEEDS_4_AND_16_BITS
-    return max([_LEAST, *(_NEEDS[n.op] for n in graph.nodes if n.op in _NEEDS)])
+        return _OPSET_OF_4_AND_16_BITS
+    return max([_LOWEST_OPSET, *(_OPSETS[n.op] for n in graph.nodes if n.op in _OPSETS)])
 
 
-def _held(graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
-    """The same in operators and grids that ONNX holds.
+def _writable(graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
+    """Return the graph in operators that ONNX has, and its plan.
 
     Raises:
-        UnsupportedError: it holds some in no way.
+        UnsupportedError: ONNX has no form for some operators or grids.
     """
-    bare = {  # ONNX asks for a weight; it knows one beta and no threshold
+    lacking = {  # ONNX needs a weight, and has one beta and no threshold
         n.name
         for n in graph.nodes
         if (n.op == "LayerNorm" and n.operand("w") is None)
         or (n.op == "Softplus" and (n.attrs["beta"] != 1.0 or n.attrs["threshold"] < SMOOTH))
     }
-    graph, plan, reasons = decompose(graph, plan, WRITERS, besides=bare)
+    graph, plan, reasons = decompose(graph, plan, WRITERS, besides=lacking)
     unknown = [n for n in graph.nodes if n.op != OPAQUE and n.op not in WRITERS]
     for n in unknown:
         if n.name in reasons:
@@ -93,59 +93,51 @@ def _held(graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
     return graph, plan
 
 
-def _written(graph: Graph, plan: Plan, handed: IOSpec, opset: int) -> OnnxBuilder:
-    """Every node of the graph, in order."""
-    builder = OnnxBuilder(graph, plan, opset)
+def _build(graph: Graph, plan: Plan, io: IOSpec, opset: int) -> OnnxBuilder:
+    """Write every node of the graph, in order."""
+    b = OnnxBuilder(graph, plan, opset)
     for name in graph.inputs:
-        if name in handed.inputs:
-            builder.take(name, handed.inputs[name])
+        if name in io.inputs:
+            b.quantized_input(name, io.inputs[name])
         else:
-            builder.publish(name, name)
+            b.publish(name, name)
     for n in graph.nodes:
-        builder.begin(n)
-        made = (
-            splice(builder, n) if n.op == OPAQUE else WRITERS[n.op](builder, n, [builder.read(i, n) for i in n.inputs])
-        )
-        for value, name in zip(n.outputs, [made] if isinstance(made, str) else made, strict=False):
-            builder.publish(value, name)
-    return builder
+        b.begin(n)
+        names = splice(b, n) if n.op == OPAQUE else WRITERS[n.op](b, n, [b.read(i, n) for i in n.inputs])
+        for value, name in zip(n.outputs, [names] if isinstance(names, str) else names, strict=False):
+            b.publish(value, name)
+    return b
 
 
-def _model(builder: OnnxBuilder, handed: IOSpec) -> onnx.ModelProto:
-    g = builder.graph
-    outputs = output_names(g)
-    for i, (value, name) in enumerate(zip(g.outputs, outputs, strict=True)):
-        source = builder.weight(value, True) if value in g.weights else builder.ready[value]
-        if value in handed.outputs:
-            source = builder.give(value, handed.outputs[value])
-        builder.nodes.append(helper.make_node("Identity", [source], [name], name=f"output_{i}"))
-    nodes = _used(builder.nodes, outputs)
-    needed = {i for n in nodes for i in n.input}
-    takes = [_info(g, n, n, handed.inputs.get(n)) for n in g.inputs]
-    gives = [_info(g, name, value, handed.outputs.get(value)) for name, value in zip(outputs, g.outputs, strict=True)]
-    constants = [t for k, t in builder.initialisers.items() if k in needed]
-    graph = helper.make_graph(nodes, "chipfit", takes, gives, constants)
-    version = _IR_VERSIONS.get(builder.opset, _IR_VERSION)
-    opsets = [
-        helper.make_opsetid("", builder.opset),
-        *(helper.make_opsetid(d, 1) for d in sorted({n.domain for n in nodes} - {""})),
-    ]
-    made_by = {"producer_name": "chipfit", "producer_version": __version__}
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=version, **made_by)
-    notes = {f"chipfit.{key}": json.dumps(value, default=str) for key, value in handed.notes.items()}
-    if handed.inputs or handed.outputs:
-        given = {name: handed.outputs[v]._asdict() for v, name in zip(g.outputs, outputs) if v in handed.outputs}
-        taken = {name: codes._asdict() for name, codes in handed.inputs.items()}
-        notes["chipfit.io"] = json.dumps({"inputs": taken, "outputs": given})
-    provenance = json.dumps(builder.plan.provenance, default=str)
-    helper.set_model_props(
-        model, {"chipfit.platform": builder.plan.platform, "chipfit.provenance": provenance, **notes}
-    )
+def _model(b: OnnxBuilder, io: IOSpec) -> onnx.ModelProto:
+    g, names = b.graph, output_names(b.graph)
+    for i, (value, name) in enumerate(zip(g.outputs, names, strict=True)):
+        source = b.weight(value, True) if value in g.weights else b.after_quantizer[value]
+        if value in io.outputs:
+            source = b.quantized_output(value, io.outputs[value])
+        b.nodes.append(helper.make_node("Identity", [source], [name], name=f"output_{i}"))
+    nodes = _live(b.nodes, names)
+    read = {i for n in nodes for i in n.input}
+    inputs = [_info(g, n, n, io.inputs.get(n)) for n in g.inputs]
+    outputs = [_info(g, name, value, io.outputs.get(value)) for name, value in zip(names, g.outputs, strict=True)]
+    constants = [t for k, t in b.initialisers.items() if k in read]
+    graph = helper.make_graph(nodes, "chipfit", inputs, outputs, constants)
+    domains = sorted({n.domain for n in nodes} - {""})
+    opsets = [helper.make_opsetid("", b.opset), *(helper.make_opsetid(d, 1) for d in domains)]
+    version = _IR_VERSIONS.get(b.opset, _IR_VERSION)
+    producer = {"producer_name": "chipfit", "producer_version": __version__}
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=version, **producer)
+    notes = {f"chipfit.{key}": json.dumps(value, default=str) for key, value in io.notes.items()}
+    if io.inputs or io.outputs:
+        out = {name: io.outputs[v]._asdict() for v, name in zip(g.outputs, names) if v in io.outputs}
+        notes["chipfit.io"] = json.dumps({"inputs": {k: q._asdict() for k, q in io.inputs.items()}, "outputs": out})
+    provenance = json.dumps(b.plan.provenance, default=str)
+    helper.set_model_props(model, {"chipfit.platform": b.plan.platform, "chipfit.provenance": provenance, **notes})
     return model
 
 
-def _used(nodes: list[onnx.NodeProto], outputs: Collection[str]) -> list[onnx.NodeProto]:
-    """Nodes that an output depends on, in order."""
+def _live(nodes: list[onnx.NodeProto], outputs: Collection[str]) -> list[onnx.NodeProto]:
+    """Return the nodes that an output depends on, in order."""
     live, kept = set(outputs), []
     for n in reversed(nodes):
         if live.intersection(n.output):
@@ -154,15 +146,15 @@ def _used(nodes: list[onnx.NodeProto], outputs: Collection[str]) -> list[onnx.No
     return kept[::-1]
 
 
-def _info(g: Graph, name: str, value: str, codes: QuantizedIO | None = None) -> onnx.ValueInfoProto:
-    """Type and shape of an input or output; sizes that only the run tells have names."""
+def _info(g: Graph, name: str, value: str, io: QuantizedIO | None = None) -> onnx.ValueInfoProto:
+    """Return type and shape of an input or output; open sizes have names."""
     if value in g.weights:
         w = g.weights[value]
         return helper.make_tensor_value_info(name, tensor_type(str(w.dtype).removeprefix("torch.")), list(w.shape))
     v = g.values[value]
-    kind = tensor_type(codes.type if codes else v.dtype)
-    follows = all(g.values[i].shape[:1] in ((), (None,)) for i in g.inputs) and None not in v.shape[1:]
-    if value in g.outputs and value not in g.inputs and not follows:  # its first axis may be another than the inputs'
+    kind = tensor_type(io.type if io else v.dtype)
+    batched = all(g.values[i].shape[:1] in ((), (None,)) for i in g.inputs) and None not in v.shape[1:]
+    if value in g.outputs and value not in g.inputs and not batched:  # its first axis may be another than the inputs'
         dims = [f"{name}_{k}" if s is None else s for k, s in enumerate(v.shape)]
     else:
         dims = [("batch" if k == 0 else f"{value}_{k}") if s is None else s for k, s in enumerate(v.shape)]

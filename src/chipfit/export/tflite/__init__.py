@@ -5,17 +5,17 @@ from typing import Any
 
 from chipfit.export import FileTensor
 from chipfit.export.io_spec import OPTIONS
-from chipfit.export.tflite.batch import fixed
+from chipfit.export.tflite.batch import fixed_batch_size
 from chipfit.files import write_atomically
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 from chipfit.registry import register
 
 
-def _stored(path: Path) -> dict[str, FileTensor]:
-    from chipfit.export.tflite.read_back import stored
+def _read_back(path: Path) -> dict[str, FileTensor]:
+    from chipfit.export.tflite.read_back import read_back
 
-    return stored(path)
+    return read_back(path)
 
 
 _SHARED: dict[str, Any] = {
@@ -25,7 +25,7 @@ _SHARED: dict[str, Any] = {
 }
 
 
-@register("format", "tflite", suffixes=(".tflite",), stored=_stored, part=fixed, **_SHARED)
+@register("format", "tflite", suffixes=(".tflite",), stored=_read_back, part=fixed_batch_size, **_SHARED)
 def export(graph: Graph, plan: Plan, path: Path, platform: Any = None, **options: Any) -> Path:
     """Write a `.tflite` file; see `chipfit.export.tflite.writer.export_tflite` for the options."""
     from chipfit.export.tflite.writer import export_tflite
@@ -35,7 +35,7 @@ def export(graph: Graph, plan: Plan, path: Path, platform: Any = None, **options
 
 @register("format", "c", suffixes=(".h",), wraps=".tflite", **_SHARED)
 def export_c(graph: Graph, plan: Plan, path: Path, platform: Any = None, **options: Any) -> Path:
-    """Write the same file as an array of C; see `chipfit.export.tflite.c_array.header`."""
+    """Write a `.tflite` file as a C array; see `chipfit.export.tflite.c_array.header`."""
     from chipfit.export.tflite.c_array import header
     from chipfit.export.tflite.writer import content
 

@@ -1,18 +1,18 @@
-"""How many samples a file takes at once."""
+"""The batch size of a file."""
 
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.ops import OPS
 
 
-def counts(node: Node) -> bool:
-    """Its shape holds a number of samples: it repeats something, such as a class token, for each, or compares them."""
+def depends_on_batch(node: Node) -> bool:
+    """Return whether a node's target shape holds the batch size, as where a class token is repeated for each sample."""
     return node.op in ("Expand", "Reshape") and None in node.attrs["shape"]
 
 
-def fixed(graph: Graph) -> int | None:
-    """The samples in a file of which nobody said how many; None where any number can be given to it.
+def fixed_batch_size(graph: Graph) -> int | None:
+    """Return the batch size of a file if the user gave none; None if the batch stays open.
 
-    A transposed convolution is told the size of its result, which the schema has no open batch for.
+    A transposed convolution has its output size as an operand, which the schema cannot leave open.
     """
     kinds = (OPS[n.op].kind for n in graph.nodes if n.op in OPS)
-    return 1 if "transposed" in kinds or any(map(counts, graph.nodes)) else None
+    return 1 if "transposed" in kinds or any(map(depends_on_batch, graph.nodes)) else None

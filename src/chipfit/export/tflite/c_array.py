@@ -1,4 +1,4 @@
-"""A `.tflite` file as an array of C, for microcontrollers without files, and the memory that its tensors take."""
+"""A `.tflite` file as a C array, for microcontrollers without a file system, and the memory of its tensors."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from ai_edge_litert import schema_py_generated as schema
 
 from chipfit.export.tflite.file import INT4, NUMPY
 
-ALIGNED = 16  #: bytes, of TensorFlow Lite Micro's tensors
-_A_LINE = 16  #: bytes
+ALIGNMENT = 16  #: of TensorFlow Lite Micro's tensors [bytes]
+_BYTES_PER_LINE = 16
 
 
 def header(content: bytes, name: str) -> str:
-    """C11 and C++11: the bytes of a file, their number, and the least arena.
+    """Return C11 and C++11 source with the bytes of a file, their number, and the smallest tensor arena.
 
     Args:
-        name: of the array; what C does not allow in a name becomes "_".
+        name: of the array; characters that C does not allow in a name become "_".
     """
     name = "".join(c if c.isascii() and c.isalnum() else "_" for c in name)
     name = f"_{name}" if name[:1].isdigit() else name
-    rows = (content[k : k + _A_LINE] for k in range(0, len(content), _A_LINE))
+    rows = (content[k : k + _BYTES_PER_LINE] for k in range(0, len(content), _BYTES_PER_LINE))
     body = "\n".join("    " + "".join(f"0x{byte:02x}," for byte in row) for row in rows)
     return f"""#ifndef {name.upper()}_H
 #define {name.upper()}_H
 
-// Bytes of all tensors that are computed, at their best places; the runtime's own records and what kernels
-// take for themselves come on top: TensorFlow Lite Micro says how much in arena_used_bytes().
+// Bytes of all computed tensors, placed to share memory. The runtime's own records and scratch buffers of kernels
+// come on top: TensorFlow Lite Micro reports the sum in arena_used_bytes().
 #define {name.upper()}_TENSOR_ARENA {arena(content)}
 
 #ifdef __cplusplus
-alignas({ALIGNED})
+alignas({ALIGNMENT})
 #else
-_Alignas({ALIGNED})
+_Alignas({ALIGNMENT})
 #endif
 static const unsigned char {name}[] = {{
 {body}
@@ -44,11 +44,11 @@ static const unsigned int {name}_len = {len(content)};
 """
 
 
-def arena(content: bytes, aligned: int = ALIGNED) -> int:
-    """Bytes that the tensors of a `.tflite` file take where those share memory that live at different times.
+def arena(content: bytes, aligned: int = ALIGNMENT) -> int:
+    """Return the bytes of a `.tflite` file's computed tensors; those that live at different times share memory.
 
-    Placed greedily, the largest first, each at the lowest place that is free while it lives, as TensorFlow Lite Micro
-    places them ("greedy by size for offset calculation" of Pisarchyk and Lee 2020, arXiv:2001.03288).
+    They are placed greedily as TensorFlow Lite Micro does: the largest first, each at the lowest offset that is free
+    while it lives ("greedy by size for offset calculation", Pisarchyk and Lee 2020, arXiv:2001.03288).
     """
     model = schema.ModelT.InitFromObj(schema.Model.GetRootAs(content, 0))
     g = model.subgraphs[0]

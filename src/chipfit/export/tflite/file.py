@@ -1,4 +1,4 @@
-"""A `.tflite` file in the making: tensors and operators, and what the schema wants around them."""
+"""A `.tflite` file under construction: its tensors, its operators, and the tables of the schema around them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from chipfit._version import __version__
 from chipfit.files import package_data
 from chipfit.graph.edit import unique_name
 
-#: names that torch and numpy have for types -> the schema's codes
+#: types as torch and numpy name them -> their numbers in the schema
 TYPES = {
     name: getattr(schema.TensorType, name.upper())
     for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
@@ -20,22 +20,22 @@ NUMPY = {code: np.dtype(name) for name, code in TYPES.items()}
 INT4 = schema.TensorType.INT4
 
 
-class Numbers(NamedTuple):
-    """What the codes of a tensor stand for."""
+class Quantization(NamedTuple):
+    """Scale and zero point of a tensor."""
 
-    scale: np.ndarray  #: one, or one for each channel; of the blocks of a matrix [O, I / block]
+    scale: np.ndarray  #: one, or one for each channel; [O, I / block] for blocks of a matrix
     zero: np.ndarray
     axis: int = 0  #: of the channels
 
 
 class File:
-    """Tensors and operators so far."""
+    """The tensors and operators so far."""
 
     def __init__(self) -> None:
         self.tensors: list[Any] = []
         self.operators: list[Any] = []
-        self.known: dict[str, int] = {}  #: tensor name -> index
-        self.stem = "io"  #: how names of tensors begin that are given none
+        self.index: dict[str, int] = {}  #: tensor name -> index
+        self.scope = "io"  #: first part of the names of unnamed tensors
         self._buffers: list[_Buffer] = [_Buffer()]
         self._codes: list[Any] = []
         self._constants: dict[Any, int] = {}
@@ -45,12 +45,12 @@ class File:
         name: str,
         shape: Sequence[int],
         kind: int,
-        numbers: Numbers | None = None,
+        numbers: Quantization | None = None,
         *,
         data: bytes | None = None,
         open_shape: Sequence[int] = (),
     ) -> int:
-        """Add a tensor; returns its index."""
+        """Add a tensor and return its index."""
         t = schema.TensorT()
         t.name, t.shape, t.type, t.buffer, t.hasRank = name.encode(), np.array(shape, np.int32), kind, 0, True
         if -1 in open_shape:
@@ -67,24 +67,24 @@ class File:
             p.zeroPoint = np.broadcast_to(np.atleast_1d(np.asarray(numbers.zero, np.int64)), p.scale.shape).copy()
             p.quantizedDimension = numbers.axis
         self.tensors.append(t)
-        self.known[name] = len(self.tensors) - 1
-        return self.known[name]
+        self.index[name] = len(self.tensors) - 1
+        return self.index[name]
 
-    def _blocks(self, name: str, shape: Sequence[int], numbers: Numbers) -> Any:
-        """Scales of blocks along the last axis, as a tensor of their own; codes without zero points."""
+    def _blocks(self, name: str, shape: Sequence[int], numbers: Quantization) -> Any:
+        """Add the scales of blocks along the last axis as a tensor of their own; zero points are 0."""
         blocks = schema.BlockwiseQuantizationT()
         blocks.scales = self.constant(np.asarray(numbers.scale, np.float16), f"{name}/scales")
         blocks.zeroPoints, blocks.blockSize = -1, shape[-1] // numbers.scale.shape[-1]
         return blocks
 
-    def constant(self, value: Any, name: str = "", kind: int | None = None, numbers: Numbers | None = None) -> int:
-        """A constant tensor, one for all operators that ask for the same."""
+    def constant(self, value: Any, name: str = "", kind: int | None = None, numbers: Quantization | None = None) -> int:
+        """Add a constant tensor, shared by all operators that read equal content, and return its index."""
         a = np.ascontiguousarray(value) if np.ndim(value) else np.asarray(value)
         kind = TYPES[a.dtype.name] if kind is None else kind
         key = (name, kind, a.shape, a.tobytes(), numbers and np.asarray(numbers.scale).tobytes())
         if key not in self._constants:
             data = _packed(a) if kind == INT4 else a.astype(NUMPY[kind])
-            whole = self._free(name or f"{self.stem}/const")
+            whole = self._free(name or f"{self.scope}/const")
             self._constants[key] = self.tensor(whole, a.shape, kind, numbers, data=data.tobytes())
         return self._constants[key]
 
@@ -94,16 +94,16 @@ class File:
     def scalar(self, value: float) -> int:
         return self.constant(np.float32(value))
 
-    def between(self, shape: Sequence[int], like: int | None = None, name: str = "") -> int:
-        """A tensor inside an operator's writing: float, or of the type and with the numbers of the tensor `like`."""
-        k = self.tensor(self._free(name or f"{self.stem}/part"), shape, TYPES["float32"])
+    def temporary(self, shape: Sequence[int], like: int | None = None, name: str = "") -> int:
+        """Add a tensor inside a decomposed operator: float, or with type and quantization of the tensor `like`."""
+        k = self.tensor(self._free(name or f"{self.scope}/part"), shape, TYPES["float32"])
         if like is not None:
             t = self.tensors[like]
             self.tensors[k].type, self.tensors[k].quantization = t.type, t.quantization
         return k
 
     def op(self, kind: str, inputs: Sequence[int], outputs: int | Sequence[int], **options: Any) -> None:
-        """Add an operator by the schema's name, with its options by theirs."""
+        """Add an operator by the schema's name, with options by theirs."""
         outs = [outputs] if isinstance(outputs, int) else outputs
         o = schema.OperatorT()
         o.opcodeIndex = self._code(kind, [*inputs, *outs])
@@ -119,10 +119,10 @@ class File:
         self.operators.append(o)
 
     def content(self, inputs: Mapping[str, int], outputs: Mapping[str, int], notes: Mapping[str, bytes]) -> bytes:
-        """The whole file.
+        """Return the whole file.
 
         Args:
-            inputs, outputs: tensors by the names that its signature gives them.
+            inputs, outputs: tensors by their names in the signature.
             notes: metadata entries, by name.
         """
         used = {int(i) for o in self.operators for i in (*o.inputs, *o.outputs)}
@@ -130,7 +130,7 @@ class File:
         used.discard(-1)  # operands that are left out
         blocks = [q.details for i in sorted(used) if (q := self.tensors[i].quantization) and q.details]
         used |= {b.scales for b in blocks}
-        keep = sorted(used)  # an operator written on behalf of a fused one leaves tensors behind
+        keep = sorted(used)  # a fused activation leaves tensors behind that nothing reads
         new = {old: k for k, old in enumerate(keep)} | {-1: -1}
         for o in self.operators:
             o.inputs, o.outputs = (np.array([new[int(i)] for i in ids], np.int32) for ids in (o.inputs, o.outputs))
@@ -155,14 +155,14 @@ class File:
         return bytes(builder.Output())
 
     def _free(self, name: str) -> str:
-        return unique_name(name, self.known)
+        return unique_name(name, self.index)
 
     def _buffer(self, data: bytes) -> int:
         self._buffers.append(_Buffer(data))
         return len(self._buffers) - 1
 
     def _code(self, kind: str, tensors: Sequence[int]) -> int:
-        """The index of an operator, in the version that these tensors need."""
+        """Return the index of an operator code, in the version that these tensors need."""
         types = {self.tensors[t].type for t in tensors if t >= 0}
         column = next((k for k, t in ((3, INT4), (2, TYPES["int16"]), (1, TYPES["int8"])) if t in types), 0)
         number, version = getattr(schema.BuiltinOperator, kind), _VERSIONS.get(kind, "1232")[column]
@@ -176,7 +176,7 @@ class File:
 
 
 class _Buffer:
-    """Data of a tensor that start at a multiple of 16 bytes, as the schema demands; its own writer does not align."""
+    """A buffer that starts at a multiple of 16 bytes, as the schema demands; the generated writer does not align."""
 
     def __init__(self, data: bytes = b"") -> None:
         self.data = data
@@ -201,7 +201,7 @@ def _named(name: str, index: int) -> Any:
 
 
 def _packed(codes: np.ndarray) -> np.ndarray:
-    """Two 4-bit codes a byte, the first in the low half."""
+    """Pack two 4-bit integers into a byte, the first in the low half."""
     flat = codes.ravel().astype(np.int8)
     flat = np.append(flat, np.int8(0)) if flat.size % 2 else flat
     return ((flat[0::2] & 15) | ((flat[1::2] & 15) << 4)).astype(np.uint8)

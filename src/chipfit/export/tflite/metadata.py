@@ -1,4 +1,4 @@
-"""What Android's libraries read in a `.tflite` file: the metadata schema of TensorFlow Lite, version M001."""
+"""Metadata of a `.tflite` file for Android's libraries: the metadata schema of TensorFlow Lite, version M001."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 import flatbuffers
 
-_LABELS = "labels.txt"  #: the file of labels, which lies in a zip archive behind the model
+_LABELS = "labels.txt"  #: the file of labels in the zip archive behind the model
 _AXIS_LABELS, _FEATURE, _IMAGE, _NORMALIZATION = 2, 1, 2, 1  #: numbers of the schema
 _COLORS = {3: 1, 1: 2}  #: channels of an image -> RGB, or shades of grey
 
 
 def metadata(inputs: Sequence[str], outputs: Sequence[str], notes: Mapping[str, Any], channels: int = 0) -> bytes:
-    """The flatbuffer that describes inputs and outputs, by name.
+    """Return the flatbuffer that describes inputs and outputs, by name.
 
     Args:
         notes: "labels" of the first output; "mean" and "std" of the first input.
-        channels: of the first input, where it is an image; else 0.
+        channels: of the first input if it is an image; else 0.
     """
     content = {0: (_FEATURE, "byte"), 1: {}}  # a union is its kind and its table
     takes: list[dict[int, Any]] = [{0: name, 3: content} for name in inputs]
@@ -35,19 +35,19 @@ def metadata(inputs: Sequence[str], outputs: Sequence[str], notes: Mapping[str, 
     return bytes(b.Output())
 
 
-def attached(notes: Mapping[str, Any]) -> bytes:
-    """The archive behind the model, which holds the labels; empty where there are none."""
+def labels_archive(notes: Mapping[str, Any]) -> bytes:
+    """Return the archive behind the model, which holds the labels; empty if there are none."""
     if "labels" not in notes:
         return b""
     out = io.BytesIO()
-    with zipfile.ZipFile(out, "w") as archive:  # a date of its own: one model makes one file
+    with zipfile.ZipFile(out, "w") as archive:  # ZipInfo has a fixed date: equal models make equal files
         archive.writestr(zipfile.ZipInfo(_LABELS), "".join(f"{name}\n" for name in notes["labels"]))
     return out.getvalue()
 
 
 def _table(b: Any, fields: Mapping[int, Any]) -> Any:
-    """A table by the numbers of its fields: text, tables, lists of floats or tables, (number, "byte")."""
-    ready = {k: v if isinstance(v, tuple) else _made(b, v) for k, v in fields.items()}
+    """Add a table by the numbers of its fields: text, tables, lists of floats or tables, (number, "byte")."""
+    ready = {k: v if isinstance(v, tuple) else _value(b, v) for k, v in fields.items()}
     b.StartObject(max(fields, default=-1) + 1)
     for k, v in ready.items():
         if isinstance(v, tuple):
@@ -57,7 +57,7 @@ def _table(b: Any, fields: Mapping[int, Any]) -> Any:
     return b.EndObject()
 
 
-def _made(b: Any, value: Any) -> Any:
+def _value(b: Any, value: Any) -> Any:
     if isinstance(value, str):
         return b.CreateString(value)
     if isinstance(value, dict):

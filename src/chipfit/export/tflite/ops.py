@@ -1,7 +1,7 @@
-"""How each canonical operator is written in TensorFlow Lite: a row of `operators.yaml`, which may name a function here.
+"""Writers of canonical operators in TensorFlow Lite: rows of `operators.yaml`, which may name a function of this file.
 
 A function receives the `TfliteBuilder`, the node (channels last) and the tensors that it must fill. `w.integer` is true
-where operands are integers. Composites without a row are written out before (`passes.decompose`).
+where operands are integers. Composites without a row are decomposed before (`passes.decompose`).
 """
 
 import math
@@ -14,7 +14,7 @@ import torch
 from ai_edge_litert import schema_py_generated as schema
 
 from chipfit.export.tflite.builder import TfliteBuilder
-from chipfit.export.tflite.file import Numbers
+from chipfit.export.tflite.file import Quantization
 from chipfit.files import package_data
 from chipfit.graph.ir import Node
 from chipfit.graph.ops import OPS
@@ -25,18 +25,18 @@ SAME, VALID = schema.Padding.SAME, schema.Padding.VALID
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TfliteOp:
-    """How the file holds one canonical operator."""
+    """The form of a canonical operator in the file."""
 
-    kind: str  #: the schema's operator; "" where attributes decide
+    kind: str  #: the schema's operator; "" if attributes decide
     write: Write
-    moves: bool  #: its integer kernel moves codes or chooses among them: operands and results have the same numbers
-    integer: bool = False  #: it has an integer kernel; else it is written in float between quantizers
-    fuses: bool = False  #: it applies an activation itself
-    clips: bool = False  #: an activation that only clips codes
+    moves: bool  #: its integer kernel is pass-through: operands and results have equal scales and zero points
+    integer: bool = False  #: it has an integer kernel; else it is written in float, between DEQUANTIZE and QUANTIZE
+    fuses: bool = False  #: an activation can be fused into it
+    clips: bool = False  #: an activation that only clips integers
 
 
 def _plain(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
-    """Operands and results as they are."""
+    """Write operands and results as they are."""
     w.op(w.kind, w.reads(n), y)
 
 
@@ -60,11 +60,11 @@ def _pick(w: TfliteBuilder, x: int, index: Any, axis: int, y: int) -> None:
 
 
 def _open(w: TfliteBuilder, shape: Sequence[int]) -> list[int]:
-    """A shape that starts with the batch, with -1 for it when the batch is open."""
+    """Return a shape whose first size is the batch, with -1 for an open batch."""
     return list(shape) if w.batch else [-1, *shape[1:]]
 
 
-#: attributes by spatial axis, and what an axis of size 1 has
+#: attributes by spatial axis -> their value for an axis of size 1
 _BY_AXIS = {"stride": 1, "padding": (0, 0), "dilation": 1, "kernel": 1, "output_padding": 0}
 
 
@@ -79,14 +79,14 @@ def _spatial(
         return write(n, x, a, y[0], b)
     attrs = {k: (one, *n.attrs[k]) for k, one in _BY_AXIS.items() if k in n.attrs}
     high_a, high_b = ([s[0], 1, *s[1:]] for s in (a, b))
-    image, result = w.between(high_a, x), w.between(high_b, y[0])
+    image, result = w.temporary(high_a, x), w.temporary(high_b, y[0])
     _reshape(w, x, _open(w, high_a), image)
     write(n.with_(attrs={**n.attrs, **attrs}), image, high_a, result, high_b)
     _reshape(w, result, _open(w, b), y[0])
 
 
 def _steps(n: Node, **of: str) -> dict[str, int]:
-    """Options by spatial axis: `_steps(n, stride="stride{}")` gives strideH and strideW, strideD before them in 3D."""
+    """Return options by spatial axis: `_steps(n, stride="stride{}")` gives strideH and strideW, and strideD in 3D."""
     return {
         option.format(axis): step
         for key, option in of.items()
@@ -97,7 +97,7 @@ def _steps(n: Node, **of: str) -> dict[str, int]:
 def _window(
     n: Node, sizes: Sequence[int], out: Sequence[int], kernel: Sequence[int]
 ) -> tuple[int, list[tuple[int, int]] | None]:
-    """SAME or VALID where one places the windows as the node does, else VALID and the padding to apply first."""
+    """Return SAME or VALID if one places the windows as the node does, else VALID and the padding to apply first."""
     same, valid, pads = True, True, []
     dilation = n.attrs.get("dilation", (1,) * len(kernel))
     axes = zip(sizes, out, kernel, n.attrs["stride"], dilation, n.attrs["padding"], strict=True)
@@ -115,9 +115,9 @@ def _window(
 def _padded(
     w: TfliteBuilder, n: Node, x: int, shape: Sequence[int], pads: Sequence[tuple[int, int]], lowest: bool = False
 ) -> int:
-    """x with its spatial axes padded by zeros, or by the lowest value there is."""
+    """Pad the spatial axes of x with zeros, or with the lowest value there is."""
     pairs = [(0, 0), *pads, (0, 0)]
-    y = w.between([s + a + b for s, (a, b) in zip(shape, pairs, strict=True)], x)
+    y = w.temporary([s + a + b for s, (a, b) in zip(shape, pairs, strict=True)], x)
     ins = [x, w.constant(np.array(pairs, np.int32))]
     if lowest:
         w.op("PADV2", [*ins, _lowest(w, n)], y)
@@ -130,19 +130,19 @@ def _lowest(w: TfliteBuilder, n: Node) -> int:
     stored = w.plan.stored(n.data)
     if not w.integer or stored is None:
         return w.scalar(float(np.finfo(np.float32).min))
-    return _code(w, n, np.array(stored.grid.qmin))
+    return _quantized(w, n, np.array(stored.grid.qmin))
 
 
-def _code(w: TfliteBuilder, n: Node, code: np.ndarray) -> int:
-    """One code of a node's operand."""
+def _quantized(w: TfliteBuilder, n: Node, value: np.ndarray) -> int:
+    """Add a constant integer on the grid of a node's operand."""
     stored = w.plan[n.data]
-    numbers = Numbers(stored.scale.numpy(), stored.zero_point.numpy())
-    return w.constant(code, kind=w.tensors[w.read(n.data)].type, numbers=numbers)
+    qparams = Quantization(stored.scale.numpy(), stored.zero_point.numpy())
+    return w.constant(value, kind=w.tensors[w.read(n.data)].type, numbers=qparams)
 
 
 # ---------------------------------------------------------------- operators with weights
 
-#: axes of the file's kernels in the canonical ones
+#: schema's operator -> canonical axes of the kernel in the file's order
 _KERNELS = {
     "CONV_2D": (0, 2, 3, 1),
     "DEPTHWISE_CONV_2D": (1, 2, 3, 0),
@@ -152,7 +152,7 @@ _KERNELS = {
 
 
 def _kernel(w: TfliteBuilder, n: Node) -> tuple[int, list[int]]:
-    """The kernel, that of one spatial axis with height 1, and its spatial sizes."""
+    """Return the kernel (with height 1 if it has one spatial axis) and its spatial sizes."""
     order, sizes = _KERNELS[w.kind], w.shape(n.weight)[2:]
 
     def change(a: np.ndarray) -> np.ndarray:
@@ -162,15 +162,15 @@ def _kernel(w: TfliteBuilder, n: Node) -> tuple[int, list[int]]:
 
 
 def _bias(w: TfliteBuilder, n: Node, channels: int) -> int:
-    """The bias, or zeros: the kernels want one."""
+    """Return the bias, or zeros if there is none: the kernels read one."""
     if not w.integer:
         return w.weight(n.bias) if n.bias is not None else w.constant(np.zeros(channels, np.float32))
     x, k = w.plan[n.data], w.plan[n.weight]
-    scale = (x.scale * k.scale).reshape(-1).numpy()  # as many as the weight has, whatever the plan's shape
+    scale = (x.scale * k.scale).reshape(-1).numpy()  # as many as the weight has, whatever the shape in the plan
     if n.bias is not None:
         return w.weight(n.bias, scale=scale, wide=x.grid.bits > 8)
     zeros = np.zeros(channels, np.int64 if x.grid.bits > 8 else np.int32)
-    return w.constant(zeros, numbers=Numbers(scale, np.zeros(len(scale), np.int64)))
+    return w.constant(zeros, numbers=Quantization(scale, np.zeros(len(scale), np.int64)))
 
 
 def _conv(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
@@ -191,7 +191,7 @@ def _conv(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
 
 
 def _transpose_conv(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
-    """Padding that SAME does not place is cut off afterwards."""
+    """Write a transposed convolution; padding that SAME does not place is cut off afterwards."""
     if any(d != 1 for d in n.attrs["dilation"]):
         w.refuse(n, "it has dilation")
 
@@ -206,7 +206,7 @@ def _transpose_conv(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
             w.refuse(n, "its output padding reaches beyond the last window")
         whole = same or full == b[1:3]
         size = b if whole else [b[0], *full, b[3]]
-        result = out if whole else w.between(size, out)
+        result = out if whole else w.temporary(size, out)
         how = {"padding": SAME if same else VALID, "fusedActivationFunction": w.fused, **_steps(m, stride="stride{}")}
         w.op(w.kind, [w.ints(*size), kernel, x, _bias(w, n, b[3])], result, **how)
         if not whole:
@@ -216,14 +216,16 @@ def _transpose_conv(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
 
 
 def _dynamic_quantize(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
-    """Nothing: the kernel behind it rounds what it reads, given codes for weights."""
+    """Write nothing: the kernel behind it quantizes its input dynamically if its weights are integers."""
     a = n.attrs
     if (a["per"], a["qmin"], a["qmax"]) != ("row", -128, 127):
-        w.refuse(n, f"codes {a['qmin']}..{a['qmax']} with a range for each {a['per']}; kernels have -128..127, by row")
+        w.refuse(
+            n, f"integers {a['qmin']}..{a['qmax']} with a range for each {a['per']}; kernels have -128..127, by row"
+        )
     readers = w.graph.users().get(n.output, [])
     if not readers or not all(r.op == "Linear" and w.plan.quantized(r.weight) for r in readers):
-        w.refuse(n, "only linear layers whose weights are stored round what they read")
-    w.known[n.output] = w.read(n.data)
+        w.refuse(n, "only linear layers with quantized weights quantize their input dynamically")
+    w.index[n.output] = w.read(n.data)
     w.dynamic.add(n.output)
 
 
@@ -244,13 +246,13 @@ def _prelu(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
 
 
 def _attention(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
-    """The rule of `passes.decompose` with the product's own transposition, and a finite mask."""
+    """Write attention as `passes.decompose` does, with a transposing product and a finite mask."""
     q, k, v = (i or "" for i in n.inputs[:3])
     rows, columns = w.shape(q), w.shape(k)
     shape, mask = [*rows[:-1], columns[-2]], n.operand("mask")
 
     def step(kind: str, *ins: int, **options: Any) -> int:
-        s = w.between(shape)
+        s = w.temporary(shape)
         w.op(kind, ins, s, **options)
         return s
 
@@ -271,12 +273,12 @@ def _attention(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
 
 
 def _binary(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
-    how = {} if n.op == "Mul" else {"potScaleInt16": False}  # another kernel, for scales that are powers of two
+    how = {} if n.op == "Mul" else {"potScaleInt16": False}  # true is another kernel, for power-of-two scales
     w.op(w.kind, w.reads(n), y, fusedActivationFunction=w.fused, **how)
 
 
 def _hard_sigmoid(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
-    shifted, relu6 = w.between(w.shape(n.output)), schema.ActivationFunctionType.RELU6
+    shifted, relu6 = w.temporary(w.shape(n.output)), schema.ActivationFunctionType.RELU6
     w.op("ADD", [w.read(n.data), w.scalar(3.0)], shifted, fusedActivationFunction=relu6)
     w.op("MUL", [shifted, w.scalar(1.0 / 6.0)], y)
 
@@ -289,12 +291,12 @@ def _gelu(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     w.op(w.kind, w.reads(n), y, approximate=n.attrs["approximate"] == "tanh")
 
 
-#: bounds of rectifiers that the schema has
+#: bounds -> rectifier of the schema
 _RECTIFIERS = {(0.0, None): "RELU", (0.0, 6.0): "RELU6", (-1.0, 1.0): "RELU_N1_TO_1", (0.0, 1.0): "RELU_0_TO_1"}
 
 
 def fused_code(act: Node) -> int:
-    """The code of an activation that another operator applies; that of "none" when it has none."""
+    """Return the number of an activation that can be fused into another operator; that of NONE for others."""
     if act.op not in OPERATORS or not OPERATORS[act.op].clips:
         return schema.ActivationFunctionType.NONE
     kind = OPERATORS[act.op].kind or _RECTIFIERS.get((act.attrs["min"], act.attrs["max"]), "NONE")
@@ -309,20 +311,20 @@ def _clamp(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
         w.refuse(n, f"8-bit clipping to {ends}")
     x, steps = w.read(n.data), [(k, e) for k, e in zip(("MAXIMUM", "MINIMUM"), ends) if e is not None]
     for kind, end in steps:
-        out = y[0] if kind == steps[-1][0] else w.between(w.shape(n.output))
+        out = y[0] if kind == steps[-1][0] else w.temporary(w.shape(n.output))
         w.op(kind, [x, w.scalar(end)], out)
         x = out
 
 
 def _softmax(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
-    """Over the last axis, with transpositions around it where it is another one."""
+    """Write a softmax over the last axis, with transpositions around it for another axis."""
     x, a = w.read(n.data), w.shape(n.data)
     axis, how = _axis(w, n, n.data), {"beta": 1.0} if n.op == "Softmax" else {}
     if axis == len(a) - 1:
         return w.op(w.kind, [x], y, **how)
     perm = [*(d for d in range(len(a)) if d != axis), axis]
     moved = [a[d] for d in perm]
-    image, result = w.between(moved, x), w.between(moved, y[0])
+    image, result = w.temporary(moved, x), w.temporary(moved, y[0])
     _permute(w, x, perm, image)
     w.op(w.kind, [image], result, **how)
     _permute(w, result, [perm.index(d) for d in range(len(a))], y[0])
@@ -349,12 +351,12 @@ def _pool(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
                 wide = [s + sum(pair) for s, pair in zip(a[1:3], around, strict=True)]
                 plain = m.with_(attrs={**m.attrs, "padding": ((0, 0),) * 2})
                 padding, pads = _window(plain, wide, b[1:3], m.attrs["kernel"])
-            if pads is not None:  # SAME centres every window: all of them, of which some are kept
+            if pads is not None:  # SAME centres windows if the stride is 1; of these every stride-th is kept
                 steps = list(m.attrs["stride"])
                 centred = all(low == (k - 1) // 2 for (low, _), k in zip(around, m.attrs["kernel"], strict=True))
                 if not centred or [-(-i // s) for i, s in zip(a[1:3], steps, strict=True)] != [*b[1:3]]:
                     w.refuse(n, "its windows reach beyond what counts, and not as those of SAME")
-                every = w.between(a, x)
+                every = w.temporary(a, x)
                 write(m.with_(attrs={**m.attrs, "stride": (1, 1)}), x, a, every, a)
                 ends = ([0] * 4, [0] * 4, [1, *steps, 1])
                 return w.op("STRIDED_SLICE", [every, *(w.ints(*e) for e in ends)], out, beginMask=15, endMask=15)
@@ -377,11 +379,11 @@ def _arg_max(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     x, a, axis = w.read(n.data), w.shape(n.data), n.attrs["axis"]
     if axis is None:
         a, axis = (math.prod(a),), 0
-        flat = w.between(a, x)
+        flat = w.temporary(a, x)
         _reshape(w, x, [-1], flat)
         x = flat
     axis, keep = axis % len(a), n.attrs["keepdims"]
-    result = w.between([s for k, s in enumerate(a) if k != axis], y[0]) if keep else y[0]
+    result = w.temporary([s for k, s in enumerate(a) if k != axis], y[0]) if keep else y[0]
     w.op(w.kind, [x, w.constant(np.int32(axis))], result, outputType=w.tensors[y[0]].type)
     if keep:
         _reshape(w, result, w.open_shape(n.output), y[0])
@@ -391,7 +393,7 @@ def _cum_sum(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     w.op(w.kind, [w.read(n.data), w.constant(np.int32(n.attrs["axis"]))], y)
 
 
-# ---------------------------------------------------------------- moving
+# ---------------------------------------------------------------- pass-through
 
 
 def _join(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
@@ -431,7 +433,7 @@ def _expand(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     x, a, b = w.read(n.data), w.shape(n.data), w.shape(n.output)
     if len(a) < len(b):
         a = (1,) * (len(b) - len(a)) + a
-        lifted = w.between(a, x)
+        lifted = w.temporary(a, x)
         _reshape(w, x, a if a[0] == 1 else _open(w, a), lifted)
         x = lifted
     w.op(w.kind, [x, w.ints(*(q // p for p, q in zip(a, b, strict=True)))], y)
@@ -439,7 +441,7 @@ def _expand(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
 
 def _slice(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     rank, axis, select = len(w.shape(n.data)), _axis(w, n, n.data), n.op == "Select"
-    if select:  # one element, whatever the end is, of an axis that goes
+    if select:  # one element, whatever the end is, of an axis that is dropped
         start, end, step = n.attrs["index"], None, 1
     else:
         start, end, step = n.attrs["start"], n.attrs["end"], n.attrs["step"]
@@ -454,7 +456,7 @@ def _slice(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
 
 
 def _gather(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
-    """Constant indices may count from the end."""
+    """Write a GATHER; constant indices that count from the end are made positive."""
     x, index, axis = w.read(n.data), n.operand("index") or "", _axis(w, n, n.data)
     if index in w.graph.weights:
         at = w.constant(w.graph.weights[index].remainder(w.shape(n.data)[axis]).numpy())
@@ -464,7 +466,7 @@ def _gather(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
 
 
 def _gather_elements(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
-    """A GATHER inside every row, with transpositions around it where the rows lie along another axis than the last."""
+    """Write a GATHER within every row, with transpositions around it if the rows do not lie along the last axis."""
     index, axis = n.operand("index") or "", _axis(w, n, n.data)
     perm = [*(d for d in range(len(w.shape(index))) if d != axis), axis]
     shapes = [[w.shape(i)[d] for d in perm] for i in (n.data, index)]
@@ -472,8 +474,8 @@ def _gather_elements(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
         w.refuse(n, "it picks from some rows only")
     if axis == len(perm) - 1:
         return w.op(w.kind, w.reads(n), y, axis=axis, batchDims=axis)
-    x, at = (w.between(shape, w.read(i)) for i, shape in zip((n.data, index), shapes, strict=True))
-    picked = w.between(shapes[1], y[0])
+    x, at = (w.temporary(shape, w.read(i)) for i, shape in zip((n.data, index), shapes, strict=True))
+    picked = w.temporary(shapes[1], y[0])
     for given, moved in zip(w.reads(n), (x, at), strict=True):
         _permute(w, given, perm, moved)
     w.op(w.kind, [x, at], picked, axis=len(perm) - 1, batchDims=len(perm) - 1)
@@ -493,7 +495,7 @@ def _pad(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
         w.op("PAD", ins, y)
     elif w.integer:
         stored = w.plan[n.data]
-        w.op("PADV2", [*ins, _code(w, n, stored.quantize(torch.tensor(float(n.attrs["value"]))).numpy())], y)
+        w.op("PADV2", [*ins, _quantized(w, n, stored.quantize(torch.tensor(float(n.attrs["value"]))).numpy())], y)
     else:
         w.op("PADV2", [*ins, w.scalar(n.attrs["value"])], y)
 
@@ -516,14 +518,14 @@ def _resize(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
 
 
 def _depth(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
-    """torch counts channels by (channel, row, column), the file by (row, column, channel): a GATHER lies between."""
+    """Write a GATHER too: channels are (channel, row, column) in torch and (row, column, channel) in the file."""
     x, a, b, k = w.read(n.data), w.shape(n.data), w.shape(n.output), n.attrs["block"]
     if n.op == "DepthToSpace":
-        order, moved = np.arange(a[3]).reshape(b[3], k * k), w.between(a, x)
+        order, moved = np.arange(a[3]).reshape(b[3], k * k), w.temporary(a, x)
         _pick(w, x, order.T.ravel(), 3, moved)
         w.op(w.kind, [moved], y, blockSize=k)
     else:
-        order, moved = np.arange(b[3]).reshape(k * k, a[3]), w.between(b, x)
+        order, moved = np.arange(b[3]).reshape(k * k, a[3]), w.temporary(b, x)
         w.op(w.kind, [x], moved, blockSize=k)
         _pick(w, moved, order.T.ravel(), 3, y[0])
 
@@ -535,20 +537,29 @@ def _shuffle(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
 
 # ---------------------------------------------------------------- rows
 
+#: the functions that rows of `operators.yaml` name
+_FUNCTIONS: dict[str, Write] = {
+    f.__name__.removeprefix("_"): f
+    for f in (
+        *(_plain, _conv, _transpose_conv, _dynamic_quantize, _linear, _mat_mul, _prelu, _attention, _binary),
+        *(_hard_sigmoid, _leaky_relu, _gelu, _clamp, _softmax, _cast, _pool, _reduce, _arg_max, _cum_sum, _join),
+        *(_unstack, _split, _as_shape, _requantize, _transpose, _expand, _slice, _gather, _gather_elements, _pad),
+        *(_resize, _depth, _shuffle),
+    )
+}
 _DATA = package_data("chipfit.export.tflite", "operators.yaml")
 
 
-def _rows(ops: str, write: str = "plain", facts: str = "") -> dict[str, TfliteOp]:
-    """A row of `operators.yaml`."""
+def _ops(ops: str, write: str = "plain", facts: str = "") -> dict[str, TfliteOp]:
+    """Return the operators of a row of `operators.yaml`."""
     given: dict[str, bool] = dict.fromkeys(facts.split(), True)
     pairs = [word.partition("=") for word in ops.split()]
     return {
-        op: TfliteOp(kind=kind, write=globals()[f"_{write}"], **{"moves": OPS[op].moves, **given})
-        for op, _, kind in pairs
+        op: TfliteOp(kind=kind, write=_FUNCTIONS[write], **{"moves": OPS[op].moves, **given}) for op, _, kind in pairs
     }
 
 
-OPERATORS: dict[str, TfliteOp] = {op: row for rows in _DATA["rows"] for op, row in _rows(**rows).items()}
+OPERATORS: dict[str, TfliteOp] = {op: row for rows in _DATA["rows"] for op, row in _ops(**rows).items()}
 NO_FORM = "it has no TensorFlow Lite form here"
 #: operators that the file cannot hold, and why
 REFUSED: dict[str, str] = _DATA["refused"]

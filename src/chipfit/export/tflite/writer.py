@@ -1,9 +1,9 @@
-"""Write a Graph under a Plan as `.tflite`: the flatbuffer itself, with exactly the Plan's numbers.
+"""Writer of `.tflite` files: the flatbuffer itself, with exactly the Plan's scales, zero points and integers.
 
-A tensor has the name of the graph value whose codes (or floats) it holds; the float side of a quantized value is
-`v/float`. Images lie channels last, those that go in and come out too; the permutations, by which a runtime finds the
-model's own layout again, stand in the metadata entry "chipfit". Operators that the plan keeps in float are written in
-float, with QUANTIZE and DEQUANTIZE at their borders.
+A tensor has the name of the graph value whose integers (or floats) it holds; the float side of a quantized value is
+`v/float`. Images lie channels last, inputs and outputs included; the permutations back to the model's own layout stand
+in the metadata entry "chipfit". Operators that the plan keeps in float are written in float, between DEQUANTIZE and
+QUANTIZE.
 """
 
 import json
@@ -21,12 +21,11 @@ from chipfit.engine.kernels import execute
 from chipfit.engine.run import run
 from chipfit.engine.types import dtype_of
 from chipfit.errors import ExportError, UnsupportedError, first_line
-from chipfit.export.io_spec import IOSpec, QuantizedIO, io_spec_of
-from chipfit.export.names import output_names
-from chipfit.export.tflite.batch import counts, fixed
+from chipfit.export.io_spec import IOSpec, QuantizedIO, io_spec_of, output_names
+from chipfit.export.tflite.batch import depends_on_batch, fixed_batch_size
 from chipfit.export.tflite.builder import Refused, TfliteBuilder, code_type
-from chipfit.export.tflite.file import TYPES, Numbers
-from chipfit.export.tflite.metadata import attached, metadata
+from chipfit.export.tflite.file import TYPES, Quantization
+from chipfit.export.tflite.metadata import labels_archive, metadata
 from chipfit.export.tflite.ops import NO_FORM, OPERATORS, REFUSED, fused_code
 from chipfit.files import write_atomically
 from chipfit.graph.edit import drop_dead
@@ -40,7 +39,7 @@ from chipfit.registry import entries
 
 
 def export_tflite(graph: Graph, plan: Plan | None, path: str | Path, **options: Any) -> Path:
-    """Write the model to `path`, which appears complete or not at all; options and errors as of `content`.
+    """Write the model to `path`, which appears complete or not at all; for options and errors see `content`.
 
     Raises:
         ExportError: the disk refuses the file.
@@ -51,13 +50,13 @@ def export_tflite(graph: Graph, plan: Plan | None, path: str | Path, **options: 
 def content(
     graph: Graph, plan: Plan | None, *, batch: int | None = None, keep_layout: bool = False, **ends: Any
 ) -> bytes:
-    """A `.tflite` file.
+    """Return the bytes of a `.tflite` file.
 
     Args:
-        graph, plan: what to write; without a plan the float network is written.
+        graph, plan: the model; without a plan the float network is written.
         batch: a fixed batch size. When omitted the batch stays open (size 1 until it is resized), except in models
             with transposed convolutions, or with shapes that are computed from it: there it is fixed at 1.
-        keep_layout: inputs and outputs lie as in the model (channels first in PyTorch), behind transpositions.
+        keep_layout: inputs and outputs keep the model's layout (channels first in PyTorch), behind transpositions.
         ends: see `chipfit.export.io_spec.io_spec_of`. Quantized inputs and outputs have their scale and zero point in
             the file; labels, mean and std stand in the metadata that Android's libraries read.
 
@@ -66,28 +65,28 @@ def content(
             batch; or the batch has to be given.
         ConfigError: see `io_spec_of`.
     """
-    if found := [i for i in graph.inputs if None in graph.shape(i)[1:]]:
-        what = "The file holds one size of everything but the batch, and other sizes of this model are open"
-        shown, hint = ", ".join(f"'{i}' {list(graph.shape(i))}" for i in found), "quantize with batches of one size"
+    if unsized := [i for i in graph.inputs if None in graph.shape(i)[1:]]:
+        what = "Only the batch size can be open in the file, and other sizes of this model are open"
+        shown, hint = ", ".join(f"'{i}' {list(graph.shape(i))}" for i in unsized), "quantize with batches of one size"
         raise UnsupportedError(what, got=shown, hint=f"{hint}: pad, cut or resize them")
-    if batch is None and (batch := fixed(graph)):
+    if batch is None and (batch := fixed_batch_size(graph)):
         across = [v.name for v in graph.values.values() if v.shape.count(None) > 1]
         if across:
-            what = "The file holds one sample here, and this model compares samples with each other"
+            what = "The batch size must be fixed at 1, and this model compares samples with each other"
             raise UnsupportedError(what, got=", ".join(across[:8]), hint="pass `batch`, the number of them in a call")
-    handed = io_spec_of(graph, plan or Plan(), **ends)
-    for codes in (*handed.inputs.values(), *handed.outputs.values()):
-        if codes.type not in TYPES:
-            raise UnsupportedError("The file has no such codes", got=f"io: {codes.type}", allowed="int8, uint8, int16")
-    return Writer(graph, plan or Plan(), batch, keep_layout, handed).write() + attached(handed.notes)
+    io = io_spec_of(graph, plan or Plan(), **ends)
+    for q in (*io.inputs.values(), *io.outputs.values()):
+        if q.type not in TYPES:
+            raise UnsupportedError("The file has no such integers", got=f"io: {q.type}", allowed="int8, uint8, int16")
+    return Writer(graph, plan or Plan(), batch, keep_layout, io).write() + labels_archive(io.notes)
 
 
 class Writer(TfliteBuilder):
-    """One export."""
+    """The export of one graph."""
 
-    def __init__(self, graph: Graph, plan: Plan, batch: int | None, keep_layout: bool, handed: IOSpec) -> None:
-        self.source, self.handed = graph, handed
-        self.refused = _unstorable(plan)  #: why the file cannot be written
+    def __init__(self, graph: Graph, plan: Plan, batch: int | None, keep_layout: bool, io: IOSpec) -> None:
+        self.source, self.io = graph, io
+        self.refused = _unstorable(plan)  #: reasons why the file cannot be written
         found = _sizes(graph, batch or 1)
         graph = _with_shapes(graph, found)
         new, plan = apply_layout(graph, plan, "channels_last", change_io=not keep_layout)
@@ -106,59 +105,59 @@ class Writer(TfliteBuilder):
         g = self.graph
         groups = {n: group for group in self.plan.groups for n in group}
         nodes = {n.name: n for n in g.nodes}
-        ends = [self._input(name, own) for name, own in zip(g.inputs, self.source.inputs, strict=True)]
+        inputs = [self._input(name, own) for name, own in zip(g.inputs, self.source.inputs, strict=True)]
         for n in g.nodes:
             members = [nodes[m] for m in groups.get(n.name, (n.name,))]
             if n.name == members[-1].name:
                 try:
-                    self._unit(members)
+                    self._kernel_group(members)
                 except Refused as e:
                     self.refused.append(e.args)
         if self.refused:
-            raise _in_one(self.refused)
+            raise _all_in_one(self.refused)
         self.begin(Node("io", "", (), ()))
         outputs = [self._output(name, own) for name, own in zip(g.outputs, self.source.outputs, strict=True)]
-        takes, gives = dict(zip(self.source.inputs, ends)), dict(zip(output_names(self.source), outputs))
+        ins, outs = dict(zip(self.source.inputs, inputs)), dict(zip(output_names(self.source), outputs))
         notes = {"chipfit": json.dumps(self._notes(), default=str).encode()}
-        if self.handed.notes:
+        if self.io.notes:
             shape = self.source.shape(self.source.inputs[0])
             channels = shape[-1 if self.source.framework == "keras" else 1] if len(shape) == 4 else 0
-            notes["TFLITE_METADATA"] = metadata(list(takes), list(gives), self.handed.notes, channels or 0)
-        return self.content(takes, gives, notes)
+            notes["TFLITE_METADATA"] = metadata(list(ins), list(outs), self.io.notes, channels or 0)
+        return self.content(ins, outs, notes)
 
     def _input(self, name: str, own: str) -> int:
-        """The tensor in which an input is handed over: floats, codes, or codes of another zero point."""
-        codes = self.handed.inputs.get(own)
-        self._add(name, raw=codes is None)
-        if codes is None:
+        """Add an input of floats, of the plan's integers, or of integers with another zero point."""
+        io = self.io.inputs.get(own)
+        self._add(name, raw=io is None)
+        if io is None:
             self._quantize(name)
-            return self.known[self.raw_name(name)]
-        if codes.own:
-            return self.known[name]
-        x = self._handed(name, codes)
-        self.op("QUANTIZE", [x], self.known[name])
+            return self.index[self.float_name(name)]
+        if io.own:
+            return self.index[name]
+        x = self._shifted(name, io)
+        self.op("QUANTIZE", [x], self.index[name])
         return x
 
     def _output(self, name: str, own: str) -> int:
-        codes = self.handed.outputs.get(own)
+        io = self.io.outputs.get(own)
         if name in self.graph.weights:
             return self._constant_output(name)
-        if codes is None:
+        if io is None:
             return self.read(name)
-        if codes.own:
-            return self.known[name]
-        y = self._handed(name, codes)
-        self.op("QUANTIZE", [self.known[name]], y)
+        if io.own:
+            return self.index[name]
+        y = self._shifted(name, io)
+        self.op("QUANTIZE", [self.index[name]], y)
         return y
 
-    def _handed(self, name: str, codes: QuantizedIO) -> int:
-        """A tensor of codes that stand for the same reals as the plan's, shifted."""
-        numbers = Numbers(np.array(codes.scale, np.float32), np.array(codes.zero_point))
+    def _shifted(self, name: str, io: QuantizedIO) -> int:
+        """Add a tensor whose integers and zero point are the plan's, shifted."""
+        qparams = Quantization(np.array(io.scale, np.float32), np.array(io.zero_point))
         shape, opened = self.sizes[name], self.open_shape(name)
-        return self.tensor(f"{name}/{codes.type}", shape, TYPES[codes.type], numbers, open_shape=opened)
+        return self.tensor(f"{name}/{io.type}", shape, TYPES[io.type], qparams, open_shape=opened)
 
-    def _unit(self, members: Sequence[Node]) -> None:
-        """One kernel: the head, and the activations that it may apply itself."""
+    def _kernel_group(self, members: Sequence[Node]) -> None:
+        """Write one kernel: the head, and the activations fused into it."""
         head, tail = members[0], members[-1]
         integer = self._in_integers(members)
         for o in tail.outputs:
@@ -169,24 +168,24 @@ class Writer(TfliteBuilder):
                 self.refuse(n, self.reasons.get(n.name) or REFUSED.get(n.op, NO_FORM))
             row = OPERATORS[n.op]
             self.begin(n, row.kind, integer, fused)
-            outs = [self.known[o if integer else self.raw_name(o)] for o in tail.outputs]
+            outs = [self.index[o if integer else self.float_name(o)] for o in tail.outputs]
             if n is not tail and not fused:
-                outs = [self.between(self.sizes[n.output], outs[0], f"{n.output}/inner")]
-                self.known[n.output] = outs[0]
+                outs = [self.temporary(self.sizes[n.output], outs[0], f"{n.output}/inner")]
+                self.index[n.output] = outs[0]
             row.write(self, n, outs)
         if not integer:
             for o in tail.outputs:
                 self._quantize(o)
 
     def _in_integers(self, members: Sequence[Node]) -> bool:
-        """Whether operands and results of a kernel are codes that its integer form may take."""
+        """Return whether a kernel can be written with integer operands and results."""
         (head, *others), plan = members, self.plan
         planned = plan.nodes.get(head.name)
         if head.op not in OPERATORS or not OPERATORS[head.op].integer or planned is None or planned.exec == "float":
             return False
         if any(
             m.op not in OPERATORS or not OPERATORS[m.op].clips for m in others
-        ):  # it has no numbers for what lies between
+        ):  # nothing quantizes what lies between
             return False
         made = {o for m in members for o in m.outputs}
         reads = [i for m in members for i in m.inputs if i is not None and i not in made and self.graph.is_float(i)]
@@ -196,46 +195,46 @@ class Writer(TfliteBuilder):
         return not OPERATORS[head.op].moves or all(same_numbers(plan, reads[0], v) for v in ends)
 
     def _add(self, name: str, raw: bool) -> None:
-        """Add the tensors of a value: its codes when it is quantized, its float side when `raw`."""
+        """Add the tensors of a value: its integers if it is quantized, its float side if `raw`."""
         v, stored = self.graph.values[name], self.plan.stored(name)
         if v.dtype not in TYPES:
             self.refused.append((f"value '{name}'", f"the file has no type {v.dtype}"))
             v = replace(v, dtype="float32")
         shape, open_shape = self.sizes[name], self.open_shape(name)
         if raw:
-            self.tensor(self.raw_name(name), shape, TYPES[v.dtype], open_shape=open_shape)
+            self.tensor(self.float_name(name), shape, TYPES[v.dtype], open_shape=open_shape)
         if stored is not None:
-            numbers = Numbers(stored.scale.numpy(), stored.zero_point.numpy())
+            numbers = Quantization(stored.scale.numpy(), stored.zero_point.numpy())
             self.tensor(name, shape, code_type(self.plan.tensors[name]), numbers, open_shape=open_shape)
 
     def _quantize(self, name: str) -> None:
-        """QuantizedIO of a value that was written in float."""
+        """Quantize a value that was written in float."""
         if self.plan.quantized(name):
-            self.op("QUANTIZE", [self.known[self.raw_name(name)]], self.known[name])
+            self.op("QUANTIZE", [self.index[self.float_name(name)]], self.index[name])
 
     def _constant_output(self, name: str) -> int:
-        """A copy: an output must be made by an operator."""
+        """Add a copy of a constant: an operator must compute each output."""
         shape = self.shape(name)
         y = self.tensor(f"{name}/output", shape, TYPES[str(self.graph.weights[name].dtype).removeprefix("torch.")])
         self.op("RESHAPE", [self.weight(name), self.ints(*shape)], y, newShape=list(shape))
         return y
 
     def _notes(self) -> dict[str, Any]:
-        """What a runtime needs to take and give every value in the model's own layout."""
+        """Return what a runtime needs to read and write every value in the model's own layout."""
         values = self.source.values
-        held = {
-            v: [n for n in (v, f"{v}/float", f"{v}/dequantized") if n in self.known]
+        tensors = {
+            v: [n for n in (v, f"{v}/float", f"{v}/dequantized") if n in self.index]
             for v in self.graph.values
             if v in values
         }
         batch_axis = {name: v.shape.index(None) for name, v in values.items() if None in v.shape}
-        inside = {n: k for v, k in _in_front(self.source).items() for n in held.get(v, ())}
+        inside = {n: k for v, k in _in_front(self.source).items() for n in tensors.get(v, ())}
         return {
             **({"in_front": inside} if inside else {}),
             "platform": self.plan.platform,
             "inputs": [self.forms.get(i) for i in self.source.inputs],
-            "forms": {n: list(f) for v, f in self.forms.items() for n in held[v]},
-            "batch_axis": {n: batch_axis[v] for v, ns in held.items() if v in batch_axis for n in ns},
+            "forms": {n: list(f) for v, f in self.forms.items() for n in tensors[v]},
+            "batch_axis": {n: batch_axis[v] for v, ns in tensors.items() if v in batch_axis for n in ns},
             "outputs": [  # each with its batch axis in the model's own layout
                 (self.forms.get(o) if o == own else None, batch_axis.get(own, 0))
                 for o, own in zip(self.graph.outputs, self.source.outputs, strict=True)
@@ -245,7 +244,7 @@ class Writer(TfliteBuilder):
 
 
 def _in_front(graph: Graph) -> dict[str, int]:
-    """Values in whose batch axis others lie in front of the samples, [L, N] in one, and how many elements."""
+    """Return values whose batch axis holds other axes in front of the samples, [L, N] in one, and their size L."""
     found: dict[str, int] = {}
     for n in graph.nodes:
         carried = max((found[i] for i in n.inputs if i in found), default=1)
@@ -259,14 +258,14 @@ def _in_front(graph: Graph) -> dict[str, int]:
 
 
 def _unstorable(plan: Plan) -> list[tuple[str, str]]:
-    """Tensors whose formats the file cannot hold."""
+    """Return (tensor, reason) for formats that the file cannot hold."""
     grids = [(f"tensor '{t.name}' ({t.format})", t.grid) for t in plan.tensors.values() if t.grid is not None]
     return [(name, "the file holds signed integers only") for name, g in grids if g.kind != "int" or not g.signed] + [
         (name, "the file has no scales per row") for name, g in grids if g.per == "row"
     ]
 
 
-def _in_one(refused: Sequence[tuple[str, str]]) -> UnsupportedError:
+def _all_in_one(refused: Sequence[tuple[str, str]]) -> UnsupportedError:
     reasons: dict[str, list[str]] = {}
     for what, why in refused:
         reasons.setdefault(why, []).append(what)
@@ -276,25 +275,26 @@ def _in_one(refused: Sequence[tuple[str, str]]) -> UnsupportedError:
 
 
 def _platform() -> str:
-    """Of the built-in platforms that are proved by such files, the one on which most others build."""
+    """Return the built-in platform that most of those with a `.tflite` runtime extend."""
     loading = {name for name, e in entries("runtime").items() if e.declares.suffix == ".tflite"}
     return Counter(p.extends for p in map(load, names()) if p.extends and loading & {*p.runtimes}).most_common(1)[0][0]
 
 
 def _with_shapes(graph: Graph, sizes: Mapping[str, tuple[int, ...]]) -> Graph:
-    """The graph for one batch size, in which shapes that are computed from it are known."""
-    if not any(map(counts, graph.nodes)):
+    """Return the graph for one batch size, with the shapes that depend on it."""
+    if not any(map(depends_on_batch, graph.nodes)):
         return graph
     graph = graph.copy()
     graph.nodes = [
-        n.with_(inputs=n.inputs[:1], attrs={"shape": sizes[n.output]}) if counts(n) else n for n in graph.nodes
+        n.with_(inputs=n.inputs[:1], attrs={"shape": sizes[n.output]}) if depends_on_batch(n) else n
+        for n in graph.nodes
     ]
     drop_dead(graph)
     return graph
 
 
 def _sizes(graph: Graph, batch: int) -> dict[str, tuple[int, ...]]:
-    """Concrete sizes of every value, by running the network once on zeros."""
+    """Return concrete sizes of every value, from one run of the network on zeros."""
     found: dict[str, tuple[int, ...]] = {}
 
     def note(node: Node, outs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -319,7 +319,7 @@ def _sizes(graph: Graph, batch: int) -> dict[str, tuple[int, ...]]:
 
 
 def _add_sizes(graph: Graph, sizes: dict[str, tuple[int, ...]]) -> None:
-    """The sizes of what composites became: simple operators, to which the layout means nothing, and convolutions."""
+    """Add the sizes of decomposed operators: simple ones, for which layout does not matter, and convolutions."""
     for n in graph.nodes:
         if n.output not in sizes and n.op in TRANSPOSED:
             sizes[n.output] = tuple(sizes[n.data][0] if s is None else s for s in graph.shape(n.output))

@@ -1,0 +1,313 @@
+"""Run the float network, the simulation and the device on the same inputs, and compare their tensors."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from chipfit.calibration.data import divisible, iterate, split_label
+from chipfit.calibration.sample_fingerprints import SampleHashes
+from chipfit.engine.run import run
+from chipfit.errors import DataError, RuntimeUnavailable, first_line, raised_outside_chipfit
+from chipfit.export import FileTensor, export, format_of
+from chipfit.export.io_spec import output_names
+from chipfit.files import path_of
+from chipfit.graph.edit import live_values
+from chipfit.graph.ir import DYNAMIC, Graph
+from chipfit.plan.record import Plan
+from chipfit.platform.schema import Platform
+from chipfit.platform.support import simulates_arithmetic, unsupported_features
+from chipfit.registry import DeviceRuntime, entries, entry, require
+from chipfit.simulate.device import float_operators, output
+from chipfit.simulate.integer import float_results, profile_for, simulate
+from chipfit.verify.comparisons import (
+    OutputComparison,
+    TensorComparison,
+    by_tensor,
+    compare_constant,
+    dtype_name,
+    not_comparable,
+)
+from chipfit.verify.verification import Verification
+
+_DEFAULT_RUNTIME = "onnxruntime"  #: runtime of platforms that name none
+#: Number of unlabelled samples used for the float run and for the end-to-end simulation. Each operator by itself, given
+#: the device's inputs, is compared on all samples: if none differs, all integers are equal
+MAX_SIMULATED_SAMPLES = 16
+_OTHER_FILE = "is this the file that was written for this model?"
+
+
+def default_runtime(platform: Platform, suffix: str = "") -> str:
+    """Return the runtime that the platform's files are for; if none loads files of this suffix, one that does."""
+    loading = [name for name, e in entries("runtime").items() if suffix in ("", e.declares.suffix)]
+    preferred = [name for name in (*platform.runtimes, _DEFAULT_RUNTIME) if name in loading]
+    return [*preferred, *loading, _DEFAULT_RUNTIME][0]
+
+
+def verify(
+    graph: Graph,
+    plan: Plan,
+    platform: Platform,
+    data: Any,
+    *,
+    runtime: str | None = None,
+    path: str | Path | None = None,
+    model: Callable[[], Any] | None = None,
+    batches: int | None = None,
+    freely: int | None = MAX_SIMULATED_SAMPLES,
+) -> Verification:
+    """Run everything on the same inputs and compare integer by integer, the file's own constants included.
+
+    On all samples, every operator computes from the device's integers. On labelled samples and the first unlabelled
+    ones, the float network and the end-to-end simulation run, too.
+
+    Args:
+        data: batches as for calibration; (input, label) pairs give accuracies too.
+        runtime: a registered runtime; by default the platform's own, or one that loads `path`.
+        path: the deployed file; exported to a temporary one when omitted.
+        model: makes the fake-quantized module, whose accuracy is measured if the data have labels.
+        batches: stop after this many.
+        freely: number of unlabelled samples used for the float run and the end-to-end simulation; whole batches if
+            the file has a fixed batch size; None: all.
+
+    Raises:
+        RuntimeUnavailable: the runtime is not installed, refuses the file or the inputs, or returns nothing that can be
+            compared.
+        DataError: no data.
+    """
+    given = None if path is None else path_of(path, RuntimeUnavailable)
+    runtime = default_runtime(platform, "" if given is None else given.suffix) if runtime is None else runtime
+    found = entry("runtime", runtime)
+    require(found)
+    declared = found.declares
+    quantized = [v for v in (*graph.inputs, *(o for n in graph.nodes for o in n.outputs)) if plan.quantized(v)]
+    read_in_float = (n.data for n in graph.nodes if n.op == DYNAMIC)
+    inner = dict.fromkeys(v for v in read_in_float if v not in graph.inputs and not plan.quantized(v))
+    with tempfile.TemporaryDirectory() as folder:
+        file = given or export(graph, plan, Path(folder) / f"model{declared.suffix}", platform)
+        device = found.thing(file, [*(declared.codes.format(v) for v in quantized), *inner])
+        read_back = format_of(declared.suffix).declares.stored
+        in_file = read_back(file) if read_back is not None else None
+    out = Verification(runtime, runtime in platform.runtimes and simulates_arithmetic(platform))
+    out.executed, out.not_modelled = dict(device.executed()), [*unsupported_features(platform)]
+    _list_tensors(out, graph, plan, platform, declared, quantized, inner)
+    comparator = Comparator(graph, plan, platform, device, declared, model, out, set(in_file or ()), freely)
+    if in_file is not None:
+        comparator.compare_file(quantized, in_file)
+    if hasattr(device, "warnings"):
+        out.warnings += device.warnings(platform)
+    with torch.inference_mode():
+        for k, batch in enumerate(iterate(data)):
+            if batches is not None and k >= batches:
+                break
+            for part in comparator.parts(*split_label(batch, graph)):
+                comparator.add(*part)
+    if out.samples == 0:
+        raise DataError("There are no data to verify on", hint="give at least one batch")
+    if out.calibrated:
+        share = f"{out.calibrated} of the {out.samples} samples are calibration data"
+        out.warnings.append(f"{share}: accuracy and noise on them are better than on new data")
+    return out
+
+
+def _list_tensors(
+    out: Verification,
+    graph: Graph,
+    plan: Plan,
+    platform: Platform,
+    declared: DeviceRuntime,
+    quantized: Sequence[str],
+    inner: Sequence[str] | dict[str, None],
+) -> None:
+    """Enter all tensors that are to be compared, with the operators that the runtime computes in float."""
+    profile, makers = profile_for(platform, declared.kernels), graph.producers()
+    in_float, float_ops = float_results(graph, plan, profile), float_operators(graph, plan, profile)
+    for v in quantized:
+        layer, op = (makers[v].layer, makers[v].op) if v in makers else ("", "Input")
+        ops = float_ops(v) if v in in_float else ()
+        out.rows.append(TensorComparison(v, layer, op, in_float=v in in_float, float_ops=ops))
+    for name, v in zip(output_names(graph), graph.outputs, strict=True):
+        stored = plan.stored(v)
+        span = float(stored.scale.max()) * (stored.grid.qmax - stored.grid.qmin) if stored is not None else 0.0
+        out.outputs.append(OutputComparison(name, v, () if span or v in graph.weights else float_ops(v), span))
+    out.outputs += [OutputComparison(v, v, float_ops(v), inner=True) for v in inner]
+
+
+@dataclass
+class Comparator:
+    """A comparison of simulation and device, batch after batch, whose results go to `out`."""
+
+    graph: Graph
+    plan: Plan
+    platform: Platform
+    device: Any
+    declares: DeviceRuntime
+    model: Callable[[], Any] | None
+    out: Verification
+    in_file: set[str] = field(default_factory=set)  #: tensors that the file is known to hold
+    freely: int | None = None  #: see `verify`
+    weights: dict[str, Tensor] = field(default_factory=dict)  #: integers of weights
+    hits: Counter[str] = field(default_factory=Counter)  #: right answers of each side
+
+    def __post_init__(self) -> None:
+        self.calibration = SampleHashes.of(self.plan.provenance)
+        self.live = live_values(self.graph)
+
+    def compare_file(self, quantized: Sequence[str], in_file: dict[str, FileTensor]) -> None:
+        """Compare scales and zero points in the file, and integers of weights, with the plan."""
+        graph, plan = self.graph, self.plan
+        read = dict.fromkeys(i for n in graph.nodes for i in n.inputs if i in graph.weights and plan.quantized(i))
+        found = by_tensor({*plan.tensors, *graph.weights}, in_file)
+        names = (*quantized, *read)
+        self.out.held = [compare_constant(graph, plan, name, found.get(name, ()), self.weights) for name in names]
+
+    def parts(self, inputs: list[Tensor], label: Tensor | None) -> list[tuple[list[Tensor], Tensor | None]]:
+        """Cut a batch, if it may be cut, behind the last sample that the end-to-end simulation runs on."""
+        first = (self.freely or 0) - self.out.freely
+        whole = label is not None or hasattr(self.device, "part")  # a file of a fixed batch cuts it itself
+        if whole or not 0 < first < divisible(self.graph, inputs):
+            return [(inputs, label)]
+        return [([x[:first] for x in inputs], None), ([x[first:] for x in inputs], None)]
+
+    def add(self, inputs: list[Tensor], label: Tensor | None) -> None:
+        """Run one batch everywhere and compare."""
+        samples = inputs[0].shape[0] if inputs and inputs[0].dim() else 1
+        freely = label is not None or self.freely is None or self.out.freely < self.freely
+        self.out.samples += samples
+        self.out.calibrated += self.calibration.count_known(inputs)
+        try:
+            got = self._run([x.numpy() for x in inputs])
+        except RuntimeUnavailable:
+            self._simulated(inputs, keep=())  # raises if no network could run on these inputs
+            raise
+        before: dict[str, Any] | None = {} if freely else None
+        free = self._simulated(inputs, floats=before) if freely else None
+        floats = {o.tensor: got[o.tensor] for o in self.out.outputs if o.inner and o.tensor in got}
+        codes, alone = self._compare_tensors(inputs, got, floats, before, free)
+        if self.out.rows and not codes:
+            what = f"'{self.out.runtime}' returned none of the {len(self.out.rows)} tensors that were requested"
+            raise RuntimeUnavailable(what, got=", ".join(list(got)[:8]) or "nothing", hint=_OTHER_FILE)
+        returned = list(got.values())
+        self._compare_outputs(returned, alone | codes, free, floats)
+        if free is not None:
+            self.out.freely += samples
+            self._add_free(inputs, label, codes, free, returned[0])
+
+    def _compare_tensors(
+        self,
+        inputs: list[Tensor],
+        got: dict[str, Tensor],
+        floats: dict[str, Tensor],
+        before: dict[str, Any] | None,
+        free: dict[str, Any] | None,
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Compare each operator by itself; return the device's integers and what the operators compute from them."""
+        given = {r.tensor: got.get(self.declares.codes.format(r.tensor)) for r in self.out.rows}
+        types = {v: storage_types(self.plan[v].grid.bits, self.plan[v].grid.signed) for v in given}
+        codes = {
+            v: q.int() if q.dtype == torch.uint16 else q  # torch does not compute with that type
+            for v, q in given.items()
+            if q is not None and dtype_name(q) in types[v]
+        }
+        remaining = {r.tensor: r for r in self.out.rows}
+
+        def compare(name: str, own: Any, unrounded: Any) -> None:
+            row = remaining.pop(name, None)
+            if row is None:
+                return
+            q, row.why = given[name], ""
+            if q is None:
+                self._count_missing(row, own.numel())
+            elif wrong := not_comparable(q, own, types[name]):
+                row.why, row.wrong = "of another shape or type", wrong
+            else:
+                row.why = "" if q.numel() or row.elements else "empty"
+                row.add(codes[name], own, self.plan[name], unrounded if row.float_ops else None)
+                return
+            codes.pop(name, None)
+
+        ends = [o.tensor for o in self.out.outputs]
+        alone = self._simulated(inputs, force=codes | floats, floats=before, like=free, keep=ends, each=compare)
+        for row in remaining.values():
+            row.why = "inside a fused kernel"
+            codes.pop(row.tensor, None)
+        return codes, alone
+
+    def _compare_outputs(
+        self,
+        returned: Sequence[Tensor],
+        alone: dict[str, Any],
+        free: dict[str, Any] | None,
+        floats: dict[str, Tensor],
+    ) -> None:
+        """Compare the outputs, and the float inputs of dynamic kernels."""
+        for k, o in enumerate(self.out.outputs):
+            want = output(self.graph, self.plan, alone, o.tensor)
+            device = returned[k] if not o.inner and k < len(returned) else floats.get(o.tensor)
+            if o.inner and device is not None:
+                device = device.reshape(want.shape) if device.numel() == want.numel() else None
+            o.add(device, want, None if free is None else output(self.graph, self.plan, free, o.tensor))
+
+    def _add_free(
+        self, inputs: list[Tensor], label: Tensor | None, codes: dict[str, Tensor], free: dict[str, Any], device: Tensor
+    ) -> None:
+        """Compare with the float network and the end-to-end simulation; `device` is the device's first output."""
+        floats = run(self.graph, inputs, keep=list(codes))
+        for row in (r for r in self.out.rows if r.tensor in codes):
+            name = row.tensor
+            row.add_free(codes[name], free[name], floats[name], self.plan[name])
+        first = floats[self.graph.outputs[0]]
+        if label is not None and first.dim() == 2 and label.shape[:1] == first.shape[:1]:
+            own = output(self.graph, self.plan, free, self.graph.outputs[0])
+            found = {"float": first, "integer": own, "device": device}
+            self._count_hits(inputs, label, {k: y for k, y in found.items() if y.shape == first.shape})
+
+    def _run(self, inputs: list[np.ndarray]) -> dict[str, Tensor]:
+        """Return the device's outputs, in the model's order, and then its integers, by name."""
+        try:
+            results = self.device.run(inputs)
+        except Exception as e:  # the errors of runtimes share no base
+            if not raised_outside_chipfit(e):
+                raise
+            what = f"'{self.out.runtime}' cannot run the file on these inputs: {first_line(e)}"
+            raise RuntimeUnavailable(what, hint=_OTHER_FILE) from e
+        small = {k: np.asarray(x) for k, x in results.items()}  # numpy has no type of 4 bits, nor has torch
+        return {k: torch.from_numpy(x.astype(np.int8) if "int4" in x.dtype.name else x) for k, x in small.items()}
+
+    def _simulated(self, inputs: list[Tensor], **how: Any) -> dict[str, Any]:
+        how |= {"kernels": self.declares.kernels, "weights": self.weights, "part": getattr(self.device, "part", None)}
+        return simulate(self.graph, self.plan, inputs, self.platform, **how)
+
+    def _count_missing(self, row: TensorComparison, count: int) -> None:
+        """Count a tensor that the device did not return: it may have elided only pass-through operators."""
+        maker = self.plan.nodes.get(self.graph.producers()[row.tensor].name) if row.op != "Input" else None
+        row.missed += count
+        if row.tensor in self.live and (row.tensor in self.in_file or maker is None or maker.exec != "follow"):
+            row.why, row.wrong = "missing from its results", "it is missing from the device's results"
+        else:
+            row.why = "elided by the runtime" if row.tensor in self.live else "without use for any output"
+
+    def _count_hits(self, inputs: list[Tensor], label: Tensor, results: dict[str, Tensor]) -> None:
+        """Count right answers by the label, those of the fake-quantized module too."""
+        run_flat: Any = getattr(self.model and self.model(), "run_flat", None)  # modules that chipfit made have it
+        if run_flat is not None:
+            results["simulated"] = run_flat(inputs)[0]
+        self.out.labelled += label.shape[0]
+        if not self.out.labelled:  # a batch without samples
+            return
+        self.hits.update({k: int((y.argmax(1) == label.reshape(-1)).sum()) for k, y in results.items()})
+        self.out.accuracy = {k: right / self.out.labelled for k, right in self.hits.items()}
+
+
+def storage_types(bits: int, signed: bool) -> set[str]:
+    """Return the types in which a file may hold integers of so many bits."""
+    size = next((b for b in (8, 16) if bits <= b), 32)
+    return {f"int{size}" if signed or size == 32 else f"uint{size}"}
