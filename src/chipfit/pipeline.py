@@ -22,8 +22,7 @@ from chipfit.calibration.progress import Progress, length
 from chipfit.calibration.sample_fingerprints import SampleHashes
 from chipfit.decide import scales, statistics
 from chipfit.decide.assignment import Assignment, assign
-from chipfit.decide.bounds import plan_limits
-from chipfit.decide.constraints import tie_groups
+from chipfit.decide.constraints import plan_limits, tie_groups
 from chipfit.decide.dynamic import with_dynamic, without_dynamic
 from chipfit.decide.override_effects import unapplied_overrides, unmet_io_formats
 from chipfit.decide.overrides import Overrides, resolve_overrides, to_record, with_results

@@ -6,8 +6,8 @@ from torch import nn
 
 import chipfit
 from chipfit.decide.assignment import Assignment, TensorSpec
-from chipfit.decide.biases import with_biases
 from chipfit.decide.constraints import Constraint
+from chipfit.decide.qparams import with_biases
 from chipfit.graph.ir import Graph, Node
 from chipfit.plan.record import TensorPlan
 from chipfit.platform.schema import Format, Rule

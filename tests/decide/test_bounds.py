@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from chipfit.decide.bounds import plan_limits
-from chipfit.decide.constraints import Constraint
+from chipfit.decide.constraints import Constraint, plan_limits
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import TensorPlan
 from chipfit.platform.schema import Rule

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from chipfit.decide.narrow import METHODS, constrain_format, method_of
+from chipfit.decide.overrides import METHODS, constrain_format, method_of
 from chipfit.errors import UnsupportedError
 from chipfit.platform.schema import Format
 
@@ -33,9 +33,9 @@ def test_a_format_becomes_what_it_holds_and_nothing_else(mine, method):
     assert method_of(fmt) == mine
     if method not in INSIDE[mine]:
         with pytest.raises(UnsupportedError, match="method"):
-            constrain_format(fmt, who="conv", method=method)
+            constrain_format(fmt, layer="conv", method=method)
         return
-    made = constrain_format(fmt, who="conv", method=method)
+    made = constrain_format(fmt, layer="conv", method=method)
     assert made.scale == ("pot" if method.endswith("power_of_two") else "any") and made.bits == fmt.bits
     assert (made == fmt) is (method == mine)
 
@@ -43,35 +43,35 @@ def test_a_format_becomes_what_it_holds_and_nothing_else(mine, method):
 @pytest.mark.parametrize("signed, zero", [(True, 0), ("auto", 0), (False, (0, 128))])
 def test_zero_is_in_the_middle_of_unsigned_codes_or_at_their_end(signed, zero):
     """Of 8 bits 128 stands for 0 where values have both signs."""
-    made = constrain_format(Format(bits=8, zero="any", signed=signed), who="conv", method="symmetric")
+    made = constrain_format(Format(bits=8, zero="any", signed=signed), layer="conv", method="symmetric")
     assert made.zero == zero and made.signed == signed
 
 
 def test_a_sign_is_chosen_where_the_format_leaves_it_to_the_data():
-    assert constrain_format(Format(bits=8, signed="auto"), who="conv", signed=False).signed is False
-    assert constrain_format(AFFINE, who="conv", signed=True) == AFFINE
+    assert constrain_format(Format(bits=8, signed="auto"), layer="conv", signed=False).signed is False
+    assert constrain_format(AFFINE, layer="conv", signed=True) == AFFINE
     with pytest.raises(UnsupportedError, match="sign"):
-        constrain_format(AFFINE, who="conv", signed=False)
+        constrain_format(AFFINE, layer="conv", signed=False)
 
 
 def test_scales_per_channel_become_one_and_never_the_other_way_round():
-    assert constrain_format(Format(bits=8, per="channel"), who="conv", per="tensor").per == "tensor"
-    assert constrain_format(AFFINE, who="conv", per="tensor") == AFFINE
+    assert constrain_format(Format(bits=8, per="channel"), layer="conv", per="tensor").per == "tensor"
+    assert constrain_format(AFFINE, layer="conv", per="tensor") == AFFINE
     with pytest.raises(UnsupportedError, match="scale per"):
-        constrain_format(AFFINE, who="conv", per="channel")
+        constrain_format(AFFINE, layer="conv", per="channel")
 
 
 def test_codes_of_other_kinds_have_no_method():
     assert method_of(Format(bits=8, kind="log", base=2.0)) is None
     with pytest.raises(UnsupportedError):
-        constrain_format(Format(bits=8, kind="log", base=2.0), who="conv", method="symmetric")
+        constrain_format(Format(bits=8, kind="log", base=2.0), layer="conv", method="symmetric")
 
 
 @pytest.mark.parametrize("mine", METHODS)
 @pytest.mark.parametrize("method", METHODS)
 def test_what_a_format_becomes_is_the_method_that_was_asked_for(mine, method):
     if method in INSIDE[mine]:
-        assert method_of(constrain_format(FORMATS[mine], who="conv", method=method)) == method
+        assert method_of(constrain_format(FORMATS[mine], layer="conv", method=method)) == method
 
 
 @pytest.mark.parametrize(
@@ -94,15 +94,15 @@ def test_what_a_format_becomes_is_the_method_that_was_asked_for(mine, method):
 )
 def test_a_refusal_names_the_layer_what_was_asked_and_what_may_be(fmt, asked, words):
     with pytest.raises(UnsupportedError) as e:
-        constrain_format(fmt, who="conv", **asked)
+        constrain_format(fmt, layer="conv", **asked)
     assert "The chip's format for 'conv'" in str(e.value) and words in str(e.value)
 
 
 def test_what_a_format_is_already_changes_nothing():
     for fmt in FORMATS.values():
-        assert constrain_format(fmt, who="conv") == fmt
-        assert constrain_format(fmt, who="conv", method=method_of(fmt), signed=fmt.signed, per=fmt.per) == fmt
+        assert constrain_format(fmt, layer="conv") == fmt
+        assert constrain_format(fmt, layer="conv", method=method_of(fmt), signed=fmt.signed, per=fmt.per) == fmt
     both = constrain_format(
-        Format(bits=8, zero="any", signed="auto", per="channel"), who="conv", signed=True, per="tensor"
+        Format(bits=8, zero="any", signed="auto", per="channel"), layer="conv", signed=True, per="tensor"
     )
     assert (both.signed, both.per, both.zero) == (True, "tensor", "any")

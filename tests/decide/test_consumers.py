@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from chipfit.decide.formats import formats_wanted_by_consumers, limit_to_consumers
 from chipfit.decide.groups import find_groups
-from chipfit.decide.readers import formats_wanted_by_consumers, limit_to_consumers
 from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import Graph, Node, Value
 from tests.build import platform_of
@@ -95,7 +95,9 @@ def test_a_result_in_float_is_read_by_anyone():
 def test_codes_that_no_reader_takes_are_refused_with_both_layers_unless_one_stays_float():
     p = chip({"Relu": use(("a16", "a16")), "Tanh": NARROW_READER})
     nodes = (("r", "Relu", "x"), ("t", "Tanh", "r"))
-    with pytest.raises(UnsupportedError, match=r"'r' writes codes that its reader 't' cannot.*'npu'.*16.*most 8 bits"):
+    with pytest.raises(
+        UnsupportedError, match=r"result of 'r' is wider than its consumer 't' can.*'npu'.*16.*most 8 bits"
+    ):
         limit_to_consumers(p, units_of(p, *nodes)[1])
     _, units = units_of(p, *nodes, overrides={"r": {"float": "by hand"}})
     assert results(limit_to_consumers(p, units)) == {"r": ["a16"], "t": ["a4"]}

@@ -48,7 +48,9 @@ CHIP = Platform(
 
 
 def test_codes_that_no_reader_takes_are_refused():
-    with pytest.raises(UnsupportedError, match=r"'b' writes codes that its reader 'add' cannot take.*at most 8 bits"):
+    with pytest.raises(
+        UnsupportedError, match=r"result of 'b' is wider than its consumer 'add' can read.*at most 8 bits"
+    ):
         chipfit.quantize(Sum().eval(), [X], CHIP, progress=False)
 
 

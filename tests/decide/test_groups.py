@@ -7,14 +7,13 @@ import torch
 
 from chipfit.decide.groups import (
     NO_FORMAT,
-    _first_and_last,
-    _with_tail,
     block_of,
     blocks_of,
     find_groups,
     format_of,
     same_fields,
     variant_with_bits,
+    with_result_of,
 )
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.platform.match import Resolved
@@ -54,7 +53,7 @@ def test_groups_stand_where_their_last_node_stands_and_read_what_none_of_them_ma
         ("l", "in0", "x"), ("l", "w", "w"), ("l", "b", "b"), ("s", "in1", "x"),
     ]  # fmt: skip
     assert [r.is_data for r in first.operands] == [True, False, False, True]
-    assert (first.head.name, first.tail.name, first.who, first.data) == ("l", "s", "l", ["x", "x"])
+    assert (first.head.name, first.tail.name, first.layer, first.data) == ("l", "s", "l", ["x", "x"])
     assert (second.head.name, second.data, second.is_pass_through, second.float_reason) == ("t", ["s"], False, "")
     assert first.data_formats(Option(in_=("a8", "a4"))) == {"x": "a8"}  # the first time that it is read
     moving = find_groups(graph, chip({**OTHERS, "exec": "follow"}), (), {"t": {"float": "by hand"}})
@@ -109,10 +108,10 @@ def test_a_fused_group_has_the_rules_about_its_result_from_its_last_operator():
     two = (Option(in_="any", w="w8", out="a8"), Option(in_="any", w="w4", out="a8"))
     head = Resolved(None, two, tuple(rules(1)), "int")
     tail = Resolved(None, (Option(out="a4"), Option(out="a16"), Option(out="a4")), tuple(rules(2)), "int")
-    found = _with_tail(head, tail)
+    found = with_result_of(head, tail)
     assert list(found.rules) == [*rules(1)[3:], *rules(2)[:3]]
     assert [(o.w, o.out) for o in found.options] == [("w8", "a4"), ("w8", "a16"), ("w4", "a4"), ("w4", "a16")]
-    nothing = _with_tail(head, Resolved(None, (), (), "float"))
+    nothing = with_result_of(head, Resolved(None, (), (), "float"))
     assert [(o.w, o.out) for o in nothing.options] == [("w8", "none"), ("w4", "none")]
     assert list(nothing.rules) == rules(1)[3:]
 
@@ -180,7 +179,7 @@ def test_first_and_last_weighted_layers_take_other_bits_where_nobody_asks(first_
 def test_a_network_without_weights_has_no_first_layer():
     p = chip(OTHERS, place={"at": "outputs", "first_last": {"bits": 4}})
     units = find_groups(graph_of(("t", "Relu", ["x"])), p, (), {})
-    assert units[0].resolved.options[0].in_ == "a8" and _first_and_last(p, []) == []
+    assert units[0].resolved.options[0].in_ == "a8"
 
 
 @pytest.mark.parametrize(

@@ -60,14 +60,14 @@ def test_blocks_that_do_not_divide_a_row_are_passed_over():
     result = quantized({"*": {"inputs": "float"}})  # 40 is no multiple of 32
     assert runs(result) == {"0": "float", "2": "float", "4": "int"}
     assert any(
-        "changes nothing for '4'" in line or "'4' (it takes them in codes)" in line for line in result.plan.rewrites
+        "changes nothing for '4'" in line or "'4' (its inputs are 'codes')" in line for line in result.plan.rewrites
     )
     with pytest.raises(UnsupportedError, match="'4' cannot have 4-bit weights"):
         quantized({"4": {"bits": 4}})
 
 
 def test_what_no_kernel_does_is_refused_by_name():
-    with pytest.raises(PlanError, match="it takes them in codes"):
+    with pytest.raises(PlanError, match="its inputs are 'codes'"):
         quantized({"0": {"inputs": "dynamic"}}, "tensorrt")
     with pytest.raises(PlanError, match="'relu' has no weights|has no weights"):
         quantized({"1": {"inputs": "dynamic"}})
@@ -80,10 +80,10 @@ def test_what_no_kernel_does_is_refused_by_name():
 def test_a_table_of_embeddings_reads_no_floats():
     network = nn.Sequential(nn.Embedding(20, 64), nn.Linear(64, 32)).eval()
     ids, plain = [torch.randint(0, 20, (4, 3))], {"settings": OFF, "progress": False}
-    with pytest.raises(PlanError, match="changes nothing for '0' .it reads no floats"):
+    with pytest.raises(PlanError, match="changes nothing for '0' .its inputs are not floats"):
         chipfit.quantize(network, ids, "ort_dynamic", overrides={"0": {"inputs": "dynamic"}}, **plain)
     result = chipfit.quantize(network, ids, "ort_dynamic", overrides={"*": {"inputs": "dynamic"}}, **plain)
-    assert any("it reads no floats" in line for line in result.plan.rewrites)
+    assert any("its inputs are not floats" in line for line in result.plan.rewrites)
 
 
 def test_training_leaves_the_scales_of_blocks_and_learns_the_weights():

@@ -10,8 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chipfit.decide.constraints import Constraint, connected_components, dictated_qparams, tie_groups
-from chipfit.decide.legality import ProductBound, product_bounds, project
+from chipfit.decide.constraints import (
+    Constraint,
+    ProductBound,
+    connected_components,
+    dictated_qparams,
+    product_bounds,
+    tie_groups,
+)
+from chipfit.decide.legality import project
 from chipfit.errors import UnsupportedError
 from chipfit.platform.load import load, names
 from chipfit.platform.match import resolve

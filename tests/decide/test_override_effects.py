@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import chipfit
-from chipfit.decide.assignment import Assignment, TensorSpec
+from chipfit.decide.assignment import assign
 from chipfit.decide.override_effects import unapplied_overrides
+from chipfit.decide.overrides import resolve_overrides
 from chipfit.errors import PlanError
-from chipfit.graph.ir import Graph, Node, Value
-from chipfit.plan.record import NodePlan
-from chipfit.platform.schema import Format, Platform
+from chipfit.platform.schema import Platform
+from tests.build import graph_of, node, platform_of
 
 
 class Net(nn.Module):
@@ -153,12 +155,12 @@ def test_a_layer_that_does_what_is_asked_is_not_spoken_of(overrides, platform):
 @pytest.mark.parametrize(
     ("overrides", "platform", "says"),
     [
-        ({"emb": {"inputs": "codes"}}, "ort_cpu", "'emb' (it reads no floats)"),
-        ({"a": {"inputs": "float"}}, "ort_cpu", "'a' (it takes them in codes)"),
-        ({"a": {"inputs": "dynamic"}}, "tflite_int8", "'a' (it takes them in codes)"),
-        ({"ln": {"result": "codes"}}, "ort_cpu", "'ln' (it hands over float)"),
-        ([("a", "float"), ("a", {"inputs": "dynamic"})], "tflite_int8", "'a' (it takes them in float)"),
-        ([("a", {"inputs": "codes"}), ("a", {"inputs": "float"})], "tflite_int8", "'a' (it takes them in codes)"),
+        ({"emb": {"inputs": "codes"}}, "ort_cpu", "'emb' (its inputs are not floats)"),
+        ({"a": {"inputs": "float"}}, "ort_cpu", "'a' (its inputs are 'codes')"),
+        ({"a": {"inputs": "dynamic"}}, "tflite_int8", "'a' (its inputs are 'codes')"),
+        ({"ln": {"result": "codes"}}, "ort_cpu", "'ln' (its result is 'float')"),
+        ([("a", "float"), ("a", {"inputs": "dynamic"})], "tflite_int8", "'a' (its inputs are 'float')"),
+        ([("a", {"inputs": "codes"}), ("a", {"inputs": "float"})], "tflite_int8", "'a' (its inputs are 'codes')"),
         ([("a", "float"), ("a", {"rule": "mse"})], "tflite_int8", "'a' (overrides keep 'a' in float)"),
     ],
     ids=str,
@@ -173,7 +175,7 @@ def test_a_layer_that_does_something_else_is_refused_with_what_it_does(overrides
 
 def test_what_moves_codes_hands_over_codes():
     model = nn.Sequential(nn.Linear(4, 4), nn.Flatten(), nn.Linear(4, 4))
-    with pytest.raises(PlanError, match="'1' .it hands over codes"):
+    with pytest.raises(PlanError, match="'1' .its result is 'codes'"):
         said({"1": {"result": "float"}}, model=model, example=torch.randn(2, 4))
 
 
@@ -194,7 +196,7 @@ class Every:
 def test_four_layers_are_named_and_the_others_counted(count, named):
     model = linears(count) if count > 1 else nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     named = named or "'0' ({0}), '1' ({0}), '2' ({0}), '3' ({0}) and 2 more"
-    says = f"override inputs='float' of 'Linear' changes nothing for {named.format('it takes them in codes')}"
+    says = "override inputs='float' of 'Linear' changes nothing for " + named.format("its inputs are 'codes'")
     with pytest.raises(PlanError) as e:
         said({"Linear": {"inputs": "float"}}, model=model, example=torch.randn(2, 2))
     assert f"The {says}. Try" in str(e.value)
@@ -223,84 +225,57 @@ def test_what_is_no_float_has_no_format_that_a_platform_could_name():
 
 # ---------------------------------------------------------------- decisions on paper
 
-
-def heard(overrides, **decided):
-    """Of three operators in a row, the first with a weight."""
-    nodes = [
-        Node("l", "Linear", ("x", "w"), ("l",), layer="fc"),
-        Node("r", "Relu", ("l",), ("r",), layer="act"),
-        Node("s", "Tanh", ("r",), ("s",), layer="end"),
-    ]
-    graph = Graph(nodes, ["x"], ["s"], {v: Value(v, (None, 4)) for v in "xlrs"}, {"w": torch.ones(4, 4)})
-    plans = {n.name: NodePlan(name=n.name, op=n.op, layer=n.layer, exec="int") for n in nodes}
-    return unapplied_overrides(graph, Assignment(**{"nodes": plans, **decided}), overrides)
+A8 = {"use": [{"in": "a8", "out": "a8"}]}
+PAPER = platform_of(
+    {"match": ["Linear"], "use": [{"in": "a8", "w": "w8", "out": "a8"}]}, {"match": ["Relu"], **A8},
+    {"match": ["Tanh"], "exec": "float"},
+    formats={"a8": {"bits": 8, "zero": "any", "signed": "auto"}, "w8": {"bits": 8}},
+)  # fmt: skip
 
 
-def slot_of(name, **facts):
-    return TensorSpec(name=name, role="activation", format_name="a8", format=Format(bits=8), node=name, **facts)
-
-
-def test_a_word_about_a_fused_kernel_is_about_what_its_last_operator_writes():
-    kernel = {"groups": (("l", "r", "s"),), "tensors": {"s": slot_of("s", rule="mae"), "r": slot_of("r", rule="kl")}}
-    for layer in ("fc", "act", "end"):
-        assert heard({layer: {"rule": "mae"}}, **kernel) == []
-        with pytest.raises(PlanError, match=f"'{layer}' .it has 'mae'"):
-            heard({layer: {"rule": "kl"}}, **kernel)
-
-
-def test_a_tensor_without_codes_says_why_as_nearly_as_it_is_known():
-    why = {"l": NodePlan(name="l", op="Linear", layer="fc", why="no kernel")}
-    for decided, says in (
-        ({}, "it is not stored in codes"),
-        ({"nodes": why}, "no kernel"),
-        ({"nodes": why, "floats": {"l": "kept for the next one"}}, "kept for the next one"),
-        ({"floats": {"l": "kept for the next one"}}, "kept for the next one"),
-    ):
-        with pytest.raises(PlanError) as e:
-            heard({"fc": {"rule": "mae"}}, **decided)
-        assert f"'fc' ({says})" in str(e.value)
-
-
-def test_what_it_has_instead_comes_with_the_reason_of_its_operator():
-    reason = {"l": NodePlan(name="l", op="Linear", layer="fc", exec="int", why="as its neighbour")}
-    with pytest.raises(PlanError, match=r"'fc' \(it has 8; as its neighbour\)"):
-        heard({"fc": {"activation_bits": 4}}, tensors={"l": slot_of("l")}, nodes=reason)
-    with pytest.raises(PlanError, match=r"'fc' \(it has 8\)"):
-        heard({"fc": {"activation_bits": 4}}, tensors={"l": slot_of("l")})
+def notes_of(overrides, groups=(("l", "r"),)):
+    """Notes about three operators in a row: a linear layer, fused with an activation, and one in float."""
+    row = node("l = Linear(x, w)", layer="fc"), node("r = Relu(l)", layer="act"), node("s = Tanh(r)", layer="end")
+    graph = graph_of(*row, weights=["w"])
+    assignment = assign(graph, PAPER, groups, resolve_overrides(graph, overrides))
+    return unapplied_overrides(graph, assignment, overrides)
 
 
 @pytest.mark.parametrize(
-    ("choice", "taken", "not_taken"),
+    ("choice", "value", "other"),
     [
-        ("activation_bits", 8, 4),
+        ("activation_bits", 8, None),
         ("method", "symmetric", "power_of_two"),
         ("signed", True, False),
         ("rule", "mae", "kl"),
         ("z_threshold", 3.0, 4.0),
-        ("range", (0.0, 1.0), (0.0, 2.0)),
+        ("range", [0.0, 1.0], [0.0, 2.0]),
     ],
 )
-def test_each_choice_is_compared_with_what_the_tensor_has(choice, taken, not_taken):
-    decided = {"tensors": {"l": slot_of("l", rule="mae", z_threshold=3.0, range=(0.0, 1.0))}}
-    assert heard({"fc": {choice: taken}}, **decided) == []
-    with pytest.raises(PlanError) as e:
-        heard({"fc": {choice: not_taken}}, **decided)
-    assert f"'fc' (it has {taken!r})" in str(e.value)
+def test_a_choice_about_a_fused_kernel_is_compared_with_its_result(choice, value, other):
+    for layer in ("fc", "act"):
+        assert notes_of({layer: {choice: value}}) == []
+    if other is not None:  # of two choices for one kernel the later one wins
+        has = tuple(other) if choice == "range" else other
+        with pytest.raises(PlanError, match=re.escape(f"'fc' (it has {has!r})")):
+            notes_of([("fc", {choice: value}), ("act", {choice: other})])
 
 
-def test_bits_of_what_is_read_count_where_nothing_is_written():
-    decided = {"tensors": {"x": slot_of("x")}, "floats": {"l": "by hand"}}
-    assert heard({"fc": {"activation_bits": 8}}, **decided) == []
-    for asked in ({"activation_bits": 4}, {"rule": "mse"}):
-        with pytest.raises(PlanError, match="'fc' .by hand"):
-            heard({"fc": asked}, **decided)
+def test_a_result_that_is_not_quantized_has_the_reason_of_its_operator():
+    with pytest.raises(PlanError, match=r"'end' \('npu' computes Tanh in float\)"):
+        notes_of({"end": {"rule": "mae"}})
+    with pytest.raises(PlanError, match=r"'fc' \(overrides keep it in float\)"):
+        notes_of([("fc", {"rule": "mae"}), ("fc", {"activation_bits": "float"})])
 
 
-def test_float_is_what_a_tensor_without_codes_is():
-    assert heard({"fc": {"activation_bits": "float"}}) == []
-    assert heard({"fc": {"bits": "float"}}) == []
-    with pytest.raises(PlanError, match="'fc' .it has 8"):
-        heard({"fc": {"activation_bits": "float"}}, tensors={"l": slot_of("l")})
+def test_the_bits_of_what_is_read_count_if_the_result_is_float():
+    assert notes_of({"end": {"activation_bits": 8}}) == []
+    with pytest.raises(PlanError, match="'end' .'npu' computes Tanh"):
+        notes_of({"end": {"activation_bits": 4}})
+
+
+def test_a_tensor_that_is_not_quantized_is_float():
+    assert notes_of({"end": {"activation_bits": "float"}}) == notes_of({"fc": {"bits": "float"}}) == []
 
 
 def test_several_notes_each_name_their_layers():
@@ -311,6 +286,6 @@ def test_several_notes_each_name_their_layers():
         def match(self, node):
             return node.op == self.op
 
-    first, second = heard([(Of("Linear"), {"rule": "mae"}), (Of("Tanh"), {"rule": "mae"})])
-    assert first.endswith("changes nothing for 'fc' (it is not stored in codes)")
-    assert second.endswith("changes nothing for 'end' (it is not stored in codes)")
+    first, second = notes_of([(Of("Tanh"), {"rule": "mae"}), (Of("Tanh"), {"method": "symmetric"})])
+    assert first.endswith("'npu' computes Tanh in float)") and "rule='mae'" in first
+    assert second.endswith("'npu' computes Tanh in float)") and "method='symmetric'" in second

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import chipfit
-from chipfit.decide.legality import ProductBound, _Problem, project
+from chipfit.decide.constraints import ProductBound
+from chipfit.decide.legality import _Problem, project
 from chipfit.platform.schema import Format, OpRule, Option, Platform, Rule
 from tests.decide.test_legality import ANY, POT, constraint, var
 

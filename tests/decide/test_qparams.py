@@ -10,7 +10,7 @@ import torch
 from chipfit.calibration.collect import TensorStats
 from chipfit.calibration.histogram import Histogram
 from chipfit.decide.assignment import TensorSpec
-from chipfit.decide.qparams import QParamsSource, entry, stored_as
+from chipfit.decide.qparams import QParamsSource, as_stored, tensor_plan
 from chipfit.errors import PlanError
 from chipfit.graph.ir import Graph, Node
 from chipfit.plan.record import TensorPlan
@@ -48,17 +48,17 @@ def stored(fmt=A8, scale=0.25, zero=3, name="a8", axis=None):
 
 def test_an_entry_names_the_layer_that_makes_it_and_an_input_has_none():
     node = Node("relu", "Relu", ("a",), ("x",), layer="block.act")
-    made = entry(activation(), node, stored(), "mse", TensorStats("x", low=-1.0, high=2.0))
+    made = tensor_plan(activation(), node, stored(), "mse", TensorStats("x", low=-1.0, high=2.0))
     assert (made.name, made.role, made.layer, made.op, made.origin) == ("x", "activation", "block.act", "Relu", "mse")
     assert (made.low, made.high, float(made.scale)) == (-1.0, 2.0, 0.25)
-    bare = entry(activation(), None, stored(), "mse")
+    bare = tensor_plan(activation(), None, stored(), "mse")
     assert (bare.layer, bare.op, bare.low, bare.high) == ("", "Input", None, None)
 
 
 def test_a_table_that_was_fitted_is_part_of_the_grid():
     q = QParams(torch.tensor(0.5), torch.tensor(0, dtype=torch.int32))
-    assert stored_as(weight(LUT), LUT.grid(), q).grid.table is None
-    fitted = stored_as(weight(LUT), LUT.grid(), replace(q, table=(-2.0, 0.0, 1.0, 3.0)))
+    assert as_stored(weight(LUT), LUT.grid(), q).grid.table is None
+    fitted = as_stored(weight(LUT), LUT.grid(), replace(q, table=(-2.0, 0.0, 1.0, 3.0)))
     assert fitted.grid.table == (-2.0, 0.0, 1.0, 3.0) and fitted.grid.entries == 4 and fitted.format == "w8"
 
 

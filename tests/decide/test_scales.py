@@ -10,8 +10,8 @@ from torch import nn
 
 from chipfit.calibration.collect import TensorStats
 from chipfit.decide.assignment import Assignment, TensorSpec
-from chipfit.decide.constraints import Constraint
-from chipfit.decide.scales import choose, copies
+from chipfit.decide.constraints import Constraint, copies
+from chipfit.decide.scales import choose
 from chipfit.decide.statistics import needs
 from chipfit.errors import DataError, PlanError, UnsupportedError
 from chipfit.graph.ir import Graph, Node, Value

@@ -58,7 +58,7 @@ def codes(result: chipfit.Result) -> list[int]:
 
 def test_a_sum_that_other_rules_make_too_large_again_is_refused():
     small = Rule(mono={"w": 1}, max=1 / 127)
-    says = "The codes of 'weight' add up to more than 508, and other rules forbid a larger scale. Got: 635."
+    says = "The quantized values of 'weight' sum to more than 508, and other rules forbid a larger scale. Got: 635."
     with pytest.raises(UnsupportedError, match=re.escape(says)):
         quantized(with_rules(Rule(wsum_max=508), small))
     assert codes(quantized(with_rules(Rule(wsum_max=635), small))) == [127] * 5

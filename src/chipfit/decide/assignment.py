@@ -1,4 +1,4 @@
-"""Platform x Graph -> slots: which format every tensor takes, what is tied, and what stays float and why.
+"""The assignment: which format every tensor has, what is tied, and what stays float and why.
 
 No number is decided here: ranges come later, from data.
 """
@@ -10,21 +10,25 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from chipfit.decide.constraints import Constraint
-from chipfit.decide.formats import FormatPropagation, GroupDecision
+from chipfit.decide.formats import (
+    FormatPropagation,
+    GroupDecision,
+    formats_wanted_by_consumers,
+    limit_to_consumers,
+)
 from chipfit.decide.groups import NO_FORMAT, Operand, blocks_of, find_groups, format_of
-from chipfit.decide.narrow import constrain_format
 from chipfit.decide.options import KEPT_BY_USER, execution_modes, with_applicable_options
-from chipfit.decide.readers import formats_wanted_by_consumers, limit_to_consumers
+from chipfit.decide.overrides import OF_WEIGHTS, constrain_format, method_of
 from chipfit.errors import UnsupportedError
 from chipfit.graph.float_only import float_only_values
-from chipfit.graph.ir import Graph
+from chipfit.graph.ir import Graph, Node
 from chipfit.graph.ops import OPS
 from chipfit.plan.record import NodePlan, Role
 from chipfit.platform.schema import Format, Platform
 from chipfit.quantizers.grids import Grid
 from chipfit.ranges import Rule
 
-#: activations of so many bits or fewer get grids, and rewrites, by what their errors do
+#: activations of so many bits or fewer get grids, and rewrites, chosen by what their errors do to the output
 FEW_BITS = 6
 
 
@@ -36,17 +40,33 @@ class TensorSpec:
     role: Role
     format_name: str
     format: Format
-    axis: int | None = None  #: channel axis when the format is per channel, that of the blocks when it is per block
-    block: int | None = None  #: numbers along it that share a scale, when the format is per block
+    axis: int | None = None  #: axis of the channels or blocks, if the format is per channel or per block
+    block: int | None = None  #: numbers along it that share a scale, if the format is per block
     node: str = ""  #: node that makes (activation) or reads (weight, bias) it; "" for an input of the model
     rule: Rule | None = None  #: range rule that the user chose for it
     z_threshold: float | None = None
     range: tuple[float, float] | None = None  #: known beforehand
-    rounding: str | None = None  #: of reals to codes, where the platform says
+    rounding: str | None = None  #: rounding of float values, if the platform names one
 
     def grid(self, signed: bool | None = None) -> Grid:
-        """The codes, once signedness is known; see `Format.grid`."""
+        """Return its quantization grid, once the sign is known; see `Format.grid`."""
         return self.format.grid(signed, self.rounding)
+
+    def value_of(self, choice: str) -> Any:
+        """Return what an override of this tensor would set, by its name in `overrides.CHOICES`."""
+        choice = choice.removeprefix("weight_").removeprefix("activation_")
+        if choice == "method":
+            return method_of(self.format)
+        return getattr(self if choice in ("rule", "range", "z_threshold") else self.format, choice)
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """The outcome of one override for one node."""
+
+    tensor: str  #: that the override is about
+    values: tuple[Any, ...]  #: values of the override that agree with the assignment
+    why: str  #: why any other value has no effect
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,17 +77,18 @@ class Assignment:
     floats: Mapping[str, str] = field(default_factory=dict)  #: float tensors that were candidates -> reason
     nodes: Mapping[str, NodePlan] = field(default_factory=dict)
     constraints: tuple[Constraint, ...] = ()  #: the platform's rules, with the tensors that they are about
-    #: (value, node) pairs where that reader takes the value before its quantizer
+    #: (value, node) pairs: the node reads the value before it is quantized
     float_edges: frozenset[tuple[str, str]] = frozenset()
     groups: tuple[tuple[str, ...], ...] = ()  #: fused groups: node names, in execution order
     quantized_outputs: frozenset[str] = frozenset()  #: values whose producers output quantized values
     #: first node of a kernel with a choice -> what it can do: "codes", "float", "whole"; see `options.execution_modes`
     modes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    #: nodes whose kernels round what they read themselves, each time they run -> the format
+    #: nodes whose kernels quantize their data at run time -> the format
     dynamic: Mapping[str, str] = field(default_factory=dict)
+    effects: Mapping[tuple[str, str], Effect] = field(default_factory=dict)  #: of overrides, by (node, choice)
 
     def with_constraints(self, more: Iterable[Constraint]) -> Assignment:
-        """The same with more rules to hold."""
+        """Return the assignment with further rules to hold."""
         return replace(self, constraints=(*self.constraints, *more))
 
 
@@ -88,24 +109,24 @@ def assign(
     Raises:
         UnsupportedError: an operator that the platform rejects outright, or bits that no format offers.
     """
-    asked = [c.get(k) for c in (overrides or {}).values() for k in ("bits", "activation_bits")]
-    platform = platform.with_widths({n for n in asked if isinstance(n, int)})
-    units = limit_to_consumers(platform, find_groups(graph, platform, groups, overrides or {}))
-    by_hand = (o for u in units if u.choices.get("activation_bits") == "float" for o in u.tail.outputs)
-    kept = float_only_values(graph) | dict.fromkeys(by_hand, KEPT_BY_USER)
-    # where quantizers belong to readers or to writers alone, no kernel hands over what suits its neighbour
-    can = {u.head.name: execution_modes(u) for u in units} if platform.place.at == "both" else {}
-    # backwards, so that of several layers with impossible bits the last one is named
-    units = [u if u.is_pass_through else with_applicable_options(graph, platform, u, kept) for u in reversed(units)][
-        ::-1
-    ]
-    requests = {v: f for v, f in formats_wanted_by_consumers(graph, platform, units).items() if v not in kept}
-    formats = FormatPropagation(graph, platform, requests, kept)
+    widths = [c.get(k) for c in (overrides or {}).values() for k in ("bits", "activation_bits")]
+    platform = platform.with_widths({n for n in widths if isinstance(n, int)})
+    found = limit_to_consumers(platform, find_groups(graph, platform, groups, overrides or {}))
+    by_user = (o for g in found if g.choices.get("activation_bits") == "float" for o in g.tail.outputs)
+    float_values = float_only_values(graph) | dict.fromkeys(by_user, KEPT_BY_USER)
+    # if quantizers belong to readers alone or to writers alone, no kernel can choose what suits its neighbours
+    modes = {g.head.name: execution_modes(g) for g in found} if platform.place.at == "both" else {}
+    # backwards, so that an error names the last of several layers with impossible bits
+    found = [
+        g if g.is_pass_through else with_applicable_options(graph, platform, g, float_values) for g in reversed(found)
+    ][::-1]
+    wanted = {v: f for v, f in formats_wanted_by_consumers(graph, platform, found).items() if v not in float_values}
+    formats = FormatPropagation(graph, platform, wanted, float_values)
     out = _AssignmentBuilder(graph, platform, formats)
-    decisions = [formats.decide(u) for u in units]
+    decisions = [formats.decide(g) for g in found]
     for k, decision in enumerate(decisions):
         out.add(decision)
-        if k == 0:  # plans list the model's inputs behind the weights of the operator that comes first
+        if k == 0:  # plans list the model's inputs behind the weights of the first operator
             out.add_inputs()
     out.drop_unread()
     return Assignment(
@@ -116,14 +137,15 @@ def assign(
         float_edges=frozenset(out.float_edges),
         groups=tuple(groups),
         quantized_outputs=frozenset(formats.quantized_outputs),
-        modes={d.unit.head.name: e for d in decisions if d.integer and (e := can.get(d.unit.head.name))},
-        dynamic={d.unit.head.name: d.option.dynamic for d in decisions if d.option and d.option.dynamic},
+        modes={d.group.head.name: m for d in decisions if d.integer and (m := modes.get(d.group.head.name))},
+        dynamic={d.group.head.name: d.option.dynamic for d in decisions if d.option and d.option.dynamic},
+        effects={key: effect for d in decisions for key, effect in out.effects_of(d)},
     )
 
 
 @dataclass(slots=True)
 class _AssignmentBuilder:
-    """An assignment in the making: what the decisions about units mean for tensors."""
+    """An assignment in the making: what the decisions about groups mean for tensors."""
 
     graph: Graph
     platform: Platform
@@ -135,47 +157,79 @@ class _AssignmentBuilder:
     float_edges: set[tuple[str, str]] = field(default_factory=set)
 
     def add(self, d: GroupDecision) -> None:
-        """One unit: its nodes, the tensors that it reads and writes, and its rules about them."""
-        unit = d.unit
-        self._refuse_unlisted(d)
-        for n in unit.nodes:
-            group = unit.tail.name if len(unit.nodes) > 1 else ""
-            simd = d.option.simd if d.option and n is unit.head else None
+        """Add one group: its nodes, the tensors that it reads and writes, and the platform's rules about them."""
+        group = d.group
+        self._check_listed(d)
+        for n in group.nodes:
+            tail = group.tail.name if len(group.nodes) > 1 else ""
+            simd = d.option.simd if d.option and n is group.head else None
             self.nodes[n.name] = NodePlan(
-                name=n.name, op=n.op, layer=n.layer, exec=d.exec, group=group, why=d.why, simd=simd
+                name=n.name, op=n.op, layer=n.layer, exec=d.exec, group=tail, why=d.why, simd=simd
             )
         bound: dict[str, list[str]] = {}
-        for r in unit.operands:
+        for r in group.operands:
             for slot in self._read(d, r):
                 bound.setdefault(slot, []).append(r.tensor)
-        written = [o for o in unit.tail.outputs if self._write(d, o)]
+        written = [o for o in group.tail.outputs if self._write(d, o)]
         if written:
             bound |= {"outs": written, "out": written[:1]}
         if d.integer and bound:
-            slots, head = {slot: tuple(tensors) for slot, tensors in bound.items()}, unit.head
-            self.constraints.append(
-                Constraint(op=head.op, rules=unit.resolved.rules, slots=slots, attrs=dict(head.attrs))
-            )
+            slots, head = {slot: tuple(tensors) for slot, tensors in bound.items()}, group.head
+            rules = group.resolved.rules
+            self.constraints.append(Constraint(op=head.op, rules=rules, slots=slots, attrs=dict(head.attrs)))
 
     def add_inputs(self) -> None:
+        """Add the model's inputs."""
         for name in self.graph.inputs:
-            if name in self.formats.of:
-                self._store(name, "activation", self.formats.of[name])
+            if name in self.formats.formats:
+                self._store(name, "activation", self.formats.formats[name])
 
     def drop_unread(self) -> None:
-        """What nothing on the chip makes codes of, since every reader takes it before it is rounded, is not stored."""
+        """Drop activations that nothing on the chip quantizes, since every reader takes them in float."""
         users = self.graph.users()
-        for name, slot in list(self.tensors.items()):
+        for name, spec in list(self.tensors.items()):
             edges = {(name, n.name) for n in users.get(name, ())}
-            in_float = slot.role == "activation" and slot.node and name not in self.formats.quantized_outputs
+            in_float = spec.role == "activation" and spec.node and name not in self.formats.quantized_outputs
             if in_float and edges and edges <= self.float_edges and name not in self.graph.outputs:
                 del self.tensors[name]
                 self.float_edges -= edges
                 self.floats[name] = "its readers take it in float"
 
-    def _refuse_unlisted(self, d: GroupDecision) -> None:
-        head, listed = d.unit.head, d.unit.resolved.rule is not None
-        if self.platform.unlisted != "reject" or d.integer or listed or not self.graph.is_float(d.unit.tail.output):
+    def effects_of(self, d: GroupDecision) -> Iterable[tuple[tuple[str, str], Effect]]:
+        """Yield the outcome of each override of a group, for each of its nodes; all groups have been added.
+
+        A choice about weights concerns a node with weights, every other choice the result of the group.
+        """
+        for n in d.group.nodes:
+            weight = next((t for slot, t in self.graph.slots(n) if slot == "w"), None)
+            result = d.group.tail.output if self.graph.is_float(n.output) else None
+            for choice in d.group.choices:
+                tensor = weight if choice in OF_WEIGHTS else result
+                if tensor is not None and choice != "float":
+                    yield (n.name, choice), self._effect(d, n, choice, tensor)
+
+    def _effect(self, d: GroupDecision, node: Node, choice: str, tensor: str) -> Effect:
+        spec = self.tensors.get(tensor)
+        if choice == "inputs":
+            if not self.graph.is_float(node.data):
+                return Effect(tensor, (), "its inputs are not floats")
+            dynamic = node is d.group.head and d.option is not None and d.option.dynamic
+            mode = "dynamic" if dynamic else "codes" if d.integer else "float"
+            return Effect(tensor, (mode,) if spec else (), f"its inputs are {mode!r}")
+        if choice == "result":
+            mode = "codes" if tensor in self.formats.quantized_outputs else "float"
+            return Effect(tensor, (mode,), f"its result is {mode!r}")
+        # bits of activations are also those of what a layer reads, if its result is float
+        read = {self.tensors[i].format.bits for i in node.inputs if i in self.tensors}
+        values = tuple(read) if choice == "activation_bits" else ()
+        if spec is None:
+            return Effect(tensor, (*values, "float"), self.floats.get(tensor) or d.why or "it is not quantized")
+        have, why = spec.value_of(choice), self.nodes[spec.node].why
+        return Effect(tensor, (*values, have), f"it has {have!r}; {why}".removesuffix("; "))
+
+    def _check_listed(self, d: GroupDecision) -> None:
+        head, listed = d.group.head, d.group.resolved.rule is not None
+        if self.platform.unlisted != "reject" or d.integer or listed or not self.graph.is_float(d.group.tail.output):
             return
         allowed = "the operators that `chipfit platforms show` lists"
         hint = "replace the operator, or choose a platform that runs unlisted ones in float"
@@ -183,7 +237,7 @@ class _AssignmentBuilder:
         raise UnsupportedError(what, where=head.source, allowed=allowed, hint=hint)
 
     def _store(self, name: str, role: Role, format_name: str, fmt: Format | None = None, **facts: Any) -> bool:
-        """Let a tensor be stored, unless it is already; of several readers the first one says how."""
+        """Add a tensor to be quantized; of several readers of a weight the first one decides how."""
         if name not in self.tensors:
             fmt = self.platform.formats[format_name] if fmt is None else fmt
             math = self.platform.math
@@ -192,8 +246,8 @@ class _AssignmentBuilder:
         return True
 
     def _read(self, d: GroupDecision, r: Operand) -> tuple[str, ...]:
-        """What becomes of a tensor that a unit reads; the slots in which the unit's rules are about it."""
-        inner, constant = r.node is not d.unit.head, self.graph.is_weight(r.tensor)
+        """Add an operand; return the slots in which the group's rules are about it."""
+        inner, constant = r.node is not d.group.head, self.graph.is_weight(r.tensor)
         if r.is_data:
             if not self.graph.is_float(r.tensor) or not (self._constant if constant else self._activation)(d, r):
                 return ()
@@ -205,18 +259,18 @@ class _AssignmentBuilder:
         return ()
 
     def _activation(self, d: GroupDecision, r: Operand) -> bool:
-        """Whether a unit reads the codes of an activation."""
-        stored = r.tensor in self.formats.of
+        """Return whether a group reads the quantized values of an activation."""
+        stored = r.tensor in self.formats.formats
         if stored and not d.integer and r.tensor not in self.formats.quantized_outputs:
             self.float_edges.add((r.tensor, r.node.name))
         return stored and d.integer
 
     def _constant(self, d: GroupDecision, r: Operand) -> bool:
-        """Whether a unit reads the codes of a constant that stands in a data slot: in the format of data."""
+        """Add a constant in a data slot, in the format of data; return whether the group reads it quantized."""
         if not d.integer:
             self.float_edges.add((r.tensor, r.node.name))
             return False
-        name = self.formats.of.get(r.tensor) or (format_of(d.option, r.slot) if d.option else None)
+        name = self.formats.formats.get(r.tensor) or (format_of(d.option, r.slot) if d.option else None)
         if name == "any" and d.option is not None:
             name = d.option.w
         if name is None or name in NO_FORMAT:
@@ -226,9 +280,9 @@ class _AssignmentBuilder:
         return self._store(r.tensor, "weight", name, axis=axis, node=r.node.name)
 
     def _weight(self, d: GroupDecision, r: Operand) -> bool:
-        """Whether a unit reads the codes of a weight or bias."""
+        """Add a weight or bias; return whether the group reads it quantized."""
         is_bias, node = r.slot == "b", r.node
-        choices = {} if is_bias else d.unit.choices
+        choices = {} if is_bias else d.group.choices
         name = None if d.option is None else d.option.b if is_bias else d.option.w
         if name is None or name in NO_FORMAT:
             if self.graph.is_weight(r.tensor) and self.graph.is_float(r.tensor):
@@ -237,34 +291,33 @@ class _AssignmentBuilder:
                 self.float_edges.add((r.tensor, node.name))
             return False
         fmt = self.platform.formats[name]
-        fmt = constrain_format(fmt, who=d.unit.who, method=choices.get("weight_method"), per=choices.get("per"))
+        fmt = constrain_format(fmt, layer=d.group.layer, method=choices.get("weight_method"), per=choices.get("per"))
         axis = block = None
         if fmt.per == "channel":
-            axis = 0 if is_bias else self._channels(r)
-        elif found := blocks_of(fmt, node.op, self.graph.shape(r.tensor)) if fmt.per == "block" else None:
-            axis, block = found
+            axis = 0 if is_bias else self._channel_axis(r)
+        elif fmt.per == "block" and (blocks := blocks_of(fmt, node.op, self.graph.shape(r.tensor))):
+            axis, block = blocks
         role: Role = "bias" if is_bias else "weight"
         facts = {"axis": axis, "block": block, "rule": choices.get("weight_rule")}
         return self._store(r.tensor, role, name, fmt, node=node.name, **facts)
 
-    def _channels(self, r: Operand) -> int:
-        """The axis of a weight that counts channels: of an embedding that a linear layer shares, that layer's."""
+    def _channel_axis(self, r: Operand) -> int:
+        """Return the channel axis of a weight; if an embedding shares it with a linear layer, that of the layer."""
         readers = [n for n in self.graph if n.operand("w") == r.tensor] if OPS[r.node.op].moves else [r.node]
         op = next((n.op for n in readers if not OPS[n.op].moves), r.node.op)
         return OPS[op].weight_axis % len(self.graph.shape(r.tensor))
 
     def _write(self, d: GroupDecision, value: str) -> bool:
-        """Whether a unit writes the codes of a value."""
-        unit, name = d.unit, self.formats.of.get(value)
+        """Add a result; return whether the group outputs it quantized."""
+        choices, name = d.group.choices, self.formats.formats.get(value)
         if name is None:
             if value in self.graph.values and self.graph.is_float(value):
-                why = self.formats.kept.get(value) or d.why
+                why = self.formats.float_values.get(value) or d.why
                 self.floats[value] = why or "the platform keeps this result in float"
             return False
-        choices = {k: unit.choices.get(k) for k in ("rule", "z_threshold")}
-        known = unit.choices.get("range")
-        choices["range"] = None if known is None else tuple(known)
+        facts = {k: choices.get(k) for k in ("rule", "z_threshold", "range")}
+        facts["range"] = facts["range"] and tuple(facts["range"])
         fmt = self.platform.formats[name]
-        fmt = constrain_format(fmt, who=unit.who, method=unit.choices.get("method"), signed=unit.choices.get("signed"))
-        self._store(value, "activation", name, fmt, node=unit.tail.name, **choices)
+        fmt = constrain_format(fmt, layer=d.group.layer, method=choices.get("method"), signed=choices.get("signed"))
+        self._store(value, "activation", name, fmt, node=d.group.tail.name, **facts)
         return d.integer

@@ -1,22 +1,91 @@
-"""The format of every value, and what every unit does: one walk forward over the units."""
+"""The format of every value: what consumers want, in a walk backwards, then what each group does, in a walk forwards.
 
-from collections.abc import Mapping
+Both see through pass-through operators, which move quantized values without arithmetic.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from chipfit.decide.groups import NO_FORMAT, FusedGroup, same_fields
 from chipfit.decide.options import first_compatible_option
+from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import Graph
 from chipfit.platform.schema import Exec, Option, Platform
 
 WEIGHTS_ONLY = "its weights alone are stored in codes"
 
 
+def limit_to_consumers(platform: Platform, groups: Sequence[FusedGroup]) -> list[FusedGroup]:
+    """Return the groups without the options whose result is wider than a consumer can read.
+
+    A consumer whose options list the widths that they read (`in_bits`) limits its data; a pass-through operator passes
+    the least limit of its results on to all its data.
+
+    Raises:
+        UnsupportedError: a group has no option left.
+    """
+    limits: dict[str, tuple[int, str]] = {}  # value -> (widest format that its consumers read [bit], the consumer)
+    out: list[FusedGroup] = []
+    for group in reversed(groups):
+        limit = min((limits[o] for o in group.tail.outputs if o in limits), default=None)
+        own = limit
+        if not group.is_pass_through:
+            widths = [] if group.float_reason else [max(o.in_bits) for o in group.resolved.options if o.in_bits]
+            own = (max(widths), group.layer) if widths else None
+            if limit is not None and not group.float_reason:
+                group = _limited(platform, group, *limit)
+        if own is not None:
+            limits |= {i: min(limits.get(i, own), own) for i in group.data}
+        out.append(group)
+    return out[::-1]
+
+
+def _limited(platform: Platform, group: FusedGroup, bits: int, consumer: str) -> FusedGroup:
+    """Return the group with the options whose result has at most so many bits."""
+    options = group.resolved.options
+    widths = {o.out: platform.formats[o.out].bits for o in options if o.out in platform.formats}
+    left = [o for o in options if widths.get(o.out or "", bits) <= bits]
+    if options and not left:
+        hint = "keep one of them in float with overrides"
+        what = f"The result of '{group.layer}' is wider than its consumer '{consumer}' can read on '{platform.name}'"
+        raise UnsupportedError(what, got=sorted(set(widths.values())), allowed=f"at most {bits} bits", hint=hint)
+    return group.with_options(left)
+
+
+def formats_wanted_by_consumers(graph: Graph, platform: Platform, groups: Sequence[FusedGroup]) -> dict[str, str]:
+    """Return value -> the format that its consumers want; "any" if they read whatever is written.
+
+    Of several consumers the last in execution order decides, unless it reads "any". Outputs of the model are wanted in
+    the first format of `place.io_out`, if that lists no float. A pass-through operator passes the format wanted of its
+    result on to its data, unless other nodes read them too: then the data keep the format of their producer.
+
+    Args:
+        groups: with the options that they can take (`options.with_applicable_options`).
+    """
+    given = () if platform.unlisted == "cpu" else platform.place.io_out  # the CPU may return outputs in any format
+    out = dict.fromkeys(graph.outputs if given and "float" not in given else (), next(iter(given), ""))
+    users, inputs = graph.users(), set(graph.inputs)
+    for group in reversed(groups):
+        if group.is_pass_through:
+            wanted = next((out[o] for o in group.tail.outputs if o in out), None)
+            if wanted is None or group.float_reason:
+                continue
+            formats = {i: wanted for i in group.data if len(users.get(i, ())) == 1 or i in inputs}
+        else:
+            option = first_compatible_option(platform, group, {})
+            formats = {} if option is None else group.data_formats(option)
+        for value, name in formats.items():
+            if (name == "any" or name not in NO_FORMAT) and out.get(value, "any") == "any":
+                out[value] = name
+    return out
+
+
 @dataclass(frozen=True, slots=True)
 class GroupDecision:
-    """What a unit does."""
+    """How a group runs."""
 
-    unit: FusedGroup
-    option: Option | None  #: None for a unit in float, or one that moves what it reads
+    group: FusedGroup
+    option: Option | None  #: None for a group in float and for a pass-through operator
     exec: Exec
     why: str = ""  #: why it runs in float
 
@@ -27,96 +96,97 @@ class GroupDecision:
 
 @dataclass(slots=True)
 class FormatPropagation:
-    """Units take the formats of what they read as given, and give formats to what they write.
+    """The walk forwards: groups read their data in the formats decided so far, and decide the formats of their results.
 
-    A kernel takes its first option that can read its operands as they are; what has no format yet takes the option's. A
-    mover carries the one format of its operands on to its results, if they are codes or if a reader behind it wants
-    codes. What a unit in float writes takes the format that its readers request: they round it themselves.
+    A kernel uses its first option that can read its data as they are; data without a format yet get the option's. A
+    pass-through operator gives the format of its data to its results, if the data are quantized or a later consumer
+    wants them quantized. The result of a group in float gets the format that its consumers want: they quantize it.
     """
 
     graph: Graph
     platform: Platform
-    requests: Mapping[str, str]  #: value -> the format that its readers want
-    kept: Mapping[str, str]  #: values that stay float, whoever reads them -> why
-    of: dict[str, str] = field(default_factory=dict)  #: value -> format name
-    #: values that exist on the chip as codes only: their maker writes codes
+    wanted: Mapping[str, str]  #: value -> the format that its consumers want
+    float_values: Mapping[str, str]  #: values that stay float, whatever reads them -> why
+    formats: dict[str, str] = field(default_factory=dict)  #: value -> format name
+    #: values that exist on the chip only as quantized values: their producer outputs them so
     quantized_outputs: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         for value in self.graph.inputs:
-            wanted = self.requests.get(value)
-            if wanted == "any":  # as its maker writes it, and an input has none: the platform says
-                wanted = next((f for f in self.platform.place.io_in if f not in NO_FORMAT), None)
-            self._give(value, wanted)
-            if value in self.of and self.platform.place.at != "inputs":
+            name = self.wanted.get(value)
+            if name == "any":  # consumers read what is written, and nothing writes an input: the platform decides
+                name = next((f for f in self.platform.place.io_in if f not in NO_FORMAT), None)
+            self._set(value, name)
+            if value in self.formats and self.platform.place.at != "inputs":
                 self.quantized_outputs.add(value)
 
-    def decide(self, unit: FusedGroup) -> GroupDecision:
-        """What a unit does; all before it are decided."""
-        return self._mover(unit) if unit.is_pass_through else self._kernel(unit)
+    def decide(self, group: FusedGroup) -> GroupDecision:
+        """Decide how a group runs; all groups before it are decided."""
+        return self._pass_through(group) if group.is_pass_through else self._kernel(group)
 
-    def _give(self, value: str, name: str | None) -> None:
-        """Let a value have a format, if it can be stored in one."""
-        if name is not None and name not in NO_FORMAT and value not in self.kept and self.graph.is_float(value):
-            self.of[value] = name
+    def _set(self, value: str, name: str | None) -> None:
+        """Give a value a format, if it can be stored in one."""
+        if name is not None and name not in NO_FORMAT and value not in self.float_values and self.graph.is_float(value):
+            self.formats[value] = name
 
-    def _mover(self, unit: FusedGroup) -> GroupDecision:
-        name = self._carried(unit)
+    def _pass_through(self, group: FusedGroup) -> GroupDecision:
+        name = self._moved_format(group)
         if name is not None:
-            for value in unit.data:  # one with several inputs needs all of them in codes
-                self._give(value, self.of.get(value, name))
-            self.quantized_outputs.update(unit.tail.outputs)
-        for value in unit.tail.outputs:
-            self._give(value, name or self.requests.get(value))
+            for value in group.data:  # an operator with several inputs needs all of them quantized
+                self._set(value, self.formats.get(value, name))
+            self.quantized_outputs.update(group.tail.outputs)
+        for value in group.tail.outputs:
+            self._set(value, name or self.wanted.get(value))
         if name is None:
-            return GroupDecision(unit, None, "float", unit.float_reason or "it moves values that are not quantized")
-        return GroupDecision(unit, None, unit.resolved.exec)
+            return GroupDecision(group, None, "float", group.float_reason or "it moves values that are not quantized")
+        return GroupDecision(group, None, group.resolved.exec)
 
-    def _carried(self, unit: FusedGroup) -> str | None:
-        """The format in which a mover carries codes; None when it moves floats."""
-        data = [i for i in unit.data if self.graph.is_float(i)]
-        floats = {*data, unit.tail.output}
-        if unit.float_reason or not floats.isdisjoint(self.kept) or not self.graph.is_float(unit.tail.output):
+    def _moved_format(self, group: FusedGroup) -> str | None:
+        """Return the format of the quantized values that a pass-through operator moves; None if it moves floats."""
+        data, result = [i for i in group.data if self.graph.is_float(i)], group.tail.output
+        if (
+            group.float_reason
+            or not self.graph.is_float(result)
+            or not self.float_values.keys().isdisjoint((*data, result))
+        ):
             return None
-        wanted = any(self.requests.get(o, "any") != "any" for o in unit.tail.outputs)
-        found = {self.of[i] for i in data if i in self.of and (i in self.quantized_outputs or wanted)}
-        return found.pop() if len(found) == 1 else None
+        wanted = any(self.wanted.get(o, "any") != "any" for o in group.tail.outputs)
+        names = {self.formats[i] for i in data if i in self.formats and (i in self.quantized_outputs or wanted)}
+        return names.pop() if len(names) == 1 else None
 
-    def _kernel(self, unit: FusedGroup) -> GroupDecision:
-        option = first_compatible_option(self.platform, unit, self.of)
+    def _kernel(self, group: FusedGroup) -> GroupDecision:
+        option = first_compatible_option(self.platform, group, self.formats)
+        if option is not None:
+            for value, name in group.data_formats(option).items():
+                if value not in self.formats:
+                    self._set(value, name)
+        self._set_results(group, option)
         if option is None:
-            self._write(unit, None)
-            why = unit.resolved.why or f"no format of '{self.platform.name}' fits its inputs"
-            return GroupDecision(unit, None, "float", why)
-        for value, name in unit.data_formats(option).items():
-            if value not in self.of:
-                self._give(value, name)
-        self._write(unit, option)
-        if option.reads == "float" and unit.data:
-            return GroupDecision(unit, option, "float", WEIGHTS_ONLY)
-        return GroupDecision(unit, option, unit.resolved.exec)
+            why = group.resolved.why or f"no format of '{self.platform.name}' fits its inputs"
+            return GroupDecision(group, None, "float", why)
+        if option.reads == "float" and group.data:
+            return GroupDecision(group, option, "float", WEIGHTS_ONLY)
+        return GroupDecision(group, option, group.resolved.exec)
 
-    def _write(self, unit: FusedGroup, option: Option | None) -> None:
-        """FormatPropagation of what a kernel writes."""
-        if option is not None and option.out not in NO_FORMAT:
-            self.quantized_outputs.update(unit.tail.outputs)
-        for value in unit.tail.outputs:
-            if option is None or option.out in NO_FORMAT:
-                wanted = self.requests.get(value)
-                self._give(value, wanted if option is None or self._of_its_type(unit, wanted) else None)
-            elif option.out == "same":
-                self._give(value, self.of.get(next(iter(unit.data), "")))
-            else:
-                self._give(value, option.out)
+    def _set_results(self, group: FusedGroup, option: Option | None) -> None:
+        """Give the results of a kernel their formats."""
+        in_float = option is None or option.out in NO_FORMAT
+        if not in_float:
+            self.quantized_outputs.update(group.tail.outputs)
+        for value in group.tail.outputs:
+            name = option.out if option else None
+            if in_float:
+                wanted = self.wanted.get(value)
+                name = wanted if option is None or self._keeps_one_type(group, wanted) else None
+            elif name == "same":
+                name = self.formats.get(next(iter(group.data), ""))
+            self._set(value, name)
 
-    def _of_its_type(self, unit: FusedGroup, wanted: str | None) -> bool:
-        """Whether a kernel whose result is float stays one where it is stored so: some store all in one type."""
+    def _keeps_one_type(self, group: FusedGroup, wanted: str | None) -> bool:
+        """Return whether a float result stored as `wanted` keeps the rule that a kernel stores all in one type."""
         formats = self.platform.formats
-        typed = any(r.hard and not {"out", "outs"}.isdisjoint(r.dtype or ()) for r in unit.resolved.rules)
+        typed = any(r.hard and not {"out", "outs"}.isdisjoint(r.dtype or ()) for r in group.resolved.rules)
         if wanted not in formats or not typed:
             return True
-        have = [formats[self.of[i]] for i in unit.data if i in self.of]
-        return all(
-            same_fields(formats[wanted], fmt, "bits", "signed") or "auto" in (fmt.signed, formats[wanted].signed)
-            for fmt in have
-        )
+        result, data = formats[wanted], [formats[self.formats[i]] for i in group.data if i in self.formats]
+        return all(same_fields(result, f, "bits", "signed") or "auto" in (f.signed, result.signed) for f in data)

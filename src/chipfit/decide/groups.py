@@ -1,4 +1,4 @@
-"""Units: what runs as one kernel on the chip, a fused group or a lone node. Only tensors between units are stored."""
+"""Groups of fused nodes: what runs as one kernel on the chip. Only tensors between groups are stored."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from chipfit.graph.ops import OPS
 from chipfit.platform.match import Resolved, as_tuple, resolve_node
 from chipfit.platform.schema import Format, Option, Platform, Rule
 
-#: words of an option that name no format: whatever has one of them takes none from it
+#: words that may stand in an option where a format name may stand
 NO_FORMAT = ("float", "none", "any", None)
 
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A tensor that a unit reads from outside itself."""
+    """A tensor that a group reads from outside itself."""
 
-    node: Node  #: of the unit
+    node: Node  #: of the group
     slot: str  #: as `Graph.slots` names it
     tensor: str
 
     @property
     def is_data(self) -> bool:
-        """It is an operand: an activation, or a constant that stands in the place of one."""
+        """Whether it is an activation, or a constant in the place of one."""
         return self.slot.startswith("in")
 
 
 @dataclass(frozen=True, slots=True)
 class FusedGroup:
-    """A fused group or a lone node."""
+    """Nodes that run as one kernel, or a lone node."""
 
     nodes: tuple[Node, ...]
     operands: tuple[Operand, ...]
     resolved: Resolved
-    choices: Mapping[str, Any]  #: what the user decided about it: "float" with a reason, or `overrides.CHOICES`
+    choices: Mapping[str, Any]  #: the user's overrides: "float" with a reason, or `overrides.CHOICES`
 
     @property
     def head(self) -> Node:
@@ -48,26 +48,27 @@ class FusedGroup:
         return self.nodes[-1]
 
     @property
-    def who(self) -> str:
+    def layer(self) -> str:
+        """The name of its first node, as the user knows it."""
         return self.head.who
 
     @property
     def float_reason(self) -> str:
-        """Why the user keeps it in float; "" for all others."""
+        """Why the user keeps it in float; "" for all other groups."""
         return str(self.choices.get("float", ""))
 
     @property
     def is_pass_through(self) -> bool:
-        """It moves codes without arithmetic: it takes the format of what it reads."""
+        """Whether it moves quantized values without arithmetic, in the format of its input."""
         return self.resolved.exec == "follow"
 
     @property
     def data(self) -> list[str]:
-        """Its operands."""
+        """The tensors of its data operands."""
         return [r.tensor for r in self.operands if r.is_data]
 
     def data_formats(self, option: Option) -> dict[str, Any]:
-        """Operand -> the word of `option` for it; of an operand that is read twice, for the first time."""
+        """Return data tensor -> the option's format for it; the format of the first operand if it is read twice."""
         out: dict[str, Any] = {}
         for r in self.operands:
             if r.is_data:
@@ -79,9 +80,9 @@ class FusedGroup:
 
 
 def blocks_of(fmt: Format, op: str, shape: Sequence[int | None]) -> tuple[int, int] | None:
-    """Along which axis of a matrix blocks lie that share a scale, and of how many numbers; None where none fit.
+    """Return (axis, length) of the blocks of a matrix that share a scale; None if no block length divides the axis.
 
-    They divide what one sum of products runs over; of a table whose rows are picked, the row.
+    Blocks lie along the axis that products are summed over; in an embedding table, along each row.
     """
     if len(shape) != 2:
         return None
@@ -91,102 +92,109 @@ def blocks_of(fmt: Format, op: str, shape: Sequence[int | None]) -> tuple[int, i
 
 
 def block_of(fmt: Format, size: int | None) -> int | None:
-    """The first of a format's sizes of blocks that divides an axis; None where none does, or there are none."""
-    sizes = fmt.block if isinstance(fmt.block, tuple) else (fmt.block,)
-    return next((b for b in sizes if b and size and size % b == 0), None)
+    """Return the first block length of a format that divides an axis of this size; None if there is none."""
+    lengths = fmt.block if isinstance(fmt.block, tuple) else (fmt.block,)
+    return next((b for b in lengths if b and size and size % b == 0), None)
 
 
 def format_of(option: Option, slot: str) -> Any:
-    """The word of an option for a data slot; of several the last one serves the remaining slots."""
+    """Return the option's format for a data slot; the last one listed serves all further slots."""
     formats, number = as_tuple(option.in_), slot.removeprefix("in")
     return formats[min(int(number), len(formats) - 1)] if number.isdecimal() else formats[0]
 
 
 def same_fields(a: Format, b: Format, *fields: str) -> bool:
-    """Whether two formats have the same `fields`."""
+    """Return whether two formats agree in all of `fields`."""
     return all(getattr(a, f) == getattr(b, f) for f in fields)
 
 
+def variant_with_bits(platform: Platform, name: Any, bits: int) -> Any:
+    """Return the platform's format that differs from `name` in its bits alone; `name` if there is none."""
+    if not isinstance(name, str) or name in NO_FORMAT:
+        return name
+    mine, fixed = platform.formats[name], ("kind", "zero", "scale", "per")
+    return next((k for k, f in platform.formats.items() if f.bits == bits and same_fields(f, mine, *fixed)), name)
+
+
 def find_groups(
-    graph: Graph, platform: Platform, groups: Sequence[tuple[str, ...]], overrides: Mapping[str, Mapping[str, Any]]
+    graph: Graph, platform: Platform, fused: Sequence[tuple[str, ...]], overrides: Mapping[str, Mapping[str, Any]]
 ) -> list[FusedGroup]:
-    """The units in execution order. Each stands where its last node stands: all that it reads exists by then."""
+    """Return the groups in execution order; a group stands at its last node, when all that it reads exists.
+
+    Args:
+        fused: names of the nodes that run as one kernel, from `passes.fuse`.
+        overrides: node name -> choices, in the order given: of two choices for one group the later one wins.
+    """
     nodes = {n.name: n for n in graph.nodes}
-    group_at = {g[-1]: g for g in groups}
-    inner = {name for g in groups for name in g[:-1]}
+    group_at = {names[-1]: names for names in fused}
+    inner = {name for names in fused for name in names[:-1]}
     users = graph.users()
-    turn = {name: k for k, name in enumerate(overrides)}  # the last word on a group wins
-    units = []
+    order = {name: k for k, name in enumerate(overrides)}
+    groups = []
     for node in graph.nodes:
         if node.name in inner:
             continue
         names = group_at.get(node.name, (node.name,))
         choices: dict[str, Any] = {}
-        for name in sorted((n for n in names if n in turn), key=turn.__getitem__):
+        for name in sorted((n for n in names if n in order), key=order.__getitem__):
             choices = merge_overrides(choices, overrides[name])
-        unit = _unit(graph, platform, tuple(nodes[n] for n in names), choices)
-        if _inside(graph, platform, unit, users.get(unit.tail.output, ())):
-            free = tuple(r for r in unit.resolved.rules if r.fix not in ("out", "outs"))
-            unit = replace(unit, resolved=replace(unit.resolved, rules=free))
-        units.append(unit)
-    return _first_and_last(platform, units)
+        group = _group(graph, platform, tuple(nodes[n] for n in names), choices)
+        if _is_inner_step(graph, platform, group, users.get(group.tail.output, ())):
+            rules = tuple(r for r in group.resolved.rules if r.fix not in ("out", "outs"))
+            group = replace(group, resolved=replace(group.resolved, rules=rules))
+        groups.append(group)
+    return _with_first_last_bits(platform, groups)
 
 
-def _unit(graph: Graph, platform: Platform, nodes: tuple[Node, ...], choices: Mapping[str, Any]) -> FusedGroup:
-    asked = choices.get("activation_bits")
-    bits = asked if isinstance(asked, int) else 8
+def _group(graph: Graph, platform: Platform, nodes: tuple[Node, ...], choices: Mapping[str, Any]) -> FusedGroup:
+    wanted = choices.get("activation_bits")
+    bits = wanted if isinstance(wanted, int) else 8
     resolved = resolve_node(platform, graph, nodes[0], bits=bits)
     if len(nodes) > 1 and resolved.options and resolved.options[0].in_ == "any":
-        resolved = _with_tail(resolved, resolve_node(platform, graph, nodes[-1], bits=bits))
+        resolved = with_result_of(resolved, resolve_node(platform, graph, nodes[-1], bits=bits))
     made = {o for n in nodes for o in n.outputs}
-    reads = tuple(Operand(n, slot, tensor) for n in nodes for slot, tensor in graph.slots(n) if tensor not in made)
-    return FusedGroup(nodes, reads, resolved, choices)
+    operands = tuple(Operand(n, slot, t) for n in nodes for slot, t in graph.slots(n) if t not in made)
+    return FusedGroup(nodes, operands, resolved, choices)
 
 
-def _inside(graph: Graph, platform: Platform, unit: FusedGroup, readers: Sequence[Node]) -> bool:
-    """It is a step of a layer or function that a set names as a whole, and not the one that gives its result."""
-    rule, here = unit.resolved.rule, (unit.head.layer, unit.head.layer_type, unit.head.source)
+def _is_inner_step(graph: Graph, platform: Platform, group: FusedGroup, readers: Sequence[Node]) -> bool:
+    """Return whether it is a step inside a layer that an operator set names as a whole, not the layer's last step."""
+    rule, here = group.resolved.rule, (group.head.layer, group.head.layer_type, group.head.source)
     sets = [platform.sets[m[1:]] for m in (rule.match if rule else ()) if m[1:] in platform.sets]
-    named = any(m.op == () and m.type == unit.head.layer_type for members in sets for m in members)
+    named = any(m.op == () and m.type == group.head.layer_type for members in sets for m in members)
     inner = all((n.layer, n.layer_type, n.source) == here for n in readers)
-    return named and inner and bool(readers) and unit.tail.output not in graph.outputs
+    return named and inner and bool(readers) and group.tail.output not in graph.outputs
 
 
-def _with_tail(head: Resolved, tail: Resolved) -> Resolved:
-    """Where quantizers belong to the operators that write, a fused group writes what its last operator writes."""
+def with_result_of(head: Resolved, tail: Resolved) -> Resolved:
+    """Return the head's options and rules with the tail's result, where quantizers belong to operators that write."""
 
-    def about_result(r: Rule) -> bool:
+    def is_about_result(r: Rule) -> bool:
         return r.fix == "out" or r.zero == "out" or "out" in (r.scale_product or {})
 
-    options: list[Option] = []
-    for o in head.options:
-        for out in [t.out for t in tail.options] or ["none"]:
-            option = o.model_copy(update={"out": out})
-            options += [option] * (option not in options)
-    rules = [r for r in head.rules if not about_result(r)] + [r for r in tail.rules if about_result(r)]
+    results = [t.out for t in tail.options] or ["none"]
+    options = list[Option]()
+    for option in (o.model_copy(update={"out": out}) for o in head.options for out in results):
+        options += [option] * (option not in options)
+    rules = [r for r in head.rules if not is_about_result(r)] + [r for r in tail.rules if is_about_result(r)]
     return replace(head, options=tuple(options), rules=tuple(rules))
 
 
-def _first_and_last(platform: Platform, units: list[FusedGroup]) -> list[FusedGroup]:
-    """First and last weighted units take other bits where the platform says so, and the user does not."""
+def _with_first_last_bits(platform: Platform, groups: list[FusedGroup]) -> list[FusedGroup]:
+    """Give the first and the last group with weights the bits of `place.first_last`, unless the user chose theirs."""
     rule = platform.place.first_last
-    weighted = [k for k, u in enumerate(units) if u.resolved.options and u.resolved.options[0].w] if rule else []
+    weighted = [k for k, g in enumerate(groups) if g.resolved.options and g.resolved.options[0].w] if rule else []
     if not rule or not weighted:
-        return units
-    out = list(units)
+        return groups
+    out = list(groups)
     named = {"in_" if s.startswith("in") else s.removesuffix("s") for s in rule.get("slots", ("w", "ins", "outs"))}
+    by_user = {"w": "bits", "in_": "activation_bits", "out": "activation_bits"}
     for k in {weighted[0], weighted[-1]}:
-        by_user = {"w": "bits", "in_": "activation_bits", "out": "activation_bits"}
-        slots = [s for s in named if units[k].choices.get(by_user.get(s, "")) is None]
-        options = units[k].resolved.options
-        changes = [{s: variant_with_bits(platform, getattr(o, s), rule["bits"]) for s in slots} for o in options]
-        out[k] = units[k].with_options([o.model_copy(update=c) for o, c in zip(options, changes, strict=True)])
+        slots = [s for s in named if groups[k].choices.get(by_user.get(s, "")) is None]
+        changes = [
+            {s: variant_with_bits(platform, getattr(o, s), rule["bits"]) for s in slots}
+            for o in groups[k].resolved.options
+        ]
+        pairs = zip(groups[k].resolved.options, changes, strict=True)
+        out[k] = groups[k].with_options([o.model_copy(update=c) for o, c in pairs])
     return out
-
-
-def variant_with_bits(platform: Platform, name: Any, bits: int) -> Any:
-    """The platform's format that differs from `name` in bits alone; `name` where there is none."""
-    if not isinstance(name, str) or name in NO_FORMAT:
-        return name
-    mine, alike = platform.formats[name], ("kind", "zero", "scale", "per")
-    return next((k for k, f in platform.formats.items() if f.bits == bits and same_fields(f, mine, *alike)), name)

@@ -1,9 +1,9 @@
-"""Legality as one projection: the least change of scales that satisfies every cross-tensor rule of a platform.
+"""Legal scales by one projection: the least change of scales that satisfies every rule of a platform across tensors.
 
-In v = log2(scale) a tie is v_a = v_b, a bound on a product of scales is a linear row, and a power-of-two scale is
-an integer variable. Tied tensors are one variable (union-find); what is left is one small mixed-integer linear
-program that minimises the total |v - v_wanted|. Only tensors that some broken row can reach enter it, so scales
-that are legal already keep their bits. Rules marked `hard: false` are preferences and are not enforced.
+In v = log2(scale) a tie is v_a = v_b, a bound on a product of scales is linear, and a power-of-two scale is an integer
+variable. Tied tensors are one variable (union-find); what is left is one small mixed-integer linear program that
+minimises the total |v - v_wanted|. Only tensors that a violated bound can reach enter it, so scales that are legal
+already stay bit-identical. Rules marked `hard: false` are preferences and are not enforced.
 """
 
 from __future__ import annotations
@@ -11,93 +11,46 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 
-from chipfit.decide.constraints import Constraint, FixedQParams, dictated_qparams, tie_groups
+from chipfit.decide.constraints import (
+    EQUAL,
+    MARGIN,
+    Array,
+    Constraint,
+    FixedQParams,
+    ProductBound,
+    dictated_qparams,
+    hard_rules,
+    product_bounds,
+    tie_groups,
+)
 from chipfit.errors import UnsupportedError
-from chipfit.platform.schema import Rule
-from chipfit.quantizers.scale_bounds import ScaleBound
 from chipfit.quantizers.stored import Stored
 
-#: an equality holds up to this much in log2: two roundings of float32
-_EQUAL = 2.5e-7
-#: solved scales keep this much in log2 inside their bounds, so that rounding to float32 does not cross one
-_MARGIN = 2e-6
 #: the least scale, in log2: the least normal float32 number
 _LEAST = -126.0
-#: what it costs more to move a scale down than up: enough to decide between equal ways, too little for others
+#: extra cost of moving a scale down instead of up: enough to decide between equal moves, too little to change others
 _CLIPS = 1e-3
-
-Array = np.ndarray[Any, np.dtype[Any]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProductBound(ScaleBound):
-    """One product rule with its tensors."""
-
-    rule: Rule
-
-    def __post_init__(self) -> None:
-        """Anything goes: where ties leave no tensor, the projection finds out whether the bound holds of nothing."""
-
-    def total(self, log: Mapping[str, Array]) -> Array:
-        """The sum per channel: [] or [C]; a scale without channels counts for each."""
-        return sum((e * log[t] for t, e in self.terms), start=np.zeros(()))
-
-    def holds(self, log: Mapping[str, Array]) -> bool:
-        total, slack = self.total(log), _EQUAL if self.low == self.high else 1e-12
-        return bool(np.all(total >= self.low - slack) and np.all(total <= self.high + slack))
-
-
-def product_bounds(constraints: Iterable[Constraint], tensors: Collection[str]) -> list[ProductBound]:
-    """The hard product rules over `tensors`; a rule with a slot that is float here bounds nothing.
-
-    A slot with several tensors ("ins") gives one row for each; two such slots are paired in order.
-    """
-    out = []
-    for b in constraints:
-        for r in b.rules:
-            if r.scale_product is None or not r.hard:
-                continue
-            factors = [([t for t in b.of(slot) if t in tensors], e) for slot, e in r.scale_product.items()]
-            if not all(ts for ts, _ in factors):
-                continue
-            low, high = _bounds(r, b.attrs)
-            for k in range(max(len(ts) for ts, _ in factors)):
-                terms = tuple((ts[min(k, len(ts) - 1)], e) for ts, e in factors)
-                out.append(ProductBound(op=b.op, terms=terms, low=low, high=high, rule=r))
-    return out
-
-
-def _bounds(rule: Rule, attrs: Mapping[str, Any]) -> tuple[float, float]:
-    """[low, high] in log2 of the product of scales."""
-    low, high = rule.bounds
-    times = float(attrs.get(rule.times, 1.0)) if rule.times else 1.0
-    if times == 0:
-        return -math.inf, math.inf
-    low, high = sorted((low / times, high / times))  # a negative factor swaps the bounds
-    strictly = _MARGIN if rule.lt is not None and high == rule.lt / abs(times) else 0.0
-    return (math.log2(low) if low > 0 else -math.inf), (math.log2(high) - strictly if 0 < high < math.inf else math.inf)
 
 
 def project(wanted: Mapping[str, Stored], constraints: Sequence[Constraint]) -> dict[str, Stored]:
-    """The legal scales nearest to the wanted ones.
+    """Return the legal scales nearest to the wanted ones.
 
-    First what has one answer: dictated numbers, ties, zero points. Then the scales that break a bound, and whatever
-    shares a row with one that moves, are solved for together; all others are constants of that program.
+    Dictated numbers, ties and zero points have one answer each and come first. Then the scales that violate a bound,
+    and those that share a bound with one that moves, are solved for together; all others are constants.
 
     Args:
-        wanted: by tensor name; members of a tie must already agree (see `tie_groups`) or the first one's wins.
+        wanted: by tensor name; members of a tie have one scale (see `tie_groups`), or the first one's wins.
         constraints: rules with tensor names. Biases are not variables: their scale follows from others.
 
     Returns:
-        The same names. A tensor whose rules hold already is returned as it came.
+        As `wanted`. A tensor whose rules hold already is returned unchanged.
 
     Raises:
-        UnsupportedError: no scales satisfy all rules; names the smallest set of rules that contradict each other.
+        UnsupportedError: no scales satisfy all rules; names a smallest set of rules that contradict each other.
     """
     out = dict(wanted)
     dictated = {t: numbers for t, numbers in dictated_qparams(constraints).items() if t in out}
@@ -114,7 +67,7 @@ def project(wanted: Mapping[str, Stored], constraints: Sequence[Constraint]) -> 
 
     problem = _problem(out, constraints, leader)
     free = problem.to_move({leader[t] for t in dictated})
-    active = [r for r in problem.rows if any(t in free for t, _ in r.terms) or not r.holds(problem.log)]
+    active = [r for r in problem.bounds if any(t in free for t, _ in r.terms) or not r.holds(problem.log)]
     if not free and not active:
         return out
     solved = problem.solve(active, free)
@@ -122,9 +75,9 @@ def project(wanted: Mapping[str, Stored], constraints: Sequence[Constraint]) -> 
         raise _contradiction(problem.conflict(active, free))
     for t, v in out.items():
         now, new = problem.log[leader[t]], solved.get(leader[t])
-        if new is not None and np.any(np.abs(new - now) > _EQUAL):
+        if new is not None and np.any(np.abs(new - now) > EQUAL):
             moved = torch.from_numpy(np.asarray(np.exp2(new))).to(torch.float32).reshape(v.scale.shape)
-            stays = torch.from_numpy(np.asarray(np.abs(new - now) <= _EQUAL)).reshape(v.scale.shape)
+            stays = torch.from_numpy(np.asarray(np.abs(new - now) <= EQUAL)).reshape(v.scale.shape)
             out[t] = v.with_(scale=torch.where(stays, v.scale, moved))
     return out
 
@@ -135,30 +88,31 @@ def _allow_zero_points(
     leader: Mapping[str, str],
     dictated: Mapping[str, FixedQParams],
 ) -> None:
-    """Move zero points to one that every `zero` rule of the tied tensors allows; scales keep their ranges covered."""
+    """Move zero points to one that every `zero` rule of the tied tensors allows; scales grow to keep ranges covered."""
     allowed: dict[str, set[int]] = {}
-    rules = [(b, r, r.zero) for b in constraints for r in b.rules if r.zero is not None and r.hard]
-    for b, r, slot in rules:
+    for c, r in hard_rules(constraints):
+        if r.zero is None:
+            continue
         here = set(r.eq) if isinstance(r.eq, (list, tuple)) else {int(r.eq)}
-        for t in (t for t in b.of(slot) if t in out):
+        for t in (t for t in c.of(r.zero) if t in out):
             allowed[leader[t]] = left = allowed.get(leader[t], here) & here
             if not left or (t in dictated and dictated[t][1] not in here):
                 what = f"No zero point of '{t}' is allowed by every rule"
-                raise UnsupportedError(what, where=f"operator {b.op}", allowed=f"{sorted(here)} here")
+                raise UnsupportedError(what, where=f"operator {c.op}", allowed=f"{sorted(here)} here")
     for t, head in leader.items():
         v = out[t]
         now = int(v.zero_point.reshape(-1)[0])
         if now in allowed.get(head, {now}):
             continue
         zero = min(sorted(allowed[head]), key=lambda a: abs(a - now))
-        low, high = v.grid.qmin - now, v.grid.qmax - now  # codes on either side of zero
+        low, high = v.grid.qmin - now, v.grid.qmax - now  # quantized values on either side of zero
         sides = ((-low, zero - v.grid.qmin), (high, v.grid.qmax - zero))
         grow = max(have / room for have, room in sides if room > 0)
         out[t] = v.with_(scale=v.scale * max(grow, 1.0), zero_point=torch.full_like(v.zero_point, zero))
 
 
 def _problem(variables: Mapping[str, Stored], constraints: Iterable[Constraint], leader: Mapping[str, str]) -> _Problem:
-    """The rules over the leaders of the ties, each of which stands for its group."""
+    """Return the rules over the leaders of the ties, each of which stands for its group."""
     log = {
         t: np.log2(np.maximum(variables[t].scale.detach().double().numpy(), 2.0**_LEAST))
         for t in dict.fromkeys(leader.values())
@@ -167,14 +121,13 @@ def _problem(variables: Mapping[str, Stored], constraints: Iterable[Constraint],
     for t, v in variables.items():
         if v.grid.scale_min:
             floor[leader[t]] = max(floor.get(leader[t], _LEAST), math.log2(np.float32(v.grid.scale_min)))
-    table = [
-        replace(r, terms=_joined((leader[t], e) for t, e in r.terms)) for r in product_bounds(constraints, variables)
-    ]
-    return _Problem(log, {leader[t] for t, v in variables.items() if v.grid.pot}, floor, table)
+    bounds = product_bounds(constraints, variables)
+    bounds = [replace(b, terms=_summed((leader[t], e) for t, e in b.terms)) for b in bounds]
+    return _Problem(log, {leader[t] for t, v in variables.items() if v.grid.pot}, floor, bounds)
 
 
-def _joined(terms: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
-    """Exponents of the same tensor added; those that cancel are gone."""
+def _summed(terms: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
+    """Return terms with one exponent for each tensor; exponents that cancel are left out."""
     out: dict[str, int] = {}
     for t, e in terms:
         out[t] = out.get(t, 0) + e
@@ -183,74 +136,74 @@ def _joined(terms: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """What the scales of some tensors have to satisfy, in log2."""
+    """Bounds on the scales of some tensors, in log2."""
 
     log: Mapping[str, Array]  #: wanted scales, [] or [C]
     pot: Collection[str]  #: tensors whose scales are powers of two
     floor: Mapping[str, float]  #: least scale, where the hardware has one
-    rows: Sequence[ProductBound]
+    bounds: Sequence[ProductBound]
 
     def to_move(self, held: set[str]) -> set[str]:
-        """The tensors that break a rule, and all that are joined to one of them by rows; never those that are `held`.
+        """Return the tensors that violate a rule, and all that bounds connect with one of them; never those `held`.
 
         Raises:
-            UnsupportedError: a row is broken whose tensors are all tied to each other.
+            UnsupportedError: a bound is violated whose tensors are all tied to each other.
         """
-        broken = [r for r in self.rows if not r.holds(self.log)]
-        hopeless = [r for r in broken if not r.terms]
-        if hopeless:
-            raise _contradiction(hopeless[:1])
-        out = {t for r in broken for t, _ in r.terms}
+        violated = [b for b in self.bounds if not b.holds(self.log)]
+        unsolvable = [b for b in violated if not b.terms]
+        if unsolvable:
+            raise _contradiction(unsolvable[:1])
+        out = {t for b in violated for t, _ in b.terms}
         out |= {
             t
             for t, v in self.log.items()
             if t not in held
             and (np.any(v < self.floor.get(t, _LEAST) - 1e-9) or (t in self.pot and np.any(v != np.rint(v))))
         }
-        reading: dict[str, list[ProductBound]] = {}
-        for r in self.rows:
-            for t, _ in r.terms:
-                reading.setdefault(t, []).append(r)
+        bounds_of: dict[str, list[ProductBound]] = {}
+        for b in self.bounds:
+            for t, _ in b.terms:
+                bounds_of.setdefault(t, []).append(b)
         queue = list(out)
         while queue:
-            near = {u for r in reading.get(queue.pop(), ()) for u, _ in r.terms} - out - held
+            near = {u for b in bounds_of.get(queue.pop(), ()) for u, _ in b.terms} - out - held
             out |= near
             queue += near
         return out - held
 
-    def solve(self, table: Sequence[ProductBound], free: Collection[str]) -> dict[str, Array] | None:
-        """The scales of the free tensors that satisfy the rows with the least sum of |v - wanted|.
+    def solve(self, bounds: Sequence[ProductBound], free: Collection[str]) -> dict[str, Array] | None:
+        """Return the scales of the free tensors that satisfy the bounds with the least sum of |v - wanted|.
 
-        Of two ways that move as far, the one that makes scales larger: smaller ones clip what was seen. The variables
-        are v and d >= |v - wanted|, of which the sum of d is least; every row is one constraint for each
-        channel. What is not free is a constant of its rows. Solved scales stay a little inside their bounds, since they
-        are rounded to float32 afterwards; sums of integers need no such margin. None when there are no such scales.
+        Of two solutions with equal sums, larger scales are preferred: smaller ones clip values that were seen. The
+        variables are v and d >= |v - wanted|, and the sum of d is minimised; every bound is one linear constraint for
+        each channel. Tensors that are not free are constants. Solved scales stay a little inside their bounds, since
+        they are rounded to float32 afterwards; sums of integers need no such margin. None if there are no such scales.
         """
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import block_array, csr_array, eye_array
 
         names = sorted(free)
         if not names:
-            limits = (self._limits(r, ()) for r in table)
+            limits = (self._limits(b, ()) for b in bounds)
             return {} if all(np.all(a <= 0) and np.all(z >= 0) for a, z in limits) else None
         sizes = [self.log[t].size for t in names]
         start = dict(zip(names, np.cumsum([0, *sizes]), strict=False))
         n = sum(sizes)
         wanted = np.concatenate([self.log[t].reshape(-1) for t in names])
         integral = np.concatenate([np.full(self.log[t].size, t in self.pot) for t in names])
-        # a floor that float32 holds is kept by a power of two above it, and by other scales with a rounding's margin
+        # a power of two above a float32 floor stays above it; other scales need the margin of a rounding
         least = np.concatenate([np.full(self.log[t].size, self._floor(t)) for t in names])
         at_row, at_column, factors, m = [np.zeros(0, int)], [np.zeros(0, int)], [np.zeros(0)], 0
         low: list[np.ndarray] = []
         high: list[np.ndarray] = []
-        for row in table:
-            width = max(self.log[t].size for t, _ in row.terms)
-            for t, e in row.terms:
+        for bound in bounds:
+            width = max(self.log[t].size for t, _ in bound.terms)
+            for t, e in bound.terms:
                 if t in free:
                     at_row.append(m + np.arange(width))
                     at_column.append(start[t] + np.arange(width) * (self.log[t].size > 1))
                     factors.append(np.full(width, float(e)))
-            for side, limit in zip((low, high), self._limits(row, free), strict=True):
+            for side, limit in zip((low, high), self._limits(bound, free), strict=True):
                 side.append(np.broadcast_to(limit, width))
             m += width
         entries = np.concatenate(factors), (np.concatenate(at_row), np.concatenate(at_column))
@@ -260,28 +213,28 @@ class _Problem:
         matrix = block_array([[rules, None], [eye, -eye], [down * eye, eye]], format="csr")
         at_least, at_most = np.concatenate([*low, -none, down * wanted]), np.concatenate([*high, wanted, none])
         within = LinearConstraint(matrix, at_least, at_most)
-        bounds = Bounds(np.r_[least, np.zeros(n)], np.r_[np.full(n, -_LEAST), none])
+        box = Bounds(np.r_[least, np.zeros(n)], np.r_[np.full(n, -_LEAST), none])
         cost, whole = np.r_[np.zeros(n), np.ones(n)], np.r_[integral, np.zeros(n)]
-        answer = milp(cost, constraints=within, bounds=bounds, integrality=whole)
+        answer = milp(cost, constraints=within, bounds=box, integrality=whole)
         if answer.x is None:
             return None
         v = np.where(integral > 0, np.rint(answer.x[:n]), answer.x[:n])
         return {t: v[start[t] : start[t] + self.log[t].size].reshape(self.log[t].shape) for t in names}
 
     def _floor(self, t: str) -> float:
-        return _LEAST if t not in self.floor else self.floor[t] if t in self.pot else self.floor[t] + _MARGIN
+        return _LEAST if t not in self.floor else self.floor[t] if t in self.pot else self.floor[t] + MARGIN
 
-    def _limits(self, row: ProductBound, free: Collection[str]) -> tuple[Array, Array]:
-        """Bounds of the free part of a row, [] or [C]."""
-        known = sum((e * self.log[t] for t, e in row.terms if t not in free), start=np.zeros(()))
-        low, high = row.low - known, row.high - known
-        if all(t in self.pot for t, _ in row.terms if t in free):  # a sum of integers
+    def _limits(self, bound: ProductBound, free: Collection[str]) -> tuple[Array, Array]:
+        """Return [low, high] of the free part of a bound, each [] or [C]."""
+        fixed = sum((e * self.log[t] for t, e in bound.terms if t not in free), start=np.zeros(()))
+        low, high = bound.low - fixed, bound.high - fixed
+        if all(t in self.pot for t, _ in bound.terms if t in free):  # a sum of integers
             return np.ceil(low - 1e-9), np.floor(high + 1e-9)
-        inside = min(_MARGIN, (row.high - row.low) / 2) if row.low < row.high else 0.0
+        inside = min(MARGIN, (bound.high - bound.low) / 2) if bound.low < bound.high else 0.0
         return low + inside, high - inside
 
-    def conflict(self, table: Sequence[ProductBound], free: Collection[str]) -> list[ProductBound]:
-        """A smallest subset of the rows that has no solution (QuickXplain, Junker 2004)."""
+    def conflict(self, bounds: Sequence[ProductBound], free: Collection[str]) -> list[ProductBound]:
+        """Return a smallest subset of the bounds that has no solution (QuickXplain, Junker 2004)."""
 
         def search(given: list[ProductBound], new: bool, rest: list[ProductBound]) -> list[ProductBound]:
             if new and self.solve(given, free) is None:
@@ -292,7 +245,7 @@ class _Problem:
             second = search(given + rest[:half], True, rest[half:])
             return search(given + second, bool(second), rest[:half]) + second
 
-        return search([], False, list(table))
+        return search([], False, list(bounds))
 
 
 def _contradiction(conflict: Iterable[ProductBound]) -> UnsupportedError:

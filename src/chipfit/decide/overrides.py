@@ -1,4 +1,4 @@
-"""What the user decides by hand about single layers: kept in float, bits, narrower grids, range rules."""
+"""Overrides: what the user decides about single layers, such as float, bits, a narrower grid or a range rule."""
 
 import fnmatch
 import math
@@ -8,21 +8,30 @@ from typing import Any, Protocol
 
 import torch
 
-from chipfit.decide.narrow import METHODS
-from chipfit.errors import PlanError, UnknownNameError, raised_outside_chipfit, short_message
+from chipfit.errors import PlanError, UnknownNameError, UnsupportedError, raised_outside_chipfit, short_message
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.ops import OPS
+from chipfit.platform.schema import Format
 from chipfit.ranges import name_of, rule_of
 from chipfit.registry import is_number
 
-FLOAT_IS_CHEAPER = "codes would cost more here than they save: what it reads, or its readers, are in float"
+FLOAT_IS_CHEAPER = "converting to integers would cost more than it saves: its inputs, or its consumers, are in float"
+
+#: method, the kind of a grid -> the kinds whose numbers such a grid holds all
+METHODS = {
+    "uniform": ("uniform", "symmetric", "power_of_two"),
+    "symmetric": ("symmetric", "power_of_two"),
+    "power_of_two": ("power_of_two",),
+    "lut_symmetric": ("lut_symmetric", "lut_power_of_two"),
+    "lut_power_of_two": ("lut_power_of_two",),
+}
 
 
 class LayerFilter(Protocol):
-    """Chooses layers by what they are rather than by a name."""
+    """A filter that chooses layers by what they are rather than by a name."""
 
     def match(self, node: Node) -> bool:
-        """Whether the layer is meant. A filter with a true attribute `optional` may mean none of them."""
+        """Return whether the filter chooses a layer. With a true attribute `optional` it may choose none at all."""
         ...
 
 
@@ -50,22 +59,20 @@ def _one_of(*words: str) -> Callable[[Any], bool]:
 
 #: the largest number that tensors hold
 _LARGEST = torch.finfo(torch.float32).max
+_PER, _INPUTS = ("tensor", "channel", "block"), ("codes", "dynamic", "float")
 #: choice -> (what it may be, in words, and its test)
 CHOICES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "bits": ('of the weights: a number of bits, "float", or None for the chip\'s own choice', _is_bits),
     "activation_bits": ('of the result: a number of bits, "float", or None for the chip\'s own choice', _is_bits),
     "weight_method": (f"grid of the weights, narrower than the chip's: {', '.join(METHODS)}", _one_of(*METHODS)),
     "method": (f"grid of the result, narrower than the chip's: {', '.join(METHODS)}", _one_of(*METHODS)),
-    "per": (
-        '"tensor", "channel" or "block": what shares one weight scale',
-        _one_of("tensor", "channel", "block"),
-    ),
+    "per": ('"tensor", "channel" or "block": what shares one weight scale', _one_of(*_PER)),
     "inputs": (
-        '"codes", "dynamic" (rounded by the kernel, each time it runs) or "float": how a layer takes its data',
-        _one_of("codes", "dynamic", "float"),
+        '"codes", "dynamic" (quantized by the kernel at run time) or "float": how data are read',
+        _one_of(*_INPUTS),
     ),
-    "signed": ("whether the result has a sign, where the chip leaves it to the data", lambda v: isinstance(v, bool)),
-    "result": ('"codes" or "float": what a kernel that can do both hands over', _one_of("codes", "float")),
+    "signed": ("whether the result has a sign, if the chip derives it from the data", lambda v: isinstance(v, bool)),
+    "result": ('"codes" or "float": what a kernel that can do both outputs', _one_of("codes", "float")),
     "weight_rule": ("range rule of the weights", _is_rule),
     "rule": ("range rule of the result", _is_rule),
     "range": ("(low, high) of the result, known beforehand: nothing is collected for it", _is_range),
@@ -74,12 +81,12 @@ CHOICES: dict[str, tuple[str, Callable[[Any], bool]]] = {
         lambda v: is_number(v) and v > 0,
     ),
 }
-#: those that say nothing about a layer without weights
+#: choices that have no meaning for a layer without weights
 OF_WEIGHTS = ("bits", "weight_method", "per", "weight_rule", "inputs")
 
 
 class Layers:
-    """The nodes of a graph by everything that a user may call them."""
+    """The nodes of a graph by every name that a user may give them."""
 
     def __init__(self, graph: Graph) -> None:
         self.nodes = tuple(graph.nodes)
@@ -94,43 +101,42 @@ class Layers:
             self.types[n.layer_type].append(n)
 
     def match(self, pattern: str | LayerFilter) -> list[Node]:
-        """See `match_layers`."""
+        """Return the nodes that a pattern names; see `match_layers`."""
         if not isinstance(pattern, str):
-            found = [n for n in self.nodes if _meant(pattern, n)]
-            if not found and not getattr(pattern, "optional", False):
+            nodes = [n for n in self.nodes if _chooses(pattern, n)]
+            if not nodes and not getattr(pattern, "optional", False):
                 wanted = getattr(pattern, "name", None) or pattern
-                known = self._known | {n.name for n in self.nodes}
-                raise UnknownNameError("layer for the filter", str(wanted), known, hint=_LISTS)
-            return found
+                names = self._names | {n.name for n in self.nodes}
+                raise UnknownNameError("layer for the filter", str(wanted), names, hint=_LISTS)
+            return nodes
         is_glob = any(c in pattern for c in "*?[")
         globbed = [n for n in self.nodes if fnmatch.fnmatchcase(n.layer, pattern)] if is_glob else []
-        names = self.exact.get(pattern) or self.inside.get(pattern) or globbed
-        found = names or self.ops.get(pattern) or self.types.get(pattern) or []
-        if not found:
-            raise UnknownNameError("layer", pattern, self._known, hint=_LISTS)
-        return found
+        by_name = self.exact.get(pattern) or self.inside.get(pattern) or globbed
+        nodes = by_name or self.ops.get(pattern) or self.types.get(pattern) or []
+        if not nodes:
+            raise UnknownNameError("layer", pattern, self._names, hint=_LISTS)
+        return nodes
 
     @property
-    def _known(self) -> set[str]:
+    def _names(self) -> set[str]:
         return {name for n in self.nodes for name in (n.layer, n.op, n.layer_type) if name}
 
 
-def _meant(chosen_by: LayerFilter, node: Node) -> bool:
+def _chooses(layer_filter: LayerFilter, node: Node) -> bool:
     try:
-        return bool(chosen_by.match(node))
-    except Exception as e:  # of a user's filter, or of a thing whose `match` compares something else
+        return bool(layer_filter.match(node))
+    except Exception as e:  # in a user's filter, or in an object whose `match` compares something else
         if not raised_outside_chipfit(e):
             raise
-        allowed = "a layer's path, a glob, an operator, a layer type, or a filter, whose match(node) says yes or no"
-        raise PlanError(
-            f"The key of an override fails: {short_message(e)}", got=repr(chosen_by)[:120], allowed=allowed
-        ) from e
+        what, got = f"The key of an override fails: {short_message(e)}", repr(layer_filter)[:120]
+        allowed = "a layer's path, a glob, an operator, a layer type, or a filter, whose match(node) returns a bool"
+        raise PlanError(what, got=got, allowed=allowed) from e
 
 
 def match_layers(graph: Graph, pattern: str | LayerFilter) -> list[Node]:
-    """The nodes that a user means by `pattern`.
+    """Return the nodes that a user names by `pattern`.
 
-    Of a name, tried in this order: exact layer path or node name; every layer inside that path; a glob over paths;
+    A name is tried in this order: exact layer path or node name; every layer inside that path; a glob over paths;
     canonical operator ("Conv2D"); class of the user's layer ("LayerNorm").
 
     Raises:
@@ -143,28 +149,28 @@ _LISTS = "`chipfit.lint(model, example)` lists the layers"
 
 
 def override_entries(overrides: Overrides | None) -> list[tuple[Any, Any]]:
-    """Overrides as (pattern, "float" or choices), in the order given; None has none.
+    """Return overrides as (pattern, "float" or choices), in the order given; an empty list for None.
 
     Raises:
-        PlanError: neither a table nor pairs, or a pattern that is no name and no filter.
+        PlanError: neither a table nor pairs, or a pattern that is neither a name nor a filter.
     """
-    listed = [] if overrides is None else list(overrides.items()) if isinstance(overrides, Mapping) else overrides
-    if not isinstance(listed, (list, tuple)) or any(not isinstance(p, (list, tuple)) or len(p) != 2 for p in listed):
+    entries = [] if overrides is None else list(overrides.items()) if isinstance(overrides, Mapping) else overrides
+    if not isinstance(entries, (list, tuple)) or any(not isinstance(e, (list, tuple)) or len(e) != 2 for e in entries):
         allowed = 'a table, or a list of pairs: layer -> "float" or a table of choices'
         raise PlanError("The overrides are not understood", got=repr(overrides)[:120], allowed=allowed)
-    for pattern, _ in listed:
+    for pattern, _ in entries:
         is_filter = callable(getattr(pattern, "match", None)) and not isinstance(pattern, type)
         if not (isinstance(pattern, str) or is_filter):
             allowed = "a layer's path, a glob, an operator, a layer type, or a filter"
             raise PlanError("The key of an override is not understood", got=repr(pattern)[:120], allowed=allowed)
-    return [(pattern, choices) for pattern, choices in listed]
+    return [(pattern, choices) for pattern, choices in entries]
 
 
 def resolve_overrides(graph: Graph, overrides: Overrides | None) -> dict[str, dict[str, Any]]:
-    """Overrides by node name, in the order of the last entry about each; a later entry wins over an earlier one.
+    """Return overrides by node name, in the order of the last entry about each; a later entry wins over an earlier one.
 
     Raises:
-        UnknownNameError: a pattern that means no layer, a choice or a range rule that does not exist.
+        UnknownNameError: a pattern that names no layer, a choice or a range rule that does not exist.
         PlanError: a value that is neither "float" nor a table of choices; a choice about weights for layers without.
     """
     out: dict[str, dict[str, Any]] = {}
@@ -177,24 +183,24 @@ def resolve_overrides(graph: Graph, overrides: Overrides | None) -> dict[str, di
         nodes = layers.match(pattern)
         about_weights = [k for k in choices if k in OF_WEIGHTS]
         if about_weights and nodes and not any(has_weights(n.op) for n in nodes):
-            hint = "name a layer with weights, or say activation_bits, rule or method about its result"
-            what = f"'{pattern}' has no weights, so that '{about_weights[0]}' says nothing about it"
+            hint = "name a layer with weights, or choose activation_bits, rule or method for its result"
+            what = f"'{pattern}' has no weights, so that '{about_weights[0]}' has no meaning for it"
             raise PlanError(what, got=", ".join(dict.fromkeys(f"{n.op} '{n.who}'" for n in nodes[:8])), hint=hint)
         for node in nodes:
-            taken = merge_overrides(out.pop(node.name, {}), choices)
-            # of a group that shares one kernel, only the layer with weights has a word about them
-            out[node.name] = {k: v for k, v in taken.items() if k not in OF_WEIGHTS or has_weights(node.op)}
+            merged = merge_overrides(out.pop(node.name, {}), choices)
+            # in a group that shares one kernel, choices about weights go to the layer that has them
+            out[node.name] = {k: v for k, v in merged.items() if k not in OF_WEIGHTS or has_weights(node.op)}
     return out
 
 
 def merge_overrides(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
-    """Choices with later ones over them. Who asks for bits takes an earlier "float" back; no other choice does."""
-    asks = any(isinstance(later.get(k), int) for k in ("bits", "activation_bits"))
-    return {**{k: v for k, v in earlier.items() if not (asks and k == "float")}, **later}
+    """Return choices with later ones over earlier ones; only a number of bits cancels an earlier "float"."""
+    sets_bits = any(isinstance(later.get(k), int) for k in ("bits", "activation_bits"))
+    return {**{k: v for k, v in earlier.items() if not (sets_bits and k == "float")}, **later}
 
 
 def with_results(resolved: Mapping[str, Mapping[str, Any]], results: Mapping[str, str]) -> dict[str, Mapping[str, Any]]:
-    """Overrides by node name, over what was chosen about results: node name -> "codes", "float" or "whole"."""
+    """Return resolved overrides over chosen execution modes: node name -> "codes", "float" or "whole"."""
     chosen: dict[str, Mapping[str, Any]] = {
         n: {"float": FLOAT_IS_CHEAPER} if r == "whole" else {"result": r} for n, r in results.items()
     }
@@ -220,12 +226,12 @@ def check_choices(pattern: Any, choices: Any) -> None:
 
 
 def has_weights(op: str) -> bool:
-    """Whether an operator may have weights of its own."""
+    """Return whether an operator may have weights of its own."""
     return op == "MatMul" or (op in OPS and OPS[op].weighted)
 
 
 def to_record(overrides: Overrides | None) -> dict[str, Any]:
-    """Overrides as JSON data: filters and rules by their text, numbers that JSON has no word for as well."""
+    """Return overrides as JSON data: filters, rules and numbers that JSON cannot hold are written as text."""
 
     def plain(v: Any) -> Any:
         if callable(v):
@@ -238,3 +244,55 @@ def to_record(overrides: Overrides | None) -> dict[str, Any]:
         earlier = out.get(str(pattern))
         out[str(pattern)] = {**earlier, **table} if isinstance(earlier, dict) and isinstance(table, dict) else table
     return out
+
+
+def method_of(fmt: Format) -> str | None:
+    """Return the method, as in METHODS, of a format; None for logarithmic and floating-point formats."""
+    pot = fmt.scale == "pot"
+    if fmt.kind == "lut":
+        return "lut_power_of_two" if pot else "lut_symmetric"
+    if fmt.kind != "int":
+        return None
+    return "uniform" if fmt.zero == "any" else "power_of_two" if pot else "symmetric"
+
+
+def constrain_format(
+    fmt: Format, *, layer: str, method: str | None = None, signed: bool | None = None, per: str | None = None
+) -> Format:
+    """Return `fmt` with one zero point, power-of-two scales, a given sign, or one scale for all channels.
+
+    The result holds some of the numbers that the chip's format holds, never others.
+
+    Args:
+        layer: its name, for messages.
+        method: one of METHODS.
+        signed: only if the format derives the sign from the data.
+        per: "tensor" for one scale; "channel" is what a format per channel has already.
+
+    Raises:
+        UnsupportedError: the chip's format does not hold the numbers of the wanted one.
+    """
+    changes: dict[str, Any] = {}
+    have = method_of(fmt)
+    if method is not None and method != have:
+        allowed = METHODS[have] if have else ()
+        if method not in allowed:
+            raise _not_held(layer, "method", method, allowed)
+        if have == "uniform":
+            changes["zero"] = (0, 1 << fmt.bits - 1) if fmt.signed is False else 0
+        if method.endswith("power_of_two"):
+            changes["scale"] = "pot"
+    if signed is not None and signed != fmt.signed:
+        if fmt.signed != "auto":
+            raise _not_held(layer, "sign", signed, (fmt.signed,))
+        changes["signed"] = signed
+    if per is not None and per != fmt.per:
+        if (per, fmt.per) != ("tensor", "channel"):
+            raise _not_held(layer, "scale per", per, (fmt.per,))
+        changes["per"] = per
+    return fmt.model_copy(update=changes)
+
+
+def _not_held(layer: str, what: str, got: Any, allowed: tuple[Any, ...]) -> UnsupportedError:
+    may, hint = ", ".join(map(str, allowed)) or "nothing else", "describe a chip that can, or leave the layer as it is"
+    return UnsupportedError(f"The chip's format for '{layer}' cannot have this {what}", got=got, allowed=may, hint=hint)

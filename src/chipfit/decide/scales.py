@@ -1,27 +1,26 @@
-"""From statistics to scales: ranges by rule, ties and fixed outputs by the platform, then one legal projection."""
+"""Scales from statistics: ranges by rule, ties and dictated scales by the platform, then one legal projection."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
 from chipfit.calibration.collect import TensorStats
 from chipfit.decide.assignment import Assignment, TensorSpec
-from chipfit.decide.biases import with_biases
-from chipfit.decide.constraints import dictated_qparams, tie_groups
+from chipfit.decide.constraints import Constraint, copies, dictated_qparams, hard_rules, tie_groups
 from chipfit.decide.legality import project
-from chipfit.decide.qparams import QParamsSource, entry
-from chipfit.decide.weight_sums import limit_weight_sums
+from chipfit.decide.qparams import QParamsSource, tensor_plan, with_biases
 from chipfit.errors import DataError, PlanError, UnsupportedError
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.ops import OPS
 from chipfit.plan.record import Role, TensorPlan
 from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.scale_bounds import code_sums, enlargement
 from chipfit.quantizers.stored import Stored
 from chipfit.ranges import Rule
 from chipfit.ranges.qparams import GREATEST_SCALE, QParams, from_min_max
 
-#: how a tensor is stored, and where its numbers came from
-Found = tuple[Stored, str]
+#: how a tensor is stored, and the origin of its numbers
+WithOrigin = tuple[Stored, str]
 
 
 def choose(
@@ -34,10 +33,10 @@ def choose(
     z_threshold: float | None = None,
     known: Mapping[str, TensorPlan] | None = None,
 ) -> dict[str, TensorPlan]:
-    """Scale and zero point of every tensor.
+    """Choose scale and zero point of every tensor.
 
-    Ranges are searched per tensor; tied tensors take the union of theirs, so that no member clips; outputs that
-    the chip fixes are set; the rest is projected onto the platform's rules; biases follow from their inputs.
+    Ranges are searched per tensor; tied tensors get the union of theirs, so that no member clips; scales that the
+    chip dictates are set; the rest is projected onto the platform's rules; biases follow from their inputs.
 
     Args:
         known: earlier decisions; a tensor whose format is the same keeps its numbers.
@@ -54,8 +53,8 @@ def choose(
     for group in groups:
         members = {name: found[name] for name in group if name in found}
         given = any(assignment.tensors[name].range is not None for name in members)
-        silent = {name for name in members if assignment.tensors[name].range is None and _silent(name, graph, stats)}
-        found |= _tied(members, dictated.keys(), silent | (copies(graph, group) if given else set()))
+        zeros = {name for name in members if assignment.tensors[name].range is None and _is_zero(name, graph, stats)}
+        found |= _tied(members, dictated.keys(), zeros | (copies(graph, group) if given else set()))
     wanted = limit_weight_sums(graph, assignment.constraints, {name: stored for name, (stored, _) in found.items()})
     legal = project(wanted, assignment.constraints)
     _check_moderate(legal)
@@ -64,10 +63,10 @@ def choose(
     nodes = {n.name: n for n in graph.nodes}
     out = {}
     for name, (stored, origin) in found.items():
-        slot, moved = assignment.tensors[name], not legal[name].same_numbers(stored)
+        spec, moved = assignment.tensors[name], not legal[name].same_numbers(stored)
         origin += ", moved to satisfy the platform's rules" if moved else ""
-        seen = stats.get(name) if slot.role == "activation" else None
-        out[name] = entry(slot, nodes.get(slot.node), legal[name], origin, seen)
+        seen = stats.get(name) if spec.role == "activation" else None
+        out[name] = tensor_plan(spec, nodes.get(spec.node), legal[name], origin, seen)
     out = with_biases(graph, assignment, grids, out)
     return out | _floats(graph, {name: why for name, why in assignment.floats.items() if name not in out})
 
@@ -75,71 +74,86 @@ def choose(
 def _grids(
     graph: Graph, assignment: Assignment, stats: Mapping[str, TensorStats], groups: tuple[tuple[str, ...], ...]
 ) -> dict[str, Grid]:
-    """The formats with their signedness decided from the data; tensors of one type are signed as soon as one is.
+    """Return the quantization grids, with signs decided from the data; of tensors of one type all are signed or none.
 
     Raises:
-        UnsupportedError: the platform wants one storage type of tensors whose formats have different ones.
+        UnsupportedError: the platform requires one storage type of tensors whose formats have different ones.
     """
-    slots = assignment.tensors
-    grids = {s.name: _grid(s, stats.get(s.name), graph) for s in slots.values()}
-    same_type = [(b, [t for t in names if t in grids]) for b in assignment.constraints for names in b.same_type]
-    alike = [[t for t in group if t in grids] for group in groups] + [names for _, names in same_type]
-    auto = {name for name, s in slots.items() if s.format.signed == "auto"}
-    while more := {t for g in alike if any(grids[t].signed for t in g) for t in g if t in auto and not grids[t].signed}:
-        grids |= {t: slots[t].grid(signed=True) for t in more}
-    for b, names in same_type:
+    specs = assignment.tensors
+    grids = {s.name: _grid(s, stats.get(s.name), graph) for s in specs.values()}
+    same_type = [(c, [t for t in names if t in grids]) for c in assignment.constraints for names in c.same_type]
+    of_one_sign = [[t for t in group if t in grids] for group in groups] + [names for _, names in same_type]
+    unsigned = {name for name, s in specs.items() if s.format.signed == "auto" and not grids[name].signed}
+    while more := {t for g in of_one_sign if any(grids[t].signed for t in g) for t in g if t in unsigned}:
+        grids |= {t: specs[t].grid(signed=True) for t in more}
+        unsigned -= more
+    for c, names in same_type:
         types = {t: f"{'s' if grids[t].signed else 'u'}{grids[t].bits}" for t in names}
         if len(set(types.values())) > 1:
             got = ", ".join(f"'{t}' {kind}" for t, kind in types.items())
             hint = "give them the same bits with overrides, or keep the operator in float"
-            raise UnsupportedError(f"{b.op} stores these tensors in one type on this platform", got=got, hint=hint)
+            raise UnsupportedError(f"{c.op} stores these tensors in one type on this platform", got=got, hint=hint)
     return grids
 
 
-def _grid(slot: TensorSpec, stats: TensorStats | None, graph: Graph) -> Grid:
-    if slot.format.signed != "auto":
-        return slot.grid()
-    if slot.range is not None:
-        low = slot.range[0]
-    elif slot.name in graph.weights:
-        low = float(graph.weights[slot.name].min())
+def _grid(spec: TensorSpec, stats: TensorStats | None, graph: Graph) -> Grid:
+    if spec.format.signed != "auto":
+        return spec.grid()
+    if spec.range is not None:
+        low = spec.range[0]
+    elif spec.name in graph.weights:
+        low = float(graph.weights[spec.name].min())
     elif stats is not None:
         low = stats.low
     else:
-        raise PlanError(f"Tensor '{slot.name}' was not calibrated", hint="quantize again with these overrides")
-    return slot.grid(signed=low < 0)
+        raise PlanError(f"Tensor '{spec.name}' was not calibrated", hint="quantize again with these overrides")
+    return spec.grid(signed=low < 0)
 
 
-def copies(graph: Graph, group: Collection[str]) -> set[str]:
-    """The tensors of a tie that hold numbers of others in it, and so the range of those."""
-
-    def moves(n: Node) -> bool:
-        data = [i for i in n.inputs if i is not None and graph.is_float(i)]
-        return n.op in OPS and OPS[n.op].moves and all(i in group for i in data)
-
-    return {o for n in graph.nodes if moves(n) for o in n.outputs if o in group}
-
-
-def _silent(name: str, graph: Graph, stats: Mapping[str, TensorStats]) -> bool:
-    """It was 0 throughout: the grid that it has of its own says nothing about it."""
+def _is_zero(name: str, graph: Graph, stats: Mapping[str, TensorStats]) -> bool:
+    """Return whether a tensor is 0 throughout, so that the range found for it means nothing."""
     if name in graph.weights:
         return not graph.weights[name].any()
     return name in stats and stats[name].low == stats[name].high == 0
 
 
+def limit_weight_sums(
+    graph: Graph, constraints: Iterable[Constraint], stored: Mapping[str, Stored], *, final: bool = False
+) -> dict[str, Stored]:
+    """Return all tensors; weights whose sum of |quantized value| in a channel exceeds `wsum_max` get larger scales.
+
+    Raises:
+        UnsupportedError: a sum is too large and scales are `final`: other rules have made it so again.
+    """
+    out = dict(stored)
+    rules = [(c.op, r.wsum_max, c.of("w")) for c, r in hard_rules(constraints) if r.wsum_max]
+    for op, most, name in [(op, most, t) for op, most, names in rules for t in names if t in stored]:
+        axis, values = OPS[op].weight_axis, graph.weights[name]
+        while (factor := enlargement(out[name], values, most, axis)) is not None:
+            if final:
+                what = (
+                    f"The quantized values of '{name}' sum to more than {most:g}, and other rules forbid a larger scale"
+                )
+                raise UnsupportedError(what, got=f"{float(code_sums(out[name], values, axis).max()):g}")
+            out[name] = out[name].with_(scale=(out[name].scale * factor).to(out[name].scale.dtype))
+    return out
+
+
 def _check_moderate(scales: Mapping[str, Stored]) -> None:
-    """Raise a DataError where numbers are so large that kernels, which multiply scales as float32, would overflow."""
+    """Raise a DataError if numbers are so large that kernels, which multiply scales as float32, would overflow."""
     for name, stored in scales.items():
         if float(stored.scale.max()) > GREATEST_SCALE:
             got = f"up to about {stored.grid.levels * float(stored.scale.max()):.1e}"
-            allowed = f"a step of at most {GREATEST_SCALE:.1e} between two codes"
-            hint = "are the data scaled as in training? FixedQParams like 1e35 often mean bytes read as the wrong type"
+            allowed = f"a scale of at most {GREATEST_SCALE:.1e}"
+            hint = "are the data scaled as in training? Numbers like 1e35 often mean bytes read as the wrong type"
             what = f"The numbers of '{name}' are too large for any kernel"
             raise DataError(what, got=got, allowed=allowed, hint=hint)
 
 
-def _tied(members: Mapping[str, Found], dictated: Collection[str], besides: Collection[str]) -> dict[str, Found]:
-    """Tied tensors with one scale and zero point, which covers the range of each; a dictated one is everybody's.
+def _tied(
+    members: Mapping[str, WithOrigin], dictated: Collection[str], besides: Collection[str]
+) -> dict[str, WithOrigin]:
+    """Return tied tensors with one scale and zero point: the dictated ones, or those that cover the range of each.
 
     Args:
         besides: members whose ranges do not count.
@@ -170,7 +184,7 @@ def _equal(a: Stored, b: Stored) -> bool:
 
 
 def _floats(graph: Graph, reasons: Mapping[str, str]) -> dict[str, TensorPlan]:
-    """Float tensors under the first node that reads or writes them."""
+    """Return the plan's entries of float tensors, each under the first node that reads or writes it."""
     first: dict[str | None, Node] = {}
     for n in graph.nodes:
         for name in (*n.inputs, *n.outputs):

@@ -62,7 +62,7 @@ class QuantizationMethod(Enum):
 
     @property
     def word(self) -> str:
-        """The word of `chipfit.decide.narrow.METHODS`."""
+        """The word of `chipfit.decide.overrides.METHODS`."""
         grid = "uniform" if self.affine else "power_of_two" if self.pot else "symmetric"
         return f"lut_{grid}" if self.lut else grid
 
