@@ -1,15 +1,119 @@
-"""A saved graph whose operators do not run on the shapes that it states is refused before it runs."""
+"""A saved graph whose attributes, shapes or types do not fit its operators is refused before it runs."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import nn
 
 from chipfit.errors import PlanError
+from chipfit.graph.ir import Graph, Value
+from chipfit.graph.ops import ATTRIBUTES, OPS
 from chipfit.plan.validate import check_runs
 from tests.build import images, quantized, randn, sequential
+from tests.graph.test_ops import made, results
+
+
+def of_one(op: str, **changed) -> Graph:
+    """One operator with some attributes changed, everything else as it was."""
+    torch.manual_seed(0)
+    node, inputs = made(op)
+    outputs = {f"y{k}": y for k, y in enumerate(results(node, inputs))}
+    own = [name for name, slot in zip(node.inputs, OPS[op].slots) if slot[0] in "wbmv" and slot != "mask"]
+    tensors = dict(zip(node.inputs, inputs))
+    values = {name: Value(name, tuple(x.shape), str(x.dtype)[6:]) for name, x in {**tensors, **outputs}.items()}
+    if op == "Size":
+        values["y0"] = Value("y0", (), "int")
+    return Graph(
+        nodes=[node.with_(outputs=tuple(outputs), attrs={**node.attrs, **changed})],
+        inputs=[name for name in node.inputs if name not in own],
+        outputs=list(outputs),
+        values={name: v for name, v in values.items() if name not in own},
+        weights={name: tensors[name] for name in own},
+    )
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_graph_of_every_operator_runs(op):
+    check_runs(of_one(op))
+
+
+def test_every_attribute_has_a_kind_and_no_other():
+    assert set(ATTRIBUTES) == {a for row in OPS.values() for a in row.attrs}
+
+
+@pytest.mark.parametrize(
+    "op, attribute, bad",
+    [
+        *(
+            ("Conv2D", name, bad)
+            for name in ("stride", "dilation")
+            for bad in ((0, 1), (1, -1), (1, 2**40), (1,), 1, None)
+        ),
+        ("Conv2D", "padding", ((-1, -1), (0, 0))),
+        ("Conv2D", "padding", ((1, 1),)),
+        ("Conv2D", "groups", 0),
+        ("DepthwiseConv2D", "groups", True),
+        ("TransposeConv2D", "padding", ((0, 0), (0, -1))),
+        ("TransposeConv2D", "dilation", (0, 0)),
+        ("TransposeConv2D", "output_padding", (0, -1)),
+        ("TransposeConv2D", "output_padding", (0, 1)),
+        ("TransposeConv2D", "output_padding", (0,)),
+        ("MaxPool", "kernel", (0, 2)),
+        ("MaxPool", "stride", (2,)),
+        ("MaxPool", "ceil_mode", 1),
+        ("AvgPool", "stride", (2, 2**31)),
+        ("AdaptiveAvgPool", "output_size", (0, 4)),
+        ("LayerNorm", "eps", math.nan),
+        ("GroupNorm", "eps", -1e-5),
+        ("LeakyRelu", "negative_slope", math.inf),
+        ("Elu", "alpha", 1e300),
+        ("Clamp", "max", math.nan),
+        ("Clamp", "min", -1e300),
+        ("Pad", "value", math.nan),
+        ("Slice", "step", 0),
+        ("Softmax", "axis", 1.0),
+        ("Softmax", "extra", 1),
+        ("Resize", "size", (9.0, 7.0)),
+        ("Tile", "repeats", (1, 2, 1, -1)),
+        ("DepthToSpace", "block", 0),
+    ],
+)
+def test_a_value_that_no_kernel_supports_is_refused(op, attribute, bad):
+    with pytest.raises(PlanError, match=f"{attribute}|do not fit"):
+        check_runs(of_one(op, **{attribute: bad}))
+
+
+def test_a_kernel_of_one_pixel_shows_no_dilation_in_its_shapes_and_is_refused_all_the_same():
+    graph = of_one("Conv2D", padding=((0, 0), (0, 0)))
+    graph.weights["x1"] = graph.weights["x1"][..., :1, :1]
+    check_runs(graph)
+    graph.nodes[0] = graph.nodes[0].with_(attrs={**graph.nodes[0].attrs, "dilation": (0, 0)})
+    with pytest.raises(PlanError, match="dilation.*greater than or equal to 1"):
+        check_runs(graph)
+
+
+@pytest.mark.parametrize(
+    "changed, words",
+    [
+        ({"stride": (1, 1, 1)}, "so many spatial axes.*'stride': 3"),
+        (
+            {"stride": (1,) * 3, "dilation": (1,) * 3, "padding": ((1, 1),) * 3},
+            "stride of Conv2D.*the image has 2 axes",
+        ),
+    ],
+)
+def test_an_axis_too_many_is_refused_although_meta_tensors_do_not_show_it(changed, words):
+    with pytest.raises(PlanError, match=words):
+        check_runs(of_one("Conv2D", **changed))
+
+
+@pytest.mark.parametrize("low, high", [(-math.inf, 6.0), (0, math.inf), (None, 3), (-3.4e38, None)])
+def test_a_clamp_may_be_open(low, high):
+    check_runs(of_one("Clamp", min=low, max=high))
 
 
 @pytest.fixture

@@ -67,6 +67,8 @@ def _row(*, takes: str = "in0", attrs: str = "", case_of: str = "", facts: str =
 
 
 OPS: dict[str, OpDef] = {op: _row(**row) for ops, row in _DATA["operators"].items() for op in ops.split()}
+#: attribute -> the kind of its values, see `ops.yaml`
+ATTRIBUTES: dict[str, str] = {name: kind for kind, names in _DATA["attributes"].items() for name in names.split()}
 #: names that platform files use for the same operator: the platform's word -> (operator, attributes that it must have)
 ALIASES: dict[str, tuple[str, dict[str, float | str]]] = {
     word: (row["of"], row.get("where", {})) for word, row in _DATA["aliases"].items()

@@ -10,7 +10,7 @@ from chipfit.engine.run import run
 from chipfit.engine.types import dtype_of
 from chipfit.errors import PlanError, first_line
 from chipfit.graph.ir import OPAQUE, Graph, Node
-from chipfit.graph.ops import OPS
+from chipfit.graph.ops import ATTRIBUTES, OPS
 from chipfit.plan.json_codec import table, validated
 
 
@@ -20,34 +20,38 @@ def _infinite(x: float) -> float:
     return x
 
 
-_Int = Annotated[int, Field(gt=-(1 << 31), lt=1 << 31)]
-_Size = Annotated[int, Field(ge=0, lt=1 << 31)]
-_Count = Annotated[int, Field(ge=1, lt=1 << 31)]
+def _real(**limits: float) -> Any:
+    return Annotated[float, Field(**{"ge": -_MAX, "le": _MAX, **limits})]
+
+
 _MAX = torch.finfo(torch.float32).max
-_Real = Annotated[float, Field(ge=-_MAX, le=_MAX)]
-_Bound = _Real | Annotated[float, AfterValidator(_infinite)]
-_Above = Annotated[float, Field(ge=0, le=_MAX)]
-#: what attributes hold, whichever operator has them: kernels without numbers take others too
-_KINDS = {
-    Literal["tensor", "row", "block"]: "per",
-    bool: "affine is_causal enable_gqa keepdims ceil_mode count_include_pad align_corners",
-    str: "approximate mode dtype",
-    _Int: "start index qmin qmax",
-    _Int | None: "end axis",
-    tuple[_Int, ...]: "axes perm shifts",
-    tuple[_Int | None, ...]: "shape",
-    _Count: "block step groups",
-    tuple[_Count, ...]: "kernel stride dilation output_size normalized_shape repeats",
-    tuple[_Count, ...] | None: "size",
-    tuple[_Size, ...]: "output_padding sizes",
-    tuple[tuple[_Int, _Int], ...]: "padding",
-    _Real: "negative_slope alpha beta threshold p",
-    _Bound: "value",
-    _Bound | None: "min max",
-    _Above | None: "eps",
-    _Real | tuple[_Above, ...] | None: "scale",
+_INT = Annotated[int, Field(gt=-(1 << 31), lt=1 << 31)]
+#: the words for kinds of attributes in `graph/ops.yaml`
+_KINDS: dict[str, Any] = {
+    "flag": bool,
+    "word": str,
+    "granularity": Literal["tensor", "row", "block"],
+    "int": _INT,
+    "size": Annotated[int, Field(ge=0, lt=1 << 31)],
+    "count": Annotated[int, Field(ge=1, lt=1 << 31)],
+    "pair": tuple[_INT, _INT],
+    "real": _real(),
+    "positive": _real(ge=0),
+    "bound": _real() | Annotated[float, AfterValidator(_infinite)],
 }
-_ATTRIBUTES = table(**{name: NotRequired[kind] for kind, names in _KINDS.items() for name in names.split()})
+
+
+def attribute_type(kind: str) -> Any:
+    """Return the type of a kind of attributes: "count*?" is a tuple of counts, or None."""
+    first, *others = kind.split(" | ")
+    base = first.rstrip("*?")
+    out: Any = _KINDS[base]
+    for mark in first[len(base) :]:
+        out = tuple[out, ...] if mark == "*" else out | None
+    return out | attribute_type(" | ".join(others)) if others else out
+
+
+_ATTRIBUTES = table(**{name: NotRequired[attribute_type(kind)] for name, kind in ATTRIBUTES.items()})
 
 #: what torch and the kernels say of attributes, types and shapes that do not fit
 _MISFITS = (RuntimeError, AssertionError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
