@@ -29,9 +29,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from chipfit import Result, load, quantize
 from chipfit.cli.app import quantize as command
 from chipfit.errors import ChipfitError
-from chipfit.pipeline import Result, load, quantize
 
 X = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 

@@ -438,12 +438,15 @@ def test_a_model_of_which_nothing_can_be_quantized_names_eight_reasons_once_each
 def test_more_overrides_stand_behind_those_that_were_given(tmp_path):
     first = fit(overrides={"2": "float"})
     more = {"0": {"rule": "mae"}}
-    assert first._and(more) == [("2", "float"), ("0", {"rule": "mae"})]
-    assert chipfit.load(first.save(tmp_path / "saved"))._and(more) == first._and(more)
+    assert first.decision.with_overrides(more).overrides == [("2", "float"), ("0", {"rule": "mae"})]
+    assert (
+        chipfit.load(first.save(tmp_path / "saved")).decision.with_overrides(more).overrides
+        == first.decision.with_overrides(more).overrides
+    )
     edited = first.edit({"2": "float", "0": {"weight_rule": "mae"}})
-    assert edited._and({}) == [("2", "float"), ("0", {"weight_rule": "mae"})]
-    assert chipfit.load(edited.save(tmp_path / "edited"))._and({}) == edited._and({})
-    assert fit()._and({}) == []
+    assert edited.decision.all_overrides == [("2", "float"), ("0", {"weight_rule": "mae"})]
+    assert chipfit.load(edited.save(tmp_path / "edited")).decision.all_overrides == edited.decision.all_overrides
+    assert fit().decision.all_overrides == []
 
 
 def test_widths_that_a_search_chose_are_overrides_until_an_edit_replaces_them():
@@ -451,7 +454,14 @@ def test_widths_that_a_search_chose_are_overrides_until_an_edit_replaces_them():
     chosen, record = searched.plan.provenance["chosen"], searched.plan.provenance
     assert chosen and all(searched.plan[t].grid.bits == bits for t, bits in chosen.items())
     assert record["limits"] == {"weights": "60%"} and record["widths"].keys() == chosen.keys()
-    asked = [k for _, table in searched._and({}) for k in table]
+    asked = [k for _, table in searched.decision.all_overrides for k in table]
     assert asked and set(asked) <= {"bits", "activation_bits"}
-    assert searched.edit({"1": {"rule": "mae"}})._and({}) == [("1", {"rule": "mae"})]
+    assert searched.edit({"1": {"rule": "mae"}}).decision.all_overrides == [("1", {"rule": "mae"})]
     assert "search" in searched.timings and "correct" not in searched.timings
+
+
+def test_a_result_with_limits_is_loaded_with_the_bits_that_were_chosen(tmp_path):
+    searched = fit(platform="imx500", limits=Limits(weights="60%"))
+    loaded = chipfit.load(searched.save(tmp_path / "saved"))
+    assert str(loaded.plan) == str(searched.plan)
+    assert loaded.decision.all_overrides == searched.decision.all_overrides

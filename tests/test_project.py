@@ -100,8 +100,8 @@ def test_the_pinned_versions_satisfy_the_package_metadata():
 #: rooms from the bottom up: each may import those before it
 LAYERS = (
     "errors screen registry files quantizers graph engine calibration ranges platform plan decide passes rounding "
-    "correction search frameworks export simulate runtimes verify report settings steps pipeline training facade "
-    "bench cli"
+    "correction settings steps decision adaptation search frameworks export simulate runtimes verify report reading "
+    "linting result request pipeline training facade bench cli"
 ).split()
 #: room -> rooms below it of which it knows nothing all the same
 STRANGERS = {
@@ -205,7 +205,7 @@ def test_a_circle_through_a_function_is_found():
 # ---------------------------------------------------------------- size
 
 #: lines of code that each part may have, with room: a change of design raises a budget, a change of code does not
-BUDGETS = {"core": 22_950, "facade": 3_700, "bench": 1_700, "chipfit": 28_200, "tests": 44_000}
+BUDGETS = {"core": 23_400, "facade": 3_700, "bench": 1_700, "chipfit": 28_600, "tests": 44_000}
 TOP_LEVEL = 15  #: modules beside the documents' doors
 #: files that may name one operator: a row in the table, a kernel, a row for each reader and writer
 FILES_PER_OPERATOR = 9

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from benchmarks.fuzz.run import Nonsense
 
-from chipfit.pipeline import Result
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.platform.schema import Platform
+from chipfit.result import Result
 
 
 def check_result(result: Result) -> None:

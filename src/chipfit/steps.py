@@ -27,13 +27,13 @@ Batches = Iterable[Sequence[torch.Tensor]]
 Choose = Callable[..., dict[str, TensorPlan]]
 
 
-def taken(settings: Settings, stage: str) -> list[Entry]:
+def enabled(settings: Settings, stage: str) -> list[Entry]:
     """The steps of a stage that the settings ask for, in order."""
 
     def wanted(e: Entry) -> bool:
         says = e.declares
         if says.with_any:
-            return bool(taken(settings, says.with_any))
+            return bool(enabled(settings, says.with_any))
         value = True if says.setting is None else getattr(settings, says.setting.name)
         return value not in (None, OFF) and value is not False  # a ratio of 0 asks for the step
 
@@ -46,7 +46,7 @@ def taken(settings: Settings, stage: str) -> list[Entry]:
     return out
 
 
-def completed(settings: Settings, bits: Collection[int], rule: str, again: bool) -> tuple[Settings, list[str]]:
+def resolve_defaults(settings: Settings, bits: Collection[int], rule: str, again: bool) -> tuple[Settings, list[str]]:
     """The settings with the corrections that few bits ask for where the user left them open, and what to say of it.
 
     Args:
@@ -58,7 +58,7 @@ def completed(settings: Settings, bits: Collection[int], rule: str, again: bool)
     for step in ordered("correct"):
         says = step.declares
         value = says.asks(bits, rule) if says.asks and getattr(settings, says.setting.name) is None else None
-        if value is None or any(other.name in says.excludes for other in taken(settings, "correct")):
+        if value is None or any(other.name in says.excludes for other in enabled(settings, "correct")):
             continue
         if "batches" in says.needs and not again:
             what = f"warning: {says.setting.name}='{value}' would keep more accuracy, but reads the data twice: "
@@ -68,7 +68,7 @@ def completed(settings: Settings, bits: Collection[int], rule: str, again: bool)
     return settings, notes
 
 
-def tried(settings: Settings, graph: Graph, assignment: Assignment) -> Settings:
+def add_trials(settings: Settings, graph: Graph, assignment: Assignment) -> Settings:
     """The settings with the rewrites that these formats may gain by, where the user left them open."""
     more = dict[str, Any]()
     for says in (e.declares for e in ordered("adapt")):
@@ -90,29 +90,29 @@ def _take(step: Entry, settings: Settings, /, *given: Any, **context: Any) -> An
 def rewrite(graph: Graph, platform: Platform, settings: Settings) -> tuple[Graph, list[str]]:
     """The rewrites that need no data; returns the graph, with its own weights, and one note per rewrite or refusal."""
     captured, notes = graph.weights, list(graph.notes)
-    for step in taken(settings, "rewrite"):
+    for step in enabled(settings, "rewrite"):
         graph, more = _take(step, settings, graph, platform=platform, listed=partial(lists, platform))
         check(graph, blame=step.name)
         notes += more
     return copy_captured_weights(graph, captured), notes
 
 
-def settle(
+def adjust_formats(
     graph: Graph, assignment: Assignment, platform: Platform, settings: Settings
 ) -> tuple[Assignment, list[str]]:
     """What steps change in the decision on formats."""
     notes: list[str] = []
-    for step in taken(settings, "formats"):
+    for step in enabled(settings, "formats"):
         assignment, more = _take(step, settings, graph, assignment, platform=platform)
         notes += more
     return assignment, notes
 
 
-def needs(graph: Graph, found: Mapping[str, Need], settings: Settings) -> dict[str, Need]:
+def statistics_needed(graph: Graph, found: Mapping[str, Need], settings: Settings) -> dict[str, Need]:
     """What calibration has to collect: what ranges need, and what the steps behind it do."""
     out = dict(found)
     for stage in ("adapt", "results", "correct"):
-        for step in taken(settings, stage):
+        for step in enabled(settings, stage):
             out = step.declares.collects(graph, out) if step.declares.collects else out
     return out
 
@@ -126,7 +126,7 @@ def adapt(
         batches: the data again: the first samples give the histograms that no rewrite can tell.
     """
     notes, before = list[str](), {n for n, s in stats.items() if s.histogram is None}
-    for step in taken(settings, "adapt"):
+    for step in enabled(settings, "adapt"):
         graph, stats, more = _take(step, settings, graph, assignment, stats)
         check(graph, blame=step.name)
         notes += more
@@ -136,18 +136,20 @@ def adapt(
     return graph, stats, notes
 
 
-def results(graph: Graph, assignment: Assignment, stats: Stats, settings: Settings) -> tuple[dict[str, str], list[str]]:
+def choose_execution(
+    graph: Graph, assignment: Assignment, stats: Stats, settings: Settings
+) -> tuple[dict[str, str], list[str]]:
     """What kernels that can do several things do, "codes", "float" or "whole", by their first nodes."""
     chosen, notes = dict[str, str](), list[str]()
-    for step in taken(settings, "results") if assignment.modes else ():
+    for step in enabled(settings, "results") if assignment.modes else ():
         more, said = _take(step, settings, graph, assignment, stats)
         chosen, notes = chosen | more, notes + said
     return chosen, notes
 
 
-def reads_again(settings: Settings) -> bool:
+def rereads_data(settings: Settings) -> bool:
     """Whether some step reads the data once more."""
-    asked = taken(settings, "adapt") + taken(settings, "correct")
+    asked = enabled(settings, "adapt") + enabled(settings, "correct")
     return any(s.declares.again or "batches" in s.declares.needs for s in asked)
 
 
@@ -162,7 +164,7 @@ def correct(
         choose: makes the scales of changed weights.
     """
     original = graph
-    chosen = taken(settings, "correct")
+    chosen = enabled(settings, "correct")
     for step in chosen:
         notes: list[str] = []
         linear = [n for n in graph.nodes if is_linear(graph, n)]

@@ -65,7 +65,7 @@ def test_an_edit_reads_them_again_where_they_were_kept_and_says_so_where_not():
     three = {"*": {"bits": 3, "activation_bits": 8}}
     assert same(fitted(refilled()).edit(three), fitted(list(IMAGES.split(32))).edit(three))
     plain = fitted(refilled(), {})  # 8 bits: nothing reads them again
-    assert plain._data is None
+    assert plain.data is None
     assert any("quantize again with these overrides" in n for n in plain.edit(FOUR).plan.rewrites)
 
 

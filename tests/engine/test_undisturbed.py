@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
+from chipfit import lint
 from chipfit.engine.process import seeded, undisturbed
-from chipfit.pipeline import lint
 from tests.build import mlp, model_of, quantized, randn
 
 

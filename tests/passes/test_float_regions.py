@@ -13,10 +13,10 @@ from torch import nn
 
 import chipfit
 from chipfit.calibration.collect import Need, TensorStats
+from chipfit.decision import Decision, decide
 from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.passes import float_regions
-from chipfit.pipeline import decide
 from chipfit.quantizers.grids import Grid
 from chipfit.ranges import choose
 
@@ -119,7 +119,8 @@ def test_no_other_labels_cost_less(norms, seed, monkeypatch):
     torch.manual_seed(0)
     model = Block(norms).eval()
     result = chipfit.quantize(model, DATA, "ort_cpu", settings=chipfit.Settings(results="codes"), progress=False)
-    graph, assignment, _ = decide(result.graph, result.platform)
+    decided = decide(Decision(graph=result.graph, platform=result.platform))
+    graph, assignment = decided.graph, decided.assignment
     chosen = float_regions._cut(graph, assignment, result.stats)
     head = float_regions._heads(assignment)
     movers = [n.name for n in graph.nodes if assignment.nodes[n.name].exec == "follow"]

@@ -255,7 +255,7 @@ def test_norms_without_large_channels_are_left_as_they_are(how):
 
 
 def test_what_loses_more_on_held_out_samples_is_left(monkeypatch):
-    monkeypatch.setattr("chipfit.pipeline.compare_plans", lambda *a: (False, "the loss is 2, 1 without"))
+    monkeypatch.setattr("chipfit.adaptation.compare_plans", lambda *a: (False, "the loss is 2, 1 without"))
     result = chipfit.quantize(Large(50.0).eval(), [torch.randn(256, 32)], "ort_cpu", progress=False)
     assert said(result) == ["smooth not taken: the loss is 2, 1 without"]
     assert torch.equal(result.graph.weights["norm.weight"], Large(50.0).norm.weight.detach())

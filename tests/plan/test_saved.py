@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import chipfit.plan.saved as saving
+from chipfit import load, quantize
 from chipfit.engine.trees import read_tree
 from chipfit.errors import ChipfitError, ExportError, GraphError, PlanError
 from chipfit.graph.ir import Graph, Node, Value
-from chipfit.pipeline import load, quantize
 from chipfit.plan.diff import diff
 from chipfit.plan.record import NodePlan, Plan, TensorPlan, hash_graph
 from chipfit.platform.load import load as load_platform

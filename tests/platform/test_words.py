@@ -158,7 +158,7 @@ def outcome(platform: Any) -> dict[str, str]:
     if key not in _FOUND:
         out: dict[str, str] = {}
         try:
-            with mock.patch("chipfit.pipeline.capture", return_value=captured().copy()):  # takes most of the time
+            with mock.patch("chipfit.reading.capture", return_value=captured().copy()):  # takes most of the time
                 result = chipfit.quantize(NET, [DATA], platform=platform, progress=False, rule="no_clipping")
         except ChipfitError as e:
             _FOUND[key] = {"refused": str(e)}

@@ -68,7 +68,7 @@ def energy(graph, got) -> float:
 
 @torch.no_grad()
 def error(result) -> float:
-    graph = result._uncorrected[0] if result._uncorrected else result.graph
+    graph = result.decision.graph
     return energy(graph, *run_quantized(result.graph, result.plan, [NEW]).values())
 
 

@@ -68,7 +68,7 @@ def test_the_whole_recipe_takes_what_gains():
     assert not said(plain)
     assert any(n.startswith("centred the result of 'first'") for n in best.plan.rewrites)
     with torch.no_grad():  # the float network is the same up to the biases and weights that the walk has corrected
-        before = best._uncorrected[0]
+        before = best.decision.graph
         (got,) = run(before, [data]).values()
         torch.testing.assert_close(got, model(data), rtol=1e-4, atol=1e-4)
     assert not torch.equal(before.weights["wide.weight"], model.wide.weight)
@@ -76,7 +76,7 @@ def test_the_whole_recipe_takes_what_gains():
 
 def test_what_loses_more_is_left_with_both_losses(monkeypatch):
     model = Net()
-    monkeypatch.setattr("chipfit.pipeline.compare_plans", lambda *a: (False, "the loss is 2, 1 without"))
+    monkeypatch.setattr("chipfit.adaptation.compare_plans", lambda *a: (False, "the loss is 2, 1 without"))
     result, plain = quantized(model, chipfit.BEST), quantized(model, OFF)
     assert said(result) == [
         "centre and equalize_groups not taken: the loss is 2, 1 without, by rounded activations alone"
@@ -91,11 +91,11 @@ def test_without_images_to_hold_out_nothing_is_rewritten():
     model = Net()
     result = quantized(model, chipfit.BEST, [DATA[0][:4]])
     assert said(result) == ["centre and equalize_groups not taken: there are too few images to hold some out"]
-    assert torch.equal(result._uncorrected[0].weights["wide.weight"], model.wide.weight)
+    assert torch.equal(result.decision.graph.weights["wide.weight"], model.wide.weight)
 
 
 def test_where_no_weight_would_be_changed_nothing_is_tried_or_said(monkeypatch):
-    monkeypatch.setattr("chipfit.pipeline.compare_plans", None)  # is not asked
+    monkeypatch.setattr("chipfit.adaptation.compare_plans", None)  # is not asked
     alone = nn.Sequential(nn.Conv2d(3, 3, 3, groups=3), nn.Flatten())
     assert not said(quantized(alone, chipfit.BEST))
 
@@ -113,7 +113,7 @@ def test_where_no_weight_would_be_changed_nothing_is_tried_or_said(monkeypatch):
 )
 def test_elsewhere_they_are_not_tried(model, settings, overrides):
     result = quantized(model, settings, overrides=overrides)
-    before = result._uncorrected[0] if result._uncorrected else result.graph
+    before = result.decision.graph
     assert not said(result) and torch.equal(before.weights["wide.weight"], model.wide.weight)
 
 
@@ -125,7 +125,7 @@ def test_each_can_be_asked_for_and_refused():
     other = quantized(model, Settings(rounding="off", equalize_groups="always"))
     assert not torch.equal(other.graph.weights["wide.weight"], model.wide.weight)
     half = quantized(model, Settings(rounding="gptq", equalize_groups="off"))
-    assert torch.equal(half._uncorrected[0].weights["wide.weight"], model.wide.weight)
+    assert torch.equal(half.decision.graph.weights["wide.weight"], model.wide.weight)
     with pytest.raises(chipfit.errors.PlanError, match="'always', 'off'"):
         Settings(centre="sometimes")
 

@@ -44,7 +44,7 @@ def test_the_cost_is_that_of_both_streams_moments_factors_and_columns():
     first = 36 * 27 * (27 + 8) + 27**3 + 5 * 8 * 27**2
     second = 36 * 8 * (8 + 4) + 8**3 + 5 * 4 * 8**2
     last = 1 * 144 * (144 + 3) + 144**3 + 5 * 3 * 144**2
-    graph, plan = result._uncorrected
+    graph, plan = result.decision.graph, result.uncorrected
     assert time_budget.count_multiplications(graph, plan, 1, 256) == streams + first + second + last
     few = fitted(rounding="off", activation_bits=4).plan
     assert (
@@ -56,7 +56,8 @@ def test_the_cost_is_that_of_both_streams_moments_factors_and_columns():
 
 
 def test_more_time_means_more_work_and_the_plan_holds_how_much(monkeypatch):
-    graph, plan = fitted()._uncorrected
+    result = fitted()
+    graph, plan = result.decision.graph, result.uncorrected
     rate = time_budget.count_multiplications(graph, plan, 96, 2048) / time_budget.EFFICIENCY
     monkeypatch.setattr(time_budget, "multiplications_per_second", lambda: rate * 1.001)
     much, little = fitted(seconds=1.0, shift_negative=0.5), fitted(seconds=0.5)

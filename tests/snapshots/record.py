@@ -21,7 +21,7 @@ import torch
 
 from chipfit.errors import ChipfitError, UnsupportedError
 from chipfit.graph.ir import Graph
-from chipfit.pipeline import Result
+from chipfit.result import Result
 from chipfit.simulate.integer import simulate
 
 #: floats may differ by this share of themselves, or near 0 by this

@@ -12,12 +12,11 @@ import torch
 keras = pytest.importorskip("keras")
 
 import chipfit  # noqa: E402 -- after the import that may skip
-from chipfit import pipeline  # noqa: E402
 from chipfit.calibration.data import as_call  # noqa: E402
 from chipfit.errors import ChipfitError  # noqa: E402
 from chipfit.frameworks import capture  # noqa: E402
 from chipfit.graph.ir import Graph  # noqa: E402
-from chipfit.pipeline import Result  # noqa: E402
+from chipfit.result import Result  # noqa: E402
 from chipfit.settings import Settings  # noqa: E402
 from tests.keras_zoo import batch_for, make  # noqa: E402
 from tests.snapshots.record import record  # noqa: E402
@@ -38,7 +37,7 @@ class KerasCase(Case):
 
     def result(self) -> Result:
         model, batch = made(self.zoo)
-        with mock.patch.object(pipeline, "capture", return_value=captured(self.zoo).copy()):
+        with mock.patch("chipfit.reading.capture", return_value=captured(self.zoo).copy()):
             return chipfit.quantize(model, [batch], self.platform, settings=Settings(**NEAREST), progress=False)
 
     @property

@@ -23,12 +23,11 @@ import torch
 import yaml
 
 import chipfit
-from chipfit import pipeline
 from chipfit.errors import ChipfitError
 from chipfit.frameworks import capture
 from chipfit.graph.ir import Graph
-from chipfit.pipeline import Result
 from chipfit.registry import registered
+from chipfit.result import Result
 from chipfit.settings import Settings
 from tests.snapshots.networks import NETWORKS, made
 from tests.snapshots.record import differences, record
@@ -83,7 +82,7 @@ class Case:
         network = NETWORKS[self.network]
         torch.manual_seed(0)
         # a network is captured once for all cases: it takes longer than everything else
-        with mock.patch.object(pipeline, "capture", return_value=captured(self.network).copy()):
+        with mock.patch("chipfit.reading.capture", return_value=captured(self.network).copy()):
             options = {"overrides": network.overrides, **self.options}
             options["settings"] = Settings(**NEAREST, **options.get("settings", Settings()).to_record())
             example = network.data(0)

@@ -46,9 +46,9 @@ from chipfit.facade.quantize_fx.settings import platforms_of
 from chipfit.files import lock_folder, write_atomically
 from chipfit.frameworks import framework_of
 from chipfit.frameworks.torch.bn_fold import FoldedBatchNorm
-from chipfit.pipeline import Result
 from chipfit.platform.load import load as load_platform
 from chipfit.registry import entry
+from chipfit.result import Result
 from chipfit.verify import default_runtime
 
 #: test images whose integers are compared

@@ -12,10 +12,11 @@ from rich.table import Table
 from torch import nn
 
 from chipfit.errors import RuntimeUnavailable, import_optional
-from chipfit.pipeline import Result, quantize
+from chipfit.pipeline import quantize
 from chipfit.platform.builtin import DEFAULT
 from chipfit.report.report import Report
 from chipfit.report.terminal import accuracies, size
+from chipfit.result import Result
 
 
 def _layer(

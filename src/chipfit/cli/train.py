@@ -12,8 +12,8 @@ from chipfit.calibration.progress import Progress
 from chipfit.errors import ConfigError, DataError, TrainingError
 from chipfit.facade.import_by_name import call_factory, import_by_name
 from chipfit.frameworks import trainer
-from chipfit.pipeline import Result
 from chipfit.registry import parse_call, registered
+from chipfit.result import Result
 
 #: number of images used to measure top-1 accuracy
 _EVALUATED_IMAGES = 4096

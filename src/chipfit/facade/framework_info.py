@@ -18,12 +18,12 @@ from chipfit.facade.target_platform.layers import layer_table, name_of, normaliz
 from chipfit.graph.config import plain
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.ops import OPS
-from chipfit.pipeline import Result
 from chipfit.plan.record import TensorPlan
 from chipfit.platform.filters import Member
 from chipfit.platform.load import groups
 from chipfit.quantizers.inferable import parameters
 from chipfit.quantizers.stored import Stored
+from chipfit.result import Result
 
 __all__ = ["ActivationQuantizer", "FrameworkInfo", "WeightQuantizer"]
 

@@ -18,7 +18,7 @@ from chipfit.facade.target_platform import capabilities
 from chipfit.facade.target_platform.model import TargetPlatformModel
 from chipfit.facade.target_platform.targets import get_target_platform_capabilities
 from chipfit.frameworks import framework_of
-from chipfit.pipeline import Result
+from chipfit.result import Result
 from chipfit.search.resources import resources
 from chipfit.settings import Settings
 

@@ -17,10 +17,10 @@ from chipfit.facade.pydantic_messages import check_value, record
 from chipfit.facade.trainable import base
 from chipfit.facade.trainable.user_quantizers import UserQuantizers
 from chipfit.frameworks import framework_of, keras_part
-from chipfit.pipeline import Result
 from chipfit.plan.training import Training, algorithm_of
 from chipfit.quantizers.algorithm import Algorithm
 from chipfit.registry import create, registered
+from chipfit.result import Result
 
 _NAMES = [f"{f}_quantization_aware_training_{step}" for f in ("keras", "pytorch") for step in ("init", "finalize")]
 __all__ = ["QATConfig", "TrainingMethod", "result_of", *_NAMES, *(f"{name}_experimental" for name in _NAMES)]

@@ -297,7 +297,7 @@ _PROVENANCE = table(
     samples=NotRequired[list[str]],
     corrected=NotRequired[list[str]],
     chosen=NotRequired[dict[str, int]],
-    widths=NotRequired[dict[str, list[int]]],
+    widths=NotRequired[dict[str, list[int] | tuple[int, ...]]],  # tuples: as earlier versions saved them
     edited=NotRequired[dict[str, Any]],
     foreign_quantizers=NotRequired[list[str]],
 )

@@ -9,7 +9,6 @@ from typing import Any
 from chipfit.decide.assignment import Assignment
 from chipfit.decide.constraints import connected_components
 from chipfit.decide.groups import NO_FORMAT, FusedGroup, find_groups, format_of
-from chipfit.decide.overrides import override_entries
 from chipfit.errors import ChipfitError
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import is_linear
@@ -166,16 +165,3 @@ def is_copy(graph: Graph, plan: Plan, maker: Node | None) -> bool:
     if maker is None or maker.op not in OPS or not OPS[maker.op].moves:
         return False
     return all(plan.quantized(i) for i in maker.inputs if i is not None and graph.is_float(i))
-
-
-def as_overrides(graph: Graph, plan: Plan, bits: Mapping[str, int], user: Any) -> list[tuple[Any, Any]]:
-    """Widths of weights and activations as overrides, behind those of the user."""
-    out = override_entries(user)
-    for n in graph.nodes:
-        choices = {"bits": bits[n.weight]} if is_linear(graph, n) and n.weight in bits else {}
-        decided, weight = plan.nodes.get(n.name), n.operand("w")
-        around = [bits[i] for i in (*n.inputs, *n.outputs) if i is not None and i in bits and i != weight]
-        if around and decided is not None and decided.exec not in ("float", "follow"):
-            choices["activation_bits"] = around[0]
-        out += [(n.name, choices)] if choices else []
-    return out

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import islice
 from operator import itemgetter
 
 from torch import Tensor
 
-from chipfit.calibration.collect import TensorStats
-from chipfit.decide.assignment import Assignment
+from chipfit.decide.overrides import resolve_overrides
+from chipfit.decision import Decision, choose_scales, decide, plan_of
 from chipfit.graph.ir import Graph
 from chipfit.graph.linear import products
 from chipfit.plan.record import Plan
-from chipfit.platform.schema import Platform
-from chipfit.rounding.fisher import IMAGES
+from chipfit.rounding.compare import Reference
+from chipfit.rounding.fisher import IMAGES, first_samples
 from chipfit.search.candidates import (
-    ByHand,
     TiedChoice,
     activation_choices,
     is_copy,
@@ -173,43 +173,66 @@ class SearchSpace:
 
 
 def search_space(
-    graph: Graph,
-    platform: Platform,
+    d: Decision,
     plan: Plan,
-    limited: Iterable[str],
+    limited: Collection[str],
     batches: Iterable[Sequence[Tensor]],
-    stats: Mapping[str, TensorStats],
-    decide: Callable[[Mapping[str, int]], Assignment],
-    by_hand: ByHand,
-    seed: int = 0,
     rounding: RoundingModel = NEAREST,
 ) -> SearchSpace:
-    """What may be chosen where some things are limited, and what each choice loses.
+    """Return what may be chosen where some resources are limited, and what each choice loses.
 
     Args:
-        limited: names of `Limits`: only what they are about is chosen.
-        decide: formats of the network with these widths of tensors.
-        by_hand: what the user has chosen, by node: its widths stay.
+        d: the decision that the plan follows; bits that its overrides give stay.
+        plan: how tensors are stored now.
+        limited: names of `Limits`; only the tensors that these limits are about get other bits.
+        batches: of graph inputs.
         rounding: how tensors will be rounded.
 
     Raises:
-        DataError: no batch at all.
+        DataError: there is no batch.
     """
-    limited = set(limited)
+    graph, platform, stats = d.graph, d.platform, d.stats or {}
+    by_hand = resolve_overrides(graph, d.overrides)
     parts: list[TiedChoice] = []
-    if limited & _OF_ACTIVATIONS:
+    if _OF_ACTIVATIONS.intersection(limited):
         found = (p for p in activation_choices(graph, platform, plan, by_hand) if len(p.widths) > 1)
         parts = [p for p in found if stats.keys() >= set(p.tensors)]  # whose ranges at other widths are known
-        parts = [
-            p
-            for p in keep_available(parts, {p.name: plan[p.name].grid.bits for p in parts}, decide)
-            if len(p.widths) > 1
-        ]
+        now = {p.name: plan[p.name].grid.bits for p in parts}
+        parts = keep_available(parts, now, lambda bits: decide(d.with_bits(bits)).assignment)
+        parts = [p for p in parts if len(p.widths) > 1]
     stay = {name for name, c in by_hand.items() if c.get("bits") is not None}
-    stay |= set() if limited & _OF_WEIGHTS else {n.name for n in graph.nodes}
+    stay |= set() if _OF_WEIGHTS.intersection(limited) else {n.name for n in graph.nodes}
     pairs = kernel_widths(graph, platform, plan, parts, stay)
     widths: dict[str, Sequence[int]] = dict(weight_widths(graph, pairs))
     makers = graph.producers()
     for p in parts:
         widths.update((t, p.widths) for t in p.tensors if not is_copy(graph, plan, makers.get(t)))
-    return SearchSpace(graph, plan, parts, pairs, losses(graph, plan, batches, widths, stats, seed, rounding))
+    return SearchSpace(graph, plan, parts, pairs, losses(graph, plan, batches, widths, stats, d.seed, rounding))
+
+
+def search_widths(
+    d: Decision, limits: Limits, read: Callable[[], Iterable[Sequence[Tensor]]], rounding: RoundingModel = NEAREST
+) -> Decision:
+    """Return the decision with the bits that lose least inside the limits, and with the scales that go with them.
+
+    Args:
+        d: a decision whose scales are chosen.
+        read: returns the calibration batches.
+        rounding: how tensors will be rounded.
+
+    Raises:
+        PlanError: the limits cannot be kept.
+        DataError: there is no batch.
+    """
+    reference = cache(lambda: Reference(d.graph, first_samples(read())))
+
+    def loss(bits: Mapping[str, int]) -> float:
+        other = choose_scales(decide(d.with_bits(bits)))
+        return reference().loss(other.graph, plan_of(other))
+
+    limited = limits.to_record()
+    choice = search_space(d, plan_of(d), limited, read(), rounding).choose(limits, None if rounding.fitted else loss)
+    chosen = choose_scales(decide(d.with_bits(choice.bits)))
+    widths = {tensor: list(bits) for tensor, bits in choice.widths.items()}
+    provenance = {**d.provenance, "limits": limited, "chosen": choice.bits, "widths": widths}
+    return replace(chosen, notes=(*chosen.notes, str(choice)), provenance=provenance)

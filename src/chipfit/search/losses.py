@@ -14,6 +14,7 @@ from torch import Tensor
 
 from chipfit.calibration.collect import TensorStats
 from chipfit.calibration.data import no_data
+from chipfit.decision import Decision
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import is_linear, places
 from chipfit.plan.record import Plan
@@ -40,6 +41,12 @@ class RoundingModel:
     weight_rule: Rule = "mse"  #: ranges of weights that take their nearest codes
     fitted: bool = False  #: codes and biases of weights follow from what they read
     means: bool = True  #: no bias takes the mean of what rounded weights change
+
+    @classmethod
+    def of(cls, d: Decision, corrections: Collection[str]) -> RoundingModel:
+        """Return how tensors are rounded by the rules of a decision where these corrections are made."""
+        fitted, means = "rounding" in corrections, not corrections
+        return cls(d.rules.rule, d.rules.weight_rule, fitted=fitted, means=means)
 
 
 NEAREST = RoundingModel()

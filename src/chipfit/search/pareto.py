@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
-from chipfit.errors import PlanError
+from torch import Tensor
+
+from chipfit.decision import Decision, plan_of, redecide
+from chipfit.errors import PlanError, UnknownNameError
+from chipfit.plan.record import Plan
+from chipfit.rounding.compare import Reference
+from chipfit.rounding.fisher import first_samples
 from chipfit.screen import Summary, SummaryRepr
-from chipfit.search.choose import SearchSpace
+from chipfit.search.choose import search_space
 from chipfit.search.limits import Limits
+from chipfit.search.losses import RoundingModel
+from chipfit.search.solve import LOSS
 
 #: of what the limited tensors take in 8 bits [%]
 SHARES = (15, 20, 25, 30, 35, 40, 50, 60, 75, 100, 150, 200)
@@ -41,18 +49,38 @@ class Pareto(SummaryRepr):
 
 
 def pareto(
-    choices: SearchSpace, over: str, shares: Sequence[float], measure: Callable[[Mapping[str, int]], float]
+    d: Decision,
+    plan: Plan,
+    batches: Iterable[Sequence[Tensor]],
+    over: str,
+    shares: Sequence[float],
+    rounding: RoundingModel,
 ) -> Pareto:
-    """One point for each budget that can be kept; of equal choices one.
+    """Return one point for each budget that can be kept; equal choices count once.
 
     Args:
-        choices: what may be chosen where `over` is limited.
+        d: the decision that the plan follows.
+        plan: how tensors are stored before corrections.
+        batches: of graph inputs.
+        over: name of the limit.
         shares: budgets, of what the tensors take in 8 bits [%].
-        measure: the loss of the network with these widths.
+        rounding: how tensors are rounded where losses are predicted.
 
     Raises:
+        UnknownNameError: there is no such limit.
         PlanError: no budget can be kept.
+        DataError: there is no batch.
     """
+    limits = [f.name for f in fields(Limits) if f.name != LOSS]
+    if over not in limits:
+        raise UnknownNameError("limit", over, limits)
+    images = list(first_samples(batches))
+    reference, choices = Reference(d.graph, images), search_space(d, plan, [over], images, rounding)
+
+    def loss(bits: Mapping[str, int]) -> float:
+        other = redecide(d.with_bits(bits), plan)
+        return reference.loss(other.graph, plan_of(other))
+
     found: dict[tuple[int, ...], dict[str, Any]] = {}
     refused = None
     for share in sorted(shares):
@@ -66,7 +94,7 @@ def pareto(
         found.setdefault(tuple(c.bits.values()), point)
     if refused is not None and not found:
         raise refused
-    points = [{**p, "measured": measure(p["bits"])} for p in found.values()]
+    points = [{**p, "measured": loss(p["bits"])} for p in found.values()]
     logs = [math.log(max(p["measured"], 1e-12)) for p in points]
     reach = max(logs) - min(logs) or 1.0
     return Pareto(over, tuple({**p, "height": (v - min(logs)) / reach} for p, v in zip(points, logs, strict=True)))

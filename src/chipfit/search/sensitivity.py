@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
-from chipfit.calibration.collect import TensorStats
+from chipfit.decision import Decision, plan_of, redecide
 from chipfit.errors import ChipfitError
-from chipfit.graph.ir import Graph
 from chipfit.graph.linear import is_linear
 from chipfit.plan.record import Plan
-from chipfit.platform.schema import Platform
 from chipfit.rounding.compare import Reference
 from chipfit.rounding.fisher import first_samples
 from chipfit.screen import Summary, SummaryRepr
@@ -74,43 +72,33 @@ class Sensitivity(SummaryRepr):
 
 
 def sensitivity(
-    graph: Graph,
-    plan: Plan,
-    platform: Platform,
-    batches: Iterable[Sequence[Tensor]],
-    stats: Mapping[str, TensorStats],
-    decide: Callable[[dict[str, Any]], tuple[Graph, Plan]],
-    rounding: RoundingModel = NEAREST,
+    d: Decision, plan: Plan, batches: Iterable[Sequence[Tensor]], rounding: RoundingModel = NEAREST
 ) -> Sensitivity:
-    """The losses of all weights of linear operators and of all activations that are stored in codes.
+    """Return the losses of all quantized weights of linear operators and of all quantized activations.
 
     Args:
+        d: the decision that the plan follows; without its statistics only the present bits of activations are tried.
+        plan: how tensors are stored before corrections.
         batches: of graph inputs.
-        stats: of activations, for their ranges at other widths; without them only the present width is tried.
-        decide: the plan with more overrides, rounded to the nearest.
         rounding: how tensors are rounded.
 
     Raises:
-        DataError: no batch at all.
+        DataError: there is no batch.
     """
-    widths, makers = weight_widths(graph, kernel_widths(graph, platform, plan, ())), graph.producers()
-    for p in activation_choices(graph, platform, plan, {}):
+    graph, stats = d.graph, d.stats or {}
+    widths, makers = weight_widths(graph, kernel_widths(graph, d.platform, plan, ())), graph.producers()
+    for p in activation_choices(graph, d.platform, plan, {}):
         for t in (t for t in p.tensors if not is_copy(graph, plan, makers.get(t))):
             widths[t] = p.widths if t in stats else (plan[t].grid.bits,)
     now, images = {name: plan[name].grid.bits for name in widths}, list(first_samples(batches))
     found = losses(graph, plan, images, widths, stats, rounding=rounding)
     out = Sensitivity(found, now, {name: plan.tensors[name].layer for name in widths})
-    return replace(out, tried=_tried(out, graph, plan, images, decide))
+    return replace(out, tried=_tried(out, d, plan, images))
 
 
-def _tried(
-    found: Sensitivity,
-    graph: Graph,
-    plan: Plan,
-    images: Sequence[Sequence[Tensor]],
-    decide: Callable[[dict[str, Any]], tuple[Graph, Plan]],
-) -> tuple[str, ...]:
-    """A sentence for each of the heaviest weights that more bits, or float, make better on these images."""
+def _tried(found: Sensitivity, d: Decision, plan: Plan, images: Sequence[Sequence[Tensor]]) -> tuple[str, ...]:
+    """Return a sentence for each of the most sensitive weights that more bits, or float, improve on these images."""
+    graph = d.graph
     readers = {n.weight: n for n in graph.nodes if is_linear(graph, n)}
     total = sum(v for _, v in found.ranked())
     heavy = [(t, v) for t, v in found.ranked() if t in readers and v > GAIN * total][:TRIALS]
@@ -125,14 +113,15 @@ def _tried(
         change: Any = "float" if bits is None else {"bits": bits}
         overrides = {readers[tensor].who: change}
         try:
-            other = decide(overrides)
+            other = redecide(d.with_overrides(overrides), plan)
         except ChipfitError:  # the platform does not allow it
             continue
-        after = reference.loss(*other)
+        changed = other.graph, plan_of(other)
+        after = reference.loss(*changed)
         if after <= (1 - GAIN) * before:
             where = "in float" if bits is None else f"at {bits} bits"
             gain, hoped = 1 - after / before, gains.get(bits or 0, loss) / total
-            price = resources(*other).weights / size - 1
+            price = resources(*changed).weights / size - 1
             out.append(
                 f"keep '{readers[tensor].who}' {where}: overrides={overrides} takes the loss from {before:.3g} to "
                 f"{after:.3g} ({-100 * gain:+.0f} %, predicted {-100 * hoped:+.0f} %) for {100 * price:+.1f} % of the "

@@ -9,7 +9,7 @@ import torch
 from chipfit.calibration.data import batches
 from chipfit.errors import DataError, UnsupportedError
 from chipfit.frameworks.torch.train import lowered
-from chipfit.pipeline import Result
+from chipfit.result import Result
 
 
 @torch.no_grad()

@@ -14,8 +14,8 @@ from chipfit.errors import ConfigError, UnknownNameError
 from chipfit.frameworks import device
 from chipfit.frameworks.torch.train import lowered
 from chipfit.graph.ir import Graph
-from chipfit.pipeline import Result
 from chipfit.quantizers.ops import TorchOps
+from chipfit.result import Result
 
 
 def divergence(student: Any, teacher: Any, temperature: float = 1.0, axis: int = -1, ops: Any = TorchOps) -> Any:
@@ -105,7 +105,7 @@ class Distillation(nn.Module):
 
 def _float(result: Result) -> Graph:
     """The float network of before corrections for rounding."""
-    return result._uncorrected[0] if result._uncorrected else result.graph
+    return result.decision.graph if result.uncorrected else result.graph
 
 
 def _on(graph: Graph, where: torch.device) -> Graph:

@@ -419,7 +419,7 @@ class Chain(nn.Module):
 
 def fused(net, tpc, shape=(2, 3, 8, 8)):
     """Layer types of every group that the platform fuses."""
-    from chipfit.pipeline import lint
+    from chipfit.linting import lint
 
     found = lint(net, torch.randn(shape), tpc)
     return [tuple(found.graph.node(n).op for n in g) for g in found.assignment.groups]

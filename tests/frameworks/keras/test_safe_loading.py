@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from chipfit import load
 from chipfit.cli.inputs import load_model
 from chipfit.errors import CaptureError, GraphError
-from chipfit.pipeline import load
 from tests.build import model_of, quantized, randn, rezipped, tampered
 
 

@@ -21,10 +21,11 @@ from chipfit.facade.quantize_fx.quantizers import AlgorithmQuantizer, QuantizeBa
 from chipfit.facade.quantize_fx.settings import grid_mismatch
 from chipfit.frameworks.torch.bn_fold import FoldedBatchNorm
 from chipfit.graph.ir import Graph
-from chipfit.pipeline import Result
+from chipfit.linting import lint
 from chipfit.plan.training import check_deployable, check_folds
 from chipfit.platform.load import load
 from chipfit.quantizers.grids import fake_quantize
+from chipfit.result import Result
 
 __all__ = ["deploy"]
 
@@ -51,11 +52,11 @@ def deploy(model: fx.GraphModule, data: Any, platform: Any) -> Result:
     target = load(platform)
     plain, learned, of_weights = _remove_quantizers(model)
     args, kwargs, data = first_batch(data, plain)
-    graph = pipeline.lint(plain, args, target).graph
+    graph = lint(plain, args, target).graph
     weights = {w: q for w, q in of_weights.items() if w in graph.weights}
     names = {**_match_tensors(plain, learned, graph, args, kwargs), **weights}
     overrides = _width_overrides(graph, names)
-    decided = pipeline.lint(plain, args, target, overrides).assignment
+    decided = lint(plain, args, target, overrides).assignment
     result = pipeline.quantize(
         plain, data, target, overrides=overrides, rule="no_clipping", weight_rule="no_clipping", progress=False
     )

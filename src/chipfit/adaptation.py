@@ -1,0 +1,80 @@
+"""Rewrites that follow the statistics; those that are on trial stay only where held-out samples lose less."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from chipfit import steps
+from chipfit.decision import Decision, choose_scales, decide, plan_of, with_declared_statistics
+from chipfit.graph.ir import Graph
+from chipfit.plan.record import Plan
+from chipfit.ranges import name_of
+from chipfit.rounding.compare import compare_plans, split_holdout, without_weight_rounding
+from chipfit.settings import Settings
+
+
+def trial_settings(d: Decision) -> tuple[Settings, Settings]:
+    """Return the settings with the corrections that few bits ask for, and those with the rewrites to try besides."""
+    bits = [s.format.bits for s in d.assignment.tensors.values() if s.role == "weight"]
+    resolved, _ = steps.resolve_defaults(d.settings, bits, name_of(d.rules.weight_rule), True)
+    return resolved, steps.add_trials(resolved, d.graph, d.assignment)
+
+
+def adapt_and_scale(d: Decision, batches: steps.Batches) -> Decision:
+    """Apply the rewrites that follow the statistics and choose scales; keep rewrites on trial only where they help."""
+    resolved, on_trial = trial_settings(d)
+    plain = _adapted(d, d.settings, batches)
+    if on_trial == resolved:
+        return plain
+    names = [k for k in on_trial.to_record() if k not in resolved.to_record()]
+    fitted = any(s.name == "rounding" for s in steps.enabled(resolved, "correct"))
+    return _preferred(d.graph, plain, _adapted(d, on_trial, batches), batches, names, fitted)
+
+
+def _adapted(d: Decision, settings: Settings, batches: steps.Batches) -> Decision:
+    """Apply the rewrites that some settings ask for, decide on formats again and choose scales."""
+    start, notes = d, list[str]()
+    d = replace(d, settings=settings)
+    if steps.enabled(settings, "adapt"):
+        graph, stats, notes = steps.adapt(d.graph, d.assignment, dict(d.stats or {}), settings, batches, d.seed)
+        d = decide(replace(d, graph=graph, stats=stats))
+    d, why = _with_execution(d)
+    d = choose_scales(with_declared_statistics(d, batches))
+    return replace(d, settings=start.settings, rewrites=(*d.rewrites, *notes, *why))
+
+
+def _with_execution(d: Decision) -> tuple[Decision, list[str]]:
+    """Choose what kernels that can run in several ways do, and decide again; return the notes besides."""
+    execution, why = steps.choose_execution(d.graph, d.assignment, dict(d.stats or {}), d.settings)
+    if not execution:
+        return d, []
+    other = decide(replace(d, execution=execution))
+    stored = {name for name, s in other.assignment.tensors.items() if s.role == "activation"}
+    if new := sorted(stored - {*(d.stats or {}), *d.assignment.tensors}):
+        return d, [f"kernels hand over codes: else '{new[0]}', which calibration left out, were stored too"]
+    return other, why
+
+
+def _preferred(
+    graph: Graph, before: Decision, after: Decision, batches: steps.Batches, names: Sequence[str], fitted: bool
+) -> Decision:
+    """Return the second of two decisions where it loses less of `graph` on held-out images, else the first; noted.
+
+    Args:
+        names: settings on trial.
+        fitted: weights will be rounded by another method later, so that they are compared in float.
+    """
+
+    def plan(d: Decision) -> Plan:
+        return without_weight_rounding(plan_of(d)) if fitted else plan_of(d)
+
+    if all(after.graph.weights.get(k) is w for k, w in before.graph.weights.items()):
+        return before
+    held_out = split_holdout(list(batches))[1]
+    fits, losses = False, "there are too few images to hold some out"
+    if held_out:
+        fits, losses = compare_plans(graph, held_out, (before.graph, plan(before)), (after.graph, plan(after)))
+        losses += ", by rounded activations alone" if fitted else ""
+    chosen, verdict = (after, "taken") if fits else (before, "not taken")
+    return replace(chosen, rewrites=(*chosen.rewrites, f"{' and '.join(names)} {verdict}: {losses}"))

@@ -1,0 +1,217 @@
+"""The record of all decisions about one network on one platform, and the one chain of functions that fills it.
+
+    decide -> (calibration) -> choose_scales -> plan_of
+
+`quantize`, `Result.edit`, `Result.sensitivity`, `Result.pareto`, the search of bit widths and `lint` use this chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from chipfit import steps
+from chipfit.calibration.collect import TensorStats
+from chipfit.decide import scales, statistics
+from chipfit.decide.assignment import Assignment, assign
+from chipfit.decide.constraints import plan_limits, tie_groups
+from chipfit.decide.dynamic import with_dynamic, without_dynamic
+from chipfit.decide.override_effects import unapplied_overrides, unmet_io_formats
+from chipfit.decide.overrides import Overrides, override_entries, resolve_overrides, with_results
+from chipfit.decide.requantize import requantize
+from chipfit.errors import NothingQuantizedError
+from chipfit.graph.ir import Graph
+from chipfit.graph.linear import is_linear
+from chipfit.passes.fuse import fuse
+from chipfit.passes.shift_negative import fuse_shifts
+from chipfit.plan.record import NodePlan, Plan, TensorPlan
+from chipfit.platform.match import fusions, sets_of
+from chipfit.platform.schema import Platform
+from chipfit.ranges import Rule
+from chipfit.settings import DEFAULT_SETTINGS, Settings
+
+#: reasons that a refusal to quantize lists
+_MOST_REASONS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class RangeRules:
+    """How ranges are chosen where no override names another rule."""
+
+    rule: Rule = "mse"  #: range rule of activations
+    weight_rule: Rule = "mse"  #: range rule of weights
+    z_threshold: float | None = None  #: outliers that ranges of activations ignore [standard deviations]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """Everything that is decided about a network on a platform; each function of the chain fills in its part."""
+
+    graph: Graph  #: float network, after the rewrites so far
+    platform: Platform
+    overrides: Overrides | None = None  #: as the user gave them
+    widths: tuple[tuple[str, Any], ...] = ()  #: bits that a search chose, as further overrides by node name
+    settings: Settings = DEFAULT_SETTINGS
+    rules: RangeRules = RangeRules()
+    seed: int = 0
+    #: first node of a kernel with several ways to run -> "codes", "float" or "whole"; see `steps.choose_execution`
+    execution: Mapping[str, str] = field(default_factory=dict)
+    assignment: Assignment = field(default_factory=Assignment)  #: from `decide`
+    stats: Mapping[str, TensorStats] | None = None  #: from calibration, by activation; None before it
+    tensors: Mapping[str, TensorPlan] = field(default_factory=dict)  #: from `choose_scales`
+    warnings: tuple[str, ...] = ()  #: signs that the data do not suit the network
+    rewrites: tuple[str, ...] = ()  #: notes of rewrites: made or refused
+    notes: tuple[str, ...] = ()  #: notes of the last `decide`
+    provenance: Mapping[str, Any] = field(default_factory=dict)  #: where the decisions come from, as plans keep it
+    corrected: tuple[str, ...] = ()  #: corrections that the weights of `graph` have had before this decision
+
+    @property
+    def all_overrides(self) -> list[tuple[Any, Any]]:
+        """The user's overrides, then the bits that a search chose; a later entry wins over an earlier one."""
+        return [*override_entries(self.overrides), *self.widths]
+
+    def with_overrides(self, more: Mapping[Any, Any]) -> Decision:
+        """Return the decision to be made with further overrides, which win over those that it has."""
+        return replace(self, overrides=[*self.all_overrides, *more.items()], widths=())
+
+    def with_bits(self, bits: Mapping[str, int]) -> Decision:
+        """Return the decision to be made with these bits.
+
+        Args:
+            bits: weight or activation -> bits; they replace what an earlier search chose.
+        """
+        return replace(self, widths=tuple(_as_overrides(self.graph, self.assignment.nodes, bits)))
+
+
+def _as_overrides(
+    graph: Graph, nodes: Mapping[str, NodePlan], bits: Mapping[str, int]
+) -> list[tuple[str, dict[str, int]]]:
+    """Return bits of weights and activations as overrides of the nodes that read or write them."""
+    out = []
+    for n in graph.nodes:
+        choices = {"bits": bits[n.weight]} if is_linear(graph, n) and n.weight in bits else {}
+        decided, weight = nodes.get(n.name), n.operand("w")
+        around = [bits[i] for i in (*n.inputs, *n.outputs) if i is not None and i in bits and i != weight]
+        if around and decided is not None and decided.exec not in ("float", "follow"):
+            choices["activation_bits"] = around[0]
+        out += [(n.name, choices)] if choices else []
+    return out
+
+
+def decide(d: Decision) -> Decision:
+    """Fuse operators, choose a format for every tensor, and insert requantization where scales would clash.
+
+    Needs no data. Every earlier assignment is replaced.
+
+    Raises:
+        UnsupportedError: an operator that the platform rejects, or bits that no format offers.
+        UnknownNameError, PlanError: an override that names no layer or has no effect.
+    """
+    d = _assigned(replace(d, graph=without_dynamic(d.graph)))
+    graph, insertions = requantize(d.graph, d.platform, d.assignment)
+    if graph is not d.graph:
+        d = _assigned(replace(d, graph=graph))
+    if d.assignment.dynamic:
+        d = _assigned(replace(d, graph=with_dynamic(d.graph, d.platform, d.assignment)))
+    effects = unapplied_overrides(d.graph, d.assignment, d.all_overrides) + unmet_io_formats(
+        d.graph, d.platform, d.assignment
+    )
+    return replace(d, notes=(*d.notes, *insertions, *effects))
+
+
+def _assigned(d: Decision) -> Decision:
+    """Fuse and assign once, on the graph as it is."""
+    graph, platform = d.graph, d.platform
+    groups, notes = fuse(graph, fusions(platform), lambda n: sets_of(platform.sets, n.op, n.layer_type, n.config))
+    overrides = with_results(resolve_overrides(graph, d.all_overrides), d.execution)
+    assignment = assign(graph, platform, fuse_shifts(graph, groups), overrides)
+    assignment, more = steps.adjust_formats(graph, assignment, platform, d.settings)
+    return replace(d, assignment=assignment, notes=(*notes, *more))
+
+
+def refuse_all_float(d: Decision) -> Decision:
+    """Return the decision unless it leaves every tensor in float.
+
+    Raises:
+        NothingQuantizedError: no tensor is quantized; lists the reasons.
+    """
+    if any(s.role != "bias" for s in d.assignment.tensors.values()):
+        return d
+    reasons = dict.fromkeys(f"{n.op} '{n.who}': {n.why}" for n in d.assignment.nodes.values() if n.why)
+    got = "; ".join(list(reasons)[:_MOST_REASONS]) or "a model without operators"
+    name = d.platform.name
+    hint = f"`chipfit platforms show {name}` lists what it runs; remove overrides that keep every layer in float"
+    raise NothingQuantizedError(f"Nothing in this model can be quantized on '{name}'", got=got, hint=hint)
+
+
+def with_declared_statistics(d: Decision, batches: steps.Batches) -> Decision:
+    """Collect the statistics that range rules declare, of tensors that do not have theirs yet.
+
+    Args:
+        batches: of graph inputs; read only where a rule declares a statistic.
+    """
+    rules = {"rule": d.rules.rule, "weight_rule": d.rules.weight_rule}
+    stats = statistics.with_declared(d.graph, d.assignment, d.stats or {}, batches, **rules, seed=d.seed)
+    return replace(d, stats=stats)
+
+
+def choose_scales(d: Decision, keep: Mapping[str, TensorPlan] | None = None) -> Decision:
+    """Choose scale and zero point of every tensor.
+
+    Args:
+        keep: earlier choices; a tensor whose format has not changed keeps its numbers.
+
+    Raises:
+        PlanError, DataError, UnsupportedError: see `decide.scales.choose`.
+    """
+    return replace(d, tensors=scales_of(d, d.graph, keep))
+
+
+def scales_of(d: Decision, graph: Graph, known: Mapping[str, TensorPlan] | None = None) -> dict[str, TensorPlan]:
+    """Choose the scales of a graph whose weights may differ from those of the decision."""
+    return scales.choose(
+        graph,
+        d.assignment,
+        d.stats or {},
+        rule=d.rules.rule,
+        weight_rule=d.rules.weight_rule,
+        z_threshold=d.rules.z_threshold,
+        known=known,
+    )
+
+
+def redecide(d: Decision, plan: Plan, batches: steps.Batches | None = None) -> Decision:
+    """Decide again after a change of overrides or bits; a tensor whose format stays keeps its numbers.
+
+    Args:
+        d: the decision with the change; activations without statistics take the ranges that `plan` remembers.
+        plan: the plan before the change.
+        batches: of graph inputs, for statistics that range rules declare; None: such rules run without them.
+
+    Raises:
+        NothingQuantizedError: every tensor would stay in float.
+        UnknownNameError, PlanError, UnsupportedError, DataError: see `decide` and `choose_scales`.
+    """
+    remembered = {
+        t.name: TensorStats(t.name, t.low, t.high, batches=1)
+        for t in plan.tensors.values()
+        if t.role == "activation" and t.low is not None and t.high is not None
+    }
+    d = refuse_all_float(decide(replace(d, stats={**remembered, **(d.stats or {})})))
+    return choose_scales(d if batches is None else with_declared_statistics(d, batches), keep=plan.tensors)
+
+
+def plan_of(d: Decision) -> Plan:
+    """Return the plan of a decision whose scales are chosen."""
+    return Plan(
+        platform=d.platform.name,
+        tensors=dict(d.tensors),
+        nodes=dict(d.assignment.nodes),
+        groups=d.assignment.groups,
+        float_edges=d.assignment.float_edges,
+        ties=tie_groups(d.assignment.constraints),
+        rewrites=(*d.warnings, *d.rewrites, *d.notes),
+        provenance=dict(d.provenance),
+        **plan_limits(d.graph, d.assignment.constraints, d.tensors),
+    )

@@ -1,0 +1,65 @@
+"""What a platform would do with a model, before any data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from chipfit import steps
+from chipfit.calibration.data import as_call
+from chipfit.decide.assignment import Assignment
+from chipfit.decide.overrides import Overrides
+from chipfit.decision import Decision, decide
+from chipfit.engine.process import undisturbed
+from chipfit.graph.ir import Graph
+from chipfit.plan.record import NodePlan
+from chipfit.platform.builtin import DEFAULT
+from chipfit.platform.load import load_platform
+from chipfit.platform.schema import Platform
+from chipfit.reading import read_model
+from chipfit.screen import Summary, SummaryRepr
+
+
+@dataclass(frozen=True, repr=False)
+class Lint(SummaryRepr):
+    """The formats and kernels that a platform would give to a model."""
+
+    graph: Graph
+    platform: Platform
+    assignment: Assignment
+    notes: tuple[str, ...]  #: rewrites made or refused, requantization inserted, overrides that a layer ignores
+
+    def _summary(self) -> Summary:
+        integers = sum(n.exec != "float" for n in self.rows)
+        title = f"{integers} of {len(self.rows)} operators run in integers on {self.platform.name}"
+        rows = [(n.who, n.op, n.exec, n.why) for n in self.rows]
+        header = ("layer", "operator", "runs", "why float")
+        return Summary(title, {"notes": "; ".join(self.notes)}, header, rows, "lint.rows")
+
+    @property
+    def rows(self) -> list[NodePlan]:
+        """One entry per operator, in execution order."""
+        return list(self.assignment.nodes.values())
+
+
+@undisturbed
+def lint(
+    model: Any, example: Any, platform: str | Path | Platform = DEFAULT, overrides: Overrides | None = None
+) -> Lint:
+    """Say which operators would run in integers, which fuse, and why the rest stays float. Needs no data.
+
+    Args:
+        model: as for `quantize`.
+        example: one batch of inputs; its values do not matter.
+        platform: as for `quantize`.
+        overrides: as for `quantize`.
+
+    Raises:
+        CaptureError, DataError, UnsupportedError, UnknownNameError: see `chipfit.errors`.
+    """
+    target = load_platform(platform)
+    d = Decision(graph=read_model(model, *as_call(example, model)), platform=target, overrides=overrides)
+    graph, rewrites = steps.rewrite(d.graph, target, d.settings)
+    d = decide(Decision(graph=graph, platform=target, overrides=overrides))
+    return Lint(d.graph, target, d.assignment, (*rewrites, *d.notes))

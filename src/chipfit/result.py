@@ -1,0 +1,366 @@
+"""The result of `quantize`: the decisions, and everything that can be made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from chipfit import steps
+from chipfit.calibration.collect import TensorStats
+from chipfit.calibration.data import batches
+from chipfit.decide.assignment import Assignment
+from chipfit.decide.overrides import Overrides, to_record
+from chipfit.decide.statistics import notes_of_missing
+from chipfit.decision import Decision, RangeRules, plan_of, redecide, scales_of
+from chipfit.engine.process import undisturbed
+from chipfit.errors import Interrupted, PlanError
+from chipfit.frameworks import checksum, lower, read_back
+from chipfit.graph.ir import Graph
+from chipfit.plan.record import Plan
+from chipfit.plan.training import Training, check_folds, check_trainable
+from chipfit.platform.schema import Platform
+from chipfit.ranges import name_of
+from chipfit.screen import Summary, SummaryRepr
+from chipfit.search.losses import RoundingModel
+from chipfit.search.pareto import SHARES, Pareto, pareto
+from chipfit.search.sensitivity import Sensitivity, sensitivity
+from chipfit.settings import Settings
+
+if TYPE_CHECKING:
+    from chipfit.report.report import Report
+    from chipfit.verify import Verification
+
+
+@dataclass(repr=False)
+class Result(SummaryRepr):
+    """A quantized network: its plan, and the model, file, report and proof that are made of it."""
+
+    graph: Graph  #: float network after rewrites and corrections
+    plan: Plan
+    decision: Decision  #: what the plan follows, before corrections
+    timings: dict[str, float] = field(default_factory=dict)  #: stage -> seconds
+    verification: Verification | None = None
+    training: Training | None = None  #: what trains the quantizers of `model`; None: their scales stay
+    data: Any = None  #: calibration data, where they can be read again
+    uncorrected: Plan | None = None  #: the plan before corrections of weights and biases; None: there were none
+    _model: Any = None
+    _made: int = 0  #: checksum of the numbers of `model` when it was made
+    _sensitivity: Sensitivity | None = None  #: from `sensitivity`, for the report
+    _pareto: Pareto | None = None  #: from `pareto`, for the report
+
+    @property
+    def platform(self) -> Platform:
+        return self.decision.platform
+
+    @property
+    def stats(self) -> Mapping[str, TensorStats]:
+        """Calibration statistics by activation; none of a result that was loaded."""
+        return self.decision.stats or {}
+
+    @property
+    @undisturbed
+    def model(self) -> Any:
+        """The simulation, which still trains: an `nn.Module` or a Keras model with the original inputs and outputs."""
+        if self._model is None:
+            self._model = lower(self.graph, self.plan, self.training)
+            self._made = checksum(self._model, self.graph.framework)
+        return self._model
+
+    @property
+    def device_model(self) -> Any:
+        """The device as a model, for evaluation: it returns what the platform's runtime returns, bit for bit.
+
+        Operators that the runtime computes in float are its `float_operators`: there the last bit is the runtime's.
+        It warns where no runtime proves the platform.
+
+        Raises:
+            UnsupportedError: the platform does not say how it computes.
+            PlanError: `model` was trained since.
+        """
+        self.refuse_trained("the device model")
+        from chipfit.simulate.device import device_model
+
+        return device_model(self.graph, self.plan, self.platform)
+
+    @property
+    def report(self) -> Report:
+        """How well it went, as data; `report.save(path)` writes the HTML page."""
+        from chipfit.report.rows import build
+        from chipfit.report.trials import tried
+
+        shown, proof = (self.graph, self.plan, self.platform), self.verification
+        report = build(*shown, stats=self.stats, timings=self.timings, verification=proof)
+
+        def edit(more: Mapping[str, Any]) -> tuple[Graph, Plan]:
+            other = self.as_calibrated()._edited(self.decision.with_overrides(more), None)
+            return other.graph, other.plan
+
+        advice = tried(report, self.graph, self.plan, edit)
+        if self._sensitivity is not None:
+            report = replace(report, sensitivity=tuple(self._sensitivity.rows()))
+            advice = (*advice, *self._sensitivity.tried)
+        return replace(report, tried=advice, pareto=self._pareto.points if self._pareto is not None else ())
+
+    # ------------------------------------------------------------------------------------------------------- training
+
+    def trains(self, training: Any) -> Result:
+        """Return the result with a `model` whose quantizers train.
+
+        Args:
+            training: see `quantize`.
+
+        Raises:
+            UnknownNameError, ConfigError, UnsupportedError: see `quantize`; PlanError when `model` was trained.
+        """
+        self.refuse_trained("another training")
+        chosen = Training.of(training)
+        check_trainable(chosen, self.plan)
+        return replace(self, training=chosen, _model=None)
+
+    def as_calibrated(self) -> Result:
+        """Return the result as it came from calibration, without what was done to `model` since."""
+        return replace(self, verification=None, _model=None)
+
+    def refuse_trained(self, what: str) -> None:
+        """Raise where `model` has changed since it was made: which numbers are meant is for the user to say.
+
+        Raises:
+            PlanError: numbers of `model` differ from the plan's.
+        """
+        if self._model is not None and checksum(self._model, self.graph.framework) != self._made:
+            hint = "`result.trained()` takes its weights and scales over; `result.as_calibrated()` leaves them out"
+            raise PlanError(f"`model` has changed since it was made, and {what} would not see that", hint=hint)
+
+    def trained(self) -> Result:
+        """Return the result with the weights and scales of the trained `model`, to be exported, verified or saved.
+
+        Raises:
+            PlanError: training has left a scale that is not positive.
+            UnsupportedError: what an algorithm has trained cannot be deployed.
+        """
+        graph, plan = read_back(self.model, self.graph, self.plan)
+        decision = replace(self.decision, graph=graph, tensors=plan.tensors, corrected=self.corrections)
+        return Result(graph, plan, decision, self.timings)
+
+    @property
+    def corrections(self) -> tuple[str, ...]:
+        """Names of the corrections that weights and biases have had."""
+        return tuple(self.plan.provenance.get("corrected", ()))
+
+    # -------------------------------------------------------------------------------------------------- other choices
+
+    def edit(self, overrides: Overrides) -> Result:
+        """Return the result with some layers decided by hand: kept in float, or at other bits.
+
+        Whatever keeps its format keeps its numbers; the rest comes from the calibration statistics, or from the
+        ranges that the plan remembers. The platform's rules hold again afterwards.
+
+        Args:
+            overrides: as for `quantize`; they replace earlier ones.
+
+        Raises:
+            UnknownNameError, PlanError, UnsupportedError: see `quantize`; PlanError also when a tensor would need a new
+                calibration, or a new correction that needs data, or `model` was trained.
+        """
+        return self._edited(replace(self.decision, overrides=overrides, widths=()), self.data)
+
+    def _edited(self, d: Decision, data: Any) -> Result:
+        """Decide with other overrides. Without data, what needs them is refused."""
+        self.refuse_trained("an edit")
+        before = self.uncorrected or self.plan
+        read = batches(data, self.graph) if data is not None else None
+        d = redecide(d, before, read)
+        d = replace(d, stats={**self.stats, **{name: s for name, s in (d.stats or {}).items() if s.extras}})
+        plan, rule = plan_of(d), name_of(d.rules.weight_rule)
+        settings, notes = steps.resolve_defaults(d.settings, bits_of_weights(plan), rule, data is not None)
+        if (data is None and steps.rereads_data(settings)) or d.corrected:
+            raise PlanError(
+                "What was corrected for this plan's rounding would be wrong for another's, "
+                "and the calibration data are not here",
+                hint="quantize again with these overrides: `chipfit.quantize(model, data, overrides=...)`",
+            )
+        notes += [note for note in notes_of_missing(d.tensors) if note not in before.rewrites]
+        provenance = {**before.provenance, "edited": to_record(d.all_overrides)}
+        plan = replace(plan, rewrites=(*before.rewrites, *notes), provenance=provenance)
+        edited = Result(d.graph, plan, d, self.timings, data=data)
+        edited = edited.trains(self.training) if self.training is not None else edited
+        return corrected(edited, settings, () if read is None else read)
+
+    @undisturbed
+    def sensitivity(self, data: Any) -> Sensitivity:
+        """Return which tensors hurt: what each adds to the loss as it is stored, and at the other bits the chip has.
+
+        One forward and one backward pass over the first 128 samples of `data`, and one trial of each change that is
+        advised. From now on `report` shows it.
+
+        Raises:
+            DataError: see `quantize`.
+        """
+        d, plan = self.decision, self.uncorrected or self.plan
+        rounding = RoundingModel.of(d, self.corrections)
+        self._sensitivity = sensitivity(d, plan, batches(data, d.graph), rounding)
+        return self._sensitivity
+
+    @undisturbed
+    def pareto(self, data: Any, over: str = "weights", shares: Sequence[float] = SHARES) -> Pareto:
+        """Return the best bits for several budgets, with the predicted and the measured loss.
+
+        One forward and one backward pass over the first 128 samples of `data`, one integer program for each budget, and
+        one forward pass for each choice, rounded to the nearest. From now on `report` shows it.
+
+        Args:
+            over: what is limited, by its name in `Limits`.
+            shares: budgets, of what the same tensors take in 8 bits [%].
+
+        Raises:
+            UnknownNameError: there is no such limit.
+            PlanError: no budget can be kept.
+            DataError: see `quantize`.
+        """
+        d, plan = self.decision, self.uncorrected or self.plan
+        self._pareto = pareto(d, plan, batches(data, d.graph), over, shares, RoundingModel.of(d, ()))
+        return self._pareto
+
+    # ----------------------------------------------------------------------------------------------- files and proof
+
+    @undisturbed
+    def export(
+        self,
+        path: str | Path,
+        *,
+        io: str | Sequence[str] | None = None,
+        labels: Sequence[str] | None = None,
+        mean: float | Sequence[float] | None = None,
+        std: float | Sequence[float] | None = None,
+        batch: int | None = None,
+        keep_layout: bool | None = None,
+        opset: int | None = None,
+        **others: Any,
+    ) -> Path:
+        """Write the file that the chip's runtime loads.
+
+        Args:
+            path: its suffix chooses the format: `.onnx`, `.tflite`, `.h` (the latter as an array of C, with the bytes
+                that its tensors take), `.json`, or one of your own.
+            io: "float" (when omitted), "int8", "uint8", "int16" or "uint16": type of the inputs and outputs; or two of
+                them, for inputs and for outputs.
+            labels: names of the classes.
+            mean, std: what an app subtracts from its pixels, and then divides by; a number, or one for each channel.
+            batch: size of a fixed batch (`.tflite`, `.h`).
+            keep_layout: inputs and outputs have the layout of the model (`.tflite`, `.h`).
+            opset: of ONNX; the least that holds everything when omitted.
+            others: options of formats of your own.
+
+        Raises:
+            UnknownNameError: no format has this suffix.
+            ConfigError: an option that the format does not have, or an impossible value of one.
+            UnsupportedError: the file cannot hold a part of the network; nothing is written.
+            ExportError: a library is missing, or the disk refuses the file.
+        """
+        from chipfit.export import export
+
+        check_folds(self.training.bn_fold if self.training else 0)
+        self.refuse_trained("the file")
+        named = {"io": io, "labels": labels, "mean": mean, "std": std}
+        named |= {"batch": batch, "keep_layout": keep_layout, "opset": opset}
+        return export(self.graph, self.plan, path, self.platform, **named, **others)
+
+    @undisturbed
+    def verify(self, data: Any, *, runtime: str | None = None, **options: Any) -> Verification:
+        """Run float, simulated, integer and device side by side on `data`; see `chipfit.verify.verify`."""
+        from chipfit.verify import verify
+
+        self.refuse_trained("the file that is verified")
+        self.verification = verify(
+            self.graph, self.plan, self.platform, data, runtime=runtime, model=lambda: self.model, **options
+        )
+        return self.verification
+
+    def save(self, directory: str | Path) -> Path:
+        """Write plan, graph and weights to `directory` (JSON and safetensors); `chipfit.load` reads them."""
+        from chipfit.plan.saved import save
+
+        self.refuse_trained("the saved result")
+        return save(directory, self.graph, self.plan, self.platform, self.report.to_dict())
+
+    def _summary(self) -> Summary:
+        plan, v = self.plan, self.verification
+        nodes = sorted(plan.nodes.values(), key=lambda n: n.exec != "float")  # float first: it is what people look for
+        formats = {o: t.format for n in self.graph.nodes for o in n.outputs[:1] if (t := plan.tensors.get(o))}
+        stored = {n.name: formats.get(n.outputs[0], "") for n in self.graph.nodes if n.outputs}
+        rows = [(n.who, n.op, n.exec, stored.get(n.name, ""), n.why) for n in nodes]
+        integers = sum(n.exec != "float" for n in nodes)
+        return Summary(
+            f"Result for {self.platform.name}: {integers} of {len(nodes)} operators in integers",
+            {
+                "tensors": f"{sum(t.quantized for t in plan.tensors.values())} of {len(plan.tensors)} stored in codes",
+                "time": ", ".join(f"{k} {s:.2f} s" for k, s in self.timings.items()),
+                "verified": v.summary().splitlines()[0] if v else "not yet: result.verify(data)",
+                "next": "result.report.show(), .model, .export(path), .save(folder)",
+            },
+            ("layer", "operator", "runs", "result", "why float"),
+            rows,
+            "result.plan, result.report",
+        )
+
+
+def corrected(result: Result, settings: Settings, read: steps.Batches) -> Result:
+    """Return the result after the corrections that the settings ask for; it remembers the plan before them.
+
+    Raises:
+        Interrupted: Ctrl-C ended a correction; its `result` has the corrections before it.
+    """
+    names = [s.name for s in steps.enabled(settings, "correct")]
+    if not names:
+        return result
+    d = result.decision
+
+    def choose(graph: Graph, known: Any = None) -> Any:
+        return scales_of(d, graph, known)
+
+    graph, plan, stopped = steps.correct(result.graph, result.plan, dict(result.stats), read, choose, settings)
+    plan = replace(plan, provenance={**plan.provenance, "corrected": names})
+    result = replace(result, graph=graph, plan=plan, uncorrected=result.plan)
+    if stopped:
+        raise Interrupted(stopped, result)
+    return result
+
+
+def load(directory: str | Path) -> Result:
+    """Read what `Result.save` wrote; needs neither pickle nor the class of the original model.
+
+    Raises:
+        PlanError: a file is missing, truncated, changed since it was saved, or of another schema version.
+    """
+    from chipfit.plan.saved import load as load_files
+
+    graph, plan, platform, *_ = load_files(directory)
+    return Result(graph, plan, _decision_from(graph, plan, platform))
+
+
+def _decision_from(graph: Graph, plan: Plan, platform: Platform) -> Decision:
+    """Return the decision that a saved plan followed, as far as its provenance tells."""
+    known = plan.provenance
+    chosen = known.get("settings", {})
+    rules = {k: chosen[k] for k in ("rule", "weight_rule", "z_threshold") if k in chosen}
+    d = Decision(
+        graph=graph,
+        platform=platform,
+        overrides=known.get("edited", chosen.get("overrides")),
+        settings=Settings.from_record(chosen.get("steps", {})),
+        rules=RangeRules(**rules),
+        seed=chosen.get("seed", 0),
+        execution=known.get("results", {}),
+        assignment=Assignment(nodes=plan.nodes, groups=plan.groups, float_edges=plan.float_edges),
+        tensors=plan.tensors,
+        provenance=known,
+        corrected=tuple(known.get("corrected", ())),
+    )
+    return d if "edited" in known else d.with_bits(known.get("chosen", {}))
+
+
+def bits_of_weights(plan: Plan) -> list[int]:
+    """Return the bits of each quantized weight."""
+    return [plan[t.name].grid.bits for t in plan.tensors.values() if t.role == "weight" and t.quantized]
