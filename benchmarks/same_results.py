@@ -430,7 +430,9 @@ def cases() -> list[Case]:
     import torch
 
     torch.manual_seed(0)  # some networks of the zoo get their weights when it is imported
-    from tests import keras_zoo, zoo
+    os.environ.setdefault("KERAS_BACKEND", "torch")
+    from tests import zoo  # isort: skip
+    from tests import keras_zoo
 
     out = [Case("public names", public_names)]
     for k, name in enumerate(zoo.ZOO):
