@@ -2,12 +2,12 @@
 
     python benchmarks/accuracy.py [--networks resnet20 mobilenetv2] [--rows W4A8 W3A8 ...] [--ablation W3A8] [--sets 3]
 
-Every row: 512 unlabelled images for calibration, drawn anew for each set, top-1 on 20,000 images that calibration has
-not seen, means over the sets; processor seconds of `quantize` on one thread without the capture; KL of class
-probabilities to the float network's, in thousandths of a nat, which tells variants apart that accuracy does not. First
-and last layers have the width of the rest. The plain plan is that of nearest codes, `Settings(rounding="off")`;
-limits stand beside the figures. Best of other tools on such networks, in points below float: W4A8 0.7 and 2.0, W3A8
-5.3, W4A4 2.8 and 12.3.
+Each row calibrates on 512 unlabelled images, drawn anew for each set, and shows means over the sets: top-1 on 20,000
+images that calibration has not seen; processor seconds of `quantize` on one thread without the capture; and the KL
+divergence of class probabilities from the float network's, in thousandths of a nat, which tells variants apart that
+accuracy does not. First and last layers have the width of the rest. The plain plan rounds weights to the nearest
+quantized value (`Settings(rounding="off")`). Limits stand beside the figures. The best of other tools on such networks
+lose, in points below float: W4A8 0.7 and 2.0, W3A8 5.3, W4A4 2.8 and 12.3.
 
 The float networks are trained first, some minutes each, and kept below `.bench`.
 """
@@ -44,12 +44,12 @@ HERE = Path(__file__).parent / "platforms"
 
 @dataclass(frozen=True)
 class Row:
-    """One width, and what it may lose."""
+    """A bit width and the accuracy that it may lose."""
 
     weights: int
     activations: int
     platform: str | Path = HERE / "inputs.yaml"
-    points: tuple[float, float] | None = None  #: below float, residual and depthwise
+    points: tuple[float, float] | None = None  #: allowed loss in points below float: residual and depthwise network
     seconds: float = 10.0
     limits: chipfit.Limits | None = None  #: widths of weights are searched
 
@@ -64,11 +64,11 @@ ROWS = {
     "W4A8 tflite_int8": Row(4, 8, "tflite_int8"),
     "W4A8 imx500": Row(4, 8, "imx500"),
 }
-#: without the comparison on held-out images, and with the plan's own grids
+#: neither compared on held-out images nor with grids other than the plan's
 ALONE: dict[str, Any] = {"rounding_guard": False, "effect_ranges": False}
-#: without rewrites of the network for few bits
+#: without the rewrites of the network that few bits need
 AS_IT_IS: dict[str, Any] = {"rounding": "gptq", "centre": "off", "equalize_groups": "off"}
-#: what an ablation takes away, or adds, one at a time
+#: settings that an ablation removes or adds, one at a time
 STEPS: dict[str, Settings] = {
     "plain": Settings(rounding="off"),
     "ranges by hmse": Settings(rounding="off"),
@@ -92,7 +92,7 @@ RULES = {step: "hmse" for step in STEPS if step.endswith("ranges by hmse")}
 
 
 def overrides(row: Row) -> dict[str, Any]:
-    """The widths of a row, where the platform leaves them free; on a chip, those of the weights."""
+    """Return the overrides for a row's widths: of all tensors on a platform with free widths, of weights on a chip."""
     width: dict[str, Any] = {} if row.limits else {"bits": row.weights}
     if isinstance(row.platform, Path):
         width["activation_bits"] = row.activations
@@ -101,7 +101,7 @@ def overrides(row: Row) -> dict[str, Any]:
 
 @dataclass
 class Score:
-    """What one way of quantizing gave, over the sets."""
+    """The result of one way of quantizing over all calibration sets."""
 
     top1: float
     worst: float
@@ -141,7 +141,7 @@ def measured(
 
 
 def rows(names: list[str], networks: list[str], best: Settings, sets: int, test: int, seed: int) -> Iterator[list[str]]:
-    """Table rows: plain and best at each width, the figure beside its limit."""
+    """Return table rows: the plain and the best plan at each width, each figure beside its limit."""
     x, y = images(test, 1)
     for network in networks:
         model = trained(network, seed)
@@ -170,7 +170,7 @@ def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--networks", nargs="+", choices=list(SMALL), default=list(SMALL))
     p.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
-    p.add_argument("--ablation", choices=list(ROWS), help="the steps at this width, instead of the rows")
+    p.add_argument("--ablation", choices=list(ROWS), help="ablation at this width, instead of the rows")
     p.add_argument("--sets", type=int, default=3, help="of calibration images")
     p.add_argument("--test", type=int, default=20000, help="images")
     p.add_argument("--seed", type=int, default=0, help="of the float networks")

@@ -1,14 +1,14 @@
-"""Kill driver and workers of a sweep at random instants: its outcomes are those of a sweep that nobody disturbed.
+"""Kill driver and workers of a sweep at random instants, and compare its outcomes with an undisturbed sweep's.
 
-Twenty times, at instants drawn with the seed, the driver, one of its workers or all of them together get SIGKILL; a
-driver that is gone is started again. A worker whose driver died goes on, and is a victim as any other. At the end
-everything that the store holds, times aside, must be what the undisturbed sweep has, byte for byte. A sweep that ends
-before all kills are spent is followed by another one, in a folder of its own.
+Twenty times, at instants drawn from the seed, the driver, one of its workers or all of them together get SIGKILL; a
+killed driver is started again. A worker whose driver died goes on and may be killed too. In the end the store must hold
+what the undisturbed sweep's holds, byte for byte except times. A sweep that ends before all kills are spent is followed
+by another one, in a folder of its own.
 
     python benchmarks/chaos.py qbench_zoo/matrix.yaml --study small --workers 2
 
-With `--forked` drivers and workers are forked from one process that has everything imported, so that experiments of a
-second can be disturbed; `--control` adds a sweep whose checkpoints forget the optimizer, which must be noticed.
+With `--forked`, drivers and workers are forked from one process that has imported everything, so that experiments that
+take a second can be disturbed. `--control` adds a sweep whose checkpoints omit the optimizer; this must be noticed.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ from chipfit.bench.board import without_times
 from chipfit.bench.store import Store
 
 WHOM = "driver", "worker", "all"
-#: what forked processes find imported
+#: modules that forked processes find imported
 _IMPORTED = "chipfit.bench.run chipfit.bench.matrix chipfit.bench.sweep chipfit.cli.bench onnxruntime sklearn.datasets"
 
 
 @dataclass
 class Kills:
-    """Which sweep to disturb, and how often."""
+    """A sweep to disturb, and how often."""
 
     matrix: Path
     study: str | None
     workers: int
     count: int
-    nursery: Nursery | None  #: forks processes, which are started otherwise
+    nursery: Nursery | None  #: forks processes; None starts them
     draw: random.Random
-    mean: float = 0.0  #: from one kill to the next [s]
-    hits: Counter[str] = field(default_factory=Counter)  #: whom they hit
-    starts: int = 0  #: of drivers
+    mean: float = 0.0  #: mean time from one kill to the next [s]
+    hits: Counter[str] = field(default_factory=Counter)  #: kills by what they hit
+    starts: int = 0  #: number of drivers started
 
     def start(self, home: Path, forgetful: bool = False) -> Driver:
-        """A driver, which leads a group of processes that its workers belong to."""
+        """Start a driver, which leads the process group that its workers belong to."""
         self.starts += 1
         if self.nursery is not None:
             return self.nursery(drive, self.matrix, self.study, home, self.workers, forgetful)
@@ -71,7 +71,7 @@ class Kills:
         return Driver(child.pid, wait, child.poll)
 
     def disturb(self, home: Path, forgetful: bool = False) -> str:
-        """A sweep in a folder, killed until kills are spent or it is done; what its store then holds."""
+        """Run a sweep in a folder, killing until kills are spent or it is done; return the content of its store."""
         driver = self.start(home, forgetful)
         groups = {driver.pid}
         while True:
@@ -94,21 +94,23 @@ class Kills:
                 if driver.pid not in victims:
                     continue
                 driver.wait()
-            driver = self.start(home, forgetful)  # killed, or some experiment was killed too often for it
+            driver = self.start(
+                home, forgetful
+            )  # the driver was killed, or gave up an experiment that was killed too often
             groups.add(driver.pid)
 
 
 @dataclass(frozen=True)
 class Driver:
-    """A process that sweeps."""
+    """A process that runs a sweep."""
 
     pid: int
-    wait: Callable[..., Any]  #: for so many seconds
+    wait: Callable[..., Any]  #: timeout [s]
     status: Callable[[], int | None]
 
 
 def outcomes(home: Path) -> str:
-    """What a store holds, times aside."""
+    """Return the content of a store without times."""
     return without_times(Store(home / "runs.sqlite").rows())
 
 
@@ -118,7 +120,7 @@ def _kill(pid: int) -> None:
 
 
 def _members(groups: set[int]) -> set[int]:
-    """The processes of these groups that have not ended."""
+    """Return the running processes of these groups."""
     found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -134,9 +136,9 @@ def _members(groups: set[int]) -> set[int]:
 
 
 class Nursery:
-    """A process that has everything imported and forks others: each is a function of this file and its arguments.
+    """A process that has imported everything and forks others, each of which calls a function of this file.
 
-    Whoever asks for one is told its process id and, when it has done what was asked, its status; then the line is dead.
+    It sends the process id of each fork and, when the fork has ended, its status; then it closes the connection.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -155,7 +157,7 @@ class Nursery:
         os.close(gone)
 
     def __call__(self, function: Callable[..., int], *args: Any) -> Driver:
-        """A process that has begun."""
+        """Fork a process and return it."""
         asks = socket.socket(socket.AF_UNIX)
         asks.connect(self.address)
         asks.sendall(json.dumps([function.__name__, self.address, *map(_plain, args)]).encode() + b"\n")
@@ -176,7 +178,7 @@ def _plain(value: Any) -> Any:
 def _serve(listener: socket.socket, gone: int) -> None:
     for name in _IMPORTED.split():
         importlib.import_module(name)
-    signal(SIGCHLD, SIG_IGN)  # nobody asks how they ended
+    signal(SIGCHLD, SIG_IGN)  # their statuses are not needed
     while listener in select.select([listener, gone], [], [])[0]:
         asked, _ = listener.accept()
         if os.fork() == 0:
@@ -187,14 +189,14 @@ def _serve(listener: socket.socket, gone: int) -> None:
             nursery.address = address
             asked.sendall(b"%d\n" % os.getpid())
             status = globals()[function](nursery, *args)
-            with contextlib.suppress(BrokenPipeError):  # a driver that is gone does not want to know
+            with contextlib.suppress(BrokenPipeError):  # the driver is gone
                 asked.sendall(b"%d\n" % status)
             os._exit(status)
         asked.close()
 
 
 def drive(nursery: Nursery, matrix: str, study: str | None, home: str, workers: int, forgetful: bool) -> int:
-    """`chipfit bench sweep`, with workers that are forked."""
+    """Do what `chipfit bench sweep` does, with forked workers."""
     from chipfit.bench import sweep as sweeps
     from chipfit.bench.matrix import configs
 
@@ -211,13 +213,13 @@ def drive(nursery: Nursery, matrix: str, study: str | None, home: str, workers: 
 
 
 def work(nursery: Nursery, config: str, home: str, group: int, forgetful: bool) -> int:
-    """`chipfit bench run`."""
+    """Do what `chipfit bench run` does."""
     import typer
 
     from chipfit.bench import checkpoint
     from chipfit.cli.bench import run
 
-    os.setpgid(0, group)  # refused where the driver is gone already
+    os.setpgid(0, group)  # fails if the driver is gone already
     log = os.open(Path(home).parent / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -242,20 +244,22 @@ def work(nursery: Nursery, config: str, home: str, group: int, forgetful: bool) 
 
 
 def main() -> None:
-    """Print whom the kills hit; exit code 1 when an outcome differs, or the control goes unnoticed."""
+    """Print what the kills hit; return 1 if an outcome differs or the control goes unnoticed."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("matrix", type=Path)
     options.add_argument("--study")
     options.add_argument("--kills", type=int, default=20)
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--workers", type=int, default=2)
-    options.add_argument("--home", type=Path, help="folder of the sweeps; a temporary one when omitted")
-    options.add_argument("--undisturbed", type=Path, help="home of a sweep that is done; made when omitted")
+    options.add_argument("--home", type=Path, help="folder of the sweeps (default: a temporary one)")
+    options.add_argument("--undisturbed", type=Path, help="home of a finished sweep (default: run one)")
     options.add_argument(
-        "--mean", type=float, help="seconds from one kill to the next; as fit into the sweep when omitted"
+        "--mean", type=float, help="mean seconds from one kill to the next (default: all fit into one sweep)"
     )
-    options.add_argument("--forked", action="store_true", help="processes are forked, not started")
-    options.add_argument("--control", action="store_true", help="with --forked: forgetful checkpoints are noticed")
+    options.add_argument("--forked", action="store_true", help="fork processes instead of starting them")
+    options.add_argument(
+        "--control", action="store_true", help="with --forked: check that checkpoints without optimizer are noticed"
+    )
     asked = options.parse_args()
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = "1"
@@ -277,7 +281,7 @@ def main() -> None:
         wanted = outcomes(asked.undisturbed or folder / "undisturbed")
         seconds = time.perf_counter() - begun
         if asked.mean is None and asked.undisturbed is not None:
-            options.error("--undisturbed needs --mean: how long that sweep took is not known")
+            options.error("--undisturbed needs --mean, because the duration of that sweep is unknown")
         kills.mean = asked.mean or max(seconds / (asked.kills + 1), 0.2)
         different, sweeps = 0, 0
         while kills.hits.total() < asked.kills:

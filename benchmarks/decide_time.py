@@ -1,12 +1,12 @@
-"""Seconds for deciding about networks of growing depth: fusions, formats, requantization, scales, shared quantizers.
+"""Measure how long decisions about networks of growing depth take: fusions, formats, requantization, scales, ties.
 
 python benchmarks/decide_time.py [--platform tflite_int8] [--repeats 3]
 
-Everything that `quantize` decides between capture and tuning, without data: the statistics are made up. Seconds are of
-the processor, so that other work on the machine counts little. A network of eight times as many nodes should take eight
-times as long: the last column, the time per node against that of the smallest network, should stay near 1. When nodes
-were looked up one by one it was 1.2 (chain) to 2.2 (joined) at 1,800 nodes. What is left of it in joined networks is
-text: each of n tied tensors names the n - 1 others in the plan.
+The decisions are those of `quantize` between capture and tuning, from made-up statistics. Seconds are processor time,
+so that other work on the machine counts little. A network of eight times as many nodes should take eight times as long:
+the last column, the time per node relative to the smallest network, should stay near 1. With a linear search for each
+node it was 1.2 (chain) to 2.2 (joined) at 1,800 nodes. The rest of it in joined networks is text: each of n tied
+tensors names the n - 1 others in the plan.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SIZES = (225, 450, 900, 1800)
 
 
 def network(nodes: int, *blocks: str) -> Graph:
-    """`nodes` operators in a row, `blocks` again and again; an Add or Concat also reads what entered its round."""
+    """Return a chain of `nodes` operators that repeats a block; an Add or Concat also reads the input of its block."""
     shape = (None, 4, 8, 8)
     graph = Graph([], ["x"], [], {"x": Value("x", shape)}, {})
     value = entry = "x"
@@ -64,7 +64,7 @@ def network(nodes: int, *blocks: str) -> Graph:
     return graph
 
 
-#: kind of network -> operators of one round
+#: kind of network -> operators of its block
 KINDS = {
     "chain": ("Conv2D", "Relu"),
     "residual": ("Conv2D", "Relu", "Conv2D", "Add", "Relu"),
@@ -74,7 +74,7 @@ KINDS = {
 
 
 def decide(graph: Graph, platform: Platform) -> Plan:
-    """Everything that is decided about a network, with made-up statistics."""
+    """Make all decisions about a network from made-up statistics."""
     groups, _ = fuse(graph, fusions(platform))
     overrides = {n.name: {"rule": "no_clipping"} for n in graph.nodes}
     graph, _ = requantize(graph, platform, assign(graph, platform, groups, overrides))
@@ -93,7 +93,7 @@ def decide(graph: Graph, platform: Platform) -> Plan:
 
 
 def seconds(step: Callable[[], object], repeats: int) -> float:
-    """The shortest of `repeats` runs."""
+    """Return the processor time of the fastest of `repeats` runs."""
     taken = []
     for _ in range(repeats):
         start = time.process_time()

@@ -3,8 +3,8 @@
     python benchmarks/encoder.py [FILE [--data DATA.npz]] [--ways auto dynamic "4 bits"] [--sentences 512] [--steps 200]
 
 Without FILE it builds and trains an encoder of six blocks (masked attention and MLP, layer norms in front, mean
-pooling over the words) to tell 64 topics apart, in about two minutes of processor time. One word in 64 is a separator
-whose embedding is 100 times the rest in one channel, as residual streams of large models have them. FILE is any
+pooling over the words) to classify 64 topics, in about two minutes of processor time. One word in 64 is a separator
+whose embedding is 100 times the rest in one channel, as in residual streams of large models. FILE is any
 encoder: a `.pt2` program, or `module:factory`; `--data` are its inputs by name, sentences first (`input_ids`,
 `attention_mask` ...); without it token ids are drawn.
 
@@ -13,10 +13,10 @@ network's, and the share of sentences whose nearest neighbour among the others i
 calibrate, the other half is measured. Time: of `--batch` sentences through ONNX Runtime on one thread, the median over
 the runs of all files, interleaved.
 
-Beside these stands what chipfit itself takes: to write the file, to verify it (where the limit is in times of the file
-over the same sentences, in ONNX Runtime), and the memory of `quantize` and `export`, in a process of its own whose
-libraries are loaded (the limit is in float weights and the results of all operators for one batch). The exit status
-counts what is over its limit, times in processor seconds.
+It also prints the cost of chipfit itself: the time to write the file, the time to verify it (its limit is a multiple of
+the time of ONNX Runtime over the same sentences), and the memory of `quantize` and `export` in a process of its own
+with all libraries loaded (its limit is a multiple of the float weights and the results of all operators for one batch).
+The exit status counts figures over their limit. Times are processor seconds.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
         {"overrides": {"Linear": {"bits": 4, "inputs": "float"}, "Embedding": {"bits": 4}}},
     ),
 }
-#: of a real encoder: cosine, neighbours, size and time beside float
+#: limits for a real encoder: cosine, neighbours, size and time relative to float
 LIMITS = {"cosine": 0.993, "neighbours": 0.91, "size": 0.27, "time": 0.35}
-#: seconds to write the file of six blocks; to verify, in times of the runtime and seconds; memory
+#: limits: seconds to write the file of six blocks; to verify, as a multiple of the runtime and in seconds; memory
 EXPORT, VERIFY, MEMORY = 1.0, (3.0, 2.0), 1.5
-BATCH = 32  #: sentences of a batch of calibration, and of verification
+BATCH = 32  #: sentences in a batch of calibration and of verification
 
 
 class Encoder(nn.Module):
-    """Of words int64 [N, T] and a mask [N, T], 1 for words and 0 for padding, to vectors [N, D]."""
+    """An encoder of words int64 [N, T] with a mask [N, T] (1 for words, 0 for padding) to vectors [N, D]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Encoder(nn.Module):
 
 
 def sentences(count: int, seed: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Words of 64 topics, each of which prefers 100 words, over a common rest; lengths differ."""
+    """Draw sentences of different lengths about 64 topics, each of which prefers 100 words, among common words."""
     g = torch.Generator().manual_seed(seed)
     topic = torch.randint(TOPICS, (count,), generator=g)
     own = 100 * topic[:, None] % (VOCABULARY - 102) + 2 + (100 * torch.rand(count, LENGTH, generator=g) ** 2).long()
@@ -109,7 +109,7 @@ def sentences(count: int, seed: int) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def trained(steps: int) -> nn.Module:
-    """The encoder, trained below a linear layer that tells topics apart."""
+    """Return the encoder, trained below a linear layer that classifies topics."""
     torch.manual_seed(0)
     model, head = Encoder(), nn.Linear(WIDTH, TOPICS)
     parameters = [*model.parameters(), *head.parameters()]
@@ -128,7 +128,7 @@ def trained(steps: int) -> nn.Module:
 
 
 def vectors(run: Any, inputs: dict[str, Tensor]) -> Tensor:
-    """One vector for each sentence, of unit length."""
+    """Return one vector of unit length for each sentence."""
     y, mask = torch.as_tensor(run(inputs)), inputs.get("attention_mask")
     if y.dim() == 3:
         kept = torch.ones(y.shape[:2]) if mask is None else mask.float()
@@ -157,7 +157,7 @@ class File:
 
 
 def exported(model: nn.Module, inputs: dict[str, Tensor], folder: Path) -> dict[str, Path]:
-    """The float file by torch's exporter, and what ONNX Runtime's dynamic quantization makes of it."""
+    """Return the float file that torch's exporter writes, and ONNX Runtime's dynamic quantization of it."""
     from onnxruntime.quantization import quantize_dynamic
 
     files = {"float": folder / "float.onnx", "ORT dynamic": folder / "dynamic.onnx"}
@@ -180,7 +180,7 @@ def quantized(model: nn.Module, inputs: dict[str, Tensor], way: str) -> chipfit.
 
 
 def reference_mib(graph: Graph, batch: dict[str, Tensor]) -> float:
-    """What the float weights take, and the results of all operators for one batch, views aside."""
+    """Return the size of the float weights and of the results of all operators for one batch, views excluded [MiB]."""
     with torch.inference_mode():
         kept = run(graph, list(batch.values()), keep=[o for n in graph.nodes for o in n.outputs])
     tensors = [*(w for w in graph.weights.values() if w.is_floating_point()), *kept.values()]
@@ -189,14 +189,14 @@ def reference_mib(graph: Graph, batch: dict[str, Tensor]) -> float:
 
 
 def measure_memory(model: nn.Module, inputs: dict[str, Tensor], way: str, folder: Path, file: str | None) -> float:
-    """What `quantize` and `export` take in a process of its own [MiB]."""
+    """Return the memory of `quantize` and `export`, measured in a process of its own [MiB]."""
     torch.save((None if file else model.state_dict(), inputs), folder / "child.pt")
     command = [sys.executable, __file__, *([file] if file else []), "--ways", way, "--child", str(folder)]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 
 def child(way: str, folder: Path, file: str | None) -> None:
-    """Print by how much one call of `quantize` and `export` grows the process [MiB]."""
+    """Print how much one call of `quantize` and `export` grows the process [MiB]."""
     small = chipfit.quantize(nn.Sequential(nn.Linear(4, 4)), [torch.randn(2, 4)], WAYS[way][0], progress=False)
     small.export(folder / "small.onnx")  # loads the libraries
     state, inputs = torch.load(folder / "child.pt")
@@ -207,10 +207,10 @@ def child(way: str, folder: Path, file: str | None) -> None:
 
 
 class Bounds:
-    """What chipfit takes, beside what it may take."""
+    """The costs of chipfit beside their limits."""
 
     def __init__(self) -> None:
-        self.table = Table("", "", "takes", "limit", "by the clock", title="what chipfit takes, in processor time")
+        self.table = Table("", "", "takes", "limit", "by the clock", title="costs of chipfit, in processor time")
         self.over = 0
 
     def add(self, label: str, what: str, takes: float, limit: float, unit: str, clock: float | None = None) -> None:

@@ -1,12 +1,12 @@
-"""How many integers differ between chipfit's simulation and ONNX Runtime, over whole networks and every tensor.
+"""Count the integers that differ between chipfit's simulation and ONNX Runtime, in every tensor of whole networks.
 
     python benchmarks/exactness.py [--random 50] [--quick]
 
-Weights are random, statistics of batch norms plausible. Random ones draw layers, widths, strides and branches from a
-seed. "departures" counts what should not be: operators that, given the device's own input codes, do not compute the
-device's output codes (where the runtime itself computes in float, reals half way between two codes may go the other
-way), constants of the file that are not the plan's, outputs that differ. "at 0" is the share of all integers that have
-no such allowance.
+Weights are random, statistics of batch norms plausible. Random networks draw layers, widths, strides and branches from
+a seed. "departures" counts errors: operators that, given the device's own quantized inputs, do not compute the device's
+quantized outputs (where the runtime itself computes in float, reals half way between two quantized values may round
+either way), constants of the file that are not the plan's, and outputs that differ. "at 0" is the share of all integers
+without that allowance.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.zoo import ZOO, make, unseen
 
 
 class Merge(nn.Module):
-    """Two branches on the same input, joined by addition, multiplication or concatenation."""
+    """Two branches with one input, joined by addition, multiplication or concatenation."""
 
     def __init__(self, left: nn.Module, right: nn.Module, how: str) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Merge(nn.Module):
 
 
 def random_network(seed: int, depth: int = 6) -> nn.Sequential:
-    """A network on images [N, 3, 32, 32] whose layers, widths and branches follow from `seed`."""
+    """Return a network of images [N, 3, 32, 32] whose layers, widths and branches are drawn from `seed`."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     activations = (nn.ReLU, nn.ReLU6, nn.Identity, nn.LeakyReLU, nn.Sigmoid, lambda: nn.Hardtanh(-0.7, 1.3))
@@ -87,14 +87,14 @@ def compare(model: nn.Module, calibration: list[object], others: list[object]) -
 
 
 def images(size: int) -> tuple[list[object], list[object]]:
-    """4 batches to calibrate on and 2 to verify on, [4, 3, size, size]."""
+    """Return 4 batches for calibration and 2 for verification, [4, 3, size, size]."""
     data: list[object] = [torch.randn(4, 3, size, size) for _ in range(6)]
     return data[:4], data[4:]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--random", type=int, default=50, help="how many random networks")
+    parser.add_argument("--random", type=int, default=50, help="number of random networks")
     parser.add_argument("--quick", action="store_true", help="10 random networks and no architecture")
     args = parser.parse_args()
     torch.set_num_threads(2)

@@ -1,4 +1,4 @@
-"""How long `import chipfit` takes, and that it loads neither torch nor any other framework.
+"""Measure how long `import chipfit` takes, and check that it loads neither torch nor another framework.
 
 python benchmarks/import_time.py [--repeats 5]
 """
@@ -9,7 +9,7 @@ import argparse
 import subprocess
 import sys
 
-#: what the first import must not load: each takes seconds, and `chipfit --help` needs none of them
+#: packages that the import must not load: each takes seconds, and `chipfit --help` needs none
 HEAVY = ("torch", "keras", "tensorflow", "onnx", "onnxruntime", "openvino", "scipy")
 CHILD = f"""
 import sys, time
@@ -20,7 +20,7 @@ print(time.perf_counter() - start, *[m for m in {HEAVY!r} if m in sys.modules])
 
 
 def measure() -> tuple[float, list[str]]:
-    """Seconds of `import chipfit` in a new process, and which of HEAVY it loaded."""
+    """Return the seconds of `import chipfit` in a new process, and the packages of HEAVY that it loaded."""
     seconds, *loaded = subprocess.run(
         [sys.executable, "-c", CHILD], check=True, capture_output=True, text=True
     ).stdout.split()

@@ -1,8 +1,8 @@
-"""Kill writers at random instants, and load while others write: nothing is lost, nothing half, nothing left behind.
+"""Kill writers at random instants, and load while others write: no result may be lost or incomplete.
 
-Each kill forks a worker that has everything imported, lets it write over an earlier result, and sends SIGKILL at an
-instant spread over the time that the write takes. Afterwards the earlier result or the new one must be there, whole;
-the next writer must succeed and leave no debris.
+Each kill forks a worker that has imported everything, lets it write over an earlier result, and sends SIGKILL at an
+instant during the write. Afterwards the earlier or the new result must be there, complete; the next writer must succeed
+and leave no temporary files.
 
     python benchmarks/kills.py --kills 500 --loads 300
 """
@@ -37,7 +37,7 @@ X = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
 def network() -> nn.Module:
-    """What the command line is given as `module:factory`."""
+    """Return the network that the command line loads as `module:factory`."""
     torch.manual_seed(0)
     head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 3)
     return nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.ReLU(), *head)
@@ -45,31 +45,31 @@ def network() -> nn.Module:
 
 @dataclass
 class Writer:
-    """One way to write: what it does, and the contents that a whole result of it may have."""
+    """A way to write a result, and the contents that a complete result may have."""
 
-    write: Callable[[Path, int], Any]  #: (target, 0 or 1): which of two results
-    read: Callable[[Path], Any]  #: something comparable; raises on half a result
-    whole: list[Any] = field(default_factory=list)  #: what `read` gives for either
-    seconds: float = 0.0  #: that one write takes
+    write: Callable[[Path, int], Any]  #: writes one of two results: (target, 0 or 1)
+    read: Callable[[Path], Any]  #: returns something comparable; raises on an incomplete result
+    whole: list[Any] = field(default_factory=list)  #: what `read` returns for either
+    seconds: float = 0.0  #: duration of a write
 
 
 def saved(path: Path) -> Any:
-    """What tells two saved results apart."""
+    """Return what distinguishes two saved results."""
     return load(path).plan.provenance["settings"]["rule"]
 
 
 def unit(path: Path) -> Any:
-    """The output of `chipfit quantize`: every artefact, and all of one run."""
+    """Read the output of `chipfit quantize`: every artefact, all of one run."""
     names = {p.name for p in path.iterdir()}
     if names != {"manifest.json", "model.onnx", "plan", "report.html"}:
-        raise ValueError(f"half a unit: {sorted(names)}")
+        raise ValueError(f"an incomplete output: {sorted(names)}")
     if not (path / "report.html").read_text().rstrip().endswith("</html>"):
         raise ValueError("half a page")
     return saved(path / "plan"), (path / "model.onnx").read_bytes()
 
 
 def writers(results: Iterable[Result], folder: Path) -> dict[str, Writer]:
-    """Save, export, report and the command line."""
+    """Return the writers: save, export, report and the command line."""
     both = tuple(results)
     np.savez(folder / "d.npz", x=X.numpy())
     pages = tuple(r.report for r in both)
@@ -105,7 +105,7 @@ def writers(results: Iterable[Result], folder: Path) -> dict[str, Writer]:
 
 
 def half_writer(path: Path, which: int) -> None:
-    """The negative control: it writes in place."""
+    """Return the negative control, which writes in place."""
     with path.with_suffix(".onnx").open("wb") as f:
         for _ in range(64):
             f.write(bytes([which]) * 4096)
@@ -118,7 +118,7 @@ def control() -> Writer:
 
 
 def forked(act: Callable[[], Any]) -> int:
-    """The process id of a child that does `act` and nothing else; its exit status is 0 when that raised nothing."""
+    """Fork a child that calls `act` and exits with status 0 unless that raises; return its process id."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -133,7 +133,7 @@ def forked(act: Callable[[], Any]) -> int:
 
 
 def started(w: Writer, target: Path) -> tuple[int, int]:
-    """A child that writes the second result: its process id, and where it says "b" as it begins and "e" at the end."""
+    """Fork a child that writes the second result; return its id and a pipe that reads "b" at begin, "e" at end."""
     reading, writing = os.pipe()
 
     def act() -> None:
@@ -147,7 +147,7 @@ def started(w: Writer, target: Path) -> tuple[int, int]:
 
 
 def measure(name: str, w: Writer, folder: Path) -> None:
-    """Write both results, to know what is whole, then the second one in a child, to know how long that takes."""
+    """Write both results to record complete ones, then the second one in a child to measure the duration."""
     for which in (0, 1):
         w.write(folder / f"{name}-{which}", which)
         w.whole.append(w.read(folder / f"{name}-{which}"))
@@ -160,10 +160,10 @@ def measure(name: str, w: Writer, folder: Path) -> None:
 
 
 def kill(name: str, w: Writer, folder: Path, after: float) -> tuple[str, list[str]]:
-    """Kill one writer; returns when it hit (before, during or after the write) and what is wrong.
+    """Kill one writer; return when the kill hit (before, during or after the write) and what is wrong.
 
     Args:
-        after: seconds from the beginning of the write; negative for at once, before it may have begun.
+        after: seconds from the beginning of the write; negative kills at once, perhaps before the write begins.
     """
     folder.mkdir()
     target, wrong = folder / name, []
@@ -201,12 +201,12 @@ def kill(name: str, w: Writer, folder: Path, after: float) -> tuple[str, list[st
 def kills(
     count: int, chosen: dict[str, Writer], folder: Path, seed: int = 0
 ) -> tuple[Counter[tuple[str, str]], list[str]]:
-    """Kill `count` writers, each kind in turn; returns how many were hit when, and what went wrong."""
+    """Kill `count` writers, each kind in turn; return how many were hit when, and what went wrong."""
     draw, hits, wrong = random.Random(seed), Counter[tuple[str, str]](), []
     for name, w in chosen.items():
         measure(name, w, folder)
     quick = [name for name in chosen if name != "command"]
-    turns = 3 * quick + [name for name in chosen if name == "command"]  # which takes as long as ten others
+    turns = 3 * quick + [name for name in chosen if name == "command"]  # takes as long as ten of the others
     for k in range(count):
         name = turns[k % len(turns)]
         w = chosen[name]
@@ -219,7 +219,7 @@ def kills(
 def loads(
     count: int, results: tuple[Result, Result], folder: Path, save: Callable[[Result, Path], Any] | None = None
 ) -> list[str]:
-    """Load a result `count` times while two processes keep replacing it; returns what went wrong."""
+    """Load a result `count` times while two processes keep replacing it; return what went wrong."""
     target, rules = folder / "loaded", {r.plan.provenance["settings"]["rule"] for r in results}
     results[0].save(target)
     write = save or (lambda result, path: result.save(path))
@@ -247,17 +247,17 @@ def loads(
 
 
 def in_two_renames(result: Result, path: Path) -> None:
-    """The negative control of `loads`: for an instant there is no result."""
+    """Replace a folder in two steps, as a negative control of `loads`: for an instant there is no result."""
     other = path.with_name(f"{path.name}-{os.getpid()}")
     result.save(other)
     with contextlib.suppress(OSError):
         shutil.rmtree(path)
-        time.sleep(0.01)  # so that a busy machine shows it too
+        time.sleep(0.01)  # long enough to be seen on a busy machine
         os.rename(other, path)
 
 
 def main() -> None:
-    """Print how many of each kind were killed when; exit code 1 when anything was lost, half or left behind."""
+    """Print how many of each kind were killed when; return 1 if a result was lost, incomplete, or left debris."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--kills", type=int, default=500)
     options.add_argument("--loads", type=int, default=300)

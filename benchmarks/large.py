@@ -1,10 +1,10 @@
-"""What closed-form rounding takes on a network of common size: ResNet-18 of 224x224 in W4A8, on one thread.
+"""Measure time and memory of closed-form rounding on ResNet-18 with 224x224 images in W4A8, on one thread.
 
     python benchmarks/large.py [--images 128]
 
-Prints the processor seconds of the first `quantize` of the process, with and without the capture, and by how much the
-peak of its resident size lies above what there was before (Linux only). Weights and images are random, for both depend
-on shapes alone; accuracy is `accuracy.py`'s. Limits: 45 s without the capture, and 1.5 GB.
+Prints the processor seconds of the first `quantize` of the process, with and without the capture, and how much the peak
+of its resident size grows (Linux only). Weights and images are random, because both figures depend on shapes alone;
+`accuracy.py` measures accuracy. Limits: 45 s without the capture, and 1.5 GB.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BATCH = 16
 
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--images", type=int, default=128, help=f"of calibration, a multiple of {BATCH}")
+    p.add_argument("--images", type=int, default=128, help=f"calibration images, a multiple of {BATCH}")
     a = p.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(1)

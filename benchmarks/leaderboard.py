@@ -1,8 +1,8 @@
-"""How long a store of 10,000 runs takes to be shown: table, filters, page. Seconds by the clock, best of three.
+"""Measure how long it takes to show a store of 10,000 runs: table, filters, page (wall-clock, best of three).
 
     python benchmarks/leaderboard.py --runs 10000 --points 40
 
-The runs are those of the small study again and again, with accuracies drawn at random and curves of so many points.
+The runs repeat those of the small study, with random accuracies and curves of `--points` points.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from chipfit.bench.store import RUNS, Store
 
 ZOO = Path(__file__).parents[1] / "qbench_zoo/matrix.yaml"
 FLAGS = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --dump-dom".split()
-#: what the page is asked to do once it is there: choose a model, then sort
+#: script for the loaded page: choose a model, then sort
 ASKS = """<script>
 const s = document.getElementById("filter-model"), begun = performance.now();
 s.value = "resnet20"; s.onchange();
@@ -37,7 +37,7 @@ document.body.dataset.opened = String(begun);
 
 
 def filled(home: Path, count: int, points: int) -> None:
-    """A store of so many runs, which say what real ones say."""
+    """Return a store of `count` runs with the fields of real ones."""
     draw, kinds = random.Random(0), list(configs(ZOO, "small").values())
     store = Store(home / "runs.sqlite")
     rows = []
@@ -76,18 +76,18 @@ def filled(home: Path, count: int, points: int) -> None:
 
 
 def best(act: Callable[[], Any], times: int = 3) -> float:
-    """Seconds."""
+    """Return the seconds of the fastest of three runs."""
     return min(timeit.repeat(act, number=1, repeat=times))
 
 
 def command(*words: str) -> Callable[[], Any]:
-    """`chipfit bench`, as a process of its own."""
+    """Run `chipfit bench` as a process of its own."""
     whole = [sys.executable, "-m", "chipfit.cli", "bench", *words]
     return lambda: subprocess.run(whole, check=True, stdout=subprocess.DEVNULL)
 
 
 def main() -> None:
-    """Print what takes how long."""
+    """Print the durations."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--runs", type=int, default=10_000)
     options.add_argument("--points", type=int, default=40)
@@ -103,7 +103,7 @@ def main() -> None:
         print(f"chipfit bench board            {best(command('board', str(board), *kept)):.2f} s")
         browser = shutil.which("chromium")
         if browser is None:
-            print("no chromium: the page is not opened")
+            print("chromium not found: the page is not opened")
             return
         page = board.read_text()
         print(f"page {len(page) / 1e6:.0f} MB")

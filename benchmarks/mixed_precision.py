@@ -1,18 +1,18 @@
-"""Mixed precision beside one width for all, beside the best of all choices, and the time of its integer program.
+"""Compare mixed precision with one width for all tensors and with the best choice, and time its integer program.
 
     python benchmarks/mixed_precision.py uniform [--networks tiny resnet20 mobilenetv2] [--limits ...] [--test 20000]
     python benchmarks/mixed_precision.py best [--seeds 4]
     python benchmarks/mixed_precision.py seconds
 
-`uniform`: every tensor in 4 bits, against widths of 2 to 8 bits under a limit of what that takes: weights alone, with
-activations at their peak, together, or bit operations. Kernels that read and write codes have one width for both, so
-where activations alone are limited the platform's kernels read codes and write floats. KL of class probabilities to the
-float network's in thousandths of a nat and top-1 on images that calibration has not seen. "tiny" is trained first, in
-half a minute; the other two take minutes (`small.py`).
+`uniform`: every tensor in 4 bits, against widths of 2 to 8 bits that need no more of one resource: memory of weights,
+peak memory of activations, both, or bit operations. Kernels that read and write quantized values have one width for
+both, so where activations alone are limited the platform's kernels read quantized values and write floats. Figures are
+the KL divergence of class probabilities from the float network's in thousandths of a nat and top-1, on images that
+calibration has not seen. "tiny" is trained first, in half a minute; the other two take minutes (`small.py`).
 
-`best`: networks of three operators, of which all 729 choices of 2, 4 and 8 bits are tried: the predicted loss of the
-integer program's over the least, and the measured loss of the chosen ones, the best of eight that were tried, over the
-least, on the images of the search and on others.
+`best`: networks of three operators, for which all 729 choices of 2, 4 and 8 bits are tried. Figures are the predicted
+loss of the integer program's choice over the least, and the measured loss of the final choice (the best of eight that
+were tried) over the least, on the images of the search and on others.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from chipfit.search.resources import resources
 from chipfit.search.solve import Choice, solve
 
 OFF = chipfit.Settings(rounding="off")
-#: what is limited, one at a time
+#: limited resources, one at a time
 LIMITS = ("weights", "activations", "total", "bops")
-#: multiplications that trying choices may take
+#: multiplications that trying choices may cost
 WORK = choose.WORK
 
 
 class Tiny(nn.Module):
-    """Six layers, of images [N, 3, 32, 32] at half their size; 17 thousand parameters, 1.3 M multiplications."""
+    """A network of six layers for images [N, 3, 32, 32]; 17 thousand parameters, 1.3 M multiplications."""
 
     def __init__(self, classes: int = 20) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def _layer(i: int, o: int, kernel: int, stride: int = 1, groups: int = 1) -> lis
 
 
 def tiny(steps: int = 600) -> nn.Module:
-    """`Tiny`, trained."""
+    """Return a trained `Tiny`."""
     torch.manual_seed(0)
     model = Tiny()
     x, y = images(6000, 1000)
@@ -95,7 +95,7 @@ def tiny(steps: int = 600) -> nn.Module:
 
 
 def uniform(networks: list[str], limits: list[str], test: int) -> Table:
-    """Rows of limits, each with one width for all and with searched ones."""
+    """Return rows of limits, each with one width for all tensors and with searched widths."""
     table = Table("network", "limit", "top-1", "4 bits", "mixed", "KL x 1000", "mixed", "taken", "s")
     x, y = images(test, 1)
     data = list(images(512, 5000)[0].split(32))
@@ -137,7 +137,7 @@ def uniform(networks: list[str], limits: list[str], test: int) -> Table:
 
 
 class Few(nn.Module):
-    """Three operators and what they read: few enough to try all widths."""
+    """A network of three operators, few enough to try all widths."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class Few(nn.Module):
 
 
 def best(seeds: int, widths: tuple[int, ...] = (2, 4, 8)) -> Table:
-    """Rows of problems: how far the chosen widths are above the best ones."""
+    """Return rows of problems: the loss of the chosen widths over that of the best ones."""
     table = Table("seed", "limits", "choices", "predicted", "measured", "on others", "rank")
     candidates.FREE = widths
     data, others = (
@@ -194,7 +194,7 @@ def best(seeds: int, widths: tuple[int, ...] = (2, 4, 8)) -> Table:
 
 
 def seconds() -> Table:
-    """The integer program of a hundred layers with five widths."""
+    """Time the integer program of a hundred layers with five widths."""
     table = Table("limits", "s")
     draw = random.Random(0)
     sizes = [draw.randint(100, 100_000) for _ in range(100)]

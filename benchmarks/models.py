@@ -1,7 +1,4 @@
-"""Two standard networks at their standard widths, with random weights: speed depends on shapes, not on values.
-
-And the block that the transformers of other benchmarks are made of.
-"""
+"""ResNet-18, MobileNetV2 and a transformer block with random weights: speed depends on shapes, not on values."""
 
 from __future__ import annotations
 
@@ -16,13 +13,13 @@ from torch import Tensor, nn
 def conv_bn(
     c_in: int, c_out: int, kernel: int, stride: int = 1, groups: int = 1, act: type[nn.Module] | None = nn.ReLU
 ) -> nn.Sequential:
-    """Convolution without bias, batch norm, and an activation unless `act` is None."""
+    """Return a convolution without bias, a batch norm, and an activation unless `act` is None."""
     conv = nn.Conv2d(c_in, c_out, kernel, stride, kernel // 2, groups=groups, bias=False)
     return nn.Sequential(conv, nn.BatchNorm2d(c_out), *([act()] if act else []))
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut.  He et al. 2016, arXiv:1512.03385, fig. 2."""
+    """A residual block: two 3x3 convolutions and a shortcut.  He et al. 2016, arXiv:1512.03385, fig. 2."""
 
     def __init__(self, c_in: int, c_out: int, stride: int) -> None:
         super().__init__()
@@ -50,7 +47,7 @@ class ResNet18(nn.Module):
 
 
 class InvertedResidual(nn.Module):
-    """Widen 1x1, filter 3x3 depthwise, narrow 1x1.  Sandler et al. 2018, arXiv:1801.04381, fig. 3b."""
+    """An inverted residual: 1x1, 3x3 depthwise, 1x1.  Sandler et al. 2018, arXiv:1801.04381, fig. 3b."""
 
     def __init__(self, c_in: int, c_out: int, stride: int, widen: int) -> None:
         super().__init__()
@@ -68,7 +65,7 @@ class InvertedResidual(nn.Module):
 class MobileNetV2(nn.Module):
     """MobileNetV2 1.0, images [N, 3, 224, 224] to logits [N, classes].  arXiv:1801.04381, table 2; 3.5 M parameters."""
 
-    #: widening, channels out, repetitions, stride of the first
+    #: expansion, output channels, repetitions, stride of the first
     ROWS = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
 
     def __init__(self, classes: int = 1000) -> None:
@@ -87,11 +84,11 @@ class MobileNetV2(nn.Module):
 
 
 class AttentionBlock(nn.Module):
-    """Attention and an MLP, each behind a layer norm and beside a skip connection; values [N, T, width].
+    """A transformer block: attention and an MLP, each behind a layer norm and with a skip connection; [N, T, width].
 
     Args:
-        heads: of the attention.
-        widen: how many times as wide the MLP is inside.
+        heads: number of attention heads.
+        widen: width of the MLP's hidden layer, as a multiple of `width`.
     """
 
     def __init__(self, width: int, heads: int, widen: int) -> None:
@@ -102,7 +99,7 @@ class AttentionBlock(nn.Module):
         self.up, self.down = nn.Linear(width, widen * width), nn.Linear(widen * width, width)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """mask: is added to the scores."""
+        """Compute the block; `mask` is added to the attention scores."""
         y = self.first(x)
         q, k, v = (f(y).unflatten(2, (self.heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
         scores = q @ k.transpose(2, 3) / self.scale
@@ -112,7 +109,7 @@ class AttentionBlock(nn.Module):
 
 
 def keras_mobilenetv2() -> Any:
-    """MobileNetV2 as keras.applications has it, images [N, 224, 224, 3]; on torch unless KERAS_BACKEND says another."""
+    """Return the MobileNetV2 of keras.applications, images [N, 224, 224, 3]; on torch unless KERAS_BACKEND is set."""
     os.environ.setdefault("KERAS_BACKEND", "torch")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     import keras
@@ -129,7 +126,7 @@ MODELS: dict[str, tuple[type[nn.Module], float]] = {"resnet18": (ResNet18, 11.7)
 
 
 def build(name: str, seed: int = 0) -> nn.Module:
-    """One of `MODELS` in eval mode; batch norm gets random statistics, so that folding it is real work."""
+    """Return one of `MODELS` in eval mode; batch norms get random statistics, so that folding them changes weights."""
     torch.manual_seed(seed)
     model = MODELS[name][0]().eval()
     for m in model.modules():

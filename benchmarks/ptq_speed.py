@@ -1,13 +1,13 @@
-"""What quantization costs, in units of one plain float pass over the same images.
+"""Measure what quantization costs, in units of one plain float pass over the same images.
 
     python benchmarks/ptq_speed.py [--models resnet18 mobilenetv2] [--threads 2] [--images 128] [--repeats 3] [--quick]
 
-The float pass is the model as it is: eager, in inference mode, batch norms unfolded, images in plain memory and not in
-channels last. Beside it stands what a deployment would run: batch norms folded, channels last. `chipfit.quantize` is
-measured as a whole (capture, rewrites, calibration, ranges; without export): the first call of a process, with all that
-it loads but torch, and later calls. Every process measures them in turns; the least of `--repeats` processes counts, by
-the clock and in processor seconds of all threads. Memory: peak resident size during the work less that after importing
-and building model and images, each in a process of its own (Linux only).
+The float pass runs the model unchanged: eager, in inference mode, batch norms unfolded, images in contiguous memory
+format. A pass as deployed (batch norms folded, channels last) is shown beside it. `chipfit.quantize` is measured as a
+whole (capture, rewrites, calibration, ranges; without export): the first call of a process, which includes all imports
+except torch, and later calls. Every process measures them in turns; the least of `--repeats` processes counts, in
+wall-clock seconds and in processor seconds of all threads. Memory is the peak resident size during the work minus the
+size after importing and building model and images, each in a process of its own (Linux only).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from models import MODELS, build, keras_mobilenetv2
 from rich.console import Console
 from rich.table import Table
 
-#: ratios that we want to stay below: first call of a process, later ones
+#: limits of the ratios: first call of a process, later calls
 TIME_LIMIT = {"resnet18": (1.5, 0.9), "mobilenetv2": (1.25, 0.9), "keras_mobilenetv2": (2.0, 2.0)}
 MEMORY_LIMIT = 1.3
 #: best ratios measured for other tools on the same task (128 images, one machine), first call
@@ -44,7 +44,7 @@ def make(name: str) -> Any:
 
 
 def images(count: int, name: str = "") -> list[torch.Tensor]:
-    """`count` random images as batches of 16, [16, 3, 224, 224], or channels last for a Keras model."""
+    """Return `count` random images as batches of 16, [16, 3, 224, 224], or channels last for a Keras model."""
     torch.manual_seed(1)
     shape = (BATCH, 224, 224, 3) if name.startswith("keras") else (BATCH, 3, 224, 224)
     return [torch.randn(shape) for _ in range(count // BATCH)]
@@ -53,25 +53,25 @@ def images(count: int, name: str = "") -> list[torch.Tensor]:
 def float_pass(model: Any, data: list[torch.Tensor]) -> None:
     with torch.inference_mode():
         for x in data:
-            if isinstance(model, torch.nn.Module):  # Keras on torch as well
+            if isinstance(model, torch.nn.Module):  # for Keras on torch as well
                 model(x)
             else:
                 model(x.numpy(), training=False)
 
 
 def quantize(model: Any, data: list[torch.Tensor]) -> Any:
-    """The result, of which every image is in the statistics."""
+    """Quantize, check that the statistics cover every image, and return the result."""
     import chipfit
 
     result = chipfit.quantize(model, data, platform="ort_cpu", progress=False)
     seen = result.stats[result.graph.inputs[0]].count
     if seen != sum(x.numel() for x in data):
-        raise SystemExit(f"{seen} numbers of the images are in the statistics")
+        raise SystemExit(f"only {seen} values of the images are in the statistics")
     return result
 
 
 def folded_pass(graph: Any, data: list[torch.Tensor]) -> None:
-    """The network after the rewrites, with the same kernels, and nothing that looks at it."""
+    """Return the network after the rewrites, with the same kernels and without observers."""
     from chipfit.engine.run import run
 
     with torch.inference_mode():
@@ -80,7 +80,7 @@ def folded_pass(graph: Any, data: list[torch.Tensor]) -> None:
 
 
 def time_child(name: str, count: int) -> None:
-    """Print what one process measures: seconds by both clocks for each kind of work, and stages of the calls."""
+    """Print the seconds by both clocks for each kind of work in this process, and the stages of the calls."""
     model, data = make(name), images(count, name)
     float_pass(model, data[:2])
     plain, folded, results = [], [], []
@@ -97,7 +97,7 @@ def time_child(name: str, count: int) -> None:
 
 
 def measure_time(name: str, count: int, threads: int, repeats: int) -> tuple[dict[str, tuple[float, float]], Any]:
-    """The least seconds, by both clocks, of each kind of work over some processes, and the stages of the last."""
+    """Return the least seconds, by both clocks, of each kind of work over processes, and the stages of the last."""
     runs = [json.loads(child("--time-child", [name], count, threads)) for _ in range(repeats)]
     kinds = ("plain", "folded", "first", "later")
     best = {k: tuple(min(both[c] for r in runs for both in r[k]) for c in (0, 1)) for k in kinds}
@@ -105,16 +105,16 @@ def measure_time(name: str, count: int, threads: int, repeats: int) -> tuple[dic
 
 
 def memory_child(name: str, what: str, count: int) -> None:
-    """Print the growth of the peak resident size in MiB while doing `what`."""
+    """Print how much the peak resident size grows during `what` [MiB]."""
     quantize(
         torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU()).eval(), [torch.randn(1, 3, 8, 8)]
-    )  # loads what both measure
+    )  # loads the libraries that both need
     model, data = make(name), images(count, name)
     print(grown_mib(lambda: (float_pass if what == "float" else quantize)(model, data)))
 
 
 def child(kind: str, what: list[str], count: int, threads: int) -> str:
-    """What a process of its own prints last."""
+    """Return the last line that a process of its own prints."""
     command = [sys.executable, __file__, kind, *what, "--images", str(count), "--threads", str(threads)]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip().splitlines()[-1]
 
@@ -129,7 +129,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--images", type=int, default=128, help=f"calibration images, a multiple of {BATCH}")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="32 images, once: does it run at all")
+    parser.add_argument("--quick", action="store_true", help="32 images, once, to see that it runs")
     parser.add_argument("--memory-child", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--time-child", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -1,19 +1,18 @@
-"""Accuracy of quantization-aware training in few bits, on networks trained on procedural images.
+"""Measure the accuracy of quantization-aware training in few bits, on networks trained on procedural images.
 
     python benchmarks/qat.py [--networks resnet20 mobilenetv2] [--bits 4 3] [--seeds 3] [--epochs 3]
     python benchmarks/qat.py --algorithms [--networks resnet20] [--resume]
 
 Starts from `chipfit.quantize` with default settings on 512 images (platform mqbench_academic: weights per channel and
-inputs of layers in so many bits, first and last layer in 8), and trains on 8,000 images an epoch, learning from the
-float model beside the labels. Top-1 on 20,000 images that neither training saw. There is one float network of each
-kind, that of every accuracy figure; a seed draws the images of calibration and the order of those of training. The
-reference is the float network; the best of five other tools, at 4 bits on such a residual network in two epochs, ends
-2.2 points below it.
+inputs of layers in `--bits`, first and last layer in 8), and trains on 8,000 images an epoch with distillation from the
+float model. Top-1 is measured on 20,000 images that were not trained on. All accuracy figures share one float network
+of each kind; a seed draws the calibration images and the order of training images. The reference is the float network;
+the best of five other tools, at 4 bits on such a residual network in two epochs, ends 2.2 points below it.
 
-`--algorithms` trains every registered algorithm in the hardware settings of `chipfit.quantize_fx` in so many bits, and
-shows top-1 behind that of the float network: shortened to one seed, one epoch of 2,000 images, labels alone and 4,000
-test images, so that it compares settings and shows no algorithm at its best. Cells that are refused say why below.
-Each cell is written to `.bench/algorithms.json` when it is known; `--resume` goes on from those of a run that ended.
+`--algorithms` trains every registered algorithm in the hardware settings of `chipfit.quantize_fx` in `--bits`, and
+shows top-1 behind that of the float network. It is shortened to one seed, one epoch of 2,000 images, labels alone and
+4,000 test images, so it compares settings and shows no algorithm at its best. Reasons of unsupported cells stand below
+the table. Each cell is written to `.bench/algorithms.json` when it is known; `--resume` continues an interrupted run.
 
 The float networks are trained first, a quarter of an hour each, and kept below `.bench`.
 """
@@ -44,35 +43,35 @@ from chipfit.quantize_fx import enable_calibration, enable_quantization, get_bac
 from chipfit.registry import registered
 from chipfit.training import Distillation
 
-#: points below float that must be reached: (network, bits)
+#: limits in points below float: (network, bits)
 LIMITS = {("resnet20", 4): 1.0, ("resnet20", 3): 3.0, ("mobilenetv2", 4): 2.5, ("mobilenetv2", 3): 6.0}
-#: rates of weights, and of scales in parts of themselves
+#: learning rates of weights, and of scales relative to their size
 RATES = (0.0007, 0.001)
-#: where three epochs at these end too early
+#: networks for which three epochs at these rates are too few
 FASTER = {("mobilenetv2", 3): (0.0015, 0.002)}
 PLATFORM = "mqbench_academic"
-#: method -> its usual partner for weights, where it trains activations alone
+#: method that trains activations alone -> its usual method for weights
 PARTNERS = {"pact": "dorefa"}
-SETTINGS = ("academic", "tensorrt", "snpe")  #: of the table of algorithms
+SETTINGS = ("academic", "tensorrt", "snpe")  #: options of the table of algorithms
 BATCH = 64
 
 
 def fitted(model: nn.Module, calibration: Tensor, bits: int, training: object = "lsq") -> chipfit.Result:
-    """The starting point: post-training quantization, with quantizers that train."""
+    """Return the starting point: post-training quantization, with trainable quantizers."""
     width = {"*": {"bits": bits, "activation_bits": bits}}
     data = list(calibration.split(BATCH))
-    settings = chipfit.Settings(rounding="off")  # what training gains is seen from the nearest codes
+    settings = chipfit.Settings(rounding="off")  # training starts from weights rounded to the nearest quantized value
     return chipfit.quantize(
         model, data, PLATFORM, overrides=width, settings=settings, training=training, progress=False
     )
 
 
 def optimizer_of(network: nn.Module, rate: float, of_scales: float) -> torch.optim.Optimizer:
-    """Adam; scales and their kin, which differ by orders of magnitude, go parts of themselves in a step.
+    """Return Adam; parameters of quantizers, which differ by orders of magnitude, move relative to their size.
 
     Args:
-        rate: of weights and biases.
-        of_scales: those parts; of 1 where a number starts at 0.
+        rate: learning rate of weights and biases.
+        of_scales: relative learning rate of quantizers; of those that start at 0, the absolute rate.
     """
     named = [(name, p) for name, p in network.named_parameters() if p.requires_grad]
     own = [p for name, p in named if "quant" in name]
@@ -81,7 +80,7 @@ def optimizer_of(network: nn.Module, rate: float, of_scales: float) -> torch.opt
 
 
 def train(result: chipfit.Result, x: Tensor, y: Tensor, epochs: int, rate: float, of_scales: float, seed: int) -> None:
-    """With a cosine schedule, on labels and on what the float network returns."""
+    """Train with a cosine schedule, on labels and on the outputs of the float network."""
     torch.manual_seed(seed)
     distill = Distillation(result)
     optimizer = optimizer_of(result.model, rate, of_scales)
@@ -99,7 +98,7 @@ def train(result: chipfit.Result, x: Tensor, y: Tensor, epochs: int, rate: float
 
 
 def accuracies(a: argparse.Namespace, console: Console) -> bool:
-    """The table of networks and bits; whether all of it is within the limits."""
+    """Print the table of networks and bits; return whether all figures are within their limits."""
     x_test, y_test = images(a.test, 1)
     x, y = images(a.images, 2000)
     training = a.method if a.bn_fold is None else {"method": a.method, "bn_fold": a.bn_fold}
@@ -133,10 +132,10 @@ def _rates(a: argparse.Namespace, usual: tuple[float, float]) -> tuple[float, fl
 
 
 def in_setting(model: nn.Module, method: str, setting: str, a: argparse.Namespace, x: Tensor, y: Tensor) -> nn.Module:
-    """A network that an algorithm has trained in a hardware setting, for an epoch of x [N, 3, 32, 32], y [N].
+    """Return a network that an algorithm has trained in a hardware setting, for an epoch of x [N, 3, 32, 32], y [N].
 
     Raises:
-        ChipfitError: the setting does not go with the algorithm, or training diverged.
+        ChipfitError: the setting does not support the algorithm, or training diverged.
     """
     torch.manual_seed(0)
     qconfig = get_qconfig(PARTNERS.get(method, method), method, a.bits[0], **get_backend_params(setting))
@@ -159,7 +158,7 @@ def in_setting(model: nn.Module, method: str, setting: str, a: argparse.Namespac
 
 
 def algorithms(a: argparse.Namespace, console: Console) -> None:
-    """The table of algorithms and hardware settings."""
+    """Print the table of algorithms and hardware settings."""
     x_test, y_test = images(a.test, 1)
     x, y = images(a.images, 2000)
     file = KEPT / "algorithms.json"
@@ -193,7 +192,7 @@ def algorithms(a: argparse.Namespace, console: Console) -> None:
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--algorithms", action="store_true", help="the table of algorithms and hardware settings")
-    p.add_argument("--resume", action="store_true", help="with the cells of the table that an earlier run has left")
+    p.add_argument("--resume", action="store_true", help="keep the cells of an earlier, interrupted run")
     p.add_argument("--networks", nargs="+", choices=list(SMALL))
     p.add_argument("--bits", nargs="+", type=int)
     p.add_argument("--seeds", type=int, default=3)
@@ -202,7 +201,7 @@ def main() -> int:
     p.add_argument("--images", type=int, help="in an epoch")
     p.add_argument("--test", type=int, help="images")
     p.add_argument("--rate", type=float, help="of the weights")
-    p.add_argument("--scale-rate", type=float, help="of the scales, in parts of themselves")
+    p.add_argument("--scale-rate", type=float, help="learning rate of scales, relative to their size")
     p.add_argument("--method", default="lsq")
     p.add_argument("--bn-fold", type=int, default=None)
     a = p.parse_args()

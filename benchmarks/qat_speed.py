@@ -1,12 +1,13 @@
-"""What a training step with rounding costs, in units of the same step of the float network.
+"""Measure what a training step with quantization costs, in units of the same step of the float network.
 
     python benchmarks/qat_speed.py [--networks resnet20 mobilenetv2] [--threads 2] [--repeats 15] [--compiled]
 
 A step is forward, backward and update (SGD with momentum) on 64 images of 32x32. Both steps are taken in turns in one
-process, after a warm-up; the figure is the ratio of medians, of wall-clock and of processor time. Compiled: both under
-`torch.compile`. Memory: peak resident size of ten steps less that before them, each in a process of its own (Linux
-only). The quantized network is what `chipfit.quantize(..., "ort_cpu", training="lsq")` returns: 8-bit weights per
-channel and activations, with the platform's rules held in every step. Other tools measured: 1.8x to 3.1x eager.
+process, after a warm-up; the figure is the ratio of medians, of wall-clock and of processor time. `--compiled` measures
+both under `torch.compile` as well. Memory is the peak resident size of ten steps minus the size before them, each in a
+process of its own (Linux only). The quantized network is the one of `chipfit.quantize(..., "ort_cpu",
+training="lsq")`: 8-bit weights per channel and 8-bit activations, with the platform's rules enforced in every step.
+Other tools measured: 1.8x to 3.1x eager.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ BATCH = 64
 
 
 def step_of(network: nn.Module) -> Callable[[], None]:
-    """One training step on fixed random images."""
+    """Return a function that takes one training step on fixed random images."""
     x, y = torch.randn(BATCH, 3, 32, 32), torch.randint(0, 20, (BATCH,))
     parameters = [p for p in network.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(parameters, 1e-4, momentum=0.9)
@@ -51,7 +52,7 @@ def step_of(network: nn.Module) -> Callable[[], None]:
 
 
 def networks(name: str) -> tuple[nn.Module, nn.Module]:
-    """The float network, and the quantized one."""
+    """Return the float network and the quantized one."""
     import chipfit
 
     torch.manual_seed(0)
@@ -60,7 +61,7 @@ def networks(name: str) -> tuple[nn.Module, nn.Module]:
 
 
 def times(name: str, repeats: int, compiled: bool) -> tuple[float, float, float]:
-    """Median seconds of a float step, and the ratios of the quantized one: wall-clock, processor."""
+    """Return the median seconds of a float step, and the ratios of the quantized one: wall-clock, processor."""
     steps = [step_of(torch.compile(n) if compiled else n) for n in networks(name)]
     for step in steps:
         for _ in range(3):
@@ -76,7 +77,7 @@ def times(name: str, repeats: int, compiled: bool) -> tuple[float, float, float]
 
 
 def peak(name: str, which: int, threads: int) -> float:
-    """MiB that ten steps take, measured in a process of its own."""
+    """Return the memory of ten steps, measured in a process of its own [MiB]."""
     command = [sys.executable, __file__, "--child", name, str(which), "--threads", str(threads)]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
 

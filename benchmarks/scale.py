@@ -1,6 +1,6 @@
-"""What the full matrix on ImageNet costs, on paper: from unit costs that are measured, and assumptions that are named.
+"""Estimate the cost of the full matrix on ImageNet from measured unit costs and stated assumptions.
 
-python benchmarks/scale.py --measure   # minutes: writes what this machine takes into benchmarks/scale.yaml
+python benchmarks/scale.py --measure   # takes minutes: writes unit costs of this machine into benchmarks/scale.yaml
 python benchmarks/scale.py             # writes docs/scale.md from it
 """
 
@@ -22,21 +22,21 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 UNITS, PAGE = ROOT / "benchmarks/scale.yaml", ROOT / "docs/scale.md"
-#: together on one experiment, and how many there are
+#: accelerators for one experiment, and accelerators in all
 TOGETHER, COUNTS = (1, 2, 4, 8), (8, 64, 512)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one experiment."""
+    """The cost of one experiment."""
 
-    compute: float  #: of one accelerator that waits for nothing [s]
-    decode: float  #: of one processor core, for images [s]
-    validate: float  #: share of `compute` that tests take
-    deploy: float  #: of one processor core, on the runtimes [s]
+    compute: float  #: time of one accelerator that never waits [s]
+    decode: float  #: time of one processor core for reading images [s]
+    validate: float  #: share of `compute` that is spent on tests
+    deploy: float  #: time of one processor core for runtimes [s]
 
     def seconds(self, n: int, told: dict[str, Any]) -> float:
-        """On n accelerators with their own cores, each of which waits for the slower of both [s]."""
+        """Return the time on n accelerators with their own cores, where the slower of the two determines it [s]."""
         assumed = told["assumed"]
         efficiency = assumed["efficiency_of_twice_as_many"] ** (n.bit_length() - 1)
         cores = n * assumed["cores_per_accelerator"]
@@ -45,7 +45,9 @@ class Cost:
 
 
 def cost(model: str, told: dict[str, Any]) -> Cost:
-    """Forward is one multiplication and one addition for each of `macs`, a training step three times as much.
+    """Return the cost of an experiment with a model.
+
+    A forward pass takes one multiplication and one addition for each of `macs`, a training step three times as much.
 
     >>> assumed = {"epochs": 1, "train_images": 100, "test_images": 10, "tests": 2, "peak_flops": 1e3, "platforms": 1}
     >>> measured = {"rounding_ratio": 1.5, "read_seconds": 0.1, "device_macs_per_second": 50.0}
@@ -65,7 +67,7 @@ def cost(model: str, told: dict[str, Any]) -> Cost:
 
 
 def makespan(jobs: list[float], places: int) -> float:
-    """When the last of the jobs ends that are taken from the longest on, each by the first place that is free [s].
+    """Return when the last job ends if jobs start in order of length, longest first, each on the first free place [s].
 
     Source: Graham 1969, Bounds on multiprocessing timing anomalies; at most 4/3 of the best order.
 
@@ -79,7 +81,7 @@ def makespan(jobs: list[float], places: int) -> float:
 
 
 def page(told: dict[str, Any]) -> str:
-    """docs/scale.md."""
+    """Return the text of docs/scale.md."""
     assumed, measured = told["assumed"], told["measured"]
     each = assumed["algorithms"] * assumed["backends"] * assumed["widths"]
     costs = {m: cost(m, told) for m in told["models"]}
@@ -87,9 +89,9 @@ def page(told: dict[str, Any]) -> str:
     lines = [
         "# What the full matrix costs",
         "",
-        "On paper: `python benchmarks/scale.py` computes this page from `benchmarks/scale.yaml`, which holds unit costs"
-        " that `python benchmarks/scale.py --measure` has measured on a busy server, and assumptions about"
-        " accelerators, which no measurement stands behind. Whoever has other ones changes that file.",
+        "An estimate, which `python benchmarks/scale.py` computes from `benchmarks/scale.yaml`: that file holds unit"
+        " costs that `python benchmarks/scale.py --measure` has measured on a busy server, and assumptions about"
+        " accelerators that were not measured. For other accelerators, change that file.",
         "",
         f"{len(costs)} models x {assumed['algorithms']} algorithms x {assumed['backends']} backends x"
         f" {assumed['widths']} widths = {total:,} experiments of {assumed['epochs']} passes over"
@@ -99,22 +101,22 @@ def page(told: dict[str, Any]) -> str:
         "|---|---|",
         f"| accelerator, peak | {assumed['peak_flops'] / 1e12:.0f} TFLOP/s in bfloat16 |",
         f"| processor cores beside each accelerator | {assumed['cores_per_accelerator']} |",
-        f"| of their speed, where twice as many share an experiment | {assumed['efficiency_of_twice_as_many']:.0%} |",
-        f"| platforms whose runtime tests a result, at most | {assumed['platforms']} |",
+        f"| relative speed when twice as many share an experiment | {assumed['efficiency_of_twice_as_many']:.0%} |",
+        f"| most platforms whose runtime tests a result | {assumed['platforms']} |",
         "",
         "| measured, one core | |",
         "|---|---|",
-        f"| to read an image: decode, cut, colours | {1e3 * measured['read_seconds']:.1f} ms |",
-        f"| a training step with rounding, over one without | {measured['rounding_ratio']:.2f}x |",
+        f"| reading an image: decode, crop, colours | {1e3 * measured['read_seconds']:.1f} ms |",
+        f"| training step with quantization, relative to one without | {measured['rounding_ratio']:.2f}x |",
         f"| integers on ONNX Runtime | {measured['device_macs_per_second'] / 1e9:.1f} G multiplications/s |",
         f"| start of an experiment's process | {measured['start_seconds']:.1f} s |",
-        f"| to file an outcome among {measured['store_runs']:,.0f} | {1e3 * measured['store_seconds']:.1f} ms |",
+        f"| storing an outcome among {measured['store_runs']:,.0f} | {1e3 * measured['store_seconds']:.1f} ms |",
         "",
         "## One experiment",
         "",
-        "Cores: as many as keep one accelerator busy.",
+        "The last column is the number of cores that keep one accelerator busy.",
         "",
-        "| model | multiplications | share of the peak, assumed | accelerator | of it tests | one core, images |"
+        "| model | multiplications | share of the peak, assumed | accelerator | share of tests | one core, images |"
         " one core, runtimes | cores |",
         "|---|---|---|---|---|---|---|---|",
     ]
@@ -128,14 +130,16 @@ def page(told: dict[str, Any]) -> str:
     starved = sum(each * max(c.compute, c.decode / assumed["cores_per_accelerator"]) for c in costs.values())
     lines += [
         "",
-        f"All {total:,}: {busy / 3600:,.0f} accelerator hours where images never run short, {starved / 3600:,.0f} where"
-        f" they come from {assumed['cores_per_accelerator']} cores an accelerator.",
+        f"All {total:,}: {busy / 3600:,.0f} accelerator hours if images are always ready, {starved / 3600:,.0f} if"
+        f" {assumed['cores_per_accelerator']} cores of each accelerator read them.",
         "",
         "## All of them",
         "",
-        "Longest first, each on the first place that is free. A place is so many accelerators of one machine:",
+        "The longest experiments start first, each on the first free group of accelerators of one machine:",
         "",
-        "| accelerators | " + " | ".join(f"{n} to an experiment" for n in TOGETHER) + " | images never short, best |",
+        "| accelerators | "
+        + " | ".join(f"{n} per experiment" for n in TOGETHER)
+        + " | best if images are always ready |",
         "|---|" + "---|" * (len(TOGETHER) + 1),
     ]
     plenty, placed = {**told, "measured": {**measured, "read_seconds": 0.0}}, []
@@ -148,7 +152,7 @@ def page(told: dict[str, Any]) -> str:
             f"{TOGETHER[spans.index(min(spans))]} on {count} ({1 - min(spans) / spans[0]:.0%} sooner than one)"
         )
     filed = total * measured["store_seconds"]
-    lines += ["", "## Where it is held up", "", *_held_up(costs, told, starved / busy, filed, ", ".join(placed))]
+    lines += ["", "## Bottlenecks", "", *_held_up(costs, told, starved / busy, filed, ", ".join(placed))]
     return "\n".join(lines) + "\n"
 
 
@@ -158,29 +162,30 @@ def _span(told: dict[str, Any], count: int, together: int, each: int) -> float:
 
 
 def _held_up(costs: dict[str, Cost], told: dict[str, Any], starved: float, filed: float, placed: str) -> list[str]:
-    """What the figures say, in words."""
+    """Return the conclusions from the figures, in words."""
     cores = told["assumed"]["cores_per_accelerator"]
     short = [m for m, c in costs.items() if c.decode / c.compute > cores]
     most = max(c.decode / c.compute for c in costs.values())
     tests = max(c.validate for c in costs.values())
     runtimes = max(c.deploy / cores / max(c.compute, c.decode / cores) for c in costs.values())
     return [
-        f"- **Reading images.** {', '.join(short) or 'No model'} would wait for images with {cores} cores an"
-        f" accelerator (`data.num_workers`); the hungriest needs {most:.0f}. That makes {starved:.1f} times the hours."
-        " Images that are stored at 256 pixels, or decoded on the accelerator, are worth more than accelerators.",
+        f"- **Reading images.** {', '.join(short) or 'No model'} would wait for images with {cores} cores per"
+        f" accelerator (`data.num_workers`); the fastest model needs {most:.0f}. That takes {starved:.1f} times the"
+        " hours. Storing images at 256 pixels, or decoding them on the accelerator, saves more than further"
+        " accelerators.",
         f"- **Tests** are {tests:.1%} of an accelerator's time, **runtimes** add at most {runtimes:.1%} on the cores"
         " beside it.",
-        f"- **The store** files all outcomes in {filed:.0f} s and is no limit. Checkpoints go to a disk that all"
+        f"- **The store** stores all outcomes in {filed:.0f} s and limits nothing. Checkpoints go to a disk that all"
         f" machines share: {2 * 25_557_032 * 4 / 1e6:.0f} MB of a ResNet-50 with momentum at every test.",
-        f"- **Placement.** As many accelerators to an experiment as end first: {placed}. While experiments are many"
-        " more than accelerators it makes no difference, and one to an experiment needs nothing exchanged; when a"
-        " round is half empty, sharing fills it. `chipfit bench sweep --ray ADDRESS --gpus N` places experiments,"
+        f"- **Placement.** The best numbers of accelerators per experiment: {placed}. With many more experiments than"
+        " accelerators it makes no difference, and one per experiment needs no communication; when the last round is"
+        " half empty, sharing fills it. `chipfit bench sweep --ray ADDRESS --gpus N` places experiments,"
         " `torchrun` shares one.",
     ]
 
 
 def _hours(seconds: float) -> str:
-    """Readable."""
+    """Return a duration as text."""
     return f"{seconds / 86400:.1f} d" if seconds >= 2 * 86400 else f"{seconds / 3600:.1f} h"
 
 
@@ -188,7 +193,7 @@ def _hours(seconds: float) -> str:
 
 
 def best(act: Callable[[], Any], times: int = 3) -> float:
-    """Processor seconds, the least of several."""
+    """Return the least processor seconds of several calls."""
     taken = []
     for _ in range(times):
         begun = time.process_time()
@@ -198,7 +203,7 @@ def best(act: Callable[[], Any], times: int = 3) -> float:
 
 
 def measure() -> dict[str, float]:
-    """Unit costs of this machine, on one core, in processor seconds."""
+    """Measure unit costs of this machine, on one core, in processor seconds."""
     import numpy as np
     import torch
     from PIL import Image
@@ -248,7 +253,7 @@ def measure() -> dict[str, float]:
 
 
 def main() -> None:
-    """Write docs/scale.md, after measuring where that is asked for."""
+    """Write docs/scale.md, after measuring with `--measure`."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--measure", action="store_true")
     told = yaml.safe_load(UNITS.read_text())

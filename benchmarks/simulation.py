@@ -1,10 +1,10 @@
-"""What a simulation in integers costs: `Result.device_model` and `Result.verify`, beside sums in float64.
+"""Measure what the simulation in integers costs (`Result.device_model`, `Result.verify`), beside sums in float64.
 
     python benchmarks/simulation.py [--images 8] [--repeats 5]
 
-ResNet-18 and MobileNetV2 with random weights, 224x224, for `ort_cpu` and `tflite_int8`. Processor seconds of
-one thread, the median over repeats that take turns: the float network, the simulation with products of 8-bit codes
-added in the processor's integers, and the same with all products in float64, whose outputs must be equal.
+ResNet-18 and MobileNetV2 with random weights, 224x224, for `ort_cpu` and `tflite_int8`. Figures are processor
+seconds of one thread, the median over interleaved repeats: the float network, the simulation that sums products of
+8-bit integers in int32, and the simulation that computes all products in float64, whose outputs must be equal.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def in_float64() -> Any:
 
 
 def seconds(work: Callable[[], object], repeats: int) -> tuple[float, float]:
-    """Processor seconds in integers and in float64, in turns."""
+    """Return processor seconds in integers and in float64, measured in turns."""
     spent: tuple[list[float], list[float]] = [], []
     for _ in range(repeats):
         spent[0].append(both_clocks(work)[1])
@@ -70,7 +70,7 @@ def main() -> int:
         with in_float64():
             unequal += not torch.equal(fast, device(images))
     Console().print(table)
-    print(f"outputs that are not those of float64: {unequal}")
+    print(f"outputs that differ from float64: {unequal}")
     return unequal
 
 

@@ -16,7 +16,7 @@ from chipfit.bench.data.procedural import images
 
 
 class ResNet20(nn.Module):
-    """ResNet-20 of images [N, 3, 32, 32].  arXiv:1512.03385, section 4.2; 0.27 M parameters, 41 M multiplications."""
+    """A ResNet-20 of images [N, 3, 32, 32].  arXiv:1512.03385, section 4.2; 0.27 M parameters, 41 M multiplications."""
 
     def __init__(self, classes: int = 20) -> None:
         super().__init__()
@@ -55,16 +55,16 @@ class SmallMobileNetV2(nn.Module):
         return self.head(self.last(self.blocks(self.stem(x))))
 
 
-#: cycles of training, of 8 epochs each: depthwise networks learn slowly
+#: network -> training cycles of 8 epochs each (depthwise networks learn slowly)
 CYCLES = {"resnet20": 1, "mobilenetv2": 2}
 #: networks of every accuracy figure
 SMALL: dict[str, type[nn.Module]] = {"resnet20": ResNet20, "mobilenetv2": SmallMobileNetV2}
-#: trained weights are kept here
+#: folder of trained weights
 KEPT = Path(__file__).parents[1] / ".bench"
 
 
 def trained(name: str, seed: int = 0, epochs: int = 8) -> nn.Module:
-    """One of `SMALL`, trained in float on 16,000 procedural images; minutes the first time, then read from `.bench`."""
+    """Return one of `SMALL`, trained in float on 16,000 procedural images (minutes), or read from `.bench`."""
     torch.manual_seed(seed)
     model = SMALL[name]()
     file = kept(f"{name}-{seed}", Path(__file__), Path(__file__).parent / "models.py")
@@ -75,14 +75,14 @@ def trained(name: str, seed: int = 0, epochs: int = 8) -> nn.Module:
     model.train().to(memory_format=torch.channels_last)
     for cycle in range(CYCLES[name]):
         _cycle(model, x, y, epochs)
-        torch.manual_seed(seed + cycle + 1)  # the next one is the same behind weights that were saved here
+        torch.manual_seed(seed + cycle + 1)  # the next seed draws the same whether or not weights were saved
         print(f"{name} seed {seed}: cycle {cycle + 1} of {CYCLES[name]}", flush=True)
     keep(model, file)
     return model.to(memory_format=torch.contiguous_format).eval()
 
 
 def _cycle(model: nn.Module, x: Tensor, y: Tensor, epochs: int) -> None:
-    """One cycle of the learning rate, up and down again."""
+    """Train for one cycle of the learning rate, up and down again."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, nesterov=True, weight_decay=5e-4)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=epochs * (len(x) // 64))
     for _ in range(epochs):
@@ -95,23 +95,23 @@ def _cycle(model: nn.Module, x: Tensor, y: Tensor, epochs: int) -> None:
 
 @torch.inference_mode()
 def logits(model: nn.Module, x: Tensor, batch: int = 50) -> Tensor:
-    """Of many images [N, 3, 32, 32], batch after batch."""
+    """Return the logits of many images [N, 3, 32, 32], computed in batches."""
     return torch.cat([model(part) for part in x.split(batch)])
 
 
 def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
-    """Top-1 in percent."""
+    """Return top-1 in percent."""
     return 100 * float((logits(model, x).argmax(1) == y).float().mean())
 
 
 def kept(name: str, *sources: Path) -> Path:
-    """Where trained weights are kept: the name tells of the files that define network, training and images."""
+    """Return the file of trained weights; its name has a hash of the files that define network, training and images."""
     content = b"".join(f.read_bytes() for f in (*sources, Path(procedural.__file__)))
     return KEPT / f"{name}-{hashlib.sha256(content).hexdigest()[:8]}.safetensors"
 
 
 def keep(model: nn.Module, file: Path) -> None:
-    """Write trained weights, whole or not at all."""
+    """Write trained weights atomically."""
     KEPT.mkdir(exist_ok=True)
     scratch = file.with_suffix(".part")
     save_file({k: v.contiguous() for k, v in model.state_dict().items()}, scratch)

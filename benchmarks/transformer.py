@@ -1,13 +1,13 @@
-"""Accuracy of a small transformer in few bits without training, on a synthetic task.
+"""Measure the accuracy of a small transformer in few bits without training, on a synthetic task.
 
     python benchmarks/transformer.py [--rows W8A8 ...] [--outliers 1 20] [--smooth auto off] [--test 20000] [--sets 3]
 
-The task: which of 8 symbols stands most often in a sequence of 24 (a tie goes to the one that stands first), with
-symbols drawn so that the winner is often ahead by one. The network: two blocks of attention and MLP with layer norms in
-front, 48 wide; trained first, under a minute of processor time. `--outliers 20` makes three channels of every norm 20
-times as large, as those of large models are, and their readers' weights as small, which changes nothing in float;
-`--smooth` is the setting of that name, "auto" its default. Calibration: 512 sequences, drawn anew for each set; others
-are for the test.
+The task: find the most frequent of 8 symbols in a sequence of 24 (of equally frequent ones, the first), with symbols
+drawn so that the winner is often ahead by one. The network: two blocks of attention and MLP with layer norms in front,
+48 wide, trained first in under a minute of processor time. `--outliers 20` multiplies three channels of every norm by
+20, as in large models, and divides the weights that read them, which changes nothing in float. `--smooth` is the
+setting of that name, "auto" its default. Calibration reads 512 sequences, drawn anew for each set; the test reads
+others.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import chipfit
 
 SYMBOLS, LENGTH, WIDTH, HEADS = 8, 24, 48, 4
 HERE = Path(__file__).parent / "platforms"
-#: name -> platform, overrides, most points below float
+#: name -> platform, overrides, limit in points below float
 ROWS = {
     "W8A8": (HERE / "inputs.yaml", {"*": {"bits": 8, "activation_bits": 8}}, 0.2),
     "W4A8": (HERE / "inputs.yaml", {"*": {"bits": 4, "activation_bits": 8}}, 1.0),
@@ -45,7 +45,7 @@ ROWS = {
 
 
 class Transformer(nn.Module):
-    """Of symbols int64 [N, 24] to scores [N, 8]."""
+    """A transformer of symbols int64 [N, 24] to scores [N, 8]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Transformer(nn.Module):
 
 
 def sequences(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Symbols [N, 24] and the one that stands most often; of several the one that comes first."""
+    """Draw symbols [N, 24] and return them with the most frequent of each row (of equally frequent ones, the first)."""
     g = torch.Generator().manual_seed(seed)
     few = torch.rand(count, SYMBOLS, generator=g).argsort(1)[:, :4]  # four symbols share a sequence
     x = few.gather(1, torch.randint(4, (count, LENGTH), generator=g))
@@ -72,7 +72,7 @@ def sequences(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def trained(steps: int) -> nn.Module:
-    """The network."""
+    """Return the trained network."""
     torch.manual_seed(0)
     model = Transformer()
     optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
@@ -88,7 +88,7 @@ def trained(steps: int) -> nn.Module:
 
 @torch.no_grad()
 def with_outliers(model: nn.Module, factor: float) -> nn.Module:
-    """The same function of the inputs, with three large channels behind every norm in front of linear layers."""
+    """Return a network that computes the same with three large channels behind every norm in front of linear layers."""
     model = copy.deepcopy(model)
     for block in model.blocks:
         for norm, readers in ((block.first, (block.q, block.k, block.v)), (block.second, (block.up,))):

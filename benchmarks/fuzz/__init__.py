@@ -1,4 +1,4 @@
-"""Bad input drawn at random: does everything end in a result that makes sense, or in an error that says what to do?
+"""Draw bad input at random, and check that it ends in a result that makes sense or in an error that says what to do.
 
     python -m benchmarks.fuzz --seed 7 --cases 10000 --minutes 60
     python -m benchmarks.fuzz --seed 7 --cases 10000 --part 2/2 --first 700  # half of them, from its case 700 on
@@ -7,10 +7,10 @@
 Kinds of input: saved results, platform files, chips described in Python, calibration data, model files, command lines.
 A failure is
 
-    untyped    an exception that is no ChipfitError, or a ChipfitError wrapped around one that nobody foresaw
+    untyped    an exception that is not a ChipfitError, or a ChipfitError caused by an unforeseen exception
     hang       a case that takes longer than its limit
     died       a crash of the process
-    nonsense   something accepted that cannot be: NaN, a scale that is not positive, a code outside of its grid
+    nonsense   an impossible value was accepted: NaN, a scale that is not positive, a zero point outside its grid
 
-Exit status: 1 if there is any.
+The exit status is 1 if there is any failure.
 """

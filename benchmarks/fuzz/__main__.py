@@ -1,4 +1,4 @@
-"""`python -m benchmarks.fuzz`: see the package."""
+"""The command line of the fuzzer; see the package."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KINDS: dict[str, tuple[Kind, float]] = {
 
 
 def plan(cases: int, only: str = "") -> list[tuple[str, int]]:
-    """Which cases: each kind its share, taken in turns, so that a short run has all kinds."""
+    """List the cases: each kind has its share, and kinds take turns, so that a short run has all of them."""
     if ":" in only:
         kind, _, index = only.partition(":")
         return [(kind, int(index))]
@@ -40,14 +40,14 @@ def plan(cases: int, only: str = "") -> list[tuple[str, int]]:
 
 
 def prepare(kinds: set[str]) -> None:
-    """What cases share is made before the first of them, so that its time is not theirs."""
+    """Make what cases share before the first of them, so that it does not count as their time."""
     saved_results()
     if kinds & {"models", "command_line"}:
         model_files()
 
 
 def share(todo: list[tuple[str, int]], part: str, first: int) -> list[tuple[str, int]]:
-    """What one of several processes does ("2/3": the second of three), from its case `first` on."""
+    """Return the cases of one of several processes ("2/3": the second of three), from its case `first` on."""
     k, _, n = part.partition("/")
     return todo[int(k) - 1 :: int(n)][first:]
 
@@ -55,7 +55,7 @@ def share(todo: list[tuple[str, int]], part: str, first: int) -> list[tuple[str,
 def run(
     seed: int, cases: int, minutes: float, limit: float, only: str = "", part: str = "1/1", first: int = 0
 ) -> list[Outcome]:
-    """Run cases and print failures as they come."""
+    """Run cases, print failures as they come, and return the outcomes."""
     end = time.monotonic() + 60 * minutes
     kinds = {k: f for k, (f, _) in KINDS.items()}
     todo = share(plan(cases, only), part, first)
@@ -73,7 +73,7 @@ def run(
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """Cases by kind and outcome."""
+    """Return a table of cases by kind and outcome."""
     heads = ("accepted", "refused", "untyped", "hang", "died", "nonsense")
     count = Counter((o.kind, o.what) for o in outcomes)
     lines = ["".join([f"{'kind':14}", *(f"{h:>10}" for h in heads)])]
@@ -86,7 +86,7 @@ def table(outcomes: list[Outcome]) -> str:
 
 
 def main() -> int:
-    """Exit status."""
+    """Run the cases and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fuzz")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, default=10_000)
@@ -94,7 +94,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=20, help="of one case [s]")
     parser.add_argument("--only", default="", help="KIND, or KIND:INDEX to see one case")
     parser.add_argument("--part", default="1/1", help="K/N: the K-th of N processes that share the cases")
-    parser.add_argument("--first", type=int, default=0, help="cases of the part that were run before, and are left out")
+    parser.add_argument("--first", type=int, default=0, help="skip this many cases of the part")
     given = parser.parse_args()
     try:
         if ":" in given.only:

@@ -1,4 +1,4 @@
-"""Kinds that are calls: chips described in Python, calibration data, options."""
+"""Kinds of input that are calls: chips described in Python, calibration data, options."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from chipfit.platform.load import load as load_platform
 
 
 class UsersError(RuntimeError):
-    """What the user's own code raises; it comes out as it is."""
+    """An exception of the user's own code, which must be passed on unchanged."""
 
 
 def odd(rng: Random) -> Any:
-    """An argument that somebody might give: values, containers, classes, arrays, functions."""
+    """Draw an argument that somebody might give: values, containers, classes, arrays, functions."""
     if rng.random() < 0.5:
         return strange(rng)
     loop: list[Any] = []
@@ -79,7 +79,7 @@ def odd(rng: Random) -> Any:
 
 
 def maybe(rng: Random, case: Case, share: float, name: str, sound: Any) -> Any:
-    """The sound value, or now and then an odd one."""
+    """Return the valid value or, now and then, an odd one."""
     if rng.random() >= share:
         return sound
     other = odd(rng)
@@ -91,7 +91,7 @@ def maybe(rng: Random, case: Case, share: float, name: str, sound: Any) -> Any:
 
 
 def facade(case: Case) -> None:
-    """A chip built with `chipfit.target_platform`, some arguments of which are odd, lowered and used."""
+    """Build a chip with `chipfit.target_platform` from partly odd arguments, convert it and use it."""
     rng = case.random
     share = rng.choice((0, 0.005, 0.01, 0.02))
 
@@ -193,7 +193,7 @@ def facade(case: Case) -> None:
 
 
 def _array(rng: Random, good: torch.Tensor, case: Case) -> Any:
-    """A batch with another type, shape, or content."""
+    """Return a batch with another type, shape or content."""
     x = good.clone()
     how = rng.randrange(16)
     case.note(f"array, change {how}")
@@ -331,7 +331,7 @@ def _container(rng: Random, batches: list[Any], case: Case) -> Any:
 
 
 def data(case: Case) -> None:
-    """Calibration data of any form, on three models."""
+    """Quantize one of three models with calibration data of any form."""
     rng = case.random
     make, good = rng.choice(((convolutions, IMAGES), (rows, ROWS), (Sum, SUM_INPUT)))
     case.note(make.__name__)
@@ -353,7 +353,7 @@ def data(case: Case) -> None:
 
 
 def _options(rng: Random, case: Case) -> dict[str, Any]:
-    """Options of `quantize`, one or two of them odd."""
+    """Return options of `quantize`, one or two of them odd."""
     sound: dict[str, tuple[Callable[[], Any], ...]] = {
         "rule": (
             lambda: rng.choice(
@@ -412,7 +412,7 @@ def _options(rng: Random, case: Case) -> dict[str, Any]:
 
 
 def odd_key(rng: Random) -> Any:
-    """An odd argument that can be a key."""
+    """Draw an odd argument that can be a key."""
     thing = odd(rng)
     try:
         hash(thing)

@@ -1,4 +1,4 @@
-"""Kinds that are files: saved results, platforms, models."""
+"""Kinds of input that are files: saved results, platforms, models."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def rows() -> nn.Module:
 
 
 class Sum(nn.Module):
-    """Two inputs, a table as result, a constant, an embedding."""
+    """A network with two inputs, a dictionary as output, a constant and an embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Sum(nn.Module):
         return {"y": y, "parts": (y.relu(), torch.cat([x, y], 1))}
 
 
-SUM_INPUT = (ROWS, torch.tensor([[0], [3]]))  # [2, 4] and [2, 1]: one axis would be taken for labels
+SUM_INPUT = (ROWS, torch.tensor([[0], [3]]))  # [2, 4] and [2, 1]: a tensor of one axis would count as labels
 #: model, an input, platforms
 _BASES: tuple[tuple[Callable[[], nn.Module], Any, tuple[str, ...]], ...] = (
     (convolutions, IMAGES, ("ort_cpu", "tflite_int8", "k210", "graphcore_fp8", "hailo")),
@@ -65,13 +65,13 @@ _BASES: tuple[tuple[Callable[[], nn.Module], Any, tuple[str, ...]], ...] = (
 
 @functools.cache
 def kept() -> Path:
-    """A folder for what is made once."""
+    """Return a folder for files that are made once."""
     return Path(tempfile.mkdtemp(prefix="fuzz.kept."))
 
 
 @functools.cache
 def saved_results() -> list[tuple[Path, Any]]:
-    """Folders of sound results, with an input of each."""
+    """Return folders of valid results, with an input of each."""
     out = []
     for make, x, platforms in _BASES:
         for platform in platforms:
@@ -84,7 +84,7 @@ def saved_results() -> list[tuple[Path, Any]]:
 
 
 def saved(case: Case) -> None:
-    """A saved result, damaged on disk or with its check sums made right again, loaded and used."""
+    """Damage a saved result, with or without correct checksums, load it and use it."""
     rng = case.random
     source, x = rng.choice(saved_results())
     folder = case.folder / "saved"
@@ -116,7 +116,7 @@ def saved(case: Case) -> None:
 
 
 def _inner(rng: Random, data: Any, case: Case) -> Any:
-    """Damage in the document, or in the JSON text that a field of it holds."""
+    """Damage a document, or the JSON text in one of its fields."""
     specs = [k for k in ("in_spec", "out_spec") if isinstance(data.get(k), str)]
     if specs and rng.random() < 0.3:
         key = rng.choice(specs)
@@ -127,12 +127,12 @@ def _inner(rng: Random, data: Any, case: Case) -> Any:
 def _json(data: Any) -> str:
     try:
         return json.dumps(data)
-    except (RecursionError, ValueError):  # deeper than json writes, or an integer longer than Python prints
+    except (RecursionError, ValueError):  # nested deeper than json writes, or an integer longer than Python prints
         return "[" * 100_000 if not isinstance(data, dict) else '{"schema": ' + "9" * 5000 + "}"
 
 
 def _tensors(rng: Random, file: Path, case: Case) -> bytes:
-    """Tensors with other numbers, types, shapes or names."""
+    """Change numbers, types, shapes or names of tensors."""
     from safetensors.torch import load, save
 
     tensors = load(file.read_bytes())
@@ -167,7 +167,7 @@ def _tensors(rng: Random, file: Path, case: Case) -> bytes:
 
 
 def _sign(folder: Path) -> None:
-    """The manifest as if the damaged files had been saved so."""
+    """Write the manifest for the damaged files."""
     file = folder / "manifest.json"
     if not file.is_file():
         return
@@ -180,7 +180,7 @@ def _sign(folder: Path) -> None:
 
 
 def use(result: Any, x: Any, rng: Random, folder: Path) -> None:
-    """What a person does with a result: run it, export it, read the report, save it again."""
+    """Use a result as a person does: run it, export it, read the report, save it again."""
     check_result(result)
     args = x if isinstance(x, tuple) else (x,)
     result.model(*args)
@@ -205,7 +205,7 @@ _BUILTIN = Path(builtin.__file__).parent
 
 
 def platforms(case: Case) -> None:
-    """A built-in platform's file, damaged as data or as text, read and used."""
+    """Damage a built-in platform's file as data or as text, read it and use it."""
     rng = case.random
     name = rng.choice(names())
     case.note(name)
@@ -235,12 +235,12 @@ def _table(text: str) -> Any:
 
 @functools.cache
 def captured(make: Callable[[], nn.Module]) -> Any:
-    """A program, so that a model is traced once."""
+    """Return a program, so that a model is traced once."""
     return make()
 
 
 def use_platform(platform: Any, rng: Random, case: Case) -> None:
-    """Show it, decide a network on it, and now and then quantize one."""
+    """Show a platform, decide a network on it and, now and then, quantize one."""
     from rich.console import Console
 
     from chipfit.platform.show import show
@@ -259,7 +259,7 @@ def use_platform(platform: Any, rng: Random, case: Case) -> None:
 
 @functools.cache
 def model_files() -> dict[str, tuple[Path, Any]]:
-    """Sound files of every format, with an input."""
+    """Return valid files of every format, with an input."""
     out: dict[str, tuple[Path, Any]] = {}
     for make, x in ((convolutions, IMAGES), (rows, ROWS)):
         file = kept() / f"{make.__name__}.pt2"
@@ -288,7 +288,7 @@ def _keras_model() -> Any:
 
 
 def models(case: Case) -> None:
-    """A model file, damaged in its bytes, or in a member of its archive, or in the JSON there; loaded and used."""
+    """Damage a model file in its bytes, in a member of its archive or in JSON there; load it and use it."""
     rng = case.random
     name = rng.choice(sorted(model_files()))
     source, x = model_files()[name]
@@ -312,7 +312,7 @@ def models(case: Case) -> None:
 
 
 def _archive(rng: Random, content: bytes, case: Case) -> bytes:
-    """An archive with a member changed, removed, or renamed."""
+    """Change, remove or rename a member of an archive."""
     with zipfile.ZipFile(io.BytesIO(content)) as z:
         members = {i.filename: z.read(i) for i in z.infolist()}
     name = rng.choice(sorted(members))

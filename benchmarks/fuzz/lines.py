@@ -1,4 +1,4 @@
-"""The command line, its words drawn; run in this process."""
+"""The kind of input that is a command line; it runs in this process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from chipfit.platform.load import names
 
 @functools.cache
 def _given() -> dict[str, list[str]]:
-    """Words by what they name, sound ones."""
+    """Return valid words by what they name."""
     folder = Path(tempfile.mkdtemp(prefix="given.", dir=kept()))  # each worker makes its own
     np.savez(folder / "images.npz", x=IMAGES.numpy(), y=np.array([0, 1]))
     np.savez(folder / "rows.npz", x=ROWS.numpy())
@@ -72,7 +72,7 @@ def _given() -> dict[str, list[str]]:
 
 
 def _odd(rng: Random) -> str:
-    """A word that somebody might type."""
+    """Draw a word that somebody might type."""
     words = (
         "",
         "-",
@@ -114,7 +114,7 @@ def _odd(rng: Random) -> str:
 
 
 def command_line(case: Case) -> None:
-    """One command with some words odd, missing or twice."""
+    """Run one command with some words odd, missing or repeated."""
     rng = case.random
     words = _words(rng, case)
     words = [w.replace("OUT", str(case.folder / "out")) for w in words]

@@ -1,4 +1,4 @@
-"""Small damage to values, texts and bytes, drawn with a seed."""
+"""Damage values, texts and bytes in small ways, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-#: values that stand where something else was meant
+#: values of the wrong kind
 STRANGE: tuple[Any, ...] = (
     None,
     True,
@@ -75,7 +75,7 @@ STRANGE: tuple[Any, ...] = (
 
 
 def strange(rng: Random) -> Any:
-    """One of them, or a nest that is deep."""
+    """Draw one of `STRANGE`, or a deeply nested list."""
     if rng.random() < 0.03:
         deep: Any = rng.choice(([], {}))
         for _ in range(rng.choice((30, 60, 150))):
@@ -85,7 +85,7 @@ def strange(rng: Random) -> Any:
 
 
 def places(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Every path into nested tables and lists, the empty one left out."""
+    """Return every path into nested dictionaries and lists except the empty one."""
     out: list[tuple[Any, ...]] = []
     todo = [(data, path)]
     while todo:
@@ -104,11 +104,11 @@ def at(data: Any, path: tuple[Any, ...]) -> Any:
 
 
 def value(rng: Random, old: Any, whole: Any) -> Any:
-    """Another value in the place of `old`."""
+    """Return another value in place of `old`."""
     how = rng.random()
     if how < 0.35:
         return strange(rng)
-    if how < 0.55:  # one from elsewhere in the same document, of which many fit by type
+    if how < 0.55:  # a value from elsewhere in the document, which often has the right type
         known = places(whole)
         found = [at(whole, p) for p in rng.sample(known, min(40, len(known)))]
         alike = [v for v in found if type(v) is type(old) and v != old]
@@ -134,7 +134,7 @@ def value(rng: Random, old: Any, whole: Any) -> Any:
 
 
 def document(rng: Random, data: Any, note: Callable[[str], None]) -> Any:
-    """A copy of nested data with one to three places changed, renamed, removed, added or exchanged."""
+    """Return a copy of nested data with one to three places changed, renamed, removed, added or exchanged."""
     data = copy.deepcopy(data)
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         known = places(data)
@@ -175,7 +175,7 @@ def document(rng: Random, data: Any, note: Callable[[str], None]) -> Any:
 
 
 def text(rng: Random, old: str, note: Callable[[str], None]) -> str:
-    """A text with characters, lines or indentation changed."""
+    """Return a text with characters, lines or indentation changed."""
     for _ in range(rng.choice((1, 1, 2, 4))):
         lines = old.split("\n")
         k, how = rng.randrange(len(lines)), rng.randrange(9)
@@ -216,7 +216,7 @@ def text(rng: Random, old: str, note: Callable[[str], None]) -> str:
 
 
 def octets(rng: Random, old: bytes, note: Callable[[str], None]) -> bytes:
-    """Bytes with some of them flipped, set, cut out, repeated, or cut off."""
+    """Return bytes with some of them flipped, set, cut out, repeated or cut off."""
     data = bytearray(old)
     how = rng.randrange(7)
     if how == 0 and data:
@@ -238,7 +238,7 @@ def octets(rng: Random, old: bytes, note: Callable[[str], None]) -> bytes:
 
 
 def short(x: Any, limit: int = 60) -> str:
-    """A value as notes show it."""
+    """Return a value as notes show it."""
     if isinstance(x, int) and not isinstance(x, bool) and abs(x) > 10**40:
         return "a huge integer"
     try:

@@ -1,4 +1,4 @@
-"""Runs cases in forked workers, so that a crash or a hang of one is an outcome and not the end."""
+"""Run cases in forked workers, so that a crash or a hang is an outcome and does not end the run."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from chipfit.errors import ChipfitError, raised_outside_chipfit
 from chipfit.frameworks.torch.program import Unrecordable
 
 SOURCE = Path(chipfit.__file__).parent
-#: memory that one case may take beyond what its worker starts with [byte]
+#: memory that one case may use beyond its worker's at the start [byte]
 MEMORY = 3 << 30
 
 _ORT = tuple(x for x in vars(onnxruntime_pybind11_state).values() if isinstance(x, type) and issubclass(x, Exception))
 _ZIP = (OSError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError)
-#: function of chipfit -> exceptions that its refusals may come from, since that is how the thing it asks says no
+#: function of chipfit -> exceptions that may cause its errors
 FORESEEN: dict[str, tuple[type[BaseException], ...]] = {
     "platform/read.py:__init__": (yaml.YAMLError,),
     "files.py:_typed": (OSError, ValueError),
@@ -80,8 +80,8 @@ FORESEEN: dict[str, tuple[type[BaseException], ...]] = {
     "cli/inputs.py:_npz": (*_ZIP, ValueError, RuntimeError),
     "cli/inputs.py:_images": (OSError, ValueError, SyntaxError, EOFError),
 }
-#: functions of chipfit that call code of the user or of a library, which raises what it likes: any exception that
-#: arises outside of chipfit may stand behind their refusals
+#: functions of chipfit that call code of the user or of a library: any exception that arises outside of chipfit may
+#: cause their errors
 FOREIGN: tuple[str, ...] = (
     "frameworks/torch/capture.py:_try_once",
     "frameworks/torch/record.py:through",
@@ -99,16 +99,16 @@ FOREIGN: tuple[str, ...] = (
 
 
 class Bug(Exception):
-    """The command line said that something happened that nobody foresaw."""
+    """An unforeseen exception that the command line reported."""
 
 
 class Nonsense(AssertionError):
-    """Something was accepted that cannot be."""
+    """An impossible value was accepted."""
 
 
 @dataclass
 class Case:
-    """One case: its random numbers, a folder of its own, and notes about what was drawn."""
+    """A case: its random numbers, a folder of its own, and notes about what was drawn."""
 
     kind: str
     index: int
@@ -126,7 +126,7 @@ class Case:
 
 @dataclass
 class Outcome:
-    """How one case ended."""
+    """The end of a case."""
 
     kind: str
     index: int
@@ -139,17 +139,19 @@ class Outcome:
         return self.what not in ("accepted", "refused")
 
 
-Kind = Callable[[Case], None]  #: raises what the product raises, or Nonsense; returns where something was accepted
+Kind = Callable[
+    [Case], None
+]  #: a function that runs a case: it raises chipfit's error or Nonsense, or returns if the input was accepted
 
 
 def one(
     kind: str, run: Kind, index: int, seed: int, limit: float, loud: bool = False, stacks: TextIO = sys.stderr
 ) -> Outcome:
-    """Run one case in this process, which ends where it takes longer than `limit`, its stack written to `stacks`."""
+    """Run one case in this process, which ends after `limit` seconds with its stack written to `stacks`."""
     folder = Path(tempfile.mkdtemp(prefix="fuzz."))
     case = Case(kind, index, seed, folder)
     here = os.getcwd()
-    # a thread of its own, since compiled code lets no signal through and a library may take the signal for itself
+    # in a thread, because compiled code delays signals and a library may replace their handlers
     faulthandler.dump_traceback_later(limit, exit=True, file=stacks)
     quiet: Any = contextlib.nullcontext() if loud else contextlib.redirect_stdout(io.StringIO())
     try:
@@ -164,7 +166,7 @@ def one(
         what, detail = ("untyped", why) if why else ("refused", type(e).__name__)
         if loud:
             print(e)
-    except BaseException as e:  # the very thing that is looked for
+    except BaseException as e:  # any exception is an outcome
         own = _frames(e)
         if own and Path(own[-1].filename).parent == Path(__file__).parent and not isinstance(e, AssertionError | Bug):
             return Outcome(kind, index, "refused", "what the user's own code raises", case.notes)
@@ -179,7 +181,7 @@ def one(
 
 
 def unforeseen(e: ChipfitError) -> str:
-    """What stands behind a refusal though nobody foresaw it; "" where nothing does."""
+    """Return the unforeseen exception that caused an error, as text; "" if there is none."""
     at: BaseException = e
     while (cause := at.__cause__ or at.__context__) is not None:
         place = _ours(at)
@@ -199,18 +201,18 @@ def _frames(e: BaseException) -> list[traceback.FrameSummary]:
 
 
 def _file(frame: traceback.FrameSummary) -> str:
-    """The file of a frame inside chipfit; "" for one outside."""
+    """Return the file of a frame inside chipfit; "" for one outside."""
     path = Path(frame.filename)
     return path.relative_to(SOURCE).as_posix() if path.is_relative_to(SOURCE) else ""
 
 
 def _ours(e: BaseException) -> str:
-    """The innermost function of chipfit that an exception left, where it was raised: "files.py:read_text"."""
+    """Return the innermost function of chipfit in an exception's traceback: "files.py:read_text"."""
     return next((f"{_file(x)}:{x.name}" for x in reversed(_frames(e)) if _file(x)), "")
 
 
 def _at(e: BaseException) -> str:
-    """The innermost line of chipfit, else the innermost line."""
+    """Return the innermost line of chipfit in a traceback, else the innermost line."""
     frames = _frames(e)
     ours = [f for f in frames if _file(f)]
     if not frames:
@@ -223,7 +225,7 @@ def _at(e: BaseException) -> str:
 
 
 def all_of(kinds: dict[str, Kind], cases: list[tuple[str, int]], seed: int, limit: float) -> Iterator[Outcome]:
-    """Run cases in a forked worker after another; a new one goes on behind the case that ended the last."""
+    """Run cases in one forked worker after another; a new one continues behind the case that ended the last."""
     done = 0
     while done < len(cases):
         for outcome in _worker(kinds, cases[done:], seed, limit):
@@ -267,7 +269,7 @@ def _worker(kinds: dict[str, Kind], cases: list[tuple[str, int]], seed: int, lim
 
 
 def _innermost(stack: str) -> str:
-    """The innermost line of chipfit in what faulthandler wrote, else the innermost line; "" where it wrote nothing."""
+    """Return the innermost line of chipfit that faulthandler wrote, else the innermost line; "" if it wrote nothing."""
     lines = [x.split('"') for x in stack.splitlines() if x.startswith("  File ")]
     ours = [x for x in lines if Path(x[1]).is_relative_to(SOURCE)]
     return next((f"{file}{place}" for _, file, place in ours or lines), "")
@@ -280,13 +282,13 @@ def _status(status: int) -> str:
 def _work(
     kinds: dict[str, Kind], cases: list[tuple[str, int]], seed: int, limit: float, writing: int, stacks: TextIO
 ) -> None:
-    """The worker: one line of JSON for each case."""
+    """Run cases in a worker, writing one line of JSON for each."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * os.sysconf("SC_PAGE_SIZE") + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     faulthandler.enable(file=open(os.devnull, "w"))  # noqa: SIM115 -- as long as the process
     devnull = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(devnull, 2)  # compiled libraries write there
+    os.dup2(devnull, 2)  # where compiled libraries write
     for kind, index in cases:
         outcome = one(kind, kinds[kind], index, seed, limit, stacks=stacks)
         os.write(writing, (json.dumps(vars(outcome)) + "\n").encode())

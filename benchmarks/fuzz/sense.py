@@ -1,4 +1,4 @@
-"""What cannot be, whoever says so: looked for in every plan, platform and result that was accepted."""
+"""Check accepted plans, platforms and results for impossible values."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from chipfit.result import Result
 
 
 def check_result(result: Result) -> None:
-    """Numbers of the plan and of the weights.
+    """Check the numbers of the plan and of the weights.
 
     Raises:
-        Nonsense: naming the first that cannot be.
+        Nonsense: names the first impossible value.
     """
     check_plan(result.plan)
     for name, w in result.graph.weights.items():
@@ -72,7 +72,7 @@ def _faults(t: TensorPlan) -> Iterator[str]:
 
 
 def check_platform(platform: Platform) -> None:
-    """Every number of the record is finite, bits and scales are positive; attributes are compared with any but nan."""
+    """Check that numbers are finite, bits and scales positive, and attributes not compared with NaN."""
     todo: list[tuple[str, Any]] = [("", platform.model_dump())]
     while todo:
         at, x = todo.pop()

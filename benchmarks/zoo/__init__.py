@@ -1,8 +1,9 @@
-"""Architectures of transformers, timm, keras.applications and our own, the whole way on ONNX Runtime and on LiteRT.
+"""Quantize, export and verify architectures of transformers, timm, keras.applications and our own.
 
     python -m benchmarks.zoo [--only NAME ...] [--again]
 
-Weights are random but always the same, configurations and inputs small: what is tried is whether every operator of an
-architecture has its place, not its accuracy. Each network runs in a process of its own, with a limit. `results.json`
-holds what was found; a network that stands there is not run again, unless it is asked for. `make docs` writes the page.
+Each runs on ONNX Runtime and on LiteRT. Weights are random but reproducible, configurations and inputs small: the zoo
+measures whether every operator of an architecture is supported, not accuracy. Each network runs in a process of its
+own, with a time limit. `results.json` holds the results; a network that is in it runs again only with `--only` or
+`--again`. `make docs` writes the page.
 """

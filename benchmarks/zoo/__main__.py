@@ -1,4 +1,4 @@
-"""`python -m benchmarks.zoo`: see the package."""
+"""The command line of the zoo; see the package."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import onnxruntime  # noqa: F401 -- what every architecture needs is loaded before their processes are forked
+import onnxruntime  # noqa: F401 -- load what every architecture needs before processes are forked
 import torch
 import transformers  # noqa: F401
 from ai_edge_litert import interpreter  # noqa: F401
@@ -32,7 +32,7 @@ def _say(name: str, end: Connection) -> None:
 
 
 def one(name: str, limit: float) -> dict[str, Any]:
-    """What a process of its own finds in `limit` seconds."""
+    """Return the result of one architecture, computed in a process of its own within `limit` seconds."""
     mine, its = multiprocessing.Pipe(duplex=False)
     worker = multiprocessing.get_context("fork").Process(target=_say, args=(name, its))
     start = time.perf_counter()
@@ -51,10 +51,10 @@ def one(name: str, limit: float) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Exit status."""
+    """Run the architectures and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.zoo")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="run these, though they were run before")
-    parser.add_argument("--again", action="store_true", help="forget what was found before")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="run these architectures again")
+    parser.add_argument("--again", action="store_true", help="forget earlier results")
     parser.add_argument("--limit", type=float, default=300, help="of one architecture [s]")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where they are kept")
     a = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The architectures: how each is made small, and what goes in."""
+"""The architectures of the zoo: small configurations and their inputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-#: where `make zoo` puts timm, beside the packages that everything else needs
+#: folder in which `make zoo` installs timm, apart from other packages
 TIMM = Path(sys.prefix) / "zoo"
 
 Batch = Any
@@ -19,7 +19,7 @@ Batch = Any
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One architecture."""
+    """An architecture of the zoo."""
 
     source: str  #: the library that defines it
     model: Callable[[], Any]
@@ -37,7 +37,7 @@ def pixels(side: int = 64, *frames: int) -> dict[str, torch.Tensor]:
 
 
 def words(length: int = 12, vocabulary: int = 100) -> dict[str, torch.Tensor]:
-    """The last sample is padded."""
+    """Return token ids and a mask; the last sample is padded."""
     mask = torch.ones(4, length, dtype=torch.long)
     mask[-1, -3:] = 0
     return {"input_ids": torch.randint(1, vocabulary, (4, length)), "attention_mask": mask}
@@ -67,7 +67,7 @@ STAGES = {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]}
 def hugging(
     name: str, model: str, config: dict[str, Any], batch: Callable[[], Batch], config_name: str = "", **parts: Any
 ) -> None:
-    """An entry of transformers; the configuration's class is named like the model's, before "For", "Model" ..."""
+    """Return an entry of transformers; its configuration has the model's name without "For...", "Model" ..."""
 
     def make() -> Any:
         import transformers
@@ -388,7 +388,7 @@ hugging(
 
 
 def timm(name: str, side: int = 64, **how: Any) -> None:
-    """An entry of timm."""
+    """Return an entry of timm."""
 
     def make() -> Any:
         from benchmarks.zoo import stand_in
@@ -424,7 +424,7 @@ timm("coatnet_pico_rw_224", **SIZED)
 
 
 def keras(name: str, side: int = 64, **how: Any) -> None:
-    """An entry of keras.applications, with statistics of batch norms so that folding them is work."""
+    """Return an entry of keras.applications, with random statistics of batch norms so that folding changes weights."""
 
     def make() -> Any:
         import keras as library

@@ -1,4 +1,4 @@
-"""One architecture: quantized, exported, run and compared."""
+"""Quantize, export, run and verify one architecture."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import chipfit
 from chipfit.errors import ChipfitError
 from chipfit.graph.ir import OPAQUE
 
-#: platform -> the file that it deploys as
+#: platform -> suffix of its deployed file
 PLATFORMS = {"ort_cpu": "m.onnx", "tflite_int8": "m.tflite"}
 
 
 def tried(name: str) -> dict[str, Any]:
-    """What becomes of an architecture on each platform."""
+    """Return how far an architecture comes on each platform."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -36,7 +36,7 @@ def tried(name: str) -> dict[str, Any]:
 
 @torch.no_grad()
 def _lively(model: torch.nn.Module) -> torch.nn.Module:
-    """Statistics of batch norms that folding has something to do with."""
+    """Set random statistics of batch norms, so that folding changes weights."""
     for m in model.modules():
         if isinstance(m, torch.nn.modules.batchnorm._BatchNorm) and m.running_mean is not None:
             torch.nn.init.uniform_(m.running_mean, -0.2, 0.2)
@@ -47,7 +47,7 @@ def _lively(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _on(platform: str, model: Any, data: list[Any], others: list[Any]) -> dict[str, Any]:
-    """How far it comes ("", "quantized", "exported", "run"), what the integers are, and why not further."""
+    """Return the last stage reached ("", "quantized", "exported", "run"), counts of integers, and why it ended."""
     out: dict[str, Any] = {"stage": "", "error": "", "why": ""}
     start = time.perf_counter()
     try:
@@ -68,7 +68,7 @@ def _on(platform: str, model: Any, data: list[Any], others: list[Any]) -> dict[s
         }
     except ChipfitError as e:
         out |= {"error": type(e).__name__, "why": str(e)[:1500]}
-    except Exception as e:  # what must not be: the table shows it
+    except Exception as e:  # an untyped error is a defect, which the table shows
         where = traceback.extract_tb(e.__traceback__)[-1]
         out |= {"error": f"bare {type(e).__name__}", "why": f"{e} ({Path(where.filename).name}:{where.lineno})"[:1500]}
     return out | {"seconds": round(time.perf_counter() - start, 1)}

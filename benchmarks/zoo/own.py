@@ -1,4 +1,4 @@
-"""Architectures that no library of ours has, in a few lines each: detector, diffusion, speech, vocoder, and others."""
+"""Architectures that our libraries do not have, in a few lines each: detector, diffusion, speech, vocoder ..."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def conv(i: int, o: int, kernel: int = 3, stride: int = 1) -> nn.Sequential:
 
 
 class CrossStage(nn.Module):
-    """Two halves, one through residual blocks, all of them joined; as in YOLO v8."""
+    """A cross-stage block: two halves, one of which passes residual blocks, concatenated; as in YOLO v8."""
 
     def __init__(self, i: int, o: int) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class CrossStage(nn.Module):
 
 
 class Detector(nn.Module):
-    """Boxes and classes of two scales, decoded against a grid of anchor points; as YOLO does."""
+    """A detector of boxes and classes at two scales, decoded on a grid of anchor points; as in YOLO."""
 
     def __init__(self, classes: int = 5, bins: int = 4) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Rotary(nn.Module):
 
 
 class Conformer(nn.Module):
-    """Speech: a block of convolution and attention over frames, with a gated linear unit."""
+    """A speech encoder: convolution and attention over frames, with a gated linear unit."""
 
     def __init__(self, d: int = 32) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class Conformer(nn.Module):
 
 
 class Vocoder(nn.Module):
-    """Sound from frames: transposed convolutions with weight norm, dilated residual ones, tanh; as HiFi-GAN."""
+    """A vocoder: transposed convolutions with weight norm, dilated residual ones, tanh; as in HiFi-GAN."""
 
     def __init__(self, c: int = 16) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class Vocoder(nn.Module):
 
 
 class Recommender(nn.Module):
-    """Embeddings of categories, products of all pairs of features, a perceptron; as DLRM."""
+    """A recommender: embeddings of categories, products of all pairs of features, an MLP; as in DLRM."""
 
     def __init__(self, d: int = 8) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class Recommender(nn.Module):
 
 
 class Tagger(nn.Module):
-    """Tokens through an LSTM in both directions."""
+    """A tagger of tokens: a bidirectional LSTM."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ class Tagger(nn.Module):
 
 
 class Matcher(nn.Module):
-    """Descriptors on a sphere, compared, with temperature; a shifted copy by slices that are written in place."""
+    """A matcher of normalized descriptors with temperature; a shifted copy is written in place by slices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class Matcher(nn.Module):
 
 
 class Odds(nn.Module):
-    """What classifiers of all ages end and begin with: uneven pools, CELU, thresholds, flips, 1-D resizing."""
+    """A collection of rarer operators: uneven pools, CELU, thresholds, flips, 1-D resizing."""
 
     def __init__(self) -> None:
         super().__init__()
