@@ -125,7 +125,7 @@ def test_an_algorithm_of_ones_own_trains_by_the_place_of_its_class(folder):
     wrong = {
         "mine:Half(shard=1)": "share",
         "mine:Other": "not registered|is no training algorithm",
-        "mine:OurActivations": "none of OurActivations quantizes",
+        "mine:OurActivations": "none of OurActivations rounds",
         "mine:register": "says no training",
     }
     for method, says in wrong.items():
@@ -139,19 +139,19 @@ def test_an_algorithm_of_ones_own_trains_by_the_place_of_its_class(folder):
     [
         (("saved", "--data", "d.npz", "--method", "lsk"), "did you mean 'lsq'"),
         (("saved", "--data", "d.npz", "--method", "lsq(scaling=True)"), "use_grad_scaling"),
-        (("saved", "--data", "bare.npz"), "Training requires labels"),
-        (("saved", "--data", "wrong.npz"), "must be classes of the model"),
-        (("saved", "--data", "d.npz", "--rate", "-1"), "Learning rate"),
+        (("saved", "--data", "bare.npz"), "Training needs labels"),
+        (("saved", "--data", "wrong.npz"), "no classes of the model"),
+        (("saved", "--data", "d.npz", "--rate", "-1"), "learning rate"),
         (("saved", "--data", "d.npz", "--rate", "1e30"), "step"),
         (("saved", "--data", "d.npz", "--rate", "1e300"), "below 1e38"),
-        (("saved", "--data", "d.npz", "--platform", "ort_cpu"), "--platform does not apply"),
+        (("saved", "--data", "d.npz", "--platform", "ort_cpu"), "--platform is for a model"),
         (("saved", "--data", "d.npz", "--format", "pdf"), "pdf"),
         (("saved", "--data", "d.npz", "--loop", "MOD:broken"), "fails"),
         (("saved", "--data", "d.npz", "--loop", "MOD:takes_nothing"), "fails"),
         (("saved", "--data", "d.npz", "--loop", "MOD:missing"), "cannot be imported"),
-        (("MOD:two", "--data", "d.npz"), "must be a classifier"),
+        (("MOD:two", "--data", "d.npz"), "no classifier"),
         (("saved", "--data", "d.npz", "--out", "."), "is not the output of"),
-        (("nowhere", "--data", "d.npz"), "Model must be a file or module:factory"),
+        (("nowhere", "--data", "d.npz"), "model is not understood"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(args, says, folder):

@@ -8,7 +8,7 @@ from torch import nn
 
 import chipfit
 from chipfit.graph.ir import Graph, Node, Value
-from chipfit.rounding.fisher import CHUNK, IMAGES, _finite, _sampled_loss, first_samples, gradients, split_float_readers
+from chipfit.rounding.fisher import CHUNK, IMAGES, finite, first_samples, gradients, sampled_loss, split_float_readers
 
 
 def seeded(k=0):
@@ -18,7 +18,7 @@ def seeded(k=0):
 def test_class_scores_are_drawn_one_for_each_sample():
     """The slope of -log p(label) is p - onehot(label): one label a sample, as often as its probability says."""
     y = torch.tensor([[0.0, 1.0, -1.0]]).repeat(3000, 1).requires_grad_()
-    _sampled_loss(y, seeded()).backward()
+    sampled_loss(y, seeded()).backward()
     p = y.detach().softmax(1)
     drawn = p - y.grad
     assert torch.allclose(drawn.sum(1), torch.ones(3000), atol=1e-5) and torch.allclose(
@@ -36,7 +36,7 @@ def test_other_outputs_are_means_of_normal_numbers(shape):
     y = torch.linspace(1, 3, 5).view(5, *[1] * (len(shape) - 1)).expand(shape).clone().requires_grad_()
     total = torch.zeros(shape)
     for k in range(400):
-        (g,) = torch.autograd.grad(_sampled_loss(y, seeded(k)), y)
+        (g,) = torch.autograd.grad(sampled_loss(y, seeded(k)), y)
         total += g.square() / 400
     per_sample = float(y.detach().square().sum()) / 5
     assert float(total.mean()) / 2 == pytest.approx(1 / per_sample, rel=0.1)
@@ -44,16 +44,16 @@ def test_other_outputs_are_means_of_normal_numbers(shape):
 
 def test_an_output_without_axes_or_energy_has_finite_slopes():
     one = torch.tensor(2.0, requires_grad=True)
-    slopes = [float(torch.autograd.grad(_sampled_loss(one, seeded(k)), one)[0]) for k in range(400)]
+    slopes = [float(torch.autograd.grad(sampled_loss(one, seeded(k)), one)[0]) for k in range(400)]
     assert sum(s * s for s in slopes) / 400 == pytest.approx(2 / 4, rel=0.2)
     zero = torch.zeros(2, 1, requires_grad=True)
-    (g,) = torch.autograd.grad(_sampled_loss(zero, seeded()), zero)
+    (g,) = torch.autograd.grad(sampled_loss(zero, seeded()), zero)
     assert bool(g.isfinite().all()) and bool((g != 0).all())
 
 
 def test_slopes_that_do_not_exist_are_none():
     g = torch.tensor([float("nan"), float("inf"), -float("inf"), 2.5])
-    assert _finite(g).tolist() == [0, 0, 0, 2.5]
+    assert finite(g).tolist() == [0, 0, 0, 2.5]
 
 
 class Root(nn.Module):
@@ -164,6 +164,6 @@ def test_what_outputs_do_not_depend_on_has_no_gradient_and_an_output_counts_once
 @pytest.mark.parametrize("classes", [2, 3, 10])
 def test_two_classes_are_classes(classes):
     y = torch.zeros(7, classes, requires_grad=True)
-    _sampled_loss(y, seeded()).backward()
+    sampled_loss(y, seeded()).backward()
     labels = 1 / classes - y.grad
     assert torch.equal(labels.round().sum(1), torch.ones(7)) and torch.allclose(labels, labels.round(), atol=1e-6)

@@ -36,7 +36,7 @@ def error(q: torch.Tensor, w: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
 def test_gptq_is_near_the_best_of_all_roundings_and_better_than_the_nearest():
     h, w = moments(), 0.5 * torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(3))
     q, _, inverted = gptq.round_rows(w, h, stored())
-    nearest, *_ = gptq.round_rows(w, h, stored(), spread=False)
+    nearest, *_ = gptq.round_rows(w, h, stored(), feedback=False)
     codes = torch.tensor(list(itertools.product(range(-4, 4), repeat=4)), dtype=torch.float32) * 0.3
     best = torch.stack([error(codes.view(1, -1, 4), row.view(1, 1, 4), h).min() for row in w[0]])
     assert inverted and torch.equal(q, (q / 0.3).round().clamp(-4, 3) * 0.3)
@@ -55,7 +55,7 @@ def test_rows_of_blocks_beyond_the_first_hear_of_earlier_errors():
     k = gptq.BLOCK + 6
     h, w = moments(k=k, n=4 * k), torch.randn(1, 2, k, generator=torch.Generator().manual_seed(5))
     q, *_ = gptq.round_rows(w, h, stored(2, k))
-    nearest, *_ = gptq.round_rows(w, h, stored(2, k), spread=False)
+    nearest, *_ = gptq.round_rows(w, h, stored(2, k), feedback=False)
     u = torch.linalg.cholesky(torch.linalg.inv(h + 0.01 * h.diagonal(dim1=1, dim2=2).mean() * torch.eye(k)), upper=True)
     plain = w.clone()
     for i in range(k):  # algorithm 1 without blocks
@@ -114,7 +114,7 @@ def test_scales_stay_between_bounds_and_powers_of_two_where_the_platform_says():
 def test_dead_inputs_and_singular_moments_are_carried_by_the_damping():
     w = torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(4))
     q, _, inverted = gptq.round_rows(w, torch.zeros(1, 4, 4), stored())
-    assert inverted and torch.equal(q, gptq.round_rows(w, torch.zeros(1, 4, 4), stored(), spread=False)[0])
+    assert inverted and torch.equal(q, gptq.round_rows(w, torch.zeros(1, 4, 4), stored(), feedback=False)[0])
     bad = torch.full((1, 4, 4), float("nan"))
     q, _, inverted = gptq.round_rows(w, bad, stored())
     assert not inverted and bool(torch.isfinite(q).all())
@@ -150,15 +150,15 @@ def weighed(w, scale, h, damping):
 
 @pytest.mark.parametrize("at_once", [1, 50, 1 << 17])
 def test_a_search_takes_the_best_of_36_scales_between_a_quarter_and_a_tenth_more_than_all(at_once, monkeypatch):
-    assert (gptq.TRIES, gptq._AT_ONCE, gptq.CANDIDATES, gptq.CANDIDATES_OF_LONG_ROWS) == (
+    assert (gptq.TRIES, gptq.NUMBERS_AT_ONCE, gptq.CANDIDATES, gptq.CANDIDATES_OF_LONG_ROWS) == (
         36,
         1 << 17,
         (0.80, 0.89, 0.98, 1.06, 1.15),
         (1.0,),
     )
-    monkeypatch.setattr(gptq, "_AT_ONCE", at_once)
+    monkeypatch.setattr(gptq, "NUMBERS_AT_ONCE", at_once)
     w, h = drawn(2, 3) * torch.tensor([1.0, 4.0, 0.1]).view(1, 3, 1), moments(2, 6)
-    found = gptq._search_scales(w, h, stored(3, 6, g=2, free=True), 0.5)
+    found = gptq.search_scales(w, h, stored(3, 6, g=2, free=True), 0.5)
     tops = w.abs().amax(2).flatten() / 3.5
     lines = [tops * (0.25 + 0.85 * t / 35) for t in range(36)]
     losses = torch.stack([weighed(w, s, h, 0.5).flatten() for s in lines])
@@ -170,7 +170,7 @@ def test_rows_that_share_a_scale_are_searched_together():
     rows = stored(4, 6, free=True)
     rows.ids = torch.tensor([[0, 1, 0, 1]])
     rows.low, rows.high = rows.low[:2], rows.high[:2]
-    found = gptq._search_scales(w, h, rows, 0.01)
+    found = gptq.search_scales(w, h, rows, 0.01)
     for entry in range(2):
         own = w[:, entry::2]
         tops = own.abs().max() / 3.5
@@ -180,7 +180,7 @@ def test_rows_that_share_a_scale_are_searched_together():
 
 
 def test_weights_of_zero_keep_a_scale_above_zero():
-    assert 0 < float(gptq._search_scales(torch.zeros(1, 1, 4), moments(), stored(1, free=True), 0.01)) <= 1e-6
+    assert 0 < float(gptq.search_scales(torch.zeros(1, 1, 4), moments(), stored(1, free=True), 0.01)) <= 1e-6
 
 
 def test_of_the_scales_around_that_one_each_row_takes_the_one_that_loses_least():
@@ -209,7 +209,9 @@ def test_rows_of_many_weights_try_one_scale(k, tries, monkeypatch):
 @pytest.mark.parametrize("free", [False, True])
 def test_whether_moments_could_be_inverted_is_told_where_it_was_asked(free):
     bad, w = torch.full((1, 4, 4), float("nan")), drawn(k=4)
-    assert [gptq.round_rows(w, h, stored(free=free), spread=s)[2] for h in (moments(), bad) for s in (True, False)] == [
+    assert [
+        gptq.round_rows(w, h, stored(free=free), feedback=s)[2] for h in (moments(), bad) for s in (True, False)
+    ] == [
         True,
         True,
         False,
@@ -225,35 +227,35 @@ def test_scales_stay_where_codes_have_a_zero_point_or_a_table():
         zeros,
         stored(free=True, grid=Grid(bits=3, qmin=-4, qmax=3, kind="lut", table=(-2.0, -1.0, 0.0, 3.0))),
     ):
-        q, entries, _ = gptq.round_rows(w, h, rows, spread=False)
+        q, entries, _ = gptq.round_rows(w, h, rows, feedback=False)
         assert torch.equal(entries, torch.full((3,), 0.3))
         codes = (q / 0.3).round()
         assert float(codes.min()) >= -5 and float(codes.max()) <= 3
         assert rows is zeros or set(codes.unique().tolist()) <= {-2, -1, 0, 3}
     # codes -4 .. 3 about a zero point of 1
-    assert float((gptq.round_rows(w - 9, h, zeros, spread=False)[0] / 0.3).round().max()) == -5
-    assert float((gptq.round_rows(w + 9, h, zeros, spread=False)[0] / 0.3).round().min()) == 2
+    assert float((gptq.round_rows(w - 9, h, zeros, feedback=False)[0] / 0.3).round().max()) == -5
+    assert float((gptq.round_rows(w + 9, h, zeros, feedback=False)[0] / 0.3).round().min()) == 2
 
 
 def test_powers_of_two_are_the_nearest_on_the_logarithm():
     rows = stored(1, free=True, grid=Grid(bits=3, qmin=-4, qmax=3, pot=True))
     scales = torch.tensor([[1.0], [1.4], [1.42], [3.0], [0.1]])
-    assert gptq._within_bounds(scales, rows).flatten().tolist() == [1, 1, 2, 4, 0.125]
+    assert gptq.within_bounds(scales, rows).flatten().tolist() == [1, 1, 2, 4, 0.125]
 
 
 def test_the_damping_grows_until_moments_are_definite():
     """Of diag(1, 1, -0.5) the mean is a half: 0.01, 0.1 and 1 times that are too little, 10 times is enough."""
     h = torch.diag(torch.tensor([1.0, 1.0, -0.5])).unsqueeze(0)
-    assert torch.equal(gptq._error_feedback(h, 0.01), torch.eye(3).unsqueeze(0))
+    assert torch.equal(gptq.error_feedback(h, 0.01), torch.eye(3).unsqueeze(0))
     deeper = torch.diag(torch.tensor([9.0, 9.0, -14.0])).unsqueeze(0)  # a mean of 4 / 3, and ten times it 13.3
-    assert gptq._error_feedback(deeper, 0.01) is None
-    assert gptq._mean_diagonal(torch.zeros(1, 3, 3)).tolist() == [[pytest.approx(1e-10)]]
+    assert gptq.error_feedback(deeper, 0.01) is None
+    assert gptq.mean_diagonal(torch.zeros(1, 3, 3)).tolist() == [[pytest.approx(1e-10)]]
 
 
 def test_errors_are_passed_on_by_the_triangular_factor():
     """H = R R' of an upper triangular R: here [[2, 1], [0, 1]], so that R_12 / R_22 = 1."""
     h = torch.tensor([[[5.0, 1.0], [1.0, 1.0]]])
-    assert torch.allclose(gptq._error_feedback(h, 0.0), torch.tensor([[[1.0, 1.0], [0.0, 1.0]]]))
+    assert torch.allclose(gptq.error_feedback(h, 0.0), torch.tensor([[[1.0, 1.0], [0.0, 1.0]]]))
 
 
 def test_without_definite_moments_corrected_weights_are_those_of_least_squares():

@@ -7,8 +7,9 @@ import chipfit
 from chipfit import Settings
 from chipfit.correction import bias
 from chipfit.errors import Interrupted
-from chipfit.rounding import learned_rounding, method, sequential_reconstruction
+from chipfit.rounding import method, sequential_reconstruction
 from chipfit.rounding.compare import Reference
+from chipfit.rounding.methods.learned import BlockReconstruction
 from chipfit.search import choose
 from tests.rounding.test_sequential_reconstruction import DATA, NEW, Net
 
@@ -51,7 +52,7 @@ def origins(result):
 
 def test_layers_that_were_rounded_stay_so_and_the_others_take_their_nearest_codes(monkeypatch, tmp_path):
     whole, plain = fitted(), fitted(OFF)
-    ctrl_c(monkeypatch, sequential_reconstruction._Reconstruction, "_fit", after=3)
+    ctrl_c(monkeypatch, sequential_reconstruction.SequentialReconstruction, "fit", after=3)
     half = interrupted()
     fits = ("stem.weight", "body.weight", "depth.weight")
     assert origins(half) == {n: "gptq" if n in fits else o for n, o in origins(plain).items()}
@@ -66,7 +67,7 @@ def test_layers_that_were_rounded_stay_so_and_the_others_take_their_nearest_code
 
 def test_an_edit_of_what_was_left_starts_over(monkeypatch):
     with monkeypatch.context() as m:
-        ctrl_c(m, sequential_reconstruction._Reconstruction, "_fit", after=1)
+        ctrl_c(m, sequential_reconstruction.SequentialReconstruction, "fit", after=1)
         half = interrupted()
     again = half.edit(FOUR)
     assert set(origins(again).values()) == {"gptq"} and not any("interrupted" in n for n in again.plan.rewrites)
@@ -90,7 +91,7 @@ def test_a_step_that_is_nothing_by_half_is_left_out_with_those_behind_it(monkeyp
 def test_units_that_were_learned_stay_so(monkeypatch):
     settings = Settings(rounding="off", reconstruct="layer", reconstruct_steps=30, rounding_guard=False)
     plain = fitted(OFF)
-    ctrl_c(monkeypatch, learned_rounding._Learner, "_learn", after=2)
+    ctrl_c(monkeypatch, BlockReconstruction, "learn", after=2)
     result = interrupted(settings)
     weights = result.graph.weights
     learned = {n for n in origins(plain) if not torch.equal(weights[n], plain.graph.weights[n])}

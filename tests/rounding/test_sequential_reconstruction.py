@@ -371,7 +371,7 @@ def test_the_grid_of_class_scores_is_searched_where_it_was_asked_for(two_layers)
 
 def test_moments_that_cannot_be_inverted_are_said(two_layers, monkeypatch):
     result, x = two_layers
-    monkeypatch.setattr(walking.gptq, "_error_feedback", lambda *_: None)
+    monkeypatch.setattr(walking.gptq, "error_feedback", lambda *_: None)
     notes = reconstruct(result.graph, result.plan, [[x]]).notes
     assert len(notes) == 2 and all("its moments are singular" in n for n in notes)
 
@@ -598,14 +598,14 @@ def test_grids_of_scores_are_searched_where_nothing_reads_them_and_no_rule_says_
 @pytest.mark.parametrize("after, fitted", [(0, []), (1, ["0.weight"])])
 def test_ctrl_c_ends_the_walk_with_what_was_fitted(after, fitted, two_layers, monkeypatch):
     result, x = two_layers
-    old, calls = walking._Reconstruction._fit, iter(range(9))
+    old, calls = walking.SequentialReconstruction.fit, iter(range(9))
 
     def pressed(*args):
         if next(calls) == after:
             raise KeyboardInterrupt
         return old(*args)
 
-    monkeypatch.setattr(walking._Reconstruction, "_fit", pressed)
+    monkeypatch.setattr(walking.SequentialReconstruction, "fit", pressed)
     walked = reconstruct(result.graph, result.plan, [[x]])
     assert list(walked.tensors) == fitted and next(calls) == after + 1
     assert walked.notes == [f"warning: interrupted: '{2 * after}' and what follows it take their nearest codes"]
@@ -624,13 +624,13 @@ def test_positions_of_a_value_that_others_read_in_float_are_rounded_as_they_lie(
 
 
 def test_values_that_nothing_reads_any_more_are_let_go(monkeypatch):
-    held, old = [], walking._Reconstruction.step
+    held, old = [], walking.SequentialReconstruction.step
 
     def step(self, *args):
-        held.append((set(self.floats), set(self.codes), self.budget.used))
+        held.append((set(self.floats), set(self.quantized), self.memory.used))
         return old(self, *args)
 
-    monkeypatch.setattr(walking._Reconstruction, "step", step)
+    monkeypatch.setattr(walking.SequentialReconstruction, "step", step)
     nodes = (linear("y", "x"), op("Relu", "z", "y"), op("Add", "v", "z", "z"))
     reconstruct(network(nodes, inputs=("x", "s")), planned(), [[IMAGES, IMAGES]], PLAIN)
     # of 80 numbers in each stream, inputs in half precision: the second one is read by nothing

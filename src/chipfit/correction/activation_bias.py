@@ -1,4 +1,4 @@
-"""Activation bias correction: the mean error of a rounded input is taken off behind the next linear operator."""
+"""Activation bias correction: the mean error of a quantized input is subtracted in the bias of its linear operator."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,11 +17,11 @@ from chipfit.registry import Setting, register
 
 
 def with_histograms(graph: Graph, needs: Mapping[str, Need]) -> dict[str, Need]:
-    """`needs`, with a histogram of every tensor."""
+    """Return `needs` with a histogram of every tensor."""
     return {name: replace(need, histogram=True) for name, need in needs.items()}
 
 
-_DOES = "so does that of rounded inputs, where it is this share of their mean or more"
+_DOES = "biases lose the mean error of rounded inputs, where it is this share of their mean or more"
 _SETTING = Setting("correct_activation_bias", None, _DOES, "threshold")
 
 
@@ -37,7 +37,7 @@ _SETTING = Setting("correct_activation_bias", None, _DOES, "threshold")
 def correct_activation_bias(
     graph: Graph, plan: Plan, stats: Mapping[str, TensorStats], *, threshold: float = 0.0
 ) -> tuple[Graph, list[str]]:
-    """b' = b - mean over positions of Q(W) * d, where d = E[Q(x)] - E[x] from the histogram of the operator's input.
+    """Compute b' = b - mean over positions of Q(W) * d, d = E[Q(x)] - E[x] from the histogram of the operator's input.
 
     Args:
         threshold: operators with |d| / |E[x]| below it stay as they are.
@@ -64,7 +64,7 @@ def correct_activation_bias(
 
 
 def mean_shift(seen: Histogram, stored: Stored) -> tuple[float, float]:
-    """(E[Q(x)] - E[x], E[x]) over the bins, every value taken at the middle of its bin; exact zeros at 0."""
+    """Return (E[Q(x)] - E[x], E[x]) over the bins, with every value at the middle of its bin and exact zeros at 0."""
     counts = seen.counts.clone()
     counts[len(counts) // 2] -= seen.zeros
     share = counts / seen.counts.sum()

@@ -1,4 +1,4 @@
-"""Bias correction: the mean error that rounded weights make is subtracted from the bias."""
+"""Bias correction: the mean error of the outputs that rounded weights cause is subtracted from the bias."""
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 
@@ -14,12 +14,12 @@ from chipfit.registry import Setting, register
 
 
 def with_means(graph: Graph, needs: Mapping[str, Need]) -> dict[str, Need]:
-    """`needs`, and the mean of each channel that enters a linear operator."""
+    """Return `needs` with the mean of each input channel of a linear operator."""
     readers = (n for n in graph.nodes if is_linear(graph, n) and not graph.is_weight(n.data))
     return with_channel_stats(needs, {n.data: channel_axis(n) for n in readers})
 
 
-_SETTING = Setting("correct_bias", False, "the mean error of rounded weights leaves the bias")
+_SETTING = Setting("correct_bias", False, "biases lose the mean error of rounded weights")
 _NEEDS = ("stats", "changed")
 
 
@@ -29,13 +29,13 @@ _NEEDS = ("stats", "changed")
 def correct_bias(
     graph: Graph, plan: Plan, stats: Mapping[str, TensorStats], *, changed: Container[str] = ()
 ) -> tuple[Graph, list[str]]:
-    """b' = b - mean over positions of (Q(W) - W) * E[x], for every linear operator with quantized weights.
+    """Compute b' = b - mean over positions of (Q(W) - W) * E[x], for every linear operator with quantized weights.
 
-    The outputs then have the mean that they had in float. Groups, transposed convolutions and zero padding count.
+    The outputs then have their mean in float. Groups, transposed convolutions and zero padding count.
 
     Args:
         stats: with means, as collected for `with_means`.
-        changed: nodes whose weights were corrected before, and their means with them.
+        changed: nodes whose weights, and with them the means of outputs, were corrected before.
 
     Returns:
         The graph with new biases, and one note per correction or refusal. The plan stays valid.
@@ -59,7 +59,7 @@ def correct_bias(
 
 
 def quantized_linear(graph: Graph, plan: Plan) -> Iterator[tuple[Node, str]]:
-    """The linear operators whose weights the chip rounds, and why the bias of one cannot change ("" when it can)."""
+    """Yield the linear operators with quantized weights, and why the bias of each cannot change ("" if it can)."""
     users = graph.users()
     for node in list(graph.nodes):
         raw = not is_linear(graph, node) or (node.weight, node.name) in plan.float_edges
@@ -75,12 +75,12 @@ def quantized_linear(graph: Graph, plan: Plan) -> Iterator[tuple[Node, str]]:
 
 
 def spatial(graph: Graph, node: Node) -> tuple[int | None, ...]:
-    """Spatial size of what a linear operator reads; () for Linear."""
+    """Return the spatial size of the input of a linear operator; () for Linear."""
     return () if node.op == "Linear" else tuple(graph.shape(node.data))[2:]
 
 
 def move_bias(graph: Graph, plan: Plan, node: Node, by: torch.Tensor) -> str:
-    """Add `by` [O] to the bias of `node` in `graph` as far as its grid holds the sum; returns the note."""
+    """Add `by` [O] to the bias of `node` in `graph` unless the sum exceeds its grid; returns a note."""
     moved = bias_or_zero(graph, node) + by
     stored = plan.stored(node.bias)
     if stored is not None:
@@ -92,9 +92,9 @@ def move_bias(graph: Graph, plan: Plan, node: Node, by: torch.Tensor) -> str:
 
 
 def mean_output(node: Node, w: torch.Tensor, mean: torch.Tensor, spatial: Sequence[int | None]) -> torch.Tensor:
-    """Mean over all positions of what `node` with weight `w`, without its bias, makes of inputs of this mean.
+    """Return the mean over all positions of the outputs of `node` with weight `w` and no bias, for inputs of this mean.
 
-    Zero padding counts: an image that is `mean` everywhere goes through the operator.
+    The operator runs on an image that is `mean` everywhere, so that zero padding counts.
 
     Args:
         mean: of each input channel, [I].

@@ -1,4 +1,4 @@
-"""Second-moment correction: each channel of a linear operator gets back the mean and spread that it had in float."""
+"""Second-moment correction: each output channel of a linear operator gets its mean and spread in float back."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from chipfit.passes.rewriting import Readers
 from chipfit.plan.record import Plan
 from chipfit.registry import Setting, register
 
-#: channels that vary less than this much of the layer's largest spread are left alone
+#: channels with a smaller spread, as a share of the largest of the layer, stay unchanged
 _LEAST = 1e-4
 
 
-_DOES = "each channel gets back the mean and spread that it had in float; reads the data twice"
+_DOES = "each output channel gets its mean and spread in float back; reads the data twice"
 _SETTING = Setting("correct_second_moment", False, _DOES)
 
 
@@ -28,19 +28,19 @@ _SETTING = Setting("correct_second_moment", False, _DOES)
 def correct_second_moment(
     graph: Graph, plan: Plan, batches: Iterable[Sequence[torch.Tensor]], *, limit: float = 2.0
 ) -> tuple[Graph, list[str]]:
-    """W' = k W, b' = k (b - m_q) + m, k = s / s_q: m, s are mean and standard deviation of an output channel in float.
+    """Compute W' = k W, b' = k (b - m_q) + m, k = s / s_q for every output channel of a linear operator.
 
-    m_q and s_q are those of the network with rounded weights. While they are measured, each batch is normalised to the
-    float network's moments behind every operator, as a batch norm with re-estimated statistics would do: later
-    operators see corrected inputs.
+    m and s are its mean and standard deviation in float, m_q and s_q those in the network with rounded weights. While
+    these are measured, each output is normalised to its moments in float, as a batch norm with re-estimated statistics
+    would do, so that later operators have corrected inputs.
 
     Args:
         batches: of graph inputs, as for `calibration.collect`.
         limit: k stays in [1 / limit, limit].
 
     Returns:
-        The graph with new weights and biases, and one note per correction or refusal. The weights' scales are to be
-        chosen again.
+        The graph with new weights and biases, whose scales are to be chosen again, and one note per correction or
+        refusal.
 
     Raises:
         DataError: no batch at all.
@@ -93,14 +93,14 @@ def correct_second_moment(
 
 @dataclass(slots=True)
 class _Moments:
-    """Mean and variance per channel, streaming. Chan et al. 1979 for the merge."""
+    """Streaming mean and variance per channel, merged as in Chan et al. 1979."""
 
     count: int = 0
     mean: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
     squares: torch.Tensor = field(default_factory=lambda: torch.zeros(()))  #: sum of squared distances from the mean
 
     def add(self, x: torch.Tensor, axis: int) -> None:
-        """One tensor with channels along `axis`."""
+        """Add a tensor with channels along `axis`."""
         rows = x.double().movedim(axis, 0).flatten(1)
         new = _Moments(rows.shape[1], rows.mean(1), rows.var(1, correction=0) * rows.shape[1])
         self.merge(new)
@@ -118,6 +118,6 @@ class _Moments:
 
 
 def _ratio(wanted: _Moments, here: _Moments, limit: float) -> torch.Tensor:
-    """k [C]; 1 for channels that hardly vary."""
+    """Return k [C]; 1 for channels that hardly vary."""
     live = (wanted.std > _LEAST * wanted.std.max()) & (here.std > _LEAST * here.std.max())
     return torch.where(live, wanted.std / here.std, 1.0).clamp(1 / limit, limit)

@@ -1,5 +1,6 @@
-"""Rounding weights by what a layer does to its data: moments of its inputs, and the codes that keep its outputs.
+"""Rounding of weights, and ranges of activations, by the error that they cause in a network's outputs.
 
-`walk` goes through the network once with two streams of images, the float one and the quantized one; at every linear
-operator `moments` are summed, and `fit` finds weights, scales and codes for them. All is closed form: no gradient.
+`methods` holds one rounding method a file, and `method` their protocol. `sequential_reconstruction` runs a float and a
+quantized copy of the calibration samples through the network; for each linear operator it sums `moments` of the inputs,
+for which `gptq` finds weights and scales in closed form.
 """

@@ -1,4 +1,4 @@
-"""Grids of activations by what their errors do to the network's outputs, not by the errors alone."""
+"""Ranges of activations by the effect of their errors on the network's outputs, not by the errors alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LOWS, _HIGHS = torch.linspace(0, 1, 21).tolist(), torch.linspace(0.5, 1, 11).to
 
 
 def range_of_scores(stored: Stored, wanted: Iterable[Tensor], got: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
-    """Scale and zero point of class scores [N, C] with the least KL(softmax(wanted) || softmax(rounded)).
+    """Return scale and zero point of class scores [N, C] with the least KL(softmax(wanted) || softmax(rounded)).
 
     Low scores may be clipped, the highest may not.
     """
@@ -41,12 +41,12 @@ def range_of_scores(stored: Stored, wanted: Iterable[Tensor], got: Iterable[Tens
 
 
 def are_low_bit_scores(x: Tensor, grid: Grid) -> bool:
-    """Scores of classes, on a grid of few codes."""
+    """Return whether a tensor has class scores [N, C], and its grid fewer than 8 bits."""
     return x.dim() == 2 and x.shape[1] > 1 and grid.table is None and grid.bits < 8
 
 
 def free_low_bit_activations(plan: Plan) -> list[str]:
-    """The activations of few bits whose grids the platform leaves open."""
+    """Return the activations of few bits whose range the platform leaves free."""
     found = (t.name for t in plan.tensors.values() if t.role == "activation" and t.stored is not None)
     few = (n for n in found if plan[n].grid.bits <= FEW_BITS and plan[n].grid.nearest and not plan[n].scale.dim())
     return [n for n in few if n not in plan.zeros and scale_bounds(plan, n) is not None]
@@ -55,10 +55,10 @@ def free_low_bit_activations(plan: Plan) -> list[str]:
 def with_weighted_ranges(
     graph: Graph, plan: Plan, stats: Mapping[str, TensorStats], batches: Iterable[Sequence[Tensor]], seed: int = 0
 ) -> Plan:
-    """The plan with grids of the least sum of (g^2 + 0.3 mean g^2) (Q(x) - x)^2 for activations of few bits.
+    """Return the plan with ranges of the least sum of (g^2 + 0.3 mean g^2) (Q(x) - x)^2 for activations of few bits.
 
-    g is the gradient of the loss at labels drawn from the float network's own outputs, whose square says to second
-    order what an error there costs; the floor keeps the few images from deciding alone.
+    g is the gradient of the loss at labels drawn from the float network's own outputs; its square is the cost of an
+    error to second order. The second term keeps the few samples from deciding alone.
 
     Args:
         stats: of the float network; activations that are not among them stay as they are.

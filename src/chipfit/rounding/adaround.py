@@ -1,4 +1,4 @@
-"""Rounding that is learned: each weight lies between two codes, at a share h in [0, 1] that training drives to an end.
+"""Weights between two quantized values, at a share h in [0, 1] that training drives to 0 or 1.
 
 The formulas are those of AdaRound, Nagel et al. 2020, arXiv:2004.10568, equations 22 to 25.
 """
@@ -10,35 +10,35 @@ from torch import Tensor
 
 from chipfit.quantizers.stored import Stored
 
-#: the ends of the stretched sigmoid, which is then clipped to [0, 1]
+#: range of the stretched sigmoid, which is then clipped to [0, 1]
 LOW, HIGH = -0.1, 1.1
 #: share of the steps before the regularizer sets in, and its exponent then and in the last step
 WARM_UP, FIRST, LAST = 0.2, 20.0, 2.0
 
 
 def rectified_sigmoid(v: Tensor) -> Tensor:
-    """h = clip(1.2 sigmoid(v) - 0.1, 0, 1): 0.5 at 0, 1 from ln 11 = 2.398 on, 0 up to -2.398."""
+    """Return h = clip(1.2 sigmoid(v) - 0.1, 0, 1): 0.5 at 0, 1 from ln 11 = 2.398 on, 0 up to -2.398."""
     return torch.clamp(torch.sigmoid(v) * (HIGH - LOW) + LOW, 0, 1)
 
 
 def inverse_sigmoid(h: Tensor) -> Tensor:
-    """The v of least magnitude that gives h in [0, 1]."""
+    """Return the v of least magnitude for which the rectified sigmoid is h in [0, 1]."""
     return torch.log((h - LOW) / (HIGH - h))
 
 
 def regularizer(h: Tensor, exponent: float) -> Tensor:
-    """The sum of 1 - |2h - 1|^exponent: 0 where every h is 0 or 1, one for each at 0.5; 0.75 at 0.25 and exponent 2."""
+    """Return the sum of 1 - |2h - 1|^exponent: 0 if every h is 0 or 1; 1 for h = 0.5; 0.75 for h = 0.25, exponent 2."""
     return (1 - (2 * h - 1).abs().pow(exponent)).sum()
 
 
 def regularizer_exponent(step: int, steps: int) -> float:
-    """20 in the first fifth of the steps, then in a line to 2 at their end: 11 midway there."""
+    """Return 20 in the first fifth of the steps, then a value that falls linearly to 2 at their end."""
     after = max(step / steps - WARM_UP, 0) / (1 - WARM_UP)
     return FIRST + (LAST - FIRST) * after
 
 
 def output_error(got: Tensor, wanted: Tensor, weight: Tensor | None = None) -> Tensor:
-    """The squared error, summed over channels (the second axis) and averaged over all others.
+    """Return the squared error, summed over channels (the second axis) and averaged over all other axes.
 
     Args:
         weight: of each sample and channel, [N, C].
@@ -51,13 +51,13 @@ def output_error(got: Tensor, wanted: Tensor, weight: Tensor | None = None) -> T
 
 
 class SoftWeight:
-    """A weight between two codes: the one that it starts from, and the one on the other side of its float value.
+    """A weight between two quantized values: the one that it starts from, and the one beyond its float value.
 
     Args:
-        stored: how it is stored, on any grid.
+        stored: how the weight is stored, on any grid.
         wanted: the float weight.
-        start: the same, on its grid or to be rounded to it; hard rounding gives this until something is learned. Where
-            that is the nearest code, the soft weight is the float one, inside the range of the grid.
+        start: the weight to start from, perhaps on its grid; `hard` returns it, rounded, until something is learned.
+            Where it is the nearest quantized value, `soft` returns the float weight, inside the range of the grid.
     """
 
     def __init__(self, stored: Stored, wanted: Tensor, start: Tensor) -> None:
@@ -71,11 +71,13 @@ class SoftWeight:
         self.v = inverse_sigmoid(share).requires_grad_()
 
     def share(self) -> Tensor:
+        """Return the position between the two quantized values, in [0, 1]."""
         return rectified_sigmoid(self.v)
 
     def soft(self) -> Tensor:
+        """Return the weight between the two quantized values."""
         return torch.lerp(self.low, self.high, self.share())
 
     def hard(self) -> Tensor:
-        """On the grid: the upper code where the share is at least one half."""
+        """Return the weight on its grid: the upper value where the share is at least one half."""
         return torch.where(self.v.detach() >= 0, self.high, self.low)

@@ -1,4 +1,4 @@
-"""How far a quantized network is from the float one on given images, as one number to compare plans by."""
+"""Loss of a quantized network against the float one on given samples, to compare plans by."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from chipfit.engine.run import done_after, run
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 
-#: share of the images that a guard keeps for itself
+#: share of the samples that is held out for a comparison
 HELD_OUT = 1 / 8
 
 
 def run_quantized(graph: Graph, plan: Plan, inputs: Sequence[Tensor]) -> dict[str, Any]:
-    """The outputs of a network as a plan rounds it, by name: each operator reads codes, or what was before them."""
+    """Return the outputs of a network as a plan quantizes it, by name."""
     found = unrounded_outputs(graph, plan, inputs)
     return {name: plan[name].round(x) if plan.quantized(name) else x for name, x in found.items()}
 
@@ -34,12 +34,12 @@ def unrounded_outputs(
     done: Collection[str] = (),
     rounding: Callable[[str, Tensor], Tensor] | None = None,
 ) -> dict[str, Any]:
-    """The same, where the outputs are not rounded themselves.
+    """Return the outputs of a network as a plan quantizes it, before these outputs are rounded themselves.
 
     Args:
-        weights: instead of the graph's.
+        weights: replace those of the graph.
         done: tensors, weights included, that are rounded already.
-        rounding: rounds a tensor of this name; as it is stored, unless given.
+        rounding: (name, tensor) -> rounded tensor; unless given, as the plan stores it.
     """
     env: dict[str, Any] = dict(zip(graph.inputs, inputs, strict=True))
     table = graph.weights if weights is None else weights
@@ -64,7 +64,7 @@ def unrounded_outputs(
 
 
 class Reference:
-    """The float network's outputs on some batches, and the loss of others on the same.
+    """The outputs of the float network on some batches, and the loss of other networks against them.
 
     Class scores, [N, C] of at least two classes, are compared by the mean of KL(softmax(float) || softmax(other)) in
     nats; other outputs by the energy of what differs, as a share of their own, padding left out.
@@ -76,7 +76,7 @@ class Reference:
             self._wanted = [run(graph, batch) for batch in self.batches]
 
     def loss(self, graph: Graph, plan: Plan) -> float:
-        """Of a graph as a plan rounds it; 0 where nothing differs."""
+        """Return the loss of a graph as a plan quantizes it; 0 if all outputs are equal."""
         totals: dict[str, tuple[float, float]] = {}
         with torch.inference_mode():
             for batch, wanted in zip(self.batches, self._wanted, strict=True):
@@ -90,7 +90,7 @@ class Reference:
 
 
 def _error_and_scale(wanted: Tensor, got: Tensor) -> tuple[float, float]:
-    """What differs, and of how much."""
+    """Return the error of an output, and the quantity of which it is a share."""
     if wanted.dim() == 2 and wanted.shape[1] > 1:
         p, q = wanted.log_softmax(1), got.log_softmax(1)
         return float((p.exp() * (p - q)).sum()), float(len(wanted))
@@ -100,7 +100,7 @@ def _error_and_scale(wanted: Tensor, got: Tensor) -> tuple[float, float]:
 def compare_plans(
     graph: Graph, held: Sequence[Sequence[Tensor]], before: tuple[Graph, Plan], after: tuple[Graph, Plan]
 ) -> tuple[bool, str]:
-    """Whether the second of two plans loses no more than the first on some batches, and both losses in words.
+    """Return whether the second of two plans loses no more than the first on some batches, and a text with both losses.
 
     Args:
         graph: the float network.
@@ -114,13 +114,13 @@ def compare_plans(
 
 
 def without_weight_rounding(plan: Plan) -> Plan:
-    """The plan in which weights are not rounded."""
+    """Return the plan with all weights in float."""
     floats = {k: t if t.role == "activation" else t.with_(stored=None) for k, t in plan.tensors.items()}
     return replace(plan, tensors=floats)
 
 
 def count_samples(batches: Iterable[Sequence[Tensor]]) -> int:
-    """How many images there are."""
+    """Return the number of samples."""
     return sum(len(b[0]) if b[0].dim() else 1 for b in batches)
 
 

@@ -1,8 +1,7 @@
 """Gradients whose second moment is the Fisher information of a network's outputs.
 
-They are of the loss at labels that are drawn from the network's own outputs: class scores give labels by their softmax,
-other outputs are taken for means of normal distributions, of such a spread that errors count as `compare.Reference`
-counts them.
+The loss is taken at labels drawn from the network's own outputs: from the softmax of class scores, and from normal
+distributions around other outputs, with the spread that weighs errors as `compare.Reference` does.
 """
 
 from __future__ import annotations
@@ -19,20 +18,25 @@ from chipfit.calibration.collect import valid_token_mask, without_padding
 from chipfit.engine.run import run
 from chipfit.graph.ir import Graph, Node
 
-#: images that are enough for means of them, and how many go through the network at a time
+#: number of samples whose mean is taken, and number that goes through the network at a time
 IMAGES, CHUNK = 128, 32
 
 
 def gradients(
     graph: Graph, batch: Sequence[Tensor], wanted: Collection[str], besides: Collection[str], random: torch.Generator
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Values, of `wanted` and `besides`, and the gradients of the sampled loss for those that outputs depend on."""
+    """Return values, and the gradients of the sampled loss with respect to them.
+
+    Args:
+        wanted: values with gradients; those on which no output depends get none.
+        besides: values without gradients.
+    """
     kept: dict[str, Tensor] = {}
 
     def watch(name: str, x: Any) -> Any:
         if name in wanted and isinstance(x, Tensor) and x.is_floating_point():
             x = kept[name] = x.view_as(x) if x.requires_grad else x.detach().clone().requires_grad_()
-            x.register_hook(_finite)  # for those before it
+            x.register_hook(finite)  # for the gradients of values before it
         return x
 
     def hook(node: Node, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -44,22 +48,22 @@ def gradients(
         env = run(graph, inputs, hook=hook, weights=weights, keep=set(besides))
         words = valid_token_mask(graph, batch)
         floats = [without_padding(env[o], words) for o in dict.fromkeys(graph.outputs) if graph.is_float(o)]
-        loss = sum((_sampled_loss(y, random) for y in floats if y.requires_grad), torch.zeros(()))
+        loss = sum((sampled_loss(y, random) for y in floats if y.requires_grad), torch.zeros(()))
         found = torch.autograd.grad(loss, list(kept.values()), allow_unused=True) if loss.requires_grad else ()
     values = {k: x.detach() for k, x in {**env, **kept}.items() if isinstance(x, Tensor)}
-    # what is asked for comes as it was before the hook
-    return values, {k: _finite(g.detach()) for k, g in zip(kept, found, strict=False) if g is not None}
+    # `autograd.grad` returns gradients from before the hook
+    return values, {k: finite(g.detach()) for k, g in zip(kept, found, strict=False) if g is not None}
 
 
-def _finite(g: Tensor) -> Tensor:
-    """Where a function has no slope, as a root at 0, the value counts as one that does not matter."""
+def finite(g: Tensor) -> Tensor:
+    """Return a gradient with 0 where the function has no slope, as a root at 0."""
     return g.nan_to_num(0.0, 0.0, 0.0)
 
 
-def _sampled_loss(y: Tensor, random: torch.Generator) -> Tensor:
-    """A loss whose gradient has the Fisher information of an output as its second moment.
+def sampled_loss(y: Tensor, random: torch.Generator) -> Tensor:
+    """Return a loss whose gradient has the Fisher information F of an output as its second moment.
 
-    Half of d' F d is then the KL divergence of class scores, or the energy of d as a share of the outputs' own.
+    d' F d / 2 is then the KL divergence of class scores, or the energy of d as a share of the energy of the outputs.
     """
     if y.dim() == 2 and y.shape[1] > 1:
         labels = torch.multinomial(y.detach().softmax(1), 1, generator=random)[:, 0]
@@ -72,10 +76,14 @@ def _sampled_loss(y: Tensor, random: torch.Generator) -> Tensor:
 def split_float_readers(
     graph: Graph, edges: Collection[tuple[str, str]], names: Iterable[str]
 ) -> tuple[Graph, dict[str, str]]:
-    """The graph in which readers of codes find them by a name of their own, where others read what was before them.
+    """Return the graph with a name of its own for each quantized value that some operator reads in float.
 
     Args:
         edges: values and the nodes that read them in float, as of `Plan.float_edges`.
+        names: quantized values.
+
+    Returns:
+        The graph, and quantized value -> name by which its readers read it.
     """
     before = {value for value, _ in edges}
     codes = {name: f"{name} in codes" if name in before else name for name in names}
@@ -96,7 +104,7 @@ def split_float_readers(
 
 
 def first_samples(batches: Iterable[Sequence[Tensor]]) -> Iterable[list[Tensor]]:
-    """The first `IMAGES` samples, in chunks."""
+    """Yield the first `IMAGES` samples, in chunks."""
     left = IMAGES
     for batch in batches:
         sizes = {len(x) if x.dim() else 0 for x in batch}

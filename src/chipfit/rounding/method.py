@@ -13,9 +13,11 @@ from chipfit.calibration.collect import TensorStats
 from chipfit.errors import interruption_note
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan, TensorPlan
-from chipfit.registry import OFF, create, entries, entry, parse_call, parse_sum
+from chipfit.registry import OFF, Setting, create, entries, entry, parse_call, parse_sum
 from chipfit.rounding.compare import compare_plans
 
+#: the setting of methods that compare with the plan from before
+GUARD = Setting("rounding_guard", True, "the plain plan is kept where it is better on an eighth of the images", "guard")
 #: what a correction that runs rounding methods needs of `quantize`
 NEEDS = ("original", "batches", "stats", "choose", "settings")
 

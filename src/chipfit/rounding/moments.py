@@ -1,7 +1,8 @@
-"""Second moments of a linear operator: of its inputs, and of its inputs with the outputs that it should have.
+"""Second moments of a linear operator: of its inputs, and of its inputs with its wanted outputs.
 
-An operator is seen as g groups of y = W x + b, W [g, O/g, K]: x is what one output position reads of one group, K =
-input channels per group x kernel size. A transposed convolution is one of stride 1 over an input with zeros between.
+An operator is seen as g groups of y = W x + b, W [g, O/g, K]: x are the K inputs that one output position reads in one
+group, K = input channels per group x kernel size. A transposed convolution is seen as a convolution of stride 1 over
+an input with zeros in between.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from chipfit.graph.linear import TRANSPOSED, from_groups, in_groups, places
 
 
 def as_rows(node: Node, w: Tensor) -> Tensor:
-    """A weight as [g, O/g, K], in the order in which `patches` lays out what it is multiplied by."""
+    """Return a weight as [g, O/g, K], in the order of the inputs that `patches` returns."""
     parts = in_groups(node, w)
     if node.op in TRANSPOSED:
         parts = parts.flip(list(range(3, parts.dim())))
@@ -26,7 +27,7 @@ def as_rows(node: Node, w: Tensor) -> Tensor:
 
 
 def from_rows(node: Node, rows: Tensor, like: Tensor) -> Tensor:
-    """The inverse of `as_rows`: a weight of the shape of `like`."""
+    """Return rows as a weight of the shape of `like`: the inverse of `as_rows`."""
     parts = rows.view(in_groups(node, like).shape)
     if node.op in TRANSPOSED:
         parts = parts.flip(list(range(3, parts.dim())))
@@ -34,13 +35,13 @@ def from_rows(node: Node, rows: Tensor, like: Tensor) -> Tensor:
 
 
 def positions(node: Node, y: Tensor, most: int, generator: torch.Generator) -> Tensor:
-    """At most `most` positions of an output, drawn without replacement; for Linear, positions within one sample."""
+    """Return at most `most` positions of an output, drawn without replacement; for Linear, within one sample."""
     size = places(node, y.shape)
     return torch.randperm(size, generator=generator)[:most] if most < size else torch.arange(size)
 
 
 def targets(node: Node, y: Tensor, where: Tensor) -> Tensor:
-    """An output at those positions, [g, O/g, samples x positions]."""
+    """Return an output at these positions, [g, O/g, samples x positions]."""
     if node.op == "Linear":
         return y.reshape(y.shape[0], -1, y.shape[-1])[:, where].flatten(0, 1).t()[None]
     g, y = node.attrs["groups"], _select_positions(y, where) if len(where) < places(node, y.shape) else y.flatten(2)
@@ -48,7 +49,7 @@ def targets(node: Node, y: Tensor, where: Tensor) -> Tensor:
 
 
 def patches(node: Node, x: Tensor, w: Tensor, where: Tensor, zero: float = 0.0) -> Tensor:
-    """What the operator reads at those output positions, [g, K, samples x positions]; `zero` stands for 0 in `x`."""
+    """Return the inputs of these output positions, [g, K, samples x positions]; `zero` stands for 0 in `x`."""
     if node.op == "Linear":
         return x.reshape(x.shape[0], -1, x.shape[-1])[:, where].flatten(0, 1).t()[None]
     kernel, dims = w.shape[2:], w.dim() - 2
@@ -64,7 +65,7 @@ def patches(node: Node, x: Tensor, w: Tensor, where: Tensor, zero: float = 0.0) 
     sizes = list(zip(x.shape[2:], dilation, kernel, stride, strict=True))
     # not torch.unravel_index, which loads a computer algebra system
     at, reads, left = where.new_zeros(1), where.new_zeros(1), prod(_output_size(*size) for size in sizes)
-    for n, d, k, s in sizes:  # where a patch begins in one image, and what it reads from there
+    for n, d, k, s in sizes:  # start of a patch in one image, and offsets of its inputs from there
         left //= _output_size(n, d, k, s)
         at, where = at * n + where // left * s, where % left
         reads = (reads.unsqueeze(1) * n + torch.arange(k) * d).flatten()
@@ -73,7 +74,7 @@ def patches(node: Node, x: Tensor, w: Tensor, where: Tensor, zero: float = 0.0) 
 
 
 def _select_positions(x: Tensor, where: Tensor) -> Tensor:
-    """Some places of images [N, C, *S], [N, C, P]: whole rows of channels where they lie side by side."""
+    """Return some positions of images [N, C, *S], as [N, C, P]; whole rows of channels in channels-last memory."""
     if x.stride(1) == 1:
         return x.movedim(1, -1).flatten(1, -2).index_select(1, where).transpose(1, 2)
     flat = x.flatten(2)
@@ -81,12 +82,12 @@ def _select_positions(x: Tensor, where: Tensor) -> Tensor:
 
 
 def _output_size(size: int, dilation: int, kernel: int, stride: int) -> int:
-    """Output positions along one axis of a padded image."""
+    """Return the number of output positions along one axis of a padded image."""
     return (size - dilation * (kernel - 1) - 1) // stride + 1
 
 
 def _insert_zeros(x: Tensor, stride: tuple[int, ...], zero: float) -> Tensor:
-    """Zeros between the positions of an image."""
+    """Insert zeros between the positions of an image."""
     if all(s == 1 for s in stride):
         return x
     out = x.new_full((*x.shape[:2], *((n - 1) * s + 1 for n, s in zip(x.shape[2:], stride, strict=True))), zero)
@@ -95,7 +96,7 @@ def _insert_zeros(x: Tensor, stride: tuple[int, ...], zero: float) -> Tensor:
     return out
 
 
-#: rows of a matrix of moments that are summed at a time: few, so that little of what the mirror gives is computed
+#: rows of a symmetric matrix that are summed at a time: few, so that little of its mirror image is computed
 ROWS = 144
 
 
@@ -111,13 +112,13 @@ class Moments:
 
     @classmethod
     def empty(cls, w: Tensor) -> Moments:
-        """Empty ones, for a weight [g, O/g, K]."""
+        """Return empty moments for a weight [g, O/g, K]."""
         g, o, k = w.shape
         return cls(w.new_zeros(g, k, k), w.new_zeros(g, o, k), w.new_zeros(g, k), w.new_zeros(g, o))
 
     def add(self, x: Tensor, t: Tensor) -> None:
-        """Inputs [g, K, n] and the outputs [g, O/g, n] that belong to them."""
-        for start in range(0, x.shape[1], ROWS):  # one triangle of blocks; the other is its mirror, see `_squares`
+        """Add inputs [g, K, n] and their wanted outputs [g, O/g, n]."""
+        for start in range(0, x.shape[1], ROWS):  # one triangle; the other is its mirror image, see `_squares`
             rows = slice(start, start + ROWS)
             self.xx[:, rows, start:].baddbmm_(x[:, rows], x[:, start:].transpose(1, 2))
         self.tx.baddbmm_(t, x.transpose(1, 2))
@@ -126,11 +127,11 @@ class Moments:
         self.count += x.shape[2]
 
     def means(self) -> tuple[Tensor, Tensor]:
-        """E[x], E[t]."""
+        """Return E[x] and E[t]."""
         return self.x / self.count, self.t / self.count
 
     def centred(self) -> tuple[Tensor, Tensor]:
-        """Covariances of x with itself, H, and of t with x, C: for an operator whose bias takes the means."""
+        """Return the covariances H of x with itself and C of t with x, for an operator whose bias fits the means."""
         x, t = self.means()
         return (
             self._squares().sub_(x.unsqueeze(2) * x.unsqueeze(1)),
@@ -138,11 +139,11 @@ class Moments:
         )
 
     def about(self, bias: Tensor) -> tuple[Tensor, Tensor]:
-        """E[x x'] and E[(t - b) x']: for an operator whose bias b [g, O/g] stays."""
+        """Return E[x x'] and E[(t - b) x'], for an operator whose bias b [g, O/g] stays."""
         x, _ = self.means()
         return self._squares(), self.tx / self.count - bias.unsqueeze(2) * x.unsqueeze(1)
 
     def _squares(self) -> Tensor:
-        """E[x x'], both triangles, in the memory of the sums: nothing can be added any more."""
+        """Return E[x x'] in the memory of the sums, to which nothing can be added afterwards."""
         upper, self.xx = self.xx.triu_(), self.xx.new_zeros(())
         return upper.add_(upper.triu(1).transpose(1, 2)).div_(self.count)

@@ -1,4 +1,4 @@
-"""The parts of a network whose outputs are kept while their weights are rounded: layers, blocks, or all of it."""
+"""Partition of a network into layers, blocks or one whole, for reconstruction part by part."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from chipfit.graph.ir import Graph
 from chipfit.graph.linear import is_linear
 
 SCOPES = ("layer", "block", "network")
-#: linear operators in a row, without a branch, that make a block
+#: linear operators in a chain without a branch that make a block
 IN_A_ROW = 3
 
 
 class Block(NamedTuple):
-    """Nodes from the first to before the last, the values that they read, and those that others read of them."""
+    """Nodes `first` to `last - 1`, the values that they read, and the values that later nodes read of them."""
 
     first: int
     last: int
@@ -23,17 +23,18 @@ class Block(NamedTuple):
     outputs: list[str]
 
     def subgraph(self, graph: Graph, more: list[str]) -> Graph:
-        """These nodes as a network of its own, with more outputs."""
+        """Return these nodes as a network, with `more` outputs."""
         outputs = [*dict.fromkeys([*self.outputs, *more])]
         return replace(graph, nodes=graph.nodes[self.first : self.last], inputs=self.inputs, outputs=outputs)
 
 
 def network_blocks(graph: Graph, scope: str) -> Iterator[Block]:
-    """Parts of the network in execution order.
+    """Yield the parts of a network in execution order.
 
-    layer: a linear operator with what follows it up to the next one. block: what lies between two values that alone
-    connect the network before and behind, as around residual branches; where nothing branches, up to three linear
-    operators.
+    Args:
+        scope: "layer": a linear operator and the nodes up to the next one. "block": the nodes between two values that
+            alone connect the network before and behind, as around residual branches; without a branch, up to three
+            linear operators. "network": all nodes.
     """
     heads = [k for k, n in enumerate(graph.nodes) if is_linear(graph, n)]
     cuts = {"layer": heads[1:], "block": _block_starts(graph, heads), "network": []}[scope]
@@ -51,7 +52,7 @@ def _last_used(graph: Graph) -> dict[str, int]:
 
 
 def _block_starts(graph: Graph, heads: list[int]) -> list[int]:
-    """Where one block ends and the next begins."""
+    """Return the index of the first node of each block but the first."""
     used, alive = _last_used(graph), {i for i in graph.inputs if graph.is_float(i)}
     pieces: list[tuple[int, int]] = []  # begin, linear operators in it
     for k, node in enumerate(graph.nodes):

@@ -1,4 +1,4 @@
-"""Between which bounds the scale of a weight may move without another tensor's having to."""
+"""Bounds between which the scale of a tensor may move while all other scales stay."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from chipfit.quantizers.grids import shape_for
 from chipfit.rounding.gptq import WeightRows
 from chipfit.rounding.moments import as_rows
 
-#: solved scales keep this much inside their bounds in log2: two roundings to float32
+#: distance of solved scales from their bounds in log2, for two roundings to float32
 _MARGIN = 4e-6
 
 
 def weight_rows(plan: Plan, node: Node, w: Tensor) -> WeightRows:
-    """How the weight `w` of `node` is stored, with what its scale may become."""
+    """Return how the weight `w` of `node` is stored, as rows, with the bounds of its scale."""
     stored = plan[node.weight]
 
     def spread(p: Tensor) -> Tensor:
@@ -31,9 +31,10 @@ def weight_rows(plan: Plan, node: Node, w: Tensor) -> WeightRows:
 
 
 def scale_bounds(plan: Plan, name: str) -> tuple[Tensor, Tensor] | None:
-    """Least and greatest value of each entry of a scale [entries] while all other scales stay.
+    """Return the least and greatest value of each entry of a scale [entries] while all other scales stay.
 
-    None where others have this scale, or it has rules beyond bounds.
+    Returns:
+        None if other tensors share this scale, or rules other than bounds hold for it.
     """
     tied = any(name in group for group in plan.ties)
     if tied or name in plan.fixed or any(name == weight for weight, _ in plan.sums):
@@ -56,6 +57,6 @@ def scale_bounds(plan: Plan, name: str) -> tuple[Tensor, Tensor] | None:
 
 
 def scale_is_allowed(plan: Plan, name: str, scale: Tensor) -> bool:
-    """Whether a tensor may have this scale while all others stay."""
+    """Return whether a tensor may have this scale while all others stay."""
     bounds = scale_bounds(plan, name)
     return bounds is not None and bool(((scale >= bounds[0]) & (scale <= bounds[1])).all())

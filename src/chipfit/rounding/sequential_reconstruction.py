@@ -1,8 +1,8 @@
-"""One walk through the network with two streams of images: the float one and the quantized one.
+"""Sequential reconstruction: one pass over the network with a float and a quantized copy of the calibration samples.
 
-For every node: run it on the float stream; where it is linear, fit weights, scales and bias to what the quantized
-stream brings it and what the float one wants of it; run it on the quantized stream. So each operator repairs what those
-before it have lost, and no node runs twice. Scales of activations are the plan's.
+Every node runs once on each copy. Weights, scale and bias of a linear operator are fitted in between, so that its
+quantized inputs reproduce its float outputs: each operator repairs the errors of those before it. Scales of
+activations are the plan's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from chipfit.quantizers.stored import Stored
 from chipfit.rounding import activation_ranges, gptq
 from chipfit.rounding.moments import Moments, as_rows, from_rows, patches, positions, targets
 from chipfit.rounding.scale_bounds import scale_bounds, scale_is_allowed, weight_rows
-from chipfit.rounding.streams import MEMORY, Pick, Stream, chunks, is_elementwise
+from chipfit.rounding.streams import MEMORY, Pick, Stream, append_inputs, is_elementwise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,16 +36,16 @@ class GptqSettings:
     name: ClassVar[str] = "gptq"  #: of the method, in the origins of weights
     feedback: ClassVar[bool] = True  #: the error of a column moves to those behind it; False: nearest quantized values
 
-    samples: int = 4096  #: output positions per operator, of all samples; twice K at least
+    samples: int = 4096  #: output positions per operator, over all samples; at least twice the weights of one output
     ridge: float | None = 0.1  #: of the least squares that correct weights before they are rounded; None: no correction
     residual: bool = True  #: an operator before an addition also repairs the error of the other operand
 
 
 @dataclass
 class Reconstructed:
-    """What a walk decided."""
+    """The result of a reconstruction."""
 
-    graph: Graph  #: with weights that lie on their grids, and new biases
+    graph: Graph  #: with weights on their quantization grids, and new biases
     tensors: dict[str, TensorPlan] = field(default_factory=dict)  #: weights and activations with new scales
     notes: list[str] = field(default_factory=list)
     spilled: int = 0  #: bytes that were kept on disk
@@ -62,32 +62,33 @@ def reconstruct(
     seed: int = 0,
     memory: int = MEMORY,
 ) -> Reconstructed:
-    """Round the weights of every linear operator that the plan stores in codes, or of those until Ctrl-C.
+    """Round the weights of all linear operators that the plan quantizes; after Ctrl-C, of those done until then.
 
     Args:
         batches: of graph inputs; they are read once.
-        searched: class scores among these get a grid of their own where the platform leaves it free.
+        searched: class scores among these get a range of their own where the platform leaves it free.
+        memory: bytes of samples in memory; the rest is kept in mapped files.
 
     Raises:
-        DataError: no batch at all.
+        DataError: there is no batch.
     """
-    walker = _Reconstruction(graph.copy(), plan, settings, searched, seed, memory)
-    walker.read(batches)
-    out = Reconstructed(walker.graph)
+    run = SequentialReconstruction(graph.copy(), plan, settings, searched, seed, memory)
+    run.read(batches)
+    out = Reconstructed(run.graph)
     for k, (node, done) in enumerate(zip(list(graph.nodes), done_after(graph), strict=True)):
         try:
-            walker.step(k, node, out)
+            run.step(k, node, out)
         except KeyboardInterrupt:
             out.notes.append(f"{Interrupted.NOTE}: '{node.who}' and what follows it take their nearest codes")
             break
         for name in done:
-            walker.free(name)
-    out.spilled = walker.budget.spilled
+            run.free(name)
+    out.spilled = run.memory.spilled
     return out
 
 
 def why_not_fitted(graph: Graph, plan: Plan, readers: Readers, node: Node) -> str | None:
-    """Why the weight of a node is not fitted: "" for one that has none to fit, None for one that is."""
+    """Return why the weight of a node cannot be fitted: None if it can, "" if there is no quantized weight."""
     if not is_linear(graph, node) or (node.weight, node.name) in plan.float_edges:
         return ""
     stored = plan.stored(node.weight)
@@ -100,7 +101,9 @@ def why_not_fitted(graph: Graph, plan: Plan, readers: Readers, node: Node) -> st
     return readers.why_fixed(node) or None
 
 
-class _Reconstruction:
+class SequentialReconstruction:
+    """The state of a pass: the samples at each value that is still read, in float and quantized."""
+
     def __init__(
         self, graph: Graph, plan: Plan, settings: GptqSettings, searched: Collection[str], seed: int, memory: int
     ) -> None:
@@ -108,74 +111,96 @@ class _Reconstruction:
         self.plan = replace(plan, tensors=dict(plan.tensors))
         self.original, self.readers = graph.weights, Readers(graph)
         graph.weights = dict(graph.weights)
-        self.budget = MemoryLimit(memory)
+        self.memory = MemoryLimit(memory)
         self.floats: dict[str, Stream] = {}
-        self.codes: dict[str, Stream] = {}
+        self.quantized: dict[str, Stream] = {}
         self.rounded: dict[str, Any] = {}  #: weights as the chip stores them
         self.random = torch.Generator().manual_seed(seed)
-        self.images = self.chunks = 0
-        self.raw = {value for value, _ in plan.float_edges}  #: which some reader takes before it is rounded
+        self.samples = self.chunks = 0
+        self.raw = {value for value, _ in plan.float_edges}  #: values that some operator reads before they are rounded
         free = {n for n in graph.outputs if n in searched and plan.quantized(n) and n not in plan.zeros}
+        #: outputs whose range is still to be chosen
         self.open = {n for n in free if scale_bounds(plan, n) is not None and not self.readers.of(n)}
 
     def read(self, batches: Iterable[Sequence[Tensor]]) -> None:
-        """The graph's inputs, in chunks; a batch whose inputs do not agree on its size stays whole."""
+        """Put the graph's inputs into both streams, in chunks."""
         for name in self.graph.inputs:
-            self._new(name)
-        for batch in batches:
-            for inputs in chunks(self.graph, batch):
-                self.chunks += 1
-                self.images += max((len(x) if x.dim() else 0 for x in inputs), default=0)
-                for name, x in zip(self.graph.inputs, inputs, strict=True):
-                    self.floats[name].append(x)
-                    self.codes[name].append(x)
-        if not self.images:
+            self._add_streams(name)
+        for inputs in append_inputs(self.graph, batches, self.floats, self.quantized):
+            self.chunks += 1
+            self.samples += max((len(x) if x.dim() else 0 for x in inputs), default=0)
+        if not self.samples:
             raise DataError("There is no calibration data", allowed="one batch at least")
 
     def step(self, index: int, node: Node, out: Reconstructed) -> None:
-        """One node on both streams."""
+        """Run one node on both streams, and fit its weight in between."""
         for o in node.outputs:
-            self._new(o)
+            self._add_streams(o)
         why = why_not_fitted(self.graph, self.plan, self.readers, node)
         moments = None if why is not None else Moments.empty(as_rows(node, self._weight(node)))
         for k in range(self.chunks):
             results = execute(node, [self._float(i, k) for i in node.inputs])
             if moments is not None:
-                self._sum(node, moments, results[0], k)
+                self._add_to_moments(node, moments, results[0], k)
             for o, y in zip(node.outputs, results, strict=False):
                 self.floats[o].append(y)
         if moments is not None:
-            node = self._fit(node, moments, out)
-            self.graph.nodes[index] = node
+            node = self.graph.nodes[index] = self.fit(node, moments, out)
         elif why:
             out.notes.append(f"the weight of '{node.who}' is rounded to the nearest code: {why}")
         for k in range(self.chunks):
             results = execute(node, [self._quantized(i, node, k) for i in node.inputs])
             for o, y in zip(node.outputs, results, strict=False):
-                self.codes[o].append(y)
+                self.quantized[o].append(y)
         for o in node.outputs:
-            self.settle(o, out)
+            if o in self.open:
+                self._choose_score_range(o, out)
 
-    def settle(self, name: str, out: Reconstructed) -> None:
-        """Choose the grid of class scores where the platform leaves it open, and keep their codes."""
-        if name not in self.open or not activation_ranges.are_low_bit_scores(self.codes[name][0], self.plan[name].grid):
+    def free(self, name: str) -> None:
+        """Release the samples at a value that no later node reads."""
+        for streams in (self.floats, self.quantized):
+            if name in streams:
+                streams.pop(name).free()
+
+    def fit(self, node: Node, moments: Moments, out: Reconstructed) -> Node:
+        """Fit weight, scale and bias of one operator; returns the node with its new bias."""
+        plan, name, settings = self.plan, node.weight, self.settings
+        w, stored = self._weight(node), plan[name]
+        rows, bias = as_rows(node, w), bias_or_zero(self.graph, node).float()
+        h, c = moments.about(bias.view(rows.shape[:2])) if node.bias is None else moments.centred()
+        if settings.ridge is not None:
+            rows = gptq.corrected_weights(rows, h, c, settings.ridge)
+        q, entries, inverted = gptq.round_rows(rows, h, weight_rows(plan, node, w), feedback=settings.feedback)
+        if moments.count < rows.shape[2]:
+            few = f"{moments.count} positions for {rows.shape[2]} weights of one output"
+            out.notes.append(f"warning: '{node.who}' is fitted to {few}: more images make it better")
+        if not inverted:
+            out.notes.append(f"the weight of '{node.who}' is rounded to the nearest code: its moments are singular")
+        self.graph.weights[name] = self.rounded[name] = from_rows(node, q, w)
+        scale, origin = entries.view(stored.scale.shape).to(torch.float32), f"{settings.name} over {moments.count}"
+        fitted = plan.tensors[name].with_(scale=scale, origin=f"{origin} positions")
+        out.tensors[name] = plan.tensors[name] = fitted
+        if node.bias is None:
+            return node
+        x, t = moments.means()
+        return with_bias(self.graph, node, (t - (q @ x.unsqueeze(2))[..., 0]).flatten())
+
+    def _choose_score_range(self, name: str, out: Reconstructed) -> None:
+        """Choose the range of class scores where the platform leaves it free."""
+        stored, stream = self.plan[name], self.quantized[name]
+        if not activation_ranges.are_low_bit_scores(stream[0], stored.grid):
             return
-        stream = self.codes[name]
-        scale, zero = activation_ranges.range_of_scores(self.plan[name], self.floats[name], stream)
+        scale, zero = activation_ranges.range_of_scores(stored, self.floats[name], stream)
         if scale_is_allowed(self.plan, name, scale):
             origin = "least divergence of the class probabilities"
             new = self.plan.tensors[name].with_(scale=scale, zero_point=zero, origin=origin)
             out.tensors[name] = self.plan.tensors[name] = new
 
-    def free(self, name: str) -> None:
-        for streams in (self.floats, self.codes):
-            if name in streams:
-                streams.pop(name).free()
-
-    def _new(self, name: str) -> None:
-        self.floats[name] = Stream(self.budget, expected=self.chunks or None)
-        rounded = name not in self.raw and name not in self.open  # nothing reads the codes of what is open
-        self.codes[name] = Stream(self.budget, self.plan.stored(name) if rounded else None, self.chunks or None)
+    def _add_streams(self, name: str) -> None:
+        expected = self.chunks or None
+        rounded = name not in self.raw and name not in self.open  # nothing reads quantized scores
+        self.floats[name] = Stream(self.memory, expected=expected)
+        self.quantized[name] = Stream(self.memory, self.plan.stored(name) if rounded else None, expected)
 
     def _float(self, name: str | None, k: int) -> Any:
         if name is None:
@@ -183,30 +208,30 @@ class _Reconstruction:
         return self.floats[name][k] if name in self.floats else self.original[name]
 
     def _quantized(self, name: str | None, node: Node, k: int) -> Any:
-        """What a node reads on the chip: codes, unless it is a raw edge."""
+        """Return an operand of a node as the chip has it, for one chunk."""
         if name is None:
             return None
-        stored = self._read_as(name, node)
-        if name not in self.codes:
+        stored = self._stored_for(name, node)
+        if name not in self.quantized:
             return self._stored_weight(name, stored)
-        stream = self.codes[name]
+        stream = self.quantized[name]
         x = stream[k]
         return stored.round(x) if stored is not None and stream.stored is None else x
 
-    def _read_as(self, name: str, node: Node) -> Stored | None:
+    def _stored_for(self, name: str, node: Node) -> Stored | None:
         return None if (name, node.name) in self.plan.float_edges else self.plan.stored(name)
 
-    def _picked(self, name: str, node: Node, k: int, pick: Pick) -> Tensor:
-        """What is picked of that."""
-        stored, stream = self._read_as(name, node), self.codes[name]
+    def _selected(self, name: str, node: Node, k: int, pick: Pick) -> Tensor:
+        """Return the numbers that `pick` takes of a quantized operand."""
+        stored, stream = self._stored_for(name, node), self.quantized[name]
         if stored is None or stream.stored is not None:
             return stream.part(k, pick)
-        return (
-            stored.round(stream.part(k, pick)) if is_elementwise(stored) else pick(self._quantized(name, node, k), 0.0)
-        )
+        if not is_elementwise(stored):
+            return pick(self._quantized(name, node, k), 0.0)
+        return stored.round(stream.part(k, pick))
 
     def _stored_weight(self, name: str, stored: Stored | None) -> Any:
-        """A constant as the chip has it; biases stay as they are, since their scale follows from the weights'."""
+        """Return a constant as the chip has it; biases stay in float, since their scale follows from the weights'."""
         w = self.graph.weights[name]
         if stored is None or self.plan.tensors[name].role == "bias":
             return w
@@ -217,52 +242,26 @@ class _Reconstruction:
     def _weight(self, node: Node) -> Tensor:
         return self.original[node.weight].detach().float()
 
-    def _sum(self, node: Node, moments: Moments, y: Tensor, k: int) -> None:
-        """Add one chunk to the moments."""
+    def _add_to_moments(self, node: Node, moments: Moments, y: Tensor, k: int) -> None:
+        """Add the inputs and the wanted outputs of one chunk, at positions drawn at random."""
         w = self._weight(node)
-        most = -(-max(self.settings.samples, 2 * moments.x.shape[1]) // self.images)
+        most = -(-max(self.settings.samples, 2 * moments.x.shape[1]) // self.samples)
         where = positions(node, y, most, self.random)
         t = targets(node, y, where)
-        other = self._other(node) if self.settings.residual else None
+        other = self._other_operand(node) if self.settings.residual else None
         if other is not None and self.floats[other[0]].chunks[k].shape == y.shape:
 
             def pick(x: Tensor, zero: float) -> Tensor:
                 return targets(node, x, where)
 
-            t = t + self.floats[other[0]].part(k, pick) - self._picked(*other, k, pick)
-        x = self._picked(node.data, node, k, lambda x, zero: patches(node, x, w, where, zero))
+            t = t + self.floats[other[0]].part(k, pick) - self._selected(*other, k, pick)
+        x = self._selected(node.data, node, k, lambda x, zero: patches(node, x, w, where, zero))
         moments.add(x.float(), t)
 
-    def _other(self, node: Node) -> tuple[str, Node] | None:
-        """Where an addition alone reads this result: its other operand, if that is there already, and itself."""
+    def _other_operand(self, node: Node) -> tuple[str, Node] | None:
+        """Return the other operand of the addition that alone reads an output, if it is known, and the addition."""
         total = self.readers.only(node.output)
         if total is None or total.op != "Add":
             return None
-        there = (i for i in total.inputs if i in self.codes and i != node.output and self.codes[i].chunks)
-        return next(((i, total) for i in there), None)
-
-    def _fit(self, node: Node, moments: Moments, out: Reconstructed) -> Node:
-        """Weights, scales and bias of one operator; returns the node, with a bias where it had none."""
-        plan, name = self.plan, node.weight
-        w = self._weight(node)
-        rows, bias = as_rows(node, w), bias_or_zero(self.graph, node).float()
-        bias = bias.view(rows.shape[:2])
-        takes = node.bias is not None
-        h, c = moments.centred() if takes else moments.about(bias)
-        if self.settings.ridge is not None:
-            rows = gptq.corrected_weights(rows, h, c, self.settings.ridge)
-        stored = plan[name]
-        q, entries, inverted = gptq.round_rows(rows, h, weight_rows(plan, node, w), spread=self.settings.feedback)
-        if moments.count < rows.shape[2]:
-            few = f"{moments.count} positions for {rows.shape[2]} weights of one output"
-            out.notes.append(f"warning: '{node.who}' is fitted to {few}: more images make it better")
-        if not inverted:
-            out.notes.append(f"the weight of '{node.who}' is rounded to the nearest code: its moments are singular")
-        self.graph.weights[name] = self.rounded[name] = from_rows(node, q, w)
-        scale = entries.view(stored.scale.shape).to(torch.float32)
-        origin = f"{self.settings.name} over {moments.count} positions"
-        out.tensors[name] = plan.tensors[name] = plan.tensors[name].with_(scale=scale, origin=origin)
-        if takes:
-            x, t = moments.means()
-            node = with_bias(self.graph, node, (t - (q @ x.unsqueeze(2))[..., 0]).flatten())
-        return node
+        known = (i for i in total.inputs if i in self.quantized and i != node.output and self.quantized[i].chunks)
+        return next(((i, total) for i in known), None)

@@ -1,8 +1,8 @@
-"""The values of calibration images on their way through the network: compact, and on disk where they are many."""
+"""Compact storage of the values of calibration samples on their way through the network; on disk beyond a limit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,29 +15,41 @@ from chipfit.calibration.histogram import in_memory_order
 from chipfit.graph.ir import Graph
 from chipfit.quantizers.stored import Stored
 
-#: images that go through a node at a time
+#: samples that go through a node at a time
 CHUNK = 32
 #: bytes of all streams in memory; what exceeds them is kept in mapped files
 MEMORY = 3 << 28
-#: larger magnitudes are not kept in half precision
+#: larger magnitudes are not stored in half precision
 _HALF = 3e4
-#: values of fewer numbers, of all images, are kept as they are: to convert them costs more than their memory
+#: values with fewer numbers, over all samples, stay in float32, since conversion costs more than their memory
 SMALL = 1 << 24
 
 
 def chunks(graph: Graph, batch: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Parts of a batch of graph inputs; one whose inputs do not agree on its size stays whole."""
+    """Split a batch of graph inputs; a batch whose inputs do not agree on its size stays whole."""
     if not divisible(graph, batch):
         return [list(batch)]
     return [list(part) for part in zip(*(x.split(CHUNK) for x in batch), strict=True)]
 
 
-#: takes some numbers of a tensor in any order; what it adds around them is 0, which the second argument stands for
+def append_inputs(
+    graph: Graph, batches: Iterable[Sequence[Tensor]], *streams: Mapping[str, Stream]
+) -> Iterator[list[Tensor]]:
+    """Append the graph inputs of all batches to streams, chunk by chunk, and yield each chunk."""
+    for batch in batches:
+        for inputs in chunks(graph, batch):
+            for name, x in zip(graph.inputs, inputs, strict=True):
+                for stream in streams:
+                    stream[name].append(x)
+            yield inputs
+
+
+#: selects numbers of a tensor in any order, perhaps with zeros around them; the second argument stands for 0
 Pick = Callable[[Tensor, float], Tensor]
 
 
 def is_elementwise(stored: Stored) -> bool:
-    """Whether numbers are stored alike wherever they are, and 0 as 0."""
+    """Return whether all numbers of a tensor are stored alike, and 0 as 0."""
     return not stored.scale.dim() and not float(stored.round(torch.zeros(())))
 
 
@@ -47,22 +59,22 @@ def _fits_half(x: Tensor) -> bool:
 
 
 def _memory_format(x: Tensor) -> torch.memory_format:
-    """Images stay in channels last where an operator made them so: the next one reads them so."""
+    """Return channels-last memory format if the operator that made the images used it."""
     last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
     return torch.channels_last if last else torch.contiguous_format
 
 
 @dataclass
 class Stream:
-    """One value for every chunk of images: codes where it is stored in codes, else half precision where it is large."""
+    """One value for every chunk of samples: quantized if the plan says so, else in half precision if it is large."""
 
     budget: MemoryLimit
     stored: Stored | None = None
-    expected: int | None = None  #: chunks, where that is known
+    expected: int | None = None  #: number of chunks, if it is known
     chunks: list[Any] = field(default_factory=list)
 
     def append(self, x: Any) -> None:
-        """One more chunk; anything that is no float tensor is kept as it is."""
+        """Append a chunk; anything but a float tensor is stored unchanged."""
         if isinstance(x, Tensor) and x.is_floating_point():
             if self.stored is not None:
                 x = self.stored.quantize(x)
@@ -72,11 +84,11 @@ class Stream:
         self.chunks.append(x)
 
     def __getitem__(self, k: int) -> Any:
-        """Chunk k as it was given, float32 and rounded as it is kept."""
+        """Return chunk k in float32, with the rounding of its storage."""
         return self._values(self.chunks[k])
 
     def part(self, k: int, pick: Pick) -> Tensor:
-        """What is picked of chunk k: before it is decoded, so that only that is."""
+        """Return what `pick` selects of chunk k; only the selection is decoded."""
         zero = 0.0
         if self.stored is not None:
             if not is_elementwise(self.stored):
@@ -98,6 +110,7 @@ class Stream:
         return (self[k] for k in range(len(self.chunks)))
 
     def free(self) -> None:
+        """Release the memory of all chunks."""
         for x in self.chunks:
             if isinstance(x, Tensor) and (self.stored is not None or x.is_floating_point()):
                 self.budget.release(x)

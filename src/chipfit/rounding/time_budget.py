@@ -1,4 +1,4 @@
-"""How much work a walk may do in a given time: images and output positions, from what each costs on this machine."""
+"""Number of samples and output positions that a reconstruction can use in a given time on this machine."""
 
 import time
 
@@ -12,18 +12,18 @@ from chipfit.rounding.fisher import IMAGES
 from chipfit.rounding.gptq import CANDIDATES, CANDIDATES_OF_LONG_ROWS, LONG_ROW
 from chipfit.rounding.moments import as_rows
 
-#: (images, output positions per operator), best first: positions above 2,048 matter less than images, and those above
-#: 128 less than positions
+#: (samples, output positions per operator), best first: positions above 2,048 matter less than samples, and samples
+#: above 128 less than positions
 LADDER = (
     *((None, positions) for positions in (65536, 32768, 16384, 8192, 4096, 2048)),
     *((256, 2048), (128, 2048), (128, 1024), (64, 1024), (64, 512), (32, 512), (16, 256)),
 )
-#: share of a matrix product's speed that convolutions, gathers and rounding reach together
+#: share of the speed of a matrix product that convolutions, gathers and rounding reach together
 EFFICIENCY = 0.25
 
 
 def multiplications_per_second() -> float:
-    """Multiplications per second of a matrix product with the threads that are set."""
+    """Return the multiplications per second of a matrix product with the current number of threads."""
     a, best = torch.ones(384, 384), 1e9
     for _ in range(5):
         begun = time.perf_counter()
@@ -33,7 +33,7 @@ def multiplications_per_second() -> float:
 
 
 def count_multiplications(graph: Graph, plan: Plan, images: int, positions: int) -> float:
-    """Multiplications of a walk."""
+    """Return the number of multiplications of a reconstruction."""
     linear = [n for n in graph.nodes if is_linear(graph, n)]
     passes = 2 * images + (3 * min(images, IMAGES) if activation_ranges.free_low_bit_activations(plan) else 0)
     streams = passes * sum(products(graph, n) for n in linear)
@@ -42,7 +42,7 @@ def count_multiplications(graph: Graph, plan: Plan, images: int, positions: int)
 
 
 def fit_to_time(graph: Graph, plan: Plan, images: int, seconds: float) -> tuple[int, int, float]:
-    """Images and positions for the time, and the seconds that they are expected to take; the least where none fits."""
+    """Return samples, positions and expected seconds within a time; the least amount if none fits."""
     rate = EFFICIENCY * multiplications_per_second()
     for most, positions in LADDER:
         used = min(images, most or images)
@@ -53,7 +53,7 @@ def fit_to_time(graph: Graph, plan: Plan, images: int, seconds: float) -> tuple[
 
 
 def _count_of_fit(graph: Graph, node: Node, images: int, positions: int) -> float:
-    """Of one operator: moments, two factorizations, and the columns of every scale that is tried."""
+    """Return those of one operator: moments, two factorizations, and the columns of every scale that is tried."""
     g, o, k = as_rows(node, graph.weights[node.weight].detach()).shape
     read = min(max(positions, 2 * k), images * places(node, graph.values[node.output].shape))
     tries = len(CANDIDATES_OF_LONG_ROWS if k > LONG_ROW else CANDIDATES)

@@ -158,7 +158,7 @@ def _weight_error(
     blocks = stored.grid.per == "block"  # whose scales are not fitted
     if rounding.fitted and not blocks:
         free = replace(plan, tensors={**plan.tensors, name: plan.tensors[name].with_(grid=grid)}, limits=())
-        q, *_ = gptq.round_rows(s.rows, h, weight_rows(free, s.node, w), spread=False, candidates=(0.89, 1.0, 1.15))
+        q, *_ = gptq.round_rows(s.rows, h, weight_rows(free, s.node, w), feedback=False, candidates=(0.89, 1.0, 1.15))
         return q - s.rows
     if bits != stored.grid.bits:
         size = w.shape[stored.axis or 0] // stored.scale.shape[stored.axis or 0] if blocks else None

@@ -18,7 +18,7 @@ from chipfit.plan.record import Plan
 from chipfit.registry import Setting, register
 from chipfit.rounding.activation_ranges import with_weighted_ranges
 from chipfit.rounding.compare import count_samples, split_holdout
-from chipfit.rounding.method import RoundingContext, RoundingResult, keep_better
+from chipfit.rounding.method import GUARD, RoundingContext, RoundingResult, keep_better
 from chipfit.rounding.sequential_reconstruction import GptqSettings, Reconstructed, reconstruct
 from chipfit.rounding.time_budget import fit_to_time
 
@@ -30,7 +30,7 @@ OPTIONS = (
     Setting("repair_residual", True, "operators before an addition repair the error of the other operand", "residual"),
     Setting("score_ranges", True, "class scores get the range that keeps their probabilities", "scores"),
     Setting("effect_ranges", True, "activations of at most 6 bits: ranges by what errors do to outputs", "effect"),
-    Setting("rounding_guard", True, "the plain plan is kept where it is better on an eighth of the images", "guard"),
+    GUARD,
 )
 
 

@@ -1,19 +1,43 @@
-"""Learned rounding: AdaRound, BRECQ, QDrop and EPTQ, by the options of one method; see `rounding.learned_rounding`."""
+"""Learned rounding: quantized weights and biases found by gradient descent, so that blocks keep their float outputs.
+
+One method for AdaRound (arXiv:2004.10568: one layer at a time), BRECQ (arXiv:2102.05426: one block), QDrop
+(arXiv:2203.05740: values stay in float at random) and EPTQ (arXiv:2309.11531: the whole network, errors weighted by
+second derivatives, fewer float values from step to step). A float and a quantized copy of the calibration samples go
+through the network block by block, as in `rounding.sequential_reconstruction`, so that each block learns on the
+outputs that the quantized blocks before it produce. Scales stay, and with them the plan.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from chipfit.errors import ConfigError
+import torch
+from torch import Tensor
+
+from chipfit.calibration.batch_cache import MemoryLimit
+from chipfit.engine.run import run
+from chipfit.errors import ConfigError, Interrupted
 from chipfit.graph.ir import Graph
+from chipfit.graph.linear import is_linear
+from chipfit.passes.rewriting import Readers
 from chipfit.plan.record import Plan
+from chipfit.quantizers.grids import shape_for
+from chipfit.quantizers.ops import TorchOps
 from chipfit.registry import Setting, register
-from chipfit.rounding.compare import split_holdout
-from chipfit.rounding.learned_rounding import ReconstructionSettings, learn_rounding
-from chipfit.rounding.method import NEEDS, RoundingContext, RoundingResult, apply_methods, keep_better
-from chipfit.rounding.methods import gptq
-from chipfit.rounding.network_blocks import SCOPES
+from chipfit.rounding.adaround import WARM_UP, SoftWeight, output_error, regularizer, regularizer_exponent
+from chipfit.rounding.compare import split_holdout, unrounded_outputs
+from chipfit.rounding.fisher import gradients
+from chipfit.rounding.method import GUARD, NEEDS, RoundingContext, RoundingResult, apply_methods, keep_better
+from chipfit.rounding.moments import as_rows
+from chipfit.rounding.network_blocks import SCOPES, network_blocks
+from chipfit.rounding.sequential_reconstruction import why_not_fitted
+from chipfit.rounding.streams import MEMORY, Stream, append_inputs
+
+#: learning rate of biases in the first step, as a share of that of weights, in units of the norm of their weights
+BIAS_RATE = 0.01
 
 OPTIONS = (
     Setting("reconstruct_steps", 1000, "gradient steps for each part, on 32 images each", "steps"),
@@ -23,15 +47,23 @@ OPTIONS = (
     Setting("reconstruct_pull", 1.0, "weight of the pull towards quantized values", "pull"),
     Setting("reconstruct_biases", True, "biases are learned as well", "biases"),
     Setting("reconstruct_fisher", False, "errors weigh as much as they change the network's outputs", "fisher"),
-    gptq.OPTIONS[-1],
+    GUARD,
 )
 
 
 @register("rounding", "learned", options=OPTIONS)
 @dataclass(frozen=True, kw_only=True)
-class Learned(ReconstructionSettings):
-    """Rounding learned by gradient descent from the weights that the graph has; scales stay."""
+class Learned:
+    """Rounding learned by gradient descent, from the weights and biases that the graph has."""
 
+    scope: str = "block"  #: part of the network whose outputs are kept: one of `network_blocks.SCOPES`
+    steps: int = 1000  #: gradient steps for each block, on one chunk of samples each
+    rate: float = 0.2  #: of Adam, for the variable behind each weight; that of biases falls linearly to 0
+    floats: float = 0.0  #: probability that a value stays in float for a step
+    anneal: bool = False  #: that probability falls linearly to 0
+    pull: float = 1.0  #: weight of the mean regularizer; the error counts as a share of the error before learning
+    biases: bool = True  #: biases are learned as well
+    fisher: bool = False  #: errors are weighted by squared gradients of the network's outputs, by sample and channel
     guard: bool = True  #: an eighth of the samples is held out; the weights from before stay where they lose less
 
     def __post_init__(self) -> None:
@@ -40,7 +72,7 @@ class Learned(ReconstructionSettings):
 
     def __call__(self, graph: Graph, plan: Plan, context: RoundingContext) -> RoundingResult:
         batches, held_out = split_holdout(context.batches, self.guard)
-        learned, notes = learn_rounding(context.original, graph, plan, batches, self, seed=context.seed)
+        learned, notes = learn_rounding(context.original, graph, plan, batches, self, context.seed)
         tensors = {
             name: t.with_(origin=f"{t.origin}, codes learned by {self.scope}")
             for name, t in plan.tensors.items()
@@ -63,3 +95,188 @@ class Learned(ReconstructionSettings):
 def learn_after_corrections(graph: Graph, plan: Plan, *, scope: str, **given: Any) -> tuple[Graph, Plan, list[str]]:
     """Learn the rounding of a network after all other corrections; see `apply_methods`."""
     return apply_methods(f"learned(scope='{scope}')", graph, plan, **given)
+
+
+def learn_rounding(
+    graph: Graph, start: Graph, plan: Plan, batches: Iterable[Sequence[Tensor]], method: Learned, seed: int = 0
+) -> tuple[Graph, list[str]]:
+    """Return the network with learned weights and biases, and notes.
+
+    Args:
+        graph: the float network.
+        start: `graph` with the weights and biases to start from; weights may lie on their grids.
+        plan: of both; it stays valid.
+        batches: of graph inputs; they are read once.
+    """
+    with torch.no_grad():
+        return BlockReconstruction(graph, start, plan, method, seed).run(batches)
+
+
+@dataclass
+class BlockVariables:
+    """The variables of one block: weights between two quantized values each, and shifts of biases."""
+
+    soft: dict[str, SoftWeight] = field(default_factory=dict)
+    #: bias -> norms of the weights of each output, and shifts in units of them
+    shifts: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def values(self, weights: Mapping[str, Tensor], hard: bool) -> dict[str, Tensor]:
+        """Return weights, on their grids or between quantized values, and biases."""
+        out = {name: s.hard() if hard else s.soft() for name, s in self.soft.items()}
+        shifts = {name: norm * (d.detach() if hard else d) for name, (norm, d) in self.shifts.items()}
+        return out | {name: weights[name] + shift for name, shift in shifts.items()}
+
+
+class BlockReconstruction:
+    """The streams of samples through the network, and the weights and biases that were learned so far."""
+
+    def __init__(self, graph: Graph, start: Graph, plan: Plan, method: Learned, seed: int = 0) -> None:
+        self.graph, self.start, self.out, self.plan, self.method = graph, start, start.copy(), plan, method
+        self.out.weights = {k: w.detach().clone() for k, w in start.weights.items()}  # autograd may save them
+        self.memory = MemoryLimit(MEMORY)
+        self.raw = {value for value, _ in plan.float_edges}  #: values that some operator reads before they are rounded
+        self.floats: dict[str, Stream] = defaultdict(lambda: Stream(self.memory))
+        self.quantized: dict[str, Stream] = {}
+        self.fisher: dict[str, list[Tensor]] = defaultdict(list)
+        self.random = torch.Generator().manual_seed(seed)
+        self.chunks = 0
+        self.learned: dict[str, Tensor] = {}  #: weights and biases
+        self.gains: list[float] = []  #: error of each block, as a share of the error before learning
+
+    def run(self, batches: Iterable[Sequence[Tensor]]) -> tuple[Graph, list[str]]:
+        """Learn block after block; returns the network and notes."""
+        out, scope, notes = self.out, self.method.scope, list[str]()
+        blocks = list(network_blocks(out, scope))
+        by_layer = self.method.fisher and scope == "network"
+        heads = [n.output for n in out.nodes if by_layer and is_linear(out, n)]
+        self.read(batches, {o for b in blocks for o in b.outputs} | set(heads))
+        for k, b in enumerate(blocks):
+            try:
+                notes += self.reconstruct(b.subgraph(out, heads), b.subgraph(self.graph, heads))
+            except KeyboardInterrupt:
+                notes.append(f"{Interrupted.NOTE}: '{out.nodes[b.first].who}' and what follows it keep their codes")
+                break
+            later = {i for rest in blocks[k + 1 :] for i in rest.inputs}
+            for streams in (self.floats, self.quantized):
+                for name in [n for n in streams if n not in later]:
+                    streams.pop(name).free()
+        new = self.start.copy()
+        new.weights |= self.learned
+        mean, better = sum(self.gains) / max(len(self.gains), 1), sum(g < 1 for g in self.gains)
+        note = f"learned the codes of {better} of {len(self.gains)} units ({scope}), the others keep theirs"
+        return new, [*notes, f"{note}: the error of their outputs falls to {mean:.0%} on average"]
+
+    def read(self, batches: Iterable[Sequence[Tensor]], watched: set[str]) -> None:
+        """Put the inputs into both streams, and collect squared gradients of these values where they weigh errors."""
+        for name in self.out.inputs:
+            self.quantized[name] = self.quantized_stream(name)
+        for inputs in append_inputs(self.out, batches, self.floats, self.quantized):
+            self.chunks += 1
+            found = gradients(self.graph, inputs, watched, (), self.random)[1] if self.method.fisher else {}
+            for name, g in found.items():
+                self.fisher[name].append(g.square().flatten(2).mean(2) if g.dim() > 2 else g.square())
+
+    def quantized_stream(self, name: str) -> Stream:
+        """Return an empty stream of a value as the chip has it; in float where an operator reads it in float."""
+        return Stream(self.memory, None if name in self.raw else self.plan.stored(name))
+
+    @property
+    def rounded(self) -> set[str]:
+        """The values whose streams hold quantized values."""
+        return {name for name, s in self.quantized.items() if s.stored is not None}
+
+    def reconstruct(self, block: Graph, wanted: Graph) -> list[str]:
+        """Run one block on both streams, with its weights learned in between; returns notes."""
+        for k in range(self.chunks):
+            found = run(wanted, [self.floats[i][k] for i in wanted.inputs])
+            for o in wanted.outputs:
+                self.floats[o].append(found[o])
+        variables, notes = self.variables(block)
+        before = self.error(block) if variables.soft else 0.0
+        if before > 0:
+            old = {name: block.weights[name] for name in (*variables.soft, *variables.shifts)}
+            self.learn(block, variables, before)
+            self.out.weights |= variables.values(old, hard=True)
+            after = self.error(block)
+            self.gains.append(min(after / before, 1.0))
+            if after < before:
+                self.learned |= {name: self.out.weights[name] for name in old}
+            else:
+                self.out.weights |= old
+        for k in range(self.chunks):
+            got = self.outputs(block, k)
+            for o in block.outputs:
+                self.quantized.setdefault(o, self.quantized_stream(o)).append(got[o])
+        return notes
+
+    def variables(self, block: Graph) -> tuple[BlockVariables, list[str]]:
+        """Return what a block can learn, and a note for each weight that it cannot."""
+        out, notes, readers = BlockVariables(), list[str](), Readers(self.start)
+        for n in block.nodes:
+            why = why_not_fitted(self.out, self.plan, readers, n)
+            if why is None and any(n.weight == name for name, _ in self.plan.sums):
+                why = "the chip bounds the sum of its codes"
+            if why:
+                notes.append(f"the rounding of '{n.who}' is not learned: {why}")
+            if why is not None:
+                continue
+            w = self.graph.weights[n.weight].detach().float()
+            out.soft[n.weight] = SoftWeight(self.plan[n.weight], w, block.weights[n.weight])
+            if n.bias is not None and self.method.biases:
+                norm = as_rows(n, w).norm(dim=2).flatten()
+                out.shifts[n.bias] = norm, torch.zeros_like(norm).requires_grad_()
+        return out, notes
+
+    def outputs(self, block: Graph, k: int, floats: float = 0.0, **options: Any) -> dict[str, Any]:
+        """Return the outputs of a block on a chunk, of whose inputs a share stays in float."""
+        inputs = [self.mixed(self.quantized[i][k], self.floats[i][k] if floats else None, floats) for i in block.inputs]
+        return unrounded_outputs(block, self.plan, inputs, **{"done": self.rounded, **options})
+
+    def mixed(self, x: Any, other: Any, share: float) -> Any:
+        """Replace a share of the numbers of `x`, at random, by those of `other`; only in float tensors."""
+        if not share or not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        return torch.where(torch.rand(x.shape, generator=self.random) < share, other, x)
+
+    def loss(self, block: Graph, got: dict[str, Any], k: int) -> Tensor:
+        """Return the error of a block's float outputs on a chunk."""
+        total = torch.zeros(())
+        for o in (o for o in block.outputs if block.is_float(o)):
+            weight = self.fisher[o][k] if self.fisher.get(o) else None
+            total = total + output_error(got[o], self.floats[o][k], weight)
+        return total
+
+    def error(self, block: Graph) -> float:
+        """Return the mean error of a block's outputs over all chunks, with everything rounded."""
+        return float(sum(self.loss(block, self.outputs(block, k), k) for k in range(self.chunks))) / self.chunks
+
+    @torch.enable_grad()
+    def learn(self, block: Graph, variables: BlockVariables, before: float) -> None:
+        """Train the variables of a block by the error of its outputs, as a share of the error before."""
+        method, share = self.method, self.method.floats
+        soft = variables.soft.values()
+        groups = [[s.v for s in soft], [d for _, d in variables.shifts.values()]]
+        optimizer = torch.optim.Adam([{"params": g} for g in groups if g], lr=method.rate)
+        numbers = sum(s.v.numel() for s in soft)
+
+        def rounding(name: str, x: Tensor) -> Tensor:
+            stored = self.plan[name]
+            s, z = (shape_for(p, x, stored.axis) for p in (stored.scale, stored.zero_point))
+            y = TorchOps.fake_quantize(x, s, z.to(s.dtype), stored.grid)
+            return y if name in block.weights else self.mixed(y, x, share)  # type: ignore[no-any-return]
+
+        for step in range(method.steps):
+            share = method.floats * (1 - step / max(method.steps - 1, 1) if method.anneal else 1)
+            k = int(torch.randint(self.chunks, (), generator=self.random))
+            weights = {**block.weights, **variables.values(block.weights, hard=False)}
+            done = {*self.rounded, *variables.soft}
+            got = self.outputs(block, k, share, weights=weights, done=done, rounding=rounding)
+            loss = self.loss(block, got, k) / before
+            if step >= WARM_UP * method.steps:
+                exponent = regularizer_exponent(step, method.steps)
+                loss = loss + method.pull / numbers * sum(regularizer(s.share(), exponent) for s in soft)
+            for group in optimizer.param_groups[1:]:
+                group["lr"] = method.rate * BIAS_RATE * (1 - step / method.steps)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
