@@ -83,7 +83,7 @@ def test_a_template_is_filled_with_inputs_types_and_devices():
 
 @pytest.mark.parametrize("text", ["layer:cpu", "device:disk", "device:cuda:x", "device:", "cpu", "device:cpu:0:1"])
 def test_only_devices_and_numeric_types_are_constants(text):
-    with pytest.raises(GraphError, match="is no constant that a graph can hold"):
+    with pytest.raises(GraphError, match="is not a constant that a graph can hold"):
         constant_of(text)
 
 

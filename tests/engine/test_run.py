@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from chipfit.engine.run import departs, done_after, run
+from chipfit.engine.run import done_after, first_deviation, run
 from chipfit.graph.ir import Graph, Node, Value
 
 
@@ -110,36 +110,36 @@ def test_a_part_of_what_the_caller_gave_is_not_overwritten():
 def test_an_output_departs_beyond_a_thousandth_of_the_largest(off, found):
     g = graph(("Neg", "x", "a"), output="a")
     want = torch.tensor([-1.0, 4.0, -8.0])
-    got = departs(g, [-want], [want + torch.tensor([8 * off, 0.0, 0.0])])
+    got = first_deviation(g, [-want], [want + torch.tensor([8 * off, 0.0, 0.0])])
     assert got is None if found is None else got == ("a", pytest.approx(found, rel=1e-3))
 
 
 def test_of_numbers_near_zero_a_millionth_departs():
     g = graph(("Neg", "x", "a"), output="a")
     want = torch.tensor([0.0, 1e-5, 0.0])
-    assert departs(g, [-want], [want + 0.9e-6]) is None
-    assert departs(g, [-want], [want + 1.1e-6]) == ("a", pytest.approx(1.1e-6, rel=1e-2))
+    assert first_deviation(g, [-want], [want + 0.9e-6]) is None
+    assert first_deviation(g, [-want], [want + 1.1e-6]) == ("a", pytest.approx(1.1e-6, rel=1e-2))
 
 
 def test_other_shapes_and_errors_depart_and_what_is_not_finite_does_not():
     g = graph(("Neg", "x", "a"), output="a")
     x = torch.tensor([1.0, 2.0, 3.0])
-    assert departs(g, [x], [torch.zeros(3, 1)]) == ("a", [3])
-    name, why = departs(graph(("Add", "x w", "a"), output="a"), [torch.zeros(4)], [x])
+    assert first_deviation(g, [x], [torch.zeros(3, 1)]) == ("a", [3])
+    name, why = first_deviation(graph(("Add", "x w", "a"), output="a"), [torch.zeros(4)], [x])
     assert name == "a" and "must match" in why
     for want in (torch.tensor([float("nan"), 0, 0]), torch.tensor([float("inf"), 0, 0])):
-        assert departs(g, [x], [want]) is None
-    assert departs(g, [torch.tensor([float("nan"), 2.0, 3.0])], [-x]) is not None
-    assert departs(g, [torch.zeros(0)], [torch.zeros(0)]) is None
+        assert first_deviation(g, [x], [want]) is None
+    assert first_deviation(g, [torch.tensor([float("nan"), 2.0, 3.0])], [-x]) is not None
+    assert first_deviation(g, [torch.zeros(0)], [torch.zeros(0)]) is None
 
 
 def test_of_several_outputs_the_first_that_departs_is_named():
     g = graph(("Neg", "x", "a"), ("Neg", "a", "b"), output="a")
     g.outputs = ["a", "b", "w"]
     x = torch.tensor([1.0, 2.0, 3.0])
-    assert departs(g, [x], [-x, x, torch.ones(3)]) is None
-    assert departs(g, [x], [-x, x + 1, torch.zeros(3)]) == ("b", 1.0)
-    assert departs(g, [x], [-x, x, torch.zeros(3)]) == ("w", 1.0)
+    assert first_deviation(g, [x], [-x, x, torch.ones(3)]) is None
+    assert first_deviation(g, [x], [-x, x + 1, torch.zeros(3)]) == ("b", 1.0)
+    assert first_deviation(g, [x], [-x, x, torch.zeros(3)]) == ("w", 1.0)
 
 
 def test_nothing_is_overwritten_unless_it_is_asked_for():

@@ -363,9 +363,9 @@ NONSENSE = {
     "a negative scale": ("scale:conv.weight", lambda s: -s, "not positive"),
     "a scale of 0": ("scale:x", lambda s: s.zero_(), "not positive"),
     "a zero point that is no code": ("zero_point:x", lambda z: z + 4000, "not a code"),
-    "a zero point that is a fraction": ("zero_point:x", lambda z: z.float(), "another type"),
-    "a scale of another type": ("scale:x", lambda s: s.double(), "another type"),
-    "a scale too many": ("scale:x", lambda s: torch.cat([s.reshape(1)] * 2), "do not fit"),
+    "a zero point that is a fraction": ("zero_point:x", lambda z: z.float(), "the wrong type"),
+    "a scale of another type": ("scale:x", lambda s: s.double(), "the wrong type"),
+    "a scale too many": ("scale:x", lambda s: torch.cat([s.reshape(1)] * 2), "do not match"),
 }
 
 
@@ -448,14 +448,14 @@ MALFORMED = {
     "a grid of no kind": ("plan.json", lambda d: _first(d)["grid"].update(kind="x"), "'kind' is malformed"),
     "an operator that runs in no way": ("plan.json", lambda d: _first(d, "nodes").update(exec="x"), "'exec' is malf"),
     "instructions of no channels": ("plan.json", lambda d: _first(d, "nodes").update(simd=0), "'simd' is malformed"),
-    "a bound on nothing": ("plan.json", _bound(terms=[]), "bound on scales is none"),
+    "a bound on nothing": ("plan.json", _bound(terms=[]), "Scale bound is not valid"),
     "a power of which there is none": (
         "plan.json",
         _bound(terms=[{"$tuple": ["relu", 10**400]}]),
-        "bound on scales is none",
+        "Scale bound is not valid",
     ),
-    "a bound of no number": ("plan.json", _bound(low=3.5e38), "bound on scales is none"),
-    "a bound of nan": ("plan.json", _bound(high={"$float": "nan"}), "bound on scales is none"),
+    "a bound of no number": ("plan.json", _bound(low=3.5e38), "Scale bound is not valid"),
+    "a bound of nan": ("plan.json", _bound(high={"$float": "nan"}), "Scale bound is not valid"),
     "quantizers that are no names": (
         "plan.json",
         lambda d: d["provenance"].update(foreign_quantizers=3),
@@ -481,7 +481,7 @@ MALFORMED = {
     "an argument too many": ("graph.json", _text(lambda s: s["tensors"].append(1), "in_spec"), "do not fit"),
     "a result too many": ("graph.json", _text(lambda s: s["leaves"].append({"output": 0}), "out_spec"), "do not fit"),
     "a result that is none": ("graph.json", _text(lambda s: s.update(leaves=[{"output": 7}]), "out_spec"), "do not f"),
-    "a structure that is none": ("graph.json", _text(lambda s: s.update(plain="[1, 2]"), "out_spec"), "no node"),
+    "a structure that is none": ("graph.json", _text(lambda s: s.update(plain="[1, 2]"), "out_spec"), "is not a node"),
     "an operand of another shape": (
         "graph.json",
         lambda d: _first(d, "values").update(shape={"$tuple": [2, 6]}),
@@ -716,5 +716,5 @@ def test_a_malformed_structure_is_refused(text):
 
 def test_a_type_is_found_in_a_table_and_nowhere_else(saved):
     root = tampered(saved, "graph.json", lambda g: g["values"]["x"].update(dtype="load"))
-    with pytest.raises(ChipfitError, match="no type of numbers named 'load'"):
+    with pytest.raises(ChipfitError, match="no number type named 'load'"):
         load(root)

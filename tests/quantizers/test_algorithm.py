@@ -156,7 +156,7 @@ def test_quantizers_that_stand_alone_train_or_not():
     hosting.initialize(off, (2,), "w", "host", "weights of torch")
     hosting.initialize(abs, (2,), "w", "host", "weights of torch")
     assert calls == [((2,), "w", "host")]
-    with pytest.raises(Exception, match="fits another framework or role"):
+    with pytest.raises(Exception, match="is for another framework or role"):
         hosting.initialize(trainable, (2,), "w", "host", "activations of torch")
     assert hosting.apply(Trains(), -2, 1) == (-2, True) and hosting.apply(off, -2, True) == -2
     assert hosting.apply(abs, -2, True) == 2

@@ -42,7 +42,7 @@ def test_exponents_and_ends_of_platforms_are_taken(exponent):
     ],
 )
 def test_bounds_that_no_platform_has_are_refused(ends, terms):
-    with pytest.raises(PlanError, match="A bound on scales is none"):
+    with pytest.raises(PlanError, match="Scale bound is not valid"):
         limit(*ends, **terms)
 
 

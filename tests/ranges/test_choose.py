@@ -306,7 +306,7 @@ def test_a_rule_may_be_a_function_of_a_sample_and_a_grid():
     "rule", [list, StdRange, [1], 7, None, abs, torch.relu, lambda sample: sample, lambda a, b, c: a]
 )
 def test_what_is_no_rule_is_refused(rule):
-    with pytest.raises(ConfigError, match="This is no range rule.*a function of a sample and a grid"):
+    with pytest.raises(ConfigError, match="must be a name or a function.*a function of a sample and a grid"):
         rule_of(rule)
 
 

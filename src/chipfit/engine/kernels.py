@@ -1,7 +1,7 @@
-"""The torch engine: one kernel per canonical operator, called as `kernel(*operands, **attributes)`.
+"""The kernels of the torch engine, one per canonical operator, called as `kernel(*operands, **attributes)`.
 
-Calibration, simulation and the trainable model call the same kernels; autograd, autocast, `torch.compile` and
-`torch.export` see plain torch. An operator is a word or a row in `kernels.yaml`, or a function in `KERNELS`.
+Calibration, simulation and the trainable model use the same kernels; autograd, autocast, `torch.compile` and
+`torch.export` see plain torch. A kernel is a word or a row in `kernels.yaml`, or a function registered here.
 """
 
 import math
@@ -27,10 +27,11 @@ _TORCH = package_data("chipfit.engine", "kernels.yaml")
 
 
 def _renamed(function: str, names: str) -> Kernel:
-    parameter, theirs = dict(name.split("=") for name in names.split()), resolve_name(function)
+    """Return a function of torch whose keyword arguments have the names of our attributes: "ours=theirs ..."."""
+    parameter, torch_function = dict(name.split("=") for name in names.split()), resolve_name(function)
 
     def renamed(*operands: Any, **attrs: Any) -> Any:
-        return theirs(*operands, **{parameter[k]: v for k, v in attrs.items()})
+        return torch_function(*operands, **{parameter[k]: v for k, v in attrs.items()})
 
     return renamed
 
@@ -43,7 +44,7 @@ KERNELS: dict[str, Kernel] = {op: _renamed(*row) for op, row in _TORCH["renamed"
 
 
 def kernel(ops: str) -> Callable[[Kernel], Kernel]:
-    """Decorator: the function computes these operators, whose names stand with spaces between."""
+    """Return a decorator that registers a function as the kernel of operators, names separated by spaces."""
 
     def enter(function: Kernel) -> Kernel:
         KERNELS.update(dict.fromkeys(ops.split(), function))
@@ -53,20 +54,20 @@ def kernel(ops: str) -> Callable[[Kernel], Kernel]:
 
 
 def _spatial(name: str, axes: int) -> Callable[..., Tensor]:
-    """torch's function over so many spatial axes, such as `F.conv2d`."""
+    """Return torch's function for a number of spatial axes, such as `F.conv2d`."""
     function: Callable[..., Tensor] = getattr(F, f"{name}{axes}d")
     return function
 
 
 def _pad_spatial(x: Tensor, padding: Sequence[Sequence[int]], value: float = 0.0) -> tuple[Tensor, list[int]]:
-    """Symmetric padding is left to the kernel; an asymmetric one is applied here."""
+    """Pad x if the padding is asymmetric; return x and the symmetric padding left for the kernel."""
     if all(lo == hi for lo, hi in padding):
         return x, [lo for lo, _ in padding]
     return F.pad(x, _flat(padding), value=value), [0] * len(padding)
 
 
 def _flat(padding: Sequence[Sequence[int]]) -> list[int]:
-    """((lo, hi), ...) as `F.pad` takes it: the last axis first."""
+    """Return ((lo, hi), ...) in the order of `F.pad`: the last axis first."""
     return [p for lo_hi in reversed(padding) for p in lo_hi]
 
 
@@ -98,7 +99,7 @@ def conv_transpose(
     both = [min(lo, hi) for lo, hi in padding]
     y = _spatial("conv_transpose", w.dim() - 2)(x, w, b, stride, both, output_padding, groups, dilation)
     for axis, ((lo, hi), cut) in enumerate(zip(padding, both, strict=True), start=2):
-        y = y.narrow(axis, lo - cut, y.shape[axis] - lo - hi + 2 * cut)  # what one side trims more than the other
+        y = y.narrow(axis, lo - cut, y.shape[axis] - lo - hi + 2 * cut)  # the asymmetric rest
     return y
 
 
@@ -118,7 +119,7 @@ def avg_pool(x: Tensor, *, kernel: Any, stride: Any, padding: Any, ceil_mode: bo
     if padded is x:
         return f(x, kernel, stride, pad, ceil_mode, count_include_pad)
     ones, _ = _pad_spatial(torch.ones_like(x[:1, :1]), padding, float(count_include_pad))
-    return f(padded, kernel, stride, 0, ceil_mode) / f(ones, kernel, stride, 0, ceil_mode)  # the share that counts
+    return f(padded, kernel, stride, 0, ceil_mode) / f(ones, kernel, stride, 0, ceil_mode)  # share that counts
 
 
 @kernel("ReduceProd")
@@ -133,7 +134,7 @@ def reduce_prod(x: Tensor, *, axes: Any, keepdims: bool) -> Tensor:
 
 @kernel("Pad")
 def pad(x: Tensor, *, padding: Any, mode: str, value: float) -> Tensor:
-    """padding ((lo, hi), ...) for every axis; the reflecting modes pad trailing spatial axes only."""
+    """Pad every axis by ((lo, hi), ...); reflecting modes pad trailing spatial axes only."""
     pairs = list(padding)
     if mode == "constant":
         return F.pad(x, _flat(pairs), mode, value)
@@ -151,7 +152,7 @@ def slice_(x: Tensor, *, axis: int, start: int, end: int | None, step: int) -> T
 
 @kernel("Resize")
 def resize(x: Tensor, *, mode: str, size: Any, scale: Any, align_corners: bool) -> Tensor:
-    """size or scale per spatial axis, the other one None."""
+    """Resize spatial axes to `size` or by `scale`; the other one is None."""
     names = {"nearest": "nearest", "linear": ("linear", "bilinear", "trilinear")[x.dim() - 3], "cubic": "bicubic"}
     corners = None if mode == "nearest" else align_corners
     if size is not None:
@@ -167,21 +168,21 @@ def unsqueeze(x: Tensor, *, axes: Any) -> Tensor:
 
 
 def _rows(w: Tensor, index: Tensor, *, axis: int) -> Tensor:
-    """Rows of a table, or what else is counted along an axis.
+    """Return the entries of w along an axis, such as rows of a table.
 
     Raises:
-        DataError: an index of no row.
+        DataError: an index is out of range.
     """
     try:
         return w[(slice(None),) * (axis % w.dim()) + (index,)] if axis or w.dim() != 2 else F.embedding(index, w)
     except IndexError:
         got, allowed = f"{int(index.min())} to {int(index.max())}", f"0 to {w.shape[axis] - 1}"
-        hint = "does the tokenizer belong to this model? Ids of padding need a row, too, and so do places of words"
+        hint = "does the tokenizer belong to this model? Ids of padding and positions need rows, too"
         raise DataError("Ids are out of the table's range", got=got, allowed=allowed, hint=hint) from None
 
 
 def _filled(x: Tensor, shape: Sequence[int | None], sizes: Sequence[int]) -> list[int]:
-    """A shape with sizes in the places of None, and for 0 those of `x`."""
+    """Return a shape with each None replaced by the next of `sizes`, and each 0 by the size of `x`."""
     left = [*sizes]
     return [left.pop(0) if s is None else s or x.shape[k] for k, s in enumerate(shape)]
 
@@ -192,7 +193,7 @@ KERNELS |= {
     "Embedding": lambda w, index: _rows(w, index, axis=0),
     "BatchNorm": lambda x, w, b, mean, var, *, eps: F.batch_norm(x, mean, var, w, b, False, 0.0, eps),
     "LayerNorm": lambda x, w=None, b=None, *, normalized_shape, eps: F.layer_norm(x, normalized_shape, w, b, eps),
-    # with channels last, torch takes E[x^2] - E[x]^2 for the variance, in which small deviations of a large mean drown
+    # in channels-last layout, torch computes E[x^2] - E[x]^2, which loses small deviations from a large mean
     "GroupNorm": lambda x, w=None, b=None, *, groups, eps: F.group_norm(x.contiguous(), groups, w, b, eps),
     "InstanceNorm": lambda x, w=None, b=None, *, eps: F.instance_norm(x, weight=w, bias=b, eps=eps),
     "RMSNorm": lambda x, w=None, *, normalized_shape, eps: F.rms_norm(x, normalized_shape, w, eps),
@@ -220,7 +221,7 @@ KERNELS |= {
 
 
 def call(node: Node, inputs: Sequence[Any]) -> tuple[Kernel, Sequence[Any], dict[str, Any]]:
-    """What to call for a node, as (callable, args, kwargs)."""
+    """Return (callable, args, kwargs) of a node."""
     attrs = node.attrs
     if node.op == OPAQUE:
         return resolve_target(attrs["target"]), fill(attrs["args"], inputs), fill(attrs["kwargs"], inputs)
@@ -228,7 +229,7 @@ def call(node: Node, inputs: Sequence[Any]) -> tuple[Kernel, Sequence[Any], dict
 
 
 def execute(node: Node, inputs: Sequence[Any]) -> tuple[Any, ...]:
-    """Run one node eagerly; inputs by slot (None when absent), one result per output."""
+    """Run one node eagerly and return one result per output; absent inputs are None."""
     f, args, kwargs = call(node, inputs)
     out = f(*args, **kwargs)
     return tuple(out) if isinstance(out, (tuple, list)) else (out,)

@@ -1,4 +1,4 @@
-"""Opaque operators: what has no canonical name stays a call of the framework's own, chosen from an allow-list."""
+"""Opaque operators: operators without a canonical name remain calls of the framework, from an allow-list."""
 
 import math
 import operator
@@ -14,22 +14,22 @@ from chipfit.graph.ir import Ref
 from chipfit.registry import lookup
 
 _DATA = package_data("chipfit.engine", "operators.yaml")
-#: functions of Python's numbers, which compute shapes
+#: Python functions of numbers, which compute shapes
 _PYTHON: dict[str, Callable[..., Any]] = {
     f"{home}.{name}": getattr(module, name)
     for home, module in (("operator", operator), ("math", math))
     for name in _DATA["python"][home].split()
 }
 _SYMBOLIC = _DATA["python"]["torch"].split()
-#: namespace of torch's operators -> the names that may be called
+#: namespace of torch's operators -> allowed names
 _LISTED = {namespace: frozenset(names.split()) for namespace, names in _DATA["operators"].items()}
 
 
 def torch_operator(target: str, *, in_place: bool = False) -> torch._ops.OpOverload | None:
-    """The operator of "namespace.name.overload" where `operators.yaml` lists it; None where not.
+    """Return the operator of "namespace.name.overload" if `operators.yaml` lists it; else None.
 
     Args:
-        in_place: also the form of a listed operator that writes to its operand, "name_".
+        in_place: allow the in-place variant "name_" of a listed operator too.
     """
     namespace, _, rest = target.partition(".")
     name, _, overload = rest.partition(".")
@@ -44,22 +44,22 @@ def torch_operator(target: str, *, in_place: bool = False) -> torch._ops.OpOverl
 
 
 def resolve_target(target: str) -> Callable[..., Any]:
-    """The callable of an opaque node, from an allow-list.
+    """Return the callable of an opaque node, from an allow-list.
 
-    Listed are torch's operators of `operators.yaml`, functions of Python's numbers, and torch's functions of symbolic
-    integers; no other name reaches an attribute of anything. A target "name:..." belongs to a framework: what is
-    registered as "opaque" under that name makes the callable.
+    Allowed are torch's operators in `operators.yaml`, Python functions of numbers, and torch's functions of symbolic
+    integers; no other attribute can be reached. A target "name:..." belongs to a framework: the function registered
+    as "opaque" under that name creates the callable.
 
     Raises:
-        GraphError: the name is outside the list or this torch does not have it.
-        UnknownNameError: there is no such framework.
+        GraphError: the name is not allowed, or this version of torch does not have it.
+        UnknownNameError: the framework does not exist.
     """
     if target in _PYTHON:
         return _PYTHON[target]
     framework, colon, _ = target.partition(":")
     if colon:
-        made: Callable[..., Any] = lookup("opaque", framework)(target)
-        return made
+        function: Callable[..., Any] = lookup("opaque", framework)(target)
+        return function
     module, _, name = target.partition(".")
     found = getattr(torch, name, None) if module == "torch" and name in _SYMBOLIC else torch_operator(target)
     if found is None:
@@ -68,15 +68,15 @@ def resolve_target(target: str) -> Callable[..., Any]:
 
 
 def repeatable(target: str) -> bool:
-    """Whether a call gives the same for the same operands: known of ATen, not of what belongs to a framework."""
+    """Return whether a call is known to be deterministic, which ATen declares and other frameworks do not."""
     return ":" not in target and torch.Tag.nondeterministic_seeded not in getattr(resolve_target(target), "tags", ())
 
 
 def target_name(target: Any) -> str:
-    """The inverse of `resolve_target`.
+    """Return the name of a callable, the inverse of `resolve_target`.
 
     Raises:
-        GraphError: the callable is not in the list.
+        GraphError: the callable is not allowed.
     """
     if isinstance(target, torch._ops.OpOverload):
         if torch_operator(str(target)) is not target:
@@ -98,7 +98,7 @@ def _not_listed(target: str) -> GraphError:
 
 
 def fill(template: Any, inputs: Sequence[Any]) -> Any:
-    """The argument template of an opaque node with every Ref replaced by the input that it stands for."""
+    """Return the argument template of an opaque node with every Ref replaced by its input."""
     if isinstance(template, Ref):
         return inputs[template.index]
     if isinstance(template, (list, tuple)):
@@ -106,7 +106,7 @@ def fill(template: Any, inputs: Sequence[Any]) -> Any:
     if isinstance(template, dict):
         if set(template) == {"torch"}:
             return constant_of(template["torch"])
-        if set(template) == {"index"}:  # of x[1:, ..., 3]: [start, stop, step], "...", or what stands there itself
+        if set(template) == {"index"}:  # x[1:, ..., 3]: [start, stop, step], "...", or the index itself
             keys = fill(template["index"], inputs)
             return tuple(slice(*k) if isinstance(k, list) else ... if k == "..." else k for k in keys)
         return {k: fill(v, inputs) for k, v in template.items()}

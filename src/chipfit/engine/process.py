@@ -1,4 +1,4 @@
-"""What all threads of a process share: random generators, and machinery of torch that one thread at a time may use."""
+"""State that all threads of a process share: random generators, and parts of torch that are not thread-safe."""
 
 import functools
 import logging
@@ -12,18 +12,18 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-#: held while torch.export, torch.onnx or Keras trace: they change filters of warnings, loggers and tables for a while
+#: lock while torch.export, torch.onnx or Keras trace: they temporarily change warning filters, loggers and tables
 TRACING = threading.RLock()
 _LOCK = threading.Lock()
-_LARGEST = (1 << 63) - 1  #: seed that every generator takes
-_INSIDE: list[Callable[[], None]] = []  #: what gives the caller's generators back, once for each call that runs
+_LARGEST_SEED = (1 << 63) - 1  #: largest seed that every generator supports
+_RESTORE: list[Callable[[], None]] = []  #: for each running call, the function that restores the caller's generators
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without gradients, and without what torch warns of and logs while it traces."""
+    """Disable gradients, and the warnings and logs of torch while it traces."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -36,13 +36,13 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Draw everything random inside from `seed`; the caller's generators are afterwards as they were before.
+    """Seed all random generators inside the block, and restore the caller's states afterwards.
 
-    Where several threads are inside at once, the last one to leave gives them back. Only models that draw numbers when
-    they run can then tell that they were not alone.
+    If several threads are inside, the last one to leave restores them. Only models that draw random numbers when they
+    run are affected by other threads.
     """
     with _LOCK:
-        _INSIDE.append(_INSIDE[0] if _INSIDE else _keep())
+        _RESTORE.append(_RESTORE[0] if _RESTORE else _save_states())
         torch.default_generator.manual_seed(seed)
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.manual_seed_all(seed)
@@ -52,33 +52,33 @@ def seeded(seed: int) -> Iterator[None]:
         yield
     finally:
         with _LOCK:
-            give_back = _INSIDE.pop()
-            if not _INSIDE:
-                give_back()
+            restore = _RESTORE.pop()
+            if not _RESTORE:
+                restore()
 
 
-def _keep() -> Callable[[], None]:
-    """What gives every generator the state that it has now."""
+def _save_states() -> Callable[[], None]:
+    """Return a function that gives every generator its present state."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
-    def give_back() -> None:
+    def restore() -> None:
         random.setstate(python)
         np.random.set_state(numpy)
         torch.set_rng_state(cpu)
         if devices is not None:
             torch.cuda.set_rng_state_all(devices)
 
-    return give_back
+    return restore
 
 
 def undisturbed(f: F) -> F:
-    """Let a function draw from its argument `seed`, 0 without one, and leave the caller's generators alone."""
+    """Let a function use its argument `seed` (default 0) without disturbing the caller's random generators."""
 
     @functools.wraps(f)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         seed = kwargs.get("seed", 0)
-        with seeded(seed & _LARGEST if isinstance(seed, int) else 0):  # what is no seed, the function itself refuses
+        with seeded(seed & _LARGEST_SEED if isinstance(seed, int) else 0):  # the function refuses other types
             return f(*args, **kwargs)
 
     return wrapped  # type: ignore[return-value]  # the same signature

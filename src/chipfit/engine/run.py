@@ -23,19 +23,18 @@ def run(
     keep: Collection[str] = (),
     reuse: bool = False,
 ) -> dict[str, Any]:
-    """Execute every node in order; a value is freed after its last reader.
+    """Execute every node in order and free each value after its last consumer.
 
     Args:
-        graph: what to run.
         inputs: one tensor per graph input.
-        hook: called with each node and its outputs; what it returns takes their place.
-        weights: replaces `graph.weights`, for example by quantized ones.
-        keep: value names to hold beyond their last use.
-        reuse: let activations and sums overwrite an operand that nothing reads any more: faster, less memory, same
-            numbers. Not for tensors that autograd needs.
+        hook: called with each node and its outputs; its result replaces them.
+        weights: replace `graph.weights`, for example by quantized ones.
+        keep: names of values to return besides the outputs.
+        reuse: let activations and sums overwrite an operand that has no further consumer: faster, with less memory and
+            the same numbers. Not for tensors that autograd needs.
 
     Returns:
-        The graph's outputs and the kept values, by name.
+        The graph's outputs and the values in `keep`, by name.
     """
     env: dict[str, Any] = dict(zip(graph.inputs, inputs, strict=True))
     table = graph.weights if weights is None else weights
@@ -55,12 +54,12 @@ def run(
     return {name: env[name] if name in env else table[name] for name in (*graph.outputs, *keep)}
 
 
-#: largest difference between graph and model that the order of additions may make, as a share of the largest output
+#: tolerated difference between graph and model, from the order of additions, as a share of the largest output
 _TOLERANCE = 1e-3
 
 
-def departs(graph: Graph, inputs: Sequence[torch.Tensor], want: Sequence[Any]) -> tuple[str, Any] | None:
-    """The first output of a graph that is not the model's, and its distance, shape or error; None where all are."""
+def first_deviation(graph: Graph, inputs: Sequence[torch.Tensor], want: Sequence[Any]) -> tuple[str, Any] | None:
+    """Return the first output that deviates from the model's and its distance, shape or error; None if all agree."""
     try:
         with torch.inference_mode():
             env = run(graph, inputs)
@@ -77,7 +76,7 @@ def departs(graph: Graph, inputs: Sequence[torch.Tensor], want: Sequence[Any]) -
 
 
 def done_after(graph: Graph) -> list[list[str]]:
-    """For each node what nothing reads after it: values and weights, but none that the graph returns."""
+    """Return for each node the values and weights without later consumers, except outputs of the graph."""
     last: dict[str | None, int] = {}
     for k, n in enumerate(graph.nodes):
         last.update(dict.fromkeys((*n.outputs, *n.inputs), k))
@@ -88,7 +87,7 @@ def done_after(graph: Graph) -> list[list[str]]:
     return out
 
 
-#: operators that can write their result over their first operand
+#: operators that can overwrite their first operand with the result
 _OVERWRITE: dict[str, Callable[..., tuple[Any, ...]]] = {
     "Relu": lambda x: (x.relu_(),),
     "Relu6": lambda x: (x.clamp_(0, 6),),
@@ -97,8 +96,8 @@ _OVERWRITE: dict[str, Callable[..., tuple[Any, ...]]] = {
 
 
 def _overwrites(graph: Graph, keep: Collection[str]) -> set[str]:
-    """The nodes that may: nothing else reads their first operand any more, nor shares its memory."""
-    certain = [n.op in OPS and not OPS[n.op].view for n in graph.nodes]  # the result shares none with an operand
+    """Return the nodes that may overwrite: their first operand has no other consumer and shares no memory."""
+    certain = [n.op in OPS and not OPS[n.op].view for n in graph.nodes]  # the result shares no memory with operands
     fresh = {o for n, new in zip(graph.nodes, certain, strict=True) if new for o in n.outputs}
     fresh -= {i for n, new in zip(graph.nodes, certain, strict=True) if not new for i in n.inputs}
     out = set()

@@ -1,4 +1,4 @@
-"""Between the arguments and results of the user's model and flat lists of tensors, through pytrees kept as JSON."""
+"""Conversion between arguments and results of the user's model and flat lists of tensors, by pytrees stored as JSON."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ from chipfit.graph.ir import Graph
 
 
 def flatten_inputs(graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> list[torch.Tensor]:
-    """The tensors of a call, in the order of `graph.inputs`.
+    """Return the tensors of a call, in the order of `graph.inputs`.
 
     Raises:
-        DataError: the call has another structure than the captured one.
+        DataError: the structure differs from that of the captured call.
     """
     return flatten_call(json.loads(graph.in_spec), args, kwargs or {})
 
 
 def flatten_call(spec: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """As `flatten_inputs`, from a parsed `in_spec`. What was captured by position may be passed by name.
+    """Return the tensors of a call for a parsed `in_spec`; raises as `flatten_inputs`.
 
-    Raises:
-        DataError: as above.
+    Arguments that were captured by position may be passed by name.
     """
     args, kwargs = tuple(args), dict(kwargs)
     for name in spec["names"][len(args) : spec["args"]]:
@@ -47,7 +46,7 @@ def flatten_call(spec: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[s
 
 
 class Results:
-    """The structure that a model returns; called with one value per graph output, it makes one."""
+    """The structure of a model's result; a call with one value per graph output builds a result."""
 
     def __init__(self, graph: Graph) -> None:
         spec = json.loads(graph.out_spec)
@@ -58,19 +57,19 @@ class Results:
         return pytree.tree_unflatten(leaves, self._tree)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Results:
-        return self  # nothing changes it, and copying a tree makes torch warn
+        return self  # immutable, and torch warns when a tree is copied
 
 
-#: what models that this process captured return, with the user's own classes, by digest of the structure
+#: digest -> structure with the user's own classes, of results of models that this process captured
 _CAPTURED: dict[str, Any] = {}
-#: those in which torch counts an entry that is None; classes of libraries leave it out
+#: classes in which torch counts an entry that is None; classes of libraries omit it
 _KEEP_NONE = dict, collections.OrderedDict, collections.defaultdict
-#: the same as torch names them in a written structure
+#: their names in a structure that torch wrote
 _DICTS = tuple(f"{c.__module__}.{c.__qualname__}" for c in _KEEP_NONE)
 
 
 def dump_tree(tree: Any, example: Any) -> dict[str, str]:
-    """A pytree as JSON, in dicts, lists and tuples; one with other classes is remembered while the process runs."""
+    """Return a pytree as JSON of dicts, lists and tuples; one with other classes is also kept in this process."""
     own = pytree.tree_structure(_plain(example))
     plain = {"plain": pytree.treespec_dumps(own)}
     if own == tree:
@@ -81,18 +80,18 @@ def dump_tree(tree: Any, example: Any) -> dict[str, str]:
 
 
 def load_tree(spec: Mapping[str, Any]) -> Any:
-    """The pytree that `dump_tree` described: with the user's classes where this process captured it, else plain."""
+    """Return the pytree of `dump_tree`, with the user's classes if this process captured it."""
     captured = _CAPTURED.get(spec.get("captured", ""))
     return captured if captured is not None else read_tree(spec["plain"])
 
 
 def read_tree(text: str) -> Any:
-    """A pytree that torch has written, by a reader that imports no class: dicts, lists and tuples of the same leaves.
+    """Return a pytree that torch wrote, without importing classes: as dicts, lists and tuples with the same leaves.
 
-    A class comes back as a dict where its fields are named in the text, else as a tuple.
+    A class becomes a dict if the text names its fields, else a tuple.
 
     Raises:
-        GraphError: the text is no such description.
+        GraphError: the text is malformed.
     """
     try:
         match parse_json(text, GraphError, where="a structure of inputs or outputs is malformed"):
@@ -104,17 +103,17 @@ def read_tree(text: str) -> Any:
 
 
 def _nested(node: Mapping[str, Any]) -> Any:
-    """The same structure with 0 at every leaf."""
+    """Return the structure of a node with 0 at every leaf."""
     parts = node.get("children_spec") if isinstance(node, dict) else None
     if not isinstance(parts, list) or not isinstance(node.get("type"), (str, type(None))):
-        raise ValueError(f"{str(node)[:80]} is no node")
+        raise ValueError(f"{str(node)[:80]} is not a node")
     kind, children = node.get("type", ""), [_nested(c) for c in parts]
     if kind is None:
         return 0
     if kind in ("builtins.list", "builtins.tuple"):
         return children if kind == "builtins.list" else tuple(children)
     context = node.get("context")
-    if isinstance(context, dict):  # of a defaultdict
+    if isinstance(context, dict):  # for a defaultdict
         context = context.get("dict_context")
     names = json.loads(context) if isinstance(context, str) and context[:1] == "[" else context
     while isinstance(names, list) and len(names) == 2 and isinstance(names[1], list):
@@ -127,14 +126,14 @@ def _nested(node: Mapping[str, Any]) -> Any:
 
 
 def _classes(tree: Any) -> list[str]:
-    """The classes of a pytree, by module and name."""
+    """Return the classes of a pytree, by module and name."""
     kinds = (tree.type, tree.context) if tree.type is not None else ()
     own = [f"{k.__module__}.{k.__qualname__}" for k in kinds if isinstance(k, type)]
     return own + [name for child in tree.children() for name in _classes(child)]
 
 
 def _plain(x: Any) -> Any:
-    """The same leaves in dicts and tuples."""
+    """Return x with its containers converted to dicts, lists and tuples."""
     if isinstance(x, Mapping):
         return {k: _plain(v) for k, v in x.items() if v is not None or type(x) in _KEEP_NONE}
     if dataclasses.is_dataclass(x) and not isinstance(x, type):

@@ -1,4 +1,4 @@
-"""Types of torch by the names that files and graphs give them: the only attributes of torch that a name can reach."""
+"""Types of torch by their names in files and graphs: the only attributes of torch that such a name can reach."""
 
 from typing import Any
 
@@ -17,28 +17,28 @@ _CONSTANTS: dict[str, Any] = {**DTYPES, **{name: getattr(torch, name) for name i
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype of that name.
+    """Return the dtype of a name.
 
     Raises:
-        GraphError: there is none.
+        GraphError: it does not exist.
     """
     if name not in DTYPES:
-        raise GraphError(f"There is no type of numbers named '{name}'", allowed=", ".join(DTYPES))
+        raise GraphError(f"There is no number type named '{name}'", allowed=", ".join(DTYPES))
     return DTYPES[name]
 
 
 def described(x: Any) -> str:
-    """A value of a call as messages show it, such as float32[2, 3]."""
+    """Return the description of a value for messages, such as float32[2, 3]."""
     if isinstance(x, torch.Tensor):
         return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
     return type(x).__name__
 
 
 def constant_of(text: str) -> Any:
-    """dtype, layout or memory format by its name, or the device of "device:cpu".
+    """Return the dtype, layout or memory format of a name, or the device of "device:cpu".
 
     Raises:
-        GraphError: it is none of them.
+        GraphError: the name is not allowed.
     """
     if text in _CONSTANTS:
         return _CONSTANTS[text]
@@ -46,4 +46,6 @@ def constant_of(text: str) -> Any:
     device, _, index = name.partition(":")
     if kind == "device" and device in ("cpu", "cuda", "mps", "xpu", "meta") and (not index or index.isdecimal()):
         return torch.device(name)
-    raise GraphError(f"'{text}' is no constant that a graph can hold", allowed=f"device:cpu, {', '.join(_CONSTANTS)}")
+    raise GraphError(
+        f"'{text}' is not a constant that a graph can hold", allowed=f"device:cpu, {', '.join(_CONSTANTS)}"
+    )

@@ -1,4 +1,4 @@
-"""What a training algorithm is: how a tensor is rounded while its numbers train, written once for every framework."""
+"""The base of training algorithms: formulas that quantize a tensor while its parameters train, for all frameworks."""
 
 from __future__ import annotations
 
@@ -14,60 +14,59 @@ from chipfit.quantizers.ops import clamp, ste
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import registered
 
-#: widest code that trains: steps of wider ones are lost in float32
+#: greatest width that trains [bit]: steps of wider grids are lost in float32
 MOST_BITS = 16
-#: a scale that trains stays above this, or above a fraction of its first value where that is smaller
+#: lower limit of a trained scale, unless a fraction of its first value is smaller
 EPS = torch.finfo(torch.float32).eps
 
-#: name -> number or tensor of one quantizer, each broadcast against the tensor that it rounds
+#: name -> parameter or constant of one quantizer, which broadcasts against its tensor
 Numbers = Mapping[str, Any]
 
 
 class Algorithm:
-    """Base of all training algorithms: straight-through rounding to a grid whose scale trains.
+    """The base of all training algorithms: straight-through rounding to a grid whose scale trains.
 
-    A subclass is a frozen dataclass, registered under its name: its fields are the options, with defaults. It overrides
-    what it does otherwise, in this order: `constants` and `init` once, then `numbers`, `reals` and `call` in each step;
-    when training ends, `numbers` become the plan's and `reals` the weights, so that the rounding of the plan is that of
-    training. One that treats activations in another way than weights has a field `activations`, which
-    `for_tensor` sets.
+    A subclass is a frozen dataclass, registered under its name; its fields are the options, with defaults. It overrides
+    the methods that differ: `constants` and `init` are called once, then `numbers`, `reals` and `call` in each step.
+    When training ends, `numbers` become the plan's and `reals` the weights, so that the plan quantizes as training
+    did. An algorithm that treats activations differently has a field `activations`, which `for_tensor` sets.
 
-    `ops` is `quantizers.ops.TorchOps` or its twin of Keras; `p` has what `init` made, over the `constants`, and
-    `training`, whether this is a step of training.
+    `ops` is `quantizers.ops.TorchOps` or its twin for Keras. `p` holds the parameters of `init`, the `constants`, and
+    `training`, whether this is a training step.
     """
 
-    #: why what was trained cannot be deployed, by the role of the tensor; roles that are left out can
+    #: reason why a trained tensor cannot be deployed, by its role; missing roles can
     undeployable: Mapping[str, str] = {}
-    #: parameters that are [N] for N levels, and broadcast against nothing
+    #: parameters that are [N] for N levels, and do not broadcast against the tensor
     vectors: tuple[str, ...] = ()
 
     def refuses(self, grid: Grid, role: str) -> str:
-        """Why it cannot round a tensor ("weight" or "activation") to this grid; "" where it can."""
+        """Return why it cannot quantize a tensor ("weight" or "activation") to this grid; "" if it can."""
         return ""
 
     def grid(self, grid: Grid) -> Grid:
-        """The grid that it rounds to: the plan's, unless it brings levels of its own."""
+        """Return the grid that it uses: the plan's, unless the algorithm has levels of its own."""
         return grid
 
     def constants(self, stored: Stored, x: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """What it is given besides the parameters, which may take the place of some; arguments and shapes of `init`."""
+        """Return constants by name, with arguments and shapes as in `init`; parameters override them by name."""
         return constants(stored)
 
     def for_tensor(self, stored: Stored, role: str, shape: tuple[int | None, ...]) -> Algorithm:
-        """The algorithm of one tensor: itself, with `activations` said, unless it keeps something for each.
+        """Return the algorithm for one tensor: itself, with `activations` set, unless it has state for each tensor.
 
         Args:
-            stored: grid, scale and zero point, with the channel axis in the framework's own layout.
+            stored: grid, scale and zero point, with the channel axis in the framework's layout.
             role: "weight" or "activation".
-            shape: of the tensor in that layout; None where it varies.
+            shape: shape of the tensor in that layout, None for a dynamic size.
         """
         return replace(self, activations=role == "activation") if hasattr(self, "activations") else self  # type: ignore[type-var]
 
     def start(self, host: Any) -> None:
-        """Register what it keeps beside the parameters of `init` on the module or layer that hosts it."""
+        """Register state besides the parameters of `init` on the module or layer that hosts it."""
 
     def init(self, stored: Stored, x: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """The parameters that train, by name, as they start: each [] or [C], float32.
+        """Return the initial values of the parameters by name, each [] or [C], float32.
 
         Args:
             stored: the plan's grid, scale and zero point.
@@ -76,39 +75,39 @@ class Algorithm:
         return {"scale": stored.scale}
 
     def numbers(self, ops: Any, p: Numbers, grid: Grid) -> tuple[Any, Any]:
-        """Scale and zero point as the chip would store them now; gradients flow to the parameters."""
+        """Return scale and zero point as the chip would store them now; gradients flow to the parameters."""
         return positive(ops, p["scale"], p["least"], grid), p["zero_point"]
 
     def table(self, ops: Any, p: Numbers, grid: Grid) -> Any:
-        """The levels as they are now, ascending [N], in units of the scale; None: those of the grid."""
+        """Return the current levels, ascending [N], in units of the scale; None for those of the grid."""
         return None
 
     def rescaled(self, ops: Any, p: Numbers, factor: Any) -> dict[str, Any]:
-        """The parameters with which `numbers` has this factor more scale, where a bound of the platform asks for it.
+        """Return parameters with which the scale of `numbers` is multiplied by `factor`, to satisfy a scale bound.
 
         Args:
-            p: what trains, each [] or [C].
-            factor: [] or [C], a power of two where the scale is one.
+            p: the parameters, each [] or [C].
+            factor: [] or [C], a power of two if the scale is one.
         """
         return {name: p[name] * factor for name in (("scale",) if "scale" in p else p)}
 
     def reals(self, ops: Any, x: Any, p: Numbers, grid: Grid) -> Any:
-        """What is rounded in place of x [*dims]: the weights that are stored when training ends."""
+        """Return the floats that are quantized in place of x [*dims]: the final weights when training ends."""
         return x
 
     def call(self, ops: Any, x: Any, p: Numbers, grid: Grid) -> Any:
-        """x [*dims] as the chip holds it. The value is `fake_quantize(reals, *numbers)`; the gradient is its own."""
+        """Return x [*dims] fake-quantized: the value is `fake_quantize(reals, *numbers)`, the gradient is its own."""
         s, z = self.numbers(ops, p, grid)
         return ops.fake_quantize(self.reals(ops, x, p, grid), s, z, grid)
 
 
 def with_levels(grid: Grid, table: Iterable[float] | None) -> Grid:
-    """The grid with the levels of `Algorithm.table`, each once."""
+    """Return the grid with the distinct levels of `Algorithm.table`."""
     return grid if table is None else replace(grid, table=tuple(sorted(set(table))))
 
 
 def positive(ops: Any, s: Any, least: Any, grid: Grid) -> Any:
-    """A scale above `least`, a power of two where the grid wants one: 2^round(log2 s), straight through."""
+    """Return |s|, at least `least`; on a power-of-two grid 2^round(log2 s), straight through."""
     s = ops.maximum(ops.abs(s), least)
     if grid.pot:
         log = ops.log2(s)
@@ -117,24 +116,24 @@ def positive(ops: Any, s: Any, least: Any, grid: Grid) -> Any:
 
 
 def constants(stored: Stored) -> dict[str, torch.Tensor]:
-    """The plan's numbers, and the least scale."""
+    """Return the plan's scale and zero point, and the least scale."""
     return {"scale": stored.scale, "zero_point": stored.zero_point, "least": torch.clamp(stored.scale / 16, max=EPS)}
 
 
 def rows(x: torch.Tensor, stored: Stored) -> torch.Tensor:
-    """A weight, with what shares a scale along the last axis: [N], or [C, N]."""
+    """Return a weight as [N], or [C, N] with one scale for each row."""
     x = x.detach().to(stored.scale.dtype)
     return x.movedim(stored.axis or 0, 0).flatten(1) if stored.scale.dim() else x.flatten()
 
 
 def reach(ops: Any, p: Numbers, grid: Grid) -> Any:
-    """The greatest magnitude that a grid of integers holds, in the tensor's unit."""
+    """Return the greatest magnitude on an integer grid, in the tensor's unit."""
     z = p["zero_point"]
     return p["scale"] * ops.maximum(grid.qmax - z, z - grid.qmin)
 
 
 def threshold(stored: Stored) -> torch.Tensor:
-    """The greatest magnitude that is stored, [] or [C]."""
+    """Return the greatest magnitude on the grid, [] or [C]."""
     if stored.grid.table is not None:
         return stored.scale * max(abs(v) for v in stored.grid.table)
     greatest: torch.Tensor = reach(torch, {"scale": stored.scale, "zero_point": stored.zero_point}, stored.grid)
@@ -142,7 +141,7 @@ def threshold(stored: Stored) -> torch.Tensor:
 
 
 def unit(ops: Any, p: Numbers, grid: Grid) -> tuple[Any, Any]:
-    """Scale and zero point of the range [-1, 1], or [0, 1] where no code stands for negative numbers."""
+    """Return scale and zero point for the range [-1, 1], or [0, 1] on a grid without negative numbers."""
     steps, z = grid.qmax - grid.qmin, p["zero_point"]
     if grid.zero == "any":
         z = ops.zeros_like(z) + (grid.qmin + (steps + 1) // 2)
@@ -150,22 +149,22 @@ def unit(ops: Any, p: Numbers, grid: Grid) -> tuple[Any, Any]:
 
 
 def clipped(ops: Any, x: Any, low: Any, high: Any, numbers: tuple[Any, Any], grid: Grid) -> Any:
-    """x rounded with (scale, zero point), and the gradient of clipping it: 1 inside, and beyond an end to that end."""
+    """Return x fake-quantized with (scale, zero point), with the gradient of clipping it to low and high."""
     y = ops.fake_quantize(ops.stop_gradient(x), *(ops.stop_gradient(n) for n in numbers), grid)
     return ste(ops, clamp(ops, x, low, high), y)
 
 
 def of_integers(grid: Grid) -> str:
-    """Why an algorithm whose codes lie in equal steps from 0 refuses a grid; "" where it does not."""
+    """Return why an algorithm with equal steps refuses a grid; "" if it does not."""
     return "the format's codes are entries of a table" if grid.table is not None else ""
 
 
 def of_table(grid: Grid, kind: str, least: int) -> str:
-    """Why an algorithm with levels of a table refuses a grid; "" where it does not.
+    """Return why an algorithm with a table of levels refuses a grid; "" if it does not.
 
     Args:
-        kind: of the tables that it knows, "lut" or "log".
-        least: bits.
+        kind: kind of its tables, "lut" or "log".
+        least: least number of bits.
     """
     if not least <= grid.bits <= 8:
         return f"{grid.bits} bits; its tables have {least} to 8"

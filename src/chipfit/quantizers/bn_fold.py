@@ -1,17 +1,17 @@
-"""Batch norm folded into the layer before it while both train, written once for every framework.
+"""Training of a layer with the batch norm behind it folded in, for every framework.
 
 The strategies are numbered as in document 004 (MQBench, Li et al. 2021, arXiv:2111.03759, section 3); 2 and 3 are those
-of Krishnamoorthi 2018, arXiv:1806.08342, section 3.2.2. With w, b the layer's weight and bias, k = gamma / sd, mean and
-sd = sqrt(var + eps) what is remembered, m and s = sqrt(v + eps) those of the batch, and Q the rounding of weights:
+of Krishnamoorthi 2018, arXiv:1806.08342, section 3.2.2. w and b are the layer's weight and bias, k = gamma / sd; mean
+and sd = sqrt(var + eps) are the running statistics, m and s = sqrt(v + eps) those of the batch; Q quantizes weights:
 
-    -1  BN(conv(x, Q(w)) + b), never folded: no chip computes that from codes
-     0  w and b are folded once, before training, and the batch norm is gone
-     1  conv(x, Q(w k)) + (b - mean) k + beta: what is remembered stays
-     2  the same with m and s, which a convolution with w finds first
+    -1  BN(conv(x, Q(w)) + b), never folded: no chip computes that with integers
+     0  w and b are folded once, before training, and the batch norm disappears
+     1  conv(x, Q(w k)) + (b - mean) k + beta: running statistics are frozen
+     2  as 1 with m and s, which a convolution with w computes first
      3  conv(x, Q(w k)) sd / s + (b - m) gamma / s + beta
      4  BN(conv(x, Q(w k)) / k + b)
 
-In inference 1 to 4 are all what 1 is.
+In inference, strategies 1 to 4 all compute what 1 does.
 """
 
 from collections.abc import Callable
@@ -21,15 +21,15 @@ from typing import Any
 from chipfit.errors import ConfigError
 
 STRATEGIES = (-1, 0, 1, 2, 3, 4)
-#: why what strategy -1 trains is not exported
+#: reason why the result of strategy -1 is not exported
 UNFOLDED = "bn_fold=-1 rounds weights without their batch norm, which a chip folds into them before it rounds"
 
 
 def strategy_of(given: Any) -> int:
-    """The number of a strategy.
+    """Return the number of a strategy.
 
     Raises:
-        ConfigError: there is none of that number.
+        ConfigError: it does not exist.
     """
     if given not in STRATEGIES or isinstance(given, bool):
         raise ConfigError("There is no such way to fold a batch norm", got=repr(given), allowed=STRATEGIES)
@@ -38,7 +38,7 @@ def strategy_of(given: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """The numbers of a batch norm, [C] each."""
+    """The parameters and running statistics of a batch norm, [C] each."""
 
     gamma: Any
     beta: Any
@@ -49,33 +49,33 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """Where a linear layer has its output channels."""
+    """The position of a linear layer's output channels."""
 
-    weight: tuple[int, ...]  #: shape in which the weight is viewed
-    factor: tuple[int, ...]  #: shape in which [C] broadcasts against that
-    axis: int  #: of results
+    weight: tuple[int, ...]  #: shape of the weight's view
+    factor: tuple[int, ...]  #: shape in which [C] broadcasts against that view
+    axis: int  #: channel axis of results
 
 
 def times(ops: Any, w: Any, k: Any, at: Channels) -> Any:
-    """The weight whose output channel c is multiplied by k[c]."""
+    """Return the weight with output channel c multiplied by k[c]."""
     return ops.reshape(ops.reshape(w, at.weight) * ops.reshape(k, at.factor), tuple(w.shape))
 
 
 def folded(ops: Any, w: Any, b: Any, bn: Norm, at: Channels) -> tuple[Any, Any]:
-    """Weight and bias [C] of the layer that computes the layer and its batch norm (Jacob et al. 2018, eq. 14)."""
+    """Return weight and bias [C] of the layer with its batch norm folded in (Jacob et al. 2018, eq. 14)."""
     k = bn.gamma / ops.sqrt(bn.var + bn.eps)
     return times(ops, w, k, at), (b - bn.mean) * k + bn.beta
 
 
 def moments(ops: Any, y: Any, at: Channels) -> tuple[Any, Any, Any]:
-    """Mean and variance of each channel [C], and of how many numbers they are."""
+    """Return mean and variance of each channel [C], and the number of values in each."""
     axes = tuple(a for a in range(len(y.shape)) if a != at.axis % len(y.shape))
     m = ops.mean(y, axes)
     return m, ops.mean(ops.square(y - _along(ops, m, y, at)), axes), ops.size(y) / y.shape[at.axis]
 
 
 def remembered(running: Norm, batch: tuple[Any, Any, Any], momentum: float) -> tuple[Any, Any]:
-    """Mean and variance after a step: the moving average, of the unbiased variance."""
+    """Return the running mean and (unbiased) variance after a step."""
     m, v, n = batch
     unbiased = v * (n / (n - 1))
     return running.mean + momentum * (m - running.mean), running.var + momentum * (unbiased - running.var)
@@ -93,13 +93,13 @@ def forward(
     weight: Callable[[Any], Any],
     bias: Callable[[Any], Any],
 ) -> tuple[Any, tuple[Any, Any, Any] | None]:
-    """The result of the layer and its batch norm, and `moments` to remember, None where they stay.
+    """Return the result of layer and batch norm, and the batch's `moments` to update running statistics, or None.
 
     Args:
-        strategy: any but 0.
-        call: the result of the layer with a weight and a bias [C], or None, for the input of this step.
-        w, b: the layer's own, unfolded; b is [C].
-        weight, bias: how each is rounded.
+        strategy: any except 0.
+        call: (weight, bias [C] or None) -> result of the layer for the input of this step.
+        w, b: weight and bias [C] of the layer, unfolded.
+        weight, bias: their quantizers.
     """
     if strategy != -1 and (strategy == 1 or not training):
         w_folded, b_folded = folded(ops, w, b, bn, at)
@@ -108,7 +108,7 @@ def forward(
     if strategy in (-1, 4):
         if strategy == -1:
             y = call(weight(w), b)
-        else:  # where gamma is 0 any factor does, since the result does not depend on the weight
+        else:  # if gamma is 0, any factor will do: the result does not depend on the weight
             k = ops.where(bn.gamma == 0, ops.ones_like(bn.gamma), bn.gamma) / sd
             y = call(weight(times(ops, w, k, at)), None)
             y = y / _along(ops, k, y, at) + _along(ops, b, y, at)
@@ -126,7 +126,7 @@ def forward(
 
 
 def _along(ops: Any, v: Any, y: Any, at: Channels) -> Any:
-    """[C] as it broadcasts against y."""
+    """Return v [C] in a shape that broadcasts against y."""
     shape = [1] * len(y.shape)
     shape[at.axis] = -1
     return ops.reshape(v, tuple(shape))

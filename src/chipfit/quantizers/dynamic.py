@@ -1,29 +1,29 @@
-"""Rounding to a range that is found each time a kernel runs: of a whole tensor, of each row, or of blocks of a row."""
+"""Dynamic quantization: the range is computed at run time, of a whole tensor, of each row, or of blocks of a row."""
 
 from typing import Any, Literal
 
 from chipfit.quantizers.ops import ste
 
-#: codes, scale and zero point, all float32: the last two broadcast against the codes
+#: quantized values, scale and zero point, all float32; scale and zero point broadcast against the values
 Codes = tuple[Any, Any, Any]
 
 
 def dynamic_codes(
     ops: Any, x: Any, *, qmin: int, qmax: int, affine: bool, per: Literal["tensor", "row", "block"], block: int
 ) -> Codes:
-    """The codes that a kernel makes of its data.
+    """Quantize x as a dynamic kernel does.
 
-    Affine, x and 0 lie in the range: s = (max - min) / (qmax - qmin), z = clip(round(qmin - min / s)), q =
-    clip(round(x / s) + z), halves to even. Symmetric, s = max |x| / qmax and q = round(x * (qmax / max |x|)). Where all
-    is 0, s = 1.
+    Affine, for a range widened to contain 0: s = (max - min) / (qmax - qmin), z = clip(round(qmin - min / s)), q =
+    clip(round(x / s) + z), halves to even. Symmetric: s = max |x| / qmax, q = round(x * (qmax / max |x|)). s = 1 if all
+    values are 0.
 
     Args:
         ops: see `quantizers.ops`.
-        x: reals [N, *dims, K], float32.
-        qmin, qmax: the ends of the codes.
-        affine: with a zero point; else 0 has the code 0.
-        per: what shares a range: everything, each row of K, or blocks of a row.
-        block: numbers of a block, which divides K, where blocks share one.
+        x: floats [N, *dims, K], float32.
+        qmin, qmax: lowest and highest quantized value.
+        affine: with a zero point; otherwise it is 0.
+        per: what shares a range: the tensor, each row of K elements, or each block of a row.
+        block: elements of a block, a divisor of K.
 
     Source: ONNX DynamicQuantizeLinear-11; ONNX Runtime, MatMulNBits with accuracy_level 4.
     >>> import torch
@@ -38,7 +38,7 @@ def dynamic_codes(
     zeros = ops.zeros_like(high)
     if affine:
         low, high = ops.minimum(low, zeros), ops.maximum(high, zeros)
-        s = (high - low) / (zeros + (qmax - qmin))  # two tensors: torch divides a number by one in two roundings
+        s = (high - low) / (zeros + (qmax - qmin))  # two tensors: torch divides a number by a tensor in two roundings
         s = ops.where(s > 0, s, zeros + 1)
         z = ops.clip(ops.round(qmin - low / s), qmin, qmax)
         q = ops.clip(ops.round(parts / s) + z, qmin, qmax)
@@ -54,6 +54,6 @@ def dynamic_codes(
 
 
 def dynamic_quantize(ops: Any, x: Any, **how: Any) -> Any:
-    """The reals that those codes stand for, with a gradient as if nothing was rounded."""
+    """Return x after dynamic quantization and dequantization, with the gradient of the identity."""
     q, s, z = dynamic_codes(ops, ops.stop_gradient(x), **how)
     return ste(ops, x, (q - z) * s)

@@ -1,9 +1,9 @@
-"""Inferable quantizers: rounding that no longer trains, described by thresholds, ranges and look-up tables.
+"""Inferable quantizers: fixed quantization, described by thresholds, ranges and look-up tables.
 
-A symmetric grid of n bits has the step s = t / 2^(n-1) and the ends -t and t - s, or t / 2^n, 0 and t - s without a
-sign. A uniform one has s = (b - a) / (2^n - 1), shifted so that 0 is a code. Entries of a look-up table are integers in
-units of t / 2^(B-1), or t / 2^B without a sign. The classes here are for tensors of PyTorch; those for Keras are in
-`frameworks.keras.inferable`.
+A symmetric grid of n bits has the step s = t / 2^(n-1) and covers -t to t - s; unsigned, s = t / 2^n and it covers 0 to
+t - s. A uniform grid has s = (b - a) / (2^n - 1), shifted so that 0 is a code. Entries of a look-up table are integers
+in units of t / 2^(B-1), unsigned t / 2^B. These classes are for PyTorch tensors; `frameworks.keras.inferable` has those
+for Keras.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ def symmetric(
     table: Sequence[float] | None = None,
     entry_bits: int = LUT_BITS,
 ) -> Stored:
-    """A grid about zero.
+    """Return a symmetric grid with its scale.
 
     Args:
         threshold: [] or [C] along `axis`.
-        table: entries of a look-up table; `entry_bits` is their width.
+        pot: whether the threshold must be a power of two.
+        table: entries of a look-up table, `entry_bits` wide.
 
     Raises:
-        ConfigError: a threshold that is not positive, or no power of two where one is asked for; a table that does not
-            fit its width.
+        ConfigError: a threshold is not positive or not a power of two, or the table does not fit its width.
     """
     t = torch.as_tensor(threshold, dtype=torch.float64)
     if not bool((torch.isfinite(t) & (t > 0)).all()):
@@ -63,7 +63,7 @@ def _with_table(grid: Grid, table: Sequence[float]) -> Grid:
     entries = tuple(sorted({float(v) for v in table}))
     if grid.bits > LUT_BITS:
         raise ConfigError("A look-up table is too large", got=f"{grid.bits} bits", allowed=f"at most {LUT_BITS} bits")
-    most = grid.qmax + (0 if grid.signed else 1)  # without a sign, the threshold itself is an entry
+    most = grid.qmax + (0 if grid.signed else 1)  # unsigned, the threshold itself may be an entry
     if not 2 <= len(entries) <= 1 << grid.bits:
         got, allowed = f"{len(entries)} entries", f"2 to {1 << grid.bits} with {grid.bits} bits"
         raise ConfigError("A look-up table does not fit its width", got=got, allowed=allowed)
@@ -74,7 +74,7 @@ def _with_table(grid: Grid, table: Sequence[float]) -> Grid:
 
 
 def uniform(bits: int, low: Any, high: Any, axis: int | None = None) -> Stored:
-    """A grid from low to high, [] or [C] along `axis`: widened to hold 0, and shifted so that 0 is a code.
+    """Return an unsigned grid from low to high, [] or [C] along `axis`, widened to contain 0, with 0 as a code.
 
     Raises:
         ConfigError: low is not below high.
@@ -91,7 +91,7 @@ def uniform(bits: int, low: Any, high: Any, axis: int | None = None) -> Stored:
 
 
 def parameters(s: Stored) -> dict[str, Any]:
-    """The grid in the words of thresholds: "threshold", or "range_min" and "range_max"; float32 tensors, [] or [C]."""
+    """Return "threshold", perhaps with "lut_values", or "range_min" and "range_max"; float32 tensors, [] or [C]."""
     if not s.grid.symmetric:
         low, high = ((end - s.zero_point) * s.scale for end in (s.grid.qmin, s.grid.qmax))
         return {"range_min": low, "range_max": high}
@@ -101,12 +101,13 @@ def parameters(s: Stored) -> dict[str, Any]:
 
 
 class InferableQuantizer:
-    """Rounds tensors; `stored` is the grid that it rounds to. It has its arguments as attributes.
+    """A quantizer with fixed parameters: it quantizes and dequantizes tensors to the grid `stored`.
 
-    `threshold`, `min_range`, `max_range` and `lut_values` are lists; a range becomes what it was shifted to.
+    Its arguments are attributes. `threshold`, `min_range`, `max_range` and `lut_values` are lists; the attributes of a
+    range are its ends after the shift.
 
     Raises:
-        ConfigError: they are something else, or do not describe a grid.
+        ConfigError: an argument is not a list, or they do not describe a grid.
     """
 
     ops: Any = TorchOps
@@ -139,7 +140,7 @@ class InferableQuantizer:
         self.__dict__ |= given
 
     def __call__(self, inputs: Any) -> Any:
-        """inputs: reals [*dims]. Returns reals on the grid, same shape."""
+        """Return floats on the grid, [*dims], for floats [*dims]."""
         shape = [1] * len(inputs.shape) if self.stored.axis is not None else []
         if shape:
             shape[self.stored.axis or 0] = -1
@@ -150,7 +151,7 @@ class InferableQuantizer:
         return self.ops.fake_quantize(inputs, s, z, self.stored.grid)
 
     def get_config(self) -> dict[str, Any]:
-        """The arguments that make it again."""
+        """Return the constructor's arguments."""
         return dict(self._config)
 
     @classmethod
@@ -161,7 +162,7 @@ class InferableQuantizer:
 _LISTS = {"threshold", "min_range", "max_range", "lut_values"}
 _DEFAULTS = {"channel_axis": None, "input_rank": None, "lut_values_bitwidth": LUT_BITS}
 _CHANNELS = "per_channel channel_axis input_rank"
-#: what stands before "InferableQuantizer" in the name -> its arguments
+#: prefix of "InferableQuantizer" in the class name -> its arguments
 _ARGUMENTS = {
     "WeightsSymmetric": f"num_bits threshold {_CHANNELS}",
     "WeightsPOT": f"num_bits threshold {_CHANNELS}",
@@ -188,11 +189,11 @@ globals().update(CLASSES)
 
 
 def of(stored: Stored, role: str, classes: Mapping[str, Any] = CLASSES) -> Any:
-    """The inferable quantizer of a tensor that is stored like this.
+    """Return the inferable quantizer of a tensor.
 
     Args:
         role: "weight" or "activation".
-        classes: those of a framework, by name.
+        classes: the framework's classes, by name.
     """
     grid, words = stored.grid, parameters(stored)
     given: dict[str, Any] = {k: v.reshape(-1).tolist() for k, v in words.items() if k != "lut_values"}

@@ -1,8 +1,8 @@
-"""The functions that training formulas are written in: what torch and `keras.ops` both provide, under Keras's names.
+"""The functions in which training formulas are written, so that one formula serves torch and Keras.
 
-A formula takes them as `ops`: `TorchOps` here, `KerasOps` in `frameworks.keras.backend`. Besides those below it may use
-abs, clip, exp, floor, log2, max (of all), maximum, minimum, reshape, round, sign, sqrt, tanh, trunc and where, which
-are alike.
+A formula receives them as `ops`: `TorchOps` here, `KerasOps` in `frameworks.keras.backend`. Besides the functions below
+it may use abs, clip, exp, floor, log2, max (of all), maximum, minimum, reshape, round, sign, sqrt, tanh, trunc and
+where, which are the same in torch and `keras.ops`.
 """
 
 from collections.abc import Sequence
@@ -14,17 +14,17 @@ from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.rounding import ROUNDINGS, by_rule
 from chipfit.quantizers.tables import boundaries
 
-#: codes are told apart below this; an infinity must not become inf - inf
+#: bound of x / s before rounding, above which no code lies; it keeps infinities from becoming inf - inf
 _MOST = 2.0**40
 
 
-class _Alike(type):
+class _TorchFunctions(type):
     def __getattr__(cls, name: str) -> Any:
         return getattr(torch, name)
 
 
-class TorchOps(metaclass=_Alike):
-    """The functions on torch tensors."""
+class TorchOps(metaclass=_TorchFunctions):
+    """The functions for torch tensors."""
 
     @staticmethod
     def stop_gradient(x: torch.Tensor) -> torch.Tensor:
@@ -32,17 +32,17 @@ class TorchOps(metaclass=_Alike):
 
     @staticmethod
     def constant(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
-        """A tensor [N] of the dtype and on the device of another."""
+        """Return a tensor [N] with the dtype and device of `like`."""
         return torch.tensor(values, dtype=like.dtype, device=like.device)
 
     @staticmethod
     def traced(x: torch.Tensor) -> bool:
-        """Whether x stands for values that are not known yet."""
+        """Return whether x is symbolic, without values yet."""
         return False
 
     @staticmethod
     def size(x: torch.Tensor) -> int:
-        """How many numbers x holds."""
+        """Return the number of elements."""
         return x.numel()
 
     @staticmethod
@@ -63,21 +63,21 @@ class TorchOps(metaclass=_Alike):
 
     @staticmethod
     def entry(table: torch.Tensor, edges: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """table[k] for each x in (edges[k-1], edges[k]]; table [N], edges [N-1], both ascending."""
+        """Return table[k] for each x in (edges[k-1], edges[k]]; table [N], edges [N-1], both ascending."""
         return table[torch.bucketize(x.contiguous(), edges)]
 
     @staticmethod
     def fake_quantize(x: torch.Tensor, s: torch.Tensor, z: torch.Tensor, grid: Grid) -> torch.Tensor:
-        """See `fake_quantize`; eager, in a few passes over memory."""
+        """Return `fake_quantize`, computed in few passes over memory when eager."""
         compiled = torch.compiler.is_compiling() or torch.compiler.is_exporting()
-        if compiled or grid.table is not None:  # plain operators, which the compiler fuses
+        if compiled or grid.table is not None:  # plain operators, which a compiler fuses
             slow: torch.Tensor = fake_quantize(TorchOps, x, s, z, grid)
             return slow
         return _FakeQuantize.apply(x, s, z, grid)  # type: ignore[no-untyped-call, no-any-return]  # torch has no types
 
 
 def ste(ops: Any, x: Any, y: Any) -> Any:
-    """The value y, exactly, with the gradient of x: a straight-through estimator (Bengio et al. 2013, arXiv:1308.3432).
+    """Return exactly y, with the gradient of x: a straight-through estimator (Bengio et al. 2013, arXiv:1308.3432).
 
     x must be finite.
     """
@@ -85,25 +85,25 @@ def ste(ops: Any, x: Any, y: Any) -> Any:
 
 
 def clamp(ops: Any, x: Any, low: Any, high: Any) -> Any:
-    """x between low and high, with gradient 1 at both ends on every backend; numbers or tensors, which take theirs."""
+    """Clip x to numbers or tensors low and high, with gradient 1 of x at both ends on every backend."""
     return ops.where(x < low, low, ops.where(x > high, high, x))
 
 
 def gradient_times(ops: Any, x: Any, factor: Any) -> Any:
-    """x, whose gradient is multiplied."""
+    """Return x with its gradient multiplied by `factor`."""
     fixed = ops.stop_gradient(x)
     return fixed + (x - fixed) * factor
 
 
 def fake_quantize(ops: Any, x: Any, s: Any, z: Any, grid: Grid) -> Any:
-    """y = (clip(round(x / s) + z) - z) s, which trains: the nearest entry of the table times s, where there is one.
+    """Return y = (clip(round(x / s) + z) - z) s, or the nearest table entry times s, with gradients for training.
 
-    The gradient of x is 1 where its code is inside the grid and 0 outside. That of s is round(x / s) - x / s inside and
-    the clipped code minus z outside, as in LSQ (Esser et al. 2020, arXiv:1902.08153, eq. 3); that of z is 0 inside and
-    -s outside (LSQ+, Bhalgat et al. 2020, arXiv:2004.09576, eq. 4).
+    The gradient of x is 1 inside the grid and 0 outside. That of s is round(x / s) - x / s inside and the clipped code
+    minus z outside, as in LSQ (Esser et al. 2020, arXiv:1902.08153, eq. 3); that of z is 0 inside and -s outside (LSQ+,
+    Bhalgat et al. 2020, arXiv:2004.09576, eq. 4).
 
     Args:
-        x: reals [*dims].
+        x: floats [*dims].
         s: scale > 0, broadcasts against x.
         z: zero point, integers in the dtype of s, broadcasts against x.
     """
@@ -118,11 +118,11 @@ def fake_quantize(ops: Any, x: Any, s: Any, z: Any, grid: Grid) -> Any:
 
 
 class _FakeQuantize(torch.autograd.Function):
-    """`fake_quantize` on integer grids with its gradients by hand; tests hold one against the other."""
+    """A fast `fake_quantize` for integer grids, with hand-written gradients; tests compare the two."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, s: torch.Tensor, z: torch.Tensor, grid: Grid) -> torch.Tensor:
-        q = by_rule(x / s, grid.rounding)  # the one new tensor of reals: fetching memory costs more than arithmetic
+        q = by_rule(x / s, grid.rounding)  # the only new float tensor: memory costs more than arithmetic
         low, high = float(grid.qmin) - z, float(grid.qmax) - z
         inside = q.ge(low).logical_and_(q.le(high)) if any(ctx.needs_input_grad) else None
         y = torch.clamp(q, low, high, out=q).mul_(s)
@@ -138,7 +138,7 @@ class _FakeQuantize(torch.autograd.Function):
         of_x, of_s, of_z = ctx.needs_input_grad[:3]
         grad_s = grad_z = None
         grad_x = torch.where(inside, grad, grad.new_zeros(())) if of_x or of_s else None
-        if of_s and s.numel() == 1:  # s times the factor of each: y - x inside, y outside
+        if of_s and s.numel() == 1:  # s times each gradient: y - x inside, y outside
             grad_s = ((_dot(grad, y) - _dot(grad_x, x)) / s).reshape(s.shape)
         elif of_s:
             grad_s = (y * grad).sub_(x * grad_x).sum_to_size(s.shape) / s
@@ -148,6 +148,6 @@ class _FakeQuantize(torch.autograd.Function):
 
 
 def _dot(a: Any, b: Any) -> torch.Tensor:
-    """The sum of products of tensors of one shape, in the order in which they lie in memory."""
+    """Return the dot product of tensors of equal shape, in memory order."""
     order = sorted(range(a.dim()), key=a.stride, reverse=True)
     return torch.dot(a.permute(order).reshape(-1), b.permute(order).reshape(-1))

@@ -1,4 +1,4 @@
-"""Bounds on products of scales in training: what has left them goes back by the least change, tensor after tensor."""
+"""Bounds of a platform on products of scales, and on sums of quantized weights, which scales must satisfy."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -10,9 +10,9 @@ import torch
 from chipfit.errors import PlanError
 from chipfit.quantizers.stored import Stored
 
-#: a bound counts as broken beyond this, in log2: a few roundings of float32
+#: tolerance of a bound, in log2: a few roundings of float32
 SLACK = 4e-6
-#: scales go back this much further, so that rounding them to float32 crosses no bound
+#: margin inside a bound, in log2, so that rounding a scale to float32 does not cross it
 _INSIDE = 1e-5
 
 
@@ -21,7 +21,7 @@ class ScaleBound:
     """A bound of the platform on scales: low <= sum of exponent * log2(scale) <= high, channel by channel.
 
     Raises:
-        PlanError: it is about nothing, has exponents beyond those of platforms, or ends that no double is a power of.
+        PlanError: there are no terms, an exponent is above 8, or a bound is outside the exponents of a double.
     """
 
     op: str  #: canonical operator whose rule it is
@@ -32,7 +32,7 @@ class ScaleBound:
     def __post_init__(self) -> None:
         ends = [x for x in (self.low, self.high) if not math.isinf(x)]
         if not (self.terms and all(abs(e) <= 8 for _, e in self.terms) and all(-1074 <= x < 1024 for x in ends)):
-            raise PlanError("A bound on scales is none", got=f"{self.terms}, {self.low}..{self.high}"[:120])
+            raise PlanError("Scale bound is not valid", got=f"{self.terms}, {self.low}..{self.high}"[:120])
 
     def __str__(self) -> str:
         product = " * ".join(t if e == 1 else f"{t}^{e}" for t, e in self.terms)
@@ -43,18 +43,18 @@ class ScaleBound:
 def clip_to_bounds(
     ops: Any, bounds: Sequence[ScaleBound], log: Mapping[str, Any], moves: Sequence[str], pot: Collection[str]
 ) -> dict[str, Any]:
-    """Scales inside their bounds: each tensor in turn goes to the nearest one that the others allow.
+    """Move scales into their bounds: one tensor after another, to the nearest scale that the others allow.
 
-    Once a tensor has had its turn, all bounds that it is in hold, and the turns of others keep them; only bounds that
-    contradict each other, given what does not move, can still be broken at the end.
+    After a tensor's turn all its bounds hold, and later turns keep them. Only bounds that contradict each other, given
+    the scales that do not move, can remain violated.
 
     Args:
         log: log2 of scales by tensor, [] or [C].
-        moves: tensors that may move, in this order.
-        pot: those whose scale is a power of two.
+        moves: tensors whose scales may move, in this order.
+        pot: tensors whose scale is a power of two.
 
     Returns:
-        As `log`; what is inside is as it came.
+        log2 of scales, unchanged where the bounds already hold.
     """
     out = dict(log)
     for t in moves:
@@ -65,7 +65,7 @@ def clip_to_bounds(
             v = out[t]
             rest = sum((e * out[name] for name, e in bound.terms if name != t), start=v * 0)
             low, high = ((end - rest) / e for end in ((bound.low, bound.high) if e > 0 else (bound.high, bound.low)))
-            if len(rest.shape) > len(v.shape):  # one scale for all channels: the tightest of theirs
+            if len(rest.shape) > len(v.shape):  # one scale for all channels: the tightest bound of all
                 low, high = ops.max(low), -ops.max(-high)
             inside = min(_INSIDE, (bound.high - bound.low) / abs(e) / 2)
             up, down = (ops.ceil(low - SLACK), ops.floor(high + SLACK)) if t in pot else (low + inside, high - inside)
@@ -74,14 +74,14 @@ def clip_to_bounds(
 
 
 def code_sums(stored: Stored, w: torch.Tensor, axis: int) -> torch.Tensor:
-    """The sum of |code| over each channel along `axis`, [C] float64."""
+    """Return the sum of |quantized weight| of each channel along `axis`, [C] float64."""
     return stored.quantize(w.detach()).double().abs().transpose(0, axis).flatten(1).sum(1)
 
 
 def enlargement(stored: Stored, w: torch.Tensor, most: float, axis: int = 0) -> torch.Tensor | None:
-    """The factor, [] or [C], that a scale grows by where sums are above `most`; None where none is.
+    """Return factors of the scale, [] or [C], where `code_sums` exceed `most`; None if all sums are small enough.
 
-    A larger scale rounds otherwise, so that sums may still be too large after it.
+    A larger scale rounds differently, so the sums may still be too large afterwards.
     """
     sums = code_sums(stored, w, axis if stored.axis is None else stored.axis)
     over = (sums if stored.scale.dim() else sums.max()) / most

@@ -1,4 +1,4 @@
-"""How a quantized tensor is stored: a grid with numbers, as one value that is right or is not made."""
+"""The record of how a quantized tensor is stored: a grid with scale and zero point, checked when it is created."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chipfit.quantizers.rounding import ROUNDINGS
 
 
 def _fault(grid: Grid) -> str:
-    """What is wrong with a grid; "" where nothing is."""
+    """Return what is wrong with a grid; "" if it is valid."""
     if not 1 <= grid.bits <= 64 or not grid.qmin < grid.qmax:
         return "it has no codes"
     wide = grid.qmin < -(1 << grid.bits - 1) or grid.qmax >= 1 << grid.bits or grid.qmax - grid.qmin >= 1 << grid.bits
@@ -22,51 +22,50 @@ def _fault(grid: Grid) -> str:
     if grid.table is not None and not all(a < b for a, b in zip(grid.table, grid.table[1:])):
         return "its table does not increase"
     if grid.scale_min is not None and not SCALES[0] <= grid.scale_min <= SCALES[1]:
-        return "its least scale is none"
+        return "its least scale is not a positive float32"
     return ""
 
 
 def per_output(scale: torch.Tensor, outputs: int) -> torch.Tensor:
-    """A weight's scales for every output channel: groups of a transposed convolution share those of their channels."""
+    """Return a weight's scales for every output channel; groups of a transposed convolution share their scales."""
     return scale.repeat(outputs // scale.numel()) if scale.dim() and outputs > scale.numel() else scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Stored:
-    """Format, grid, scale and zero point of one tensor.
+    """The format, grid, scale and zero point of one tensor.
 
     Raises:
-        PlanError: a scale that is not finite and positive, a zero point that is no code of the grid, or shapes that do
-            not fit each other.
+        PlanError: a scale is not finite and positive, a zero point is not a code of the grid, or shapes differ.
     """
 
     format: str  #: format name in the platform
     grid: Grid
-    scale: torch.Tensor  #: float32, [] or [C]; where blocks share one, as many axes as the tensor
+    scale: torch.Tensor  #: float32, [] or [C], or one for each block with all axes of the tensor
     zero_point: torch.Tensor  #: int32, same shape as scale
-    #: channel axis when scale is [C], or along which blocks lie; a bias, which has one axis, may leave it out
+    #: channel axis if scale is [C], or the axis along which blocks lie; optional for a bias, which has one axis
     axis: int | None = None
 
     def __post_init__(self) -> None:
         self.check()
 
     def check(self) -> None:
-        """Raise a PlanError where the numbers are none that a chip could use; a tensor can be written in place."""
+        """Raise a PlanError if the numbers are not valid, also after tensors were changed in place."""
         s, z, grid = self.scale, self.zero_point, self.grid
         blocks = grid.per == "block"
         if s.shape != z.shape or (s.dim() > 1) is not blocks or (blocks and self.axis is None):
             shapes = f"scale {list(s.shape)}, zero point {list(z.shape)}"
-            allowed = "both [], or both [C] along an axis, or of blocks along one"
-            raise PlanError("Scale and zero point do not fit", got=shapes, allowed=allowed)
+            allowed = "both [], or both [C] along an axis, or one for each block along an axis"
+            raise PlanError("Shapes of scale and zero point do not match", got=shapes, allowed=allowed)
         if not bool((torch.isfinite(s) & (s > 0)).all()):
             raise PlanError("A scale is not positive", got=float(s.min()), allowed="finite numbers above 0")
         if s.dtype != torch.float32 or z.dtype != torch.int32:
             got = f"scale {s.dtype}, zero point {z.dtype}"
-            raise PlanError("Scale or zero point is of another type", got=got, allowed="float32 and int32")
+            raise PlanError("Scale or zero point has the wrong type", got=got, allowed="float32 and int32")
         if fault := _fault(grid):
             raise PlanError(f"A grid is malformed: {fault}", got=repr(grid)[:80])
         if grid.rounding not in ROUNDINGS:
-            raise PlanError("A rounding is not known", got=repr(grid.rounding), allowed=", ".join(ROUNDINGS))
+            raise PlanError("The rounding rule is not known", got=repr(grid.rounding), allowed=", ".join(ROUNDINGS))
         if grid.kind == "int" and z.numel() and not grid.qmin <= int(z.min()) <= int(z.max()) <= grid.qmax:
             codes = f"{grid.qmin}..{grid.qmax}"
             raise PlanError("A zero point is not a code of its grid", got=z.reshape(-1)[:8].tolist(), allowed=codes)
@@ -75,21 +74,21 @@ class Stored:
         return replace(self, **changes)
 
     def quantize(self, x: torch.Tensor) -> torch.Tensor:
-        """Reals [*dims] to codes; see `grids.quantize`."""
+        """Quantize floats [*dims]; see `grids.quantize`."""
         return quantize(x, self.scale, self.zero_point, self.grid, self.axis)
 
     def dequantize(self, q: torch.Tensor) -> torch.Tensor:
-        """Codes [*dims] to the reals that they stand for; see `grids.dequantize`."""
+        """Dequantize codes [*dims]; see `grids.dequantize`."""
         if self.grid.table is not None:
             entries = torch.tensor(self.grid.table, dtype=self.scale.dtype)[q.long()]
             return entries * shape_for(self.scale, q, self.axis)
         return dequantize(q, self.scale, self.zero_point, self.axis)
 
     def round(self, x: torch.Tensor) -> torch.Tensor:
-        """Reals [*dims] to the nearest ones that the grid holds; see `grids.fake_quantize`."""
+        """Quantize and dequantize floats [*dims]; see `grids.fake_quantize`."""
         return fake_quantize(x, self.scale, self.zero_point, self.grid, self.axis)
 
     def same_numbers(self, other: Stored) -> bool:
-        """The same codes stand for the same reals, whatever the format is called."""
+        """Return whether grid, axis, scale and zero point are equal, whatever the format's name."""
         same = (self.grid, self.axis) == (other.grid, other.axis)
         return same and torch.equal(self.scale, other.scale) and torch.equal(self.zero_point, other.zero_point)

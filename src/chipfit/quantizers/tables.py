@@ -1,7 +1,7 @@
-"""Grids whose codes are indices into a table: fitted look-up tables, logarithmic codes, narrow floats.
+"""Tables of values for grids whose codes are indices: fitted look-up tables, logarithmic codes, narrow floats.
 
-A table holds, in ascending order, what each code stands for in units of the scale. A real takes the nearest entry; on a
-logarithmic grid the nearest on the logarithm.
+A table lists the value of each code in units of the scale, ascending. Floats are rounded to the nearest entry, on a
+logarithmic grid to the nearest logarithm.
 """
 
 import functools
@@ -16,13 +16,13 @@ FLOATS = {
     "e3m2": (3, 2, 28.0),
     "e2m3": (2, 3, 7.5),
 }
-#: a fit looks at no more distinct values than this; nearby ones are counted together
+#: most distinct values that a fit distinguishes; nearby ones are counted together
 _DISTINCT = 1024
 
 
 @functools.cache
 def float_table(name: str) -> tuple[float, ...]:
-    """Every finite value of a narrow float, ascending.
+    """Return all finite values of a narrow float, ascending.
 
     Source: OCP 8-bit Floating Point Specification 1.0, table 1 (e4m3, e5m2); OCP Microscaling Formats 1.0, section 5.3.
 
@@ -39,7 +39,7 @@ def float_table(name: str) -> tuple[float, ...]:
 
 @functools.cache
 def log_table(base: float, bits: int) -> tuple[float, ...]:
-    """+-base^-k for k = 0 ... 2^(bits-1) - 1, and 0: the scale is the largest magnitude.
+    """Return +-base^-k for k = 0 ... 2^(bits-1) - 1, and 0, ascending: the scale is the largest magnitude.
 
     >>> log_table(2.0, 3)
     (-1.0, -0.5, -0.25, -0.125, 0.0, 0.125, 0.25, 0.5, 1.0)
@@ -50,25 +50,25 @@ def log_table(base: float, bits: int) -> tuple[float, ...]:
 
 @functools.cache
 def boundaries(table: tuple[float, ...], logarithmic: bool) -> torch.Tensor:
-    """Where one entry gives way to the next, float64 [entries - 1]; a value on a boundary takes the lower entry."""
+    """Return the boundaries between entries, float64 [entries - 1]; a value on a boundary takes the lower entry."""
     t = torch.tensor(table, dtype=torch.float64)
     low, high = t[:-1], t[1:]
     if not logarithmic:
         return (low + high) / 2
-    beside_zero = (low + high) / 2  # which has no logarithm
+    beside_zero = (low + high) / 2  # 0 has no logarithm
     return torch.where((low == 0) | (high == 0), beside_zero, torch.sign(low) * torch.sqrt((low * high).abs()))
 
 
 def fit(values: torch.Tensor, weights: torch.Tensor | None, entries: int, low: int, high: int) -> tuple[float, ...]:
-    """The look-up table with the least squared error: integers between `low` and `high`, 0 among them.
+    """Return the look-up table with the least squared error: integers between `low` and `high`, including 0.
 
     Args:
         values: [N], in units of the scale.
-        weights: how often each occurs, [N]; None: once.
+        weights: count of each value, [N]; None: 1.
         entries: size of the table, >= 2.
 
-    One-dimensional k-means solved exactly by dynamic programming, so that the same data always give the same table. The
-    entry nearest to zero becomes zero. Source: Wang and Song 2011, Ckmeans.1d.dp, The R Journal 3(2), eq. 2.
+    One-dimensional k-means, solved exactly by dynamic programming, hence deterministic. The entry nearest to zero
+    becomes zero. Source: Wang and Song 2011, Ckmeans.1d.dp, The R Journal 3(2), eq. 2.
     """
     x = values.detach().double().reshape(-1).clamp(low, high)
     w = torch.ones_like(x) if weights is None else weights.double().reshape(-1)
@@ -88,13 +88,13 @@ def fit(values: torch.Tensor, weights: torch.Tensor | None, entries: int, low: i
 
 
 def _k_means(x: torch.Tensor, w: torch.Tensor, k: int) -> torch.Tensor:
-    """Means of the best k groups of the ascending points x [n] with masses w; n > k."""
+    """Return the means of the best k groups of ascending points x [n] with masses w; n > k."""
     n = len(x)
     zero = torch.zeros(1, dtype=torch.float64)
     m0, m1, m2 = (torch.cat([zero, (w * x**p).cumsum(0)]) for p in (0, 1, 2))
     a, b = torch.arange(n + 1).unsqueeze(1), torch.arange(n + 1)[None]
     count, total = m0[b] - m0[a], m1[b] - m1[a]
-    # of one group a..b-1
+    # cost of one group a..b-1
     cost = torch.where(b > a, m2[b] - m2[a] - total.square() / count.clamp_min(1e-300), torch.inf)
     best = cost[0].clone()
     cuts = []

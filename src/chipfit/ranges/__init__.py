@@ -1,4 +1,4 @@
-"""Range rules: which part of a tensor's values a grid covers. One rule a file; `choose` applies one by name."""
+"""Range rules, which choose the part of a tensor's values that its grid covers; one rule a file."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from chipfit.ranges.qparams import QParams
 from chipfit.ranges.search import Sample
 from chipfit.registry import create, lookup
 
-#: a registered name, perhaps with settings, such as "lp(p=3)", or a rule itself
+#: a registered name with or without settings, such as "lp(p=3)", or a rule itself
 Rule = str | Callable[[Sample, Grid], QParams]
 
 #: names of the same formulas in MCT and MQBench
@@ -29,7 +29,7 @@ ALIASES = dict(
     """.split()
 )
 
-#: borders of bins above which the bins of a histogram are taken in pairs
+#: number of bin edges above which the bins of a histogram are merged in pairs
 _EDGES = 768
 
 
@@ -44,26 +44,26 @@ def choose(
     extras: Mapping[str, Any] = MappingProxyType({}),
     **settings: Any,
 ) -> QParams:
-    """Scale and zero point of one tensor by a named rule.
+    """Choose scale and zero point of one tensor by a range rule.
 
     Args:
         source: calibration statistics, or the tensor itself.
-        grid: the codes to place.
-        rule: a registered name, or a name of MCT or MQBench in `ALIASES`; or a rule itself.
+        grid: the grid to place.
+        rule: a registered name, a name of MCT or MQBench in `ALIASES`, or a rule itself.
         axis: channel axis for one range per channel; None for one range.
-        block: of a tensor, numbers along `axis` that share a range; None: all of the channel.
-        z_threshold: drop histogram bins further than this many standard deviations from the mean first.
-        extras: of a tensor, what `TensorStats.extras` holds of statistics.
+        block: elements along `axis` that share a range, if `source` is a tensor; None: the whole channel.
+        z_threshold: first drop histogram bins more than this many standard deviations from the mean.
+        extras: values of registered statistics if `source` is a tensor, as in `TensorStats.extras`.
         settings: fields of the rule.
 
     Raises:
-        UnknownNameError: no such rule, or no such setting of it.
+        UnknownNameError: the rule or a setting does not exist.
         DataError: the values are not finite.
     """
-    known = source.answers if isinstance(source, TensorStats) and isinstance(rule, str) else {}
-    asked = grid, str(rule), axis, z_threshold, repr(sorted(settings.items()))
-    if asked in known:
-        return known[asked]
+    cache = source.answers if isinstance(source, TensorStats) and isinstance(rule, str) else {}
+    key = grid, str(rule), axis, z_threshold, repr(sorted(settings.items()))
+    if key in cache:
+        return cache[key]
     place = rule_of(rule, **settings)
     extra = (source.extras if isinstance(source, TensorStats) else extras).get(statistic_of(place))
     if block is not None and axis is not None and isinstance(source, torch.Tensor):
@@ -80,44 +80,44 @@ def choose(
         got = f"minimum {sample.low.min():g}, maximum {sample.high.max():g}"
         raise DataError("A range needs finite values", got=got)
     q: QParams
-    if grid.entries is not None and grid.table is None:  # the table follows the data, so the range need not clip
+    if grid.entries is not None and grid.table is None:  # the table is fitted to the data, so the range need not clip
         q = lookup("range", "no_clipping")()(sample, grid)
         in_steps = sample.values / q.scale[..., None]
         q = replace(q, table=fit(in_steps, sample.weights, grid.entries, grid.qmin, grid.qmax))
     else:
         try:
             q = place(sample, grid)
-        except Exception as e:  # of a user's rule
+        except Exception as e:  # raised by a user's rule
             if not raised_outside_chipfit(e):
                 raise
             what = f"The range rule '{name_of(rule)}' fails: {short_message(e)}"
             raise ConfigError(what, allowed="a function of a sample and a grid") from e
         if not isinstance(q, QParams):
             raise DataError(f"The range rule '{name_of(rule)}' returned no range", got=repr(q)[:120], allowed="QParams")
-    known[asked] = q = replace(q, scale=q.scale[0], zero_point=q.zero_point[0]) if axis is None else q
+    cache[key] = q = replace(q, scale=q.scale[0], zero_point=q.zero_point[0]) if axis is None else q
     return q
 
 
 def rule_of(rule: Rule, **settings: Any) -> Callable[[Sample, Grid], QParams]:
-    """The rule that a name stands for; a rule itself stays as it is.
+    """Return the rule of a name; a rule itself unchanged.
 
     Raises:
-        UnknownNameError: no such rule, or no such setting of it.
-        ConfigError: no rule at all, or a setting out of bounds.
+        UnknownNameError: the rule or a setting does not exist.
+        ConfigError: the object is not a rule, or a setting is out of bounds.
     """
     if not isinstance(rule, str):
-        if isinstance(rule, type) or not callable(rule) or not _takes_two(rule):
+        if isinstance(rule, type) or not callable(rule) or not _has_two_parameters(rule):
             allowed = "the name of a rule, or a function of a sample and a grid"
-            raise ConfigError("This is no range rule", got=repr(rule)[:120], allowed=allowed)
+            raise ConfigError("A range rule must be a name or a function", got=repr(rule)[:120], allowed=allowed)
         return rule
     place: Callable[[Sample, Grid], QParams] = create("range", rule, ALIASES, **settings)
     return place
 
 
-def _takes_two(rule: Callable[..., Any]) -> bool:
+def _has_two_parameters(rule: Callable[..., Any]) -> bool:
     try:
         inspect.signature(rule).bind(None, None)
-    except (TypeError, ValueError):  # C functions that tell no signature know no grids either
+    except (TypeError, ValueError):  # a C function without a signature is no rule
         return False
     return True
 
@@ -134,7 +134,7 @@ def needs_histogram(rule: Rule) -> bool:
 
 
 def name_of(rule: Rule) -> str:
-    """How a rule is written in plans."""
+    """Return the name of a rule in plans."""
     return rule if isinstance(rule, str) else getattr(rule, "__name__", repr(rule))
 
 
@@ -151,6 +151,7 @@ def _sample(source: TensorStats | torch.Tensor, axis: int | None, z_threshold: f
 
 
 def _of_tensor(x: torch.Tensor, axis: int | None) -> Sample:
+    """Return all values of a tensor, as one row or one row a channel."""
     x = x.detach().float()
     if x.numel() == 0:
         raise DataError("A range needs at least one value", got=f"shape {list(x.shape)}")
@@ -158,7 +159,7 @@ def _of_tensor(x: torch.Tensor, axis: int | None) -> Sample:
         rows = in_memory_order(x)[None]
     else:
         axis %= x.dim()
-        # in memory order: no copy is made
+        # in memory order, without a copy
         inner = sorted((d for d in range(x.dim()) if d != axis), key=x.stride, reverse=True)
         rows = x.permute(axis, *inner).reshape(x.shape[axis], -1)
     low, high = torch.aminmax(rows, dim=1)
@@ -166,14 +167,14 @@ def _of_tensor(x: torch.Tensor, axis: int | None) -> Sample:
 
 
 def _inside(sample: Sample, low: torch.Tensor, high: torch.Tensor) -> Sample:
-    """The part of a histogram between two ends [C]."""
+    """Return the part of a histogram between two ends [C]."""
     assert sample.weights is not None
     kept = (sample.values >= low.unsqueeze(1)) & (sample.values <= high.unsqueeze(1))
     return replace(sample, weights=sample.weights * kept, low=sample.low.maximum(low), high=sample.high.minimum(high))
 
 
 def _of_stats(stats: TensorStats, z_threshold: float | None) -> Sample:
-    """The occupied part of the histogram, cut at the true extremes, and its exact zeros."""
+    """Return the occupied part of the histogram, cut at the true extremes, and the count of exact zeros."""
     low, high = (torch.tensor([v], dtype=torch.float64) for v in (stats.low, stats.high))
     smooth = [torch.tensor([v], dtype=torch.float64) for v in (stats.smooth_low, stats.smooth_high)]
     hist = stats.histogram
@@ -190,13 +191,13 @@ def _of_stats(stats: TensorStats, z_threshold: float | None) -> Sample:
         counts = counts.clone()
         counts[BINS // 2] -= zeros
     counts, edges = counts[first:last], edges[first : last + 1].clone()
-    least = 0.01 * (edges[1] - edges[0])  # a bin that is hardly wider than nothing would have an inexact density
+    least = 0.01 * (edges[1] - edges[0])  # the density of a very narrow bin would be inexact
     edges[0] = edges[0].maximum(low[0].minimum(edges[1] - least))
     edges[-1] = edges[-1].minimum(high[0].maximum(edges[-2] + least))
     keep = torch.ones(len(edges), dtype=torch.bool)
     keep[1:-1] = (counts[1:] > 0) | (counts[:-1] > 0)  # runs of empty bins become one
     if keep.sum() > _EDGES:
-        keep[1:-1:2] = False  # and bins of dense histograms pairs
+        keep[1:-1:2] = False  # bins of dense histograms are merged in pairs
     total = torch.cat([counts.new_zeros(1), counts.cumsum(0)])[keep]
     edges = edges[keep].float()
     values, weights = (edges[1:] + edges[:-1]) / 2, total.diff()

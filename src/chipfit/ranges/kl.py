@@ -1,4 +1,4 @@
-"""Least Kullback-Leibler divergence between the distribution of the values and that of their codes."""
+"""The least Kullback-Leibler divergence between the distributions of values and quantized values."""
 
 from dataclasses import dataclass
 
@@ -17,18 +17,18 @@ _BINS = 512
 @register("range", "kl")
 @dataclass(frozen=True, slots=True)
 class KlRange:
-    """Compares, for each candidate range, the histogram of x with that of the quantized x spread over its steps.
+    """The candidate range for which the histograms of x and of quantized x differ least.
 
-    Both are counted in the same bins over the full range; clipped values count at the ends. Each code's mass is
+    Both use the same bins over the full range; clipped values count at the ends. The mass of each quantized value is
     spread evenly over the occupied bins that it covers, so that a coarse grid is not punished for empty bins.
     Source: Migacz, 8-bit inference with TensorRT, 2017.
     """
 
     steps: int = 40
-    lowest: float = 0.1  #: least range tried, as a fraction of the full one
+    lowest: float = 0.1  #: smallest range tried, as a fraction of the full range
 
     def __call__(self, sample: Sample, grid: Grid) -> QParams:
-        """sample: values [C, N] with weights. Returns QParams [C]."""
+        """Return QParams [C] for values [C, N] with weights."""
         line = torch.linspace(1.0, self.lowest, self.steps, dtype=torch.float64)
         factors = (HALVINGS if grid.pot else line)[..., None]
         parts = sample.chunks(len(factors) * max(_BINS, sample.values.shape[1]))
@@ -36,12 +36,12 @@ class KlRange:
 
 
 def _divergence(sample: Sample, q: QParams, grid: Grid) -> torch.Tensor:
-    """sum p log(p / r) over the bins that hold values, [K, C]; r is p after quantization with q [K, C]."""
+    """Return the sum of p log(p / r) over occupied bins, [K, C]; r is p after quantization with q [K, C]."""
     low = sample.low[..., None]  # [C, 1]
     span = (sample.high[..., None] - low).clamp_min(2.0**-100)
 
     def at(x: torch.Tensor) -> torch.Tensor:
-        """The bin of each value."""
+        """Return the bin of each value."""
         return ((x - low) / span * _BINS).long().clamp_(0, _BINS - 1)
 
     ones = torch.ones_like(sample.values)
@@ -55,7 +55,7 @@ def _divergence(sample: Sample, q: QParams, grid: Grid) -> torch.Tensor:
     clipped = torch.zeros(home.shape, dtype=torch.float64).scatter_add_(2, home, p.expand(home.shape))
     occupied = (clipped > 0).double()
     code = torch.clamp(ROUNDINGS[grid.rounding](middle / s) + z, grid.qmin, grid.qmax)
-    group = torch.zeros_like(home)  # codes ascend over the bins, so that they can be numbered from 0 without gaps
+    group = torch.zeros_like(home)  # codes ascend over bins: number them from 0 without gaps
     group[..., 1:] = (code.diff() != 0).cumsum(-1)
     mass = torch.zeros_like(clipped).scatter_add_(2, group, clipped)
     count = torch.zeros_like(clipped).scatter_add_(2, group, occupied)

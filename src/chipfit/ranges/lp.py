@@ -1,4 +1,4 @@
-"""Least mean |error|^p."""
+"""The least mean |error|^p."""
 
 from dataclasses import dataclass
 
@@ -11,10 +11,10 @@ from chipfit.registry import register
 @register("range", "lp")
 @dataclass(frozen=True, slots=True)
 class LpRange:
-    """Least mean |x - q|^p, searched over ranges inside the full one; p = 2 is the mean squared error."""
+    """The least mean |x - q|^p among ranges inside the full range; p = 2 is the mean squared error."""
 
     p: float = 2.4  #: exponent
 
     def __call__(self, sample: Sample, grid: Grid) -> QParams:
-        """sample: values [C, N] with weights and extremes. Returns QParams [C]."""
+        """Return QParams [C] for values [C, N] with weights and extremes."""
         return search(sample, grid, p=self.p)

@@ -1,4 +1,4 @@
-"""Least mean absolute error."""
+"""The least mean absolute error."""
 
 from chipfit.ranges.search import ErrorRange
 from chipfit.registry import register
@@ -6,6 +6,6 @@ from chipfit.registry import register
 
 @register("range", "mae")
 class MaeRange(ErrorRange):
-    """Least mean absolute error between the values and their codes, searched over ranges inside the full one."""
+    """The least mean absolute error between values and quantized values, among ranges inside the full range."""
 
     p = 1.0

@@ -1,4 +1,4 @@
-"""Least mean squared error."""
+"""The least mean squared error."""
 
 from chipfit.ranges.search import ErrorRange
 from chipfit.registry import register
@@ -6,6 +6,6 @@ from chipfit.registry import register
 
 @register("range", "mse")
 class MseRange(ErrorRange):
-    """Least mean squared error between the values and their codes, searched over ranges inside the full one."""
+    """The least mean squared error between values and quantized values, among ranges inside the full range."""
 
     p = 2.0

@@ -1,4 +1,4 @@
-"""The whole range that was seen."""
+"""The whole calibrated range."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,13 +14,13 @@ from chipfit.registry import register
 @register("range", "no_clipping")
 @dataclass(frozen=True, slots=True)
 class NoClippingRange:
-    """Minimum and maximum: nothing that was seen is clipped."""
+    """The range from minimum to maximum: no calibrated value is clipped."""
 
     histogram: ClassVar[bool] = False  #: extremes are enough
-    expand: bool = True  #: False: a signed symmetric threshold is max|x| itself, so that +max rounds down one code
+    expand: bool = True  #: False: a signed symmetric threshold is exactly max|x|, so +max is one code too large
 
     def __call__(self, sample: Sample, grid: Grid) -> QParams:
-        """sample: extremes [C]. Returns QParams [C]."""
+        """Return QParams [C] for extremes [C]."""
         if not self.expand and grid.zero == 0:
             threshold = torch.maximum(sample.high.abs(), sample.low.abs())
             threshold = threshold if bool(threshold.any()) else torch.full_like(threshold, UNSEEN)

@@ -1,4 +1,4 @@
-"""Cut a fixed share of the values at each end. Never a default: it destroys tensors whose outliers matter."""
+"""A range without a fixed share of the values at each end. Never a default: it harms tensors whose outliers matter."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from chipfit.registry import register
 class PercentileRange:
     """The range between the quantiles 1 - share and share."""
 
-    share: float = 0.9999  #: of the values that lie below the upper end
+    share: float = 0.9999  #: share of the values below the upper end
 
     def __post_init__(self) -> None:
         if not 0.5 < self.share <= 1:
@@ -24,7 +24,7 @@ class PercentileRange:
             raise ConfigError("'share' of range rule 'percentile' is out of bounds", got=self.share, allowed=allowed)
 
     def __call__(self, sample: Sample, grid: Grid) -> QParams:
-        """sample: values [C, N] with weights. Returns QParams [C]."""
+        """Return QParams [C] for values [C, N] with weights."""
         order = sample.values.argsort(1)
         x = sample.values.gather(1, order).double()
         w = torch.ones_like(x) if sample.weights is None else sample.weights.gather(1, order)

@@ -7,49 +7,50 @@ import torch
 
 from chipfit.quantizers.grids import Grid
 
-#: least and greatest scale ever given; kernels multiply scales by each other and by 2^20, in float32
+#: least and greatest scale; kernels multiply scales by each other and by 2^20, in float32
 LEAST_SCALE, GREATEST_SCALE = 2.0**-24, 2.0**100
-#: greatest number that a grid is made for where calibration saw nothing but 0: a tiny scale would make ratios to the
-#: neighbours' scales that kernels cannot multiply by, and cut everything that comes after all
+#: end of the range if calibration saw only 0: with a tiny scale, ratios to the scales of neighbours would be too large
+#: for kernels, and any later value would be clipped
 UNSEEN = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class QParams:
-    """Where a grid lies: scale float32 and zero point int32, [] or [C]."""
+    """The quantization parameters of a tensor: scale float32 and zero point int32, [] or [C]."""
 
     scale: torch.Tensor
     zero_point: torch.Tensor
-    table: tuple[float, ...] | None = None  #: of a look-up grid: fitted to this tensor
+    table: tuple[float, ...] | None = None  #: look-up table that was fitted to this tensor
 
     def bounds(self, grid: Grid) -> tuple[float, float]:
-        """The least and the greatest real that the grid holds (over all channels)."""
+        """Return the least and the greatest value on the grid, over all channels."""
         low = (grid.ends[0] - self.zero_point).double() * self.scale.double()
         high = (grid.ends[1] - self.zero_point).double() * self.scale.double()
         return float(low.min()), float(high.max())
 
 
 def finish_scale(scale: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """A legal float32 scale near `scale`: at least the hardware's least; where demanded a power of two above it, or the
-    nearest bfloat16."""
+    """Return a legal float32 scale near `scale`: at least the hardware's minimum, and if the grid demands it the next
+    power of two or the nearest bfloat16.
+    """
     least = max(LEAST_SCALE, grid.scale_min or 0.0)
     scale = scale.double().clamp_min(least)
     if grid.pot:
         scale = torch.exp2(torch.ceil(torch.log2(scale) - 1e-9))
     elif grid.bf16:
         scale = scale.bfloat16()
-    elif grid.kind == "log" and grid.table is not None:  # the hardware adds logarithms: the scale is a code as well
+    elif grid.kind == "log" and grid.table is not None:  # the hardware adds logarithms: the scale must be a code too
         step = math.log2(grid.table[-1] / grid.table[-2])
         scale = torch.exp2(torch.ceil(torch.log2(scale) / step - 1e-6) * step)
     return scale.to(torch.float32)
 
 
 def from_min_max(low: torch.Tensor | float, high: torch.Tensor | float, grid: Grid) -> QParams:
-    """The grid that just holds [low, high] and 0; [0, `UNSEEN`] where all channels are 0.
+    """Return the smallest grid that contains [low, high] and 0; [0, `UNSEEN`] if all channels are 0.
 
     Args:
         low, high: in the tensor's unit, [] or [C]; widened to contain 0.
-        grid: affine when its zero point is free, else symmetric about its fixed zero point.
+        grid: affine if its zero point is free, else symmetric about its fixed zero point.
 
     Affine: s = (high - low) / (qmax - qmin), z = round(qmin - low / s). Jacob et al. 2018, arXiv:1712.05877, eq. 1.
     Symmetric: the least s with low >= (qmin - z) s and high <= (qmax - z) s.
@@ -71,5 +72,5 @@ def from_min_max(low: torch.Tensor | float, high: torch.Tensor | float, grid: Gr
 
 
 def _pick(allowed: tuple[int, ...], low: torch.Tensor) -> int:
-    """Of a set of zero points, the lowest for data without negative values, the highest otherwise."""
+    """Return the lowest of a set of zero points for data without negative values, else the highest."""
     return min(allowed) if float(low.min()) >= 0 else max(allowed)

@@ -20,7 +20,7 @@ from chipfit.ranges.qparams import QParams, from_min_max
 ALL, FEW, BINS = 1 << 13, 64, 512
 #: values held at once
 _CHUNK = 1 << 22
-#: numbers of 4 bytes that are held for each candidate of a channel: its ends, scale and zero point, and its error
+#: 4-byte numbers that each candidate of a channel needs: ends, scale, zero point, error
 _TABLES = 16
 #: ranges a little wider than the data may place the codes better
 _WIDEST = 1.05
@@ -39,14 +39,14 @@ _ENDS = _column(1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.13, 0.08, 0.05, 0.0
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a range is searched in, for C channels at once (C = 1 per tensor); the tensor's own unit.
+    """The values in which a range is searched, for C channels at once (C = 1 per tensor), in the tensor's unit.
 
-    Either raw values, or a histogram: then `edges` are the borders of its bins and `values` their middles. A histogram
-    may count one value more than it has bins: exact zeros, whose error is 0 on every grid.
+    Either raw values, or a histogram with bin borders `edges` and bin centres `values`. A histogram may have one value
+    more than bins: exact zeros, whose error is 0 on every grid.
     """
 
     values: torch.Tensor  #: [C, N], float32
-    weights: torch.Tensor | None  #: how often each value was seen, or how much it matters, [C, N]; None: once
+    weights: torch.Tensor | None  #: count or importance of each value, [C, N]; None: 1
     low: torch.Tensor  #: true extremes, float64 [C]
     high: torch.Tensor
     edges: torch.Tensor | None = None  #: ascending, float32 [C, bins + 1]
@@ -55,7 +55,7 @@ class Sample:
     statistic: Any = None  #: value of the statistic that the rule declares, where it is not in the fields above
 
     def chunks(self, per_channel: int) -> Iterator[Sample]:
-        """The same in groups of channels such that `per_channel` values of each fit in bounded memory."""
+        """Yield groups of channels such that `per_channel` values of each channel fit into bounded memory."""
         size = max(1, _CHUNK // max(1, per_channel))
         whole: dict[str, Any] = {f: getattr(self, f) for f in self.__slots__ if f != "statistic"}
         for c in range(0, len(self.low), size):
@@ -69,27 +69,26 @@ Error = Callable[[Sample, QParams, Grid], torch.Tensor]
 
 @dataclass(frozen=True)
 class ErrorRange:
-    """The range with the least mean |x - q|^p; a rule names its exponent."""
+    """The base of rules that minimize the mean |x - q|^p; a rule sets the exponent."""
 
     p: ClassVar[float]
     statistic: ClassVar[str] = ""  #: name of a registered statistic that it needs; see `registry.KINDS`
 
     def __call__(self, sample: Sample, grid: Grid) -> QParams:
-        """sample: values [C, N] with weights and extremes. Returns QParams [C]."""
+        """Return QParams [C] for values [C, N] with weights and extremes."""
         return search(sample, grid, p=self.p)
 
 
 def search(sample: Sample, grid: Grid, p: float) -> QParams:
-    """The range with the least mean |x - q|^p inside the full one.
+    """Return QParams [C] of the range with the least mean |x - q|^p inside the full range.
+
+    Power-of-two grids try the full scale and its halvings, other symmetric grids a line of factors of it; affine grids
+    move both ends, independently if there is one channel. The result is never worse, by this error, than the full
+    range.
 
     Args:
         sample: C channels.
-        grid: power-of-two grids try the full scale and its halvings; other symmetric grids a line of factors of it;
-            affine grids move both ends, each by itself when there is one channel.
         p: exponent, > 0.
-
-    Returns:
-        QParams [C]. Never worse, by this error, than the unclipped range.
     """
     affine = grid.zero == "any"
     columns = sample.values.shape[1]
@@ -120,21 +119,21 @@ def search(sample: Sample, grid: Grid, p: float) -> QParams:
 
 
 def errors(sample: Sample, q: QParams, grid: Grid, p: float) -> torch.Tensor:
-    """Mean |x - q|^p of each candidate and channel; q.scale [K, C]. Returns [K, C]."""
+    """Return the mean |x - q|^p of each candidate and channel, [K, C]; q.scale is [K, C]."""
     s, z = q.scale[..., None], q.zero_point[..., None]  # [K, C, 1]
-    # the integral is that of nearest codes in equal steps
+    # the integral holds for rounding to nearest in equal steps
     if sample.edges is None or sample.weights is None or not grid.nearest:
         e = (sample.values - fake_quantize(sample.values, s, z, grid)).abs_().pow_(p)
         if sample.weights is None:
             return e.mean(-1, dtype=torch.float64)
         return (e.double() * sample.weights).sum(-1) / sample.weights.sum(-1)
     counts = sample.weights[:, : sample.edges.shape[1] - 1]
-    density = counts / sample.edges.diff()  # the rest, exact zeros, has no error
+    density = counts / sample.edges.diff()  # exact zeros have no error
     return (_integral(sample.edges / s + z, grid, p).diff() * density).sum(-1) * q.scale ** (p + 1)
 
 
 def _integral(u: torch.Tensor, grid: Grid, p: float) -> torch.Tensor:
-    """Integral of |v - clip(round(v))|^p over v from the centre of the first code's cell up to u, in closed form.
+    """Return the integral of |v - clip(round(v))|^p over v from the centre of the first code's cell up to u.
 
     Whole cells add 0.5^p / (p + 1) each, the last one sign(e) |e|^(p+1) / (p + 1) with e = u - code.
     """
@@ -147,11 +146,11 @@ def _integral(u: torch.Tensor, grid: Grid, p: float) -> torch.Tensor:
 def best(
     sample: Sample, grid: Grid, error: Error, low: torch.Tensor, high: torch.Tensor | None = None
 ) -> tuple[QParams, torch.Tensor, torch.Tensor]:
-    """The candidate of each channel [C] with the least error, and its two factors. The first wins a tie.
+    """Return the candidate of each channel [C] with the least error, and its two factors. The first wins a tie.
 
     Args:
-        error: of each candidate and channel [K, C], from a sample and grids [K, C].
-        low, high: factors [K, 1 or C] of the sample's ends; high is low when omitted.
+        error: (sample, qparams [K, C], grid) -> error of each candidate and channel [K, C].
+        low, high: factors [K, 1 or C] of the sample's ends; high defaults to low.
     """
     channels = len(sample.low)
     low, high = (x.expand(-1, channels) for x in (low, low if high is None else high))
@@ -167,7 +166,7 @@ def best(
 def _best(
     sample: Sample, grid: Grid, error: Error, low: torch.Tensor, high: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scale, zero point and factors of some channels, whose candidates are held at once."""
+    """Return scale, zero point and factors of a group of channels whose candidates fit into memory."""
     at_once = max(1, _CHUNK // max(1, sample.values.numel()))
     tried = _grids(low * sample.low, high * sample.high, grid)
     parts = zip(torch.split(tried.scale, at_once), torch.split(tried.zero_point, at_once))
@@ -182,33 +181,34 @@ def _grids(low: torch.Tensor, high: torch.Tensor, grid: Grid) -> QParams:
 
 
 def _pairs(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every row of a with every row of b; [K, C], [L, C] -> two of [K * L, C]."""
+    """Return every row of a paired with every row of b; [K, C], [L, C] -> two of [K * L, C]."""
     return a.repeat_interleave(len(b), 0), b.repeat(len(a), 1)
 
 
 def _by_shared_bins(sample: Sample, grid: Grid, p: float) -> QParams:
-    """Symmetric grids: counted in bins of x / (full scale), all channels share one table of errors, factor x bin.
+    """Search ranges of a symmetric grid for many channels at once.
 
-    The error of every factor on every channel is then one matrix product, [C, BINS] @ [BINS, K].
+    Counted in bins of x / (full scale), all channels share one table of errors by factor and bin. The error of every
+    factor on every channel is then one matrix product, [C, BINS] @ [BINS, K].
     """
     full = from_min_max(sample.low, sample.high, grid)
     z = int(full.zero_point[0])
     first, last = grid.qmin - z, grid.qmax - z
     counts, zeros = count(sample.values, full.scale * first, full.scale * (last - first), weights=sample.weights)
-    if first <= 0 < last:  # the error of 0 is 0 on every grid: its mass must not be spread over a bin
+    if first <= 0 < last:  # exact zeros have no error: their mass must not spread over a bin
         at = min(int(-first * BINS / (last - first)), BINS - 1)
         counts[:, at] -= zeros
     factors, table = _error_table(grid, z, p)
     k = (counts @ table).argmin(1)  # [C]
     chosen = _grids(sample.low * factors[k], sample.high * factors[k], grid).scale
-    # weights may sit on a lattice of their own (ternary ones do), which no histogram shows: the true error decides
+    # values may lie on a lattice (as ternary weights do), which a histogram does not show: the true error decides
     worse = _true_error(sample, chosen, z, grid, p) > _true_error(sample, full.scale, z, grid, p)
     return QParams(torch.where(worse, full.scale, chosen), full.zero_point)
 
 
 @functools.lru_cache(maxsize=16)
 def _error_table(grid: Grid, z: int, p: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Factors of the full scale [K], and the error that each has in each bin, float32 [BINS, K]."""
+    """Return factors of the full scale [K], and the error of each factor in each bin, float32 [BINS, K]."""
     if grid.pot:
         factors = HALVINGS
     else:
@@ -220,7 +220,7 @@ def _error_table(grid: Grid, z: int, p: float) -> tuple[torch.Tensor, torch.Tens
 
 
 def _true_error(sample: Sample, scale: torch.Tensor, z: int, grid: Grid, p: float) -> torch.Tensor:
-    """Norm |x - q|_p of each row, [C]."""
+    """Return the norm |x - q|_p of each row, [C]."""
     u = sample.values / scale[..., None]
     e = torch.round(u).clamp_(grid.qmin - z, grid.qmax - z).sub_(u)
     if sample.weights is not None:
@@ -230,7 +230,7 @@ def _true_error(sample: Sample, scale: torch.Tensor, z: int, grid: Grid, p: floa
 
 
 def _binned(sample: Sample) -> Sample:
-    """Raw rows as one histogram per channel between its own extremes."""
+    """Return raw values as one histogram per channel between its own extremes."""
 
     def span(s: Sample) -> torch.Tensor:
         return (s.high - s.low).clamp_min(2.0**-100)  # [C]
@@ -249,10 +249,10 @@ def count(
     bins: int = BINS,
     weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Counts of [C, N] values in bins over [start, start + span], float32 [C, bins]; exact zeros per row [C].
+    """Count values [C, N] in bins over [start, start + span]: float32 [C, bins], and exact zeros per row [C].
 
     Args:
-        weights: what each value counts, [C, N]; None: once.
+        weights: count of each value, [C, N]; None: 1.
     """
     channels = len(rows)
     per_unit = (bins / span.double()).float()[..., None]
@@ -263,12 +263,12 @@ def count(
     counts = torch.bincount(index.reshape(-1), flat, minlength=channels * bins).view(channels, bins).float()
     if weights is not None:
         return counts, (weights * (rows == 0)).sum(1).float()
-    # none at all is the usual case, and ten times faster to find than the zeros of each row
+    # usually there are none, and to check that is ten times faster than to count the zeros of each row
     none = int(rows.count_nonzero()) == rows.numel()
     return counts, counts.new_zeros(channels) if none else rows.shape[1] - rows.count_nonzero(1).float()
 
 
 def join(parts: Iterable[QParams]) -> QParams:
-    """The channels of several samples in one."""
+    """Concatenate the channels of several results."""
     scales, zero_points = zip(*((q.scale, q.zero_point) for q in parts), strict=True)
     return QParams(torch.cat(scales), torch.cat(zero_points))

@@ -1,4 +1,4 @@
-"""Mean plus and minus some standard deviations, inside what was seen."""
+"""The mean plus and minus some standard deviations, inside the calibrated range."""
 
 from dataclasses import dataclass
 
@@ -13,12 +13,12 @@ from chipfit.registry import register
 @register("range", "std")
 @dataclass(frozen=True, slots=True)
 class StdRange:
-    """[mean - k sd, mean + k sd], cut at the extremes; sd is the unbiased estimate."""
+    """The range [mean - k sd, mean + k sd], cut at the extremes; sd is the unbiased estimate."""
 
-    k: float = 2.6  #: standard deviations kept on each side
+    k: float = 2.6  #: standard deviations on each side
 
     def __call__(self, sample: Sample, grid: Grid) -> QParams:
-        """sample: values [C, N] with weights and extremes. Returns QParams [C]."""
+        """Return QParams [C] for values [C, N] with weights and extremes."""
         x = sample.values.double()
         w = torch.ones_like(x) if sample.weights is None else sample.weights
         n = w.sum(1)
@@ -30,5 +30,5 @@ class StdRange:
 def within(
     mean: torch.Tensor, sd: torch.Tensor, k: float, low: torch.Tensor, high: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[mean - k sd, mean + k sd] cut at the extremes, all [C]."""
+    """Return [mean - k sd, mean + k sd] cut at the extremes, all [C]."""
     return (mean - k * sd).maximum(low), (mean + k * sd).minimum(high)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from chipfit.engine.run import departs
+from chipfit.engine.run import first_deviation
 from chipfit.engine.trees import dump_tree
 from chipfit.errors import CaptureError, raised_outside_chipfit, short_message
 from chipfit.frameworks.keras.backend import forward
@@ -178,7 +178,7 @@ def _compare(graph: Graph, model: Any, example: Any) -> None:
         if not raised_outside_chipfit(e):
             raise
         raise CaptureError(f"The model fails on the example input: {short_message(e)}") from e
-    if found := departs(graph, [x.detach() for x in leaves(example)], want):
+    if found := first_deviation(graph, [x.detach() for x in leaves(example)], want):
         hint = "the model computes something that this reader does not see; please report it with the model"
         raise CaptureError(
             f"Output '{found[0]}' of the captured graph differs from the model's", got=found[1], hint=hint

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from chipfit.engine.run import departs
+from chipfit.engine.run import first_deviation
 from chipfit.engine.trees import flatten_inputs
 from chipfit.engine.types import described
 from chipfit.errors import CaptureError, raised_outside_chipfit, short_message
@@ -98,7 +98,7 @@ def _check_same(graph: Graph, model: torch.nn.Module, calls: Sequence[Any]) -> N
         except CaptureError:
             continue
         inputs = flatten_inputs(graph, args, kwargs)
-        if found := departs(graph, inputs, [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]):
+        if found := first_deviation(graph, inputs, [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]):
             raise CaptureError(_FIXED, got=f"{found[0]}: {found[1]}, of " + ", ".join(map(described, inputs)))
 
 
