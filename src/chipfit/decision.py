@@ -48,8 +48,9 @@ class RangeRules:
 class Decision:
     """Everything that is decided about a network on a platform; each function of the chain fills in its part."""
 
-    graph: Graph  #: float network, after the rewrites so far
     platform: Platform
+    #: float network after the rewrites so far; empty until the model is read
+    graph: Graph = field(default_factory=lambda: Graph([], [], [], {}, {}))
     overrides: Overrides | None = None  #: as the user gave them
     widths: tuple[tuple[str, Any], ...] = ()  #: bits that a search chose, as further overrides by node name
     settings: Settings = DEFAULT_SETTINGS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,7 @@ def lint(
     Raises:
         CaptureError, DataError, UnsupportedError, UnknownNameError: see `chipfit.errors`.
     """
-    target = load_platform(platform)
-    d = Decision(graph=read_model(model, *as_call(example, model)), platform=target, overrides=overrides)
-    graph, rewrites = steps.rewrite(d.graph, target, d.settings)
-    d = decide(Decision(graph=graph, platform=target, overrides=overrides))
-    return Lint(d.graph, target, d.assignment, (*rewrites, *d.notes))
+    d = Decision(platform=load_platform(platform), overrides=overrides)
+    graph, rewrites = steps.rewrite(read_model(model, *as_call(example, model)), d.platform, d.settings)
+    d = decide(replace(d, graph=graph))
+    return Lint(d.graph, d.platform, d.assignment, (*rewrites, *d.notes))

@@ -17,6 +17,7 @@ from chipfit.adaptation import adapt_and_scale, trial_settings
 from chipfit.calibration.collect import collect, padding_mask
 from chipfit.calibration.data import OtherSize
 from chipfit.calibration.data_checks import check_input_scale, check_sample_count
+from chipfit.calibration.progress import Progress
 from chipfit.calibration.sample_fingerprints import SampleHashes
 from chipfit.calibration.source import CalibrationData
 from chipfit.decide import statistics
@@ -25,12 +26,14 @@ from chipfit.decision import Decision, RangeRules, decide, plan_of, refuse_all_f
 from chipfit.engine.process import undisturbed
 from chipfit.errors import Interrupted, interruption_note
 from chipfit.plan.record import provenance_of
+from chipfit.plan.training import Training
 from chipfit.platform.builtin import DEFAULT
+from chipfit.platform.load import load_platform
 from chipfit.platform.schema import Platform
 from chipfit.ranges import Rule, name_of
 from chipfit.reading import read_model
 from chipfit.registry import OFF
-from chipfit.request import Request
+from chipfit.request import Request, check_options, settings_for
 from chipfit.result import Result, bits_of_weights, corrected
 from chipfit.search.choose import search_widths
 from chipfit.search.limits import Limits
@@ -84,41 +87,29 @@ def quantize(
         NothingQuantizedError: no tensor of this model can be quantized on this platform.
         Interrupted: Ctrl-C in the search of bits or in a correction; its `result` is usable all the same.
     """
-    request = Request.of(
-        model,
-        CalibrationData(data, example),
-        platform,
-        RangeRules(rule=rule, weight_rule=weight_rule, z_threshold=z_threshold),
+    rules = RangeRules(rule=rule, weight_rule=weight_rule, z_threshold=z_threshold)
+    check_options(settings, rules, limits, seed)
+    trained_by, source = Training.of(training), CalibrationData(data, example)
+    request = Request(model=model, data=source, limits=limits, training=trained_by, progress=Progress(progress))
+    decision = Decision(
+        platform=load_platform(platform),
         overrides=overrides,
-        settings=settings,
-        limits=limits,
-        training=training,
-        seed=seed,
-        progress=progress,
+        settings=settings_for(settings, trained_by),
+        rules=rules,
+        seed=int(seed),
     )
-    decision = capture_model(request)
-    for stage in (assign_formats, collect_statistics, choose_ranges, search_bits):
+    for stage in (capture_model, assign_formats, collect_statistics, choose_ranges, search_bits):
         decision = stage(request, decision)
     return correct(request, *make_plan(request, decision))
 
 
-def capture_model(request: Request) -> Decision:
+def capture_model(request: Request, d: Decision) -> Decision:
     """Read the model into a graph and apply the rewrites that need no data."""
-    platform, settings = request.platform, request.settings
     with request.progress.stage("capture"):
         graph = read_model(request.model, *request.data.example_call(request.model), request.other_sizes)
         warnings = [] if request.data.has_example else check_input_scale(graph)
-        graph, rewrites = steps.rewrite(graph, platform, settings)
-    return Decision(
-        graph=graph,
-        platform=platform,
-        overrides=request.overrides,
-        settings=settings,
-        rules=request.rules,
-        seed=request.seed,
-        warnings=tuple(warnings),
-        rewrites=tuple(rewrites),
-    )
+        graph, rewrites = steps.rewrite(graph, d.platform, d.settings)
+    return replace(d, graph=graph, warnings=tuple(warnings), rewrites=tuple(rewrites))
 
 
 def assign_formats(request: Request, d: Decision) -> Decision:
@@ -150,7 +141,7 @@ def collect_statistics(request: Request, d: Decision) -> Decision:
         warnings = (*d.warnings, *check_sample_count(d.graph, stats, len(samples.digests)))
         origin = _provenance(d, samples)
         return replace(d, stats=stats, warnings=warnings, rewrites=(*d.rewrites, *padding), provenance=origin)
-    return collect_statistics(request, assign_formats(request, capture_model(request)))
+    return collect_statistics(request, assign_formats(request, capture_model(request, d)))
 
 
 def choose_ranges(request: Request, d: Decision) -> Decision:

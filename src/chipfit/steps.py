@@ -1,4 +1,4 @@
-"""The steps of `quantize` that are dropped in, passes and corrections: which are taken, in which order, on what."""
+"""Run the registered steps of `quantize`, passes and corrections: those that the settings enable, in their order."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -23,12 +23,16 @@ from chipfit.settings import Settings
 
 Stats = dict[str, TensorStats]
 Batches = Iterable[Sequence[torch.Tensor]]
-#: makes the scales of a graph again; tensors that are given as `known` keep theirs
+#: chooses the scales of a graph; tensors given as `known` keep theirs
 Choose = Callable[..., dict[str, TensorPlan]]
 
 
 def enabled(settings: Settings, stage: str) -> list[Entry]:
-    """The steps of a stage that the settings ask for, in order."""
+    """Return the steps of a stage that the settings enable, in order.
+
+    Raises:
+        ConfigError: two of them exclude each other.
+    """
 
     def wanted(e: Entry) -> bool:
         says = e.declares
@@ -47,12 +51,13 @@ def enabled(settings: Settings, stage: str) -> list[Entry]:
 
 
 def resolve_defaults(settings: Settings, bits: Collection[int], rule: str, again: bool) -> tuple[Settings, list[str]]:
-    """The settings with the corrections that few bits ask for where the user left them open, and what to say of it.
+    """Return the settings with the corrections that weights of few bits need, and notes.
 
     Args:
-        bits: of each weight.
+        settings: a correction that they turn on or off stays so.
+        bits: bits of each weight.
         rule: range rule of weights.
-        again: whether the data can be read again.
+        again: the data can be read again.
     """
     notes: list[str] = []
     for step in ordered("correct"):
@@ -69,7 +74,7 @@ def resolve_defaults(settings: Settings, bits: Collection[int], rule: str, again
 
 
 def add_trials(settings: Settings, graph: Graph, assignment: Assignment) -> Settings:
-    """The settings with the rewrites that these formats may gain by, where the user left them open."""
+    """Return the settings with the rewrites that may help with these formats, where the user left them open."""
     more = dict[str, Any]()
     for says in (e.declares for e in ordered("adapt")):
         if says.tries is not None and getattr(settings, says.setting.name) is None:
@@ -78,7 +83,7 @@ def add_trials(settings: Settings, graph: Graph, assignment: Assignment) -> Sett
 
 
 def _take(step: Entry, settings: Settings, /, *given: Any, **context: Any) -> Any:
-    """Call a step with what its stage gives, what it needs besides, and the number that its setting is."""
+    """Call a step with the arguments of its stage, the context that it needs, and the values of its settings."""
     says = step.declares
     keywords = {name: context[name] for name in says.needs}
     for setting in (says.setting, *says.options):
@@ -88,7 +93,11 @@ def _take(step: Entry, settings: Settings, /, *given: Any, **context: Any) -> An
 
 
 def rewrite(graph: Graph, platform: Platform, settings: Settings) -> tuple[Graph, list[str]]:
-    """The rewrites that need no data; returns the graph, with its own weights, and one note per rewrite or refusal."""
+    """Apply the rewrites that need no data.
+
+    Returns:
+        The graph, which shares no weights with the user's model, and one note per rewrite or refusal.
+    """
     captured, notes = graph.weights, list(graph.notes)
     for step in enabled(settings, "rewrite"):
         graph, more = _take(step, settings, graph, platform=platform, listed=partial(lists, platform))
@@ -100,7 +109,7 @@ def rewrite(graph: Graph, platform: Platform, settings: Settings) -> tuple[Graph
 def adjust_formats(
     graph: Graph, assignment: Assignment, platform: Platform, settings: Settings
 ) -> tuple[Assignment, list[str]]:
-    """What steps change in the decision on formats."""
+    """Let the steps of the stage "formats" change the assignment; return it with their notes."""
     notes: list[str] = []
     for step in enabled(settings, "formats"):
         assignment, more = _take(step, settings, graph, assignment, platform=platform)
@@ -109,7 +118,11 @@ def adjust_formats(
 
 
 def statistics_needed(graph: Graph, found: Mapping[str, Need], settings: Settings) -> dict[str, Need]:
-    """What calibration has to collect: what ranges need, and what the steps behind it do."""
+    """Return what calibration has to collect: for ranges, and for the steps after it.
+
+    Args:
+        found: what ranges need.
+    """
     out = dict(found)
     for stage in ("adapt", "results", "correct"):
         for step in enabled(settings, stage):
@@ -120,10 +133,10 @@ def statistics_needed(graph: Graph, found: Mapping[str, Need], settings: Setting
 def adapt(
     graph: Graph, assignment: Assignment, stats: Stats, settings: Settings, batches: Batches, seed: int = 0
 ) -> tuple[Graph, Stats, list[str]]:
-    """The rewrites that follow the statistics; the formats are to be decided again afterwards.
+    """Apply the rewrites that follow the statistics; formats have to be decided again afterwards.
 
     Args:
-        batches: the data again: the first samples give the histograms that no rewrite can tell.
+        batches: of graph inputs; histograms that a rewrite makes stale are collected again from the first samples.
     """
     notes, before = list[str](), {n for n, s in stats.items() if s.histogram is None}
     for step in enabled(settings, "adapt"):
@@ -139,7 +152,11 @@ def adapt(
 def choose_execution(
     graph: Graph, assignment: Assignment, stats: Stats, settings: Settings
 ) -> tuple[dict[str, str], list[str]]:
-    """What kernels that can do several things do, "codes", "float" or "whole", by their first nodes."""
+    """Choose how kernels with several execution modes run.
+
+    Returns:
+        First node of a kernel -> "codes" (quantized output), "float" (float output) or "whole" (all in float); notes.
+    """
     chosen, notes = dict[str, str](), list[str]()
     for step in enabled(settings, "results") if assignment.modes else ():
         more, said = _take(step, settings, graph, assignment, stats)
@@ -148,7 +165,7 @@ def choose_execution(
 
 
 def rereads_data(settings: Settings) -> bool:
-    """Whether some step reads the data once more."""
+    """Return whether an enabled step reads the data again."""
     asked = enabled(settings, "adapt") + enabled(settings, "correct")
     return any(s.declares.again or "batches" in s.declares.needs for s in asked)
 
@@ -156,12 +173,15 @@ def rereads_data(settings: Settings) -> bool:
 def correct(
     graph: Graph, plan: Plan, stats: Stats, batches: Batches, choose: Choose, settings: Settings
 ) -> tuple[Graph, Plan, str]:
-    """Give back in weights and biases what rounding took on average; also the note of a step that Ctrl-C has ended.
+    """Round weights, and correct weights and biases for what rounding changes.
 
     Args:
-        stats: of the float graph, with what `needs` asks for.
-        batches: the data again, for steps that read them.
-        choose: makes the scales of changed weights.
+        stats: of the float graph, with what `statistics_needed` lists.
+        batches: of graph inputs, for steps that read them.
+        choose: chooses the scales of changed weights.
+
+    Returns:
+        Graph, plan, and the note of a step that Ctrl-C has ended ("" where none was).
     """
     original = graph
     chosen = enabled(settings, "correct")
