@@ -42,7 +42,7 @@ _ORT = tuple(x for x in vars(onnxruntime_pybind11_state).values() if isinstance(
 _ZIP = (OSError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError)
 #: function of chipfit -> exceptions that may cause its errors
 FORESEEN: dict[str, tuple[type[BaseException], ...]] = {
-    "platform/read.py:__init__": (yaml.YAMLError,),
+    "platform/yaml_file.py:__init__": (yaml.YAMLError,),
     "files.py:_typed": (OSError, ValueError),
     "files.py:read_text": (OSError, ValueError),
     "files.py:open_zip": (OSError, ValueError),

@@ -15,7 +15,7 @@ from chipfit.graph.ir import Graph
 from chipfit.graph.linear import is_linear
 from chipfit.passes.copy_captured_weights import copy_captured_weights
 from chipfit.plan.record import Plan, TensorPlan
-from chipfit.platform.match import lists
+from chipfit.platform.match import names_operator
 from chipfit.platform.schema import Platform
 from chipfit.registry import OFF, Entry, ordered
 from chipfit.rounding.fisher import first_samples
@@ -100,7 +100,7 @@ def rewrite(graph: Graph, platform: Platform, settings: Settings) -> tuple[Graph
     """
     captured, notes = graph.weights, list(graph.notes)
     for step in enabled(settings, "rewrite"):
-        graph, more = _take(step, settings, graph, platform=platform, listed=partial(lists, platform))
+        graph, more = _take(step, settings, graph, platform=platform, listed=partial(names_operator, platform))
         check(graph, blame=step.name)
         notes += more
     return copy_captured_weights(graph, captured), notes

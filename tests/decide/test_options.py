@@ -167,7 +167,7 @@ def found(use, choices=None, *, op="Linear", kept=None, weight=True, place="outp
 )
 def test_which_options_are_left(use, choices, left):
     got = found(use, choices).options
-    marked = tuple(o.rounding_itself("d8") if o.in_ == "d8" else o for o in left)
+    marked = tuple(o.with_dynamic("d8") if o.in_ == "d8" else o for o in left)
     assert [(o.in_, o.w, o.b, o.out, o.dynamic) for o in got] == [(o.in_, o.w, o.b, o.out, o.dynamic) for o in marked]
 
 

@@ -161,7 +161,7 @@ BAD = {
         "{graph: {nodes: {c: Conv2D, r: null}, edges: [[c, r]]}",
         ["fuse.0.graph.nodes.r", "text, or a list"],
     ),
-    "a rule for nothing": ("match: [Add]", "match: []", ["ops.1.match", "'match' must not be empty"]),
+    "a rule for nothing": ("match: [Add]", "match: []", ["ops.1.match", "'match' must be a list that is not empty"]),
     "a list inside a list": ("match: [Add]", "match: [[Add]]", ["'match.0' must be text"]),
     "an unknown key of a set": ("title:", "sets: {s: [{typ: Conv2d}]}\ntitle:", ["sets.s.0.typ", "did you mean type"]),
     "a revision chosen by the file": ("title:", "arch_selected: A\ntitle:", ["'arch_selected' is unknown"]),
@@ -367,8 +367,8 @@ DEEP = b"[" * 100_000
         (b"name: " + DEEP, "nests deeper than 40 levels"),
         (b"a: &a [1]\nb: *a", "aliases"),
         (b"a: &a [*a]", "aliases"),
-        (b"name: 2001-99-99", "no number and no date"),
-        (b"name: " + b"9" * 5000, "no number"),
+        (b"name: 2001-99-99", "nor a number nor a date"),
+        (b"name: " + b"9" * 5000, "nor a number"),
         (b"name: !!python/name:os.system x", "not valid YAML"),
         (b"name: x\nformats: {a: {bits: .nan}}", "a.bits"),
         (b"name: x\nformats: {a: {bits: 8, scale_min: .nan}}", "scale_min"),
@@ -401,7 +401,7 @@ def test_a_revision_that_is_not_text_is_unknown(name):
 
 @pytest.mark.parametrize("gives", [lambda: None, lambda: "ort_cpu", lambda: 3])
 def test_an_object_that_returns_no_platform_is_refused(gives):
-    with pytest.raises(PlatformError, match="This is no platform"):
+    with pytest.raises(PlatformError, match="platform is not understood"):
         load(SimpleNamespace(to_platform=gives))
 
 

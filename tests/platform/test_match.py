@@ -8,7 +8,7 @@ import torch
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.platform.filters import AttributeFilter, Member
 from chipfit.platform.load import load, names
-from chipfit.platform.match import covers, facts, fusions, lists, needs_weight, resolve, resolve_node, sets_of
+from chipfit.platform.match import covers, facts, fusions, names_operator, needs_weight, resolve, resolve_node, sets_of
 from chipfit.platform.predicates import evaluate
 from tests.build import platform_of
 
@@ -266,8 +266,10 @@ def test_whether_a_rule_names_the_operator_or_all_there_are():
     graph = layers()
     conv, _, relu, _ = graph.nodes
     p = platform_of(rule("@convs"), rule("*"), sets={"convs": [Member(type="Conv2d")]})
-    assert lists(p, graph, conv) and not lists(p, graph, relu)
-    assert lists(platform_of(rule("Relu")), graph, relu) and not lists(platform_of(rule("Add")), graph, relu)
+    assert names_operator(p, graph, conv) and not names_operator(p, graph, relu)
+    assert names_operator(platform_of(rule("Relu")), graph, relu) and not names_operator(
+        platform_of(rule("Add")), graph, relu
+    )
 
 
 def test_a_restriction_that_does_not_hold_ends_the_search_and_the_first_reason_stays():
@@ -305,7 +307,7 @@ FORMATS = {
     "blocks": {"bits": 8, "per": "block", "axis": "in", "block": 32},
     "half": {"bits": 16, "kind": "float", "float": "fp16"},
 }
-_ELSEWHERE, _PARTS = "ranges computed at run time of other tensors", "ranges of the moment for parts of what"
+_ELSEWHERE, _PARTS = "ranges computed at run time of other tensors", "dynamic ranges for parts of the input"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from chipfit.errors import ChipfitError, ConfigError, UnknownNameError
 from chipfit.facade.quantize_fx.settings import get_backend_params, get_qconfig
 from chipfit.platform.builtin import DEFAULT
 from chipfit.platform.load import load as load_platform
-from chipfit.platform.read import Source, explain
+from chipfit.platform.yaml_file import YamlFile, problems_of
 from chipfit.ranges import rule_of
 from chipfit.search.limits import Limits
 from chipfit.settings import Settings
@@ -310,7 +310,7 @@ def load(path: str | Path) -> Config:
     return of(data, source, unified)
 
 
-def of(data: Mapping[str, Any], source: Source | None = None, unified: bool = False) -> Config:
+def of(data: Mapping[str, Any], source: YamlFile | None = None, unified: bool = False) -> Config:
     """The experiment that data describe.
 
     Raises:
@@ -323,13 +323,13 @@ def of(data: Mapping[str, Any], source: Source | None = None, unified: bool = Fa
             first = e.errors()[0]
             where = ".".join(map(str, first["loc"]))
             raise ConfigError(first["msg"].removeprefix("Value error, "), where=where) from None
-        path, what, facts = next(explain(e, source, Config))
+        path, what, facts = next(problems_of(e, source, Config))
         raise source.error(path, what, **facts) from None
 
 
-def _with_base(path: Path, below: tuple[Path, ...]) -> tuple[dict[str, Any], Source, bool]:
+def _with_base(path: Path, below: tuple[Path, ...]) -> tuple[dict[str, Any], YamlFile, bool]:
     """The data of a file over those of its base; whether it leaves the base's training setting as it is."""
-    source = Source(path, str(path), ConfigError)
+    source = YamlFile(path, str(path), ConfigError)
     base = source.data.pop("extends", None)
     if base is None:
         return source.data, source, False

@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from chipfit.bench.config import Config, Record, load, merged
 from chipfit.errors import ConfigError, UnknownNameError
 from chipfit.files import write_atomically
-from chipfit.platform.read import Source, explain
+from chipfit.platform.yaml_file import YamlFile, problems_of
 
 #: first line of every file that is made from a matrix
 MADE = "# Made from {matrix} by `chipfit bench generate`: change that."
@@ -67,11 +67,11 @@ def read(path: str | Path) -> Matrix:
     Raises:
         ConfigError, UnknownNameError: it is malformed, or names an axis or a choice that it does not have.
     """
-    source = Source(Path(path), str(path), ConfigError)
+    source = YamlFile(Path(path), str(path), ConfigError)
     try:
         matrix = Matrix.model_validate(source.data)
     except ValidationError as e:
-        at, what, facts = next(explain(e, source, Matrix))
+        at, what, facts = next(problems_of(e, source, Matrix))
         raise source.error(at, what, **facts) from None
     for name, study in matrix.studies.items():
         for axis in (*study.of, *study.only, *(a for w in study.without for a in w)):

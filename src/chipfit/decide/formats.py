@@ -164,7 +164,7 @@ class FormatPropagation:
         if option is None:
             why = group.resolved.why or f"no format of '{self.platform.name}' fits its inputs"
             return GroupDecision(group, None, "float", why)
-        if option.reads == "float" and group.data:
+        if option.input_mode == "float" and group.data:
             return GroupDecision(group, option, "float", WEIGHTS_ONLY)
         return GroupDecision(group, option, group.resolved.exec)
 

@@ -91,8 +91,8 @@ def _with_input_mode(group: FusedGroup, options: list[Option]) -> list[Option]:
     """
     wanted = group.choices.get("inputs")
     if wanted is None:
-        return [o for o in options if o.reads != "dynamic" or options[0].reads == "dynamic"]
-    return [o for o in options if o.reads in ("", wanted)] or options
+        return [o for o in options if o.input_mode != "dynamic" or options[0].input_mode == "dynamic"]
+    return [o for o in options if o.input_mode in ("", wanted)] or options
 
 
 def _fits_blocks(graph: Graph, platform: Platform, group: FusedGroup, option: Option) -> bool:
@@ -112,7 +112,7 @@ def _obstacle(
     graph: Graph, platform: Platform, group: FusedGroup, options: Sequence[Option], float_values: Mapping[str, str]
 ) -> str:
     """Return why a group cannot run in integers although the platform has a rule for its operator; "" if it can."""
-    static = not options or any(o.reads not in ("dynamic", "float") for o in options)
+    static = not options or any(o.input_mode not in ("dynamic", "float") for o in options)
     for o in group.tail.outputs if static else ():
         if float_values.get(o, KEPT_BY_USER) != KEPT_BY_USER:
             return f"its result '{o}' stays float: {float_values[o]}"

@@ -23,7 +23,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _STRICT = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True, validate_assignment=True)
 #: type of a pydantic error -> description of allowed values; braces hold fields of the error
-_ALLOWED: dict[str, str] = package_data("chipfit.facade", "pydantic_messages.yaml")
+_ALLOWED: dict[str, str] = package_data("chipfit.platform", "pydantic_messages.yaml")["python"]
 _CLASSES = {"Sequence": "a list", "list": "a list", "dict": "a dictionary", "Math": "a dictionary"}
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 120  # length of a value in a message

@@ -21,7 +21,7 @@ _HOLDS = {name: getattr(operator, name) for name in ("gt", "ge", "lt", "le", "co
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Equality as users mean it: lists are tuples, and 2 is (2, 2)."""
+    """Return whether two values are equal to a user: lists are tuples, and 2 is (2, 2)."""
     a, b = plain(a), plain(b)
     for one, many in ((a, b), (b, a)):
         if isinstance(many, tuple) and many and isinstance(one, (int, float)) and not isinstance(one, bool):
@@ -30,7 +30,7 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def has_nan(value: Any) -> bool:
-    """Whether a value to compare with is nan, or a list or table that holds it."""
+    """Return whether a value is nan, or a list or table that contains nan."""
     parts = value.values() if isinstance(value, dict) else value
     if isinstance(value, (dict, list, tuple)):
         return any(map(has_nan, parts))
@@ -60,11 +60,11 @@ class AttributeFilter(BaseModel):
         if sum(x is not None for x in (self.attr, self.any_, self.all_)) != 1:
             raise ValueError("a filter has exactly one of attr, any, all")
         if has_nan(self.value):
-            raise ValueError("nan is equal to nothing and in no order: no layer is meant by it")
+            raise ValueError("nan is equal to nothing and has no order: no layer satisfies the filter")
         return self
 
     def match(self, config: Mapping[str, Any]) -> bool:
-        """Whether a layer's configuration satisfies the filter."""
+        """Return whether a layer's configuration satisfies the filter."""
         if self.any_ is not None:
             return any(f.match(config) for f in self.any_)
         if self.all_ is not None:
@@ -109,10 +109,7 @@ def _join(kind: str, a: AttributeFilter, b: Any) -> AttributeFilter:
 
 
 class Member(BaseModel):
-    """Which layers belong to an operator set.
-
-    By canonical operator, and where that says too little, by the user's class and attributes.
-    """
+    """A member of an operator set: layers by canonical operator and, if need be, by the user's class and attributes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -124,7 +121,7 @@ class Member(BaseModel):
     where: AttributeFilter | None = Field(None, description="condition on attributes that the user's framework knows")
 
     def match(self, op: str, layer_type: str, config: Mapping[str, Any]) -> bool:
-        """Whether a node with this canonical operator, layer class and configuration is meant."""
+        """Return whether a node with this canonical operator, layer class and configuration belongs to the set."""
         return (
             (not self.op or op in self.op)
             and (self.type is None or self.type == layer_type)
@@ -132,10 +129,10 @@ class Member(BaseModel):
         )
 
     def nearness(self, layer_type: str) -> int:
-        """How closely a layer that it holds is meant: 0 by its own name, 1 by its operator, 2 beside another's name."""
+        """Return how closely it names a layer: 0 by the layer's name, 1 by its operator, 2 by another layer's name."""
         return 0 if layer_type in (self.type, self.name) else 1 if self.name is None else 2
 
     @property
     def bare(self) -> bool:
-        """The canonical operators alone say it."""
+        """Whether canonical operators alone define it."""
         return self.type is None and self.name is None and self.where is None

@@ -1,4 +1,4 @@
-"""Read platform files: YAML with line numbers, `extends`, and an error for everything that is not understood."""
+"""Load platforms from YAML files, with `extends`, and report every problem of a file by line and key."""
 
 import os
 import re
@@ -14,9 +14,9 @@ from chipfit.errors import PlatformError, UnknownNameError
 from chipfit.files import existing_file, package_data
 from chipfit.graph.ops import ALIASES, FOREIGN, OPS
 from chipfit.platform.predicates import ATTRIBUTES, TESTS
-from chipfit.platform.read import Path as Keys
-from chipfit.platform.read import Problem, Source, explain, what_fits
 from chipfit.platform.schema import WORDS, Gate, Option, Platform
+from chipfit.platform.yaml_file import Path as Keys
+from chipfit.platform.yaml_file import Problem, YamlFile, problems_of, well_formed
 from chipfit.registry import lookup
 
 _BUILTIN = resources.files("chipfit.platform") / "builtin"
@@ -24,30 +24,31 @@ _BUILTIN = resources.files("chipfit.platform") / "builtin"
 
 @lru_cache(maxsize=1)
 def groups() -> dict[str, tuple[str, ...]]:
-    """The @groups of operators that platform files use."""
+    """Return the @groups of operators that platform files use."""
     return {k: tuple(v) for k, v in package_data("chipfit.platform", "groups.yaml").items()}
 
 
 @lru_cache(maxsize=1)
 def names() -> list[str]:
-    """The built-in platforms."""
+    """Return the names of the built-in platforms."""
     return sorted(p.name.removesuffix(".yaml") for p in _BUILTIN.iterdir() if p.name.endswith(".yaml"))
 
 
-Target = str | Path | Platform | Any  #: a chip described with the classes of `chipfit.target_platform` is one as well
+#: a name, a file, a Platform, or a chip described with the classes of `chipfit.target_platform`
+Target = str | Path | Platform | Any
 
 
 def load(what: Target, arch: str | None = None) -> Platform:
-    """A platform by built-in name, by file, or as it is.
+    """Return a platform by built-in name, by file, or as it is.
 
     Args:
         what: "ort_cpu", "ort_cpu@AVX2" (selects a revision), a path to a YAML file or to a JSON file of modelled
             capabilities, TargetPlatformCapabilities, a TargetPlatformModel, or a Platform.
-        arch: revision tag; the last one of the file when nothing selects one.
+        arch: revision tag; unless one is selected, the last one of the file.
 
     Raises:
-        UnknownNameError: no built-in platform and no file of that name, or no such revision.
-        PlatformError: the file is malformed; says file, line and key.
+        UnknownNameError: neither a built-in platform nor a file has that name, or there is no such revision.
+        PlatformError: the file is malformed; names file, line and key.
     """
     if isinstance(what, Platform):
         return _select(what, arch)
@@ -56,7 +57,7 @@ def load(what: Target, arch: str | None = None) -> Platform:
         if not isinstance(platform, Platform):
             got = getattr(what, "__name__", type(what).__name__)
             allowed = "a name, a path, a Platform, or modelled capabilities"
-            raise PlatformError("This is no platform", got=got, allowed=allowed)
+            raise PlatformError("The platform is not understood", got=got, allowed=allowed)
         return _select(platform, arch)
     text = str(what)
     if text.endswith(".json"):
@@ -74,11 +75,11 @@ def load(what: Target, arch: str | None = None) -> Platform:
     return _select(platform, arch)
 
 
-load_platform = load  #: the same where other things are loaded too
+load_platform = load  #: for modules that load other things too
 
 
 def check(file: str | Path) -> list[PlatformError]:
-    """Every problem of a platform file, in the file's order; empty when it loads."""
+    """Return every problem of a platform file, in the order of the file; an empty list if it loads."""
     try:
         load(Path(file))
     except PlatformError as e:
@@ -95,17 +96,17 @@ def _select(platform: Platform, arch: str | None) -> Platform:
 
 
 def _read(text: Any, file: str, below: tuple[str, ...] = ()) -> Platform:
-    """A platform file, with what it extends; `below` are the files that extend it."""
-    source = Source(text, file)
+    """Return the platform of a file, with what it extends; `below` are the files that extend it."""
+    source = YamlFile(text, file)
     data = source.data
     if data.get("extends") is not None:
         data = _merge(_parent(text, source, (*below, file)), data, source)
-    problems: list[Problem] = [((k,), f"Key '{k}' is unknown", {}) for k in _OURS if k in data]
+    problems: list[Problem] = [((k,), f"Key '{k}' is unknown", {}) for k in _INTERNAL if k in data]
     try:
         platform = Platform.model_validate({**data, "file": file})
     except ValidationError as e:
-        problems += explain(e, source)
-        platform = what_fits(Platform, data)
+        problems += problems_of(e, source)
+        platform = well_formed(Platform, data)
     problems += _problems(platform, {at for at, *_ in problems})
     if not problems:
         return platform
@@ -113,32 +114,32 @@ def _read(text: Any, file: str, below: tuple[str, ...] = ()) -> Platform:
     one, rest = errors[0], len(errors) - 1
     more = f"`chipfit platforms check {file}` lists {rest} more" if rest else ""
     first = PlatformError(one.what, where=one.where, got=one.got, allowed=one.allowed, hint=more)
-    first.all = errors  # type: ignore[assignment]  # of the kind that the source was opened with
+    first.all = errors  # type: ignore[assignment]  # of the class that `YamlFile` was given
     raise first
 
 
 def check_consistent(p: Platform, where: str) -> None:
-    """Raise a PlatformError where a platform from elsewhere than its own file uses a name that is not defined."""
+    """Raise a PlatformError if a platform that no file was checked for uses a name that is not defined."""
     for path, what, facts in _problems(p, set()):
         raise PlatformError(what, where=f"{where}, {'.'.join(map(str, path))}", **facts)
     if p.arch_selected not in (p.arch or (None,)):
         raise UnknownNameError(f"revision of '{p.name}'", str(p.arch_selected), p.arch)
 
 
-#: fields of a Platform that no file gives
-_OURS = ("arch_selected", "file")
+#: fields of a Platform that are not keys of a file
+_INTERNAL = ("arch_selected", "file")
 
 
-def _parent(text: Any, source: Source, below: tuple[str, ...]) -> dict[str, Any]:
-    """The data of the platform that a file extends: one beside it, else a built-in one."""
+def _parent(text: Any, source: YamlFile, below: tuple[str, ...]) -> dict[str, Any]:
+    """Return the data of the platform that a file extends: a file beside it, else a built-in platform."""
     name = source.data["extends"]
     if not isinstance(name, str):
-        raise source.error(("extends",), "extends is the name of one platform", got=repr(name))
+        raise source.error(("extends",), "'extends' must be the name of one platform", got=repr(name))
     if source.file in below[:-1]:
         through = " and ".join(below[:-1])
         raise source.error(("extends",), f"'{name}' extends itself, through {through}", hint="remove the cycle")
     beside = text.parent / f"{name}.yaml" if isinstance(text, Path) else None
-    if beside is not None and os.path.isfile(beside):  # False also of a name that no disk can have
+    if beside is not None and os.path.isfile(beside):  # False also for a name that no disk can have
         platform = _read(beside, str(beside), below)
     elif name in names():
         platform = _read(_BUILTIN / f"{name}.yaml", f"{name}.yaml", below)
@@ -148,8 +149,8 @@ def _parent(text: Any, source: Source, below: tuple[str, ...]) -> dict[str, Any]
     return platform.model_dump(mode="json", by_alias=True, exclude_defaults=True)
 
 
-def _merge(parent: dict[str, Any], child: dict[str, Any], source: Source) -> dict[str, Any]:
-    """The child's keys over the parent's: tables by key, rules and fusions before the parent's, the rest replaced."""
+def _merge(parent: dict[str, Any], child: dict[str, Any], source: YamlFile) -> dict[str, Any]:
+    """Return the child's keys over the parent's: tables by key, rules and fusions in front, the rest replaced."""
     out = dict(parent)
     for key, value in child.items():
         if key in ("ops", "fuse", "gaps"):
@@ -161,16 +162,16 @@ def _merge(parent: dict[str, Any], child: dict[str, Any], source: Source) -> dic
     return out
 
 
-#: what a name is of -> where such names are defined
+#: kind of a name -> key of the file under which such names are defined
 _TABLES = {"format": "formats", "source": "sources", "revision": "arch", "operator or group": "sets"}
 
 
 def _problems(p: Platform, wrong: set[Keys]) -> Iterator[Problem]:
-    """What the types cannot say: every name that is used is defined, bits of tied slots agree.
+    """Yield the problems that types cannot show: names that are not defined, tied slots with different bits.
 
     Args:
-        p: a platform, perhaps without what is malformed in its file.
-        wrong: where that was.
+        p: a platform, perhaps without the malformed parts of its file.
+        wrong: where those were.
     """
     for tag in {a for a in p.arch if p.arch.count(a) > 1}:
         yield ("arch",), f"Revision '{tag}' is listed twice", {}
@@ -189,7 +190,7 @@ def _problems(p: Platform, wrong: set[Keys]) -> Iterator[Problem]:
 
 
 def _names(p: Platform) -> Iterator[tuple[Keys, str, str, Iterable[str]]]:
-    """Every name that a platform uses: where, what it is the name of, the name, and which there are."""
+    """Yield every name that a platform uses: its path, its kind, the name, and the names that are defined."""
     operators = {*OPS, *FOREIGN, *ALIASES, *groups(), "*", *(f"@{name}" for name in p.sets)}
     formats = {slot: words | set(p.formats) for slot, words in WORDS.items()}
 

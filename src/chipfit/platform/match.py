@@ -1,4 +1,4 @@
-"""Which rule of a platform governs an operator, and why none does."""
+"""Find the rule of a platform that governs an operator, or the reason why none does."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,18 +16,18 @@ Sets = Mapping[str, tuple[Member, ...]]  #: operator set -> its members
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The answer of a platform about one operator."""
+    """The rule and the options of a platform for one operator."""
 
-    rule: OpRule | None  #: the rule that won; None when the operator is not listed
-    options: tuple[Option, ...]  #: joint formats, best first, gates applied
-    rules: tuple[Rule, ...]  #: constraints, those of fall-through rules included
+    rule: OpRule | None  #: the rule that governs it; None if the operator is not listed
+    options: tuple[Option, ...]  #: joint formats, best first, whose gates are open
+    rules: tuple[Rule, ...]  #: constraints, also of the rules that only add some
     exec: Exec
     why: str = ""  #: why it runs in float
-    notes: tuple[str, ...] = ()  #: conditions of the rule that this node does not tell; they count as satisfied
+    notes: tuple[str, ...] = ()  #: conditions that cannot be tested on this node; they count as satisfied
 
 
 def covers(match: tuple[str, ...], words: set[str], *, everything: bool = True) -> bool:
-    """Whether a rule's `match` names one of `words`, directly, by @group, or (where `everything` counts) by "*"."""
+    """Return whether a rule's `match` names one of `words`, directly, by @group, or (if `everything`) by "*"."""
     return any(
         (m == "*" and everything) or m in words or (m.startswith("@") and not words.isdisjoint(groups().get(m, ())))
         for m in match
@@ -35,18 +35,21 @@ def covers(match: tuple[str, ...], words: set[str], *, everything: bool = True) 
 
 
 def sets_of(sets: Sets, op: str, layer_type: str, config: Mapping[str, Any], *, filtered: bool = False) -> set[str]:
-    """The operator sets of a platform that hold a node, as "@name"; `filtered`: by a condition on attributes only.
+    """Return the operator sets of a platform that contain a node, as "@name".
 
-    Where several hold it, those that name this very layer go before those that only have its operator.
+    Sets that name this very layer go before sets that only list its operator.
+
+    Args:
+        filtered: return only sets that contain it by a condition on attributes.
     """
-    found = [(s, m) for s, members in sets.items() for m in members if m.match(op, layer_type, config)]
-    nearest = min((m.nearness(layer_type) for _, m in found), default=0)
-    near = [(s, m) for s, m in found if m.nearness(layer_type) == nearest]
+    matching = [(s, m) for s, members in sets.items() for m in members if m.match(op, layer_type, config)]
+    nearest = min((m.nearness(layer_type) for _, m in matching), default=0)
+    near = [(s, m) for s, m in matching if m.nearness(layer_type) == nearest]
     return {f"@{name}" for name, m in near if m.where is not None or not filtered}
 
 
 def facts(graph: Graph, node: Node) -> dict[str, Any]:
-    """Everything that a platform's `where` may ask about a node: its attributes and what shapes imply."""
+    """Return all that the `where` of a rule can test of a node: its attributes and what follows from shapes."""
     out = {**node.attrs, "config": node.config, "layer_type": node.layer_type}
     data = node.inputs[0] if node.inputs else None
     if data is not None and data in graph.values:
@@ -66,47 +69,47 @@ def facts(graph: Graph, node: Node) -> dict[str, Any]:
 
 
 def needs_weight(op: str) -> bool:
-    """Whether an operator cannot do without a weight."""
+    """Return whether an operator must have a weight."""
     return op in OPS and "w" in OPS[op].slots
 
 
 def resolve_node(platform: Platform, graph: Graph, node: Node, *, bits: int = 8) -> Resolved:
-    """`resolve` for a node of a graph."""
+    """Return `resolve` for a node of a graph."""
     return resolve(platform, node.op, facts(graph, node), bits=bits)
 
 
-def lists(platform: Platform, graph: Graph, node: Node) -> bool:
-    """Whether the rule that governs a node names its operator, instead of all that there are."""
+def names_operator(platform: Platform, graph: Graph, node: Node) -> bool:
+    """Return whether the rule that governs a node names its operator, instead of every operator."""
     rule = resolve_node(platform, graph, node).rule
     words = words_of(node.op, node.attrs) | sets_of(platform.sets, node.op, node.layer_type, node.config)
     return rule is not None and covers(rule.match, words, everything=False)
 
 
 def resolve(platform: Platform, op: str, attrs: Mapping[str, Any], *, bits: int = 8) -> Resolved:
-    """The rule that governs an operator on a platform.
+    """Return the rule that governs an operator on a platform: the first that names it and whose conditions hold.
 
-    The first rule wins that names the operator and whose conditions hold. A set that names this very layer, by a
-    condition on its attributes, goes before rules for its operator; those for what the operator is a case of come last.
+    Operator sets that contain this very layer, by a condition on its attributes, go before rules for its operator;
+    rules for more general operators (`OPS[op].case_of`) come last.
 
     Args:
         op: canonical operator.
-        attrs: its attributes and what shapes imply (`facts`).
-        bits: activation bits that gates may ask for.
+        attrs: its attributes and what follows from shapes (`facts`).
+        bits: activation bits, which gates may test.
     """
-    if op == DYNAMIC:  # which is a part of the kernel behind it
+    if op == DYNAMIC:  # part of the kernel that reads its result
         return Resolved(None, (), (), "float", "its range is found each time it runs")
     why = ""
     node = op, attrs.get("layer_type", ""), attrs.get("config") or {}
     own_sets = sets_of(platform.sets, *node, filtered=True)
     cases = OPS[op].case_of if op in OPS else ()
-    turns = [words_of(op, attrs) | sets_of(platform.sets, *node), *({w} for w in cases)]
-    for words in [own_sets, *turns] if own_sets else turns:
+    rounds = [words_of(op, attrs) | sets_of(platform.sets, *node), *({w} for w in cases)]
+    for words in [own_sets, *rounds] if own_sets else rounds:
         constraints: list[Rule] = []
         for number, rule in enumerate(platform.ops):
             named = covers(rule.match, words, everything=words is not own_sets)
             if not named or not platform.allows(rule.when, bits=bits):
                 continue
-            restricts = not rule.use and rule.exec is None  # it only adds conditions to the rules below
+            restricts = not rule.use and rule.exec is None  # it only adds conditions to later rules
             broken, unknown = evaluate(rule.where, attrs)
             if broken:
                 why = why or f"'{platform.name}' runs {op} only with {broken}; rule ops.{number}"
@@ -124,9 +127,9 @@ def resolve(platform: Platform, op: str, attrs: Mapping[str, Any], *, bits: int 
 
 
 def _options(platform: Platform, op: str, rule: OpRule, bits: int) -> tuple[tuple[Option, ...], str]:
-    """The joint formats of a rule that are open and that chipfit can decide, and why the operator runs in float."""
+    """Return the joint formats of a rule that are open and supported, and why the operator runs in float."""
     allowed = [o for o in rule.use if platform.allows(o.when, bits=bits)]
-    options = tuple(_in_plain_words(platform, o) for o in allowed if not _gap(platform, op, o))
+    options = tuple(_with_float_words(platform, o) for o in allowed if not _gap(platform, op, o))
     if allowed and not options:
         gap = _gap(platform, op, allowed[0])
         return (), f"the formats of '{platform.name}' for {op} need {gap}, which chipfit cannot decide yet"
@@ -136,7 +139,7 @@ def _options(platform: Platform, op: str, rule: OpRule, bits: int) -> tuple[tupl
 
 
 def as_tuple(name: Any) -> tuple[Any, ...]:
-    """The formats of an option's slot: one, or one for each data input."""
+    """Return the formats of an option's slot: one, or one for each data input."""
     return name if isinstance(name, tuple) else (name,)
 
 
@@ -145,7 +148,7 @@ def _names(option: Option) -> tuple[str | None, ...]:
 
 
 def _gap(platform: Platform, op: str, option: Option) -> str:
-    """What chipfit cannot decide yet about the formats of an option; "" when it can."""
+    """Return what chipfit does not support in the formats of an option; "" if it supports all."""
     formats, ins = platform.formats, as_tuple(option.in_)
     for n in _names(option):
         if n in formats and formats[n].gap:
@@ -155,15 +158,15 @@ def _gap(platform: Platform, op: str, option: Option) -> str:
     if op not in ("Linear", "MatMul") and any(
         n in formats and formats[n].dynamic and formats[n].per != "tensor" for n in ins
     ):
-        return f"ranges of the moment for parts of what {op} reads"
+        return f"dynamic ranges for parts of the input of {op}"
     static = (n for n in (option.out, option.b, *ins) if n in formats and not formats[n].dynamic)
     return "scales per block of activations" if any(formats[n].per == "block" for n in static) else ""
 
 
-def _in_plain_words(platform: Platform, option: Option) -> Option:
-    """Formats that are 16- or 32-bit floating point become the word "float", and those with ranges of the moment."""
+def _with_float_words(platform: Platform, option: Option) -> Option:
+    """Return an option with the word "float" for formats of 16- or 32-bit floating point, and for dynamic data."""
     if option.ins and option.ins[0] in platform.formats and platform.formats[option.ins[0]].dynamic:
-        option = option.rounding_itself(option.ins[0])
+        option = option.with_dynamic(option.ins[0])
     floats = {n for n in _names(option) if n in platform.formats and platform.formats[n].is_float}
     if not floats:
         return option
@@ -175,7 +178,7 @@ def _in_plain_words(platform: Platform, option: Option) -> Option:
 
 
 def fusions(platform: Platform) -> tuple[tuple[frozenset[str], ...], ...]:
-    """The platform's fusions as chains of operator alternatives, groups expanded, in the file's order."""
+    """Return the platform's fusions as chains of operator alternatives, groups expanded, in the order of the file."""
 
     def alternatives(m: str) -> tuple[str, ...]:
         members = platform.sets.get(m.removeprefix("@")) if m.startswith("@") else None

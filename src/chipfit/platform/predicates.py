@@ -1,9 +1,9 @@
-"""What a rule's `where` may ask about an operator, and how the question is answered.
+"""Conditions on the attributes of an operator: the `where` of a rule.
 
     where: {stride: {min: 1, max: 3}, groups: 1, mode: [nearest], padding: [same, valid]}
 
 A plain value must be equal, a list holds the allowed values, a table tests with `eq`, `in`, `min`, `max`, `multiple`.
-An attribute with one entry per axis satisfies a test when every entry does. A word that names another attribute stands
+An attribute with one entry per axis satisfies a test if every entry does. A word that names another attribute stands
 for its value: `groups: [1, in_channels]`.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from chipfit.graph.ops import OPS
 
-#: test -> (whether it holds, how the refusal words it)
+#: test -> (whether it holds, its words in messages)
 TESTS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
     "eq": (lambda v, bound: v == bound, ""),
     "in": (lambda v, bound: v in bound, ""),
@@ -33,13 +33,13 @@ def _kernel(a: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 
 def _dilated(a: Mapping[str, Any]) -> tuple[int, ...]:
-    """Reach of the kernel along each axis."""
+    """Return the extent of the dilated kernel along each axis."""
     kernel = a["kernel"]
     return tuple(d * (k - 1) + 1 for k, d in zip(kernel, a.get("dilation", (1,) * len(kernel)), strict=True))
 
 
 def _padding(a: Mapping[str, Any]) -> str | None:
-    """valid: none at all; same: the output has ceil(input / stride) entries per axis; explicit: anything else."""
+    """Return "valid" for none, "same" if the output has ceil(input / stride) entries per axis, else "explicit"."""
     if not any(p for pair in a["padding"] for p in pair):
         return "valid"
     before, after = _spatial(a, "in_shape"), _spatial(a, "out_shape")
@@ -54,7 +54,7 @@ def _reduced(a: Mapping[str, Any]) -> int | None:
     return None if sizes is None or None in sizes else math.prod(sizes)
 
 
-#: attribute that platform files name -> how it follows from a node's own attributes, `in_shape` and `out_shape`
+#: attribute of platform files -> how it follows from a node's own attributes, `in_shape` and `out_shape`
 DERIVED: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "slope": lambda a: a["negative_slope"],
     "batch": lambda a: a["in_shape"][0],
@@ -77,10 +77,10 @@ ATTRIBUTES = frozenset({a for op in OPS.values() for a in op.attrs} | set(DERIVE
 
 
 def value(key: str, attrs: Mapping[str, Any]) -> Any:
-    """The attribute as platform files understand it; None when this node does not tell."""
+    """Return an attribute as platform files define it; None if it is not known of this node."""
     try:
         return DERIVED[key](attrs) if key in DERIVED else attrs.get(key)
-    except (KeyError, TypeError, IndexError, ZeroDivisionError):  # what it follows from is not known
+    except (KeyError, TypeError, IndexError, ZeroDivisionError):  # an attribute that it follows from is not known
         return None
 
 
@@ -92,21 +92,21 @@ def evaluate(where: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[str, t
         attrs: the node's attributes and facts.
 
     Returns:
-        Why it fails ("" when it does not), and the attributes that this node does not tell, which count as satisfied.
+        The reason why it fails, or "", and the attributes that are not known, whose conditions count as satisfied.
     """
     unknown: list[str] = []
     for key, want in where.items():
         got = value(key, attrs)
-        wanted = None if got is None else _broken(want, got, attrs)
-        if wanted:
-            return f"{key} {wanted} (got {_words(got)})", tuple(unknown)
-        if wanted is None:
+        violated = None if got is None else _violated(want, got, attrs)
+        if violated:
+            return f"{key} {violated} (got {_words(got)})", tuple(unknown)
+        if violated is None:
             unknown.append(key)
     return "", tuple(unknown)
 
 
-def _broken(want: Any, got: Any, attrs: Mapping[str, Any]) -> str | None:
-    """What a condition demands that is not so; "" where it holds, None where it cannot be judged."""
+def _violated(want: Any, got: Any, attrs: Mapping[str, Any]) -> str | None:
+    """Return the part of a condition that is violated; "" if it holds, None if it cannot be tested."""
     entries = got if isinstance(got, (tuple, list)) else (got,)
     if want == "equal_xy":
         return "equal in x and y" if len(set(entries)) > 1 else ""

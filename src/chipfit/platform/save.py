@@ -1,4 +1,4 @@
-"""Platforms as files, whichever door they came through."""
+"""Write platforms as files, whatever they were described with."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from chipfit.registry import lookup
 
 
 class _Dumper(yaml.SafeDumper):
-    """Short tables and lists on one line, as people write platform files; no aliases, which the reader refuses."""
+    """A YAML writer with short tables and lists on one line, as people write them, and without aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -30,7 +30,7 @@ def _is_short(thing: Any) -> bool:
 
 
 def to_yaml(platform: Platform) -> str:
-    """The text of a platform file that loads into an equal Platform; what it extends is written out in full."""
+    """Return the text of a platform file that loads into an equal Platform; `extends` is written out in full."""
     data = platform.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude={"extends"})
     return yaml.dump(
         {"schema": platform.schema_, **data}, Dumper=_Dumper, sort_keys=False, width=140, allow_unicode=True

@@ -1,6 +1,6 @@
 """The Platform record: what a chip can do, as validated, frozen data. Schema version 0.
 
-Everything that is left out of a file takes the default given here. Unknown keys are refused.
+Keys that a file leaves out have the defaults given here. Unknown keys are refused.
 """
 
 import hashlib
@@ -27,11 +27,11 @@ from chipfit.quantizers.tables import FLOATS, float_table, log_table
 from chipfit.registry import is_number
 from chipfit.screen import Summary, SummaryRepr
 
-#: slot of a choice, or place -> words that may stand there where a format name may stand
+#: slot of an option, or place -> words that may stand there instead of a format name
 WORDS = {slot: {"float", "none"} for slot in ("w", "b", "inner", "io_in", "io_out")}
 WORDS |= {"in": {"float", "none", "any"}, "out": {"float", "none", "same"}}
 Rounding = Literal["half_even", "half_away", "half_up", "floor", "trunc"]
-#: how an operator runs: on codes, on reals, by looking codes up, moving them without arithmetic
+#: how an operator runs: in integers, in floats, by a look-up table, or moving values without arithmetic
 Exec = Literal["int", "float", "table", "follow"]
 Slot = Literal["in0", "in1", "in2", "ins", "w", "b", "out", "outs"]
 Confidence = Literal["V", "D", "I"]  #: verified in source, documented, inferred
@@ -70,13 +70,13 @@ class _Record(BaseModel):
         return self
 
     def _faults(self) -> Iterator[str]:
-        """What is wrong with values that are right one by one."""
+        """Yield the problems of values that are valid one by one."""
         yield from ()
 
 
 @with_config(_STRICT)
 class Table(TypedDict, total=False):
-    """The values that the codes of a look-up table stand for."""
+    """The values of a look-up table."""
 
     value_bits: Annotated[int, Field(ge=1, le=32)]
     entries: PositiveInt
@@ -87,7 +87,7 @@ class Table(TypedDict, total=False):
 
 @with_config(_STRICT)
 class Branches(TypedDict):
-    """Operators of a fusion that are no chain."""
+    """Operators of a fusion that do not form a chain."""
 
     nodes: dict[str, str | list[str]]  #: name -> operator, or alternatives
     edges: list[list[str]]  #: pairs of names, the second perhaps with a slot: ["c", "a.in0"]
@@ -96,7 +96,7 @@ class Branches(TypedDict):
 
 @with_config(_STRICT)
 class FirstLast(TypedDict):
-    """What the first and last weighted layer take instead."""
+    """Bits of the first and the last layer with weights."""
 
     bits: Width
     slots: NotRequired[list[Slot]]
@@ -104,18 +104,18 @@ class FirstLast(TypedDict):
 
 @with_config(_STRICT)
 class Gate(TypedDict, total=False):
-    """When something of a file holds."""
+    """The conditions under which a part of a file holds."""
 
     arch: str  #: a revision T, or >=T, or <T
     bits: PositiveInt  #: width of the activations; of rules and choices
-    runtime: str  #: the same
+    runtime: str  #: of rules and choices
     phase: Literal["ptq", "qat"]  #: of fusions: before or while weights are trained
     single_use: Literal[True]  #: of fusions: no value between the operators has another reader; always so
 
 
 @with_config(_STRICT)
 class Requant(TypedDict, total=False):
-    """How accumulators become codes."""
+    """The requantization of accumulators."""
 
     form: Literal["float", "q31", "q15", "shift", "fixed", "none"]
     round: Rounding
@@ -128,15 +128,15 @@ class Accumulator(TypedDict):
 
     bits: Width
     terms: NotRequired[PositiveInt]  #: products that are summed at this width; all when left out
-    sat: NotRequired[bool]  #: what does not fit becomes the nearest end; else it wraps around
+    sat: NotRequired[bool]  #: sums saturate; else they wrap around
     when: NotRequired[Gate]  #: revisions that have this stage
 
 
 class Format(_Record):
-    """What one stored tensor may look like."""
+    """A number format of stored tensors."""
 
     bits: int = Field(ge=1, le=64, strict=True, description="width of one code [bit]")
-    free: bool = Field(False, description="bits is the default; any width from 1 to 16 may be asked for")
+    free: bool = Field(False, description="bits is the default; any width from 1 to 16 may be chosen")
     kind: Literal["int", "lut", "log", "float", "bfp"] = "int"
     signed: bool | Literal["auto"] = Field(True, description="auto: decided per tensor from its data")
     range: Literal["full", "narrow"] | tuple[int, int] = Field("full", description="narrow drops the lowest code")
@@ -184,12 +184,12 @@ class Format(_Record):
 
     @property
     def is_float(self) -> bool:
-        """Stored as it is computed: 16 or 32 bits of floating point."""
+        """Whether it is a floating-point format of 16 or 32 bits, stored as it is computed."""
         return self.kind == "float" and self.bits >= 16
 
     @property
     def gap(self) -> str:
-        """What of this format chipfit cannot decide yet; "" when it can."""
+        """What chipfit does not support in this format; "" if it supports all of it."""
         if self.kind == "bfp" or (self.per == "row" and not self.dynamic):
             return f"scales per {self.per}"
         if self.per == "block" and (self.kind != "int" or self.block is None or self.free):
@@ -209,10 +209,14 @@ class Format(_Record):
         return ""
 
     def grid(self, signed: bool | None = None, rounding: str | None = None) -> Grid:
-        """The grid of codes once signedness is known, and how reals are rounded to them (half to even).
+        """Return the quantization grid.
+
+        Args:
+            signed: the sign, if the format derives it from the data.
+            rounding: of float values to quantized ones; half to even unless given.
 
         Raises:
-            ValueError: `signed` is "auto" in the file and not given here.
+            ValueError: the sign is needed and not given.
         """
         s = self.signed if self.signed != "auto" else signed
         if s is None:
@@ -249,12 +253,12 @@ class Format(_Record):
         return " ".join(words + ["dynamic"] * self.dynamic)
 
 
-#: most bits that may be asked of a format whose width is free
+#: most bits of a format whose width is free
 WIDEST = 16
 
 
 class Option(_Record):
-    """One joint combination of formats that a kernel accepts."""
+    """A joint choice of formats that a kernel supports."""
 
     in_: str | tuple[str, ...] | None = Field(None, alias="in", description=_INPUTS)
     in_bits: tuple[int, ...] | None = Field(None, description="with in any: widths that the kernel reads")
@@ -263,45 +267,45 @@ class Option(_Record):
     out: str | None = None
     simd: PositiveInt | None = Field(None, description="SIMD width, a cost hint")
     when: Gate = Gate()
-    #: the format to which the kernel rounds its data itself, each time it runs; `in_` is float then
+    #: the format to which the kernel quantizes its data at run time; `in_` is float then
     _dynamic: str | None = PrivateAttr(None)
 
     @property
     def dynamic(self) -> str | None:
         return self._dynamic
 
-    def rounding_itself(self, name: str) -> Self:
-        """The option with this format of data that the kernel rounds itself."""
+    def with_dynamic(self, name: str) -> Self:
+        """Return the option with data that the kernel quantizes to a format at run time."""
         out = self.model_copy(update={"in_": "float"})
         out._dynamic = name
         return out
 
     @property
     def ins(self) -> tuple[str, ...]:
-        """Formats of the data inputs: one for all, one per slot, or none."""
+        """The formats of the data inputs: one for all, one per slot, or none."""
         return self.in_ if isinstance(self.in_, tuple) else (self.in_,) if self.in_ is not None else ()
 
     @property
-    def reads(self) -> str:
-        """How it takes its data: in "codes", rounding them itself ("dynamic"), in "float"; "" where it has none."""
+    def input_mode(self) -> str:
+        """How it reads its data: "codes", "dynamic" (quantized at run time) or "float"; "" without data."""
         if self.dynamic is not None or self.in_ is None:
             return "dynamic" if self.dynamic else ""
         return "float" if all(name in ("float", "none") for name in self.ins) else "codes"
 
     def __str__(self) -> str:
-        """The choice in a line: "u8 x w8 + b32 -> u8"."""
+        """Return the option in a line: "u8 x w8 + b32 -> u8"."""
         gate = f"  (where {', '.join(f'{k} {v}' for k, v in self.when.items())})" if self.when else ""
         parts = ((" x ", self.w), (" + ", self.b), (" -> ", self.out))
         return (" , ".join(self.ins) or "-") + "".join(f"{sign}{name}" for sign, name in parts if name) + gate
 
 
 def _is_zero_point(x: Any) -> bool:
-    """An integer of 32 bits, in which zero points are kept whatever the format."""
+    """Return whether a value is an integer of 32 bits, which hold the zero points of all formats."""
     return isinstance(x, int) and -(1 << 31) <= x < 1 << 31
 
 
 class Rule(_Record):
-    """One constraint across the tensors of an operator; exactly one of the heads is given."""
+    """A constraint across the tensors of an operator; exactly one of the heads is given."""
 
     tie: tuple[Slot, ...] | None = Field(None, description="slots with equal scale and zero point")
     dtype: tuple[Slot, ...] | None = Field(None, description="slots with equal storage type")
@@ -356,7 +360,7 @@ class Rule(_Record):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Least and greatest product of a mono rule."""
+        """The least and the greatest product of a `mono` rule."""
         if self.eq is not None:
             return float(self.eq), float(self.eq)
         tops = [b for b in (self.max, self.lt) if b is not None]
@@ -367,7 +371,7 @@ class Rule(_Record):
         return self._heads[0]
 
     def __str__(self) -> str:
-        """The constraint in a line: "b = in0 * w"."""
+        """Return the constraint in a line: "b = in0 * w"."""
         soft = "" if self.hard else "  (preferred)"
         if self.tie:
             return f"{', '.join(self.tie)} share scale and zero point{soft}"
@@ -386,7 +390,7 @@ class Rule(_Record):
 
 
 class OpRule(_Record):
-    """What the chip says about some operators. The first rule that matches an operator wins."""
+    """A rule of the chip for some operators; the first rule that matches an operator governs it."""
 
     match: tuple[str, ...] = Field(min_length=1, description="canonical operators, @groups, @sets of this file, or *")
     where: dict[str, Any] = Field({}, description="predicates on attributes: eq, in, min, max, multiple")
@@ -452,7 +456,7 @@ class Fuse(_Record):
 
     @property
     def steps(self) -> tuple[tuple[str, ...], ...]:
-        """Alternatives per position; a graph becomes the chain along its edges, with its free input from anywhere."""
+        """The alternatives per position; a graph becomes the chain along its edges, with a free input from anywhere."""
         if self.graph is None:
             return self.chain or ()
         nodes = {k: (v,) if isinstance(v, str) else tuple(v) for k, v in self.graph["nodes"].items()}
@@ -466,7 +470,7 @@ class Fuse(_Record):
 
 
 class Placement(_Record):
-    """Where quantizers stand."""
+    """The places of quantizers."""
 
     at: Literal["inputs", "outputs", "both"] = "outputs"
     io_in: tuple[str, ...] = ()
@@ -476,10 +480,10 @@ class Placement(_Record):
 
 
 class Math(_Record):
-    """The chip's arithmetic. Without it exactness is not claimed."""
+    """The arithmetic of the chip; without it exactness is not claimed."""
 
-    q_round: Rounding | None = Field(None, description="of reals to codes; half_even where nothing is said")
-    w_round: Rounding | None = Field(None, description="the same of weights and biases; as q_round")
+    q_round: Rounding | None = Field(None, description="of float values to quantized ones; half_even unless given")
+    w_round: Rounding | None = Field(None, description="of weights and biases; q_round unless given")
     kernels: str | None = Field(None, description="kernels that the simulator mirrors, by name in chipfit.simulate")
     requant: Requant | None = None
     acc: tuple[Accumulator, ...] = Field((), description="accumulators, innermost first")
@@ -488,7 +492,7 @@ class Math(_Record):
 
 
 class Platform(SummaryRepr, _Record):
-    """One chip, or one runtime on a chip."""
+    """A chip, or a runtime on a chip."""
 
     name: str
     schema_: int = Field(0, alias="schema")
@@ -538,19 +542,19 @@ class Platform(SummaryRepr, _Record):
         )
 
     def with_widths(self, widths: Iterable[int]) -> Self:
-        """The platform with every format of free width at these widths too, up to WIDEST."""
+        """Return the platform with every format of free width at these widths too, up to WIDEST."""
         free = {k: f for k, f in self.formats.items() if f.free}
         more = {f"{k}_{n}bit": f.model_copy(update={"bits": n}) for k, f in free.items() for n in widths if n <= WIDEST}
         return self.model_copy(update={"formats": {**self.formats, **more}})
 
     @property
     def hash(self) -> str:
-        """SHA-256 of everything that the platform says, the selected revision included."""
+        """The SHA-256 of all that the platform file contains, and of the selected revision."""
         text = json.dumps([self.model_dump(mode="json", by_alias=True), self.arch_selected], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def allows(self, when: Gate, *, bits: int = 8, runtime: str | None = None) -> bool:
-        """Whether a gate `when` is open for the selected revision and activation bits. arch: "T", ">=T" or "<T"."""
+        """Return whether a gate is open for the selected revision ("T", ">=T" or "<T") and these activation bits."""
         arch = when.get("arch")
         if arch is not None and self.arch_selected is not None:
             have, need = self.arch.index(self.arch_selected), self.arch.index(arch.lstrip(">=<"))

@@ -1,4 +1,4 @@
-"""Platforms on a terminal: every fact with its source and confidence."""
+"""Tables of a platform for the terminal: every fact with its source and confidence."""
 
 from collections.abc import Iterator
 
@@ -15,13 +15,13 @@ CONFIDENCE = {"V": "verified in source", "D": "documented", "I": "inferred"}
 
 
 def _table(*headings: str, show_lines: bool = False) -> Table:
-    """A table that loses no letter where the terminal is narrow."""
+    """Return a table that folds its text if the terminal is narrow."""
     columns = (Column(h, overflow="fold") for h in headings)
     return Table(*columns, show_edge=False, header_style="bold", show_lines=show_lines)
 
 
 def show(platform: Platform) -> Group:
-    """Everything that a platform says."""
+    """Return tables of everything that a platform file contains."""
     parts: list[RenderableType] = [
         Panel(f"[bold]{escape(platform.name)}[/]  {escape(platform.title)}", border_style="cyan")
     ]
@@ -61,7 +61,7 @@ def _note(text: str) -> str:
 
 
 def _facts(p: Platform) -> Iterator[tuple[str, str]]:
-    """What a platform says about the whole chip."""
+    """Yield the facts about the whole chip, each with its label."""
     yield "other operators", p.unlisted
     yield "quantizers at", p.place.at
     if p.arch:
@@ -76,7 +76,7 @@ def _facts(p: Platform) -> Iterator[tuple[str, str]]:
 
 
 def overview() -> Table:
-    """One line per built-in platform."""
+    """Return a table with one row for each built-in platform."""
     table = _table("platform", "device", "weights x activations", "deploys as")
     for name in names():
         p = load(name)

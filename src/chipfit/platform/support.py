@@ -1,4 +1,4 @@
-"""What a platform's file says and chipfit does not do: one line for each word, with what is done instead."""
+"""Settings of a platform file that chipfit does not implement, each with what is done instead."""
 
 from collections.abc import Iterator
 
@@ -7,27 +7,26 @@ from chipfit.registry import lookup
 
 #: forms of `math.requant` that need no more than an accumulator and a multiplier
 FORMS = ("float", "q31")
-Gap = tuple[str, object, str]  #: field, what the file says there, what chipfit does instead
+Gap = tuple[str, object, str]  #: field, its value in the file, what chipfit does instead
 
 
 def unsupported_features(platform: Platform) -> tuple[str, ...]:
-    """The words of a platform that nothing executes: "math.act_table pwl: activations are computed exactly"."""
+    """Return the unsupported settings of a platform: "math.act_table pwl: activations are computed exactly"."""
     gaps = (*_formats(platform), *_operators(platform), *_fusions(platform), *_math(platform))
-    return tuple(dict.fromkeys(f"{field} {said}: {instead}" for field, said, instead in gaps))
+    return tuple(dict.fromkeys(f"{field} {value}: {instead}" for field, value, instead in gaps))
 
 
 def kernels_of(platform: Platform) -> str | None:
-    """The name of the platform's kernels; None when nothing is known about its integers.
+    """Return the name of the platform's kernels; None if nothing is known about its integer arithmetic.
 
-    A platform that says no more than how it requantizes gets ONNX Runtime's kernels: their product sums requantize by
-    that rule.
+    A platform that only defines how it requantizes gets ONNX Runtime's kernels, whose product sums follow that rule.
     """
     by_rule = "onnxruntime" if (platform.math.requant or {}).get("form") in FORMS else None
     return platform.math.kernels or by_rule
 
 
 def simulates_arithmetic(platform: Platform) -> bool:
-    """All that the platform says of its arithmetic is simulated, so that exactness may be claimed."""
+    """Return whether the whole arithmetic of a platform file is simulated, so that exactness may be claimed."""
     return kernels_of(platform) is not None and not list(_math(platform))
 
 
@@ -64,10 +63,10 @@ def _fusions(p: Platform) -> Iterator[Gap]:
 
 def _math(p: Platform) -> Iterator[Gap]:
     m, kernels, requant = p.math, kernels_of(p), p.math.requant or {}
-    says = lookup("kernels", m.kernels).supported_math if m.kernels else ()
-    for key, said in (("q_round", m.q_round), ("requant", " ".join(str(v) for _, v in sorted(requant.items())))):
-        if says and said and said not in says:
-            yield f"math.{key}", said, f"the kernels {m.kernels} have their own"
+    simulated = lookup("kernels", m.kernels).supported_math if m.kernels else ()
+    for key, value in (("q_round", m.q_round), ("requant", " ".join(str(v) for _, v in sorted(requant.items())))):
+        if simulated and value and value not in simulated:
+            yield f"math.{key}", value, f"the kernels {m.kernels} have their own"
     if m.kernels is None and kernels is not None:
         what = "product sums follow it, other operators are computed as ONNX Runtime does"
         yield "math.requant.form", requant["form"], what

@@ -139,7 +139,7 @@ def kernel_widths(
                 w = platform.formats.get(o.w) if isinstance(o.w, str) else None
                 if (
                     w is None
-                    or (a and o.reads != "codes")
+                    or (a and o.input_mode != "codes")
                     or not (stays or w.kind == "int")
                     or (a and not accepts_width(platform, format_of(o, "in0"), a))
                 ):

@@ -1,4 +1,4 @@
-"""YAML with the line of every key, and what is wrong with it by file, line and key."""
+"""YAML files with the line of every key, and their problems by file, line and key."""
 
 import difflib
 import re
@@ -16,25 +16,25 @@ from chipfit.platform import schema
 Path = tuple[Any, ...]  #: keys and indices from the top of a file
 Problem = tuple[Path, str, dict[str, Any]]  #: where, what is wrong, and the facts of the error about it
 
-#: pydantic's error types in our words
-_WORDS: dict[str, str] = package_data("chipfit.platform", "words.yaml")
-_WHOLE: Path = ("?",)  #: of what is wrong with a file, and with no key of it
-#: levels of tables and lists in a platform file; the deepest one that means something has 8
+#: type of a pydantic error -> what is allowed
+_ALLOWED: dict[str, str] = package_data("chipfit.platform", "pydantic_messages.yaml")["file"]
+_WHOLE: Path = ("?",)  #: of a problem that concerns the whole file
+#: most levels of tables and lists in a file; a platform file needs 8
 _DEEPEST = 40
-#: what pydantic puts into a path for a member of a union or a key of a table, though no file has such a key
+#: parts of pydantic's paths that stand for members of unions or keys of tables, and are no keys of a file
 _TAG = re.compile(r"(literal|tuple|list|function|int|str|bool)\b|\[key\]$")
 
 
-class Source:
-    """A file as it stands there: its data, and errors about them that name file, line and dotted key.
+class YamlFile:
+    """The data of a YAML file, with errors about them that name file, line and dotted key.
 
     Args:
-        text: what to read: a Path, or a resource of a package.
+        text: a Path, or a resource of a package.
         file: its name in errors.
-        failure: the kind of these errors.
+        failure: the class of these errors.
 
     Raises:
-        failure: the file cannot be read, or holds no table of keys.
+        failure: the file cannot be read, or does not hold a table of keys.
     """
 
     def __init__(self, text: Any, file: str, failure: type[ChipfitError] = PlatformError) -> None:
@@ -50,22 +50,23 @@ class Source:
             line = f":{mark.line + 1}" if mark else ""
             raise failure(f"This is not valid YAML: {getattr(e, 'problem', e)}", where=f"{file}{line}") from None
         if not isinstance(data, dict):
-            raise failure("Such a file is a table of keys", where=file, got=type(data).__name__)
+            raise failure("The file must hold a table of keys", where=file, got=type(data).__name__)
         self.data: dict[str, Any] = data
-        self.under: Source | None = None  #: the file that this one goes over
+        self.under: YamlFile | None = None  #: the file whose keys this one overrides
         self._lines = dict(_lines(node, ()))
 
     def holds(self, path: Path) -> bool:
-        """There is something at this path, here or in the file that this one goes over."""
+        """Return whether there is something at a path, here or in the file that this one overrides."""
         return path in self._lines or (self.under is not None and self.under.holds(path))
 
     def line(self, path: Path) -> int:
-        """Where the last key of the path stands, or of as much of it as there is."""
+        """Return the line of the last key of a path, or of as much of the path as there is."""
         while path and path not in self._lines:
             path = path[:-1]
         return self._lines.get(path, 1)
 
     def error(self, path: Path, what: str, **facts: Any) -> ChipfitError:
+        """Return an error that names the place of a path."""
         if self.under is not None and path not in self._lines and self.under.holds(path):
             return self.under.error(path, what, **facts)
         at = f":{self.line(path)}, key {'.'.join(map(str, path))}" if path != _WHOLE else ""
@@ -73,7 +74,7 @@ class Source:
 
 
 def _lines(node: yaml.Node, path: Path) -> Iterator[tuple[Path, int]]:
-    """Key path and line of everything in a document; a key comes after its value, whose line may be a later one."""
+    """Yield path and line of everything in a document; a key comes after its value, whose line may be a later one."""
     yield path, node.start_mark.line + 1
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
@@ -84,11 +85,13 @@ def _lines(node: yaml.Node, path: Path) -> Iterator[tuple[Path, int]]:
             yield from _lines(value, (*path, i))
 
 
-_BASE: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  #: libyaml's, ten times as fast, where it is installed
+_BASE: Any = getattr(
+    yaml, "CSafeLoader", yaml.SafeLoader
+)  #: the loader of libyaml, ten times as fast, if it is installed
 
 
 def _check_plain(text: str) -> None:
-    """Refuse aliases, which may nest without end, and what nests too deep."""
+    """Refuse aliases, which may nest without end, and too many levels."""
     depth = 0
     for event in yaml.parse(text, Loader=_BASE):
         if isinstance(event, yaml.AliasEvent):
@@ -100,16 +103,16 @@ def _check_plain(text: str) -> None:
 
 
 class _Loader(_BASE):  # type: ignore[misc]  # one of two
-    """Refuses a key given twice, where YAML would silently keep the last, and half characters."""
+    """A loader that refuses half characters, and a key given twice, of which YAML would silently keep the last."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             data = super().construct_object(node, deep)
             if isinstance(data, str):
-                data.encode()  # "\\ud800" is half a character, which no file holds
+                data.encode()  # "\\ud800" is half a character, which cannot be written to a file
             return data
-        except ValueError as e:  # what looks like a number or a date and is none: 0x, 2001-99-99, thousands of digits
-            why = f"this is no text, no number and no date: {e}"
+        except ValueError as e:  # looks like a number or a date, but is not: 0x, 2001-99-99, thousands of digits
+            why = f"this is neither text nor a number nor a date: {e}"
             raise yaml.constructor.ConstructorError(None, None, why, node.start_mark) from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -123,31 +126,31 @@ class _Loader(_BASE):  # type: ignore[misc]  # one of two
         return super().construct_mapping(node, deep)
 
 
-def explain(e: ValidationError, source: Source, record: Any = schema.Platform) -> Iterator[Problem]:
-    """One problem for each place: the members of a union complain together.
+def problems_of(e: ValidationError, file: YamlFile, record: Any = schema.Platform) -> Iterator[Problem]:
+    """Yield one problem for each place, where the members of a union are reported together.
 
     Args:
-        record: what the file was read as.
+        record: the type that the file was read as.
     """
     places: dict[Path, list[Any]] = {}
     for error in e.errors():
         if error["type"] == "too_short" and error["input"]:
-            continue  # it has entries, and each of them is refused
+            continue  # it has entries, and each of them is reported
         path: Path = ()
         for part in error["loc"]:
-            if source.holds((*path, part)) or not _TAG.match(str(part)):
+            if file.holds((*path, part)) or not _TAG.match(str(part)):
                 path = (*path, part)
         places.setdefault(path or _WHOLE, []).append(error)
     for path, errors in places.items():
-        what, facts = _in_words(path, errors, record)
+        what, facts = _message(path, errors, record)
         yield from ((path, line, facts) for line in what.splitlines())
 
 
-def _in_words(path: Path, errors: list[Any], record: Any) -> tuple[str, dict[str, Any]]:
-    """What is wrong at a place, and the facts of the error about it."""
+def _message(path: Path, errors: list[Any], record: Any) -> tuple[str, dict[str, Any]]:
+    """Return what is wrong at a place, and the facts of the error about it."""
     first, got = errors[0], errors[0].get("input")
     names = [k for k, part in enumerate(path) if isinstance(part, str)]
-    key = ".".join(map(str, path[names[-1] if names else 0 :]))  # an entry of a list by the name of the list
+    key = ".".join(map(str, path[names[-1] if names else 0 :]))  # an entry of a list has the name of the list
     facts = {} if isinstance(got, dict) else {"got": repr(got)}
     if first["type"] == "extra_forbidden":
         known = _keys_at(path[:-1], record)
@@ -157,49 +160,49 @@ def _in_words(path: Path, errors: list[Any], record: Any) -> tuple[str, dict[str
         return f"Key '{key}' is missing: it is required", {}
     if first["type"] == "literal_error" or len(errors) > 1:
         literal = [x["ctx"]["expected"] for x in errors if x["type"] == "literal_error"]
-        others = [_WORDS[x["type"]].removeprefix("must be ") for x in errors if x["type"] in _WORDS]
+        others = [_ALLOWED[x["type"]] for x in errors if x["type"] in _ALLOWED]
         return f"Value of '{key}' is not understood", facts | {"allowed": ", or ".join(dict.fromkeys(literal + others))}
-    if first["type"] in _WORDS:
-        return f"'{key}' {_WORDS[first['type']]}", facts
+    if first["type"] in _ALLOWED:
+        return f"'{key}' must be {_ALLOWED[first['type']]}", facts
     return first["msg"].removeprefix("Value error, ").replace("Input should", f"'{key}' should"), facts
 
 
 def _keys_at(path: Path, record: Any) -> list[str]:
-    """The keys that may stand at a path of a record."""
+    """Return the keys that a record may have at a path."""
     for part in path:
         record = next(iter(_records(_fields(record)[part])), record) if part in _fields(record) else record
     return sorted(_fields(record))
 
 
 def _fields(record: Any) -> dict[str, Any]:
-    """Key -> type of what stands there, as files call it."""
+    """Return the keys of a record, as files name them, and the types of their values."""
     if is_typeddict(record):
         return get_type_hints(record)
     return {f.alias or n: f.annotation for n, f in record.model_fields.items() if not f.exclude}
 
 
 def _records(kind: Any) -> list[Any]:
-    """The tables of keys in a type."""
+    """Return the records in a type."""
     is_record = is_typeddict(kind) or (isinstance(kind, type) and issubclass(kind, BaseModel))
     return [kind] if is_record else [r for inner in get_args(kind) for r in _records(inner)]
 
 
-def what_fits(kind: Any, data: Any) -> Any:
-    """Data as a type, without what is malformed in them; the others keep their places, for names to be looked up."""
+def well_formed(kind: Any, data: Any) -> Any:
+    """Return data as a type, without their malformed parts; the other parts keep their places."""
     either = (kind,) if get_origin(kind) is dict else (kind, *get_args(kind))
     many = next((k for k in either if get_origin(k) is tuple), None)
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         given = data if isinstance(data, dict) else {}
         known = {n: f.annotation for n, f in kind.model_fields.items() if (f.alias or n) in given or f.is_required()}
         keys = {n: kind.model_fields[n].alias or n for n in known}
-        return kind.model_construct(**{n: what_fits(known[n], given.get(k)) for n, k in keys.items()})
+        return kind.model_construct(**{n: well_formed(known[n], given.get(k)) for n, k in keys.items()})
     if is_typeddict(kind):
         given, known = data if isinstance(data, dict) else {}, get_type_hints(kind)
-        return {k: what_fits(known[k], given[k]) for k in known if k in given}
+        return {k: well_formed(known[k], given[k]) for k in known if k in given}
     if isinstance(data, list) and many:
-        return tuple(what_fits(get_args(many)[0], x) for x in data)
+        return tuple(well_formed(get_args(many)[0], x) for x in data)
     if isinstance(data, dict) and get_origin(kind) is dict:
-        return {str(k): what_fits(get_args(kind)[1], x) for k, x in data.items()}
+        return {str(k): well_formed(get_args(kind)[1], x) for k, x in data.items()}
     try:
         return TypeAdapter(kind).validate_python(data)
     except ValidationError:
