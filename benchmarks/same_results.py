@@ -1,18 +1,18 @@
-"""Whether two states of this repository decide, write and refuse the same: a corpus of cases, run with each.
+"""Compare two states of this repository: run a corpus of cases with each, and list what differs.
 
     python benchmarks/same_results.py --against main             # this working tree against a revision
-    python benchmarks/same_results.py --against old_record       # or against what was recorded of it before
-    python benchmarks/same_results.py record OUT --tree TREE     # one half: what the chipfit in TREE/src does
-    python benchmarks/same_results.py compare OLD NEW            # the other half
+    python benchmarks/same_results.py --against old_record       # or against an earlier record
+    python benchmarks/same_results.py record OUT --tree TREE     # record the chipfit in TREE/src
+    python benchmarks/same_results.py compare OLD NEW            # compare two records
 
-The corpus is this file's own (its networks are those of the tests), whichever tree is asked. Everything goes through
-public names. Compared are numbers and texts: the saved plan, graph, weights and report of each result; what the
-exported files hold, never their bytes; what the simulation computes; what `verify` finds; what the command line prints;
-and the type and message of every refusal. With `--reload OLD`, as `--against` does it, results that the old tree has
-saved are loaded by the new one, and compared as well.
+The corpus is this file's (with the networks of this tree's tests) for both trees, and uses public names only. It
+compares numbers and texts: the saved plan, graph, weights and report of each result; the contents of exported files,
+not their bytes; the results of the simulation and of `verify`; the output of the command line; and the type and message
+of every error. With `--reload OLD`, which `--against` implies, the new tree also loads the results that the old tree
+saved.
 
-A case is recorded once for each state of tree and corpus: a second run does what is missing. Records that are compared
-are made on the same machine, since runtimes compute otherwise on other processors. Exit status: 1 if anything differs.
+A case is recorded once for each state of tree and corpus; a second run does the missing ones. Both records must be made
+on one machine, since runtimes compute differently on other processors. The exit status is 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 
-#: what was renamed on purpose: a pattern in the old keys and texts -> what stands there now
+#: intended renames: a pattern in the old keys and texts -> the new text
 RENAMED: dict[str, str] = {}
 
-#: what else differs on purpose: a pattern of whole keys -> why
+#: other intended differences: a pattern of whole keys -> reason
 EXPECTED: dict[str, str] = {
     r"verify onnxruntime.*": "on a CPU without VNNI the check runs in full precision, and is exact",
     r"(.*: )?platform\.platform\.(encodings|runtimes).*": "platform files name their dialect and runtimes",
 }
 
-#: entries of saved files that tell versions, hashes, times or places
+#: entries of saved files that hold versions, hashes, times or paths
 LEFT_OUT = {
     "chipfit",
     "torch",
@@ -74,7 +74,7 @@ LEFT_OUT = {
 
 
 class Facts:
-    """What one case has shown: texts by key, and how much they stand for."""
+    """The recorded facts of one case: texts by key, and counts of what they stand for."""
 
     def __init__(self, case: str, root: Path, work: Path) -> None:
         self.case, self.root, self.work = case, root, work
@@ -82,7 +82,7 @@ class Facts:
         self.counts = {"tensors": 0, "integers": 0, "refusals": 0}
 
     def say(self, key: str, text: Any) -> None:
-        """Keep a text; a key that is there already gets a number."""
+        """Keep a text; a repeated key gets a number."""
         key, k = normal(key, self.work), 2
         while key in self.said:
             key, k = f"{key.partition(' #')[0]} #{k}", k + 1
@@ -109,7 +109,7 @@ class Facts:
         self.say(key, array_text(a))
 
     def attempt(self, key: str, step: Callable[[], Any]) -> Any:
-        """What `step` returns; None where it refuses, which is kept."""
+        """Return the result of `step`, or keep its error and return None."""
         try:
             return step()
         except (Exception, SystemExit) as e:
@@ -119,7 +119,7 @@ class Facts:
 
 
 def array_text(a: np.ndarray) -> str:
-    """Type, shape and content.
+    """Return type, shape and content of an array as text.
 
     >>> array_text(np.float32([0.5, 1]))
     'float32[2] 0.5 1.0'
@@ -134,7 +134,7 @@ def array_text(a: np.ndarray) -> str:
 
 
 def normal(text: str, work: Path) -> str:
-    """A text without what differs from run to run: folders, line numbers, addresses, and facts about a file's bytes."""
+    """Return a text without what differs between runs: folders, line numbers, addresses, and facts about bytes."""
     if "/" in text or ".py" in text or "0x" in text:
         import chipfit
 
@@ -143,7 +143,7 @@ def normal(text: str, work: Path) -> str:
         text = re.sub(r"<SRC>/[\w/.-]+\.py:\d+", "<SRC>/...py:N", text)
         text = re.sub(r"\b(\w+\.py):\d+", r"\1:N", text)
         text = re.sub(r"0x[0-9a-f]{6,}", "0xN", text)
-    if "sha256" in text or "(char " in text:  # of files, whose bytes are not compared
+    if "sha256" in text or "(char " in text:  # sizes of files, whose bytes are not compared
         text = re.sub(r"\b[0-9a-f]{64}\b", "SHA", re.sub(r"\b\d+ bytes|'bytes': \d+", "N bytes", text))
         text = re.sub(r"line \d+ column \d+ \(char \d+\)", "(char N)", text)
     return text
@@ -153,7 +153,7 @@ def normal(text: str, work: Path) -> str:
 
 
 def unmarked(x: Any) -> Any:
-    """JSON of a saved result without its marks for tuples and for numbers that JSON has no word for."""
+    """Return JSON of a saved result without its marks for tuples and for numbers that JSON cannot express."""
     if isinstance(x, Mapping) and len(x) == 1 and next(iter(x)) in ("$tuple", "$float", "$ref"):
         return unmarked(next(iter(x.values())))
     if isinstance(x, Mapping):
@@ -162,7 +162,7 @@ def unmarked(x: Any) -> Any:
 
 
 def see_saved(facts: Facts, folder: Path, tag: str = "") -> None:
-    """Everything that the directory of a saved result says. The one place that knows its layout."""
+    """Record the directory of a saved result; only this function knows its layout."""
     from safetensors.torch import load_file
 
     plan, graph = (unmarked(json.loads((folder / f"{name}.json").read_text())) for name in ("plan", "graph"))
@@ -200,7 +200,7 @@ def see_saved(facts: Facts, folder: Path, tag: str = "") -> None:
 
 
 def see_file(facts: Facts, path: Path, tag: str = "") -> None:
-    """What a deployed file holds."""
+    """Record the contents of a deployed file."""
     key = f"{tag}file{path.suffix}"
     if path.suffix == ".json":
         facts.table(key, json.loads(path.read_text()))
@@ -318,7 +318,7 @@ def see_tflite(facts: Facts, key: str, path: Path) -> None:
 
 
 def flat(x: Any) -> Iterator[Any]:
-    """The arrays of a batch or of a model's result, in order."""
+    """Yield the arrays of a batch or of a model's result, in order."""
     if isinstance(x, Mapping):
         for k in x:
             yield from flat(x[k])
@@ -341,13 +341,13 @@ def as_numpy(x: Any) -> np.ndarray:
 
 
 def call(model: Any, batch: Any) -> Any:
-    """The model on a batch, whose structure is that of the data for `quantize`."""
+    """Call the model with a batch that has the structure of the data for `quantize`."""
     of_keras = any(c.__module__.partition(".")[0] == "keras" for c in type(model).__mro__)
     return model(*batch) if isinstance(batch, tuple) and not of_keras else model(batch)
 
 
 def see_output(facts: Facts, model: Any, batch: Any, tag: str = "") -> None:
-    """What the simulation computes, bit for bit."""
+    """Record the outputs of the simulation, bit for bit."""
     import torch
 
     with torch.no_grad():
@@ -358,7 +358,7 @@ def see_output(facts: Facts, model: Any, batch: Any, tag: str = "") -> None:
 def see(
     facts: Facts, result: Any, batch: Any = None, tag: str = "", files: Iterable[str] = (), runtimes: Iterable[str] = ()
 ) -> Any:
-    """Everything about one result: what is saved, exported to `files`, simulated, and found on `runtimes`."""
+    """Record everything about one result: saved, exported to `files`, simulated, and verified on `runtimes`."""
     import torch
 
     stem = slug(tag) or "result"
@@ -388,7 +388,7 @@ def see(
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One thing to try; its backend is Keras's, which is one for a whole process."""
+    """A case of the corpus; its backend is Keras's, of which a process has one."""
 
     name: str
     run: Callable[[Facts], Any]
@@ -396,7 +396,7 @@ class Case:
 
 
 def slug(name: str) -> str:
-    """A case's name as that of a file."""
+    """Return a case's name as a file name."""
     return re.sub(r"[^\w@.=-]+", "__", name)
 
 
@@ -412,21 +412,21 @@ PLATFORMS = words(
     "tflite_int8 tflm_cmsis_nn tinyengine tvm_qnn vitis_dpu x86_fbgemm x86_onednn xnnpack"
 )
 
-#: platforms that every third network of PyTorch and every second one of Keras meets: power-of-two scales, ties, fixed
+#: platforms for every third network of PyTorch and every second one of Keras: power-of-two scales, ties, fixed
 #: scales, weights per tensor, tables, bounded requantization, logarithmic and floating-point codes
 SPREAD = words(
     "tflite_int16x8 tensorrt imx500 qnnpack vitis_dpu openvino_cpu ncnn snpe esp_dl k210 nnie graphcore_fp8 ethos_u "
     "x86_onednn tflm_cmsis_nn mqbench_academic rknn xnnpack tengine litert_ai_edge"
 )
 
-#: where the file has parts that torch's own exporter writes, which takes seconds
+#: networks that torch's own exporter writes in part, which takes seconds
 SLOW_TO_EXPORT = {"gru", "lstm", "in_place_index"}
 
 OF_TFLITE = {"tflite_int8", "tflite_int16x8", "litert_ai_edge", "xnnpack"}
 
 
 def cases() -> list[Case]:
-    """The whole corpus."""
+    """Return the whole corpus."""
     import torch
 
     torch.manual_seed(0)  # some networks of the zoo get their weights when it is imported
@@ -530,7 +530,7 @@ def restart_keras() -> None:
     """Let Keras name its layers from the start again."""
     import keras
 
-    with mock.patch.object(gc, "collect"):  # which takes seconds beside the graphs of torch.export
+    with mock.patch.object(gc, "collect"):  # takes seconds when graphs of torch.export exist
         keras.backend.clear_session()
 
 
@@ -568,7 +568,7 @@ MODULES = (
 
 
 def public_names(facts: Facts) -> None:
-    """Every promised name, and what it is called with."""
+    """Record every public name and its parameters."""
     import chipfit
 
     for module in MODULES:
@@ -586,7 +586,7 @@ def made_here(name: str, thing: Any) -> bool:
 
 
 def parameters(thing: Any) -> str:
-    """The names and defaults of a callable's parameters; annotations may be worded anew."""
+    """Return names and defaults of a callable's parameters, without annotations."""
     if not callable(thing):
         return ""
     try:
@@ -601,7 +601,7 @@ def parameters(thing: Any) -> str:
 
 
 def everything() -> tuple[Any, Any]:
-    """A network with something for every optional step, and data for it."""
+    """Return a network with something for every optional step, and data for it."""
     import torch
     import torch.nn.functional as F
     from torch import nn
@@ -624,7 +624,7 @@ def everything() -> tuple[Any, Any]:
 
 
 def keras_everything() -> tuple[Any, Any]:
-    """The same in Keras."""
+    """Return a Keras network with something for every optional step, and data for it."""
     import keras
     from keras import layers
 
@@ -925,7 +925,7 @@ def training_cases() -> Cases:
 
 
 def through_facade(facts: Facts, framework: str, model: Any, x: Any, tag: str = "", **options: Any) -> None:
-    """Quantize through a facade, and see everything that it gives."""
+    """Quantize through a facade and record everything that it returns."""
     import chipfit
 
     prefix = f"{tag}: " if tag else ""
@@ -949,7 +949,7 @@ def through_facade(facts: Facts, framework: str, model: Any, x: Any, tag: str = 
 
 
 def worded(options: Mapping[str, Any]) -> str:
-    """Options as the name of a case."""
+    """Return options as the name of a case."""
     words = {k: f"({worded(v)})" if isinstance(v, Mapping) else getattr(v, "name", v) for k, v in options.items()}
     return ", ".join(f"{k}={v}" for k, v in words.items()) or "defaults"
 
@@ -1147,7 +1147,7 @@ def info_cases() -> Cases:
 
 
 def modelled_cases() -> Cases:
-    """Chips described in Python."""
+    """Yield cases of chips described in Python."""
     from chipfit.target_platform import QuantizationMethod
 
     versions = {
@@ -1242,7 +1242,7 @@ def modelled_cases() -> Cases:
 
 
 def modelled_chip(changes: Mapping[str, Any]) -> Any:
-    """A chip in Python: 8-bit kernels in convolutions and dense layers, the default elsewhere; Tanh with `changes`."""
+    """Return a chip described in Python: 8-bit convolutions, dense layers, defaults elsewhere, tanh with `changes`."""
     from chipfit.target_platform import (
         BIAS_ATTR,
         KERNEL_ATTR,
@@ -1298,7 +1298,7 @@ def lint_cases() -> Cases:
         yield f"lint/{platform}", partial(run, platform=platform)
 
 
-#: a module that the command line finds models and data in
+#: a module of models and data for the command line
 NETS = """\
 import torch
 from torch import nn
@@ -1344,13 +1344,13 @@ def command(facts: Facts, *args: str) -> None:
 
 
 def squeezed(text: str) -> str:
-    """Printed text without what depends on widths and clocks: runs of spaces and of lines, seconds."""
+    """Return printed text without what depends on widths and clocks: runs of spaces and of lines, seconds."""
     text = re.sub(r"\b\d+\.\d\d s\b", "N s", text)
     return re.sub(r"[ \t]+\n", "\n", re.sub(r"─{2,}", "─", re.sub(r" {2,}", "  ", text)))
 
 
 def without_versions(text: str) -> str:
-    """A report's page without versions, hashes and times."""
+    """Return a report's page without versions, hashes and times."""
     import torch
 
     import chipfit
@@ -1361,7 +1361,7 @@ def without_versions(text: str) -> str:
 
 
 def tree_of(facts: Facts) -> Path:
-    """The root of the tree whose chipfit this is."""
+    """Return the root of the tree that chipfit is imported from."""
     import chipfit
 
     return Path(chipfit.__file__).resolve().parents[2]
@@ -1425,7 +1425,7 @@ def command_line_cases() -> Cases:
 
 # ----------------------------------------------------------------------------------------------------------- refusals
 
-#: a platform file without mistakes, and mistakes: what is replaced in it, and by what
+#: a correct platform file, and mistakes: a text in it -> its replacement
 GOOD = """\
 name: tiny_npu
 title: TinyNPU rev C
@@ -1484,7 +1484,7 @@ MISTAKES = {
 
 
 def refusal_cases() -> Cases:
-    """Wrong inputs: each has to be refused in the same words."""
+    """Yield cases of wrong inputs, whose errors are compared word by word."""
     import torch
     from torch import nn
 
@@ -1668,14 +1668,14 @@ def refusal_cases() -> Cases:
 
 
 def digest(paths: Iterable[Path], root: Path) -> str:
-    """Of names and contents."""
+    """Return a hash of names and contents."""
     h = hashlib.sha256()
     for p in sorted(paths):
         h.update(f"{p.relative_to(root)}\0".encode() + hashlib.sha256(p.read_bytes()).digest())
     return h.hexdigest()[:16]
 
 
-#: parts of this file that say nothing about what is recorded
+#: parts of this file that do not affect records
 OF_COMPARING = {
     "OF_COMPARING",
     "RENAMED",
@@ -1699,7 +1699,7 @@ OF_COMPARING = {
 
 
 def source_of(tree: Path) -> str:
-    """The state of a tree and of the corpus, by which a record is known to be of them."""
+    """Return a hash of a tree and of the corpus, which a record is marked with."""
     files = [p for p in (tree / "src" / "chipfit").rglob("*") if p.is_file() and "__pycache__" not in p.parts]
     h = hashlib.sha256()
     for path in (Path(__file__), *(ROOT / p for p in ("tests/zoo.py", "tests/keras_zoo.py", "benchmarks/models.py"))):
@@ -1712,7 +1712,7 @@ def source_of(tree: Path) -> str:
 
 
 def record_case(case: Case, out: Path, source: str) -> None:
-    """Run one case and write what it shows."""
+    """Run one case and write its record."""
     import torch
 
     with tempfile.TemporaryDirectory(prefix="same_results_") as work:
@@ -1741,7 +1741,7 @@ def write(path: Path, facts: Facts, source: str, seconds: float) -> None:
 
 
 def reload_case(name: str, old: Path, out: Path, source: str) -> None:
-    """Load what a tree has saved, save it again, and write what that shows."""
+    """Load a result that a tree has saved, save it again, and write the record of that."""
     import torch
 
     import chipfit
@@ -1763,7 +1763,7 @@ def reload_case(name: str, old: Path, out: Path, source: str) -> None:
 
 
 def work_through(args: argparse.Namespace) -> None:
-    """A worker: this process has the tree's chipfit and one backend of Keras."""
+    """Work through cases in a process that has the tree's chipfit and one backend of Keras."""
     warnings.simplefilter("ignore")
     import torch
 
@@ -1859,7 +1859,7 @@ def renamed(text: str) -> str:
 
 
 def differences(case: str, old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[tuple[str, str, str, str]]:
-    """What two records of a case say differently: (case, key, old, new)."""
+    """Yield the differences between two records of a case: (case, key, old, new)."""
     old = opened({renamed(k): renamed(v) for k, v in old.items()})
     new = opened(new)
     for key in dict.fromkeys([*old, *new]):
@@ -1869,7 +1869,7 @@ def differences(case: str, old: Mapping[str, str], new: Mapping[str, str]) -> It
 
 
 def opened(facts: Mapping[str, str]) -> dict[str, str]:
-    """Facts with each platform, which is one text in the record, as one text for each of its entries."""
+    """Return facts in which each platform, one text in the record, is one text for each of its entries."""
     out = Facts("", ROOT, ROOT)
     for key, text in facts.items():
         if key.endswith("platform") and text.startswith("{"):
@@ -1880,7 +1880,7 @@ def opened(facts: Mapping[str, str]) -> dict[str, str]:
 
 
 def shown(a: str, b: str) -> tuple[str, str]:
-    """Two texts from where they part, short enough to read."""
+    """Return excerpts of two texts from where they differ."""
     start = next((k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     start = max(0, start - 60) if max(len(a), len(b)) > 200 else 0
 
@@ -1891,7 +1891,7 @@ def shown(a: str, b: str) -> tuple[str, str]:
 
 
 def stored(facts: Mapping[str, str]) -> Counter[tuple[str, str]]:
-    """The integer tensors of each file, with all that it says of them but their names, and how often each occurs."""
+    """Count the integer tensors of each file, described by everything except their names."""
     out: Counter[tuple[str, str]] = Counter()
     for key, value in facts.items():
         found = re.match(r"(.*file\.(?:onnx|tflite))/(?:initialiser |\d+/tensor )", key)
@@ -1903,12 +1903,12 @@ def stored(facts: Mapping[str, str]) -> Counter[tuple[str, str]]:
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Print what differs between two records; 1 if anything does."""
+    """Print the differences between two records; return 1 if there are any."""
     old_root, new_root = Path(args.old), Path(args.new)
     old, new = (records(root, args.only) for root in (old_root, new_root))
     if not old or not new:
         raise SystemExit(f"no cases in {old_root if not old else new_root}")
-    if args.every > 1:  # a sample was recorded
+    if args.every > 1:  # only a sample was recorded
         old, new = ({n: r[n] for n in r if n in old and n in new} for r in (old, new))
     found: list[tuple[str, str, str, str]] = []
     counts = dict.fromkeys(("tensors", "integers", "refusals"), 0)
@@ -1936,7 +1936,7 @@ def compare(args: argparse.Namespace) -> int:
 
     why = Counter(reason for f in found for p, reason in EXPECTED.items() if re.fullmatch(p, f[1]))
     found = [f for f in found if not any(re.fullmatch(p, f[1]) for p in EXPECTED)]
-    seen = [f for k, f in enumerate(found) if k < 4 or found[k - 4][0] != f[0]]  # at most four of a case
+    seen = [f for k, f in enumerate(found) if k < 4 or found[k - 4][0] != f[0]]  # at most four for each case
     for case, key, a, b in seen[:20]:
         print(f"{case}\n  {key}\n    old  {a}\n    new  {b}")
     if found:
@@ -1954,7 +1954,7 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def records(root: Path, only: Iterable[str] | None, kind: str = "cases") -> dict[str, dict[str, Any]]:
-    """The newest record of each case, by its name; what is left of an earlier state of the tree is not among them."""
+    """Return the newest record of each case by name, without those of an earlier state of the tree."""
     found = [(p.stat().st_mtime, json.loads(p.read_text())) for p in sorted((root / kind).glob("*.json"))]
     if not found:
         return {}
@@ -1963,7 +1963,7 @@ def records(root: Path, only: Iterable[str] | None, kind: str = "cases") -> dict
 
 
 def against(args: argparse.Namespace) -> int:
-    """This working tree against a revision, or against a record of one."""
+    """Compare this working tree with a revision, or with a record of one."""
     with tempfile.TemporaryDirectory(prefix="same_results_") as folder:
         keep = Path(args.keep or folder)
         old, share = Path(args.against), {k: getattr(args, k) for k in ("only", "verbose", "every", "integers")}
