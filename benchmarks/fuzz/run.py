@@ -83,8 +83,8 @@ FORESEEN: dict[str, tuple[type[BaseException], ...]] = {
 #: functions of chipfit that call code of the user or of a library: any exception that arises outside of chipfit may
 #: cause their errors
 FOREIGN: tuple[str, ...] = (
-    "frameworks/torch/capture.py:_try_once",
-    "frameworks/torch/record.py:through",
+    "frameworks/torch/capture.py:_run_example",
+    "frameworks/torch/record.py:watch",
     "frameworks/torch/export.py:export",
     "frameworks/keras/capture.py:_in_float32",
     "frameworks/keras/capture.py:_compare",

@@ -55,7 +55,7 @@ def test_checkpointing_changes_nothing(bn_fold, plain):
         net = copy.deepcopy(model)
         given = train(net, lambda x, net=net, r=reentrant: checkpoint(net, x.requires_grad_(r), use_reentrant=r))
         assert same(given, expected), reentrant
-        assert net._bounds.steps == 3
+        assert net.steps == 3
     DATA[0].requires_grad_(False)
     net = copy.deepcopy(model)
     net.segments = 3
@@ -75,7 +75,7 @@ def test_without_that_care_it_would(plain, monkeypatch):
     """The repeated pass would round by the statistics that the first one left, and remember its batch twice."""
     model = plain.trains({"method": "lsq", "bn_fold": 4}).model
     expected = train(found := copy.deepcopy(model), found)
-    monkeypatch.setattr("chipfit.frameworks.torch.lower.repeated", lambda: False)
+    monkeypatch.setattr("chipfit.frameworks.torch.lower.is_recomputation", lambda: False)
     assert not same(train(model, lambda x: checkpoint(model, x, use_reentrant=False)), expected)
 
 

@@ -128,7 +128,7 @@ def test_frozen_weights_keep_their_codes_through_training_and_are_deployed(bn_fo
         now = after.plan[name].quantize(after.graph.weights[name]).float()
         assert frozen.float().mean() > 0.7 and torch.equal(now[frozen], codes[frozen]), name
         q = free.quantizer_of(name)
-        unfrozen[name] = bool((q.codes(q.reals(free._stored(name))) != codes).any())
+        unfrozen[name] = bool((q.quantize(q.reals(free.weight_to_round(name))) != codes).any())
     assert all(unfrozen.values())  # without freezing they went on
     assert after.verify([2 * DATA[2]]).exact
 

@@ -56,7 +56,9 @@ def test_training_that_pushes_against_a_bound_stays_inside(platform):
     result = bounded(platform)
     plan, model = result.plan, result.model.train()
     assert plan.limits and not broken(plan)
-    quantizers = {q.tensor: q for q in model.modules() if hasattr(q, "trained") and q.trained()}
+    quantizers = {
+        q.tensor: q for q in model.modules() if hasattr(q, "trainable_parameters") and q.trainable_parameters()
+    }
     start, met = {k: v.clone() for k, v in model.state_dict().items()}, 0
     for pushed in dict.fromkeys(t for x in plan.limits for t, _ in x.terms if t in quantizers):
         for direction in (-9.0, 9.0):
@@ -93,7 +95,10 @@ def test_what_the_platform_dictates_does_not_train(tflite):
     softmax = tflite.plan.fixed[0]
     assert float(tflite.plan[softmax].scale) == 1 / 256
     result = tflite.as_calibrated().trains({"activations": "lsq", "weights": "lsq", "only": {softmax: "lsq"}})
-    assert not result.model.quantizer_of(softmax).trained() and result.model.quantizer_of("head.weight").trained()
+    assert (
+        not result.model.quantizer_of(softmax).trainable_parameters()
+        and result.model.quantizer_of("head.weight").trainable_parameters()
+    )
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,7 @@ def test_a_zero_point_that_a_rule_says_stays(tflite):
     name = next(t.name for t in tflite.plan.tensors.values() if t.role == "activation" and t.stored.grid.zero == "any")
     plan = replace(tflite.plan, zeros=(name,))
     free, held = (lower(tflite.graph, p, Training(Free())).quantizer_of(name) for p in (tflite.plan, plan))
-    assert set(free.trained()) == {"scale", "zero_point"} and set(held.trained()) == {"scale"}
+    assert set(free.trainable_parameters()) == {"scale", "zero_point"} and set(held.trainable_parameters()) == {"scale"}
 
 
 @pytest.mark.parametrize(("value", "says"), [(float("nan"), "nan"), (0.0, "0"), (float("inf"), "inf")])

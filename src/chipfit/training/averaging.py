@@ -10,7 +10,7 @@ from torch import nn
 
 from chipfit.errors import ConfigError
 from chipfit.frameworks.torch.lower import QuantizedModule
-from chipfit.frameworks.torch.train import lowered
+from chipfit.frameworks.torch.train import as_quantized_module
 
 
 class EMA(nn.Module):
@@ -34,7 +34,10 @@ class EMA(nn.Module):
         super().__init__()
         if not 0 <= decay < 1:
             raise ConfigError("A decay is a share", got=decay, allowed="0 to 1, without 1")
-        self._model, self.decay = (lowered(model),), decay  # in a tuple, so that it is no part of this module
+        self._model, self.decay = (
+            (as_quantized_module(model),),
+            decay,
+        )  # in a tuple, so that it is no part of this module
         self._trains = [p for p in model.parameters() if p.requires_grad]
         self.averages = nn.ParameterList(nn.Parameter(p.detach().clone(), False) for p in self._trains)
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
@@ -55,7 +58,7 @@ class EMA(nn.Module):
         own = [p.detach().clone() for p in self._trains]
         try:
             self._put(self.averages)
-            self._model[0].settle()
+            self._model[0].enforce_bounds()
             yield self._model[0]
         finally:
             self._put(own)

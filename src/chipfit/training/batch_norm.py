@@ -8,7 +8,7 @@ import torch
 
 from chipfit.calibration.data import batches
 from chipfit.errors import DataError, UnsupportedError
-from chipfit.frameworks.torch.train import lowered
+from chipfit.frameworks.torch.train import as_quantized_module
 from chipfit.result import Result
 
 
@@ -30,7 +30,7 @@ def reestimate(result: Result, data: Any) -> None:
         DataError: no batch, or one with a single number for a channel.
         PlanError: the model is not one of PyTorch.
     """
-    model = lowered(result.model)
+    model = as_quantized_module(result.model)
     running = [model.weight(name) for f in model._folds.values() for name in (f.mean, f.var)]
     if not running:
         hint = "train with bn_fold 1 to 4; batch norms that were folded before have no statistics any more"

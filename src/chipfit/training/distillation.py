@@ -12,7 +12,7 @@ from chipfit.engine.run import run
 from chipfit.engine.trees import flatten_call
 from chipfit.errors import ConfigError, UnknownNameError
 from chipfit.frameworks import device
-from chipfit.frameworks.torch.train import lowered
+from chipfit.frameworks.torch.train import as_quantized_module
 from chipfit.graph.ir import Graph
 from chipfit.quantizers.ops import TorchOps
 from chipfit.result import Result
@@ -74,7 +74,7 @@ class Distillation(nn.Module):
         super().__init__()
         if not temperature > 0:
             raise ConfigError("A temperature is positive", got=temperature, allowed="above 0")
-        self.student, self._graph = lowered(result.model), _float(result)
+        self.student, self._graph = as_quantized_module(result.model), _float(result)
         self.temperature, self.axis = temperature, axis
         given = layers if isinstance(layers, Mapping) else dict.fromkeys(layers, 1.0)
         made = {key: o for n in self._graph.nodes for o in n.outputs[::-1] for key in (n.layer, n.name, o)}
@@ -88,7 +88,7 @@ class Distillation(nn.Module):
         inputs = flatten_call(self.student._in_spec, args, kwargs)
         outputs, kept = self._graph.outputs, list(self.layers)
         if self.training:
-            self.student.begin()
+            self.student.begin_step()
         found, where = self.student.run_flat(inputs, kept), inputs[0].device
         with torch.no_grad():
             self._graph = _on(self._graph, where)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from chipfit.errors import ConfigError
-from chipfit.frameworks.torch.train import lowered
+from chipfit.frameworks.torch.train import as_quantized_module
 
 
 class Gradual:
@@ -32,7 +32,7 @@ class Gradual:
         if steps < 1 or start < 0:
             got = f"steps={steps}, start={start}"
             raise ConfigError("A schedule has steps", got=got, allowed="1 or more; 0 or more")
-        self.model, self.steps, self.start = lowered(model), steps, start
+        self.model, self.steps, self.start = as_quantized_module(model), steps, start
         self.now = -1
         used = [{*n.inputs, *n.outputs} for n in self.model._nodes]
         parts: dict[int, list[Any]] = {}

@@ -5,26 +5,17 @@ Source: Nagel et al. 2022, arXiv:2203.11086, sections 4.1 to 4.3 and algorithm 1
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from chipfit.errors import ConfigError, UnsupportedError
-from chipfit.frameworks.torch.lower import QuantizedModule
 from chipfit.frameworks.torch.modules import FakeQuantizer
-from chipfit.frameworks.torch.train import lowered
+from chipfit.frameworks.torch.train import as_quantized_module
 from chipfit.quantizers.algorithm import Algorithm
 from chipfit.quantizers.bn_fold import times
 from chipfit.quantizers.ops import TorchOps
-
-
-def _weights(model: QuantizedModule) -> Iterator[tuple[str, FakeQuantizer]]:
-    """Names and quantizers of the weights that train and are rounded."""
-    for name in model._live:
-        if name in model._rounded and model._bounds.plan.tensors[name].role == "weight":
-            yield name, model.quantizer_of(name)  # type: ignore[misc]  # biases have the other kind
 
 
 def dampening(model: nn.Module) -> torch.Tensor:
@@ -40,10 +31,10 @@ def dampening(model: nn.Module) -> torch.Tensor:
         PlanError: another model.
     """
     total = torch.zeros(())
-    for name, q in _weights(model := lowered(model)):
-        x = q.reals(model._stored(name))
-        codes = q.codes(x)
-        rounded, g = q.as_reals(codes), q.learned()
+    for name, q in (model := as_quantized_module(model)).rounded_weights():
+        x = q.reals(model.weight_to_round(name))
+        codes = q.quantize(x)
+        rounded, g = q.dequantize(codes), q.trained_grid()
         low, high = (g.qmin, g.qmax) if g.table is None else (0, g.levels - 1)
         beyond = ((codes == low) & (x < rounded)) | ((codes == high) & (x > rounded))
         total = total.to(x.device) + torch.where(beyond, 0.0, rounded - x).square().sum()
@@ -106,7 +97,8 @@ class Oscillations(nn.Module):
         if not 0 < momentum <= 1 or (threshold is not None and not 0 < threshold < 1):
             got = f"momentum={momentum}, threshold={threshold}"
             raise ConfigError("Momentum and threshold are shares", got=got, allowed="above 0, at most 1")
-        self._model, self._weights = (lowered(model),), list(_weights(lowered(model)))
+        model = as_quantized_module(model)
+        self._model, self._weights = (model,), list(model.rounded_weights())
         self.momentum, self.threshold = momentum, threshold
         self.tracks: Any = nn.ModuleList(_Track(self._codes(name, q)) for name, q in self._weights)
 
@@ -129,14 +121,14 @@ class Oscillations(nn.Module):
             UnsupportedError: something is to be frozen that is rounded as something else than itself.
         """
         model = self._model[0]
-        model.settle()  # first: where a bound moves a scale, frozen weights follow
+        model.enforce_bounds()  # first: where a bound moves a scale, frozen weights follow
         for (name, q), track in zip(self._weights, self.tracks, strict=True):
             if self.threshold is not None and type(q.algorithm).reals is not Algorithm.reals:
                 what = f"{type(q.algorithm).__name__} rounds '{name}' as something else, so that it cannot be frozen"
                 raise UnsupportedError(what, hint="train it with ste or lsq, or use `dampening`")
             track.step(self._codes(name, q), self.momentum, self.threshold)
             if self.threshold is not None:
-                w, held = model.weight(name), q.as_reals(track.codes)
+                w, held = model.weight(name), q.dequantize(track.codes)
                 if name in model._folds and model.bn_fold != -1:
                     norm, at = model._norm(name)
                     held = times(TorchOps, held, torch.sqrt(norm.var + norm.eps) / norm.gamma, at)
@@ -144,4 +136,4 @@ class Oscillations(nn.Module):
 
     @torch.no_grad()
     def _codes(self, name: str, q: FakeQuantizer) -> torch.Tensor:
-        return q.codes(q.reals(self._model[0]._stored(name))).float()
+        return q.quantize(q.reals(self._model[0].weight_to_round(name))).float()

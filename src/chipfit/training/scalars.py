@@ -42,7 +42,7 @@ def write_scales(to: Any, model: Any, step: int) -> None:
     logs = [np.zeros(0)]
     for name, q in bounds.quantizers.items():
         s, z = (_numbers(n) for n in q.numbers())
-        g = q.learned()
+        g = q.trained_grid()
         low, high = ((g.qmin - z) * s, (g.qmax - z) * s) if g.table is None else (g.table[0] * s, g.table[-1] * s)
         for what, value in (("scale", s), ("zero_point", z), ("low", low), ("high", high)):
             if value.size == 1:

@@ -16,7 +16,7 @@ from torch import nn
 
 from chipfit.engine.run import run
 from chipfit.frameworks.torch import program
-from chipfit.frameworks.torch.call import _NEUTRAL
+from chipfit.frameworks.torch.call import NEUTRAL_ARGUMENTS
 from chipfit.frameworks.torch.capture import capture
 from chipfit.frameworks.torch.read import READERS
 from chipfit.graph.ir import OPAQUE
@@ -869,10 +869,10 @@ class Reading:
 
     def _watched(self, name, f):
         def read(c):
-            c.args, first = Watched(c.args), len(c.draft.graph.nodes)
+            c.args, first = Watched(c.args), len(c.builder.graph.nodes)
             self.tried.add(f"{name}.{c.node.target._overloadname}")
             out = f(c)
-            self.readings.append((name, f, c.node.target._schema, c.args.asked, c.draft.graph.nodes[first:]))
+            self.readings.append((name, f, c.node.target._schema, c.args.asked, c.builder.graph.nodes[first:]))
             return out
 
         return read
@@ -984,7 +984,7 @@ PARTS = {
 
 
 def test_every_operator_that_is_read_in_parts_has_a_case():
-    assert set(PARTS) == program._PARTED and not set(PARTS) & set(READERS)
+    assert set(PARTS) == program.DECOMPOSED and not set(PARTS) & set(READERS)
 
 
 @pytest.mark.parametrize("traced", [False, True], ids=["watched", "traced"])
@@ -1215,7 +1215,7 @@ def test_every_argument_of_every_overload_is_looked_at(read, refused):
         first.setdefault(f, name)
     for _, f, schema, seen, _ in [*read.readings, *refused.readings]:
         key = first[f], f"{schema.name}.{schema.overload_name}"
-        asked[key] |= seen | set(_NEUTRAL.split())
+        asked[key] |= seen | set(NEUTRAL_ARGUMENTS.split())
         arguments[key] |= {a.name for a in schema.arguments}
     unseen = {
         key: left

@@ -495,19 +495,19 @@ def test_parameters_train_that_an_operator_reads_or_the_model_returns():
 
 def test_steps_of_training_are_counted_and_no_others(model):
     model(X)
-    assert model._bounds.steps == 0
+    assert model.steps == 0
     model.train()
     for _ in range(3):
         model(X)
-    assert model._bounds.steps == 3
+    assert model.steps == 3
     model.eval()(X)
-    assert model._bounds.steps == 3 and model.bn_fold == 0
+    assert model.steps == 3 and model.bn_fold == 0
 
 
 def test_a_model_in_training_mode_exports_and_that_is_no_step():
     small = _fit(nn.Linear(4, 2), torch.ones(2, 4)).model.train()
     exported = torch.export.export(small, (torch.ones(2, 4),)).module()
-    assert torch.equal(exported(torch.ones(2, 4)), small.eval()(torch.ones(2, 4))) and small._bounds.steps == 0
+    assert torch.equal(exported(torch.ones(2, 4)), small.eval()(torch.ones(2, 4))) and small.steps == 0
 
 
 class _Normed(nn.Module):
@@ -554,7 +554,7 @@ def test_a_scale_starts_from_the_weight_that_it_rounds(bn_fold, factor):
 def test_the_weight_that_is_rounded_is_the_folded_one_unless_nothing_folds(bn_fold):
     """A bound of the platform, such as of sums, asks for the weight that is stored."""
     module, _, model, _ = _normed(True, method="lsq", bn_fold=bn_fold)
-    torch.testing.assert_close(model._stored("conv.weight"), module.conv.weight * (1 if bn_fold == -1 else 4))
+    torch.testing.assert_close(model.weight_to_round("conv.weight"), module.conv.weight * (1 if bn_fold == -1 else 4))
 
 
 def test_of_a_step_the_momentum_is_remembered_and_an_inference_changes_nothing():

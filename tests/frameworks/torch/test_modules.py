@@ -12,7 +12,7 @@ from chipfit.frameworks.torch.modules import (
     FakeQuantizer,
     LayerWeights,
     fake_quantize_ste,
-    own,
+    register_weight,
 )
 from chipfit.quantizers.algorithm import Algorithm
 from chipfit.quantizers.grids import Grid, fake_quantize
@@ -105,7 +105,7 @@ def test_observe_keeps_the_least_and_greatest_value_of_all_calls():
     q.mode = "observe"
     q(torch.tensor([1.0, 2.0]))
     q(torch.tensor([-3.0, 0.0]))
-    assert q.seen == (-3.0, 2.0)
+    assert q.observed_range == (-3.0, 2.0)
 
 
 def test_the_mode_is_not_part_of_the_state():
@@ -125,7 +125,7 @@ def test_an_observer_keeps_the_least_and_the_greatest_of_all_batches():
     for batch in ([-1.0, 3.0], [-2.0, 1.0], [0.0, 2.0]):
         assert torch.equal(q(torch.tensor(batch)), torch.tensor(batch))
     q(torch.zeros(0))
-    assert q.seen == (-2.0, 3.0)
+    assert q.observed_range == (-2.0, 3.0)
 
 
 def test_a_module_that_rounds_in_its_place_moves_with_it():
@@ -152,11 +152,11 @@ def test_of_what_is_rounded_a_share_is_blended_in():
 def test_an_observer_passes_empty_tensors_by():
     q = _quantizer(0.5, 0, INT4)
     q.mode = "observe"
-    assert q(torch.zeros(0, 3)).shape == (0, 3) and q.seen is None
+    assert q(torch.zeros(0, 3)).shape == (0, 3) and q.observed_range is None
     q(torch.tensor([2.0, -1.0])), q(torch.tensor([0.5]))
-    assert q.seen == (-1, 2)
+    assert q.observed_range == (-1, 2)
     q(torch.tensor([-3.0])), q(torch.tensor([5.0]))
-    assert q.seen == (-3, 5)
+    assert q.observed_range == (-3, 5)
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
@@ -166,22 +166,24 @@ def test_codes_and_the_reals_that_they_stand_for_run_along_an_axis(axis):
     shape = [3 if d == axis else 1 for d in range(3)]
     s, z = torch.tensor([0.25, 0.5, 1.0]).view(shape), torch.tensor([3, 100, 250]).view(shape)
     want = (torch.round(x / s) + z).clamp(0, 255)
-    assert torch.equal(q.codes(x).float(), want) and torch.equal(q.as_reals(q.codes(x)), (want - z) * s)
-    assert torch.equal(q.reals(x), x) and not q.codes(x.requires_grad_()).requires_grad
+    assert torch.equal(q.quantize(x).float(), want) and torch.equal(q.dequantize(q.quantize(x)), (want - z) * s)
+    assert torch.equal(q.reals(x), x) and not q.quantize(x.requires_grad_()).requires_grad
 
 
 def test_codes_of_a_table_stand_for_its_entries():
     table = Grid(bits=2, qmin=0, qmax=2, kind="lut", table=(-3.0, 0.0, 2.0))
     q = _quantizer(0.5, 0, table)
-    codes = q.codes(torch.tensor([-9.0, 0.1, 1.2]))
-    assert codes.tolist() == [0, 1, 2] and q.as_reals(codes).tolist() == [-1.5, 0, 1]
+    codes = q.quantize(torch.tensor([-9.0, 0.1, 1.2]))
+    assert codes.tolist() == [0, 1, 2] and q.dequantize(codes).tolist() == [-1.5, 0, 1]
 
 
 def test_numbers_that_do_not_train_are_there_and_frozen():
     q = FakeQuantizer("t", _stored(0.5))
-    assert not q.scale.requires_grad and q.trained() == {} and set(q.state_dict()) == {"scale", "zero_point"}
+    assert (
+        not q.scale.requires_grad and q.trainable_parameters() == {} and set(q.state_dict()) == {"scale", "zero_point"}
+    )
     learned = FakeQuantizer("t", _stored(0.5), Algorithm())
-    assert learned.scale.requires_grad and list(learned.trained()) == ["scale"]
+    assert learned.scale.requires_grad and list(learned.trainable_parameters()) == ["scale"]
     learned.rescale(torch.tensor(4.0))
     assert learned.scale.tolist() == 2 and not torch.equal(learned.scale, _stored(0.5).scale)
 
@@ -210,18 +212,18 @@ def test_a_bias_is_bypassed_or_blended_as_others_are():
 
 def test_weights_are_registered_under_their_dotted_names():
     host = torch.nn.Module()
-    table, leaf = own(host, "a.b.weight", torch.nn.Parameter(torch.ones(2)), rounded={"a.b"})
+    table, leaf = register_weight(host, "a.b.weight", torch.nn.Parameter(torch.ones(2)), rounded={"a.b"})
     assert leaf == "weight" and isinstance(host.a.b, LayerWeights) and type(host.a) is torch.nn.Module
     assert table is host.a.b._parameters and torch.equal(host.a.b.weight_of("weight"), torch.ones(2))
-    table, _ = own(host, "a.b.mean", torch.zeros(3), rounded={"a.b"})
+    table, _ = register_weight(host, "a.b.mean", torch.zeros(3), rounded={"a.b"})
     assert table is host.a.b._buffers and torch.equal(host.a.b.weight_of("mean"), torch.zeros(3))
-    assert own(host, "top", torch.zeros(1))[0] is host._buffers
+    assert register_weight(host, "top", torch.zeros(1))[0] is host._buffers
 
 
 def test_infinite_numbers_become_the_ends_of_the_grid():
     q = _quantizer(0.5, 0, INT4)
     assert q(torch.tensor([torch.inf, -torch.inf])).tolist() == [3.5, -4.0]
-    assert q.codes(torch.tensor([torch.inf, -torch.inf])).tolist() == [7, -8]
+    assert q.quantize(torch.tensor([torch.inf, -torch.inf])).tolist() == [7, -8]
 
 
 def test_of_no_share_nothing_is_rounded():
@@ -273,8 +275,12 @@ def test_the_grid_lies_beside_a_checkpoint_under_the_name_of_the_quantizer():
 def test_a_module_that_rounds_in_its_place_is_no_number_of_the_quantizer():
     q = FakeQuantizer("t", _stored(0.5), Algorithm())
     q.function = torch.nn.PReLU()
-    assert list(q.trained()) == ["scale"] and list(q.given()) == ["scale", "zero_point", "least"]
-    assert q.learned() == INT4
+    assert list(q.trainable_parameters()) == ["scale"] and list(q.algorithm_inputs()) == [
+        "scale",
+        "zero_point",
+        "least",
+    ]
+    assert q.trained_grid() == INT4
 
 
 def test_the_greatest_value_seen_stays_when_smaller_ones_follow():
@@ -282,7 +288,7 @@ def test_the_greatest_value_seen_stays_when_smaller_ones_follow():
     q.mode = "observe"
     for batch in ([4.0, -1.0], [-2.0, 0.0], [3.0, 1.0]):
         q(torch.tensor(batch))
-    assert q.seen == (-2.0, 4.0)
+    assert q.observed_range == (-2.0, 4.0)
 
 
 def test_an_algorithm_is_told_when_it_trains():
@@ -315,10 +321,10 @@ def test_a_weight_that_is_rounded_in_place_of_another_has_scales_along_its_axis(
 
 def test_layers_are_wrappers_only_where_their_weights_are_rounded():
     host = torch.nn.Module()
-    own(host, "a.b.c.weight", torch.zeros(1), rounded={"a.b"})
+    register_weight(host, "a.b.c.weight", torch.zeros(1), rounded={"a.b"})
     kinds = [type(m) for m in (host.a, host.a.b, host.a.b.c)]
     assert kinds == [torch.nn.Module, LayerWeights, torch.nn.Module]
-    again, _ = own(host, "a.b.c.bias", torch.zeros(1), rounded={"a.b.c"})
+    again, _ = register_weight(host, "a.b.c.bias", torch.zeros(1), rounded={"a.b.c"})
     assert type(host.a.b.c) is torch.nn.Module and set(again) == {"weight", "bias"}
 
 

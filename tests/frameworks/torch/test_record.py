@@ -18,8 +18,8 @@ from chipfit.errors import CaptureError
 from chipfit.frameworks.torch.capture import capture
 from chipfit.frameworks.torch.export import export
 from chipfit.frameworks.torch.program import Unrecordable
-from chipfit.frameworks.torch.record import _shown, record
-from chipfit.frameworks.torch.translate import read
+from chipfit.frameworks.torch.record import record, recorded_result
+from chipfit.frameworks.torch.translate import translate
 from chipfit.graph.ir import Graph
 from tests.zoo import make
 
@@ -49,11 +49,11 @@ def everything(graph: Graph) -> list[object]:
 
 def watched(model: nn.Module, batch: torch.Tensor) -> list[object]:
     program, out = record(copy.deepcopy(model), (batch,), {})
-    return everything(read(program, model, ((batch,), {}), out))
+    return everything(translate(program, model, ((batch,), {}), out))
 
 
 def exported(model: nn.Module, batch: torch.Tensor) -> list[object]:
-    return everything(read(export(copy.deepcopy(model), (batch,), {}), model, ((batch,), {}), model(batch)))
+    return everything(translate(export(copy.deepcopy(model), (batch,), {}), model, ((batch,), {}), model(batch)))
 
 
 NETWORKS = (
@@ -118,8 +118,8 @@ WHOLE = {
 def test_the_whole_batch_in_an_index_is_no_call(name):
     model, batch = Of(WHOLE[name]).eval(), torch.randn(2, 4)
     program, out = record(copy.deepcopy(model), (batch,), {})
-    graph = read(program, model, ((batch,), {}), out)
-    other = read(export(copy.deepcopy(model), (batch,), {}), model, ((batch,), {}), model(batch))
+    graph = translate(program, model, ((batch,), {}), out)
+    other = translate(export(copy.deepcopy(model), (batch,), {}), model, ((batch,), {}), model(batch))
     assert [(n.op, n.attrs, graph.shape(n.output)) for n in graph] == [
         (n.op, n.attrs, other.shape(n.output)) for n in other
     ]
@@ -131,7 +131,7 @@ def test_the_whole_batch_in_an_index_is_no_call(name):
 def test_a_part_of_the_batch_in_an_index_leaves_it_open(function):
     model, batch = Of(function).eval(), torch.randn(2, 4)
     program, out = record(copy.deepcopy(model), (batch,), {})
-    graph = read(program, model, ((batch,), {}), out)
+    graph = translate(program, model, ((batch,), {}), out)
     for count in (1, 2, 7):
         more = torch.randn(count, 4)
         assert torch.equal(run(graph, [more])[graph.outputs[0]], model(more))
@@ -149,7 +149,7 @@ SIZES = {
 def test_a_size_that_is_computed_with_is_read_from_the_input(name):
     model, batch = Of(SIZES[name]).eval(), torch.randn(4, 4)
     program, out = record(copy.deepcopy(model), (batch,), {})
-    graph = read(program, model, ((batch,), {}), out)
+    graph = translate(program, model, ((batch,), {}), out)
     assert [n.inputs for n in graph if n.op == "Size"] == [("input",)]
     for count in (1, 2, 7):
         more = torch.randn(count, 4)
@@ -240,7 +240,7 @@ def test_a_watched_convolution_has_the_shape_and_layout_of_the_real_one(name):
     with torch.inference_mode(), Calls():
         want = CONVOLUTIONS[name](x)
     ((func, args, kwargs),) = calls
-    got = _shown(func, args, kwargs)
+    got = recorded_result(func, args, kwargs)
     assert (got.shape, got.stride(), got.dtype) == (want.shape, want.stride(), want.dtype)
     assert bool(got.any()) == (name == "channels last")  # whose layout only the real one tells
 

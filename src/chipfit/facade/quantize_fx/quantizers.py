@@ -177,7 +177,7 @@ class AlgorithmQuantizer(QuantizeBase):
     def _start(self, x: torch.Tensor | None) -> None:
         """Initialize the parameters from the observer, in place: optimizers hold references to them."""
         fresh = self._made(*self.activation_post_process.calculate_qparams(), x)
-        for name, value in fresh.given().items():
+        for name, value in fresh.algorithm_inputs().items():
             getattr(self.rounds, name).data = value.data.to(getattr(self.rounds, name).device)
         self.rounds.grid, self.rounds.algorithm = fresh.grid, fresh.algorithm
 

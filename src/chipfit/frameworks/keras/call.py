@@ -22,7 +22,7 @@ class Tensor(Value):
     __slots__ = ()
 
 
-class KerasDraft(GraphBuilder):
+class KerasGraphBuilder(GraphBuilder):
     """A growing Graph whose weights are Keras's variables and constants, each of them once."""
 
     def __init__(self) -> None:
@@ -59,8 +59,8 @@ class KerasDraft(GraphBuilder):
 class KerasCall:
     """One call of a layer or operation while it is read."""
 
-    def __init__(self, draft: KerasDraft, op: Any, outputs: Sequence[Any], origin: Origin, name: str) -> None:
-        self.draft, self.op, self.outputs, self.origin, self.name = draft, op, outputs, origin, name
+    def __init__(self, builder: KerasGraphBuilder, op: Any, outputs: Sequence[Any], origin: Origin, name: str) -> None:
+        self.builder, self.op, self.outputs, self.origin, self.name = builder, op, outputs, origin, name
 
     @property
     def shape(self) -> tuple[int | None, ...]:
@@ -90,18 +90,18 @@ class KerasCall:
         """
         name = f"{self.name}/{part}" if part else self.name
         outs = [(self.shape if like is None else like, of or self.dtype)]
-        return self.draft.emit(self.origin, name, op, _names(inputs), attrs, outs)[0]
+        return self.builder.emit(self.origin, name, op, _names(inputs), attrs, outs)[0]
 
     def emit_all(self, op: str, inputs: Sequence[Any], **attrs: Any) -> list[Value]:
         """Append a node with the outputs of the call."""
         outs = [(tuple(o.shape), o.dtype) for o in self.outputs]
-        return self.draft.emit(self.origin, self.name, op, _names(inputs), attrs, outs)
+        return self.builder.emit(self.origin, self.name, op, _names(inputs), attrs, outs)
 
     def weight(
         self, variable: Any, layout: str = "", name: str = "", shape: tuple[int, ...] | None = None
     ) -> str | None:
         """The name of a variable in this layout, seen as `shape` before; None for None."""
-        return None if variable is None else self.draft.weight(variable, self.origin, layout, name, shape)
+        return None if variable is None else self.builder.weight(variable, self.origin, layout, name, shape)
 
     def operand(self, x: Any, dtype: str = "") -> str:
         """A tensor, variable, array or number as the name of a value or weight, cast to `dtype` where it has another.
@@ -116,13 +116,13 @@ class KerasCall:
         if isinstance(x, Value):
             return x.name if x.dtype == dtype else self.emit("Cast", [x], x.shape, dtype, part="cast", dtype=dtype).name
         if isinstance(x, (bool, int, float, np.number)):
-            return self.draft.weight(np.asarray(x, dtype=dtype), self.origin, name=f"{own}.scalar")
+            return self.builder.weight(np.asarray(x, dtype=dtype), self.origin, name=f"{own}.scalar")
         if isinstance(x, keras.Variable) and x.dtype == dtype:
-            return self.draft.weight(x, self.origin)
+            return self.builder.weight(x, self.origin)
         if x is None or isinstance(x, (str, list, tuple)):
             raise Unreadable
         array = keras.ops.convert_to_numpy(x).astype(dtype)
-        return self.draft.weight(array, self.origin, name=f"{own}.constant")
+        return self.builder.weight(array, self.origin, name=f"{own}.constant")
 
 
 def _names(inputs: Sequence[Any]) -> list[str | None]:

@@ -190,20 +190,20 @@ def _compare(graph: Graph, model: Any, example: Any) -> None:
 
 def _input(reading: Translator, name: str, symbol: Any, given: Any) -> Value:
     """A graph input; data of another type than the model declares are cast, as Keras does."""
-    draft = reading.draft
+    builder = reading.builder
     dtype = _dtype(given) if isinstance(given, torch.Tensor) else symbol.dtype
     dtype = symbol.dtype if "float" in dtype and "float" in symbol.dtype else dtype
-    value = draft.value(name, symbol.shape, dtype)
-    draft.graph.inputs.append(name)
+    value = builder.value(name, symbol.shape, dtype)
+    builder.graph.inputs.append(name)
     if dtype == symbol.dtype:
         return value
     attrs, outs = {"dtype": symbol.dtype}, [(value.shape, symbol.dtype)]
-    return draft.emit(Origin(), f"{name}_cast", "Cast", [name], attrs, outs)[0]
+    return builder.emit(Origin(), f"{name}_cast", "Cast", [name], attrs, outs)[0]
 
 
 def _finish(reading: Translator, results: Any, struct: Any, names: Sequence[str]) -> Graph:
     """The Graph of what was read: outputs, call structure and layout."""
-    graph = reading.draft.graph
+    graph = reading.builder.graph
     flat = leaves(results)  # in the order of Keras, which sorts the keys of a dict; torch takes them as they come
     for t in flat:
         if not isinstance(t, Value):

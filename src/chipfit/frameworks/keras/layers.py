@@ -108,7 +108,7 @@ class KerasQuantizer(keras.layers.Layer):
             variable = getattr(self, name)
             variable.assign(value.astype("float32").reshape(tuple(variable.shape)))
 
-    def learned(self) -> Grid:
+    def trained_grid(self) -> Grid:
         """The grid as it is now, with the levels that training gave it."""
         table = self.algorithm.table(KerasOps, self.given(), self.grid)
         return with_levels(self.grid, None if table is None else ops.convert_to_numpy(table).tolist())

@@ -85,7 +85,7 @@ def read_back(model: Any, graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
             scale, zero_point, quantizer = found[name]
             check_deployable(quantizer.algorithm, t)
             scale, zero_point = (p.reshape(t.stored.scale.shape) for p in (scale, zero_point))
-            tensors[name] = with_trained_numbers(t, scale, zero_point, quantizer.learned())
+            tensors[name] = with_trained_numbers(t, scale, zero_point, quantizer.trained_grid())
             if t.role == "weight":
                 new.weights[name] = deployed_weight(graph.weights[name], new.weights[name], t, plan)
     for name, most in plan.sums:

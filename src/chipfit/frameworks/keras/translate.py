@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from chipfit.errors import short_message
-from chipfit.frameworks.keras.call import KerasCall, KerasDraft, Unreadable
+from chipfit.frameworks.keras.call import KerasCall, KerasGraphBuilder, Unreadable
 from chipfit.frameworks.keras.history import calls_before, functional, keras_class, origin_of, unrecorded
 from chipfit.frameworks.keras.opaque import hold
 from chipfit.frameworks.keras.read import ACTIVATED, READERS, UNTRACEABLE
@@ -25,7 +25,7 @@ class Translator:
     """Writes the calls of a model into a draft."""
 
     def __init__(self) -> None:
-        self.draft = KerasDraft()
+        self.builder = KerasGraphBuilder()
         self.last_failure = ""  #: why something could not be traced
 
     def walk(
@@ -48,7 +48,7 @@ class Translator:
             results = self.call(node.operation, args, given, node.outputs, prefix, within)
             for kt, value in zip(node.outputs, results, strict=True):
                 env[id(kt)] = value
-                self.draft.alive.append(kt)
+                self.builder.alive.append(kt)
         return [now(o) for o in outputs]
 
     def call(
@@ -63,7 +63,7 @@ class Translator:
             outputs = _refined(operation, args, kwargs) or outputs
         given = {k: v for k, v in kwargs.items() if v is not None}
         return (
-            self._read(KerasCall(self.draft, operation, outputs, origin, name), args, given)
+            self._read(KerasCall(self.builder, operation, outputs, origin, name), args, given)
             or self._nested(operation, args, given, origin)
             or (self._opened(operation, args, kwargs, outputs, origin) if layer else None)
             or self._opaque(operation, args, kwargs, outputs, origin, name)
@@ -75,11 +75,11 @@ class Translator:
         reader = READERS.get((group, keras_class(call.op)))
         if reader is None or not _takes(reader, args, kwargs):
             return None
-        mark = self.draft.mark()
+        mark = self.builder.mark()
         try:
             found = reader(call, *args, **kwargs)
         except Unreadable:
-            self.draft.forget(mark)
+            self.builder.forget(mark)
             return None
         if not isinstance(found, Value):
             return list(found)
@@ -95,7 +95,7 @@ class Translator:
         origin = replace(call.origin, kind="Activation", config=config)
         if f in UNTRACEABLE:
             op = UNTRACEABLE[f]
-            return self.draft.emit(origin, f"{call.name}/{op.lower()}", op, [x.name], {}, [(x.shape, x.dtype)])[0]
+            return self.builder.emit(origin, f"{call.name}/{op.lower()}", op, [x.name], {}, [(x.shape, x.dtype)])[0]
         opened = self.open(f, f, (x,), {}, origin)
         if isinstance(opened, Value):
             return opened
@@ -112,12 +112,12 @@ class Translator:
 
     def _opened(self, layer: Any, args: Any, kwargs: Any, outputs: Sequence[Any], origin: Origin) -> list[Value] | None:
         """By what its `call` is made of; a layer that is one node gives it its name."""
-        before = len(self.draft.graph.nodes)
+        before = len(self.builder.graph.nodes)
         opened = self.open(layer, layer.call, args, kwargs, origin)
         flat = [] if opened is None else leaves(opened)
         if len(flat) != len(outputs) or not all(isinstance(t, Value) for t in flat):
             return None
-        alone = len(self.draft.graph.nodes) == before + 1 and len(flat) == 1
+        alone = len(self.builder.graph.nodes) == before + 1 and len(flat) == 1
         return [self._renamed(flat[0], origin.path)] if alone else flat
 
     def open(self, owner: Any, function: Callable[..., Any], args: Any, kwargs: Any, origin: Origin) -> Any:
@@ -153,7 +153,7 @@ class Translator:
             except Exception as e:  # foreign code may raise anything
                 self.last_failure = short_message(e)
                 return None
-            self.draft.alive.append((made, out))
+            self.builder.alive.append((made, out))
             prefix = f"{origin.path}/" if origin.path else ""
             return keras.tree.pack_sequence_as(out, self.walk(leaves(out), env, prefix, within=origin))
 
@@ -173,7 +173,7 @@ class Translator:
                 return {k: template(v) for k, v in x.items()}
             if not isinstance(x, Value) and not _is_array(x):
                 return x if x is None or isinstance(x, (bool, int, float, str)) else str(x)
-            known = x.name if isinstance(x, Value) else self.draft.weight(x, origin)
+            known = x.name if isinstance(x, Value) else self.builder.weight(x, origin)
             if known not in inputs:
                 inputs.append(known)
             return Ref(inputs.index(known))
@@ -182,16 +182,16 @@ class Translator:
         variables = [*operation.trainable_variables, *operation.non_trainable_variables] if layer else []
         given = [template(args), template(kwargs)]  # before variables: a reader of the node sees the data first
         attrs = {"target": hold(operation), "args": [template(variables), *given], "kwargs": {}}
-        return self.draft.emit(origin, name, OPAQUE, inputs, attrs, [(kt.shape, kt.dtype) for kt in outputs])
+        return self.builder.emit(origin, name, OPAQUE, inputs, attrs, [(kt.shape, kt.dtype) for kt in outputs])
 
     def _renamed(self, value: Value, name: str) -> Value:
         """The result of the last node under the name of the layer of which it is all."""
-        graph, node = self.draft.graph, self.draft.graph.nodes[-1]
+        graph, node = self.builder.graph, self.builder.graph.nodes[-1]
         if node.output != value.name or node.name == name:
             return value
-        self.draft.forget((len(graph.nodes) - 1, len(graph.weights)))
+        self.builder.forget((len(graph.nodes) - 1, len(graph.weights)))
         origin = Origin(node.layer, node.layer_type, node.config)
-        (new,) = self.draft.emit(origin, name, node.op, node.inputs, node.attrs, [(value.shape, value.dtype)])
+        (new,) = self.builder.emit(origin, name, node.op, node.inputs, node.attrs, [(value.shape, value.dtype)])
         return new
 
 

@@ -1,9 +1,9 @@
-"""Programs of `torch.export.save`, read as data: the graph's JSON and raw weights. Nothing in the file is unpickled.
+"""Load programs that `torch.export.save` wrote, as data: the graph's JSON and raw weights. Nothing is unpickled.
 
-A `.pt2` file is a zip archive. Read are `models/model.json`, `data/weights/model_weights_config.json`,
+A `.pt2` file is a zip archive. The files read are `models/model.json`, `data/weights/model_weights_config.json`,
 `data/constants/model_constants_config.json` and the raw bytes that these name. Sample inputs, which are a pickle, are
-never opened; pickled weights and constants are refused. Calls are those of `engine.opaque`'s list. Format: schema 8 of
-torch/_export/serde/schema.py.
+never opened; pickled weights and constants are refused. Calls must be on the list of `engine.opaque`. Format: schema 8
+of torch/_export/serde/schema.py.
 """
 
 import inspect
@@ -23,36 +23,38 @@ from chipfit.engine.trees import flatten_call, read_tree
 from chipfit.engine.types import constant_of, dtype_of
 from chipfit.errors import CaptureError, ChipfitError, short_message
 from chipfit.files import ARCHIVE_ERRORS, existing_file, open_zip, parse_json
-from chipfit.frameworks.torch.modules import own
+from chipfit.frameworks.torch.modules import register_weight
 from chipfit.frameworks.torch.origin import CHECKS
 from chipfit.frameworks.torch.schema import GENERATION, GRAPH, PROGRAM, WEIGHTS
 from chipfit.plan.json_codec import validated
 
 _SCHEMA = 8
-#: what names that nothing has and lists of other lengths raise, and torch of sizes that do not fit the bytes
+#: exceptions for unknown names, lists of other lengths, and (from torch) sizes that do not fit the bytes
 _MALFORMED = KeyError, IndexError, ValueError, RuntimeError
-#: numbers of types and memory formats in the file -> torch's names
-_NAMES = """
+#: torch's names of the types that the file numbers
+_TYPES = """
     uint8 int8 int16 int32 int64 float16 float32 float64 complex32 complex64 complex128 bool bfloat16 uint16
     float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu uint32 uint64
 """
-_DTYPES = dict(zip((*range(1, 14), *range(28, 36)), _NAMES.split(), strict=True))
+_DTYPES = dict(zip((*range(1, 14), *range(28, 36)), _TYPES.split(), strict=True))
 _STRIDED = 7
 _CONSTANTS = {
     "as_scalar_type": _DTYPES,
     "as_layout": {_STRIDED: "strided"},
     "as_memory_format": dict(enumerate("contiguous_format channels_last channels_last_3d preserve_format".split(), 1)),
 }
-_PLAIN = "as_int as_ints as_float as_floats as_string as_strings as_bool as_bools as_int_lists as_float_lists".split()
+_LITERALS = (
+    "as_int as_ints as_float as_floats as_string as_strings as_bool as_bools as_int_lists as_float_lists".split()
+)
 
 
 def load(path: str | Path) -> nn.Module:
-    """The program of a `.pt2` file as a module with the original names of weights, inputs and layers.
+    """Load the program of a `.pt2` file as a module with the original names of weights, inputs and layers.
 
-    Its `example` holds inputs of the shapes that the program was exported with, None where it takes keywords.
+    Its `example` holds inputs of the shapes that the program was exported with, None if it has keyword inputs.
 
     Raises:
-        CaptureError: there is no such file; it is no such archive, is damaged, holds pickled weights, or calls an
+        CaptureError: The file does not exist, is damaged or not such an archive, holds pickled weights, or calls an
             operator that is not listed.
     """
     where = str(existing_file(path, CaptureError, "The model file"))
@@ -68,7 +70,7 @@ def load(path: str | Path) -> nn.Module:
 
 
 class _Archive:
-    """The files of the archive below its one top folder."""
+    """The files of the archive, below its single top folder."""
 
     def __init__(self, archive: zipfile.ZipFile) -> None:
         names = archive.namelist()
@@ -91,21 +93,21 @@ class _Archive:
         return parse_json(self.bytes(name).decode(), CaptureError, where=name)
 
     def tensors(self, kind: str) -> dict[str, torch.Tensor]:
-        """Weights or constants by name; those that share their bytes and their form are one tensor."""
+        """Return weights or constants by name; entries that share bytes, shape and type are one tensor."""
         folder = f"data/{kind}"
         if self._has(f"{folder}/{self.model}.pt"):
             raise _pickled(f"{folder}/{self.model}.pt")
-        out, made = {}, {}
+        tensors, by_entry = {}, {}
         listed = f"{folder}/{self.model}_{kind}_config.json"
         for name, entry in validated(self.json(listed), WEIGHTS, listed)["config"].items():
             file, meta = entry["path_name"], entry["tensor_meta"]
             if entry["use_pickle"] or not re.fullmatch(r"(weight|tensor)_\d+", file):
                 raise _pickled(name)
             key = json.dumps(entry, sort_keys=True)
-            if key not in made:
-                made[key] = self._tensor(f"{folder}/{file}", meta, entry["is_param"])
-            out[name] = made[key]
-        return out
+            if key not in by_entry:
+                by_entry[key] = self._tensor(f"{folder}/{file}", meta, entry["is_param"])
+            tensors[name] = by_entry[key]
+        return tensors
 
     def _tensor(self, file: str, meta: Mapping[str, Any], is_parameter: bool) -> torch.Tensor:
         if meta["layout"] != _STRIDED:
@@ -135,10 +137,10 @@ def _program(archive: _Archive) -> nn.Module:
     module = validated(data, PROGRAM, where)["graph_module"]
     (call,) = (c["signature"] for c in module["module_call_graph"] if c["fqn"] == "" and c["signature"])
     inputs = [_input(s) for s in module["signature"]["input_specs"]]
-    taken = read_tree(call["in_spec"]).unflatten([name for weight, name in inputs if not weight])
-    if not (isinstance(taken, tuple) and list(map(type, taken)) == [tuple, dict]):
-        raise ValueError("the arguments are no call")
-    positional, keywords = taken
+    call_arguments = read_tree(call["in_spec"]).unflatten([name for weight, name in inputs if not weight])
+    if not (isinstance(call_arguments, tuple) and list(map(type, call_arguments)) == [tuple, dict]):
+        raise ValueError("the arguments are not (args, kwargs)")
+    positional, keywords = call_arguments
     names = call.get("forward_arg_names") or [x if isinstance(x, str) else f"arg{i}" for i, x in enumerate(positional)]
     names = [*names[: len(positional)], *map(str, keywords)]
     make = inspect.Parameter
@@ -157,17 +159,17 @@ def _program(archive: _Archive) -> nn.Module:
     program.spec["names"] = names[: len(positional)]
     program.out_tree = read_tree(call["out_spec"])
     stored = {**archive.tensors("weights"), **archive.tensors("constants")}
-    program.places = {name: own(program, name, w) for name, w in stored.items()}
-    _ = [program.places[weight] for weight, _ in inputs if weight]  # a KeyError is of a malformed file
+    program.places = {name: register_weight(program, name, w) for name, w in stored.items()}
+    _ = [program.places[weight] for weight, _ in inputs if weight]  # a KeyError means a malformed file
     program.graph = fx.Graph()
     values = {name: program.graph.placeholder(f"in{i}") for i, name in enumerate(map(_name, module["graph"]["inputs"]))}
-    _Calls(program.graph, values).through(module["graph"]["nodes"])
+    _CallReader(program.graph, values).add_calls(module["graph"]["nodes"])
     outputs = module["signature"]["output_specs"]
     if not all("user_output" in o for o in outputs):
         hint = "export the model in eval mode: model.eval()"
         got = str(outputs)[:200]
         raise CaptureError("The program changes its own weights or inputs when it runs", got=got, hint=hint)
-    program.graph.output([_Calls(program.graph, values).value(o["user_output"]["arg"]) for o in outputs])
+    program.graph.output([_CallReader(program.graph, values).value(o["user_output"]["arg"]) for o in outputs])
     shapes = module["graph"]["tensor_values"]
     users = [name for weight, name in inputs if not weight]
     program.example = None if keywords or not set(users) <= set(shapes) else tuple(_example(shapes[n]) for n in users)
@@ -175,30 +177,30 @@ def _program(archive: _Archive) -> nn.Module:
 
 
 def _name(argument: Mapping[str, Any]) -> str:
-    """The name of a value in an argument of the file."""
+    """Return the name of a value in an argument of the file."""
     (value,) = argument.values()
     return str(value.get("name") or value["as_name"]) if isinstance(value, dict) else ""
 
 
 def _input(spec: Mapping[str, Any]) -> tuple[str, str]:
-    """(name of a weight, "") or ("", name of an input) of the user."""
+    """Return (name of a weight, "") or ("", name of a user's input)."""
     ((kind, s),) = spec.items()
     if kind in ("parameter", "buffer", "tensor_constant"):
         return s[f"{kind}_name"], ""
     if kind in ("user_input", "constant_input"):
         return "", s["name"] if kind == "constant_input" else _name(s["arg"])
-    raise CaptureError(f"The program takes an input of the kind '{kind}', which is no tensor")
+    raise CaptureError(f"The program has an input of kind '{kind}', which is not a tensor")
 
 
 def _example(meta: Mapping[str, Any]) -> torch.Tensor:
-    """A tensor of the shape that an input had: random numbers, or ones."""
+    """Return a tensor of the shape that an input had: random floats, or ones."""
     shape = [d["as_int"] if "as_int" in d else d["as_expr"]["hint"]["as_int"] for d in meta["sizes"]]
     dtype, draw = dtype_of(_DTYPES[meta["dtype"]]), torch.Generator().manual_seed(0)
     return torch.randn(shape, generator=draw).to(dtype) if dtype.is_floating_point else torch.ones(shape, dtype=dtype)
 
 
 class Program(nn.Module):
-    """A program that walks its calls; `load` gives each its own signature."""
+    """A module that runs the calls of a program; `load` makes a subclass with the signature of each program."""
 
     inputs: list[tuple[str, str]]
     spec: dict[str, Any]
@@ -208,22 +210,22 @@ class Program(nn.Module):
     places: dict[str, tuple[dict[str, Any], str]]  #: name of a weight -> the table of its module, and its key there
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The result of a call, in the structure that the program returns."""
+        """Run the program and return the result in its original structure."""
         leaves = iter(flatten_call(self.spec, args, kwargs))
-        held = {name: table[key] for name, (table, key) in self.places.items()}
-        given = [held[weight] if weight else next(leaves) for weight, _ in self.inputs]
-        with fx.traceback.preserve_node_meta():  # an export of this tells the original layers
+        weights = {name: table[key] for name, (table, key) in self.places.items()}
+        given = [weights[weight] if weight else next(leaves) for weight, _ in self.inputs]
+        with fx.traceback.preserve_node_meta():  # so that an export of this module has the original layers
             results = fx.Interpreter(self, graph=self.graph).run(*given)
         return pytree.tree_unflatten(list(results), self.out_tree)
 
 
-class _Calls:
-    """The calls of one graph, appended to a graph of torch.fx, whose code is never generated."""
+class _CallReader:
+    """Reads the calls of one graph into a graph of torch.fx, whose Python code is never generated."""
 
     def __init__(self, graph: fx.Graph, values: dict[str, fx.Node]) -> None:
         self.graph, self.values = graph, values
 
-    def through(self, nodes: Sequence[Mapping[str, Any]]) -> None:
+    def add_calls(self, nodes: Sequence[Mapping[str, Any]]) -> None:
         for n in nodes:
             target = n["target"]
             if CHECKS.search(target) and all("as_none" in o for o in n["outputs"]):
@@ -242,7 +244,7 @@ class _Calls:
                 self._bind(o, made if len(outputs) == 1 else self._item(made, i))
 
     def _bind(self, output: Mapping[str, Any], made: Any) -> None:
-        """Let the name of an output stand for what a call made."""
+        """Enter the result of a call under the name of an output."""
         ((kind, v),) = output.items()
         if kind == "as_tensors":
             for i, t in enumerate(v):
@@ -256,7 +258,7 @@ class _Calls:
         return item
 
     def _inline(self, n: Mapping[str, Any]) -> None:
-        """The inner graph of `wrap_with_set_grad_enabled` and the like, in place."""
+        """Add the inner graph of an operator such as `wrap_with_set_grad_enabled` in place of the call."""
         arguments = [a["arg"] for a in n["inputs"]]
         at = next((i for i, a in enumerate(arguments) if "as_graph" in a), None)
         if at is None or ".wrap_with_" not in n["target"]:
@@ -264,17 +266,17 @@ class _Calls:
             raise CaptureError(what, hint="replace torch.cond / while_loop by plain tensor operations")
         inner = validated(arguments[at]["as_graph"]["graph"], GRAPH, n["target"])
         operands = [self.value(a) for a in arguments[at + 1 :]]
-        calls = _Calls(self.graph, dict(zip(map(_name, inner["inputs"]), operands, strict=True)))
-        calls.through(inner["nodes"])
+        calls = _CallReader(self.graph, dict(zip(map(_name, inner["inputs"]), operands, strict=True)))
+        calls.add_calls(inner["nodes"])
         for o, made in zip(n["outputs"], inner["outputs"], strict=True):
             self._bind(o, calls.value(made))
 
     def value(self, argument: Mapping[str, Any]) -> Any:
-        """An argument of the file: a constant, or the call that made it."""
+        """Return an argument of the file: a constant, or the fx node that computes it."""
         ((kind, v),) = argument.items()
         if kind == "as_none":
             return None
-        if kind in _PLAIN:
+        if kind in _LITERALS:
             return v
         if kind in ("as_tensor", "as_sym_int", "as_sym_bool", "as_sym_float"):
             name = v.get("name") or v.get("as_name")
@@ -288,7 +290,7 @@ class _Calls:
             return constant_of(_CONSTANTS[kind][v])
         if kind == "as_device":
             return torch.device("cpu")  # where the weights are now
-        raise CaptureError(f"The program holds an argument of the kind '{kind}', which is not understood")
+        raise CaptureError(f"The program has an argument of the unknown kind '{kind}'")
 
 
 def _callable(target: str) -> Callable[..., Any]:
@@ -299,12 +301,12 @@ def _callable(target: str) -> Callable[..., Any]:
     return resolve_target(target.removeprefix("_").replace("torch._sym", "torch.sym"))
 
 
-def _meta(told: Mapping[str, str]) -> dict[str, Any]:
-    """What the file tells about the origin of a call, as texts."""
-    meta: dict[str, Any] = {k: told[k] for k in ("stack_trace",) if k in told}
-    stack = [layer.split(",", 2) for layer in told.get("nn_module_stack", "").split(";") if layer.count(",") >= 2]
+def _meta(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Return the origin of a call, which the file has as text, as `meta` of an fx node."""
+    meta: dict[str, Any] = {k: metadata[k] for k in ("stack_trace",) if k in metadata}
+    stack = [layer.split(",", 2) for layer in metadata.get("nn_module_stack", "").split(";") if layer.count(",") >= 2]
     if stack:
         meta["nn_module_stack"] = {key: (path, kind) for key, path, kind in stack}
-    if told.get("torch_fn", "").count(";") == 1:
-        meta["torch_fn"] = tuple(told["torch_fn"].split(";"))
+    if metadata.get("torch_fn", "").count(";") == 1:
+        meta["torch_fn"] = tuple(metadata["torch_fn"].split(";"))
     return meta

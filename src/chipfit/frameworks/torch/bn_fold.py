@@ -1,4 +1,4 @@
-"""A linear layer of PyTorch, the batch norm behind it and the rounding of its weight as one module that trains."""
+"""A linear layer, the batch norm behind it and the rounding of its weight as one module that trains."""
 
 import copy
 from collections.abc import Callable
@@ -20,12 +20,12 @@ from chipfit.quantizers.ops import TorchOps
 Rounding = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+def _identity(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
 def channels(w: torch.Tensor, groups: int | None) -> Channels:
-    """Where a layer with this weight has its output channels; `groups` are those of a transposed convolution."""
+    """Return where a weight has its output channels; `groups` is given for transposed convolutions."""
     if groups is None:
         return Channels(tuple(w.shape), (len(w), *[1] * (w.dim() - 1)), 1)
     shape = (groups, w.shape[0] // groups, *w.shape[1:])
@@ -33,41 +33,41 @@ def channels(w: torch.Tensor, groups: int | None) -> Channels:
 
 
 @torch.compiler.assume_constant_result
-def repeated() -> bool:
-    """Whether this forward pass is one that gradient checkpointing repeats while a backward pass runs.
+def is_recomputation() -> bool:
+    """Return whether gradient checkpointing repeats this forward pass during a backward pass.
 
-    Its batch has been remembered, and it must compute with what was remembered before.
+    The statistics of its batch were recorded the first time; it must compute with the statistics before that.
     """
     return torch._C._current_graph_task_id() != -1
 
 
 class FoldedBatchNorm(nn.Module):
-    """`bn(layer(x))` with rounded weights, folded while it trains by one of the strategies of `quantizers.bn_fold`.
+    """The module `bn(layer(x))` with rounded weights, folded while it trains by a strategy of `quantizers.bn_fold`.
 
-    `layer` and `bn` stay what they are, the user's parameters under their names; under strategy 0 the layer is a folded
-    copy and `bn` is None. `strategy` may be set to 1 later, which freezes the statistics.
+    `layer` and `bn` are the user's modules, unchanged. Under strategy 0 the layer is a folded copy and `bn` is None.
+    `strategy` may be set to 1 later, which freezes the statistics.
 
     Args:
         layer: convolution, transposed convolution or linear layer, [N, C, ...] to [N, O, ...].
-        bn: the batch norm behind it, with statistics of its own; None where there is none.
+        bn: the batch norm behind it, with running statistics; or None.
         strategy: -1, 0, 1, 2, 3 or 4.
-        weight_quantizer: rounds a weight; it sees the folded one, except under -1.
+        weight_quantizer: function that rounds a weight; it gets the folded weight, except under strategy -1.
 
     Raises:
-        ConfigError: another strategy.
-        UnsupportedError: another kind of layer, or a batch norm without statistics.
+        ConfigError: The strategy is unknown.
+        UnsupportedError: The layer is of another kind, or the batch norm has no running statistics.
     """
 
     def __init__(
-        self, layer: nn.Module, bn: _BatchNorm | None, strategy: int, weight_quantizer: Rounding = _as_it_is
+        self, layer: nn.Module, bn: _BatchNorm | None, strategy: int, weight_quantizer: Rounding = _identity
     ) -> None:
         super().__init__()
         if not isinstance(layer, (_ConvNd, nn.Linear)):
             raise UnsupportedError(f"A batch norm does not fold into a {type(layer).__name__}")
         if bn is not None and (bn.running_mean is None or bn.running_var is None):
-            raise UnsupportedError("A batch norm that remembers no statistics cannot be folded")
+            raise UnsupportedError("A batch norm without running statistics cannot be folded")
         self.strategy = strategy_of(strategy)
-        self._before: dict[str, torch.Tensor] = {}  #: what was remembered before the last step
+        self._previous: dict[str, torch.Tensor] = {}  #: the running statistics before the last step
         self.layer: Any = layer
         self.bn: Any = bn
         self.weight_quantizer = weight_quantizer
@@ -82,22 +82,22 @@ class FoldedBatchNorm(nn.Module):
         layer, bn = self.layer, self.bn
         if bn is None:
             return _call(layer, x, self.weight_quantizer(layer.weight), layer.bias)
-        training, again = self.training and bn.training, repeated()
-        remembers = training and self.strategy != 1
+        training, again = self.training and bn.training, is_recomputation()
+        updates = training and self.strategy != 1
         bias = layer.bias if layer.bias is not None else torch.zeros_like(bn.running_mean)
-        norm = replace(self._norm(), **self._before) if again and remembers else self._norm()
-        given = (layer.weight, bias, norm, self._channels(), self.weight_quantizer, _as_it_is)
+        norm = replace(self._norm(), **self._previous) if again and updates else self._norm()
+        given = (layer.weight, bias, norm, self._channels(), self.weight_quantizer, _identity)
         y, batch = forward(TorchOps, self.strategy, training, lambda w, b: _call(layer, x, w, b), *given)
         if batch is not None and not again:
-            self._before = {"mean": norm.mean.clone(), "var": norm.var.clone()}
-            step(bn.running_mean, bn.running_var, batch, self._momentum())
+            self._previous = {"mean": norm.mean.clone(), "var": norm.var.clone()}
+            update_statistics(bn.running_mean, bn.running_var, batch, self._momentum())
         return y
 
     def fold(self) -> nn.Module:
-        """The layer that inference computes: of the class of `layer`, with folded weight, unrounded, and bias.
+        """Return a layer of the class of `layer` with the folded weight, unrounded, and the folded bias.
 
         Raises:
-            UnsupportedError: strategy -1, which has none.
+            UnsupportedError: The strategy is -1, which does not fold.
         """
         if self.bn is not None:
             check_folds(self.strategy)
@@ -121,18 +121,18 @@ class FoldedBatchNorm(nn.Module):
         return channels(self.layer.weight, self.layer.groups if isinstance(self.layer, _ConvTransposeNd) else None)
 
     def _momentum(self) -> float:
-        """Of this step, which is counted; without one, all steps count the same."""
+        """Count a step, and return its momentum; without a momentum, all steps have the same weight."""
         count = self.bn.num_batches_tracked
         if count is not None:
             count.add_(1)
         return float(self.bn.momentum if self.bn.momentum is not None else 1.0 / count)
 
 
-def step(mean: torch.Tensor, var: torch.Tensor, batch: tuple[Any, Any, Any], momentum: float) -> None:
-    """Remember the statistics of a batch, in place.
+def update_statistics(mean: torch.Tensor, var: torch.Tensor, batch: tuple[Any, Any, Any], momentum: float) -> None:
+    """Update running statistics with those of a batch, in place.
 
     Raises:
-        DataError: it has one number a channel.
+        DataError: The batch has only one number per channel.
     """
     if batch[2] < 2:
         raise DataError("The statistics of a batch norm in training need more than one number for each channel")
@@ -143,7 +143,7 @@ def step(mean: torch.Tensor, var: torch.Tensor, batch: tuple[Any, Any, Any], mom
 
 
 def _call(layer: Any, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
-    """The layer with other numbers."""
+    """Run the layer with another weight and bias."""
     if isinstance(layer, nn.Linear):
         return F.linear(x, w, b)
     if not isinstance(layer, _ConvTransposeNd):
@@ -153,7 +153,7 @@ def _call(layer: Any, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) 
 
 
 class _Sum(torch.autograd.Function):
-    """x of all processes added up, and its gradient: each process has its share of every sum."""
+    """The sum of x over all processes, with its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -168,9 +168,9 @@ class _Sum(torch.autograd.Function):
 
 
 class SyncedOps(TorchOps):
-    """`TorchOps`, whose means and sizes are of the numbers that all processes hold, with the gradients of that.
+    """`TorchOps` with means and sizes over the tensors of all processes, and their gradients.
 
-    Every process must take part in each of them, in the same order.
+    All processes must call them in the same order.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""One ATen call while it is read: its arguments as canonical operands and attributes, its result as new nodes."""
+"""The Graph while a PyTorch program is read, and the ATen call that a reader is given."""
 
 import operator
 from collections.abc import Mapping, Sequence
@@ -6,32 +6,36 @@ from typing import Any
 
 import torch
 
+from chipfit.frameworks.reading import Unreadable
 from chipfit.frameworks.torch.origin import origin
 from chipfit.frameworks.torch.program import OpenSize, SymbolicTensor
 from chipfit.graph.builder import GraphBuilder
 from chipfit.graph.edit import unique_name
 from chipfit.graph.ir import Graph
 
+#: arguments that do not change the result in inference
+NEUTRAL_ARGUMENTS = "momentum cudnn_enable cudnn_enabled padding_idx scale_grad_by_freq sparse running_mean running_var"
 
-class TorchDraft(GraphBuilder):
-    """The growing Graph, and what the reading knows beside it.
+
+class TorchGraphBuilder(GraphBuilder):
+    """The growing Graph, with the value that each fx node became.
 
     Args:
-        model: the user's model, whose layers and names the nodes tell.
-        weights: every tensor that the captured program may read, under its name in the state dict.
+        model: the user's model, whose layers and names the nodes refer to.
+        weights: every tensor that the captured program may read, by its name in the state dict.
     """
 
     def __init__(self, model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
         super().__init__(Graph([], [], [], {}, {}))
-        self.env: dict[torch.fx.Node, Any] = {}  #: value name, tuple of them, or a Python constant
-        self.replaced: dict[str, str] = {}  #: value -> the value that an in-place operator wrote over it
+        self.env: dict[torch.fx.Node, Any] = {}  #: value name, tuple of names, or a Python constant
+        self.overwritten: dict[str, str] = {}  #: value -> the value that an in-place operator wrote over it
         self.sizes: dict[str, tuple[str, int]] = {}  #: open size -> an input that has it, and the axis
         self.tied: dict[str, str] = {}  #: weight -> the first name of its tensor, which the nodes read
         self._modules = dict(model.named_modules())
-        self._own(model, weights)
+        self._add_weights(model, weights)
         self.names |= set(self.graph.weights)
 
-    def _own(self, model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    def _add_weights(self, model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
         """Enter the weights, and the entries of the state dict that the forward pass does not read."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
         first: dict[int, str] = {}
@@ -44,29 +48,23 @@ class TorchDraft(GraphBuilder):
                 self.graph.weights[name] = t.detach().clone()
         self.graph.trainable = set(weights).intersection(parameters)
 
-    # ---- what is there
-
     def arg(self, x: Any) -> Any:
-        """What an fx argument is now: value names for nodes, after what was written over them in place."""
+        """Return what an fx argument stands for now: the value of a node, after writes in place."""
         if isinstance(x, torch.fx.Node):
             v = self.env[x]
-            while isinstance(v, str) and v in self.replaced:
-                v = self.replaced[v]
+            while isinstance(v, str) and v in self.overwritten:
+                v = self.overwritten[v]
             return v
-        if isinstance(x, (list, tuple)):
-            return [self.arg(i) for i in x]
-        return x
+        return [self.arg(i) for i in x] if isinstance(x, (list, tuple)) else x
 
-    def same(self, a: Any, b: Any) -> bool:
-        """Whether two sizes are one: symbols compare as text, and as many samples are in all inputs."""
+    def same_size(self, a: Any, b: Any) -> bool:
+        """Return whether two sizes are equal: symbols compare as text, and all inputs have as many samples."""
         axes = [self.sizes.get(str(s), ("", -1))[1] for s in (a, b)]
         return str(a) == str(b) or axes == [0, 0]
 
-    # ---- what is added
-
     def enter(self, name: str, like: Any) -> str:
-        """Enter a value of the shape and type of a tensor, or a Python integer."""
-        return self.value(name, *_form(like)).name
+        """Enter a value with the shape and type of `like`, a symbolic tensor or a Python integer."""
+        return self.value(name, *_shape_and_type(like)).name
 
     def constant(self, name: str, t: torch.Tensor) -> str:
         """Enter a tensor of the program itself as a weight."""
@@ -75,58 +73,58 @@ class TorchDraft(GraphBuilder):
         return name
 
     def scalar(self, near: str, value: float, like: SymbolicTensor) -> str:
-        """A Python number as a 0-d weight beside the node `near`; integers stay integers beside integers."""
-        whole = isinstance(value, int) or like.dtype.is_floating_point
+        """Enter a Python number as a 0-d weight beside the node `near`, in the type of `like`.
+
+        A float beside an integer tensor is a float32.
+        """
+        fits = isinstance(value, int) or like.dtype.is_floating_point
         name = unique_name(f"{near}.scalar", self.graph.weights)
-        return self.constant(name, torch.tensor(value, dtype=like.dtype if whole else torch.float32))
+        return self.constant(name, torch.tensor(value, dtype=like.dtype if fits else torch.float32))
 
     def append(
         self, n: torch.fx.Node, op: str, inputs: Sequence[str | None], attrs: dict[str, Any], likes: Any, name: str = ""
     ) -> list[str]:
-        """Append a node that comes from `n`; returns its values, one like each of `likes`."""
-        made = self.emit(origin(n, self._modules), name or n.name, op, inputs, attrs, [_form(x) for x in likes])
+        """Append a node that comes from `n`; return its values, one for each of `likes`."""
+        outs = [_shape_and_type(like) for like in likes]
+        made = self.emit(origin(n, self._modules), name or n.name, op, inputs, attrs, outs)
         return [v.name for v in made]
 
 
-def _form(like: Any) -> tuple[tuple[int | None, ...], str]:
-    """Shape and type of a tensor, None where a size is open, or of a Python integer."""
+def _shape_and_type(like: Any) -> tuple[tuple[int | None, ...], str]:
+    """Return shape (None where a size is open) and dtype of a symbolic tensor, or those of a Python integer."""
     if not isinstance(like, SymbolicTensor):
         return (), "int"
     return tuple(int(s) if isinstance(s, int) else None for s in like.shape), str(like.dtype).removeprefix("torch.")
 
 
-class Unreadable(Exception):
-    """This form of the operator has no canonical equivalent."""
-
-
-#: arguments that change no number in inference
-_NEUTRAL = "momentum cudnn_enable cudnn_enabled padding_idx scale_grad_by_freq sparse running_mean running_var"
-
-
 class TorchCall:
-    """What a reader is given.
+    """One ATen call while it is read: its arguments as operands and attributes, its result as new nodes.
 
     Args:
-        draft: the graph that grows.
+        builder: the growing graph.
         node: the call in torch's program.
-        name: the operator without overload, and without the "_" of its in-place form.
-        args: the arguments by the names of its schema.
+        name: the operator without overload, and without the "_" of its in-place variant.
+        args: the arguments by the names of the operator's schema.
     """
 
-    def __init__(self, draft: TorchDraft, node: torch.fx.Node, name: str, args: dict[str, Any]) -> None:
-        self.draft, self.node, self.name, self.args = draft, node, name, args
+    def __init__(self, builder: TorchGraphBuilder, node: torch.fx.Node, name: str, args: dict[str, Any]) -> None:
+        self.builder, self.node, self.name, self.args = builder, node, name, args
 
     # ---- arguments
 
-    def raw(self, key: str) -> Any:
-        """An argument that must be a static Python value (None allowed)."""
+    def static(self, key: str) -> Any:
+        """Return an argument as a Python value, None included.
+
+        Raises:
+            Unreadable: The argument is a tensor, or a size that is open.
+        """
         return self._static(self.args.get(key))
 
     def _static(self, x: Any) -> Any:
         if isinstance(x, (list, tuple)):
             return tuple(self._static(i) for i in x)
         if isinstance(x, torch.fx.Node):
-            x = self.draft.env.get(x)
+            x = self.builder.env.get(x)
             if not isinstance(x, (int, float)):
                 raise Unreadable
         elif isinstance(x, (torch.SymInt, torch.SymFloat, OpenSize)):
@@ -134,86 +132,86 @@ class TorchCall:
         return x
 
     def optional(self, key: str) -> str | None:
-        """An argument that is a tensor or None: its value name."""
-        v = self.draft.arg(self.args.get(key))
+        """Return the value name of an argument that is a tensor or None."""
+        v = self.builder.arg(self.args.get(key))
         if v is not None and not isinstance(v, str):
             raise Unreadable
         return v
 
     def value(self, key: str) -> str:
-        """An argument that is a tensor: its value name."""
+        """Return the value name of an argument that is a tensor."""
         v = self.optional(key)
         if v is None:
             raise Unreadable
         return v
 
     def number_or_value(self, key: str) -> str:
-        """An operand of arithmetic: a tensor in the type that torch computes in, or a number as a constant."""
-        v = self.draft.arg(self.args.get(key))
+        """Return an operand of arithmetic: a tensor, cast to the type that torch computes in, or a constant."""
+        v = self.builder.arg(self.args.get(key))
         if isinstance(v, (int, float)) and not isinstance(v, bool):
             like = self.result
             if like.dtype is torch.bool:  # of a comparison, which computes in the type of its operands
                 like = self.tensor("self" if key == "other" else "other")
-            return self.draft.scalar(self.node.name, v, like)
+            return self.builder.scalar(self.node.name, v, like)
         v = self.value(key)
-        if v in self.draft.graph.values and self.draft.graph.values[v].dtype == "int":
+        if v in self.builder.graph.values and self.builder.graph.values[v].dtype == "int":
             raise Unreadable
-        return self._promoted(key, v)
+        return self._cast(key, v, self._computed_type())
 
-    def _promoted(self, key: str, v: str) -> str:
-        """An operand in the type that torch computes in: mixed types get an explicit Cast."""
-        result = self.result.dtype
-        if result is torch.bool:
+    def _computed_type(self) -> torch.dtype:
+        """Return the type in which torch computes: that of the result, of a comparison that of its operands."""
+        dtype: torch.dtype = self.result.dtype
+        if dtype is torch.bool:
             operands = {k: self.args.get(k) for k in ("self", "other")}
             types = [self.tensor(k).dtype for k, x in operands.items() if isinstance(x, torch.fx.Node)]
-            result = types[0] if len(types) == 1 else torch.promote_types(*types)
-            if any(isinstance(x, float) for x in operands.values()) and not result.is_floating_point:
-                result = torch.float32
-        return self._cast(key, v, result)
+            dtype = types[0] if len(types) == 1 else torch.promote_types(*types)
+            if any(isinstance(x, float) for x in operands.values()) and not dtype.is_floating_point:
+                return torch.float32
+        return dtype
 
-    def typed(self, key: str) -> str:
-        """A tensor in the type of the result."""
+    def cast_to_result(self, key: str) -> str:
+        """Return a tensor in the type of the result."""
         return self._cast(key, self.value(key), self.result.dtype)
 
-    def number(self, v: float) -> str:
-        """A number as a constant in the type of the result."""
-        return self.draft.scalar(self.node.name, torch.tensor(v, dtype=self.result.dtype).item(), self.result)
+    def constant(self, v: float) -> str:
+        """Return a number as a constant in the type of the result."""
+        return self.builder.scalar(self.node.name, torch.tensor(v, dtype=self.result.dtype).item(), self.result)
 
-    def _cast(self, key: str, v: str, kind: torch.dtype) -> str:
-        if self.tensor(key).dtype is kind:
+    def _cast(self, key: str, v: str, dtype: torch.dtype) -> str:
+        if self.tensor(key).dtype is dtype:
             return v
-        return self.step("Cast", [v], self.tensor(key).to(kind), dtype=str(kind).removeprefix("torch."))
+        return self.step("Cast", [v], self.tensor(key).to(dtype), dtype=str(dtype).removeprefix("torch."))
 
     def size(self, size: Any) -> str:
-        """An open size as a value."""
-        if str(size) not in self.draft.sizes:
+        """Return an open size as a value."""
+        if str(size) not in self.builder.sizes:
             raise Unreadable
-        name, axis = self.draft.sizes[str(size)]
+        name, axis = self.builder.sizes[str(size)]
         return self.step("Size", [name], size, axis=axis)
 
     def is_open(self, key: str) -> bool:
-        """Whether an argument is an open size of an input, but for the batch."""
-        return self.draft.sizes.get(str(self.args[key]), ("", 0))[1] > 0
+        """Return whether an argument is an open size of an input, but not the batch size."""
+        return self.builder.sizes.get(str(self.args[key]), ("", 0))[1] > 0
 
-    def counted(self, key: str) -> str:
-        """0, 1, 2 ... below an open size: a sum of ones."""
+    def index_range(self, key: str) -> str:
+        """Return 0, 1, 2 ... below an open size, as the running sum of ones minus one."""
         like = SymbolicTensor((self.args[key],), torch.int64)
-        one = self.draft.constant(f"{self.node.name}.one", torch.ones(1, dtype=torch.int64))
+        one = self.builder.constant(f"{self.node.name}.one", torch.ones(1, dtype=torch.int64))
         ones = self.step("Expand", [one, self.size(self.args[key])], like, shape=(None,))
         return self.step("Sub", [self.step("CumSum", [ones], like, axis=0), one], like)
 
     def tensor(self, key: str) -> SymbolicTensor:
-        """Shape and type of an argument."""
+        """Return shape and type of an argument."""
         v = self.args[key]
         if not isinstance(v, torch.fx.Node) or not isinstance(v.meta.get("val"), SymbolicTensor):
             raise Unreadable
-        form: SymbolicTensor = v.meta["val"]
-        return form
+        tensor: SymbolicTensor = v.meta["val"]
+        return tensor
 
-    def says_nothing(self, key: str) -> bool:
-        """Whether an argument is left at its default, or changes no number."""
+    def is_neutral(self, key: str) -> bool:
+        """Return whether an argument has its default, or does not change the result."""
         default = {a.name: a.default_value for a in self.node.target._schema.arguments if a.has_default_value()}
-        return key in _NEUTRAL.split() or (key in default and self.args[key] == default[key])
+        return key in NEUTRAL_ARGUMENTS.split() or (key in default and self.args[key] == default[key])
 
     @property
     def rank(self) -> int:
@@ -223,31 +221,31 @@ class TorchCall:
 
     @property
     def result(self) -> Any:
-        """The form of what the call returns, or a list of them, or a number."""
+        """The symbolic tensor that the call returns, or a list of them, or a number."""
         return self.node.meta["val"]
 
-    def check_first_alone(self) -> None:
-        """Go on where nothing reads a result but the first.
+    def require_only_first_result(self) -> None:
+        """Check that no call reads another result than the first.
 
         Raises:
-            Unreadable: something does.
+            Unreadable: A call does.
         """
         if any(u.target is operator.getitem and u.args[1] != 0 and u.users for u in self.node.users):
             raise Unreadable
 
     def emit(self, op: str, inputs: Sequence[str | None], **attrs: Any) -> Any:
-        """The final node. Of several results it makes the first; the others must have no reader."""
+        """Append the final node. Of several results it makes the first; no call may read the others."""
         many = isinstance(self.result, (tuple, list))
         if many:
-            self.check_first_alone()
+            self.require_only_first_result()
         like = self.result[0] if many else self.result
-        (name,) = self.draft.append(self.node, op, inputs, attrs, [like])
+        (name,) = self.builder.append(self.node, op, inputs, attrs, [like])
         return (name, *[None] * (len(self.result) - 1)) if many else name
 
     def emit_all(self, op: str, **attrs: Any) -> tuple[str, ...]:
-        """The final node of one operand, with every result."""
-        return tuple(self.draft.append(self.node, op, [self.value("self")], attrs, list(self.result)))
+        """Append the final node of one operand, with every result."""
+        return tuple(self.builder.append(self.node, op, [self.value("self")], attrs, list(self.result)))
 
     def step(self, op: str, inputs: Sequence[str | None], like: Any, **attrs: Any) -> str:
-        """An extra node before the final one."""
-        return self.draft.append(self.node, op, inputs, attrs, [like], f"{self.node.name}_{op.lower()}")[0]
+        """Append a node before the final one; `like` has the shape and type of its result."""
+        return self.builder.append(self.node, op, inputs, attrs, [like], f"{self.node.name}_{op.lower()}")[0]

@@ -1,4 +1,4 @@
-"""From a PyTorch module to a Graph."""
+"""Read a PyTorch module into a Graph."""
 
 import copy
 from collections.abc import Sequence
@@ -15,34 +15,34 @@ from chipfit.frameworks.torch.export import export
 from chipfit.frameworks.torch.origin import users_line
 from chipfit.frameworks.torch.program import Unrecordable, open_axes, register_dataclasses
 from chipfit.frameworks.torch.record import record
-from chipfit.frameworks.torch.translate import read
+from chipfit.frameworks.torch.translate import translate
 from chipfit.graph.check import check
 from chipfit.graph.ir import Graph
 
-_HALVES = frozenset(map(chr, range(0xD800, 0xE000)))  #: of UTF-16 surrogate pairs, which UTF-8 does not have
+#: halves of UTF-16 surrogate pairs, which UTF-8 cannot represent
+_SURROGATES = frozenset(map(chr, range(0xD800, 0xE000)))
 
-_FIXED = "What the model computes does not follow the sizes in which the batches differ"
+_DEPENDS_ON_SIZE = "The model computes something else for other sizes, in which the batches differ"
 
 
 def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Any = None, others: Sequence[Any] = ()) -> Graph:
     """Read a model into a Graph.
 
-    The model is not changed; it is captured in eval mode: what depends on training (dropout, stochastic depth) takes
-    its inference form. Axis 0 of every input that has the first one's batch size becomes dynamic where the model
-    allows.
+    The model is not changed. It is captured in eval mode: dropout, stochastic depth and the like have their inference
+    behaviour. Axis 0 of every input that has the first one's batch size becomes dynamic where the model allows.
+
+    Parameters are not copied: `Graph.weights` holds the model's own tensors until a pass replaces them. A last
+    pass copies those that are left.
 
     Args:
         model: any module that `torch.export` can trace.
         args: example positional inputs; any structure of tensors.
         kwargs: example keyword inputs.
-        others: further calls, as (args, kwargs), which the model takes: sizes in which they differ stay open.
+        others: further calls, as (args, kwargs); sizes in which they differ from the example stay open.
 
     Raises:
-        CaptureError: naming the user's line and what to change; a weight is beyond float32; a layer's name no text; a
-            size decides what the model computes.
-
-    Parameters are not copied: `Graph.weights` holds the model's own tensors until a pass replaces them
-    (`passes.copy_captured_weights` replaces those that are left).
+        CaptureError: The model cannot be captured (the message names the user's line and what to change), a weight is
+            beyond float32, a layer's name is not valid text, or the model computes something else for another size.
     """
     if isinstance(model, torch.jit.ScriptModule):
         allowed = "a torch.nn.Module, or the module() of a program of torch.export"
@@ -52,84 +52,90 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Any = None, oth
         hint = "pass the model object, not its class or its weights"
         raise CaptureError("A PyTorch model is an instance of torch.nn.Module", got=type(model).__name__, hint=hint)
     for name, _ in model.named_modules():
-        if not _HALVES.isdisjoint(name):
-            raise CaptureError("A layer's name holds half a character, which no file can", got=ascii(name))
-    calls = pytree.tree_map(_single, [(tuple(args), dict(kwargs or {})), *others])
+        if not _SURROGATES.isdisjoint(name):
+            raise CaptureError("The name of a layer contains half a character", got=ascii(name))
+    calls = pytree.tree_map(_as_float32, [(tuple(args), dict(kwargs or {})), *others])
     calls = [c for c in calls if pytree.tree_structure(c) == pytree.tree_structure(calls[0])]
-    # the largest first, for a size of 1 would be taken for a constant
+    # the largest first: a size of 1 would become a constant
     calls.sort(key=lambda call: -sum(getattr(x, "nbytes", 0) for x in pytree.tree_leaves(call)))
     if next((len(x) for x in pytree.tree_leaves(calls[0]) if isinstance(x, torch.Tensor) and x.dim()), 1) == 0:
         raise CaptureError("The example holds no sample", allowed="a batch of one or more")
     args, kwargs = _at_least_two(*calls[0])
-    twin, cast = _twin(model)
+    copied, cast = _eval_copy(model)
     try:
-        program, example_out = record(twin, args, kwargs, calls[1:])
-        graph = read(program, twin if cast else model, (args, kwargs), example_out)
+        program, example_out = record(copied, args, kwargs, calls[1:])
+        graph = translate(program, copied if cast else model, (args, kwargs), example_out)
     except Unrecordable as e:
-        twin, cast = _twin(model)
-        example_out = _try_once(twin, args, kwargs)
+        copied, cast = _eval_copy(model)
+        example_out = _run_example(copied, args, kwargs)
         if others:
-            raise CaptureError(_FIXED, where=users_line(e.__cause__ or e)) from e
-        graph = read(export(twin, args, kwargs), twin if cast else model, (args, kwargs), example_out)
+            raise CaptureError(_DEPENDS_ON_SIZE, where=users_line(e.__cause__ or e)) from e
+        graph = translate(export(copied, args, kwargs), copied if cast else model, (args, kwargs), example_out)
     if cast:
         graph.notes.append(f"warning: the model computes in {cast}; it was read, and is simulated, in float32")
     check(graph, blame="capture")
     if others:
-        _check_same(graph, _twin(model)[0], [*calls[1:], pytree.tree_map(_longer, *calls)])
+        _check_open_sizes(graph, _eval_copy(model)[0], [*calls[1:], pytree.tree_map(_longer, *calls)])
     return graph
 
 
-def _longer(x: Any, *like: Any) -> Any:
-    """A tensor with one element more along each axis in which others differ from it."""
-    for k in open_axes(x, like):
+def _longer(x: Any, *others: Any) -> Any:
+    """Return a tensor with one more element along each axis in which others differ from it."""
+    for k in open_axes(x, others):
         x = torch.cat([x, x.narrow(k, -1, 1)], k)
     return x
 
 
-def _check_same(graph: Graph, model: torch.nn.Module, calls: Sequence[Any]) -> None:
-    """What a graph with open sizes computes is what the model does, for other sizes that it takes.
+def _check_open_sizes(graph: Graph, model: torch.nn.Module, calls: Sequence[Any]) -> None:
+    """Compare a graph with open sizes with the model on calls of other sizes; sizes that the model refuses are skipped.
 
     Raises:
-        CaptureError: it is not.
+        CaptureError: They compute something else.
     """
     for args, kwargs in calls:
         try:
-            out = _try_once(model, args, kwargs)
+            out = _run_example(model, args, kwargs)
         except CaptureError:
             continue
         inputs = flatten_inputs(graph, args, kwargs)
         if found := first_deviation(graph, inputs, [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]):
-            raise CaptureError(_FIXED, got=f"{found[0]}: {found[1]}, of " + ", ".join(map(described, inputs)))
+            raise CaptureError(_DEPENDS_ON_SIZE, got=f"{found[0]}: {found[1]}, of " + ", ".join(map(described, inputs)))
 
 
-def _single(x: Any) -> Any:
-    """Data in float32, whatever float they are; each a tensor of its own, for one given twice is read as one input."""
+def _as_float32(x: Any) -> Any:
+    """Return floats as float32, each as a tensor object of its own: an object given twice would be one input."""
     if not isinstance(x, torch.Tensor):
         return x
     return x.detach().float() if x.is_floating_point() else x.detach()
 
 
-def _twin(model: torch.nn.Module) -> tuple[torch.nn.Module, str]:
-    """A copy in eval mode that shares the parameters, which nothing writes to, and owns its buffers.
+def _eval_copy(model: torch.nn.Module) -> tuple[torch.nn.Module, str]:
+    """Return a copy of the model in eval mode, and the float types that were cast to float32.
 
-    A model of another float type than float32 is copied whole, in float32; the types that it had come with it. A
-    tensor with history that a module keeps, as `weight_norm` of old does, cannot be copied: its numbers are.
+    A float32 model shares its parameters with the copy, because nothing writes to them; buffers are copied. A model of
+    other float types is copied whole. A tensor with gradient history that a module keeps, such as `weight_norm` before
+    torch 2, cannot be deep-copied; it is cloned without history.
+
+    Raises:
+        CaptureError: A weight is beyond float32.
     """
-    kept = (v for m in model.modules() for v in vars(m).values() if isinstance(v, torch.Tensor) and not v.is_leaf)
-    memo: dict[int, Any] = {id(v): v.detach().clone() for v in kept}
+    with_history = (
+        v for m in model.modules() for v in vars(m).values() if isinstance(v, torch.Tensor) and not v.is_leaf
+    )
+    memo: dict[int, Any] = {id(v): v.detach().clone() for v in with_history}
     floats = {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float32}
     if not floats:
         return copy.deepcopy(model, memo | {id(p): p for p in model.parameters()}).eval(), ""
-    twin = copy.deepcopy(model, memo).eval().float()
-    for (name, old), new in zip(model.state_dict().items(), twin.state_dict().values(), strict=True):
+    copied = copy.deepcopy(model, memo).eval().float()
+    for (name, old), new in zip(model.state_dict().items(), copied.state_dict().values(), strict=True):
         if bool((old.isfinite() & ~new.isfinite()).any()):
             got = float(old.abs().max())
             raise CaptureError(f"'{name}' holds numbers that float32 does not, in which models are read", got=got)
-    return twin, " and ".join(sorted(str(f).removeprefix("torch.") for f in floats))
+    return copied, " and ".join(sorted(str(f).removeprefix("torch.") for f in floats))
 
 
 def _at_least_two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A batch of one would be taken for a constant: repeat it."""
+    """Repeat a batch of one, whose size would become a constant."""
     leaves, tree = pytree.tree_flatten((args, kwargs))
     batched = [isinstance(t, torch.Tensor) and t.dim() > 0 for t in leaves]
     if True not in batched or leaves[batched.index(True)].shape[0] != 1:
@@ -139,8 +145,12 @@ def _at_least_two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[
     return pytree.tree_unflatten(twice, tree)
 
 
-def _try_once(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the model as the user would; teaches pytree the user's dataclasses."""
+def _run_example(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the model as the user would, and register the user's dataclasses with pytree.
+
+    Raises:
+        CaptureError: The model fails.
+    """
     try:
         with torch.no_grad():
             out = model(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""From a PyTorch module to the program that `torch.export` makes of it."""
+"""Trace a PyTorch module with `torch.export`."""
 
 import functools
 import inspect
@@ -12,13 +12,20 @@ from torch.utils import _pytree as pytree
 from chipfit.engine.process import quiet
 from chipfit.errors import CaptureError, raised_outside_chipfit, short_message
 from chipfit.frameworks.torch.origin import users_line
-from chipfit.frameworks.torch.program import Program, SymbolicTensor, needs_functional, parts_of
+from chipfit.frameworks.torch.program import (
+    Program,
+    SymbolicTensor,
+    decomposition_of,
+    needs_functionalization,
+    symbolic,
+)
 
 
 def export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
-    """Trace a model, which may be changed for that; what it writes in place stays visible only where that is plain.
+    """Trace a model, whose `forward` may be replaced for that.
 
-    Axis 0 may vary in every input where it has the size that it has in the first.
+    Calls that write in place stay in the program only where a reader of single calls understands them. Axis 0 is open
+    in every input that has as many rows as the first.
 
     Raises:
         CaptureError: naming the user's line and what to change.
@@ -28,12 +35,12 @@ def export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if tensors:
         batch = tensors[0].shape[0]
 
-        def free(x: Any) -> Any:
-            counts = isinstance(x, torch.Tensor) and x.dim() and x.shape[0] == batch
-            return {0: torch.export.Dim.AUTO} if counts else None
+        def open_batch(x: Any) -> Any:
+            has_batch = isinstance(x, torch.Tensor) and x.dim() and x.shape[0] == batch
+            return {0: torch.export.Dim.AUTO} if has_batch else None
 
         _name_keywords(model, kwargs)
-        shapes = pytree.tree_map(free, dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments))
+        shapes = pytree.tree_map(open_batch, dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments))
     try:
         with quiet():
             program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
@@ -48,20 +55,20 @@ def export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             ) from e
         hint = "rewrite this line with tensor operations, or quantize the part of the model around it"
         raise CaptureError(f"The model cannot be captured: {short_message(e)}", where=users_line(e), hint=hint) from e
-    known: dict[Any, Any] = {}
-    if any(parts_of(n.target) for n in program.graph.nodes):
+    decompositions: dict[Any, Any] = {}
+    if any(decomposition_of(n.target) for n in program.graph.nodes):
         for table in (torch._decomp.decomposition_table, torch.export.default_decompositions()):
-            known |= {op: parts_of(op, how) for op, how in table.items() if parts_of(op)}
-    return _program(program.run_decompositions(known) if known or needs_functional(program.graph) else program)
+            decompositions |= {op: decomposition_of(op, f) for op, f in table.items() if decomposition_of(op)}
+    if decompositions or needs_functionalization(program.graph):
+        program = program.run_decompositions(decompositions)
+    return _program(program)
 
 
 def _program(exported: torch.export.ExportedProgram) -> Program:
-    """What is read of torch's record, which no later change of torch can then touch."""
+    """Copy what is read of torch's record, so that readers do not depend on torch's classes."""
     graphs = [m.graph for m in exported.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]
     for n in (n for g in graphs for n in g.nodes if "val" in n.meta):
-        n.meta["val"] = pytree.tree_map_only(
-            torch.Tensor, lambda t: SymbolicTensor(tuple(t.shape), t.dtype), n.meta["val"]
-        )
+        n.meta["val"] = pytree.tree_map_only(torch.Tensor, symbolic, n.meta["val"])
     inputs, weight_of = {}, dict[str, str]()
     for n, spec in zip(exported.graph.find_nodes(op="placeholder"), exported.graph_signature.input_specs, strict=True):
         if spec.kind is not InputKind.USER_INPUT:
@@ -81,7 +88,7 @@ def _program(exported: torch.export.ExportedProgram) -> Program:
 
 
 def _name_keywords(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
-    """Let `forward(**kwargs)` name the keywords that it gets: dynamic shapes are given by the names of parameters."""
+    """Give `forward(**kwargs)` parameters of the names in `kwargs`, because dynamic shapes are given by parameter."""
     forward = model.forward
     old = inspect.signature(forward)
     rest = [p for p in old.parameters.values() if p.kind is not p.VAR_KEYWORD]

@@ -1,10 +1,11 @@
-"""From Graph and Plan to an `nn.Module` that simulates the chip and still trains."""
+"""Modules made from a Graph and a Plan: the trainable simulation of the chip, and the device for evaluation."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +16,15 @@ from chipfit.engine.kernels import call
 from chipfit.engine.run import done_after
 from chipfit.engine.trees import Results, flatten_call
 from chipfit.errors import UnknownNameError
-from chipfit.frameworks.torch.bn_fold import SyncedOps, channels, repeated, step
+from chipfit.frameworks.torch.bn_fold import SyncedOps, channels, is_recomputation, update_statistics
 from chipfit.frameworks.torch.bounds import Checkpointed, ScaleBounds
-from chipfit.frameworks.torch.modules import ActivationQuantizer, BiasQuantizer, FakeQuantizer, LayerWeights, own
+from chipfit.frameworks.torch.modules import (
+    ActivationQuantizer,
+    BiasQuantizer,
+    FakeQuantizer,
+    LayerWeights,
+    register_weight,
+)
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import TRANSPOSED
 from chipfit.plan.record import Plan
@@ -29,13 +36,13 @@ from chipfit.quantizers.ops import TorchOps
 
 
 def lower(graph: Graph, plan: Plan, training: Training | None = None) -> QuantizedModule:
-    """The trainable simulation of `graph` under `plan`; in eval mode, as it came from calibration.
+    """Build the trainable simulation of `graph` under `plan`, in eval mode.
 
     Args:
         training: what trains the quantizers; None leaves their scales where they are.
 
     Raises:
-        UnsupportedError: an algorithm cannot train a tensor.
+        UnsupportedError: An algorithm cannot train a tensor.
     """
     return QuantizedModule(graph, plan, training)
 
@@ -43,14 +50,14 @@ def lower(graph: Graph, plan: Plan, training: Training | None = None) -> Quantiz
 class QuantizedModule(Checkpointed):
     """A model as the chip computes it, in float: every stored tensor is rounded to its grid.
 
-    It takes and returns what the original model does. Parameters and buffers have the original state-dict names;
-    quantizers live under `quant.` (`quant_.` where the model has a `quant` of its own), one for all tensors that a tie
-    holds together. Batch norms that were folded keep their entries, frozen, which nothing reads; the weights before
-    them hold the folded numbers. Where `training` folds them in each step, both hold what they did before folding, and
-    train. Batch norms that were not folded keep their statistics in training. Dropout is active in training mode.
+    Arguments and result are those of the original model. Parameters and buffers have the original names in the state
+    dict. Quantizers are in `quant` (`quant_` if the model has a `quant` of its own); tied tensors share one quantizer.
+    Batch norms that were folded before training keep their entries, frozen and unused; the weights before them are
+    folded. If `training` folds batch norms in each step, weights and batch norms are unfolded, and train. Other batch
+    norms keep their statistics in training. Dropout is active in training mode.
 
-    `segments` is how many parts of the network keep their results for the backward pass, which computes the rest again
-    (gradient checkpointing): 1 keeps all of them.
+    `segments` is the number of parts of the network whose inputs are stored for the backward pass, which computes the
+    rest again (gradient checkpointing); 1 stores everything.
     """
 
     segments = 1
@@ -59,26 +66,28 @@ class QuantizedModule(Checkpointed):
         super().__init__()
         as_planned = graph
         graph, plan = before_training(graph, plan, training)
-        self.bn_fold = training.bn_fold if training is not None else 0  #: set to 1, statistics of batch norms stay
+        self.bn_fold = (
+            training.bn_fold if training is not None else 0
+        )  #: setting it to 1 freezes the statistics of batch norms
         self._folds = graph.folds if self.bn_fold else {}
-        found = share_quantizers(graph, plan)
-        self._own_all(graph, found.rounded)
-        taken = {name.partition(".")[0] for name in graph.weights}
+        sharing = share_quantizers(graph, plan)
+        self._add_weights(graph, sharing.rounded)
+        first_parts = {name.partition(".")[0] for name in graph.weights}
         self._prefix = "quant"
-        while self._prefix in taken:  # a name in state dicts, which `builder.unique` would number
+        while self._prefix in first_parts:  # not `builder.unique`, whose number would appear in state dicts
             self._prefix += "_"
         self._modules[self._prefix] = nn.Module()
         #: tensor -> its module under `quant`
         self._keys: dict[str, str] = {}
-        for name, owner in found.owner.items():
+        for name, owner in sharing.owner.items():
             if owner not in self._keys:
-                factors = tuple(self.quantizer_of(i) for i in found.products.get(owner, ()))
-                known = graph if self.bn_fold == -1 else as_planned
-                own = None if factors else _quantizer(known, plan, found, training, owner)
-                self._keys[owner] = self._add(owner, own or BiasQuantizer(owner, plan[owner], factors))
+                factors = tuple(self.quantizer_of(i) for i in sharing.products.get(owner, ()))
+                source = graph if self.bn_fold == -1 else as_planned
+                own = None if factors else _quantizer(source, plan, sharing, training, owner)
+                self._keys[owner] = self._add_quantizer(owner, own or BiasQuantizer(owner, plan[owner], factors))
             self._keys[name] = self._keys[owner]
-        self._rounded = found.rounded  #: tensors that pass through their quantizer
-        for path, leaf in (name.rpartition(".")[::2] for name in found.rounded & set(graph.weights)):
+        self._rounded = sharing.rounded  #: tensors that pass through a quantizer
+        for path, leaf in (name.rpartition(".")[::2] for name in sharing.rounded & set(graph.weights)):
             if path:
                 layer: LayerWeights = self._module(path.split("."))
                 layer.weights_quantizers[leaf] = self.quantizer_of(f"{path}.{leaf}")
@@ -86,40 +95,40 @@ class QuantizedModule(Checkpointed):
         self._inputs, self._outputs = tuple(graph.inputs), tuple(graph.outputs)
         self._float_reads = frozenset(plan.float_edges)
         self._unrounded = frozenset(name for name, _ in plan.float_edges) & self._rounded
-        normed = [n for n in graph.nodes if n.operand("w") in self._folds]
-        self._behind = frozenset(n.name for n in normed)  #: nodes whose batch norm is folded in each step
-        #: their weights -> the groups of a transposed layer
-        self._groups = {n.weight: n.attrs["groups"] if n.op in TRANSPOSED else None for n in normed}
+        folding = [n for n in graph.nodes if n.operand("w") in self._folds]
+        self._folding = frozenset(n.name for n in folding)  #: nodes whose batch norm is folded in each step
+        #: weights of these nodes -> groups, None unless transposed
+        self._groups = {n.weight: n.attrs["groups"] if n.op in TRANSPOSED else None for n in folding}
         self._momentum = training.bn_momentum if training is not None else 0.0
         self._ops = SyncedOps if training is not None and training.bn_sync else TorchOps
-        self._before: dict[str, dict[str, torch.Tensor]] = {}  #: weight -> what its batch norm remembered a step ago
+        self._previous: dict[str, dict[str, torch.Tensor]] = {}  #: weight -> running statistics one step before
         self._nodes, self._done = tuple(graph.nodes), done_after(graph)
         self._in_spec, self._results = json.loads(graph.in_spec), Results(graph)
-        all_own = {o: q for o in found.owner.values() if isinstance(q := self.quantizer_of(o), FakeQuantizer)}
-        self._bounds = ScaleBounds(found, plan, all_own)
-        self._live = tuple(name for name in graph.weights if self.weight(name).requires_grad)
+        with_scale = {o: q for o in sharing.owner.values() if isinstance(q := self.quantizer_of(o), FakeQuantizer)}
+        self._bounds = ScaleBounds(sharing, plan, with_scale)
+        self._trainable = tuple(name for name in graph.weights if self.weight(name).requires_grad)
         self.eval()
 
     # ---- construction
 
-    def _own_all(self, graph: Graph, rounded: set[str]) -> None:
-        """Register every weight under its dotted name; entries that were tied stay one tensor."""
+    def _add_weights(self, graph: Graph, rounded: set[str]) -> None:
+        """Register every weight under its dotted name; tied entries stay one tensor."""
         layers = {name.rpartition(".")[0] for name in rounded & set(graph.weights)}
-        made: dict[int, torch.Tensor] = {}
+        registered: dict[int, torch.Tensor] = {}
         used = {i for n in graph.nodes for i in n.inputs} | set(graph.outputs)
         used |= {name for f in self._folds.values() for name in (f.gamma, f.beta)}
         live = {id(t) for name, t in graph.weights.items() if name in used}
         for name, tensor in graph.weights.items():
-            if id(tensor) not in made:
+            if id(tensor) not in registered:
                 copy = tensor.detach().clone()
                 trains = name in graph.trainable
-                made[id(tensor)] = nn.Parameter(copy, requires_grad=id(tensor) in live) if trains else copy
-            own(self, name, made[id(tensor)], layers)
+                registered[id(tensor)] = nn.Parameter(copy, requires_grad=id(tensor) in live) if trains else copy
+            register_weight(self, name, registered[id(tensor)], layers)
 
-    def _add(self, name: str, quantizer: nn.Module) -> str:
-        """Register a quantizer; returns its key."""
+    def _add_quantizer(self, name: str, quantizer: nn.Module) -> str:
+        """Register a quantizer; return its key."""
         key = "".join(c if c.isalnum() or c == "_" else "_" for c in name)
-        while hasattr(self._quant, key):  # taken, or an attribute of nn.Module
+        while hasattr(self._quant, key):  # used already, or an attribute of nn.Module
             key += "_"
         self._quant.add_module(key, quantizer)
         return key
@@ -127,82 +136,99 @@ class QuantizedModule(Checkpointed):
     # ---- use
 
     @property
+    def quantizers(self) -> Iterable[Any]:
+        """All quantizers, each once."""
+        return self._quant.children()
+
+    @property
+    def steps(self) -> int:
+        """Steps of training so far."""
+        return self._bounds.steps
+
+    @property
     def _quant(self) -> nn.Module:
         return self._modules[self._prefix]  # type: ignore[return-value]  # set in __init__
 
     def quantizer_of(self, name: str) -> FakeQuantizer | BiasQuantizer:
-        """The quantizer of one value or weight, by its name in the Graph and the Plan.
+        """Return the quantizer of a value or weight, by its name in Graph and Plan.
 
         Raises:
-            UnknownNameError: the tensor is not quantized.
+            UnknownNameError: The tensor is not quantized.
         """
         if name not in self._keys:
             raise UnknownNameError("quantized tensor", name, self._keys)
         return getattr(self._quant, self._keys[name])
 
+    def rounded_weights(self) -> Iterator[tuple[str, FakeQuantizer]]:
+        """Yield names and quantizers of the weights that train and are rounded."""
+        for name in self._trainable:
+            if name in self._rounded and self._bounds.plan.tensors[name].role == "weight":
+                yield name, self.quantizer_of(name)  # type: ignore[misc]  # biases have the other kind
+
     def set_mode(self, mode: str) -> None:
-        """Switch every quantizer: "quantize", "bypass" for the float network after rewrites, or "observe".
+        """Set the mode of every quantizer: "quantize", "bypass" (the rewritten float network), or "observe".
 
         Raises:
-            UnknownNameError: another word.
+            UnknownNameError: There is no such mode.
         """
         if mode not in FakeQuantizer.MODES:
             raise UnknownNameError("quantizer mode", mode, FakeQuantizer.MODES)
-        for m in self._quant.children():
-            m.mode = mode  # type: ignore[assignment]  # both kinds of quantizer have it
+        for quantizer in self.quantizers:
+            quantizer.mode = mode
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Same arguments and result as the original model.
+        """Run the model with the arguments of the original one; in training mode, first count a step.
 
         Raises:
-            TrainingError: in training mode, a number is none.
+            TrainingError: In training mode, a number is not finite or a scale not positive.
         """
-        if self.training and not torch.compiler.is_exporting():  # here, where a compiler can go on behind it
-            self.begin()
+        if self.training and not torch.compiler.is_exporting():  # in `forward`, where a compiler can continue after it
+            self.begin_step()
         return self._results(self.run_flat(flatten_call(self._in_spec, args, kwargs)))
 
     def run_flat(self, inputs: Sequence[torch.Tensor], keep: Sequence[str] = ()) -> list[Any]:
-        """Run on flat inputs; returns the outputs, then the values named in `keep` (quantized where they are)."""
-        env: dict[str, Any] = {}  # after the quantizer
-        floats: dict[str, Any] = {}  # before it, where someone reads that
+        """Run on flat inputs; return the outputs, then the values named in `keep`, quantized if the plan says so."""
+        env: dict[str, Any] = {}  # values after their quantizer
+        floats: dict[str, Any] = {}  # values before their quantizer, if a node reads them
         for name, given in zip(self._inputs, inputs, strict=True):
-            self._put(env, floats, name, given)
-        walk = list(zip(self._nodes, self._done, strict=True))
-        size = max(1, -(-len(walk) // self.segments))
-        for k in range(0, len(walk), size):
-            state = (walk[k : k + size], env, floats, keep, inputs[0].device if inputs else None)
-            again = self.segments > 1 and torch.is_grad_enabled()
-            env, floats = checkpoint(self._walk, *state, use_reentrant=False) if again else self._walk(*state)
-        return [self._get(env, floats, n) for n in (*self._outputs, *keep)]
+            self._store(env, floats, name, given)
+        nodes = list(zip(self._nodes, self._done, strict=True))
+        size = max(1, -(-len(nodes) // self.segments))
+        for k in range(0, len(nodes), size):
+            state = (nodes[k : k + size], env, floats, keep, inputs[0].device if inputs else None)
+            recompute = self.segments > 1 and torch.is_grad_enabled()
+            run: Any = partial(checkpoint, self._run_part, use_reentrant=False) if recompute else self._run_part
+            env, floats = run(*state)
+        return [self._load(env, floats, n) for n in (*self._outputs, *keep)]
 
-    def _put(self, env: dict[str, Any], floats: dict[str, Any], name: str, x: Any) -> None:
+    def _store(self, env: dict[str, Any], floats: dict[str, Any], name: str, x: Any) -> None:
         if name in self._unrounded:
             floats[name] = x
         env[name] = getattr(self._quant, self._keys[name])(x) if name in self._rounded else x
 
-    def _get(self, env: dict[str, Any], floats: dict[str, Any], name: str) -> Any:
+    def _load(self, env: dict[str, Any], floats: dict[str, Any], name: str) -> Any:
         if name not in env:
-            self._put(env, floats, name, self.weight(name))
+            self._store(env, floats, name, self.weight(name))
         return env[name]
 
-    def _walk(self, part: Sequence[Any], env: dict[str, Any], floats: dict[str, Any], keep: Any, where: Any) -> Any:
-        """What `env` and `floats` hold after some nodes; both stay as they are."""
+    def _run_part(self, part: Sequence[Any], env: dict[str, Any], floats: dict[str, Any], keep: Any, where: Any) -> Any:
+        """Run some nodes; return `env` and `floats` after them, as copies."""
         env, floats = dict(env), dict(floats)
         for node, done in part:
             xs: list[Any] = []
-            normed = node.name in self._behind
-            for i in node.inputs[:1] if normed else node.inputs:
-                x = None if i is None else self._get(env, floats, i)
+            folds = node.name in self._folding
+            for i in node.inputs[:1] if folds else node.inputs:
+                x = None if i is None else self._load(env, floats, i)
                 xs.append(floats[i] if i in floats and (i, node.name) in self._float_reads else x)
-            f, args, attrs = (self._normed, [node, *xs], {}) if normed else call(node, xs)
+            f, args, attrs = (self._run_with_batch_norm, [node, *xs], {}) if folds else call(node, xs)
             if node.op == "Dropout":
                 attrs = {**attrs, "training": self.training}
-            elif "device" in attrs and where:  # a tensor made on the device of capture follows the model to another
+            elif "device" in attrs and where:  # a tensor created on the device of capture moves with the model
                 attrs = {**attrs, "device": where}
             out = f(*args, **attrs)
             del xs, args
             for name, x in zip(node.outputs, out if isinstance(out, (tuple, list)) else (out,), strict=False):
-                self._put(env, floats, name, x)
+                self._store(env, floats, name, x)
             for name in done:
                 if name not in keep:
                     floats.pop(name, None)
@@ -210,34 +236,34 @@ class QuantizedModule(Checkpointed):
         return env, floats
 
     @torch.compiler.disable
-    def begin(self) -> None:
-        """Count a step of training, and `settle`.
+    def begin_step(self) -> None:
+        """Count a step of training, and enforce its bounds.
 
         Raises:
-            TrainingError: see `settle`.
+            TrainingError: See `enforce_bounds`.
         """
-        if not repeated():
+        if not is_recomputation():
             self._bounds.steps += 1
-            self.settle()
+            self.enforce_bounds()
 
     @torch.compiler.disable
-    def settle(self) -> None:
-        """Bring scales to where the platform's rules hold, as each step of training does, and as `eval()` does.
+    def enforce_bounds(self) -> None:
+        """Project scales into the platform's bounds, as each step of training and `eval()` do.
 
         Raises:
-            TrainingError: a number is none; names layer and step.
+            TrainingError: A number is not finite or a scale not positive; names layer and step.
         """
         if self._bounds.quantizers:
-            self._bounds.hold({n: self.weight(n) for n in self._live}, self._stored)
+            self._bounds.enforce({n: self.weight(n) for n in self._trainable}, self.weight_to_round)
 
     def train(self, mode: bool = True) -> QuantizedModule:
         super().train(mode)
         if not mode:
-            self.settle()
+            self.enforce_bounds()
         return self
 
-    def _normed(self, node: Node, x: torch.Tensor) -> torch.Tensor:
-        """A layer and the batch norm that is folded into it."""
+    def _run_with_batch_norm(self, node: Node, x: torch.Tensor) -> torch.Tensor:
+        """Run a layer with the batch norm that is folded into it."""
 
         def rounding_of(name: str | None) -> Any:
             rounds = name in self._rounded and (name, node.name) not in self._float_reads
@@ -248,39 +274,39 @@ class QuantizedModule(Checkpointed):
             return f(*args, **attrs)
 
         w, bias = node.weight, self._folds[node.weight].bias
-        (norm, at), again = self._norm(w), repeated()
-        if again and self.training and self.bn_fold != 1 and w in self._before:
-            norm = replace(norm, **self._before[w])
+        (norm, at), again = self._norm(w), is_recomputation()
+        if again and self.training and self.bn_fold != 1 and w in self._previous:
+            norm = replace(norm, **self._previous[w])
         given = (layer, self.weight(w), self.weight(bias), norm, at, rounding_of(w), rounding_of(node.bias))
         y, batch = forward(self._ops, self.bn_fold, self.training, *given)
         if batch is not None and not again:
-            self._before[w] = {"mean": norm.mean.clone(), "var": norm.var.clone()}
-            step(norm.mean, norm.var, batch, self._momentum)
-        return y  # type: ignore[no-any-return]  # of what the layer gives
+            self._previous[w] = {"mean": norm.mean.clone(), "var": norm.var.clone()}
+            update_statistics(norm.mean, norm.var, batch, self._momentum)
+        return y  # type: ignore[no-any-return]  # the result of `forward` has no type
 
     def _norm(self, weight: str) -> tuple[Norm, Channels]:
-        """The batch norm behind a weight, and where that has its channels."""
+        """Return the batch norm behind a weight, and where the weight has its channels."""
         fold = self._folds[weight]
         mean, var = self.weight(fold.mean), self.weight(fold.var)
-        absent = (fold.gamma, 1.0), (fold.beta, 0.0)
-        gamma, beta = (torch.full_like(mean, n) if name is None else self.weight(name) for name, n in absent)
+        with_default = (fold.gamma, 1.0), (fold.beta, 0.0)
+        gamma, beta = (torch.full_like(mean, n) if name is None else self.weight(name) for name, n in with_default)
         return Norm(gamma, beta, mean, var, fold.eps), channels(self.weight(weight), self._groups[weight])
 
     def folded(self, weight: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weight and bias that inference computes with, of a layer whose batch norm trains."""
+        """Return the folded weight and bias of a layer whose batch norm trains."""
         norm, at = self._norm(weight)
         return folded(TorchOps, self.weight(weight), self.weight(self._folds[weight].bias), norm, at)
 
-    def _stored(self, name: str) -> torch.Tensor:
-        """The weight that is rounded."""
+    def weight_to_round(self, name: str) -> torch.Tensor:
+        """Return the tensor that the quantizer of a weight rounds: the folded weight where a batch norm trains."""
         return self.folded(name)[0] if name in self._folds and self.bn_fold != -1 else self.weight(name)
 
     def scale(self, name: str) -> torch.Tensor:
-        """The scale of a quantized tensor as it is now; that of a bias follows from its input and its weight."""
+        """Return the current scale of a quantized tensor; the scale of a bias follows from its input and its weight."""
         return self.quantizer_of(name).numbers()[0]
 
     def weight(self, name: str) -> torch.Tensor:
-        """A parameter or buffer by its name in the Graph."""
+        """Return a parameter or buffer by its name in the Graph."""
         *path, leaf = name.split(".")
         module = self._module(path)
         return module._parameters[leaf] if leaf in module._parameters else module._buffers[leaf]
@@ -293,21 +319,21 @@ class QuantizedModule(Checkpointed):
 
 
 def _quantizer(
-    graph: Graph, plan: Plan, found: QuantizerSharing, training: Training | None, name: str
+    graph: Graph, plan: Plan, sharing: QuantizerSharing, training: Training | None, name: str
 ) -> FakeQuantizer:
-    """The quantizer of a tensor with a scale of its own; numbers that the platform dictates do not train."""
-    t, weight, stored = plan.tensors[name], graph.weights.get(name), found.start(plan, name)
-    algorithm = (training.algorithm(t) if training is not None and name not in found.fixed else None) or STE()
+    """Return the quantizer of a tensor with a scale of its own; numbers that the platform dictates do not train."""
+    t, weight, stored = plan.tensors[name], graph.weights.get(name), sharing.start(plan, name)
+    algorithm = (training.algorithm(t) if training is not None and name not in sharing.fixed else None) or STE()
     shape = tuple(weight.shape) if weight is not None else graph.values[name].shape
     kind = ActivationQuantizer if t.role == "activation" else FakeQuantizer
     return kind(name, stored, algorithm.for_tensor(stored, t.role, shape), weight)
 
 
 class DeviceModel(nn.Module):
-    """Takes and returns what the original model does; what it returns is what the device would.
+    """A model that takes the arguments of the original one and returns the device's results.
 
-    Where the runtime itself computes in float, at the operators in `float_operators`, the last bit is the runtime's.
-    It has no parameters and gives no gradients.
+    The runtime computes `float_operators` in float, so that their last bit may differ on a device. The model has no
+    parameters and no gradients.
     """
 
     def __init__(self, graph: Graph, run_flat: Callable[[Sequence[torch.Tensor]], list[Any]], floats: Sequence[str]):
@@ -318,7 +344,7 @@ class DeviceModel(nn.Module):
         self.eval()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Same arguments and result as the original model, on the inputs' device."""
+        """Run the model; the result is on the device of the inputs."""
         flat = flatten_call(self._in_spec, args, kwargs)
         outs = self.run_flat([x.detach().to("cpu", kind) for x, kind in zip(flat, self._types, strict=True)])
         return self._results([x.to(flat[0].device) if flat and isinstance(x, torch.Tensor) else x for x in outs])

@@ -1,10 +1,10 @@
-"""From a PyTorch module to its program by watching it run, once more for each open size with another.
+"""Record a PyTorch module's program by watching it run, and once more for each open size with another size.
 
-The calls are those that `torch.export` finds, without its tracer, which takes a second to load and another for a
-middling network. In inference mode, nothing takes a call apart before a dispatch mode sees it. Where two runs differ,
-the size decides in which their inputs do: the batch, or one that differs among examples. Whatever a run could hide
-(values that the model looks at, sizes that it computes with, state that it writes) is `Unrecordable`, and left to
-`torch.export`, where only the batch is open.
+The recorded calls are those that `torch.export` finds, without its tracer, which takes a second to load and another
+second for a medium-sized network. In inference mode, no call is decomposed before a dispatch mode sees it. Where two
+runs differ, the cause is the size in which their inputs differ: the batch, or a size that differs among examples. Where
+a run could hide something (the model reads values, computes with sizes, writes state) recording raises `Unrecordable`,
+and the model is left to `torch.export`, where only the batch is open.
 """
 
 import contextlib
@@ -31,36 +31,38 @@ from chipfit.frameworks.torch.program import (
     Program,
     SymbolicTensor,
     Unrecordable,
-    needs_functional,
+    decomposition_of,
+    needs_functionalization,
     open_axes,
-    parts_of,
     register_dataclasses,
-    writes_elsewhere,
+    symbolic,
+    writes_shared_memory,
 )
 
-#: what a tensor tells of itself and not of its values, properties aside; and what changes no number here
-_ASKED = """
+#: functions that read metadata of tensors and not their values, besides properties; and functions without effect here
+_METADATA = """
     size stride dim ndimension numel nelement element_size storage_offset is_floating_point is_complex is_signed
     is_contiguous is_same_size get_device type __len__ result_type can_cast promote_types _assert _set_grad_enabled
 """
 _CONVOLUTIONS = torch.ops.aten.conv1d, torch.ops.aten.conv2d, torch.ops.aten.conv3d
-_HIDES = torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output
+#: tags of operators whose result depends on values
+_VALUE_DEPENDENT = torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output
 
 
 def record(model: torch.nn.Module, args: Any, kwargs: Any, others: Sequence[Any] = ()) -> tuple[Program, Any]:
-    """The program of a model, and what it returns for the example.
+    """Return the program of a model, and the model's result for the example.
 
     Args:
-        model: gets hooks; a copy, whose own state both runs may change.
-        args, kwargs: tensors, with the batch on axis 0, of at least two rows.
-        others: further ones, which may differ in other sizes.
+        model: a copy, which gets hooks and whose state the runs may change.
+        args, kwargs: tensors with the batch on axis 0, of at least two rows.
+        others: further (args, kwargs), which may differ in other sizes.
 
     Raises:
-        Unrecordable: also where the model raises something.
+        Unrecordable: Watching the runs does not show what the model computes, or the model raises an exception.
     """
     try:
         positional = [*inspect.signature(model.forward).bind(*args, **kwargs).arguments][: len(args)]
-    except (TypeError, ValueError) as e:  # other arguments, or a function that tells none
+    except (TypeError, ValueError) as e:  # other arguments, or a function without a signature
         raise Unrecordable from e
     names = [re.sub("[^a-zA-Z0-9]", "_", k).lower() for k in (*positional, *kwargs)]
     example = [*args, *kwargs.values()]
@@ -70,39 +72,39 @@ def record(model: torch.nn.Module, args: Any, kwargs: Any, others: Sequence[Any]
         or not any(x.dim() for x in example)
         or len({*names}) < len(example)
         or len({id(m) for _, m in modules}) < len(modules)
-        or any(_brings_a_program(m) for _, m in modules)
+        or any(_has_own_trace(m) for _, m in modules)
     ):
         raise Unrecordable
     path: list[str] = []
     for name, m in modules:
-        _follow(name, m, path)
+        _track(name, m, path)
     every = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
     stored = model.state_dict(keep_vars=True)
     weights = dict(sorted(chain(*every), key=lambda item: item[0] not in stored))
-    draws = torch.get_rng_state()
+    rng_state = torch.get_rng_state()
     first = _Run(names, weights, path)
-    out = first.through(model, args, kwargs)
-    if not torch.equal(draws, torch.get_rng_state()):
-        torch.set_rng_state(draws)
+    out = first.watch(model, args, kwargs)
+    if not torch.equal(rng_state, torch.get_rng_state()):
+        torch.set_rng_state(rng_state)
         raise Unrecordable
-    for k, (old, new, places) in enumerate(_open(example, [[*a, *kw.values()] for a, kw in others]), 1):
+    for k, (old, new, places) in enumerate(_open_sizes(example, [[*a, *kw.values()] for a, kw in others]), 1):
         given = list(example)
         for i, axis in places:
             given[i] = given[i].index_select(axis, torch.arange(new) % old)
         run = _Run(names, weights, path, old, new, first)
-        run.through(model, tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True)))
-        first.join(run, k)
+        run.watch(model, tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True)))
+        first.merge(run, k)
     first.drop_unused()
     return Program(first.graph, None, weights, first.weight_of, first.inputs, first.results, first.out_tree), out
 
 
-def _open(example: Sequence[Any], others: Sequence[Sequence[Any]]) -> list[tuple[int, int, list[tuple[int, int]]]]:
-    """Each open size: what it is, what else it may be, and the (input, axis) that have it; first the batch.
+def _open_sizes(example: list[Any], others: list[list[Any]]) -> list[tuple[int, int, list[tuple[int, int]]]]:
+    """Return (size in the example, another size, [(input, axis), ...]) of each open size; the batch is first.
 
-    Axes of several inputs have one size where they have it in all examples, those of one input never.
+    Axes of several inputs share a size if they are equal in all examples; axes of one input never share one.
     """
     batch = next(len(x) for x in example if x.dim())
-    found = {
+    places = {
         ((batch, 2 if batch > 2 else batch + 1), 0): [(i, 0) for i, x in enumerate(example) if x.shape[:1] == (batch,)]
     }
     for i, x in enumerate(example):
@@ -110,18 +112,18 @@ def _open(example: Sequence[Any], others: Sequence[Sequence[Any]]) -> list[tuple
         for axis in open_axes(x, [y[i] for y in others]):
             sizes = tuple(y[i].shape[axis] for y in (example, *others))
             own[sizes] += 1
-            found.setdefault((sizes, own[sizes]), []).append((i, axis))
-    return [(s[0], next(n for n in s if n != s[0]), places) for (s, _), places in found.items()]
+            places.setdefault((sizes, own[sizes]), []).append((i, axis))
+    return [(s[0], next(n for n in s if n != s[0]), at) for (s, _), at in places.items()]
 
 
-def _brings_a_program(m: torch.nn.Module) -> bool:
-    """Whether the origins of its calls are told otherwise than by where they are made."""
+def _has_own_trace(m: torch.nn.Module) -> bool:
+    """Return whether the module is a traced program, whose calls carry their own origins."""
     compiled = type(m).__module__.startswith("torch._dynamo") or isinstance(m, torch.jit.ScriptModule)
     return compiled or isinstance(getattr(m, "graph", None), torch.fx.Graph)
 
 
-def _follow(name: str, m: torch.nn.Module, path: list[str]) -> None:
-    """Keep the paths of the modules that run, the innermost last."""
+def _track(name: str, m: torch.nn.Module, path: list[str]) -> None:
+    """Keep the path of a module in `path` while it runs; the innermost module is last."""
 
     def enter(*_: Any) -> None:
         path.append(name)
@@ -134,41 +136,42 @@ def _follow(name: str, m: torch.nn.Module, path: list[str]) -> None:
 
 
 class _Size(int):
-    """A size that follows the open one of a run, such as the batch, by so much for each sample.
+    """A size that depends linearly on the open size of a run: value = slope * open size + intercept.
 
-    Sums, and products with numbers, are sizes too, and parts of what is a multiple of the batch; two that follow it
-    alike compare as numbers. Anything else might turn out otherwise for another batch.
+    Sums of sizes, products with constants, and divisions that leave no rest are sizes too. Sizes with one slope compare
+    as numbers. Any other operation could give another answer for another batch.
     """
 
     run: "_Run"
     slope: Fraction
 
     @property
-    def rest(self) -> Fraction:
-        """What it would be without samples."""
+    def intercept(self) -> Fraction:
+        """The size for an open size of 0."""
         return int.__int__(self) - self.slope * self.run.new
 
 
-_COMPARED = "lt le gt ge eq ne".split()
+_COMPARISONS = "lt le gt ge eq ne".split()
 
 
-def _computed(name: str) -> Callable[..., Any]:
-    """The method of `_Size` that stands for the one of int."""
+def _size_method(name: str) -> Callable[..., Any]:
+    """Return the method of `_Size` that replaces the one of int."""
     plain = getattr(int, f"__{name}__")
 
     def method(size: _Size, *operands: Any) -> Any:
         other = operands[0] if len(operands) == 1 else None
         slope: Any = None
         if isinstance(other, int):
-            theirs = other.slope if type(other) is _Size else 0
-            several = size.slope >= 1 and size.rest >= 0  # 2 or more wherever the open size is, as tracers take it
-            if name in _COMPARED and (theirs == size.slope or (other < 2 and not theirs and several)):
+            other_slope = other.slope if type(other) is _Size else 0
+            at_least_two = size.slope >= 1 and size.intercept >= 0  # tracers take an open size as 2 or more
+            if name in _COMPARISONS and (other_slope == size.slope or (other < 2 and not other_slope and at_least_two)):
                 return plain(size, other)
             if name in ("add", "radd", "sub", "rsub"):
-                slope = {"sub": size.slope - theirs, "rsub": theirs - size.slope}.get(name, size.slope + theirs)
-            elif name in ("mul", "rmul") and not theirs and other:
+                differences = {"sub": size.slope - other_slope, "rsub": other_slope - size.slope}
+                slope = differences.get(name, size.slope + other_slope)
+            elif name in ("mul", "rmul") and not other_slope and other:
                 slope = size.slope * other
-            elif name == "floordiv" and not theirs and other and not size.rest and not size.slope % other:
+            elif name == "floordiv" and not other_slope and other and not size.intercept and not size.slope % other:
                 slope = size.slope // other
         return size.run.give_up() if slope is None else size.run.size(plain(size, *operands), slope)
 
@@ -178,11 +181,11 @@ def _computed(name: str) -> Callable[..., Any]:
 for _name in """add radd sub rsub mul rmul floordiv rfloordiv truediv rtruediv mod rmod divmod rdivmod pow rpow lshift
         rlshift rshift rrshift and rand or ror xor rxor lt le gt ge eq ne bool hash float int index trunc round floor
         ceil abs neg invert""".split():
-    setattr(_Size, f"__{_name}__", _computed(_name))
+    setattr(_Size, f"__{_name}__", _size_method(_name))
 
 
-class _Calls:
-    """Sees what is dispatched; apart from the mode, for which torch would load its compiler, to keep that from it."""
+class _DispatchHandler:
+    """The handler of dispatched calls, apart from the mode: for a method of the mode, torch would load its compiler."""
 
     call: Callable[..., Any]
 
@@ -190,15 +193,15 @@ class _Calls:
         return self.call(func, args, kwargs or {})
 
 
-class _Run(_Calls, TorchDispatchMode):
+class _Run(_DispatchHandler, TorchDispatchMode):
     """One run of the model, and the calls that it makes.
 
     Args:
-        names: of the inputs.
+        names: the names of the inputs.
         weights: parameters and buffers by name.
-        path: the modules that run now, which their hooks tell.
-        old, new: what an open size is in the first run, and in this one.
-        before: the first run.
+        path: the paths of the modules that run now; their hooks update it.
+        old, new: an open size in the first run and in this run.
+        before: the first run; None in the first run.
     """
 
     def __init__(self, names: Any, weights: Any, path: Any, old: int = 0, new: int = 0, before: Any = None) -> None:
@@ -206,10 +209,10 @@ class _Run(_Calls, TorchDispatchMode):
         self.path, self.old, self.new, self.before = path, old, new, before
         self.graph = torch.fx.Graph()
         self.calls = WeakIdKeyDictionary()  #: tensor -> the node that made it
-        self.answers: list[tuple[str, Any]] = []  #: what the model asked of tensors
-        self.function: tuple[str, str] | None = None  #: torch's function that was called last, as torch.export tells it
-        self.unclear = False  #: also when the model catches the exception
-        self.counted = False  #: the model took the length of a batch, which Python makes a number that tells nothing
+        self.metadata: list[tuple[str, Any]] = []  #: (function, result) of each read of tensors' metadata
+        self.function: tuple[str, str] | None = None  #: the last torch function, as torch.export writes it
+        self.failed = False  #: also if the model catches the exception
+        self.used_len = False  #: the model called len() of a batch, which is a plain int and hides the open size
         self._counts: dict[str, int] = {}
         self.weight_of = {self._placeholder(t): name for name, t in weights.items()}
         self.inputs = dict.fromkeys(names, "")
@@ -217,11 +220,11 @@ class _Run(_Calls, TorchDispatchMode):
 
     def _placeholder(self, t: torch.Tensor) -> str:
         n = self.graph.placeholder(f"in{len(self.graph.nodes)}")
-        n.meta["val"], self.calls[t] = _form(t), n
+        n.meta["val"], self.calls[t] = symbolic(t), n
         return n.name
 
     def give_up(self) -> Any:
-        self.unclear = True
+        self.failed = True
         raise Unrecordable
 
     def size(self, value: int, slope: Any) -> int:
@@ -229,8 +232,8 @@ class _Run(_Calls, TorchDispatchMode):
         size.run, size.slope = self, slope
         return size if slope else value
 
-    def through(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run the model on tensors, in the order of the inputs' names; returns its result."""
+    def watch(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the model and return its result; the inputs are in the order of their names."""
         placeholders = [self._placeholder(x) for x in (*args, *kwargs.values())]
         self.inputs = dict(zip(placeholders, self.inputs, strict=True))
         try:
@@ -242,29 +245,29 @@ class _Run(_Calls, TorchDispatchMode):
             raise Unrecordable
         register_dataclasses(out)
         leaves, self.out_tree = pytree.tree_flatten(out)
-        self.results = [self._known(x) if isinstance(x, torch.Tensor) else x for x in leaves]
-        if self.unclear or not all(
+        self.results = [self._node_of(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+        if self.failed or not all(
             isinstance(x, (torch.fx.Node, bool, int, float, str, type(None))) for x in self.results
         ):
             raise Unrecordable
         return out
 
-    def asked(self, function: Callable[..., Any], answer: Any) -> Any:
-        """What the model is told of a tensor: sizes that differ from those of the run before are open."""
+    def read_metadata(self, function: Callable[..., Any], result: Any) -> Any:
+        """Return a tensor's metadata to the model, with sizes that differ from the first run as `_Size`."""
         name = function.__name__
-        if name not in ("__get__", *_ASKED.split()):
+        if name not in ("__get__", *_METADATA.split()):
             self.give_up()
-        k = len(self.answers)
-        self.answers.append((name, answer))
+        k = len(self.metadata)
+        self.metadata.append((name, result))
         if self.before is None:
-            return answer
-        was, old = self.before.answers[k] if k < len(self.before.answers) else ("", None)
-        self.counted |= name == "__len__" and old != answer
-        return self._told(old, answer) if was == name else self.give_up()
+            return result
+        old_name, old = self.before.metadata[k] if k < len(self.before.metadata) else ("", None)
+        self.used_len |= name == "__len__" and old != result
+        return self._with_open_sizes(old, result) if old_name == name else self.give_up()
 
-    def _told(self, old: Any, new: Any) -> Any:
+    def _with_open_sizes(self, old: Any, new: Any) -> Any:
         if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
-            return type(new)(self._told(a, b) for a, b in zip(old, new, strict=True))
+            return type(new)(self._with_open_sizes(a, b) for a, b in zip(old, new, strict=True))
         if type(old) is int and type(new) is int:
             return new if old == new else self.size(new, Fraction(new - old, self.new - self.old))
         return new if old == new else self.give_up()
@@ -275,61 +278,62 @@ class _Run(_Calls, TorchDispatchMode):
         self.function = f"{name}_{self._counts[name]}", f"{type(function).__name__}.{name}"
 
     def call(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Note a call, and make it."""
-        hides = any(tag in op.tags for tag in _HIDES) and not (op is torch.ops.aten.index.Tensor and _counts(args[1]))
-        if self.unclear or op.namespace != "aten" or hides:
+        """Record a call, and make it."""
+        by_integers = op is torch.ops.aten.index.Tensor and _are_integers(args[1])
+        hides = any(tag in op.tags for tag in _VALUE_DEPENDENT) and not by_integers
+        if self.failed or op.namespace != "aten" or hides:
             self.give_up()
-        if parts := parts_of(op):
+        if decomposed := decomposition_of(op):
             with torch._C.DisableTorchFunction(), self:
-                return parts(*args, **kwargs)
-        known = pytree.tree_map_only(torch.Tensor, self._known, (args, kwargs))
-        n = self.graph.create_node("call_function", op, known[0], known[1], op.overloadpacket.__name__.lower())
+                return decomposed(*args, **kwargs)
+        given = pytree.tree_map_only(torch.Tensor, self._node_of, (args, kwargs))
+        n = self.graph.create_node("call_function", op, given[0], given[1], op.overloadpacket.__name__.lower())
         n.meta |= {"nn_module_stack": {"": (self.path[-1], "")}, "torch_fn": self.function, "stack_trace": _line()}
         writes = op._schema.is_mutable
-        if writes and writes_elsewhere(n):
+        if writes and writes_shared_memory(n):
             self.give_up()
         with torch._C.DisableTorchFunction():
-            out = _shown(op, args, kwargs)
+            out = recorded_result(op, args, kwargs)
         if isinstance(out, torch.Tensor):
             if not writes and any(out is x for x in pytree.tree_leaves((args, kwargs))):
-                out = out.detach()  # has a name of its own
-            n.meta["val"], self.calls[out] = _form(out), n
+                out = out.detach()  # so that each result is an object of its own
+            n.meta["val"], self.calls[out] = symbolic(out), n
         elif isinstance(out, (tuple, list)) and all(isinstance(t, torch.Tensor) for t in out):
-            n.meta["val"] = [_form(t) for t in out]
+            n.meta["val"] = [symbolic(t) for t in out]
             for k, t in enumerate(out):
                 self.calls[t] = self.graph.call_function(operator.getitem, (n, k))
-                self.calls[t].meta |= n.meta | {"val": _form(t)}
+                self.calls[t].meta |= n.meta | {"val": symbolic(t)}
         else:
             self.give_up()
         return out
 
-    def _known(self, t: torch.Tensor) -> torch.fx.Node:
+    def _node_of(self, t: torch.Tensor) -> torch.fx.Node:
         n: torch.fx.Node | None = self.calls.get(t)
         return self.give_up() if n is None else n
 
-    def join(self, other: "_Run", k: int) -> None:
-        """OpenSize the sizes that differ in another run, the k-th, which must have made the same calls.
+    def merge(self, other: "_Run", k: int) -> None:
+        """Mark sizes as open that differ in the k-th further run, which must have made the same calls.
 
         Raises:
-            Unrecordable: it has not, or returned something else.
+            Unrecordable: The other run made other calls, or returned something else.
         """
-        if len(self.graph.nodes) != len(other.graph.nodes) or needs_functional(self.graph):
+        if len(self.graph.nodes) != len(other.graph.nodes) or needs_functionalization(self.graph):
             raise Unrecordable
         for n, m in zip(self.graph.nodes, other.graph.nodes, strict=True):
-            _joined(n, m, k)
-            n.args, n.kwargs = _joined(n.args, m.args, k), _joined(n.kwargs, m.kwargs, k)
-            n.meta["val"] = _joined(n.meta["val"], m.meta["val"], k)
-        if other.counted and any(map(_computes_with_sizes, self.graph.nodes)):
+            _merged(n, m, k)
+            n.args, n.kwargs = _merged(n.args, m.args, k), _merged(n.kwargs, m.kwargs, k)
+            n.meta["val"] = _merged(n.meta["val"], m.meta["val"], k)
+        if other.used_len and any(map(_computes_with_sizes, self.graph.nodes)):
             raise Unrecordable
-        results = _joined(self.results, other.results, k)
-        taken = {
+        results = _merged(self.results, other.results, k)
+        operators = {
             n.target.overloadpacket.__name__ for n in self.graph.nodes if isinstance(n.target, torch._ops.OpOverload)
         }
-        if results != self.results or self.out_tree != other.out_tree or taken.intersection(self.inputs.values()):
+        if results != self.results or self.out_tree != other.out_tree or operators.intersection(self.inputs.values()):
             raise Unrecordable
 
     def drop_unused(self) -> None:
-        """Forget calls whose results nothing reads, as `torch.export` does."""
+        """Remove calls whose results nothing reads, as `torch.export` does."""
         for n in reversed(list(self.graph.nodes)):
             writes = isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable
             if n.op == "call_function" and not (n.users or writes or n in self.results):
@@ -337,36 +341,36 @@ class _Run(_Calls, TorchDispatchMode):
 
 
 def _computes_with_sizes(n: torch.fx.Node) -> bool:
-    """Whether a call is given an open size, and not to lay out what it has."""
-    shapes = isinstance(n.target, torch._ops.OpOverload) and n.target.overloadpacket.__name__ in ("view", "reshape")
-    return not shapes and any(isinstance(x, OpenSize) for x in pytree.tree_leaves((n.args, n.kwargs)))
+    """Return whether a call other than a reshape has an open size among its arguments."""
+    reshapes = isinstance(n.target, torch._ops.OpOverload) and n.target.overloadpacket.__name__ in ("view", "reshape")
+    return not reshapes and any(isinstance(x, OpenSize) for x in pytree.tree_leaves((n.args, n.kwargs)))
 
 
-def _counts(indices: Any) -> bool:
-    """Whether indices are integers: how many a mask takes depends on its values."""
+def _are_integers(indices: Any) -> bool:
+    """Return whether indices are integers; how many elements a mask selects depends on its values."""
     return all(t is None or t.dtype not in (torch.bool, torch.uint8) for t in indices)
 
 
-def _joined(a: Any, b: Any, k: int) -> Any:
-    """What runs have in common, and `OpenSize` where their numbers differ; `b` is of the k-th after the first."""
+def _merged(a: Any, b: Any, k: int) -> Any:
+    """Return the common value of two runs; an integer that differs in the k-th further run, `b`, is an `OpenSize`."""
     if isinstance(a, torch.fx.Node) and isinstance(b, torch.fx.Node) and (a.name, a.target) == (b.name, b.target):
         return a
     if isinstance(a, SymbolicTensor) and isinstance(b, SymbolicTensor):
-        return SymbolicTensor(_joined(a.shape, b.shape, k), _joined(a.dtype, b.dtype, k))
+        return SymbolicTensor(_merged(a.shape, b.shape, k), _merged(a.dtype, b.dtype, k))
     if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
-        return {name: _joined(v, b[name], k) for name, v in a.items()}
+        return {name: _merged(v, b[name], k) for name, v in a.items()}
     if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)) and len(a) == len(b):
-        return type(a)([_joined(x, y, k) for x, y in zip(a, b, strict=True)])
-    known = a.sizes if isinstance(a, OpenSize) else (a,)
-    if type(known[0]) is type(b) and (known[0] is b or known[0] == b):
+        return type(a)([_merged(x, y, k) for x, y in zip(a, b, strict=True)])
+    sizes = a.sizes if isinstance(a, OpenSize) else (a,)
+    if type(sizes[0]) is type(b) and (sizes[0] is b or sizes[0] == b):
         return a
-    if type(known[0]) is type(b) is int:
-        return OpenSize((*known, *known[:1] * (k - len(known)), b))
+    if type(sizes[0]) is type(b) is int:
+        return OpenSize((*sizes, *sizes[:1] * (k - len(sizes)), b))
     raise Unrecordable
 
 
-def _shown(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a call returns; of a convolution zeros in that shape, for it takes long and nothing may look at values."""
+def recorded_result(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the result of a call, for a convolution zeros of its shape: it takes long, and values do not matter."""
     if op.overloadpacket in _CONVOLUTIONS and not kwargs:
         x, w, *bias = args[:3]
         groups, axis = args[6] if len(args) > 6 else 1, x.dim() - w.dim() + 1
@@ -379,12 +383,8 @@ def _shown(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
     return op(*args, **kwargs)
 
 
-def _form(t: torch.Tensor) -> SymbolicTensor:
-    return SymbolicTensor(tuple(t.shape), t.dtype)
-
-
 def _line() -> str:
-    """Where a module's `forward` calls, as a traceback says it."""
+    """Return the line of the innermost user's `forward` that runs now, as a traceback writes it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (frame.f_code.co_name != "forward" or frame.f_code.co_filename.startswith(TORCH)):
         frame = frame.f_back
@@ -393,7 +393,7 @@ def _line() -> str:
 
 @contextlib.contextmanager
 def _exporting() -> Iterator[None]:
-    """Tell the model that it is exported, as `torch.export` does: many then leave out looks at values."""
+    """Let `torch.compiler.is_exporting()` be true, as `torch.export` does: many models then skip checks of values."""
     flags = {name: getattr(torch.compiler, name, False) for name in ("_is_compiling_flag", "_is_exporting_flag")}
     try:
         for name in flags:
@@ -405,7 +405,7 @@ def _exporting() -> Iterator[None]:
 
 
 class _Functions(TorchFunctionMode):
-    """Sees torch's functions, with those that dispatch nothing."""
+    """A mode that sees torch's functions, including those that dispatch no operator."""
 
     def __init__(self, run: _Run) -> None:
         super().__init__()
@@ -415,4 +415,4 @@ class _Functions(TorchFunctionMode):
         self.run.enter_function(func)
         out = func(*args, **(kwargs or {}))
         many = isinstance(out, (tuple, list)) and any(isinstance(x, torch.Tensor) for x in out)
-        return out if many or isinstance(out, torch.Tensor) else self.run.asked(func, out)
+        return out if many or isinstance(out, torch.Tensor) else self.run.read_metadata(func, out)

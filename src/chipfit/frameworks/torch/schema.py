@@ -1,4 +1,4 @@
-"""The tables of a `.pt2` file: types of what is read of schema 8 of torch/_export/serde/schema.py; the rest may be."""
+"""Tables of a `.pt2` file, as types: the keys that are read of schema 8 of torch/_export/serde/schema.py."""
 
 from typing import Annotated, Any, NotRequired
 
@@ -11,19 +11,19 @@ _dict: Any = dict
 
 
 def _table(*, total: bool = True, **wanted: Any) -> Any:
-    """A table with these keys, or some of them, beside others."""
+    """Return the type of a table with these keys (all, if `total`); other keys may stand beside them."""
     kind = _make("Table", wanted, total=total)
     kind.__pydantic_config__ = ConfigDict(strict=True, extra="allow")
     return kind
 
 
-_number = Annotated[float, Field(strict=False)]  # infinities and NaN stand as texts
+_number = Annotated[float, Field(strict=False)]  # infinities and NaN are texts in the file
 _symbol = _table(total=False, name=str, as_name=str, as_int=int, as_bool=bool, as_float=_number)
 _size = _table(total=False, as_int=NonNegativeInt, as_expr=_table(hint=_symbol))
 _meta = _table(
     dtype=int, sizes=_list[_size], strides=_list[_size], storage_offset=_size, layout=int, requires_grad=bool
 )
-#: one entry: the kind of the argument, and what it is
+#: one entry: the kind of the argument -> its value
 _argument = _table(
     total=False,
     **dict.fromkeys(("as_tensor", "as_sym_int", "as_sym_bool", "as_sym_float"), _symbol),
