@@ -104,6 +104,7 @@ class RoundingMethod:
     options: tuple[Setting, ...] = ()
     fits: bool = False  #: it fits scales, quantized values and biases to the inputs of each operator
     default_below: int = 0  #: it is the default for weights with fewer bits
+    evens_channels: bool = False  #: rewrites that even out the ranges of channels are tried with it
 
 
 class Kind(NamedTuple):
@@ -283,6 +284,11 @@ def parse_sum(text: str) -> list[str]:
         return [ast.unparse(part), *out]
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):  # raised by `ast` for bad text
         return [text]
+
+
+def entries_in(kind: str, text: str | None) -> list[Entry]:
+    """Return the entries that a text such as "gptq + learned(steps=100)" names; none for None and "off"."""
+    return [entry(kind, parse_call(part)[0]) for part in parse_sum(text)] if text not in (None, OFF) else []
 
 
 def parse_call(text: str) -> tuple[str, dict[str, Any]]:

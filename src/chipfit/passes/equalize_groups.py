@@ -21,7 +21,7 @@ from chipfit.graph.linear import (
 from chipfit.graph.ops import OPS
 from chipfit.passes.relu_bound import bounds
 from chipfit.passes.rewriting import Adapted, Readers, adds_equal_shapes, scales_by_channel
-from chipfit.registry import OFF, Setting, register
+from chipfit.registry import OFF, Setting, entries_in, register
 
 _DOES = "channels that share a grid get magnitudes alike. None: where few bits gain by it"
 _SETTING = Setting("equalize_groups", None, _DOES, choices=("always", OFF))
@@ -58,7 +58,8 @@ def worth_a_trial(settings: Any, graph: Graph, assignment: Assignment) -> str | 
     slots = assignment.tensors.values()
     few = any(s.role == "activation" and s.format.bits <= FEW_BITS for s in slots)
     fits = few and all(s.axis is not None for s in slots if s.role == "weight")
-    fitted = settings.rounding == "gptq" and settings.rounding_guard and settings.seconds is None
+    asks = any(e.declares.evens_channels for e in entries_in("rounding", settings.rounding))
+    fitted = asks and settings.rounding_guard and settings.seconds is None
     return "always" if fitted and fits and any(is_depthwise(graph, n) for n in graph.nodes) else None
 
 

@@ -13,7 +13,7 @@ from chipfit.calibration.collect import TensorStats
 from chipfit.errors import interruption_note
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan, TensorPlan
-from chipfit.registry import OFF, Setting, create, entries, entry, parse_call, parse_sum
+from chipfit.registry import Setting, create, entries, entries_in, parse_sum
 from chipfit.rounding.compare import compare_plans
 
 #: the setting of methods that compare with the plan from before
@@ -86,9 +86,9 @@ def create_methods(text: str, settings: Mapping[str, Any]) -> list[RoundingMetho
         ConfigError: an option out of bounds.
     """
     methods = []
-    for part in parse_sum(text):
-        method, options = create("rounding", part), entry("rounding", parse_call(part)[0]).declares.options
-        given = {o.argument: settings[o.name] for o in options if o.name in settings}
+    for part, e in zip(parse_sum(text), entries_in("rounding", text), strict=True):
+        method = create("rounding", part)
+        given = {o.argument: settings[o.name] for o in e.declares.options if o.name in settings}
         whole = {k: int(v) for k, v in given.items() if type(getattr(method, k)) is int}
         methods.append(replace(method, **given | whole))
     return methods
@@ -96,8 +96,7 @@ def create_methods(text: str, settings: Mapping[str, Any]) -> list[RoundingMetho
 
 def fits_weights(text: str | None) -> bool:
     """Return whether a method that `Settings(rounding=text)` names declares that it fits weights to data."""
-    parts = parse_sum(text) if text not in (None, OFF) else []
-    return any(entry("rounding", parse_call(part)[0]).declares.fits for part in parts)
+    return any(e.declares.fits for e in entries_in("rounding", text))
 
 
 def default_method(bits: Collection[int], rule: str) -> str | None:

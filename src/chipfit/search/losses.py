@@ -23,6 +23,7 @@ from chipfit.quantizers.stored import Stored
 from chipfit.ranges import Rule, choose
 from chipfit.rounding import gptq
 from chipfit.rounding.fisher import IMAGES, first_samples, gradients, split_float_readers
+from chipfit.rounding.method import default_method, fits_weights
 from chipfit.rounding.moments import Moments, as_rows, patches, positions, targets
 from chipfit.rounding.scale_bounds import weight_rows
 
@@ -45,7 +46,8 @@ class RoundingModel:
     @classmethod
     def of(cls, d: Decision, corrections: Collection[str]) -> RoundingModel:
         """Return how tensors are rounded by the rules of a decision where these corrections are made."""
-        fitted, means = "rounding" in corrections, not corrections
+        method = d.settings.rounding or default_method([1], "mse")  # what few bits ask for
+        fitted, means = "rounding" in corrections and fits_weights(method), not corrections
         return cls(d.rules.rule, d.rules.weight_rule, fitted=fitted, means=means)
 
 

@@ -34,7 +34,7 @@ OPTIONS = (
 )
 
 
-@register("rounding", "gptq", options=OPTIONS, fits=True, default_below=6)
+@register("rounding", "gptq", options=OPTIONS, fits=True, default_below=6, evens_channels=True)
 @dataclass(frozen=True, kw_only=True)
 class Gptq(GptqSettings):
     """Rounding column by column, where the error of each column moves to the columns that are still to be rounded.
