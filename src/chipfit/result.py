@@ -88,7 +88,7 @@ class Result(SummaryRepr):
     def report(self) -> Report:
         """How well it went, as data; `report.save(path)` writes the HTML page."""
         from chipfit.report.rows import build
-        from chipfit.report.trials import tried
+        from chipfit.report.advice import tried
 
         shown, proof = (self.graph, self.plan, self.platform), self.verification
         report = build(*shown, stats=self.stats, timings=self.timings, verification=proof)

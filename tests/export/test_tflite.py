@@ -19,7 +19,7 @@ from chipfit.errors import UnsupportedError
 from chipfit.export.tflite.builder import code_type
 from chipfit.export.tflite.file import INT4, TYPES
 from chipfit.export.tflite.ops import OPERATORS, REFUSED
-from chipfit.export.tflite.writer import _sizes, export_tflite
+from chipfit.export.tflite.writer import concrete_sizes, export_tflite
 from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.graph.ops import OPS
@@ -324,7 +324,12 @@ def test_sizes_that_only_the_run_tells_are_those_of_the_example(tmp_path):
     graph.values[name] = replace(graph.values[name], shape=(None, 3, None, 5))
     for example, height in ((graph.example, 6), ((), 1)):
         graph.example = example
-        assert _sizes(graph, 7)[name] == (7, 3, height, 5) and _sizes(graph, 7)[graph.outputs[0]] == (7, 4, height, 5)
+        assert concrete_sizes(graph, 7)[name] == (7, 3, height, 5) and concrete_sizes(graph, 7)[graph.outputs[0]] == (
+            7,
+            4,
+            height,
+            5,
+        )
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import chipfit
-from chipfit.report.advice import advice
-from chipfit.report.trials import output_sqnr, tried
+from chipfit.report.advice import advice, output_sqnr, tried
 
 
 @pytest.fixture(scope="module")

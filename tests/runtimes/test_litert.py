@@ -18,8 +18,8 @@ from chipfit.export.tflite.writer import export_tflite
 from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.registry import lookup
-from chipfit.runtimes import divided, to_codes, to_floats
-from chipfit.runtimes.litert import LiteRt, LiteRtOptimized, LiteRtReference, _coded, _fits, _joined
+from chipfit.runtimes import dequantize_output, divided, quantize_input
+from chipfit.runtimes.litert import LiteRt, LiteRtOptimized, LiteRtReference, fits_tensor, join_parts, quantization_of
 from tests.simulate.one_operator import Codes, one
 
 
@@ -53,7 +53,7 @@ def test_a_zero_point_is_a_code_of_its_type(tmp_path, kind, low, high):
     for zero in (low, high):
         LiteRt(requantized(tmp_path, kind, zero))
     for zero in (low - 1, high + 1):
-        with pytest.raises(RuntimeUnavailable, match="The scale or zero point of tensor 'x' cannot be"):
+        with pytest.raises(RuntimeUnavailable, match="The scale or zero point of tensor 'x' is out of range"):
             LiteRt(requantized(tmp_path, kind, zero))
 
 
@@ -70,13 +70,13 @@ def test_a_zero_point_of_4_bits_is_a_code_too(tmp_path):
         file.op("DEQUANTIZE", [held], z)
         path = tmp_path / "m.tflite"
         path.write_bytes(file.content({"x": x}, {"y": y, "z": z}, {}))
-        refusal = "" if fits else "zero point of tensor 'held' cannot be"
+        refusal = "" if fits else "zero point of tensor 'held' is out of range"
         try:
             LiteRt(path)
             said = ""
         except RuntimeUnavailable as e:
             said = str(e)
-        assert ("cannot be" in said) is not fits and refusal in said
+        assert ("is out of range" in said) is not fits and refusal in said
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, np.inf, np.nan])
@@ -84,7 +84,7 @@ def test_a_scale_is_positive_and_finite(tmp_path, scale):
     def change(model, graph):
         graph.tensors[0].quantization.scale = np.array([scale], np.float32)
 
-    with pytest.raises(RuntimeUnavailable, match="cannot be"):
+    with pytest.raises(RuntimeUnavailable, match="is out of range"):
         LiteRt(changed(requantized(tmp_path, "int8", 0), change))
 
 
@@ -147,14 +147,14 @@ def test_parts_of_a_batch_behind_other_axes_are_put_together_in_the_models_order
     whole = whole[0] if axis == 0 else whole
     parts = [np.take(whole, k, axis + 1) for k in ([0, 1], [2, 3], [4])]
     merged = [p.reshape(*p.shape[:axis], -1, 4) for p in (whole, *parts)]
-    assert np.array_equal(_joined(merged[1:], axis, 3), merged[0])
-    assert not np.array_equal(_joined(merged[1:], axis, 1), merged[0]), "the samples' own order is another"
+    assert np.array_equal(join_parts(merged[1:], axis, 3), merged[0])
+    assert not np.array_equal(join_parts(merged[1:], axis, 1), merged[0]), "the samples' own order is another"
 
 
 @pytest.mark.parametrize("front, shape", [(0, (6,)), (-1, (6,)), (4, (6,)), (2, ())])
 def test_axes_in_front_of_samples_that_do_not_fit_are_refused(front, shape):
     with pytest.raises(RuntimeUnavailable, match="do not fit its tensors"):
-        _joined([np.zeros(shape)], 0, front)
+        join_parts([np.zeros(shape)], 0, front)
 
 
 def test_the_last_axis_may_be_the_batch(added):
@@ -234,9 +234,9 @@ def test_parts_are_put_together_along_the_axis_of_the_batch(tmp_path):
 
 
 def test_inputs_of_another_rank_are_refused(added):
-    with pytest.raises(RuntimeUnavailable, match=r"takes other inputs. Got: \[\[2, 3, 5\]\]"):
+    with pytest.raises(RuntimeUnavailable, match=r"inputs do not fit the file. Got: \[\[2, 3, 5\]\]"):
         LiteRt(added[1]).run([np.zeros((2, 3, 5), np.float32)])
-    with pytest.raises(RuntimeUnavailable, match="takes other inputs"):
+    with pytest.raises(RuntimeUnavailable, match="inputs do not fit the file"):
         LiteRt(added[1]).run([])
 
 
@@ -256,7 +256,7 @@ def test_one_tensor_may_be_several_outputs(tmp_path):
 ])  # fmt: skip
 def test_inputs_become_codes_as_the_runtimes_own_kernel_rounds(runtime, ties):
     x = np.float32([-2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 0, 0])
-    assert to_codes(x, 1.0, 0, np.dtype("int8"), runtime.steps).tolist() == [*ties, 0, 0]
+    assert quantize_input(x, 1.0, 0, np.dtype("int8"), runtime.steps).tolist() == [*ties, 0, 0]
     x, tenth = np.float32([0.35, 0.25, 1.15, 12.65] * 2), np.float32(0.1)
     away = np.trunc(x / tenth + np.float32(0.5))
     want = np.rint(x * (np.float32(1) / tenth)) if runtime is not LiteRtReference else away
@@ -267,35 +267,35 @@ def test_inputs_become_codes_as_the_runtimes_own_kernel_rounds(runtime, ties):
 
 def test_what_is_left_of_eights_is_divided():
     x = np.float32([-2.5, -1.5, -0.5, 0.5, 1.5, 2.5])
-    assert to_codes(x, 1.0, 0, np.dtype("int16"), LiteRt.wide_steps).tolist() == [-3, -2, -1, 1, 2, 3]
+    assert quantize_input(x, 1.0, 0, np.dtype("int16"), LiteRt.wide_steps).tolist() == [-3, -2, -1, 1, 2, 3]
     more = np.concatenate((x, x, x))  # 16 of 18
-    assert to_codes(more, 1.0, 0, np.dtype("int16"), LiteRt.wide_steps).tolist()[14:] == [0, 0, 2, 3]
+    assert quantize_input(more, 1.0, 0, np.dtype("int16"), LiteRt.wide_steps).tolist()[14:] == [0, 0, 2, 3]
 
 
 def test_codes_stay_within_their_type_and_stand_for_reals():
     x = np.float32([-100.0, -1.25, 0.0, 0.75, 100.0])
-    assert to_codes(x, 0.5, 3, np.dtype("int8")).tolist() == [-128, 1, 3, 5, 127]
-    assert to_codes(x, 0.5, 3, np.dtype("uint8")).tolist() == [0, 1, 3, 5, 203]
-    assert to_codes(x, 0.5, 3, np.dtype("uint8")).dtype == np.uint8
-    assert to_floats(np.uint8([0, 3, 255]), 0.5, 3).tolist() == [-1.5, 0.0, 126.0]
+    assert quantize_input(x, 0.5, 3, np.dtype("int8")).tolist() == [-128, 1, 3, 5, 127]
+    assert quantize_input(x, 0.5, 3, np.dtype("uint8")).tolist() == [0, 1, 3, 5, 203]
+    assert quantize_input(x, 0.5, 3, np.dtype("uint8")).dtype == np.uint8
+    assert dequantize_output(np.uint8([0, 3, 255]), 0.5, 3).tolist() == [-1.5, 0.0, 126.0]
     assert divided(np.float32([0.75, 1.25, -0.3]), np.float32(0.5)).tolist() == [2.0, 2.0, -1.0]
 
 
 def test_an_input_fits_where_every_size_is_open_or_equal():
     detail = {"shape_signature": np.array([-1, 3, 4]), "shape": np.array([1, 3, 4])}
-    fits = [_fits(np.zeros(s), detail) for s in ((7, 3, 4), (7, 3, 5), (3, 4), (7, 4, 3), (1, 3, 4, 1))]
+    fits = [fits_tensor(np.zeros(s), detail) for s in ((7, 3, 4), (7, 3, 5), (3, 4), (7, 4, 3), (1, 3, 4, 1))]
     assert fits == [True, False, False, False, False]
     fixed = {"shape_signature": np.array([]), "shape": np.array([2, 3])}
-    assert _fits(np.zeros((2, 3)), fixed) and not _fits(np.zeros((1, 3)), fixed)
+    assert fits_tensor(np.zeros((2, 3)), fixed) and not fits_tensor(np.zeros((1, 3)), fixed)
 
 
 def test_codes_are_integers_with_a_scale():
     def detail(kind, scales, zeros):
         return {"quantization_parameters": {"scales": np.array(scales), "zero_points": np.array(zeros)}, "dtype": kind}
 
-    assert _coded(detail(np.int8, [0.5], [3])) == (0.5, 3, np.dtype("int8"))
-    assert _coded(detail(np.uint8, [0.5, 1.0], [3, 4])) == (0.5, 3, np.dtype("uint8"))
-    assert _coded(detail(np.int8, [], [])) is None and _coded(detail(np.float32, [0.5], [3])) is None
+    assert quantization_of(detail(np.int8, [0.5], [3])) == (0.5, 3, np.dtype("int8"))
+    assert quantization_of(detail(np.uint8, [0.5, 1.0], [3, 4])) == (0.5, 3, np.dtype("uint8"))
+    assert quantization_of(detail(np.int8, [], [])) is None and quantization_of(detail(np.float32, [0.5], [3])) is None
 
 
 def test_delegated_operators_are_those_between_the_delegates_operands_and_results(tmp_path):

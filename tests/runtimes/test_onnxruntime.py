@@ -16,7 +16,7 @@ from chipfit.errors import RuntimeUnavailable
 from chipfit.platform.load import load
 from chipfit.registry import lookup
 from chipfit.runtimes import onnxruntime as module
-from chipfit.runtimes.onnxruntime import OnnxRuntime, _signed, _unshare_weights, read, saturates
+from chipfit.runtimes.onnxruntime import OnnxRuntime, has_signed_activations, read, saturates, unshare_weights
 
 
 def value(name: str, *shape, kind=TensorProto.FLOAT):
@@ -55,7 +55,7 @@ def shared(kind=np.int8):
 
 def test_every_reader_of_int8_weights_has_a_copy_and_computes_the_same():
     before, after = shared(), shared()
-    _unshare_weights(after)
+    unshare_weights(after)
     reads = {n.name: list(n.input) for n in after.graph.node}
     assert reads["first"] == ["x", "w"] and reads["second"] == ["w/second/0", "w/second/1"]
     copies = [n for n in after.graph.node if n.op_type == "DequantizeLinear"]
@@ -80,7 +80,7 @@ def test_a_weight_with_one_reader_stays_as_it_is():
     ]
     m = model(nodes, {"w_q": np.int8([[1, 2], [3, 4]]), "s": np.float32(0.5), "zero": np.int8(0)}, ["y"])
     before = m.SerializeToString()
-    _unshare_weights(m)
+    unshare_weights(m)
     assert m.SerializeToString() == before
 
 
@@ -91,8 +91,8 @@ def test_activations_have_a_sign_where_a_quantizers_zero_point_is_int8(kind):
         helper.make_node("DequantizeLinear", ["q", "s", "zero"], ["y"]),
     ]
     m = model(nodes, {"s": np.float32(1), "zero": kind(0)}, ["y"])
-    assert _signed(m) is (kind is np.int8)
-    assert not _signed(shared())  # weights have it, no activation does
+    assert has_signed_activations(m) is (kind is np.int8)
+    assert not has_signed_activations(shared())  # weights have it, no activation does
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_shared_weights_compute_alike_on_either_machine(tmp_path, monkeypatch, s
     }
     path, unshared = tmp_path / "m.onnx", []
     onnx.save(model(nodes, constants), path)
-    monkeypatch.setattr(module, "_unshare_weights", lambda m: [unshared.append(m), _unshare_weights(m)])
+    monkeypatch.setattr(module, "unshare_weights", lambda m: [unshared.append(m), unshare_weights(m)])
     got = OnnxRuntime(path, ["y_q"]).run([np.float32([[255, 255], [2, 200]])])
     assert bool(unshared) is saturating
     assert list(got) == ["y", "z", "y_q"]

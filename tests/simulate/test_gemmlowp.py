@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from chipfit.simulate.gemmlowp import (
-    _fine,
-    _log,
     exp_of_negative,
+    log,
     log_softmax,
     logistic16,
     reciprocal_of_one_plus,
+    rescaled_differences,
     softmax,
     tanh16,
 )
@@ -108,7 +108,7 @@ def test_a_logarithm_takes_the_kernels_steps():
     one = 1 << 19
     x = [one + one * k // 1201 for k in range(6000)] + [(one << k) + d for k in range(1, 12) for d in (-1, 0, 1)]
     x += [one + 1, (1 << 31) - 1, *((1 << 31) - 12345 * k for k in range(1, 6000))]
-    got = _log(torch.tensor(x)).tolist()
+    got = log(torch.tensor(x)).tolist()
     assert got == [log_of_one_or_more(v) for v in x]
     assert max(abs(v / 2**26 - math.log(a / one)) for v, a in zip(got, x)) < 1e-6
 
@@ -171,4 +171,8 @@ def test_what_lies_31_below_the_largest_counts_for_nothing():
 @pytest.mark.parametrize("scale, last", [(0.9, 31), (0.5, 31), (1.0, 15), (0.3, 62), (4.0, 3)])
 def test_the_last_difference_that_counts_goes_by_the_power_of_two_above_the_scale(scale, last):
     """31 / 2^(e - 26), cut off, of a multiplier scale 2^26 below 2^e."""
-    assert _fine(torch.tensor([0, -last, -last - 1]), torch.tensor(scale))[1].tolist() == [True, True, False]
+    assert rescaled_differences(torch.tensor([0, -last, -last - 1]), torch.tensor(scale))[1].tolist() == [
+        True,
+        True,
+        False,
+    ]

@@ -16,16 +16,16 @@ from chipfit.simulate.integer import (
     KernelCall,
     Profile,
     Simulation,
-    _in_types,
-    _moves,
     accumulate,
     activation_bounds,
     dynamic_product,
     float_kernel,
     float_results,
+    is_pass_through,
     pool_windows,
     profile_for,
     simulate,
+    widened_to_types,
 )
 from tests.build import stored
 from tests.simulate.one_operator import Codes, drawn, one
@@ -122,13 +122,13 @@ def test_the_last_accumulator_wraps_around_or_saturates(bits, sat, least, most):
 def test_grids_of_values_grow_to_the_ends_of_their_types_and_those_of_weights_stay():
     narrow = {"a": tensor("a", low=-7, high=100), "w": tensor("w", "weight", low=-127), "f": tensor("f")}
     plan = Plan(tensors={**narrow, "g": TensorPlan(name="g", role="activation")})
-    wide = _in_types(plan).tensors
+    wide = widened_to_types(plan).tensors
     assert (wide["a"].grid.qmin, wide["a"].grid.qmax) == (-128, 127) and wide["w"].grid.qmin == -127
     assert wide["f"] is plan.tensors["f"]
     whole = Plan(tensors={"f": tensor("f")})
-    assert _in_types(whole) is whole
+    assert widened_to_types(whole) is whole
     few = Plan(tensors={"a": tensor("a", bits=4, low=-7)})
-    assert _in_types(few).tensors["a"].grid.qmin == -8
+    assert widened_to_types(few).tensors["a"].grid.qmin == -8
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_an_activation_clips_between_its_bounds(op, attrs, ends):
      ("Transpose", {}, True), ("AvgPool", {}, False), ("MaxPool", {}, True), ("Add", {}, False)],
 )  # fmt: skip
 def test_a_move_holds_numbers_of_its_operands(op, attrs, moves):
-    assert _moves(Node("n", op, ("x",), ("y",), attrs)) is moves
+    assert is_pass_through(Node("n", op, ("x",), ("y",), attrs)) is moves
 
 
 def results(graph, plan, name="onnxruntime"):

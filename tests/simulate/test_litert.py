@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from chipfit.graph.ir import Node
 from chipfit.registry import lookup
 from chipfit.simulate.litert import (
-    _clip,
-    _codes_by_row,
-    _codes_xnnpack,
-    _lines,
-    _lines_xnnpack,
-    _quantize_away,
-    _quantize_inverse,
-    _stretch,
+    contiguous_elements,
+    fused_bounds,
+    quantize_away,
+    quantize_by_inverse,
+    quantize_dynamic_by_row,
+    quantize_dynamic_xnnpack,
+    source_positions,
+    source_positions_xnnpack,
 )
 from tests.simulate.one_operator import LITERT, Codes, drawn, every, one, pairs
 from tests.simulate.test_rounding import proved, quantized
@@ -98,7 +98,7 @@ def test_an_optimised_sum_takes_16_at_once_along_what_both_operands_have(tmp_pat
     ],
 )
 def test_a_stretch_is_what_lies_side_by_side_in_both(a, b, many):
-    assert _stretch(a, b) == many
+    assert contiguous_elements(a, b) == many
 
 
 IMAGE, ROW = (1, 3, 5, 7), (1, 5, 15)
@@ -337,29 +337,29 @@ def test_interpolation_between_codes(tmp_path, before, after, corners):
 
 def test_positions_of_a_result_in_1024ths_and_2048ths():
     """5 from 3: steps of 614 from -205, the first of which is before the image."""
-    low, high, share = _lines(3, 5, False)
+    low, high, share = source_positions(3, 5, False)
     assert [low.tolist(), high.tolist()] == [[0, 0, 0, 1, 2], [0, 1, 1, 2, 2]]
     assert share.tolist() == [-205, 409, 1023, 613, 203]
-    low, high, share = _lines(3, 5, True)
+    low, high, share = source_positions(3, 5, True)
     assert [low.tolist(), high.tolist(), share.tolist()] == [[0, 0, 1, 1, 2], [0, 1, 1, 2, 2], [0, 512, 0, 512, 0]]
-    low, high, share = _lines_xnnpack(3, 5, True)
+    low, high, share = source_positions_xnnpack(3, 5, True)
     assert [low.tolist(), high.tolist(), share.tolist()] == [[0, 0, 1, 1, 2], [1, 1, 2, 2, 2], [0, 1024, 0, 1024, 0]]
-    low, high, share = _lines_xnnpack(3, 5, False)
+    low, high, share = source_positions_xnnpack(3, 5, False)
     assert [low.tolist(), high.tolist(), share.tolist()] == [[0, 0, 1, 1, 2], [1, 1, 2, 2, 2], [0, 819, 0, 1229, 0]]
-    assert [v.tolist() for v in _lines(4, 1, True)] == [[0], [0], [0]]
+    assert [v.tolist() for v in source_positions(4, 1, True)] == [[0], [0], [0]]
 
 
 def test_rows_are_rounded_to_a_range_of_the_moment():
     x = torch.tensor([[1.0, -2.0, 0.5, 2.54], [0.0, 0.0, 0.0, 0.0], [1.0, 2.0, 3.0, 5.1], [-1.0, -2.55, -0.3, -2.0]])
-    q, s, z = _codes_by_row(x)
+    q, s, z = quantize_dynamic_by_row(x)
     assert q.tolist() == [[50, -100, 25, 127], [0] * 4, [25, 50, 75, 127], [-50, -127, -15, -100]]
     assert torch.allclose(s[:, 0], torch.tensor([2.54, 127.0, 5.1, 2.55]) / 127) and not z.any()
-    q, s, z = _codes_xnnpack(x)
+    q, s, z = quantize_dynamic_xnnpack(x)
     assert torch.allclose(s[:, 0], torch.tensor([4.54 / 255, 1.0, 5.1 / 255, 2.55 / 255]))
     assert z[:, 0].tolist() == [-16.0, -128.0, -128.0, 127.0] or z[1, 0] in (-128.0, 127.0)
     assert q[2].tolist() == [-78, -28, 22, 127] and q[3].tolist() == [27, -128, 97, -73]
     assert ((q - z) * s - x).abs().max() <= s.max() / 2 + 1e-6
-    q, _, z = _codes_xnnpack(torch.tensor([[-1.5, 253.5]]))  # the zero point and the code are rounded upwards both
+    q, _, z = quantize_dynamic_xnnpack(torch.tensor([[-1.5, 253.5]]))  # both are rounded up
     assert q.tolist() == [[-128, 127]] and z.tolist() == [[-126]]
 
 
@@ -373,15 +373,15 @@ def test_rows_are_rounded_to_a_range_of_the_moment():
 def test_a_fused_activation_clips_between_codes(op, attrs, zero, ends):
     """Steps of 0.4: 6 is 15 of them, 1 is 2.5, which rounds away from zero."""
     stored = Codes(A, 0.4, zero).stored()
-    assert _clip(Node("n", op, ("x",), ("y",), attrs), stored) == ends
+    assert fused_bounds(Node("n", op, ("x",), ("y",), attrs), stored) == ends
 
 
 def test_reals_become_codes_with_halves_away_from_zero_or_by_the_inverse_of_the_scale():
     run = SimpleNamespace(stored={"x": Codes(A, 0.5, 3).stored()}.get)
     x = torch.tensor([-0.75, -0.25, 0.25, 0.75, 99.0, -99.0])
-    assert _quantize_away(run, "x", x).tolist() == [1, 2, 4, 5, 127, -128]
-    assert _quantize_inverse(run, "x", x).tolist() == [1, 3, 3, 5, 127, -128]
-    assert _quantize_away(run, "x", x).dtype == _quantize_inverse(run, "x", x).dtype == torch.int8
+    assert quantize_away(run, "x", x).tolist() == [1, 2, 4, 5, 127, -128]
+    assert quantize_by_inverse(run, "x", x).tolist() == [1, 3, 3, 5, 127, -128]
+    assert quantize_away(run, "x", x).dtype == quantize_by_inverse(run, "x", x).dtype == torch.int8
 
 
 # ---------------------------------------------------------------- 16-bit codes
@@ -419,11 +419,14 @@ def test_a_family_says_how_it_rounds_and_stores_by_type(family, says):
 
 def test_a_row_of_zeros_has_the_code_of_its_zero_point():
     """Scale 1, and both ends miss by as little: the upper one is taken."""
-    q, s, z = _codes_xnnpack(torch.zeros(2, 3))
+    q, s, z = quantize_dynamic_xnnpack(torch.zeros(2, 3))
     assert torch.equal(q, z.expand(2, 3)) and s.unique().tolist() == [1.0] and z.unique().tolist() == [127.0]
 
 
 def test_weights_in_blocks_meet_data_that_are_rounded_as_xnnpack_does():
     x = torch.tensor([[1.0, -2.0, 0.5, 2.54]])
-    assert all(torch.equal(a, b) for a, b in zip(_codes_by_row(x, blocks=True), _codes_xnnpack(x), strict=True))
-    assert not _codes_by_row(x)[2].any() and _codes_xnnpack(x)[2].any()
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(quantize_dynamic_by_row(x, blocks=True), quantize_dynamic_xnnpack(x), strict=True)
+    )
+    assert not quantize_dynamic_by_row(x)[2].any() and quantize_dynamic_xnnpack(x)[2].any()

@@ -11,7 +11,7 @@ from onnx import TensorProto, helper
 from chipfit.graph.ir import Node
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
-from chipfit.simulate.onnxruntime import _absorbed, _spans_scalar, logistic, softmax
+from chipfit.simulate.onnxruntime import absorbed_bounds, broadcasts_scalar, logistic, softmax
 
 
 def _run(node, kind: int, x: torch.Tensor, constants=()) -> torch.Tensor:
@@ -46,7 +46,7 @@ def test_a_clip_is_left_out_of_the_file_where_its_codes_end_no_later(low, high, 
     grid = Grid(bits=8, qmin=-128, qmax=127)
     stored = Stored(format="a8", grid=grid, scale=torch.tensor(0.01), zero_point=torch.tensor(0, dtype=torch.int32))
     clip = Node("clip", "Clamp", ("x",), ("y",), {"min": low, "max": high})
-    assert _absorbed(clip, stored) == ((-128, 127) if absorbed else None)
+    assert absorbed_bounds(clip, stored) == ((-128, 127) if absorbed else None)
 
 
 def test_a_relu_is_left_out_where_zero_is_the_lowest_code():
@@ -58,7 +58,7 @@ def test_a_relu_is_left_out_where_zero_is_the_lowest_code():
             scale=torch.tensor(0.01),
             zero_point=torch.tensor(zero, dtype=torch.int32),
         )
-        assert (_absorbed(relu, stored) is not None) is absorbed
+        assert (absorbed_bounds(relu, stored) is not None) is absorbed
 
 
 def test_softmax():
@@ -94,4 +94,4 @@ def test_softmax():
     ],
 )
 def test_an_element_stands_still_while_the_other_operand_is_walked(a, b, still):
-    assert _spans_scalar(torch.zeros(a), torch.zeros(b)) is still
+    assert broadcasts_scalar(torch.zeros(a), torch.zeros(b)) is still

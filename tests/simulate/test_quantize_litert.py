@@ -12,7 +12,7 @@ from torch import nn
 import chipfit
 from chipfit.registry import lookup
 from chipfit.simulate.integer import simulate
-from chipfit.simulate.litert import _in_vectors
+from chipfit.simulate.litert import vector_elements
 
 pytest.importorskip("ai_edge_litert")
 KERNELS = {"litert": "litert_xnnpack", "litert_optimized": "litert_optimized", "litert_reference": "litert_reference"}
@@ -141,7 +141,7 @@ def test_a_number_without_axes_is_left_over(kernels):
 def test_what_does_not_follow_the_samples_is_in_one_part():
     graph = SimpleNamespace(shape={"x": (None, 20), "fixed": (20,), "number": ()}.get)
     run = SimpleNamespace(part=2, graph=graph, forms={})
-    assert _in_vectors(run, "fixed", 8, (20,)).tolist() == [True] * 16 + [False] * 4
-    assert _in_vectors(run, "number", 8, ()).tolist() is False
+    assert vector_elements(run, "fixed", 8, (20,)).tolist() == [True] * 16 + [False] * 4
+    assert vector_elements(run, "number", 8, ()).tolist() is False
     by_two, odd = [True] * 40, [True] * 16 + [False] * 4
-    assert _in_vectors(run, "x", 8, (5, 20)).flatten().tolist() == [*by_two, *by_two, *odd]
+    assert vector_elements(run, "x", 8, (5, 20)).flatten().tolist() == [*by_two, *by_two, *odd]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from chipfit.simulate.tables16 import _bell, _thirds, apply, sigmoid, softmax, tanh
+from chipfit.simulate.tables16 import apply, in_12288ths, sigmoid, sigmoid_table, softmax, tanh
 
 CODES = torch.cat([torch.arange(-300, 301), torch.arange(-32768, 32768, 97), torch.tensor([32767])])
 
@@ -30,7 +30,7 @@ def test_next_to_zero_a_sigmoid_rounds_to_the_nearest_code(scale):
 def test_a_multiplier_has_as_many_bits_as_fit():
     """By the rule of TensorFlow Lite: doubled while it is at most 32767 / 2, so 16383.25 becomes 32766.5."""
     q = torch.tensor([12288, -5, 40000])
-    assert _thirds(q, torch.tensor(16383.25 / 12288, dtype=torch.float64), ()).tolist() == [
+    assert in_12288ths(q, torch.tensor(16383.25 / 12288, dtype=torch.float64), ()).tolist() == [
         (v * 32766 + 1) >> 1 for v in q.tolist()
     ]
 
@@ -38,7 +38,7 @@ def test_a_multiplier_has_as_many_bits_as_fit():
 def test_a_multiplier_is_doubled_31_times_at_most():
     """1.6 * 2^-31 becomes 1.6, and of that the whole part is taken; once more would be 3.2."""
     real = torch.tensor(1.6 * 2.0**-31 / 12288, dtype=torch.float64)
-    assert _thirds(torch.tensor([1 << 40]), real, ()).tolist() == [1 << 9]
+    assert in_12288ths(torch.tensor([1 << 40]), real, ()).tolist() == [1 << 9]
 
 
 @pytest.mark.parametrize("scale", [1 / 12288, 2.0**-12, 2.0**-11])
@@ -50,7 +50,7 @@ def test_both_sides_of_zero_are_one_curve(scale):
 
 def test_the_table_begins_and_ends_as_the_kernels_table_does():
     """sigmoid_table_uint16 of TensorFlow Lite."""
-    table = _bell().tolist()
+    table = sigmoid_table().tolist()
     assert table[:8] == [32768, 33451, 34133, 34813, 35493, 36169, 36843, 37513]
     assert table[-1] == 65535
     assert len(table) == 256 and table == sorted(table)

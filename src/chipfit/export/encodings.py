@@ -1,6 +1,6 @@
 """JSON encodings: ranges and integer parameters beside a float ONNX file, for chips whose compiler takes both.
 
-Each dialect is one function, of a plan; platforms name theirs (`encodings`).
+Each dialect is one function of a plan; a platform names its dialect (`encodings`).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from chipfit.registry import register
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A quantized tensor as JSON holds it: lists with one number for each scale."""
+    """A quantized tensor in lists with one number for each scale."""
 
     tensor: TensorPlan
     grid: Grid
     scale: list[float]
     zero: list[int]
-    low: list[float]  #: the reals that the lowest codes stand for
+    low: list[float]  #: floats that the lowest integers represent
     high: list[float]
 
     @classmethod
@@ -47,23 +47,23 @@ class _Entry:
 
 
 def _each(plan: Plan, roles: str, record: Callable[[_Entry], Any]) -> dict[str, Any]:
-    """The record of every quantized tensor of these roles, by name."""
+    """Return the record of every quantized tensor of these roles, by name."""
     tensors = [t for t in plan.tensors.values() if t.role in roles.split()]
     return {t.name: record(_Entry.of(t, t.stored)) for t in tensors if t.stored is not None}
 
 
 def _one(values: list[Any]) -> Any:
-    """The number of a single scale, or the list of several."""
+    """Return the number of a single scale, or the list of several."""
     return values[0] if len(values) == 1 else values
 
 
 def _numbers(e: _Entry, keys: str) -> dict[str, Any]:
-    """Numbers of an entry under the keys of a dialect: "step=scale min=low"."""
+    """Return numbers of an entry under the keys of a dialect: "step=scale min=low"."""
     return {key: _one(getattr(e, name)) for key, name in (word.split("=") for word in keys.split())}
 
 
 def _qualcomm(plan: Plan) -> dict[str, Any]:
-    """Quantization overrides: bit width, min, max, scale, offset (= -zero point); one record per channel."""
+    """Return quantization overrides: bit width, min, max, scale, offset (= -zero point); one record per channel."""
 
     def records(e: _Entry) -> list[dict[str, Any]]:
         first = e.grid.qmin if e.grid.signed else 0
@@ -78,7 +78,7 @@ def _qualcomm(plan: Plan) -> dict[str, Any]:
 
 
 def _ppl_cuda(plan: Plan) -> dict[str, Any]:
-    """Min and max of each activation and of each weight channel."""
+    """Return min and max of each activation and of each weight channel."""
 
     def record(e: _Entry) -> dict[str, Any]:
         weight = e.tensor.role == "weight"
@@ -90,7 +90,7 @@ def _ppl_cuda(plan: Plan) -> dict[str, Any]:
 
 
 def _ppl_dsp(plan: Plan) -> dict[str, Any]:
-    """Step, zero point, range and type of every tensor."""
+    """Return step, zero point, range and type of every tensor."""
 
     def record(e: _Entry) -> dict[str, Any]:
         kind = "biased" if e.tensor.role == "activation" else "weight"
@@ -100,7 +100,7 @@ def _ppl_dsp(plan: Plan) -> dict[str, Any]:
 
 
 def _vitis(plan: Plan) -> dict[str, Any]:
-    """Fix positions: scale = 2^-position."""
+    """Return fix positions: scale = 2^-position."""
 
     def record(e: _Entry) -> dict[str, Any]:
         places = [-math.log2(s) for s in e.scale]
@@ -114,14 +114,14 @@ def _vitis(plan: Plan) -> dict[str, Any]:
 
 
 def _generic(plan: Plan) -> dict[str, Any]:
-    """Everything, one record per tensor."""
+    """Return everything, one record per tensor."""
 
     def record(e: _Entry) -> dict[str, Any]:
         t, grid = e.tensor, e.grid
         out: dict[str, Any] = {"role": t.role, "layer": t.layer, "format": t.format}
         out |= {"bits": grid.bits, "qmin": grid.qmin, "qmax": grid.qmax, "axis": t.axis}
         out |= _numbers(e, "scale=scale zero_point=zero min=low max=high")
-        if grid.table is not None:  # what each code stands for, in units of the scale
+        if grid.table is not None:  # the value of each integer, in units of the scale
             out |= {"kind": grid.kind, "table": list(grid.table)}
         return out
 
@@ -148,7 +148,7 @@ DIALECTS: dict[str, Callable[[Plan], dict[str, Any]]] = {
 
 
 def document(plan: Plan, dialect: str = "generic") -> dict[str, Any]:
-    """The encodings of a plan.
+    """Return the encodings of a plan.
 
     Args:
         dialect: one of `DIALECTS`.
@@ -164,7 +164,7 @@ def document(plan: Plan, dialect: str = "generic") -> dict[str, Any]:
 
 @register("format", "encodings", suffixes=(".json",), libraries=("onnx",), extra="onnx")
 def export(graph: Graph, plan: Plan, path: Path, platform: Platform, *, dialect: str | None = None) -> Path:
-    """Exporter of `.json` files: the encodings, with the float model as ONNX beside them under the same name.
+    """Write a `.json` file of encodings, and the float model as ONNX under the same name.
 
     Tensor names are those of the ONNX file's values.
     """

@@ -1,13 +1,26 @@
-"""What to try next, from what the report holds."""
+"""Advice on the next step, and trials of overrides on calibration samples before they are advised."""
 
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from chipfit.engine.run import run
+from chipfit.errors import ChipfitError
+from chipfit.graph.ir import Graph
+from chipfit.plan.record import Plan
 from chipfit.report.record import ReportData
-from chipfit.report.trials import WEAK_DB
+from chipfit.rounding.compare import run_quantized
 
+WEAK_DB = 20.0  #: a result below this has noise of more than a tenth of its signal
 LOST = 0.01  #: a loss of top-1 accuracy worth acting on
+CLIPPED = 0.01  #: share of clipped values worth a trial
+GAIN_DB = 1.0  #: an override is advised if it improves the model's outputs by this
 
 
 def advice(report: ReportData) -> list[str]:
-    """One sentence for each thing that is worth doing, most urgent first; never empty."""
+    """Return one sentence for each thing that is worth doing, most urgent first; never empty."""
     out = []
     v, first = report.verification, report.first_departure
     if report.verdict == "departs" and v is not None and first is not None:
@@ -45,3 +58,54 @@ def advice(report: ReportData) -> list[str]:
         "Nothing to repair: deploy the file, or try fewer bits with overrides={'<layer>': {'bits': 4}} "
         "where the chip has them."
     ]
+
+
+# ---------------------------------------------------------------- trials
+
+
+def candidates(report: ReportData) -> list[tuple[dict[str, Any], str]]:
+    """Return at most two overrides that may help, each with its reason."""
+    weak = min(((r.sqnr_db, r.name) for r in report.layers if r.sqnr_db is not None), default=(WEAK_DB, ""))
+    clipped, name = max(((r.clipped, r.name) for r in report.layers if r.clipped is not None), default=(0.0, ""))
+    out: list[tuple[dict[str, Any], str]] = []
+    if weak[0] < WEAK_DB:
+        out.append(({weak[1]: "float"}, f"'{weak[1]}' has {weak[0]:.1f} dB"))
+    if clipped > CLIPPED:
+        out.append(({name: {"rule": "no_clipping"}}, f"'{name}' clips {100 * clipped:.1f} % of calibration values"))
+    return out
+
+
+def tried(
+    report: ReportData, graph: Graph, plan: Plan, edit: Callable[[dict[str, Any]], tuple[Graph, Plan]]
+) -> tuple[str, ...]:
+    """Return a sentence for each candidate that improves the model's outputs, with the measured gain.
+
+    Nothing is tried if the graph has no example inputs.
+
+    Args:
+        edit: decides again with more overrides.
+    """
+    hopes = candidates(report) if graph.example else []
+    before, out = output_sqnr(graph, plan) if hopes else 0.0, []
+    for overrides, why in hopes:
+        try:
+            after = output_sqnr(*edit(overrides))
+        except ChipfitError:  # the platform does not allow it
+            continue
+        if after >= before + GAIN_DB:
+            samples = len(graph.example[0]) if graph.example[0].dim() else 1
+            out.append(
+                f"{why}: overrides={overrides} lifts the outputs from {before:.1f} to {after:.1f} dB "
+                f"(tried on {samples} calibration samples)."
+            )
+    return tuple(out)
+
+
+def output_sqnr(graph: Graph, plan: Plan) -> float:
+    """Return signal over quantization noise of the model's float outputs, on its example inputs [dB]."""
+    with torch.inference_mode():
+        want, got = run(graph, graph.example), run_quantized(graph, plan, graph.example)
+    floats = [o for o in set(graph.outputs) if graph.is_float(o)]
+    signal = sum(float(want[o].double().square().sum()) for o in floats)
+    noise = sum(float((got[o] - want[o]).double().square().sum()) for o in floats)
+    return 10 * math.log10(signal / noise) if signal and noise else math.inf

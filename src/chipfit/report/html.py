@@ -10,16 +10,16 @@ from markupsafe import Markup
 
 from chipfit.report import terminal
 from chipfit.report.advice import advice
-from chipfit.report.record import LayerRow, ReportData
+from chipfit.report.record import Kernel, ReportData
 
 
 def page(report: ReportData) -> str:
-    """HTML with styles, drawings and script inside; its content policy forbids the browser to load anything else."""
+    """Return HTML with styles, drawings and script inside; its content policy forbids to load anything else."""
     here = resources.files("chipfit.report")
     css, js, text = ((here / name).read_text(encoding="utf-8") for name in ("page.css", "page.js", "page.html.j2"))
     env = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    kernels = [_kernel(k) for k in report.kernels]
-    data = {"inputs": [_kernel((r,)) for r in report.inputs], "kernels": kernels, "tensors": _tensors(report)}
+    kernels = [_columns(k) for k in report.kernels]
+    data = {"inputs": [_columns(Kernel((r,))) for r in report.inputs], "kernels": kernels, "tensors": _tensors(report)}
     data["curve"] = [dict(p) for p in report.pareto]
     count, every = Counter(r.exec for r in report.layers), max(1, len(report.layers))
     return env.from_string(text).render(
@@ -34,17 +34,18 @@ def page(report: ReportData) -> str:
     )
 
 
-def _kernel(kernel: tuple[LayerRow, ...]) -> dict[str, Any]:
+def _columns(kernel: Kernel) -> dict[str, Any]:
+    """Return a kernel's row of the table, as the page's script reads it."""
     r = kernel[-1]
     weights = [k.weight_sqnr_db for k in kernel if k.weight_sqnr_db is not None]
-    names = {"name": kernel[0].name, "ops": terminal.kernel_ops(kernel), "exec": terminal.kernel_exec(kernel)}
-    noise = {"format": terminal.formats(kernel), "sqnr": r.sqnr_db, "wsqnr": min(weights, default=None)}
+    names = {"name": kernel.name, "ops": kernel.ops, "exec": kernel.exec}
+    noise = {"format": kernel.formats, "sqnr": r.sqnr_db, "wsqnr": min(weights, default=None)}
     ends = {"clip": [r.clip_low, r.clip_high], "zero": r.zero_point, "ends": [r.bars_low, r.bars_high]}
     same = "why origin low high clipped scale bars differing".split()
     return {**names, **noise, **ends, **{field: getattr(r, field) for field in same}}
 
 
 def _tensors(report: ReportData) -> list[dict[str, Any]]:
-    """Each tensor: its integers, how many differ given the device's inputs, how far, and the same on own results."""
+    """Return, for each tensor, how many integers differ and by how much."""
     keys = "tensor layer op elements freely differing largest op_differing op_largest in_float why fault".split()
     return [{k: row[k] for k in keys} for row in report.verification["rows"]] if report.verification else []

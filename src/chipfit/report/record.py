@@ -1,10 +1,10 @@
-"""What a report holds: how well it went, as data."""
+"""The report as data: how every operator of a model runs, and how well."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-#: a note of a plan that starts so is shown before anything else
+#: notes of a plan with this prefix are shown before anything else
 WARNING = "warning: "
 
 
@@ -17,18 +17,18 @@ class LayerRow:
     op: str
     exec: str  #: "int", "float", "follow" or "table"
     group: str
-    format: str  #: of its result; "float" when it is not stored in codes
+    format: str  #: of its result; "float" if it is not quantized
     scale: float | None
     zero_point: int | None
     low: float | None  #: range seen in calibration
     high: float | None
-    clip_low: float | None  #: range that the grid holds
+    clip_low: float | None  #: range of the quantization grid
     clip_high: float | None
     clipped: float | None  #: share of the calibration values outside that range
     sqnr_db: float | None  #: of its result on the device; None before `verify`
-    differing: int | None  #: integers that differ on the device, each side on its own results or on the device's
+    differing: int | None  #: integers that differ on the device, each side on its own results or the device's
     why: str  #: why it runs in float
-    origin: str = ""  #: where the range came from
+    origin: str = ""  #: source of the range
     products: float = 0.0  #: multiplications of one sample
     weight_format: str = ""  #: "" without quantized weights
     weight_sqnr_db: float | None = None  #: of its stored weights; needs no data
@@ -38,13 +38,39 @@ class LayerRow:
 
     @property
     def name(self) -> str:
-        """What a person calls it."""
+        """The user's name of the layer."""
         return self.layer or self.node
+
+
+class Kernel(tuple[LayerRow, ...]):
+    """Operators that the chip runs as one, in order."""
+
+    __slots__ = ()
+
+    @property
+    def name(self) -> str:
+        """The layer of its first operator."""
+        return self[0].name
+
+    @property
+    def ops(self) -> str:
+        return " + ".join(r.op for r in self)
+
+    @property
+    def exec(self) -> str:
+        """How it runs: in float if any part does; it only moves integers if every part does."""
+        return next(how for how in ("float", "int", "table", "follow") if any(r.exec == how for r in self))
+
+    @property
+    def formats(self) -> str:
+        """Format of its result, and of its weights: "u8, w8"."""
+        weights = dict.fromkeys(r.weight_format for r in self if r.weight_format)
+        return ", ".join([self[-1].format, *weights])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportData:
-    """Everything that a person asks after quantizing a model."""
+    """How a quantized model runs, how large it is, and how well it does."""
 
     platform: str
     title: str
@@ -58,10 +84,10 @@ class ReportData:
     layers: tuple[LayerRow, ...]  #: in execution order
     timings: Mapping[str, float]
     notes: tuple[str, ...]
-    simulated: bool = False  #: all that the platform says of its arithmetic is simulated: exactness may be claimed
-    not_modelled: tuple[str, ...] = ()  #: what the platform says and chipfit does not do, with what it does instead
+    simulated: bool = False  #: the platform's whole arithmetic is simulated: exactness may be claimed
+    not_modelled: tuple[str, ...] = ()  #: settings of the platform that are not modelled, and the substitute
     tried: tuple[str, ...] = ()  #: overrides that were tried and help, each with its gain
-    #: what each tensor adds to the loss, most first; empty before `Result.sensitivity` (see `Sensitivity.rows`)
+    #: increase of the loss by each tensor, largest first; empty before `Result.sensitivity` (see `Sensitivity.rows`)
     sensitivity: tuple[Mapping[str, Any], ...] = ()
     #: the best widths for several budgets; empty before `Result.pareto` (see `Pareto.points`)
     pareto: tuple[Mapping[str, Any], ...] = ()
@@ -71,49 +97,46 @@ class ReportData:
 
     @property
     def warnings(self) -> list[str]:
-        """What makes the result doubtful, to be read first."""
+        """Doubts about the result, to be read first."""
         return [n.removeprefix(WARNING) for n in self.notes if n.startswith(WARNING)]
 
     @property
     def floats(self) -> dict[str, list[str]]:
-        """Reason -> layers that stay in float for it."""
+        """Reason -> layers that stay in float for this reason."""
         out: dict[str, list[str]] = {}
         for r in self.layers:
             if r.exec == "float":
-                out.setdefault(r.why or "not said", []).append(r.name)
+                out.setdefault(r.why or "not stated", []).append(r.name)
         return out
 
     @property
-    def kernels(self) -> list[tuple[LayerRow, ...]]:
-        """Operators that the chip runs as one, together; a kernel stands where its last operator does."""
+    def kernels(self) -> list[Kernel]:
+        """All kernels, each at the place of its last operator."""
         parts: dict[str, list[LayerRow]] = {}
         for r in self.layers:
             parts.setdefault(r.group or r.node, []).append(r)
-        return [tuple(parts[r.node]) for r in self.layers if r.node in parts]
+        return [Kernel(parts[r.node]) for r in self.layers if r.node in parts]
 
     @property
     def shrink(self) -> float:
-        """How many times smaller the weights have become."""
+        """Size of the float weights over that of the quantized weights."""
         return self.float_bytes / max(1, self.quantized_bytes)
 
     @property
     def integer_share(self) -> float:
-        """Share of all multiplications that run in integers; of operators where there are none."""
+        """Share of all multiplications that run in integers; of operators if there are no multiplications."""
         work = [r.products for r in self.layers]
         work = work if any(work) else [1.0] * len(work)
         return sum(n for n, r in zip(work, self.layers, strict=True) if r.exec != "float") / max(1.0, sum(work))
 
     @property
     def integers(self) -> int:
-        """Operators that run in integers or move codes."""
+        """Number of operators that run in integers or move integers."""
         return sum(r.exec != "float" for r in self.layers)
 
     @property
     def verdict(self) -> str:
-        """What `verify` found, in a word.
-
-        "unverified", or what `Verification.verdict` says.
-        """
+        """The verdict of `verify`: "unverified", or `Verification.verdict`."""
         return self.verification["verdict"] if self.verification else "unverified"
 
     @property
@@ -123,5 +146,5 @@ class ReportData:
         return next((r for r in rows if r["differing"] or r["op_differing"] or r["fault"]), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return the report as JSON-able data."""
         return asdict(self)

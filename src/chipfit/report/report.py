@@ -1,4 +1,4 @@
-"""The Report that users hold: the data, and the forms in which it is read."""
+"""The Report that users hold: its data, and the forms in which it is shown."""
 
 import json
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ SUFFIXES = ".html", ".json"
 
 
 def check_suffix(path: Path) -> None:
-    """Raise an ExportError unless a report can be written to a file of that name."""
+    """Raise an ExportError unless a report can be written to a file of this name."""
     if path.suffix not in SUFFIXES:
         raise ExportError("The form of the report is not understood", got=str(path), allowed=" or ".join(SUFFIXES))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Report(SummaryRepr, ReportData):
-    """Everything that a person asks after quantizing a model."""
+    """How a quantized model runs, how large it is, and how well it does."""
 
     def save(self, path: str | Path) -> Path:
         """Write the report: a self-contained page for `.html`, data for `.json`.
@@ -37,14 +37,14 @@ class Report(SummaryRepr, ReportData):
         return write_atomically(path, page(self).encode())
 
     def _summary(self) -> Summary:
-        from chipfit.report.terminal import accuracies, agreement, facts, formats, kernel_exec, kernel_name, kernel_ops
+        from chipfit.report.terminal import accuracies, agreement, facts
 
         known = {k: v for k, v in facts(self).items() if k != "platform"}
         known["device"] = "; ".join(agreement(self).plain.splitlines())
         known["top-1"] = ", ".join(f"{k} {100 * a:.2f} %" for k, a in accuracies(self).items())
         known["first"] = "; ".join(self.warnings)
         weakest = sorted(self.kernels, key=lambda k: (k[-1].sqnr_db is None, k[-1].sqnr_db or 0.0))
-        rows = [(kernel_name(k), kernel_ops(k), kernel_exec(k), formats(k), k[-1].sqnr_db) for k in weakest]
+        rows = [(k.name, k.ops, k.exec, k.formats, k[-1].sqnr_db) for k in weakest]
         header = ("kernel", "operators", "runs", "format", "SQNR [dB]")
         return Summary(
             f"Report: {self.platform}  {self.title}", known, header, rows, "report.show(), report.save(path)"

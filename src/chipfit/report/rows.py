@@ -1,4 +1,4 @@
-"""Gathers a Report from what the other steps left behind."""
+"""Builder of a Report from graph, plan, statistics and verification."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from chipfit.calibration.histogram import Histogram
     from chipfit.verify import Verification
 
-#: most bars of a histogram in the report
+#: largest number of bars of a histogram in the report
 BARS = 64
 
 
@@ -36,10 +36,10 @@ def build(
     timings: Mapping[str, float] | None = None,
     verification: Verification | None = None,
 ) -> Report:
-    """The Report of a plan, with as much as is known about calibration, time and agreement."""
+    """Return the Report of a plan, with what is known about calibration, time and verification."""
     stats = stats or {}
     checked = {r.tensor: r for r in verification.rows} if verification else {}
-    inner = {name for g in plan.groups for name in g[:-1]}  # their results never leave the kernel
+    inner = {name for g in plan.groups for name in g[:-1]}  # their results stay inside the kernel
 
     def row(node: Node, decided: NodePlan) -> LayerRow:
         inside, found = node.name in inner, checked.get(node.output)
@@ -93,14 +93,14 @@ def build(
 
 
 def _clip(one: Stored | None) -> tuple[float | None, float | None]:
-    """Least and greatest real that the grid of a tensor with one scale holds."""
+    """Return the smallest and largest float value that the grid of a tensor with one scale represents."""
     if one is None:
         return None, None
     return float((one.grid.qmin - one.zero_point) * one.scale), float((one.grid.qmax - one.zero_point) * one.scale)
 
 
 def _clipped(seen: Histogram | None, one: Stored | None) -> float | None:
-    """Share of the values seen that are more than half a step outside the grid, to the resolution of the histogram."""
+    """Return the share of calibration values more than half a step outside the grid, to the histogram's resolution."""
     low, high = _clip(one)
     if seen is None or one is None or low is None or high is None:
         return None
@@ -111,7 +111,7 @@ def _clipped(seen: Histogram | None, one: Stored | None) -> float | None:
 
 
 def _bars(seen: Histogram | None) -> dict[str, Any]:
-    """The histogram over the values seen, in at most BARS bins."""
+    """Return the histogram of calibration values, in at most BARS bins."""
     if seen is None or not seen.counts.any():
         return {}
     counts, reach = seen.counts, seen.reach
@@ -124,7 +124,7 @@ def _bars(seen: Histogram | None) -> dict[str, Any]:
 
 
 def _weights(graph: Graph, plan: Plan, node: Node) -> dict[str, Any]:
-    """Format of a node's weights, and their signal-to-quantization-noise ratio [dB]."""
+    """Return the format of a node's weights, and their signal-to-quantization-noise ratio [dB]."""
     text, signal, noise = "", 0.0, 0.0
     for name in node.inputs:
         stored = plan.stored(name)
@@ -140,7 +140,7 @@ def _weights(graph: Graph, plan: Plan, node: Node) -> dict[str, Any]:
 
 
 def _sizes(graph: Graph, plan: Plan) -> dict[str, Any]:
-    """Bytes of the weights that the network reads, in float32, as stored, as stored and padded; and their number."""
+    """Return bytes of the weights in float32, as stored, and as stored and padded; and the number of parameters."""
     readers = {n.inputs[1]: n for n in graph.nodes if len(n.inputs) > 1}
     read = {i for n in graph.nodes for i in n.inputs if i is not None and i in graph.weights}
     parameters = quantized = padded = 0
@@ -159,5 +159,5 @@ def _sizes(graph: Graph, plan: Plan) -> dict[str, Any]:
 
 
 def _bytes(count: int, bits: int) -> int:
-    """Of `count` codes packed without gaps."""
+    """Return the bytes of `count` integers packed without gaps."""
     return (count * bits + 7) // 8

@@ -11,16 +11,16 @@ from rich.table import Table
 from rich.text import Text
 
 from chipfit.report.advice import advice
-from chipfit.report.record import LayerRow, ReportData
+from chipfit.report.record import Kernel, ReportData
 
-#: longest table that is printed whole; of a longer one the weakest kernels are shown
+#: longest table that is printed whole; of a longer one the weakest kernels are printed
 KERNELS = 40
-HEAVY = 12  #: tensors that are shown, of those that hurt
-RUNS = {"int": "integers", "follow": "moves codes", "table": "table", "float": "float"}
+HEAVY = 12  #: number of sensitive tensors that are printed
+RUNS = {"int": "integers", "follow": "moves integers", "table": "table", "float": "float"}
 
 
 def size(count: float) -> str:
-    """Bytes for people.
+    """Return a number of bytes in a readable unit.
 
     >>> size(2_400_000)
     '2.40 MB'
@@ -33,7 +33,7 @@ def size(count: float) -> str:
 
 
 def agreement(report: ReportData) -> Text:
-    """Does the device compute what was simulated, and where not first?"""
+    """Return whether the device computes what was simulated, and the first tensor for which it does not."""
     v, first = report.verification, report.first_departure
     if v is None:
         unproven = "arithmetic not simulated, exactness not claimed"
@@ -57,40 +57,20 @@ def agreement(report: ReportData) -> Text:
 
 
 def accuracies(report: ReportData) -> dict[str, float]:
-    """Top-1 of float, simulated, integer and device, in this order, as far as labels were given."""
+    """Return top-1 of float, simulated, integer and device, in this order, as far as they were measured."""
     found = report.verification["accuracy"] if report.verification else {}
     return {k: found[k] for k in ("float", "simulated", "integer", "device") if k in found}
 
 
 def accuracies_of(report: ReportData) -> str:
-    """What the accuracies were taken from: "top-1 of 450 samples, 128 of the 500 verified are calibration data"."""
+    """Return the accuracies' samples: "top-1 of 450 samples, 128 of the 500 verified are calibration data"."""
     v: Mapping[str, Any] = report.verification or {}
     seen = f", {v['calibrated']} of the {v['samples']} verified are calibration data" if v.get("calibrated") else ""
     return f"top-1 of {v.get('labelled', 0)} samples{seen}"
 
 
-def kernel_name(kernel: tuple[LayerRow, ...]) -> str:
-    """The layer that a kernel starts with."""
-    return kernel[0].name
-
-
-def kernel_exec(kernel: tuple[LayerRow, ...]) -> str:
-    """How a kernel runs: in float if any part does; it only moves codes if every part does."""
-    return next(how for how in ("float", "int", "table", "follow") if any(r.exec == how for r in kernel))
-
-
-def kernel_ops(kernel: tuple[LayerRow, ...]) -> str:
-    return " + ".join(r.op for r in kernel)
-
-
-def formats(kernel: tuple[LayerRow, ...]) -> str:
-    """Format of a kernel's result, and of its weights: "u8, w8"."""
-    weights = dict.fromkeys(r.weight_format for r in kernel if r.weight_format)
-    return ", ".join([kernel[-1].format, *weights])
-
-
 def render(report: ReportData) -> Group:
-    """Summary, one line per kernel, what stays float, what to try next."""
+    """Return the report: a summary, a line per kernel, what stays in float, what to try next."""
     why = Table.grid(padding=(0, 2))
     for reason, layers in report.floats.items():
         names = ", ".join(layers[:5]) + (f" and {len(layers) - 5} more" if len(layers) > 5 else "")
@@ -116,7 +96,7 @@ def _panel(there_is: Any, content: RenderableType, title: str, style: str = "cya
 
 
 def facts(report: ReportData) -> dict[str, str]:
-    """What there is to say about the whole model, by label."""
+    """Return facts about the whole model, by label."""
     weights = f"{size(report.float_bytes)} -> {size(report.quantized_bytes)}, {report.shrink:.1f} x smaller"
     if report.padded_bytes != report.quantized_bytes:
         weights += f" ({size(report.padded_bytes)} padded to the chip's SIMD width)"
@@ -142,7 +122,7 @@ def _summary(report: ReportData) -> Table:
     return head
 
 
-def _table(kernels: list[tuple[LayerRow, ...]]) -> Table:
+def _table(kernels: list[Kernel]) -> Table:
     shown, caption = kernels, None
     if len(kernels) > KERNELS:
         measured = [k for k in kernels if k[-1].sqnr_db is not None] or kernels
@@ -151,22 +131,21 @@ def _table(kernels: list[tuple[LayerRow, ...]]) -> Table:
         which = "the weakest" if measured is not kernels else "the first"
         caption = f"{which} {len(shown)} of {len(kernels)} kernels; report.html and report.json hold all of them"
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, header_style="bold", pad_edge=False, caption=caption)
-    for words in ("kernel", "operators", "runs in", "format"):  # which give way where the terminal is narrow
+    for words in ("kernel", "operators", "runs in", "format"):  # these give way on a narrow terminal
         table.add_column(words, overflow="fold")
     for figures in ("range", "SQNR"):
         table.add_column(figures, justify="right", no_wrap=True)
     for kernel in shown:
         r = kernel[-1]
         reach = "" if r.clip_low is None or r.clip_high is None else f"{r.clip_low:.3g}..{r.clip_high:.3g}"
-        how = kernel_exec(kernel)
-        runs = f"[yellow]{RUNS[how]}[/]" if how == "float" else RUNS[how]
+        runs = f"[yellow]{RUNS[kernel.exec]}[/]" if kernel.exec == "float" else RUNS[kernel.exec]
         noise = "" if r.sqnr_db is None else f"{r.sqnr_db:.1f} dB"
-        table.add_row(escape(kernel_name(kernel)), escape(kernel_ops(kernel)), runs, formats(kernel), reach, noise)
+        table.add_row(escape(kernel.name), escape(kernel.ops), runs, kernel.formats, reach, noise)
     return table
 
 
 def _hurts(report: ReportData) -> Table:
-    """The heaviest tensors, with bars."""
+    """Return the most sensitive tensors, with bars."""
     table = Table.grid(padding=(0, 2))
     for r in report.sensitivity[:HEAVY]:
         bar = f"[yellow]{'█' * round(24 * r['share'])}[/]"
@@ -178,7 +157,7 @@ def _hurts(report: ReportData) -> Table:
 
 
 def _curve(report: ReportData) -> Table:
-    """What each budget loses, with bars of a logarithmic scale."""
+    """Return the loss for each budget, with bars on a logarithmic scale."""
     table = Table("of 8 bits", "takes", "predicted loss", "measured loss", "", show_edge=False, header_style="bold")
     for p in report.pareto:
         losses = f"{p['predicted']:.2g}", f"{p['measured']:.2g}"

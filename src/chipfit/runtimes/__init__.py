@@ -1,12 +1,12 @@
 """Runtimes that load exported files: one a file, registered as "runtime" with what it needs.
 
-A runtime is made of a file and of names of tensors that are to be readable. `run(inputs)` computes one batch and gives,
-by name, first the outputs in the model's order, then those tensors that the file holds; `executed()` counts the
-operators that it runs. It may have `warnings(platform)`: what a reader of a verification should know about the machine
-that it ran on, a list of sentences.
+A runtime is created from a file and the names of tensors to be readable. `run(inputs)` computes one batch and returns,
+by name, first the outputs in the model's order, then the readable tensors that the file holds; `executed()` counts the
+operators that it runs. It may have `warnings(platform)`: sentences about the machine that a reader of a verification
+should know.
 
-A file may take and give codes in place of floats: a runtime is given floats all the same, and gives floats; the codes
-of such an input count as a tensor.
+Inputs and outputs of a runtime are floats even if those of the file are integers; the integers of such an input can be
+read as a tensor.
 """
 
 from collections.abc import Callable
@@ -14,22 +14,22 @@ from typing import Any
 
 import numpy as np
 
-#: float32 numbers and a scale -> how many steps of it they are, rounded
+#: (float32 numbers, scale) -> the numbers in steps of the scale, rounded
 Steps = Callable[[np.ndarray, Any], np.ndarray]
 
 
 def divided(x: np.ndarray, scale: Any) -> np.ndarray:
-    """x / scale, halves to even: as ONNX says."""
+    """Return x / scale, halves to even, as ONNX defines."""
     return np.rint(x / scale)
 
 
-def to_codes(x: np.ndarray, scale: float, zero_point: int, dtype: np.dtype, steps: Steps = divided) -> np.ndarray:
-    """What an app hands over for reals, with the rounding of the runtime's own kernel, within the type."""
+def quantize_input(x: np.ndarray, scale: float, zero_point: int, dtype: np.dtype, steps: Steps = divided) -> np.ndarray:
+    """Quantize floats as an app does, with the rounding of the runtime's own kernel, within the type."""
     ends = np.iinfo(dtype)
     q = steps(x.astype(np.float32), np.float32(scale)) + np.float32(zero_point)
     return np.clip(q, ends.min, ends.max).astype(dtype)
 
 
-def to_floats(q: np.ndarray, scale: float, zero_point: int) -> np.ndarray:
-    """The reals that codes stand for: (q - zero_point) * scale."""
+def dequantize_output(q: np.ndarray, scale: float, zero_point: int) -> np.ndarray:
+    """Dequantize integers: (q - zero_point) * scale."""
     return (q.astype(np.int32) - np.int32(zero_point)).astype(np.float32) * np.float32(scale)

@@ -1,4 +1,4 @@
-"""ONNX Runtime on the CPU: load a file, return any of its tensors."""
+"""ONNX Runtime on the CPU: loads a file and returns any of its tensors."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing_extensions import TypedDict
 from chipfit.errors import RuntimeUnavailable, first_line
 from chipfit.files import wrap_read_errors
 from chipfit.registry import register
-from chipfit.runtimes import to_codes, to_floats
+from chipfit.runtimes import dequantize_output, quantize_input
 
 if TYPE_CHECKING:
     from chipfit.platform.schema import Platform
 
-#: what a damaged file makes ONNX Runtime raise; the exceptions share no base
+#: exceptions of ONNX Runtime for damaged files; they share no base
 _REFUSALS = "Fail InvalidArgument InvalidGraph InvalidProtobuf NotImplemented RuntimeException EPFail".split()
 
 
@@ -28,7 +28,7 @@ _REFUSALS = "Fail InvalidArgument InvalidGraph InvalidProtobuf NotImplemented Ru
 class OnnxRuntime:
     """A loaded file, run with every graph optimisation.
 
-    One optimiser is off: it would quantize float convolutions that stand between quantizers, behind the plan's back.
+    One optimiser is off: it would quantize float convolutions between quantizers, against the plan.
     """
 
     def __init__(self, path: str | Path, tensors: Sequence[str] = ()) -> None:
@@ -46,10 +46,10 @@ class OnnxRuntime:
         options = ort.SessionOptions()
         options.log_severity_level = 3
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        signed = _signed(model)
+        signed = has_signed_activations(model)
         options.add_session_config_entry("session.qdqisint8allowed", "1" if signed else "0")
-        if saturates() and not signed:  # compute what a CPU with VNNI does: slower, with weights shifted to uint8
-            _unshare_weights(model)
+        if saturates() and not signed:  # compute as a CPU with VNNI: slower, with weights shifted to uint8
+            unshare_weights(model)
             options.add_session_config_entry("session.x64quantprecision", "1")
         with tempfile.TemporaryDirectory() as folder:
             optimised = Path(folder) / "optimised.onnx"
@@ -57,26 +57,26 @@ class OnnxRuntime:
             try:
                 how = {"providers": ["CPUExecutionProvider"], "disabled_optimizers": ["WeightBiasQuantization"]}
                 self.session = ort.InferenceSession(model.SerializeToString(), options, **how)
-            except (*refusals, UnicodeDecodeError) as e:  # the last: of names in the file
+            except (*refusals, UnicodeDecodeError) as e:  # UnicodeDecodeError: of names in the file
                 raise RuntimeUnavailable(f"ONNX Runtime refuses the file: {first_line(e)}", where=str(path)) from e
             self._optimised = onnx.load(str(optimised), load_external_data=False)
         self.inputs = [i.name for i in self.session.get_inputs()]
-        self._io = _handed(model, str(path))
+        self._io = _quantized_io(model, str(path))
 
     def run(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-        """One batch; `inputs` in the model's order. Returns outputs and the requested tensors by ONNX name."""
+        """Run one batch, in the model's order; return outputs and the requested tensors by ONNX name."""
         names, (taken, given) = [o.name for o in self.session.get_outputs()], self._io
         feed = {i: np.ascontiguousarray(x) for i, x in zip(self.inputs, inputs, strict=False)}
-        feed |= {i: to_codes(feed[i], c["scale"], c["zero_point"], np.dtype(c["type"])) for i, c in taken.items()}
+        feed |= {i: quantize_input(feed[i], c["scale"], c["zero_point"], np.dtype(c["type"])) for i, c in taken.items()}
         got = dict(zip(names, self.session.run(names, feed), strict=True))
-        return got | {o: to_floats(got[o], c["scale"], c["zero_point"]) for o, c in given.items()}
+        return got | {o: dequantize_output(got[o], c["scale"], c["zero_point"]) for o, c in given.items()}
 
     def executed(self) -> Mapping[str, int]:
-        """Operator kinds of the optimised model, with counts: QLinearConv means integers, Conv means float."""
+        """Return operator kinds of the optimised model, with counts: QLinearConv means integers, Conv means float."""
         return dict(sorted(Counter(n.op_type for n in self._optimised.graph.node).items()))
 
     def warnings(self, platform: Platform) -> list[str]:
-        """That this CPU saturates, where the platform is one that does not."""
+        """Return a warning if this CPU saturates and the platform's does not."""
         if platform.arch_selected != "VNNI" or not saturates():
             return []
         return [
@@ -87,8 +87,8 @@ class OnnxRuntime:
 
 
 @with_config(ConfigDict(strict=True, extra="forbid"))
-class _Codes(TypedDict):
-    """How an input or output is handed over."""
+class _QuantizedIO(TypedDict):
+    """A quantized input or output."""
 
     type: Literal["int8", "uint8", "int16", "uint16"]
     scale: Annotated[float, Field(ge=1e-38, le=1e38)]
@@ -96,15 +96,15 @@ class _Codes(TypedDict):
     own: bool
 
 
-def _handed(model: Any, path: str) -> tuple[dict[str, _Codes], dict[str, _Codes]]:
-    """Inputs and outputs that are codes, as the file says.
+def _quantized_io(model: Any, path: str) -> tuple[dict[str, _QuantizedIO], dict[str, _QuantizedIO]]:
+    """Return the quantized inputs and outputs that the file's notes state.
 
     Raises:
-        RuntimeUnavailable: it says what cannot be.
+        RuntimeUnavailable: the notes are malformed or do not fit the file.
     """
     notes = next((p.value for p in model.metadata_props if p.key == "chipfit.io"), "{}")
     try:
-        found = TypeAdapter(dict[Literal["inputs", "outputs"], dict[str, _Codes]]).validate_json(notes)
+        found = TypeAdapter(dict[Literal["inputs", "outputs"], dict[str, _QuantizedIO]]).validate_json(notes)
     except ValidationError as e:
         got = e.errors(include_url=False)[0]["msg"]
         raise RuntimeUnavailable("The notes in the file are malformed", where=path, got=got) from e
@@ -116,7 +116,7 @@ def _handed(model: Any, path: str) -> tuple[dict[str, _Codes], dict[str, _Codes]
 
 
 def read(path: str | Path, tensors: Sequence[str] = ()) -> Any:
-    """The ModelProto in a file, with those of its `tensors` that it makes declared outputs.
+    """Return the ModelProto in a file, with those of its `tensors` that it computes declared outputs.
 
     Raises:
         RuntimeUnavailable: it is missing, or no ONNX model.
@@ -127,15 +127,15 @@ def read(path: str | Path, tensors: Sequence[str] = ()) -> Any:
     try:
         with wrap_read_errors(path, RuntimeUnavailable):
             model = onnx.load(str(path))
-    except (DecodeError, onnx.checker.ValidationError) as e:  # no such message; weights in another file are not there
+    except (DecodeError, onnx.checker.ValidationError) as e:  # no ModelProto; missing files of weights
         raise RuntimeUnavailable(f"The file is not an ONNX model: {first_line(e)}", where=str(path)) from e
     made = {o for n in model.graph.node for o in n.output} - {o.name for o in model.graph.output}
     model.graph.output.extend(onnx.ValueInfoProto(name=t) for t in tensors if t in made)
     return model
 
 
-def _signed(model: Any) -> bool:
-    """Whether activations use int8 codes, which x86 keeps in integers only when told so."""
+def has_signed_activations(model: Any) -> bool:
+    """Return whether activations are int8, which x86 keeps in integers only with a session option."""
     import onnx
 
     types = {i.name: i.data_type for i in model.graph.initializer}
@@ -143,8 +143,8 @@ def _signed(model: Any) -> bool:
     return any(types.get(z) == onnx.TensorProto.INT8 for z in zeros)
 
 
-def _unshare_weights(model: Any) -> None:
-    """Give every reader of int8 weights a copy of its own: ONNX Runtime shifts each to uint8, and fails if shared."""
+def unshare_weights(model: Any) -> None:
+    """Give every reader of int8 weights its own copy: ONNX Runtime shifts each to uint8, and fails if shared."""
     import onnx
 
     stored = {i.name: i for i in model.graph.initializer}
@@ -157,7 +157,7 @@ def _unshare_weights(model: Any) -> None:
                 copy = onnx.NodeProto()
                 copy.CopyFrom(dequantized[name])
                 copy.name = copy.output[0] = reader.input[slot] = f"{name}/{reader.name}/{slot}"
-                for k in (0, 2):  # codes and zero points are what is shifted
+                for k in (0, 2):  # integers and zero points are shifted
                     own = onnx.TensorProto()
                     own.CopyFrom(stored[copy.input[k]])
                     own.name = copy.input[k] = f"{copy.name}/{k}"
@@ -168,7 +168,7 @@ def _unshare_weights(model: Any) -> None:
 
 
 def saturates() -> bool:
-    """Whether this CPU adds pairs of u8 x s8 products in 16 bits; False where that cannot be told."""
+    """Return whether this CPU adds pairs of u8 x s8 products in 16 bits; False if unknown."""
     try:
         flags = Path("/proc/cpuinfo").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""OpenVINO on the CPU: reported beside the simulator, never promised to be equal."""
+"""OpenVINO on the CPU: compared with the simulation, never promised to be equal."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -34,18 +34,18 @@ class OpenVino:
         self.inputs = [i.get_any_name() for i in self.model.inputs]
 
     def run(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-        """One batch; `inputs` in the model's order. Returns outputs and the requested tensors by ONNX name."""
+        """Run one batch, in the model's order; return outputs and the requested tensors by ONNX name."""
         results = self.model([np.ascontiguousarray(x) for x in inputs[: len(self.inputs)]])
         return {name: results[k] for k, name in enumerate(self.outputs)}
 
     def executed(self) -> Mapping[str, int]:
-        """Layer kinds of the compiled model with the type they run in, and counts."""
+        """Return layer kinds of the compiled model with the type they run in, and counts."""
         nodes = [n.get_rt_info() for n in self.model.get_runtime_model().get_ordered_ops()]
         kinds = Counter(f"{_text(n, 'layerType')} {_text(n, 'runtimePrecision')}" for n in nodes)
         return dict(sorted(kinds.items()))
 
 
 def _text(info: Mapping[str, object], key: str) -> str:
-    """An entry of what OpenVINO tells about a layer, with or without a box around it."""
+    """Return an entry of OpenVINO's information about a layer, boxed or not."""
     value = info[key] if key in info else "?"  # noqa: SIM401 -- an RTMap has no get()
     return str(getattr(value, "value", value))

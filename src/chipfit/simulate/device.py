@@ -1,4 +1,4 @@
-"""The device as a model: a platform's own integers, from inputs to outputs, on any data."""
+"""The device as a model: the integer simulation of a platform, from inputs to outputs, on any data."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -16,12 +16,12 @@ from chipfit.simulate.integer import Profile, float_kernel, float_results, kerne
 
 
 def device_model(graph: Graph, plan: Plan, platform: Platform) -> Any:
-    """A model of the user's framework whose outputs are those of the platform's runtime, bit for bit.
+    """Return a model of the user's framework whose outputs are those of the platform's runtime, bit for bit.
 
-    It warns where no runtime proves the platform: then its integers are what the platform's file says, unproven.
+    Warn if no runtime proves the platform: its integers are then what the platform's file states, unproven.
 
     Raises:
-        UnsupportedError: the platform does not say how it computes.
+        UnsupportedError: the platform does not state its arithmetic.
     """
     kernels, part = None, None
     if platform.runtimes:
@@ -29,48 +29,48 @@ def device_model(graph: Graph, plan: Plan, platform: Platform) -> Any:
         files = (e.declares for e in entries("format").values() if runtime.suffix in e.declares.suffixes)
         kernels, part = runtime.kernels, next((f.part(graph) for f in files), None)
     profile = profile_for(platform, kernels)
-    behind = float_operators(graph, plan, profile)
+    float_ops = float_operators(graph, plan, profile)
     floats = {*float_results(graph, plan, profile), *graph.outputs}
     if not platform.runtimes:
         what = f"No runtime proves '{platform.name}': this model computes what its description says, "
         warnings.warn(what + "which may not be what the chip does", stacklevel=3)
 
-    weights: dict[str, torch.Tensor] = {}  #: their codes
+    weights: dict[str, torch.Tensor] = {}  #: their integers
 
     def run_flat(inputs: Sequence[torch.Tensor]) -> list[Any]:
         with torch.inference_mode():
             done = simulate(graph, plan, inputs, platform, keep=(), kernels=kernels, weights=weights, part=part)
             return [output(graph, plan, done, o).clone() for o in graph.outputs]
 
-    return device(graph, run_flat, tuple(sorted({op for v in floats for op in behind(v)})))
+    return device(graph, run_flat, tuple(sorted({op for v in floats for op in float_ops(v)})))
 
 
 def output(graph: Graph, plan: Plan, done: Mapping[str, Any], name: str) -> torch.Tensor:
-    """What the network returns for one of its outputs, from the codes or reals that were computed."""
+    """Return one of the network's outputs in float, from the simulated integers or floats."""
     stored, x = plan.stored(name), torch.as_tensor(done[name] if name in done else graph.weights[name])
     return stored.dequantize(x) if stored is not None and not x.is_floating_point() else x
 
 
 def float_operators(graph: Graph, plan: Plan, profile: Profile) -> Callable[[str], tuple[str, ...]]:
-    """For a value that is computed in float: the operators in float since codes were read, sorted.
+    """Return a function from a value to the operators computed in float since integers were last read, sorted.
 
     Pass-through operators are left out, and those that IEEE 754 defines to the last bit: their results are exact.
-    Opaque ones go by what they call.
+    Opaque operators are named by the function that they call.
     """
-    unit_of = {o: unit for unit in kernel_groups(graph, plan) for n in unit for o in n.outputs}
+    group_of = {o: group for group in kernel_groups(graph, plan) for n in group for o in n.outputs}
 
     def behind(value: str) -> tuple[str, ...]:
         todo, done, found = [value], set(), set()
         while todo:
             v = todo.pop()
-            if v in done or v not in unit_of:
+            if v in done or v not in group_of:
                 continue
             done.add(v)
-            if float_kernel(graph, plan, unit_of[v], profile) is not None:
+            if float_kernel(graph, plan, group_of[v], profile) is not None:
                 continue
-            if unit_of[v][0].op == DYNAMIC:  # codes again
+            if group_of[v][0].op == DYNAMIC:  # integers again
                 continue
-            for n in unit_of[v]:
+            for n in group_of[v]:
                 found |= set() if n.op in OPS and (OPS[n.op].moves or OPS[n.op].ieee) else {_called(n)}
                 reads = [i for i in n.inputs if i in graph.values and graph.is_float(i)]
                 todo += [i for i in reads if not plan.quantized(i) or (i, n.name) in plan.float_edges]
@@ -80,6 +80,6 @@ def float_operators(graph: Graph, plan: Plan, profile: Profile) -> Callable[[str
 
 
 def _called(n: Node) -> str:
-    """A node's operator; of an opaque one what it calls, by its shortest name."""
+    """Return a node's operator, or the function that an opaque one calls."""
     target: str = n.attrs["target"] if n.op == OPAQUE else n.op
     return n.layer_type if target.startswith("keras:") else target

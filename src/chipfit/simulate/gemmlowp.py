@@ -17,7 +17,7 @@ _POWERS = (1672461947, 1302514674, 790015084, 290630308, 39332535, 720401, 242)
 
 
 def _product(a: Tensor, b: Tensor | int, width: int = 32) -> Tensor:
-    """Doubled high half of a product."""
+    """Return the doubled high half of a product."""
     return _up(shift_up(a * b, width - 1), 0, width)
 
 
@@ -27,13 +27,13 @@ def _up(x: Tensor, by: Tensor | int, width: int = 32) -> Tensor:
 
 
 def _constant(raw: int, width: int) -> int:
-    """A constant of 32 bits in another width."""
+    """Round a 32-bit constant to another width."""
     by = 32 - width
     return raw + (1 << by >> 1) >> by
 
 
 def exp_of_negative(a: Tensor, integers: int = 5, width: int = 32) -> Tensor:
-    """exp(a) for a <= 0 with some integer bits; without integer bits."""
+    """Return exp(a), without integer bits, for a <= 0 with some integer bits."""
     product, constant = partial(_product, width=width), partial(_constant, width=width)
     digits = width - 1 - integers - 2  # below a quarter
     quarter = 1 << digits
@@ -49,7 +49,7 @@ def exp_of_negative(a: Tensor, integers: int = 5, width: int = 32) -> Tensor:
 
 
 def _inverse(a: Tensor, width: int) -> Tensor:
-    """2 / (1 + a) for a in 0 .. 1 without integer bits; with 2 of them: three steps of Newton and Raphson."""
+    """Return 2 / (1 + a), with 2 integer bits, for a in 0 .. 1 without: three steps of Newton and Raphson."""
     product = partial(_product, width=width)
     half = (a + (1 << width - 1)) >> 1
     x = _constant(1515870810, width) + product(half, _constant(-1010580540, width))
@@ -59,41 +59,41 @@ def _inverse(a: Tensor, width: int) -> Tensor:
 
 
 def reciprocal_of_one_plus(a: Tensor, width: int = 32) -> Tensor:
-    """1 / (1 + a) for a in 0 .. 1, neither with integer bits."""
+    """Return 1 / (1 + a) for a in 0 .. 1, neither with integer bits."""
     return _up(_inverse(a, width), 1, width)
 
 
 def logistic16(a: Tensor) -> Tensor:
-    """1 / (1 + exp(-a)) of 16 bits, 3 for integers; without integer bits."""
+    """Return 1 / (1 + exp(-a)), without integer bits, for 16-bit a with 3 integer bits."""
     y = reciprocal_of_one_plus(exp_of_negative(-a.abs(), 3, 16), 16)
     return torch.where(a == 0, 1 << 14, torch.where(a > 0, y, (1 << 15) - 1 - y))
 
 
 def tanh16(a: Tensor) -> Tensor:
-    """tanh(a) of 16 bits, 3 for integers; without integer bits: (1 - e) / (1 + e), e = exp(-2 |a|)."""
+    """Return tanh(a) = (1 - e) / (1 + e), e = exp(-2 |a|), without integer bits, for 16-bit a with 3 integer bits."""
     y = _up(_inverse(exp_of_negative(-a.abs(), 4, 16), 16) - (1 << 13), 2, 16)
     return torch.sign(a) * y
 
 
-def _fine(diff: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Differences of codes as reals with 5 integer bits, and which of them are small enough to count."""
+def rescaled_differences(diff: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return differences of integers with 5 integer bits, and which of them are small enough to count."""
     m, e = multiplier_and_shift((scale.double() * (1 << 26)).clamp(max=float(TOP)))
     least = -int(31.0 * (1 << 26) / 2.0 ** int(e))
     return scale_by(diff.clamp_min(least), m, e, "away"), diff >= least
 
 
 def softmax(diff: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """Softmax over the last axis.
+    """Return the softmax over the last axis.
 
     Args:
-        diff: codes minus the row's largest, int64, <= 0.
-        scale: of the codes, scalar.
+        diff: integers minus the row's largest, int64, <= 0.
+        scale: of the integers, scalar.
         bits: of the result.
 
     Returns:
         int64 of [0, 2^bits]; the unit is 2^-bits.
     """
-    fine, kept = _fine(diff, scale)
+    fine, kept = rescaled_differences(diff, scale)
     e_x = exp_of_negative(fine)
     total = torch.where(kept, shift_away(e_x, 12), 0).sum(-1, keepdim=True)
     digits = torch.frexp(total.double()).exponent.long()  # total < 2^digits
@@ -102,8 +102,8 @@ def softmax(diff: Tensor, scale: Tensor, bits: int) -> Tensor:
     return torch.where(kept, shift_away(_product(e_x, inverse), over + 31 - bits), 0)
 
 
-def _log(x: Tensor) -> Tensor:
-    """log(x) for x >= 1 with 12 integer bits; 5 integer bits. Of the mantissas x and x / sqrt 2 the smaller is used."""
+def log(x: Tensor) -> Tensor:
+    """Return log(x), 5 integer bits, for x >= 1 with 12; of the mantissas of x and x / sqrt 2 the smaller is used."""
     quarter = 1 << 23  # 1/4 with 6 integer bits
     half_root, fourth_root = 1518500250, 1805811301  # sqrt(1/2) and its root, without integer bits
     lead = 32 - torch.frexp(x.double()).exponent.long()
@@ -122,15 +122,15 @@ def _log(x: Tensor) -> Tensor:
 
 
 def log_softmax(diff: Tensor, scale: Tensor) -> Tensor:
-    """Logarithm of the softmax over the last axis.
+    """Return the logarithm of the softmax over the last axis.
 
     Args:
-        diff: codes minus the row's largest, int64, <= 0.
-        scale: of the codes, scalar.
+        diff: integers minus the row's largest, int64, <= 0.
+        scale: of the integers, scalar.
 
     Returns:
         int64 of [-255, 0]; the unit is 1/16.
     """
-    fine, kept = _fine(diff, scale)
+    fine, kept = rescaled_differences(diff, scale)
     total = torch.where(kept, shift_away(exp_of_negative(fine), 12), 0).sum(-1, keepdim=True)
-    return torch.where(kept, shift_away(fine - _log(total), 22), -255).clamp_min(-255)
+    return torch.where(kept, shift_away(fine - log(total), 22), -255).clamp_min(-255)

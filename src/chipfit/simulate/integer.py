@@ -1,11 +1,11 @@
-"""The chip's integers: run a Graph under a Plan in the arithmetic of a runtime.
+"""The integer simulation: run a Graph under a Plan in the arithmetic of a runtime.
 
-Products of 8-bit codes are added in the processor's integers (`simulate/sums.py`), others in float64, which is exact
+Products of 8-bit integers are added in the processor's integers (`simulate/sums.py`), others in float64, which is exact
 below 2^53, so integer simulation runs at float speed. Operators that the runtime itself computes in float are computed
 in float32 here too and listed by `float_results`: there the last bit is the runtime's own.
 
-A `Profile` holds which integers one family of kernels computes (`simulate/onnxruntime.py`, `simulate/litert.py`). A
-platform names its own in `math.kernels`; a runtime may name the one that it runs.
+A `Profile` defines the arithmetic of one family of kernels (`simulate/onnxruntime.py`, `simulate/litert.py`). A
+platform names its family in `math.kernels`; a runtime may name the one that it runs.
 """
 
 from __future__ import annotations
@@ -37,54 +37,54 @@ from chipfit.simulate import sums
 Tensor = torch.Tensor
 
 
-def _codes(x: Tensor, blocks: bool = False, **how: Any) -> Codes:
+def _quantize_dynamic(x: Tensor, blocks: bool = False, **how: Any) -> Codes:
     return dynamic_codes(TorchOps, x, **how)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """How one family of kernels computes; registered as "kernels".
+    """The arithmetic of one family of kernels; registered as "kernels".
 
-    A kernel takes the `Simulation` and a unit: the nodes of a fused group, or one node. It reads codes and reals of
-    operands by name and leaves the codes of the unit's result, before its fused activations clip them.
+    A kernel is a function of the `Simulation` and the nodes of a fused group, or one node. It reads integers and floats
+    of operands by name and stores the integers of the result, which fused activations then clip.
     """
 
-    kernels: Mapping[str, Kernel]  #: by operator; the runtime computes in float what is missing
-    #: the same for operators that follow their operand's format and, given its numbers, compute nevertheless; those
-    #: that hold nothing but numbers of their operands are a `move`
+    kernels: Mapping[str, Kernel]  #: operator -> kernel; the runtime computes missing operators in float
+    #: operator -> kernel of operators that keep their operand's scale and zero point and yet compute, such as averages
     pass_through: Mapping[str, Kernel] = field(default_factory=dict)
-    #: by operator, what its integer kernel hands over as floats where its result is never stored in codes, bit for bit
+    #: operator -> function that computes the float output of its integer kernel, bit-exact; used when the output is not
+    #: quantized
     float_outputs: Mapping[str, Callable[[KernelCall], Tensor]] = field(default_factory=dict)
-    #: the same of kernels that round their data themselves, by operator, what shares a range there, and bits of weights
+    #: as `float_outputs`, for dynamic kernels; keyed by (operator, granularity of the input's ranges, weight bits)
     dynamic: Mapping[tuple[str, str, int], Callable[[KernelCall], Tensor]] = field(default_factory=dict)
-    #: how they round: reals, whether weights are in `blocks`, the attributes of DynamicQuantize -> codes, scale, zero
-    #: point
-    quantize_dynamic: Callable[..., Codes] = _codes
-    #: (fused activation, how its result is stored) -> the codes between which it clips; None where the kernel cannot do
-    #: that, and the whole unit is computed in float
+    #: quantizes the input of dynamic kernels: (floats, whether weights are in `blocks`, attributes of DynamicQuantize)
+    #: -> integers, scale, zero point
+    quantize_dynamic: Callable[..., Codes] = _quantize_dynamic
+    #: (fused activation, how its result is stored) -> bounds to which it clips the integers; None if the kernel cannot,
+    #: and the whole group is computed in float
     clip: Callable[[Node, Stored], tuple[int, int] | None]
-    quantize: Callable[[Simulation, str, Tensor], Tensor]  #: (run, value, its reals) -> codes
-    #: values saturate at the ends of the file's integer type, not at those of a narrower grid
+    quantize: Callable[[Simulation, str, Tensor], Tensor]  #: (simulation, value, its floats) -> integers
+    #: values saturate at the ends of the file's integer type, not of a narrower grid
     saturate_to_type: bool = False
-    #: what a platform with these kernels may say of rounding and requantization; none: they compute as it says
+    #: rounding and requantization that a platform with these kernels may state; empty if they compute as it states
     supported_math: Collection[str] = ()
-    max_bits: int = 64  #: bits of the codes that the kernels compute with; beyond, the runtime computes in float
+    max_bits: int = 64  #: of integers that the kernels compute with; wider ones are computed in float
 
 
 @dataclass
 class Simulation:
-    """State of one simulation."""
+    """The state of one simulation."""
 
     graph: Graph
     plan: Plan
     profile: Profile
     math: Math
-    part: int | None = None  #: samples that the device takes at once; all when None
-    codes: dict[str, Tensor] = field(default_factory=dict)  #: value -> integer codes, where it is quantized
+    part: int | None = None  #: samples that the device computes at once; None for all
+    codes: dict[str, Tensor] = field(default_factory=dict)  #: quantized value -> integers
     floats: dict[str, Any] = field(default_factory=dict)  #: value -> float (or other) tensor, before its quantizer
-    #: weight -> codes; "{weight} in reals" -> what they stand for
+    #: weight -> integers; "{weight} in float" -> the floats that they represent
     weights: dict[str, Tensor] = field(default_factory=dict)
-    #: what DynamicQuantize hands over: codes, their scale and zero point
+    #: result of DynamicQuantize -> integers, scale and zero point
     dynamic: dict[str, Codes] = field(default_factory=dict)
 
     @cached_property
@@ -93,11 +93,11 @@ class Simulation:
         return apply_layout(self.graph, self.plan, "channels_last", change_io=True)[0].layouts
 
     def stored(self, name: str) -> Stored:
-        """How a quantized value or weight is stored."""
+        """Return how a quantized value or weight is stored."""
         return self.plan[name]
 
     def code(self, name: str) -> Tensor:
-        """Codes of a quantized value or weight."""
+        """Return the integers of a quantized value or weight."""
         if name in self.codes:
             return self.codes[name]
         if name not in self.weights:
@@ -105,36 +105,35 @@ class Simulation:
         return self.weights[name]
 
     def float_value(self, name: str, reader: Node) -> Any:
-        """What a float operator reads: the value before its quantizer on float edges, else its codes as reals."""
+        """Return what a float operator reads: the value before its quantizer on float edges, else dequantized."""
         stored = None if (name, reader.name) in self.plan.float_edges else self.plan.stored(name)
         if stored is not None and (name in self.codes or name in self.graph.weights):
-            return stored.dequantize(self.code(name)) if name in self.codes else self._constant(name, stored)
+            return stored.dequantize(self.code(name)) if name in self.codes else self._dequantized_weight(name, stored)
         self.decode(name)
         return self.floats[name] if name in self.floats else self.graph.weights[name]
 
     def decode(self, name: str) -> None:
-        """What DynamicQuantize hands over, as reals, for those who do not read its codes."""
+        """Dequantize a result of DynamicQuantize for readers in float."""
         if name in self.dynamic and name not in self.floats:
             q, s, z = self.dynamic[name]
             self.floats[name] = (q.float() - z) * s
 
-    def _constant(self, name: str, stored: Stored) -> Tensor:
-        """What the codes of a weight stand for."""
-        own = f"{name} in reals"
-        if own not in self.weights:
-            self.weights[own] = stored.dequantize(self.code(name))
-        return self.weights[own]
+    def _dequantized_weight(self, name: str, stored: Stored) -> Tensor:
+        key = f"{name} in float"
+        if key not in self.weights:
+            self.weights[key] = stored.dequantize(self.code(name))
+        return self.weights[key]
 
     def centred(self, name: str) -> Tensor:
-        """Codes minus zero point, float64."""
+        """Return integers minus zero point, float64."""
         stored, q = self.plan[name], self.code(name).double()
         return q - shape_for(stored.zero_point.double(), q, stored.axis)
 
     def summed(self, acc: Tensor, most: float = float("inf")) -> Tensor:
-        """Sums of all products as the last accumulator of `math.acc` holds them: they wrap around, or saturate.
+        """Return sums of products as the last accumulator of `math.acc` holds them: wrapped around, or saturated.
 
         Args:
-            most: what they are known not to exceed.
+            most: a bound that they are known not to exceed.
         """
         stage = self.math.acc[-1] if self.math.acc else None
         if stage is None or "terms" in stage or not acc.numel():
@@ -146,18 +145,18 @@ class Simulation:
         return acc.clamp(-half, half - 1) if stage.get("sat") else torch.remainder(acc + half, 2 * half) - half
 
     def store(self, name: str, x: Tensor) -> None:
-        """Clip integers, zero point included, to the grid and keep them as codes."""
+        """Clip integers, zero point included, to the grid and keep them."""
         grid = self.plan[name].grid
         self.codes[name] = x.clamp(grid.qmin, grid.qmax).to(grid.dtype)
 
     def publish(self, name: str, x: Any) -> None:
-        """Keep a float result, and its codes when it is quantized."""
+        """Keep a float result, and its integers if it is quantized."""
         self.floats[name] = x
         if self.plan.quantized(name):
             self.codes[name] = self.profile.quantize(self, name, x)
 
-    def take_over(self, names: Sequence[str], done: Mapping[str, Any], floats: Mapping[str, Any]) -> None:
-        """Results of an earlier run: codes with the reals behind them, or reals alone."""
+    def reuse(self, names: Sequence[str], done: Mapping[str, Any], floats: Mapping[str, Any]) -> None:
+        """Keep results of an earlier simulation: integers and the floats before their quantizer, or floats alone."""
         for o in names:
             if self.plan.quantized(o):
                 self.codes[o] = done[o]
@@ -173,7 +172,7 @@ Kernel = Callable[[Simulation, Sequence[Node]], None]
 
 
 class KernelCall:
-    """The operands and the result of one kernel."""
+    """One call of a kernel: its operands and its result, by name."""
 
     def __init__(self, run: Simulation, nodes: Sequence[Node]) -> None:
         self.run, self.nodes, self.node = run, nodes, nodes[0]
@@ -186,7 +185,7 @@ class KernelCall:
 
     @property
     def wide(self) -> bool:
-        """16-bit codes."""
+        """The first operand has more than 8 bits."""
         return self.bits(self.x) > 8
 
     def bits(self, name: str) -> int:
@@ -199,15 +198,15 @@ class KernelCall:
         return self.run.plan[name].zero_point
 
     def code(self, name: str = "") -> Tensor:
-        """Codes; of the first operand when none is named."""
+        """Return integers, by default of the first operand."""
         return self.run.code(name or self.x)
 
     def centred(self, name: str = "") -> Tensor:
-        """Codes minus zero point, float64, likewise."""
+        """Return integers minus zero point, float64, by default of the first operand."""
         return self.run.centred(name or self.x)
 
     def multiplier(self, *over: str, kind: torch.dtype = torch.float32) -> Tensor:
-        """The product of the operands' scales (of the first operand's when none is named), divided by the result's."""
+        """Return the product of operands' scales (by default the first operand's), divided by the result's scale."""
         first, *others = over or (self.x,)
         real = self.scale(first).to(kind)
         for name in others:
@@ -215,20 +214,20 @@ class KernelCall:
         return real / self.scale(self.out).to(kind)
 
     def write_result(self, y: Tensor) -> None:
-        """Keep codes without zero point as the result's."""
+        """Store the result, given its integers minus zero point."""
         self.run.store(self.out, y + self.zero(self.out))
 
 
 def kernel_for_ops(kernel: Callable[..., None], *ops: str, **how: Any) -> dict[str, Kernel]:
-    """Rows of operators with one kernel of a `KernelCall`; `how` it rounds."""
+    """Return a table of operators that share one kernel, a function of the `KernelCall` and options `how`."""
     return dict.fromkeys(ops, lambda run, nodes: kernel(KernelCall(run, nodes), **how))
 
 
 def profile_for(platform: Platform, kernels: str | None = None) -> Profile:
-    """How the platform's kernels, or other named ones, compute.
+    """Return the profile of the platform's kernels, or of other named ones.
 
     Raises:
-        UnsupportedError: the platform does not say how it computes, so exactness cannot be claimed.
+        UnsupportedError: the platform does not state its arithmetic, so exactness cannot be claimed.
     """
     name = kernels or kernels_of(platform)
     if name is None:
@@ -260,40 +259,40 @@ def simulate(
     Args:
         inputs: float tensors, one per graph input.
         platform: gives the arithmetic (`math`).
-        force: device codes by value name, and floats of what is stored in none. Every operator then reads the
-            device's instead of the simulated ones, so that each is compared by itself. Codes of another shape are not
-            read.
+        force: the device's integers by value name, and floats of values that are not quantized. Every operator then
+            reads the device's values instead of the simulated ones, so that each is compared by itself. Integers of
+            another shape are not read.
         keep: values to return; all when omitted.
         kernels: the family that runs instead of the platform's own.
-        floats: where to leave what float operators compute before it is quantized, by value name; what it holds of an
-            operator that does not run again stays.
-        weights: where codes of weights are kept between calls.
-        like: what an earlier call gave for the same inputs without `force`, all values of it. Operators all of whose
-            operands are the same again do not run again.
-        each: is handed every value as it is computed: name, codes or reals, and the reals behind codes where a float
-            operator computed them, else None.
-        part: how many samples the device takes at once, where its file is of a fixed batch.
+        floats: receives results of float operators before they are quantized, by value name; entries of operators
+            that do not run again stay.
+        weights: keeps integers of weights between calls.
+        like: all values of an earlier call on the same inputs without `force`. Operators whose operands are all equal
+            to these do not run again.
+        each: called with every value as it is computed: name, integers or floats, and the floats before the quantizer
+            if a float operator computed them, else None.
+        part: number of samples that the device computes at once, if its file has a fixed batch size.
 
     Returns:
-        Value name -> codes (integer dtype) where it is quantized, else its float tensor.
+        Value name -> integers (integer dtype) if it is quantized, else its float tensor.
 
     Raises:
         UnsupportedError: see `profile_for`.
     """
     profile = profile_for(platform, kernels)
-    run = Simulation(graph, _in_types(plan) if profile.saturate_to_type else plan, profile, platform.math, part)
+    run = Simulation(graph, widened_to_types(plan) if profile.saturate_to_type else plan, profile, platform.math, part)
     run.weights = run.weights if weights is None else weights
     wanted = {*(graph.values if keep is None else keep), *graph.outputs}
     todo = kernel_groups(graph, plan)
-    last = {i: k for k, unit in enumerate(todo) for n in unit for i in n.inputs if i is not None}
+    last = {i: k for k, group in enumerate(todo) for n in group for i in n.inputs if i is not None}
     for o in graph.outputs:
         last.pop(o, None)
     done: dict[str, Any] = {}
-    changed: set[str] = set()  #: values that are not those of `like`
-    again: set[str] = set()  #: those that were computed once more: of the reals behind given codes nothing is known
+    changed: set[str] = set()  #: values that differ from `like`
+    again: set[str] = set()  #: values that were computed again: their floats may differ even if their integers do not
 
     def record_results(names: Sequence[str], other: bool = False) -> None:
-        """Note what was computed, by an `other` run or not; later operators read the device's codes where given."""
+        """Record results, computed anew (`other`) or reused; later operators read the device's values if given."""
         for o in names:
             if o in wanted:
                 run.decode(o)
@@ -315,16 +314,16 @@ def simulate(
     for name, x in zip(graph.inputs, inputs, strict=True):
         run.publish(name, x)
     record_results(graph.inputs)
-    for k, unit in enumerate(todo):
-        results = unit[-1].outputs
-        reads = {(i, n.name) for n in unit for i in n.inputs if i is not None}
+    for k, group in enumerate(todo):
+        results = group[-1].outputs
+        reads = {(i, n.name) for n in group for i in n.inputs if i is not None}
         other = like is None or any(i in changed or (i in again and (i, n) in plan.float_edges) for i, n in reads)
-        if other or unit[0].op == DYNAMIC:  # whose codes nothing else holds
-            _compute(run, unit)
+        if other or group[0].op == DYNAMIC:  # its integers are kept nowhere else
+            _compute(run, group)
         if other:
             again.update(results)
-        elif unit[0].op != DYNAMIC:
-            run.take_over(results, like or {}, floats or {})
+        elif group[0].op != DYNAMIC:
+            run.reuse(results, like or {}, floats or {})
         record_results(results, other)
         for i in {i for i, _ in reads if last.get(i) == k}:
             run.drop(i)
@@ -332,7 +331,7 @@ def simulate(
 
 
 def _fitting(force: Mapping[str, Tensor] | None, name: str, simulated: Any) -> Tensor | None:
-    """What the device gives in place of what was simulated, if it gives that: floats may lie in another shape."""
+    """Return the device's value in place of a simulated one, None if there is none; floats may be reshaped."""
     given = None if force is None or simulated is None else force.get(name)
     if given is None or given.shape == simulated.shape:
         return given
@@ -340,8 +339,8 @@ def _fitting(force: Mapping[str, Tensor] | None, name: str, simulated: Any) -> T
     return given.reshape(simulated.shape) if alike else None
 
 
-def _in_types(plan: Plan) -> Plan:
-    """The plan with the grids of values as wide as the types that hold them in a file."""
+def widened_to_types(plan: Plan) -> Plan:
+    """Return the plan with the grids of values widened to the types that hold them in a file."""
     wide = {}
     for name, t in plan.tensors.items():
         if t.role == "activation" and t.grid is not None and t.grid.kind == "int":
@@ -352,7 +351,7 @@ def _in_types(plan: Plan) -> Plan:
 
 
 def kernel_groups(graph: Graph, plan: Plan) -> list[list[Node]]:
-    """What runs as one kernel, in execution order: the members of each fused group, and every other node alone."""
+    """Return the nodes of each kernel, in execution order: the members of a fused group, or a single node."""
     nodes = {n.name: n for n in graph.nodes}
     groups = {g[-1]: [nodes[m] for m in g] for g in plan.groups}
     inner = {m for g in plan.groups for m in g[:-1]}
@@ -360,20 +359,20 @@ def kernel_groups(graph: Graph, plan: Plan) -> list[list[Node]]:
 
 
 def float_results(graph: Graph, plan: Plan, profile: Profile) -> set[str]:
-    """Results that the runtime computes in float although they are stored in codes."""
-    tails = [unit[-1] for unit in kernel_groups(graph, plan) if _kernel(graph, plan, unit, profile) is None]
+    """Return quantized results that the runtime computes in float."""
+    tails = [group[-1] for group in kernel_groups(graph, plan) if _kernel(graph, plan, group, profile) is None]
     return {o for n in tails if plan.quantized(n.output) for o in n.outputs}
 
 
 def float_kernel(
-    graph: Graph, plan: Plan, unit: Sequence[Node], profile: Profile
+    graph: Graph, plan: Plan, group: Sequence[Node], profile: Profile
 ) -> Callable[[KernelCall], Tensor] | None:
-    """What an integer kernel hands over as floats, bit for bit; None where it hands over codes or computes in float."""
-    head, decided = unit[0], plan.nodes.get(unit[0].name)
-    if decided is None or decided.exec == "float" or plan.quantized(unit[-1].output):
+    """Return the function of a kernel from integers to exact floats; None if it outputs integers or reads floats."""
+    head, decided = group[0], plan.nodes.get(group[0].name)
+    if decided is None or decided.exec == "float" or plan.quantized(group[-1].output):
         return None
     reads = [i for i in head.inputs if i is not None and graph.is_float(i)]
-    exact = all(n.op in OPS and OPS[n.op].ieee for n in unit[1:])
+    exact = all(n.op in OPS and OPS[n.op].ieee for n in group[1:])
     if reads[:1] == [head.data] and not plan.quantized(head.data):
         rounded = next((n for n in graph.nodes if n.op == DYNAMIC and n.output == head.data), None)
         weight = plan.stored(reads[1]) if len(reads) > 1 else None
@@ -387,67 +386,67 @@ def float_kernel(
     return profile.float_outputs.get(head.op) if narrow and exact else None
 
 
-# ---------------------------------------------------------------- one unit
+# ---------------------------------------------------------------- one kernel
 
 
 def _kernel(
-    graph: Graph, plan: Plan, unit: Sequence[Node], profile: Profile
+    graph: Graph, plan: Plan, group: Sequence[Node], profile: Profile
 ) -> tuple[Kernel, list[tuple[int, int]]] | None:
-    """The integer kernel of a unit and between which codes it clips; None when the runtime computes it in float."""
-    head, out = unit[0], plan.stored(unit[-1].output)
+    """Return the integer kernel of a group and its clips; None if the runtime computes the group in float."""
+    head, out = group[0], plan.stored(group[-1].output)
     decided = plan.nodes.get(head.name)
     if decided is None or decided.exec == "float" or out is None or out.grid.table is not None:
         return None
-    made = {o for n in unit for o in n.outputs}
+    made = {o for n in group for o in n.outputs}
     if plan.before_rounding(made):
         return None
-    reads = [i for n in unit for i in n.inputs if i is not None and i not in made]
+    reads = [i for n in group for i in n.inputs if i is not None and i not in made]
     if not all(plan.quantized(i) and plan[i].grid.table is None for i in reads if graph.is_float(i)):
         return None
-    clips = [bounds for act in unit[1:] if (bounds := profile.clip(act, out)) is not None]
+    clips = [bounds for act in group[1:] if (bounds := profile.clip(act, out)) is not None]
     kernel = profile.kernels.get(head.op)
     if decided.exec == "follow":
         data = [i for i in reads if graph.is_float(i)]
-        ends = (*data, *(o for o in unit[-1].outputs if plan.quantized(o)))
+        ends = (*data, *(o for o in group[-1].outputs if plan.quantized(o)))
         tied = all(plan[v].same_numbers(plan[data[0]]) for v in ends)
         kernel = profile.pass_through.get(head.op) if tied else kernel
-        kernel = pass_through if kernel is None and _moves(head) else kernel
+        kernel = pass_through if kernel is None and is_pass_through(head) else kernel
     widths = [
-        plan[v].grid.bits for v in (*reads, unit[-1].output) if plan.quantized(v) and plan.tensors[v].role != "bias"
+        plan[v].grid.bits for v in (*reads, group[-1].output) if plan.quantized(v) and plan.tensors[v].role != "bias"
     ]
     if kernel is not pass_through and max(widths, default=0) > profile.max_bits:
         return None
-    return (kernel, clips) if kernel is not None and len(clips) == len(unit) - 1 else None
+    return (kernel, clips) if kernel is not None and len(clips) == len(group) - 1 else None
 
 
-def _moves(node: Node) -> bool:
-    """Its result holds numbers of its operands, or one that its attributes say."""
+def is_pass_through(node: Node) -> bool:
+    """Return whether a node's result holds values of its operands only, or one that its attributes state."""
     return OPS[node.op].moves or node.op == "Pad" or node.attrs.get("mode") == "nearest"
 
 
-def _compute(run: Simulation, unit: Sequence[Node]) -> None:
-    found = _kernel(run.graph, run.plan, unit, run.profile)
+def _compute(run: Simulation, group: Sequence[Node]) -> None:
+    found = _kernel(run.graph, run.plan, group, run.profile)
     if found is not None:
         kernel, clips = found
-        kernel(run, unit)
+        kernel(run, group)
         for low, high in clips:
-            run.codes[unit[-1].output] = run.codes[unit[-1].output].clamp(low, high)
+            run.codes[group[-1].output] = run.codes[group[-1].output].clamp(low, high)
         return
-    if unit[0].op == DYNAMIC:
-        (node,) = unit
+    if group[0].op == DYNAMIC:
+        (node,) = group
         others = [run.plan.stored(i) for n in run.graph.users().get(node.output, ()) for i in n.inputs if i is not None]
         blocks = any(s is not None and s.grid.per == "block" for s in others)
         q, s, z = run.profile.quantize_dynamic(run.float_value(node.data, node).float(), blocks=blocks, **node.attrs)
         run.dynamic[node.output] = q.to(torch.int8 if bool((q < 0).any()) else torch.uint8), s, z
         return
     env: dict[str, Any] = {}
-    reals = float_kernel(run.graph, run.plan, unit, run.profile)
-    if reals is not None:
-        env[unit[0].output] = reals(KernelCall(run, unit))
-    for n in unit if reals is None else unit[1:]:
+    float_output = float_kernel(run.graph, run.plan, group, run.profile)
+    if float_output is not None:
+        env[group[0].output] = float_output(KernelCall(run, group))
+    for n in group if float_output is None else group[1:]:
         outs = execute(n, [None if i is None else env[i] if i in env else run.float_value(i, n) for i in n.inputs])
         env.update(zip(n.outputs, outs, strict=False))
-    for o in unit[-1].outputs:
+    for o in group[-1].outputs:
         run.publish(o, env[o])
 
 
@@ -455,38 +454,39 @@ def _compute(run: Simulation, unit: Sequence[Node]) -> None:
 
 
 def activation_bounds(act: Node) -> tuple[float | None, float | None] | None:
-    """The reals between which an activation clips, None for no bound; None for one that does something else."""
-    reals = {"Relu": (0.0, None), "Relu6": (0.0, 6.0), "Clamp": (act.attrs.get("min"), act.attrs.get("max"))}
-    return reals.get(act.op)
+    """Return the floats between which an activation clips, None for no bound; None if it does something else."""
+    known = {"Relu": (0.0, None), "Relu6": (0.0, 6.0), "Clamp": (act.attrs.get("min"), act.attrs.get("max"))}
+    return known.get(act.op)
 
 
-def pass_through(run: Simulation, unit: Sequence[Node]) -> None:
-    """Operators that move codes or choose among them; where results have other numbers than operands, their reals."""
-    node = unit[0]
+def pass_through(run: Simulation, group: Sequence[Node]) -> None:
+    """Run a pass-through operator on integers; on floats if results have another scale than operands."""
+    node = group[0]
     data = [i for i in node.inputs if i is not None and run.graph.is_float(i)]
-    results = [o for o in unit[-1].outputs if run.plan.quantized(o)]
+    results = [o for o in group[-1].outputs if run.plan.quantized(o)]
     tied = all(run.stored(v).same_numbers(run.stored(data[0])) for v in (*data, *results))
     given = [i for i in node.inputs if i is not None]
     args: list[Any] = [run.code(i).float() if i in data else run.float_value(i, node) for i in given]
     if not tied:
         args = [run.stored(i).dequantize(run.code(i)) if i in data else x for i, x in zip(node.inputs, args)]
     if tied and node.op == "Pad" and node.attrs["mode"] == "constant":
-        value = run.stored(node.data).quantize(torch.tensor(float(node.attrs["value"])))  # as files hold it
+        value = run.stored(node.data).quantize(torch.tensor(float(node.attrs["value"])))  # as files store it
         node = node.with_(attrs={**node.attrs, "value": float(value)})
-    for o, x in zip(unit[-1].outputs, execute(node, args), strict=False):
+    for o, x in zip(group[-1].outputs, execute(node, args), strict=False):
         if o in results:
             run.codes[o] = x.to(run.stored(o).grid.dtype) if tied else run.profile.quantize(run, o, x)
 
 
 def pool_windows(x: Tensor, node: Node, border: float = 0.0) -> tuple[Tensor, Tensor]:
-    """What an average pool sees.
+    """Return the windows of an average pool.
 
     Args:
         x: [N, C, ...].
-        border: what lies around the image, where that counts.
+        border: value of the padding, if it counts.
 
     Returns:
-        The elements of each window, [N, C, *out, elements], 0 beyond what counts, and their number, [1, 1, *out].
+        The elements of each window, [N, C, *out, elements], 0 for those that do not count, and how many count,
+        [1, 1, *out].
     """
     a, counted = node.attrs, node.attrs["count_include_pad"]
     axes = range(2, 2 + len(a["kernel"]))
@@ -505,7 +505,7 @@ def pool_windows(x: Tensor, node: Node, border: float = 0.0) -> tuple[Tensor, Te
 
 
 def accumulate(run: Simulation, node: Node) -> Tensor:
-    """Exact product sums of a convolution or linear layer, bias included: integers, in int32 or float64."""
+    """Return exact product sums of a convolution or linear layer, bias included: integers, in int32 or float64."""
     acc, w = _products(run, node), run.code(node.weight)
     terms = max(w[0].numel(), w[:, 0].numel()) if w.numel() else 0
     most = terms * 2.0 ** (run.plan[node.data].grid.bits + run.plan[node.weight].grid.bits)
@@ -532,7 +532,7 @@ def _products(run: Simulation, node: Node) -> Tensor:
 
 
 def dynamic_product(c: KernelCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums of a product whose data the kernel rounds, int32 or float64; the data's scale; the bias in float, or 0."""
+    """Return a dynamic kernel's sums of products (int32 or float64), the scale of its input, and its bias, or 0."""
     q, s, z = c.run.dynamic[c.x]
     w, w_zero = c.code(c.second), c.zero(c.second)
     rows = w if c.node.op == "Linear" else w.transpose(-1, -2)

@@ -1,4 +1,4 @@
-"""float32 functions of the C library, which runtimes call to fill their tables: the last bit is the library's own."""
+"""float32 functions of the C library, with which runtimes fill their tables: the last bit is the library's own."""
 
 import ctypes
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import torch
 
 @cache
 def _function(name: str) -> Callable[[float], float] | None:
-    """The process's own; None where it shows none (Windows)."""
+    """Return the function of this process's C library; None if it exports none (Windows)."""
     try:
         f = getattr(ctypes.CDLL(None), f"{name}f")
     except (AttributeError, OSError, TypeError):
@@ -20,9 +20,9 @@ def _function(name: str) -> Callable[[float], float] | None:
 
 
 def libm(name: str, x: torch.Tensor) -> torch.Tensor:
-    """exp, log, tanh or erfc of float32, element by element: for tables, not for tensors of a network.
+    """Return exp, log, tanh or erfc of float32, element by element: for tables, not for tensors of a network.
 
-    Without a C library to ask, the nearest float32 to the true result, from which its own differ by one unit at most.
+    Without a C library, return the float32 nearest to the true result: the library's differs by one unit at most.
     """
     f = _function(name)
     if f is None:

@@ -8,6 +8,7 @@ Sources: TensorFlow Lite, kernels/internal; XNNPACK, src/microparams-init.c and 
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -46,10 +47,10 @@ def _f32(v: float) -> Tensor:
 # ---------------------------------------------------------------- products
 
 
-def _codes_xnnpack(x: Tensor, **how: Any) -> Codes:
-    """XNNPACK's codes of rows that it rounds each time: q = rne(x m) + z with m = 255 / (max - min), 0 in the range.
+def quantize_dynamic_xnnpack(x: Tensor, **how: Any) -> Codes:
+    """Quantize rows dynamically as XNNPACK: q = rne(x m) + z with m = 255 / (max - min), 0 in the range.
 
-    z is reckoned from the end that has the smaller error, and the scale is 1 / m.
+    z is computed from the end that has the smaller error, and the scale is 1 / m.
     Source: XNNPACK, xnn_f32_qd8_asymmetric_quantization_params.
     """
     low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
@@ -60,15 +61,15 @@ def _codes_xnnpack(x: Tensor, **how: Any) -> Codes:
     return (torch.round(x * m) + z).clamp(-128, 127), one / m, z
 
 
-def _codes_by_row(x: Tensor, blocks: bool = False, **how: Any) -> Codes:
-    """The built-in kernels': q = round(x (127 / max |x|)), halves away from zero, whatever the plan's zero point.
+def quantize_dynamic_by_row(x: Tensor, blocks: bool = False, **how: Any) -> Codes:
+    """Quantize rows dynamically as built-in kernels: q = round(x (127 / max |x|)), halves away from zero.
 
-    Weights in blocks are XNNPACK's there as well.
+    For weights in blocks they call XNNPACK.
 
     Source: TensorFlow Lite, kernels/internal/reference/portable_tensor_utils.cc, SymmetricQuantizeFloats.
     """
     if blocks:
-        return _codes_xnnpack(x)
+        return quantize_dynamic_xnnpack(x)
     top = x.abs().amax(-1, keepdim=True)
     most = torch.full_like(top, 127)
     top = torch.where(top == 0, most, top)
@@ -76,19 +77,19 @@ def _codes_by_row(x: Tensor, blocks: bool = False, **how: Any) -> Codes:
 
 
 def _dynamic_xnnpack(c: KernelCall) -> Tensor:
-    """fma(float32(acc) s_x, s_w, b)."""
+    """Return fma(float32(acc) s_x, s_w, b)."""
     acc, s, b = dynamic_product(c)
     return ((acc.float() * s).double() * c.scale(c.second).double() + b.double()).float()
 
 
 def _dynamic(c: KernelCall) -> Tensor:
-    """float32(acc) (s_x s_w) + b."""
+    """Return float32(acc) (s_x s_w) + b."""
     acc, s, b = dynamic_product(c)
     return acc.float().mul_(s * c.scale(c.second)).add_(b)
 
 
 def _scaled(acc: Tensor, real: Tensor, how: str) -> Tensor:
-    """Accumulators to centred codes.
+    """Requantize accumulators to integers without zero point.
 
     Args:
         how: XNNPACK's product in "float", the reference linear layer's in "double", or a rounding of `fixed_point`.
@@ -101,7 +102,7 @@ def _scaled(acc: Tensor, real: Tensor, how: str) -> Tensor:
 
 
 def _precision(how: str) -> torch.dtype:
-    """In which products of weights compute their multiplier."""
+    """Return the precision in which kernels with weights compute their multiplier."""
     return torch.float32 if how == "float" else torch.float64
 
 
@@ -151,7 +152,7 @@ def _mat_mul(c: KernelCall, how: str) -> None:
 
 
 def _rescaled(c: KernelCall, sign: int = 1, how: str = "away") -> Tensor:
-    """Both operands shifted left and brought to twice the larger scale, added, brought to the result's scale."""
+    """Add both operands, shifted left and at twice the larger scale, and bring the sum to the result's scale."""
     left = 15 if c.wide else 20
     names = (c.x, c.second)
     scales = [c.scale(i).double() for i in names]
@@ -164,10 +165,10 @@ def _add(c: KernelCall, sign: int = 1) -> None:
     c.write_result(_rescaled(c, sign))
 
 
-def _stretch(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many elements of two operands that are broadcast lie side by side in both, for the optimised kernels.
+def contiguous_elements(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return how many elements of two broadcast operands optimised kernels process as one contiguous row.
 
-    These walk shapes that differ in one block of axes, or in two where each operand has one; others element by element.
+    They do so for shapes that differ in one block of axes, or in two if each operand has one; else the row is 1.
     Source: TensorFlow Lite, kernels/internal/reference/process_broadcast_shapes.cc.
     """
     axes = [(m, n) for m, n in zip(a, b, strict=True) if (m, n) != (1, 1)]
@@ -176,10 +177,10 @@ def _stretch(a: Sequence[int], b: Sequence[int]) -> int:
     return math.prod(m for m, _ in axes[len(kinds.rstrip("=")) :]) if walked else 1
 
 
-def _in_vectors(run: Simulation, name: str, at_once: int, *shapes: Sequence[int]) -> Tensor:
-    """Which elements of a value vector instructions make, so many at once, of operands of these shapes.
+def vector_elements(run: Simulation, name: str, at_once: int, *shapes: Sequence[int]) -> Tensor:
+    """Return which elements of a value vector instructions compute, `at_once` each, from operands of these shapes.
 
-    They begin anew in each part of the samples that the device takes at once.
+    Vectors begin anew in each part of the samples that the device computes at once.
     """
     rank, whole = max(map(len, shapes)), torch.broadcast_shapes(*shapes)
     padded = [[1] * (rank - len(s)) + [*s] for s in (*shapes, whole)]
@@ -191,7 +192,7 @@ def _in_vectors(run: Simulation, name: str, at_once: int, *shapes: Sequence[int]
     def of(size: int) -> Tensor:
         cut = ([min(n, size) if d == axis else n for d, n in enumerate(s)] for s in padded)
         *lie, out = ([s[d] for d in form] for s in cut)
-        many = _stretch(lie[0], lie[-1])
+        many = contiguous_elements(lie[0], lie[-1])
         vectors = (torch.arange(math.prod(out)) % many < many // at_once * at_once).reshape(out)
         return vectors.movedim((*range(rank),), (*form,))
 
@@ -202,18 +203,18 @@ def _in_vectors(run: Simulation, name: str, at_once: int, *shapes: Sequence[int]
 
 
 def _add_optimized(c: KernelCall) -> None:
-    """Vector instructions round each operand once, halves up.
+    """Round each operand once, halves up, where vector instructions run.
 
-    Of 16-bit operands they run where the shapes are equal, of 8-bit ones along a stretch of both.
+    These run for 16-bit operands if the shapes are equal, for 8-bit operands along contiguous rows of both.
     """
     a, b = (c.code(i).shape for i in (c.x, c.second))
     if c.wide and a != b:
         return _add(c)
-    c.write_result(torch.where(_in_vectors(c.run, c.out, 16, a, b), _rescaled(c, how="once"), _rescaled(c)))
+    c.write_result(torch.where(vector_elements(c.run, c.out, 16, a, b), _rescaled(c, how="once"), _rescaled(c)))
 
 
 def _add_xnnpack(c: KernelCall, sign: int = 1) -> None:
-    """Multipliers with 20 fractional bits below the larger one, one shift with halves up."""
+    """Use multipliers with 20 fractional bits below the larger one, and one shift with halves up."""
     ra, rb = (c.multiplier(i).double() for i in (c.x, c.second))
     if not all(2.0**-10 <= r < 256 for r in (ra, rb)):
         return _add(c, sign)
@@ -230,14 +231,14 @@ def _mul(c: KernelCall, how: str) -> None:
 
 
 def _leaky(c: KernelCall) -> None:
-    """One multiplier on either side of zero; a product with a negative one is rounded before its sign is turned."""
+    """Use one multiplier on either side of zero; a product with a negative one is rounded before it is negated."""
     q, below = c.centred(), c.scale(c.x) * _f32(c.attrs["negative_slope"]) / c.scale(c.out)
     turned = fixed_point(q, below.abs(), "away") * below.sign().long()
     c.write_result(torch.where(q >= 0, fixed_point(q, c.multiplier(), "away"), turned))
 
 
 def _by_256ths(q: Tensor, real: Tensor) -> Tensor:
-    """A product with a multiplier of 8 fractional bits, halves up."""
+    """Multiply by a multiplier of 8 fractional bits, halves up."""
     return shift_up(q.long() * torch.round(256.0 * real).long(), 8)
 
 
@@ -250,16 +251,16 @@ def _leaky_xnnpack(c: KernelCall) -> None:
 
 
 def _requantize(c: KernelCall) -> None:
-    """Codes to another scale."""
+    """Bring integers to another scale."""
     c.write_result(fixed_point(c.centred(), c.multiplier(kind=torch.float64), "away"))
 
 
 def _requantize_optimized(c: KernelCall) -> None:
-    """Vector instructions, which 16-bit codes have none of, round twice with halves up."""
+    """Round twice with halves up where vector instructions run, which exist for 8-bit integers only."""
     q, real = c.centred(), c.multiplier(kind=torch.float64)
     plain = fixed_point(q, real, "away")
     c.write_result(
-        plain if c.wide else torch.where(_in_vectors(c.run, c.out, 16, q.shape), fixed_point(q, real, "up"), plain)
+        plain if c.wide else torch.where(vector_elements(c.run, c.out, 16, q.shape), fixed_point(q, real, "up"), plain)
     )
 
 
@@ -271,7 +272,7 @@ def _requantize_xnnpack(c: KernelCall) -> None:
 
 
 def _prelu(c: KernelCall) -> None:
-    """Below zero, the product with the slope's code."""
+    """Multiply by the slope's integer below zero."""
     q = c.centred()
     slope = c.centred(c.second).view(-1, *[1] * (q.dim() - 2))
     below = fixed_point(q * slope, c.multiplier(c.x, c.second), "away")
@@ -279,9 +280,9 @@ def _prelu(c: KernelCall) -> None:
 
 
 def _rectifier(c: KernelCall) -> None:
-    """On its own: another scale, then the clip."""
+    """Bring integers to another scale, then clip: an activation that is not fused."""
     c.write_result(fixed_point(c.centred(), c.multiplier(), "away"))
-    ends = _clip(c.node, c.run.stored(c.out))
+    ends = fused_bounds(c.node, c.run.stored(c.out))
     if ends is not None:
         c.run.codes[c.out] = c.run.codes[c.out].clamp(*ends)
 
@@ -296,11 +297,11 @@ def _table(
     wide: Any = None,
     nearest: Callable[[Tensor], Tensor] = round_away,
 ) -> None:
-    """A table over all codes: y = round(f(s (q - z)) / s_y), computed in float32.
+    """Look up a table over all integers: y = round(f(s (q - z)) / s_y), computed in float32.
 
     Args:
-        f: the function in the kernel's own steps; that of the C library when omitted.
-        wide: (codes, scale) -> codes, for 16-bit ones; a table too when omitted.
+        f: the function in the kernel's own steps; the C library's when omitted.
+        wide: (integers, scale) -> integers, for 16 bits; a table too when omitted.
         nearest: rounds 8-bit results.
     """
     codes, scale, result = c.code().long(), c.scale(c.x), c.scale(c.out)
@@ -317,7 +318,7 @@ def _table(
 
 
 def _curve(near: Callable[[Tensor, Tensor], Tensor], fixed: Callable[[Tensor], Tensor], shifts: Sequence[int]) -> Any:
-    """Of 16-bit codes: in fixed point with 3 integer bits where a shift makes these of the scale, else as `near`."""
+    """Return a function of 16-bit integers: `fixed` with 3 integer bits if the scale allows a shift, else `near`."""
 
     def wide(q: Tensor, scale: Tensor) -> Tensor:
         by = 12 + float(torch.log2(scale.double()))
@@ -327,12 +328,12 @@ def _curve(near: Callable[[Tensor, Tensor], Tensor], fixed: Callable[[Tensor], T
 
 
 def _sigmoid(x: Tensor, node: Node) -> Tensor:
-    """Each step rounded to float32."""
+    """Return the function, each step rounded to float32."""
     return 1.0 / (1.0 + libm("exp", -x))
 
 
 def _gelu(x: Tensor, node: Node) -> Tensor:
-    """Each step rounded to float32."""
+    """Return the function, each step rounded to float32."""
     if node.attrs["approximate"] == "tanh":
         inner = _f32(math.sqrt(2 / math.pi)) * (x + _f32(0.044715) * x * x * x)
         return 0.5 * x * (1.0 + libm("tanh", inner))
@@ -340,7 +341,7 @@ def _gelu(x: Tensor, node: Node) -> Tensor:
 
 
 def _hard_swish(c: KernelCall) -> None:
-    """x * relu6(x + 3) / 6 in 16-bit fixed point, with 7 more bits than the codes have."""
+    """Compute x * relu6(x + 3) / 6 in 16-bit fixed point, with 7 more bits than the integers have."""
     fine = c.scale(c.x) / 128
     m_out, e_out = multiplier_and_shift((fine / c.scale(c.out)).double())
     m_gate, e_gate = multiplier_and_shift((fine / _f32(3.0 / 32768.0)).double())
@@ -359,12 +360,12 @@ def _saturated(x: Tensor) -> Tensor:
 
 
 def _product16(a: Tensor, b: Tensor) -> Tensor:
-    """Doubled high half of a 16-bit product."""
+    """Return the doubled high half of a 16-bit product."""
     return _saturated(shift_up(a * b, 15))
 
 
 def _softmax(c: KernelCall, rows: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-    """`rows` makes codes without zero point of codes, both with the axis last, and of both scales."""
+    """Compute a softmax; `rows` maps (integers, their scale, result scale) to integers minus zero point, axis last."""
     axis, scale = c.attrs["axis"], c.scale(c.x)
     q = c.code().long().movedim(axis, -1)
     if c.wide:
@@ -374,7 +375,7 @@ def _softmax(c: KernelCall, rows: Callable[[Tensor, Tensor, Tensor], Tensor]) ->
 
 
 def _exponentials(q: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Exponentials of differences to the maximum from a float32 table, and their sum, added in order."""
+    """Return exponentials of differences to the maximum from a float32 table, and their sum, added in order."""
     table = libm("exp", -scale * torch.arange(256))
     e = table[q.amax(-1, keepdim=True) - q]
     return e, torch.from_numpy(np.cumsum(e.numpy(), axis=-1, dtype=np.float32)[..., -1:].copy())
@@ -387,7 +388,7 @@ def _rows_optimized(q: Tensor, scale: Tensor, result: Tensor) -> Tensor:
 
 
 def _log_rows_optimized(q: Tensor, scale: Tensor, result: Tensor) -> Tensor:
-    """The same table; s / s_y q - (s max q + log sum) / s_y, halves to even."""
+    """s / s_y q - (s max q + log sum) / s_y, halves to even, with the exponentials' table."""
     most = q.amax(-1, keepdim=True)
     log = torch.log(_exponentials(q, scale)[1].double()).float()
     return torch.round(scale / result * q.float() - (scale * most.float() + log) / result)
@@ -397,21 +398,21 @@ def _log_rows_optimized(q: Tensor, scale: Tensor, result: Tensor) -> Tensor:
 
 
 def _mean_axes(c: KernelCall) -> tuple[tuple[int, ...], bool]:
-    """Axes counted from the front, and whether they stay as size 1."""
+    """Return axes counted from the front, and whether they stay as size 1."""
     rank = c.code().dim()
     axes = tuple(a % rank for a in c.attrs.get("axes", range(2, rank)))
     return axes, c.attrs.get("keepdims", True)
 
 
 def _sum(c: KernelCall) -> tuple[Tensor, int]:
-    """The sum of codes without zero point, and how many each one has."""
+    """Return sums of integers without zero point, and the number of terms of each."""
     axes, keep = _mean_axes(c)
     q = c.centred()
     return q.sum(axes, keep), math.prod(q.shape[a] for a in axes)
 
 
 def _mean(c: KernelCall) -> None:
-    """The multiplier takes the division by the count in: m 2^k / n, with k as large as 64 bits allow."""
+    """Divide by the count within the multiplier: m 2^k / n, with k as large as 64 bits allow."""
     total, n = _sum(c)
     m, e = multiplier_and_shift(c.multiplier(kind=torch.float64))
     k = min(n.bit_length() - 1, 32, 31 + int(e))
@@ -419,9 +420,9 @@ def _mean(c: KernelCall) -> None:
 
 
 def _mean_optimized(c: KernelCall) -> None:
-    """Over rows and columns of an image, which stay as size 1, codes are summed with their zero point.
+    """Sum integers with their zero point, over rows and columns of an image that stay as size 1.
 
-    Vector instructions take 16 channels at once and round halves up, the channels left over take the scalar code.
+    Vector instructions compute 16 channels at once and round halves up, scalar code computes the remaining channels.
     """
     axes, keep = _mean_axes(c)
     q = c.code().double()
@@ -450,8 +451,8 @@ def _avg_pool(c: KernelCall) -> None:
     c.run.store(c.out, torch.where(total > 0, torch.floor((total + half) / n), -torch.floor((half - total) / n)))
 
 
-def _lines(size: int, out: int, corners: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Along one axis: two source positions for each result, and the second's share in 1024ths."""
+def source_positions(size: int, out: int, corners: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return, along one axis, two source positions for each result, and the second's share in 1024ths."""
     at = torch.arange(out)
     if corners and out > 1:
         fine = at * ((1024 * (size - 1) + (out - 1) // 2) // (out - 1))
@@ -463,8 +464,8 @@ def _lines(size: int, out: int, corners: bool) -> tuple[Tensor, Tensor, Tensor]:
     return low, high, fine - 1024 * low
 
 
-def _lines_xnnpack(size: int, out: int, corners: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The same in 2048ths, from float32 positions."""
+def source_positions_xnnpack(size: int, out: int, corners: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `source_positions` does, in 2048ths, from float32 positions."""
     less = int(corners and out > 1)
     step = _f32(size - less) / _f32(out - less)
     fine = torch.arange(out, dtype=torch.float32) * step
@@ -475,7 +476,7 @@ def _lines_xnnpack(size: int, out: int, corners: bool) -> tuple[Tensor, Tensor, 
 
 
 def _resize(c: KernelCall, lines: Callable[[int, int, bool], tuple[Tensor, Tensor, Tensor]], one: int) -> None:
-    """Bilinear with fixed-point shares of `one`; halves away from zero for shares of 1024, else up."""
+    """Interpolate with fixed-point shares of `one`; halves away from zero for shares of 1024, else up."""
     if c.attrs["mode"] == "nearest":
         return pass_through(c.run, c.nodes)
     q = c.code().long()
@@ -493,11 +494,11 @@ def _resize(c: KernelCall, lines: Callable[[int, int, bool], tuple[Tensor, Tenso
         c.run.store(c.out, torch.div(y + half, whole, rounding_mode="floor"))
 
 
-# ---------------------------------------------------------------- reals to codes, and the clip of fused activations
+# ---------------------------------------------------------------- quantization of floats, and fused activations
 
 
-def _clip(act: Node, t: Stored) -> tuple[int, int] | None:
-    """The codes of the activation's bounds, halves away from zero."""
+def fused_bounds(act: Node, t: Stored) -> tuple[int, int] | None:
+    """Return the activation's bounds as integers, halves away from zero."""
     reals, grid = activation_bounds(act), t.grid
     if reals is None or reals == (None, None):
         return None
@@ -509,43 +510,43 @@ def _clip(act: Node, t: Stored) -> tuple[int, int] | None:
 
 
 def _stored(q: Tensor, t: Stored) -> Tensor:
-    """Integers without zero point as codes."""
+    """Add the zero point to integers and clip them to the grid."""
     return (q + t.zero_point).clamp(t.grid.qmin, t.grid.qmax).to(t.grid.dtype)
 
 
-def _quantize_away(run: Simulation, name: str, x: Tensor) -> Tensor:
+def quantize_away(run: Simulation, name: str, x: Tensor) -> Tensor:
     """round(x / s) + z, halves away from zero."""
     t = run.stored(name)
     return _stored(round_away((x / t.scale).double()), t)
 
 
-def _quantize_inverse(run: Simulation, name: str, x: Tensor) -> Tensor:
+def quantize_by_inverse(run: Simulation, name: str, x: Tensor) -> Tensor:
     """round(x * (1 / s)) + z, halves to even."""
     t = run.stored(name)
     return _stored(torch.round(x * (1.0 / t.scale)), t)
 
 
 def _quantize_optimized(run: Simulation, name: str, x: Tensor) -> Tensor:
-    """Vector instructions multiply by the inverse; the scalar code of what is left divides in double precision."""
-    t, q, left = run.stored(name), _quantize_inverse(run, name, x), ~_in_vectors(run, name, 8, x.shape)
+    """Multiply by the inverse in vector instructions; scalar code divides the other elements in double precision."""
+    t, q, left = run.stored(name), quantize_by_inverse(run, name, x), ~vector_elements(run, name, 8, x.shape)
     q[left] = _stored(round_away(x[left].double() / t.scale.double()), t)
     return q
 
 
 def _quantize_xnnpack(run: Simulation, name: str, x: Tensor) -> Tensor:
-    return (_quantize_inverse if run.stored(name).grid.bits <= 8 else _quantize_optimized)(run, name, x)
+    return (quantize_by_inverse if run.stored(name).grid.bits <= 8 else _quantize_optimized)(run, name, x)
 
 
 # ---------------------------------------------------------------- families: each as it differs from the one before
 
 
-def _narrow(theirs: dict[str, Kernel], ours: dict[str, Kernel]) -> dict[str, Kernel]:
-    """XNNPACK takes 8-bit operators only."""
+def _with_xnnpack(xnnpack: dict[str, Kernel], others: dict[str, Kernel]) -> dict[str, Kernel]:
+    """Return `others` with XNNPACK's kernels, which compute with 8-bit integers only."""
 
     def either(op: str) -> Kernel:
-        return lambda run, nodes: (ours if KernelCall(run, nodes).wide else theirs)[op](run, nodes)
+        return lambda run, nodes: (others if KernelCall(run, nodes).wide else xnnpack)[op](run, nodes)
 
-    return ours | {op: either(op) for op in theirs}
+    return others | {op: either(op) for op in xnnpack}
 
 
 _CONVOLUTIONS = [op for op, row in OPS.items() if row.kind in ("conv", "transposed") and not op.endswith("3D")]
@@ -599,29 +600,44 @@ _XNNPACK = {
     **kernel_for_ops(_table, "Sigmoid", f=lambda x, node: torch.sigmoid(x.double()).float(), nearest=torch.round),
     **kernel_for_ops(_table, "Tanh", nearest=torch.round),
 }
-_MOVES = {**kernel_for_ops(_avg_pool, "AvgPool"), **kernel_for_ops(_resize, "Resize", lines=_lines, one=1024)}
-_MOVES_XNNPACK = kernel_for_ops(_resize, "Resize", lines=_lines_xnnpack, one=2048)
+_MOVES = {**kernel_for_ops(_avg_pool, "AvgPool"), **kernel_for_ops(_resize, "Resize", lines=source_positions, one=1024)}
+_MOVES_XNNPACK = kernel_for_ops(_resize, "Resize", lines=source_positions_xnnpack, one=2048)
 
-_SAYS = ("half_even", "q31 2 half_away", "q15 1 half_up")
+_SUPPORTED_MATH = ("half_even", "q31 2 half_away", "q15 1 half_up")
 
-_EIGHT_BITS = _narrow(_XNNPACK, _OPTIMIZED)
-for _name, _kernels, _moves, _quantize, _says in (
-    ("litert_reference", _REFERENCE, _MOVES, _quantize_away, ("half_away", *_SAYS[1:])),
-    ("litert_optimized", _OPTIMIZED, _MOVES, _quantize_optimized, _SAYS),
-    ("litert_xnnpack", _EIGHT_BITS, _narrow(_MOVES_XNNPACK, _MOVES), _quantize_xnnpack, ("float 1 half_even", *_SAYS)),
-):
-    _own = _name == "litert_xnnpack"
-    # the optimised product with 4-bit weights adds in an order of its own
-    _bits = (8,) if _name == "litert_optimized" else (4, 8)
-    _each_time = dict.fromkeys((("Linear", "row", b) for b in _bits), _dynamic_xnnpack if _own else _dynamic)
-    _how = Profile(
-        kernels=_kernels,
-        pass_through=_moves,
-        dynamic=_each_time,
-        quantize_dynamic=_codes_xnnpack if _own else _codes_by_row,
-        clip=_clip,
-        quantize=_quantize,
+
+def _dynamic_linear(kernel: Callable[[KernelCall], Tensor], *bits: int) -> dict[tuple[str, str, int], Any]:
+    """Return a table of one kernel of dynamic linear layers, for weights of these bits."""
+    return dict.fromkeys((("Linear", "row", b) for b in bits), kernel)
+
+
+_PROFILES = {
+    "litert_reference": Profile(
+        kernels=_REFERENCE,
+        pass_through=_MOVES,
+        dynamic=_dynamic_linear(_dynamic, 4, 8),
+        quantize_dynamic=quantize_dynamic_by_row,
+        clip=fused_bounds,
+        quantize=quantize_away,
         saturate_to_type=True,
-        supported_math=_says,
+        supported_math=("half_away", *_SUPPORTED_MATH[1:]),
     )
-    register("kernels", _name)(_how)
+}
+_PROFILES["litert_optimized"] = replace(
+    _PROFILES["litert_reference"],
+    kernels=_OPTIMIZED,
+    dynamic=_dynamic_linear(_dynamic, 8),  # the product with 4-bit weights adds in an order of its own
+    quantize=_quantize_optimized,
+    supported_math=_SUPPORTED_MATH,
+)
+_PROFILES["litert_xnnpack"] = replace(
+    _PROFILES["litert_reference"],
+    kernels=_with_xnnpack(_XNNPACK, _OPTIMIZED),
+    pass_through=_with_xnnpack(_MOVES_XNNPACK, _MOVES),
+    dynamic=_dynamic_linear(_dynamic_xnnpack, 4, 8),
+    quantize_dynamic=quantize_dynamic_xnnpack,
+    quantize=_quantize_xnnpack,
+    supported_math=("float 1 half_even", *_SUPPORTED_MATH),
+)
+for _name, _profile in _PROFILES.items():
+    register("kernels", _name)(_profile)

@@ -26,8 +26,8 @@ from chipfit.simulate.requantize import requantize
 Tensor = torch.Tensor
 
 
-def _absorbed(act: Node, t: Stored) -> tuple[int, int] | None:
-    """The whole grid, where saturating in its type does what the activation does; else that is computed in float."""
+def absorbed_bounds(act: Node, t: Stored) -> tuple[int, int] | None:
+    """Return the whole grid if saturation in its type does what the activation does; None to compute it in float."""
     reals = activation_bounds(act)
     if reals is None:
         return None
@@ -47,7 +47,7 @@ def _product_sum(c: KernelCall) -> None:
 
 
 def _inner(c: KernelCall) -> Tensor:
-    """Exact product sums of two values."""
+    """Return exact product sums of two values."""
     return c.run.summed(torch.matmul(c.centred(), c.centred(c.second)))
 
 
@@ -55,14 +55,14 @@ def _mat_mul(c: KernelCall) -> None:
     c.write_result(requantize(_inner(c), c.multiplier(c.x, c.second), c.run.math.requant or {}))
 
 
-def _reals(c: KernelCall) -> Tensor:
-    """float32(acc) * float32(s_x s_w). ONNX Runtime's QGemm and MatMulIntegerToFloat, whose results are floats."""
+def _float_output(c: KernelCall) -> Tensor:
+    """Return float32(acc) * float32(s_x s_w). ONNX Runtime's QGemm and MatMulIntegerToFloat, with float results."""
     acc = _inner(c) if c.node.op == "MatMul" else accumulate(c.run, c.node)
     return acc.float().mul_(c.scale(c.x) * c.scale(c.second))
 
 
 def _dynamic(c: KernelCall) -> Tensor:
-    """float32(acc) * (s_x s_w) + b. MatMulInteger behind DynamicQuantizeLinear, as written and as the runtime fuses it.
+    """Return float32(acc) * (s_x s_w) + b. MatMulInteger behind DynamicQuantizeLinear, as written and as fused.
 
     Source: ONNX Runtime, contrib_ops/cpu/quantization/dynamic_quantize_matmul.cc.
     """
@@ -71,12 +71,12 @@ def _dynamic(c: KernelCall) -> Tensor:
 
 
 def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """float32 fused multiply-add: one rounding."""
+    """Return the float32 fused multiply-add: one rounding."""
     return (a.double() * b.double() + c.double()).float()
 
 
-def _spans_scalar(a: Tensor, b: Tensor) -> bool:
-    """Whether broadcasting makes the runtime walk b while a single element of a stands still."""
+def broadcasts_scalar(a: Tensor, b: Tensor) -> bool:
+    """Return whether broadcasting pairs a single element of a with a row of b."""
     for x, y in zip(reversed(a.shape), reversed(b.shape), strict=False):
         if (x, y) != (1, 1):
             return x == 1
@@ -89,7 +89,7 @@ def _add(c: KernelCall) -> None:
     Where `a` is one element against a row of `b`, the two change places.
     """
     a, b = c.x, c.second
-    if _spans_scalar(c.code(a), c.code(b)):
+    if broadcasts_scalar(c.code(a), c.code(b)):
         a, b = b, a
     ra, rb = c.multiplier(a), c.multiplier(b)
     offset = c.zero(c.out).float() - _fma(ra, c.zero(a).float(), rb * c.zero(b).float())
@@ -109,7 +109,7 @@ def _softmax(c: KernelCall) -> None:
 
 
 def softmax(q: torch.Tensor, s_x: torch.Tensor, s_y: torch.Tensor) -> torch.Tensor:
-    """Codes along the last axis to those of the result, before rounding and zero point. QLinearSoftmax.
+    """Return the softmax of integers over the last axis, before rounding and zero point. QLinearSoftmax.
 
     Exponentials come from a float32 table, aligned so that each row's maximum reads the last entry:
     t[i] = exp((i - 255 + shift) s_x), shift = max(0, ln(float32 max / n) - 5) / s_x, the logarithm in float32;
@@ -132,9 +132,9 @@ def _global_average(c: KernelCall) -> None:
 
 
 def _average(c: KernelCall) -> None:
-    """rne(mean / s_o + z_o) with the reals of a window added in order, in float32. QLinearAveragePool.
+    """rne(mean / s_o + z_o) with the floats of a window added in order, in float32. QLinearAveragePool.
 
-    A window that is the whole image is left to QLinearGlobalAveragePool.
+    QLinearGlobalAveragePool computes a window that is the whole image.
     """
     q = c.code()
     if tuple(q.shape[2:]) == tuple(c.attrs["kernel"]) and not any(p for ends in c.attrs["padding"] for p in ends):
@@ -147,13 +147,13 @@ def _average(c: KernelCall) -> None:
 
 
 def _concat(c: KernelCall) -> None:
-    """Each input requantized by a table of its codes, then joined. QLinearConcat."""
+    """Requantize each input by a table over its integers, then join them. QLinearConcat."""
     reals = [c.run.stored(i).dequantize(c.code(i)) for i in c.node.inputs if i is not None]
     c.run.codes[c.out] = torch.cat([c.run.stored(c.out).quantize(x) for x in reals], c.attrs["axis"])
 
 
 def _table(c: KernelCall) -> None:
-    """Element-wise operators that the runtime turns into a table over all codes, computed in float32."""
+    """Compute an element-wise operator by a table over all integers, filled in float32."""
     reals = c.run.stored(c.x).dequantize(c.code())
     y = logistic(reals) if c.node.op == "Sigmoid" else execute(c.node, [reals])[0]
     c.run.codes[c.out] = c.run.stored(c.out).quantize(y)
@@ -166,7 +166,7 @@ _CONSTANT = 9.93151921023180e-01
 
 
 def logistic(x: torch.Tensor) -> torch.Tensor:
-    """The runtime's 1 / (1 + exp(-x)) of float32, bit for bit: 1/2 + x p(x^2) / q(x^2) in fused multiply-adds."""
+    """Return the runtime's float32 1 / (1 + exp(-x)), bit for bit: 1/2 + x p(x^2) / q(x^2) in fused multiply-adds."""
     x = x.clamp(-18, 18)
     square = (x * x).double()
 
@@ -191,15 +191,15 @@ _KERNELS: dict[str, Kernel] = {
     **kernel_for_ops(_table, "Sigmoid", "LeakyRelu"),
     **kernel_for_ops(_softmax, "Softmax"),
 }
-#: given one set of numbers, averages still round
+#: averages that compute even if operand and result have equal scales
 _MOVES = {op: _KERNELS[op] for op in ("AvgPool", "GlobalAvgPool")}
 register("kernels", "onnxruntime")(
     Profile(
         kernels=_KERNELS,
         pass_through=_MOVES,
-        float_outputs={"Linear": _reals, "MatMul": _reals},
+        float_outputs={"Linear": _float_output, "MatMul": _float_output},
         dynamic={("Linear", "tensor", 8): _dynamic, ("MatMul", "tensor", 8): _dynamic},
-        clip=_absorbed,
+        clip=absorbed_bounds,
         quantize=lambda run, name, x: run.stored(name).quantize(x),
         max_bits=8,
     )

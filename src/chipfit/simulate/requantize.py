@@ -1,4 +1,4 @@
-"""From accumulators to codes: float multipliers, and fixed-point ones as gemmlowp and TensorFlow Lite have them."""
+"""Requantization of accumulators: float multipliers, and the fixed-point ones of gemmlowp and TensorFlow Lite."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -39,7 +39,7 @@ def requantize(acc: torch.Tensor, multiplier: torch.Tensor, rule: Mapping[str, A
 
 
 def multiplier_and_shift(real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A positive multiplier as m 2^(e - 31) with a 31-bit mantissa m in [2^30, 2^31), both int64. Zero gives (0, 0)."""
+    """Return m and e of a multiplier m 2^(e - 31) > 0, with m in [2^30, 2^31), both int64; (0, 0) for zero."""
     mantissa, exponent = torch.frexp(real.double())
     m = torch.floor(mantissa * 2.0**31 + 0.5).to(torch.int64)
     overflow = m == 1 << 31
@@ -49,7 +49,7 @@ def multiplier_and_shift(real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 
 
 def fixed_point(acc: torch.Tensor, real: torch.Tensor, how: str) -> torch.Tensor:
-    """acc times a real multiplier in integers, int64.
+    """Return acc times a real multiplier, computed in integers, int64.
 
     Args:
         acc: integers, any dtype that holds them exactly.
@@ -64,7 +64,7 @@ def fixed_point(acc: torch.Tensor, real: torch.Tensor, how: str) -> torch.Tensor
 
 
 def scale_by(acc: torch.Tensor, m: torch.Tensor, e: torch.Tensor, how: str) -> torch.Tensor:
-    """As `fixed_point`, with the multiplier as mantissa and exponent (`multiplier_and_shift`)."""
+    """Return `fixed_point` of a multiplier given as mantissa and exponent (see `multiplier_and_shift`)."""
     a = acc.to(torch.int64)
     if how == "once":
         return shift_up(a * m, 31 - e)
@@ -76,7 +76,7 @@ def scale_by(acc: torch.Tensor, m: torch.Tensor, e: torch.Tensor, how: str) -> t
 
 
 def shift(x: torch.Tensor, by: torch.Tensor, rounding: str) -> torch.Tensor:
-    """x / 2^by in integers, int64.
+    """Return x / 2^by in integers, int64.
 
     >>> [shift(torch.tensor([-3, -1, 1, 3]), torch.tensor(1), r).tolist() for r in ("half_away", "half_even", "trunc")]
     [[-2, -1, 1, 2], [-2, 0, 0, 2], [-1, 0, 0, 1]]
@@ -94,16 +94,16 @@ def shift(x: torch.Tensor, by: torch.Tensor, rounding: str) -> torch.Tensor:
 
 
 def short(m: torch.Tensor) -> torch.Tensor:
-    """A mantissa of 31 bits in 15."""
+    """Round a 31-bit mantissa to 15 bits."""
     return torch.where(m < 0x7FFF0000, (m + (1 << 15)) >> 16, 0x7FFF)
 
 
 def shift_up(x: torch.Tensor, by: torch.Tensor | int) -> torch.Tensor:
-    """x / 2^by, halves up."""
+    """Return x / 2^by, halves rounded up."""
     return (x + ((1 << by) >> 1)) >> by
 
 
 def shift_away(x: torch.Tensor, by: torch.Tensor | int) -> torch.Tensor:
-    """x / 2^by, halves away from zero; int64."""
+    """Return x / 2^by, halves rounded away from zero; int64."""
     mask = (1 << by) - 1
     return (x >> by) + ((x & mask) > (mask >> 1) + (x < 0).long()).long()

@@ -1,8 +1,8 @@
-"""Exact sums of products of 8-bit codes, in the processor's own integers; several times as fast as in float64.
+"""Exact sums of products of 8-bit integers, in the processor's own integers; several times as fast as in float64.
 
 Not every processor adds such products exactly, and torch's function has given wrong numbers for odd shapes, so every
 result is checked, which costs little: r (X W^T) = (r X) W^T for a random r (Freivalds 1977), both modulo 2^32. With r
-on this side torch adds whole rows, several times as fast as it takes products along them.
+on the left torch adds whole rows, several times as fast as products along them.
 """
 
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ from torch import Tensor
 
 from chipfit.engine.kernels import pad
 
-#: products of one sum that 32 bits hold, whatever the codes: below 2^15 each, with the zero point
+#: number of products whose sum fits 32 bits, whatever the integers: below 2^15 each, with the zero point
 _MOST = (1 << 16) - 1
-#: those of which float32 holds every sum: below 2^15 each, with the zero point
+#: number of products whose partial sums float32 holds exactly: below 2^15 each, with the zero point
 _IN_FLOAT = 1 << 9
 
 
 def fits(x: Tensor, zero: Tensor, w: Tensor, w_zero: Tensor) -> bool:
-    """Whether sums of products of these codes, [O, ...] of weights, can be taken here."""
+    """Return whether this module can add products of these integers; w: [O, ...]."""
     kinds = x.dtype in (torch.uint8, torch.int8) and w.dtype == torch.int8
     here = x.device.type == "cpu" and hasattr(torch, "_int_mm")
     one = zero.numel() == 1 or zero.shape == (*x.shape[:-1], 1)
@@ -30,7 +30,7 @@ def fits(x: Tensor, zero: Tensor, w: Tensor, w_zero: Tensor) -> bool:
 
 
 def multiplied(x: Tensor, zero: Tensor, w: Tensor) -> Tensor:
-    """Sums of (x - zero) w over the last axis of x [..., K] and w [O, K], int32 [..., O]; one zero, or [..., 1]."""
+    """Return int32 sums [..., O] of (x - zero) w over the last axis, for x [..., K], w [O, K], zero [] or [..., 1]."""
     shift = 128 if x.dtype == torch.uint8 else 0
     signed = x.bitwise_xor(128).view(torch.int8) if shift else x
     rows, wide = signed.reshape(-1, x.shape[-1]), w.int()
@@ -52,10 +52,14 @@ def convolved(
     dilation: Sequence[int],
     groups: int,
 ) -> Tensor | None:
-    """Those of a convolution, of x [N, C, *S] and w [O, C / groups, *k], [N, O, *out] in int32 or, exact, in float32.
+    """Return a convolution's sums of (x - zero) w, [N, O, *out] in int32 or (exact) float32.
 
-    None where groups are neither one, whose windows are rows, nor channels with a kernel each, whose products are added
-    place by place.
+    One group: windows become rows of a matrix. Depthwise: products are added kernel position by kernel position. Other
+    groups: None.
+
+    Args:
+        x: [N, C, *S].
+        w: [O, C / groups, *k].
     """
     kernel, count = w.shape[2:], w[0].numel()
     if groups > 1 and not (groups == x.shape[1] == len(w) and count <= _IN_FLOAT):

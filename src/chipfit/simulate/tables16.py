@@ -1,4 +1,4 @@
-"""Functions of 16-bit codes as LiteRT computes them: short tables, straight lines between their entries.
+"""Functions of 16-bit integers as LiteRT computes them: short tables with linear interpolation between entries.
 
 Source: TensorFlow Lite, kernels/internal/common.h and reference/integer_ops/{logistic,tanh}.h, reference/softmax.h.
 """
@@ -19,11 +19,11 @@ def _away(x: Tensor) -> Tensor:
 
 
 def _table(f: Function, scale: Tensor, zero: int, result: Tensor) -> Tensor:
-    """513 entries of round(f / result), lowered where a line between them would run above the middle, int64.
+    """Return 513 entries of round(f / result), lowered if interpolation would be too high half way, int64.
 
     Args:
-        f: of reals of the scales' type.
-        scale, zero: of the codes that the table is for: real = scale (code - zero).
+        f: a function of floats of the scales' type.
+        scale, zero: of the integers q that index the table: x = scale (q - zero).
         result: scale of the results.
     """
     low, high = (scale * (end - zero) for end in (LOW, HIGH))
@@ -43,12 +43,12 @@ def _read(table: Tensor, q: Tensor) -> Tensor:
 
 
 def apply(f: Function, q: Tensor, scale: Tensor, result: Tensor) -> Tensor:
-    """f of codes without zero point, in codes of `result`; int64."""
+    """Return f of integers with zero point 0, as integers of scale `result`; int64."""
     return _read(_table(f, scale, 0, result), q)
 
 
-def _bell() -> Tensor:
-    """65536 sigmoid(i / 24), i = 0 .. 255, lowered like the others."""
+def sigmoid_table() -> Tensor:
+    """Return 65536 sigmoid(i / 24), i = 0 .. 255, lowered as in `_table`."""
     i = torch.arange(256, dtype=torch.float64)
     here, middle, after = (65536 * torch.sigmoid((i + part) / 24) for part in (0.0, 0.5, 1.0))
     table = torch.floor(here - ((here + after) / 2 - middle) / 2 + 0.5).long()
@@ -56,8 +56,8 @@ def _bell() -> Tensor:
     return table
 
 
-def _thirds(q: Tensor, scale: Tensor, shifts: tuple[int, ...]) -> Tensor:
-    """The operand in steps of 1 / 12288: by a shift where the scale is 2^(shift - 12), else by a 15-bit multiplier."""
+def in_12288ths(q: Tensor, scale: Tensor, shifts: tuple[int, ...]) -> Tensor:
+    """Return q in steps of 1 / 12288: by a shift if the scale is 2^(shift - 12), else by a 15-bit multiplier."""
     exact = 12 + torch.log2(scale.double())
     if float(exact) in shifts:
         return q * (3 << int(exact))
@@ -68,29 +68,29 @@ def _thirds(q: Tensor, scale: Tensor, shifts: tuple[int, ...]) -> Tensor:
 
 
 def _line(x: Tensor, bits: int, end: int) -> Tensor:
-    """Between entries of the table, `bits` fractional bits; `end` beyond them."""
-    table, size = _bell(), x.abs()
+    """Interpolate the table with `bits` fractional bits; beyond it return `end`."""
+    table, size = sigmoid_table(), x.abs()
     at = (size >> bits).clamp_max(254)
     y = (table[at] << bits) + (size & (1 << bits) - 1) * (table[at + 1] - table[at])
     return torch.where(size >> bits >= 255, end, y)
 
 
 def sigmoid(q: Tensor, scale: Tensor) -> Tensor:
-    """Codes of 1/32768."""
-    x = _thirds(q, scale, (0,))
+    """Return integers of scale 1/32768."""
+    x = in_12288ths(q, scale, (0,))
     y = _line(x, 9, HIGH << 10)
     return torch.where(x >= 0, y + 512, (1 << 25) - y + 511) >> 10
 
 
 def tanh(q: Tensor, scale: Tensor) -> Tensor:
-    """Codes of 1/32768."""
-    x = _thirds(q, scale, (0, 1))
+    """Return integers of scale 1/32768."""
+    x = in_12288ths(q, scale, (0, 1))
     y = _line(x, 8, 65535 << 8)
     return torch.where(x >= 0, y - (1 << 23) + 128, (1 << 23) - y + 127) >> 8
 
 
 def softmax(q: Tensor, scale: Tensor) -> Tensor:
-    """Over the last axis, codes of 1/32768: tables of exp over -10 .. 0 and of 1 / (1 + x) over 0 .. 1."""
+    """Return a softmax over the last axis, of scale 1/32768: tables of exp on -10 .. 0 and of 1 / (1 + x) on 0 .. 1."""
     part = torch.tensor(1.0 / 65535.0, dtype=torch.float64)
     exp, inverse = _table(torch.exp, 10 * part, HIGH, 2 * part), _table(lambda x: 1.0 / (1.0 + x), part, LOW, 2 * part)
     diff = q - q.amax(-1, keepdim=True)

@@ -14,8 +14,8 @@ from torch import nn
 from chipfit.errors import ExportError, UnsupportedError
 from chipfit.export.io_spec import QuantizedIO
 from chipfit.export.onnx.builder import OnnxBuilder, tensor_type
-from chipfit.export.onnx.ops import _attribute
-from chipfit.export.onnx.writer import _info, _live, _lowest_opset, export_onnx
+from chipfit.export.onnx.ops import onnx_attribute
+from chipfit.export.onnx.writer import export_onnx, live_nodes, lowest_opset, value_info
 from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
@@ -33,7 +33,7 @@ def relu(grid: Stored, shape=(None, 3)) -> tuple[Graph, Plan]:
 
 @pytest.mark.parametrize("bits, opset", [(4, 21), (3, 21), (5, 13), (8, 13), (9, 21), (16, 21), (17, 13), (32, 13)])
 def test_codes_of_4_and_of_16_bits_need_a_later_opset(bits, opset):
-    assert _lowest_opset(*relu(stored(bits=bits))) == opset
+    assert lowest_opset(*relu(stored(bits=bits))) == opset
 
 
 @pytest.mark.parametrize("opset, version", [(None, 7), (13, 7), (14, 10), (17, 8), (18, 8), (21, 10), (20, 10)])
@@ -91,8 +91,8 @@ def test_a_narrow_grid_of_channels_is_clipped_along_its_axis(tmp_path):
 def test_only_what_an_output_needs_is_in_the_file():
     make = onnx.helper.make_node
     nodes = [make("A", ["x"], ["a"]), make("B", ["x"], ["b"]), make("C", ["a"], ["c", "d"]), make("D", ["d"], ["e"])]
-    assert [n.op_type for n in _live(nodes, ["c"])] == ["A", "C"]
-    assert [n.op_type for n in _live(nodes, ["e", "b"])] == ["A", "B", "C", "D"] and _live(nodes, []) == []
+    assert [n.op_type for n in live_nodes(nodes, ["c"])] == ["A", "C"]
+    assert [n.op_type for n in live_nodes(nodes, ["e", "b"])] == ["A", "B", "C", "D"] and live_nodes(nodes, []) == []
 
 
 def test_sizes_that_only_the_run_tells_have_names(tmp_path):
@@ -116,7 +116,7 @@ def test_a_weight_that_is_an_output_is_in_the_file(tmp_path):
     [(True, 1), (False, 0), (3, 3), ((1, 2), [1, 2]), (((1, 2), (3, 4)), [1, 3, 2, 4]), ((), []), ([[5, 6]], [5, 6])],
 )
 def test_an_attribute_as_onnx_has_it(value, theirs):
-    found = _attribute(value)
+    found = onnx_attribute(value)
     assert found == theirs and type(found) is type(theirs)
 
 
@@ -200,9 +200,10 @@ def test_what_the_checker_says_first_is_said(tmp_path, monkeypatch):
 )
 def test_the_first_axis_of_a_result_is_the_batch_where_all_inputs_have_one(x, y, shown):
     graph = Graph([], ["x"], ["y"], {"x": Value("x", x), "y": Value("y", y)}, {})
-    info = _info(graph, "output", "y")
+    info = value_info(graph, "output", "y")
     assert [d.dim_param or d.dim_value for d in info.type.tensor_type.shape.dim] == shown
     assert info.name == "output" and info.type.tensor_type.elem_type == onnx.TensorProto.FLOAT
     assert (
-        _info(graph, "o", "y", QuantizedIO("uint8", 1.0, 0, True)).type.tensor_type.elem_type == onnx.TensorProto.UINT8
+        value_info(graph, "o", "y", QuantizedIO("uint8", 1.0, 0, True)).type.tensor_type.elem_type
+        == onnx.TensorProto.UINT8
     )

@@ -10,7 +10,7 @@ import pytest
 from ai_edge_litert import schema_py_generated as schema
 
 from chipfit.export.tflite.c_array import arena, header
-from chipfit.export.tflite.file import INT4, TYPES, File, Quantization, _packed
+from chipfit.export.tflite.file import INT4, TYPES, File, Quantization, pack_4_bits
 from chipfit.export.tflite.metadata import labels_archive, metadata
 from chipfit.export.tflite.read_back import array_of, read_back
 from tests.export.test_io_spec import Table
@@ -79,13 +79,13 @@ def test_an_array_of_c_has_a_name_that_c_allows(name, taken):
 
 def test_codes_of_4_bits_are_packed_and_read_with_their_sign():
     codes = np.array([[-8, 7, -1], [0, 3, -5]])
-    assert _packed(codes).tolist() == [0x78, 0x0F, 0xB3]
-    assert _packed(codes[:, :1]).tolist() == [0x08] and _packed(codes[0]).tolist() == [0x78, 0x0F]
+    assert pack_4_bits(codes).tolist() == [0x78, 0x0F, 0xB3]
+    assert pack_4_bits(codes[:, :1]).tolist() == [0x08] and pack_4_bits(codes[0]).tolist() == [0x78, 0x0F]
     for shape in ((2, 3), (3, 1), (5,), ()):
         t = schema.TensorT()
         t.shape, t.type = np.array(shape, np.int32), INT4
         q = np.arange(-8, -8 + int(np.prod(shape))).reshape(shape)
-        found = array_of(_packed(q).tobytes(), t)
+        found = array_of(pack_4_bits(q).tobytes(), t)
         assert np.array_equal(found, q) and found.shape == shape
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from chipfit.engine.kernels import execute
 from chipfit.errors import UnsupportedError
 from chipfit.export.tflite.file import TYPES
-from chipfit.export.tflite.ops import SAME, VALID, _steps, _window, fused_code
+from chipfit.export.tflite.ops import SAME, VALID, fused_code, per_axis, window_placement
 from chipfit.export.tflite.writer import content, export_tflite
 from chipfit.graph.ir import DYNAMIC, Graph, Node, Value
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
@@ -76,13 +76,20 @@ def spatial(stride, padding, dilation=None, **more) -> Node:
 def test_padding_is_the_schemas_own_word_where_that_places_the_windows(
     sizes, out, kernel, stride, padding, dilation, found
 ):
-    assert _window(spatial(stride, padding, dilation), sizes, out, kernel) == found
+    assert window_placement(spatial(stride, padding, dilation), sizes, out, kernel) == found
 
 
 def test_options_are_named_by_their_axis():
-    assert _steps(spatial((2, 3), ()), stride="stride{}") == {"strideH": 2, "strideW": 3}
+    assert per_axis(spatial((2, 3), ()), stride="stride{}") == {"strideH": 2, "strideW": 3}
     three = spatial((1, 2, 3), (), (4, 5, 6))
-    assert _steps(three, stride="s{}", dilation="{}x") == {"sD": 1, "sH": 2, "sW": 3, "Dx": 4, "Hx": 5, "Wx": 6}
+    assert per_axis(three, stride="s{}", dilation="{}x") == {
+        "sD": 1,
+        "sH": 2,
+        "sW": 3,
+        "Dx": 4,
+        "Hx": 5,
+        "Wx": 6,
+    }
 
 
 @pytest.mark.parametrize(

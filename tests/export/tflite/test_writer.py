@@ -14,7 +14,7 @@ from ai_edge_litert.interpreter import Interpreter, OpResolverType
 
 from chipfit.errors import ExportError, UnsupportedError
 from chipfit.export.tflite.file import TYPES
-from chipfit.export.tflite.writer import _sizes, content, export_tflite
+from chipfit.export.tflite.writer import concrete_sizes, content, export_tflite
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from tests.build import stored
@@ -390,6 +390,6 @@ def test_groups_of_a_transposed_convolution_are_written_one_by_one():
 def test_sizes_nobody_knows_are_those_of_an_example_or_one():
     graph = network(node("Relu", "x", "y"), x=(None, 4), y=(None, 4))
     graph.values["x"] = Value("x", (None, None))
-    assert _sizes(graph, 3) == {"x": (3, 1), "y": (3, 1)}
+    assert concrete_sizes(graph, 3) == {"x": (3, 1), "y": (3, 1)}
     graph.example = (torch.zeros(9, 5),)
-    assert _sizes(graph, 3) == {"x": (3, 5), "y": (3, 5)}
+    assert concrete_sizes(graph, 3) == {"x": (3, 5), "y": (3, 5)}

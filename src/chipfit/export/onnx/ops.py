@@ -31,7 +31,7 @@ class OnnxOp:
         attrs = {}
         for word in self.attrs.split():
             theirs, _, ours = word.partition("=")
-            attrs[theirs] = _attribute(n.attrs[ours or theirs])
+            attrs[theirs] = onnx_attribute(n.attrs[ours or theirs])
         words = (word.split(":") for word in self.constants.split())
         values = [_FORMS[form](n.attrs.get(name, name)) for name, form in words]
         constants = [None if v is None else w.const(v) for v in values]
@@ -41,7 +41,7 @@ class OnnxOp:
 Write = Callable[[OnnxBuilder, Node, Names], str | list[str]]
 
 
-def _attribute(value: Any) -> Any:
+def onnx_attribute(value: Any) -> Any:
     """Return a value as ONNX has it: True as 1, padding ((lo, hi), ...) as all lows, then all highs."""
     if isinstance(value, bool):
         return int(value)
@@ -317,7 +317,7 @@ def _pad(w: OnnxBuilder, n: Node, x: Names) -> str:
     mode = {"constant": "constant", "reflect": "reflect", "replicate": "edge"}.get(n.attrs["mode"])
     if mode is None:
         refuse(n, "circular padding")
-    ends = w.const(_ints(*_attribute(n.attrs["padding"])))
+    ends = w.const(_ints(*onnx_attribute(n.attrs["padding"])))
     value = w.const(np.float32(n.attrs["value"])) if mode == "constant" else None
     return w.op("Pad", [x[0], ends, value], mode=mode)
 

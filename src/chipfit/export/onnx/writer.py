@@ -45,7 +45,7 @@ def export_onnx(graph: Graph, plan: Plan | None, path: str | Path, *, opset: int
     """
     plan = plan or Plan()
     io = io_spec_of(graph, plan, **ends)
-    lowest = _lowest_opset(graph, plan)
+    lowest = lowest_opset(graph, plan)
     if opset is not None and opset < lowest:
         hint = "leave `opset` out"
         raise UnsupportedError(f"This model needs ONNX opset {lowest}", got=opset, allowed=f">= {lowest}", hint=hint)
@@ -57,7 +57,7 @@ def export_onnx(graph: Graph, plan: Plan | None, path: str | Path, *, opset: int
     return write_atomically(Path(path), model.SerializeToString())
 
 
-def _lowest_opset(graph: Graph, plan: Plan) -> int:
+def lowest_opset(graph: Graph, plan: Plan) -> int:
     bits = {t.stored.grid.bits for t in plan.tensors.values() if t.stored is not None}
     if any(b <= 4 or 8 < b <= 16 for b in bits):
         return _OPSET_OF_4_AND_16_BITS
@@ -116,10 +116,10 @@ def _model(b: OnnxBuilder, io: IOSpec) -> onnx.ModelProto:
         if value in io.outputs:
             source = b.quantized_output(value, io.outputs[value])
         b.nodes.append(helper.make_node("Identity", [source], [name], name=f"output_{i}"))
-    nodes = _live(b.nodes, names)
+    nodes = live_nodes(b.nodes, names)
     read = {i for n in nodes for i in n.input}
-    inputs = [_info(g, n, n, io.inputs.get(n)) for n in g.inputs]
-    outputs = [_info(g, name, value, io.outputs.get(value)) for name, value in zip(names, g.outputs, strict=True)]
+    inputs = [value_info(g, n, n, io.inputs.get(n)) for n in g.inputs]
+    outputs = [value_info(g, name, value, io.outputs.get(value)) for name, value in zip(names, g.outputs, strict=True)]
     constants = [t for k, t in b.initialisers.items() if k in read]
     graph = helper.make_graph(nodes, "chipfit", inputs, outputs, constants)
     domains = sorted({n.domain for n in nodes} - {""})
@@ -136,7 +136,7 @@ def _model(b: OnnxBuilder, io: IOSpec) -> onnx.ModelProto:
     return model
 
 
-def _live(nodes: list[onnx.NodeProto], outputs: Collection[str]) -> list[onnx.NodeProto]:
+def live_nodes(nodes: list[onnx.NodeProto], outputs: Collection[str]) -> list[onnx.NodeProto]:
     """Return the nodes that an output depends on, in order."""
     live, kept = set(outputs), []
     for n in reversed(nodes):
@@ -146,7 +146,7 @@ def _live(nodes: list[onnx.NodeProto], outputs: Collection[str]) -> list[onnx.No
     return kept[::-1]
 
 
-def _info(g: Graph, name: str, value: str, io: QuantizedIO | None = None) -> onnx.ValueInfoProto:
+def value_info(g: Graph, name: str, value: str, io: QuantizedIO | None = None) -> onnx.ValueInfoProto:
     """Return type and shape of an input or output; open sizes have names."""
     if value in g.weights:
         w = g.weights[value]

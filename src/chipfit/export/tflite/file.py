@@ -83,7 +83,7 @@ class File:
         kind = TYPES[a.dtype.name] if kind is None else kind
         key = (name, kind, a.shape, a.tobytes(), numbers and np.asarray(numbers.scale).tobytes())
         if key not in self._constants:
-            data = _packed(a) if kind == INT4 else a.astype(NUMPY[kind])
+            data = pack_4_bits(a) if kind == INT4 else a.astype(NUMPY[kind])
             whole = self._free(name or f"{self.scope}/const")
             self._constants[key] = self.tensor(whole, a.shape, kind, numbers, data=data.tobytes())
         return self._constants[key]
@@ -200,7 +200,7 @@ def _named(name: str, index: int) -> Any:
     return t
 
 
-def _packed(codes: np.ndarray) -> np.ndarray:
+def pack_4_bits(codes: np.ndarray) -> np.ndarray:
     """Pack two 4-bit integers into a byte, the first in the low half."""
     flat = codes.ravel().astype(np.int8)
     flat = np.append(flat, np.int8(0)) if flat.size % 2 else flat

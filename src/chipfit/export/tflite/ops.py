@@ -85,8 +85,8 @@ def _spatial(
     _reshape(w, result, _open(w, b), y[0])
 
 
-def _steps(n: Node, **of: str) -> dict[str, int]:
-    """Return options by spatial axis: `_steps(n, stride="stride{}")` gives strideH and strideW, and strideD in 3D."""
+def per_axis(n: Node, **of: str) -> dict[str, int]:
+    """Return options by spatial axis: `per_axis(n, stride="stride{}")` gives strideH and strideW, and strideD in 3D."""
     return {
         option.format(axis): step
         for key, option in of.items()
@@ -94,7 +94,7 @@ def _steps(n: Node, **of: str) -> dict[str, int]:
     }
 
 
-def _window(
+def window_placement(
     n: Node, sizes: Sequence[int], out: Sequence[int], kernel: Sequence[int]
 ) -> tuple[int, list[tuple[int, int]] | None]:
     """Return SAME or VALID if one places the windows as the node does, else VALID and the padding to apply first."""
@@ -176,10 +176,10 @@ def _bias(w: TfliteBuilder, n: Node, channels: int) -> int:
 def _conv(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     def write(m: Node, x: int, a: list[int], out: int, b: list[int]) -> None:
         kernel, sizes = _kernel(w, n)
-        padding, pads = _window(m, a[1:-1], b[1:-1], sizes)
+        padding, pads = window_placement(m, a[1:-1], b[1:-1], sizes)
         if pads is not None:
             x = _padded(w, m, x, a, pads)
-        how = _steps(m, stride="stride{}", dilation="dilation{}Factor")
+        how = per_axis(m, stride="stride{}", dilation="dilation{}Factor")
         if w.kind == "DEPTHWISE_CONV_2D":
             how["depthMultiplier"] = b[-1] // a[-1]
         if w.kind == "CONV_3D" and n.attrs["groups"] != 1:
@@ -207,7 +207,11 @@ def _transpose_conv(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
         whole = same or full == b[1:3]
         size = b if whole else [b[0], *full, b[3]]
         result = out if whole else w.temporary(size, out)
-        how = {"padding": SAME if same else VALID, "fusedActivationFunction": w.fused, **_steps(m, stride="stride{}")}
+        how = {
+            "padding": SAME if same else VALID,
+            "fusedActivationFunction": w.fused,
+            **per_axis(m, stride="stride{}"),
+        }
         w.op(w.kind, [w.ints(*size), kernel, x, _bias(w, n, b[3])], result, **how)
         if not whole:
             w.op("SLICE", [result, w.ints(0, *low, 0), w.ints(-1, *b[1:3], -1)], out)
@@ -343,14 +347,14 @@ def _pool(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
         w.refuse(n, "its window is dilated")
 
     def write(m: Node, x: int, a: list[int], out: int, b: list[int]) -> None:
-        padding, pads = _window(m, a[1:3], b[1:3], m.attrs["kernel"])
+        padding, pads = window_placement(m, a[1:3], b[1:3], m.attrs["kernel"])
         if w.kind == "AVERAGE_POOL_2D":  # SAME leaves the padding out of the mean
             around = m.attrs["padding"]
             if n.attrs["count_include_pad"] and any(p for pair in around for p in pair):
                 x = _padded(w, m, x, a, around)
                 wide = [s + sum(pair) for s, pair in zip(a[1:3], around, strict=True)]
                 plain = m.with_(attrs={**m.attrs, "padding": ((0, 0),) * 2})
-                padding, pads = _window(plain, wide, b[1:3], m.attrs["kernel"])
+                padding, pads = window_placement(plain, wide, b[1:3], m.attrs["kernel"])
             if pads is not None:  # SAME centres windows if the stride is 1; of these every stride-th is kept
                 steps = list(m.attrs["stride"])
                 centred = all(low == (k - 1) // 2 for (low, _), k in zip(around, m.attrs["kernel"], strict=True))
@@ -362,7 +366,7 @@ def _pool(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
                 return w.op("STRIDED_SLICE", [every, *(w.ints(*e) for e in ends)], out, beginMask=15, endMask=15)
         if pads is not None:
             x = _padded(w, m, x, a, pads, lowest=True)
-        (height, width), how = m.attrs["kernel"], _steps(m, stride="stride{}")
+        (height, width), how = m.attrs["kernel"], per_axis(m, stride="stride{}")
         how |= {"filterHeight": height, "filterWidth": width, "fusedActivationFunction": w.fused}
         w.op(w.kind, [x], out, padding=padding, **how)
 

@@ -87,7 +87,7 @@ class Writer(TfliteBuilder):
     def __init__(self, graph: Graph, plan: Plan, batch: int | None, keep_layout: bool, io: IOSpec) -> None:
         self.source, self.io = graph, io
         self.refused = _unstorable(plan)  #: reasons why the file cannot be written
-        found = _sizes(graph, batch or 1)
+        found = concrete_sizes(graph, batch or 1)
         graph = _with_shapes(graph, found)
         new, plan = apply_layout(graph, plan, "channels_last", change_io=not keep_layout)
         self.forms = new.layouts
@@ -293,7 +293,7 @@ def _with_shapes(graph: Graph, sizes: Mapping[str, tuple[int, ...]]) -> Graph:
     return graph
 
 
-def _sizes(graph: Graph, batch: int) -> dict[str, tuple[int, ...]]:
+def concrete_sizes(graph: Graph, batch: int) -> dict[str, tuple[int, ...]]:
     """Return concrete sizes of every value, from one run of the network on zeros."""
     found: dict[str, tuple[int, ...]] = {}
 
