@@ -87,8 +87,8 @@ class Result(SummaryRepr):
     @property
     def report(self) -> Report:
         """How well it went, as data; `report.save(path)` writes the HTML page."""
-        from chipfit.report.rows import build
         from chipfit.report.advice import tried
+        from chipfit.report.rows import build
 
         shown, proof = (self.graph, self.plan, self.platform), self.verification
         report = build(*shown, stats=self.stats, timings=self.timings, verification=proof)
