@@ -28,22 +28,13 @@ def runs(count=6):
         ]
         told = {"config": config, "setting": "snpe", "float_top1": 80.0, "top1": 80.0 - k, "deployed": deployed}
         told |= {"seconds": 1.5, "size": 1000 * (9 - k), "curves": {"loss": [], "top1": [[1, 50.0], [2, 80.0 - k]]}}
-        out.append(
-            {
-                "key": f"{k:016x}",
-                "name": f"run{k}",
-                "study": "s",
-                "status": "done",
-                "ended": 1.5e9 + k,
-                "outcome": told,
-                "error": None,
-            }
-        )
+        names = {"key": f"{k:016x}", "name": f"run{k}", "study": "s", "status": "done"}
+        out.append({**names, "ended": 1.5e9 + k, "outcome": told, "error": None})
     lost = {"key": "f" * 16, "name": "lost", "study": "s", "status": "failed", "outcome": None}
     return [*out, {**lost, "error": "</script><b>no memory"}]
 
 
-def test_a_row_has_the_best_deployment_and_says_what_is_not_unified():
+def test_a_row_has_the_best_deployment_and_marks_other_training_settings():
     found = row(runs()[1])
     assert (found["method"], found["bit"], found["below"], found["deployed"]) == ("dorefa / pact", 4, 1.0, 78.0)
     assert (found["unified"], row(runs()[0])["unified"]) == ("not unified", "")
@@ -56,15 +47,14 @@ def test_a_row_has_the_best_deployment_and_says_what_is_not_unified():
 
 def test_tables_for_other_tools_have_a_line_for_each_run(tmp_path):
     rows = [row(r) for r in runs()]
-    assert len(
-        as_csv(rows).splitlines()
-    ) == 7 and "run1,s,resnet20,dorefa / pact,4,snpe,80.0,79.0,1.0,78.0,0" in as_csv(rows)
+    table = as_csv(rows)
+    assert len(table.splitlines()) == 7 and "run1,s,resnet20,dorefa / pact,4,snpe,80.0,79.0,1.0,78.0,0" in table
     assert "| run1 | s | resnet20 | dorefa / pact | 4 | snpe | 80.00 | 79.00 | 1.00 | 78.00 | 0 |" in as_markdown(rows)
     with pytest.raises(ConfigError, match=r"\.html, \.csv"):
         write(runs(), tmp_path / "board.txt")
 
 
-def test_a_table_has_the_columns_that_a_terminal_holds_and_names_the_others():
+def test_a_text_table_has_the_columns_that_fit_and_names_the_others():
     rows = [row(r) for r in runs()]
     assert as_text(rows, 45).splitlines()[:4] == [
         "                   below",
@@ -80,7 +70,7 @@ def test_a_table_has_the_columns_that_a_terminal_holds_and_names_the_others():
     assert as_text(rows, 3).splitlines()[1:3] == ["experiment", "run0"]  # what it is remains
 
 
-def test_two_runs_differ_where_they_do():
+def test_differences_of_two_runs_name_every_changed_value():
     one, other = runs()[:2]
     assert {k for k, *_ in differences(one, other)} == {
         "config.qparams.bit", "config.seed", "config.unified", "deployed", "size", "top1"
@@ -88,10 +78,10 @@ def test_two_runs_differ_where_they_do():
     assert differences(one, one) == []
 
 
-def test_curves_are_drawn(tmp_path):
+def test_curves_are_plotted(tmp_path):
     pytest.importorskip("matplotlib")
     assert plot(runs(), tmp_path / "b.svg").read_text().startswith("<?xml")
-    with pytest.raises(ConfigError, match="drawing cannot be written"):
+    with pytest.raises(ConfigError, match="plot cannot be written"):
         plot(runs(), tmp_path / "b.doc")
 
 
@@ -103,12 +93,9 @@ def test_the_page_filters_sorts_and_shows_a_run_in_a_browser(tmp_path):
 
     def text(do: str) -> str:
         """What stands in the page after a script."""
-        (tmp_path / "b.html").write_text(page(runs()).replace("</body>", f"<script>{do}</script></body>").replace(
-            "script-src 'unsafe-inline'", "script-src 'unsafe-inline'"))  # fmt: skip
-        flags = (
-            "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --dump-dom".split()
-        )
-        command = [browser, *flags, f"--user-data-dir={tmp_path / 'profile'}", (tmp_path / "b.html").as_uri()]
+        (tmp_path / "b.html").write_text(page(runs()).replace("</body>", f"<script>{do}</script></body>"))
+        flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --dump-dom"
+        command = [browser, *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", (tmp_path / "b.html").as_uri()]
         return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
 
     def names(dom: str) -> list[str]:
@@ -124,6 +111,6 @@ def test_the_page_filters_sorts_and_shows_a_run_in_a_browser(tmp_path):
     assert "wants powers of two" in text("location.hash = '#' + '0'.repeat(16); window.onhashchange();")
 
 
-def test_what_runs_say_cannot_leave_the_data_of_the_page():
+def test_texts_of_runs_cannot_leave_the_data_of_the_page():
     data = re.search(r'id="data">(.*?)</script>', page(runs()), re.DOTALL)[1]
     assert json.loads(data)["runs"][-1]["error"] == "</script><b>no memory"

@@ -17,17 +17,12 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize(
-    "kills, how",
-    [
-        (5, ["--forked", "--control"]),
-        pytest.param(12, [], marks=pytest.mark.slow),  # `chipfit bench sweep` as it is started
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kills, how", [(5, ["--forked", "--control"]), (12, [])])
 def test_kills_change_nothing_and_checkpoints_that_forget_the_optimizer_would_be_noticed(tmp_path, kills, how):
     path = matrix(tmp_path, **LONG)
     command = [sys.executable, "benchmarks/chaos.py", str(path), "--kills", str(kills), *how]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{kills} kills" in done.stdout and "0 with another table" in done.stdout
-    assert "--control" not in how or "remove_checkpoint the optimizer: noticed" in done.stdout
+    assert "--control" not in how or "forget the optimizer: noticed" in done.stdout

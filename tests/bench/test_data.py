@@ -1,4 +1,4 @@
-"""Images: read right, the same for the same seed, and missing ones are counted."""
+"""Data sets: pixel values, reproducible random transforms, and unreadable images."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def data(root, **over):
     return Data(**{"type": "imagenet", "root": root, **small, **over})
 
 
-def test_a_folder_of_classes_is_read_with_imagenets_mean_and_deviation(tmp_path):
+def test_a_folder_of_classes_is_normalized_with_imagenets_mean_and_deviation(tmp_path):
     sets = load(data(folder(tmp_path)))
     x, y = sets.train.read(5, torch.Generator())  # the second of class b: (1, 1, 201)
     want = [(v / 255 - m) / s for v, m, s in zip((1, 1, 201), (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
@@ -37,7 +37,7 @@ def test_a_folder_of_classes_is_read_with_imagenets_mean_and_deviation(tmp_path)
     assert x[:, 3, 3].tolist() == pytest.approx(want, abs=1e-6)
 
 
-def test_the_middle_is_cut_out_after_the_short_side_has_its_size(tmp_path):
+def test_a_center_crop_follows_resizing_of_the_short_side(tmp_path):
     root = folder(tmp_path, 1)
     wide = np.zeros((8, 16, 3), np.uint8)
     wide[:, :4] = 255  # left of the middle
@@ -50,7 +50,7 @@ def test_the_middle_is_cut_out_after_the_short_side_has_its_size(tmp_path):
     assert (x[0, 0] > 0).tolist() == [True, False, False, False, False, False]
 
 
-def test_training_images_are_drawn_from_seed_pass_and_number_alone(tmp_path):
+def test_random_transforms_depend_on_seed_epoch_and_index_only(tmp_path):
     sets = load(data(folder(tmp_path), train=STANDARD))
     for k, p in enumerate(sorted((tmp_path / "train").glob("*/*.png"))):
         Image.fromarray(np.random.default_rng(k).integers(0, 255, (12, 16, 3), np.uint8)).save(p)
@@ -80,7 +80,7 @@ def test_two_processes_share_every_batch(tmp_path):
     assert not {tuple(x.flatten().tolist()) for x in parts[0]} & {tuple(x.flatten().tolist()) for x in parts[1]}
 
 
-def test_images_that_cannot_be_read_are_left_out_and_counted_up_to_a_limit(tmp_path):
+def test_unreadable_images_are_skipped_and_counted_up_to_a_limit(tmp_path):
     root = folder(tmp_path)
     (tmp_path / "train/a/0.png").write_bytes(b"no image")
     config = data(root, corrupted=0.2)
@@ -92,7 +92,7 @@ def test_images_that_cannot_be_read_are_left_out_and_counted_up_to_a_limit(tmp_p
         list(strict.batches(0, shuffled=False))
 
 
-def test_a_batch_of_which_nothing_can_be_read_ends_training_and_is_left_out_of_tests(tmp_path):
+def test_a_batch_without_readable_images_stops_training_and_is_skipped_in_tests(tmp_path):
     root = folder(tmp_path)
     (tmp_path / "train/b/3.png").write_bytes(b"no image")
     config = data(root, corrupted=0.5, batch_size=1)
@@ -102,7 +102,7 @@ def test_a_batch_of_which_nothing_can_be_read_ends_training_and_is_left_out_of_t
         list(reader.batches(0, shuffled=True))
 
 
-def test_a_data_set_of_ones_own_is_a_function_by_its_name(tmp_path, monkeypatch):
+def test_a_custom_data_set_is_a_function_of_a_module(tmp_path, monkeypatch):
     (tmp_path / "pictures.py").write_text(
         "from chipfit.bench.data.built_in import digits as mine\ndef bad(config): 1 / 0\n"
     )
@@ -114,7 +114,7 @@ def test_a_data_set_of_ones_own_is_a_function_by_its_name(tmp_path, monkeypatch)
         load(Data(type="pictures:yours"))
 
 
-def test_cifars_rows_are_labels_and_colours(tmp_path):
+def test_cifars_binary_rows_are_labels_and_colours(tmp_path):
     rows = np.zeros((3, 3073), np.uint8)
     rows[:, 0], rows[1, 1:1025] = (7, 8, 9), 255  # the second image is red
     for name in [f"data_batch_{k}" for k in range(1, 6)] + ["test_batch"]:
@@ -129,7 +129,7 @@ def test_cifars_rows_are_labels_and_colours(tmp_path):
         (tmp_path / f"{name}.bin").write_bytes(wide.tobytes())
     assert load(data(str(tmp_path), type="cifar100")).train.read(0, torch.Generator())[1] == 99
     (tmp_path / "train.bin").write_bytes(b"short")
-    with pytest.raises(DataError, match="not CIFAR's binary form.*rows of 3074 bytes"):
+    with pytest.raises(DataError, match="not in CIFAR's binary format.*rows of 3074 bytes"):
         load(data(str(tmp_path), type="cifar100"))
 
 
@@ -142,7 +142,7 @@ def test_digits_and_procedural_images_need_no_files():
     assert drawn.train.digest() != drawn.test.digest()
 
 
-def test_folders_that_are_not_there_or_hold_something_else_are_refused(tmp_path, monkeypatch):
+def test_missing_and_wrong_folders_are_refused(tmp_path, monkeypatch):
     monkeypatch.delenv("CHIPFIT_DATA", raising=False)
     with pytest.raises(DataError, match="CHIPFIT_DATA"):
         load(Data())
@@ -153,7 +153,7 @@ def test_folders_that_are_not_there_or_hold_something_else_are_refused(tmp_path,
         load(data(str(tmp_path)))
     root = folder(tmp_path / "other")
     (tmp_path / "other/val/b").rename(tmp_path / "other/val/c")
-    with pytest.raises(DataError, match="other classes.*b, c"):
+    with pytest.raises(DataError, match="different classes.*b, c"):
         load(data(root))
     with pytest.raises(UnknownNameError, match="imagenet"):
         load(data(root, type="imagenets"))

@@ -35,8 +35,8 @@ def test_a_keras_model_is_quantized_and_its_integers_are_compared(tmp_path):
 @pytest.mark.parametrize(
     "over", [{"qparams": {}, "backend": "snpe"}, {"ptq": {}, "saver": {"pretrain": {"epochs": 1}}}]
 )
-def test_a_keras_model_is_not_trained_here(tmp_path, over):
+def test_training_of_a_keras_model_is_refused(tmp_path, over):
     asked = {"model": {"type": "tests.bench.test_keras_experiments:net"}, "data": config()["data"], **over}
     rates = {"lr_scheduler": {"kwargs": {"base_lr": 0.01, "max_iter": 2}}} if "qparams" in over else {}
-    with pytest.raises(ConfigError, match="Networks of PyTorch are trained here.*Functional.*ptq in the place"):
+    with pytest.raises(ConfigError, match="requires a PyTorch network.*Functional.*ptq in the place"):
         run(of({**asked, **rates}), tmp_path, lambda text: None)

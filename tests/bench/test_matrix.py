@@ -1,4 +1,4 @@
-"""The committed experiments are those of the matrix, and their names say what they hold."""
+"""Matrices of experiments, and the committed files of qbench_zoo."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ COUNTS = {
 }
 
 
-def test_the_committed_files_are_what_the_matrix_makes():
+def test_the_committed_files_are_those_that_the_matrix_generates():
     wanted = files(ZOO / "matrix.yaml")
     made = {p.relative_to(ZOO) for p in ZOO.glob("*/*/*")}
     assert made == set(wanted)
@@ -37,7 +37,7 @@ def test_studies_have_all_their_combinations():
     assert {s: found.count(s) for s in dict.fromkeys(found)} == COUNTS
 
 
-def test_48_names_say_what_the_files_hold():  # the shipped settings of MQBench contradicted theirs
+def test_folder_names_agree_with_the_files():  # those of MQBench did not
     for folder, c in configs(ZOO / "matrix.yaml").items():
         words = folder.replace("_experiments/", "/")
         assert c.model.type in words
@@ -73,7 +73,7 @@ def write(below: Path, **study: object) -> Path:
     return below / "matrix.yaml"
 
 
-def test_what_a_matrix_no_longer_makes_is_removed_and_what_others_wrote_stays(tmp_path):
+def test_obsolete_generated_files_are_removed_and_others_stay(tmp_path):
     generate(write(tmp_path))
     (tmp_path / "b4/own").mkdir()
     (tmp_path / "b4/own/config.yaml").write_text("model: {type: mine}\n")
@@ -87,20 +87,20 @@ def test_what_a_matrix_no_longer_makes_is_removed_and_what_others_wrote_stays(tm
     [
         ({"of": ["bits", "to"]}, UnknownNameError, "'bit'"),
         ({"only": {"bit": ["b5"]}}, UnknownNameError, "'b4'"),
-        ({"folder": "{to}"}, ConfigError, "Two experiments have one folder: 'x'"),
+        ({"folder": "{to}"}, ConfigError, "Two experiments have the folder 'x'"),
         ({"folders": "x"}, ConfigError, "matrix.yaml:"),
     ],
 )
-def test_a_matrix_that_means_nothing_is_refused(tmp_path, study, error, words):
+def test_an_invalid_matrix_is_refused(tmp_path, study, error, words):
     with pytest.raises(error) as e:
         files(write(tmp_path, **study))
     assert words in str(e.value)
 
 
-def test_a_file_that_was_edited_by_hand_is_noticed_before_it_runs(tmp_path):
+def test_a_generated_file_edited_by_hand_is_refused(tmp_path):
     path = write(tmp_path)
     generate(path)
     with (tmp_path / "b4/x/config.yaml").open("a") as f:
         f.write("seed: 3\n")
-    with pytest.raises(ChipfitError, match="not what the matrix makes"):
+    with pytest.raises(ChipfitError, match="missing or outdated"):
         configs(path)

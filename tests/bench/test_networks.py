@@ -1,4 +1,4 @@
-"""Networks have the sizes that their papers and published weights have."""
+"""Networks: published sizes, weights, and networks of libraries."""
 
 import sys
 
@@ -10,7 +10,7 @@ from torch import nn
 from chipfit.bench.networks import model_entry
 from chipfit.errors import ConfigError, UnknownNameError
 
-#: parameters, and multiplications at a side of so many pixels, as published
+#: published numbers of parameters, and of multiplications at a side length [pixels]
 SIZES = [
     ("resnet18", 224, 11_689_512, 1.814e9),
     ("resnet50", 224, 25_557_032, 4.089e9),
@@ -44,7 +44,7 @@ def test_a_network_has_its_published_size(name, side, parameters, published):
     assert multiplications(model, side) == pytest.approx(published, rel=5e-4)
 
 
-def test_resnets_take_weights_under_the_names_that_torchvision_gives_them():
+def test_parameters_have_the_names_of_torchvision():
     names = dict(model_entry({"type": "resnet18", "kwargs": {"classes": 5}}).state_dict())
     assert {"conv1.weight", "layer1.0.bn2.running_var", "layer2.0.downsample.1.bias", "fc.weight"} <= names.keys()
     names = dict(model_entry({"type": "mobilenet_v2"}).state_dict())
@@ -56,14 +56,14 @@ def test_resnets_take_weights_under_the_names_that_torchvision_gives_them():
     } <= set(names)
 
 
-def test_weights_of_a_file_are_the_networks(tmp_path):
+def test_weights_are_loaded_from_a_file(tmp_path):
     model = model_entry({"type": "resnet20"})
     save_file(model.state_dict(), tmp_path / "w.safetensors")
     again = model_entry({"type": "resnet20"}, pretrained=True, path=tmp_path / "w.safetensors")
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
 
 
-def test_weights_lie_in_one_folder_under_the_names_of_their_networks(tmp_path, monkeypatch):
+def test_weights_are_found_in_a_folder_by_the_name_of_the_network(tmp_path, monkeypatch):
     model = model_entry({"type": "resnet20"})
     save_file(model.state_dict(), tmp_path / "resnet20.safetensors")
     monkeypatch.setenv("CHIPFIT_WEIGHTS", str(tmp_path))
@@ -74,19 +74,19 @@ def test_weights_lie_in_one_folder_under_the_names_of_their_networks(tmp_path, m
 
 
 @pytest.mark.parametrize("library", ["timm", "torchvision", "transformers"])
-def test_a_library_that_is_not_installed_is_said(library, monkeypatch):
+def test_a_missing_library_is_named_with_its_installation(library, monkeypatch):
     monkeypatch.setitem(sys.modules, library, None)
     monkeypatch.setitem(sys.modules, f"{library}.models", None)
     with pytest.raises(ConfigError, match=f"This network needs {library}.*pip install {library}"):
         model_entry({"type": f"{library}:resnet18"})
 
 
-def test_what_cannot_be_made_is_refused(tmp_path):
+def test_invalid_networks_and_weights_are_refused(tmp_path):
     with pytest.raises(UnknownNameError, match="resnet18"):
         model_entry({"type": "resnet19"})
     with pytest.raises(ConfigError, match="no trained weights"):
         model_entry({"type": "resnet20"}, pretrained=True)
-    with pytest.raises(ConfigError, match="cannot be made"):
+    with pytest.raises(ConfigError, match="cannot be created"):
         model_entry({"type": "resnet20", "kwargs": {"depth": 3}})
     with pytest.raises(ConfigError, match="cannot be imported"):
         model_entry({"type": "nowhere:net"})
@@ -95,7 +95,7 @@ def test_what_cannot_be_made_is_refused(tmp_path):
         model_entry({"type": "resnet20"}, path=tmp_path / "w.safetensors")
 
 
-def test_a_network_of_transformers_is_one_by_its_kind():
+def test_a_network_of_transformers_is_created_by_its_model_type():
     small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     kwargs = {**small, "image_size": 16, "patch_size": 8, "num_labels": 4}
     model = model_entry({"type": "transformers:vit", "kwargs": kwargs})

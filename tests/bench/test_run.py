@@ -1,6 +1,7 @@
-"""One experiment from its file to what is stored, and that it is the same again."""
+"""One experiment from its file to its stored outcome, interrupted and repeated."""
 
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,11 @@ ROOT = Path(__file__).parents[2]
 
 
 def quiet(text: str) -> None:
-    """Says nothing."""
+    """Discard a message."""
+
+
+def without_seconds(outcome):
+    return {k: v for k, v in outcome.record.items() if k not in ("seconds", "cpu_seconds", "memory")}
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +54,26 @@ def test_a_trained_network_is_deployed_and_its_integers_are_compared(trained):
 
 
 def test_the_same_experiment_gives_the_same_numbers_in_another_place(trained, tmp_path):
-    again = run(of(config()), tmp_path, quiet)
-    told = [
-        {k: v for k, v in o.record.items() if k not in ("seconds", "cpu_seconds", "memory")} for o in (trained, again)
-    ]
-    assert told[0] == told[1]
+    assert without_seconds(run(of(config()), tmp_path, quiet)) == without_seconds(trained)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from chipfit.bench.config import of
+from chipfit.bench.run import run
+from tests.bench.tiny import config
+
+run(of(config()), Path(sys.argv[1]), lambda text: text.startswith("step 8:") and os.kill(os.getpid(), signal.SIGKILL))
+"""
+
+
+def test_an_experiment_whose_process_is_killed_resumes_to_the_same_outcome(trained, tmp_path):
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], cwd=ROOT, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    messages = []
+    resumed = run(of(config()), tmp_path, messages.append)
+    assert "resumes at step 4" in messages and without_seconds(resumed) == without_seconds(trained)
 
 
 def test_an_academic_setting_is_deployed_nowhere(home):
@@ -62,7 +82,7 @@ def test_an_academic_setting_is_deployed_nowhere(home):
     assert out.deployed == [] and out.curves.loss == [] and "bnfold has no effect" in out.notes[0]
 
 
-def test_a_platform_that_is_asked_for_and_cannot_hold_the_setting_says_why(home):
+def test_a_requested_platform_that_does_not_fit_the_setting_is_explained(home):
     asked = config(deploy=["tflite_int8"], backend="tvm", lr_scheduler={"kwargs": {"base_lr": 0.01, "max_iter": 0}})
     (found,) = run(of(asked), home, quiet).deployed
     assert found.top1 is None and found.why
@@ -77,7 +97,7 @@ def test_without_training_a_platform_quantizes(home):
     assert out.name.endswith("mse_defaultbit_ort_cpu") and out.size == 3 * 8 * 9 + 8 * 8 * 9 + 512 * 10
 
 
-def test_corrupted_images_are_left_out_counted_and_said_also_after_an_interruption(tmp_path):
+def test_unreadable_images_are_counted_also_after_an_interruption(tmp_path):
     for half, count in (("train", 20), ("val", 10)):
         for k, name in enumerate("ab"):
             (tmp_path / half / name).mkdir(parents=True)
@@ -106,7 +126,7 @@ def test_corrupted_images_are_left_out_counted_and_said_also_after_an_interrupti
     assert set(whole.notes) <= set(run(of(plain), tmp_path / "home", quiet).notes)
 
 
-def test_a_full_disk_is_said_and_with_room_an_experiment_goes_on_to_the_same_numbers(home, trained):
+def test_an_experiment_resumes_after_a_full_disk_to_the_same_numbers(home, trained):
     """The system refuses files above a few kilobytes, as a full disk would."""
     asked = of(config(seed=1))
     most = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -120,7 +140,7 @@ def test_a_full_disk_is_said_and_with_room_an_experiment_goes_on_to_the_same_num
     assert again.curves == fresh.curves and again.top1 == fresh.top1
 
 
-def test_two_processes_are_not_at_one_experiment(tmp_path):
+def test_an_experiment_runs_in_one_process_only(tmp_path):
     asked = of(config())
     with lock_folder(tmp_path / "runs" / asked.key, wait=False) as held:
         assert held
@@ -130,7 +150,7 @@ def test_two_processes_are_not_at_one_experiment(tmp_path):
         assert held
 
 
-def test_the_command_line_files_an_outcome_once(home, trained, tmp_path, monkeypatch):
+def test_the_command_line_stores_and_shows_an_outcome(home, trained, tmp_path, monkeypatch):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config()))
     said = CliRunner().invoke(
         app, ["bench", "run", str(tmp_path / "config.yaml"), "--home", str(home)], catch_exceptions=False
@@ -179,7 +199,7 @@ def test_an_algorithm_in_a_file_and_a_backend_in_an_entry_run_from_a_config(home
     assert told["code"] != code(asked)
 
 
-def test_a_run_behind_the_median_of_its_study_stops_early_where_asked_and_says_so(home, tmp_path):
+def test_a_run_below_the_median_of_its_study_stops_early_on_request(home, tmp_path):
     slow = config(lr_scheduler={"kwargs": {"base_lr": 1e-6, "max_iter": 12}}, study="race", bnfold=1, deploy=[])
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(slow))
     command = ["bench", "run", str(tmp_path / "config.yaml"), "--home", str(tmp_path), "--stop-early"]
@@ -195,7 +215,7 @@ def test_a_run_behind_the_median_of_its_study_stops_early_where_asked_and_says_s
         curves = {"loss": [], "top1": [[4, 0.0], [8, 100.0], [12, 100.0]]}
         store.put(f"other{k}", "other", "race", {"curves": curves})
     said, found = outcome()
-    assert "stopped: it is behind the others" in said and row(found)["status"] == "stopped early"
+    assert "stopped early: accuracy is below the median" in said and row(found)["status"] == "stopped early"
     told = found["outcome"]
     assert told["stopped"] == 8 and told["curves"]["top1"][-1][0] == 8  # at 4 it was not behind
     assert told["notes"] == ["stopped early, at step 8 of 12"]
@@ -206,7 +226,7 @@ def test_a_run_behind_the_median_of_its_study_stops_early_where_asked_and_says_s
     assert "stopped" not in said and found["outcome"]["stopped"] == 0 and row(found)["status"] == "done"
 
 
-def test_the_documents_own_command_runs_an_experiment(home, tmp_path):
+def test_the_documents_command_reads_an_experiment(home, tmp_path):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config(backend="tensort")))
     command = [sys.executable, "-u", "-m", "chipfit.bench.solver.cls_quant_solver", "--config", "config.yaml"]
     said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""The store keeps outcomes, and refuses what is none of its own."""
+"""The store of outcomes, concurrent use, and damaged files."""
 
 import sqlite3
 import subprocess
@@ -11,7 +11,7 @@ from chipfit.bench.store import Store
 from chipfit.errors import ConfigError, ExportError
 
 
-def test_a_second_outcome_takes_the_place_of_the_first_and_is_counted(tmp_path):
+def test_a_second_outcome_replaces_the_first_and_is_counted(tmp_path):
     store = Store(tmp_path / "runs.sqlite")
     store.put("k", "one", "s", None, "it broke")
     assert store.done(["k", "other"]) == set()
@@ -21,7 +21,7 @@ def test_a_second_outcome_takes_the_place_of_the_first_and_is_counted(tmp_path):
     assert store.done(["k", "other"]) == {"k"} and store.rows("t") == []
 
 
-def test_curves_are_left_out_where_a_table_does_not_need_them(tmp_path):
+def test_rows_are_read_without_curves_on_request(tmp_path):
     store = Store(tmp_path / "runs.sqlite")
     store.put("k", "one", "s", {"top1": 3.0, "curves": {"loss": [[1, 2.0]]}})
     store.put("l", "two", "s", None, "it broke")
@@ -29,7 +29,7 @@ def test_curves_are_left_out_where_a_table_does_not_need_them(tmp_path):
     assert whole[0]["outcome"].pop("curves") and whole == plain
 
 
-def test_an_outcome_stays_where_another_process_fails_at_the_same_experiment(tmp_path):
+def test_a_later_failure_does_not_replace_an_outcome(tmp_path):
     store = Store(tmp_path / "runs.sqlite")
     store.put("k", "one", "s", {"top1": 3.0})
     store.put("k", "one", "s", None, "no memory")
@@ -37,7 +37,7 @@ def test_an_outcome_stays_where_another_process_fails_at_the_same_experiment(tmp
     assert (found["status"], found["outcome"], found["error"]) == ("done", {"top1": 3.0}, None)
 
 
-def test_processes_that_make_a_store_at_the_same_time_all_have_it(tmp_path):
+def test_processes_may_create_a_store_concurrently(tmp_path):
     """As drivers do that start together."""
     write = (
         "import sys\nfrom pathlib import Path\nfrom chipfit.bench.store import Store\n"
@@ -58,13 +58,13 @@ def test_processes_that_make_a_store_at_the_same_time_all_have_it(tmp_path):
         assert told.returncode == 0
 
 
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+def test_a_folder_that_cannot_be_created_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ExportError, match="a file stands where it has a folder"):
         Store(tmp_path / "file" / "runs.sqlite")
 
 
-def test_a_store_of_a_newer_version_is_refused_and_stays_as_it_is(tmp_path):
+def test_a_store_of_a_newer_version_is_refused_and_unchanged(tmp_path):
     path = tmp_path / "runs.sqlite"
     Store(path)
     with sqlite3.connect(path) as db:
@@ -75,13 +75,13 @@ def test_a_store_of_a_newer_version_is_refused_and_stays_as_it_is(tmp_path):
         assert db.execute("PRAGMA user_version").fetchone() == (2,)
 
 
-def test_what_is_no_store_is_refused(tmp_path):
+def test_a_file_that_is_no_store_is_refused(tmp_path):
     (tmp_path / "runs.sqlite").write_bytes(b"not a data base" * 100)
     with pytest.raises(ConfigError, match="cannot be read"):
         Store(tmp_path / "runs.sqlite")
 
 
-def test_a_store_that_is_damaged_while_it_is_open_is_said(tmp_path):
+def test_damage_of_an_open_store_is_reported(tmp_path):
     store = Store(tmp_path / "runs.sqlite")
     for k in range(50):
         store.put(f"{k}", "one", "s", {"x": "y" * 5000})
@@ -94,7 +94,7 @@ def test_a_store_that_is_damaged_while_it_is_open_is_said(tmp_path):
             ask()
 
 
-def test_a_full_disk_is_said(tmp_path):
+def test_a_full_disk_is_reported(tmp_path):
     store = Store(tmp_path / "runs.sqlite")
     with store.engine.connect() as db:
         db.exec_driver_sql("PRAGMA max_page_count=1")

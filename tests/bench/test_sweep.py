@@ -1,4 +1,4 @@
-"""Sweeps: every experiment once, failures said, nothing lost."""
+"""Sweeps: every experiment once, retries, failures, and concurrent drivers."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ def matrix(folder, bits=(4, 8), **over):
     return folder / "matrix.yaml"
 
 
-def test_a_failing_experiment_is_tried_again_and_then_said(tmp_path, monkeypatch):
+def test_a_failing_experiment_is_retried_and_then_reported(tmp_path, monkeypatch):
     path = matrix(tmp_path)
     tries = []
 
@@ -50,7 +50,7 @@ def test_a_failing_experiment_is_tried_again_and_then_said(tmp_path, monkeypatch
     assert lost["error"] == "out of memory"
 
 
-def test_what_another_process_is_at_is_waited_for(tmp_path, monkeypatch):
+def test_an_experiment_of_another_process_is_waited_for(tmp_path, monkeypatch):
     path = matrix(tmp_path, (8,))
     asked, calls = of(config(study="s", seed=0)), []
 
@@ -67,7 +67,7 @@ def test_what_another_process_is_at_is_waited_for(tmp_path, monkeypatch):
     assert told == ["runs", "another process is at it"] * 2 + ["done elsewhere"]
 
 
-def test_a_worker_that_is_killed_after_it_has_filed_its_outcome_has_not_failed(tmp_path, monkeypatch):
+def test_a_worker_killed_after_storing_its_outcome_has_not_failed(tmp_path, monkeypatch):
     path = matrix(tmp_path, (8,))
 
     def attempt(*given):
@@ -80,7 +80,7 @@ def test_a_worker_that_is_killed_after_it_has_filed_its_outcome_has_not_failed(t
     assert [r["status"] for r in Store(tmp_path / "home/runs.sqlite").rows()] == ["done"]
 
 
-def test_a_worker_without_memory_is_said_and_the_others_go_on(tmp_path, monkeypatch):
+def test_a_worker_killed_for_lack_of_memory_is_reported_and_others_continue(tmp_path, monkeypatch):
     """Linux ends a process for which no memory is left with SIGKILL."""
     path = matrix(tmp_path)
     run = subprocess.run
@@ -94,12 +94,12 @@ def test_a_worker_without_memory_is_said_and_the_others_go_on(tmp_path, monkeypa
     assert sweep(configs(path), path, tmp_path / "home", retries=1, report=lambda *what: told.append(what)) == ["b4/s0"]
     assert ("b8/s0", "done") in told and ("b4/s0", "failed: tries again") in told
     (lost,) = Store(tmp_path / "home/runs.sqlite").rows()
-    assert "ended by SIGKILL: no memory was left, perhaps" in lost["error"]
+    assert "ended by SIGKILL, perhaps for lack of memory" in lost["error"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ray", [None, "local"])
-def test_a_sweep_gives_what_its_experiments_give_alone_and_a_second_call_does_nothing(tmp_path, ray):
+def test_a_sweep_gives_the_outcomes_of_single_runs_and_a_second_one_does_nothing(tmp_path, ray):
     if ray is not None:
         pytest.importorskip("ray")
     path = matrix(tmp_path)
@@ -124,7 +124,7 @@ def test_a_sweep_gives_what_its_experiments_give_alone_and_a_second_call_does_no
         ({"ray": "local", "workers": 1, "cpus": 2}, ConfigError, "CPU 2 of 1"),
     ],
 )
-def test_what_ray_cannot_give_is_refused_in_place_of_waiting_for_it(tmp_path, wants, error, words):
+def test_resources_that_ray_lacks_are_refused(tmp_path, wants, error, words):
     pytest.importorskip("ray")
     path = matrix(tmp_path)
     with pytest.raises(error, match=words):

@@ -37,7 +37,7 @@ def test_mlflow_has_a_run_for_each(tmp_path, monkeypatch):
         (1, 50),
         (2, 79),
     ]
-    with pytest.raises(ConfigError, match="MLflow refuses"):
+    with pytest.raises(ConfigError, match="MLflow failed"):
         track(runs(), "mlflow:no-such-scheme://somewhere")
 
 
@@ -48,7 +48,7 @@ def test_mlflow_has_a_run_for_each(tmp_path, monkeypatch):
         ("mlflow", "mlflow:folder", ConfigError, "mlflow-skinny"),
     ],
 )
-def test_what_to_install_is_said(tmp_path, monkeypatch, module, to, error, package):
+def test_a_missing_library_is_named_with_its_installation(tmp_path, monkeypatch, module, to, error, package):
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(error, match=f"Try: pip install {package}"):

@@ -1,4 +1,4 @@
-"""Training: its rates, averages and checkpoints; what an interruption changes (nothing)."""
+"""Training: learning rates, averages, checkpoints, and exact resumption."""
 
 import math
 
@@ -16,21 +16,21 @@ from tests.bench.tiny import config, net
 
 
 def quiet(text: str) -> None:
-    """Says nothing."""
+    """Discard a message."""
 
 
 class Interrupted(Exception):
-    """The process dies."""
+    """A simulated crash."""
 
 
 def start(asked):
-    """A calibrated_copy network and its data."""
+    """Return a calibrated network and its data."""
     torch.manual_seed(0)
     sets = data.load(asked.data)
     return calibrated_copy(asked, net().eval(), sets), sets
 
 
-def test_the_rate_rises_straight_and_falls_by_a_cosine():
+def test_the_rate_rises_linearly_and_falls_by_a_cosine():
     rates = Rates(base_lr=0.004, warmup_lr=1e-4, warmup_steps=2500, max_iter=250_000)  # ResNet-18's
     assert rate(0, rates) == 1e-4 and rate(1250, rates) == pytest.approx((1e-4 + 0.004) / 2)
     assert rate(2500, rates) == 0.004 and rate(126_250, rates) == pytest.approx(0.002)
@@ -67,7 +67,7 @@ def test_an_interruption_changes_no_bit(tmp_path, over):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else str(a) == str(b), name
 
 
-def test_48_a_configuration_and_its_seed_give_the_same_losses_and_another_seed_others(tmp_path):
+def test_configuration_and_seed_determine_the_losses(tmp_path):
     """From the file to the steps: the second time it is read as it was resolved the first time."""
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config()))
     asked = load(tmp_path / "config.yaml")
@@ -92,7 +92,7 @@ def test_a_checkpoint_of_another_experiment_is_refused(tmp_path):
         train(start(asked)[0], asked, sets, WorkerProcess(), tmp_path, quiet)
 
 
-def test_gradients_of_several_batches_make_the_step_of_one_large_one(tmp_path):
+def test_accumulated_gradients_give_the_step_of_one_large_batch(tmp_path):
     """Without batch norms and with plain descent."""
     flat = lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 10))
     weights = []
@@ -120,7 +120,7 @@ def test_mixed_precision_computes_in_bfloat16_and_keeps_weights_in_float(tmp_pat
     assert losses[0] != losses[1] and losses[0][-1][1] == pytest.approx(losses[1][-1][1], abs=0.1)
 
 
-def test_parameters_with_one_axis_or_none_do_not_decay_where_that_is_asked_for(tmp_path):
+def test_no_wd_exempts_parameters_with_one_axis(tmp_path):
     for no_wd in (False, True):  # from a rate of nothing but decay: gradients are 0 where the images are
         optimizer = {"kwargs": {"momentum": 0.0, "nesterov": False, "weight_decay": 0.5}, "no_wd": no_wd}
         asked = of(config(optimizer=optimizer, lr_scheduler={"kwargs": {"base_lr": 1.0, "max_iter": 1}}))
@@ -132,21 +132,21 @@ def test_parameters_with_one_axis_or_none_do_not_decay_where_that_is_asked_for(t
         assert model[1].bias.detach().mean() == pytest.approx(100.0 if no_wd else 50.0, abs=1e-4)
 
 
-def test_each_test_leaves_its_numbers_where_many_are_kept(tmp_path):
+def test_save_many_keeps_every_checkpoint(tmp_path):
     asked = of(config(saver={"val_freq": 4, "save_many": True}))
     model, sets = start(asked)
     train(model, asked, sets, WorkerProcess(), tmp_path, quiet)
     assert sorted(p.name for p in tmp_path.glob("step-*")) == [f"step-{k}.safetensors" for k in (12, 4, 8)]
 
 
-def test_statistics_of_all_processes_are_refused_where_they_cannot_be_had(tmp_path):
+def test_synchronized_batch_norms_that_fold_are_refused(tmp_path):
     asked = of(config(dist={"sync": True}))
     model, sets = start(asked)
     with pytest.raises(ConfigError, match="dist.sync is not supported here.*batch norms that fold"):
         train(model, asked, sets, WorkerProcess(), tmp_path, quiet)
 
 
-def test_the_average_is_what_is_returned(tmp_path):
+def test_the_moving_average_is_returned(tmp_path):
     """Of a bias with gradient g in each of two steps at rate 1: b1 = b - g1, b2 = b1 - g2; mean 0.5 b1 + 0.5 b2."""
     sgd = {"kwargs": {"momentum": 0.0, "nesterov": False}}
     over = {"optimizer": sgd, "lr_scheduler": {"kwargs": {"base_lr": 1.0, "min_lr": 1.0, "max_iter": 2}}}
@@ -164,7 +164,7 @@ def test_the_average_is_what_is_returned(tmp_path):
     assert torch.allclose(mean, 0.5 * seen[1] + 0.5 * last, atol=1e-6) and not torch.equal(mean, last)
 
 
-def test_statistics_stay_after_the_step_at_which_they_freeze(tmp_path):
+def test_statistics_are_frozen_at_freeze_step(tmp_path):
     asked = of(config(freeze_step=4, backend="academic", bnfold=None))
     model, sets = start(asked)
     seen = []
@@ -175,7 +175,7 @@ def test_statistics_stay_after_the_step_at_which_they_freeze(tmp_path):
     assert len(trained) == 4 and torch.equal(norm.running_mean, trained[-1])
 
 
-def test_a_loss_that_is_no_number_ends_training_with_its_step(tmp_path):
+def test_an_infinite_loss_stops_training_and_names_the_step(tmp_path):
     asked = of(config(lr_scheduler={"kwargs": {"base_lr": 1e3, "warmup_lr": 1e3, "max_iter": 12}}))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(192, 10))
@@ -184,7 +184,7 @@ def test_a_loss_that_is_no_number_ends_training_with_its_step(tmp_path):
         train(model, asked, data.load(asked.data), WorkerProcess(), tmp_path, quiet)
 
 
-def test_options_that_an_optimizer_has_not_and_data_that_fill_no_step_are_refused(tmp_path):
+def test_invalid_optimizer_options_and_too_few_images_are_refused(tmp_path):
     model = nn.Sequential(nn.Flatten(), nn.Linear(192, 10))
     asked = of(config(optimizer={"type": "Adam", "kwargs": {"nesterov": True}}))
     with pytest.raises(ConfigError, match=r"optimizer.kwargs"):

@@ -1,4 +1,4 @@
-"""What experiments gave, side by side: a table, differences, curves, one page, and files for other tools."""
+"""Leaderboards of experiments: tables, differences, plots, an HTML page, and files for other tools."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLUMNS: dict[str, str] = _LAYOUT["columns"]  #: column -> its heading, in order
 
 
 def row(run: Mapping[str, Any]) -> dict[str, Any]:
-    """One run of a store as a flat row; what it has not is None."""
+    """Return a run of a store as a flat row; missing values are None."""
     out = dict.fromkeys(COLUMNS) | {k: run[k] for k in ("key", "name", "study", "status")}
     outcome = run["outcome"]
     if outcome is None:
@@ -53,12 +53,12 @@ def _top1(deployed: Mapping[str, Any]) -> float:
 
 
 def text(value: Any) -> str:
-    """A cell."""
+    """Return the text of a cell."""
     return "" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def without_times(runs: Iterable[Mapping[str, Any]]) -> str:
-    """Everything in the runs but when and how fast they were, as text that two equal sweeps give alike."""
+    """Return the runs as JSON without times, so that equal sweeps give equal texts."""
     times = ("seconds", "cpu_seconds", "memory")
     plain = []
     for run in runs:
@@ -68,7 +68,7 @@ def without_times(runs: Iterable[Mapping[str, Any]]) -> str:
 
 
 def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """With the columns' own names."""
+    """Return rows as CSV with the names of columns."""
     out = io.StringIO()
     writer = csv.DictWriter(out, list(COLUMNS), extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
@@ -77,7 +77,7 @@ def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def as_text(rows: Sequence[Mapping[str, Any]], width: int) -> str:
-    """A table of as many of the columns that say something as fit into so many characters, and what is left out."""
+    """Return a table of the non-empty columns that fit into `width` characters, and a note on hidden columns."""
     cells, left = {}, width
     for c in _nonempty_columns(rows):
         above, _, below = COLUMNS[c].rpartition(" ")
@@ -94,12 +94,12 @@ def as_text(rows: Sequence[Mapping[str, Any]], width: int) -> str:
 
 
 def _nonempty_columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Columns that are not empty."""
+    """Return the columns with a value in any row."""
     return [c for c in COLUMNS if any(r[c] not in (None, "") for r in rows)]
 
 
 def as_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A table of the columns that say something."""
+    """Return a Markdown table of the non-empty columns."""
     shown = _nonempty_columns(rows)
     lines = ["| " + " | ".join(COLUMNS[c] for c in shown) + " |", "|" + "---|" * len(shown)]
     lines += ["| " + " | ".join(text(r[c]).replace("|", "\\|") for c in shown) + " |" for r in rows]
@@ -107,22 +107,22 @@ def as_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def find(runs: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
-    """The run of this name, or whose key begins so.
+    """Return the run with this name or beginning of its key.
 
     Raises:
-        UnknownNameError: there is none.
+        UnknownNameError: there is no such run.
         ConfigError: there are several.
     """
     found = [r for r in runs if r["name"] == name or r["key"].startswith(name)]
     if not found:
         raise UnknownNameError("run", name, [r["name"] for r in runs])
     if len(found) > 1:
-        raise ConfigError(f"Several runs are named '{name}'", got=", ".join(r["key"] for r in found), hint="give a key")
+        raise ConfigError(f"Several runs are named '{name}'", got=", ".join(r["key"] for r in found), hint="pass a key")
     return found[0]
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Where two runs part: dotted key, and what each says."""
+    """Return the differences of two runs: dotted key, and both values."""
     a, b = (dict(_flat(r["outcome"] or {})) for r in (one, other))
     return [(k, text(a.get(k)), text(b.get(k))) for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)]
 
@@ -139,8 +139,8 @@ def plot(runs: Sequence[Mapping[str, Any]], path: Path) -> Path:
     """Draw accuracy over steps, and accuracy against the size of the weights; the suffix chooses the format.
 
     Raises:
-        ConfigError: matplotlib is not installed, or knows no such format.
-        ExportError: the disk refuses.
+        ConfigError: matplotlib is not installed, or does not support the format.
+        ExportError: the file cannot be written.
     """
     drawing = import_optional("matplotlib.figure", "Drawing", ConfigError)
     figure = drawing.Figure(figsize=(11, 4.5), layout="constrained")
@@ -159,12 +159,12 @@ def plot(runs: Sequence[Mapping[str, Any]], path: Path) -> Path:
     try:
         figure.savefig(out, format=kind, metadata={"Date": None} if kind == "svg" else None)
     except ValueError as e:
-        raise ConfigError(f"The drawing cannot be written: {e}", got=path.suffix, allowed=".png, .svg, .pdf") from e
+        raise ConfigError(f"The plot cannot be written: {e}", got=path.suffix, allowed=".png, .svg, .pdf") from e
     return write_atomically(path, out.getvalue())
 
 
 def page(runs: Sequence[Mapping[str, Any]]) -> str:
-    """One self-contained page: filters, a table that sorts, accuracy against size, and each run by itself."""
+    """Return a self-contained HTML page: filters, a sortable table, accuracy over size, and details of each run."""
     here = resources.files("chipfit.bench")
     source, js = ((here / f"board.{kind}").read_text(encoding="utf-8") for kind in ("html.j2", "js"))
     css = (resources.files("chipfit.report") / "page.css").read_text(encoding="utf-8")
@@ -178,8 +178,8 @@ def write(runs: Sequence[Mapping[str, Any]], path: Path) -> Path:
     """Write the runs as a page, a table or data.
 
     Raises:
-        ConfigError: a suffix without a format.
-        ExportError: the disk refuses.
+        ConfigError: the suffix has no format.
+        ExportError: the file cannot be written.
     """
     makers: dict[str, Any] = {
         ".html": lambda: page(runs),
@@ -188,5 +188,5 @@ def write(runs: Sequence[Mapping[str, Any]], path: Path) -> Path:
         ".json": lambda: without_times(runs),
     }
     if path.suffix not in makers:
-        raise ConfigError("There is no such form of a leaderboard", got=path.suffix, allowed=", ".join(makers))
+        raise ConfigError("Unknown format of a leaderboard", got=path.suffix, allowed=", ".join(makers))
     return write_atomically(path, makers[path.suffix]().encode())

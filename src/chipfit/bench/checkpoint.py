@@ -1,4 +1,4 @@
-"""Where training goes on after an interruption: numbers as safetensors, the rest as JSON beside them, no pickle."""
+"""Checkpoints of training: tensors as safetensors with JSON metadata, without pickle."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from chipfit.errors import ConfigError, short_message
 from chipfit.files import write_atomically
 
 _RANDOM = "random"
-_TENSOR = "@"  #: the only key of what stands in JSON for a tensor, with its name
+_TENSOR = "@"  #: the only key of a JSON object that stands for a tensor; its value is the tensor's name
 
 
 def write(path: Path, modules: dict[str, nn.Module], optimizer: torch.optim.Optimizer, facts: dict[str, Any]) -> None:
-    """Write everything that the next step depends on, in one rename.
+    """Write everything that the next step depends on, atomically.
 
     Args:
-        modules: by a name, with their state dicts.
-        facts: JSON-able.
+        modules: name -> module.
+        facts: JSON data.
 
     Raises:
-        ExportError: the disk refuses.
+        ExportError: the file cannot be written.
     """
     tensors: dict[str, Tensor] = {}
 
@@ -47,10 +47,10 @@ def write(path: Path, modules: dict[str, nn.Module], optimizer: torch.optim.Opti
 
 
 def read(path: Path, modules: dict[str, nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Bring modules, optimizer and random numbers to where `write` was called; return the facts that it stored.
+    """Restore modules, optimizer and random numbers; return the facts that `write` stored.
 
     Raises:
-        ConfigError: the file is damaged, or of another experiment.
+        ConfigError: the file is damaged, or belongs to another experiment.
     """
     try:
         with safe_open(path, "pt") as file:
@@ -65,7 +65,7 @@ def read(path: Path, modules: dict[str, nn.Module], optimizer: torch.optim.Optim
         optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
         torch.set_rng_state(known[_RANDOM])
     except (OSError, SafetensorError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as e:
-        hint = "remove it, and the experiment starts again"
+        hint = "remove it to start the experiment anew"
         raise ConfigError(f"The checkpoint cannot be read: {short_message(e)}", where=str(path), hint=hint) from e
     facts: dict[str, Any] = known["told"]
     return facts

@@ -1,4 +1,4 @@
-"""An experiment as a file: MQBench's keys, checked, over a base that several experiments share."""
+"""Configurations of experiments: YAML files with MQBench's keys, over a base that several experiments share."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Count = Annotated[int, Field(ge=1, le=1 << 40)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Rate = Annotated[float, Field(ge=0, le=1e3)]
 
-#: keys that tell experiments of one unified training setting apart; whoever changes another leaves it
+#: keys in which experiments of one unified training setting may differ
 COMPARED_KEYS = frozenset("extends qparams ptq backend bnfold freeze_step deploy model seed study".split())
 
-#: keys that no result depends on
+#: keys that do not affect results
 _IRRELEVANT_KEYS: Any = {
     "study": True,
     "unified": True,
@@ -37,7 +37,7 @@ _IRRELEVANT_KEYS: Any = {
 
 
 class Record(BaseModel):
-    """A table of keys: unknown ones are refused."""
+    """A table of keys; unknown keys raise an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
@@ -50,7 +50,7 @@ class Model(Record):
 
 
 class QParams(Record):
-    """How weights and activations are rounded in training, see `chipfit.quantize_fx.get_qconfig`."""
+    """Quantization in training, see `chipfit.quantize_fx.get_qconfig`."""
 
     w_method: str = "lsq"  #: a registered name, or "module:Class"
     a_method: str = "lsq"
@@ -60,7 +60,7 @@ class QParams(Record):
 
 
 class Backend(Record):
-    """A hardware setting of one's own, see `chipfit.quantize_fx.get_qconfig`."""
+    """A custom hardware setting, see `chipfit.quantize_fx.get_qconfig`."""
 
     name: str
     ada_sign: bool
@@ -74,8 +74,8 @@ class Ptq(Record):
     """Quantization without training, by `chipfit.quantize`."""
 
     platform: str = DEFAULT
-    bit: Annotated[int, Field(ge=1, le=16)] | None = None  #: of weights; None: what the platform takes first
-    a_bit: Annotated[int, Field(ge=1, le=16)] | None = None  #: of activations, where the platform leaves it free
+    bit: Annotated[int, Field(ge=1, le=16)] | None = None  #: bits of weights; None: the platform's preferred width
+    a_bit: Annotated[int, Field(ge=1, le=16)] | None = None  #: bits of activations, if the platform leaves them free
     rule: str = "mse"
     weight_rule: str = "mse"
     settings: dict[str, Any] = {}  #: of `chipfit.Settings`
@@ -83,10 +83,10 @@ class Ptq(Record):
 
     @property
     def options(self) -> dict[str, Any]:
-        """For `chipfit.quantize`.
+        """The arguments of `chipfit.quantize`.
 
         Raises:
-            ChipfitError, TypeError: a name that does not exist, or a value that is not understood.
+            ChipfitError, TypeError: a name does not exist, or a value is invalid.
         """
         load_platform(self.platform)
         for rule in (self.rule, self.weight_rule):
@@ -101,20 +101,20 @@ class Ptq(Record):
 
 
 class Optimizer(Record):
-    """torch.optim's, by name."""
+    """An optimizer of torch.optim, by name."""
 
     type: Literal["SGD", "Adam", "AdamW"] = "SGD"
     kwargs: dict[str, bool | float] = {"momentum": 0.9, "nesterov": True, "weight_decay": 1e-4}
-    no_wd: bool = False  #: parameters with one axis or none (norms, biases, scales) do not decay
+    no_wd: bool = False  #: no weight decay for parameters with at most one axis (norms, biases, scales)
 
 
 class Rates(Record):
-    """From `warmup_lr` straight up to `base_lr` in `warmup_steps`, then by a cosine down to `min_lr`."""
+    """Learning rates: linear warm-up from `warmup_lr` to `base_lr` in `warmup_steps`, then cosine decay to `min_lr`."""
 
     base_lr: Rate
     warmup_lr: Rate = 1e-4
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    max_iter: Annotated[int, Field(ge=0, le=1 << 40)]  #: 0: ranges are tested as calibration gives them
+    max_iter: Annotated[int, Field(ge=0, le=1 << 40)]  #: 0: test the calibrated ranges without training
     min_lr: Rate = 0.0
 
     @model_validator(mode="after")
@@ -125,35 +125,35 @@ class Rates(Record):
 
 
 class Schedule(Record):
-    """The learning rate, step by step."""
+    """The schedule of the learning rate."""
 
     type: Literal["Cosine"] = "Cosine"
     kwargs: Rates
 
 
 class Decay(Record):
-    """Of the average."""
+    """Options of the moving average."""
 
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.9999
 
 
 class Ema(Record):
-    """An exponential moving average of what trains is what is tested and deployed."""
+    """An exponential moving average of the parameters, which is tested and deployed."""
 
     enable: bool = False
     kwargs: Decay = Decay()
 
 
 class Dist(Record):
-    """Several processes, under torchrun; each takes its part of every batch."""
+    """Options of training with several processes under torchrun, which share every batch."""
 
-    sync: bool = False  #: statistics of batch norms are those of all processes
+    sync: bool = False  #: synchronize batch norms over processes
     amp: bool = False  #: automatic mixed precision, in bfloat16
-    accumulate: Count = 1  #: batches whose gradients make one step
+    accumulate: Count = 1  #: number of batches whose gradients are added for one step
 
 
 class Transforms(Record):
-    """How an image becomes a tensor."""
+    """The transforms of an image to a tensor."""
 
     type: Literal["STANDARD", "ONECROP", "PLAIN"] = "PLAIN"
 
@@ -162,8 +162,8 @@ class Split(Record):
     """One half of the data."""
 
     transforms: Transforms = Transforms()
-    root: str | None = None  #: folder of this half; that of the whole otherwise
-    images: Count | None = None  #: only the first so many
+    root: str | None = None  #: folder of this half; `data.root` when omitted
+    images: Count | None = None  #: use this number of first images
 
 
 class Data(Record):
@@ -171,31 +171,31 @@ class Data(Record):
 
     type: str = "imagenet"  #: a registered name, or "module:function"
     root: str | None = None
-    batch_size: Count = 64  #: of one process
+    batch_size: Count = 64  #: images per batch and process
     num_workers: Annotated[int, Field(ge=0, le=256)] = 0
     input_size: Annotated[int, Field(ge=1, le=1 << 12)] = 224
     test_resize: Annotated[int, Field(ge=1, le=1 << 12)] = 256
-    calibration: Count = 256  #: images for ranges, from the training half
-    corrupted: Share = 0.01  #: of the images may be unreadable; they are left out and counted
+    calibration: Count = 256  #: number of training images for calibration
+    corrupted: Share = 0.01  #: greatest share of unreadable images; they are skipped and counted
     train: Split = Split(transforms=Transforms(type="STANDARD"))
     test: Split = Split(transforms=Transforms(type="ONECROP"))
 
 
 class Pretrain(Record):
-    """Where the float network comes from."""
+    """The source of the float network."""
 
     path: str | None = None  #: safetensors
-    #: or: it is trained first, for so many passes over the data, at this rate; kept for all experiments that ask for it
+    #: or train it first: number of passes over the data, and learning rate; all experiments with equal options share it
     epochs: Count | None = None
     lr: Rate = 0.1
 
 
 class Saver(Record):
-    """What is written while training."""
+    """Output during training."""
 
     print_freq: Count = 100  #: steps between two points of the loss curve
-    val_freq: Count = 5000  #: steps between two tests, each of which is a place to resume
-    save_many: bool = False  #: keep each of them
+    val_freq: Count = 5000  #: steps between two tests, each with a checkpoint
+    save_many: bool = False  #: keep every checkpoint
     pretrain: Pretrain = Pretrain()
 
 
@@ -207,9 +207,9 @@ class Config(Record):
     qparams: QParams | None = None
     backend: str | Backend | None = None  #: one of `chipfit.quantize_fx`, or flags
     bnfold: int | None = None
-    freeze_step: Count | None = None  #: steps after which statistics of batch norms stay
+    freeze_step: Count | None = None  #: step at which statistics of batch norms are frozen
     ptq: Ptq | None = None
-    deploy: tuple[str, ...] | None = None  #: platforms; those with a runtime that hold the setting when omitted
+    deploy: tuple[str, ...] | None = None  #: platforms; when omitted all that support the setting and have a runtime
     optimizer: Optimizer = Optimizer()
     lr_scheduler: Schedule | None = None
     label_smooth: Share = 0.0
@@ -217,8 +217,8 @@ class Config(Record):
     dist: Dist = Dist()
     saver: Saver = Saver()
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 1000
-    study: str = ""  #: what it is part of
-    unified: bool = False  #: it differs from its base in what is compared, and in nothing else
+    study: str = ""  #: study that it belongs to
+    unified: bool = False  #: it differs from its base in `COMPARED_KEYS` only
 
     @model_validator(mode="after")
     def _one_kind(self) -> Config:
@@ -226,13 +226,13 @@ class Config(Record):
             raise ValueError("give one of 'qparams' (training) and 'ptq' (without training)")
         if self.qparams is not None:
             if self.backend is None:
-                raise ValueError("'qparams' are those of a hardware setting: 'backend' is missing")
+                raise ValueError("'qparams' require 'backend', the hardware setting")
             if self.lr_scheduler is None:
-                raise ValueError("training needs 'lr_scheduler'")
+                raise ValueError("training requires 'lr_scheduler'")
         elif self.backend is not None or self.bnfold is not None:
-            raise ValueError("'backend' and 'bnfold' are of training; without it, 'ptq.platform' names the chip")
+            raise ValueError("'backend' and 'bnfold' are for training; use 'ptq.platform' without training")
         if self.saver.pretrain.path is not None and self.saver.pretrain.epochs is not None:
-            raise ValueError("weights of 'saver.pretrain.path' are not trained: leave out 'epochs'")
+            raise ValueError("'saver.pretrain' must have either 'path' or 'epochs'")
         try:
             _ = self.setting() if self.ptq is None else self.ptq.options
             for name in self.deploy or ():
@@ -242,12 +242,12 @@ class Config(Record):
         return self
 
     def setting(self) -> Any:
-        """The QConfig of the hardware setting.
+        """Return the QConfig of the hardware setting.
 
         Raises:
             ValueError, ChipfitError: its parts contradict each other.
         """
-        assert self.qparams is not None and self.backend is not None  # for the type checker: `_one_kind`
+        assert self.qparams is not None and self.backend is not None  # for mypy: see `_one_kind`
         if isinstance(self.backend, Backend):
             flags: dict[str, Any] = self.backend.model_dump(exclude={"name"}) | {"bnfold": self.bnfold}
             with suppress(UnknownNameError):
@@ -259,59 +259,59 @@ class Config(Record):
             flags = get_backend_params(self.backend)
             if self.bnfold is not None and not self._keeps_batch_norms:
                 flags["bnfold"] = self.bnfold
-        return get_qconfig(**self.qparams.model_dump(), **flags, allow_code=True)  # as `model.type` may load some
+        return get_qconfig(**self.qparams.model_dump(), **flags, allow_code=True)  # `model.type` may load code as well
 
     @property
     def _keeps_batch_norms(self) -> bool:
-        """Batch norms stay as they are, whatever `bnfold` says: MQBench's own academic setting."""
+        """Whether batch norms stay in spite of `bnfold`, as in MQBench's academic setting."""
         return isinstance(self.backend, str) and get_backend_params(self.backend)["ada_sign"]
 
     @property
     def setting_name(self) -> str:
-        """Of the hardware setting; "" without training."""
+        """The name of the hardware setting; "" without training."""
         return self.backend.name if isinstance(self.backend, Backend) else self.backend or ""
 
     @property
     def notes(self) -> list[str]:
-        """What of the file has no effect."""
+        """Options of the file without effect."""
         has_none = self.bnfold is not None and self._keeps_batch_norms
         return [f"bnfold has no effect: '{self.backend}' leaves batch norms as they are"] if has_none else []
 
     @property
     def resolved(self) -> dict[str, Any]:
-        """All of it, as JSON has it."""
+        """The whole configuration as JSON data."""
         return self.model_dump(mode="json")
 
     @property
     def key(self) -> str:
-        """Of the experiment: the same where all that its result may depend on is the same, wherever its files lie."""
+        """A hash of everything that the result may depend on; the place of files has no effect."""
         relevant = self.model_dump(mode="json", exclude=_IRRELEVANT_KEYS)
         return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def name(self) -> str:
-        """Readable: model, method, width, setting."""
+        """A readable name: model, method, width, setting."""
         if self.qparams is not None:
             w, a = self.qparams.w_method, self.qparams.a_method
             fold = "" if self.bnfold is None else f"_bn{self.bnfold}"
             return f"{self.model.type}_{w if w == a else f'{w}-{a}'}_{self.qparams.bit}bit_{self.setting_name}{fold}"
-        assert self.ptq is not None  # for the type checker
+        assert self.ptq is not None  # for mypy
         bits = f"{self.ptq.bit or ''}" + (f"a{self.ptq.a_bit}" if self.ptq.a_bit else "")
         return f"{self.model.type}_{self.ptq.rule}_{bits or 'default'}bit_{self.ptq.platform}"
 
 
 def load(path: str | Path) -> Config:
-    """The experiment of a YAML file, over what it extends.
+    """Load an experiment from a YAML file, merged over the file that it extends.
 
     Raises:
-        ConfigError: the file is malformed, or contradicts itself; says file, line and key.
+        ConfigError: the file is malformed or contradictory; names file, line and key.
     """
     data, source, unified = _with_base(Path(path), ())
     return of(data, source, unified)
 
 
 def of(data: Mapping[str, Any], source: YamlFile | None = None, unified: bool = False) -> Config:
-    """The experiment that data describe.
+    """Return the experiment that data describe.
 
     Raises:
         ConfigError: see `load`.
@@ -328,7 +328,7 @@ def of(data: Mapping[str, Any], source: YamlFile | None = None, unified: bool = 
 
 
 def _with_base(path: Path, below: tuple[Path, ...]) -> tuple[dict[str, Any], YamlFile, bool]:
-    """The data of a file over those of its base; whether it leaves the base's training setting as it is."""
+    """Return the data of a file merged over its base, its source, and whether it keeps the base's training setting."""
     source = YamlFile(path, str(path), ConfigError)
     base = source.data.pop("extends", None)
     if base is None:
@@ -345,7 +345,7 @@ def _with_base(path: Path, below: tuple[Path, ...]) -> tuple[dict[str, Any], Yam
 
 
 def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Tables by key, the rest replaced.
+    """Return tables merged by key; other values are replaced.
 
     >>> merged({"a": {"b": 1, "c": 2}}, {"a": {"c": 3}, "d": 4})
     {'a': {'b': 1, 'c': 3}, 'd': 4}

@@ -6,7 +6,7 @@
     studies:
       algorithms: {of: [algorithm, backend], folder: "{algorithm}_experiments/{backend}", config: {extends: base.yaml}}
 
-Each choice is a part of a configuration; one of each axis, over `config`, makes an experiment.
+Each choice is a part of a configuration. An experiment is `config` merged with one choice of each axis.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from chipfit.errors import ConfigError, UnknownNameError
 from chipfit.files import write_atomically
 from chipfit.platform.yaml_file import YamlFile, problems_of
 
-#: first line of every file that is made from a matrix
+#: first line of every generated file
 MADE = "# Made from {matrix} by `chipfit bench generate`: change that."
 RUN = """#!/bin/sh
 # The same as `chipfit bench run config.yaml`.
@@ -35,18 +35,18 @@ python -u -m chipfit.bench.solver.cls_quant_solver --config config.yaml "$@"
 
 
 class Study(Record):
-    """One question, and the experiments that answer it."""
+    """A study: axes whose combinations are its experiments."""
 
     title: str = ""
     of: tuple[str, ...]  #: axes
-    folder: str  #: of each experiment, below the matrix; {axis} stands for the choice
+    folder: str  #: folder of each experiment, below the matrix; {axis} stands for the choice
     config: dict[str, Any] = {}
-    only: dict[str, tuple[str, ...]] = {}  #: axis -> choices that it has here; all otherwise
-    without: tuple[dict[str, str], ...] = ()  #: combinations that are left out
+    only: dict[str, tuple[str, ...]] = {}  #: axis -> permitted choices; all when omitted
+    without: tuple[dict[str, str], ...] = ()  #: combinations to omit
 
 
 class Matrix(Record):
-    """A file of studies."""
+    """A file of axes and studies."""
 
     axes: dict[str, dict[str, dict[str, Any]]]
     studies: dict[str, Study]
@@ -54,18 +54,18 @@ class Matrix(Record):
 
 @dataclass(frozen=True)
 class Experiment:
-    """One combination of choices."""
+    """An experiment: one combination of choices."""
 
     study: str
-    folder: str  #: below the matrix
-    data: dict[str, Any]  #: its configuration, as a file holds it; `extends` is relative to the matrix
+    folder: str  #: folder below the matrix
+    data: dict[str, Any]  #: configuration in the form of a file; `extends` is relative to the matrix
 
 
 def read(path: str | Path) -> Matrix:
-    """A matrix file.
+    """Read a matrix file.
 
     Raises:
-        ConfigError, UnknownNameError: it is malformed, or names an axis or a choice that it does not have.
+        ConfigError, UnknownNameError: the file is malformed, or has no such axis or choice.
     """
     source = YamlFile(Path(path), str(path), ConfigError)
     try:
@@ -85,33 +85,34 @@ def read(path: str | Path) -> Matrix:
 
 
 def experiments(matrix: Matrix, study: str | None = None) -> Iterator[Experiment]:
-    """The experiments of a study, or of all.
+    """Yield the experiments of a study, or of all.
 
     Raises:
         UnknownNameError: there is no such study.
-        ConfigError: two experiments have one folder.
+        ConfigError: two experiments have the same folder.
     """
     if study is not None and study not in matrix.studies:
         raise UnknownNameError("study", study, matrix.studies)
-    seen: dict[str, str] = {}
+    study_of: dict[str, str] = {}  # by folder
     for name in matrix.studies if study is None else [study]:
-        asked = matrix.studies[name]
-        for choices in itertools.product(*(asked.only.get(a, tuple(matrix.axes[a])) for a in asked.of)):
-            chosen = dict(zip(asked.of, choices, strict=True))
-            if any(w.items() <= chosen.items() for w in asked.without):
+        current = matrix.studies[name]
+        for choices in itertools.product(*(current.only.get(a, tuple(matrix.axes[a])) for a in current.of)):
+            chosen = dict(zip(current.of, choices, strict=True))
+            if any(w.items() <= chosen.items() for w in current.without):
                 continue
-            data, folder = asked.config, asked.folder
+            data, folder = current.config, current.folder
             for axis, choice in chosen.items():
                 data = merged(data, matrix.axes[axis][choice])
                 folder = folder.replace(f"{{{axis}}}", choice)
-            if folder in seen:
-                raise ConfigError(f"Two experiments have one folder: '{folder}'", got=f"studies {seen[folder]}, {name}")
-            seen[folder] = name
+            if folder in study_of:
+                got = f"studies {study_of[folder]}, {name}"
+                raise ConfigError(f"Two experiments have the folder '{folder}'", got=got)
+            study_of[folder] = name
             yield Experiment(name, folder, {**data, "study": name})
 
 
 def files(path: Path, study: str | None = None) -> dict[Path, str]:
-    """File -> text of all that is made from a matrix, below the folder that it stands in."""
+    """Return path -> text of all files generated from a matrix, relative to its folder."""
     out = {}
     for e in experiments(read(path), study):
         data = dict(e.data)
@@ -125,10 +126,10 @@ def files(path: Path, study: str | None = None) -> dict[Path, str]:
 
 
 def generate(path: Path, study: str | None = None) -> list[Path]:
-    """Write the files of a matrix; those that it no longer makes are removed where they say that one made them.
+    """Write the files of a matrix; remove obsolete generated files.
 
     Raises:
-        ConfigError, UnknownNameError, ExportError: the matrix is malformed, or the disk refuses.
+        ConfigError, UnknownNameError, ExportError: the matrix is malformed, or a file cannot be written.
     """
     wanted = files(path, study)
     for name, text in wanted.items():
@@ -145,15 +146,15 @@ def generate(path: Path, study: str | None = None) -> list[Path]:
 
 
 def configs(path: Path, study: str | None = None) -> dict[str, Config]:
-    """Folder -> configuration of every experiment, from the files that were made from the matrix.
+    """Return folder -> configuration of every experiment, from the generated files.
 
     Raises:
-        ConfigError: a file is missing, or not what the matrix makes.
+        ConfigError: a generated file is missing or outdated.
     """
     wanted = files(path, study)
     for name, text in wanted.items():
         there = path.parent / name
         if not there.is_file() or there.read_text() != text:
             hint = f"chipfit bench generate {path}"
-            raise ConfigError("A file is not what the matrix makes", where=str(there), hint=hint)
+            raise ConfigError("Generated file is missing or outdated", where=str(there), hint=hint)
     return {str(n.parent): load(path.parent / n) for n in wanted if n.name == "config.yaml"}

@@ -1,4 +1,4 @@
-"""One experiment, from its configuration to what is stored of it: float, quantized, deployed."""
+"""One experiment, from its configuration to its outcome: float, quantized, deployed."""
 
 from __future__ import annotations
 
@@ -51,28 +51,28 @@ from chipfit.registry import entry
 from chipfit.result import Result
 from chipfit.verify import default_runtime
 
-#: test images whose integers are compared
+#: number of test images whose integers are compared
 COMPARED_IMAGES = 128
-#: of float networks, whatever the experiments that start from them have
+#: seed of float networks, independent of the experiments that start from them
 FLOAT_SEED = 0
 
 
 @dataclass
 class Deployed:
-    """A platform, and what its runtime made of the network."""
+    """The result of the network on a runtime of a platform."""
 
     platform: str
     top1: float | None = None  #: [%]
     runtime: str = ""
-    integers: int = 0  #: compared with the simulation
+    integers: int = 0  #: number of integers compared with the simulation
     differing: int = 0
     exact: bool = False
-    why: str = ""  #: why it was not deployed, or not compared
+    why: str = ""  #: reason if it was not deployed or not compared
 
 
 @dataclass
 class Outcome:
-    """What is stored of an experiment."""
+    """The stored outcome of an experiment."""
 
     key: str
     name: str
@@ -80,46 +80,46 @@ class Outcome:
     setting: str = ""  #: hardware setting, or platform
     float_top1: float = 0.0  #: [%]
     top1: float = 0.0  #: of the simulation [%]
-    size: int = 0  #: of the weights, at their widths [byte]
-    tested: int = 0  #: images
+    size: int = 0  #: size of the quantized weights [byte]
+    tested: int = 0  #: number of test images
     deployed: list[Deployed] = field(default_factory=list)
     curves: Curves = field(default_factory=Curves)
     notes: list[str] = field(default_factory=list)
     data: str = ""  #: hash of the images
-    code: str = ""  #: hash of chipfit, and of one's own modules
+    code: str = ""  #: hash of chipfit and of the user's modules
     versions: dict[str, str] = field(default_factory=dict)
     hardware: str = ""
-    stopped: int = 0  #: step at which training was given up; 0: it was not
-    seconds: float = 0.0  #: on the clock, of the call that ended it
+    stopped: int = 0  #: step at which training stopped early; 0: it did not
+    seconds: float = 0.0  #: wall time of the last call
     cpu_seconds: float = 0.0
     memory: int = 0  #: greatest resident size [byte]
 
     @property
     def record(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The outcome as JSON data."""
         return asdict(self)
 
 
 def remove_checkpoint(config: Config, home: Path) -> None:
-    """Remove the checkpoint of an experiment whose outcome is filed: to run it again is to start again."""
+    """Remove the checkpoint of an experiment whose outcome is stored, so that the next run starts anew."""
     (home / "runs" / config.key / CHECKPOINT).unlink(missing_ok=True)
 
 
 class Busy(ChipfitError):
-    """Another process is at the same experiment."""
+    """Another process runs the experiment."""
 
 
 def run(
     config: Config, home: Path, log: Log = print, should_stop: Callable[[Curves], bool] | None = None
 ) -> Outcome | None:
-    """Run an experiment; what another call has begun goes on. None in processes that only help another.
+    """Run an experiment, or resume an interrupted one; return None in processes that are not the leader.
 
     Args:
-        home: folder of everything that experiments keep: float networks, checkpoints.
+        home: folder for float networks and checkpoints.
 
     Raises:
-        Busy: another process is at it.
-        ChipfitError: it cannot be run.
+        Busy: another process runs it.
+        ChipfitError: the experiment fails.
     """
     begun, cpu = time.perf_counter(), time.process_time()
     folder = home / "runs" / config.key
@@ -129,7 +129,7 @@ def run(
             return None
         with lock_folder(folder, wait=False) as alone:
             if not alone:
-                raise Busy("Another process is at this experiment", where=str(folder), hint="wait for it")
+                raise Busy("Another process runs this experiment", where=str(folder), hint="wait for it")
             out = _run(config, home, folder, worker, log, should_stop)
     out.seconds, out.cpu_seconds = time.perf_counter() - begun, time.process_time() - cpu
     out.memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -163,13 +163,13 @@ def _run(
         model = calibrated_copy(config, network, sets)
         model, out.curves = train(model, config, sets, worker, folder, log, should_stop or (lambda curves: False))
         last, out.top1 = out.curves.top1[-1] if out.curves.top1 else (0, top1(model, tests, worker))
-        assert config.lr_scheduler is not None  # for the type checker: a configuration that trains has it
+        assert config.lr_scheduler is not None  # for mypy: a configuration that trains has it
         if last < (whole := config.lr_scheduler.kwargs.max_iter):
             out.stopped = last
             out.notes = [*out.notes, f"stopped early, at step {last} of {whole}"]
         layers: list[Any] = [m for m in model.modules() if isinstance(m, FoldedBatchNorm)]
         out.size = sum(m.layer.weight.numel() * m.weight_quantizer.bitwidth // 8 for m in layers)
-    if worker.is_leader:  # what follows is one process's work
+    if worker.is_leader:  # one process does the rest
         tests, worker = Reader(sets.test, config.data, config.seed), WorkerProcess()
         if config.ptq is not None:
             images, out.curves.unreadable = _calibration_images(config, sets)
@@ -187,14 +187,14 @@ def _run(
 
 
 def _weight_bytes(result: Result) -> int:
-    """Of the weights that are stored in codes."""
+    """Return the size of the quantized weights [byte]."""
     weights, tensors = result.graph.weights, result.plan.tensors.values()
     stored = [t for t in tensors if t.role == "weight" and t.stored is not None]
     return sum(weights[t.name].numel() * t.stored.grid.bits // 8 for t in stored if t.stored is not None)
 
 
 def predictor(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Images [N, C, H, W] to logits [N, classes], on any framework."""
+    """Return a function from images [N, C, H, W] to logits [N, classes], for any framework."""
     framework = framework_of(model)
     if framework == "torch":
         return model  # type: ignore[no-any-return]
@@ -202,12 +202,12 @@ def predictor(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def in_layout_of(x: torch.Tensor, framework: str) -> torch.Tensor:
-    """Images [N, C, H, W] as models of a framework take them: those of Keras [N, H, W, C]."""
+    """Return images [N, C, H, W] in the layout of a framework: [N, H, W, C] for Keras."""
     return x.permute(0, 2, 3, 1) if framework == "keras" else x
 
 
 def pretrained(config: Config, sets: Sets, worker: WorkerProcess, home: Path, log: Log) -> Any:
-    """The float network: with weights of a file, or trained here, once for all experiments that start from it."""
+    """Return the float network, with weights from a file, or trained once for all experiments that start from it."""
     given = config.saver.pretrain
     kwargs = {"classes": sets.classes, **config.model.kwargs} if ":" not in config.model.type else config.model.kwargs
     model = config.model.model_copy(update={"kwargs": kwargs})
@@ -216,7 +216,7 @@ def pretrained(config: Config, sets: Sets, worker: WorkerProcess, home: Path, lo
     trains = config.qparams is not None or given.epochs is not None
     if trains and framework_of(network) != "torch":
         got, hint = type(network).__name__, "ptq in the place of qparams, and no saver.pretrain.epochs"
-        raise ConfigError("Networks of PyTorch are trained here", where=config.model.type, got=got, hint=hint)
+        raise ConfigError("Training requires a PyTorch network", where=config.model.type, got=got, hint=hint)
     if given.epochs is None:
         return network.eval() if framework_of(network) == "torch" else network
     steps = given.epochs * (len(sets.train) // (config.data.batch_size * worker.world))
@@ -225,23 +225,23 @@ def pretrained(config: Config, sets: Sets, worker: WorkerProcess, home: Path, lo
     sgd = Optimizer(kwargs={"momentum": 0.9, "nesterov": True, "weight_decay": 5e-4})
     own = {"lr_scheduler": Schedule(kwargs=rates), "optimizer": sgd, "seed": FLOAT_SEED, "saver": saver}
     plain = config.model_copy(update={**own, "freeze_step": None})
-    asked = {k: plain.resolved[k] for k in "model data lr_scheduler optimizer saver label_smooth ema".split()}
-    name = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+    relevant = {k: plain.resolved[k] for k in "model data lr_scheduler optimizer saver label_smooth ema".split()}
+    name = hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:16]
     file = home / "float" / f"{name}.safetensors"
     if not broadcast_decision(file.exists(), worker):
-        log(f"trains the float network: {steps} steps")
+        log(f"training the float network: {steps} steps")
         with lock_folder(home / "float" / name, wait=True) if worker.is_leader else nullcontext():
             if not broadcast_decision(file.exists(), worker):
                 network, _ = train(network, plain, sets, worker, home / "float" / name, log)
                 if worker.is_leader:
                     write_atomically(file, save({k: v.contiguous() for k, v in network.state_dict().items()}))
-                broadcast_decision(True, worker)  # nobody reads it before it is there
+                broadcast_decision(True, worker)  # wait until the file exists
     network.load_state_dict(load_file(file))
     return network.to(worker.device).eval()
 
 
 def _calibration_images(config: Config, sets: Sets) -> tuple[list[torch.Tensor], int]:
-    """Training images without what is random about them, and how many of them could not be read."""
+    """Return training images without random transforms, and the number of images that could not be read."""
     images = copy.copy(sets.train)
     if hasattr(images, "transforms"):
         images.transforms = "ONECROP"
@@ -252,7 +252,7 @@ def _calibration_images(config: Config, sets: Sets) -> tuple[list[torch.Tensor],
 
 
 def calibrated_copy(config: Config, network: nn.Module, sets: Sets) -> nn.Module:
-    """The network with quantizers of its hardware setting, which have seen the calibration images."""
+    """Return the network with the quantizers of its hardware setting, calibrated."""
     model = prepare_qat_fx(network.cpu(), {"": config.setting()}).eval()
     enable_calibration(model)
     with torch.no_grad():
@@ -263,7 +263,7 @@ def calibrated_copy(config: Config, network: nn.Module, sets: Sets) -> nn.Module
 
 
 def _deploy_trained(config: Config, model: Any, sets: Sets, tests: Reader) -> Iterator[Deployed]:
-    """The trained model on every platform that has a runtime here and can hold it."""
+    """Yield the results of the trained model on every platform that supports it and has a runtime here."""
     names = config.deploy
     if names is None:
         names = tuple(n for n, why in platforms_of(config.setting()).items() if not why and load_platform(n).runtimes)
@@ -277,7 +277,7 @@ def _deploy_trained(config: Config, model: Any, sets: Sets, tests: Reader) -> It
 
 
 def run_on_device(result: Result, tests: Reader) -> Iterator[Deployed]:
-    """What each of the platform's runtimes makes of a result: its accuracy, its integers beside the simulated ones."""
+    """Yield the accuracy of a result on each runtime of its platform, and the comparison of integers."""
     framework = result.graph.framework
     for name in result.platform.runtimes or (default_runtime(result.platform),):
         out = Deployed(result.platform.name, runtime=name)
@@ -308,7 +308,7 @@ def _first_images(reader: Reader, count: int) -> Iterator[torch.Tensor]:
 
 
 def code(config: Config) -> str:
-    """A hash of chipfit's own source, and of modules that the configuration names."""
+    """Return a hash of chipfit's source and of modules that the configuration names."""
     home = Path(chipfit.__file__).parent
     files = sorted(p for p in home.rglob("*") if p.suffix in (".py", ".yaml"))
     named = [config.model.type, config.data.type]
@@ -320,7 +320,7 @@ def code(config: Config) -> str:
 
 @cache
 def versions() -> dict[str, str]:
-    """Of what results may depend on."""
+    """Return the versions of software that results may depend on."""
     names = ("chipfit", "torch", "numpy", "onnxruntime", "ai-edge-litert", "openvino", "keras", "timm", "transformers")
     out = {"python": machine.python_version()}
     for name in names:

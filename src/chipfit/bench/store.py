@@ -1,4 +1,4 @@
-"""What experiments gave, in one SQLite file."""
+"""A store of the outcomes of experiments, in one SQLite file."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from sqlalchemy.exc import DatabaseError
 from chipfit.errors import ConfigError, short_message
 from chipfit.files import lock_folder
 
-#: of the tables; a store says which it has
+#: version of the tables, recorded in the store
 VERSION = 1
-_AWAY = "move it away, and run the experiments again"
+_AWAY = "move it away and run the experiments again"
 _METADATA = sql.MetaData()
 RUNS = sql.Table(
     "runs",
@@ -34,11 +34,11 @@ RUNS = sql.Table(
 
 
 class Store:
-    """Outcomes by the key of their experiment; several processes may read and write at once.
+    """The outcomes of experiments by key; several processes may read and write concurrently.
 
     Raises:
-        ConfigError: the file is no store, or of a newer version.
-        ExportError: its folder cannot be written.
+        ConfigError: the file is no store, or has a newer version.
+        ExportError: the folder cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,15 +51,21 @@ class Store:
         ):  # creates tables once
             version = db.execute(sql.text("PRAGMA user_version")).scalar_one()
             if version > VERSION:
-                hint = "read it with the chipfit that wrote it, or a newer one"
+                hint = "use the version of chipfit that wrote it, or a newer one"
                 got, allowed = f"version {version}", f"up to {VERSION}"
-                raise ConfigError("The store is newer than this", where=str(path), got=got, allowed=allowed, hint=hint)
+                raise ConfigError(
+                    "The store is newer than this version of chipfit",
+                    where=str(path),
+                    got=got,
+                    allowed=allowed,
+                    hint=hint,
+                )
             _METADATA.create_all(db)
             db.execute(sql.text(f"PRAGMA user_version={VERSION}"))
 
     @contextmanager
     def _transaction(self, what: str, hint: str) -> Iterator[sql.Connection]:
-        """A transaction."""
+        """Begin a transaction; `what` and `hint` are for messages."""
         try:
             with self.engine.begin() as db:
                 yield db
@@ -68,30 +74,30 @@ class Store:
             raise ConfigError(f"The store cannot be {what}: {why}", where=str(self.path), hint=hint) from e
 
     def put(self, key: str, name: str, study: str, outcome: dict[str, Any] | None, error: str | None = None) -> None:
-        """File an outcome, or why there is none, in place of an earlier one; an outcome stays where the next try fails.
+        """Store an outcome, or an error unless the experiment has an outcome.
 
         Raises:
-            ConfigError: the disk refuses.
+            ConfigError: the store cannot be written.
         """
         ended = {"name": name, "study": study, "status": "failed" if outcome is None else "done", "ended": time.time()}
         values = {**ended, "outcome": outcome, "error": error}
-        replaced = RUNS.c.status != "done" if outcome is None else None  # another process may have ended it meanwhile
+        replaced = RUNS.c.status != "done" if outcome is None else None  # another process may have completed it
         again = values | {"tries": RUNS.c.tries + 1}
         row = insert(RUNS).values(key=key, tries=1, **values)
         filed = row.on_conflict_do_update(index_elements=["key"], set_=again, where=replaced)
-        with self._transaction("written", "free disk space, and run it again: it goes on where it was") as db:
+        with self._transaction("written", "free disk space and run it again, which resumes it") as db:
             db.execute(filed)
 
     def rows(self, study: str | None = None, *, curves: bool = True) -> list[dict[str, Any]]:
-        """Every run, by name: its columns, `outcome` as data, without curves where they are not asked for."""
+        """Return all runs, sorted by name: their columns with `outcome` as data, with curves if requested."""
         plain = sql.type_coerce(sql.func.json_remove(RUNS.c.outcome, "$.curves"), sql.JSON).label("outcome")
         columns = [plain if c.name == "outcome" and not curves else c for c in RUNS.c]
-        asked = sql.select(*columns).order_by(RUNS.c.name, RUNS.c.key)
+        query = sql.select(*columns).order_by(RUNS.c.name, RUNS.c.key)
         with self._transaction("read", _AWAY) as db:
-            found = db.execute(asked if study is None else asked.where(RUNS.c.study == study))
+            found = db.execute(query if study is None else query.where(RUNS.c.study == study))
             return [dict(r) for r in found.mappings()]
 
     def done(self, keys: Iterable[str]) -> set[str]:
-        """Those of these experiments that have an outcome."""
+        """Return the keys of experiments with an outcome."""
         with self._transaction("read", _AWAY) as db:
             return set(db.execute(sql.select(RUNS.c.key).where(RUNS.c.status == "done")).scalars()) & set(keys)

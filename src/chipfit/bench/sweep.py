@@ -1,4 +1,4 @@
-"""Many experiments at once: each in a process of its own, on this machine or on a cluster of Ray's."""
+"""Sweeps: many experiments in processes of their own, on this machine or on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from chipfit.bench.config import Config
 from chipfit.bench.store import Store
 from chipfit.errors import ConfigError, RuntimeUnavailable, import_optional, raised_outside_chipfit, short_message
 
-Report = Callable[[str, str], None]  #: an experiment's folder, and what happened to it
-#: exit status of `chipfit bench run` where another process is at the same experiment
+Report = Callable[[str, str], None]  #: called with an experiment's folder and its new state
+#: exit status of `chipfit bench run` if another process runs the experiment
 BUSY = 75  # EX_TEMPFAIL of sysexits.h
-#: before it is asked again whether another process has ended an experiment [s]
+#: pause before an experiment that another process runs is tried again [s]
 RETRY_PAUSE = 2.0
-_KEPT_OUTPUT = 2000  #: characters of what a failed process printed that are kept
+_KEPT_OUTPUT = 2000  #: number of characters of a failed process's output to keep
 
 
 def run_in_process(config: str, home: str, early: bool) -> tuple[int, str]:
-    """Run an experiment in a process of its own; its exit status, and the end of what it printed, or what ended it."""
+    """Run an experiment in a process of its own; return exit status and the end of its output."""
     command = [sys.executable, "-m", "chipfit.cli", "bench", "run", config, "--home", home]
     command += ["--stop-early"] if early else []
     environment = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
@@ -36,10 +36,10 @@ def run_in_process(config: str, home: str, early: bool) -> tuple[int, str]:
 
 
 def _signal_text(status: int) -> str:
-    """Which signal ended a process, in words; "" where none did."""
+    """Return a text about the signal that ended a process; "" if none did."""
     if status >= 0:
         return ""
-    cure = ": no memory was left, perhaps; fewer workers, or a smaller data.batch_size" if status == -SIGKILL else ""
+    cure = ", perhaps for lack of memory: use fewer workers, or a smaller data.batch_size" if status == -SIGKILL else ""
     return f"The process was ended by {Signals(-status).name}{cure}"
 
 
@@ -57,17 +57,17 @@ def sweep(
     stop_early: bool = False,
     report: Report = lambda name, what: None,
 ) -> list[str]:
-    """Run what has no outcome yet; returns the folders of experiments that failed.
+    """Run the experiments without an outcome; return the folders of those that failed.
 
-    A second call goes on where the first ended, however it did: each experiment has its own checkpoint, and its outcome
-    is filed before it counts as done.
+    An interrupted sweep can be resumed: each experiment has its own checkpoint, and is done once its outcome is stored.
 
     Args:
         wanted: folder below the matrix -> configuration.
-        ray: None: this machine without Ray; "local": Ray here; else the address of a cluster, whose machines share
-            `home` and the matrix.
-        cpus, gpus, memory: of one experiment, on Ray; memory in bytes.
-        retries: of an experiment whose process fails.
+        ray: None: without Ray; "local": Ray on this machine; else the address of a cluster, whose machines share `home`
+            and the matrix.
+        cpus, gpus, memory: resources of one experiment on Ray; memory in bytes.
+        retries: number of retries of an experiment that fails.
+        report: called when the state of an experiment changes.
     """
     store = Store(home / "runs.sqlite")
     done = store.done(c.key for c in wanted.values())
@@ -97,7 +97,7 @@ def sweep(
                     queue.append(name)
                     continue
                 left[name] -= 1
-                if status == 0 or store.done([wanted[name].key]):  # some are killed when they have filed their outcome
+                if status == 0 or store.done([wanted[name].key]):  # a process may be killed after it stored its outcome
                     report(name, "done")
                 elif left[name]:
                     report(name, "failed: tries again")
@@ -114,7 +114,7 @@ def sweep(
 def _executor(
     workers: int, ray: str | None, cpus: float, gpus: float, memory: int | None
 ) -> Iterator[Callable[..., Future[Any]]]:
-    """What starts `run_in_process` somewhere."""
+    """Yield a function that starts `run_in_process` locally or on Ray and returns a future."""
     if ray is None:
         with ThreadPoolExecutor(workers) as pool:
             yield lambda *given: pool.submit(run_in_process, *given)
@@ -132,9 +132,11 @@ def _executor(
         have, asked = cluster.cluster_resources(), {"CPU": cpus, "GPU": gpus, "memory": memory or 0}
         short = [f"{k} {v:g} of {have.get(k, 0):g}" for k, v in asked.items() if v > have.get(k, 0)]
         if short and ray == "local":  # a cluster may grow
-            raise ConfigError("No experiment fits on this machine", got=", ".join(short), hint="ask for less of it")
+            raise ConfigError(
+                "No experiment fits on this machine", got=", ".join(short), hint="request fewer resources"
+            )
         wants: dict[str, Any] = {"num_cpus": cpus, "num_gpus": gpus, **({"memory": memory} if memory else {})}
-        place = cluster.remote(**wants, max_retries=0)(run_in_process)  # `sweep` tries again, and counts
+        place = cluster.remote(**wants, max_retries=0)(run_in_process)  # `sweep` does the retries
         yield lambda *given: place.remote(*given).future()
     finally:
         cluster.shutdown()

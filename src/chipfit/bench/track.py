@@ -1,4 +1,4 @@
-"""Runs for TensorBoard and for MLflow, each written by its own library."""
+"""Export of runs to TensorBoard and MLflow by their own libraries."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,19 +8,19 @@ from chipfit.bench.board import as_markdown, row
 from chipfit.errors import ConfigError, import_optional, short_message
 from chipfit.training.scalars import writer
 
-#: what is used of MLflow; a run that was sent to its end; points that it takes at once
+#: modules of MLflow; filter of completed runs; greatest number of metrics in one request
 _MODULES, _FINISHED, _BATCH = ("mlflow", "mlflow.entities"), " and attributes.status = 'FINISHED'", 1000
 
 
 def track(runs: Sequence[Mapping[str, Any]], to: str) -> int:
-    """Write curves and results of all runs that have them; returns how many these are.
+    """Write curves and results of all completed runs; return their number.
 
     Args:
-        to: a folder for TensorBoard, or "mlflow:ADDRESS" of its server or data base.
+        to: a folder for TensorBoard, or "mlflow:ADDRESS" of a server or database.
 
     Raises:
         RuntimeUnavailable: the library is not installed.
-        ConfigError: MLflow refuses.
+        ConfigError: MLflow reports an error.
     """
     ended = [r for r in runs if r["outcome"]]
     if to.startswith("mlflow:"):
@@ -35,7 +35,7 @@ def track(runs: Sequence[Mapping[str, Any]], to: str) -> int:
 
 
 def _mlflow(runs: Sequence[Mapping[str, Any]], uri: str) -> None:
-    """A study is an experiment there; what an earlier call has sent is not sent again."""
+    """Send runs to MLflow, where a study becomes an experiment; skip runs sent before."""
     library, entities = (import_optional(m, "Sending runs", ConfigError, "mlflow-skinny") for m in _MODULES)
     try:
         client = library.MlflowClient(uri)
@@ -53,9 +53,9 @@ def _mlflow(runs: Sequence[Mapping[str, Any]], uri: str) -> None:
             client.log_batch(made, params=[entities.Param(k, str(v)) for k, v in row(run).items()])
             client.set_terminated(made)
     except library.exceptions.MlflowException as e:
-        raise ConfigError(f"MLflow refuses: {short_message(e)}", where=uri) from e
+        raise ConfigError(f"MLflow failed: {short_message(e)}", where=uri) from e
 
 
 def _points(run: Mapping[str, Any]) -> list[tuple[str, float, int]]:
-    """Curve, value and step."""
+    """Return (curve, value, step) of all points."""
     return [(c, value, step) for c in ("loss", "top1") for step, value in run["outcome"]["curves"][c]]

@@ -1,4 +1,4 @@
-"""Training by a configuration: the same steps for every experiment, alone or under torchrun, resumed after a crash."""
+"""Training of an experiment, in one process or under torchrun, resumable after a crash."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHECKPOINT = "checkpoint.safetensors"
 
 @dataclass(frozen=True)
 class WorkerProcess:
-    """This process among those that train together, and where it computes."""
+    """This process among those that train together: rank, number of processes, device."""
 
     rank: int = 0
     world: int = 1
@@ -36,12 +36,13 @@ class WorkerProcess:
 
     @property
     def is_leader(self) -> bool:
+        """Whether this process writes files and messages."""
         return self.rank == 0
 
 
 @contextmanager
 def worker_processes() -> Iterator[WorkerProcess]:
-    """The processes that torchrun has started, joined; alone where it has not."""
+    """Join the process group that torchrun started; yield a single process without torchrun."""
     gpus = torch.cuda.device_count()
     if not dist.is_torchelastic_launched():
         yield WorkerProcess(device=torch.device("cuda" if gpus else "cpu"))
@@ -57,15 +58,15 @@ def worker_processes() -> Iterator[WorkerProcess]:
 
 
 def broadcast_decision(answer: bool, worker: WorkerProcess) -> bool:
-    """What the first process says, in all of them."""
-    log = torch.tensor([float(answer)], device=worker.device)
+    """Return the first process's answer in all processes."""
+    decision = torch.tensor([float(answer)], device=worker.device)
     if worker.world > 1:
-        dist.broadcast(log, 0)
-    return bool(log)
+        dist.broadcast(decision, 0)
+    return bool(decision)
 
 
 def rate(step: int, rates: Rates) -> float:
-    """The learning rate of a step, from 0.
+    """Return the learning rate of a step, counted from 0.
 
     >>> rates = Rates(base_lr=1.0, warmup_lr=0.5, warmup_steps=2, max_iter=4)
     >>> [round(rate(k, rates), 6) for k in range(4)]
@@ -78,7 +79,7 @@ def rate(step: int, rates: Rates) -> float:
 
 
 def top1(model: Callable[[Tensor], Tensor], reader: Reader, worker: WorkerProcess) -> float:
-    """Share of the images of all processes whose class has the greatest logit [%]."""
+    """Return the top-1 accuracy over the images of all processes [%]."""
     right = total = 0
     for x, y in reader.batches(0, shuffled=False):
         with torch.no_grad():
@@ -92,11 +93,11 @@ def top1(model: Callable[[Tensor], Tensor], reader: Reader, worker: WorkerProces
 
 @dataclass
 class Curves:
-    """What training went through, by step."""
+    """Loss and accuracy by step."""
 
     loss: list[tuple[int, float]] = field(default_factory=list)
     top1: list[tuple[int, float]] = field(default_factory=list)
-    unreadable: int = 0  #: images that were left out
+    unreadable: int = 0  #: number of images that could not be read
 
 
 def train(
@@ -108,25 +109,25 @@ def train(
     log: Log = print,
     should_stop: Callable[[Curves], bool] = lambda curves: False,
 ) -> tuple[nn.Module, Curves]:
-    """Train a model; returns it, or the average of what trained where the configuration asks for that, and the curves.
+    """Train a model; return it, or its moving average if the configuration enables that, and the curves.
 
-    Goes on from the checkpoint in `folder`, to the same numbers as without the interruption on a CPU.
+    Resumes from the checkpoint in `folder`; on a CPU the numbers are those of an uninterrupted run.
 
     Args:
-        should_stop: whether to stop early, asked at every test.
+        should_stop: called at every test; True stops training early.
 
     Raises:
-        TrainingError: the loss is no number.
+        TrainingError: the loss is NaN or infinite.
         DataError: the data have no batch for every process, or cannot be read.
-        ConfigError: a checkpoint of something else, or statistics of all processes where they cannot be had.
+        ConfigError: the checkpoint is that of another experiment, or dist.sync is not supported.
     """
-    assert config.lr_scheduler is not None  # for the type checker: a configuration that trains has it
-    rates, often = config.lr_scheduler.kwargs, config.dist.accumulate
+    assert config.lr_scheduler is not None  # for mypy: a configuration that trains has it
+    rates, accumulate = config.lr_scheduler.kwargs, config.dist.accumulate
     readers = [Reader(s, config.data, config.seed, worker.rank, worker.world) for s in (sets.train, sets.test)]
-    in_epoch = readers[0].steps() // often
+    in_epoch = readers[0].steps() // accumulate
     if not in_epoch:
-        got, need = len(sets.train), config.data.batch_size * worker.world * often
-        raise ConfigError("The training images do not fill one step", got=got, allowed=f"at least {need}")
+        got, need = len(sets.train), config.data.batch_size * worker.world * accumulate
+        raise ConfigError("Training images do not fill one step", got=got, allowed=f"at least {need}")
     model.to(worker.device).train()
     if config.dist.sync:
         model = _synced(model, worker)
@@ -141,7 +142,7 @@ def train(
         facts = checkpoint.read(place, modules, optimizer)
         step, curves = facts["step"], Curves(list(map(tuple, facts["loss"])), list(map(tuple, facts["top1"])))
         readers[0].unreadable.update(facts["unreadable"])
-        log(f"goes on at step {step}")
+        log(f"resumes at step {step}")
     batches: Iterator[Any] = iter(())
     while step < rates.max_iter:
         if config.freeze_step is not None and step >= config.freeze_step:
@@ -150,13 +151,13 @@ def train(
             group["lr"] = rate(step, rates)
         optimizer.zero_grad(set_to_none=True)
         total = 0.0
-        for _ in range(often):
+        for _ in range(accumulate):
             batch = next(batches, None)
             if batch is None:
                 epoch, done = divmod(step, in_epoch)
-                batches = readers[0].batches(epoch, shuffled=True, first=done * often)
+                batches = readers[0].batches(epoch, shuffled=True, first=done * accumulate)
                 batch = next(batches)
-            loss = _loss(runs, batch, config, worker) / often
+            loss = _loss(runs, batch, config, worker) / accumulate
             loss.backward()
             total += float(loss.detach())
         if not math.isfinite(total):
@@ -181,7 +182,7 @@ def train(
                 if config.saver.save_many:
                     checkpoint.write(folder / f"step-{step}.safetensors", modules, optimizer, {"step": step})
             if broadcast_decision(worker.is_leader and should_stop(curves), worker):
-                log("stopped: it is behind the others")
+                log("stopped early: accuracy is below the median of the study")
                 break
     curves.unreadable = len(readers[0].lost())
     return result.eval(), curves
@@ -197,7 +198,7 @@ def _loss(
 
 
 def _optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    """torch's own; its first parameter group is of what decays."""
+    """Return the optimizer of PyTorch; its first parameter group has weight decay."""
     make: Any = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}[config.optimizer.type]
     trains = [p for p in model.parameters() if p.requires_grad]
     alone = [p for p in trains if config.optimizer.no_wd and p.dim() <= 1]
@@ -206,12 +207,12 @@ def _optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     try:
         made: torch.optim.Optimizer = make(groups, lr=0.0, **config.optimizer.kwargs)
     except (TypeError, ValueError) as e:
-        raise ConfigError(f"The optimizer refuses its options: {e}", where="optimizer.kwargs") from e
+        raise ConfigError(f"Invalid options of the optimizer: {e}", where="optimizer.kwargs") from e
     return made
 
 
 def _freeze(model: nn.Module) -> None:
-    """Statistics of batch norms stay from now on."""
+    """Freeze the statistics of batch norms."""
     for m in model.modules():
         if isinstance(m, FoldedBatchNorm) and m.strategy > 1:
             m.strategy = 1
@@ -220,7 +221,7 @@ def _freeze(model: nn.Module) -> None:
 
 
 def _synced(model: nn.Module, worker: WorkerProcess) -> nn.Module:
-    """Statistics of batch norms are those of all processes."""
+    """Return the model with batch norms synchronized over processes."""
     folded = [m for m in model.modules() if isinstance(m, FoldedBatchNorm) and m.bn is not None]
     if folded or (worker.world > 1 and worker.device.type == "cpu"):
         got = "batch norms that fold" if folded else "processors without GPU"

@@ -15,22 +15,24 @@ if TYPE_CHECKING:
 
 bench = typer.Typer(help="Experiments: algorithms x hardware x models, from files.", no_args_is_help=True)
 
-Home = Annotated[Path, Option("--home", help="folder of results, float networks and checkpoints")]
+Home = Annotated[Path, Option("--home", help="folder for results, float networks and checkpoints")]
 HOME = Path("bench_runs")
 Matrix = Annotated[Path, Argument(help="a matrix file")]
 StudyName = Annotated[str | None, Option("--study", help="one study of the matrix; all when omitted")]
 Tracker = Annotated[str, Argument(help="folder for TensorBoard, or mlflow:ADDRESS")]
-OfStudy = Annotated[str | None, Option("--study", help="only the runs of this study")]
+OfStudy = Annotated[str | None, Option("--study", help="select runs of this study")]
 
 
 @bench.command()
 def run(
     config: Annotated[Path, Argument(help="an experiment, as YAML")],
     home: Home = HOME,
-    again: Annotated[bool, Option("--again", help="also where the store has its outcome")] = False,
-    stop_early: Annotated[bool, Option("--stop-early", help="stop when it is below the median of its study")] = False,
+    again: Annotated[bool, Option("--again", help="run it even if it has an outcome")] = False,
+    stop_early: Annotated[
+        bool, Option("--stop-early", help="stop if accuracy is below the median of its study")
+    ] = False,
 ) -> None:
-    """Run one experiment; goes on where an earlier call was interrupted. Status 75 while another process is at it."""
+    """Run one experiment, or resume an interrupted one. Exit status 75 if another process runs it."""
     from chipfit.bench import config as configs
     from chipfit.bench.run import Busy, remove_checkpoint
     from chipfit.bench.run import run as run_one
@@ -40,7 +42,7 @@ def run(
     asked = configs.load(config)
     store = Store(home / "runs.sqlite")
     if not again and store.done([asked.key]):
-        typer.echo(f"{asked.name}: done before; --again runs it once more")
+        typer.echo(f"{asked.name}: done before; use --again to run it once more")
         return
     should_stop = _median_stop_rule(store, asked) if stop_early else None
     try:
@@ -58,7 +60,7 @@ def run(
 
 
 def _median_stop_rule(store: Any, asked: Any) -> Any:
-    """Whether a run's last test is below the median of those that the other runs of its study had at that step.
+    """Return a rule that stops a run if its accuracy is below the median of its study at the same step.
 
     Source: Golovin et al. 2017, Google Vizier, section 3.2.2.
     """
@@ -76,7 +78,7 @@ def _median_stop_rule(store: Any, asked: Any) -> Any:
 
 @bench.command()
 def generate(matrix: Matrix, study: StudyName = None) -> None:
-    """Write the files of every experiment of a matrix."""
+    """Write the files of all experiments of a matrix."""
     from chipfit.bench.matrix import generate as write
 
     typer.echo(f"{len(write(matrix, study)) // 2} experiments below {matrix.parent}")
@@ -87,17 +89,19 @@ def sweep(
     matrix: Matrix,
     study: StudyName = None,
     home: Home = HOME,
-    workers: Annotated[int, Option("--workers", min=1, help="experiments at once, on this machine")] = 1,
-    ray: Annotated[str | None, Option("--ray", help='"local", or the address of a cluster; without it, no Ray')] = None,
-    cpus: Annotated[float, Option("--cpus", min=0, help="of one experiment, on Ray")] = 1,
-    gpus: Annotated[float, Option("--gpus", min=0, help="of one experiment, on Ray")] = 0,
-    memory: Annotated[int | None, Option("--memory", min=1, help="of one experiment, on Ray [byte]")] = None,
-    retries: Annotated[int, Option("--retries", min=0, help="of an experiment that fails")] = 2,
+    workers: Annotated[int, Option("--workers", min=1, help="number of concurrent experiments on this machine")] = 1,
+    ray: Annotated[
+        str | None, Option("--ray", help='"local", or the address of a Ray cluster; by default without Ray')
+    ] = None,
+    cpus: Annotated[float, Option("--cpus", min=0, help="processor cores of one experiment, on Ray")] = 1,
+    gpus: Annotated[float, Option("--gpus", min=0, help="GPUs of one experiment, on Ray")] = 0,
+    memory: Annotated[int | None, Option("--memory", min=1, help="memory of one experiment, on Ray [byte]")] = None,
+    retries: Annotated[int, Option("--retries", min=0, help="retries of an experiment that fails")] = 2,
     stop_early: Annotated[
         bool, Option("--stop-early", help="stop experiments below the median of their study")
     ] = False,
 ) -> None:
-    """Run every experiment of a matrix that has no outcome yet. Status 1 where one failed."""
+    """Run all experiments of a matrix without an outcome. Exit status 1 if one failed."""
     from rich.console import Console
     from rich.live import Live
     from rich.table import Table
@@ -136,14 +140,14 @@ def _runs(home: Path, study: str | None = None, *, curves: bool = True) -> list[
 
     file = home / "runs.sqlite"
     if not file.is_file():
-        raise ConfigError("There are no runs", where=str(file), hint="chipfit bench run, or --home FOLDER")
-    gc.disable()  # of thousands of runs nothing is garbage, and looking for it takes most of the time
+        raise ConfigError("No runs found", where=str(file), hint="chipfit bench run, or --home FOLDER")
+    gc.disable()  # garbage collection would take most of the time with thousands of runs
     return Store(file).rows(study, curves=curves)
 
 
 @bench.command()
 def table(home: Home = HOME, study: OfStudy = None) -> None:
-    """Every run, best first; as many columns as the terminal holds."""
+    """Show all runs, best first, with the columns that fit the terminal."""
     from chipfit.bench.board import as_text, row
 
     rows = sorted((row(r) for r in _runs(home, study, curves=False)), key=lambda r: (r["below"] is None, r["below"]))
@@ -152,11 +156,11 @@ def table(home: Home = HOME, study: OfStudy = None) -> None:
 
 @bench.command()
 def compare(
-    one: Annotated[str, Argument(help="name, or the beginning of a key")],
+    one: Annotated[str, Argument(help="name, or beginning of a key")],
     other: Annotated[str, Argument(help="name, or the beginning of a key")],
     home: Home = HOME,
 ) -> None:
-    """Where two runs part: settings, versions, results."""
+    """Show the differences of two runs: settings, versions, results."""
     from chipfit.bench.board import differences, find
 
     runs = _runs(home)
@@ -172,7 +176,7 @@ def plot(
     home: Home = HOME,
     study: OfStudy = None,
 ) -> None:
-    """Draw accuracy over steps, and against the size of the weights."""
+    """Plot accuracy over steps, and over the size of the weights."""
     from chipfit.bench.board import plot as draw
 
     typer.echo(f"plot  {draw(_runs(home, study), path)}")
@@ -180,7 +184,7 @@ def plot(
 
 @bench.command()
 def track(to: Tracker, home: Home = HOME, study: OfStudy = None) -> None:
-    """Curves and results for TensorBoard or MLflow."""
+    """Export curves and results to TensorBoard or MLflow."""
     from chipfit.bench.track import track as write
 
     typer.echo(f"{write(_runs(home, study), to)} runs  {to}")
@@ -192,7 +196,7 @@ def board(
     home: Home = HOME,
     study: OfStudy = None,
 ) -> None:
-    """Write the leaderboard: one page, a table, or data."""
+    """Write the leaderboard as a page, a table, or data."""
     from chipfit.bench.board import write
 
     typer.echo(f"board  {write(_runs(home, study), path)}")

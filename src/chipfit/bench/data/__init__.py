@@ -3,10 +3,10 @@
 @register("data", "mine")
 def mine(config: chipfit.bench.config.Data) -> Sets: ...
 
-One outside the package is "module:mine".
+A data set outside the package is "module:mine".
 
-Whatever is random about an image is drawn from the experiment's seed, the pass and the image's number, so that it is
-the same however many processes read, and after an interruption.
+The random transforms of an image depend on the experiment's seed, the epoch and the image's index only, so that they
+are independent of the number of processes and of interruptions.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Images(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, index: int, draw: torch.Generator) -> tuple[Tensor, int] | None:
-        """An image float32 [C, H, W] and its class; None for one that cannot be read."""
+        """Return an image float32 [C, H, W] and its class; None if it cannot be read."""
 
     def digest(self) -> str:
-        """A hash of what it holds."""
+        """Return a hash of the content."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Sets:
 
 @dataclass
 class Tensors:
-    """Images that are in memory: x [N, C, H, W], y [N]."""
+    """Images in memory: x [N, C, H, W], y [N]."""
 
     x: Tensor
     y: Tensor
@@ -67,7 +67,7 @@ class Tensors:
 
 
 class _SeededImages(Dataset[Any]):
-    """Images by pass and number."""
+    """Images by (epoch, index), with a random generator for each."""
 
     def __init__(self, images: Images, seed: int) -> None:
         self.images, self.seed = images, seed
@@ -79,7 +79,7 @@ class _SeededImages(Dataset[Any]):
 
 
 def _collate(read: list[tuple[int, tuple[Tensor, int] | None]]) -> tuple[Tensor, Tensor, list[int]]:
-    """A batch of those that could be read, and the numbers of the others."""
+    """Return a batch of the readable images, and the indices of the others."""
     good, lost = [r for _, r in read if r is not None], [k for k, r in read if r is None]
     if not good:
         return torch.empty(0), torch.empty(0, dtype=torch.long), lost
@@ -91,7 +91,7 @@ class Reader:
     """Batches of one half of a data set.
 
     Args:
-        rank, world: this process of so many, which share every batch.
+        rank, world: index of this process and number of processes, which share every batch.
     """
 
     images: Images
@@ -99,15 +99,15 @@ class Reader:
     seed: int
     rank: int = 0
     world: int = 1
-    unreadable: set[int] = field(default_factory=set, init=False)  #: numbers of images, over all passes
+    unreadable: set[int] = field(default_factory=set, init=False)  #: indices of images, over all epochs
 
     def batches(self, epoch: int, *, shuffled: bool, first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of a pass from its batch `first` on: images [N, C, H, W], classes [N].
+        """Yield the batches of an epoch from batch `first`: images [N, C, H, W], classes [N].
 
-        A shuffled pass leaves out what fills no batch for all processes.
+        A shuffled epoch omits the last incomplete batch.
 
         Raises:
-            DataError: more images cannot be read than the configuration allows, or a shuffled batch has no other.
+            DataError: too many images cannot be read, or no image of a shuffled batch.
         """
         n, size = len(self.images), self.config.batch_size
         draw = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
@@ -128,13 +128,13 @@ class Reader:
                 allowed = f"{self.config.corrupted:.1%} of {n} (data.corrupted)"
                 raise DataError("Too many images cannot be read", got=len(self.unreadable), allowed=allowed)
             if shuffled and not len(y):
-                hint = "remove them, or give a larger data.batch_size"
+                hint = "remove them, or use a larger data.batch_size"
                 raise DataError("No image of a batch can be read", got=f"images {lost[:4]}", hint=hint)
             if len(y):
                 yield x, y
 
     def lost(self) -> set[int]:
-        """What could not be read, by any of the processes, all of which ask."""
+        """Return the indices of unreadable images of all processes; a collective call."""
         if self.world > 1:
             gathered: list[Any] = [None] * self.world
             dist.all_gather_object(gathered, self.unreadable)
@@ -142,16 +142,16 @@ class Reader:
         return self.unreadable
 
     def steps(self) -> int:
-        """Batches of a shuffled pass."""
+        """Return the number of batches of a shuffled epoch."""
         return len(self.images) // (self.config.batch_size * self.world)
 
 
 def load(config: Data) -> Sets:
-    """The data set that a configuration names.
+    """Load the data set that a configuration names.
 
     Raises:
-        UnknownNameError: there is none of that name.
-        DataError: a folder is missing, or holds something else.
+        UnknownNameError: there is no data set of that name.
+        DataError: a folder is missing, or has another content.
     """
     own = ":" in config.type
     make = partial(import_by_name(config.type, "data set", DataError) if own else lookup("data", config.type), config)

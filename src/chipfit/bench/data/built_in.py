@@ -1,4 +1,4 @@
-"""Data sets that need no download: handwritten digits, and procedural images."""
+"""Data sets without a download: handwritten digits and procedural images."""
 
 import torch
 
@@ -11,14 +11,14 @@ from chipfit.registry import register
 
 @register("data", "procedural")
 def procedural(config: Data) -> Sets:
-    """Images of 32 pixels, 20 classes; as many as the halves ask for."""
+    """Return images of 32 x 32 pixels of 20 classes, 2,000 in each half unless configured."""
     train, test = (split.images or 2000 for split in (config.train, config.test))
     return Sets(Tensors(*images(train, 1000)), Tensors(*images(test, 1)), CLASSES)
 
 
 @register("data", "digits")
 def digits(config: Data) -> Sets:
-    """scikit-learn's 1,797 digits in gray, as [N, 3, 8, 8] in 0..1, of 10 classes; every fourth is for tests."""
+    """Return scikit-learn's 1,797 gray digits as [N, 3, 8, 8] in 0..1, 10 classes; every fourth is a test image."""
     x, y = import_optional("sklearn.datasets", "This data set", DataError, "scikit-learn").load_digits(return_X_y=True)
     pixels = torch.tensor(x / 16, dtype=torch.float32).view(-1, 1, 8, 8).repeat(1, 3, 1, 1)
     classes = torch.tensor(y)

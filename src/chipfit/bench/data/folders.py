@@ -1,4 +1,4 @@
-"""Images on a disk: ImageNet and its like as a folder for each class, CIFAR in its binary form."""
+"""Images on disk: one folder per class as in ImageNet, and CIFAR in its binary format."""
 
 import hashlib
 import math
@@ -17,21 +17,21 @@ from chipfit.errors import DataError, import_optional
 from chipfit.files import existing_file, list_folder
 from chipfit.registry import register
 
-#: of the colours of ImageNet, in 0..1
+#: mean and standard deviation of ImageNet's colours in 0..1
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SUFFIXES = {".jpeg", ".jpg", ".png", ".bmp", ".webp"}
-#: brightness, contrast, saturation by a factor of 1 +- this; hue by this part of the circle
+#: greatest change of brightness, contrast and saturation (factor 1 +- JITTER), and of hue (share of the circle)
 JITTER, HUE = 0.2, 0.1
 
 
 @dataclass
 class Folder:
-    """Images of classes, one folder for each, in the order of their names."""
+    """Images with one folder per class, sorted by name."""
 
     files: list[tuple[Path, int]]
     transforms: str
-    size: int  #: of the side that the network sees [pixels]
-    resize: int  #: of the short side before the middle is cut out [pixels]
+    size: int  #: side length of the network's input [pixels]
+    resize: int  #: short side before the center crop [pixels]
 
     def __len__(self) -> int:
         return len(self.files)
@@ -59,7 +59,7 @@ class Folder:
         return _color_jitter(_random_crop(image, self.size, draw), draw)
 
     def digest(self) -> str:
-        """Of names and sizes: reading all of ImageNet would take longer than an experiment."""
+        """Return a hash of names and sizes; hashing all of ImageNet would take longer than an experiment."""
         listing = "\n".join(f"{p.parent.name}/{p.name} {p.stat().st_size}" for p, _ in self.files)
         return hashlib.sha256(listing.encode()).hexdigest()[:16]
 
@@ -69,7 +69,7 @@ def _uniform(draw: torch.Generator, low: float, high: float) -> float:
 
 
 def _random_crop(image: Any, size: int, draw: torch.Generator) -> Any:
-    """A random part of 8 to 100 % of the area and 3:4 to 4:3 in shape, at `size`, perhaps mirrored.
+    """Return a random crop (8 to 100 % of the area, aspect ratio 3:4 to 4:3) at `size`, perhaps mirrored.
 
     Source: Szegedy et al. 2015, arXiv:1409.4842, section 6.
     """
@@ -90,7 +90,7 @@ def _random_crop(image: Any, size: int, draw: torch.Generator) -> Any:
 
 
 def _color_jitter(image: Any, draw: torch.Generator) -> Any:
-    """Brightness, contrast, saturation and hue, each a little off."""
+    """Return an image with random changes of brightness, contrast, saturation and hue."""
     from PIL import Image, ImageEnhance
 
     for change in (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color):
@@ -108,31 +108,31 @@ def _half(config: Data, split: Split, names: tuple[str, ...]) -> tuple[Folder, l
     files = [(f, k) for f, k in inside if f.suffix.lower() in SUFFIXES]
     if not files:
         hint = "one folder for each class, with images in it: train/n01440764/a.JPEG"
-        raise DataError("The folder holds no classes of images", where=str(root), hint=hint)
+        raise DataError("Folder holds no classes of images", where=str(root), hint=hint)
     return Folder(files[: split.images], split.transforms.type, config.input_size, config.test_resize), classes
 
 
 @register("data", "imagenet")
 def imagenet(config: Data) -> Sets:
-    """`root` with train/CLASS/*.JPEG and val/CLASS/*.JPEG; any other images in such folders as well.
+    """Return images of `root`/train/CLASS/ and `root`/val/CLASS/, in the format of ImageNet.
 
     Raises:
-        DataError: no Pillow, no such folder, no images, or other classes in the two halves.
+        DataError: Pillow, a folder or images are missing, or the halves have different classes.
     """
     import_optional("PIL", "A folder of images", DataError, "pillow")
     if config.root is None and "CHIPFIT_DATA" not in os.environ and not (config.train.root and config.test.root):
         hint = "CHIPFIT_DATA=FOLDER with train/ and val/ in it, or data.root"
-        raise DataError("It is not said where the images are", hint=hint)
+        raise DataError("The folder of images is not configured", hint=hint)
     train, classes = _half(config, config.train, ("train",))
     test, others = _half(config, config.test, ("val", "test"))
     if classes != others:
         odd = sorted(set(classes) ^ set(others))[:4]
-        raise DataError("The two halves have other classes", got=", ".join(odd))
+        raise DataError("Training and test images have different classes", got=", ".join(odd))
     return Sets(train, test, len(classes))
 
 
 def _cifar(config: Data, files: tuple[tuple[str, ...], str], labels: int, classes: int) -> Sets:
-    """Rows of label bytes, the last of which counts, and 3 x 32 x 32 colours."""
+    """Return images from rows of label bytes (the last is used) and 3 x 32 x 32 colours."""
     mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in ((0.491, 0.482, 0.447), (0.247, 0.243, 0.262)))
     halves = []
     for names, split in ((files[0], config.train), ((files[1],), config.test)):
@@ -142,7 +142,7 @@ def _cifar(config: Data, files: tuple[tuple[str, ...], str], labels: int, classe
         if raw.size == 0 or raw.size % (labels + 3072):
             got = f"{raw.size} bytes"
             allowed = f"rows of {labels + 3072} bytes"
-            raise DataError("This is not CIFAR's binary form", where=str(root), got=got, allowed=allowed)
+            raise DataError("File is not in CIFAR's binary format", where=str(root), got=got, allowed=allowed)
         rows = raw.reshape(-1, labels + 3072)[: split.images]
         x = (torch.from_numpy(rows[:, labels:].copy()).view(-1, 3, 32, 32) / 255 - mean) / std
         halves.append(Shifted(x, torch.from_numpy(rows[:, labels - 1].astype(np.int64)), split.transforms.type))
@@ -151,7 +151,7 @@ def _cifar(config: Data, files: tuple[tuple[str, ...], str], labels: int, classe
 
 @dataclass
 class Shifted(Tensors):
-    """Images in memory, in training moved by up to 4 pixels and perhaps mirrored (He et al. 2016, section 4.2)."""
+    """Images in memory, in training shifted by up to 4 pixels and randomly mirrored (He et al. 2016, section 4.2)."""
 
     transforms: str = "PLAIN"
 
@@ -166,11 +166,11 @@ class Shifted(Tensors):
 
 @register("data", "cifar10")
 def cifar10(config: Data) -> Sets:
-    """`root` with data_batch_1.bin ... and test_batch.bin, the binary version of the data set."""
+    """Return CIFAR-10 from `root`/data_batch_1.bin ... and test_batch.bin, its binary version."""
     return _cifar(config, (tuple(f"data_batch_{k}.bin" for k in range(1, 6)), "test_batch.bin"), 1, 10)
 
 
 @register("data", "cifar100")
 def cifar100(config: Data) -> Sets:
-    """`root` with train.bin and test.bin, the binary version of the data set."""
+    """Return CIFAR-100 from `root`/train.bin and test.bin, its binary version."""
     return _cifar(config, (("train.bin",), "test.bin"), 2, 100)

@@ -1,7 +1,7 @@
-"""Procedural images of 20 classes, five shapes with four textures each: data that needs no download.
+"""Procedural images of 20 classes, five shapes with four textures each, without a download.
 
-Where a shape lies, how large and how turned it is, both colours, the background and the noise are random, so that a
-network has something to learn and never learns all of it: small residual networks reach 85 to 90 %.
+Position, size, rotation, colours, background and noise are random, so that networks can learn the classes, but not
+perfectly: small residual networks reach 85 to 90 %.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NOISE = 0.55
 
 
 def images(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """`count` images float32 [N, 3, 32, 32] of mean about 0, and labels int64 [N]; the same for the same seed."""
+    """Return `count` images float32 [N, 3, 32, 32] of mean about 0, and labels int64 [N], determined by `seed`."""
     g = torch.Generator().manual_seed(seed)
     parts = [_batch(min(1000, count - start), g) for start in range(0, count, 1000)]
     x, y = zip(*parts, strict=True)
@@ -48,7 +48,7 @@ def _batch(n: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def _shapes(u: Tensor, v: Tensor) -> list[Tensor]:
-    """Below 0 inside, in units of the size: disk, square, triangle, cross, ring."""
+    """Return signed distances (negative inside) in units of the size: disk, square, triangle, cross, ring."""
     r, au, av = (u * u + v * v).sqrt(), u.abs(), v.abs()
     triangle = torch.maximum(-v - 0.5, 0.866 * au + 0.5 * v - 0.5)
     cross = torch.maximum(torch.minimum(au, av) - 0.3, torch.maximum(au, av) - 1)

@@ -1,4 +1,4 @@
-"""Networks of experiments: written to their papers, or by name from a library that is installed, or the user's own.
+"""Networks of experiments: implementations of papers, networks of installed libraries, or the user's own.
 
 @register("network", "mine")
 def mine(classes: int = 1000) -> nn.Module: ...
@@ -23,18 +23,18 @@ from chipfit.registry import lookup
 
 
 def model_entry(config: Model | Mapping[str, Any], pretrained: bool = False, path: str | Path | None = None) -> Any:
-    """The network that a configuration names.
+    """Return the network that a configuration names.
 
     Args:
         config: `type` and `kwargs`.
-        pretrained: with trained weights: of "timm:", "torchvision:" and "transformers:" names those of the library,
-            which it may have to download; those that a factory of one's own returns; of others those of `path`, or of
-            NAME.safetensors in the folder CHIPFIT_WEIGHTS.
-        path: weights as safetensors.
+        pretrained: load trained weights: those of the library for "timm:", "torchvision:" and "transformers:" names,
+            perhaps downloaded; for registered networks those of `path`, or of NAME.safetensors in CHIPFIT_WEIGHTS. A
+            factory of the user returns its own.
+        path: safetensors file of weights.
 
     Raises:
-        UnknownNameError: no such network.
-        ConfigError: the library is not installed, or refuses; there are no weights, or they do not fit.
+        UnknownNameError: there is no such network.
+        ConfigError: the library is missing or fails, or weights are missing or do not fit.
     """
     model = config if isinstance(config, Model) else Model(**config)
     library, colon, name = model.type.partition(":")
@@ -49,7 +49,7 @@ def model_entry(config: Model | Mapping[str, Any], pretrained: bool = False, pat
         if "CHIPFIT_WEIGHTS" in os.environ and kept.is_file():
             return _with_weights(network, kept)
         hint = "CHIPFIT_WEIGHTS=FOLDER with MODEL.safetensors, or train it first: saver.pretrain.epochs"
-        raise ConfigError("There are no trained weights", where=model.type, hint=hint)
+        raise ConfigError("Network has no trained weights", where=model.type, hint=hint)
     return network if path is None else _with_weights(network, Path(path))
 
 
@@ -59,15 +59,17 @@ def _create(make: Callable[..., Any], model: Model) -> Any:
         return make(**model.kwargs)
     except ConfigError:
         raise
-    except Exception as e:  # libraries and the user's code refuse as they like
+    except Exception as e:  # libraries and the user's code may raise anything
         if not raised_outside_chipfit(e):
             raise
-        raise ConfigError(f"The network cannot be made: {short_message(e)}", where=model.type, got=model.kwargs) from e
+        raise ConfigError(
+            f"The network cannot be created: {short_message(e)}", where=model.type, got=model.kwargs
+        ) from e
 
 
 def _with_weights(network: Any, path: Path) -> Any:
     if not isinstance(network, nn.Module):
-        raise ConfigError("Weights are read for PyTorch networks", got=type(network).__name__)
+        raise ConfigError("Weights are supported for PyTorch networks only", got=type(network).__name__)
     try:
         network.load_state_dict(load_file(path))
     except (OSError, SafetensorError, RuntimeError) as e:
@@ -86,7 +88,7 @@ def _torchvision(name: str, pretrained: bool, **kwargs: Any) -> Any:
 
 
 class _Logits(nn.Module):
-    """A classifier of transformers, pixels to logits."""
+    """A classifier of transformers that returns logits."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

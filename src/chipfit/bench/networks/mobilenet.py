@@ -13,7 +13,7 @@ from chipfit.registry import register
 
 
 class InvertedResidual(nn.Module):
-    """Widen 1x1, filter depthwise, narrow 1x1; arXiv:1801.04381, fig. 3b."""
+    """A block of 1x1 expansion, depthwise convolution and 1x1 projection; arXiv:1801.04381, fig. 3b."""
 
     def __init__(self, c_in: int, c_out: int, kernel: int, stride: int, widen: int) -> None:
         super().__init__()
@@ -29,14 +29,14 @@ class InvertedResidual(nn.Module):
 
 
 class InvertedResiduals(nn.Module):
-    """Images [N, 3, H, W] to logits [N, classes].
+    """A classifier of images [N, 3, H, W].
 
     Args:
         stem: channels of the first convolution.
-        stages: of inverted residuals.
+        stages: stages of inverted residuals.
         last: channels of the last convolution.
         stride: of the first convolution.
-        dropout: share of the features that training leaves out before the classifier.
+        dropout: dropout probability before the classifier.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class InvertedResiduals(nn.Module):
 
 @register("network", "mobilenet_v2")
 def mobilenet_v2(classes: int = 1000) -> nn.Module:
-    """arXiv:1801.04381, table 2; 3.5 M parameters, 300 M multiplications at 224 pixels."""
+    """Return MobileNetV2, arXiv:1801.04381, table 2; 3.5 M parameters, 300 M multiplications at 224 pixels."""
     rows = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
     return InvertedResiduals(32, [(w, 3, c, n, s) for w, c, n, s in rows], 1280, classes)
 
 
 @register("network", "efficientnetlite_b0")
 def efficientnetlite_b0(classes: int = 1000) -> nn.Module:
-    """arXiv:1905.11946, table 1, without squeeze-and-excitation; 4.7 M parameters, 0.39 G multiplications."""
+    """Return EfficientNet-Lite0: arXiv:1905.11946, table 1; 4.7 M parameters, 0.39 G multiplications."""
     rows = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 40, 2, 2), (6, 80, 3, 2), (6, 112, 3, 1), (6, 192, 4, 2), (6, 320, 1, 1))
     stages = [(w, k, c, n, s) for (w, c, n, s), k in zip(rows, (3, 3, 5, 3, 5, 5, 3), strict=True)]
     return InvertedResiduals(32, stages, 1280, classes)
@@ -73,6 +73,6 @@ def efficientnetlite_b0(classes: int = 1000) -> nn.Module:
 
 @register("network", "mobilenet_v2_small")
 def mobilenet_v2_small(classes: int = 10) -> nn.Module:
-    """Ten inverted residuals for images of 32 pixels; 0.14 M parameters, 9.5 M multiplications."""
+    """Return ten inverted residuals for images of 32 pixels; 0.14 M parameters, 9.5 M multiplications."""
     rows = ((1, 16, 1, 1), (4, 24, 2, 2), (4, 32, 3, 2), (4, 48, 2, 1), (4, 64, 2, 2))
     return InvertedResiduals(16, [(w, 3, c, n, s) for w, c, n, s in rows], 192, classes, stride=1, dropout=0.0)

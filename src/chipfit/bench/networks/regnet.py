@@ -7,7 +7,7 @@ from chipfit.registry import register
 
 
 class XBlock(nn.Module):
-    """1x1, 3x3 in groups, 1x1, all of one width, and a shortcut around them; fig. 4."""
+    """A block of 1x1, grouped 3x3 and 1x1 convolutions of one width, with a shortcut; fig. 4."""
 
     def __init__(self, c_in: int, width: int, stride: int, group: int) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class XBlock(nn.Module):
 
 @register("network", "regnetx_600m")
 def regnetx_600m(classes: int = 1000) -> nn.Module:
-    """Depths 1, 3, 5, 7; widths 48, 96, 240, 528; groups of 24 channels. 6.2 M parameters, 0.6 G multiplications."""
+    """Return RegNetX-600MF: groups of 24 channels; 6.2 M parameters, 0.6 G multiplications."""
     layers, c = [conv_bn(3, 32, 3, 2, act=nn.ReLU)], 32
     for depth, width in ((1, 48), (3, 96), (5, 240), (7, 528)):
         for k in range(depth):

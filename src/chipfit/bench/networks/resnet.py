@@ -7,9 +7,9 @@ from chipfit.registry import register
 
 
 class Block(nn.Module):
-    """Convolutions with batch norms, and a shortcut around them; fig. 2 (basic), fig. 5 (bottleneck).
+    """A residual block of convolutions with batch norms; fig. 2 (basic), fig. 5 (bottleneck).
 
-    The bottleneck has its stride at the 3x3 convolution, as published weights have it; the paper has it before.
+    The 3x3 convolution of a bottleneck has the stride, as in published weights; in the paper the first one has it.
     """
 
     def __init__(self, c_in: int, width: int, stride: int, bottleneck: bool) -> None:
@@ -34,12 +34,12 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Images [N, 3, H, W] to logits [N, classes].
+    """A classifier of images [N, 3, H, W].
 
     Args:
-        depths: blocks of each stage; the width doubles from one to the next.
-        width: of the first stage.
-        small: for images of 32 pixels (section 4.2): the stem is one 3x3 convolution and does not shrink them.
+        depths: number of blocks of each stage; the width doubles with each stage.
+        width: channels of the first stage.
+        small: for images of 32 pixels (section 4.2): the stem is one 3x3 convolution without stride.
     """
 
     def __init__(
@@ -68,17 +68,17 @@ class ResNet(nn.Module):
 
 @register("network", "resnet18")
 def resnet18(classes: int = 1000) -> nn.Module:
-    """Table 1; 11.7 M parameters, 1.8 G multiplications at 224 pixels."""
+    """Return ResNet-18, table 1; 11.7 M parameters, 1.8 G multiplications at 224 pixels."""
     return ResNet((2, 2, 2, 2), classes=classes)
 
 
 @register("network", "resnet50")
 def resnet50(classes: int = 1000) -> nn.Module:
-    """Table 1; 25.6 M parameters, 4.1 G multiplications at 224 pixels."""
+    """Return ResNet-50, table 1; 25.6 M parameters, 4.1 G multiplications at 224 pixels."""
     return ResNet((3, 4, 6, 3), bottleneck=True, classes=classes)
 
 
 @register("network", "resnet20")
 def resnet20(classes: int = 10) -> nn.Module:
-    """Section 4.2, for images of 32 pixels; 0.27 M parameters, 41 M multiplications."""
+    """Return ResNet-20, section 4.2, for images of 32 pixels; 0.27 M parameters, 41 M multiplications."""
     return ResNet((3, 3, 3), 16, small=True, classes=classes)

@@ -5,7 +5,7 @@ import sys
 
 
 def main() -> None:
-    """Become the command line, with the solver's own spelling of what it is given."""
+    """Run `chipfit bench run` with MQBench's spelling of the arguments."""
     given = [word for word in sys.argv[1:] if word != "--config"]
     os.execv(sys.executable, [sys.executable, "-m", "chipfit.cli", "bench", "run", *given])
 
