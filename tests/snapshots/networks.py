@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.build import model_of
+
 
 def dyadic(*shape: int, salt: int = 0, unit: float = 1 / 32, reach: int = 12) -> Tensor:
     """Multiples of `unit` up to `reach` of them, in no visible order, both signs."""
@@ -40,26 +42,13 @@ def numbered(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
-class Of(nn.Module):
-    """A function of its layers and inputs."""
-
-    def __init__(self, f: Callable[..., Any], **layers: nn.Module | Tensor) -> None:
-        super().__init__()
-        self.f = f
-        for name, x in layers.items():
-            setattr(self, name, nn.Parameter(x) if isinstance(x, Tensor) else x)
-
-    def forward(self, *x: Tensor) -> Any:
-        return self.f(self, *x)
-
-
 def residual() -> nn.Module:
     def f(m: Any, x: Tensor) -> Tensor:
         x = F.max_pool2d(F.relu(m.bn1(m.conv1(x))), 3, 2, 1, ceil_mode=True)
         x = F.relu(m.bn3(m.conv3(F.relu(m.bn2(m.conv2(x))))) + x)
         return m.head(x.mean((2, 3)))
 
-    return Of(
+    return model_of(
         f,
         conv1=nn.Conv2d(3, 6, 3, padding=1, bias=False),
         bn1=nn.BatchNorm2d(6),
@@ -78,7 +67,7 @@ def mobile() -> nn.Module:
         y = y * torch.sigmoid(m.up(F.relu(m.down(F.adaptive_avg_pool2d(y, 1)))))
         return (m.narrow(y) + m.skip(x)).flatten(1)
 
-    return Of(
+    return model_of(
         f,
         wide=nn.Conv2d(3, 8, 1),
         bn=nn.BatchNorm2d(8),
@@ -97,7 +86,7 @@ def branches() -> nn.Module:
         x = torch.cat([F.relu(m.a(x)), m.b(x), F.leaky_relu(m.c(pooled), 0.125)], 1)
         return F.avg_pool2d(m.last(F.max_pool2d(x, 3, 2, ceil_mode=True)), 3, 2, 1, ceil_mode=True)
 
-    return Of(
+    return model_of(
         f,
         stem=nn.Conv2d(3, 4, 3, stride=(1, 2), padding=(1, 2)),
         a=nn.Conv2d(4, 3, 1),
@@ -116,7 +105,7 @@ def sizes() -> nn.Module:
         e, g = d.chunk(2, 1)
         return torch.cat([e, g], 3).transpose(2, 3), m.out(d).permute(0, 2, 3, 1).reshape(x.shape[0], -1)
 
-    return Of(
+    return model_of(
         f,
         down=nn.Conv2d(3, 4, 3, 2),
         up=nn.ConvTranspose2d(4, 6, 3, 2, 1, 1),
@@ -134,7 +123,7 @@ def attention() -> nn.Module:
         x = x + m.proj(y.transpose(1, 2).reshape(n, 4, 8))
         return m.head((x + m.fc2(F.gelu(m.fc1(m.norm2(x)))))[:, 0])
 
-    return Of(
+    return model_of(
         f,
         patch=nn.Conv2d(3, 8, 4, 4),
         norm1=nn.LayerNorm(8),
@@ -154,7 +143,7 @@ def words() -> nn.Module:
         x = F.relu(m.fc(x)) * m.gain
         return m.out(torch.cat([x.mean(1), x.amax(1)], -1)).log_softmax(-1)
 
-    return Of(
+    return model_of(
         f,
         table=nn.Embedding(20, 8),
         place=nn.Embedding(9, 8),
@@ -173,7 +162,7 @@ def moves() -> nn.Module:
         x = torch.index_select(x, 1, torch.tensor([1, 0])) + x.roll(1, 1)
         return torch.stack([x.amax((2, 3)), x.unsqueeze(1).sum((1, 3, 4))], 1)
 
-    return Of(f, first=nn.Conv2d(3, 6, 1), second=nn.Conv2d(6, 8, 1))
+    return model_of(f, first=nn.Conv2d(3, 6, 1), second=nn.Conv2d(6, 8, 1))
 
 
 def gates() -> nn.Module:
@@ -182,7 +171,7 @@ def gates() -> nn.Module:
         x = torch.tanh(m.a(x)) * torch.sigmoid(m.b(x)) + F.elu(m.c(m.prelu(x)))
         return m.head(F.avg_pool1d(F.silu(x), 2).flatten(1)).softmax(-1)
 
-    return Of(
+    return model_of(
         f,
         conv=nn.Conv1d(3, 6, 3, padding=1),
         prelu=nn.PReLU(6),
@@ -200,7 +189,7 @@ def shared() -> nn.Module:
         z = F.conv2d(y, m.other.weight, m.conv.bias, padding=1)
         return m.tied(z) - x, y
 
-    model = Of(
+    model = model_of(
         f,
         first=nn.Conv2d(3, 4, 1),
         conv=nn.Conv2d(4, 4, 3, padding=1),
@@ -220,7 +209,7 @@ def chain() -> nn.Module:
         c = F.relu6(m.three(a) + b.clamp(-1.0, 1.5))
         return m.head(F.relu(m.four(c)).flatten(1))
 
-    return Of(
+    return model_of(
         f,
         one=nn.Conv2d(3, 6, 3, 2, 1),
         two=nn.Conv2d(6, 6, 1),
@@ -239,7 +228,7 @@ def rows() -> nn.Module:
         x = F.hardswish(m.four(F.relu(m.wide(x))))
         return m.last(m.head(x.flatten(1))).softmax(-1)
 
-    return Of(
+    return model_of(
         f,
         one=nn.Conv2d(3, 4, 3, padding=1),
         two=nn.Conv2d(4, 5, 1),
@@ -258,7 +247,7 @@ def foreign() -> nn.Module:
         x = m.patch(x).flatten(2).transpose(1, 2)
         return m.head(torch.cat([m.token.expand(x.shape[0], 1, 4), F.relu(x).flip(1)], 1))[:, 1]
 
-    return Of(f, patch=nn.Conv2d(3, 4, 4, 4), token=torch.zeros(1, 1, 4), head=nn.Linear(4, 3))
+    return model_of(f, patch=nn.Conv2d(3, 4, 4, 4), token=torch.zeros(1, 1, 4), head=nn.Linear(4, 3))
 
 
 def constants() -> nn.Module:
@@ -268,7 +257,7 @@ def constants() -> nn.Module:
         y = torch.maximum(y, m.floor).flatten(1) @ m.matrix
         return torch.where(y > 0, y, -y) + y.square().mean(1, keepdim=True)
 
-    return Of(f, conv=nn.Conv2d(3, 2, 3), floor=torch.zeros(2, 1, 1), matrix=torch.zeros(72, 4))
+    return model_of(f, conv=nn.Conv2d(3, 2, 3), floor=torch.zeros(2, 1, 1), matrix=torch.zeros(72, 4))
 
 
 @dataclass(frozen=True)
