@@ -73,7 +73,7 @@ fuzz: setup ## 10,000 cases of bad input: SEED=, MINUTES= and CASES= choose othe
 	$(QUIET) $(BIN)/python -m benchmarks.fuzz --seed $(or $(SEED),0) --minutes $(or $(MINUTES),60) --cases $(or $(CASES),10000)
 
 random: setup ## prove COUNT random networks on each of ONNX Runtime and LiteRT, drawn with SEED: every integer
-	$(QUIET) $(BIN)/python tests/random_networks.py --count $(or $(COUNT),500) --seed $(or $(SEED),0)
+	$(QUIET) $(BIN)/python benchmarks/random_networks.py --count $(or $(COUNT),500) --seed $(or $(SEED),0)
 
 .venv/zoo: constraints.txt
 	$(BIN)/pip install --quiet --no-deps --upgrade --target $@ "$$(grep '^timm==' constraints.txt)"

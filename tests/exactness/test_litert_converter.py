@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks.random_networks import with_biases
 from torch import nn
 
 import chipfit
@@ -21,7 +22,6 @@ from chipfit.passes.layout import apply_layout
 from chipfit.plan.record import Plan
 from chipfit.quantizers.grids import dequantize, quantize
 from chipfit.registry import lookup
-from tests.random_networks import with_biases
 from tests.zoo import make, unseen
 
 pytestmark = [

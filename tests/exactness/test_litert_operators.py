@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks.random_networks import power_of_two_scales, with_biases
 from torch import nn
 
 import chipfit
 from tests.exactness.litert_proof import RUNTIMES, prove
-from tests.random_networks import power_of_two_scales, with_biases
 
 
 class Of(nn.Module):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from benchmarks.random_networks import Tally, check
 
 from chipfit.registry import lookup
 from tests.exactness.test_random_networks import off_by_one
-from tests.random_networks import Tally, check
 
 pytest.importorskip("ai_edge_litert")
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from benchmarks.random_networks import Network, Outcome, Tally, apart, check, platforms
 
 from chipfit.registry import lookup
 from chipfit.simulate.integer import Simulation
-from tests.random_networks import Network, Outcome, Tally, apart, check, platforms
 
 
 @pytest.mark.parametrize("part", range(4))  # 40 networks in parts, so that workers share them

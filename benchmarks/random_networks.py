@@ -1,10 +1,10 @@
-"""Random networks out of what real ones consist of, and the proof that a runtime computes what is simulated.
+"""Draw random networks from the parts of real ones, and prove that a runtime computes the simulated integers.
 
-    python tests/random_networks.py --runtime onnxruntime --count 500 --seed 1
+    python benchmarks/random_networks.py --runtime onnxruntime --count 500 --seed 1
 
-A number makes a network, its data, and the platform and settings that it is quantized with. Every integer of every
-tensor must be the runtime's, but for what a named operator computes in float, given the runtime's own operands. Data
-that calibration has not seen are compared. Networks that are refused by a typed error are counted.
+A seed determines a network, its data, and the platform and settings of its quantization. Every integer of every tensor
+must equal the runtime's, except where a named operator computes in float, given the runtime's own operands. The data
+are new to calibration. Networks that end in a typed error are counted.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from chipfit.verify import Verification, verify
 
 #: kinds of runtimes -> suffix of their files
 RUNTIMES = {"onnxruntime": ".onnx", "litert": ".tflite"}
-#: of networks, that may be refused
+#: largest share of networks that may be unsupported
 REFUSED = 0.05
-#: of all integers, that are compared at 0
+#: least share of all integers that are compared without tolerance
 SHARE = 0.9
 
 # ---------------------------------------------------------------- parts of networks
 
 
-class Of(nn.Module):
-    """A function of x and of layers."""
+class Block(nn.Module):
+    """A block that computes a function of x, layers and parameters."""
 
     def __init__(self, f: Callable[..., Tensor], *layers: nn.Module, **numbers: Tensor) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ COMMON = (F.relu,) * 7 + (lambda x: x,) * 4 + (torch.sigmoid, lambda x: F.leaky_
 
 
 def batch_norm(kind: type[nn.Module], c: int) -> nn.Module:
-    """With statistics as training leaves them."""
+    """Return a batch norm with plausible statistics."""
     norm = kind(c)
     nn.init.uniform_(norm.running_mean, -0.3, 0.3)
     nn.init.uniform_(norm.running_var, 0.5, 1.5)
@@ -105,18 +105,18 @@ def conv(d: random.Random, c: int, o: int | None = None, stride: Any = 1) -> nn.
     layer = nn.Conv2d(c, o, k, stride, padding, dilation, groups, bias)
     act = d.choice(COMMON)
     if d.random() < 0.6:
-        return Of(lambda x, a, b: act(b(a(x))), layer, batch_norm(nn.BatchNorm2d, o))
-    return Of(lambda x, a: act(a(x)), layer)
+        return Block(lambda x, a, b: act(b(a(x))), layer, batch_norm(nn.BatchNorm2d, o))
+    return Block(lambda x, a: act(a(x)), layer)
 
 
 def same_size(d: random.Random, c: int, o: int | None = None) -> nn.Module:
-    """A convolution that keeps the image's size."""
+    """Return a convolution that keeps the image's size."""
     k, o = d.choice((1, 3)), o or c
     groups = c if o == c and d.random() < 0.3 else 1
     act, layer = d.choice(COMMON), nn.Conv2d(c, o, k, padding=k // 2, groups=groups, bias=d.random() < 0.5)
     if d.random() < 0.5:
-        return Of(lambda x, a, b: act(b(a(x))), layer, batch_norm(nn.BatchNorm2d, o))
-    return Of(lambda x, a: act(a(x)), layer)
+        return Block(lambda x, a, b: act(b(a(x))), layer, batch_norm(nn.BatchNorm2d, o))
+    return Block(lambda x, a: act(a(x)), layer)
 
 
 def strided(d: random.Random, c: int) -> nn.Module:
@@ -126,29 +126,29 @@ def strided(d: random.Random, c: int) -> nn.Module:
 def transposed(d: random.Random, c: int) -> nn.Module:
     k, p = d.choice(((2, 0), (3, 1), (4, 1)))
     more = 1 if k == 3 else 0
-    return Of(lambda x, a: F.relu(a(x)), nn.ConvTranspose2d(c, d.choice((4, 6, 8)), k, 2, p, more))
+    return Block(lambda x, a: F.relu(a(x)), nn.ConvTranspose2d(c, d.choice((4, 6, 8)), k, 2, p, more))
 
 
 def residual(d: random.Random, c: int) -> nn.Module:
     act = d.choice(COMMON)
-    return Of(lambda x, a, b: act(x + b(a(x))), same_size(d, c, 6), same_size(d, 6, c))
+    return Block(lambda x, a, b: act(x + b(a(x))), same_size(d, c, 6), same_size(d, 6, c))
 
 
 def squeeze_excite(d: random.Random, c: int) -> nn.Module:
     gate = d.choice((torch.sigmoid, torch.sigmoid, F.hardsigmoid))
-    return Of(
+    return Block(
         lambda x, a, b: x * gate(b(F.relu(a(F.adaptive_avg_pool2d(x, 1))))), nn.Conv2d(c, 4, 1), nn.Conv2d(4, c, 1)
     )
 
 
 def gate(d: random.Random, c: int) -> nn.Module:
     f = d.choice((torch.sigmoid, torch.tanh, F.relu6))
-    return Of(lambda x, a, b: f(a(x)) * b(x), same_size(d, c), same_size(d, c))
+    return Block(lambda x, a, b: f(a(x)) * b(x), same_size(d, c), same_size(d, c))
 
 
 def branches(d: random.Random, c: int) -> nn.Module:
     pool = d.choice((lambda x: F.max_pool2d(x, 3, 1, 1), lambda x: F.avg_pool2d(x, 3, 1, 1), lambda x: x))
-    return Of(lambda x, a, b: torch.cat((a(x), b(x), pool(x)), 1), same_size(d, c, 4), same_size(d, c, 6))
+    return Block(lambda x, a, b: torch.cat((a(x), b(x), pool(x)), 1), same_size(d, c, 4), same_size(d, c, 6))
 
 
 def pool(d: random.Random, c: int) -> nn.Module:
@@ -170,11 +170,11 @@ def resize(d: random.Random, c: int) -> nn.Module:
 def padding(d: random.Random, c: int) -> nn.Module:
     ends = tuple(d.randrange(3) for _ in range(4))
     mode, value = d.choice((("constant", 0.0), ("constant", 0.7), ("constant", -1.0), ("reflect", None)))
-    return Of(lambda x, a: a(F.pad(x, ends, mode, value)), nn.Conv2d(c, d.choice((4, 6)), 3))
+    return Block(lambda x, a: a(F.pad(x, ends, mode, value)), nn.Conv2d(c, d.choice((4, 6)), 3))
 
 
 def constant(d: random.Random, c: int) -> nn.Module:
-    """What is added, multiplied or subtracted: numbers, rows, whole parameters."""
+    """Return arithmetic with constants: numbers and parameters."""
     number, shape = d.choice((0.37, 1.7, -0.6)), (1, c, 1, 1)
     f = d.choice(
         (
@@ -186,17 +186,17 @@ def constant(d: random.Random, c: int) -> nn.Module:
             lambda x, s, b: x * number,
         )
     )
-    return Of(f, s=torch.rand(shape) + 0.5, b=torch.randn(shape) * 0.3)
+    return Block(f, s=torch.rand(shape) + 0.5, b=torch.randn(shape) * 0.3)
 
 
 def activation(d: random.Random, c: int) -> nn.Module:
     if d.random() < 0.15:
         return nn.PReLU(d.choice((1, c)), d.choice((0.1, 0.25)))
-    return Of(d.choice(ACTIVATIONS if d.random() < 0.4 else COMMON))
+    return Block(d.choice(ACTIVATIONS if d.random() < 0.4 else COMMON))
 
 
 def order(d: random.Random, c: int) -> nn.Module:
-    """Slices, transpositions, shuffles."""
+    """Return a slice, transposition or shuffle."""
     fs: list[Callable[[Tensor], Tensor]] = [
         lambda x: x[:, :, 1:],
         lambda x: x[..., ::2],
@@ -214,11 +214,11 @@ def order(d: random.Random, c: int) -> nn.Module:
         ]
     if c % 4 == 0:
         fs.append(lambda x: F.pixel_shuffle(x, 2))
-    return Of(d.choice(fs), *())
+    return Block(d.choice(fs), *())
 
 
 def map_of_weights(d: random.Random, c: int) -> nn.Module:
-    """Attention over channels or pixels."""
+    """Return attention over channels or pixels."""
     f = d.choice(
         (
             lambda x, a: x * torch.sigmoid(a(x).mean(1, keepdim=True)),
@@ -226,7 +226,7 @@ def map_of_weights(d: random.Random, c: int) -> nn.Module:
             lambda x, a: x * torch.sigmoid(torch.cat((x.mean(1, True), x.amax(1, True)), 1).mean(1, True)) + a(x),
         )
     )
-    return Of(f, same_size(d, c))
+    return Block(f, same_size(d, c))
 
 
 def norm(d: random.Random, c: int) -> nn.Module:
@@ -256,7 +256,7 @@ RARE = (norm,)  # several operators in float each
 
 def mlp(d: random.Random, c: int) -> nn.Module:
     act, size = d.choice((F.gelu, F.relu, F.silu, F.relu6)), d.choice((8, 12))
-    return Of(lambda x, a, b, n: x + b(act(a(n(x)))), nn.Linear(c, size), nn.Linear(size, c), sequence_norm(d, c))
+    return Block(lambda x, a, b, n: x + b(act(a(n(x)))), nn.Linear(c, size), nn.Linear(size, c), sequence_norm(d, c))
 
 
 def sequence_norm(d: random.Random, c: int) -> nn.Module:
@@ -264,7 +264,7 @@ def sequence_norm(d: random.Random, c: int) -> nn.Module:
 
 
 class Attention(nn.Module):
-    """Over [N, L, D], of one or two heads, fused or written out, perhaps causal."""
+    """Attention over [N, L, D] of one or two heads, fused or written out, perhaps causal."""
 
     def __init__(self, d: random.Random, c: int) -> None:
         super().__init__()
@@ -285,7 +285,7 @@ class Attention(nn.Module):
 
 
 def class_token(d: random.Random, c: int) -> nn.Module:
-    return Of(lambda x, t: torch.cat((t.expand(x.shape[0], -1, -1), x), 1), token=torch.randn(1, 1, c) * 0.3)
+    return Block(lambda x, t: torch.cat((t.expand(x.shape[0], -1, -1), x), 1), token=torch.randn(1, 1, c) * 0.3)
 
 
 def glu(d: random.Random, c: int) -> nn.Module:
@@ -293,29 +293,29 @@ def glu(d: random.Random, c: int) -> nn.Module:
         u, v = a(x).chunk(2, -1)
         return x + u * torch.sigmoid(v)
 
-    return Of(f, nn.Linear(c, 2 * c))
+    return Block(f, nn.Linear(c, 2 * c))
 
 
 def mixing(d: random.Random, c: int) -> nn.Module:
-    """Products of activations."""
+    """Return products of activations."""
     f = d.choice(
         (
             lambda x, a: (x @ a(x).transpose(1, 2)).softmax(-1) @ x,
             lambda x, a: x + (a(x) @ x.transpose(1, 2)) @ x * 0.02,
         )
     )
-    return Of(f, nn.Linear(c, c))
+    return Block(f, nn.Linear(c, c))
 
 
 def convolved(d: random.Random, c: int) -> nn.Module:
-    """Over [N, L, D] as rows of one spatial axis."""
+    """Return a 1-D convolution over [N, L, D]."""
     k, stride, dilation = d.choice((1, 3, 4)), d.choice((1, 1, 2)), d.choice((1, 1, 2))
     groups = d.choice((1, 1, c))
     layer = nn.Conv1d(c, c, k, stride, dilation * (k // 2), dilation, groups)
     last = d.choice(
         (nn.Identity(), batch_norm(nn.BatchNorm1d, c), nn.MaxPool1d(2), nn.AvgPool1d(2), nn.ConvTranspose1d(c, c, 2, 2))
     )
-    return Of(lambda x, a, b: b(F.relu(a(x.transpose(1, 2)))).transpose(1, 2), layer, last)
+    return Block(lambda x, a, b: b(F.relu(a(x.transpose(1, 2)))).transpose(1, 2), layer, last)
 
 
 SEQUENCE: Sequence[Callable[[random.Random, int], nn.Module]] = (
@@ -328,7 +328,7 @@ SEQUENCE: Sequence[Callable[[random.Random, int], nn.Module]] = (
 
 
 class Network(nn.Module):
-    """Blocks for images, perhaps blocks for sequences, and a head."""
+    """A network of blocks for images, perhaps blocks for sequences, and a head."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -346,7 +346,7 @@ class Network(nn.Module):
                 x = F.max_pool2d(x, 2).flatten(2).transpose(1, 2)
                 if d.random() < 0.5:
                     shape, add = x.shape[1:], d.choice((torch.add, torch.mul))
-                    self.sequence.append(Of(lambda x, p: add(x, p), p=torch.randn(1, *shape) * 0.3))
+                    self.sequence.append(Block(lambda x, p: add(x, p), p=torch.randn(1, *shape) * 0.3))
                 for _ in range(d.randrange(1, 4)):
                     x = self._grow(self.sequence, d.choice(SEQUENCE), d, x)
             c = x.shape[2] if self.tokens else x.shape[1]
@@ -359,7 +359,7 @@ class Network(nn.Module):
     def _grow(
         to: nn.ModuleList, block: Callable[[random.Random, int], nn.Module], d: random.Random, x: Tensor
     ) -> Tensor:
-        """Append a block where the data fit it and stay of a reasonable size."""
+        """Append a block if it accepts the data and its output has a reasonable size; return the output."""
         made = block(d, x.shape[1] if x.dim() == 4 else x.shape[2]).eval()
         try:
             y = made(x)
@@ -394,7 +394,7 @@ class Network(nn.Module):
 
 
 def power_of_two_scales(plan: Plan) -> Plan:
-    """The same plan with every activation scale rounded up to a power of two, where ties are common."""
+    """Return a plan with activation scales rounded up to powers of two, where rounding ties are common."""
     tensors = dict(plan.tensors)
     for name, t in tensors.items():
         if t.quantized and t.role == "activation":
@@ -403,7 +403,7 @@ def power_of_two_scales(plan: Plan) -> Plan:
 
 
 def with_biases(graph: Graph, plan: Plan) -> Plan:
-    """Bias scales follow their inputs."""
+    """Return a plan whose bias scales are products of input and weight scales."""
     tensors = dict(plan.tensors)
     for n in graph.nodes:
         if len(n.inputs) > 2 and n.inputs[2] in tensors and tensors[n.inputs[2]].role == "bias":
@@ -419,18 +419,18 @@ def with_biases(graph: Graph, plan: Plan) -> Plan:
 
 @dataclass
 class Outcome:
-    """What became of one network."""
+    """The outcome of one network."""
 
     seed: int
     platform: str
     checks: list[Verification] = field(default_factory=list)  #: by runtime
     refused: str = ""  #: the typed error that refused it
-    faults: list[str] = field(default_factory=list)  #: what no named float operator explains
+    faults: list[str] = field(default_factory=list)  #: differences that no named float operator explains
 
 
 @cache
 def platforms(runtime: str) -> list[str]:
-    """The built-in platforms that a runtime proves and that store values in codes, with their revisions."""
+    """Return the built-in platforms that a runtime verifies and that quantize activations, with their revisions."""
     found = [p for p in map(load, names()) for r in p.runtimes[:1] if _suffix(r) == RUNTIMES[runtime]]
     found = [p for p in found if any(u.out in p.formats for o in p.ops for u in o.use)]
     return [f"{p.name}@{tag}" if tag else p.name for p in found for tag in p.arch or ("",)]
@@ -465,7 +465,7 @@ def check(seed: int, runtime: str) -> Outcome:
                 if _suffix(r) == RUNTIMES[runtime]:
                     args = result.graph, plan, result.platform, data[2:]
                     out.checks.append(verify(*args, runtime=r, path=path))
-    except chipfit.errors.RuntimeUnavailable as e:  # the file is written, and the runtime refuses it: our fault
+    except chipfit.errors.RuntimeUnavailable as e:  # the written file does not load: our fault
         out.faults.append(str(e))
     except chipfit.errors.ChipfitError as e:
         out.refused = f"{type(e).__name__}: {e}"
@@ -481,7 +481,7 @@ def check(seed: int, runtime: str) -> Outcome:
 
 
 def apart(seed: int, runtime: str, work: Callable[[int, str], Outcome] = check) -> Outcome:
-    """`check` in a process of its own: a runtime that ends it is a fault of that network, and not the end."""
+    """Call `check` in a process of its own, so that a crash of a runtime is a fault of that network."""
     fork = multiprocessing.get_context("fork")
     receiving, sending = fork.Pipe(duplex=False)
     process = fork.Process(target=lambda: sending.send(work(seed, runtime)))
@@ -498,7 +498,7 @@ def apart(seed: int, runtime: str, work: Callable[[int, str], Outcome] = check) 
 
 @dataclass
 class Tally:
-    """What was found over many networks."""
+    """The outcomes of many networks."""
 
     outcomes: list[Outcome] = field(default_factory=list)
 
@@ -508,7 +508,7 @@ class Tally:
 
     @property
     def share(self) -> float:
-        """Of all integers, those compared at 0."""
+        """The share of all integers that are compared without tolerance."""
         strict = sum(r.elements for r in self.rows if not r.allowed and not r.fault)
         return strict / max(1, sum(r.elements + r.missed for r in self.rows))
 
@@ -518,7 +518,7 @@ class Tally:
 
     @property
     def faults(self) -> list[str]:
-        """Everything that should not be."""
+        """All faults, as text."""
         found = [f"network {o.seed} on {o.platform}: {line}" for o in self.outcomes for line in o.faults]
         if len(self.refused) > REFUSED * len(self.outcomes):
             found.append(f"{len(self.refused)} of {len(self.outcomes)} networks were refused")
@@ -527,7 +527,7 @@ class Tally:
         return found
 
     def report(self) -> str:
-        """What a person reads."""
+        """Return a summary as text."""
         rows, checks = self.rows, [c for o in self.outcomes for c in o.checks]
         floats, differing = Counter(), Counter()
         for r in rows:
@@ -561,8 +561,8 @@ def main() -> int:
     parser.add_argument("--runtime", choices=sorted(RUNTIMES), action="append", help="all when omitted")
     parser.add_argument("--count", type=int, default=500, help="networks for each")
     parser.add_argument("--seed", type=int, default=0, help="the first network is number seed * 1,000,000")
-    parser.add_argument("--first", type=int, default=0, help="leave so many out, to share the work")
-    parser.add_argument("--minutes", type=float, default=1e9, help="stop then, for each runtime")
+    parser.add_argument("--first", type=int, default=0, help="skip this many networks, to share the work")
+    parser.add_argument("--minutes", type=float, default=1e9, help="stop after this time, for each runtime")
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
