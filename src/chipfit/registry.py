@@ -14,7 +14,7 @@ import importlib.util
 import pkgutil
 import sys
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard, TypeVar
@@ -34,6 +34,11 @@ class Setting(NamedTuple):
     choices: tuple[str, ...] = ()  #: words that are allowed instead of numbers
     numbers: bool = False  #: numbers are allowed beside the words
     kind: str = ""  #: names of this kind of addition are allowed, such as "gptq" or "gptq + learned(steps=100)"
+
+
+def option(setting: str, default: bool | float | None, doc: str) -> Any:
+    """Declare a field of a registered dataclass that `chipfit.Settings` has under another name."""
+    return field(default=default, metadata={"setting": Setting(setting, default, doc)})
 
 
 #: value that turns off a setting whose default depends on the plan
@@ -100,8 +105,6 @@ class DeviceRuntime:
 class RoundingMethod:
     """The declaration of a method that rounds weights; its protocol is that of `rounding.method`."""
 
-    #: settings for fields of the method; `argument` is the name of the field
-    options: tuple[Setting, ...] = ()
     fits: bool = False  #: it fits scales, quantized values and biases to the inputs of each operator
     default_below: int = 0  #: it is the default for weights with fewer bits
     evens_channels: bool = False  #: rewrites that even out the ranges of channels are tried with it
@@ -289,6 +292,11 @@ def parse_sum(text: str) -> list[str]:
 def entries_in(kind: str, text: str | None) -> list[Entry]:
     """Return the entries that a text such as "gptq + learned(steps=100)" names; none for None and "off"."""
     return [entry(kind, parse_call(part)[0]) for part in parse_sum(text)] if text not in (None, OFF) else []
+
+
+def options_of(e: Entry) -> dict[str, Setting]:
+    """Return the fields of an entry that `chipfit.Settings` has as well; see `option`."""
+    return {f.name: f.metadata["setting"] for f in fields(e.thing) if "setting" in f.metadata}
 
 
 def parse_call(text: str) -> tuple[str, dict[str, Any]]:

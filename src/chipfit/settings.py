@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from chipfit.errors import PlanError, UnknownNameError
-from chipfit.registry import STAGES, Setting, create, entries, is_number, ordered, parse_sum
+from chipfit.registry import STAGES, Setting, create, entries, is_number, options_of, ordered, parse_sum
 
 
 def known_settings() -> dict[str, Setting]:
@@ -18,8 +18,8 @@ def known_settings() -> dict[str, Setting]:
     steps = (entry.declares for stage in STAGES for entry in ordered(stage))
     own = [s for step in steps for s in (step.setting, *step.options) if s is not None]
     # a setting that takes names of a kind is followed by the options that entries of the kind declare
-    options = {s.name: [o for e in entries(s.kind).values() for o in e.declares.options] if s.kind else [] for s in own}
-    return {o.name: o for s in own for o in (s, *options[s.name])}
+    methods = {s.name: entries(s.kind).values() if s.kind else () for s in own}
+    return {o.name: o for s in own for o in (s, *(o for e in methods[s.name] for o in options_of(e).values()))}
 
 
 class _WithSignature(type):

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from chipfit.registry import entries, ordered
+from chipfit.registry import entries, options_of, ordered
 
 PAGE = (Path(__file__).parents[2] / "docs/few-bits.md").read_text()
 ROWS = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|$", PAGE, re.MULTILINE))
-OPTIONS = {o.name: o.default for e in entries("rounding").values() for o in e.declares.options}
+OPTIONS = {o.name: o.default for e in entries("rounding").values() for o in options_of(e).values()}
 STEPS = {s.name: s.declares for s in ordered("correct")}
 
 

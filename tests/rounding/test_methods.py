@@ -13,7 +13,7 @@ from chipfit import Settings
 from chipfit.bench.config import Ptq
 from chipfit.errors import ConfigError, PlanError, UnknownNameError
 from chipfit.plan.record import Plan
-from chipfit.registry import Setting, entries, register
+from chipfit.registry import option, register
 from chipfit.rounding import method
 from chipfit.rounding.method import RoundingContext, RoundingResult, create_methods, default_method, fits_weights
 from chipfit.rounding.methods import gptq, learned
@@ -56,13 +56,6 @@ def test_settings_stand_for_the_options_that_methods_declare():
         Nearest(samples=7, guard=False),
         Learned(steps=3, guard=False),
     ]
-
-
-@pytest.mark.parametrize("name, e", entries("rounding").items())
-def test_the_default_of_a_setting_is_that_of_the_option_it_stands_for(name, e):
-    assert {o.argument: o.default for o in e.declares.options} == {
-        o.argument: getattr(e.thing(), o.argument) for o in e.declares.options
-    }
 
 
 @pytest.mark.parametrize(
@@ -119,12 +112,12 @@ def test_methods_one_behind_the_other_do_what_the_settings_for_it_do():
 
 @pytest.fixture
 def truncating(drop_ins):
-    @register("rounding", "truncate", options=(Setting("truncate_toward", 0, "that way", "toward"),))
+    @register("rounding", "truncate")
     @dataclass(frozen=True)
     class Truncate:
         """Quantized values next to the float ones on the side of zero."""
 
-        toward: int = 0
+        toward: int = option("truncate_toward", 0, "that way")
 
         def __call__(self, graph, plan, context):
             graph = graph.copy()

@@ -5,21 +5,14 @@ from typing import Any
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 from chipfit.registry import OFF, Setting, register
-from chipfit.rounding.method import NEEDS, apply_methods, default_method
+from chipfit.rounding.method import STEP, apply_methods, default_method
 
 _DOES = "methods that round weights, 'gptq' or 'gptq + learned'; None: 'gptq' where weights have fewer than 6 bits"
+_SETTING = Setting("rounding", None, _DOES, "methods", (OFF,), kind="rounding")
+_REPLACED = ("bias", "activation_bias", "second_moment")
 
 
-@register(
-    "correction",
-    "rounding",
-    stage="correct",
-    needs=NEEDS,
-    excludes=("bias", "activation_bias", "second_moment"),
-    decides=True,
-    asks=default_method,
-    setting=Setting("rounding", None, _DOES, "methods", (OFF,), kind="rounding"),
-)
+@register("correction", "rounding", excludes=_REPLACED, asks=default_method, setting=_SETTING, **STEP)
 def round_weights(graph: Graph, plan: Plan, *, methods: str, **given: Any) -> tuple[Graph, Plan, list[str]]:
     """Round the weights of a network; see `apply_methods`."""
     return apply_methods(methods, graph, plan, **given)

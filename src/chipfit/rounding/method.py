@@ -13,13 +13,15 @@ from chipfit.calibration.collect import TensorStats
 from chipfit.errors import interruption_note
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan, TensorPlan
-from chipfit.registry import Setting, create, entries, entries_in, parse_sum
+from chipfit.registry import create, entries, entries_in, options_of, parse_sum
 from chipfit.rounding.compare import compare_plans
 
-#: the setting of methods that compare with the plan from before
-GUARD = Setting("rounding_guard", True, "the plain plan is kept where it is better on an eighth of the images", "guard")
-#: what a correction that runs rounding methods needs of `quantize`
-NEEDS = ("original", "batches", "stats", "choose", "settings")
+#: declaration of a correction that runs rounding methods
+STEP: dict[str, Any] = {
+    "stage": "correct",
+    "decides": True,
+    "needs": ("original", "batches", "stats", "choose", "settings"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +90,7 @@ def create_methods(text: str, settings: Mapping[str, Any]) -> list[RoundingMetho
     methods = []
     for part, e in zip(parse_sum(text), entries_in("rounding", text), strict=True):
         method = create("rounding", part)
-        given = {o.argument: settings[o.name] for o in e.declares.options if o.name in settings}
+        given = {field: settings[o.name] for field, o in options_of(e).items() if o.name in settings}
         whole = {k: int(v) for k, v in given.items() if type(getattr(method, k)) is int}
         methods.append(replace(method, **given | whole))
     return methods

@@ -23,6 +23,7 @@ from chipfit.graph.linear import bias_or_zero, is_linear, with_bias
 from chipfit.passes.rewriting import Readers
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.stored import Stored
+from chipfit.registry import option
 from chipfit.rounding import activation_ranges, gptq
 from chipfit.rounding.moments import Moments, as_rows, from_rows, patches, positions, targets
 from chipfit.rounding.scale_bounds import scale_bounds, scale_is_allowed, weight_rows
@@ -36,9 +37,10 @@ class GptqSettings:
     name: ClassVar[str] = "gptq"  #: of the method, in the origins of weights
     feedback: ClassVar[bool] = True  #: the error of a column moves to those behind it; False: nearest quantized values
 
-    samples: int = 4096  #: output positions per operator, over all samples; at least twice the weights of one output
-    ridge: float | None = 0.1  #: of the least squares that correct weights before they are rounded; None: no correction
-    residual: bool = True  #: an operator before an addition also repairs the error of the other operand
+    #: at least twice the weights of one output are used
+    samples: int = option("rounding_samples", 4096, "output positions per operator, over all images")
+    ridge: float | None = option("correct_weights", 0.1, "ridge for moving weights before rounding; None: they stay")
+    residual: bool = option("repair_residual", True, "an operator before an addition repairs its other operand too")
 
 
 @dataclass

@@ -15,26 +15,15 @@ from torch import Tensor
 
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
-from chipfit.registry import Setting, register
+from chipfit.registry import option, register
 from chipfit.rounding.activation_ranges import with_weighted_ranges
 from chipfit.rounding.compare import count_samples, split_holdout
-from chipfit.rounding.method import GUARD, RoundingContext, RoundingResult, keep_better
+from chipfit.rounding.method import RoundingContext, RoundingResult, keep_better
 from chipfit.rounding.sequential_reconstruction import GptqSettings, Reconstructed, reconstruct
 from chipfit.rounding.time_budget import fit_to_time
 
-OPTIONS = (
-    Setting("rounding_samples", 4096, "output positions that each operator is fitted to", "samples"),
-    Setting("rounding_images", None, "images that are used, the first ones; None: all", "images"),
-    Setting("seconds", None, "time for all this, from which the two numbers before follow", "seconds"),
-    Setting("correct_weights", 0.1, "ridge of the least squares that move weights before they are rounded", "ridge"),
-    Setting("repair_residual", True, "operators before an addition repair the error of the other operand", "residual"),
-    Setting("score_ranges", True, "class scores get the range that keeps their probabilities", "scores"),
-    Setting("effect_ranges", True, "activations of at most 6 bits: ranges by what errors do to outputs", "effect"),
-    GUARD,
-)
 
-
-@register("rounding", "gptq", options=OPTIONS, fits=True, default_below=6, evens_channels=True)
+@register("rounding", "gptq", fits=True, default_below=6, evens_channels=True)
 @dataclass(frozen=True, kw_only=True)
 class Gptq(GptqSettings):
     """Rounding column by column, where the error of each column moves to the columns that are still to be rounded.
@@ -42,11 +31,11 @@ class Gptq(GptqSettings):
     Source: Frantar et al. 2022, arXiv:2210.17323; see `rounding.gptq`.
     """
 
-    images: float | None = None  #: number of calibration samples used, the first ones; None: all
-    seconds: float | None = None  #: time, from which `samples` and `images` follow
-    scores: bool = True  #: class scores below 8 bits get the range that keeps their probabilities
-    effect: bool = True  #: activations of at most 6 bits get ranges by the effect of their errors on the outputs
-    guard: bool = True  #: an eighth of the samples is held out; the plain plan stays where it loses less on them
+    images: float | None = option("rounding_images", None, "images that are used, the first ones; None: all")
+    seconds: float | None = option("seconds", None, "time for rounding, from which `samples` and `images` follow")
+    scores: bool = option("score_ranges", True, "class scores below 8 bits: ranges that keep their probabilities")
+    effect: bool = option("effect_ranges", True, "activations of at most 6 bits: ranges by what errors do to outputs")
+    guard: bool = option("rounding_guard", True, "an eighth of the images decides whether the plain plan is better")
 
     def __call__(self, graph: Graph, plan: Plan, context: RoundingContext) -> RoundingResult:
         method, notes = self, list[str]()

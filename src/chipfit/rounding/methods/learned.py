@@ -26,11 +26,11 @@ from chipfit.passes.rewriting import Readers
 from chipfit.plan.record import Plan
 from chipfit.quantizers.grids import shape_for
 from chipfit.quantizers.ops import TorchOps
-from chipfit.registry import Setting, register
+from chipfit.registry import Setting, option, register
 from chipfit.rounding.adaround import WARM_UP, SoftWeight, output_error, regularizer, regularizer_exponent
 from chipfit.rounding.compare import split_holdout, unrounded_outputs
 from chipfit.rounding.fisher import gradients
-from chipfit.rounding.method import GUARD, NEEDS, RoundingContext, RoundingResult, apply_methods, keep_better
+from chipfit.rounding.method import STEP, RoundingContext, RoundingResult, apply_methods, keep_better
 from chipfit.rounding.moments import as_rows
 from chipfit.rounding.network_blocks import SCOPES, network_blocks
 from chipfit.rounding.sequential_reconstruction import why_not_fitted
@@ -39,32 +39,21 @@ from chipfit.rounding.streams import MEMORY, Stream, append_inputs
 #: learning rate of biases in the first step, as a share of that of weights, in units of the norm of their weights
 BIAS_RATE = 0.01
 
-OPTIONS = (
-    Setting("reconstruct_steps", 1000, "gradient steps for each part, on 32 images each", "steps"),
-    Setting("reconstruct_rate", 0.2, "step size of Adam", "rate"),
-    Setting("reconstruct_float", 0.0, "probability that a value stays in float for a step", "floats"),
-    Setting("reconstruct_anneal", False, "that probability falls linearly to 0", "anneal"),
-    Setting("reconstruct_pull", 1.0, "weight of the pull towards quantized values", "pull"),
-    Setting("reconstruct_biases", True, "biases are learned as well", "biases"),
-    Setting("reconstruct_fisher", False, "errors weigh as much as they change the network's outputs", "fisher"),
-    GUARD,
-)
 
-
-@register("rounding", "learned", options=OPTIONS)
+@register("rounding", "learned")
 @dataclass(frozen=True, kw_only=True)
 class Learned:
     """Rounding learned by gradient descent, from the weights and biases that the graph has."""
 
     scope: str = "block"  #: part of the network whose outputs are kept: one of `network_blocks.SCOPES`
-    steps: int = 1000  #: gradient steps for each block, on one chunk of samples each
-    rate: float = 0.2  #: of Adam, for the variable behind each weight; that of biases falls linearly to 0
-    floats: float = 0.0  #: probability that a value stays in float for a step
-    anneal: bool = False  #: that probability falls linearly to 0
-    pull: float = 1.0  #: weight of the mean regularizer; the error counts as a share of the error before learning
-    biases: bool = True  #: biases are learned as well
-    fisher: bool = False  #: errors are weighted by squared gradients of the network's outputs, by sample and channel
-    guard: bool = True  #: an eighth of the samples is held out; the weights from before stay where they lose less
+    steps: int = option("reconstruct_steps", 1000, "gradient steps for each part, on 32 images each")
+    rate: float = option("reconstruct_rate", 0.2, "step size of Adam; that of biases falls linearly to 0")
+    floats: float = option("reconstruct_float", 0.0, "probability that a value stays in float for a step")
+    anneal: bool = option("reconstruct_anneal", False, "that probability falls linearly to 0")
+    pull: float = option("reconstruct_pull", 1.0, "weight of the pull towards quantized values")
+    biases: bool = option("reconstruct_biases", True, "biases are learned as well")
+    fisher: bool = option("reconstruct_fisher", False, "errors weigh as much as they change the network's outputs")
+    guard: bool = option("rounding_guard", True, "an eighth of the images decides whether the plan before is better")
 
     def __post_init__(self) -> None:
         if self.scope not in SCOPES:
@@ -83,15 +72,11 @@ class Learned:
         return keep_better(context, held_out, (graph, plan), result, "learned codes are kept", rejected)
 
 
-@register(
-    "correction",
-    "reconstruct",
-    stage="correct",
-    after=("rounding", "second_moment", "bias", "activation_bias"),
-    needs=NEEDS,
-    decides=True,
-    setting=Setting("reconstruct", None, "rounding is learned after all corrections, part by part", "scope", SCOPES),
-)
+_SETTING = Setting("reconstruct", None, "rounding is learned after all corrections, part by part", "scope", SCOPES)
+_AFTER = ("rounding", "second_moment", "bias", "activation_bias")
+
+
+@register("correction", "reconstruct", after=_AFTER, setting=_SETTING, **STEP)
 def learn_after_corrections(graph: Graph, plan: Plan, *, scope: str, **given: Any) -> tuple[Graph, Plan, list[str]]:
     """Learn the rounding of a network after all other corrections; see `apply_methods`."""
     return apply_methods(f"learned(scope='{scope}')", graph, plan, **given)

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from chipfit.registry import register
-from chipfit.rounding.methods.gptq import OPTIONS, Gptq
+from chipfit.rounding.methods.gptq import Gptq
 
 
-@register("rounding", "nearest", options=OPTIONS, fits=True)
+@register("rounding", "nearest", fits=True)
 @dataclass(frozen=True, kw_only=True)
 class Nearest(Gptq):
     """GPTQ without error feedback: each weight takes its nearest quantized value."""
