@@ -124,9 +124,9 @@ def test_an_algorithm_of_ones_own_trains_by_the_place_of_its_class(folder):
         torch.testing.assert_close(new, share * old)
     wrong = {
         "mine:Half(shard=1)": "share",
-        "mine:Other": "not registered|is no training algorithm",
+        "mine:Other": "not registered|training algorithm",
         "mine:OurActivations": "none of OurActivations rounds",
-        "mine:register": "says no training",
+        "mine:register": "training is not understood",
     }
     for method, says in wrong.items():
         done = run("train", "saved", "--data", "d.npz", "--method", method, "--out", "refused")

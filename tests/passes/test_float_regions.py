@@ -1,4 +1,4 @@
-"""What kernels hand over that can hand over codes or floats: the cheapest labels, and what a user asks for instead."""
+"""Kernels that can output integers or floats: the cheapest choice, and what a user chooses instead."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from chipfit.decision import Decision, decide
 from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.passes import float_regions
-from chipfit.quantizers.grids import Grid
 from chipfit.ranges import choose
+from tests.build import graph_of, grid, quantized, randn
 
 DATA = [torch.randn(16, 6, 24, generator=torch.Generator().manual_seed(1))]
 
@@ -40,9 +40,10 @@ class Block(nn.Module):
         return self.head(x + self.down(F.gelu(self.up(self.second(x)))))
 
 
-def quantized(model, data=DATA, platform="ort_cpu", **given):
+def build(model, data=DATA, platform="ort_cpu", **options):
+    """Return the result of a network that is made with one seed."""
     torch.manual_seed(0)
-    return chipfit.quantize(model().eval(), data, platform, progress=False, **given)
+    return quantized(model(), data, platform, **options)
 
 
 def runs(result):
@@ -55,34 +56,49 @@ def runs(result):
     }
 
 
+GRID = grid(signed=False)
+
+
+def statistics(x):
+    seen = TensorStats("x")
+    seen.update(x, Need(histogram=True))
+    return seen
+
+
 @pytest.mark.parametrize("mean", [0.0, 5.0, -80.0])
-def test_the_error_of_a_grid_is_measured_against_the_spread_wherever_the_mean_is(mean):
-    """Evenly spread over mean +- 1, the bulk of it over mean +- _BULK: (s^2 / 12) / ((2 _BULK)^2 / 12)."""
-    seen, grid = TensorStats("x"), Grid(bits=8, qmin=0, qmax=255, zero="any")
-    seen.update(torch.linspace(mean - 1, mean + 1, 100_001), Need(histogram=True))
-    slots = SimpleNamespace(tensors={"x": SimpleNamespace(grid=lambda signed: grid)})
-    scale = float(choose(seen, grid).scale)
-    expected = (scale / (2 * float_regions._BULK)) ** 2
+def test_the_error_of_a_grid_is_relative_to_the_spread_wherever_the_mean_is(mean):
+    """Evenly spread over mean +- 1, the bulk of it over mean +- BULK: (s^2 / 12) / ((2 BULK)^2 / 12)."""
+    seen = statistics(torch.linspace(mean - 1, mean + 1, 100_001))
+    expected = (float(choose(seen, GRID).scale) / (2 * float_regions.BULK)) ** 2
     near = pytest.approx(expected, rel=0.05 if mean else 0.005)  # bins of the histogram are wide beside the spread
-    assert float_regions._noise("x", slots, {"x": seen}) == near
-    assert float_regions._noise("y", slots, {"x": seen}) == 0.0
+    assert float_regions.relative_noise(seen, GRID) == near
 
 
 @pytest.mark.parametrize("low, signed", [(-0.5, True), (0.0, False), (0.5, False)])
 def test_the_grid_has_a_sign_where_the_value_has(low, signed):
-    seen, asked = TensorStats("x"), []
-    seen.update(torch.linspace(low, 2.0, 100), Need(histogram=True))
+    signs = []
+    slot = SimpleNamespace(grid=lambda signed: signs.append(signed) or GRID)
+    assignment = SimpleNamespace(groups=(), tensors={"x": slot, "y": None})
+    cut = float_regions.Cut(graph_of("y = Relu(x)"), assignment, {"x": statistics(torch.linspace(low, 2.0, 100))})
+    assert cut.noise("x") > 0 and signs == [signed]
+    assert cut.noise("y") == cut.noise("z") == 0.0  # without a grid, without statistics
 
-    def grid(signed):
-        asked.append(signed)
-        return Grid(bits=8, qmin=0, qmax=255, zero="any")
 
-    float_regions._noise("x", SimpleNamespace(tensors={"x": SimpleNamespace(grid=grid)}), {"x": seen})
-    assert asked == [signed]
+def test_a_value_that_never_changes_has_no_noise():
+    assert float_regions.relative_noise(statistics(torch.zeros(100)), GRID) == 0.0
+
+
+def test_outliers_are_no_signal_and_the_few_of_them_make_the_grid_coarse():
+    """0.4 % of the values are 1000 times the rest: the scale is 2000 / 255, the spread that of +-1, 1 / 3."""
+    x = torch.linspace(-1, 1, 100_000)
+    wild = x.clone()
+    wild[::500], wild[1::500] = 1000.0, -1000.0
+    noise, of_wild = (float_regions.relative_noise(statistics(v), GRID) for v in (x, wild))
+    assert noise == pytest.approx((2 / 255) ** 2 / 12 / (0.99**2 / 3), rel=0.05) and of_wild > 100 * noise
 
 
 def test_a_transformer_adds_and_attends_in_float_and_multiplies_by_weights_in_integers():
-    result = quantized(Block)
+    result = build(Block)
     found = runs(result)
     assert {how for (op, _), (how, _) in found.items() if op == "Softmax"} == {"float"}
     first = next(n for n in result.graph.nodes if n.op == "Add")
@@ -102,43 +118,38 @@ def test_a_convolutional_network_stays_in_codes():
             x = self.a(x)
             return self.c(F.relu(x + self.b(x)))
 
-    found = quantized(Residual, [torch.randn(4, 4, 8, 8)])
+    found = build(Residual, [torch.randn(4, 4, 8, 8)])
     assert {n.exec for n in found.plan.nodes.values()} == {"int"}
-    assert not any("hand over floats" in note for note in found.plan.rewrites)
+    assert not any("output floats" in note for note in found.plan.rewrites)
 
 
 @pytest.mark.parametrize("norms", [True, False])
 @pytest.mark.parametrize("seed", [None, *range(12)])
 def test_no_other_labels_cost_less(norms, seed, monkeypatch):
     """All labels are tried, with the costs added up by themselves: those of the network, and drawn ones."""
-    worth = 1000.0
     if seed is not None:
         drawn, sizes, draw = {}, {}, random.Random(seed)
-        monkeypatch.setattr(float_regions, "_noise", lambda v, *_: drawn.setdefault(v, 10 ** draw.uniform(-5, -1)))
-        monkeypatch.setattr(float_regions, "_size", lambda graph, v: sizes.setdefault(v, draw.randint(1, 100)))
-    torch.manual_seed(0)
-    model = Block(norms).eval()
-    result = chipfit.quantize(model, DATA, "ort_cpu", settings=chipfit.Settings(results="codes"), progress=False)
+        monkeypatch.setattr(float_regions.Cut, "noise", lambda cut, v: drawn.setdefault(v, 10 ** draw.uniform(-5, -1)))
+        monkeypatch.setattr(float_regions.Cut, "size", lambda cut, v: sizes.setdefault(v, draw.randint(1, 100)))
+    result = build(lambda: Block(norms), settings=chipfit.Settings(results="codes"))
     decided = decide(Decision(graph=result.graph, platform=result.platform))
     graph, assignment = decided.graph, decided.assignment
-    chosen = float_regions._cut(graph, assignment, result.stats)
-    head = float_regions._heads(assignment)
-    movers = [n.name for n in graph.nodes if assignment.nodes[n.name].exec == "follow"]
-    labels = {**assignment.modes, **dict.fromkeys(movers, ("codes", "whole"))}
-    made = {o: head.get(n.name, n.name) for n in graph.nodes for o in n.outputs}
-    edges = []  # of a value: maker, whether that makes codes, reader, whether that reads them, conversions, its noise
+    cut = float_regions.Cut(graph, assignment, result.stats)
+    chosen = cut.modes()
+    passing = [n.name for n in graph.nodes if assignment.nodes[n.name].exec == "follow"]
+    labels = {**assignment.modes, **dict.fromkeys(passing, ("codes", "whole"))}
+    made = {o: cut.kernel(n) for n in graph.nodes for o in n.outputs}
+    edges = []  # of a value: producer, whether that writes integers, reader, whether that reads them, size, noise
     for n in graph.nodes:
-        kernel, reads = head.get(n.name, n.name), assignment.nodes[n.name].exec != "float"
+        kernel, reads = cut.kernel(n), assignment.nodes[n.name].exec != "float"
         for v in dict.fromkeys(i for i in n.inputs if i in graph.values and graph.is_float(i)):
-            noise = worth * float_regions._noise(v, assignment, result.stats)
-            ends = made.get(v), v in (assignment.quantized_outputs if v in made else assignment.tensors), kernel, reads
-            edges += [(*ends, float_regions._size(graph, v), noise)] * (made.get(v) != kernel)
+            writes = v in (assignment.quantized_outputs if v in made else assignment.tensors)
+            ends = made.get(v), writes, kernel, reads
+            edges += [(*ends, cut.size(v), 1000 * cut.noise(v))] * (made.get(v) != kernel)
     for v in graph.outputs:
-        noise = worth * float_regions._noise(v, assignment, result.stats)
-        edges.append((made[v], v in assignment.quantized_outputs, None, True, float_regions._size(graph, v), noise))
-    products = {
-        n.name: float_regions.products(graph, n) / 64 for n in graph.nodes if n.op == "MatMul" and n.name in labels
-    }
+        edges.append((made[v], v in assignment.quantized_outputs, None, True, cut.size(v), 1000 * cut.noise(v)))
+    matmuls = [n for n in graph.nodes if n.op == "MatMul" and n.name in labels]
+    products = {n.name: float_regions.products(graph, n) / 64 for n in matmuls}
 
     def cost(of):
         total = sum(products[k] for k in products if of[k] == "whole")
@@ -149,8 +160,8 @@ def test_no_other_labels_cost_less(norms, seed, monkeypatch):
         return total
 
     every = [cost(dict(zip(labels, c, strict=True))) for c in itertools.product(*labels.values())]
-    moved = itertools.product(*(labels[k] for k in movers))
-    ours = min(cost({**chosen, **dict(zip(movers, c, strict=True))}) for c in moved)
+    moved = itertools.product(*(labels[k] for k in passing))
+    ours = min(cost({**chosen, **dict(zip(passing, c, strict=True))}) for c in moved)
     assert len(every) > 1000 and ours == pytest.approx(min(every), rel=1e-3)
 
 
@@ -169,29 +180,29 @@ def test_outliers_of_one_token_keep_a_stream_out_of_codes():
 
     calm, wild = DATA[0].clone(), DATA[0].clone()
     wild[::8, 0, :] *= 300
-    assert {how for (op, _), (how, _) in runs(quantized(Stream, [calm])).items() if op == "Add"} == {"int"}
-    found = quantized(Stream, [wild])
+    assert {how for (op, _), (how, _) in runs(build(Stream, [calm])).items() if op == "Add"} == {"int"}
+    found = build(Stream, [wild])
     assert {how for (op, _), (how, _) in runs(found).items() if op == "Add"} == {"float"}
 
 
-def test_the_user_asks_for_either():
-    codes = quantized(Block, settings=chipfit.Settings(results="codes"))
+def test_the_user_may_choose_either():
+    codes = build(Block, settings=chipfit.Settings(results="codes"))
     assert {how for (op, _), (how, _) in runs(codes).items() if op in ("Add", "MatMul", "Softmax")} == {"int"}
-    floats = quantized(Block, settings=chipfit.Settings(results="float"))
+    floats = build(Block, settings=chipfit.Settings(results="float"))
     assert set(floats.plan.provenance["results"].values()) == {"float", "whole"}
     assert {how for (op, _), (how, _) in runs(floats).items() if op in ("Add", "Softmax")} == {"float"}
-    one = quantized(Block, overrides={"up": {"result": "codes"}})
+    one = build(Block, overrides={"up": {"result": "codes"}})
     assert runs(one)["Linear", "up"] == ("int", True)
     assert runs(one.edit({"up": {"result": "float"}}))["Linear", "up"] == ("int", False)
 
 
 def test_a_choice_that_the_chip_does_not_have_is_refused():
-    with pytest.raises(UnsupportedError, match="cannot hand over its result in float on 'tflite_int8'"):
-        quantized(Block, platform="tflite_int8", overrides={"up": {"result": "float"}})
+    with pytest.raises(UnsupportedError, match="cannot have a result in float on 'tflite_int8'"):
+        build(Block, platform="tflite_int8", overrides={"up": {"result": "float"}})
 
 
-def test_what_was_chosen_is_kept_by_saved_and_edited_results(tmp_path):
-    result = quantized(Block)
+def test_the_chosen_modes_are_kept_by_saved_and_edited_results(tmp_path):
+    result = build(Block)
     again = chipfit.load(result.save(tmp_path / "saved"))
     assert again.plan.provenance["results"] == result.plan.provenance["results"] != {}
     kept = result.edit({"head": "float"})
@@ -200,7 +211,7 @@ def test_what_was_chosen_is_kept_by_saved_and_edited_results(tmp_path):
 
 def test_the_file_computes_what_was_promised():
     pytest.importorskip("onnxruntime")
-    checked = quantized(Block).verify([torch.randn(16, 6, 24)])
+    checked = build(Block).verify([torch.randn(16, 6, 24)])
     assert checked.sound, checked.departures
 
 
@@ -216,7 +227,7 @@ def test_an_embedding_is_stored_and_gathered_in_codes(tmp_path):
             return self.a(self.words(ids))
 
     ids = [torch.randint(500, (32, 7), generator=torch.Generator().manual_seed(0))]
-    result = quantized(Words, ids)
+    result = build(Words, ids)
     file = result.export(tmp_path / "words.onnx")
     graph = onnx.load(str(file)).graph
     codes = {i.name: onnx.numpy_helper.to_array(i).copy() for i in graph.initializer}["words.weight_q"]
@@ -233,43 +244,15 @@ def test_an_embedding_is_stored_and_gathered_in_codes(tmp_path):
     assert result.verify(ids, path=file).exact
 
 
-def noise(x):
-    """The noise of a value of which calibration saw `x`, on a grid of 8 bits without a sign."""
-    seen, grid = TensorStats("x"), Grid(bits=8, qmin=0, qmax=255, zero="any")
-    seen.update(x, Need(histogram=True))
-    return float_regions._noise(
-        "x", SimpleNamespace(tensors={"x": SimpleNamespace(grid=lambda signed: grid)}), {"x": seen}
-    )
-
-
-def test_a_value_that_never_changes_has_no_noise():
-    assert noise(torch.zeros(100)) == 0.0
-    assert float_regions._noise("x", SimpleNamespace(tensors={"x": None}), {}) == 0.0
-
-
-def test_outliers_are_no_signal_and_the_few_of_them_make_the_grid_coarse():
-    """0.4 % of the values are 1000 times the rest: the step is 2000 / 255, the spread that of +-1, 1 / 3."""
-    x = torch.linspace(-1, 1, 100_000)
-    wild = x.clone()
-    wild[::500], wild[1::500] = 1000.0, -1000.0
-    assert noise(wild) > 100 * noise(x)
-    assert noise(x) == pytest.approx((2 / 255) ** 2 / 12 / (0.99**2 / 3), rel=0.05)
-
-
-def test_labels_follow_what_is_asked_where_a_kernel_has_it():
+def test_a_requested_mode_is_chosen_where_a_kernel_has_it():
     either = {"a": ("codes", "float"), "b": ("codes", "whole"), "c": ("codes", "float", "whole")}
     found = {a: float_regions.float_regions(None, SimpleNamespace(modes=either), {}, a) for a in ("codes", "float")}
     assert found["codes"] == ({"a": "codes", "b": "codes", "c": "codes"}, [])
     assert found["float"] == ({"a": "float", "b": "whole", "c": "float"}, [])
 
 
-@pytest.mark.parametrize("shape, size", [((None, 3, 5), 15), ((2, 3), 6), ((), 1), ((None, None, 4), 4)])
-def test_numbers_of_one_sample(shape, size):
-    assert float_regions._size(SimpleNamespace(shape=lambda v: shape), "x") == size
-
-
 @pytest.mark.parametrize("arch", ["AVX2", "AVX512"])
-def test_results_in_float_that_would_store_what_calibration_left_out_stay_codes(arch):
+def test_results_stay_quantized_where_floats_would_need_ranges_that_calibration_left_out(arch):
     """Without VNNI two values of unsigned codes have no product; in float signs are free, and the products run."""
 
     class Net(nn.Module):
@@ -281,10 +264,8 @@ def test_results_in_float_that_would_store_what_calibration_left_out_stay_codes(
             y = x.relu() + nn.functional.glu(self.gate(x.relu()))
             return self.head((torch.softmax(y @ self.key(y).transpose(1, 2), -1) @ y).mean(1)).sigmoid()
 
-    torch.manual_seed(0)
-    asked = chipfit.Settings(results="float")
-    x = torch.randn(8, 6, 8) * 3
-    result = chipfit.quantize(Net().eval(), [x], f"ort_cpu@{arch}", settings=asked, progress=False)
+    settings = chipfit.Settings(results="float")
+    result = build(Net, randn(8, 6, 8) * 3, f"ort_cpu@{arch}", settings=settings)
     assert any("else 'matmul_1', which calibration left out" in line for line in result.plan.rewrites)
     assert result.verify([torch.randn(4, 6, 8) * 3]).verdict == "exact"
 
@@ -313,7 +294,7 @@ class Paper:
         )
 
     def labels(self) -> dict[str, str]:
-        return float_regions._cut(self.graph, self.assignment, {})
+        return float_regions.Cut(self.graph, self.assignment, {}).modes()
 
 
 BOTH, WHOLE, ALL = ("codes", "float"), ("codes", "whole"), ("codes", "float", "whole")
@@ -345,7 +326,7 @@ BOTH, WHOLE, ALL = ("codes", "float"), ("codes", "whole"), ("codes", "float", "w
         ([], {"outputs": "k"}, "codes"),  # results of a model are in codes
     ],
 )
-def test_what_a_kernel_hands_over_is_what_takes_the_fewest_conversions(rows, given, label):
+def test_a_kernel_outputs_what_takes_the_fewest_conversions(rows, given, label):
     assert Paper(("k", "int", "x"), *rows, modes={"k": BOTH}, **given).labels() == {"k": label}
 
 
@@ -398,21 +379,21 @@ def test_two_operators_in_a_row_are_decided_together():
     assert Paper(*rows, outputs="f", modes={"k": WHOLE, "j": BOTH}).labels() == {"k": "codes", "j": "float"}
 
 
-def test_noise_of_what_is_stored_counts_a_thousand_conversions(monkeypatch):
+def test_the_noise_of_a_stored_value_costs_a_thousand_conversions(monkeypatch):
     """A value of noise n costs 1000 n more for each of its numbers where it is stored in codes."""
     for noise, label in ((0.9e-3, "codes"), (1.1e-3, "whole")):
-        monkeypatch.setattr(float_regions, "_noise", lambda v, *_, n=noise: n if v == "k" else 0.0)
+        monkeypatch.setattr(float_regions.Cut, "noise", lambda cut, v, n=noise: n if v == "k" else 0.0)
         # codes: ten conversions and the noise of what they convert; whole: the operand is converted instead
         rows = ("k", "int", "x"), ("f", "float", "k")
         paper = Paper(*rows, outputs="f", modes={"k": WHOLE}, sizes={"x": (20,), "k": (10,)}.items())
         assert paper.labels() == {"k": label}  # 10 + 10 * 1000 n against 20
 
 
-def test_only_what_changes_is_told_and_how_many_hand_over_floats():
+def test_only_changes_are_returned_and_float_outputs_are_counted():
     rows = ("k", "int", "x"), ("f", "float", "k"), ("j", "int", "x"), ("i", "float", "x")
     paper = Paper(*rows, outputs="f j i", modes={"k": BOTH, "j": BOTH, "i": WHOLE})
     found, (note,) = float_regions.float_regions(paper.graph, paper.assignment, {}, None)
     assert found == {"k": "float", "i": "codes"}
-    assert note.startswith("1 of 3 kernels that can do both hand over floats: fewer conversions and less error; ")
+    assert note.startswith("1 of 3 kernels that can output integers or floats output floats: fewer conversions")
     paper.assignment.quantized_outputs -= {"k"}
     assert float_regions.float_regions(paper.graph, paper.assignment, {}, None)[0] == {"i": "codes"}

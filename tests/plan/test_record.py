@@ -71,7 +71,7 @@ def test_a_value_that_some_reader_takes_before_its_codes_is_known():
 
 def test_an_empty_plan_shows_what_it_has():
     screen = Plan()._summary()
-    assert screen.title == "Plan for no platform: 0 of 0 tensors in codes"
+    assert screen.title == "Plan for no platform: 0 of 0 tensors quantized"
     assert not any(screen.facts.values()) and list(screen.rows) == []
 
 
@@ -89,7 +89,7 @@ def test_a_plan_shows_its_tensors_and_one_example_of_everything_else():
         rewrites=("folded", "fused"),
     )
     screen = plan._summary()
-    assert screen.title == "Plan for npu: 2 of 3 tensors in codes"
+    assert screen.title == "Plan for npu: 2 of 3 tensors quantized"
     assert screen.facts == {
         "operators": "2 int, 1 float",
         "kernels": "1 of several operators",

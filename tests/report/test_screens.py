@@ -131,4 +131,4 @@ def test_a_difference_between_plans_fits_80_columns(result):
     lines = repr(found).splitlines()
     assert 5 < len(lines) <= LINES and max(map(len, lines)) <= COLUMNS
     assert len(found._repr_html_()) <= CHARACTERS
-    assert repr(diff(result.plan, result.plan)) == "The plans decide the same"
+    assert repr(diff(result.plan, result.plan)) == "The plans are equal"

@@ -1,4 +1,4 @@
-"""A Graph while a framework's reader writes it: fresh names, nodes with their outputs, attempts that can be undone."""
+"""Construction of a Graph by a framework's reader: unique names, nodes with outputs, attempts that can be undone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Any
 from chipfit.graph.edit import unique_name
 from chipfit.graph.ir import Graph, Node, Value
 
-Forms = Sequence[tuple[Sequence[int | None], str]]  #: shape and dtype of each output
+Outputs = Sequence[tuple[Sequence[int | None], str]]  #: shape and dtype of each output
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,32 +21,32 @@ class Origin:
 
 
 class GraphBuilder:
-    """The growing Graph."""
+    """A Graph under construction."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.names: set[str] = set()  #: of nodes, values and weights
 
     def fresh(self, wanted: str) -> str:
-        """A name like `wanted` that nothing has, taken from now on."""
+        """Reserve and return an unused name like `wanted`."""
         name = unique_name(wanted, self.names)
         self.names.add(name)
         return name
 
     def value(self, name: str, shape: Sequence[int | None], dtype: str) -> Value:
-        """Enter a value under exactly this name."""
+        """Add a value under exactly this name."""
         self.names.add(name)
         self.graph.values[name] = Value(name, tuple(shape), dtype)
         return self.graph.values[name]
 
     def emit(
-        self, origin: Origin, name: str, op: str, inputs: Sequence[str | None], attrs: dict[str, Any], outs: Forms
+        self, origin: Origin, name: str, op: str, inputs: Sequence[str | None], attrs: dict[str, Any], outs: Outputs
     ) -> list[Value]:
-        """Append a node; one output has the node's name, several a number behind it.
+        """Append a node; a single output has the node's name, several outputs a number behind it.
 
         Args:
-            inputs: by slot; absent ones at the end may be None.
-            outs: of each output.
+            inputs: by slot; None for an absent one.
+            outs: shape and dtype of each output.
         """
         name = self.fresh(name)
         names = [name] if len(outs) == 1 else [self.fresh(f"{name}.{i}") for i in range(len(outs))]
@@ -59,11 +59,11 @@ class GraphBuilder:
         return values
 
     def mark(self) -> tuple[int, int]:
-        """Where the draft stands, for `forget`."""
+        """Return the current state, for `forget`."""
         return len(self.graph.nodes), len(self.graph.weights)
 
     def forget(self, mark: tuple[int, int]) -> set[str]:
-        """Take back the nodes and weights since `mark`; returns their names, which are free again."""
+        """Remove the nodes and weights since `mark`; return their names, which are free again."""
         graph, (nodes, weights) = self.graph, mark
         gone = {o for n in graph.nodes[nodes:] for o in (n.name, *n.outputs)} | set(list(graph.weights)[weights:])
         for name in gone:

@@ -6,12 +6,12 @@ from chipfit.graph.ops import OPS
 
 
 def check(graph: Graph, blame: str = "") -> None:
-    """Raise when the graph is inconsistent.
+    """Check that a graph is consistent.
 
     Names are unique, every value is written once and before it is read, inputs fit the operator's slots.
 
     Raises:
-        GraphError: naming the node, and the pass that broke it.
+        GraphError: naming the node and the pass, `blame`, that broke it.
     """
     where = f"after pass '{blame}'" if blame else ""
     known = set(graph.inputs) | set(graph.weights)

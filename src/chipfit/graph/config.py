@@ -1,18 +1,18 @@
-"""What a framework knows about a layer or a call, as data that filters compare and files hold."""
+"""Settings of a framework's layer or call as plain data, which filters compare and files store."""
 
 import inspect
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-#: lists and mappings inside each other; a list that holds itself has no end
+#: greatest nesting of lists and mappings; a list may contain itself
 _DEEPEST = 20
 
 
 def plain(value: Any, deepest: int = _DEEPEST) -> Any:
-    """A value of a framework's configuration as JSON data: what has a name by its name, lists as tuples.
+    """Return a value of a framework's configuration as JSON data: objects by their names, lists as tuples.
 
-    What lies deeper than `deepest` lists and mappings is "...".
+    Values nested deeper than `deepest` lists and mappings become "...".
     """
     if isinstance(value, Enum):
         return value.name
@@ -30,16 +30,16 @@ def plain(value: Any, deepest: int = _DEEPEST) -> Any:
 
 
 def call_settings(function: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of a call, defaults filled in where the function tells them."""
+    """Return the keyword arguments of a call, with the defaults of the function's signature."""
     try:
         defaults = {k: p.default for k, p in inspect.signature(function).parameters.items() if p.default is not p.empty}
-    except (TypeError, ValueError):  # C functions tell no signature
+    except (TypeError, ValueError):  # C functions may have no signature
         defaults = {}
     return {k: plain(v) for k, v in {**defaults, **kwargs}.items()}
 
 
 def module_settings(module: Any) -> dict[str, Any]:
-    """Constructor arguments that a PyTorch module keeps as attributes, and whether it has a bias."""
+    """Return the constructor arguments that a PyTorch module stores as attributes, and whether it has a bias."""
     names = inspect.signature(type(module).__init__).parameters
     out = {k: plain(v) for k, v in vars(module).items() if k in names}
     if "bias" in names and not isinstance(out.get("bias"), bool):

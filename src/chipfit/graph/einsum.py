@@ -14,7 +14,7 @@ class Product(NamedTuple):
 
 
 def as_product(equation: str) -> Product | None:
-    """The product that an equation is; None where it is not one.
+    """Return an einsum equation as a matrix product, None if it is not one.
 
     The letters of "bqd,bkd->bqk" fall into four groups: of both operands and the result (b), of the first alone (q), of
     both but not the result (d, summed over), of the second alone (k). All but the first group must be one letter.

@@ -1,21 +1,21 @@
-"""What values are for: which carry numbers that a grid may round, and which only choose, count, compare or mask."""
+"""Find the float values that must not be quantized: indices, masks, compared values, and divisors near zero."""
 
 from collections.abc import Mapping
 
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.ops import OPS
 
-#: what a value is read for, by how much its exact number matters: an index is wrong when it moves at all; what is
-#: compared may be rounded with everything else where it was computed by the network, not where it is given
+#: uses of a value, by how much rounding it matters. An index is wrong when it changes at all. A compared value may be
+#: rounded where the network computed it, not where it is an input or a constant
 _EXACT, _COMPARED, _REAL = range(3)
-#: a term in front of a softmax that moves a score by so much lets it vanish (e^-32 = 1e-14); elsewhere only a number
-#: that no network computes is taken for a mask
+#: least |number| of a mask: in front of a softmax, a term of this size makes a score vanish (e^-32 = 1e-14); elsewhere
+#: only a number that no network computes counts as a mask
 _GONE, _EXTREME = 32.0, 1e4
-#: the largest number that is added or taken as a bound only so that nothing is divided by 0
+#: largest number whose only purpose as an addend or bound is to prevent a division by 0
 _GUARD = 1e-2
-#: operators behind which a masked value cannot be told from one that was never there; pools that choose are others
+#: operators that a masked value does not affect; pools that select values are others
 _SOFT, _HARD = ("Softmax", "LogSoftmax"), ("ReduceMax", "ReduceMin", "ArgMax")
-#: what may stand between a mask and those, beside operators that only move values
+#: operators allowed between a mask and those operators, besides ones that only move values
 _BETWEEN = ("Add", "Sub", "Mul", "Div", "Clamp", "Cast")
 
 EXACT_WHY = "it is only read as an index, a mask or a shape, compared, or cast to integers"
@@ -25,11 +25,11 @@ GUARD_WHY = "it is kept away from 0, which is a code of every grid"
 
 
 def float_only_values(graph: Graph) -> dict[str, str]:
-    """The float values that no grid may hold, and why; all others may be quantized, those that nobody reads too."""
+    """Return the float values that must not be quantized, with the reason; all others may be."""
     given, producers = _given(graph), graph.producers()
     masked, masks = _masks(graph, given, producers)
     use = dict.fromkeys(graph.outputs, _REAL)
-    whole = set[str]()  # an index or a cast to integers follows from them
+    whole = set[str]()  # values that determine an index or a cast to integers
     for n in reversed(graph.nodes):
         made = max((use.get(o, _EXACT) for o in n.outputs), default=_EXACT)
         for slot, i in graph.slots(n):
@@ -44,9 +44,9 @@ def float_only_values(graph: Graph) -> dict[str, str]:
 
 
 def _guarded(graph: Graph, producers: Mapping[str, Node]) -> dict[str, str]:
-    """Divisors (and operands of roots and logarithms) that a small bound or addend keeps away from 0.
+    """Return divisors, and operands of roots and logarithms, that a small bound or addend keeps away from 0.
 
-    They are steps inside a norm: on a grid the bound would be 0 itself.
+    They are intermediate values of a norm: a grid would round the bound to 0.
     """
     out: dict[str, str] = {}
     for n in graph.nodes:
@@ -69,7 +69,7 @@ def _guarded(graph: Graph, producers: Mapping[str, Node]) -> dict[str, str]:
 
 
 def _use(graph: Graph, n: Node, slot: str, made: int) -> int:
-    """What a node reads a value for, when its own results are read for `made`."""
+    """Return how a node uses the value in `slot`, if its own results are used as `made`."""
     if n.op == "Size" or slot in ("index", "mask"):
         return _EXACT
     if _computes(n) or n.op == "ArgMax":
@@ -84,12 +84,12 @@ def _to_integers(n: Node) -> bool:
 
 
 def _computes(n: Node) -> bool:
-    """It makes features: sums of products, or a norm."""
+    """Check whether a node computes features: sums of products, or a norm."""
     return n.op in ("MatMul", "SDPA") or (n.op in OPS and OPS[n.op].weighted)
 
 
 def _given(graph: Graph) -> set[str]:
-    """Inputs, constants, and what follows from them without any layer that computes features."""
+    """Return inputs, constants, and values that follow from them without a layer that computes features."""
     out = {*graph.inputs, *graph.weights}
     for n in graph.nodes:
         if not _computes(n) and all(i in out for i in n.inputs if i is not None):
@@ -98,23 +98,23 @@ def _given(graph: Graph) -> set[str]:
 
 
 def _masks(graph: Graph, given: set[str], producers: Mapping[str, Node]) -> tuple[dict[str, str], set[tuple[str, str]]]:
-    """Masks that are added to scores, or put in their place.
+    """Find masks that are added to scores or replace them.
 
     Returns:
-        Values that hold masked scores, with the reason; (node, operand) where the operand is the mask.
+        Values that hold masked scores, with the reason; (node, operand) pairs whose operand is a mask.
     """
     found: dict[str, str] = {}
     operands: set[tuple[str, str]] = set()
 
     def is_mask(value: str, bound: float) -> bool:
-        """A constant with numbers beyond the bound, or, in front of a softmax, what follows from inputs alone."""
+        """Check for a constant beyond the bound, or, in front of a softmax, a value that follows from inputs alone."""
         w = graph.weights.get(value)
         if w is None:
             return value in given and bound == _GONE
         return w.is_floating_point() and not bool((w.abs() < bound).all())
 
     def masked(value: str, bound: float) -> bool:
-        """Whether a value holds scores behind a mask; notes it, and all between the mask and it."""
+        """Check whether a value holds masked scores; record it, and all values between the mask and it."""
         n = producers.get(value)
         if n is None or not (n.op in _BETWEEN or (n.op in OPS and OPS[n.op].moves)) or not graph.is_float(value):
             return False
@@ -122,7 +122,7 @@ def _masks(graph: Graph, given: set[str], producers: Mapping[str, Node]) -> tupl
         scores = [i for i in data if i not in given]
         here = [i for i in data if n.op in ("Add", "Sub", "Where", "Max", "Min") and scores and is_mask(i, bound)]
         operands.update((n.name, i) for i in here)
-        before = [masked(i, bound) for i in scores]  # all of them are noted
+        before = [masked(i, bound) for i in scores]  # each is recorded
         if here or any(before):
             found[value] = MASKED_WHY
         return value in found

@@ -1,4 +1,4 @@
-"""Batch norms that were folded: what layer and batch norm were before, for training that folds them in each step."""
+"""Folded batch norms: restore layers and batch norms, for training that folds them in each step."""
 
 import zlib
 from dataclasses import replace
@@ -9,12 +9,12 @@ from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import Fold, Graph
 from chipfit.graph.linear import scale_outputs
 
-#: numbers of each row of a weight that its checksum is of
+#: numbers of each row of a weight that enter its checksum
 _SAMPLE = 64
 
 
 def checksum(weight: torch.Tensor, bias: torch.Tensor) -> int:
-    """Of the bias and a sample of each row of the weight: whoever changes a folded layer changes most of them."""
+    """Return the CRC-32 of the bias and a sample of each row of the weight, to notice changes of a folded layer."""
     rows = weight.detach().reshape(len(weight), -1)
     sample = rows[:, :: max(1, rows.shape[1] // _SAMPLE)]
     first, second = (t.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() for t in (sample, bias))
@@ -22,7 +22,7 @@ def checksum(weight: torch.Tensor, bias: torch.Tensor) -> int:
 
 
 def batch_norm_parameters(graph: Graph, fold: Fold) -> tuple[torch.Tensor, ...]:
-    """gamma, beta, mean and variance, [C] float64."""
+    """Return gamma, beta, mean and variance, [C] float64."""
     w, mean = graph.weights, graph.weights[fold.mean].detach().double()
     absent = (fold.gamma, 1.0), (fold.beta, 0.0)
     gamma, beta = (mean * 0 + n if name is None else w[name].detach().double() for name, n in absent)
@@ -30,12 +30,12 @@ def batch_norm_parameters(graph: Graph, fold: Fold) -> tuple[torch.Tensor, ...]:
 
 
 def unfold_batch_norms(graph: Graph) -> Graph:
-    """The graph with the weights and biases of before its batch norms were folded, which then go behind them.
+    """Return the graph with weights and biases as they were before batch norms were folded into them.
 
-    A channel whose gamma is 0 was folded to zeros, and has no other weights. Biases that layers did not have are 0.
+    A channel whose gamma is 0 was folded to zeros and keeps them. Biases that layers did not have are 0.
 
     Raises:
-        UnsupportedError: there is no folded batch norm, or a folded layer was changed since.
+        UnsupportedError: there is no folded batch norm, or a folded layer has changed since.
     """
     out, readers = graph.copy(), graph.users()
     for name, fold in graph.folds.items():
@@ -51,13 +51,13 @@ def unfold_batch_norms(graph: Graph) -> Graph:
         raw = torch.where(k == 0, 0.0, (b.detach().double() - beta) / safe + mean)
         out.weights[fold.bias] = (raw if fold.biased else raw * 0).to(b.dtype)
         unread = {n.bias or "" for n in readers[name]} - ({fold.bias} if fold.biased else set())
-        out.trainable -= unread  # what inference adds follows from the batch norm
+        out.trainable -= unread  # the bias that folding added follows from the batch norm
     if not graph.folds:
         raise UnsupportedError("There is no folded batch norm in this network", hint="train with bn_fold=0")
     return out
 
 
 def refresh_checksums(graph: Graph) -> None:
-    """Say that weights and biases are those that their batch norms were folded into, in place."""
+    """Record the present weights and biases as those into which batch norms are folded, in place."""
     for name, fold in graph.folds.items():
         graph.folds[name] = replace(fold, checksum=checksum(graph.weights[name], graph.weights[fold.bias]))

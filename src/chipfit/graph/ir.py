@@ -19,14 +19,14 @@ import torch
 from chipfit.errors import GraphError, UnknownNameError
 from chipfit.graph.ops import OPS
 
-#: rounds what a kernel reads to a range of the moment, each time it runs; `decide` puts it in front
+#: quantizes the input of a dynamic kernel to a range found at each call; `decide` inserts it
 DYNAMIC = "DynamicQuantize"
 OPAQUE = "Opaque"  #: an operator without canonical name; attrs hold target, args, kwargs (see `Ref`)
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Stands for `node.inputs[index]` inside the argument template of an opaque node."""
+    """A placeholder for `node.inputs[index]` inside the argument template of an opaque node."""
 
     index: int
 
@@ -61,11 +61,11 @@ class Node:
 
     @property
     def who(self) -> str:
-        """The node as the user knows it."""
+        """The user's name for the node: its layer, or its own name."""
         return self.layer or self.name
 
     def operand(self, slot: str) -> str | None:
-        """What stands in a slot of its operator ("in0", "w", "b", "mask"); None where nothing does."""
+        """Return the operand in a slot of the operator ("in0", "w", "b", "mask"); None if there is none."""
         at = OPS[self.op].index(slot) if self.op in OPS else None
         return self.inputs[at] if at is not None and at < len(self.inputs) else None
 
@@ -80,7 +80,7 @@ class Node:
 
     @property
     def weight(self) -> str:
-        """The weight of an operator that cannot do without.
+        """The weight of an operator that requires one.
 
         Raises:
             GraphError: it has none.
@@ -102,7 +102,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """A batch norm that was folded into a weight; its tensors, by name, stay in `Graph.weights`."""
+    """A batch norm that was folded into a weight; its tensors stay in `Graph.weights` under these names."""
 
     bias: str  #: of the layer, as folded
     gamma: str | None
@@ -110,8 +110,8 @@ class Fold:
     mean: str
     var: str
     eps: float
-    biased: bool  #: the layer had a bias of its own
-    checksum: int  #: of weight and bias as they were folded, see `folds.checksum`
+    biased: bool  #: the layer had a bias before
+    checksum: int  #: of weight and bias after folding, see `folds.checksum`
 
 
 Users = dict[str, list[Node]]  #: value or weight -> the nodes that read it
@@ -127,16 +127,16 @@ class Graph:
     values: dict[str, Value]  #: every non-weight value
     weights: dict[str, torch.Tensor]  #: by the user's state-dict name
     trainable: set[str] = field(default_factory=set)  #: the weights that are nn.Parameters
-    in_spec: str = ""  #: JSON of the pytree (args, kwargs) that the model takes
+    in_spec: str = ""  #: JSON of the pytree (args, kwargs) of the model's inputs
     out_spec: str = ""  #: JSON of the pytree that the model returns
     data_format: str = "channels_first"
-    framework: str = "torch"  #: the folder of `frameworks` that read it, and builds the trainable model
+    framework: str = "torch"  #: folder of `frameworks` that captured it and builds the trainable model
     example: tuple[Any, ...] = ()  #: flat example inputs (tensors), used to re-trace; never serialised
     folds: dict[str, Fold] = field(default_factory=dict)  #: weight -> the batch norm that is folded into it
-    notes: list[str] = field(default_factory=list)  #: what the reader has to say; it goes to `Plan.rewrites`
+    notes: list[str] = field(default_factory=list)  #: notes of the reader, copied to `Plan.rewrites`
 
     def copy(self) -> Graph:
-        """A copy whose node list, values and weight table can be edited; tensors are shared, never edited in place."""
+        """Return a copy whose nodes, values and weight table can be edited; tensors are shared and never modified."""
         edited = ("nodes", "inputs", "outputs", "values", "weights", "trainable", "folds")
         return replace(self, **{name: copy.copy(getattr(self, name)) for name in edited})
 
@@ -147,11 +147,11 @@ class Graph:
         raise UnknownNameError("node", name, [n.name for n in self.nodes])
 
     def producers(self) -> dict[str, Node]:
-        """Value name -> the node that writes it."""
+        """Return value name -> the node that writes it."""
         return {o: n for n in self.nodes for o in n.outputs}
 
     def users(self) -> Users:
-        """Value or weight name -> the nodes that read it, in order; a node that reads it twice appears twice."""
+        """Return value or weight name -> its readers in order; a node that reads it twice appears twice."""
         out: Users = {}
         for n in self.nodes:
             for i in n.inputs:
@@ -163,14 +163,14 @@ class Graph:
         return name is not None and name in self.weights
 
     def activations(self, node: Node) -> list[str]:
-        """The inputs of `node` that are not weights, in slot order."""
+        """Return the inputs of `node` that are not weights, in slot order."""
         return [i for i in node.inputs if i is not None and i not in self.weights]
 
     def slots(self, node: Node) -> list[tuple[str, str]]:
-        """(slot, tensor) of everything that a node reads: "in0", "in1" ... for data, "w" and "b" for weights."""
+        """Return (slot, tensor) of every operand: "in0", "in1", ... for data, "w" and "b" for weights."""
         row = OPS.get(node.op)
         named = [(row.slot(k) if row else f"in{k}", i) for k, i in enumerate(node.inputs) if i is not None]
-        constant = node.op == "MatMul" and self.is_weight(node.inputs[1])  # which then is its weight
+        constant = node.op == "MatMul" and self.is_weight(node.inputs[1])  # then in1 is its weight
         return [("w" if constant and slot == "in1" else slot, i) for slot, i in named]
 
     def shape(self, name: str) -> tuple[int | None, ...]:

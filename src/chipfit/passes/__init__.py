@@ -1,5 +1,5 @@
-"""Graph rewrites: one a file, registered where it stands (`chipfit.registry.Step`), run by `chipfit.steps`.
+"""Graph rewrites: one pass a file, which declares its stage (`chipfit.registry.Step`); `chipfit.steps` runs them.
 
-A note is one line that says what was rewritten, or what was refused and why; notes end up in `Plan.rewrites`. The graph
-is checked after every pass, so a broken graph is blamed on the pass that broke it.
+A note is one line that names a rewrite, or a refusal and its reason; notes are stored in `Plan.rewrites`. The graph is
+checked after every pass, so that an error names the pass that broke the graph.
 """

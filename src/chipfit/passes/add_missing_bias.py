@@ -1,4 +1,4 @@
-"""Every linear operator gets a bias, of zeros, so that corrections have a place to go."""
+"""Add a bias of zeros to linear operators without one, which corrections then change."""
 
 from chipfit.graph.ir import Graph
 from chipfit.graph.linear import bias_or_zero, is_linear, with_bias
@@ -10,7 +10,7 @@ from chipfit.registry import register
 
 @register("pass", "give_biases", stage="rewrite", after=("equalize",), needs=("platform",), with_any="correct")
 def add_missing_bias(graph: Graph, platform: Platform) -> Rewritten:
-    """Add a zero bias to the linear operators without one, as far as the platform can hold biases for them."""
+    """Add a zero bias to the linear operators without one, if the platform stores biases for them."""
     graph, notes = graph.copy(), list[str]()
     for k, node in enumerate(graph.nodes):
         if not is_linear(graph, node) or node.bias:

@@ -1,10 +1,10 @@
-"""Attention that is written out in products and a softmax becomes one operator on chips that have one for it.
+"""Fuse products and a softmax into one attention operator, on chips that have one.
 
     softmax(scale q k^T + mask) v,  softmax over the last axis
 
-What counts as a spelling of this: a factor may stand at the scores, at q or at k; masks may be added, or put large
-negative numbers in the place of scores; axes in front of the last two may be merged and split again, as products of
-three axes (`bmm`) need it. Neither scores nor weights may have another reader. `decompose` is the way back.
+A factor may scale the scores, q or k; masks may be added to scores, or replace them by large negative numbers; axes in
+front of the last two may be merged and split again, as products of three axes (`bmm`) require. Neither scores nor
+attention weights may have another reader. `decompose` is the inverse.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,27 +23,27 @@ from chipfit.registry import register
 Shape = tuple[int | None, ...]
 Listed = Callable[[Graph, Node], bool]
 
-#: from here down a number in the place of a score is the same as one that is added to it: the score is lost in it
+#: a number at most this large may as well be added to a score as replace it: the sum equals it in float32
 _NEVER = -1e9
 
 
 class _Refusal(Exception):
-    """Why a softmax and the products around it are not attention; empty where there are none."""
+    """The reason why a softmax is not part of attention; empty if there are no products around it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Mask:
-    """A term of the scores."""
+    """A mask of the scores."""
 
-    lead: Shape  #: of the scores where it is added, without their last two axes
-    term: str  #: what is added, or the condition under which scores are filled
-    fill: float | None = None  #: what stands in the place of scores
-    kept: bool = False  #: scores are filled where the condition does not hold
+    lead: Shape  #: shape of the masked scores without the last two axes
+    term: str  #: the value that is added, or the condition under which scores are replaced
+    fill: float | None = None  #: the number that replaces scores
+    kept: bool = False  #: scores are replaced where the condition does not hold
 
 
 @dataclass(frozen=True, slots=True)
 class _Scores:
-    """scale q k^T + masks."""
+    """The scores scale q k^T + masks."""
 
     product: Node
     scale: float = 1.0
@@ -52,16 +52,16 @@ class _Scores:
 
 @register("pass", "attention", stage="rewrite", after=("fold_constants",), needs=("listed",))
 def attention(graph: Graph, listed: Listed) -> Rewritten:
-    """Put SDPA in the place of its spellings, where the platform names it.
+    """Replace written-out attention by SDPA, if the platform names that operator.
 
-    A row whose scores are all filled gives the mean of v, as before, while its scores differ by less than 32. Dropout
-    of the weights, which does nothing in inference, is left out.
+    A row whose scores are all replaced gives the mean of v, as before, if its scores differ by less than 32. Dropout
+    of the attention weights, which does nothing in inference, is removed.
 
     Args:
-        listed: whether the rule that governs a node names its operator.
+        listed: whether the platform's rule for a node names its operator.
 
     Returns:
-        The graph, and one note per operator that was made, or was not and why.
+        The graph, and one note per new operator, or refusal and its reason.
     """
     notes = list[str]()
     for softmax in graph.nodes:
@@ -81,17 +81,17 @@ def attention(graph: Graph, listed: Listed) -> Rewritten:
 
 
 class _Spelling:
-    """Finds the parts around one softmax, and puts the operator in their place."""
+    """The parts of attention around one softmax, and their replacement by the operator."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph, self.readers, self.producers = graph, Readers(graph), graph.producers()
-        self.new: list[Node] = []  #: what stands in front of the operator
+        self.new: list[Node] = []  #: nodes to insert in front of the operator
 
     def rewritten(self, softmax: Node) -> Node:
-        """The SDPA that took the place of everything from q k^T to the product with v.
+        """Replace everything from q k^T to the product with v by SDPA; return that node.
 
         Raises:
-            _Refusal: there is no such thing.
+            _Refusal: the parts are not attention.
         """
         shape = self.graph.shape(softmax.output)
         scores, last = self._scores(softmax.data), self._product_behind(softmax.output)
@@ -105,17 +105,17 @@ class _Spelling:
             raise _Refusal("its softmax is over another axis")
         return self._replaced(scores, last, max((m.lead for m in scores.masks), key=len, default=shape[:-2]))
 
-    # ---------------------------------------------------------------- what is there
+    # ---------------------------------------------------------------- matching
 
     def _product_behind(self, value: str) -> Node | None:
-        """The product with v that alone reads the weights."""
+        """Return the product with v if it alone reads the attention weights, else None."""
         n = self.readers.only(value)
         if n is not None and (n.op in ("Identity", "Dropout") or self._keeps_rows(n)):
             return self._product_behind(n.output)
         return n if n is not None and n.op == "MatMul" and n.inputs[0] == value else None
 
     def _scores(self, value: str) -> _Scores | None:
-        """What a value is as scores; None where it is something else."""
+        """Match a value as scores; return None if it is something else."""
         n = self._maker(value)
         if n is None or n.op == "MatMul":
             return None if n is None else _Scores(n)
@@ -131,13 +131,13 @@ class _Spelling:
         return None
 
     def _maker(self, value: str) -> Node | None:
-        """The node that makes a value which is read once."""
+        """Return the node that computes a value, if the value is read once, else None."""
         n = self.producers.get(value)
         once = n is not None and len(n.outputs) == 1 and self.readers.only(value) is not None
         return n if once else None
 
     def _keeps_rows(self, n: Node) -> bool:
-        """Whether a node only merges or splits axes in front of the last two."""
+        """Check whether a node only merges or splits axes in front of the last two."""
         if n.op != "Reshape":
             return False
         before, after = self.graph.shape(n.data), self.graph.shape(n.output)
@@ -145,7 +145,7 @@ class _Spelling:
         return None not in rows and rows == after[-2:] and max(before.count(None), after.count(None)) < 2
 
     def _factor(self, n: Node) -> tuple[float, str] | None:
-        """(c, x) of a node that is c x, of a number c."""
+        """Return (c, x) of a node that computes c x with a number c, else None."""
         if n.op not in ("Mul", "Div"):
             return None
         a, b = (i or "" for i in n.inputs)
@@ -156,14 +156,14 @@ class _Spelling:
         return None
 
     def _number(self, name: str) -> float | None:
-        """The number that a constant is."""
+        """Return the number in a constant of one element, else None."""
         w = self.graph.weights.get(name)
         if w is None or w.numel() != 1 or not w.is_floating_point() or name in self.graph.trainable:
             return None
         return float(w)
 
     def _masks(self, n: Node) -> list[tuple[str, _Mask]]:
-        """How a node may be scores with one more mask: the scores, and the mask."""
+        """Return the ways in which a node may add one more mask to scores: (scores, mask) pairs."""
         lead = self.graph.shape(n.output)[:-2]
         if n.op == "Add":
             a, b = (i or "" for i in n.inputs)
@@ -174,7 +174,7 @@ class _Spelling:
             return [(x, _Mask(lead, condition, c, kept)) for x, c, kept in fills if c is not None and c <= _NEVER]
         return []
 
-    # ---------------------------------------------------------------- what is put in its place
+    # ---------------------------------------------------------------- replacement
 
     def _replaced(self, scores: _Scores, last: Node, lead: Shape) -> Node:
         graph, shape, first = self.graph, self.graph.shape, scores.product
@@ -199,7 +199,7 @@ class _Spelling:
         return made
 
     def _without_factors(self, product: Node, at: int) -> tuple[str, float]:
-        """An operand of the product without the factors on the way to it, and these."""
+        """Remove factors in front of an operand of the product; return the operand and their product."""
         operand = value = product.inputs[at] or ""
         scale, reader = 1.0, product
         while (n := self._maker(value)) is not None:
@@ -218,7 +218,7 @@ class _Spelling:
         return operand, scale
 
     def _transposed(self, value: str) -> str:
-        """The value with its last two axes swapped."""
+        """Return the value with its last two axes swapped."""
         n = self.producers.get(value)
         axes = [*range(len(self.graph.shape(value)))]
         if n is not None and n.op == "Transpose":
@@ -229,7 +229,7 @@ class _Spelling:
         return self._add("Transpose", tuple(self.graph.shape(value)[a] for a in perm), value, perm=perm)
 
     def _lifted(self, value: str, lead: Shape) -> str:
-        """The value with these sizes of its axes in front of the last two."""
+        """Return the value with the sizes `lead` in front of its last two axes."""
         shape, n = self.graph.shape(value), self.producers.get(value)
         wanted = (*lead, *shape[-2:])
         if shape == wanted:
@@ -241,7 +241,7 @@ class _Spelling:
         return self._add("Reshape", wanted, value, **_as(wanted))
 
     def _mask(self, terms: Sequence[str], rows: int | None, columns: int | None) -> tuple[str | None, bool]:
-        """The sum of what masks add, None where there are none, and whether it is the causal one instead."""
+        """Return the sum of all masks, None without masks, and whether the one mask is causal instead."""
         if len(terms) == 1 and rows and rows == columns and self._is_causal(terms[0], rows):
             return None, True
         total = terms[0] if terms else None
@@ -251,7 +251,7 @@ class _Spelling:
         return total, False
 
     def _term(self, mask: _Mask, lead: Shape) -> str:
-        """What a mask adds to scores with these sizes in front."""
+        """Return the addend of a mask, for scores with the sizes `lead` in front of the last two."""
         term = mask.term if mask.fill is None else self._filling(mask, mask.fill)
         if mask.lead == lead:
             return term
@@ -267,7 +267,7 @@ class _Spelling:
         return self._add("Where", self.graph.shape(mask.term), mask.term, *values)
 
     def _is_causal(self, term: str, size: int) -> bool:
-        """Whether a mask is a constant that hides what comes later, and nothing else."""
+        """Check whether a mask is a constant that hides later positions and no others."""
         w = self.graph.weights.get(term)
         if w is None or w.numel() != size * size or tuple(w.shape[-2:]) != (size, size) or term in self.graph.trainable:
             return False
@@ -285,7 +285,7 @@ class _Spelling:
         return self.graph.values[self.last.output].dtype
 
     def _add(self, op: str, gives: Shape, /, *inputs: str, **attrs: Any) -> str:
-        """A new node in front of the operator; returns its value."""
+        """Add a node in front of the operator; return its value."""
         name = new_name(self.graph, f"{self.last.name}_{op.lower()}")
         self.graph.values[name] = Value(name, gives, self._dtype)
         self.new.append(self.last.with_(name=name, op=op, inputs=inputs, outputs=(name,), attrs=attrs))

@@ -10,7 +10,7 @@ from chipfit.registry import register
 
 @register("pass", "channels_last", stage="rewrite", after=("give_biases",))
 def channels_last(graph: Graph) -> Rewritten:
-    """Change the memory format of convolution weights; nothing that can be observed but speed."""
+    """Change the memory format of convolution weights; values and shapes stay as they are."""
     graph = graph.copy()
     for n in graph.nodes:
         w = graph.weights.get(n.weight) if n.op in LINEAR else None

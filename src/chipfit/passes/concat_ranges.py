@@ -1,4 +1,4 @@
-"""A concatenation, its result and its inputs share one grid: it then moves codes and rounds nothing."""
+"""Tie the result of each concatenation to its inputs: it then moves quantized values and rounds nothing."""
 
 from chipfit.decide.assignment import Assignment
 from chipfit.decide.constraints import Constraint
@@ -11,7 +11,7 @@ _SETTING = Setting("concat_ranges", False, "what a concatenation joins shares on
 
 @register("pass", "concat_ranges", stage="formats", setting=_SETTING)
 def concat_ranges(graph: Graph, assignment: Assignment) -> tuple[Assignment, list[str]]:
-    """Tie every concatenation's result to its inputs, as far as they are stored in the result's format."""
+    """Tie each concatenation's result to its inputs, as far as they are stored in the result's format."""
     tie = (Rule(tie=("ins", "out")),)
     constraints = (
         Constraint(op="Concat", rules=tie, slots={"ins": tuple(inputs), "out": (result,)})
@@ -21,10 +21,9 @@ def concat_ranges(graph: Graph, assignment: Assignment) -> tuple[Assignment, lis
 
 
 def concat_groups(graph: Graph, assignment: Assignment) -> list[list[str]]:
-    """For each concatenation, its result and then its inputs, as far as they are stored in the result's format.
+    """Return, for each concatenation, its result and then its inputs, as far as they are stored in the result's format.
 
-    With the result's threshold on all of them the concatenation moves codes and rounds nothing. Lists come in
-    execution order: of nested concatenations the inner one first.
+    Lists are in execution order: of nested concatenations the inner one comes first.
     """
     out = []
     for n in graph.nodes:

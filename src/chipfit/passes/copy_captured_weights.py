@@ -1,4 +1,4 @@
-"""Give a graph weights of its own, so that training the user's model later changes nothing in it."""
+"""Copy weights that a graph shares with the user's model, so that later training of the model does not change them."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from chipfit.graph.ir import Graph
 
 
 def copy_captured_weights(graph: Graph, captured: Mapping[str, torch.Tensor]) -> Graph:
-    """Copy every weight that is still the very tensor that was captured; tied names stay tied."""
+    """Copy every weight that still shares memory with a captured tensor; tied names stay tied."""
     graph = graph.copy()
     storages = {t.untyped_storage().data_ptr() for t in captured.values()}
     copies: dict[int, torch.Tensor] = {}

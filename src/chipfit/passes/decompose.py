@@ -1,7 +1,7 @@
-"""Composite operators written out in simpler ones, for file formats that have no operator of their own for them.
+"""Decompose composite operators into simpler ones, for file formats without an operator of that kind.
 
-A rule receives `New`, which makes nodes, and the composite; it returns the name of its result, or of each result. Rules
-know both layouts (`Graph.data_format`). What they make is computed in float.
+A rule receives a `New`, which creates nodes, and the composite; it returns the name of the result, or of each result.
+Rules support both layouts (`Graph.data_format`). Their nodes compute in float.
 """
 
 import math
@@ -16,28 +16,28 @@ from chipfit.graph.ir import Graph, Node, Value
 from chipfit.plan.record import Plan
 
 Shape = tuple[int | None, ...]
-#: what hides a score; rows of which nothing is seen get numbers all the same, as -inf would not give them
+#: added to masked scores; unlike -inf it gives finite numbers for a row whose scores are all masked
 HIDDEN = -1e30
-#: below the largest score: what it adds to a softmax is lost in float32, and yet no exponential is a denormal number
+#: offset from the largest score: its share of a softmax is lost in float32, but its exponential is no denormal number
 FAINT = -80.0
-SMOOTH = 17.0  #: from here on float32 does not tell log(1 + exp(x)) from x
+SMOOTH = 17.0  #: from here on log(1 + exp(x)) equals x in float32
 
 
 def decompose(
     graph: Graph, plan: Plan, holds: Container[str], besides: Container[str] = ()
 ) -> tuple[Graph, Plan, dict[str, str]]:
-    """Write out every composite that has a rule and is not held, and what it becomes, as far as rules exist.
+    """Decompose every composite that has a rule and is not supported, and its parts in turn.
 
-    The last node that a composite becomes has its name, and its results keep theirs, so that they are stored as before;
-    the values between have no entry in the plan: they stay float.
+    The last of the new nodes has the name of the composite, and results keep their names, so that they are stored as
+    before; intermediate values have no entry in the plan and stay float.
 
     Args:
         graph: in either layout.
-        holds: operators that stay as they are. Rules also ask it which of two ways is open.
-        besides: names of nodes that are written out although their operator is held.
+        holds: operators that the format supports, which stay; rules also use it to choose between alternatives.
+        besides: names of nodes that are decomposed although their operator is supported.
 
     Returns:
-        Graph, plan, and by node the reason why its rule does not apply; such a node stays.
+        Graph, plan, and node name -> why its rule does not apply; such a node stays.
     """
     out = graph.copy()
     reasons: dict[str, str] = {}
@@ -61,7 +61,7 @@ def decompose(
 
 
 def _follow(plan: Plan, graph: Graph, became: dict[str, list[Node]]) -> Plan:
-    """The plan of a graph whose nodes became others."""
+    """Return the plan of a graph in which nodes were replaced by others."""
     last = {n.name: became[n.name][-1] for n in graph.nodes if became[n.name] != [n]}
     nodes = {name: replace(p, op=last[name].op, exec="float") for name, p in plan.nodes.items() if name in last}
     edges = {(v, m.name) for v, reader in plan.float_edges for m in became.get(reader, ()) if v in m.inputs}
@@ -70,11 +70,11 @@ def _follow(plan: Plan, graph: Graph, became: dict[str, list[Node]]) -> Plan:
 
 
 class _Refusal(Exception):
-    """Why a rule does not apply to a node."""
+    """The reason why a rule does not apply to a node."""
 
 
 class New:
-    """Makes the nodes that one composite becomes, in the order in which a rule asks for them."""
+    """The nodes that replace one composite, in the order in which a rule creates them."""
 
     def __init__(
         self, graph: Graph, node: Node, holds: Container[str], taken: set[str], constants: dict[Any, str]
@@ -85,11 +85,11 @@ class New:
         self.nodes: list[Node] = []
 
     def __call__(self, op: str, *inputs: str | float | None, gives: Shape | None = None, **attrs: Any) -> str:
-        """Add a node; returns the name of its value, which has the type of the composite's result.
+        """Add a node; return the name of its value, which has the dtype of the composite's result.
 
         Args:
             inputs: names; numbers become constants.
-            gives: shape of the value; that of the operands, broadcast, when omitted.
+            gives: shape of the value; by default the broadcast shape of the operands.
         """
         names = tuple(self.constant(torch.tensor(i)) if isinstance(i, float) else i for i in inputs)
         name = self._name(op.lower())
@@ -106,7 +106,7 @@ class New:
         return self("Transpose", x, gives=tuple(shape[d] for d in perm), perm=tuple(perm))
 
     def constant(self, value: torch.Tensor) -> str:
-        """A new weight, one for all composites that ask for the same."""
+        """Return a weight with this value, shared by all composites."""
         key = (value.dtype, value.shape, value.numpy().tobytes())
         if key not in self._constants:
             self._constants[key] = self._name("constant")
@@ -117,19 +117,19 @@ class New:
         return self.graph.shape(name)
 
     def size(self, name: str, axis: int) -> int:
-        """A size that must be known before the network runs."""
+        """Return a size; refuse the rule if it is only known at run time."""
         size = self.shape(name)[axis]
         return self.refuse("a size of it is only known at run time") if size is None else size
 
     def sizes(self, name: str) -> tuple[int, ...]:
-        """All sizes but the batch."""
+        """Return all sizes but the batch."""
         return tuple(self.size(name, k) for k in range(1, len(self.shape(name))))
 
     def refuse(self, why: str) -> NoReturn:
         raise _Refusal(why)
 
     def named(self, results: str | Sequence[str]) -> list[Node]:
-        """The nodes; the last has the composite's name, and the results those of its results."""
+        """Return the nodes; the last has the composite's name, and results have the names of its results."""
         own = dict(zip([results] if isinstance(results, str) else results, self.node.outputs, strict=True))
         for name in own:
             del self.graph.values[name]
@@ -143,7 +143,7 @@ class New:
 
 
 def broadcast(shapes: Sequence[Shape]) -> Shape:
-    """The shape of an element-wise result."""
+    """Return the shape of an element-wise result."""
     rank = max(len(s) for s in shapes)
     columns = zip(*((1,) * (rank - len(s)) + s for s in shapes), strict=True)
     return tuple(next((d for d in column if d != 1), 1) for column in columns)
@@ -153,7 +153,7 @@ def broadcast(shapes: Sequence[Shape]) -> Shape:
 
 
 def _softplus(new: New, n: Node) -> str:
-    """log(1 + exp(beta x)) / beta, and x itself where beta x is above the threshold."""
+    """Return log(1 + exp(beta x)) / beta, and x where beta x is above the threshold."""
     beta, threshold = n.attrs["beta"], n.attrs["threshold"]
     x = new("Mul", n.data, beta)
     soft = new("Mul", _log_one_plus_exp(new, x), 1.0 / beta)
@@ -164,7 +164,7 @@ def _softplus(new: New, n: Node) -> str:
 
 
 def _log_one_plus_exp(new: New, x: str) -> str:
-    """max(x, 0) + log(1 + exp(-|x|)), which does not overflow."""
+    """Return max(x, 0) + log(1 + exp(-|x|)), which does not overflow."""
     tail = new("Log", new("Add", new("Exp", new("Neg", new("Abs", x))), 1.0))
     return new("Add", new("Relu", x), tail)
 
@@ -176,7 +176,7 @@ def _mish(new: New, n: Node) -> str:
 
 
 def _elu(new: New, n: Node) -> str:
-    """scale (max(x, 0) + alpha (exp(min(x, 0)) - 1))."""
+    """Return scale (max(x, 0) + alpha (exp(min(x, 0)) - 1))."""
     alpha, scale = (n.attrs["alpha"], 1.0) if n.op == "Elu" else (1.6732632423543772, 1.0507009873554805)
     below = new("Mul", new("Sub", new("Exp", new("Min", n.data, 0.0)), 1.0), alpha * scale)
     return new("Add", new("Mul", new("Relu", n.data), scale), below)
@@ -193,7 +193,7 @@ def _gelu(new: New, n: Node) -> str:
 
 
 def _erf(new: New, n: Node) -> str:
-    """1 - (a1 t + ... + a5 t^5) exp(-x^2) with t = 1 / (1 + p |x|), of the sign of x; within 1.5e-7.
+    """Return sign(x) (1 - (a1 t + ... + a5 t^5) exp(-x^2)) with t = 1 / (1 + p |x|); the error is below 1.5e-7.
 
     Source: Abramowitz and Stegun 1964, 7.1.26.
     """
@@ -214,7 +214,7 @@ def _reduce_l2(new: New, n: Node) -> str:
 
 
 def _adaptive(new: New, n: Node) -> str:
-    """Windows that differ in size: along each axis the elements of all, of which the largest or the mean is taken."""
+    """Pool windows of different sizes: gather the elements of every window along each axis, then reduce them."""
     x, shape = n.data, [new.shape(n.data)[0], *new.sizes(n.data)]
     for axis, count in enumerate(n.attrs["output_size"], 1 if new.channels_last else 2):
         size, shape[axis] = new.size(x, axis), count
@@ -232,7 +232,7 @@ def _adaptive(new: New, n: Node) -> str:
 
 
 def _one_by_one(new: New, n: Node) -> str:
-    """The groups of a transposed convolution."""
+    """Compute the groups of a transposed convolution one by one."""
     if not all(i is None or i in new.graph.weights for i in n.inputs[1:]):
         new.refuse("its weight is computed at run time")
     groups, axis = n.attrs["groups"], len(new.shape(n.data)) - 1 if new.channels_last else 1
@@ -252,7 +252,7 @@ def _one_by_one(new: New, n: Node) -> str:
 
 
 def _normalised(new: New, x: str, axes: Sequence[int], eps: float, centre: bool = True) -> str:
-    """(x - mean) / sqrt(variance + eps) over `axes`, which count from the end."""
+    """Return (x - mean) / sqrt(variance + eps) over `axes`, which count from the end."""
     full = new.shape(x)
     small = tuple(1 if k - len(full) in axes else s for k, s in enumerate(full))
 
@@ -268,7 +268,7 @@ def _normalised(new: New, x: str, axes: Sequence[int], eps: float, centre: bool 
 
 
 def _affine(new: New, n: Node, y: str, inner: int = 0) -> str:
-    """y times weight plus bias, where there are any; `inner` axes lie behind the one that they belong to."""
+    """Return y times weight plus bias, as far as they exist; `inner` axes follow their channel axis."""
     for op, p in (("Mul", n.operand("w")), ("Add", n.operand("b"))):
         if p is not None:
             y = new(op, y, new.reshape(p, (1, new.size(p, 0), *[1] * inner)) if inner else p)
@@ -282,7 +282,7 @@ def _layer_norm(new: New, n: Node) -> str:
 
 
 def _group_norm(new: New, n: Node) -> str:
-    """The rows and columns of a group are one axis, behind the groups (channels first) or before them."""
+    """Normalise groups: rows and columns are one axis, behind the groups (channels first) or before them."""
     batch, sizes = new.shape(n.data)[0], new.sizes(n.data)
     channels = sizes[-1] if new.channels_last else sizes[0]
     groups = n.attrs.get("groups", channels)
@@ -295,7 +295,7 @@ def _group_norm(new: New, n: Node) -> str:
 
 
 def _batch_norm(new: New, n: Node) -> str:
-    """x g + (beta - mean g) with g = gamma / sqrt(var + eps)."""
+    """Return x g + (beta - mean g) with g = gamma / sqrt(var + eps)."""
     if not all(i is None or i in new.graph.weights for i in n.inputs[1:]):
         new.refuse("a weight or statistic is computed at run time")
     gamma, beta, mean, var = (None if i is None else new.graph.weights[i].double() for i in n.inputs[1:])
@@ -307,7 +307,7 @@ def _batch_norm(new: New, n: Node) -> str:
 
 
 def _attention(new: New, n: Node) -> str:
-    """softmax(scale q k^T + mask) v."""
+    """Return softmax(scale q k^T + mask) v."""
     q, k, v = (i or "" for i in n.inputs[:3])
     *others, row, column = range(len(new.shape(k)))
     scores = (*new.shape(q)[:-1], new.shape(k)[-2])
@@ -323,21 +323,21 @@ def _attention(new: New, n: Node) -> str:
     if mask is not None:
         s = new("Add", s, mask if new.graph.is_float(mask) else new("Where", mask, 0.0, HIDDEN))
     if "Softmax" in new.holds and not new.channels_last and (n.attrs["is_causal"] or _hides(new.graph, mask)):
-        # of hidden scores ONNX Runtime's softmax makes denormal numbers, which take processors seven times as long;
-        # LiteRT's, whose files have channels last, makes zeros
+        # for masked scores ONNX Runtime's softmax computes denormal numbers, which take processors seven times as long;
+        # LiteRT's, whose files have channels last, computes zeros
         most = new("ReduceMax", s, gives=(*new.shape(s)[:-1], 1), axes=(-1,), keepdims=True)
         s = new("Max", s, new("Add", most, FAINT))
     return _by_heads(new, new("Softmax", s, axis=-1), v, new.shape(n.output))
 
 
 def _hides(graph: Graph, mask: str | None) -> bool:
-    """Whether a mask may hide scores; a bias that is known adds to them."""
+    """Check whether a mask may hide scores; a constant without large negative numbers is a bias."""
     known = graph.weights.get(mask or "")
     return mask is not None and (known is None or known.dtype == torch.bool or float(known.detach().min()) < FAINT)
 
 
 def _by_heads(new: New, x: str, y: str, gives: Shape) -> str:
-    """x y; several heads of x that share one of y are rows of one product: [.., H, T, D] is [.., K, T H/K, D]."""
+    """Return x y. Heads of x that share one of y are rows of one product: [.., H, T, D] becomes [.., K, T H/K, D]."""
     *lead, rows, columns = new.shape(x)
     if not new.node.attrs["enable_gqa"]:
         return new("MatMul", x, y, gives=gives)
@@ -362,7 +362,7 @@ def _roll(new: New, n: Node) -> str:
 
 
 def _space_to_depth(new: New, n: Node) -> str:
-    """Channels count by (channel, row, column), as torch's do."""
+    """Order the new channels by (channel, row, column), as torch does."""
     b, batch, sizes = n.attrs["block"], new.shape(n.data)[0], new.sizes(n.data)
     h, w = sizes[:2] if new.channels_last else sizes[1:]
     blocks = (h // b, b, w // b, b)

@@ -1,4 +1,4 @@
-"""A bias read by several operators becomes one bias each: its int32 scale is that reader's s_in * s_w."""
+"""Duplicate biases that several operators share: the int32 scale of each copy is s_in * s_w of its reader."""
 
 from chipfit.graph.ir import Graph
 from chipfit.graph.linear import LINEAR
@@ -8,17 +8,17 @@ from chipfit.registry import register
 
 @register("pass", "unshare_biases", stage="rewrite", after=("fold_batch_norm",))
 def duplicate_shared_biases(graph: Graph) -> Rewritten:
-    """Give every reader of a shared bias, after the first, a copy of its own (`name_1`, `name_2`, ...).
+    """Give every reader of a shared bias after the first a copy of its own (`name_1`, `name_2`, ...).
 
-    Without it, one stored bias would force the inputs of all its readers to one common scale.
+    A shared stored bias would force the inputs of all its readers to one common scale.
     """
     graph, notes = graph.copy(), list[str]()
-    seen: dict[str, int] = {}
+    copies: dict[str, int] = {}  # of each bias
     for index, node in enumerate(graph.nodes):
         bias = node.bias if node.op in LINEAR and graph.is_weight(node.weight) else None
         if bias is None or not graph.is_weight(bias):
             continue
-        count = seen[bias] = seen.get(bias, -1) + 1
+        count = copies[bias] = copies.get(bias, -1) + 1
         if count:
             name = f"{bias}_{count}"
             graph.weights[name] = graph.weights[bias].clone()

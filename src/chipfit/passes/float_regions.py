@@ -1,12 +1,12 @@
-"""What kernels that can do both hand over, codes or floats: the cheapest cut between what is best in each.
+"""Choose which kernels output integers and which output floats: the cheapest boundary between the two.
 
-A network on a chip that computes some operators in float is islands of integers. Where the shore lies is free wherever
-a kernel can hand over either: a linear layer may give its sums in float, an addition may run in float. Each value on
-the shore is converted, which takes time, and each value in codes is rounded, which takes accuracy: an addition of two
-residual streams in which one token is a hundred times the rest would round all others to nothing.
+A kernel that can output integers or floats may sit on either side of the boundary between integer and float regions: a
+linear layer may output its sums in float, an addition may run in float. Each value on the boundary is converted, which
+takes time, and each value stored in integers is rounded, which costs accuracy: in an addition of two residual streams
+in which one token is a hundred times the others, rounding would turn all others to zero.
 
-Costs are counted in conversions of one number. Both sides of a kernel, what it reads and what it hands over, have one
-of two labels; a value is converted for readers that differ from its writer, once however many they are. The cheapest
+Costs are counted in conversions of one number. The inputs and the output of a kernel have one of two labels each; a
+value is converted for readers whose label differs from that of its producer, once for all of them. The cheapest
 labelling is a minimum cut [Picard, Ratliff: Minimum cuts and related problems, Networks 5, 1975], found exactly.
 """
 
@@ -22,149 +22,160 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from chipfit.calibration.collect import TensorStats
 from chipfit.decide.assignment import Assignment
-from chipfit.graph.ir import Graph
+from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import products
+from chipfit.quantizers.grids import Grid
 from chipfit.ranges import choose
 from chipfit.registry import Setting, register
 
-#: conversions that a value is worth whose rounding error has the variance of the value
-_WORTH = 1000.0
-#: share of the values, in the middle, whose variance is the signal: outliers are few, and what they drown is the rest
-_BULK = 0.99
-#: what a multiply-accumulate costs more in float than in 8 bits, in conversions (measured with ONNX Runtime on x86)
-_PRODUCT = 1 / 64
-#: what keeps a kernel in codes where both cost the same, of one conversion
+#: conversions that cost as much as rounding one number with an error of the variance of its value
+_NOISE_COST = 1000.0
+#: share of the values around the median whose variance is the signal: outliers are few, but drown the others
+BULK = 0.99
+#: extra cost of a multiply-accumulate in float over 8 bits (measured with ONNX Runtime on x86)
+_PRODUCT_COST = 1 / 64
+#: cost of a float output, which keeps a kernel in integers where both labels cost the same otherwise
 _TIE = 1e-3
-#: the largest capacity that is handed to the search of a flow, which adds them in 32 bits
+#: largest capacity that is passed to the maximum flow, which adds capacities in 32 bits
 _LARGEST = 1 << 20
-_CODES, _FLOATS = 0, 1  #: the two ends of the cut
-#: the sides of a value that is handed over in the other form, which are no sides of kernels
-_CONVERTED = ("converted to codes", "converted to floats")
+_INTEGER, _FLOAT = 0, 1  #: source and sink of the flow
 
-_SETTING = Setting(
-    "results",
-    None,
-    "what kernels hand over that can do both, instead of what is cheapest and most exact",
-    argument="asked",
-    choices=("codes", "float"),
-)
+_DOC = "output of kernels that can output integers or floats, instead of what is cheapest and most exact"
+_SETTING = Setting("results", None, _DOC, argument="asked", choices=("codes", "float"))
 
 
 @register("pass", "islands", stage="results", options=(_SETTING,))
 def float_regions(
     graph: Graph, assignment: Assignment, stats: dict[str, TensorStats], asked: str | None
 ) -> tuple[dict[str, str], list[str]]:
-    """Choose for every kernel of `assignment.modes`.
+    """Choose a mode for every kernel of `assignment.modes`.
 
     Args:
-        asked: "codes" or "float", for all of them; None: whatever is best.
+        asked: "codes" or "float" for all kernels; None: the cheapest modes.
 
     Returns:
-        First node of the kernel -> "codes", "float" or "whole", where it changes; a note that counts them.
+        First node of the kernel -> "codes", "float" or "whole", where it changes; a note with the number of kernels.
     """
     if asked is not None:
         return {k: asked if asked in can else "whole" for k, can in assignment.modes.items()}, []
-    head, found = _heads(assignment), _cut(graph, assignment, stats)
-    now = {
-        head.get(n.name, n.name): n.output in assignment.quantized_outputs for n in graph.nodes
-    }  # in codes; the last one counts
-    out = {k: label for k, label in found.items() if label != ("codes" if now[k] else "float")}
-    floats = sum(label != "codes" for label in found.values())
-    said = f"{floats} of {len(found)} kernels that can do both hand over floats"
-    return out, [f"{said}: fewer conversions and less error; Settings(results=...) asks for either"]
+    cut = Cut(graph, assignment, stats)
+    chosen = cut.modes()
+    quantized = {cut.kernel(n): n.output in assignment.quantized_outputs for n in graph.nodes}  # by the last node
+    changed = {k: mode for k, mode in chosen.items() if mode != ("codes" if quantized[k] else "float")}
+    floats = sum(mode != "codes" for mode in chosen.values())
+    counted = f"{floats} of {len(chosen)} kernels that can output integers or floats output floats"
+    return changed, [f"{counted}: fewer conversions and less error; Settings(results=...) overrides it"]
 
 
-def _heads(assignment: Assignment) -> dict[str, str]:
-    """The first node of its kernel, for each node of a fused group."""
-    return {name: group[0] for group in assignment.groups for name in group}
+class Cut:
+    """The network of flows whose minimum cut separates integers from floats."""
 
+    def __init__(self, graph: Graph, assignment: Assignment, stats: dict[str, TensorStats]) -> None:
+        self.graph, self.assignment, self.stats = graph, assignment, stats
+        self._head = {name: group[0] for group in assignment.groups for name in group}
+        #: (kernel, side) with an open label, or (value, direction of its conversion) -> node of the network
+        self._number: dict[tuple[str, str], int] = {}
+        self._capacity: dict[tuple[int, int], float] = defaultdict(float)
+        self._producer = {v: _INTEGER for v in graph.inputs if v in assignment.tensors}  # value -> node of the network
+        self._noise_cost: dict[str, float] = {}
 
-def _cut(graph: Graph, assignment: Assignment, stats: dict[str, TensorStats]) -> dict[str, str]:
-    """The label of each kernel of `assignment.modes`."""
-    head = _heads(assignment)
-    made = {o: head.get(n.name, n.name) for n in graph.nodes for o in n.outputs}
-    number: dict[tuple[str, str], int] = {}  # (kernel, side) whose label is open -> its node in the network of flows
-    writes = {v: _CODES for v in graph.inputs if v in assignment.tensors}
-    noises: dict[str, float] = {}  # of values; finding one takes a search, and a value may have several readers
-    capacity: dict[tuple[int, int], float] = defaultdict(float)
+    def kernel(self, n: Node) -> str:
+        """Return the first node of a node's kernel."""
+        return self._head.get(n.name, n.name)
 
-    def side(kernel: str, which: str) -> int:
-        """Where a kernel whose two sides differ in no state has one label for both."""
-        which = which if "float" in assignment.modes.get(kernel, ()) else ""
-        return number.setdefault((kernel, which), 2 + len(number))
+    def modes(self) -> dict[str, str]:
+        """Return the cheapest mode of each kernel of `Assignment.modes`."""
+        made = {o: self.kernel(n) for n in self.graph.nodes for o in n.outputs}
+        for n in self.graph.nodes:
+            self._add_node(n, [v for v in dict.fromkeys(n.inputs) if v is not None and made.get(v) != self.kernel(n)])
+        for value in self.graph.outputs:  # outputs of the model are stored in integers unless that costs more
+            if self.graph.is_float(value):
+                self._add_edge(value, _INTEGER)
+        integer = self._integer_side()
 
-    def edge(value: str, reader: int) -> None:
-        writer, size = writes.get(value, _FLOATS), _size(graph, value)
-        if writer != reader and max(writer, reader) > _FLOATS:  # between two that are fixed nothing is chosen
-            if value not in noises:
-                noises[value] = _WORTH * _noise(value, assignment, stats)
-                to_codes, to_floats = (number.setdefault((value, how), 2 + len(number)) for how in _CONVERTED)
-                capacity[to_codes, writer] += size
-                capacity[writer, to_floats] += size
-            to_codes, to_floats = (number[value, how] for how in _CONVERTED)
-            capacity[reader, to_codes] = capacity[to_floats, reader] = math.inf  # once for all readers that want it
-            noise = noises[value]
-            capacity[writer, reader] += size * noise / 2
-            capacity[reader, writer] += size * noise / 2
-            for end in (writer, reader):  # codes at either end round the value
-                if end > _FLOATS:
-                    capacity[end, _FLOATS] += size * noise / 2
+        def mode(kernel: str, can: tuple[str, ...]) -> str:
+            if "whole" in can and self._side(kernel, "reads") not in integer:
+                return "whole"
+            return "codes" if self._side(kernel, "writes") in integer else "float"
 
-    for n in graph.nodes:
-        kernel, plan = head.get(n.name, n.name), assignment.nodes[n.name]
-        can = assignment.modes.get(kernel, ())
-        moves = plan.exec == "follow"
-        for value in dict.fromkeys(n.inputs):
-            if value is None or value in graph.weights or not graph.is_float(value) or made.get(value) == kernel:
+        return {kernel: mode(kernel, can) for kernel, can in self.assignment.modes.items()}
+
+    def _side(self, kernel: str, which: str) -> int:
+        """Return the node for what a kernel reads or writes; both share one unless the kernel has the mode "float"."""
+        which = which if "float" in self.assignment.modes.get(kernel, ()) else ""
+        return self._number.setdefault((kernel, which), 2 + len(self._number))
+
+    def _add_node(self, n: Node, inputs: list[str]) -> None:
+        """Add the costs of a node; `inputs` are computed by other kernels."""
+        kernel, exec_, tensors = self.kernel(n), self.assignment.nodes[n.name].exec, self.assignment.tensors
+        can, passes = self.assignment.modes.get(kernel, ()), exec_ == "follow"
+        for value in inputs:
+            if value in self.graph.weights or not self.graph.is_float(value):
                 continue
-            reads = (
-                plan.exec != "float" and value in assignment.tensors and (value, n.name) not in assignment.float_edges
-            )
-            edge(value, side(kernel, "reads") if moves or "whole" in can else _CODES if reads else _FLOATS)
+            integer = exec_ != "float" and value in tensors and (value, n.name) not in self.assignment.float_edges
+            fixed = _INTEGER if integer else _FLOAT
+            self._add_edge(value, self._side(kernel, "reads") if passes or "whole" in can else fixed)
         for value in n.outputs:
-            label = _CODES if value in assignment.quantized_outputs else _FLOATS
-            writes[value] = label = side(kernel, "writes") if can or moves else label
-            if label > _FLOATS:
-                capacity[_CODES, label] += _TIE * _size(graph, value)
+            fixed = _INTEGER if value in self.assignment.quantized_outputs else _FLOAT
+            self._producer[value] = label = self._side(kernel, "writes") if can or passes else fixed
+            if label > _FLOAT:
+                self._capacity[_INTEGER, label] += _TIE * self.size(value)
         if n.name == kernel and {"float", "whole"} <= {*can}:
-            capacity[_CODES, side(kernel, "reads")] += _PRODUCT * products(graph, n)
-            capacity[side(kernel, "writes"), side(kernel, "reads")] = math.inf  # no kernel makes codes of floats
-    for value in graph.outputs:  # as its inputs, results of a model are in codes unless these cost more
-        if graph.is_float(value):
-            edge(value, _CODES)
-    most = sum(c for c in capacity.values() if c < math.inf)
-    unit = _LARGEST / max(c for c in capacity.values() if c < math.inf)
-    amounts = [max(1, round(min(c, most) * unit)) for c in capacity.values()]
-    network = csr_array((np.array(amounts, np.int32), tuple(zip(*capacity, strict=True))), shape=(2 + len(number),) * 2)
-    rest = network - maximum_flow(network, _CODES, _FLOATS).flow
-    rest.eliminate_zeros()
-    codes = {_CODES, *breadth_first_order(rest, _CODES, return_predecessors=False).tolist()}
+            reads, writes = self._side(kernel, "reads"), self._side(kernel, "writes")
+            self._capacity[_INTEGER, reads] += _PRODUCT_COST * products(self.graph, n)
+            self._capacity[writes, reads] = math.inf  # no kernel computes integers from floats
 
-    def label_of(kernel: str, can: tuple[str, ...]) -> str:
-        if "whole" in can and side(kernel, "reads") not in codes:
-            return "whole"
-        return "codes" if side(kernel, "writes") in codes else "float"
+    def _add_edge(self, value: str, reader: int) -> None:
+        """Add the costs of a value between its producer and a reader: its conversion and its rounding."""
+        producer, size = self._producer.get(value, _FLOAT), self.size(value)
+        if producer == reader or max(producer, reader) <= _FLOAT:  # nothing is open between two fixed labels
+            return
+        directions = (value, "to integers"), (value, "to floats")  # shared by all readers that need a conversion
+        to_integers, to_floats = (self._number.setdefault(d, 2 + len(self._number)) for d in directions)
+        if value not in self._noise_cost:
+            noise = _NOISE_COST * self.noise(value)
+            self._noise_cost[value] = size * noise / 2
+            self._capacity[to_integers, producer] += size
+            self._capacity[producer, to_floats] += size
+        self._capacity[reader, to_integers] = self._capacity[to_floats, reader] = math.inf
+        for edge in ((producer, reader), (reader, producer)):
+            self._capacity[edge] += self._noise_cost[value]
+        for end in (producer, reader):  # integers at either end round the value
+            if end > _FLOAT:
+                self._capacity[end, _FLOAT] += self._noise_cost[value]
 
-    return {kernel: label_of(kernel, can) for kernel, can in assignment.modes.items()}
+    def _integer_side(self) -> set[int]:
+        """Return the nodes on the source's side of the minimum cut."""
+        finite = [c for c in self._capacity.values() if c < math.inf]
+        total, unit = sum(finite), _LARGEST / max(finite)
+        amounts = np.array([max(1, round(min(c, total) * unit)) for c in self._capacity.values()], np.int32)
+        ends = tuple(zip(*self._capacity, strict=True))
+        network = csr_array((amounts, ends), shape=(2 + len(self._number),) * 2)
+        rest = network - maximum_flow(network, _INTEGER, _FLOAT).flow
+        rest.eliminate_zeros()
+        return {_INTEGER, *breadth_first_order(rest, _INTEGER, return_predecessors=False).tolist()}
+
+    def size(self, value: str) -> int:
+        """Return the count of numbers of a value; an unknown size counts once."""
+        return math.prod(d or 1 for d in self.graph.shape(value))
+
+    def noise(self, value: str) -> float:
+        """Return the relative rounding error of a value, 0 if it is not known."""
+        slot, seen = self.assignment.tensors.get(value), self.stats.get(value)
+        if slot is None or seen is None or seen.histogram is None or not bool(seen.histogram.counts.any()):
+            return 0.0
+        return relative_noise(seen, slot.grid(signed=seen.low < 0))
 
 
-def _size(graph: Graph, value: str) -> int:
-    """Numbers of a value, of one sample where the batch is open."""
-    return math.prod(d or 1 for d in graph.shape(value))
-
-
-def _noise(value: str, assignment: Assignment, stats: dict[str, TensorStats]) -> float:
-    """Mean squared error of a value on the grid that it would have, over the variance of its bulk; 0 if not known."""
-    slot, seen = assignment.tensors.get(value), stats.get(value)
-    if slot is None or seen is None or seen.histogram is None or not bool(seen.histogram.counts.any()):
-        return 0.0
-    grid = slot.grid(signed=seen.low < 0)
+def relative_noise(seen: TensorStats, grid: Grid) -> float:
+    """Return the mean squared error of a value on a grid, relative to the variance of the bulk of its values."""
+    assert seen.histogram is not None
     q, x, p = choose(seen, grid), seen.histogram.centers, seen.histogram.counts / seen.histogram.counts.sum()
     low, high = q.bounds(grid)
     clipped = (x - x.clamp(low, high)).square()
     error = torch.where(clipped > 0, clipped, float(q.scale) ** 2 / 12)
     below = p.cumsum(0)
-    bulk = torch.where((below >= (1 - _BULK) / 2) & (below - p <= (1 + _BULK) / 2), p, 0.0)
+    bulk = torch.where((below >= (1 - BULK) / 2) & (below - p <= (1 + BULK) / 2), p, 0.0)
     mean = (x * bulk).sum() / bulk.sum()
     signal = ((x - mean).square() * bulk).sum() / bulk.sum()
     return float((error * p).sum() / signal) if signal > 0 else 0.0

@@ -1,4 +1,4 @@
-"""What depends on no input of the model is computed once: its result is a weight.
+"""Fold constants: compute values that depend on no input of the model once, and store them as weights.
 
 Reparametrized and standardised weights, position tables and masks become plain constants, which chips store.
 """
@@ -14,8 +14,8 @@ from chipfit.graph.ir import OPAQUE, Graph, Node
 from chipfit.passes.rewriting import Rewritten
 from chipfit.registry import register
 
-#: elements that a result may always have; a larger one that is also larger than all that it is made of may have an
-#: eighth of the model's, so that files do not grow by what is cheap to compute
+#: a result of at most this many elements is always folded; a larger one that is also larger than its operands may have
+#: an eighth of the elements of all weights, so that files do not grow by values that are cheap to compute
 _LEAST, _SHARE = 1 << 16, 8
 
 
@@ -23,14 +23,14 @@ _LEAST, _SHARE = 1 << 16, 8
 def fold_constants(graph: Graph) -> Rewritten:
     """Replace every operator whose operands are all weights by its result, as the engine computes it.
 
-    The weight of a layer that was computed from others is named as if the layer had it: "layer.weight". It is trained
-    in their place if one of them was a parameter; they stay in `graph.weights`, unread, as those of folded batch norms
-    do. What draws random numbers stays, and so do the model's outputs.
+    A folded weight of a layer is named "layer.weight", as if the layer had it. It is trainable if one of the weights
+    that it was computed from was; these stay in `graph.weights`, unread. Operators that draw random numbers stay, and
+    operators that compute outputs of the model.
     """
     graph, notes = graph.copy(), list[str]()
     limit = max(_LEAST, sum(w.numel() for w in graph.weights.values()) // _SHARE)
     found: dict[str, torch.Tensor] = {}  # value -> its constant
-    trained = set(graph.trainable)  # weights and values that come from parameters
+    trained = set(graph.trainable)  # weights and values that depend on parameters
     rest: list[Node] = []
     for n in graph.nodes:
         given = [i for i in n.inputs if i is not None]
@@ -59,7 +59,7 @@ def fold_constants(graph: Graph) -> Rewritten:
 
 
 def _compute(graph: Graph, n: Node, table: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    """The results of a node; none where it must stay, or one is no tensor."""
+    """Return the results of a node; () if the node must stay, or a result is not a tensor."""
     if n.op == "Dropout" or not set(n.outputs).isdisjoint(graph.outputs):
         return ()
     if any(t is None for t in table.values()) or (n.op == OPAQUE and not repeatable(n.attrs["target"])):
@@ -70,6 +70,6 @@ def _compute(graph: Graph, n: Node, table: dict[str, Any]) -> tuple[torch.Tensor
 
 
 def _name(graph: Graph, n: Node, slot: str, value: str) -> str:
-    """The layer's weight or bias; anything else keeps its name."""
+    """Return the name of a folded value: the layer's weight or bias, else the name of the value."""
     kind = {"w": "weight", "b": "bias"}.get(slot)
     return new_name(graph, f"{n.layer}.{kind}") if kind and n.layer else value

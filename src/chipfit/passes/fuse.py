@@ -1,4 +1,4 @@
-"""Group nodes that the chip runs as one kernel, by the platform's fusion patterns."""
+"""Group the nodes that the chip runs as one kernel, by the platform's fusion patterns."""
 
 from collections.abc import Callable, Sequence, Set
 
@@ -15,10 +15,9 @@ def fuse(
 ) -> tuple[tuple[tuple[str, ...], ...], list[str]]:
     """Find the fused groups.
 
-    Walking in execution order, each free node starts the longest pattern that fits completely; a shorter
-    complete one is taken when a longer one breaks off. A node belongs to one group at most, and every value
-    inside a group has exactly one reader and is not an output of the model. Batch norms that were folded away
-    are left out of the patterns.
+    In execution order, each node outside of groups starts the longest pattern that matches completely. Every value
+    inside a group has exactly one reader and is not an output of the model. Batch norms are left out of the patterns,
+    because they are folded.
 
     Args:
         graph: after batch-norm folding.
@@ -58,7 +57,7 @@ def fuse(
 def _follow(
     graph: Graph, start: Node, chain: Pattern, users: Users, taken: set[str], fits: Fits
 ) -> tuple[list[Node], str]:
-    """The nodes along `chain` from `start` as far as it fits, and why it stopped when a reader would have fitted."""
+    """Return the nodes along `chain` from `start` as far as they match, and why a matching reader does not fuse."""
     if not fits(start, chain[0]):
         return [], ""
     found = [start]

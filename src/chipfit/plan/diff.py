@@ -1,4 +1,4 @@
-"""What differs between two plans."""
+"""Differences between two plans."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -13,10 +13,10 @@ from chipfit.screen import Summary, SummaryRepr
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One thing that two plans say differently."""
+    """One difference between two plans."""
 
     where: str  #: "tensor 'conv1.weight'", "node 'relu'" or "plan"
-    field: str  #: "format", "scale", ...; "" when only one plan has the thing at all
+    field: str  #: "format", "scale", ...; "" if only one plan has the tensor or node
     a: str
     b: str
 
@@ -25,19 +25,19 @@ class Difference:
 
 
 class Differences(SummaryRepr, list[Difference]):
-    """Everything that two plans say differently."""
+    """All differences between two plans."""
 
     def _summary(self) -> Summary:
-        title = f"{len(self)} things differ between the plans" if self else "The plans decide the same"
+        title = f"{len(self)} differences between the plans" if self else "The plans are equal"
         return Summary(
             title, {}, ("where", "what", "first", "second"), [(d.where, d.field, d.a, d.b) for d in self], "the list"
         )
 
 
 def diff(a: Plan, b: Plan) -> Differences:
-    """What differs between two plans, in the order of the first; empty when they decide the same.
+    """Return the differences between two plans, in the order of the first; empty if they are equal.
 
-    Provenance is left out: it says where the numbers come from, not what they are.
+    Provenance is not compared: it records where numbers come from.
     """
     out = Differences()
     for kind, ours, theirs in (("tensor", a.tensors, b.tensors), ("node", a.nodes, b.nodes)):
@@ -57,7 +57,7 @@ def diff(a: Plan, b: Plan) -> Differences:
 
 
 def _facts(x: TensorPlan | NodePlan) -> list[str]:
-    """What a record says, the numbers of a stored tensor one by one."""
+    """Return the names of a record's fields, with those of `stored` in its place."""
     names = [f.name for f in fields(x)]
     stored = [f.name for f in fields(Stored)]
     return [n for name in names for n in (stored if name == "stored" else [name])]
@@ -72,7 +72,7 @@ def _equal(u: Any, v: Any) -> bool:
 def _show(u: Any, other: Any) -> str:
     if isinstance(u, torch.Tensor):
         if u.dim() == 0:
-            return f"{u.item():.9g}"  # nine digits tell any two float32 apart
+            return f"{u.item():.9g}"  # nine digits distinguish any two float32
         alike = isinstance(other, torch.Tensor) and other.shape == u.shape
         changed = f", {int((u != other).sum())} differ" if alike else ""
         return f"[{u.numel()}] in {u.min().item():.9g}..{u.max().item():.9g}{changed}" if u.numel() else "[0]"
@@ -82,7 +82,7 @@ def _show(u: Any, other: Any) -> str:
 
 
 def _only(u: Any, v: Any) -> str:
-    """What `u` holds and `v` does not."""
+    """Return the entries of `u` that `v` does not have."""
     if isinstance(u, str):
         return repr(u)
     return ", ".join(sorted(map(str, set(u) - set(v)))) or "-"

@@ -166,10 +166,10 @@ _RESULTS = table(plain=str, captured=NotRequired[str], leaves=list[dict[str, Any
 
 
 def graph_to_json(graph: Graph) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The structure as JSON, and each weight once: tied ones are listed as aliases of the first.
+    """Return the structure of a graph as JSON data, and each weight once: tied weights are aliases of the first.
 
     Raises:
-        PlanError: a weight holds NaN, or an attribute has no JSON form.
+        PlanError: a weight holds NaN, or an attribute has no JSON representation.
     """
     _check_numbers(graph)
     weights: dict[str, torch.Tensor] = {}
@@ -183,7 +183,7 @@ def graph_to_json(graph: Graph) -> tuple[dict[str, Any], dict[str, torch.Tensor]
         else:
             own = w.detach().cpu().contiguous()
             whole = own.untyped_storage().nbytes() == own.nbytes and own.data_ptr() not in stored
-            weights[name] = own if whole else own.clone()  # safetensors takes no two tensors that share memory
+            weights[name] = own if whole else own.clone()  # safetensors stores no two tensors that share memory
             stored.add(own.data_ptr())
     return {
         "schema": SCHEMA,
@@ -198,7 +198,7 @@ def graph_to_json(graph: Graph) -> tuple[dict[str, Any], dict[str, torch.Tensor]
 
 
 def graph_from_json(data: Any, weights: dict[str, torch.Tensor]) -> Graph:
-    """The inverse of `graph_to_json`.
+    """Invert `graph_to_json`.
 
     Raises:
         PlanError: the data are malformed or of another schema version, or do not fit the weights.
@@ -209,7 +209,7 @@ def graph_from_json(data: Any, weights: dict[str, torch.Tensor]) -> Graph:
     absent = {*aliases.values(), *(owned.keys() - aliases)} - weights.keys()
     if absent or not aliases.keys() <= owned.keys():
         got = ", ".join(sorted(absent or aliases))[:80]
-        raise PlanError("There are no numbers for weights of the graph, or no weights for aliases", got=got)
+        raise PlanError("Weights of the graph are missing from the file, or aliases name missing weights", got=got)
     weights.update({name: weights[original] for name, original in aliases.items()})
     graph = Graph(
         nodes=[record_from_json(Node, n, f"node {k}") for k, n in enumerate(data["nodes"])],
@@ -226,35 +226,35 @@ def graph_from_json(data: Any, weights: dict[str, torch.Tensor]) -> Graph:
                 dtype_of(v.dtype)
         for n in graph.nodes:
             target = str(n.attrs.get("target"))
-            if n.op == OPAQUE and ":" not in target:  # those of a framework need it, which is loaded later
+            if n.op == OPAQUE and ":" not in target:  # a target with ":" needs its framework, which is loaded later
                 resolve_target(target)
-        if graph.in_spec or graph.out_spec:  # a graph that nobody captured has neither
+        if graph.in_spec or graph.out_spec:  # a graph that was not captured has neither
             _check_call(graph)
         named = {n for w, f in graph.folds.items() for n in (w, f.bias, f.gamma, f.beta, f.mean, f.var)} - {None}
         if not named <= set(graph.weights):
-            raise GraphError("A folded batch norm has tensors that are not there")
+            raise GraphError("A folded batch norm names missing tensors")
         strangers = (graph.trainable - set(graph.weights)) | (set(graph.inputs) - set(graph.values))
         if strangers:
-            raise GraphError("Inputs or trainable weights are not there", got=", ".join(sorted(strangers)[:8]))
+            raise GraphError("Inputs or trainable weights are missing", got=", ".join(sorted(strangers)[:8]))
     except GraphError as e:
         raise PlanError(f"The saved graph is malformed: {e.what}", where=e.where, got=e.got, allowed=e.allowed) from e
     _check_numbers(graph)
     if weights:
-        raise PlanError("There are weights that the graph does not know", got=", ".join(sorted(weights)[:8]))
+        raise PlanError("The file holds weights that the graph does not have", got=", ".join(sorted(weights)[:8]))
     return graph
 
 
 def _check_numbers(graph: Graph) -> None:
-    """Raise a PlanError where a weight holds NaN, or is trained and holds integers."""
+    """Check that no weight holds NaN, and no trainable weight integers."""
     for name, w in graph.weights.items():
         if bool(w.isnan().any()):
             raise PlanError(f"The weight '{name}' holds NaN")
         if name in graph.trainable and not w.is_floating_point():
-            raise PlanError(f"The weight '{name}' is trained", got=str(w.dtype), allowed="floats")
+            raise PlanError(f"The trainable weight '{name}' must hold floats", got=str(w.dtype))
 
 
 def _check_call(graph: Graph) -> None:
-    """Raise a PlanError or GraphError unless what is written about arguments and results fits the graph."""
+    """Check that the specification of arguments and results fits the graph."""
     call, results = (parse_json(x, PlanError, where="the call of the graph") for x in (graph.in_spec, graph.out_spec))
     validated(call, _CALL, "in_spec of the graph")
     places = call["tensors"]
@@ -270,7 +270,7 @@ def _check_call(graph: Graph) -> None:
 
 # -------------------------------------------------------------------------------------------------------------- plans
 
-# JSON has lists only
+# tuples and sets, which are lists in JSON
 _Names: TypeAlias = Annotated[tuple[str, ...], Strict(False)]
 _Groups: TypeAlias = Annotated[tuple[_Names, ...], Strict(False)]
 _Pairs: TypeAlias = Annotated[frozenset[Annotated[tuple[str, str], Strict(False)]], Strict(False)]
@@ -290,7 +290,7 @@ _PLAN = table(
     rewrites=_Names,
     provenance=dict[str, Any],
 )
-#: what is read again, of what a plan says about where it came from
+#: the entries of a plan's provenance that are used after loading
 _PROVENANCE = table(
     others=True,
     settings=NotRequired[dict[str, Any]],
@@ -321,12 +321,11 @@ _NUMBERS = {"scale": torch.float32, "zero_point": torch.int32}
 
 
 def plan_to_json(plan: Plan, numbers: dict[str, torch.Tensor] | None = None) -> str:
-    """A Plan as JSON text.
+    """Return a Plan as JSON text.
 
     Args:
-        plan: what to write.
-        numbers: receives the scales and zero points under "scale:<tensor>" and "zero_point:<tensor>"; when omitted
-            they stand in the text, where they can be edited by hand.
+        numbers: receives the scales and zero points under "scale:<tensor>" and "zero_point:<tensor>"; by default they
+            are part of the text, where they can be edited by hand.
     """
     tensors = {}
     for t in plan.tensors.values():
@@ -355,10 +354,10 @@ def plan_to_json(plan: Plan, numbers: dict[str, torch.Tensor] | None = None) -> 
 
 
 def plan_from_json(text: str, numbers: Mapping[str, torch.Tensor] | None = None) -> Plan:
-    """The inverse of `plan_to_json`.
+    """Invert `plan_to_json`.
 
     Raises:
-        PlanError: the text is not a plan, is of another schema version, or names fields or numbers that do not exist.
+        PlanError: the text is not a plan, has another schema version, or names unknown fields or numbers.
     """
     data = parse_json(text, PlanError, where="the plan")
     check_schema(data, "the plan")
@@ -374,7 +373,7 @@ def plan_from_json(text: str, numbers: Mapping[str, torch.Tensor] | None = None)
     known = {f"{field}:{t.name}" for t in tensors.values() for field in _NUMBERS if getattr(t, field) is not None}
     extra = sorted(set(numbers or ()) - known)
     if extra:
-        raise PlanError("There are numbers for tensors that the plan does not know", got=", ".join(extra[:8]))
+        raise PlanError("The file holds numbers for tensors that the plan does not have", got=", ".join(extra[:8]))
     return plan
 
 
@@ -400,5 +399,5 @@ def _tensor(name: str, entry: dict[str, Any], numbers: Mapping[str, torch.Tensor
     ends = [x for x in (t.low, t.high) if x is not None]
     infinite = not all(map(math.isfinite, ends)) if stored is not None else any(map(math.isnan, ends))
     if infinite or ends != sorted(ends):
-        raise PlanError(f"The range of '{name}' is none", got=f"{t.low}..{t.high}")
+        raise PlanError(f"The range of '{name}' must be finite and ascending", got=f"{t.low}..{t.high}")
     return t

@@ -26,17 +26,17 @@ _STORED = frozenset(f.name for f in fields(Stored))
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class TensorPlan:
-    """How one tensor is stored on the chip, or why it stays float."""
+    """The storage of one tensor on the chip, or the reason why it stays float."""
 
     name: str  #: value or weight name in the Graph
     role: Role
-    layer: str = ""  #: the user's layer that makes or owns it
+    layer: str = ""  #: the user's layer that computes or owns it
     op: str = ""  #: canonical operator of that node
     stored: Stored | None = None  #: None when it stays float
     origin: str = ""  #: where the numbers came from: "mse over 8 batches", "tied to x", "fixed by rule", ...
     why: str = ""  #: why it stays float
-    low: float | None = None  #: least value seen in calibration
-    high: float | None = None  #: greatest value seen
+    low: float | None = None  #: least value in calibration
+    high: float | None = None  #: greatest value in calibration
 
     @property
     def quantized(self) -> bool:
@@ -67,7 +67,7 @@ class TensorPlan:
         return self.stored.axis if self.stored is not None else None
 
     def __repr__(self) -> str:
-        """How it is stored, or why it is not, in a line."""
+        """Return one line: storage of the tensor, or the reason why it stays float."""
         if self.stored is None:
             return f"{self.role} {self.name}: float, {self.why}"
         s, grid = self.stored.scale, self.stored.grid
@@ -76,7 +76,7 @@ class TensorPlan:
         return f"{self.role} {self.name}: {self.format}, {codes}, scale {scale}, zero point {zero}; {self.origin}"
 
     def with_(self, **changes: Any) -> TensorPlan:
-        """A copy with other fields, those of `stored` included: `t.with_(scale=2 * t.scale)`."""
+        """Return a copy with changed fields, those of `stored` included: `t.with_(scale=2 * t.scale)`."""
         own = {k: changes.pop(k) for k in list(changes) if k in _STORED}
         if own and self.stored is not None:
             changes["stored"] = replace(self.stored, **own)
@@ -87,7 +87,7 @@ class TensorPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodePlan:
-    """How one node runs on the chip."""
+    """The execution of one node on the chip."""
 
     name: str
     op: str
@@ -95,11 +95,11 @@ class NodePlan:
     exec: Exec = "float"
     group: str = ""  #: name of the fused group's last node; "" when the node is alone
     why: str = ""  #: why it runs in float
-    simd: PositiveInt | None = None  #: output channels that one instruction makes; weights are padded to multiples
+    simd: PositiveInt | None = None  #: output channels of one instruction; weights are padded to multiples
 
     @property
     def who(self) -> str:
-        """The node as the user knows it."""
+        """The user's name for the node: its layer, or its own name."""
         return self.layer or self.name
 
 
@@ -110,13 +110,13 @@ class Plan(SummaryRepr):
     tensors: dict[str, TensorPlan] = field(default_factory=dict)
     nodes: dict[str, NodePlan] = field(default_factory=dict)
     groups: tuple[tuple[str, ...], ...] = ()  #: fused groups: node names, in execution order
-    #: (value, node) pairs where that reader takes the value before its quantizer (input-placed platforms)
+    #: (value, node) pairs whose node reads the value before its quantizer (platforms that quantize at inputs)
     float_edges: frozenset[tuple[str, str]] = frozenset()
     ties: tuple[tuple[str, ...], ...] = ()  #: tensors that must keep one scale and zero point, also when trained
     limits: tuple[ScaleBound, ...] = ()  #: bounds that hold in every step of training
     fixed: tuple[str, ...] = ()  #: tensors whose scale and zero point the platform dictates
-    zeros: tuple[str, ...] = ()  #: tensors whose zero point a rule of the platform says
-    sums: tuple[tuple[str, float], ...] = ()  #: (weight, greatest sum of |code| over one output channel)
+    zeros: tuple[str, ...] = ()  #: tensors whose zero point the platform dictates
+    sums: tuple[tuple[str, float], ...] = ()  #: (weight, greatest sum of |quantized value| over one output channel)
     platform: str = ""
     rewrites: tuple[str, ...] = ()  #: one line for each rewrite applied or refused
     provenance: dict[str, Any] = field(default_factory=dict)  #: versions, hashes, seed, settings
@@ -126,7 +126,7 @@ class Plan(SummaryRepr):
         quantized = sum(t.quantized for t in self.tensors.values())
         rows = [(t.name, t.role, t.format, _scales(t), t.origin or t.why) for t in self.tensors.values()]
         return Summary(
-            f"Plan for {self.platform or 'no platform'}: {quantized} of {len(self.tensors)} tensors in codes",
+            f"Plan for {self.platform or 'no platform'}: {quantized} of {len(self.tensors)} tensors quantized",
             {
                 "operators": ", ".join(f"{n} {how}" for how, n in runs.items()),
                 "kernels": f"{len(self.groups)} of several operators" if self.groups else "",
@@ -141,22 +141,22 @@ class Plan(SummaryRepr):
         )
 
     def before_rounding(self, values: Collection[str]) -> bool:
-        """Whether an operator reads one of these values as it was before its codes: an integer kernel has it not."""
+        """Check whether an operator reads one of these values before quantization; integer kernels cannot output it."""
         return any(value in values for value, _ in self.float_edges)
 
     def quantized(self, name: str | None) -> bool:
         return self.stored(name) is not None
 
     def layer_of(self, name: str) -> str:
-        """The layer that makes or owns a tensor; its own name where none does."""
+        """Return the layer that computes or owns a tensor; the name of the tensor if there is none."""
         return self.tensors[name].layer or name
 
     def stored(self, name: str | None) -> Stored | None:
-        """How a tensor is stored; None for one in float, or for none."""
+        """Return the storage of a tensor; None if it is float, or `name` is None."""
         return self.tensors[name].stored if name is not None and name in self.tensors else None
 
     def __getitem__(self, name: str) -> Stored:
-        """How a quantized tensor is stored.
+        """Return the storage of a quantized tensor.
 
         Raises:
             PlanError: it is not quantized.

@@ -1,10 +1,10 @@
-"""A result on disk: a directory of JSON and safetensors, without pickle and without the user's model class.
+"""Saved results: a directory of JSON and safetensors, without pickle and without the user's model class.
 
 manifest.json        schema number, versions, and the SHA-256 of every other file
 plan.json            every decision; its scales and zero points are in plan.safetensors
 graph.json           the network's structure; its weights are in weights.safetensors
-platform.json        the platform as it was
-report.json          only where a report was given
+platform.json        the platform at that time
+report.json          only if a report was given
 """
 
 import contextlib
@@ -45,12 +45,12 @@ from chipfit.platform.schema import Platform
 
 _FILES = ("plan.json", "plan.safetensors", "graph.json", "weights.safetensors", "platform.json")
 _PLATFORM = table(platform=dict[str, Any], arch_selected=str | None, file=str)
-#: how often a directory is read that writers keep replacing
+#: attempts to read a directory that writers keep replacing
 _ATTEMPTS = 100
 
 
 class Saved(NamedTuple):
-    """What a directory holds."""
+    """The content of a saved result."""
 
     graph: Graph
     plan: Plan
@@ -70,9 +70,9 @@ def save(
         report: JSON-able table to keep with it.
 
     Raises:
-        PlanError: `directory` holds something else than a saved result, a number of the plan is none that a chip could
-            use, or an attribute has no JSON form.
-        ExportError: the disk refuses.
+        PlanError: `directory` holds something other than a saved result, a number of the plan is invalid, or an
+            attribute has no JSON representation.
+        ExportError: writing fails.
     """
     root = path_of(directory, ExportError)
     with replace_folder(root, "a saved result", PlanError) as new:
@@ -94,7 +94,7 @@ def load(directory: str | Path) -> Saved:
             files = _files(current_folder(root), root)
             break
         except PlanError:
-            if _identity(root) == before or attempt == _ATTEMPTS - 1:  # else a writer replaced it while it was read
+            if _identity(root) == before or attempt == _ATTEMPTS - 1:  # otherwise a writer replaced it meanwhile
                 raise
         time.sleep(0.001 * attempt)
     numbers = _tensors(files, "plan.safetensors", root)
@@ -106,11 +106,11 @@ def load(directory: str | Path) -> Saved:
     known = {n.name for n in graph.nodes}
     strangers = sorted((tensors - {*graph.values, *graph.weights}) | (nodes - known) | (known - set(plan.nodes)))
     if strangers:
-        message = "The plan speaks of tensors or nodes that the graph does not have, or leaves nodes out"
+        message = "The plan names tensors or nodes that the graph does not have, or leaves nodes out"
         raise PlanError(message, where=str(root), got=", ".join(strangers[:8]))
     for t in plan.tensors.values():
         _fits(t, graph)
-    if graph.in_spec:  # nobody captured one that has none
+    if graph.in_spec:  # a graph without it was not captured
         check_runs(graph)
     platform = _platform(_json(files, "platform.json", root), root / "platform.json")
     report = _json(files, "report.json", root) if "report.json" in files else None
@@ -140,7 +140,7 @@ def _write(root: Path, graph: Graph, plan: Plan, platform: Platform, report: Map
 
 
 def manifest(contents: Mapping[str, bytes | None]) -> str:
-    """What a folder of chipfit's holds, as the JSON text that stands in it; with hashes where contents are given."""
+    """Return the manifest of a folder written by chipfit as JSON text; with hashes of the contents that are given."""
     listed: dict[str, Any] = {}
     for name, c in sorted(contents.items()):
         listed[name] = {} if c is None else {"sha256": hashlib.sha256(c).hexdigest(), "bytes": len(c)}
@@ -152,7 +152,7 @@ def manifest(contents: Mapping[str, bytes | None]) -> str:
 
 
 def _identity(root: Path) -> tuple[int, ...] | None:
-    """Which folder it is; another one after it was replaced."""
+    """Return an identity of the folder, which changes when it is replaced."""
     try:
         s = root.stat()
     except (OSError, ValueError):
@@ -161,11 +161,11 @@ def _identity(root: Path) -> tuple[int, ...] | None:
 
 
 def _files(home: Path, root: Path) -> dict[str, bytes]:
-    """The files of a saved result, each as its manifest lists it.
+    """Return the files of a saved result, checked against its manifest.
 
     Args:
-        home: where they are.
-        root: what messages call that.
+        home: the folder to read.
+        root: the name of that folder in messages.
     """
     if not _guarded(root / MANIFEST, (home / MANIFEST).is_file):
         what = f"'{root}' is not a saved result: it has no {MANIFEST}"
@@ -180,7 +180,7 @@ def _files(home: Path, root: Path) -> dict[str, bytes]:
     if missing is not None:
         raise PlanError(f"The saved result is incomplete: '{missing}' is missing", where=str(root))
     files = {}
-    with contextlib.ExitStack() as opened:  # all at once: they stay readable when the folder is replaced
+    with contextlib.ExitStack() as opened:  # open all first: they stay readable when the folder is replaced
         paths = {name: home / name for name in listed}
         handles = _guarded(root, lambda: {name: opened.enter_context(p.open("rb")) for name, p in paths.items()})
         for name, expected in listed.items():
@@ -196,7 +196,7 @@ def _files(home: Path, root: Path) -> dict[str, bytes]:
 
 
 def _meets(sizes: list[int], shape: Sequence[int | None], axis: int) -> bool:
-    """Whether scales of these sizes are for a shape: one along an axis, or of blocks along it."""
+    """Check whether scales of these sizes fit a shape: one scale per index of an axis, or per block along it."""
     if len(sizes) == 1:
         return shape[axis] in (None, *sizes)
     pairs = zip(sizes, shape, strict=False)
@@ -205,7 +205,7 @@ def _meets(sizes: list[int], shape: Sequence[int | None], axis: int) -> bool:
 
 
 def _fits(t: TensorPlan, graph: Graph) -> None:
-    """Raise unless the numbers of a tensor are for one of this shape, and a stored weight is one of numbers."""
+    """Check that the scales of a tensor fit its shape, and that a quantized weight is finite."""
     if t.stored is None:
         return
     shape, sizes, axis = graph.shape(t.name), list(t.stored.scale.shape), t.stored.axis
@@ -216,7 +216,7 @@ def _fits(t: TensorPlan, graph: Graph) -> None:
             raise PlanError(f"The scales of '{t.name}' do not fit its shape", got=got)
     w = graph.weights.get(t.name)
     if w is not None and not (w.is_floating_point() and bool(torch.isfinite(w).all())):
-        raise PlanError(f"The weight '{t.name}' is stored in codes and holds NaN or infinite values", got=str(w.dtype))
+        raise PlanError(f"The quantized weight '{t.name}' must hold finite floats", got=str(w.dtype))
 
 
 def _platform(described: Any, path: Path) -> Platform:

@@ -1,4 +1,4 @@
-"""Which quantizer rounds which tensor of a simulation; the same for every framework."""
+"""Assignment of quantizers to the tensors of a trainable simulation, for every framework."""
 
 from dataclasses import dataclass, field, replace
 
@@ -15,23 +15,23 @@ from chipfit.quantizers.stored import Stored, per_output
 
 @dataclass(slots=True)
 class QuantizerSharing:
-    """The quantizers that a simulation needs."""
+    """The quantizers of a simulation, and the tensors that share them."""
 
-    #: quantized tensor -> the one whose quantizer it has: itself, one that it is tied to, or one whose numbers it moves
+    #: quantized tensor -> the one whose quantizer it uses: itself, a tied one, or the input of a pass-through operator
     owner: dict[str, str] = field(default_factory=dict)
-    #: tensors that pass through their quantizer; the other quantized ones hold rounded numbers already
+    #: tensors to which their quantizer is applied; the other quantized tensors hold quantized values already
     rounded: set[str] = field(default_factory=set)
     #: bias -> (input, weight) whose scales multiply to its own
     products: dict[str, tuple[str, str]] = field(default_factory=dict)
-    #: owners whose scale and zero point the platform dictates, and those whose zero point it says
+    #: owners whose scale and zero point the platform dictates, and owners whose zero point alone it dictates
     fixed: set[str] = field(default_factory=set)
     zeros: set[str] = field(default_factory=set)
-    #: the plan's limits over owners, and its bounds on sums of codes
+    #: the plan's bounds on scales, in terms of owners, and its bounds on sums of quantized weights
     limits: list[ScaleBound] = field(default_factory=list)
     sums: dict[str, float] = field(default_factory=dict)
 
     def start(self, plan: Plan, owner: str) -> Stored:
-        """What a quantizer starts from: as planned, with a zero point that a rule says as that of the grid."""
+        """Return the initial quantization parameters from the plan; a dictated zero point is fixed in the grid."""
         stored = plan[owner]
         if owner not in self.zeros:
             return stored
@@ -39,10 +39,10 @@ class QuantizerSharing:
 
 
 def share_quantizers(graph: Graph, plan: Plan) -> QuantizerSharing:
-    """Share quantizers where tensors are tied, and leave out those that would round rounded numbers again."""
+    """Share quantizers among tied tensors, and leave out those that would quantize quantized values again."""
     out = QuantizerSharing()
     tied = {name: k for k, group in enumerate(plan.ties) for name in group}
-    owners: dict[int, list[str]] = {}  # tie -> its tensors with a quantizer of their own
+    owners: dict[int, list[str]] = {}  # tie -> its tensors with quantizers of their own
     sharing: dict[str, list[str]] = {}  # owner -> the tensors that its quantizer rounds
     for name, t in plan.tensors.items():
         if t.stored is not None and t.role != "bias":
@@ -93,7 +93,7 @@ def _skip_moved(out: QuantizerSharing, sharing: dict[str, list[str]], graph: Gra
 
 
 def _is_product(bias: Stored, x: Stored | None, w: Stored | None) -> bool:
-    """The bias is stored at s_in * s_w with zero point 0."""
+    """Check that a bias is stored with scale s_in * s_w and zero point 0."""
     if x is None or w is None or x.scale.dim():
         return False
     scale = per_output(x.scale * w.scale, bias.scale.numel())
@@ -104,14 +104,14 @@ def _is_product(bias: Stored, x: Stored | None, w: Stored | None) -> bool:
 def with_trained_numbers(
     t: TensorPlan, scale: torch.Tensor, zero_point: torch.Tensor | None = None, grid: Grid | None = None
 ) -> TensorPlan:
-    """A quantized tensor with the numbers that training gave it; the same record where it keeps the old ones.
+    """Return a quantized tensor with trained scale and zero point; the record itself if they did not change.
 
     Args:
-        scale, zero_point: [] or as in the plan; None keeps the zero point.
-        grid: where training brought its own.
+        scale, zero_point: [] or the shape in the plan; None keeps the zero point.
+        grid: the grid of training, if it differs.
 
     Raises:
-        TrainingError: the scale is not positive, or the zero point is no code.
+        TrainingError: the scale is not positive, or the zero point is not on the grid.
     """
     if t.stored is None:
         return t
@@ -120,7 +120,7 @@ def with_trained_numbers(
     if not bool((torch.isfinite(scale) & (scale > 0)).all()):
         got = float(scale.min())
         hint = "lower the learning rate of the scales, or keep this one frozen"
-        raise TrainingError(f"Training left '{t.name}' without a positive scale", where=t.layer, got=got, hint=hint)
+        raise TrainingError(f"The trained scale of '{t.name}' must be positive", where=t.layer, got=got, hint=hint)
     zero = old.zero_point
     if zero_point is not None:
         zero = zero_point.detach().to(zero.device).round().to(zero.dtype).expand_as(zero).clone()

@@ -1,4 +1,4 @@
-"""Which algorithm trains which tensor of a plan."""
+"""Training algorithms of a plan's tensors."""
 
 from __future__ import annotations
 
@@ -25,29 +25,27 @@ _WORDS = {"weight": "weights", "activation": "activations"}
 class Training:
     """The algorithms of a quantization-aware training.
 
-    A role takes that of both unless it says its own; "" leaves its numbers where calibration put them, as does None for
-    single tensors and layers.
-
-    `Training("lsq")` trains both with LSQ; `Training(weights="dorefa", activations="pact")` each with its own; options
-    stand behind the name, as in "lsq(use_grad_scaling=False)". An instance of an `Algorithm` does as well as a name.
+    `Training("lsq")` trains weights and activations with LSQ; `Training(weights="dorefa", activations="pact")` gives
+    each its own algorithm; options follow the name, as in "lsq(use_grad_scaling=False)". An instance of an `Algorithm`
+    may replace a name. "" keeps the scales of a role as calibrated, as does None for tensors and layers in `only`.
     """
 
-    method: str | Algorithm | type | None = None  #: of both
+    method: str | Algorithm | type | None = None  #: of weights and activations
     weights: str | Algorithm | type | None = None
     activations: str | Algorithm | type | None = None
-    #: names of tensors, or of the layers that make or own them -> algorithm for these
+    #: names of tensors, or of the layers that compute or own them -> their algorithm
     only: Mapping[str, str | Algorithm | type | None] = field(default_factory=dict)
-    #: how batch norms fold while they train: 0, once and before; or -1, 1, 2, 3, 4 of `chipfit.quantizers.bn_fold`
+    #: folding of batch norms in training: 0, once before training; or -1, 1, 2, 3, 4 of `chipfit.quantizers.bn_fold`
     bn_fold: int = 0
-    bn_momentum: float = 0.1  #: share of a step's statistics in what batch norms remember
-    bn_sync: bool = False  #: statistics of a step are of the batches of all processes that train together (PyTorch)
+    bn_momentum: float = 0.1  #: share of a step's statistics in the running statistics
+    bn_sync: bool = False  #: use the statistics of all processes of a distributed training (PyTorch)
 
     @classmethod
     def of(cls, given: Any) -> Training | None:
-        """From what a user gives: None, a name, a mapping of this class's fields, or an instance.
+        """Return a Training from None, a name, a mapping of this class's fields, or an instance.
 
         Raises:
-            ConfigError, UnknownNameError: it is none of these, or names what does not exist.
+            ConfigError, UnknownNameError: it is none of these, or names something unknown.
         """
         if given is None or isinstance(given, Training):
             return given
@@ -55,7 +53,7 @@ class Training:
             return cls(given)
         if not isinstance(given, Mapping):
             allowed = 'a name such as "lsq", or {"weights": ..., "activations": ...}'
-            raise ConfigError("This says no training", got=repr(given)[:120], allowed=allowed)
+            raise ConfigError("The training is not understood", got=repr(given)[:120], allowed=allowed)
         known = tuple(f.name for f in fields(cls))
         for name in given:
             if name not in known:
@@ -64,15 +62,17 @@ class Training:
 
     def __post_init__(self) -> None:
         if not isinstance(self.only, Mapping) or not isinstance(self.bn_sync, bool):
-            raise ConfigError("'only' is a table, 'bn_sync' true or false", got=repr((self.only, self.bn_sync))[:120])
+            raise ConfigError(
+                "'only' must be a mapping and 'bn_sync' a bool", got=repr((self.only, self.bn_sync))[:120]
+            )
         for chosen in (self.method, self.weights, self.activations, *self.only.values()):
-            algorithm_of(chosen)  # refuses what it does not know
+            algorithm_of(chosen)  # raises if it is unknown
         strategy_of(self.bn_fold)
         if not (isinstance(self.bn_momentum, (int, float)) and 0 < self.bn_momentum <= 1):
-            raise ConfigError("A momentum is a share", got=repr(self.bn_momentum), allowed="above 0, at most 1")
+            raise ConfigError("'bn_momentum' must be above 0 and at most 1", got=repr(self.bn_momentum))
 
     def algorithm(self, t: TensorPlan) -> Algorithm | None:
-        """What trains a quantized tensor; None for what stays where it is.
+        """Return the algorithm that trains a quantized tensor; None if its scale stays.
 
         Raises:
             UnsupportedError: the algorithm cannot round to the tensor's grid.
@@ -90,11 +90,11 @@ class Training:
 
 
 def check_trainable(training: Training | None, plan: Plan) -> None:
-    """Raise where an algorithm cannot train a tensor of the plan, or a name in `only` is none of it.
+    """Check that the algorithms can train the tensors of a plan, and that names in `only` are tensors or layers.
 
     Raises:
         UnsupportedError: naming the tensor.
-        UnknownNameError: naming near ones.
+        UnknownNameError: with similar names.
     """
     if training is None:
         return
@@ -107,7 +107,7 @@ def check_trainable(training: Training | None, plan: Plan) -> None:
 
 
 def refusal(algorithm: Algorithm, grid: Grid, role: str) -> str:
-    """Why an algorithm cannot train a tensor ("weight" or "activation") on this grid; "" where it can."""
+    """Return why an algorithm cannot train a "weight" or "activation" on this grid; "" if it can."""
     if grid.bits > MOST_BITS:
         return f"{grid.bits} bits; at most {MOST_BITS} train, in float32 the steps of more are lost"
     if grid.symmetric and grid.qmax < 1 and grid.table is None:
@@ -118,29 +118,29 @@ def refusal(algorithm: Algorithm, grid: Grid, role: str) -> str:
 
 
 def algorithm_of(chosen: str | Algorithm | type | None) -> Algorithm | None:
-    """The algorithm that a name stands for, with its options behind it.
+    """Return the algorithm of a name with options.
 
     Raises:
         UnknownNameError: no such algorithm, or no such option of it.
-        ConfigError: neither a name nor an algorithm, or an option out of bounds.
+        ConfigError: it is neither a name nor an algorithm, or an option is out of bounds.
     """
     if isinstance(chosen, type) and hasattr(chosen, "hosted"):
-        chosen = chosen.hosted()  # a class of quantizers that a user wrote
+        chosen = chosen.hosted()  # a user's class of quantizers
     if isinstance(chosen, Algorithm):
         return chosen
     if chosen is not None and not isinstance(chosen, str):
         allowed = "the name of a training algorithm, or an instance of one"
-        raise ConfigError("This is no training algorithm", got=repr(chosen)[:120], allowed=allowed)
+        raise ConfigError("The training algorithm is not understood", got=repr(chosen)[:120], allowed=allowed)
     return create("training", chosen) if chosen else None
 
 
 def before_training(graph: Graph, plan: Plan, training: Training | None) -> tuple[Graph, Plan]:
-    """What a simulation starts from: with batch norms apart from the layers before them, where they train.
+    """Return the graph and plan from which training starts, with batch norms unfolded if they train.
 
-    The plan is for folded weights; under strategy -1 for those that are not, whose scales are to be as tight.
+    The plan is for folded weights; strategy -1 quantizes unfolded weights, whose scales are adapted to their range.
 
     Raises:
-        UnsupportedError: there is no batch norm to train, or its layer was changed since.
+        UnsupportedError: there is no batch norm to train, or its layer has changed since it was folded.
     """
     if training is None or training.bn_fold == 0:
         return graph, plan
@@ -153,36 +153,36 @@ def before_training(graph: Graph, plan: Plan, training: Training | None) -> tupl
             now, then = (g.weights[name].detach().abs().amax(axes) for g in (apart, graph))
             ratio = torch.where((now > 0) & (then > 0), now / then, 1.0)
             tensors[name] = tensors[name].with_(scale=(old.scale * ratio).to(old.scale.dtype))
-    return apart, replace(plan, tensors=tensors, limits=(), sums=())  # no chip stores these
+    return apart, replace(plan, tensors=tensors, limits=(), sums=())  # the limits are for folded weights
 
 
 def check_folds(bn_fold: int) -> None:
-    """Raise where no chip computes what was trained.
+    """Check that a chip can run a network trained with this folding of batch norms.
 
     Raises:
-        UnsupportedError: saying why.
+        UnsupportedError: with the reason.
     """
     if bn_fold == -1:
-        raise UnsupportedError("What was trained cannot be deployed", got=UNFOLDED, hint="train with bn_fold 1 to 4")
+        raise UnsupportedError("The trained network cannot be deployed", got=UNFOLDED, hint="train with bn_fold 1 to 4")
 
 
 def check_deployable(algorithm: Algorithm, t: TensorPlan) -> None:
-    """Raise where what an algorithm has trained cannot be deployed.
+    """Check that a tensor trained by an algorithm can be deployed.
 
     Raises:
-        UnsupportedError: saying why.
+        UnsupportedError: with the reason.
     """
     why = algorithm.undeployable.get(t.role, "")
     if t.stored is not None and t.stored.grid.table is None and algorithm.grid(t.stored.grid).table is not None:
         why = "it rounds to the levels of a table, and the codes of the format are integers"
     if why:
         got = f"{t.role} '{t.name}'"
-        what = f"What {type(algorithm).__name__} has trained cannot be deployed: {why}"
+        what = f"A tensor trained by {type(algorithm).__name__} cannot be deployed: {why}"
         raise UnsupportedError(what, where=t.layer, got=got, hint="train it with another algorithm, for example lsq")
 
 
 def deployed_weight(raw: torch.Tensor, reals: torch.Tensor, t: TensorPlan, plan: Plan) -> torch.Tensor:
-    """The weight that is stored when training ends: what the algorithm rounded in place of the raw one.
+    """Return the weight to store when training ends: the one that the algorithm rounded in place of the raw one.
 
     Raises:
         UnsupportedError: they differ, and an operator reads the raw one in float.
@@ -191,6 +191,6 @@ def deployed_weight(raw: torch.Tensor, reals: torch.Tensor, t: TensorPlan, plan:
         return raw
     reader = next((node for name, node in plan.float_edges if name == t.name), None)
     if reader is not None:
-        what = f"'{t.name}' is rounded as something else than itself, and '{reader}' reads it in float"
+        what = f"'{t.name}' was transformed before it was quantized, and '{reader}' reads it in float"
         raise UnsupportedError(what, hint="train it with an algorithm that rounds the weight itself, for example lsq")
     return reals.detach()

@@ -1,4 +1,4 @@
-"""A graph from a file is tried once on nothing, so that one whose parts do not fit is refused when it is loaded."""
+"""Validation of a loaded graph: attributes, shapes and types must fit its operators."""
 
 import math
 from typing import Annotated, Any, Literal, NotRequired
@@ -20,11 +20,8 @@ def _infinite(x: float) -> float:
     return x
 
 
-def _real(**limits: float) -> Any:
-    return Annotated[float, Field(**{"ge": -_MAX, "le": _MAX, **limits})]
-
-
 _MAX = torch.finfo(torch.float32).max
+_REAL = Annotated[float, Field(ge=-_MAX, le=_MAX)]
 _INT = Annotated[int, Field(gt=-(1 << 31), lt=1 << 31)]
 #: the words for kinds of attributes in `graph/ops.yaml`
 _KINDS: dict[str, Any] = {
@@ -35,9 +32,9 @@ _KINDS: dict[str, Any] = {
     "size": Annotated[int, Field(ge=0, lt=1 << 31)],
     "count": Annotated[int, Field(ge=1, lt=1 << 31)],
     "pair": tuple[_INT, _INT],
-    "real": _real(),
-    "positive": _real(ge=0),
-    "bound": _real() | Annotated[float, AfterValidator(_infinite)],
+    "real": _REAL,
+    "positive": Annotated[float, Field(ge=0, le=_MAX)],
+    "bound": _REAL | Annotated[float, AfterValidator(_infinite)],
 }
 
 
@@ -53,18 +50,18 @@ def attribute_type(kind: str) -> Any:
 
 _ATTRIBUTES = table(**{name: NotRequired[attribute_type(kind)] for name, kind in ATTRIBUTES.items()})
 
-#: what torch and the kernels say of attributes, types and shapes that do not fit
+#: what torch and the kernels raise for attributes, types and shapes that do not fit
 _MISFITS = (RuntimeError, AssertionError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
 
 def check_runs(graph: Graph) -> None:
-    """Run a graph on tensors without numbers, and where an operator needs numbers on zeros.
+    """Check that a graph runs: on meta tensors, or on zeros if an operator needs numbers.
 
-    Not run, but looked through, is one with operators of a framework, which may need it, or with sizes other than the
-    batch that its inputs leave open.
+    Operators of a framework may need that framework, and sizes other than the batch may be open: such a graph is
+    checked without running it.
 
     Raises:
-        PlanError: it does not run, or a result has another shape or type than the graph says.
+        PlanError: it does not run, or a result has another shape or type than the graph states.
     """
     shapes = [graph.shape(i) for i in graph.inputs]
     open_ = any(n.op == OPAQUE for n in graph.nodes) or any(None in shape[1:] for shape in shapes)
@@ -75,7 +72,7 @@ def check_runs(graph: Graph) -> None:
                 _check_axes(n, graph)
                 _check_layer(n, graph)
             if not open_:
-                _once(graph, device)
+                _run_once(graph, device)
         except _MISFITS as e:
             if device == "cpu":
                 what = "The saved graph does not run: its parts do not fit each other"
@@ -84,14 +81,15 @@ def check_runs(graph: Graph) -> None:
             return
 
 
-def _once(graph: Graph, device: str) -> None:
+def _run_once(graph: Graph, device: str) -> None:
     def fits(n: Node, results: tuple[Any, ...]) -> tuple[Any, ...]:
         for name, x in zip(n.outputs, results, strict=False):
-            said = graph.values[name]
-            if isinstance(x, torch.Tensor) and said.dtype != "int":
-                same = len(x.shape) == len(said.shape) and all(w in (None, s) for w, s in zip(said.shape, x.shape))
-                if not same or x.dtype != dtype_of(said.dtype):
-                    raise ValueError(f"'{name}' is {x.dtype} {list(x.shape)}, and was {said.dtype} {list(said.shape)}")
+            stated = graph.values[name]
+            if isinstance(x, torch.Tensor) and stated.dtype != "int":
+                same = len(x.shape) == len(stated.shape) and all(w in (None, s) for w, s in zip(stated.shape, x.shape))
+                if not same or x.dtype != dtype_of(stated.dtype):
+                    computed = f"{x.dtype} {list(x.shape)}"
+                    raise ValueError(f"'{name}' is {computed}, and was {stated.dtype} {list(stated.shape)}")
         return results
 
     given = [graph.values[i] for i in graph.inputs]
@@ -103,7 +101,7 @@ def _once(graph: Graph, device: str) -> None:
 
 
 def _check_attributes(n: Node) -> None:
-    """Those of the operator and no others, each of its kind; of what counts by spatial axis, as many of each."""
+    """Check that a node has the attributes of its operator, of the right kinds, and equally many per spatial axis."""
     if n.op not in OPS:
         return
     a = n.attrs
@@ -122,7 +120,7 @@ def _check_attributes(n: Node) -> None:
 
 
 def _check_axes(n: Node, graph: Graph) -> None:
-    """Axes that no operand and no result has: kernels without numbers take them."""
+    """Check that axes exist in some operand or result, which kernels on meta tensors do not."""
     rank = max((len(graph.shape(v)) for v in (*n.inputs, *n.outputs) if v is not None), default=0)
     for name in ("axis", "axes"):
         axes = n.attrs.get(name)
@@ -132,7 +130,7 @@ def _check_axes(n: Node, graph: Graph) -> None:
 
 
 def _check_layer(n: Node, graph: Graph) -> None:
-    """What tensors without numbers do not show: reals of two types, sizes of other ranks, a stride of too many axes."""
+    """Check what meta tensors do not show: dtypes of operands, ranks of weights and strides, length of the bias."""
     if n.op not in OPS or not OPS[n.op].weighted:
         return
     names = [i for i in n.inputs if i is not None]
