@@ -20,6 +20,7 @@ from chipfit.platform.match import fusions, resolve
 from chipfit.platform.schema import Format
 from chipfit.platform.show import show
 from chipfit.target_platform import load_target_platform_capabilities
+from tests.build import platform_file
 
 GOOD = """\
 name: tiny_npu
@@ -42,150 +43,95 @@ math: {q_round: half_even, requant: {form: float, round: half_even}, acc: [{bits
 sources: {M: "TinyNPU programmer's manual rev C, section 4.2"}
 """
 
-#: what is replaced in GOOD, by what, and words of the message
+#: parts of GOOD
+TIE = "{tie: [ins, out]}"
+USE = "{in: a8, out: a8}"
+ZERO = "zero: any"
+A8 = "bits: 8, zero: any"
+ADD = "match: [Add]"
+CHAIN = '{chain: [["@conv"], [Relu, Relu6]]'
+TITLE = "title:"
+PRODUCT = "{mono: {b: 1, in0: -1, w: -1}, eq: 1}"
+ACC = "acc: [{bits: 32}]"
+CONV = "match: [Conv2D]"
+
+#: a mistake -> the part of GOOD that is replaced, by what, and words of the message
 BAD = {
-    "an unknown key": ("title:", "titel:", ["line", "titel", "unknown", "title"]),
-    "an unknown key of a format": ("bits: 8, zero: any", "bits: 8, zeros: any", ["formats.a8.zeros", "zero"]),
-    "a format without bits": ("a8: {bits: 8, zero: any}", "a8: {zero: any}", ["formats.a8.bits", "required"]),
-    "an undefined format": ("{in: a8, out: a8}", "{in: a9, out: a8}", ["ops.1.use.0.in", "'a9'", "'a8'"]),
-    "the word of a result where something is read": (
-        "{in: a8, out: a8}",
-        "{in: same, out: a8}",
-        ["ops.1.use.0.in", "'same'"],
-    ),
-    "the word of an operand where something is written": (
-        "{in: a8, out: a8}",
-        "{in: a8, out: any}",
-        ["0.out", "'any'"],
-    ),
-    "a place for the word of a result": ("math: ", "place: {io_out: [same]}\nmath: ", ["place.io_out", "'same'"]),
-    "a least scale that no float32 is": ("bits: 8, zero: any", "bits: 8, zero: any, scale_min: 1.0e-60", ["scale_min"]),
-    "a multiple of nothing": ("min: 1, max: 3", "multiple: 0", ["where.stride", "a number above 0"]),
-    "a list that is none": ("min: 1, max: 3", "in: 5", ["where.stride", "takes a list"]),
-    "a format without a name": ("{in: a8, out: a8}", '{in: "", out: a8}', ["ops.1.use.0.in", "''", "'a8'"]),
-    "an unknown operator": ("match: [Add]", "match: [Ad]", ["ops.1.match", "'Ad'", "'Add'"]),
-    "an unknown group": ('"@conv"', '"@convs"', ["fuse.0.chain", "'@conv'"]),
-    "an unknown source": ("src: [M], conf: V}\nfuse", "src: [X], conf: V}\nfuse", ["ops.1.src", "'X'"]),
-    "a rule without head": ("{tie: [ins, out]}", "{eq: 1}", ["exactly one of"]),
-    "a rule with two heads": (
-        "{tie: [ins, out]}",
-        "{tie: [ins, out], zero: out, eq: 0}",
-        ["exactly one of", "tie, zero"],
-    ),
-    "an unknown slot": ("{tie: [ins, out]}", "{tie: [inz, out]}", ["'inz'", "outs"]),
-    "a bound that can never hold": ("{tie: [ins, out]}", "{mono: {in0: 1}, min: 4, max: 2}", ["can never hold"]),
-    "eq together with a bound": ("{tie: [ins, out]}", "{mono: {in0: 1}, eq: 4, max: 2}", ["eq and a bound"]),
-    "a slot fixed twice": (
-        "{tie: [ins, out]}",
-        "{fix: out, scale: 1, zp: 0}, {fix: out, scale: 2, zp: 0}",
-        ["two different scales"],
-    ),
-    "a tie of different widths": (
-        "rules: [{mono: {b: 1, in0: -1, w: -1}, eq: 1}]",
-        "rules: [{tie: [in0, b]}]",
-        ["different bits", "[8, 32]"],
-    ),
-    "a missing parent": ("title:", "extends: nowhere\ntitle:", ["'nowhere'", "does not exist"]),
-    "itself as parent": ("title:", "extends: tiny_npu\ntitle:", ["extends itself"]),
-    "a fusion of one": ('[["@conv"], [Relu, Relu6]]', '[["@conv"]]', ["at least two"]),
-    "broken YAML": ("formats:", "formats: [", ["not valid YAML"]),
-    "a key twice": ("title:", "name:", ["'name' is given twice"]),
-    "a mistyped key": ("q_round:", "q_rund:", ["math.q_rund", "did you mean q_round"]),
-    "a word for a width": (
-        "bits: 8, zero: any",
-        "bits: eight, zero: any",
-        ["formats.a8.bits", "must be an integer", "'eight'"],
-    ),
-    "an unknown word": ("zero: any", "zero: anny", ["formats.a8.zero", "'any', or an integer, or a list"]),
-    "a range beyond the width": ("zero: any", "range: [-500, 500]", ["-128..127"]),
-    "a zero point beyond the codes": ("zero: any", "zero: 300", ["300", "-128..127"]),
-    "narrow unsigned codes": ("zero: any", "signed: false, range: narrow", ["range narrow"]),
-    "one word for a list": ("match: [Add]", "match: Add", ["ops.1.match", "must be a list"]),
-    "an unknown attribute": ("stride: {min", "strides: {min", ["ops.0.where.strides", "'stride'"]),
-    "an unknown test": ("stride: {min", "stride: {mini", ["ops.0.where.stride.mini", "'min'"]),
-    "an unknown gate": (
-        "match: [Conv2D]",
-        "match: [Conv2D]\n    when: {arhc: A}",
-        ["ops.0.when.arhc", "did you mean arch"],
-    ),
-    "a gate of an unknown revision": (
-        "w: w4, b: b32, out: a8}",
-        'w: w4, b: b32, out: a8, when: {arch: ">=B"}}',
-        ["use.1.when.arch", "'B'"],
-    ),
-    "a revision twice": ("title:", "arch: [A, A]\ntitle:", ["'A' is listed twice"]),
-    "a number without meaning": (
-        "{tie: [ins, out]}",
-        "{tie: [ins, out], max: 3}",
-        ["'max' has no meaning in a tie rule"],
-    ),
-    "a negative product": ("{tie: [ins, out]}", "{mono: {in0: 1}, max: -4}", ["can never hold"]),
-    "bounds that exclude each other": (
-        "{tie: [ins, out]}",
-        "{mono: {in0: 1}, max: 1}, {mono: {in0: 1}, min: 2}",
-        ["at least 2 and at most 1"],
-    ),
-    "an infinite product": ("{tie: [ins, out]}", "{mono: {in0: 1}, eq: .inf}", ["can never hold", "inf"]),
-    "a zero point of many bits": ("{tie: [ins, out]}", "{zero: out, eq: [0, 1099511627776]}", ["32 bits", "[0, 10"]),
-    "a word for a zero point": ("{tie: [ins, out]}", "{zero: out, eq: [x]}", ["an integer", "'x'"]),
-    "a fixed scale without zero point": ("{tie: [ins, out]}", "{fix: out, scale: 1}", ["zp of 32 bits", "zp None"]),
-    "a fixed zero point of many bits": ("{tie: [ins, out]}", "{fix: out, scale: 1, zp: 1099511627776}", ["32 bits"]),
-    "a zero rule without zero": ("{tie: [ins, out]}", "{zero: out}", ["zero needs eq"]),
-    "integers without formats": ("use: [{in: a8, out: a8}]", "exec: int", ["exec int needs use"]),
-    "an unknown form of requantization": ("form: float", "form: flaot", ["math.requant", "'flaot'", "q31"]),
-    "an accumulator without width": ("acc: [{bits: 32}]", "acc: [{bit: 32}]", ["math.acc", "bits"]),
-    "an alias without end": ("title: TinyNPU rev C", "title: &t [*t]", ["aliases"]),
+    "an unknown key": (TITLE, "titel:", "titel | unknown | title"),
+    "an unknown key of a format": (A8, "bits: 8, zeros: any", "formats.a8.zeros | zero"),
+    "a format without bits": ("a8: {bits: 8, zero: any}", "a8: {zero: any}", "formats.a8.bits | required"),
+    "an undefined format": (USE, "{in: a9, out: a8}", "ops.1.use.0.in | 'a9' | 'a8'"),
+    "the word of a result where something is read": (USE, "{in: same, out: a8}", "ops.1.use.0.in | 'same'"),
+    "the word of an operand where something is written": (USE, "{in: a8, out: any}", "0.out | 'any'"),
+    "a place for the word of a result": ("math: ", "place: {io_out: [same]}\nmath: ", "place.io_out | 'same'"),
+    "a least scale that no float32 is": (A8, "bits: 8, zero: any, scale_min: 1.0e-60", "scale_min"),
+    "a multiple of nothing": ("min: 1, max: 3", "multiple: 0", "where.stride | a number above 0"),
+    "a list that is none": ("min: 1, max: 3", "in: 5", "where.stride | takes a list"),
+    "a format without a name": (USE, '{in: "", out: a8}', "ops.1.use.0.in | '' | 'a8'"),
+    "an unknown operator": (ADD, "match: [Ad]", "ops.1.match | 'Ad' | 'Add'"),
+    "an unknown group": ('"@conv"', '"@convs"', "fuse.0.chain | '@conv'"),
+    "an unknown source": ("src: [M], conf: V}\nfuse", "src: [X], conf: V}\nfuse", "ops.1.src | 'X'"),
+    "a rule without head": (TIE, "{eq: 1}", "exactly one of"),
+    "a rule with two heads": (TIE, "{tie: [ins, out], zero: out, eq: 0}", "exactly one of | tie, zero"),
+    "an unknown slot": (TIE, "{tie: [inz, out]}", "'inz' | outs"),
+    "a bound that can never hold": (TIE, "{mono: {in0: 1}, min: 4, max: 2}", "can never hold"),
+    "eq together with a bound": (TIE, "{mono: {in0: 1}, eq: 4, max: 2}", "eq and a bound"),
+    "a slot fixed twice": (TIE, "{fix: out, scale: 1, zp: 0}, {fix: out, scale: 2, zp: 0}", "two different scales"),
+    "a tie of different widths": (PRODUCT, "{tie: [in0, b]}", "different bits | [8, 32]"),
+    "a missing parent": (TITLE, "extends: nowhere\ntitle:", "'nowhere' | does not exist"),
+    "itself as parent": (TITLE, "extends: tiny_npu\ntitle:", "extends itself"),
+    "a fusion of one": ('[["@conv"], [Relu, Relu6]]', '[["@conv"]]', "at least two"),
+    "broken YAML": ("formats:", "formats: [", "not valid YAML"),
+    "a key twice": (TITLE, "name:", "'name' is given twice"),
+    "a mistyped key": ("q_round:", "q_rund:", "math.q_rund | did you mean q_round"),
+    "a word for a width": (A8, "bits: eight, zero: any", "formats.a8.bits | must be an integer | 'eight'"),
+    "an unknown word": (ZERO, "zero: anny", "formats.a8.zero | 'any', or an integer, or a list"),
+    "a range beyond the width": (ZERO, "range: [-500, 500]", "-128..127"),
+    "a zero point beyond the codes": (ZERO, "zero: 300", "300 | -128..127"),
+    "narrow unsigned codes": (ZERO, "signed: false, range: narrow", "range narrow"),
+    "one word for a list": (ADD, "match: Add", "ops.1.match | must be a list"),
+    "an unknown attribute": ("stride: {min", "strides: {min", "ops.0.where.strides | 'stride'"),
+    "an unknown test": ("stride: {min", "stride: {mini", "ops.0.where.stride.mini | 'min'"),
+    "an unknown gate": (CONV, "match: [Conv2D]\n    when: {arhc: A}", "ops.0.when.arhc | did you mean arch"),
+    "a gate of an unknown revision": (USE, '{in: a8, when: {arch: ">=B"}}', "use.0.when.arch | 'B'"),
+    "a revision twice": (TITLE, "arch: [A, A]\ntitle:", "'A' is listed twice"),
+    "a number without meaning": (TIE, "{tie: [ins, out], max: 3}", "'max' has no meaning in a tie rule"),
+    "a negative product": (TIE, "{mono: {in0: 1}, max: -4}", "can never hold"),
+    "two exclusive bounds": (TIE, "{mono: {in0: 1}, max: 1}, {mono: {in0: 1}, min: 2}", "at least 2 and at most 1"),
+    "an infinite product": (TIE, "{mono: {in0: 1}, eq: .inf}", "can never hold | inf"),
+    "a zero point of many bits": (TIE, "{zero: out, eq: [0, 1099511627776]}", "32 bits | [0, 10"),
+    "a word for a zero point": (TIE, "{zero: out, eq: [x]}", "an integer | 'x'"),
+    "a fixed scale without zero point": (TIE, "{fix: out, scale: 1}", "zp of 32 bits | zp None"),
+    "a fixed zero point of many bits": (TIE, "{fix: out, scale: 1, zp: 1099511627776}", "32 bits"),
+    "a zero rule without zero": (TIE, "{zero: out}", "zero needs eq"),
+    "integers without formats": ("use: [{in: a8, out: a8}]", "exec: int", "exec int needs use"),
+    "an unknown form of requantization": ("form: float", "form: flaot", "math.requant | 'flaot' | q31"),
+    "an accumulator without width": (ACC, "acc: [{bit: 32}]", "math.acc | bits"),
+    "an alias without end": ("title: TinyNPU rev C", "title: &t [*t]", "aliases"),
     "a fusion of an unknown node": (
-        '{chain: [["@conv"], [Relu, Relu6]]',
-        "{graph: {nodes: {c: Conv2D, r: Relu}, edges: [[c, x]]}",
-        ["pair of the nodes c, r"],
+        CHAIN,
+        "{graph: {nodes: {c: Add, r: Relu}, edges: [[c, x]]}",
+        "pair of the nodes c, r",
     ),
-    "fusions in a circle": (
-        '{chain: [["@conv"], [Relu, Relu6]]',
-        "{graph: {nodes: {c: Conv2D, r: Relu}, edges: [[c, r], [r, c]]}",
-        ["cycle"],
-    ),
-    "another schema version": ("name: tiny_npu", "name: tiny_npu\nschema: 7", ["version 7"]),
-    "a word for the width of an accumulator": (
-        "acc: [{bits: 32}]",
-        "acc: [{bits: wide}]",
-        ["math.acc.0.bits", "must be an integer", "'wide'"],
-    ),
-    "an unknown key of a look-up table": (
-        "zero: any",
-        "kind: lut, lut: {entry: 16}",
-        ["formats.a8.lut.entry", "did you mean entries"],
-    ),
-    "a fusion of no operator": (
-        '{chain: [["@conv"], [Relu, Relu6]]',
-        "{graph: {nodes: {c: Conv2D, r: null}, edges: [[c, r]]}",
-        ["fuse.0.graph.nodes.r", "text, or a list"],
-    ),
-    "a rule for nothing": ("match: [Add]", "match: []", ["ops.1.match", "'match' must be a list that is not empty"]),
-    "a list inside a list": ("match: [Add]", "match: [[Add]]", ["'match.0' must be text"]),
-    "an unknown key of a set": ("title:", "sets: {s: [{typ: Conv2d}]}\ntitle:", ["sets.s.0.typ", "did you mean type"]),
-    "a revision chosen by the file": ("title:", "arch_selected: A\ntitle:", ["'arch_selected' is unknown"]),
-    "a file that names itself": ("title:", "file: x.yaml\ntitle:", ["'file' is unknown"]),
-    "a gate of the wrong type": (
-        "match: [Conv2D]",
-        "match: [Conv2D]\n    when: {bits: wide}",
-        ["ops.0.when.bits", "integer"],
-    ),
-    "a fusion in no phase": (
-        "src: [M], conf: V}]\nmath",
-        "when: {phase: qaat}, src: [M], conf: V}]\nmath",
-        ["phase", "qat"],
-    ),
-    "an unknown rounding": ("q_round: half_even", "w_round: half_odd", ["math.w_round", "half_away"]),
-    "a base without logarithm": ("zero: any", "base: 2.0", ["'base' has a meaning only in a format of kind log"]),
-    "a key that is a list": ("title:", "? [title]\n:", ["a key is one word"]),
+    "fusions in a circle": (CHAIN, "{graph: {nodes: {c: Conv2D, r: Relu}, edges: [[c, r], [r, c]]}", "cycle"),
+    "another schema version": ("name: tiny_npu", "name: tiny_npu\nschema: 7", "version 7"),
+    "an unknown key of a table": (ZERO, "kind: lut, lut: {entry: 16}", "formats.a8.lut.entry | did you mean entries"),
+    "a fusion of nothing": (CHAIN, "{graph: {nodes: {c: null}, edges: []}", "fuse.0.graph.nodes.c | text, or a list"),
+    "a rule for nothing": (ADD, "match: []", "ops.1.match | 'match' must be a list that is not empty"),
+    "a list inside a list": (ADD, "match: [[Add]]", "'match.0' must be text"),
+    "an unknown key of a set": (TITLE, "sets: {s: [{typ: Conv2d}]}\ntitle:", "sets.s.0.typ | did you mean type"),
+    "a revision chosen by the file": (TITLE, "arch_selected: A\ntitle:", "'arch_selected' is unknown"),
+    "a file that names itself": (TITLE, "file: x.yaml\ntitle:", "'file' is unknown"),
+    "a gate of the wrong type": (CONV, "match: [Conv2D]\n    when: {bits: wide}", "ops.0.when.bits | integer"),
+    "a fusion in no phase": ("V}]\nmath", "V, when: {phase: qaat}}]\nmath", "phase | qat"),
+    "an unknown rounding": ("q_round: half_even", "w_round: half_odd", "math.w_round | half_away"),
+    "a base without logarithm": (ZERO, "base: 2.0", "'base' has a meaning only in a format of kind log"),
+    "a key that is a list": (TITLE, "? [title]\n:", "a key is one word"),
 }
 
 
 def write(tmp_path, text):
-    file = tmp_path / "tiny_npu.yaml"
-    file.write_text(text)
-    return file
+    return platform_file(tmp_path, text, "tiny_npu.yaml")
 
 
 def test_the_example_of_the_guide_loads(tmp_path):
@@ -201,9 +147,7 @@ def test_a_file_with_a_mistake_is_refused_by_line_and_key(case, tmp_path):
     assert old in GOOD
     with pytest.raises(PlatformError) as e:
         load(write(tmp_path, GOOD.replace(old, new)))
-    for word in [w for w in words if w != "line"]:
-        assert word in str(e.value)
-    assert "tiny_npu.yaml:" in str(e.value)
+    assert all(word in str(e.value) for word in ["tiny_npu.yaml:", *words.split(" | ")])
 
 
 def test_the_line_is_the_line_of_the_mistake(tmp_path):
@@ -211,23 +155,15 @@ def test_the_line_is_the_line_of_the_mistake(tmp_path):
         load(write(tmp_path, GOOD.replace("w8: {bits: 8, range", "w8: {bits: 8, rang")))
 
 
-def test_an_unknown_platform_lists_near_names():
-    with pytest.raises(UnknownNameError, match="ort_cpu"):
-        load("ort_cpy")
-
-
-def test_an_unknown_revision_lists_the_known_ones():
-    with pytest.raises(UnknownNameError, match="VNNI"):
-        load("ort_cpu@VNN")
+@pytest.mark.parametrize("name, near", [("ort_cpy", "ort_cpu"), ("ort_cpu@VNN", "VNNI")])
+def test_an_unknown_platform_or_revision_lists_near_names(name, near):
+    with pytest.raises(UnknownNameError, match=near):
+        load(name)
 
 
 def test_check_lists_every_problem_at_once(tmp_path):
-    file = write(
-        tmp_path,
-        GOOD.replace("src: [M], conf: V}\nfuse", "src: [X], conf: V}\nfuse").replace(
-            "{in: a8, out: a8}", "{in: a9, out: a8}"
-        ),
-    )
+    text = GOOD.replace("src: [M], conf: V}\nfuse", "src: [X], conf: V}\nfuse").replace(USE, "{in: a9, out: a8}")
+    file = write(tmp_path, text)
     assert [str(e.where).rpartition(" ")[2] for e in check(file)] == ["ops.1.src", "ops.1.use.0.in"]
     assert check(write(tmp_path, GOOD)) == []
 
@@ -274,10 +210,8 @@ def test_every_fault_of_an_entry_is_named(tmp_path):
 
 
 def test_the_first_problem_is_the_first_of_the_file(tmp_path):
-    file = write(
-        tmp_path, GOOD.replace("zero: any", "zero: 300").replace("name: tiny_npu", "math: {acc: 3}\nname: tiny_npu")
-    )
-    file.write_text(file.read_text().replace("math: {q_round", "unlisted: {q_round"))
+    text = GOOD.replace(ZERO, "zero: 300").replace("name: tiny_npu", "math: {acc: 3}\nname: tiny_npu")
+    file = write(tmp_path, text.replace("math: {q_round", "unlisted: {q_round"))
     with pytest.raises(PlatformError, match=r"tiny_npu.yaml:1, key math.acc.*lists 2 more"):
         load(file)
     assert [e.where.partition(":")[2].partition(",")[0] for e in check(file)] == ["1", "5", "18"]
@@ -288,15 +222,6 @@ def test_platforms_that_extend_each_other_are_refused(tmp_path):
     (tmp_path / "b.yaml").write_text("name: b\nextends: a\n")
     with pytest.raises(PlatformError, match="extends itself"):
         load(tmp_path / "a.yaml")
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"- a list", b"\xff\xfe", b"name: x\n\tformats: {}", b"3: 4", b"a: b\n---\nc: d"]
-)
-def test_what_is_no_platform_file_at_all_is_refused(content, tmp_path):
-    (tmp_path / "x.yaml").write_bytes(content)
-    with pytest.raises(PlatformError):
-        load(tmp_path / "x.yaml")
 
 
 def test_a_revision_opens_its_gates():
@@ -312,10 +237,6 @@ def test_a_child_overrides_its_parent_and_its_rules_come_first(tmp_path):
     p = load(write(tmp_path, child))
     assert resolve(p, "Add", {}).exec == "float"
     assert resolve(p, "Mul", {}).exec == "int"
-
-
-def test_there_are_53_built_in_platforms():
-    assert len(names()) == 53
 
 
 @pytest.mark.parametrize("name", names())
@@ -336,9 +257,8 @@ def test_signedness_that_is_decided_by_data_needs_the_data():
 
 
 def test_brackets_are_shown_as_they_stand(tmp_path):
-    file, out = tmp_path / "chip.yaml", StringIO()
-    file.write_text(GOOD.replace("TinyNPU rev C", "'[/x] [bold]'").replace("section 4.2", "[/y]"))
-    Console(file=out, width=200).print(show(load(file)))
+    out, text = StringIO(), GOOD.replace("TinyNPU rev C", "'[/x] [bold]'").replace("section 4.2", "[/y]")
+    Console(file=out, width=200).print(show(load(write(tmp_path, text))))
     assert "[/x] [bold]" in out.getvalue() and "[/y]" in out.getvalue()
 
 
@@ -353,18 +273,19 @@ def test_near_names_are_looked_for_among_names_of_any_type():
 
 # ---------------------------------------------------------------- files that attack, and garbage
 
-LATIN = "name: café".encode("latin-1")
-DEEP = b"[" * 100_000
-
 
 @pytest.mark.parametrize(
     "content, words",
     [
-        (LATIN, "not text in UTF-8.*byte 0xe9 at position 9"),
+        ("name: café".encode("latin-1"), "not text in UTF-8.*byte 0xe9 at position 9"),
         (b"", "table of keys"),
+        (b"- a list", "table of keys"),
+        (b"name: x\n\tformats: {}", "not valid YAML"),
+        (b"3: 4", "Key 'name' is missing"),
+        (b"a: b\n---\nc: d", "another document"),
         (bytes(range(256)), "not text in UTF-8"),
         (b"\0\0", "not valid YAML"),
-        (b"name: " + DEEP, "nests deeper than 40 levels"),
+        (b"name: " + b"[" * 100_000, "nests deeper than 40 levels"),
         (b"a: &a [1]\nb: *a", "aliases"),
         (b"a: &a [*a]", "aliases"),
         (b"name: 2001-99-99", "nor a number nor a date"),
@@ -381,10 +302,9 @@ DEEP = b"[" * 100_000
     ],
 )
 def test_a_platform_file_of_garbage_is_refused(tmp_path, content, words):
-    file = tmp_path / "x.yaml"
-    file.write_bytes(content)
+    (tmp_path / "x.yaml").write_bytes(content)
     with pytest.raises(PlatformError, match=words):
-        load(file)
+        load(tmp_path / "x.yaml")
 
 
 def test_a_folder_is_no_platform_file(tmp_path):

@@ -1,4 +1,4 @@
-"""What a condition of a rule may ask about an operator, and how it is answered."""
+"""Conditions of rules: the attributes that they test, and the reason when one is violated."""
 
 from __future__ import annotations
 
@@ -20,39 +20,24 @@ NODE = {
 
 
 @pytest.mark.parametrize(
-    "key, found",
-    [
-        ("slope", 0.25),
-        ("batch", 2),
-        ("rank", 4),
-        ("depth", 3),
-        ("kernel", (3, 5)),
-        ("filter_width", 5),
-        ("out_size", (7, 4)),
-        ("dilated_h", 2 * 2 + 1),
-        ("dilated_hw", (2 * 2 + 1) * (3 * 4 + 1)),
-        ("reduced", 9 * 16),
-        ("axis", "depth"),
-        ("dims_above_1", 3),
-        ("stride", (2, 3)),
-        ("unheard_of", None),
-    ],
-)
-def test_what_follows_from_a_node(key, found):
-    assert value(key, NODE) == found
-
-
-@pytest.mark.parametrize("kernel", [(5,), (2, 5), (2, 3, 5)])
-def test_the_width_of_a_filter_is_that_of_its_last_axis(kernel):
-    assert value("filter_width", {"kernel": kernel}) == 5
-
-
-@pytest.mark.parametrize(
     "key, changes, found",
     [
+        ("slope", {}, 0.25),
+        ("batch", {}, 2),
+        ("batch", {"in_shape": None}, None),
+        ("rank", {}, 4),
+        ("depth", {}, 3),
+        ("depth", {"in_shape": (2,)}, None),
+        ("kernel", {}, (3, 5)),
         ("kernel", {"kernel": None}, None),
+        ("filter_width", {}, 5),
+        ("filter_width", {"kernel": (5,)}, 5),
+        ("filter_width", {"kernel": (2, 3, 7)}, 7),
+        ("dilated_h", {}, 2 * 2 + 1),
         ("dilated_h", {"dilation": (1, 3)}, 3),
+        ("dilated_hw", {}, (2 * 2 + 1) * (3 * 4 + 1)),
         ("dilated_hw", {"dilation": (1, 1)}, 15),
+        ("reduced", {}, 9 * 16),
         ("reduced", {"axes": (1,)}, 3),
         ("reduced", {"axes": (1, -1)}, 48),
         ("reduced", {"in_shape": (None, 3, 9, 16), "axes": (1, 2)}, 27),
@@ -60,27 +45,28 @@ def test_the_width_of_a_filter_is_that_of_its_last_axis(kernel):
         ("reduced", {"in_shape": (2, 3, None, 16)}, None),
         ("reduced", {"in_shape": (2, 3)}, None),
         ("reduced", {"in_shape": None, "axes": (1,)}, None),
+        ("axis", {}, "depth"),
         ("axis", {"axis": -3}, "depth"),
         ("axis", {"axis": 0}, "other"),
         ("axis", {"axis": 2}, "other"),
         ("axis", {"in_shape": ()}, None),
+        ("dims_above_1", {}, 3),
         ("dims_above_1", {"in_shape": (7, 1, 1)}, 0),
-        ("dims_above_1", {"in_shape": (1, 2, 1)}, 1),
         ("dims_above_1", {"in_shape": (1, None, 0)}, 2),
+        ("out_size", {}, (7, 4)),
         ("out_size", {"out_shape": (2, 5)}, None),
-        ("out_size", {"out_shape": (2, 5, 7)}, (7,)),
         ("out_size", {"out_shape": (2, 5, None, 7)}, None),
         ("out_size", {"out_shape": (None, None, 8, 7)}, (8, 7)),
-        ("depth", {"in_shape": (2,)}, None),
-        ("batch", {"in_shape": None}, None),
+        ("stride", {}, (2, 3)),
+        ("unheard_of", {}, None),
     ],
 )
-def test_what_follows_from_other_nodes(key, changes, found):
+def test_attributes_follow_from_those_of_a_node(key, changes, found):
     assert value(key, {**NODE, **changes}) == found
 
 
 @pytest.mark.parametrize("key", ["slope", "batch", "rank", "depth", "filter_width", "dilated_h", "padding", "axis"])
-def test_what_a_node_does_not_tell_is_not_known(key):
+def test_an_attribute_that_a_node_lacks_is_not_known(key):
     assert value(key, {}) is None and evaluate({key: 1}, {}) == ("", (key,))
 
 
@@ -148,6 +134,9 @@ def test_each_test_at_its_bound_and_beside_it(want, holds):
         ({"n": {"max": 3}}, {"n": 0}, ("", ())),
         ({"n": []}, {"n": 2}, ("n nothing (got 2)", ())),  # no value is allowed
         ({"n": ""}, {"n": "a"}, ("n nothing (got a)", ())),
+        ({"groups": [1, "in_channels"]}, {"groups": 2, "in_channels": 8}, ("groups 1 or 8 (got 2)", ())),
+        ({"channels": {"multiple": 16}}, {"channels": 24}, ("channels a multiple of 16 (got 24)", ())),
+        ({"slope": 0.1015625}, {"negative_slope": 0.01}, ("slope 0.1015625 (got 0.01)", ())),
     ],
 )
 def test_the_answer_names_what_is_broken_and_what_is_not_known(where, attrs, answer):
