@@ -141,16 +141,16 @@ def name_of(rule: Rule) -> str:
 def _sample(source: TensorStats | torch.Tensor, axis: int | None, z_threshold: float | None, extra: Any) -> Sample:
     """Return what a rule searches: values or a histogram, with the value `extra` of the statistic that it declares."""
     if isinstance(source, torch.Tensor) and isinstance(extra, torch.Tensor) and source.shape == extra.shape:
-        weights = _of_tensor(extra.contiguous(), axis).values
+        weights = sample_of_tensor(extra.contiguous(), axis).values
         weights = torch.where(weights.sum(1, keepdim=True) > 0, weights, 1.0)  # if all are 0, every value counts once
-        return replace(_of_tensor(source.contiguous(), axis), weights=weights)  # both in one order of memory
-    sample = _of_tensor(source, axis) if isinstance(source, torch.Tensor) else _of_stats(source, z_threshold)
+        return replace(sample_of_tensor(source.contiguous(), axis), weights=weights)  # both in one order of memory
+    sample = sample_of_tensor(source, axis) if isinstance(source, torch.Tensor) else sample_of_stats(source, z_threshold)
     if isinstance(extra, Sample):
         return extra if z_threshold is None else _inside(extra, sample.low, sample.high)
     return replace(sample, statistic=extra)
 
 
-def _of_tensor(x: torch.Tensor, axis: int | None) -> Sample:
+def sample_of_tensor(x: torch.Tensor, axis: int | None) -> Sample:
     """Return all values of a tensor, as one row or one row a channel."""
     x = x.detach().float()
     if x.numel() == 0:
@@ -173,7 +173,7 @@ def _inside(sample: Sample, low: torch.Tensor, high: torch.Tensor) -> Sample:
     return replace(sample, weights=sample.weights * kept, low=sample.low.maximum(low), high=sample.high.minimum(high))
 
 
-def _of_stats(stats: TensorStats, z_threshold: float | None) -> Sample:
+def sample_of_stats(stats: TensorStats, z_threshold: float | None) -> Sample:
     """Return the occupied part of the histogram, cut at the true extremes, and the count of exact zeros."""
     low, high = (torch.tensor([v], dtype=torch.float64) for v in (stats.low, stats.high))
     smooth = [torch.tensor([v], dtype=torch.float64) for v in (stats.smooth_low, stats.smooth_high)]

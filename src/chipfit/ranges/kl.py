@@ -32,10 +32,10 @@ class KlRange:
         line = torch.linspace(1.0, self.lowest, self.steps, dtype=torch.float64)
         factors = (HALVINGS if grid.pot else line)[..., None]
         parts = sample.chunks(len(factors) * max(_BINS, sample.values.shape[1]))
-        return join(best(part, grid, _divergence, factors)[0] for part in parts)
+        return join(best(part, grid, divergence, factors)[0] for part in parts)
 
 
-def _divergence(sample: Sample, q: QParams, grid: Grid) -> torch.Tensor:
+def divergence(sample: Sample, q: QParams, grid: Grid) -> torch.Tensor:
     """Return the sum of p log(p / r) over occupied bins, [K, C]; r is p after quantization with q [K, C]."""
     low = sample.low[..., None]  # [C, 1]
     span = (sample.high[..., None] - low).clamp_min(2.0**-100)

@@ -19,7 +19,7 @@ from chipfit.ranges.qparams import QParams, from_min_max
 #: tensors with more than ALL values, and more than FEW in each channel, are searched through histograms of BINS bins
 ALL, FEW, BINS = 1 << 13, 64, 512
 #: values held at once
-_CHUNK = 1 << 22
+CHUNK = 1 << 22
 #: 4-byte numbers that each candidate of a channel needs: ends, scale, zero point, error
 _TABLES = 16
 #: ranges a little wider than the data may place the codes better
@@ -56,7 +56,7 @@ class Sample:
 
     def chunks(self, per_channel: int) -> Iterator[Sample]:
         """Yield groups of channels such that `per_channel` values of each channel fit into bounded memory."""
-        size = max(1, _CHUNK // max(1, per_channel))
+        size = max(1, CHUNK // max(1, per_channel))
         whole: dict[str, Any] = {f: getattr(self, f) for f in self.__slots__ if f != "statistic"}
         for c in range(0, len(self.low), size):
             part: dict[str, Any] = {f: x if x is None else x[c : c + size] for f, x in whole.items()}
@@ -98,7 +98,7 @@ def search(sample: Sample, grid: Grid, p: float) -> QParams:
             weights = sample.weights[:, some] if sample.weights is not None else None
             sample = Sample(sample.values[:, some], weights, sample.low, sample.high)
         elif affine:
-            sample = _binned(sample)
+            sample = binned(sample)
         else:
             return join(_by_shared_bins(part, grid, p) for part in sample.chunks(2 * max(columns, BINS)))
     error = functools.partial(errors, p=p)
@@ -167,7 +167,7 @@ def _best(
     sample: Sample, grid: Grid, error: Error, low: torch.Tensor, high: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return scale, zero point and factors of a group of channels whose candidates fit into memory."""
-    at_once = max(1, _CHUNK // max(1, sample.values.numel()))
+    at_once = max(1, CHUNK // max(1, sample.values.numel()))
     tried = _grids(low * sample.low, high * sample.high, grid)
     parts = zip(torch.split(tried.scale, at_once), torch.split(tried.zero_point, at_once))
     k = torch.cat([error(sample, QParams(s, z), grid) for s, z in parts]).argmin(0, keepdim=True)
@@ -229,7 +229,7 @@ def _true_error(sample: Sample, scale: torch.Tensor, z: int, grid: Grid, p: floa
     return norm * scale
 
 
-def _binned(sample: Sample) -> Sample:
+def binned(sample: Sample) -> Sample:
     """Return raw values as one histogram per channel between its own extremes."""
 
     def span(s: Sample) -> torch.Tensor:
