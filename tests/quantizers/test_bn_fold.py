@@ -1,4 +1,4 @@
-"""Batch norm folded in training, against torch itself: assertions 30 to 35 of the study of MQBench, in float64."""
+"""Batch norm folded in training, against torch itself, in float64."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def coarse(w: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("training", [True, False])
-def test_30_without_rounding_it_is_the_batch_norm(strategy, kind, training):
+def test_without_rounding_it_is_the_batch_norm(strategy, kind, training):
     layer, bn, x = pair(kind)
     own = copy.deepcopy(nn.Sequential(layer, bn)).train(training and strategy not in (0, 1))
     given, like = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -66,7 +66,7 @@ def test_30_without_rounding_it_is_the_batch_norm(strategy, kind, training):
 
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("strategy", [1, 2, 3, 4])
-def test_31_inference_is_the_rounded_fold(strategy, kind):
+def test_inference_is_the_rounded_fold(strategy, kind):
     layer, bn, x = pair(kind)
     module = FoldedBatchNorm(layer, bn, strategy, coarse).train()
     module(x)
@@ -98,7 +98,7 @@ def test_31_inference_is_the_rounded_fold(strategy, kind):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_32_statistics_move_once_a_step_or_never(strategy):
+def test_statistics_move_once_a_step_or_never(strategy):
     layer, bn, x = pair("bias")
     before, own = copy.deepcopy(bn), copy.deepcopy(nn.Sequential(layer, bn)).train()
     module = FoldedBatchNorm(layer, bn, strategy).train()
@@ -111,7 +111,7 @@ def test_32_statistics_move_once_a_step_or_never(strategy):
 
 
 @pytest.mark.parametrize("kind", ["conv", "bias"])
-def test_33_folded_up_front_nothing_is_left_of_the_batch_norm(kind):
+def test_folded_up_front_nothing_is_left_of_the_batch_norm(kind):
     layer, bn, _ = pair(kind)
     module = FoldedBatchNorm(layer, bn, 0)
     assert {n for n, _ in module.named_parameters()} == {"layer.weight", "layer.bias"}
@@ -121,7 +121,7 @@ def test_33_folded_up_front_nothing_is_left_of_the_batch_norm(kind):
 
 
 @pytest.mark.parametrize("strategy", [-1, 1, 2, 3, 4])
-def test_34_the_quantizer_sees_the_folded_weight(strategy):
+def test_the_quantizer_sees_the_folded_weight(strategy):
     seen = []
 
     def look(w):
@@ -150,7 +150,7 @@ def test_34_the_quantizer_sees_the_folded_weight(strategy):
 
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_35_gamma_of_zero_gives_beta_and_finite_gradients(strategy, kind):
+def test_gamma_of_zero_gives_beta_and_finite_gradients(strategy, kind):
     layer, bn, x = pair(kind, torch.tensor([1.0, 0.0, -1.0, 0.0, 2.0, -0.5]))
     module = FoldedBatchNorm(layer, bn, strategy, coarse).train()
     y = module(x)

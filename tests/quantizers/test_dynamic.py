@@ -31,16 +31,6 @@ def test_blocks_of_a_row_have_a_range_each():
     assert q.tolist() == [[64, -127, 127, 64]]  # 63.5 to the even one
 
 
-@pytest.mark.parametrize("block", [1, 4, 6, 12])
-def test_a_row_may_be_any_number_of_blocks(block):
-    x = torch.randn(5, 12, generator=torch.Generator().manual_seed(0))
-    q, s, z = dynamic_codes(TorchOps, x, per="block", **{**SIGNED, "block": block})
-    assert q.shape == s.shape == z.shape == x.shape and not z.any()
-    want = x.view(5, 12 // block, block).abs().amax(2) / 127
-    torch.testing.assert_close(s, want.repeat_interleave(block, 1))
-    torch.testing.assert_close(q, (x / s).round())
-
-
 @pytest.mark.parametrize("how", [UNSIGNED, SIGNED])
 def test_zeros_stay_zeros(how):
     assert dynamic_quantize(TorchOps, torch.zeros(2, 3), per="row", **how).tolist() == [[0] * 3] * 2

@@ -8,11 +8,9 @@ from fractions import Fraction
 import pytest
 import torch
 
-from chipfit.errors import PlanError
 from chipfit.frameworks.torch.modules import fake_quantize_ste
 from chipfit.quantizers.grids import Grid, fake_quantize, quantize
 from chipfit.quantizers.rounding import ROUNDINGS
-from chipfit.quantizers.stored import Stored
 from chipfit.ranges import choose
 from chipfit.simulate.requantize import requantize, shift
 
@@ -99,10 +97,3 @@ def test_a_range_is_searched_for_the_rule_that_the_chip_has():
         )
 
     assert error(float(s)) <= min(error(float(s) * f) for f in (0.8, 0.9, 1.1, 1.2)) * 1.01
-
-
-def test_an_unknown_rule_is_refused():
-    with pytest.raises(PlanError, match="half_even"):
-        Stored(
-            format="a8", grid=grid("half_odd"), scale=torch.tensor(1.0), zero_point=torch.tensor(0, dtype=torch.int32)
-        )

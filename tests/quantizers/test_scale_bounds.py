@@ -1,4 +1,4 @@
-"""Bounds on products of scales, by hand, in powers of two."""
+"""Bounds on products of scales and on sums of quantized weights, by hand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from chipfit.errors import PlanError
-from chipfit.quantizers.scale_bounds import ScaleBound, clip_to_bounds
+from chipfit.quantizers.scale_bounds import ScaleBound, clip_to_bounds, code_sums, enlargement
+from chipfit.quantizers.stored import per_output
+from tests.build import stored
 
 INF = math.inf
 
@@ -117,3 +119,33 @@ def test_tensors_move_in_turn_and_what_moved_holds_for_the_next():
     given = {"a": torch.tensor(5.0)}
     clip_to_bounds(torch, bounds[1:2], given, ["a"], ())
     assert float(given["a"]) == 5
+
+
+# ---------------------------------------------------------------- sums of quantized weights
+
+W = torch.tensor([[[1.0, -2.0], [0.5, 3.0]], [[-1.0, 0.0], [1.0, 0.5]], [[0.0, 0.0], [0.5, 0.0]]])  # [3, 2, 2]
+
+
+@pytest.mark.parametrize("axis, sums", [(0, [13, 5, 1]), (1, [8, 11]), (2, [8, 11])])
+def test_magnitudes_are_summed_over_each_channel(axis, sums):
+    """Steps of a half: codes 2, 4, 1, 6; 2, 0, 2, 1; 0, 0, 1, 0."""
+    found = code_sums(stored(0.5), W, axis)
+    assert found.tolist() == sums and found.dtype is torch.float64
+
+
+def test_scales_grow_where_their_sum_is_too_large():
+    assert enlargement(stored(0.5), W, 13.0) is None
+    assert float(enlargement(stored(0.5), W, 12.0)) == pytest.approx(1.01 * 13 / 12)  # one scale: the largest sum
+    each = enlargement(stored([0.5] * 3, axis=0), W, 4.0)
+    assert each.tolist() == pytest.approx([1.01 * 13 / 4, 1.01 * 5 / 4, 1])
+    assert enlargement(stored([0.5] * 3, axis=0, pot=True), W, 4.0).tolist() == [4, 2, 1]
+    inner = enlargement(stored([0.5] * 2, axis=1), W, 10.0)
+    assert inner.tolist() == pytest.approx([1, 1.01 * 11 / 10])
+    assert float(enlargement(stored(0.5), W, 10.0, axis=1)) == pytest.approx(1.01 * 11 / 10)
+    assert float(enlargement(stored(0.5), W, 10.0)) == pytest.approx(1.01 * 13 / 10)  # of axis 0
+
+
+def test_groups_of_a_transposed_convolution_share_the_scales_of_their_channels():
+    scale = torch.tensor([1.0, 2.0])
+    assert per_output(scale, 6).tolist() == [1, 2, 1, 2, 1, 2] and per_output(scale, 2) is scale
+    assert per_output(scale, 1) is scale and float(per_output(scale[0], 6)) == 1

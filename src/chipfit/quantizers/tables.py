@@ -77,7 +77,7 @@ def fit(values: torch.Tensor, weights: torch.Tensor | None, entries: int, low: i
     mass = torch.zeros(len(keys), dtype=torch.float64).index_add_(0, where, w)
     total, keep = torch.zeros_like(mass).index_add_(0, where, w * x), mass > 0
     mass, centre = mass[keep], total[keep] / mass[keep]
-    means = centre if len(centre) <= entries else _k_means(centre, mass, entries)
+    means = centre if len(centre) <= entries else k_means(centre, mass, entries)
     rounded = torch.unique(torch.round(means).clamp(low, high))
     if not bool((rounded == 0).any()):
         if len(rounded) < entries:
@@ -87,7 +87,7 @@ def fit(values: torch.Tensor, weights: torch.Tensor | None, entries: int, low: i
     return tuple(torch.unique(rounded).tolist())
 
 
-def _k_means(x: torch.Tensor, w: torch.Tensor, k: int) -> torch.Tensor:
+def k_means(x: torch.Tensor, w: torch.Tensor, k: int) -> torch.Tensor:
     """Return the means of the best k groups of ascending points x [n] with masses w; n > k."""
     n = len(x)
     zero = torch.zeros(1, dtype=torch.float64)

@@ -144,7 +144,7 @@ def _sample(source: TensorStats | torch.Tensor, axis: int | None, z_threshold: f
         weights = sample_of_tensor(extra.contiguous(), axis).values
         weights = torch.where(weights.sum(1, keepdim=True) > 0, weights, 1.0)  # if all are 0, every value counts once
         return replace(sample_of_tensor(source.contiguous(), axis), weights=weights)  # both in one order of memory
-    sample = sample_of_tensor(source, axis) if isinstance(source, torch.Tensor) else sample_of_stats(source, z_threshold)
+    sample = sample_of_stats(source, z_threshold) if isinstance(source, TensorStats) else sample_of_tensor(source, axis)
     if isinstance(extra, Sample):
         return extra if z_threshold is None else _inside(extra, sample.low, sample.high)
     return replace(sample, statistic=extra)
