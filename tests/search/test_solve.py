@@ -166,5 +166,5 @@ def test_a_unit_that_the_limit_has_not_is_refused_with_those_that_it_has(limit, 
 
 
 def test_limits_that_limit_nothing_are_refused():
-    with pytest.raises(ConfigError, match="nothing"):
+    with pytest.raises(ConfigError, match="at least one limit"):
         Limits()

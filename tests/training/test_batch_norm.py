@@ -61,7 +61,7 @@ def test_it_is_what_torch_does(bn_fold, plain):
 
 
 def test_what_cannot_be_estimated_is_refused_and_changes_nothing(plain):
-    with pytest.raises(UnsupportedError, match="no batch norm that trains"):
+    with pytest.raises(UnsupportedError, match="No batch norm of this model trains"):
         reestimate(plain.trains("lsq"), DATA)
     result = plain.trains({"method": "lsq", "bn_fold": 4})
     before = {k: v.clone() for k, v in result.model.state_dict().items()}

@@ -140,7 +140,7 @@ def track_shape(model, name):
 
 
 def test_what_cannot_be_frozen_is_refused(normed):
-    with pytest.raises(UnsupportedError, match=r"DoReFa rounds '.*weight' as something else"):
+    with pytest.raises(UnsupportedError, match=r"DoReFa transforms '.*weight' before it is rounded"):
         Oscillations(normed.trains("dorefa").model, threshold=0.1).step()
     Oscillations(normed.trains("dorefa").model).step()
     for wrong in ({"momentum": 0}, {"threshold": 1.5}, {"threshold": 0.0}):

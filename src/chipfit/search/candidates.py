@@ -1,4 +1,4 @@
-"""What a search of widths may choose: of each operator's weight and data, and of activations that keep one width."""
+"""The bits that a search may choose for weights, and for activations that must have equal bits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ByHand = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class TiedChoice:
-    """Activations of one width: kernels read and write them in the same codes, or they share one scale."""
+    """Activations of equal bits, because a kernel reads one and writes the other, or because they share a scale."""
 
     tensors: tuple[str, ...]
     widths: tuple[int, ...]  #: ascending
@@ -37,9 +37,9 @@ class TiedChoice:
 
 
 def activation_choices(graph: Graph, platform: Platform, plan: Plan, by_hand: ByHand) -> list[TiedChoice]:
-    """All activations that are stored in codes, with the widths that every kernel around them has.
+    """Return all quantized activations, with the bits that every kernel around them supports.
 
-    What the user chose, what the hardware dictates and what no kernel says a width of stays as it is.
+    Activations keep their bits if the user chose them, the hardware dictates them, or no kernel names bits for them.
     """
     formats = platform.formats.values()
     every = {f.bits for f in formats if f.kind == "int" and f.bits <= WIDEST}
@@ -69,7 +69,7 @@ def activation_choices(graph: Graph, platform: Platform, plan: Plan, by_hand: By
 
 
 def _quantized_operands(plan: Plan, unit: FusedGroup) -> tuple[str, ...]:
-    """The activations that a unit reads or writes as codes."""
+    """Return the activations that a group of operators reads or writes quantized."""
     if plan.nodes[unit.tail.name].exec == "float":
         return ()
     reads = [r.tensor for r in unit.operands if r.is_data and (r.tensor, r.node.name) not in plan.float_edges]
@@ -78,7 +78,7 @@ def _quantized_operands(plan: Plan, unit: FusedGroup) -> tuple[str, ...]:
 
 
 def _supports_width(platform: Platform, unit: FusedGroup, option: Any, bits: int) -> bool:
-    """Whether a kernel with this option reads and writes codes of so many bits, with the weights that are asked for."""
+    """Return whether a kernel with this option reads and writes so many bits, with the weights that the user chose."""
     asked = unit.choices.get("bits")
     words = [*as_tuple(option.in_), option.out]
     return any(w in platform.formats for w in words) and all(
@@ -89,7 +89,7 @@ def _supports_width(platform: Platform, unit: FusedGroup, option: Any, bits: int
 
 
 def accepts_width(platform: Platform, word: Any, bits: int) -> bool:
-    """Whether a word of an option allows codes of so many bits: it names no format, or one of that or any width."""
+    """Return whether a word of an option allows so many bits: it names no format, or one of these or any bits."""
     fmt = platform.formats.get(word) if isinstance(word, str) else None
     return fmt is None or fmt.free or fmt.bits == bits
 
@@ -97,11 +97,11 @@ def accepts_width(platform: Platform, word: Any, bits: int) -> bool:
 def keep_available(
     parts: Sequence[TiedChoice], start: Mapping[str, int], decide: Callable[[Mapping[str, int]], Assignment]
 ) -> list[TiedChoice]:
-    """The same without the widths that the platform does not give when asked for them.
+    """Return the choices without the bits that the platform does not give when they are asked for.
 
     Args:
-        start: the widths as they are.
-        decide: formats of the network with these widths of tensors.
+        start: the present bits.
+        decide: tensor -> bits to the formats of the network.
     """
     good = {p.name: {start[p.name]} for p in parts}
     for bits in sorted({b for p in parts for b in p.widths}):
@@ -119,11 +119,11 @@ def keep_available(
 def kernel_widths(
     graph: Graph, platform: Platform, plan: Plan, parts: Sequence[TiedChoice], decided: Collection[str] = ()
 ) -> dict[str, list[tuple[int, int]]]:
-    """Linear operator -> the widths of its weight and its data that a kernel takes together; 0 for data in float.
+    """Return the pairs of bits, of weight and data, that a kernel supports for each linear operator; 0: data in float.
 
     Args:
-        parts: the activations whose widths are chosen as well.
-        decided: nodes whose weights keep their widths.
+        parts: the activations whose bits are chosen as well.
+        decided: nodes whose weights keep their bits.
     """
     reach = {t: p.widths for p in parts for t in p.tensors}
     out: dict[str, list[tuple[int, int]]] = {}
@@ -137,21 +137,20 @@ def kernel_widths(
         for a in reach.get(n.data, (data,)):
             for o in resolve_node(platform, graph, n, bits=a or 8).options:
                 w = platform.formats.get(o.w) if isinstance(o.w, str) else None
-                if (
-                    w is None
-                    or (a and o.input_mode != "codes")
-                    or not (stays or w.kind == "int")
-                    or (a and not accepts_width(platform, format_of(o, "in0"), a))
-                ):
+                if w is None or not (stays or w.kind == "int"):
                     continue
-                wide = {now.grid.bits} & ({now.grid.bits} if w.free else {w.bits}) if stays else set(FREE)
-                found |= {(b, a) for b in (wide if stays or w.free else {w.bits})}
+                if a and not (o.input_mode == "codes" and accepts_width(platform, format_of(o, "in0"), a)):
+                    continue
+                bits = set(FREE) if w.free else {w.bits}
+                if stays:
+                    bits = {now.grid.bits} if w.free else bits & {now.grid.bits}
+                found |= {(b, a) for b in bits}
         out[n.name] = sorted(found)
     return out
 
 
 def weight_widths(graph: Graph, pairs: Mapping[str, Sequence[tuple[int, int]]]) -> dict[str, tuple[int, ...]]:
-    """Weight -> the widths that all of its readers take."""
+    """Return the bits of each weight that all of its readers support."""
     out: dict[str, set[int]] = {}
     for n in graph.nodes:
         if n.name in pairs:
@@ -161,7 +160,7 @@ def weight_widths(graph: Graph, pairs: Mapping[str, Sequence[tuple[int, int]]]) 
 
 
 def is_copy(graph: Graph, plan: Plan, maker: Node | None) -> bool:
-    """Whether an activation only holds codes that stand in others already, so that it loses nothing of its own."""
+    """Return whether an activation only rearranges quantized values of others, so that it has no error of its own."""
     if maker is None or maker.op not in OPS or not OPS[maker.op].moves:
         return False
     return all(plan.quantized(i) for i in maker.inputs if i is not None and graph.is_float(i))

@@ -1,4 +1,4 @@
-"""What a quantized model may take."""
+"""Limits on the memory, operations and loss of a quantized model."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Amount = str | float | None
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a quantized model may take, or lose.
+    """Limits on the memory, operations or loss of a quantized model.
 
     Memory is a number of bytes, a text with a unit ("1.5 MB"), or a share ("50%") of what the same tensors take in 8
-    bits; operations are a number or such a share. Inside these limits the least loss is chosen, or, where there is a
-    limit on the loss, the least memory of weights that keeps it.
+    bits; operations are a number or such a share. Inside these limits the bits with the least loss are chosen or, with
+    a limit on the loss, those with the least memory of weights.
 
     Raises:
-        ConfigError: an amount that is not understood, or none at all.
+        ConfigError: an amount is not understood, or there is no limit.
     """
 
     weights: Amount = None  #: memory of quantized weights [byte]
@@ -34,24 +34,24 @@ class Limits:
 
     def __post_init__(self) -> None:
         if not self.to_record():
-            raise ConfigError("Limits that limit nothing", allowed=", ".join(f.name for f in fields(self)))
+            raise ConfigError("Limits need at least one limit", allowed=", ".join(f.name for f in fields(self)))
         for name, value in self.to_record().items():
             parse_amount(value, 1.0, name)
 
     def to_record(self) -> dict[str, Amount]:
-        """What is limited, as JSON data."""
+        """Return the limits as JSON data."""
         return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) is not None}
 
 
 def parse_amount(value: Amount, whole: float, name: str) -> float:
-    """An amount as a number; a share is of `whole`."""
+    """Return an amount as a number; a share is one of `whole`."""
     number, unit = value, ""
     units = {"": 1.0} | ({} if name == "loss" else {"%": whole / 100}) | ({} if name in ("loss", "bops") else _BYTES)
     if isinstance(value, str):
         parts = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([A-Za-z]*|%)\s*", value)
         number, unit = (float(parts[1]), parts[2].upper()) if parts else (None, "")
     if not (is_number(number) and number > 0 and unit in units):
-        said = ["a number above 0", *(["a share like '50%'"] if "%" in units else [])]
-        said += [f"a number with one of {', '.join(_BYTES)}"] if "B" in units else []
-        raise ConfigError(f"The limit on {name} is not understood", got=repr(value), allowed=", or ".join(said))
+        allowed = ["a number above 0", *(["a share like '50%'"] if "%" in units else [])]
+        allowed += [f"a number with one of {', '.join(_BYTES)}"] if "B" in units else []
+        raise ConfigError(f"The limit on {name} is not understood", got=repr(value), allowed=", or ".join(allowed))
     return number * units[unit]

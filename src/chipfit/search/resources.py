@@ -1,4 +1,4 @@
-"""What a quantized model takes on the chip for one sample: memory, and operations by the widths of their operands."""
+"""Memory and bit operations that a quantized model needs on the chip for one sample."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from chipfit.plan.record import Plan
 
 @dataclass(frozen=True)
 class Resources:
-    """Of one model."""
+    """The needs of one model."""
 
-    weights: float  #: of linear operators, as they are stored [byte]
-    activations: float  #: the most that is alive at one time [byte]
+    weights: float  #: memory of the weights of linear operators [byte]
+    activations: float  #: peak memory of values alive at one time [byte]
     bops: float  #: multiplications of linear operators x bits of weights x bits of their inputs
 
     @property
@@ -25,7 +25,7 @@ class Resources:
 
 
 def resources(graph: Graph, plan: Plan) -> Resources:
-    """What the weights of linear operators and the values between kernels take; what is in float has 32 bits."""
+    """Return the needs of linear operators and of the values between kernels; floats have 32 bits."""
     linear = [n for n in graph.nodes if is_linear(graph, n)]
     weights = sum(graph.weights[w].numel() * bits_of(plan, w) / 8 for w in dict.fromkeys(n.weight for n in linear))
     bops = sum(products(graph, n) * bits_of(plan, n.data) * bits_of(plan, n.weight) for n in linear)
@@ -33,21 +33,21 @@ def resources(graph: Graph, plan: Plan) -> Resources:
 
 
 def peak_bytes(graph: Graph, plan: Plan, bits: float | None = None) -> float:
-    """The most bytes of values that are alive at one time, in the order of the graph.
+    """Return the peak memory of values alive at one time, in the order of the graph [byte].
 
     Args:
-        bits: of every value that is stored in codes, in place of the plan's.
+        bits: of every quantized value, in place of the plan's.
     """
     return max(sum(value_bytes(graph, plan, name, bits) for name in names) for _, names in live_values(graph, plan))
 
 
 def live_values(graph: Graph, plan: Plan) -> list[tuple[str, frozenset[str]]]:
-    """The operators at which most values are alive, and these values; what is all alive a step later is left out."""
+    """Return operators with the values alive at them, without those whose values are all alive at the next one too."""
     inner = {name for g in plan.groups for name in g[:-1]}
     now, late, out = frozenset(graph.inputs), set[str](), [("", frozenset(graph.inputs))]
     for n, done in zip(graph.nodes, done_after(graph), strict=True):
         late.update(done)
-        if n.name in inner:  # the kernel still reads, and does not write
+        if n.name in inner:  # inside a kernel, which still reads and does not write
             continue
         now |= set(n.outputs)
         if out[-1][1] <= now:
@@ -59,12 +59,12 @@ def live_values(graph: Graph, plan: Plan) -> list[tuple[str, frozenset[str]]]:
 
 
 def value_bytes(graph: Graph, plan: Plan, name: str, bits: float | None = None) -> float:
-    """Bytes of one sample of a value; an unknown size counts once."""
+    """Return the bytes of one sample of a value; an unknown size counts as 1."""
     wide = bits if bits is not None and plan.quantized(name) else bits_of(plan, name)
     return math.prod(int(d or 1) for d in graph.values[name].shape) * wide / 8
 
 
 def bits_of(plan: Plan, name: str) -> float:
-    """Bits of a number of a tensor."""
+    """Return the bits of one number of a tensor."""
     stored = plan.stored(name)
     return float(stored.grid.bits) if stored is not None else 32.0

@@ -1,6 +1,6 @@
-"""What helps a network train in few bits: distillation, averages of parameters, and what else stands in this folder.
+"""Helpers for training with few bits: distillation, averages of parameters, damping of oscillations and more.
 
-Nothing here is needed: the model of a `Result` trains in any loop. See docs/training.md.
+All are optional: the model of a `Result` trains in any loop. See docs/training.md.
 """
 
 from chipfit.training.averaging import EMA

@@ -1,4 +1,4 @@
-"""Averages of what trains, scales included, over the steps of training."""
+"""Averages of all trained parameters, scales included, over the steps of training."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from chipfit.frameworks.torch.train import as_quantized_module
 
 
 class EMA(nn.Module):
-    """The exponential moving average a of every parameter p that trains: a = decay a + (1 - decay) p, first p itself.
+    """The exponential moving average a of every trained parameter p: a = decay a + (1 - decay) p, starting with p.
 
-    What `torch.optim.swa_utils.AveragedModel` computes with `get_ema_multi_avg_fn(decay)`, without a second model. It
-    is a module so that it is saved (`state_dict`) and moved like one; what it averages is not a part of it.
+    It equals `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn(decay)`, without a second model. It is a
+    module so that it is saved (`state_dict`) and moved like one; the model that it averages is not a part of it.
 
     Args:
-        model: `Result.model`, of PyTorch. Those of Keras have it in their optimizers: `use_ema=True`.
-        decay: share of what was, from 0 to 1, without 1.
+        model: `Result.model`, of PyTorch. In Keras, optimizers have `use_ema=True`.
+        decay: share of the old average, at least 0 and below 1.
 
     Raises:
-        PlanError: another model.
-        ConfigError: another decay.
+        PlanError: it is another model.
+        ConfigError: `decay` is out of bounds.
     """
 
     steps: torch.Tensor
@@ -33,18 +33,16 @@ class EMA(nn.Module):
     def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
         super().__init__()
         if not 0 <= decay < 1:
-            raise ConfigError("A decay is a share", got=decay, allowed="0 to 1, without 1")
-        self._model, self.decay = (
-            (as_quantized_module(model),),
-            decay,
-        )  # in a tuple, so that it is no part of this module
+            raise ConfigError("Decay must be a share", got=decay, allowed="0 to 1, without 1")
+        self._model = (as_quantized_module(model),)  # in a tuple, so that it is no part of this module
+        self.decay = decay
         self._trains = [p for p in model.parameters() if p.requires_grad]
         self.averages = nn.ParameterList(nn.Parameter(p.detach().clone(), False) for p in self._trains)
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
 
     @torch.no_grad()
     def step(self) -> None:
-        """Take the parameters of a step in; call it behind that of the optimizer."""
+        """Add the parameters of a step to the averages; call it after the step of the optimizer."""
         share = 1.0 if self.steps == 0 else 1 - self.decay
         for p, a in zip(self._trains, self.averages, strict=True):
             a.lerp_(p.to(a), share)
@@ -52,8 +50,9 @@ class EMA(nn.Module):
 
     @contextmanager
     def swapped(self) -> Iterator[QuantizedModule]:
-        """Let the model compute with the averages, brought to where the platform's rules hold, for evaluation, and for
-        `Result.trained()`, which then takes them over; afterwards it has its own numbers again.
+        """Let the model compute with the averages, for evaluation and `Result.trained()`, and restore it afterwards.
+
+        The averages are moved to satisfy the platform's rules.
         """
         own = [p.detach().clone() for p in self._trains]
         try:

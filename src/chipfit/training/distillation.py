@@ -1,4 +1,4 @@
-"""Knowledge distillation: the quantized network learns from what the float one returns."""
+"""Knowledge distillation: the quantized network learns from the outputs of the float network."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from chipfit.result import Result
 
 
 def divergence(student: Any, teacher: Any, temperature: float = 1.0, axis: int = -1, ops: Any = TorchOps) -> Any:
-    """T^2 KL(softmax(teacher / T) || softmax(student / T)), the mean over everything but the classes.
+    """Return T^2 KL(softmax(teacher / T) || softmax(student / T)), averaged over all axes but that of the classes.
 
-    Source: Hinton et al. 2015, arXiv:1503.02531, section 2; T^2 keeps gradients as large at every temperature.
-    Logits [0, 0] that learn from [ln 3, 0] at T = 1: 0.75 ln 1.5 + 0.25 ln 0.5 = 0.1308.
+    Source: Hinton et al. 2015, arXiv:1503.02531, section 2; T^2 keeps the size of gradients at every temperature.
+    Student logits [0, 0] and teacher logits [ln 3, 0] at T = 1: 0.75 ln 1.5 + 0.25 ln 0.5 = 0.1308.
 
     Args:
         student, teacher: logits [*dims]; no gradient flows to the teacher.
@@ -35,9 +35,9 @@ def divergence(student: Any, teacher: Any, temperature: float = 1.0, axis: int =
 
 
 def teacher(result: Result) -> Any:
-    """The float network as a model of the user's framework, on the CPU, without gradients: what a student learns from.
+    """Return the float network as a model of the user's framework, on the CPU, without gradients.
 
-    It computes with the weights that `result` holds; there is no second copy of them.
+    It shares the weights of `result`; they are not copied.
     """
     graph = _float(result)
 
@@ -50,22 +50,22 @@ def teacher(result: Result) -> Any:
 
 
 class Distillation(nn.Module):
-    """The quantized network beside the float one that `result` holds: called like them, it returns (outputs, loss).
+    """The quantized network with its float network as teacher: called like the model, it returns (outputs, loss).
 
-    The outputs are those of `result.model`. The loss is the `divergence` of every output that is a float, where a
-    softmax makes it of its logarithm, plus the mean squared error of the layers that are named. Under
-    DistributedDataParallel, or as the module that a trainer trains, it stands for the model.
+    The outputs are those of `result.model`. The loss is the `divergence` of every float output (of its logarithm if a
+    softmax computes it) plus the mean squared error of the named layers. It takes the place of the model in
+    DistributedDataParallel or a trainer.
 
     Args:
-        result: as it came from `quantize`, so that its weights are those of before training; of a PyTorch model.
-        temperature: softens both distributions; above 0.
+        result: of a PyTorch model, as it came from `quantize`, so that it has the weights from before training.
+        temperature: softens both distributions.
         layers: names of layers or tensors -> weight of their error; a sequence weighs each by 1.
         axis: of the classes, in every output.
 
     Raises:
-        PlanError: the model is not one of PyTorch.
+        PlanError: the model is not of PyTorch.
         UnknownNameError: there is no such layer.
-        ConfigError: a temperature that is not positive.
+        ConfigError: the temperature is not positive.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Distillation(nn.Module):
     ) -> None:
         super().__init__()
         if not temperature > 0:
-            raise ConfigError("A temperature is positive", got=temperature, allowed="above 0")
+            raise ConfigError("Temperature of distillation must be positive", got=temperature, allowed="above 0")
         self.student, self._graph = as_quantized_module(result.model), _float(result)
         self.temperature, self.axis = temperature, axis
         given = layers if isinstance(layers, Mapping) else dict.fromkeys(layers, 1.0)
@@ -84,7 +84,7 @@ class Distillation(nn.Module):
         self._softmax = {o for n in self._graph.nodes if n.op == "Softmax" for o in n.outputs}
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor]:
-        """Arguments as of the model. Returns what it does, and the loss []."""
+        """Return the outputs of the model for its arguments, and the loss []."""
         inputs = flatten_call(self.student._in_spec, args, kwargs)
         outputs, kept = self._graph.outputs, list(self.layers)
         if self.training:
@@ -104,12 +104,12 @@ class Distillation(nn.Module):
 
 
 def _float(result: Result) -> Graph:
-    """The float network of before corrections for rounding."""
+    """Return the float network before corrections for rounding."""
     return result.decision.graph if result.uncorrected else result.graph
 
 
 def _on(graph: Graph, where: torch.device) -> Graph:
-    """The network on a device: itself where it is there."""
+    """Return the network on a device; itself if it is there already."""
     if all(w.device == where for w in graph.weights.values()):
         return graph
     out = graph.copy()

@@ -1,4 +1,4 @@
-"""Rounding that comes in little by little."""
+"""Gradual quantization: the share of rounding grows during training."""
 
 from __future__ import annotations
 
@@ -11,27 +11,31 @@ from chipfit.frameworks.torch.train import as_quantized_module
 
 
 class Gradual:
-    """Lets the share of rounding in what the model computes with grow from 0 to 1: y = (1 - share) x + share Q(x).
+    """A schedule by which the share of rounding grows from 0 to 1: y = (1 - share) x + share Q(x).
 
-    The formula is that of the gradual activation quantization of Sony's Model Compression Toolkit, for every tensor.
-    Only at share 1 does the model compute what a chip does: before that `Result.trained()` is refused, until `finish`.
+    It is the gradual activation quantization of Sony's Model Compression Toolkit, for every tensor. The model computes
+    what the chip does only at share 1; before that, `Result.trained()` raises.
 
     Args:
         model: `Result.model`, of PyTorch.
-        steps: of training until everything is rounded.
-        start: steps before it begins.
-        by_layer: one operator after the other, in the order of execution, each in an equal part of the steps; all at
-            once otherwise.
+        steps: number of training steps until everything is rounded.
+        start: number of steps before rounding begins.
+        by_layer: round one operator after another in the order of execution, each in an equal part of the steps; else
+            all at once.
 
     Raises:
-        PlanError: another model.
-        ConfigError: no steps, or a negative start.
+        PlanError: it is another model.
+        ConfigError: `steps` is below 1, or `start` negative.
     """
 
     def __init__(self, model: nn.Module, steps: int, start: int = 0, by_layer: bool = False) -> None:
         if steps < 1 or start < 0:
             got = f"steps={steps}, start={start}"
-            raise ConfigError("A schedule has steps", got=got, allowed="1 or more; 0 or more")
+            raise ConfigError(
+                "Schedule of gradual rounding is out of bounds",
+                got=got,
+                allowed="steps of 1 or more; start of 0 or more",
+            )
         self.model, self.steps, self.start = as_quantized_module(model), steps, start
         self.now = -1
         used = [{*n.inputs, *n.outputs} for n in self.model._nodes]
@@ -43,7 +47,7 @@ class Gradual:
         self.step()
 
     def step(self, step: int | None = None) -> None:
-        """Set the shares of a step, counted from 0: the one after the last without a number."""
+        """Set the shares of a step, counted from 0; without a number, of the next step."""
         self.now = self.now + 1 if step is None else step
         done = len(self._parts) * (self.now - self.start) / self.steps
         for k, part in enumerate(self._parts):

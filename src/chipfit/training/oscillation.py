@@ -1,4 +1,4 @@
-"""Weights that jump between two codes: how often they do, a loss against it, and freezing those that do it too often.
+"""Oscillation of weights between two quantized values: its frequency, a loss against it, and freezing of weights.
 
 Source: Nagel et al. 2022, arXiv:2203.11086, sections 4.1 to 4.3 and algorithm 1.
 """
@@ -19,16 +19,16 @@ from chipfit.quantizers.ops import TorchOps
 
 
 def dampening(model: nn.Module) -> torch.Tensor:
-    """The squared distances of all weights, clipped to their grids, from the codes that they are rounded to, added up.
+    """Return the sum of squared distances of all weights, clipped to their grids, from their quantized values.
 
-    Gradients pull weights to the middle of their steps, where none flips; scales get none. With scale 1 and codes -2 to
-    1, [0.25, -0.5, 3] gives 0.0625 + 0.25 + 0. Multiply it by a weight that grows while training goes on.
+    Gradients pull weights to the middle of their steps, where they do not flip; scales get no gradient. With scale 1
+    and codes -2 to 1, [0.25, -0.5, 3] gives 0.0625 + 0.25 + 0. Multiply it by a factor that grows during training.
 
     Args:
         model: `Result.model`, of PyTorch.
 
     Raises:
-        PlanError: another model.
+        PlanError: it is another model.
     """
     total = torch.zeros(())
     for name, q in (model := as_quantized_module(model)).rounded_weights():
@@ -42,11 +42,11 @@ def dampening(model: nn.Module) -> torch.Tensor:
 
 
 class _Track(nn.Module):
-    """One weight [*dims]: its codes, and what is known of how they moved."""
+    """The codes of one weight [*dims], and statistics of their changes."""
 
-    codes: torch.Tensor  #: of the last step, or where it is frozen, float32
+    codes: torch.Tensor  #: of the last step, or frozen, float32
     direction: torch.Tensor  #: sign of the last change; 0 before the first
-    frequency: torch.Tensor  #: moving average of how often a change goes back
+    frequency: torch.Tensor  #: moving average of how often a change reverses the last one
     average: torch.Tensor  #: of the codes
     frozen: torch.Tensor  #: bool
 
@@ -72,31 +72,33 @@ class _Track(nn.Module):
 
 
 class Oscillations(nn.Module):
-    """Watches the codes of all weights that train: a change against the last one, in sign, is an oscillation o, and its
-    frequency the moving average f = momentum o + (1 - momentum) f. Where it exceeds the threshold, the weight is frozen
-    at the code nearest to the moving average of its codes: it follows its scale, and nothing else, from then on.
+    """Statistics of the oscillation of all trained weights, which freeze weights that oscillate too often.
 
-    Where batch norms fold in each step, it is the folded weight that is frozen, by their running statistics; under
-    `bn_fold=2`, which rounds by those of the batch, a code may still move while training runs.
+    A change of a code opposite in sign to the last change is an oscillation o; its frequency is the moving average
+    f = momentum o + (1 - momentum) f. A weight whose frequency exceeds the threshold is frozen at the code nearest to
+    the moving average of its codes; from then on only its scale moves it.
+
+    Where batch norms fold in each step, the folded weight is frozen, by their running statistics; with `bn_fold=2`,
+    which rounds by the statistics of the batch, a code may still change during training.
 
     It is a module so that it is saved and moved like one.
 
     Args:
         model: `Result.model`, of PyTorch.
-        momentum: share of a step.
-        threshold: of the frequency, several times the momentum; an attribute, which may be lowered while training goes
-            on. None only watches.
+        momentum: weight of one step in the averages.
+        threshold: frequency from which weights are frozen, several times the momentum; an attribute that may be lowered
+            during training. None: nothing is frozen.
 
     Raises:
-        PlanError: another model.
-        ConfigError: a number out of bounds.
+        PlanError: it is another model.
+        ConfigError: a number is out of bounds.
     """
 
     def __init__(self, model: nn.Module, momentum: float = 0.01, threshold: float | None = None) -> None:
         super().__init__()
         if not 0 < momentum <= 1 or (threshold is not None and not 0 < threshold < 1):
             got = f"momentum={momentum}, threshold={threshold}"
-            raise ConfigError("Momentum and threshold are shares", got=got, allowed="above 0, at most 1")
+            raise ConfigError("Momentum and threshold must be shares", got=got, allowed="above 0, at most 1")
         model = as_quantized_module(model)
         self._model, self._weights = (model,), list(model.rounded_weights())
         self.momentum, self.threshold = momentum, threshold
@@ -104,27 +106,28 @@ class Oscillations(nn.Module):
 
     @property
     def frequency(self) -> dict[str, torch.Tensor]:
-        """How often each weight oscillates [*dims], a share of the steps, by name."""
+        """Frequency of oscillation of each weight [*dims], as a share of the steps, by name."""
         return {name: t.frequency for (name, _), t in zip(self._weights, self.tracks, strict=True)}
 
     @property
     def frozen(self) -> dict[str, torch.Tensor]:
-        """Which weights are frozen [*dims], by name."""
+        """Masks of frozen weights [*dims], by name."""
         return {name: t.frozen for (name, _), t in zip(self._weights, self.tracks, strict=True)}
 
     @torch.no_grad()
     def step(self) -> None:
-        """Look at the codes, and put frozen weights back; call it behind the step of the optimizer.
+        """Update the statistics and put frozen weights back; call it after the step of the optimizer.
 
         Raises:
-            TrainingError: a number is none.
-            UnsupportedError: something is to be frozen that is rounded as something else than itself.
+            TrainingError: a number is not finite.
+            UnsupportedError: a weight to freeze is transformed before it is rounded.
         """
         model = self._model[0]
         model.enforce_bounds()  # first: where a bound moves a scale, frozen weights follow
         for (name, q), track in zip(self._weights, self.tracks, strict=True):
             if self.threshold is not None and type(q.algorithm).reals is not Algorithm.reals:
-                what = f"{type(q.algorithm).__name__} rounds '{name}' as something else, so that it cannot be frozen"
+                algorithm = type(q.algorithm).__name__
+                what = f"{algorithm} transforms '{name}' before it is rounded, so that it cannot be frozen"
                 raise UnsupportedError(what, hint="train it with ste or lsq, or use `dampening`")
             track.step(self._codes(name, q), self.momentum, self.threshold)
             if self.threshold is not None:

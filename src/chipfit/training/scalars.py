@@ -1,4 +1,4 @@
-"""Scales, zero points and ranges of a model that trains, for TensorBoard or anything that is written to like it."""
+"""Logging of the scales, zero points and ranges of a model in training, to TensorBoard or a similar writer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chipfit.errors import ConfigError, RuntimeUnavailable, import_optional
 
 
 def writer(folder: str | Path) -> Any:
-    """A `SummaryWriter` of `torch.utils.tensorboard` that writes to a folder.
+    """Return a `SummaryWriter` of `torch.utils.tensorboard` that writes to a folder.
 
     Raises:
         RuntimeUnavailable: TensorBoard is not installed.
@@ -21,18 +21,20 @@ def writer(folder: str | Path) -> Any:
 
 
 def write_scales(to: Any, model: Any, step: int) -> None:
-    """Write what every quantizer with numbers of its own has in a step: `add_scalar(name, number, step)` for one
-    number, `add_histogram(name, array, step)` for one a channel, and a histogram of the logarithms of all scales.
+    """Write the numbers of every trained quantizer: a scalar or, for numbers of channels, a histogram.
+
+    It calls `add_scalar(name, number, step)` and `add_histogram(name, array, step)`, the latter also for the logarithms
+    of all scales.
 
     The names are `scale/<tensor>`, `zero_point/<tensor>`, `low/<tensor>` and `high/<tensor>`, the last two in the
     tensor's unit, and `log2_scale/all`.
 
     Args:
-        to: has the two functions: a `SummaryWriter` (see `writer`), or anything else.
+        to: an object with these two methods, such as a `SummaryWriter` (see `writer`).
         model: `Result.model`, of PyTorch or Keras.
 
     Raises:
-        ConfigError: `to` has no such functions, or the model no such quantizers.
+        ConfigError: `to` has no such methods, or the model no such quantizers.
     """
     bounds = getattr(model, "_bounds", None) or getattr(model, "bounds", None)
     if bounds is None or not all(callable(getattr(to, f"add_{kind}", None)) for kind in ("scalar", "histogram")):
@@ -54,5 +56,5 @@ def write_scales(to: Any, model: Any, step: int) -> None:
 
 
 def _numbers(x: Any) -> np.ndarray:
-    """One number, or one a channel, [C]; of torch or of a backend of Keras."""
+    """Return one number, or one per channel, [C], of a tensor of torch or of a backend of Keras."""
     return np.asarray(x.detach().cpu() if hasattr(x, "detach") else x, "float32").reshape(-1)
