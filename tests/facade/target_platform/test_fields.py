@@ -1,4 +1,4 @@
-"""Every field of a quantization configuration changes the plan, and the exported file where it shows there."""
+"""Effects of every field of a quantization configuration on the plan and the exported file."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from torch import nn
 
 import chipfit
 from chipfit.errors import ModelingError, UnsupportedError
-from chipfit.facade.target_platform.configs import BIAS_ATTR, KERNEL_ATTR
+from chipfit.facade.target_platform.configs import BIAS_ATTR
 from chipfit.target_platform import (
     AttributeQuantizationConfig,
     Fusing,
     OperationsSetToLayers,
     OperatorsSet,
-    OpQuantizationConfig,
     QuantizationConfigOptions,
     QuantizationMethod,
     Signedness,
     TargetPlatformCapabilities,
     TargetPlatformModel,
 )
+from tests.build import quantized
+from tests.facade.target_platform.chips import FLOAT, KERNEL, config, kernel, options
 
-FLOAT = AttributeQuantizationConfig()
-KERNEL = AttributeQuantizationConfig(QuantizationMethod.SYMMETRIC, 8, True, True)
 WIDE = AttributeQuantizationConfig(QuantizationMethod.SYMMETRIC, 32, False, True)
+SYMMETRIC = QuantizationMethod.SYMMETRIC
+UNIFORM = {"activation_quantization_method": QuantizationMethod.UNIFORM}
 
 
 class Net(nn.Module):
@@ -36,68 +37,37 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.act, self.pool, self.fc = (
-            nn.Conv2d(3, 6, 3, padding=1),
-            nn.Tanh(),
-            nn.MaxPool2d(2),
-            nn.Linear(96, 5),
-        )
+        self.conv, self.act = nn.Conv2d(3, 6, 3, padding=1), nn.Tanh()
+        self.pool, self.fc = nn.MaxPool2d(2), nn.Linear(96, 5)
 
     def forward(self, x):
         return self.fc(self.pool(self.act(self.conv(x))).flatten(1))
 
 
-def config(kernel=KERNEL, bias=FLOAT, **changes):
-    base = OpQuantizationConfig(
-        FLOAT,
-        {KERNEL_ATTR: kernel, BIAS_ATTR: bias},
-        QuantizationMethod.POWER_OF_TWO,
-        8,
-        (8, 16),
-        True,
-        False,
-        None,
-        None,
-        None,
-    )
-    return base.clone_and_edit(**changes)
-
-
-def fit(conv=None, fc=None, tanh=None, pool=None, default=None, fusings=(), net=Net, **model):
-    """The network quantized on a chip whose sets have these configurations."""
+def fit(conv=None, fc=None, tanh=None, pool=None, default=None, fusings=(), net=Net, **more):
+    """Return the network quantized on a chip whose sets have these configurations or options."""
     torch.manual_seed(0)
-    given = {"Conv": conv, "FullyConnected": fc, "Tanh": tanh, "MaxPool": pool}
-    as_options = lambda c: (
-        c if c is None or isinstance(c, QuantizationConfigOptions) else QuantizationConfigOptions([c])
-    )
-    plain = config(FLOAT)
-    sets = {
-        n: OperatorsSet(
-            n,
-            as_options(c) if c else QuantizationConfigOptions([config()]) if n in ("Conv", "FullyConnected") else None,
-        )
-        for n, c in given.items()
-    }
-    chip = TargetPlatformModel(
-        QuantizationConfigOptions([default or plain]),
-        **model,
-        operator_set=sets.values(),
-        fusing_patterns=[Fusing([sets[n] for n in f]) for f in fusings],
-    )
-    return chipfit.quantize(net().eval(), [torch.randn(8, 3, 8, 8) for _ in range(3)], chip, progress=False)
+    as_options = lambda c: c if isinstance(c, QuantizationConfigOptions) else options(c)
+    given = {"Conv": conv or config(), "FullyConnected": fc or config(), "Tanh": tanh, "MaxPool": pool}
+    sets = {n: OperatorsSet(n, as_options(c) if c else None) for n, c in given.items()}
+    patterns = [Fusing([sets[n] for n in f]) for f in fusings]
+    parts = {"operator_set": sets.values(), "fusing_patterns": patterns}
+    chip = TargetPlatformModel(options(default or config(FLOAT)), **more, **parts)
+    return quantized(net(), [torch.randn(8, 3, 8, 8) for _ in range(3)], chip)
 
 
 def weight(result, layer="conv", suffix="weight"):
-    return next(
-        t
-        for t in result.plan.tensors.values()
-        if t.layer == layer and t.role != "activation" and t.name.endswith(suffix)
-    )
+    stored = (t for t in result.plan.tensors.values() if t.layer == layer and t.role != "activation")
+    return next(t for t in stored if t.name.endswith(suffix))
 
 
 def output(result, op):
     node = next(n for n in result.graph.nodes if n.op == op)
     return result.plan.tensors[node.output]
+
+
+def tied(result, a, b):
+    return any({a.name, b.name} <= set(group) for group in result.plan.ties)
 
 
 def is_power_of_two(x):
@@ -107,32 +77,19 @@ def is_power_of_two(x):
 # ---------------------------------------------------------------- activations
 
 
-def test_power_of_two_activations():
-    t = output(fit(), "Tanh")
-    assert is_power_of_two(t.scale)
-    assert t.zero_point == 0
+def lopsided():
+    return nn.Sequential(nn.Conv2d(3, 4, 1), nn.ELU())
 
 
-def test_symmetric_activations():
-    t = output(fit(tanh=config(FLOAT, activation_quantization_method=QuantizationMethod.SYMMETRIC)), "Tanh")
-    assert not is_power_of_two(t.scale)
-    assert t.zero_point == 0
-
-
-def test_uniform_activations():
-    lopsided = lambda: nn.Sequential(nn.Conv2d(3, 4, 1), nn.ELU())
-    result = fit(
-        default=config(FLOAT, activation_quantization_method=QuantizationMethod.UNIFORM),
-        conv=config(activation_quantization_method=QuantizationMethod.UNIFORM),
-        net=lopsided,
-    )
-    t = output(result, "Elu")
-    assert t.zero_point not in (-128, 0, 127)
-    assert not is_power_of_two(t.scale)
+def test_methods_of_activations():
+    pot, free = output(fit(), "Tanh"), output(fit(tanh=config(FLOAT, activation_quantization_method=SYMMETRIC)), "Tanh")
+    affine = output(fit(default=config(FLOAT, **UNIFORM), conv=config(**UNIFORM), net=lopsided), "Elu")
+    assert [is_power_of_two(t.scale) for t in (pot, free, affine)] == [True, False, False]
+    assert pot.zero_point == free.zero_point == 0 and affine.zero_point not in (-128, 0, 127)
 
 
 @pytest.mark.parametrize("method", [QuantizationMethod.LUT_POT_QUANTIZER, QuantizationMethod.LUT_SYM_QUANTIZER])
-def test_look_up_table_activations_take_as_many_values_as_they_have_bits(method):
+def test_look_up_tables_of_activations(method):
     result = fit(tanh=config(FLOAT, activation_quantization_method=method, activation_n_bits=3))
     assert output(result, "Tanh").grid.kind == "lut"
     assert is_power_of_two(output(result, "Tanh").scale) == (method is QuantizationMethod.LUT_POT_QUANTIZER)
@@ -143,7 +100,7 @@ def test_activation_bits(bits):
     assert output(fit(tanh=config(FLOAT, activation_n_bits=bits)), "Tanh").grid.bits == bits
 
 
-def test_activations_stay_float_where_they_are_not_enabled():
+def test_disabled_activations_stay_in_float():
     result = fit(tanh=config(FLOAT, enable_activation_quantization=False))
     assert output(result, "Conv2D").quantized
     assert not output(result, "Tanh").quantized
@@ -157,7 +114,7 @@ def test_signedness(word, signed):
     assert output(fit(tanh=config(FLOAT, signedness=word)), "Tanh").grid.signed is signed
 
 
-def test_signedness_of_data_that_is_never_negative_is_found_out():
+def test_automatic_signedness_of_non_negative_data_is_unsigned():
     result = fit(net=lambda: nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()))
     assert output(result, "Relu").grid.signed is False
 
@@ -171,39 +128,25 @@ def test_fixed_scale_and_zero_point():
         fit(tanh=config(FLOAT, fixed_scale=1 / 64, fixed_zero_point=300, **affine))
 
 
-def test_quantization_preserving_ties_result_to_input():
-    uniform = {"activation_quantization_method": QuantizationMethod.UNIFORM}
-    kept = fit(
-        conv=config(**uniform),
-        fc=config(**uniform),
-        tanh=config(FLOAT, **uniform),
-        default=config(FLOAT, **uniform),
-        pool=config(FLOAT, quantization_preserving=True, enable_activation_quantization=False),
-    )
-    free = fit(
-        conv=config(**uniform),
-        fc=config(**uniform),
-        tanh=config(FLOAT, **uniform),
-        default=config(FLOAT, **uniform),
-        pool=config(FLOAT, **uniform),
-    )
-    for result, tied in ((kept, True), (free, False)):
-        before, after = output(result, "Tanh"), output(result, "MaxPool")
-        assert any({before.name, after.name} <= set(group) for group in result.plan.ties) is tied
-        assert bool(before.scale == after.scale) is tied or not tied
+@pytest.mark.parametrize("preserving", [True, False])
+def test_quantization_preserving_ties_result_to_input(preserving):
+    others = {name: config(FLOAT, **UNIFORM) for name in ("tanh", "default")}
+    pool = {"quantization_preserving": True, "enable_activation_quantization": False} if preserving else {}
+    result = fit(config(**UNIFORM), config(**UNIFORM), pool=config(FLOAT, **UNIFORM, **pool), **others)
+    before, after = output(result, "Tanh"), output(result, "MaxPool")
+    assert tied(result, before, after) is preserving and (before.scale == after.scale or not preserving)
 
 
 def test_a_kernel_that_preserves_the_scale_keeps_its_weights():
     result = fit(conv=config(quantization_preserving=True, enable_activation_quantization=False))
     assert weight(result).grid.bits == 8 and weight(result).scale.shape == (6,)
     before, after = result.plan.tensors["x"], output(result, "Conv2D")
-    assert any({before.name, after.name} <= set(group) for group in result.plan.ties)
-    assert before.scale == after.scale
+    assert tied(result, before, after) and before.scale == after.scale
 
 
 @pytest.mark.parametrize("kernel", [FLOAT, KERNEL])
 @pytest.mark.parametrize("others", [FLOAT, KERNEL])
-def test_what_a_quiet_pool_does_depends_on_no_weights_that_it_has_not(kernel, others):
+def test_an_operator_without_weights_and_with_disabled_results_ignores_weight_options(kernel, others):
     quiet = config(kernel, default_weight_attr_config=others, enable_activation_quantization=False)
     result = fit(pool=quiet)
     (pool,) = [n for n in result.plan.nodes.values() if n.op == "MaxPool"]
@@ -213,32 +156,31 @@ def test_what_a_quiet_pool_does_depends_on_no_weights_that_it_has_not(kernel, ot
     assert (tanh.exec, tanh.why) == ("float", "'default_tp_model' computes Tanh in float")
 
 
-def test_a_quiet_kernel_keeps_its_weights_and_a_quiet_set_of_many_does_for_each_what_it_can():
-    quiet = QuantizationConfigOptions([config(enable_activation_quantization=False)])
-    with TargetPlatformModel(QuantizationConfigOptions([config(FLOAT)])) as model:
+def test_a_set_with_disabled_results_keeps_weights_quantized():
+    quiet = options(enable_activation_quantization=False)
+    with TargetPlatformModel(options(config(FLOAT))) as model:
         OperatorsSet("quiet", quiet)
     with TargetPlatformCapabilities(model) as chip:
         OperationsSetToLayers("quiet", [nn.Conv2d, nn.MaxPool2d, nn.Tanh])
-    torch.manual_seed(0)
-    result = chipfit.quantize(Net().eval(), [torch.randn(8, 3, 8, 8)], chip, progress=False)
+    result = quantized(Net(), torch.randn(8, 3, 8, 8), chip)
     runs = {n.op: n.exec for n in result.plan.nodes.values()}
     assert (runs["Conv2D"], runs["Tanh"], runs["Linear"]) == ("int", "float", "int")
     assert weight(result).quantized and not output(result, "Conv2D").quantized
 
 
-# ---------------------------------------------------------------- widths between operators (47)
+# ---------------------------------------------------------------- widths between operators
 
 
-def test_47_a_producer_writes_no_wider_codes_than_its_reader_takes():
+def test_a_producer_uses_a_width_that_its_consumer_supports():
     narrow, wide = config(FLOAT), config(FLOAT, activation_n_bits=16)
-    choices = QuantizationConfigOptions([wide, narrow], base_config=wide)
+    choices = options(wide, narrow)
     assert output(fit(tanh=choices), "Tanh").grid.bits == 16
     assert output(fit(tanh=choices, pool=config(FLOAT, supported_input_activation_n_bits=8)), "Tanh").grid.bits == 8
 
 
-def test_47_seen_through_operators_that_preserve_the_scale():
+def test_supported_widths_apply_through_operators_that_preserve_the_scale():
     wide = config(FLOAT, activation_n_bits=16)
-    choices = QuantizationConfigOptions([wide, config(FLOAT)], base_config=wide)
+    choices = options(wide, config(FLOAT))
     pool = config(FLOAT, quantization_preserving=True, enable_activation_quantization=False)
     net = lambda: nn.Sequential(nn.Conv2d(3, 4, 1), nn.Tanh(), nn.MaxPool2d(2), nn.Conv2d(4, 4, 1))
     for supported, bits in ((8, 8), ((8, 16), 16)):
@@ -246,12 +188,12 @@ def test_47_seen_through_operators_that_preserve_the_scale():
         assert output(fit(conv=conv, tanh=choices, pool=pool, net=net), "Tanh").grid.bits == bits
 
 
-def test_47_a_reader_that_no_choice_of_its_producer_satisfies_is_an_error():
+def test_a_producer_without_a_supported_width_is_an_error():
     with pytest.raises(UnsupportedError, match="8"):
         fit(tanh=config(FLOAT, activation_n_bits=16), pool=config(FLOAT, supported_input_activation_n_bits=8))
 
 
-def test_47_inside_a_fusion_nothing_is_quantized_and_the_last_operator_is():
+def test_only_the_last_operator_of_a_fusion_is_quantized():
     result = fit(fusings=[("Conv", "Tanh")])
     conv, tanh = (next(n for n in result.graph.nodes if n.op == op) for op in ("Conv2D", "Tanh"))
     assert result.plan.groups == ((conv.name, tanh.name),)
@@ -264,7 +206,7 @@ def test_47_inside_a_fusion_nothing_is_quantized_and_the_last_operator_is():
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_weight_bits(bits, tmp_path):
-    result = fit(conv=config(AttributeQuantizationConfig(QuantizationMethod.SYMMETRIC, bits, True, True)))
+    result = fit(conv=config(kernel(bits)))
     assert weight(result).grid.bits == bits
     assert weight(result, "fc").grid.bits == 8
     stored = {i.name: numpy_helper.to_array(i) for i in onnx.load(result.export(tmp_path / "m.onnx")).graph.initializer}
@@ -288,20 +230,17 @@ def test_weight_methods(method, zero):
             m.conv.weight += 0.1  # lopsided
         return m
 
-    t = weight(fit(conv=config(AttributeQuantizationConfig(method, 8, True, True)), net=net))
+    t = weight(fit(conv=config(kernel(8, method)), net=net))
     assert is_power_of_two(t.scale) == (method is QuantizationMethod.POWER_OF_TWO)
     assert bool((t.zero_point == 0).all()) == zero
 
 
 def test_weights_per_tensor_and_per_channel():
-    assert weight(fit()).scale.shape == (6,)
-    assert (
-        weight(fit(conv=config(AttributeQuantizationConfig(QuantizationMethod.SYMMETRIC, 8, False, True)))).scale.shape
-        == ()
-    )
+    per_tensor = config(kernel(weights_per_channel_threshold=False))
+    assert weight(fit()).scale.shape == (6,) and weight(fit(conv=per_tensor)).scale.shape == ()
 
 
-def test_weights_stay_float_where_they_are_not_enabled():
+def test_disabled_weights_stay_in_float():
     result = fit(conv=config(FLOAT))
     assert not weight(result).quantized
     assert weight(result, "fc").quantized
@@ -312,18 +251,15 @@ def test_each_weight_attribute_has_its_own_configuration():
     assert weight(fit(conv=config(bias=WIDE)), "conv", "bias").grid.bits == 32
 
 
-def test_attributes_without_an_entry_take_the_default_configuration():
-    four = AttributeQuantizationConfig(QuantizationMethod.SYMMETRIC, 4, True, True)
-    result = fit(
-        conv=config().clone_and_edit(default_weight_attr_config=four, attr_weights_configs_mapping={BIAS_ATTR: FLOAT})
-    )
-    assert weight(result).grid.bits == 4
+def test_attributes_without_an_entry_have_the_default_configuration():
+    four = config(default_weight_attr_config=kernel(4), attr_weights_configs_mapping={BIAS_ATTR: FLOAT})
+    assert weight(fit(conv=four)).grid.bits == 4
 
 
 @pytest.mark.parametrize("method", [QuantizationMethod.LUT_POT_QUANTIZER, QuantizationMethod.LUT_SYM_QUANTIZER])
 @pytest.mark.parametrize("value_bits", [4, 8])
-def test_entries_of_look_up_tables_have_their_bits(method, value_bits):
-    t = weight(fit(conv=config(AttributeQuantizationConfig(method, 3, True, True, lut_values_bitwidth=value_bits))))
+def test_bits_of_the_entries_of_look_up_tables(method, value_bits):
+    t = weight(fit(conv=config(kernel(3, method, lut_values_bitwidth=value_bits))))
     assert t.grid.kind == "lut"
     entries = torch.as_tensor(t.grid.table).double() if t.grid.table is not None else t.scale
     assert entries.abs().max() <= 1 << value_bits - 1
@@ -332,33 +268,20 @@ def test_entries_of_look_up_tables_have_their_bits(method, value_bits):
     assert is_power_of_two(t.scale) == (method is QuantizationMethod.LUT_POT_QUANTIZER)
 
 
-def test_the_base_configuration_is_the_one_that_is_used():
-    choices = [config(AttributeQuantizationConfig(QuantizationMethod.SYMMETRIC, b, True, True)) for b in (8, 4, 2)]
+def test_the_base_configuration_is_used_and_the_others_are_choices():
+    choices = [config(kernel(b)) for b in (8, 4, 2)]
     for base, bits in zip(choices, (8, 4, 2), strict=True):
         assert weight(fit(conv=QuantizationConfigOptions(choices, base_config=base))).grid.bits == bits
-
-
-def test_the_other_configurations_are_choices():
-    choices = [config(AttributeQuantizationConfig(QuantizationMethod.SYMMETRIC, b, True, True)) for b in (8, 4, 2)]
-    result = fit(conv=QuantizationConfigOptions(choices, base_config=choices[0]))
+    result = fit(conv=options(*choices))
     assert weight(result.edit({"conv": {"bits": 4}})).grid.bits == 4
     with pytest.raises(UnsupportedError, match="2, 4, 8"):
         result.edit({"conv": {"bits": 6}})
 
 
-# ---------------------------------------------------------------- the rest
+# ---------------------------------------------------------------- memory and metadata
 
 
-@pytest.mark.parametrize("pads", [True, False])
-def test_simd_padding_is_said_inside_the_block_of_its_model(pads):
-    with TargetPlatformModel(QuantizationConfigOptions([config()])) as model:
-        model.set_simd_padding(is_simd_padding=pads)
-    assert model.is_simd_padding is pads
-    with pytest.raises(ModelingError, match="Immutable"):
-        model.set_simd_padding(is_simd_padding=True)
-
-
-def test_simd_size_pads_the_weights_in_memory_where_the_model_says_so():
+def test_simd_size_pads_weights_in_memory_if_the_model_enables_it():
     result = fit(conv=config(simd_size=16), is_simd_padding=True)
     node = next(n for n in result.graph.nodes if n.op == "Conv2D")
     assert result.plan.nodes[node.name].simd == 16

@@ -14,7 +14,7 @@ from chipfit.target_platform import (
     NotEq,
     Smaller,
 )
-from tests.facade.target_platform.small import chip
+from tests.facade.target_platform.chips import chip
 
 F = nn.functional
 

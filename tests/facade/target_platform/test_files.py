@@ -1,4 +1,4 @@
-"""One core, two doors: chips written in Python and in YAML turn into one another."""
+"""Files of chips: platforms in YAML, capabilities in JSON, and conversion between them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from chipfit.facade.target_platform.model import TargetPlatformModel
 from chipfit.facade.target_platform.targets import chip_descriptions, get_target_platform_capabilities
 from chipfit.platform.load import load, names
 from chipfit.platform.save import export_platform
+from chipfit.target_platform import export_target_platform_capabilities, load_target_platform_capabilities
 
 CHIPS = [(n, v) for n, chip in chip_descriptions().items() for v in chip["versions"] if n != "default"]
 
 
-def said(platform):
-    return platform.model_dump(exclude={"extends"})  # what it extends is written out in full
+def record(platform):
+    return platform.model_dump(exclude={"extends"})  # an export has no `extends`
 
 
 @pytest.mark.parametrize("name", names())
-def test_every_platform_file_is_what_its_export_loads_as(name, tmp_path):
-    assert said(load(export_platform(name, tmp_path / "chip.yaml"))) == said(load(name))
+def test_an_exported_platform_is_read_back_unchanged(name, tmp_path):
+    assert record(load(export_platform(name, tmp_path / "chip.yaml"))) == record(load(name))
 
 
 @pytest.mark.parametrize("name", names())
-def test_every_platform_is_reachable_as_capabilities(name, tmp_path):
+def test_every_platform_converts_to_capabilities_and_back(name, tmp_path):
     tpc = get_target_platform_capabilities("pytorch", name, "file" if name in chip_descriptions() else None)
     assert tpc.to_platform() == load(name)
     assert load(export_platform(tpc, tmp_path / "chip.json")).formats
@@ -33,12 +34,40 @@ def test_every_platform_is_reachable_as_capabilities(name, tmp_path):
 
 @pytest.mark.parametrize(("name", "version"), CHIPS)
 @pytest.mark.parametrize("suffix", [".yaml", ".json"])
-def test_a_chip_described_in_python_loses_nothing_in_a_file(name, version, suffix, tmp_path):
+def test_exported_capabilities_describe_the_same_platform(name, version, suffix, tmp_path):
     tpc = get_target_platform_capabilities("pytorch", name, version)
-    assert said(load(export_platform(tpc, tmp_path / f"chip{suffix}"))) == said(tpc.to_platform())
+    assert record(load(export_platform(tpc, tmp_path / f"chip{suffix}"))) == record(tpc.to_platform())
 
 
-def test_the_command_line_turns_either_into_the_other(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["imx500 v4", "imx500 v3_lut", "tflite", "qnnpack", "ort_cpu"])
+def test_capabilities_are_read_back_unchanged(name, tmp_path):
+    tpc = get_target_platform_capabilities("pytorch", *name.split())
+    back = load_target_platform_capabilities(
+        export_target_platform_capabilities(tpc, tmp_path / "new/folder/chip.json")
+    )
+    assert back.tp_model == tpc.tp_model and back == tpc
+    assert load_target_platform_capabilities(back) is back
+    if tpc.source is None:
+        assert back.to_platform().model_dump() == tpc.to_platform().model_dump()
+
+
+def test_missing_and_wrong_capabilities_files_are_named(tmp_path):
+    tpc = get_target_platform_capabilities("pytorch", "qnnpack")
+    with pytest.raises(FileNotFoundError):
+        load_target_platform_capabilities(tmp_path / "none.json")
+    for name, text in {"text.json": "{", "list.json": "[]", "chip.txt": "{}"}.items():
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ValueError, match=name):
+            load_target_platform_capabilities(tmp_path / name)
+    with pytest.raises(TypeError):
+        load_target_platform_capabilities(3)
+    with pytest.raises(TypeError):
+        export_target_platform_capabilities(3, tmp_path / "x.json")
+    with pytest.raises(ValueError, match="chip.txt"):
+        export_target_platform_capabilities(tpc, tmp_path / "chip.txt")
+
+
+def test_the_command_line_converts_between_both(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mychips.py").write_text(
         "from chipfit.target_platform import get_target_platform_capabilities\n"
@@ -49,14 +78,16 @@ def test_the_command_line_turns_either_into_the_other(tmp_path, monkeypatch):
     for what in ("mychips:small", "mychips:ready"):
         done = run.invoke(app, ["platforms", "export", what, "small.yaml"])
         assert done.exit_code == 0, done.output
-        assert said(load("small.yaml")) == said(get_target_platform_capabilities("pytorch", "qnnpack").to_platform())
+        assert record(load("small.yaml")) == record(
+            get_target_platform_capabilities("pytorch", "qnnpack").to_platform()
+        )
     assert run.invoke(app, ["platforms", "export", "small.yaml", "small.json"]).exit_code == 0
     shown = run.invoke(app, ["platforms", "show", "small.json"])
     assert shown.exit_code == 0
     assert "w8_sym" in shown.output
 
 
-def test_mistakes_are_named(tmp_path):
+def test_invalid_arguments_are_refused(tmp_path):
     with pytest.raises(UnknownNameError, match="txt"):
         export_platform("ort_cpu", tmp_path / "x.txt")
     with pytest.raises(PlatformError, match="int"):
@@ -80,7 +111,7 @@ def test_mistakes_are_named(tmp_path):
         (b'{"SCHEMA_VERSION": 1, "name": "x", "version": "", "model": []}', "'model'.*a dictionary"),
     ],
 )
-def test_a_capabilities_file_of_garbage_is_refused(tmp_path, content, words):
+def test_an_invalid_capabilities_file_is_refused(tmp_path, content, words):
     file = tmp_path / "x.json"
     file.write_bytes(content)
     with pytest.raises(ModelingError, match=words) as e:

@@ -1,0 +1,108 @@
+"""Filters on attributes of layers and calls; the same filters on Keras layers: test_keras_layers.py."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from torch import nn
+
+from chipfit.errors import ModelingError
+from chipfit.target_platform import Contains, Eq, Greater, GreaterEq, LayerFilterParams, NotEq, Smaller, SmallerEq
+
+F = nn.functional
+
+
+def slopes(*values):
+    return [(F.leaky_relu, {"negative_slope": v}) for v in values]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "things", "matches"),
+    [
+        (
+            LayerFilterParams(
+                nn.Conv2d,
+                *(Greater("out_channels", 2), Smaller("out_channels", 4)),
+                padding_mode="zeros",
+                kernel_size=(3, 4),
+                out_channels=3,
+            ),
+            [nn.Conv2d(1, 3, (3, 4)), nn.Conv2d(1, 2, (3, 4)), nn.ConvTranspose2d(1, 3, (3, 4))],
+            [True, False, False],
+        ),
+        (
+            LayerFilterParams(nn.LeakyReLU, GreaterEq("negative_slope", 0.5) | Smaller("negative_slope", 0.2)),
+            [nn.LeakyReLU(a) for a in (0.1, 0.5, 0.3)],
+            [True, True, False],
+        ),
+        (LayerFilterParams(F.leaky_relu, SmallerEq("negative_slope", 2)), slopes(0.4, 2, 2.1), [True, True, False]),
+        (LayerFilterParams(F.leaky_relu), slopes(9), [True]),
+        (
+            LayerFilterParams(nn.Hardtanh, Greater("max_val", 2) & Smaller("min_val", 1)),
+            [nn.Hardtanh(*a) for a in ((0, 3), (1, 3), (0.5, 2), (-1, 2))],
+            [True, False, False, False],
+        ),
+        (
+            LayerFilterParams(F.hardtanh, Greater("max_val", 2) & Smaller("min_val", 1)),
+            [(F.hardtanh, a) for a in ({"min_val": 0, "max_val": 3}, {"min_val": 1, "max_val": 3}, {"max_val": 2})],
+            [True, False, False],
+        ),
+        (  # defaults of a function count
+            LayerFilterParams(F.normalize, Eq("p", 2) | Eq("p", None)),
+            [(F.normalize, kw) for kw in ({"p": 2}, {"p": 2.0}, {}, {"p": 3.0})],
+            [True, True, True, False],
+        ),
+        (LayerFilterParams(nn.ReLU, x=None), [nn.ReLU()], [True]),  # a missing attribute is None for a keyword
+        (LayerFilterParams(nn.Hardtanh, min_val=-math.inf), [nn.Hardtanh(-math.inf, 1.0)], [True]),
+    ],
+    ids=range(9),
+)
+def test_a_filter_matches_layers_and_calls(chosen, things, matches):
+    assert [chosen.match(thing) for thing in things] == matches
+
+
+@pytest.mark.parametrize(
+    ("condition", "settings", "matches"),
+    [
+        (Contains("name", "conv"), [{"name": n} for n in ("conv", "layer_conv_0", "CONVOLUTION")], [True, True, False]),
+        (Eq("x", 1) | Eq("x", 2) | Eq("x", 3), [{"x": x} for x in (1, 2, 3, 4)], [True, True, True, False]),
+        (
+            Eq("x", 1) | (Greater("x", 5) & (Smaller("x", 7) | Eq("y", 0))),
+            [{"x": 1}, {"x": 6}, {"x": 8, "y": 0}, {"x": 8, "y": 1}],
+            [True, True, True, False],
+        ),
+        *(
+            (f("x", None), [{}, {"x": None}], expected)
+            for f, expected in ((Eq, [False, True]), (NotEq, [False, False]))
+        ),
+        *((f("x", 3), [{"x": None}], [False]) for f in (Greater, GreaterEq, Smaller, SmallerEq, Contains)),
+    ],
+    ids=range(10),
+)
+def test_conditions_combine_and_a_missing_attribute_matches_nothing(condition, settings, matches):
+    assert [condition.match(s) for s in settings] == matches
+
+
+def test_filters_are_compared_and_shown_by_their_conditions():
+    assert LayerFilterParams(nn.ReLU, Eq("a", 1)) != LayerFilterParams(nn.ReLU6, Eq("a", 1))
+    assert LayerFilterParams(nn.ReLU) != LayerFilterParams(nn.ReLU, x=1)
+    assert repr(Eq("a", 1) & Smaller("b", 2)) == "a = 1 & b < 2"
+    assert repr(LayerFilterParams(nn.ReLU, Eq("a", 1), y=3)) == "ReLU(y=3, a = 1)"
+    loop: list = [1]
+    loop.append(loop)
+    text = repr(LayerFilterParams(nn.Conv2d, stride=loop))
+    assert "..." in text and text.count("(1,") == 20
+
+
+@pytest.mark.parametrize("name, value", [("stride", math.nan), ("padding", (1, math.nan)), (3, 1)])
+def test_invalid_comparisons_are_refused(name, value):
+    with pytest.raises(ModelingError, match="any value except nan"):
+        Eq(name, value)
+    if isinstance(name, str):
+        with pytest.raises(ModelingError, match="any value except nan"):
+            LayerFilterParams(nn.Conv2d, **{name: value})
+    with pytest.raises(ModelingError, match="filter"):
+        LayerFilterParams(nn.ReLU, "inplace")
+    with pytest.raises(TypeError):
+        Eq("a", 1) | True
