@@ -25,6 +25,22 @@ def conv(n: int, **more) -> dict[str, Any]:
     return {"stride": (1,) * n, "padding": ((0, 0),) * n, "dilation": (1,) * n, "groups": 1, **more}
 
 
+def resize(mode: str, size=None, scale=None, corners: bool = False) -> dict[str, Any]:
+    return {"mode": mode, "size": size, "scale": scale, "align_corners": corners}
+
+
+def attention(causal: bool = False, scale=None) -> dict[str, Any]:
+    return {"is_causal": causal, "scale": scale, "enable_gqa": False}
+
+
+def transposed(n: int, **more) -> dict[str, Any]:
+    return conv(n, **{"output_padding": (0,) * n, **more})
+
+
+def padding(*pairs, mode="constant", value=0.0) -> dict[str, Any]:
+    return {"padding": pairs, "mode": mode, "value": value}
+
+
 #: name -> operator, shapes of its operands, attributes
 CASES: dict[str, tuple[str, list[tuple], dict[str, Any]]] = {
     "conv of unequal steps": ("Conv2D", [I, (3, 4, 2, 3), (3,)], conv(2, stride=(2, 1), padding=((1, 0), (0, 2)))),
@@ -40,28 +56,20 @@ CASES: dict[str, tuple[str, list[tuple], dict[str, Any]]] = {
         [I, (12, 1, 2, 3), (12,)],
         conv(2, groups=4, stride=(1, 2), padding=((0, 1), (1, 1))),
     ),
-    "transposed": ("TransposeConv2D", [I, (4, 3, 2, 3), (3,)], conv(2, stride=(2, 3), output_padding=(0, 0))),
+    "transposed": ("TransposeConv2D", [I, (4, 3, 2, 3), (3,)], transposed(2, stride=(2, 3))),
     "transposed and cut": (
         "TransposeConv2D",
         [I, (4, 3, 4, 3), (3,)],
-        conv(2, stride=(3, 2), padding=((1, 1), (0, 0)), output_padding=(0, 0)),
+        transposed(2, stride=(3, 2), padding=((1, 1), (0, 0))),
     ),
-    "transposed row": (
-        "TransposeConv1D",
-        [ROW, (4, 3, 4), None],
-        conv(1, stride=(2,), padding=((1, 1),), output_padding=(0,)),
-    ),
+    "transposed row": ("TransposeConv1D", [ROW, (4, 3, 4), None], transposed(1, stride=(2,), padding=((1, 1),))),
     "linear of rows": ("Linear", [(2, 3, 5), (4, 5), (4,)], {}),
     "linear of images": ("Linear", [(2, 3, 4, 5), (6, 5), None], {}),
     "max": ("MaxPool", [I], pool(2, 3, stride=(1, 2), padding=((0, 0), (1, 1)), dilation=(1, 1))),
     "max beyond the image": ("MaxPool", [(2, 4, 6, 5)], pool(3, 2, stride=(2, 2), dilation=(1, 1), ceil_mode=True)),
     "max with gaps": ("MaxPool", [I], pool(2, 3, dilation=(2, 1))),
     "conv of a volume in groups": ("Conv3D", [(1, 4, 3, 3, 3), (2, 2, 2, 2, 2), None], conv(3, groups=2)),
-    "transposed with gaps": (
-        "TransposeConv2D",
-        [I, (4, 3, 2, 2), None],
-        conv(2, dilation=(1, 2), output_padding=(0, 0)),
-    ),
+    "transposed with gaps": ("TransposeConv2D", [I, (4, 3, 2, 2), None], transposed(2, dilation=(1, 2))),
     "transposed beyond": (
         "TransposeConv2D",
         [I, (4, 3, 2, 2), None],
@@ -138,29 +146,21 @@ CASES: dict[str, tuple[str, list[tuple], dict[str, Any]]] = {
     "roll of two": ("Roll", [(2, 5, 3)], {"shifts": (2, -1), "axes": (1, 2)}),
     "tile": ("Tile", [(2, 3, 4)], {"repeats": (1, 3, 2)}),
     "tile in front": ("Tile", [(3, 4)], {"repeats": (2, 1, 3)}),
-    "pad": ("Pad", [I], {"padding": ((0, 0), (0, 0), (1, 2), (3, 0)), "mode": "constant", "value": 0.0}),
-    "pad with a number": ("Pad", [(2, 3, 4)], {"padding": ((0, 0), (2, 0), (1, 3)), "mode": "constant", "value": -0.7}),
-    "reflect": ("Pad", [(2, 3, 4)], {"padding": ((0, 0), (1, 2), (3, 0)), "mode": "reflect", "value": 0.0}),
-    "replicate": ("Pad", [(2, 3, 4)], {"padding": ((0, 0), (1, 2), (3, 0)), "mode": "replicate", "value": 0.0}),
-    "circle": ("Pad", [(2, 3, 4)], {"padding": ((0, 0), (1, 2), (3, 0)), "mode": "circular", "value": 0.0}),
-    "cut off": ("Pad", [(2, 5, 4)], {"padding": ((0, 0), (-1, 0), (0, 1)), "mode": "constant", "value": 0.0}),
-    "nearest": ("Resize", [I], {"mode": "nearest", "size": (8, 9), "scale": None, "align_corners": False}),
-    "nearest by a factor": (
-        "Resize",
-        [I],
-        {"mode": "nearest", "size": None, "scale": (2.0, 3.0), "align_corners": False},
-    ),
-    "linear": ("Resize", [I], {"mode": "linear", "size": (3, 11), "scale": None, "align_corners": False}),
-    "linear by a factor": (
-        "Resize",
-        [I],
-        {"mode": "linear", "size": None, "scale": (3.0, 0.5), "align_corners": False},
-    ),
-    "linear between corners": ("Resize", [I], {"mode": "linear", "size": (8, 9), "scale": None, "align_corners": True}),
-    "linear row": ("Resize", [ROW], {"mode": "linear", "size": (12,), "scale": None, "align_corners": False}),
-    "nearest row": ("Resize", [ROW], {"mode": "nearest", "size": (12,), "scale": None, "align_corners": False}),
-    "cubic": ("Resize", [I], {"mode": "cubic", "size": (8, 9), "scale": None, "align_corners": False}),
-    "cubic between corners": ("Resize", [I], {"mode": "cubic", "size": (8, 9), "scale": None, "align_corners": True}),
+    "pad": ("Pad", [I], padding((0, 0), (0, 0), (1, 2), (3, 0))),
+    "pad with a number": ("Pad", [(2, 3, 4)], padding((0, 0), (2, 0), (1, 3), value=-0.7)),
+    "reflect": ("Pad", [(2, 3, 4)], padding((0, 0), (1, 2), (3, 0), mode="reflect")),
+    "replicate": ("Pad", [(2, 3, 4)], padding((0, 0), (1, 2), (3, 0), mode="replicate")),
+    "circle": ("Pad", [(2, 3, 4)], padding((0, 0), (1, 2), (3, 0), mode="circular")),
+    "cut off": ("Pad", [(2, 5, 4)], padding((0, 0), (-1, 0), (0, 1))),
+    "nearest": ("Resize", [I], resize("nearest", (8, 9))),
+    "nearest by a factor": ("Resize", [I], resize("nearest", scale=(2.0, 3.0))),
+    "linear": ("Resize", [I], resize("linear", (3, 11))),
+    "linear by a factor": ("Resize", [I], resize("linear", scale=(3.0, 0.5))),
+    "linear between corners": ("Resize", [I], resize("linear", (8, 9), corners=True)),
+    "linear row": ("Resize", [ROW], resize("linear", (12,))),
+    "nearest row": ("Resize", [ROW], resize("nearest", (12,))),
+    "cubic": ("Resize", [I], resize("cubic", (8, 9))),
+    "cubic between corners": ("Resize", [I], resize("cubic", (8, 9), corners=True)),
     "blocks to pixels": ("DepthToSpace", [(2, 18, 3, 2)], {"block": 3}),
     "pixels to blocks": ("SpaceToDepth", [(2, 2, 9, 6)], {"block": 3}),
     "shuffled channels": ("ChannelShuffle", [(2, 6, 3, 5)], {"groups": 3}),
@@ -171,26 +171,10 @@ CASES: dict[str, tuple[str, list[tuple], dict[str, Any]]] = {
     "group norm": ("GroupNorm", [(2, 6, 3, 5), (6,), (6,)], {"groups": 3, "eps": 0.1}),
     "group norm without shift": ("GroupNorm", [(2, 6, 5), (6,), None], {"groups": 2, "eps": 0.1}),
     "instance norm": ("InstanceNorm", [(2, 6, 3, 5), (6,), (6,)], {"eps": 0.1}),
-    "attention": (
-        "SDPA",
-        [(2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 6)],
-        {"is_causal": False, "scale": 0.7, "enable_gqa": False},
-    ),
-    "causal attention": (
-        "SDPA",
-        [(2, 3, 5, 4), (2, 3, 5, 4), (2, 3, 5, 4)],
-        {"is_causal": True, "scale": None, "enable_gqa": False},
-    ),
-    "attention with a mask": (
-        "SDPA",
-        [(2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 6), (5, 7)],
-        {"is_causal": False, "scale": None, "enable_gqa": False},
-    ),
-    "attention to some": (
-        "SDPA",
-        [(2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 6), (5, 7, BOOL)],
-        {"is_causal": False, "scale": None, "enable_gqa": False},
-    ),
+    "attention": ("SDPA", [(2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 6)], attention(scale=0.7)),
+    "causal attention": ("SDPA", [(2, 3, 5, 4), (2, 3, 5, 4), (2, 3, 5, 4)], attention(causal=True)),
+    "attention with a mask": ("SDPA", [(2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 6), (5, 7)], attention()),
+    "attention to some": ("SDPA", [(2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 6), (5, 7, BOOL)], attention()),
     "softplus": ("Softplus", [(2, 30)], {"beta": 2.0, "threshold": 3.0}),
     "softplus without an end": ("Softplus", [(2, 30)], {"beta": 2.0, "threshold": 99.0}),
     "to integers": ("Cast", [(2, 3)], {"dtype": "int64"}),

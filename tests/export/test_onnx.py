@@ -11,7 +11,6 @@ import torch
 from onnx import numpy_helper
 from torch import nn
 
-import chipfit
 from chipfit.engine.kernels import execute
 from chipfit.engine.run import run
 from chipfit.engine.trees import flatten_inputs
@@ -24,6 +23,7 @@ from chipfit.graph.ops import OPS
 from chipfit.passes.decompose import RULES
 from chipfit.quantizers.grids import quantize
 from chipfit.runtimes.onnxruntime import OnnxRuntime
+from tests.build import model_of, platform_file, quantized, sequential
 from tests.graph.test_ops import made
 from tests.zoo import ZOO, make
 
@@ -87,7 +87,7 @@ def test_the_float_file_computes_what_torch_computes_at_another_batch_size(name,
 @pytest.fixture(scope="module")
 def residual(tmp_path_factory):
     model, batch = make("inverted_residual")
-    result = chipfit.quantize(model, [batch], platform="ort_cpu", progress=False)
+    result = quantized(model, batch)
     file = result.export(tmp_path_factory.mktemp("x") / "m.onnx")
     return result, file, onnx.load(file)
 
@@ -104,33 +104,16 @@ def test_weights_are_stored_as_the_plans_integers(residual):
         assert t.name not in stored  # no float copy beside it
 
 
-def test_bias_scales_are_input_scale_times_weight_scale(residual):
-    result, _, _ = residual
-    conv = next(n for n in result.graph.nodes if n.op == "DepthwiseConv2D")
-    x, w, b = (result.plan.tensors[i].scale for i in conv.inputs)
-    assert torch.equal(b, x * w)
-
-
 def test_onnx_runtime_runs_every_operator_in_integers(residual):
     executed = OnnxRuntime(residual[1]).executed()
     assert executed["QLinearConv"] == 4 and executed["QLinearAdd"] == 1
     assert not {"Conv", "Add", "Clip", "Relu"} & set(executed)
 
 
-def test_scales_of_activations_have_rank_zero(residual):
-    stored = {i.name: i for i in residual[2].graph.initializer}
-    for n in residual[2].graph.node:
-        if n.op_type == "QuantizeLinear":
-            assert list(stored[n.input[1]].dims) == [] and list(stored[n.input[2]].dims) == []
-
-
 def test_the_file_has_a_quarter_of_the_floats_size(tmp_path):
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 64, 3), torch.nn.ReLU(), torch.nn.Conv2d(64, 128, 3))
-    result = chipfit.quantize(model, [torch.randn(2, 3, 8, 8)], platform="ort_cpu", progress=False)
+    result = quantized(sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 128, 3)), torch.randn(2, 3, 8, 8))
     small = result.export(tmp_path / "q.onnx").stat().st_size
-    large = export_onnx(result.graph, None, tmp_path / "f.onnx").stat().st_size
-    assert 0.24 < small / large < 0.3
+    assert 0.24 < small / export_onnx(result.graph, None, tmp_path / "f.onnx").stat().st_size < 0.3
 
 
 def test_eight_bits_need_opset_13_and_the_batch_is_dynamic(residual):
@@ -141,15 +124,12 @@ def test_eight_bits_need_opset_13_and_the_batch_is_dynamic(residual):
 
 def test_four_bit_weights_need_opset_21(tmp_path):
     text = (
-        chipfit.load_platform("ort_cpu").file,
         "name: w4\nextends: ort_cpu\nformats: {w4: {bits: 4, per: channel}}\n"
         "ops: [{match: ['@conv'], use: [{in: u8, w: w4, b: b32, out: u8}], "
-        "rules: [{mono: {b: 1, in0: -1, w: -1}, eq: 1}], src: [M], conf: I}]\n"
-        "sources: {M: test}\n",
+        "rules: [{mono: {b: 1, in0: -1, w: -1}, eq: 1}], src: [M], conf: I}]\nsources: {M: test}\n"
     )
-    (tmp_path / "w4.yaml").write_text(text[1])
     model, batch = make("grouped_strided")
-    result = chipfit.quantize(model, [batch], platform=tmp_path / "w4.yaml", progress=False)
+    result = quantized(model, batch, platform_file(tmp_path, text, "w4.yaml"))
     file = onnx.load(result.export(tmp_path / "m.onnx"))
     assert file.opset_import[0].version == 21
     assert onnx.TensorProto.INT4 in {i.data_type for i in file.graph.initializer}
@@ -157,26 +137,9 @@ def test_four_bit_weights_need_opset_21(tmp_path):
 
 
 def test_a_dict_keeps_its_names(tmp_path):
-    class Named(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.l = torch.nn.Linear(4, 4)
-
-        def forward(self, x):
-            return {"scores": self.l(x), "boxes": x + 1}
-
-    graph = capture(Named(), (torch.randn(2, 4),))
-    assert list(OnnxRuntime(export_onnx(graph, None, tmp_path / "m.onnx")).run([np.zeros((3, 4), np.float32)])) == [
-        "scores",
-        "boxes",
-    ]
-
-
-class TwoLengths(torch.nn.Module):
-    """One input without a batch axis."""
-
-    def forward(self, x, table):
-        return x * 2, table + 1
+    named = model_of(lambda m, x: {"scores": m.l(x), "boxes": x + 1}, l=nn.Linear(4, 4))
+    file = export_onnx(capture(named, (torch.randn(2, 4),)), None, tmp_path / "m.onnx")
+    assert list(OnnxRuntime(file).run([np.zeros((3, 4), np.float32)])) == ["scores", "boxes"]
 
 
 def test_a_result_has_a_first_axis_of_its_own_where_inputs_differ_in_theirs(tmp_path):
@@ -185,38 +148,22 @@ def test_a_result_has_a_first_axis_of_its_own_where_inputs_differ_in_theirs(tmp_
         return [[d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in (*g.input, *g.output)]
 
     x, y = torch.randn(2, 3), torch.randn(5, 3)
-    assert named(torch.nn.Linear(3, 4), (x,)) == [["batch", 3], ["batch", 4]]
-    given, table, first, second = named(TwoLengths(), (x, y))
+    assert named(nn.Linear(3, 4), (x,)) == [["batch", 3], ["batch", 4]]
+    without_batch = model_of(lambda m, x, table: (x * 2, table + 1))
+    given, table, first, second = named(without_batch, (x, y))
     assert given == ["batch", 3] and table == second == [5, 3]
     assert isinstance(first[0], str) and first[0] != "batch" and first[1] == 3
 
 
-class Pairs(nn.Module):
+def test_a_result_may_have_two_open_axes(tmp_path):
     """Every sample against every other: both axes of the result are as long as the batch."""
 
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(6, 4)
-
-    def forward(self, x):
-        y = self.linear(x)
+    def pairs(m, x):
+        y = m.linear(x)
         return y @ y.T
 
-
-def test_a_result_may_have_two_open_axes(tmp_path):
-    x = torch.randn(3, 6)
-    result = chipfit.quantize(Pairs(), [x], platform="ort_cpu", progress=False)
+    result = quantized(model_of(pairs, linear=nn.Linear(6, 4)), torch.randn(3, 6))
     path = result.export(tmp_path / "m.onnx")
     (out,) = onnx.load(path).graph.output
     assert [d.dim_value for d in out.type.tensor_type.shape.dim] == [0, 0]
     assert result.verify([torch.randn(5, 6)], path=path).departures == []
-
-
-def test_of_a_reshaped_value_the_last_shape_counts(tmp_path):
-    class Twice(nn.Module):
-        def forward(self, x):
-            return torch.relu(x).reshape(-1, 4, 6).reshape(-1, 12, 2)
-
-    graph = capture(Twice().eval(), (torch.randn(3, 24),))
-    made = onnx.load(export_onnx(graph, None, tmp_path / "m.onnx")).graph.node
-    assert [n.op_type for n in made if n.op_type != "Identity"] == ["Relu", "Reshape"]

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 from ai_edge_litert import schema_py_generated as schema
 from ai_edge_litert.interpreter import Interpreter
 from torch import nn
+from torch.nn import functional as F
 
-import chipfit
 from chipfit.engine.run import run
 from chipfit.engine.trees import flatten_inputs
 from chipfit.errors import UnsupportedError
 from chipfit.export.tflite.builder import code_type
 from chipfit.export.tflite.file import INT4, TYPES
 from chipfit.export.tflite.ops import OPERATORS, REFUSED
-from chipfit.export.tflite.writer import concrete_sizes, export_tflite
+from chipfit.export.tflite.writer import export_tflite
 from chipfit.frameworks.torch.capture import capture
-from chipfit.graph.ir import Graph, Node, Value
 from chipfit.graph.ops import OPS
 from chipfit.passes.decompose import RULES
 from chipfit.plan.record import TensorPlan
-from chipfit.quantizers.grids import Grid, quantize
-from chipfit.quantizers.stored import Stored
+from chipfit.quantizers.grids import quantize
 from chipfit.registry import lookup
 from chipfit.runtimes.litert import LiteRt
+from tests.build import graph_of, model_of, node, quantized, randn, sequential, stored
 from tests.zoo import ZOO, make
 
 WITHOUT_FORM = {"gru", "lstm", "in_place_index"}
@@ -38,16 +34,16 @@ def call(batch):
     return batch if isinstance(batch, tuple) else (batch,)
 
 
-def model_of(file):
+def model_of_file(file):
     return schema.ModelT.InitFromObj(schema.Model.GetRootAs(file.read_bytes(), 0))
 
 
 def tensors_of(file):
-    return {t.name.decode(): t for t in model_of(file).subgraphs[0].tensors}
+    return {t.name.decode(): t for t in model_of_file(file).subgraphs[0].tensors}
 
 
 def data_of(file, tensor):
-    return bytes(model_of(file).buffers[tensor.buffer].data)
+    return bytes(model_of_file(file).buffers[tensor.buffer].data)
 
 
 @pytest.mark.parametrize("keep_layout", [False, True], ids=["channels_last", "as_in_the_model"])
@@ -67,7 +63,7 @@ def test_the_float_file_computes_what_torch_computes_at_another_batch_size(name,
 @pytest.fixture(scope="module")
 def residual(tmp_path_factory):
     model, batch = make("inverted_residual")
-    result = chipfit.quantize(model, [batch], platform="tflite_int8", progress=False)
+    result = quantized(model, batch, "tflite_int8")
     return result, result.export(tmp_path_factory.mktemp("x") / "m.tflite")
 
 
@@ -89,36 +85,22 @@ def test_weights_and_biases_are_the_plans_integers_and_scales(residual):
 
 def test_4_bit_weights_lie_two_to_a_byte(tmp_path):
     linear = nn.Linear(6, 3)
-    result = chipfit.quantize(
-        linear, [torch.randn(8, 6)], platform="tflite_int8", overrides={"Linear": {"bits": 4}}, progress=False
-    )
+    result = quantized(linear, torch.randn(8, 6), "tflite_int8", overrides={"Linear": {"bits": 4}})
     file = result.export(tmp_path / "m.tflite")
-    t = result.plan.tensors["weight"]
     packed = np.frombuffer(data_of(file, tensors_of(file)["weight"]), np.uint8)
     low, high = ((packed & 15) ^ 8).astype(int) - 8, ((packed >> 4) ^ 8).astype(int) - 8
-    assert packed.size == 9
-    assert np.array_equal(
-        np.stack([low, high], 1).reshape(-1),
-        quantize(linear.weight, t.scale, t.zero_point, t.grid, t.axis).reshape(-1).numpy(),
-    )
+    codes = result.plan["weight"].quantize(linear.weight.detach()).reshape(-1).numpy()
+    assert packed.size == 9 and np.array_equal(np.stack([low, high], 1).reshape(-1), codes)
 
 
 def test_the_8_bit_file_is_a_quarter_of_the_float_one_and_the_4_bit_file_an_eighth(tmp_path):
-    model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 256, 3), nn.ReLU(), nn.Conv2d(256, 256, 3))
+    model = sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 256, 3), nn.ReLU(), nn.Conv2d(256, 256, 3))
     x = torch.randn(2, 3, 8, 8)
-    result = chipfit.quantize(model, [x], platform="tflite_int8", progress=False)
-    few = chipfit.quantize(model, [x], platform="tflite_int8", overrides={"Conv2D": {"bits": 4}}, progress=False)
+    result = quantized(model, x, "tflite_int8")
+    few = quantized(model, x, "tflite_int8", overrides={"Conv2D": {"bits": 4}})
     whole = export_tflite(result.graph, None, tmp_path / "float.tflite").stat().st_size
     assert 0.25 < result.export(tmp_path / "w8.tflite").stat().st_size / whole < 0.26
     assert 0.125 < few.export(tmp_path / "w4.tflite").stat().st_size / whole < 0.135
-
-
-def test_images_go_in_channels_last_and_the_notes_say_so(residual):
-    _, file = residual
-    tensor = Interpreter(model_path=str(file)).get_input_details()[0]
-    assert tensor["shape_signature"].tolist() == [-1, 8, 8, 3]
-    notes = next(m for m in model_of(file).metadata if m.name == b"chipfit")
-    assert json.loads(bytes(model_of(file).buffers[notes.buffer].data))["inputs"] == [[0, 2, 3, 1]]
 
 
 def test_a_batch_of_any_size_goes_through_an_open_file(residual):
@@ -151,68 +133,37 @@ def test_transposed_convolutions_fix_the_batch_and_the_runtime_cuts_batches_up(t
 
 
 def test_executed_tells_xnnpacks_operators_from_litert_s_own(tmp_path):
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.GELU())
-    file = chipfit.quantize(model, [torch.randn(2, 3, 4, 4)], platform="tflite_int8", progress=False).export(
-        tmp_path / "m.tflite"
-    )
-    assert LiteRt(file).executed() == {"GELU": 1, "XNNPACK CONV_2D": 1, "XNNPACK DEQUANTIZE": 1, "XNNPACK QUANTIZE": 1}
-    assert lookup("runtime", "litert_optimized")(file).executed() == {
-        "CONV_2D": 1,
-        "DEQUANTIZE": 1,
-        "GELU": 1,
-        "QUANTIZE": 1,
-    }
+    result = quantized(sequential(nn.Conv2d(3, 4, 1), nn.GELU()), torch.randn(2, 3, 4, 4), "tflite_int8")
+    file, kinds = result.export(tmp_path / "m.tflite"), ("CONV_2D", "DEQUANTIZE", "QUANTIZE")
+    assert LiteRt(file).executed() == {"GELU": 1} | {f"XNNPACK {kind}": 1 for kind in kinds}
+    assert lookup("runtime", "litert_optimized")(file).executed() == dict.fromkeys(("GELU", *kinds), 1)
 
 
 def test_everything_that_the_file_cannot_hold_is_named_in_one_error_and_no_file_is_left(tmp_path):
-    model = nn.Sequential(
-        nn.ConvTranspose2d(4, 4, 3, dilation=2),
-        nn.MaxPool2d(2, dilation=2),
-        nn.Conv2d(4, 2, 1),
-        nn.Upsample((9, 9), mode="bicubic"),
-    )
-    result = chipfit.quantize(model, [torch.randn(2, 4, 9, 9)], platform="tflite_int8", progress=False)
+    upside = nn.ConvTranspose2d(4, 4, 3, dilation=2)
+    model = sequential(upside, nn.MaxPool2d(2, dilation=2), nn.Conv2d(4, 2, 1), nn.Upsample((9, 9), mode="bicubic"))
     with pytest.raises(UnsupportedError) as e:
-        result.export(tmp_path / "m.tflite")
-    for part in (
-        "TransposeConv2D '0': it has dilation",
-        "MaxPool '1': its window is dilated",
-        "Resize '3': mode 'cubic'",
-        "Try: replace these layers",
-    ):
-        assert part in str(e.value)
-    assert not list(tmp_path.iterdir())
-
-
-def test_formats_of_other_chips_are_refused_by_tensor(tmp_path):
-    result = chipfit.quantize(nn.Linear(4, 2), [torch.randn(8, 4)], platform="ort_cpu", progress=False)
-    with pytest.raises(UnsupportedError, match=r"tensor 'input' \(u8\).*signed integers only.*tflite_int8"):
-        result.export(tmp_path / "m.tflite")
+        quantized(model, torch.randn(2, 4, 9, 9), "tflite_int8").export(tmp_path / "m.tflite")
+    reasons = "TransposeConv2D '0': it has dilation", "MaxPool '1': its window is dilated", "Resize '3': mode 'cubic'"
+    assert all(part in str(e.value) for part in (*reasons, "Try: replace these layers"))
     assert not list(tmp_path.iterdir())
 
 
 def test_codes_that_move_between_unequal_scales_are_written_in_float(tmp_path):
-    result = chipfit.quantize(
-        nn.Sequential(nn.Conv2d(3, 4, 1), nn.AvgPool2d(2)),
-        [torch.randn(2, 3, 4, 4)],
-        platform="xnnpack",
-        progress=False,
-    )
+    result = quantized(sequential(nn.Conv2d(3, 4, 1), nn.AvgPool2d(2)), torch.randn(2, 3, 4, 4), "xnnpack")
     x, y = (result.plan.tensors[v] for v in (result.graph.nodes[1].inputs[0], result.graph.outputs[0]))
     assert x.scale != y.scale  # the kernel would average the codes and call them the result's
-    file = result.export(tmp_path / "m.tflite")
-    pool = next(
-        o for o in model_of(file).subgraphs[0].operators if o.builtinOptionsType == schema.BuiltinOptions.Pool2DOptions
-    )
-    assert model_of(file).subgraphs[0].tensors[pool.inputs[0]].type == schema.TensorType.FLOAT32
+    (g,) = model_of_file(result.export(tmp_path / "m.tflite")).subgraphs
+    pool = next(o for o in g.operators if o.builtinOptionsType == schema.BuiltinOptions.Pool2DOptions)
+    assert g.tensors[pool.inputs[0]].type == schema.TensorType.FLOAT32
 
 
 def test_an_activation_that_the_kernel_cannot_apply_is_written_in_float_with_it(tmp_path):
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sigmoid()), 4 * torch.randn(2, 3, 4, 4)
-    result = chipfit.quantize(model, [x], platform="ethos_u", progress=False)
+    x = 4 * torch.randn(2, 3, 4, 4)
+    result = quantized(sequential(nn.Conv2d(3, 4, 1), nn.Sigmoid()), x, "ethos_u")
     assert result.plan.groups == (("conv2d", "sigmoid"),)
-    got = next(iter(LiteRt(result.export(tmp_path / "m.tflite")).run([x.numpy()]).values()))
+    (got,) = LiteRt(result.export(tmp_path / "m.tflite")).run([x.numpy()]).values()
     assert np.abs(got - result.model(x).detach().numpy()).max() < 1.01 / 256
 
 
@@ -231,10 +182,6 @@ def test_every_canonical_operator_has_a_row_or_a_rule_or_a_reason_why_the_file_c
     assert not set(REFUSED) & (set(OPERATORS) | set(RULES))
 
 
-def test_the_schema_has_the_operators_of_all_rows():
-    assert not {row.kind for row in OPERATORS.values() if row.kind} - set(vars(schema.BuiltinOperator))
-
-
 def test_a_refused_operator_is_named_with_the_reason(tmp_path):
     model, x = nn.ConvTranspose3d(2, 2, 2), torch.randn(2, 2, 3, 3, 3)
     with pytest.raises(UnsupportedError, match=r"TransposeConv3D '.*': it has three spatial axes\. Try: replace"):
@@ -242,28 +189,10 @@ def test_a_refused_operator_is_named_with_the_reason(tmp_path):
 
 
 def test_a_layer_whose_weight_is_computed_is_refused(tmp_path):
-    class Drawn(nn.Module):
-        def forward(self, x, w):
-            return nn.functional.conv2d(x, w)
-
-    graph = capture(Drawn(), (torch.randn(2, 3, 6, 6), torch.randn(4, 3, 3, 3)))
+    drawn = model_of(lambda m, x, w: nn.functional.conv2d(x, w))
+    graph = capture(drawn, (torch.randn(2, 3, 6, 6), torch.randn(4, 3, 3, 3)))
     with pytest.raises(UnsupportedError, match="Conv2D 'conv2d': its weight is computed at run time"):
         export_tflite(graph, None, tmp_path / "m.tflite")
-
-
-def test_a_model_that_compares_samples_asks_for_their_number_where_the_file_fixes_it(tmp_path):
-    class Pairs(nn.Module):
-        def forward(self, x, token):
-            y = torch.cat([token.expand(x.shape[0], -1), x], 1)
-            return y @ y.T
-
-    inputs = torch.randn(3, 6), torch.randn(1, 2)
-    graph = capture(Pairs(), inputs)
-    with pytest.raises(UnsupportedError, match="compares samples with each other.*Got: matmul.*Try: pass `batch`"):
-        export_tflite(graph, None, tmp_path / "m.tflite")
-    file = export_tflite(graph, None, tmp_path / "m.tflite", batch=3)
-    (got,) = LiteRt(file).run([x.numpy() for x in inputs]).values()
-    np.testing.assert_allclose(got, Pairs()(*inputs).numpy(), rtol=1e-5, atol=1e-5)
 
 
 def apart(x):
@@ -271,43 +200,31 @@ def apart(x):
     return x[:, None] - x[None]
 
 
+OPEN, SAMPLES = "more than one axis .* run time, unless `batch` is given", "compares samples with each other.*Try: pass"
+
+
 @pytest.mark.parametrize(
-    "f, op",
+    "f, words",
     [
-        (lambda x: apart(x).unsqueeze(-1), "Unsqueeze"),
-        (lambda x: apart(x)[..., :1].squeeze(-1), "Squeeze"),
-        (lambda x: apart(x).unflatten(2, (2, 2)), "Reshape"),
+        (lambda x: apart(x).unsqueeze(-1), f"Unsqueeze '.*': {OPEN}"),
+        (lambda x: apart(x)[..., :1].squeeze(-1), f"Squeeze '.*': {OPEN}"),
+        (lambda x: apart(x).unflatten(2, (2, 2)), f"Reshape '.*': {OPEN}"),
+        (lambda x: apart(x).flatten().view(x.shape[0], -1), SAMPLES),
+        (lambda x: x @ torch.cat([torch.ones(1, 4).expand(x.shape[0], -1), x]).T, SAMPLES),
     ],
-    ids=["unsqueeze", "squeeze", "reshape"],
+    ids=["unsqueeze", "squeeze", "reshape", "flatten", "product"],
 )
-def test_two_axes_that_follow_the_batch_are_written_for_a_batch_that_is_given(f, op, tmp_path):
-    class Model(nn.Module):
-        def forward(self, x):
-            return f(x) * 2
-
-    x = torch.randn(3, 4)
-    graph = capture(Model(), (x,))
-    with pytest.raises(UnsupportedError, match=f"{op} '.*': more than one axis .* run time, unless `batch` is given"):
+def test_two_axes_that_follow_the_batch_are_written_for_a_batch_that_is_given(f, words, tmp_path):
+    x, net = torch.randn(3, 4), model_of(lambda m, x: f(x) * 2)
+    graph = capture(net, (x,))
+    with pytest.raises(UnsupportedError, match=words):
         export_tflite(graph, None, tmp_path / "m.tflite")
     (got,) = LiteRt(export_tflite(graph, None, tmp_path / "m.tflite", batch=3)).run([x.numpy()]).values()
-    np.testing.assert_array_equal(got, Model()(x).numpy())
-
-
-def test_a_shape_that_holds_the_number_of_samples_is_written_for_one_number(tmp_path):
-    class Rows(nn.Module):
-        def forward(self, x):
-            return apart(x).flatten().view(x.shape[0], -1) * 2
-
-    x = torch.randn(3, 4)
-    graph = capture(Rows(), (x,))
-    with pytest.raises(UnsupportedError, match="compares samples with each other.*Try: pass `batch`"):
-        export_tflite(graph, None, tmp_path / "m.tflite")
-    (got,) = LiteRt(export_tflite(graph, None, tmp_path / "m.tflite", batch=3)).run([x.numpy()]).values()
-    np.testing.assert_array_equal(got, Rows()(x).numpy())
+    np.testing.assert_allclose(got, net(x).numpy(), rtol=1e-5, atol=1e-5)
 
 
 def operators_of(file):
-    model, names = model_of(file), {v: k for k, v in vars(schema.BuiltinOperator).items()}
+    model, names = model_of_file(file), {v: k for k, v in vars(schema.BuiltinOperator).items()}
     return [names[model.operatorCodes[o.opcodeIndex].builtinCode] for o in model.subgraphs[0].operators]
 
 
@@ -318,116 +235,61 @@ def test_a_transposed_convolution_that_same_places_is_one_operator(tmp_path):
         assert operators_of(export_tflite(graph, None, tmp_path / "m.tflite")) == ["TRANSPOSE_CONV", *more]
 
 
-def test_sizes_that_only_the_run_tells_are_those_of_the_example(tmp_path):
-    graph = capture(nn.Conv2d(3, 4, 1), (torch.randn(2, 3, 6, 5),))
-    (name,) = graph.inputs
-    graph.values[name] = replace(graph.values[name], shape=(None, 3, None, 5))
-    for example, height in ((graph.example, 6), ((), 1)):
-        graph.example = example
-        assert concrete_sizes(graph, 7)[name] == (7, 3, height, 5) and concrete_sizes(graph, 7)[graph.outputs[0]] == (
-            7,
-            4,
-            height,
-            5,
-        )
+NARROWEST = [("weight", 4, None), *(("weight", b, "int8") for b in (5, 8))]
+NARROWEST += [("activation", b, "int16" if b < 17 else "int32") for b in (9, 16, 17)]
 
 
-@pytest.mark.parametrize(
-    "role, bits, kind",
-    [
-        ("bias", 32, "int32"),
-        ("bias", 33, "int64"),
-        ("weight", 4, None),
-        ("weight", 5, "int8"),
-        ("weight", 8, "int8"),
-        ("activation", 9, "int16"),
-        ("activation", 16, "int16"),
-        ("activation", 17, "int32"),
-    ],
-)
+@pytest.mark.parametrize("role, bits, kind", [("bias", 32, "int32"), ("bias", 33, "int64"), *NARROWEST])
 def test_codes_take_the_narrowest_type_that_holds_them(role, bits, kind):
-    grid, zero = Grid(bits=bits, qmin=-(1 << bits - 1), qmax=(1 << bits - 1) - 1), torch.tensor(0, dtype=torch.int32)
-    stored = Stored(format="f", grid=grid, scale=torch.tensor(1.0), zero_point=zero)
-    assert code_type(TensorPlan(name="t", role=role, stored=stored)) == (TYPES[kind] if kind else INT4)
+    t = TensorPlan(name="t", role=role, stored=stored(1.0, bits=bits))
+    assert code_type(t) == (TYPES[kind] if kind else INT4)
 
 
 KERNEL, TRIANGLE = torch.linspace(-1, 1, 108).reshape(4, 3, 3, 3), torch.ones(6, 6, dtype=torch.bool).tril()
+ROWS = torch.tensor([3, 0, 2]).reshape(-1, 1, 1, 1)
+#: name -> function of an image and of indices, and those; zeros unless given
 PICKED = {
-    "constant indices, some from the end": (lambda x, i: x[:, [0, -1, 1]], lambda: torch.zeros(2)),
-    "indices of the call": (lambda x, i: x[:, i], lambda: torch.tensor([2, 0])),
-    "one channel": (lambda x, i: x[:, 1], lambda: torch.zeros(2)),
-    "one row": (lambda x, i: x[:, :, 3], lambda: torch.zeros(2)),
-    "the last column": (lambda x, i: x[..., -1], lambda: torch.zeros(2)),
-    "nine windows": (lambda x, i: nn.functional.adaptive_avg_pool2d(x, 3), lambda: torch.zeros(2)),
-    "the largest of nine windows": (lambda x, i: nn.functional.adaptive_max_pool2d(x, 3), lambda: torch.zeros(2)),
-    "windows that differ in size": (lambda x, i: nn.functional.adaptive_avg_pool2d(x, (4, 5)), lambda: torch.zeros(2)),
-    "the largest of such windows": (lambda x, i: nn.functional.adaptive_max_pool2d(x, (4, 5)), lambda: torch.zeros(2)),
-    "means of what is no padding": (
-        lambda x, i: nn.functional.avg_pool2d(x, 3, 2, 1, count_include_pad=False),
-        lambda: torch.zeros(2),
-    ),
-    "a row made longer": (
-        lambda x, i: nn.functional.interpolate(x[..., 0], scale_factor=2.0, mode="linear"),
-        lambda: torch.zeros(2),
-    ),
-    "groups of a transposed convolution": (
-        lambda x, i: nn.functional.conv_transpose2d(x, KERNEL, None, 2, 1, 1, 2),
-        lambda: torch.zeros(2),
-    ),
-    "one of each row": (lambda x, i: x.gather(-1, i), lambda: torch.randint(0, 6, (3, 4, 6, 2))),
-    "one of each column": (lambda x, i: x.gather(2, i), lambda: torch.randint(0, 6, (3, 4, 2, 6))),
-    "the row that each sample names": (
-        lambda x, i: x.gather(1, i.reshape(-1, 1, 1, 1).expand(-1, -1, 6, 6)),
-        lambda: torch.tensor([3, 0, 2]),
-    ),
-    "attention to what came before": (
-        lambda x, i: nn.functional.scaled_dot_product_attention(x, x, x, TRIANGLE),
-        lambda: torch.zeros(2),
-    ),
-    "heads that share keys": (
-        lambda x, i: nn.functional.scaled_dot_product_attention(x, x[:, :2], x[:, :2], enable_gqa=True),
-        lambda: torch.zeros(2),
-    ),
-    "a token before the others": (
-        lambda x, i: torch.cat([i.expand(x.shape[0], -1, -1), x[:, 0]], 1),
-        lambda: torch.randn(1, 1, 6),
-    ),
-    "the error function": (lambda x, i: torch.erf(3 * x), lambda: torch.zeros(2)),
-    "windows of two sizes": (lambda x, i: nn.functional.adaptive_avg_pool2d(x, (2, 3)), lambda: torch.zeros(2)),
+    "constant indices, some from the end": (lambda x, i: x[:, [0, -1, 1]],),
+    "indices of the call": (lambda x, i: x[:, i], torch.tensor([2, 0])),
+    "one channel": (lambda x, i: x[:, 1],),
+    "one row": (lambda x, i: x[:, :, 3],),
+    "the last column": (lambda x, i: x[..., -1],),
+    "nine windows": (lambda x, i: F.adaptive_avg_pool2d(x, 3),),
+    "the largest of nine windows": (lambda x, i: F.adaptive_max_pool2d(x, 3),),
+    "windows that differ in size": (lambda x, i: F.adaptive_avg_pool2d(x, (4, 5)),),
+    "the largest of such windows": (lambda x, i: F.adaptive_max_pool2d(x, (4, 5)),),
+    "windows of two sizes": (lambda x, i: F.adaptive_avg_pool2d(x, (2, 3)),),
+    "means of what is no padding": (lambda x, i: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False),),
+    "a row made longer": (lambda x, i: F.interpolate(x[..., 0], scale_factor=2.0, mode="linear"),),
+    "groups of a transposed convolution": (lambda x, i: F.conv_transpose2d(x, KERNEL, None, 2, 1, 1, 2),),
+    "one of each row": (lambda x, i: x.gather(-1, i), torch.arange(144).reshape(3, 4, 6, 2) % 5),
+    "one of each column": (lambda x, i: x.gather(2, i), torch.arange(144).reshape(3, 4, 2, 6) % 5),
+    "the row that each sample names": (lambda x, i: x.gather(1, i.expand(-1, -1, 6, 6)), ROWS),
+    "attention to what came before": (lambda x, i: F.scaled_dot_product_attention(x, x, x, TRIANGLE),),
+    "heads that share keys": (lambda x, i: F.scaled_dot_product_attention(x, x[:, :2], x[:, :2], enable_gqa=True),),
+    "a token before the others": (lambda x, i: torch.cat([i.expand(x.shape[0], -1, -1), x[:, 0]], 1), randn(1, 1, 6)),
+    "the error function": (lambda x, i: torch.erf(3 * x),),
 }
 
 
 @pytest.mark.parametrize("what", PICKED)
 def test_what_is_picked_and_pooled_is_what_torch_picks(what, tmp_path):
-    f, index = PICKED[what]
-
-    class Picks(nn.Module):
-        def forward(self, x, i):
-            return f(x, i)
-
-    inputs = torch.randn(3, 4, 6, 6), index()
-    file = export_tflite(capture(Picks(), inputs), None, tmp_path / "m.tflite")
+    f, *index = PICKED[what]
+    inputs = torch.randn(3, 4, 6, 6), *(index or [torch.zeros(2)])
+    file = export_tflite(capture(model_of(lambda m, x, i: f(x, i)), inputs), None, tmp_path / "m.tflite")
     (got,) = LiteRt(file).run([x.numpy() for x in inputs]).values()
     np.testing.assert_allclose(got, f(*inputs).numpy(), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_heads_that_share_keys_are_written_without_copies_of_these(causal, tmp_path):
-    graph, example = sharing_heads(causal)
-    file = export_tflite(graph, None, tmp_path / "m.tflite")
-    want = nn.functional.scaled_dot_product_attention(*example, is_causal=causal, enable_gqa=True)
-    (got,) = LiteRt(file).run([x.numpy() for x in example]).values()
-    np.testing.assert_allclose(got, want.numpy(), atol=2e-5)
-    operators = [schema.BuiltinOperator.BATCH_MATMUL, schema.BuiltinOperator.TILE, schema.BuiltinOperator.BROADCAST_TO]
-    codes = [c.builtinCode for c in model_of(file).operatorCodes]
-    assert [op in codes for op in operators] == [True, False, False]
-
-
-def sharing_heads(causal):
-    """Attention of six heads of queries and two of keys and values, and its operands."""
+    """Six heads of queries and two of keys and values."""
     torch.manual_seed(0)
     example = tuple(torch.randn(2, heads, 5, 8) for heads in (6, 2, 2))
-    names = ["q", "k", "v"]
-    values = {n: Value(n, tuple(x.shape)) for n, x in zip([*names, "y"], [*example, example[0]])}
-    node = Node("it", "SDPA", tuple(names), ("y",), {"is_causal": causal, "scale": None, "enable_gqa": True})
-    return Graph([node], names, ["y"], values, {}, example=example), example
+    shapes = {n: tuple(x.shape) for n, x in zip("qkvy", [*example, example[0]])}
+    attrs = {"is_causal": causal, "scale": None, "enable_gqa": True}
+    file = export_tflite(graph_of(node("y = SDPA(q, k, v)", attrs), shapes=shapes), None, tmp_path / "m.tflite")
+    want = F.scaled_dot_product_attention(*example, is_causal=causal, enable_gqa=True)
+    (got,) = LiteRt(file).run([x.numpy() for x in example]).values()
+    np.testing.assert_allclose(got, want.numpy(), atol=2e-5)
+    assert {"BATCH_MATMUL", "TILE", "BROADCAST_TO"} & set(operators_of(file)) == {"BATCH_MATMUL"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import onnx
 import pytest
@@ -13,31 +15,27 @@ from chipfit.export.io_spec import QuantizedIO
 from chipfit.export.onnx.builder import OnnxBuilder
 from chipfit.export.onnx.ops import WRITERS
 from chipfit.graph.ir import Graph, Node, Value
-from chipfit.plan.record import NodePlan, Plan, TensorPlan
+from chipfit.plan.record import NodePlan
 from chipfit.runtimes.onnxruntime import OnnxRuntime
-from tests.build import stored
+from tests import build
+from tests.build import plan_of, stored
 from tests.export.operators import alone
 
 
-def tape_of(*nodes, shapes=None, weights=None, opset=13, roles=None, **plan):
+def builder_of(*nodes, shapes=None, weights=None, opset=13, roles=None, **plan):
     """A builder for these nodes; `plan` has what is stored, by name, beside fields of a Plan."""
     values = {k: Value(k, s) for k, s in (shapes or {}).items()}
     graph = Graph(list(nodes), [], [], values, dict(weights or {}))
     fields = {k: plan.pop(k) for k in ("groups", "float_edges", "nodes") if k in plan}
-    roles = roles or {}
-    tensors = {
-        k: TensorPlan(name=k, role=roles.get(k, "weight" if k in graph.weights else "activation"), stored=v)
-        for k, v in plan.items()
-    }
-    return OnnxBuilder(graph, Plan(tensors=tensors, **fields), opset)
+    return OnnxBuilder(graph, replace(plan_of(roles, **plan), **fields), opset)
 
 
-def kinds(builder):
-    return [n.op_type for n in builder.nodes]
+def kinds(b):
+    return [n.op_type for n in b.nodes]
 
 
-def held(builder, name):
-    return numpy_helper.to_array(builder.initialisers[name])
+def held(b, name):
+    return numpy_helper.to_array(b.initialisers[name])
 
 
 def settings(node):
@@ -47,48 +45,29 @@ def settings(node):
 # ---------------------------------------------------------------- names
 
 
-def test_names_are_called_after_the_node_that_is_written_and_numbered():
-    node = Node("conv", "Relu", ("x",), ("y",))
-    builder = tape_of(node)
-    assert [builder.fresh("a"), builder.fresh("b")] == ["io/a_1", "io/b_2"]
-    builder.begin(node)
-    assert builder.fresh("a") == "conv/a_3"
-
-
-def test_the_shape_of_a_slot_in_which_nothing_stands_is_empty():
-    node = Node("n", "Conv2D", ("x", "w", None), ("y",))
-    builder = tape_of(node, shapes={"x": (None, 3, 4, 4)}, weights={"w": torch.zeros(2, 3, 1, 1)})
-    assert (
-        builder.shape(node) == (None, 3, 4, 4)
-        and builder.shape(node, "w") == (2, 3, 1, 1)
-        and builder.shape(node, "b") == ()
-    )
-
-
 def test_a_value_gives_its_name_to_the_tensor_that_the_node_has_made():
-    first, second = Node("a", "Relu", ("x",), ("y",)), Node("b", "Identity", ("y",), ("z",))
-    builder = tape_of(first, second)
-    builder.begin(first)
-    inner = builder.op("Neg", ["x"])
-    builder.publish("y", builder.op("Neg", [inner]))
-    assert [list(n.output) for n in builder.nodes] == [[inner], ["y"]] and builder.after_quantizer[
-        "y"
-    ] == builder.before_quantizer["y"] == "y"
-    builder.begin(second)
-    builder.publish("z", "y")  # made by another node: it keeps its name
-    assert list(builder.nodes[-1].output) == ["y"] and builder.after_quantizer["z"] == "y"
-    builder.publish("size", "")
-    assert builder.after_quantizer["size"] == ""
+    first, second = build.node("y = Relu(x)", name="a"), build.node("z = Identity(y)", name="b")
+    b = builder_of(first, second)
+    b.begin(first)
+    inner = b.op("Neg", ["x"])
+    b.publish("y", b.op("Neg", [inner]))
+    assert [list(n.output) for n in b.nodes] == [[inner], ["y"]]
+    assert b.after_quantizer["y"] == b.before_quantizer["y"] == "y"
+    b.begin(second)
+    b.publish("z", "y")  # made by another node: it keeps its name
+    assert list(b.nodes[-1].output) == ["y"] and b.after_quantizer["z"] == "y"
+    b.publish("size", "")
+    assert b.after_quantizer["size"] == ""
 
 
 def test_a_reader_takes_a_value_before_its_quantizer_where_the_plan_says_so():
-    node, other = Node("n", "Add", ("x", "w"), ("y",)), Node("m", "Relu", ("x",), ("z",))
+    node, other = build.node("y = Add(x, w)", name="n"), build.node("z = Relu(x)", name="m")
     edges = frozenset({("x", "n"), ("w", "n")})
-    builder = tape_of(node, other, weights={"w": torch.ones(2)}, x=stored(), w=stored(), float_edges=edges)
-    builder.publish("x", "x")
-    assert builder.read("x", node) == "x" and builder.read("x", other) == builder.after_quantizer["x"] != "x"
-    assert builder.read("w", node) == "w" and builder.read("w", other) == builder.after_quantizer["w"] != "w"
-    assert builder.read(None, node) is None
+    b = builder_of(node, other, weights={"w": torch.ones(2)}, x=stored(), w=stored(), float_edges=edges)
+    b.publish("x", "x")
+    assert b.read("x", node) == "x" and b.read("x", other) == b.after_quantizer["x"] != "x"
+    assert b.read("w", node) == "w" and b.read("w", other) == b.after_quantizer["w"] != "w"
+    assert b.read(None, node) is None
 
 
 # ---------------------------------------------------------------- weights
@@ -96,9 +75,9 @@ def test_a_reader_takes_a_value_before_its_quantizer_where_the_plan_says_so():
 
 def test_a_weight_in_float_is_one_constant():
     w = torch.arange(6.0).reshape(2, 3).t()  # which is not contiguous
-    builder = tape_of(weights={"w": w}, w=stored(1.0))
-    assert builder.weight("w", raw=True) == builder.weight("w", raw=True) == "w" and not builder.nodes
-    assert np.array_equal(held(builder, "w"), w.numpy())
+    b = builder_of(weights={"w": w}, w=stored(1.0))
+    assert b.weight("w", raw=True) == b.weight("w", raw=True) == "w" and not b.nodes
+    assert np.array_equal(held(b, "w"), w.numpy())
 
 
 @pytest.mark.parametrize(
@@ -112,13 +91,13 @@ def test_a_weight_in_float_is_one_constant():
 )
 def test_a_weight_is_dequantized_along_its_axis_once(scale, axis, per, attrs):
     w = torch.tensor([[0.5, 1.0, -1.5, 2.0], [-2.0, 4.0, 0.0, 6.0]])
-    builder = tape_of(weights={"w": w}, w=stored(scale, axis=axis, per=per))
-    assert builder.weight("w", False) == builder.weight("w", False) == builder.nodes[0].output[0]
-    (node,) = builder.nodes
+    b = builder_of(weights={"w": w}, w=stored(scale, axis=axis, per=per))
+    assert b.weight("w", False) == b.weight("w", False) == b.nodes[0].output[0]
+    (node,) = b.nodes
     assert node.op_type == "DequantizeLinear" and settings(node) == attrs
-    s = held(builder, "w_scale")
+    s = held(b, "w_scale")
     s = s.reshape(-1, 1) if axis == 0 else np.repeat(s, 2, 1) if per else s
-    assert np.array_equal(held(builder, "w_q") * s, w.numpy())
+    assert np.array_equal(held(b, "w_q") * s, w.numpy())
     assert list(node.input) == ["w_q", "w_scale", "w_zero_point"]
 
 
@@ -138,11 +117,11 @@ def test_a_weight_is_dequantized_along_its_axis_once(scale, axis, per, attrs):
 )
 def test_codes_are_in_the_least_type_that_holds_them_and_biases_in_32_bits(bits, low, high, role, kind):
     w = torch.tensor([0.0, 1.0, 3.0])
-    builder = tape_of(weights={"w": w}, roles={"w": role}, w=stored(0.5, low=low, high=high, bits=bits))
-    builder.weight("w", False)
-    tensor = builder.initialisers["w_q"]
+    b = builder_of(weights={"w": w}, roles={"w": role}, w=stored(0.5, low=low, high=high, bits=bits))
+    b.weight("w", False)
+    tensor = b.initialisers["w_q"]
     assert onnx.TensorProto.DataType.Name(tensor.data_type) == kind
-    assert builder.initialisers["w_zero_point"].data_type == tensor.data_type
+    assert b.initialisers["w_zero_point"].data_type == tensor.data_type
     assert numpy_helper.to_array(tensor).astype(int).tolist() == [0, 2, 6] and list(tensor.dims) == [3]
 
 
@@ -150,104 +129,95 @@ def test_codes_are_in_the_least_type_that_holds_them_and_biases_in_32_bits(bits,
 
 
 def test_a_stored_value_is_rounded_and_known_before_and_after():
-    builder = tape_of(shapes={"x": (2,)}, x=stored())
-    builder.publish("x", "x")
-    assert kinds(builder) == ["QuantizeLinear", "DequantizeLinear"] and builder.nodes[0].output[0] == "x_q"
-    assert builder.before_quantizer["x"] == "x" and builder.after_quantizer["x"] == builder.nodes[1].output[0]
+    b = builder_of(shapes={"x": (2,)}, x=stored())
+    b.publish("x", "x")
+    assert kinds(b) == ["QuantizeLinear", "DequantizeLinear"] and b.nodes[0].output[0] == "x_q"
+    assert b.before_quantizer["x"] == "x" and b.after_quantizer["x"] == b.nodes[1].output[0]
 
 
 def test_between_the_members_of_a_group_nothing_is_rounded():
-    a, b = Node("a", "Conv2D", ("x", "w"), ("y",)), Node("b", "Relu", ("y",), ("z",))
-    builder = tape_of(a, b, y=stored(), z=stored(), groups=(("a", "b"),))
-    builder.publish("y", "y")
-    assert not builder.nodes and builder.read("y", b) == "y"
-    builder.publish("z", "z")
-    assert kinds(builder) == ["QuantizeLinear", "DequantizeLinear"]
+    conv, relu = build.node("y = Conv2D(x, w)", name="a"), build.node("z = Relu(y)", name="b")
+    b = builder_of(conv, relu, y=stored(), z=stored(), groups=(("a", "b"),))
+    b.publish("y", "y")
+    assert not b.nodes and b.read("y", relu) == "y"
+    b.publish("z", "z")
+    assert kinds(b) == ["QuantizeLinear", "DequantizeLinear"]
 
 
 def test_a_narrow_grid_of_bytes_is_clipped_in_codes():
-    builder = tape_of(shapes={"x": (2,)}, x=stored(low=-7, high=6))
-    builder.publish("x", "x")
-    assert kinds(builder) == ["QuantizeLinear", "Clip", "DequantizeLinear"]
-    low, high = (held(builder, i) for i in builder.nodes[1].input[1:])
-    assert (low, high) == (-7, 6) and low.dtype == np.int8 and list(builder.nodes[1].output) == ["x_q"]
-    assert builder.nodes[2].input[0] == "x_q"
+    b = builder_of(shapes={"x": (2,)}, x=stored(low=-7, high=6))
+    b.publish("x", "x")
+    assert kinds(b) == ["QuantizeLinear", "Clip", "DequantizeLinear"]
+    low, high = (held(b, i) for i in b.nodes[1].input[1:])
+    assert (low, high) == (-7, 6) and low.dtype == np.int8 and list(b.nodes[1].output) == ["x_q"]
+    assert b.nodes[2].input[0] == "x_q"
 
 
 def test_a_narrow_grid_of_sixteen_bits_is_clipped_in_reals():
     """(end - zero point) scale: -100 - 3 and 90 - 3 steps of a half."""
-    builder = tape_of(shapes={"x": (None, 2)}, x=stored(zero=3, low=-100, high=90, bits=16))
-    builder.publish("x", "x")
-    assert kinds(builder) == ["Max", "Min", "QuantizeLinear", "DequantizeLinear"]
-    ends = [held(builder, n.input[1]) for n in builder.nodes[:2]]
+    b = builder_of(shapes={"x": (None, 2)}, x=stored(zero=3, low=-100, high=90, bits=16))
+    b.publish("x", "x")
+    assert kinds(b) == ["Max", "Min", "QuantizeLinear", "DequantizeLinear"]
+    ends = [held(b, n.input[1]) for n in b.nodes[:2]]
     assert [e.item() for e in ends] == [-51.5, 43.5] and all(e.shape == (1, 1) for e in ends)
 
 
 def test_an_operator_that_moves_codes_stands_between_quantizers_of_its_operand():
-    node, raw = Node("n", "Reshape", ("x",), ("y",)), Node("m", "Reshape", ("x",), ("z",))
-    builder = tape_of(node, raw, shapes={"x": (2,)}, x=stored(), float_edges=frozenset({("x", "m")}))
-    builder.pass_through("Transpose", ["x"], node)
-    assert kinds(builder) == ["Transpose", "QuantizeLinear", "DequantizeLinear"]
-    assert list(builder.nodes[1].input[1:]) == ["x_scale", "x_zero_point"]
-    for free, where in ((raw, builder), (node, tape_of(node))):
+    node, raw = build.node("y = Reshape(x)", name="n"), build.node("z = Reshape(x)", name="m")
+    b = builder_of(node, raw, shapes={"x": (2,)}, x=stored(), float_edges=frozenset({("x", "m")}))
+    b.pass_through("Transpose", ["x"], node)
+    assert kinds(b) == ["Transpose", "QuantizeLinear", "DequantizeLinear"]
+    assert list(b.nodes[1].input[1:]) == ["x_scale", "x_zero_point"]
+    for free, where in ((raw, b), (node, builder_of(node))):
         where.nodes.clear()
         where.pass_through("Transpose", ["x"], free)
         assert kinds(where) == ["Transpose"]
 
 
 def test_what_follows_a_value_is_put_behind_its_quantizer():
-    builder = tape_of(shapes={"x": (2,), "y": (2,)}, x=stored())
-    builder.defer("x", lambda name: builder.op("Neg", [name]))
-    builder.publish("x", "x")
-    assert kinds(builder) == ["Neg", "QuantizeLinear", "DequantizeLinear", "Neg", "QuantizeLinear", "DequantizeLinear"]
-    assert (
-        builder.before_quantizer["x"] == builder.nodes[0].output[0]
-        and builder.nodes[3].input[0] == builder.nodes[2].output[0]
-    )
-    assert builder.nodes[4].output[0] == "x_q"
-    builder.nodes.clear()
-    builder.defer("y", lambda name: builder.op("Neg", [name]))
-    builder.publish("y", "y")
-    assert (
-        kinds(builder) == ["Neg"]
-        and builder.after_quantizer["y"] == builder.before_quantizer["y"] == builder.nodes[0].output[0]
-    )
+    b = builder_of(shapes={"x": (2,), "y": (2,)}, x=stored())
+    b.defer("x", lambda name: b.op("Neg", [name]))
+    b.publish("x", "x")
+    assert kinds(b) == ["Neg", "QuantizeLinear", "DequantizeLinear"] * 2
+    assert b.before_quantizer["x"] == b.nodes[0].output[0] and b.nodes[3].input[0] == b.nodes[2].output[0]
+    assert b.nodes[4].output[0] == "x_q"
+    b.nodes.clear()
+    b.defer("y", lambda name: b.op("Neg", [name]))
+    b.publish("y", "y")
+    assert kinds(b) == ["Neg"] and b.after_quantizer["y"] == b.before_quantizer["y"] == b.nodes[0].output[0]
 
 
 def test_what_follows_a_value_inside_a_group_follows_the_groups_result():
-    a, b = Node("a", "Linear", ("x", "w"), ("y",)), Node("b", "Relu", ("y",), ("z",))
-    builder = tape_of(a, b, groups=(("a", "b"),))
-    builder.begin(a)
-    builder.defer("y", lambda name: builder.op("Neg", [name]))
-    builder.publish("y", builder.op("Gemm", ["x", "w"]))
-    builder.begin(b)
-    builder.publish("z", builder.op("Relu", [builder.read("y", b)]))
-    assert kinds(builder) == ["Gemm", "Relu", "Neg"]
+    linear, relu = build.node("y = Linear(x, w)", name="a"), build.node("z = Relu(y)", name="b")
+    b = builder_of(linear, relu, groups=(("a", "b"),))
+    b.begin(linear)
+    b.defer("y", lambda name: b.op("Neg", [name]))
+    b.publish("y", b.op("Gemm", ["x", "w"]))
+    b.begin(relu)
+    b.publish("z", b.op("Relu", [b.read("y", relu)]))
+    assert kinds(b) == ["Gemm", "Relu", "Neg"]
 
 
 @pytest.mark.parametrize("low, own, want", [(-128, True, ["Identity", "DequantizeLinear"]), (-127, True, None)])
 def test_codes_that_come_in_pass_as_they_are_where_the_plan_has_them_all(low, own, want):
     """Those of a narrower grid may lie outside of it."""
-    builder = tape_of(shapes={"x": (2,)}, x=stored(low=low))
-    builder.quantized_input("x", QuantizedIO("int8", 0.5, 0, own))
-    full = ["DequantizeLinear", "QuantizeLinear", "Clip", "DequantizeLinear"]
-    assert (
-        kinds(builder) == (want or full)
-        and builder.before_quantizer["x"] == builder.after_quantizer["x"] == builder.nodes[-1].output[0]
-    )
-    assert builder.quantized_output("x", QuantizedIO("int8", 0.5, 0, True)) == "x_q"
+    b = builder_of(shapes={"x": (2,)}, x=stored(low=low))
+    b.quantized_input("x", QuantizedIO("int8", 0.5, 0, own))
+    assert kinds(b) == (want or ["DequantizeLinear", "QuantizeLinear", "Clip", "DequantizeLinear"])
+    assert b.before_quantizer["x"] == b.after_quantizer["x"] == b.nodes[-1].output[0]
+    assert b.quantized_output("x", QuantizedIO("int8", 0.5, 0, True)) == "x_q"
 
 
 def test_codes_of_another_sign_are_read_with_their_own_numbers():
-    builder = tape_of(shapes={"x": (2,)}, x=stored(zero=3))
-    builder.quantized_input("x", QuantizedIO("uint8", 0.5, 131, False))
-    assert kinds(builder) == ["DequantizeLinear", "QuantizeLinear", "DequantizeLinear"]
-    scale, zero = (held(builder, i) for i in builder.nodes[0].input[1:])
+    b = builder_of(shapes={"x": (2,)}, x=stored(zero=3))
+    b.quantized_input("x", QuantizedIO("uint8", 0.5, 131, False))
+    assert kinds(b) == ["DequantizeLinear", "QuantizeLinear", "DequantizeLinear"]
+    scale, zero = (held(b, i) for i in b.nodes[0].input[1:])
     assert (scale, zero) == (0.5, 131) and (scale.dtype, zero.dtype) == (np.float32, np.uint8)
-    assert builder.nodes[1].output[0] == "x_q" and held(builder, builder.nodes[1].input[2]) == 3
-    out = builder.quantized_output("x", QuantizedIO("uint8", 0.5, 131, False))
-    assert builder.nodes[-1].op_type == "QuantizeLinear" and list(builder.nodes[-1].output) == [out]
-    assert builder.nodes[-1].input[0] == builder.after_quantizer["x"]
+    assert b.nodes[1].output[0] == "x_q" and held(b, b.nodes[1].input[2]) == 3
+    out = b.quantized_output("x", QuantizedIO("uint8", 0.5, 131, False))
+    assert b.nodes[-1].op_type == "QuantizeLinear" and list(b.nodes[-1].output) == [out]
+    assert b.nodes[-1].input[0] == b.after_quantizer["x"]
 
 
 # ---------------------------------------------------------------- data that are rounded each time
@@ -256,20 +226,19 @@ EACH_TIME = {"per": "tensor", "qmin": 0, "qmax": 255, "affine": True}
 
 
 def rounded(**how):
-    node = Node("d", "DynamicQuantize", ("x",), ("xr",), {**EACH_TIME, **how})
-    builder = tape_of(node)
-    return builder, WRITERS["DynamicQuantize"](builder, node, ["x"])
+    b = builder_of(d := build.node("xr = DynamicQuantize(x)", EACH_TIME | how, name="d"))
+    return b, WRITERS["DynamicQuantize"](b, d, ["x"])
 
 
 def test_data_with_one_range_are_rounded_by_onnxs_own_operator():
-    builder, y = rounded()
-    assert kinds(builder) == ["DynamicQuantizeLinear", "Cast", "Cast", "Sub", "Cast", "Mul"]
-    assert builder.dynamic["xr"] == tuple(builder.nodes[0].output) and builder.nodes[-1].output[0] == y
+    b, y = rounded()
+    assert kinds(b) == ["DynamicQuantizeLinear", "Cast", "Cast", "Sub", "Cast", "Mul"]
+    assert b.dynamic["xr"] == tuple(b.nodes[0].output) and b.nodes[-1].output[0] == y
 
 
 def test_data_in_blocks_are_rounded_inside_of_their_readers():
-    builder, y = rounded(per="block", qmin=-127, qmax=127, affine=False)
-    assert y == "x" and not builder.nodes and builder.dynamic == {"xr": ("", "", "")}
+    b, y = rounded(per="block", qmin=-127, qmax=127, affine=False)
+    assert y == "x" and not b.nodes and b.dynamic == {"xr": ("", "", "")}
 
 
 @pytest.mark.parametrize(
@@ -293,14 +262,14 @@ def test_other_ways_to_round_data_are_refused(how):
 
 
 W = torch.tensor([[1.0, -2.0, 3.0], [0.5, 0.25, -1.0]])
-LINEAR, MATMUL = Node("n", "Linear", ("x", "w", "b"), ("y",)), Node("n", "MatMul", ("x", "w"), ("y",))
+LINEAR, MATMUL = build.node("y = Linear(x, w, b)", name="n"), build.node("y = MatMul(x, w)", name="n")
 
 
 def product(node, w, plan, moment=None, bias=None, **more):
-    builder = tape_of(node, shapes={"x": (None, 3), "y": (None, 2)}, weights={"w": w}, w=plan, **more)
+    b = builder_of(node, shapes={"x": (None, 3), "y": (None, 2)}, weights={"w": w}, w=plan, **more)
     if moment:
-        builder.dynamic["x"] = moment
-    return builder, WRITERS[node.op](builder, node, ["x", "w", bias][: len(node.inputs)])
+        b.dynamic["x"] = moment
+    return b, WRITERS[node.op](b, node, ["x", "w", bias][: len(node.inputs)])
 
 
 @pytest.mark.parametrize("node, w", [(LINEAR, W), (MATMUL, W.t().contiguous())])
@@ -308,13 +277,13 @@ def test_a_product_with_such_data_is_one_of_integers(node, w):
     """x_q w_q, times both scales; the codes of a linear layer are turned to [in, out]."""
     axis = 0 if node.op == "Linear" else 1
     plan = stored([0.5, 0.25], low=-127, axis=axis)
-    builder, y = product(node, w, plan, ("q", "s", "z"), "bias" if node.op == "Linear" else None)
+    b, y = product(node, w, plan, ("q", "s", "z"), "bias" if node.op == "Linear" else None)
     more = ["Add"] if node.op == "Linear" else []
-    assert kinds(builder) == ["MatMulInteger", "Cast", "Mul", "Mul", *more] and builder.nodes[-1].output[0] == y
-    assert list(builder.nodes[0].input) == ["q", "w_q", "z"] and list(builder.nodes[2].input) == ["s", "w_scale"]
-    assert held(builder, "w_q").tolist() == [[2, 2], [-4, 1], [6, -4]] and held(builder, "w_q").dtype == np.int8
+    assert kinds(b) == ["MatMulInteger", "Cast", "Mul", "Mul", *more] and b.nodes[-1].output[0] == y
+    assert list(b.nodes[0].input) == ["q", "w_q", "z"] and list(b.nodes[2].input) == ["s", "w_scale"]
+    assert held(b, "w_q").tolist() == [[2, 2], [-4, 1], [6, -4]] and held(b, "w_q").dtype == np.int8
     if more:
-        assert builder.nodes[-1].input[1] == "bias"
+        assert b.nodes[-1].input[1] == "bias"
 
 
 def test_a_product_that_no_operator_computes_is_refused():
@@ -327,8 +296,8 @@ def test_a_product_that_no_operator_computes_is_refused():
 @pytest.mark.parametrize("moment", [None, ("q", "s", "z")])
 def test_a_product_of_a_weight_in_float_stays_one(moment):
     edges = frozenset({("w", "n")})
-    builder, _ = product(LINEAR, W, stored([0.5, 0.25], axis=0), moment, float_edges=edges)
-    assert kinds(builder) == ["Gemm"]
+    b, _ = product(LINEAR, W, stored([0.5, 0.25], axis=0), moment, float_edges=edges)
+    assert kinds(b) == ["Gemm"]
     if moment is None:
         assert kinds(product(LINEAR, W, stored([0.5, 0.25], axis=0))[0]) == ["Gemm"]
         assert kinds(product(MATMUL, W.t(), stored([0.5, 0.25], axis=1))[0]) == ["MatMul"]
@@ -346,25 +315,25 @@ def test_weights_in_blocks_are_bytes_of_codes_without_a_sign(bits, moment, level
     codes = torch.arange(64).reshape(2, 32) % (1 << bits) - (1 << bits - 1)
     plan = blocks(16, bits)
     w = codes * plan.scale.repeat_interleave(16, 1)
-    builder, y = product(LINEAR, w, plan, moment, "bias")
-    (node,) = builder.nodes
+    b, y = product(LINEAR, w, plan, moment, "bias")
+    (node,) = b.nodes
     assert (node.op_type, node.domain, node.output[0]) == ("MatMulNBits", "com.microsoft", y)
     assert settings(node) == {"K": 32, "N": 2, "bits": bits, "block_size": 16, "accuracy_level": level}
     assert list(node.input) == ["x", "w_q", "w_scale", "", "", "bias"]
     q = (codes + (1 << bits - 1)).numpy().astype(np.uint8)
     want = q if bits == 8 else q[:, ::2] | q[:, 1::2] << 4
-    assert np.array_equal(held(builder, "w_q"), want.reshape(2, 2, -1))
+    assert np.array_equal(held(b, "w_q"), want.reshape(2, 2, -1))
     turned = stored([[0.5, 2.0], [1.0, 4.0]], low=plan.grid.qmin, high=plan.grid.qmax, bits=bits, axis=0, per="block")
-    builder, _ = product(MATMUL, w.t().contiguous(), turned, moment)
-    assert np.array_equal(held(builder, "w_q"), want.reshape(2, 2, -1))
-    assert held(builder, "w_scale").tolist() == [[0.5, 1.0], [2.0, 4.0]]
+    b, _ = product(MATMUL, w.t().contiguous(), turned, moment)
+    assert np.array_equal(held(b, "w_q"), want.reshape(2, 2, -1))
+    assert held(b, "w_scale").tolist() == [[0.5, 1.0], [2.0, 4.0]]
 
 
 def test_zero_points_of_blocks_are_packed_as_codes_are():
     plan = blocks(16, signed=False, zero=3)
-    builder, _ = product(LINEAR, torch.zeros(2, 32), plan)
-    assert list(builder.nodes[0].input) == ["x", "w_q", "w_scale", "w_zero_point"]
-    assert held(builder, "w_zero_point").tolist() == [[0x33], [0x33]]
+    b, _ = product(LINEAR, torch.zeros(2, 32), plan)
+    assert list(b.nodes[0].input) == ["x", "w_q", "w_scale", "w_zero_point"]
+    assert held(b, "w_zero_point").tolist() == [[0x33], [0x33]]
 
 
 @pytest.mark.parametrize(
@@ -386,37 +355,34 @@ def test_blocks_that_no_kernel_has_are_refused(width, bits, signed, zero, got):
 
 
 def looked_up(plan, rows=(5, 32)):
-    node = Node("e", "Embedding", ("w", "i"), ("y",))
+    node = build.node("y = Embedding(w, i)", name="e")
     weights = {"w": torch.zeros(rows)}
-    builder = tape_of(node, shapes={"i": (None, 7)}, weights=weights, w=plan)
-    table = builder.weight("w", raw=plan is None or plan.grid.per == "block")
-    return builder, WRITERS["Embedding"](builder, node, [table, "i"])
+    b = builder_of(node, shapes={"i": (None, 7)}, weights=weights, w=plan)
+    table = b.weight("w", raw=plan is None or plan.grid.per == "block")
+    return b, WRITERS["Embedding"](b, node, [table, "i"])
 
 
 def test_rows_of_codes_are_looked_up_and_then_become_floats():
-    builder, _ = looked_up(None)
-    assert kinds(builder) == ["Gather"]
-    builder, _ = looked_up(stored(0.5, zero=1))
-    assert kinds(builder) == ["DequantizeLinear", "Gather", "DequantizeLinear"]
-    assert builder.nodes[1].input[0] == "w_q" and settings(builder.nodes[2]) == {}
-    builder, _ = looked_up(stored([0.5] * 32, zero=1, axis=1))
-    assert settings(builder.nodes[2]) == {"axis": 2}  # of [samples, ids, width]
-    builder, _ = looked_up(stored([0.5] * 32, axis=1))
-    assert kinds(builder)[1:] == ["Gather", "Cast", "Mul"] and builder.nodes[-1].input[1] == "w_scale"
-    builder, y = looked_up(stored([0.5] * 5, axis=0))
-    assert kinds(builder)[1:] == ["Gather", "Gather", "Unsqueeze", "Cast", "Mul"] and builder.nodes[-1].output[0] == y
-    assert held(builder, builder.nodes[3].input[1]) == 2 and builder.nodes[2].input[0] == "w_scale"
-
-
-def test_a_table_whose_rows_have_zero_points_is_refused():
+    b, _ = looked_up(None)
+    assert kinds(b) == ["Gather"]
+    b, _ = looked_up(stored(0.5, zero=1))
+    assert kinds(b) == ["DequantizeLinear", "Gather", "DequantizeLinear"]
+    assert b.nodes[1].input[0] == "w_q" and settings(b.nodes[2]) == {}
+    b, _ = looked_up(stored([0.5] * 32, zero=1, axis=1))
+    assert settings(b.nodes[2]) == {"axis": 2}  # of [samples, ids, width]
+    b, _ = looked_up(stored([0.5] * 32, axis=1))
+    assert kinds(b)[1:] == ["Gather", "Cast", "Mul"] and b.nodes[-1].input[1] == "w_scale"
+    b, y = looked_up(stored([0.5] * 5, axis=0))
+    assert kinds(b)[1:] == ["Gather", "Gather", "Unsqueeze", "Cast", "Mul"] and b.nodes[-1].output[0] == y
+    assert held(b, b.nodes[3].input[1]) == 2 and b.nodes[2].input[0] == "w_scale"
     with pytest.raises(UnsupportedError, match="its rows have zero points of their own"):
         looked_up(stored([0.5] * 5, zero=1, axis=0))
 
 
 def test_a_table_in_blocks_is_one_operator_unless_its_codes_have_a_sign():
     scale, how = [[0.5, 1.0]] * 5, {"bits": 4, "axis": 1, "per": "block"}
-    builder, _ = looked_up(stored(scale, low=0, high=15, **how))
-    (node,) = (n for n in builder.nodes if n.op_type == "GatherBlockQuantized")
+    b, _ = looked_up(stored(scale, low=0, high=15, **how))
+    (node,) = (n for n in b.nodes if n.op_type == "GatherBlockQuantized")
     assert settings(node) == {"gather_axis": 0, "quantize_axis": 1, "bits": 4, "block_size": 16}
     assert list(node.input) == ["w_rows_q", "i", "w_scale", "w_zero_point"] and node.domain == "com.microsoft"
     with pytest.raises(UnsupportedError, match="its blocks have signed integers"):
@@ -445,12 +411,12 @@ def test_a_softmax_is_written_so_that_the_runtime_makes_no_wrong_kernel_of_it(
     node = Node("s", "Softmax", ("x",), ("y",), {"axis": 1})
     plan = {"y": stored()} if output else {}
     nodes = {"s": NodePlan(name="s", op="Softmax", exec=execution)} if execution else {}
-    builder = tape_of(node, shapes={"x": (None, size), "y": (None, size)}, nodes=nodes, x=stored(), **plan)
-    builder.publish("x", "x")
-    x = builder.op("Erf", ["x"]) if float_before else builder.after_quantizer["x"]
-    before = len(builder.nodes)
-    WRITERS["Softmax"](builder, node, [x])
-    assert kinds(builder)[before:] == want
+    b = builder_of(node, shapes={"x": (None, size), "y": (None, size)}, nodes=nodes, x=stored(), **plan)
+    b.publish("x", "x")
+    x = b.op("Erf", ["x"]) if float_before else b.after_quantizer["x"]
+    before = len(b.nodes)
+    WRITERS["Softmax"](b, node, [x])
+    assert kinds(b)[before:] == want
 
 
 def computed(tmp_path, op, attrs, shapes, x, want, weights=None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -13,22 +14,20 @@ from torch import nn
 
 from chipfit.errors import ExportError, UnsupportedError
 from chipfit.export.io_spec import QuantizedIO
-from chipfit.export.onnx.builder import OnnxBuilder, tensor_type
-from chipfit.export.onnx.ops import onnx_attribute
+from chipfit.export.onnx.builder import OnnxBuilder
 from chipfit.export.onnx.writer import export_onnx, live_nodes, lowest_opset, value_info
 from chipfit.frameworks.torch.capture import capture
-from chipfit.graph.ir import Graph, Node, Value
-from chipfit.plan.record import NodePlan, Plan, TensorPlan
+from chipfit.graph.ir import Graph, Value
+from chipfit.plan.record import NodePlan, Plan
 from chipfit.quantizers.stored import Stored
 from chipfit.runtimes.onnxruntime import OnnxRuntime
-from tests.build import stored
+from tests.build import graph_of, node, plan_of, stored
 
 
 def relu(grid: Stored, shape=(None, 3)) -> tuple[Graph, Plan]:
-    values = {n: Value(n, shape) for n in "xy"}
-    graph = Graph([Node("n", "Relu", ("x",), ("y",))], ["x"], ["y"], values, {})
-    tensors = {n: TensorPlan(name=n, role="activation", stored=grid) for n in "xy"}
-    return graph, Plan(tensors=tensors, nodes={"n": NodePlan(name="n", op="Relu", exec="int")}, platform="some chip")
+    plan = plan_of(x=grid, y=grid)
+    nodes = {"n": NodePlan(name="n", op="Relu", exec="int")}
+    return graph_of(node("y = Relu(x)", name="n"), shape=shape), replace(plan, nodes=nodes, platform="some chip")
 
 
 @pytest.mark.parametrize("bits, opset", [(4, 21), (3, 21), (5, 13), (8, 13), (9, 21), (16, 21), (17, 13), (32, 13)])
@@ -96,33 +95,10 @@ def test_only_what_an_output_needs_is_in_the_file():
 
 
 def test_sizes_that_only_the_run_tells_have_names(tmp_path):
-    graph = Graph([Node("n", "Add", ("x", "z"), ("y",))], ["x", "z"], ["y"], {}, {})
-    graph.values = {"x": Value("x", (None, 3, None)), "z": Value("z", (1,)), "y": Value("y", (None, 3, None))}
+    graph = graph_of("y = Add(x, z)", shape=(None, 3, None), shapes={"z": (1,)})
     g = onnx.load(export_onnx(graph, None, tmp_path / "m.onnx")).graph
     shown = [[d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in (*g.input, *g.output)]
     assert shown == [["batch", 3, "x_2"], [1], ["output_0", 3, "output_2"]]
-
-
-def test_a_weight_that_is_an_output_is_in_the_file(tmp_path):
-    graph, _ = relu(stored())
-    graph.weights["w"] = torch.tensor([[1, 2, 3]])
-    graph.outputs = ["y", "w"]
-    got = OnnxRuntime(export_onnx(graph, None, tmp_path / "m.onnx")).run([np.ones((2, 3), np.float32)])
-    assert got["output_1"].tolist() == [[1, 2, 3]] and got["output_1"].dtype == np.int64
-
-
-@pytest.mark.parametrize(
-    "value, theirs",
-    [(True, 1), (False, 0), (3, 3), ((1, 2), [1, 2]), (((1, 2), (3, 4)), [1, 3, 2, 4]), ((), []), ([[5, 6]], [5, 6])],
-)
-def test_an_attribute_as_onnx_has_it(value, theirs):
-    found = onnx_attribute(value)
-    assert found == theirs and type(found) is type(theirs)
-
-
-def test_a_type_by_torchs_name():
-    names = {"float32": 1, "float64": 11, "int": 7, "int64": 7, "bool": 9, "uint8": 2, "int4": 22, "bfloat16": 16}
-    assert {k: tensor_type(k) for k in names} == names
 
 
 @pytest.fixture
@@ -134,18 +110,13 @@ def builder():
 
 
 def test_reductions_take_their_axes_as_the_opset_has_them(builder):
-    for opset, kind, asked in (
-        (13, "ReduceMean", False),
-        (13, "ReduceSum", True),
-        (18, "ReduceMean", True),
-        (17, "ReduceMax", False),
-    ):
-        builder.opset = opset
+    kinds = (13, "ReduceMean", 0), (13, "ReduceSum", 1), (18, "ReduceMean", 1), (17, "ReduceMax", 0)
+    for builder.opset, kind, as_input in kinds:
         builder.op(kind, ["x"], axes=[1, 2])
-        node = builder.nodes[-1]
-        assert (len(node.input) == 2) is asked and (len(node.attribute) == 0) is asked
-        if asked:
-            assert numpy_helper.to_array(builder.initialisers[node.input[1]]).tolist() == [1, 2]
+        reduction = builder.nodes[-1]
+        assert len(reduction.input) - 1 == 1 - len(reduction.attribute) == as_input
+        if as_input:
+            assert numpy_helper.to_array(builder.initialisers[reduction.input[1]]).tolist() == [1, 2]
 
 
 def test_operands_that_are_left_out_at_the_end_are_not_named(builder):
@@ -203,7 +174,5 @@ def test_the_first_axis_of_a_result_is_the_batch_where_all_inputs_have_one(x, y,
     info = value_info(graph, "output", "y")
     assert [d.dim_param or d.dim_value for d in info.type.tensor_type.shape.dim] == shown
     assert info.name == "output" and info.type.tensor_type.elem_type == onnx.TensorProto.FLOAT
-    assert (
-        value_info(graph, "o", "y", QuantizedIO("uint8", 1.0, 0, True)).type.tensor_type.elem_type
-        == onnx.TensorProto.UINT8
-    )
+    codes = value_info(graph, "o", "y", QuantizedIO("uint8", 1.0, 0, True))
+    assert codes.type.tensor_type.elem_type == onnx.TensorProto.UINT8

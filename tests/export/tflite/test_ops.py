@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -13,10 +15,11 @@ from chipfit.errors import UnsupportedError
 from chipfit.export.tflite.file import TYPES
 from chipfit.export.tflite.ops import SAME, VALID, fused_code, per_axis, window_placement
 from chipfit.export.tflite.writer import content, export_tflite
-from chipfit.graph.ir import DYNAMIC, Graph, Node, Value
-from chipfit.plan.record import NodePlan, Plan, TensorPlan
+from chipfit.graph.ir import DYNAMIC, Node
+from chipfit.plan.record import NodePlan, Plan
 from chipfit.runtimes.litert import LiteRtReference
-from tests.export.operators import CASES, alone, pool
+from tests.build import graph_of, node, plan_of
+from tests.export.operators import CASES, alone, pool, resize
 from tests.export.tflite.test_writer import operators as written
 from tests.export.tflite.test_writer import read
 from tests.simulate.one_operator import Codes, drawn, one
@@ -81,15 +84,8 @@ def test_padding_is_the_schemas_own_word_where_that_places_the_windows(
 
 def test_options_are_named_by_their_axis():
     assert per_axis(spatial((2, 3), ()), stride="stride{}") == {"strideH": 2, "strideW": 3}
-    three = spatial((1, 2, 3), (), (4, 5, 6))
-    assert per_axis(three, stride="s{}", dilation="{}x") == {
-        "sD": 1,
-        "sH": 2,
-        "sW": 3,
-        "Dx": 4,
-        "Hx": 5,
-        "Wx": 6,
-    }
+    three = per_axis(spatial((1, 2, 3), (), (4, 5, 6)), stride="s{}", dilation="{}x")
+    assert three == {"sD": 1, "sH": 2, "sW": 3, "Dx": 4, "Hx": 5, "Wx": 6}
 
 
 @pytest.mark.parametrize(
@@ -172,22 +168,18 @@ def test_a_layer_without_bias_has_one_of_zeros_in_the_scale_of_its_sums(bits, ki
     assert not any(model.buffers[bias.buffer].data) and linear.builtinOptions.keepNumDims is False
 
 
+OFF_CENTRE = pool(3, 3, padding=((0, 0), (1, 1)), count_include_pad=False)
 REFUSED_SHAPES = {
     "a vector": ("MatMul", [(3, 4), (4,)], {}, "an operand is a vector"),
     "rows that differ": ("GatherElements", [(2, 5, 3), (1, 4, 3)], {"axis": 1}, "it picks from some rows only"),
     "half a pixel": (
         "Resize",
         [(1, 2, 5, 5)],
-        {"mode": "linear", "size": None, "scale": (1.5, 1.5), "align_corners": False},
-        "its factor does not give whole sizes",
+        resize("linear", scale=(1.5, 1.5)),
+        "its factor does not give whole",
     ),
     "a volume": ("MaxPool", [(1, 2, 4, 4, 4)], {**pool(2, 2, 2), "dilation": (1, 1, 1)}, "it has three spatial axes"),
-    "means that no SAME has": (
-        "AvgPool",
-        [(1, 2, 6, 6)],
-        pool(3, 3, padding=((0, 0), (1, 1)), count_include_pad=False),
-        "its windows reach beyond what counts",
-    ),
+    "means that no SAME has": ("AvgPool", [(1, 2, 6, 6)], OFF_CENTRE, "its windows reach beyond what counts"),
 }
 
 
@@ -196,11 +188,11 @@ def test_what_the_file_has_no_form_for_is_refused_with_the_reason(name):
     op, shapes, attrs, words = REFUSED_SHAPES[name]
     names = [f"x{k}" for k in range(len(shapes))]
     inputs = [torch.zeros(s, dtype=torch.int64 if k and op == "GatherElements" else None) for k, s in enumerate(shapes)]
-    node = Node("n", op, tuple(names), ("y",), attrs)
-    values = {n: Value(n, tuple(x.shape), str(x.dtype)[6:]) for n, x in zip(names, inputs, strict=True)}
-    values["y"] = Value("y", tuple(execute(node, inputs)[0].shape))
+    n = node(f"y = {op}({', '.join(names)})", attrs, name="n")
+    made = dict(zip([*names, "y"], [*inputs, execute(n, inputs)[0]], strict=True))
+    types = {k: str(x.dtype)[6:] for k, x in made.items()}
     with pytest.raises(UnsupportedError, match=f"{op} 'n': {words}"):
-        content(Graph([node], names, ["y"], values, {}), None)
+        content(graph_of(n, shapes={k: tuple(x.shape) for k, x in made.items()}, dtypes=types), None)
 
 
 def test_codes_are_clipped_only_where_the_schema_has_the_bounds():
@@ -213,16 +205,13 @@ def test_codes_are_clipped_only_where_the_schema_has_the_bounds():
 
 
 def rounded(per="row", low=-128, high=127, weight=True, op="Linear"):
-    """x -> rounded each time -> a product with stored weights."""
-    nodes = [
-        Node("d", DYNAMIC, ("x",), ("m",), {"per": per, "qmin": low, "qmax": high, "affine": True, "block": 1}),
-        Node("l", op, ("m", "w", None)[: 3 if op == "Linear" else 2], ("y",)),
-    ]
-    values = {n: Value(n, (None, 4)) for n in "xmy"}
+    """x -> quantized dynamically -> a product with stored weights."""
+    how = {"per": per, "qmin": low, "qmax": high, "affine": True, "block": 1}
+    product = node("y = Linear(m, w, -)" if op == "Linear" else "y = MatMul(m, w)", name="l")
     w = Codes(drawn(1, 4, 4), 0.5)
-    graph = Graph(nodes, ["x"], ["y"], values, {"w": w.reals()})
-    tensors = {"w": TensorPlan(name="w", role="weight", stored=w.stored())} if weight else {}
-    return graph, Plan(tensors=tensors, nodes={"l": NodePlan(name="l", op=op, exec="int")})
+    graph = graph_of(node(f"m = {DYNAMIC}(x)", how, name="d"), product, weights={"w": w.reals()})
+    plan = plan_of(w=w.stored()) if weight else Plan()
+    return graph, replace(plan, nodes={"l": NodePlan(name="l", op=op, exec="int")})
 
 
 @pytest.mark.parametrize(
@@ -258,18 +247,15 @@ def one_operator_of(raw):
 @pytest.mark.parametrize("shape, slopes", [((None, 4), [4]), ((None, 4, 7), [1, 4]), ((None, 4, 5, 6), [1, 1, 4])])
 def test_slopes_have_the_axes_of_a_sample(shape, slopes):
     """As TensorFlow's converter writes them: the shape of the data without the batch."""
-    node = Node("n", "PRelu", ("x", "w"), ("y",))
-    values = {n: Value(n, shape) for n in "xy"}
-    raw = content(Graph([node], ["x"], ["y"], values, {"w": torch.ones(4)}), None)
+    raw = content(graph_of("y = PRelu(x, w)", weights={"w": torch.ones(4)}, shape=shape), None)
     x, w = one_operator_of(raw)[1]
     assert w.shape.tolist() == slopes and x.shape.tolist() == [1, *shape[2:], 4]
 
 
 @pytest.mark.parametrize("shape, kept", [((None, 5), False), ((None, 3, 5), True), ((None, 2, 3, 5), True)])
 def test_a_linear_layer_of_rows_keeps_their_axes(shape, kept):
-    node = Node("n", "Linear", ("x", "w", None), ("y",))
-    values = {"x": Value("x", shape), "y": Value("y", (*shape[:-1], 4))}
-    graph = Graph([node], ["x"], ["y"], values, {"w": torch.ones(4, 5)}, data_format="channels_last")
+    shapes, weights = {"x": shape, "y": (*shape[:-1], 4)}, {"w": torch.ones(4, 5)}
+    graph = graph_of("y = Linear(x, w, -)", weights=weights, shapes=shapes, data_format="channels_last")
     linear, (_, w, b) = one_operator_of(content(graph, None))
     assert linear.builtinOptions.keepNumDims is kept
     assert w.shape.tolist() == [4, 5] and b.shape.tolist() == [4] and b.type == TYPES["float32"]
@@ -277,19 +263,17 @@ def test_a_linear_layer_of_rows_keeps_their_axes(shape, kept):
 
 @pytest.mark.parametrize("sizes, kind", [((2, 2), "SPLIT"), ((1, 3), "SPLIT_V"), ((1, 2, 1), "SPLIT_V")])
 def test_equal_parts_are_a_split_of_their_own(sizes, kind):
-    names = tuple(f"y{k}" for k in range(len(sizes)))
-    node = Node("n", "Split", ("x",), names, {"axis": -1, "sizes": sizes})
-    values = {"x": Value("x", (None, 4))} | {n: Value(n, (None, s)) for n, s in zip(names, sizes, strict=True)}
-    raw = content(Graph([node], ["x"], [*names], values, {}), None)
+    names = [f"y{k}" for k in range(len(sizes))]
+    shapes = {n: (None, s) for n, s in zip(names, sizes, strict=True)}
+    raw = content(graph_of(node(f"{', '.join(names)} = Split(x)", {"axis": -1, "sizes": sizes}), shapes=shapes), None)
     split, _ = one_operator_of(raw)
     assert written(raw) == [kind] and split.builtinOptions.numSplits == len(sizes) == len(split.outputs)
 
 
 def test_an_image_in_groups_of_one_channel_says_how_many_results_each_channel_has():
     attrs = {"stride": (1, 2), "padding": ((0, 0), (0, 0)), "dilation": (1, 1), "groups": 2}
-    node = Node("n", "DepthwiseConv2D", ("x", "w", None), ("y",), attrs)
-    values = {"x": Value("x", (None, 2, 3, 5)), "y": Value("y", (None, 6, 2, 2))}
-    raw = content(Graph([node], ["x"], ["y"], values, {"w": torch.ones(6, 1, 2, 2)}), None)
+    shapes, weights = {"x": (None, 2, 3, 5), "y": (None, 6, 2, 2)}, {"w": torch.ones(6, 1, 2, 2)}
+    raw = content(graph_of(node("y = DepthwiseConv2D(x, w, -)", attrs), weights=weights, shapes=shapes), None)
     conv, (x, w, b) = one_operator_of(raw)
     made = conv.builtinOptions
     assert (made.depthMultiplier, made.strideH, made.strideW, made.padding) == (3, 1, 2, VALID)
@@ -297,8 +281,6 @@ def test_an_image_in_groups_of_one_channel_says_how_many_results_each_channel_ha
 
 
 def test_what_is_picked_along_the_last_axis_needs_no_transposition():
-    for name, kinds in (
-        ("gather of the last", ["GATHER"]),
-        ("gather of rows", ["TRANSPOSE"] * 2 + ["GATHER", "TRANSPOSE"]),
-    ):
-        assert written(content(alone(name)[0], None)) == kinds
+    assert written(content(alone("gather of the last")[0], None)) == ["GATHER"]
+    turned = ["TRANSPOSE", "TRANSPOSE", "GATHER", "TRANSPOSE"]
+    assert written(content(alone("gather of rows")[0], None)) == turned

@@ -14,10 +14,10 @@ from ai_edge_litert.interpreter import Interpreter, OpResolverType
 
 from chipfit.errors import ExportError, UnsupportedError
 from chipfit.export.tflite.file import TYPES
-from chipfit.export.tflite.writer import concrete_sizes, content, export_tflite
+from chipfit.export.tflite.writer import concrete_sizes, content
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
-from tests.build import stored
+from tests.build import plan_of, stored
 from tests.export.test_io_spec import Table
 
 FLOAT, INT8 = TYPES["float32"], TYPES["int8"]
@@ -108,12 +108,10 @@ def test_reasons_are_told_once_each_for_all_that_they_concern():
     plan = Plan(tensors={n: tensor(n, signed=n not in "ab", per="row" if n == "c" else "tensor") for n in "abcd"})
     with pytest.raises(UnsupportedError) as e:
         content(RELU, plan)
-    first, second = (
-        "tensor 'a' (a8), tensor 'b' (a8): the file holds signed",
-        "integers only; tensor 'c' (a8): the file has",
+    told = (
+        "tensor 'a' (a8), tensor 'b' (a8): the file holds signed integers only; tensor 'c' (a8): the file has no scales"
     )
-    assert f"{first} {second} no scales per row" in str(e.value)
-    assert str(e.value).rstrip(".").endswith("quantize for a platform such as tflite_int8")
+    assert told in str(e.value) and str(e.value).rstrip(".").endswith("quantize for a platform such as tflite_int8")
 
 
 def test_a_value_of_a_type_that_the_file_has_not_is_named():
@@ -132,10 +130,9 @@ def test_a_model_that_takes_no_such_batch_says_so():
 # ---------------------------------------------------------------- the batch
 
 
-def transposed(**more) -> Graph:
-    attrs = {**CONV, "stride": (2, 2), "output_padding": (0, 0)}
-    made = Node("n_y", "TransposeConv2D", ("x", "w", None), ("y",), attrs)
-    return network(made, x=(None, 3, 2, 2), y=(None, 4, 4, 4), weights={"w": torch.ones(3, 4, 2, 2)}, **more)
+def transposed() -> Graph:
+    made = node("TransposeConv2D", ["x", "w", None], "y", **{**CONV, "stride": (2, 2), "output_padding": (0, 0)})
+    return network(made, x=(None, 3, 2, 2), y=(None, 4, 4, 4), weights={"w": torch.ones(3, 4, 2, 2)})
 
 
 def test_the_batch_stays_open_unless_given_or_an_operator_fixes_it_at_one():
@@ -190,10 +187,6 @@ def test_an_image_is_described_by_its_channels(framework, shape, kind, color):
     assert color is None or x.table(3).table(1).byte(0) == color
 
 
-def test_there_are_no_notes_for_apps_where_nothing_is_noted():
-    assert [m.name for m in read(content(RELU, None)).metadata] == [b"chipfit"]
-
-
 def test_the_file_says_how_values_lie_and_where_their_batch_is():
     conv = Node("n_v", "Conv2D", ("x", "w", None), ("v",), CONV)
     weights = {"w": torch.ones(4, 3, 1, 1)}
@@ -222,28 +215,17 @@ def test_all_tensors_of_a_value_are_noted():
 
 def test_a_constant_that_comes_out_is_a_copy():
     held = {"w": torch.tensor([[1.5, -2.0, 0.25]])}
-    graph = network(node("Relu", "x", "y"), x=(None, 4), y=(None, 4), weights=held, outputs=["w"])
-    raw = content(graph, None)
+    raw = content(network(node("Relu", "x", "y"), x=(None, 4), y=(None, 4), weights=held, outputs=["w"]), None)
     assert operators(raw)[-1] == "RESHAPE" and tensors(raw)["w/output"].shape.tolist() == [1, 3]
     got = computed(raw, np.zeros((1, 4), np.float32))
     assert got.tolist() == [[1.5, -2.0, 0.25]]
 
 
-def test_a_file_appears_whole(tmp_path):
-    path = export_tflite(RELU, None, tmp_path / "m.tflite")
-    assert path == tmp_path / "m.tflite" and path.read_bytes() == content(RELU, None)
-
-
 @pytest.mark.parametrize("perm, turned, front", [((1, 0), (3, None), 3), ((0, 1), (None, 3), None)])
 def test_the_notes_say_what_lies_in_front_of_the_samples_in_one_axis(perm, turned, front):
     """[N, 3] is turned to [3, N], or stays, and becomes one axis."""
-    nodes = [Node("t", "Transpose", ("x",), ("y",), {"perm": perm})]
-    nodes.append(Node("r", "Reshape", ("y",), ("z",), {"shape": (-1,)}))
-    values = {"x": Value("x", (None, 3)), "y": Value("y", turned), "z": Value("z", (None,))}
-    graph = Graph(nodes, ["x"], ["z"], values, {})
-    model = read(content(graph, None))
-    note = next(m for m in model.metadata if m.name == b"chipfit")
-    said = json.loads(bytes(model.buffers[note.buffer].data))
+    nodes = node("Transpose", "x", "y", perm=perm), node("Reshape", "y", "z", shape=(-1,))
+    said = json.loads(entry(content(network(*nodes, x=(None, 3), y=turned, z=(None,)), None), "chipfit"))
     assert said.get("in_front") == ({"z": front} if front else None)
 
 
@@ -253,12 +235,10 @@ def test_the_notes_say_what_lies_in_front_of_the_samples_in_one_axis(perm, turne
 def grouped(*acts: Node, exec="int", **more) -> tuple[Graph, Plan]:
     """x * x, and what is fused behind it; x and the result in halves."""
     last = acts[-1].output if acts else "v"
-    values = dict.fromkeys(["x", "v", *(a.output for a in acts)], (None, 4))
-    graph = network(node("Mul", "xx", "v"), *acts, **values)
-    tensors_ = {n: tensor(n) for n in ("x", last)}
-    names = tuple(n.name for n in graph.nodes)
-    plan = Plan(tensors=tensors_, nodes={n.name: NodePlan(name=n.name, op=n.op, exec=exec) for n in graph.nodes})
-    return graph, replace(plan, groups=(names,) if len(names) > 1 else (), **more)
+    graph = network(node("Mul", "xx", "v"), *acts, **dict.fromkeys(["x", "v", *(a.output for a in acts)], (None, 4)))
+    nodes = {n.name: NodePlan(name=n.name, op=n.op, exec=exec) for n in graph.nodes}
+    groups = (tuple(nodes),) if len(nodes) > 1 else ()
+    return graph, replace(plan_of(**{"x": stored(), last: stored()}), nodes=nodes, groups=groups, **more)
 
 
 X = np.array([[-2.0, 1.0, 3.0, 0.0]], np.float32)
@@ -277,16 +257,12 @@ SIX, FOUR = node("Relu6", "v", "y"), node("Clamp", "y", "z", min=None, max=4.0)
     ],
 )
 def test_an_activation_is_the_kernels_own_where_it_is_the_only_one(exec, acts, written, want):
-    graph, plan = grouped(*acts, exec=exec)
-    raw = content(graph, plan)
-    assert [op for op in operators(raw) if "QUANTIZE" not in op] == written
-    assert computed(raw, X).tolist() == [want]
-    made = tensors(raw)
-    model = read(raw)
-    product = next(o for o in model.subgraphs[0].operators if o.builtinOptionsType == schema.BuiltinOptions.MulOptions)
-    kinds = {model.subgraphs[0].tensors[k].type for k in (*product.inputs, *product.outputs)}
-    assert kinds == ({INT8} if exec == "int" else {FLOAT})
-    assert ("v/inner" in made) is (len(acts) > 1)
+    raw = content(*grouped(*acts, exec=exec))
+    assert [op for op in operators(raw) if "QUANTIZE" not in op] == written and computed(raw, X).tolist() == [want]
+    (g,) = read(raw).subgraphs
+    product = next(o for o in g.operators if o.builtinOptionsType == schema.BuiltinOptions.MulOptions)
+    kinds = {g.tensors[k].type for k in (*product.inputs, *product.outputs)}
+    assert kinds == ({INT8} if exec == "int" else {FLOAT}) and ("v/inner" in tensors(raw)) is (len(acts) > 1)
 
 
 def test_a_kernel_without_activations_of_its_own_is_followed_by_them():
@@ -304,13 +280,12 @@ def test_a_bound_that_no_kernel_applies_is_written_in_floats_with_the_kernel():
     assert computed(raw, X).tolist() == [[4, 1, 4, 0]]
 
 
-def in_codes(graph: Graph, plan: Plan, option: str = "") -> bool:
-    """Whether the first operator that is no quantizer reads codes."""
-    model = read(content(graph, plan))
-    first = next(
-        o for o, name in zip(model.subgraphs[0].operators, operators(content(graph, plan))) if "QUANT" not in name
-    )
-    return model.subgraphs[0].tensors[first.inputs[0]].type == INT8
+def in_codes(graph: Graph, plan: Plan) -> bool:
+    """Return whether the first operator that is no quantizer reads integers."""
+    raw = content(graph, plan)
+    (g,) = read(raw).subgraphs
+    first = next(o for o, name in zip(g.operators, operators(raw)) if "QUANT" not in name)
+    return g.tensors[first.inputs[0]].type == INT8
 
 
 def test_an_operator_is_written_in_integers_where_everything_that_it_takes_and_makes_is_codes():
@@ -326,11 +301,10 @@ def test_an_operator_is_written_in_integers_where_everything_that_it_takes_and_m
     assert not in_codes(sine, Plan(tensors=plan.tensors, nodes={"n_v": NodePlan(name="n_v", op="Sin", exec="int")}))
 
 
-def test_what_another_operator_reads_before_its_codes_is_made_in_float():
+def test_what_another_operator_reads_in_float_is_made_in_float():
     graph, plan = grouped()
     graph.nodes.append(node("Sin", "v", "s"))
-    graph.values["s"] = Value("s", (None, 4))
-    graph.outputs = ["s"]
+    graph.values["s"], graph.outputs = Value("s", (None, 4)), ["s"]
     assert in_codes(graph, plan)
     early = replace(plan, float_edges=frozenset({("v", "n_s")}))
     assert not in_codes(graph, early)
@@ -365,11 +339,9 @@ def test_parts_are_moved_as_codes_where_all_have_the_numbers_of_the_whole():
 
 def test_a_composite_is_written_by_simple_operators_of_its_own_sizes():
     x, w, b = torch.tensor([[1.0, 2.0, 4.0, 9.0], [0.0, -3.0, 3.0, 8.0]]), torch.arange(4.0), torch.ones(4)
-    norm = Node("n_y", "LayerNorm", ("x", "w", "b"), ("y",), {"normalized_shape": (4,), "eps": 1e-5})
-    graph = network(norm, x=(None, 4), y=(None, 4), weights={"w": w, "b": b})
-    want = torch.nn.functional.layer_norm(x, (4,), w, b)
-    raw = content(graph, None)
-    np.testing.assert_allclose(computed(raw, x.numpy()), want.numpy(), atol=1e-5)
+    norm = node("LayerNorm", "xwb", "y", normalized_shape=(4,), eps=1e-5)
+    raw = content(network(norm, x=(None, 4), y=(None, 4), weights={"w": w, "b": b}), None)
+    np.testing.assert_allclose(computed(raw, x.numpy()), torch.nn.functional.layer_norm(x, (4,), w, b), atol=1e-5)
     assert "MEAN" in operators(raw) and tensors(raw)["y"].shapeSignature.tolist() == [-1, 4]
 
 
