@@ -37,7 +37,7 @@ _MOST_REASONS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class RangeRules:
-    """How ranges are chosen where no override names another rule."""
+    """The range rules of tensors without a rule of their own among the overrides."""
 
     rule: Rule = "mse"  #: range rule of activations
     weight_rule: Rule = "mse"  #: range rule of weights

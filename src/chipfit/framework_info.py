@@ -1,3 +1,3 @@
-"""What is known about a framework's layers, under the names of the Model Compression Toolkit."""
+"""The class that describes the layers of a framework, with the name and place of MCT."""
 
 from chipfit.facade.framework_info import *  # noqa: F403 -- a door has what its room has

@@ -1,4 +1,4 @@
-"""What a platform would do with a model, before any data."""
+"""The formats and kernels that a platform would give to a model, without any data."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from chipfit.settings import Settings
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What to quantize, on which data, and what to do besides."""
+    """The model, the data and the options of one call of `quantize`."""
 
     model: Any
     data: CalibrationData

@@ -86,7 +86,7 @@ class Result(SummaryRepr):
 
     @property
     def report(self) -> Report:
-        """How well it went, as data; `report.save(path)` writes the HTML page."""
+        """The errors, sizes and times of the quantized network, as data; `report.save(path)` writes the HTML page."""
         from chipfit.report.advice import tried
         from chipfit.report.rows import build
 

@@ -1,6 +1,6 @@
-"""Quantizers that train, by hand on a layer or in a whole model; names of the Model Compression Toolkit."""
+"""Trainable quantizers for single layers and whole models, under the names of MCT."""
 
-# ruff: noqa: F403 -- a door has what its rooms have
+# ruff: noqa: F403 -- a door re-exports all names of its modules
 from typing import Any
 
 from chipfit.facade.trainable.algorithm_quantizers import *
@@ -14,7 +14,7 @@ from chipfit.quantizers.inferable import InferableQuantizer as BaseInferableQuan
 
 
 def __getattr__(name: str) -> Any:
-    """What needs Keras loads when it is asked for."""
+    """Load names that need Keras when they are first used."""
     if name == "keras_inferable_quantizers":
         return keras_part("inferable")
     if name in ("KerasActivationQuantizationHolder", "KerasQuantizationWrapper"):

@@ -1,1 +1,1 @@
-"""Which layer hurts, and which widths to choose: losses of widths from one backward pass, and an integer program."""
+"""Sensitivity of layers and the search of bits: losses predicted from one backward pass, and an integer program."""

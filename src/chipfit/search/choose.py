@@ -1,4 +1,4 @@
-"""Widths under limits: what may be chosen, what it costs, and the choice with the least loss."""
+"""The search of bits under limits: the possible choices, their costs, and the choice with the least loss."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ from chipfit.search.losses import NEAREST, Losses, RoundingModel, losses
 from chipfit.search.resources import bits_of, live_values, peak_bytes, value_bytes
 from chipfit.search.solve import LOSS, Choice, format_amount, limit_of, solutions
 
-#: limits that some choice of the widths of weights, and of activations, can keep or break
+#: limits that depend on the bits of weights, and of activations
 _OF_WEIGHTS, _OF_ACTIVATIONS = {"weights", "total", "bops", LOSS}, {"activations", "total", "bops"}
 
 
-#: choices whose losses are measured, and the multiplications that this may take
+#: number of choices whose losses are measured, and the multiplications that measuring may take
 TRIES, WORK = 8, 2e9
 
 
 @dataclass(frozen=True)
 class ChosenWidths:
-    """What a search decided."""
+    """The outcome of a search."""
 
-    weights: dict[str, int]  #: tensor -> width
-    activations: dict[str, int]  #: the same of those whose widths were searched
-    predicted: float  #: the loss that they add, in nats for class scores
-    used: dict[str, float]  #: limit -> what the choice takes
-    most: dict[str, float]  #: limit -> what it may take
-    widths: dict[str, tuple[int, ...]]  #: tensor -> what there was to choose from, ascending
-    measured: float | None = None  #: the loss, where it decided
-    tries: int = 0  #: of how many choices it was measured
+    weights: dict[str, int]  #: weight -> bits
+    activations: dict[str, int]  #: activation -> bits, of those whose bits were searched
+    predicted: float  #: predicted loss of this choice [nat for class scores]
+    used: dict[str, float]  #: limit -> amount that the choice uses
+    most: dict[str, float]  #: limit -> amount that is allowed
+    widths: dict[str, tuple[int, ...]]  #: tensor -> bits to choose from, ascending
+    measured: float | None = None  #: measured loss, if it decided
+    tries: int = 0  #: number of choices whose loss was measured
 
     @property
     def bits(self) -> dict[str, int]:
         return {**self.weights, **self.activations}
 
     def __str__(self) -> str:
-        """How many tensors have which width, and what they take."""
+        """Return a line: the number of tensors with each width, the amounts used, and the loss."""
 
         def counted(bits: Mapping[str, int]) -> str:
             return ", ".join(f"{n} of {b} bits" for b, n in sorted(Counter(bits.values()).items()))
@@ -75,16 +75,18 @@ class ChosenWidths:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """All choices of widths of one network, and what each loses."""
+    """All choices of bits in one network, and the loss of each."""
 
     graph: Graph
     plan: Plan
-    parts: Sequence[TiedChoice]  #: activations whose widths are chosen
-    pairs: Mapping[str, Sequence[tuple[int, int]]]  #: see `candidates.layers`
+    parts: Sequence[TiedChoice]  #: activations whose bits are chosen
+    pairs: Mapping[
+        str, Sequence[tuple[int, int]]
+    ]  #: linear operator -> (weight bits, input bits); see `candidates.kernel_widths`
     losses: Losses
 
     def choose(self, limits: Limits, measure: Callable[[Mapping[str, int]], float] | None = None) -> ChosenWidths:
-        """The choice with the least loss inside the limits; where the loss has one, the least memory of weights.
+        """Return the choice with the least loss inside the limits; if the loss is limited, the smallest weights.
 
         Args:
             measure: the loss of the network with these widths. Of a small network it decides among the choices with the
@@ -103,7 +105,7 @@ class SearchSpace:
         return replace(best, measured=loss, tries=len(measured))
 
     def _choices(self, limits: Limits) -> Iterator[ChosenWidths]:
-        """All inside the limits, the best first."""
+        """Yield the choices inside the limits, the best first."""
         most = {k: parse_amount(v, self._whole(k), k) for k, v in limits.to_record().items()}
         moments = live_values(self.graph, self.plan)
         budgets = {k: v for k, v in most.items() if k in ("weights", "bops", LOSS)}
@@ -130,7 +132,7 @@ class SearchSpace:
         )
 
     def _whole(self, name: str) -> float:
-        """What a limit's tensors take in 8 bits; a limit on the loss knows no shares."""
+        """Return the amount that the tensors of a limit use in 8 bits, for limits given as a share."""
         searched = {t for p in self.parts for t in p.tensors}
         readers = [n for n in self.graph.nodes if n.name in self.pairs]
         if name == "bops":
@@ -142,7 +144,7 @@ class SearchSpace:
         return values + (0.0 if name == "activations" else weights)
 
     def _units(self, during: Mapping[str, frozenset[str]], bops: bool) -> list[Choice]:
-        """Weights, activations together, every other value, and the kernels that do not take all pairs of widths."""
+        """Return the choices: of weights, of tied activations, of fixed values, and of kernels that restrict pairs of bits."""
         out, wide = [], weight_widths(self.graph, self.pairs)
         total = [r for r in during if limit_of(r) == "total"]
         for name, bits in wide.items():

@@ -1,4 +1,4 @@
-"""What each width of each tensor costs in the network's outputs, from one forward and one backward pass.
+"""The loss in the network's outputs of each number of bits of each tensor, from one forward and one backward pass.
 
 To second order, a small error d in a value costs d' F d / 2, where F, the Fisher information of the outputs, is the
 mean of g g' over gradients g, see `rounding.fisher`.
@@ -36,12 +36,12 @@ Losses = dict[str, dict[int, float]]
 
 @dataclass(frozen=True)
 class RoundingModel:
-    """How tensors will be rounded, on which their losses depend."""
+    """The way in which tensors will be rounded, on which their losses depend."""
 
-    rule: Rule = "mse"  #: ranges of activations
-    weight_rule: Rule = "mse"  #: ranges of weights that take their nearest codes
-    fitted: bool = False  #: codes and biases of weights follow from what they read
-    means: bool = True  #: no bias takes the mean of what rounded weights change
+    rule: Rule = "mse"  #: range rule of activations
+    weight_rule: Rule = "mse"  #: range rule of weights that are rounded to nearest
+    fitted: bool = False  #: weights are rounded by a method that fits them to their inputs
+    means: bool = True  #: no correction removes the mean error of rounded weights
 
     @classmethod
     def of(cls, d: Decision, corrections: Collection[str]) -> RoundingModel:
@@ -56,7 +56,7 @@ NEAREST = RoundingModel()
 
 @dataclass
 class _OperatorStatistics:
-    """Of one linear operator: moments of its inputs, and squared gradients of each output channel, summed.
+    """The sums collected for one linear operator: moments of its inputs, squared gradients of each output channel.
 
     What changes at random from position to position meets the gradients one by one, a mean error their sum.
     """
@@ -68,7 +68,7 @@ class _OperatorStatistics:
     together: Tensor  #: sum over samples of squares of sums over positions, [g, O/g]
 
     def add(self, x: Tensor, y: Tensor, g: Tensor, w: Tensor, random: torch.Generator) -> None:
-        """Inputs, outputs, and the gradients of the outputs, of one batch."""
+        """Add inputs, outputs and gradients of the outputs of one batch."""
         where = positions(self.node, y, -(-SAMPLES // IMAGES), random)
         self.moments.add(patches(self.node, x, w, where), targets(self.node, y, where))
         everywhere = torch.arange(places(self.node, g.shape))
@@ -86,7 +86,7 @@ def losses(
     seed: int = 0,
     rounding: RoundingModel = NEAREST,
 ) -> Losses:
-    """The loss that rounding each tensor alone to so many bits adds to the outputs.
+    """Return the loss that rounding each tensor alone to so many bits adds to the outputs.
 
     Args:
         graph, plan: the float network, and how its tensors are stored; other widths have grids of the same kind.
@@ -150,14 +150,14 @@ def _weight_error(
     rounding: RoundingModel,
     stats: Mapping[str, TensorStats],
 ) -> Tensor:
-    """q - w, [g, O/g, K], for weights that are rounded to the nearest of so many bits.
+    """Return q - w, [g, O/g, K], for weights rounded to nearest with so many bits.
 
     Of fitted ones the scales are those that serve the outputs. Their codes would lose still less, but of every width
     alike: it leads to the same choice.
     """
     name, stored = s.node.weight, plan[s.node.weight]
     grid = at_width(stored.grid, bits)
-    blocks = stored.grid.per == "block"  # whose scales are not fitted
+    blocks = stored.grid.per == "block"  # scales per block are not fitted
     if rounding.fitted and not blocks:
         free = replace(plan, tensors={**plan.tensors, name: plan.tensors[name].with_(grid=grid)}, limits=())
         q, *_ = gptq.round_rows(s.rows, h, weight_rows(free, s.node, w), feedback=False, candidates=(0.89, 1.0, 1.15))
@@ -171,14 +171,14 @@ def _weight_error(
 
 
 def at_width(grid: Grid, bits: int) -> Grid:
-    """A grid of the same kind with codes of another width."""
+    """Return a grid of the same kind with other bits."""
     narrow, half = grid.qmin == -grid.qmax, 1 << bits - 1
     low, high = (narrow - half, half - 1) if grid.signed else (0, 2 * half - 1)
     return replace(grid, bits=bits, qmin=low, qmax=high)
 
 
 def _activation_at_width(stored: Stored, bits: int, stats: TensorStats | None, rounding: RoundingModel) -> Stored:
-    """An activation at another width, with the range that suits it."""
+    """Return how an activation is stored with other bits, with a range chosen for them."""
     if bits == stored.grid.bits or stats is None:
         return stored
     grid = at_width(stored.grid, bits)

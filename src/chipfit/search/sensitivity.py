@@ -1,4 +1,4 @@
-"""Which tensors hurt: the loss that each adds, as it is stored and at other widths, and what to do about it."""
+"""Sensitivity: the loss that each tensor adds, as it is stored and at other bits, and advice on the worst ones."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from chipfit.search.candidates import activation_choices, is_copy, kernel_widths
 from chipfit.search.losses import NEAREST, Losses, RoundingModel, losses
 from chipfit.search.resources import resources
 
-#: how many changes are tried, and the share of the loss that one must give back to be spoken of
+#: number of changes that are tried, and the share of the loss that one must recover to be advised
 TRIALS, GAIN = 2, 0.1
-#: a wider format is wide enough when it gives back so much of what float would
+#: share of float's gain that more bits must reach to be advised instead of float
 ENOUGH = 0.75
 
 
@@ -30,16 +30,16 @@ class Sensitivity(SummaryRepr):
     """The predicted loss of every tensor alone, in nats of KL divergence for class scores."""
 
     losses: Losses  #: tensor -> width in bits -> loss
-    bits: dict[str, int]  #: the width that each has
+    bits: dict[str, int]  #: tensor -> present bits
     layers: dict[str, str]  #: the user's layer that owns or makes it
-    tried: tuple[str, ...] = ()  #: overrides that were tried and help, each with its gain and price
+    tried: tuple[str, ...] = ()  #: advice: overrides that were tried and help, each with its gain and cost
 
     def ranked(self) -> list[tuple[str, float]]:
-        """Tensors and what keeping each in float would give back, most first."""
+        """Return tensors with the loss that float would recover, the largest first."""
         return sorted(((t, row[self.bits[t]]) for t, row in self.losses.items()), key=lambda x: -x[1])
 
     def rows(self) -> list[dict[str, Any]]:
-        """The same as data: tensor, layer, bits, loss, loss as a share of the greatest, and losses at other widths."""
+        """Return one row a tensor: layer, bits, loss, loss as a share of the greatest, and losses at other bits."""
         most = max((v for _, v in self.ranked()), default=0.0)
         return [
             {

@@ -1,3 +1,3 @@
-"""The same as `chipfit.target_platform`."""
+"""The names of `chipfit.target_platform`, under the module name of later versions of MCT."""
 
 from chipfit.target_platform import *  # noqa: F403 -- a door has what its room has
