@@ -144,7 +144,7 @@ class SearchSpace:
         return values + (0.0 if name == "activations" else weights)
 
     def _units(self, during: Mapping[str, frozenset[str]], bops: bool) -> list[Choice]:
-        """Return the choices: of weights, of tied activations, of fixed values, and of kernels that restrict pairs of bits."""
+        """Return the choices of weights, tied activations, fixed values, and kernels that restrict pairs of bits."""
         out, wide = [], weight_widths(self.graph, self.pairs)
         total = [r for r in during if limit_of(r) == "total"]
         for name, bits in wide.items():
