@@ -69,7 +69,7 @@ FORESEEN: dict[str, tuple[type[BaseException], ...]] = {
     "engine/trees.py:read_tree": (ValueError, RecursionError),
     # a zip archive; names of values and weights that nothing has; raw bytes for torch
     "frameworks/torch/archive.py:load": (*_ZIP, LookupError, ValueError, RuntimeError),
-    "frameworks/keras/safe_loading.py:_check": (*_ZIP, ValueError, KeyError, RecursionError),
+    "frameworks/keras/safe_loading.py:_check_file": (*_ZIP, ValueError, KeyError, RecursionError),
     "runtimes/onnxruntime.py:__init__": (UnicodeDecodeError, *_ORT),  # names in the file
     "runtimes/onnxruntime.py:read": (DecodeError, onnx.checker.ValidationError),
     "runtimes/litert.py:__init__": (ValueError, RuntimeError),
@@ -89,7 +89,7 @@ FOREIGN: tuple[str, ...] = (
     "frameworks/keras/capture.py:_in_float32",
     "frameworks/keras/capture.py:_compare",
     "frameworks/keras/safe_loading.py:load",
-    "frameworks/keras/opaque.py:restored",
+    "frameworks/keras/opaque.py:load_operation",
     "facade/import_by_name.py:import_by_name",
     "facade/import_by_name.py:call_factory",
     "ranges/__init__.py:choose",  # the user's rule

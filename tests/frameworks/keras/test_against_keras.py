@@ -442,9 +442,9 @@ class Reading:
     def _watched(self, key, f):
         @functools.wraps(f)
         def read(call, *args, **kwargs):
-            first = len(call.draft.graph.nodes)
+            first = len(call.builder.graph.nodes)
             out = f(call, *args, **kwargs)
-            self.read.append((*key, call.draft.graph.nodes[first:]))
+            self.read.append((*key, call.builder.graph.nodes[first:]))
             return out
 
         if f in ACTIVATED:

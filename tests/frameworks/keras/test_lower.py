@@ -179,7 +179,7 @@ def test_a_file_that_another_backend_saved_computes_the_same():
 
 def test_a_quantizer_rounds_halves_to_even_and_saturates():
     q = KerasQuantizer(-8, 7)
-    q.set({"scale": np.array(0.5, "float32")})
+    q.assign({"scale": np.array(0.5, "float32")})
     assert numbers(q(np.array([-9.0, -0.75, 0.25, 0.75, 100.0, np.inf], "float32"))).tolist() == [
         -4.0,
         -1.0,
@@ -192,7 +192,7 @@ def test_a_quantizer_rounds_halves_to_even_and_saturates():
 
 def test_a_quantizer_with_a_table_takes_the_nearest_entry():
     q = KerasQuantizer(0, 3, table=(-1.0, 0.0, 0.5, 2.0))
-    q.set({"scale": np.array(2.0, "float32")})
+    q.assign({"scale": np.array(2.0, "float32")})
     assert numbers(q(np.array([-9.0, -0.9, 0.6, 2.4, 3.0, 9.0], "float32"))).tolist() == [-2.0, 0.0, 1.0, 1.0, 4.0, 4.0]
 
 
@@ -414,12 +414,12 @@ def test_of_jax_a_step_returns_what_variables_become(monkeypatch):
         trainable_variables=["w", "v"], non_trainable_variables=["mean"], optimizer=SimpleNamespace(variables=["m"])
     )
     out = ("logs", ([1, 2], [3], [4], [5]))
-    assert QuantizedModel._after(model, out) == [] or keras.backend.backend() == "jax"
+    assert QuantizedModel.values_after(model, out) == [] or keras.backend.backend() == "jax"
     monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
-    assert QuantizedModel._after(model, out) == [("w", 1), ("v", 2), ("mean", 3), ("m", 4)]
+    assert QuantizedModel.values_after(model, out) == [("w", 1), ("v", 2), ("mean", 3), ("m", 4)]
     seen = []
     model.jax_state_sync = lambda: seen.append((model._jax_state, model._jax_state_synced))
-    QuantizedModel._keep(model, out)
+    QuantizedModel.keep_values(model, out)
     names = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
     assert seen == [(dict(zip(names, out[1], strict=True)), False)]
 

@@ -206,7 +206,7 @@ def test_a_batch_norm_behind_two_layers_does_not_train():
     for name in ("first", "second"):
         x = keras.layers.ReLU()(norm(keras.layers.Conv2D(4, 3, name=name)(x)))
     result = chipfit.quantize(keras.Model(inputs, x), [torch.randn(8, 8, 8, 4)], "ort_cpu", progress=False)
-    with pytest.raises(UnsupportedError, match="'norm/gamma' is of several layers. Try: train with bn_fold=0"):
+    with pytest.raises(UnsupportedError, match="'norm/gamma' belongs to several layers. Try: train with bn_fold=0"):
         _ = result.trains(Training("lsq", bn_fold=2)).model
     assert result.trains(Training("lsq", bn_fold=0)).model
 

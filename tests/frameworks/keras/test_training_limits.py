@@ -55,7 +55,7 @@ def test_a_keras_optimizer_stays_inside(twin):
         return torch.tensor(keras.ops.convert_to_numpy(bounds.quantizers[t].numbers()[0])).reshape(-1)
 
     held = replace(
-        plan, tensors={t: v for t, v in plan.tensors.items() if t in bounds.quantizers}, limits=tuple(bounds.limits)
+        plan, tensors={t: v for t, v in plan.tensors.items() if t in bounds.quantizers}, limits=tuple(bounds.bounds)
     )
     q.least.assign(q.least * 2.0**-9)
     q.scale.assign(q.scale * 2.0**-9)
@@ -100,8 +100,8 @@ def test_the_rules_are_in_the_file_of_a_model(twin, tmp_path):
     """What pushes a scale out of its bounds is taken back by the next step of a loaded model too."""
     made = twin.as_calibrated().trains("lsq").model
     loaded = compiled(saved_and_loaded(made, tmp_path))
-    assert [str(x) for x in loaded.bounds.limits] == [str(x) for x in made.bounds.limits] != []
-    limit = next(x for x in loaded.bounds.limits if x.op == "Add")
+    assert [str(x) for x in loaded.bounds.bounds] == [str(x) for x in made.bounds.bounds] != []
+    limit = next(x for x in loaded.bounds.bounds if x.op == "Add")
     q = loaded.bounds.quantizers[next(t for t, e in limit.terms if e < 0)]
     q.least.assign(q.least * 2.0**-9)
     q.scale.assign(q.scale * 2.0**-9)

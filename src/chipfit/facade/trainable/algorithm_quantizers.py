@@ -54,7 +54,7 @@ class _Pytorch(_ByAlgorithm, base.BasePytorchTrainableQuantizer):
 class _Keras(_ByAlgorithm, base.BaseKerasTrainableQuantizer):
     def initialize_quantization(self, tensor_shape: Any, name: str, layer: Any) -> None:
         given = *self._start(tensor_shape, name, layer), len(tensor_shape or ())
-        self.quantizer = keras_part("layers").KerasQuantizer.started(*given, name=f"{name}_quantizer")
+        self.quantizer = keras_part("layers").KerasQuantizer.for_layer(*given, name=f"{name}_quantizer")
         setattr(layer, f"{name}_quantizer", self.quantizer)
         for variable in self.quantizer.weights:
             self.add_quantizer_variable(variable.name, variable, base.VariableGroup.QPARAMS)

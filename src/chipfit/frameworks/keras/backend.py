@@ -1,4 +1,4 @@
-"""Tensors and calls of whatever backend Keras runs on."""
+"""Tensors, calls and formulas on the backend that Keras runs on."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,12 +18,12 @@ _COMPILED: WeakKeyDictionary[Any, Callable[..., Any]] = WeakKeyDictionary()
 
 
 def dtype_here(dtype: str) -> str:
-    """The dtype in which this backend holds `dtype`: JAX has none of 64 bits."""
+    """Return the dtype in which this backend holds `dtype`: JAX has no types of 64 bits."""
     return dtype.replace("64", "32") if keras.backend.backend() == "jax" else dtype
 
 
 def to_backend(x: Any) -> Any:
-    """A torch tensor as one of Keras's backend; anything else as it is."""
+    """Convert a torch tensor to a tensor of Keras's backend; return anything else unchanged."""
     if not isinstance(x, torch.Tensor):
         return x
     if keras.backend.backend() == "torch":
@@ -32,12 +32,12 @@ def to_backend(x: Any) -> Any:
 
 
 def to_torch(x: Any) -> torch.Tensor:
-    """A tensor of Keras's backend as one of torch."""
+    """Convert a tensor of Keras's backend to a torch tensor."""
     return x if isinstance(x, torch.Tensor) else torch.from_numpy(keras.ops.convert_to_numpy(x).copy())
 
 
 def forward(model: Any, inputs: Any) -> Any:
-    """`model(inputs, training=False)`, without gradients.
+    """Compute `model(inputs, training=False)` without gradients.
 
     Args:
         inputs: torch tensors in the structure that the model takes.
@@ -60,21 +60,21 @@ def forward(model: Any, inputs: Any) -> Any:
 def _stateless(model: Any) -> Callable[..., Any]:
     from weakref import ref
 
-    held: Any = ref(model)  # what is compiled must not keep its own key alive; the model lives while it is called
+    reference: Any = ref(model)  # the compiled function must not keep its own key alive
 
     def call(trainable: Any, others: Any, x: Any) -> Any:
-        return held().stateless_call(trainable, others, x, training=False)[0]
+        return reference().stateless_call(trainable, others, x, training=False)[0]
 
     return call
 
 
-class _Alike(type):
+class _FallsBackToKeras(type):
     def __getattr__(cls, name: str) -> Any:
         return getattr(ops, name)
 
 
-class KerasOps(metaclass=_Alike):
-    """What `keras.ops` calls otherwise, or has not; the rest is its own."""
+class KerasOps(metaclass=_FallsBackToKeras):
+    """The functions that training formulas use, as `quantizers.ops.TorchOps`; the others are those of `keras.ops`."""
 
     @staticmethod
     def constant(values: Sequence[float], like: Any) -> Any:
@@ -94,7 +94,7 @@ class KerasOps(metaclass=_Alike):
 
     @staticmethod
     def size(x: Any) -> Any:
-        """An integer where the shape is known, else a tensor."""
+        """Return the number of elements, as an integer if the shape is known, else as a tensor."""
         shape = tuple(x.shape)
         return ops.cast(ops.size(x), "float32") if None in shape else math.prod(shape)
 

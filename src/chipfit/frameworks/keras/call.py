@@ -1,4 +1,4 @@
-"""What readers work with: the Graph that a Keras model is read into, and the call that is being read."""
+"""The Graph while a Keras model is read, and the call that a reader is given."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,27 +8,24 @@ import numpy as np
 import torch
 
 from chipfit.frameworks.keras.kernel_layout import to_canonical
+from chipfit.frameworks.reading import Unreadable
 from chipfit.graph.builder import GraphBuilder, Origin
 from chipfit.graph.ir import Graph, Value
 
 
-class Unreadable(Exception):
-    """This form of the operation has no canonical equivalent."""
-
-
 class Tensor(Value):
-    """A value while it is read. Settings of calls that take a list of tensors record it under this name."""
+    """A value while the model is read; Keras records it by this class name in calls that take a list of tensors."""
 
     __slots__ = ()
 
 
 class KerasGraphBuilder(GraphBuilder):
-    """A growing Graph whose weights are Keras's variables and constants, each of them once."""
+    """The growing Graph. Its weights are Keras's variables and constants, each entered once."""
 
     def __init__(self) -> None:
         super().__init__(Graph([], [], [], {}, {}, data_format="channels_last", framework="keras"))
-        self.known: dict[tuple[Any, ...], str] = {}  #: (variable, layout in which it is read, shape) -> weight
-        self.alive: list[Any] = []  #: symbolic tensors and variables whose identity is remembered
+        self.weight_names: dict[tuple[Any, ...], str] = {}  #: (id of variable, layout, shape) -> weight
+        self.references: list[Any] = []  #: symbolic tensors and variables, kept so that their ids stay theirs
 
     def value(self, name: str, shape: Sequence[int | None], dtype: str) -> Value:
         super().value(name, shape, dtype)
@@ -37,27 +34,27 @@ class KerasGraphBuilder(GraphBuilder):
     def weight(
         self, variable: Any, origin: Origin, layout: str = "", name: str = "", shape: tuple[int, ...] | None = None
     ) -> str:
-        """The weight that a variable or constant of this layout is, seen as `shape` before."""
+        """Enter a variable or constant, reshaped to `shape` and brought from this layout; return the weight's name."""
         key = (id(variable), layout, shape)
-        if key not in self.known:
-            self.alive.append(variable)
-            own = name or getattr(variable, "name", "constant") or "constant"
-            full = self.fresh("/".join(p for p in (origin.path, own) if p))
+        if key not in self.weight_names:
+            self.references.append(variable)
+            last = name or getattr(variable, "name", "constant") or "constant"
+            full = self.fresh("/".join(p for p in (origin.path, last) if p))
             tensor = torch.from_numpy(keras.ops.convert_to_numpy(variable).copy())
             self.graph.weights[full] = to_canonical(layout, tensor if shape is None else tensor.reshape(shape))
             if getattr(variable, "trainable", False):
                 self.graph.trainable.add(full)
-            self.known[key] = full
-        return self.known[key]
+            self.weight_names[key] = full
+        return self.weight_names[key]
 
     def forget(self, mark: tuple[int, int]) -> set[str]:
         gone = super().forget(mark)
-        self.known = {k: w for k, w in self.known.items() if w not in gone}
+        self.weight_names = {k: w for k, w in self.weight_names.items() if w not in gone}
         return gone
 
 
 class KerasCall:
-    """One call of a layer or operation while it is read."""
+    """One call of a layer or operation while it is read: arguments as operands, its result as new nodes."""
 
     def __init__(self, builder: KerasGraphBuilder, op: Any, outputs: Sequence[Any], origin: Origin, name: str) -> None:
         self.builder, self.op, self.outputs, self.origin, self.name = builder, op, outputs, origin, name
@@ -84,9 +81,9 @@ class KerasCall:
         """Append a node with one output.
 
         Args:
-            like: shape of its result, where it is not the call's.
-            of: dtype of its result, where it is not the call's.
-            part: put behind the layer's name where a layer is several nodes.
+            like: shape of the node's result; by default that of the call.
+            of: dtype of the node's result; by default that of the call.
+            part: suffix of the node's name where a layer becomes several nodes.
         """
         name = f"{self.name}/{part}" if part else self.name
         outs = [(self.shape if like is None else like, of or self.dtype)]
@@ -100,17 +97,17 @@ class KerasCall:
     def weight(
         self, variable: Any, layout: str = "", name: str = "", shape: tuple[int, ...] | None = None
     ) -> str | None:
-        """The name of a variable in this layout, seen as `shape` before; None for None."""
+        """Enter a variable, reshaped to `shape` and brought from this layout; return its name, None for None."""
         return None if variable is None else self.builder.weight(variable, self.origin, layout, name, shape)
 
     def operand(self, x: Any, dtype: str = "") -> str:
-        """A tensor, variable, array or number as the name of a value or weight, cast to `dtype` where it has another.
+        """Return the name of a value or weight for a tensor, variable, array or number, cast to `dtype`.
 
         Args:
-            dtype: that of the result of the call where it is not given.
+            dtype: by default that of the call's result.
 
         Raises:
-            Unreadable: it is something else.
+            Unreadable: The argument is something else.
         """
         dtype, own = dtype or self.dtype, self.name.rpartition("/")[2]
         if isinstance(x, Value):

@@ -1,7 +1,7 @@
-"""From a Keras 3 model to a Graph, by walking its symbolic calls.
+"""Read a Keras 3 model into a Graph, from its symbolic calls.
 
-An operation that no reader knows is opened: its `call` is traced on symbolic tensors and what it is made of is read in
-its place. What cannot be traced (recurrent layers, foreign code) stays an opaque node that calls the layer.
+An operation without reader is opened: its `call` is traced on symbolic tensors, and the operations in it are read. An
+operation that cannot be traced (recurrent layers, foreign code) becomes an opaque node that calls the layer.
 """
 
 import json
@@ -27,26 +27,26 @@ from chipfit.passes.layout import change_layout
 
 
 def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Sequence[Any] = ()) -> Graph:
-    """Read a Keras 3 model into a Graph, in channels-first form with inputs and outputs as the model has them.
+    """Read a Keras 3 model into a Graph with channels first; inputs and outputs keep the model's layout.
 
-    The model is read as `model(x, training=False)` computes it and not changed. Weights are named "layer/variable".
+    The graph computes `model(x, training=False)`. The model is not changed. Weights are named "layer/variable".
 
     Args:
         model: a built keras.Model: Functional, Sequential, or a subclass whose `call` can be traced.
-        args, kwargs: one batch of inputs, torch tensors, as a model of this structure takes them. Needed where the
-            model does not fix the shapes of its inputs; where given, the Graph is compared with the model on it.
-        others: further batches, as (args, kwargs): sizes in which they differ stay open.
+        args, kwargs: one batch of inputs, torch tensors, in the structure of the model's inputs. It is required if the
+            model does not fix the shapes of its inputs; the Graph is compared with the model on it.
+        others: further batches, as (args, kwargs); sizes in which they differ stay open.
 
     Raises:
-        CaptureError: naming the layer and what to change.
+        CaptureError: The model cannot be read; names the layer and what to change.
     """
     _check_model(model)
     model, cast = _in_float32(model)
-    recorded = functional(model)
-    struct = recorded._inputs_struct if recorded is not None else None
+    inner = functional(model)
+    struct = inner._inputs_struct if inner is not None else None
     example, *more = (_example(struct, a, k or {}) for a, k in ((args, kwargs), *others))
-    reading = Translator()
-    if recorded is None or (not more and any(None in kt.shape[1:] for kt in leaves(struct))):
+    translator = Translator()
+    if inner is None or (not more and any(None in kt.shape[1:] for kt in leaves(struct))):
         if example is None:
             hint = "give an example batch: the shapes are taken from it"
             raise CaptureError(f"The shapes of the inputs of '{model.name}' are not fixed", hint=hint)
@@ -54,20 +54,20 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Se
         struct = keras.tree.map_structure(_symbol, example, *more)
         outputs = None
     else:
-        given, outputs = example if example is not None else struct, recorded._outputs_struct
+        given, outputs = example if example is not None else struct, inner._outputs_struct
     names = _input_names(struct, model)
-    tensors = [_input(reading, n, kt, x) for n, kt, x in zip(names, leaves(struct), leaves(given), strict=True)]
+    tensors = [_input(translator, n, kt, x) for n, kt, x in zip(names, leaves(struct), leaves(given), strict=True)]
     if outputs is None:
         filled = keras.tree.pack_sequence_as(struct, tensors)
-        results = reading.open(model, model.call, (filled,), {}, Origin())
+        results = translator.open(model, model.call, (filled,), {}, Origin())
         if results is None:
-            what = f"The model '{model.name}' cannot be traced: {reading.last_failure}"
+            what = f"The model '{model.name}' cannot be traced: {translator.last_failure}"
             hint = "write its call with keras layers and keras.ops, without branches on values, "
             raise CaptureError(what, hint=hint + "or as a Functional model")
     else:
         env = {id(kt): t for kt, t in zip(leaves(struct), tensors, strict=True)}
-        results = keras.tree.pack_sequence_as(outputs, reading.walk(leaves(outputs), env, ""))
-    graph = _finish(reading, results, struct, names)
+        results = keras.tree.pack_sequence_as(outputs, translator.add_calls(leaves(outputs), env, ""))
+    graph = _finish(translator, results, struct, names)
     if cast:
         graph.notes.append(f"warning: the model computes in {cast}; it was read, and is simulated, in float32")
     if example is not None:
@@ -96,35 +96,35 @@ def _check_model(model: Any) -> None:
 
 
 def _in_float32(model: Any) -> tuple[Any, str]:
-    """The model, or where it computes in other float types its like in float32, and the types that it had.
+    """Return the model, or a float32 copy of a model in other float types, and the names of those types.
 
     Raises:
-        CaptureError: it cannot be made again from its configuration, or a weight is beyond float32.
+        CaptureError: The model cannot be created again from its configuration, or a weight is beyond float32.
     """
     kinds = sorted({x.compute_dtype for x in model._flatten_layers() if x.variables} - {"float32"})
     if not kinds:
         return model, ""
     old = [np.asarray(w, "float64") for w in model.get_weights()]
     try:
-        twin = type(model).from_config(_single(model.get_config()))
-        twin.set_weights([w.astype("float32") for w in old])
+        copied = type(model).from_config(_as_float32(model.get_config()))
+        copied.set_weights([w.astype("float32") for w in old])
     except Exception as e:  # Keras raises many types for classes without a configuration
         if not raised_outside_chipfit(e):
             raise
         hint = "build the model with keras.config.set_dtype_policy('float32') and load its weights"
         raise CaptureError(f"'{model.name}' computes in {', '.join(kinds)}", allowed="float32", hint=hint) from e
-    both = zip(twin.weights, twin.get_weights(), old, strict=True)
+    both = zip(copied.weights, copied.get_weights(), old, strict=True)
     lost = [v.path for v, new, w in both if np.isinf(new).any() and not np.isinf(w).any()]
     if lost:
         raise CaptureError(f"'{lost[0]}' holds numbers that float32 does not, in which models are read")
-    return twin, " and ".join(kinds)
+    return copied, " and ".join(kinds)
 
 
-def _single(config: Any) -> Any:
-    """A configuration with float32 in the place of every other float type and policy."""
+def _as_float32(config: Any) -> Any:
+    """Return a configuration with float32 in place of every other float type and policy."""
     if isinstance(config, Mapping):
-        return {k: "float32" if k == "dtype" and "float" in str(v) else _single(v) for k, v in config.items()}
-    return type(config)(map(_single, config)) if isinstance(config, (list, tuple)) else config
+        return {k: "float32" if k == "dtype" and "float" in str(v) else _as_float32(v) for k, v in config.items()}
+    return type(config)(map(_as_float32, config)) if isinstance(config, (list, tuple)) else config
 
 
 def _symbol(x: torch.Tensor, *like: torch.Tensor) -> Any:
@@ -137,7 +137,7 @@ def _dtype(x: torch.Tensor) -> str:
 
 
 def _example(struct: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The example in the structure of the model's inputs; None without one. Labels behind the inputs are left out."""
+    """Return the example in the structure of the model's inputs, without labels; None if there is no example."""
     if not args and not kwargs:
         return None
     given = dict(kwargs) if kwargs and not args else args[0]
@@ -171,7 +171,11 @@ def _input_names(struct: Any, model: Any) -> list[str]:
 
 
 def _compare(graph: Graph, model: Any, example: Any) -> None:
-    """A reader that misunderstands a layer is found here, not on the chip."""
+    """Compare the graph with the model on an example, to find readers that misunderstand a layer.
+
+    Raises:
+        CaptureError: They compute something else, or the model fails.
+    """
     try:
         want = leaves(forward(model, example))
     except Exception as e:  # the user's code may raise anything
@@ -185,12 +189,12 @@ def _compare(graph: Graph, model: Any, example: Any) -> None:
         )
 
 
-# ---------------------------------------------------------------- the ends of the graph
+# ---------------------------------------------------------------- inputs and outputs of the graph
 
 
-def _input(reading: Translator, name: str, symbol: Any, given: Any) -> Value:
-    """A graph input; data of another type than the model declares are cast, as Keras does."""
-    builder = reading.builder
+def _input(translator: Translator, name: str, symbol: Any, given: Any) -> Value:
+    """Add a graph input; data of another type than the model declares are cast, as Keras does."""
+    builder = translator.builder
     dtype = _dtype(given) if isinstance(given, torch.Tensor) else symbol.dtype
     dtype = symbol.dtype if "float" in dtype and "float" in symbol.dtype else dtype
     value = builder.value(name, symbol.shape, dtype)
@@ -201,13 +205,13 @@ def _input(reading: Translator, name: str, symbol: Any, given: Any) -> Value:
     return builder.emit(Origin(), f"{name}_cast", "Cast", [name], attrs, outs)[0]
 
 
-def _finish(reading: Translator, results: Any, struct: Any, names: Sequence[str]) -> Graph:
-    """The Graph of what was read: outputs, call structure and layout."""
-    graph = reading.builder.graph
-    flat = leaves(results)  # in the order of Keras, which sorts the keys of a dict; torch takes them as they come
+def _finish(translator: Translator, results: Any, struct: Any, names: Sequence[str]) -> Graph:
+    """Add outputs and call structure to the graph, and return it with channels first."""
+    graph = translator.builder.graph
+    flat = leaves(results)  # Keras sorts the keys of a dict, torch does not
     for t in flat:
         if not isinstance(t, Value):
-            raise CaptureError("An output of the model is no tensor that it computes", got=type(t).__name__)
+            raise CaptureError("An output of the model is not a tensor that it computes", got=type(t).__name__)
     graph.outputs = [t.name for t in flat]
     order, tree = pytree.tree_flatten(keras.tree.pack_sequence_as(results, list(range(len(flat)))))
     filled = pytree.tree_unflatten(order, tree)
@@ -227,7 +231,7 @@ def _finish(reading: Translator, results: Any, struct: Any, names: Sequence[str]
 
 
 def _keep_names(graph: Graph, copies: Mapping[str, tuple[str, Any]]) -> None:
-    """A constant of which only the rearranged copy is read gives its name to that copy."""
+    """Give the rearranged copy of a constant the constant's name if only the copy is read."""
     users = graph.users()
     for copy, (original, _) in copies.items():
         if copy not in graph.weights or original in users or sum(o == original for o, _ in copies.values()) > 1:

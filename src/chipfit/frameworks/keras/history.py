@@ -1,4 +1,4 @@
-"""Keras's own records: which symbolic calls a model consists of, and what a layer or a call was set to."""
+"""Keras's own records of a model: the symbolic calls that it consists of, and the settings of layers and calls."""
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from chipfit.graph.config import plain
 
 
 def functional(model: Any) -> Any:
-    """The Functional model whose recorded calls are what `model` computes; None for one with its own `call`."""
+    """Return the Functional model whose recorded calls `model` computes, or None if it has a `call` of its own."""
     if isinstance(model, keras.Sequential):
         return model._functional
     recorded = hasattr(model, "_inputs_struct") and not any("call" in vars(c) for c in users_classes(model))
@@ -21,7 +21,7 @@ def functional(model: Any) -> Any:
 
 
 def users_classes(x: Any) -> Iterator[type]:
-    """The user's part of the class of a layer, from the most special on."""
+    """Yield the user's classes that a layer is an instance of, the most derived first."""
     for c in type(x).__mro__:
         if c.__module__.partition(".")[0] == "keras":
             return
@@ -29,17 +29,17 @@ def users_classes(x: Any) -> Iterator[type]:
 
 
 def keras_class(operation: Any) -> str:
-    """The class of Keras that an operation computes as; "" for one that the user has written or changed."""
+    """Return the Keras class that computes an operation, or "" if a user's class overrides `call`."""
     if any("call" in vars(c) or "__call__" in vars(c) for c in users_classes(operation)):
         return ""
     return next((c.__name__ for c in type(operation).__mro__ if c.__module__.partition(".")[0] == "keras"), "")
 
 
 def calls_before(outputs: Sequence[Any], known: Mapping[int, Any]) -> list[Any]:
-    """The records of the calls that lead to `outputs`, each after those that it depends on.
+    """Return the records of the calls that lead to `outputs`, each after the calls that it depends on.
 
     Args:
-        known: ids of symbolic tensors behind which nothing is looked for.
+        known: ids of symbolic tensors at which the search ends.
     """
     order: list[Any] = []
     done: set[int] = set()
@@ -63,7 +63,7 @@ def calls_before(outputs: Sequence[Any], known: Mapping[int, Any]) -> list[Any]:
 
 @contextmanager
 def unrecorded(owner: Any) -> Iterator[None]:
-    """Keras records every symbolic call in the layers called; afterwards the user's layers are as they were."""
+    """Restore afterwards the records of calls in the user's layers, which every symbolic call changes."""
     layers = owner._flatten_layers() if isinstance(owner, keras.Layer) else []
     before = [(layer, list(layer._inbound_nodes), list(layer._outbound_nodes)) for layer in layers]
     try:
@@ -74,11 +74,11 @@ def unrecorded(owner: Any) -> Iterator[None]:
 
 
 def origin_of(operation: Any, args: Any, kwargs: Any, prefix: str, within: Origin | None) -> tuple[Origin, str]:
-    """The layer that a call belongs to, and the name of its nodes.
+    """Return the layer that a call belongs to, and the name of its nodes.
 
     Args:
-        prefix: path of the layers around, to put before its name.
-        within: the layer that operations outside any inner layer belong to; None where each is its own.
+        prefix: path of the surrounding layers.
+        within: the layer that operations outside any inner layer belong to; None if each stands for itself.
     """
     kind, path = type(operation).__name__, f"{prefix}{operation.name}"
     if isinstance(operation, keras.Layer):
@@ -92,12 +92,12 @@ def origin_of(operation: Any, args: Any, kwargs: Any, prefix: str, within: Origi
 def _config(layer: Any) -> dict[str, Any]:
     try:
         return layer.get_config()
-    except Exception:  # custom layers without one raise what they like
+    except Exception:  # custom layers without a configuration may raise anything
         return {}
 
 
 def _settings(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Constant arguments and constructor settings of a keras.ops operation."""
+    """Return constant arguments and constructor settings of a keras.ops operation."""
     try:
         call = inspect.signature(operation.call).bind(*args, **kwargs).arguments
     except TypeError:
@@ -108,7 +108,7 @@ def _settings(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def _unmarked(x: Any) -> Any:
-    """Without the "$" by which Keras marks some keys, which saved results keep for themselves."""
+    """Remove the "$" by which Keras marks some keys; saved results reserve it."""
     if isinstance(x, dict):
         return {k.lstrip("$"): _unmarked(v) for k, v in x.items()}
     return tuple(_unmarked(v) for v in x) if isinstance(x, tuple) else x
@@ -116,5 +116,5 @@ def _unmarked(x: Any) -> Any:
 
 @cache
 def _function_name(kind: str) -> str:
-    """The function of keras.ops that Keras records as this class: "Argmax" is `argmax`, "GetItem" `get_item`."""
+    """Return the function of keras.ops that Keras records as a class: "Argmax" is `argmax`, "GetItem" `get_item`."""
     return next((f for f in dir(keras.ops) if f.replace("_", "") == kind.lower()), kind.lower())

@@ -1,4 +1,4 @@
-"""The inferable quantizers of `quantizers.inferable` for Keras, on any backend; they are saved with the model."""
+"""Inferable quantizers for Keras: those of `quantizers.inferable`, on any backend; a model saves them."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from chipfit.frameworks.keras.backend import KerasOps
 from chipfit.quantizers import inferable
 
 
-class _Keras:
+class _OnKeras:
     ops = KerasOps
 
     def __call__(self, inputs: Any) -> Any:
@@ -18,7 +18,7 @@ class _Keras:
 _registered = keras.saving.register_keras_serializable(package="chipfit")
 #: name -> class
 CLASSES: dict[str, Any] = {
-    name: _registered(type(name, (_Keras, cls), {"__module__": __name__, "__doc__": cls.__doc__}))
+    name: _registered(type(name, (_OnKeras, cls), {"__module__": __name__, "__doc__": cls.__doc__}))
     for name, cls in inferable.CLASSES.items()
 }
 globals().update(CLASSES)

@@ -1,6 +1,6 @@
-"""Kernels between Keras's layout and the canonical one (output channels first, then input channels, then space).
+"""Convert kernels between Keras's layout and the canonical layout (output channels, input channels, then space).
 
-A layout is the `kind` of an operator in `graph.ops`, or "depthwise" for the convolutions that Keras calls so.
+A layout is the `kind` of an operator in `graph.ops`, or "depthwise" for Keras's depthwise convolutions.
 """
 
 import torch
@@ -9,11 +9,11 @@ DEPTHWISE = "depthwise"
 
 
 def to_canonical(layout: str, kernel: torch.Tensor) -> torch.Tensor:
-    """A Keras kernel as an operator of a Graph reads it.
+    """Convert a Keras kernel to the layout of a Graph.
 
-    Convolutions: [*space, in / groups, out] becomes [out, in / groups, *space]; transposed ones have "in" and "out" the
-    other way round in both. Depthwise: [*space, C, M] becomes [C M, 1, *space], output channel c M + m. Linear:
-    [in, out] becomes [out, in]. Everything else stays as it is.
+    Convolutions: [*space, in / groups, out] becomes [out, in / groups, *space]; in transposed convolutions, "in" and
+    "out" change places in both. Depthwise: [*space, C, M] becomes [C M, 1, *space], output channel c M + m. Linear:
+    [in, out] becomes [out, in]. Other weights are unchanged.
 
     >>> to_canonical("conv", torch.zeros(3, 5, 2, 7)).shape
     torch.Size([7, 2, 3, 5])
@@ -27,10 +27,10 @@ def to_canonical(layout: str, kernel: torch.Tensor) -> torch.Tensor:
 
 
 def to_keras(layout: str, weight: torch.Tensor, groups: int = 1) -> torch.Tensor:
-    """The inverse of `to_canonical`.
+    """Convert a weight of a Graph to Keras's layout, as the inverse of `to_canonical`.
 
     Args:
-        groups: of a depthwise convolution: its input channels.
+        groups: number of input channels of a depthwise convolution.
 
     >>> to_keras("depthwise", torch.zeros(6, 1, 3, 5), groups=3).shape
     torch.Size([3, 5, 3, 2])

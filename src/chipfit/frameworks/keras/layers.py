@@ -1,4 +1,4 @@
-"""The layers that quantize a Keras model: quantizer, wrapper of a layer with weights, holder of activations."""
+"""Layers that quantize a Keras model: quantizer, wrapper of a layer with weights, holder of activations."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from chipfit.quantizers.hosting import apply, initialize, to_inferable
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import create
 
-#: variables of a batch norm
+#: names of the variables of a batch norm
 NORM_VARIABLES = ("gamma", "beta", "moving_mean", "moving_variance")
 _registered = keras.saving.register_keras_serializable(package="chipfit")
 
 
 @_registered
 class KerasQuantizer(keras.layers.Layer):
-    """Rounds a tensor to a grid: y = (clip(round(x / s) + z, qmin, qmax) - z) s, as its algorithm trains it.
+    """A layer that rounds a tensor to a grid, y = (clip(round(x / s) + z, qmin, qmax) - z) s, by its algorithm.
 
-    Everything is computed in float32. Scale and zero point are variables, trainable where the algorithm trains them;
-    gradients are those of its formula, which differentiating it gives.
+    It computes in float32. Scale and zero point are variables, trainable if the algorithm trains them. Gradients follow
+    from differentiating the algorithm's formula.
 
     Args:
-        qmin, qmax: least and greatest code.
-        shape: of scale and zero point, which broadcast against the tensor; () is one of each for all of it.
-        train_scale: let training move the scale; afterwards `scale.trainable` tells.
+        qmin, qmax: least and greatest quantized value.
+        shape: shape of scale and zero point, which broadcast against the tensor; () is one of each per tensor.
+        train_scale: let training change the scale; `scale.trainable` holds this later.
         algorithm: name of a training algorithm, with its options, or the quantizer of a user as Keras saves it.
-        trains: names of the variables that it trains.
-        constants: names of those that it is given besides.
-        kwargs: other fields of `quantizers.grids.Grid`, and what every layer takes.
+        trains: names of the variables that the algorithm trains.
+        constants: names of its other variables.
+        kwargs: other fields of `quantizers.grids.Grid`, and arguments of every layer.
     """
 
     def __init__(
@@ -68,56 +68,56 @@ class KerasQuantizer(keras.layers.Layer):
             start = "ones" if name == "scale" else "zeros"
             size = (len(self.grid.table or ()),) if name in found.vectors else self.shape
             variable = self.add_weight(name=name, shape=size, initializer=start)
-            # afterwards: TensorFlow never watches a variable that was made untrainable
+            # set afterwards: TensorFlow never watches a variable that was created untrainable
             variable.trainable = name in self.trains or (name == "scale" and train_scale)
             setattr(self, name, variable)
-        self.constants, self._given = fixed, (*self.trains, *fixed)
+        self.constants, self.input_names = fixed, (*self.trains, *fixed)
         self.algorithm.start(self)
         self.built = True
 
-    def given(self) -> dict[str, Any]:
-        """What the algorithm is given, each of `shape`, or [N] for its levels."""
-        return {name: ops.convert_to_tensor(getattr(self, name)) for name in self._given}
+    def algorithm_inputs(self) -> dict[str, Any]:
+        """Return the inputs of the algorithm by name, each of `shape`, or [N] for its levels."""
+        return {name: ops.convert_to_tensor(getattr(self, name)) for name in self.input_names}
 
-    def against(self, x: Any) -> dict[str, Any]:
-        """The same as it broadcasts against x: where blocks share one, each as often as a block has numbers."""
-        given = self.given()
+    def broadcast_inputs(self, x: Any) -> dict[str, Any]:
+        """Return the inputs of the algorithm so that they broadcast against x; those of blocks are repeated."""
+        given = self.algorithm_inputs()
         if self.grid.per != "block":
             return given
         axis = next((d for d, (n, size) in enumerate(zip(self.shape, x.shape, strict=True)) if n != size), 0)
         return {name: ops.repeat(p, x.shape[axis] // self.shape[axis], axis) for name, p in given.items()}
 
     def numbers(self) -> tuple[Any, Any]:
-        """Scale and zero point as they are now, of `shape`; gradients flow to what trains."""
-        return self.algorithm.numbers(KerasOps, self.given(), self.grid)
+        """Return the current scale and zero point, of `shape`; gradients flow to the variables that train."""
+        return self.algorithm.numbers(KerasOps, self.algorithm_inputs(), self.grid)
 
     def call(self, x: Any, scale: Any = None, training: Any = None) -> Any:
-        """x: reals. Returns reals on the grid, same shape. `scale` takes the place of the quantizer's own."""
-        p = {**self.against(x), "training": bool(training)}
+        """Return floats rounded to the grid, with the shape of x. `scale` replaces the quantizer's own scale."""
+        p = {**self.broadcast_inputs(x), "training": bool(training)}
         if scale is not None:
             p["scale"] = ops.convert_to_tensor(scale)
         return self.algorithm.call(KerasOps, x, p, self.grid)
 
     def reals(self, w: Any) -> Any:
-        """What is rounded in place of w: the weight that the plan's grid is for when training ends."""
-        return self.algorithm.reals(KerasOps, w, self.against(w), self.grid)
+        """Return the weight that the algorithm rounds in place of w; the plan's grid is for this weight."""
+        return self.algorithm.reals(KerasOps, w, self.broadcast_inputs(w), self.grid)
 
-    def set(self, stored: Mapping[str, np.ndarray]) -> None:
-        """Take these numbers, by name; arrays of as many as there are."""
-        for name, value in stored.items():
+    def assign(self, numbers: Mapping[str, np.ndarray]) -> None:
+        """Assign variables by name, from arrays with as many numbers."""
+        for name, value in numbers.items():
             variable = getattr(self, name)
             variable.assign(value.astype("float32").reshape(tuple(variable.shape)))
 
     def trained_grid(self) -> Grid:
-        """The grid as it is now, with the levels that training gave it."""
-        table = self.algorithm.table(KerasOps, self.given(), self.grid)
+        """Return the grid with the levels that training gave it."""
+        table = self.algorithm.table(KerasOps, self.algorithm_inputs(), self.grid)
         return with_levels(self.grid, None if table is None else ops.convert_to_numpy(table).tolist())
 
-    def demand(self, grid: Grid) -> None:
-        """Raise unless a plan's grid is the one that this quantizer was made for.
+    def check_grid(self, grid: Grid) -> None:
+        """Check that a plan's grid is the grid of this quantizer.
 
         Raises:
-            PlanError: it is another one.
+            PlanError: It is another grid.
         """
         if (allowed := self.algorithm.grid(grid)) != self.grid:
             what = f"This model is of another plan: the grid of '{self.name}' differs"
@@ -130,7 +130,7 @@ class KerasQuantizer(keras.layers.Layer):
     def load_own_variables(self, store: Any) -> None:
         given, here = {name: store[name] for name in list(store.keys())}, repr(self.grid)
         there = np.asarray(given.pop("grid", np.frombuffer(here.encode(), "uint8"))).tobytes().decode()
-        if there != here:  # as text in the error that Keras makes of it, which `QuantizedModel` reads
+        if there != here:  # Keras puts the text into an error of its own, which `QuantizedModel` reads
             raise PlanError(f"the grid of '{self.name}' is {there}, here {here}")
         super().load_own_variables(given)
 
@@ -145,45 +145,45 @@ class KerasQuantizer(keras.layers.Layer):
         return {**super().get_config(), **config, "train_scale": train_scale, "algorithm": algorithm}
 
     @classmethod
-    def of(
+    def from_stored(
         cls, stored: Stored, algorithm: Algorithm, weight: torch.Tensor | None, shape: Sequence[int], **kwargs: Any
     ) -> KerasQuantizer:
-        """The quantizer of a tensor that is stored like this, with its numbers.
+        """Create the quantizer of a stored tensor, with its numbers.
 
         Args:
-            weight: in the plan's layout; None for an activation.
-            shape: of the numbers in Keras's layout.
+            weight: the weight in the plan's layout; None for an activation.
+            shape: shape of scale and zero point in Keras's layout.
         """
         trains, fixed = algorithm.init(stored, weight), algorithm.constants(stored, weight)
         names: dict[str, Any] = {"trains": tuple(trains), "constants": tuple(n for n in fixed if n not in trains)}
         made = cls(**asdict(stored.grid), **names, shape=shape, algorithm=algorithm, **kwargs)
-        made.set({n: p.detach().numpy() for n, p in {**fixed, **trains}.items()})
+        made.assign({n: p.detach().numpy() for n, p in {**fixed, **trains}.items()})
         return made
 
     @classmethod
-    def started(cls, stored: Stored, algorithm: Algorithm, weight: Any, rank: int, **kwargs: Any) -> KerasQuantizer:
-        """The same of a weight of this rank in Keras's layout, in which `stored` is too, or of an activation."""
+    def for_layer(cls, stored: Stored, algorithm: Algorithm, weight: Any, rank: int, **kwargs: Any) -> KerasQuantizer:
+        """Create the quantizer of a weight of this rank (all in Keras's layout), or of an activation."""
         shape = [1] * rank if stored.axis is not None else []
         if stored.axis is not None:
             shape[stored.axis] = len(stored.scale)
         x = None if weight is None else torch.from_numpy(ops.convert_to_numpy(weight).copy())
-        return cls.of(stored, algorithm, x, shape, **kwargs)
+        return cls.from_stored(stored, algorithm, x, shape, **kwargs)
 
 
 def _plain(value: Any) -> Any:
-    """What a grid holds: tuples where JSON has lists."""
+    """Return a field of a grid, with tuples where JSON has lists."""
     return tuple(value) if isinstance(value, list) else value
 
 
 @_registered
 class KerasActivationQuantizationHolder(keras.layers.Layer):
-    """Stores the result of a layer as the chip does: rounds it with its quantizer.
+    """A layer that rounds the result of another layer, as the chip stores it.
 
-    Tensors that the chip keeps on one grid pass through one holder.
+    Tied tensors pass through one holder.
 
     Args:
-        activation_holder_quantizer: what rounds: a KerasQuantizer, or one by hand: trainable, inferable, or a function.
-        gives_scale: return (rounded tensor, scale), for the bias of a layer whose scale follows from it.
+        activation_holder_quantizer: a KerasQuantizer, a trainable or inferable quantizer, or a function.
+        gives_scale: whether to return (rounded tensor, scale), for biases whose scale follows from this one.
     """
 
     def __init__(self, activation_holder_quantizer: Any, gives_scale: bool = False, **kwargs: Any) -> None:
@@ -194,7 +194,7 @@ class KerasActivationQuantizationHolder(keras.layers.Layer):
         self.built = True
 
     def convert_to_inferable_quantizers(self) -> None:
-        """Leave training: a trainable quantizer becomes the inferable one that it converts to."""
+        """End training: convert a trainable quantizer to its inferable one."""
         self.activation_holder_quantizer = to_inferable(self.activation_holder_quantizer)
 
     def call(self, inputs: Any, training: Any = None) -> Any:
@@ -202,7 +202,7 @@ class KerasActivationQuantizationHolder(keras.layers.Layer):
         return (y, self.activation_holder_quantizer.numbers()[0]) if self.gives_scale else y
 
     def compute_output_spec(self, inputs: Any, training: Any = None) -> Any:
-        y = keras.KerasTensor(inputs.shape, "float32")  # given, not traced, which takes a while in large models
+        y = keras.KerasTensor(inputs.shape, "float32")  # returned without tracing, which is slow in large models
         return (y, keras.KerasTensor((), "float32")) if self.gives_scale else y
 
     def get_config(self) -> dict[str, Any]:
@@ -217,14 +217,14 @@ class KerasActivationQuantizationHolder(keras.layers.Layer):
 
 @_registered
 class KerasQuantizationWrapper(keras.layers.Wrapper):
-    """A layer that computes with rounded weights; its own, unrounded ones are kept, and trained.
+    """A layer that computes with rounded weights; its unrounded weights stay its variables, and train.
 
     Args:
-        layer: the layer, of any class.
-        weights_quantizers: name of a variable of the layer -> its quantizer, as of a holder.
+        layer: a layer of any class.
+        weights_quantizers: name of a variable of the layer -> its quantizer (as for a holder).
         bias_follows: name of the variable whose scale, times that of the input, is the scale of the bias; the scale of
-            the input is then an argument of the call. "" when the bias has a scale of its own.
-        uses: how many biases there are: called on inputs of several scales, the layer may have one for each call.
+            the input is then an argument of the call. "" if the bias has a scale of its own.
+        uses: number of biases: a layer that is called on inputs of several scales may have one for each call.
     """
 
     def __init__(
@@ -247,19 +247,19 @@ class KerasQuantizationWrapper(keras.layers.Wrapper):
             initialize(quantizer, tuple(self.weight_of(name).shape), name, self, "weights of keras")
 
     def bias(self, use: int = 0) -> Any:
-        """The bias of one of the uses, unrounded."""
+        """Return the unrounded bias of one of the uses."""
         return self.own_biases[use - 1] if use else self.layer.bias
 
     def convert_to_inferable_quantizers(self) -> None:
-        """Leave training: every trainable quantizer becomes the inferable one that it converts to."""
+        """End training: convert every trainable quantizer to its inferable one."""
         self.weights_quantizers = {n: to_inferable(q) for n, q in self.weights_quantizers.items()}
 
     def get_quantized_weights(self, input_scale: Any = None, use: int = 0, training: Any = None) -> dict[str, Any]:
-        """The weights that the layer computes with, by variable name, rounded as they are now.
+        """Return the rounded weights that the layer computes with, by variable name.
 
         Args:
-            input_scale: of the tensor that the layer reads. Without it, a bias whose scale follows from it is left out.
-            use: which of several biases.
+            input_scale: scale of the layer's input. Without it, a bias whose scale follows from it is left out.
+            use: index of the bias.
         """
         given = {n: self.bias(use) if n == "bias" else self.weight_of(n) for n in self.weights_quantizers}
         if self.bias_follows and input_scale is None:
@@ -267,7 +267,7 @@ class KerasQuantizationWrapper(keras.layers.Wrapper):
         return {n: self._rounded(n, ops.convert_to_tensor(x), input_scale, training) for n, x in given.items()}
 
     def _rounded(self, name: str, x: Any, input_scale: Any, training: Any) -> Any:
-        """What the layer computes with in place of a weight of this name."""
+        """Return a weight as the layer computes with it."""
         quantizer = self.weights_quantizers.get(name)
         if quantizer is None:
             return x
@@ -281,25 +281,25 @@ class KerasQuantizationWrapper(keras.layers.Wrapper):
         return self._run(inputs, values | self.get_quantized_weights(input_scale, use, training))
 
     def _run(self, inputs: Any, values: Mapping[str, Any]) -> Any:
-        """The layer with other numbers, by variable name."""
-        # every variable gets a value: the inner scope does not see those of an outer one (a training step of JAX)
+        """Run the layer with other values of its variables, by name."""
+        # every variable gets a value: an inner scope does not see those of an outer scope (a training step of JAX)
         mapping = [(v, values.get(v.name, ops.convert_to_tensor(v))) for v in self.layer.variables]
         with keras.StatelessScope(state_mapping=mapping) as scope:
             out = self.layer(inputs)
         for v, given in mapping:
             now = scope.get_current_value(v)
             if now is not None and now is not given and not v.trainable:
-                v.assign(now)  # what the layer counts or averages in training
+                v.assign(now)  # counts and averages that the layer updates in training
         return out
 
     def compute_output_spec(self, inputs: Any, input_scale: Any = None, use: int = 0, training: Any = None) -> Any:
         return self.layer.compute_output_spec(inputs)
 
     def weight_of(self, name: str) -> Any:
-        """A variable of the layer, unrounded.
+        """Return a variable of the layer, unrounded.
 
         Raises:
-            UnknownNameError: it has none of that name.
+            UnknownNameError: There is no such variable.
         """
         if not (found := [v for v in self.layer.variables if v.name == name]):
             raise UnknownNameError(f"variable of '{self.layer.name}'", name, [v.name for v in self.layer.variables])
@@ -319,12 +319,13 @@ class KerasQuantizationWrapper(keras.layers.Wrapper):
 
 @_registered
 class KerasBatchNormWrapper(KerasQuantizationWrapper):
-    """A layer with a kernel and the batch norm that is folded into it, which train apart and are rounded as one.
+    """A layer with a kernel and the batch norm behind it, which train separately and are rounded after folding.
 
     Args:
-        bn_fold: strategy of `chipfit.quantizers.bn_fold`; set to 1, statistics stay.
-        epsilon, bn_momentum: of the batch norm; the latter is the share of a step.
-        trains: which of "gamma", "beta" and the layer's "bias" train.
+        bn_fold: strategy of `chipfit.quantizers.bn_fold`; setting it to 1 freezes the statistics.
+        epsilon: epsilon of the batch norm.
+        bn_momentum: weight of one step in the running statistics.
+        trains: names out of "gamma", "beta" and the layer's "bias" that train.
         factor: shape in which [C] broadcasts against the kernel.
     """
 
@@ -361,7 +362,7 @@ class KerasBatchNormWrapper(KerasQuantizationWrapper):
         return tuple(getattr(self, name) for name in NORM_VARIABLES)
 
     def folded(self) -> tuple[Any, Any]:
-        """Kernel and bias that inference computes with."""
+        """Return the folded kernel and bias."""
         return folded(KerasOps, *self._norm())
 
     def call(self, inputs: Any, input_scale: Any = None, use: int = 0, training: Any = None) -> Any:

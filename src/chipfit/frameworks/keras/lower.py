@@ -1,4 +1,4 @@
-"""From Graph and Plan to a Keras model that simulates the chip and still trains."""
+"""Build a Keras model that simulates the chip and trains, from a Graph and a Plan."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from chipfit.frameworks.keras.layers import (
 from chipfit.frameworks.keras.lowerings import LOWERINGS, CanonicalOperation, layer_of, padding_word
 from chipfit.frameworks.keras.models import DeviceModel as DeviceModel
 from chipfit.frameworks.keras.models import QuantizedModel
-from chipfit.frameworks.keras.opaque import PREFIX, fresh
+from chipfit.frameworks.keras.opaque import PREFIX, new_operation
 from chipfit.frameworks.keras.weight_slots import ScaleSlot, WeightSlot
 from chipfit.graph.edit import unique_name
 from chipfit.graph.ir import OPAQUE, Graph, Node
@@ -38,47 +38,47 @@ from chipfit.quantizers.stored import Stored
 
 
 def lower(graph: Graph, plan: Plan, training: Training | None = None) -> QuantizedModel:
-    """The trainable simulation of `graph` under `plan`, on the Keras backend of this process.
+    """Build the trainable simulation of `graph` under `plan`, on the Keras backend of this process.
 
     Args:
         training: what trains the quantizers; None leaves their scales where they are.
 
     Raises:
-        UnsupportedError: an operator has no Keras form, or an algorithm cannot train a tensor.
+        UnsupportedError: Keras has no counterpart of an operator, or an algorithm cannot train a tensor.
     """
     return Builder(graph, plan, training or Training()).build()
 
 
 class Builder:
-    """One model under construction. The same graph and plan give the same layers with the same names."""
+    """One model under construction. Equal graphs and plans give equal layers with equal names."""
 
     def __init__(self, graph: Graph, plan: Plan, training: Training) -> None:
         if training.bn_sync:
             raise UnsupportedError("Keras models have no bn_sync", hint="train in one process")
         self.training = training
-        apart, plan = before_training(graph, plan, training)
+        unfolded, plan = before_training(graph, plan, training)
         self._folds = graph.folds if training.bn_fold else {}
-        self._planned = graph.weights if training.bn_fold != -1 else apart.weights
-        self.relaid, self.plan = apply_layout(apart, plan, "channels_last")
-        self.graph = self.relaid.graph
-        self.rounding = share_quantizers(self.graph, self.plan)
+        self._planned = graph.weights if training.bn_fold != -1 else unfolded.weights
+        self.converted, self.plan = apply_layout(unfolded, plan, "channels_last")
+        self.graph = self.converted.graph
+        self.sharing = share_quantizers(self.graph, self.plan)
         self.weight_slots: dict[str, list[WeightSlot]] = {}
         self.scales: list[ScaleSlot] = []
         self._names: set[str] = set()
-        self._layers: dict[str, Any] = {}  #: what distinguishes a layer with weights -> the layer
+        self._layers: dict[str, Any] = {}  #: key of nodes that share a layer -> the layer
         self._holders: dict[str, KerasActivationQuantizationHolder] = {}  #: by owner of the quantizer
         self._scale_of: dict[str, Any] = {}  #: owner -> its scale as a symbolic tensor
-        #: owners whose scale biases need
-        self._followed = {self.rounding.owner[x] for x, _ in self.rounding.products.values()}
-        self._raw: dict[str, Any] = {}  #: value -> symbolic tensor before its quantizer
-        self._ready: dict[str, Any] = {}  #: the same after it
+        #: owners whose scale is a factor of the scale of a bias
+        self._bias_factors = {self.sharing.owner[x] for x, _ in self.sharing.products.values()}
+        self._unquantized: dict[str, Any] = {}  #: value -> symbolic tensor before its quantizer
+        self._quantized: dict[str, Any] = {}  #: value -> symbolic tensor after its quantizer
         self._biases = self._biases_by_layer()
 
     def build(self) -> QuantizedModel:
-        """The model.
+        """Build the model.
 
         Raises:
-            UnsupportedError: an operator has no Keras form.
+            UnsupportedError: Keras has no counterpart of an operator.
         """
         g = self.graph
         inputs = {}
@@ -86,11 +86,11 @@ class Builder:
             value = g.values[name]
             inputs[name] = keras.Input(value.shape[1:], dtype=dtype_here(value.dtype), name=self._unique(name))
         for name, x in inputs.items():
-            self._put(name, x)
+            self._add_value(name, x)
         for node in g.nodes:
             outs = self._node(node)
             for name, x in zip(node.outputs, outs if isinstance(outs, (list, tuple)) else [outs], strict=True):
-                self._put(name, x)
+                self._add_value(name, x)
         spec = json.loads(g.in_spec)
         given = list(inputs.values())
         struct = inputs if spec["kwargs"] else given if spec["packed"] else given[0]
@@ -101,25 +101,25 @@ class Builder:
         return model
 
     def bounds_of(self, model: Any) -> ScaleBounds:
-        """What holds in each step of training of this model, or of one that was made like it."""
-        return ScaleBounds(model, self.scales, self.rounding.limits)
+        """Return the bounds of this model, or of a model with equal layers."""
+        return ScaleBounds(model, self.scales, self.sharing.limits)
 
     # ---- values
 
-    def _put(self, name: str, x: Any) -> None:
-        self._raw[name] = self._ready[name] = x
-        if name not in self.rounding.rounded:
+    def _add_value(self, name: str, x: Any) -> None:
+        self._unquantized[name] = self._quantized[name] = x
+        if name not in self.sharing.rounded:
             return
-        owner = self.rounding.owner[name]
+        owner = self.sharing.owner[name]
         if owner not in self._holders:
-            stored, called = self.plan[owner], self._unique(f"{name}_holder")
+            stored, holder = self.plan[owner], self._unique(f"{name}_holder")
             shape = self._channels(name, stored)
             quantizer = self._quantizer(owner, stored, shape, self.graph.shape(name), _clean(name))
-            followed = owner in self._followed
-            self._holders[owner] = KerasActivationQuantizationHolder(quantizer, gives_scale=followed, name=called)
-            self.scales.append(ScaleSlot(owner, self.plan.layer_of(owner), called))
+            gives_scale = owner in self._bias_factors
+            self._holders[owner] = KerasActivationQuantizationHolder(quantizer, gives_scale, name=holder)
+            self.scales.append(ScaleSlot(owner, self.plan.layer_of(owner), holder))
         y = self._holders[owner](x)
-        self._ready[name], self._scale_of[owner] = y if owner in self._followed else (y, None)
+        self._quantized[name], self._scale_of[owner] = y if owner in self._bias_factors else (y, None)
 
     def _quantizer(
         self,
@@ -130,41 +130,41 @@ class Builder:
         name: str,
         layout: str = "",
     ) -> KerasQuantizer:
-        """The quantizer of a tensor; its scale has `shape`, the tensor the shape `of`, both in Keras's layout."""
-        t, stored = self.plan.tensors[tensor], self.rounding.start(self.plan, tensor)
+        """Create the quantizer of a tensor of shape `of`, whose scale has `shape`; both are in Keras's layout."""
+        t, stored = self.plan.tensors[tensor], self.sharing.start(self.plan, tensor)
         channels = [d for d, size in enumerate(shape) if size > 1]
-        here = stored.with_(axis=channels[0] if channels else len(shape) - 1) if shape else stored
-        if stored.scale.dim() > 1:  # of blocks
+        in_layout = stored.with_(axis=channels[0] if channels else len(shape) - 1) if shape else stored
+        if stored.scale.dim() > 1:  # one scale per block
             scale, zero = (to_keras(layout, p) for p in (stored.scale, stored.zero_point))
-            here = stored = stored.with_(scale=scale, zero_point=zero)
-        found = None if tensor in self.rounding.fixed else self.training.algorithm(t)
-        algorithm = (found or STE()).for_tensor(here, t.role, of)
+            in_layout = stored = stored.with_(scale=scale, zero_point=zero)
+        chosen = None if tensor in self.sharing.fixed else self.training.algorithm(t)
+        algorithm = (chosen or STE()).for_tensor(in_layout, t.role, of)
         x = self._planned[tensor] if tensor in self._folds else self.graph.weights.get(tensor)
-        if tensor in self.rounding.products:  # its scale comes with each call
+        if tensor in self.sharing.products:  # its scale is an argument of each call
             stored = stored.with_(scale=torch.ones(()), zero_point=torch.zeros((), dtype=torch.int32))
-        # a name of its own: Keras on torch forgets to reset gradients of variables whose paths are the same
-        return KerasQuantizer.of(stored, algorithm, x, shape, name=self._unique(f"{name}_quantizer"))
+        # a unique name: Keras on torch does not reset gradients of variables with equal paths
+        return KerasQuantizer.from_stored(stored, algorithm, x, shape, name=self._unique(f"{name}_quantizer"))
 
     def _channels(self, name: str, stored: Stored) -> tuple[int, ...]:
-        """The shape in which the scale of a value broadcasts against it."""
+        """Return the shape in which the scale of a value broadcasts against it."""
         if not stored.scale.dim():
             return ()
         shape = [1] * len(self.graph.shape(name))
-        form = self.relaid.layouts.get(name)
+        layout = self.converted.layouts.get(name)
         axis = (stored.axis or 0) % len(shape)
-        shape[form.index(axis) if form else axis] = len(stored.scale)
+        shape[layout.index(axis) if layout else axis] = len(stored.scale)
         return tuple(shape)
 
     def _read(self, name: str, node: Node) -> Any:
-        return (self._raw if (name, node.name) in self.plan.float_edges else self._ready)[name]
+        return (self._unquantized if (name, node.name) in self.plan.float_edges else self._quantized)[name]
 
     def _output(self, name: str) -> Any:
         if name in self.graph.weights:
             hint = "leave it out of the outputs"
             raise UnsupportedError(f"The output '{name}' of the model is a constant", hint=hint)
-        if self._ready[name] is not self._raw.get(name) or name not in self.graph.inputs:
-            return self._ready[name]
-        return keras.layers.Identity(name=self._unique(f"{name}_output"))(self._ready[name])
+        if self._quantized[name] is not self._unquantized.get(name) or name not in self.graph.inputs:
+            return self._quantized[name]
+        return keras.layers.Identity(name=self._unique(f"{name}_output"))(self._quantized[name])
 
     # ---- nodes
 
@@ -173,7 +173,7 @@ class Builder:
             return self._opaque(node)
         data = [self._read(i, node) for i in node.inputs if i is not None and i not in self.graph.weights]
         if len(data) < sum(i is not None for i in node.inputs):
-            return self._weighted(node, data)
+            return self._call_layer(node, data)
         chosen = layer_of(node, self.graph)
         layer = chosen[0](**chosen[1], name=self._unique(node.name)) if chosen else self._canonical(node)
         return layer(data if len(data) > 1 else data[0])
@@ -189,30 +189,32 @@ class Builder:
             slots.append("-" if i is None else "x" if w is None else kind)
         return CanonicalOperation(node.op, _jsonable(node.attrs), slots, name=self._unique(node.name))
 
-    def _weighted(self, node: Node, data: list[Any]) -> Any:
-        """A call of a layer with weights, wrapped where some are rounded; all uses of its weights share it."""
+    def _call_layer(self, node: Node, data: list[Any]) -> Any:
+        """Call the layer of a node with weights; all nodes with its weights share the layer."""
         key = self._key(node)
         if key not in self._layers:
-            self._layers[key] = self._wrapped(node, self._biases[key])
+            self._layers[key] = self._layer_with_weights(node, self._biases[key])
         bias, extra = self._bias(node), {}
         if use := self._biases[key].index(bias):
             extra["use"] = use
-        if bias in self.rounding.products:
-            extra["input_scale"] = self._scale_of[self.rounding.owner[self.rounding.products[bias][0]]]
+        if bias in self.sharing.products:
+            extra["input_scale"] = self._scale_of[self.sharing.owner[self.sharing.products[bias][0]]]
         if _kind(node) == "conv" and not padding_word(node, self.graph):
             zeros = {"padding": [(0, 0), *node.attrs["padding"], (0, 0)], "mode": "constant", "value": 0.0}
             data = [CanonicalOperation("Pad", zeros, ["x"], name=self._unique(f"{node.name}_padding"))(data[0])]
         return self._layers[key](data if len(data) > 1 else data[0], **extra)
 
-    def _wrapped(self, node: Node, biases: list[str | None]) -> Any:
-        """The layer of a node with weights, wrapped where some are rounded; where its numbers go is noted for later."""
+    def _layer_with_weights(self, node: Node, biases: list[str | None]) -> Any:
+        """Create the layer of a node with weights, in a wrapper if any is rounded; enter the slots of its numbers."""
         chosen, layout = layer_of(node, self.graph), ""
         if chosen is None:
             inner = self._canonical(node)
             variables = {f"w{k}": i for k, i in enumerate(node.inputs) if i is not None and i in self.graph.weights}
         else:
             cls, config, variables = chosen
-            own = node.config if node.layer_type == cls.__name__ else {}  # initialisers and the like stay the user's
+            own = (
+                node.config if node.layer_type == cls.__name__ else {}
+            )  # so that initializers, constraints and the like stay
             inner = cls.from_config({**own, **config, "name": self._unique(node.name)})
             layout = DEPTHWISE if cls is keras.layers.DepthwiseConv2D else _kind(node)
         groups = node.attrs.get("groups", 1)
@@ -220,12 +222,12 @@ class Builder:
         for variable, weight in variables.items():
             slot = WeightSlot(inner.name, variable, layout=layout if variable == "kernel" else "", groups=groups)
             self.weight_slots.setdefault(weight, []).append(slot)
-            if weight not in self.rounding.rounded or (weight, node.name) in self.plan.float_edges:
+            if weight not in self.sharing.rounded or (weight, node.name) in self.plan.float_edges:
                 continue
             shape: tuple[int, ...] = ()
             value = to_keras(slot.layout, self.graph.weights[weight].detach(), groups)
-            if weight in self.rounding.products:
-                follows = next(v for v, w in variables.items() if w == self.rounding.products[weight][1])
+            if weight in self.sharing.products:
+                follows = next(v for v, w in variables.items() if w == self.sharing.products[weight][1])
             else:
                 stored = self.plan[weight]
                 if stored.scale.dim() > 1:
@@ -233,9 +235,9 @@ class Builder:
                 elif stored.scale.dim():
                     shape = self._broadcast(weight, stored.axis or 0, len(stored.scale), slot.layout, groups)
                 self.scales.append(ScaleSlot(weight, self.plan.layer_of(weight), inner.name, variable))
-            called = f"{inner.name}_{variable}"
+            name = f"{inner.name}_{variable}"
             quantizers[variable] = self._quantizer(
-                weight, self.plan[weight], shape, tuple(value.shape), called, slot.layout
+                weight, self.plan[weight], shape, tuple(value.shape), name, slot.layout
             )
         for use, bias in enumerate(biases[1:], 1):
             self.weight_slots.setdefault(bias or "", []).append(WeightSlot(inner.name, "bias", use))
@@ -248,29 +250,29 @@ class Builder:
     def _with_norm(
         self, node: Node, inner: Any, layout: str, quantizers: dict[str, Any], follows: str, uses: int
     ) -> KerasBatchNormWrapper:
-        """The wrapper of a layer whose batch norm trains."""
+        """Create the wrapper of a layer whose batch norm trains."""
         fold, axis, groups = self._folds[node.weight], OPS[node.op].weight_axis, node.attrs.get("groups", 1)
         factor = self._broadcast(node.weight, axis, len(self.graph.weights[fold.mean]), layout, groups)
         names = dict(zip(NORM_VARIABLES, (fold.gamma, fold.beta, fold.mean, fold.var), strict=True))
         for variable, name in names.items():
             if name is not None:
                 if name in self.weight_slots:
-                    raise UnsupportedError(f"'{name}' is of several layers", hint="train with bn_fold=0")
+                    raise UnsupportedError(f"'{name}' belongs to several layers", hint="train with bn_fold=0")
                 self.weight_slots[name] = [WeightSlot(inner.name, variable)]
-        trains = [v for v, there in (("gamma", fold.gamma), ("beta", fold.beta), ("bias", fold.biased)) if there]
-        how: dict[str, Any] = {
+        trains = [v for v, exists in (("gamma", fold.gamma), ("beta", fold.beta), ("bias", fold.biased)) if exists]
+        settings: dict[str, Any] = {
             "bn_fold": self.training.bn_fold,
             "epsilon": fold.eps,
             "bn_momentum": self.training.bn_momentum,
         }
-        how |= {"trains": trains, "factor": factor}
-        return KerasBatchNormWrapper(inner, quantizers, follows, uses, **how, name=inner.name)
+        wrapped = inner, quantizers, follows, uses
+        return KerasBatchNormWrapper(*wrapped, **settings, trains=trains, factor=factor, name=inner.name)
 
     def _opaque(self, node: Node) -> Any:
         if not node.attrs["target"].startswith(PREFIX):
             raise UnsupportedError(f"'{node.attrs['target']}' of '{node.who}' has no Keras form")
         variables, args, kwargs = node.attrs["args"]
-        operation = fresh(node.attrs["target"], self._unique(node.name))
+        operation = new_operation(node.attrs["target"], self._unique(node.name))
         w, names = self.graph.weights, [i for i in node.inputs if i is not None]
         given = [w[i].numpy() if i in w else self._read(i, node) for i in names]
         for k, ref in enumerate(variables):
@@ -280,29 +282,29 @@ class Builder:
     # ---- the same weights, used again
 
     def _key(self, node: Node) -> str:
-        """The same for nodes that can be calls of one layer.
+        """Return a key that is equal for nodes that can be calls of one layer.
 
-        They compute the same of the same weights, but of other data. Their biases may differ where these are float or
-        have scales that follow from the data, as one wrapper holds several; a bias with a scale of its own is the same.
+        Such nodes have equal operators, attributes and weights. Their biases may differ if these are float or have
+        scales that follow from the data: one wrapper holds several biases.
         """
         bias = self._bias(node)
         weights = [i for i in node.inputs if i is not None and i in self.graph.weights and i != bias]
         raw = [(i, node.name) in self.plan.float_edges for i in node.inputs]
-        kind = bias
-        if bias in self.rounding.products:
-            kind = "follows"
-        elif bias and bias not in self.rounding.rounded:
-            kind = "float"
-        return json.dumps([node.op, weights or node.name, kind, raw, _jsonable(node.attrs)], sort_keys=True)
+        bias_key = bias
+        if bias in self.sharing.products:
+            bias_key = "follows"
+        elif bias and bias not in self.sharing.rounded:
+            bias_key = "float"
+        return json.dumps([node.op, weights or node.name, bias_key, raw, _jsonable(node.attrs)], sort_keys=True)
 
     def _biases_by_layer(self) -> dict[str, list[str | None]]:
-        found: dict[str, list[str | None]] = {}
+        by_layer: dict[str, list[str | None]] = {}
         for n in self.graph.nodes:
             if n.op != OPAQUE and any(i in self.graph.weights for i in n.inputs):
-                biases = found.setdefault(self._key(n), [])
+                biases = by_layer.setdefault(self._key(n), [])
                 if self._bias(n) not in biases:
                     biases.append(self._bias(n))
-        return found
+        return by_layer
 
     def _bias(self, node: Node) -> str | None:
         return node.bias if _kind(node) else None
@@ -310,7 +312,7 @@ class Builder:
     # ---- numbers
 
     def _broadcast(self, weight: str, axis: int, count: int, layout: str, groups: int) -> tuple[int, ...]:
-        """The shape in which so many numbers along an axis of a weight broadcast against the Keras variable."""
+        """Return the shape in which `count` numbers along an axis of a weight broadcast against the Keras variable."""
         shape = [1] * self.graph.weights[weight].dim()
         shape[axis] = count
         return tuple(to_keras(layout, torch.zeros(shape), groups).shape)
@@ -323,13 +325,13 @@ class Builder:
                 variable.assign(value.reshape(tuple(variable.shape)).numpy())
 
     def _unique(self, name: str) -> str:
-        found = unique_name(_clean(name), self._names)
-        self._names.add(found)
-        return found
+        name = unique_name(_clean(name), self._names)
+        self._names.add(name)
+        return name
 
 
 def _clean(name: str) -> str:
-    return name.replace("/", "_")  # which Keras keeps for paths
+    return name.replace("/", "_")  # Keras reserves "/" for paths
 
 
 def _kind(node: Node) -> str:

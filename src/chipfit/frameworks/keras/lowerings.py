@@ -1,4 +1,4 @@
-"""What computes the canonical operators in Keras, channels last: a layer where one does, else `keras.ops`."""
+"""Lowerings of canonical operators to Keras, channels last: to a layer where there is one, else to `keras.ops`."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -19,36 +19,40 @@ from chipfit.quantizers.dynamic import dynamic_quantize
 layers = keras.layers
 Kernel = Callable[..., Any]
 Chosen = tuple[Any, dict[str, Any]]  #: class of a layer, and its settings without the name
-#: the layer for a node, given the node's weights by the variables of the layer; None where none computes the same
+#: function from a node, the graph and variable -> weight to the layer; None where no layer computes the node
 Choose = Callable[[Node, Graph, dict[str, str]], Chosen | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Lowering:
-    """How Keras computes one canonical operator."""
+    """The computation of one canonical operator in Keras."""
 
-    kernel: Kernel | None = None  #: function of its inputs in order (None where absent) and its attributes
+    kernel: Kernel | None = None  #: function of inputs in order (None where absent) and attributes
     layer: Choose | None = None
-    variables: str = ""  #: names of the layer's variables, for the slots of the operator that are not data
+    variables: str = ""  #: names of the layer's variables, by slot of the operator behind the data
 
 
 def layer_of(node: Node, graph: Graph) -> tuple[Any, dict[str, Any], dict[str, str]] | None:
-    """The Keras layer that computes a node: class, settings, and variable -> weight; None where there is none.
+    """Return the Keras layer that computes a node (class, settings, variable -> weight), or None.
 
-    A layer with variables serves where they are constants, one without where all operands are data.
+    A layer with variables needs constants for them; a layer without needs data for all operands.
     """
-    form = LOWERINGS.get(node.op)
-    if form is None or form.layer is None or bool(form.variables) != any(i in graph.weights for i in node.inputs):
+    lowering = LOWERINGS.get(node.op)
+    if (
+        lowering is None
+        or lowering.layer is None
+        or bool(lowering.variables) != any(i in graph.weights for i in node.inputs)
+    ):
         return None
     variables = {}
     slots = [s for s in OPS[node.op].slots if not s.startswith("in")]
-    for slot, variable in zip(slots, form.variables.split(), strict=False):
+    for slot, variable in zip(slots, lowering.variables.split(), strict=False):
         given = node.operand(slot.rstrip("?"))
         if given is not None and given in graph.weights:
             variables[variable] = given
         elif given is not None or not slot.endswith("?"):
             return None
-    chosen = form.layer(node, graph, variables)
+    chosen = lowering.layer(node, graph, variables)
     return None if chosen is None else (*chosen, variables)
 
 
@@ -56,7 +60,7 @@ def layer_of(node: Node, graph: Graph) -> tuple[Any, dict[str, Any], dict[str, s
 
 
 def padding_word(node: Node, graph: Graph) -> str:
-    """Keras's word for the padding of a convolution or pool; "" where it has none."""
+    """Return Keras's word for the padding of a convolution or pool, or "" if it has none."""
     size, a = graph.shape(node.data)[1:-1], node.attrs
     kernel = a["kernel"] if "kernel" in a else graph.weights[node.weight].shape[2:]
     return paddings.word(a["padding"], size, kernel, a["stride"], a.get("dilation", (1,) * len(size)))
@@ -64,20 +68,20 @@ def padding_word(node: Node, graph: Graph) -> str:
 
 def _conv_settings(node: Node, graph: Graph, variables: dict[str, str]) -> dict[str, Any]:
     window, a = tuple(graph.weights[variables["kernel"]].shape[2:]), node.attrs
-    how = {"kernel_size": window, "strides": tuple(a["stride"]), "dilation_rate": tuple(a["dilation"])}
-    return {**how, "activation": None, "use_bias": "bias" in variables, "data_format": "channels_last"}
+    settings = {"kernel_size": window, "strides": tuple(a["stride"]), "dilation_rate": tuple(a["dilation"])}
+    return {**settings, "activation": None, "use_bias": "bias" in variables, "data_format": "channels_last"}
 
 
 def _conv(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen:
     a, w = node.attrs, graph.weights[variables["kernel"]]
     config = {**_conv_settings(node, graph, variables), "padding": padding_word(node, graph) or "valid"}
-    if node.op == "DepthwiseConv2D" and len(set(a["stride"])) == 1:  # TensorFlow knows no other
+    if node.op == "DepthwiseConv2D" and len(set(a["stride"])) == 1:  # TensorFlow supports no other
         return layers.DepthwiseConv2D, {**config, "depth_multiplier": w.shape[0] // a["groups"]}
     return _of_rank("Conv{}D", w.dim()), {**config, "filters": w.shape[0], "groups": a["groups"]}
 
 
 def _transposed(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen | None:
-    """With the user's own words for the padding, which no number here tells."""
+    """Return the layer with the user's words for the padding, which do not follow from the node's numbers."""
     if "output_padding" not in node.config:
         return None
     w, words = graph.weights[variables["kernel"]], {k: node.config[k] for k in ("padding", "output_padding")}
@@ -86,7 +90,7 @@ def _transposed(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen |
 
 
 def _of_rank(name: str, rank: int) -> Any:
-    """The layer of this name for tensors with `rank` axes, batch and channels among them."""
+    """Return the layer of this name for tensors with `rank` axes, including batch and channels."""
     return getattr(layers, name.format(rank - 2))
 
 
@@ -96,7 +100,7 @@ def _dense(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen:
 
 
 def _norm(cls: Any, *attrs: str) -> Choose:
-    """A normalization; `attrs` become settings of the same names."""
+    """Return a function that chooses a normalization; `attrs` become settings of the same names."""
 
     def choose(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen:
         a = node.attrs
@@ -128,10 +132,10 @@ def _prelu(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen:
 
 
 def _layer(cls: Any, attrs: str = "", fixed: Mapping[str, Any] | None = None) -> Choose:
-    """A layer that always serves.
+    """Return a function that always chooses one layer.
 
     Args:
-        attrs: which attributes become settings, "setting=attribute"; one word where both have the same name.
+        attrs: attributes that become settings, "setting=attribute"; one word where both have the same name.
         fixed: further settings.
     """
     pairs = [(s, a or s) for s, _, a in (word.partition("=") for word in attrs.split())]
@@ -139,7 +143,7 @@ def _layer(cls: Any, attrs: str = "", fixed: Mapping[str, Any] | None = None) ->
 
 
 def _merge(cls: Any) -> Choose:
-    """A layer for float operands of one rank."""
+    """Return a function that chooses a layer for float operands of one rank."""
 
     def choose(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen | None:
         ranks = {len(graph.shape(i or "")) for i in node.inputs}
@@ -161,7 +165,7 @@ def _pool(name: str) -> Choose:
         a, word = node.attrs, padding_word(node, graph)
         if a["ceil_mode"] or set(a.get("dilation", (1,))) != {1} or not word:
             return None
-        uneven = any(lo != hi for lo, hi in a["padding"])  # where Keras on torch repeats the edge
+        uneven = any(lo != hi for lo, hi in a["padding"])  # Keras on torch repeats the edge
         if "count_include_pad" in a and word == "same" and (a["count_include_pad"] or uneven):
             return None
         config = {"pool_size": tuple(a["kernel"]), "strides": tuple(a["stride"]), "padding": word}
@@ -176,7 +180,7 @@ def _global_average(node: Node, graph: Graph, variables: dict[str, str]) -> Chos
 
 
 def _reshape(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen | None:
-    """Where the batch stays what it is."""
+    """Choose a layer if the batch is unchanged."""
     (_, *old), new = graph.shape(node.data) or (None,), graph.shape(node.output)
     if not new or None in (*old, *new[1:]) or math.prod(old) != math.prod(new[1:]):  # type: ignore[arg-type]
         return None
@@ -232,13 +236,13 @@ def _avg_pool(x: Any, *, kernel: Any, stride: Any, padding: Any, ceil_mode: bool
 def _pad(x: Any, *, padding: Any, mode: str, value: float) -> Any:
     if mode == "constant":
         return ops.pad(x, padding, constant_values=value)
-    # Keras knows other modes by other names on each backend: say which element goes where
+    # Keras has other names for other modes on each backend: select elements by index
     for axis, (lo, hi) in enumerate(padding):
         if lo or hi:
             last = x.shape[axis] - 1
-            at = np.arange(-lo, last + 1 + hi)
-            places = {"replicate": at.clip(0, last), "circular": at % (last + 1), "reflect": last - abs(last - abs(at))}
-            x = ops.take(x, places[mode], axis)
+            i = np.arange(-lo, last + 1 + hi)
+            index = {"replicate": i.clip(0, last), "circular": i % (last + 1), "reflect": last - abs(last - abs(i))}
+            x = ops.take(x, index[mode], axis)
     return x
 
 
@@ -256,8 +260,8 @@ def _sdpa(q: Any, k: Any, v: Any, mask: Any = None, *, is_causal: bool, scale: f
     if is_causal:
         scores = ops.where(ops.tril(ops.ones(scores.shape[-2:], "bool")), scores, -math.inf)
     if mask is not None:
-        kept = keras.backend.standardize_dtype(mask.dtype) == "bool"
-        scores = ops.where(mask, scores, -math.inf) if kept else scores + mask
+        boolean = keras.backend.standardize_dtype(mask.dtype) == "bool"
+        scores = ops.where(mask, scores, -math.inf) if boolean else scores + mask
     return ops.matmul(ops.softmax(scores, axis=-1), v)
 
 
@@ -311,17 +315,17 @@ def _layer_norm(x: Any, w: Any = None, b: Any = None, *, normalized_shape: Any, 
 
 
 def _renamed(f: Kernel, **names: str) -> Kernel:
-    """A function of keras.ops that calls our attributes by other names."""
+    """Return a function of keras.ops under our names of its arguments."""
     return lambda *xs, **attrs: f(*xs, **{names.get(k, k): v for k, v in attrs.items()})
 
 
 def _functions(key: str) -> dict[str, Kernel]:
-    """The functions of keras.ops that `lowerings.yaml` names under a word."""
+    """Return the functions of keras.ops in a row of `lowerings.yaml`."""
     return {op: getattr(ops, f) for op, f in (word.split("=") for word in _DATA[key].split())}
 
 
-def _known(function: str, layer: str, **settings: Any) -> Lowering:
-    """A row of `lowerings.yaml` with a layer."""
+def _from_row(function: str, layer: str, **settings: Any) -> Lowering:
+    """Return the lowering of a row of `lowerings.yaml` with a layer."""
     return Lowering(getattr(ops, function), _layer(getattr(layers, layer), **settings))
 
 
@@ -331,7 +335,7 @@ _DATA = package_data("chipfit.frameworks.keras", "lowerings.yaml")
 LOWERINGS: dict[str, Lowering] = {
     **{op: Lowering(f) for op, f in _functions("functions").items()},
     **{op: Lowering(_renamed(f, axes="axis")) for op, f in _functions("reductions").items()},
-    **{op: _known(**row) for op, row in _DATA["layers"].items()},
+    **{op: _from_row(**row) for op, row in _DATA["layers"].items()},
     "Mish": Lowering(lambda x: x * ops.tanh(ops.softplus(x))),
     "PRelu": Lowering(lambda x, w: ops.maximum(x, 0.0) + w * ops.minimum(x, 0.0), _prelu, "alpha"),
     "Gelu": Lowering(lambda x, *, approximate: ops.gelu(x, approximate == "tanh"), _gelu),
@@ -371,21 +375,21 @@ LOWERINGS: dict[str, Lowering] = {
     "Roll": Lowering(_roll),
     "Cast": Lowering(lambda x, *, dtype: ops.cast(x, dtype_here(dtype))),
     "Dropout": Lowering(lambda x, *, p: x, _layer(layers.Dropout, "rate=p")),
-    "DynamicQuantize": Lowering(lambda x, **how: dynamic_quantize(KerasOps, x, **how)),
+    "DynamicQuantize": Lowering(lambda x, **attrs: dynamic_quantize(KerasOps, x, **attrs)),
     **dict.fromkeys(("Identity", "Requantize"), Lowering(lambda x: x, _layer(layers.Identity))),
 }
 
 
 @keras.saving.register_keras_serializable(package="chipfit")
 class CanonicalOperation(keras.layers.Layer):
-    """One canonical operator as a layer.
+    """One canonical operator as a layer, for operators without a layer of Keras.
 
     Args:
         op: name of the operator.
-        settings: its attributes.
-        slots: what each input of the operator is: "x", the next tensor that the layer is called with; "-", absent; or
-            dtype, whether it is trained, and shape of a weight of the layer, ["float32", true, 3, 4]. Weights are named
-            w0, w1, ... by their slot.
+        settings: attributes of the operator.
+        slots: one entry for each input of the operator: "x", the next tensor of the call; "-", absent; or a weight of
+            the layer as dtype, whether it trains, and shape, ["float32", true, 3, 4]. Weights are named w0, w1, ... by
+            slot.
     """
 
     def __init__(self, op: str, settings: dict[str, Any], slots: Sequence[Any], **kwargs: Any) -> None:
@@ -393,7 +397,9 @@ class CanonicalOperation(keras.layers.Layer):
         self.op, self.settings, self.slots = op, settings, list(slots)
 
     def build(self, input_shape: Any = None) -> None:
-        self.held = [None if isinstance(s, str) else self._weight(f"w{k}", *s) for k, s in enumerate(self.slots)]
+        self.slot_weights = [
+            None if isinstance(s, str) else self._weight(f"w{k}", *s) for k, s in enumerate(self.slots)
+        ]
         self.built = True
 
     def _weight(self, name: str, dtype: str, trainable: bool, *shape: int) -> Any:
@@ -404,11 +410,11 @@ class CanonicalOperation(keras.layers.Layer):
         given = iter(inputs if isinstance(inputs, (list, tuple)) else [inputs])
         operands = [
             next(given) if s == "x" else None if s == "-" else keras.ops.convert_to_tensor(w)
-            for s, w in zip(self.slots, self.held, strict=True)
+            for s, w in zip(self.slots, self.slot_weights, strict=True)
         ]
         while operands and operands[-1] is None:
             operands.pop()
-        kernel: Any = LOWERINGS[self.op].kernel  # `lower` makes this layer of no operator without
+        kernel: Any = LOWERINGS[self.op].kernel  # `lower` makes such a layer only for operators with a kernel
         return kernel(*operands, **{k: _tuples(v) for k, v in self.settings.items()})
 
     def get_config(self) -> dict[str, Any]:
@@ -416,5 +422,5 @@ class CanonicalOperation(keras.layers.Layer):
 
 
 def _tuples(x: Any) -> Any:
-    """Sequences as tuples, which JSON and Keras make lists of."""
+    """Convert lists, which JSON and Keras make of tuples, back to tuples."""
     return tuple(_tuples(v) for v in x) if isinstance(x, (list, tuple)) else x

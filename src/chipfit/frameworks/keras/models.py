@@ -20,28 +20,30 @@ from chipfit.graph.ir import Graph
 class QuantizedModel(keras.Model):
     """A model as the chip computes it, in float: every stored tensor is rounded to its grid.
 
-    A Functional model with the inputs and outputs of the original one. Layers keep their names; those with rounded
-    weights are in a `KerasQuantizationWrapper`, stored results pass through a `KerasActivationQuantizationHolder`.
+    It is a Functional model with the inputs and outputs of the original one. Layers keep their names. Layers with
+    rounded weights are in a `KerasQuantizationWrapper`; stored results pass through a
+    `KerasActivationQuantizationHolder`.
     """
 
-    #: what holds in each step; None in what `keras.models.clone_model` makes, which cannot train
+    #: conditions on each step; None in a clone of `keras.models.clone_model`, which cannot train
     bounds: ScaleBounds | None = None
-    train_function: Any  #: of Keras
-    _stepping = False  #: one of Keras's own steps runs, which is checked when it is done
-    _steps = 0  #: of other loops
+    train_function: Any  #: set by Keras
+    _stepping = False  #: a step of Keras's own loop runs, which is checked after it
+    _steps = 0  #: steps of other loops
 
     def make_train_function(self, force: bool = False) -> Any:
-        """As of every Keras model; a step raises a TrainingError where it leaves a scale or weight that is no number,
-        naming layer and step.
+        """Make the function of a step, as every Keras model does, with a check of the numbers that it leaves.
+
+        The function raises a TrainingError if a scale or weight is not finite; the error names layer and step.
 
         Raises:
-            PlanError: the model does not know what holds in a step.
+            PlanError: The model has no bounds.
         """
         before = self.train_function
         super().make_train_function(force)
         if (step := self.train_function) is before:
             return step
-        bounds = self._held()
+        bounds = self._require_bounds()
         bounds.freeze()
 
         def checked(*args: Any) -> Any:
@@ -51,44 +53,44 @@ class QuantizedModel(keras.Model):
             finally:
                 self._stepping = False
             try:
-                with keras.StatelessScope(state_mapping=self._after(out)):
+                with keras.StatelessScope(state_mapping=self.values_after(out)):
                     bounds.check(self.trainable_variables, int(self.optimizer.iterations))
             except TrainingError:
-                self._keep(out)
+                self.keep_values(out)
                 raise
             return out
 
         self.train_function = checked
         return checked
 
-    def _after(self, out: Any) -> list[tuple[Any, Any]]:
-        """Variables and what a step has made of them, where the backend has not written it into them yet."""
+    def values_after(self, out: Any) -> list[tuple[Any, Any]]:
+        """Return (variable, value) after a step, if the backend has not assigned the values yet (JAX)."""
         if keras.backend.backend() != "jax":
             return []
         kinds = self.trainable_variables, self.non_trainable_variables, self.optimizer.variables
         return [pair for vs, now in zip(kinds, out[1][:3], strict=True) for pair in zip(vs, now, strict=True)]
 
-    def _keep(self, out: Any) -> None:
-        """Let variables hold what a step has made of them: JAX has given away the memory of what they were."""
+    def keep_values(self, out: Any) -> None:
+        """Assign the values after a step: JAX has reused the memory of the values before it."""
         if keras.backend.backend() == "jax":
             kinds = "trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables"
             self._jax_state, self._jax_state_synced = dict(zip(kinds, out[1], strict=True)), False
             self.jax_state_sync()
 
     def call(self, inputs: Any, training: Any = None, mask: Any = None) -> Any:
-        """As of every Keras model.
+        """Run the model; in an eager training loop, first check the numbers that the last step left.
 
         Raises:
-            PlanError: as of `make_train_function`.
-            TrainingError: in a loop that runs eagerly, a step has left a scale or weight that is no number.
+            PlanError: The model has no bounds.
+            TrainingError: A scale or weight is not finite.
         """
         trains = self.trainable_variables if training and not self._stepping else ()
         if trains and not any(KerasOps.traced(v.value) for v in trains[:1]):
             self._steps += 1
-            self._held().check(trains, self._steps)
+            self._require_bounds().check(trains, self._steps)
         return super().call(inputs, training=training, mask=mask)
 
-    def _held(self) -> ScaleBounds:
+    def _require_bounds(self) -> ScaleBounds:
         if self.bounds is None:
             hint = "copy.deepcopy(model), or save and load it; clone_model leaves out what layers do not hold"
             raise PlanError("This model does not know the rules that hold while it trains", where=self.name, hint=hint)
@@ -105,28 +107,28 @@ class QuantizedModel(keras.Model):
         return model
 
     def load_weights(self, *args: Any, **kwargs: Any) -> None:
-        """As of every Keras model.
+        """Load weights, as every Keras model does.
 
         Raises:
-            PlanError: numbers do not fit; they are of another plan.
+            PlanError: The checkpoint is of another plan.
         """
         try:
             super().load_weights(*args, **kwargs)
-        except ValueError as error:  # of Keras, with that of the first layer between empty lines
+        except ValueError as error:  # Keras puts the error of the first layer between empty lines
             if not (why := str(error).partition(":\n\n")[2].partition("\n\n")[0]):
                 raise
             raise PlanError(f"This checkpoint is of another plan: {why}", where=self.name) from error
 
     def run_flat(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Torch tensors in the order of the graph's inputs to torch tensors in the order of its outputs."""
+        """Run the model on torch tensors in the order of the graph's inputs; return its outputs in order."""
         return keras.tree.flatten(forward(self, keras.tree.pack_sequence_as(self._inputs_struct, list(inputs))))
 
 
 class DeviceModel(keras.Model):
-    """Takes and returns what the original model does; what it returns is what the device would.
+    """A model that takes the inputs of the original one and returns the device's results.
 
-    Where the runtime itself computes in float, at the operators in `float_operators`, the last bit is the runtime's.
-    It has no weights and gives no gradients; `predict` and `evaluate` run it eagerly.
+    The runtime computes `float_operators` in float, so that their last bit may differ on a device. The model has no
+    weights and no gradients; `predict` and `evaluate` run it eagerly.
     """
 
     def __init__(self, graph: Graph, run_flat: Callable[[Sequence[torch.Tensor]], list[Any]], floats: Sequence[str]):
@@ -136,7 +138,7 @@ class DeviceModel(keras.Model):
         self.compile(run_eagerly=True)
 
     def call(self, inputs: Any, training: bool = False) -> Any:
-        """Same inputs and result as the original model."""
+        """Run the model on inputs in the structure of the original model's."""
         spec, given = json.loads(self._graph.in_spec), keras.tree.map_structure(to_torch, inputs)
         packed = tuple(given) if isinstance(given, (list, tuple)) else (given,)
         flat = flatten_call(spec, () if spec["kwargs"] else packed, given if spec["kwargs"] else {})

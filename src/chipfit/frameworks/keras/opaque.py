@@ -1,4 +1,4 @@
-"""Keras operations without canonical operator: the graph holds the operation and runs it on the engine's tensors."""
+"""Keras operations without canonical operator: opaque nodes hold the operation and run it on the engine's tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PREFIX = "keras:"
 
 
 class OpaqueTarget(str):
-    """The target of an opaque node: as text the operation's Keras serialisation, in memory the operation itself."""
+    """The target of an opaque node: the text is the operation's Keras serialization; an attribute is the operation."""
 
     operation: Any
 
@@ -27,27 +27,27 @@ class OpaqueTarget(str):
         return self
 
 
-def hold(operation: Any) -> OpaqueTarget:
-    """The target that stands for a layer, an operation or a function."""
+def target_of(operation: Any) -> OpaqueTarget:
+    """Return the target for a layer, an operation or a function."""
     try:
         text = json.dumps(keras.saving.serialize_keras_object(operation), sort_keys=True)
     except Exception:  # Keras raises many types for classes without a configuration
         text = f"a {type(operation).__name__} that has no get_config"
-    held = OpaqueTarget(PREFIX + text)
-    held.operation = operation
-    return held
+    target = OpaqueTarget(PREFIX + text)
+    target.operation = operation
+    return target
 
 
 @register("opaque", "keras")
-def resolve(target: str) -> Callable[..., Any]:
-    """What runs an opaque node: `f(variables, args, kwargs)` on torch tensors.
+def function_of(target: str) -> Callable[..., Any]:
+    """Return the function `f(variables, args, kwargs)` on torch tensors that runs an opaque node.
 
     Gradients flow through it on Keras's torch backend only.
 
     Raises:
-        GraphError: the result was saved, and Keras cannot make its operation again.
+        GraphError: The result was saved, and Keras cannot create its operation again.
     """
-    operation = target.operation if isinstance(target, OpaqueTarget) else restored(target)
+    operation = target.operation if isinstance(target, OpaqueTarget) else load_operation(target)
 
     def call(variables: Sequence[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         variables, args, kwargs = keras.tree.map_structure(to_backend, (list(variables), list(args), kwargs))
@@ -63,11 +63,11 @@ def resolve(target: str) -> Callable[..., Any]:
 
 
 @lru_cache(maxsize=256)
-def restored(target: str) -> Any:
-    """The operation of a saved target, which names nothing but Keras's own and registered classes: no code is executed.
+def load_operation(target: str) -> Any:
+    """Create the operation of a saved target; it may name only classes of Keras or registered ones, and no code.
 
     Raises:
-        GraphError: as above.
+        GraphError: The target names something else, or Keras cannot create the operation.
     """
     text = target.removeprefix(PREFIX)
     try:
@@ -84,13 +84,13 @@ def restored(target: str) -> Any:
         raise GraphError("A Keras layer of this saved result cannot be made again", got=text[:200], hint=hint) from e
 
 
-def fresh(target: str, name: str) -> Any:
-    """A new operation of that name like the one of an opaque node; the user's own one where it has no configuration.
+def new_operation(target: str, name: str) -> Any:
+    """Create an operation like that of an opaque node under a new name; without configuration, return the user's own.
 
     Raises:
-        GraphError: as above.
+        GraphError: The target names something else, or Keras cannot create the operation.
     """
-    operation = target.operation if isinstance(target, OpaqueTarget) else restored(target)
+    operation = target.operation if isinstance(target, OpaqueTarget) else load_operation(target)
     if not isinstance(operation, keras.Operation):
         return keras.layers.Activation(operation, name=name)
     try:

@@ -1,17 +1,17 @@
-"""Padding in Keras's words ("valid", "same", "causal") and in numbers: zeros before and after each spatial axis."""
+"""Convert padding between Keras's words ("valid", "same", "causal") and zeros before and after each spatial axis."""
 
 import math
 from collections.abc import Sequence
 
 Pairs = tuple[tuple[int, int], ...]
-Ints = Sequence[int]  #: by spatial axis
-Sizes = Sequence[int | None]  #: the same; None where one is not known
+Ints = Sequence[int]  #: one integer for each spatial axis
+Sizes = Sequence[int | None]  #: one size for each spatial axis, None if unknown
 
 
 def same_padding(size: Sizes, kernel: Ints, stride: Ints, dilation: Ints) -> Pairs | None:
-    """The zeros of padding="same": what the last window lacks, the odd one behind.
+    """Return the zeros of padding="same", which complete the last window; an odd zero is behind.
 
-    None where the size of a strided axis is not known.
+    Return None if the size of a strided axis is unknown.
 
     >>> same_padding((8, 7), (3, 3), (2, 2), (1, 1))
     ((0, 1), (1, 1))
@@ -27,7 +27,7 @@ def same_padding(size: Sizes, kernel: Ints, stride: Ints, dilation: Ints) -> Pai
 
 
 def numbers(word: str, size: Sizes, kernel: Ints, stride: Ints, dilation: Ints) -> Pairs | None:
-    """The padding of a convolution or pool; None where its word or the sizes do not tell."""
+    """Return the zeros of a convolution or pool, or None if they do not follow from the word and the sizes."""
     if word == "valid":
         return ((0, 0),) * len(kernel)
     if word == "causal":
@@ -36,7 +36,7 @@ def numbers(word: str, size: Sizes, kernel: Ints, stride: Ints, dilation: Ints) 
 
 
 def word(padding: Sequence[Ints], size: Sizes, kernel: Ints, stride: Ints, dilation: Ints) -> str:
-    """The inverse of `numbers`; "" where Keras has no word that its convolutions and pools share."""
+    """Return the word for some zeros, as the inverse of `numbers`, or "" if Keras has no word for them."""
     pairs = tuple((int(lo), int(hi)) for lo, hi in padding)
     if not any(map(any, pairs)):
         return "valid"
@@ -44,14 +44,15 @@ def word(padding: Sequence[Ints], size: Sizes, kernel: Ints, stride: Ints, dilat
 
 
 def trim(span: int, stride: int, mode: str, extra: int | None) -> tuple[int, int]:
-    """What a transposed convolution cuts from the full result of length (n - 1) stride + span, before and behind.
+    """Return how much a transposed convolution cuts before and behind from its full result, (n - 1) stride + span long.
 
-    Keras wants n stride for "same" and (n - 1) stride + max(span, stride) for "valid", unless `output_padding` says how
-    much more than (n - 1) stride + span % 2 (or + span) it is; an odd zero to cut is cut behind.
+    The length of Keras's result is n stride for "same", and (n - 1) stride + max(span, stride) for "valid". With
+    `output_padding` it is (n - 1) stride + span % 2 + output_padding, or (n - 1) stride + span + output_padding. An odd
+    element is cut behind.
 
     Args:
         span: length of the dilated kernel.
-        extra: `output_padding`; None where the layer leaves it to Keras.
+        extra: `output_padding`, or None.
 
     >>> trim(3, 2, "same", None), trim(2, 3, "valid", None)
     ((0, 1), (0, -1))

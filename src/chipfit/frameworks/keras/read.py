@@ -1,8 +1,8 @@
-"""How Keras layers and `keras.ops` operations become canonical: a row of `operations.yaml`, or a function.
+"""Readers of Keras layers and `keras.ops` operations: a row of `operations.yaml`, or a function.
 
-A reader takes a `KerasCall` and the arguments of the call, tensors as `Value`, and returns the value (or values) of its
-result, before the layer's own activation. It raises `Unreadable` for a form without canonical equivalent; the operation
-is then opened or stays opaque. Layers whose own `call` says it all in keras.ops need no reader: they are opened.
+A reader gets a `KerasCall` and the arguments of the call, tensors as `Value`. It returns the value (or values) of the
+result, before the layer's own activation. It raises `Unreadable` for a call without canonical equivalent; the operation
+is then opened or becomes an opaque node. Layers whose own `call` consists of keras.ops need no reader: they are opened.
 """
 
 import math
@@ -16,23 +16,26 @@ import numpy as np
 
 from chipfit.files import package_data
 from chipfit.frameworks.keras import padding as paddings
-from chipfit.frameworks.keras.call import KerasCall, Unreadable
+from chipfit.frameworks.keras.call import KerasCall
 from chipfit.frameworks.keras.kernel_layout import DEPTHWISE
+from chipfit.frameworks.reading import Unreadable, attribute_words, per_axis
 from chipfit.graph.einsum import as_product
 from chipfit.graph.ir import Value
 
-Read = Callable[..., Any]
-READERS: dict[tuple[str, str], Read] = {}  #: ("layer" or "operation", class name) -> reader
-ACTIVATED: set[Read] = set()  #: readers of layers that apply an activation to their result
+Reader = Callable[..., Any]
+#: ("layer" or "operation", class name) -> reader
+READERS: dict[tuple[str, str], Reader] = {}
+#: readers of layers that apply an activation to their result
+ACTIVATED: set[Reader] = set()
 
-#: activations of Keras whose own code refuses symbolic tensors
+#: activations whose code in Keras cannot be traced with symbolic tensors -> operator
 UNTRACEABLE = {keras.activations.hard_silu: "HardSwish", keras.activations.mish: "Mish"}
 
 
-def _reads(layers: str = "", operations: str = "", *, activated: bool = False) -> Callable[[Read], Read]:
-    """Enter a reader for these classes; "Conv*D" is "Conv1D Conv2D Conv3D"."""
+def _reads(layers: str = "", operations: str = "", *, activated: bool = False) -> Callable[[Reader], Reader]:
+    """Decorate the reader of these classes; "Conv*D" stands for "Conv1D Conv2D Conv3D"."""
 
-    def enter(f: Read) -> Read:
+    def enter(f: Reader) -> Reader:
         for group, names in (("layer", layers), ("operation", operations)):
             for n in names.split():
                 READERS.update({(group, n.replace("*", d)): f for d in ("123" if "*" in n else "1")})
@@ -46,22 +49,22 @@ def _reads(layers: str = "", operations: str = "", *, activated: bool = False) -
 # ---------------------------------------------------------------- pieces of rows
 
 
-def _need(condition: bool) -> None:
-    """Go on where this holds.
+def _require(condition: bool) -> None:
+    """Check a condition of a reader.
 
     Raises:
-        Unreadable: it does not.
+        Unreadable: The condition is false.
     """
     if not condition:
         raise Unreadable
 
 
 def _integer(v: Any) -> int:
-    _need(isinstance(v, int))
+    _require(isinstance(v, int))
     return v
 
 
-#: conversions of settings in rows
+#: conversion of a layer's setting to an attribute, by its name in a row
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "": lambda v: v,
     "float": float,
@@ -75,41 +78,37 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowReader:
-    """Reads a call that is one node, on the tensors of the call and then on the layer's own variables."""
+    """A reader of calls that become one node, whose operands are tensors of the call and then the layer's variables."""
 
     op: str
     operands: int = 1
     variables: str = ""  #: names of the layer's variables, by slot of the operator behind the data
-    only: str = ""  #: the function below of what else must hold
-    #: "attribute=setting:conversion" for each attribute; the setting is left out where it has the same name, the
-    #: conversion where it needs none. "attribute:function": of the call and its first tensor, below
+    only: str = ""  #: a condition of `_CONDITIONS`
+    #: "attribute=setting:conversion" for each attribute, by `_CONVERSIONS`; the setting is left out where it has the
+    #: same name, the conversion where it needs none. Or "attribute:function", by `_FUNCTIONS`
     attrs: str = ""
-    fixed: Mapping[str, Any] | None = None  #: further attributes, the same for every call
+    fixed: Mapping[str, Any] | None = None  #: attributes with constant values
 
     def __call__(self, r: KerasCall, *xs: Any) -> list[Value]:
-        _need(len(xs) == self.operands and (not self.only or globals()[f"_{self.only}"](r, xs[0])))
+        _require(len(xs) == self.operands and (not self.only or _CONDITIONS[self.only](r, xs[0])))
         inputs = [*(r.operand(x) for x in xs), *(r.weight(getattr(r.op, v)) for v in self.variables.split())]
         attrs: dict[str, Any] = {}
-        for word in self.attrs.split():
-            name, _, how = word.partition(":")
-            attr, _, setting = name.partition("=")
-            convert = _CONVERSIONS.get(how)
-            attrs[attr] = convert(getattr(r.op, setting or attr)) if convert else globals()[f"_{how}"](r, xs[0])
+        for attr, setting, how in attribute_words(self.attrs):
+            if how in _FUNCTIONS:
+                attrs[attr] = _FUNCTIONS[how](r, xs[0])
+            else:
+                attrs[attr] = _CONVERSIONS[how](getattr(r.op, setting))
         return r.emit_all(self.op, inputs, **attrs, **(self.fixed or {}))
 
 
 def _number(v: Any) -> float:
-    _need(isinstance(v, (int, float)))
+    _require(isinstance(v, (int, float)))
     return float(v)
 
 
-def _many(v: Any, n: int) -> tuple[int, ...]:
-    return tuple(int(i) for i in v) if isinstance(v, (list, tuple)) else (int(v),) * n
-
-
 def _static(shape: Sequence[int | None]) -> tuple[int, ...]:
-    """A shape with -1 where it is not known, which may be once."""
-    _need(sum(d is None for d in shape) <= 1)
+    """Return a shape with -1 for the unknown size; there may be one."""
+    _require(sum(d is None for d in shape) <= 1)
     return tuple(-1 if d is None else d for d in shape)
 
 
@@ -118,7 +117,7 @@ def _channels_last(r: KerasCall, x: Value) -> bool:
 
 
 def _bare(r: KerasCall, x: Value) -> bool:
-    """Nothing is asked for beside the operation itself: no number to begin with, no decimals, no other type."""
+    """Return whether the operation has no further setting: no initial value, no decimals, no other type."""
     o = r.op
     rest = getattr(o, "initial", None) is None and not getattr(o, "decimals", 0)
     return rest and (getattr(o, "dtype", None) is None or r.dtype == x.dtype)
@@ -129,14 +128,14 @@ def _centred(r: KerasCall, x: Value) -> bool:
 
 
 def _last_axis(r: KerasCall, x: Value) -> bool:
-    """The operation works along the last axis."""
-    return [a % len(x.shape) for a in _many(r.op.axis, 1)] == [len(x.shape) - 1]
+    """Return whether the operation works along the last axis."""
+    return [a % len(x.shape) for a in per_axis(r.op.axis, 1)] == [len(x.shape) - 1]
 
 
 def _last_shape(r: KerasCall, x: Value) -> tuple[int | None, ...]:
-    """The shape of the last axes, along which the operation works."""
-    rank, axes = len(x.shape), _many(r.op.axis, 1)
-    _need(sorted(a % rank for a in axes) == list(range(rank - len(axes), rank)))
+    """Return the shape of the last axes, along which the operation works."""
+    rank, axes = len(x.shape), per_axis(r.op.axis, 1)
+    _require(sorted(a % rank for a in axes) == list(range(rank - len(axes), rank)))
     return x.shape[rank - len(axes) :]
 
 
@@ -147,11 +146,11 @@ def _reduced(r: KerasCall, x: Value) -> tuple[int, ...]:
 
 
 def _window(r: KerasCall, x: Value) -> tuple[int, ...]:
-    return _many(r.op.pool_size, len(x.shape) - 2)
+    return per_axis(r.op.pool_size, len(x.shape) - 2)
 
 
 def _steps(r: KerasCall, x: Value) -> tuple[int, ...]:
-    return _window(r, x) if r.op.strides is None else _many(r.op.strides, len(x.shape) - 2)
+    return _window(r, x) if r.op.strides is None else per_axis(r.op.strides, len(x.shape) - 2)
 
 
 def _undilated(r: KerasCall, x: Value) -> tuple[int, ...]:
@@ -170,7 +169,7 @@ def _padding(*args: Any) -> paddings.Pairs:
 
 
 def _border(r: KerasCall, x: Value) -> tuple[tuple[int, int], ...]:
-    """The zeros of a padding layer, for every axis."""
+    """Return the zeros of a padding layer, for every axis."""
     return ((0, 0), *((int(lo), int(hi)) for lo, hi in np.atleast_2d(r.op.padding)), (0, 0))
 
 
@@ -189,10 +188,10 @@ def _swapped(r: KerasCall, x: Value) -> tuple[int, ...]:
 
 
 def _moved(r: KerasCall, x: Value) -> tuple[int, ...]:
-    """The permutation of numpy.moveaxis."""
+    """Return the permutation of numpy.moveaxis."""
     rank = len(x.shape)
-    ends = zip(_many(r.op.source, 1), _many(r.op.destination, 1), strict=True)
-    pairs = sorted((d % rank, s % rank) for s, d in ends)
+    axes = zip(per_axis(r.op.source, 1), per_axis(r.op.destination, 1), strict=True)
+    pairs = sorted((d % rank, s % rank) for s, d in axes)
     order = [a for a in range(rank) if a not in {s for _, s in pairs}]
     for d, s in pairs:
         order.insert(d, s)
@@ -205,13 +204,13 @@ def _ordered(r: KerasCall, x: Value) -> tuple[int, ...]:
 
 
 def _repeats(r: KerasCall, x: Value) -> tuple[int, ...]:
-    repeats = _many(r.op.repeats, len(x.shape))
-    _need(len(repeats) == len(x.shape))
-    return repeats
+    repeats, rank = per_axis(r.op.repeats, 1), len(x.shape)
+    _require(len(repeats) <= rank)
+    return (1,) * (rank - len(repeats)) + repeats
 
 
 def _broadcast(r: KerasCall, x: Value) -> tuple[int, ...]:
-    _need(None not in r.shape[1:])
+    _require(None not in r.shape[1:])
     return _static(r.shape)
 
 
@@ -231,6 +230,33 @@ def _new_axis(r: KerasCall, x: Value) -> tuple[int, ...]:
     return (_integer(r.op.axis) % len(r.shape),)
 
 
+#: conditions that rows name
+_CONDITIONS: dict[str, Callable[[KerasCall, Value], bool]] = {
+    "bare": _bare,
+    "centred": _centred,
+    "channels_last": _channels_last,
+    "last_axis": _last_axis,
+}
+#: functions of the call and its first tensor that rows name
+_FUNCTIONS: dict[str, Callable[[KerasCall, Value], Any]] = {
+    "border": _border,
+    "broadcast": _broadcast,
+    "last_shape": _last_shape,
+    "moved": _moved,
+    "new_axis": _new_axis,
+    "ordered": _ordered,
+    "permuted_dims": _permuted_dims,
+    "pool_padding": _pool_padding,
+    "reduced": _reduced,
+    "repeats": _repeats,
+    "result": _result,
+    "sizes": _sizes,
+    "steps": _steps,
+    "swapped": _swapped,
+    "undilated": _undilated,
+    "window": _window,
+}
+
 # ---------------------------------------------------------------- rows
 
 _DATA = package_data("chipfit.frameworks.keras", "operations.yaml")
@@ -246,21 +272,21 @@ _POOL: dict[str, Any] = {"kernel": _window, "stride": _steps, "padding": _pool_p
 
 
 def _conv(
-    r: KerasCall, x: Value, kernel: Any, bias: Any, form: Any = None, *, depthwise: bool = False, part: str = ""
+    r: KerasCall, x: Value, kernel: Any, bias: Any, settings: Any = None, *, depthwise: bool = False, part: str = ""
 ) -> Value:
-    """A convolution with a Keras kernel: [*space, in / groups, out], depthwise [*space, in, multiplier].
+    """Append a convolution with a Keras kernel: [*space, in / groups, out], depthwise [*space, in, multiplier].
 
     Args:
-        form: strides, padding and dilation; the layer's own where it is left out.
-        part: of the layer that it is, whose kernel is called after it.
+        settings: strides, padding and dilation; by default those of the layer.
+        part: name of a part of the layer, which its kernel is named after.
     """
-    strides, mode, dilation = form or (r.op.strides, r.op.padding, r.op.dilation_rate)
+    strides, mode, dilation = settings or (r.op.strides, r.op.padding, r.op.dilation_rate)
     *window, last_but_one, last = kernel.shape
     n, channels = len(window), x.shape[-1]
     if channels is None or isinstance(kernel, Value):
         raise Unreadable
     groups = channels if depthwise else channels // last_but_one
-    stride, dilation = _many(strides, n), _many(dilation, n)
+    stride, dilation = per_axis(strides, n), per_axis(dilation, n)
     padding = _padding(mode, x.shape[1:-1], window, stride, dilation)
     space = [
         None if size is None else (size + lo + hi - d * (k - 1) - 1) // s + 1
@@ -287,7 +313,7 @@ def _separable_layer(r: KerasCall, x: Value) -> Value:
 
 @_reads("", "Conv")
 def _conv_operation(r: KerasCall, x: Value, kernel: Any, depthwise: bool = False) -> Value:
-    _need(_channels_last(r, x))
+    _require(_channels_last(r, x))
     return _conv(r, x, kernel, None, depthwise=depthwise)
 
 
@@ -298,14 +324,14 @@ _reads("", "DepthwiseConv")(partial(_conv_operation, depthwise=True))
 def _transposed_layer(r: KerasCall, x: Value) -> Value:
     o = r.op
     n = len(o.kernel.shape) - 2
-    stride, dilation = _many(o.strides, n), _many(o.dilation_rate, n)
-    extra = (None,) * n if o.output_padding is None else _many(o.output_padding, n)
+    stride, dilation = per_axis(o.strides, n), per_axis(o.dilation_rate, n)
+    extra = (None,) * n if o.output_padding is None else per_axis(o.output_padding, n)
     spans = [d * (k - 1) + 1 for k, d in zip(o.kernel.shape[:n], dilation, strict=True)]
     trims = [paddings.trim(span, s, o.padding, e) for span, s, e in zip(spans, stride, extra, strict=True)]
     padding, beyond = tuple((lo, max(hi, 0)) for lo, hi in trims), tuple(max(-hi, 0) for _, hi in trims)
-    how: dict[str, Any] = {"stride": stride, "dilation": dilation, "groups": 1}
+    attrs: dict[str, Any] = {"stride": stride, "dilation": dilation, "groups": 1}
     inputs = [x, r.weight(o.kernel, "transposed"), r.weight(o.bias)]
-    return r.emit(f"TransposeConv{n}D", inputs, **how, padding=padding, output_padding=beyond)
+    return r.emit(f"TransposeConv{n}D", inputs, **attrs, padding=padding, output_padding=beyond)
 
 
 @_reads("Dense", activated=True)
@@ -316,10 +342,10 @@ def _dense(r: KerasCall, x: Value) -> Value:
 
 @_reads("EinsumDense", activated=True)
 def _einsum_dense(r: KerasCall, x: Value) -> Value:
-    """A linear layer where the kernel's axes are those summed over, then those of the result, both innermost, in order.
+    """Read a linear layer: the kernel's axes are the summed axes, then the new ones, both innermost and in order.
 
-    "abc,cde->abde": c is summed over, d and e are new. Several summed axes are merged before the product, several new
-    ones split behind it.
+    In "abc,cde->abde", c is summed, d and e are new. Several summed axes are merged before the product, several new
+    axes are split after it.
     """
     o = r.op
     given, rest = o.equation.replace(" ", "").split(",")
@@ -329,9 +355,9 @@ def _einsum_dense(r: KerasCall, x: Value) -> Value:
     kept = [c for c in given.replace("...", "") if c not in kernel]
     dots = "..." if given.startswith("...") else ""
     wanted = (dots + "".join(kept + summed), "".join(summed + new), dots + "".join(kept + new))
-    _need((given, kernel, result) == wanted)
+    _require((given, kernel, result) == wanted)
     ins, outs = (math.prod(o.kernel.shape[a:b]) for a, b in ((0, len(summed)), (len(summed), None)))
-    _need(o.bias is None or tuple(o.bias.shape) == tuple(o.kernel.shape[len(summed) :]))
+    _require(o.bias is None or tuple(o.bias.shape) == tuple(o.kernel.shape[len(summed) :]))
     lead = x.shape[: len(x.shape) - len(summed)]
     if len(summed) > 1:
         x = r.emit("Reshape", [x], (*lead, ins), part="merge", shape=_static((*lead, ins)))
@@ -348,8 +374,8 @@ def _einsum_dense(r: KerasCall, x: Value) -> Value:
 
 @_reads("", "Normalize")
 def _normalize(r: KerasCall, x: Value) -> Value:
-    axes, epsilon = _many(r.op.axis, 1), r.op.epsilon
-    _need(r.op.order == 2)
+    axes, epsilon = per_axis(r.op.axis, 1), r.op.epsilon
+    _require(r.op.order == 2)
     shape = [1 if k in {a % len(x.shape) for a in axes} else d for k, d in enumerate(x.shape)]
     length = r.emit("ReduceL2", [x], shape, part="length", axes=axes, keepdims=True)
     least = float(keras.backend.epsilon() if epsilon is None else epsilon)
@@ -359,11 +385,11 @@ def _normalize(r: KerasCall, x: Value) -> Value:
 
 @_reads("AveragePooling*D", "AveragePool")
 def _average_pool(r: KerasCall, x: Value) -> Value:
-    _need(_channels_last(r, x))
+    _require(_channels_last(r, x))
     attrs = {name: value(r, x) if callable(value) else value for name, value in _POOL.items()}
     padding = attrs["padding"]
     if any(lo != hi for lo, hi in padding) and keras.backend.backend() == "torch":
-        pairs = ((0, 0), *padding, (0, 0))  # filled by repeating the edge; other backends leave it out of the mean
+        pairs = ((0, 0), *padding, (0, 0))  # torch repeats the edge; other backends leave it out of the mean
         shape = [d if d is None else d + sum(p) for d, p in zip(x.shape, pairs, strict=True)]
         x = r.emit("Pad", [x], shape, part="edge", padding=pairs, mode="replicate", value=0.0)
         attrs["padding"] = ((0, 0),) * len(padding)
@@ -381,18 +407,18 @@ def _global_average(r: KerasCall, x: Value) -> Value:
 @_reads("Resizing", "Resize")
 def _resize(r: KerasCall, x: Value) -> Value:
     o, mode = r.op, _interpolation(r, x)
-    size = (o.height, o.width) if isinstance(o, keras.Layer) else _many(o.size, 2)
+    size = (o.height, o.width) if isinstance(o, keras.Layer) else per_axis(o.size, 2)
     special = any(getattr(o, k, False) for k in ("crop_to_aspect_ratio", "pad_to_aspect_ratio", "antialias"))
-    _need(not special and _channels_last(r, x) and len(x.shape) == 4 and x.dtype == "float32")
+    _require(not special and _channels_last(r, x) and len(x.shape) == 4 and x.dtype == "float32")
     if mode == "nearest":
-        # Keras samples at pixel centres, the canonical operator at their upper left corners: equal for whole factors
-        _need(all(i is not None and s % i == 0 for s, i in zip(size, x.shape[1:3], strict=True)))
+        # Keras samples at pixel centres, the canonical operator at upper left corners: equal for integer factors
+        _require(all(i is not None and s % i == 0 for s, i in zip(size, x.shape[1:3], strict=True)))
     return r.emit("Resize", [x], mode=mode, size=tuple(int(s) for s in size), scale=None, align_corners=False)
 
 
 @_reads("UpSampling*D")
 def _up_sampling(r: KerasCall, x: Value) -> Value:
-    scale = tuple(float(s) for s in _many(r.op.size, len(x.shape) - 2))
+    scale = tuple(float(s) for s in per_axis(r.op.size, len(x.shape) - 2))
     return r.emit("Resize", [x], mode=_interpolation(r, x), size=None, scale=scale, align_corners=False)
 
 
@@ -400,20 +426,20 @@ def _up_sampling(r: KerasCall, x: Value) -> Value:
 def _pad(r: KerasCall, x: Value, constant_values: Any = None) -> Value:
     pairs = tuple((int(lo), int(hi)) for lo, hi in r.op.pad_width)
     image = len(pairs) > 2 and not any((*pairs[0], *pairs[-1]))
-    _need(len(pairs) == len(x.shape) and isinstance(constant_values, (int, float, type(None))))
-    _need(r.op.mode == "constant" or (r.op.mode == "reflect" and image))
+    _require(len(pairs) == len(x.shape) and isinstance(constant_values, (int, float, type(None))))
+    _require(r.op.mode == "constant" or (r.op.mode == "reflect" and image))
     return r.emit("Pad", [x], padding=pairs, mode=r.op.mode, value=float(constant_values or 0))
 
 
 # ---------------------------------------------------------------- element by element
 
 
-def _comparison(op: str) -> Read:
+def _comparison(op: str) -> Reader:
     def read(r: KerasCall, a: Any, b: Any) -> Value:
         dtypes = {x.dtype for x in (a, b) if isinstance(x, Value)}
-        _need(len(dtypes) == 1)
+        _require(len(dtypes) == 1)
         if any(isinstance(x, float) for x in (a, b)) and "float" not in min(dtypes):
-            dtypes = {"float32"}  # 2 > 1.5: an integer beside a float is one
+            dtypes = {"float32"}  # 2 > 1.5: the integer becomes a float
         (dtype,) = dtypes
         return r.emit(op, [r.operand(a, dtype), r.operand(b, dtype)])
 
@@ -429,7 +455,7 @@ def _clip(r: KerasCall, x: Value) -> Value:
     lo, hi = _number(r.op.x_min), _number(r.op.x_max)
     if "float" in r.dtype:
         return r.emit("Clamp", [x], min=lo, max=hi)
-    _need(lo.is_integer() and hi.is_integer())
+    _require(lo.is_integer() and hi.is_integer())
     y = r.emit("Max", [r.operand(x), r.operand(int(lo))], part="low")
     return r.emit("Min", [y, r.operand(int(hi))])
 
@@ -442,7 +468,7 @@ def _square(r: KerasCall, x: Value) -> Value:
 @_reads("", "ReLU")
 def _relu(r: KerasCall, x: Value) -> Value:
     o = r.op
-    _need(o.threshold == 0 and (o.negative_slope == 0 or o.max_value is None))
+    _require(o.threshold == 0 and (o.negative_slope == 0 or o.max_value is None))
     if o.negative_slope:
         return r.emit("LeakyRelu", [x], negative_slope=float(o.negative_slope))
     if o.max_value is None:
@@ -452,13 +478,13 @@ def _relu(r: KerasCall, x: Value) -> Value:
 
 @_reads("PReLU")
 def _prelu(r: KerasCall, x: Value) -> Value:
-    _need(all(d == 1 for d in r.op.alpha.shape[:-1]))
+    _require(all(d == 1 for d in r.op.alpha.shape[:-1]))
     return r.emit("PRelu", [x, r.weight(r.op.alpha, shape=(-1,))])
 
 
 @_reads("Activation")
 def _activation_layer(r: KerasCall, x: Value) -> Value:
-    _need(r.op.activation in UNTRACEABLE)
+    _require(r.op.activation in UNTRACEABLE)
     return r.emit(UNTRACEABLE[r.op.activation], [x])
 
 
@@ -471,7 +497,7 @@ def _rescaling(r: KerasCall, x: Value) -> Value:
 
 @_reads("Normalization")
 def _normalization(r: KerasCall, x: Value) -> Value:
-    _need(not r.op.invert)
+    _require(not r.op.invert)
     mean, variance = (keras.ops.convert_to_numpy(v) for v in (r.op.mean, r.op.variance))
     y = r.emit("Sub", [r.operand(x), r.operand(mean)], part="centre")
     return r.emit("Div", [y, r.operand(np.maximum(np.sqrt(variance), keras.backend.epsilon()))])
@@ -492,13 +518,13 @@ def _where(r: KerasCall, condition: Value, x1: Any = None, x2: Any = None) -> Va
 
 @_reads("", "Matmul")
 def _matmul(r: KerasCall, a: Any, b: Any) -> Value:
-    _need(min(len(a.shape), len(b.shape)) >= 2)
+    _require(min(len(a.shape), len(b.shape)) >= 2)
     return r.emit("MatMul", [r.operand(a), r.operand(b)])
 
 
 @_reads("", "Einsum")
 def _einsum(r: KerasCall, a: Any, b: Any) -> Value:
-    """Two operands whose equation is one matrix product."""
+    """Read an einsum of two operands that is one matrix product."""
     product = as_product(r.op.subscripts)
     if product is None or not (isinstance(a, Value) and isinstance(b, Value)):
         raise Unreadable
@@ -514,9 +540,9 @@ def _einsum(r: KerasCall, a: Any, b: Any) -> Value:
 def _attention(
     r: KerasCall, query: Value, key: Value, value: Value, bias: Any = None, mask: Any = None, scale: Any = None
 ) -> Value:
-    """[N, T, heads, D] in Keras, [N, heads, T, D] in the canonical operator."""
-    _need(bias is None and mask is None and r.op.attn_logits_soft_cap is None)
-    _need(query.shape[2] == key.shape[2] and isinstance(scale, (float, int, type(None))))
+    """Read attention: [N, T, heads, D] in Keras, [N, heads, T, D] in the canonical operator."""
+    _require(bias is None and mask is None and r.op.attn_logits_soft_cap is None)
+    _require(query.shape[2] == key.shape[2] and isinstance(scale, (float, int, type(None))))
     qkv = [_permuted(r, x, (0, 2, 1, 3), part) for x, part in ((query, "query"), (key, "key"), (value, "value"))]
     n, t, h, d = r.shape
     y = r.emit("SDPA", qkv, (n, h, t, d), part="product", is_causal=bool(r.op.is_causal), scale=scale, enable_gqa=False)
@@ -538,28 +564,28 @@ def _arg_max(r: KerasCall, x: Value) -> Value:
     return r.emit("Cast", [y], dtype=r.dtype)
 
 
-def _joined(op: str) -> Read:
+def _join(op: str) -> Reader:
     return lambda r, xs: r.emit(op, [r.operand(x) for x in xs], axis=r.op.axis)
 
 
-_reads("Concatenate", "Concatenate")(_joined("Concat"))
-_reads("", "Stack")(_joined("Stack"))
+_reads("Concatenate", "Concatenate")(_join("Concat"))
+_reads("", "Stack")(_join("Stack"))
 
 
 @_reads("", "GetItem")
 def _get_item(r: KerasCall, x: Value, key: Any) -> Value:
-    """`x[key]` as slices, then selections from the last axis to the first, then new axes.
+    """Read `x[key]` as slices, then selections from the last axis to the first, then new axes.
 
-    `key` holds integers, slices, new axes (None) and at most one ellipsis; axes that it leaves out are whole.
+    `key` consists of integers, slices, new axes (None) and at most one ellipsis; further axes are not indexed.
     """
     keys = list(key) if isinstance(key, tuple) else [key]
-    _need(all(k is None or k is Ellipsis or isinstance(k, (int, slice)) for k in keys))
-    _need(not any(isinstance(k, bool) for k in keys))
-    taken = sum(k is not None and k is not Ellipsis for k in keys)
+    _require(all(k is None or k is Ellipsis or isinstance(k, (int, slice)) for k in keys))
+    _require(not any(isinstance(k, bool) for k in keys))
+    indexed = sum(k is not None and k is not Ellipsis for k in keys)
     if Ellipsis not in keys:
         keys.append(Ellipsis)
     at = keys.index(Ellipsis)
-    keys[at : at + 1] = [slice(None)] * (len(x.shape) - taken)
+    keys[at : at + 1] = [slice(None)] * (len(x.shape) - indexed)
     axis, added = 0, []
     removed: list[tuple[int, int]] = []
     for position, k in enumerate(keys):
@@ -579,25 +605,25 @@ def _get_item(r: KerasCall, x: Value, key: Any) -> Value:
 
 def _slice(r: KerasCall, x: Value, axis: int, k: slice) -> Value:
     size, step = x.shape[axis], 1 if k.step is None else k.step
-    _need(step >= 1 and all(v is None or isinstance(v, int) for v in (k.start, k.stop)))
+    _require(step >= 1 and all(v is None or isinstance(v, int) for v in (k.start, k.stop)))
     if size is None:  # the batch
-        _need((k.start or 0) >= 0 and (k.stop is None or k.stop >= 0))
-        start, end, left = k.start or 0, k.stop, None
+        _require((k.start or 0) >= 0 and (k.stop is None or k.stop >= 0))
+        start, end, length = k.start or 0, k.stop, None
     else:
         start, end, _ = k.indices(size)
-        left = len(range(start, end, step))
-    shape = (*x.shape[:axis], left, *x.shape[axis + 1 :])
+        length = len(range(start, end, step))
+    shape = (*x.shape[:axis], length, *x.shape[axis + 1 :])
     return r.emit("Slice", [x], shape, x.dtype, "slice", axis=axis, start=start, end=end, step=step)
 
 
 @_reads("", "Take")
 def _take(r: KerasCall, x: Any, indices: Any) -> Value:
-    _need(isinstance(indices, Value) and r.op.axis is not None)
+    _require(isinstance(indices, Value) and r.op.axis is not None)
     return r.emit("Gather", [r.operand(x), indices.name], axis=r.op.axis)
 
 
 @_reads("Embedding")
 def _embedding(r: KerasCall, x: Value) -> Value:
-    _need(not r.op.mask_zero)
+    _require(not r.op.mask_zero)
     index = x if x.dtype in ("int32", "int64") else r.emit("Cast", [x], x.shape, "int32", part="index", dtype="int32")
     return r.emit("Embedding", [r.weight(r.op.embeddings), index])

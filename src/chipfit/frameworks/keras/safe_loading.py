@@ -1,7 +1,7 @@
-"""What a Keras configuration may name: Keras's own building blocks, and what the running program has registered.
+"""Load Keras models from files, and check that a configuration names no code; nothing that a file holds is executed.
 
-Keras finds a class by the module and name that a file gives. It refuses most of what would run code, from version to
-version more; this list does not depend on the version.
+Keras finds a class by the module and name in a file. Each version of Keras refuses most names that would run code; the
+list here does not depend on the version: Keras's own building blocks, and what the running program has registered.
 """
 
 import json
@@ -14,12 +14,12 @@ import keras
 from chipfit.errors import CaptureError, GraphError, first_line, raised_outside_chipfit
 from chipfit.files import ARCHIVE_ERRORS, existing_file, open_zip
 
-#: modules of Keras whose classes are made from configurations, those below them included
+#: modules of Keras whose classes may be created from configurations, with their submodules
 _CLASSES = (
     "keras.constraints keras.dtype_policies keras.initializers keras.layers keras.losses keras.metrics keras.models "
     "keras.ops keras.optimizers keras.quantizers keras.random keras.regularizers keras.src"
 ).split()
-#: modules whose functions may be named
+#: modules whose functions a configuration may name
 _FUNCTIONS = "keras.activations", "keras.ops", "keras.src.activations", "keras.src.ops"
 _KINDS = (
     *(keras.Layer, keras.Operation, keras.Initializer, keras.Regularizer, keras.constraints.Constraint),
@@ -28,69 +28,68 @@ _KINDS = (
 )
 #: classes that hold code
 _CODE = frozenset("Lambda TorchModuleWrapper TFSMLayer JaxLayer FlaxLayer".split())
-#: values of Keras's own that a configuration holds
+#: tags of Keras for values in a configuration
 _VALUES = frozenset("__keras_tensor__ __tensor__ __numpy__ __bytes__ __ellipsis__ __slice__".split())
 
 
 def check_registered(config: Any) -> None:
-    """Check a configuration, all that it holds included.
+    """Check that a configuration and all configurations in it name only classes of Keras or registered ones.
 
     Raises:
-        GraphError: it names code, a file, or a class that is neither Keras's nor registered in this process.
-        RecursionError: it is nested too deeply.
+        GraphError: It names code, a file, or a class that is neither of Keras nor registered in this process.
+        RecursionError: It is nested too deeply.
     """
     if isinstance(config, list):
         for c in config:
             check_registered(c)
     if isinstance(config, dict):
         if "class_name" in config:
-            _demand(config)
+            _check_entry(config)
         for c in config.values():
             check_registered(c)
 
 
-def _demand(config: dict[str, Any]) -> None:
+def _check_entry(config: dict[str, Any]) -> None:
     kind, module, inner = config["class_name"], config.get("module"), config.get("config")
     if isinstance(kind, str) and kind in _VALUES:
         return
     name = inner if kind == "function" else kind
     registered = name if kind == "function" else config.get("registered_name") or name
     if isinstance(registered, str) and keras.saving.get_registered_object(registered) is not None:
-        return  # of the user's own program, or of chipfit
+        return  # registered by the user's program or by chipfit
     if not isinstance(name, str) or name in _CODE or name.startswith("__"):
         raise GraphError(f"'{name}' holds code", got=f"module {module}", allowed="layers of Keras without code")
     if isinstance(inner, dict) and isinstance(inner.get("vocabulary"), str):
         raise GraphError(f"'{name}' reads a file", got=inner["vocabulary"], allowed="a vocabulary inside the file")
     if kind == "function":
-        known = module == "builtins" or _below(module, _FUNCTIONS)
+        allowed = module == "builtins" or _is_below(module, _FUNCTIONS)
         places = ("keras.activations", "keras.ops") if module == "builtins" else (module,)
-        known = known and any(callable(_found(place, name)) for place in places)
+        allowed = allowed and any(callable(_loaded_attribute(place, name)) for place in places)
     else:
-        found = _found(module, name) if module == "keras" or _below(module, _CLASSES) else None
-        known = isinstance(found, type) and issubclass(found, _KINDS)
-    if not known:
+        cls = _loaded_attribute(module, name) if module == "keras" or _is_below(module, _CLASSES) else None
+        allowed = isinstance(cls, type) and issubclass(cls, _KINDS)
+    if not allowed:
         what = f"'{name}' is neither a building block of Keras nor registered here"
         hint = "register its class with keras.saving.register_keras_serializable, and import it before loading"
         raise GraphError(what, got=f"module {module}", allowed=", ".join(_CLASSES), hint=hint)
 
 
-def _below(module: Any, weight_slots: Any) -> bool:
-    return isinstance(module, str) and any(module == h or module.startswith(f"{h}.") for h in weight_slots)
+def _is_below(module: Any, parents: Any) -> bool:
+    return isinstance(module, str) and any(module == p or module.startswith(f"{p}.") for p in parents)
 
 
-def _found(module: Any, name: str) -> Any:
-    """An entry of a module that is loaded; nothing is imported for a name."""
+def _loaded_attribute(module: Any, name: str) -> Any:
+    """Return an attribute of a module that is loaded already; nothing is imported for a name."""
     return getattr(sys.modules.get(module), name, None)
 
 
 def load(path: str | Path) -> Any:
-    """The model of a `.keras` file.
+    """Load the model of a `.keras` file.
 
     Raises:
-        CaptureError: there is no such file, it is damaged, or it holds Python code or classes that are not registered
-            here.
+        CaptureError: The file does not exist, is damaged, or holds Python code or classes that are not registered here.
     """
-    _check(existing_file(path, CaptureError, "The model file"))
+    _check_file(existing_file(path, CaptureError, "The model file"))
     try:
         return keras.saving.load_model(path, compile=False, safe_mode=True)
     except Exception as e:  # Keras raises many types, and so do the classes that are registered
@@ -105,14 +104,14 @@ def load(path: str | Path) -> Any:
         ) from e
 
 
-def _check(path: str | Path) -> None:
-    """Raise unless the file is an archive whose configuration names nothing but Keras's own and registered classes."""
+def _check_file(path: str | Path) -> None:
+    """Raise unless the file is an archive whose configuration names only classes of Keras or registered ones."""
     try:
         with open_zip(path) as archive:
             config = json.loads(archive.read("config.json"))
             if not isinstance(config, dict):
                 raise ValueError("its configuration is no table")
-            check_registered({k: v for k, v in config.items() if k != "compile_config"})  # which is not loaded
+            check_registered({k: v for k, v in config.items() if k != "compile_config"})  # compile_config is not loaded
     except (*ARCHIVE_ERRORS, ValueError, KeyError, RecursionError) as e:
         what, got = "The file is not a Keras model that can be loaded here", f"{type(e).__name__}: {str(e)[:300]}"
         raise CaptureError(what, where=str(path), got=got, hint="save it with model.save('model.keras')") from e

@@ -1,4 +1,4 @@
-"""After training: bring weights and scales of a trained Keras simulation back into Graph and Plan."""
+"""Training of a Keras simulation: steps of a classifier, and Graph and Plan with the trained numbers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -15,18 +15,22 @@ from chipfit.frameworks.keras.layers import KerasBatchNormWrapper, KerasQuantize
 from chipfit.frameworks.keras.lower import Builder
 from chipfit.frameworks.keras.models import QuantizedModel
 from chipfit.frameworks.keras.weight_slots import WeightSlot
+from chipfit.frameworks.training import trained_tensor_plan
 from chipfit.graph.folds import refresh_checksums
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 from chipfit.plan.sharing import share_quantizers, with_trained_numbers
-from chipfit.plan.training import Training, check_deployable, check_folds, deployed_weight
+from chipfit.plan.training import Training, check_folds, deployed_weight
 from chipfit.quantizers.scale_bounds import enlargement
 
 Step = Callable[[Sequence[torch.Tensor], torch.Tensor], float]
 
 
 def stepper(model: QuantizedModel, rate: float, steps: int, probabilities: bool) -> Step:
-    """The same as for PyTorch; a step whose loss is no number is taken."""
+    """Return a function that trains one step and returns the loss, as in `frameworks.torch.train`.
+
+    A step is not skipped if its loss is not finite.
+    """
     schedule = keras.optimizers.schedules.CosineDecay(rate, steps)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=not probabilities)
     model.compile(optimizer=keras.optimizers.SGD(schedule, momentum=0.9), loss=loss)
@@ -39,23 +43,23 @@ def stepper(model: QuantizedModel, rate: float, steps: int, probabilities: bool)
 
 
 def state_arrays(model: Any) -> Iterator[np.ndarray]:
-    """Everything that training may change."""
+    """Yield everything that training may change."""
     return (np.ascontiguousarray(keras.ops.convert_to_numpy(w)) for w in model.weights)
 
 
 def read_back(model: Any, graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
-    """Graph and Plan with the numbers that `model` holds now, ready to be exported, verified or saved.
+    """Return Graph and Plan with the numbers that `model` holds now, ready to be exported, verified or saved.
 
     Tied tensors stay tied; bias scales follow from their input and weight scales.
 
     Args:
-        model: what `lower(graph, plan)` returned, trained since, or loaded from a file that it was saved to.
-        graph, plan: those that it was made from; neither is changed.
+        model: result of `lower(graph, plan)`, trained since, or loaded from a file.
+        graph, plan: the graph and plan that the model was made from; they are not changed.
 
     Raises:
-        PlanError: `model` is not a lowered one of this graph, or training has driven a scale to zero, below it, or to a
-            number that is not finite.
-        UnsupportedError: what an algorithm has trained cannot be deployed.
+        PlanError: `model` was not made from this graph.
+        TrainingError: Training left a scale that is not positive and finite.
+        UnsupportedError: An algorithm trained something that cannot be deployed.
     """
     if not isinstance(model, QuantizedModel):
         hint = "pass Result.model, or what keras.saving.load_model made of it"
@@ -67,25 +71,23 @@ def read_back(model: Any, graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
     if [x.name for x in made.layers] != [x.name for x in model.layers]:
         raise PlanError("The model was made from another graph or plan", got=model.name)
     for s in builder.scales:
-        s.quantizer_in(model).demand(s.quantizer_in(made).grid)
-    builder.bounds_of(model).settle()  # a step that nobody has computed since
-    new, found = graph.copy(), _trained(model, builder)
+        s.quantizer_in(model).check_grid(s.quantizer_in(made).grid)
+    builder.bounds_of(model).enforce()  # after a step that no forward pass has followed
+    new, trained = graph.copy(), _trained_numbers(model, builder)
     new.weights.update(_weights(model, graph, builder))
     if bn_fold:
         refresh_checksums(new)
-    products, tensors = builder.rounding.products, dict(plan.tensors)
-    found |= {
-        name: found[o] for name, o in share_quantizers(graph, plan).owner.items() if name not in found and o in found
-    }
+    products, tensors = builder.sharing.products, dict(plan.tensors)
+    owners = share_quantizers(graph, plan).owner
+    trained |= {name: trained[o] for name, o in owners.items() if name not in trained and o in trained}
     for name, t in plan.tensors.items():
         if name in products:
-            factors = [found[i][0].reshape(builder.plan[i].scale.shape) for i in products[name]]
+            factors = [trained[i][0].reshape(builder.plan[i].scale.shape) for i in products[name]]
             tensors[name] = with_trained_numbers(t, torch.stack(torch.broadcast_tensors(*factors)).prod(0))
-        elif t.stored is not None and name in builder.rounding.owner:
-            scale, zero_point, quantizer = found[name]
-            check_deployable(quantizer.algorithm, t)
+        elif t.stored is not None and name in builder.sharing.owner:
+            scale, zero_point, quantizer = trained[name]
             scale, zero_point = (p.reshape(t.stored.scale.shape) for p in (scale, zero_point))
-            tensors[name] = with_trained_numbers(t, scale, zero_point, quantizer.trained_grid())
+            tensors[name] = trained_tensor_plan(t, scale, zero_point, quantizer)
             if t.role == "weight":
                 new.weights[name] = deployed_weight(graph.weights[name], new.weights[name], t, plan)
     for name, most in plan.sums:
@@ -96,42 +98,42 @@ def read_back(model: Any, graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
 
 
 def _weights(model: Any, graph: Graph, builder: Builder) -> dict[str, torch.Tensor]:
-    """The weights of `graph` as they are now, in its layout; constants that the builder rearranged are put back.
+    """Return the current weights of `graph`, in its layout; constants that the builder rearranged are put back.
 
-    One that an algorithm rounds as something else is what that is.
+    Where an algorithm rounds another tensor in place of a weight, the weight becomes that tensor.
     """
     quantizers = {(s.layer, s.variable): s.quantizer_in(model) for s in builder.scales}
-    found = {}
+    weights = {}
     for name, (slot, *_) in builder.weight_slots.items():
         now, layer = slot.variable_in(model), model.get_layer(slot.layer)
         if isinstance(layer, KerasBatchNormWrapper) and slot.variable in ("kernel", "bias"):
             now = layer.folded()[slot.variable == "bias"]
         if (slot.layer, slot.variable) in quantizers:
             now = quantizers[slot.layer, slot.variable].reals(keras.ops.convert_to_tensor(now))
-        now = _number(now, slot)
-        source, form = builder.relaid.copies.get(name, (name, None))
+        now = _to_tensor(now, slot)
+        source, form = builder.converted.copies.get(name, (name, None))
         if form is not None:
             now = now.reshape(builder.graph.weights[name].shape).permute([form.index(d) for d in range(len(form))])
         old = graph.weights[source]
-        found[source] = now.reshape(old.shape).to(old.dtype).clone(memory_format=torch.preserve_format)
-    return found
+        weights[source] = now.reshape(old.shape).to(old.dtype).clone(memory_format=torch.preserve_format)
+    return weights
 
 
-def _trained(model: Any, builder: Builder) -> dict[str, tuple[torch.Tensor, torch.Tensor, KerasQuantizer]]:
-    """Scale, zero point and quantizer of every quantized tensor that has its own or shares those of another."""
-    found: dict[str, tuple[torch.Tensor, torch.Tensor, KerasQuantizer]] = {}
+def _trained_numbers(model: Any, builder: Builder) -> dict[str, tuple[torch.Tensor, torch.Tensor, KerasQuantizer]]:
+    """Return scale, zero point and quantizer of every quantized tensor with a scale of its own or of a tied tensor."""
+    numbers: dict[str, tuple[torch.Tensor, torch.Tensor, KerasQuantizer]] = {}
     for s in builder.scales:
         slot = next(
             (h for h in builder.weight_slots.get(s.tensor, ()) if h.layer == s.layer), WeightSlot(s.layer, s.variable)
         )
         quantizer = s.quantizer_in(model)
-        scale, zero_point = (_number(p, slot) for p in quantizer.numbers())
-        found[s.tensor] = scale, zero_point, quantizer
-        found.setdefault(builder.relaid.copies.get(s.tensor, (s.tensor, None))[0], found[s.tensor])
-    return found | {name: found[owner] for name, owner in builder.rounding.owner.items() if owner in found}
+        scale, zero_point = (_to_tensor(p, slot) for p in quantizer.numbers())
+        numbers[s.tensor] = scale, zero_point, quantizer
+        numbers.setdefault(builder.converted.copies.get(s.tensor, (s.tensor, None))[0], numbers[s.tensor])
+    return numbers | {name: numbers[owner] for name, owner in builder.sharing.owner.items() if owner in numbers}
 
 
-def _number(variable: Any, slot: WeightSlot) -> torch.Tensor:
-    """A Keras variable in the canonical layout."""
+def _to_tensor(variable: Any, slot: WeightSlot) -> torch.Tensor:
+    """Return a Keras variable in the canonical layout."""
     value = torch.from_numpy(keras.ops.convert_to_numpy(variable).copy())
     return to_canonical(slot.layout, value) if value.dim() else value

@@ -1,4 +1,4 @@
-"""Reading a model call by call: by a reader, else opened into what it is made of, else kept as an opaque node."""
+"""Translate a model to a Graph call by call: by a reader, else by opening the call, else as an opaque node."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -10,10 +10,11 @@ import numpy as np
 import torch
 
 from chipfit.errors import short_message
-from chipfit.frameworks.keras.call import KerasCall, KerasGraphBuilder, Unreadable
+from chipfit.frameworks.keras.call import KerasCall, KerasGraphBuilder
 from chipfit.frameworks.keras.history import calls_before, functional, keras_class, origin_of, unrecorded
-from chipfit.frameworks.keras.opaque import hold
+from chipfit.frameworks.keras.opaque import target_of
 from chipfit.frameworks.keras.read import ACTIVATED, READERS, UNTRACEABLE
+from chipfit.frameworks.reading import Unreadable
 from chipfit.graph.builder import Origin
 from chipfit.graph.config import plain
 from chipfit.graph.ir import OPAQUE, Ref, Value
@@ -22,39 +23,39 @@ leaves = keras.tree.flatten
 
 
 class Translator:
-    """Writes the calls of a model into a draft."""
+    """Appends the calls of a model to a Graph."""
 
     def __init__(self) -> None:
         self.builder = KerasGraphBuilder()
-        self.last_failure = ""  #: why something could not be traced
+        self.last_failure = ""  #: why the last trace failed
 
-    def walk(
+    def add_calls(
         self, outputs: Sequence[Any], env: dict[int, Value], prefix: str, within: Origin | None = None
     ) -> list[Any]:
-        """Read every call that `outputs` depend on, up to the symbolic tensors in `env`.
+        """Add every call that `outputs` depend on, up to the symbolic tensors in `env`.
 
         Args:
-            prefix: path of the layers around, to put before the names of layers found.
+            prefix: path of the surrounding layers, for the names of inner layers.
             within: the layer that operations outside any inner layer belong to; None in a Functional model, where each
-                operation is its own.
+                operation stands for itself.
         """
 
-        def now(x: Any) -> Any:
+        def current(x: Any) -> Any:
             return env[id(x)] if isinstance(x, keras.KerasTensor) else x
 
         for node in calls_before(outputs, env):
-            args = keras.tree.map_structure(now, node.arguments.args)
-            given = keras.tree.map_structure(now, node.arguments.kwargs)
+            args = keras.tree.map_structure(current, node.arguments.args)
+            given = keras.tree.map_structure(current, node.arguments.kwargs)
             results = self.call(node.operation, args, given, node.outputs, prefix, within)
             for kt, value in zip(node.outputs, results, strict=True):
                 env[id(kt)] = value
-                self.builder.alive.append(kt)
-        return [now(o) for o in outputs]
+                self.builder.references.append(kt)
+        return [current(o) for o in outputs]
 
     def call(
         self, operation: Any, args: Any, kwargs: Any, outputs: Sequence[Any], prefix: str, within: Origin | None
     ) -> list[Value]:
-        """Read one call; returns a value for each symbolic output."""
+        """Add one call; return a value for each symbolic output."""
         origin, name = origin_of(operation, args, kwargs, prefix, within)
         layer = isinstance(operation, keras.Layer)
         if layer:
@@ -70,23 +71,23 @@ class Translator:
         )
 
     def _read(self, call: KerasCall, args: Any, kwargs: Any) -> list[Value] | None:
-        """By the reader of its class."""
+        """Add a call by the reader of its class; return None if there is none that can."""
         group = "layer" if isinstance(call.op, keras.Layer) else "operation"
         reader = READERS.get((group, keras_class(call.op)))
-        if reader is None or not _takes(reader, args, kwargs):
+        if reader is None or not _accepts(reader, args, kwargs):
             return None
         mark = self.builder.mark()
         try:
-            found = reader(call, *args, **kwargs)
+            result = reader(call, *args, **kwargs)
         except Unreadable:
             self.builder.forget(mark)
             return None
-        if not isinstance(found, Value):
-            return list(found)
-        return [self._activated(call, found) if reader in ACTIVATED else found]
+        if not isinstance(result, Value):
+            return list(result)
+        return [self._activated(call, result) if reader in ACTIVATED else result]
 
     def _activated(self, call: KerasCall, x: Value) -> Value:
-        """The layer's own activation as nodes behind it."""
+        """Add the layer's own activation behind it."""
         f = getattr(call.op, "activation", None)
         if f is None or f is keras.activations.linear:
             return x
@@ -103,15 +104,15 @@ class Translator:
         return self._opaque(f, (x,), {}, outputs, origin, f"{call.name}/activation")[0]
 
     def _nested(self, operation: Any, args: Any, given: Any, origin: Origin) -> list[Value] | None:
-        """By the recorded calls of a Functional or Sequential model inside the model."""
+        """Add the recorded calls of an inner Functional or Sequential model; return None for other operations."""
         inner = functional(operation) if isinstance(operation, keras.Model) else None
         if inner is None or given or len(args) != 1 or len(leaves(args)) != len(leaves(inner._inputs_struct)):
             return None
         env = {id(kt): t for kt, t in zip(leaves(inner._inputs_struct), leaves(args), strict=True)}
-        return self.walk(leaves(inner._outputs_struct), env, f"{origin.path}/")
+        return self.add_calls(leaves(inner._outputs_struct), env, f"{origin.path}/")
 
     def _opened(self, layer: Any, args: Any, kwargs: Any, outputs: Sequence[Any], origin: Origin) -> list[Value] | None:
-        """By what its `call` is made of; a layer that is one node gives it its name."""
+        """Add the operations of a layer's `call`; a layer that becomes one node gives it its name."""
         before = len(self.builder.graph.nodes)
         opened = self.open(layer, layer.call, args, kwargs, origin)
         flat = [] if opened is None else leaves(opened)
@@ -121,24 +122,24 @@ class Translator:
         return [self._renamed(flat[0], origin.path)] if alone else flat
 
     def open(self, owner: Any, function: Callable[..., Any], args: Any, kwargs: Any, origin: Origin) -> Any:
-        """Trace a function on symbolic tensors and read what it is made of; None when it cannot be traced.
+        """Trace a function on symbolic tensors, and add its operations; return None if it cannot be traced.
 
         Args:
-            owner: the layer whose function it is, to be left as it was.
+            owner: the layer of the function, whose records of calls are restored.
 
         Raises:
-            CaptureError: something inside it cannot be captured.
+            CaptureError: An operation inside it cannot be captured.
         """
         env: dict[int, Value] = {}
-        made: dict[str, Any] = {}
+        symbols: dict[str, Any] = {}
 
         def symbol(x: Any) -> Any:
             if not isinstance(x, Value):
                 return x
-            if x.name not in made:
-                made[x.name] = _symbol(x)
-                env[id(made[x.name])] = x
-            return made[x.name]
+            if x.name not in symbols:
+                symbols[x.name] = _symbol(x)
+                env[id(symbols[x.name])] = x
+            return symbols[x.name]
 
         with unrecorded(owner):
             try:
@@ -153,14 +154,14 @@ class Translator:
             except Exception as e:  # foreign code may raise anything
                 self.last_failure = short_message(e)
                 return None
-            self.builder.alive.append((made, out))
+            self.builder.references.append((symbols, out))
             prefix = f"{origin.path}/" if origin.path else ""
-            return keras.tree.pack_sequence_as(out, self.walk(leaves(out), env, prefix, within=origin))
+            return keras.tree.pack_sequence_as(out, self.add_calls(leaves(out), env, prefix, within=origin))
 
     def _opaque(
         self, operation: Any, args: Any, kwargs: Any, outputs: Sequence[Any], origin: Origin, name: str
     ) -> list[Value]:
-        """A node that calls the operation itself, its variables among the inputs."""
+        """Add an opaque node that calls the operation itself; its variables are among the inputs."""
         inputs: list[str] = []
 
         def template(x: Any) -> Any:
@@ -173,19 +174,19 @@ class Translator:
                 return {k: template(v) for k, v in x.items()}
             if not isinstance(x, Value) and not _is_array(x):
                 return x if x is None or isinstance(x, (bool, int, float, str)) else str(x)
-            known = x.name if isinstance(x, Value) else self.builder.weight(x, origin)
-            if known not in inputs:
-                inputs.append(known)
-            return Ref(inputs.index(known))
+            operand = x.name if isinstance(x, Value) else self.builder.weight(x, origin)
+            if operand not in inputs:
+                inputs.append(operand)
+            return Ref(inputs.index(operand))
 
         layer = isinstance(operation, keras.Layer)
         variables = [*operation.trainable_variables, *operation.non_trainable_variables] if layer else []
-        given = [template(args), template(kwargs)]  # before variables: a reader of the node sees the data first
-        attrs = {"target": hold(operation), "args": [template(variables), *given], "kwargs": {}}
+        given = [template(args), template(kwargs)]  # before variables, so that the data are the first inputs
+        attrs = {"target": target_of(operation), "args": [template(variables), *given], "kwargs": {}}
         return self.builder.emit(origin, name, OPAQUE, inputs, attrs, [(kt.shape, kt.dtype) for kt in outputs])
 
     def _renamed(self, value: Value, name: str) -> Value:
-        """The result of the last node under the name of the layer of which it is all."""
+        """Rename the last node, which is a whole layer, to the name of the layer; return its result."""
         graph, node = self.builder.graph, self.builder.graph.nodes[-1]
         if node.output != value.name or node.name == name:
             return value
@@ -200,16 +201,16 @@ def _symbol(x: Any) -> Any:
 
 
 def _refined(operation: Any, args: Any, kwargs: Any) -> Sequence[Any] | None:
-    """The outputs again, now that more of the inputs' shapes is known than Keras knew when it recorded the call."""
+    """Compute output shapes again, with input shapes that were unknown when Keras recorded the call."""
     symbols, named = (keras.tree.map_structure(_symbol, given) for given in (args, kwargs))
     try:
         return leaves(operation.compute_output_spec(*symbols, **named))
-    except Exception:  # foreign code may raise anything; the recorded shapes serve
+    except Exception:  # foreign code may raise anything; the recorded shapes are used
         return None
 
 
-def _takes(reader: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-    """Whether the reader has a parameter for every argument of the call; a mask, for example, has none in most."""
+def _accepts(reader: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Return whether the reader has a parameter for every argument of the call, such as a mask."""
     try:
         inspect.signature(reader).bind(None, *args, **kwargs)
     except TypeError:

@@ -1,4 +1,4 @@
-"""Where the numbers of Graph and Plan live in the lowered Keras model."""
+"""Places of the numbers of Graph and Plan in the lowered Keras model."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,16 +8,16 @@ from chipfit.frameworks.keras.layers import NORM_VARIABLES, KerasQuantizationWra
 
 @dataclass(frozen=True, slots=True)
 class WeightSlot:
-    """Where a weight of the graph lives in the model."""
+    """The place of a weight of the graph in the model."""
 
     layer: str
-    variable: str  #: its name; the number of it in an opaque layer
-    use: int = 0  #: which of a wrapper's biases
-    layout: str = ""  #: how Keras lays it out (`weights`); "": as it is
-    groups: int = 1  #: of a depthwise convolution
+    variable: str  #: its name, or its index in an opaque layer
+    use: int = 0  #: index of the bias of a wrapper
+    layout: str = ""  #: layout in Keras, see `kernel_layout`; "" if unchanged
+    groups: int = 1  #: groups of a depthwise convolution
 
     def variable_in(self, model: Any) -> Any:
-        """The Keras variable."""
+        """Return the Keras variable."""
         layer = model.get_layer(self.layer)
         if isinstance(layer, KerasQuantizationWrapper):
             if self.use:
@@ -32,13 +32,14 @@ class WeightSlot:
 
 @dataclass(frozen=True, slots=True)
 class ScaleSlot:
-    """Where the scale of a planned tensor lives in the model."""
+    """The place of the scale of a planned tensor in the model."""
 
     tensor: str
-    where: str  #: the user's layer
+    user_layer: str
     layer: str
-    variable: str = ""  #: of a wrapper; "" in a holder
+    variable: str = ""  #: variable of a wrapper; "" in a holder
 
     def quantizer_in(self, model: Any) -> KerasQuantizer:
+        """Return the quantizer that has the scale."""
         layer = model.get_layer(self.layer)
         return layer.weights_quantizers[self.variable] if self.variable else layer.activation_holder_quantizer
