@@ -8,13 +8,14 @@ from torch import nn
 
 import chipfit
 from chipfit.errors import NothingQuantizedError, PlanError, UnknownNameError
+from tests.build import quantized, randn, sequential
 from tests.zoo import make
 
 
 @pytest.fixture
 def fitted():
     model, batch = make("residual")
-    return chipfit.quantize(model, [batch], platform="ort_cpu", progress=False), batch
+    return quantized(model, batch), batch
 
 
 def test_excluding_a_layer_leaves_every_other_number_as_it_was(fitted):
@@ -35,7 +36,7 @@ def test_excluding_by_operator_and_by_layer_type(fitted):
 
 def test_other_bits_for_one_layer():
     model, batch = make("residual")
-    result = chipfit.quantize(model, [batch], platform="imx500", progress=False)
+    result = quantized(model, batch, "imx500")
     edited = result.edit({"a.0": {"bits": 4}})
     changed = [n for n, t in edited.plan.tensors.items() if t.grid != result.plan.tensors[n].grid]
     assert changed == ["a.0.weight"] and edited.plan.tensors["a.0.weight"].grid.bits == 4
@@ -62,7 +63,7 @@ def test_mistakes_are_typed_errors(fitted):
 
 
 def test_a_tensor_that_the_plan_does_not_know_is_named_with_those_near_it():
-    plan = chipfit.quantize(nn.Sequential(nn.Linear(3, 2)).eval(), [torch.randn(4, 3)], progress=False).plan
+    plan = quantized(sequential(nn.Linear(3, 2)), randn(4, 3)).plan
     with pytest.raises(PlanError, match="'0.wieght'.*did you mean '0.weight'"):
         plan["0.wieght"]
     with pytest.raises(PlanError, match=r"plan\.tensors holds all of them"):

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
-import chipfit
 from chipfit.errors import TrainingError
-from chipfit.graph.ir import Graph, Node, Value
-from chipfit.plan.record import Plan, TensorPlan
 from chipfit.plan.sharing import share_quantizers, with_trained_numbers
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.scale_bounds import ScaleBound
-from tests.build import stored
-
-X = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+from tests.build import graph_of, model_of, node, plan_of, quantized, randn, stored
 
 
-class Moves(nn.Module):
-    """A convolution's result, moved."""
-
-    def __init__(self, f):
-        super().__init__()
-        self.conv, self.f = nn.Conv2d(3, 4, 1), f
-
-    def forward(self, x):
-        return self.f(self.conv(x))
+def moved(f):
+    """Return the result of a convolution behind which only `f` stands."""
+    net = model_of(lambda m, x: f(m.conv(x)), conv=nn.Conv2d(3, 4, 1))
+    return quantized(net, randn(4, 3, 6, 6), "tflite_int8")
 
 
 @pytest.mark.parametrize(
@@ -40,7 +32,7 @@ class Moves(nn.Module):
     ids=["flatten", "gather", "transpose and slice", "concat"],
 )
 def test_what_is_only_moved_is_not_rounded_again(f):
-    result = chipfit.quantize(Moves(f).eval(), [X], "tflite_int8", progress=False)
+    result = moved(f)
     found, graph = share_quantizers(result.graph, result.plan), result.graph
     (source,) = (n.output for n in graph.nodes if n.op == "Conv2D")
     (end,) = graph.outputs
@@ -49,7 +41,7 @@ def test_what_is_only_moved_is_not_rounded_again(f):
 
 
 def test_what_is_computed_is_rounded_by_its_own():
-    result = chipfit.quantize(Moves(torch.tanh).eval(), [X], "tflite_int8", progress=False)
+    result = moved(torch.tanh)
     found = share_quantizers(result.graph, result.plan)
     (end,) = result.graph.outputs
     assert found.owner[end] == end and end in found.rounded and end in found.fixed  # 1/128 on this chip
@@ -58,31 +50,13 @@ def test_what_is_computed_is_rounded_by_its_own():
 
 # ---------------------------------------------------------------- plans of a few tensors
 
-GRID = Grid(bits=8, qmin=-128, qmax=127, zero="any")
-
-
-def tensors(**given):
-    """Name -> how it is stored; weights are called w, biases b."""
-    roles = {"w": "weight", "b": "bias"}
-    return {n: TensorPlan(name=n, role=roles.get(n[0], "activation"), stored=s) for n, s in given.items()}
-
-
-def graph_of(*nodes, weights=("w", "b")):
-    made = [Node(o, op, tuple(ins), (o,), attrs) for op, ins, o, attrs in nodes]
-    values = {v: Value(v, (None, 3)) for v in ("x", "z", *(n.output for n in made))}
-    return Graph(made, ["x", "z"], [made[-1].output], values, {w: torch.ones(3) for w in weights})
-
-
-CONCAT, LINEAR = ("Concat", "xz", "y", {"axis": 1}), ("Linear", "xwb", "y", {})
+CONCAT = graph_of(node("y = Concat(x, z)", {"axis": 1}))
+LINEAR = graph_of("y = Linear(x, w, b)", weights="wb")
 
 
 def test_tied_tensors_of_equal_numbers_share_a_quantizer():
-    graph = graph_of(CONCAT)
-    plan = Plan(
-        tensors=tensors(x=stored(), z=stored(0.25), y=stored(), u=stored(), v=stored(0.25), t=None),
-        ties=(("x", "y", "z"), ("u", "v")),
-    )
-    found = share_quantizers(graph, plan)
+    plan = plan_of(x=stored(), z=stored(0.25), y=stored(), u=stored(), v=stored(0.25), t=None)
+    found = share_quantizers(CONCAT, replace(plan, ties=(("x", "y", "z"), ("u", "v"))))
     assert found.owner == {"x": "x", "z": "z", "y": "x", "u": "u", "v": "v"} and found.rounded == set("xzyuv")
 
 
@@ -98,21 +72,16 @@ def test_tied_tensors_of_equal_numbers_share_a_quantizer():
     ],
 )
 def test_what_joins_numbers_of_one_quantizer_is_rounded_already(given, edges, owner, rounded):
-    plan = Plan(
-        tensors=tensors(**{"x": stored(), "z": stored(), "y": stored(), **given}),
-        ties=(("x", "z"),),
-        float_edges=frozenset(edges),
-    )
-    found = share_quantizers(graph_of(CONCAT), plan)
+    plan = plan_of(**{"x": stored(), "z": stored(), "y": stored(), **given}, float_edges=edges)
+    found = share_quantizers(CONCAT, replace(plan, ties=(("x", "z"),)))
     assert found.owner["y"] == owner
     assert found.rounded == set(rounded) | ({"z"} if given.get("z", 1) is not None else set())
 
 
 def test_all_that_shares_a_quantizer_goes_along_with_what_moves():
     """y is tied to u, and holds numbers of x: all three have one quantizer, that of x."""
-    graph = graph_of(("Relu", "z", "u", {}), ("Reshape", "x", "y", {"shape": (-1, 3)}))
-    plan = Plan(tensors=tensors(u=stored(), y=stored(), x=stored()), ties=(("u", "y"),))
-    found = share_quantizers(graph, plan)
+    graph = graph_of("u = Relu(z)", node("y = Reshape(x)", {"shape": (-1, 3)}))
+    found = share_quantizers(graph, replace(plan_of(u=stored(), y=stored(), x=stored()), ties=(("u", "y"),)))
     assert found.owner == {"u": "x", "y": "x", "x": "x"} and found.rounded == {"u", "x"}
 
 
@@ -135,19 +104,19 @@ PRODUCT = {"x": stored(0.5), "w": stored([0.5, 1.0, 2.0], axis=0), "b": stored([
     ],
 )
 def test_biases_at_the_scale_of_the_products_follow_it(change, product):
-    found = share_quantizers(graph_of(LINEAR), Plan(tensors=tensors(**{**PRODUCT, **change})))
+    found = share_quantizers(LINEAR, plan_of(**{**PRODUCT, **change}))
     assert found.products == ({"b": ("x", "w")} if product else {})
     assert found.owner["b"] == "b" and "b" in found.rounded
 
 
 def test_a_bias_that_is_not_stored_has_no_quantizer():
-    found = share_quantizers(graph_of(LINEAR), Plan(tensors=tensors(**{**PRODUCT, "b": None})))
+    found = share_quantizers(LINEAR, plan_of(**{**PRODUCT, "b": None}))
     assert found.owner == {"x": "x", "w": "w"} and found.products == {}
 
 
 def test_bounds_are_about_owners_and_those_that_cancel_are_gone():
-    plan = Plan(
-        tensors=tensors(x=stored(zero=3), y=stored(zero=3), z=stored(0.25)),
+    plan = replace(
+        plan_of(x=stored(zero=3), y=stored(zero=3), z=stored(0.25)),
         ties=(("x", "y"),),
         fixed=("y", "gone"),
         zeros=("y", "gone"),
@@ -158,24 +127,20 @@ def test_bounds_are_about_owners_and_those_that_cancel_are_gone():
             ScaleBound(op="Sub", terms=(("x", 1), ("y", -1), ("z", 2)), low=-1.0),
         ),
     )
-    found = share_quantizers(graph_of(("Add", "xz", "y", {})), plan)
+    found = share_quantizers(graph_of("y = Add(x, z)"), plan)
     assert (found.fixed, found.zeros, found.sums) == ({"x"}, {"x"}, {"x": 7.0})
     assert [(r.op, r.terms) for r in found.limits] == [("Add", (("x", 2), ("z", -1))), ("Sub", (("z", 2),))]
     assert found.start(plan, "x").grid.zero == 3 and found.start(plan, "z") is plan["z"]
 
 
 def test_trained_numbers_are_those_of_the_plan_where_nothing_changed():
-    (t,) = tensors(x=stored(0.5, zero=3)).values()
-    (nothing,) = tensors(x=None).values()
+    t, nothing = plan_of(x=stored(0.5, zero=3), y=None).tensors.values()
     assert with_trained_numbers(nothing, torch.tensor(2.0)) is nothing
-    assert (
-        with_trained_numbers(t, torch.tensor(0.5)) is t
-        and with_trained_numbers(t, torch.tensor(0.5), torch.tensor(3.2)) is t
-    )
+    assert all(with_trained_numbers(t, torch.tensor(0.5), zero) is t for zero in (None, torch.tensor(3.2)))
     scaled = with_trained_numbers(t, torch.tensor(0.25, dtype=torch.float64, requires_grad=True), torch.tensor(-2.6))
     assert float(scaled.stored.scale) == 0.25 and int(scaled.stored.zero_point) == -3
     assert scaled.stored.scale.dtype == torch.float32 and scaled.origin.endswith(", trained")
-    (t,) = tensors(w=stored([0.5, 1.0], axis=0)).values()
+    t = plan_of(w=stored([0.5, 1.0], axis=0)).tensors["w"]
     assert with_trained_numbers(t, torch.tensor(2.0)).stored.scale.tolist() == [2.0, 2.0]
     narrow = with_trained_numbers(t, t.stored.scale, grid=Grid(bits=4, qmin=-8, qmax=7, zero=5)).stored
     assert (narrow.grid.bits, narrow.grid.zero) == (4, "any")

@@ -12,8 +12,8 @@ from torch import nn
 from chipfit.errors import PlanError
 from chipfit.graph.ir import Graph, Value
 from chipfit.graph.ops import ATTRIBUTES, OPS
-from chipfit.plan.validate import check_runs
-from tests.build import images, quantized, randn, sequential
+from chipfit.plan.validate import check_runs, check_stored, scales_fit
+from tests.build import images, plan_of, quantized, randn, sequential, stored
 from tests.graph.test_ops import made, results
 
 
@@ -144,3 +144,54 @@ def test_a_saved_axis_that_no_value_has_is_refused():
     graph.nodes = [n.with_(attrs={**n.attrs, "axis": 64}) for n in graph.nodes]
     with pytest.raises(PlanError, match="is 64, and it works on 2 axes"):  # torch's kernel without numbers takes it
         check_runs(graph)
+
+
+@pytest.mark.parametrize(
+    "sizes, shape, axis, fits",
+    [
+        ([3], (4, 3, 2), 1, True),
+        ([3], (4, 3, 2), 0, False),
+        ([3], (4, None, 2), 1, True),
+        ([2], (4, 3, 2), 2, True),
+        ([6, 2], (6, 8), 1, True),  # blocks of four
+        ([6, 3], (6, 8), 1, False),
+        ([6, 3], (6, 9), 1, True),
+        ([6, 2], (6, 9), 1, False),
+        ([2, 8], (6, 8), 0, True),
+        ([2, 8], (6, 8), 1, False),
+        ([6, 8], (6, 8), 1, True),
+        ([6, 0], (6, 8), 1, False),
+        ([6, 2], (6, None), 1, False),
+        ([6, 2], (6, 8, 1), 1, False),
+        ([6, 2, 1], (6, 8), 1, False),
+    ],
+)
+def test_scales_are_one_along_an_axis_or_of_blocks_along_it(sizes, shape, axis, fits):
+    assert scales_fit(sizes, shape, axis) is fits
+
+
+@pytest.mark.parametrize(
+    "count, shape, axis, fits",
+    [
+        (0, (4, 3), None, True),
+        (3, (3,), None, True),  # of one axis it need not be said
+        (4, (3,), None, False),
+        (3, (3, 3), None, False),
+        (3, (4, 3), -1, True),
+        (4, (4, 3), -2, True),
+        (4, (4, 3), -3, False),
+        (3, (4, 3), 1, True),
+        (3, (4, 3), 2, False),
+        (3, (3,), 1, False),
+        (3, (3,), 0, True),
+    ],
+)
+def test_scales_lie_along_an_axis_of_their_tensor(count, shape, axis, fits):
+    graph = Graph([], [], [], {}, {"w": torch.ones(shape)})
+    t = plan_of(w=stored([1.0] * count if count else 1.0, axis=axis)).tensors["w"]
+    if fits:
+        check_stored(t, graph)
+    else:
+        with pytest.raises(PlanError, match="The scales of 'w' do not fit its shape"):
+            check_stored(t, graph)
+    check_stored(t.with_(stored=None), graph)

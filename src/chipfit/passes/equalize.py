@@ -3,9 +3,9 @@
 import torch
 
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.linear import bias_or_zero, in_groups, is_linear, scale_inputs, scale_outputs, with_bias
+from chipfit.graph.linear import in_groups, is_linear
 from chipfit.graph.ops import OPS
-from chipfit.passes.rewriting import Readers, Rewritten, scales_by_channel
+from chipfit.passes.rewriting import Readers, Rewritten, scale_between, scales_by_channel
 from chipfit.registry import Setting, register
 
 _SETTING = Setting("equalize", False, "channels between two linear operators get weights of equal range")
@@ -40,7 +40,7 @@ def equalize(graph: Graph, *, sweeps: int = 40, tolerance: float = 1e-3) -> Rewr
             s = _scales(graph, first, ends)
             change = float((s - 1).abs().max())
             if change > tolerance:
-                _apply(graph, first, ends, s)
+                scale_between(graph, [first], ends, s)
                 touched.add(first.name)
             greatest_change = max(greatest_change, change)
         if greatest_change <= tolerance:
@@ -61,17 +61,6 @@ def _scales(graph: Graph, first: Node, ends: list[Node]) -> torch.Tensor:
         after = torch.maximum(after, w.abs().transpose(1, 2).flatten(2).amax(2).flatten())
     live = (before > 0) & (after > 0)
     return torch.where(live, torch.sqrt(before / after), 1.0)
-
-
-def _apply(graph: Graph, first: Node, ends: list[Node], s: torch.Tensor) -> None:
-    """Divide the output channels of `first` by s and multiply the input channels of `ends` by s, in place."""
-    name = first.weight
-    graph.weights[name] = scale_outputs(first, graph.weights[name].detach(), 1 / s)
-    if first.bias:
-        with_bias(graph, first, bias_or_zero(graph, first) / s)
-    for end in ends:
-        name = end.weight
-        graph.weights[name] = scale_inputs(end, graph.weights[name].detach(), s)
 
 
 def _elementwise(node: Node) -> bool:

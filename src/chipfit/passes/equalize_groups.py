@@ -9,18 +9,10 @@ import torch
 from chipfit.calibration.collect import Need, TensorStats, with_channel_stats
 from chipfit.decide.assignment import FEW_BITS, Assignment
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.linear import (
-    bias_or_zero,
-    is_depthwise,
-    is_linear,
-    on_axis_1,
-    scale_inputs,
-    scale_outputs,
-    with_bias,
-)
+from chipfit.graph.linear import is_depthwise, is_linear, on_axis_1
 from chipfit.graph.ops import OPS
 from chipfit.passes.relu_bound import bounds
-from chipfit.passes.rewriting import Adapted, Readers, adds_equal_shapes, scales_by_channel
+from chipfit.passes.rewriting import Adapted, Readers, adds_equal_shapes, scale_between, scales_by_channel
 from chipfit.registry import OFF, Setting, entries_in, register
 
 _DOES = "channels that share a grid get magnitudes alike. None: where few bits gain by it"
@@ -68,10 +60,10 @@ def worth_a_trial(settings: Any, graph: Graph, assignment: Assignment) -> str | 
     "equalize_groups",
     stage="adapt",
     after=("centre",),
+    setting=_SETTING,
     collects=with_channels,
     again=True,
     tries=worth_a_trial,
-    setting=_SETTING,
 )
 def equalize_groups(graph: Graph, assignment: Assignment, stats: Mapping[str, TensorStats]) -> Adapted:
     """Divide channel c of every value of a group by s_c = (t_c / max t)^alpha, without changing the network.
@@ -110,12 +102,7 @@ def equalize_groups(graph: Graph, assignment: Assignment, stats: Mapping[str, Te
         s = torch.where(t > 0, (t / t.max()).clamp_min(_FLOOR) ** alpha, 1.0)
         for v, bound in group.clips:
             s = torch.maximum(s, seen[v].high / bound)
-        for n in group.producers:
-            graph.weights[n.weight] = scale_outputs(n, graph.weights[n.weight].detach(), 1 / s)
-            if n.bias:
-                with_bias(graph, n, bias_or_zero(graph, n) / s)
-        for n in group.readers:
-            graph.weights[n.weight] = scale_inputs(n, graph.weights[n.weight].detach(), s)
+        scale_between(graph, group.producers, group.readers, s)
         for v in (v for v in group.values if v in stats):
             stats[v] = stats[v].by_channel(0.0, 1 / s)
         notes.append(f"the channels of {producers} grow by up to {float(1 / s.min()):.3g}")

@@ -3,13 +3,15 @@
 A pass of stage "rewrite" returns `Rewritten`, one of stage "adapt" `Adapted`; plain tuples of the same items will do.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
+
 from chipfit.calibration.collect import TensorStats
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.linear import is_linear
+from chipfit.graph.linear import bias_or_zero, is_linear, scale_inputs, scale_outputs, with_bias
 from chipfit.graph.ops import OPS
 
 
@@ -106,3 +108,13 @@ def adds_equal_shapes(graph: Graph, node: Node) -> bool:
     """Check whether a node adds two activations of one shape."""
     data = graph.activations(node)
     return node.op == "Add" and len(data) == 2 and graph.shape(data[0]) == graph.shape(data[1])
+
+
+def scale_between(graph: Graph, producers: Iterable[Node], readers: Iterable[Node], s: torch.Tensor) -> None:
+    """Divide the output channels of linear operators by s [C], and multiply the input channels of readers by s."""
+    for n in producers:
+        graph.weights[n.weight] = scale_outputs(n, graph.weights[n.weight].detach(), 1 / s)
+        if n.bias:
+            with_bias(graph, n, bias_or_zero(graph, n) / s)
+    for n in readers:
+        graph.weights[n.weight] = scale_inputs(n, graph.weights[n.weight].detach(), s)

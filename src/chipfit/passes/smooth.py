@@ -10,9 +10,9 @@ from chipfit.calibration.collect import Channels, Need, TensorStats, with_channe
 from chipfit.decide.assignment import Assignment
 from chipfit.graph.edit import insert_behind
 from chipfit.graph.ir import DYNAMIC, Graph, Node
-from chipfit.graph.linear import in_groups, is_linear, scale_inputs
+from chipfit.graph.linear import in_groups, is_linear
 from chipfit.graph.ops import OPS
-from chipfit.passes.rewriting import Adapted, Readers
+from chipfit.passes.rewriting import Adapted, Readers, scale_between
 from chipfit.registry import OFF, Setting, register
 
 _DOES = (
@@ -83,10 +83,10 @@ def _sites(graph: Graph) -> Iterator[_Site]:
     "smooth",
     stage="adapt",
     after=("softmax_shift",),
+    setting=_SETTING,
     collects=with_channels,
     again=True,
     tries=worth_a_trial,
-    setting=_SETTING,
 )
 def smooth(
     graph: Graph, assignment: Assignment, stats: Mapping[str, TensorStats], *, alpha: float | str = "auto"
@@ -145,8 +145,7 @@ def smooth(
 
 def _scale(graph: Graph, site: _Site, s: torch.Tensor) -> set[str]:
     """Divide the channels between an operator and its linear layers by s, in place; return the scaled values."""
-    for n in site.layers:
-        graph.weights[n.weight] = scale_inputs(n, graph.weights[n.weight].detach(), s)
+    scale_between(graph, [], site.layers, s)
     if site.multiplied:
         node, value = site.node, site.value
         names = f"{value}_smooth", f"{node.name}.smooth", f"{node.name}_smooth"

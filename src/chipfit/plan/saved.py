@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,25 +26,14 @@ from chipfit._version import __version__
 from chipfit.errors import ExportError, PlanError
 from chipfit.files import MANIFEST, current_folder, parse_json, path_of, read_json, replace_folder
 from chipfit.graph.ir import Graph
-from chipfit.plan.json_codec import (
-    SCHEMA,
-    T,
-    check_schema,
-    graph_from_json,
-    graph_to_json,
-    malformed,
-    plan_from_json,
-    plan_to_json,
-    table,
-    validated,
-)
-from chipfit.plan.record import Plan, TensorPlan
-from chipfit.plan.validate import check_runs
+from chipfit.plan import json_codec as codec
+from chipfit.plan.record import Plan
+from chipfit.plan.validate import check_runs, check_stored
 from chipfit.platform.load import check_consistent, load_platform, names
 from chipfit.platform.schema import Platform
 
 _FILES = ("plan.json", "plan.safetensors", "graph.json", "weights.safetensors", "platform.json")
-_PLATFORM = table(platform=dict[str, Any], arch_selected=str | None, file=str)
+_PLATFORM = codec.table(platform=dict[str, Any], arch_selected=str | None, file=str)
 #: attempts to read a directory that writers keep replacing
 _ATTEMPTS = 100
 
@@ -98,8 +87,8 @@ def load(directory: str | Path) -> Saved:
                 raise
         time.sleep(0.001 * attempt)
     numbers = _tensors(files, "plan.safetensors", root)
-    plan = plan_from_json(_text(files, "plan.json", root), numbers)
-    graph = graph_from_json(_json(files, "graph.json", root), _tensors(files, "weights.safetensors", root))
+    plan = codec.plan_from_json(_text(files, "plan.json", root), numbers)
+    graph = codec.graph_from_json(_json(files, "graph.json", root), _tensors(files, "weights.safetensors", root))
     tensors, nodes = set(plan.tensors).union(*plan.ties), set(plan.nodes).union(*plan.groups)
     tensors |= {t for limit in plan.limits for t, _ in limit.terms}.union(plan.fixed, plan.zeros, dict(plan.sums))
     tensors, nodes = tensors | {v for v, _ in plan.float_edges}, nodes | {n for _, n in plan.float_edges}
@@ -109,7 +98,7 @@ def load(directory: str | Path) -> Saved:
         message = "The plan names tensors or nodes that the graph does not have, or leaves nodes out"
         raise PlanError(message, where=str(root), got=", ".join(strangers[:8]))
     for t in plan.tensors.values():
-        _fits(t, graph)
+        check_stored(t, graph)
     if graph.in_spec:  # a graph without it was not captured
         check_runs(graph)
     platform = _platform(_json(files, "platform.json", root), root / "platform.json")
@@ -122,11 +111,11 @@ def load(directory: str | Path) -> Saved:
 
 def _write(root: Path, graph: Graph, plan: Plan, platform: Platform, report: Mapping[str, Any] | None) -> None:
     numbers: dict[str, torch.Tensor] = {}
-    described, weights = graph_to_json(graph)
+    described, weights = codec.graph_to_json(graph)
     target: dict[str, Any] = {"platform": platform.model_dump(mode="json", by_alias=True)}
     target |= {"arch_selected": platform.arch_selected, "file": platform.file}
     files = {
-        "plan.json": plan_to_json(plan, numbers).encode(),
+        "plan.json": codec.plan_to_json(plan, numbers).encode(),
         "graph.json": json.dumps(described, allow_nan=False).encode(),
         "platform.json": json.dumps(target, indent=1).encode(),
         "plan.safetensors": to_bytes({k: v.detach().cpu().contiguous().clone() for k, v in numbers.items()}),
@@ -144,7 +133,7 @@ def manifest(contents: Mapping[str, bytes | None]) -> str:
     listed: dict[str, Any] = {}
     for name, c in sorted(contents.items()):
         listed[name] = {} if c is None else {"sha256": hashlib.sha256(c).hexdigest(), "bytes": len(c)}
-    versions = {"schema": SCHEMA, "chipfit": __version__, "torch": torch.__version__}
+    versions = {"schema": codec.SCHEMA, "chipfit": __version__, "torch": torch.__version__}
     return json.dumps({**versions, "files": listed}, indent=1)
 
 
@@ -171,7 +160,7 @@ def _files(home: Path, root: Path) -> dict[str, bytes]:
         what = f"'{root}' is not a saved result: it has no {MANIFEST}"
         raise PlanError(what, hint="pass the directory that Result.save wrote")
     listing = read_json(home / MANIFEST, PlanError)
-    check_schema(listing, f"'{root / MANIFEST}'")
+    codec.check_schema(listing, f"'{root / MANIFEST}'")
     listed = listing.get("files")
     if not isinstance(listed, dict) or not set(_FILES) <= set(listed) <= {*_FILES, "report.json"}:
         what = "The manifest does not list the files of a saved result"
@@ -195,32 +184,8 @@ def _files(home: Path, root: Path) -> dict[str, bytes]:
     return files
 
 
-def _meets(sizes: list[int], shape: Sequence[int | None], axis: int) -> bool:
-    """Check whether scales of these sizes fit a shape: one scale per index of an axis, or per block along it."""
-    if len(sizes) == 1:
-        return shape[axis] in (None, *sizes)
-    pairs = zip(sizes, shape, strict=False)
-    blocks = all(s == b or (k == axis and b and s is not None and s % b == 0) for k, (b, s) in enumerate(pairs))
-    return len(sizes) == len(shape) and blocks
-
-
-def _fits(t: TensorPlan, graph: Graph) -> None:
-    """Check that the scales of a tensor fit its shape, and that a quantized weight is finite."""
-    if t.stored is None:
-        return
-    shape, sizes, axis = graph.shape(t.name), list(t.stored.scale.shape), t.stored.axis
-    if sizes:
-        axis = 0 if axis is None and len(shape) == 1 else axis
-        if axis is None or not -len(shape) <= axis < len(shape) or not _meets(sizes, shape, axis % len(shape)):
-            got = f"scales {sizes} along axis {axis} of {list(shape)}"
-            raise PlanError(f"The scales of '{t.name}' do not fit its shape", got=got)
-    w = graph.weights.get(t.name)
-    if w is not None and not (w.is_floating_point() and bool(torch.isfinite(w).all())):
-        raise PlanError(f"The quantized weight '{t.name}' must hold finite floats", got=str(w.dtype))
-
-
 def _platform(described: Any, path: Path) -> Platform:
-    validated(described, _PLATFORM, str(path))
+    codec.validated(described, _PLATFORM, str(path))
     try:
         fields = described["platform"]
         if "runtimes" not in fields and fields.get("name") in names():  # saved before platforms named them
@@ -229,7 +194,7 @@ def _platform(described: Any, path: Path) -> Platform:
         selected = {k: described[k] for k in ("arch_selected", "file")}
         platform = Platform.model_validate(fields).model_copy(update=selected)
     except pydantic.ValidationError as e:
-        raise malformed(e, str(path)) from e
+        raise codec.malformed(e, str(path)) from e
     check_consistent(platform, str(path))
     return platform
 
@@ -246,7 +211,7 @@ def _tensors(files: Mapping[str, bytes], name: str, root: Path) -> dict[str, tor
     return _guarded(root / name, lambda: from_bytes(files[name]))
 
 
-def _guarded(path: Path, read: Callable[[], T]) -> T:
+def _guarded(path: Path, read: Callable[[], codec.T]) -> codec.T:
     try:
         return read()
     except (ValueError, OSError, RecursionError, safetensors.SafetensorError) as e:

@@ -1,6 +1,7 @@
 """Validation of a loaded graph: attributes, shapes and types must fit its operators."""
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NotRequired
 
 import torch
@@ -12,6 +13,7 @@ from chipfit.errors import PlanError, first_line
 from chipfit.graph.ir import OPAQUE, Graph, Node
 from chipfit.graph.ops import ATTRIBUTES, OPS
 from chipfit.plan.json_codec import table, validated
+from chipfit.plan.record import TensorPlan
 
 
 def _infinite(x: float) -> float:
@@ -149,3 +151,27 @@ def _check_layer(n: Node, graph: Graph) -> None:
         )
     if spatial and len(n.attrs["stride"]) != axes:
         raise ValueError(f"stride of {n.op} '{n.who}' is {n.attrs['stride']}, and the image has {axes} axes")
+
+
+def scales_fit(sizes: list[int], shape: Sequence[int | None], axis: int) -> bool:
+    """Check whether scales of these sizes fit a shape: one scale per index of an axis, or per block along it."""
+    if len(sizes) == 1:
+        return shape[axis] in (None, *sizes)
+    pairs = zip(sizes, shape, strict=False)
+    blocks = all(s == b or (k == axis and b and s is not None and s % b == 0) for k, (b, s) in enumerate(pairs))
+    return len(sizes) == len(shape) and blocks
+
+
+def check_stored(t: TensorPlan, graph: Graph) -> None:
+    """Check that the scales of a tensor fit its shape, and that a quantized weight is finite."""
+    if t.stored is None:
+        return
+    shape, sizes, axis = graph.shape(t.name), list(t.stored.scale.shape), t.stored.axis
+    if sizes:
+        axis = 0 if axis is None and len(shape) == 1 else axis
+        if axis is None or not -len(shape) <= axis < len(shape) or not scales_fit(sizes, shape, axis % len(shape)):
+            got = f"scales {sizes} along axis {axis} of {list(shape)}"
+            raise PlanError(f"The scales of '{t.name}' do not fit its shape", got=got)
+    w = graph.weights.get(t.name)
+    if w is not None and not (w.is_floating_point() and bool(torch.isfinite(w).all())):
+        raise PlanError(f"The quantized weight '{t.name}' must hold finite floats", got=str(w.dtype))
