@@ -12,20 +12,12 @@ import chipfit
 from chipfit import Settings
 from chipfit.calibration.batch_cache import CachedBatches, MemoryLimit
 from chipfit.errors import DataError
+from tests.build import model_of, quantized, randn
 
 FOUR = {"*": {"bits": 4, "activation_bits": 8}}
-IMAGES = torch.randn(96, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+IMAGES = randn(96, 3, 8, 8, seed=1)
 LIMITS = chipfit.Limits(weights="60%")
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Conv2d(3, 8, 3), nn.Linear(8, 5)
-
-    def forward(self, x):
-        return self.b(torch.relu(self.a(x)).mean((2, 3)))
+NET = model_of(lambda m, x: m.b(torch.relu(m.a(x)).mean((2, 3))), a=nn.Conv2d(3, 8, 3), b=nn.Linear(8, 5))
 
 
 def refilled():
@@ -37,7 +29,7 @@ def refilled():
 
 
 def fitted(data, overrides=FOUR, **options):
-    return chipfit.quantize(Net().eval(), data, "mqbench_academic", overrides=overrides, progress=False, **options)
+    return quantized(NET, data, "mqbench_academic", overrides=overrides, **options)
 
 
 def same(a, b):
@@ -94,12 +86,6 @@ def test_reading_goes_on_where_it_ended():
     assert torch.equal(torch.cat(list(kept)), IMAGES)
 
 
-def test_a_full_disk_is_said(monkeypatch):
-    monkeypatch.setattr(tempfile, "NamedTemporaryFile", partial(open, "/dev/full", "wb", buffering=0))
-    with pytest.raises(DataError, match="cannot be written: No space left on device.*TMPDIR"):
-        list(CachedBatches(iter([IMAGES]), most=10))
-
-
 def test_what_is_within_the_limit_is_kept_where_it_is():
     budget, x = MemoryLimit(96), torch.ones(4, 6)
     assert budget.keep(x) is x and (budget.used, budget.spilled) == (96, 0)
@@ -107,13 +93,6 @@ def test_what_is_within_the_limit_is_kept_where_it_is():
     assert budget.keep(empty) is empty and (budget.used, budget.spilled) == (96, 0)
     one = torch.ones(1, dtype=torch.float64)
     assert torch.equal(budget.keep(one), one) and (budget.used, budget.spilled) == (96, 8)
-
-
-def test_little_is_kept_in_memory_where_no_limit_is_given():
-    kept = CachedBatches(iter([IMAGES]))
-    assert torch.equal(next(iter(kept)), IMAGES)
-    assert (kept.memory.used, kept.memory.spilled) == (IMAGES.nbytes, 0)
-    assert MemoryLimit().keep(IMAGES) is IMAGES
 
 
 def test_what_is_released_makes_room_in_memory_and_what_lies_on_disk_does_not():

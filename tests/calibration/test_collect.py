@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from chipfit.calibration.collect import Need, TensorStats, collect, padding_mask, with_channel_stats
-from chipfit.calibration.histogram import BINS, Histogram, in_memory_order, without_outliers
+from chipfit.calibration.histogram import BINS, without_outliers
 from chipfit.errors import DataError
 from chipfit.frameworks.torch.capture import capture
-from chipfit.graph.ir import Graph, Node, Value
+from chipfit.graph.ir import Graph, Value
+from tests.build import graph_of, mlp, model_of, node, randn
 
 BATCHES = [
     torch.tensor([-1.0, 0.0, 2.0, 3.0]),
@@ -47,17 +48,6 @@ def test_the_histogram_counts_what_numpy_counts():
     np.testing.assert_array_equal(h.counts.numpy(), want)
     np.testing.assert_allclose(h.edges.numpy(), edges, atol=1e-12)
     np.testing.assert_allclose(h.centers.numpy(), (edges[1:] + edges[:-1]) / 2, atol=1e-12)
-
-
-def test_bins_fold_in_pairs_however_far_the_range_grows():
-    h = Histogram()
-    first, later = torch.arange(-220, 220, 7) / 256 + 1 / 1024, torch.tensor([13.0, -3.0])
-    h.add(first, 0.9)
-    assert h.reach == 1
-    h.add(later, 13.0)
-    want, _ = np.histogram(torch.cat([first, later]).double().numpy(), BINS, (-16, 16))
-    assert h.reach == 16 and h.counts.sum() == 65
-    np.testing.assert_array_equal(h.counts.numpy(), want)
 
 
 def test_a_shift_moves_every_bin_and_both_ends():
@@ -113,39 +103,13 @@ def test_channels_that_are_moved_and_scaled_have_the_statistics_of_the_new_tenso
         seen(batches).by_channel(0.0, 1.0)
 
 
-def test_large_tensors_are_sampled_evenly():
-    """Blocks of 32 of every 353: a share of 0.09, whatever the order."""
-    x = torch.randn(353 * 200)
-    h = seen([x]).histogram
-    assert h.counts.sum() == 200 * 32
-    assert float((h.counts * h.centers).sum() / h.counts.sum()) == pytest.approx(float(x.mean()), abs=0.05)
-    s = seen([x])
-    assert (s.low, s.high) == (float(x.min()), float(x.max()))
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_no_number_is_refused(bad):
     with pytest.raises(ValueError, match="NaN or infinite"):
         seen([torch.tensor([0.0, bad])])
-    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    graph = capture(net.eval(), (torch.ones(2, 2),))
+    graph = capture(mlp(2, 2), (torch.ones(2, 2),))
     with pytest.raises(DataError, match="Batch 1 makes NaN or infinite values in input"):
         collect(graph, [[torch.ones(2, 2)], [torch.full((2, 2), bad)]], tensors={graph.inputs[0]: Need()})
-
-
-def test_every_batch_counts_and_every_tensor_that_was_asked_for():
-    net = nn.Sequential(nn.Linear(3, 2), nn.ReLU()).eval()
-    batches = [torch.randn(4, 3), torch.randn(2, 3) * 5]
-    graph = capture(net, (batches[0],))
-    names = [graph.inputs[0], *(n.output for n in graph.nodes)]
-    found = collect(graph, [[b] for b in batches], tensors={n: Need() for n in names})
-    x = torch.cat(batches)
-    for name, want in zip(names, (x, net[0](x).detach(), net(x).detach()), strict=True):
-        assert found[name].high == pytest.approx(float(want.max()), rel=1e-6)
-        assert found[name].low == pytest.approx(float(want.min()), rel=1e-6)
-        assert found[name].batches == 2 and found[name].count == want.numel()
-    with pytest.raises(DataError):
-        collect(graph, [], tensors={})
 
 
 def test_outliers_are_what_lies_beyond_so_many_standard_deviations():
@@ -158,33 +122,16 @@ def test_outliers_are_what_lies_beyond_so_many_standard_deviations():
     assert without_outliers(torch.tensor([-1.0, 1.0]).double(), torch.tensor([1.0, 1.0]).double(), 0.1).sum() == 2
 
 
-def test_elements_come_as_memory_holds_them():
-    x = torch.randn(2, 3, 4, 5)
-    last = x.contiguous(memory_format=torch.channels_last)
-    assert in_memory_order(last).data_ptr() == last.data_ptr()
-    assert torch.equal(in_memory_order(last), last.permute(0, 2, 3, 1).reshape(-1))
-    assert torch.equal(in_memory_order(x[:, 1:]), x[:, 1:].reshape(-1))
-    assert torch.equal(in_memory_order(x[:, :, ::2]).sort().values, x[:, :, ::2].reshape(-1).sort().values)
-
-
-class Balanced(nn.Module):
-    """Means of what a normalisation over the same axes has made: 0 but for rounding."""
-
-    def __init__(self, mean=0.0):
-        super().__init__()
-        self.norm = nn.InstanceNorm2d(3, affine=True)
-        nn.init.constant_(self.norm.bias, mean)
-        self.head = nn.Linear(3, 2)
-
-    def forward(self, x):
-        y = torch.relu(self.norm(x).mean((2, 3)).neg())
-        return self.head(y), y
-
-
 def balanced(mean=0.0):
-    torch.manual_seed(0)
-    x = torch.randn(4, 3, 16, 16) * 3 + 1
-    graph = capture(Balanced(mean).eval(), (x,))
+    """Of means of what a normalisation over the same axes has made: 0 but for rounding."""
+    norm, x = nn.InstanceNorm2d(3, affine=True), randn(4, 3, 16, 16) * 3 + 1
+    nn.init.constant_(norm.bias, mean)
+
+    def forward(m, x):
+        y = torch.relu(m.norm(x).mean((2, 3)).neg())
+        return m.head(y), y
+
+    graph = capture(model_of(forward, norm=norm, head=nn.Linear(3, 2)), (x,))
     names = [v for n in graph.nodes for v in n.outputs]
     stats = collect(graph, [(x,)], tensors={v: Need(channel_axis=1) for v in names})
     return {n.op: stats[n.outputs[0]] for n in graph.nodes}
@@ -232,18 +179,17 @@ def test_of_a_larger_tensor_fewer_elements_are_counted(size, every):
     assert h.zeros == 0
 
 
-class Times(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.act = nn.Linear(3, 2), nn.ReLU()
-
-    def forward(self, x):
-        return self.act(self.linear(x))
-
-
-def test_a_batch_that_does_not_run_is_told_by_its_number_and_shape():
-    graph = capture(Times().eval(), (torch.randn(2, 3),))
-    x = graph.inputs[0]
+def test_every_batch_counts_and_one_that_does_not_run_is_told_by_its_number_and_shape():
+    net, batches = mlp(3, 2), [randn(4, 3), randn(2, 3, seed=1) * 5]
+    graph = capture(net, (batches[0],))
+    x, y = graph.inputs[0], graph.nodes[0].output
+    found = collect(graph, [[b] for b in batches], tensors={x: Need(), y: Need()})
+    for name, want in ((x, torch.cat(batches)), (y, net(torch.cat(batches)).detach())):
+        s = found[name]
+        assert (s.low, s.high) == pytest.approx((float(want.min()), float(want.max())), rel=1e-6)
+        assert s.batches == 2 and s.count == want.numel()
+    with pytest.raises(DataError, match="empty"):
+        collect(graph, [], tensors={})
     with pytest.raises(DataError) as e:
         collect(graph, [[torch.randn(2, 3)], [torch.randn(4, 5)]], tensors={x: Need()})
     text = str(e.value)
@@ -252,11 +198,10 @@ def test_a_batch_that_does_not_run_is_told_by_its_number_and_shape():
 
 
 def test_the_layer_that_makes_what_is_no_number_is_named():
-    model = Times().eval()
-    graph = capture(model, (torch.randn(2, 3),))
-    graph.weights["linear.weight"] = torch.full((2, 3), 1e38)
+    graph = capture(mlp(3, 2), (torch.randn(2, 3),))
+    graph.weights["0.weight"] = torch.full((2, 3), 1e38)
     result = graph.nodes[0].output
-    with pytest.raises(DataError, match=r"Batch 0 makes NaN or infinite values in layer 'linear' \(Linear\)") as e:
+    with pytest.raises(DataError, match=r"Batch 0 makes NaN or infinite values in layer '0' \(Linear\)") as e:
         collect(graph, [[torch.full((2, 3), 1e38)]], tensors={result: Need()})
     assert e.value.where == graph.nodes[0].source and "check the weights of that layer" in e.value.hint
 
@@ -274,20 +219,10 @@ def test_channels_are_added_to_what_is_asked_for_already():
 
 
 def test_a_tensor_without_elements_counts_as_one_zero():
-    class Cut(nn.Module):
-        def forward(self, x):
-            return x[:, 3:] * 2, x + 1
-
-    graph = capture(Cut().eval(), (torch.randn(2, 3),))
+    graph = capture(model_of(lambda m, x: (x[:, 3:] * 2, x + 1)), (torch.randn(2, 3),))
     names = [o for n in graph.nodes for o in n.outputs]
     found = collect(graph, [[torch.ones(2, 3)]], tensors={n: Need() for n in names})
     assert sorted((s.count, s.low, s.high) for s in found.values()) == [(1, 0, 0), (1, 0, 0), (6, 2, 2)]
-
-
-def words(**shapes):
-    """A graph whose inputs have these shapes and types."""
-    values = {n: Value(n, shape, dtype) for n, (shape, dtype) in shapes.items()}
-    return Graph([], list(shapes), [], values, {})
 
 
 @pytest.mark.parametrize(
@@ -303,15 +238,16 @@ def words(**shapes):
     ],
 )
 def test_a_padding_mask_is_the_one_input_of_integers_for_each_place_that_is_called_so(inputs, found):
-    assert padding_mask(words(**inputs)) == found
+    values = {name: Value(name, shape, dtype) for name, (shape, dtype) in inputs.items()}
+    assert padding_mask(Graph([], list(inputs), [], values, {})) == found
 
 
 def test_only_places_with_words_count_and_all_do_where_a_mask_holds_none():
     """[N, T, C] and [N, T, 1] of which the second is a number for each place, the mask again perhaps."""
-    nodes = [Node("s", "Sum", ("x",), ("y",), {"axes": (2,), "keepdims": True}), Node("n", "Neg", ("x",), ("z",))]
-    values = {"mask": Value("mask", (None, 2), "int64"), "x": Value("x", (None, 2, 2))}
-    values |= {"y": Value("y", (None, 2, 1)), "z": Value("z", (None, 2, 2))}
-    graph = Graph(nodes, ["mask", "x"], ["y", "z"], values, {})
+    total = node("y = Sum(x)", {"axes": (2,), "keepdims": True})
+    shapes = {"mask": (None, 2), "x": (None, 2, 2), "y": (None, 2, 1), "z": (None, 2, 2)}
+    how = {"inputs": ["mask", "x"], "outputs": ["y", "z"], "shapes": shapes, "dtypes": {"mask": "int64"}}
+    graph = graph_of(total, "z = Neg(x)", **how)
     x = torch.tensor([[[1.0, 2.0], [8.0, 9.0]], [[3.0, 4.0], [5.0, 6.0]]])
     tensors = {v: Need() for v in "xyz"}
     for mask, ends in (([[1, 0], [1, 1]], (1, 6)), ([[0, 0], [0, 0]], (1, 9)), ([[0, 2], [0, 0]], (8, 9))):

@@ -23,6 +23,7 @@ from chipfit.calibration.data import (
 )
 from chipfit.errors import DataError
 from chipfit.frameworks.torch.capture import capture
+from tests.build import model_of
 
 X = torch.arange(24.0).view(4, 6)
 ONE = SimpleNamespace(forward=lambda x: x)
@@ -31,29 +32,16 @@ ANY = SimpleNamespace(forward=lambda *xs: xs)
 Pair = namedtuple("Pair", "a b")
 
 
-class Sequence:
-    """As a keras.utils.PyDataset: a length and items, and no iteration of its own."""
-
-    __iter__ = None
-
-    def __len__(self):
-        return 3
-
-    def __getitem__(self, k):
-        return 10 * k
-
-
 @pytest.mark.parametrize("rows, sizes", [(15, [15]), (16, [16]), (17, [16, 1]), (33, [16, 16, 1])])
 def test_one_big_array_is_cut_into_batches_of_sixteen(rows, sizes):
     for array in (torch.zeros(rows, 2), np.zeros((rows, 2), np.float32), lambda: torch.zeros(rows, 2)):
         assert [len(b) for b in iterate(array)] == sizes
 
 
-def test_what_can_be_walked_is_walked():
+def test_iterables_are_walked_and_what_has_items_and_a_length_is_read_in_order():
     assert list(iterate([1, 2])) == list(iterate(lambda: iter([1, 2]))) == [1, 2]
-    data = Sequence()
-    del_iter = type("Items", (), {"__len__": lambda s: 3, "__getitem__": lambda s, k: data[k]})
-    assert list(iterate(del_iter())) == [0, 10, 20]
+    dataset = type("PyDataset", (), {"__len__": lambda s: 3, "__getitem__": lambda s, k: 10 * k})  # as Keras has it
+    assert list(iterate(dataset())) == [0, 10, 20]
 
 
 @pytest.mark.parametrize(
@@ -134,6 +122,7 @@ def test_arrays_become_tensors_wherever_they_are():
     assert type(got["y"]) is tuple and type(got["y"][1]) is list and got["y"][1][0].tolist() == a.tolist()
     assert type(got["z"]) is tuple and got["z"][1] == 2
     assert got["numbers"] == [1, 2.5] and got["none"] == [] and got["t"] is X
+    assert as_tensors([1, a])[1] is a  # a list that begins with a number is one of labels
     assert isinstance(as_tensors(np.float32(3)), np.float32)  # a number
     own = a.astype(np.float32)
     assert as_tensors(own).data_ptr() == own.ctypes.data  # no copy
@@ -171,14 +160,12 @@ def test_tensors_without_plain_numbers_are_refused(make, kind):
 # ---------------------------------------------------------------- of a captured network
 
 
-class Sum(nn.Module):
-    def forward(self, a, b):
-        return a + b.sum(1, keepdim=True)
+SUM = model_of(lambda m, a, b: a + b.sum(1, keepdim=True))
 
 
 @pytest.fixture(scope="module")
 def two():
-    return capture(Sum().eval(), (torch.ones(2, 3), torch.ones(2, 5)))
+    return capture(SUM, (torch.ones(2, 3), torch.ones(2, 5)))
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +202,7 @@ def test_one_hot_labels_become_numbers_of_classes(given, want, one):
 
 
 def test_named_inputs_need_no_order_and_a_label_has_its_usual_names():
-    graph = capture(Sum().eval(), (), {"b": torch.ones(2, 5), "a": torch.ones(2, 3)})
+    graph = capture(SUM, (), {"b": torch.ones(2, 5), "a": torch.ones(2, 3)})
     a, b = torch.randn(4, 3), torch.randn(4, 5)
     want = [x.tolist() for x in split_label({"a": a, "b": b}, graph)[0]]
     for name in ("labels", "label", "y"):
@@ -291,13 +278,9 @@ def test_batches_without_samples_are_skipped_and_the_others_noted(one):
     assert [len(b[0]) for b in batches(data, one)] == [4, 1]
 
 
-class Dict(nn.Module):
-    def forward(self, batch):
-        return batch["a"] + batch["b"].sum(1, keepdim=True)
-
-
 def test_a_model_that_takes_one_dict_is_given_all_of_it():
-    graph = capture(Dict().eval(), ({"a": torch.ones(2, 3), "b": torch.ones(2, 5)},))
+    model = model_of(lambda m, batch: batch["a"] + batch["b"].sum(1, keepdim=True))
+    graph = capture(model, ({"a": torch.ones(2, 3), "b": torch.ones(2, 5)},))
     a, b = torch.randn(4, 3), torch.randn(4, 5)
     flat, label = split_label({"a": a, "b": b}, graph)
     assert torch.equal(flat[0], a) and torch.equal(flat[1], b) and label is None
@@ -314,21 +297,12 @@ def test_names_for_a_model_without_any_are_refused_with_what_to_write(two, one):
     assert "yield tensors" not in str(e.value)
 
 
-class Scaled(nn.Module):
-    def __init__(self, first: bool) -> None:
-        super().__init__()
-        self.first = first
-
-    def forward(self, a, b):
-        return a * b
-
-
 @pytest.mark.parametrize("first", [True, False])
 def test_a_number_beside_the_samples_says_nothing_of_how_many_there_are(first):
     def ordered(x):
         return (torch.tensor(2.0), x) if first else (x, torch.tensor(2.0))
 
-    graph = capture(Scaled(first).eval(), ordered(torch.ones(2, 3)))
+    graph = capture(model_of(lambda m, a, b: a * b), ordered(torch.ones(2, 3)))
     assert [len(b[first]) for b in batches([ordered(X[:, :3]), ordered(X[:1, :3])], graph)] == [4, 1]
     if not first:
         assert len(list(batches([ordered(X[:0, :3]), ordered(X[:, :3])], graph))) == 1
@@ -342,11 +316,3 @@ def test_inputs_without_a_batch_axis_need_no_number_of_samples_in_common(two):
     assert [len(x) for x in flat] == [4, 2]
     with pytest.raises(OtherSize, match=r"Input 'b' has the wrong shape. Got: \[3, 5\]. Allowed: \[2, 5\]"):
         split_label((torch.ones(4, 3), torch.ones(3, 5)), graph)
-
-
-def test_lists_of_numbers_stay_and_arrays_in_lists_become_tensors():
-    a = np.ones(2, np.float32)
-    mixed, numbers = as_tensors([a, 1]), as_tensors([1, a])
-    assert isinstance(mixed[0], torch.Tensor) and mixed[1] == 1
-    assert numbers[0] == 1 and numbers[1] is a  # as labels are
-    assert all(isinstance(x, torch.Tensor) for x in (*as_tensors((1.5, a))[1:], as_tensors([a, a])[1]))
