@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from chipfit.engine.run import done_after, first_deviation, run
-from chipfit.graph.ir import Graph, Node, Value
+from chipfit.graph.ir import Graph, Node
+from tests.build import graph_of
 
 
 def graph(*rows: tuple[str, str, str], output: str) -> Graph:
     """Rows of (operator, operands, result) over the input "x", [3]."""
     attrs = {"Split": {"axis": 0, "sizes": (1, 2)}, "Reshape": {"shape": (3, 1)}}
     nodes = [Node(r.split()[0], op, tuple(i.split()), tuple(r.split()), attrs.get(op, {})) for op, i, r in rows]
-    values = {name: Value(name, (3,)) for name in ("x", *(o for n in nodes for o in n.outputs))}
-    return Graph(nodes, ["x"], [output], values, {"w": torch.ones(3)})
+    return graph_of(*nodes, inputs=["x"], outputs=[output], shape=(3,), weights={"w": torch.ones(3)})
 
 
 def test_a_name_is_done_after_its_last_reader_or_at_once_where_nothing_reads_it():
@@ -44,26 +44,26 @@ def overwritten(g: Graph, *, keep: tuple[str, ...] = ()) -> bool:
     return not torch.equal(*before)
 
 
-def test_an_activation_overwrites_a_sum_that_nothing_else_reads():
-    assert overwritten(graph(("Add", "x w", "y"), ("Neg", "y", "a"), ("Relu", "a", "b"), output="b"))
+NEG = ("Neg", "x", "a")
 
 
-def test_what_is_read_again_kept_or_returned_is_not_overwritten():
-    g = graph(("Neg", "x", "a"), ("Relu", "a", "b"), ("Add", "b a", "c"), output="c")
-    assert not overwritten(g)
-    assert not overwritten(graph(("Neg", "x", "a"), ("Relu", "a", "b"), output="b"), keep=("a",))
-    assert not overwritten(graph(("Neg", "x", "a"), ("Relu", "a", "b"), output="a"))
+@pytest.mark.parametrize(
+    "rows, keep, written",
+    [
+        ([("Add", "x w", "y"), ("Neg", "y", "a"), ("Relu", "a", "b")], (), True),
+        ([NEG, ("Relu", "a", "b"), ("Add", "b a", "c")], (), False),  # read again
+        ([NEG, ("Relu", "a", "b")], ("a",), False),
+        ([NEG, ("Reshape", "a", "view"), ("Relu", "a", "b"), ("Add", "b w", "c")], (), False),  # shares its memory
+        ([("Reshape", "x", "a"), ("Relu", "a", "b")], (), False),
+        ([NEG, ("Add", "a a", "b")], (), False),  # read twice
+    ],
+)
+def test_what_nothing_else_reads_keeps_or_sees_is_overwritten(rows, keep, written):
+    assert overwritten(graph(*rows, output=rows[-1][2]), keep=keep) is written
 
 
-def test_what_shares_memory_with_another_value_is_not_overwritten():
-    g = graph(("Neg", "x", "a"), ("Reshape", "a", "view"), ("Relu", "a", "b"), ("Add", "b w", "c"), output="c")
-    assert not overwritten(g)
-    g = graph(("Reshape", "x", "a"), ("Relu", "a", "b"), output="b")
-    assert not overwritten(g)
-
-
-def test_an_operand_that_is_read_twice_is_not_overwritten():
-    assert not overwritten(graph(("Neg", "x", "a"), ("Add", "a a", "b"), output="b"))
+def test_what_is_returned_is_not_overwritten():
+    assert not overwritten(graph(NEG, ("Relu", "a", "b"), output="a"))
 
 
 def test_weights_and_results_may_be_replaced():
@@ -112,13 +112,9 @@ def test_an_output_departs_beyond_a_thousandth_of_the_largest(off, found):
     want = torch.tensor([-1.0, 4.0, -8.0])
     got = first_deviation(g, [-want], [want + torch.tensor([8 * off, 0.0, 0.0])])
     assert got is None if found is None else got == ("a", pytest.approx(found, rel=1e-3))
-
-
-def test_of_numbers_near_zero_a_millionth_departs():
-    g = graph(("Neg", "x", "a"), output="a")
-    want = torch.tensor([0.0, 1e-5, 0.0])
-    assert first_deviation(g, [-want], [want + 0.9e-6]) is None
-    assert first_deviation(g, [-want], [want + 1.1e-6]) == ("a", pytest.approx(1.1e-6, rel=1e-2))
+    small = torch.tensor([0.0, 1e-5, 0.0])  # near zero a millionth is tolerated
+    assert first_deviation(g, [-small], [small + 0.9e-6]) is None
+    assert first_deviation(g, [-small], [small + 1.1e-6]) == ("a", pytest.approx(1.1e-6, rel=1e-2))
 
 
 def test_other_shapes_and_errors_depart_and_what_is_not_finite_does_not():
@@ -142,16 +138,8 @@ def test_of_several_outputs_the_first_that_departs_is_named():
     assert first_deviation(g, [x], [-x, x, torch.zeros(3)]) == ("w", 1.0)
 
 
-def test_nothing_is_overwritten_unless_it_is_asked_for():
-    g = graph(("Neg", "x", "a"), ("Relu", "a", "b"), output="b")
-    seen = []
-    run(g, [torch.tensor([-1.0, 0.0, 2.0])], hook=lambda n, y: seen.append(y[0]) or y)
-    assert [s.tolist() for s in seen] == [[1, 0, -2], [1, 0, 0]]
-
-
 def test_an_operand_that_is_left_out_is_none():
-    nodes = [Node("y", "Linear", ("x", "w", None), ("y",))]
-    g = Graph(nodes, ["x"], ["y"], {v: Value(v, (None, 2)) for v in "xy"}, {"w": torch.tensor([[1.0, 2.0]])})
+    g = graph_of("y = Linear(x, w, -)", weights={"w": torch.tensor([[1.0, 2.0]])})
     assert run(g, [torch.tensor([[3.0, 4.0]])])["y"].tolist() == [[11.0]]
     assert done_after(g) == [["x", "w"]]
 

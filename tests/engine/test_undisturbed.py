@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from chipfit import lint
-from chipfit.engine.process import seeded, undisturbed
+from chipfit.engine.process import undisturbed
 from tests.build import mlp, model_of, quantized, randn
 
 
@@ -53,18 +53,6 @@ def test_the_callers_random_numbers_are_left_alone(tmp_path):
     lint(noisy_model, X)
     plain_result.export(tmp_path / "m.onnx")
     assert draws() == want
-
-
-def test_inside_every_generator_draws_as_if_it_alone_had_the_seed():
-    for seed in (0, 1, 2**32 - 1):
-        with seeded(seed):
-            got = draws()
-        torch_generator, python = torch.Generator().manual_seed(seed), random.Random(seed)
-        assert got == (
-            torch.rand(3, generator=torch_generator).tolist(),
-            np.random.RandomState(seed).rand(3).tolist(),
-            [python.random() for _ in range(3)],
-        )
 
 
 noisy_model, plain_result = noisy(), quantized(mlp(6, 8, 3), X)

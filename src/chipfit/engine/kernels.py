@@ -23,7 +23,7 @@ from chipfit.quantizers.ops import TorchOps
 
 Kernel = Callable[..., Any]
 
-_TORCH = package_data("chipfit.engine", "kernels.yaml")
+TORCH_KERNELS = package_data("chipfit.engine", "kernels.yaml")
 
 
 def _renamed(function: str, names: str) -> Kernel:
@@ -36,9 +36,9 @@ def _renamed(function: str, names: str) -> Kernel:
     return renamed
 
 
-KERNELS: dict[str, Kernel] = {op: _renamed(*row) for op, row in _TORCH["renamed"].items()} | {
+KERNELS: dict[str, Kernel] = {op: _renamed(*row) for op, row in TORCH_KERNELS["renamed"].items()} | {
     op: resolve_name(f"{module}:{name or op.lower()}")
-    for module, words in _TORCH["plain"].items()
+    for module, words in TORCH_KERNELS["plain"].items()
     for op, _, name in (word.partition("=") for word in words.split())
 }
 

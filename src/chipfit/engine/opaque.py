@@ -22,7 +22,7 @@ _PYTHON: dict[str, Callable[..., Any]] = {
 }
 _SYMBOLIC = _DATA["python"]["torch"].split()
 #: namespace of torch's operators -> allowed names
-_LISTED = {namespace: frozenset(names.split()) for namespace, names in _DATA["operators"].items()}
+OPERATORS = {namespace: frozenset(names.split()) for namespace, names in _DATA["operators"].items()}
 
 
 def torch_operator(target: str, *, in_place: bool = False) -> torch._ops.OpOverload | None:
@@ -33,7 +33,7 @@ def torch_operator(target: str, *, in_place: bool = False) -> torch._ops.OpOverl
     """
     namespace, _, rest = target.partition(".")
     name, _, overload = rest.partition(".")
-    listed = _LISTED.get(namespace, frozenset())
+    listed = OPERATORS.get(namespace, frozenset())
     if name not in listed and not (in_place and name.endswith("_") and name[:-1] in listed):
         return None
     packet = getattr(getattr(torch.ops, namespace), name, None)
