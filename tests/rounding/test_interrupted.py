@@ -11,7 +11,7 @@ from chipfit.rounding import method, sequential_reconstruction
 from chipfit.rounding.compare import Reference
 from chipfit.rounding.methods.learned import BlockReconstruction
 from chipfit.search import choose
-from tests.rounding.test_sequential_reconstruction import DATA, NEW, Net
+from tests.rounding.test_sequential_reconstruction import DATA, NEW, net
 
 FOUR = {"*": {"bits": 4, "activation_bits": 8}}
 PLAIN, OFF = Settings(), Settings(rounding="off")
@@ -19,7 +19,7 @@ PLAIN, OFF = Settings(), Settings(rounding="off")
 
 def fitted(settings=PLAIN, **options):
     return chipfit.quantize(
-        Net().eval(), DATA, "mqbench_academic", overrides=FOUR, settings=settings, progress=False, **options
+        net(), DATA, "mqbench_academic", overrides=FOUR, settings=settings, progress=False, **options
     )
 
 

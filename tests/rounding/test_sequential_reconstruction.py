@@ -1,4 +1,6 @@
-"""Rounding in one walk: better than plain rounding, exact on the device, and said where it cannot be done."""
+"""Sequential reconstruction: better than the nearest values, exact on the device, and noted where it cannot be done."""
+
+from __future__ import annotations
 
 from dataclasses import replace
 
@@ -8,111 +10,112 @@ from torch import nn
 
 import chipfit
 from chipfit import Settings
-from chipfit.calibration.batch_cache import MemoryLimit
 from chipfit.errors import ConfigError, DataError, PlanError, UnknownNameError
-from chipfit.graph.ir import Graph, Node, Value
 from chipfit.passes.rewriting import Readers
-from chipfit.plan.record import Plan, TensorPlan
-from chipfit.quantizers.grids import Grid
-from chipfit.quantizers.stored import Stored
-from chipfit.rounding import sequential_reconstruction as walking
+from chipfit.plan.record import Plan
+from chipfit.rounding import sequential_reconstruction
 from chipfit.rounding.activation_ranges import with_weighted_ranges
 from chipfit.rounding.compare import Reference
 from chipfit.rounding.methods.nearest import Nearest
 from chipfit.rounding.moments import Moments
-from chipfit.rounding.sequential_reconstruction import GptqSettings, reconstruct
+from chipfit.rounding.sequential_reconstruction import (
+    GptqSettings,
+    SequentialReconstruction,
+    reconstruct,
+    why_not_fitted,
+)
 from chipfit.rounding.streams import Stream
+from tests.build import NEAREST, graph_of, mlp, model_of, plan_of, quantized, randn, stored
 
-GPTQ = Settings(rounding="gptq")
-OFF = Settings(rounding="off")
-
-
-class Net(nn.Module):
-    def __init__(self, transposed: bool = True) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.stem, self.body = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
-        self.depth = nn.Conv2d(8, 8, 3, stride=2, groups=8)
-        self.up = nn.ConvTranspose2d(8, 8, 3, 2) if transposed else nn.Conv2d(8, 8, 1)
-        self.head = nn.Linear(8, 5)
-
-    def forward(self, x):
-        x = torch.relu(self.stem(x))
-        x = torch.relu(self.body(x) + x)
-        x = torch.relu(self.up(torch.relu(self.depth(x))))
-        return 4 * self.head(x.mean((2, 3)))
+GPTQ, NO_GUARD = Settings(rounding="gptq"), Settings(rounding="gptq", rounding_guard=False)
 
 
-DATA = list(torch.randn(256, 3, 10, 10, generator=torch.Generator().manual_seed(1)).split(32))
-NEW = torch.randn(256, 3, 10, 10, generator=torch.Generator().manual_seed(2))
+def bits(weights, activations=8, **layers):
+    return {"*": {"bits": weights, "activation_bits": activations}, **layers}
+
+
+def net(transposed: bool = True):
+    torch.manual_seed(0)
+    layers = {"stem": nn.Conv2d(3, 8, 3, padding=1), "body": nn.Conv2d(8, 8, 3, padding=1)}
+    layers |= {"depth": nn.Conv2d(8, 8, 3, stride=2, groups=8)}
+    layers |= {"up": nn.ConvTranspose2d(8, 8, 3, 2) if transposed else nn.Conv2d(8, 8, 1), "head": nn.Linear(8, 5)}
+
+    def forward(m, x):
+        x = torch.relu(m.stem(x))
+        x = torch.relu(m.body(x) + x)
+        x = torch.relu(m.up(torch.relu(m.depth(x))))
+        return 4 * m.head(x.mean((2, 3)))
+
+    return model_of(forward, **layers)
+
+
+DATA = list(randn(256, 3, 10, 10, seed=1).split(32))
+NEW = randn(256, 3, 10, 10, seed=2)
 
 
 def loss(result, graph) -> float:
     return Reference(graph, [[NEW]]).loss(result.graph, result.plan)
 
 
-def fitted(platform, overrides=None, settings=None, model=None, **options):
-    model = model or Net().eval()
-    given = {} if settings is None else {"settings": settings}
-    return chipfit.quantize(model, DATA, platform, overrides=overrides, progress=False, **given, **options)
+def fitted(platform="mqbench_academic", overrides=None, settings=None, model=None, **options):
+    options |= {} if settings is None else {"settings": settings}
+    return quantized(model or net(), DATA, platform, overrides=overrides, **options)
+
+
+def weight_origins(result):
+    return {name: t.origin.split()[0] for name, t in result.plan.tensors.items() if t.role == "weight" and t.quantized}
+
+
+# ---------------------------------------------------------------- whole networks
 
 
 @pytest.mark.parametrize(
-    "platform, bits, most",
-    [("mqbench_academic", 4, 0.3), ("mqbench_academic", 3, 0.2), ("nnie", None, 0.8)],
+    "platform, overrides, most",
+    [("mqbench_academic", bits(4), 0.3), ("mqbench_academic", bits(3), 0.2), ("nnie", None, 0.8)],
 )
-def test_new_images_lose_less_than_by_rounding_to_the_nearest(platform, bits, most):
-    wide = {"*": {"bits": bits, "activation_bits": 8}} if bits else None
-    plain, better = fitted(platform, wide, OFF), fitted(platform, wide, GPTQ)
+def test_new_images_lose_less_than_by_rounding_to_the_nearest(platform, overrides, most):
+    plain, better = fitted(platform, overrides, NEAREST), fitted(platform, overrides, GPTQ)
     assert loss(better, plain.graph) < most * loss(plain, plain.graph)
     assert any("rounded by gptq" in n for n in better.plan.rewrites)
 
 
 def test_each_step_of_the_recipe_has_its_share():
-    wide = {"*": {"bits": 3, "activation_bits": 8}}
-    graph = fitted("mqbench_academic", wide, OFF).graph
-    alone = {"rounding_guard": False}
-    steps = [
-        Settings(correct_bias=True),
-        Settings(rounding="nearest", correct_weights=None, **alone),
-        Settings(rounding="gptq", correct_weights=None, **alone),
-        Settings(rounding="gptq", **alone),
-    ]
-    found = [loss(fitted("mqbench_academic", wide, s), graph) for s in steps]
-    assert found[0] > found[1] > found[2] > found[3]
+    graph = fitted(overrides=bits(3), settings=NEAREST).graph
+    steps = [{"rounding": "nearest", "correct_weights": None}, {"rounding": "gptq", "correct_weights": None}]
+    steps = [Settings(rounding_guard=False, **s) for s in (*steps, {"rounding": "gptq"})]
+    losses = [loss(fitted(overrides=bits(3), settings=s), graph) for s in (Settings(correct_bias=True), *steps)]
+    assert losses == sorted(losses, reverse=True) and len(set(losses)) == 4
 
 
-def test_grids_of_few_bits_serve_the_channels_that_the_outputs_depend_on():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+def test_ranges_of_few_bits_serve_the_channels_that_the_outputs_depend_on():
+    model, spread = mlp(2, 16, 4), torch.tensor([1.0, 10.0])
     with torch.no_grad():
         model[0].weight *= torch.tensor([3.0, 0.01])  # the second input, ten times as large, hardly counts
-    data = [torch.randn(64, 2) * torch.tensor([1.0, 10.0]) for _ in range(2)]
-    few = {"*": {"bits": 8, "activation_bits": 4}}
-    plain = chipfit.quantize(model, data, "mqbench_academic", overrides=few, settings=OFF, progress=False)
+    data, few = [torch.randn(64, 2) * spread for _ in range(2)], bits(8, 4)
+    plain = quantized(model, data, "mqbench_academic", overrides=few, settings=NEAREST)
     placed = with_weighted_ranges(plain.graph, plain.plan, plain.stats, [[x] for x in data])
     (name,) = plain.graph.inputs
     assert placed[name].scale < 0.9 * plain.plan[name].scale
-    reference = Reference(plain.graph, [[torch.randn(256, 2) * torch.tensor([1.0, 10.0])]])
+    reference = Reference(plain.graph, [[torch.randn(256, 2) * spread]])
     assert reference.loss(plain.graph, placed) < reference.loss(plain.graph, plain.plan)
     for own in (True, False):
         settings = Settings(rounding="gptq", rounding_guard=False, effect_ranges=own)
-        done = chipfit.quantize(model, data, "mqbench_academic", overrides=few, settings=settings, progress=False)
+        done = quantized(model, data, "mqbench_academic", overrides=few, settings=settings)
         assert torch.equal(done.plan[name].scale, (placed if own else plain.plan)[name].scale)
 
 
-def test_grids_of_many_bits_and_those_that_others_share_stay():
-    for platform, bits in (("mqbench_academic", 8), ("nnie", None)):
-        plain = fitted(platform, {"*": {"activation_bits": bits}} if bits else None, OFF)
-        assert with_weighted_ranges(plain.graph, plain.plan, plain.stats, [[DATA[0]]]) is plain.plan
+@pytest.mark.parametrize("platform, overrides", [("mqbench_academic", bits(8)), ("nnie", None)])
+def test_ranges_of_many_bits_and_those_that_others_share_stay(platform, overrides):
+    plain = fitted(platform, overrides, NEAREST)
+    assert with_weighted_ranges(plain.graph, plain.plan, plain.stats, [[DATA[0]]]) is plain.plan
 
 
 @pytest.mark.parametrize(
     "platform, four", [("tflite_int8", ("stem", "body", "depth")), ("ort_cpu", ()), ("tengine", ()), ("ethos_u", ())]
 )
-def test_the_device_computes_what_the_walk_decided(platform, four):
+def test_the_device_computes_what_was_decided(platform, four):
     pytest.importorskip("ai_edge_litert")
-    result = fitted(platform, {name: {"bits": 4} for name in four} or None, GPTQ, Net(transposed=False).eval())
+    result = fitted(platform, {name: {"bits": 4} for name in four} or None, GPTQ, net(transposed=False))
     assert not any("moved to satisfy" in n for n in result.plan.rewrites)
     seen = result.verify([NEW[:32]])
     assert seen.exact, seen.summary()
@@ -132,246 +135,149 @@ def test_weights_lie_on_their_grids_and_scales_obey_the_platform(platform):
 
 def test_the_same_seed_gives_the_same_plan_and_saving_keeps_it(tmp_path):
     first, second = (fitted("ort_cpu", None, GPTQ) for _ in range(2))
-    for name, t in first.plan.tensors.items():
-        if t.quantized:
-            assert t.stored.same_numbers(second.plan[name])
+    assert all(t.stored.same_numbers(second.plan[name]) for name, t in first.plan.tensors.items() if t.quantized)
     first.save(tmp_path / "result")
     again = chipfit.load(tmp_path / "result")
     assert all(torch.equal(again.graph.weights[k], w) for k, w in first.graph.weights.items())
 
 
-def test_the_guard_keeps_the_plain_plan_where_it_is_better_and_says_so(monkeypatch):
-    import chipfit.rounding.compare as step
+def test_another_seed_sees_other_positions():
+    settings = Settings(rounding_samples=64)
+    a, b, c = (fitted(overrides=bits(4), settings=settings, seed=s).graph.weights["stem.bias"] for s in (0, 0, 1))
+    assert torch.equal(a, b) and not torch.equal(a, c)
 
+
+def test_the_guard_keeps_the_plain_plan_where_it_is_better_and_says_so(monkeypatch):
     losses = iter((0.1, 0.2))
-    monkeypatch.setattr(step.Reference, "loss", lambda *_: next(losses))
+    monkeypatch.setattr(Reference, "loss", lambda *_: next(losses))
     plain, kept = fitted("ort_cpu"), fitted("ort_cpu", None, GPTQ)
     assert all(t.stored.same_numbers(kept.plan[n]) for n, t in plain.plan.tensors.items() if t.quantized)
     assert any("after all" in n and "0.2, 0.1 without" in n for n in kept.plan.rewrites)
 
 
 def test_fewer_images_than_weights_are_carried_by_the_ridge_and_said():
-    result = chipfit.quantize(
-        Net().eval(), [DATA[0][:2]], "ort_cpu", settings=Settings(rounding="gptq", rounding_guard=False), progress=False
-    )
+    result, plain = quantized(net(), [DATA[0][:2]], settings=NO_GUARD), fitted("ort_cpu")
     assert any("'head' is fitted to 2 positions for 8 weights" in n for n in result.plan.rewrites)
-    assert all(bool(torch.isfinite(w).all()) for w in result.graph.weights.values() if w.is_floating_point())
-    plain = fitted("ort_cpu")
     assert loss(result, plain.graph) < 20 * loss(plain, plain.graph)
 
 
 def test_shared_weights_layers_without_bias_and_dead_inputs_are_carried():
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.twice, self.out = nn.Linear(6, 6, bias=False), nn.Linear(6, 3, bias=False)
-
-        def forward(self, x):
-            return self.out(torch.relu(self.twice(torch.relu(self.twice(x * torch.tensor([1.0, 1, 1, 0, 0, 0]))))))
-
-    data = [torch.randn(64, 6, generator=torch.Generator().manual_seed(k)) for k in range(2)]
-    wide = {"*": {"bits": 4, "activation_bits": 8}}
-    result = chipfit.quantize(
-        Odd().eval(),
-        data,
-        "mqbench_academic",
-        overrides=wide,
-        settings=Settings(rounding="gptq", rounding_guard=False),
-        progress=False,
-    )
+    live = torch.tensor([1.0, 1, 1, 0, 0, 0])
+    layers = {"twice": nn.Linear(6, 6, bias=False), "out": nn.Linear(6, 3, bias=False)}
+    odd = model_of(lambda m, x: m.out(m.twice(m.twice(x * live).relu()).relu()), **layers)
+    data = [randn(64, 6, seed=k) for k in range(2)]
+    result = quantized(odd, data, "mqbench_academic", overrides=bits(4), settings=NO_GUARD)
     assert any("'twice.weight' is read by several operators" in n for n in result.plan.rewrites)
     assert all(bool(torch.isfinite(w).all()) for w in result.graph.weights.values() if w.is_floating_point())
 
 
 def test_sequences_are_rounded_token_by_token():
-    class Tokens(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
-
-        def forward(self, x):
-            return x + self.down(nn.functional.gelu(self.up(x)))
-
-    data = [torch.randn(32, 12, 8, generator=torch.Generator().manual_seed(k)) for k in range(4)]
-    wide = {"*": {"bits": 3, "activation_bits": 8}}
+    torch.manual_seed(0)
+    layers = {"up": nn.Linear(8, 32), "down": nn.Linear(32, 8)}
+    tokens = model_of(lambda m, x: x + m.down(nn.functional.gelu(m.up(x))), **layers)
+    data = [randn(32, 12, 8, seed=k) for k in range(4)]
     plain, better = (
-        chipfit.quantize(Tokens().eval(), data, "mqbench_academic", overrides=wide, settings=s, progress=False)
-        for s in (OFF, GPTQ)
+        quantized(tokens, data, "mqbench_academic", overrides=bits(3), settings=s) for s in (NEAREST, GPTQ)
     )
-    new = [[torch.randn(64, 12, 8, generator=torch.Generator().manual_seed(9))]]
-    reference = Reference(plain.graph, new)
+    reference = Reference(plain.graph, [[randn(64, 12, 8, seed=9)]])
     assert reference.loss(better.graph, better.plan) < 0.5 * reference.loss(plain.graph, plain.plan)
 
 
 def test_values_beyond_the_limit_lie_on_disk_and_change_nothing():
     result = fitted("ort_cpu")
-    batches = [[x] for x in DATA[:2]]
-    held, spilled = (reconstruct(result.graph, result.plan, batches, memory=m) for m in (1 << 30, 1 << 10))
+    held, spilled = (
+        reconstruct(result.graph, result.plan, [[x] for x in DATA[:2]], memory=m) for m in (1 << 30, 1 << 10)
+    )
     assert held.spilled == 0 < spilled.spilled
     assert all(torch.equal(held.graph.weights[k], w) for k, w in spilled.graph.weights.items())
-    budget = MemoryLimit(16)  # in half precision, four numbers take 8 bytes
-    stream = Stream(budget)
-    for _ in range(3):
-        stream.append(torch.arange(4.0))
-    assert budget.used == 16 and budget.spilled == 8 and torch.equal(stream[2], torch.arange(4.0))
-    stream.append(torch.arange(4))  # indices are kept as they are, and count for nothing
-    stream.free()
-    assert budget.used == 0
-    image = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
-    again = MemoryLimit(0).keep(image)
-    assert torch.equal(again, image) and again.stride() == image.stride() and again.data_ptr() != image.data_ptr()
 
 
-def test_a_part_of_a_value_is_the_same_whether_it_is_picked_before_or_after_it_is_decoded():
-    x, zeros = torch.linspace(-3, 5, 24).view(2, 3, 4), torch.zeros(3, dtype=torch.int32)
-    grid, scale = Grid(bits=8, qmin=0, qmax=255, zero="any"), torch.tensor([0.01, 0.02, 0.03])
-    one = Stored(format="a", grid=grid, scale=scale[1], zero_point=zeros[1] + 90)
-    each = Stored(format="a", grid=grid, scale=scale, zero_point=zeros + 90, axis=1)
-    table = Stored(format="a", grid=replace(grid, table=(-2.0, 3.0)), scale=scale[1], zero_point=zeros[1])  # without 0
-    for stored in (None, one, each, table):
-        stream = Stream(MemoryLimit(), stored)
-        stream.append(x)
-
-        def pick(x, zero):
-            return torch.cat([x.flatten(1)[:, 3:9], x.new_full((2, 1), zero)], 1)
-
-        assert torch.equal(stream.part(0, pick), pick(stream[0], 0.0))
-
-
-def test_small_values_are_kept_as_they_are():
-    for size, bytes_of in ((1 << 10, 4), ((1 << 23) + 1, 2)):
-        stream = Stream(MemoryLimit(), expected=2)
-        stream.append(torch.zeros(size))
-        assert stream.budget.used == size * bytes_of
-
-
-def test_settings_that_cannot_be_are_refused():
+def test_settings_that_exclude_each_other_are_refused():
     with pytest.raises(ConfigError, match="'rounding' and 'correct_bias'"):
         fitted("ort_cpu", None, Settings(rounding="gptq", correct_bias=True))
     with pytest.raises(UnknownNameError):
         Settings(roundings="gptq")
 
 
-def weights(result):
-    return {name: t.origin.split()[0] for name, t in result.plan.tensors.items() if t.role == "weight" and t.quantized}
-
-
 @pytest.mark.parametrize(
-    "bits, options, walks",
+    "width, options, walks",
     [
         (8, {}, False),
         (6, {}, False),
         (5, {}, True),
         (4, {}, True),
-        (4, {"settings": OFF}, False),
+        (4, {"settings": NEAREST}, False),
         (4, {"settings": Settings(correct_bias=True)}, False),
         (4, {"weight_rule": "no_clipping"}, False),
         (4, {"rule": "no_clipping"}, True),
     ],
     ids=str,
 )
-def test_few_bits_are_rounded_by_what_they_do_unless_the_user_chose_otherwise(bits, options, walks):
-    result = fitted("mqbench_academic", {"*": {"bits": bits, "activation_bits": 8}}, **options)
-    assert (set(weights(result).values()) == {"gptq"}) is walks
+def test_few_bits_are_rounded_by_what_they_do_unless_the_user_chose_otherwise(width, options, walks):
+    result = fitted(overrides=bits(width), **options)
+    assert (set(weight_origins(result).values()) == {"gptq"}) is walks
     if walks and "rule" not in options:
-        asked = fitted("mqbench_academic", {"*": {"bits": bits, "activation_bits": 8}}, GPTQ)
-        assert {k: t.scale.tolist() for k, t in asked.plan.tensors.items() if t.quantized} == {
-            k: t.scale.tolist() for k, t in result.plan.tensors.items() if t.quantized
-        }
+        asked = fitted(overrides=bits(width), settings=GPTQ)
+        assert all(t.stored.same_numbers(result.plan[k]) for k, t in asked.plan.tensors.items() if t.quantized)
 
 
 def test_an_edit_rounds_anew_with_the_data_of_before(tmp_path):
-    four, other = ({"*": {"bits": b, "activation_bits": 8}, "head": {"bits": 8, "activation_bits": 8}} for b in (4, 3))
-    result = fitted("mqbench_academic", four)
-    edited, again = result.edit(other), fitted("mqbench_academic", other)
-    assert set(weights(edited).values()) == {"gptq"}
+    four, three = (bits(b, head={"bits": 8, "activation_bits": 8}) for b in (4, 3))
+    result = fitted(overrides=four)
+    edited, again = result.edit(three), fitted(overrides=three)
+    assert set(weight_origins(edited).values()) == {"gptq"}
     assert torch.equal(edited.graph.weights["stem.weight"], again.graph.weights["stem.weight"])
-    eight = {"*": {"bits": 8, "activation_bits": 8}}
-    assert "gptq" not in weights(result.edit(eight)).values()
-    plain = fitted("mqbench_academic", eight)
-    plain.save(tmp_path / "plain")
-    assert "gptq" not in weights(chipfit.load(tmp_path / "plain").edit(four)).values()
+    assert "gptq" not in weight_origins(result.edit(bits(8))).values()
+    fitted(overrides=bits(8)).save(tmp_path / "plain")
+    assert "gptq" not in weight_origins(chipfit.load(tmp_path / "plain").edit(four)).values()
     result.save(tmp_path / "rounded")
     with pytest.raises(PlanError, match="data are not here"):
-        chipfit.load(tmp_path / "rounded").edit(other)
-
-
-def test_another_seed_sees_other_positions():
-    four = {"*": {"bits": 4, "activation_bits": 8}}
-    few = Settings(rounding_samples=64)
-    found = [fitted("mqbench_academic", four, few, seed=seed).graph.weights["stem.bias"] for seed in (0, 0, 1)]
-    assert torch.equal(found[0], found[1])
-    assert not torch.equal(found[0], found[2])
+        chipfit.load(tmp_path / "rounded").edit(three)
 
 
 def test_a_scale_with_rules_beyond_bounds_stays_and_the_codes_are_fitted_to_it():
-    plain = fitted("mqbench_academic", {"*": {"bits": 4, "activation_bits": 8}}, OFF)
+    plain = fitted(overrides=bits(4), settings=NEAREST)
     plan = replace(plain.plan, sums=(("body.weight", 1e9),))
     done = reconstruct(plain.graph, plan, [[x] for x in DATA])
-    assert torch.equal(done.tensors["body.weight"].scale, plan.tensors["body.weight"].scale)
+    kept, w = plan["body.weight"], done.graph.weights["body.weight"]
+    assert torch.equal(done.tensors["body.weight"].scale, kept.scale)
     assert not torch.equal(done.tensors["stem.weight"].scale, plan.tensors["stem.weight"].scale)
-    stored, w = plan["body.weight"], done.graph.weights["body.weight"]
-    assert torch.allclose(stored.round(w), w, atol=1e-6)
-    assert not torch.equal(stored.quantize(w), stored.quantize(plain.graph.weights["body.weight"].detach()))
+    assert torch.allclose(kept.round(w), w, atol=1e-6)
+    assert not torch.equal(kept.quantize(w), kept.quantize(plain.graph.weights["body.weight"].detach()))
 
 
 def test_batches_go_through_a_node_in_chunks(monkeypatch):
-    """What memory holds for one node does not grow with the batches that the user happens to give."""
+    """The memory for one node does not grow with the batches that the user happens to give."""
     sizes: list[int] = []
-    plain = fitted("mqbench_academic", {"*": {"bits": 4, "activation_bits": 8}}, OFF)
+    plain = fitted(overrides=bits(4), settings=NEAREST)
     monkeypatch.setattr(Stream, "append", lambda self, x, inner=Stream.append: (sizes.append(len(x)), inner(self, x)))
     reconstruct(plain.graph, plain.plan, [[torch.cat(DATA)[:100]]])
     assert max(sizes) == 32 and min(sizes) == 4
 
 
-FOUR = {"*": {"bits": 4, "activation_bits": 4}}
-
-
 @pytest.fixture(scope="module")
 def two_layers():
-    """A network of 4 bits on 40 numbers, and its graph in float."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
-    x = torch.randn(40, 6)
-    return chipfit.quantize(net, [x], "mqbench_academic", overrides=FOUR, settings=OFF, progress=False), x
+    """A network of 4 bits on 40 numbers, and these numbers."""
+    x = randn(40, 6)
+    return quantized(mlp(6, 8, 4), x, "mqbench_academic", overrides=bits(4, 4), settings=NEAREST), x
 
 
 @pytest.mark.parametrize(
-    "how, said",
+    "settings, origin",
     [(GptqSettings(), "gptq over 40 positions"), (Nearest(ridge=None), "nearest over 40 positions")],
 )
-def test_a_walk_says_over_what_it_rounded_and_nothing_where_all_is_well(two_layers, how, said):
+def test_weights_tell_how_they_were_rounded_and_no_note_is_made_where_all_is_well(two_layers, settings, origin):
     result, x = two_layers
-    walked = reconstruct(result.graph, result.plan, [[x]], how)
-    assert walked.notes == [] and walked.spilled == 0
-    weights = [n.operand("w") for n in result.graph.nodes if n.op == "Linear"]
-    assert set(walked.tensors) == set(weights) and {walked.tensors[w].origin for w in weights} == {said}
-    for w in weights:
-        stored = walked.tensors[w].stored
-        torch.testing.assert_close(stored.round(walked.graph.weights[w]), walked.graph.weights[w])
-
-
-def test_the_grid_of_class_scores_is_searched_where_it_was_asked_for(two_layers):
-    result, x = two_layers
-    (scores,), hidden = result.graph.outputs, result.graph.nodes[0].output
-    grid = Grid(bits=4, qmin=0, qmax=15, zero="any")
-    stored = Stored(format="a4", grid=grid, scale=torch.tensor(9.0), zero_point=torch.tensor(8, dtype=torch.int32))
-    open_ones = {n: TensorPlan(name=n, role="activation", stored=stored) for n in (scores, hidden)}
-    plan = replace(result.plan, tensors={**result.plan.tensors, **open_ones})
-    found = reconstruct(result.graph, plan, [[x]], GptqSettings(), [scores, hidden]).tensors
-    assert found[scores].origin == "least divergence of the class probabilities" and float(found[scores].scale) < 9
-    assert hidden not in found  # it is no output
-    assert scores not in reconstruct(result.graph, plan, [[x]], GptqSettings(), ["another"]).tensors
-    assert (
-        scores not in reconstruct(result.graph, replace(plan, zeros=(scores,)), [[x]], GptqSettings(), [scores]).tensors
-    )
+    done = reconstruct(result.graph, result.plan, [[x]], settings)
+    assert done.notes == [] and done.spilled == 0
+    assert {name: t.origin for name, t in done.tensors.items()} == {"0.weight": origin, "2.weight": origin}
+    for name, t in done.tensors.items():
+        torch.testing.assert_close(t.stored.round(done.graph.weights[name]), done.graph.weights[name])
 
 
 def test_moments_that_cannot_be_inverted_are_said(two_layers, monkeypatch):
     result, x = two_layers
-    monkeypatch.setattr(walking.gptq, "error_feedback", lambda *_: None)
+    monkeypatch.setattr(sequential_reconstruction.gptq, "error_feedback", lambda *_: None)
     notes = reconstruct(result.graph, result.plan, [[x]]).notes
     assert len(notes) == 2 and all("its moments are singular" in n for n in notes)
 
@@ -384,47 +290,34 @@ def test_fewer_positions_than_weights_are_said(two_layers, images, warned):
 
 
 def test_no_batch_is_refused(two_layers):
-    result, _ = two_layers
     with pytest.raises(DataError, match="no calibration data"):
-        reconstruct(result.graph, result.plan, [])
+        reconstruct(two_layers[0].graph, two_layers[0].plan, [])
 
 
 # ---------------------------------------------------------------- what is summed for an operator, by hand
 
 A = torch.tensor([[0.5, -1.0], [2.0, 0.25]])
 B = torch.tensor([0.25, -0.5])
-IMAGES = torch.randn(40, 2, generator=torch.Generator().manual_seed(5)).half().float()  # exact in half precision
+IMAGES = randn(40, 2, seed=5).half().float()  # exact in half precision
 PLAIN = Nearest(ridge=None)
 
 
-def in_codes(name, scale=0.5, bits=3, role="activation", axis=None, **grid):
-    g = Grid(**{"bits": bits, "qmin": -(1 << bits - 1), "qmax": (1 << bits - 1) - 1, **grid})
-    s = torch.tensor(scale)
-    stored = Stored(format="f", grid=g, scale=s, zero_point=torch.zeros_like(s, dtype=torch.int32), axis=axis)
-    return TensorPlan(name=name, role=role, stored=stored)
-
-
-def linear(name, reads, weight="w", bias="b"):
-    return Node(name, "Linear", (reads, weight, bias), (name,))
-
-
-def op(kind, name, *reads):
-    return Node(name, kind, reads, (name,))
-
-
-def network(nodes, outputs=None, inputs=("x",), **weights):
-    values = {n: Value(n, (None, 2)) for n in (*inputs, *(n.name for n in nodes))}
+def network(*nodes, outputs=None, inputs=("x",), **weights):
     table = {"w": A.clone(), "b": B.clone(), "c": torch.tensor([0.3, -0.7]), **weights}
-    return Graph(list(nodes), list(inputs), list(outputs or [nodes[-1].name]), values, table)
+    return graph_of(*nodes, weights=table, outputs=outputs, inputs=inputs, shape=(None, 2))
 
 
-def planned(*tensors, edges=(), **more):
-    kept = {t.name: t for t in (in_codes("w", 0.25, 6, "weight"), *tensors)}
-    return Plan(tensors=kept, float_edges=frozenset(edges), **more)
+def planned(roles=None, edges=(), **tensors):
+    """A plan with x on 3 bits and w on 6."""
+    kept = {"w": stored(0.25, bits=6), "x": X3, **tensors}
+    return plan_of(roles, float_edges=edges, **{k: v for k, v in kept.items() if v is not None})
 
 
-def sums(monkeypatch, graph, plan, how=PLAIN, inputs=(IMAGES,)):
-    """What each operator reads, and what it should give, as [images, numbers]; and what the walk decided."""
+X3, W6 = stored(0.5, bits=3), stored(0.25, bits=6)
+
+
+def sums(monkeypatch, graph, plan, settings=PLAIN, inputs=(IMAGES,)):
+    """Inputs and wanted outputs of each operator, as [images, numbers]; and the result."""
     seen, old = {}, Moments.add
 
     def add(self, x, t):
@@ -433,190 +326,199 @@ def sums(monkeypatch, graph, plan, how=PLAIN, inputs=(IMAGES,)):
         old(self, x, t)
 
     monkeypatch.setattr(Moments, "add", add)
-    walked = reconstruct(graph, plan, [list(inputs)], how)
-    return [(torch.cat(x), torch.cat(t)) for _, x, t in seen.values()], walked
+    done = reconstruct(graph, plan, [list(inputs)], settings)
+    return [(torch.cat(x), torch.cat(t)) for _, x, t in seen.values()], done
 
 
 def nearest(x, scale=0.5, bits=3):
     return (x / scale).round().clamp(-(1 << bits - 1), (1 << bits - 1) - 1) * scale
 
 
-LATER = (linear("y", "x"), op("Relu", "r", "x"), op("Add", "z", "y", "r"))
-EARLIER = (op("Relu", "r", "x"), linear("y", "x"), op("Add", "z", "y", "r"))
+LINEAR, Y = "y = Linear(x, w, b)", IMAGES @ A.t() + B
 
 
 @pytest.mark.parametrize(
     "nodes, outputs, lost",
     [
-        ((linear("y", "x"), op("Add", "z", "y", "x")), "z", lambda x: x - nearest(x)),
-        ((linear("y", "x"), op("Add", "z", "x", "y")), "z", lambda x: x - nearest(x)),
-        (EARLIER, "z", lambda x: x.relu() - nearest(x).relu()),
-        (LATER, "z", None),  # it is not there yet
-        ((linear("y", "x"), op("Add", "z", "y", "x")), "zy", None),  # others read what it gives
-        ((linear("y", "x"), op("Add", "z", "y", "x"), op("Add", "v", "y", "z")), "v", None),
-        ((linear("y", "x"), op("Mul", "z", "y", "x")), "z", None),
-        ((linear("y", "x"), op("Add", "z", "y", "y")), "z", None),
-        ((linear("y", "x"), op("Add", "z", "y", "c")), "z", None),
-        ((linear("y", "x"),), "y", None),
+        ((LINEAR, "z = Add(y, x)"), "z", lambda x: x - nearest(x)),
+        ((LINEAR, "z = Add(x, y)"), "z", lambda x: x - nearest(x)),
+        (("r = Relu(x)", LINEAR, "z = Add(y, r)"), "z", lambda x: x.relu() - nearest(x).relu()),
+        ((LINEAR, "r = Relu(x)", "z = Add(y, r)"), "z", None),  # it is not there yet
+        ((LINEAR, "z = Add(y, x)"), "zy", None),  # the output is read by others
+        ((LINEAR, "z = Add(y, x)", "v = Add(y, z)"), "v", None),
+        ((LINEAR, "z = Mul(y, x)"), "z", None),
+        ((LINEAR, "z = Add(y, y)"), "z", None),
+        ((LINEAR, "z = Add(y, c)"), "z", None),
+        ((LINEAR,), "y", None),
     ],
-)  # fmt: skip
+)
 def test_an_operator_before_an_addition_repairs_what_the_other_operand_has_lost(nodes, outputs, lost, monkeypatch):
-    graph, plan = network(nodes, outputs), planned(in_codes("x"))
-    ((x, t),), _ = sums(monkeypatch, graph, plan)
-    y = IMAGES @ A.t() + B
+    graph = network(*nodes, outputs=outputs)
+    ((x, t),), _ = sums(monkeypatch, graph, planned())
     torch.testing.assert_close(x, nearest(IMAGES))
-    torch.testing.assert_close(t, y + lost(IMAGES) if lost else y)
-    ((_, t),), _ = sums(monkeypatch, graph, plan, replace(PLAIN, residual=False))
-    torch.testing.assert_close(t, y)
+    torch.testing.assert_close(t, Y + lost(IMAGES) if lost else Y)
+    ((_, t),), _ = sums(monkeypatch, graph, planned(), replace(PLAIN, residual=False))
+    torch.testing.assert_close(t, Y)
 
 
 def test_an_operand_of_another_shape_is_not_repaired(monkeypatch):
-    graph = network((linear("y", "x"), op("Add", "z", "y", "s")), inputs=("x", "s"))
-    ((_, t),), _ = sums(monkeypatch, graph, planned(in_codes("x"), in_codes("s")), inputs=(IMAGES, IMAGES[:, :1]))
-    torch.testing.assert_close(t, IMAGES @ A.t() + B)
+    graph = network(LINEAR, "z = Add(y, s)", inputs=("x", "s"))
+    ((_, t),), _ = sums(monkeypatch, graph, planned(s=X3), inputs=(IMAGES, IMAGES[:, :1]))
+    torch.testing.assert_close(t, Y)
 
 
-@pytest.mark.parametrize("axis, scale", [(None, 0.5), (1, [0.5, 0.5])])
-def test_a_reader_of_floats_and_one_of_codes_get_what_each_reads(axis, scale, monkeypatch):
-    nodes = (linear("y", "x"), linear("v", "x", "w2", None), op("Add", "z", "y", "x"))
-    more = (in_codes("w2", 0.25, 6, "weight"), in_codes("x", scale, axis=axis))
-    graph = network(nodes, "vz", w2=A.clone())
-    y, v = IMAGES @ A.t() + B, IMAGES @ A.t()
-    (of_y, of_v), _ = sums(monkeypatch, graph, planned(*more, edges=[("x", "v")]))
-    torch.testing.assert_close(of_y, (nearest(IMAGES), y + IMAGES - nearest(IMAGES)))
+@pytest.mark.parametrize("x3", [X3, stored([0.5, 0.5], bits=3, axis=1)])
+def test_a_reader_of_floats_and_one_of_quantized_values_get_what_each_reads(x3, monkeypatch):
+    graph = network(LINEAR, "v = Linear(x, w2, -)", "z = Add(y, x)", outputs="vz", w2=A.clone())
+    v = IMAGES @ A.t()
+    (of_y, of_v), _ = sums(monkeypatch, graph, planned(w2=W6, x=x3, edges=[("x", "v")]))
+    torch.testing.assert_close(of_y, (nearest(IMAGES), Y + IMAGES - nearest(IMAGES)))
     torch.testing.assert_close(of_v, (IMAGES, v))
-    (of_y, of_v), _ = sums(monkeypatch, graph, planned(*more, edges=[("x", "z")]))
-    torch.testing.assert_close(of_y, (nearest(IMAGES), y))  # an addition that reads floats loses nothing
+    (of_y, of_v), _ = sums(monkeypatch, graph, planned(w2=W6, x=x3, edges=[("x", "z")]))
+    torch.testing.assert_close(of_y, (nearest(IMAGES), Y))  # an addition that reads floats loses nothing
     torch.testing.assert_close(of_v, (nearest(IMAGES), v))
 
 
-def test_what_comes_behind_reads_rounded_weights_and_constants(monkeypatch):
-    nodes = (linear("y", "x"), op("Add", "s", "y", "c"), linear("v", "s", "w2", None))
-    of_c = {"weight": nearest(torch.tensor([0.3, -0.7])), "bias": torch.tensor([0.3, -0.7])}
-    for role, c in of_c.items():
-        plan = planned(in_codes("x"), in_codes("w2", 0.25, 6, "weight"), in_codes("c", role=role))
-        (_, (x, t)), walked = sums(monkeypatch, network(nodes, w2=A.clone()), plan)
-        q = nearest(A, float(walked.tensors["w"].scale), 6)
-        torch.testing.assert_close(walked.graph.weights["w"], q)
-        torch.testing.assert_close(x, nearest(IMAGES) @ q.t() + walked.graph.weights["b"] + c)
-        torch.testing.assert_close(t, (IMAGES @ A.t() + B + torch.tensor([0.3, -0.7])) @ A.t())
+@pytest.mark.parametrize(
+    "role, c", [("weight", nearest(torch.tensor([0.3, -0.7]))), ("bias", torch.tensor([0.3, -0.7]))]
+)
+def test_later_operators_read_rounded_weights_and_constants(role, c, monkeypatch):
+    graph = network(LINEAR, "s = Add(y, c)", "v = Linear(s, w2, -)", w2=A.clone())
+    (_, (x, t)), done = sums(monkeypatch, graph, planned({"c": role}, w2=W6, c=X3))
+    q, b = nearest(A, float(done.tensors["w"].scale), 6), done.graph.weights["b"]
+    torch.testing.assert_close(done.graph.weights["w"], q)
+    torch.testing.assert_close(x, nearest(IMAGES) @ q.t() + b + torch.tensor(c))
+    torch.testing.assert_close(t, (Y + torch.tensor([0.3, -0.7])) @ A.t())
 
 
 @pytest.mark.parametrize("ridge", [None, 0.1])
 def test_a_bias_takes_the_means_of_what_rounding_changes(ridge, monkeypatch):
-    graph, plan = network((linear("y", "x"),)), planned(in_codes("x"))
-    y = IMAGES @ A.t() + B
-    _, walked = sums(monkeypatch, graph, plan, GptqSettings(ridge=ridge))
-    q = walked.graph.weights["w"]
-    torch.testing.assert_close(walked.graph.weights["b"], y.mean(0) - q @ nearest(IMAGES).mean(0))
-    _, walked = sums(monkeypatch, network((linear("y", "x", bias=None),)), plan, GptqSettings(ridge=ridge))
-    assert walked.graph.nodes[0].bias is None and graph.weights["b"].tolist() == B.tolist()
+    graph, settings = network(LINEAR), GptqSettings(ridge=ridge)
+    _, done = sums(monkeypatch, graph, planned(), settings)
+    q = done.graph.weights["w"]
+    torch.testing.assert_close(done.graph.weights["b"], Y.mean(0) - q @ nearest(IMAGES).mean(0))
+    _, done = sums(monkeypatch, network("y = Linear(x, w, -)"), planned(), settings)
+    assert done.graph.nodes[0].bias is None and torch.equal(graph.weights["b"], B)
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """How many positions are asked for, by chunk."""
+    seen, old = [], sequential_reconstruction.positions
+
+    def positions(node, y, most, random):
+        seen.append(most)
+        return old(node, y, most, random)
+
+    monkeypatch.setattr(sequential_reconstruction, "positions", positions)
+    return seen
 
 
 @pytest.mark.parametrize("samples, most", [(100, 3), (80, 2), (81, 3), (1, 1), (40, 1), (41, 2), (0, 1)])
-def test_positions_are_as_many_as_asked_for_over_all_images_and_twice_the_weights(samples, most, monkeypatch):
-    seen, old = [], walking.positions
-    monkeypatch.setattr(walking, "positions", lambda node, y, n, rng: seen.append(n) or old(node, y, n, rng))
-    sums(monkeypatch, network((linear("y", "x"),)), planned(in_codes("x")), replace(PLAIN, samples=samples))
-    assert seen == [most] * 2  # of 40 images, in two chunks
-    seen.clear()
-    wide = network((linear("y", "x"),), w=torch.ones(2, 21))
-    sums(monkeypatch, wide, planned(in_codes("x")), replace(PLAIN, samples=samples), (torch.randn(40, 21),))
-    assert seen == [max(most, 2)] * 2  # 42 at least
+def test_positions_are_as_many_as_asked_for_over_all_images_and_twice_the_weights(samples, most, drawn):
+    """Of 40 images, in two chunks; 42 positions at least for rows of 21 weights."""
+    reconstruct(network(LINEAR), planned(), [[IMAGES]], replace(PLAIN, samples=samples))
+    reconstruct(network(LINEAR, w=torch.ones(2, 21)), planned(), [[randn(40, 21)]], replace(PLAIN, samples=samples))
+    assert drawn == [most, most, max(most, 2), max(most, 2)]
 
 
-def test_images_are_those_of_the_longest_input_and_a_single_number_is_none(monkeypatch):
-    seen, old = [], walking.positions
-    monkeypatch.setattr(walking, "positions", lambda node, y, n, rng: seen.append(n) or old(node, y, n, rng))
-    nodes, plan = (linear("y", "x"), op("Mul", "z", "y", "s")), planned(in_codes("x"))
+def test_images_are_those_of_the_longest_input_and_a_single_number_is_none(drawn):
+    graph = network(LINEAR, "z = Mul(y, s)", inputs=("x", "s"))
     for s in (torch.tensor(2.0), torch.ones(1, 2)):
-        sums(monkeypatch, network(nodes, inputs=("x", "s")), plan, replace(PLAIN, samples=80), (IMAGES, s))
-    assert seen == [2, 2]
+        reconstruct(graph, planned(), [[IMAGES, s]], replace(PLAIN, samples=80))
+    assert drawn == [2, 2]
     with pytest.raises(DataError, match="no calibration data"):
-        reconstruct(network((op("Relu", "y", "x"),)), Plan(), [[torch.tensor(1.0)]])
+        reconstruct(network("y = Relu(x)"), Plan(), [[torch.tensor(1.0)]])
 
 
 def test_values_on_their_way_are_as_precise_as_their_number_allows(monkeypatch):
-    """Of inputs nobody knows how many will come; what follows is known to be few."""
+    """Of inputs nobody knows how many will come; later values are known to be few."""
     seen, old = [], Stream.append
     monkeypatch.setattr(Stream, "append", lambda self, x: seen.append((self.expected, self.stored)) or old(self, x))
-    plan = planned(in_codes("x"), in_codes("y"))
-    sums(monkeypatch, network((linear("y", "x"), op("Relu", "z", "y"))), plan)
-    x, y = plan["x"], plan["y"]
-    assert seen == [(None, None), (None, x)] * 2 + [(2, None)] * 2 + [(2, y)] * 2 + [(2, None)] * 4
+    reconstruct(network(LINEAR, "z = Relu(y)"), plan := planned(y=X3), [[IMAGES]], PLAIN)
+    assert seen == [(None, None), (None, plan["x"])] * 2 + [(2, None)] * 2 + [(2, plan["y"])] * 2 + [(2, None)] * 4
 
 
-def why(nodes, plan, **more):
-    graph = network(nodes, **more)
-    return walking.why_not_fitted(graph, plan, Readers(graph), graph.nodes[0])
+FLOOR = {"rounding": "floor"}
 
 
-def test_why_a_weight_is_not_fitted():
-    one, plan = (linear("y", "x"),), planned()
-    assert why(one, plan) is None
-    assert why((op("Add", "y", "x", "x"),), plan) == ""
-    assert why((linear("y", "x", "x"),), plan) == ""  # a product of two values
-    assert why(one, planned(edges=[("w", "y")])) == "" and why(one, planned(edges=[("w", "z"), ("x", "y")])) is None
-    assert why(one, Plan()) == ""
-    assert why(one, Plan(tensors={"w": in_codes("w", rounding="floor")})) == "the chip rounds weights by floor"
-    table = in_codes("w", rounding="floor", kind="lut", table=(-1.0, 0.0, 1.0))
-    assert why(one, Plan(tensors={"w": table})) is None
-    assert why((linear("y", "c"),), plan) == "it reads no data"
-    assert why((*one, linear("z", "x")), plan) == "'w' is read by several operators"
-    assert why((*one, linear("z", "x", "w2")), plan, w2=A) == "'b' is read by several operators"
-    assert why(one, plan, outputs="yw") == "'w' is an output of the model"
+@pytest.mark.parametrize(
+    "nodes, plan, why",
+    [
+        ([LINEAR], planned(x=None), None),
+        (["y = Add(x, x)"], planned(), ""),
+        (["y = Linear(x, x, b)"], planned(), ""),  # a product of two values
+        ([LINEAR], planned(edges=[("w", "y")]), ""),
+        ([LINEAR], planned(edges=[("w", "z"), ("x", "y")]), None),
+        ([LINEAR], Plan(), ""),
+        ([LINEAR], planned(w=stored(bits=3, **FLOOR)), "the chip rounds weights by floor"),
+        ([LINEAR], planned(w=stored(kind="lut", table=(-1.0, 0.0, 1.0), **FLOOR)), None),
+        (["y = Linear(c, w, b)"], planned(), "it reads no data"),
+        ([LINEAR, "z = Linear(x, w, b)"], planned(), "'w' is read by several operators"),
+        ([LINEAR, "z = Linear(x, w2, b)"], planned(), "'b' is read by several operators"),
+    ],
+)
+def test_why_a_weight_is_not_fitted(nodes, plan, why):
+    graph = network(*nodes, w2=A)
+    assert why_not_fitted(graph, plan, Readers(graph), graph.nodes[0]) == why
 
 
-def test_the_network_that_was_given_stays_as_it_is(monkeypatch):
-    graph, plan = network((linear("y", "x"),)), planned(in_codes("x"))
-    _, walked = sums(monkeypatch, graph, plan, GptqSettings())
+def test_a_weight_that_is_an_output_is_not_fitted():
+    graph = network(LINEAR, outputs="yw")
+    assert why_not_fitted(graph, planned(), Readers(graph), graph.nodes[0]) == "'w' is an output of the model"
+
+
+def test_the_network_that_was_given_stays_as_it_is():
+    graph, plan = network(LINEAR), planned()
+    done = reconstruct(graph, plan, [[IMAGES]])
     assert torch.equal(graph.weights["w"], A) and torch.equal(graph.weights["b"], B)
-    assert float(plan["w"].scale) == 0.25 and float(walked.tensors["w"].scale) != 0.25
-    assert set(walked.tensors) == {"w"} and walked.spilled == 0
+    assert float(plan["w"].scale) == 0.25 and float(done.tensors["w"].scale) != 0.25
+    assert set(done.tensors) == {"w"} and done.spilled == 0
 
 
 @pytest.mark.parametrize(
     "nodes, outputs, rules, placed",
     [
-        ((linear("y", "x"),), "y", {}, {"y"}),
-        ((linear("y", "x"), op("Relu", "z", "y")), "yz", {}, {"z"}),  # codes of the first are read
-        ((linear("y", "x"), op("Relu", "z", "y")), "z", {}, {"z"}),
-        ((linear("y", "x"),), "y", {"fixed": ("y",)}, set()),
-        ((linear("y", "x"),), "y", {"zeros": ("y",)}, set()),
-        ((linear("y", "x"),), "y", {"ties": (("x", "y"),)}, set()),
+        ([LINEAR], "y", {}, {"y"}),
+        ([LINEAR, "z = Relu(y)"], "yz", {}, {"z"}),  # quantized values of the first are read
+        ([LINEAR, "z = Relu(y)"], "z", {}, {"z"}),
+        ([LINEAR], "y", {"fixed": ("y",)}, set()),
+        ([LINEAR], "y", {"zeros": ("y",)}, set()),
+        ([LINEAR], "y", {"ties": (("x", "y"),)}, set()),
     ],
 )
-def test_grids_of_scores_are_searched_where_nothing_reads_them_and_no_rule_says_them(nodes, outputs, rules, placed):
-    scores = [in_codes(n, 9.0, 4, qmin=0, qmax=15, zero="any") for n in "yz"]
-    walked = reconstruct(
-        network(nodes, outputs), planned(in_codes("x"), *scores, **rules), [[IMAGES[:20]]], PLAIN, ["y", "z"]
-    )
-    assert set(walked.tensors) - {"w"} == placed
-    assert all(walked.tensors[n].origin == "least divergence of the class probabilities" for n in placed)
+def test_ranges_of_scores_are_searched_where_nothing_reads_them_and_no_rule_says_them(nodes, outputs, rules, placed):
+    scores = stored(9.0, bits=4, signed=False)
+    graph, plan = network(*nodes, outputs=outputs), replace(planned(y=scores, z=scores), **rules)
+    done = reconstruct(graph, plan, [[IMAGES[:20]]], PLAIN, ["y", "z"])
+    assert set(done.tensors) - {"w"} == placed
+    assert all(done.tensors[n].origin == "least divergence of the class probabilities" for n in placed)
+    assert all(float(done.tensors[n].scale) < 9 for n in placed)
+    assert set(reconstruct(graph, plan, [[IMAGES[:20]]], PLAIN, ["another"]).tensors) == {"w"}
 
 
 @pytest.mark.parametrize("after, fitted", [(0, []), (1, ["0.weight"])])
-def test_ctrl_c_ends_the_walk_with_what_was_fitted(after, fitted, two_layers, monkeypatch):
+def test_ctrl_c_ends_the_pass_with_what_was_fitted(after, fitted, two_layers, monkeypatch):
     result, x = two_layers
-    old, calls = walking.SequentialReconstruction.fit, iter(range(9))
+    old, calls = SequentialReconstruction.fit, iter(range(9))
 
     def pressed(*args):
         if next(calls) == after:
             raise KeyboardInterrupt
         return old(*args)
 
-    monkeypatch.setattr(walking.SequentialReconstruction, "fit", pressed)
-    walked = reconstruct(result.graph, result.plan, [[x]])
-    assert list(walked.tensors) == fitted and next(calls) == after + 1
-    assert walked.notes == [f"warning: interrupted: '{2 * after}' and what follows it take their nearest codes"]
-    assert torch.equal(walked.graph.weights["2.weight"], result.graph.weights["2.weight"])
+    monkeypatch.setattr(SequentialReconstruction, "fit", pressed)
+    done = reconstruct(result.graph, result.plan, [[x]])
+    assert list(done.tensors) == fitted and next(calls) == after + 1
+    assert done.notes == [f"warning: interrupted: '{2 * after}' and what follows it take their nearest codes"]
+    assert torch.equal(done.graph.weights["2.weight"], result.graph.weights["2.weight"])
 
 
 @pytest.mark.parametrize("scale, axis", [(0.5, None), ([0.5, 0.25, 1.0], 1)])
-def test_positions_of_a_value_that_others_read_in_float_are_rounded_as_they_lie(scale, axis, monkeypatch):
-    x = torch.randn(40, 3, 2, generator=torch.Generator().manual_seed(6)).half().float()
-    graph = network((linear("y", "x"), op("Relu", "r", "x")), "yr")
-    plan = planned(in_codes("x", scale, axis=axis), edges=[("x", "r")])
+def test_positions_of_a_value_that_others_read_in_float_are_rounded_by_their_channel(scale, axis, monkeypatch):
+    x = randn(40, 3, 2, seed=6).half().float()
+    graph = network(LINEAR, "r = Relu(x)", outputs="yr")
+    plan = planned(x=stored(scale, bits=3, axis=axis), edges=[("x", "r")])
     ((found, t),), _ = sums(monkeypatch, graph, plan, inputs=(x,))
     s = torch.tensor(scale).view(1, -1, 1)
     torch.testing.assert_close(found, ((x / s).round().clamp(-4, 3) * s).reshape(-1, 2))
@@ -624,15 +526,15 @@ def test_positions_of_a_value_that_others_read_in_float_are_rounded_as_they_lie(
 
 
 def test_values_that_nothing_reads_any_more_are_let_go(monkeypatch):
-    held, old = [], walking.SequentialReconstruction.step
+    held, old = [], SequentialReconstruction.step
 
     def step(self, *args):
         held.append((set(self.floats), set(self.quantized), self.memory.used))
         return old(self, *args)
 
-    monkeypatch.setattr(walking.SequentialReconstruction, "step", step)
-    nodes = (linear("y", "x"), op("Relu", "z", "y"), op("Add", "v", "z", "z"))
-    reconstruct(network(nodes, inputs=("x", "s")), planned(), [[IMAGES, IMAGES]], PLAIN)
+    monkeypatch.setattr(SequentialReconstruction, "step", step)
+    graph = network(LINEAR, "z = Relu(y)", "v = Add(z, z)", inputs=("x", "s"))
+    reconstruct(graph, planned(x=None), [[IMAGES, IMAGES]], PLAIN)
     # of 80 numbers in each stream, inputs in half precision: the second one is read by nothing
     assert [(a, b) for a, b, _ in held] == [({"x", "s"},) * 2, ({"s", "y"},) * 2, ({"s", "z"},) * 2]
     assert [used for *_, used in held] == [2 * 2 * 160, 2 * (160 + 320), 2 * (160 + 320)]
