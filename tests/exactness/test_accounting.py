@@ -13,6 +13,7 @@ import chipfit
 from chipfit.errors import DataError, VerificationError
 from chipfit.platform.support import unsupported_features
 from chipfit.verify import ConstantComparison, OutputComparison, TensorComparison, Verification
+from tests.build import model_of, quantized
 from tests.zoo import make, unseen
 
 
@@ -23,14 +24,10 @@ def row(name, elements=200, **facts):
 def test_the_summary_says_what_a_person_asks_in_lines():
     floats = [row(f"f{k}", in_float=True) for k in range(7)]
     off = row("c", differing=3, largest=2, op_differing=1, op_largest=1)
-    found = Verification(
-        "chip", True, 4, 4, rows=[row("a"), row("b", in_float=True), off, row("d", wrong="bad"), *floats]
-    )
-    found.held = [
-        ConstantComparison("a", "activation"),
-        ConstantComparison("w", "weight"),
-        ConstantComparison("v", "weight", elements=9, differing=2),
-    ]
+    rows = [row("a"), row("b", in_float=True), off, row("d", wrong="bad"), *floats]
+    found = Verification("chip", True, 4, 4, rows=rows)
+    found.held = [ConstantComparison("a", "activation"), ConstantComparison("w", "weight")]
+    found.held.append(ConstantComparison("v", "weight", elements=9, differing=2))
     assert found.first_difference is off
     assert found.summary().splitlines()[:8] == [
         "chip: 3 of 2200 integers differ over 4 samples",
@@ -58,10 +55,8 @@ def test_integers_that_differ_behind_the_first_samples_are_sound_and_not_exact()
     off = row("tanh", freely=100, op_differing=1, op_largest=1, ties=1, float_ops=("Tanh",))
     found = Verification("chip", True, 9, 4, rows=[row("a", freely=100), off])
     assert found.differing == 0 and found.verdict == "sound" and found.first_difference is off
-    assert (found.integers, found.out_of) == (
-        400,
-        200,
-    ) and "first difference: Conv2D 'tanh', 0.0000 %" in found.summary()
+    assert (found.integers, found.out_of) == (400, 200)
+    assert "first difference: Conv2D 'tanh', 0.0000 %" in found.summary()
     off.op_differing = off.op_largest = 0
     assert found.verdict == "exact" and found.first_difference is None and found.out_of == 400
 
@@ -92,9 +87,9 @@ def test_an_output_in_reals_may_be_off_by_as_much_as_its_kernels_round(float_ops
 @pytest.fixture(scope="module")
 def fitted():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)).eval()
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
     x = torch.randn(20, 3, 8, 8)
-    return chipfit.quantize(model, [x[:6], x[6:12]], progress=False), x
+    return quantized(model, [x[:6], x[6:12]]), x
 
 
 def test_calibration_data_are_told_in_other_batches_and_after_saving(fitted, tmp_path):
@@ -126,28 +121,20 @@ def test_a_batch_without_samples_counts_for_nothing(fitted):
 def test_what_the_platform_states_and_nothing_models_is_in_the_verification(fitted):
     known = fitted[0].platform
     pieces = known.math.model_copy(update={"act_table": {"kind": "pieces"}})
-    result = replace(fitted[0], platform=known.model_copy(update={"math": pieces}))
+    decision = replace(fitted[0].decision, platform=known.model_copy(update={"math": pieces}))
+    result = replace(fitted[0], decision=decision)
     found = result.verify([fitted[1][12:]])
     assert found.not_modelled == [*unsupported_features(result.platform)] and found.not_modelled
     assert "not modelled: math.act_table" in found.summary()
     assert json.loads(json.dumps(found.to_dict()))["not_modelled"] == found.not_modelled
 
 
-class Ends(nn.Module):
-    """Outputs of several kinds: codes, a scalar, indices, something in float."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.unused = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3)
-
-    def forward(self, x):
-        y = self.conv(x).relu()
+def test_every_output_is_compared_whatever_its_shape_and_type():
+    def forward(m, x):
+        y = m.conv(x).relu()
         return y, y.mean(), y.mean((2, 3)).argmax(1), torch.erf(y)
 
-
-def test_every_output_is_compared_whatever_its_shape_and_type():
-    torch.manual_seed(0)
-    result = chipfit.quantize(Ends().eval(), [torch.randn(4, 3, 8, 8)], progress=False)
+    result = quantized(model_of(forward, conv=nn.Conv2d(3, 4, 3)), torch.randn(4, 3, 8, 8))
     found = result.verify([torch.randn(5, 3, 8, 8)])
     assert found.sound, found.summary()
     assert [o.elements for o in found.outputs] == [5 * 4 * 36, 1, 5, 5 * 4 * 36]
@@ -208,38 +195,30 @@ def test_behind_floats_a_code_may_differ_by_one_where_its_real_lies_half_way(flo
     assert row.fault
 
 
-class Tied(nn.Module):
-    """A table of words that scores them too: its rows are looked up in float, and multiplied in integers."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.between = nn.Embedding(20, 8), nn.Linear(8, 8)
-
-    def forward(self, words):
-        return nn.functional.linear(self.between(self.table(words)), self.table.weight)
+def tied() -> nn.Module:
+    """Return a table of words that scores them too: its rows are looked up in float and multiplied in integers."""
+    return model_of(
+        lambda m, words: nn.functional.linear(m.between(m.table(words)), m.table.weight),
+        table=nn.Embedding(20, 8),
+        between=nn.Linear(8, 8),
+    )
 
 
-class Numbered(nn.Module):
-    """The name of one constant is that of another with a number behind it, as copies in a file have it."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(6, 3)
-        self.register_buffer("centre", torch.tensor([0.1, -0.3, 0.2]))
-        self.register_buffer("centre_1", torch.tensor([1.5, 0.7, 2.0]))
-
-    def forward(self, x):
-        return (self.linear(x) - self.centre) / self.centre_1
+def numbered() -> nn.Module:
+    """Return a network with two constants that are named like copies of one in a file."""
+    model = model_of(lambda m, x: (m.linear(x) - m.centre) / m.centre_1, linear=nn.Linear(6, 3))
+    model.register_buffer("centre", torch.tensor([0.1, -0.3, 0.2]))
+    model.register_buffer("centre_1", torch.tensor([1.5, 0.7, 2.0]))
+    return model
 
 
 @pytest.mark.parametrize("platform", ["ort_cpu", "tflite_int8"])
 @pytest.mark.parametrize(
     "model, draw",
-    [(Tied, lambda: torch.randint(0, 20, (4, 5))), (Numbered, lambda: torch.randn(4, 6))],
+    [(tied, lambda: torch.randint(0, 20, (4, 5))), (numbered, lambda: torch.randn(4, 6))],
     ids=["tied", "numbered"],
 )
 def test_what_is_read_in_float_and_what_is_named_alike_is_known_in_the_file(platform, model, draw, tmp_path):
-    torch.manual_seed(0)
-    result = chipfit.quantize(model().eval(), [draw()], platform=platform, progress=False)
+    result = quantized(model(), draw(), platform)
     path = result.export(tmp_path / f"m.{'onnx' if platform == 'ort_cpu' else 'tflite'}")
     assert result.verify([draw()], path=path).departures == []

@@ -12,18 +12,15 @@ from benchmarks.random_networks import power_of_two_scales, with_biases
 from torch import nn
 
 import chipfit
+from tests.build import model_of, quantized
 from tests.exactness.litert_proof import RUNTIMES, prove
 
 
-class Of(nn.Module):
-    """A function as a module; `after` quantizes the operands of functions that only move codes."""
-
-    def __init__(self, f: Callable[..., torch.Tensor], after: bool) -> None:
-        super().__init__()
-        self.f, self.after = f, after
-
-    def forward(self, *x):
-        return self.f(*(F.leaky_relu(v, 0.5) if self.after else v for v in x))
+def module(function: Callable[..., torch.Tensor], after: bool) -> nn.Module:
+    """Return a function as a module; `after` quantizes the operands of functions that only move values."""
+    if not after:
+        return model_of(lambda m, *x: function(*x))
+    return model_of(lambda m, *x: function(*(F.leaky_relu(v, 0.5) for v in x)))
 
 
 def images(*shape: int, gain: float = 3.0) -> Callable[[], tuple[torch.Tensor, ...]]:
@@ -158,72 +155,43 @@ LAYERS = {
     "linear_relu": (lambda: nn.Sequential(nn.Linear(30, 8), nn.ReLU()), images(64, 30)),
     "linear_rows": (lambda: nn.Linear(30, 8), images(8, 9, 30)),
 }
-CASES = {k: (lambda f=f: Of(f, False), x, {}) for k, (f, x) in COMPUTE.items()}
-CASES |= {k: (lambda f=f: Of(f, True), x, {}) for k, (f, x) in MOVE.items()} | {k: (*v, {}) for k, v in LAYERS.items()}
-CASES |= {f"{k}_one_scale": (*v, {"*": {"per": "tensor"}}) for k, v in LAYERS.items() if "prelu" not in k}
-CASES |= {
-    f"{k}_4_bits": (*v, {"*": {"bits": 4}}) for k, v in LAYERS.items() if "prelu" not in k and "transposed" not in k
-}
-
-
-@pytest.mark.parametrize("ties", [False, True], ids=["", "ties"])
-@pytest.mark.parametrize("name", CASES)
-def test_every_family_of_kernels_computes_the_simulated_integers(tmp_path, name, ties):
-    layer, example, overrides = CASES[name]
-    model, x, new = layer(), example(), example()
-    result = chipfit.quantize(model, [x], platform="tflite_int8", overrides=overrides, progress=False)
-    assert "4_bits" not in name or any(t.grid.bits == 4 for t in result.plan.tensors.values() if t.role == "weight")
-    plan = with_biases(result.graph, power_of_two_scales(result.plan)) if ties else result.plan
-    for found in prove(result.graph, plan, result.platform, [new], tmp_path, float_ops=()):
-        assert not found.float_operators
-        assert found.exact
-
+CASES = {k: (lambda f=f: module(f, False), x, {}) for k, (f, x) in COMPUTE.items()}
+CASES |= {k: (lambda f=f: module(f, True), x, {}) for k, (f, x) in MOVE.items()}
+CASES |= {k: (*v, {}) for k, v in LAYERS.items()}
+OF_WEIGHTS = {k: v for k, v in LAYERS.items() if "prelu" not in k}
+CASES |= {f"{k}_one_scale": (*v, {"*": {"per": "tensor"}}) for k, v in OF_WEIGHTS.items()}
+CASES |= {f"{k}_4_bits": (*v, {"*": {"bits": 4}}) for k, v in OF_WEIGHTS.items() if "transposed" not in k}
 
 #: computed in float at 16 bits
 NARROW = {"log_softmax", "hardtanh", "sub_clip", "hardswish", "prelu", "prelu_one", "shuffle", "unshuffle"}
+OF_8_BITS = [(name, "tflite_int8") for name in CASES]
+OF_16_BITS = [(name, "tflite_int16x8") for name in (*COMPUTE, *MOVE, *LAYERS) if name not in NARROW]
 
 
 @pytest.mark.parametrize("ties", [False, True], ids=["", "ties"])
-@pytest.mark.parametrize("name", [*(n for n in (*COMPUTE, *MOVE, *LAYERS) if n not in NARROW)])
-def test_16_bit_activations_are_computed_as_simulated_too(tmp_path, name, ties):
-    layer, example, _ = CASES[name]
+@pytest.mark.parametrize("name, platform", [*OF_8_BITS, *OF_16_BITS])
+def test_every_family_of_kernels_computes_the_simulated_integers(tmp_path, name, platform, ties):
+    layer, example, overrides = CASES[name]
     model, x, new = layer(), example(), example()
-    result = chipfit.quantize(model, [x], platform="tflite_int16x8", progress=False)
+    result = quantized(model, [x], platform, overrides=overrides)
+    assert "4_bits" not in name or any(t.grid.bits == 4 for t in result.plan.tensors.values() if t.role == "weight")
     plan = with_biases(result.graph, power_of_two_scales(result.plan)) if ties else result.plan
     for found in prove(result.graph, plan, result.platform, [new], tmp_path, float_ops=()):
-        assert not found.float_operators
-        assert found.exact
+        assert found.exact and not found.float_operators
 
 
 @pytest.mark.parametrize("stretch", [2.0**-9, 0.4, 2.5, 2.0**11])
 @pytest.mark.parametrize(
-    "name",
-    [
-        "add",
-        "sub_row",
-        "mul",
-        "relu",
-        "relu6",
-        "hardtanh",
-        "leaky",
-        "prelu",
-        "abs",
-        "exp",
-        "gelu",
-        "mean_channels",
-        "matmul",
-        "conv",
-    ],
+    "name", "add sub_row mul relu relu6 hardtanh leaky prelu abs exp gelu mean_channels matmul conv".split()
 )
 def test_where_scales_lie_far_apart_xnnpack_leaves_the_operator_and_the_simulator_knows(tmp_path, name, stretch):
     layer, example, _ = CASES[name]
     model, x, new = layer(), example(), example()
-    result = chipfit.quantize(model, [x], platform="tflite_int8", progress=False)
+    result = quantized(model, [x], "tflite_int8")
     t = result.plan.tensors[result.graph.outputs[0]]
     plan = replace(result.plan, tensors={**result.plan.tensors, t.name: t.with_(scale=t.scale * stretch)})
-    runtimes = (
-        RUNTIMES if stretch > 0.1 else ("litert_reference",)
-    )  # optimised sums wrap around where codes saturate 2^8 times over
+    # optimised sums wrap around where quantized values saturate 2^8 times over
+    runtimes = RUNTIMES if stretch > 0.1 else ("litert_reference",)
     for found in prove(result.graph, plan, result.platform, [new], tmp_path, runtimes, float_ops=()):
         assert found.exact
 
