@@ -387,7 +387,7 @@ def test_later_operators_read_rounded_weights_and_constants(role, c, monkeypatch
     (_, (x, t)), done = sums(monkeypatch, graph, planned({"c": role}, w2=W6, c=X3))
     q, b = nearest(A, float(done.tensors["w"].scale), 6), done.graph.weights["b"]
     torch.testing.assert_close(done.graph.weights["w"], q)
-    torch.testing.assert_close(x, nearest(IMAGES) @ q.t() + b + torch.tensor(c))
+    torch.testing.assert_close(x, nearest(IMAGES) @ q.t() + b + c)
     torch.testing.assert_close(t, (Y + torch.tensor([0.3, -0.7])) @ A.t())
 
 
