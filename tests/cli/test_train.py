@@ -99,7 +99,7 @@ ALGORITHM = """\
 from dataclasses import dataclass
 from chipfit.quantizers.algorithms.lsq import LSQ
 from chipfit.registry import register
-from tests.facade.test_trainable_infrastructure import OurActivations
+from tests.facade.trainable.quantizers_of_a_user import OurActivations
 
 @register("training", "half")
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def test_an_algorithm_of_ones_own_trains_by_the_place_of_its_class(folder):
     wrong = {
         "mine:Half(shard=1)": "share",
         "mine:Other": "not registered|training algorithm",
-        "mine:OurActivations": "none of OurActivations rounds",
+        "mine:OurActivations": "none of OurActivations quantizes",
         "mine:register": "training is not understood",
     }
     for method, says in wrong.items():

@@ -1,4 +1,4 @@
-"""The published examples of hardware and framework modelling run as they are written."""
+"""The published examples of hardware and framework modelling."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 import chipfit
 from chipfit import hardware_representation, target_platform
+from tests.build import model_of, quantized
 
 
 def parameters(thing):
@@ -52,14 +53,14 @@ def test_framework_info_begins_with_its_eight_parameters():
     ]
 
 
-def test_methods_have_their_names():
+def test_quantization_methods_have_the_published_names():
     names = ["POWER_OF_TWO", "LUT_POT_QUANTIZER", "SYMMETRIC", "UNIFORM", "LUT_SYM_QUANTIZER"]
     assert [m.name for m in target_platform.QuantizationMethod] == names
     assert {"KMEANS", "LUT_QUANTIZER"} <= set(hardware_representation.QuantizationMethod.__members__)
 
 
 def hardware():
-    """The first generation's walk through a model, outside any `with` block."""
+    """Return the first generation's example of a model, outside any `with` block."""
     from chipfit.hardware_representation import (
         Fusing,
         HardwareModel,
@@ -96,22 +97,10 @@ def hardware():
     return my_model, fc_opset, relu_opset, add_opset
 
 
-def test_parts_made_outside_a_block_belong_to_no_model():
+def test_parts_created_outside_a_block_belong_to_no_model():
     my_model, *_ = hardware()
     assert my_model.operator_set == ()
     assert my_model.name == "my_model"
-
-
-class Dense(torch.nn.Module):
-    """fc, relu, then perhaps an addition."""
-
-    def __init__(self, adds) -> None:
-        super().__init__()
-        self.fc, self.relu, self.adds = torch.nn.Linear(8, 8), torch.nn.ReLU(), adds
-
-    def forward(self, x):
-        y = self.relu(self.fc(x))
-        return y + x if self.adds else torch.tanh(y)
 
 
 @pytest.mark.parametrize("adds", [True, False])
@@ -120,15 +109,17 @@ def test_the_documented_chip_fuses_and_quantizes_as_documented(adds):
 
     made, fc, *_ = hardware()
     with HardwareModel(made.default_qco, name="my_model") as my_model:
-        fc_opset, relu_opset, add_opset = (
-            OperatorsSet("FullyConnected", fc.qc_options),
-            OperatorsSet("Relu"),
-            OperatorsSet("Add"),
-        )
+        fc_opset = OperatorsSet("FullyConnected", fc.qc_options)
+        relu_opset, add_opset = OperatorsSet("Relu"), OperatorsSet("Add")
         Fusing([fc_opset, relu_opset, add_opset])
         Fusing([fc_opset, OperatorSetConcat(relu_opset, add_opset)])
     torch.manual_seed(0)
-    result = chipfit.quantize(Dense(adds).eval(), [torch.randn(16, 8)], my_model, progress=False)
+    net = model_of(
+        lambda m, x: m.relu(m.fc(x)) + x if adds else torch.tanh(m.relu(m.fc(x))),
+        fc=torch.nn.Linear(8, 8),
+        relu=torch.nn.ReLU(),
+    )
+    result = quantized(net, torch.randn(16, 8), my_model)
     (group,) = [tuple(result.graph.node(n).op for n in g) for g in result.plan.groups]
     assert group == (("Linear", "Relu", "Add") if adds else ("Linear", "Relu"))
     w = result.plan.tensors["fc.weight"]
@@ -163,22 +154,13 @@ def test_first_generation_capabilities():
         get_model("theano", "default")
 
 
-def test_first_generation_configurations_know_their_fields():
+def test_first_generation_configurations_have_their_fields():
     from chipfit.errors import ModelingError
 
     made, *_ = hardware()
     config = made.get_default_op_quantization_config()
-    assert (
-        config.weights_n_bits,
-        config.activation_n_bits,
-        config.quantization_preserving,
-        config.weights_multiplier_nbits,
-    ) == (
-        8,
-        8,
-        False,
-        None,
-    )
+    assert (config.weights_n_bits, config.activation_n_bits) == (8, 8)
+    assert (config.quantization_preserving, config.weights_multiplier_nbits) == (False, None)
     assert config.clone_and_edit(weights_multiplier_nbits=4).weights_multiplier_nbits == 4
     with pytest.raises(ModelingError):
         config.clone_and_edit(weight_bits=4)
@@ -186,13 +168,13 @@ def test_first_generation_configurations_know_their_fields():
         _ = config.weight_bits
 
 
-def test_the_doors_stand_at_the_top_too():
+def test_functions_are_also_in_chipfit():
     assert chipfit.get_model is hardware_representation.get_model
     assert chipfit.get_target_platform_capabilities is target_platform.get_target_platform_capabilities
     assert {"get_model", "get_target_platform_capabilities"} <= set(dir(chipfit))
 
 
-def test_framework_info_as_its_page_calls_it():
+def test_framework_info_with_positional_arguments():
     from torch import nn
 
     from chipfit import DefaultDict, FrameworkInfo
@@ -211,21 +193,13 @@ def test_framework_info_as_its_page_calls_it():
         FrameworkInfo(kernel_ops, [], [], DefaultDict({nn.Conv2d: (3, 2)}), {}, {})
 
 
-def test_framework_info_by_keywords():
+def test_framework_info_with_keywords():
     from torch import nn
 
     from chipfit import DefaultDict, FrameworkInfo
 
     kernel_ops = [nn.Conv2d]
     kernel_channels_mapping = DefaultDict({nn.Conv2d: (0, 1)})
-    FrameworkInfo(
-        kernel_ops,
-        [],
-        [],
-        kernel_channels_mapping=kernel_channels_mapping,
-        activation_min_max_mapping={},
-        layer_min_max_mapping={},
-    )
     activation_ops, no_quantization_ops = [nn.ReLU], [torch.reshape]
     info = FrameworkInfo(
         kernel_ops,

@@ -1,4 +1,4 @@
-"""Filters see what layers, functions and tensor methods were called with, defaults included, and decide formats."""
+"""Filters on arguments of layers, functions and tensor methods, and the formats that follow in a plan."""
 
 from __future__ import annotations
 
@@ -6,35 +6,20 @@ import pytest
 import torch
 from torch import nn
 
-import chipfit
-from chipfit.target_platform import (
-    Eq,
-    Greater,
-    LayerFilterParams,
-    NotEq,
-    Smaller,
-)
+from chipfit.target_platform import Eq, Greater, LayerFilterParams, NotEq, Smaller
+from tests.build import model_of, quantized
 from tests.facade.target_platform.chips import chip
 
 F = nn.functional
 
 
-def bits_of_results(function, *layers, x=None):
-    """Bits of each stored result, in order, where `layers` belong to a set of 4 bits and everything else has 8."""
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            if isinstance(function, nn.Module):
-                self.layer = function
-
-        def forward(self, x):
-            return (self.layer if isinstance(function, nn.Module) else function)(x)
-
-    data = torch.randn(2, 4, 8, 8) if x is None else x
-    plan = chipfit.quantize(Net().eval(), [data], chip(layers), progress=False)
-    results = (o for n in plan.graph.nodes for o in n.outputs)
-    return [plan.plan[o].grid.bits for o in results if plan.plan.quantized(o)]
+def bits_of_results(function, *layers):
+    """Return the bits of each stored result, in order, where `layers` belong to a set of 4 bits and others have 8."""
+    layer = {"layer": function} if isinstance(function, nn.Module) else {}
+    net = model_of(lambda m, x: (m.layer if layer else function)(x), **layer)
+    result = quantized(net, torch.randn(2, 4, 8, 8), chip(layers))
+    results = (o for n in result.graph.nodes for o in n.outputs)
+    return [result.plan[o].grid.bits for o in results if result.plan.quantized(o)]
 
 
 @pytest.mark.parametrize(
@@ -95,11 +80,11 @@ def test_arguments_of_functions_and_methods(function, filtered, bits):
     ],
     ids=range(7),
 )
-def test_arguments_go_by_the_names_that_the_function_gives_them(function, filtered, bits):
+def test_arguments_have_the_names_of_the_function(function, filtered, bits):
     assert bits_of_results(function, filtered)[0] == bits
 
 
 @pytest.mark.parametrize(("p", "bits"), [({}, 4), ({"p": 2.0}, 4), ({"p": 3.0}, 8)])
-def test_every_step_of_a_composite_function_knows_its_arguments(p, bits):
+def test_every_operator_of_a_composite_function_has_its_arguments(p, bits):
     found = bits_of_results(lambda x: F.normalize(x, dim=1, **p), LayerFilterParams(F.normalize, Eq("p", 2)))
     assert found[-1] == bits

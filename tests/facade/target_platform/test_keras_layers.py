@@ -17,75 +17,68 @@ from chipfit.target_platform import (
     LayerFilterParams,
     NotEq,
     OperationsSetToLayers,
-    OperatorsSet,
     Smaller,
     TargetPlatformCapabilities,
-    TargetPlatformModel,
     get_target_platform_capabilities,
 )
+from tests.build import quantized, randn
+from tests.facade.target_platform.chips import chip, model
 
 keras = pytest.importorskip("keras")
 layers = keras.layers
 
 
-def capabilities(*names):
-    default = get_target_platform_capabilities("pytorch").tp_model.default_qco
-    return TargetPlatformCapabilities(TargetPlatformModel(default, operator_set=[OperatorsSet(n) for n in names]))
+@pytest.mark.parametrize(
+    "layer, name",
+    [
+        (layers.Conv2D, "Conv2D"),
+        (LayerFilterParams(layers.Activation, activation="relu"), "Activation(activation=relu)"),
+    ],
+)
+def test_a_layer_is_in_one_set(layer, name):
+    with TargetPlatformCapabilities(model("a", "b")):
+        OperationsSetToLayers("a", [layer])
+        with pytest.raises(ModelingError) as e:
+            OperationsSetToLayers("b", [layer])
+    assert f"Found layer {name} in more than one OperatorsSet" in str(e.value)
 
 
-def test_10_a_layer_is_in_one_set():
-    twice = [(layers.Conv2D, "Found layer Conv2D in more than one OperatorsSet")]
-    twice += [
+CONV = {"activation": "softmax", "kernel_size": (3, 4)}
+
+
+@pytest.mark.parametrize(
+    "chosen, things, matches",
+    [
         (
-            LayerFilterParams(layers.Activation, activation="relu"),
-            "Found layer Activation(activation=relu) in more than one OperatorsSet",
-        )
-    ]
-    for layer, text in twice:
-        with capabilities("a", "b"):
-            OperationsSetToLayers("a", [layer])
-            with pytest.raises(ModelingError) as e:
-                OperationsSetToLayers("b", [layer])
-        assert text in str(e.value)
+            LayerFilterParams(layers.Conv2D, Greater("filters", 2), Smaller("filters", 4), **CONV, filters=3),
+            [layers.Conv2D(3, **CONV), layers.Conv2D(2, **CONV), layers.Conv2DTranspose(3, **CONV)],
+            [True, False, False],
+        ),
+        (
+            LayerFilterParams(layers.ReLU, GreaterEq("max_value", 0.5) | Smaller("max_value", 0.2)),
+            [layers.ReLU(v) for v in (0.1, 0.5, 0.3)],
+            [True, True, False],
+        ),
+        (
+            LayerFilterParams(layers.ReLU, Eq("max_value", None) | Eq("max_value", 6)),
+            [layers.ReLU(v) for v in (None, 6, 8)],
+            [True, True, False],
+        ),
+        (LayerFilterParams(layers.ReLU, max_value=None), [layers.ReLU(), layers.ReLU(6)], [True, False]),
+        (LayerFilterParams(layers.ReLU, NotEq("max_value", None)), [layers.ReLU(), layers.ReLU(6)], [False, True]),
+        (
+            LayerFilterParams(layers.Conv2D, Contains("name", "conv")),
+            [layers.Conv2D(1, 1, name=n) for n in ("conv", "layer_conv_0", "CONVOLUTION")],
+            [True, True, False],
+        ),
+    ],
+    ids=range(6),
+)
+def test_a_filter_matches_layers_by_their_attributes(chosen, things, matches):
+    assert [chosen.match(thing) for thing in things] == matches
 
 
-def test_15_all_conditions_of_a_filter_hold():
-    f = LayerFilterParams(
-        layers.Conv2D, Greater("filters", 2), Smaller("filters", 4), activation="softmax", kernel_size=(3, 4), filters=3
-    )
-    assert f.match(layers.Conv2D(3, (3, 4), activation="softmax"))
-    assert not f.match(layers.Conv2D(2, (3, 4), activation="softmax"))
-    assert not f.match(layers.Conv2DTranspose(3, (3, 4), activation="softmax"))
-
-
-def test_16_alternatives():
-    f = LayerFilterParams(layers.ReLU, GreaterEq("max_value", 0.5) | Smaller("max_value", 0.2))
-    assert [f.match(layers.ReLU(v)) for v in (0.1, 0.5, 0.3)] == [True, True, False]
-    unbounded = LayerFilterParams(layers.ReLU, Eq("max_value", None) | Eq("max_value", 6))
-    assert [unbounded.match(layers.ReLU(v)) for v in (None, 6, 8)] == [True, True, False]
-
-
-def test_17_names():
-    f = LayerFilterParams(layers.Conv2D, Contains("name", "conv"))
-    assert [f.match(layers.Conv2D(1, 1, name=n)) for n in ("conv", "layer_conv_0", "CONVOLUTION")] == [
-        True,
-        True,
-        False,
-    ]
-
-
-def test_bounded_and_unbounded_relu_are_told_apart():
-    unbounded, bounded = (
-        LayerFilterParams(layers.ReLU, max_value=None),
-        LayerFilterParams(layers.ReLU, NotEq("max_value", None)),
-    )
-    assert [(unbounded.match(x), bounded.match(x)) for x in (layers.ReLU(), layers.ReLU(6))] == [
-        (True, False),
-        (False, True),
-    ]
-
-
-def test_built_in_chips_know_keras_layers():
+def test_built_in_chips_quantize_kernels_of_keras_layers():
     for name in ("imx500", "tflite", "qnnpack"):
         tpc = get_target_platform_capabilities("keras", name)
         for layer in (layers.Conv2D(2, 3), layers.DepthwiseConv2D(3), layers.Conv2DTranspose(2, 3), layers.Dense(3)):
@@ -93,8 +86,29 @@ def test_built_in_chips_know_keras_layers():
             assert base.attr_weights_configs_mapping["kernel"].enable_weights_quantization, (name, layer)
 
 
-def test_functions_of_tensorflow_are_known_by_name():
-    """In a process of its own: TensorFlow is never imported by chipfit."""
+@pytest.mark.parametrize(
+    "name, op",
+    [
+        ("add", "Add"),
+        ("relu", "Relu"),
+        ("relu6", "Relu6"),
+        ("reshape", "Reshape"),
+        ("concat", "Concat"),
+        ("conv2d_v2", "Conv2D"),
+        ("multiply", "Mul"),
+        ("softmax_v2", "Softmax"),
+        ("transpose_v2", "Transpose"),
+    ],
+)
+def test_functions_of_tensorflow_are_recognized_by_name(name, op):
+    function = lambda x: x
+    function.__name__, function.__module__ = name, "tensorflow.python.ops.math_ops"
+    assert OperationsSetToLayers("set", [function]).members[0].op[0] == op
+
+
+@pytest.mark.slow
+def test_functions_of_tensorflow_are_known_without_importing_it():
+    """The functions themselves, in a process of its own."""
     pytest.importorskip("tensorflow")
     script = """
 import sys
@@ -139,7 +153,7 @@ else:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_ones_own_function_gets_kernels_and_axes_as_keras_stores_them():
+def test_a_users_function_receives_kernels_and_axes_in_the_layout_of_keras():
     """Expected thresholds are the maxima of the layers' own kernels along the axis of kernel_channels_mapping."""
     import numpy as np
 
@@ -154,14 +168,13 @@ def test_ones_own_function_gets_kernels_and_axes_as_keras_stores_them():
     y = layers.Conv2DTranspose(4, 2, strides=2, use_bias=False, name="up")(y)
     y = layers.Dense(7, use_bias=False, name="dense")(layers.Flatten()(y))
     model = keras.Model(x, y)
-    axes = DefaultDict(
-        {
-            layers.Conv2D: (3, 2),
-            layers.DepthwiseConv2D: (2, 2),
-            layers.Conv2DTranspose: (2, 3),
-            layers.Dense: (1, 0),
-        }
-    )
+    known = {
+        layers.Conv2D: (3, 2),
+        layers.DepthwiseConv2D: (2, 2),
+        layers.Conv2DTranspose: (2, 3),
+        layers.Dense: (1, 0),
+    }
+    axes = DefaultDict(known)
     seen = {}
 
     def halves(w, bits, signed, parameters, per_channel, axis):
@@ -198,17 +211,7 @@ def test_ones_own_function_gets_kernels_and_axes_as_keras_stores_them():
     ],
 )
 def test_filters_on_functions_of_keras_ops(function, given, bits):
-    """The query of the call, of its node, and the plan say the same."""
-    import numpy as np
-
-    import chipfit
-    from chipfit.target_platform import (
-        AttributeQuantizationConfig,
-        OpQuantizationConfig,
-        QuantizationConfigOptions,
-        QuantizationMethod,
-    )
-
+    """The call, its node and the plan have the same options."""
     ops = keras.ops
     calls = {
         "normalize": {"axis": -1, "order": 2},
@@ -218,15 +221,9 @@ def test_filters_on_functions_of_keras_ops(function, given, bits):
     }
     own = getattr(ops, function)
     x = keras.Input((4, 4, 3))
-    model = keras.Model(x, ops.sin(own(ops.cos(x), **calls[function])))
-    eight = OpQuantizationConfig(AttributeQuantizationConfig(), {}, QuantizationMethod.POWER_OF_TWO, 8, (4, 8), True)
-    four = QuantizationConfigOptions([eight.clone_and_edit(activation_n_bits=4)])
-    chip = TargetPlatformModel(QuantizationConfigOptions([eight]), operator_set=[OperatorsSet("four", four)])
-    with TargetPlatformCapabilities(chip) as tpc:
-        OperationsSetToLayers("four", [LayerFilterParams(own, **given)])
+    tpc = chip([LayerFilterParams(own, **given)])
     assert tpc.get_qco_by_node((own, calls[function])).base.activation_n_bits == bits
-    data = [np.random.default_rng(0).standard_normal((4, 4, 4, 3)).astype("float32")]
-    result = chipfit.quantize(model, data, tpc, progress=False)
+    result = quantized(keras.Model(x, ops.sin(own(ops.cos(x), **calls[function]))), randn(4, 4, 4, 3), tpc)
     steps = [n for n in result.graph.nodes if n.layer_type == function and n.config]
     assert {tpc.get_qco_by_node(n).base.activation_n_bits for n in steps} == {bits}
     assert result.plan.tensors[steps[-1].output].grid.bits == bits

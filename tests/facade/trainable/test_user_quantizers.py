@@ -1,0 +1,176 @@
+"""Quantizer classes of users in whole models: training, deployment, and their errors."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from chipfit.errors import UnsupportedError
+from chipfit.plan.training import Training
+from chipfit.target_platform import QuantizationMethod
+from chipfit.trainable_infrastructure import (
+    PytorchActivationQuantizationHolder,
+    PytorchQuantizationWrapper,
+    QuantizationTarget,
+    TrainableQuantizerActivationConfig,
+    TrainableQuantizerWeightsConfig,
+    mark_quantizer,
+)
+from chipfit.trainable_infrastructure import pytorch_inferable_quantizers as iq
+from tests.build import quantized
+from tests.facade.trainable.quantizers_of_a_user import OurActivations, OurWeights
+
+DATA = [torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(3)) for _ in range(2)]
+LABELS = torch.arange(16) % 4
+PLATFORM = """
+name: hand_chip
+title: Symmetric grids
+formats:
+  a8: {bits: 8, zero: 0, signed: auto}
+  w4: {bits: 4, range: RANGE, per: channel}
+  b32: {bits: 32, per: channel}
+ops:
+  - match: ["@conv", Linear]
+    use: [{in: a8, w: w4, b: b32, out: a8}]
+    rules: [{mono: {b: 1, in0: -1, w: -1}, eq: 1}]
+    src: [P]
+    conf: D
+  - {match: [Add], use: [{in: a8, out: a8}], rules: [{tie: [ins, out]}], src: [P], conf: D}
+  - {match: ["@move"], exec: follow, src: [P], conf: D}
+fuse: [{chain: [["@conv", Add], [Relu]], src: [P], conf: D}]
+math: {kernels: onnxruntime, q_round: half_even, requant: {form: float, round: half_even}, acc: [{bits: 32}]}
+runtimes: [onnxruntime]
+sources: {P: "this test"}
+"""
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.body = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 6, 3, padding=1, groups=6)
+        self.head = nn.Linear(6 * 64, 4)
+
+    def forward(self, x):
+        x = torch.relu(self.stem(x))
+        return self.head(torch.flatten(torch.relu(self.body(x) + x), 1))
+
+
+@pytest.fixture(scope="module", params=["full", "narrow"])
+def plain(request, tmp_path_factory):
+    file = tmp_path_factory.mktemp("chip") / "hand_chip.yaml"
+    file.write_text(PLATFORM.replace("RANGE", request.param))
+    return quantized(Net(), DATA, str(file))
+
+
+def train(model, steps=6, rate=0.02):
+    model.train()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], rate)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(DATA[0]), LABELS)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    model.eval()
+    return losses
+
+
+def test_a_users_quantizers_train_a_model_that_is_exact_on_the_device(plain):
+    result = plain.trains(Training(weights=OurWeights, activations=OurActivations.hosted()))
+    model = result.model
+    hosted = [n for n, _ in model.named_parameters() if n.endswith("_threshold")]
+    tensors = [n for n, t in plain.plan.tensors.items() if t.quantized and t.role != "bias"]
+    assert len(hosted) == len({id(model.quantizer_of(n)) for n in tensors})
+    before = {n: model.get_parameter(n).detach().clone() for n in hosted}
+    losses = train(model)
+    assert losses[-1] < losses[0]
+    assert any(not torch.equal(model.get_parameter(n), old) for n, old in before.items())
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(DATA[1]), model(DATA[1]))
+    after = result.trained()
+    learned = model.quantizer_of("stem.weight").algorithm.quantizer.convert2inferable().stored.scale
+    assert torch.equal(after.plan["stem.weight"].scale, learned)
+    torch.testing.assert_close(after.model(DATA[1]), model(DATA[1]))
+    assert after.verify([DATA[1]]).exact
+
+
+def test_wrappers_and_holders_contain_the_users_quantizers(plain):
+    model = plain.trains(Training(weights=OurWeights, activations=OurActivations)).model
+    wrappers = {n: m for n, m in model.named_modules() if isinstance(m, PytorchQuantizationWrapper)}
+    holders = [m for m in model.modules() if isinstance(m, PytorchActivationQuantizationHolder)]
+    assert set(wrappers) == {"stem", "body", "head"}
+    assert holders and all(isinstance(h.activation_holder_quantizer, OurActivations) for h in holders)
+    w = wrappers["head"].get_quantized_weights()["weight"]
+    assert w.shape == (4, 384) and all(len(row.unique()) <= 16 for row in w)
+
+
+def test_learned_rounding_is_deployed():
+    """Weights that training rounds down are stored so."""
+
+    @mark_quantizer(QuantizationTarget.Weights, [QuantizationMethod.SYMMETRIC], "down")
+    class Down(OurWeights):
+        def __init__(self, quantization_config: TrainableQuantizerWeightsConfig):
+            super().__init__(quantization_config)
+
+        def __call__(self, inputs, training):
+            step = self.get_quantizer_variable("threshold") / self.levels
+            return torch.clamp(torch.floor(inputs / step), -self.levels, self.levels - 1) * step
+
+    result = quantized(Net(), DATA).trains({"weights": Down})
+    after = result.trained()
+    plan = after.plan["head.weight"]
+    stored = plan.quantize(after.graph.weights["head.weight"]).float()
+    expected = torch.floor(result.graph.weights["head.weight"] / plan.scale[:, None]).clamp(plan.grid.qmin, 127)
+    assert torch.equal(stored, expected)
+    assert after.verify([DATA[1]]).exact
+
+
+class OtherGrid(OurWeights):
+    def convert2inferable(self):
+        return iq.WeightsSymmetricInferableQuantizer(7, [1.0], False)
+
+
+class OffTheGrid(OurWeights):
+    def __call__(self, inputs, training):
+        return super().__call__(inputs, training) * 1.5 + 0.001
+
+
+class OtherShape(OurWeights):
+    def __call__(self, inputs, training):
+        return inputs.flatten()
+
+
+@pytest.mark.parametrize(
+    ("cls", "says"), [(OtherGrid, "of another grid"), (OffTheGrid, "off the grid"), (OtherShape, "another shape")]
+)
+def test_a_quantizer_that_contradicts_its_inferable_form_is_refused(cls, says, plain):
+    marked = mark_quantizer(QuantizationTarget.Weights, [QuantizationMethod.SYMMETRIC], cls.__name__)(cls)
+    result = plain.trains({"weights": marked})
+    with pytest.raises(UnsupportedError, match=says):
+        result.model(DATA[0]) if cls is OtherShape else result.trained()
+
+
+def test_an_activation_quantizer_that_differs_from_its_inferable_form_is_refused(plain):
+    @mark_quantizer(QuantizationTarget.Activation, [QuantizationMethod.SYMMETRIC], "wider")
+    class Wider(OurActivations):
+        def __init__(self, quantization_config: TrainableQuantizerActivationConfig):
+            super().__init__(quantization_config)
+
+        def __call__(self, inputs, training):
+            return super().__call__(inputs / 2, training) * 2
+
+    says = r"Wider rounds differently from its inferable quantizer, -?[\d.]+ to -?[\d.]+ in place of"
+    with pytest.raises(UnsupportedError, match=says):
+        plain.trains({"activations": Wider}).trained()
+
+
+def test_a_class_without_the_method_of_a_tensor_is_refused_by_name(plain):
+    result = quantized(Net(), DATA)  # affine activations
+    says = "none of OurActivations quantizes activations of QuantizationMethod.UNIFORM"
+    with pytest.raises(UnsupportedError, match=says):
+        result.trains({"activations": OurActivations})
