@@ -1,0 +1,165 @@
+"""Options of MCT's configuration: each is a setting of chipfit, and results stay exact with each."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import chipfit
+from chipfit.core import CoreConfig, QuantizationConfig, QuantizationErrorMethod
+from chipfit.engine.run import run
+from chipfit.settings import Settings
+from tests.build import model_of, randn
+
+OFF = {
+    "weights_bias_correction": False,
+    "linear_collapsing": False,
+    "residual_collapsing": False,
+    "shift_negative_activation_correction": False,
+}
+
+
+def fit(model, x, platform=None, **options):
+    """The chipfit result of the facade, with these options on and all others off."""
+    config = CoreConfig(QuantizationConfig(**{**OFF, **options}))
+    data = lambda: iter([[part] for part in x.split(max(1, len(x) // 2))])
+    how = {"core_config": config, "target_platform_capabilities": platform}
+    return chipfit.pytorch_post_training_quantization(model.eval(), data, **how)[1].result
+
+
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        ({}, {}),
+        ({"linear_collapsing": True}, {"collapse_linear": True}),
+        ({"residual_collapsing": True}, {"collapse_residual": True}),
+        ({"relu_bound_to_power_of_2": True}, {"relu_bound": True}),
+        ({"activation_channel_equalization": True}, {"equalize": True}),
+        ({"shift_negative_activation_correction": True}, {"shift_negative": 0.05}),
+        ({"shift_negative_activation_correction": True, "shift_negative_ratio": 0.001}, {"shift_negative": 0.001}),
+        ({"softmax_shift": True}, {"softmax_shift": True}),
+        ({"concat_threshold_update": True}, {"concat_ranges": True}),
+        ({"weights_bias_correction": True}, {"correct_bias": True}),
+        ({"weights_second_moment_correction": True}, {"correct_second_moment": True}),
+        ({"activation_bias_correction": True}, {"correct_activation_bias": 0.0}),
+        (
+            {"activation_bias_correction": True, "activation_bias_correction_threshold": 5},
+            {"correct_activation_bias": 0.05},
+        ),
+    ],
+    ids=str,
+)
+def test_each_option_is_a_setting(options, settings):
+    assert QuantizationConfig(**{**OFF, **options}).to_settings() == Settings(**settings, rounding="off")
+
+
+# ---------------------------------------------------------------- range rules
+
+HEAVY = randn(4000, 4).pow(3)
+METHODS = QuantizationErrorMethod
+
+
+@pytest.mark.parametrize("side", ["activation", "weights"])
+def test_the_error_method_decides_how_much_of_a_heavy_tail_is_kept(side):
+    """The larger the exponent of the error, the more of the tail; the whole of it without clipping."""
+    model = nn.Linear(4, 4000, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(HEAVY)
+    steps = []
+    for method in (METHODS.MAE, METHODS.MSE, METHODS.LP, METHODS.NOCLIPPING):
+        result = fit(model, HEAVY, "qnnpack", **{f"{side}_error_method": method, "l_p_value": 3})
+        t = result.plan.tensors["weight" if side == "weights" else result.graph.inputs[0]]
+        assert method.rule(3).partition("(")[0] in t.origin
+        steps.append(float(t.scale))
+    assert steps == sorted(steps) and len(set(steps[:3])) == 3  # at 8 bit the exponent 3 may keep all of it
+    assert fit(model, HEAVY, "qnnpack", **{f"{side}_error_method": METHODS.KL}).plan
+
+
+@pytest.mark.parametrize(("p", "method"), [(1, METHODS.MAE), (2, METHODS.MSE)])
+def test_the_exponents_1_and_2_are_the_absolute_and_the_squared_error(p, method):
+    by_p, named = (
+        fit(nn.Linear(4, 2), HEAVY, "qnnpack", activation_error_method=m, l_p_value=p) for m in (METHODS.LP, method)
+    )
+    assert len({float(r.plan.tensors[r.graph.inputs[0]].scale) for r in (by_p, named)}) == 1
+
+
+def test_outliers_are_cut_by_their_z_score_and_thresholds_are_powers_of_two_above_the_rest():
+    x = randn(4000, 4)
+    x[7, 1] = 1000.0
+    kept, cut = (
+        fit(nn.Linear(4, 2), x, activation_error_method=METHODS.NOCLIPPING, z_threshold=z) for z in (math.inf, 5.0)
+    )
+    threshold = [float(r.plan.tensors[r.graph.inputs[0]].scale) * 128 for r in (kept, cut)]
+    assert threshold[0] == 1024 and threshold[1] in (4, 8)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_symmetric_weight_thresholds_are_no_powers_of_two(method):
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3))
+    for conv in model[::2]:
+        nn.init.uniform_(conv.weight)
+    tensors = fit(model, randn(4, 3, 8, 8), weights_error_method=method).plan.tensors.values()
+    for log in (torch.log2(t.scale * 128) for t in tensors if t.role == "weight" and t.quantized):
+        assert not torch.equal(log, log.round())
+
+
+# ---------------------------------------------------------------- with each of them
+
+
+@pytest.fixture(scope="module")
+def everything():
+    """A network with something for every rewrite."""
+
+    def forward(m, x):
+        x = m.point(m.wide(x))
+        x = F.silu(m.skip(x) + x)
+        x = F.relu(m.after(F.relu6(m.bounded(x))))
+        return m.head(torch.cat([m.a(x), m.b(x) * 3], 1).mean((2, 3))).softmax(-1)
+
+    torch.manual_seed(0)
+    parts = {"wide": nn.Conv2d(3, 8, 3, padding=1, bias=False), "point": nn.Conv2d(8, 8, 1, bias=False)}
+    parts |= {"skip": nn.Conv2d(8, 8, 3, padding=1), "bounded": nn.Conv2d(8, 6, 1), "after": nn.Conv2d(6, 6, 3)}
+    parts |= {"a": nn.Conv2d(6, 4, 1), "b": nn.Conv2d(6, 4, 1), "head": nn.Linear(8, 5)}
+    return model_of(forward, **parts), randn(16, 3, 10, 10)
+
+
+REWRITES = {
+    "linear_collapsing": True,
+    "residual_collapsing": True,
+    "relu_bound_to_power_of_2": True,
+    "activation_channel_equalization": True,
+    "shift_negative_activation_correction": True,
+    "softmax_shift": True,
+    "concat_threshold_update": True,
+}
+CORRECTIONS = dict.fromkeys(
+    ("weights_bias_correction", "weights_second_moment_correction", "activation_bias_correction"), True
+)
+EVERY = {**REWRITES, **CORRECTIONS}
+
+
+@pytest.mark.parametrize("option", [*EVERY, "all"])
+def test_no_integer_differs_on_onnx_runtime_and_the_file_is_written(option, everything, tmp_path):
+    model, x = everything
+    result = fit(model, x, "ort_cpu", **(EVERY if option == "all" else {option: True}))
+    found = result.verify([x])
+    assert found.exact and sum(r.differing or 0 for r in found.rows) == 0
+    assert result.export(tmp_path / "m.onnx").stat().st_size > 0
+
+
+@pytest.mark.parametrize("option", [*REWRITES, "all"])
+def test_no_rewrite_changes_the_float_network(option, everything):
+    model, x = everything
+    graph = fit(model, x, **(REWRITES if option == "all" else {option: True})).graph
+    with torch.no_grad():
+        torch.testing.assert_close(run(graph, [x])[graph.outputs[0]], model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_the_second_moment_has_the_means_in_it_already(everything):
+    both = {"weights_second_moment_correction": True}
+    alone, both = (fit(*everything, weights_bias_correction=c, **both) for c in (False, True))
+    assert all(torch.equal(w, both.graph.weights[n]) for n, w in alone.graph.weights.items())
