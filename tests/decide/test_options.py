@@ -1,4 +1,4 @@
-"""Which joint formats a platform leaves for an operator, and which of them is taken."""
+"""Options: which joint formats a platform leaves for an operator, and which of them is taken."""
 
 from __future__ import annotations
 
@@ -6,59 +6,70 @@ import pytest
 import torch
 from torch import nn
 
-import chipfit
 from chipfit.decide.groups import find_groups
 from chipfit.decide.options import KEPT_BY_USER, execution_modes, first_compatible_option, with_applicable_options
 from chipfit.errors import UnsupportedError
-from chipfit.frameworks.torch.capture import capture
-from chipfit.graph.ir import Graph, Node, Value
-from chipfit.platform.schema import Format, OpRule, Option, Placement, Platform
-from tests.steps import captured
+from chipfit.platform.schema import Format
+from tests.build import graph_of, platform_of, quantized, sequential
 
-A8_W8 = Option(in_="a8", w="w8", out="a8")
-A8_W4 = Option(in_="a8", w="w4", out="a8")
-A16_W8 = Option(in_="a16", w="w8", out="a16")
-W4 = Option(in_="float", w="w4", out="float")  #: only weights are codes
-NOTHING = Option(in_="float", w="float", out="float")
-
-CHIP = Platform(
-    name="paper",
-    formats={
-        "a8": Format(bits=8, zero="any"),
-        "same8": Format(bits=8, zero="any"),
-        "pot8": Format(bits=8, zero="any", scale="pot"),
-        "u8": Format(bits=8, zero="any", signed=False),
-        "a16": Format(bits=16),
-        "w8": Format(bits=8, per="channel"),
-        "w4": Format(bits=4, per="channel"),
-    },
-    ops=(
-        OpRule(match=("Conv2D",), use=(NOTHING, A8_W8, A8_W4, A16_W8, W4), src=("M",), conf="V"),
-        OpRule(match=("Add",), use=(Option(in_=("a8", "a16"), out="a16"),), src=("M",), conf="V"),
-    ),
-)
+FORMATS = {
+    "a8": {"bits": 8, "zero": "any"}, "same8": {"bits": 8, "zero": "any"}, "a16": {"bits": 16},
+    "pot8": {"bits": 8, "zero": "any", "scale": "pot"}, "u8": {"bits": 8, "zero": "any", "signed": False},
+    "w8": {"bits": 8, "per": "channel"}, "w4": {"bits": 4, "per": "channel"}, "t8": {"bits": 8},
+    "d8": {"bits": 8, "dynamic": True}, "b8": {"bits": 8, "per": "block", "axis": "in", "block": 4},
+    "f8": {"bits": 8, "free": True}, "f3": {"bits": 3, "free": True}, "w2": {"bits": 2},
+    "g8": {"bits": 8, "zero": "any", "free": True}, "g3": {"bits": 3, "zero": "any", "free": True},
+}  # fmt: skip
 
 
-def unit(choices):
-    """A convolution about which the user says `choices`."""
-    graph = captured(nn.Conv2d(2, 2, 1), torch.randn(1, 2, 3, 3))
-    first = find_groups(graph, CHIP, (), {graph.nodes[0].name: choices})[0]
-    return with_applicable_options(graph, CHIP, first, {})
+def option(text):
+    """An option of a platform file, written "in w out" or "in w+b out"; "-" leaves a slot out, "a/b" names two."""
+    ins, w, out = text.split()
+    w, _, b = w.partition("+")
+    slots = {"in": ins.split("/") if "/" in ins else ins, "w": w, "b": b, "out": out}
+    return {k: v for k, v in slots.items() if v not in ("-", "")}
+
+
+def words(o):
+    """The text of an option; a format that the kernel quantizes its data to has its own name."""
+    ins = o.dynamic or ("/".join(o.in_) if isinstance(o.in_, tuple) else o.in_)
+    return f"{ins or '-'} {o.w or '-'}{'+' + o.b if o.b else ''} {o.out or '-'}"
+
+
+def group_of(use, choices=None, *, op="Linear", weights=None, ints=(), formats=FORMATS, **more):
+    """(graph, platform, group) of one operator n over x (and z); y is its result, `use` its options."""
+    given = {} if weights is None else dict.fromkeys(weights, torch.ones(8))
+    weights = {"w": torch.ones(6, 8)} if op == "Linear" and weights is None else given
+    call = {"Linear": "Linear(x, w)", "Relu": "Relu(x)"}.get(op, f"{op}(x, z)")
+    graph = graph_of(f"y = {call}", weights=weights, shape=(None, 8), dtypes=dict.fromkeys(ints, "int64"))
+    place = {"at": more.pop("at", "outputs")}
+    rule = {"match": [op], "use": [option(o) if isinstance(o, str) else o for o in use], **more}
+    chip = platform_of(rule, formats=formats, place=place)
+    (group,) = find_groups(graph, chip, (), {"y": choices} if choices else {})
+    return graph, chip, group
+
+
+def applicable(use, choices=None, float_values=None, **more):
+    graph, chip, group = group_of(use, choices, **more)
+    return with_applicable_options(graph, chip, group, float_values or {}).resolved
+
+
+CONV = ["float float float", "a8 w8 a8", "a8 w4 a8", "a16 w8 a16", "float w4 float"]
 
 
 @pytest.mark.parametrize(
     "choices, left",
     [
-        ({}, [A8_W8, A8_W4, A16_W8, W4]),  # the one without any code is none
-        ({"bits": 8}, [A8_W8, A16_W8]),
-        ({"bits": 4}, [A8_W4, W4]),
-        ({"activation_bits": 16}, [A16_W8, W4]),  # weights alone have no activation bits
-        ({"activation_bits": 8, "bits": 4}, [A8_W4, W4]),
+        ({}, CONV[1:]),  # an option that quantizes nothing is none
+        ({"bits": 8}, ["a8 w8 a8", "a16 w8 a16"]),
+        ({"bits": 4}, ["a8 w4 a8", "float w4 float"]),
+        ({"activation_bits": 16}, ["a16 w8 a16", "float w4 float"]),  # weights alone have no activation bits
+        ({"activation_bits": 8, "bits": 4}, ["a8 w4 a8", "float w4 float"]),
         ({"float": "by hand"}, []),
     ],
 )
-def test_what_the_user_says_about_bits_leaves_the_options_that_have_them(choices, left):
-    assert list(unit(choices).resolved.options) == left
+def test_bits_of_the_user_leave_the_options_that_have_them(choices, left):
+    assert [words(o) for o in applicable(CONV, choices).options] == left
 
 
 @pytest.mark.parametrize(
@@ -67,126 +78,66 @@ def test_what_the_user_says_about_bits_leaves_the_options_that_have_them(choices
 )
 def test_bits_that_no_option_has_are_refused_with_those_that_some_have(choices, allowed):
     with pytest.raises(UnsupportedError, match=allowed):
-        unit(choices)
-
-
-@pytest.mark.parametrize(
-    "have, taken",
-    [
-        (None, A8_W8),
-        ("a8", A8_W8),
-        ("same8", A8_W8),  # another name, the same storage
-        ("a16", A16_W8),
-        ("pot8", W4),  # stored in another way: only the kernel that reads floats can take it
-        ("u8", W4),
-    ],
-)
-def test_the_first_option_that_reads_its_input_as_it_is_stored_is_taken(have, taken):
-    u = unit({})
-    (value,) = u.data
-    assert first_compatible_option(CHIP, u, {value: have} if have else {}) == taken
-
-
-@pytest.mark.parametrize("have, fits", [(("a8", "a16"), True), (("a16", "a8"), False), (("a8", "a8"), False)])
-def test_every_operand_has_a_word_of_its_own(have, fits):
-    class Two(nn.Module):
-        def forward(self, a, b):
-            return a + b
-
-    graph = capture(Two().eval(), (torch.randn(1, 2), torch.randn(1, 2)), {})
-    (add,) = find_groups(graph, CHIP, (), {})
-    assert (first_compatible_option(CHIP, add, dict(zip(graph.inputs, have, strict=True))) is not None) is fits
-
-
-def test_free_widths_begin_at_one():
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), torch.nn.Conv2d(4, 4, 1), torch.nn.Conv2d(4, 4, 1)).eval()
-    with pytest.raises(UnsupportedError, match=r"Allowed: 1, 2, 3, .*, 15, 16 bits"):
-        chipfit.quantize(
-            model, [torch.randn(2, 3, 4, 4)], "mqbench_academic", overrides={"1": {"bits": 17}}, progress=False
-        )
-
-
-@pytest.mark.parametrize("overrides, scale", [({}, 1 / 256), ({"*": {"activation_bits": 16}}, 1 / 65536)])
-def test_rules_for_eight_bits_hold_where_nobody_asks_for_others(overrides, scale):
-    model, x = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sigmoid()).eval(), torch.randn(2, 3, 4, 4)
-    plan = chipfit.quantize(model, [x], "qnn_htp", overrides=overrides, progress=False).plan
-    assert float(plan["sigmoid"].scale) == scale and "sigmoid" in plan.fixed
-
-
-# ---------------------------------------------------------------- one operator of every kind, and what is said about it
-
-D8 = Option(in_="d8", w="w8", out="float")  #: rounds its data itself
-FLOAT_OUT, FLOAT_IN = Option(in_="a8", w="w8", out="float"), Option(in_="float", w="w8", out="a8")
-
-
-def found(use, choices=None, *, op="Linear", kept=None, weight=True, place="outputs", integer=False):
-    """What `with_applicable_options` leaves of `use` for one operator over x (and z), and the graph's one value y."""
-    more = {"d8": Format(bits=8, dynamic=True), "b8": Format(bits=8, per="block", axis="in", block=4)}
-    chip = CHIP.model_copy(
-        update={
-            "formats": CHIP.formats | more | {"t8": Format(bits=8)},
-            "ops": (OpRule(match=(op,), use=use, src=("M",), conf="V", exec="int" if use else "float"),),
-            "place": Placement(at=place),
-        }
-    )
-    ins = ("x", "w") if op == "Linear" else ("x", "z")
-    node = Node("n", op, ins, ("y",), {})
-    kinds = {"x": "int64" if integer == "x" else "float32", "y": "int64" if integer == "y" else "float32"}
-    values = {v: Value(v, (None, 8), kinds.get(v, "float32")) for v in ("x", "y", "z", *(() if weight else "w"))}
-    weights = {"w": torch.ones(6, 8)} if weight is True else {k: torch.ones(8) for k in weight or ()}
-    graph = Graph([node], ["x"], ["y"], {k: v for k, v in values.items() if k not in weights}, weights)
-    (unit,) = find_groups(graph, chip, (), {"n": choices} if choices else {})
-    return with_applicable_options(graph, chip, unit, kept or {}).resolved
+        applicable(CONV, choices)
 
 
 @pytest.mark.parametrize(
     "use, choices, left",
     [
-        ((A8_W8, D8), {}, (A8_W8,)),  # nobody asks a kernel to round its data itself
-        ((D8, A8_W8), {}, (D8, A8_W8)),
-        ((A8_W8, D8), {"inputs": "dynamic"}, (D8,)),
-        ((D8, A8_W8), {"inputs": "codes"}, (A8_W8,)),
-        ((A8_W8, FLOAT_IN), {"inputs": "float"}, (FLOAT_IN,)),
-        ((A8_W8, A8_W4), {"inputs": "dynamic"}, (A8_W8, A8_W4)),  # no such kernel: seen by who asks
-        ((A8_W8, FLOAT_OUT), {}, (A8_W8, FLOAT_OUT)),
-        ((A8_W8, FLOAT_OUT), {"result": "float"}, (FLOAT_OUT,)),
-        ((FLOAT_OUT, A8_W8), {"result": "codes"}, (A8_W8,)),
-        ((A8_W8, Option(in_="a8", w="t8", out="a8")), {"per": "tensor"}, (Option(in_="a8", w="t8", out="a8"),)),
-        ((A8_W8, Option(in_="a8", w="t8", out="a8")), {"per": "channel"}, (A8_W8,)),
-        ((A8_W8, A8_W4), {"per": "row"}, (A8_W8, A8_W4)),
-        ((Option(in_="a8", w="b8", out="a8"), A8_W8), {}, (Option(in_="a8", w="b8", out="a8"), A8_W8)),  # 2 x 4 of 8
-        ((A8_W8,), {"bits": "float"}, (Option(in_="a8", w="float", out="a8"),)),
-        (
-            (Option(in_="a8", w="w8", b="a16", out="a8"),),
-            {"bits": "float", "activation_bits": 8},
-            (Option(in_="a8", w="float", b="float", out="a8"),),
-        ),
-        ((A8_W8, A16_W8), {"bits": "float", "activation_bits": 16}, (Option(in_="a16", w="float", out="a16"),)),
-        ((A8_W8,), {"activation_bits": "float"}, (FLOAT_OUT,)),
+        (["a8 w8 a8", "d8 w8 float"], {}, ["a8 w8 a8"]),  # dynamic only if asked for, or first
+        (["d8 w8 float", "a8 w8 a8"], {}, ["d8 w8 float", "a8 w8 a8"]),
+        (["a8 w8 a8", "d8 w8 float"], {"inputs": "dynamic"}, ["d8 w8 float"]),
+        (["d8 w8 float", "a8 w8 a8"], {"inputs": "codes"}, ["a8 w8 a8"]),
+        (["a8 w8 a8", "float w8 a8"], {"inputs": "float"}, ["float w8 a8"]),
+        (["a8 w8 a8", "a8 w4 a8"], {"inputs": "dynamic"}, ["a8 w8 a8", "a8 w4 a8"]),  # no such kernel; see its effect
+        (["a8 w8 a8", "a8 w8 float"], {}, ["a8 w8 a8", "a8 w8 float"]),
+        (["a8 w8 a8", "a8 w8 float"], {"result": "float"}, ["a8 w8 float"]),
+        (["a8 w8 float", "a8 w8 a8"], {"result": "codes"}, ["a8 w8 a8"]),
+        (["a8 w8 a8", "a8 t8 a8"], {"per": "tensor"}, ["a8 t8 a8"]),
+        (["a8 w8 a8", "a8 t8 a8"], {"per": "channel"}, ["a8 w8 a8"]),
+        (["a8 w8 a8", "a8 w4 a8"], {"per": "row"}, ["a8 w8 a8", "a8 w4 a8"]),
+        (["a8 b8 a8", "a8 w8 a8"], {}, ["a8 b8 a8", "a8 w8 a8"]),  # 2 x 4 of 8
+        (["a8 w8 a8"], {"bits": "float"}, ["a8 float a8"]),
+        (["a8 w8+a16 a8"], {"bits": "float", "activation_bits": 8}, ["a8 float+float a8"]),
+        (["a8 w8 a8", "a16 w8 a16"], {"bits": "float", "activation_bits": 16}, ["a16 float a16"]),
+        (["a8 w8 a8"], {"activation_bits": "float"}, ["a8 w8 float"]),
+        # formats of free width
+        (["g8 f8 g8"], {"bits": 3}, ["g8 f3 g8"]),
+        (["g8 f8 g8"], {"activation_bits": 3}, ["g3 f8 g3"]),
+        (["g8/f8 f8 g8"], {"activation_bits": 3}, ["g3/f3 f8 g3"]),
+        (["g8 w2 g8", "g8 f8 g8"], {"bits": 2}, ["g8 w2 g8"]),
     ],
 )
 def test_which_options_are_left(use, choices, left):
-    got = found(use, choices).options
-    marked = tuple(o.with_dynamic("d8") if o.in_ == "d8" else o for o in left)
-    assert [(o.in_, o.w, o.b, o.out, o.dynamic) for o in got] == [(o.in_, o.w, o.b, o.out, o.dynamic) for o in marked]
+    assert [words(o) for o in applicable(use, choices).options] == left
 
 
-@pytest.mark.parametrize("asked, other", [("float", "codes"), ("codes", "float")])
-def test_a_result_that_no_kernel_hands_over_is_refused(asked, other):
-    use = (A8_W8 if asked == "float" else FLOAT_OUT,)
-    with pytest.raises(UnsupportedError, match=rf"(?s)have a result in {asked}.*Allowed: {other}"):
-        found(use, {"result": asked})
+@pytest.mark.parametrize(
+    "use, choices, widths",
+    [
+        ("g8 w8 g8", {"bits": 2}, [8]),  # not free: its width is the format's
+        ("g8 f8 g8", {"bits": 5}, range(1, 17)),  # the platform has no such format
+        ("g8 f8 w8", {"activation_bits": 3}, range(1, 17)),
+    ],
+)
+def test_a_width_that_no_format_has_is_refused_with_those_that_may_be_chosen(use, choices, widths):
+    with pytest.raises(UnsupportedError, match=f"Allowed: {', '.join(map(str, widths))} bits"):
+        applicable([use], choices)
+
+
+@pytest.mark.parametrize("wanted, other", [("float", "codes"), ("codes", "float")])
+def test_a_result_that_no_kernel_outputs_is_refused(wanted, other):
+    with pytest.raises(UnsupportedError, match=rf"(?s)have a result in {wanted}.*Allowed: {other}"):
+        applicable(["a8 w8 a8" if wanted == "float" else "a8 w8 float"], {"result": wanted})
 
 
 def test_blocks_that_do_not_divide_a_weight_are_no_option():
-    blocks = Option(in_="a8", w="b8", out="a8")
-    product = Option(in_="a8", w="b8", out="a8")
-    assert found((blocks, A8_W8)).options == (blocks, A8_W8)
-    assert found((product, A8_W8), op="MatMul", weight=("z",)).options == (A8_W8,)  # of one axis
-    assert found((blocks, A8_W8), op="Relu").options == (A8_W8,)  # no weights at all
+    use = ["a8 b8 a8", "a8 w8 a8"]
+    left = [applicable(use), applicable(use, op="MatMul", weights="z"), applicable(use, op="Relu")]
+    assert [len(r.options) for r in left] == [2, 1, 1]  # a matrix; a vector; no weights at all
 
 
-NOT_HEARD = "its result 'y' stays float: why"
+ITS_RESULT = "its result 'y' stays float: why"
 
 
 @pytest.mark.parametrize(
@@ -194,135 +145,152 @@ NOT_HEARD = "its result 'y' stays float: why"
     [
         ({}, ""),
         ({"choices": {"float": "by hand"}}, "by hand"),
-        ({"kept": {"y": "why"}}, NOT_HEARD),
-        ({"kept": {"y": KEPT_BY_USER}}, ""),
-        ({"kept": {"x": KEPT_BY_USER}}, ""),  # where quantizers belong to writers
-        ({"kept": {"x": "why"}, "place": "both"}, "its input 'x' stays float: why"),
-        ({"kept": {"x": "".join(list(KEPT_BY_USER))}, "place": "inputs"}, "overrides keep its input 'x' in float"),
-        ({"kept": {"x": "why", "y": "why"}, "use": (D8,)}, ""),
-        ({"kept": {"x": "why", "y": "why"}, "use": (FLOAT_IN,)}, ""),
-        ({"kept": {"y": "why"}, "use": (FLOAT_IN, A8_W8)}, NOT_HEARD),
-        ({"kept": {"y": "why"}, "use": (NOTHING,)}, NOT_HEARD),  # no option at all
-        ({"kept": {"x": "why"}, "use": (FLOAT_IN,), "place": "both"}, ""),
-        ({"choices": {"bits": "float"}, "place": "both"}, "overrides keep its weights in float"),
-        ({"choices": {"bits": "float"}, "use": (FLOAT_IN,), "place": "both"}, "overrides keep its weights in float"),
-        ({"choices": {"activation_bits": "float"}, "place": "both"}, "overrides keep its result in float"),
-        ({"choices": {"activation_bits": "float"}, "use": (FLOAT_IN,), "place": "both"}, ""),
-        ({"integer": "y"}, "its result is not a float tensor"),
-        ({"weight": False}, "its weights are computed at run time"),
-        ({"op": "Add", "weight": ("x", "z")}, "all its inputs are constant"),
-        ({"op": "Add", "weight": ("z",)}, ""),
-        ({"integer": "x"}, "an input is not a float tensor"),
-        ({"integer": "x", "use": (Option(w="w8", out="a8"),)}, ""),  # it takes no format for its input
+        ({"float_values": {"y": "why"}}, ITS_RESULT),
+        ({"float_values": {"y": KEPT_BY_USER}}, ""),
+        ({"float_values": {"x": KEPT_BY_USER}}, ""),  # where quantizers belong to writers
+        ({"float_values": {"x": "why"}, "at": "both"}, "its input 'x' stays float: why"),
+        ({"float_values": {"x": "".join(list(KEPT_BY_USER))}, "at": "inputs"}, "overrides keep its input 'x' in float"),
+        ({"float_values": {"x": "why", "y": "why"}, "use": ["d8 w8 float"]}, ""),
+        ({"float_values": {"x": "why", "y": "why"}, "use": ["float w8 a8"]}, ""),
+        ({"float_values": {"y": "why"}, "use": ["float w8 a8", "a8 w8 a8"]}, ITS_RESULT),
+        ({"float_values": {"y": "why"}, "use": ["float float float"]}, ITS_RESULT),  # no option at all
+        ({"float_values": {"x": "why"}, "use": ["float w8 a8"], "at": "both"}, ""),
+        ({"choices": {"bits": "float"}, "at": "both"}, "overrides keep its weights in float"),
+        ({"choices": {"bits": "float"}, "use": ["float w8 a8"], "at": "both"}, "overrides keep its weights in float"),
+        ({"choices": {"activation_bits": "float"}, "at": "both"}, "overrides keep its result in float"),
+        ({"choices": {"activation_bits": "float"}, "use": ["float w8 a8"], "at": "both"}, ""),
+        ({"ints": "y"}, "its result is not a float tensor"),
+        ({"weights": ""}, "its weights are computed at run time"),
+        ({"op": "Add", "weights": "xz"}, "all its inputs are constant"),
+        ({"op": "Add", "weights": "z"}, ""),
+        ({"ints": "x"}, "an input is not a float tensor"),
+        ({"ints": "x", "use": ["- w8 a8"]}, ""),  # it has no format for its input
+        ({"use": [], "exec": "float"}, "'npu' computes Linear in float"),
+        ({"use": [], "exec": "float", "choices": {"float": "by hand"}}, "by hand"),
     ],
 )
 def test_why_an_operator_cannot_run_in_integers(given, why):
-    resolved = found(**{"use": (A8_W8,), **given})
-    assert resolved.why == why
-    assert bool(resolved.options) is (why == "")
+    resolved = applicable(**{"use": ["a8 w8 a8"], **given})
+    assert (resolved.why, bool(resolved.options)) == (why, why == "")
 
 
-def test_without_formats_the_reason_is_that_of_the_platform():
-    assert found(()).why == "'paper' computes Linear in float" and found(()).options == ()
-    assert found((), {"float": "by hand"}).why == "by hand"
+@pytest.mark.parametrize(
+    "have, taken",
+    [
+        (None, "a8 w8 a8"),
+        ("a8", "a8 w8 a8"),
+        ("same8", "a8 w8 a8"),  # another name, the same storage
+        ("a16", "a16 w8 a16"),
+        ("pot8", "float w4 float"),  # stored in another way: only the kernel that reads floats can take it
+        ("u8", "float w4 float"),
+    ],
+)
+def test_the_first_option_that_reads_its_input_as_it_is_stored_is_taken(have, taken):
+    _, chip, group = group_of(CONV[1:])
+    assert words(first_compatible_option(chip, group, {"x": have} if have else {})) == taken
+
+
+@pytest.mark.parametrize("have, fits", [("a8 a16", True), ("a16 a8", False), ("a8 a8", False)])
+def test_every_operand_has_a_format_of_its_own(have, fits):
+    _, chip, add = group_of(["a8/a16 - a16"], op="Add")
+    assert (first_compatible_option(chip, add, dict(zip("xz", have.split(), strict=True))) is not None) is fits
+
+
+@pytest.mark.parametrize(
+    "in_bits, have, fits",
+    [(None, "a16", True), ([8, 16], "a16", True), ([16, 8], "a16", True), ([8], "a16", False), ([8], "a8", True)],
+)
+def test_a_kernel_that_reads_any_format_may_have_a_widest(in_bits, have, fits):
+    _, chip, relu = group_of([{"in": "any", "in_bits": in_bits, "out": "a8"}], op="Relu")
+    assert (first_compatible_option(chip, relu, {"x": have}) is not None) is fits
+    assert first_compatible_option(chip, relu, {"y": have}) is not None  # another value does not count
+
+
+BOTH = ["a8 w8 a8", "a8 w8 float"]
 
 
 @pytest.mark.parametrize(
     "use, choices, can",
     [
-        ((A8_W8,), {}, ()),
-        ((A8_W8, FLOAT_OUT), {}, ("codes", "float")),
-        ((A8_W8, Option(in_="a16", w="w8", out="float")), {}, ()),  # it would read other codes
-        ((A8_W8, Option(in_="a8", w="w4", out="float")), {}, ()),
-        ((Option(in_="a16", w="w4", out="a8"), FLOAT_OUT), {}, ()),
-        ((Option(in_="float", w="float", out="a8"), NOTHING), {}, ()),
-        ((FLOAT_OUT, A8_W8), {}, ("codes", "float")),
-        ((FLOAT_OUT, NOTHING), {}, ()),
-        ((A8_W8, NOTHING), {}, ()),  # in float, products with weights cost too much
-        ((A8_W8, FLOAT_OUT), {"float": "by hand"}, ()),
-        ((A8_W8, FLOAT_OUT), {"bits": 8}, ("codes", "float")),
-        *[((A8_W8, FLOAT_OUT), {k: 8}, ()) for k in ("result", "activation_bits", "rule", "method", "range")],
-        *[((A8_W8, FLOAT_OUT), {k: 8}, ()) for k in ("signed", "z_threshold", "inputs")],
+        (["a8 w8 a8"], {}, ""),
+        (BOTH, {}, "codes float"),
+        (["a8 w8 a8", "a16 w8 float"], {}, ""),  # it would read another format
+        (["a8 w8 a8", "a8 w4 float"], {}, ""),
+        (["a16 w4 a8", "a8 w8 float"], {}, ""),
+        (["float float a8", "float float float"], {}, ""),
+        (["a8 w8 float", "a8 w8 a8"], {}, "codes float"),
+        (["a8 w8 float", "float float float"], {}, ""),
+        (["a8 w8 a8", "float float float"], {}, ""),  # in float, products with weights cost too much
+        (BOTH, {"float": "by hand"}, ""),
+        (BOTH, {"bits": 8}, "codes float"),
+        *((BOTH, {k: 8}, "") for k in ("result", "activation_bits", "rule", "method", "range", "signed", "inputs")),
+        (BOTH, {"z_threshold": 8}, ""),
     ],
 )
-def test_what_a_kernel_can_hand_over(use, choices, can):
-    graph = Graph(
-        [Node("n", "Linear", ("x", "w"), ("y",))], ["x"], ["y"], {v: Value(v, (None, 8)) for v in "xy"},
-        {"w": torch.ones(6, 8)},
-    )  # fmt: skip
-    chip = CHIP.model_copy(update={"ops": (OpRule(match=("Linear",), use=use, src=("M",), conf="V"),)})
-    (unit,) = find_groups(graph, chip, (), {"n": choices})
-    assert execution_modes(unit) == can
+def test_modes_of_a_kernel_with_weights(use, choices, can):
+    assert " ".join(execution_modes(group_of(use, choices)[2])) == can
 
 
 @pytest.mark.parametrize(
     "use, how, can",
     [
-        ((Option(in_="a8", out="a8"), Option(in_="float", out="float")), "int", ("codes", "whole")),
-        ((Option(in_="a8", out="a8"), Option(in_="a8", out="float")), "int", ("codes", "float")),
-        (
-            (Option(in_="a8", out="a8"), Option(in_="a8", out="float"), Option(in_="float", out="float")),
-            "int",
-            ("codes", "float", "whole"),
-        ),
-        ((Option(in_="a8", out="a8"), Option(in_="float", out="float")), "float", ()),
-        ((Option(in_="any", out="a8"), Option(in_="any", out="none")), "int", ("codes", "whole")),
+        (["a8 - a8", "float - float"], "int", "codes whole"),
+        (["a8 - a8", "a8 - float"], "int", "codes float"),
+        (["a8 - a8", "a8 - float", "float - float"], "int", "codes float whole"),
+        (["a8 - a8", "float - float"], "float", ""),
+        (["any - a8", "any - none"], "int", "codes whole"),
     ],
 )
 def test_a_kernel_without_weights_may_run_in_float_as_a_whole(use, how, can):
-    values = {v: Value(v, (None, 8)) for v in "xyz"}
-    graph = Graph([Node("n", "Add", ("x", "z"), ("y",))], ["x", "z"], ["y"], values, {})
-    chip = CHIP.model_copy(update={"ops": (OpRule(match=("Add",), use=use, exec=how, src=("M",), conf="V"),)})
-    (unit,) = find_groups(graph, chip, (), {})
-    assert execution_modes(unit) == can
+    assert " ".join(execution_modes(group_of(use, op="Add", exec=how)[2])) == can
+
+
+@pytest.mark.parametrize("overrides, scale", [({}, 1 / 256), ({"*": {"activation_bits": 16}}, 1 / 65536)])
+def test_rules_for_eight_bits_hold_unless_others_are_chosen(overrides, scale):
+    model = sequential(nn.Conv2d(3, 4, 1), nn.Sigmoid())
+    plan = quantized(model, torch.randn(2, 3, 4, 4), "qnn_htp", overrides=overrides).plan
+    assert float(plan["sigmoid"].scale) == scale and "sigmoid" in plan.fixed
+
+
+# ---------------------------------------------------------------- widths that a platform leaves to the user
+
+
+def academic(overrides, platform="mqbench_academic"):
+    torch.manual_seed(0)
+    net = sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    return net[2].weight.detach(), quantized(net, torch.randn(32, 6), platform, overrides=overrides).plan
+
+
+@pytest.mark.parametrize("bits", range(1, 17))
+def test_weights_may_have_any_width(bits):
+    w, plan = academic({"2": {"bits": bits}})
+    assert plan["2.weight"].grid.bits == bits and len(set(plan["2.weight"].round(w)[0].tolist())) <= 2**bits
+    assert plan["0.weight"].grid.bits == 8  # the first and last layer, as this platform has it
+
+
+@pytest.mark.parametrize("bits", [1, 3, 16])
+def test_activations_may_have_any_width(bits):
+    plan = academic({"Linear": {"activation_bits": bits}})[1]
+    grids = [t.stored.grid for t in plan.tensors.values() if t.role == "activation" and t.quantized]
+    assert grids and {(g.bits, g.qmax - g.qmin) for g in grids} == {(bits, 2**bits - 1)}
+
+
+def test_one_bit_of_weights_are_the_two_signs():
+    w, plan = academic({"2": {"bits": 1}})
+    s = plan["2.weight"]
+    assert s.grid.table == (-1.0, 1.0) and torch.equal(torch.sign(s.round(w)), torch.where(w > 0, 1.0, -1.0))
+    assert torch.equal(s.dequantize(s.quantize(w)), s.round(w))
 
 
 @pytest.mark.parametrize(
-    "in_bits, have, fits",
-    [(None, "a16", True), ((8, 16), "a16", True), ((16, 8), "a16", True), ((8,), "a16", False), ((8,), "a8", True)],
+    "platform, bits, allowed", [("mqbench_academic", 17, "Allowed: 1, 2, 3, .*, 15, 16 bits"), ("ort_cpu", 5, "8 bits")]
 )
-def test_a_kernel_that_reads_any_codes_may_have_a_widest(in_bits, have, fits):
-    values = {v: Value(v, (None, 8)) for v in "xy"}
-    graph = Graph([Node("n", "Relu", ("x",), ("y",))], ["x"], ["y"], values, {})
-    use = (Option(in_="any", in_bits=in_bits, out="a8"),)
-    chip = CHIP.model_copy(update={"ops": (OpRule(match=("Relu",), use=use, src=("M",), conf="V"),)})
-    (unit,) = find_groups(graph, chip, (), {})
-    assert (first_compatible_option(chip, unit, {"x": have}) is not None) is fits
-    assert first_compatible_option(chip, unit, {"y": have}) == use[0]  # another value says nothing
+def test_a_width_that_the_chip_lacks_is_refused(platform, bits, allowed):
+    with pytest.raises(UnsupportedError, match=f"{bits}-bit weights.*{allowed}"):
+        academic({"2": {"bits": bits}}, platform)
 
 
-FREE = {
-    "f8": Format(bits=8, free=True), "f3": Format(bits=3, free=True), "w8": Format(bits=8), "w2": Format(bits=2),
-    "g8": Format(bits=8, zero="any", free=True), "g3": Format(bits=3, zero="any", free=True),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "use, choices, left",
-    [
-        ([Option(in_="g8", w="f8", out="g8")], {"bits": 3}, ["g8 f3 g8"]),
-        ([Option(in_="g8", w="f8", out="g8")], {"activation_bits": 3}, ["g3 f8 g3"]),
-        ([Option(in_=("g8", "f8"), w="f8", out="g8")], {"activation_bits": 3}, ["('g3', 'f3') f8 g3"]),
-        ([Option(in_="g8", w="w8", out="g8")], {"bits": 2}, None),  # not free: its width is the format's
-        ([Option(in_="g8", w="f8", out="g8")], {"bits": 5}, None),  # nobody has made such a format
-        ([Option(in_="g8", w="f8", out="w8")], {"activation_bits": 3}, None),
-        ([Option(in_="g8", w="w2", out="g8"), Option(in_="g8", w="f8", out="g8")], {"bits": 2}, ["g8 w2 g8"]),
-    ],
-)
-def test_formats_of_free_width_are_taken_at_the_width_that_is_asked_for(use, choices, left):
-    graph = Graph(
-        [Node("n", "Linear", ("x", "w"), ("y",))], ["x"], ["y"], {v: Value(v, (None, 8)) for v in "xy"},
-        {"w": torch.ones(6, 8)},
-    )  # fmt: skip
-    rule = OpRule(match=("Linear",), use=tuple(use), src=("M",), conf="V")
-    chip = CHIP.model_copy(update={"ops": (rule,), "formats": FREE})
-    (unit,) = find_groups(graph, chip, (), {"n": choices})
-    if left is None:
-        with pytest.raises(UnsupportedError) as e:
-            with_applicable_options(graph, chip, unit, {})
-        widths = range(1, 17) if use[0].w != "w8" else [8]
-        assert f"Allowed: {', '.join(map(str, widths))} bits" in str(e.value)
-    else:
-        assert [
-            f"{o.in_} {o.w} {o.out}" for o in with_applicable_options(graph, chip, unit, {}).resolved.options
-        ] == left
+@pytest.mark.parametrize("fmt", [{"bits": 4, "range": [-4, 3]}, {"bits": 8, "kind": "lut"}, {"bits": 32}])
+def test_widths_are_free_only_of_integers_between_ends_that_follow_from_them(fmt):
+    with pytest.raises(ValueError, match="free width"):
+        Format(**fmt, free=True)

@@ -447,7 +447,7 @@ ALWAYS: dict[str, Any] = {
     word: fuse(when={"single_use": False}) for word in ("Gate.single_use", "Gate.single_use=True")
 }
 #: word -> the test elsewhere that shows what it does
-ELSEWHERE = {"Platform.extends": "test_load.py: a child overrides its parent", "Format.free": "test_free_widths.py"}
+ELSEWHERE = {"Platform.extends": "test_load.py: a child overrides its parent", "Format.free": "decide/test_options.py"}
 
 
 def test_every_word_of_the_schema_is_done_or_named_as_not_done():
