@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from chipfit.graph.ir import DYNAMIC, OPAQUE, Graph, Node, Value
-from chipfit.plan.record import NodePlan, Plan, TensorPlan
+from chipfit.plan.record import NodePlan, Plan
 from chipfit.registry import lookup
 from chipfit.simulate.device import float_operators, output
+from tests.build import graph_of, node, plan_of
 from tests.simulate.one_operator import Codes
 
 PROFILE = lookup("kernels", "onnxruntime")
@@ -16,7 +19,7 @@ STORED = Codes(torch.zeros(1), 0.5, 3).stored()
 
 
 def planned(*names: str, **more) -> Plan:
-    return Plan(tensors={n: TensorPlan(name=n, role="activation", stored=STORED) for n in names}, **more)
+    return replace(plan_of(**dict.fromkeys(names, STORED)), **more)
 
 
 def test_an_output_is_the_reals_of_its_codes_or_the_floats_that_were_computed():
@@ -29,9 +32,8 @@ def test_an_output_is_the_reals_of_its_codes_or_the_floats_that_were_computed():
     assert output(graph, plan, {}, "w").tolist() == [7.0] and output(graph, plan, {"n": 4}, "n").tolist() == 4
 
 
-def line(*nodes: Node, **weights: torch.Tensor) -> Graph:
-    names = ["x", *(o for n in nodes for o in n.outputs)]
-    return Graph([*nodes], ["x"], [names[-1]], {n: Value(n, (None, 4)) for n in names}, weights)
+def line(*nodes: str | Node, **weights: torch.Tensor) -> Graph:
+    return graph_of(*nodes, weights=weights)
 
 
 def behind(graph: Graph, plan: Plan) -> tuple[str, ...]:
@@ -61,38 +63,29 @@ def test_what_moves_numbers_or_is_exact_by_its_standard_is_left_out(op, told):
 
 
 def test_operators_are_followed_back_through_both_operands_once():
-    nodes = Node("a", "Sin", ("x",), ("u",)), Node("b", "Cos", ("u",), ("v",)), Node("c", "Mul", ("v", "u"), ("y",))
-    assert behind(line(*nodes), planned("x")) == ("Cos", "Sin")
-    assert behind(line(*nodes), planned("x", "u")) == ("Cos",)
-    assert behind(line(*nodes), planned("x", "u", "v")) == ()
-    early = planned("x", "u", "v", float_edges=frozenset({("v", "c")}))
-    assert behind(line(*nodes), early) == ("Cos",)
-    assert behind(line(*nodes), planned("x", "u", "v", float_edges=frozenset({("v", "d")}))) == ()
+    graph = line("u = Sin(x)", "v = Cos(u)", "y = Mul(v, u)")
+    assert behind(graph, planned("x")) == ("Cos", "Sin") and behind(graph, planned("x", "u")) == ("Cos",)
+    assert behind(graph, planned("x", "u", "v")) == ()
+    for edge, found in (("y", ("Cos",)), ("d", ())):
+        assert behind(graph, planned("x", "u", "v", float_edges=frozenset({("v", edge)}))) == found
 
 
 def test_members_of_a_fused_group_are_told_together():
-    nodes = Node("a", "Sin", ("x",), ("u",)), Node("b", "Tanh", ("u",), ("y",))
-    assert behind(line(*nodes), planned("x", groups=(("a", "b"),))) == ("Sin", "Tanh")
+    graph = line("u = Sin(x)", "y = Tanh(u)")
+    assert behind(graph, planned("x", groups=(("u", "y"),))) == ("Sin", "Tanh")
 
 
 def test_integers_and_weights_that_are_read_are_computed_by_nobody():
-    node = Node("a", "Gather", ("x", "i"), ("u",), {"axis": 1})
-    graph = line(Node("s", "Floor", ("x",), ("i",)), Node("m", "Mul", ("i", "w"), ("y",)), w=torch.ones(4))
-    assert behind(graph, planned("x")) == ("Floor",)
-    graph = line(Node("s", "Floor", ("x",), ("i",)), node)
+    assert behind(line("i = Floor(x)", "y = Mul(i, w)", w=torch.ones(4)), planned("x")) == ("Floor",)
+    graph = line("i = Floor(x)", node("u = Gather(x, i)", {"axis": 1}))
     graph.values["i"] = Value("i", (4,), "int64")
     assert behind(graph, planned("x")) == ()
 
 
 @pytest.mark.parametrize("per, told", [("tensor", ()), ("row", ("Linear",))])
-def test_codes_of_the_moment_are_codes_where_the_product_is_exact(per, told):
-    """Where it is not, its operand is followed to the rounding, which makes codes, and no further."""
-    nodes = (
-        Node("s", "Sin", ("x",), ("u",)),
-        Node("d", DYNAMIC, ("u",), ("m",), {"per": per}),
-        Node("l", "Linear", ("m", "w", None), ("y",)),
-    )
-    weight = TensorPlan(name="w", role="weight", stored=Codes(torch.ones(4, 4), 0.5).stored())
-    plan = Plan(tensors={"w": weight}, nodes={"l": NodePlan(name="l", op="Linear", exec="int")})
-    found = behind(line(*nodes, w=torch.ones(4, 4)), plan)
-    assert found == told
+def test_dynamic_integers_are_integers_where_the_product_is_exact(per, told):
+    """Where it is not, its operand is followed to the rounding, which makes integers, and no further."""
+    nodes = "u = Sin(x)", node(f"m = {DYNAMIC}(u)", {"per": per}), node("y = Linear(m, w, -)", name="l")
+    plan = replace(plan_of(w=STORED), nodes={"l": NodePlan(name="l", op="Linear", exec="int")})
+    plan.tensors["w"] = plan.tensors["w"].with_(zero_point=torch.tensor(0, dtype=torch.int32))
+    assert behind(line(*nodes, w=torch.ones(4, 4)), plan) == told

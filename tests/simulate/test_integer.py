@@ -7,27 +7,23 @@ from dataclasses import replace
 import pytest
 import torch
 
-from chipfit.graph.ir import DYNAMIC, Graph, Node, Value
+from chipfit.graph.ir import DYNAMIC, Graph, Node
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from chipfit.platform.load import load
 from chipfit.registry import lookup
-from chipfit.simulate.device import float_operators
 from chipfit.simulate.integer import (
     KernelCall,
-    Profile,
     Simulation,
     accumulate,
-    activation_bounds,
     dynamic_product,
     float_kernel,
     float_results,
-    is_pass_through,
     pool_windows,
     profile_for,
     simulate,
     widened_to_types,
 )
-from tests.build import stored
+from tests.build import graph_of, node, plan_of, stored
 from tests.simulate.one_operator import Codes, drawn, one
 
 ORT, TFLITE = load("ort_cpu"), load("tflite_int8")
@@ -40,11 +36,12 @@ def tensor(name: str, role: str = "activation", **more) -> TensorPlan:
 def chain(*ops: str, attrs=None, exec="int", floats=(), **plan):
     """x -> ops -> v1, v2, ..., all stored in halves but for `floats`."""
     names = ["x", *(f"v{k}" for k in range(1, len(ops) + 1))]
-    nodes = [Node(f"n{k}", op, (names[k],), (names[k + 1],), (attrs or {}).get(op, {})) for k, op in enumerate(ops)]
-    graph = Graph(nodes, ["x"], [names[-1]], {n: Value(n, (None, 4)) for n in names}, {})
-    tensors = {n: tensor(n) for n in names if n not in floats}
+    nodes = [
+        node(f"{names[k + 1]} = {op}({names[k]})", (attrs or {}).get(op), name=f"n{k}") for k, op in enumerate(ops)
+    ]
     plans = {n.name: NodePlan(name=n.name, op=n.op, exec=exec) for n in nodes}
-    return graph, Plan(tensors=tensors, nodes=plans, **plan)
+    stored_ = plan_of(**{n: stored() for n in names if n not in floats})
+    return graph_of(*nodes), replace(stored_, nodes=plans, **plan)
 
 
 X = torch.tensor([[-2.0, -0.6, 0.7, 100.0]])
@@ -120,33 +117,12 @@ def test_the_last_accumulator_wraps_around_or_saturates(bits, sat, least, most):
 
 
 def test_grids_of_values_grow_to_the_ends_of_their_types_and_those_of_weights_stay():
-    narrow = {"a": tensor("a", low=-7, high=100), "w": tensor("w", "weight", low=-127), "f": tensor("f")}
-    plan = Plan(tensors={**narrow, "g": TensorPlan(name="g", role="activation")})
+    plan = plan_of(a=stored(low=-7, high=100), w=stored(low=-127), f=stored(), g=None, x=stored(bits=4, low=-7))
     wide = widened_to_types(plan).tensors
     assert (wide["a"].grid.qmin, wide["a"].grid.qmax) == (-128, 127) and wide["w"].grid.qmin == -127
-    assert wide["f"] is plan.tensors["f"]
-    whole = Plan(tensors={"f": tensor("f")})
+    assert wide["f"] is plan.tensors["f"] and wide["x"].grid.qmin == -8
+    whole = plan_of(f=stored())
     assert widened_to_types(whole) is whole
-    few = Plan(tensors={"a": tensor("a", bits=4, low=-7)})
-    assert widened_to_types(few).tensors["a"].grid.qmin == -8
-
-
-@pytest.mark.parametrize(
-    "op, attrs, ends",
-    [("Relu", {}, (0.0, None)), ("Relu6", {}, (0.0, 6.0)), ("Clamp", {"min": -1.0, "max": 2.0}, (-1.0, 2.0)),
-     ("Clamp", {}, (None, None)), ("Tanh", {}, None)],
-)  # fmt: skip
-def test_an_activation_clips_between_its_bounds(op, attrs, ends):
-    assert activation_bounds(Node("n", op, ("x",), ("y",), attrs)) == ends
-
-
-@pytest.mark.parametrize(
-    "op, attrs, moves",
-    [("Pad", {}, True), ("Resize", {"mode": "nearest"}, True), ("Resize", {"mode": "linear"}, False),
-     ("Transpose", {}, True), ("AvgPool", {}, False), ("MaxPool", {}, True), ("Add", {}, False)],
-)  # fmt: skip
-def test_a_move_holds_numbers_of_its_operands(op, attrs, moves):
-    assert is_pass_through(Node("n", op, ("x",), ("y",), attrs)) is moves
 
 
 def results(graph, plan, name="onnxruntime"):
@@ -206,24 +182,17 @@ def test_padding_with_a_number_is_its_code(zero, scale):
 
 
 def test_a_window_has_what_lies_in_the_image_or_around_it():
-    node = Node("n", "AvgPool", ("x",), ("y",), {"kernel": (2, 3), "stride": (2, 1), "padding": ((1, 0), (0, 1)),
-                                              "ceil_mode": True, "count_include_pad": True})  # fmt: skip
+    attrs = {"kernel": (2, 3), "stride": (2, 1), "padding": ((1, 0), (0, 1)), "ceil_mode": True}
+    pool = node("y = AvgPool(x)", {**attrs, "count_include_pad": True})
     x = torch.arange(1.0, 13).reshape(1, 1, 3, 4) + torch.tensor([0.0, 100.0]).view(1, 2, 1, 1)
-    parts, n = pool_windows(x, node, border=-5.0)
-    assert parts.shape == (1, 2, 2, 3, 6) and n.shape == (1, 1, 2, 3)
-    assert parts[0, 0, 0, 0].tolist() == [-5, -5, -5, 1, 2, 3] and parts[0, 1, 1, 2].tolist() == [
-        107,
-        108,
-        -5,
-        111,
-        112,
-        -5,
-    ]
-    assert (n == 6).all()
-    node = node.with_(attrs={**node.attrs, "count_include_pad": False})
-    parts, n = pool_windows(x, node, border=-5.0)
+    parts, n = pool_windows(x, pool, border=-5.0)
+    assert parts.shape == (1, 2, 2, 3, 6) and n.shape == (1, 1, 2, 3) and (n == 6).all()
+    assert parts[0, 0, 0, 0].tolist() == [-5, -5, -5, 1, 2, 3]
+    assert parts[0, 1, 1, 2].tolist() == [107, 108, -5, 111, 112, -5]
+    pool = pool.with_(attrs={**attrs, "count_include_pad": False})
+    parts, n = pool_windows(x, pool, border=-5.0)
     assert parts[0, 0, 0, 0].tolist() == [0, 0, 0, 1, 2, 3] and n[0, 0].tolist() == [[3, 3, 2], [6, 6, 4]]
-    beyond = node.with_(attrs={**node.attrs, "padding": ((0, 0), (0, 0)), "count_include_pad": True})
+    beyond = pool.with_(attrs={**attrs, "padding": ((0, 0), (0, 0)), "count_include_pad": True})
     parts, n = pool_windows(x, beyond)
     assert n[0, 0].tolist() == [[6, 6], [3, 3]] and parts[0, 0, 1, 0].tolist() == [9, 10, 11, 0, 0, 0]
 
@@ -248,63 +217,28 @@ def test_sums_are_of_centred_codes_and_the_bias():
     assert torch.equal(accumulate(u.run, u.node), (x + 3).double() @ w.double().T + torch.arange(4))
 
 
-def test_a_unit_knows_the_numbers_of_its_operands():
-    found = one("Mul", [Codes(drawn(0, 2, 3), 0.5, 9), Codes(drawn(1, 2, 3), 0.25, -2)], Codes(drawn(0, 1), 2.0, 5))
-    u = unit(found)
-    assert (u.x, u.second, u.out, u.bits("x0"), u.wide) == ("x0", "x1", "y", 8, False)
-    assert (float(u.scale("x1")), int(u.zero("y"))) == (0.25, 5)
-    assert (
-        float(u.multiplier()) == 0.25
-        and float(u.multiplier("x0", "x1")) == 0.0625
-        and float(u.multiplier("x1")) == 0.125
-    )
-    assert u.multiplier().dtype == torch.float32 and u.multiplier(kind=torch.float64).dtype == torch.float64
-    assert torch.equal(u.centred(), drawn(0, 2, 3).double() - 9)
-    assert torch.equal(u.centred("x1"), drawn(1, 2, 3).double() + 2) and torch.equal(
-        u.code("x1").long(), drawn(1, 2, 3)
-    )
-    u.write_result(torch.tensor([122.0, 123.0, -133.0, -134.0]))
-    assert u.run.codes["y"].tolist() == [127, 127, -128, -128] and u.run.codes["y"].dtype == torch.int8
-    assert unit(one("Abs", [Codes(drawn(0, 2, 3, bits=16), 0.5, 0, 16)], Codes(drawn(0, 1), 1.0, 0, 16))).wide
-
-
 @pytest.mark.parametrize("kind", [torch.int8, torch.int16])  # sums of the latter are taken in float64
 @pytest.mark.parametrize(
     "zero", [torch.tensor(-3.0), torch.tensor([[[0.0], [7.0], [-128.0]], [[1.0], [2.0], [127.0]]])]
 )
-def test_data_that_a_kernel_rounds_meet_codes_of_weights(zero, kind):
-    q, w = drawn(4, 2, 3, 5), drawn(5, 4, 5)
-    for op, weight, bias in (("Linear", w, None), ("MatMul", w.T.contiguous(), None), ("Linear", w, torch.arange(4.0))):
-        graph = Graph(
-            [Node("n", op, ("m", "w", None if bias is None else "b")[: 3 if op == "Linear" else 2], ("y",))],
-            [],
-            ["y"],
-            {},
-            {},
-        )
-        graph.weights["w"] = weight * 0.5
-        if bias is not None:
-            graph.weights["b"] = bias
-        plan = Plan(tensors={"w": tensor("w", "weight")})
-        run = Simulation(graph, plan, profile_for(TFLITE), TFLITE.math)
+def test_data_that_a_kernel_quantizes_meet_integers_of_weights(zero, kind):
+    q, w, bias = drawn(4, 2, 3, 5), drawn(5, 4, 5), torch.arange(4.0)
+    for text, weight in (("Linear(m, w, -)", w), ("MatMul(m, w)", w.T.contiguous()), ("Linear(m, w, b)", w)):
+        graph = graph_of(f"y = {text}", weights={"w": weight * 0.5, "b": bias}, inputs=[])
+        run = Simulation(graph, plan_of(w=stored()), profile_for(TFLITE), TFLITE.math)
         run.dynamic["m"] = q.to(kind), torch.tensor(0.25), zero
         acc, s, b = dynamic_product(KernelCall(run, graph.nodes))
         assert torch.equal(acc.double(), (q.double() - zero) @ w.double().T) and s == 0.25
         assert acc.dtype == (torch.int32 if kind == torch.int8 else torch.float64)
-        assert torch.equal(b, torch.zeros(()) if bias is None else bias)
+        assert torch.equal(b, bias if "b" in graph.nodes[0].inputs else torch.zeros(()))
 
 
-def moment(per="row", bits=8, block=False, act=None, edge=False):
-    """x -> rounded each time -> linear -> an activation."""
-    names = ["x", "m", "v", "y"]
-    nodes = [Node("d", DYNAMIC, ("x",), ("m",), {"per": per}), Node("l", "Linear", ("m", "w", None), ("v",))]
-    if act:
-        nodes.append(Node("a", act, ("v",), ("y",)))
-    graph = Graph(nodes, ["x"], [nodes[-1].output], {n: Value(n, (None, 4)) for n in names}, {"w": torch.ones(4, 4)})
-    plan = Plan(
-        tensors={"w": tensor("w", "weight", bits=bits)}, nodes={"l": NodePlan(name="l", op="Linear", exec="int")}
-    )
-    return graph, plan, nodes[1:]
+def dynamic(per="row", bits=8, act=None):
+    """x -> quantized dynamically -> linear -> an activation."""
+    nodes = [node(f"m = {DYNAMIC}(x)", {"per": per}, name="d"), node("v = Linear(m, w, -)", name="l")]
+    graph = graph_of(*nodes, *([f"y = {act}(v)"] if act else []), weights=["w"])
+    plan = replace(plan_of(w=stored(bits=bits)), nodes={"l": NodePlan(name="l", op="Linear", exec="int")})
+    return graph, plan, graph.nodes[1:]
 
 
 @pytest.mark.parametrize(
@@ -315,34 +249,14 @@ def moment(per="row", bits=8, block=False, act=None, edge=False):
      ("onnxruntime", "tensor", 8, None, True), ("onnxruntime", "row", 8, None, False),
      ("litert_reference", "row", 8, "Relu", True), ("litert_reference", "row", 8, "Erf", False)],
 )  # fmt: skip
-def test_a_product_of_data_rounded_each_time_is_exact_where_its_kernel_is_known(kernels, per, bits, act, found):
-    graph, plan, nodes = moment(per, bits, act=act)
-    assert (float_kernel(graph, plan, nodes, lookup("kernels", kernels)) is not None) is found
-    bare = replace(plan, tensors={})
-    assert float_kernel(graph, bare, nodes, lookup("kernels", kernels)) is None
-    undecided = replace(plan, nodes={})
-    assert float_kernel(graph, undecided, nodes, lookup("kernels", kernels)) is None
-
-
-def test_operators_in_float_are_named_back_to_the_last_codes():
-    graph, plan = chain("Sin", "Transpose", "Cos", "Abs", floats=("v1", "v2", "v3", "v4"), exec="float")
-    behind = float_operators(graph, plan, lookup("kernels", "onnxruntime"))
-    assert behind("v4") == ("Cos", "Sin") and behind("v2") == ("Sin",) and behind("x") == ()
-    coded = replace(plan, tensors={**plan.tensors, "v1": tensor("v1")})
-    behind = float_operators(graph, coded, lookup("kernels", "onnxruntime"))
-    assert behind("v4") == ("Cos",)
-    raw = replace(coded, float_edges=frozenset({("v1", "n1")}))
-    assert float_operators(graph, raw, lookup("kernels", "onnxruntime"))("v4") == ("Cos", "Sin")
-
-
-def test_a_family_of_kernels_says_what_it_is_unless_told():
-    profile = Profile(kernels={}, clip=lambda act, t: None, quantize=lambda x, t: x)
-    assert (profile.pass_through, profile.float_outputs, profile.dynamic, profile.supported_math) == ({}, {}, {}, ())
-    assert profile.saturate_to_type is False and profile.max_bits == 64
-    q, s, z = profile.quantize_dynamic(
-        torch.tensor([[1.0, -1.0, 0.5]]), qmin=-127, qmax=127, affine=False, per="tensor", block=1
-    )
-    assert (q - z).tolist() == [[127, -127, 64]] and float(s.reshape(-1)[0]) == pytest.approx(1 / 127)
+def test_a_product_of_dynamic_data_is_exact_where_its_kernel_is_known(kernels, per, bits, act, found):
+    graph, plan, nodes = dynamic(per, bits, act)
+    exact = (plan, replace(plan, tensors={}), replace(plan, nodes={}))
+    assert [float_kernel(graph, p, nodes, lookup("kernels", kernels)) is not None for p in exact] == [
+        found,
+        False,
+        False,
+    ]
 
 
 def test_a_fused_group_leaves_the_codes_of_its_last_member_alone():
@@ -362,11 +276,9 @@ def test_a_fused_group_leaves_the_codes_of_its_last_member_alone():
 
 def product(act: str | None = None, **weight):
     """x @ w -> an activation, of which only the operands are stored."""
-    nodes = [Node("l", "Linear", ("x", "w", None), ("v",))] + ([Node("a", act, ("v",), ("y",))] if act else [])
-    values = {n: Value(n, (None, 4)) for n in "xvy"}
-    graph = Graph(nodes, ["x"], [nodes[-1].output], values, {"w": torch.ones(4, 4)})
-    tensors = {"x": tensor("x"), "w": tensor("w", "weight", **weight)}
-    return graph, Plan(tensors=tensors, nodes={"l": NodePlan(name="l", op="Linear", exec="int")})
+    nodes = [node("v = Linear(x, w, -)", name="l")] + ([node(f"y = {act}(v)", name="a")] if act else [])
+    plan = plan_of(x=stored(), w=stored(**weight))
+    return graph_of(*nodes, weights=["w"]), replace(plan, nodes={"l": NodePlan(name="l", op="Linear", exec="int")})
 
 
 def test_an_integer_product_hands_over_exact_reals_where_all_its_operands_are_codes():
@@ -393,15 +305,6 @@ def test_an_integer_product_hands_over_exact_reals_where_all_its_operands_are_co
     assert simulate(graph, plan, [x], ORT)["v"].tolist() == [[2.5] * 4]
 
 
-def test_nine_bits_are_wide_and_volumes_have_biases_too():
-    assert unit(one("Abs", [Codes(drawn(0, 2, 3), 0.5, 0, 9)], Codes(drawn(0, 1), 1.0, 0, 16))).wide
-    x, w, b = drawn(0, 2, 2, 3, 4, 5), drawn(1, 3, 2, 2, 2, 2), torch.tensor([1000, -7, 3])
-    attrs = {"stride": (1,) * 3, "padding": ((0, 0),) * 3, "dilation": (1,) * 3, "groups": 1}
-    u = unit(one("Conv3D", [Codes(x, 0.5, 9), Codes(w, 0.5), Codes(b, 0.25, 0, 32)], Codes(x), attrs))
-    want = torch.nn.functional.conv3d((x - 9).double(), w.double(), b.double())
-    assert torch.equal(accumulate(u.run, u.node), want)
-
-
 def summing(op: str, x, w, bias=None, bits: int = 20, **attrs) -> list[int]:
     """Sums of an operator in an accumulator of so many bits, which wraps around."""
     b = None if bias is None else Codes(torch.tensor(bias), 0.25, 0, 32)
@@ -423,30 +326,20 @@ def test_a_sum_that_its_accumulator_may_not_hold_wraps_around():
     assert summing("TransposeConv2D", image, low.reshape(40, 1, 1, 1), **attrs) == [655360 - (1 << 20)]
 
 
-def test_a_bias_counts_towards_what_an_accumulator_holds():
+@pytest.mark.parametrize("bias, total", [(524286, 524287), (524287, -524288), (-524289, -524288), (-524290, 524287)])
+def test_a_bias_counts_towards_what_an_accumulator_holds(bias, total):
     one_ = torch.ones(1, 1, dtype=torch.long)
-    assert summing("Linear", one_, one_, [524286]) == [524287] and summing("Linear", one_, one_, [524287]) == [-524288]
-    assert summing("Linear", one_, one_, [-524289]) == [-524288] and summing("Linear", one_, one_, [-524290]) == [
-        524287
-    ]
+    assert summing("Linear", one_, one_, [bias]) == [total]
     image = one_.reshape(1, 1, 1, 1)
     how = {"stride": (1, 1), "padding": ((0, 0), (0, 0)), "dilation": (1, 1), "groups": 1}
-    assert summing("Conv2D", image, image, [600000], **how) == [600001 - (1 << 20)]
-
-
-def test_what_sums_are_known_not_to_exceed_is_inclusive():
-    math = ORT.math.model_copy(update={"acc": ({"bits": 8},)})
-    run = Simulation(Graph([], [], [], {}, {}), Plan(), profile_for(ORT), math)
-    assert run.summed(torch.tensor([128.0]), 128.0).tolist() == [-128]
-    assert run.summed(torch.tensor([127.0]), 127.0).tolist() == [127]
+    assert summing("Conv2D", image, image, [bias], **how) == [total]
 
 
 def branches() -> tuple[Graph, Plan]:
     """x -> Relu -> a, x -> Abs -> b, a -> Relu6 -> c: two branches, in halves."""
-    nodes = [Node("na", "Relu", ("x",), ("a",)), Node("nb", "Abs", ("x",), ("b",)), Node("nc", "Relu6", ("a",), ("c",))]
-    graph = Graph(nodes, ["x"], ["b", "c"], {n: Value(n, (None, 4)) for n in "xabc"}, {})
-    plans = {n.name: NodePlan(name=n.name, op=n.op, exec="int") for n in nodes}
-    return graph, Plan(tensors={n: tensor(n) for n in "xabc"}, nodes=plans)
+    graph = graph_of("a = Relu(x)", "b = Abs(x)", "c = Relu6(a)", outputs=["b", "c"])
+    plans = {n.name: NodePlan(name=n.name, op=n.op, exec="int") for n in graph.nodes}
+    return graph, replace(plan_of(x=stored(), a=stored(), b=stored(), c=stored()), nodes=plans)
 
 
 @pytest.mark.parametrize("by", [1, -1])
@@ -478,14 +371,8 @@ def test_what_did_not_run_again_keeps_its_reals():
 
 def test_what_runs_again_reads_what_did_not_before_its_codes():
     """x -> Erf -> v, x -> Abs -> a, v before its rounding times a -> y; a device differs in a."""
-    nodes = [
-        Node("nv", "Erf", ("x",), ("v",)),
-        Node("na", "Abs", ("x",), ("a",)),
-        Node("ny", "Mul", ("v", "a"), ("y",)),
-    ]
-    graph = Graph(nodes, ["x"], ["y"], {n: Value(n, (None, 4)) for n in "xvay"}, {})
-    edges = frozenset({("v", "ny")})
-    plan = Plan(tensors={n: tensor(n) for n in "xva"}, float_edges=edges)
+    graph = graph_of("v = Erf(x)", "a = Abs(x)", "y = Mul(v, a)")
+    plan = plan_of(x=stored(), v=stored(), a=stored(), float_edges={("v", "y")})
     reals: dict = {}
     first = simulate(graph, plan, [X], ORT, floats=reals)
     device = {**first, "a": torch.tensor([[4, 2, 6, 0]], dtype=torch.int8)}
@@ -519,13 +406,14 @@ def test_what_is_fused_behind_exact_reals_runs_on_these():
     assert list(simulate(graph, fused, [x], ORT)) == ["x", "y"]
 
 
-def moved(op: str, inputs: dict, attrs: dict, scale: float):
-    """An operator that moves codes of operands in halves, and its result in steps of `scale`."""
-    graph = Graph([Node("n", op, tuple(inputs), ("y",), attrs)], [*inputs], ["y"], {}, {})
-    graph.values = {n: Value(n, tuple(x.shape), str(x.dtype).removeprefix("torch.")) for n, x in inputs.items()}
-    graph.values["y"] = Value("y", (None,))
-    tensors = {n: tensor(n) for n, x in inputs.items() if x.is_floating_point()} | {"y": tensor("y", scale=scale)}
-    plan = Plan(tensors=tensors, nodes={"n": NodePlan(name="n", op=op, exec="follow")})
+def moved(op: str, inputs: dict, attrs: dict, scale: float, **grids):
+    """A pass-through operator on operands in halves, and its result in steps of `scale`."""
+    shapes = {n: tuple(x.shape) for n, x in inputs.items()}
+    types = {n: str(x.dtype).removeprefix("torch.") for n, x in inputs.items()}
+    graph = graph_of(node(f"y = {op}({', '.join(inputs)})", attrs, name="n"), shapes=shapes, dtypes=types)
+    stored_ = {n: stored() for n, x in inputs.items() if x.is_floating_point()} | grids
+    plan = plan_of(**stored_, y=stored(scale))
+    plan = replace(plan, nodes={"n": NodePlan(name="n", op=op, exec="follow")})
     assert float_results(graph, plan, profile_for(TFLITE)) == set()
     return simulate(graph, plan, [*inputs.values()], TFLITE)["y"].tolist()
 
@@ -538,28 +426,22 @@ def test_moves_of_several_operands_and_by_indices(scale):
     assert moved("Gather", {"a": a, "i": at}, {"axis": 1}, scale) == [[-4 * times, 2 * times, -4 * times]]
 
 
-def test_a_move_of_operands_in_two_scales_goes_by_their_reals():
+def test_a_move_of_operands_in_two_scales_goes_by_their_floats():
     a, b = torch.tensor([[1.0, -2.0]]), torch.tensor([[3.5]])
-    graph = Graph([Node("n", "Concat", ("a", "b"), ("y",), {"axis": 1})], ["a", "b"], ["y"], {}, {})
-    graph.values = {n: Value(n, (None, 2)) for n in "aby"}
-    tensors = {"a": tensor("a"), "b": tensor("b", scale=0.25, zero=1), "y": tensor("y")}
-    plan = Plan(tensors=tensors, nodes={"n": NodePlan(name="n", op="Concat", exec="follow")})
-    assert simulate(graph, plan, [a, b], TFLITE)["y"].tolist() == [[2, -4, 7]]
+    assert moved("Concat", {"a": a, "b": b}, {"axis": 1}, 0.5, b=stored(0.25, 1)) == [[2, -4, 7]]
 
 
 def test_every_part_of_a_split_is_kept_in_codes_where_it_is_stored():
     x = torch.tensor([[1.0, -2.0, 3.5]])
-    graph = Graph([Node("n", "Split", ("x",), ("a", "b"), {"axis": 1, "sizes": (1, 2)})], ["x"], ["a", "b"], {}, {})
-    graph.values = {n: Value(n, (None, 3)) for n in "xab"}
-    plan = Plan(tensors={n: tensor(n) for n in "xab"}, nodes={"n": NodePlan(name="n", op="Split", exec="follow")})
-    found = simulate(graph, plan, [x], TFLITE)
-    assert found["a"].tolist() == [[2]] and found["b"].tolist() == [[-4, 7]] and found["b"].dtype == torch.int8
-    one_part = replace(plan, tensors={n: tensor(n) for n in "xa"})
+    graph = graph_of(node("a, b = Split(x)", {"axis": 1, "sizes": (1, 2)}, name="n"))
+    plan = plan_of(x=stored(), a=stored(), b=stored())
+    follows = replace(plan, nodes={"n": NodePlan(name="n", op="Split", exec="follow")})
+    for given in (follows, plan):
+        found = simulate(graph, given, [x], TFLITE)
+        assert found["a"].tolist() == [[2]] and found["b"].tolist() == [[-4, 7]] and found["b"].dtype == torch.int8
+    assert results(graph, plan) == {"a", "b"}
+    one_part = replace(follows, tensors={n: t for n, t in plan.tensors.items() if n != "b"})
     assert sorted(simulate(graph, one_part, [x], TFLITE)) == ["a", "x"]
-    in_float = replace(plan, nodes={})
-    found = simulate(graph, in_float, [x], TFLITE)
-    assert found["a"].tolist() == [[2]] and found["b"].tolist() == [[-4, 7]]
-    assert results(graph, in_float) == {"a", "b"}
 
 
 def test_weights_are_rounded_once_and_kept_between_calls():
@@ -594,29 +476,22 @@ def test_a_window_of_a_row_or_a_volume_has_its_own_axes():
     assert parts.reshape(-1, 2).tolist() == [[0, 1], [4, 5], [6, 7], [10, 11]] and n.unique().tolist() == [2]
 
 
-@pytest.mark.parametrize(
-    "kernels, per, low, high",
-    [("onnxruntime", "tensor", -128, 127), ("litert_reference", "row", -127, 127),
-     ("litert_optimized", "row", -127, 127), ("litert_xnnpack", "row", -128, 127)],
-)  # fmt: skip
-@pytest.mark.parametrize("op", ["Linear", "MatMul"])
-def test_data_of_a_16th_that_fill_the_codes_are_multiplied_without_error(kernels, per, low, high, op):
+FILLING = [("onnxruntime", op, "tensor", -128, 127) for op in ("Linear", "MatMul")]
+FILLING += [("litert_reference", "Linear", "row", -127, 127), ("litert_optimized", "Linear", "row", -127, 127)]
+
+
+@pytest.mark.parametrize("kernels, op, per, low, high", [*FILLING, ("litert_xnnpack", "Linear", "row", -128, 127)])
+def test_data_of_a_16th_that_fill_the_codes_are_multiplied_without_error(kernels, op, per, low, high):
     """Every row reaches both ends, so that its scale is 1/16 and all products are exact; scales of outputs differ."""
-    if op == "MatMul" and kernels != "onnxruntime":
-        return  # others know no such product
     x = torch.tensor([[low, high, 5, -7], [high, 0, low, 33]]) / 16
     w = Codes(drawn(3, 4, 4), (0.5, 0.25, 2.0, 1.0) if op == "Linear" else 0.25)
     b = torch.tensor([1.0, -2.0, 0.5, 3.0])
-    how = {"per": per, "affine": True, "block": 1} | (
-        {"qmin": 0, "qmax": 255} if per == "tensor" else {"qmin": -128, "qmax": 127}
-    )
-    reads = ("m", "w", "b") if op == "Linear" else ("m", "w")
-    nodes = [Node("d", DYNAMIC, ("x",), ("m",), how), Node("l", op, reads, ("y",))]
-    graph = Graph(nodes, ["x"], ["y"], {n: Value(n, (None, 4)) for n in "xmy"}, {"w": w.reals(0), "b": b})
-    weight = TensorPlan(name="w", role="weight", stored=w.stored(0))
-    plan = Plan(tensors={"w": weight}, nodes={"l": NodePlan(name="l", op=op, exec="int")})
+    ends = {"qmin": 0, "qmax": 255} if per == "tensor" else {"qmin": -128, "qmax": 127}
+    nodes = [node(f"m = {DYNAMIC}(x)", {"per": per, "affine": True, "block": 1, **ends}, name="d")]
+    nodes.append(node("y = Linear(m, w, b)" if op == "Linear" else "y = MatMul(m, w)", name="l"))
+    graph = graph_of(*nodes, weights={"w": w.reals(0), "b": b})
+    plan = replace(plan_of(w=w.stored(0)), nodes={"l": NodePlan(name="l", op=op, exec="int")})
     assert float_kernel(graph, plan, nodes[1:], lookup("kernels", kernels)) is not None
-    platform = ORT if kernels == "onnxruntime" else TFLITE
-    found = simulate(graph, plan, [x], platform, kernels=kernels)
+    found = simulate(graph, plan, [x], ORT if kernels == "onnxruntime" else TFLITE, kernels=kernels)
     want = x @ w.reals(0).T + b if op == "Linear" else x @ w.reals(0)
     assert torch.equal(found["y"], want) and torch.equal(found["m"], x)

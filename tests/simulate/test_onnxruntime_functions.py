@@ -8,10 +8,8 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
-from chipfit.graph.ir import Node
-from chipfit.quantizers.grids import Grid
-from chipfit.quantizers.stored import Stored
 from chipfit.simulate.onnxruntime import absorbed_bounds, broadcasts_scalar, logistic, softmax
+from tests.build import node, stored
 
 
 def _run(node, kind: int, x: torch.Tensor, constants=()) -> torch.Tensor:
@@ -31,34 +29,22 @@ def test_the_logistic_function():
 
 
 @pytest.mark.parametrize(
-    "low, high, absorbed",
+    "act, zero, absorbed",
     [
-        (-1.28, 1.27, True),  # what the codes stand for
-        (-1.3, 1.5, True),
-        (None, 1.27, True),
-        (-1.27, 1.27, False),  # one code less below
-        (-1.28, 1.26, False),  # and above
-        (-1.27, None, False),
-        (0.0, None, False),
+        ({"min": -1.28, "max": 1.27}, 0, True),  # what the integers represent
+        ({"min": -1.3, "max": 1.5}, 0, True),
+        ({"min": None, "max": 1.27}, 0, True),
+        ({"min": -1.27, "max": 1.27}, 0, False),  # one step less below
+        ({"min": -1.28, "max": 1.26}, 0, False),  # and above
+        ({"min": -1.27, "max": None}, 0, False),
+        ({"min": 0.0, "max": None}, 0, False),
+        (None, -128, True),  # a ReLU whose zero is the lowest integer
+        (None, -127, False),
     ],
 )
-def test_a_clip_is_left_out_of_the_file_where_its_codes_end_no_later(low, high, absorbed):
-    grid = Grid(bits=8, qmin=-128, qmax=127)
-    stored = Stored(format="a8", grid=grid, scale=torch.tensor(0.01), zero_point=torch.tensor(0, dtype=torch.int32))
-    clip = Node("clip", "Clamp", ("x",), ("y",), {"min": low, "max": high})
-    assert absorbed_bounds(clip, stored) == ((-128, 127) if absorbed else None)
-
-
-def test_a_relu_is_left_out_where_zero_is_the_lowest_code():
-    relu = Node("relu", "Relu", ("x",), ("y",))
-    for zero, absorbed in ((-128, True), (-127, False)):
-        stored = Stored(
-            format="a8",
-            grid=Grid(bits=8, qmin=-128, qmax=127, zero="any"),
-            scale=torch.tensor(0.01),
-            zero_point=torch.tensor(zero, dtype=torch.int32),
-        )
-        assert (absorbed_bounds(relu, stored) is not None) is absorbed
+def test_an_activation_is_left_out_of_the_file_where_the_integers_end_no_later(act, zero, absorbed):
+    clip = node("y = Relu(x)" if act is None else "y = Clamp(x)", act)
+    assert absorbed_bounds(clip, stored(0.01, zero)) == ((-128, 127) if absorbed else None)
 
 
 def test_softmax():

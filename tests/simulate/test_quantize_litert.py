@@ -9,18 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-import chipfit
 from chipfit.registry import lookup
 from chipfit.simulate.integer import simulate
 from chipfit.simulate.litert import vector_elements
+from tests.build import model_of, quantized, sequential
 
 pytest.importorskip("ai_edge_litert")
 KERNELS = {"litert": "litert_xnnpack", "litert_optimized": "litert_optimized", "litert_reference": "litert_reference"}
-
-
-class Square(nn.Module):
-    def forward(self, x):
-        return torch.relu(x) * x
 
 
 def near_ties(stored, *shape):
@@ -40,8 +35,7 @@ def near_ties(stored, *shape):
 @pytest.mark.parametrize("platform", ["tflite_int8", "tflite_int16x8"])
 @pytest.mark.parametrize("length", [1, 5, 7, 8, 9, 16, 19, 23])
 def test_reals_between_two_codes(platform, length, runtime):
-    torch.manual_seed(length)
-    result = chipfit.quantize(Square(), [torch.randn(8, length)], platform=platform, progress=False)
+    result = square(length, platform=platform)
     x = near_ties(result.plan["x"], 1, length)
     found = result.verify([x], runtime=runtime)
     assert found.rows[0].elements == length and not found.departures, found.departures
@@ -50,7 +44,7 @@ def test_reals_between_two_codes(platform, length, runtime):
 @pytest.mark.parametrize("runtime", ["litert", "litert_optimized"])
 def test_another_way_of_rounding_would_be_seen(runtime):
     """A control: the kernels' ways differ on these reals, so that the test above can fail."""
-    result = chipfit.quantize(Square(), [torch.randn(8, 23)], platform="tflite_int16x8", progress=False)
+    result = square(23)
     x = near_ties(result.plan["x"], 1, 23)
     own, theirs = (
         simulate(result.graph, result.plan, [x], result.platform, kernels=k)["x"]
@@ -59,15 +53,21 @@ def test_another_way_of_rounding_would_be_seen(runtime):
     assert (own[:, :16] != theirs[:, :16]).all() and (own != theirs).sum() >= 16
 
 
+def square(*shape: int, platform="tflite_int16x8"):
+    """relu(x) * x of samples of this many numbers."""
+    torch.manual_seed(sum(shape))
+    return quantized(model_of(lambda m, x: torch.relu(x) * x), torch.randn(8, *shape), platform)
+
+
 def up():
     """A network whose file holds one sample: 18 reals of each, of which 16 are taken by eights."""
     torch.manual_seed(4)
-    return nn.Sequential(nn.ConvTranspose2d(2, 2, 2, 2), nn.ReLU()).eval()
+    return quantized(sequential(nn.ConvTranspose2d(2, 2, 2, 2), nn.ReLU()), torch.randn(8, 2, 3, 3), "tflite_int16x8")
 
 
 @pytest.mark.parametrize("runtime", ["litert", "litert_optimized"])
 def test_what_is_left_begins_anew_in_each_part_of_the_samples(runtime):
-    result = chipfit.quantize(up(), [torch.randn(8, 2, 3, 3)], platform="tflite_int16x8", progress=False)
+    result = up()
     x = near_ties(result.plan["input"], 5, 2, 3, 3)
     found = result.verify([x], runtime=runtime)
     assert found.rows[0].elements == 90 and not found.departures, found.departures
@@ -82,27 +82,22 @@ def test_what_is_left_begins_anew_in_each_part_of_the_samples(runtime):
 
 def test_sums_of_wide_codes_begin_anew_in_each_part_too():
     """The optimised kernel rounds once where vector instructions take 16, of each part of the samples."""
-
-    class Sum(nn.Module):
-        def forward(self, x, y):
-            return x + y
-
     torch.manual_seed(0)
     data = torch.randn(8, 21), torch.randn(8, 21) * 0.37
-    result = chipfit.quantize(Sum(), [data], platform="tflite_int16x8", progress=False)
-    how = {"kernels": "litert_optimized"}
+    result = quantized(model_of(lambda m, x, y: x + y), [data], "tflite_int16x8")
     x = [torch.randn(400, 21), torch.randn(400, 21) * 0.37]
-    parts = simulate(result.graph, result.plan, x, result.platform, part=1, **how)["add"]
-    alone = [
-        simulate(result.graph, result.plan, [a, b], result.platform, **how)["add"]
-        for a, b in zip(x[0].split(1), x[1].split(1), strict=True)
-    ]
-    assert torch.equal(torch.cat(alone), parts)
-    assert (parts != simulate(result.graph, result.plan, x, result.platform, **how)["add"]).any()
+
+    def total(*inputs, part=None):
+        how = {"kernels": "litert_optimized", "part": part}
+        return simulate(result.graph, result.plan, inputs, result.platform, **how)["add"]
+
+    parts = total(*x, part=1)
+    assert torch.equal(torch.cat([total(a, b) for a, b in zip(x[0].split(1), x[1].split(1), strict=True)]), parts)
+    assert (parts != total(*x)).any()
 
 
 def test_a_device_model_takes_as_many_samples_at_once_as_the_file(tmp_path):
-    result = chipfit.quantize(up(), [torch.randn(8, 2, 3, 3)], platform="tflite_int16x8", progress=False)
+    result = up()
     x = near_ties(result.plan["input"], 5, 2, 3, 3)
     (want,) = lookup("runtime", "litert")(result.export(tmp_path / "m.tflite")).run([x.numpy()]).values()
     assert np.array_equal(result.device_model(x).numpy(), want)
@@ -112,14 +107,14 @@ def test_a_device_model_takes_as_many_samples_at_once_as_the_file(tmp_path):
 
 @pytest.mark.parametrize("runtime", KERNELS)
 def test_codes_that_an_application_hands_over_are_those_that_the_kernel_would_make(runtime, tmp_path):
-    result = chipfit.quantize(Square(), [torch.randn(8, 23)], platform="tflite_int16x8", progress=False)
+    result = square(23)
     x = near_ties(result.plan["x"], 3, 23)
     path = result.export(tmp_path / "m.tflite", io="int16")
     assert not result.verify([x], runtime=runtime, path=path).departures
 
 
 def test_a_batch_without_samples_has_no_codes():
-    result = chipfit.quantize(Square(), [torch.randn(8, 23)], platform="tflite_int16x8", progress=False)
+    result = square(23)
     empty = [torch.zeros(0, 23)]
     for part in (None, 1):
         found = simulate(result.graph, result.plan, empty, result.platform, kernels="litert_optimized", part=part)
@@ -129,11 +124,10 @@ def test_a_batch_without_samples_has_no_codes():
 @pytest.mark.parametrize("kernels", KERNELS.values())
 def test_a_number_without_axes_is_left_over(kernels):
     torch.manual_seed(1)
-    result = chipfit.quantize(Square(), [torch.randn(())], platform="tflite_int16x8", progress=False)
+    result = quantized(model_of(lambda m, x: torch.relu(x) * x), torch.randn(()), "tflite_int16x8")
     stored = result.plan["x"]
-    x = near_ties(stored, 64)
-    for value in x:
-        (code,) = {int(simulate(result.graph, result.plan, [value], result.platform, kernels=kernels)["x"])}
+    for value in near_ties(stored, 64):
+        code = int(simulate(result.graph, result.plan, [value], result.platform, kernels=kernels)["x"])
         quotient = float(value / stored.scale) if kernels == "litert_reference" else float(value) / float(stored.scale)
         assert code == int(np.sign(quotient) * np.floor(abs(quotient) + 0.5)) + int(stored.zero_point)
 

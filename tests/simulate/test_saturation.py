@@ -11,14 +11,14 @@ from torch import nn
 
 import chipfit
 from chipfit.export.onnx.writer import export_onnx
-from chipfit.graph.ir import Graph, Node
 from chipfit.plan.record import Plan
 from chipfit.platform.load import load, names
 from chipfit.platform.schema import Platform
 from chipfit.platform.support import kernels_of
 from chipfit.quantizers.grids import Grid
 from chipfit.registry import lookup
-from chipfit.simulate.integer import Simulation, kernel_groups, profile_for, simulate
+from chipfit.simulate.integer import kernel_groups, simulate
+from tests.build import graph_of
 
 LITERT = ("litert_reference", "litert_optimized", "litert")
 
@@ -133,21 +133,7 @@ def test_litert_saturates_at_the_ends_of_its_types(platform, bits, least):
     assert int(codes.min()) == least < stored.grid.qmin
 
 
-@pytest.mark.parametrize(
-    "stage, sums",
-    [
-        ({"bits": 16, "sat": True}, [32767.0, -32768.0, 32767.0, 5.0]),
-        ({"bits": 16}, [-32768.0, 32767.0, 32767.0, 5.0]),
-        ({"bits": 32}, [32768.0, -32769.0, 32767.0, 5.0]),
-    ],
-)
-def test_an_accumulator_saturates_or_wraps_around_at_its_width(stage, sums):
-    math = load("ort_cpu").math.model_copy(update={"acc": (stage,)})
-    run = Simulation(Graph([], [], [], {}, {}), Plan(), profile_for(load("ort_cpu")), math)
-    assert run.summed(torch.tensor([32768.0, -32769.0, 32767.0, 5.0], dtype=torch.float64)).tolist() == sums
-
-
-def test_the_members_of_a_fused_group_are_one_unit_and_no_others():
-    nodes = [Node(n, "Relu", (i,), (n,)) for n, i in (("a", "x"), ("b", "a"), ("c", "b"), ("d", "c"))]
-    found = kernel_groups(Graph(nodes, ["x"], ["d"], {}, {}), Plan(groups=(("a", "b", "c"),)))
-    assert [[n.name for n in unit] for unit in found] == [["a", "b", "c"], ["d"]]
+def test_the_members_of_a_fused_group_are_one_kernel_and_no_others():
+    graph = graph_of("a = Relu(x)", "b = Relu(a)", "c = Relu(b)", "d = Relu(c)")
+    found = kernel_groups(graph, Plan(groups=(("a", "b", "c"),)))
+    assert [[n.name for n in group] for group in found] == [["a", "b", "c"], ["d"]]

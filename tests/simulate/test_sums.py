@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import chipfit
 from chipfit.simulate import sums
 from chipfit.simulate.integer import simulate
+from tests.build import model_of, quantized, sequential
 
 RANDOM = np.random.default_rng(0)
 ZERO = torch.zeros((), dtype=torch.int32)
@@ -66,10 +66,8 @@ def test_sums_in_float_hold_512_products():
     x, plain = codes("uint8", 1, 2, 600, ends=True), {"stride": (1,), "padding": ((0, 0),), "dilation": (1,)}
     x[0, 0], w = 255, torch.full((2, 1, 512), -128, dtype=torch.int8)
     found = sums.convolved(x, ZERO, w, groups=2, **plain)
-    assert (
-        torch.equal(found.double(), F.conv1d(x.double(), w.double(), groups=2))
-        and float(found.min()) == -512 * 255 * 128
-    )
+    assert torch.equal(found.double(), F.conv1d(x.double(), w.double(), groups=2))
+    assert float(found.min()) == -512 * 255 * 128
     assert sums.convolved(x, ZERO, codes("int8", 2, 1, 513), groups=2, **plain) is None
     assert sums.convolved(x, ZERO, codes("int8", 4, 1, 3), groups=2, **plain) is None  # two kernels for each channel
     assert sums.convolved(codes("uint8", 1, 4, 9), ZERO, codes("int8", 2, 2, 3), groups=2, **plain) is None
@@ -114,65 +112,26 @@ def test_wrong_sums_are_noticed_and_taken_in_float64(wrong, monkeypatch):
 def test_results_are_those_of_float64(platform, monkeypatch):
     torch.manual_seed(0)
     layers = nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=2), nn.Flatten(), nn.Linear(72, 5)
-    result = chipfit.quantize(nn.Sequential(*layers).eval(), [torch.randn(4, 3, 9, 9)], platform, progress=False)
-    x = torch.randn(6, 3, 9, 9)
+    result, x = quantized(sequential(*layers), torch.randn(4, 3, 9, 9), platform), torch.randn(6, 3, 9, 9)
     fast = result.device_model(x)
     called = []
     monkeypatch.setattr(sums, "fits", lambda *a: bool(called.append(a)))
     assert torch.equal(result.device_model(x), fast) and len(called) == 3
 
 
-def test_operators_whose_operands_stay_keep_their_results():
-    """A network of two branches, with GELU in float, and a device that differs in one of them."""
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
-
-        def forward(self, x):
-            return self.c(F.gelu(self.a(x)) + torch.tanh(self.b(x)))
-
-    torch.manual_seed(0)
-    codes = chipfit.Settings(results="codes")
-    result = chipfit.quantize(Net().eval(), [torch.randn(16, 8)], "ort_cpu", settings=codes, progress=False)
-    graph, plan, x = result.graph, result.plan, torch.randn(5, 8)
-    args = graph, plan, [x], result.platform
-    reals: dict = {}
-    first = simulate(*args, floats=reals)
-    device = {v: q.clone() for v, q in first.items() if plan.quantized(v)}
-    again = simulate(*args, force=device, like=first, floats=reals)
-    assert all(again[v] is first[v] for v in first if v not in graph.inputs)
-    tanh = next(n.output for n in graph.nodes if n.op == "Tanh")
-    device[tanh][0, 0] ^= 1
-    before = dict(reals)
-    some, whole = (
-        simulate(*args, force=device, like=first, floats=reals),
-        simulate(*args, force=device, floats=(all_ := {})),
-    )
-    assert all(torch.equal(some[v], whole[v]) for v in whole) and all(torch.equal(reals[v], all_[v]) for v in all_)
-    ran = {v for v in some if some[v] is not first[v]} - {*graph.inputs}
-    assert ran == {n.output for n in graph.nodes if tanh in n.inputs}  # what comes next reads the device's
-    assert {v for v in before if reals[v] is not before[v]} <= ran
-
-
 def test_of_the_reals_behind_codes_that_the_device_gives_nothing_is_known():
     """A residual stream that one operator reads in codes and the next in float, and a device whose codes of it stay."""
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)
-
-        def forward(self, x):
-            x = self.norm(self.a(x))
-            return x + self.b(x)
+    def residual(m, x):
+        x = m.norm(m.a(x))
+        return x + m.b(x)
 
     torch.manual_seed(0)
-    result = chipfit.quantize(Net().eval(), [torch.randn(16, 8)], "ort_cpu", progress=False)
+    net = model_of(residual, a=nn.Linear(8, 8), b=nn.Linear(8, 8), norm=nn.LayerNorm(8))
+    result = quantized(net, torch.randn(16, 8))
     graph, plan, x = result.graph, result.plan, torch.randn(5, 8)
     read, total = graph.nodes[1].output, graph.nodes[-1]
-    assert (total.op, (read, total.name)) == ("Add", next(iter(e for e in plan.float_edges if e[1] == total.name)))
+    assert total.op == "Add" and (read, total.name) in plan.float_edges
     args = graph, plan, [x], result.platform
     reals: dict = {}
     first = simulate(*args, floats=reals)
@@ -180,6 +139,5 @@ def test_of_the_reals_behind_codes_that_the_device_gives_nothing_is_known():
     device[graph.inputs[0]][0, 0] ^= 1
     some = simulate(*args, force=device, like=first, floats=reals)
     whole = simulate(*args, force=device)
-    assert torch.equal(device[read], first[read])
-    assert torch.equal(some[total.output], whole[total.output])
+    assert torch.equal(device[read], first[read]) and torch.equal(some[total.output], whole[total.output])
     assert not torch.equal(whole[total.output], first[total.output])
