@@ -35,8 +35,8 @@ def drop_ins():
     tables = [(table, dict(table)) for table in (ops.OPS, KERNELS, READERS, WRITERS)]
     modules = set(sys.modules)
     yield
-    for kind in registry._ENTRIES.values():
-        for entry in [e for e in kind.values() if not registry._origin(e.thing).startswith("chipfit.")]:
+    for kind in registry.ENTRIES.values():
+        for entry in [e for e in kind.values() if not registry.origin_of(e.thing).startswith("chipfit.")]:
             del kind[entry.name]
     for name in set(sys.modules) - modules:
         file = getattr(sys.modules[name], "__file__", None) or ""

@@ -40,7 +40,7 @@ def put(directory, text="new"):
         (new / MANIFEST).write_text(json.dumps({"chipfit": "1", "files": {"a.txt": {}}}))
 
 
-def killed(act, hook="_put"):
+def killed(act, hook="install_folder"):
     """Run a writer in a process of its own that dies where it calls `hook`."""
     done = subprocess.run([sys.executable, "-c", KILLED.format(hook=hook, act=act)], check=False)
     assert done.returncode == -9
@@ -97,7 +97,7 @@ def test_what_a_killed_writer_left_is_removed_and_what_looks_alike_is_not(tmp_pa
 
 
 def test_what_a_living_writer_has_begun_is_left_alone(tmp_path):
-    with files._unfinished(tmp_path, folder=True) as work, files._unfinished(tmp_path, folder=False) as file:
+    with files.locked_temporary(tmp_path, folder=True) as work, files.locked_temporary(tmp_path, folder=False) as file:
         put(tmp_path / "out")
         assert here(tmp_path) == sorted([work.name, file.name, "out"])
     assert here(tmp_path) == ["out"]
@@ -110,7 +110,7 @@ def test_what_a_living_writer_has_begun_is_left_alone(tmp_path):
 def system(request, monkeypatch):
     """Systems that exchange two folders in one step, and those that cannot."""
     if request.param == "two renames":
-        monkeypatch.setattr(files, "_exchange", lambda a, b: False)
+        monkeypatch.setattr(files, "exchange_folders", lambda a, b: False)
 
 
 def test_a_folder_replaces_an_empty_one_and_one_of_ours(tmp_path, system):
@@ -209,9 +209,8 @@ def test_a_writer_killed_before_its_rename_changes_nothing(tmp_path):
 
 def test_a_writer_killed_between_two_renames_loses_nothing(tmp_path):
     put(tmp_path / "out", "old")
-    third = (
-        "_exchange = lambda a, b: False\nreal, calls = os.rename, []\n"  # the first finds a folder, the second moves it
-    )
+    # the first rename finds a folder, the second one moves it
+    third = "exchange_folders = lambda a, b: False\nreal, calls = os.rename, []\n"
     third += "os.rename = lambda a, b: die() if calls.append(a) or len(calls) == 3 else real(a, b)\nfiles.unused"
     killed(PUT.format(out=str(tmp_path / "out")), hook=third)
     assert not (tmp_path / "out").exists()

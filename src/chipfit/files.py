@@ -69,7 +69,7 @@ def write_atomically(path: Path, content: bytes) -> Path:
         mode = stat.S_IMODE(target.stat().st_mode) if target.is_file() else None
         if mode is not None and not mode & 0o222:
             raise PermissionError(errno.EACCES, "it is marked read-only")
-        with _unfinished(target.parent, folder=False) as new:
+        with locked_temporary(target.parent, folder=False) as new:
             with new.open("wb") as f:
                 f.write(content)
                 f.flush()
@@ -102,14 +102,14 @@ def replace_folder(directory: Path, what: str, refusal: type[ChipfitError] = Exp
     with _typed(directory, ExportError, what_fails, kinds=(OSError,)):
         target.parent.mkdir(parents=True, exist_ok=True)
         _sweep(target.parent)
-        with _unfinished(target.parent, folder=True) as work:
+        with locked_temporary(target.parent, folder=True) as work:
             new = work / "new"
             new.mkdir()
             yield new
             for folder, _, names in os.walk(new):
                 for name in (*names, ""):
                     _sync(Path(folder, name))
-            _put(new, target, work / "old", lambda found: check_replaceable(found, what, refusal, directory))
+            install_folder(new, target, work / "old", lambda found: check_replaceable(found, what, refusal, directory))
             _sync(target.parent)
 
 
@@ -171,7 +171,7 @@ def current_folder(directory: Path) -> Path:
     with suppress(OSError, ValueError):
         target = Path(os.path.realpath(directory))
         if not target.exists():
-            for work in _unfinished_in(target.parent):
+            for work in temporaries_in(target.parent):
                 if (work / "old" / target.name).is_dir():
                     return work / "old" / target.name
     return directory
@@ -180,7 +180,7 @@ def current_folder(directory: Path) -> Path:
 # ----------------------------------------------------------------------------------------------- implementation
 
 
-def _put(new: Path, target: Path, old: Path, demand_ours: Callable[[Path], None]) -> None:
+def install_folder(new: Path, target: Path, old: Path, check_ours: Callable[[Path], None]) -> None:
     """Rename `new` to `target`; an existing folder is afterwards at `new`, or below `old`."""
     while True:
         if target.is_dir():
@@ -192,18 +192,18 @@ def _put(new: Path, target: Path, old: Path, demand_ours: Callable[[Path], None]
             if e.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
         with suppress(FileNotFoundError):  # another writer has just moved it
-            if _exchange(new, target):
+            if exchange_folders(new, target):
                 try:
-                    demand_ours(new)  # it may have appeared meanwhile
+                    check_ours(new)  # it may have appeared meanwhile
                 except ChipfitError:
-                    _exchange(new, target)
+                    exchange_folders(new, target)
                     raise
                 return
             aside = old / target.name
             old.mkdir(exist_ok=True)
             os.rename(target, aside)
             try:
-                demand_ours(aside)
+                check_ours(aside)
             except ChipfitError:
                 os.rename(aside, target)
                 raise
@@ -213,7 +213,7 @@ def _put(new: Path, target: Path, old: Path, demand_ours: Callable[[Path], None]
             shutil.rmtree(aside)
 
 
-def _exchange(a: Path, b: Path) -> bool:
+def exchange_folders(a: Path, b: Path) -> bool:
     """Exchange two folders atomically; return False if the system does not support it.
 
     Raises:
@@ -231,7 +231,7 @@ def _exchange(a: Path, b: Path) -> bool:
 
 
 @contextmanager
-def _unfinished(parent: Path, *, folder: bool) -> Iterator[Path]:
+def locked_temporary(parent: Path, *, folder: bool) -> Iterator[Path]:
     """Yield a new temporary file or folder, locked while the block runs and removed afterwards if it is still there."""
     while True:
         path = parent / f".chipfit-{secrets.token_hex(8)}"
@@ -255,13 +255,13 @@ def _unfinished(parent: Path, *, folder: bool) -> Iterator[Path]:
         os.close(lock)
 
 
-def _unfinished_in(folder: Path) -> list[Path]:
+def temporaries_in(folder: Path) -> list[Path]:
     return [Path(e) for e in os.scandir(folder) if _UNFINISHED.fullmatch(e.name)]
 
 
 def _sweep(folder: Path) -> None:
     """Remove temporary files of killed writers; a folder that one had moved gets its name back."""
-    for path in _unfinished_in(folder):
+    for path in temporaries_in(folder):
         try:
             lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError:  # gone, or owned by another user

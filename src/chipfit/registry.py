@@ -147,7 +147,8 @@ class Entry(NamedTuple):
     declares: Any  #: an instance of the kind's declaration
 
 
-_ENTRIES: dict[str, dict[str, Entry]] = {kind: {} for kind in KINDS}
+#: kind -> name -> entry, of all modules that were imported so far
+ENTRIES: dict[str, dict[str, Entry]] = {kind: {} for kind in KINDS}
 
 
 def register(kind: str, name: str, **declaration: Any) -> Callable[[T], T]:
@@ -165,12 +166,12 @@ def register(kind: str, name: str, **declaration: Any) -> Callable[[T], T]:
         raise UnknownNameError("kind of addition", kind, KINDS)
 
     def enter(thing: T) -> T:
-        existing = _ENTRIES[kind].get(name)
-        if existing is not None and _origin(existing.thing) != _origin(thing):
-            got = f"another one in {_origin(existing.thing)}"
+        existing = ENTRIES[kind].get(name)
+        if existing is not None and origin_of(existing.thing) != origin_of(thing):
+            got = f"another one in {origin_of(existing.thing)}"
             what = f"The {KINDS[kind].label} '{name}' exists already"
-            raise RegistrationError(what, where=_origin(thing), got=got, hint="choose another name")
-        _ENTRIES[kind][name] = Entry(name, thing, _declaration(KINDS[kind], name, thing, declaration))
+            raise RegistrationError(what, where=origin_of(thing), got=got, hint="choose another name")
+        ENTRIES[kind][name] = Entry(name, thing, _declaration(KINDS[kind], name, thing, declaration))
         return thing
 
     return enter
@@ -186,11 +187,12 @@ def _declaration(kind: Kind, name: str, thing: Any, given: dict[str, Any]) -> An
         if names:
             allowed = ", ".join(known) if names is not lacking and known else None
             message = f"The {kind.label} '{name}' {what} {', '.join(map(repr, names))}"
-            raise RegistrationError(message, where=_origin(thing), allowed=allowed)
+            raise RegistrationError(message, where=origin_of(thing), allowed=allowed)
     return kind.declares(**given) if kind.declares is not None else None
 
 
-def _origin(thing: Any) -> str:
+def origin_of(thing: Any) -> str:
+    """Return the module and name of a registered object or of its class."""
     of = thing if hasattr(thing, "__qualname__") else type(thing)
     return f"{of.__module__}.{of.__qualname__}"
 
@@ -208,7 +210,7 @@ def _import(kind: str, name: str) -> None:
     module = package.format(name) if "{}" in package else f"{package}.{name}"
     if name.isidentifier() and _exists(module):
         importlib.import_module(module)
-    if name not in _ENTRIES[kind] and "{}" not in package:
+    if name not in ENTRIES[kind] and "{}" not in package:
         _import_all(kind)
 
 
@@ -226,11 +228,11 @@ def entry(kind: str, name: str) -> Entry:
         UnknownNameError: the name is not registered; the message lists similar names.
     """
     name = str(name)  # a user may give any type
-    if name not in _ENTRIES[kind]:
+    if name not in ENTRIES[kind]:
         _import(kind, name)
-    if name not in _ENTRIES[kind]:
-        raise UnknownNameError(KINDS[kind].label, name, _ENTRIES[kind])
-    return _ENTRIES[kind][name]
+    if name not in ENTRIES[kind]:
+        raise UnknownNameError(KINDS[kind].label, name, ENTRIES[kind])
+    return ENTRIES[kind][name]
 
 
 def lookup(kind: str, name: str) -> Any:
@@ -317,7 +319,7 @@ def is_number(value: Any) -> TypeGuard[float]:
 def entries(kind: str) -> dict[str, Entry]:
     """Return all entries of a kind, sorted by name."""
     _import_all(kind)
-    return dict(sorted(_ENTRIES[kind].items()))
+    return dict(sorted(ENTRIES[kind].items()))
 
 
 def registered(kind: str) -> dict[str, Any]:

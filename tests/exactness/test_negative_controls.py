@@ -85,7 +85,7 @@ def lying(monkeypatch, runtime, lie):
         def run(self, inputs):
             return lie(self, inputs, dict(super().run(inputs)))
 
-    monkeypatch.setitem(registry._ENTRIES["runtime"], runtime, found._replace(thing=Liar))
+    monkeypatch.setitem(registry.ENTRIES["runtime"], runtime, found._replace(thing=Liar))
 
 
 def test_an_honest_file_on_an_honest_runtime_is_said_to_be_so(proven, command):

@@ -25,7 +25,7 @@ def test_large_tensors_are_rounded_part_by_part_wherever_their_numbers_lie(round
     """Twenty-four numbers, five at a time; with gaps and repetitions in memory, all at once."""
     x, s, z = torch.linspace(-40, 80, 48).reshape(2, 4, 6), torch.tensor([0.7]), torch.tensor([5])
     grid = Grid(bits=8, qmin=0, qmax=100, zero="any", rounding=rounding)
-    monkeypatch.setattr("chipfit.quantizers.grids._AT_ONCE", 5)
+    monkeypatch.setattr("chipfit.quantizers.grids.AT_ONCE", 5)
     parted: list = []
     monkeypatch.setattr(
         "chipfit.quantizers.grids.by_rule", lambda v, rule: parted.append(v.numel()) or by_rule(v, rule)

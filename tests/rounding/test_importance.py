@@ -215,19 +215,6 @@ def test_no_batch_is_refused_as_ever():
         fitted("hmse", data=[])
 
 
-def test_what_is_held_at_once_changes_no_importance(monkeypatch):
-    model = Net().eval()
-    graph, stats = captured(model, DATA)
-    names = [name for name, _ in model.named_parameters() if name.endswith("weight")]
-    whole = importance(graph, (), names, stats, [[b] for b in DATA])
-    assert importance_of._CHUNK == 1 << 24
-    for most in (1, 5000):
-        monkeypatch.setattr(importance_of, "_CHUNK", most)
-        parts = importance(graph, (), names, stats, [[b] for b in DATA])
-        for name in names:
-            torch.testing.assert_close(parts[name], whole[name], rtol=1e-4, atol=1e-5)
-
-
 # ---------------------------------------------------------------- by hand, of slopes that are given
 
 SHAPE = {"x": (None, 3, 2), "y": (None, 3, 2), "z": (None, 3, 2)}
@@ -260,7 +247,7 @@ def drawn_numbers(*shape, seed=0):
 
 @pytest.mark.parametrize("at_once", [1, 1 << 24])
 def test_squares_of_weights_are_of_the_sums_over_positions_of_each_sample(at_once, monkeypatch):
-    monkeypatch.setattr(importance_of, "_CHUNK", at_once)
+    monkeypatch.setattr(importance_of, "CHUNK", at_once)
     x, y, of_y = drawn_numbers(40, 3, 2), drawn_numbers(40, 3, 2, seed=1), drawn_numbers(40, 3, 2, seed=2)
     asked = given(monkeypatch, {"x": x, "y": y}, {"y": of_y, "z": torch.zeros(40, 3, 2)})
     found = importance(two_layers(), (), ["w", "v", "b", "x"], {}, [[x]])
@@ -275,10 +262,9 @@ def test_squares_of_weights_are_of_the_sums_over_positions_of_each_sample(at_onc
 @pytest.mark.parametrize("most, positions, held", [(12, 3, 2), (12, 1, 3), (5, 3, 1), (18, 3, 3), (17, 3, 2)])
 def test_as_many_samples_are_held_at_once_as_fit(most, positions, held, monkeypatch):
     """Of each sample 2 x positions numbers are read, and 2 x 2 squares are made."""
-    assert importance_of._CHUNK == 16 << 20
     sizes, old = [], importance_of.patches
     monkeypatch.setattr(importance_of, "patches", lambda node, x, *rest: sizes.append(len(x)) or old(node, x, *rest))
-    monkeypatch.setattr(importance_of, "_CHUNK", most)
+    monkeypatch.setattr(importance_of, "CHUNK", most)
     x = drawn_numbers(6, positions, 2)
     given(monkeypatch, {"x": x}, {"y": x})
     importance(two_layers(), (), ["w"], {}, [[x]])
@@ -308,7 +294,6 @@ def test_without_anything_to_weigh_no_image_is_read():
 @pytest.mark.parametrize("edges, name", [((), "x"), ([("x", "y")], "x in codes")])
 def test_squares_of_slopes_are_counted_where_their_values_lie(edges, name, monkeypatch):
     """Bins of 1 / 128 from -4 to 12; a floor of 0.3 of the mean square, in each chunk; exact zeros left out."""
-    assert (importance_of._FLOOR, importance_of._BINS) == (0.3, 2048)
     x, g = 3 * drawn_numbers(40, 3, 2) + 4, drawn_numbers(40, 3, 2, seed=1)
     x[:, 0, 0], x[0, 1, 0], x[1, 1, 0], x[2, 1, 0], x[3, 1, 0] = 0.0, -4.0, 12.0, -99.0, 99.0
     asked = given(monkeypatch, {name: x}, {name: g})

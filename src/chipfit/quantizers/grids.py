@@ -16,7 +16,7 @@ from chipfit.quantizers.tables import boundaries
 #: least and greatest power of two among scales, which are float32
 SCALES = 2.0**-149, 2.0**127
 #: values that are quantized at once: temporaries of larger tensors would need fresh memory
-_AT_ONCE = 1 << 17
+AT_ONCE = 1 << 17
 
 
 def all_codes(bits: int, signed: bool) -> tuple[int, int]:
@@ -126,11 +126,11 @@ def quantize(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, axis: int
     s, z = shape_for(scale, x, axis), shape_for(zero_point, x, axis)
     if grid.table is not None:
         return _index(x / s, grid.table, grid.kind).to(grid.dtype)
-    if s.numel() == 1 and x.numel() > _AT_ONCE and x.device.type == "cpu":
+    if s.numel() == 1 and x.numel() > AT_ONCE and x.device.type == "cpu":
         codes = torch.empty_like(x, dtype=grid.dtype)
         if codes.stride() == x.stride():
             s, z = s.flatten(), z.flatten()
-            parts = (torch.split(_as_stored(v), _AT_ONCE) for v in (x, codes))
+            parts = (torch.split(_as_stored(v), AT_ONCE) for v in (x, codes))
             for part, its in zip(*parts, strict=True):
                 its.copy_(_codes(part, s, z, grid))
             return codes

@@ -23,7 +23,7 @@ from chipfit.rounding.moments import as_rows, from_rows, patches, targets
 _FLOOR = 0.3
 _BINS = 2048
 #: numbers held at once
-_CHUNK = 1 << 24
+CHUNK = 1 << 24
 
 
 @register("statistic", "importance")
@@ -79,7 +79,7 @@ def importance(
 def _squares(node: Node, x: Tensor, g: Tensor, w: Tensor) -> Tensor:
     """Return the squared gradients of W: sum over samples n of (sum over positions p of g[n, p] x[n, p]')^2."""
     where, shape = torch.arange(places(node, g.shape)), as_rows(node, w).shape
-    at_once = max(1, _CHUNK // max(shape.numel(), shape[0] * shape[2] * len(where)))
+    at_once = max(1, CHUNK // max(shape.numel(), shape[0] * shape[2] * len(where)))
     out = torch.zeros(shape)
     for some, slopes in zip(x.split(at_once), g.split(at_once), strict=True):
         reads = patches(node, some, w, where).unflatten(2, (len(some), -1))  # [g, K, n, P]
