@@ -134,7 +134,7 @@ def test_blocks_lie_along_what_is_summed_and_along_rows_that_are_picked():
 @pytest.mark.parametrize(
     "formats, option, op, gap",
     [
-        ({"d": {"dynamic": True, "per": "row"}}, {"in_": "d", "w": "w", "out": "float"}, "Conv2D", "of what Conv2D"),
+        ({"d": {"dynamic": True, "per": "row"}}, {"in_": "d", "w": "w", "out": "float"}, "Conv2D", "input of Conv2D"),
         ({"d": {"dynamic": True}}, {"in_": "a", "w": "w", "out": "d"}, "Linear", "than the first"),
         ({"d": {"per": "block", "axis": "in", "block": 4}}, {"in_": "d", "w": "w", "out": "a"}, "Linear", "activat"),
     ],
