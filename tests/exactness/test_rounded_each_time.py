@@ -102,7 +102,7 @@ def test_litert_multiplies_blocks_where_its_kernels_take_them(platform, runtime)
     assert [list(s.shape) for s in scales] == [[96, 2], [96, 2], [10, 3]]
     assert all(torch.equal(s, s.bfloat16().float()) and torch.equal(s, s.half().float()) for s in scales)
     if runtime == "litert_reference":
-        with pytest.raises(RuntimeUnavailable, match="no weights with scales for blocks"):
+        with pytest.raises(RuntimeUnavailable, match="do not support weights with scales for blocks"):
             result.verify([unseen()], runtime=runtime)
         return
     check = result.verify([unseen()], runtime=runtime).require({"Linear", "Gelu", "Mul"})
@@ -204,11 +204,11 @@ def test_data_that_are_rounded_in_another_way_are_noticed(monkeypatch, platform,
         q, s, z = right(x, **how)
         return (q - 1).clamp(how["qmin"], how["qmax"]), s, z
 
-    object.__setattr__(profile, "rounds", down)
+    object.__setattr__(profile, "quantize_dynamic", down)
     try:
         check = quantized(platform).verify([unseen()])
     finally:
-        object.__setattr__(profile, "rounds", right)
+        object.__setattr__(profile, "quantize_dynamic", right)
     assert check.verdict == "departs" and any(d.startswith("float 'mul'") for d in check.departures)
 
 
