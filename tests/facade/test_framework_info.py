@@ -1,4 +1,4 @@
-"""FrameworkInfo decides what is quantized, which ranges are known, and who quantizes."""
+"""FrameworkInfo: selection of layers, known ranges, and quantization functions of users."""
 
 from __future__ import annotations
 
@@ -15,12 +15,8 @@ from chipfit.target_platform import LayerFilterParams, QuantizationMethod, get_t
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.act, self.fc, self.out = (
-            nn.Conv2d(3, 4, 3, padding=1),
-            nn.ReLU(),
-            nn.Linear(4, 5),
-            nn.Softmax(-1),
-        )
+        self.conv, self.act = nn.Conv2d(3, 4, 3, padding=1), nn.ReLU()
+        self.fc, self.out = nn.Linear(4, 5), nn.Softmax(-1)
 
     def forward(self, x):
         return self.out(self.fc(self.act(self.conv(x)).mean((2, 3))))
@@ -34,34 +30,31 @@ def fit(info, name="imx500", **options):
 
 
 def quantized(result):
-    return {
-        t.op if t.role == "activation" else t.name
-        for t in result.plan.tensors.values()
-        if t.quantized and t.op != "Input"
-    }
+    stored = [t for t in result.plan.tensors.values() if t.quantized and t.op != "Input"]
+    return {t.op if t.role == "activation" else t.name for t in stored}
 
 
-def test_kernels_only():
-    assert quantized(fit(FrameworkInfo([nn.Conv2d], [], []))) == {"conv.weight"}
-    assert quantized(fit(FrameworkInfo([nn.Conv2d, nn.Linear], [], []))) == {"conv.weight", "fc.weight"}
+@pytest.mark.parametrize(
+    ("kernels", "results", "expected"),
+    [
+        ([nn.Conv2d], [], {"conv.weight"}),
+        ([nn.Conv2d, nn.Linear], [], {"conv.weight", "fc.weight"}),
+        ([], [nn.ReLU], {"Relu"}),
+        ([nn.Conv2d], [nn.ReLU, nn.Softmax], {"conv.weight", "Relu", "Softmax"}),
+    ],
+)
+def test_listed_kernels_and_results_are_quantized(kernels, results, expected):
+    assert quantized(fit(FrameworkInfo(kernels, results, []))) == expected
 
 
-def test_results_only():
-    assert quantized(fit(FrameworkInfo([], [nn.ReLU], []))) == {"Relu"}
-
-
-def test_kernels_and_results():
-    assert quantized(fit(FrameworkInfo([nn.Conv2d], [nn.ReLU, nn.Softmax], []))) == {"conv.weight", "Relu", "Softmax"}
-
-
-def test_layers_without_quantization_win():
+def test_layers_without_quantization_take_precedence():
     with pytest.raises(ModelingError, match="no_quantization_ops"):
         FrameworkInfo([nn.Conv2d], [], [nn.Conv2d])
     result = fit(FrameworkInfo([nn.Conv2d, nn.Linear], [nn.ReLU], [LayerFilterParams(nn.Conv2d, out_channels=4)]))
     assert quantized(result) == {"fc.weight", "Relu"}
 
 
-def test_on_a_chip_whose_kernels_take_and_give_codes_a_layer_is_quantized_as_a_whole():
+def test_on_a_chip_with_integer_kernels_a_layer_is_quantized_as_a_whole():
     info = FrameworkInfo([nn.Conv2d, nn.Linear], [nn.Conv2d, nn.Linear, nn.ReLU], [])
     result = fit(info, "tflite")
     assert {"conv.weight", "fc.weight", "Relu"} <= quantized(result)
@@ -71,7 +64,7 @@ def test_on_a_chip_whose_kernels_take_and_give_codes_a_layer_is_quantized_as_a_w
 @pytest.mark.parametrize(
     "mappings", [{"layer_min_max_mapping": {nn.Softmax: (0, 1)}}, {"activation_min_max_mapping": {"softmax": (0, 1)}}]
 )
-def test_nothing_is_collected_for_known_ranges(mappings):
+def test_known_ranges_need_no_calibration(mappings):
     ops = [nn.ReLU, nn.Softmax]
     free, known = fit(FrameworkInfo([], ops, [])), fit(FrameworkInfo([], ops, [], **mappings))
     name = next(n.output for n in known.graph.nodes if n.op == "Softmax")
@@ -84,20 +77,18 @@ def test_nothing_is_collected_for_known_ranges(mappings):
     assert t.origin == "known beforehand"
 
 
-def test_an_unknown_end_is_collected():
-    result = fit(
-        FrameworkInfo([], [nn.ReLU], [], layer_min_max_mapping={nn.ReLU: (0, None), nn.Softmax: (0, float("inf"))})
-    )
+def test_a_range_with_an_unknown_end_is_calibrated():
+    known = {nn.ReLU: (0, None), nn.Softmax: (0, float("inf"))}
+    result = fit(FrameworkInfo([], [nn.ReLU], [], layer_min_max_mapping=known))
     assert next(n.output for n in result.graph.nodes if n.op == "Relu") in result.stats
 
 
-def test_ones_own_function_quantizes_the_weights():
+def test_a_users_function_quantizes_weights():
     seen = {}
 
     def halves(w, bits, signed, parameters, per_channel, axis):
-        seen.update(
-            bits=bits, signed=signed, threshold=parameters["threshold"].shape, per_channel=per_channel, axis=axis
-        )
+        shape = parameters["threshold"].shape
+        seen.update(bits=bits, signed=signed, threshold=shape, per_channel=per_channel, axis=axis)
         return (w * 2).round() / 2
 
     result = fit(FrameworkInfo([nn.Conv2d], [], [], {}, {QuantizationMethod.SYMMETRIC: halves}))
@@ -108,7 +99,7 @@ def test_ones_own_function_quantizes_the_weights():
     assert torch.equal(w, (Net().conv.weight * 2).round() / 2)
 
 
-def test_ones_own_function_quantizes_results_and_no_file_pretends_to(tmp_path):
+def test_a_users_function_quantizes_results_which_cannot_be_exported(tmp_path):
     def stairs(bits, parameters):
         assert float(parameters["threshold"]) > 0
         return lambda x: x.ceil()
@@ -121,7 +112,7 @@ def test_ones_own_function_quantizes_results_and_no_file_pretends_to(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_ones_own_function_returns_a_tensor():
+def test_a_users_function_must_return_a_tensor():
     with pytest.raises(UnsupportedError, match="must return a tensor"):
         fit(FrameworkInfo([nn.Conv2d], [], [], {}, {QuantizationMethod.SYMMETRIC: lambda *_: 3}))
 
@@ -140,12 +131,12 @@ def test_ones_own_function_returns_a_tensor():
         lambda: FrameworkInfo([], [], [], activation_min_max_mapping=[("softmax", (0, 1))]),
     ],
 )
-def test_mistakes_are_named(wrong):
+def test_invalid_arguments_are_refused(wrong):
     with pytest.raises(ModelingError):
         wrong()
 
 
-def test_a_default_dict_answers_for_every_key():
+def test_a_default_dict_has_a_value_for_every_key():
     d = DefaultDict({nn.Conv2d: (0, 1)}, (None, None))
     assert (d.get(nn.Conv2d), d.get(nn.Linear), list(d.keys())) == ((0, 1), (None, None), [nn.Conv2d])
     assert d == DefaultDict({nn.Conv2d: (0, 1)}, (None, None))

@@ -30,7 +30,7 @@ def learn(config=None, **options):
     return gptq.pytorch_gradient_post_training_quantization(net(), batches, gptq_config=config, **options)
 
 
-def test_the_names_and_defaults_of_mct_are_there():
+def test_names_and_defaults_are_those_of_mct():
     function = chipfit.pytorch_gradient_post_training_quantization
     assert function is gptq.pytorch_gradient_post_training_quantization
     assert list(inspect.signature(function).parameters) == [
@@ -45,7 +45,7 @@ def test_the_names_and_defaults_of_mct_are_there():
     assert (policy.initial_q_fraction, policy.target_q_fraction, policy.start_step, policy.end_step) == (0, 1, 0, None)
 
 
-def test_a_module_comes_back_learned_and_exact():
+def test_a_module_with_learned_rounding_is_exact():
     quantized, info = learn(gptq.get_pytorch_gptq_config(2, torch.optim.Adam([torch.zeros(1)], lr=0.03)))
     assert quantized(X).shape == (32, 4) and info.gptq_info_dict["reconstruct_steps"] == 4
     assert info.gptq_info_dict["reconstruct_rate"] == 0.03
@@ -53,7 +53,7 @@ def test_a_module_comes_back_learned_and_exact():
     assert info.result.verify([X]).exact
 
 
-def test_options_become_settings():
+def test_options_are_translated_to_settings():
     make = gptq.get_pytorch_gptq_config
     plain = make(2, use_hessian_based_weights=False, use_hessian_sample_attention=False, regularization_factor=0.1)
     plain.gradual_activation_quantization_config, plain.train_bias = None, False
@@ -81,34 +81,38 @@ def test_options_become_settings():
         ({"gptq_quantizer_params_override": {"a": 1}}, "gptq_quantizer_params_override"),
     ],
 )
-def test_what_is_not_supported_is_refused(options, says):
+def test_unsupported_options_are_refused(options, says):
     with pytest.raises(UnsupportedError, match=says):
         learn(gptq.GradientPTQConfig(1, **options))
 
 
-def test_wrong_options_are_named():
-    annealing = gptq.QFractionLinearAnnealingConfig
-    with pytest.raises(ConfigError, match="must grow"):
-        annealing(0.5, 0.5, 0, None)
-    with pytest.raises(ConfigError, match="must grow"):
-        annealing(0, 1, 5, 5)
-    with pytest.raises(ConfigError, match="initial_q_fraction"):
-        annealing(-0.1, 1, 0, None)
-    with pytest.raises(ConfigError, match="use_hessian_based_weights"):
-        gptq.get_pytorch_gptq_config(1, use_hessian_based_weights=False)
-    with pytest.raises(ConfigError, match="n_epochs"):
-        gptq.get_pytorch_gptq_config(0)
-    late = gptq.GradualActivationQuantizationConfig(annealing(0, 1, 3, None))
-    with pytest.raises(UnsupportedError, match="from the first step"):
-        learn(gptq.get_pytorch_gptq_config(1, gradual_activation_quantization=late))
-    with pytest.raises(UnsupportedError, match="gptq_representative_data_gen"):
-        learn(gptq_representative_data_gen=batches)
-    with pytest.raises(DataError, match="function without arguments"):
-        gptq.pytorch_gradient_post_training_quantization(net(), [X])
+annealing = gptq.QFractionLinearAnnealingConfig
+LATE = gptq.GradualActivationQuantizationConfig(annealing(0, 1, 3, None))
+
+
+@pytest.mark.parametrize(
+    "make, error, says",
+    [
+        (lambda: annealing(0.5, 0.5, 0, None), ConfigError, "must grow"),
+        (lambda: annealing(0, 1, 5, 5), ConfigError, "must grow"),
+        (lambda: annealing(-0.1, 1, 0, None), ConfigError, "initial_q_fraction"),
+        (lambda: gptq.get_pytorch_gptq_config(1, use_hessian_based_weights=False), ConfigError, "requires use_hessian"),
+        (lambda: gptq.get_pytorch_gptq_config(0), ConfigError, "n_epochs"),
+        (
+            lambda: learn(gptq.get_pytorch_gptq_config(1, gradual_activation_quantization=LATE)),
+            *(UnsupportedError, "from the first step"),
+        ),
+        (lambda: learn(gptq_representative_data_gen=batches), UnsupportedError, "gptq_representative_data_gen"),
+        (lambda: gptq.pytorch_gradient_post_training_quantization(net(), [X]), DataError, "function without arguments"),
+    ],
+)
+def test_invalid_options_are_refused(make, error, says):
+    with pytest.raises(error, match=says):
+        make()
 
 
 @pytest.mark.parametrize("tuned", [True, False])
-def test_errors_are_weighed_by_the_hessian_with_and_without_tuning(tuned):
+def test_hmse_weights_errors_by_the_hessian_with_and_without_tuning(tuned):
     """MCT accepts HMSE for weights with gradient tuning only."""
     method = chipfit.core.QuantizationErrorMethod.HMSE
     config = chipfit.core.CoreConfig(chipfit.core.QuantizationConfig(method, method))

@@ -1,4 +1,4 @@
-"""Values are checked by pydantic and refused in chipfit's words."""
+"""Validation by pydantic with chipfit's error messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Options:
             raise ConfigError("ratio is 0")
 
 
-def test_a_record_has_positional_arguments_and_keeps_numbers_as_given():
+def test_a_record_has_positional_arguments_and_keeps_the_type_of_numbers():
     made = Options(True, 3)
     assert (made.on, made.ratio, made.names) == (True, 3, ["a"])
     assert isinstance(made.ratio, int)
@@ -53,20 +53,20 @@ def test_a_record_has_positional_arguments_and_keeps_numbers_as_given():
         (lambda: setattr(Options(), "on", 1), "'on' of Options is of the wrong type"),
     ],
 )
-def test_wrong_values_are_named_with_what_is_allowed(make, text):
+def test_invalid_values_are_named_with_allowed_ones(make, text):
     with pytest.raises(ConfigError) as e:
         make()
     assert text in str(e.value)
 
 
-def test_unknown_names_list_near_ones():
+def test_unknown_names_list_similar_ones():
     with pytest.raises(UnknownNameError, match="did you mean 'ratio'"):
         Options(ration=1)
     with pytest.raises(UnknownNameError, match="did you mean 'ratio'"):
         Options().ration = 1
 
 
-def test_too_many_and_missing_arguments_are_pythons_own_error():
+def test_too_many_and_missing_arguments_raise_pythons_own_error():
     @record(ModelingError, frozen=True)
     class One:
         value: int
@@ -81,7 +81,7 @@ def test_too_many_and_missing_arguments_are_pythons_own_error():
         One(1).value = 2
 
 
-def test_arguments_of_a_constructor_are_checked_by_their_annotations():
+def test_arguments_of_a_constructor_are_validated_by_their_annotations():
     class Many:
         @arguments(ModelingError)
         def __init__(self, *numbers: int, word: str = "x") -> None:
@@ -94,7 +94,7 @@ def test_arguments_of_a_constructor_are_checked_by_their_annotations():
         Many(word=3)
 
 
-def test_a_single_value_may_have_words_of_its_own():
+def test_a_type_may_describe_its_allowed_values():
     even = Annotated[int, Field(multiple_of=2), allowed("an even number")]
     assert check_value(even, 4, ConfigError, "Thing", "size") == 4
     with pytest.raises(

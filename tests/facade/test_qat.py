@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from chipfit.errors import ConfigError, PlanError, UnknownNameError
 from chipfit.qat import QATConfig, TrainingMethod, result_of
 from chipfit.registry import registered
 from chipfit.trainable_infrastructure import PytorchActivationQuantizationHolder, PytorchQuantizationWrapper
+from tests.build import quantized
 
 X = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(3))
 LABELS = torch.arange(16) % 4
@@ -54,23 +56,22 @@ def test_train_finalize_export_and_verify(tmp_path):
     train(model)
     averaged = copy.deepcopy(model)
     final = chipfit.pytorch_quantization_aware_training_finalize(model)
-    assert torch.equal(final(X), model(X)) and not any(
-        "quant" in n for n, p in final.named_parameters() if p.requires_grad
-    )
+    trainable = [n for n, p in final.named_parameters() if p.requires_grad]
+    assert torch.equal(final(X), model(X)) and not any("quant" in n for n in trainable)
     result = result_of(final)
     assert torch.equal(result.plan["3.weight"].scale, model.quantizer_of("3.weight").numbers()[0].detach())
     assert result.export(tmp_path / "net.onnx").is_file() and result.verify([X]).exact
     again = chipfit.qat.pytorch_quantization_aware_training_finalize_experimental(averaged)
-    assert torch.equal(again(X), final(X))  # a copy knows where it came from, too
+    assert torch.equal(again(X), final(X))  # also for a copy
 
 
-def test_without_a_configuration_rounding_is_straight_through():
+def test_the_default_method_is_straight_through_rounding():
     model, information = init()
     assert not [n for n, p in model.named_parameters() if p.requires_grad and "quant." in n]
     assert type(information.result.training.weights).__name__ == "STE"
 
 
-def test_every_algorithm_is_a_method():
+def test_every_algorithm_is_a_training_method():
     assert {m.value for m in TrainingMethod} == set(registered("training"))
 
 
@@ -81,7 +82,7 @@ def test_a_trained_model_has_no_result_until_it_is_finalized():
         result_of(train(model))
 
 
-def test_a_model_of_something_else_is_refused():
+def test_a_model_of_no_facade_is_refused():
     for use in (result_of, chipfit.pytorch_quantization_aware_training_finalize):
         with pytest.raises(PlanError, match="does not come from a facade"):
             use(net())
@@ -98,7 +99,7 @@ def test_a_model_of_something_else_is_refused():
         (lambda: "lsq", ConfigError, "qat_config"),
     ],
 )
-def test_methods_that_are_not_understood(config, error, says):
+def test_invalid_methods_are_refused(config, error, says):
     with pytest.raises(error, match=says):
         init(qat_config=config())
 
@@ -106,7 +107,7 @@ def test_methods_that_are_not_understood(config, error, says):
 # ---------------------------------------------------------------- checkpoints
 
 
-def test_a_checkpoint_comes_back():
+def test_a_checkpoint_is_restored():
     model, _ = init(qat_config=QATConfig("lsq", "lsq"))
     state = copy.deepcopy(train(model).state_dict())
     other, _ = init(qat_config=QATConfig("lsq", "lsq"))
@@ -115,31 +116,24 @@ def test_a_checkpoint_comes_back():
     assert torch.equal(other(X), model(X))
 
 
-def test_a_checkpoint_of_another_plan_is_refused():
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda state: {k: v for k, v in state.items() if k != "quant.input.scale"}, "quant.input.scale"),
+        (lambda state: {**state, "3.weight": torch.zeros(4, 5)}, "3.weight"),
+        (lambda state: {f"module.{k}": v for k, v in state.items()}, "module"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(change, says):
     model, _ = init()
-    good = model.state_dict()
-    tensors = {k: v for k, v in good.items() if k != "quant.input.scale"}
-    shapes = {**good, "3.weight": torch.zeros(4, 5)}
-    names = {f"module.{k}": v for k, v in good.items()}
-    for state, says in ((tensors, "quant.input.scale"), (shapes, "3.weight"), (names, "module")):
-        with pytest.raises(PlanError, match=f"(?s)another plan.*{says}"):
-            model.load_state_dict(state)
+    with pytest.raises(PlanError, match=f"(?s)another plan.*{says}"):
+        model.load_state_dict(change(model.state_dict()))
 
 
 def test_a_checkpoint_of_other_grids_is_refused():
-    result = chipfit.quantize(net(), [X], platform="imx500", progress=False)
-    other = chipfit.quantize(net(), [X], platform="imx500", overrides={"3": {"bits": 4}}, progress=False)
-    with pytest.raises(PlanError, match=r"(?s)another plan.*3\.weight.*bit"):
-        result.model.load_state_dict(other.model.state_dict())
-    state = torch.load(saved(other.model.state_dict()), weights_only=True)
-    with pytest.raises(PlanError, match="another plan"):
-        result.model.load_state_dict(state)
-
-
-def saved(state):
-    import io
-
-    file = io.BytesIO()
-    torch.save(state, file)
+    result, other = (quantized(net(), X, "imx500", overrides=o) for o in (None, {"3": {"bits": 4}}))
+    torch.save(other.model.state_dict(), file := io.BytesIO())
     file.seek(0)
-    return file
+    for state in (other.model.state_dict(), torch.load(file, weights_only=True)):
+        with pytest.raises(PlanError, match=r"(?s)another plan.*3\.weight.*bit"):
+            result.model.load_state_dict(state)
