@@ -1,4 +1,6 @@
-"""Comparing plans: what rounds, what does not, and losses by hand."""
+"""Comparing plans: what is rounded, what is not, and losses by hand."""
+
+from __future__ import annotations
 
 import math
 import weakref
@@ -9,12 +11,8 @@ from torch import nn
 
 import chipfit
 from chipfit.errors import DataError
-from chipfit.graph.ir import Graph, Node, Value
-from chipfit.plan.record import Plan, TensorPlan
-from chipfit.quantizers.grids import Grid
-from chipfit.quantizers.stored import Stored
+from chipfit.plan.record import Plan
 from chipfit.rounding.compare import (
-    HELD_OUT,
     Reference,
     compare_plans,
     count_samples,
@@ -23,26 +21,36 @@ from chipfit.rounding.compare import (
     unrounded_outputs,
     without_weight_rounding,
 )
+from tests.build import graph_of, model_of, plan_of, quantized, randn, stored
 
-X = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+X = randn(16, 3, 8, 8, seed=1)
 
 
-class Skip(nn.Module):
-    """The sum reads what the second convolution's input was before it was rounded, on input-placed platforms."""
+def skip():
+    """The sum reads the second convolution's input from before it is rounded, on input-placed platforms."""
+    torch.manual_seed(0)
+    layers = {"a": nn.Conv2d(3, 3, 3, padding=1), "b": nn.Conv2d(3, 3, 3, padding=1)}
+    return model_of(lambda m, x: (y := m.a(x)) + m.b(y), **layers)
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)
 
-    def forward(self, x):
-        y = self.a(x)
-        return y + self.b(y)
+def captured(model, x, *more):
+    return chipfit.capture(model.eval(), (x, *more))
+
+
+def matrix(*rows):
+    layer = nn.Linear(len(rows[0]), len(rows), bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor(rows))
+    return layer
+
+
+def loss(graph, other, *batches):
+    return Reference(graph, [[x] for x in batches]).loss(other, Plan())
 
 
 @pytest.mark.parametrize("platform", ["mqbench_academic", "ort_cpu", "tensorrt", "imx500"])
 def test_a_rounded_run_is_what_the_model_computes(platform):
-    result = chipfit.quantize(Skip().eval(), [X], platform, progress=False)
+    result = quantized(skip(), X, platform)
     with torch.inference_mode():
         (got,) = run_quantized(result.graph, result.plan, [X]).values()
         want = result.model.eval()(X)
@@ -50,67 +58,40 @@ def test_a_rounded_run_is_what_the_model_computes(platform):
     assert float((got != want).float().mean()) < 0.01 and float((got - want).abs().max()) <= 1.01 * step
 
 
-def test_losses_by_hand():
-    identity, half = (nn.Linear(2, 2, bias=False) for _ in range(2))
-    with torch.no_grad():
-        identity.weight.copy_(torch.eye(2))
-        half.weight.copy_(0.5 * torch.eye(2))
+def test_class_scores_lose_divergence_and_other_outputs_energy():
+    identity, half = matrix([1.0, 0.0], [0.0, 1.0]), matrix([0.5, 0.0], [0.0, 0.5])
     x = torch.tensor([[math.log(3.0), 0.0]])  # probabilities 3/4 and 1/4; halved: sqrt 3 to 1
-    graphs = [chipfit.capture(m.eval(), (x,)) for m in (identity, half)]
     q = math.sqrt(3) / (1 + math.sqrt(3))
     want = 0.75 * math.log(0.75 / q) + 0.25 * math.log(0.25 / (1 - q))
-    assert Reference(graphs[0], [[x]]).loss(graphs[1], chipfit.Plan()) == pytest.approx(want, rel=1e-5)
+    assert loss(captured(identity, x), captured(half, x), x) == pytest.approx(want, rel=1e-5)
     x3 = torch.tensor([[[2.0, 4.0]]])
-    other = [chipfit.capture(m.eval(), (x3,)) for m in (identity, half)]
-    assert Reference(other[0], [[x3]]).loss(other[1], chipfit.Plan()) == pytest.approx(0.25)
-    assert Reference(other[0], [[x3]]).loss(other[0], chipfit.Plan()) == 0
+    whole, part = captured(identity, x3), captured(half, x3)
+    assert loss(whole, part, x3) == pytest.approx(0.25) and loss(whole, whole, x3) == 0
+    single = torch.tensor([[2.0], [-4.0]])  # one score is no class
+    assert loss(*(captured(matrix([w]), single) for w in (1.0, 0.5)), single) == pytest.approx(0.25)
 
 
 def test_losses_of_batches_are_one_mean_and_those_of_outputs_a_sum():
     """Energies 4 + 16 + 36 = 56; a third of each number is lost: 1 / 9 of them, in whatever batches, in each output."""
-
-    class Twice(nn.Module):
-        def __init__(self, factor):
-            super().__init__()
-            self.factor = nn.Parameter(torch.tensor(factor))
-
-        def forward(self, x):
-            return x * self.factor, x * self.factor * 2, (x > 0).long()
-
     x = torch.tensor([[[2.0]], [[4.0]], [[6.0]]])
-    whole, part = (chipfit.capture(Twice(f).eval(), (x,)) for f in (3.0, 2.0))
-    for batches in ([[x]], [[x[:1]], [x[1:]]]):
-        assert Reference(whole, batches).loss(part, chipfit.Plan()) == pytest.approx(2 / 9)
-    nothing = Reference(whole, [[torch.zeros(3, 1, 1)]])  # what differs itself, where there is nothing to be a share of
-    assert nothing.loss(part, chipfit.Plan()) == 0
-    as_good, words = compare_plans(whole, [[x]], (part, chipfit.Plan()), (part, chipfit.Plan()))
-    assert as_good and words == "on 3 held-out images the loss to the float model is 0.2222, 0.2222 without"
-    assert compare_plans(whole, [[x]], (part, chipfit.Plan()), (whole, chipfit.Plan()))[0]
-    assert not compare_plans(whole, [[x]], (whole, chipfit.Plan()), (part, chipfit.Plan()))[0]
-
-
-def test_a_single_score_is_compared_by_its_energy():
-    x = torch.tensor([[2.0], [-4.0]])
-    graphs = []
-    for w in (1.0, 0.5):
-        one = nn.Linear(1, 1, bias=False)
-        with torch.no_grad():
-            one.weight.fill_(w)
-        graphs.append(chipfit.capture(one.eval(), (x,)))
-    assert Reference(graphs[0], [[x]]).loss(graphs[1], chipfit.Plan()) == pytest.approx(0.25)
+    whole, part = (
+        captured(model_of(lambda m, x: (x * m.f, x * m.f * 2, (x > 0).long()), f=torch.tensor(f)), x)
+        for f in (3.0, 2.0)
+    )
+    assert loss(whole, part, x) == pytest.approx(2 / 9) and loss(whole, part, x[:1], x[1:]) == pytest.approx(2 / 9)
+    assert loss(whole, part, torch.zeros(3, 1, 1)) == 0  # where there is nothing to be a share of
+    better, text = compare_plans(whole, [[x]], (part, Plan()), (part, Plan()))
+    assert better and text == "on 3 held-out images the loss to the float model is 0.2222, 0.2222 without"
+    assert compare_plans(whole, [[x]], (part, Plan()), (whole, Plan()))[0]
+    assert not compare_plans(whole, [[x]], (whole, Plan()), (part, Plan()))[0]
 
 
 def test_class_scores_are_compared_by_the_mean_over_samples():
-    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
-    graphs = []
-    for k in range(2):
-        net = nn.Linear(3, 3, bias=False)
-        with torch.no_grad():
-            net.weight.copy_(torch.eye(3) + k * torch.tensor([[0.0, 1, 0], [0, 0, 2], [1, 0, 0]]))
-        graphs.append((chipfit.capture(net.eval(), (x,)), net(x).detach()))
-    (a, p), (b, q) = graphs
+    x, eye = randn(5, 3), torch.eye(3)
+    nets = [matrix(*m.tolist()) for m in (eye, eye + torch.tensor([[0.0, 1, 0], [0, 0, 2], [1, 0, 0]]))]
+    p, q = (n(x).detach() for n in nets)
     want = torch.nn.functional.kl_div(q.log_softmax(1), p.softmax(1), reduction="batchmean")
-    assert Reference(a, [[x[:2]], [x[2:]]]).loss(b, chipfit.Plan()) == pytest.approx(float(want), rel=1e-5)
+    assert loss(*(captured(n, x) for n in nets), x[:2], x[2:]) == pytest.approx(float(want), rel=1e-5)
 
 
 def test_images_are_counted_and_single_numbers_are_one():
@@ -130,7 +111,6 @@ def test_images_are_counted_and_single_numbers_are_one():
     ],
 )
 def test_the_last_eighth_of_the_images_is_for_the_guard(sizes, first, held):
-    assert HELD_OUT == 1 / 8
     x = torch.arange(float(sum(sizes)))
     given = [[part, 2 * part] for part in x.split(sizes)]
     kept, guard = split_holdout(given)
@@ -143,10 +123,10 @@ def test_the_last_eighth_of_the_images_is_for_the_guard(sizes, first, held):
 def test_images_that_cannot_be_told_apart_stay_together():
     odd = [torch.zeros(16, 3), torch.zeros(5, 2)]
     assert split_holdout([odd]) == ([odd], []) and split_holdout([[torch.zeros(16), torch.tensor(1.0)]])[1] == []
-    kept, guard = split_holdout(
-        [[torch.zeros(20)], odd, [torch.zeros(2)]]
-    )  # of 38 images 4 are wanted, and 2 are to be had
+    # of 38 images 4 are wanted, and 2 are to be had
+    kept, guard = split_holdout([[torch.zeros(20)], odd, [torch.zeros(2)]])
     assert [len(b[0]) for b in kept] == [20, 16] and [len(b[0]) for b in guard] == [2]
+    assert split_holdout([[torch.zeros(16)]], guard=False)[1] == []
     with pytest.raises(DataError, match="empty"):
         split_holdout([])
 
@@ -154,45 +134,33 @@ def test_images_that_cannot_be_told_apart_stay_together():
 # ---------------------------------------------------------------- what is rounded, by hand
 
 
-def in_codes(name, role="activation"):
-    """Integers from -8 to 7."""
-    scale, zero = torch.tensor(1.0), torch.tensor(0, dtype=torch.int32)
-    stored = Stored(format="f", grid=Grid(bits=4, qmin=-8, qmax=7), scale=scale, zero_point=zero)
-    return TensorPlan(name=name, role=role, stored=stored)
-
-
 def chain():
     """y = x w' + 0.3, z = y + c, v = relu(z)."""
-    nodes = [
-        Node("fc", "Linear", ("x", "w", "b"), ("y",)),
-        Node("sum", "Add", ("y", "c"), ("z",)),
-        Node("relu", "Relu", ("z",), ("v",)),
-    ]
     weights = {"w": torch.tensor([[1.4]]), "b": torch.tensor([0.3]), "c": torch.tensor([2.6])}
-    return Graph(nodes, ["x"], ["v"], {n: Value(n, (None, 1)) for n in "xyzv"}, weights)
+    return graph_of("y = Linear(x, w, b)", "z = Add(y, c)", "v = Relu(z)", weights=weights, shape=(None, 1))
+
+
+def rounded(names="", edges=()):
+    """A plan in which these tensors are integers from -8 to 7."""
+    return plan_of({"c": "weight"}, float_edges=edges, **dict.fromkeys(names, stored(1.0, bits=4)))
 
 
 X1 = torch.tensor([[1.6], [-3.2]])
 
 
-def plan_of(*names, edges=()):
-    tensors = {n: in_codes(n, "weight" if n in "wbc" else "activation") for n in names}
-    return Plan(tensors=tensors, float_edges=frozenset(edges))
-
-
 @pytest.mark.parametrize(
     ("plan", "more", "want"),
     [
-        (plan_of(), {}, [1.4 * 1.6 + 2.9, 0]),
-        (plan_of("x", "w"), {}, [2 * 1 + 2.9, 0]),
-        (plan_of("x", "w", "b", "y", "c", "z"), {}, [2 + 0 + 3, 0]),
-        (plan_of("x", "w", "v"), {}, [4.9, 0]),  # the outputs are not rounded themselves
-        (plan_of("x", "w", edges=[("x", "fc")]), {}, [1.6 + 2.9, 0]),
-        (plan_of("x", "w", edges=[("x", "sum")]), {}, [4.9, 0]),
-        (plan_of("x", "w"), {"done": {"x"}}, [1.6 + 2.9, 0]),
-        (plan_of("x", "w"), {"done": {"w"}}, [2 * 1.4 + 2.9, 0]),
-        (plan_of("x"), {"weights": {"w": torch.tensor([[-2.0]]), "b": torch.zeros(1), "c": torch.ones(1)}}, [0, 7]),
-        (plan_of("x", "w"), {"rounding": lambda n, x: x + 10 * (n == "x")}, [11.6 * 1.4 + 2.9, 6.8 * 1.4 + 2.9]),
+        (rounded(), {}, [1.4 * 1.6 + 2.9, 0]),
+        (rounded("xw"), {}, [2 * 1 + 2.9, 0]),
+        (rounded("xwbycz"), {}, [2 + 0 + 3, 0]),
+        (rounded("xwv"), {}, [4.9, 0]),  # the outputs are not rounded themselves
+        (rounded("xw", [("x", "y")]), {}, [1.6 + 2.9, 0]),
+        (rounded("xw", [("x", "z")]), {}, [4.9, 0]),
+        (rounded("xw"), {"done": {"x"}}, [1.6 + 2.9, 0]),
+        (rounded("xw"), {"done": {"w"}}, [2 * 1.4 + 2.9, 0]),
+        (rounded("x"), {"weights": {"w": torch.tensor([[-2.0]]), "b": torch.zeros(1), "c": torch.ones(1)}}, [0, 7]),
+        (rounded("xw"), {"rounding": lambda n, x: x + 10 * (n == "x")}, [11.6 * 1.4 + 2.9, 6.8 * 1.4 + 2.9]),
     ],
 )
 def test_each_operator_reads_what_is_stored_of_what_it_reads(plan, more, want):
@@ -203,14 +171,14 @@ def test_each_operator_reads_what_is_stored_of_what_it_reads(plan, more, want):
 def test_an_operand_that_is_left_out_is_read_as_none():
     graph = chain()
     graph.nodes[0] = graph.nodes[0].with_(inputs=("x", "w", None))
-    (found,) = unrounded_outputs(graph, plan_of("x", "w"), [X1]).values()
+    (found,) = unrounded_outputs(graph, rounded("xw"), [X1]).values()
     assert found[:, 0].tolist() == pytest.approx([2 * 1 + 2.6, 0])
 
 
 def test_outputs_are_rounded_at_last_and_may_be_weights_or_inputs():
     graph = chain()
     graph.outputs[:] = ["v", "w", "x"]
-    plan = plan_of("x", "w", "v")
+    plan = rounded("xwv")
     raw, found = unrounded_outputs(graph, plan, [X1]), run_quantized(graph, plan, [X1])
     assert list(raw) == list(found) == ["v", "w", "x"]
     assert raw["w"] is graph.weights["w"] and raw["x"] is X1 and raw["v"].tolist() == [[pytest.approx(4.9)], [0]]
@@ -218,8 +186,7 @@ def test_outputs_are_rounded_at_last_and_may_be_weights_or_inputs():
 
 
 def test_a_tensor_is_rounded_once_and_let_go_when_nothing_reads_it_any_more():
-    nodes = [Node(o, "Relu", (i,), (o,)) for i, o in ("xa", "ab", "bc", "cd")] + [Node("e", "Add", ("d", "d"), ("e",))]
-    graph = Graph(nodes, ["x"], ["e"], {n: Value(n, (None, 1)) for n in "xabcde"}, {})
+    graph = graph_of(*(f"{o} = Relu({i})" for i, o in ("xa", "ab", "bc", "cd")), "e = Add(d, d)")
     seen, alive = {}, []
 
     def rounding(name, x):
@@ -229,44 +196,39 @@ def test_a_tensor_is_rounded_once_and_let_go_when_nothing_reads_it_any_more():
         alive.append({n for n, (a, b) in seen.items() if n != "x" and (a() is not None or b() is not None)})
         return y
 
-    unrounded_outputs(graph, plan_of(*"xabcd"), [X1], rounding=rounding)
+    unrounded_outputs(graph, rounded("xabcd"), [X1], rounding=rounding)
     assert list(seen) == ["x", "a", "b", "c", "d"] and alive == [set(), {"a"}, {"b"}, {"c"}, {"d"}]
 
 
 def test_weights_and_biases_alone_can_be_left_in_float():
-    plan = plan_of("x", "w", "b")
+    plan = rounded("xwb")
     found = without_weight_rounding(plan)
     assert {n: t.quantized for n, t in found.tensors.items()} == {"x": True, "w": False, "b": False}
     assert plan.quantized("w") and found.tensors["x"] is plan.tensors["x"]
 
 
-class Padded(nn.Module):
-    """Places that a mask hides are multiplied by another number than those that it shows."""
-
-    def __init__(self, hidden: float, shown: float = 1.0) -> None:
-        super().__init__()
-        self.hidden, self.shown = nn.Parameter(torch.tensor(hidden)), nn.Parameter(torch.tensor(shown))
-
-    def forward(self, x, attention_mask):
-        return torch.where(attention_mask[..., None] != 0, x * self.shown, x * self.hidden)
+def masked(m, x, mask):
+    return torch.where(mask[..., None] != 0, x * m.shown, x * m.hidden)
 
 
-class Unnamed(Padded):
-    """The same, where no name says what the integers are."""
-
-    def forward(self, x, kept):
-        return super().forward(x, kept)
-
-
-@pytest.mark.parametrize("kind, parts", [(Padded, 0), (Unnamed, 1)])
-def test_what_a_mask_hides_is_no_loss(kind, parts):
+@pytest.mark.parametrize(
+    "forward, parts",
+    [
+        (lambda m, x, attention_mask: masked(m, x, attention_mask), 0),
+        (lambda m, x, kept: masked(m, x, kept), 1),  # no name says what the integers are
+    ],
+)
+def test_positions_that_a_mask_hides_are_no_loss(forward, parts):
     x, mask = torch.randn(4, 3, 5), torch.ones(4, 3, dtype=torch.long)
     mask[:, 2] = 0
-    float_, hidden, shown = (chipfit.capture(kind(*w).eval(), (x, mask)) for w in [(1.0,), (5.0,), (1.0, 1.5)])
-    reference = Reference(float_, [[x, mask]])
+
+    def graph(hidden, shown=1.0):
+        return captured(model_of(forward, hidden=torch.tensor(hidden), shown=torch.tensor(shown)), x, mask)
+
+    reference = Reference(graph(1.0), [[x, mask]])
     beyond = 16 * float(x[:, 2].square().sum() / x.square().sum())
-    assert reference.loss(hidden, Plan()) == pytest.approx(parts * beyond)
-    rest = 1 if kind is Padded else float(x[:, :2].square().sum() / x.square().sum())
-    assert reference.loss(shown, Plan()) == pytest.approx(0.25 * rest)
+    assert reference.loss(graph(5.0), Plan()) == pytest.approx(parts * beyond)
+    rest = float(x[:, :2].square().sum() / x.square().sum()) if parts else 1
+    assert reference.loss(graph(1.0, 1.5), Plan()) == pytest.approx(0.25 * rest)
     nothing = torch.zeros_like(mask)  # as if nothing were said
-    assert Reference(float_, [[x, nothing]]).loss(hidden, Plan()) == pytest.approx(16)
+    assert Reference(graph(1.0), [[x, nothing]]).loss(graph(5.0), Plan()) == pytest.approx(16)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 import chipfit
-from chipfit.graph.ir import Graph, Node, Value
-from chipfit.rounding.fisher import CHUNK, IMAGES, finite, first_samples, gradients, sampled_loss, split_float_readers
+from chipfit.rounding.fisher import finite, first_samples, gradients, sampled_loss, split_float_readers
+from tests.build import graph_of, model_of
 
 
 def seeded(k=0):
@@ -20,10 +19,8 @@ def test_class_scores_are_drawn_one_for_each_sample():
     y = torch.tensor([[0.0, 1.0, -1.0]]).repeat(3000, 1).requires_grad_()
     sampled_loss(y, seeded()).backward()
     p = y.detach().softmax(1)
-    drawn = p - y.grad
-    assert torch.allclose(drawn.sum(1), torch.ones(3000), atol=1e-5) and torch.allclose(
-        drawn.amax(1), torch.ones(3000), atol=1e-5
-    )
+    drawn, one = p - y.grad, torch.ones(3000)
+    assert torch.allclose(drawn.sum(1), one, atol=1e-5) and torch.allclose(drawn.amax(1), one, atol=1e-5)
     assert torch.allclose(drawn.mean(0), p[0], atol=0.03)
     # its second moment is diag(p) - p p'
     second = y.grad.T @ y.grad / 3000
@@ -56,34 +53,24 @@ def test_slopes_that_do_not_exist_are_none():
     assert finite(g).tolist() == [0, 0, 0, 2.5]
 
 
-class Root(nn.Module):
-    def forward(self, x, k):
-        y = torch.relu(x)
-        return torch.sqrt(y) * 2, (k + 1)
-
-
 def test_gradients_are_of_what_is_wanted_and_finite_before_a_root_at_zero():
     x, k = torch.tensor([[4.0], [0.0], [9.0]]), torch.tensor([[1], [2], [3]])
-    graph = chipfit.capture(Root().eval(), (x, k))
+    root_of = model_of(lambda m, x, k: (torch.sqrt(torch.relu(x)) * 2, k + 1))
+    graph = chipfit.capture(root_of, (x, k))
     relu, root, out = (n.output for n in graph.nodes[:3])
     values, found = gradients(graph, [x, k], {graph.inputs[0], relu, root, *graph.inputs}, {out}, seeded())
     assert set(found) == {graph.inputs[0], relu, root}  # integers have no slope
-    assert all(bool(g.isfinite().all()) for g in found.values())
+    assert all(bool(g.isfinite().all()) and not g.requires_grad for g in found.values())
     assert torch.equal(values[relu], x) and torch.equal(values[out], 2 * x.sqrt())
     # d(2 sqrt y) / dy = 1 / sqrt y, times that of the root by 2
     slope = found[root] / 2
     assert torch.allclose(found[relu][[0, 2]], (slope * torch.tensor([[0.5], [0.0], [1 / 3]]))[[0, 2]], rtol=1e-5)
-    assert float(found[relu][1]) == 0
-    assert not any(v.requires_grad for v in values.values()) and not any(g.requires_grad for g in found.values())
+    assert float(found[relu][1]) == 0 and not any(v.requires_grad for v in values.values())
 
 
 def test_without_a_float_output_that_depends_on_them_there_are_no_gradients():
-    class Count(nn.Module):
-        def forward(self, x):
-            return (x > 0).long()
-
     x = torch.ones(2, 3)
-    graph = chipfit.capture(Count().eval(), (x,))
+    graph = chipfit.capture(model_of(lambda m, x: (x > 0).long()), (x,))
     assert gradients(graph, [x], set(graph.inputs), (), seeded())[1] == {}
 
 
@@ -98,59 +85,50 @@ def test_without_a_float_output_that_depends_on_them_there_are_no_gradients():
     ],
 )
 def test_the_first_samples_come_in_chunks(sizes, parts):
-    assert (IMAGES, CHUNK) == (128, 32)
     x = torch.arange(float(sum(sizes)))
     found = list(first_samples([b, 2 * b] for b in x.split(sizes)))
     assert [len(a) for a, _ in found] == parts
-    assert torch.equal(torch.cat([a for a, _ in found]), x[: sum(parts)]) and all(
-        torch.equal(b, 2 * a) for a, b in found
-    )
+    assert torch.equal(torch.cat([a for a, _ in found]), x[: sum(parts)])
+    assert all(torch.equal(b, 2 * a) for a, b in found)
 
 
-def test_a_batch_that_cannot_be_cut_counts_as_one():
-    for odd in (
+@pytest.mark.parametrize(
+    "odd",
+    [
         [torch.zeros(2), torch.zeros(3)],
         [torch.tensor(1.0)],
         [torch.zeros(0)],
         [torch.zeros(40), torch.tensor(1.0)],
-    ):
-        found = list(first_samples([odd] * 130))
-        assert len(found) == 128 and all(len(b) == len(odd) for b in found)
-    found = list(first_samples([[torch.zeros(2), torch.zeros(3)], [torch.zeros(127)], [torch.zeros(5)]]))
-    assert [len(b[0]) for b in found] == [2, 32, 32, 32, 31]
+    ],
+)
+def test_a_batch_that_cannot_be_cut_counts_as_one(odd):
+    found = list(first_samples([odd] * 130))
+    assert len(found) == 128 and all(len(b) == len(odd) for b in found)
+    found = list(first_samples([odd, [torch.zeros(127)], [torch.zeros(5)]]))
+    assert [len(b[0]) for b in found[1:]] == [32, 32, 32, 31]
 
 
-class Branch(nn.Module):
-    def forward(self, x):
-        y = torch.relu(x)
-        return torch.sigmoid(y) + torch.tanh(y) + x
-
-
-def test_readers_of_codes_find_them_by_a_name_of_their_own():
-    graph = chipfit.capture(Branch().eval(), (torch.ones(2, 3),))
-    x, (relu, sigmoid, tanh, add, last) = graph.inputs[0], graph.nodes
-    split, codes = split_float_readers(
-        graph, {(relu.output, tanh.name), (x, relu.name)}, [x, relu.output, sigmoid.output]
-    )
-    assert codes == {x: f"{x} in codes", relu.output: f"{relu.output} in codes", sigmoid.output: sigmoid.output}
-    by_name = {n.name: n for n in split.nodes}
-    assert [n.name for n in split.nodes] == [
-        codes[x],
-        relu.name,
-        codes[relu.output],
-        *(n.name for n in (sigmoid, tanh, add, last)),
+def test_readers_of_quantized_values_find_them_by_a_name_of_their_own():
+    graph = graph_of("r = Relu(x)", "s = Sigmoid(r)", "t = Tanh(r)", "a = Add(s, t)", "y = Add(a, x)")
+    split, names = split_float_readers(graph, {("r", "t"), ("x", "r")}, ["x", "r", "s"])
+    assert names == {"x": "x in codes", "r": "r in codes", "s": "s"}
+    assert [(n.name, n.inputs) for n in split.nodes] == [
+        ("x in codes", ("x",)),
+        ("r", ("x",)),
+        ("r in codes", ("r",)),
+        ("s", ("r in codes",)),
+        ("t", ("r",)),
+        ("a", ("s", "t")),
+        ("y", ("a", "x in codes")),
     ]
-    assert by_name[relu.name].inputs == (x,) and by_name[tanh.name].inputs == (relu.output,)
-    assert by_name[sigmoid.name].inputs == (codes[relu.output],) and by_name[last.name].inputs[1] == codes[x]
-    assert by_name[codes[x]].inputs == (x,) and by_name[codes[x]].op == "Identity"
-    assert split.values[codes[x]].name == codes[x] and split.outputs == graph.outputs
-    split, codes = split_float_readers(graph, {(last.output, "nobody")}, [last.output])
-    assert split.outputs == [f"{last.output} in codes"] and graph.outputs == [last.output]
+    assert split.nodes[0].op == "Identity" and split.values["x in codes"].name == "x in codes"
+    assert split.outputs == ["y"]
+    split, _ = split_float_readers(graph, {("y", "nobody")}, ["y"])
+    assert split.outputs == ["y in codes"] and graph.outputs == ["y"]
 
 
 def test_what_outputs_do_not_depend_on_has_no_gradient_and_an_output_counts_once():
-    nodes = [Node(o, "Relu", ("x",), (o,)) for o in "ay"]
-    graph = Graph(nodes, ["x"], ["y"], {n: Value(n, (None, 2, 2)) for n in "xay"}, {})
+    graph = graph_of("a = Relu(x)", "y = Relu(x)", shape=(None, 2, 2))
     x = torch.linspace(1, 8, 8).view(2, 2, 2)
     values, found = gradients(graph, [x], {"x", "a", "y"}, (), seeded())
     assert set(found) == {"x", "y"} and torch.equal(values["a"], x)

@@ -1,5 +1,7 @@
 """A time budget becomes an amount of work, which the plan records."""
 
+from __future__ import annotations
+
 import itertools
 
 import pytest
@@ -8,28 +10,22 @@ from torch import nn
 
 import chipfit
 from chipfit import Settings
-from chipfit.graph.ir import Graph, Node, Value
-from chipfit.plan.record import Plan, TensorPlan
-from chipfit.quantizers.grids import Grid
-from chipfit.quantizers.stored import Stored
-from chipfit.rounding import gptq, time_budget
+from chipfit.rounding import time_budget
+from chipfit.rounding.gptq import LONG_ROW
+from chipfit.rounding.time_budget import count_multiplications, fit_to_time
+from tests.build import graph_of, plan_of, quantized, randn, sequential, stored
 
-FOUR = {"*": {"bits": 4, "activation_bits": 8}}
-DATA = list(torch.randn(96, 3, 8, 8, generator=torch.Generator().manual_seed(1)).split(40))
+DATA = list(randn(96, 3, 8, 8, seed=1).split(40))
 
 
 def net():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1), nn.Flatten(), nn.Linear(144, 3)).eval()
+    return sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1), nn.Flatten(), nn.Linear(144, 3))
 
 
 def fitted(activation_bits=8, **settings):
-    given = {
-        "overrides": [*FOUR.items(), ("*", {"activation_bits": activation_bits})],
-        "settings": Settings(**settings),
-        "progress": False,
-    }
-    return chipfit.quantize(net(), DATA, "mqbench_academic", **given)
+    four = {"*": {"bits": 4, "activation_bits": activation_bits}}
+    return quantized(net(), DATA, "mqbench_academic", overrides=four, settings=Settings(**settings))
 
 
 def steps(result):
@@ -45,20 +41,17 @@ def test_the_cost_is_that_of_both_streams_moments_factors_and_columns():
     second = 36 * 8 * (8 + 4) + 8**3 + 5 * 4 * 8**2
     last = 1 * 144 * (144 + 3) + 144**3 + 5 * 3 * 144**2
     graph, plan = result.decision.graph, result.uncorrected
-    assert time_budget.count_multiplications(graph, plan, 1, 256) == streams + first + second + last
-    few = fitted(rounding="off", activation_bits=4).plan
-    assert (
-        time_budget.count_multiplications(graph, few, 1, 256) == 2.5 * streams + first + second + last
-    )  # and images forth and back
-    assert time_budget.count_multiplications(graph, plan, 2, 16) < 2 * time_budget.count_multiplications(
-        graph, plan, 1, 256
-    )  # 2 K positions at least, of 72
+    assert count_multiplications(graph, plan, 1, 256) == streams + first + second + last
+    few = fitted(rounding="off", activation_bits=4).plan  # images go forth and back for weighted ranges
+    assert count_multiplications(graph, few, 1, 256) == 2.5 * streams + first + second + last
+    # 2 K positions at least, of 72
+    assert count_multiplications(graph, plan, 2, 16) < 2 * count_multiplications(graph, plan, 1, 256)
 
 
 def test_more_time_means_more_work_and_the_plan_holds_how_much(monkeypatch):
     result = fitted()
     graph, plan = result.decision.graph, result.uncorrected
-    rate = time_budget.count_multiplications(graph, plan, 96, 2048) / time_budget.EFFICIENCY
+    rate = count_multiplications(graph, plan, 96, 2048) / time_budget.EFFICIENCY
     monkeypatch.setattr(time_budget, "multiplications_per_second", lambda: rate * 1.001)
     much, little = fitted(seconds=1.0, shift_negative=0.5), fitted(seconds=0.5)
     assert steps(much) == {"shift_negative": 0.5, "rounding_images": 96, "rounding_samples": 2048}
@@ -78,32 +71,24 @@ def test_too_little_time_is_said_and_the_least_work_done(monkeypatch):
     assert any(n.startswith("warning: rounding is expected to take") for n in result.plan.rewrites)
 
 
-def test_the_steps_of_work_are_ordered_by_what_they_cost():
-    """First positions are given up, beyond 2,048; then images, down to 128; then both."""
+def test_positions_beyond_2048_are_given_up_first_then_images_down_to_128_then_both():
     work = [(images or 1 << 20) * positions for images, positions in time_budget.LADDER]
     assert work == sorted(work, reverse=True) and len(set(work)) == len(work)
     assert [p for n, p in time_budget.LADDER if n is None] == [2**k for k in range(16, 10, -1)]
     for (n, p), (m, q) in itertools.pairwise((n or 512, p) for n, p in time_budget.LADDER if n or p == 2048):
         assert (m, q) in ((n / 2, p), (n, p / 2), (n / 2, p / 2))
-    assert time_budget.LADDER[-1] == (16, 256) and time_budget.EFFICIENCY == 0.25
 
 
 @pytest.mark.parametrize("images, used", [(1000, 256), (200, 200), (20, 20)])
 def test_the_first_step_that_fits_into_the_time_is_taken(images, used, monkeypatch):
-    costs = {}
-    monkeypatch.setattr(
-        time_budget, "multiplications_per_second", lambda: 40.0
-    )  # a quarter of it is reached: 10 a second
-    monkeypatch.setattr(
-        time_budget, "count_multiplications", lambda graph, plan, n, p: costs.setdefault((n, p), float(n * p))
-    )
-    found = time_budget.fit_to_time(None, None, images, used * 2048 / 10)
-    assert found == (used, 2048, used * 2048 / 10)
-    assert time_budget.fit_to_time(None, None, images, used * 2048 / 10 - 1e-3)[:2] != (used, 2048)
+    """Of 40 multiplications a second a quarter is reached: 10."""
+    monkeypatch.setattr(time_budget, "multiplications_per_second", lambda: 40.0)
+    monkeypatch.setattr(time_budget, "count_multiplications", lambda graph, plan, n, p: float(n * p))
     least = min(images, 16)
-    assert time_budget.fit_to_time(None, None, images, 0.0) == (least, 256, least * 256 / 10)
-    everything = time_budget.fit_to_time(None, None, images, 1e12)
-    assert everything == (images, 65536, images * 65536 / 10)
+    assert fit_to_time(None, None, images, used * 2048 / 10) == (used, 2048, used * 2048 / 10)
+    assert fit_to_time(None, None, images, used * 2048 / 10 - 1e-3)[:2] != (used, 2048)
+    assert fit_to_time(None, None, images, 0.0) == (least, 256, least * 256 / 10)
+    assert fit_to_time(None, None, images, 1e12) == (images, 65536, images * 65536 / 10)
 
 
 def test_the_speed_is_that_of_the_fastest_of_five_products(monkeypatch):
@@ -112,38 +97,32 @@ def test_the_speed_is_that_of_the_fastest_of_five_products(monkeypatch):
     assert time_budget.multiplications_per_second() == 384**3 / 0.5 and next(times, None) is None
 
 
-def test_wide_rows_try_a_single_scale():
-    assert gptq.LONG_ROW == 1024
-    x = torch.randn(40, gptq.LONG_ROW + 1)
-    for inputs, tries in ((gptq.LONG_ROW, 5), (gptq.LONG_ROW + 1, 1)):
-        net = torch.nn.Linear(inputs, 2).eval()
-        graph = chipfit.capture(net, (x[:, :inputs],))
-        k = inputs
-        assert time_budget._count_of_fit(graph, graph.nodes[0], 40, 256) == 40 * k * (k + 2) + k**3 + tries * 2 * k * k
+def cost(*nodes, images=10, positions=256, k=2, o=2):
+    """Multiplications of these nodes on inputs of k numbers; w is quantized."""
+    graph = graph_of(*nodes, weights={n: torch.ones(o, k) for n in ("w", "w2", "c")}, shape=(None, o))
+    return count_multiplications(graph, plan_of(w=stored(bits=4)), images, positions)
 
 
-def test_as_many_positions_are_read_as_there_are_weights_twice():
-    graph = chipfit.capture(net(), (torch.zeros(2, 3, 8, 8),))
+@pytest.mark.parametrize("k, tries", [(LONG_ROW, 5), (LONG_ROW + 1, 1)])
+def test_long_rows_try_a_single_scale(k, tries):
+    fit = 40 * k * (k + 2) + k**3 + tries * 2 * k * k
+    assert cost("y = Linear(x, w, -)", images=40, k=k) == 2 * 40 * 2 * k + fit
+
+
+@pytest.mark.parametrize(
+    "images, positions, read", [(1, 9, 36), (10, 9, 54), (10, 53, 54), (10, 55, 55), (10, 999, 360)]
+)
+def test_as_many_positions_are_read_as_there_are_weights_twice(images, positions, read):
+    graph = chipfit.capture(sequential(nn.Conv2d(3, 8, 3)), (torch.zeros(2, 3, 8, 8),))
     k, o = 27, 8
-    for images, positions, read in ((1, 9, 36), (10, 9, 54), (10, 53, 54), (10, 55, 55), (10, 999, 360)):
-        want = read * k * (k + o) + k**3 + 5 * o * k * k
-        assert time_budget._count_of_fit(graph, graph.nodes[0], images, positions) == want
+    plan = plan_of({"0.weight": "weight"}, **{"0.weight": stored(bits=4)})
+    fit = read * k * (k + o) + k**3 + 5 * o * k * k
+    assert count_multiplications(graph, plan, images, positions) == 2 * images * 36 * k * o + fit
 
 
 def test_operators_that_stay_in_float_or_read_no_data_are_run_and_not_fitted():
     """Two streams of 10 images; of 2 x 2 weights 10 positions x 2 x 4 products, 2^3, and 5 scales x 2 x 2^2."""
-
-    def cost(*nodes):
-        made = [Node(o, "Linear", (i, w, None), (o,)) for o, i, w in nodes]
-        values = {n: Value(n, (None, 2)) for n in ("x", *(n.name for n in made))}
-        graph = Graph(made, ["x"], [made[-1].name], values, {n: torch.ones(2, 2) for n in ("w", "w2", "c")})
-        grid, zero = Grid(bits=4, qmin=-8, qmax=7), torch.tensor(0, dtype=torch.int32)
-        stored = Stored(format="w4", grid=grid, scale=torch.tensor(1.0), zero_point=zero)
-        return time_budget.count_multiplications(
-            graph, Plan(tensors={"w": TensorPlan(name="w", role="weight", stored=stored)}), 10, 256
-        )
-
-    streams, fitted = 2 * 10 * 4, 10 * 2 * 4 + 2**3 + 5 * 2 * 2**2
-    assert cost(("y", "x", "w")) == streams + fitted
-    assert cost(("y", "x", "w2")) == cost(("y", "c", "w")) == streams
-    assert cost(("y", "x", "w"), ("z", "y", "w2")) == 2 * streams + fitted
+    streams, fit = 2 * 10 * 4, 10 * 2 * 4 + 2**3 + 5 * 2 * 2**2
+    assert cost("y = Linear(x, w, -)") == streams + fit
+    assert cost("y = Linear(x, w2, -)") == cost("y = Linear(c, w, -)") == streams
+    assert cost("y = Linear(x, w, -)", "z = Linear(y, w2, -)") == 2 * streams + fit

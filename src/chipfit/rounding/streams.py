@@ -68,7 +68,7 @@ def _memory_format(x: Tensor) -> torch.memory_format:
 class Stream:
     """One value for every chunk of samples: quantized if the plan says so, else in half precision if it is large."""
 
-    budget: MemoryLimit
+    memory: MemoryLimit
     stored: Stored | None = None
     expected: int | None = None  #: number of chunks, if it is known
     chunks: list[Any] = field(default_factory=list)
@@ -80,7 +80,7 @@ class Stream:
                 x = self.stored.quantize(x)
             elif x.dtype == torch.float32 and self._is_large(x) and _fits_half(x):
                 x = x.half()
-            x = self.budget.keep(x.contiguous(memory_format=_memory_format(x)))
+            x = self.memory.keep(x.contiguous(memory_format=_memory_format(x)))
         self.chunks.append(x)
 
     def __getitem__(self, k: int) -> Any:
@@ -113,5 +113,5 @@ class Stream:
         """Release the memory of all chunks."""
         for x in self.chunks:
             if isinstance(x, Tensor) and (self.stored is not None or x.is_floating_point()):
-                self.budget.release(x)
+                self.memory.release(x)
         self.chunks.clear()
