@@ -1,4 +1,4 @@
-"""prepare_qat_fx: where quantizers stand in each setting, and that what was trained is what a chip computes."""
+"""prepare_qat_fx: placement of quantizers in each setting, training, and deployment on platforms."""
 
 from __future__ import annotations
 
@@ -12,15 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from chipfit.errors import (
-    CaptureError,
-    ConfigError,
-    DataError,
-    PlanError,
-    TrainingError,
-    UnknownNameError,
-    UnsupportedError,
-)
+from chipfit import errors
+from chipfit.errors import CaptureError, ConfigError, PlanError, UnknownNameError, UnsupportedError
 from chipfit.facade.quantize_fx.quantizers import QuantizeBase
 from chipfit.quantize_fx import (
     deploy,
@@ -34,6 +27,7 @@ from chipfit.quantize_fx import (
     prepare_qat_fx,
 )
 from chipfit.quantizers.algorithms.ste import STE
+from tests.build import model_of
 
 SEED = torch.Generator().manual_seed(0)
 DATA = [torch.randn(8, 3, 8, 8, generator=SEED) for _ in range(3)]
@@ -87,10 +81,8 @@ def quantizers(model, what=QuantizeBase):
     return {name: m for name, m in model.named_modules() if isinstance(m, what)}
 
 
-def stands(model):
-    return {n.removesuffix("_post_act_fake_quantizer") for n in quantizers(model) if n.endswith("_quantizer")} - {
-        n for n in quantizers(model) if "weight" in n
-    }
+def quantized_tensors(model):
+    return {n.removesuffix("_post_act_fake_quantizer") for n in quantizers(model) if "weight" not in n}
 
 
 def train(model, steps=4):
@@ -105,7 +97,7 @@ def train(model, steps=4):
 BACKENDS = "academic tensorrt acl tvm snpe fbgemm tflitemicro".split()
 
 
-def test_41_with_all_quantizers_off_the_network_is_what_it_was(net):
+def test_without_quantization_the_network_is_unchanged(net):
     for backend in BACKENDS:
         model = prepared(net, backend, fold=-1)
         disable_all(model)
@@ -117,7 +109,7 @@ def test_41_with_all_quantizers_off_the_network_is_what_it_was(net):
         assert not model.training
 
 
-def test_42_43_the_academic_setting(net):
+def test_the_academic_setting(net):
     """Inputs and weights of each weighted layer; the first and the last have 8 bits; one quantizer for each tensor."""
     model = prepared(net, "academic")
     bits = {name: q.bitwidth for name, q in quantizers(model).items()}
@@ -135,15 +127,15 @@ def test_42_43_the_academic_setting(net):
     assert signs == {"x": -128, "stem_2": 0, "block_relu": 0, "pool": 0}
 
 
-def test_44_graph_kinds_differ_at_sums_and_pools(net):
-    stood = {kind: stands(prepared(net, "snpe", graph=kind)) for kind in (1, 2, 3)}
-    assert stood[1] == {"x", "stem_2", "block_relu", "pool"}
-    assert stood[3] == stood[1] | {"block_conv2", "block_relu_1"}
-    assert stood[3] - stood[2] == {"block_conv2"} and stood[2] < stood[3]
+def test_graph_kinds_differ_at_sums_and_pools(net):
+    placed = {kind: quantized_tensors(prepared(net, "snpe", graph=kind)) for kind in (1, 2, 3)}
+    assert placed[1] == {"x", "stem_2", "block_relu", "pool"}
+    assert placed[3] == placed[1] | {"block_conv2", "block_relu_1"}
+    assert placed[3] - placed[2] == {"block_conv2"} and placed[2] < placed[3]
 
 
 class Reuses(nn.Module):
-    """A layer that is called twice, a tensor with three readers, sizes that are no tensors, an output that is moved."""
+    """A layer called twice, a tensor with three readers, sizes, and an output behind a pass-through operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,14 +148,14 @@ class Reuses(nn.Module):
         return (z * 0.5).view(x.size(0) * 1, -1)
 
 
-def test_42_what_is_used_several_times():
+def test_reused_layers_and_tensors_have_one_quantizer():
     torch.manual_seed(0)
     model = Reuses().eval()
     ready = prepare_qat_fx(model, {"": setting("tensorrt", graph=3)}, example_inputs=torch.randn(2, 3, 4, 4))
     names = [n for n, q in quantizers(ready).items() if "weight" in n]
     assert names == [f"{layer}.weight_quantizer" for layer in ("conv", "a", "b", "up")]
     assert ready.up.weight_quantizer.ch_axis == 1 and ready.up.weight_quantizer.rounds.scale.shape == (6,)
-    assert {"conv", "conv_1", "x"} <= stands(ready) and "mul_1" not in stands(ready)
+    assert {"conv", "conv_1", "x"} <= quantized_tensors(ready) and "mul_1" not in quantized_tensors(ready)
     readers = [len(n.users) for n in ready.graph.nodes if n.name.startswith("conv_1_post")]
     assert readers == [3]
     ready.train()(torch.randn(2, 3, 4, 4)).sum().backward()
@@ -171,7 +163,7 @@ def test_42_what_is_used_several_times():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("method", ["lsq", "ema"])
-def test_45_every_setting_trains_and_its_state_comes_back(backend, method, net):
+def test_every_setting_trains_and_restores_its_state(backend, method, net):
     model = prepared(net, backend, method=method)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     train(model)
@@ -187,7 +179,7 @@ def test_45_every_setting_trains_and_its_state_comes_back(backend, method, net):
 
 
 @pytest.mark.parametrize("fold", [0, 1, 2, 3, 4])
-def test_batch_norms_fold_by_every_strategy(fold, net):
+def test_every_strategy_of_folding_batch_norms_deploys(fold, net):
     model = prepared(net, "tensorrt", fold=fold, bit=8)
     assert any(isinstance(m, nn.BatchNorm2d) for m in model.modules()) == (fold != 0)
     train(model)
@@ -213,7 +205,7 @@ def test_a_checkpoint_of_another_setting_is_refused(other, says, net):
 
 
 @pytest.mark.parametrize("backend, method", [("tvm", "lsq"), ("snpe", "lsq"), ("tensorrt", "ema")])
-def test_what_was_trained_is_what_the_runtime_computes(backend, method, net):
+def test_the_runtime_computes_the_trained_model(backend, method, net):
     """ONNX Runtime holds 8-bit grids of all these settings, affine weights aside."""
     qconfig = setting(backend, 8, method, **({"per_channel": True, "symmetry": True} if backend == "snpe" else {}))
     assert platforms_of(qconfig)["ort_cpu"] == ""
@@ -242,7 +234,7 @@ class Plain(nn.Module):
 
 
 @pytest.mark.parametrize("backend, bias, apart", [("tvm", False, 0), ("tvm", True, 1), ("tensorrt", True, 1)])
-def test_46_codes_in_training_are_those_of_the_exported_file(backend, bias, apart, tmp_path):
+def test_quantized_values_in_training_equal_those_of_the_exported_file(backend, bias, apart, tmp_path):
     """Every quantizer of activations beside the QuantizeLinear of its tensor, which ONNX Runtime computes as it stands.
 
     With steps that are powers of two all numbers are whole multiples of one, and float32 adds them exactly. A bias,
@@ -275,7 +267,7 @@ def test_46_codes_in_training_are_those_of_the_exported_file(backend, bias, apar
         assert abs(codes.astype(int) - own).max() <= apart and len(set(own.flatten())) > 30, tensor
 
 
-def test_why_no_platform_can_deploy_is_said(net):
+def test_the_reason_why_a_platform_does_not_fit_is_given(net):
     assert set(platforms_of(setting("academic")).values()) == {
         "ada_sign is for academic settings only: signedness of a format is fixed before training"
     }
@@ -305,7 +297,7 @@ class OnPaper(STE):
 
 
 @pytest.mark.parametrize("method, says", [(Squared, "equal steps"), (OnPaper(), "no chip has it")])
-def test_methods_without_equal_steps_or_without_a_chip_are_not_handed_over(method, says, net):
+def test_methods_that_no_chip_computes_are_not_deployed(method, says, net):
     qconfig = get_qconfig("ste", method, 8, per_channel=True, bnfold=1)
     model = train(prepare_qat_fx(net, {"": qconfig}), steps=1)
     with pytest.raises(UnsupportedError, match=says):
@@ -330,60 +322,59 @@ def test_methods_without_equal_steps_or_without_a_chip_are_not_handed_over(metho
         ({"bnfold": 5}, ConfigError, "-1, 0, 1"),
     ],
 )
-def test_settings_that_are_not_understood_are_refused(options, error, says):
+def test_invalid_settings_are_refused(options, error, says):
     with pytest.raises(error, match=says):
         get_qconfig(**options)
 
 
-def test_what_prepare_is_given_is_checked(net):
-    with pytest.raises(ConfigError, match="get_qconfig"):
-        prepare_qat_fx(net, {})
-    with pytest.raises(UnknownNameError, match="'fc'"):
-        prepare_qat_fx(net, {"": setting("snpe"), "fc": setting("snpe")})
-    with pytest.raises(ConfigError, match="get_foldbn_config"):
-        prepare_qat_fx(net, {"": setting("snpe")}, (torch.randn(2, 3, 8, 8),))
+PLAIN = setting("snpe")
+
+
+def per_channel(**options):
+    return PLAIN.activation(**{**options, "qscheme": torch.per_channel_affine, "ch_axis": 1})
+
+
+@pytest.mark.parametrize(
+    "arguments, error, says",
+    [
+        (({},), ConfigError, "get_qconfig"),
+        (({"": PLAIN, "fc": PLAIN},), UnknownNameError, "'fc'"),
+        (({"": PLAIN}, (torch.randn(2, 3, 8, 8),)), ConfigError, "get_foldbn_config"),
+        (({"": replace(PLAIN, activation=per_channel)},), ConfigError, "per_channel concerns weights"),
+    ],
+)
+def test_invalid_arguments_are_refused(arguments, error, says, net):
+    with pytest.raises(error, match=says):
+        prepare_qat_fx(net, *arguments)
+
+
+def test_an_unknown_backend_lists_similar_ones():
     with pytest.raises(UnknownNameError, match="'tensorrt'"):
         get_backend_params("tensort")
-    plain = setting("snpe")
-
-    def per_channel(**options):
-        return plain.activation(**{**options, "qscheme": torch.per_channel_affine, "ch_axis": 1})
-
-    with pytest.raises(ConfigError, match="per_channel concerns weights"):
-        prepare_qat_fx(net, {"": replace(plain, activation=per_channel)})
 
 
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(2, 2)
-
-    def forward(self, x):
-        return self.fc(x) if x.sum() > 0 else x
+FC = nn.Linear(2, 2)
 
 
-class Draws(Branches):
-    def forward(self, x):
-        return self.fc(x) + torch.randn(1).item()
+@pytest.mark.parametrize(
+    "model, example, says",
+    [
+        (model_of(lambda m, x: m.fc(x) if x.sum() > 0 else x, fc=FC), None, "cannot be traced.*torch.where"),
+        (model_of(lambda m, x: m.fc(x) + torch.randn(1).item(), fc=FC), torch.ones(2, 2), "computes something else"),
+        (
+            model_of(lambda m, x: nn.functional.linear(x, m.fc.weight), fc=FC),
+            None,
+            "'linear' does not belong to a layer",
+        ),
+        (nn.ReLU(), None, "no convolution"),
+    ],
+)
+def test_a_model_that_cannot_be_traced_is_refused_with_a_hint(model, example, says):
+    with pytest.raises(CaptureError, match=says):
+        prepare_qat_fx(model, {"": PLAIN}, example_inputs=example)
 
 
-class Bare(Branches):
-    def forward(self, x):
-        return nn.functional.linear(x, self.fc.weight)
-
-
-def test_a_model_that_cannot_be_traced_is_refused_with_a_hint():
-    with pytest.raises(CaptureError, match="cannot be traced.*torch.where"):
-        prepare_qat_fx(Branches(), {"": setting("snpe")})
-    with pytest.raises(CaptureError, match="computes something else"):
-        prepare_qat_fx(Draws(), {"": setting("snpe")}, example_inputs=torch.ones(2, 2))
-    with pytest.raises(CaptureError, match="'linear' does not belong to a layer"):
-        prepare_qat_fx(Bare(), {"": setting("snpe")})
-    with pytest.raises(CaptureError, match="no convolution"):
-        prepare_qat_fx(nn.ReLU(), {"": setting("snpe")})
-
-
-# ---------------------------------------------------------------- numbers that are none
+# ---------------------------------------------------------------- NaN and infinite values
 
 
 def through_a_file(model):
@@ -400,22 +391,22 @@ def through_a_file(model):
         (lambda m: m.fc.weight_quantizer.rounds.scale[1].fill_(torch.nan), r"scale of 'fc.weight_quantizer' is nan"),
     ],
 )
-def test_training_ends_where_a_number_is_none(spoil, says, door, net):
+def test_training_stops_at_nan_and_infinite_parameters(spoil, says, door, net):
     model = prepared(net, "tensorrt", fold=1).train()
     train(model, 1)
     model = door(model)
     with torch.no_grad():
         spoil(model)
     model.eval()(DATA[0])
-    with pytest.raises(TrainingError, match=f"In step 2 of training, .*{says}"):
+    with pytest.raises(errors.TrainingError, match=f"In step 2 of training, .*{says}"):
         model.train()(DATA[0])
 
 
 @pytest.mark.parametrize("method", ["lsq", "ema"])
 @pytest.mark.parametrize("w_observer", ["MinMax", "MSE"])
-def test_the_first_batch_of_training_is_looked_at(method, w_observer, net):
+def test_nan_in_the_first_batch_of_training_is_refused(method, w_observer, net):
     model = prepared(net, "tensorrt", method=method, w_observer=w_observer, a_observer="MSE").train()
     batch = DATA[0].clone()
     batch[0, 0, 0, 0] = torch.nan
-    with pytest.raises(DataError, match="Batch 1 .* NaN.*x_post_act_fake_quantizer"):
+    with pytest.raises(errors.DataError, match="Batch 1 .* NaN.*x_post_act_fake_quantizer"):
         model(batch)

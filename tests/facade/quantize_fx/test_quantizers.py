@@ -1,4 +1,4 @@
-"""Quantizers of document 004: its own example as it is written, and every training algorithm through one class."""
+"""Quantizers of MQBench: the example of document 004, and every training algorithm in `AlgorithmQuantizer`."""
 
 from __future__ import annotations
 
@@ -64,22 +64,21 @@ class DocumentLSQ(QuantizeBase):
 
 @pytest.mark.parametrize("options", [S4, S4 | {"pot_scale": True}, A4, C4, S4 | {"ada_sign": True}])
 @pytest.mark.parametrize("x", [X, X.abs()], ids=["signed", "positive"])
-def test_the_documents_example_runs_and_agrees_with_our_lsq(options, x):
-    """Values, and gradients of the scale, against the class that hosts chipfit's formula."""
+def test_the_documents_example_agrees_with_chipfits_lsq(options, x):
+    """Values, and gradients of the scale."""
     theirs, ours = DocumentLSQ("LSQ", **options), AlgorithmQuantizer("LSQ", algorithm="lsq", role="weight", **options)
     ours.prepare(x)
     results = [q(x) for q in (theirs, ours)]
     torch.testing.assert_close(*results)
-    assert (
-        theirs.quant_max == ours.quant_max == (15 if options == A4 or (options.get("ada_sign") and x is not X) else 7)
-    )
+    unsigned = options == A4 or (options.get("ada_sign") and x is not X)
+    assert theirs.quant_max == ours.quant_max == (15 if unsigned else 7)
     for y in results:
         (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum().backward()
     torch.testing.assert_close(theirs.scale.grad.reshape(-1), ours.rounds.scale.grad.reshape(-1), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(theirs.numbers(), ours.numbers())
 
 
-def test_it_makes_its_observer_from_the_same_keywords_and_has_its_options():
+def test_a_quantizer_creates_its_observer_and_shares_its_options():
     q = QuantizeBase("EMAMinMaxObserver", ema_ratio=0.5, pot_scale=True, **S4)
     own = q.activation_post_process
     assert type(own).__name__ == "EMAMinMax" and own.ema_ratio == 0.5
@@ -97,7 +96,7 @@ def test_it_makes_its_observer_from_the_same_keywords_and_has_its_options():
 @pytest.mark.parametrize("name", registered("training"))
 @pytest.mark.parametrize("options", [S4, A4, C4, S4 | {"pot_scale": True}], ids=["int4", "affine", "channel", "pot"])
 @pytest.mark.parametrize("role", ["weight", "activation"])
-def test_every_algorithm_trains_through_one_class(name, options, role):
+def test_every_algorithm_trains_and_is_saved(name, options, role):
     if role == "activation" and options is C4:
         with pytest.raises(ConfigError, match="per_channel concerns weights"):
             AlgorithmQuantizer("MSE", algorithm=name, role=role, **options)
@@ -122,7 +121,7 @@ def test_every_algorithm_trains_through_one_class(name, options, role):
     assert q.activation_post_process.batches == 1  # inference observes nothing
 
 
-def test_7_the_sign_follows_the_data_and_sticks_unless_told_otherwise():
+def test_signedness_follows_the_data_and_sticks_by_default():
     for sticky in (True, False):
         q = AlgorithmQuantizer("MinMax", algorithm="ste", ada_sign=True, sticky_sign=sticky, **S4)
         quantizers.enable_calibration(q)
@@ -135,7 +134,7 @@ def test_7_the_sign_follows_the_data_and_sticks_unless_told_otherwise():
         assert other.rounds.grid == q.rounds.grid and other.numbers() == q.numbers()
 
 
-def test_states_are_plain_attributes():
+def test_modes_of_a_model():
     q = torch.nn.Sequential(AlgorithmQuantizer("MinMax", algorithm="ste", **S4)).eval()
     with pytest.raises(DataError, match="enable_calibration"):
         q(X)
@@ -153,7 +152,7 @@ def test_states_are_plain_attributes():
 
 
 @pytest.mark.usefixtures("drop_ins")
-def test_a_method_is_a_name_a_class_or_code_that_may_be_loaded(tmp_path, monkeypatch):
+def test_a_method_is_a_name_a_class_or_permitted_code(tmp_path, monkeypatch):
     register("quantizer", "documented")(DocumentLSQ)
     assert quantizer_of("documented") is DocumentLSQ is quantizer_of(DocumentLSQ)
     assert isinstance(quantizer_of("lsq(use_grad_scaling=False)")(**S4), AlgorithmQuantizer)
@@ -176,7 +175,7 @@ def test_a_method_is_a_name_a_class_or_code_that_may_be_loaded(tmp_path, monkeyp
 
 
 @pytest.mark.usefixtures("drop_ins")
-def test_options_stand_behind_the_name_of_every_method():
+def test_options_follow_the_name_of_a_method():
     register("quantizer", "documented")(DocumentLSQ)
     made_of = get_qconfig("documented(use_grad_scaling=False)", "lsq(use_grad_scaling=False)").quantizer
     assert not made_of("weight", end=False).use_grad_scaling
@@ -186,11 +185,11 @@ def test_options_stand_behind_the_name_of_every_method():
             get_qconfig(method)
 
 
-def test_a_channel_axis_is_one_of_the_weights():
+def test_a_missing_channel_axis_is_refused():
     with pytest.raises(DataError, match="ch_axis=3 of"):
         AlgorithmQuantizer("MinMax", algorithm="lsq", role="weight", **{**C4, "ch_axis": 3}).prepare(X)
 
 
-def test_one_bit_with_sign_holds_nothing():
+def test_one_signed_bit_is_refused():
     with pytest.raises(UnsupportedError, match="1 bits?.*-1..0"):
         AlgorithmQuantizer("MinMax", algorithm="lsq", quant_min=-1, quant_max=0)
