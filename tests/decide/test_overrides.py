@@ -1,4 +1,4 @@
-"""Overrides: which layers a user means, and what may be said about them."""
+"""Overrides: the layers that a pattern names, the choices about them, and formats that choices make narrower."""
 
 from __future__ import annotations
 
@@ -11,56 +11,65 @@ import torch
 from chipfit.decide.overrides import (
     CHOICES,
     FLOAT_IS_CHEAPER,
+    METHODS,
     OF_WEIGHTS,
+    constrain_format,
     has_weights,
     match_layers,
     merge_overrides,
+    method_of,
     override_entries,
     resolve_overrides,
     to_record,
     with_results,
 )
-from chipfit.errors import PlanError, UnknownNameError
-from chipfit.graph.ir import Graph, Node
+from chipfit.errors import PlanError, UnknownNameError, UnsupportedError
+from chipfit.graph.ir import Node
+from chipfit.platform.schema import Format
+from tests.build import graph_of
 
 
-def _node(name, op, layer, kind):
-    return Node(name, op, (), (name,), {}, layer, kind)
+def layers(*rows):
+    """A graph of rows (node, operator, layer, type of the layer)."""
+    return graph_of(*(Node(name, op, (), (name,), {}, layer, kind) for name, op, layer, kind in rows))
 
 
-GRAPH = Graph(
-    [
-        _node("conv2d", "Conv2D", "stem.conv", "Conv2d"),
-        _node("conv2d_1", "Conv2D", "blocks.0.conv", "Conv2d"),
-        _node("relu", "Relu", "blocks.0.act", "ReLU"),
-        _node("conv2d_2", "Conv2D", "blocks.10.conv", "Conv2d"),
-        _node("linear", "Linear", "head", "Linear"),
-    ],
-    [],
-    [],
-    {},
-    {},
+GRAPH = layers(
+    ("conv2d", "Conv2D", "stem.conv", "Conv2d"),
+    ("conv2d_1", "Conv2D", "blocks.0.conv", "Conv2d"),
+    ("relu", "Relu", "blocks.0.act", "ReLU"),
+    ("conv2d_2", "Conv2D", "blocks.10.conv", "Conv2d"),
+    ("linear", "Linear", "head", "Linear"),
 )
 
 
 @pytest.mark.parametrize(
-    ("pattern", "nodes"),
+    "pattern, nodes",
     [
-        ("head", ["linear"]),
-        ("conv2d_1", ["conv2d_1"]),
-        ("blocks.0", ["conv2d_1", "relu"]),
-        ("blocks.1", None),  # not blocks.10
-        ("blocks.*.conv", ["conv2d_1", "conv2d_2"]),
-        ("Conv2D", ["conv2d", "conv2d_1", "conv2d_2"]),
-        ("ReLU", ["relu"]),
+        ("head", "linear"),
+        ("conv2d_1", "conv2d_1"),
+        ("blocks.0", "conv2d_1 relu"),
+        ("stem", "conv2d"),
+        ("blocks", "conv2d_1 relu conv2d_2"),
+        ("*", "conv2d conv2d_1 relu conv2d_2 linear"),
+        ("blocks.*.conv", "conv2d_1 conv2d_2"),
+        ("blocks.?.conv", "conv2d_1"),
+        ("blocks.[01]*.conv", "conv2d_1 conv2d_2"),
+        ("Conv2D", "conv2d conv2d_1 conv2d_2"),
+        ("Conv2d", "conv2d conv2d_1 conv2d_2"),
+        ("ReLU", "relu"),
+        ("relu", "relu"),
+        ("Relu", "relu"),
     ],
 )
-def test_a_pattern_means_a_layer_a_path_a_glob_an_operator_or_a_type(pattern, nodes):
-    if nodes is None:
-        with pytest.raises(UnknownNameError):
-            match_layers(GRAPH, pattern)
-    else:
-        assert [n.name for n in match_layers(GRAPH, pattern)] == nodes
+def test_a_pattern_names_a_layer_a_path_a_glob_an_operator_or_a_type(pattern, nodes):
+    assert [n.name for n in match_layers(GRAPH, pattern)] == nodes.split()
+
+
+@pytest.mark.parametrize("pattern", ["blocks.1", "ste", "stem.con", "b*.CONV", ""])  # not blocks.10, stem.conv ...
+def test_names_are_whole_and_globs_are_about_paths(pattern):
+    with pytest.raises(UnknownNameError):
+        match_layers(GRAPH, pattern)
 
 
 def test_an_unknown_layer_lists_near_names():
@@ -69,13 +78,10 @@ def test_an_unknown_layer_lists_near_names():
 
 
 def test_a_later_override_wins_and_bits_add_up():
-    said = resolve_overrides(GRAPH, {"Conv2D": {"bits": 4, "activation_bits": 16}, "stem": {"bits": 8}})
-    assert said["conv2d"] == {"bits": 8, "activation_bits": 16}
-    assert said["conv2d_1"] == {"bits": 4, "activation_bits": 16}
-
-
-def test_float_carries_its_reason():
-    assert "'head'" in resolve_overrides(GRAPH, {"head": "float"})["linear"]["float"]
+    found = resolve_overrides(GRAPH, {"Conv2D": {"bits": 4, "activation_bits": 16}, "stem": {"bits": 8}})
+    assert found["conv2d"] == {"bits": 8, "activation_bits": 16}
+    assert found["conv2d_1"] == {"bits": 4, "activation_bits": 16}
+    assert "'head'" in resolve_overrides(GRAPH, {"head": "float"})["linear"]["float"]  # a reason
 
 
 @pytest.mark.parametrize("wrong", ["int8", 4, {}, {"bit": 4}, {"bits": "4"}, None])
@@ -90,46 +96,8 @@ def test_what_is_neither_a_table_nor_pairs_is_refused(overrides):
         resolve_overrides(GRAPH, overrides)
 
 
-def test_pairs_may_be_lists():
-    assert resolve_overrides(GRAPH, [["head", {"bits": 4}]]) == {"linear": {"bits": 4}}
-
-
-@pytest.mark.parametrize("key", [Path("x"), re.compile("conv")])
-def test_a_key_whose_match_is_about_something_else_is_refused(key):
-    with pytest.raises(PlanError, match="key of an override"):
-        resolve_overrides(GRAPH, {key: "float"})
-
-
-# ---------------------------------------------------------------- which layers
-
-
-def named(*nodes):
-    return Graph([_node(*n) for n in nodes], [], [], {}, {})
-
-
-@pytest.mark.parametrize(
-    ("pattern", "nodes"),
-    [
-        ("stem", ["conv2d"]),
-        ("blocks", ["conv2d_1", "relu", "conv2d_2"]),
-        ("*", ["conv2d", "conv2d_1", "relu", "conv2d_2", "linear"]),
-        ("blocks.?.conv", ["conv2d_1"]),
-        ("blocks.[01]*.conv", ["conv2d_1", "conv2d_2"]),
-        ("Conv2d", ["conv2d", "conv2d_1", "conv2d_2"]),
-        ("relu", ["relu"]),
-        ("Relu", ["relu"]),
-        ("ste", None),
-        ("stem.con", None),
-        ("b*.CONV", None),
-        ("", None),
-    ],
-)
-def test_names_are_whole_and_globs_are_about_paths(pattern, nodes):
-    test_a_pattern_means_a_layer_a_path_a_glob_an_operator_or_a_type(pattern, nodes)
-
-
 def test_of_two_meanings_the_nearer_one_counts():
-    graph = named(
+    graph = layers(
         ("a1", "Linear", "a", "Linear"),
         ("b1", "Linear", "a.b", "Linear"),
         ("c1", "Tanh", "Relu", "Tanh"),
@@ -187,19 +155,19 @@ def test_a_filter_that_fails_is_named():
     assert isinstance(e.value.__cause__, ValueError)
 
 
-def test_what_our_own_code_refuses_inside_a_filter_comes_out_as_it_is():
-    class Asks(OfOp):
+def test_an_error_of_chipfit_inside_a_filter_comes_out_unchanged():
+    class Nested(OfOp):
         def match(self, node):
             return match_layers(GRAPH, "haed")
 
     with pytest.raises(UnknownNameError, match="'haed'"):
-        match_layers(GRAPH, Asks("Relu"))
+        match_layers(GRAPH, Nested("Relu"))
 
 
-@pytest.mark.parametrize("key", [OfOp, 5, None, ("head",)], ids=str)
+@pytest.mark.parametrize("key", [OfOp, 5, None, ("head",), Path("x"), re.compile("conv")], ids=str)
 def test_a_key_is_a_name_or_a_filter(key):
-    with pytest.raises(PlanError, match="The key of an override is not understood"):
-        override_entries([(key, "float")])
+    with pytest.raises(PlanError, match="The key of an override (is not understood|fails)"):
+        resolve_overrides(GRAPH, [(key, "float")])
 
 
 def test_pairs_keep_their_order_and_nothing_has_none():
@@ -208,17 +176,15 @@ def test_pairs_keep_their_order_and_nothing_has_none():
     assert override_entries((["b", "float"], ("b", {"bits": 4}))) == [("b", "float"), ("b", {"bits": 4})]
 
 
-def _named(x):
-    return getattr(x, "__name__", str(x))
+# ---------------------------------------------------------------- choices
+
+LARGEST = torch.finfo(torch.float32).max
 
 
 def our_rule(sample, grid):
     """A range rule of the user's."""
 
 
-# ---------------------------------------------------------------- choices
-
-LARGEST = torch.finfo(torch.float32).max
 TAKEN = {
     "bits": [1, 8, None, "float"],
     "activation_bits": [1, 16, None, "float"],
@@ -247,7 +213,11 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("choice", "value"), [(c, v) for c, values in TAKEN.items() for v in values], ids=_named)
+@pytest.mark.parametrize(
+    ("choice", "value"),
+    [(c, v) for c, values in TAKEN.items() for v in values],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
 def test_a_choice_is_taken_as_it_is(choice, value):
     assert resolve_overrides(GRAPH, {"head": {choice: value}}) == {"linear": {choice: value}}
 
@@ -260,7 +230,7 @@ def test_a_choice_of_another_kind_is_refused_by_its_name_with_what_it_may_be(cho
     assert CHOICES[choice][0] in str(e.value)
 
 
-def test_every_choice_is_spoken_of():
+def test_every_choice_is_in_the_tables_above():
     assert TAKEN.keys() == CHOICES.keys() and CHOICES.keys() - REFUSED.keys() == {"rule", "weight_rule"}
     for choice in ("rule", "weight_rule"):
         with pytest.raises(UnknownNameError):
@@ -281,16 +251,16 @@ def test_what_is_about_weights_says_nothing_about_layers_without(choice):
     with pytest.raises(PlanError, match=f"'Relu' has no weights, so that '{choice}'.*Relu 'blocks.0.act'"):
         resolve_overrides(GRAPH, {"Relu": {"activation_bits": 8, choice: value}})
     # beside a layer with weights it is about that one, and the rest about both
-    said = resolve_overrides(GRAPH, {"blocks.0": {"activation_bits": 8, choice: value}})
-    assert said == {"conv2d_1": {"activation_bits": 8, choice: value}, "relu": {"activation_bits": 8}}
+    found = resolve_overrides(GRAPH, {"blocks.0": {"activation_bits": 8, choice: value}})
+    assert found == {"conv2d_1": {"activation_bits": 8, choice: value}, "relu": {"activation_bits": 8}}
 
 
 def test_of_many_layers_without_weights_eight_are_named():
-    graph = named(*((f"r{k}", "Relu", f"act.{k}", "ReLU") for k in range(10)))
+    graph = layers(*((f"r{k}", "Relu", f"act.{k}", "ReLU") for k in range(10)))
     with pytest.raises(PlanError) as e:
         resolve_overrides(graph, {"act": {"bits": 4}})
     assert "Relu 'act.7'" in str(e.value) and "act.8" not in str(e.value)
-    shared = named(("r1", "Relu", "act", "ReLU"), ("r2", "Relu", "act", "ReLU"))
+    shared = layers(("r1", "Relu", "act", "ReLU"), ("r2", "Relu", "act", "ReLU"))
     with pytest.raises(PlanError) as e:
         resolve_overrides(shared, {"act": {"bits": 4}})
     assert str(e.value).count("Relu 'act'") == 1
@@ -302,8 +272,8 @@ def test_operators_with_weights_are_known_and_others_have_none():
 
 
 def test_layers_stand_in_the_order_of_the_last_word_about_each():
-    said = resolve_overrides(GRAPH, [("head", {"bits": 4}), ("stem", {"bits": 4}), ("head", {"rule": "mse"})])
-    assert list(said.items()) == [("conv2d", {"bits": 4}), ("linear", {"bits": 4, "rule": "mse"})]
+    found = resolve_overrides(GRAPH, [("head", {"bits": 4}), ("stem", {"bits": 4}), ("head", {"rule": "mse"})])
+    assert list(found.items()) == [("conv2d", {"bits": 4}), ("linear", {"bits": 4, "rule": "mse"})]
 
 
 @pytest.mark.parametrize(
@@ -336,11 +306,9 @@ def test_what_was_chosen_about_results_gives_way_to_the_user():
 
 
 def test_a_record_holds_names_and_numbers_that_json_knows():
-    def mine(sample, grid): ...
-
     given = [
         ("a", {"bits": 4, "range": (0, 1)}),
-        (OfOp("Relu"), {"rule": mine, "z_threshold": float("inf")}),
+        (OfOp("Relu"), {"rule": our_rule, "z_threshold": float("inf")}),
         ("a", {"bits": 8, "z_threshold": 2.5}),
         ("b", {"bits": 8}),
         ("b", "float"),
@@ -349,8 +317,76 @@ def test_a_record_holds_names_and_numbers_that_json_knows():
     ]
     assert to_record(given) == {
         "a": {"bits": 8, "range": (0, 1), "z_threshold": 2.5},
-        "OfOp(Relu)": {"rule": "mine", "z_threshold": "inf"},
+        "OfOp(Relu)": {"rule": "our_rule", "z_threshold": "inf"},
         "b": "float",
         "c": {"bits": 2},
     }
     assert to_record(None) == {}
+
+
+# ---------------------------------------------------------------- narrower formats
+
+AFFINE, LOG = Format(bits=8, zero="any"), Format(bits=8, kind="log", base=2.0)
+FORMATS = {
+    "uniform": AFFINE,
+    "symmetric": Format(bits=8),
+    "power_of_two": Format(bits=8, scale="pot"),
+    "lut_symmetric": Format(bits=4, kind="lut", lut={"entries": 4}),
+    "lut_power_of_two": Format(bits=4, kind="lut", lut={"entries": 4}, scale="pot"),
+}
+#: zero points and scales may only lose freedom, and a table stays a table
+NARROWER = {
+    ("uniform", "symmetric"),
+    ("uniform", "power_of_two"),
+    ("symmetric", "power_of_two"),
+    ("lut_symmetric", "lut_power_of_two"),
+}
+
+
+@pytest.mark.parametrize("have", METHODS)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_format_is_narrowed_to_grids_that_it_holds_and_no_others(have, method):
+    fmt = FORMATS[have]
+    assert method_of(fmt) == have
+    if method != have and (have, method) not in NARROWER:
+        with pytest.raises(UnsupportedError, match="method"):
+            constrain_format(fmt, layer="conv", method=method)
+        return
+    made = constrain_format(fmt, layer="conv", method=method)
+    assert method_of(made) == method and made.bits == fmt.bits and (made == fmt) is (method == have)
+
+
+@pytest.mark.parametrize("signed, zero", [(True, 0), ("auto", 0), (False, (0, 128))])
+def test_zero_is_in_the_middle_of_unsigned_values_or_at_their_end(signed, zero):
+    """Of 8 bits 128 stands for 0 where values have both signs."""
+    made = constrain_format(Format(bits=8, zero="any", signed=signed), layer="conv", method="symmetric")
+    assert made.zero == zero and made.signed == signed
+
+
+def test_a_sign_that_the_data_decide_may_be_chosen_and_scales_per_channel_become_one():
+    auto = Format(bits=8, zero="any", signed="auto", per="channel")
+    made = constrain_format(auto, layer="conv", signed=False, per="tensor")
+    assert (made.signed, made.per, made.zero) == (False, "tensor", "any") and method_of(LOG) is None
+    for fmt in (*FORMATS.values(), auto):
+        assert constrain_format(fmt, layer="conv") == fmt
+        assert constrain_format(fmt, layer="conv", method=method_of(fmt), signed=fmt.signed, per=fmt.per) == fmt
+
+
+@pytest.mark.parametrize(
+    "fmt, wanted, words",
+    [
+        (FORMATS["power_of_two"], {"method": "symmetric"}, "this method. Got: symmetric. Allowed: power_of"),
+        (FORMATS["symmetric"], {"method": "uniform"}, "Got: uniform. Allowed: symmetric, power_of_two. Try: describe"),
+        (LOG, {"method": "symmetric"}, "Got: symmetric. Allowed: nothing else."),
+        (Format(bits=8, signed=True), {"signed": False}, "this sign. Got: False. Allowed: True."),
+        (Format(bits=8, signed=False), {"signed": True}, "this sign. Got: True. Allowed: False."),
+        (Format(bits=8), {"per": "channel"}, "this scale per. Got: channel. Allowed: tensor."),
+        (Format(bits=8, per="channel"), {"per": "block"}, "this scale per. Got: block. Allowed: channel."),
+        (Format(bits=8, per="row"), {"per": "tensor"}, "this scale per. Got: tensor. Allowed: row."),
+    ],
+    ids=str,
+)
+def test_a_format_that_does_not_hold_the_wanted_numbers_is_refused(fmt, wanted, words):
+    with pytest.raises(UnsupportedError, match=re.escape(words)) as e:
+        constrain_format(fmt, layer="conv", **wanted)
+    assert "The chip's format for 'conv' cannot have" in str(e.value)
