@@ -1,8 +1,8 @@
-"""Scales of biases: the product where the chip adds in its accumulator, and room for every bias."""
+"""Scales of tensors together: ties, signs, room for biases, sums of weights, and data that are zero."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
 
 import pytest
 import torch
@@ -10,45 +10,36 @@ from torch import nn
 
 from chipfit.calibration.collect import TensorStats
 from chipfit.decide.assignment import Assignment, TensorSpec
-from chipfit.decide.constraints import Constraint, copies
+from chipfit.decide.constraints import copies
 from chipfit.decide.scales import choose
-from chipfit.decide.statistics import needs
 from chipfit.errors import DataError, PlanError, UnsupportedError
-from chipfit.graph.ir import Graph, Node, Value
-from chipfit.pipeline import quantize
-from chipfit.platform.schema import Format, Rule
+from chipfit.graph.ir import Graph, Value
+from chipfit.platform.load import load_platform, names
+from chipfit.platform.schema import Format
 from chipfit.ranges.qparams import GREATEST_SCALE
-from tests.steps import begin
-
-
-class _Tied(nn.Module):
-    """Two layers share a weight; the second one's bias is far too large for the first guess of its scale."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.b.weight = self.a.weight
-        with torch.no_grad():
-            self.a.weight.mul_(1e-6)
-            self.b.bias.fill_(3e4)
-
-    def forward(self, x):
-        return self.b(torch.relu(self.a(x)))
+from chipfit.registry import entry
+from tests.build import graph_of, model_of, node, platform_of, quantized, sequential
+from tests.decide.test_constraints import constraint
 
 
 @pytest.fixture(scope="module")
 def tied():
+    """Two layers share a weight; the second one's bias is far too large for the first guess of its scale."""
     torch.manual_seed(0)
-    return quantize(_Tied(), [torch.randn(16, 4)], progress=False)
+    model = model_of(lambda m, x: m.b(torch.relu(m.a(x))), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+    model.b.weight = model.a.weight
+    model.a.weight.data.mul_(1e-6)
+    model.b.bias.data.fill_(3e4)
+    return quantized(model, torch.randn(16, 4))
 
 
-def test_a_weight_scale_grows_until_the_bias_fits_its_codes(tied):
+def test_a_weight_scale_grows_until_the_bias_fits_its_format(tied):
     t = tied.plan.tensors["b.bias"]
     assert tied.plan.tensors["a.weight"].origin.endswith("enlarged to store the bias")
     assert (tied.graph.weights["b.bias"] / t.scale).abs().max() <= t.grid.qmax
 
 
-def test_every_reader_of_a_tied_weight_has_its_bias_at_the_final_product(tied):
+def test_every_reader_of_a_shared_weight_has_its_bias_at_the_final_product(tied):
     plan, readers = tied.plan, [n for n in tied.graph if n.op == "Linear"]
     assert len(readers) == 2
     for n in readers:
@@ -58,29 +49,12 @@ def test_every_reader_of_a_tied_weight_has_its_bias_at_the_final_product(tied):
 
 @pytest.mark.parametrize("platform", ["vitis_dpu", "qualcomm_aic100"])
 def test_an_eight_bit_bias_has_a_range_of_its_own(platform):
-    model, x = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU()), torch.randn(4, 2, 6, 6)
-    plan = quantize(model, [x], platform, progress=False).plan
+    model = sequential(nn.Conv2d(2, 4, 3), nn.ReLU())
+    plan = quantized(model, torch.randn(4, 2, 6, 6), platform).plan
     b, w = plan.tensors["0.bias"], plan.tensors["0.weight"]
     assert b.grid.bits == 8
     assert b.scale * b.grid.qmax <= 4 * model[0].bias.detach().abs().max()
     assert "enlarged" not in w.origin
-
-
-def test_a_histogram_is_collected_only_where_a_range_is_searched():
-    steps = begin(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(8, 4), "tflite_int8")
-    a, dictated = steps.assignment, "tanh"  # 1/128 on this chip
-    assert a.tensors[dictated].rule is None
-
-    def searched(rule, z=None, slots=a.tensors):
-        return {t for t, need in needs(replace(a, tensors=slots), rule, z).items() if need.histogram}
-
-    others = {t for t, s in a.tensors.items() if s.role == "activation"} - {dictated}
-    assert searched("mse") == others and len(others) == 3
-    assert searched("no_clipping") == set() and searched("no_clipping", 3.0) == others
-    own = {**a.tensors, "linear": replace(a.tensors["linear"], rule="kl")}
-    assert searched("no_clipping", slots=own) == {"linear"}
-    own["linear"] = replace(a.tensors["linear"], rule="no_clipping")
-    assert searched("mse", slots=own) == others - {"linear"}
 
 
 # ---------------------------------------------------------------- on paper
@@ -96,16 +70,15 @@ def slot(name, fmt=A8, role="activation", **facts):
 
 def chosen(ranges, *rules, slots=(), op="Add", weights=None, floats=None, nodes=(), order=("in0", "out"), **options):
     """The tensors of one operator that reads the first of `ranges` and writes the second, by their extremes."""
-    names = list(ranges)
+    order_of = list(ranges)
     stats = {k: TensorStats(k, low=r[0], high=r[1], count=4, batches=2) for k, r in ranges.items() if r is not None}
     own = {s.name: s for s in slots}
-    slots = {k: own.get(k, slot(k)) for k in [*names, *(k for k in own if k not in names)]}
+    slots = {k: own.get(k, slot(k)) for k in [*order_of, *(k for k in own if k not in order_of)]}
     bound = {where: (k,) for where, k in zip(order, slots, strict=False)}
     bound |= {"ins": tuple(k for w, (k,) in bound.items() if w.startswith("in")), "outs": bound.get("out", ())}
-    constraint = Constraint(op=op, rules=tuple(Rule(**r) for r in rules), slots=bound)
     values = {k: Value(k, (None, 4)) for k in slots}
-    graph = Graph(list(nodes), [], [], values, weights or {})
-    assignment = Assignment(tensors=slots, constraints=(constraint,), floats=floats or {})
+    graph = Graph([node(n) if isinstance(n, str) else n for n in nodes], [], [], values, weights or {})
+    assignment = Assignment(tensors=slots, constraints=(constraint(*rules, op=op, **bound),), floats=floats or {})
     return choose(graph, assignment, stats, **{"rule": "no_clipping", "weight_rule": "no_clipping", **options})
 
 
@@ -122,43 +95,36 @@ def test_tied_tensors_take_the_range_that_covers_each():
     assert (made["x"].low, made["x"].high, made["y"].high) == (-1.0, 1.0, 3.0)
     other = chosen({"x": (0.0, 3.0), "y": (-1.0, 1.0)}, TIE)
     assert step(other["x"]) == step(other["y"]) == pytest.approx(4.0, rel=0.01)
-
-
-def test_tensors_that_nothing_ties_keep_their_own():
     made = chosen({"x": (-1.0, 1.0), "y": (0.0, 3.0)}, {**TIE, "hard": False})
     assert (step(made["x"]), step(made["y"])) == (pytest.approx(2.0), pytest.approx(3.0))
     assert made["x"].origin == made["y"].origin == "no_clipping over 2 batches"
 
 
 def test_three_tied_tensors_name_each_other():
-    made = chosen(
-        {"x": (-1.0, 0.0), "v": (0.0, 1.0), "y": (0.0, 2.0)}, {"tie": ["ins", "out"]}, order=("in0", "in1", "out")
-    )
+    ranges = {"x": (-1.0, 0.0), "v": (0.0, 1.0), "y": (0.0, 2.0)}
+    made = chosen(ranges, {"tie": ["ins", "out"]}, order=("in0", "in1", "out"))
     assert all(step(made[k]) == pytest.approx(3.0, rel=0.01) for k in "xvy")
     assert made["v"].origin.endswith(", tied with 'x', 'y'") or made["v"].origin.endswith(", tied with 'y', 'x'")
 
 
 @pytest.mark.parametrize("zp", [0, -128])
-def test_what_the_platform_dictates_is_everybodys(zp):
+def test_all_tied_tensors_have_the_scale_that_the_platform_dictates(zp):
     made = chosen({"x": (-1.0, 1.0), "y": (0.0, 3.0)}, TIE, {"fix": "out", "scale": 0.125, "zp": zp})
     for k in "xy":
         assert (float(made[k].scale), int(made[k].stored.zero_point)) == (0.125, zp)
     assert made["y"].origin == made["x"].origin == "fixed by the platform"
 
 
-def test_what_was_zero_throughout_says_nothing_about_the_others():
+def test_a_tensor_of_zeros_does_not_widen_the_others():
     made = chosen({"x": (0.0, 0.0), "y": (-0.01, 0.01)}, TIE)
     assert step(made["x"]) == step(made["y"]) == pytest.approx(0.02)
     for seen in ((0.0, 0.5), (-0.5, 0.0)):
         assert step(chosen({"x": seen, "y": (-0.01, 0.01)}, TIE)["y"]) == pytest.approx(0.51, rel=0.01)
     both = chosen({"x": (0.0, 0.0), "y": (0.0, 0.0)}, TIE)
     assert float(both["x"].scale) == float(both["y"].scale) > 0
-
-
-def test_a_constant_of_zeros_says_nothing_about_the_others():
     for fill, top in ((0.0, 0.02), (5.0, 5.01)):
-        constant = slot("c", role="weight")
-        made = chosen({"y": (-0.01, 0.01)}, TIE, slots=[constant], weights={"c": torch.full((4,), fill)})
+        constants = {"c": torch.full((4,), fill)}
+        made = chosen({"y": (-0.01, 0.01)}, TIE, slots=[slot("c", role="weight")], weights=constants)
         assert step(made["y"]) == step(made["c"]) == pytest.approx(top, rel=1e-3)
 
 
@@ -166,7 +132,7 @@ def test_a_range_known_beforehand_counts_though_it_was_zero_and_copies_have_it()
     wide = slot("x", range=(-2.0, 2.0))
     assert step(chosen({"x": None, "y": (-0.01, 0.01)}, TIE, slots=[wide])["y"]) == pytest.approx(4.0)
     # what a reshape copies has that range, whatever was seen of it
-    move = Node("m", "Reshape", ("x",), ("y",))
+    move = "y = Reshape(x)"
     moved = chosen({"x": None, "y": (-9.0, 9.0)}, TIE, slots=[wide], nodes=[move], op="Reshape")
     assert step(moved["x"]) == step(moved["y"]) == pytest.approx(4.0)
     free = chosen({"x": (-2.0, 2.0), "y": (-9.0, 9.0)}, TIE, nodes=[move], op="Reshape")
@@ -174,14 +140,7 @@ def test_a_range_known_beforehand_counts_though_it_was_zero_and_copies_have_it()
 
 
 def test_copies_are_what_only_moves_members_of_the_tie():
-    nodes = [
-        Node("m", "Reshape", ("x",), ("y",)),
-        Node("c", "Concat", ("x", "z"), ("j",)),
-        Node("a", "Add", ("x", "y"), ("s",)),
-        Node("n", "Reshape", ("s",), ("t",)),
-    ]
-    values = {k: Value(k, (None, 4)) for k in "xyzjst"}
-    graph = Graph(nodes, ["x", "z"], [], values, {})
+    graph = graph_of("y = Reshape(x)", "j = Concat(x, z)", "s = Add(x, y)", "t = Reshape(s)")
     assert copies(graph, ("x", "y", "j", "s", "t")) == {"y", "t"}
     assert copies(graph, ("x", "y", "z", "j")) == {"y", "j"}
     assert copies(graph, ("x", "z")) == set()
@@ -252,15 +211,12 @@ def test_numbers_beyond_what_kernels_multiply_are_refused_by_name():
 
 
 def test_tensors_in_float_stand_under_the_first_node_that_has_them():
-    nodes = [
-        Node("a", "Linear", ("x", "w"), ("y",), layer="first"),
-        Node("b", "Relu", ("y",), ("z",), layer="second"),
-    ]
+    nodes = node("y = Linear(x, w)", layer="first"), node("z = Relu(y)", layer="second")
     floats = {"y": "it is kept", "w": "the platform stores it in float", "x": "known", "lost": "nobody has it"}
     made = chosen({"x": (0.0, 1.0)}, floats=floats, nodes=nodes, weights={"w": torch.ones(2, 2)}, op="Linear")
     assert made["x"].quantized and made["x"].why == ""
-    said = {k: (t.role, t.layer, t.op, t.why) for k, t in made.items() if not t.quantized}
-    assert said == {
+    in_float = {k: (t.role, t.layer, t.op, t.why) for k, t in made.items() if not t.quantized}
+    assert in_float == {
         "y": ("activation", "first", "Linear", "it is kept"),
         "w": ("weight", "first", "Linear", "the platform stores it in float"),
         "lost": ("activation", "", "", "nobody has it"),
@@ -274,9 +230,104 @@ def test_earlier_numbers_are_kept_where_the_format_is_the_same():
 
 
 def test_a_tensor_that_is_tied_to_floats_alone_is_tied_to_none():
-    constraint = Constraint(op="Add", rules=(Rule(**TIE),), slots={"in0": ("x",), "out": ("y",)})
-    assignment = Assignment(tensors={"x": slot("x")}, constraints=(constraint,), floats={"y": "it is kept"})
     graph = Graph([], [], [], {k: Value(k, (None, 4)) for k in "xy"}, {})
-    seen = {"x": TensorStats("x", low=-1.0, high=1.0, count=4, batches=2)}
-    made = choose(graph, assignment, seen, rule="no_clipping")
+    tie = constraint(TIE, in0="x", out="y")
+    assignment = Assignment(tensors={"x": slot("x")}, constraints=(tie,), floats={"y": "it is kept"})
+    made = choose(graph, assignment, {"x": TensorStats("x", low=-1.0, high=1.0, batches=2)}, rule="no_clipping")
     assert made["x"].origin == "no_clipping over 2 batches" and not made["y"].quantized
+
+
+# ---------------------------------------------------------------- sums of quantized weights
+
+
+def summing(*rules):
+    linear = {"match": ["Linear", "Conv2D"], "use": [{"in": "a8", "w": "w8", "out": "a8"}], "rules": list(rules)}
+    w8 = {"bits": 8, "range": "narrow", "per": "channel"}
+    return platform_of(linear, formats={"a8": {"bits": 8, "zero": "any"}, "w8": w8})
+
+
+SUM = {"wsum_max": 508}  #: 4 times 127
+
+
+def test_sums_that_no_weights_can_exceed_are_left_out_of_the_plan():
+    """Of 3 and 4 inputs a channel cannot exceed 508, of 5, and of a 1 x 5 window, it can."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(n, m) for n, m in ((3, 4), (4, 5), (5, 8))]
+    net = sequential(*layers, nn.Unflatten(1, (1, 1, 8)), nn.Conv2d(1, 2, (1, 4)), nn.Conv2d(2, 1, (1, 5)))
+    result = quantized(net, torch.randn(8, 3), summing(SUM))
+    assert dict(result.plan.sums) == {"2.weight": 508, "5.weight": 508}
+    for name in (name for name in result.plan.tensors if name.endswith("weight")):
+        values = result.plan[name].quantize(result.graph.weights[name])
+        assert int(values.abs().flatten(1).sum(1).max()) <= 508
+
+
+def five_ones(*rules):
+    """The quantized weights of one channel of five ones: 127 each, unless the scale grows."""
+    net = nn.Linear(5, 1)
+    nn.init.ones_(net.weight)
+    result = quantized(net, torch.randn(8, 5), summing(*rules))
+    return result.plan["weight"].quantize(result.graph.weights["weight"])[0].tolist()
+
+
+def test_a_sum_that_other_rules_make_too_large_again_is_refused():
+    small = {"mono": {"w": 1}, "max": 1 / 127}
+    says = "The quantized values of 'weight' sum to more than 508, and other rules forbid a larger scale. Got: 635."
+    with pytest.raises(UnsupportedError, match=re.escape(says)):
+        five_ones(SUM, small)
+    assert five_ones({"wsum_max": 635}, small) == five_ones({**SUM, "hard": False}) == [127] * 5
+    assert sum(five_ones(SUM)) <= 508
+
+
+# ---------------------------------------------------------------- data that are zero, or nearly
+
+LITERT = [
+    n for n in names() for r in load_platform(n).runtimes[:1] if entry("runtime", r).declares.suffix == ".tflite"
+]  # fmt: skip
+LAYERS = {
+    "depthwise": (lambda: nn.Conv2d(6, 6, 1, groups=6), (6, 8, 8)),
+    "conv": (lambda: nn.Conv2d(6, 6, 1), (6, 8, 8)),
+    "linear": (lambda: nn.Linear(6, 6), (6,)),
+    "transposed": (lambda: nn.ConvTranspose2d(6, 6, 2, 2), (6, 8, 8)),
+}
+
+
+def nearly_dead(kind, most):
+    """A network whose ReLU is open for one value a channel, by so much; and its data, the last batch unseen."""
+    torch.manual_seed(0)
+    make, shape = LAYERS[kind]
+    layer, data = make(), [torch.randn(4, *shape) for _ in range(3)]
+    first = nn.Conv2d(6, 6, 1) if len(shape) == 3 else nn.Linear(6, 6)
+    model = sequential(first, layer, nn.ReLU())
+    with torch.no_grad():
+        layer.weight.mul_(30)
+        layer.bias.zero_()
+        y = torch.cat([model[:2](d) for d in data[:2]])
+        layer.bias.copy_(most - y.transpose(0, 1).flatten(1).amax(1))
+    return model, data
+
+
+@pytest.mark.parametrize("platform", LITERT)
+@pytest.mark.parametrize("most", [-1.0, 1e-6])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_relu_that_hardly_opens_is_computed_as_simulated(platform, kind, most):
+    model, data = nearly_dead(kind, most)
+    check = quantized(model, data[:2], platform).verify([data[2] * 2])
+    assert check.sound and (check.integers or not check.rows), check.summary()
+
+
+def test_zeros_throughout_get_a_grid_of_unit_size_and_do_not_widen_what_they_are_tied_to():
+    dead, x = nn.Linear(4, 4), torch.randn(8, 4).clamp(-0.1, 0.1)
+    nn.init.constant_(dead.bias, -100.0)
+    join = model_of(lambda m, x: torch.cat([m.dead(x).relu(), x], 1), dead=dead)
+    plan = quantized(join, x, "tflite_int8", rule="no_clipping").plan
+    assert float(plan["cat"].scale) == float(plan["relu"].scale) == pytest.approx(0.2 / 255)
+    plan = quantized(sequential(dead, nn.ReLU()), x, "tflite_int8").plan
+    assert float(plan["relu"].scale) == pytest.approx(1 / 255)
+
+
+def test_of_two_equal_moves_the_one_that_clips_nothing_is_taken():
+    model, data = nearly_dead("linear", 1e-6)
+    plan = quantized(model, data[:2], "ethos_u", rule="no_clipping").plan
+    seen = float(torch.cat([model[0](d).detach() for d in data[:2]]).abs().max())
+    assert float(plan["linear"].scale) * 255 >= seen  # the ReLU's scale was raised, its input's was not lowered
+    assert "moved to satisfy" in plan.tensors["relu"].origin
