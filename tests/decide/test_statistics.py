@@ -1,6 +1,6 @@
 """Calibration collects what the range rules of the assignment declare, and says where a statistic is not known."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
@@ -16,6 +16,7 @@ from chipfit.platform.schema import Format
 from chipfit.quantizers.grids import Grid
 from chipfit.ranges import choose
 from chipfit.ranges.qparams import from_min_max
+from tests.decide.test_constraints import SIGMOID, constraint
 
 I8 = Grid(bits=8, qmin=-127, qmax=127)
 
@@ -54,6 +55,10 @@ def test_calibration_collects_what_is_not_known_beforehand(rule, histogram):
     slots = slot("x"), slot("z", z_threshold=3.0), slot("r", range=(0.0, 1.0)), slot("w", role="weight")
     found = needs(assignment(*slots), rule)
     assert {name: need.histogram for name, need in found.items()} == {"x": histogram, "z": True}
+    assert needs(assignment(slot("x")), rule, 3.0)["x"].histogram  # outliers are looked for in it
+    fixed = replace(assignment(slot("x")), constraints=(constraint(SIGMOID, out="x"),))
+    assert not needs(fixed, rule)["x"].histogram
+    assert not needs(assignment(slot("x", rule="no_clipping")), rule)["x"].histogram
 
 
 def test_tensors_without_their_statistic_are_named_in_one_note():
