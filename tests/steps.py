@@ -31,6 +31,12 @@ def captured(model: nn.Module, x: torch.Tensor) -> Graph:
     return duplicate_shared_biases(fold_batch_norm(capture(model.eval(), (x,), {}))[0])[0]
 
 
+def assert_same(before: Graph, after: Graph, *inputs: torch.Tensor, rtol: float = 1e-5, atol: float = 1e-5) -> None:
+    """Check that two graphs compute the same outputs."""
+    want, got = (list(run(graph, list(inputs)).values()) for graph in (before, after))
+    torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
+
+
 @dataclass
 class Steps:
     """A model on its way to a plan."""

@@ -7,25 +7,25 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from chipfit.engine.run import run
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.passes.collapse_linear import collapse_linear
-from tests.steps import captured
+from tests.build import model_of
+from tests.steps import assert_same, captured
 
 
-def same(a, b, x) -> bool:
-    (want,), (got,) = run(a, [x]).values(), run(b, [x]).values()
-    return torch.allclose(got, want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
+def collapsed(model, x):
+    """Return the collapsed graph and its notes; it computes what it did."""
+    graph = captured(model, x)
+    new, notes = collapse_linear(graph)
+    assert_same(graph, new, x)
+    return new, notes
 
 
 def test_a_convolution_takes_in_the_point_convolution_behind_it():
-    x = torch.randn(2, 4, 9, 9)
-    graph = captured(nn.Sequential(nn.Conv2d(4, 16, 3, 2, 1), nn.Conv2d(16, 6, 1)), x)
-    new, notes = collapse_linear(graph)
+    new, notes = collapsed(nn.Sequential(nn.Conv2d(4, 16, 3, 2, 1), nn.Conv2d(16, 6, 1)), torch.randn(2, 4, 9, 9))
     (node,) = new.nodes
     assert new.shape(node.inputs[1]) == (6, 4, 3, 3)  # 216 parameters instead of 576 + 96
     assert notes == ["collapsed '1' into '0'"]
-    assert same(graph, new, x)
 
 
 def test_the_product_of_two_weights_on_paper():
@@ -42,76 +42,46 @@ def test_the_product_of_two_weights_on_paper():
 
 
 def test_a_row_of_three_collapses_to_one():
-    x = torch.randn(2, 8)
-    graph = captured(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 4)), x)
-    new, notes = collapse_linear(graph)
-    assert len(new.nodes) == 1 and len(notes) == 2 and same(graph, new, x)
+    row = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 4))
+    new, notes = collapsed(row, torch.randn(2, 8))
+    assert len(new.nodes) == 1 and len(notes) == 2
 
 
 def test_a_pair_that_would_grow_stays():
-    graph = captured(nn.Sequential(nn.Conv2d(4, 2, 3), nn.Conv2d(2, 64, 1)), torch.randn(2, 4, 5, 5))
-    new, notes = collapse_linear(graph)
-    assert len(new.nodes) == 2
-    assert notes == [
-        "'0' and '1' do not collapse: 2304 parameters instead of 200"
-    ]  # 64 * 4 * 9, not 2 * 4 * 9 + 64 * 2
+    new, notes = collapsed(nn.Sequential(nn.Conv2d(4, 2, 3), nn.Conv2d(2, 64, 1)), torch.randn(2, 4, 5, 5))
+    assert len(new.nodes) == 2  # 64 * 4 * 9, not 2 * 4 * 9 + 64 * 2
+    assert notes == ["'0' and '1' do not collapse: 2304 parameters instead of 200"]
 
 
-def test_stride_padding_groups_and_activations_in_between_stop_it():
-    for second, why in (
-        (nn.Conv2d(8, 4, 1, 2), "stride or padding"),
-        (nn.Conv2d(8, 4, 1, padding=1), "stride or padding"),
-        (nn.Conv2d(8, 4, 1, groups=2), "groups"),
-    ):
-        new, notes = collapse_linear(captured(nn.Sequential(nn.Conv2d(4, 8, 3), second), torch.randn(2, 4, 5, 5)))
-        assert len(new.nodes) == 2 and why in notes[0]
-    for second in (nn.Conv2d(8, 4, 3), nn.Sequential(nn.ReLU(), nn.Conv2d(8, 4, 1))):  # no such pair: nothing to say
-        graph = captured(nn.Sequential(nn.Conv2d(4, 8, 3), second), torch.randn(2, 4, 5, 5))
-        new, notes = collapse_linear(graph)
-        assert len(new.nodes) == len(graph.nodes) and notes == []
+@pytest.mark.parametrize("second", [nn.Conv2d(8, 4, 3), nn.Sequential(nn.ReLU(), nn.Conv2d(8, 4, 1))])
+def test_larger_kernels_and_activations_between_make_no_pair(second):
+    new, notes = collapsed(nn.Sequential(nn.Conv2d(4, 8, 3), second), torch.randn(2, 4, 5, 5))
+    assert len(new.nodes) > 1 and notes == []
 
 
 def test_what_else_is_read_is_not_collapsed():
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Conv2d(4, 8, 3), nn.Conv2d(8, 4, 1)
+    def forward(m, x):
+        y = m.a(x)
+        return y, m.b(y)
 
-        def forward(self, x):
-            y = self.a(x)
-            return y, self.b(y)
-
-    assert len(collapse_linear(captured(Both(), torch.randn(2, 4, 5, 5)))[0].nodes) == 2
+    net = model_of(forward, a=nn.Conv2d(4, 8, 3), b=nn.Conv2d(8, 4, 1))
+    assert len(collapsed(net, torch.randn(2, 4, 5, 5))[0].nodes) == 2
 
 
 def test_an_added_constant_becomes_the_bias():
-    class Constants(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.linear = nn.Conv2d(3, 4, 3, bias=False), nn.Linear(4, 2)
-            self.shift, self.row = nn.Parameter(torch.randn(4, 1, 1)), nn.Parameter(torch.randn(2))
+    def forward(m, x):
+        y = (0.5 + (m.conv(x) + m.shift)).relu()
+        return m.linear(y.mean((2, 3))) - m.row
 
-        def forward(self, x):
-            y = (0.5 + (self.conv(x) + self.shift)).relu()
-            return self.linear(y.mean((2, 3))) - self.row
-
-    x = torch.randn(2, 3, 5, 5)
-    graph = captured(Constants(), x)
-    new, notes = collapse_linear(graph)
+    layers = {"conv": nn.Conv2d(3, 4, 3, bias=False), "linear": nn.Linear(4, 2)}
+    net = model_of(forward, **layers, shift=torch.randn(4, 1, 1), row=torch.randn(2))
+    new, notes = collapsed(net, torch.randn(2, 3, 5, 5))
     assert not {"Add", "Sub"} & {n.op for n in new.nodes} and len(notes) == 3
-    assert same(graph, new, x)
 
 
 def test_a_constant_that_differs_from_place_to_place_stays_an_addition():
-    class Map(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.map = nn.Conv2d(3, 4, 3, padding=1), nn.Parameter(torch.randn(4, 5, 5))
-
-        def forward(self, x):
-            return self.conv(x) + self.map
-
-    assert len(collapse_linear(captured(Map(), torch.randn(2, 3, 5, 5)))[0].nodes) == 2
+    net = model_of(lambda m, x: m.conv(x) + m.map, conv=nn.Conv2d(3, 4, 3, padding=1), map=torch.randn(4, 5, 5))
+    assert len(collapsed(net, torch.randn(2, 3, 5, 5))[0].nodes) == 2
 
 
 # ---------------------------------------------------------------- pairs of a few nodes
@@ -158,7 +128,7 @@ def test_a_constant_for_each_channel_of_images_joins_the_bias(op, ins, constant,
     assert len(new.nodes) == (1 if taken else 2)
     if taken:
         assert new.nodes[0].inputs[2] == "a.bias" and new.nodes[0].output == "z" and "y" not in new.values
-        assert same(graph, new, torch.randn(2, *shapes[0][1:]))
+        assert_same(graph, new, torch.randn(2, *shapes[0][1:]))
 
 
 @pytest.mark.parametrize(
@@ -176,7 +146,8 @@ def test_a_constant_for_each_number_of_a_linear_layer_joins_the_bias(constant, t
     shapes = (None, 5, 3), (None, 5, 4), (None, 5, 4)
     graph = pair_of(("Linear", ["x", "a.weight"], {}), ("Add", "cy", {}), shapes, weights=weights)
     new, _ = collapse_linear(graph)
-    assert len(new.nodes) == (1 if taken else 2) and same(graph, new, torch.randn(2, 5, 3))
+    assert len(new.nodes) == (1 if taken else 2)
+    assert_same(graph, new, torch.randn(2, 5, 3))
 
 
 def test_a_constant_of_an_operator_whose_weight_is_shared_or_whose_result_is_returned_stays():
@@ -210,7 +181,7 @@ def test_which_pairs_of_convolutions_are_one(first, second, change, why):
     new, notes = collapse_linear(graph)
     assert len(new.nodes) == (1 if why is None else 2)
     if why is None:
-        assert same(graph, new, images)
+        assert_same(graph, new, images)
     else:
         assert notes == ([f"'a' and 'b' do not collapse: {why}"] if why else [])
 
@@ -237,8 +208,5 @@ def test_a_first_convolution_of_groups_stays_and_other_kinds_are_no_pair():
 
 def test_what_is_no_pair_or_refused_keeps_no_other_from_it():
     rows = nn.Linear(3, 1), nn.Linear(1, 3), nn.ReLU(), nn.Linear(3, 3), nn.Linear(3, 1)
-    x = torch.randn(2, 3)
-    graph = captured(nn.Sequential(nn.ReLU(), *rows), x)
-    new, notes = collapse_linear(graph)
+    _, notes = collapsed(nn.Sequential(nn.ReLU(), *rows), torch.randn(2, 3))
     assert notes == ["'1' and '2' do not collapse: 9 parameters instead of 6", "collapsed '5' into '4'"]
-    assert same(graph, new, x)

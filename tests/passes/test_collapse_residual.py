@@ -6,18 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from chipfit.engine.run import run
 from chipfit.passes.collapse_residual import collapse_residual
-from tests.steps import captured
+from tests.build import model_of
+from tests.steps import assert_same, captured
 
 
-class Skip(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        return (x + self.layer(x)).relu()
+def skip(layer: nn.Module) -> nn.Module:
+    return model_of(lambda m, x: (x + m.layer(x)).relu(), layer=layer)
 
 
 LAYERS = {
@@ -33,11 +28,10 @@ LAYERS = {
 @pytest.mark.parametrize("name", ["plain", "grouped", "depthwise dilated", "point"])
 def test_the_addition_goes_into_the_centre_tap(name):
     x = torch.randn(2, 6, 7, 7)
-    graph = captured(Skip(LAYERS[name]), x)
+    graph = captured(skip(LAYERS[name]), x)
     new, notes = collapse_residual(graph)
     assert [n.op for n in new.nodes] == [graph.nodes[0].op, "Relu"] and len(notes) == 1
-    (want,), (got,) = run(graph, [x]).values(), run(new, [x]).values()
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert_same(graph, new, x)
     before, after = graph.weights["layer.weight"], new.weights["layer.weight"]
     moved = after - before
     assert float(moved.sum()) == pytest.approx(6) and int((moved != 0).sum()) == 6  # one tap for each of six channels
@@ -46,41 +40,26 @@ def test_the_addition_goes_into_the_centre_tap(name):
 
 
 def test_a_linear_layer_gets_the_identity():
-    new, _ = collapse_residual(captured(Skip(nn.Linear(3, 3, bias=False)), torch.randn(2, 3)))
+    new, _ = collapse_residual(captured(skip(nn.Linear(3, 3, bias=False)), torch.randn(2, 3)))
     assert [n.op for n in new.nodes] == ["Linear", "Relu"]
 
 
 def test_a_convolution_without_a_tap_at_its_own_place_stays():
-    class Shifted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = nn.Conv2d(4, 4, 2, padding=1, dilation=2)
-
-        def forward(self, x):
-            return self.conv(x) + x
-
-    new, notes = collapse_residual(captured(Shifted(), torch.randn(2, 4, 6, 6)))
+    net = model_of(lambda m, x: m.conv(x) + x, conv=nn.Conv2d(4, 4, 2, padding=1, dilation=2))
+    new, notes = collapse_residual(captured(net, torch.randn(2, 4, 6, 6)))
     assert len(new.nodes) == 2
     assert notes == ["'conv' keeps its residual addition 'add': no tap of its kernel reads the output's own position"]
 
 
 def test_other_shapes_strides_and_readers_stop_it():
     x = torch.randn(2, 6, 1, 1)
-    new, notes = collapse_residual(captured(Skip(LAYERS["strided"]), x))
+    new, notes = collapse_residual(captured(skip(LAYERS["strided"]), x))
     assert len(new.nodes) == 3 and len(notes) == 1
-    new, notes = collapse_residual(captured(Skip(LAYERS["even"]), torch.randn(2, 6, 5, 5)))
+    new, notes = collapse_residual(captured(skip(LAYERS["even"]), torch.randn(2, 6, 5, 5)))
     assert len(new.nodes) == 4 and notes == []  # the convolution reads the padded tensor, not x
 
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = nn.Conv2d(4, 4, 1)
-
-        def forward(self, x):
-            y = self.conv(x)
-            return x + y, y * 2
-
-    new, notes = collapse_residual(captured(Twice(), torch.randn(2, 4, 3, 3)))
+    net = model_of(lambda m, x: (x + (y := m.conv(x)), y * 2), conv=nn.Conv2d(4, 4, 1))
+    new, notes = collapse_residual(captured(net, torch.randn(2, 4, 3, 3)))
     assert len(new.nodes) == 3 and notes == []
 
 
@@ -93,31 +72,26 @@ def test_other_shapes_strides_and_readers_stop_it():
     ],
 )
 def test_an_operand_that_is_repeated_is_no_residual(layer, x):
-    graph = captured(Skip(layer), x)
+    graph = captured(skip(layer), x)
     new, notes = collapse_residual(graph)
     assert new.nodes == graph.nodes and notes == ["'layer' keeps its residual addition 'add': the shapes differ"]
     assert torch.equal(new.weights["layer.weight"], graph.weights["layer.weight"])
 
 
 def test_weights_of_several_operators_stay_and_a_refusal_ends_nothing():
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1)
-
-        def forward(self, x):
-            x = self.a(x) + x
-            x = x + self.a(x)
-            return x + self.b(x)
+    def forward(m, x):
+        x = m.a(x) + x
+        x = x + m.a(x)
+        return x + m.b(x)
 
     x = torch.randn(2, 2, 3, 3)
-    graph = captured(Two(), x)
+    graph = captured(model_of(forward, a=nn.Conv2d(2, 2, 1), b=nn.Conv2d(2, 2, 1)), x)
     new, notes = collapse_residual(graph)
     assert [n.op for n in new.nodes] == ["Conv2D", "Add", "Conv2D", "Add", "Conv2D"]
     why = "'a.weight' is read by several operators"
     assert notes[:2] == [f"'a' keeps its residual addition '{k}': {why}" for k in ("add", "add_1")]
     assert notes[2:] == ["collapsed the residual addition 'add_2' into 'b'"]
-    torch.testing.assert_close(list(run(new, [x]).values()), list(run(graph, [x]).values()), rtol=1e-5, atol=1e-5)
+    assert_same(graph, new, x)
     assert not {n.output for n in graph.nodes} <= set(new.values)  # the convolution's old result is gone
 
 
@@ -133,7 +107,7 @@ def test_weights_of_several_operators_stay_and_a_refusal_ends_nothing():
     ],
 )
 def test_the_tap_that_reads_the_outputs_own_position(settings, tap):
-    graph = captured(Skip(nn.Conv2d(1, 1, bias=False, **settings)), torch.randn(1, 1, 1, 1))
+    graph = captured(skip(nn.Conv2d(1, 1, bias=False, **settings)), torch.randn(1, 1, 1, 1))
     if tap is None:
         assert len(collapse_residual(graph)[0].nodes) == 3
         return

@@ -10,40 +10,20 @@ from chipfit.engine.run import run
 from chipfit.passes.equalize import equalize
 from chipfit.quantizers.grids import Grid, fake_quantize
 from chipfit.ranges.qparams import from_min_max
-from tests.steps import captured
-
-
-def test_the_scales_of_equation_11_on_paper():
-    net = nn.Sequential(nn.Linear(1, 2), nn.ReLU(), nn.Linear(2, 1))
-    with torch.no_grad():
-        net[0].weight.copy_(torch.tensor([[8.0], [0.5]]))
-        net[0].bias.copy_(torch.tensor([4.0, 1.0]))
-        net[2].weight.copy_(torch.tensor([[2.0, 2.0]]))
-    new, notes = equalize(captured(net, torch.randn(2, 1)))
-    # s = sqrt(8 / 2), sqrt(0.5 / 2) = 2, 0.5
-    assert new.weights["0.weight"].flatten().tolist() == [4.0, 1.0]
-    assert new.weights["0.bias"].tolist() == [2.0, 2.0]
-    assert new.weights["2.weight"].flatten().tolist() == [4.0, 1.0]
-    assert notes[-1] == "equalized '0' with '2'"
+from tests.build import model_of
+from tests.steps import assert_same, captured
 
 
 def test_a_chain_with_a_depthwise_convolution_and_a_dead_channel():
-    net = nn.Sequential(
-        nn.Conv2d(3, 8, 1),
-        nn.ReLU(),
-        nn.Conv2d(8, 8, 3, padding=1, groups=8),
-        nn.ReLU(),
-        nn.AvgPool2d(2),
-        nn.Conv2d(8, 4, 1),
-    )
+    depthwise = nn.Conv2d(8, 8, 3, padding=1, groups=8)
+    net = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), depthwise, nn.ReLU(), nn.AvgPool2d(2), nn.Conv2d(8, 4, 1))
     with torch.no_grad():
         net[0].weight.mul_(torch.logspace(-2, 1, 8).view(-1, 1, 1, 1))
         net[2].weight[3] = 0
     x = torch.randn(2, 3, 6, 6)
     graph = captured(net, x)
     new, _ = equalize(graph)
-    (want,), (got,) = run(graph, [x]).values(), run(new, [x]).values()
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert_same(graph, new, x)
     ranges = [new.weights[f"{k}.weight"].abs() for k in (0, 2, 5)]
     r = [ranges[0].amax((1, 2, 3)), ranges[1].amax((1, 2, 3)), ranges[2].amax((0, 2, 3))]
     live = torch.arange(8) != 3
@@ -86,7 +66,7 @@ def test_what_cannot_be_scaled_back_says_why():
     assert all(torch.equal(w, new.weights[k]) for k, w in graph.weights.items())
 
 
-def test_a_2_by_2_pair_on_paper():
+def test_the_scales_of_equation_11_on_paper():
     """r1 = (4, 9) along rows, r2 = (1, 4) along columns: s = sqrt(r1 r2) / r2 = (2 / 1, 6 / 4)."""
     net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2, bias=False))
     with torch.no_grad():
@@ -94,7 +74,8 @@ def test_a_2_by_2_pair_on_paper():
         net[0].bias.copy_(torch.tensor([1.0, 3.0]))
         net[2].weight.copy_(torch.tensor([[1.0, 4.0], [-0.25, 1.0]]))
     x = torch.tensor([[1.0, -1.0]])
-    new, _ = equalize(captured(net, x))
+    new, notes = equalize(captured(net, x))
+    assert notes[-1] == "equalized '0' with '2'"
     assert new.weights["0.weight"].tolist() == [[0.5, -2.0], [6.0, 2.0]]
     assert new.weights["0.bias"].tolist() == [0.5, 2.0]
     assert new.weights["2.weight"].tolist() == [[2.0, 6.0], [-0.5, 1.5]]
@@ -124,18 +105,11 @@ def test_channels_are_found_on_every_kind_of_weight(first, second):
 
 
 def test_the_widest_of_several_readers_counts():
-    class Fork(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.a, self.b = (nn.Linear(1, 1, bias=False) for _ in range(3))
-            for layer, w in ((self.first, 8.0), (self.a, 0.5), (self.b, 2.0)):
-                nn.init.constant_(layer.weight, w)
-
-        def forward(self, x):
-            y = torch.relu(self.first(x))
-            return self.a(y) + self.b(y)
-
-    new, _ = equalize(captured(Fork(), torch.randn(2, 1)))  # s = sqrt(8 / 2) = 2
+    layers = {k: nn.Linear(1, 1, bias=False) for k in ("first", "a", "b")}
+    for layer, w in zip(layers.values(), (8.0, 0.5, 2.0), strict=True):
+        nn.init.constant_(layer.weight, w)
+    net = model_of(lambda m, x: m.a(y := torch.relu(m.first(x))) + m.b(y), **layers)
+    new, _ = equalize(captured(net, torch.randn(2, 1)))  # s = sqrt(8 / 2) = 2
     assert [float(new.weights[f"{k}.weight"]) for k in ("first", "a", "b")] == [4.0, 1.0, 4.0]
 
 
@@ -166,27 +140,23 @@ def test_activations_between_linear_layers_of_any_rank_are_crossed(act):
     graph = captured(net, x)
     new, notes = equalize(graph)
     assert "equalized '0' with '2'" in notes
-    torch.testing.assert_close(list(run(new, [x]).values()), list(run(graph, [x]).values()), rtol=1e-5, atol=1e-5)
+    assert_same(graph, new, x)
     r = [new.weights["0.weight"].abs().amax(1), new.weights["2.weight"].abs().amax(0)]
     torch.testing.assert_close(r[0], r[1], rtol=0.01, atol=0)
 
 
 @pytest.mark.parametrize("shared", ["first", "last"])
 def test_weights_of_several_operators_stay_and_pairs_behind_them_do_not(shared):
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
-            with torch.no_grad():
-                self.b.weight.mul_(8.0)
+    def forward(m, x):
+        x = torch.relu(m.a(x))
+        x = torch.relu(m.a(x)) if shared == "first" else x
+        x = m.c(torch.relu(m.b(x)))
+        return x if shared == "first" else m.c(torch.relu(x))
 
-        def forward(self, x):
-            x = torch.relu(self.a(x))
-            x = torch.relu(self.a(x)) if shared == "first" else x
-            x = self.c(torch.relu(self.b(x)))
-            return x if shared == "first" else self.c(torch.relu(x))
-
-    graph = captured(Tied(), torch.randn(2, 2))
+    net = model_of(forward, a=nn.Linear(2, 2), b=nn.Linear(2, 2), c=nn.Linear(2, 2))
+    with torch.no_grad():
+        net.b.weight.mul_(8.0)
+    graph = captured(net, torch.randn(2, 2))
     new, notes = equalize(graph)
     tied = "a.weight" if shared == "first" else "c.weight"
     assert any(n.endswith(f"is not equalized: '{tied}' is read by several operators") for n in notes)

@@ -10,6 +10,7 @@ from chipfit.engine.run import run
 from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.passes.fold_batch_norm import fold_batch_norm
+from tests.build import model_of
 
 
 def folded(model, x):
@@ -53,9 +54,7 @@ def test_without_a_bias_and_without_gamma_and_beta():
     assert graph.weights["0.bias"].tolist() == pytest.approx([(1 - 4) * 2, (-1 - 3) * 0.5], rel=1e-6)
 
 
-def test_momentum_changes_nothing_and_epsilon_does():
-    at = [folded(on_paper(momentum=m), torch.randn(2, 1, 3, 3))[0].weights["0.weight"] for m in (0.1, 0.9)]
-    assert torch.equal(*at)
+def test_epsilon_is_added_to_the_variance():
     net = on_paper()
     net[1].eps = 0.84  # 0.2 + 0.84 = 1.04, 3.95 + 0.84 = 4.79
     got = folded(net, torch.randn(2, 1, 3, 3))[0].weights["0.weight"].flatten().tolist()
@@ -93,80 +92,53 @@ def test_the_channel_axis_is_that_of_the_outputs(name):
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
 
-class Two(nn.Module):
-    """One convolution read twice, each time with a batch norm behind."""
-
-    def __init__(self, same, eps=1e-5):
-        super().__init__()
-        self.conv, self.a = nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2)
-        self.b = self.a if same else nn.BatchNorm2d(2, eps=eps)
-        if not same:
-            self.b.load_state_dict(self.a.state_dict())
-
-    def forward(self, x):
-        return self.a(self.conv(x)) + self.b(self.conv(x + 1))
+def two(same, eps=1e-5):
+    """Return one convolution that is applied twice, each time with a batch norm behind."""
+    a, b = nn.BatchNorm2d(2), nn.BatchNorm2d(2, eps=eps)
+    b = a if same else b
+    b.load_state_dict(a.state_dict())
+    return model_of(lambda m, x: m.a(m.conv(x)) + m.b(m.conv(x + 1)), conv=nn.Conv2d(2, 2, 1), a=a, b=b)
 
 
 def test_a_shared_weight_is_folded_once_and_only_for_one_batch_norm():
     x = torch.randn(2, 2, 3, 3)
-    graph, notes = folded(Two(same=True), x)
+    graph, notes = folded(two(same=True), x)
     assert notes == ["folded batch norm 'a' into 'conv'"] and "BatchNorm" not in {n.op for n in graph.nodes}
     for eps in (1e-5, 0.5):  # equal numbers in other tensors, and another epsilon
-        graph, notes = folded(Two(same=False, eps=eps), x)
+        graph, notes = folded(two(same=False, eps=eps), x)
         assert sum(n.op == "BatchNorm" for n in graph.nodes) == 2
         assert all("is also read elsewhere, folding would change that reader" in n for n in notes)
 
 
-class OneNormTwice(nn.Module):
+def one_norm_twice(m, x):
     """Weight and statistics are shared, epsilon is not."""
 
-    def __init__(self):
-        super().__init__()
-        self.conv, self.bn = nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2)
+    def norm(y, eps):
+        bn = m.bn
+        return nn.functional.batch_norm(y, bn.running_mean, bn.running_var, bn.weight, bn.bias, eps=eps)
 
-    def forward(self, x):
-        def norm(y, eps):
-            bn = self.bn
-            return nn.functional.batch_norm(y, bn.running_mean, bn.running_var, bn.weight, bn.bias, eps=eps)
-
-        return norm(self.conv(x), 1e-5) + norm(self.conv(x + 1), 0.5)
+    return norm(m.conv(x), 1e-5) + norm(m.conv(x + 1), 0.5)
 
 
 def test_the_same_statistics_with_another_epsilon_are_another_batch_norm():
     x = torch.randn(2, 2, 3, 3)
-    net = OneNormTwice()
+    net = model_of(one_norm_twice, conv=nn.Conv2d(2, 2, 1), bn=nn.BatchNorm2d(2))
     graph, _ = folded(net, x)
     assert sum(n.op == "BatchNorm" for n in graph.nodes) == 2
     (got,) = run(graph, [x]).values()
     torch.testing.assert_close(got, net(x), rtol=1e-6, atol=1e-6)
 
 
-class Returned(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv, self.bn = nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2)
-
-    def forward(self, x):
-        y = self.conv(x)
-        return y, self.bn(y)
-
-
-class Sequences(nn.Module):
-    """A batch norm over axis 1 of [N, 3, 3]; the linear layer's outputs lie along axis 2."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.bn = nn.Linear(3, 3), nn.BatchNorm1d(3)
-
-    def forward(self, x):
-        return self.bn(self.linear(x))
+RETURNED = model_of(lambda m, x: (y := m.conv(x), m.bn(y)), conv=nn.Conv2d(2, 2, 1), bn=nn.BatchNorm2d(2))
+#: a batch norm over axis 1 of [N, 3, 3]; the linear layer's outputs lie along axis 2
+SEQUENCES = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
 
 
 @pytest.mark.parametrize(
     "model, shape, why",
     [
-        (Returned(), (2, 2, 3, 3), "stays: the output of 'conv' is also read elsewhere"),
-        (Sequences(), (2, 3, 3), "its channel axis is not the axis of the linear layer's outputs"),
+        (RETURNED, (2, 2, 3, 3), "stays: the output of 'conv' is also read elsewhere"),
+        (SEQUENCES, (2, 3, 3), "its channel axis is not the axis of the linear layer's outputs"),
         (nn.Sequential(nn.ReLU(), nn.BatchNorm2d(2)), (2, 2, 3, 3), "it follows Relu, which has no weights"),
         (nn.Sequential(nn.BatchNorm2d(2)), (2, 2, 3, 3), "it follows the input, which has no weights"),
     ],
@@ -273,18 +245,14 @@ def test_a_bias_is_called_as_its_weight_is(weight, bias):
 def test_what_stays_keeps_no_other_from_folding():
     """A batch norm of the input, one behind a weight that is read elsewhere, and one that folds."""
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tied, self.last = nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1)
-            self.first, self.second, self.third = (nn.BatchNorm2d(2) for _ in range(3))
+    def forward(m, x):
+        x = m.second(m.tied(m.first(x)))
+        return m.third(m.last(m.tied(x).relu()))
 
-        def forward(self, x):
-            x = self.second(self.tied(self.first(x)))
-            return self.third(self.last(self.tied(x).relu()))
-
+    norms = {k: nn.BatchNorm2d(2) for k in ("first", "second", "third")}
+    net = model_of(forward, tied=nn.Conv2d(2, 2, 1), last=nn.Conv2d(2, 2, 1), **norms)
     x = torch.randn(2, 2, 3, 3)
-    graph, notes = folded(Net(), x)
+    graph, notes = folded(net, x)
     assert notes[0] == "folded batch norm 'third' into 'last'" and len(notes) == 3
     assert any("it follows the input, which has no weights" in n for n in notes[1:])
     assert any("weight 'tied.weight' is also read elsewhere, folding would change that reader" in n for n in notes[1:])
