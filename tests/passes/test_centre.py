@@ -10,9 +10,9 @@ from torch import nn
 
 from chipfit.calibration.collect import Need, TensorStats, collect
 from chipfit.decide import statistics
-from chipfit.engine.run import run
 from chipfit.passes.centre import centre, with_means
-from tests.steps import Steps, begin
+from tests.build import model_of
+from tests.steps import Steps, assert_same, begin
 
 
 def centred(model: nn.Module, x: torch.Tensor, platform: str = "ort_cpu") -> tuple[Steps, Steps, list[str]]:
@@ -26,8 +26,7 @@ def centred(model: nn.Module, x: torch.Tensor, platform: str = "ort_cpu") -> tup
 
 def same(before: Steps, after: Steps, *inputs: torch.Tensor) -> None:
     for x in inputs:
-        (want,), (got,) = run(before.graph, [x]).values(), run(after.graph, [x]).values()
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        assert_same(before.graph, after.graph, x)
 
 
 def means(steps: Steps, name: str) -> torch.Tensor:
@@ -50,25 +49,20 @@ def test_a_pair_of_linear_layers_on_paper():
     assert notes[0] == "centred the result of '0' by at most 9"
 
 
-class Bottlenecks(nn.Module):
+def bottlenecks(m, x):
     """Narrow tensors that are read by 1x1 convolutions and added up, and one that is padded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.wide, self.last = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 8, 1, groups=2), nn.Conv2d(4, 2, 1)
-        self.narrow, self.again, self.beside = nn.Conv2d(8, 4, 3, padding=1), nn.Conv2d(4, 4, 1), nn.Conv2d(3, 4, 3)
-
-    def forward(self, x):
-        a = self.first(x)
-        b = a + self.narrow(torch.relu(self.wide(a)))  # a has a reader of its own, the convolution's result none
-        c = self.beside(x) + self.again(b) + b
-        return self.last(c)
+    a = m.first(x)
+    b = a + m.narrow(torch.relu(m.wide(a)))  # a has a reader of its own, the convolution's result none
+    c = m.beside(x) + m.again(b) + b
+    return m.last(c)
 
 
 def test_the_shift_of_a_sum_is_that_of_its_operands_and_every_stored_sum_is_centred():
     torch.manual_seed(0)
     x = torch.randn(8, 3, 7, 7) + 1
-    before, after, notes = centred(Bottlenecks().eval(), x)
+    layers = {"first": nn.Conv2d(3, 4, 3), "wide": nn.Conv2d(4, 8, 1, groups=2), "last": nn.Conv2d(4, 2, 1)}
+    layers |= {"narrow": nn.Conv2d(8, 4, 3, padding=1), "again": nn.Conv2d(4, 4, 1), "beside": nn.Conv2d(3, 4, 3)}
+    before, after, notes = centred(model_of(bottlenecks, **layers), x)
     same(before, after, x, torch.randn(4, 3, 7, 7) * 5)
     read = {n.data for n in before.graph.nodes if n.who in ("wide", "again", "last")}
     assert len(read) == 3
@@ -87,22 +81,11 @@ def test_every_position_of_a_kernel_takes_the_mean(groups):
     same(before, after, x, torch.randn(2, 3, 7, 7) * 5)
 
 
-class Skip(nn.Module):
-    """One operand of the sum cannot lose anything: the other one takes the mean of both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Conv2d(2, 3, 1), nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 2, 1)
-
-    def forward(self, x):
-        y = torch.relu(self.a(x))
-        return self.c(y + self.b(y))
-
-
 def test_the_operand_that_can_takes_the_rest_of_the_mean():
     torch.manual_seed(1)
     x = torch.randn(8, 2, 5, 5)
-    before, after, _ = centred(Skip().eval(), x)
+    layers = {"a": nn.Conv2d(2, 3, 1), "b": nn.Conv2d(3, 3, 3, padding=1), "c": nn.Conv2d(3, 2, 1)}
+    before, after, _ = centred(model_of(lambda m, x: m.c((y := torch.relu(m.a(x))) + m.b(y)), **layers), x)
     same(before, after, x, torch.randn(3, 2, 5, 5) * 4)
     (total,) = (n.output for n in before.graph.nodes if n.op == "Add")
     assert float(means(before, total).abs().max()) > 0.05 and float(means(after, total).abs().max()) < 1e-5
@@ -154,30 +137,17 @@ def test_what_the_model_returns_and_what_lies_on_another_axis_stays():
 
 
 def test_a_bias_that_is_shared_takes_no_constant():
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
-
-        def forward(self, x):
-            return self.c(self.b(self.a(self.a(x))))
-
-    notes = told(Tied(), torch.randn(5, 2) + 1)
+    layers = {k: nn.Linear(2, 2) for k in "abc"}
+    net = model_of(lambda m, x: m.c(m.b(m.a(m.a(x)))), **layers)
+    notes = told(net, torch.randn(5, 2) + 1)
     shared = "'a.weight' is read by several operators"
     assert notes[:2] == [f"the result of 'a' is not centred: {shared}"] * 2
     assert notes[2].startswith("centred the result of 'b' by at most ")
 
 
 def test_a_sum_of_what_cannot_lose_anything_stays():
-    class Sum(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.last = nn.Linear(2, 2, bias=False), nn.Linear(2, 2)
-
-        def forward(self, x):
-            return self.last(self.a(x) + x)
-
-    notes = told(Sum(), torch.randn(5, 2) + 1)
+    layers = {"a": nn.Linear(2, 2, bias=False), "last": nn.Linear(2, 2)}
+    notes = told(model_of(lambda m, x: m.last(m.a(x) + x), **layers), torch.randn(5, 2) + 1)
     assert "the result of 'add' is not centred: no operand of the sum can lose anything" in notes
     assert not any(n.startswith("centred") for n in notes)
 

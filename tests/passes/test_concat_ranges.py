@@ -8,33 +8,33 @@ import torch
 from torch import nn
 
 from chipfit.passes.concat_ranges import concat_groups
-from tests.steps import begin
+from tests.build import model_of
+from tests.steps import Steps, begin
 
 
-class Nested(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Conv2d(3, 4, 1) for _ in range(3))
+def nested(m, x):
+    inner = torch.cat([m.a(x), m.b(x)], 1)
+    return torch.cat([inner, m.c(x), inner], 1).relu()
 
-    def forward(self, x):
-        inner = torch.cat([self.a(x), self.b(x)], 1)
-        return torch.cat([inner, self.c(x), inner], 1).relu()
+
+def steps_of_nested() -> Steps:
+    return begin(model_of(nested, **{k: nn.Conv2d(3, 4, 1) for k in "abc"}), torch.randn(2, 3, 4, 4))
 
 
 def test_each_concatenation_gives_its_result_and_its_inputs_the_inner_one_first():
-    steps = begin(Nested(), torch.randn(2, 3, 4, 4))
+    steps = steps_of_nested()
     a, b, inner, c, outer = (n.output for n in steps.graph.nodes[:5])
     assert concat_groups(steps.graph, steps.assignment) == [[inner, a, b], [outer, inner, c]]
 
 
 def test_a_concatenation_that_is_not_stored_in_codes_has_no_group():
-    steps = begin(Nested(), torch.randn(2, 3, 4, 4))
+    steps = steps_of_nested()
     steps.assignment.tensors.clear()
     assert concat_groups(steps.graph, steps.assignment) == []
 
 
 def test_what_is_stored_otherwise_or_not_at_all_stays_out_of_a_group():
-    steps = begin(Nested(), torch.randn(2, 3, 4, 4))
+    steps = steps_of_nested()
     a, b, inner, c, outer = (n.output for n in steps.graph.nodes[:5])
     del steps.assignment.tensors[a]
     steps.assignment.tensors[c] = replace(steps.assignment.tensors[c], format_name="another")

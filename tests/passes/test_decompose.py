@@ -18,6 +18,19 @@ from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from tests.build import stored
 
 X, C = (2, 6, 4, 4), 6
+
+
+def conv(stride, padding, dilation, groups, output_padding):
+    """Return the attributes of a transposed convolution."""
+    out = {"stride": tuple(stride), "padding": tuple(padding), "dilation": tuple(dilation)}
+    return {**out, "groups": groups, "output_padding": tuple(output_padding)}
+
+
+def attend(causal=False, scale=None, shared=False):
+    """Return the attributes of attention."""
+    return {"is_causal": causal, "scale": scale, "enable_gqa": shared}
+
+
 NORM = {"w": (C,), "b": (C,)}
 #: operator -> shapes of its data operands, attributes, shapes of its weights by slot
 CASES: dict[str, list[tuple[list[tuple[int, ...]], dict, dict]]] = {
@@ -42,30 +55,16 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], dict, dict]]] = {
     },
     **{
         f"TransposeConv{n}D": [
-            (
-                [(2, 6, *[4] * n)],
-                {
-                    "stride": (2,) * n,
-                    "padding": ((1, 0),) * n,
-                    "dilation": (1,) * n,
-                    "groups": 3,
-                    "output_padding": (1,) * n,
-                },
-                {"w": (6, 2, *[3] * n), "b": (6,)},
-            )
+            ([(2, 6, *[4] * n)], conv([2] * n, [(1, 0)] * n, [1] * n, 3, [1] * n), {"w": (6, 2, *[3] * n), "b": (6,)})
         ]
         for n in (1, 2)
     },
     "SDPA": [
-        ([(2, 3, 4, 8), (2, 3, 5, 8), (2, 3, 5, 8)], {"is_causal": False, "scale": None, "enable_gqa": False}, {}),
-        ([(2, 3, 4, 8)] * 3, {"is_causal": True, "scale": 0.3, "enable_gqa": False}, {}),
-        ([(2, 3, 4, 8)] * 3, {"is_causal": False, "scale": None, "enable_gqa": False}, {"mask": (4, 4)}),
-        (
-            [(2, 6, 4, 8), *[(2, 2, 5, 8)] * 2],
-            {"is_causal": False, "scale": None, "enable_gqa": True},
-            {"mask": (1, 5)},
-        ),
-        ([(2, 6, 4, 8), *[(2, 1, 4, 8)] * 2], {"is_causal": True, "scale": 0.3, "enable_gqa": True}, {}),
+        ([(2, 3, 4, 8), (2, 3, 5, 8), (2, 3, 5, 8)], attend(), {}),
+        ([(2, 3, 4, 8)] * 3, attend(causal=True, scale=0.3), {}),
+        ([(2, 3, 4, 8)] * 3, attend(), {"mask": (4, 4)}),
+        ([(2, 6, 4, 8), *[(2, 2, 5, 8)] * 2], attend(shared=True), {"mask": (1, 5)}),
+        ([(2, 6, 4, 8), *[(2, 1, 4, 8)] * 2], attend(causal=True, scale=0.3, shared=True), {}),
     ],
     "Roll": [([X], {"shifts": (1, -2), "axes": (2, 3)}, {})],
     "SpaceToDepth": [([X], {"block": 2}, {})],
@@ -105,27 +104,14 @@ _MORE: dict[str, list[tuple[list[tuple[int, ...]], dict, dict]]] = {
         ]
         for kind in ("Avg", "Max")
     },
-    "TransposeConv1D": [
-        (
-            [(2, 4, 5)],
-            {"stride": (3,), "padding": ((1, 2),), "dilation": (2,), "groups": 2, "output_padding": (1,)},
-            {"w": (4, 3, 4)},
-        )
-    ],
+    "TransposeConv1D": [([(2, 4, 5)], conv([3], [(1, 2)], [2], 2, [1]), {"w": (4, 3, 4)})],
     "TransposeConv2D": [
-        (
-            [(2, 4, 5, 3)],
-            {
-                "stride": (3, 1), "padding": ((1, 2), (0, 1)), "dilation": (1, 2), "groups": 2,
-                "output_padding": (1, 0),
-            },
-            {"w": (4, 3, 4, 2), "b": (6,)},
-        )
+        ([(2, 4, 5, 3)], conv([3, 1], [(1, 2), (0, 1)], [1, 2], 2, [1, 0]), {"w": (4, 3, 4, 2), "b": (6,)})
     ],
     "SDPA": [
-        ([(2, 3, 4, 8), (2, 3, 5, 8), (2, 3, 5, 6)], {"is_causal": True, "scale": 0.3, "enable_gqa": False}, {}),
-        ([(2, 4, 8), (2, 5, 8), (2, 5, 6)], {"is_causal": False, "scale": None, "enable_gqa": False}, {}),
-        ([(2, 6, 4, 8), (2, 3, 5, 8), (2, 3, 5, 7)], {"is_causal": True, "scale": None, "enable_gqa": True}, {}),
+        ([(2, 3, 4, 8), (2, 3, 5, 8), (2, 3, 5, 6)], attend(causal=True, scale=0.3), {}),
+        ([(2, 4, 8), (2, 5, 8), (2, 5, 6)], attend(), {}),
+        ([(2, 6, 4, 8), (2, 3, 5, 8), (2, 3, 5, 7)], attend(causal=True, shared=True), {}),
     ],
     "Roll": [([_UNEQUAL], {"shifts": (3, -7), "axes": (1, 3)}, {})],
     "SpaceToDepth": [([_UNEQUAL], {"block": 2}, {}), ([(2, 5, 6, 9)], {"block": 3}, {})],
@@ -180,20 +166,12 @@ def test_what_a_composite_becomes_computes_the_same(op, k, held, layout):
     assert not reasons
     assert not {n.op for n in new.nodes} & (set(RULES) - held - {op if op.startswith("TransposeConv") else ""})
     back = change_layout(new, "channels_first").graph
-    want, got = run(graph, list(graph.example)), run(back, list(graph.example))
+    want, got = run(graph, list(graph.example)), run(back, list(graph.example), keep=list(back.values))
     for o, p in zip(graph.outputs, back.outputs, strict=True):
         torch.testing.assert_close(got[p].float(), want[o].float(), atol=2e-5, rtol=1e-4, equal_nan=True)
-
-
-@pytest.mark.parametrize("layout", ["channels_first", "channels_last"])
-@pytest.mark.parametrize("op, k", EVERY)
-def test_the_shapes_of_the_values_between_are_right(op, k, layout):
-    graph = decompose(change_layout(case(op, k), layout).graph, Plan(), ())[0]
-    first = change_layout(graph, "channels_first").graph
-    found = run(first, list(graph.example), keep=list(first.values))
-    for name in {*graph.values} & {*first.values}:
-        if graph.values[name].shape == first.values[name].shape:  # the layout pass did not touch it
-            pairs = list(zip(graph.values[name].shape, found[name].shape, strict=True))
+    for name in {*new.values} & {*back.values}:  # values between have the shapes that the graph states
+        if new.values[name].shape == back.values[name].shape:  # the layout pass did not touch it
+            pairs = list(zip(new.values[name].shape, got[name].shape, strict=True))
             assert all(a in (None, b) for a, b in pairs), (name, pairs)
 
 
@@ -252,10 +230,6 @@ def test_a_row_that_sees_nothing_gets_numbers():
     torch.testing.assert_close(got[:, :, 1:], want[:, :, 1:], atol=2e-5, rtol=1e-4)
 
 
-def test_rules_are_for_canonical_operators_only():
-    assert set(RULES) <= set(OPS)
-
-
 @pytest.mark.parametrize("op", ["Erf", "Gelu", "Softplus", "Mish", "Elu", "Selu"])
 def test_functions_are_right_far_from_zero_too(op):
     graph = composite(op, [(2, 301)], *CASES[op][0][1:] if op in CASES else ({}, {}))
@@ -310,10 +284,8 @@ def test_an_added_mask_is_added():
 
 @pytest.mark.parametrize("mask", ["condition", "added", "causal"])
 def test_hidden_scores_make_no_denormal_numbers_in_onnx_files(mask):
-    shapes, attrs, _ = CASES["SDPA"][0]
-    graph = composite(
-        "SDPA", shapes, attrs | {"is_causal": mask == "causal"}, {} if mask == "causal" else {"mask": (4, 5)}
-    )
+    shapes, *_ = CASES["SDPA"][0]
+    graph = composite("SDPA", shapes, attend(mask == "causal"), {} if mask == "causal" else {"mask": (4, 5)})
     seen = torch.ones(4, 5, dtype=torch.bool).tril()
     if mask != "causal":
         added = torch.zeros(4, 5).masked_fill(~seen, torch.finfo(torch.float32).min)

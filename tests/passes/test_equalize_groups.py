@@ -15,7 +15,8 @@ from chipfit.decide import statistics
 from chipfit.engine.run import run
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.passes.equalize_groups import FEW_BITS, equalize_groups, keeps_channels, with_channels, worth_a_trial
-from tests.steps import Steps, begin
+from tests.build import model_of
+from tests.steps import Steps, assert_same, begin
 
 
 def equalized(model: nn.Module, x: torch.Tensor, platform: str = "ort_cpu") -> tuple[Steps, Steps, list[str]]:
@@ -28,8 +29,11 @@ def equalized(model: nn.Module, x: torch.Tensor, platform: str = "ort_cpu") -> t
 
 
 def same(before: Steps, after: Steps, x: torch.Tensor) -> None:
-    (want,), (got,) = run(before.graph, [x]).values(), run(after.graph, [x]).values()
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert_same(before.graph, after.graph, x)
+
+
+def unchanged(before: Steps, after: Steps) -> bool:
+    return all(torch.equal(w, after.graph.weights[k]) for k, w in before.graph.weights.items())
 
 
 def pair(second: nn.Module, act: nn.Module = nn.ReLU()) -> nn.Sequential:  # noqa: B008
@@ -130,19 +134,12 @@ def test_a_clip_stays_where_it_is_and_clips_nothing_that_calibration_saw():
 def test_a_clip_in_front_of_a_sum_keeps_what_calibration_saw():
     """t = 6 + 96, 3 + 1 gives (4 / 102)^0.75 = 0.088 for the second; 6 s >= 3 asks for 0.5."""
 
-    class Sum(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = nn.Conv2d(1, 2, 1), nn.Conv2d(1, 2, 1), nn.Conv2d(2, 1, 1)
-            with torch.no_grad():
-                for layer, w in ((self.a, [8.0, 3.0]), (self.b, [96.0, 1.0]), (self.c, [1.0, 1.0])):
-                    layer.weight.copy_(torch.tensor(w).view_as(layer.weight))
-                    layer.bias.zero_()
-
-        def forward(self, x):
-            return self.c(F.relu6(self.a(x)) + torch.relu(self.b(x)))
-
-    before, after, _ = equalized(Sum(), X)
+    layers = {"a": nn.Conv2d(1, 2, 1), "b": nn.Conv2d(1, 2, 1), "c": nn.Conv2d(2, 1, 1)}
+    with torch.no_grad():
+        for layer, w in zip(layers.values(), ([8.0, 3.0], [96.0, 1.0], [1.0, 1.0]), strict=True):
+            layer.weight.copy_(torch.tensor(w).view_as(layer.weight))
+            layer.bias.zero_()
+    before, after, _ = equalized(model_of(lambda m, x: m.c(F.relu6(m.a(x)) + torch.relu(m.b(x))), **layers), X)
     assert after.graph.weights["c.weight"].flatten().tolist() == [1.0, 0.5]
     same(before, after, X)
 
@@ -169,37 +166,24 @@ def test_what_does_not_scale_with_its_channels_ends_a_group(between):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 4, 1), between, nn.Conv2d(4, 2, 1))
     before, after, _ = equalized(net, torch.randn(2, 3, 4, 4))
-    assert all(torch.equal(w, after.graph.weights[k]) for k, w in before.graph.weights.items())
+    assert unchanged(before, after)
 
 
 def test_a_clip_on_no_grid_is_left():
-    class Sum(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 2, 1)
-
-        def forward(self, x):
-            y = torch.relu(self.a(x))
-            return self.c(F.relu6(self.b(y)) + y)
-
-    before, after, notes = equalized(Sum(), torch.randn(2, 3, 4, 4), "mqbench_academic")
+    layers = {"a": nn.Conv2d(3, 4, 1), "b": nn.Conv2d(4, 4, 1), "c": nn.Conv2d(4, 2, 1)}
+    net = model_of(lambda m, x: m.c(F.relu6(m.b(y := torch.relu(m.a(x)))) + y), **layers)
+    before, after, notes = equalized(net, torch.randn(2, 3, 4, 4), "mqbench_academic")
     relu6 = next(n.output for n in before.graph.nodes if n.op == "Relu6")
     assert any(n.endswith(f"'{relu6}' is clipped at 6 and stored on no grid") for n in notes)
-    assert all(torch.equal(w, after.graph.weights[k]) for k, w in before.graph.weights.items())
+    assert unchanged(before, after)
 
 
 def test_weights_of_several_operators_stay():
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 2, 1)
-
-        def forward(self, x):
-            return self.b(torch.relu(self.a(torch.relu(self.a(x)))))
-
-    before, after, notes = equalized(Tied(), torch.randn(2, 3, 4, 4))
+    layers = {"a": nn.Conv2d(3, 3, 1), "b": nn.Conv2d(3, 2, 1)}
+    net = model_of(lambda m, x: m.b(torch.relu(m.a(torch.relu(m.a(x))))), **layers)
+    before, after, notes = equalized(net, torch.randn(2, 3, 4, 4))
     assert sum("'a.weight' is read by several operators" in n for n in notes) == 2
-    assert all(torch.equal(w, after.graph.weights[k]) for k, w in before.graph.weights.items())
+    assert unchanged(before, after)
 
 
 # ---------------------------------------------------------------- when it is tried, and what shares channels
@@ -276,17 +260,13 @@ def test_what_shares_channels_with_its_operand(op, attrs, before, after, shares)
 
 
 def test_inputs_and_results_of_the_model_keep_their_magnitudes():
-    class Net(nn.Module):
-        def __init__(self, returned: bool) -> None:
-            super().__init__()
-            self.returned, self.a, self.b = returned, nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1)
-
-        def forward(self, x):
-            y = torch.relu(self.a(x))
-            return (self.b(y), y) if self.returned else self.b(y + x)
+    def forward(m, x):
+        y = torch.relu(m.a(x))
+        return (m.b(y), y) if returned else m.b(y + x)
 
     for returned, what in ((True, "an output"), (False, "an input")):
-        steps = begin(Net(returned).eval(), torch.randn(2, 2, 3, 3), "ort_cpu")
+        net = model_of(forward, a=nn.Conv2d(2, 2, 1), b=nn.Conv2d(2, 2, 1))
+        steps = begin(net, torch.randn(2, 2, 3, 3), "ort_cpu")
         stats = collect(steps.graph, [[steps.x]], tensors=with_channels(steps.graph, {}))
         graph, _, notes = equalize_groups(steps.graph, steps.assignment, stats)
         name = steps.graph.outputs[1] if returned else steps.graph.inputs[0]

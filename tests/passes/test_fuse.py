@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from chipfit.graph.ir import Graph, Node, Value
+from chipfit.graph.ir import Graph
 from chipfit.passes.fuse import fuse
+from tests.build import graph_of
 
 CONV, RELU, ADD = frozenset({"Conv2D"}), frozenset({"Relu"}), frozenset({"Add"})
 
 
 def net(*rows: tuple[str, str, str], outputs: tuple[str, ...] = ()) -> Graph:
-    """A graph from (name, operator, space-separated inputs); a value has the name of its node."""
-    nodes = [Node(name, op, (*ins.split(), *(["w"] if op == "Conv2D" else [])), (name,)) for name, op, ins in rows]
-    values = {n: Value(n, (None, 4, 8, 8)) for n in ("x", *(n.name for n in nodes))}
-    return Graph(nodes, ["x"], list(outputs or (rows[-1][0],)), values, {"w": torch.zeros(4, 4, 1, 1)})
+    """Return a graph from (name, operator, space-separated inputs); a value has the name of its node."""
+    texts = [f"{name} = {op}({', '.join([*ins.split(), *['w'] * (op == 'Conv2D')])})" for name, op, ins in rows]
+    return graph_of(*texts, weights="w", outputs=outputs or None)
 
 
 def groups(graph: Graph, *patterns: tuple[frozenset[str], ...]) -> list[tuple[str, ...]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -12,7 +14,9 @@ from chipfit.engine.run import run
 from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.check import check
 from chipfit.graph.ir import Graph, Node, Value
-from chipfit.passes.layout import change_layout, keeps_memory_order, remove_axes
+from chipfit.passes.layout import apply_layout, change_layout, keeps_memory_order, remove_axes, same_numbers
+from chipfit.plan.record import NodePlan, Plan
+from tests.build import graph_of, model_of, node, plan_of, stored
 from tests.zoo import ZOO, make
 
 
@@ -22,6 +26,10 @@ def captured(model: nn.Module, x: torch.Tensor) -> Graph:
 
 def kinds(graph: Graph) -> list[str]:
     return [n.op for n in graph.nodes]
+
+
+def channels_last(model: nn.Module, *shape: int) -> Graph:
+    return change_layout(captured(model, torch.randn(shape)), "channels_last").graph
 
 
 @pytest.mark.parametrize("name", sorted(ZOO))
@@ -39,14 +47,12 @@ def test_there_and_back_a_network_computes_the_same_numbers(name):
 
 
 def test_transpositions_stand_at_the_borders_only():
-    model = nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Softmax(1), nn.Conv2d(4, 2, 1)
-    )
-    new = change_layout(captured(model, torch.randn(2, 3, 8, 8)), "channels_last")
-    there, forms = new.graph, new.layouts
+    layers = nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Softmax(1), nn.Conv2d(4, 2, 1)
+    new = change_layout(captured(nn.Sequential(nn.Conv2d(3, 4, 3), *layers), torch.randn(2, 3, 8, 8)), "channels_last")
+    there, layouts = new.graph, new.layouts
     assert kinds(there) == ["Transpose", "Conv2D", "BatchNorm", "Relu", "MaxPool", "Softmax", "Conv2D", "Transpose"]
     assert there.node("softmax").attrs["axis"] == 3
-    assert set(forms.values()) == {(0, 2, 3, 1)}
+    assert set(layouts.values()) == {(0, 2, 3, 1)}
 
 
 def test_weights_stay_as_they_are():
@@ -59,46 +65,30 @@ def test_weights_stay_as_they_are():
 
 def test_flattening_after_a_global_pool_keeps_memory_order():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
-    assert kinds(change_layout(captured(model, torch.randn(2, 3, 8, 8)), "channels_last").graph).count("Transpose") == 1
+    assert kinds(channels_last(model, 2, 3, 8, 8)).count("Transpose") == 1
 
 
 def test_flattening_an_image_reads_it_in_the_models_own_order():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 2))
-    assert kinds(change_layout(captured(model, torch.randn(2, 3, 8, 8)), "channels_last").graph) == [
-        "Transpose",
-        "Conv2D",
-        "Transpose",
-        "Reshape",
-        "Linear",
-    ]
+    assert kinds(channels_last(model, 2, 3, 8, 8)) == ["Transpose", "Conv2D", "Transpose", "Reshape", "Linear"]
 
 
 def test_the_models_own_transpositions_cancel():
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.norm, self.linear = nn.Conv2d(4, 4, 3, padding=1), nn.LayerNorm(4), nn.Linear(4, 4)
+    def forward(m, x):
+        return x + m.linear(m.norm(m.conv(x).permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
 
-        def forward(self, x):
-            return x + self.linear(self.norm(self.conv(x).permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
-
-    there = change_layout(captured(nn.Sequential(Block(), Block()), torch.randn(2, 4, 5, 5)), "channels_last").graph
+    layers = {"conv": nn.Conv2d(4, 4, 3, padding=1), "norm": nn.LayerNorm(4), "linear": nn.Linear(4, 4)}
+    block = model_of(forward, **layers)
+    there = channels_last(nn.Sequential(block, block), 2, 4, 5, 5)
     assert kinds(there).count("Transpose") == 2  # the model's input and output
 
 
 def test_constant_operands_are_rearranged_as_new_weights():
-    class Shift(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.shift = nn.Conv2d(3, 4, 1), nn.Parameter(torch.arange(4.0).view(4, 1, 1))
-
-        def forward(self, x):
-            return self.conv(x) * 2.0 + self.shift
-
-    there = change_layout(captured(Shift(), torch.randn(2, 3, 5, 5)), "channels_last").graph
+    shift = torch.arange(4.0).view(4, 1, 1)
+    net = model_of(lambda m, x: m.conv(x) * 2.0 + m.shift, conv=nn.Conv2d(3, 4, 1), shift=shift)
+    there = channels_last(net, 2, 3, 5, 5)
     add = next(n for n in there.nodes if n.op == "Add")
-    assert there.weights[add.inputs[1]].shape == (1, 1, 1, 4)
-    assert there.weights["shift"].shape == (4, 1, 1)
+    assert there.weights[add.inputs[1]].shape == (1, 1, 1, 4) and there.weights["shift"].shape == (4, 1, 1)
 
 
 def test_only_axes_of_size_one_may_change_places_without_moving_memory():
@@ -113,6 +103,7 @@ def test_a_removed_axis_leaves_the_others_in_order():
 
 # ---------------------------------------------------------------- one operator behind a convolution
 
+CONV = {"stride": (1, 1), "padding": ((0, 0), (0, 0)), "dilation": (1, 1), "groups": 1}
 #: the convolution's result h, [2, 3, 4, 5], and a weight for each channel
 WEIGHTS = {"w": torch.randn(3, 3, 1, 1), "c": torch.randn(3, 1, 1), "map": torch.randn(4, 5), "one": torch.tensor(2.0)}
 BEHIND = [
@@ -160,8 +151,7 @@ BEHIND = [(op, ins, attrs) for op, ins, attrs in BEHIND if op in KERNELS]
 def behind(op, inputs, attrs, first=(2, 3, 4, 5), open_axes=(0,)):
     """x -> convolution h -> the operator -> its results, each of which is returned."""
     x = torch.randn(first)
-    conv = {"stride": (1, 1), "padding": ((0, 0), (0, 0)), "dilation": (1, 1), "groups": 1}
-    nodes = [Node("h", "Conv2D", ("x", "w"), ("h",), conv)]
+    nodes = [Node("h", "Conv2D", ("x", "w"), ("h",), CONV)]
     known = {"x": x, **WEIGHTS}
     known["h"] = execute(nodes[0], [x, WEIGHTS["w"]])[0]
     probe = Node("it", op, tuple(inputs), ("y0",), attrs)
@@ -186,8 +176,8 @@ def same_values(new, graph, x):
     def value(name):
         if name in new.graph.weights:
             return new.graph.weights[name]
-        source, form = new.copies.get(name, (name, new.layouts.get(name)))
-        return known[source] if form is None or isinstance(known[source], int) else known[source].permute(form)
+        source, layout = new.copies.get(name, (name, new.layouts.get(name)))
+        return known[source] if layout is None or isinstance(known[source], int) else known[source].permute(layout)
 
     for n in new.graph.nodes:
         if n.op == "Conv2D":
@@ -212,14 +202,14 @@ def test_an_operand_of_fewer_axes_meets_the_last_ones_of_the_model(axes, shape):
     same_values(change_layout(graph, "channels_last"), graph, x)
 
 
-@pytest.mark.parametrize("borders", [False, True])
+@pytest.mark.parametrize("change_io", [False, True])
 @pytest.mark.parametrize("op, inputs, attrs", BEHIND)
-def test_every_value_is_what_it_was_in_the_form_that_is_told(op, inputs, attrs, borders):
+def test_every_value_is_what_it_was_in_the_layout_that_is_returned(op, inputs, attrs, change_io):
     graph, x = behind(op, inputs, attrs)
-    new = change_layout(graph, "channels_last", change_io=borders)
+    new = change_layout(graph, "channels_last", change_io=change_io)
     value, known = same_values(new, graph, x)
     for o, p in zip(graph.outputs, new.graph.outputs, strict=True):
-        if not borders:  # else a result may stay as it is made
+        if not change_io:  # otherwise a result may keep the layout in which it is computed
             torch.testing.assert_close(value(p), known[o], rtol=0, atol=0)
 
 
@@ -230,10 +220,9 @@ def test_every_value_is_what_it_was_in_the_form_that_is_told(op, inputs, attrs, 
 def test_memory_that_stays_as_it_is_is_read_under_another_shape_where_one_size_at_most_is_open(
     open_axes, channels, ops
 ):
-    conv = {"stride": (1, 1), "padding": ((0, 0), (0, 0)), "dilation": (1, 1), "groups": 1}
     shape = tuple(None if k in open_axes else s for k, s in enumerate((2, channels, 4, 5)))
     values = {"x": Value("x", shape), "y": Value("y", (*shape[:1], 3, *shape[2:]))}
-    graph = Graph([Node("y", "Conv2D", ("x", "w"), ("y",), conv)], ["x"], ["y"], values, {"w": torch.randn(3, 1, 1, 1)})
+    graph = Graph([Node("y", "Conv2D", ("x", "w"), ("y",), CONV)], ["x"], ["y"], values, {"w": torch.randn(3, 1, 1, 1)})
     assert kinds(change_layout(graph, "channels_last").graph) == [*ops, "Conv2D", "Transpose"]
 
 
@@ -251,3 +240,96 @@ def test_padding_that_reflects_is_of_the_axes_as_a_spatial_operator_has_them():
     new = change_layout(graph, "channels_last").graph
     assert new.node("it").attrs["padding"] == ((0, 0), (1, 2), (3, 0), (0, 0))
     assert kinds(new) == ["Transpose", "Conv2D", "Pad", "Transpose"]
+
+
+# ---------------------------------------------------------------- graphs with a plan
+
+KERNEL = {"w": torch.ones(3, 3, 1, 1)}
+
+
+def plan(float_edges: tuple[tuple[str, str], ...] = (), **scales: float | None) -> Plan:
+    nodes = {n: NodePlan(name=n, op="Conv2D", exec="int") for n in ("c", "t")}
+    tensors = {n: None if s is None else stored(s) for n, s in scales.items()}
+    return replace(plan_of(**tensors, float_edges=float_edges), nodes=nodes)
+
+
+def one_convolution() -> Graph:
+    return graph_of(node("y = Conv2D(x, w)", CONV, name="c", layer="net.conv"), weights=KERNEL, shape=(None, 3, 4, 4))
+
+
+@pytest.mark.parametrize("scale", [0.5, None])
+def test_an_inserted_value_has_the_numbers_of_what_it_rearranges(scale):
+    before = plan(x=scale, y=0.25)
+    new, after = apply_layout(one_convolution(), before, "channels_last")
+    entry, conv, leave = new.graph.nodes
+    assert [n.op for n in new.graph.nodes] == ["Transpose", "Conv2D", "Transpose"]
+    assert (entry.attrs["perm"], leave.attrs["perm"]) == ((0, 2, 3, 1), (0, 3, 1, 2))
+    copy = next(i for i, (source, _) in new.copies.items() if source == "x")
+    assert conv.data == copy == entry.output
+    if scale is None:
+        assert copy not in after.tensors
+    else:
+        assert after.tensors[copy].name == copy and same_numbers(after, copy, "x")
+    assert after.nodes[copy] == NodePlan(name=copy, op="Transpose", exec="follow" if scale else "float")
+    left = next(i for i, (source, _) in new.copies.items() if source == "y")
+    assert after.tensors[left].scale == 0.25 and after.nodes[left].exec == "follow"
+    assert after.nodes["c"] == before.nodes["c"] and after.tensors["x"] == before.tensors["x"]
+    assert len(after.nodes) == 4 and set(before.tensors) == {"x", "y"} and set(before.nodes) == {"c", "t"}
+    assert after.float_edges == frozenset()
+
+
+def test_what_a_reader_takes_before_it_is_rounded_is_rearranged_in_float():
+    new, after = apply_layout(one_convolution(), plan((("x", "c"),), x=0.5, y=0.25), "channels_last")
+    entry = new.graph.nodes[0]
+    assert entry.output not in after.tensors and after.nodes[entry.name].exec == "float"
+    assert after.float_edges == {("x", "c"), ("x", entry.name), (entry.output, "c")}
+
+
+@pytest.mark.parametrize("scale", [0.5, None])
+def test_a_rearranged_constant_has_the_numbers_of_the_one_that_the_user_knows(scale):
+    graph = one_convolution()
+    graph.nodes.append(Node("t", "Add", ("y", "shift"), ("z",)))
+    graph.values["z"], graph.outputs = Value("z", (None, 3, 4, 4)), ["z"]
+    graph.weights["shift"] = torch.ones(3, 1, 1)
+    before = plan(x=0.5, y=0.5, shift=scale)
+    new, after = apply_layout(graph, before, "channels_last")
+    copy = next(i for i, (source, _) in new.copies.items() if source == "shift")
+    assert new.graph.weights[copy].shape[-1] == 3 and copy not in after.nodes
+    assert (copy in after.tensors) is (scale is not None) and same_numbers(after, copy, "shift")
+
+
+def test_inputs_are_held_rearranged_only_if_inputs_and_outputs_may_change():
+    def ops(**how: bool) -> list[str]:
+        return kinds(apply_layout(one_convolution(), plan(x=0.5, y=0.5), "channels_last", **how)[0].graph)
+
+    assert ops() == ops(change_io=False) == ["Transpose", "Conv2D", "Transpose"]
+    assert ops(change_io=True) == ["Conv2D"]
+
+
+@pytest.mark.parametrize(
+    "scales, edges, stays",
+    [
+        ({"y": 0.5, "z": 0.5}, (), False),
+        ({"y": 0.5, "z": 0.25}, (), True),  # the transposition rounds again
+        ({"y": 0.5, "z": None}, (), True),
+        ({"y": None, "z": 0.5}, (), True),
+        ({"y": None, "z": None}, (), False),
+        ({}, (), False),  # neither has a plan: float
+        ({"y": 0.5, "z": 0.5}, (("z", "r"),), True),  # z has a side that is not rounded
+    ],
+)
+def test_a_transposition_of_the_models_own_stays_where_it_stores_other_numbers(scales, edges, stays):
+    """conv, then (0, 2, 3, 1), then ReLU: channels last, the transposition has nothing to do."""
+    conv, moved = node("y = Conv2D(x, w)", CONV, name="c"), node("z = Transpose(y)", {"perm": (0, 2, 3, 1)}, name="t")
+    shapes = dict.fromkeys("xy", (None, 3, 4, 5)) | dict.fromkeys("zo", (None, 4, 5, 3))
+    graph = graph_of(conv, moved, node("o = Relu(z)", name="r"), weights=KERNEL, shapes=shapes)
+    new, _ = apply_layout(graph, plan(edges, x=0.5, **scales), "channels_last")
+    assert ("t" in [n.name for n in new.graph.nodes]) is stays
+    assert [n.op for n in new.graph.nodes if n.name in "cr"] == ["Conv2D", "Relu"]
+
+
+@pytest.mark.parametrize(
+    "a, b, same", [(0.5, 0.5, True), (0.5, 0.25, False), (None, None, True), (0.5, None, False), (None, 0.5, False)]
+)
+def test_numbers_are_the_same_on_one_grid_or_both_in_float(a, b, same):
+    assert same_numbers(plan(a=a, b=b), "a", "b") is same

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from chipfit.calibration.collect import Need, TensorStats, collect
-from chipfit.engine.run import run
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.passes.shift_negative import (
     SHIFT,
@@ -21,15 +20,12 @@ from chipfit.passes.shift_negative import (
     with_pad_operator,
 )
 from chipfit.platform.schema import Format
-from tests.steps import begin
+from tests.build import graph_of, model_of, node
+from tests.steps import assert_same, begin
 
 
-def swish_net(behind: nn.Module) -> nn.Module:
-    net = nn.Sequential(nn.Conv2d(3, 8, 1), nn.SiLU(), behind, nn.Conv2d(8, 4, 3, padding=1))
-    with torch.no_grad():
-        net[0].weight.copy_(torch.randn(8, 3, 1, 1))
-        net[0].bias.fill_(1.0)
-    return net
+def before(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 3, 1), nn.SiLU(), *layers)
 
 
 def spread(low: float, high: float) -> torch.Tensor:
@@ -71,8 +67,7 @@ def test_the_shift_on_paper():
     w, b = steps.graph.weights["last.weight"], steps.graph.weights["last.bias"]
     torch.testing.assert_close(new.weights["last.bias"], b - 0.28125 * w.sum((1, 2, 3)))
     assert stats[add.output].low == pytest.approx(0.28125 - 0.2785, abs=1e-3)
-    (want,), (got,) = run(steps.graph, [x]).values(), run(new, [x]).values()
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert_same(steps.graph, new, x)
 
 
 @pytest.mark.parametrize(
@@ -119,22 +114,10 @@ def test_the_shifted_statistics_are_those_of_a_new_calibration():
         (Identity(nn.SiLU()), (-4, 3), "more than 0.05 of the threshold 4"),
         (Identity(nn.SiLU()), (-4, 7.9), "would not fall"),
         (Identity(nn.ELU()), (-4, 7), "more than 0.05"),
-        (nn.Sequential(nn.Conv2d(3, 3, 1), nn.SiLU()), (-80, 60), "an output of the model"),
-        (
-            nn.Sequential(nn.Conv2d(3, 3, 1), nn.SiLU(), nn.Sigmoid(), nn.Conv2d(3, 3, 1)),
-            (-80, 60),
-            "Sigmoid '2' reads it",
-        ),
-        (
-            nn.Sequential(nn.Conv2d(3, 3, 1), nn.SiLU(), nn.ConvTranspose2d(3, 3, 2, 2)),
-            (-80, 60),
-            "another bias at every position",
-        ),
-        (
-            nn.Sequential(nn.Conv2d(3, 3, 1), nn.SiLU(), nn.AvgPool2d(2, padding=1), nn.Conv2d(3, 3, 1)),
-            (-80, 60),
-            "AvgPool '2' reads it",
-        ),
+        (before(), (-80, 60), "an output of the model"),
+        (before(nn.Sigmoid(), nn.Conv2d(3, 3, 1)), (-80, 60), "Sigmoid '2' reads it"),
+        (before(nn.ConvTranspose2d(3, 3, 2, 2)), (-80, 60), "another bias at every position"),
+        (before(nn.AvgPool2d(2, padding=1), nn.Conv2d(3, 3, 1)), (-80, 60), "AvgPool '2' reads it"),
         (ReadsItsBias(nn.SiLU()), (-4, 7), "the bias of 'last' is read by several operators"),
     ],
 )
@@ -173,20 +156,13 @@ def test_each_output_gives_back_the_sum_of_its_own_weights(behind, weight, bias)
     assert new.weights[new.nodes[-1].bias].tolist() == bias
 
 
-class Two(nn.Module):
-    """The first activation is also returned, so that only the second can be shifted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two, self.three = (nn.Conv2d(3, 3, 1) for _ in range(3))
-
-    def forward(self, x):
-        y = torch.nn.functional.silu(self.one(x))
-        return self.three(torch.nn.functional.silu(self.two(y))), y
-
-
 def test_one_that_cannot_be_shifted_keeps_no_other_from_it():
-    steps = begin(Two(), spread(-4, 7))
+    def forward(m, x):  # the first activation is also returned, so that only the second can be shifted
+        y = F.silu(m.one(x))
+        return m.three(F.silu(m.two(y))), y
+
+    net = model_of(forward, **{k: nn.Conv2d(3, 3, 1) for k in ("one", "two", "three")})
+    steps = begin(net, spread(-4, 7))
     new, _, notes = shift_negative(steps.graph, steps.assignment, steps.stats, ratio=10.0)
     assert [n.split(" by ")[0].split(": ")[0] for n in notes] == ["'silu' is not shifted", "shifted 'silu_1'"]
     assert sum(n.layer_type == SHIFT for n in new.nodes) == 1
@@ -245,29 +221,22 @@ def test_what_a_constant_passes_through(op, attrs, crossed):
 @pytest.mark.parametrize("width", [6, None])
 def test_padding_of_a_convolution_becomes_an_operator_of_its_own(width):
     conv = {"stride": (1, 1), "padding": ((1, 2), (0, 3)), "dilation": (1, 1), "groups": 1}
-    node = Node("c", "Conv2D", ("x", "w", "b"), ("y",), conv)
-    graph = Graph([node], ["x"], ["y"], {"x": Value("x", (None, 3, 5, width))}, {"w": torch.randn(2, 3, 2, 2)})
-    pad, rest = with_pad_operator(graph, node, 0.75)
+    layer = Node("c", "Conv2D", ("x", "w", "b"), ("y",), conv)
+    graph = Graph([layer], ["x"], ["y"], {"x": Value("x", (None, 3, 5, width))}, {"w": torch.randn(2, 3, 2, 2)})
+    pad, rest = with_pad_operator(graph, layer, 0.75)
     assert graph.shape(pad.output) == (None, 3, 8, None if width is None else 9)
     assert pad.attrs == {"padding": ((0, 0), (0, 0), (1, 2), (0, 3)), "mode": "constant", "value": 0.75}
     assert rest.inputs == (pad.output, "w", "b") and rest.attrs["padding"] == ((0, 0), (0, 0))
-    bare = node.with_(attrs={**conv, "padding": ((0, 0), (0, 0))})
+    bare = layer.with_(attrs={**conv, "padding": ((0, 0), (0, 0))})
     assert with_pad_operator(graph, bare, 0.75) == (bare,)
-    linear = node.with_(op="Linear", attrs={})
+    linear = layer.with_(op="Linear", attrs={})
     assert with_pad_operator(graph, linear, 0.75) == (linear,)
 
 
 def test_shifts_join_the_kernel_of_their_activation_in_its_place():
-    nodes = [
-        Node("c", "Conv2D", ("x",), ("c",)),
-        Node("s", "Swish", ("c",), ("s",)),
-        Node("a", "Add", ("s", "k"), ("a",), layer_type=SHIFT),
-        Node("d", "Conv2D", ("a",), ("d",)),
-        Node("t", "Swish", ("d",), ("t",)),
-        Node("e", "Add", ("t", "k"), ("e",), layer_type=SHIFT),
-        Node("f", "Add", ("e", "a"), ("f",)),
-    ]
-    graph = Graph(nodes, ["x"], ["f"], {}, {"k": torch.tensor(1.0)})
+    a, e = node("a = Add(s, k)", layer_type=SHIFT), node("e = Add(t, k)", layer_type=SHIFT)
+    nodes = "c = Conv2D(x)", "s = Swish(c)", a, "d = Conv2D(a)", "t = Swish(d)", e, "f = Add(e, a)"
+    graph = graph_of(*nodes, weights="k")
     assert fuse_shifts(graph, (("d", "t"), ("f",))) == (("s", "a"), ("d", "t", "e"), ("f",))
     assert fuse_shifts(graph, (("c", "s"),)) == (("c", "s", "a"), ("t", "e"))
     # in the order in which kernels begin, wherever they end
@@ -302,7 +271,6 @@ def test_a_pad_on_the_way_holds_the_shift_as_well(pad, value):
     (made,) = (n for n in new.nodes if n.op == "Pad")
     before = next(n for n in steps.graph.nodes if n.op == "Pad")
     assert made.attrs == {**before.attrs, **({"value": value} if value else {})}
-    (want,), (got,) = run(steps.graph, [x]).values(), run(new, [x]).values()
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert_same(steps.graph, new, x)
     if made.output in steps.stats:
         assert stats[made.output].low == pytest.approx(steps.stats[made.output].low + 0.28125)

@@ -15,7 +15,8 @@ from chipfit.graph.check import check
 from chipfit.passes import smooth as module
 from chipfit.passes.rewriting import Readers
 from chipfit.passes.smooth import with_channels
-from tests.steps import captured
+from tests.build import model_of, quantized, randn
+from tests.steps import assert_same, captured
 
 
 def smooth(graph, alpha=0.5):
@@ -75,34 +76,17 @@ def test_the_network_stays_what_it_was_also_with_dead_channels_and_shared_weight
     graph = captured(net, x)
     before = {k: w.clone() for k, w in graph.weights.items()}
     new, _ = smooth(graph)
-    torch.testing.assert_close(list(run(new, [x]).values()), list(run(graph, [x]).values()), rtol=1e-5, atol=1e-5)
+    assert_same(graph, new, x)
     assert all(torch.equal(w, before[k]) for k, w in graph.weights.items())
 
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = net
-
-        def forward(self, x):
-            return self.net.a(self.net.norm(x)) + self.net.a(x)
-
-    assert smooth(captured(Twice(), x))[1] == [
-        "'net.norm' is not smoothed: 'net.a.weight' is read by several operators"
-    ]
+    twice = model_of(lambda m, x: m.net.a(m.net.norm(x)) + m.net.a(x), net=net)
+    assert smooth(captured(twice, x))[1] == ["'net.norm' is not smoothed: 'net.a.weight' is read by several operators"]
 
 
 def test_large_channels_cost_less_where_they_are_smoothed():
     torch.manual_seed(0)
-    net = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 16)).eval()
-    with torch.no_grad():
-        net[0].weight[:2] *= 50
-        net[1].weight[:, :2] /= 50
-    x = torch.randn(256, 32)
-    errors = []
-    for settings in (chipfit.Settings(smooth="off"), chipfit.Settings(smooth=0.5)):
-        result = chipfit.quantize(net, [x], "mqbench_academic", settings=settings, progress=False)
-        with torch.no_grad():
-            errors.append(float((result.model(x) - net(x)).square().mean()))
+    net, x = Large(50.0).eval(), torch.randn(256, 32)
+    errors = [error(net, x, "mqbench_academic", smooth=s)[0] for s in ("off", 0.5)]
     assert errors[1] < 0.1 * errors[0]
 
 
@@ -116,17 +100,12 @@ def test_a_convolution_behind_a_norm_has_its_channels_elsewhere():
 
 @pytest.mark.parametrize("computed", [("scale",), ("shift",), ("scale", "shift")])
 def test_a_scale_or_shift_that_is_computed_cannot_be_divided(computed):
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale, self.shift = nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(4))
-            self.make, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+    def forward(m, x):
+        scale, shift = (m.make(x)[0] if k in computed else getattr(m, k) for k in ("scale", "shift"))
+        return m.last(F.layer_norm(x, (4,), scale, shift))
 
-        def forward(self, x):
-            scale, shift = (self.make(x)[0] if k in computed else getattr(self, k) for k in ("scale", "shift"))
-            return self.last(F.layer_norm(x, (4,), scale, shift))
-
-    graph = captured(Net(), torch.randn(2, 4))
+    parts = {"scale": torch.ones(4), "shift": torch.zeros(4), "make": nn.Linear(4, 4), "last": nn.Linear(4, 2)}
+    graph = captured(model_of(forward, **parts), torch.randn(2, 4))
     norm = next(n for n in graph.nodes if n.op == "LayerNorm")
     new, notes = smooth(graph)
     assert notes == [f"'{norm.who}' is not smoothed: its scale or shift is computed"] and new.nodes == graph.nodes
@@ -146,7 +125,7 @@ def test_a_norm_without_one_scale_for_each_channel_is_left_and_the_next_one_is_n
     s = torch.where(r > 0, (3 * net[2].weight.detach() / r).sqrt(), 1.0)
     torch.testing.assert_close(new.weights["2.weight"], net[2].weight.detach() / s)
     torch.testing.assert_close(new.weights["3.weight"], net[3].weight.detach() * s)
-    torch.testing.assert_close(list(run(new, [x]).values()), list(run(graph, [x]).values()), rtol=1e-5, atol=1e-5)
+    assert_same(graph, new, x)
 
 
 def test_a_norm_that_comes_last_is_left():
@@ -191,30 +170,14 @@ def test_a_norm_that_others_read_too_stays_and_its_linear_readers_get_a_multipli
     torch.testing.assert_close(new.weights[mul.inputs[1]], 1 / s)
     readers = {n.layer: n.data for n in new.nodes if n.op == "Linear"}
     assert readers == {"a": mul.output, "b": mul.output} and mul.data != mul.output
-    torch.testing.assert_close(list(run(new, [x]).values()), list(run(graph, [x]).values()), rtol=1e-5, atol=1e-5)
+    assert_same(graph, new, x)
 
 
 def test_a_large_channel_that_others_read_too_costs_less_where_it_is_smoothed():
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.norm, self.linear = nn.LayerNorm(32), nn.Linear(32, 16)
-            with torch.no_grad():
-                self.norm.weight[:2] *= 50
-                self.linear.weight[:, :2] /= 50
-
-        def forward(self, x):
-            y = self.norm(x)
-            return y, self.linear(y)
-
-    net, x, errors = Both().eval(), torch.randn(256, 32), []
-    for settings in (chipfit.Settings(smooth="off"), chipfit.Settings(smooth=0.5), chipfit.Settings()):
-        result = chipfit.quantize(net, [x], "ort_cpu", settings=settings, progress=False)
-        with torch.no_grad():
-            errors.append(float((result.model(x)[1] - net(x)[1]).square().mean()))
-        assert result.verify([torch.randn(32, 32)]).sound
-    assert errors[1] < 0.1 * errors[0] and errors[2] < 1.5 * errors[1]  # without being asked
+    net, x = Large(50.0, "returned").eval(), torch.randn(256, 32)
+    (off, _), (half, _), (auto, result) = (error(net, x, **how) for how in ({"smooth": "off"}, {"smooth": 0.5}, {}))
+    assert result.verify([torch.randn(32, 32)]).sound
+    assert half < 0.1 * off and auto < 1.5 * half  # without being asked
     assert any(n.startswith("smooth taken: on 32 held-out images ") for n in result.plan.rewrites)
 
 
@@ -232,7 +195,15 @@ class Large(nn.Module):
     def forward(self, x):
         y = self.norm(x)
         z = self.last(F.gelu(self.linear(y)))
-        return y + z if self.how else z
+        return (y, z) if self.how == "returned" else y + z if self.how else z
+
+
+def error(net, x, platform="ort_cpu", **settings):
+    """Return the mean squared error of the (last) output on x, and the result."""
+    result = quantized(net, randn(256, x.shape[1], seed=3), platform, settings=chipfit.Settings(**settings))
+    with torch.no_grad():
+        got, want = (y[-1] if isinstance(y := m(x), tuple) else y for m in (result.model, net))
+    return float((got - want).square().mean()), result
 
 
 def said(result):
@@ -242,34 +213,31 @@ def said(result):
 @pytest.mark.parametrize("how", ["", "added"])
 def test_norms_without_large_channels_are_left_as_they_are(how):
     x = torch.randn(256, 32)
-    new, off = (
-        chipfit.quantize(Large(1.0, how).eval(), [x], "ort_cpu", settings=s, progress=False)
-        for s in (chipfit.Settings(), chipfit.Settings(smooth="off"))
+    new, off, asked = (
+        quantized(Large(1.0, how), x, settings=chipfit.Settings(**s))
+        for s in ({}, {"smooth": "off"}, {"smooth": "auto"})
     )
     assert not said(new) and new.plan.tensors.keys() == off.plan.tensors.keys()
     assert all(torch.equal(w, off.graph.weights[k]) for k, w in new.graph.weights.items())
-    asked = chipfit.quantize(
-        Large(1.0, how).eval(), [x], "ort_cpu", settings=chipfit.Settings(smooth="auto"), progress=False
-    )
     assert "'norm' is not smoothed: it would take " in said(asked)[0]
 
 
 def test_what_loses_more_on_held_out_samples_is_left(monkeypatch):
     monkeypatch.setattr("chipfit.adaptation.compare_plans", lambda *a: (False, "the loss is 2, 1 without"))
-    result = chipfit.quantize(Large(50.0).eval(), [torch.randn(256, 32)], "ort_cpu", progress=False)
+    result = quantized(Large(50.0), torch.randn(256, 32))
     assert said(result) == ["smooth not taken: the loss is 2, 1 without"]
     assert torch.equal(result.graph.weights["norm.weight"], Large(50.0).norm.weight.detach())
 
 
 def test_data_of_an_iterator_are_kept_where_smoothing_is_tried():
     x, net = torch.randn(256, 32), Large(50.0).eval()
-    once, list_ = (chipfit.quantize(net, d, "ort_cpu", progress=False) for d in (iter(x.split(32)), x.split(32)))
+    once, list_ = (quantized(net, d) for d in (iter(x.split(32)), x.split(32)))
     assert said(once) == said(list_) and said(once)[-1].startswith("smooth taken: ")
 
 
 def test_norms_before_kernels_that_find_ranges_of_the_moment_are_left_and_that_is_said():
     net, asked = Large(50.0).eval(), chipfit.Settings(smooth=0.7)
-    result = chipfit.quantize(net, [torch.randn(256, 32)], "ort_dynamic", settings=asked, progress=False)
+    result = quantized(net, torch.randn(256, 32), "ort_dynamic", settings=asked)
     assert said(result) == ["'norm' is not smoothed: its readers find a range each time they run"]
 
 
@@ -321,7 +289,7 @@ def test_root_mean_square_norms_take_the_factors_too():
     assert notes == ["smoothed '0' for '1'"] and len(new.nodes) == len(graph.nodes)
     torch.testing.assert_close(new.weights["0.weight"], (net[0].weight.detach() / peak).float())
     torch.testing.assert_close(new.weights["1.weight"], (net[1].weight.detach() * peak).float())
-    torch.testing.assert_close(list(run(new, [x]).values()), list(run(graph, [x]).values()), rtol=1e-5, atol=1e-5)
+    assert_same(graph, new, x)
 
 
 class Outlying(nn.Module):
@@ -341,16 +309,10 @@ class Outlying(nn.Module):
 
 @pytest.mark.parametrize("act", [nn.GELU(), nn.SiLU()])
 def test_large_channels_of_other_operators_in_float_cost_less_where_they_are_multiplied(act):
-    x, errors = torch.randn(256, 16), []
-    net = Outlying(30.0, act).eval()
-    for settings in (chipfit.Settings(smooth="off"), chipfit.Settings(smooth=0.7), chipfit.Settings()):
-        result = chipfit.quantize(net, [x], "ort_cpu", settings=settings, progress=False)
-        new = torch.randn(256, 16, generator=torch.Generator().manual_seed(1))
-        with torch.no_grad():
-            errors.append(float((result.model(new) - net(new)).square().mean()))
-        assert result.verify([new]).sound
-    assert errors[1] == errors[0]  # a share is of norms alone
-    assert errors[2] < 0.2 * errors[0]
+    net, x = Outlying(30.0, act).eval(), torch.randn(256, 16)
+    (off, _), (share, _), (auto, result) = (error(net, x, **how) for how in ({"smooth": "off"}, {"smooth": 0.7}, {}))
+    assert share == off and auto < 0.2 * off  # a share is of norms alone
+    assert result.verify([x]).sound
     assert said(result)[0].startswith("smoothed 'act' for 'down', by a multiplication: predicted error ")
 
 
@@ -367,14 +329,9 @@ class Gated(Outlying):
 
 
 def test_large_channels_of_gates_cost_less_where_they_are_multiplied():
-    x, net, errors = torch.randn(256, 16), Gated(30.0).eval(), []
-    new = torch.randn(256, 16, generator=torch.Generator().manual_seed(1))
-    for settings in (chipfit.Settings(smooth="off"), chipfit.Settings()):
-        result = chipfit.quantize(net, [x], "ort_cpu", settings=settings, progress=False)
-        with torch.no_grad():
-            errors.append(float((result.model(new) - net(new)).square().mean()))
-        assert result.verify([new]).sound
-    assert errors[1] < 0.5 * errors[0]  # what the norm and the gate lose stays
+    net, x = Gated(30.0).eval(), torch.randn(256, 16)
+    (off, _), (auto, result) = (error(net, x, **how) for how in ({"smooth": "off"}, {}))
+    assert auto < 0.5 * off and result.verify([x]).sound  # the losses of norm and gate stay
     assert any(" for 'down', by a multiplication: predicted error " in n for n in said(result))
 
 
@@ -387,10 +344,8 @@ def test_what_a_factor_passes_is_not_multiplied_for_it(op):
 
 def test_a_multiplication_that_is_worth_little_beside_the_result_is_left_out():
     """Of channels alike some error goes, as of those that differ; but there is little to begin with."""
-    x = torch.randn(256, 16)
-    asked = chipfit.quantize(
-        Outlying(1.0, nn.GELU()).eval(), [x], "ort_cpu", settings=chipfit.Settings(smooth="auto"), progress=False
-    )
+    settings = chipfit.Settings(smooth="auto")
+    asked = quantized(Outlying(1.0, nn.GELU()), torch.randn(256, 16), settings=settings)
     assert said(asked)[0].startswith("'act' is not smoothed: it would take ")
     assert all("smooth" not in n.name for n in asked.graph.nodes)
 
@@ -399,7 +354,7 @@ def test_the_range_of_a_smoothed_norm_counts_errors_by_the_weights_that_read_the
     """A channel that hardly any weight reads may be clipped, one that large weights read not."""
     torch.manual_seed(0)
     x, net = torch.randn(128, 32), Large(20.0).eval()
-    result = chipfit.quantize(net, [x], "ort_cpu", settings=chipfit.Settings(smooth="auto"), progress=False)
+    result = quantized(net, x, settings=chipfit.Settings(smooth="auto"))
     norm = next(n for n in result.graph.nodes if n.op == "LayerNorm")
     linear = next(n for n in result.graph.nodes if n.op == "Linear" and n.data == norm.output)
     with torch.no_grad():

@@ -8,82 +8,51 @@ import pytest
 import torch
 from torch import nn
 
-from chipfit.engine.run import run
 from chipfit.passes.softmax_shift import softmax_shift
-from tests.steps import begin
+from tests.build import model_of
+from tests.steps import assert_same, begin
+
+X = torch.linspace(-1, 14.8, 1600).view(400, 4)[:, torch.randperm(4)]
 
 
-def logits_net(low: float, high: float, rows: int = 400) -> tuple[nn.Module, torch.Tensor]:
-    net = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1))
+def identity() -> nn.Linear:
+    layer = nn.Linear(4, 4)
     with torch.no_grad():
-        net[0].weight.copy_(torch.eye(4))
-        net[0].bias.zero_()
-    return net, torch.linspace(low, high, 4 * rows).view(rows, 4)[:, torch.randperm(4)]
+        layer.weight.copy_(torch.eye(4))
+        layer.bias.zero_()
+    return layer
+
+
+def shifted(model: nn.Module, x: torch.Tensor = X, platform: str = "imx500"):
+    """Return the steps, the graph with shifted logits, its statistics and the notes."""
+    steps = begin(model, x, platform)
+    return steps, *softmax_shift(steps.graph, steps.assignment, steps.stats)
+
+
+LOGITS = nn.Sequential(identity(), nn.Softmax(-1))
 
 
 def test_logits_from_minus_1_to_15_move_to_plus_and_minus_8():
-    net, x = logits_net(-1, 14.8)
-    steps = begin(net, x)
-    new, stats, notes = softmax_shift(steps.graph, steps.assignment, steps.stats)
-    assert notes == [
-        "shifted the logits of '0' by -6.9: their step falls from 0.125 to 0.0625"
-    ]  # thresholds 16 and 8, 128 codes each
+    steps, new, stats, notes = shifted(LOGITS)
+    # thresholds 16 and 8, 128 steps each
+    assert notes == ["shifted the logits of '0' by -6.9: their step falls from 0.125 to 0.0625"]
     torch.testing.assert_close(new.weights["0.bias"], torch.full((4,), -6.9))
     logits = new.nodes[0].output
     assert (stats[logits].low, stats[logits].high) == (pytest.approx(-7.9), pytest.approx(7.9))
-    (want,), (got,) = run(steps.graph, [x]).values(), run(new, [x]).values()
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+    assert_same(steps.graph, new, X, rtol=1e-4, atol=1e-6)
+    assert steps.decided(new, stats).rounding(logits) < 0.3 * steps.rounding(logits)  # about a quarter
 
 
-def test_the_error_of_the_logits_falls_to_a_quarter():
-    net, x = logits_net(-1, 14.8)
-    steps = begin(net, x)
-    graph, stats, _ = softmax_shift(steps.graph, steps.assignment, steps.stats)
-    shifted = steps.decided(graph, stats)
-    assert shifted.rounding(graph.nodes[0].output) < 0.3 * steps.rounding(graph.nodes[0].output)
-
-
-def test_centred_logits_and_formats_with_a_zero_point_stay():
-    for (low, high), platform in (((-7, 7.5), "imx500"), ((-1, 14.8), "ort_cpu")):
-        net, x = logits_net(low, high)
-        steps = begin(net, x, platform)
-        new, _, notes = softmax_shift(steps.graph, steps.assignment, steps.stats)
-        assert notes == [] and new.nodes == steps.graph.nodes
-
-
-def test_logits_that_the_model_returns_stay_and_the_note_says_so():
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x):
-            y = self.linear(x)
-            return y, y.softmax(-1)
-
-    model, (_, x) = Both(), logits_net(-1, 14.8)
-    model.linear.load_state_dict(logits_net(-1, 14.8)[0][0].state_dict())
-    steps = begin(model, x)
-    new, _, notes = softmax_shift(steps.graph, steps.assignment, steps.stats)
-    assert new.nodes == steps.graph.nodes and "also read elsewhere" in notes[0]
-
-
-class Two(nn.Module):
-    """Two softmaxes behind linear layers of one kind, of which the model returns the first one's logits."""
-
-    def __init__(self, second: nn.Module) -> None:
-        super().__init__()
-        self.a, self.b, self.last = logits_net(-1, 14.8)[0][0], logits_net(-1, 14.8)[0][0], second
-
-    def forward(self, x):
-        y = self.a(x)
-        return y, y.softmax(-1), self.last(self.b(x))
+@pytest.mark.parametrize("x, platform", [((X - 6.9) * 0.9 + 0.2, "imx500"), (X, "ort_cpu")])
+def test_centred_logits_and_formats_with_a_zero_point_stay(x, platform):
+    steps, new, _, notes = shifted(LOGITS, x, platform)
+    assert notes == [] and new.nodes == steps.graph.nodes
 
 
 @pytest.mark.parametrize("second", [nn.Softmax(-1), nn.LogSoftmax(-1)])
 def test_a_refusal_ends_nothing_and_both_kinds_of_softmax_are_found(second):
-    steps = begin(Two(second), logits_net(-1, 14.8)[1])
-    new, _, notes = softmax_shift(steps.graph, steps.assignment, steps.stats)
+    net = model_of(lambda m, x: (y := m.a(x), y.softmax(-1), m.last(m.b(x))), a=identity(), b=identity(), last=second)
+    steps, new, _, notes = shifted(net)  # which returns the logits of a
     assert notes[0] == "the logits of 'a' are not shifted: its logits are also read elsewhere"
     assert notes[1].startswith("shifted the logits of 'b' by -6.9: ") and len(notes) == 2
     assert new.weights["a.bias"] is steps.graph.weights["a.bias"]
@@ -91,24 +60,15 @@ def test_a_refusal_ends_nothing_and_both_kinds_of_softmax_are_found(second):
 
 
 def test_a_bias_that_is_read_elsewhere_stays():
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = logits_net(-1, 14.8)[0][0]
-
-        def forward(self, x):
-            return self.linear(x).softmax(-1) + self.linear.bias
-
-    steps = begin(Net(), logits_net(-1, 14.8)[1])
-    new, _, notes = softmax_shift(steps.graph, steps.assignment, steps.stats)
+    net = model_of(lambda m, x: m.linear(x).softmax(-1) + m.linear.bias, linear=identity())
+    steps, new, _, notes = shifted(net)
     assert notes == ["the logits of 'linear' are not shifted: 'linear.bias' is read by several operators"]
     assert new.nodes == steps.graph.nodes
 
 
 @pytest.mark.parametrize("missing", ["tensors", "stats"])
 def test_logits_that_are_not_stored_or_not_seen_are_passed_over(missing):
-    net, x = logits_net(-1, 14.8)
-    steps = begin(net, x)
+    steps = begin(LOGITS, X)
     logits, slots, stats = steps.graph.nodes[0].output, dict(steps.assignment.tensors), dict(steps.stats)
     del {"tensors": slots, "stats": stats}[missing][logits]
     new, after, notes = softmax_shift(steps.graph, replace(steps.assignment, tensors=slots), stats)
@@ -116,6 +76,5 @@ def test_logits_that_are_not_stored_or_not_seen_are_passed_over(missing):
 
 
 def test_what_makes_logits_without_a_bias_to_move_is_passed_over():
-    steps = begin(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Softmax(-1)), logits_net(-1, 14.8)[1])
-    new, _, notes = softmax_shift(steps.graph, steps.assignment, steps.stats)
+    steps, new, _, notes = shifted(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Softmax(-1)))
     assert new.nodes == steps.graph.nodes and notes == []

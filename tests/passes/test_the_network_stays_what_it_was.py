@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -28,17 +30,8 @@ from chipfit.passes.softmax_shift import softmax_shift
 from chipfit.platform.load import load
 from chipfit.platform.match import fusions
 
-ACTS = (
-    F.relu6,
-    lambda x: F.hardtanh(x, -0.5, 3.0),
-    F.silu,
-    F.gelu,
-    F.hardswish,
-    lambda x: F.leaky_relu(x, 0.02),
-    F.relu,
-    F.elu,
-    F.mish,
-)
+ACTS = F.relu6, partial(F.hardtanh, min_val=-0.5, max_val=3.0), F.silu, F.gelu, F.hardswish
+ACTS += partial(F.leaky_relu, negative_slope=0.02), F.relu, F.elu, F.mish
 
 
 class Drawn(nn.Module):
@@ -83,11 +76,8 @@ class Drawn(nn.Module):
             elif kind == "pad":
                 x = F.pad(x, (1, 0, 0, 1), mode="replicate") if a % 2 else F.pad(x, (1, 0, 0, 1), value=0.5 * (a % 3))
             elif kind == "pool" and x.shape[-1] > 3:
-                x = (
-                    F.max_pool2d(x, 2, padding=a % 2)
-                    if a % 3
-                    else F.avg_pool2d(x, 2, padding=a % 2, count_include_pad=a % 5 == 0)
-                )
+                pool = F.max_pool2d if a % 3 else partial(F.avg_pool2d, count_include_pad=a % 5 == 0)
+                x = pool(x, 2, padding=a % 2)
             elif kind == "up" and x.shape[-1] < 8:
                 x = F.interpolate(x, scale_factor=2, mode=("nearest", "bilinear")[a % 2])
             elif kind == "branch":
@@ -95,21 +85,7 @@ class Drawn(nn.Module):
         return self.head(self.hidden(x.mean((2, 3)))).softmax(-1)
 
 
-KINDS = (
-    "conv",
-    "point",
-    "depthwise",
-    "transposed",
-    "residual",
-    "constant",
-    "act",
-    "act",
-    "act",
-    "pad",
-    "pool",
-    "up",
-    "branch",
-)
+KINDS = "conv point depthwise transposed residual constant act act act pad pool up branch".split()
 STEPS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 59)), min_size=1, max_size=7)
 
 
@@ -152,12 +128,9 @@ def check_all(steps: list[tuple[str, int]], seed: int) -> None:
         check(new, blame=name)
         for other in batches:
             (want,), (got,) = run(graph, [other]).values(), run(new, [other]).values()
-            torch.testing.assert_close(
-                got, want, rtol=1e-4, atol=2e-6, msg=lambda m, n=name, said=notes: f"{n}: {m} {said}"
-            )
-        assert all(torch.equal(graph.weights[k], v) for k, v in before.items()), (
-            f"{name} changed the graph that it was given"
-        )
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-6, msg=lambda m, n=name, s=notes: f"{n}: {m} {s}")
+        same = all(torch.equal(graph.weights[k], v) for k, v in before.items())
+        assert same, f"{name} changed the graph that it was given"
         for k, v in run(new, [x], keep=set(new.values) - set(new.inputs)).items():
             assert tuple(new.values[k].shape)[1:] == v.shape[1:], f"{name}: '{k}' has another shape than the graph says"
 
