@@ -1,4 +1,4 @@
-"""What every test gets: one seed, and as many threads as tests beside each other can share."""
+"""The setup of every test: one seed, and as many threads as parallel tests can share."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import sys
 import pytest
 import torch
 
-os.environ.setdefault("KERAS_BACKEND", "torch")  # a process has one backend; tests/frameworks/keras runs on each
+os.environ.setdefault("KERAS_BACKEND", "torch")  # one backend per process; test_backends.py starts others
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:
-    """Networks that a test module makes when it is imported have the same weights whichever modules came before."""
+    """Seed each test module, so that networks it makes on import do not depend on the modules before it."""
     if isinstance(collector, pytest.Module):
         torch.manual_seed(0)
 
@@ -25,7 +25,7 @@ def _seeded():
 
 @pytest.fixture
 def drop_ins():
-    """What a test registers or adds to the table of operators is gone afterwards, and so are its modules."""
+    """Remove what a test registers or adds to the table of operators, and the modules that it writes."""
     from chipfit import registry
     from chipfit.engine.kernels import KERNELS
     from chipfit.export.onnx.ops import WRITERS

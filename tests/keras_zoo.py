@@ -36,7 +36,7 @@ def residual() -> Any:
 
 
 def mobilenet() -> Any:
-    """Depthwise, strided "same" padding, relu6 as operation, shortcut by operator."""
+    """Return a network of depthwise convolutions, strided "same" padding, relu6 as operation, shortcut by operator."""
     image = _image(9)
     x = layers.ReLU(max_value=6.0)(_conv_bn(image, 8, 3, 2, None))
     y = _conv_bn(x, 24, 1, activation=None)
@@ -71,7 +71,7 @@ def concat_pools() -> Any:
 
 
 def heads() -> Any:
-    """One trunk, every activation."""
+    """Return a network with every activation behind one trunk."""
     v = keras.Input((6,), name="v")
     x = layers.Dense(8, activation="silu")(v)
     names = "gelu sigmoid tanh softmax elu selu softplus hard_sigmoid hard_silu exponential mish"
@@ -93,7 +93,7 @@ def unet() -> Any:
 
 
 def transposed() -> Any:
-    """Transposed convolutions in every padding."""
+    """Return transposed convolutions with every padding."""
     image = _image(5)
     x = layers.Conv2DTranspose(4, 4, strides=2, padding="same")(image)
     x = layers.Conv2DTranspose(4, 2, strides=3, padding="valid")(x)
@@ -117,7 +117,7 @@ def shared() -> Any:
 
 
 def nested() -> Any:
-    """A Functional model and a Sequential one inside a model, the first of them used twice."""
+    """Return a model that contains a Functional model, used twice, and a Sequential one."""
     inner = keras.Input((8, 8, 4))
     block = keras.Model(
         inner,
@@ -190,7 +190,7 @@ def subclassed() -> Any:
 
 
 def arithmetic() -> Any:
-    """keras.ops and Python operators."""
+    """Return a network of keras.ops and Python operators."""
     image = _image()
     x = (layers.Conv2D(8, 3, padding="same")(image) - 0.25) / 2.0
     y = ops.clip(x[..., :4], -0.5, 0.5) * 2.0 + ops.abs(x[..., 4:])
@@ -227,7 +227,7 @@ def norms() -> Any:
 
 
 def recurrent() -> Any:
-    """No canonical operator: the layer itself is called."""
+    """Return a network whose LSTM has no canonical operator, so that the layer itself is called."""
     x = steps = keras.Input((5, 6), name="steps")
     x = layers.LSTM(8, name="lstm")(layers.Dense(6, activation="relu")(x))
     return keras.Model(steps, layers.Dense(3)(x))
@@ -241,17 +241,17 @@ ZOO: dict[str, Callable[[], Any]] = {
     )
 }
 
-#: between them every kind of layer; all of the zoo is run on torch, and on the other backends by `make test-all`
+#: networks that contain every kind of layer; `make test-all` runs the others on backends other than torch
 FEW = {"mobilenet", "unet", "shared", "nested", "subclassed", "named_inputs", "attention", "recurrent"}
 
 
 def on_others(*marks: Any) -> Any:
-    """`marks` where Keras runs on another backend than torch, else none."""
+    """Return `marks` if Keras runs on another backend than torch, else nothing."""
     return () if os.environ.get("KERAS_BACKEND", "torch") == "torch" else marks
 
 
 def networks() -> list[Any]:
-    """The zoo as parameters of a test."""
+    """Return the zoo as parameters of a test."""
     return [pytest.param(n, marks=() if n in FEW else on_others(pytest.mark.slow)) for n in sorted(ZOO)]
 
 
@@ -291,7 +291,7 @@ def batch_for(model: Any, seed: int = 0, rows: int = 4) -> Any:
 
 
 def make(name: str) -> tuple[Any, Any]:
-    """A network and one batch for it."""
+    """Return a network and one batch for it."""
     keras.utils.set_random_seed(0)
     model = ZOO[name]()
     randomize(model)

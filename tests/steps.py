@@ -1,4 +1,4 @@
-"""The steps of `chipfit.quantize` one by one, for tests of what stands between them."""
+"""The steps of `chipfit.quantize` one by one, for tests of intermediate values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from chipfit.quantizers.grids import fake_quantize
 
 
 def captured(model: nn.Module, x: torch.Tensor) -> Graph:
-    """The graph of a model, batch norms folded."""
+    """Return the graph of a model with folded batch norms."""
     return duplicate_shared_biases(fold_batch_norm(capture(model.eval(), (x,), {}))[0])[0]
 
 
@@ -49,7 +49,7 @@ class Steps:
     bits: int | None = None  #: of all weights, where they are not the platform's first choice
 
     def decided(self, graph: Graph, stats: dict[str, TensorStats] | None = None) -> Steps:
-        """The same with another graph, formats decided again."""
+        """Return the steps with another graph, for which formats are decided again."""
         return replace(
             self, graph=graph, assignment=_decide(graph, self.platform, self.bits), stats=stats or self.stats
         )
@@ -60,22 +60,22 @@ class Steps:
         return Plan(tensors=tensors, nodes=dict(a.nodes), groups=a.groups, float_edges=frozenset(a.float_edges))
 
     def float(self, *keep: str) -> list[torch.Tensor]:
-        """The float network's outputs and the values named in `keep`."""
+        """Return the float network's outputs and the values named in `keep`."""
         values = run(self.graph, [self.x], keep=keep)
         return [values[k] for k in (*self.graph.outputs, *keep)]
 
     def quantized(self, plan: Plan, *keep: str) -> list[torch.Tensor]:
-        """The same under a plan."""
+        """Return the outputs under a plan and the values named in `keep`."""
         with torch.no_grad():
             return lower(self.graph, plan).run_flat([self.x], keep)
 
     def rounding(self, name: str) -> float:
-        """Mean squared error that storing this value alone makes in the value."""
+        """Return the mean squared error of quantizing one value, in that value."""
         t, x = self.plan().tensors[name], self.float(name)[-1]
         return float((fake_quantize(x, t.scale, t.zero_point, t.grid, t.axis) - x).square().mean())
 
     def error(self, *only: str) -> float:
-        """Relative squared error of the first output, where `only` these tensors are stored in codes (or all)."""
+        """Return the relative squared error of the first output if `only` these tensors (or all) are quantized."""
         plan = self.plan()
         tensors = {k: t if not only or k in only else t.with_(stored=None) for k, t in plan.tensors.items()}
         want, got = self.float()[0], self.quantized(replace(plan, tensors=tensors))[0]

@@ -1,4 +1,4 @@
-"""Small networks of many kinds: each is built, quantized and verified in a moment."""
+"""Small networks of many kinds, each built, quantized and verified in a moment."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class InPlaceIndex(nn.Module):
 
 
 class Shapes(nn.Module):
-    """Control flow on shapes."""
+    """A network with control flow on shapes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -297,7 +297,7 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[], object]]] = {
 
 
 def make(name: str) -> tuple[nn.Module, object]:
-    """A network with plausible batch-norm statistics, and one batch for it; the same numbers every time."""
+    """Return a network with plausible batch-norm statistics and one batch for it, reproducibly."""
     torch.manual_seed(0)
     factory, example = ZOO[name]
     model, batch = factory(), example()
@@ -311,7 +311,7 @@ def make(name: str) -> tuple[nn.Module, object]:
 
 
 def unseen(batch, seed: int = 1):
-    """Other samples like those of a batch: of the same mean and spread, or other indices below the largest."""
+    """Return other samples with a batch's mean and spread, or other indices up to its largest."""
     draw = torch.Generator().manual_seed(seed)
 
     def other(x: torch.Tensor) -> torch.Tensor:

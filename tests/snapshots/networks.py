@@ -17,7 +17,7 @@ from tests.build import model_of
 
 
 def dyadic(*shape: int, salt: int = 0, unit: float = 1 / 32, reach: int = 12) -> Tensor:
-    """Multiples of `unit` up to `reach` of them, in no visible order, both signs."""
+    """Return multiples of `unit` between plus and minus `reach`, in no visible order."""
     k = torch.arange(max(1, torch.Size(shape).numel()), dtype=torch.int64) + 41 * salt
     mixed = ((k * 2654435761) % 4294967296 // 65536 * 40503) % 65536  # the high digits of a product look like noise
     return ((mixed * (2 * reach + 1) // 65536) - reach).reshape(shape).float() * unit
@@ -28,7 +28,7 @@ def image(salt: int, n: int = 3, c: int = 3, side: int = 8) -> Tensor:
 
 
 def numbered(model: nn.Module) -> nn.Module:
-    """A model in eval mode with weights by formula; batch norms with an epsilon that counts and exact deviations."""
+    """Set weights by formula, with exact deviations of batch norms; return the model in eval mode."""
     for k, p in enumerate(model.parameters()):
         p.data = dyadic(*p.shape, salt=k + 1, unit=1 / 32 if p.dim() > 1 else 1 / 64)
     for k, m in enumerate(m for m in model.modules() if isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d))):
@@ -201,7 +201,7 @@ def shared() -> nn.Module:
 
 
 def chain() -> nn.Module:
-    """Long enough that one layer in the middle can be kept in float, or be given other widths."""
+    """Return a chain in whose middle a layer can be kept in float or be given other widths."""
 
     def f(m: Any, x: Tensor) -> Tensor:
         a = F.relu(m.one(x))
@@ -220,7 +220,7 @@ def chain() -> nn.Module:
 
 
 def rows() -> nn.Module:
-    """What optional rewrites look for: two linear operators in a row, a shortcut around one, clipped values between."""
+    """Return patterns of optional rewrites: two linear operators in a row, a shortcut around one, clips between."""
 
     def f(m: Any, x: Tensor) -> Tensor:
         x = F.relu6(m.two(m.one(x)))
@@ -241,7 +241,7 @@ def rows() -> nn.Module:
 
 
 def foreign() -> nn.Module:
-    """With operators that only PyTorch knows."""
+    """Return a network with operators that only PyTorch knows."""
 
     def f(m: Any, x: Tensor) -> Tensor:
         x = m.patch(x).flatten(2).transpose(1, 2)
@@ -262,17 +262,17 @@ def constants() -> nn.Module:
 
 @dataclass(frozen=True)
 class Network:
-    """A network, and what it is calibrated with."""
+    """A network and its calibration data."""
 
     make: Callable[[], nn.Module]
-    data: Callable[[int], Tensor] = image  #: by a number that makes other data of another range
+    data: Callable[[int], Tensor] = image  #: makes data by number, each of another range
     exact: bool = True  #: its floats are sums of few binary digits: the same on every processor, but for the last bit
     overrides: dict[Any, Any] = field(default_factory=dict)
     only: tuple[str, ...] = ()  #: platforms; all when empty
     suffix: str = ""  #: of its files; the platforms' own when empty
 
     def batches(self) -> list[list[Tensor]]:
-        """Three of different ranges, the widest in the middle."""
+        """Return three batches of different ranges, the widest in the middle."""
         return [[self.data(0)], [self.data(2)], [self.data(1)]]
 
     def unseen(self) -> Tensor:

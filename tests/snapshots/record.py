@@ -1,7 +1,7 @@
-"""What chipfit decided and wrote, as a record of a few lines: counts and digests of what is discrete, sums of floats.
+"""Record the decisions and files of a result in a few lines: counts and digests of discrete values, sums of floats.
 
-Nothing depends on the last bit of a float, which differs between processors, nor on the names that a tracer gives:
-tensors are called by their place. `spelled=True` writes out what a digest stands for.
+Records do not depend on the last bit of floats, which differs between processors, nor on a tracer's names: tensors are
+named by position. `spelled=True` writes the data out instead of digests.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from chipfit.graph.ir import Graph
 from chipfit.result import Result
 from chipfit.simulate.integer import simulate
 
-#: floats may differ by this share of themselves, or near 0 by this
+#: relative tolerance of floats, absolute near 0: where floats are exact, and elsewhere
 FLOATS, ROUGH_FLOATS = 1e-5, 2e-5
-#: scales of trained networks by this share of the largest beside them: some ten roundings of float32
+#: tolerance of trained scales relative to the largest of a tensor: some ten roundings of float32
 SMALL = 2.0**-20
-#: means of outputs of the float simulation by this share of their absolute mean: a code may go either way
+#: tolerance of mean outputs relative to their absolute mean: values half way may round either way
 MEANS = 2e-3
-#: where the network's floats are not exact, sums of codes may differ by one for so many of them, and by this share of
-#: their absolute sum: a real half way between two codes may go either way
+#: where floats are not exact, sums of quantized values may differ by one in so many of them, and by this share of the
+#: absolute sum: values half way may round either way
 ONE_IN, SHARE = 200, 1e-6
-#: keys that hold codes, as `_codes` writes them
+#: keys of lines that `_codes` writes
 CODES = ("weights", "integers", "file_codes")
 
 
 def record(result: Result, inputs: Sequence[torch.Tensor], suffix: str, spelled: bool = False) -> dict[str, Any]:
-    """The plan, the simulation on `inputs` and the file of a result."""
+    """Record the plan, the simulation on `inputs` and the file of a result."""
     graph, plan = result.graph, result.plan
     digest = _spelled if spelled else _digest
     at = _places(graph)
@@ -102,7 +102,7 @@ def record(result: Result, inputs: Sequence[torch.Tensor], suffix: str, spelled:
 
 
 def _places(graph: Graph) -> dict[str, str]:
-    """A name for each tensor and node, from its place alone; in order."""
+    """Name each tensor and node by its position, in order."""
     out = {name: f"x{k}" for k, name in enumerate(graph.inputs)}
     for k, n in enumerate(graph.nodes):
         for i in n.inputs:
@@ -121,7 +121,7 @@ def _floats(graph: Graph) -> list[torch.Tensor]:
 
 
 def _plain(v: Any) -> Any:
-    """JSON data whose floats keep five digits."""
+    """Return JSON data whose floats keep five digits."""
     if isinstance(v, bool | int | str | None):
         return v
     if isinstance(v, float):
@@ -150,7 +150,7 @@ def _number(x: Any) -> float:
 
 
 def _codes(q: torch.Tensor) -> str:
-    """How many, their sum, their absolute sum, and a sum that notices when two change places."""
+    """Return the count, the sum, the absolute sum, and a sum that changes if two values are exchanged."""
     q = q.detach().to(torch.int64).reshape(-1)
     place = torch.arange(q.numel()) % 7
     return f"{q.numel()}: {int(q.sum())} {int(q.abs().sum())} {int((q * place).sum())}"
@@ -160,7 +160,7 @@ def _codes(q: torch.Tensor) -> str:
 
 
 def written(result: Result, suffix: str, digest: Any) -> dict[str, Any]:
-    """What the file of this suffix holds, or that there is none."""
+    """Record the contents of the file with this suffix, or that it is unsupported."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             path = result.export(Path(folder) / f"m{suffix}")
@@ -246,7 +246,7 @@ def _ints(v: Any) -> list[int] | None:
 
 
 def _json(path: Path, result: Result) -> _Read:
-    """Encodings: words and integers as they are, but for names of tensors; all floats as one constant."""
+    """Read encodings: words and integers unchanged except names of tensors, and all floats as one constant."""
     at, floats = _places(result.graph), []
 
     def walk(v: Any) -> Any:
@@ -268,7 +268,7 @@ def _json(path: Path, result: Result) -> _Read:
 
 
 def differences(want: dict[str, Any], got: dict[str, Any], exact: bool) -> list[str]:
-    """Where two records differ, in a sentence each."""
+    """Describe each difference between two records in a sentence."""
     keys = dict.fromkeys((*want, *got))
     return [f"{k}: {want.get(k)} became {got.get(k)}" for k in keys if not _same(k, want.get(k), got.get(k), exact)]
 
@@ -289,14 +289,14 @@ def _same(key: str, a: Any, b: Any, exact: bool) -> bool:
 
 
 def _near_scales(a: list[Any], b: list[Any]) -> bool:
-    """Logarithms to base 2: what training has moved to almost 0 is the difference of two numbers of usual size."""
+    """Compare log2 of scales; a scale that training moved to almost 0 is a difference of larger numbers."""
     room = SMALL * max((2**x for x in a if isinstance(x, float)), default=0.0)
     small = [isinstance(x, float) and isinstance(y, float) and abs(2**x - 2**y) <= room for x, y in zip(a, b)]
     return all(fits or _same("", x, y, False) for fits, x, y in zip(small, a, b))
 
 
 def _near(a: str, b: str, most: Callable[[str, float], float]) -> bool:
-    """Two lines "size: sum absolute-sum weighted-sum ..." are of one size, and their sums differ by little."""
+    """Check that two lines "size: sum absolute-sum weighted-sum ..." have one size and nearly equal sums."""
     (n, x), (m, y) = (line.split(": ") for line in (a, b))
     x, y = ([float(v) for v in sums.split()] for sums in (x, y))
     allowed = most(n, max(x[1], y[1]))

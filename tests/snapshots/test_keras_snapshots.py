@@ -1,4 +1,4 @@
-"""The same of networks that Keras holds: what is read, decided, built and written is what it was."""
+"""Results of small Keras networks equal their records: graph, decisions, simulation and files."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ NEAREST = {"rounding": "off"}
 
 @dataclass(frozen=True)
 class Case:
-    """A network on a platform, with options away from the defaults."""
+    """A network on a platform, with options other than the defaults."""
 
     network: str
     platform: str = "ort_cpu"
@@ -75,7 +75,7 @@ class Case:
 
     @property
     def exact(self) -> bool:
-        """The floats are the same on every processor, but for the last bit."""
+        """The floats are equal on every processor except for the last bit."""
         return NETWORKS[self.network].exact and not self.label
 
     def result(self) -> Result:
@@ -92,7 +92,7 @@ class Case:
         return self.then(result)
 
     def taken(self, spelled: bool = False) -> dict[str, Any]:
-        """The record, or that the case is refused."""
+        """Return the record, or the error that the case ends in."""
         try:
             result = self.result()
         except ChipfitError as e:
@@ -110,7 +110,7 @@ def captured(name: str) -> Graph:
 
 
 def trained(result: Result, algorithm: Any, steps: int = 1) -> Result:
-    """After steps of gradient descent towards zeros."""
+    """Return the result after steps of gradient descent towards zeros."""
     result = result.trains(algorithm)
     model = result.model.train()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.01)
@@ -192,7 +192,7 @@ def _cases() -> list[Case]:
 
 
 def _own(kind: str) -> list[str]:
-    """What is registered, but for what other tests have dropped in."""
+    """Return the registered names of chipfit, without those of other tests."""
     return [name for name, thing in registered(kind).items() if thing.__module__.startswith("chipfit.")]
 
 
@@ -207,13 +207,13 @@ CASES = {c.name: c for c in _cases()}
 
 @cache
 def kept(network: str) -> dict[str, Any]:
-    """The records of a network, by the name of the case."""
+    """Return the records of a network by name of the case."""
     file = RECORDS / f"{network}.yaml"
     return yaml.load(file.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader)) if file.exists() else {}
 
 
 def check(case: Case, found: dict[str, Any]) -> None:
-    """Fail unless the record is kept and says the same."""
+    """Fail unless the record is kept and equal."""
     known = kept(case.network)
     assert case.name in known, f"there is no record of {case.name}: `make snapshots` writes it"
     changed = differences(known[case.name], found, case.exact)
@@ -238,7 +238,7 @@ def test_a_case_without_a_record_fails():
 
 @pytest.mark.parametrize("key", kept("shared").get("shared ort_cpu", ()))
 def test_a_record_that_says_something_else_fails(key):
-    """The first number of each line, made another."""
+    """Change the first number of each line."""
     case = CASES["shared ort_cpu"]
     found = dict(kept("shared")[case.name])
     check(case, found)
@@ -275,7 +275,7 @@ def _altered(value: Any) -> Any:
     ],
 )
 def test_only_floats_have_room(key, before, after, exact, rough):
-    """And codes where reals lie half way between two of them on one processor, and not on another."""
+    """Quantized values may differ as well if floats lie half way between two of them on one processor only."""
     assert not differences({key: before}, {key: before}, True)
     assert (not differences({key: before}, {key: after}, True)) is exact
     assert (not differences({key: before}, {key: after}, False)) is rough
@@ -294,7 +294,7 @@ def test_a_result_that_was_saved_and_loaded_is_the_same(name, tmp_path):
 
 
 def write(cases: Mapping[str, Case]) -> None:
-    """Write these cases' records anew."""
+    """Write the records of these cases."""
     RECORDS.mkdir(exist_ok=True)
     for network in dict.fromkeys(c.network for c in cases.values()):
         found = {name: case.taken() for name, case in cases.items() if case.network == network}
