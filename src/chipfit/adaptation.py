@@ -37,7 +37,7 @@ def _adapted(d: Decision, settings: Settings, batches: steps.Batches) -> Decisio
     start, notes = d, list[str]()
     d = replace(d, settings=settings)
     if steps.enabled(settings, "adapt"):
-        graph, stats, notes = steps.adapt(d.graph, d.assignment, dict(d.stats or {}), settings, batches, d.seed)
+        graph, stats, notes = steps.adapt(d.graph, d.assignment, dict(d.stats or {}), settings, batches)
         d = decide(replace(d, graph=graph, stats=stats))
     d, why = _with_execution(d)
     d = choose_scales(with_declared_statistics(d, batches))

@@ -130,7 +130,7 @@ def collect_statistics(request: Request, d: Decision) -> Decision:
     needed = steps.statistics_needed(d.graph, statistics.needs(d.assignment, rules.rule, rules.z_threshold), on_trial)
     try:
         with closing(batches):
-            stats = collect(d.graph, batches, tensors=needed, seed=d.seed)
+            stats = collect(d.graph, batches, tensors=needed)
     except OtherSize as e:
         if e.batch is None or data.read_once:
             raise

@@ -60,19 +60,19 @@ class Step:
     setting: Setting | None = None  #: setting that enables it; None: it always runs
     options: tuple[Setting, ...] = ()  #: more settings, which are parameters and do not enable it
     excludes: tuple[str, ...] = ()  #: steps of the same stage that cannot be combined with it
-    decides: bool = False  #: "correct": it returns (graph, plan, notes), and chooses scales itself
+    chooses_scales: bool = False  #: "correct": it returns (graph, plan, notes), and chooses scales itself
     #: "correct": (bits of each weight, range rule of weights) -> value of the setting if the user left it at None; None
     #: if the step is not needed
-    asks: Callable[[Collection[int], str], Any] | None = None
+    default_value: Callable[[Collection[int], str], Any] | None = None
     #: further keyword arguments: "platform", "listed" (whether the platform lists the operator of a node), "stats",
     #: "batches" (the data again), "changed", "choose" (of scales), "original" (the graph before all corrections)
     needs: tuple[str, ...] = ()
-    with_any: str = ""  #: it runs only if some step of this stage is enabled
+    if_any_in: str = ""  #: it runs only if some step of this stage is enabled
     collects: Callable[..., Any] | None = None  #: (graph, needs) -> needs, with what calibration must collect for it
-    again: bool = False  #: "adapt": histograms of the tensors that it changes are collected again
+    recalibrates: bool = False  #: "adapt": histograms of the tensors that it changes are collected again
     #: "adapt": (settings, graph, assignment) -> value of the setting to try if the user left it at None; it stays if
     #: held-out images lose less with it. None: nothing is tried
-    tries: Callable[..., Any] | None = None
+    trial_value: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

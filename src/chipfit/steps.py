@@ -36,8 +36,8 @@ def enabled(settings: Settings, stage: str) -> list[Entry]:
 
     def wanted(e: Entry) -> bool:
         says = e.declares
-        if says.with_any:
-            return bool(enabled(settings, says.with_any))
+        if says.if_any_in:
+            return bool(enabled(settings, says.if_any_in))
         value = True if says.setting is None else getattr(settings, says.setting.name)
         return value not in (None, OFF) and value is not False  # a ratio of 0 asks for the step
 
@@ -62,7 +62,8 @@ def resolve_defaults(settings: Settings, bits: Collection[int], rule: str, again
     notes: list[str] = []
     for step in ordered("correct"):
         says = step.declares
-        value = says.asks(bits, rule) if says.asks and getattr(settings, says.setting.name) is None else None
+        is_open = says.default_value is not None and getattr(settings, says.setting.name) is None
+        value = says.default_value(bits, rule) if is_open else None
         if value is None or any(other.name in says.excludes for other in enabled(settings, "correct")):
             continue
         if "batches" in says.needs and not again:
@@ -77,8 +78,8 @@ def add_trials(settings: Settings, graph: Graph, assignment: Assignment) -> Sett
     """Return the settings with the rewrites that may help with these formats, where the user left them open."""
     more = dict[str, Any]()
     for says in (e.declares for e in ordered("adapt")):
-        if says.tries is not None and getattr(settings, says.setting.name) is None:
-            more[says.setting.name] = says.tries(settings, graph, assignment)
+        if says.trial_value is not None and getattr(settings, says.setting.name) is None:
+            more[says.setting.name] = says.trial_value(settings, graph, assignment)
     return Settings(**settings.to_record(), **{k: v for k, v in more.items() if v is not None})
 
 
@@ -131,7 +132,7 @@ def statistics_needed(graph: Graph, found: Mapping[str, Need], settings: Setting
 
 
 def adapt(
-    graph: Graph, assignment: Assignment, stats: Stats, settings: Settings, batches: Batches, seed: int = 0
+    graph: Graph, assignment: Assignment, stats: Stats, settings: Settings, batches: Batches
 ) -> tuple[Graph, Stats, list[str]]:
     """Apply the rewrites that follow the statistics; formats have to be decided again afterwards.
 
@@ -143,8 +144,8 @@ def adapt(
         graph, stats, more = _take(step, settings, graph, assignment, stats)
         check(graph, blame=step.name)
         notes += more
-    if stale := {n: Need(weights=s.matters) for n, s in stats.items() if s.histogram is None and n not in before}:
-        seen = collect(graph, first_samples(batches), tensors=stale, seed=seed)
+    if stale := {n: Need(weights=s.error_weights) for n, s in stats.items() if s.histogram is None and n not in before}:
+        seen = collect(graph, first_samples(batches), tensors=stale)
         stats = {n: replace(s, histogram=seen[n].histogram) if n in stale else s for n, s in stats.items()}
     return graph, stats, notes
 
@@ -167,7 +168,7 @@ def choose_execution(
 def rereads_data(settings: Settings) -> bool:
     """Return whether an enabled step reads the data again."""
     asked = enabled(settings, "adapt") + enabled(settings, "correct")
-    return any(s.declares.again or "batches" in s.declares.needs for s in asked)
+    return any(s.declares.recalibrates or "batches" in s.declares.needs for s in asked)
 
 
 def correct(
@@ -192,7 +193,7 @@ def correct(
         context = {"stats": stats, "batches": batches, "changed": changed, "choose": choose, "original": original}
         context["settings"] = settings
         try:
-            if step.declares.decides:
+            if step.declares.chooses_scales:
                 graph, plan, notes = _take(step, settings, graph, plan, **context)
             else:
                 new, notes = _take(step, settings, graph, plan, **context)

@@ -40,5 +40,5 @@ def test_corrections_are_off_until_they_are_asked_for_and_run_one_behind_the_oth
     names = list(STEPS)
     order = ["second_moment", "bias", "activation_bias", "reconstruct"]
     assert sorted(order, key=names.index) == order and names.index("rounding") < names.index("reconstruct")
-    assert {n for n, d in STEPS.items() if d.decides} == {"rounding", "reconstruct"}
+    assert {n for n, d in STEPS.items() if d.chooses_scales} == {"rounding", "reconstruct"}
     assert set(STEPS["rounding"].excludes) == {"bias", "activation_bias", "second_moment"}

@@ -48,4 +48,4 @@ def test_rewrites_run_one_behind_the_other():
 
 
 def test_what_moves_ranges_has_calibration_run_again():
-    assert {n for n, (_, d) in STEPS.items() if d.again} == {"smooth", "centre", "equalize_groups"}
+    assert {n for n, (_, d) in STEPS.items() if d.recalibrates} == {"smooth", "centre", "equalize_groups"}

@@ -93,11 +93,11 @@ class TensorStats:
     histogram: Histogram | None = None
     channels: Channels | None = None  #: if `Need.channel_axis`
     #: importance of errors in each channel, on the last axis, [C] float32: weights for collecting the histogram again
-    matters: torch.Tensor | None = None
+    error_weights: torch.Tensor | None = None
     #: values of the registered statistics that range rules declare, by their names
     extras: Mapping[str, Any] = field(default_factory=dict)
     #: cache of ranges computed from these statistics, by grid, rule and settings
-    answers: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    cached_ranges: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def peak(self) -> float:
@@ -146,7 +146,7 @@ class TensorStats:
             ValueError: NaN or infinity.
         """
         flat = in_memory_order(x)
-        self.answers.clear()
+        self.cached_ranges.clear()
         new = None
         if need.channel_axis is not None:
             others = [k for k in range(x.dim()) if k != need.channel_axis % x.dim()]
@@ -184,7 +184,7 @@ def _some(flat: torch.Tensor) -> torch.Tensor:
 
 
 def collect(
-    graph: Graph, batches: Iterable[Sequence[torch.Tensor]], *, tensors: Mapping[str, Need], seed: int = 0
+    graph: Graph, batches: Iterable[Sequence[torch.Tensor]], *, tensors: Mapping[str, Need]
 ) -> dict[str, TensorStats]:
     """Run the float graph over all batches and return statistics of `tensors`.
 
@@ -254,11 +254,7 @@ def without_noise(graph: Graph, stats: Mapping[str, TensorStats]) -> dict[str, T
 
 def padding_mask(graph: Graph) -> str | None:
     """Return the name of the padding mask, the only integer input [N, T] with "mask" in its name; None without one."""
-    found = [
-        name
-        for name in graph.inputs
-        if "mask" in name.lower() and len(graph.shape(name)) == 2 and not graph.is_float(name)
-    ]
+    found = [i for i in graph.inputs if "mask" in i.lower() and len(graph.shape(i)) == 2 and not graph.is_float(i)]
     return found[0] if len(found) == 1 else None
 
 

@@ -12,7 +12,7 @@ _SETTING = Setting("rounding", None, _DOES, "methods", (OFF,), kind="rounding")
 _REPLACED = ("bias", "activation_bias", "second_moment")
 
 
-@register("correction", "rounding", excludes=_REPLACED, asks=default_method, setting=_SETTING, **STEP)
+@register("correction", "rounding", excludes=_REPLACED, default_value=default_method, setting=_SETTING, **STEP)
 def round_weights(graph: Graph, plan: Plan, *, methods: str, **given: Any) -> tuple[Graph, Plan, list[str]]:
     """Round the weights of a network; see `apply_methods`."""
     return apply_methods(methods, graph, plan, **given)

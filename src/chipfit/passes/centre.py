@@ -28,8 +28,8 @@ def with_means(graph: Graph, needs: Mapping[str, Need]) -> dict[str, Need]:
     after=("softmax_shift",),
     setting=_SETTING,
     collects=with_means,
-    again=True,
-    tries=worth_a_trial,
+    recalibrates=True,
+    trial_value=worth_a_trial,
 )
 def centre(graph: Graph, assignment: Assignment, stats: Mapping[str, TensorStats]) -> Adapted:
     """Subtract the mean m of each channel from the results of linear operators, without changing the network.

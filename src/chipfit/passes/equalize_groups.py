@@ -62,8 +62,8 @@ def worth_a_trial(settings: Any, graph: Graph, assignment: Assignment) -> str | 
     after=("centre",),
     setting=_SETTING,
     collects=with_channels,
-    again=True,
-    tries=worth_a_trial,
+    recalibrates=True,
+    trial_value=worth_a_trial,
 )
 def equalize_groups(graph: Graph, assignment: Assignment, stats: Mapping[str, TensorStats]) -> Adapted:
     """Divide channel c of every value of a group by s_c = (t_c / max t)^alpha, without changing the network.

@@ -85,8 +85,8 @@ def _sites(graph: Graph) -> Iterator[_Site]:
     after=("softmax_shift",),
     setting=_SETTING,
     collects=with_channels,
-    again=True,
-    tries=worth_a_trial,
+    recalibrates=True,
+    trial_value=worth_a_trial,
 )
 def smooth(
     graph: Graph, assignment: Assignment, stats: Mapping[str, TensorStats], *, alpha: float | str = "auto"
@@ -136,7 +136,7 @@ def smooth(
             s, predicted = _scales(channels, weights, alpha), ""
         changed = [v for v in _scale(graph, site, s) if v in stats or site.multiplied]
         matters = torch.cat(weights).mul(s).square().sum(0).float()
-        stats |= {v: replace(known.by_channel(0.0, 1 / s), name=v, matters=matters) for v in changed}
+        stats |= {v: replace(known.by_channel(0.0, 1 / s), name=v, error_weights=matters) for v in changed}
         how = ", by a multiplication" + ": others read it too" * (site.node.op in _NORMS) if site.multiplied else ""
         layers = ", ".join(repr(n.who) for n in site.layers)
         notes.append(f"smoothed '{site.node.who}' for {layers}{how}{predicted}")

@@ -60,7 +60,7 @@ def choose(
         UnknownNameError: the rule or a setting does not exist.
         DataError: the values are not finite.
     """
-    cache = source.answers if isinstance(source, TensorStats) and isinstance(rule, str) else {}
+    cache = source.cached_ranges if isinstance(source, TensorStats) and isinstance(rule, str) else {}
     key = grid, str(rule), axis, z_threshold, repr(sorted(settings.items()))
     if key in cache:
         return cache[key]

@@ -19,7 +19,7 @@ from chipfit.rounding.compare import compare_plans
 #: declaration of a correction that runs rounding methods
 STEP: dict[str, Any] = {
     "stage": "correct",
-    "decides": True,
+    "chooses_scales": True,
     "needs": ("original", "batches", "stats", "choose", "settings"),
 }
 
