@@ -12,19 +12,24 @@ from chipfit.calibration.collect import Need, collect
 from chipfit.correction.bias import correct_bias, move_bias, quantized_linear, with_means
 from chipfit.engine.run import run
 from chipfit.frameworks.torch.lower import lower
-from chipfit.graph.ir import Graph, Node, Value
-from chipfit.plan.record import Plan, TensorPlan
-from chipfit.quantizers.grids import Grid
-from chipfit.quantizers.stored import Stored
+from chipfit.plan.record import Plan
+from tests.build import graph_of, node, plan_of, stored
 from tests.steps import begin, captured
 
 
 def weights_only(graph, scale: float, bits: int = 4) -> Plan:
     """Every weight on a symmetric grid of this step; nothing else is rounded."""
-    zero, grid = torch.tensor(0, dtype=torch.int32), Grid(bits=bits, qmin=1 - 2 ** (bits - 1), qmax=2 ** (bits - 1) - 1)
     names = {n.inputs[1] for n in graph.nodes if len(n.inputs) > 1}
-    stored = Stored(format="", grid=grid, scale=torch.tensor(scale), zero_point=zero)
-    return Plan(tensors={w: TensorPlan(name=w, role="weight", stored=stored) for w in names})
+    symmetric = stored(scale, bits=bits, low=1 - 2 ** (bits - 1))
+    return plan_of(dict.fromkeys(names, "weight"), **dict.fromkeys(names, symmetric))
+
+
+def set_layer(layer: nn.Module, weight, bias=0.0) -> nn.Module:
+    """Give a layer these numbers."""
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor(weight).view_as(layer.weight))
+        layer.bias.copy_(torch.tensor(bias).expand_as(layer.bias))
+    return layer
 
 
 def means(graph, x):
@@ -40,11 +45,7 @@ def per_channel_error(graph, reference, plan, x) -> torch.Tensor:
 
 def test_the_correction_on_paper():
     """Q(0.3) = 0.5, Q(1.1) = 1.0 at step 0.5: the error 0.2 * 4 - 0.1 * 2 = 0.6 leaves the bias."""
-    linear = nn.Linear(2, 1)
-    with torch.no_grad():
-        linear.weight.copy_(torch.tensor([[0.3, 1.1]]))
-        linear.bias.copy_(torch.tensor([1.0]))
-    graph = captured(linear, torch.randn(2, 2))
+    graph = captured(set_layer(nn.Linear(2, 1), [0.3, 1.1], 1.0), torch.randn(2, 2))
     x = torch.tensor([[3.0, 1.0], [5.0, 3.0]])  # means 4 and 2
     new, notes = correct_bias(graph, weights_only(graph, 0.5), means(graph, x))
     assert float(new.weights["bias"]) == pytest.approx(0.4)
@@ -80,12 +81,8 @@ def test_the_mean_error_of_every_channel_vanishes(name, bits):
 
 def test_zero_padding_counts():
     """Two thirds of a 3-tap kernel on 1 pixel are padding: only the middle tap's error reaches the output."""
-    conv = nn.Conv1d(1, 1, 3, padding=1, bias=True)
-    with torch.no_grad():
-        conv.weight.copy_(torch.tensor([[[0.3, 0.3, 0.3]]]))
-        conv.bias.zero_()
     x = torch.full((2, 1, 1), 10.0)
-    graph = captured(conv, x)
+    graph = captured(set_layer(nn.Conv1d(1, 1, 3, padding=1), [0.3, 0.3, 0.3]), x)
     new, _ = correct_bias(graph, weights_only(graph, 0.5), means(graph, x))
     assert float(new.weights["bias"]) == pytest.approx(-2.0)  # -(0.5 - 0.3) * 10, not three times that
 
@@ -103,11 +100,9 @@ def test_a_whole_network_gets_closer_to_float():
     plan = steps.plan()
     new, notes = correct_bias(steps.graph, plan, steps.stats)
     assert len(notes) == 3
-    want = steps.float()[0]
-    errors = [
-        (replace(steps, graph=g).quantized(plan)[0] - want).mean((0, 2, 3)).abs().mean() for g in (steps.graph, new)
-    ]
-    assert errors[1] < 0.35 * errors[0]
+    want, made = steps.float()[0], (replace(steps, graph=g).quantized(plan)[0] for g in (steps.graph, new))
+    before, after = ((y - want).mean((0, 2, 3)).abs().mean() for y in made)
+    assert after < 0.35 * before
 
 
 def test_what_cannot_be_corrected_says_why():
@@ -118,51 +113,22 @@ def test_what_cannot_be_corrected_says_why():
     assert "was not collected" in correct_bias(graph, weights_only(graph, 0.5), {})[1][0]
 
 
-def test_a_bias_that_its_grid_would_clip_stays():
-    graph = captured(nn.Linear(2, 1), torch.randn(2, 2))
-    plan = weights_only(graph, 100.0)  # every weight becomes 0
-    narrow = TensorPlan(
-        name="bias",
-        role="bias",
-        stored=Stored(
-            format="",
-            grid=Grid(bits=8, qmin=-128, qmax=127),
-            scale=torch.tensor(0.01),
-            zero_point=torch.tensor(0, dtype=torch.int32),
-        ),
-    )
-    plan = replace(plan, tensors={**plan.tensors, "bias": narrow})
-    x = torch.tensor([[100.0, 100.0]]) * graph.weights["weight"].sign()
-    new, notes = correct_bias(graph, plan, means(graph, x))
-    assert "exceeds its 8-bit grid" in notes[0] and torch.equal(new.weights["bias"], graph.weights["bias"])
-
-
-#: layer, its weights, the bias that undoes the shift of the output's mean. Step 0.5: 0.3 gains 0.2, 1.1 loses 0.1,
-#: 0.5 stays; the inputs' means are 4 and 2
-KEPT_BY_USER = {
-    "matrix": (lambda: nn.Linear(2, 2), [0.3, 1.1, 0.5, 0.3], [-(0.8 - 0.2), -0.4]),
-    "conv": (lambda: nn.Conv2d(2, 2, 1), [0.3, 1.1, 0.5, 0.3], [-(0.8 - 0.2), -0.4]),
-    "groups": (lambda: nn.Conv2d(2, 2, 1, groups=2), [0.3, 1.1], [-0.8, 0.2]),
-    "transposed": (lambda: nn.ConvTranspose2d(2, 2, 1), [0.3, 1.1, 0.5, 0.3], [-0.8, 0.4 - 0.4]),
-    # every output sees one tap of each input: the mean over the taps counts
-    "upsampling": (
-        lambda: nn.ConvTranspose2d(2, 1, 2, 2),
-        [0.3, 0.3, 1.1, 1.1, 0.5, 0.5, 0.5, 0.3],
-        [-(0.05 * 4 + 0.05 * 2)],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", KEPT_BY_USER)
-def test_the_shift_of_the_outputs_mean_by_hand(name):
-    make, weight, bias = KEPT_BY_USER[name]
-    layer = make()
-    with torch.no_grad():
-        layer.weight.copy_(torch.tensor(weight).view_as(layer.weight))
-        layer.bias.zero_()
+@pytest.mark.parametrize(
+    "layer, weight, bias",
+    [
+        (nn.Linear(2, 2), [0.3, 1.1, 0.5, 0.3], [-(0.8 - 0.2), -0.4]),
+        (nn.Conv2d(2, 2, 1), [0.3, 1.1, 0.5, 0.3], [-(0.8 - 0.2), -0.4]),
+        (nn.Conv2d(2, 2, 1, groups=2), [0.3, 1.1], [-0.8, 0.2]),
+        (nn.ConvTranspose2d(2, 2, 1), [0.3, 1.1, 0.5, 0.3], [-0.8, 0.4 - 0.4]),
+        # every output sees one tap of each input: the mean over the taps counts
+        (nn.ConvTranspose2d(2, 1, 2, 2), [0.3, 0.3, 1.1, 1.1, 0.5, 0.5, 0.5, 0.3], [-(0.05 * 4 + 0.05 * 2)]),
+    ],
+)
+def test_the_shift_of_the_outputs_mean_by_hand(layer, weight, bias):
+    """At step 0.5, 0.3 gains 0.2, 1.1 loses 0.1, 0.5 stays; the inputs' means are 4 and 2."""
     x = torch.tensor([[3.0, 1.0], [5.0, 3.0]])
-    x = x if name == "matrix" else x[:, :, None, None].expand(2, 2, 3, 3).contiguous()
-    graph = captured(layer, x)
+    x = x if isinstance(layer, nn.Linear) else x[:, :, None, None].expand(2, 2, 3, 3).contiguous()
+    graph = captured(set_layer(layer, weight), x)
     plan = weights_only(graph, 0.5)
     torch.testing.assert_close(per_channel_error(graph, graph, plan, x), -torch.tensor(bias))
     new, _ = correct_bias(graph, plan, means(graph, x))
@@ -173,98 +139,78 @@ def test_the_shift_of_the_outputs_mean_by_hand(name):
 # ---------------------------------------------------------------- which biases, and how far
 
 
-def linear(name: str, data: str, bias: str | None = "b", weight: str = "w") -> Node:
-    return Node(name, "Linear", (data, weight, bias), (f"{name}'",))
-
-
-def several(*nodes: Node, shape: tuple[int | None, ...] = (None, 2)) -> Graph:
-    """Operators over x; weights of 2 by 2 that step 0.5 changes by 0.2 where they are 0.3."""
-    values = {v: Value(v, shape) for v in ("x", *(o for n in nodes for o in n.outputs))}
-    square = torch.tensor([[0.3, 0.5], [0.5, 0.3]])
-    weights = {"w": square, "v": square.clone(), "k": square.view(2, 2, 1, 1), "b": torch.zeros(2), "c": torch.zeros(2)}
-    return Graph(list(nodes), ["x"], [nodes[-1].output], values, weights)
-
-
 CONV = {"stride": (1, 1), "padding": ((0, 0), (0, 0)), "dilation": (1, 1), "groups": 1}
+SQUARE = torch.tensor([[0.3, 0.5], [0.5, 0.3]])
+WEIGHTS = {"w": SQUARE, "v": SQUARE, "k": SQUARE.view(2, 2, 1, 1), "b": torch.zeros(2), "c": torch.zeros(2)}
+
+
+def several(*nodes, shape=(None, 2)):
+    """Operators over x; weights of 2 by 2 that step 0.5 changes by 0.2 where they are 0.3."""
+    return graph_of(*nodes, weights={k: w.clone() for k, w in WEIGHTS.items()}, inputs=["x"], shape=shape)
 
 
 def test_operators_whose_weights_are_rounded_and_why_a_bias_stays():
-    graph = several(
-        linear("alone", "x", "c"),
-        linear("first", "x"),
-        linear("second", "x"),
-        linear("bare", "x", None),
-        linear("raw", "x", "c", "v"),
-        linear("computed", "x", "c", "x"),
-        Node("relu", "Relu", ("x",), ("relu'",)),
-        linear("float", "x", "b", "v"),
-    )
-    graph.nodes[4] = graph.nodes[4].with_(inputs=("x", "w", "c"))
-    plan = weights_only(several(linear("one", "x")), 0.5)
-    plan = replace(plan, float_edges=frozenset({("w", "raw"), ("x", "alone")}))
+    nodes = ["alone = Linear(x, w, c)", "first = Linear(x, w, b)", "second = Linear(x, w, b)", "bare = Linear(x, w, -)"]
+    nodes += ["raw = Linear(x, w, c)", "computed = Linear(x, x, c)", "relu = Relu(x)", "float = Linear(x, v, b)"]
+    edges = frozenset({("w", "raw"), ("x", "alone")})
+    plan = plan_of(w=stored(0.5, bits=4), float_edges=edges)
     shared = "'{}' is read by several operators".format
-    assert [(n.name, why) for n, why in quantized_linear(graph, plan)] == [
+    assert [(n.name, why) for n, why in quantized_linear(several(*nodes), plan)] == [
         ("alone", shared("c")),
         ("first", shared("b")),
         ("second", shared("b")),
         ("bare", "it has none"),
     ]
-    graph.nodes = [n for n in graph.nodes if n.name in ("alone", "float")]
-    assert [(n.name, why) for n, why in quantized_linear(graph, plan)] == [("alone", "")]
+    assert [(n.name, why) for n, why in quantized_linear(several(nodes[0], nodes[-1]), plan)] == [("alone", "")]
+
+
+OPEN = "the size of its input is not known"
 
 
 @pytest.mark.parametrize(
-    "shape, open_size", [((None, 2, 3, 3), False), ((None, 2, None, 3), True), ((None, 2, 3, None), True)]
+    "text, shape, why",
+    [
+        ("y = Conv2D(x, k, b)", (None, 2, 3, 3), ""),
+        ("y = Conv2D(x, k, b)", (None, 2, None, 3), OPEN),
+        ("y = Conv2D(x, k, b)", (None, 2, 3, None), OPEN),
+        ("y = Linear(x, w, b)", (None, None, 2), ""),
+    ],
 )
-def test_an_open_size_of_an_image_leaves_its_bias(shape, open_size):
-    graph = several(Node("c", "Conv2D", ("x", "k", "b"), ("y",), CONV), shape=shape)
-    ((_, why),) = quantized_linear(graph, weights_only(graph, 0.5))
-    assert why == ("the size of its input is not known" if open_size else "")
-
-
-def test_an_open_length_of_a_sequence_does_not_matter_to_a_linear_layer():
-    graph = several(linear("l", "x"), shape=(None, None, 2))
-    assert [why for _, why in quantized_linear(graph, weights_only(graph, 0.5))] == [""]
+def test_an_open_size_of_an_image_leaves_its_bias_and_that_of_a_sequence_does_not_matter(text, shape, why):
+    graph = several(node(text, CONV if "Conv" in text else {}), shape=shape)
+    assert [found for _, found in quantized_linear(graph, weights_only(graph, 0.5))] == [why]
 
 
 def test_a_refusal_ends_nothing_and_what_was_corrected_before_is_passed_over():
-    graph = several(linear("bare", "x", None), linear("done", "bare'"), linear("last", "done'", "c"))
-    stats = collect(graph, [[torch.tensor([[1.0, 5.0]])]], tensors=with_means(graph, {}))
-    new, notes = correct_bias(graph, weights_only(graph, 0.5), stats, changed={"done"})
+    graph = several("bare = Linear(x, w, -)", "done = Linear(bare, w, b)", "last = Linear(done, w, c)")
+    plan, stats = weights_only(graph, 0.5), means(graph, torch.tensor([[1.0, 5.0]]))
+    new, notes = correct_bias(graph, plan, stats, changed={"done"})
     assert notes[0] == "the bias of 'bare' is not corrected: it has none"
     assert notes[1].startswith("corrected the bias of 'last' by at most") and len(notes) == 2
     assert new.weights["b"] is graph.weights["b"] and (new.weights["c"] < 0).all()
-    del stats["done'"]
-    _, notes = correct_bias(graph, weights_only(graph, 0.5), stats)
-    assert notes[2] == "the bias of 'last' is not corrected: the mean of its input was not collected"
-    _, notes = correct_bias(graph, weights_only(graph, 0.5), {})
-    assert notes[0] == "the bias of 'bare' is not corrected: it has none"
+    del stats["done"]
+    assert correct_bias(graph, plan, stats)[1][2:] == [
+        "the bias of 'last' is not corrected: the mean of its input was not collected"
+    ]
+    assert correct_bias(graph, plan, {})[1][0] == notes[0]
 
 
 def test_means_are_asked_for_along_the_axis_of_the_channels():
-    graph = several(linear("l", "x"), Node("c", "Conv2D", ("l'", "k"), ("y",), CONV), Node("r", "Relu", ("y",), ("z",)))
-    graph.nodes.append(linear("constant", "v", "c"))
+    graph = several("l = Linear(x, w, b)", node("y = Conv2D(l, k)", CONV), "z = Relu(y)", "u = Linear(v, w, c)")
     needs = with_means(graph, {"x": Need(histogram=True), "z": Need(histogram=True)})
-    assert {k: (n.histogram, n.channel_axis) for k, n in needs.items()} == {
-        "x": (True, -1),
-        "l'": (False, 1),
-        "z": (True, None),
-    }
+    found = {k: (n.histogram, n.channel_axis) for k, n in needs.items()}
+    assert found == {"x": (True, -1), "l": (False, 1), "z": (True, None)}
 
 
 @pytest.mark.parametrize(
-    "by, moves",
-    [(12.7, True), (12.74, True), (12.76, False), (-12.8, True), (-12.84, True), (-12.86, False)],
+    "by, moves", [(12.7, True), (12.74, True), (12.76, False), (-12.8, True), (-12.84, True), (-12.86, False)]
 )
 @pytest.mark.parametrize("zero", [0, 20])
 def test_a_bias_moves_as_far_as_its_grid_reaches(by, moves, zero):
     """Step 0.1 from -128 to 127: codes behind either end would be cut off. A zero point moves both ends."""
-    graph = several(linear("l", "x"))
-    grid = Grid(bits=8, qmin=-128, qmax=127)
-    stored = Stored(format="", grid=grid, scale=torch.tensor(0.1), zero_point=torch.tensor(zero, dtype=torch.int32))
-    plan = Plan(tensors={"b": TensorPlan(name="b", role="bias", stored=stored)})
+    graph = several("l = Linear(x, w, b)")
     change = torch.tensor([0.0, by - 0.1 * zero])
-    note = move_bias(graph, plan, graph.nodes[0], change)
+    note = move_bias(graph, plan_of(b=stored(0.1, zero)), graph.nodes[0], change)
     if moves:
         assert note == f"corrected the bias of 'l' by at most {abs(by - 0.1 * zero):.3g}"
         torch.testing.assert_close(graph.weights["b"], change)

@@ -10,7 +10,8 @@ from torch import nn
 
 from chipfit.correction.second_moment import correct_second_moment
 from chipfit.errors import DataError
-from tests.correction.test_bias import weights_only
+from tests.build import model_of, sequential
+from tests.correction.test_bias import set_layer, weights_only
 from tests.steps import begin, captured
 
 
@@ -21,55 +22,39 @@ def moments(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_the_correction_on_paper():
     """Weight 0.8 is stored as 1: the spread grows by 1 / 0.8, and the mean of 0.8 * 5 + 1 by 1."""
-    layer = nn.Linear(1, 1)
-    with torch.no_grad():
-        layer.weight.fill_(0.8)
-        layer.bias.fill_(1.0)
-    graph = captured(layer, torch.randn(2, 1))
+    graph = captured(set_layer(nn.Linear(1, 1), [0.8], 1.0), torch.randn(2, 1))
     new, notes = correct_second_moment(graph, weights_only(graph, 1.0), [[torch.tensor([[3.0], [5.0], [7.0]])]])
     assert float(new.weights["weight"]) == pytest.approx(0.64)  # whose grid, 0.8 times as wide, holds it as 0.8
     assert float(new.weights["bias"]) == pytest.approx(0.8 * (1 - 6) + 5)
     assert len(notes) == 1
 
 
-class Deep(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(
-            nn.Conv2d(3, 16, 3, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(16, 16, 3, groups=16),
-            nn.ReLU(),
-            nn.ConvTranspose2d(16, 8, 2, 2),
-            nn.ReLU(),
-            nn.Conv2d(8, 6, 1),
-        )
+def deep():
+    layers = [nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, groups=16), nn.ConvTranspose2d(16, 8, 2, 2)]
+    return sequential(*(part for layer in layers for part in (layer, nn.ReLU())), nn.Conv2d(8, 6, 1))
 
 
 def test_every_layer_of_a_2_bit_network_has_floats_mean_and_spread_again():
     x = torch.randn(32, 3, 10, 10)
-    steps = begin(Deep(), x, "imx500", bits=2)
+    steps = begin(deep(), x, "imx500", bits=2)
     graph, notes = correct_second_moment(steps.graph, steps.plan(), [[x[:16]], [x[16:]]])
     assert len(notes) == 4
     corrected = replace(steps, graph=graph)
     names = [n.output for n in steps.graph.nodes if n.op != "Relu"]
     gaps = []
     for s in (steps, corrected):
-        plan = s.plan()
-        plan = replace(
-            plan, tensors={k: t if t.role == "weight" else t.with_(stored=None) for k, t in plan.tensors.items()}
-        )
-        gap = []
+        tensors = {k: t if t.role == "weight" else t.with_(stored=None) for k, t in s.plan().tensors.items()}
+        plan, gap = replace(s.plan(), tensors=tensors), []
         for want, got in zip(steps.float(*names)[1:], s.quantized(plan, *names)[1:]):
             (m, sd), (mq, sq) = moments(want), moments(got)
             gap += [float(((mq - m).abs() / sd).max()), float((sq / sd - 1).abs().max())]
         gaps.append(max(gap))
-    assert gaps[0] > 0.3
-    assert gaps[1] < 0.08
+    assert gaps[0] > 0.3 and gaps[1] < 0.08
 
 
 def test_the_error_of_the_output_falls():
     x = torch.randn(32, 3, 10, 10)
-    steps = begin(Deep(), x, "imx500", bits=2)
+    steps = begin(deep(), x, "imx500", bits=2)
     graph, _ = correct_second_moment(steps.graph, steps.plan(), [[x]])
     want = steps.float()[0]
     before, after = ((s.quantized(s.plan())[0] - want).square().mean() for s in (steps, replace(steps, graph=graph)))
@@ -77,10 +62,7 @@ def test_the_error_of_the_output_falls():
 
 
 def test_channels_that_do_not_vary_are_left_alone():
-    layer = nn.Linear(2, 2)
-    with torch.no_grad():
-        layer.weight.copy_(torch.tensor([[0.8, 0.0], [0.0, 0.8]]))
-    graph = captured(layer, torch.randn(2, 2))
+    graph = captured(set_layer(nn.Linear(2, 2), [0.8, 0.0, 0.0, 0.8]), torch.randn(2, 2))
     new, _ = correct_second_moment(graph, weights_only(graph, 1.0), [[torch.tensor([[3.0, 2.0], [5.0, 2.0]])]])
     assert float(new.weights["weight"][1, 1]) == pytest.approx(0.8)
 
@@ -97,9 +79,7 @@ def test_each_channel_has_a_factor_of_its_own_over_all_batches(layer):
 
     k = 0.8, 1.2 and 4, of which 2 is allowed. b' = k (b - m_q) + m with b = 1, m = 5, 7, 21 and m_q = 6.
     """
-    with torch.no_grad():
-        layer.weight.copy_(torch.tensor([0.8, 1.2, 4.0]).view_as(layer.weight))
-        layer.bias.fill_(1.0)
+    set_layer(layer, [0.8, 1.2, 4.0], 1.0)
     batches = [torch.tensor([3.0, 5.0]), torch.tensor([7.0])]
     batches = [[b.view(-1, 1, *[1] * (layer.weight.dim() - 2))] for b in batches]
     graph = captured(layer, torch.cat([b for (b,) in batches]))
@@ -111,10 +91,7 @@ def test_each_channel_has_a_factor_of_its_own_over_all_batches(layer):
 
 def test_a_channel_that_does_not_vary_on_one_side_keeps_its_weights_and_gets_its_mean_back():
     """x = (2 t, t). 0.6, -1.2 gives 0 and, as 1, -1, t; 0.3, 0 gives 0.6 t and, as 0, 0, nothing; 2, 0 is exact."""
-    layer = nn.Linear(2, 3)
-    with torch.no_grad():
-        layer.weight.copy_(torch.tensor([[0.6, -1.2], [0.3, 0.0], [2.0, 0.0]]))
-        layer.bias.zero_()
+    layer = set_layer(nn.Linear(2, 3), [0.6, -1.2, 0.3, 0.0, 2.0, 0.0])
     x = torch.tensor([[2.0, 1.0], [4.0, 2.0], [6.0, 3.0]])
     graph = captured(layer, x)
     new, notes = correct_second_moment(graph, weights_only(graph, 1.0), [[x]])
@@ -124,9 +101,7 @@ def test_a_channel_that_does_not_vary_on_one_side_keeps_its_weights_and_gets_its
 
 
 def test_moments_are_those_of_all_batches_together_whatever_their_sizes():
-    layer = nn.Linear(3, 4)
-    with torch.no_grad():
-        layer.weight.copy_(torch.tensor([[1.3, -2.4, 0.8], [0.7, 1.6, -1.2], [2.3, 0.4, 3.7], [0.6, -0.6, 0.6]]))
+    layer = set_layer(nn.Linear(3, 4), [1.3, -2.4, 0.8, 0.7, 1.6, -1.2, 2.3, 0.4, 3.7, 0.6, -0.6, 0.6], 0.5)
     batches = [torch.randn(3, 3) + 2, torch.randn(5, 3) * 2 - 1, torch.randn(1, 3)]
     x, graph = torch.cat(batches), captured(layer, batches[0])
     w, b, limit = layer.weight.detach().double(), layer.bias.detach().double(), 1.2
@@ -135,18 +110,13 @@ def test_moments_are_those_of_all_batches_together_whatever_their_sizes():
     assert (k - 1).abs().gt(1e-3).any() and ((k > 1 / limit) & (k < limit)).any() and len(k.unique()) > 2
     new, _ = correct_second_moment(graph, weights_only(graph, 1.0), [[b] for b in batches], limit=limit)
     torch.testing.assert_close(new.weights["weight"].double(), k[:, None] * w, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(
-        new.weights["bias"].double(), k * (b - here.mean(0)) + want.mean(0), rtol=1e-5, atol=1e-5
-    )
+    bias = k * (b - here.mean(0)) + want.mean(0)
+    torch.testing.assert_close(new.weights["bias"].double(), bias, rtol=1e-5, atol=1e-5)
 
 
 def test_later_operators_are_measured_on_corrected_inputs():
     """Each of two weights of 0.8 is stored as 1: either has a spread of 1.25 times floats, not the second 1.25^2."""
-    net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
-    for layer in net:
-        nn.init.constant_(layer.weight, 0.8)
-        nn.init.constant_(layer.bias, 1.0)
-    graph = captured(net, torch.randn(2, 1))
+    graph = captured(sequential(*(set_layer(nn.Linear(1, 1), [0.8], 1.0) for _ in range(2))), torch.randn(2, 1))
     batches = [[torch.tensor([[3.0], [5.0]])], [torch.tensor([[7.0], [8.0], [9.0]])]]
     new, _ = correct_second_moment(graph, weights_only(graph, 1.0), batches, limit=4.0)
     assert [float(new.weights[f"{k}.weight"]) for k in (0, 1)] == pytest.approx([0.64, 0.64])
@@ -156,16 +126,9 @@ def test_later_operators_are_measured_on_corrected_inputs():
 
 
 def test_a_refusal_is_said_and_ends_nothing():
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bare, self.tied, self.last = nn.Linear(2, 2, bias=False), nn.Linear(2, 2), nn.Linear(2, 2)
-
-        def forward(self, x):
-            return self.last(self.tied(self.tied(self.bare(x))))
-
+    layers = {"bare": nn.Linear(2, 2, bias=False), "tied": nn.Linear(2, 2), "last": nn.Linear(2, 2)}
     x = torch.randn(8, 2)
-    graph = captured(Net(), x)
+    graph = captured(model_of(lambda m, x: m.last(m.tied(m.tied(m.bare(x)))), **layers), x)
     new, notes = correct_second_moment(graph, weights_only(graph, 0.25), [[x]])
     assert notes[0] == "'bare' keeps its second moment: it has none"
     assert notes[1:3] == ["'tied' keeps its second moment: 'tied.weight' is read by several operators"] * 2
