@@ -28,33 +28,19 @@ def W(*shape):
 
 
 REDUCE = ("Mean", "Sum", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL2")
-UNARY = (
-    "Relu",
-    "Relu6",
-    "Sigmoid",
-    "Tanh",
-    "HardSwish",
-    "HardSigmoid",
-    "Swish",
-    "Mish",
-    "Exp",
-    "Abs",
-    "Neg",
-    "Sin",
-    "Cos",
-    "Erf",
-    "Floor",
-    "Ceil",
-    "Round",
-    "Sign",
-    "Reciprocal",
-    "Identity",
-    "Requantize",
-    "Selu",
-)
+UNARY = """
+    Relu Relu6 Sigmoid Tanh HardSwish HardSigmoid Swish Mish Exp Abs Neg Sin Cos Erf Floor Ceil
+    Round Sign Reciprocal Identity Requantize Selu
+"""
+
+
+def pool(kernel, stride, padding, **more):
+    return {"kernel": kernel, "stride": stride, "padding": padding, "ceil_mode": False, **more}
+
+
 #: operator, operands, attributes, dtype of the result
 CASES = [
-    *((op, [IMAGE], {}) for op in UNARY),
+    *((op, [IMAGE], {}) for op in UNARY.split()),
     *((op, [IMAGE], {}) for op in ("Sqrt", "Rsqrt", "Log")),
     *(
         ("DynamicQuantize", [IMAGE], {"qmin": low, "qmax": 127, "affine": low == -128, "per": per, "block": 1})
@@ -102,38 +88,10 @@ CASES = [
     ("Unstack", [(2, 3, 4)], {"axis": 1}),
     ("CumSum", [ROWS], {"axis": 1}),
     ("ArgMax", [ROWS], {"axis": 1, "keepdims": True}),
-    (
-        "MaxPool",
-        [IMAGE],
-        {"kernel": (2, 3), "stride": (2, 2), "padding": ((0, 0), (0, 0)), "dilation": (1, 1), "ceil_mode": False},
-    ),
-    (
-        "MaxPool",
-        [IMAGE],
-        {"kernel": (3, 3), "stride": (1, 1), "padding": ((1, 1), (0, 1)), "dilation": (1, 1), "ceil_mode": False},
-    ),
-    (
-        "AvgPool",
-        [IMAGE],
-        {
-            "kernel": (3, 3),
-            "stride": (2, 2),
-            "padding": ((0, 1), (1, 1)),
-            "ceil_mode": False,
-            "count_include_pad": False,
-        },
-    ),
-    (
-        "AvgPool",
-        [IMAGE],
-        {
-            "kernel": (3, 3),
-            "stride": (2, 2),
-            "padding": ((1, 1), (1, 1)),
-            "ceil_mode": False,
-            "count_include_pad": True,
-        },
-    ),
+    ("MaxPool", [IMAGE], pool((2, 3), (2, 2), ((0, 0), (0, 0)), dilation=(1, 1))),
+    ("MaxPool", [IMAGE], pool((3, 3), (1, 1), ((1, 1), (0, 1)), dilation=(1, 1))),
+    ("AvgPool", [IMAGE], pool((3, 3), (2, 2), ((0, 1), (1, 1)), count_include_pad=False)),
+    ("AvgPool", [IMAGE], pool((3, 3), (2, 2), ((1, 1), (1, 1)), count_include_pad=True)),
     ("GlobalAvgPool", [IMAGE], {}),
     ("GlobalAvgPool", [SIGNAL], {}),
     ("Pad", [IMAGE], {"padding": ((0, 0), (0, 0), (1, 2), (0, 3)), "mode": "constant", "value": 0.0}),
@@ -226,11 +184,7 @@ def test_an_operator_computes_what_the_engine_computes(op, operands, attrs):
 
 
 def test_every_operator_that_has_a_keras_form_is_among_them():
-    by_layers_only = {
-        "TransposeConv1D",
-        "TransposeConv2D",
-        "TransposeConv3D",
-    }  # whose settings tell what no attribute does
+    by_layers_only = {f"TransposeConv{n}D" for n in (1, 2, 3)}  # whose settings do not follow from attributes
     assert set(LOWERINGS) - {c[0] for c in CASES} == by_layers_only
 
 
