@@ -36,6 +36,13 @@ def _quantizer(scale, zero, grid, axis=None):
 def test_numbers_become_the_nearest_on_the_grid_halves_to_even():
     q = _quantizer(0.5, 0, INT4)
     assert q(torch.tensor([-9.0, -0.75, 0.25, 0.75, 9.0])).tolist() == [-4.0, -1.0, 0.0, 1.0, 3.5]
+    assert q(torch.tensor([torch.inf, -torch.inf])).tolist() == [3.5, -4.0]
+    assert q.quantize(torch.tensor([torch.inf, -torch.inf])).tolist() == [7, -8]
+
+
+def test_scalars_are_rounded_and_a_tensor_of_one_axis_may_leave_its_axis_out():
+    assert [_quantizer(0.5, 0, INT4, axis)(torch.tensor(0.7)).item() for axis in (None, 0)] == [0.5, 0.5]
+    assert _quantizer([0.5, 0.25], [0, 0], INT4)(torch.tensor([0.7, 0.7])).tolist() == [0.5, 0.75]
 
 
 @pytest.mark.parametrize("axis", [None, 1])
@@ -44,11 +51,6 @@ def test_a_quantizer_rounds_bit_for_bit_as_the_grid_does(axis):
     s, z = ([0.031, 0.0173, 0.022], [120, 3, 250]) if axis else (0.031, 120)
     q = _quantizer(s, z, UINT8, axis)
     assert torch.equal(q(x), fake_quantize(x, q.scale, q.zero_point, UINT8, axis))
-
-
-def test_a_tensor_of_one_axis_may_leave_its_axis_out():
-    x, q = torch.tensor([0.7, 0.7]), _quantizer([0.5, 0.25], [0, 0], INT4)
-    assert q(x).tolist() == [0.5, 0.75]
 
 
 def test_gradients_pass_inside_the_range_and_stop_outside():
@@ -83,58 +85,30 @@ def test_the_compiled_form_has_the_same_values_and_gradients():
         torch.testing.assert_close(eager, compiled, rtol=1e-5, atol=1e-4, equal_nan=True)
 
 
-def test_scales_do_not_train_until_asked():
-    assert not _quantizer(0.5, 0, INT4).scale.requires_grad
-
-
-def test_half_precision_models_keep_their_scales_in_float32():
-    q = _quantizer(0.1, 0, INT4).bfloat16()
-    assert q.scale.dtype == torch.float32
-    assert q.scale.item() == torch.tensor(0.1).item()
-    assert q(torch.ones(2, dtype=torch.bfloat16)).dtype == torch.bfloat16
-
-
-def test_bypass_is_the_identity():
-    q, x = _quantizer(0.5, 0, INT4), torch.randn(9)
-    q.mode = "bypass"
-    assert q(x) is x
-
-
-def test_observe_keeps_the_least_and_greatest_value_of_all_calls():
+@pytest.mark.parametrize("first", [[-1.0, 3.0], [4.0, -1.0], [1.0, 2.0]])
+def test_an_observer_keeps_the_least_and_the_greatest_of_all_batches(first):
     q = _quantizer(0.5, 0, INT4)
     q.mode = "observe"
-    q(torch.tensor([1.0, 2.0]))
-    q(torch.tensor([-3.0, 0.0]))
-    assert q.observed_range == (-3.0, 2.0)
-
-
-def test_the_mode_is_not_part_of_the_state():
-    assert set(_quantizer(0.5, 0, INT4).state_dict()) == {"scale", "zero_point"}
-
-
-def test_a_bias_is_rounded_to_the_product_of_the_scales():
-    int32 = Grid(bits=32, qmin=-(2**31), qmax=2**31 - 1)
-    stored = Stored(format="", grid=int32, scale=torch.tensor(1.0), zero_point=torch.tensor(0, dtype=torch.int32))
-    b = BiasQuantizer("b", stored, (_quantizer(0.25, 0, UINT8), _quantizer([1.0, 2.0], [0, 0], INT4, 0)))
-    assert b(torch.tensor([1.1, -1.1])).tolist() == [1.0, -1.0]
-
-
-def test_an_observer_keeps_the_least_and_the_greatest_of_all_batches():
-    q = _quantizer(0.5, 0, INT4)
-    q.mode = "observe"
-    for batch in ([-1.0, 3.0], [-2.0, 1.0], [0.0, 2.0]):
+    assert q(torch.zeros(0, 3)).shape == (0, 3) and q.observed_range is None
+    for batch in (first, [-2.0, 1.0], [3.0, 0.0], []):
         assert torch.equal(q(torch.tensor(batch)), torch.tensor(batch))
-    q(torch.zeros(0))
-    assert q.observed_range == (-2.0, 3.0)
+    assert q.observed_range == (-2.0, max(*first, 3.0))
 
 
-def test_a_module_that_rounds_in_its_place_moves_with_it():
-    q = _quantizer(0.5, 0, INT4)
+def test_scales_stay_in_single_precision_or_better_and_results_have_the_type_of_the_data():
+    """A scale in half precision would move every code."""
+    q = _quantizer(0.1, 0, INT4).bfloat16()
+    assert q.scale.dtype == torch.float32 and q.scale.item() == torch.tensor(0.1).item()
+    assert q(torch.ones(2, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    assert q.double().scale.dtype == torch.float64 and q.half().scale.dtype == torch.float64
+    assert q.float().scale.dtype == torch.float32
+
+
+def test_a_function_that_rounds_in_its_place_moves_with_it_and_is_not_trained():
+    q = FakeQuantizer("t", _stored(0.5), Algorithm())
     q.function = torch.nn.PReLU()
-    q.double()
-    assert q.function.weight.dtype == torch.float64
-    q.half()
-    assert q.scale.dtype in (torch.float32, torch.float64)  # a scale in half precision would move every code
+    assert q.double().function.weight.dtype == torch.float64
+    assert list(q.trainable_parameters()) == ["scale"] and q.trained_grid() == INT4
 
 
 def test_of_what_is_rounded_a_share_is_blended_in():
@@ -146,17 +120,9 @@ def test_of_what_is_rounded_a_share_is_blended_in():
     q.share = 1.0
     assert q(x).tolist() == pytest.approx([4.3, 4.7])
     q.mode = "bypass"
-    assert q(x) is x and FakeQuantizer.MODES == ("quantize", "bypass", "observe") and FakeQuantizer.share == 1.0
-
-
-def test_an_observer_passes_empty_tensors_by():
-    q = _quantizer(0.5, 0, INT4)
-    q.mode = "observe"
-    assert q(torch.zeros(0, 3)).shape == (0, 3) and q.observed_range is None
-    q(torch.tensor([2.0, -1.0])), q(torch.tensor([0.5]))
-    assert q.observed_range == (-1, 2)
-    q(torch.tensor([-3.0])), q(torch.tensor([5.0]))
-    assert q.observed_range == (-3, 5)
+    assert q(x) is x
+    q.mode, q.function, q.share = "quantize", None, 0.0
+    assert torch.equal(q(x), x) and set(q.state_dict()) == {"scale", "zero_point"}
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
@@ -188,15 +154,6 @@ def test_numbers_that_do_not_train_are_there_and_frozen():
     assert learned.scale.tolist() == 2 and not torch.equal(learned.scale, _stored(0.5).scale)
 
 
-def test_a_checkpoint_of_another_grid_is_refused():
-    state = _quantizer(0.5, 0, INT4).state_dict()
-    same, other = _quantizer(0.25, 0, INT4), _quantizer(0.5, 0, UINT8)
-    same.load_state_dict(state)
-    assert float(same.scale) == 0.5
-    with pytest.raises(PlanError, match="the grid of 't' differs"):
-        other.load_state_dict(state)
-
-
 def test_a_bias_is_bypassed_or_blended_as_others_are():
     factors = _quantizer(0.5, 0, INT4), _quantizer([0.5, 0.25], [0, 0], INT4, 0)
     grid = Grid(bits=32, qmin=-(2**31), qmax=2**31 - 1)
@@ -218,29 +175,8 @@ def test_weights_are_registered_under_their_dotted_names():
     table, _ = register_weight(host, "a.b.mean", torch.zeros(3), rounded={"a.b"})
     assert table is host.a.b._buffers and torch.equal(host.a.b.weight_of("mean"), torch.zeros(3))
     assert register_weight(host, "top", torch.zeros(1))[0] is host._buffers
-
-
-def test_infinite_numbers_become_the_ends_of_the_grid():
-    q = _quantizer(0.5, 0, INT4)
-    assert q(torch.tensor([torch.inf, -torch.inf])).tolist() == [3.5, -4.0]
-    assert q.quantize(torch.tensor([torch.inf, -torch.inf])).tolist() == [7, -8]
-
-
-def test_of_no_share_nothing_is_rounded():
-    q, x = _quantizer(0.5, 0, INT4), torch.tensor([0.3, 0.7])
-    q.share = 0.0
-    assert torch.equal(q(x), x)
-
-
-@pytest.mark.parametrize("axis", [None, 0])
-def test_a_number_without_axes_is_rounded(axis):
-    assert _quantizer(0.5, 0, INT4, axis)(torch.tensor(0.7)).item() == 0.5
-
-
-def test_a_scale_takes_part_in_a_change_to_double_and_back():
-    q = _quantizer(0.1, 0, INT4).double()
-    assert q.scale.dtype == torch.float64
-    assert q.float().scale.dtype == torch.float32 and q.half().scale.dtype == torch.float32
+    register_weight(host, "a.b.c.weight", torch.zeros(1), rounded={"a.b"})
+    assert type(host.a.b.c) is torch.nn.Module
 
 
 @pytest.mark.parametrize("kind, computed", [(torch.float16, torch.float32), (torch.float64, torch.float64)])
@@ -272,25 +208,6 @@ def test_the_grid_lies_beside_a_checkpoint_under_the_name_of_the_quantizer():
     assert float(other["ab"].scale) == 0.5
 
 
-def test_a_module_that_rounds_in_its_place_is_no_number_of_the_quantizer():
-    q = FakeQuantizer("t", _stored(0.5), Algorithm())
-    q.function = torch.nn.PReLU()
-    assert list(q.trainable_parameters()) == ["scale"] and list(q.algorithm_inputs()) == [
-        "scale",
-        "zero_point",
-        "least",
-    ]
-    assert q.trained_grid() == INT4
-
-
-def test_the_greatest_value_seen_stays_when_smaller_ones_follow():
-    q = _quantizer(0.5, 0, INT4)
-    q.mode = "observe"
-    for batch in ([4.0, -1.0], [-2.0, 0.0], [3.0, 1.0]):
-        q(torch.tensor(batch))
-    assert q.observed_range == (-2.0, 4.0)
-
-
 def test_an_algorithm_is_told_when_it_trains():
     told = []
 
@@ -317,15 +234,6 @@ def test_a_weight_that_is_rounded_in_place_of_another_has_scales_along_its_axis(
     got = FakeQuantizer("t", _stored(s.tolist(), axis=axis), Twice()).reals(w.half())
     assert got.dtype == torch.float16
     assert torch.equal(got.float(), s.reshape([3 if d == axis else 1 for d in range(3)]).expand(3, 3, 3))
-
-
-def test_layers_are_wrappers_only_where_their_weights_are_rounded():
-    host = torch.nn.Module()
-    register_weight(host, "a.b.c.weight", torch.zeros(1), rounded={"a.b"})
-    kinds = [type(m) for m in (host.a, host.a.b, host.a.b.c)]
-    assert kinds == [torch.nn.Module, LayerWeights, torch.nn.Module]
-    again, _ = register_weight(host, "a.b.c.bias", torch.zeros(1), rounded={"a.b.c"})
-    assert type(host.a.b.c) is torch.nn.Module and set(again) == {"weight", "bias"}
 
 
 def test_a_holder_names_what_rounds():
