@@ -108,7 +108,7 @@ def _quantized_io(graph: Graph, plan: Plan, value: str, kind: str) -> QuantizedI
 
 
 def _notes(graph: Graph, labels: Any, mean: Any, std: Any) -> dict[str, Any]:
-    notes = {} if labels is None else {"labels": _labels(graph, labels)}
+    notes: dict[str, Any] = {} if labels is None else {"labels": _labels(graph, labels)}
     notes |= {key: _numbers(key, v) for key, v in (("mean", mean), ("std", std)) if v is not None}
     if ("mean" in notes) != ("std" in notes) or len(notes.get("mean", ())) != len(notes.get("std", ())):
         got = f"mean {mean}, std {std}"

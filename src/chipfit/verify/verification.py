@@ -124,7 +124,8 @@ class Verification(SummaryRepr):
     @property
     def float_ops(self) -> set[str]:
         """Canonical operators that the runtime computes in float, in front of a quantized tensor or an output."""
-        return {op for x in (*self.rows, *self.outputs) for op in x.float_ops}
+        compared: list[TensorComparison | OutputComparison] = [*self.rows, *self.outputs]
+        return {op for c in compared for op in c.float_ops}
 
     def require(self, float_ops: Collection[str] = ()) -> Verification:
         """Raise unless nothing departs and no operator but those named here runs in float.
