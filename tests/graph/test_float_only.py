@@ -13,6 +13,7 @@ import chipfit
 from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.float_only import float_only_values
 from chipfit.passes.fold_constants import fold_constants
+from tests.build import model_of, quantized
 
 PLATFORMS = ("ort_cpu", "tflite_int8")
 
@@ -21,22 +22,13 @@ def cosine(a, b):
     return float(F.cosine_similarity(a.detach().flatten(), b.detach().flatten(), dim=0))
 
 
-class Lookup(nn.Module):
-    """Ids that come as floats, pass arithmetic, and choose rows."""
-
-    def __init__(self):
-        super().__init__()
-        self.rows, self.out = nn.Embedding(1000, 16), nn.Linear(16, 4)
-
-    def forward(self, ids):
-        return self.out(self.rows((ids * 2 / 2).long()))
-
-
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_rows_are_chosen_by_the_ids_themselves(platform):
     torch.manual_seed(0)
-    model, ids = Lookup().eval(), torch.randint(0, 1000, (8, 40)).float()
-    result = chipfit.quantize(model, [ids], platform=platform, progress=False)
+    rows = {"rows": nn.Embedding(1000, 16), "out": nn.Linear(16, 4)}
+    model = model_of(lambda m, ids: m.out(m.rows((ids * 2 / 2).long())), **rows)
+    ids = torch.randint(0, 1000, (8, 40)).float()
+    result = quantized(model, ids, platform)
     assert not any(result.plan.quantized(v) for v in ("ids", "mul", "div"))
     got = result.model(ids)
     assert (got - model(ids)).abs().max() < 0.05  # a wrong row is off by about 1
@@ -44,17 +36,10 @@ def test_rows_are_chosen_by_the_ids_themselves(platform):
 
 
 def table(forward, *inputs):
-    """The float values of a function that stay float."""
+    """Return the values of a function that stay float, and its graph."""
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.l = nn.Linear(4, 4)
-
-        def forward(self, *xs):
-            return forward(self.l, *xs)
-
-    graph, _ = fold_constants(capture(Net().eval(), inputs, {}))
+    model = model_of(lambda m, *xs: forward(m.linear, *xs), linear=nn.Linear(4, 4))
+    graph, _ = fold_constants(capture(model, inputs, {}))
     return set(float_only_values(graph)), graph
 
 
@@ -82,23 +67,14 @@ def test_a_given_value_stays_float_where_it_is_a_number_and_an_index_too():
     assert found == set()
 
 
-class Both(nn.Module):
-    """Ids that choose rows, and are features too."""
-
-    def __init__(self):
-        super().__init__()
-        self.rows, self.out = nn.Embedding(1000, 4), nn.Linear(4, 4)
-
-    def forward(self, ids):
-        return self.rows(ids.long())[:, 0] + self.out(ids)
-
-
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_ids_that_are_features_too_still_choose_their_own_rows(platform):
     torch.manual_seed(0)
-    model, ids = Both().eval(), torch.randint(0, 1000, (8, 4)).float()
+    layers = {"rows": nn.Embedding(1000, 4), "out": nn.Linear(4, 4)}
+    model = model_of(lambda m, ids: m.rows(ids.long())[:, 0] + m.out(ids), **layers)
+    ids = torch.randint(0, 1000, (8, 4)).float()
     nn.init.zeros_(model.out.weight)
-    result = chipfit.quantize(model, [ids], platform=platform, progress=False)
+    result = quantized(model, ids, platform)
     assert (result.model(ids) - model(ids)).abs().max() < 0.05  # a wrong row is off by about 1
     assert not result.plan.quantized("ids")
 

@@ -18,26 +18,25 @@ from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.passes import float_regions
 from chipfit.ranges import choose
-from tests.build import graph_of, grid, quantized, randn
+from tests.build import graph_of, grid, model_of, quantized, randn
 
+NORMS = "start", "first", "second"
 DATA = [torch.randn(16, 6, 24, generator=torch.Generator().manual_seed(1))]
 
 
-class Block(nn.Module):
-    """Attention and an MLP beside skip connections, behind norms that ONNX Runtime computes in float."""
+def block(norms: bool = True) -> nn.Module:
+    """Return attention and an MLP beside skip connections, behind norms that ONNX Runtime computes in float."""
 
-    def __init__(self, norms: bool = True) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.out = (nn.Linear(24, 24) for _ in range(4))
-        self.up, self.down, self.head = nn.Linear(24, 48), nn.Linear(48, 24), nn.Linear(24, 5)
-        self.start, self.first, self.second = (nn.LayerNorm(24) if norms else nn.Identity() for _ in range(3))
+    def forward(m, x):
+        x = m.start(x)
+        y = m.first(x)
+        scores = (m.q(y) @ m.k(y).transpose(1, 2) / 5).softmax(2)
+        x = x + m.out(scores @ m.v(y))
+        return m.head(x + m.down(F.gelu(m.up(m.second(x)))))
 
-    def forward(self, x):
-        x = self.start(x)
-        y = self.first(x)
-        scores = (self.q(y) @ self.k(y).transpose(1, 2) / 5).softmax(2)
-        x = x + self.out(scores @ self.v(y))
-        return self.head(x + self.down(F.gelu(self.up(self.second(x)))))
+    layers = {name: nn.Linear(24, 24) for name in ("q", "k", "v", "out")}
+    layers |= {"up": nn.Linear(24, 48), "down": nn.Linear(48, 24), "head": nn.Linear(24, 5)}
+    return model_of(forward, **layers, **{n: nn.LayerNorm(24) if norms else nn.Identity() for n in NORMS})
 
 
 def build(model, data=DATA, platform="ort_cpu", **options):
@@ -98,7 +97,7 @@ def test_outliers_are_no_signal_and_the_few_of_them_make_the_grid_coarse():
 
 
 def test_a_transformer_adds_and_attends_in_float_and_multiplies_by_weights_in_integers():
-    result = build(Block)
+    result = build(block)
     found = runs(result)
     assert {how for (op, _), (how, _) in found.items() if op == "Softmax"} == {"float"}
     first = next(n for n in result.graph.nodes if n.op == "Add")
@@ -109,16 +108,11 @@ def test_a_transformer_adds_and_attends_in_float_and_multiplies_by_weights_in_in
 
 
 def test_a_convolutional_network_stays_in_codes():
-    class Residual(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b, self.c = (nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
+    def residual():
+        layers = {k: nn.Conv2d(4, 4, 3, padding=1) for k in "abc"}
+        return model_of(lambda m, x: m.c(F.relu((y := m.a(x)) + m.b(y))), **layers)
 
-        def forward(self, x):
-            x = self.a(x)
-            return self.c(F.relu(x + self.b(x)))
-
-    found = build(Residual, [torch.randn(4, 4, 8, 8)])
+    found = build(residual, [torch.randn(4, 4, 8, 8)])
     assert {n.exec for n in found.plan.nodes.values()} == {"int"}
     assert not any("output floats" in note for note in found.plan.rewrites)
 
@@ -131,7 +125,7 @@ def test_no_other_labels_cost_less(norms, seed, monkeypatch):
         drawn, sizes, draw = {}, {}, random.Random(seed)
         monkeypatch.setattr(float_regions.Cut, "noise", lambda cut, v: drawn.setdefault(v, 10 ** draw.uniform(-5, -1)))
         monkeypatch.setattr(float_regions.Cut, "size", lambda cut, v: sizes.setdefault(v, draw.randint(1, 100)))
-    result = build(lambda: Block(norms), settings=chipfit.Settings(results="codes"))
+    result = build(lambda: block(norms), settings=chipfit.Settings(results="codes"))
     decided = decide(Decision(graph=result.graph, platform=result.platform))
     graph, assignment = decided.graph, decided.assignment
     cut = float_regions.Cut(graph, assignment, result.stats)
@@ -168,41 +162,39 @@ def test_no_other_labels_cost_less(norms, seed, monkeypatch):
 def test_outliers_of_one_token_keep_a_stream_out_of_codes():
     """Between integer layers alone the additions stay in codes, unless one token is a hundred times the others."""
 
-    class Stream(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b, self.c, self.d = (nn.Linear(24, 24) for _ in range(4))
+    def forward(m, x):
+        x = m.a(x)
+        x = x + m.b(x)
+        return m.d(x + m.c(x))
 
-        def forward(self, x):
-            x = self.a(x)
-            x = x + self.b(x)
-            return self.d(x + self.c(x))
+    def stream():
+        return model_of(forward, **{k: nn.Linear(24, 24) for k in "abcd"})
 
     calm, wild = DATA[0].clone(), DATA[0].clone()
     wild[::8, 0, :] *= 300
-    assert {how for (op, _), (how, _) in runs(build(Stream, [calm])).items() if op == "Add"} == {"int"}
-    found = build(Stream, [wild])
+    assert {how for (op, _), (how, _) in runs(build(stream, [calm])).items() if op == "Add"} == {"int"}
+    found = build(stream, [wild])
     assert {how for (op, _), (how, _) in runs(found).items() if op == "Add"} == {"float"}
 
 
 def test_the_user_may_choose_either():
-    codes = build(Block, settings=chipfit.Settings(results="codes"))
+    codes = build(block, settings=chipfit.Settings(results="codes"))
     assert {how for (op, _), (how, _) in runs(codes).items() if op in ("Add", "MatMul", "Softmax")} == {"int"}
-    floats = build(Block, settings=chipfit.Settings(results="float"))
+    floats = build(block, settings=chipfit.Settings(results="float"))
     assert set(floats.plan.provenance["results"].values()) == {"float", "whole"}
     assert {how for (op, _), (how, _) in runs(floats).items() if op in ("Add", "Softmax")} == {"float"}
-    one = build(Block, overrides={"up": {"result": "codes"}})
+    one = build(block, overrides={"up": {"result": "codes"}})
     assert runs(one)["Linear", "up"] == ("int", True)
     assert runs(one.edit({"up": {"result": "float"}}))["Linear", "up"] == ("int", False)
 
 
 def test_a_choice_that_the_chip_does_not_have_is_refused():
     with pytest.raises(UnsupportedError, match="cannot have a result in float on 'tflite_int8'"):
-        build(Block, platform="tflite_int8", overrides={"up": {"result": "float"}})
+        build(block, platform="tflite_int8", overrides={"up": {"result": "float"}})
 
 
 def test_the_chosen_modes_are_kept_by_saved_and_edited_results(tmp_path):
-    result = build(Block)
+    result = build(block)
     again = chipfit.load(result.save(tmp_path / "saved"))
     assert again.plan.provenance["results"] == result.plan.provenance["results"] != {}
     kept = result.edit({"head": "float"})
@@ -211,23 +203,18 @@ def test_the_chosen_modes_are_kept_by_saved_and_edited_results(tmp_path):
 
 def test_the_file_computes_what_was_promised():
     pytest.importorskip("onnxruntime")
-    checked = build(Block).verify([torch.randn(16, 6, 24)])
+    checked = build(block).verify([torch.randn(16, 6, 24)])
     assert checked.sound, checked.departures
 
 
 def test_an_embedding_is_stored_and_gathered_in_codes(tmp_path):
     onnx, runtime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
 
-    class Words(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.words, self.a = nn.Embedding(500, 16), nn.Linear(16, 4)
-
-        def forward(self, ids):
-            return self.a(self.words(ids))
+    def words():
+        return model_of(lambda m, ids: m.a(m.words(ids)), words=nn.Embedding(500, 16), a=nn.Linear(16, 4))
 
     ids = [torch.randint(500, (32, 7), generator=torch.Generator().manual_seed(0))]
-    result = build(Words, ids)
+    result = build(words, ids)
     file = result.export(tmp_path / "words.onnx")
     graph = onnx.load(str(file)).graph
     codes = {i.name: onnx.numpy_helper.to_array(i).copy() for i in graph.initializer}["words.weight_q"]
@@ -255,17 +242,15 @@ def test_a_requested_mode_is_chosen_where_a_kernel_has_it():
 def test_results_stay_quantized_where_floats_would_need_ranges_that_calibration_left_out(arch):
     """Without VNNI two values of unsigned codes have no product; in float signs are free, and the products run."""
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate, self.key, self.head = nn.Linear(8, 16), nn.Linear(8, 8), nn.Linear(8, 4)
+    def forward(m, x):
+        y = x.relu() + nn.functional.glu(m.gate(x.relu()))
+        return m.head((torch.softmax(y @ m.key(y).transpose(1, 2), -1) @ y).mean(1)).sigmoid()
 
-        def forward(self, x):
-            y = x.relu() + nn.functional.glu(self.gate(x.relu()))
-            return self.head((torch.softmax(y @ self.key(y).transpose(1, 2), -1) @ y).mean(1)).sigmoid()
+    def net():
+        return model_of(forward, gate=nn.Linear(8, 16), key=nn.Linear(8, 8), head=nn.Linear(8, 4))
 
     settings = chipfit.Settings(results="float")
-    result = build(Net, randn(8, 6, 8) * 3, f"ort_cpu@{arch}", settings=settings)
+    result = build(net, randn(8, 6, 8) * 3, f"ort_cpu@{arch}", settings=settings)
     assert any("else 'matmul_1', which calibration left out" in line for line in result.plan.rewrites)
     assert result.verify([torch.randn(4, 6, 8) * 3]).verdict == "exact"
 

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
 
-import chipfit
 from chipfit.engine.run import run
 from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.passes.fold_constants import fold_constants
+from tests.build import model_of, quantized
 
 
 class Standardised(nn.Conv2d):
@@ -21,19 +21,11 @@ class Standardised(nn.Conv2d):
         return F.conv2d(x, (self.weight - mean) * torch.rsqrt(var + 1e-5), self.bias)
 
 
-class Positions(nn.Module):
-    """A class token, a table of positions read by arange, and a bias from a table by constant buckets."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.cls, self.out = nn.Embedding(32, 8), nn.Parameter(torch.randn(1, 1, 8)), nn.Linear(8, 3)
-        self.buckets = nn.Parameter(torch.randn(7, 8))
-
-    def forward(self, x):
-        n = x.shape[1]
-        steps = torch.arange(n)
-        x = x + self.table(steps) + self.buckets[(steps * 2).clamp(max=6)]
-        return self.out(torch.cat([(self.cls * 2 + 1).expand(x.shape[0], -1, -1), x], 1))
+def positions(m, x):
+    """Add a table of positions read by arange, a table by constant buckets, and a class token."""
+    steps = torch.arange(x.shape[1])
+    x = x + m.table(steps) + m.buckets[(steps * 2).clamp(max=6)]
+    return m.out(torch.cat([(m.cls * 2 + 1).expand(x.shape[0], -1, -1), x], 1))
 
 
 def old_weight_norm():
@@ -58,7 +50,7 @@ def test_a_layer_whose_weight_is_computed_from_others_runs_in_integers(kind, pla
     model = nn.Sequential(REWRITTEN[kind](), nn.ReLU(), nn.Flatten(), nn.LazyLinear(4)).eval()
     x = torch.randn(4, 3, 8, 8)
     want = model(x).detach()
-    result = chipfit.quantize(model, [x], platform=platform, progress=False)
+    result = quantized(model, x, platform)
     linear = [n for n in result.graph.nodes if n.op in ("Conv2D", "Linear")]
     assert [result.plan.nodes[n.name].exec for n in linear] == ["int", "int"]
     assert all(result.plan.quantized(n.weight) for n in linear)
@@ -69,12 +61,13 @@ def test_a_layer_whose_weight_is_computed_from_others_runs_in_integers(kind, pla
 
 def test_tensors_with_history_that_weight_norm_of_old_keeps_are_no_obstacle():
     model = nn.Sequential(nn.Flatten(), old_weight_norm()).eval()
-    result = chipfit.quantize(model, [torch.randn(4, 8, 16)], progress=False)
+    result = quantized(model, torch.randn(4, 8, 16))
     assert result.plan.nodes["linear"].exec == "int" and result.plan.quantized("1.weight")
 
 
 def test_tables_tokens_and_buckets_are_constants_and_only_the_batch_is_left_to_expand():
-    model, x = Positions().eval(), torch.randn(4, 10, 8)
+    parts = {"table": nn.Embedding(32, 8), "cls": torch.randn(1, 1, 8), "out": nn.Linear(8, 3)}
+    model, x = model_of(positions, **parts, buckets=torch.randn(7, 8)), torch.randn(4, 10, 8)
     graph = capture(model, (x,), {})
     folded, notes = fold_constants(graph)
     left = [n.op for n in folded.nodes]
@@ -87,7 +80,7 @@ def test_tables_tokens_and_buckets_are_constants_and_only_the_batch_is_left_to_e
 
 def test_what_was_computed_trains_in_the_place_of_what_it_was_computed_from():
     model = nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 4))).eval()
-    result = chipfit.quantize(model, [torch.randn(8, 6)], progress=False)
+    result = quantized(model, torch.randn(8, 6))
     trained = {n: p.requires_grad for n, p in result.model.named_parameters() if not n.startswith("quant")}
     assert trained.pop("0.weight") and trained.pop("0.bias")
     assert trained and not any(trained.values())  # original0 and original1 stay, frozen
@@ -95,30 +88,10 @@ def test_what_was_computed_trains_in_the_place_of_what_it_was_computed_from():
     assert result.model.get_parameter("0.weight").grad.abs().sum() > 0
 
 
-class Large(nn.Module):
-    def __init__(self, n):
-        super().__init__()
-        self.n, self.out = n, nn.Linear(2, 2)
-
-    def forward(self, x):
-        return self.out(x) + torch.arange(self.n).float()[:, None].expand(-1, 2).sum()
-
-
-@pytest.mark.parametrize(("n", "stays"), [(1 << 15, False), (1 << 17, True)])
-def test_a_file_does_not_grow_by_what_is_cheap_to_compute(n, stays):
-    graph, notes = fold_constants(capture(Large(n).eval(), (torch.randn(2, 2),), {}))
-    assert any("is computed all the same" in note for note in notes) == stays
-    assert max(w.numel() for w in graph.weights.values()) <= 1 << 16
-    assert len(graph.nodes) == 2 or stays
-
-
-class Noisy(nn.Module):
-    def forward(self, x):
-        return x + torch.rand(3), torch.ones(2) * 3
-
-
 def test_random_numbers_and_outputs_of_the_model_stay():
-    graph, _ = fold_constants(capture(Noisy(), (torch.randn(2, 3),), {}))
+    graph, _ = fold_constants(
+        capture(model_of(lambda m, x: (x + torch.rand(3), torch.ones(2) * 3)), (torch.randn(2, 3),), {})
+    )
     assert next(n.attrs["target"] for n in graph.nodes if n.op == "Opaque").startswith("aten.rand")
     assert set(graph.outputs) <= set(graph.values)
 
