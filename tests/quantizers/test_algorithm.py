@@ -14,11 +14,8 @@ from chipfit.quantizers.algorithm import (
     Algorithm,
     clipped,
     constants,
-    of_integers,
-    of_table,
     positive,
     reach,
-    rows,
     text_of,
     threshold,
     unit,
@@ -49,14 +46,6 @@ def test_a_scale_that_trains_stays_above_a_least_one():
     s = torch.tensor(1.5, requires_grad=True)
     positive(TorchOps, s, least, POT).backward()  # d 2^log2 s = 2 / 1.5
     assert float(s.grad) == pytest.approx(2 / 1.5)
-
-
-def test_what_shares_a_scale_lies_along_the_last_axis():
-    x = torch.arange(24.0).view(2, 3, 4)
-    assert rows(x, stored(1.0)).tolist() == x.flatten().tolist()
-    for axis, count in enumerate(x.shape):
-        found = rows(x, stored([1.0] * count, axis=axis))
-        assert torch.equal(found, x.movedim(axis, 0).reshape(count, -1))
 
 
 def test_the_greatest_magnitude_that_is_held():
@@ -104,53 +93,30 @@ def test_levels_of_a_table_are_each_there_once():
     assert with_levels(S8, None) is S8 and with_levels(S8, [1.0, -1.0, 1.0, 0.0]).table == (-1, 0, 1)
 
 
-@pytest.mark.parametrize(
-    ("grid", "words"),
-    [
-        ({"bits": 2}, ""),
-        ({"bits": 8}, ""),
-        ({"bits": 1}, "1 bits; its tables have 2 to 8"),
-        ({"bits": 9}, "9 bits; its tables have 2 to 8"),
-        ({"bits": 4, "zero": "any"}, "around 0"),
-        ({"bits": 4, "kind": "lut"}, ""),
-        ({"bits": 4, "kind": "float"}, "another kind, float"),
-    ],
-)
-def test_grids_that_a_table_cannot_serve_are_refused(grid, words):
-    found = of_table(Grid(**{"qmin": -8, "qmax": 7, **grid}), "lut", 2)
-    assert words in found and bool(found) is bool(words)
-    assert of_integers(S8) == "" and of_integers(Grid(bits=2, qmin=0, qmax=1, table=(0.0, 1.0)))
-
-
 def test_quantizers_that_stand_alone_train_or_not():
     calls = []
-    trainable = SimpleNamespace(
-        initialize_quantization=lambda *a: calls.append(a),
-        convert2inferable=lambda: "inferable",
-        fits="weights of torch",
-    )
 
     class Trains:
-        initialize_quantization = None
+        fits = "weights of torch"
         enabled = True
+
+        def initialize_quantization(self, *arguments):
+            calls.append(arguments)
+
+        def convert2inferable(self):
+            return "inferable"
 
         def __call__(self, x, training):
             return x, training
 
-    off = SimpleNamespace(initialize_quantization=None, enabled=False)
-    hosting.initialize(trainable, (2,), "w", "host", "weights of torch")
-    hosting.initialize(off, (2,), "w", "host", "weights of torch")
-    hosting.initialize(abs, (2,), "w", "host", "weights of torch")
+    trainable, off = Trains(), SimpleNamespace(initialize_quantization=None, enabled=False)
+    for quantizer in (trainable, off, abs):
+        hosting.initialize(quantizer, (2,), "w", "host", "weights of torch")
     assert calls == [((2,), "w", "host")]
     with pytest.raises(Exception, match="is for another framework or role"):
         hosting.initialize(trainable, (2,), "w", "host", "activations of torch")
-    assert hosting.apply(Trains(), -2, 1) == (-2, True) and hosting.apply(off, -2, True) == -2
-    assert hosting.apply(abs, -2, True) == 2
-    assert (
-        hosting.to_inferable(trainable) == "inferable"
-        and hosting.to_inferable(off) is off
-        and hosting.to_inferable(abs) is abs
-    )
+    assert [hosting.apply(q, -2, 1) for q in (trainable, off, abs)] == [(-2, True), -2, 2]
+    assert [hosting.to_inferable(q) for q in (trainable, off, abs)] == ["inferable", off, abs]
 
 
 def test_an_algorithm_is_written_as_its_name_and_what_differs_from_its_defaults():

@@ -530,7 +530,7 @@ def test_a_table_that_is_not_free_keeps_its_levels():
         ("lut", Grid(bits=9, qmin=-128, qmax=127, kind="lut", entries=512, table=(0.0, 1.0)), "weight", "9 bits"),
         ("apot", Grid(bits=1, qmin=0, qmax=1), "activation", "1 bits"),
         ("apot", Grid(bits=9, qmin=-256, qmax=255), "weight", "9 bits"),
-        ("apot", AFFINE, "activation", "zero point"),
+        ("apot", AFFINE, "activation", "around 0, and the format has a zero point"),
         ("apot", LOG, "weight", "another kind, log"),
         ("apot", Grid(bits=4, qmin=-8, qmax=7, kind="lut", entries=16), "weight", "do not fit"),
         ("nnie_log", TABLE, "weight", "another kind, lut"),

@@ -9,7 +9,7 @@ import torch
 
 from chipfit.errors import ConfigError
 from chipfit.quantizers.grids import Grid
-from chipfit.quantizers.inferable import CLASSES, LUT_BITS, of, parameters, symmetric, uniform
+from chipfit.quantizers.inferable import CLASSES, of, parameters, symmetric, uniform
 
 X = torch.tensor([-3.0, -1.0, -0.3, 0.0, 0.3, 0.6, 1.0, 9.0])
 
@@ -59,9 +59,7 @@ def test_thresholds_that_are_none_are_refused(bad):
         symmetric(8, bad, True)
 
 
-def test_powers_of_two_are_asked_for_where_the_grid_wants_them():
-    assert symmetric(8, [0.5, 4.0], True, 0, pot=True).grid.pot
-    assert not symmetric(8, 3.0, True).grid.pot
+def test_a_threshold_is_a_power_of_two_where_the_grid_demands_it():
     with pytest.raises(ConfigError, match=r"power of 2 but is \[2, 3\]"):
         symmetric(8, [2.0, 3.0], True, 0, pot=True)
 
@@ -101,14 +99,11 @@ def test_tables_that_are_none_are_refused(bits, table, signed, words):
         symmetric(bits, 4.0, signed, table=table, entry_bits=4)
 
 
-def test_entries_are_of_eight_bits_unless_told_otherwise():
-    assert LUT_BITS == 8 and float(symmetric(2, 1.0, True, table=[-128, 0, 127]).scale) == 1 / 128
-    for name in ("WeightsLUTSymmetric", "ActivationLutPOT"):
-        signature = inspect.signature(CLASSES[f"{name}InferableQuantizer"])
-        assert signature.parameters["lut_values_bitwidth"].default == 8
-    channels = inspect.signature(CLASSES["WeightsPOTInferableQuantizer"]).parameters
-    assert channels["channel_axis"].default is channels["input_rank"].default is None
-    assert channels["per_channel"].default is inspect.Parameter.empty
+def test_entries_are_of_eight_bits_and_channels_are_those_of_the_tensor_by_default():
+    assert float(symmetric(2, 1.0, True, table=[-128, 0, 127]).scale) == 1 / 128
+    lut, pot = (str(inspect.signature(CLASSES[f"Weights{n}InferableQuantizer"])) for n in ("LUTSymmetric", "POT"))
+    assert lut.endswith("per_channel, channel_axis=None, input_rank=None, lut_values_bitwidth=8)")
+    assert pot == "(num_bits, threshold, per_channel, channel_axis=None, input_rank=None)"
 
 
 def test_each_class_rounds_as_its_grid_does():
