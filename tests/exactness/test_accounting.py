@@ -69,11 +69,6 @@ def test_an_error_names_eight_faults_and_counts_the_others(count, more):
     assert str(e.value).count("'r") == 9 and more in str(e.value) and ("and" in str(e.value)) is bool(more)
 
 
-def test_of_no_integers_none_differ():
-    empty = row("empty", elements=0)
-    assert empty.fraction == 0.0 and row("half", elements=8, freely=4, differing=2).fraction == 0.5
-
-
 @pytest.mark.parametrize("float_ops, gap", [((), 2.0**-22), (("Erf",), 1e-4)])
 def test_an_output_in_reals_may_be_off_by_as_much_as_its_kernels_round(float_ops, gap):
     """(q - z) s rounds twice, q s - z s three times: each by at most 2^-24 of the span, and float operators more."""
@@ -130,11 +125,14 @@ def test_what_the_platform_states_and_nothing_models_is_in_the_verification(fitt
 
 
 def test_every_output_is_compared_whatever_its_shape_and_type():
-    def forward(m, x):
+    """Integers, a scalar, indices, something in float."""
+
+    def ends(m, x):
         y = m.conv(x).relu()
         return y, y.mean(), y.mean((2, 3)).argmax(1), torch.erf(y)
 
-    result = quantized(model_of(forward, conv=nn.Conv2d(3, 4, 3)), torch.randn(4, 3, 8, 8))
+    torch.manual_seed(0)
+    result = quantized(model_of(ends, conv=nn.Conv2d(3, 4, 3), unused=nn.Conv2d(3, 4, 3)), torch.randn(4, 3, 8, 8))
     found = result.verify([torch.randn(5, 3, 8, 8)])
     assert found.sound, found.summary()
     assert [o.elements for o in found.outputs] == [5 * 4 * 36, 1, 5, 5 * 4 * 36]
@@ -152,47 +150,6 @@ def test_a_tensor_that_a_layout_absorbs_is_counted_as_elided(tmp_path):
     assert all(r.missed and not r.elements and not r.fault for r in missed)
     strict = sum(r.elements for r in found.rows if not r.float_ops)
     assert found.exact_share == strict / (found.integers + sum(r.missed for r in missed)) < 1
-
-
-def test_a_comparison_of_nothing_is_neither_sound_nor_exact():
-    nothing = Verification("runtime", promised=True)
-    assert nothing.departures == [] and not nothing.sound and not nothing.exact
-    assert nothing.verdict == "departs"
-    assert Verification("runtime", promised=True, rows=[TensorComparison("x", "", "Relu", elements=1)]).exact
-
-
-@pytest.mark.parametrize(
-    "float_ops, differing, fault",
-    [((), 0, False), ((), 1, True), (("Softmax",), 1, False), (("Softmax",), 2, True)],
-)
-def test_integers_that_are_returned_may_differ_only_behind_floats_and_then_one_in_a_hundred(
-    float_ops, differing, fault
-):
-    device, simulated = torch.zeros(100, dtype=torch.long), torch.zeros(100, dtype=torch.long)
-    device[:differing] = 1
-    out = OutputComparison("y", "y", float_ops)
-    out.add(device, simulated, simulated)
-    assert out.differing == differing and bool(out.fault) is fault
-
-
-@pytest.mark.parametrize(
-    "float_ops, ties, by, astray, fault",
-    [
-        ((), 0, 1, 0, True),
-        (("Tanh",), 0, 1, 0, False),  # one in a hundred
-        (("Tanh",), 0, 2, 0, True),
-        (("Tanh",), 0, 1, 1, True),
-    ],
-)
-def test_behind_floats_a_code_may_differ_by_one_where_its_real_lies_half_way(float_ops, ties, by, astray, fault):
-    row = TensorComparison(
-        "x", "", "Tanh", 100, 1, by, op_differing=1, op_largest=by, ties=ties, astray=astray, float_ops=float_ops
-    )
-    assert bool(row.fault) is fault
-    row.op_differing, row.ties = 3, 2  # two ties, and one in a hundred besides
-    assert bool(row.fault) is fault
-    row.op_differing = 4
-    assert row.fault
 
 
 def tied() -> nn.Module:
@@ -214,11 +171,10 @@ def numbered() -> nn.Module:
 
 @pytest.mark.parametrize("platform", ["ort_cpu", "tflite_int8"])
 @pytest.mark.parametrize(
-    "model, draw",
-    [(tied, lambda: torch.randint(0, 20, (4, 5))), (numbered, lambda: torch.randn(4, 6))],
-    ids=["tied", "numbered"],
+    "model, draw", [(tied, lambda: torch.randint(0, 20, (4, 5))), (numbered, lambda: torch.randn(4, 6))]
 )
 def test_what_is_read_in_float_and_what_is_named_alike_is_known_in_the_file(platform, model, draw, tmp_path):
+    torch.manual_seed(0)
     result = quantized(model(), draw(), platform)
     path = result.export(tmp_path / f"m.{'onnx' if platform == 'ort_cpu' else 'tflite'}")
     assert result.verify([draw()], path=path).departures == []

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from benchmarks.random_networks import power_of_two_scales, with_biases
 from torch import nn
 
-import chipfit
 from tests.build import model_of, quantized
 from tests.exactness.litert_proof import RUNTIMES, prove
+from tests.simulate.test_rounding import restored
 
 
 def module(function: Callable[..., torch.Tensor], after: bool) -> nn.Module:
@@ -23,12 +23,15 @@ def module(function: Callable[..., torch.Tensor], after: bool) -> nn.Module:
     return model_of(lambda m, *x: function(*(F.leaky_relu(v, 0.5) for v in x)))
 
 
+IMAGE = (4, 8, 12, 12)
+
+
 def images(*shape: int, gain: float = 3.0) -> Callable[[], tuple[torch.Tensor, ...]]:
-    return lambda: (torch.randn(*(shape or (4, 8, 12, 12))) * gain,)
+    return lambda: (torch.randn(*(shape or IMAGE)) * gain,)
 
 
 def two(*shape: int) -> Callable[[], tuple[torch.Tensor, ...]]:
-    return lambda: (torch.randn(4, 8, 12, 12) * 2, torch.randn(*(shape or (4, 8, 12, 12))) * 3 - 1)
+    return lambda: (torch.randn(IMAGE) * 2, torch.randn(*(shape or IMAGE)) * 3 - 1)
 
 
 def positive() -> tuple[torch.Tensor, ...]:
@@ -72,10 +75,7 @@ COMPUTE = {
     "mean_rows": (lambda x: x.mean(2, keepdim=True), images()),
     "global_41_channels": (lambda x: F.adaptive_avg_pool2d(x + 0.3, 1), images(32, 41, 8, 8)),
     "matmul": (lambda a, b: a @ b, lambda: (torch.randn(4, 3, 9, 16), torch.randn(4, 3, 16, 7))),
-    "matmul_transposed": (
-        lambda a, b: a @ b.transpose(-1, -2),
-        lambda: (torch.randn(4, 3, 9, 16), torch.randn(4, 3, 7, 16)),
-    ),
+    "matmul_transposed": (lambda a, b: a @ b.mT, lambda: (torch.randn(4, 3, 9, 16), torch.randn(4, 3, 7, 16))),
 }
 MOVE = {
     "max": (torch.maximum, two()),
@@ -88,15 +88,9 @@ MOVE = {
     "average_padded": (lambda x: F.avg_pool2d(x, 3, 2, 1), images()),
     "average_without_padding": (lambda x: F.avg_pool2d(x, 3, 1, 1, count_include_pad=False), images()),
     "average_of_what_is_there": (lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False), images()),
-    "average_of_what_is_there_5": (
-        lambda x: F.avg_pool2d(x, 5, 3, 2, count_include_pad=False),
-        images(4, 8, 13, 10),
-    ),
+    "average_of_what_is_there_5": (lambda x: F.avg_pool2d(x, 5, 3, 2, count_include_pad=False), images(4, 8, 13, 10)),
     "linear_1d": (lambda x: F.interpolate(x, scale_factor=2.0, mode="linear"), images(4, 8, 12)),
-    "linear_1d_corners": (
-        lambda x: F.interpolate(x, size=19, mode="linear", align_corners=True),
-        images(4, 8, 12),
-    ),
+    "linear_1d_corners": (lambda x: F.interpolate(x, 19, mode="linear", align_corners=True), images(4, 8, 12)),
     "adaptive": (lambda x: F.adaptive_avg_pool2d(x, 3), images()),
     "average_1d": (lambda x: F.avg_pool1d(x, 2), images(4, 8, 12)),
     "max_1d": (lambda x: F.max_pool1d(x, 2), images(4, 8, 12)),
@@ -200,14 +194,10 @@ def test_means_of_next_to_nothing_subtract_zero_points_that_count_millions(tmp_p
     """Balanced images: the sum of codes is 120 times the zero point, of which the result's scale makes 6e7."""
     x = -torch.ones(4, 16, 10, 12)
     x[..., ::3] = 2.0
-    result = chipfit.quantize(nn.AdaptiveAvgPool2d(1), [3 * x], platform="tflite_int8", progress=False)
+    result = quantized(nn.AdaptiveAvgPool2d(1), 3 * x, "tflite_int8")
     numbers = {result.graph.inputs[0]: (2.0**-4, -57), result.graph.outputs[0]: (2.0**-24, -124)}
-    new = {
-        name: result.plan.tensors[name].with_(scale=torch.tensor(s), zero_point=torch.tensor(z, dtype=torch.int32))
-        for name, (s, z) in numbers.items()
-    }
-    plan = replace(result.plan, tensors={**result.plan.tensors, **new})
-    for found in prove(result.graph, plan, result.platform, [x], tmp_path, float_ops=()):
+    result = restored(result, numbers)
+    for found in prove(result.graph, result.plan, result.platform, [x], tmp_path, float_ops=()):
         assert found.exact
 
 
@@ -215,31 +205,24 @@ def test_means_of_next_to_nothing_subtract_zero_points_that_count_millions(tmp_p
 @pytest.mark.parametrize("curve", [nn.Sigmoid, nn.Tanh])
 def test_every_16_bit_code_of_a_curve(tmp_path, curve, scale):
     """Optimised kernels change their formula at 2^-12, that of tanh at 2^-11 too."""
-    result = chipfit.quantize(curve(), [torch.randn(2, 65536)], platform="tflite_int16x8", progress=False)
-    given = result.graph.inputs[0]
-    planned = result.plan.tensors[given].with_(scale=torch.tensor(scale))
-    plan = replace(result.plan, tensors={**result.plan.tensors, given: planned})
+    result = quantized(curve(), torch.randn(2, 65536), "tflite_int16x8")
+    result = restored(result, {result.graph.inputs[0]: (scale, 0)})
     codes = torch.arange(-32768, 32768).view(1, -1)
-    for found in prove(result.graph, plan, result.platform, [codes * scale], tmp_path, float_ops=()):
+    for found in prove(result.graph, result.plan, result.platform, [codes * scale], tmp_path, float_ops=()):
         assert found.exact
-
-
-class SequenceFirst(nn.Module):
-    """A layer over [L, N] in one axis, as `nn.MultiheadAttention` has its last one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 8)
-
-    def forward(self, x):
-        y = self.first(x).transpose(0, 1)  # [L, N, 8]
-        return self.last(y.reshape(-1, 8)).relu().view(y.shape).transpose(0, 1)
 
 
 @pytest.mark.parametrize("runtime", ["litert_reference", "litert_optimized", "litert"])
 def test_samples_behind_other_axes_are_put_together_in_the_models_order(runtime):
+    """A layer over [L, N] in one axis, as `nn.MultiheadAttention` has its last one."""
+
+    def sequence_first(m, x):
+        y = m.first(x).transpose(0, 1)  # [L, N, 8]
+        return m.last(y.reshape(-1, 8)).relu().view(y.shape).transpose(0, 1)
+
     torch.manual_seed(0)
-    result = chipfit.quantize(SequenceFirst().eval(), [torch.randn(4, 5, 6)], "tflite_int8", progress=False)
+    net = model_of(sequence_first, first=nn.Linear(6, 8), last=nn.Linear(8, 8))
+    result = quantized(net, torch.randn(4, 5, 6), "tflite_int8")
     found = result.verify([torch.randn(4, 5, 6), torch.randn(3, 5, 6)], runtime=runtime)
     assert found.verdict == "exact" and found.integers
     assert any(r.op == "Reshape" and r.elements == 7 * 5 * 8 for r in found.rows), "it was compared"

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import logging
 
 import pytest
 import torch
-from rich.console import Console
 from torch import nn
 
 import chipfit
 from chipfit.calibration.collect import TensorStats
 from chipfit.calibration.data_checks import check_input_scale, check_sample_count
+from chipfit.errors import CaptureError, DataError
 from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.ir import Graph, Node
 from chipfit.report.html import page
-from chipfit.report.terminal import render
+from tests.build import quantized, sequential
+from tests.report.test_report import text_of
 
 
 def net():
@@ -32,10 +32,8 @@ IMAGES = torch.rand(8, 3, 8, 8)
 
 
 def warnings(data, model=None, **options):
-    result = chipfit.quantize(model or net(), data, progress=False, **options)
-    console = Console(width=300, record=True, file=io.StringIO())
-    console.print(render(result.report))
-    text = console.export_text()
+    result = quantized(model or net(), data, **options)
+    text = text_of(result.report)
     for w in result.report.warnings:
         assert w in text and "Read this first" in page(result.report)
     assert ("read this first" in text) == bool(result.report.warnings)
@@ -48,22 +46,17 @@ def test_data_like_those_of_training_are_not_doubted():
 
 
 @pytest.mark.parametrize(
-    ("data", "says"),
+    ("data", "says", "low", "high"),
     [
-        (IMAGES * 255, "times as large as the statistics"),
-        (IMAGES + 100, "times as large as the statistics"),
-        (IMAGES / 255, "times narrower than the statistics"),
+        (IMAGES * 255, "times as large as the statistics", 100, 2000),
+        (IMAGES + 100, "times as large as the statistics", 100, 2000),
+        (IMAGES / 255, "times narrower than the statistics", 100, 500),
     ],
 )
-def test_images_on_another_scale_than_the_first_batch_norm_learned(data, says):
+def test_images_on_another_scale_than_the_first_batch_norm_learned(data, says, low, high):
     (warning,) = warnings([data])
     assert "batch norm '1'" in warning and says in warning and "normalised as in training" in warning
-
-
-def test_the_figure_is_the_factor():
-    big, small = (check_input_scale(capture(net(), (IMAGES * k,), {}))[0] for k in (255, 1 / 255))
-    assert 100 < float(big.split(" is ")[1].split()[0]) < 2000
-    assert 100 < float(small.split(" is ")[1].split()[0]) < 500
+    assert low < float(warning.split(" is ")[1].split()[0]) < high
 
 
 def test_a_single_sample_however_often_it_comes():
@@ -104,20 +97,17 @@ def test_a_model_of_another_float_type_is_read_in_float32_and_the_report_says_so
 
 @pytest.mark.parametrize("kind", [torch.float16, torch.float64])
 def test_data_of_another_float_type_are_taken(kind):
-    assert chipfit.quantize(net(), [IMAGES.to(kind), IMAGES], progress=False).verify([IMAGES.to(kind)]).exact
+    assert quantized(net(), [IMAGES.to(kind), IMAGES]).verify([IMAGES.to(kind)]).exact
 
 
 def test_what_float32_cannot_hold_is_refused():
-    model = nn.Sequential(nn.Linear(4, 4)).double()
+    model = sequential(nn.Linear(4, 4)).double()
     model[0].weight.data[0, 0] = 1e60
-    with pytest.raises(chipfit.errors.CaptureError, match=r"'0.weight' holds numbers that float32 does not"):
-        chipfit.quantize(model, [torch.randn(4, 4).double()], progress=False)
-    with pytest.raises(chipfit.errors.DataError, match="'input' holds numbers outside the range of float32"):
-        chipfit.quantize(
-            nn.Sequential(nn.Linear(4, 4)),
-            [torch.randn(4, 4), torch.full((2, 4), 1e60, dtype=torch.float64)],
-            progress=False,
-        )
+    with pytest.raises(CaptureError, match=r"'0.weight' holds numbers that float32 does not"):
+        quantized(model, torch.randn(4, 4).double())
+    data = [torch.randn(4, 4), torch.full((2, 4), 1e60, dtype=torch.float64)]
+    with pytest.raises(DataError, match="'input' holds numbers outside the range of float32"):
+        quantized(nn.Linear(4, 4), data)
 
 
 def test_channels_of_very_different_means_are_not_doubted():

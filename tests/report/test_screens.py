@@ -16,24 +16,24 @@ from chipfit.platform.load import load, names
 from chipfit.platform.show import overview, show
 from chipfit.report.terminal import render
 from chipfit.screen import CHARACTERS, COLUMNS, LINES, Summary
+from tests.build import model_of, quantized, sequential
 
 
-class Block(nn.Module):
-    def __init__(self, channels) -> None:
-        super().__init__()
-        self.convolution_with_a_rather_long_name = nn.Conv2d(channels, channels, 3, padding=1)
-        self.norm, self.act = nn.BatchNorm2d(channels), nn.ReLU()
+def block(channels) -> nn.Module:
+    def residual(m, x):
+        return m.act(m.norm(m.convolution_with_a_rather_long_name(x)) + x)
 
-    def forward(self, x):
-        return self.act(self.norm(self.convolution_with_a_rather_long_name(x)) + x)
+    conv = nn.Conv2d(channels, channels, 3, padding=1)
+    parts = {"norm": nn.BatchNorm2d(channels), "act": nn.ReLU()}
+    return model_of(residual, convolution_with_a_rather_long_name=conv, **parts)
 
 
 @pytest.fixture(scope="module")
 def result():
     torch.manual_seed(0)
-    blocks = [Block(8) for _ in range(15)]
-    net = nn.Sequential(nn.Conv2d(3, 8, 3), *blocks, nn.Flatten(), nn.Linear(8 * 36, 10), nn.Softmax(1)).eval()
-    made = chipfit.quantize(net, [torch.randn(8, 3, 8, 8)], overrides={"3": "float"}, progress=False)
+    blocks = [block(8) for _ in range(15)]
+    net = sequential(nn.Conv2d(3, 8, 3), *blocks, nn.Flatten(), nn.Linear(8 * 36, 10), nn.Softmax(1))
+    made = quantized(net, torch.randn(8, 3, 8, 8), overrides={"3": "float"})
     made.verify([torch.randn(4, 3, 8, 8)])
     return made
 
@@ -41,7 +41,7 @@ def result():
 @pytest.fixture(params=["result", "plan", "report", "verification", "platform", "lint"])
 def shown(request, result):
     if request.param == "lint":
-        return chipfit.lint(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()).eval(), torch.randn(1, 3, 8, 8))
+        return chipfit.lint(sequential(nn.Conv2d(3, 4, 1), nn.ReLU()), torch.randn(1, 3, 8, 8))
     return result if request.param == "result" else getattr(result, request.param)
 
 
@@ -70,10 +70,9 @@ def test_screens_say_what_matters(result):
         f"weight 0.weight: w8, codes -128..127, scale {float(t.scale.min()):.3g}..{float(t.scale.max()):.3g}, "
         "one per channel, zero point 0; mse over the weights"
     )
-    left = len(result.plan.tensors) - sum(
-        " activation " in x or " weight " in x or " bias " in x for x in repr(result.plan).splitlines()
-    )
-    assert repr(result.plan).splitlines()[-1] == f"… and {left} more: plan.tensors"
+    lines = repr(result.plan).splitlines()
+    left = len(result.plan.tensors) - sum(any(f" {r} " in x for r in ("activation", "weight", "bias")) for x in lines)
+    assert lines[-1] == f"… and {left} more: plan.tensors"
 
 
 def test_text_of_others_is_no_markup():
@@ -91,24 +90,18 @@ def test_numbers_are_whole_and_shortened_text_shows_it():
 # ---------------------------------------------------------------- tables on a terminal of 80 columns
 
 
-def at_80(thing):
+def at_80(thing, width=80):
     out = io.StringIO()
-    Console(file=out, width=80, color_system=None).print(thing)
+    Console(file=out, width=width, color_system=None).print(thing)
     return out.getvalue()
-
-
-def figures(text):
-    return re.findall(r"-?\d+\.\d+", text)
 
 
 def test_a_report_fits_80_columns_with_every_figure(result):
     text = at_80(render(result.report))
     assert max(map(len, text.splitlines())) <= 80
-    wide = io.StringIO()
-    Console(file=wide, width=400, color_system=None).print(render(result.report))
     measured = [f"{r.sqnr_db:.1f} dB" for k in result.report.kernels if (r := k[-1]).sqnr_db is not None]
     assert len(measured) > 15 and all(m in text for m in measured)
-    ranges = re.findall(r"\S+\.\.\S+", wide.getvalue())
+    ranges = re.findall(r"\S+\.\.\S+", at_80(render(result.report), 400))
     assert len(ranges) > 15 and [r for r in ranges if r not in text] == []
 
 

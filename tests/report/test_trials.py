@@ -11,13 +11,14 @@ from torch import nn
 
 import chipfit
 from chipfit.report.advice import advice, output_sqnr, tried
+from tests.build import quantized, sequential
 
 
 @pytest.fixture(scope="module")
 def spread():
     """A network whose first layer multiplies a tiny channel by huge weights: 8 bits hold neither beside the others."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(4, 4)).eval()
+    model = sequential(nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(4, 4))
     with torch.no_grad():
         model[0].weight[:, 0] *= 1e4
     return model, [torch.randn(32, 8) * torch.tensor([1e-4] + [1.0] * 7)]
@@ -25,7 +26,7 @@ def spread():
 
 def test_an_override_that_helps_is_advised_with_its_gain_and_the_gain_is_true(spread):
     model, data = spread
-    result = chipfit.quantize(model, data, rule="no_clipping", progress=False)
+    result = quantized(model, data, rule="no_clipping")
     result.verify(data)
     weakest = min(result.report.layers, key=lambda r: r.sqnr_db if r.sqnr_db is not None else math.inf)
     (said,) = [a for a in advice(result.report) if "overrides=" in a]
@@ -38,25 +39,25 @@ def test_an_override_that_helps_is_advised_with_its_gain_and_the_gain_is_true(sp
             got = r.model(x)
         return float(10 * torch.log10(want.square().sum() / (got - want).square().sum()))
 
-    other = chipfit.quantize(model, data, rule="no_clipping", overrides={weakest.name: "float"}, progress=False)
+    other = quantized(model, data, rule="no_clipping", overrides={weakest.name: "float"})
     assert sqnr(result) == pytest.approx(before, abs=0.2) and sqnr(other) == pytest.approx(after, abs=0.2)
     assert after > before + 1
 
 
 def test_advice_is_tried_on_top_of_earlier_overrides(spread):
     model, data = spread
-    result = chipfit.quantize(model, data, rule="no_clipping", overrides={"2": "float"}, progress=False)
+    result = quantized(model, data, rule="no_clipping", overrides={"2": "float"})
     result.verify(data)
     (said,) = [a for a in advice(result.report) if "overrides=" in a]
     more = "0" if "{'0': 'float'}" in said else "1"
-    other = chipfit.quantize(model, data, rule="no_clipping", overrides={"2": "float", more: "float"}, progress=False)
+    other = quantized(model, data, rule="no_clipping", overrides={"2": "float", more: "float"})
     after = float(said.split(" to ")[1].split(" dB")[0])
     assert output_sqnr(other.graph, other.plan) == pytest.approx(after, abs=0.1)
 
 
 def test_one_that_does_not_help_is_not_spoken_of(spread):
     model, data = spread
-    result = chipfit.quantize(model, data, rule="no_clipping", progress=False)
+    result = quantized(model, data, rule="no_clipping")
     layers = [replace(r, sqnr_db=5.0 if r.name == "2" else None) for r in result.report.layers]
     report = replace(result.report, layers=tuple(layers))
     tries = []
@@ -73,21 +74,19 @@ def test_one_that_does_not_help_is_not_spoken_of(spread):
 
 def test_clipping_is_spoken_of_where_keeping_everything_is_better():
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).eval(), torch.randn(64, 8)
-    result = chipfit.quantize(model, [x], rule="percentile(share=0.8)", progress=False)
-    said = [a for a in advice(result.report) if "no_clipping" in a]
+    model, x = sequential(nn.Linear(8, 8), nn.Linear(8, 4)), torch.randn(64, 8)
+    said = [a for a in advice(quantized(model, x, rule="percentile(share=0.8)").report) if "no_clipping" in a]
     assert all("tried on 2 calibration samples" in a and "clips" in a for a in said)
-    fine = chipfit.quantize(model, [x], progress=False)
-    assert not [a for a in advice(fine.report) if "overrides={'0'" in a]
+    assert not [a for a in advice(quantized(model, x).report) if "overrides={'0'" in a]
 
 
 def test_a_loaded_result_has_no_samples_and_advises_nothing_that_needs_them(spread, tmp_path):
     model, data = spread
-    chipfit.quantize(model, data, progress=False).save(tmp_path / "saved")
+    quantized(model, data).save(tmp_path / "saved")
     assert chipfit.load(tmp_path / "saved").report.tried == ()
 
 
 def test_the_noise_of_a_network_without_quantizers_is_none(spread):
     model, data = spread
-    result = chipfit.quantize(model, data, progress=False)
+    result = quantized(model, data)
     assert output_sqnr(result.graph, type(result.plan)()) == math.inf

@@ -66,7 +66,7 @@ def test_a_translated_operator_is_spliced_in_under_names_of_its_own(graph, monke
         asked.append((given.inputs, [tuple(e.shape) for e in example], shapes, opset))
         return region(graph)
 
-    monkeypatch.setattr(opaque, "_translated", translated)
+    monkeypatch.setattr(opaque, "translate", translated)
     builder, node = ready(graph), opaque_node(graph)
     builder.begin(node)
     (out,) = opaque.splice(builder, node)
@@ -87,8 +87,8 @@ def test_the_example_is_run_once_for_a_file(graph, monkeypatch):
     runs = []
     monkeypatch.setattr(opaque, "run", lambda *args, keep: runs.append(keep) or dict.fromkeys(keep, torch.ones(2)))
     builder, names = ready(graph), list(graph.values)[:2]
-    assert [t.tolist() for t in opaque._examples(builder, names)] == [[1, 1], [1, 1]]
-    opaque._examples(builder, names[:1])
+    assert [t.tolist() for t in opaque.example_values(builder, names)] == [[1, 1], [1, 1]]
+    opaque.example_values(builder, names[:1])
     assert len(runs) == 1 and set(runs[0]) == set(graph.values)
 
 
@@ -106,10 +106,10 @@ def test_an_operator_that_cannot_be_translated_is_refused_with_the_exporters_wor
     def fails(*args):
         raise error("no decomposition\nand a long story")
 
-    monkeypatch.setattr(opaque, "_translated", fails)
+    monkeypatch.setattr(opaque, "translate", fails)
     node = opaque_node(graph).with_(layer="head", layer_type="Special", source="net.py:7")
     node = node.with_(attrs={**node.attrs, "target": target})
-    monkeypatch.setattr(opaque, "_examples", lambda *args: [])
+    monkeypatch.setattr(opaque, "example_values", lambda *args: [])
     with pytest.raises(UnsupportedError) as refused:
         opaque.splice(ready(graph), node)
     assert refused.value.what == f"Operator '{who}' of 'head' has no ONNX form"
@@ -129,7 +129,7 @@ def test_axes_of_open_size_are_open_in_the_translation(graph, monkeypatch):
     monkeypatch.setattr(torch.export, "export", lambda region, args, **how: seen.update(how, args=args))
     monkeypatch.setattr("torch.onnx.export", lambda program, args, **how: seen.update(how))
     with pytest.raises(RuntimeError, match="returned nothing"):
-        opaque._translated(None, [X, X], [(None, 3), (2, None)], 20)
+        opaque.translate(None, [X, X], [(None, 3), (2, None)], 20)
     auto = torch.export.Dim.AUTO
     assert seen["dynamic_shapes"] == (({0: auto}, {1: auto}),) and seen["args"] == (X, X)
     assert seen["opset_version"] == 20 and seen["dynamo"] and seen["optimize"]
@@ -160,7 +160,7 @@ def test_integers_are_computed_again_inside_of_each_reader(sized):
     half = next(n for n in sized.nodes if n.op == OPAQUE and sized.values[n.output].dtype == "int")
     assert opaque.splice(builder, half) == [""] and not builder.nodes and not builder.initialisers
     part = next(n for n in sized.nodes if half.output in n.inputs)
-    inside = opaque._Region(sized, part)
+    inside = opaque.Region(sized, part)
     assert inside.inputs == [part.inputs[0], *sized.inputs] and inside.outputs == part.outputs
     assert [n.name for n in inside.nodes][-2:] == [half.name, part.name] and len(inside.nodes) == 3
     (got,) = inside(X, X)
@@ -172,7 +172,7 @@ def test_a_constant_that_an_operator_makes_is_stored_and_lies_inside_of_its_read
     (name,) = opaque.splice(builder, made)
     assert numpy_helper.to_array(builder.initialisers[name]).tolist() == [0, 1, 2] and not builder.nodes
     reader = next(n for n in sized.nodes if made.output in n.inputs)
-    inside = opaque._Region(sized, reader)
+    inside = opaque.Region(sized, reader)
     assert inside.inputs == [i for i in reader.inputs if i != made.output] and made in inside.nodes
     (got,) = inside(X)
     torch.testing.assert_close(got, torch.log(torch.exp(X) + torch.exp(torch.arange(3.0))))
@@ -180,7 +180,7 @@ def test_a_constant_that_an_operator_makes_is_stored_and_lies_inside_of_its_read
 
 def test_weights_of_such_an_operator_are_inside():
     graph = graph_of(lambda m, x: torch.logaddexp(x, m.w), X)
-    inside = opaque._Region(graph, opaque_node(graph))
+    inside = opaque.Region(graph, opaque_node(graph))
     assert inside.inputs == graph.inputs and list(inside.weights) == ["w"]
     (got,) = inside(X)
     torch.testing.assert_close(got, torch.log(torch.exp(X) + torch.exp(torch.tensor([1.0, 2.0, 4.0]))))

@@ -16,7 +16,7 @@ from chipfit.export.onnx.builder import OnnxBuilder
 from chipfit.graph.ir import OPAQUE, Graph, Node
 
 
-class _Region(torch.nn.Module):
+class Region(torch.nn.Module):
     """An opaque node, with all nodes that compute integers or constants for it, as a function of tensors."""
 
     def __init__(self, graph: Graph, node: Node) -> None:
@@ -59,13 +59,13 @@ def splice(builder: OnnxBuilder, node: Node) -> list[str]:
     values = builder.graph.values
     if all(values[o].dtype == "int" for o in node.outputs):
         return [""] * len(node.outputs)  # integers: every reader computes them again inside its own region
-    region = _Region(builder.graph, node)
+    region = Region(builder.graph, node)
     if not region.inputs:  # a constant
         return [builder.const(t.detach().numpy()) for t in region()]
     names = {v: builder.read(v, node) or "" for v in region.inputs}
     shapes = [values[v].shape for v in region.inputs]
     try:
-        model = _translated(region, _examples(builder, region.inputs), shapes, builder.opset)
+        model = translate(region, example_values(builder, region.inputs), shapes, builder.opset)
     except (torch.onnx.OnnxExporterError, RuntimeError) as e:  # RuntimeError: of the example run before translation
         called, way = node.attrs["target"], "export without it"
         if called.startswith("keras:"):
@@ -91,7 +91,7 @@ def splice(builder: OnnxBuilder, node: Node) -> list[str]:
     return [name(o.name) for o in model.graph.output]
 
 
-def _examples(builder: OnnxBuilder, names: Sequence[str]) -> list[torch.Tensor]:
+def example_values(builder: OnnxBuilder, names: Sequence[str]) -> list[torch.Tensor]:
     """Return values for example inputs; the whole graph runs once for a file."""
     if not builder.examples:
         tensors = [v for v, d in builder.graph.values.items() if d.dtype != "int"]
@@ -112,8 +112,8 @@ def example_inputs(graph: Graph) -> list[torch.Tensor]:
     return out
 
 
-def _translated(
-    region: _Region, example: list[torch.Tensor], shapes: list[tuple[int | None, ...]], opset: int
+def translate(
+    region: Region, example: list[torch.Tensor], shapes: list[tuple[int | None, ...]], opset: int
 ) -> onnx.ModelProto:
     dynamic = tuple({k: torch.export.Dim.AUTO for k, s in enumerate(shape) if s is None} for shape in shapes)
     with TRACING, quiet():
