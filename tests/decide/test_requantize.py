@@ -1,4 +1,4 @@
-"""A tensor whose grid the chip dictates does not force it on the tensors that it is joined with."""
+"""Requantization: a tensor with a dictated scale does not force it on the tensors that it is joined with."""
 
 from __future__ import annotations
 
@@ -8,72 +8,64 @@ from torch import nn
 
 import chipfit
 from chipfit.decide.assignment import Assignment
-from chipfit.decide.constraints import Constraint
 from chipfit.decide.requantize import requantize
 from chipfit.errors import UnsupportedError
-from chipfit.graph.ir import Graph, Node, Value
 from chipfit.platform.load import load
-from chipfit.platform.schema import Rule
 from chipfit.target_platform import get_target_platform_capabilities
-from tests.build import platform_of
+from tests.build import graph_of, model_of, node, platform_of, quantized, randn
+from tests.decide.test_constraints import constraint
+
+DATA = [randn(8, 3, 4, 4, seed=k) for k in range(2)]
 
 
-class Joined(nn.Module):
+def joined(*functions):
     """A sigmoid or two beside a wide tensor."""
 
-    def __init__(self, *functions) -> None:
-        super().__init__()
-        self.conv, self.functions = nn.Conv2d(3, 4, 1), functions
+    def forward(m, x):
+        x = 3 * m.conv(x)
+        return torch.cat([*(f(x) for f in functions), x], 1)
 
-    def forward(self, x):
-        x = 3 * self.conv(x)
-        return torch.cat([*(f(x) for f in self.functions), x], 1)
+    return model_of(forward, conv=nn.Conv2d(3, 4, 1))
 
 
 def moved(x):
     return torch.sigmoid(x).reshape(x.shape[0], 4, -1).reshape(x.shape)
 
 
-DATA = [torch.randn(8, 3, 4, 4, generator=torch.Generator().manual_seed(k)) for k in range(2)]
 CHIPS = ["tflite_int8", get_target_platform_capabilities("pytorch", "tflite")]
 
 
 @pytest.mark.parametrize("chip", CHIPS, ids=["file", "python"])
 @pytest.mark.parametrize(
-    "functions", [(torch.sigmoid,), (torch.sigmoid, torch.tanh), (moved,)], ids=["one", "two", "behind movers"]
+    "functions", [(torch.sigmoid,), (torch.sigmoid, torch.tanh), (moved,)], ids=["one", "two", "behind moves"]
 )
-def test_what_is_joined_is_not_clipped(chip, functions):
-    network = Joined(*functions).eval()
-    result = chipfit.quantize(network, DATA, chip, progress=False)
+def test_joined_tensors_are_not_clipped(chip, functions):
+    network = joined(*functions)
+    result = quantized(network, DATA, chip)
     assert sum(n.op == "Requantize" for n in result.graph.nodes) == len(functions)
     error = (result.model(DATA[0]) - network(DATA[0])).abs().max()
-    step = float(result.plan.tensors[result.graph.outputs[0]].scale)
-    assert error < 3 * step
+    assert error < 3 * float(result.plan.tensors[result.graph.outputs[0]].scale)
     sigmoid = next(n.output for n in result.graph.nodes if n.op == "Sigmoid")
     assert float(result.plan.tensors[sigmoid].scale) == 1 / 256
     assert any("requantized for" in note for note in result.plan.rewrites)
 
 
-def test_tensors_with_one_dictated_grid_are_joined_as_they_are():
-    class Two(nn.Module):
-        def forward(self, x):
-            return torch.cat([torch.sigmoid(x), torch.sigmoid(2 * x)], 1)
-
-    result = chipfit.quantize(Two(), [torch.randn(4, 3)], "tflite_int8", progress=False)
+def test_tensors_with_one_dictated_scale_are_joined_as_they_are():
+    two = model_of(lambda m, x: torch.cat([torch.sigmoid(x), torch.sigmoid(2 * x)], 1))
+    result = quantized(two, randn(4, 3), "tflite_int8")
     assert not any(n.op == "Requantize" for n in result.graph.nodes)
     assert float(result.plan.tensors[result.graph.outputs[0]].scale) == 1 / 256
 
 
-def test_a_chip_that_cannot_requantize_says_what_contradicts():
+def test_a_chip_that_cannot_requantize_names_the_contradiction():
     whole = load("tflite_int8")
     chip = whole.model_copy(update={"name": "plain", "ops": tuple(r for r in whole.ops if r.match != ("Requantize",))})
     with pytest.raises(UnsupportedError, match="share"):
-        chipfit.quantize(Joined(torch.sigmoid, torch.tanh).eval(), DATA, chip, progress=False)
+        quantized(joined(torch.sigmoid, torch.tanh), DATA, chip)
 
 
 def test_a_plan_with_requantization_is_saved_edited_and_exported(tmp_path):
-    network = Joined(torch.sigmoid).eval()
-    result = chipfit.quantize(network, DATA, "tflite_int8", progress=False)
+    result = quantized(joined(torch.sigmoid), DATA, "tflite_int8")
     again = chipfit.load(result.save(tmp_path / "plan"))
     assert torch.equal(again.model(DATA[0]), result.model(DATA[0]))
     edited = result.edit({"conv": "float"})
@@ -85,36 +77,28 @@ def test_a_plan_with_requantization_is_saved_edited_and_exported(tmp_path):
 # ---------------------------------------------------------------- graphs of a few nodes
 
 FIX = {"fix": "out", "scale": 0.125, "zp": 0}
-TIE = {"tie": ["ins", "out"]}
-MOVE = {"tie": ["in0", "out"]}
+TIE, MOVE = {"tie": ["ins", "out"]}, {"tie": ["in0", "out"]}
+SIGMOID = ("s = Sigmoid(x)", [FIX])
 
 
-def chip(able=True):
-    use = [{"in": "a8", "out": "a8"}]
-    rules = [{"match": ["Requantize"], "use": use if able else [{"in": "float", "out": "float"}]}]
-    formats = {"a8": {"bits": 8, "zero": "any"}}
-    return platform_of(*rules, formats=formats)
-
-
-def joined(*operators, able=True):
-    """The graph and notes that come of operators (name, operator, inputs, rules), each of which writes its name."""
-    nodes = [Node(name, op, tuple(ins), (name,), layer=f"of.{name}") for name, op, ins, _ in operators]
-    values = {v: Value(v, (None, 4)) for v in ("x", "z", *(n.name for n in nodes))}
-    graph = Graph(nodes, ["x", "z"], [nodes[-1].name], values, {})
+def requantized(*operators, able=True):
+    """The graph before and after, and the notes, of operators (text, rules)."""
+    nodes = [node(text, layer=f"of.{text[0]}") for text, _ in operators]
+    graph = graph_of(*nodes, inputs=["x", "z"])
     constraints = []
-    for name, op, ins, rules in operators:
-        slots = {f"in{k}": (i,) for k, i in enumerate(ins)} | {"ins": tuple(ins), "out": (name,), "outs": (name,)}
-        constraints.append(Constraint(op=op, rules=tuple(Rule(**r) for r in rules), slots=slots))
-    out, notes = requantize(graph, chip(able), Assignment(constraints=tuple(constraints)))
-    return graph, out, notes
+    for n, (_, rules) in zip(nodes, operators, strict=True):
+        slots = {f"in{k}": i for k, i in enumerate(n.inputs)} | {"ins": n.inputs, "out": n.output, "outs": n.output}
+        constraints.append(constraint(*rules, op=n.op, **slots))
+    chip = platform_of({"match": ["Requantize"], "use": [dict.fromkeys(("in", "out"), "a8" if able else "float")]})
+    return graph, *requantize(graph, chip, Assignment(constraints=tuple(constraints)))
 
 
-def added(out):
-    return [(n.data, n.output) for n in out.nodes if n.op == "Requantize"]
+def added(graph):
+    return [(n.data, n.output) for n in graph.nodes if n.op == "Requantize"]
 
 
-def test_a_dictated_operand_is_requantized_in_front_of_what_joins_it():
-    graph, out, notes = joined(("s", "Sigmoid", ["x"], [FIX]), ("c", "Concat", ["s", "z", "s"], [TIE]))
+def test_a_dictated_operand_is_requantized_before_the_operator_that_joins_it():
+    graph, out, notes = requantized(SIGMOID, ("c = Concat(s, z, s)", [TIE]))
     assert [(n.op, n.inputs, n.outputs) for n in out.nodes] == [
         ("Sigmoid", ("x",), ("s",)),
         ("Requantize", ("s",), ("s_for_c",)),
@@ -129,59 +113,48 @@ def test_a_dictated_operand_is_requantized_in_front_of_what_joins_it():
     "rule", [TIE, {"tie": ["in0", "in1", "out"]}, {"tie": ["in0", "in1"]}, {"tie": ["in1", "in0", "out"]}]
 )
 def test_ties_of_all_operands_or_of_the_first_two_join(rule):
-    other = {"fix": "out", "scale": 0.5, "zp": 0}
-    operands = ("s", "Sigmoid", ["x"], [FIX]), ("t", "Tanh", ["x"], [other])
-    _, out, notes = joined(*operands, ("a", "Add", ["s", "t"], [rule]))
+    tanh = ("t = Tanh(x)", [{**FIX, "scale": 0.5}])
+    _, out, notes = requantized(SIGMOID, tanh, ("a = Add(s, t)", [rule]))
     assert added(out) == [("s", "s_for_a"), ("t", "t_for_a")] and len(notes) == 2
     assert out.nodes[-1].inputs == ("s_for_a", "t_for_a")
 
 
 @pytest.mark.parametrize(
-    "rules", [[], [{**TIE, "hard": False}], [MOVE], [{"tie": ["in1", "out"]}, {"dtype": ["ins", "out"]}]], ids=str
+    "operators",
+    [
+        # rules that tie no operands with each other
+        *((SIGMOID, ("a = Add(s, z)", rules)) for rules in ([], [{**TIE, "hard": False}], [MOVE])),
+        (SIGMOID, ("a = Add(s, z)", [{"tie": ["in1", "out"]}, {"dtype": ["ins", "out"]}])),
+        # operands with one dictated scale, or none
+        (SIGMOID, ("t = Sigmoid(z)", [FIX]), ("c = Concat(s, t)", [TIE])),
+        (SIGMOID, ("c = Concat(s, s)", [TIE])),
+        (("r = Relu(x)", []), ("c = Concat(r, z)", [TIE])),
+    ],
+    ids=range(7),
 )
-def test_what_ties_no_operands_with_each_other_joins_nothing(rules):
-    graph, out, notes = joined(("s", "Sigmoid", ["x"], [FIX]), ("a", "Add", ["s", "z"], rules))
+def test_operands_that_do_not_clash_are_left_alone(operators):
+    graph, out, notes = requantized(*operators)
     assert out is graph and notes == []
 
 
-def test_operands_with_one_dictated_grid_do_not_clash():
-    two = ("s", "Sigmoid", ["x"], [FIX]), ("t", "Sigmoid", ["z"], [FIX])
-    graph, out, _ = joined(*two, ("c", "Concat", ["s", "t"], [TIE]))
-    assert out is graph
-    graph, out, _ = joined(two[0], ("c", "Concat", ["s", "s"], [TIE]))
-    assert out is graph
-    graph, out, _ = joined(("r", "Relu", ["x"], []), ("c", "Concat", ["r", "z"], [TIE]))
-    assert out is graph
+def test_a_chip_without_a_kernel_for_it_inserts_nothing():
+    graph, out, notes = requantized(SIGMOID, ("c = Concat(s, z)", [TIE]), able=False)
+    assert out is graph and notes == []
 
 
-def test_a_grid_is_dictated_through_what_moves_codes():
-    moved = ("s", "Sigmoid", ["x"], [FIX]), ("m", "Reshape", ["s"], [MOVE]), ("n", "Reshape", ["z"], [MOVE])
-    _, out, _ = joined(*moved, ("c", "Concat", ["m", "n"], [TIE]))
+def test_a_scale_is_dictated_through_operators_that_move_values():
+    moves = ("m = Reshape(s)", [MOVE]), ("n = Reshape(z)", [MOVE])
+    _, out, _ = requantized(SIGMOID, *moves, ("c = Concat(m, n)", [TIE]))
     assert added(out) == [("m", "m_for_c")]
 
 
 def test_each_join_has_its_own():
-    nodes = (
-        ("s", "Sigmoid", ["x"], [FIX]),
-        ("c", "Concat", ["s", "z"], [TIE]),
-        ("d", "Concat", ["x", "s"], [TIE]),
-    )
-    _, out, notes = joined(*nodes)
+    _, out, notes = requantized(SIGMOID, ("c = Concat(s, z)", [TIE]), ("d = Concat(x, s)", [TIE]))
     assert added(out) == [("s", "s_for_c"), ("s", "s_for_d")] and len(notes) == 2
     assert [n.inputs for n in out.nodes if n.op == "Concat"] == [("s_for_c", "z"), ("x", "s_for_d")]
 
 
 def test_names_that_are_taken_are_left_alone():
-    nodes = (
-        ("s", "Sigmoid", ["x"], [FIX]),
-        ("s_for_c", "Relu", ["x"], []),
-        ("c", "Concat", ["s", "s_for_c"], [TIE]),
-    )
-    _, out, _ = joined(*nodes)
+    _, out, _ = requantized(SIGMOID, ("s_for_c = Relu(x)", []), ("c = Concat(s, s_for_c)", [TIE]))
     ((_, name),) = added(out)
     assert name != "s_for_c" and out.nodes[-1].inputs == (name, "s_for_c")
-
-
-def test_a_chip_without_a_kernel_for_it_inserts_nothing():
-    graph, out, notes = joined(("s", "Sigmoid", ["x"], [FIX]), ("c", "Concat", ["s", "z"], [TIE]), able=False)
-    assert out is graph and notes == []

@@ -122,7 +122,7 @@ def assign(
     ][::-1]
     wanted = {v: f for v, f in formats_wanted_by_consumers(graph, platform, found).items() if v not in float_values}
     formats = FormatPropagation(graph, platform, wanted, float_values)
-    out = _AssignmentBuilder(graph, platform, formats)
+    out = AssignmentBuilder(graph, platform, formats)
     decisions = [formats.decide(g) for g in found]
     for k, decision in enumerate(decisions):
         out.add(decision)
@@ -144,7 +144,7 @@ def assign(
 
 
 @dataclass(slots=True)
-class _AssignmentBuilder:
+class AssignmentBuilder:
     """An assignment in the making: what the decisions about groups mean for tensors."""
 
     graph: Graph
