@@ -1,9 +1,8 @@
-"""Units of a graph: what each reads and writes, and which formats its rule names for it."""
+"""Fused groups of a graph: what each reads and writes, and the formats that its rule has for it."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 
 from chipfit.decide.groups import (
     NO_FORMAT,
@@ -15,10 +14,9 @@ from chipfit.decide.groups import (
     variant_with_bits,
     with_result_of,
 )
-from chipfit.graph.ir import Graph, Node, Value
 from chipfit.platform.match import Resolved
 from chipfit.platform.schema import Format, Option, Rule
-from tests.build import platform_of
+from tests.build import graph_of, node, platform_of
 
 
 def chip(*ops, **more):
@@ -34,21 +32,13 @@ LINEAR = {"match": ["Linear"], "use": [{"in": "a8", "w": "w8", "b": "a16", "out"
 OTHERS = {"match": ["Add", "Relu"], "use": [{"in": "a8", "out": "a8"}]}
 
 
-def graph_of(*nodes, outputs=None, weights=("w", "b")):
-    """Nodes (name, operator, inputs, facts) over x; each writes a value of its name."""
-    made = [Node(name, op, tuple(ins), (name,), **(more[0] if more else {})) for name, op, ins, *more in nodes]
-    values = {v: Value(v, (None, 2)) for v in ("x", *(n.name for n in made))}
-    return Graph(made, ["x"], outputs or [made[-1].name], values, {w: torch.ones(2, 2) for w in weights})
+THREE = graph_of("l = Linear(x, w, b)", "r = Relu(l)", "s = Add(r, x)", "t = Relu(s)", weights="wb")
 
 
-THREE = (("l", "Linear", ["x", "w", "b"]), ("r", "Relu", ["l"]), ("s", "Add", ["r", "x"]), ("t", "Relu", ["s"]))
-
-
-def test_groups_stand_where_their_last_node_stands_and_read_what_none_of_them_makes():
-    graph = graph_of(*THREE)
-    units = find_groups(graph, chip(LINEAR, OTHERS), [("l", "r", "s")], {})
-    assert [[n.name for n in u.nodes] for u in units] == [["l", "r", "s"], ["t"]]
-    first, second = units
+def test_a_group_stands_at_its_last_node_and_reads_what_none_of_its_nodes_makes():
+    groups = find_groups(THREE, chip(LINEAR, OTHERS), [("l", "r", "s")], {})
+    assert [[n.name for n in g.nodes] for g in groups] == [["l", "r", "s"], ["t"]]
+    first, second = groups
     assert [(r.node.name, r.slot, r.tensor) for r in first.operands] == [
         ("l", "in0", "x"), ("l", "w", "w"), ("l", "b", "b"), ("s", "in1", "x"),
     ]  # fmt: skip
@@ -56,12 +46,12 @@ def test_groups_stand_where_their_last_node_stands_and_read_what_none_of_them_ma
     assert (first.head.name, first.tail.name, first.layer, first.data) == ("l", "s", "l", ["x", "x"])
     assert (second.head.name, second.data, second.is_pass_through, second.float_reason) == ("t", ["s"], False, "")
     assert first.data_formats(Option(in_=("a8", "a4"))) == {"x": "a8"}  # the first time that it is read
-    moving = find_groups(graph, chip({**OTHERS, "exec": "follow"}), (), {"t": {"float": "by hand"}})
-    assert [u.is_pass_through for u in moving] == [False, True, True, True] and moving[-1].float_reason == "by hand"
+    moving = find_groups(THREE, chip({**OTHERS, "exec": "follow"}), (), {"t": {"float": "by hand"}})
+    assert [g.is_pass_through for g in moving] == [False, True, True, True] and moving[-1].float_reason == "by hand"
 
 
-def test_the_last_word_on_a_group_wins():
-    graph, p = graph_of(*THREE), chip(LINEAR, OTHERS)
+def test_the_last_choice_about_a_group_wins():
+    p = chip(LINEAR, OTHERS)
     for overrides, choices in (
         ({"l": {"bits": 4}, "s": {"bits": 8}, "t": {"bits": 2}}, {"bits": 8}),
         ({"s": {"bits": 8}, "l": {"bits": 4, "rule": "mse"}}, {"bits": 4, "rule": "mse"}),
@@ -69,31 +59,32 @@ def test_the_last_word_on_a_group_wins():
         ({"r": {"bits": 4}, "l": {"float": "no"}}, {"bits": 4, "float": "no"}),
         ({"x": {"bits": 4}}, {}),
     ):
-        assert find_groups(graph, p, [("l", "r", "s")], overrides)[0].choices == choices
+        assert find_groups(THREE, p, [("l", "r", "s")], overrides)[0].choices == choices
 
 
-def test_bits_that_are_asked_for_open_the_rules_that_have_them_and_others_do_not():
+def test_activation_bits_open_the_rules_for_them():
     wide = {"match": ["Relu"], "when": {"bits": 16}, "use": [{"in": "a16", "out": "a16"}]}
     p = chip(wide, OTHERS)
-    graph = graph_of(("t", "Relu", ["x"]))
+    graph = graph_of("t = Relu(x)")
     for asked, name in ((None, "a8"), (16, "a16"), (8, "a8"), ("float", "a8")):
-        (unit,) = find_groups(graph, p, (), {"t": {"activation_bits": asked}} if asked else {})
-        assert unit.resolved.options[0].in_ == name
+        (group,) = find_groups(graph, p, (), {"t": {"activation_bits": asked}} if asked else {})
+        assert group.resolved.options[0].in_ == name
 
 
 def test_where_quantizers_belong_to_writers_a_group_writes_what_its_last_operator_writes():
     any8 = {"match": ["Linear"], "use": [{"in": "any", "w": "w8", "out": "a8"}]}
     relu = {"match": ["Relu"], "use": [{"in": "any", "out": "a4"}, {"in": "any", "out": "a16"}]}
-    graph = graph_of(*THREE)
-    found = find_groups(graph, chip(any8, relu, OTHERS), [("l", "s", "t")], {})  # what stands between them says nothing
+    found = find_groups(
+        THREE, chip(any8, relu, OTHERS), [("l", "s", "t")], {}
+    )  # the operators between them do not count
     assert [(o.w, o.out) for o in found[-1].resolved.options] == [("w8", "a4"), ("w8", "a16")]
-    pair = find_groups(graph, chip(any8, relu, OTHERS), [("l", "r")], {})[0]
+    pair = find_groups(THREE, chip(any8, relu, OTHERS), [("l", "r")], {})[0]
     assert [o.out for o in pair.resolved.options] == ["a4", "a16"]
-    alone = find_groups(graph, chip(any8, relu, OTHERS), (), {})[0]
+    alone = find_groups(THREE, chip(any8, relu, OTHERS), (), {})[0]
     assert [o.out for o in alone.resolved.options] == ["a8"]
-    codes = find_groups(graph, chip(LINEAR, relu), [("l", "r")], {})[0]
+    codes = find_groups(THREE, chip(LINEAR, relu), [("l", "r")], {})[0]
     assert [o.out for o in codes.resolved.options] == ["a8", None]
-    unlisted = find_groups(graph, chip({**relu, "match": ["Add"]}), [("l", "r")], {})[0]
+    unlisted = find_groups(THREE, chip({**relu, "match": ["Add"]}), [("l", "r")], {})[0]
     assert unlisted.resolved.options == ()
 
 
@@ -134,16 +125,16 @@ FIX = [{"fix": slot, "scale": 1.0, "zp": 0} for slot in ("in0", "out", "outs")]
     ],
 )
 def test_steps_inside_of_a_layer_that_a_set_names_have_free_results(member, second, outputs, free):
-    graph = graph_of(("a", "Relu", ["x"], STEP), ("b", "Relu", ["a"], second), ("c", "Add", ["b", "a"], second))
-    graph.outputs = outputs or ["c"]
+    nodes = node("a = Relu(x)", **STEP), node("b = Relu(a)", **second), node("c = Add(b, a)", **second)
+    graph = graph_of(*nodes, outputs=outputs or ["c"])
     rule = {"match": ["Add", "@mine", "Relu"], "use": [{"in": "a8", "out": "a8"}], "rules": FIX}
-    units = find_groups(graph, chip(rule, sets={"mine": [{"type": "Nobody"}, member]}), (), {})
-    assert [r.fix for r in units[0].resolved.rules] == (["in0"] if free else ["in0", "out", "outs"])
-    assert [r.fix for r in units[-1].resolved.rules] == ["in0", "out", "outs"]  # it gives the layer's result
+    groups = find_groups(graph, chip(rule, sets={"mine": [{"type": "Nobody"}, member]}), (), {})
+    assert [r.fix for r in groups[0].resolved.rules] == (["in0"] if free else ["in0", "out", "outs"])
+    assert [r.fix for r in groups[-1].resolved.rules] == ["in0", "out", "outs"]  # it gives the layer's result
 
 
 def test_a_step_that_nothing_reads_is_not_inside():
-    graph = graph_of(("a", "Relu", ["x"], STEP), ("b", "Relu", ["x"]))
+    graph = graph_of(node("a = Relu(x)", **STEP), "b = Relu(x)")
     rule = {"match": ["@mine", "Relu"], "use": [{"in": "a8", "out": "a8"}], "rules": FIX}
     first = find_groups(graph, chip(rule, sets={"mine": [{"type": "Mine"}]}), (), {})[0]
     assert len(first.resolved.rules) == 3
@@ -151,7 +142,7 @@ def test_a_step_that_nothing_reads_is_not_inside():
     assert unlisted.resolved.rules == ()
 
 
-ROW = (("p", "Relu", ["x"]), *((n, "Linear", [i, "w"]) for n, i in ("kp", "lk", "ml")), ("q", "Relu", ["m"]))
+ROW = graph_of("p = Relu(x)", "k = Linear(p, w)", "l = Linear(k, w)", "m = Linear(l, w)", "q = Relu(m)", weights="w")
 
 
 @pytest.mark.parametrize(
@@ -167,19 +158,19 @@ ROW = (("p", "Relu", ["x"]), *((n, "Linear", [i, "w"]) for n, i in ("kp", "lk", 
         ({"bits": 4}, {"m": {"activation_bits": 8}}, ["a4 w4 a4", "a8 w8 a8", "a8 w4 a8"]),
     ],
 )
-def test_first_and_last_weighted_layers_take_other_bits_where_nobody_asks(first_last, overrides, found):
+def test_first_and_last_layers_with_weights_have_other_bits_unless_the_user_chose_some(first_last, overrides, found):
     weighted = {"match": ["Linear"], "use": [{"in": "a8", "w": "w8", "out": "a8"}]}
     place = {"at": "outputs", **({"first_last": first_last} if first_last else {})}
-    units = find_groups(graph_of(*ROW), chip(weighted, OTHERS, place=place), (), overrides)
-    options = [u.resolved.options[0] for u in units]
+    groups = find_groups(ROW, chip(weighted, OTHERS, place=place), (), overrides)
+    options = [g.resolved.options[0] for g in groups]
     assert [f"{o.in_} {o.w} {o.out}" for o in options[1:-1]] == found
     assert {o.in_ for o in (options[0], options[-1])} == {"a8"}
 
 
 def test_a_network_without_weights_has_no_first_layer():
     p = chip(OTHERS, place={"at": "outputs", "first_last": {"bits": 4}})
-    units = find_groups(graph_of(("t", "Relu", ["x"])), p, (), {})
-    assert units[0].resolved.options[0].in_ == "a8"
+    [group] = find_groups(graph_of("t = Relu(x)"), p, (), {})
+    assert group.resolved.options[0].in_ == "a8"
 
 
 @pytest.mark.parametrize(
@@ -216,18 +207,14 @@ def test_blocks_divide_what_a_sum_runs_over(op, shape, found):
     assert blocks_of(Format(bits=8, per="block", axis="in", block=4), op, shape) == found
 
 
-def test_the_last_word_for_an_operand_serves_the_others():
+def test_the_last_format_listed_serves_all_further_operands():
     option = Option(in_=("a8", "a4", "a16"))
     assert [format_of(option, f"in{k}") for k in range(5)] == ["a8", "a4", "a16", "a16", "a16"]
     assert format_of(option, "index") == "a8" and format_of(option, "in") == "a8"
     assert format_of(Option(in_="a8"), "in3") == "a8" and format_of(Option(), "in0") is None
 
 
-def test_formats_agree_in_what_is_asked():
+def test_formats_agree_in_the_given_fields():
     a, b = Format(bits=8, zero="any"), Format(bits=8, signed=False)
-    assert (
-        same_fields(a, b, "bits")
-        and same_fields(a, b)
-        and not same_fields(a, b, "bits", "zero")
-        and not same_fields(a, b, "signed", "bits")
-    )
+    assert same_fields(a, b, "bits") and same_fields(a, b)
+    assert not same_fields(a, b, "bits", "zero") and not same_fields(a, b, "signed", "bits")
