@@ -1,4 +1,6 @@
-"""What a model takes, counted by hand."""
+"""Memory and operations that a model needs, counted by hand."""
+
+from __future__ import annotations
 
 import pytest
 import torch
@@ -7,24 +9,27 @@ from torch import nn
 import chipfit
 from chipfit.errors import PlanError
 from chipfit.search.resources import peak_bytes, resources
+from tests.build import model_of, quantized, randn
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b, self.head = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.Linear(8, 5)
+def fitted(platform="mqbench_academic", **options):
+    """[3, 6, 6] -> [8, 4, 4], which stays for the sum."""
+    torch.manual_seed(0)
+    layers = {"a": nn.Conv2d(3, 8, 3), "b": nn.Conv2d(8, 8, 1), "head": nn.Linear(8, 5)}
 
-    def forward(self, x):  # [3, 6, 6] -> [8, 4, 4], which stays for the sum
-        y = torch.relu(self.a(x))
-        return self.head((y + torch.relu(self.b(y))).mean((2, 3)))
+    def forward(m, x):
+        y = torch.relu(m.a(x))
+        return m.head((y + torch.relu(m.b(y))).mean((2, 3)))
+
+    return quantized(model_of(forward, **layers), randn(8, 3, 6, 6, seed=1), platform, **options)
 
 
-DATA = [torch.randn(8, 3, 6, 6, generator=torch.Generator().manual_seed(1))]
+def limited(**limits):
+    return fitted(overrides={"*": {"activation_bits": 8}}, limits=chipfit.Limits(**limits))
 
 
 def test_memory_and_operations_are_those_by_hand():
-    result = chipfit.quantize(Net().eval(), DATA, "ort_cpu", progress=False)
+    result = fitted("ort_cpu")
     found = resources(result.graph, result.plan)
     products = 3 * 8 * 9 * 16 + 8 * 8 * 16 + 8 * 5
     assert found.weights == 3 * 8 * 9 + 64 + 40 and found.bops == products * 64
@@ -34,22 +39,14 @@ def test_memory_and_operations_are_those_by_hand():
 
 
 def test_limits_on_both_memories_leave_weights_what_activations_do_not_take():
-    def fitted(**limits):
-        limited = chipfit.Limits(**limits)
-        wide = {"*": {"activation_bits": 8}}
-        return chipfit.quantize(Net().eval(), DATA, "mqbench_academic", overrides=wide, limits=limited, progress=False)
-
-    alive = peak_bytes(*(lambda r: (r.graph, r.plan))(fitted(weights="90%")))
-    result = fitted(total=alive + 200.0)
-    taken = sum(
-        result.graph.weights[n].numel() * t.grid.bits / 8
-        for n, t in result.plan.tensors.items()
-        if t.role == "weight" and t.quantized
-    )
+    some = limited(weights="90%")
+    alive = peak_bytes(some.graph, some.plan)
+    result = limited(total=alive + 200.0)
+    taken = resources(result.graph, result.plan).weights
     assert 100 < taken <= 200
     assert f"total {alive + taken:,.0f} of {alive + 200:,.0f}" in next(n for n in result.plan.rewrites if "widths" in n)
-    fitted(activations=alive)
+    limited(activations=alive)
     with pytest.raises(PlanError, match="activations while"):
-        fitted(activations=alive - 1)
+        limited(activations=alive - 1)
     with pytest.raises(PlanError, match="limit on total"):
-        fitted(total=alive)
+        limited(total=alive)

@@ -10,51 +10,49 @@ from chipfit.search.limits import Limits, parse_amount
 from chipfit.search.solve import Choice, solutions, solve
 
 
-def units(seed: int, count: int = 5) -> list[Choice]:
-    draw = random.Random(seed)
-    widths = (2, 3, 4, 8)
-    return [
-        Choice(
-            f"u{k}",
-            tuple(draw.random() * 4.0**-b for b in widths),
-            {
-                r: tuple(size * b for b in widths)
-                for r, size in (("weights", draw.randint(1, 50)), ("bops", draw.random()))
-            },
-        )
-        for k in range(count)
-    ]
+def drawn(seed: int, count: int = 5) -> list[Choice]:
+    """Choices of four widths with two costs."""
+    draw, widths = random.Random(seed), (2, 3, 4, 8)
+
+    def choice(k):
+        losses = tuple(draw.random() * 4.0**-b for b in widths)
+        sizes = {"weights": draw.randint(1, 50), "bops": draw.random()}
+        return Choice(f"u{k}", losses, {r: tuple(size * b for b in widths) for r, size in sizes.items()})
+
+    return [choice(k) for k in range(count)]
+
+
+def cost(given, pick, budget):
+    """The cost of one option of every choice; the loss is a budget as well."""
+    return sum(c.cost(budget)[k] for c, k in zip(given, pick, strict=True))
+
+
+def allowed(given, budgets):
+    """All picks inside the budgets."""
+    picks = itertools.product(*(range(len(c.losses)) for c in given))
+    return [p for p in picks if all(cost(given, p, r) <= most for r, most in budgets.items())]
+
+
+def shares(given, **parts):
+    return {r: part * sum(c.costs[r][-1] for c in given) for r, part in parts.items()}
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_choice_is_the_best_of_all(seed):
-    given = units(seed)
-    whole = {r: sum(u.costs[r][-1] for u in given) for r in ("weights", "bops")}
-    budgets = {"weights": 0.5 * whole["weights"], "bops": 0.6 * whole["bops"]}
-
-    def cost(pick, r):
-        return sum(u.costs[r][k] for u, k in zip(given, pick, strict=True))
-
-    def loss(pick):
-        return sum(u.losses[k] for u, k in zip(given, pick, strict=True))
-
-    allowed = [p for p in itertools.product(range(4), repeat=5) if all(cost(p, r) <= budgets[r] for r in budgets)]
-    pick = solve(given, budgets)
-    assert tuple(pick) in allowed and loss(pick) <= 1.0001 * min(map(loss, allowed))
+    given = drawn(seed)
+    budgets = shares(given, weights=0.5, bops=0.6)
+    picks, pick = allowed(given, budgets), solve(given, budgets)
+    assert tuple(pick) in picks
+    assert cost(given, pick, "loss") <= 1.0001 * min(cost(given, p, "loss") for p in picks)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_solutions_come_best_first_until_none_is_left(seed):
-    given = units(seed, 3)
-    budgets = {r: 0.6 * sum(u.costs[r][-1] for u in given) for r in ("weights", "bops")}
-    allowed = [
-        p
-        for p in itertools.product(range(4), repeat=3)
-        if all(sum(u.costs[r][k] for u, k in zip(given, p, strict=True)) <= budgets[r] for r in budgets)
-    ]
+    given = drawn(seed, 3)
+    budgets = shares(given, weights=0.6, bops=0.6)
     found = [tuple(p) for p in solutions(given, budgets)]
-    assert sorted(found) == sorted(allowed) and len(found) > 5
-    losses = [sum(u.losses[k] for u, k in zip(given, p, strict=True)) for p in found]
+    assert sorted(found) == sorted(allowed(given, budgets)) and len(found) > 5
+    losses = [cost(given, p, "loss") for p in found]
     assert all(a <= 1.001 * b for a, b in itertools.pairwise(losses))  # the allowed gap of the solver
 
 
@@ -79,36 +77,22 @@ def test_kernels_take_pairs_of_widths_and_peaks_are_one_budget_for_each_moment(s
     budgets = {"weights": 5.0 * (sizes["w0"] + sizes["w1"]), "bops": 0.3 * 64 * 3}
     budgets |= {m: 0.6 * 8 * max(sum(sizes[t] for t in at) for at in moments.values()) for m in moments}
 
-    def good(pick):
-        chosen = {u.name: k for u, k in zip(given, pick, strict=True)}
-        follows = all(picks[chosen[u.name]] == chosen[o] for u in given for o, picks in u.implies.items())
-        used = {r: sum(u.costs[r][k] for u, k in zip(given, pick, strict=True) if r in u.costs) for r in budgets}
-        return follows and all(used[r] <= budgets[r] for r in budgets)
+    def follows(pick):
+        chosen = {c.name: k for c, k in zip(given, pick, strict=True)}
+        return all(picks[chosen[c.name]] == chosen[o] for c in given for o, picks in c.implies.items())
 
-    def loss(pick):
-        return sum(u.losses[k] for u, k in zip(given, pick, strict=True))
-
-    allowed = [p for p in itertools.product(*(range(len(u.losses)) for u in given)) if good(p)]
-    pick = solve(given, budgets)
-    assert good(pick) and loss(pick) <= 1.001 * min(map(loss, allowed))
+    picks, pick = [p for p in allowed(given, budgets) if follows(p)], tuple(solve(given, budgets))
+    assert pick in picks and cost(given, pick, "loss") <= 1.001 * min(cost(given, p, "loss") for p in picks)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_with_a_limit_on_the_loss_the_smallest_is_chosen_and_of_equal_ones_the_better(seed):
-    given = units(seed)
-    given += [Choice("free", (0.5e-4, 0.1e-4, 0.3e-4), {})]  # takes no memory, whichever choice
-    most = sum(u.losses[1] for u in given[:-1]) + 0.6e-4
-
-    def size(pick):
-        return sum(u.cost("weights")[k] for u, k in zip(given, pick, strict=True))
-
-    def loss(pick):
-        return sum(u.losses[k] for u, k in zip(given, pick, strict=True))
-
-    picks = itertools.product(*(range(len(u.losses)) for u in given))
-    smallest = min(size(p) for p in picks if loss(p) <= most)
+    given = [*drawn(seed), Choice("free", (0.5e-4, 0.1e-4, 0.3e-4), {})]  # takes no memory, whichever option
+    most = sum(c.losses[1] for c in given[:-1]) + 0.6e-4
+    smallest = min(cost(given, p, "weights") for p in allowed(given, {"loss": most}))
     pick = solve(given, {"loss": most}, least="weights")
-    assert loss(pick) <= most * 1.000001 and size(pick) <= 1.002 * smallest and pick[-1] == 1
+    assert cost(given, pick, "loss") <= most * 1.000001 and pick[-1] == 1
+    assert cost(given, pick, "weights") <= 1.002 * smallest
 
 
 def test_a_loss_that_no_choice_keeps_says_the_least_and_whose_it_is():
@@ -125,24 +109,21 @@ def test_limits_that_hold_one_by_one_and_not_together_say_by_how_much_to_raise_t
         solve([a], {"weights": 5.0, "bops": 8.0})
 
 
-def test_a_hundred_layers_are_solved_and_what_cannot_be_says_the_least():
-    given = units(3, 100)
-    whole = sum(u.costs["weights"][-1] for u in given)
-    pick = solve(given, {"weights": 0.4 * whole})
-    assert sum(u.costs["weights"][k] for u, k in zip(given, pick, strict=True)) <= 0.4 * whole
-    with pytest.raises(PlanError, match=f"Allowed: {0.25 * whole:,.0f} at least"):
-        solve(given, {"weights": 0.2 * whole})
-    largest = max(given, key=lambda u: u.costs["weights"][0]).name
-    with pytest.raises(PlanError, match=f"the largest are '{largest}'"):
-        solve(given, {"weights": 0.2 * whole})
-    assert solve([], {"weights": 1}) == []
+def test_a_hundred_layers_are_solved_and_an_impossible_limit_says_the_least():
+    given = drawn(3, 100)
+    half, fifth = shares(given, weights=0.4), shares(given, weights=0.2)
+    assert cost(given, solve(given, half), "weights") <= half["weights"] and solve([], {"weights": 1}) == []
+    largest = max(given, key=lambda c: c.costs["weights"][0]).name
+    with pytest.raises(
+        PlanError, match=f"Allowed: {1.25 * fifth['weights']:,.0f} at least.*the largest are '{largest}'"
+    ):
+        solve(given, fifth)
 
 
 def test_amounts_are_numbers_texts_with_units_and_shares():
     assert [parse_amount(v, 200, "weights") for v in (3, "50%", "1.5 KB", "2KiB", "1e3")] == [3, 100, 1500, 2048, 1000]
-    assert [parse_amount(v, 200, "bops") for v in ("50%", "2.5e9")] == [100, 2.5e9] and parse_amount(
-        "1e-3", 1, "loss"
-    ) == 0.001
+    assert [parse_amount(v, 200, "bops") for v in ("50%", "2.5e9")] == [100, 2.5e9]
+    assert parse_amount("1e-3", 1, "loss") == 0.001
 
 
 @pytest.mark.parametrize("bad", ["abc", "5 parsecs", "-3", "", 0, -1, float("nan"), float("inf"), True, "0%"])
