@@ -27,10 +27,8 @@ def row(run: Mapping[str, Any]) -> dict[str, Any]:
     outcome = run["outcome"]
     if outcome is None:
         return out | {"error": run["error"]}
-    config, best = (
-        outcome["config"],
-        max((d for d in outcome["deployed"] if d["top1"] is not None), key=_top1, default=None),
-    )
+    config, measured = outcome["config"], [d for d in outcome["deployed"] if d["top1"] is not None]
+    best = max(measured, key=_top1, default=None)
     trains, asked = config["qparams"], config["ptq"]
     methods = (trains["w_method"], trains["a_method"]) if trains else (asked["weight_rule"], asked["rule"])
     out |= {k: outcome[k] for k in ("setting", "top1", "seconds", "size")}

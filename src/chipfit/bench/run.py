@@ -28,16 +28,7 @@ from chipfit.bench import data
 from chipfit.bench.config import Config, Optimizer, Rates, Schedule
 from chipfit.bench.data import Reader, Sets
 from chipfit.bench.networks import model_entry
-from chipfit.bench.train import (
-    CHECKPOINT,
-    Curves,
-    Log,
-    WorkerProcess,
-    broadcast_decision,
-    top1,
-    train,
-    worker_processes,
-)
+from chipfit.bench.train import CHECKPOINT, Curves, Log, StopRule, WorkerProcess, top1, train, worker_processes
 from chipfit.errors import ChipfitError, ConfigError
 from chipfit.facade.quantize_fx.deployment import deploy
 from chipfit.facade.quantize_fx.prepare import prepare_qat_fx
@@ -109,9 +100,7 @@ class Busy(ChipfitError):
     """Another process runs the experiment."""
 
 
-def run(
-    config: Config, home: Path, log: Log = print, should_stop: Callable[[Curves], bool] | None = None
-) -> Outcome | None:
+def run(config: Config, home: Path, log: Log = print, should_stop: StopRule | None = None) -> Outcome | None:
     """Run an experiment, or resume an interrupted one; return None in processes that are not the leader.
 
     Args:
@@ -137,12 +126,7 @@ def run(
 
 
 def _run(
-    config: Config,
-    home: Path,
-    folder: Path,
-    worker: WorkerProcess,
-    log: Log,
-    should_stop: Callable[[Curves], bool] | None,
+    config: Config, home: Path, folder: Path, worker: WorkerProcess, log: Log, should_stop: StopRule | None
 ) -> Outcome:
     setting = config.setting_name or (config.ptq.platform if config.ptq else "")
     out = Outcome(config.key, config.name, config.resolved, setting, notes=config.notes, versions=versions())
@@ -228,14 +212,14 @@ def pretrained(config: Config, sets: Sets, worker: WorkerProcess, home: Path, lo
     relevant = {k: plain.resolved[k] for k in "model data lr_scheduler optimizer saver label_smooth ema".split()}
     name = hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:16]
     file = home / "float" / f"{name}.safetensors"
-    if not broadcast_decision(file.exists(), worker):
+    if not worker.broadcast(file.exists()):
         log(f"training the float network: {steps} steps")
         with lock_folder(home / "float" / name, wait=True) if worker.is_leader else nullcontext():
-            if not broadcast_decision(file.exists(), worker):
+            if not worker.broadcast(file.exists()):
                 network, _ = train(network, plain, sets, worker, home / "float" / name, log)
                 if worker.is_leader:
                     write_atomically(file, save({k: v.contiguous() for k, v in network.state_dict().items()}))
-                broadcast_decision(True, worker)  # wait until the file exists
+                worker.broadcast(True)  # wait until the file exists
     network.load_state_dict(load_file(file))
     return network.to(worker.device).eval()
 
@@ -282,9 +266,8 @@ def run_on_device(result: Result, tests: Reader) -> Iterator[Deployed]:
     for name in result.platform.runtimes or (default_runtime(result.platform),):
         out = Deployed(result.platform.name, runtime=name)
         try:
-            found = result.verify(
-                [in_layout_of(x, framework) for x in _first_images(tests, COMPARED_IMAGES)], runtime=name, freely=None
-            )
+            images = [in_layout_of(x, framework) for x in _first_images(tests, COMPARED_IMAGES)]
+            found = result.verify(images, runtime=name, freely=None)
             out.exact, out.integers, out.differing = found.exact, found.integers, found.differing
             with TemporaryDirectory() as folder:
                 runtime = entry("runtime", name)

@@ -53,13 +53,8 @@ class Store:
             if version > VERSION:
                 hint = "use the version of chipfit that wrote it, or a newer one"
                 got, allowed = f"version {version}", f"up to {VERSION}"
-                raise ConfigError(
-                    "The store is newer than this version of chipfit",
-                    where=str(path),
-                    got=got,
-                    allowed=allowed,
-                    hint=hint,
-                )
+                what = "The store is newer than this version of chipfit"
+                raise ConfigError(what, where=str(path), got=got, allowed=allowed, hint=hint)
             _METADATA.create_all(db)
             db.execute(sql.text(f"PRAGMA user_version={VERSION}"))
 

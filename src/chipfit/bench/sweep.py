@@ -132,9 +132,8 @@ def _executor(
         have, asked = cluster.cluster_resources(), {"CPU": cpus, "GPU": gpus, "memory": memory or 0}
         short = [f"{k} {v:g} of {have.get(k, 0):g}" for k, v in asked.items() if v > have.get(k, 0)]
         if short and ray == "local":  # a cluster may grow
-            raise ConfigError(
-                "No experiment fits on this machine", got=", ".join(short), hint="request fewer resources"
-            )
+            hint = "request fewer resources"
+            raise ConfigError("No experiment fits on this machine", got=", ".join(short), hint=hint)
         wants: dict[str, Any] = {"num_cpus": cpus, "num_gpus": gpus, **({"memory": memory} if memory else {})}
         place = cluster.remote(**wants, max_retries=0)(run_in_process)  # `sweep` does the retries
         yield lambda *given: place.remote(*given).future()

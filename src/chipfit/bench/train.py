@@ -39,6 +39,13 @@ class WorkerProcess:
         """Whether this process writes files and messages."""
         return self.rank == 0
 
+    def broadcast(self, answer: bool) -> bool:
+        """Return the answer of the leader in all processes."""
+        decision = torch.tensor([float(answer)], device=self.device)
+        if self.world > 1:
+            dist.broadcast(decision, 0)
+        return bool(decision)
+
 
 @contextmanager
 def worker_processes() -> Iterator[WorkerProcess]:
@@ -50,19 +57,10 @@ def worker_processes() -> Iterator[WorkerProcess]:
     dist.init_process_group("nccl" if gpus else "gloo")
     try:
         rank = dist.get_rank()
-        yield WorkerProcess(
-            rank, dist.get_world_size(), torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
-        )
+        device = torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
+        yield WorkerProcess(rank, dist.get_world_size(), device)
     finally:
         dist.destroy_process_group()
-
-
-def broadcast_decision(answer: bool, worker: WorkerProcess) -> bool:
-    """Return the first process's answer in all processes."""
-    decision = torch.tensor([float(answer)], device=worker.device)
-    if worker.world > 1:
-        dist.broadcast(decision, 0)
-    return bool(decision)
 
 
 def rate(step: int, rates: Rates) -> float:
@@ -100,6 +98,10 @@ class Curves:
     unreadable: int = 0  #: number of images that could not be read
 
 
+#: called with the curves at every test; True stops training early
+StopRule = Callable[[Curves], bool]
+
+
 def train(
     model: nn.Module,
     config: Config,
@@ -107,14 +109,14 @@ def train(
     worker: WorkerProcess,
     folder: Path,
     log: Log = print,
-    should_stop: Callable[[Curves], bool] = lambda curves: False,
+    should_stop: StopRule = lambda curves: False,
 ) -> tuple[nn.Module, Curves]:
     """Train a model; return it, or its moving average if the configuration enables that, and the curves.
 
     Resumes from the checkpoint in `folder`; on a CPU the numbers are those of an uninterrupted run.
 
     Args:
-        should_stop: called at every test; True stops training early.
+        should_stop: see `StopRule`.
 
     Raises:
         TrainingError: the loss is NaN or infinite.
@@ -181,7 +183,7 @@ def train(
                 checkpoint.write(place, modules, optimizer, {"step": step, **vars(curves), **lost})
                 if config.saver.save_many:
                     checkpoint.write(folder / f"step-{step}.safetensors", modules, optimizer, {"step": step})
-            if broadcast_decision(worker.is_leader and should_stop(curves), worker):
+            if worker.broadcast(worker.is_leader and should_stop(curves)):
                 log("stopped early: accuracy is below the median of the study")
                 break
     curves.unreadable = len(readers[0].lost())

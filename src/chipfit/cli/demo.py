@@ -60,9 +60,8 @@ def digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     Raises:
         RuntimeUnavailable: scikit-learn is not installed.
     """
-    x, y = import_optional("sklearn.datasets", "The demo", RuntimeUnavailable, "scikit-learn").load_digits(
-        return_X_y=True
-    )
+    datasets = import_optional("sklearn.datasets", "The demo", RuntimeUnavailable, "scikit-learn")
+    x, y = datasets.load_digits(return_X_y=True)
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
     images, labels = torch.tensor(x, dtype=torch.float32).view(-1, 1, 8, 8)[order] / 16, torch.tensor(y)[order]
     return images[:1347], labels[:1347], images[1347:], labels[1347:]

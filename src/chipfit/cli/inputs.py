@@ -101,9 +101,7 @@ def _npz(path: Path) -> list[Any]:
             arrays = {k.removesuffix(".npy"): _array(archive, k) for k in archive.namelist() if k.endswith(".npy")}
     except (*ARCHIVE_ERRORS, ValueError, MemoryError, RuntimeError) as e:
         # truncated, pickled, larger than memory, no archive, damaged, with a password or an unknown compression
-        raise DataError(
-            f"The data file cannot be read as an archive of arrays: {short_message(e)}", where=str(path)
-        ) from e
+        raise DataError(f"The data file cannot be read as .npz: {short_message(e)}", where=str(path)) from e
     x = next((arrays[k] for k in ("x", "inputs", "images", "data") if k in arrays), None)
     y = next((arrays[k] for k in ("y", "labels", "targets") if k in arrays), None)
     if x is None or x.dtype.kind not in "fiub" or x.ndim == 0:

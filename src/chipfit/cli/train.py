@@ -25,9 +25,9 @@ def parse_method(text: str) -> Any:
         return text
     thing, options = import_by_name(place, "method", ConfigError), text.removeprefix(place)
     name = next((n for n, known in registered("training").items() if known is thing), "")
-    return (
-        thing.hosted(**parse_call(f"f{options}")[1]) if hasattr(thing, "hosted") else name + options if name else thing
-    )
+    if hasattr(thing, "hosted"):
+        return thing.hosted(**parse_call(f"f{options}")[1])
+    return name + options if name else thing
 
 
 def train_with_loop(result: Result, text: str, data: Any) -> None:

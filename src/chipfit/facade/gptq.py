@@ -224,7 +224,6 @@ def keras_gradient_post_training_quantization(
     target_platform_capabilities: Any = None,
 ) -> tuple[Any, UserInformation]:
     """Quantize a Keras 3 model with learned rounding; otherwise like `pytorch_gradient_post_training_quantization`."""
-    options = target_resource_utilization, core_config, gptq_config, gptq_representative_data_gen
-    return pytorch_gradient_post_training_quantization(
-        in_model, representative_data_gen, *options, target_platform_capabilities
-    )
+    configs = target_resource_utilization, core_config, gptq_config
+    rest = gptq_representative_data_gen, target_platform_capabilities
+    return pytorch_gradient_post_training_quantization(in_model, representative_data_gen, *configs, *rest)

@@ -28,13 +28,9 @@ def import_by_name(text: str, what: str, failure: type[ChipfitError]) -> Any:
     except Exception as e:  # importing runs the user's code, which may raise anything
         if not raised_outside_chipfit(e):
             raise
+        what = f"The {what} '{text}' cannot be imported: {short_message(e)}"
         hint = "run from the folder that holds the module"
-        raise failure(
-            f"The {what} '{text}' cannot be imported: {short_message(e)}",
-            where=_line(e),
-            allowed="module:name",
-            hint=hint,
-        ) from e
+        raise failure(what, where=_line(e), allowed="module:name", hint=hint) from e
     finally:
         sys.path.remove(here)
 

@@ -134,16 +134,7 @@ def keras_post_training_quantization(
     return pytorch_post_training_quantization(in_model, representative_data_gen, *options)
 
 
-def keras_resource_utilization_data(
-    in_model: Any,
-    representative_data_gen: DataGenerator,
-    core_config: CoreConfig | None = None,
-    target_platform_capabilities: Any = None,
-    fw_info: FrameworkInfo | None = None,
-) -> ResourceUtilization:
-    """Return the resources of a Keras 3 model; otherwise like `pytorch_resource_utilization_data`."""
-    options = core_config, target_platform_capabilities, fw_info
-    return pytorch_resource_utilization_data(in_model, representative_data_gen, *options)
+keras_resource_utilization_data = pytorch_resource_utilization_data  # a model of either framework
 
 
 def quantize_model(

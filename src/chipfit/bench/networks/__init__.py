@@ -62,9 +62,8 @@ def _create(make: Callable[..., Any], model: Model) -> Any:
     except Exception as e:  # libraries and the user's code may raise anything
         if not raised_outside_chipfit(e):
             raise
-        raise ConfigError(
-            f"The network cannot be created: {short_message(e)}", where=model.type, got=model.kwargs
-        ) from e
+        what = f"The network cannot be created: {short_message(e)}"
+        raise ConfigError(what, where=model.type, got=model.kwargs) from e
 
 
 def _with_weights(network: Any, path: Path) -> Any:

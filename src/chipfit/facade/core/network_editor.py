@@ -193,9 +193,8 @@ class _ByAttributes(Action):
 
     def __init__(self, **kwargs: Any) -> None:
         if not kwargs:
-            raise ConfigError(
-                f"{type(self).__name__} requires an attribute to change", allowed=", ".join([*self.table, "l_p_value"])
-            )
+            allowed = ", ".join([*self.table, "l_p_value"])
+            raise ConfigError(f"{type(self).__name__} requires an attribute to change", allowed=allowed)
         kwargs = dict(kwargs)
         p = kwargs.pop("l_p_value", None)
         method = kwargs.get(self.error_method)

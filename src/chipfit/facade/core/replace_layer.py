@@ -29,9 +29,8 @@ def replace_layers(model: Any, rules: Iterable[EditRule]) -> Any:
         return model
     if framework_of(model) != "torch":
         got = type(model).__name__
-        raise UnsupportedError(
-            "ReplaceLayer supports PyTorch models only", got=got, hint="replace the layer, then quantize"
-        )
+        hint = "replace the layer, then quantize"
+        raise UnsupportedError("ReplaceLayer supports PyTorch models only", got=got, hint=hint)
     model = copy.deepcopy(model)
     for layer_filter, action in replacing:
         named = model.named_modules(remove_duplicate=False)
@@ -60,10 +59,7 @@ def _replacement(name: str, old: torch.nn.Module, action: ReplaceLayer) -> torch
         new = action.layer_type(**attributes)
         new.load_state_dict({k: torch.as_tensor(v) for k, v in weights.items()})
     except (TypeError, ValueError, RuntimeError, AttributeError) as e:
-        allowed = (
-            "get_params_and_weights_fn(weights, **attributes) must return (weights, attributes) that fit the layer"
-        )
-        raise ConfigError(
-            f"'{name}' cannot become a {action.layer_type.__name__}", got=first_line(e), allowed=allowed
-        ) from e
+        allowed = "get_params_and_weights_fn(weights, **attributes) returns (weights, attributes) that fit the layer"
+        what = f"'{name}' cannot become a {action.layer_type.__name__}"
+        raise ConfigError(what, got=first_line(e), allowed=allowed) from e
     return new.train(old.training)

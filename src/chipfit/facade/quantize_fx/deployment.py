@@ -57,9 +57,8 @@ def deploy(model: fx.GraphModule, data: Any, platform: Any) -> Result:
     names = {**_match_tensors(plain, learned, graph, args, kwargs), **weights}
     overrides = _width_overrides(graph, names)
     decided = lint(plain, args, target, overrides).assignment
-    result = pipeline.quantize(
-        plain, data, target, overrides=overrides, rule="no_clipping", weight_rule="no_clipping", progress=False
-    )
+    rules = {"rule": "no_clipping", "weight_rule": "no_clipping"}
+    result = pipeline.quantize(plain, data, target, overrides=overrides, **rules, progress=False)
     _copy_learned_parameters(result, names)
     trained = result.trained()
     stored = {t.name: t.stored for t in trained.plan.tensors.values() if t.stored is not None and t.role != "bias"}

@@ -423,9 +423,8 @@ class MinMaxFloor(ObserverBase):
         super().__init__(*args, **options)
         if self.ch_axis >= 0 or not self.symmetric:
             allowed = "torch.per_tensor_symmetric"
-            raise ConfigError(
-                f"{type(self).__name__} supports one symmetric scale only", got=self.qscheme, allowed=allowed
-            )
+            what = f"{type(self).__name__} supports one symmetric scale only"
+            raise ConfigError(what, got=self.qscheme, allowed=allowed)
 
     def exponent(self, x: torch.Tensor) -> int:
         """Return n for one batch."""

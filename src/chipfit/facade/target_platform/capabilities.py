@@ -91,9 +91,8 @@ class LayerFilterParams:
         for c in conditions:
             if not isinstance(c, AttributeFilter):
                 allowed = "Eq, NotEq, Greater, ... joined by & and |"
-                raise ModelingError(
-                    "Condition must be an attribute filter", got=f"{c!r} of type {type(c).__name__}", allowed=allowed
-                )
+                got = f"{c!r} of type {type(c).__name__}"
+                raise ModelingError("Condition must be an attribute filter", got=got, allowed=allowed)
         self.layer, self.conditions, self.kwargs = layer, conditions, {k: plain(v) for k, v in kwargs.items()}
         self._tests = [*(_condition(k, "is", v) for k, v in self.kwargs.items()), *conditions]
 
@@ -109,10 +108,8 @@ class LayerFilterParams:
         if isinstance(node, Node):
             return matches(self.member, node)
         kind, config = describe(node)
-        named = isinstance(self.layer, str) and normalize_name(self.layer) == normalize_name(
-            getattr(kind, "__name__", str(kind))
-        )
-        same = kind is self.layer or named
+        name = normalize_name(getattr(kind, "__name__", str(kind)))
+        same = kind is self.layer or (isinstance(self.layer, str) and normalize_name(self.layer) == name)
         where = self.member.where
         return same and (where is None or where.match(config))
 
@@ -206,9 +203,8 @@ class OperationsToLayers:
             ModelingError: the set or a layer was added before, or `entry` is no OperationsSetToLayers.
         """
         if not isinstance(entry, OperationsSetToLayers):
-            raise ModelingError(
-                "Entry must be an OperationsSetToLayers", got=f"{entry!r} of type {type(entry).__name__}"
-            )
+            got = f"{entry!r} of type {type(entry).__name__}"
+            raise ModelingError("Entry must be an OperationsSetToLayers", got=got)
         if entry.name in [other.name for other in self.op_sets_to_layers]:
             raise ModelingError(f"Layers of operator set '{entry.name}' are defined twice")
         set_of = {member: o.name for o in self.op_sets_to_layers for member in o.members}

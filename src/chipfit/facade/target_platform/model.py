@@ -295,10 +295,8 @@ class TargetPlatformModel:
         chains = [
             (f.name or "", [[m.name for m in g.members] for g in f.operator_groups_list]) for f in self.fusing_patterns
         ]
-        simd = self.is_simd_padding
-        return build_platform(
-            self.name, self.default_qco, sets, chains, simd=simd, metadata=self.add_metadata, math=self.math
-        )
+        rest: dict[str, Any] = {"metadata": self.add_metadata, "math": self.math}
+        return build_platform(self.name, self.default_qco, sets, chains, simd=self.is_simd_padding, **rest)
 
     def members(self, attached: Mapping[str, tuple[Member, ...]]) -> dict[str, tuple[Member, ...]]:
         """Return operator set -> its members. Members keep layer names only where another set has the same operator.

@@ -147,9 +147,8 @@ def _pick(c: configs.OpQuantizationConfig, *names: str) -> configs.AttributeQuan
     attrs = c.attr_weights_configs_mapping
     exact = [attrs[n] for n in names if n in attrs]
     last_words = {k: {k.rpartition("_")[2], k.rpartition("/")[2].partition(":")[0]} for k in attrs}
-    return next(
-        iter([*exact, *(v for k, v in attrs.items() if last_words[k] & {*names})]), c.default_weight_attr_config
-    )
+    similar = (v for k, v in attrs.items() if last_words[k] & {*names})
+    return next(iter([*exact, *similar]), c.default_weight_attr_config)
 
 
 def _weight(a: configs.AttributeQuantizationConfig, formats: dict[str, Format]) -> str:

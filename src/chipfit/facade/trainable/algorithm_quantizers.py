@@ -37,9 +37,8 @@ class _ByAlgorithm:
         if self.framework == "keras":
             numbers, classes = map(keras_part("backend").to_torch, numbers), keras_part("inferable").CLASSES
         scale, zero = (p.detach().cpu().reshape(self._stored.scale.shape) for p in numbers)
-        stored = self._stored.with_(
-            scale=scale.float(), zero_point=zero.round().int(), grid=self.quantizer.trained_grid()
-        )
+        grid = self.quantizer.trained_grid()
+        stored = self._stored.with_(scale=scale.float(), zero_point=zero.round().int(), grid=grid)
         return inferable.of(stored, self.quantization_target.role, classes)
 
 

@@ -128,9 +128,7 @@ def stored_of(config: Any, shape: tuple[int, ...] | None = None, candidate: Any 
     least = 2 if signed and not (method.affine or method.lut) else 1  # one signed bit has no value above 0
     if not least <= bits <= MOST_BITS:
         allowed = f"{least} to {MOST_BITS} bits"
-        raise ConfigError(
-            f"{method.name} does not support training with this number of bits", got=f"{bits} bits", allowed=allowed
-        )
+        raise ConfigError(f"{method.name} does not train with so many bits", got=f"{bits} bits", allowed=allowed)
 
     def parameter(key: str) -> torch.Tensor:
         if key not in params:
