@@ -4,12 +4,12 @@ from collections.abc import Mapping
 
 import torch
 
-from chipfit.calibration.collect import Need, TensorStats, with_channel_stats
+from chipfit.calibration.collect import Need, with_channel_stats
 from chipfit.decide.assignment import Assignment
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import TRANSPOSED, bias_or_zero, in_groups, is_linear, on_axis_1, with_bias
 from chipfit.passes.equalize_groups import worth_a_trial
-from chipfit.passes.rewriting import Adapted, Readers, adds_equal_shapes
+from chipfit.passes.rewriting import Adapted, Readers, Stats, adds_equal_shapes
 from chipfit.registry import OFF, Setting, register
 
 _DOES = "signed tensors lose each channel's mean to their readers' biases. None: where few bits gain by it"
@@ -31,7 +31,7 @@ def with_means(graph: Graph, needs: Mapping[str, Need]) -> dict[str, Need]:
     recalibrates=True,
     trial_value=worth_a_trial,
 )
-def centre(graph: Graph, assignment: Assignment, stats: Mapping[str, TensorStats]) -> Adapted:
+def centre(graph: Graph, assignment: Assignment, stats: Stats) -> Adapted:
     """Subtract the mean m of each channel from the results of linear operators, without changing the network.
 
     b1' = b1 - m in the operator that computes x, b2' = b2 + W2 m in its readers. This is exact if every reader is a
@@ -119,7 +119,7 @@ def _why_bias_is_fixed(readers: Readers, node: Node) -> str:
     return readers.why_fixed(node) or elsewhere
 
 
-def _mean(stats: Mapping[str, TensorStats], name: str) -> torch.Tensor:
+def _mean(stats: Stats, name: str) -> torch.Tensor:
     mean = stats[name].mean
     if mean is None:
         raise ValueError(f"nothing is known of the channels of '{name}'")

@@ -28,11 +28,9 @@ def concat_groups(graph: Graph, assignment: Assignment) -> list[list[str]]:
     out = []
     for n in graph.nodes:
         if n.op == "Concat" and n.output in assignment.tensors:
-            wanted = assignment.tensors[n.output].format_name
-            slots = [
-                assignment.tensors[i] for i in dict.fromkeys(n.inputs) if i is not None and i in assignment.tensors
-            ]
-            inputs = [s.name for s in slots if s.format_name == wanted]
+            wanted, slots = assignment.tensors[n.output].format_name, assignment.tensors
+            stored = (slots[i] for i in dict.fromkeys(n.inputs) if i is not None and i in slots)
+            inputs = [s.name for s in stored if s.format_name == wanted]
             if inputs:
                 out.append([n.output, *inputs])
     return out

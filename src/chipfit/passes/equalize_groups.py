@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from chipfit.calibration.collect import Need, TensorStats, with_channel_stats
+from chipfit.calibration.collect import Need, with_channel_stats
 from chipfit.decide.assignment import FEW_BITS, Assignment
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import is_depthwise, is_linear, on_axis_1
 from chipfit.graph.ops import OPS
 from chipfit.passes.relu_bound import bounds
-from chipfit.passes.rewriting import Adapted, Readers, adds_equal_shapes, scale_between, scales_by_channel
+from chipfit.passes.rewriting import Adapted, Readers, Stats, adds_equal_shapes, scale_between, scales_by_channel
 from chipfit.registry import OFF, Setting, entries_in, register
 
 _DOES = "channels that share a grid get magnitudes alike. None: where few bits gain by it"
@@ -65,7 +65,7 @@ def worth_a_trial(settings: Any, graph: Graph, assignment: Assignment) -> str | 
     recalibrates=True,
     trial_value=worth_a_trial,
 )
-def equalize_groups(graph: Graph, assignment: Assignment, stats: Mapping[str, TensorStats]) -> Adapted:
+def equalize_groups(graph: Graph, assignment: Assignment, stats: Stats) -> Adapted:
     """Divide channel c of every value of a group by s_c = (t_c / max t)^alpha, without changing the network.
 
     t_c is the largest magnitude of the channel in the values that the group's readers read, at least 0.01 max t;

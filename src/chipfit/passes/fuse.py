@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Sequence, Set
 
-from chipfit.graph.ir import Graph, Node, Users
+from chipfit.graph.ir import Graph, Node
 from chipfit.graph.ops import words_of
+from chipfit.passes.rewriting import Readers
 
 #: a pattern is a chain of alternatives: ({"Conv2D", "Linear"}, {"Relu"})
 Pattern = tuple[frozenset[str], ...]
-Fits = Callable[[Node, frozenset[str]], bool]  #: whether a node is one of the alternatives
+Fits = Callable[[Node, frozenset[str]], bool]  #: whether a node is one of the alternatives, and in no group yet
 
 
 def fuse(
@@ -28,24 +29,20 @@ def fuse(
         Groups of two or more node names in execution order, and one note per refused fusion.
     """
     chains = sorted({_without_batch_norm(p) for p in patterns} - {()}, key=lambda p: (-len(p), [sorted(s) for s in p]))
-    users = graph.users()
     words = {n.name: {"*", *words_of(n.op, n.attrs), *sets(n)} for n in graph.nodes}
+    readers, grouped = Readers(graph), set[str]()
+    groups, notes = list[tuple[str, ...]](), list[str]()
 
     def fits(n: Node, alternatives: frozenset[str]) -> bool:
-        return not words[n.name].isdisjoint(alternatives)
+        return n.name not in grouped and not words[n.name].isdisjoint(alternatives)
 
-    taken: set[str] = set()
-    groups: list[tuple[str, ...]] = []
-    notes: list[str] = []
     for node in graph.nodes:
-        if node.name in taken:
-            continue
         refusal = ""
         for chain in chains:
-            found, why = _follow(graph, node, chain, users, taken, fits)
+            found, why = _follow(readers, node, chain, fits)
             if len(found) == len(chain) > 1:
                 groups.append(tuple(n.name for n in found))
-                taken.update(groups[-1])
+                grouped.update(groups[-1])
                 refusal = ""
                 break
             refusal = refusal or why
@@ -54,25 +51,23 @@ def fuse(
     return tuple(groups), notes
 
 
-def _follow(
-    graph: Graph, start: Node, chain: Pattern, users: Users, taken: set[str], fits: Fits
-) -> tuple[list[Node], str]:
+def _follow(readers: Readers, start: Node, chain: Pattern, fits: Fits) -> tuple[list[Node], str]:
     """Return the nodes along `chain` from `start` as far as they match, and why a matching reader does not fuse."""
     if not fits(start, chain[0]):
         return [], ""
     found = [start]
     for alternatives in chain[1:]:
         last = found[-1]
-        readers = users.get(last.output, [])
-        fitting = [r for r in readers if fits(r, alternatives) and r.name not in taken]
+        read_by = readers.of(last.output)
+        fitting = [r for r in read_by if fits(r, alternatives)]
         if not fitting:
             return found, ""
-        who = f"'{last.who}' and '{fitting[0].layer or fitting[0].name}' do not fuse"
+        who = f"'{last.who}' and '{fitting[0].who}' do not fuse"
         if len(last.outputs) > 1:
             return found, f"{who}: the first has several outputs"
-        if len(readers) > 1:
-            return found, f"{who}: the value between them has {len(readers)} readers"
-        if last.output in graph.outputs:
+        if len(read_by) > 1:
+            return found, f"{who}: the value between them has {len(read_by)} readers"
+        if last.output in readers.graph.outputs:
             return found, f"{who}: the value between them is an output of the model"
         found.append(fitting[0])
     return found, ""

@@ -75,10 +75,8 @@ def apply_layout(graph: Graph, plan: Plan, target: str, *, change_io: bool = Fal
         quantized = plan.quantized(source) and (source, name) not in new.float_edges
         if quantized:
             tensors[name] = plan.tensors[source].with_(name=name)
-        if name in made:
-            nodes[name] = NodePlan(
-                name=name, op=made[name].op, layer=made[name].layer, exec="follow" if quantized else "float"
-            )
+        if n := made.get(name):
+            nodes[name] = NodePlan(name=name, op=n.op, layer=n.layer, exec="follow" if quantized else "float")
     return new, replace(plan, tensors=tensors, nodes=nodes, float_edges=plan.float_edges | frozenset(new.float_edges))
 
 

@@ -3,7 +3,7 @@
 A pass of stage "rewrite" returns `Rewritten`, one of stage "adapt" `Adapted`; plain tuples of the same items will do.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,6 +13,8 @@ from chipfit.calibration.collect import TensorStats
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import bias_or_zero, is_linear, scale_inputs, scale_outputs, with_bias
 from chipfit.graph.ops import OPS
+
+Stats = Mapping[str, TensorStats]  #: value -> its statistics
 
 
 class Rewritten(NamedTuple):

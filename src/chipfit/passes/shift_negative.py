@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,7 @@ from chipfit.graph.edit import insert_behind, new_name, replace_node
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.graph.linear import CONVS, bias_or_zero, in_groups, with_bias
 from chipfit.graph.ops import OPS
-from chipfit.passes.rewriting import Adapted, LinearReaders, Readers
+from chipfit.passes.rewriting import Adapted, LinearReaders, Readers, Stats
 from chipfit.ranges.qparams import from_min_max
 from chipfit.registry import Setting, register
 
@@ -30,9 +29,7 @@ _SETTING = Setting("shift_negative", None, _DOES, "ratio")
 
 
 @register("pass", "shift_negative", stage="adapt", setting=_SETTING)
-def shift_negative(
-    graph: Graph, assignment: Assignment, stats: Mapping[str, TensorStats], *, ratio: float = 0.05
-) -> Adapted:
+def shift_negative(graph: Graph, assignment: Assignment, stats: Stats, *, ratio: float = 0.05) -> Adapted:
     """Lift activations with |min| / threshold <= `ratio` by a constant c >= |min|, if that makes their scale smaller.
 
     f(x) becomes f(x) + c; every linear operator behind it gets b' = b - sum(W) c, and pads with c instead of 0. The

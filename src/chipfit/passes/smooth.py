@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from chipfit.calibration.collect import Channels, Need, TensorStats, with_channel_stats
+from chipfit.calibration.collect import Channels, Need, with_channel_stats
 from chipfit.decide.assignment import Assignment
 from chipfit.graph.edit import insert_behind
 from chipfit.graph.ir import DYNAMIC, Graph, Node
 from chipfit.graph.linear import in_groups, is_linear
 from chipfit.graph.ops import OPS
-from chipfit.passes.rewriting import Adapted, Readers, scale_between
+from chipfit.passes.rewriting import Adapted, Readers, Stats, scale_between
 from chipfit.registry import OFF, Setting, register
 
 _DOES = (
@@ -88,9 +88,7 @@ def _sites(graph: Graph) -> Iterator[_Site]:
     recalibrates=True,
     trial_value=worth_a_trial,
 )
-def smooth(
-    graph: Graph, assignment: Assignment, stats: Mapping[str, TensorStats], *, alpha: float | str = "auto"
-) -> Adapted:
+def smooth(graph: Graph, assignment: Assignment, stats: Stats, *, alpha: float | str = "auto") -> Adapted:
     """Divide channel c between a norm and the linear layers behind it by s_c, without changing the network.
 
     s_c = t_c^alpha / r_c^(1 - alpha), gamma' = gamma / s, beta' = beta / s, W' = W s, with t_c the largest |value| of

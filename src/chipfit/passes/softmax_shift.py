@@ -1,12 +1,9 @@
 """Centre the range of logits around 0: softmax(x + c) = softmax(x)."""
 
-from collections.abc import Mapping
-
-from chipfit.calibration.collect import TensorStats
 from chipfit.decide.assignment import Assignment
 from chipfit.graph.ir import Graph
 from chipfit.graph.linear import bias_or_zero, is_linear, with_bias
-from chipfit.passes.rewriting import Adapted, Readers
+from chipfit.passes.rewriting import Adapted, Readers, Stats
 from chipfit.passes.shift_negative import step
 from chipfit.registry import Setting, register
 
@@ -14,7 +11,7 @@ _SETTING = Setting("softmax_shift", False, "logits go to the middle of their ran
 
 
 @register("pass", "softmax_shift", stage="adapt", after=("shift_negative",), setting=_SETTING)
-def softmax_shift(graph: Graph, assignment: Assignment, stats: Mapping[str, TensorStats]) -> Adapted:
+def softmax_shift(graph: Graph, assignment: Assignment, stats: Stats) -> Adapted:
     """Subtract (min + max) / 2 of the logits from the bias in front of a softmax, if that makes their scale smaller.
 
     Args:
@@ -41,7 +38,6 @@ def softmax_shift(graph: Graph, assignment: Assignment, stats: Mapping[str, Tens
             continue
         graph.nodes[graph.nodes.index(linear)] = with_bias(graph, linear, bias_or_zero(graph, linear) + c)
         stats[logits] = seen.shifted(c)
-        notes.append(
-            f"shifted the logits of '{linear.who}' by {c:.4g}: their step falls from {before:.3g} to {after:.3g}"
-        )
+        falls = f"their step falls from {before:.3g} to {after:.3g}"
+        notes.append(f"shifted the logits of '{linear.who}' by {c:.4g}: {falls}")
     return Adapted(graph, stats, notes)
