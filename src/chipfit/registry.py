@@ -111,7 +111,7 @@ class RoundingMethod:
 
 
 class Kind(NamedTuple):
-    """One kind of addition."""
+    """A kind of addition."""
 
     label: str  #: its name in messages
     package: str  #: package with one file for each entry; "{}" stands for the entry's name

@@ -31,7 +31,7 @@ _SUMS = frozenset({"GlobalAvgPool", "AvgPool", "AdaptiveAvgPool", "Mean", "Sum"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """What to collect of one tensor, besides its range."""
+    """The statistics to collect of one tensor, besides its range."""
 
     histogram: bool = True
     #: weight of an element in the histogram, by channel on the last axis, [C] float32; None: 1
@@ -52,7 +52,7 @@ def with_channel_stats(needs: Mapping[str, Need], axes: Mapping[str, int], *, sq
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """Statistics of the channels of a tensor, [C] float64 each."""
+    """The statistics of the channels of a tensor, [C] float64 each."""
 
     total: torch.Tensor  #: sum
     low: torch.Tensor
@@ -81,7 +81,7 @@ class Channels:
 
 @dataclass(slots=True)
 class TensorStats:
-    """Calibration statistics of one tensor."""
+    """The calibration statistics of one tensor."""
 
     name: str
     low: float = math.inf
@@ -135,9 +135,8 @@ class TensorStats:
         if histogram is not None:
             histogram.add(torch.zeros(1), 0.0)
         channels = None if self.channels is None else self.channels.mapped(self.count, 0.0, 0.0)
-        new = replace(self, histogram=histogram, channels=channels)
-        new.low = new.high = new.smooth_low = new.smooth_high = 0.0
-        return new
+        ends = dict.fromkeys(("low", "high", "smooth_low", "smooth_high"), 0.0)
+        return replace(self, histogram=histogram, channels=channels, **ends)
 
     def update(self, x: torch.Tensor, need: Need) -> None:
         """Add one batch of the tensor, float32, any shape.

@@ -34,7 +34,7 @@ def _dense(x: torch.Tensor) -> bool:
 
 @dataclass(slots=True)
 class Histogram:
-    """Counts over [-reach, reach) in equal bins; reach is a power of two and only grows.
+    """The counts over [-reach, reach) in equal bins; reach is a power of two and only grows.
 
     If data exceed the reach, bins are folded in pairs: counts stay exact, the resolution halves.
     """

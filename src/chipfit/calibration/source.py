@@ -14,7 +14,7 @@ from chipfit.graph.ir import Graph
 
 
 class CalibrationData:
-    """Batches that can be read several times; those of an iterator only after `keep`.
+    """The batches of the user's data, which can be read several times; those of an iterator only after `keep`.
 
     Args:
         data: as the user gave them to `quantize`.

@@ -78,7 +78,7 @@ def _flat(padding: Sequence[Sequence[int]]) -> list[int]:
 def conv(
     x: Tensor, w: Tensor, b: Tensor | None = None, *, stride: Any, padding: Any, dilation: Any, groups: int
 ) -> Tensor:
-    """Convolution over 1 to 3 spatial axes; x [N, C, ...], w [O, C / groups, ...]."""
+    """Convolve over 1 to 3 spatial axes; x [N, C, ...], w [O, C / groups, ...]."""
     x, pad = _pad_spatial(x, padding)
     return _spatial("conv", w.dim() - 2)(x, w, b, stride, pad, dilation, groups)
 
@@ -95,7 +95,7 @@ def conv_transpose(
     groups: int,
     output_padding: Any,
 ) -> Tensor:
-    """Transposed convolution; w [C, O / groups, ...]; padding trims the output."""
+    """Apply a transposed convolution, w [C, O / groups, ...]; padding trims the output."""
     both = [min(lo, hi) for lo, hi in padding]
     y = _spatial("conv_transpose", w.dim() - 2)(x, w, b, stride, both, output_padding, groups, dilation)
     for axis, ((lo, hi), cut) in enumerate(zip(padding, both, strict=True), start=2):

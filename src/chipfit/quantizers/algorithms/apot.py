@@ -14,9 +14,9 @@ from chipfit.registry import register
 
 
 def magnitudes(bits: int) -> tuple[int, ...]:
-    """The levels of a magnitude of so many bits, ascending whole numbers: divided by the greatest they are in [0, 1].
+    """Return the levels of magnitudes of a width, ascending integers; divided by the greatest they lie in [0, 1].
 
-    Terms of two bits are 0 or one of three powers of two, that of an odd bit 0 or one; powers are dealt in turn.
+    A term of two bits is 0 or one of three powers of two, an odd bit's term 0 or one power; powers are dealt in turn.
     Source: eqs. 4 and 5 of the paper.
 
     >>> [magnitudes(b) for b in (2, 3)]
@@ -33,12 +33,13 @@ def magnitudes(bits: int) -> tuple[int, ...]:
 class APoT(Scaled):
     """Additive powers of two. Source: Li et al. 2020, arXiv:1909.13144, eqs. 4 to 8.
 
-    x / alpha takes the nearest level, times alpha, which trains; weights are standardised before (eq. 8). With alpha
-    = 3 and 3 bits of magnitude, levels 0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8 and 1, [0.95, -2, 5] becomes [0.9, -1.8, 3].
+    x / alpha is rounded to the nearest level and multiplied by alpha, which trains; weights are standardised before
+    (eq. 8). With alpha = 3 and 3 bits of magnitude, levels 0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8 and 1, [0.95, -2, 5] becomes
+    [0.9, -1.8, 3].
 
     Args:
-        rescale: standardised weights get back the mean and the deviation that they started with, and alpha starts from
-            the plan's range. In the paper's form it starts from 3, and from 6 for activations.
+        rescale: give standardised weights their initial mean and deviation, and start alpha from the plan's range. In
+            the paper's form alpha starts from 3, and from 6 for activations.
         activations: the form for activations.
     """
 
@@ -80,6 +81,6 @@ class APoT(Scaled):
 
 
 def _moments(ops: Any, x: Any) -> tuple[Any, Any]:
-    """Mean and standard deviation, above 0, of all of x."""
+    """Return the mean and the standard deviation, above 0, of all of x."""
     mean = ops.mean(x)
     return mean, ops.sqrt(ops.mean((x - mean) ** 2) + 1e-10)

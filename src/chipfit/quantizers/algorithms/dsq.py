@@ -43,7 +43,7 @@ class DSQ(LSQ):
         return super().init(stored, x) if self.learn_range else {}
 
     def soft(self, ops: Any, u: Any) -> Any:
-        """The staircase between whole numbers, of codes u [*dims]."""
+        """Return the soft staircase of codes u [*dims], which is u itself at integers."""
         middle = ops.stop_gradient(ops.floor(u)) + 0.5
         return middle + ops.tanh(math.log(2 / self.alpha - 1) * (u - middle)) / (2 * (1 - self.alpha))
 

@@ -14,10 +14,10 @@ from chipfit.registry import register
 
 @dataclass(frozen=True)
 class Scaled(Algorithm):
-    """A learned scale, and other parameters of one tensor, whose gradients are as large as those of weights.
+    """The base of algorithms that scale the gradients of a tensor's parameters to the size of those of weights.
 
     Args:
-        use_grad_scaling: multiply the gradient of a parameter by g = 1 / sqrt(numbers that share it * greatest code).
+        use_grad_scaling: multiply the gradient of a parameter by g = 1 / sqrt(elements that share it * greatest code).
     """
 
     use_grad_scaling: bool = True
@@ -27,7 +27,7 @@ class Scaled(Algorithm):
         return ops.fake_quantize(self.reals(ops, x, p, grid), self.scaled(ops, s, x, grid), z, grid)
 
     def scaled(self, ops: Any, p: Any, x: Any, grid: Grid) -> Any:
-        """A parameter that rounds x, with g on its gradient. Source: Esser et al. 2020, section 2.2."""
+        """Return a parameter with its gradient multiplied by g. Source: Esser et al. 2020, section 2.2."""
         if not self.use_grad_scaling:
             return p
         return gradient_times(ops, p, (ops.size(x) / ops.size(p) * max(grid.qmax, 1)) ** -0.5)
@@ -42,8 +42,8 @@ class LSQ(Scaled):
     g = 1 / sqrt(2 * 7).
 
     Args:
-        use_grad_scaling: multiply the gradient of the scale by g = 1 / sqrt(numbers that share it * greatest code).
-        from_mean: weights start at the scale 2 mean|w| / sqrt(greatest code) in place of the plan's.
+        use_grad_scaling: multiply the gradient of the scale by g = 1 / sqrt(elements that share it * greatest code).
+        from_mean: scales of weights start at 2 mean|w| / sqrt(greatest code) instead of the plan's.
     """
 
     from_mean: bool = False

@@ -16,15 +16,15 @@ from chipfit.registry import register
 @register("training", "lsq_plus")
 @dataclass(frozen=True)
 class LSQPlus(LSQ):
-    """Learned scale and, where the grid has a free one, zero point. Source: Bhalgat et al. 2020, arXiv:2004.09576.
+    """A learned scale, and a learned zero point if it is free. Source: Bhalgat et al. 2020, arXiv:2004.09576.
 
-    The zero point is a whole code: what trains is clamped to the codes and rounded, straight through, so that 0 stays
-    on the grid. Its gradient is 0 inside the range and -s outside (eq. 4), times g of LSQ: with s = 0.5 and two numbers
+    The zero point remains a code: its parameter is clamped to the codes and rounded, straight through, so that 0 stays
+    on the grid. Its gradient is 0 inside the range and -s outside (eq. 4), times g of LSQ: with s = 0.5 and two values
     above 15 codes of 4 bits, dz = -2 * 0.5 g. On a symmetric grid it is LSQ.
 
     Args:
-        from_spread: weights start at max(|m - 3 d|, |m + 3 d|) / 2^(bits - 1), of their mean m and standard deviation d
-            (eq. 9), in place of the plan's scale.
+        from_spread: scales of weights start at max(|m - 3 d|, |m + 3 d|) / 2^(bits - 1) with their mean m and standard
+            deviation d (eq. 9), instead of the plan's.
     """
 
     from_spread: bool = False

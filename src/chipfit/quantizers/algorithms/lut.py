@@ -18,16 +18,16 @@ from chipfit.registry import register
 class LUT(Scaled):
     """Look-up tables whose levels and scale train. Source: Han et al. 2016, arXiv:1510.00149, section 3.
 
-    A number takes the nearest level. A level has the gradients of all numbers that take it; it stays one of the whole
-    numbers that the chip's table holds, and 0 stays 0. They start from the plan's, which calibration fitted
-    (one-dimensional k-means, `tables.fit`), and train in the tensor's unit, times the mean of the scales that they
-    started with. The scale has the gradients of LSQ. With the table -4, 0, 1, 4 and s = 0.5, [0.3, 1.2, 9] becomes
-    [0.5, 0.5, 2]; ds = (1 - 0.6) + (1 - 2.4) + 4, and of the level 1, which starts as 0.5, 2.
+    A value is rounded to the nearest level. The gradient of a level is the sum of the gradients of its values; a level
+    remains one of the integers that the chip's table can hold, and 0 stays 0. Levels start from the plan's, which
+    calibration fitted (one-dimensional k-means, `tables.fit`), and train in the tensor's unit, multiplied by the mean
+    of the initial scales. The scale has the gradients of LSQ. With the table -4, 0, 1, 4 and s = 0.5, [0.3, 1.2, 9]
+    becomes [0.5, 0.5, 2]; ds = (1 - 0.6) + (1 - 2.4) + 4, and the gradient of level 1, which starts as 0.5, is 2.
 
     Args:
-        use_grad_scaling: multiply the gradient of the scale by that factor of LSQ, and that of a level by the root of
-            levels per number.
-        learn_levels: let the levels train where the chip's table is free; else they only follow the scale.
+        use_grad_scaling: multiply the gradient of the scale by the factor of LSQ, and that of a level by the root of
+            levels per value.
+        learn_levels: train the levels if the chip's table is free; otherwise they only follow the scale.
     """
 
     vectors = ("levels",)

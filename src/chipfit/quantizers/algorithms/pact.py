@@ -1,4 +1,4 @@
-"""PACT: the ends of the range of activations train."""
+"""PACT: learned ends of the range of activations."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ class PACT(Algorithm):
     0.4: [0.5, 3, 7, 9] becomes [0.4, 3.2, 6, 6], and of the sum dalpha = 2.
 
     Args:
-        alpha: what it, and -beta, start from, for example 6; 0: where the plan's range ends.
+        alpha: initial value of alpha and -beta, for example 6; 0: the ends of the plan's range.
     """
 
     alpha: float = 0.0
@@ -42,7 +42,7 @@ class PACT(Algorithm):
         return {"alpha": given if self.alpha else s * (grid.qmax - grid.qmin) / sides}
 
     def ends(self, ops: Any, p: Numbers, grid: Grid) -> tuple[Any, Any]:
-        """Where x is clipped, before powers of two."""
+        """Return the ends of the range, before rounding to powers of two."""
         if grid.zero == "any":
             return clamp(ops, p["beta"], -float("inf"), 0.0), clamp(ops, p["alpha"], 0.0, float("inf"))
         high = ops.abs(p["alpha"])
