@@ -22,6 +22,7 @@ from chipfit.frameworks.torch.call import NEUTRAL_ARGUMENTS
 from chipfit.frameworks.torch.capture import capture
 from chipfit.frameworks.torch.read import READERS
 from chipfit.graph.ir import OPAQUE
+from chipfit.graph.ops import OPS
 from tests.zoo import ZOO, make
 
 aten = torch.ops.aten
@@ -499,6 +500,20 @@ OF_OPEN_SIZES = {"arange"}
 def test_every_row_of_the_reader_has_cases_that_are_read_by_it(read):
     assert {*CASES, *OF_OPEN_SIZES} == set(READERS)
     assert {name for name, *_ in read.readings} == set(READERS) - OF_OPEN_SIZES
+
+
+#: canonical operators that no ATen operator becomes
+NEVER = {
+    "DynamicQuantize": "inserted by `decide`, in front of kernels that quantize their own input",
+    "Requantize": "inserted by `decide`, where a tensor changes its grid",
+    "Identity": "torch.export leaves no identities; other readers keep them",
+    **dict.fromkeys(("Round", "Mod", "FloorDiv", "ReduceProd"), "torch's stays opaque; Keras's is read"),
+}
+
+
+def test_every_canonical_operator_is_read_or_it_is_said_why_not(read):
+    assert {n.op for n in read.graph.nodes} - {OPAQUE} | set(NEVER) == set(OPS)
+    assert not {n.op for n in read.graph.nodes} & set(NEVER)
 
 
 READS_TYPES = ("to", "_to_copy", "type_as")  #: others put a Cast where operands have several types
