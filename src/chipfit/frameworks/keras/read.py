@@ -123,10 +123,6 @@ def _bare(r: KerasCall, x: Value) -> bool:
     return rest and (getattr(o, "dtype", None) is None or r.dtype == x.dtype)
 
 
-def _centred(r: KerasCall, x: Value) -> bool:
-    return not r.op.rms_scaling
-
-
 def _last_axis(r: KerasCall, x: Value) -> bool:
     """Return whether the operation works along the last axis."""
     return [a % len(x.shape) for a in per_axis(r.op.axis, 1)] == [len(x.shape) - 1]
@@ -140,8 +136,7 @@ def _last_shape(r: KerasCall, x: Value) -> tuple[int | None, ...]:
 
 
 def _reduced(r: KerasCall, x: Value) -> tuple[int, ...]:
-    axis = r.op.axis
-    axes = range(len(x.shape)) if axis is None else [axis] if isinstance(axis, int) else axis
+    axes = range(len(x.shape)) if r.op.axis is None else per_axis(r.op.axis, 1)
     return tuple(sorted(a % len(x.shape) for a in axes))
 
 
@@ -153,12 +148,8 @@ def _steps(r: KerasCall, x: Value) -> tuple[int, ...]:
     return _window(r, x) if r.op.strides is None else per_axis(r.op.strides, len(x.shape) - 2)
 
 
-def _undilated(r: KerasCall, x: Value) -> tuple[int, ...]:
-    return (1,) * (len(x.shape) - 2)
-
-
 def _pool_padding(r: KerasCall, x: Value) -> paddings.Pairs:
-    return _padding(r.op.padding, x.shape[1:-1], _window(r, x), _steps(r, x), _undilated(r, x))
+    return _padding(r.op.padding, x.shape[1:-1], _window(r, x), _steps(r, x), (1,) * (len(x.shape) - 2))
 
 
 def _padding(*args: Any) -> paddings.Pairs:
@@ -198,12 +189,8 @@ def _moved(r: KerasCall, x: Value) -> tuple[int, ...]:
     return tuple(order)
 
 
-def _ordered(r: KerasCall, x: Value) -> tuple[int, ...]:
-    rank = len(x.shape)
-    return tuple(range(rank))[::-1] if r.op.axes is None else tuple(a % rank for a in r.op.axes)
-
-
 def _repeats(r: KerasCall, x: Value) -> tuple[int, ...]:
+    """Return the repeats of every axis; axes that `repeats` leaves out are in front, as in numpy.tile."""
     repeats, rank = per_axis(r.op.repeats, 1), len(x.shape)
     _require(len(repeats) <= rank)
     return (1,) * (rank - len(repeats)) + repeats
@@ -214,26 +201,10 @@ def _broadcast(r: KerasCall, x: Value) -> tuple[int, ...]:
     return _static(r.shape)
 
 
-def _sizes(r: KerasCall, x: Value) -> tuple[int, ...]:
-    return tuple(o.shape[r.op.axis % len(x.shape)] for o in r.outputs)
-
-
-def _result(r: KerasCall, x: Value) -> tuple[int, ...]:
-    return _static(r.shape)
-
-
-def _permuted_dims(r: KerasCall, x: Value) -> tuple[int, ...]:
-    return (0, *r.op.dims)
-
-
-def _new_axis(r: KerasCall, x: Value) -> tuple[int, ...]:
-    return (_integer(r.op.axis) % len(r.shape),)
-
-
 #: conditions that rows name
 _CONDITIONS: dict[str, Callable[[KerasCall, Value], bool]] = {
     "bare": _bare,
-    "centred": _centred,
+    "centred": lambda r, x: not r.op.rms_scaling,
     "channels_last": _channels_last,
     "last_axis": _last_axis,
 }
@@ -243,17 +214,17 @@ _FUNCTIONS: dict[str, Callable[[KerasCall, Value], Any]] = {
     "broadcast": _broadcast,
     "last_shape": _last_shape,
     "moved": _moved,
-    "new_axis": _new_axis,
-    "ordered": _ordered,
-    "permuted_dims": _permuted_dims,
+    "new_axis": lambda r, x: (_integer(r.op.axis) % len(r.shape),),
+    "ordered": lambda r, x: tuple(a % len(x.shape) for a in r.op.axes or reversed(range(len(x.shape)))),
+    "permuted_dims": lambda r, x: (0, *r.op.dims),
     "pool_padding": _pool_padding,
     "reduced": _reduced,
     "repeats": _repeats,
-    "result": _result,
-    "sizes": _sizes,
+    "result": lambda r, x: _static(r.shape),
+    "sizes": lambda r, x: tuple(o.shape[r.op.axis % len(x.shape)] for o in r.outputs),
     "steps": _steps,
     "swapped": _swapped,
-    "undilated": _undilated,
+    "undilated": lambda r, x: (1,) * (len(x.shape) - 2),
     "window": _window,
 }
 
