@@ -72,10 +72,10 @@ def test_a_factory_that_fails_names_its_line(here):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("USER:number", "gives no torch.nn.Module and no Keras model. Got: int"),
+        ("USER:number", "must provide a torch.nn.Module or a Keras model. Got: int"),
         ("USER:absent", "AttributeError: module"),
         ("bad_syntax:net", "SyntaxError"),
-        ("net.onnx", "not understood"),
+        ("net.onnx", "must be a file or module:factory"),
         ("gone.pt2", "does not exist"),
         ("garbage.pt2", "not a program that torch.export.save wrote"),
     ],
@@ -106,7 +106,7 @@ def test_a_shape_is_positive_integers(text):
 
 @pytest.mark.parametrize("text", ["1,999999999999999", "1000000000,1000000000,1000000000"])
 def test_a_shape_that_no_memory_holds_is_refused(text):
-    with pytest.raises(DataError, match="no memory"):
+    with pytest.raises(DataError, match="Not enough memory"):
         example_of("m:net", text)
 
 
@@ -162,7 +162,7 @@ def test_an_image_that_cannot_be_read_is_named(tmp_path):
 def test_an_empty_folder_and_an_unknown_word_are_refused(tmp_path):
     with pytest.raises(DataError, match="holds no images"):
         load_data(str(tmp_path))
-    with pytest.raises(DataError, match="not understood"):
+    with pytest.raises(DataError, match="must be a file"):
         load_data("images")
 
 

@@ -1,4 +1,4 @@
-"""The command line. Nothing heavy loads before a command runs."""
+"""The command line. Heavy modules are imported by the commands that use them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from chipfit.platform.builtin import DEFAULT
 from chipfit.registry import entries, entry
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-platforms = typer.Typer(help="What chips can do: built-in descriptions and your own.", invoke_without_command=True)
+platforms = typer.Typer(help="Descriptions of chips: built-in ones and your own.", invoke_without_command=True)
 app.add_typer(platforms, name="platforms")
 app.add_typer(bench, name="bench")
 
@@ -30,48 +30,45 @@ Data = Annotated[str, Option("--data", help=".npz (x, and y for accuracy), a fol
 _PLATFORM_HELP = "built-in name, NAME@REVISION, a YAML or JSON file, or module:chip in Python"
 Chip = Annotated[str, Option("--platform", "-p", help=_PLATFORM_HELP)]
 Out = Annotated[Path, Option("--out", "-o", help="folder for plan, model file and report")]
-Weights = Annotated[Path | None, Option("--weights", help="safetensors for module:factory")]
-_INPUT_SIZE_HELP = "side of the square that images are resized to [pixels]"
+Weights = Annotated[Path | None, Option("--weights", help="safetensors file with the weights of module:factory")]
+_INPUT_SIZE_HELP = "side length to which images are resized [pixels]"
 InputSize = Annotated[int, Option("--input-size", min=1, max=1 << 14, help=_INPUT_SIZE_HELP)]
-Seed = Annotated[int, Option("--seed", min=-(1 << 63), max=(1 << 64) - 1, help="of everything random")]
-Mean = Annotated[str, Option("--mean", help="of images in 0..1, per channel")]
-Std = Annotated[str, Option("--std", help="of images in 0..1, per channel")]
+Seed = Annotated[int, Option("--seed", min=-(1 << 63), max=(1 << 64) - 1, help="seed of all random numbers")]
+Mean = Annotated[str, Option("--mean", help="mean of images in 0..1, per channel")]
+Std = Annotated[str, Option("--std", help="standard deviation of images in 0..1, per channel")]
 Saved = Annotated[Path, Argument(help="folder that `quantize` or Result.save wrote")]
 Rule = Annotated[str, Option("--rule", help="range rule for activations")]
 WeightRule = Annotated[str, Option("--weight-rule", help="range rule for weights")]
 KeepFloat = Annotated[list[str] | None, Option("--float", help="keep a layer in float (repeatable)")]
-Bits = Annotated[list[str] | None, Option("--bits", help="LAYER=BITS, weight bits of a layer (repeatable)")]
-_FORMAT_HELP = "of the model file: onnx, tflite, h (C), or json for encodings; by default what the platform deploys"
+Bits = Annotated[list[str] | None, Option("--bits", help="LAYER=BITS, bit width of a layer's weights (repeatable)")]
+_FORMAT_HELP = "format of the model file: onnx, tflite, h (C), or json for encodings; by default the platform's own"
 Format = Annotated[str | None, Option("--format", help=_FORMAT_HELP)]
-_IO = "what goes in and comes out: float, int8, uint8, int16 or uint16, or IN,OUT"
-IoTypes = Annotated[str | None, Option("--io", help=_IO)]
-Labels = Annotated[
-    Path | None, Option("--labels", exists=True, help="a file with one class a line, for the model file")
-]
-_VERIFY_HELP = "run the file and compare integers; by default where its runtime is the platform's own"
+_IO_HELP = "type of inputs and outputs: float, int8, uint8, int16 or uint16, or two as IN,OUT"
+IoTypes = Annotated[str | None, Option("--io", help=_IO_HELP)]
+Labels = Annotated[Path | None, Option("--labels", exists=True, help="class names for the model file, one a line")]
+_VERIFY_HELP = "run the file and compare integers; by default if the platform has a runtime"
 Check = Annotated[bool | None, Option("--verify/--no-verify", help=_VERIFY_HELP)]
 _RUNTIME_HELP = "onnxruntime, openvino, litert, litert_reference or litert_optimized; by default the platform's own"
 Runtime = Annotated[str | None, Option("--runtime", help=_RUNTIME_HELP)]
-Deployed = Annotated[Path | None, Option("--file", exists=True, help="the deployed file; exported again when omitted")]
-ReportFile = Annotated[Path | None, Option("--report", help="write what was found, as .html or .json")]
-Shape = Annotated[str | None, Option("--input-shape", help="batch first: 1,3,224,224; a file knows its own")]
+Deployed = Annotated[Path | None, Option("--file", exists=True, help="deployed file; by default a new export")]
+ReportFile = Annotated[Path | None, Option("--report", help="write a report, as .html or .json")]
+Shape = Annotated[
+    str | None, Option("--input-shape", help="batch first, as in 1,3,224,224; by default that of the file")
+]
 _OUTPUT = "the output of `chipfit quantize`"
-_CALIBRATION = 16  #: batches of training data that ranges are taken from
-MEAN, STD = "0.485,0.456,0.406", "0.229,0.224,0.225"  # ImageNet's, which most vision models were trained with
-
-
-#: exit status of what nobody foresaw, as sysexits.h has it (EX_SOFTWARE), and behind Ctrl-C, as shells have it
+_CALIBRATION = 16  #: number of training batches used for calibration
+MEAN, STD = "0.485,0.456,0.406", "0.229,0.224,0.225"  # of ImageNet, on which most vision models were trained
+#: exit status of an internal error (EX_SOFTWARE of sysexits.h), and of Ctrl-C (as in shells)
 BUG_STATUS, INTERRUPTED_STATUS = 70, 130
 
 
 def main() -> None:
-    """Entry point. Exit status 2 and one readable panel where something is refused; 70 where chipfit has a bug."""
-
+    """Run the command line. Exit status 2 with a panel for an error of the user, 70 for a bug of chipfit."""
     try:
         try:
             app()
         finally:
-            sys.stdout.flush()  # what nobody reads any more is noticed here, not when Python ends
+            sys.stdout.flush()  # raise BrokenPipeError here rather than at Python's exit
     except ChipfitError as e:
         _panel(e)
         raise SystemExit(2) from None
@@ -81,13 +78,13 @@ def main() -> None:
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED_STATUS) from None
     except MemoryError:
-        cure = "smaller batches, fewer samples, or another machine"
-        _panel(ChipfitError("There is not enough memory for this model and data", hint=cure))
+        hint = "use smaller batches, fewer samples, or another machine"
+        _panel(ChipfitError("Not enough memory for this model and data", hint=hint))
         raise SystemExit(2) from None
     except Exception:
         traceback.print_exc()
-        what = "This is a bug of chipfit, not a mistake of yours: something happened that nobody foresaw"
-        hint = "report it, please, with the lines above, this command, and what it needs to happen again"
+        what = "This is a bug of chipfit, not a mistake of yours"
+        hint = "please report it with the lines above, this command, and what is needed to reproduce it"
         _panel(ChipfitError(what, got=f"chipfit {chipfit.__version__}, {' '.join(sys.argv)}", hint=hint), "Bug")
         raise SystemExit(BUG_STATUS) from None
 
@@ -111,7 +108,7 @@ def _panel(e: ChipfitError, title: str = "") -> None:
 
 
 def _echo(text: str) -> None:
-    """Lines as wide as the terminal, what goes on further in; whole ones where no terminal is."""
+    """Print text wrapped to the terminal with indented continuation lines; unwrapped without a terminal."""
     width = shutil.get_terminal_size((1 << 16, 0)).columns
     for line in text.splitlines():
         typer.echo(textwrap.fill(line, width, subsequent_indent="    ", break_on_hyphens=False))
@@ -131,17 +128,16 @@ def _chipfit(
 
 
 def _load(saved: Path) -> chipfit.Result:
-    """A saved result; the folder of `chipfit quantize` holds one under "plan"."""
-
+    """Load a saved result, in a folder of `chipfit quantize` the subfolder "plan"."""
     return chipfit.load(saved / "plan" if os.path.isdir(saved / "plan") else saved)
 
 
 def _suffix(platform: chipfit.Platform, wanted: str | None) -> str:
-    """The suffix of the file that a platform deploys, or of the format that is asked for.
+    """Return the suffix of the platform's model file, or of the format of --format.
 
     Raises:
         UnknownNameError, ExportError: see `chipfit.export.format_of`.
-        UnsupportedError: nothing that the platform deploys is made of such a file.
+        UnsupportedError: the platform cannot use such a file.
     """
     from chipfit.export import format_of
 
@@ -151,13 +147,13 @@ def _suffix(platform: chipfit.Platform, wanted: str | None) -> str:
         return next(iter([*runs, *named, ".onnx"]))
     suffix = f".{wanted.removeprefix('.')}"
     format_of(suffix)
-    own = dict.fromkeys([*runs, *named, ".onnx", ".json"])  # the last two are what other tools are made to read
+    own = dict.fromkeys([*runs, *named, ".onnx", ".json"])  # the last two are input of other tools
     own |= {s: None for e in entries("format").values() for s in e.declares.suffixes if e.declares.wraps in own}
     if suffix not in own:
         got = f"--format {wanted}"
         allowed = ", ".join(s.removeprefix(".") for s in own)
-        hint = "leave --format out"
-        raise UnsupportedError(f"'{platform.name}' has no use for a {suffix} file", got=got, allowed=allowed, hint=hint)
+        hint = "omit --format"
+        raise UnsupportedError(f"'{platform.name}' cannot use a {suffix} file", got=got, allowed=allowed, hint=hint)
     return suffix
 
 
@@ -172,8 +168,10 @@ def quantize(
     weight_rule: WeightRule = "mse",
     keep_float: KeepFloat = None,
     bits: Bits = None,
-    limit: Annotated[list[str] | None, Option("--limit", help="weights=50%, bops=1e9: widths are searched")] = None,
-    rounding: Annotated[str | None, Option("--rounding", help="of weights: gptq, or nearest")] = None,
+    limit: Annotated[
+        list[str] | None, Option("--limit", help="limit of a search of bit widths, as in weights=50% or bops=1e9")
+    ] = None,
+    rounding: Annotated[str | None, Option("--rounding", help="rounding of weights: gptq, or nearest")] = None,
     wanted: Format = None,
     io: IoTypes = None,
     labels: Labels = None,
@@ -183,7 +181,7 @@ def quantize(
     seed: Seed = 0,
     check: Check = None,
 ) -> None:
-    """Quantize a model for a platform; write its file, its plan and a report. Exit code 1 when the runtime departs."""
+    """Quantize a model for a platform; write model file, plan and report. Exit status 1 if the runtime differs."""
     from chipfit.cli.inputs import load_data, load_model, parse_bits, parse_limits
     from chipfit.errors import Interrupted
     from chipfit.facade.import_by_name import load_target
@@ -201,7 +199,7 @@ def quantize(
     try:
         result = chipfit.quantize(network, batches, target, **chosen, overrides=overrides, limits=limits, seed=seed)
     except Interrupted as e:
-        typer.echo("interrupted: what was decided until then is written; Ctrl-C again io_options that, too", err=True)
+        typer.echo("interrupted: writing the results so far; press Ctrl-C again to stop this as well", err=True)
         _write_outputs(e.result, out, suffix, io_options, batches, False, INTERRUPTED_STATUS)
     _write_outputs(result, out, suffix, io_options, batches, check)
 
@@ -211,11 +209,15 @@ def train(
     what: Annotated[str, Argument(help="folder that `quantize` wrote, or a model as for `quantize`")],
     data: Annotated[str, Option("--data", help=".npz with x and y (labels), or module:iterable of (input, label)")],
     platform: Annotated[str | None, Option("--platform", "-p", help=_PLATFORM_HELP)] = None,
-    method: Annotated[str, Option("--method", help="algorithm, perhaps with options, or module:Class")] = "lsq",
+    method: Annotated[
+        str, Option("--method", help="training algorithm, perhaps with options, or module:Class")
+    ] = "lsq",
     epochs: Annotated[int, Option("--epochs", min=1, max=1 << 20, help="passes over the data")] = 1,
-    rate: Annotated[float, Option("--rate", help="learning rate, which falls to 0 along a cosine")] = 0.001,
-    batch_size: Annotated[int, Option("--batch-size", min=1, max=1 << 20, help="images a step")] = 32,
-    loop: Annotated[str | None, Option("--loop", help="module:function(model, data) that trains instead")] = None,
+    rate: Annotated[float, Option("--rate", help="initial learning rate, with cosine decay to 0")] = 0.001,
+    batch_size: Annotated[int, Option("--batch-size", min=1, max=1 << 20, help="images per step")] = 32,
+    loop: Annotated[
+        str | None, Option("--loop", help="own training loop: module:function, called with (model, data)")
+    ] = None,
     out: Out = Path("chipfit_trained"),
     weights: Weights = None,
     keep_float: KeepFloat = None,
@@ -226,22 +228,22 @@ def train(
     seed: Seed = 0,
     check: Check = None,
 ) -> None:
-    """Train a quantized model on labelled data, or with a loop of your own; write what `quantize` writes."""
+    """Train a quantized model on labelled data or with your own loop; write the same files as `quantize`."""
     from chipfit.cli.inputs import load_data, load_model, parse_bits
     from chipfit.cli.train import parse_method, train_classifier, train_with_loop
     from chipfit.facade.import_by_name import load_target
     from chipfit.frameworks import framework_of
     from chipfit.plan.training import Training
 
-    if not 0 < rate < 1e38:  # of float32, in which steps are taken
-        raise ConfigError("The learning rate is not understood", got=rate, allowed="a number above 0, below 1e38")
+    if not 0 < rate < 1e38:  # steps are computed in float32
+        raise ConfigError("Learning rate must be above 0 and below 1e38", got=rate)
     check_replaceable(out, _OUTPUT)
     training, io_options = Training.of(parse_method(method)), _io_options(io, labels)  # before any work, as the suffix
     if os.path.isdir(what):
         for name, value in (("platform", platform), ("weights", weights), ("float", keep_float), ("bits", bits)):
             if value:
-                hint = "leave it out, or name the model instead of the folder"
-                raise ConfigError(f"--{name} is for a model, and this is a result", got=what, hint=hint)
+                hint = "omit it, or pass the model instead of the folder"
+                raise ConfigError(f"--{name} does not apply to a saved result", got=what, hint=hint)
         result = _load(Path(what))
         suffix = _suffix(result.platform, wanted)
         batches = load_data(data, channels_last=result.graph.framework == "keras")
@@ -262,10 +264,10 @@ def train(
 
 
 def _io_options(io: str | None, labels: Path | None) -> dict[str, Any]:
-    """What `Result.export` is told of inputs and outputs.
+    """Return the options of `Result.export` for inputs and outputs.
 
     Raises:
-        ConfigError: a type that does not exist; a file of labels that cannot be read.
+        ConfigError: a type does not exist, or the file of labels cannot be read.
     """
     from chipfit.export.io_spec import io_types
     from chipfit.files import read_text
@@ -287,12 +289,12 @@ def _write_outputs(
     check: bool | None,
     status: int = 0,
 ) -> NoReturn:
-    """Write plan, file and report as one unit, compare with the runtime, and end; status 1 when that departs."""
+    """Write plan, model file and report, verify, and exit with status 1 if the runtime differs."""
     from chipfit.export import format_of
     from chipfit.plan.saved import manifest
 
     file, page = out / f"model{suffix}", out / "report.html"
-    with replace_folder(out, _OUTPUT) as new:  # one unit: all of it, or what was there before
+    with replace_folder(out, _OUTPUT) as new:  # all files, or none
         result.save(new / "plan")
         result.export(new / file.name, **io_options)
         result.report.save(new / page.name)
@@ -322,9 +324,9 @@ def verify(
     mean: Mean = MEAN,
     std: Std = STD,
 ) -> None:
-    """Run a saved result on its runtime and compare integer by integer.
+    """Run a saved result on its runtime and compare all integers.
 
-    Exit code 1 when file or runtime depart, 3 when a runtime differs that was not promised to be equal.
+    Exit status 1 if file or runtime differ, 3 if a runtime differs for which exactness is not claimed.
     """
     from chipfit.cli.inputs import load_data
     from chipfit.report.report import check_suffix
@@ -342,7 +344,7 @@ def verify(
 
 @app.command()
 def lint(model: Model, shape: Shape = None, platform: Chip = DEFAULT, weights: Weights = None) -> None:
-    """Will it run and fuse on this target? Needs no data."""
+    """Show where each operator runs on this platform and what is fused. Requires no data."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -371,14 +373,18 @@ def lint(model: Model, shape: Shape = None, platform: Chip = DEFAULT, weights: W
 @app.command()
 def explain(
     saved: Saved,
-    layer: Annotated[str | None, Argument(help="layer path, glob, operator or layer type; all, with --data")] = None,
-    data: Annotated[str | None, Option("--data", help="as for quantize: which tensors hurt, most first")] = None,
-    curve: Annotated[str | None, Option("--curve", help="size against loss, over weights, total, bops")] = None,
+    layer: Annotated[
+        str | None, Argument(help="layer path, glob, operator or layer type; optional with --data")
+    ] = None,
+    data: Annotated[
+        str | None, Option("--data", help="data as for quantize: rank tensors by their effect on accuracy")
+    ] = None,
+    curve: Annotated[str | None, Option("--curve", help="show loss over size: weights, total or bops")] = None,
     input_size: InputSize = 224,
     mean: Mean = MEAN,
     std: Std = STD,
 ) -> None:
-    """Everything that was decided about a layer, and why; with data, what each tensor costs at every width."""
+    """Show all decisions about a layer and their reasons; with data, the loss of each tensor at every bit width."""
     from chipfit.cli.inputs import load_data
     from chipfit.decide.overrides import match_layers
 
@@ -389,7 +395,7 @@ def explain(
         _echo(str(result.sensitivity(images) if curve is None else result.pareto(images, curve)))
     if layer is None:
         if data is None:
-            raise typer.BadParameter("name a layer, or give --data", param_hint="LAYER")
+            raise typer.BadParameter("name a layer, or pass --data", param_hint="LAYER")
         return
     for node in match_layers(result.graph, layer):
         decided = result.plan.nodes[node.name]
@@ -409,7 +415,7 @@ def _platforms(context: typer.Context) -> None:
 
 @platforms.command("list")
 def platforms_list() -> None:
-    """One line per built-in platform."""
+    """List the built-in platforms."""
     from rich.console import Console
 
     from chipfit.platform.show import overview
@@ -419,7 +425,7 @@ def platforms_list() -> None:
 
 @platforms.command("show")
 def platforms_show(name: Annotated[str, Argument(help="built-in name, YAML or JSON file, or module:chip")]) -> None:
-    """Every fact about a platform, with its source and confidence."""
+    """Show all facts about a platform with source and confidence."""
     from rich.console import Console
 
     from chipfit.facade.import_by_name import load_target
@@ -431,9 +437,9 @@ def platforms_show(name: Annotated[str, Argument(help="built-in name, YAML or JS
 @platforms.command("export")
 def platforms_export(
     platform: Annotated[str, Argument(help="built-in name, YAML or JSON file, or module:chip in Python")],
-    file: Annotated[Path, Argument(help="to write: .yaml for a platform file, .json for modelled capabilities")],
+    file: Annotated[Path, Argument(help="output: .yaml for a platform file, .json for target platform capabilities")],
 ) -> None:
-    """Turn a chip described in Python into a platform file, or a platform file into capabilities to edit in Python."""
+    """Convert a chip described in Python to a platform file, or a platform to capabilities to edit in Python."""
     from chipfit.facade.import_by_name import load_target
     from chipfit.platform.save import export_platform
 
@@ -442,7 +448,7 @@ def platforms_export(
 
 @platforms.command("check")
 def platforms_check(file: Annotated[Path, Argument(help="YAML file")]) -> None:
-    """Read a platform file and say what is wrong with it."""
+    """Check a platform file and report its problems."""
     from chipfit.platform.load import check, load
     from chipfit.platform.support import unsupported_features
 
@@ -450,18 +456,18 @@ def platforms_check(file: Annotated[Path, Argument(help="YAML file")]) -> None:
     for problem in problems[:-1]:
         _panel(problem)
     if problems:
-        raise problems[-1]  # `main` shows it, as it shows every error
+        raise problems[-1]  # shown by `main`
     p = load(file)
-    _echo(f"{p.name}: {len(p.formats)} formats, {len(p.ops)} rules, {len(p.fuse)} fusions; no problem found")
+    _echo(f"{p.name}: {len(p.formats)} formats, {len(p.ops)} rules, {len(p.fuse)} fusions; no problems found")
     if not p.math.requant:
-        _echo("math.requant is absent: chipfit will not claim exactness for this platform")
+        _echo("math.requant is missing: chipfit claims no exactness for this platform")
     for words in unsupported_features(p):
         _echo(f"not modelled: {words}")
 
 
 @app.command()
 def demo(out: Annotated[Path, Option("--out", "-o", help="folder for the files")] = Path("demo_out")) -> None:
-    """Train a small network on handwritten digits, quantize it, export it, run it, prove it."""
+    """Train a small network on handwritten digits, then quantize, export, run and verify it."""
     from chipfit.cli.demo import run
 
     run(out)

@@ -1,4 +1,4 @@
-"""The whole way on one small network: train, quantize, export, run, prove."""
+"""A demo on one small network: train, quantize, export, run, verify."""
 
 import time
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def _layer(
 
 
 class Block(nn.Module):
-    """Residual block with a depthwise convolution."""
+    """A residual block with a depthwise convolution."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class DigitsNet(nn.Module):
-    """Ten digits from images [N, 1, 8, 8]."""
+    """A classifier of ten digits, images [N, 1, 8, 8]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class DigitsNet(nn.Module):
 
 
 def digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Images in [0, 1] and labels of scikit-learn's digits: train x, train y, test x, test y (1,347 and 450).
+    """Return images in [0, 1] and labels of scikit-learn's digits: train x, train y, test x, test y (1,347 and 450).
 
     Raises:
         RuntimeUnavailable: scikit-learn is not installed.
@@ -68,7 +68,7 @@ def digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def train(epochs: int = 12) -> nn.Module:
-    """A trained DigitsNet, about 98 % right on the test images; the same weights every time."""
+    """Return a trained DigitsNet with about 98 % accuracy on the test images; weights are deterministic."""
     torch.manual_seed(0)
     x, y, *_ = digits()
     model = DigitsNet()
@@ -84,14 +84,14 @@ def train(epochs: int = 12) -> nn.Module:
 
 
 def run(out: Path, epochs: int = 12) -> Result:
-    """Run the demo and print what happens; files go to `out`.
+    """Run the demo, print its progress, and write files to `out`.
 
     Raises:
         RuntimeUnavailable: scikit-learn or ONNX Runtime is not installed.
     """
     console = Console()
     threads = torch.get_num_threads()
-    torch.set_num_threads(min(2, threads))  # more only get in each other's way on 8x8 images
+    torch.set_num_threads(min(2, threads))  # more are slower on 8x8 images
     try:
         with _step(console, "training a small residual network on handwritten digits"):
             model = train(epochs)
@@ -131,10 +131,10 @@ def _step(console: Console, what: str) -> Iterator[None]:
 
 
 def _table(report: Report) -> Table:
-    """Top-1 of the network in its four forms."""
+    """Return a table with the top-1 accuracy of the network in its four forms."""
     what = {
         "float": "the trained network",
-        "simulated": "result.model: trainable, rounds as the chip does",
+        "simulated": "result.model: trainable simulation of the chip",
         "integer": "the chip's integers, computed by chipfit",
         "device": "the file, run by ONNX Runtime",
     }

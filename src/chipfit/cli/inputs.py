@@ -1,4 +1,4 @@
-"""Models and data as they are named on the command line."""
+"""Models, data and options from the texts of the command line."""
 
 import os
 import struct
@@ -19,12 +19,12 @@ from chipfit.search.limits import Limits
 
 _IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".ppm", ".webp")
 _BATCH = 16
-#: in a folder of images and those inside it; a whole disk is a slip
+#: limit for a folder of images, in case a user passes a whole disk
 _MOST_FILES = 200_000
 
 
 def load_model(text: str, weights: Path | None = None) -> Any:
-    """A `.pt2` program, a `.keras` file or the result of `module:factory`, with weights from a safetensors file.
+    """Load a `.pt2` program, a `.keras` file or the result of `module:factory`, with weights from a safetensors file.
 
     Raises:
         CaptureError: there is no such file or factory, or the weights do not fit.
@@ -38,9 +38,9 @@ def load_model(text: str, weights: Path | None = None) -> Any:
     else:
         allowed = "a .pt2 file, a .keras file, or module:factory"
         hint = "torch.export.save(program, 'model.pt2') writes the first, model.save('model.keras') the second"
-        raise CaptureError("The model is not understood", got=text, allowed=allowed, hint=hint)
+        raise CaptureError("Model must be a file or module:factory", got=text, allowed=allowed, hint=hint)
     if not _is_model(model):
-        raise CaptureError(f"'{text}' gives no torch.nn.Module and no Keras model", got=type(model).__name__)
+        raise CaptureError(f"'{text}' must provide a torch.nn.Module or a Keras model", got=type(model).__name__)
     if weights is not None:
         _load_weights(model, weights)
     return model
@@ -52,12 +52,12 @@ def _load_weights(model: Any, file: Path) -> None:
 
     if not hasattr(model, "load_state_dict"):
         hint = "load them in the factory, or save a .keras file with them"
-        raise CaptureError("--weights are for PyTorch models", got=str(file), hint=hint)
+        raise CaptureError("--weights supports PyTorch models only", got=str(file), hint=hint)
     try:
         with wrap_read_errors(file, CaptureError, "The weights file"):
             weights = load_file(str(file))
     except SafetensorError as e:
-        raise CaptureError("The weights are no safetensors file", where=str(file), got=short_message(e)) from e
+        raise CaptureError("Weights must be a safetensors file", where=str(file), got=short_message(e)) from e
     try:
         model.load_state_dict(weights)
     except RuntimeError as e:  # missing keys, wrong shapes
@@ -70,15 +70,15 @@ def _is_model(thing: Any) -> bool:
 
 
 def load_data(text: str, input_size: int = 224, mean: str = "0", std: str = "1", *, channels_last: bool = False) -> Any:
-    """Batches from an `.npz` file, a folder of images, or `module:iterable`.
+    """Load batches from an `.npz` file, a folder of images, or `module:iterable`.
 
     Args:
-        input_size: side of the square that images are resized to [pixels].
-        mean, std: of images in 0..1: one number, or three with commas.
-        channels_last: images as [N, H, W, C], as a Keras model takes them, instead of [N, C, H, W].
+        input_size: side length to which images are resized [pixels].
+        mean, std: of images in 0..1: one number, or three separated by commas.
+        channels_last: return images as [N, H, W, C] for Keras instead of [N, C, H, W].
 
     Raises:
-        DataError: nothing usable is there.
+        DataError: the data cannot be read.
     """
     path = Path(text)
     if text.endswith(".npz"):
@@ -88,11 +88,11 @@ def load_data(text: str, input_size: int = 224, mean: str = "0", std: str = "1",
         return [x.permute(0, 2, 3, 1).contiguous() for x in images] if channels_last else images
     if ":" not in text:
         allowed = "an .npz file, a folder of images, or module:iterable"
-        raise DataError("The data are not understood", got=text, allowed=allowed)
+        raise DataError("Data must be a file, a folder or module:iterable", got=text, allowed=allowed)
     thing = import_by_name(text, "data", DataError)
     if callable(thing) and not isinstance(thing, Iterable):
-        return lambda: call_factory(thing, text, "data", DataError)  # called again for each pass
-    return list(thing) if isinstance(thing, Iterator) else thing  # read twice: to calibrate and to verify
+        return lambda: call_factory(thing, text, "data", DataError)  # called for each pass
+    return list(thing) if isinstance(thing, Iterator) else thing  # read twice: calibration and verification
 
 
 def _npz(path: Path) -> list[Any]:
@@ -100,24 +100,24 @@ def _npz(path: Path) -> list[Any]:
         with wrap_read_errors(path, DataError, "The data file"), zipfile.ZipFile(path) as archive:
             arrays = {k.removesuffix(".npy"): _array(archive, k) for k in archive.namelist() if k.endswith(".npy")}
     except (*ARCHIVE_ERRORS, ValueError, MemoryError, RuntimeError) as e:
-        # truncated, pickled, larger than memory, no archive, damaged, with a password or an unknown compression
+        # truncated, pickled, larger than memory, damaged, encrypted, or with an unknown compression
         raise DataError(f"The data file cannot be read as .npz: {short_message(e)}", where=str(path)) from e
     x = next((arrays[k] for k in ("x", "inputs", "images", "data") if k in arrays), None)
     y = next((arrays[k] for k in ("y", "labels", "targets") if k in arrays), None)
     if x is None or x.dtype.kind not in "fiub" or x.ndim == 0:
         got = ", ".join(f"{k} {v.dtype}{list(v.shape)}" for k, v in arrays.items()) or "nothing"
         allowed = "an array of numbers named x, batch first (and y for labels)"
-        raise DataError("The data file holds no inputs", where=str(path), got=got, allowed=allowed)
+        raise DataError("Data file has no inputs", where=str(path), got=got, allowed=allowed)
     if y is not None and (y.shape[:1] != x.shape[:1] or y.dtype.kind not in "iu"):
         got, allowed = f"{y.dtype}{list(y.shape)}", f"{len(x)} integers"
-        raise DataError("The labels do not fit the inputs", where=str(path), got=got, allowed=allowed)
-    # float64 is NumPy's default, not somebody's choice
+        raise DataError("Labels do not fit the inputs", where=str(path), got=got, allowed=allowed)
+    # float64 is NumPy's default type, rarely a choice
     batches = list(torch.from_numpy(x.astype(np.float32) if x.dtype == np.float64 else x).split(_BATCH))
     return batches if y is None else list(zip(batches, torch.from_numpy(y.astype(np.int64)).split(_BATCH), strict=True))
 
 
 def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
-    """One array of an archive; objects, which would have to be unpickled, are refused."""
+    """Read one array of an archive; raise for objects, which would have to be unpickled."""
     with archive.open(name) as file:
         array: np.ndarray = np.lib.format.read_array(file, allow_pickle=False)
     return array
@@ -127,31 +127,31 @@ def _images(folder: Path, side: int, mean: torch.Tensor, std: torch.Tensor) -> l
     Image = import_optional("PIL.Image", "A folder of images", DataError, "pillow")
     files: list[Path] = []
     seen = 0
-    for where, _, names in os.walk(folder):  # which leaves out what vanishes or may not be read
+    for where, _, names in os.walk(folder):  # skips unreadable folders
         files += (Path(where, n) for n in names if Path(n).suffix.lower() in _IMAGES)
         seen += 1 + len(names)
         if seen > _MOST_FILES:
             allowed = f"at most {_MOST_FILES:,} files; about a hundred images are enough"
-            raise DataError("The folder holds too many files to look for images", where=str(folder), allowed=allowed)
+            raise DataError("Folder holds too many files to search for images", where=str(folder), allowed=allowed)
     files.sort()
     if not files:
-        raise DataError("The folder holds no images", where=str(folder), allowed=", ".join(_IMAGES))
+        raise DataError("Folder holds no images", where=str(folder), allowed=", ".join(_IMAGES))
     out = []
     for f in files:
         try:
             with Image.open(existing_file(f, DataError, "The image")) as image:
                 pixels = np.asarray(image.convert("RGB").resize((side, side)), dtype=np.float32) / 255
         except (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError) as e:
-            raise DataError("An image cannot be read", where=str(f), got=short_message(e)) from e
+            raise DataError("Image cannot be read", where=str(f), got=short_message(e)) from e
         out.append((torch.from_numpy(pixels).permute(2, 0, 1) - mean) / std)
     return list(torch.stack(out).split(_BATCH))
 
 
 def parse_numbers(text: str, what: str) -> torch.Tensor:
-    """One number or three, as [C, 1, 1].
+    """Parse one number or three as [C, 1, 1].
 
     Raises:
-        DataError: not numbers, or a standard deviation that is not positive.
+        DataError: the text holds no numbers, or a standard deviation is not positive.
 
     >>> parse_numbers("0.5", "mean").shape
     torch.Size([1, 1, 1])
@@ -161,19 +161,19 @@ def parse_numbers(text: str, what: str) -> torch.Tensor:
     except ValueError:
         numbers = torch.tensor([])
     if len(numbers) not in (1, 3) or not numbers.isfinite().all() or (what == "std" and (numbers <= 0).any()):
-        allowed = "one number, or three with commas: 0.485,0.456,0.406"
-        raise DataError(f"--{what} is not understood", got=text, allowed=allowed)
+        allowed = "one number, or three separated by commas: 0.485,0.456,0.406"
+        raise DataError(f"--{what} is invalid", got=text, allowed=allowed)
     return numbers.view(-1, 1, 1)
 
 
 def example_of(model: str, shape: str | None, network: Any = None) -> Any:
-    """An example for the capture: random numbers from "1,3,224,224", or of the shape that the file itself knows.
+    """Return an example input for capture: random numbers of shape "1,3,224,224", or of the shape in the file.
 
     Args:
         network: the loaded model.
 
     Raises:
-        DataError: not a list of positive integers, or no shape where one is needed.
+        DataError: the shape is no list of positive integers, or is missing.
     """
     known = getattr(network, "input_shape", None) if shape is None and model.endswith(".keras") else None
     if isinstance(known, tuple) and None not in known[1:]:
@@ -181,44 +181,44 @@ def example_of(model: str, shape: str | None, network: Any = None) -> Any:
     if shape is None:
         example = (network or load_torch(model)).example if model.endswith(".pt2") else None
         if example is None:
-            raise DataError("The shape of the input is needed", hint="--input-shape 1,3,224,224, batch first")
+            raise DataError("Input shape is required", hint="--input-shape 1,3,224,224, batch first")
         return example
     sizes = [_count(p.strip()) for p in shape.split(",")]
     if not all(sizes):
-        allowed = "positive integers with commas, batch first: 1,3,224,224"
-        raise DataError("The shape is not understood", got=shape, allowed=allowed)
+        allowed = "positive integers separated by commas, batch first: 1,3,224,224"
+        raise DataError("Input shape is invalid", got=shape, allowed=allowed)
     try:
         return torch.randn(sizes)
     except RuntimeError as e:
-        raise DataError("There is no memory for an input of this shape", got=shape) from e
+        raise DataError("Not enough memory for an input of this shape", got=shape) from e
 
 
 def _count(text: str) -> int:
-    """A positive integer that fits 64 bits; 0 of other text."""
+    """Parse a positive integer that fits 64 bits; return 0 for other text."""
     return int(text) if text.isdecimal() and len(text) < 19 else 0
 
 
 def parse_bits(items: list[str]) -> dict[str, dict[str, int]]:
-    """LAYER=BITS pairs as overrides.
+    """Parse LAYER=BITS pairs to overrides.
 
     Raises:
-        PlanError: not of this form.
+        PlanError: a text has another form.
     """
     out = {}
     for item in items:
         layer, _, bits = item.rpartition("=")
         if not layer or not _count(bits):
-            allowed = "LAYER=BITS, for example features.0=4"
-            raise PlanError("A --bits option is not understood", got=item, allowed=allowed)
+            allowed = "for example features.0=4"
+            raise PlanError("--bits must have the form LAYER=BITS", got=item, allowed=allowed)
         out[layer] = {"bits": _count(bits)}
     return out
 
 
 def parse_limits(texts: list[str]) -> Limits:
-    """NAME=AMOUNT pairs as limits.
+    """Parse NAME=AMOUNT pairs to limits.
 
     Raises:
-        ConfigError: a name or an amount that is not understood.
+        ConfigError: a name or an amount is invalid.
     """
     pairs = [text.partition("=")[::2] for text in texts]
     names = [f.name for f in fields(Limits)]

@@ -1,4 +1,4 @@
-"""Training from the command line: labelled data, or a loop of the user."""
+"""Training from the command line: on labelled data, or with a loop of the user."""
 
 import functools
 import math
@@ -20,7 +20,7 @@ _EVALUATED_IMAGES = 4096
 
 
 def parse_method(text: str) -> Any:
-    """A training algorithm by name, or a class of one, or of quantizers, as module:Class; each perhaps with options."""
+    """Return the method of --method: name or module:Class of an algorithm or of quantizers, perhaps with options."""
     if ":" not in (place := text.partition("(")[0]):
         return text
     thing, options = import_by_name(place, "method", ConfigError), text.removeprefix(place)
@@ -31,14 +31,14 @@ def parse_method(text: str) -> Any:
 
 
 def train_with_loop(result: Result, text: str, data: Any) -> None:
-    """Let the user's function train the model: `function(model, data)`.
+    """Train the model with the user's `function(model, data)`.
 
     Raises:
-        ConfigError: there is none, or it fails.
+        ConfigError: there is no such function, or it fails.
     """
     loop = import_by_name(text, "training loop", ConfigError)
     if not callable(loop):
-        raise ConfigError("The training loop is no function", got=type(loop).__name__, allowed="function(model, data)")
+        raise ConfigError("Training loop must be a function(model, data)", got=type(loop).__name__)
     call_factory(functools.partial(loop, result.model, data), text, "training loop", ConfigError)
 
 
@@ -48,8 +48,8 @@ def train_classifier(
     """Train the model as a classifier.
 
     Raises:
-        DataError: data without labels, or with labels that are not classes of the model.
-        TrainingError: training left the numbers.
+        DataError: the data have no labels, or labels are not classes of the model.
+        TrainingError: the loss is NaN or infinite.
     """
     inputs, labels = _inputs_and_labels(data, result)
     probabilities = result.graph.outputs[0] in {o for n in result.graph.nodes if n.op == "Softmax" for o in n.outputs}
@@ -62,7 +62,7 @@ def train_classifier(
         for k, rows in enumerate(shown.count(f"epoch {epoch} of {epochs}", order, steps), 1):
             loss = step([x[rows] for x in inputs], labels[rows])
             if not math.isfinite(loss):
-                hint = "lower --rate, or look for numbers in the data that are not finite"
+                hint = "lower --rate, or check the data for NaN and infinite numbers"
                 raise TrainingError(f"The loss is {loss}", where=f"epoch {epoch}, step {k}", hint=hint)
             total += loss
         say(f"epoch {epoch} of {epochs}: loss {total / steps:.4f}")
@@ -71,7 +71,7 @@ def train_classifier(
 
 
 def _inputs_and_labels(data: Any, result: Result) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """All inputs, flat, and all labels.
+    """Return all inputs, flat, and all labels.
 
     Raises:
         DataError: see `train_classifier`.
@@ -81,17 +81,22 @@ def _inputs_and_labels(data: Any, result: Result) -> tuple[list[torch.Tensor], t
     graph, hint = result.graph, "or train with a function of your own: --loop module:function"
     if not pairs or any(y is None for _, y in pairs):
         got = "no data" if not pairs else "batches without labels"
-        what = "Training needs labels"
-        raise DataError(what, got=got, allowed="x and y in the .npz file, or (input, label)", hint=hint)
+        raise DataError(
+            "Training requires labels", got=got, allowed="x and y in the .npz file, or (input, label)", hint=hint
+        )
     shape = graph.shape(graph.outputs[0])
     labels = torch.cat([torch.as_tensor(y) for _, y in pairs])
     if len(graph.outputs) != 1 or len(shape) != 2 or labels.dim() != 1 or labels.is_floating_point():
         got = f"{len(graph.outputs)} outputs, the first {list(shape)}; labels {list(labels.shape)} of {labels.dtype}"
-        what = "This is no classifier"
-        raise DataError(what, got=got, allowed="one output [N, classes], one integer an input", hint=hint)
+        raise DataError(
+            "Model must be a classifier",
+            got=got,
+            allowed="one output [N, classes], one integer label per image",
+            hint=hint,
+        )
     if int(labels.min()) < 0 or int(labels.max()) >= (shape[1] or 0):
         got, allowed = f"{int(labels.min())} to {int(labels.max())}", f"0 to {(shape[1] or 0) - 1}"
-        raise DataError("Labels are no classes of the model", got=got, allowed=allowed)
+        raise DataError("Labels must be classes of the model", got=got, allowed=allowed)
     return [torch.cat(list(xs)) for xs in zip(*(x for x, _ in pairs), strict=True)], labels.long()
 
 
