@@ -16,18 +16,17 @@ from chipfit.graph.ir import Graph
 from chipfit.plan.record import NodePlan, Plan
 from chipfit.platform.load import load
 from chipfit.registry import DeviceRuntime
-from chipfit.verify import (
-    DEQUANTIZED_GAP,
-    MAX_SIMULATED_SAMPLES,
-    OUTPUT_GAP,
+from chipfit.verify import DEQUANTIZED_GAP, OUTPUT_GAP, Verification, default_runtime
+from chipfit.verify.comparisons import (
     ConstantComparison,
     OutputComparison,
     TensorComparison,
-    Verification,
-    default_runtime,
+    by_tensor,
+    compare_constant,
+    fewest_differing,
+    not_comparable,
 )
-from chipfit.verify.comparisons import by_tensor, compare_constant, fewest_differing, not_comparable
-from chipfit.verify.run import Comparator, storage_types
+from chipfit.verify.run import MAX_SIMULATED_SAMPLES, Comparator, storage_types
 from tests.build import graph_of, model_of, node, plan_of, quantized, randn, sequential, stored
 
 

@@ -12,7 +12,8 @@ from torch import nn
 import chipfit
 from chipfit.errors import DataError, VerificationError
 from chipfit.platform.support import unsupported_features
-from chipfit.verify import ConstantComparison, OutputComparison, TensorComparison, Verification
+from chipfit.verify import Verification
+from chipfit.verify.comparisons import ConstantComparison, OutputComparison, TensorComparison
 from tests.build import model_of, quantized
 from tests.zoo import make, unseen
 

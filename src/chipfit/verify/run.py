@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ _DEFAULT_RUNTIME = "onnxruntime"  #: runtime of platforms that name none
 #: Number of unlabelled samples used for the float run and for the end-to-end simulation. Each operator by itself, given
 #: the device's inputs, is compared on all samples: if none differs, all integers are equal
 MAX_SIMULATED_SAMPLES = 16
+Values = dict[str, Any]  #: tensors by name
 _OTHER_FILE = "is this the file that was written for this model?"
 
 
@@ -87,20 +88,20 @@ def verify(
     runtime = default_runtime(platform, "" if given is None else given.suffix) if runtime is None else runtime
     found = entry("runtime", runtime)
     require(found)
-    declared = found.declares
     quantized = [v for v in (*graph.inputs, *(o for n in graph.nodes for o in n.outputs)) if plan.quantized(v)]
     read_in_float = (n.data for n in graph.nodes if n.op == DYNAMIC)
-    inner = dict.fromkeys(v for v in read_in_float if v not in graph.inputs and not plan.quantized(v))
+    inner = [*dict.fromkeys(v for v in read_in_float if v not in graph.inputs and not plan.quantized(v))]
     with tempfile.TemporaryDirectory() as folder:
-        file = given or export(graph, plan, Path(folder) / f"model{declared.suffix}", platform)
-        device = found.thing(file, [*(declared.codes.format(v) for v in quantized), *inner])
-        read_back = format_of(declared.suffix).declares.stored
-        in_file = read_back(file) if read_back is not None else None
+        suffix = found.declares.suffix
+        file = given or export(graph, plan, Path(folder) / f"model{suffix}", platform)
+        device = found.thing(file, [*(found.declares.codes.format(v) for v in quantized), *inner])
+        read_back = format_of(suffix).declares.stored
+        in_file = read_back(file) if read_back is not None else {}
     out = Verification(runtime, runtime in platform.runtimes and simulates_arithmetic(platform))
     out.executed, out.not_modelled = dict(device.executed()), [*unsupported_features(platform)]
-    _list_tensors(out, graph, plan, platform, declared, quantized, inner)
-    comparator = Comparator(graph, plan, platform, device, declared, model, out, set(in_file or ()), freely)
-    if in_file is not None:
+    comparator = Comparator(graph, plan, platform, device, found.declares, model, out, set(in_file), freely)
+    comparator.list_tensors(quantized, inner)
+    if read_back is not None:
         comparator.compare_file(quantized, in_file)
     if hasattr(device, "warnings"):
         out.warnings += device.warnings(platform)
@@ -116,29 +117,6 @@ def verify(
         share = f"{out.calibrated} of the {out.samples} samples are calibration data"
         out.warnings.append(f"{share}: accuracy and noise on them are better than on new data")
     return out
-
-
-def _list_tensors(
-    out: Verification,
-    graph: Graph,
-    plan: Plan,
-    platform: Platform,
-    declared: DeviceRuntime,
-    quantized: Sequence[str],
-    inner: Sequence[str] | dict[str, None],
-) -> None:
-    """Enter all tensors that are to be compared, with the operators that the runtime computes in float."""
-    profile, makers = profile_for(platform, declared.kernels), graph.producers()
-    in_float, float_ops = float_results(graph, plan, profile), float_operators(graph, plan, profile)
-    for v in quantized:
-        layer, op = (makers[v].layer, makers[v].op) if v in makers else ("", "Input")
-        ops = float_ops(v) if v in in_float else ()
-        out.rows.append(TensorComparison(v, layer, op, in_float=v in in_float, float_ops=ops))
-    for name, v in zip(output_names(graph), graph.outputs, strict=True):
-        stored = plan.stored(v)
-        span = float(stored.scale.max()) * (stored.grid.qmax - stored.grid.qmin) if stored is not None else 0.0
-        out.outputs.append(OutputComparison(name, v, () if span or v in graph.weights else float_ops(v), span))
-    out.outputs += [OutputComparison(v, v, float_ops(v), inner=True) for v in inner]
 
 
 @dataclass
@@ -161,7 +139,22 @@ class Comparator:
         self.calibration = SampleHashes.of(self.plan.provenance)
         self.live = live_values(self.graph)
 
-    def compare_file(self, quantized: Sequence[str], in_file: dict[str, FileTensor]) -> None:
+    def list_tensors(self, quantized: Sequence[str], inner: Sequence[str]) -> None:
+        """Enter all tensors that are to be compared, with the operators that the runtime computes in float."""
+        graph, plan, out = self.graph, self.plan, self.out
+        profile, makers = profile_for(self.platform, self.declares.kernels), graph.producers()
+        in_float, float_ops = float_results(graph, plan, profile), float_operators(graph, plan, profile)
+        for v in quantized:
+            layer, op = (makers[v].layer, makers[v].op) if v in makers else ("", "Input")
+            ops = float_ops(v) if v in in_float else ()
+            out.rows.append(TensorComparison(v, layer, op, in_float=v in in_float, float_ops=ops))
+        for name, v in zip(output_names(graph), graph.outputs, strict=True):
+            stored = plan.stored(v)
+            span = float(stored.scale.max()) * (stored.grid.qmax - stored.grid.qmin) if stored is not None else 0.0
+            out.outputs.append(OutputComparison(name, v, () if span or v in graph.weights else float_ops(v), span))
+        out.outputs += [OutputComparison(v, v, float_ops(v), inner=True) for v in inner]
+
+    def compare_file(self, quantized: Sequence[str], in_file: Mapping[str, FileTensor]) -> None:
         """Compare scales and zero points in the file, and integers of weights, with the plan."""
         graph, plan = self.graph, self.plan
         read = dict.fromkeys(i for n in graph.nodes for i in n.inputs if i in graph.weights and plan.quantized(i))
@@ -188,7 +181,7 @@ class Comparator:
         except RuntimeUnavailable:
             self._simulated(inputs, keep=())  # raises if no network could run on these inputs
             raise
-        before: dict[str, Any] | None = {} if freely else None
+        before: Values | None = {} if freely else None
         free = self._simulated(inputs, floats=before) if freely else None
         floats = {o.tensor: got[o.tensor] for o in self.out.outputs if o.inner and o.tensor in got}
         codes, alone = self._compare_tensors(inputs, got, floats, before, free)
@@ -202,13 +195,8 @@ class Comparator:
             self._add_free(inputs, label, codes, free, returned[0])
 
     def _compare_tensors(
-        self,
-        inputs: list[Tensor],
-        got: dict[str, Tensor],
-        floats: dict[str, Tensor],
-        before: dict[str, Any] | None,
-        free: dict[str, Any] | None,
-    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        self, inputs: list[Tensor], got: Values, floats: Values, before: Values | None, free: Values | None
+    ) -> tuple[Values, Values]:
         """Compare each operator by itself; return the device's integers and what the operators compute from them."""
         given = {r.tensor: got.get(self.declares.codes.format(r.tensor)) for r in self.out.rows}
         types = {v: storage_types(self.plan[v].grid.bits, self.plan[v].grid.signed) for v in given}
@@ -241,13 +229,7 @@ class Comparator:
             codes.pop(row.tensor, None)
         return codes, alone
 
-    def _compare_outputs(
-        self,
-        returned: Sequence[Tensor],
-        alone: dict[str, Any],
-        free: dict[str, Any] | None,
-        floats: dict[str, Tensor],
-    ) -> None:
+    def _compare_outputs(self, returned: Sequence[Tensor], alone: Values, free: Values | None, floats: Values) -> None:
         """Compare the outputs, and the float inputs of dynamic kernels."""
         for k, o in enumerate(self.out.outputs):
             want = output(self.graph, self.plan, alone, o.tensor)
@@ -257,7 +239,7 @@ class Comparator:
             o.add(device, want, None if free is None else output(self.graph, self.plan, free, o.tensor))
 
     def _add_free(
-        self, inputs: list[Tensor], label: Tensor | None, codes: dict[str, Tensor], free: dict[str, Any], device: Tensor
+        self, inputs: list[Tensor], label: Tensor | None, codes: Values, free: Values, device: Tensor
     ) -> None:
         """Compare with the float network and the end-to-end simulation; `device` is the device's first output."""
         floats = run(self.graph, inputs, keep=list(codes))

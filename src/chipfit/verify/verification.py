@@ -149,8 +149,8 @@ class Verification(SummaryRepr):
 
     def coverage(self) -> str:
         """Return how much was compared, in a line: "compared 279 of 281 tensors, 2 elided by the runtime"."""
-        more = "".join(f", {n} {why}" for why, n in self.not_compared.items())
-        line = f"compared {len(self.compared)} of {len(self.rows)} tensors{more}"
+        line = f"compared {len(self.compared)} of {len(self.rows)} tensors"
+        line += "".join(f", {n} {why}" for why, n in self.not_compared.items())
         constants = [h for h in self.held if h.role != "activation"]
         right = sum(not h.fault and not h.why for h in constants)
         line += f"; {right} of {len(constants)} weights and biases read back from the file" if constants else ""
