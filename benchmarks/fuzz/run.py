@@ -47,7 +47,7 @@ FORESEEN: dict[str, tuple[type[BaseException], ...]] = {
     "files.py:read_text": (OSError, ValueError),
     "files.py:open_zip": (OSError, ValueError),
     "files.py:parse_json": (ValueError, RecursionError),
-    "calibration/data.py:_called": (TypeError,),  # of a signature
+    "calibration/data.py:_call_without_arguments": (TypeError,),  # of a signature
     "calibration/data.py:_tensor": (TypeError,),  # torch's, of arrays
     "calibration/data.py:as_tensors": (RecursionError,),
     "calibration/data.py:_classes": (TypeError, ValueError, RuntimeError),  # torch's, of labels of any kind
