@@ -52,7 +52,7 @@ def test_a_result_shows_float_operators_first_and_the_format_of_each_output():
     runs = [row[2] for row in screen.rows]
     assert runs == sorted(runs, key=lambda r: r != "float") and runs.count("float") == len(nodes) - integers
     for who, op, run, stored, why in screen.rows:
-        (node,) = (n for n in result.graph.nodes if (n.who, n.op) == (who, op))
+        (node,) = (n for n in result.graph.nodes if (n.display_name, n.op) == (who, op))
         tensor = result.plan.tensors.get(node.outputs[0])
         assert stored == ("" if tensor is None else tensor.format) and bool(why) is (run == "float")
     split = next(n for n in result.graph.nodes if len(n.outputs) > 1)

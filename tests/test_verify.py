@@ -123,7 +123,7 @@ def test_a_fault_says_how_many_differ_and_by_how_much():
     assert behind_tanh(elements=9, op_differing=2, op_largest=1).fault  # too many
     assert not behind_tanh(elements=9, op_differing=3, op_largest=1, ties=2).fault
     assert behind_tanh(elements=9, astray=1).fault
-    assert (TensorComparison("t", "l", "Relu").who, row().who) == ("Relu 'l'", "Relu 't'")
+    assert (TensorComparison("t", "l", "Relu").display_name, row().display_name) == ("Relu 'l'", "Relu 't'")
 
 
 # ---------------------------------------------------------------- outputs

@@ -139,7 +139,7 @@ def refuse_all_float(d: Decision) -> Decision:
     """
     if any(s.role != "bias" for s in d.assignment.tensors.values()):
         return d
-    reasons = dict.fromkeys(f"{n.op} '{n.who}': {n.why}" for n in d.assignment.nodes.values() if n.why)
+    reasons = dict.fromkeys(f"{n.op} '{n.display_name}': {n.why}" for n in d.assignment.nodes.values() if n.why)
     got = "; ".join(list(reasons)[:_MOST_REASONS]) or "a model without operators"
     name = d.platform.name
     hint = f"`chipfit platforms show {name}` lists what it runs; remove overrides that keep every layer in float"

@@ -33,7 +33,7 @@ class Lint(SummaryRepr):
     def _summary(self) -> Summary:
         integers = sum(n.exec != "float" for n in self.rows)
         title = f"{integers} of {len(self.rows)} operators run in integers on {self.platform.name}"
-        rows = [(n.who, n.op, n.exec, n.why) for n in self.rows]
+        rows = [(n.display_name, n.op, n.exec, n.why) for n in self.rows]
         header = ("layer", "operator", "runs", "why float")
         return Summary(title, {"notes": "; ".join(self.notes)}, header, rows, "lint.rows")
 

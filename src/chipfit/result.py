@@ -290,7 +290,7 @@ class Result(SummaryRepr):
         nodes = sorted(plan.nodes.values(), key=lambda n: n.exec != "float")  # float first: it is what people look for
         formats = {o: t.format for n in self.graph.nodes for o in n.outputs[:1] if (t := plan.tensors.get(o))}
         stored = {n.name: formats.get(n.outputs[0], "") for n in self.graph.nodes if n.outputs}
-        rows = [(n.who, n.op, n.exec, stored.get(n.name, ""), n.why) for n in nodes]
+        rows = [(n.display_name, n.op, n.exec, stored.get(n.name, ""), n.why) for n in nodes]
         integers = sum(n.exec != "float" for n in nodes)
         return Summary(
             f"Result for {self.platform.name}: {integers} of {len(nodes)} operators in integers",

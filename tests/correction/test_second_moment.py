@@ -86,7 +86,7 @@ def test_each_channel_has_a_factor_of_its_own_over_all_batches(layer):
     new, notes = correct_second_moment(graph, weights_only(graph, 1.0, bits=2), batches)
     torch.testing.assert_close(new.weights["weight"].flatten(), torch.tensor([0.64, 1.44, 8.0]))
     torch.testing.assert_close(new.weights["bias"], torch.tensor([0.8 * -5 + 5, 1.2 * -5 + 7, 2 * -5 + 21]))
-    assert notes == [f"corrected the second moment of '{graph.nodes[0].who}' by 0.8 to 2"]
+    assert notes == [f"corrected the second moment of '{graph.nodes[0].display_name}' by 0.8 to 2"]
 
 
 def test_a_channel_that_does_not_vary_on_one_side_keeps_its_weights_and_gets_its_mean_back():

@@ -64,7 +64,7 @@ def test_the_shift_of_a_sum_is_that_of_its_operands_and_every_stored_sum_is_cent
     layers |= {"narrow": nn.Conv2d(8, 4, 3, padding=1), "again": nn.Conv2d(4, 4, 1), "beside": nn.Conv2d(3, 4, 3)}
     before, after, notes = centred(model_of(bottlenecks, **layers), x)
     same(before, after, x, torch.randn(4, 3, 7, 7) * 5)
-    read = {n.data for n in before.graph.nodes if n.who in ("wide", "again", "last")}
+    read = {n.data for n in before.graph.nodes if n.display_name in ("wide", "again", "last")}
     assert len(read) == 3
     for name in read:
         assert float(means(before, name).abs().max()) > 0.05 and float(means(after, name).abs().max()) < 1e-5

@@ -108,7 +108,7 @@ def test_groups_go_through_sums_pools_and_the_head():
     assert {f"{k}.weight" for k in ("a", "b", "c", "d", "e", "head")} <= changed
 
     def spread(steps, who):
-        name = next(n.data for n in steps.graph.nodes if n.who == who)
+        name = next(n.data for n in steps.graph.nodes if n.display_name == who)
         peaks = steps.float(name)[-1].abs().amax((0, 2, 3))
         return float(peaks.max() / peaks[peaks > 0].min())
 

@@ -153,7 +153,7 @@ def test_a_clip_that_stays_keeps_no_other_from_moving():
     linear = nn.ModuleList(nn.Linear(2, 2) for _ in range(5))
     graph = captured(model_of(forward, linear=linear, clip=nn.ModuleList(clips)), torch.randn(2, 2))
     new, notes = relu_bound_to_power_of_two(graph)
-    third = next(n.output for n in graph.nodes if n.who == "clip.2")
+    third = next(n.output for n in graph.nodes if n.display_name == "clip.2")
     assert notes == [
         f"'clip.2' keeps its bound 6: '{third}' is an output of the model",
         "the bound of 'clip.3' moved from 6 to 8",

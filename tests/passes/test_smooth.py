@@ -108,7 +108,9 @@ def test_a_scale_or_shift_that_is_computed_cannot_be_divided(computed):
     graph = captured(model_of(forward, **parts), torch.randn(2, 4))
     norm = next(n for n in graph.nodes if n.op == "LayerNorm")
     new, notes = smooth(graph)
-    assert notes == [f"'{norm.who}' is not smoothed: its scale or shift is computed"] and new.nodes == graph.nodes
+    assert (
+        notes == [f"'{norm.display_name}' is not smoothed: its scale or shift is computed"] and new.nodes == graph.nodes
+    )
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm(4, elementwise_affine=False), nn.LayerNorm((3, 4))])

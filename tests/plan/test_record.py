@@ -41,8 +41,8 @@ def test_a_copy_differs_in_what_is_named():
 
 
 def test_a_node_is_known_by_its_layer_or_else_by_its_name():
-    assert NodePlan(name="conv2d", op="Conv2D", layer="stem.conv").who == "stem.conv"
-    assert NodePlan(name="add", op="Add").who == "add"
+    assert NodePlan(name="conv2d", op="Conv2D", layer="stem.conv").display_name == "stem.conv"
+    assert NodePlan(name="add", op="Add").display_name == "add"
     assert NodePlan(name="add", op="Add").exec == "float"
 
 

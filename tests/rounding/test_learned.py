@@ -130,7 +130,9 @@ def test_the_device_computes_what_was_learned():
 
 def test_blocks_begin_and_end_where_one_value_connects_the_network():
     graph = plain_result().graph
-    blocks = {s: [[n.who for n in graph.nodes[b.first : b.last]] for b in network_blocks(graph, s)] for s in SCOPES}
+    blocks = {
+        s: [[n.display_name for n in graph.nodes[b.first : b.last]] for b in network_blocks(graph, s)] for s in SCOPES
+    }
     assert len(blocks["network"]) == 1 and len(blocks["layer"]) == 6
     assert [names[0] for names in blocks["block"]] == ["stem", "a", "depth"] and "b" in blocks["block"][1]
 

@@ -203,7 +203,7 @@ def collect(
             stats[name].update(without_padding(x, valid).float(), tensors[name])
         except ValueError:
             node = layers.get(name)
-            source = f"layer '{node.who}' ({node.op})" if node else f"input '{name}'"
+            source = f"layer '{node.display_name}' ({node.op})" if node else f"input '{name}'"
             hint = "check the weights of that layer and the scaling of the inputs"
             what = f"Batch {count} makes NaN or infinite values in {source}"
             raise DataError(what, where=node.source if node else "", hint=hint) from None

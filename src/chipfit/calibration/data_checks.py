@@ -43,8 +43,8 @@ def check_input_scale(graph: Graph) -> list[str]:
         return []
     off = f"{size:.3g} times as large as" if size > _FAR else f"{1 / spread:.3g} times narrower than"
     return [
-        f"warning: the input of batch norm '{bn.who}' is {off} the statistics that it learned: are the inputs scaled "
-        "and normalised as in training?"
+        f"warning: the input of batch norm '{bn.display_name}' is {off} the statistics that it learned: are the inputs "
+        "scaled and normalised as in training?"
     ]
 
 
@@ -59,7 +59,7 @@ def check_sample_count(graph: Graph, stats: Mapping[str, TensorStats], samples: 
     inputs = [f"'{i}' was {still[i]:g} throughout" for i in graph.inputs if i in still]
     if inputs:
         return [*out, f"warning: the calibration data hold one number only: input {', '.join(inputs)}"]
-    dead = [f"{n.op} '{n.who}' ({still[o]:g})" for n in graph.nodes for o in n.outputs if o in still]
+    dead = [f"{n.op} '{n.display_name}' ({still[o]:g})" for n in graph.nodes for o in n.outputs if o in still]
     more = f" and {len(dead) - _NAMED} more" if len(dead) > _NAMED else ""
     if dead:
         out.append(f"warning: one number only, on all calibration data, comes from {', '.join(dead[:_NAMED])}{more}")

@@ -356,12 +356,12 @@ def lint(model: Model, shape: Shape = None, platform: Chip = DEFAULT, weights: W
 
     network = load_model(model, weights)
     found = chipfit.lint(network, example_of(model, shape, network), load_target(platform))
-    tails = {n.name: f"{n.op} '{n.who}'" for n in found.rows}
+    tails = {n.name: f"{n.op} '{n.display_name}'" for n in found.rows}
     table = Table("layer", "operator", "runs in", "one kernel with", "why float", show_edge=False, header_style="bold")
     for n in found.rows:
         runs = f"[yellow]{RUNS[n.exec]}[/]" if n.exec == "float" else RUNS[n.exec]
         into = tails[n.group] if n.group and n.group != n.name else ""
-        table.add_row(escape(n.who), n.op, runs, escape(into), escape(n.why))
+        table.add_row(escape(n.display_name), n.op, runs, escape(into), escape(n.why))
     console = Console()
     console.print(table)
     for note in (*found.notes, *(f"not modelled: {words}" for words in unsupported_features(found.platform))):
@@ -401,7 +401,7 @@ def explain(
         decided = result.plan.nodes[node.name]
         group = f", one kernel with '{decided.group}'" if decided.group and decided.group != node.name else ""
         why = f": {decided.why}" if decided.why else ""
-        _echo(f"{node.op} '{node.who}': runs in {decided.exec}{group}{why}")
+        _echo(f"{node.op} '{node.display_name}': runs in {decided.exec}{group}{why}")
         for name in dict.fromkeys((*node.inputs, *node.outputs)):
             if name in result.plan.tensors:
                 _echo(f"  {result.plan.tensors[name]}")

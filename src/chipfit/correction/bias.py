@@ -50,7 +50,7 @@ def correct_bias(
         if mean is None:
             why = why or "the mean of its input was not collected"
         if why or mean is None:
-            notes.append(f"the bias of '{node.who}' is not corrected: {why}")
+            notes.append(f"the bias of '{node.display_name}' is not corrected: {why}")
             continue
         w = graph.weights[node.weight].detach()
         error = mean_output(node, plan[node.weight].round(w) - w, mean, spatial(graph, node))
@@ -86,9 +86,9 @@ def move_bias(graph: Graph, plan: Plan, node: Node, by: torch.Tensor) -> str:
     if stored is not None:
         codes, grid = ROUNDINGS[stored.grid.rounding](moved / stored.scale) + stored.zero_point, stored.grid
         if bool(((codes < grid.qmin) | (codes > grid.qmax)).any()):
-            return f"the bias of '{node.who}' is not corrected: the sum exceeds its {grid.bits}-bit grid"
+            return f"the bias of '{node.display_name}' is not corrected: the sum exceeds its {grid.bits}-bit grid"
     with_bias(graph, node, moved)
-    return f"corrected the bias of '{node.who}' by at most {float(by.abs().max()):.3g}"
+    return f"corrected the bias of '{node.display_name}' by at most {float(by.abs().max()):.3g}"
 
 
 def mean_output(node: Node, w: torch.Tensor, mean: torch.Tensor, spatial: Sequence[int | None]) -> torch.Tensor:

@@ -50,7 +50,7 @@ def correct_second_moment(
     for node, why in quantized_linear(graph, plan):
         why = why or readers.why_fixed(node)
         if why:
-            notes.append(f"'{node.who}' keeps its second moment: {why}")
+            notes.append(f"'{node.display_name}' keeps its second moment: {why}")
         else:
             nodes[node.output] = node
     names = [n.weight for n, _ in quantized_linear(graph, plan)]
@@ -87,7 +87,9 @@ def correct_second_moment(
         name = node.weight
         graph.weights[name] = scale_outputs(node, graph.weights[name].detach(), k)
         with_bias(graph, node, bias)
-        notes.append(f"corrected the second moment of '{node.who}' by {float(k.min()):.3g} to {float(k.max()):.3g}")
+        notes.append(
+            f"corrected the second moment of '{node.display_name}' by {float(k.min()):.3g} to {float(k.max()):.3g}"
+        )
     return graph, notes
 
 

@@ -233,7 +233,7 @@ class AssignmentBuilder:
             return
         allowed = "the operators that `chipfit platforms show` lists"
         hint = "replace the operator, or choose a platform that runs unlisted ones in float"
-        what = f"{head.op} '{head.who}' cannot run on '{self.platform.name}'"
+        what = f"{head.op} '{head.display_name}' cannot run on '{self.platform.name}'"
         raise UnsupportedError(what, where=head.source, allowed=allowed, hint=hint)
 
     def _store(self, name: str, role: Role, format_name: str, fmt: Format | None = None, **facts: Any) -> bool:

@@ -50,7 +50,7 @@ class FusedGroup:
     @property
     def layer(self) -> str:
         """The name of its first node, as the user knows it."""
-        return self.head.who
+        return self.head.display_name
 
     @property
     def float_reason(self) -> str:

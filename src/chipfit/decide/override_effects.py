@@ -32,7 +32,7 @@ def unapplied_overrides(graph: Graph, assignment: Assignment, overrides: Overrid
                 effect = assignment.effects.get((n.name, choice))
                 if effect is not None and last[n.name, choice] == at:
                     own = "" if value in effect.values else effect.why
-                    reasons[n.who] = obstacle(effect.tensor, choice) or own
+                    reasons[n.display_name] = obstacle(effect.tensor, choice) or own
             ignored = [f"'{layer}' ({why})" for layer, why in reasons.items() if why]
             if ignored:
                 more = f" and {len(ignored) - _NAMED} more" if len(ignored) > _NAMED else ""

@@ -185,7 +185,9 @@ def resolve_overrides(graph: Graph, overrides: Overrides | None) -> dict[str, di
         if about_weights and nodes and not any(has_weights(n.op) for n in nodes):
             hint = "name a layer with weights, or choose activation_bits, rule or method for its result"
             what = f"'{pattern}' has no weights, so that '{about_weights[0]}' has no meaning for it"
-            raise PlanError(what, got=", ".join(dict.fromkeys(f"{n.op} '{n.who}'" for n in nodes[:8])), hint=hint)
+            raise PlanError(
+                what, got=", ".join(dict.fromkeys(f"{n.op} '{n.display_name}'" for n in nodes[:8])), hint=hint
+            )
         for node in nodes:
             merged = merge_overrides(out.pop(node.name, {}), choices)
             # in a group that shares one kernel, choices about weights go to the layer that has them

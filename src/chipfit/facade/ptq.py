@@ -70,7 +70,7 @@ class UserInformation:
         """The names of layers that run as one kernel."""
         if self.result is None:
             return []
-        layers = {n.name: n.who for n in self.result.graph.nodes}
+        layers = {n.name: n.display_name for n in self.result.graph.nodes}
         return [[layers[n] for n in group] for group in self.result.plan.groups]
 
 

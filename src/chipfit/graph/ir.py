@@ -60,7 +60,7 @@ class Node:
         return self.outputs[0]
 
     @property
-    def who(self) -> str:
+    def display_name(self) -> str:
         """The user's name for the node: its layer, or its own name."""
         return self.layer or self.name
 
@@ -93,7 +93,7 @@ class Node:
 
     def _present(self, slot: str, name: str | None) -> str:
         if name is None:
-            raise GraphError(f"{self.op} '{self.who}' has nothing in slot '{slot}'")
+            raise GraphError(f"{self.op} '{self.display_name}' has nothing in slot '{slot}'")
         return name
 
     def with_(self, **changes: Any) -> Node:

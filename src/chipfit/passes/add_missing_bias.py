@@ -19,5 +19,5 @@ def add_missing_bias(graph: Graph, platform: Platform) -> Rewritten:
         if options and options[0].b not in (None, "none"):
             graph.nodes[k] = with_bias(graph, node, bias_or_zero(graph, node))
         elif options:
-            notes.append(f"'{node.who}' gets no bias: '{platform.name}' has none for {node.op}")
+            notes.append(f"'{node.display_name}' gets no bias: '{platform.name}' has none for {node.op}")
     return Rewritten(graph, notes)

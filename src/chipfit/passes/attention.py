@@ -67,27 +67,27 @@ def attention(graph: Graph, listed: Listed) -> Rewritten:
     for softmax in graph.nodes:
         if softmax.op != "Softmax" or not listed(graph, softmax.with_(op="SDPA", attrs={})):
             continue
-        spelling = _Spelling(graph.copy())
+        parts = _Attention(graph.copy())
         try:
-            made = spelling.rewritten(softmax)
+            made = parts.replace_by_sdpa(softmax)
         except _Refusal as e:
-            notes += [f"attention at '{softmax.who}' stays in its parts: {e}"] if str(e) else []
+            notes += [f"attention at '{softmax.display_name}' stays in its parts: {e}"] if str(e) else []
             continue
-        if listed(spelling.graph, made):
-            graph = spelling.graph
+        if listed(parts.graph, made):
+            graph = parts.graph
             drop_dead(graph)
-            notes.append(f"the products and the softmax of '{made.who}' became one SDPA")
+            notes.append(f"the products and the softmax of '{made.display_name}' became one SDPA")
     return Rewritten(graph, notes)
 
 
-class _Spelling:
+class _Attention:
     """The parts of attention around one softmax, and their replacement by the operator."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph, self.readers, self.producers = graph, Readers(graph), graph.producers()
         self.new: list[Node] = []  #: nodes to insert in front of the operator
 
-    def rewritten(self, softmax: Node) -> Node:
+    def replace_by_sdpa(self, softmax: Node) -> Node:
         """Replace everything from q k^T to the product with v by SDPA; return that node.
 
         Raises:
@@ -103,7 +103,7 @@ class _Spelling:
             raise _Refusal("its weights are not read by one product alone")
         if softmax.attrs["axis"] % len(shape) != len(shape) - 1:
             raise _Refusal("its softmax is over another axis")
-        return self._replaced(scores, last, max((m.lead for m in scores.masks), key=len, default=shape[:-2]))
+        return self._replace(scores, last, max((m.lead for m in scores.masks), key=len, default=shape[:-2]))
 
     # ---------------------------------------------------------------- matching
 
@@ -116,7 +116,7 @@ class _Spelling:
 
     def _scores(self, value: str) -> _Scores | None:
         """Match a value as scores; return None if it is something else."""
-        n = self._maker(value)
+        n = self._sole_producer(value)
         if n is None or n.op == "MatMul":
             return None if n is None else _Scores(n)
         if n.op == "Identity" or self._keeps_rows(n):
@@ -130,7 +130,7 @@ class _Spelling:
                 return replace(found, masks=(*found.masks, mask))
         return None
 
-    def _maker(self, value: str) -> Node | None:
+    def _sole_producer(self, value: str) -> Node | None:
         """Return the node that computes a value, if the value is read once, else None."""
         n = self.producers.get(value)
         once = n is not None and len(n.outputs) == 1 and self.readers.only(value) is not None
@@ -176,7 +176,7 @@ class _Spelling:
 
     # ---------------------------------------------------------------- replacement
 
-    def _replaced(self, scores: _Scores, last: Node, lead: Shape) -> Node:
+    def _replace(self, scores: _Scores, last: Node, lead: Shape) -> Node:
         graph, shape, first = self.graph, self.graph.shape, scores.product
         operands = [(i or "", n) for n, i in (*((first, i) for i in first.inputs), (last, last.inputs[1]))]
         if any(i in graph.weights for i, _ in operands):
@@ -186,7 +186,7 @@ class _Spelling:
         self.last = last
         q, by_q = self._without_factors(first, 0)
         kt, by_k = self._without_factors(first, 1)
-        ins = [self._lifted(x, lead) for x in (q, self._transposed(kt), operands[2][0])]
+        ins = [self._with_lead(x, lead) for x in (q, self._transposed(kt), operands[2][0])]
         mask, causal = self._mask([self._term(m, lead) for m in scores.masks], *shape(first.output)[-2:])
         attrs = {"is_causal": causal, "scale": scores.scale * by_q * by_k, "enable_gqa": False}
         made = last.with_(op="SDPA", inputs=(*ins, mask) if mask else tuple(ins), attrs=attrs)
@@ -202,7 +202,7 @@ class _Spelling:
         """Remove factors in front of an operand of the product; return the operand and their product."""
         operand = value = product.inputs[at] or ""
         scale, reader = 1.0, product
-        while (n := self._maker(value)) is not None:
+        while (n := self._sole_producer(value)) is not None:
             if factor := self._factor(n):
                 scale, value = scale * factor[0], factor[1]
                 if reader is product:
@@ -228,7 +228,7 @@ class _Spelling:
             return value
         return self._add("Transpose", tuple(self.graph.shape(value)[a] for a in perm), value, perm=perm)
 
-    def _lifted(self, value: str, lead: Shape) -> str:
+    def _with_lead(self, value: str, lead: Shape) -> str:
         """Return the value with the sizes `lead` in front of its last two axes."""
         shape, n = self.graph.shape(value), self.producers.get(value)
         wanted = (*lead, *shape[-2:])
@@ -257,7 +257,7 @@ class _Spelling:
             return term
         if self.graph.shape(term)[:-2] != mask.lead:
             raise _Refusal("its masks are of different ranks")
-        return self._lifted(term, lead)
+        return self._with_lead(term, lead)
 
     def _filling(self, mask: _Mask, fill: float) -> str:
         numbers, condition = (0.0, fill) if mask.kept else (fill, 0.0), self.graph.weights.get(mask.term)

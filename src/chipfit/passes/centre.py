@@ -58,7 +58,7 @@ def centre(graph: Graph, assignment: Assignment, stats: Stats) -> Adapted:
         v = node.output
         if refused.get(v, "-"):
             if v in refused and v in assignment.tensors:
-                notes.append(f"the result of '{node.who}' is not centred: {refused[v]}")
+                notes.append(f"the result of '{node.display_name}' is not centred: {refused[v]}")
             continue
         if is_linear(graph, node):
             m = _mean(stats, v)
@@ -68,7 +68,7 @@ def centre(graph: Graph, assignment: Assignment, stats: Stats) -> Adapted:
                 if all(i in removed or refused.get(i, "-") for i in others):
                     m = _mean(stats, total.output) - sum((removed[i] for i in others if i in removed), torch.zeros(()))
             change_bias(node, -m)
-            notes.append(f"centred the result of '{node.who}' by at most {float(m.abs().max()):.3g}")
+            notes.append(f"centred the result of '{node.display_name}' by at most {float(m.abs().max()):.3g}")
         else:
             m = sum((removed[i] for i in graph.activations(node) if i in removed), torch.zeros(()))
         removed[v], stats[v] = m, stats[v].by_channel(-m, 1.0)
@@ -88,10 +88,10 @@ def why_not_centred(graph: Graph, readers: Readers) -> dict[str, str]:
 
     def of_reader(reader: Node) -> str:
         if not is_linear(graph, reader):
-            return out.get(reader.output, f"{reader.op} '{reader.who}' reads it")
+            return out.get(reader.output, f"{reader.op} '{reader.display_name}' reads it")
         padded = any(p for pair in reader.attrs.get("padding", ()) for p in pair)
         if padded or reader.op in TRANSPOSED:
-            return f"{reader.op} '{reader.who}' would need another bias at every position"
+            return f"{reader.op} '{reader.display_name}' would need another bias at every position"
         return _why_bias_is_fixed(readers, reader)
 
     for node in reversed(graph.nodes):
@@ -114,8 +114,8 @@ def why_not_centred(graph: Graph, readers: Readers) -> dict[str, str]:
 def _why_bias_is_fixed(readers: Readers, node: Node) -> str:
     """Return why no constant can be added to the bias of a linear operator; "" if one can."""
     if not node.bias:
-        return f"'{node.who}' has no bias"
-    elsewhere = "" if on_axis_1(readers.graph, node) else f"'{node.who}' has its channels elsewhere"
+        return f"'{node.display_name}' has no bias"
+    elsewhere = "" if on_axis_1(readers.graph, node) else f"'{node.display_name}' has its channels elsewhere"
     return readers.why_fixed(node) or elsewhere
 
 

@@ -34,7 +34,7 @@ def _collapse_one(graph: Graph, notes: dict[str, None]) -> bool:
             continue
         merged = _with_constant(readers, first, second) or _with_product(readers, first, second, notes)
         if merged is not None:
-            notes[f"collapsed '{second.who}' into '{first.who}'"] = None
+            notes[f"collapsed '{second.display_name}' into '{first.display_name}'"] = None
             graph.nodes[graph.nodes.index(first)] = merged.with_(outputs=second.outputs)
             graph.nodes.remove(second)
             del graph.values[first.output]
@@ -62,7 +62,7 @@ def _with_product(readers: Readers, first: Node, second: Node, notes: dict[str, 
     if not why and product > w1.numel() + w2.numel():
         why = f"{product} parameters instead of {w1.numel() + w2.numel()}"
     if why:
-        notes[f"'{first.who}' and '{second.who}' do not collapse: {why}"] = None
+        notes[f"'{first.display_name}' and '{second.display_name}' do not collapse: {why}"] = None
         return None
     outer = w2.detach().double().flatten(1)  # [O2, O1]
     bias = outer @ bias_or_zero(graph, first) + bias_or_zero(graph, second)

@@ -30,7 +30,7 @@ def collapse_residual(graph: Graph) -> Rewritten:
         if not why and graph.shape(node.output) != graph.shape(node.inputs[0] or ""):
             why = "the shapes differ"
         if why:
-            notes.append(f"'{node.who}' keeps its residual addition '{add.name}': {why}")
+            notes.append(f"'{node.display_name}' keeps its residual addition '{add.name}': {why}")
             continue
         name = node.weight
         parts = in_groups(node, graph.weights[name].detach().clone())  # [g, C/g, C/g, *kernel]
@@ -41,7 +41,7 @@ def collapse_residual(graph: Graph) -> Rewritten:
         graph.nodes[graph.nodes.index(node)] = node.with_(outputs=add.outputs)
         graph.nodes.remove(add)
         del graph.values[node.output]
-        notes.append(f"collapsed the residual addition '{add.name}' into '{node.who}'")
+        notes.append(f"collapsed the residual addition '{add.name}' into '{node.display_name}'")
     return Rewritten(graph, notes)
 
 

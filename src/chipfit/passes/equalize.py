@@ -30,7 +30,7 @@ def equalize(graph: Graph, *, sweeps: int = 40, tolerance: float = 1e-3) -> Rewr
         if not why and any((first.op == "Linear") != (end.op == "Linear") for end in found.ends):
             why = "their channels lie on different axes"
         if why:
-            notes.append(f"'{first.who}' is not equalized: {why}")
+            notes.append(f"'{first.display_name}' is not equalized: {why}")
         else:
             pairs.append((first, found.ends))
     touched: set[str] = set()
@@ -47,7 +47,7 @@ def equalize(graph: Graph, *, sweeps: int = 40, tolerance: float = 1e-3) -> Rewr
             break
     for first, ends in pairs:
         if first.name in touched:
-            notes.append(f"equalized '{first.who}' with {', '.join(repr(e.who) for e in ends)}")
+            notes.append(f"equalized '{first.display_name}' with {', '.join(repr(e.display_name) for e in ends)}")
     return Rewritten(graph, notes)
 
 

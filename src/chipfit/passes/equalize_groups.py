@@ -93,7 +93,7 @@ def equalize_groups(graph: Graph, assignment: Assignment, stats: Stats) -> Adapt
                 why = why or f"'{v}' is clipped at {bound:g} and stored on no grid"
         if not why and not {*read, *(v for v, _ in group.clips)} <= set(seen):
             why = "its channels were not collected"
-        producers = ", ".join(repr(n.who) for n in group.producers)
+        producers = ", ".join(repr(n.display_name) for n in group.producers)
         if why:
             notes.append(f"the channels of {producers} keep their magnitudes: {why}")
             continue
@@ -133,15 +133,15 @@ def groups(graph: Graph) -> list[Group]:
         if is_linear(graph, n):
             found[root(n.output)].producers.append(n)
             found[root(n.data)].readers.append(n)
-            elsewhere = "" if on_axis_1(graph, n) else f"the channels of '{n.who}' are not on axis 1"
+            elsewhere = "" if on_axis_1(graph, n) else f"the channels of '{n.display_name}' are not on axis 1"
             if why := readers.why_fixed(n) or elsewhere:
                 refuse(n.data, why)
                 refuse(n.output, why)
         elif not keeps_channels(graph, n):
             for v in graph.activations(n):
-                refuse(v, f"{n.op} '{n.who}' reads it")
+                refuse(v, f"{n.op} '{n.display_name}' reads it")
             for v in n.outputs:
-                refuse(v, f"{n.op} '{n.who}' makes it")
+                refuse(v, f"{n.op} '{n.display_name}' makes it")
         elif (bound := bounds(n)[1]) is not None:
             found[root(n.output)].clips.append((n.output, bound))
     for v in graph.inputs:

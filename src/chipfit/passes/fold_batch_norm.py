@@ -44,7 +44,7 @@ def fold_batch_norm(graph: Graph) -> Rewritten:
             continue
         if weight not in folded:
             folded[weight] = _fold(graph, node, bn)
-            notes.append(f"folded batch norm '{bn.who}' into '{node.who}'")
+            notes.append(f"folded batch norm '{bn.display_name}' into '{node.display_name}'")
         new[node.name] = node.with_(inputs=(node.data, weight, folded[weight]), outputs=bn.outputs)
         new[bn.name] = None
         del graph.values[node.output]
@@ -65,7 +65,7 @@ def _refusal(readers: Readers, node: Node | None, bn: Node) -> str:
     if not graph.is_weight(node.weight) or any(i is not None and not graph.is_weight(i) for i in bn.inputs[1:]):
         return "a weight or statistic is computed at run time"
     if readers.only(node.output) is None:
-        return f"the output of '{node.who}' is also read elsewhere"
+        return f"the output of '{node.display_name}' is also read elsewhere"
     if node.op == "Linear" and len(graph.shape(node.output)) != 2:
         return "its channel axis is not the axis of the linear layer's outputs"
     return ""

@@ -40,7 +40,9 @@ def fold_constants(graph: Graph) -> Rewritten:
         if not outs or grown > max(limit, sum(t.numel() for t in table.values() if t is not None)):
             rest.append(n)
             if outs:
-                notes.append(f"'{n.who}' depends on no input and is computed all the same: it has {grown} elements")
+                notes.append(
+                    f"'{n.display_name}' depends on no input and is computed all the same: it has {grown} elements"
+                )
             continue
         found.update(zip(n.outputs, outs, strict=True))
         trained.update(n.outputs if trained.intersection(given) else ())
@@ -51,7 +53,7 @@ def fold_constants(graph: Graph) -> Rewritten:
                 names[i] = _name(graph, n, slot, i)
                 graph.weights[names[i]] = found[i]
                 graph.trainable.update({names[i]} if i in trained and found[i].is_floating_point() else ())
-                notes.append(f"'{names[i]}' of '{n.who}' depends on no input: computed once")
+                notes.append(f"'{names[i]}' of '{n.display_name}' depends on no input: computed once")
     for value in found:
         graph.values.pop(value, None)
     graph.nodes = [n.with_(inputs=tuple(names.get(i or "", i) for i in n.inputs)) for n in rest]

@@ -62,7 +62,7 @@ def _follow(readers: Readers, start: Node, chain: Pattern, fits: Fits) -> tuple[
         fitting = [r for r in read_by if fits(r, alternatives)]
         if not fitting:
             return found, ""
-        who = f"'{last.who}' and '{fitting[0].who}' do not fuse"
+        who = f"'{last.display_name}' and '{fitting[0].display_name}' do not fuse"
         if len(last.outputs) > 1:
             return found, f"{who}: the first has several outputs"
         if len(read_by) > 1:

@@ -36,11 +36,11 @@ def relu_bound_to_power_of_two(graph: Graph, *, bits: int | None = None) -> Rewr
         if before is None or not is_linear(graph, before):
             why = "no linear operator with constant weights is in front of it"
         elif readers.only(before.output) is None:
-            why = f"the result of '{before.who}' is also read elsewhere"
+            why = f"the result of '{before.display_name}' is also read elsewhere"
         else:
             why = found.refusal or readers.why_fixed(before, *found.ends)
         if why or before is None:
-            notes.append(f"'{clip.who}' keeps its bound {high:g}: {why}")
+            notes.append(f"'{clip.display_name}' keeps its bound {high:g}: {why}")
             continue
         k = bound / high
         for n, factor in ((before, k), *((end, 1 / k) for end in found.ends)):
@@ -49,7 +49,7 @@ def relu_bound_to_power_of_two(graph: Graph, *, bits: int | None = None) -> Rewr
             with_bias(graph, before, bias_or_zero(graph, before) * k)
         attrs = {"min": None if low is None else low * k, "max": bound}
         graph.nodes[graph.nodes.index(clip)] = clip.with_(op="Clamp", attrs=attrs)
-        notes.append(f"the bound of '{clip.who}' moved from {high:g} to {bound:g}")
+        notes.append(f"the bound of '{clip.display_name}' moved from {high:g} to {bound:g}")
     return Rewritten(graph, notes)
 
 

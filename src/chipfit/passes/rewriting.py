@@ -90,7 +90,7 @@ class Readers:
                     out.crossed.append(n)
                     todo += n.outputs
                 else:
-                    out.refusal = f"{n.op} '{n.who}' reads it"
+                    out.refusal = f"{n.op} '{n.display_name}' reads it"
         order = {n.name: k for k, n in enumerate(self.graph.nodes)}
         for found in (out.crossed, out.ends):
             found.sort(key=lambda n: order[n.name])

@@ -56,7 +56,7 @@ def shift_negative(graph: Graph, assignment: Assignment, stats: Stats, *, ratio:
         c, why = shift_constant(slot.format, seen, ratio)
         why = why or found.refusal or _why_shift_stays(readers, found.ends)
         if why:
-            notes.append(f"'{act.who}' is not shifted: {why}")
+            notes.append(f"'{act.display_name}' is not shifted: {why}")
             continue
         shifted = _shift(graph, act, found, c)
         stats[shifted] = replace(seen.shifted(c), name=shifted)
@@ -65,7 +65,8 @@ def shift_negative(graph: Graph, assignment: Assignment, stats: Stats, *, ratio:
         for n in graph.nodes:  # the new pads hold the values that they read, and c
             if n.op == "Pad" and n.output not in stats and n.data in stats:
                 stats[n.output] = replace(stats[n.data], name=n.output)
-        notes.append(f"shifted '{act.who}' by {c:g}, now unsigned, before {', '.join(repr(e.who) for e in found.ends)}")
+        ends = ", ".join(repr(end.display_name) for end in found.ends)
+        notes.append(f"shifted '{act.display_name}' by {c:g}, now unsigned, before {ends}")
     return Adapted(graph, stats, notes)
 
 
@@ -109,9 +110,9 @@ def _why_shift_stays(readers: Readers, ends: list[Node]) -> str:
     """Return why the bias of some linear operator cannot take the shift back; "" if all can."""
     for end in ends:
         if end.op not in CONVS | {"Linear"}:
-            return f"{end.op} '{end.who}' would need another bias at every position"
+            return f"{end.op} '{end.display_name}' would need another bias at every position"
         if end.bias and len(readers.of(end.bias)) > 1:
-            return f"the bias of '{end.who}' is read by several operators"
+            return f"the bias of '{end.display_name}' is read by several operators"
     return ""
 
 

@@ -119,7 +119,7 @@ def smooth(graph: Graph, assignment: Assignment, stats: Stats, *, alpha: float |
         if site.node.op not in _NORMS and (alpha != "auto" or why):
             continue
         if why or known is None or channels is None:
-            notes.append(f"'{site.node.who}' is not smoothed: {why}")
+            notes.append(f"'{site.node.display_name}' is not smoothed: {why}")
             continue
         weights = [in_groups(n, graph.weights[n.weight].detach().double())[0] for n in site.layers]
         if isinstance(alpha, str):
@@ -127,7 +127,9 @@ def smooth(graph: Graph, assignment: Assignment, stats: Stats, *, alpha: float |
             s = min((_scales(channels, weights, a) for a in _SHARES), key=error)
             before, after = error(torch.ones_like(s)), error(s)
             if after * _GAIN > before or before - after < _WORTH * error.power * site.multiplied:
-                notes.append(f"'{site.node.who}' is not smoothed: it would take {before:.3g} of error to {after:.3g}")
+                notes.append(
+                    f"'{site.node.display_name}' is not smoothed: it would take {before:.3g} of error to {after:.3g}"
+                )
                 continue
             predicted = f": predicted error {after:.3g}, {before:.3g} without"
         else:
@@ -136,8 +138,8 @@ def smooth(graph: Graph, assignment: Assignment, stats: Stats, *, alpha: float |
         matters = torch.cat(weights).mul(s).square().sum(0).float()
         stats |= {v: replace(known.by_channel(0.0, 1 / s), name=v, error_weights=matters) for v in changed}
         how = ", by a multiplication" + ": others read it too" * (site.node.op in _NORMS) if site.multiplied else ""
-        layers = ", ".join(repr(n.who) for n in site.layers)
-        notes.append(f"smoothed '{site.node.who}' for {layers}{how}{predicted}")
+        layers = ", ".join(repr(n.display_name) for n in site.layers)
+        notes.append(f"smoothed '{site.node.display_name}' for {layers}{how}{predicted}")
     return Adapted(graph, stats, notes)
 
 

@@ -34,10 +34,10 @@ def softmax_shift(graph: Graph, assignment: Assignment, stats: Stats) -> Adapted
             continue
         why = "its logits are also read elsewhere" if readers.only(logits) is None else readers.why_fixed(linear)
         if why:
-            notes.append(f"the logits of '{linear.who}' are not shifted: {why}")
+            notes.append(f"the logits of '{linear.display_name}' are not shifted: {why}")
             continue
         graph.nodes[graph.nodes.index(linear)] = with_bias(graph, linear, bias_or_zero(graph, linear) + c)
         stats[logits] = seen.shifted(c)
         falls = f"their step falls from {before:.3g} to {after:.3g}"
-        notes.append(f"shifted the logits of '{linear.who}' by {c:.4g}: {falls}")
+        notes.append(f"shifted the logits of '{linear.display_name}' by {c:.4g}: {falls}")
     return Adapted(graph, stats, notes)

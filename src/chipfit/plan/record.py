@@ -98,7 +98,7 @@ class NodePlan:
     simd: PositiveInt | None = None  #: output channels of one instruction; weights are padded to multiples
 
     @property
-    def who(self) -> str:
+    def display_name(self) -> str:
         """The user's name for the node: its layer, or its own name."""
         return self.layer or self.name
 

@@ -107,18 +107,20 @@ def _check_attributes(n: Node) -> None:
     if n.op not in OPS:
         return
     a = n.attrs
-    validated(a, _ATTRIBUTES, f"attributes of {n.op} '{n.who}'")
+    validated(a, _ATTRIBUTES, f"attributes of {n.op} '{n.display_name}'")
     if set(a) != set(OPS[n.op].attrs):
-        raise ValueError(f"{n.op} '{n.who}' has the attributes {sorted(a)}, not {sorted(OPS[n.op].attrs)}")
+        raise ValueError(f"{n.op} '{n.display_name}' has the attributes {sorted(a)}, not {sorted(OPS[n.op].attrs)}")
     if OPS[n.op].layout == "spatial":
         counted = {k: len(v) for k, v in a.items() if isinstance(v, tuple)}
         if len(set(counted.values())) > 1:
-            raise ValueError(f"{n.op} '{n.who}' has numbers for so many spatial axes: {counted}")
+            raise ValueError(f"{n.op} '{n.display_name}' has numbers for so many spatial axes: {counted}")
         if any(p < 0 for pair in a.get("padding", ()) for p in pair):
-            raise ValueError(f"padding of {n.op} '{n.who}' is {a['padding']}, which is negative")
+            raise ValueError(f"padding of {n.op} '{n.display_name}' is {a['padding']}, which is negative")
         steps = map(max, a["stride"], a["dilation"]) if "output_padding" in a else ()
         if any(p >= step for p, step in zip(a.get("output_padding", ()), steps)):
-            raise ValueError(f"output_padding of {n.op} '{n.who}' is {a['output_padding']}, no less than its steps")
+            raise ValueError(
+                f"output_padding of {n.op} '{n.display_name}' is {a['output_padding']}, no less than its steps"
+            )
 
 
 def _check_axes(n: Node, graph: Graph) -> None:
@@ -128,7 +130,7 @@ def _check_axes(n: Node, graph: Graph) -> None:
         axes = n.attrs.get(name)
         for axis in axes if isinstance(axes, (list, tuple)) else () if axes is None else (axes,):
             if isinstance(axis, int) and not -max(rank, 1) <= axis < max(rank, 1):
-                raise ValueError(f"{name} of {n.op} '{n.who}' is {axes}, and it works on {rank} axes")
+                raise ValueError(f"{name} of {n.op} '{n.display_name}' is {axes}, and it works on {rank} axes")
 
 
 def _check_layer(n: Node, graph: Graph) -> None:
@@ -138,19 +140,21 @@ def _check_layer(n: Node, graph: Graph) -> None:
     names = [i for i in n.inputs if i is not None]
     types = {graph.weights[i].dtype if i in graph.weights else dtype_of(graph.values[i].dtype) for i in names}
     if len({t for t in types if t.is_floating_point}) > 1:
-        raise ValueError(f"{n.op} '{n.who}' reads {' and '.join(sorted(map(str, types)))}")
+        raise ValueError(f"{n.op} '{n.display_name}' reads {' and '.join(sorted(map(str, types)))}")
     if OPS[n.op].kind and n.bias is not None:
         count = graph.shape(n.output)[-1 if OPS[n.op].kind == "linear" else 1]
         if count is not None and tuple(graph.shape(n.bias)) != (count,):
-            raise ValueError(f"the bias of {n.op} '{n.who}' has the shape {list(graph.shape(n.bias))}, not [{count}]")
+            raise ValueError(
+                f"the bias of {n.op} '{n.display_name}' has the shape {list(graph.shape(n.bias))}, not [{count}]"
+            )
     axes = len(graph.shape(n.inputs[0])) - 2 if n.inputs[0] is not None else 0
     spatial = OPS[n.op].kind not in ("", "linear")
     if spatial and n.weight is not None and len(graph.shape(n.weight)) != axes + 2:
         raise ValueError(
-            f"{n.op} '{n.who}' has a weight of {len(graph.shape(n.weight))} axes for {axes + 2} of its input"
+            f"{n.op} '{n.display_name}' has a weight of {len(graph.shape(n.weight))} axes for {axes + 2} of its input"
         )
     if spatial and len(n.attrs["stride"]) != axes:
-        raise ValueError(f"stride of {n.op} '{n.who}' is {n.attrs['stride']}, and the image has {axes} axes")
+        raise ValueError(f"stride of {n.op} '{n.display_name}' is {n.attrs['stride']}, and the image has {axes} axes")
 
 
 def scales_fit(sizes: list[int], shape: Sequence[int | None], axis: int) -> bool:

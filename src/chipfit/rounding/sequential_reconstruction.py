@@ -81,7 +81,7 @@ def reconstruct(
         try:
             run.step(k, node, out)
         except KeyboardInterrupt:
-            out.notes.append(f"{Interrupted.NOTE}: '{node.who}' and what follows it take their nearest codes")
+            out.notes.append(f"{Interrupted.NOTE}: '{node.display_name}' and what follows it take their nearest codes")
             break
         for name in done:
             run.free(name)
@@ -149,7 +149,7 @@ class SequentialReconstruction:
         if moments is not None:
             node = self.graph.nodes[index] = self.fit(node, moments, out)
         elif why:
-            out.notes.append(f"the weight of '{node.who}' is rounded to the nearest code: {why}")
+            out.notes.append(f"the weight of '{node.display_name}' is rounded to the nearest code: {why}")
         for k in range(self.chunks):
             results = execute(node, [self._quantized(i, node, k) for i in node.inputs])
             for o, y in zip(node.outputs, results, strict=False):
@@ -175,9 +175,11 @@ class SequentialReconstruction:
         q, entries, inverted = gptq.round_rows(rows, h, weight_rows(plan, node, w), feedback=settings.feedback)
         if moments.count < rows.shape[2]:
             few = f"{moments.count} positions for {rows.shape[2]} weights of one output"
-            out.notes.append(f"warning: '{node.who}' is fitted to {few}: more images make it better")
+            out.notes.append(f"warning: '{node.display_name}' is fitted to {few}: more images make it better")
         if not inverted:
-            out.notes.append(f"the weight of '{node.who}' is rounded to the nearest code: its moments are singular")
+            out.notes.append(
+                f"the weight of '{node.display_name}' is rounded to the nearest code: its moments are singular"
+            )
         self.graph.weights[name] = self.rounded[name] = from_rows(node, q, w)
         scale, origin = entries.view(stored.scale.shape).to(torch.float32), f"{settings.name} over {moments.count}"
         fitted = plan.tensors[name].with_(scale=scale, origin=f"{origin} positions")

@@ -111,7 +111,7 @@ def _tried(found: Sensitivity, d: Decision, plan: Plan, images: Sequence[Sequenc
         gains = {b: loss - x for b, x in found.losses[tensor].items() if b > found.bits[tensor]}
         bits = min((b for b, gain in gains.items() if gain >= ENOUGH * loss), default=None)
         change: Any = "float" if bits is None else {"bits": bits}
-        overrides = {readers[tensor].who: change}
+        overrides = {readers[tensor].display_name: change}
         try:
             other = redecide(d.with_overrides(overrides), plan)
         except ChipfitError:  # the platform does not allow it
@@ -123,8 +123,8 @@ def _tried(found: Sensitivity, d: Decision, plan: Plan, images: Sequence[Sequenc
             gain, hoped = 1 - after / before, gains.get(bits or 0, loss) / total
             price = resources(*changed).weights / size - 1
             out.append(
-                f"keep '{readers[tensor].who}' {where}: overrides={overrides} takes the loss from {before:.3g} to "
-                f"{after:.3g} ({-100 * gain:+.0f} %, predicted {-100 * hoped:+.0f} %) for {100 * price:+.1f} % of the "
-                f"weights' memory (tried on {samples} samples, rounded to the nearest)."
+                f"keep '{readers[tensor].display_name}' {where}: overrides={overrides} takes the loss from "
+                f"{before:.3g} to {after:.3g} ({-100 * gain:+.0f} %, predicted {-100 * hoped:+.0f} %) for "
+                f"{100 * price:+.1f} % of the weights' memory (tried on {samples} samples, rounded to the nearest)."
             )
     return tuple(out)

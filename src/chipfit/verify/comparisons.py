@@ -111,7 +111,7 @@ class TensorComparison:
         return self.wrong
 
     @property
-    def who(self) -> str:
+    def display_name(self) -> str:
         return f"{self.op} '{self.layer or self.tensor}'"
 
     @property

@@ -72,12 +72,12 @@ class Verification(SummaryRepr):
     def file_departures(self) -> list[str]:
         """Differences between the file and the plan, and between the file and what its runtime returns."""
         wrong = [f"{h.role} '{h.tensor}' in the file: {h.fault}" for h in self.held if h.fault]
-        return wrong + [f"{r.who}: {r.wrong}" for r in self.rows if r.wrong]
+        return wrong + [f"{r.display_name}: {r.wrong}" for r in self.rows if r.wrong]
 
     @property
     def departures(self) -> list[str]:
         """All faults, a sentence each: first the file's, then tensors in execution order, then outputs."""
-        rows = [f"{r.who}: {r.fault}" for r in self.rows if r.fault and not r.wrong]
+        rows = [f"{r.display_name}: {r.fault}" for r in self.rows if r.fault and not r.wrong]
         outputs = [f"{'float' if o.inner else 'output'} '{o.name}': {o.fault}" for o in self.outputs if o.fault]
         return [*self.file_departures, *rows, *outputs]
 
@@ -119,7 +119,7 @@ class Verification(SummaryRepr):
     @property
     def float_operators(self) -> list[str]:
         """Layers that the runtime itself computes in float."""
-        return [r.who for r in self.rows if r.in_float]
+        return [r.display_name for r in self.rows if r.in_float]
 
     @property
     def float_ops(self) -> set[str]:
@@ -171,7 +171,7 @@ class Verification(SummaryRepr):
         if first is not None:
             how = ", computed in float by the runtime" if first.in_float else ""
             share = f"{100 * first.fraction:.4f} % of its integers, at most {first.largest}{how}"
-            lines.append(f"first difference: {first.who}, {share}")
+            lines.append(f"first difference: {first.display_name}, {share}")
             alone, worst = sum(r.op_differing for r in self.rows), max(r.op_largest for r in self.rows)
             each = f"{alone} of {self.integers} differ over {self.samples} samples, largest difference {worst}"
             lines.append(f"each operator by itself, given the device's inputs: {each}")

@@ -218,7 +218,7 @@ class OnnxBuilder:
 
 def refuse(node: Node, why: str) -> NoReturn:
     """Raise that a node cannot be written."""
-    raise UnsupportedError(f"{node.op} '{node.who}' cannot be written to ONNX: {why}", where=node.source)
+    raise UnsupportedError(f"{node.op} '{node.display_name}' cannot be written to ONNX: {why}", where=node.source)
 
 
 def tensor_type(dtype: str) -> int:

@@ -70,7 +70,7 @@ def splice(builder: OnnxBuilder, node: Node) -> list[str]:
         called, way = node.attrs["target"], "export without it"
         if called.startswith("keras:"):
             called, way = node.layer_type, "set KERAS_BACKEND=torch, on which many layers have one"
-        what = f"Operator '{called}' of '{node.who}' has no ONNX form"
+        what = f"Operator '{called}' of '{node.display_name}' has no ONNX form"
         hint = f"replace it by standard operators, or {way}"
         raise UnsupportedError(what, where=node.source, got=first_line(e), hint=hint) from e
     prefix = builder.fresh("opaque")

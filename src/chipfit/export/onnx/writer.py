@@ -82,7 +82,7 @@ def _writable(graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
         if n.name in reasons:
             refuse(n, reasons[n.name])
     if unknown:
-        got = ", ".join(f"{n.op} '{n.who}' ({REFUSED.get(n.op, 'unknown')})" for n in unknown)
+        got = ", ".join(f"{n.op} '{n.display_name}' ({REFUSED.get(n.op, 'unknown')})" for n in unknown)
         allowed = ", ".join(sorted({*WRITERS, *RULES}))
         hint = "replace them in the model, or export the part without them"
         raise UnsupportedError("These operators have no ONNX writer", got=got, allowed=allowed, hint=hint)

@@ -181,7 +181,7 @@ class Builder:
     def _canonical(self, node: Node) -> CanonicalOperation:
         if node.op not in LOWERINGS or LOWERINGS[node.op].kernel is None:
             hint = "export or verify the result, which needs no Keras model"
-            raise UnsupportedError(f"{node.op} '{node.who}' has no Keras form", hint=hint)
+            raise UnsupportedError(f"{node.op} '{node.display_name}' has no Keras form", hint=hint)
         slots: list[Any] = []
         for i in node.inputs:
             w = self.graph.weights.get(i or "")
@@ -270,7 +270,7 @@ class Builder:
 
     def _opaque(self, node: Node) -> Any:
         if not node.attrs["target"].startswith(PREFIX):
-            raise UnsupportedError(f"'{node.attrs['target']}' of '{node.who}' has no Keras form")
+            raise UnsupportedError(f"'{node.attrs['target']}' of '{node.display_name}' has no Keras form")
         variables, args, kwargs = node.attrs["args"]
         operation = new_operation(node.attrs["target"], self._unique(node.name))
         w, names = self.graph.weights, [i for i in node.inputs if i is not None]

@@ -139,7 +139,9 @@ class BlockReconstruction:
             try:
                 notes += self.reconstruct(b.subgraph(out, heads), b.subgraph(self.graph, heads))
             except KeyboardInterrupt:
-                notes.append(f"{Interrupted.NOTE}: '{out.nodes[b.first].who}' and what follows it keep their codes")
+                notes.append(
+                    f"{Interrupted.NOTE}: '{out.nodes[b.first].display_name}' and what follows it keep their codes"
+                )
                 break
             later = {i for rest in blocks[k + 1 :] for i in rest.inputs}
             for streams in (self.floats, self.quantized):
@@ -202,7 +204,7 @@ class BlockReconstruction:
             if why is None and any(n.weight == name for name, _ in self.plan.sums):
                 why = "the chip bounds the sum of its codes"
             if why:
-                notes.append(f"the rounding of '{n.who}' is not learned: {why}")
+                notes.append(f"the rounding of '{n.display_name}' is not learned: {why}")
             if why is not None:
                 continue
             w = self.graph.weights[n.weight].detach().float()
