@@ -29,13 +29,13 @@ def row(run: Mapping[str, Any]) -> dict[str, Any]:
         return out | {"error": run["error"]}
     config, measured = outcome["config"], [d for d in outcome["deployed"] if d["top1"] is not None]
     best = max(measured, key=_top1, default=None)
-    trains, asked = config["qparams"], config["ptq"]
-    methods = (trains["w_method"], trains["a_method"]) if trains else (asked["weight_rule"], asked["rule"])
+    trains, ptq = config["qparams"], config["ptq"]
+    methods = (trains["w_method"], trains["a_method"]) if trains else (ptq["weight_rule"], ptq["rule"])
     out |= {k: outcome[k] for k in ("setting", "top1", "seconds", "size")}
     return out | {
         "model": config["model"]["type"],
         "method": " / ".join(dict.fromkeys(methods)),
-        "bit": trains["bit"] if trains else asked["bit"],
+        "bit": trains["bit"] if trains else ptq["bit"],
         "float": outcome["float_top1"],
         "below": outcome["float_top1"] - outcome["top1"],
         "deployed": None if best is None else best["top1"],

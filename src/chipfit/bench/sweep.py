@@ -44,7 +44,7 @@ def _signal_text(status: int) -> str:
 
 
 def sweep(
-    wanted: Mapping[str, Config],
+    experiments: Mapping[str, Config],
     matrix: Path,
     home: Path,
     *,
@@ -62,7 +62,7 @@ def sweep(
     An interrupted sweep can be resumed: each experiment has its own checkpoint, and is done once its outcome is stored.
 
     Args:
-        wanted: folder below the matrix -> configuration.
+        experiments: folder below the matrix -> configuration.
         ray: None: without Ray; "local": Ray on this machine; else the address of a cluster, whose machines share `home`
             and the matrix.
         cpus, gpus, memory: resources of one experiment on Ray; memory in bytes.
@@ -70,9 +70,9 @@ def sweep(
         report: called when the state of an experiment changes.
     """
     store = Store(home / "runs.sqlite")
-    done = store.done(c.key for c in wanted.values())
-    left = {name: 1 + retries for name, c in wanted.items() if c.key not in done}
-    for name in wanted.keys() - left.keys():
+    done = store.done(c.key for c in experiments.values())
+    left = {name: 1 + retries for name, c in experiments.items() if c.key not in done}
+    for name in experiments.keys() - left.keys():
         report(name, "done before")
     failed: list[str] = []
     with _executor(workers, ray, cpus, gpus, memory) as start:
@@ -81,7 +81,7 @@ def sweep(
         while queue or running:
             while queue and (ray is not None or len(running) < workers):
                 name = queue.pop(0)
-                if store.done([wanted[name].key]):
+                if store.done([experiments[name].key]):
                     report(name, "done elsewhere")
                     continue
                 report(name, "runs")
@@ -97,13 +97,15 @@ def sweep(
                     queue.append(name)
                     continue
                 left[name] -= 1
-                if status == 0 or store.done([wanted[name].key]):  # a process may be killed after it stored its outcome
+                if status == 0 or store.done(
+                    [experiments[name].key]
+                ):  # a process may be killed after it stored its outcome
                     report(name, "done")
                 elif left[name]:
                     report(name, "failed: tries again")
                     queue.append(name)
                 else:
-                    c = wanted[name]
+                    c = experiments[name]
                     store.put(c.key, c.name, c.study, None, text)
                     report(name, "failed")
                     failed.append(name)
@@ -129,8 +131,8 @@ def _executor(
         hint = "local, or HOST:PORT of a head that `ray start --head` has started"
         raise RuntimeUnavailable(f"Ray cannot be reached: {short_message(e)}", where=ray, hint=hint) from e
     try:
-        have, asked = cluster.cluster_resources(), {"CPU": cpus, "GPU": gpus, "memory": memory or 0}
-        short = [f"{k} {v:g} of {have.get(k, 0):g}" for k, v in asked.items() if v > have.get(k, 0)]
+        available, requested = cluster.cluster_resources(), {"CPU": cpus, "GPU": gpus, "memory": memory or 0}
+        short = [f"{k} {v:g} of {available.get(k, 0):g}" for k, v in requested.items() if v > available.get(k, 0)]
         if short and ray == "local":  # a cluster may grow
             hint = "request fewer resources"
             raise ConfigError("No experiment fits on this machine", got=", ".join(short), hint=hint)

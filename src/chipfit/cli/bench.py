@@ -39,34 +39,34 @@ def run(
     from chipfit.bench.store import Store
     from chipfit.bench.sweep import BUSY
 
-    asked = configs.load(config)
+    experiment = configs.load(config)
     store = Store(home / "runs.sqlite")
-    if not again and store.done([asked.key]):
-        typer.echo(f"{asked.name}: done before; use --again to run it once more")
+    if not again and store.done([experiment.key]):
+        typer.echo(f"{experiment.name}: done before; use --again to run it once more")
         return
-    should_stop = _median_stop_rule(store, asked) if stop_early else None
+    should_stop = _median_stop_rule(store, experiment) if stop_early else None
     try:
-        outcome = run_one(asked, home, typer.echo, should_stop)
+        outcome = run_one(experiment, home, typer.echo, should_stop)
     except Busy as e:
         typer.echo(str(e), err=True)
         raise typer.Exit(BUSY) from None
     if outcome is not None:
-        store.put(asked.key, asked.name, asked.study, outcome.record)
-        remove_checkpoint(asked, home)
+        store.put(experiment.key, experiment.name, experiment.study, outcome.record)
+        remove_checkpoint(experiment, home)
         for d in outcome.deployed:
             found = f"{d.top1:.2f} %, {d.differing} of {d.integers} integers differ" if d.top1 is not None else d.why
             typer.echo(f"deployed on {d.platform}, {d.runtime}: {found}")
-        typer.echo(f"{asked.name}: {outcome.top1:.2f} %, float {outcome.float_top1:.2f} %")
+        typer.echo(f"{experiment.name}: {outcome.top1:.2f} %, float {outcome.float_top1:.2f} %")
 
 
-def _median_stop_rule(store: Any, asked: Any) -> Any:
+def _median_stop_rule(store: Any, experiment: Any) -> Any:
     """Return a rule that stops a run if its accuracy is below the median of its study at the same step.
 
     Source: Golovin et al. 2017, Google Vizier, section 3.2.2.
     """
     from statistics import median
 
-    others = [dict(map(tuple, r["outcome"]["curves"]["top1"])) for r in store.rows(asked.study) if r["outcome"]]
+    others = [dict(map(tuple, r["outcome"]["curves"]["top1"])) for r in store.rows(experiment.study) if r["outcome"]]
 
     def should_stop(curves: Curves) -> bool:
         step, reached = curves.top1[-1]
@@ -109,7 +109,7 @@ def sweep(
     from chipfit.bench.matrix import configs
     from chipfit.bench.sweep import sweep as run_all
 
-    wanted, states = configs(matrix, study), dict[str, str]()
+    experiments, states = configs(matrix, study), dict[str, str]()
     console = Console()
 
     def progress_table() -> Table:
@@ -117,7 +117,7 @@ def sweep(
         ended = sum(s in ("done", "done before", "failed") for s in states.values())
         for name in [n for n, s in states.items() if s not in ("done", "done before")][-20:]:
             table.add_row(name, states[name])
-        table.caption = f"{ended} of {len(wanted)} ended"
+        table.caption = f"{ended} of {len(experiments)} ended"
         return table
 
     with Live(progress_table(), console=console, auto_refresh=False, transient=True) as live:
@@ -129,8 +129,10 @@ def sweep(
                 typer.echo(f"{name}: {what}")
 
         resources = {"cpus": cpus, "gpus": gpus, "memory": memory, "retries": retries, "stop_early": stop_early}
-        failed = run_all(wanted, matrix, home, workers=workers, ray=ray, report=report, **resources)  # type: ignore[arg-type]
-    typer.echo(f"{len(wanted) - len(failed)} of {len(wanted)} experiments have an outcome in {home / 'runs.sqlite'}")
+        failed = run_all(experiments, matrix, home, workers=workers, ray=ray, report=report, **resources)  # type: ignore[arg-type]
+    typer.echo(
+        f"{len(experiments) - len(failed)} of {len(experiments)} experiments have an outcome in {home / 'runs.sqlite'}"
+    )
     raise typer.Exit(int(bool(failed)))
 
 

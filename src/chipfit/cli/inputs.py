@@ -126,11 +126,11 @@ def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
 def _images(folder: Path, side: int, mean: torch.Tensor, std: torch.Tensor) -> list[torch.Tensor]:
     Image = import_optional("PIL.Image", "A folder of images", DataError, "pillow")
     files: list[Path] = []
-    seen = 0
+    count = 0
     for where, _, names in os.walk(folder):  # skips unreadable folders
         files += (Path(where, n) for n in names if Path(n).suffix.lower() in _IMAGES)
-        seen += 1 + len(names)
-        if seen > _MOST_FILES:
+        count += 1 + len(names)
+        if count > _MOST_FILES:
             allowed = f"at most {_MOST_FILES:,} files; about a hundred images are enough"
             raise DataError("Folder holds too many files to search for images", where=str(folder), allowed=allowed)
     files.sort()

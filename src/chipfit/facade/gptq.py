@@ -203,13 +203,13 @@ def pytorch_gradient_post_training_quantization(
     Raises:
         UnsupportedError: an option is not supported.
     """
-    who = f"{framework_prefix(model)}_{_NAME}"
-    chosen = check_value(GradientPTQConfig | None, gptq_config, ConfigError, who, "gptq_config") or GradientPTQConfig(5)
+    facade = f"{framework_prefix(model)}_{_NAME}"
+    config = check_value(GradientPTQConfig | None, gptq_config, ConfigError, facade, "gptq_config")
     if gptq_representative_data_gen is not None:
         hint = "yield those images from representative_data_gen"
         raise UnsupportedError("'gptq_representative_data_gen' is not supported", hint=hint)
     first_batch_of(representative_data_gen)  # raises if there is none
-    steps = chosen.to_steps(sum(1 for _ in representative_data_gen()))
+    steps = (config or GradientPTQConfig(5)).to_steps(sum(1 for _ in representative_data_gen()))
     options = target_resource_utilization, core_config, target_platform_capabilities
     return quantize_model(_NAME, model, representative_data_gen, *options, steps=steps)
 

@@ -102,8 +102,8 @@ def pytorch_quantization_aware_training_init(
         UnsupportedError: a method cannot train a tensor; see also `pytorch_post_training_quantization`.
         UnknownNameError: there is no such method.
     """
-    who = f"{framework_prefix(in_model)}_{_NAME}"
-    chosen = check_value(QATConfig | None, qat_config, ConfigError, who, "qat_config") or QATConfig()
+    facade = f"{framework_prefix(in_model)}_{_NAME}"
+    chosen = check_value(QATConfig | None, qat_config, ConfigError, facade, "qat_config") or QATConfig()
     training = chosen.to_training(framework_of(in_model))  # before the work
     options = target_resource_utilization, core_config, target_platform_capabilities
     model, information = quantize_model(_NAME, in_model, representative_data_gen, *options)

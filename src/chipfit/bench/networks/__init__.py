@@ -45,9 +45,9 @@ def model_entry(config: Model | Mapping[str, Any], pretrained: bool = False, pat
     else:
         network = _create(import_by_name(model.type, "network", ConfigError), model)
     if pretrained and path is None and not colon:
-        kept = Path(os.environ.get("CHIPFIT_WEIGHTS", ""), f"{model.type}.safetensors")
-        if "CHIPFIT_WEIGHTS" in os.environ and kept.is_file():
-            return _with_weights(network, kept)
+        weights = Path(os.environ.get("CHIPFIT_WEIGHTS", ""), f"{model.type}.safetensors")
+        if "CHIPFIT_WEIGHTS" in os.environ and weights.is_file():
+            return _with_weights(network, weights)
         hint = "CHIPFIT_WEIGHTS=FOLDER with MODEL.safetensors, or train it first: saver.pretrain.epochs"
         raise ConfigError("Network has no trained weights", where=model.type, hint=hint)
     return network if path is None else _with_weights(network, Path(path))

@@ -157,8 +157,8 @@ def _width_overrides(graph: Graph, names: Mapping[str, QuantizeBase]) -> dict[st
     for n in graph.nodes:
         weights = [names[i].bitwidth for i in n.inputs if i in names and i in graph.weights]
         results = [names[o].bitwidth for o in n.outputs if o in names]
-        asked = {k: bits[0] for k, bits in (("bits", weights), ("activation_bits", results)) if bits and bits[0] != 8}
-        out |= {n.name: asked} if asked else {}
+        widths = {k: bits[0] for k, bits in (("bits", weights), ("activation_bits", results)) if bits and bits[0] != 8}
+        out |= {n.name: widths} if widths else {}
     return out
 
 

@@ -110,8 +110,8 @@ def _rules(
     alone = all(m.op for m in members)  # every layer has known operators
     if base.quantization_preserving:
         same = tuple(o.model_copy(update={"out": "same"}) for o in use)
-        kept = OpRule(match=("*",), use=same, rules=(Rule(tie=("in0", "out")),), exec="int", **_COMMON)
-        parts = [(weighted, kept), (ops - weighted, follow)]
+        preserving = OpRule(match=("*",), use=same, rules=(Rule(tie=("in0", "out")),), exec="int", **_COMMON)
+        parts = [(weighted, preserving), (ops - weighted, follow)]
     elif base.enable_activation_quantization:
         parts = [(ops, kernel)]
     else:

@@ -97,25 +97,25 @@ class BaseTrainableQuantizer(ABC):
 
     def _validate(self, config: Any) -> None:
         cls = type(self)
-        who = cls.__name__
+        owner = cls.__name__
         if "quantization_target" not in vars(cls):
             hint = "put @mark_quantizer(quantization_target=..., quantization_method=[...], identifier=...) over it"
-            raise ConfigError(f"{who} is improperly defined: target and methods are missing", hint=hint)
+            raise ConfigError(f"{owner} is improperly defined: target and methods are missing", hint=hint)
         wanted, role = CONFIGS[cls.quantization_target], cls.quantization_target.role
         first, *others = inspect.signature(cls).parameters.values()
         note = first.annotation if isinstance(first.annotation, str) else getattr(first.annotation, "__name__", "")
         if note.rpartition(".")[2] != wanted.__name__ or any(p.default is p.empty for p in others):
             allowed = f"first a {wanted.__name__}, annotated, then arguments with defaults"
             got = str(inspect.signature(cls))[:200]
-            raise ConfigError(f"{who} is improperly defined: its constructor's arguments", got=got, allowed=allowed)
+            raise ConfigError(f"{owner} is improperly defined: its constructor's arguments", got=got, allowed=allowed)
         if not isinstance(config, wanted):
             other = next((t.role for t, c in CONFIGS.items() if isinstance(config, c)), type(config).__name__)
             what = f"Expected {role} quantization configuration; received {other} quantization configuration"
-            raise ConfigError(what, where=who)
+            raise ConfigError(what, where=owner)
         if (method := config.field_ending("_method")) not in cls.quantization_method:
             expected = ", ".join(map(str, cls.quantization_method))
             what = f"Quantization method mismatch. Expected methods: [{expected}], received: {method}"
-            raise ConfigError(what, where=who)
+            raise ConfigError(what, where=owner)
 
     # ---- methods of a subclass
 
