@@ -93,7 +93,7 @@ FOREIGN: tuple[str, ...] = (
     "facade/import_by_name.py:import_by_name",
     "facade/import_by_name.py:call_factory",
     "ranges/__init__.py:choose",  # the user's rule
-    "decide/overrides.py:_meant",  # the user's filter
+    "decide/overrides.py:_chooses",  # the user's filter
     "verify/run.py:_run",  # runtimes
 )
 
