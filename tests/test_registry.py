@@ -20,30 +20,18 @@ def nothing(graph):
     return graph, []
 
 
-def test_a_pass_without_its_stage_is_refused_with_what_is_missing():
-    with pytest.raises(
-        RegistrationError, match=r"The pass 'mine' does not declare 'stage'.*Allowed: stage, after, setting"
-    ):
-        register("pass", "mine")(nothing)
-
-
-def test_a_declaration_that_says_something_unknown_is_refused():
-    with pytest.raises(RegistrationError, match=r"The pass 'mine' declares the unknown 'befor'"):
-        register("pass", "mine", stage="rewrite", befor=("equalize",))(nothing)
-
-
-def test_a_format_without_suffixes_is_refused():
-    with pytest.raises(RegistrationError, match=r"The file format 'mine' does not declare 'suffixes'"):
-        register("format", "mine")(nothing)
-
-
-def test_a_runtime_that_cannot_run_is_refused():
-    class Device:
-        def executed(self):
-            return {}
-
-    with pytest.raises(RegistrationError, match=r"The runtime 'mine' has no 'run'"):
-        register("runtime", "mine", suffix=".onnx")(Device)
+@pytest.mark.parametrize(
+    ("kind", "declared", "message"),
+    [
+        ("pass", {}, r"The pass 'mine' does not declare 'stage'.*Allowed: stage, after, setting"),
+        ("pass", {"stage": "rewrite", "befor": ("equalize",)}, "The pass 'mine' declares the unknown 'befor'"),
+        ("format", {}, "The file format 'mine' does not declare 'suffixes'"),
+        ("runtime", {"suffix": ".onnx"}, "The runtime 'mine' has no 'run', 'executed'"),
+    ],
+)
+def test_an_incomplete_or_unknown_declaration_is_refused(kind, declared, message):
+    with pytest.raises(RegistrationError, match=message):
+        register(kind, "mine", **declared)(nothing)
 
 
 def test_a_name_that_is_taken_is_refused_with_both_homes():

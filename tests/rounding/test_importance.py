@@ -12,13 +12,13 @@ import chipfit
 from chipfit import Settings
 from chipfit.calibration.collect import Need, TensorStats, collect
 from chipfit.errors import DataError
-from chipfit.graph.ir import Graph, Node, Value
+from chipfit.graph.ir import Node
 from chipfit.ranges import choose
 from chipfit.rounding import importance as importance_of
 from chipfit.rounding.compare import Reference
 from chipfit.rounding.importance import importance
+from tests.build import NEAREST, graph_of, model_of, quantized, randn
 
-OFF = Settings(rounding="off")
 FOUR = {"*": {"bits": 4, "activation_bits": 8}}
 
 
@@ -41,9 +41,7 @@ class Net(nn.Module):
 
 
 def images(count, seed):
-    return torch.randn(count, 3, 12, 12, generator=torch.Generator().manual_seed(seed)) * torch.tensor(
-        [3.0, 1.0, 0.1]
-    ).view(3, 1, 1)
+    return randn(count, 3, 12, 12, seed=seed) * torch.tensor([3.0, 1.0, 0.1]).view(3, 1, 1)
 
 
 DATA, NEW = list(images(64, 1).split(32)), images(256, 2)
@@ -102,16 +100,7 @@ def test_importance_of_an_input_is_the_squared_gradient_where_its_values_are():
 
 
 def test_a_weight_that_two_operators_read_matters_for_both():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.fc = nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.fc(torch.relu(self.fc(x)))
-
-    model, x = Twice().eval(), torch.randn(16, 4, generator=torch.Generator().manual_seed(3))
+    model, x = model_of(lambda m, x: m.fc(torch.relu(m.fc(x))), fc=nn.Linear(4, 4)), randn(16, 4, seed=3)
     graph, stats = captured(model, [x])
     both = importance(graph, (), ["fc.weight"], stats, [[x]])["fc.weight"]
     last = importance(graph, [("fc.weight", graph.nodes[0].name)], ["fc.weight"], stats, [[x]])["fc.weight"]
@@ -125,7 +114,7 @@ def layer():
     size = torch.logspace(-1.5, 1, 48)
     with torch.no_grad():
         model.weight /= size
-    return model.eval(), lambda seed: torch.randn(256, 48, generator=torch.Generator().manual_seed(seed)) * size
+    return model.eval(), lambda seed: randn(256, 48, seed=seed) * size
 
 
 @pytest.mark.parametrize("bits", [3, 4])
@@ -139,8 +128,7 @@ def test_the_outputs_of_a_layer_lose_less_on_new_data(bits):
 
     def lost(rule):
         wide = {"*": {"bits": bits, "activation_bits": 16}}
-        options = {"weight_rule": rule, "overrides": wide, "settings": OFF, "progress": False}
-        result = chipfit.quantize(model, list(draw(1).split(32)), "mqbench_academic", **options)
+        result = fitted(rule, overrides=wide, model=model, data=list(draw(1).split(32)))
         assert result.plan.tensors["weight"].origin == f"{rule} over the weights"
         return error(result.plan["weight"]), result
 
@@ -152,8 +140,8 @@ def test_the_outputs_of_a_layer_lose_less_on_new_data(bits):
 
 
 def fitted(weights, platform="mqbench_academic", overrides=FOUR, model=None, data=DATA, **options):
-    options = {"weight_rule": weights, "settings": OFF, **options}
-    return chipfit.quantize(model or Net().eval(), data, platform, overrides=overrides, progress=False, **options)
+    options = {"weight_rule": weights, "settings": NEAREST, **options}
+    return quantized(model or Net(), data, platform, overrides=overrides, **options)
 
 
 def loss(result):
@@ -217,14 +205,11 @@ def test_no_batch_is_refused_as_ever():
 
 # ---------------------------------------------------------------- by hand, of slopes that are given
 
-SHAPE = {"x": (None, 3, 2), "y": (None, 3, 2), "z": (None, 3, 2)}
-
 
 def two_layers():
     """y = x w', z = y v'; three positions of two numbers."""
-    nodes = [Node(o, "Linear", (i, w, None), (o,)) for o, i, w in (("y", "x", "w"), ("z", "y", "v"))]
-    weights = {"w": torch.ones(2, 2), "v": torch.ones(2, 2), "c": torch.ones(2, 2)}
-    return Graph(nodes, ["x"], ["z"], {n: Value(n, s) for n, s in SHAPE.items()}, weights)
+    weights = dict.fromkeys("wvc", torch.ones(2, 2))
+    return graph_of("y = Linear(x, w, -)", "z = Linear(y, v, -)", weights=weights, shape=(None, 3, 2))
 
 
 def given(monkeypatch, values, slopes):
@@ -241,14 +226,10 @@ def given(monkeypatch, values, slopes):
     return asked
 
 
-def drawn_numbers(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 @pytest.mark.parametrize("at_once", [1, 1 << 24])
 def test_squares_of_weights_are_of_the_sums_over_positions_of_each_sample(at_once, monkeypatch):
     monkeypatch.setattr(importance_of, "CHUNK", at_once)
-    x, y, of_y = drawn_numbers(40, 3, 2), drawn_numbers(40, 3, 2, seed=1), drawn_numbers(40, 3, 2, seed=2)
+    x, y, of_y = randn(40, 3, 2), randn(40, 3, 2, seed=1), randn(40, 3, 2, seed=2)
     asked = given(monkeypatch, {"x": x, "y": y}, {"y": of_y, "z": torch.zeros(40, 3, 2)})
     found = importance(two_layers(), (), ["w", "v", "b", "x"], {}, [[x]])
     want = torch.einsum("npo,npk->nok", of_y, x).square().sum(0)
@@ -265,14 +246,14 @@ def test_as_many_samples_are_held_at_once_as_fit(most, positions, held, monkeypa
     sizes, old = [], importance_of.patches
     monkeypatch.setattr(importance_of, "patches", lambda node, x, *rest: sizes.append(len(x)) or old(node, x, *rest))
     monkeypatch.setattr(importance_of, "CHUNK", most)
-    x = drawn_numbers(6, positions, 2)
+    x = randn(6, positions, 2)
     given(monkeypatch, {"x": x}, {"y": x})
     importance(two_layers(), (), ["w"], {}, [[x]])
     assert sizes == [held] * (6 // held)
 
 
 def test_operators_that_read_in_float_or_no_data_at_all_do_not_count(monkeypatch):
-    x = drawn_numbers(4, 3, 2)
+    x = randn(4, 3, 2)
     asked = given(monkeypatch, {"x": x, "y": x}, {"y": x, "z": x})
     assert set(importance(two_layers(), [("w", "y")], ["w", "v"], {}, [[x]])) == {"v"}
     assert asked == [({"z"}, {"y"})]
@@ -294,7 +275,7 @@ def test_without_anything_to_weigh_no_image_is_read():
 @pytest.mark.parametrize("edges, name", [((), "x"), ([("x", "y")], "x in codes")])
 def test_squares_of_slopes_are_counted_where_their_values_lie(edges, name, monkeypatch):
     """Bins of 1 / 128 from -4 to 12; a floor of 0.3 of the mean square, in each chunk; exact zeros left out."""
-    x, g = 3 * drawn_numbers(40, 3, 2) + 4, drawn_numbers(40, 3, 2, seed=1)
+    x, g = 3 * randn(40, 3, 2) + 4, randn(40, 3, 2, seed=1)
     x[:, 0, 0], x[0, 1, 0], x[1, 1, 0], x[2, 1, 0], x[3, 1, 0] = 0.0, -4.0, 12.0, -99.0, 99.0
     asked = given(monkeypatch, {name: x}, {name: g})
     stats = {"x": TensorStats("x", -4.0, 12.0), "y": TensorStats("y", 0.0, 1.0)}
