@@ -15,8 +15,9 @@ from chipfit import steps
 from chipfit.calibration.collect import TensorStats
 from chipfit.decide import scales, statistics
 from chipfit.decide.assignment import Assignment, assign
-from chipfit.decide.constraints import plan_limits, tie_groups
+from chipfit.decide.constraints import tie_groups
 from chipfit.decide.dynamic import with_dynamic, without_dynamic
+from chipfit.decide.legality import plan_limits
 from chipfit.decide.override_effects import unapplied_overrides, unmet_io_formats
 from chipfit.decide.overrides import Overrides, override_entries, resolve_overrides, with_results
 from chipfit.decide.requantize import requantize

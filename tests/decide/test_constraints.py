@@ -10,13 +10,11 @@ import torch
 
 from chipfit.decide.constraints import (
     Constraint,
-    ProductBound,
     connected_components,
     dictated_qparams,
-    plan_limits,
-    product_bounds,
     tie_groups,
 )
+from chipfit.decide.legality import ProductBound, plan_limits, product_bounds
 from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import Graph
 from chipfit.platform.schema import Rule

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from chipfit.decide.constraints import dictated_qparams, product_bounds, tie_groups
-from chipfit.decide.legality import project
+from chipfit.decide.constraints import dictated_qparams, tie_groups
+from chipfit.decide.legality import product_bounds, project
 from chipfit.errors import UnsupportedError
 from chipfit.platform.load import load, names
 from chipfit.platform.match import resolve

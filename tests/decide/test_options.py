@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from chipfit.decide.groups import find_groups
-from chipfit.decide.options import KEPT_BY_USER, execution_modes, first_compatible_option, with_applicable_options
+from chipfit.decide.options import KEPT_BY_USER, execution_modes, first_compatible_option, limit_options
 from chipfit.errors import UnsupportedError
 from chipfit.platform.schema import Format
 from tests.build import graph_of, platform_of, quantized, sequential
@@ -51,7 +51,7 @@ def group_of(use, choices=None, *, op="Linear", weights=None, ints=(), formats=F
 
 def applicable(use, choices=None, float_values=None, **more):
     graph, chip, group = group_of(use, choices, **more)
-    return with_applicable_options(graph, chip, group, float_values or {}).resolved
+    return limit_options(graph, chip, group, float_values or {}).resolved
 
 
 CONV = ["float float float", "a8 w8 a8", "a8 w4 a8", "a16 w8 a16", "float w4 float"]

@@ -5,20 +5,15 @@ No number is decided here: ranges come later, from data.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from chipfit.decide.constraints import Constraint
-from chipfit.decide.formats import (
-    FormatPropagation,
-    GroupDecision,
-    formats_wanted_by_consumers,
-    limit_to_consumers,
-)
-from chipfit.decide.groups import NO_FORMAT, Operand, blocks_of, find_groups, format_of
-from chipfit.decide.options import KEPT_BY_USER, execution_modes, with_applicable_options
-from chipfit.decide.overrides import OF_WEIGHTS, constrain_format, method_of
+from chipfit.decide.formats import FormatPropagation, GroupDecision, limit_to_consumers, propagate_formats
+from chipfit.decide.groups import NO_FORMAT, NodeGroups, Operand, blocks_of, find_groups, format_of
+from chipfit.decide.options import KEPT_BY_USER, execution_modes, limit_options
+from chipfit.decide.overrides import OF_WEIGHTS, NodeOverrides, constrain_format, method_of
 from chipfit.errors import UnsupportedError
 from chipfit.graph.float_only import float_only_values
 from chipfit.graph.ir import Graph, Node
@@ -93,10 +88,7 @@ class Assignment:
 
 
 def assign(
-    graph: Graph,
-    platform: Platform,
-    groups: Sequence[tuple[str, ...]] = (),
-    overrides: Mapping[str, Mapping[str, Any]] | None = None,
+    graph: Graph, platform: Platform, groups: NodeGroups = (), overrides: NodeOverrides | None = None
 ) -> Assignment:
     """Choose a format for every tensor.
 
@@ -117,13 +109,9 @@ def assign(
     # if quantizers belong to readers alone or to writers alone, no kernel can choose what suits its neighbours
     modes = {g.head.name: execution_modes(g) for g in found} if platform.place.at == "both" else {}
     # backwards, so that an error names the last of several layers with impossible bits
-    found = [
-        g if g.is_pass_through else with_applicable_options(graph, platform, g, float_values) for g in reversed(found)
-    ][::-1]
-    wanted = {v: f for v, f in formats_wanted_by_consumers(graph, platform, found).items() if v not in float_values}
-    formats = FormatPropagation(graph, platform, wanted, float_values)
-    out = AssignmentBuilder(graph, platform, formats)
-    decisions = [formats.decide(g) for g in found]
+    found = [g if g.is_pass_through else limit_options(graph, platform, g, float_values) for g in reversed(found)][::-1]
+    formats = propagate_formats(graph, platform, found, float_values)
+    out, decisions = AssignmentBuilder(graph, platform, formats), formats.decisions
     for k, decision in enumerate(decisions):
         out.add(decision)
         if k == 0:  # plans list the model's inputs behind the weights of the first operator

@@ -1,27 +1,16 @@
-"""The platform's rules over named tensors: ties, dictated scales, bounds on products of scales."""
+"""The platform's rules over named tensors: ties, storage types and dictated scales."""
 
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.ops import OPS
-from chipfit.plan.record import TensorPlan
 from chipfit.platform.schema import Rule
-from chipfit.quantizers.scale_bounds import ScaleBound
 
 #: a scale and a zero point
 FixedQParams = tuple[float, int]
-#: a strict upper bound is kept by this much in log2, which rounding to float32 does not cross
-MARGIN = 2e-6
-#: an equality holds up to this much in log2: two roundings of float32
-EQUAL = 2.5e-7
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,80 +113,3 @@ def dictated_qparams(constraints: Sequence[Constraint]) -> dict[str, FixedQParam
 def _two_values(what: str, got: str) -> UnsupportedError:
     hint = "keep the operator that joins them in float with overrides"
     return UnsupportedError(f"{what} fixed to two different (scale, zero point)", got=got, hint=hint)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProductBound(ScaleBound):
-    """A bound on the product of scales of named tensors, and the rule that it comes from."""
-
-    rule: Rule
-
-    def __post_init__(self) -> None:
-        """Accept a bound without terms: if ties leave no tensor, the projection finds out whether the bound holds."""
-
-    def total(self, log: Mapping[str, Array]) -> Array:
-        """Return the sum of exponent * log2(scale) by channel, [] or [C]; one scale for all channels counts in each."""
-        return sum((e * log[t] for t, e in self.terms), start=np.zeros(()))
-
-    def holds(self, log: Mapping[str, Array]) -> bool:
-        total, slack = self.total(log), EQUAL if self.low == self.high else 1e-12
-        return bool(np.all(total >= self.low - slack) and np.all(total <= self.high + slack))
-
-
-def product_bounds(constraints: Iterable[Constraint], tensors: Collection[str]) -> list[ProductBound]:
-    """Return the hard product rules over `tensors`; a rule with a slot whose tensors are all float bounds nothing.
-
-    A slot with several tensors ("ins") gives one bound for each; two such slots are paired in order.
-    """
-    out = []
-    for c, r in hard_rules(constraints):
-        factors = [([t for t in c.of(slot) if t in tensors], e) for slot, e in (r.scale_product or {}).items()]
-        if not factors or not all(ts for ts, _ in factors):
-            continue
-        low, high = _bounds(r, c.attrs)
-        for k in range(max(len(ts) for ts, _ in factors)):
-            terms = tuple((ts[min(k, len(ts) - 1)], e) for ts, e in factors)
-            out.append(ProductBound(op=c.op, terms=terms, low=low, high=high, rule=r))
-    return out
-
-
-def _bounds(rule: Rule, attrs: Mapping[str, Any]) -> tuple[float, float]:
-    """Return [low, high] of the product of scales, in log2."""
-    low, high = rule.bounds
-    times = float(attrs.get(rule.times, 1.0)) if rule.times else 1.0
-    if times == 0:
-        return -math.inf, math.inf
-    low, high = sorted((low / times, high / times))  # a negative factor swaps the bounds
-    strictly = MARGIN if rule.lt is not None and high == rule.lt / abs(times) else 0.0
-    return (math.log2(low) if low > 0 else -math.inf), (math.log2(high) - strictly if 0 < high < math.inf else math.inf)
-
-
-def plan_limits(graph: Graph, constraints: Sequence[Constraint], tensors: Mapping[str, TensorPlan]) -> dict[str, Any]:
-    """Return `limits`, `fixed`, `zeros` and `sums` of a Plan: what training must not do to its numbers.
-
-    Biases follow from other tensors and are in none of them. `sums` leaves out weights that cannot exceed theirs.
-    """
-    grids = {t.name: t.stored.grid for t in tensors.values() if t.stored is not None and t.role != "bias"}
-    bounds = [(r.op, r.terms, r.low, r.high) for r in product_bounds(constraints, grids) if r.terms]
-    for t, grid in grids.items():
-        if grid.scale_min:
-            bounds.append((tensors[t].op, ((t, 1),), math.log2(np.float32(grid.scale_min)), math.inf))
-    limits = [
-        ScaleBound(op=op, terms=terms, low=low, high=high)
-        for op, terms, low, high in dict.fromkeys(bounds)
-        if math.isfinite(low) or math.isfinite(high)
-    ]
-    sums: dict[str, float] = {}
-    for c, r in hard_rules(constraints):
-        for t in c.of("w") if r.wsum_max else ():
-            shape, most = graph.shape(t), float(r.wsum_max or 0)
-            count = math.prod(int(n or 1) for n in shape) // int(shape[OPS[c.op].weight_axis] or 1)
-            if t in grids and count * max(-grids[t].qmin, grids[t].qmax) > most:
-                sums[t] = min(most, sums.get(t, most))
-    zeros = {t for c, r in hard_rules(constraints) if r.zero for t in c.of(r.zero)}
-    return {
-        "limits": tuple(limits),
-        "fixed": tuple(sorted(dictated_qparams(constraints).keys() & grids.keys())),
-        "zeros": tuple(sorted(zeros & grids.keys())),
-        "sums": tuple(sums.items()),
-    }

@@ -3,6 +3,8 @@
 Both see through pass-through operators, which move quantized values without arithmetic.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -60,7 +62,7 @@ def formats_wanted_by_consumers(graph: Graph, platform: Platform, groups: Sequen
     result on to its data, unless other nodes read them too: then the data keep the format of their producer.
 
     Args:
-        groups: with the options that they can take (`options.with_applicable_options`).
+        groups: with the options that they can take (`options.limit_options`).
     """
     given = () if platform.unlisted == "cpu" else platform.place.io_out  # the CPU may return outputs in any format
     out = dict.fromkeys(graph.outputs if given and "float" not in given else (), next(iter(given), ""))
@@ -94,6 +96,21 @@ class GroupDecision:
         return self.exec != "float"
 
 
+def propagate_formats(
+    graph: Graph, platform: Platform, groups: Sequence[FusedGroup], float_values: Mapping[str, str]
+) -> FormatPropagation:
+    """Decide every group.
+
+    Args:
+        groups: with the options that they can take (`options.limit_options`).
+        float_values: values that stay float, whatever reads them -> why.
+    """
+    wanted = formats_wanted_by_consumers(graph, platform, groups)
+    out = FormatPropagation(graph, platform, {v: f for v, f in wanted.items() if v not in float_values}, float_values)
+    out.decisions += map(out.decide, groups)
+    return out
+
+
 @dataclass(slots=True)
 class FormatPropagation:
     """The walk forwards: groups read their data in the formats decided so far, and decide the formats of their results.
@@ -110,6 +127,7 @@ class FormatPropagation:
     formats: dict[str, str] = field(default_factory=dict)  #: value -> format name
     #: values that exist on the chip only as quantized values: their producer outputs them so
     quantized_outputs: set[str] = field(default_factory=set)
+    decisions: list[GroupDecision] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for value in self.graph.inputs:

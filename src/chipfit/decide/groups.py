@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from chipfit.decide.overrides import merge_overrides
+from chipfit.decide.overrides import NodeOverrides, merge_overrides
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.ops import OPS
 from chipfit.platform.match import Resolved, as_tuple, resolve_node
 from chipfit.platform.schema import Format, Option, Platform, Rule
 
+NodeGroups = Sequence[tuple[str, ...]]  #: names of the nodes of each group
 #: words that may stand in an option where a format name may stand
 NO_FORMAT = ("float", "none", "any", None)
 
@@ -116,9 +117,7 @@ def variant_with_bits(platform: Platform, name: Any, bits: int) -> Any:
     return next((k for k, f in platform.formats.items() if f.bits == bits and same_fields(f, mine, *fixed)), name)
 
 
-def find_groups(
-    graph: Graph, platform: Platform, fused: Sequence[tuple[str, ...]], overrides: Mapping[str, Mapping[str, Any]]
-) -> list[FusedGroup]:
+def find_groups(graph: Graph, platform: Platform, fused: NodeGroups, overrides: NodeOverrides) -> list[FusedGroup]:
     """Return the groups in execution order; a group stands at its last node, when all that it reads exists.
 
     Args:
@@ -191,10 +190,10 @@ def _with_first_last_bits(platform: Platform, groups: list[FusedGroup]) -> list[
     by_user = {"w": "bits", "in_": "activation_bits", "out": "activation_bits"}
     for k in {weighted[0], weighted[-1]}:
         slots = [s for s in named if groups[k].choices.get(by_user.get(s, "")) is None]
-        changes = [
-            {s: variant_with_bits(platform, getattr(o, s), rule["bits"]) for s in slots}
-            for o in groups[k].resolved.options
-        ]
-        pairs = zip(groups[k].resolved.options, changes, strict=True)
-        out[k] = groups[k].with_options([o.model_copy(update=c) for o, c in pairs])
+
+        def changed(option: Option, slots: Sequence[str] = tuple(slots)) -> Option:
+            formats = {s: variant_with_bits(platform, getattr(option, s), rule["bits"]) for s in slots}
+            return option.model_copy(update=formats)
+
+        out[k] = groups[k].with_options([*map(changed, groups[k].resolved.options)])
     return out

@@ -11,29 +11,76 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
-from chipfit.decide.constraints import (
-    EQUAL,
-    MARGIN,
-    Array,
-    Constraint,
-    FixedQParams,
-    ProductBound,
-    dictated_qparams,
-    hard_rules,
-    product_bounds,
-    tie_groups,
-)
+from chipfit.decide.constraints import Constraint, FixedQParams, dictated_qparams, hard_rules, tie_groups
 from chipfit.errors import UnsupportedError
+from chipfit.graph.ir import Graph
+from chipfit.graph.ops import OPS
+from chipfit.plan.record import TensorPlan
+from chipfit.platform.schema import Rule
+from chipfit.quantizers.scale_bounds import ScaleBound
 from chipfit.quantizers.stored import Stored
 
+#: an equality holds up to this much in log2: two roundings of float32
+_EQUAL = 2.5e-7
+#: solved scales keep this much in log2 inside their bounds, so that rounding to float32 does not cross one
+_MARGIN = 2e-6
 #: the least scale, in log2: the least normal float32 number
 _LEAST = -126.0
 #: extra cost of moving a scale down instead of up: enough to decide between equal moves, too little to change others
 _CLIPS = 1e-3
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProductBound(ScaleBound):
+    """A bound on the product of scales of named tensors, and the rule that it comes from."""
+
+    rule: Rule
+
+    def __post_init__(self) -> None:
+        """Accept a bound without terms: if ties leave no tensor, the projection finds out whether the bound holds."""
+
+    def total(self, log: Mapping[str, Array]) -> Array:
+        """Return the sum of exponent * log2(scale) by channel, [] or [C]; one scale for all channels counts in each."""
+        return sum((e * log[t] for t, e in self.terms), start=np.zeros(()))
+
+    def holds(self, log: Mapping[str, Array]) -> bool:
+        total, slack = self.total(log), _EQUAL if self.low == self.high else 1e-12
+        return bool(np.all(total >= self.low - slack) and np.all(total <= self.high + slack))
+
+
+def product_bounds(constraints: Iterable[Constraint], tensors: Collection[str]) -> list[ProductBound]:
+    """Return the hard product rules over `tensors`; a rule with a slot whose tensors are all float bounds nothing.
+
+    A slot with several tensors ("ins") gives one bound for each; two such slots are paired in order.
+    """
+    out = []
+    for c, r in hard_rules(constraints):
+        factors = [([t for t in c.of(slot) if t in tensors], e) for slot, e in (r.scale_product or {}).items()]
+        if not factors or not all(ts for ts, _ in factors):
+            continue
+        low, high = _bounds(r, c.attrs)
+        for k in range(max(len(ts) for ts, _ in factors)):
+            terms = tuple((ts[min(k, len(ts) - 1)], e) for ts, e in factors)
+            out.append(ProductBound(op=c.op, terms=terms, low=low, high=high, rule=r))
+    return out
+
+
+def _bounds(rule: Rule, attrs: Mapping[str, Any]) -> tuple[float, float]:
+    """Return [low, high] of the product of scales, in log2."""
+    low, high = rule.bounds
+    times = float(attrs.get(rule.times, 1.0)) if rule.times else 1.0
+    if times == 0:
+        return -math.inf, math.inf
+    low, high = sorted((low / times, high / times))  # a negative factor swaps the bounds
+    strictly = _MARGIN if rule.lt is not None and high == rule.lt / abs(times) else 0.0
+    return (math.log2(low) if low > 0 else -math.inf), (math.log2(high) - strictly if 0 < high < math.inf else math.inf)
 
 
 def project(wanted: Mapping[str, Stored], constraints: Sequence[Constraint]) -> dict[str, Stored]:
@@ -75,9 +122,9 @@ def project(wanted: Mapping[str, Stored], constraints: Sequence[Constraint]) -> 
         raise _contradiction(problem.conflict(active, free))
     for t, v in out.items():
         now, new = problem.log[leader[t]], solved.get(leader[t])
-        if new is not None and np.any(np.abs(new - now) > EQUAL):
+        if new is not None and np.any(np.abs(new - now) > _EQUAL):
             moved = torch.from_numpy(np.asarray(np.exp2(new))).to(torch.float32).reshape(v.scale.shape)
-            stays = torch.from_numpy(np.asarray(np.abs(new - now) <= EQUAL)).reshape(v.scale.shape)
+            stays = torch.from_numpy(np.asarray(np.abs(new - now) <= _EQUAL)).reshape(v.scale.shape)
             out[t] = v.with_(scale=torch.where(stays, v.scale, moved))
     return out
 
@@ -113,10 +160,8 @@ def _allow_zero_points(
 
 def _problem(variables: Mapping[str, Stored], constraints: Iterable[Constraint], leader: Mapping[str, str]) -> _Problem:
     """Return the rules over the leaders of the ties, each of which stands for its group."""
-    log = {
-        t: np.log2(np.maximum(variables[t].scale.detach().double().numpy(), 2.0**_LEAST))
-        for t in dict.fromkeys(leader.values())
-    }
+    scales = {t: variables[t].scale.detach().double().numpy() for t in leader.values()}
+    log = {t: np.log2(np.maximum(s, 2.0**_LEAST)) for t, s in scales.items()}
     floor: dict[str, float] = {}
     for t, v in variables.items():
         if v.grid.scale_min:
@@ -222,7 +267,7 @@ class _Problem:
         return {t: v[start[t] : start[t] + self.log[t].size].reshape(self.log[t].shape) for t in names}
 
     def _floor(self, t: str) -> float:
-        return _LEAST if t not in self.floor else self.floor[t] if t in self.pot else self.floor[t] + MARGIN
+        return _LEAST if t not in self.floor else self.floor[t] if t in self.pot else self.floor[t] + _MARGIN
 
     def _limits(self, bound: ProductBound, free: Collection[str]) -> tuple[Array, Array]:
         """Return [low, high] of the free part of a bound, each [] or [C]."""
@@ -230,7 +275,7 @@ class _Problem:
         low, high = bound.low - fixed, bound.high - fixed
         if all(t in self.pot for t, _ in bound.terms if t in free):  # a sum of integers
             return np.ceil(low - 1e-9), np.floor(high + 1e-9)
-        inside = min(MARGIN, (bound.high - bound.low) / 2) if bound.low < bound.high else 0.0
+        inside = min(_MARGIN, (bound.high - bound.low) / 2) if bound.low < bound.high else 0.0
         return low + inside, high - inside
 
     def conflict(self, bounds: Sequence[ProductBound], free: Collection[str]) -> list[ProductBound]:
@@ -253,3 +298,34 @@ def _contradiction(conflict: Iterable[ProductBound]) -> UnsupportedError:
     got = "; ".join(f"{r.op} over {tensors}: {r.rule}" for r, tensors in over)
     hint = "keep one of these layers in float with overrides={'layer': 'float'}"
     return UnsupportedError("No scales satisfy all rules of the platform together", got=got, hint=hint)
+
+
+def plan_limits(graph: Graph, constraints: Sequence[Constraint], tensors: Mapping[str, TensorPlan]) -> dict[str, Any]:
+    """Return `limits`, `fixed`, `zeros` and `sums` of a Plan: what training must not do to its numbers.
+
+    Biases follow from other tensors and are in none of them. `sums` leaves out weights that cannot exceed theirs.
+    """
+    grids = {t.name: t.stored.grid for t in tensors.values() if t.stored is not None and t.role != "bias"}
+    bounds = [(r.op, r.terms, r.low, r.high) for r in product_bounds(constraints, grids) if r.terms]
+    for t, grid in grids.items():
+        if grid.scale_min:
+            bounds.append((tensors[t].op, ((t, 1),), math.log2(np.float32(grid.scale_min)), math.inf))
+    limits = [
+        ScaleBound(op=op, terms=terms, low=low, high=high)
+        for op, terms, low, high in dict.fromkeys(bounds)
+        if math.isfinite(low) or math.isfinite(high)
+    ]
+    sums: dict[str, float] = {}
+    for c, r in hard_rules(constraints):
+        for t in c.of("w") if r.wsum_max else ():
+            shape, most = graph.shape(t), float(r.wsum_max or 0)
+            count = math.prod(int(n or 1) for n in shape) // int(shape[OPS[c.op].weight_axis] or 1)
+            if t in grids and count * max(-grids[t].qmin, grids[t].qmax) > most:
+                sums[t] = min(most, sums.get(t, most))
+    zeros = {t for c, r in hard_rules(constraints) if r.zero for t in c.of(r.zero)}
+    return {
+        "limits": tuple(limits),
+        "fixed": tuple(sorted(dictated_qparams(constraints).keys() & grids.keys())),
+        "zeros": tuple(sorted(zeros & grids.keys())),
+        "sums": tuple(sums.items()),
+    }

@@ -21,9 +21,7 @@ KEPT_BY_USER = "overrides keep it in float"
 _STORAGE = ("kind", "bits", "signed", "zero", "scale", "per", "range")
 
 
-def with_applicable_options(
-    graph: Graph, platform: Platform, group: FusedGroup, float_values: Mapping[str, str]
-) -> FusedGroup:
+def limit_options(graph: Graph, platform: Platform, group: FusedGroup, float_values: Mapping[str, str]) -> FusedGroup:
     """Return the group with the options that it can take in this graph, and with the reason if it takes none.
 
     Every override about options is applied here. Whether it had an effect, `Assignment.effects` tells.
@@ -122,12 +120,9 @@ def _obstacle(
             if group.choices.get(choice) == "float" and (static or choice == "bits"):
                 return f"overrides keep its {what} in float"
         for i in (i for i in group.data if i in float_values and static):
-            by_user = float_values[i] == KEPT_BY_USER
-            return (
-                f"overrides keep its input '{i}' in float"
-                if by_user
-                else f"its input '{i}' stays float: {float_values[i]}"
-            )
+            if float_values[i] == KEPT_BY_USER:
+                return f"overrides keep its input '{i}' in float"
+            return f"its input '{i}' stays float: {float_values[i]}"
     head = group.head
     if head.outputs and not graph.is_float(head.output):
         return "its result is not a float tensor"

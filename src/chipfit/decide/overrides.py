@@ -38,6 +38,7 @@ class LayerFilter(Protocol):
 #: a layer path, glob, operator, layer type or filter -> "float" or a table of choices; as a table or as pairs, of which
 #: a later one wins over an earlier one
 Overrides = Mapping[Any, Any] | Sequence[tuple[Any, Any]]
+NodeOverrides = Mapping[str, Mapping[str, Any]]  #: node name -> choices, as `resolve_overrides` gives them
 
 
 def _is_bits(v: Any) -> bool:
@@ -201,14 +202,11 @@ def merge_overrides(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dic
     return {**{k: v for k, v in earlier.items() if not (sets_bits and k == "float")}, **later}
 
 
-def with_results(resolved: Mapping[str, Mapping[str, Any]], results: Mapping[str, str]) -> dict[str, Mapping[str, Any]]:
+def with_results(resolved: NodeOverrides, results: Mapping[str, str]) -> dict[str, Mapping[str, Any]]:
     """Return resolved overrides over chosen execution modes: node name -> "codes", "float" or "whole"."""
-    chosen: dict[str, Mapping[str, Any]] = {
-        n: {"float": FLOAT_IS_CHEAPER} if r == "whole" else {"result": r} for n, r in results.items()
-    }
-    return {n: c for n, c in chosen.items() if n not in resolved} | {
-        n: merge_overrides(chosen.get(n, {}), c) for n, c in resolved.items()
-    }
+    chosen = {n: {"float": FLOAT_IS_CHEAPER} if r == "whole" else {"result": r} for n, r in results.items()}
+    out: dict[str, Mapping[str, Any]] = {n: c for n, c in chosen.items() if n not in resolved}
+    return out | {n: merge_overrides(chosen.get(n, {}), c) for n, c in resolved.items()}
 
 
 def check_choices(pattern: Any, choices: Any) -> None:

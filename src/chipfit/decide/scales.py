@@ -1,6 +1,6 @@
 """Scales from statistics: ranges by rule, ties and dictated scales by the platform, then one legal projection."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
@@ -72,7 +72,7 @@ def choose(
 
 
 def _grids(
-    graph: Graph, assignment: Assignment, stats: Mapping[str, TensorStats], groups: tuple[tuple[str, ...], ...]
+    graph: Graph, assignment: Assignment, stats: Mapping[str, TensorStats], groups: Sequence[Sequence[str]]
 ) -> dict[str, Grid]:
     """Return the quantization grids, with signs decided from the data; of tensors of one type all are signed or none.
 
@@ -150,9 +150,7 @@ def _check_moderate(scales: Mapping[str, Stored]) -> None:
             raise DataError(what, got=got, allowed=allowed, hint=hint)
 
 
-def _tied(
-    members: Mapping[str, WithOrigin], dictated: Collection[str], besides: Collection[str]
-) -> dict[str, WithOrigin]:
+def _tied(members: Mapping[str, WithOrigin], dictated: Collection[str], besides: set[str]) -> dict[str, WithOrigin]:
     """Return tied tensors with one scale and zero point: the dictated ones, or those that cover the range of each.
 
     Args:

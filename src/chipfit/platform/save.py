@@ -32,9 +32,8 @@ def _is_short(thing: Any) -> bool:
 def to_yaml(platform: Platform) -> str:
     """Return the text of a platform file that loads into an equal Platform; `extends` is written out in full."""
     data = platform.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude={"extends"})
-    return yaml.dump(
-        {"schema": platform.schema_, **data}, Dumper=_Dumper, sort_keys=False, width=140, allow_unicode=True
-    )
+    data = {"schema": platform.schema_, **data}
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=140, allow_unicode=True)
 
 
 def export_platform(what: Target, path: str | Path) -> Path:

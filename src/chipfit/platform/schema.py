@@ -9,16 +9,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, NotRequired, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PositiveInt,
-    PrivateAttr,
-    field_validator,
-    model_validator,
-    with_config,
-)
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator, with_config
 from typing_extensions import TypedDict
 
 from chipfit.platform.filters import Member, has_nan
@@ -45,6 +36,7 @@ HEADS: dict[str, tuple[str, ...]] = {
     "wsum_max": (),
 }
 _NUMBERS = tuple(dict.fromkeys(n for numbers in HEADS.values() for n in numbers))
+Positive = Annotated[int, Field(gt=0)]
 #: bits of one number
 Width = Annotated[int, Field(ge=1, le=128)]
 _STRICT = ConfigDict(extra="forbid")
@@ -79,10 +71,10 @@ class Table(TypedDict, total=False):
     """The values of a look-up table."""
 
     value_bits: Annotated[int, Field(ge=1, le=32)]
-    entries: PositiveInt
+    entries: Positive
     per: Literal["tensor", "channel"]
-    group: PositiveInt
-    dim: PositiveInt
+    group: Positive
+    dim: Positive
 
 
 @with_config(_STRICT)
@@ -107,7 +99,7 @@ class Gate(TypedDict, total=False):
     """The conditions under which a part of a file holds."""
 
     arch: str  #: a revision T, or >=T, or <T
-    bits: PositiveInt  #: width of the activations; of rules and choices
+    bits: Positive  #: width of the activations; of rules and choices
     runtime: str  #: of rules and choices
     phase: Literal["ptq", "qat"]  #: of fusions: before or while weights are trained
     single_use: Literal[True]  #: of fusions: no value between the operators has another reader; always so
@@ -127,7 +119,7 @@ class Accumulator(TypedDict):
     """A register that sums products."""
 
     bits: Width
-    terms: NotRequired[PositiveInt]  #: products that are summed at this width; all when left out
+    terms: NotRequired[Positive]  #: products that are summed at this width; all when left out
     sat: NotRequired[bool]  #: sums saturate; else they wrap around
     when: NotRequired[Gate]  #: revisions that have this stage
 
@@ -265,7 +257,7 @@ class Option(_Record):
     w: str | None = Field(None, description="format of the weights; with in any, also of constant data inputs")
     b: str | None = None
     out: str | None = None
-    simd: PositiveInt | None = Field(None, description="SIMD width, a cost hint")
+    simd: Positive | None = Field(None, description="SIMD width, a cost hint")
     when: Gate = Gate()
     #: the format to which the kernel quantizes its data at run time; `in_` is float then
     _dynamic: str | None = PrivateAttr(None)

@@ -22,9 +22,8 @@ def _table(*headings: str, show_lines: bool = False) -> Table:
 
 def show(platform: Platform) -> Group:
     """Return tables of everything that a platform file contains."""
-    parts: list[RenderableType] = [
-        Panel(f"[bold]{escape(platform.name)}[/]  {escape(platform.title)}", border_style="cyan")
-    ]
+    title = f"[bold]{escape(platform.name)}[/]  {escape(platform.title)}"
+    parts: list[RenderableType] = [Panel(title, border_style="cyan")]
     formats = _table("format", "what it is")
     for name, f in platform.formats.items():
         formats.add_row(escape(name), escape(str(f)))
@@ -43,10 +42,8 @@ def show(platform: Platform) -> Group:
         fuse = _table("runs as one kernel", "source")
         for kernel in platform.fuse:
             text = " -> ".join(" | ".join(step) for step in kernel.chain) if kernel.chain else str(kernel.graph)
-            fuse.add_row(
-                escape(text) + _note(kernel.note),
-                f"{escape(', '.join(kernel.src))}  [dim]{CONFIDENCE[kernel.confidence]}[/]",
-            )
+            source = f"{escape(', '.join(kernel.src))}  [dim]{CONFIDENCE[kernel.confidence]}[/]"
+            fuse.add_row(escape(text) + _note(kernel.note), source)
         parts.append(fuse)
     rest = Table.grid(padding=(0, 2))
     rest.add_column(style="dim")

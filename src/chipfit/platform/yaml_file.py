@@ -85,9 +85,8 @@ def _lines(node: yaml.Node, path: Path) -> Iterator[tuple[Path, int]]:
             yield from _lines(value, (*path, i))
 
 
-_BASE: Any = getattr(
-    yaml, "CSafeLoader", yaml.SafeLoader
-)  #: the loader of libyaml, ten times as fast, if it is installed
+#: the loader of libyaml, ten times as fast, if it is installed
+_BASE: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def _check_plain(text: str) -> None:
