@@ -14,6 +14,8 @@ from chipfit.engine.types import dtype_of
 from chipfit.errors import DataError
 from chipfit.graph.ir import Graph
 
+#: one tensor for each input of a graph
+Batch = Sequence[torch.Tensor]
 #: batch size if the data are one big array
 ROWS = 16
 _SIZES = "sizes stay dynamic if calibration batches (in a list, to be read again) or `example=` differ in them"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from chipfit.calibration.collect import TensorStats
+from chipfit.calibration.data import Batch
 from chipfit.decide.assignment import FEW_BITS
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
@@ -53,7 +54,7 @@ def free_low_bit_activations(plan: Plan) -> list[str]:
 
 
 def with_weighted_ranges(
-    graph: Graph, plan: Plan, stats: Mapping[str, TensorStats], batches: Iterable[Sequence[Tensor]], seed: int = 0
+    graph: Graph, plan: Plan, stats: Mapping[str, TensorStats], batches: Iterable[Batch], seed: int = 0
 ) -> Plan:
     """Return the plan with ranges of the least sum of (g^2 + 0.3 mean g^2) (Q(x) - x)^2 for activations of few bits.
 

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from chipfit.calibration.collect import valid_token_mask, without_padding
-from chipfit.calibration.data import no_data
+from chipfit.calibration.data import Batch, no_data
 from chipfit.engine.kernels import execute
 from chipfit.engine.run import done_after, run
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 
+#: a network, and how it is quantized
+Planned = tuple[Graph, Plan]
 #: share of the samples that is held out for a comparison
 HELD_OUT = 1 / 8
 
@@ -70,7 +72,7 @@ class Reference:
     nats; other outputs by the energy of what differs, as a share of their own, padding left out.
     """
 
-    def __init__(self, graph: Graph, batches: Iterable[Sequence[Tensor]]) -> None:
+    def __init__(self, graph: Graph, batches: Iterable[Batch]) -> None:
         self.batches = list(batches)
         with torch.inference_mode():
             self._wanted = [run(graph, batch) for batch in self.batches]
@@ -97,9 +99,7 @@ def _error_and_scale(wanted: Tensor, got: Tensor) -> tuple[float, float]:
     return float((got - wanted).square().sum()), float(wanted.square().sum())
 
 
-def compare_plans(
-    graph: Graph, held: Sequence[Sequence[Tensor]], before: tuple[Graph, Plan], after: tuple[Graph, Plan]
-) -> tuple[bool, str]:
+def compare_plans(graph: Graph, held: Sequence[Batch], before: Planned, after: Planned) -> tuple[bool, str]:
     """Return whether the second of two plans loses no more than the first on some batches, and a text with both losses.
 
     Args:
@@ -119,14 +119,12 @@ def without_weight_rounding(plan: Plan) -> Plan:
     return replace(plan, tensors=floats)
 
 
-def count_samples(batches: Iterable[Sequence[Tensor]]) -> int:
+def count_samples(batches: Iterable[Batch]) -> int:
     """Return the number of samples."""
     return sum(len(b[0]) if b[0].dim() else 1 for b in batches)
 
 
-def split_holdout(
-    batches: list[Sequence[Tensor]], guard: bool = True
-) -> tuple[list[Sequence[Tensor]], list[Sequence[Tensor]]]:
+def split_holdout(batches: list[Batch], guard: bool = True) -> tuple[list[Batch], list[Batch]]:
     """Split calibration data into batches to fit to and the last samples, which are held out for a comparison.
 
     Nothing is held out without a guard, or where a batch cannot be cut.

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chipfit.calibration.collect import valid_token_mask, without_padding
+from chipfit.calibration.data import Batch
 from chipfit.engine.run import run
 from chipfit.graph.ir import Graph, Node
 
@@ -103,7 +104,7 @@ def split_float_readers(
     return out, codes
 
 
-def first_samples(batches: Iterable[Sequence[Tensor]]) -> Iterable[list[Tensor]]:
+def first_samples(batches: Iterable[Batch]) -> Iterable[list[Tensor]]:
     """Yield the first `IMAGES` samples, in chunks."""
     left = IMAGES
     for batch in batches:

@@ -6,12 +6,13 @@ outputs, the mean over samples of squared gradients, see `rounding.fisher`; it n
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from chipfit.calibration.collect import TensorStats
+from chipfit.calibration.data import Batch
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import is_linear, places
 from chipfit.ranges.search import Sample
@@ -32,7 +33,7 @@ def importance(
     edges: Collection[tuple[str, str]],
     names: Collection[str],
     stats: Mapping[str, TensorStats],
-    batches: Iterable[Sequence[Tensor]],
+    batches: Iterable[Batch],
     seed: int = 0,
 ) -> dict[str, Tensor | Sample]:
     """Return squared gradients of weights, and of activations as histograms, from one forward and backward pass.

@@ -7,14 +7,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from chipfit.calibration.collect import TensorStats
+from chipfit.calibration.data import Batch
 from chipfit.errors import interruption_note
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.registry import create, entries, entries_in, options_of, parse_sum
-from chipfit.rounding.compare import compare_plans
+from chipfit.rounding.compare import Planned, compare_plans
 
 #: declaration of a correction that runs rounding methods
 STEP: dict[str, Any] = {
@@ -29,7 +28,7 @@ class RoundingContext:
     """The data and statistics that a rounding method may use."""
 
     original: Graph  #: the float network before all corrections
-    batches: list[Sequence[Tensor]]  #: calibration samples, as graph inputs
+    batches: list[Batch]  #: calibration samples, as graph inputs
     stats: Mapping[str, TensorStats] = field(default_factory=dict)  #: activation -> its statistics in float
     #: (graph, known=tensors) -> the plans of all tensors of a graph; known ones keep theirs
     choose: Callable[..., dict[str, TensorPlan]]
@@ -54,7 +53,7 @@ class RoundingMethod(Protocol):
 
 
 def apply_methods(
-    text: str, graph: Graph, plan: Plan, *, batches: Iterable[Sequence[Tensor]], settings: Any, **given: Any
+    text: str, graph: Graph, plan: Plan, *, batches: Iterable[Batch], settings: Any, **given: Any
 ) -> tuple[Graph, Plan, list[str]]:
     """Run the methods that a text names, one after another.
 
@@ -114,22 +113,18 @@ def default_method(bits: Collection[int], rule: str) -> str | None:
 
 
 def keep_better(
-    context: RoundingContext,
-    held_out: Sequence[Sequence[Tensor]],
-    before: tuple[Graph, Plan],
-    after: RoundingResult,
-    accepted: str,
-    rejected: str,
+    after: RoundingResult, before: Planned, original: Graph, held_out: Sequence[Batch], accepted: str, rejected: str
 ) -> RoundingResult:
     """Return `after`, or `before` where that loses less on held-out samples, with a note of both losses.
 
     Args:
+        original: the float network.
         held_out: samples that rounding has not used; without any, and after an interruption, `after` is returned.
         accepted, rejected: the beginning of the note.
     """
     if not held_out or interruption_note(after.notes):
         return after
-    better, losses = compare_plans(context.original, held_out, before, (after.graph, after.plan))
+    better, losses = compare_plans(original, held_out, before, (after.graph, after.plan))
     if better:
         return replace(after, notes=[*after.notes, f"{accepted}: {losses}"])
     return RoundingResult(*before, [*after.notes, f"warning: {rejected}: {losses}"])

@@ -7,7 +7,7 @@ activations are the plan's.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from chipfit.calibration.batch_cache import MemoryLimit
+from chipfit.calibration.data import Batch
 from chipfit.engine.kernels import execute
 from chipfit.engine.run import done_after
 from chipfit.errors import DataError, Interrupted
@@ -57,7 +58,7 @@ class Reconstructed:
 def reconstruct(
     graph: Graph,
     plan: Plan,
-    batches: Iterable[Sequence[Tensor]],
+    batches: Iterable[Batch],
     settings: GptqSettings = GptqSettings(),
     searched: Collection[str] = (),
     *,
@@ -124,7 +125,7 @@ class SequentialReconstruction:
         #: outputs whose range is still to be chosen
         self.open = {n for n in free if scale_bounds(plan, n) is not None and not self.readers.of(n)}
 
-    def read(self, batches: Iterable[Sequence[Tensor]]) -> None:
+    def read(self, batches: Iterable[Batch]) -> None:
         """Put the graph's inputs into both streams, in chunks."""
         for name in self.graph.inputs:
             self._add_streams(name)

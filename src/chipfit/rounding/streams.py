@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from chipfit.calibration.batch_cache import MemoryLimit
-from chipfit.calibration.data import divisible
+from chipfit.calibration.data import Batch, divisible
 from chipfit.calibration.histogram import in_memory_order
 from chipfit.graph.ir import Graph
 from chipfit.quantizers.stored import Stored
@@ -32,9 +32,7 @@ def chunks(graph: Graph, batch: Sequence[Tensor]) -> list[list[Tensor]]:
     return [list(part) for part in zip(*(x.split(CHUNK) for x in batch), strict=True)]
 
 
-def append_inputs(
-    graph: Graph, batches: Iterable[Sequence[Tensor]], *streams: Mapping[str, Stream]
-) -> Iterator[list[Tensor]]:
+def append_inputs(graph: Graph, batches: Iterable[Batch], *streams: Mapping[str, Stream]) -> Iterator[list[Tensor]]:
     """Append the graph inputs of all batches to streams, chunk by chunk, and yield each chunk."""
     for batch in batches:
         for inputs in chunks(graph, batch):

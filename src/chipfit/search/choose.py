@@ -9,8 +9,7 @@ from functools import cache
 from itertools import islice
 from operator import itemgetter
 
-from torch import Tensor
-
+from chipfit.calibration.data import Batch
 from chipfit.decide.overrides import resolve_overrides
 from chipfit.decision import Decision, choose_scales, decide, plan_of
 from chipfit.graph.ir import Graph
@@ -178,7 +177,7 @@ def search_space(
     d: Decision,
     plan: Plan,
     limited: Collection[str],
-    batches: Iterable[Sequence[Tensor]],
+    batches: Iterable[Batch],
     rounding: RoundingModel = NEAREST,
 ) -> SearchSpace:
     """Return what may be chosen where some resources are limited, and what each choice loses.
@@ -213,7 +212,7 @@ def search_space(
 
 
 def search_widths(
-    d: Decision, limits: Limits, read: Callable[[], Iterable[Sequence[Tensor]]], rounding: RoundingModel = NEAREST
+    d: Decision, limits: Limits, read: Callable[[], Iterable[Batch]], rounding: RoundingModel = NEAREST
 ) -> Decision:
     """Return the decision with the bits that lose least inside the limits, and with the scales that go with them.
 

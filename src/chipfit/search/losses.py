@@ -6,14 +6,14 @@ mean of g g' over gradients g, see `rounding.fisher`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from chipfit.calibration.collect import TensorStats
-from chipfit.calibration.data import no_data
+from chipfit.calibration.data import Batch, no_data
 from chipfit.decision import Decision
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import is_linear, places
@@ -55,22 +55,29 @@ NEAREST = RoundingModel()
 
 
 @dataclass
-class _OperatorStatistics:
+class OperatorStatistics:
     """The sums collected for one linear operator: moments of its inputs, squared gradients of each output channel.
 
     What changes at random from position to position meets the gradients one by one, a mean error their sum.
     """
 
     node: Node
-    rows: Tensor  #: the weight, [g, O/g, K]
+    weight: Tensor  #: float32
+    rows: Tensor  #: the weight as [g, O/g, K]
     moments: Moments
     gradients: Tensor  #: sum over positions of squares, [g, O/g]
     together: Tensor  #: sum over samples of squares of sums over positions, [g, O/g]
 
-    def add(self, x: Tensor, y: Tensor, g: Tensor, w: Tensor, random: torch.Generator) -> None:
+    @classmethod
+    def of(cls, node: Node, w: Tensor) -> OperatorStatistics:
+        """Return empty sums for an operator with this weight."""
+        rows = as_rows(node, w)
+        return cls(node, w, rows, Moments.empty(rows), *rows.new_zeros(2, *rows.shape[:2]))
+
+    def add(self, x: Tensor, y: Tensor, g: Tensor, random: torch.Generator) -> None:
         """Add inputs, outputs and gradients of the outputs of one batch."""
         where = positions(self.node, y, -(-SAMPLES // IMAGES), random)
-        self.moments.add(patches(self.node, x, w, where), targets(self.node, y, where))
+        self.moments.add(patches(self.node, x, self.weight, where), targets(self.node, y, where))
         everywhere = torch.arange(places(self.node, g.shape))
         t = targets(self.node, g, everywhere)
         self.gradients += t.square().sum(2)
@@ -80,7 +87,7 @@ class _OperatorStatistics:
 def losses(
     graph: Graph,
     plan: Plan,
-    batches: Iterable[Sequence[Tensor]],
+    batches: Iterable[Batch],
     widths: Mapping[str, Collection[int]],
     stats: Mapping[str, TensorStats],
     seed: int = 0,
@@ -100,28 +107,22 @@ def losses(
     """
     random = torch.Generator().manual_seed(seed)
     table = {k: w.detach() for k, w in graph.weights.items()}
-    seen = []
-    for n in graph.nodes:
-        if is_linear(graph, n) and n.weight in widths and not graph.is_weight(n.data):
-            rows = as_rows(n, table[n.weight].float())
-            zeros = rows.new_zeros(2, *rows.shape[:2])
-            seen.append(_OperatorStatistics(n, rows, Moments.empty(rows), zeros[0], zeros[1]))
-    grids = {
-        name: {b: _activation_at_width(plan[name], b, stats.get(name), rounding) for b in bits}
-        for name, bits in widths.items()
-        if name not in table
-    }
+    linear = (n for n in graph.nodes if is_linear(graph, n) and n.weight in widths and not graph.is_weight(n.data))
+    operators = [OperatorStatistics.of(n, table[n.weight].float()) for n in linear]
+
+    def at_widths(name: str) -> dict[int, Stored]:
+        return {b: _activation_at_width(plan[name], b, stats.get(name), rounding) for b in widths[name]}
+
+    grids = {name: at_widths(name) for name in widths if name not in table}
     out: Losses = {name: dict.fromkeys(bits, 0.0) for name, bits in widths.items()}
     split, codes = split_float_readers(graph, plan.float_edges, grids)
-    wanted = {s.node.output for s in seen} | set(codes.values())
+    wanted, inputs = {s.node.output for s in operators} | set(codes.values()), {s.node.data for s in operators}
     count = 0
     for batch in first_samples(batches):
         count += max(len(x) if x.dim() else 1 for x in batch)
-        values, found = gradients(split, batch, wanted, {s.node.data for s in seen}, random)
-        for s in seen:
-            if s.node.output in found:
-                y, g = values[s.node.output], found[s.node.output]
-                s.add(values[s.node.data], y, g, table[s.node.weight].float(), random)
+        values, found = gradients(split, batch, wanted, inputs, random)
+        for s in (s for s in operators if s.node.output in found):
+            s.add(values[s.node.data], values[s.node.output], found[s.node.output], random)
         for name, choices in grids.items():
             if codes[name] in found:
                 x, g = values[codes[name]], found[codes[name]]
@@ -129,33 +130,25 @@ def losses(
                     out[name][b] += 0.5 * float((g * (stored.round(x) - x)).square().sum())
     if not count:
         raise no_data()
-    for s in seen:
-        name = s.node.weight
-        if s.moments.count:
-            mean, h = s.moments.means()[0], s.moments.centred()[0]
-            for b in widths[name]:
-                d = _weight_error(plan, s, table[name].float(), h, b, rounding, stats)
-                out[name][b] += 0.5 * float((((d @ h) * d).sum(2) * s.gradients).sum())
-                if rounding.means:
-                    out[name][b] += 0.5 * float(((d @ mean.unsqueeze(2))[..., 0].square() * s.together).sum())
+    for s in (s for s in operators if s.moments.count):
+        name, mean, h = s.node.weight, s.moments.means()[0], s.moments.centred()[0]
+        for b in widths[name]:
+            d = _weight_error(plan, s, h, b, rounding, stats.get(name))
+            out[name][b] += 0.5 * float((((d @ h) * d).sum(2) * s.gradients).sum())
+            if rounding.means:
+                out[name][b] += 0.5 * float(((d @ mean.unsqueeze(2))[..., 0].square() * s.together).sum())
     return {name: {b: v / count for b, v in row.items()} for name, row in out.items()}
 
 
 def _weight_error(
-    plan: Plan,
-    s: _OperatorStatistics,
-    w: Tensor,
-    h: Tensor,
-    bits: int,
-    rounding: RoundingModel,
-    stats: Mapping[str, TensorStats],
+    plan: Plan, s: OperatorStatistics, h: Tensor, bits: int, rounding: RoundingModel, stats: TensorStats | None
 ) -> Tensor:
     """Return q - w, [g, O/g, K], for weights rounded to nearest with so many bits.
 
     Of fitted ones the scales are those that serve the outputs. Their codes would lose still less, but of every width
     alike: it leads to the same choice.
     """
-    name, stored = s.node.weight, plan[s.node.weight]
+    w, name, stored = s.weight, s.node.weight, plan[s.node.weight]
     grid = at_width(stored.grid, bits)
     blocks = stored.grid.per == "block"  # scales per block are not fitted
     if rounding.fitted and not blocks:
@@ -164,7 +157,7 @@ def _weight_error(
         return q - s.rows
     if bits != stored.grid.bits:
         size = w.shape[stored.axis or 0] // stored.scale.shape[stored.axis or 0] if blocks else None
-        extras = stats[name].extras if name in stats else {}
+        extras = stats.extras if stats is not None else {}
         found = choose(w, grid, rule=rounding.weight_rule, axis=stored.axis, block=size, extras=extras)
         stored = replace(stored, grid=grid, scale=found.scale, zero_point=found.zero_point)
     return as_rows(s.node, stored.round(w)) - s.rows

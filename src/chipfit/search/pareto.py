@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from torch import Tensor
-
+from chipfit.calibration.data import Batch
 from chipfit.decision import Decision, plan_of, redecide
 from chipfit.errors import PlanError, UnknownNameError
 from chipfit.plan.record import Plan
@@ -51,7 +50,7 @@ class Pareto(SummaryRepr):
 def pareto(
     d: Decision,
     plan: Plan,
-    batches: Iterable[Sequence[Tensor]],
+    batches: Iterable[Batch],
     over: str,
     shares: Sequence[float],
     rounding: RoundingModel,

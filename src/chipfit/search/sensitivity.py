@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
-
+from chipfit.calibration.data import Batch
 from chipfit.decision import Decision, plan_of, redecide
 from chipfit.errors import ChipfitError
 from chipfit.graph.linear import is_linear
@@ -71,9 +70,7 @@ class Sensitivity(SummaryRepr):
         )
 
 
-def sensitivity(
-    d: Decision, plan: Plan, batches: Iterable[Sequence[Tensor]], rounding: RoundingModel = NEAREST
-) -> Sensitivity:
+def sensitivity(d: Decision, plan: Plan, batches: Iterable[Batch], rounding: RoundingModel = NEAREST) -> Sensitivity:
     """Return the losses of all quantized weights of linear operators and of all quantized activations.
 
     Args:
@@ -96,7 +93,7 @@ def sensitivity(
     return replace(out, tried=_tried(out, d, plan, images))
 
 
-def _tried(found: Sensitivity, d: Decision, plan: Plan, images: Sequence[Sequence[Tensor]]) -> tuple[str, ...]:
+def _tried(found: Sensitivity, d: Decision, plan: Plan, images: Sequence[Batch]) -> tuple[str, ...]:
     """Return a sentence for each of the most sensitive weights that more bits, or float, improve on these images."""
     graph = d.graph
     readers = {n.weight: n for n in graph.nodes if is_linear(graph, n)}

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
+from chipfit.calibration.data import Batch
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 from chipfit.registry import option, register
@@ -50,10 +50,10 @@ class Gptq(GptqSettings):
         notes += [*done.notes, *(f"warning: the scale of '{name}' {why}" for name in moved)]
         result = RoundingResult(done.graph, new, notes)
         accepted, rejected = f"{len(weights)} weights are rounded by {self.name}", "weights are rounded to the nearest"
-        return keep_better(context, held_out, (graph, plan), result, accepted, f"{rejected} codes after all")
+        return keep_better(result, (graph, plan), context.original, held_out, accepted, f"{rejected} codes after all")
 
     def _fit(
-        self, graph: Graph, plan: Plan, batches: Sequence[Sequence[Tensor]], context: RoundingContext
+        self, graph: Graph, plan: Plan, batches: Sequence[Batch], context: RoundingContext
     ) -> tuple[Reconstructed, Plan]:
         """Return what the reconstruction has decided, and the plan with these tensors and all others chosen again."""
         by_error, placed = context.rule == "mse", plan  # any other rule was the user's choice
@@ -81,9 +81,9 @@ def _with_amounts(plan: Plan, method: Gptq) -> Plan:
     return replace(plan, provenance={**plan.provenance, "settings": {**settings, "steps": steps}})
 
 
-def limit_samples(batches: list[Sequence[Tensor]], most: float | None) -> list[Sequence[Tensor]]:
+def limit_samples(batches: list[Batch], most: float | None) -> list[Batch]:
     """Return the batches that hold the first samples; the last is cut where its tensors agree on their size."""
-    left, out = math.inf if most is None else most, list[Sequence[Tensor]]()
+    left, out = math.inf if most is None else most, list[Batch]()
     for batch in batches:
         if left <= 0:
             break

@@ -10,7 +10,7 @@ outputs that the quantized blocks before it produce. Scales stay, and with them 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from chipfit.calibration.batch_cache import MemoryLimit
+from chipfit.calibration.data import Batch
 from chipfit.engine.run import run
 from chipfit.errors import ConfigError, Interrupted
 from chipfit.graph.ir import Graph
@@ -69,7 +70,7 @@ class Learned:
         }
         result = RoundingResult(learned, replace(plan, tensors={**plan.tensors, **tensors}), notes)
         rejected = "weights keep the codes from before they were learned"
-        return keep_better(context, held_out, (graph, plan), result, "learned codes are kept", rejected)
+        return keep_better(result, (graph, plan), context.original, held_out, "learned codes are kept", rejected)
 
 
 _SETTING = Setting("reconstruct", None, "rounding is learned after all corrections, part by part", "scope", SCOPES)
@@ -83,7 +84,7 @@ def learn_after_corrections(graph: Graph, plan: Plan, *, scope: str, **given: An
 
 
 def learn_rounding(
-    graph: Graph, start: Graph, plan: Plan, batches: Iterable[Sequence[Tensor]], method: Learned, seed: int = 0
+    graph: Graph, start: Graph, plan: Plan, batches: Iterable[Batch], method: Learned, seed: int = 0
 ) -> tuple[Graph, list[str]]:
     """Return the network with learned weights and biases, and notes.
 
@@ -128,7 +129,7 @@ class BlockReconstruction:
         self.learned: dict[str, Tensor] = {}  #: weights and biases
         self.gains: list[float] = []  #: error of each block, as a share of the error before learning
 
-    def run(self, batches: Iterable[Sequence[Tensor]]) -> tuple[Graph, list[str]]:
+    def run(self, batches: Iterable[Batch]) -> tuple[Graph, list[str]]:
         """Learn block after block; returns the network and notes."""
         out, scope, notes = self.out, self.method.scope, list[str]()
         blocks = list(network_blocks(out, scope))
@@ -153,7 +154,7 @@ class BlockReconstruction:
         note = f"learned the codes of {better} of {len(self.gains)} units ({scope}), the others keep theirs"
         return new, [*notes, f"{note}: the error of their outputs falls to {mean:.0%} on average"]
 
-    def read(self, batches: Iterable[Sequence[Tensor]], watched: set[str]) -> None:
+    def read(self, batches: Iterable[Batch], watched: set[str]) -> None:
         """Put the inputs into both streams, and collect squared gradients of these values where they weigh errors."""
         for name in self.out.inputs:
             self.quantized[name] = self.quantized_stream(name)
