@@ -26,6 +26,7 @@ from chipfit.plan.training import Training
 from chipfit.quantizers.grids import dequantize
 from chipfit.runtimes.onnxruntime import OnnxRuntime
 from chipfit.simulate.integer import simulate
+from tests.build import model_of, sequential
 
 
 class Net(nn.Module):
@@ -68,16 +69,12 @@ def _fit(module, example, **options):
 # ---- names and structure
 
 
-def test_every_name_of_the_original_state_dict_is_there(net, model):
-    assert set(net.state_dict()) <= set(model.state_dict())
-
-
-def test_every_other_name_is_a_folded_bias_or_below_quant(net, model):
-    new = set(model.state_dict()) - set(net.state_dict())
-    assert {n for n in new if not n.startswith("quant.")} == {"conv1.bias"}
-
-
-def test_parameters_that_were_folded_away_are_frozen_and_the_others_train(model):
+def test_the_state_dict_has_the_original_names_folded_biases_and_quantizers(net, model):
+    names = set(model.state_dict())
+    assert set(net.state_dict()) <= names
+    assert {n for n in names - set(net.state_dict()) if not n.startswith("quant.")} == {"conv1.bias"}
+    assert {"quant.fc_weight.scale", "quant.conv1_weight.scale", "quant.x.scale"} <= names
+    assert model.quant.fc_weight is model.quantizer_of("fc.weight")
     frozen = {n for n, p in model.named_parameters() if not p.requires_grad and not n.startswith("quant.")}
     assert frozen == {"bn.weight", "bn.bias"}
 
@@ -86,9 +83,6 @@ def test_the_result_has_the_structure_of_the_original(net, model):
     got, want = model(X), net(X)
     assert list(got) == list(want)
     assert all(got[k].shape == want[k].shape for k in want)
-
-
-def test_any_batch_size_runs(model):
     assert model(X[:1])["logits"].shape == (1, 4)
 
 
@@ -123,41 +117,18 @@ class Prediction:
     extra: tuple[torch.Tensor, int]
 
 
-class _Structured(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(4, 3)
-
-    def forward(self, x):
-        y = self.fc(x)
-        return Prediction(y, (y.relu(), 7))
-
-
 def test_dataclasses_tuples_and_constants_come_back_as_they_were():
-    out = _fit(_Structured(), torch.randn(8, 4)).model(torch.randn(2, 4))
+    structured = model_of(lambda m, x: Prediction(m.fc(x), (m.fc(x).relu(), 7)), fc=nn.Linear(4, 3))
+    out = _fit(structured, torch.randn(8, 4)).model(torch.randn(2, 4))
     assert isinstance(out, Prediction)
     assert out.scores.shape == (2, 3)
     assert out.extra[1] == 7
 
 
-class _Awkward(nn.Module):
-    """The user's names are names of ours."""
-
-    def __init__(self):
-        super().__init__()
-        self.quant, self.weight, self.scale, self.forward_ = (
-            nn.Linear(4, 4),
-            nn.Linear(4, 4),
-            nn.Linear(4, 4),
-            nn.Linear(4, 2),
-        )
-
-    def forward(self, x):
-        return self.forward_(self.scale(self.weight(self.quant(x))))
-
-
 def test_modules_may_be_called_quant_weight_or_scale():
-    m, x = _Awkward(), torch.randn(16, 4)
+    parts = {name: nn.Linear(4, 4) for name in ("quant", "weight", "scale", "forward_")}
+    m = model_of(lambda m, x: m.forward_(m.scale(m.weight(m.quant(x)))), **parts)
+    x = torch.randn(16, 4)
     r = _fit(m, x)
     assert set(m.state_dict()) <= set(r.model.state_dict())
     assert (r.model(x) - m(x)).abs().max() < 0.1
@@ -222,39 +193,21 @@ def test_biases_follow_the_scales_of_input_and_weight(result, model):
     assert torch.equal(model.scale("fc.bias"), result.plan.tensors["fc.bias"].scale * 2)
 
 
-class _Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.b.weight = self.a.weight
-
-    def forward(self, x):
-        return self.b(torch.relu(self.a(x)))
-
-
 def test_tied_weights_stay_one_parameter():
-    model = _fit(_Tied(), torch.randn(8, 4)).model
+    tied = model_of(lambda m, x: m.b(torch.relu(m.a(x))), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+    tied.b.weight = tied.a.weight
+    model = _fit(tied, torch.randn(8, 4)).model
     assert model.weight("a.weight") is model.weight("b.weight")
     assert {"a.weight", "b.weight"} <= set(model.state_dict())
 
 
-class _Unfolded(nn.Module):
-    """A batch norm behind the input cannot fold."""
-
-    def __init__(self):
-        super().__init__()
-        self.bn, self.fc = nn.BatchNorm1d(4), nn.Linear(4, 2)
-
-    def forward(self, x):
-        return self.fc(self.bn(x))
-
-
 def test_a_batch_norm_that_stays_trains_its_affine_part_and_keeps_its_statistics():
-    model = _fit(_Unfolded(), torch.randn(8, 4) * 3).model.train()
-    before = model.weight("bn.running_mean").clone()
+    behind_the_input = sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))  # where nothing can fold it
+    model = _fit(behind_the_input, torch.randn(8, 4) * 3).model.train()
+    before = model.weight("0.running_mean").clone()
     model(torch.randn(8, 4) + 5).sum().backward()
-    assert model.weight("bn.weight").grad is not None
-    assert torch.equal(model.weight("bn.running_mean"), before)
+    assert model.weight("0.weight").grad is not None
+    assert torch.equal(model.weight("0.running_mean"), before)
 
 
 # ---- training
@@ -357,18 +310,12 @@ def test_it_runs_in_other_dtypes(model, dtype):
     assert (got.float() - want).abs().max() < 0.1
 
 
-class _Creates(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
-    def forward(self, x):
-        x = x + torch.arange(x.shape[1], device=x.device) * 0.1
-        return self.fc(x + torch.arange(x.shape[0], device=x.device)[:, None] * 0.1)
-
-
 def test_it_moves_to_another_device_with_the_tensors_that_it_creates():
-    model = _fit(_Creates(), torch.randn(8, 4)).model.to("meta")
+    def counts(m, x):
+        x = x + torch.arange(x.shape[1], device=x.device) * 0.1
+        return m.fc(x + torch.arange(x.shape[0], device=x.device)[:, None] * 0.1)
+
+    model = _fit(model_of(counts, fc=nn.Linear(4, 4)), torch.randn(8, 4)).model.to("meta")
     assert model(torch.randn(2, 4, device="meta")).device.type == "meta"
 
 
@@ -404,11 +351,6 @@ def test_it_trains_under_distributed_data_parallel(model, tmp_path):
 
 
 # ---- how it is built and runs
-
-
-def test_quantizers_are_named_after_their_tensors_in_letters_digits_and_underscores(model):
-    assert {"quant.fc_weight.scale", "quant.conv1_weight.scale", "quant.x.scale"} <= set(model.state_dict())
-    assert model.quant.fc_weight is model.quantizer_of("fc.weight")
 
 
 class _Clash(nn.Module):
@@ -477,18 +419,10 @@ def test_results_that_nothing_reads_again_are_freed_while_the_rest_runs(model):
     assert alive == [False, True] and kept[1]() is asked
 
 
-class _Returned(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc, self.shown, self.unread = nn.Linear(4, 4), nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-        self.fixed = nn.Parameter(torch.ones(4), requires_grad=False)
-
-    def forward(self, x):
-        return self.fc(x) + self.fixed, self.shown
-
-
 def test_parameters_train_that_an_operator_reads_or_the_model_returns():
-    model = _fit(_Returned(), torch.randn(8, 4)).model
+    parts = {"fc": nn.Linear(4, 4), "shown": torch.ones(3), "unread": torch.ones(3), "fixed": torch.ones(4)}
+    returning = model_of(lambda m, x: (m.fc(x) + m.fixed, m.shown), **parts)
+    model = _fit(returning, torch.randn(8, 4)).model
     trains = {n for n, p in model.named_parameters() if p.requires_grad}
     assert {"fc.weight", "fc.bias", "shown"} <= trains and not {"unread"} & trains
 
