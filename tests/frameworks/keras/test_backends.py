@@ -25,7 +25,7 @@ SELECTION = (
     "test_lower.py::test_it_computes_what_the_engine_computes[nested]",
     "test_lower.py::test_one_step_of_training_is_the_step_that_the_engine_takes",
     "test_training_alike.py::test_it_trains_as_on_another_backend[ste]",
-    "test_training_limits.py::test_the_rules_are_in_the_file_of_a_model",
+    "test_training_limits.py::test_keras_training_ends_where_a_number_is_none[from a file]",
     "test_whole.py::test_the_file_computes_the_simulated_integers",
 )
 

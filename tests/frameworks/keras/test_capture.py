@@ -15,9 +15,7 @@ from chipfit.engine.trees import Results  # noqa: E402
 from chipfit.errors import CaptureError  # noqa: E402
 from chipfit.frameworks.keras.backend import forward  # noqa: E402
 from chipfit.frameworks.keras.capture import capture  # noqa: E402
-from chipfit.frameworks.keras.kernel_layout import to_canonical, to_keras  # noqa: E402
 from chipfit.graph.ir import OPAQUE  # noqa: E402
-from chipfit.graph.ops import OPS  # noqa: E402
 from tests.keras_zoo import make, networks, randomize  # noqa: E402
 
 
@@ -109,19 +107,6 @@ def test_layers_of_a_nested_model_have_paths():
     assert {"stem", "block/conv", "head/out"} <= names
 
 
-@pytest.mark.parametrize("shape", [(3, 5, 2, 7), (3, 2, 7), (2, 2, 2, 3, 4)])
-def test_kernels_go_to_the_canonical_layout_and_back(shape):
-    kernel = torch.randn(shape)
-    layout = OPS[f"Conv{len(shape) - 2}D"].kind
-    assert to_canonical(layout, kernel).shape == (shape[-1], shape[-2], *shape[:-2])
-    assert torch.equal(to_keras(layout, to_canonical(layout, kernel)), kernel)
-
-
-def test_depthwise_kernels_with_multiplier_go_back():
-    kernel = torch.randn(3, 5, 4, 2)
-    assert torch.equal(to_keras("depthwise", to_canonical("depthwise", kernel), groups=4), kernel)
-
-
 def test_average_pooling_at_an_uneven_edge_is_what_this_backend_makes_of_it():
     """Keras on torch repeats the edge, the others leave it out."""
     image = keras.Input((6, 6, 3))
@@ -132,12 +117,6 @@ def test_average_pooling_at_an_uneven_edge_is_what_this_backend_makes_of_it():
     assert OPAQUE not in ops_of(graph) and ops_of(graph).count("Pad") == (
         2 if keras.backend.backend() == "torch" else 1
     )
-
-
-def test_a_maximum_with_a_value_to_begin_with_is_not_taken_for_one_without():
-    v = keras.Input((5,))
-    graph = captured(keras.Model(v, ops.max(v, axis=-1, initial=0.5)), np.full((2, 5), 0.25, "float32"))
-    assert ops_of(graph) == [OPAQUE]
 
 
 # ---------------------------------------------------------------- what is refused, and how
@@ -214,26 +193,3 @@ def test_an_example_of_another_structure_is_refused():
     model, _ = make("many_in_and_out")
     with pytest.raises(CaptureError, match=r"does not fit the model.*2 inputs"):
         capture(model, (torch.zeros(2, 6),))
-
-
-def test_a_custom_layer_without_a_configuration_is_captured_and_said_to_have_none():
-    class Odd(layers.Layer):
-        def __init__(self, f):
-            super().__init__(name="odd")
-            self.f = f
-
-        def call(self, x):
-            return ops.relu(x) + self.f
-
-    v = keras.Input((4,))
-    model = keras.Model(v, Odd(object_with_plus())(layers.Dense(3)(v)))
-    graph = captured(model)
-    assert {n.op for n in graph.nodes if n.layer == "odd"} <= {"Relu", "Add", OPAQUE}
-
-
-def object_with_plus():
-    class One:
-        def __radd__(self, x):
-            return x + 1.0
-
-    return One()

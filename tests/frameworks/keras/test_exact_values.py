@@ -10,7 +10,6 @@ keras = pytest.importorskip("keras")
 from keras import layers, ops  # noqa: E402
 
 import chipfit  # noqa: E402
-from chipfit.engine.run import run  # noqa: E402
 
 PLATFORMS = ("ort_cpu", "tflite_int8")
 
@@ -128,21 +127,3 @@ def test_a_model_of_another_float_type_is_read_in_float32_and_the_report_says_so
     assert np.abs(want - got).max() < 0.05 * np.abs(want).max()
     assert result.verify([x]).exact
     assert model.layers[1].compute_dtype == kind
-
-
-def test_a_convolution_of_one_channel_is_no_depthwise_one():
-    given = keras.Input((6, 6, 1))
-    model = keras.Model(given, layers.DepthwiseConv2D(3)(layers.Conv2D(4, 3)(given)))
-    ops_of = [n.op for n in chipfit.capture(model, (torch.randn(2, 6, 6, 1),)).nodes]
-    assert [o for o in ops_of if "Conv" in o] == ["Conv2D", "DepthwiseConv2D"]
-
-
-@pytest.mark.parametrize("how", [{"threshold": 0.5}, {"negative_slope": 0.1, "max_value": 2.0}])
-def test_forms_of_relu_that_have_no_operator_stay_keras_own(how):
-    given = keras.Input((6,))
-    model = keras.Model(given, layers.Dense(3)(layers.ReLU(**how)(layers.Dense(8)(given))))
-    x = torch.randn(16, 6)
-    graph, (want,) = chipfit.capture(model, (x,)), outputs(model, x)
-    assert not {"Relu", "LeakyRelu", "Clamp"} & {n.op for n in graph.nodes}
-    with torch.no_grad():
-        np.testing.assert_allclose(run(graph, [x])[graph.outputs[0]].numpy(), want, atol=1e-5)

@@ -6,7 +6,6 @@ import os
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -180,14 +179,8 @@ def test_a_file_that_another_backend_saved_computes_the_same():
 def test_a_quantizer_rounds_halves_to_even_and_saturates():
     q = KerasQuantizer(-8, 7)
     q.assign({"scale": np.array(0.5, "float32")})
-    assert numbers(q(np.array([-9.0, -0.75, 0.25, 0.75, 100.0, np.inf], "float32"))).tolist() == [
-        -4.0,
-        -1.0,
-        0.0,
-        1.0,
-        3.5,
-        3.5,
-    ]
+    given = np.array([-9.0, -0.75, 0.25, 0.75, 100.0, np.inf], "float32")
+    assert numbers(q(given)).tolist() == [-4.0, -1.0, 0.0, 1.0, 3.5, 3.5]
 
 
 def test_a_quantizer_with_a_table_takes_the_nearest_entry():
@@ -337,13 +330,10 @@ def test_calls_of_the_same_weights_with_other_biases_are_one_layer():
     dense = layers.Dense(4, name="dense")
     graph, x = bare(lambda v: dense(ops.relu(dense(v))) + dense(v), 4)
     graph.weights |= {f"dense/bias_{k}": graph.weights["dense/bias"] + k for k in (1, 2)}
-    calls = iter(range(3))
-    graph.nodes = [
-        n.with_(inputs=(*n.inputs[:2], ("dense/bias", "dense/bias_1", "dense/bias_2")[next(calls)]))
-        if n.op == "Linear"
-        else n
-        for n in graph.nodes
-    ]
+    biases = iter(["dense/bias", "dense/bias_1", "dense/bias_2"])
+    for k, n in enumerate(graph.nodes):
+        if n.op == "Linear":
+            graph.nodes[k] = n.with_(inputs=(*n.inputs[:2], next(biases)))
     model = same_as_the_engine(graph, Plan(), x)
     (wrapper,) = [v for v in model.layers if isinstance(v, KerasQuantizationWrapper)]
     assert len(wrapper.own_biases) == 2 and len(wrapper._inbound_nodes) == 3
@@ -353,13 +343,9 @@ def test_calls_of_the_same_weights_with_other_biases_are_one_layer():
 def test_a_stored_result_may_have_a_scale_for_each_channel(axis):
     graph, x = bare(layers.Conv2D(3, 1, name="conv"), 3, 3, 2)
     (conv,) = (n for n in graph.nodes if n.op == "Conv2D")
-    stored = Stored(
-        format="f",
-        grid=Grid(bits=4, qmin=-8, qmax=7, per="channel"),
-        scale=torch.tensor([0.125, 0.25, 0.5]),
-        zero_point=torch.zeros(3, dtype=torch.int32),
-        axis=axis,
-    )
+    scale, zero = torch.tensor([0.125, 0.25, 0.5]), torch.zeros(3, dtype=torch.int32)
+    grid = Grid(bits=4, qmin=-8, qmax=7, per="channel")
+    stored = Stored(format="f", grid=grid, scale=scale, zero_point=zero, axis=axis)
     plan = Plan(tensors={conv.output: TensorPlan(name=conv.output, role="activation", stored=stored)})
     y = run(graph, [x], keep=[conv.output])[conv.output]
     s = stored.scale.reshape([3 if d == axis else 1 for d in range(4)])
@@ -406,22 +392,6 @@ def test_a_step_of_training_is_made_once():
     first = model.make_train_function()
     assert model.make_train_function() is first
     assert model.make_train_function(force=True) is not first
-
-
-def test_of_jax_a_step_returns_what_variables_become(monkeypatch):
-    """Its four lists of arrays, of which metrics are not checked."""
-    model = SimpleNamespace(
-        trainable_variables=["w", "v"], non_trainable_variables=["mean"], optimizer=SimpleNamespace(variables=["m"])
-    )
-    out = ("logs", ([1, 2], [3], [4], [5]))
-    assert QuantizedModel.values_after(model, out) == [] or keras.backend.backend() == "jax"
-    monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
-    assert QuantizedModel.values_after(model, out) == [("w", 1), ("v", 2), ("mean", 3), ("m", 4)]
-    seen = []
-    model.jax_state_sync = lambda: seen.append((model._jax_state, model._jax_state_synced))
-    QuantizedModel.keep_values(model, out)
-    names = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
-    assert seen == [(dict(zip(names, out[1], strict=True)), False)]
 
 
 @pytest.mark.parametrize("bn_fold, factor", [(1, 4), (2, 4), (-1, 1)])

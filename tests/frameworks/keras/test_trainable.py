@@ -129,7 +129,7 @@ def test_they_round_as_those_of_pytorch_do_and_are_saved(name):
     np.testing.assert_array_equal(numbers(again(x)), numbers(q(x)))
 
 
-def test_28_per_channel_on_axis_3():
+def test_thresholds_of_channels_run_along_their_axis():
     x = (RNG.normal(size=(3, 3, 2, 3)) * 5).astype("float32")
     y = numbers(iq.WeightsSymmetricInferableQuantizer(2, [3.0, 6.0, 2.0], True, 3, input_rank=4)(x))
     for c, t in enumerate([3.0, 6.0, 2.0]):

@@ -53,24 +53,24 @@ class QuantizedModel(keras.Model):
             finally:
                 self._stepping = False
             try:
-                with keras.StatelessScope(state_mapping=self.values_after(out)):
+                with keras.StatelessScope(state_mapping=self._values_after(out)):
                     bounds.check(self.trainable_variables, int(self.optimizer.iterations))
             except TrainingError:
-                self.keep_values(out)
+                self._keep_values(out)
                 raise
             return out
 
         self.train_function = checked
         return checked
 
-    def values_after(self, out: Any) -> list[tuple[Any, Any]]:
+    def _values_after(self, out: Any) -> list[tuple[Any, Any]]:
         """Return (variable, value) after a step, if the backend has not assigned the values yet (JAX)."""
         if keras.backend.backend() != "jax":
             return []
         kinds = self.trainable_variables, self.non_trainable_variables, self.optimizer.variables
         return [pair for vs, now in zip(kinds, out[1][:3], strict=True) for pair in zip(vs, now, strict=True)]
 
-    def keep_values(self, out: Any) -> None:
+    def _keep_values(self, out: Any) -> None:
         """Assign the values after a step: JAX has reused the memory of the values before it."""
         if keras.backend.backend() == "jax":
             kinds = "trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables"
