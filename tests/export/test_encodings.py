@@ -1,27 +1,30 @@
-"""Encodings: the plan's numbers in the words of each compiler."""
+"""Encodings: numbers worked out on paper in the words of each compiler, and QDQ files read with numpy."""
 
 from __future__ import annotations
 
 import json
 
+import numpy as np
 import onnx
 import pytest
 import torch
+from onnx import numpy_helper
 from torch import nn
 
 import chipfit
 from chipfit.errors import UnknownNameError, UnsupportedError
 from chipfit.export.encodings import document
+from chipfit.plan.record import Plan, TensorPlan
+from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.stored import Stored
+
+# ---------------------------------------------------------------- files of platforms
 
 
-@pytest.fixture(scope="module")
-def model():
+def fit(platform):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1)).eval(), torch.randn(2, 3, 6, 6)
-
-
-def fit(model, platform):
-    return chipfit.quantize(model[0], [model[1]], platform=platform, progress=False)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1)).eval()
+    return chipfit.quantize(model, [torch.randn(2, 3, 6, 6)], platform=platform, progress=False)
 
 
 #: what the tools of these chips read
@@ -37,43 +40,217 @@ HOMES = {
 
 
 @pytest.mark.parametrize(("dialect", "platform"), [(d, p) for d, homes in HOMES.items() for p in homes.split()])
-def test_a_platform_gets_its_own_dialect(model, dialect, platform, tmp_path):
-    result = fit(model, platform)
-    file = result.export(tmp_path / "m.json")
-    assert json.loads(file.read_text()) == document(result.plan, dialect)
+def test_a_platform_gets_its_own_dialect(dialect, platform, tmp_path):
+    result = fit(platform)
+    assert result.export(tmp_path / "m.json").read_text() == json.dumps(document(result.plan, dialect), indent=1)
 
 
-def test_every_name_is_a_tensor_of_the_file_beside(model, tmp_path):
-    result = fit(model, "tensorrt")
-    names = json.loads(result.export(tmp_path / "m.json").read_text())["tensorrt"]["blob_range"]
+def test_every_name_is_a_tensor_of_the_float_model_beside(tmp_path):
+    names = json.loads(fit("tensorrt").export(tmp_path / "m.json").read_text())["tensorrt"]["blob_range"]
     graph = onnx.load(tmp_path / "m.onnx").graph
     known = {i.name for i in graph.input} | {o for n in graph.node for o in n.output}
     assert names and set(names) <= known
-    assert not any(n.op_type == "QuantizeLinear" for n in graph.node)
+    assert not any("Quantize" in n.op_type for n in graph.node)
 
 
-def test_the_range_is_that_of_the_grid(model):
-    result = fit(model, "snpe")
-    record = document(result.plan, result.platform.encodings)["activation_encodings"]["input"][0]
-    t = result.plan.tensors["input"]
-    assert record["bitwidth"] == 8
-    assert record["min"] == pytest.approx(float(-t.zero_point * t.scale)) and record["max"] == pytest.approx(
-        float((255 - t.zero_point) * t.scale)
-    )
-    assert record["offset"] == -int(t.zero_point)
+def test_another_dialect_is_an_option_and_an_unknown_one_lists_those_known(tmp_path):
+    result = fit("ort_cpu")
+    path = result.export(tmp_path / "m.json", dialect="ncnn")
+    assert json.loads(path.read_text()) == document(result.plan, "ncnn")
+    with pytest.raises(UnknownNameError, match="encodings dialect.*tensorrt"):
+        result.export(tmp_path / "n.json", dialect="tensort")
 
 
-def test_fix_positions_are_exponents(model):
-    result = fit(model, "vitis_dpu")
-    for name, entry in document(result.plan, result.platform.encodings)["fix_info"].items():
-        assert 2.0 ** -entry["fix_point"] == float(result.plan.tensors[name].scale)
+# ---------------------------------------------------------------- numbers on paper
 
 
-def test_fix_positions_of_other_scales_are_refused(model):
-    with pytest.raises(UnsupportedError, match="power-of-two"):
-        document(fit(model, "ort_cpu").plan, "vitis")
+def tensor(name, role, grid, scale, zero, axis=None):
+    s, z = torch.tensor(scale), torch.tensor(zero, dtype=torch.int32)
+    return TensorPlan(name=name, role=role, stored=Stored(format="f", grid=grid, scale=s, zero_point=z, axis=axis))
 
 
-def test_an_unknown_dialect_lists_the_known_ones(model):
-    with pytest.raises(UnknownNameError, match="tensorrt"):
-        document(fit(model, "ort_cpu").plan, "tensort")
+def one(*args, **more):
+    t = tensor(*args, **more)
+    return Plan(platform="paper", tensors={t.name: t})
+
+
+U8, S8 = Grid(bits=8, qmin=0, qmax=255, zero="any"), Grid(bits=8, qmin=-128, qmax=127)
+S16 = Grid(bits=16, qmin=-32768, qmax=32767)
+LUT = Grid(bits=4, qmin=0, qmax=2, kind="lut", table=(-1.0, 0.0, 0.5))
+#: x: codes 0..255, 0.0 at 96: -48 to 79.5. w: two channels of -128..127: -32 to 31.75, and -128 to 127. b: 16 bits
+TENSORS = [
+    tensor("x", "activation", U8, 0.5, 96),
+    tensor("w", "weight", S8, [0.25, 1.0], [0, 0], axis=0),
+    tensor("b", "bias", S16, [0.125, 0.5], [0, 0]),
+    TensorPlan(name="f", role="activation", why="kept"),
+]
+PLAN = Plan(platform="paper", tensors={t.name: t for t in TENSORS})
+X_ENDS, W_ENDS = {"min": -48.0, "max": 79.5}, {"min": [-32.0, -128.0], "max": [31.75, 127.0]}
+PPL = {"bit_width": 8, "quant_flag": True}
+
+
+@pytest.mark.parametrize(
+    "dialect, want",
+    [
+        ("tensorrt", {"tensorrt": {"blob_range": {"x": 79.5}}}),
+        ("nnie", {"nnie": {"gfpq": {"x": 79.5, "w": 128.0}}}),
+        ("ncnn", {"scales": {"x": [2.0], "w": [4.0, 1.0]}}),
+        ("stpu", {"x": X_ENDS, "w": W_ENDS}),
+        (
+            "ppl_cuda",
+            {
+                "x": {**PPL, "per_channel": False, "sym": False, **X_ENDS},
+                "w": {**PPL, "per_channel": True, "sym": True, **W_ENDS},
+            },
+        ),
+        (
+            "ppl_dsp",
+            {
+                "x": {"step": 0.5, "zero_point": 96, "bit": 8, "type": "biased", **X_ENDS},
+                "w": {"step": [0.25, 1.0], "zero_point": [0, 0], "bit": 8, "type": "weight", **W_ENDS},
+            },
+        ),
+        (
+            "vitis",
+            {
+                "x": {"bit_width": 8, "fix_point": 1},
+                "w": {"bit_width": 8, "fix_point": [2, 0]},
+                "b": {"bit_width": 16, "fix_point": [3, 1]},
+            },
+        ),
+    ],
+)
+def test_each_compiler_gets_the_numbers_it_wants(dialect, want):
+    found = document(PLAN, dialect)
+    inner = {"ppl_cuda": "ppl-cuda", "ppl_dsp": "ppl", "vitis": "fix_info"}.get(dialect)
+    assert (found[inner] if inner else found) == want
+
+
+def test_qualcomm_wants_minus_the_code_of_zero_counted_from_the_lowest():
+    """min = scale (offset + 0), max = scale (offset + 255) for 8 bits, signed or not. AIMET encodings 0.6.1."""
+    d = document(PLAN, "qualcomm")
+    (x,) = d["activation_encodings"]["x"]
+    numbers = {"bitwidth": 8, "scale": 0.5, "offset": -96, **X_ENDS}
+    assert x == numbers | {"is_symmetric": "False", "dtype": "int"} and d["version"] == "0.6.1"
+    first, second = d["param_encodings"]["w"]
+    assert (first["min"], first["max"], first["scale"], first["offset"]) == (-32.0, 31.75, 0.25, -128)
+    assert (second["min"], second["max"], second["scale"], second["offset"]) == (-128.0, 127.0, 1.0, -128)
+    assert first["is_symmetric"] == "True" and d["param_encodings"]["b"][1]["bitwidth"] == 16
+    assert d["param_encodings"]["b"][1]["min"] == -16384.0 and set(d["param_encodings"]) == {"w", "b"}
+    for r in (x, first, second):
+        assert r["min"] == r["scale"] * r["offset"] and r["max"] == r["scale"] * (r["offset"] + 255)
+
+
+@pytest.mark.parametrize("low, zero, offset", [(0, 7, -7), (3, 7, -7), (-128, 7, -135), (-100, 7, -107)])
+def test_the_offset_of_qualcomm_counts_from_the_lowest_code_of_signed_grids_and_else_from_0(low, zero, offset):
+    grid = Grid(bits=8, qmin=low, qmax=127, zero="any")
+    ((record,),) = document(one("x", "activation", grid, 0.5, zero), "qualcomm")["activation_encodings"].values()
+    assert record["offset"] == offset
+
+
+def test_everything_is_in_the_own_dialect():
+    d = document(PLAN, "generic")
+    assert d == document(PLAN) and d["chipfit_encodings"] == 1
+    assert d["platform"] == "paper" and set(d["tensors"]) == {"x", "w", "b"}
+    grid = {"format": "f", "bits": 8, "qmin": -128, "qmax": 127, "axis": 0}
+    numbers = {"scale": [0.25, 1.0], "zero_point": [0, 0], **W_ENDS}
+    assert d["tensors"]["w"] == {"role": "weight", "layer": "", **grid, **numbers}
+    table = document(one("t", "weight", LUT, 0.5, 0))["tensors"]["t"]
+    assert table["table"] == [-1.0, 0.0, 0.5] and table["kind"] == "lut"
+
+
+def test_a_weight_of_one_channel_is_none_of_channels():
+    (w,) = document(one("w", "weight", S8, [0.25], [0], axis=0), "ppl_cuda")["ppl-cuda"].values()
+    assert not w["per_channel"] and (w["min"], w["max"]) == ([-32.0], [31.75])
+    (v,) = document(one("v", "weight", S8, 0.25, 0), "ppl_dsp")["ppl"].values()
+    assert v == {"step": 0.25, "zero_point": 0, "min": -32.0, "max": 31.75, "bit": 8, "type": "weight"}
+
+
+def test_scales_that_are_no_powers_of_two_have_no_fix_position():
+    scales = [1.0, 0.5, 0.3, 2.0, 0.7, 0.1]
+    with pytest.raises(UnsupportedError, match="power-of-two scales. Where: w") as refused:
+        document(one("w", "weight", S8, scales, [0] * 6, axis=0), "vitis")
+    assert refused.value.got == pytest.approx(scales[:4])
+
+
+# ---------------------------------------------------------------- QDQ files
+
+
+class Net(nn.Module):
+    """Each kind of weight, with as many channels in as out and very unlike channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.up = nn.Conv2d(4, 4, 3, padding=1), nn.ConvTranspose2d(4, 4, 2, 2)
+        self.depth, self.head = nn.Conv2d(4, 4, 3, groups=4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.head(self.depth(self.up(self.conv(x).relu())).relu().mean((2, 3)))
+
+
+def written(folder, platform):
+    torch.manual_seed(0)
+    net = Net().eval()
+    with torch.no_grad():
+        for name, axis in (("conv", 0), ("up", 1), ("depth", 0), ("head", 0)):
+            w = getattr(net, name).weight
+            shape = [-1 if k == axis else 1 for k in range(w.dim())]
+            w.mul_(torch.tensor([1.0, 0.1, 4.0, 0.02]).view(shape))
+    result = chipfit.quantize(net, [torch.randn(4, 4, 6, 6)], platform, weight_rule="no_clipping", progress=False)
+    model = onnx.load(result.export(folder / f"{platform}.onnx"))
+    return net, model, {i.name: numpy_helper.to_array(i) for i in model.graph.initializer}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    return written(tmp_path_factory.mktemp("onnx"), "ort_cpu")
+
+
+@pytest.fixture(scope="module")
+def file_with_transposed(tmp_path_factory):
+    """ONNX Runtime's transposed convolutions run in float; TensorRT's do not."""
+    return written(tmp_path_factory.mktemp("onnx"), "tensorrt")
+
+
+@pytest.mark.parametrize("name, axis", [("conv", 0), ("up", 1), ("depth", 0), ("head", 0)])
+def test_a_weights_scales_run_along_its_output_channels(file, file_with_transposed, name, axis):
+    """The largest |w| of each output channel takes one of the last codes, and codes are rint(w / s) along the axis."""
+    net, model, held = file_with_transposed if name == "up" else file
+    (node,) = [n for n in model.graph.node if n.op_type == "DequantizeLinear" and n.input[0] == f"{name}.weight_q"]
+    q, s, z = (held[i] for i in node.input)
+    w = getattr(net, name).weight.detach().numpy()
+    others = tuple(k for k in range(w.ndim) if k != axis)
+    (found,) = [a.i for a in node.attribute if a.name == "axis"] or [1]  # ONNX's default
+    assert found % w.ndim == axis and q.dtype == np.int8 and not z.any()
+    codes = np.abs(w).max(others) / s
+    assert s.shape == (4,) and (codes > 126).all() and (codes < 128.01).all()
+    np.testing.assert_array_equal(q, np.rint(w / s.reshape([-1 if k == axis else 1 for k in range(w.ndim)])))
+
+
+@pytest.mark.parametrize("name", ["conv", "depth", "head"])
+def test_a_bias_is_stored_at_the_scale_of_the_products(file, name):
+    """b_q = rint(b / (s_in s_w)) in int32; s_in is what the file quantizes the layer's input with."""
+    net, model, held = file
+    by_output = {o: n for n in model.graph.node for o in n.output}
+    (kernel,) = [
+        n
+        for n in model.graph.node
+        if n.op_type in ("Conv", "Gemm") and by_output[n.input[1]].input[0] == f"{name}.weight_q"
+    ]
+    x, w, b = (by_output[i] for i in kernel.input)
+    s = held[x.input[1]] * held[w.input[1]]
+    np.testing.assert_array_equal(held[b.input[1]], s)
+    want = np.rint(getattr(net, name).bias.detach().numpy() / s)
+    assert held[b.input[0]].dtype == np.int32
+    np.testing.assert_array_equal(held[b.input[0]], want)
+
+
+def test_an_activations_numbers_are_the_observed_range(file):
+    """s = (max - min) / 255, z = rint(-min / s), on the data themselves with the rule "no_clipping"."""
+    net, *_ = file
+    x = torch.rand(4, 4, 6, 6) * 3 - 1
+    result = chipfit.quantize(net, [x], "ort_cpu", rule="no_clipping", progress=False)
+    t = result.plan.tensors["x"]
+    low, high = float(x.min()), float(x.max())
+    assert float(t.scale) == pytest.approx((high - low) / 255, rel=1e-6)
+    assert int(t.zero_point) == round(-low / ((high - low) / 255)) and (t.low, t.high) == (low, high)
