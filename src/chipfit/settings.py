@@ -25,7 +25,7 @@ def known_settings() -> dict[str, Setting]:
 class _WithSignature(type):
     @property
     def __signature__(cls) -> inspect.Signature:
-        """What help() and editors show."""
+        """The signature that help() and editors show."""
         make = inspect.Parameter
         return inspect.Signature(
             [make(s.name, make.KEYWORD_ONLY, default=s.default) for s in known_settings().values()]

@@ -263,7 +263,7 @@ class Config(Record):
 
     @property
     def _keeps_batch_norms(self) -> bool:
-        """Whether batch norms stay in spite of `bnfold`, as in MQBench's academic setting."""
+        """True if batch norms stay in spite of `bnfold`, as in MQBench's academic setting."""
         return isinstance(self.backend, str) and get_backend_params(self.backend)["ada_sign"]
 
     @property

@@ -36,7 +36,7 @@ class WorkerProcess:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this process writes files and messages."""
+        """True if this process writes files and messages."""
         return self.rank == 0
 
     def broadcast(self, answer: bool) -> bool:

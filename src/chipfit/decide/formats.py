@@ -84,7 +84,7 @@ def formats_wanted_by_consumers(graph: Graph, platform: Platform, groups: Sequen
 
 @dataclass(frozen=True, slots=True)
 class GroupDecision:
-    """How a group runs."""
+    """The decision how a group runs."""
 
     group: FusedGroup
     option: Option | None  #: None for a group in float and for a pass-through operator

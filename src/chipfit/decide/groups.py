@@ -27,7 +27,7 @@ class Operand:
 
     @property
     def is_data(self) -> bool:
-        """Whether it is an activation, or a constant in the place of one."""
+        """True for an activation, or a constant in the place of one."""
         return self.slot.startswith("in")
 
 
@@ -60,7 +60,7 @@ class FusedGroup:
 
     @property
     def is_pass_through(self) -> bool:
-        """Whether it moves quantized values without arithmetic, in the format of its input."""
+        """True if it moves quantized values without arithmetic, in the format of its input."""
         return self.resolved.exec == "follow"
 
     @property

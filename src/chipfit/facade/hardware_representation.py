@@ -27,7 +27,7 @@ _KERNEL = {
 
 
 class OpQuantizationConfig(configs.OpQuantizationConfig):
-    """How an operator's weights and its result are quantized.
+    """A configuration that says how an operator's weights and output are quantized.
 
     Args:
         activation_quantization_method: of the result.

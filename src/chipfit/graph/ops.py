@@ -51,7 +51,7 @@ class OpDef:
 
     @property
     def weighted(self) -> bool:
-        """Whether the operator may have weights of its own."""
+        """True if the operator may have weights of its own."""
         return any(s.startswith("w") for s in self.slots)
 
 

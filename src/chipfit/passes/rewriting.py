@@ -1,4 +1,4 @@
-"""What rewrites share: the records that they return, and who reads a value, whether it may change, and why not.
+"""Shared parts of rewrites: the records that they return, who reads a value, and whether it may change.
 
 A pass of stage "rewrite" returns `Rewritten`, one of stage "adapt" `Adapted`; plain tuples of the same items will do.
 """

@@ -134,5 +134,5 @@ class Member(BaseModel):
 
     @property
     def bare(self) -> bool:
-        """Whether canonical operators alone define it."""
+        """True if canonical operators alone define it."""
         return self.type is None and self.name is None and self.where is None

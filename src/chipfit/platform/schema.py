@@ -176,12 +176,12 @@ class Format(_Record):
 
     @property
     def is_float(self) -> bool:
-        """Whether it is a floating-point format of 16 or 32 bits, stored as it is computed."""
+        """True for a floating-point format of 16 or 32 bits, stored as it is computed."""
         return self.kind == "float" and self.bits >= 16
 
     @property
     def gap(self) -> str:
-        """What chipfit does not support in this format; "" if it supports all of it."""
+        """The part of this format that chipfit does not support, "" if it supports all of it."""
         if self.kind == "bfp" or (self.per == "row" and not self.dynamic):
             return f"scales per {self.per}"
         if self.per == "block" and (self.kind != "int" or self.block is None or self.free):
@@ -279,7 +279,7 @@ class Option(_Record):
 
     @property
     def input_mode(self) -> str:
-        """How it reads its data: "codes", "dynamic" (quantized at run time) or "float"; "" without data."""
+        """The way it reads its data: "codes", "dynamic" (quantized at run time) or "float"; "" without data."""
         if self.dynamic is not None or self.in_ is None:
             return "dynamic" if self.dynamic else ""
         return "float" if all(name in ("float", "none") for name in self.ins) else "codes"

@@ -58,7 +58,7 @@ class Kernel(tuple[LayerRow, ...]):
 
     @property
     def exec(self) -> str:
-        """How it runs: in float if any part does; it only moves integers if every part does."""
+        """The way it runs: in float if any part does; it only moves integers if every part does."""
         return next(how for how in ("float", "int", "table", "follow") if any(r.exec == how for r in self))
 
     @property
@@ -70,7 +70,7 @@ class Kernel(tuple[LayerRow, ...]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportData:
-    """How a quantized model runs, how large it is, and how well it does."""
+    """A report on how a quantized model runs, how large it is, and how accurate."""
 
     platform: str
     title: str

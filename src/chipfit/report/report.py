@@ -20,7 +20,7 @@ def check_suffix(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Report(SummaryRepr, ReportData):
-    """How a quantized model runs, how large it is, and how well it does."""
+    """A report on how a quantized model runs, how large it is, and how accurate."""
 
     def save(self, path: str | Path) -> Path:
         """Write the report: a self-contained page for `.html`, data for `.json`.

@@ -31,7 +31,7 @@ LONG_ROW, CANDIDATES_OF_LONG_ROWS = 1024, (1.0,)
 
 @dataclass
 class WeightRows:
-    """How the weight of one operator is stored, seen as [g, O/g, K]."""
+    """The grid and the numbers of an operator's weight, seen as [g, O/g, K]."""
 
     grid: Grid
     scale: Tensor  #: of each weight, [g, O/g, K], or of each row, [g, O/g, 1]

@@ -103,7 +103,7 @@ class TensorComparison:
 
     @property
     def fault(self) -> str:
-        """What is wrong; "" if nothing is."""
+        """A description of the fault, "" if there is none."""
         if self.astray or self.op_differing > self.allowed or self.op_largest > min(self.allowed, 1):
             found = f"{self.op_differing} of {self.elements} integers differ by up to {self.op_largest}"
             how = f" by 1, half way between two integers; {self.astray} lie elsewhere" if self.allowed else ""
@@ -188,7 +188,7 @@ class OutputComparison:
 
     @property
     def fault(self) -> str:
-        """What is wrong; "" if nothing is."""
+        """A description of the fault, "" if there is none."""
         few = self.differing <= FLOAT_SHARE * self.elements if self.float_ops else not self.differing
         if self._real:
             few = self.op_gap <= (OUTPUT_GAP if self.float_ops else DEQUANTIZED_GAP)
@@ -228,7 +228,7 @@ class ConstantComparison:
 
     @property
     def fault(self) -> str:
-        """What is wrong; "" if nothing is."""
+        """A description of the fault, "" if there is none."""
         if self.differing:
             return f"{self.differing} of its {self.elements} quantized values are not the plan's"
         return self.wrong

@@ -64,7 +64,7 @@ class QuantizeBase(nn.Module):
 
     @property
     def observing(self) -> bool:
-        """Whether the next batch is observed: in calibration, and the first batch of training."""
+        """True if the next batch is observed: in calibration, and the first batch of training."""
         first = self.training and self.fake_quant_enabled and not self.activation_post_process.batches
         return self.observer_enabled or first
 

@@ -47,17 +47,17 @@ class QuantizationMethod(Enum):
 
     @property
     def lut(self) -> bool:
-        """Whether quantized values are entries of a look-up table."""
+        """True if quantized values are entries of a look-up table."""
         return self in (QuantizationMethod.LUT_POT_QUANTIZER, QuantizationMethod.LUT_SYM_QUANTIZER)
 
     @property
     def pot(self) -> bool:
-        """Whether thresholds are powers of two."""
+        """True if thresholds are powers of two."""
         return self in (QuantizationMethod.POWER_OF_TWO, QuantizationMethod.LUT_POT_QUANTIZER)
 
     @property
     def affine(self) -> bool:
-        """Whether grids have a zero point."""
+        """True if grids have a zero point."""
         return self is QuantizationMethod.UNIFORM
 
     @property
