@@ -22,6 +22,25 @@ def known_settings() -> dict[str, Setting]:
     return {o.name: o for s in own for o in (s, *(o for e in methods[s.name] for o in options_of(e).values()))}
 
 
+def _allowed_instead(setting: Setting, value: Any) -> str:
+    """Return which values a setting allows if `value` is none of them; "" if it is allowed.
+
+    Raises:
+        UnknownNameError, ConfigError: a method that the value names, or an option of it.
+    """
+    if isinstance(setting.default, bool):
+        return "" if isinstance(value, bool) else "True or False"
+    words = (*(entries(setting.kind) if setting.kind else ()), *setting.choices)
+    numbers = ["a number of at least 0"] if setting.numbers or not words else []
+    if value is None or value in words or (numbers and is_number(value) and value >= 0):
+        return ""
+    if setting.kind and isinstance(value, str):
+        for part in parse_sum(value):
+            create(setting.kind, part)
+        return ""
+    return ", ".join(["None", *numbers[: bool(words)], f"or {', '.join(map(repr, words)) or numbers[0]}"])
+
+
 class _WithSignature(type):
     @property
     def __signature__(cls) -> inspect.Signature:
@@ -52,22 +71,7 @@ class Settings(metaclass=_WithSignature):
         for name, value in chosen.items():
             if name not in settings:
                 raise UnknownNameError("setting", name, settings)
-            if isinstance(settings[name].default, bool):
-                bad, allowed = not isinstance(value, bool), "True or False"
-            elif kind := settings[name].kind:
-                words = (*entries(kind), *settings[name].choices)
-                bad, allowed = not (value is None or isinstance(value, str)), f"None, or {', '.join(map(repr, words))}"
-                for part in parse_sum(value) if isinstance(value, str) and value not in words else ():
-                    create(kind, part)  # raises for what is not registered
-            elif words := settings[name].choices:
-                number = settings[name].numbers and is_number(value) and value >= 0
-                bad = not (value is None or value in words or number)
-                also = ", a number of at least 0" if settings[name].numbers else ""
-                allowed = f"None{also}, or {', '.join(map(repr, words))}"
-            else:
-                bad = value is not None and not (is_number(value) and value >= 0)
-                allowed = "None, or a number of at least 0"
-            if bad:
+            if allowed := _allowed_instead(settings[name], value):
                 raise PlanError(f"The setting '{name}' is not understood", got=repr(value), allowed=allowed)
         differs = {k: chosen[k] for k, s in settings.items() if k in chosen and chosen[k] != s.default}
         object.__setattr__(self, "_chosen", differs)
