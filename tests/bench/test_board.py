@@ -92,7 +92,7 @@ def test_the_page_filters_sorts_and_shows_a_run_in_a_browser(tmp_path):
         pytest.skip("no chromium is installed")
 
     def text(do: str) -> str:
-        """What stands in the page after a script."""
+        """Return the page's content after a script."""
         (tmp_path / "b.html").write_text(page(runs()).replace("</body>", f"<script>{do}</script></body>"))
         flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --dump-dom"
         command = [browser, *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", (tmp_path / "b.html").as_uri()]

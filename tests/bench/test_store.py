@@ -38,7 +38,6 @@ def test_a_later_failure_does_not_replace_an_outcome(tmp_path):
 
 
 def test_processes_may_create_a_store_concurrently(tmp_path):
-    """As drivers do that start together."""
     write = (
         "import sys\nfrom pathlib import Path\nfrom chipfit.bench.store import Store\n"
         "for at in sys.stdin: Store(Path(at.strip()) / 'runs.sqlite').put(sys.argv[1], 'n', 's', {}); print(flush=True)"

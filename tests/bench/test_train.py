@@ -147,7 +147,7 @@ def test_synchronized_batch_norms_that_fold_are_refused(tmp_path):
 
 
 def test_the_moving_average_is_returned(tmp_path):
-    """Of a bias with gradient g in each of two steps at rate 1: b1 = b - g1, b2 = b1 - g2; mean 0.5 b1 + 0.5 b2."""
+    """For a bias with gradient g in each of two steps at rate 1: b1 = b - g1, b2 = b1 - g2; mean 0.5 b1 + 0.5 b2."""
     sgd = {"kwargs": {"momentum": 0.0, "nesterov": False}}
     over = {"optimizer": sgd, "lr_scheduler": {"kwargs": {"base_lr": 1.0, "min_lr": 1.0, "max_iter": 2}}}
     results = []

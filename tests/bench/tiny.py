@@ -6,18 +6,18 @@ from torch import nn
 
 
 def net() -> nn.Module:
-    """Images [N, 3, 8, 8] to 10 classes."""
+    """Return a classifier of images [N, 3, 8, 8] with 10 classes."""
     body = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
     return nn.Sequential(body, nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(512, 10))
 
 
 def plain() -> nn.Module:
-    """The same without batch norm, whose statistics would be those of one process's part of a batch."""
+    """Return a network without batch norm, whose statistics would depend on the number of processes."""
     return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(512, 10))
 
 
 def config(**over: Any) -> dict[str, Any]:
-    """Digits, 8 bits, 12 steps."""
+    """Return a configuration: digits, 8 bits, 12 steps."""
     return {
         "model": {"type": "tests.bench.tiny:net"},
         "data": {

@@ -27,7 +27,7 @@ _KERNEL = {
 
 
 class OpQuantizationConfig(configs.OpQuantizationConfig):
-    """A configuration that says how an operator's weights and output are quantized.
+    """The quantization of an operator's weights and result.
 
     Args:
         activation_quantization_method: of the result.

@@ -57,7 +57,7 @@ def deploy(model: fx.GraphModule, data: Any, platform: Any) -> Result:
     names = {**_match_tensors(plain, learned, graph, args, kwargs), **weights}
     overrides = _width_overrides(graph, names)
     decided = lint(plain, args, target, overrides).assignment
-    rules = {"rule": "no_clipping", "weight_rule": "no_clipping"}
+    rules: dict[str, Any] = {"rule": "no_clipping", "weight_rule": "no_clipping"}
     result = pipeline.quantize(plain, data, target, overrides=overrides, **rules, progress=False)
     _copy_learned_parameters(result, names)
     trained = result.trained()

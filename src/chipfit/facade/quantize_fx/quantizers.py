@@ -72,7 +72,7 @@ class QuantizeBase(nn.Module):
         """Prepare for training; called once. x is the weight that will be quantized, None for an activation."""
 
     def adapt_sign(self, x: torch.Tensor) -> None:
-        """With `ada_sign`, switch to unsigned values for a batch without negatives, and back unless `sticky_sign`."""
+        """Switch to unsigned values for a batch without negatives if `ada_sign`, and back unless `sticky_sign`."""
         if not self.ada_sign:
             return
         unsigned = bool(reduced(x.detach().min(), "MIN") >= 0)

@@ -231,7 +231,7 @@ class TargetPlatformModel:
             self.operator_set += (part,)
 
     def set_simd_padding(self, is_simd_padding: bool) -> None:
-        """Set whether weights are padded in memory to a multiple of the `simd_size` of their operator."""
+        """Set whether weights are padded in memory to a multiple of their operator's `simd_size`."""
         self.is_simd_padding = bool(is_simd_padding)
 
     def _finish(self) -> None:

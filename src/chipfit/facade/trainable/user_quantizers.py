@@ -149,8 +149,8 @@ class UserQuantizers(Algorithm):
         inferable = self.quantizer.convert2inferable()
         stored, ops = inferable.stored, inferable.ops
         grid, s, zero = stored.grid, float(stored.scale), int(stored.zero_point)
-        codes = grid.table or [q - zero + 0.25 for q in range(grid.qmin - 2, grid.qmax + 3, max(1, grid.levels // 64))]
-        x = ops.constant([c * s for c in codes], self._host.scale)
+        values = grid.table or [q - zero + 0.25 for q in range(grid.qmin - 2, grid.qmax + 3, max(1, grid.levels // 64))]
+        x = ops.constant([v * s for v in values], self._host.scale)
         x = ops.reshape(x, (-1, *[1] * (len(self._shape) - 1)))
         own, wanted = apply(self.quantizer, x, False), inferable(x)
         off = ops.abs(own - wanted)
