@@ -135,8 +135,7 @@ class TensorStats:
         if histogram is not None:
             histogram.add(torch.zeros(1), 0.0)
         channels = None if self.channels is None else self.channels.mapped(self.count, 0.0, 0.0)
-        ends = dict.fromkeys(("low", "high", "smooth_low", "smooth_high"), 0.0)
-        return replace(self, histogram=histogram, channels=channels, **ends)
+        return replace(self, low=0.0, high=0.0, smooth_low=0.0, smooth_high=0.0, histogram=histogram, channels=channels)
 
     def update(self, x: torch.Tensor, need: Need) -> None:
         """Add one batch of the tensor, float32, any shape.
