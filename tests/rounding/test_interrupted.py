@@ -11,16 +11,15 @@ from chipfit.rounding import method, sequential_reconstruction
 from chipfit.rounding.compare import Reference
 from chipfit.rounding.methods.learned import BlockReconstruction
 from chipfit.search import choose
+from tests.build import NEAREST, quantized
 from tests.rounding.test_sequential_reconstruction import DATA, NEW, net
 
 FOUR = {"*": {"bits": 4, "activation_bits": 8}}
-PLAIN, OFF = Settings(), Settings(rounding="off")
+PLAIN = Settings()
 
 
 def fitted(settings=PLAIN, **options):
-    return chipfit.quantize(
-        net(), DATA, "mqbench_academic", overrides=FOUR, settings=settings, progress=False, **options
-    )
+    return quantized(net(), DATA, "mqbench_academic", overrides=FOUR, settings=settings, **options)
 
 
 def ctrl_c(monkeypatch, owner, name, after=0):
@@ -43,7 +42,7 @@ def interrupted(settings=PLAIN, **options):
 
 
 def loss(result):
-    return Reference(fitted(OFF).graph, [[NEW]]).loss(result.graph, result.plan)
+    return Reference(fitted(NEAREST).graph, [[NEW]]).loss(result.graph, result.plan)
 
 
 def origins(result):
@@ -51,7 +50,7 @@ def origins(result):
 
 
 def test_layers_that_were_rounded_stay_so_and_the_others_take_their_nearest_codes(monkeypatch, tmp_path):
-    whole, plain = fitted(), fitted(OFF)
+    whole, plain = fitted(), fitted(NEAREST)
     ctrl_c(monkeypatch, sequential_reconstruction.SequentialReconstruction, "fit", after=3)
     half = interrupted()
     fits = ("stem.weight", "body.weight", "depth.weight")
@@ -81,7 +80,7 @@ def test_an_edit_of_what_was_left_starts_over(monkeypatch):
     ],
 )
 def test_a_step_that_is_nothing_by_half_is_left_out_with_those_behind_it(monkeypatch, owner, name, settings, named):
-    plain = fitted(OFF)
+    plain = fitted(NEAREST)
     ctrl_c(monkeypatch, owner, name)
     result = interrupted(settings)
     assert result.plan.rewrites[-1].endswith(f"interrupted: not done: {named}")
@@ -90,7 +89,7 @@ def test_a_step_that_is_nothing_by_half_is_left_out_with_those_behind_it(monkeyp
 
 def test_units_that_were_learned_stay_so(monkeypatch):
     settings = Settings(rounding="off", reconstruct="layer", reconstruct_steps=30, rounding_guard=False)
-    plain = fitted(OFF)
+    plain = fitted(NEAREST)
     ctrl_c(monkeypatch, BlockReconstruction, "learn", after=2)
     result = interrupted(settings)
     weights = result.graph.weights
@@ -105,9 +104,8 @@ def test_a_search_that_has_not_ended_leaves_the_widths_and_says_that_no_limit_is
     ctrl_c(monkeypatch, choose, "losses")
     result = interrupted(limits=chipfit.Limits(bops="30%"), training="lsq")
     assert {t.grid.bits for t in result.plan.tensors.values() if t.role == "weight" and t.quantized} == {4}
-    assert result.plan.rewrites[-1] == (
-        "warning: interrupted: the widths were not searched to the end, and no limit is kept"
-    )
+    note = "warning: interrupted: the widths were not searched to the end, and no limit is kept"
+    assert result.plan.rewrites[-1] == note
     assert "chosen" not in result.plan.provenance and result.training is not None
 
 

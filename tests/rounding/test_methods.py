@@ -52,10 +52,8 @@ def test_a_text_names_methods_one_behind_the_other_with_their_options():
 
 def test_settings_stand_for_the_options_that_methods_declare():
     given = {"rounding_samples": 7.0, "rounding_guard": False, "reconstruct_steps": 3, "smooth": 0.5}
-    assert create_methods("nearest + learned", given) == [
-        Nearest(samples=7, guard=False),
-        Learned(steps=3, guard=False),
-    ]
+    nearest, learned = create_methods("nearest + learned", given)
+    assert nearest == Nearest(samples=7, guard=False) and learned == Learned(steps=3, guard=False)
 
 
 @pytest.mark.parametrize(
@@ -98,12 +96,9 @@ def test_methods_one_behind_the_other_do_what_the_settings_for_it_do():
     one = quantized(Settings(rounding="nearest + learned(scope='layer', steps=5)"))
     other = quantized(Settings(rounding="nearest", reconstruct="layer", reconstruct_steps=5))
     assert one.plan.rewrites == other.plan.rewrites
-    assert (one.plan.provenance["corrected"], other.plan.provenance["corrected"]) == (
-        ["rounding"],
-        ["rounding", "reconstruct"],
-    )
-    for name, w in one.graph.weights.items():
-        assert torch.equal(w, other.graph.weights[name])
+    corrected = [r.plan.provenance["corrected"] for r in (one, other)]
+    assert corrected == [["rounding"], ["rounding", "reconstruct"]]
+    assert all(torch.equal(w, other.graph.weights[name]) for name, w in one.graph.weights.items())
     assert {n: t.origin for n, t in one.plan.tensors.items()} == {n: t.origin for n, t in other.plan.tensors.items()}
 
 
@@ -111,33 +106,34 @@ def test_methods_one_behind_the_other_do_what_the_settings_for_it_do():
 
 
 @pytest.fixture
-def truncating(drop_ins):
-    @register("rounding", "truncate")
+def shrinking(drop_ins):
+    @register("rounding", "shrink")
     @dataclass(frozen=True)
-    class Truncate:
-        """Quantized values next to the float ones on the side of zero."""
+    class Shrink:
+        """Nearest quantized values of weights that were made smaller."""
 
-        toward: int = option("truncate_toward", 0, "that way")
+        factor: float = option("shrink_factor", 0.5, "factor of all weights")
 
         def __call__(self, graph, plan, context):
             graph = graph.copy()
             for t in plan.tensors.values():
                 if t.role == "weight" and t.quantized:
-                    graph.weights[t.name] = plan[t.name].round(graph.weights[t.name].detach() * 0.5)
-            return RoundingResult(graph, plan, [f"truncated {len(context.batches)} batches by {self.toward}"])
+                    graph.weights[t.name] = plan[t.name].round(graph.weights[t.name].detach() * self.factor)
+            return RoundingResult(graph, plan, [f"shrunk {len(context.batches)} batches by {self.factor}"])
 
 
-@pytest.mark.parametrize("text, given, note", [("truncate", {"truncate_toward": 3}, 3), ("truncate(toward=2)", {}, 2)])
-def test_a_method_outside_the_package_is_taken_by_its_name(truncating, text, given, note):
+@pytest.mark.parametrize("text, given", [("shrink", {"shrink_factor": 0.25}), ("shrink(factor=0.25)", {})])
+def test_a_method_outside_the_package_is_taken_by_its_name(shrinking, text, given):
     result, plain = quantized(Settings(rounding=text, **given)), quantized(Settings(rounding="off"))
-    assert result.plan.rewrites[-1] == f"truncated 2 batches by {note}"
+    stored, w = plain.plan["0.weight"], plain.graph.weights["0.weight"].detach()
+    torch.testing.assert_close(result.graph.weights["0.weight"], stored.round(0.25 * w))
+    assert result.plan.rewrites[-1] == "shrunk 2 batches by 0.25"
     assert result.plan.provenance["corrected"] == ["rounding"] and not fits_weights(text)
-    assert not torch.equal(result.graph.weights["0.weight"], plain.graph.weights["0.weight"])
-    assert result.edit({"0": "float"}).plan.rewrites[-1] == f"truncated 2 batches by {note}"
+    assert result.edit({"0": "float"}).plan.rewrites[-1] == "shrunk 2 batches by 0.25"
 
 
-def test_experiments_take_a_method_outside_the_package_by_its_name(truncating):
-    assert Ptq(settings={"rounding": "truncate(toward=2)"}).options["settings"].rounding == "truncate(toward=2)"
+def test_experiments_take_a_method_outside_the_package_by_its_name(shrinking):
+    assert Ptq(settings={"rounding": "shrink(factor=2)"}).options["settings"].rounding == "shrink(factor=2)"
 
 
 # ---------------------------------------------------------------- GPTQ and nearest
@@ -224,39 +220,29 @@ def test_batches_whose_tensors_differ_in_size_are_not_cut():
 # ---------------------------------------------------------------- the guard
 
 
-def learned_by(monkeypatch, *, better, notes, given, guard=True):
-    seen = {}
-
-    def learn(original, graph, plan, images, settings, seed):
-        seen.update(images=images_in(images), seed=seed)
-        return AFTER, list(notes)
-
-    monkeypatch.setattr(learned, "learn_rounding", learn)
-    monkeypatch.setattr(method, "compare_plans", lambda *a: seen.update(compared=True) or (better, "losses"))
-    return Learned(guard=guard)(BEFORE, PLAN, context(given, seed=5)), seen
-
-
 @pytest.mark.parametrize(
-    "better, notes, given, guard, kept, compared",
+    "better, notes, held_out, kept, note",
     [
-        (True, (), batches(8, 8), True, AFTER, True),
-        (False, (), batches(8, 8), True, BEFORE, True),
-        (False, ("warning: interrupted",), batches(8, 8), True, AFTER, False),  # what was done so far stays
-        (False, (), batches(4), True, AFTER, False),  # nothing to compare with
-        (False, (), batches(8, 8), False, AFTER, False),
+        (True, [], batches(1), AFTER, ["kept: losses"]),
+        (False, [], batches(1), BEFORE, ["warning: left out: losses"]),
+        (False, ["warning: interrupted"], batches(1), AFTER, ["warning: interrupted"]),  # what was done so far stays
+        (False, [], [], AFTER, []),  # nothing to compare with
     ],
 )
-def test_the_weights_from_before_are_kept_where_they_are_better(
-    monkeypatch, better, notes, given, guard, kept, compared
-):
-    found, seen = learned_by(monkeypatch, better=better, notes=notes, given=given, guard=guard)
-    assert found.graph is kept and (found.plan is PLAN) is (kept is BEFORE) and ("compared" in seen) is compared
-    assert seen["seed"] == 5 and seen["images"] == (14 if compared or notes else images_in(given))
-    if compared:
-        said = "learned codes are kept: losses" if better else "warning: weights keep the codes from before"
-        assert found.notes[-1].startswith(said)
-    if kept is AFTER:  # w2 is as it was
-        assert [n for n, t in found.plan.tensors.items() if "codes learned by block" in t.origin] == ["w"]
+def test_the_weights_from_before_are_kept_where_they_are_better(monkeypatch, better, notes, held_out, kept, note):
+    seen = []
+    monkeypatch.setattr(method, "compare_plans", lambda *given: seen.append(given) or (better, "losses"))
+    after = RoundingResult(AFTER, Plan(), notes)
+    found = method.keep_better(after, (BEFORE, PLAN), BEFORE, held_out, "kept", "left out")
+    assert found.graph is kept and (found.plan is PLAN) is (kept is BEFORE) and found.notes == note
+    assert all(given == (BEFORE, held_out, (BEFORE, PLAN), (AFTER, after.plan)) for given in seen)
+
+
+def test_learned_weights_tell_their_scope_and_others_stay_as_they_were(monkeypatch):
+    monkeypatch.setattr(learned, "learn_rounding", lambda *given: (AFTER, [f"seed {given[-1]}"]))
+    found = Learned(scope="layer", guard=False)(BEFORE, PLAN, context(seed=5))
+    assert found.graph is AFTER and found.notes == ["seed 5"]
+    assert [n for n, t in found.plan.tensors.items() if "codes learned by layer" in t.origin] == ["w"]
 
 
 def test_gptq_returns_to_the_nearest_values_where_they_are_better(monkeypatch):
