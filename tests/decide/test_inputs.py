@@ -31,8 +31,8 @@ def test_a_layer_reads_its_input_as_the_user_chooses():
     assert runs(result) == {"0": "int", "2": "float", "4": "int"}
     assert [n.op for n in result.graph.nodes][:2] == [DYNAMIC, "Linear"]
     assert result.plan[result.graph.node("linear_1").weight].format == "wb8"
-    (weights_alone,) = [n.why for n in result.plan.nodes.values() if n.layer == "2"]
-    assert weights_alone == "its weights alone are stored in codes"
+    (why,) = [n.why for n in result.plan.nodes.values() if n.layer == "2"]
+    assert why == "only its weights are quantized"
     assert result.report.integer_share == pytest.approx((64 * 96 + 40 * 10) / (64 * 96 + 96 * 40 + 40 * 10))
 
 

@@ -66,7 +66,7 @@ BAD = {
     "a place for the word of a result": ("math: ", "place: {io_out: [same]}\nmath: ", "place.io_out | 'same'"),
     "a least scale that no float32 is": (A8, "bits: 8, zero: any, scale_min: 1.0e-60", "scale_min"),
     "a multiple of nothing": ("min: 1, max: 3", "multiple: 0", "where.stride | a number above 0"),
-    "a list that is none": ("min: 1, max: 3", "in: 5", "where.stride | takes a list"),
+    "a list that is none": ("min: 1, max: 3", "in: 5", "where.stride | needs a list"),
     "a format without a name": (USE, '{in: "", out: a8}', "ops.1.use.0.in | '' | 'a8'"),
     "an unknown operator": (ADD, "match: [Ad]", "ops.1.match | 'Ad' | 'Add'"),
     "an unknown group": ('"@conv"', '"@convs"', "fuse.0.chain | '@conv'"),

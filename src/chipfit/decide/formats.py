@@ -14,7 +14,7 @@ from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import Graph
 from chipfit.platform.schema import Exec, Option, Platform
 
-WEIGHTS_ONLY = "its weights alone are stored in codes"
+WEIGHTS_ONLY = "only its weights are quantized"
 
 
 def limit_to_consumers(platform: Platform, groups: Sequence[FusedGroup]) -> list[FusedGroup]:

@@ -116,7 +116,7 @@ class Member(BaseModel):
     op: tuple[str, ...] = Field((), description="canonical operators; none: any")
     type: str | None = Field(None, description="class of the user's layer, or name of the function")
     name: str | None = Field(
-        None, description="the same where other layers with these operators belong too, unless their own set names them"
+        None, description="as type, where other layers with these operators belong too unless another set names them"
     )
     where: AttributeFilter | None = Field(None, description="condition on attributes that the user's framework knows")
 

@@ -132,7 +132,7 @@ def _options(platform: Platform, op: str, rule: OpRule, bits: int) -> tuple[tupl
     options = tuple(_with_float_words(platform, o) for o in allowed if not _gap(platform, op, o))
     if allowed and not options:
         gap = _gap(platform, op, allowed[0])
-        return (), f"the formats of '{platform.name}' for {op} need {gap}, which chipfit cannot decide yet"
+        return (), f"the formats of '{platform.name}' for {op} need {gap}, which chipfit does not support"
     if rule.use and not options:
         return (), f"'{platform.name}' has no formats for {op} on revision {platform.arch_selected}"
     return options, f"'{platform.name}' computes {op} in float" if rule.how == "float" else ""

@@ -127,15 +127,15 @@ class Accumulator(TypedDict):
 class Format(_Record):
     """A number format of stored tensors."""
 
-    bits: int = Field(ge=1, le=64, strict=True, description="width of one code [bit]")
+    bits: int = Field(ge=1, le=64, strict=True, description="width of one value [bit]")
     free: bool = Field(False, description="bits is the default; any width from 1 to 16 may be chosen")
     kind: Literal["int", "lut", "log", "float", "bfp"] = "int"
     signed: bool | Literal["auto"] = Field(True, description="auto: decided per tensor from its data")
-    range: Literal["full", "narrow"] | tuple[int, int] = Field("full", description="narrow drops the lowest code")
+    range: Literal["full", "narrow"] | tuple[int, int] = Field("full", description="narrow drops the lowest value")
     scale: Literal["any", "pot", "bf16"] = Field("any", description="pot: powers of two only; bf16: of blocks")
     scale_min: float | None = Field(None, ge=SCALES[0], le=SCALES[1], description="least scale of the hardware")
     zero: int | Literal["any"] | tuple[int, ...] = Field(0, description="zero point: fixed, any, or one of a set")
-    grid_offset: float = Field(0, alias="grid", description="code offset before scaling")
+    grid_offset: float = Field(0, alias="grid", description="offset of quantized values before scaling")
     per: Literal["tensor", "channel", "block", "row"] = Field("tensor", description="what shares one scale")
     axis: Literal["out", "in", "last"] | int = Field("out", description="role of the channel axis")
     block: int | tuple[int, ...] | None = None
@@ -147,18 +147,17 @@ class Format(_Record):
 
     def _faults(self) -> Iterator[str]:
         low, high = all_codes(self.bits, self.signed is not False)[0], all_codes(self.bits, self.signed is True)[1]
-        if self.bits == 1:  # binary: the codes stand for -1 and +1
+        if self.bits == 1:  # binary: -1 and +1
             low, high = -1, 1
         if self.kind in ("log", "lut") and self.bits > 16:
             yield f"a table for {self.bits}-bit codes has 2^{self.bits} entries: at most 16 bits are supported"
         if self.zero == ():
             yield "zero is an empty set: name at least one code"
         if self.range == "narrow" and self.signed is False:
-            yield "range narrow drops the lowest negative code, and unsigned codes have none: use full or [low, high]"
+            yield "range narrow drops the lowest negative value; unsigned formats have none: use full or [low, high]"
         if isinstance(self.range, tuple):
             if not low <= self.range[0] < self.range[1] <= high:
-                codes = f"the {self.bits}-bit codes {low}..{high}"
-                yield f"range {list(self.range)} must be ascending and inside {codes}"
+                yield f"range {list(self.range)} must be ascending and within {low}..{high} of {self.bits} bits"
             low, high = self.range
         of_kinds = {"lut": "kind lut", "base": "kind log", "float_": "kind float", "block": "per block"}
         for field, where in of_kinds.items():
@@ -169,10 +168,10 @@ class Format(_Record):
         if self.free and (self.kind != "int" or self.bits > WIDEST or isinstance(self.range, tuple)):
             yield f"a free width needs kind int, at most {WIDEST} bits, and range full or narrow"
         if self.grid_offset and (self.kind != "int" or self.zero != 0 or self.signed is not True):
-            yield "'grid' needs signed integer codes whose zero point is 0"
+            yield "'grid' needs a signed integer format whose zero point is 0"
         for z in () if self.zero == "any" else self.zero if isinstance(self.zero, tuple) else (self.zero,):
             if not low <= z <= high:
-                yield f"zero point {z} is outside the codes {low}..{high}"
+                yield f"zero point {z} is outside the range {low}..{high}"
 
     @property
     def is_float(self) -> bool:
@@ -325,8 +324,8 @@ class Rule(_Record):
         allowed = HEADS[heads[0]]
         for key in _NUMBERS:
             if getattr(self, key) is not None and key not in allowed:
-                takes = ", ".join(allowed) or "no other number"
-                yield f"'{key}' has no meaning in a {heads[0]} rule, which takes {takes}"
+                takes = ", ".join(allowed) or "none"
+                yield f"'{key}' has no meaning in a {heads[0]} rule; its numbers are {takes}"
         if self.tie is not None and len(self.tie) == 1 and self.tie[0] not in ("ins", "outs"):
             yield f"a tie needs two slots, or ins or outs; this one has {self.tie[0]} alone"
         if self.fix and (self.scale is None or self.scale <= 0 or not _is_zero_point(self.zp)):
@@ -378,7 +377,7 @@ class Rule(_Record):
             return f"{product}{f' * {self.times}' if self.times else ''} {bounds} (scales){soft}"
         if self.zero:
             return f"zero point of {self.zero} is {self.eq}{soft}"
-        return f"sum |w| <= {self.wsum_max:g} codes per output channel{soft}"
+        return f"sum |w| <= {self.wsum_max:g} in quantized values per output channel{soft}"
 
 
 class OpRule(_Record):
@@ -414,9 +413,9 @@ class OpRule(_Record):
             if has_nan(want):
                 yield f"where.{a} is nan, which is equal to nothing"
             if not isinstance(tests.get("in", ()), (list, tuple)) or not (is_number(step) and step > 0):
-                yield f"where.{a}: 'in' takes a list, and 'multiple' a number above 0"
+                yield f"where.{a}: 'in' needs a list, and 'multiple' a number above 0"
         if self.exec in ("int", "table") and not self.use:
-            yield f"exec {self.exec} needs use: the formats that the kernel takes"
+            yield f"exec {self.exec} needs use: the formats that the kernel supports"
 
     @property
     def how(self) -> Exec:

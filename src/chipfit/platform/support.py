@@ -33,7 +33,7 @@ def simulates_arithmetic(platform: Platform) -> bool:
 def _formats(p: Platform) -> Iterator[Gap]:
     for name, f in p.formats.items():
         if f.gap:
-            yield f"formats.{name}", f, f"{f.gap} cannot be decided yet, and choices with it are passed over"
+            yield f"formats.{name}", f, f"{f.gap} not supported: options with it are skipped"
         elif f.is_float and f.float_ not in ("fp32", None):
             yield f"formats.{name}", f, "computed in float32"
 
