@@ -307,6 +307,50 @@ def test_every_module_has_a_docstring():
     assert [str(p) for p in bare] == []
 
 
+# ---------------------------------------------------------------- prose
+
+#: words that no docstring begins with: a function's begins with a verb, a class's or module's with a noun
+NOT_FIRST = re.compile(r"(What|Of|Whether|Which|How|Those|Likewise|The same)\b")
+
+
+def docstrings(source: str) -> list[str]:
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    return [ast.get_docstring(n) or "" for n in ast.walk(ast.parse(source)) if isinstance(n, documented)]
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun():
+    found = [f"{p.relative_to(PACKAGE)}: {d}" for p in MODULES for d in docstrings(p.read_text()) if NOT_FIRST.match(d)]
+    assert found == []
+
+
+def test_an_error_says_what_is_wrong_and_not_that_something_is_none():
+    """ "Scale must be positive", not "A scale is none"."""
+    cryptic = re.compile(r"An? [^.]* (is|are) none\b")
+    assert [text for p in MODULES for text in texts(p.read_text()) if cryptic.match(text)] == []
+
+
+def test_a_docstring_and_an_error_that_break_the_rules_are_found():
+    source = 'def f():\n    """Whether it is so."""\n    raise ValueError("A bound on scales is none")'
+    assert NOT_FIRST.match(docstrings(source)[1]) and not NOT_FIRST.match("Offer a value.")
+    assert texts(source) == ["A bound on scales is none"]
+
+
+# ---------------------------------------------------------------- tests
+
+
+def private_names(source: str) -> set[str]:
+    """Return the names with a leading underscore that a file imports from chipfit."""
+    froms = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ImportFrom)]
+    names = {a.name for n in froms if (n.module or "").partition(".")[0] == "chipfit" for a in n.names}
+    return {n for n in names if n.startswith("_") and not n.startswith("__")}
+
+
+def test_tests_import_public_names():
+    found = {str(p.relative_to(ROOT)): private_names(p.read_text()) for p in (ROOT / "tests").rglob("*.py")}
+    assert {file: names for file, names in found.items() if names} == {}
+    assert private_names("from chipfit.files import _put, write_atomically, __doc__") == {"_put"}
+
+
 def test_a_test_file_that_cannot_be_imported_fails(tmp_path):
     broken = tmp_path / "test_broken.py"
     broken.write_text("from chipfit.errors import NoSuchError\n\n\ndef test_nothing(): ...\n")
