@@ -7,27 +7,16 @@ import itertools
 import pytest
 import torch
 
-from chipfit.graph.ir import Graph, Node, Value
 from chipfit.rounding.network_blocks import SCOPES, network_blocks
-
-W = torch.eye(2)
+from tests.build import graph_of
 
 
 def graph(nodes, inputs=("x",), outputs=None, ints=()):
-    """Nodes as "name: reads", of which those that begin with L are linear."""
-    made, weights = [], {}
-    for line in nodes:
-        name, _, reads = line.partition(":")
-        linear = name.startswith("L")
-        if linear:
-            weights[f"w{name}"] = W
-        made.append(
-            Node(
-                name, "Linear" if linear else "Add", (*reads.split(), *([f"w{name}", None] if linear else [])), (name,)
-            )
-        )
-    values = {n: Value(n, (None, 2), "int64" if n in ints else "float32") for n in (*inputs, *(n.name for n in made))}
-    return Graph(made, list(inputs), list(outputs or [made[-1].name]), values, weights)
+    """Nodes as "name: operands", of which those that begin with L are linear."""
+    parts = [line.split(": ") for line in nodes]
+    texts = [f"{o} = Linear({i}, w{o}, -)" if o[0] == "L" else f"{o} = Add({', '.join(i.split())})" for o, i in parts]
+    weights = {f"w{o}": torch.eye(2) for o, _ in parts if o[0] == "L"}
+    return graph_of(*texts, weights=weights, inputs=inputs, outputs=outputs, dtypes=dict.fromkeys(ints, "int64"))
 
 
 def firsts(g, scope):
@@ -41,11 +30,7 @@ def test_a_layer_is_a_linear_operator_with_what_follows_it():
         (4, 5, ["c"], ["Ld"]),
         (5, 6, ["Ld"], ["Le"]),
     ]
-    assert [(u.first, u.last) for u in network_blocks(g, "network")] == [(0, 6)] and SCOPES == (
-        "layer",
-        "block",
-        "network",
-    )
+    assert [(u.first, u.last) for u in network_blocks(g, "network")] == [(0, 6)]
 
 
 def test_what_a_part_reads_and_gives_is_what_passes_its_ends():
