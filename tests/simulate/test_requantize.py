@@ -1,12 +1,24 @@
-"""From accumulators to codes: what a platform says of its multiplier and rounding, on ties."""
+"""From accumulators to codes: a platform's multiplier and rounding on ties, and products against fractions."""
 
 from __future__ import annotations
+
+import math
+from fractions import Fraction
 
 import pytest
 import torch
 
 from chipfit.errors import UnsupportedError
-from chipfit.simulate.requantize import requantize, shift
+from chipfit.simulate.requantize import (
+    fixed_point,
+    multiplier_and_shift,
+    requantize,
+    scale_by,
+    shift,
+    shift_away,
+    shift_up,
+    short,
+)
 
 #: times a quarter: -1.5 -1.25 -0.5 -0.25 0 0.25 0.5 0.75 1.5 2.5
 ACC = torch.tensor([-6, -5, -2, -1, 0, 1, 2, 3, 6, 10])
@@ -67,3 +79,72 @@ def test_a_form_that_nobody_simulates_is_refused_with_those_there_are():
 def test_a_shift_rounds_as_it_is_told(rounding, want):
     assert shift(ACC, torch.tensor(2), rounding).tolist() == want
     assert shift(ACC, torch.tensor(0), rounding).tolist() == ACC.tolist()
+
+
+# ---------------------------------------------------------------- products in integers, against fractions
+
+
+HALF = Fraction(1, 2)
+ACCUMULATORS = [-(2**31), -70001, -4097, -3, -2, -1, 0, 1, 2, 3, 5, 4097, 70001, 2**31 - 1]
+REALS = [0.5, 1.0, 0.75, 1.5, 3.999, 0.0009765625, 0.3, 2.0**-20 * 1.7, 6.5]
+
+
+def up(x: Fraction) -> int:
+    return math.floor(x + HALF)
+
+
+def away(x: Fraction) -> int:
+    return up(x) if x >= 0 else -up(-x)
+
+
+@pytest.mark.parametrize("by", [0, 1, 3, 12])
+def test_shifts_round_halves_up_or_away_from_zero(by):
+    x = list(range(-40, 41)) + [(k << by) + (1 << by >> 1) for k in range(-9, 10)]
+    exact = [Fraction(v, 1 << by) for v in x]
+    assert shift_up(torch.tensor(x), by).tolist() == [up(v) for v in exact]
+    assert shift_away(torch.tensor(x), by).tolist() == [away(v) for v in exact]
+
+
+@pytest.mark.parametrize(
+    "real, m, e",
+    [
+        (1.0, 1 << 30, 1),
+        (0.5, 1 << 30, 0),
+        (0.75, 3 << 29, 0),
+        (6.0, 3 << 29, 3),
+        (1 - 2.0**-40, 1 << 30, 1),  # the mantissa rounds up to 1
+        (0.5 + 2.0**-33, (1 << 30) + 0, 0),  # a quarter of the last place
+        (0.5 + 2.0**-32, (1 << 30) + 1, 0),  # half of it, up
+        (2.0**-32, 1 << 30, -31),
+        (2.0**-33, 0, 0),  # vanishes
+        (0.0, 0, 0),
+    ],
+)
+def test_a_multiplier_is_a_mantissa_of_31_bits_and_an_exponent(real, m, e):
+    found = multiplier_and_shift(torch.tensor(real, dtype=torch.float64))
+    assert [int(v) for v in found] == [m, e]
+
+
+@pytest.mark.parametrize("m, want", [(1 << 30, 1 << 14), ((1 << 30) + (1 << 15), (1 << 14) + 1), (0x7FFE7FFF, 0x7FFE)])
+def test_a_short_mantissa_has_15_bits_and_never_16(m, want):
+    assert int(short(torch.tensor(m))) == want
+    assert int(short(torch.tensor((1 << 31) - 1))) == 0x7FFF
+
+
+@pytest.mark.parametrize("real", REALS)
+def test_each_way_takes_the_roundings_that_it_names(real):
+    m, e = multiplier_and_shift(torch.tensor(real, dtype=torch.float64))
+    mantissa, power = int(m), int(e)
+    left, right = 1 << max(power, 0), 1 << max(-power, 0)
+    acc = [a for a in ACCUMULATORS if -(2**31) <= a * left < 2**31]  # as far as 32 bits hold what is shifted
+    fine, coarse = Fraction(2) ** (31 - power), Fraction(2) ** (15 - power)
+    high = [up(Fraction(a * left * mantissa, 1 << 31)) for a in acc]
+    want = {
+        "away": [away(Fraction(h, right)) for h in high],
+        "up": [up(Fraction(h, right)) for h in high],
+        "once": [up(a * mantissa / fine) for a in acc],
+        "q15": [up(a * min(mantissa + (1 << 15) >> 16, 0x7FFF) / coarse) for a in acc],
+    }
+    for how, numbers in want.items():
+        assert scale_by(torch.tensor(acc), m, e, how).tolist() == numbers, how
+        assert fixed_point(torch.tensor(acc), torch.tensor(real, dtype=torch.float64), how).tolist() == numbers, how
