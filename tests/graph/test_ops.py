@@ -1,4 +1,4 @@
-"""What the table of operators says is so: each fact is tried on the kernels, and missed where it is taken away."""
+"""Every fact in the table of operators is true of the kernels, and missed if it is taken away."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a concatenation joins should lie on one grid."""
+"""Inputs and result of a concatenation share one grid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What depends on no input becomes a weight: the same network, in integers, and it still trains."""
+"""Values that depend on no input become weights: the network stays the same, runs in integers, and trains."""
 
 from __future__ import annotations
 

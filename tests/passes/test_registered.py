@@ -1,4 +1,4 @@
-"""Which rewrites there are, in which order they run, and that none changes a network unless it is asked to."""
+"""The order of rewrites; one with a setting is off unless it is requested."""
 
 from __future__ import annotations
 

@@ -335,7 +335,7 @@ def test_a_weight_of_nan_and_a_spoilt_scale_are_not_saved(saved):
 
 @pytest.fixture(scope="module")
 def plain_result():
-    """One without operators of torch's own, so that it is tried when it is loaded."""
+    """A result without opaque operators, so that its graph runs when it is loaded."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2)).eval()
     return quantized(model, X, overrides={"3": "float"})

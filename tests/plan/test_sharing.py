@@ -1,4 +1,4 @@
-"""Which quantizer rounds which tensor: what is tied or only moved is rounded once."""
+"""Assignment of quantizers to tensors: tied and moved tensors are quantized once."""
 
 from __future__ import annotations
 

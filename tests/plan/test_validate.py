@@ -18,7 +18,7 @@ from tests.graph.test_ops import made, results
 
 
 def of_one(op: str, **changed) -> Graph:
-    """One operator with some attributes changed, everything else as it was."""
+    """Return a graph of one operator with some attributes changed."""
     torch.manual_seed(0)
     node, inputs = made(op)
     outputs = {f"y{k}": y for k, y in enumerate(results(node, inputs))}

@@ -33,7 +33,7 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One tensor (or Python integer) that flows through the graph."""
+    """A tensor (or Python integer) that flows through the graph."""
 
     name: str
     shape: tuple[int | None, ...]  #: None where the size is only known at run time (the batch, a length)
@@ -42,7 +42,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One operator. Immutable: a rewrite replaces nodes."""
+    """An operator. Immutable: a rewrite replaces nodes."""
 
     name: str  #: unique in the graph, stable from run to run
     op: str  #: canonical operator (graph/ops.py) or OPAQUE

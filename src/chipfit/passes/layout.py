@@ -114,7 +114,7 @@ def remove_axes(layout: Layout, axes: Collection[int]) -> Layout:
 
 
 class _LayoutChanger:
-    """One pass over the nodes in execution order; a method for each value of `OpDef.layout`."""
+    """A pass over the nodes in execution order, with a method for each value of `OpDef.layout`."""
 
     def __init__(
         self,

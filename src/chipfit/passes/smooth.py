@@ -1,4 +1,4 @@
-"""Smoothing: large channels of what linear layers read become small, and the weights that read them large."""
+"""Smoothing: make large channels in front of linear layers smaller, and the weights that read them larger."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -94,7 +94,7 @@ def smooth(graph: Graph, assignment: Assignment, stats: Stats, *, alpha: float |
     s_c = t_c^alpha / r_c^(1 - alpha), gamma' = gamma / s, beta' = beta / s, W' = W s, with t_c the largest |value| of
     channel c in calibration and r_c the largest |weight| that reads it. A channel that is zero on one side keeps its
     scale. If others read the norm too, as residual additions do, the norm stays and a multiplication by 1 / s is
-    inserted in front of the linear layers; likewise behind a GELU or any other operator without a scale of its own.
+    inserted in front of the linear layers, and so for a GELU or any other operator without a scale of its own.
 
     The weights that read a value then determine what its errors cost: histograms weight channel c by sum_o W'[o, c]^2.
 

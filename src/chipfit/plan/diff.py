@@ -13,7 +13,7 @@ from chipfit.screen import Summary, SummaryRepr
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One difference between two plans."""
+    """A difference between two plans."""
 
     where: str  #: "tensor 'conv1.weight'", "node 'relu'" or "plan"
     field: str  #: "format", "scale", ...; "" if only one plan has the tensor or node

@@ -111,7 +111,7 @@ def refusal(algorithm: Algorithm, grid: Grid, role: str) -> str:
     if grid.bits > MOST_BITS:
         return f"{grid.bits} bits; at most {MOST_BITS} train, in float32 the steps of more are lost"
     if grid.symmetric and grid.qmax < 1 and grid.table is None:
-        return f"codes {grid.qmin}..{grid.qmax} hold nothing above 0"
+        return f"quantized values {grid.qmin}..{grid.qmax} include none above 0"
     if grid.per == "block":
         return "its blocks have a scale each, which stay"
     return algorithm.refuses(grid, role)
@@ -174,23 +174,23 @@ def check_deployable(algorithm: Algorithm, t: TensorPlan) -> None:
     """
     why = algorithm.undeployable.get(t.role, "")
     if t.stored is not None and t.stored.grid.table is None and algorithm.grid(t.stored.grid).table is not None:
-        why = "it rounds to the levels of a table, and the codes of the format are integers"
+        why = "it rounds to the levels of a table, and the format stores integers"
     if why:
         got = f"{t.role} '{t.name}'"
         what = f"A tensor trained by {type(algorithm).__name__} cannot be deployed: {why}"
         raise UnsupportedError(what, where=t.layer, got=got, hint="train it with another algorithm, for example lsq")
 
 
-def deployed_weight(raw: torch.Tensor, reals: torch.Tensor, t: TensorPlan, plan: Plan) -> torch.Tensor:
+def deployed_weight(raw: torch.Tensor, transformed: torch.Tensor, t: TensorPlan, plan: Plan) -> torch.Tensor:
     """Return the weight to store when training ends: the one that the algorithm rounded in place of the raw one.
 
     Raises:
         UnsupportedError: they differ, and an operator reads the raw one in float.
     """
-    if torch.equal(raw, reals):
+    if torch.equal(raw, transformed):
         return raw
     reader = next((node for name, node in plan.float_edges if name == t.name), None)
     if reader is not None:
         what = f"'{t.name}' was transformed before it was quantized, and '{reader}' reads it in float"
         raise UnsupportedError(what, hint="train it with an algorithm that rounds the weight itself, for example lsq")
-    return reals.detach()
+    return transformed.detach()
