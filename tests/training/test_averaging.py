@@ -43,16 +43,19 @@ def test_averages_that_break_a_bound_of_the_platform_are_brought_back():
     result = bounded("qnnpack")
     plan, model, ema = result.plan, result.model, EMA(result.model, 0.5)
     ema.step()
-    for p, a in zip(ema._trains, ema.averages, strict=True):
+    for p, a in zip(ema.trained, ema.averages, strict=True):
         if any(p is q.scale for name, q in model._bounds.quantizers.items() if name.endswith("weight")):
             a.data.mul_(2.0**12)
-    own = [p.detach().clone() for p in ema._trains]
-    ema._put(ema.averages)
-    assert broken(plan, model.scale)
-    ema._put(own)
+    own = [p.detach().clone() for p in ema.trained]
+    with torch.no_grad():
+        for p, a in zip(ema.trained, ema.averages, strict=True):
+            p.copy_(a)
+        assert broken(plan, model.scale)
+        for p, before in zip(ema.trained, own, strict=True):
+            p.copy_(before)
     with ema.swapped():
         assert not broken(plan, model.scale) and not broken(result.trained().plan)
-    assert all(torch.equal(p, o) for p, o in zip(ema._trains, own, strict=True))
+    assert all(torch.equal(p, o) for p, o in zip(ema.trained, own, strict=True))
 
 
 @pytest.mark.parametrize("decay", [1, -0.1, 2])

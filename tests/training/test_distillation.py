@@ -52,7 +52,7 @@ def test_the_teacher_is_the_float_model_and_keeps_no_second_copy(net, plain):
     known = teacher(result)
     torch.testing.assert_close(known(DATA[1]), net(DATA[1]), rtol=1e-4, atol=1e-5)
     assert not list(known.parameters()) and not known.state_dict()
-    held = {w.data_ptr() for w in Distillation(result)._graph.weights.values()}
+    held = {w.data_ptr() for w in Distillation(result).float_graph.weights.values()}
     assert held == {w.data_ptr() for w in result.graph.weights.values()}
 
 

@@ -114,12 +114,10 @@ def test_frozen_weights_keep_their_codes_through_training_and_are_deployed(bn_fo
             if net is model:
                 tracker.step()
                 if k == 3:
-                    for (name, _), track in zip(tracker._weights, tracker.tracks):  # as if all had oscillated
-                        track.frozen |= (
-                            model._norm(name)[0].gamma.reshape(track_shape(model, name)) != 0
-                            if (bn_fold and name in model._folds)
-                            else True
-                        )
+                    for name, track in zip(tracker.frequency, tracker.tracks):  # as if all had oscillated
+                        folds = bn_fold and name in model._folds
+                        live = model._norm(name)[0].gamma.reshape(track_shape(model, name)) != 0 if folds else True
+                        track.frozen |= live
                         held[name] = track.codes.clone()
         net.eval()
     after, unfrozen = result.trained(), {}

@@ -36,15 +36,15 @@ class EMA(nn.Module):
             raise ConfigError("Decay must be a share", got=decay, allowed="0 to 1, without 1")
         self._model = (as_quantized_module(model),)  # in a tuple, so that it is no part of this module
         self.decay = decay
-        self._trains = [p for p in model.parameters() if p.requires_grad]
-        self.averages = nn.ParameterList(nn.Parameter(p.detach().clone(), False) for p in self._trains)
+        self.trained = [p for p in model.parameters() if p.requires_grad]
+        self.averages = nn.ParameterList(nn.Parameter(p.detach().clone(), False) for p in self.trained)
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
 
     @torch.no_grad()
     def step(self) -> None:
         """Add the parameters of a step to the averages; call it after the step of the optimizer."""
         share = 1.0 if self.steps == 0 else 1 - self.decay
-        for p, a in zip(self._trains, self.averages, strict=True):
+        for p, a in zip(self.trained, self.averages, strict=True):
             a.lerp_(p.to(a), share)
         self.steps += 1
 
@@ -54,7 +54,7 @@ class EMA(nn.Module):
 
         The averages are moved to satisfy the platform's rules.
         """
-        own = [p.detach().clone() for p in self._trains]
+        own = [p.detach().clone() for p in self.trained]
         try:
             self._put(self.averages)
             self._model[0].enforce_bounds()
@@ -64,5 +64,5 @@ class EMA(nn.Module):
 
     @torch.no_grad()
     def _put(self, values: Iterable[torch.Tensor]) -> None:
-        for p, value in zip(self._trains, values, strict=True):
+        for p, value in zip(self.trained, values, strict=True):
             p.copy_(value)

@@ -74,25 +74,25 @@ class Distillation(nn.Module):
         super().__init__()
         if not temperature > 0:
             raise ConfigError("Temperature of distillation must be positive", got=temperature, allowed="above 0")
-        self.student, self._graph = as_quantized_module(result.model), _float(result)
+        self.student, self.float_graph = as_quantized_module(result.model), _float(result)
         self.temperature, self.axis = temperature, axis
         given = layers if isinstance(layers, Mapping) else dict.fromkeys(layers, 1.0)
-        made = {key: o for n in self._graph.nodes for o in n.outputs[::-1] for key in (n.layer, n.name, o)}
+        made = {key: o for n in self.float_graph.nodes for o in n.outputs[::-1] for key in (n.layer, n.name, o)}
         if unknown := [name for name in given if name not in made]:
             raise UnknownNameError("layer", unknown[0], made)
         self.layers = {made[name]: weight for name, weight in given.items()}
-        self._softmax = {o for n in self._graph.nodes if n.op == "Softmax" for o in n.outputs}
+        self._softmax = {o for n in self.float_graph.nodes if n.op == "Softmax" for o in n.outputs}
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor]:
         """Return the outputs of the model for its arguments, and the loss []."""
         inputs = flatten_call(self.student._in_spec, args, kwargs)
-        outputs, kept = self._graph.outputs, list(self.layers)
+        outputs, kept = self.float_graph.outputs, list(self.layers)
         if self.training:
             self.student.begin_step()
         found, where = self.student.run_flat(inputs, kept), inputs[0].device
         with torch.no_grad():
-            self._graph = _on(self._graph, where)
-            known = run(self._graph, inputs, keep=kept)
+            self.float_graph = _on(self.float_graph, where)
+            known = run(self.float_graph, inputs, keep=kept)
         loss = torch.zeros((), device=where)
         for name, y in zip(outputs, found, strict=False):
             if y.is_floating_point():
