@@ -93,7 +93,9 @@ def read_back(model: Any, graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
     for name, most in plan.sums:
         stored = tensors[name].stored
         if stored is not None and enlargement(stored, new.weights[name], most) is not None:
-            raise TrainingError(f"The codes of '{name}' add up to more than {most:g}", where=plan.tensors[name].layer)
+            raise TrainingError(
+                f"The quantized values of '{name}' add up to more than {most:g}", where=plan.tensors[name].layer
+            )
     return new, replace(plan, tensors=tensors)
 
 

@@ -64,17 +64,15 @@ class QuantizedModule(Checkpointed):
 
     def __init__(self, graph: Graph, plan: Plan, training: Training | None = None) -> None:
         super().__init__()
-        as_planned = graph
+        training, as_planned = training or Training(), graph
         graph, plan = before_training(graph, plan, training)
-        self.bn_fold = (
-            training.bn_fold if training is not None else 0
-        )  #: setting it to 1 freezes the statistics of batch norms
+        self.bn_fold = training.bn_fold  #: setting it to 1 freezes the statistics of batch norms
         self._folds = graph.folds if self.bn_fold else {}
         sharing = share_quantizers(graph, plan)
         self._add_weights(graph, sharing.rounded)
         first_parts = {name.partition(".")[0] for name in graph.weights}
         self._prefix = "quant"
-        while self._prefix in first_parts:  # not `builder.unique`, whose number would appear in state dicts
+        while self._prefix in first_parts:  # not `unique_name`, whose number would appear in state dicts
             self._prefix += "_"
         self._modules[self._prefix] = nn.Module()
         #: tensor -> its module under `quant`
@@ -99,8 +97,7 @@ class QuantizedModule(Checkpointed):
         self._folding = frozenset(n.name for n in folding)  #: nodes whose batch norm is folded in each step
         #: weights of these nodes -> groups, None unless transposed
         self._groups = {n.weight: n.attrs["groups"] if n.op in TRANSPOSED else None for n in folding}
-        self._momentum = training.bn_momentum if training is not None else 0.0
-        self._ops = SyncedOps if training is not None and training.bn_sync else TorchOps
+        self._momentum, self._ops = training.bn_momentum, SyncedOps if training.bn_sync else TorchOps
         self._previous: dict[str, dict[str, torch.Tensor]] = {}  #: weight -> running statistics one step before
         self._nodes, self._done = tuple(graph.nodes), done_after(graph)
         self._in_spec, self._results = json.loads(graph.in_spec), Results(graph)
@@ -318,12 +315,10 @@ class QuantizedModule(Checkpointed):
         return module
 
 
-def _quantizer(
-    graph: Graph, plan: Plan, sharing: QuantizerSharing, training: Training | None, name: str
-) -> FakeQuantizer:
+def _quantizer(graph: Graph, plan: Plan, sharing: QuantizerSharing, training: Training, name: str) -> FakeQuantizer:
     """Return the quantizer of a tensor with a scale of its own; numbers that the platform dictates do not train."""
     t, weight, stored = plan.tensors[name], graph.weights.get(name), sharing.start(plan, name)
-    algorithm = (training.algorithm(t) if training is not None and name not in sharing.fixed else None) or STE()
+    algorithm = (None if name in sharing.fixed else training.algorithm(t)) or STE()
     shape = tuple(weight.shape) if weight is not None else graph.values[name].shape
     kind = ActivationQuantizer if t.role == "activation" else FakeQuantizer
     return kind(name, stored, algorithm.for_tensor(stored, t.role, shape), weight)
