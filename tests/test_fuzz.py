@@ -1,4 +1,4 @@
-"""Bad input drawn at random, a small share of `make fuzz`; and that its four kinds of failure are noticed."""
+"""A small share of the bad input that `make fuzz` draws, and its four kinds of failure, which are noticed."""
 
 from __future__ import annotations
 

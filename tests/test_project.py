@@ -1,4 +1,4 @@
-"""The repository as a whole: links resolve, layers keep their borders, and nothing of one machine leaks in."""
+"""The repository as a whole: links resolve, layers keep their borders, and no file names a machine."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_every_file_and_module_that_a_page_names_exists(page):
 
 
 def resolves(dotted: str) -> bool:
-    """A module of chipfit, or a name in one."""
+    """Check that a module of chipfit, or a name in one, exists."""
     module, _, name = dotted.rpartition(".")
     path = PACKAGE.parent / dotted.replace(".", "/")
     return path.is_dir() or path.with_suffix(".py").is_file() or hasattr(importlib.import_module(module), name)
@@ -103,7 +103,7 @@ LAYERS = (
     "correction settings steps decision adaptation search frameworks export simulate runtimes verify report reading "
     "linting result request pipeline training facade bench cli"
 ).split()
-#: room -> rooms below it of which it knows nothing all the same
+#: room -> rooms below it that it must not import either
 STRANGERS = {
     "ranges": "graph engine",
     "platform": "engine calibration ranges",
@@ -113,12 +113,12 @@ STRANGERS = {
     "simulate": "export calibration ranges decide",
     "runtimes": "quantizers graph engine calibration platform plan decide export simulate",
 }
-#: what still crosses a border; the list only shrinks
+#: imports that still cross a border; the list only shrinks
 CROSSINGS = {
     "passes/concat_ranges.py imports platform",
     "passes/add_missing_bias.py imports platform",
 }
-#: modules that repeat the documents' names, and the package's own door
+#: modules of the documents' names, and the package itself
 DOORS = set(
     "__init__ _version constants core framework_info gptq hardware_representation ptq qat quantize_fx "
     "target_platform target_platform_capabilities trainable_infrastructure".split()
@@ -126,7 +126,7 @@ DOORS = set(
 
 
 def statements(source: str, *, typing: bool) -> list[ast.AST]:
-    """Every node of a module, functions included; with `typing`, also what only type checkers run."""
+    """Return every node of a module; with `typing`, also those that only type checkers run."""
     tree = ast.parse(source)
     blocks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
     left_out = {id(n) for block in blocks for part in block.body for n in ast.walk(part)} if not typing else set()
@@ -134,7 +134,7 @@ def statements(source: str, *, typing: bool) -> list[ast.AST]:
 
 
 def imports(source: str, modules: Collection[str] = (), *, typing: bool = False) -> set[str]:
-    """What a module imports, anywhere in it; of `modules`, without the packages that they are taken from."""
+    """Return the imports of a module, also inside functions; a module of `modules` without its package."""
     found = set()
     for n in statements(source, typing=typing):
         if isinstance(n, ast.Import):
@@ -146,7 +146,7 @@ def imports(source: str, modules: Collection[str] = (), *, typing: bool = False)
 
 
 def rooms(path: Path) -> set[str]:
-    """The rooms of chipfit that a file imports from."""
+    """Return the rooms of chipfit that a file imports from."""
     return {m.split(".")[1] for m in imports(path.read_text()) if m.startswith("chipfit.")}
 
 
@@ -175,7 +175,7 @@ def test_only_experiments_the_command_line_and_the_doors_know_the_facade():
 
 
 def circles(modules: dict[str, set[str]]) -> list[set[str]]:
-    """Groups of modules that import each other, from the modules that each imports."""
+    """Return groups of modules that import each other, given the imports of each."""
     reach = {name: set(known) & set(modules) for name, known in modules.items()}
     for middle in modules:
         for known in reach.values():
@@ -207,12 +207,12 @@ def test_a_circle_through_a_function_is_found():
 #: lines of code that each part may have, with room: a change of design raises a budget, a change of code does not
 BUDGETS = {"core": 23_600, "facade": 3_700, "bench": 1_700, "chipfit": 28_900, "tests": 44_000}
 TOP_LEVEL = 16  #: modules beside the documents' doors
-#: files that may name one operator: a row in the table, a kernel, a row for each reader and writer
+#: number of files that may name an operator: its row, its kernel, and a row for each reader and writer
 FILES_PER_OPERATOR = 9
 
 
 def lines_of_code(source: str) -> int:
-    """Lines that are neither blank, nor comment, nor docstring."""
+    """Count the lines that are neither blank, nor comment, nor docstring."""
     code = {k for k, line in enumerate(source.splitlines(), 1) if line.strip() and not line.lstrip().startswith("#")}
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     docs: set[int] = set()
@@ -258,7 +258,7 @@ def test_an_operator_is_named_in_few_files():
 
 
 def texts(source: str) -> list[str]:
-    """String constants of a module, docstrings aside."""
+    """Return the string constants of a module except docstrings."""
     tree = ast.parse(source)
     docs = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
     return [
@@ -269,7 +269,7 @@ def texts(source: str) -> list[str]:
 
 
 def naming(names: Collection[str], source: str) -> list[str]:
-    """Texts of a module in which one of the names is a word."""
+    """Return the texts of a module that contain one of the names as a word."""
     return [text for text in texts(source) if set(re.findall(r"\w+", text)) & set(names)]
 
 

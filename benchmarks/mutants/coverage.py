@@ -29,7 +29,7 @@ KEPT = ROOT / ".mutants"
 OPTIONS = "-q --no-header --tb=line -rN -p no:cacheprovider".split() + ["-m", "not slow and not chromium"]
 #: tests that run other processes, other packages' code, or everything there is
 LEFT_OUT = """
-    tests/slow tests/docs tests/examples tests/cli tests/fuzz tests/test_project.py tests/test_import.py
+    tests/slow tests/docs tests/examples tests/cli tests/test_fuzz.py tests/test_project.py tests/test_import.py
     tests/test_mutants.py tests/frameworks/keras/test_backends.py tests/exactness/test_litert_converter.py
 """
 
