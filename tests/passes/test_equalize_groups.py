@@ -77,30 +77,28 @@ def test_no_channel_is_taken_for_less_than_a_hundredth():
     torch.testing.assert_close(after.graph.weights["2.weight"].flatten(), torch.tensor([1.0, 0.01, 1.0]))
 
 
-class Block(nn.Module):
-    """Sums, pools, a padded depthwise convolution and a head share channels."""
+def block(act=F.relu) -> nn.Module:
+    """Return a network in which sums, pools, a padded depthwise convolution and a head share channels."""
 
-    def __init__(self, act=F.relu) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 6, 1), nn.Conv2d(6, 6, 3, padding=1)
-        self.d, self.e, self.head = nn.Conv2d(6, 6, 3, padding=1, groups=6), nn.Conv2d(6, 8, 1), nn.Linear(8, 4)
-        self.act = act
-        with torch.no_grad():
-            for layer in (self.a, self.b, self.d):
-                layer.weight.mul_(torch.logspace(-1.5, 0.5, 6)[torch.randperm(6)].view(-1, 1, 1, 1))
+    def forward(m, x):
+        x = act(m.a(x))
+        x = F.max_pool2d(act(m.b(x)), 2) + F.avg_pool2d(x, 2)
+        x = act(m.c(x)) + x
+        x = act(m.e(act(m.d(x))))
+        return m.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
 
-    def forward(self, x):
-        x = self.act(self.a(x))
-        x = F.max_pool2d(self.act(self.b(x)), 2) + F.avg_pool2d(x, 2)
-        x = self.act(self.c(x)) + x
-        x = self.act(self.e(self.act(self.d(x))))
-        return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
+    layers = {"a": nn.Conv2d(3, 6, 3, padding=1), "b": nn.Conv2d(6, 6, 1), "c": nn.Conv2d(6, 6, 3, padding=1)}
+    layers |= {"d": nn.Conv2d(6, 6, 3, padding=1, groups=6), "e": nn.Conv2d(6, 8, 1), "head": nn.Linear(8, 4)}
+    with torch.no_grad():
+        for name in "abd":
+            layers[name].weight.mul_(torch.logspace(-1.5, 0.5, 6)[torch.randperm(6)].view(-1, 1, 1, 1))
+    return model_of(forward, **layers)
 
 
 def test_groups_go_through_sums_pools_and_the_head():
     torch.manual_seed(0)
     x = torch.randn(8, 3, 8, 8)
-    before, after, notes = equalized(Block(), x)
+    before, after, notes = equalized(block(), x)
     same(before, after, x)
     same(before, after, torch.randn(4, 3, 8, 8) * 9)
     assert all(" grow by up to " in n for n in notes) and len(notes) == 3  # a, b and c share one group
@@ -147,7 +145,7 @@ def test_a_clip_in_front_of_a_sum_keeps_what_calibration_saw():
 def test_in_codes_a_clip_beyond_what_calibration_saw_is_the_grids():
     """The grid of the scaled value ends at 6 too, within a few codes of 255."""
     torch.manual_seed(0)
-    net = Block(F.relu6)
+    net = block(F.relu6)
     with torch.no_grad():
         net.a.weight.mul_(8.0)
     x = torch.randn(16, 3, 8, 8)

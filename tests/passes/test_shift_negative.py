@@ -33,30 +33,22 @@ def spread(low: float, high: float) -> torch.Tensor:
     return torch.linspace(low, high, 4 * 3 * 36).view(4, 3, 6, 6)
 
 
-class Identity(nn.Module):
-    """A point convolution that passes three channels on, then an activation, then a padded convolution."""
-
-    def __init__(self, act: nn.Module) -> None:
-        super().__init__()
-        self.first, self.act, self.last = nn.Conv2d(3, 3, 1, bias=False), act, nn.Conv2d(3, 4, 3, padding=1)
-        with torch.no_grad():
-            self.first.weight.copy_(torch.eye(3).view(3, 3, 1, 1))
-
-    def forward(self, x):
-        return self.last(self.act(self.first(x)))
+def net_of(act: nn.Module, forward=lambda m, x: m.last(m.act(m.first(x))), last: nn.Module | None = None) -> nn.Module:
+    """Return a point convolution that passes three channels on, an activation and a padded convolution."""
+    first = nn.Conv2d(3, 3, 1, bias=False)
+    with torch.no_grad():
+        first.weight.copy_(torch.eye(3).view(3, 3, 1, 1))
+    return model_of(forward, first=first, act=act, last=last or nn.Conv2d(3, 4, 3, padding=1))
 
 
-class ReadsItsBias(Identity):
-    """Adds the bias of its last layer once more."""
-
-    def forward(self, x):
-        return super().forward(x) + self.last.bias.view(4, 1, 1)
+def reads_its_bias(m, x):
+    return m.last(m.act(m.first(x))) + m.last.bias.view(4, 1, 1)
 
 
 def test_the_shift_on_paper():
     """Swish of [-4, 7] lies in [-0.278, 6.99]. Signed: threshold 8, 1/16. Unsigned: 8, 1/32; 9 of them: 0.28125."""
     x = spread(-4, 7)
-    steps = begin(Identity(nn.SiLU()), x)
+    steps = begin(net_of(nn.SiLU()), x)
     new, stats, notes = shift_negative(steps.graph, steps.assignment, steps.stats)
     assert notes == ["shifted 'act' by 0.28125, now unsigned, before 'last'"]
     assert [n.op for n in new.nodes] == ["Conv2D", "Swish", "Add", "Pad", "Conv2D"]
@@ -74,7 +66,7 @@ def test_the_shift_on_paper():
     "act", [nn.SiLU(), nn.GELU(), nn.Hardswish(), nn.LeakyReLU(0.02), nn.PReLU(3, 0.01), nn.Mish()]
 )
 def test_the_error_behind_the_activation_falls(act):
-    steps = begin(Identity(act), spread(-8, 6.5))
+    steps = begin(net_of(act), spread(-8, 6.5))
     graph, stats, notes = shift_negative(steps.graph, steps.assignment, steps.stats)
     assert notes[0].startswith("shifted"), notes
     shifted = steps.decided(graph, stats)
@@ -89,11 +81,7 @@ def test_the_error_behind_the_activation_falls(act):
 
 
 def test_the_shifted_statistics_are_those_of_a_new_calibration():
-    class Pooled(Identity):
-        def forward(self, x):
-            return self.last(F.max_pool2d(self.act(self.first(x)), 2))
-
-    steps = begin(Pooled(nn.SiLU()), spread(-4, 7))
+    steps = begin(net_of(nn.SiLU(), lambda m, x: m.last(F.max_pool2d(m.act(m.first(x)), 2))), spread(-4, 7))
     graph, stats, _ = shift_negative(steps.graph, steps.assignment, steps.stats)
     add, pool = graph.nodes[2].output, graph.nodes[3].output
     again = collect(graph, [[steps.x]], tensors={n: Need() for n in (add, pool)})
@@ -111,14 +99,14 @@ def test_the_shifted_statistics_are_those_of_a_new_calibration():
 @pytest.mark.parametrize(
     "net, span, why",
     [
-        (Identity(nn.SiLU()), (-4, 3), "more than 0.05 of the threshold 4"),
-        (Identity(nn.SiLU()), (-4, 7.9), "would not fall"),
-        (Identity(nn.ELU()), (-4, 7), "more than 0.05"),
+        (net_of(nn.SiLU()), (-4, 3), "more than 0.05 of the threshold 4"),
+        (net_of(nn.SiLU()), (-4, 7.9), "would not fall"),
+        (net_of(nn.ELU()), (-4, 7), "more than 0.05"),
         (before(), (-80, 60), "an output of the model"),
         (before(nn.Sigmoid(), nn.Conv2d(3, 3, 1)), (-80, 60), "Sigmoid '2' reads it"),
         (before(nn.ConvTranspose2d(3, 3, 2, 2)), (-80, 60), "another bias at every position"),
         (before(nn.AvgPool2d(2, padding=1), nn.Conv2d(3, 3, 1)), (-80, 60), "AvgPool '2' reads it"),
-        (ReadsItsBias(nn.SiLU()), (-4, 7), "the bias of 'last' is read by several operators"),
+        (net_of(nn.SiLU(), reads_its_bias), (-4, 7), "the bias of 'last' is read by several operators"),
     ],
 )
 def test_a_shift_that_does_not_help_or_cannot_be_undone_is_refused(net, span, why):
@@ -128,7 +116,7 @@ def test_a_shift_that_does_not_help_or_cannot_be_undone_is_refused(net, span, wh
 
 
 def test_formats_with_a_zero_point_of_their_own_have_nothing_to_gain():
-    steps = begin(Identity(nn.SiLU()), spread(-4, 7), "ort_cpu")
+    steps = begin(net_of(nn.SiLU()), spread(-4, 7), "ort_cpu")
     assert shift_negative(steps.graph, steps.assignment, steps.stats)[2] == []
 
 
@@ -149,9 +137,7 @@ def test_each_output_gives_back_the_sum_of_its_own_weights(behind, weight, bias)
     with torch.no_grad():
         behind[-1].weight.copy_(torch.tensor(weight).view_as(behind[-1].weight))
         behind[-1].bias.fill_(1.0)
-    net = Identity(nn.SiLU())
-    net.last = nn.Sequential(*behind)
-    steps = begin(net, spread(-4, 7))
+    steps = begin(net_of(nn.SiLU(), last=nn.Sequential(*behind)), spread(-4, 7))
     new, _, _ = shift_negative(steps.graph, steps.assignment, steps.stats)
     assert new.weights[new.nodes[-1].bias].tolist() == bias
 
@@ -244,7 +230,7 @@ def test_shifts_join_the_kernel_of_their_activation_in_its_place():
 
 
 def test_nothing_above_zero_nor_with_a_sign_of_its_own_is_shifted():
-    steps = begin(Identity(nn.SiLU()), spread(-4, 7))
+    steps = begin(net_of(nn.SiLU()), spread(-4, 7))
     act = next(n.output for n in steps.graph.nodes if n.op == "Swish")
     above = {**steps.stats, act: seen(0.0, 7.0)}
     assert shift_negative(steps.graph, steps.assignment, above)[2] == []
@@ -263,9 +249,8 @@ def test_nothing_above_zero_nor_with_a_sign_of_its_own_is_shifted():
     "pad, value", [(nn.ZeroPad2d(1), 0.28125), (nn.ConstantPad2d(1, 0.5), 0.78125), (nn.ReflectionPad2d(1), None)]
 )
 def test_a_pad_on_the_way_holds_the_shift_as_well(pad, value):
-    net, x = Identity(nn.SiLU()), spread(-4, 7)
-    net.last = nn.Sequential(pad, nn.Conv2d(3, 4, 3))
-    steps = begin(net, x)
+    x = spread(-4, 7)
+    steps = begin(net_of(nn.SiLU(), last=nn.Sequential(pad, nn.Conv2d(3, 4, 3))), x)
     new, stats, notes = shift_negative(steps.graph, steps.assignment, steps.stats)
     assert notes == ["shifted 'act' by 0.28125, now unsigned, before 'last.1'"]
     (made,) = (n for n in new.nodes if n.op == "Pad")

@@ -85,7 +85,7 @@ def test_the_network_stays_what_it_was_also_with_dead_channels_and_shared_weight
 
 def test_large_channels_cost_less_where_they_are_smoothed():
     torch.manual_seed(0)
-    net, x = Large(50.0).eval(), torch.randn(256, 32)
+    net, x = large(50.0), torch.randn(256, 32)
     errors = [error(net, x, "mqbench_academic", smooth=s)[0] for s in ("off", 0.5)]
     assert errors[1] < 0.1 * errors[0]
 
@@ -137,28 +137,26 @@ def test_a_norm_that_comes_last_is_left():
     assert all(new.weights[k] is w for k, w in graph.weights.items())
 
 
-class Residual(nn.Module):
-    """A norm that is read by two linear layers behind a dropout, and by what `how` says."""
+def residual(how: str) -> nn.Module:
+    """Return a norm that is read by two linear layers behind a dropout, and as `how` says."""
 
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.how, self.norm, self.drop = how, nn.LayerNorm(4), nn.Dropout()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-        with torch.no_grad():
-            self.norm.weight.copy_(torch.tensor([40.0, 1.0, 0.25, 2.0]))
-            self.a.weight[:, 0] /= 20
-            self.b.weight[:, 0] /= 20
+    def forward(m, x):
+        y = m.drop(m.norm(x))
+        z = m.a(y) * m.b(y)
+        return (y, z) if how == "returned" else y + z
 
-    def forward(self, x):
-        y = self.drop(self.norm(x))
-        z = self.a(y) * self.b(y)
-        return (y, z) if self.how == "returned" else y + z
+    torch.manual_seed(0)
+    net = model_of(forward, norm=nn.LayerNorm(4), drop=nn.Dropout(), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+    with torch.no_grad():
+        net.norm.weight.copy_(torch.tensor([40.0, 1.0, 0.25, 2.0]))
+        net.a.weight[:, 0] /= 20
+        net.b.weight[:, 0] /= 20
+    return net
 
 
 @pytest.mark.parametrize("how", ["returned", "added"])
 def test_a_norm_that_others_read_too_stays_and_its_linear_readers_get_a_multiplication(how):
-    net, x = Residual(how).eval(), torch.randn(5, 3, 4)
+    net, x = residual(how), torch.randn(5, 3, 4)
     graph = captured(net, x)
     new, notes = smooth(graph, alpha=1.0)
     assert notes == ["smoothed 'norm' for 'a', 'b', by a multiplication: others read it too"]
@@ -176,28 +174,27 @@ def test_a_norm_that_others_read_too_stays_and_its_linear_readers_get_a_multipli
 
 
 def test_a_large_channel_that_others_read_too_costs_less_where_it_is_smoothed():
-    net, x = Large(50.0, "returned").eval(), torch.randn(256, 32)
+    net, x = large(50.0, "returned"), torch.randn(256, 32)
     (off, _), (half, _), (auto, result) = (error(net, x, **how) for how in ({"smooth": "off"}, {"smooth": 0.5}, {}))
     assert result.verify([torch.randn(32, 32)]).sound
     assert half < 0.1 * off and auto < 1.5 * half  # without being asked
     assert any(n.startswith("smooth taken: on 32 held-out images ") for n in result.plan.rewrites)
 
 
-class Large(nn.Module):
-    """A linear layer behind a norm of which some channels are as much larger; `how` says who else reads that."""
+def large(times: float, how: str = "") -> nn.Module:
+    """Return a linear layer behind a norm whose first channels are as much larger; `how` names another reader of it."""
 
-    def __init__(self, times: float, how: str = "") -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.how, self.norm, self.linear, self.last = how, nn.LayerNorm(32), nn.Linear(32, 16), nn.Linear(16, 32)
-        with torch.no_grad():
-            self.norm.weight[:2] *= times
-            self.linear.weight[:, :2] /= times
+    def forward(m, x):
+        y = m.norm(x)
+        z = m.last(F.gelu(m.linear(y)))
+        return (y, z) if how == "returned" else y + z if how else z
 
-    def forward(self, x):
-        y = self.norm(x)
-        z = self.last(F.gelu(self.linear(y)))
-        return (y, z) if self.how == "returned" else y + z if self.how else z
+    torch.manual_seed(0)
+    net = model_of(forward, norm=nn.LayerNorm(32), linear=nn.Linear(32, 16), last=nn.Linear(16, 32))
+    with torch.no_grad():
+        net.norm.weight[:2] *= times
+        net.linear.weight[:, :2] /= times
+    return net
 
 
 def error(net, x, platform="ort_cpu", **settings):
@@ -216,7 +213,7 @@ def said(result):
 def test_norms_without_large_channels_are_left_as_they_are(how):
     x = torch.randn(256, 32)
     new, off, asked = (
-        quantized(Large(1.0, how), x, settings=chipfit.Settings(**s))
+        quantized(large(1.0, how), x, settings=chipfit.Settings(**s))
         for s in ({}, {"smooth": "off"}, {"smooth": "auto"})
     )
     assert not said(new) and new.plan.tensors.keys() == off.plan.tensors.keys()
@@ -226,25 +223,25 @@ def test_norms_without_large_channels_are_left_as_they_are(how):
 
 def test_what_loses_more_on_held_out_samples_is_left(monkeypatch):
     monkeypatch.setattr("chipfit.adaptation.compare_plans", lambda *a: (False, "the loss is 2, 1 without"))
-    result = quantized(Large(50.0), torch.randn(256, 32))
+    result = quantized(large(50.0), torch.randn(256, 32))
     assert said(result) == ["smooth not taken: the loss is 2, 1 without"]
-    assert torch.equal(result.graph.weights["norm.weight"], Large(50.0).norm.weight.detach())
+    assert torch.equal(result.graph.weights["norm.weight"], large(50.0).norm.weight.detach())
 
 
 def test_data_of_an_iterator_are_kept_where_smoothing_is_tried():
-    x, net = torch.randn(256, 32), Large(50.0).eval()
+    x, net = torch.randn(256, 32), large(50.0).eval()
     once, list_ = (quantized(net, d) for d in (iter(x.split(32)), x.split(32)))
     assert said(once) == said(list_) and said(once)[-1].startswith("smooth taken: ")
 
 
 def test_norms_before_kernels_that_find_ranges_of_the_moment_are_left_and_that_is_said():
-    net, asked = Large(50.0).eval(), chipfit.Settings(smooth=0.7)
+    net, asked = large(50.0).eval(), chipfit.Settings(smooth=0.7)
     result = quantized(net, torch.randn(256, 32), "ort_dynamic", settings=asked)
     assert said(result) == ["'norm' is not smoothed: its readers find a range each time they run"]
 
 
 def test_norms_that_run_in_integers_are_smoothed_where_a_share_is_asked_for():
-    net, x = Large(50.0).eval(), [torch.randn(256, 32)]
+    net, x = large(50.0).eval(), [torch.randn(256, 32)]
 
     def notes(**asked):
         settings = chipfit.Settings(**asked)
@@ -260,7 +257,7 @@ def test_norms_that_run_in_integers_are_smoothed_where_a_share_is_asked_for():
 def test_the_predicted_error_is_what_rounding_makes(times, symmetric):
     """Against torch's own rounding, of what a norm makes and of weights with a scale for each channel."""
     torch.manual_seed(0)
-    net = Large(times).eval()
+    net = large(times).eval()
     seen, w = net.norm(torch.randn(20000, 32)).detach(), net.linear.weight.detach()
     low, high = seen.amin(0).double(), seen.amax(0).double()
     channels = Channels(seen.double().sum(0), low, high, seen.double().square().sum(0))
@@ -294,44 +291,33 @@ def test_root_mean_square_norms_take_the_factors_too():
     assert_same(graph, new, x)
 
 
-class Outlying(nn.Module):
-    """A GELU, or another operator in float, of which some channels are as much larger, between two linear layers."""
-
-    def __init__(self, times: float, act: nn.Module) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.act, self.down = nn.Linear(16, 64), act, nn.Linear(64, 16)
-        with torch.no_grad():
-            self.up.weight[:2] *= times
-            self.down.weight[:, :2] /= times
-
-    def forward(self, x):
-        return self.down(self.act(self.up(x)))
+def outlying(times: float, act: nn.Module, forward=lambda m, x: m.down(m.act(m.up(x))), **more) -> nn.Module:
+    """Return a GELU, or another operator in float whose first channels are as much larger, between linear layers."""
+    torch.manual_seed(0)
+    net = model_of(forward, up=nn.Linear(16, 64), act=act, down=nn.Linear(64, 16), **more)
+    with torch.no_grad():
+        net.up.weight[:2] *= times
+        net.down.weight[:, :2] /= times
+    return net
 
 
 @pytest.mark.parametrize("act", [nn.GELU(), nn.SiLU()])
 def test_large_channels_of_other_operators_in_float_cost_less_where_they_are_multiplied(act):
-    net, x = Outlying(30.0, act).eval(), torch.randn(256, 16)
+    net, x = outlying(30.0, act), torch.randn(256, 16)
     (off, _), (share, _), (auto, result) = (error(net, x, **how) for how in ({"smooth": "off"}, {"smooth": 0.7}, {}))
     assert share == off and auto < 0.2 * off  # a share is of norms alone
     assert result.verify([x]).sound
     assert said(result)[0].startswith("smoothed 'act' for 'down', by a multiplication: predicted error ")
 
 
-class Gated(Outlying):
-    """A gate, a product that kernels compute in codes or in float, of which some channels are as much larger."""
-
-    def __init__(self, times: float) -> None:
-        super().__init__(times, nn.SiLU())
-        self.gate, self.norm = nn.Linear(16, 64), nn.RMSNorm(16)
-
-    def forward(self, x):
-        y = self.norm(x)
-        return x + self.down(self.act(self.gate(y)) * self.up(y))
+def gated(m, x):
+    y = m.norm(x)
+    return x + m.down(m.act(m.gate(y)) * m.up(y))
 
 
 def test_large_channels_of_gates_cost_less_where_they_are_multiplied():
-    net, x = Gated(30.0).eval(), torch.randn(256, 16)
+    torch.manual_seed(4)
+    net, x = outlying(30.0, nn.SiLU(), gated, gate=nn.Linear(16, 64), norm=nn.RMSNorm(16)), torch.randn(256, 16)
     (off, _), (auto, result) = (error(net, x, **how) for how in ({"smooth": "off"}, {}))
     assert auto < 0.5 * off and result.verify([x]).sound  # the losses of norm and gate stay
     assert any(" for 'down', by a multiplication: predicted error " in n for n in said(result))
@@ -347,7 +333,7 @@ def test_what_a_factor_passes_is_not_multiplied_for_it(op):
 def test_a_multiplication_that_is_worth_little_beside_the_result_is_left_out():
     """Of channels alike some error goes, as of those that differ; but there is little to begin with."""
     settings = chipfit.Settings(smooth="auto")
-    asked = quantized(Outlying(1.0, nn.GELU()), torch.randn(256, 16), settings=settings)
+    asked = quantized(outlying(1.0, nn.GELU()), torch.randn(256, 16), settings=settings)
     assert said(asked)[0].startswith("'act' is not smoothed: it would take ")
     assert all("smooth" not in n.name for n in asked.graph.nodes)
 
@@ -355,7 +341,7 @@ def test_a_multiplication_that_is_worth_little_beside_the_result_is_left_out():
 def test_the_range_of_a_smoothed_norm_counts_errors_by_the_weights_that_read_them():
     """A channel that hardly any weight reads may be clipped, one that large weights read not."""
     torch.manual_seed(0)
-    x, net = torch.randn(128, 32), Large(20.0).eval()
+    x, net = torch.randn(128, 32), large(20.0).eval()
     result = quantized(net, x, settings=chipfit.Settings(smooth="auto"))
     norm = next(n for n in result.graph.nodes if n.op == "LayerNorm")
     linear = next(n for n in result.graph.nodes if n.op == "Linear" and n.data == norm.output)
