@@ -185,15 +185,12 @@ def _with_first_last_bits(platform: Platform, groups: list[FusedGroup]) -> list[
     weighted = [k for k, g in enumerate(groups) if g.resolved.options and g.resolved.options[0].w] if rule else []
     if not rule or not weighted:
         return groups
-    out = list(groups)
+    out, bits = list(groups), rule["bits"]
     named = {"in_" if s.startswith("in") else s.removesuffix("s") for s in rule.get("slots", ("w", "ins", "outs"))}
     by_user = {"w": "bits", "in_": "activation_bits", "out": "activation_bits"}
     for k in {weighted[0], weighted[-1]}:
+        options = groups[k].resolved.options
         slots = [s for s in named if groups[k].choices.get(by_user.get(s, "")) is None]
-
-        def changed(option: Option, slots: Sequence[str] = tuple(slots)) -> Option:
-            formats = {s: variant_with_bits(platform, getattr(option, s), rule["bits"]) for s in slots}
-            return option.model_copy(update=formats)
-
-        out[k] = groups[k].with_options([*map(changed, groups[k].resolved.options)])
+        changes = [{s: variant_with_bits(platform, getattr(o, s), bits) for s in slots} for o in options]
+        out[k] = groups[k].with_options([o.model_copy(update=c) for o, c in zip(options, changes, strict=True)])
     return out
