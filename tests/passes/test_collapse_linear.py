@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from chipfit.graph.ir import Graph, Node, Value
+from chipfit.graph.ir import Node
 from chipfit.passes.collapse_linear import collapse_linear
-from tests.build import model_of
+from tests.build import graph_of, model_of
 from tests.steps import assert_same, captured
 
 
@@ -89,11 +89,10 @@ def test_a_constant_that_differs_from_place_to_place_stays_an_addition():
 ONE = {"stride": (1, 1), "padding": ((0, 0), (0, 0)), "dilation": (1, 1), "groups": 1}
 
 
-def pair_of(first, second, shapes, *, weights, outputs=("z",)):
-    """x -> first -> y -> second -> z; each (operator, inputs, attributes)."""
+def pair_of(first, second, shapes, *, weights, outputs="z"):
+    """Return x -> first -> y -> second -> z; each is (operator, inputs, attributes)."""
     nodes = [Node(n, op, tuple(ins), (v,), attrs) for n, v, (op, ins, attrs) in (("a", "y", first), ("b", "z", second))]
-    values = {v: Value(v, s) for v, s in zip("xyz", shapes, strict=True)}
-    return Graph(nodes, ["x"], list(outputs), values, weights)
+    return graph_of(*nodes, inputs=["x"], outputs=list(outputs), shapes=dict(zip("xyz", shapes)), weights=weights)
 
 
 IMAGES = (None, 3, 6, 7), (None, 4, 6, 7), (None, 4, 6, 7)
@@ -153,8 +152,8 @@ def test_a_constant_for_each_number_of_a_linear_layer_joins_the_bias(constant, t
 def test_a_constant_of_an_operator_whose_weight_is_shared_or_whose_result_is_returned_stays():
     weights = {"a.weight": torch.randn(4, 3, 1, 1), "c": torch.randn(4, 1, 1)}
     args = (("Conv2D", ["x", "a.weight"], ONE), ("Add", "yc", {}), IMAGES)
-    assert len(collapse_linear(pair_of(*args, weights=weights, outputs=("y", "z")))[0].nodes) == 2
-    assert len(collapse_linear(pair_of(*args, weights=weights, outputs=("z", "a.weight")))[0].nodes) == 2
+    assert len(collapse_linear(pair_of(*args, weights=weights, outputs="yz"))[0].nodes) == 2
+    assert len(collapse_linear(pair_of(*args, weights=weights, outputs=["z", "a.weight"]))[0].nodes) == 2
     assert len(collapse_linear(pair_of(*args, weights=weights))[0].nodes) == 1
 
 

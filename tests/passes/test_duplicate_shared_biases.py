@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
+
 import pytest
 import torch
 
-from chipfit.graph.ir import Graph, Node, Value
+from chipfit.graph.ir import Graph
 from chipfit.passes.duplicate_shared_biases import duplicate_shared_biases
+from tests.build import graph_of
 
 
 def graph(*rows: tuple[str, str, str], trainable: tuple[str, ...] = ()) -> Graph:
-    """A chain of (name, operator, what it reads beside the result before it)."""
-    nodes, last = [], "x"
-    for name, op, operands in rows:
-        nodes.append(Node(name, op, (last, *(None if o == "-" else o for o in operands.split())), (name,)))
-        last = name
+    """Return a chain of (name, operator, operands beside the result before it)."""
+    texts = [
+        f"{n} = {op}({', '.join([last, *read.split()])})"
+        for (n, op, read), last in zip(rows, ["x", *map(itemgetter(0), rows)])
+    ]
     weights = {"w": torch.eye(2), "v": 2 * torch.eye(2), "b": torch.tensor([1.0, 2.0])}
-    values = {v: Value(v, (None, 2)) for v in ("x", *(n.name for n in nodes))}
-    return Graph(nodes, ["x"], [last], values, weights, set(trainable))
+    return graph_of(*texts, weights=weights, trainable=set(trainable))
 
 
 def inputs(g: Graph) -> list[tuple[str | None, ...]]:

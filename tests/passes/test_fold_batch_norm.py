@@ -8,9 +8,9 @@ from torch import nn
 
 from chipfit.engine.run import run
 from chipfit.frameworks.torch.capture import capture
-from chipfit.graph.ir import Graph, Node, Value
+from chipfit.graph.ir import Node, Value
 from chipfit.passes.fold_batch_norm import fold_batch_norm
-from tests.build import model_of
+from tests.build import graph_of, model_of
 
 
 def folded(model, x):
@@ -172,12 +172,11 @@ def normed(op="Conv2D", ins=("x", "a.weight"), norm=("g", "s", "m", "v"), *, sha
     names = iter("gsmv")
     weights = {n: torch.tensor(v) for n, v in zip(names, ([3.0, -0.5], [0.5, 2.0], [4.0, 3.0], [0.2, 3.95]))}
     weights |= {"a.weight": torch.randn(2, 2, 1, 1) if op != "Linear" else torch.randn(2, 2), "b": torch.randn(2)}
-    nodes = [
-        Node("a", op, tuple(ins), ("y",), {} if op == "Linear" else conv),
-        Node("n", "BatchNorm", ("y", *norm), ("z",), {"eps": 0.05}),
-    ]
-    values = {v: Value(v, shape) for v in "xyz"}
-    return Graph(nodes, ["x"], list(outputs), values, weights, trainable={"a.weight"})
+    layer = Node("a", op, tuple(ins), ("y",), {} if op == "Linear" else conv)
+    bn = Node("n", "BatchNorm", ("y", *norm), ("z",), {"eps": 0.05})
+    return graph_of(
+        layer, bn, shape=shape, outputs=list(outputs), weights=weights, trainable={"a.weight"}, inputs=["x"]
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from torch.nn.utils import parametrizations
 
 from chipfit.engine.run import run
 from chipfit.frameworks.torch.capture import capture
-from chipfit.graph.ir import Graph, Node, Value
+from chipfit.graph.ir import Graph, Node
 from chipfit.passes.fold_constants import fold_constants
-from tests.build import model_of, quantized
+from tests.build import graph_of, model_of, node, quantized
 
 
 class Standardised(nn.Conv2d):
@@ -98,9 +98,7 @@ def test_random_numbers_and_outputs_of_the_model_stay():
 
 @pytest.mark.parametrize("op, attrs, stays", [("Dropout", {"p": 0.5}, True), ("Relu", {}, False)])
 def test_dropout_of_a_weight_may_drop_in_training_and_stays(op, attrs, stays):
-    nodes = [Node("d", op, ("w",), ("d",), attrs), Node("y", "Add", ("x", "d"), ("y",))]
-    values = {v: Value(v, (None, 3)) for v in "xy"} | {"d": Value("d", (3,))}
-    graph = Graph(nodes, ["x"], ["y"], values, {"w": torch.ones(3)})
+    graph = graph_of(node("d = " + op + "(w)", attrs), "y = Add(x, d)", shape=(3,), weights={"w": torch.ones(3)})
     new, notes = fold_constants(graph)
     assert [n.op for n in new.nodes] == [op, "Add"][0 if stays else 1 :]
     assert notes == ([] if stays else ["'d' of 'y' depends on no input: computed once"])
@@ -108,8 +106,7 @@ def test_dropout_of_a_weight_may_drop_in_training_and_stays(op, attrs, stays):
 
 def behind(weights: dict[str, torch.Tensor], *nodes: Node, reader: Node, trainable: tuple[str, ...] = ()) -> Graph:
     """x, of any size, meets what nodes make of weights."""
-    values = {v: Value(v, (None, 1)) for v in ("x", "y", *(o for n in nodes for o in n.outputs))}
-    return Graph([*nodes, reader], ["x"], ["y"], values, weights, set(trainable))
+    return graph_of(*nodes, reader, inputs=["x"], shape=(None, 1), weights=weights, trainable=set(trainable))
 
 
 @pytest.mark.parametrize("trainable, trained", [(("v",), True), (("v", "w"), True), (("w",), False), ((), False)])

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from chipfit.graph.ir import Graph, Node, Value
 from chipfit.passes.relu_bound import bounds, relu_bound_to_power_of_two
-from tests.build import model_of
+from tests.build import graph_of, model_of, node
 from tests.steps import assert_same, begin, captured
 
 
@@ -60,20 +59,15 @@ def test_a_power_of_two_grid_wastes_nothing_any_more(bits, span):
     assert after.rounding(name) * (6 / 8) ** 2 < 0.7 * before.rounding(name)
 
 
-def clipped(low, high, *, bias=True, op="Clamp", shared="", outputs=("z",)):
-    """linear -> clip -> linear over three and two numbers; `shared` names what another operator reads too."""
+def clipped(low, high, *, bias=True, op="Clamp", shared="", outputs="z"):
+    """Return linear -> clip -> linear over three and two numbers; `shared` names what another operator reads too."""
     weights = {"a": torch.ones(2, 3), "c": torch.ones(4, 2), "b": torch.full((2,), 8.0), "d": torch.full((4,), 8.0)}
-    attrs = {"min": low, "max": high} if op == "Clamp" else {}
-    nodes = [
-        Node("first", "Linear", ("x", "a", "b") if bias else ("x", "a"), ("y",)),
-        Node("clip", op, ("y",), ("r",), attrs),
-        Node("last", "Linear", ("r", "c", "d"), ("z",)),
-    ]
-    if shared:
-        other = {"y": ("Sigmoid", ("y",)), "a": ("Linear", ("x", "a")), "c": ("Linear", ("r", "c"))}[shared]
-        nodes.append(Node("other", *other, ("o",)))
-    sizes = {"x": 3, "y": 2, "r": 2, "z": 4, **({"o": 2} if shared else {})}
-    return Graph(nodes, ["x"], list(outputs), {v: Value(v, (None, n)) for v, n in sizes.items()}, weights)
+    first = node(f"y = Linear(x, a{', b' * bias})", name="first")
+    clip = node(f"r = {op}(y)", {"min": low, "max": high} if op == "Clamp" else {}, name="clip")
+    nodes = [first, clip, node("z = Linear(r, c, d)", name="last")]
+    others = {"y": "o = Sigmoid(y)", "a": "o = Linear(x, a)", "c": "o = Linear(r, c)"}
+    nodes += [others[shared]] if shared else []
+    return graph_of(*nodes, outputs=list(outputs), weights=weights)
 
 
 @pytest.mark.parametrize(
@@ -118,11 +112,11 @@ def test_the_bound_is_the_next_power_of_two_or_its_greatest_code(low, high, bits
     "given, why",
     [
         ({"shared": "y"}, "the result of 'first' is also read elsewhere"),
-        ({"outputs": ("z", "y")}, "the result of 'first' is also read elsewhere"),
-        ({"outputs": ("z", "r")}, "'r' is an output of the model"),
+        ({"outputs": "zy"}, "the result of 'first' is also read elsewhere"),
+        ({"outputs": "zr"}, "'r' is an output of the model"),
         ({"shared": "a"}, "'a' is read by several operators"),
         ({"shared": "c"}, "'c' is read by several operators"),
-        ({"outputs": ("z", "c")}, "'c' is an output of the model"),
+        ({"outputs": "zc"}, "'c' is an output of the model"),
         ({"bias": False}, None),
     ],
 )
