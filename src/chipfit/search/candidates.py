@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -41,51 +42,53 @@ def activation_choices(graph: Graph, platform: Platform, plan: Plan, by_hand: By
 
     Activations keep their bits if the user chose them, the hardware dictates them, or no kernel names bits for them.
     """
-    formats = platform.formats.values()
-    every = {f.bits for f in formats if f.kind == "int" and f.bits <= WIDEST}
-    every |= set(FREE) if any(f.free for f in formats) else set()
-    units = find_groups(graph, platform, plan.groups, by_hand)
-    touched = [_quantized_operands(plan, u) for u in units]
-    fits: dict[str, set[int]] = {u.head.name: set() for u in units}
-    for bits in every:
-        asked = {n.name: {**by_hand.get(n.name, {}), "activation_bits": bits} for n in graph.nodes}
-        for u in find_groups(graph, platform, plan.groups, asked):
-            if any(_supports_width(platform, u, o, bits) for o in u.resolved.options):
-                fits[u.head.name].add(bits)
+    groups = find_groups(graph, platform, plan.groups, by_hand)
+    operands = [_quantized_operands(plan, g) for g in groups]
+    supported = _supported_bits(graph, platform, plan, by_hand)
     stored = {t.name for t in plan.tensors.values() if t.role == "activation" and t.stored is not None}
     out = []
-    for part in connected_components([*touched, *plan.ties, *([t] for t in stored)]):
-        tensors = tuple(t for t in part if t in stored)
-        around = [
-            u for u, own in zip(units, touched, strict=True) if not u.is_pass_through and not set(own).isdisjoint(part)
-        ]
-        now = {plan[t].grid.bits for t in tensors}
-        said = any(u.choices.get("activation_bits") is not None for u in around)
-        plain = all(plan[t].grid.kind == "int" for t in tensors) and set(plan.fixed).isdisjoint(part)
-        wide = set.intersection(*(fits[u.head.name] for u in around)) if around else set()
-        if len(now) == 1:
-            out.append(TiedChoice(tensors, tuple(sorted(wide | now if plain and not said else now))))
+    for part in connected_components([*operands, *plan.ties, *([t] for t in stored)]):
+        tensors, together = tuple(t for t in part if t in stored), set(part)
+        kernels = [g for g, own in zip(groups, operands, strict=True) if not g.is_pass_through and together & {*own}]
+        bits = {plan[t].grid.bits for t in tensors}
+        free = all(plan[t].grid.kind == "int" for t in tensors) and together.isdisjoint(plan.fixed)
+        if kernels and free and all(g.choices.get("activation_bits") is None for g in kernels):
+            possible = bits.union(set.intersection(*(supported[g.head.name] for g in kernels)))
+        else:
+            possible = bits
+        if len(bits) == 1:
+            out.append(TiedChoice(tensors, tuple(sorted(possible))))
     return out
 
 
-def _quantized_operands(plan: Plan, unit: FusedGroup) -> tuple[str, ...]:
+def _supported_bits(graph: Graph, platform: Platform, plan: Plan, by_hand: ByHand) -> dict[str, set[int]]:
+    """Return the bits of activations that each group of operators supports, by its first node."""
+    formats, out = platform.formats.values(), defaultdict[str, set[int]](set)
+    every = {f.bits for f in formats if f.kind == "int" and f.bits <= WIDEST}
+    every |= set(FREE) if any(f.free for f in formats) else set()
+    for bits in every:
+        wanted = {n.name: {**by_hand.get(n.name, {}), "activation_bits": bits} for n in graph.nodes}
+        for g in find_groups(graph, platform, plan.groups, wanted):
+            if any(_supports_width(platform, g, o, bits) for o in g.resolved.options):
+                out[g.head.name].add(bits)
+    return out
+
+
+def _quantized_operands(plan: Plan, group: FusedGroup) -> tuple[str, ...]:
     """Return the activations that a group of operators reads or writes quantized."""
-    if plan.nodes[unit.tail.name].exec == "float":
+    if plan.nodes[group.tail.name].exec == "float":
         return ()
-    reads = [r.tensor for r in unit.operands if r.is_data and (r.tensor, r.node.name) not in plan.float_edges]
-    writes = unit.is_pass_through or any(o.out not in NO_FORMAT for o in unit.resolved.options)
-    return tuple(t for t in (*reads, *(unit.tail.outputs if writes else ())) if plan.quantized(t))
+    reads = [r.tensor for r in group.operands if r.is_data and (r.tensor, r.node.name) not in plan.float_edges]
+    writes = group.is_pass_through or any(o.out not in NO_FORMAT for o in group.resolved.options)
+    return tuple(t for t in (*reads, *(group.tail.outputs if writes else ())) if plan.quantized(t))
 
 
-def _supports_width(platform: Platform, unit: FusedGroup, option: Any, bits: int) -> bool:
+def _supports_width(platform: Platform, group: FusedGroup, option: Any, bits: int) -> bool:
     """Return whether a kernel with this option reads and writes so many bits, with the weights that the user chose."""
-    asked = unit.choices.get("bits")
-    words = [*as_tuple(option.in_), option.out]
-    return any(w in platform.formats for w in words) and all(
-        accepts_width(platform, word, b)
-        for word, b in [*((w, bits) for w in words), (option.w, asked)]
-        if isinstance(b, int)
-    )
+    words, weight_bits = [*as_tuple(option.in_), option.out], group.choices.get("bits")
+    if isinstance(weight_bits, int) and not accepts_width(platform, option.w, weight_bits):
+        return False
+    return any(w in platform.formats for w in words) and all(accepts_width(platform, w, bits) for w in words)
 
 
 def accepts_width(platform: Platform, word: Any, bits: int) -> bool:

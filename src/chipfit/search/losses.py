@@ -145,8 +145,8 @@ def _weight_error(
 ) -> Tensor:
     """Return q - w, [g, O/g, K], for weights rounded to nearest with so many bits.
 
-    Of fitted ones the scales are those that serve the outputs. Their codes would lose still less, but of every width
-    alike: it leads to the same choice.
+    Fitted weights have the scales with the least error in the outputs. Their fitted values would lose less, but at all
+    widths, so that the choice of widths is not affected.
     """
     w, name, stored = s.weight, s.node.weight, plan[s.node.weight]
     grid = at_width(stored.grid, bits)
