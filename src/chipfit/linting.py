@@ -11,7 +11,7 @@ from chipfit.calibration.data import as_call
 from chipfit.decide.assignment import Assignment
 from chipfit.decide.overrides import Overrides
 from chipfit.decision import Decision, decide
-from chipfit.engine.process import undisturbed
+from chipfit.engine.process import preserve_random_state
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import NodePlan
 from chipfit.platform.builtin import DEFAULT
@@ -43,7 +43,7 @@ class Lint(SummaryRepr):
         return list(self.assignment.nodes.values())
 
 
-@undisturbed
+@preserve_random_state
 def lint(
     model: Any, example: Any, platform: str | Path | Platform = DEFAULT, overrides: Overrides | None = None
 ) -> Lint:

@@ -15,7 +15,7 @@ from typing import Any
 from chipfit import steps
 from chipfit.adaptation import adapt_and_scale, trial_settings
 from chipfit.calibration.collect import collect, padding_mask
-from chipfit.calibration.data import OtherSize
+from chipfit.calibration.data import SizeMismatch
 from chipfit.calibration.data_checks import check_input_scale, check_sample_count
 from chipfit.calibration.progress import Progress
 from chipfit.calibration.sample_fingerprints import SampleHashes
@@ -23,7 +23,7 @@ from chipfit.calibration.source import CalibrationData
 from chipfit.decide import statistics
 from chipfit.decide.overrides import Overrides, to_record
 from chipfit.decision import Decision, RangeRules, decide, plan_of, refuse_all_float
-from chipfit.engine.process import undisturbed
+from chipfit.engine.process import preserve_random_state
 from chipfit.errors import Interrupted, interruption_note
 from chipfit.plan.record import provenance_of
 from chipfit.plan.training import Training
@@ -41,7 +41,7 @@ from chipfit.search.losses import RoundingModel
 from chipfit.settings import DEFAULT_SETTINGS, Settings
 
 
-@undisturbed
+@preserve_random_state
 def quantize(
     model: Any,
     data: Any,
@@ -131,7 +131,7 @@ def collect_statistics(request: Request, d: Decision) -> Decision:
     try:
         with closing(batches):
             stats = collect(d.graph, batches, tensors=needed)
-    except OtherSize as e:
+    except SizeMismatch as e:
         if e.batch is None or data.read_once:
             raise
         request = replace(request, other_sizes=(*request.other_sizes, e))

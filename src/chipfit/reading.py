@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from chipfit.calibration.data import OtherSize, example_of, split_label
+from chipfit.calibration.data import SizeMismatch, example_of, split_label
 from chipfit.calibration.input_errors import explain_error
 from chipfit.errors import CaptureError
 from chipfit.frameworks import capture
 from chipfit.graph.ir import Graph
 
 
-def read_model(model: Any, args: Any, kwargs: Mapping[str, Any], other_sizes: Sequence[OtherSize] = ()) -> Graph:
+def read_model(model: Any, args: Any, kwargs: Mapping[str, Any], other_sizes: Sequence[SizeMismatch] = ()) -> Graph:
     """Capture a model by an example call.
 
     Args:
@@ -20,7 +20,7 @@ def read_model(model: Any, args: Any, kwargs: Mapping[str, Any], other_sizes: Se
         other_sizes: batches whose sizes differ from those of the example: these sizes stay open in the graph.
 
     Raises:
-        OtherSize: the model cannot be captured with these sizes open.
+        SizeMismatch: the model cannot be captured with these sizes open.
         CaptureError, DataError: the model cannot be captured, or not with these arguments.
     """
     try:
@@ -31,7 +31,7 @@ def read_model(model: Any, args: Any, kwargs: Mapping[str, Any], other_sizes: Se
     except CaptureError as e:
         for other in other_sizes:
             hint = f"give batches of one size, padded, cut or resized. {e}"
-            raise OtherSize(other.what, got=other.got, allowed=other.allowed, hint=hint) from e
+            raise SizeMismatch(other.what, got=other.got, allowed=other.allowed, hint=hint) from e
         error = explain_error(e, model, args, kwargs)
         if error is e:
             raise

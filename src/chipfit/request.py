@@ -7,7 +7,7 @@ from numbers import Integral
 from typing import Any
 
 from chipfit import steps
-from chipfit.calibration.data import OtherSize
+from chipfit.calibration.data import SizeMismatch
 from chipfit.calibration.progress import Progress
 from chipfit.calibration.source import CalibrationData
 from chipfit.decision import RangeRules
@@ -28,7 +28,7 @@ class Request:
     limits: Limits | None
     training: Training | None
     progress: Progress
-    other_sizes: tuple[OtherSize, ...] = ()  #: batches of other sizes than the example's: these sizes stay open
+    other_sizes: tuple[SizeMismatch, ...] = ()  #: batches of other sizes than the example's: these sizes stay open
 
 
 def check_options(settings: Any, rules: RangeRules, limits: Any, seed: Any) -> None:

@@ -14,7 +14,7 @@ from chipfit.decide.assignment import Assignment
 from chipfit.decide.overrides import Overrides, to_record
 from chipfit.decide.statistics import notes_of_missing
 from chipfit.decision import Decision, RangeRules, plan_of, redecide, scales_of
-from chipfit.engine.process import undisturbed
+from chipfit.engine.process import preserve_random_state
 from chipfit.errors import Interrupted, PlanError
 from chipfit.frameworks import checksum, lower, read_back
 from chipfit.graph.ir import Graph
@@ -60,7 +60,7 @@ class Result(SummaryRepr):
         return self.decision.stats or {}
 
     @property
-    @undisturbed
+    @preserve_random_state
     def model(self) -> Any:
         """The simulation, which still trains: an `nn.Module` or a Keras model with the original inputs and outputs."""
         if self._model is None:
@@ -188,7 +188,7 @@ class Result(SummaryRepr):
         edited = edited.trains(self.training) if self.training is not None else edited
         return corrected(edited, settings, () if read is None else read)
 
-    @undisturbed
+    @preserve_random_state
     def sensitivity(self, data: Any) -> Sensitivity:
         """Return which tensors hurt: what each adds to the loss as it is stored, and at the other bits the chip has.
 
@@ -203,7 +203,7 @@ class Result(SummaryRepr):
         self._sensitivity = sensitivity(d, plan, batches(data, d.graph), rounding)
         return self._sensitivity
 
-    @undisturbed
+    @preserve_random_state
     def pareto(self, data: Any, over: str = "weights", shares: Sequence[float] = SHARES) -> Pareto:
         """Return the best bits for several budgets, with the predicted and the measured loss.
 
@@ -225,7 +225,7 @@ class Result(SummaryRepr):
 
     # ----------------------------------------------------------------------------------------------- files and proof
 
-    @undisturbed
+    @preserve_random_state
     def export(
         self,
         path: str | Path,
@@ -267,7 +267,7 @@ class Result(SummaryRepr):
         named |= {"batch": batch, "keep_layout": keep_layout, "opset": opset}
         return export(self.graph, self.plan, path, self.platform, **named, **others)
 
-    @undisturbed
+    @preserve_random_state
     def verify(self, data: Any, *, runtime: str | None = None, **options: Any) -> Verification:
         """Run float, simulated, integer and device side by side on `data`; see `chipfit.verify.verify`."""
         from chipfit.verify import verify

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from chipfit.calibration.data import (
-    OtherSize,
+    SizeMismatch,
     as_call,
     as_tensors,
     batches,
@@ -259,13 +259,13 @@ def test_numbers_that_the_type_of_the_capture_does_not_hold_are_refused():
 
 
 def test_a_size_that_does_not_fit_tells_which_are_open(one):
-    with pytest.raises(OtherSize, match=r"Got: \[4, 5\]. Allowed: \['batch', 6\]") as e:
+    with pytest.raises(SizeMismatch, match=r"Got: \[4, 5\]. Allowed: \['batch', 6\]") as e:
         split_label((X[:, :5],), one)
     assert torch.equal(e.value.batch[0], X[:, :5])  # it may be read again with that size open
-    with pytest.raises(OtherSize, match="this is one sample") as e:
+    with pytest.raises(SizeMismatch, match="this is one sample") as e:
         split_label((X[0],), one)
     assert e.value.batch is None
-    with pytest.raises(OtherSize, match=r"Got: \[2, 4, 6\]") as e:
+    with pytest.raises(SizeMismatch, match=r"Got: \[2, 4, 6\]") as e:
         split_label((X.expand(2, 4, 6),), one)
     assert e.value.batch is None
 
@@ -314,5 +314,5 @@ def test_inputs_without_a_batch_axis_need_no_number_of_samples_in_common(two):
     graph.values["b"] = replace(graph.values["b"], shape=(2, 5))
     flat, _ = split_label((torch.ones(4, 3), torch.ones(2, 5)), graph)
     assert [len(x) for x in flat] == [4, 2]
-    with pytest.raises(OtherSize, match=r"Input 'b' has the wrong shape. Got: \[3, 5\]. Allowed: \[2, 5\]"):
+    with pytest.raises(SizeMismatch, match=r"Input 'b' has the wrong shape. Got: \[3, 5\]. Allowed: \[2, 5\]"):
         split_label((torch.ones(4, 3), torch.ones(3, 5)), graph)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import chipfit
-from chipfit.calibration.progress import Progress, length
+from chipfit.calibration.progress import Progress, count_batches
 from chipfit.errors import DataError
 
 NET = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()).eval()
@@ -54,7 +54,7 @@ def test_nothing_is_shown_unasked(capsys):
     ids=range(6),
 )
 def test_data_tell_how_many_batches_they_have(data, batches):
-    assert length(data) == batches
+    assert count_batches(data) == batches
 
 
 def terminal(monkeypatch, capsys, total):

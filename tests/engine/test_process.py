@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from chipfit.engine.process import quiet, seeded, undisturbed
+from chipfit.engine.process import preserve_random_state, quiet, seeded
 
 
 def draws():
@@ -45,7 +45,7 @@ def test_generators_are_given_back_after_an_error():
     assert draws() == after
 
 
-@undisturbed
+@preserve_random_state
 def drawing(x=2, *, seed=0):
     """Draws."""
     return x, draws()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch.utils import _pytree as pytree
 
-from chipfit.engine.trees import Results, dump_tree, flatten_call, flatten_inputs, load_tree, read_tree
+from chipfit.engine.trees import ResultStructure, dump_tree, flatten_call, flatten_inputs, load_tree, read_tree
 from chipfit.errors import DataError, GraphError
 
 Pair = collections.namedtuple("Pair", "first second")
@@ -122,7 +122,7 @@ def test_results_take_outputs_and_constants_to_their_places():
     tree = pytree.tree_structure({"a": 0, "b": [0, 0]})
     leaves = [{"output": 1}, {"constant": 7}, {"output": 0}]
     spec = {"plain": pytree.treespec_dumps(tree), "leaves": leaves}
-    results = Results(SimpleNamespace(out_spec=json.dumps(spec)))
+    results = ResultStructure(SimpleNamespace(out_spec=json.dumps(spec)))
     assert results(["x", "y"]) == {"a": "y", "b": [7, "x"]}
     assert copy.deepcopy(results) is results
 

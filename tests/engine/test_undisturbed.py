@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from chipfit import lint
-from chipfit.engine.process import undisturbed
+from chipfit.engine.process import preserve_random_state
 from tests.build import mlp, model_of, quantized, randn
 
 
@@ -111,5 +111,5 @@ def test_the_hash_of_the_data_tells_them_apart(change):
 def test_every_bit_of_a_seed_counts():
     drawn = {}
     for seed in (0, 1, 1 << 40, 1 << 62):
-        drawn[seed] = undisturbed(lambda *, seed: random.random())(seed=seed)  # torch takes 32 bits on a CPU
+        drawn[seed] = preserve_random_state(lambda *, seed: random.random())(seed=seed)  # torch takes 32 bits on a CPU
     assert len(set(drawn.values())) == len(drawn)

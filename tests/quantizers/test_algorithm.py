@@ -12,13 +12,13 @@ from chipfit.quantizers import hosting
 from chipfit.quantizers.algorithm import (
     EPS,
     Algorithm,
-    clipped,
+    algorithm_text,
+    clip_quantize,
     constants,
     positive,
     reach,
-    text_of,
     threshold,
-    unit,
+    unit_range,
     with_levels,
 )
 from chipfit.quantizers.algorithms.lsq import LSQ
@@ -68,14 +68,14 @@ def test_the_greatest_magnitude_that_is_held():
     ],
 )
 def test_the_unit_range_reaches_to_minus_one_where_a_code_does(grid, zero, scale, at):
-    s, z = unit(TorchOps, numbers(0.1, zero), grid)
+    s, z = unit_range(TorchOps, numbers(0.1, zero), grid)
     assert float(s) == pytest.approx(scale) and int(z) == at
 
 
 def test_clipping_has_gradient_one_inside_and_that_of_the_ends_beyond():
     x = torch.tensor([-3.0, -1.0, 0.2, 1.0, 3.0], requires_grad=True)
     low, high = torch.tensor(-1.0, requires_grad=True), torch.tensor(1.0, requires_grad=True)
-    y = clipped(TorchOps, x, low, high, (torch.tensor(0.5), torch.tensor(0.0)), Grid(bits=3, qmin=-2, qmax=2))
+    y = clip_quantize(TorchOps, x, low, high, (torch.tensor(0.5), torch.tensor(0.0)), Grid(bits=3, qmin=-2, qmax=2))
     assert y.tolist() == [-1, -1, 0, 1, 1]
     (y * torch.tensor([1.0, 2, 4, 8, 16])).sum().backward()
     assert x.grad.tolist() == [0, 2, 4, 8, 0] and float(low.grad) == 1 and float(high.grad) == 16
@@ -120,12 +120,14 @@ def test_quantizers_that_stand_alone_train_or_not():
 
 
 def test_an_algorithm_is_written_as_its_name_and_what_differs_from_its_defaults():
-    assert text_of(LSQ()) == "lsq" and text_of(LSQ(use_grad_scaling=False)) == "lsq(use_grad_scaling=False)"
-    assert text_of(LSQ(use_grad_scaling=False, from_mean=True)) == "lsq(use_grad_scaling=False, from_mean=True)"
+    assert (
+        algorithm_text(LSQ()) == "lsq" and algorithm_text(LSQ(use_grad_scaling=False)) == "lsq(use_grad_scaling=False)"
+    )
+    assert algorithm_text(LSQ(use_grad_scaling=False, from_mean=True)) == "lsq(use_grad_scaling=False, from_mean=True)"
 
     class Own(LSQ):
         pass
 
     for own in (Own(), Algorithm()):
         with pytest.raises(ConfigError, match=f"{type(own).__name__} is not registered"):
-            text_of(own)
+            algorithm_text(own)

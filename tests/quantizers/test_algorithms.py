@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from chipfit.errors import ConfigError
-from chipfit.quantizers.algorithm import Algorithm, text_of, with_levels
+from chipfit.quantizers.algorithm import Algorithm, algorithm_text, with_levels
 from chipfit.quantizers.algorithms.apot import APoT, magnitudes
 from chipfit.quantizers.algorithms.dorefa import DoReFa
 from chipfit.quantizers.algorithms.dsq import DSQ
@@ -161,11 +161,11 @@ def test_only_what_chips_can_round_is_deployed(form, role):
 @pytest.mark.parametrize("form", FORMS)
 def test_its_name_and_options_are_text(form):
     algorithm = create("training", form)
-    assert create("training", text_of(algorithm)) == algorithm
+    assert create("training", algorithm_text(algorithm)) == algorithm
     at = stored(UINT4)
     for role in ROLES:
         of_role = algorithm.for_tensor(at, role, ())
-        assert create("training", text_of(of_role)) == of_role
+        assert create("training", algorithm_text(of_role)) == of_role
 
 
 @pytest.mark.parametrize("name", registered("training"))

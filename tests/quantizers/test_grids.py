@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from chipfit.quantizers.grids import Grid, all_codes, dequantize, fake_quantize, in_blocks, quantize, shape_for
-from chipfit.quantizers.rounding import by_rule
+from chipfit.quantizers.rounding import round_by_rule
 from tests.build import randn
 
 U4 = Grid(bits=4, qmin=0, qmax=15, zero="any")
@@ -28,7 +28,7 @@ def test_large_tensors_are_rounded_part_by_part_wherever_their_numbers_lie(round
     monkeypatch.setattr("chipfit.quantizers.grids.AT_ONCE", 5)
     parted: list = []
     monkeypatch.setattr(
-        "chipfit.quantizers.grids.by_rule", lambda v, rule: parted.append(v.numel()) or by_rule(v, rule)
+        "chipfit.quantizers.grids.round_by_rule", lambda v, rule: parted.append(v.numel()) or round_by_rule(v, rule)
     )
     lie = [x[0].t(), x[1:], x.permute(2, 0, 1), x[:, 0].t(), x[..., ::2], x[:1, :1].expand(3, 2, 6)]
     for given in lie:

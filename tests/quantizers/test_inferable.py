@@ -9,7 +9,7 @@ import torch
 
 from chipfit.errors import ConfigError
 from chipfit.quantizers.grids import Grid
-from chipfit.quantizers.inferable import CLASSES, of, parameters, symmetric, uniform
+from chipfit.quantizers.inferable import CLASSES, inferable_for, parameters, symmetric, uniform
 
 X = torch.tensor([-3.0, -1.0, -0.3, 0.0, 0.3, 0.6, 1.0, 9.0])
 
@@ -160,7 +160,7 @@ def test_a_table_of_one_tensor_has_many_entries():
     ],
 )
 def test_every_grid_has_a_class_that_makes_it_again(stored, role, name):
-    q = of(stored, role)
+    q = inferable_for(stored, role)
     assert type(q).__name__ == f"{name}InferableQuantizer" and q.stored.grid == stored.grid
     torch.testing.assert_close(q.stored.scale.reshape(-1), stored.scale.reshape(-1))
     assert torch.equal(q.stored.zero_point.reshape(-1), stored.zero_point.reshape(-1)) and q.stored.axis == stored.axis

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from chipfit.quantizers.grids import Grid
-from chipfit.quantizers.ops import TorchOps, clamp, fake_quantize, gradient_times, ste
+from chipfit.quantizers.ops import TorchOps, clamp, fake_quantize, scale_gradient, ste
 
 INT3 = Grid(bits=3, qmin=-4, qmax=3)
 UINT3 = Grid(bits=3, qmin=0, qmax=7, zero="any")
@@ -152,7 +152,7 @@ def test_a_straight_through_value_is_exact_and_its_gradient_is_that_of_the_other
     (found * torch.tensor([1.0, 2.0])).sum().backward()
     assert torch.equal(found, y) and x.grad.tolist() == [1, 2] and y.grad is None
     v = torch.tensor([2.0], requires_grad=True)
-    scaled = gradient_times(TorchOps, v, 0.25)
+    scaled = scale_gradient(TorchOps, v, 0.25)
     scaled.backward()
     assert float(scaled.detach()) == 2 and float(v.grad) == 0.25
 

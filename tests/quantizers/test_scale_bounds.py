@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from chipfit.errors import PlanError
-from chipfit.quantizers.scale_bounds import ScaleBound, clip_to_bounds, code_sums, enlargement
-from chipfit.quantizers.stored import per_output
+from chipfit.quantizers.scale_bounds import ScaleBound, clip_to_bounds, code_sums, scale_growth
+from chipfit.quantizers.stored import scales_per_output
 from tests.build import stored
 
 INF = math.inf
@@ -134,18 +134,18 @@ def test_magnitudes_are_summed_over_each_channel(axis, sums):
 
 
 def test_scales_grow_where_their_sum_is_too_large():
-    assert enlargement(stored(0.5), W, 13.0) is None
-    assert float(enlargement(stored(0.5), W, 12.0)) == pytest.approx(1.01 * 13 / 12)  # one scale: the largest sum
-    each = enlargement(stored([0.5] * 3, axis=0), W, 4.0)
+    assert scale_growth(stored(0.5), W, 13.0) is None
+    assert float(scale_growth(stored(0.5), W, 12.0)) == pytest.approx(1.01 * 13 / 12)  # one scale: the largest sum
+    each = scale_growth(stored([0.5] * 3, axis=0), W, 4.0)
     assert each.tolist() == pytest.approx([1.01 * 13 / 4, 1.01 * 5 / 4, 1])
-    assert enlargement(stored([0.5] * 3, axis=0, pot=True), W, 4.0).tolist() == [4, 2, 1]
-    inner = enlargement(stored([0.5] * 2, axis=1), W, 10.0)
+    assert scale_growth(stored([0.5] * 3, axis=0, pot=True), W, 4.0).tolist() == [4, 2, 1]
+    inner = scale_growth(stored([0.5] * 2, axis=1), W, 10.0)
     assert inner.tolist() == pytest.approx([1, 1.01 * 11 / 10])
-    assert float(enlargement(stored(0.5), W, 10.0, axis=1)) == pytest.approx(1.01 * 11 / 10)
-    assert float(enlargement(stored(0.5), W, 10.0)) == pytest.approx(1.01 * 13 / 10)  # of axis 0
+    assert float(scale_growth(stored(0.5), W, 10.0, axis=1)) == pytest.approx(1.01 * 11 / 10)
+    assert float(scale_growth(stored(0.5), W, 10.0)) == pytest.approx(1.01 * 13 / 10)  # of axis 0
 
 
 def test_groups_of_a_transposed_convolution_share_the_scales_of_their_channels():
     scale = torch.tensor([1.0, 2.0])
-    assert per_output(scale, 6).tolist() == [1, 2, 1, 2, 1, 2] and per_output(scale, 2) is scale
-    assert per_output(scale, 1) is scale and float(per_output(scale[0], 6)) == 1
+    assert scales_per_output(scale, 6).tolist() == [1, 2, 1, 2, 1, 2] and scales_per_output(scale, 2) is scale
+    assert scales_per_output(scale, 1) is scale and float(scales_per_output(scale[0], 6)) == 1

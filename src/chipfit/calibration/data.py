@@ -21,7 +21,7 @@ ROWS = 16
 _SIZES = "sizes stay dynamic if calibration batches (in a list, to be read again) or `example=` differ in them"
 
 
-class OtherSize(DataError):
+class SizeMismatch(DataError):
     """An input has another shape than the captured one; `batch` is set if only a size differs."""
 
     batch: Any = None
@@ -173,7 +173,7 @@ def _as_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (batch,), {}
 
 
-def divisible(graph: Graph, batch: Sequence[torch.Tensor]) -> int:
+def count_splittable(graph: Graph, batch: Sequence[torch.Tensor]) -> int:
     """Return the number of samples in a batch that can be split along axis 0; 0 if it cannot."""
     sizes = {len(x) if x.dim() else 0 for x in batch}
     fixed = any(graph.shape(i)[:1] != (None,) for i in graph.inputs)
@@ -242,7 +242,7 @@ def _fit(graph: Graph, name: str, x: Any, batch: Any) -> torch.Tensor:
         empty = "an axis of size 0 holds nothing: leave such batches out" if 0 in (*x.shape, *want.shape) else ""
         hint = empty or wrong_layout(tuple(x.shape), want.shape)
         what, got = f"Input '{name}' has the wrong shape", str(list(x.shape))
-        error = OtherSize(what, got=got, allowed=str(sizes), hint=hint or _SIZES)
+        error = SizeMismatch(what, got=got, allowed=str(sizes), hint=hint or _SIZES)
         error.batch = None if hint or len(x.shape) != len(want.shape) else batch
         raise error
     return x.detach()

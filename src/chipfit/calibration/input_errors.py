@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from chipfit.engine.types import described
+from chipfit.engine.types import describe_value
 from chipfit.errors import ChipfitError, DataError
 
 _RANKS: dict[Any, int] = {torch.nn.Conv1d: 3, torch.nn.Conv2d: 4, torch.nn.Conv3d: 5}
@@ -94,4 +94,4 @@ def _expected(model: Any) -> tuple[int | None, ...] | None:
 
 
 def _shapes(args: Sequence[Any]) -> str:
-    return ", ".join(map(described, args))
+    return ", ".join(map(describe_value, args))

@@ -9,7 +9,7 @@ from typing import Any
 from chipfit.calibration.data import ROWS
 
 
-def length(data: Any) -> int | None:
+def count_batches(data: Any) -> int | None:
     """Return the number of batches in the data; None if it is unknown."""
     shape = getattr(data, "shape", None)
     if shape is not None and len(shape):  # one big array is split into batches

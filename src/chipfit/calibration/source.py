@@ -9,7 +9,7 @@ import torch
 
 from chipfit.calibration.batch_cache import CachedBatches
 from chipfit.calibration.data import as_call, batches, first_batch
-from chipfit.calibration.progress import length
+from chipfit.calibration.progress import count_batches
 from chipfit.graph.ir import Graph
 
 
@@ -62,4 +62,4 @@ class CalibrationData:
     @property
     def count(self) -> int | None:
         """Number of batches; None where the data do not tell."""
-        return length(self.data)
+        return count_batches(self.data)

@@ -17,7 +17,7 @@ from chipfit.errors import PlanError
 from chipfit.graph.ir import Graph, Node
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.grids import Grid
-from chipfit.quantizers.stored import Stored, per_output
+from chipfit.quantizers.stored import Stored, scales_per_output
 from chipfit.ranges import Rule, choose, name_of, needs_histogram, statistic_of
 from chipfit.ranges.qparams import QParams
 
@@ -131,7 +131,7 @@ def with_biases(
             [x], [w] = c.of("in0"), c.of("w")
             scale = (plan[x].scale * plan[w].scale).to(torch.float32)
             if spec.axis is not None or scale.dim():
-                scale = per_output(scale.reshape(-1), values.numel())
+                scale = scales_per_output(scale.reshape(-1), values.numel())
             q, origin = QParams(scale, torch.zeros_like(scale, dtype=torch.int32)), "input scale x weight scale"
         else:
             q, origin = choose(values, grids[name], rule="no_clipping", axis=spec.axis), "no_clipping over the bias"

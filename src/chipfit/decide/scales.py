@@ -14,7 +14,7 @@ from chipfit.graph.ir import Graph, Node
 from chipfit.graph.ops import OPS
 from chipfit.plan.record import Role, TensorPlan
 from chipfit.quantizers.grids import Grid
-from chipfit.quantizers.scale_bounds import code_sums, enlargement
+from chipfit.quantizers.scale_bounds import code_sums, scale_growth
 from chipfit.quantizers.stored import Stored
 from chipfit.ranges import Rule
 from chipfit.ranges.qparams import GREATEST_SCALE, QParams, from_min_max
@@ -129,7 +129,7 @@ def limit_weight_sums(
     rules = [(c.op, r.wsum_max, c.of("w")) for c, r in hard_rules(constraints) if r.wsum_max]
     for op, most, name in [(op, most, t) for op, most, names in rules for t in names if t in stored]:
         axis, values = OPS[op].weight_axis, graph.weights[name]
-        while (factor := enlargement(out[name], values, most, axis)) is not None:
+        while (factor := scale_growth(out[name], values, most, axis)) is not None:
             if final:
                 what = (
                     f"The quantized values of '{name}' sum to more than {most:g}, and other rules forbid a larger scale"

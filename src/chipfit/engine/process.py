@@ -72,7 +72,7 @@ def _save_states() -> Callable[[], None]:
     return restore
 
 
-def undisturbed(f: F) -> F:
+def preserve_random_state(f: F) -> F:
     """Let a function use its argument `seed` (default 0) without disturbing the caller's random generators."""
 
     @functools.wraps(f)

@@ -45,7 +45,7 @@ def flatten_call(spec: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[s
     return [leaves[i] for i in spec["tensors"]]
 
 
-class Results:
+class ResultStructure:
     """The structure of a model's result; a call with one value per graph output builds a result."""
 
     def __init__(self, graph: Graph) -> None:
@@ -56,7 +56,7 @@ class Results:
         leaves = [outputs[x["output"]] if "output" in x else x["constant"] for x in self._leaves]
         return pytree.tree_unflatten(leaves, self._tree)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Results:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ResultStructure:
         return self  # immutable, and torch warns when a tree is copied
 
 

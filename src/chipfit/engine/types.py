@@ -27,7 +27,7 @@ def dtype_of(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def described(x: Any) -> str:
+def describe_value(x: Any) -> str:
     """Return the description of a value for messages, such as float32[2, 3]."""
     if isinstance(x, torch.Tensor):
         return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"

@@ -10,7 +10,7 @@ from chipfit.graph.ops import OPS
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.scale_bounds import ScaleBound
-from chipfit.quantizers.stored import Stored, per_output
+from chipfit.quantizers.stored import Stored, scales_per_output
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ def _is_product(bias: Stored, x: Stored | None, w: Stored | None) -> bool:
     """Check that a bias is stored with scale s_in * s_w and zero point 0."""
     if x is None or w is None or x.scale.dim():
         return False
-    scale = per_output(x.scale * w.scale, bias.scale.numel())
+    scale = scales_per_output(x.scale * w.scale, bias.scale.numel())
     fits = scale.dim() <= bias.scale.dim() and bool((bias.zero_point == 0).all())
     return fits and torch.equal(scale.expand_as(bias.scale), bias.scale)
 

@@ -120,7 +120,7 @@ def constants(stored: Stored) -> dict[str, torch.Tensor]:
     return {"scale": stored.scale, "zero_point": stored.zero_point, "least": torch.clamp(stored.scale / 16, max=EPS)}
 
 
-def rows(x: torch.Tensor, stored: Stored) -> torch.Tensor:
+def rows_by_scale(x: torch.Tensor, stored: Stored) -> torch.Tensor:
     """Return a weight as [N], or [C, N] with one scale for each row."""
     x = x.detach().to(stored.scale.dtype)
     return x.movedim(stored.axis or 0, 0).flatten(1) if stored.scale.dim() else x.flatten()
@@ -140,7 +140,7 @@ def threshold(stored: Stored) -> torch.Tensor:
     return greatest
 
 
-def unit(ops: Any, p: Numbers, grid: Grid) -> tuple[Any, Any]:
+def unit_range(ops: Any, p: Numbers, grid: Grid) -> tuple[Any, Any]:
     """Return scale and zero point for the range [-1, 1], or [0, 1] on a grid without negative numbers."""
     steps, z = grid.qmax - grid.qmin, p["zero_point"]
     if grid.zero == "any":
@@ -148,18 +148,18 @@ def unit(ops: Any, p: Numbers, grid: Grid) -> tuple[Any, Any]:
     return ops.where(z > grid.qmin, ops.zeros_like(p["scale"]) + 2 / steps, ops.zeros_like(p["scale"]) + 1 / steps), z
 
 
-def clipped(ops: Any, x: Any, low: Any, high: Any, numbers: tuple[Any, Any], grid: Grid) -> Any:
+def clip_quantize(ops: Any, x: Any, low: Any, high: Any, numbers: tuple[Any, Any], grid: Grid) -> Any:
     """Return x fake-quantized with (scale, zero point), with the gradient of clipping it to low and high."""
     y = ops.fake_quantize(ops.stop_gradient(x), *(ops.stop_gradient(n) for n in numbers), grid)
     return ste(ops, clamp(ops, x, low, high), y)
 
 
-def of_integers(grid: Grid) -> str:
+def refuse_table(grid: Grid) -> str:
     """Return why an algorithm with equal steps refuses a grid; "" if it does not."""
     return "the format's codes are entries of a table" if grid.table is not None else ""
 
 
-def of_table(grid: Grid, kind: str, least: int) -> str:
+def require_table(grid: Grid, kind: str, least: int) -> str:
     """Return why an algorithm with a table of levels refuses a grid; "" if it does not.
 
     Args:
@@ -173,7 +173,7 @@ def of_table(grid: Grid, kind: str, least: int) -> str:
     return "" if grid.kind in ("int", kind) else f"the format has levels of another kind, {grid.kind}"
 
 
-def text_of(algorithm: Algorithm) -> str:
+def algorithm_text(algorithm: Algorithm) -> str:
     """Return the registered name with the options that differ from their defaults, as `registry.create` reads it.
 
     >>> from chipfit.quantizers.algorithms.lsq import LSQ

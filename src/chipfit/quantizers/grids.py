@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from chipfit.quantizers.rounding import by_rule
+from chipfit.quantizers.rounding import round_by_rule
 from chipfit.quantizers.tables import boundaries
 
 #: least and greatest power of two among scales, which are float32
@@ -138,7 +138,7 @@ def quantize(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, axis: int
 
 
 def _codes(x: Tensor, s: Tensor, z: Tensor, grid: Grid) -> Tensor:
-    return by_rule(x / s, grid.rounding).add_(z).clamp_(grid.qmin, grid.qmax)
+    return round_by_rule(x / s, grid.rounding).add_(z).clamp_(grid.qmin, grid.qmax)
 
 
 def _as_stored(x: Tensor) -> Tensor:
@@ -168,4 +168,4 @@ def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, axis
     s, z = shape_for(scale, x, axis), shape_for(zero_point, x, axis)
     if grid.table is not None:
         return torch.tensor(grid.table, dtype=x.dtype, device=x.device)[_index(x / s, grid.table, grid.kind)] * s
-    return (torch.clamp(by_rule(x / s, grid.rounding) + z, grid.qmin, grid.qmax) - z) * s
+    return (torch.clamp(round_by_rule(x / s, grid.rounding) + z, grid.qmin, grid.qmax) - z) * s

@@ -188,7 +188,7 @@ CLASSES = {made.__name__: made for made in (_class(*row) for row in _ARGUMENTS.i
 globals().update(CLASSES)
 
 
-def of(stored: Stored, role: str, classes: Mapping[str, Any] = CLASSES) -> Any:
+def inferable_for(stored: Stored, role: str, classes: Mapping[str, Any] = CLASSES) -> Any:
     """Return the inferable quantizer of a tensor.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from chipfit.quantizers.grids import Grid
-from chipfit.quantizers.rounding import ROUNDINGS, by_rule
+from chipfit.quantizers.rounding import ROUNDINGS, round_by_rule
 from chipfit.quantizers.tables import boundaries
 
 #: bound of x / s before rounding, above which no code lies; it keeps infinities from becoming inf - inf
@@ -89,7 +89,7 @@ def clamp(ops: Any, x: Any, low: Any, high: Any) -> Any:
     return ops.where(x < low, low, ops.where(x > high, high, x))
 
 
-def gradient_times(ops: Any, x: Any, factor: Any) -> Any:
+def scale_gradient(ops: Any, x: Any, factor: Any) -> Any:
     """Return x with its gradient multiplied by `factor`."""
     fixed = ops.stop_gradient(x)
     return fixed + (x - fixed) * factor
@@ -122,7 +122,7 @@ class _FakeQuantize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, s: torch.Tensor, z: torch.Tensor, grid: Grid) -> torch.Tensor:
-        q = by_rule(x / s, grid.rounding)  # the only new float tensor: memory costs more than arithmetic
+        q = round_by_rule(x / s, grid.rounding)  # the only new float tensor: memory costs more than arithmetic
         low, high = float(grid.qmin) - z, float(grid.qmax) - z
         inside = q.ge(low).logical_and_(q.le(high)) if any(ctx.needs_input_grad) else None
         y = torch.clamp(q, low, high, out=q).mul_(s)

@@ -41,6 +41,6 @@ ROUNDINGS: dict[str, Callable[..., Any]] = {
 }
 
 
-def by_rule(x: torch.Tensor, rule: str) -> torch.Tensor:
+def round_by_rule(x: torch.Tensor, rule: str) -> torch.Tensor:
     """Round a temporary tensor by a rule; half_even works in place, since memory traffic dominates."""
     return x.round_() if rule == "half_even" else ROUNDINGS[rule](x)

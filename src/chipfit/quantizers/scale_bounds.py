@@ -78,7 +78,7 @@ def code_sums(stored: Stored, w: torch.Tensor, axis: int) -> torch.Tensor:
     return stored.quantize(w.detach()).double().abs().transpose(0, axis).flatten(1).sum(1)
 
 
-def enlargement(stored: Stored, w: torch.Tensor, most: float, axis: int = 0) -> torch.Tensor | None:
+def scale_growth(stored: Stored, w: torch.Tensor, most: float, axis: int = 0) -> torch.Tensor | None:
     """Return factors of the scale, [] or [C], where `code_sums` exceed `most`; None if all sums are small enough.
 
     A larger scale rounds differently, so the sums may still be too large afterwards.

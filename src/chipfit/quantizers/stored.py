@@ -26,7 +26,7 @@ def _fault(grid: Grid) -> str:
     return ""
 
 
-def per_output(scale: torch.Tensor, outputs: int) -> torch.Tensor:
+def scales_per_output(scale: torch.Tensor, outputs: int) -> torch.Tensor:
     """Return a weight's scales for every output channel; groups of a transposed convolution share their scales."""
     return scale.repeat(outputs // scale.numel()) if scale.dim() and outputs > scale.numel() else scale
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from chipfit.quantizers.grids import Grid, fake_quantize
-from chipfit.quantizers.rounding import by_rule
+from chipfit.quantizers.rounding import round_by_rule
 
 #: share of the mean of diag(H) that is added to the diagonal before H is factorized
 DAMPING = 0.01
@@ -148,7 +148,7 @@ class NearestOnGrid:
         s, z = (p if column is None else p[:, column] for p in (self.scale, self.zero))
         if not self.symmetric:
             return fake_quantize(w, s, z, self.grid)
-        return by_rule(w / s, self.grid.rounding).clamp_(self.grid.qmin, self.grid.qmax).mul_(s)
+        return round_by_rule(w / s, self.grid.rounding).clamp_(self.grid.qmin, self.grid.qmax).mul_(s)
 
 
 def error_feedback(h: Tensor, damping: float) -> Tensor | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from chipfit.calibration.batch_cache import MemoryLimit
-from chipfit.calibration.data import Batch, divisible
+from chipfit.calibration.data import Batch, count_splittable
 from chipfit.calibration.histogram import in_memory_order
 from chipfit.graph.ir import Graph
 from chipfit.quantizers.stored import Stored
@@ -27,7 +27,7 @@ SMALL = 1 << 24
 
 def chunks(graph: Graph, batch: Sequence[Tensor]) -> list[list[Tensor]]:
     """Split a batch of graph inputs; a batch whose inputs do not agree on its size stays whole."""
-    if not divisible(graph, batch):
+    if not count_splittable(graph, batch):
         return [list(batch)]
     return [list(part) for part in zip(*(x.split(CHUNK) for x in batch), strict=True)]
 

@@ -19,7 +19,7 @@ from chipfit.graph.ir import Node
 from chipfit.graph.ops import OPS
 from chipfit.quantizers.dynamic import Codes
 from chipfit.quantizers.rounding import half_away as round_away
-from chipfit.quantizers.stored import Stored, per_output
+from chipfit.quantizers.stored import Stored, scales_per_output
 from chipfit.registry import register
 from chipfit.simulate import gemmlowp, tables16
 from chipfit.simulate.integer import (
@@ -118,7 +118,7 @@ def _convolution(c: KernelCall, how: str) -> None:
     if c.wide:
         how = "q15"
     acc = accumulate(c.run, head)
-    real = per_output(c.multiplier(c.x, w, kind=_precision(how)).reshape(-1), acc.shape[1])
+    real = scales_per_output(c.multiplier(c.x, w, kind=_precision(how)).reshape(-1), acc.shape[1])
     real = real.view(-1, *[1] * (acc.dim() - 2))
     if how == "up" and not plain:  # vector instructions take 8 channels at once, the scalar code what is left
         v = acc.shape[1] // 8 * 8

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chipfit.calibration.data import divisible, iterate, split_label
+from chipfit.calibration.data import count_splittable, iterate, split_label
 from chipfit.calibration.sample_fingerprints import SampleHashes
 from chipfit.engine.run import run
 from chipfit.errors import DataError, RuntimeUnavailable, first_line, raised_outside_chipfit
@@ -166,7 +166,7 @@ class Comparator:
         """Cut a batch, if it may be cut, behind the last sample that the end-to-end simulation runs on."""
         first = (self.freely or 0) - self.out.freely
         whole = label is not None or hasattr(self.device, "part")  # a file of a fixed batch cuts it itself
-        if whole or not 0 < first < divisible(self.graph, inputs):
+        if whole or not 0 < first < count_splittable(self.graph, inputs):
             return [(inputs, label)]
         return [([x[:first] for x in inputs], None), ([x[first:] for x in inputs], None)]
 

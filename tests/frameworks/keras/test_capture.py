@@ -11,7 +11,7 @@ keras = pytest.importorskip("keras")
 from keras import layers, ops  # noqa: E402 -- after the import that may skip
 
 from chipfit.engine.run import run  # noqa: E402
-from chipfit.engine.trees import Results  # noqa: E402
+from chipfit.engine.trees import ResultStructure  # noqa: E402
 from chipfit.errors import CaptureError  # noqa: E402
 from chipfit.frameworks.keras.backend import forward  # noqa: E402
 from chipfit.frameworks.keras.capture import capture  # noqa: E402
@@ -40,7 +40,7 @@ def test_the_graph_computes_what_the_model_computes(name):
     graph = captured(model, batch)
     assert (OPAQUE in ops_of(graph)) == (name == "recurrent")
     env = run(graph, graph.example)
-    got = Results(graph)([env[o].numpy() for o in graph.outputs])
+    got = ResultStructure(graph)([env[o].numpy() for o in graph.outputs])
     want = keras.tree.map_structure(
         lambda y: y.numpy(), forward(model, keras.tree.map_structure(torch.from_numpy, batch))
     )

@@ -39,7 +39,7 @@ class _ByAlgorithm:
         scale, zero = (p.detach().cpu().reshape(self._stored.scale.shape) for p in numbers)
         grid = self.quantizer.trained_grid()
         stored = self._stored.with_(scale=scale.float(), zero_point=zero.round().int(), grid=grid)
-        return inferable.of(stored, self.quantization_target.role, classes)
+        return inferable.inferable_for(stored, self.quantization_target.role, classes)
 
 
 class _Pytorch(_ByAlgorithm, base.BasePytorchTrainableQuantizer):

@@ -13,7 +13,7 @@ from keras import ops
 
 from chipfit.errors import PlanError, UnknownNameError
 from chipfit.frameworks.keras.backend import KerasOps
-from chipfit.quantizers.algorithm import Algorithm, text_of, with_levels
+from chipfit.quantizers.algorithm import Algorithm, algorithm_text, with_levels
 from chipfit.quantizers.bn_fold import Channels, Norm, folded, forward, remembered
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.hosting import apply, initialize, to_inferable
@@ -140,7 +140,7 @@ class KerasQuantizer(keras.layers.Layer):
         if algorithm is not None:
             algorithm = {"quantizer": keras.saving.serialize_keras_object(algorithm), **self.algorithm.get_config()}
         else:
-            algorithm = text_of(self.algorithm)
+            algorithm = algorithm_text(self.algorithm)
         train_scale = self.scale.trainable if hasattr(self, "scale") else False
         return {**super().get_config(), **config, "train_scale": train_scale, "algorithm": algorithm}
 

@@ -9,7 +9,7 @@ import keras
 import torch
 
 from chipfit.engine.opaque import fill
-from chipfit.engine.trees import Results
+from chipfit.engine.trees import ResultStructure
 from chipfit.errors import UnsupportedError
 from chipfit.frameworks.keras.backend import dtype_here
 from chipfit.frameworks.keras.bounds import ScaleBounds
@@ -94,7 +94,7 @@ class Builder:
         spec = json.loads(g.in_spec)
         given = list(inputs.values())
         struct = inputs if spec["kwargs"] else given if spec["packed"] else given[0]
-        outputs = Results(g)([self._output(o) for o in g.outputs])
+        outputs = ResultStructure(g)([self._output(o) for o in g.outputs])
         model = QuantizedModel(struct, outputs, name=self._unique("quantized"))
         self._set_weights(model)
         self.bounds_of(model).attach(model)

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import torch
 
-from chipfit.engine.trees import Results, flatten_call
+from chipfit.engine.trees import ResultStructure, flatten_call
 from chipfit.errors import PlanError, TrainingError
 from chipfit.frameworks.keras.backend import KerasOps, forward, to_backend, to_torch
 from chipfit.frameworks.keras.bounds import ScaleBounds
@@ -142,5 +142,5 @@ class DeviceModel(keras.Model):
         spec, given = json.loads(self._graph.in_spec), keras.tree.map_structure(to_torch, inputs)
         packed = tuple(given) if isinstance(given, (list, tuple)) else (given,)
         flat = flatten_call(spec, () if spec["kwargs"] else packed, given if spec["kwargs"] else {})
-        outs = Results(self._graph)(self.run_flat([x.detach().cpu() for x in flat]))
+        outs = ResultStructure(self._graph)(self.run_flat([x.detach().cpu() for x in flat]))
         return keras.tree.map_structure(to_backend, outs)

@@ -21,7 +21,7 @@ from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 from chipfit.plan.sharing import share_quantizers, with_trained_numbers
 from chipfit.plan.training import Training, check_folds, deployed_weight
-from chipfit.quantizers.scale_bounds import enlargement
+from chipfit.quantizers.scale_bounds import scale_growth
 
 Step = Callable[[Sequence[torch.Tensor], torch.Tensor], float]
 
@@ -92,7 +92,7 @@ def read_back(model: Any, graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
                 new.weights[name] = deployed_weight(graph.weights[name], new.weights[name], t, plan)
     for name, most in plan.sums:
         stored = tensors[name].stored
-        if stored is not None and enlargement(stored, new.weights[name], most) is not None:
+        if stored is not None and scale_growth(stored, new.weights[name], most) is not None:
             raise TrainingError(
                 f"The quantized values of '{name}' add up to more than {most:g}", where=plan.tensors[name].layer
             )

@@ -14,7 +14,7 @@ from chipfit.frameworks.training import training_error
 from chipfit.plan.record import Plan
 from chipfit.plan.sharing import QuantizerSharing, with_trained_numbers
 from chipfit.quantizers.ops import TorchOps
-from chipfit.quantizers.scale_bounds import SLACK, clip_to_bounds, enlargement
+from chipfit.quantizers.scale_bounds import SLACK, clip_to_bounds, scale_growth
 
 
 class Checkpointed(nn.Module):
@@ -90,7 +90,7 @@ class ScaleBounds:
             t, q = self.plan.tensors[name], self.quantizers[name]
             while True:
                 stored = with_trained_numbers(t, *q.numbers(), q.trained_grid()).stored
-                factor = enlargement(stored, rounded(name), most) if stored is not None else None
+                factor = scale_growth(stored, rounded(name), most) if stored is not None else None
                 if factor is None:
                     break
                 q.rescale(factor.to(q.scale.device))

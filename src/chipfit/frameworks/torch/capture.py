@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 
 from chipfit.engine.run import first_deviation
 from chipfit.engine.trees import flatten_inputs
-from chipfit.engine.types import described
+from chipfit.engine.types import describe_value
 from chipfit.errors import CaptureError, raised_outside_chipfit, short_message
 from chipfit.frameworks.torch.export import export
 from chipfit.frameworks.torch.origin import users_line
@@ -99,7 +99,8 @@ def _check_open_sizes(graph: Graph, model: torch.nn.Module, calls: Sequence[Any]
             continue
         inputs = flatten_inputs(graph, args, kwargs)
         if found := first_deviation(graph, inputs, [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]):
-            raise CaptureError(_DEPENDS_ON_SIZE, got=f"{found[0]}: {found[1]}, of " + ", ".join(map(described, inputs)))
+            given = ", ".join(map(describe_value, inputs))
+            raise CaptureError(_DEPENDS_ON_SIZE, got=f"{found[0]}: {found[1]}, of {given}")
 
 
 def _as_float32(x: Any) -> Any:
@@ -157,7 +158,7 @@ def _run_example(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str
     except Exception as e:  # the user's code may raise anything
         if not raised_outside_chipfit(e):
             raise
-        given = [described(a) for a in args] + [f"{k}={described(v)}" for k, v in kwargs.items()]
+        given = [describe_value(a) for a in args] + [f"{k}={describe_value(v)}" for k, v in kwargs.items()]
         hint = "call the model on this input yourself, in eval mode, and correct the input or the model"
         what = f"The model fails on the example input: {short_message(e)}"
         raise CaptureError(what, where=users_line(e), got=", ".join(given) or "no input", hint=hint) from e

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from chipfit.engine.kernels import call
 from chipfit.engine.run import done_after
-from chipfit.engine.trees import Results, flatten_call
+from chipfit.engine.trees import ResultStructure, flatten_call
 from chipfit.errors import UnknownNameError
 from chipfit.frameworks.torch.bn_fold import SyncedOps, channels, is_recomputation, update_statistics
 from chipfit.frameworks.torch.bounds import Checkpointed, ScaleBounds
@@ -100,7 +100,7 @@ class QuantizedModule(Checkpointed):
         self._momentum, self._ops = training.bn_momentum, SyncedOps if training.bn_sync else TorchOps
         self._previous: dict[str, dict[str, torch.Tensor]] = {}  #: weight -> running statistics one step before
         self._nodes, self._done = tuple(graph.nodes), done_after(graph)
-        self._in_spec, self._results = json.loads(graph.in_spec), Results(graph)
+        self._in_spec, self._results = json.loads(graph.in_spec), ResultStructure(graph)
         with_scale = {o: q for o in sharing.owner.values() if isinstance(q := self.quantizer_of(o), FakeQuantizer)}
         self._bounds = ScaleBounds(sharing, plan, with_scale)
         self._trainable = tuple(name for name in graph.weights if self.weight(name).requires_grad)
@@ -334,7 +334,7 @@ class DeviceModel(nn.Module):
     def __init__(self, graph: Graph, run_flat: Callable[[Sequence[torch.Tensor]], list[Any]], floats: Sequence[str]):
         super().__init__()
         self.float_operators = tuple(floats)
-        self._in_spec, self._results, self.run_flat = json.loads(graph.in_spec), Results(graph), run_flat
+        self._in_spec, self._results, self.run_flat = json.loads(graph.in_spec), ResultStructure(graph), run_flat
         self._types = [getattr(torch, graph.values[i].dtype) for i in graph.inputs]
         self.eval()
 

@@ -15,7 +15,7 @@ from chipfit.quantizers.algorithms.ste import STE
 from chipfit.quantizers.grids import Grid, quantize, shape_for
 from chipfit.quantizers.hosting import apply, initialize, to_inferable
 from chipfit.quantizers.ops import TorchOps
-from chipfit.quantizers.stored import Stored, per_output
+from chipfit.quantizers.stored import Stored, scales_per_output
 
 
 class PytorchQuantizationWrapper(nn.Module):
@@ -289,7 +289,7 @@ class BiasQuantizer(nn.Module):
     def numbers(self) -> tuple[Tensor, Tensor]:
         """Return the current scale and zero point, [] or [C]."""
         of_input, of_weight = (f.numbers()[0] for f in self._factors)
-        scale = per_output(of_input * of_weight, self._channels)
+        scale = scales_per_output(of_input * of_weight, self._channels)
         return scale, torch.zeros_like(scale)
 
     def extra_repr(self) -> str:

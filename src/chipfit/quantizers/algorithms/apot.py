@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from chipfit.quantizers.algorithm import Numbers, of_table, threshold
+from chipfit.quantizers.algorithm import Numbers, require_table, threshold
 from chipfit.quantizers.algorithms.lsq import Scaled
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
@@ -54,7 +54,7 @@ class APoT(Scaled):
         return replace(grid, kind="lut", table=table, qmin=int(table[0]), qmax=int(table[-1]))
 
     def refuses(self, grid: Grid, role: str) -> str:
-        if why := of_table(grid, "lut", least=2):
+        if why := require_table(grid, "lut", least=2):
             return why
         own = self.grid(grid)
         if grid.kind == "lut" and (len(own.table or ()) > (grid.entries or 0) or (own.table or (0,))[-1] > grid.qmax):

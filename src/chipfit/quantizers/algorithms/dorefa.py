@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from chipfit.quantizers.algorithm import Algorithm, Numbers, clipped, of_integers, positive, reach, unit
+from chipfit.quantizers.algorithm import Algorithm, Numbers, clip_quantize, positive, reach, refuse_table, unit_range
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import register
@@ -35,7 +35,7 @@ class DoReFa(Algorithm):
     activations: bool = False
 
     def refuses(self, grid: Grid, role: str) -> str:
-        return of_integers(grid)
+        return refuse_table(grid)
 
     def init(self, stored: Stored, x: torch.Tensor | None) -> dict[str, torch.Tensor]:
         return {}
@@ -43,7 +43,7 @@ class DoReFa(Algorithm):
     def numbers(self, ops: Any, p: Numbers, grid: Grid) -> tuple[Any, Any]:
         if self.rescale:
             return p["scale"], p["zero_point"]
-        s, z = unit(ops, p, grid)
+        s, z = unit_range(ops, p, grid)
         return positive(ops, s if self.activations else s * (1 - _GUARD), p["least"], grid), z
 
     def reals(self, ops: Any, x: Any, p: Numbers, grid: Grid) -> Any:
@@ -63,4 +63,4 @@ class DoReFa(Algorithm):
         low, high = (-half * s, half * s) if not self.rescale else ((grid.qmin - z) * s, (grid.qmax - z) * s)
         low = ops.where(z > grid.qmin, low, ops.zeros_like(s))
         high = ops.where(z > grid.qmin, high, (grid.qmax - z) * s)
-        return clipped(ops, x, low, high, (s, z), grid)
+        return clip_quantize(ops, x, low, high, (s, z), grid)

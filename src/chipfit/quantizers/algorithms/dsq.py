@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from chipfit.errors import ConfigError
-from chipfit.quantizers.algorithm import Numbers, of_integers
+from chipfit.quantizers.algorithm import Numbers, refuse_table
 from chipfit.quantizers.algorithms.lsq import LSQ
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.ops import clamp, ste
@@ -37,7 +37,7 @@ class DSQ(LSQ):
             raise ConfigError("alpha of DSQ is out of bounds", got=self.alpha, allowed="a number between 0 and 1")
 
     def refuses(self, grid: Grid, role: str) -> str:
-        return of_integers(grid)
+        return refuse_table(grid)
 
     def init(self, stored: Stored, x: torch.Tensor | None) -> dict[str, torch.Tensor]:
         return super().init(stored, x) if self.learn_range else {}

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from chipfit.quantizers.algorithm import Algorithm, Numbers, rows
+from chipfit.quantizers.algorithm import Algorithm, Numbers, rows_by_scale
 from chipfit.quantizers.grids import Grid
-from chipfit.quantizers.ops import gradient_times
+from chipfit.quantizers.ops import scale_gradient
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import register
 
@@ -30,7 +30,7 @@ class Scaled(Algorithm):
         """Return a parameter with its gradient multiplied by g. Source: Esser et al. 2020, section 2.2."""
         if not self.use_grad_scaling:
             return p
-        return gradient_times(ops, p, (ops.size(x) / ops.size(p) * max(grid.qmax, 1)) ** -0.5)
+        return scale_gradient(ops, p, (ops.size(x) / ops.size(p) * max(grid.qmax, 1)) ** -0.5)
 
 
 @register("training", "lsq")
@@ -51,4 +51,4 @@ class LSQ(Scaled):
     def init(self, stored: Stored, x: torch.Tensor | None) -> dict[str, torch.Tensor]:
         if x is None or not self.from_mean:
             return {"scale": stored.scale}
-        return {"scale": 2 * rows(x, stored).abs().mean(-1) / max(stored.grid.qmax, 1) ** 0.5}
+        return {"scale": 2 * rows_by_scale(x, stored).abs().mean(-1) / max(stored.grid.qmax, 1) ** 0.5}

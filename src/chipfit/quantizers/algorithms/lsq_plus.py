@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from chipfit.quantizers.algorithm import Numbers, rows
+from chipfit.quantizers.algorithm import Numbers, rows_by_scale
 from chipfit.quantizers.algorithms.lsq import LSQ
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.ops import clamp, ste
@@ -32,7 +32,7 @@ class LSQPlus(LSQ):
     def init(self, stored: Stored, x: torch.Tensor | None) -> dict[str, torch.Tensor]:
         p = super().init(stored, x)
         if x is not None and self.from_spread:
-            w = rows(x, stored)
+            w = rows_by_scale(x, stored)
             p["scale"] = (w.mean(-1).abs() + 3 * w.std(-1, correction=0)) / (1 << stored.grid.bits - 1)
         if stored.grid.zero == "any":
             p["zero_point"] = stored.zero_point.to(stored.scale.dtype)

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from chipfit.quantizers.algorithm import Numbers, of_table
+from chipfit.quantizers.algorithm import Numbers, require_table
 from chipfit.quantizers.algorithms.lsq import Scaled
 from chipfit.quantizers.grids import Grid
-from chipfit.quantizers.ops import clamp, gradient_times, ste
+from chipfit.quantizers.ops import clamp, scale_gradient, ste
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import register
 
@@ -37,7 +37,7 @@ class LUT(Scaled):
     def refuses(self, grid: Grid, role: str) -> str:
         if grid.table is None:
             return "the codes of the format are integers; it needs a look-up table"
-        return of_table(grid, "lut", least=1)
+        return require_table(grid, "lut", least=1)
 
     def constants(self, stored: Stored, x: torch.Tensor | None) -> dict[str, torch.Tensor]:
         return {**super().constants(stored, x), "unit": torch.full_like(stored.scale, float(stored.scale.mean()))}
@@ -60,7 +60,7 @@ class LUT(Scaled):
             return super().call(ops, x, p, grid)
         s = self.scaled(ops, self.numbers(ops, p, grid)[0], x, grid)
         shares = (ops.size(p["levels"]) / ops.size(x)) ** 0.5 if self.use_grad_scaling else 1.0
-        table = self.table(ops, {**p, "levels": gradient_times(ops, p["levels"], shares)}, grid)
+        table = self.table(ops, {**p, "levels": scale_gradient(ops, p["levels"], shares)}, grid)
         known = ops.stop_gradient(table)
         v = clamp(ops, x / s, known[0], known[-1])
         level = ops.entry(table, (known[:-1] + known[1:]) / 2, ops.stop_gradient(v))

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from chipfit.quantizers.algorithm import Numbers, of_integers, rows
+from chipfit.quantizers.algorithm import Numbers, refuse_table, rows_by_scale
 from chipfit.quantizers.algorithms.lsq import Scaled
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.ops import clamp
@@ -37,10 +37,10 @@ class N2UQ(Scaled):
     def refuses(self, grid: Grid, role: str) -> str:
         if role == "activation" and not (2 <= grid.bits <= _WIDEST and grid.per == "tensor"):
             return f"it trains a threshold for each code of a tensor: 2 to {_WIDEST} bits, one scale"
-        return of_integers(grid)
+        return refuse_table(grid)
 
     def constants(self, stored: Stored, x: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        size = {} if x is None else {"size": rows(x, stored).abs().mean(-1)}
+        size = {} if x is None else {"size": rows_by_scale(x, stored).abs().mean(-1)}
         return {**super().constants(stored, x), **size}
 
     def init(self, stored: Stored, x: torch.Tensor | None) -> dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from chipfit.quantizers.algorithm import Algorithm, Numbers, of_table, threshold
+from chipfit.quantizers.algorithm import Algorithm, Numbers, require_table, threshold
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.ops import ste
 from chipfit.quantizers.stored import Stored
@@ -29,7 +29,7 @@ class NNIE(Algorithm):
     octave: int = 16
 
     def refuses(self, grid: Grid, role: str) -> str:
-        why = of_table(grid, "log", least=3)
+        why = require_table(grid, "log", least=3)
         if not why and 1 << grid.bits - 1 < 4 * self.octave:
             return f"{self.octave} codes for each power of two are too many for {grid.bits} bits"
         if not why and grid.table is not None and not set(self.grid(grid).table or ()) <= set(grid.table):

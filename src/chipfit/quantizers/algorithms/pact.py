@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from chipfit.quantizers.algorithm import Algorithm, Numbers, clipped, of_integers, positive
+from chipfit.quantizers.algorithm import Algorithm, Numbers, clip_quantize, positive, refuse_table
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.ops import clamp
 from chipfit.quantizers.stored import Stored
@@ -30,7 +30,7 @@ class PACT(Algorithm):
     def refuses(self, grid: Grid, role: str) -> str:
         if role == "weight":
             return 'it clips activations; training={"weights": "dorefa", "activations": "pact"} is the usual pair'
-        return of_integers(grid)
+        return refuse_table(grid)
 
     def init(self, stored: Stored, x: torch.Tensor | None) -> dict[str, torch.Tensor]:
         s, z, grid = stored.scale, stored.zero_point, stored.grid
@@ -59,4 +59,4 @@ class PACT(Algorithm):
         s, z = self.numbers(ops, p, grid)
         low, high = self.ends(ops, p, grid)
         snapped = ops.stop_gradient(s * (grid.qmax - grid.qmin) / ops.maximum(high - low, p["least"]))
-        return clipped(ops, x, low * snapped, high * snapped, (s, z), grid)
+        return clip_quantize(ops, x, low * snapped, high * snapped, (s, z), grid)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from chipfit.quantizers.algorithm import Numbers, of_integers, positive, reach, rows, unit
+from chipfit.quantizers.algorithm import Numbers, positive, reach, refuse_table, rows_by_scale, unit_range
 from chipfit.quantizers.algorithms.lsq import Scaled
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.ops import clamp
@@ -35,13 +35,13 @@ class QIL(Scaled):
     activations: bool = False
 
     def refuses(self, grid: Grid, role: str) -> str:
-        return of_integers(grid)
+        return refuse_table(grid)
 
     def init(self, stored: Stored, x: torch.Tensor | None) -> dict[str, torch.Tensor]:
         given = {"zero_point": stored.zero_point, "scale": stored.scale}
         half = reach(torch, given, stored.grid) / 2
         if x is not None and not self.rescale:
-            half = rows(x, stored).abs().amax(-1) / 2
+            half = rows_by_scale(x, stored).abs().amax(-1) / 2
         return {"center": half, "width": half.clone()}
 
     def rescaled(self, ops: Any, p: Numbers, factor: Any) -> dict[str, Any]:
@@ -50,7 +50,7 @@ class QIL(Scaled):
     def numbers(self, ops: Any, p: Numbers, grid: Grid) -> tuple[Any, Any]:
         if self.rescale:
             return p["scale"], p["zero_point"]
-        s, z = unit(ops, p, grid)
+        s, z = unit_range(ops, p, grid)
         if grid.zero != "any":  # whole steps from 0 to 1
             s = ops.ones_like(s) / (grid.qmax - z)
         return positive(ops, s, p["least"], grid), z
