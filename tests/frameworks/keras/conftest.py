@@ -1,4 +1,4 @@
-"""Which Keras backend these tests run on: KERAS_BACKEND, else torch. `test_backends` runs them again on the others."""
+"""Choose the Keras backend of these tests: KERAS_BACKEND, else torch. `test_backends` runs tests on the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a Keras model computes is what its Graph computes, whatever way the model was written."""
+"""The Graph of a Keras model computes what the model computes, whatever way it was written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must stay exact in a Keras model: ids, masks, integers, norms of zeros; compared with Keras itself."""
+"""Values that stay exact in a Keras model: ids, masks, integers, norms of zeros; compared with Keras itself."""
 
 from __future__ import annotations
 

@@ -378,7 +378,7 @@ def test_an_operator_of_another_framework_is_refused():
 
 
 def test_settings_of_the_same_layer_class_stay_the_users():
-    """Of a layer that became one of another class, they are not there."""
+    """A layer that became one of another class does not keep them."""
     graph, _ = bare(layers.Dense(2, kernel_regularizer="l2", kernel_initializer="ones", name="head"), 4)
     config = lower(graph, Plan()).get_layer("head").get_config()
     assert config["kernel_regularizer"] and config["kernel_initializer"]["class_name"] == "Ones"

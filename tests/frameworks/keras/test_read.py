@@ -1,4 +1,4 @@
-"""What the reader makes of settings on their borders: which operator, with which attributes."""
+"""Operators and attributes that the reader makes of borderline settings."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def test_keras_training_ends_where_a_number_is_none(door, twin, tmp_path):
 
 
 def test_the_rules_are_in_the_file_of_a_model(twin, tmp_path):
-    """What pushes a scale out of its bounds is taken back by the next step of a loaded model too."""
+    """The next step of a loaded model too moves a scale back that was pushed out of its bounds."""
     made = twin.as_calibrated().trains("lsq").model
     loaded = compiled(saved_and_loaded(made, tmp_path))
     assert [str(x) for x in loaded.bounds.bounds] == [str(x) for x in made.bounds.bounds] != []

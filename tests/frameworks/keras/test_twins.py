@@ -141,7 +141,7 @@ def both(name, platform):
 
 
 def decisions(result, role):
-    """What was decided for the tensors of a role, in execution order; transpositions at the border left out."""
+    """Return the plans of a role's tensors in execution order, without transpositions at the border."""
     g = result.graph
     order = (
         [i for n in g.nodes for i in n.inputs if i in g.weights]

@@ -216,7 +216,7 @@ def flat_leaves(y):
 
 
 class Reading:
-    """What the reader made of every call of a table, and what eager PyTorch and the Graph make of fresh data."""
+    """The nodes that readers made of every call of a table, and results of eager PyTorch and of the Graph for fresh data."""
 
     def __init__(self, calls):
         self.tried = set()  #: overloads that came to a reader

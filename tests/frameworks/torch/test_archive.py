@@ -17,7 +17,7 @@ from tests.build import Trap, rezipped
 
 
 class Branches(nn.Module):
-    """What a program may hold: shared weights, a buffer, a constant, a write in place, several outputs, a symbol."""
+    """A program with shared weights, a buffer, a constant, a write in place, several outputs and a symbol."""
 
     def __init__(self):
         super().__init__()

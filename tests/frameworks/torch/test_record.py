@@ -24,10 +24,10 @@ from chipfit.graph.ir import Graph
 from tests.zoo import make
 
 
-class Of(nn.Module):
+class Function(nn.Module):
     """A function of one batch, beside a layer and a buffer."""
 
-    def __init__(self, function: Callable[[Of, torch.Tensor], object]) -> None:
+    def __init__(self, function: Callable[[Function, torch.Tensor], object]) -> None:
         super().__init__()
         self.function = function
         self.dense = nn.Linear(4, 4)
@@ -39,8 +39,8 @@ class Of(nn.Module):
         return self.function(self, input)
 
 
-def everything(graph: Graph) -> list[object]:
-    """What a graph holds but for the numbers."""
+def contents(graph: Graph) -> list[object]:
+    """Return what a graph holds, without the numbers."""
     nodes = [tuple(getattr(n, f) for f in n.__dataclass_fields__) for n in graph.nodes]
     weights = [(name, w.shape, w.dtype) for name, w in graph.weights.items()]
     spec = [graph.inputs, graph.outputs, graph.in_spec, graph.out_spec, sorted(graph.trainable), graph.notes]
@@ -49,11 +49,11 @@ def everything(graph: Graph) -> list[object]:
 
 def watched(model: nn.Module, batch: torch.Tensor) -> list[object]:
     program, out = record(copy.deepcopy(model), (batch,), {})
-    return everything(translate(program, model, ((batch,), {}), out))
+    return contents(translate(program, model, ((batch,), {}), out))
 
 
 def exported(model: nn.Module, batch: torch.Tensor) -> list[object]:
-    return everything(translate(export(copy.deepcopy(model), (batch,), {}), model, ((batch,), {}), model(batch)))
+    return contents(translate(export(copy.deepcopy(model), (batch,), {}), model, ((batch,), {}), model(batch)))
 
 
 NETWORKS = (
@@ -95,11 +95,11 @@ SAME = {
 
 @pytest.mark.parametrize("name", SAME)
 def test_what_is_watched_is_what_torch_export_finds(name):
-    model, batch = Of(SAME[name]).eval(), torch.randn(2, 4)
+    model, batch = Function(SAME[name]).eval(), torch.randn(2, 4)
     assert watched(model, batch) == exported(model, batch)
 
 
-def caught(m: Of, x: torch.Tensor) -> torch.Tensor:
+def caught(m: Function, x: torch.Tensor) -> torch.Tensor:
     try:
         return x * (x.shape[0] // 4)
     except Exception:
@@ -116,7 +116,7 @@ WHOLE = {
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_the_whole_batch_in_an_index_is_no_call(name):
-    model, batch = Of(WHOLE[name]).eval(), torch.randn(2, 4)
+    model, batch = Function(WHOLE[name]).eval(), torch.randn(2, 4)
     program, out = record(copy.deepcopy(model), (batch,), {})
     graph = translate(program, model, ((batch,), {}), out)
     other = translate(export(copy.deepcopy(model), (batch,), {}), model, ((batch,), {}), model(batch))
@@ -129,7 +129,7 @@ def test_the_whole_batch_in_an_index_is_no_call(name):
 
 @pytest.mark.parametrize("function", [lambda m, x: x[:1] + x, lambda m, x: x[1:, None].sum() + x, lambda m, x: x[:-1]])
 def test_a_part_of_the_batch_in_an_index_leaves_it_open(function):
-    model, batch = Of(function).eval(), torch.randn(2, 4)
+    model, batch = Function(function).eval(), torch.randn(2, 4)
     program, out = record(copy.deepcopy(model), (batch,), {})
     graph = translate(program, model, ((batch,), {}), out)
     for count in (1, 2, 7):
@@ -147,7 +147,7 @@ SIZES = {
 
 @pytest.mark.parametrize("name", SIZES)
 def test_a_size_that_is_computed_with_is_read_from_the_input(name):
-    model, batch = Of(SIZES[name]).eval(), torch.randn(4, 4)
+    model, batch = Function(SIZES[name]).eval(), torch.randn(4, 4)
     program, out = record(copy.deepcopy(model), (batch,), {})
     graph = translate(program, model, ((batch,), {}), out)
     assert [n.inputs for n in graph if n.op == "Size"] == [("input",)]
@@ -156,7 +156,7 @@ def test_a_size_that_is_computed_with_is_read_from_the_input(name):
         assert torch.equal(run(graph, [more])[graph.outputs[0]], model(more))
 
 
-UNCLEAR = {
+UNRECORDABLE = {
     "a branch on a value": lambda m, x: x if x.sum() > 0 else -x,
     "a value as a number": lambda m, x: x * float(x.max()),
     "values in numpy": lambda m, x: x * float(x.numpy().max()),
@@ -183,33 +183,33 @@ UNCLEAR = {
 }
 
 
-@pytest.mark.parametrize("name", UNCLEAR)
-def test_what_a_run_hides_is_unclear(name):
-    model = Of(UNCLEAR[name]).eval()
+@pytest.mark.parametrize("name", UNRECORDABLE)
+def test_what_a_run_hides_cannot_be_recorded(name):
+    model = Function(UNRECORDABLE[name]).eval()
     state, weight = torch.get_rng_state(), model.dense.weight.clone()
     with pytest.raises(Unrecordable):
         watched(model, torch.ones(2, 4))
     assert torch.equal(state, torch.get_rng_state()) and torch.equal(weight, model.dense.weight)
 
 
-def test_what_is_unclear_is_captured_all_the_same():
-    part = capture(Of(UNCLEAR["a part of the batch"]).eval(), (torch.randn(2, 4),))
+def test_what_cannot_be_recorded_is_exported():
+    part = capture(Function(UNRECORDABLE["a part of the batch"]).eval(), (torch.randn(2, 4),))
     x = torch.randn(9, 4)
     assert torch.equal(run(part, [x])[part.outputs[0]], x * 2)
 
 
 def test_the_length_of_a_batch_leaves_it_open():
-    graph = capture(Of(lambda m, x: x.view(len(x), 2, 2)).eval(), (torch.randn(2, 4),))
+    graph = capture(Function(lambda m, x: x.view(len(x), 2, 2)).eval(), (torch.randn(2, 4),))
     assert graph.values[graph.outputs[0]].shape == (None, 2, 2)
 
 
 @pytest.mark.parametrize("given", [(), (torch.ones(2, 4), torch.ones(2, 4))])
 def test_other_arguments_than_the_model_takes_are_refused_as_the_model_refuses_them(given):
     with pytest.raises(CaptureError, match=r"The model fails on the example input: TypeError"):
-        capture(Of(lambda m, x: m.dense(x)), given)
+        capture(Function(lambda m, x: m.dense(x)), given)
 
 
-def test_a_layer_that_has_two_names_is_unclear():
+def test_a_layer_with_two_names_cannot_be_recorded():
     layer = nn.Linear(4, 4)
     with pytest.raises(Unrecordable):
         record(nn.ModuleDict({"a": layer, "b": layer}), (torch.randn(2, 4),), {})
