@@ -216,7 +216,7 @@ def flat_leaves(y):
 
 
 class Reading:
-    """The nodes that readers made of every call of a table, and results of eager PyTorch and of the Graph for fresh data."""
+    """Nodes that readers made of every call of a table, and the results of eager PyTorch and of the Graph."""
 
     def __init__(self, calls):
         self.tried = set()  #: overloads that came to a reader
