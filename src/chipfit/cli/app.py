@@ -52,9 +52,7 @@ _RUNTIME_HELP = "onnxruntime, openvino, litert, litert_reference or litert_optim
 Runtime = Annotated[str | None, Option("--runtime", help=_RUNTIME_HELP)]
 Deployed = Annotated[Path | None, Option("--file", exists=True, help="deployed file; by default a new export")]
 ReportFile = Annotated[Path | None, Option("--report", help="write a report, as .html or .json")]
-Shape = Annotated[
-    str | None, Option("--input-shape", help="batch first, as in 1,3,224,224; by default that of the file")
-]
+Shape = Annotated[str | None, Option("--input-shape", help="batch first, as in 1,3,224,224; by default the file's")]
 _OUTPUT = "the output of `chipfit quantize`"
 _CALIBRATION = 16  #: number of training batches used for calibration
 MEAN, STD = "0.485,0.456,0.406", "0.229,0.224,0.225"  # of ImageNet, on which most vision models were trained
@@ -169,7 +167,7 @@ def quantize(
     keep_float: KeepFloat = None,
     bits: Bits = None,
     limit: Annotated[
-        list[str] | None, Option("--limit", help="limit of a search of bit widths, as in weights=50% or bops=1e9")
+        list[str] | None, Option("--limit", help="search bit widths within: weights=50%, bops=1e9")
     ] = None,
     rounding: Annotated[str | None, Option("--rounding", help="rounding of weights: gptq, or nearest")] = None,
     wanted: Format = None,
@@ -209,15 +207,11 @@ def train(
     what: Annotated[str, Argument(help="folder that `quantize` wrote, or a model as for `quantize`")],
     data: Annotated[str, Option("--data", help=".npz with x and y (labels), or module:iterable of (input, label)")],
     platform: Annotated[str | None, Option("--platform", "-p", help=_PLATFORM_HELP)] = None,
-    method: Annotated[
-        str, Option("--method", help="training algorithm, perhaps with options, or module:Class")
-    ] = "lsq",
+    method: Annotated[str, Option("--method", help="training algorithm (with options), or module:Class")] = "lsq",
     epochs: Annotated[int, Option("--epochs", min=1, max=1 << 20, help="passes over the data")] = 1,
     rate: Annotated[float, Option("--rate", help="initial learning rate, with cosine decay to 0")] = 0.001,
     batch_size: Annotated[int, Option("--batch-size", min=1, max=1 << 20, help="images per step")] = 32,
-    loop: Annotated[
-        str | None, Option("--loop", help="own training loop: module:function, called with (model, data)")
-    ] = None,
+    loop: Annotated[str | None, Option("--loop", help="your training loop, module:function(model, data)")] = None,
     out: Out = Path("chipfit_trained"),
     weights: Weights = None,
     keep_float: KeepFloat = None,
@@ -373,12 +367,8 @@ def lint(model: Model, shape: Shape = None, platform: Chip = DEFAULT, weights: W
 @app.command()
 def explain(
     saved: Saved,
-    layer: Annotated[
-        str | None, Argument(help="layer path, glob, operator or layer type; optional with --data")
-    ] = None,
-    data: Annotated[
-        str | None, Option("--data", help="data as for quantize: rank tensors by their effect on accuracy")
-    ] = None,
+    layer: Annotated[str | None, Argument(help="layer path, glob, operator, layer type; optional with --data")] = None,
+    data: Annotated[str | None, Option("--data", help="as for quantize; ranks tensors by effect on accuracy")] = None,
     curve: Annotated[str | None, Option("--curve", help="show loss over size: weights, total or bops")] = None,
     input_size: InputSize = 224,
     mean: Mean = MEAN,

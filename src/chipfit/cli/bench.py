@@ -28,9 +28,7 @@ def run(
     config: Annotated[Path, Argument(help="an experiment, as YAML")],
     home: Home = HOME,
     again: Annotated[bool, Option("--again", help="run it even if it has an outcome")] = False,
-    stop_early: Annotated[
-        bool, Option("--stop-early", help="stop if accuracy is below the median of its study")
-    ] = False,
+    stop_early: Annotated[bool, Option("--stop-early", help="stop it below the median of its study")] = False,
 ) -> None:
     """Run one experiment, or resume an interrupted one. Exit status 75 if another process runs it."""
     from chipfit.bench import config as configs
@@ -90,16 +88,12 @@ def sweep(
     study: StudyName = None,
     home: Home = HOME,
     workers: Annotated[int, Option("--workers", min=1, help="number of concurrent experiments on this machine")] = 1,
-    ray: Annotated[
-        str | None, Option("--ray", help='"local", or the address of a Ray cluster; by default without Ray')
-    ] = None,
+    ray: Annotated[str | None, Option("--ray", help='"local", or the address of a Ray cluster')] = None,
     cpus: Annotated[float, Option("--cpus", min=0, help="processor cores of one experiment, on Ray")] = 1,
     gpus: Annotated[float, Option("--gpus", min=0, help="GPUs of one experiment, on Ray")] = 0,
     memory: Annotated[int | None, Option("--memory", min=1, help="memory of one experiment, on Ray [byte]")] = None,
     retries: Annotated[int, Option("--retries", min=0, help="retries of an experiment that fails")] = 2,
-    stop_early: Annotated[
-        bool, Option("--stop-early", help="stop experiments below the median of their study")
-    ] = False,
+    stop_early: Annotated[bool, Option("--stop-early", help="stop those below the median of a study")] = False,
 ) -> None:
     """Run all experiments of a matrix without an outcome. Exit status 1 if one failed."""
     from rich.console import Console
