@@ -431,14 +431,6 @@ def test_images_are_those_of_the_longest_input_and_a_single_number_is_none(drawn
         reconstruct(network("y = Relu(x)"), Plan(), [[torch.tensor(1.0)]])
 
 
-def test_values_on_their_way_are_as_precise_as_their_number_allows(monkeypatch):
-    """Of inputs nobody knows how many will come; later values are known to be few."""
-    seen, old = [], Stream.append
-    monkeypatch.setattr(Stream, "append", lambda self, x: seen.append((self.expected, self.stored)) or old(self, x))
-    reconstruct(network(LINEAR, "z = Relu(y)"), plan := planned(y=X3), [[IMAGES]], PLAIN)
-    assert seen == [(None, None), (None, plan["x"])] * 2 + [(2, None)] * 2 + [(2, plan["y"])] * 2 + [(2, None)] * 4
-
-
 FLOOR = {"rounding": "floor"}
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from torch import nn
@@ -69,14 +67,6 @@ def test_too_little_time_is_said_and_the_least_work_done(monkeypatch):
     result = fitted(seconds=1.0)
     assert steps(result) == {"rounding_images": 16, "rounding_samples": 256}
     assert any(n.startswith("warning: rounding is expected to take") for n in result.plan.rewrites)
-
-
-def test_positions_beyond_2048_are_given_up_first_then_images_down_to_128_then_both():
-    work = [(images or 1 << 20) * positions for images, positions in time_budget.LADDER]
-    assert work == sorted(work, reverse=True) and len(set(work)) == len(work)
-    assert [p for n, p in time_budget.LADDER if n is None] == [2**k for k in range(16, 10, -1)]
-    for (n, p), (m, q) in itertools.pairwise((n or 512, p) for n, p in time_budget.LADDER if n or p == 2048):
-        assert (m, q) in ((n / 2, p), (n, p / 2), (n / 2, p / 2))
 
 
 @pytest.mark.parametrize("images, used", [(1000, 256), (200, 200), (20, 20)])
