@@ -1,9 +1,9 @@
-"""What chipfit makes of small networks is what it made of them before: a change in a result must be seen, and meant.
+"""Results of small networks equal their records, so that every change of a result is seen and intended.
 
-That the results are right is proven elsewhere: against runtimes, frameworks and arithmetic on paper. These records show
-only that something changed. Where that was meant, `make snapshots` writes them anew, and the difference of the files
-belongs into the commit. `python -m tests.snapshots.test_snapshots CASE` spells out what the digests of a case stand
-for, to be compared between two versions.
+Other tests prove that the results are right: against runtimes, frameworks and arithmetic on paper. These records only
+show that something changed. If that was intended, `make snapshots` writes them again, and the difference belongs in the
+commit. `python -m tests.snapshots.test_snapshots CASE` writes out the data behind the digests of a case, to compare two
+versions.
 """
 
 from __future__ import annotations
