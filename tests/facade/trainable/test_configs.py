@@ -43,7 +43,7 @@ def test_a_scalar_threshold_applies_to_every_channel():
 def test_a_uniform_grid_from_a_threshold(signed, low):
     params = {THRESHOLD: 2.0} if signed is None else {THRESHOLD: 2.0, SIGNED: signed}
     stored = stored_of(activation(bits=2, params=params))
-    q = iq.of(stored, "activation")
+    q = iq.inferable_for(stored, "activation")
     step = (2 - low) / 3
     assert stored.scale.item() == pytest.approx(step)
     assert q.min_range[0] == pytest.approx(round(low / step) * step, abs=1e-6)

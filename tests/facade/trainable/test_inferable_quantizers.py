@@ -110,5 +110,5 @@ def test_an_inferable_quantizer_is_restored_from_its_configuration(name):
     q = cls(**{k: v for k, v in how.items() if k in inspect.signature(cls).parameters})
     x = torch.randn(100) * 3
     assert torch.equal(cls.from_config(q.get_config())(x), q(x)) and not torch.equal(q(x), x)
-    again = iq.of(q.stored, "weight" if name.startswith("W") else "activation")
+    again = iq.inferable_for(q.stored, "weight" if name.startswith("W") else "activation")
     assert type(again) is cls and torch.equal(again(x), q(x))
