@@ -37,7 +37,7 @@ def _adapted(d: Decision, settings: Settings, batches: steps.Batches) -> Decisio
     start, notes = d, list[str]()
     d = replace(d, settings=settings)
     if steps.enabled(settings, "adapt"):
-        graph, stats, notes = steps.adapt(d.graph, d.assignment, dict(d.stats or {}), settings, batches)
+        graph, stats, notes = steps.adapt(d.graph, d.assignment, dict(d.stats or {}), d.platform, settings, batches)
         d = decide(replace(d, graph=graph, stats=stats))
     d, why = _with_execution(d)
     d = choose_scales(with_declared_statistics(d, batches))
@@ -46,7 +46,7 @@ def _adapted(d: Decision, settings: Settings, batches: steps.Batches) -> Decisio
 
 def _with_execution(d: Decision) -> tuple[Decision, list[str]]:
     """Choose what kernels that can run in several ways do, and decide again; return the notes besides."""
-    execution, why = steps.choose_execution(d.graph, d.assignment, dict(d.stats or {}), d.settings)
+    execution, why = steps.choose_execution(d.graph, d.assignment, dict(d.stats or {}), d.platform, d.settings)
     if not execution:
         return d, []
     other = decide(replace(d, execution=execution))

@@ -45,6 +45,13 @@ def option(setting: str, default: bool | float | None, doc: str) -> Any:
 OFF = "off"
 #: stages in which steps run, in this order; see `Step`
 STAGES = ("rewrite", "formats", "adapt", "results", "correct")
+#: stage -> keyword arguments that its steps may need: "listed" (whether the platform lists the operator of a node),
+#: "batches" (the data again), "changed" (nodes with changed weights), "choose" (scales), "original" (uncorrected graph)
+CONTEXT = {
+    **dict.fromkeys(STAGES, ("platform",)),
+    "rewrite": ("platform", "listed"),
+    "correct": ("stats", "batches", "changed", "choose", "original", "settings"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,15 +71,23 @@ class Step:
     #: "correct": (bits of each weight, range rule of weights) -> value of the setting if the user left it at None; None
     #: if the step is not needed
     default_value: Callable[[Collection[int], str], Any] | None = None
-    #: further keyword arguments: "platform", "listed" (whether the platform lists the operator of a node), "stats",
-    #: "batches" (the data again), "changed", "choose" (of scales), "original" (the graph before all corrections)
-    needs: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()  #: further keyword arguments, see `CONTEXT`
     if_any_in: str = ""  #: it runs only if some step of this stage is enabled
     collects: Callable[..., Any] | None = None  #: (graph, needs) -> needs, with what calibration must collect for it
     recalibrates: bool = False  #: "adapt": histograms of the tensors that it changes are collected again
     #: "adapt": (settings, graph, assignment) -> value of the setting to try if the user left it at None; it stays if
     #: held-out images lose less with it. None: nothing is tried
     trial_value: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name, chosen, allowed in (
+            ("stage", (self.stage,), STAGES),
+            ("needs", self.needs, CONTEXT.get(self.stage, ())),
+        ):
+            if unknown := [c for c in chosen if c not in allowed]:
+                raise RegistrationError(
+                    f"'{name}' of a step is invalid", got=repr(unknown[0]), allowed=", ".join(allowed)
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -132,7 +132,7 @@ def statistics_needed(graph: Graph, found: Mapping[str, Need], settings: Setting
 
 
 def adapt(
-    graph: Graph, assignment: Assignment, stats: Stats, settings: Settings, batches: Batches
+    graph: Graph, assignment: Assignment, stats: Stats, platform: Platform, settings: Settings, batches: Batches
 ) -> tuple[Graph, Stats, list[str]]:
     """Apply the rewrites that follow the statistics; formats have to be decided again afterwards.
 
@@ -141,7 +141,7 @@ def adapt(
     """
     notes, before = list[str](), {n for n, s in stats.items() if s.histogram is None}
     for step in enabled(settings, "adapt"):
-        graph, stats, more = _take(step, settings, graph, assignment, stats)
+        graph, stats, more = _take(step, settings, graph, assignment, stats, platform=platform)
         check(graph, blame=step.name)
         notes += more
     if stale := {n: Need(weights=s.error_weights) for n, s in stats.items() if s.histogram is None and n not in before}:
@@ -151,7 +151,7 @@ def adapt(
 
 
 def choose_execution(
-    graph: Graph, assignment: Assignment, stats: Stats, settings: Settings
+    graph: Graph, assignment: Assignment, stats: Stats, platform: Platform, settings: Settings
 ) -> tuple[dict[str, str], list[str]]:
     """Choose how kernels with several execution modes run.
 
@@ -160,7 +160,7 @@ def choose_execution(
     """
     chosen, notes = dict[str, str](), list[str]()
     for step in enabled(settings, "results") if assignment.modes else ():
-        more, said = _take(step, settings, graph, assignment, stats)
+        more, said = _take(step, settings, graph, assignment, stats, platform=platform)
         chosen, notes = chosen | more, notes + said
     return chosen, notes
 

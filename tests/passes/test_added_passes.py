@@ -8,6 +8,7 @@ import torch
 from chipfit import Settings
 from chipfit.calibration.collect import Need
 from chipfit.decide.constraints import Constraint
+from chipfit.errors import RegistrationError
 from chipfit.passes.rewriting import Adapted, Rewritten
 from chipfit.platform.schema import Rule
 from chipfit.registry import Setting, register
@@ -56,6 +57,36 @@ def test_a_formats_pass_ties_scales(result):
 
     scales = [{float(result(on).plan[t].scale) for t in ("x", "relu", "add")} for on in (False, True)]
     assert list(map(len, scales)) == [3, 1]
+
+
+@pytest.mark.parametrize("stage", ["rewrite", "formats", "adapt", "results"])
+def test_a_pass_of_any_stage_is_given_the_platform_that_it_needs(result, stage):
+    names = []
+
+    @with_pass(stage, needs=("platform",))
+    def mine(graph, *given, platform):
+        names.append(platform.name)
+        unchanged = {"rewrite": (graph,), "formats": given, "adapt": (graph, *given[1:]), "results": ({},)}
+        return *unchanged[stage], ["mine took effect"]
+
+    if stage == "results":  # its notes are kept only with a choice
+        quantized(torch.nn.Sequential(torch.nn.Linear(6, 4)), randn(8, 6), settings=Settings(mine=True))
+    else:
+        result(True)
+    assert set(names) == {"ort_cpu"}
+
+
+@pytest.mark.parametrize(
+    ("stage", "needs", "allowed"),
+    [
+        ("adapt", ("batches",), "platform"),
+        ("correct", ("platform",), "stats, batches"),
+        ("later", (), "rewrite, formats"),
+    ],
+)
+def test_a_stage_or_a_need_that_does_not_exist_is_refused_at_registration(drop_ins, stage, needs, allowed):
+    with pytest.raises(RegistrationError, match=f"of a step is invalid.*Allowed: {allowed}"):
+        with_pass(stage, needs=needs)(print)
 
 
 def test_an_adapt_pass_rewrites_by_statistics_that_it_collects(result):
