@@ -28,7 +28,7 @@ def row(run: Mapping[str, Any]) -> dict[str, Any]:
     if outcome is None:
         return out | {"error": run["error"]}
     config, measured = outcome["config"], [d for d in outcome["deployed"] if d["top1"] is not None]
-    best = max(measured, key=_top1, default=None)
+    best = max(measured, key=lambda d: d["top1"], default=None)
     trains, ptq = config["qparams"], config["ptq"]
     methods = (trains["w_method"], trains["a_method"]) if trains else (ptq["weight_rule"], ptq["rule"])
     out |= {k: outcome[k] for k in ("setting", "top1", "seconds", "size")}
@@ -44,10 +44,6 @@ def row(run: Mapping[str, Any]) -> dict[str, Any]:
         "unified": "" if config["unified"] else "not unified",
         "status": "stopped early" if outcome.get("stopped") else run["status"],
     }
-
-
-def _top1(deployed: Mapping[str, Any]) -> float:
-    return float(deployed["top1"])
 
 
 def text(value: Any) -> str:

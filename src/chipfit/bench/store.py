@@ -45,10 +45,7 @@ class Store:
         self.path = path
         self.engine = sql.create_engine(f"sqlite:///{path}", connect_args={"timeout": 60})
         sql.event.listen(self.engine, "connect", lambda c, _: c.execute("PRAGMA journal_mode=WAL"))
-        with (
-            lock_folder(path.parent, wait=True),
-            self._transaction("read", _AWAY) as db,
-        ):  # creates tables once
+        with lock_folder(path.parent, wait=True), self._transaction("read", _AWAY) as db:  # creates tables once
             version = db.execute(sql.text("PRAGMA user_version")).scalar_one()
             if version > VERSION:
                 hint = "use the version of chipfit that wrote it, or a newer one"

@@ -97,15 +97,13 @@ def sweep(
                     queue.append(name)
                     continue
                 left[name] -= 1
-                if status == 0 or store.done(
-                    [experiments[name].key]
-                ):  # a process may be killed after it stored its outcome
+                c = experiments[name]
+                if status == 0 or store.done([c.key]):  # a process may be killed after it stored its outcome
                     report(name, "done")
                 elif left[name]:
                     report(name, "failed: tries again")
                     queue.append(name)
                 else:
-                    c = experiments[name]
                     store.put(c.key, c.name, c.study, None, text)
                     report(name, "failed")
                     failed.append(name)

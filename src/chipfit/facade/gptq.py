@@ -11,13 +11,7 @@ from pydantic import Field, InstanceOf
 
 from chipfit.errors import ConfigError, UnsupportedError
 from chipfit.facade.core.config import CoreConfig, ResourceUtilization
-from chipfit.facade.ptq import (
-    DataGenerator,
-    UserInformation,
-    first_batch_of,
-    framework_prefix,
-    quantize_model,
-)
+from chipfit.facade.ptq import DataGenerator, UserInformation, first_batch_of, framework_prefix, quantize_model
 from chipfit.facade.pydantic_messages import (
     Fraction,
     Number,

@@ -20,7 +20,6 @@ from chipfit.facade.target_platform.targets import get_target_platform_capabilit
 from chipfit.frameworks import framework_of
 from chipfit.result import Result
 from chipfit.search.resources import resources
-from chipfit.settings import Settings
 
 __all__ = ["DataGenerator", "UserInformation", "keras_post_training_quantization"]
 __all__ += ["pytorch_post_training_quantization"]
@@ -163,7 +162,7 @@ def quantize_model(
     searched = limits.to_limits() if limits is not None else None
     if config.mixed_precision_config is not None:
         config.mixed_precision_config.check()
-    options = config.quantization_config.to_rules() | {"settings": config.quantization_config.to_settings()}
+    options = config.quantization_config.to_rules() | {"settings": config.quantization_config.to_settings(**steps)}
     of_layers = [] if fw_info is None else fw_info.overrides()
     overrides = [*of_layers, *config.bit_width_config.choices, *to_overrides(config.debug_config.network_editor)]
     model = replace_layers(model, config.debug_config.network_editor)
@@ -171,7 +170,6 @@ def quantize_model(
     platform = get_target_platform_capabilities(framework) if platform is None else platform
     if config.quantization_config.custom_tpc_opset_to_layer:
         platform = _with_layers(platform, config.quantization_config.custom_tpc_opset_to_layer)
-    options["settings"] = Settings(**options["settings"].to_record(), **steps)
     options |= {"overrides": overrides, "example": example, "limits": searched}
     result = pipeline.quantize(model, generator, platform, **options, progress=False)
     result = result if fw_info is None else fw_info.apply(result)

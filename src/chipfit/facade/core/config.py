@@ -58,8 +58,8 @@ class QuantizationConfig:
     #: operator set of a platform described in Python -> its layers, for sets whose names stand for no layer
     custom_tpc_opset_to_layer: InstanceOf[dict[str, Any]] | None = None
 
-    def to_settings(self) -> Settings:
-        """Return the settings of `chipfit.quantize`.
+    def to_settings(self, **more: Any) -> Settings:
+        """Return the settings of `chipfit.quantize`, with further ones.
 
         Raises:
             UnsupportedError: an option is not supported.
@@ -79,6 +79,7 @@ class QuantizationConfig:
             correct_bias=self.weights_bias_correction,
             correct_activation_bias=percent / 100 if self.activation_bias_correction else None,
             rounding=OFF,  # the fields above select the corrections
+            **more,
         )
 
     def to_rules(self) -> dict[str, Any]:

@@ -80,3 +80,19 @@ def member_of(entry: Any) -> Member:
         return Member(op=in_set)
     near = UnknownNameError("layer or operator", name or repr(entry), [*OPS, *_operators("operators")])
     raise ModelingError(near.what, got=repr(entry), allowed=near.allowed)
+
+
+def members_of_set(name: str) -> tuple[Member, ...]:
+    """Return the members of a set without attached layers by its name (Conv, FullyConnected, Add ...).
+
+    Raises:
+        ModelingError: the name is no known operator.
+    """
+    ops = operators_of_set(name)
+    if ops is not None:
+        return tuple(Member(op=(o,)) for o in ops)
+    try:
+        return (member_of(name),)
+    except ModelingError as e:
+        what = f"Operator set '{name}' has no layers attached, and its name is no known operator"
+        raise ModelingError(what, allowed=e.allowed, hint=f"OperationsSetToLayers('{name}', [...])") from None

@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BeforeValidator, PlainValidator
 from chipfit.errors import ModelingError, UnknownNameError
 from chipfit.facade.pydantic_messages import Name, arguments, record
 from chipfit.facade.target_platform.configs import Flag, OpQuantizationConfig, QuantizationConfigOptions
-from chipfit.facade.target_platform.to_platform import build_platform, members_of
+from chipfit.facade.target_platform.layers import members_of_set
 from chipfit.platform.filters import Member
 from chipfit.platform.schema import Math, Platform
 
@@ -290,13 +290,9 @@ class TargetPlatformModel:
         Args:
             attached: operator set -> its members; all other sets are known by their names.
         """
-        options = self.get_config_options_by_operators_set
-        sets = {name: (members, options(name)) for name, members in self.members(attached or {}).items()}
-        chains = [
-            (f.name or "", [[m.name for m in g.members] for g in f.operator_groups_list]) for f in self.fusing_patterns
-        ]
-        rest: dict[str, Any] = {"metadata": self.add_metadata, "math": self.math}
-        return build_platform(self.name, self.default_qco, sets, chains, simd=self.is_simd_padding, **rest)
+        from chipfit.facade.target_platform.to_platform import build_platform
+
+        return build_platform(self, attached or {})
 
     def members(self, attached: Mapping[str, tuple[Member, ...]]) -> dict[str, tuple[Member, ...]]:
         """Return operator set -> its members. Members keep layer names only where another set has the same operator.
@@ -307,7 +303,7 @@ class TargetPlatformModel:
         Raises:
             ModelingError: a set has no layers attached, and its name is no known operator.
         """
-        sets = {o.name: attached.get(o.name) or members_of(o.name) for o in self.operator_set if o.members == (o,)}
+        sets = {o.name: attached.get(o.name) or members_of_set(o.name) for o in self.operator_set if o.members == (o,)}
         owners = defaultdict[str, set[str]](set)
         for name, members in sets.items():
             for op in (op for m in members if m.type is None for op in m.op):

@@ -6,7 +6,7 @@ from typing import Any
 from chipfit.errors import ModelingError
 from chipfit.facade.pydantic_messages import translate_errors
 from chipfit.facade.target_platform import configs
-from chipfit.facade.target_platform.layers import member_of, operators_of_set
+from chipfit.facade.target_platform.model import TargetPlatformModel
 from chipfit.graph.ops import OPS
 from chipfit.platform.filters import Member
 from chipfit.platform.schema import Format, Fuse, OpRule, Option, Placement, Platform, Rule
@@ -17,51 +17,39 @@ _CARRYING = {o for o, facts in OPS.items() if facts.moves} | {"ArgMax", "Cast", 
 _COMMON: dict[str, Any] = {"src": ("python",), "conf": "D"}
 
 
-def build_platform(
-    name: str,
-    default: configs.QuantizationConfigOptions,
-    named: Mapping[str, tuple[tuple[Member, ...], configs.QuantizationConfigOptions]],
-    chains: list[tuple[str, list[list[str]]]],
-    *,
-    simd: bool,
-    **rest: Any,
-) -> Platform:
+def build_platform(model: TargetPlatformModel, attached: Mapping[str, tuple[Member, ...]]) -> Platform:
     """Return the Platform of a target platform model. Producers quantize their results.
 
     Args:
-        name: of the chip.
-        default: options of operators that belong to no set.
-        named: operator set -> (members, options); each becomes one of the platform's `sets`.
-        chains: fusions as (name, operator sets permitted at each step).
-        simd: pad weights to the width of instructions.
-        rest: further fields of the Platform.
+        attached: operator set -> its members; each set becomes one of the platform's `sets`.
 
     Raises:
         ModelingError: a fixed zero point is outside the quantized range.
     """
     formats: dict[str, Format] = {}
-    sets = {label: members for label, (members, _) in named.items() if members}
+    sets = {label: members for label, members in model.members(attached).items() if members}
+    simd = model.is_simd_padding
     rules = []
     for label, members in list(sets.items()):
-        for part, rule in _rules(members, named[label][1], formats, simd):
+        for part, rule in _rules(members, model.get_config_options_by_operators_set(label), formats, simd):
             own = label if part is None else f"{label}: {', '.join(sorted(part))}"
             if part is not None:
                 inside = ((m, tuple(o for o in m.op if o in part)) for m in members)
                 sets[own] = tuple(m.model_copy(update={"op": ops}) for m, ops in inside if ops)
             rules.append(rule.model_copy(update={"match": (f"@{own}",)}))
     every = (Member(op=tuple(OPS)),)
-    for part, rule in _rules(every, default, formats, simd):
+    for part, rule in _rules(every, model.default_qco, formats, simd):
         rules.append(rule.model_copy(update={"match": ("*",) if part is None else tuple(sorted(part))}))
     fusings = []
-    for note, chain in chains:
-        steps = tuple(tuple(f"@{s}" for s in step if s in sets) for step in chain)
+    for f in model.fusing_patterns:
+        steps = tuple(tuple(f"@{m.name}" for m in g.members if m.name in sets) for g in f.operator_groups_list)
         if all(steps):
-            fusings.append(Fuse(chain=steps, note=note, **_COMMON))
-    base = default.base
+            fusings.append(Fuse(chain=steps, note=f.name or "", **_COMMON))
+    base = model.default_qco.base
     given = (_activation(base, formats),) if base.enable_activation_quantization else ()
     return Platform(
-        name=name,
-        title=f"{name}, described in Python",
+        name=model.name,
+        title=f"{model.name}, described in Python",
         formats=formats,
         sets=sets,
         ops=tuple(rules),
@@ -69,25 +57,10 @@ def build_platform(
         fuse=tuple(fusings),
         place=Placement(at="outputs", io_in=given),
         sources={"python": "described in Python"},
-        file=f"<{name}>",
-        **rest,
+        file=f"<{model.name}>",
+        metadata=model.add_metadata,
+        math=model.math,
     )
-
-
-def members_of(name: str) -> tuple[Member, ...]:
-    """Return the members of a set without attached layers by its name (Conv, FullyConnected, Add ...).
-
-    Raises:
-        ModelingError: the name is no known operator.
-    """
-    ops = operators_of_set(name)
-    if ops is not None:
-        return tuple(Member(op=(o,)) for o in ops)
-    try:
-        return (member_of(name),)
-    except ModelingError as e:
-        what = f"Operator set '{name}' has no layers attached, and its name is no known operator"
-        raise ModelingError(what, allowed=e.allowed, hint=f"OperationsSetToLayers('{name}', [...])") from None
 
 
 def _rules(
