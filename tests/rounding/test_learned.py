@@ -338,6 +338,29 @@ def test_outputs_that_are_no_floats_cost_nothing(fisher):
     assert "of 1 units" in learn_rounding(result.graph, result.graph, result.plan, [[x]], method)[1][-1]
 
 
+@pytest.mark.parametrize("scope", SCOPES)
+def test_equal_chunks_give_equal_streams(scope, monkeypatch):
+    def forward(m, x):
+        a = torch.relu(m.a(x))
+        return m.b(torch.tanh(a) + a) + a
+
+    result = quantized(
+        model_of(forward, a=nn.Linear(6, 8), b=nn.Linear(8, 8)),
+        list(randn(32, 6, seed=3).split(32)),
+        "tflite_int8",
+        overrides={"*": {"bits": 4}},
+        settings=NEAREST,
+    )
+    streams, make = {}, BlockReconstruction.quantized_stream
+    monkeypatch.setattr(
+        BlockReconstruction, "quantized_stream", lambda self, name: streams.setdefault(name, make(self, name))
+    )
+    monkeypatch.setattr("chipfit.rounding.streams.Stream.free", lambda self: None)
+    chunk = randn(32, 6, seed=4)
+    learn_rounding(result.graph, result.graph, result.plan, [[chunk], [chunk]], Learned(scope=scope, steps=2))
+    assert len(streams) > 1 and all(torch.equal(s[0], s[1]) for s in streams.values())
+
+
 def test_values_that_nothing_reads_any_more_are_not_kept():
     graph, made, held = small().graph, state(scope="layer", steps=1), []
     old = made.reconstruct

@@ -191,8 +191,9 @@ class BlockReconstruction:
                 self.learned |= {name: self.out.weights[name] for name in old}
             else:
                 self.out.weights |= old
+        done = self.rounded  # inputs alone: the outputs are rounded for readers inside of the block in every chunk
         for k in range(self.chunks):
-            got = self.outputs(block, k)
+            got = self.outputs(block, k, done=done)
             for o in block.outputs:
                 self.quantized.setdefault(o, self.quantized_stream(o)).append(got[o])
         return notes
