@@ -32,7 +32,7 @@ from pathlib import Path
 from signal import SIG_DFL, SIG_IGN, SIGCHLD, SIGKILL, signal
 from typing import Any
 
-from chipfit.bench.board import without_times
+from chipfit.bench.board import json_without_times
 from chipfit.bench.store import Store
 
 WHOM = "driver", "worker", "all"
@@ -111,7 +111,7 @@ class Driver:
 
 def outcomes(home: Path) -> str:
     """Return the content of a store without times."""
-    return without_times(Store(home / "runs.sqlite").rows())
+    return json_without_times(Store(home / "runs.sqlite").rows())
 
 
 def _kill(pid: int) -> None:

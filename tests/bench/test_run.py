@@ -11,7 +11,7 @@ import yaml
 from PIL import Image
 from typer.testing import CliRunner
 
-from chipfit.bench.board import find, row, without_times
+from chipfit.bench.board import find, json_without_times, row
 from chipfit.bench.config import of
 from chipfit.bench.run import Busy, code, run
 from chipfit.bench.store import Store
@@ -160,7 +160,7 @@ def test_the_command_line_stores_and_shows_an_outcome(home, trained, tmp_path, m
     assert "done before" in again.output
     (kept,) = [r for r in Store(home / "runs.sqlite").rows() if r["key"] == trained.key]
     assert row(kept)["top1"] == trained.top1 and row(kept)["method"] == "lsq" and row(kept)["status"] == "done"
-    assert kept["key"] in without_times([kept]) and '"seconds"' not in without_times([kept])
+    assert kept["key"] in json_without_times([kept]) and '"seconds"' not in json_without_times([kept])
     with pytest.raises(UnknownNameError):
         find([kept], "other")
     for words in (["table"], ["compare", kept["key"][:6], kept["name"]], ["board", str(tmp_path / "b.md")]):

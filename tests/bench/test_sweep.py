@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from chipfit.bench import sweep as sweeps
-from chipfit.bench.board import without_times
+from chipfit.bench.board import json_without_times
 from chipfit.bench.config import of
 from chipfit.bench.matrix import configs, generate
 from chipfit.bench.store import Store
@@ -108,7 +108,7 @@ def test_a_sweep_gives_the_outcomes_of_single_runs_and_a_second_one_does_nothing
         told = []
         where = {"ray": ray, "workers": 2} if home == "one" else {"workers": 1}
         assert sweep(configs(path), path, tmp_path / home, report=lambda *w: told.append(w), **where) == []  # noqa: B023
-        tables.append(without_times(Store(tmp_path / home / "runs.sqlite").rows()))
+        tables.append(json_without_times(Store(tmp_path / home / "runs.sqlite").rows()))
     assert tables[0] == tables[1]
     told = []
     sweep(configs(path), path, tmp_path / "one", report=lambda *w: told.append(w[1]))

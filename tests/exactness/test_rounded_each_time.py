@@ -84,7 +84,7 @@ def test_litert_multiplies_blocks_where_its_kernels_take_them(platform, runtime)
     assert [list(s.shape) for s in scales] == [[96, 2], [96, 2], [10, 3]]
     assert all(torch.equal(s, s.bfloat16().float()) and torch.equal(s, s.half().float()) for s in scales)
     if runtime == "litert_reference":
-        with pytest.raises(RuntimeUnavailable, match="do not support weights with scales for blocks"):
+        with pytest.raises(RuntimeUnavailable, match="do not support weights with one scale per block"):
             result.verify([unseen()], runtime=runtime)
         return
     check = result.verify([unseen()], runtime=runtime).require({"Linear", "Gelu", "Mul"})
@@ -145,7 +145,7 @@ def test_a_file_of_blocks_that_says_something_else_is_noticed(tmp_path, what):
     builder.Finish(model.Pack(builder), file_identifier=b"TFL3")
     file.write_bytes(bytes(builder.Output()))
     if what == "no scales":
-        with pytest.raises(RuntimeUnavailable, match="scales of blocks|LiteRT refuses"):
+        with pytest.raises(RuntimeUnavailable, match="block scales of a tensor|LiteRT refuses"):
             result.verify([unseen()], path=file)
     else:
         check = result.verify([unseen()], path=file)

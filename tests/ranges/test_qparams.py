@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from chipfit.quantizers.grids import Grid
-from chipfit.ranges.qparams import LEAST_SCALE, UNSEEN, QParams, finish_scale, from_min_max
+from chipfit.ranges.qparams import HIGH_IF_ALL_ZERO, LEAST_SCALE, QParams, finish_scale, from_min_max
 
 A8 = Grid(bits=8, qmin=0, qmax=255, zero="any")
 S4, S8 = Grid(bits=4, qmin=-8, qmax=7), Grid(bits=8, qmin=-128, qmax=127)
@@ -61,7 +61,7 @@ def test_ends_of_each_channel_make_a_grid_each():
 def test_channels_of_zeros_alone_keep_the_least_scale_beside_others():
     q = from_min_max(torch.tensor([0.0, -1.0]), torch.tensor([0.0, 1.0]), N4)
     assert q.scale.tolist() == pytest.approx([LEAST_SCALE, 1 / 7])
-    assert from_min_max(torch.zeros(2), torch.zeros(2), N4).scale.tolist() == pytest.approx([UNSEEN / 7] * 2)
+    assert from_min_max(torch.zeros(2), torch.zeros(2), N4).scale.tolist() == pytest.approx([HIGH_IF_ALL_ZERO / 7] * 2)
 
 
 def test_the_bounds_are_the_ends_over_all_channels():

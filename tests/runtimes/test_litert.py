@@ -150,10 +150,10 @@ def test_axes_in_front_of_samples_that_do_not_fit_are_refused(front, shape):
 @pytest.mark.parametrize(
     "change, words",
     [
-        (lambda m, g: setattr(g, "outputs", []), "not in the file"),
-        (lambda m, g: setattr(g, "outputs", np.array([len(g.tensors)], np.int32)), "not in the file|refuses"),
-        (lambda m, g: setattr(m.metadata[0], "buffer", len(m.buffers)), "not in the file|refuses"),
-        (lambda m, g: setattr(m.metadata[0], "buffer", len(m.buffers) + 1), "not in the file|refuses"),
+        (lambda m, g: setattr(g, "outputs", []), "missing from the file"),
+        (lambda m, g: setattr(g, "outputs", np.array([len(g.tensors)], np.int32)), "missing from the file|refuses"),
+        (lambda m, g: setattr(m.metadata[0], "buffer", len(m.buffers)), "missing from the file|refuses"),
+        (lambda m, g: setattr(m.metadata[0], "buffer", len(m.buffers) + 1), "missing from the file|refuses"),
         (lambda m, g: setattr(g.tensors[0], "name", None), "has no name"),
         (lambda m, g: setattr(m, "subgraphs", None), "holds no network"),
         (lambda m, g: setattr(g, "inputs", None), None),

@@ -22,20 +22,20 @@ COLUMNS: dict[str, str] = _LAYOUT["columns"]  #: column -> its heading, in order
 
 
 def row(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run of a store as a flat row; missing values are None."""
+    """Return a run of a store as a row, column -> value, None if missing; the best of several deployments counts."""
     out = dict.fromkeys(COLUMNS) | {k: run[k] for k in ("key", "name", "study", "status")}
     outcome = run["outcome"]
     if outcome is None:
         return out | {"error": run["error"]}
     config, measured = outcome["config"], [d for d in outcome["deployed"] if d["top1"] is not None]
     best = max(measured, key=lambda d: d["top1"], default=None)
-    trains, ptq = config["qparams"], config["ptq"]
-    methods = (trains["w_method"], trains["a_method"]) if trains else (ptq["weight_rule"], ptq["rule"])
+    training, ptq = config["qparams"], config["ptq"]
+    methods = (training["w_method"], training["a_method"]) if training else (ptq["weight_rule"], ptq["rule"])
     out |= {k: outcome[k] for k in ("setting", "top1", "seconds", "size")}
     return out | {
         "model": config["model"]["type"],
         "method": " / ".join(dict.fromkeys(methods)),
-        "bit": trains["bit"] if trains else ptq["bit"],
+        "bit": training["bit"] if training else ptq["bit"],
         "float": outcome["float_top1"],
         "below": outcome["float_top1"] - outcome["top1"],
         "deployed": None if best is None else best["top1"],
@@ -51,7 +51,7 @@ def text(value: Any) -> str:
     return "" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
-def without_times(runs: Iterable[Mapping[str, Any]]) -> str:
+def json_without_times(runs: Iterable[Mapping[str, Any]]) -> str:
     """Return the runs as JSON without times, so that equal sweeps give equal texts."""
     times = ("seconds", "cpu_seconds", "memory")
     plain = []
@@ -62,7 +62,7 @@ def without_times(runs: Iterable[Mapping[str, Any]]) -> str:
 
 
 def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return rows as CSV with the names of columns."""
+    """Return rows as CSV; the first line has the names of the columns, not their headings."""
     out = io.StringIO()
     writer = csv.DictWriter(out, list(COLUMNS), extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
@@ -72,19 +72,19 @@ def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def as_text(rows: Sequence[Mapping[str, Any]], width: int) -> str:
     """Return a table of the non-empty columns that fit into `width` characters, and a note on hidden columns."""
-    cells, left = {}, width
+    cells, room = {}, width  # column -> its two lines of heading, and its values
     for c in _nonempty_columns(rows):
-        above, _, below = COLUMNS[c].rpartition(" ")
-        cells[c] = [above, below, *(text(r[c]) for r in rows)]
-    sizes = {c: max(map(len, cells[c])) + 2 * (c != "name") for c in cells}
-    for c in sorted(cells, key=_LAYOUT["narrow"].split().index):
-        left -= sizes[c]
-        if left < 0 and c != "name":
-            left += sizes.pop(c)
-    lines = zip(*([f"{x:{'<' if c == 'name' else '>'}{n}}" for x in cells[c]] for c, n in sizes.items()), strict=True)
-    hidden = ", ".join(COLUMNS[c] for c in cells if c not in sizes)
-    note = [fill(f"not shown here: {hidden} (chipfit bench board runs.csv)", max(width, 40))] if hidden else []
-    return "\n".join(["".join(line).rstrip() for line in lines] + note)
+        upper, _, lower = COLUMNS[c].rpartition(" ")
+        cells[c] = [upper, lower, *(text(r[c]) for r in rows)]
+    widths = {c: max(map(len, cells[c])) + 2 * (c != "name") for c in cells}
+    for c in sorted(cells, key=_LAYOUT["narrow"].split().index):  # the columns that matter most come first
+        room -= widths[c]
+        if room < 0 and c != "name":
+            room += widths.pop(c)
+    lines = zip(*([f"{x:{'<' if c == 'name' else '>'}{n}}" for x in cells[c]] for c, n in widths.items()), strict=True)
+    hidden = ", ".join(COLUMNS[c] for c in cells if c not in widths)
+    note = f"not shown here: {hidden}; for all columns: chipfit bench board runs.csv"
+    return "\n".join(["".join(line).rstrip() for line in lines] + ([fill(note, max(width, 40))] if hidden else []))
 
 
 def _nonempty_columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -101,7 +101,7 @@ def as_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def find(runs: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
-    """Return the run with this name or beginning of its key.
+    """Return the run that has this name, or whose key begins with it.
 
     Raises:
         UnknownNameError: there is no such run.
@@ -111,17 +111,18 @@ def find(runs: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
     if not found:
         raise UnknownNameError("run", name, [r["name"] for r in runs])
     if len(found) > 1:
-        raise ConfigError(f"Several runs are named '{name}'", got=", ".join(r["key"] for r in found), hint="pass a key")
+        raise ConfigError(f"Several runs match '{name}'", got=", ".join(r["key"] for r in found), hint="pass a key")
     return found[0]
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return the differences of two runs: dotted key, and both values."""
+    """Return the dotted key and both values of all that differs in the outcomes of two runs, but for their curves."""
     a, b = (dict(_flat(r["outcome"] or {})) for r in (one, other))
     return [(k, text(a.get(k)), text(b.get(k))) for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)]
 
 
 def _flat(value: Any, at: str = "") -> Iterable[tuple[str, Any]]:
+    """Yield the dotted key and the value of each leaf of nested tables without the curves; lists become JSON."""
     if isinstance(value, Mapping) and not at.startswith("curves"):
         for k, v in value.items():
             yield from _flat(v, f"{at}.{k}" if at else k)
@@ -158,7 +159,7 @@ def plot(runs: Sequence[Mapping[str, Any]], path: Path) -> Path:
 
 
 def page(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Return a self-contained HTML page: filters, a sortable table, accuracy over size, and details of each run."""
+    """Return a self-contained HTML page: filters, a sortable table, accuracy against size, and details of each run."""
     here = resources.files("chipfit.bench")
     source, js = ((here / f"board.{kind}").read_text(encoding="utf-8") for kind in ("html.j2", "js"))
     css = (resources.files("chipfit.report") / "page.css").read_text(encoding="utf-8")
@@ -172,15 +173,15 @@ def write(runs: Sequence[Mapping[str, Any]], path: Path) -> Path:
     """Write the runs as a page, a table or data.
 
     Raises:
-        ConfigError: the suffix has no format.
+        ConfigError: the suffix is not .html, .csv, .md or .json.
         ExportError: the file cannot be written.
     """
     makers: dict[str, Any] = {
         ".html": lambda: page(runs),
         ".csv": lambda: as_csv([row(r) for r in runs]),
         ".md": lambda: as_markdown([row(r) for r in runs]),
-        ".json": lambda: without_times(runs),
+        ".json": lambda: json_without_times(runs),
     }
     if path.suffix not in makers:
-        raise ConfigError("Unknown format of a leaderboard", got=path.suffix, allowed=", ".join(makers))
+        raise ConfigError("Unknown leaderboard format", got=path.suffix, allowed=", ".join(makers))
     return write_atomically(path, makers[path.suffix]().encode())

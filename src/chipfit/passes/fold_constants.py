@@ -1,6 +1,6 @@
 """Fold constants: compute values that depend on no input of the model once, and store them as weights.
 
-Reparametrized and standardised weights, position tables and masks become plain constants, which chips store.
+Weights computed by reparametrization or standardisation, position tables and masks become plain constants.
 """
 
 from typing import Any
@@ -14,64 +14,65 @@ from chipfit.graph.ir import OPAQUE, Graph, Node
 from chipfit.passes.rewriting import Rewritten
 from chipfit.registry import register
 
-#: a result of at most this many elements is always folded; a larger one that is also larger than its operands may have
-#: an eighth of the elements of all weights, so that files do not grow by values that are cheap to compute
-_LEAST, _SHARE = 1 << 16, 8
+#: results of at most this many elements are always folded
+_ALWAYS_FOLDED = 1 << 16
+#: larger ones are folded if they have no more elements than the operands, or than all weights divided by this number;
+#: the others would make files larger although they are cheap to compute
+_PARTS_OF_WEIGHTS = 8
 
 
 @register("pass", "fold_constants", stage="rewrite")
 def fold_constants(graph: Graph) -> Rewritten:
-    """Replace every operator whose operands are all weights by its result, as the engine computes it.
+    """Replace every operator that depends on weights alone by its result, as the engine computes it.
 
-    A folded weight of a layer is named "layer.weight", as if the layer had it. It is trainable if one of the weights
-    that it was computed from was; these stay in `graph.weights`, unread. Operators that draw random numbers stay, and
-    operators that compute outputs of the model.
+    A result that a layer reads as its weight or bias is named "layer.weight" or "layer.bias", any other keeps its name.
+    It is trainable if one of the weights that it was computed from is; those weights stay in `graph.weights`, even if
+    nothing reads them. Operators that draw random numbers, compute model outputs or have large results are not folded.
     """
     graph, notes = graph.copy(), list[str]()
-    limit = max(_LEAST, sum(w.numel() for w in graph.weights.values()) // _SHARE)
-    found: dict[str, torch.Tensor] = {}  # value -> its constant
-    trained = set(graph.trainable)  # weights and values that depend on parameters
-    rest: list[Node] = []
+    limit = max(_ALWAYS_FOLDED, sum(w.numel() for w in graph.weights.values()) // _PARTS_OF_WEIGHTS)
+    folded: dict[str, torch.Tensor] = {}  # value -> its constant
+    trainable = set(graph.trainable)  # weights, and values computed from them
+    kept: list[Node] = []
     for n in graph.nodes:
-        given = [i for i in n.inputs if i is not None]
-        table = {i: found[i] if i in found else graph.weights.get(i) for i in given}
-        outs = _compute(graph, n, table)
-        grown = sum(o.numel() for o in outs)
-        if not outs or grown > max(limit, sum(t.numel() for t in table.values() if t is not None)):
-            rest.append(n)
+        operands = [i for i in n.inputs if i is not None]
+        constants = {i: folded[i] if i in folded else graph.weights.get(i) for i in operands}
+        outs = _compute(graph, n, constants)
+        size = sum(o.numel() for o in outs)
+        if not outs or size > max(limit, sum(t.numel() for t in constants.values() if t is not None)):
+            kept.append(n)
             if outs:
-                notes.append(
-                    f"'{n.display_name}' depends on no input and is computed all the same: it has {grown} elements"
-                )
+                why = f"{size} elements are too many to store"
+                notes.append(f"'{n.display_name}' depends on no input, but is computed in every run: {why}")
             continue
-        found.update(zip(n.outputs, outs, strict=True))
-        trained.update(n.outputs if trained.intersection(given) else ())
+        folded.update(zip(n.outputs, outs, strict=True))
+        trainable.update(n.outputs if trainable.intersection(operands) else ())
     names: dict[str, str] = {}
-    for n in rest:
+    for n in kept:
         for slot, i in graph.slots(n):
-            if i in found and i not in names:
+            if i in folded and i not in names:
                 names[i] = _name(graph, n, slot, i)
-                graph.weights[names[i]] = found[i]
-                graph.trainable.update({names[i]} if i in trained and found[i].is_floating_point() else ())
+                graph.weights[names[i]] = folded[i]
+                graph.trainable.update({names[i]} if i in trainable and folded[i].is_floating_point() else ())
                 notes.append(f"'{names[i]}' of '{n.display_name}' depends on no input: computed once")
-    for value in found:
+    for value in folded:
         graph.values.pop(value, None)
-    graph.nodes = [n.with_(inputs=tuple(names.get(i or "", i) for i in n.inputs)) for n in rest]
+    graph.nodes = [n.with_(inputs=tuple(names.get(i or "", i) for i in n.inputs)) for n in kept]
     return Rewritten(graph, notes)
 
 
-def _compute(graph: Graph, n: Node, table: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    """Return the results of a node; () if the node must stay, or a result is not a tensor."""
+def _compute(graph: Graph, n: Node, constants: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """Return the results of a node from its operands' `constants`; () if it must stay, or a result is not a tensor."""
     if n.op == "Dropout" or not set(n.outputs).isdisjoint(graph.outputs):
         return ()
-    if any(t is None for t in table.values()) or (n.op == OPAQUE and not repeatable(n.attrs["target"])):
+    if any(t is None for t in constants.values()) or (n.op == OPAQUE and not repeatable(n.attrs["target"])):
         return ()
     with torch.no_grad():
-        outs = execute(n, [None if i is None else table[i].detach() for i in n.inputs])
+        outs = execute(n, [None if i is None else constants[i].detach() for i in n.inputs])
     return tuple(o.contiguous() for o in outs) if all(isinstance(o, torch.Tensor) for o in outs) else ()
 
 
 def _name(graph: Graph, n: Node, slot: str, value: str) -> str:
-    """Return the name of a folded value: the layer's weight or bias, else the name of the value."""
+    """Return the name of a folded value that node `n` reads: "layer.weight", "layer.bias", or its own."""
     kind = {"w": "weight", "b": "bias"}.get(slot)
     return new_name(graph, f"{n.layer}.{kind}") if kind and n.layer else value

@@ -107,11 +107,12 @@ def _quantized_io(model: Any, path: str) -> tuple[dict[str, _QuantizedIO], dict[
         found = TypeAdapter(dict[Literal["inputs", "outputs"], dict[str, _QuantizedIO]]).validate_json(notes)
     except ValidationError as e:
         got = e.errors(include_url=False)[0]["msg"]
-        raise RuntimeUnavailable("The notes in the file are malformed", where=path, got=got) from e
+        raise RuntimeUnavailable("The chipfit notes in the file are malformed", where=path, got=got) from e
     taken, given = found.get("inputs", {}), found.get("outputs", {})
     ends = {i.name for i in model.graph.input}, {o.name for o in model.graph.output}
     if not (taken.keys() <= ends[0] and given.keys() <= ends[1]):
-        raise RuntimeUnavailable("The notes in the file do not fit its tensors", where=path, hint="export it again")
+        what = "The chipfit notes in the file do not fit its tensors"
+        raise RuntimeUnavailable(what, where=path, hint="export it again")
     return taken, given
 
 

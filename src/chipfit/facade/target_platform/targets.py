@@ -1,4 +1,4 @@
-"""Built-in chips as capabilities: every version of `platform/builtin/modelled`, and any platform file."""
+"""Built-in targets as capabilities: every version of the chips in `platform/builtin/modelled`, all platform files."""
 
 import functools
 import itertools
@@ -18,24 +18,24 @@ from chipfit.platform import load as platforms
 __all__ = ["get_target_platform_capabilities"]
 
 FRAMEWORKS = {"pytorch": "torch", "tensorflow": "keras", "keras": "keras"}  #: framework -> package
-FILE = "file"  #: version that selects chipfit's platform file rather than the chip of `modelled` with its name
+FILE = "file"  #: version that selects the platform file where `modelled` has a chip of the same name
 
 
 def get_target_platform_capabilities(
     fw_name: str, target_platform_name: str = "default", target_platform_version: str | None = None
 ) -> capabilities.TargetPlatformCapabilities:
-    """Return a built-in chip for a framework, to read, print (`.show()`) and edit.
+    """Return the capabilities of a built-in target for a framework, to read, print (`.show()`) and edit.
 
     Args:
         fw_name: "pytorch", "keras" or "tensorflow".
         target_platform_name: "default", "imx500", ..., or any platform of `chipfit platforms list`.
-        target_platform_version: "v1", "v1_pot" ... of a chip with versions, "file" for the platform file of its name; a
-            revision of other platforms. The first version or newest revision when omitted.
+        target_platform_version: for a chip with versions one of them ("v1", "v1_pot", ...), or "file" for the platform
+            file of the same name; for any other platform a revision. By default the first version or newest revision.
 
     Raises:
-        ModelingError: framework, platform or version is unknown; lists the known ones; also an AssertionError and a
-            ValueError.
-        RuntimeUnavailable: the framework is not installed.
+        ModelingError: the framework, platform or version is unknown; the message lists the known ones. It is an
+            AssertionError and a ValueError too.
+        RuntimeUnavailable: a chip with versions needs the framework, which is not installed.
     """
     if fw_name not in FRAMEWORKS:
         raise _unknown("framework", fw_name, list(FRAMEWORKS))
@@ -44,7 +44,7 @@ def get_target_platform_capabilities(
         versions = list(chips[name]["versions"])
         if version not in (None, *versions):
             raise _unknown(f"version of '{name}'", version, [*versions, FILE])
-        return _attach(chips[name], version or versions[0], FRAMEWORKS[fw_name])
+        return _with_layers(chips[name], version or versions[0], FRAMEWORKS[fw_name])
     if name not in platforms.names():
         raise _unknown("platform", name, sorted({*chips, *platforms.names()}))
     try:
@@ -75,6 +75,8 @@ def chip_descriptions() -> dict[str, dict[str, Any]]:
 
 
 def _model(chip: dict[str, Any], version: str) -> model.TargetPlatformModel:
+    """Return the model of a chip from its data, into which those of the version are already merged."""
+
     def options(words: str) -> Any:
         names = chip.get("options", {}).get(words, words).split()
         return read_options({"options": [_config(chip, name) for name in names], "base": 0})
@@ -92,20 +94,20 @@ def _model(chip: dict[str, Any], version: str) -> model.TargetPlatformModel:
     fusings = [model.Fusing([group(step) for step in chain]) for chain in chip["fusings"]]
     math = platforms.load(chip["math"]).math if "math" in chip else None
     parts: Any = {"operator_set": [*sets.values()], "fusing_patterns": fusings, "math": math}
-    about = options(chip["default"]), chip.get("add_metadata", False), chip["name"].format(version=version)
-    return model.TargetPlatformModel(*about, **parts, is_simd_padding=chip.get("simd_padding", False))
+    general = options(chip["default"]), chip.get("add_metadata", False), chip["name"].format(version=version)
+    return model.TargetPlatformModel(*general, **parts, is_simd_padding=chip.get("simd_padding", False))
 
 
 def _config(chip: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a configuration in the form of files."""
+    """Return a configuration of the chip in the format that `read_options` reads."""
     fields = _entry(chip["configs"], name)
-    weights = {attribute: _entry(chip["weights"], stored) for attribute, stored in fields.pop("weights").items()}
+    weights = {attribute: _entry(chip["weights"], entry) for attribute, entry in fields.pop("weights").items()}
     others = weights.pop("others", {})
     return {"default_weight_attr_config": others, "attr_weights_configs_mapping": weights, **fields}
 
 
 def _entry(table: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return an entry of a table, merged over its `like` entries."""
+    """Return an entry of a table; what it leaves out comes from the entries that its `like` names."""
     own = dict(table[name])
     return _merged(*(_entry(table, other) for other in own.pop("like", "").split()), own)
 
@@ -122,12 +124,12 @@ def _merged(*tables: dict[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------- layers
 
 
-def _attach(data: dict[str, Any], version: str, package: str) -> capabilities.TargetPlatformCapabilities:
+def _with_layers(data: dict[str, Any], version: str, package: str) -> capabilities.TargetPlatformCapabilities:
     """Return the chip with the framework's layers attached to its operator sets."""
     chip = _merged(data, _entry(data["versions"], version))
     made = _model(chip, version)
-    extra = "torch" if package == "torch" else "'chipfit[keras]'"
-    import_optional(package, "This target", RuntimeUnavailable, extra)
+    install = "torch" if package == "torch" else "'chipfit[keras]'"
+    import_optional(package, "This target", RuntimeUnavailable, install)
     known = layer_table()
     attributes = {k: capabilities.DefaultDict({}, name) for k, name in known["weights"][package].items()}
     layers = capabilities.OperationsToLayers()
@@ -140,7 +142,7 @@ def _attach(data: dict[str, Any], version: str, package: str) -> capabilities.Ta
 
 
 def _layer(word: str, package: str) -> Any:
-    """Return the class or function of a name in layers.yaml, with its condition."""
+    """Return the class or function that a name in layers.yaml stands for; "name?attribute=value" filters its layers."""
     path, _, condition = word.partition("?")
     layer = pkgutil.resolve_name(path if path.startswith("operator.") else f"{package}.{path}")
     attribute, _, value = condition.partition("=")
