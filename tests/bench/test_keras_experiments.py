@@ -10,7 +10,9 @@ import pytest
 from chipfit.bench.config import of
 from chipfit.bench.run import run
 from chipfit.errors import ConfigError
-from tests.bench.tiny import config
+from tests.bench.tiny import config, quiet
+
+MODEL = {"type": "tests.bench.test_keras_experiments:net"}
 
 
 def net() -> keras.Model:
@@ -22,9 +24,8 @@ def net() -> keras.Model:
 
 
 def test_a_keras_model_is_quantized_and_its_integers_are_compared(tmp_path):
-    plain = {k: v for k, v in config().items() if k not in ("qparams", "backend", "bnfold", "lr_scheduler", "saver")}
-    asked = {**plain, "model": {"type": "tests.bench.test_keras_experiments:net"}, "ptq": {"platform": "tflite_int8"}}
-    out = run(of(asked), tmp_path, lambda text: None)
+    asked = {"model": MODEL, "data": config()["data"], "ptq": {"platform": "tflite_int8"}}
+    out = run(of(asked), tmp_path, quiet)
     assert [d.runtime for d in out.deployed] == ["litert", "litert_optimized", "litert_reference"]
     for found in out.deployed:  # each has its own rounding, and is compared with its own simulation
         assert (found.platform, found.exact, found.differing) == ("tflite_int8", True, 0) and found.integers > 50_000
@@ -36,7 +37,7 @@ def test_a_keras_model_is_quantized_and_its_integers_are_compared(tmp_path):
     "over", [{"qparams": {}, "backend": "snpe"}, {"ptq": {}, "saver": {"pretrain": {"epochs": 1}}}]
 )
 def test_training_of_a_keras_model_is_refused(tmp_path, over):
-    asked = {"model": {"type": "tests.bench.test_keras_experiments:net"}, "data": config()["data"], **over}
+    asked = {"model": MODEL, "data": config()["data"], **over}
     rates = {"lr_scheduler": {"kwargs": {"base_lr": 0.01, "max_iter": 2}}} if "qparams" in over else {}
     with pytest.raises(ConfigError, match="requires a PyTorch network.*Functional.*ptq in the place"):
-        run(of({**asked, **rates}), tmp_path, lambda text: None)
+        run(of({**asked, **rates}), tmp_path, quiet)

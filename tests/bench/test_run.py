@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from PIL import Image
 from typer.testing import CliRunner
 
 from chipfit.bench.board import find, json_without_times, row
@@ -18,13 +17,10 @@ from chipfit.bench.store import Store
 from chipfit.cli.app import app
 from chipfit.errors import ExportError, UnknownNameError
 from chipfit.files import lock_folder
-from tests.bench.tiny import config
+from tests.bench.tiny import config, image_folder, quiet, without_training
 
 ROOT = Path(__file__).parents[2]
-
-
-def quiet(text: str) -> None:
-    """Discard a message."""
+NO_STEPS = {"kwargs": {"base_lr": 0.01, "max_iter": 0}}
 
 
 def without_seconds(outcome):
@@ -77,37 +73,27 @@ def test_an_experiment_whose_process_is_killed_resumes_to_the_same_outcome(train
 
 
 def test_an_academic_setting_is_deployed_nowhere(home):
-    asked = config(backend="academic", lr_scheduler={"kwargs": {"base_lr": 0.01, "max_iter": 0}})
-    out = run(of(asked), home, quiet)
+    out = run(of(config(backend="academic", lr_scheduler=NO_STEPS)), home, quiet)
     assert out.deployed == [] and out.curves.loss == [] and "bnfold has no effect" in out.notes[0]
 
 
 def test_a_requested_platform_that_does_not_fit_the_setting_is_explained(home):
-    asked = config(deploy=["tflite_int8"], backend="tvm", lr_scheduler={"kwargs": {"base_lr": 0.01, "max_iter": 0}})
-    (found,) = run(of(asked), home, quiet).deployed
+    (found,) = run(of(config(deploy=["tflite_int8"], backend="tvm", lr_scheduler=NO_STEPS)), home, quiet).deployed
     assert found.top1 is None and found.why
 
 
 def test_without_training_a_platform_quantizes(home):
-    plain = {k: v for k, v in config().items() if k not in ("qparams", "backend", "bnfold", "lr_scheduler")}
-    out = run(
-        of({**plain, "ptq": {"platform": "ort_cpu", "rule": "mse", "settings": {"correct_bias": True}}}), home, quiet
-    )
+    ptq = {"platform": "ort_cpu", "rule": "mse", "settings": {"correct_bias": True}}
+    out = run(of(without_training(ptq=ptq)), home, quiet)
     assert out.float_top1 - 3 <= out.top1 and out.deployed[0].exact and out.deployed[0].top1 == out.top1
     assert out.name.endswith("mse_defaultbit_ort_cpu") and out.size == 3 * 8 * 9 + 8 * 8 * 9 + 512 * 10
 
 
 def test_unreadable_images_are_counted_also_after_an_interruption(tmp_path):
-    for half, count in (("train", 20), ("val", 10)):
-        for k, name in enumerate("ab"):
-            (tmp_path / half / name).mkdir(parents=True)
-            for j in range(count):
-                Image.new("RGB", (9, 9), (250 * k, j, 9)).save(tmp_path / half / name / f"{j}.png")
-    (tmp_path / "train/a/3.png").write_bytes(b"no image")
-    (tmp_path / "val/b/7.png").write_bytes(b"")
-    data = {"type": "imagenet", "root": str(tmp_path), "batch_size": 10, "calibration": 10, "corrupted": 0.1}
-    data |= {"input_size": 8, "test_resize": 8, "train": {"transforms": {"type": "STANDARD"}}}
-    asked = of(config(data=data, deploy=["ort_cpu"], saver={"val_freq": 4, "pretrain": {"epochs": 1, "lr": 0.01}}))
+    data = image_folder(tmp_path, "train/a/03.png", "val/b/07.png")
+    data |= {"batch_size": 10, "corrupted": 0.1, "train": {"transforms": {"type": "STANDARD"}}}
+    saver = {"val_freq": 4, "pretrain": {"epochs": 1, "lr": 0.01}}
+    asked = of(config(data=data, deploy=["ort_cpu"], saver=saver))
     whole = run(asked, tmp_path / "whole", quiet)
     assert whole.notes == ["1 training images could not be read", "1 test images could not be read"]
 
@@ -119,10 +105,9 @@ def test_unreadable_images_are_counted_also_after_an_interruption(tmp_path):
         run(asked, tmp_path / "home", dies)
     again = run(asked, tmp_path / "home", quiet)
     assert again.notes == whole.notes and again.curves == whole.curves
-    nowhere = of(config(data=data, deploy=[], saver={"val_freq": 4, "pretrain": {"epochs": 1, "lr": 0.01}}))
+    nowhere = of(config(data=data, deploy=[], saver=saver))
     assert run(nowhere, tmp_path / "home", quiet).notes == whole.notes  # tests are read by the simulation, too
-    kept = {k: v for k, v in config().items() if k not in ("qparams", "backend", "bnfold", "lr_scheduler")}
-    plain = {**kept, "data": {**data, "calibration": 40}, "ptq": {"platform": "ort_cpu"}}
+    plain = without_training(data={**data, "calibration": 40}, ptq={"platform": "ort_cpu"})
     assert set(whole.notes) <= set(run(of(plain), tmp_path / "home", quiet).notes)
 
 
@@ -150,27 +135,28 @@ def test_an_experiment_runs_in_one_process_only(tmp_path):
         assert held
 
 
-def test_the_command_line_stores_and_shows_an_outcome(home, trained, tmp_path, monkeypatch):
+def bench(*words, home):
+    """Return what a command of `chipfit bench` prints on 80 columns."""
+    command = ["bench", *map(str, words), "--home", str(home)]
+    done = CliRunner().invoke(app, command, catch_exceptions=False, env={"COLUMNS": "80"})
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_the_command_line_stores_and_shows_an_outcome(home, trained, tmp_path):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config()))
-    said = CliRunner().invoke(
-        app, ["bench", "run", str(tmp_path / "config.yaml"), "--home", str(home)], catch_exceptions=False
-    )
-    assert said.exit_code == 0 and "deployed on ort_cpu" in said.output
-    again = CliRunner().invoke(app, ["bench", "run", str(tmp_path / "config.yaml"), "--home", str(home)])
-    assert "done before" in again.output
+    assert "deployed on ort_cpu" in bench("run", tmp_path / "config.yaml", home=home)
+    assert "done before" in bench("run", tmp_path / "config.yaml", home=home)
     (kept,) = [r for r in Store(home / "runs.sqlite").rows() if r["key"] == trained.key]
     assert row(kept)["top1"] == trained.top1 and row(kept)["method"] == "lsq" and row(kept)["status"] == "done"
     assert kept["key"] in json_without_times([kept]) and '"seconds"' not in json_without_times([kept])
     with pytest.raises(UnknownNameError):
         find([kept], "other")
-    for words in (["table"], ["compare", kept["key"][:6], kept["name"]], ["board", str(tmp_path / "b.md")]):
-        said = CliRunner().invoke(app, ["bench", *words, "--home", str(home)], catch_exceptions=False)
-        assert said.exit_code == 0, said.output
+    for words in (["compare", kept["key"][:6], kept["name"]], ["board", tmp_path / "b.md"]):
+        bench(*words, home=home)
     assert kept["name"] in (tmp_path / "b.md").read_text()
-    said = CliRunner().invoke(app, ["bench", "table", "--home", str(home)], env={"COLUMNS": "80"})
-    assert max(map(len, said.output.splitlines())) <= 80 and "95.00" in said.output.replace(
-        f"{trained.top1:.2f}", "95.00"
-    )
+    table = bench("table", home=home)
+    assert max(map(len, table.splitlines())) <= 80 and f"{trained.top1:.2f}" in table
 
 
 @pytest.fixture
@@ -187,8 +173,7 @@ def test_an_algorithm_in_a_file_and_a_backend_in_an_entry_run_from_a_config(home
     entry = {"name": "mine", "ada_sign": False, "symmetry": True, "per_channel": True, "pot_scale": False}
     method = {"w_method": "leaky:Leaky", "a_method": "leaky:Leaky", "bit": 8}
     (mine / "config.yaml").write_text(yaml.safe_dump(config(qparams=method, backend=entry)))
-    said = CliRunner().invoke(app, ["bench", "run", "config.yaml", "--home", str(home)], catch_exceptions=False)
-    assert said.exit_code == 0 and "deployed on ort_cpu" in said.output
+    assert "deployed on ort_cpu" in bench("run", "config.yaml", home=home)
     (kept,) = [r for r in Store(home / "runs.sqlite").rows() if "leaky" in r["name"]]
     told = kept["outcome"]
     assert (told["setting"], told["deployed"][0]["exact"], told["deployed"][0]["differing"]) == ("mine", True, 0)
@@ -202,27 +187,22 @@ def test_an_algorithm_in_a_file_and_a_backend_in_an_entry_run_from_a_config(home
 def test_a_run_below_the_median_of_its_study_stops_early_on_request(home, tmp_path):
     slow = config(lr_scheduler={"kwargs": {"base_lr": 1e-6, "max_iter": 12}}, study="race", bnfold=1, deploy=[])
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(slow))
-    command = ["bench", "run", str(tmp_path / "config.yaml"), "--home", str(tmp_path), "--stop-early"]
-
-    def outcome():
-        said = CliRunner().invoke(app, command, catch_exceptions=False)
-        assert said.exit_code == 0, said.output
-        (found,) = [r for r in Store(tmp_path / "runs.sqlite").rows() if r["key"] == of(slow).key]
-        return said.output, found
-
     store = Store(tmp_path / "runs.sqlite")
-    for k in range(3):
-        curves = {"loss": [], "top1": [[4, 0.0], [8, 100.0], [12, 100.0]]}
-        store.put(f"other{k}", "other", "race", {"curves": curves})
-    said, found = outcome()
+
+    def outcome(others, *options):
+        """Run behind three other experiments with these accuracies at steps 4, 8 and 12."""
+        for k in range(3):
+            curves = {"loss": [], "top1": [[4 * n, a] for n, a in enumerate(others, 1)]}
+            store.put(f"other{k}", "other", "race", {"curves": curves})
+        said = bench("run", tmp_path / "config.yaml", "--stop-early", *options, home=tmp_path)
+        return said, next(r for r in store.rows() if r["key"] == of(slow).key)
+
+    said, found = outcome([0.0, 100.0, 100.0])
     assert "stopped early: accuracy is below the median" in said and row(found)["status"] == "stopped early"
     told = found["outcome"]
     assert told["stopped"] == 8 and told["curves"]["top1"][-1][0] == 8  # at 4 it was not behind
     assert told["notes"] == ["stopped early, at step 8 of 12"]
-    for k in range(3):  # the control: others that are no better
-        store.put(f"other{k}", "other", "race", {"curves": {"loss": [], "top1": [[4, 0.0], [8, 0.0], [12, 0.0]]}})
-    command.append("--again")
-    said, found = outcome()
+    said, found = outcome([0.0, 0.0, 0.0], "--again")  # the control: others that are no better
     assert "stopped" not in said and found["outcome"]["stopped"] == 0 and row(found)["status"] == "done"
 
 

@@ -11,7 +11,7 @@ from chipfit.bench.store import Store
 from chipfit.errors import ConfigError, ExportError
 
 
-def test_a_second_outcome_replaces_the_first_and_is_counted(tmp_path):
+def test_an_outcome_replaces_a_failure_and_no_later_failure_replaces_it(tmp_path):
     store = Store(tmp_path / "runs.sqlite")
     store.put("k", "one", "s", None, "it broke")
     assert store.done(["k", "other"]) == set()
@@ -19,6 +19,9 @@ def test_a_second_outcome_replaces_the_first_and_is_counted(tmp_path):
     (found,) = store.rows("s")
     assert (found["status"], found["tries"], found["outcome"], found["error"]) == ("done", 2, {"top1": 3.0}, None)
     assert store.done(["k", "other"]) == {"k"} and store.rows("t") == []
+    store.put("k", "one", "s", None, "no memory")
+    (found,) = store.rows()
+    assert (found["status"], found["outcome"], found["error"]) == ("done", {"top1": 3.0}, None)
 
 
 def test_rows_are_read_without_curves_on_request(tmp_path):
@@ -27,14 +30,6 @@ def test_rows_are_read_without_curves_on_request(tmp_path):
     store.put("l", "two", "s", None, "it broke")
     whole, plain = store.rows(), store.rows(curves=False)
     assert whole[0]["outcome"].pop("curves") and whole == plain
-
-
-def test_a_later_failure_does_not_replace_an_outcome(tmp_path):
-    store = Store(tmp_path / "runs.sqlite")
-    store.put("k", "one", "s", {"top1": 3.0})
-    store.put("k", "one", "s", None, "no memory")
-    (found,) = store.rows()
-    assert (found["status"], found["outcome"], found["error"]) == ("done", {"top1": 3.0}, None)
 
 
 def test_processes_may_create_a_store_concurrently(tmp_path):

@@ -28,6 +28,12 @@ def matrix(folder, bits=(4, 8), **over):
     return folder / "matrix.yaml"
 
 
+def stores(folder):
+    """Store an outcome of the experiment of 8 bits."""
+    asked = of(config(study="s", seed=0))
+    Store(folder / "home/runs.sqlite").put(asked.key, asked.name, "s", {"top1": 1.0})
+
+
 def test_a_failing_experiment_is_retried_and_then_reported(tmp_path, monkeypatch):
     path = matrix(tmp_path)
     tries = []
@@ -36,9 +42,7 @@ def test_a_failing_experiment_is_retried_and_then_reported(tmp_path, monkeypatch
         tries.append(file)
         if "b4" in file:
             return 1, "out of memory"
-        store = Store(tmp_path / "home/runs.sqlite")
-        asked = of(config())
-        store.put(asked.key, asked.name, "s", {"top1": 1.0})
+        stores(tmp_path)
         return 0, ""
 
     monkeypatch.setattr(sweeps, "run_in_process", attempt)
@@ -52,12 +56,12 @@ def test_a_failing_experiment_is_retried_and_then_reported(tmp_path, monkeypatch
 
 def test_an_experiment_of_another_process_is_waited_for(tmp_path, monkeypatch):
     path = matrix(tmp_path, (8,))
-    asked, calls = of(config(study="s", seed=0)), []
+    calls = []
 
     def attempt(*given):
         calls.append(given)
         if len(calls) == 2:  # the other process ends meanwhile
-            Store(tmp_path / "home/runs.sqlite").put(asked.key, asked.name, "s", {"top1": 1.0})
+            stores(tmp_path)
         return BUSY, ""
 
     monkeypatch.setattr(sweeps, "run_in_process", attempt)
@@ -71,8 +75,7 @@ def test_a_worker_killed_after_storing_its_outcome_has_not_failed(tmp_path, monk
     path = matrix(tmp_path, (8,))
 
     def attempt(*given):
-        asked = of(config(study="s", seed=0))
-        Store(tmp_path / "home/runs.sqlite").put(asked.key, asked.name, "s", {"top1": 1.0})
+        stores(tmp_path)
         return -9, ""
 
     monkeypatch.setattr(sweeps, "run_in_process", attempt)

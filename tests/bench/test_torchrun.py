@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from PIL import Image
 from safetensors.torch import load_file
 
 from chipfit.bench.store import Store
-from tests.bench.tiny import config
+from tests.bench.tiny import config, image_folder
 
 ROOT = Path(__file__).parents[2]
 SOLVER = ["-m", "chipfit.bench.solver.cls_quant_solver", "--config", "config.yaml"]
@@ -53,16 +52,7 @@ def test_two_processes_train_what_one_does_on_batches_twice_as_large(tmp_path):
 
 @pytest.mark.slow
 def test_images_that_any_process_cannot_read_are_counted(tmp_path):
-    for half, count in (("train", 20), ("val", 10)):
-        for k, name in enumerate("ab"):
-            (tmp_path / half / name).mkdir(parents=True)
-            for j in range(count):
-                Image.new("RGB", (8, 8), (250 * k, j, 9)).save(tmp_path / half / name / f"{j:02}.png")
-    for j in (1, 3, 5):  # the second process reads all of these
-        (tmp_path / f"val/a/{j:02}.png").write_bytes(b"no image")
-    for j in (2, 9):
-        (tmp_path / f"train/b/{j:02}.png").write_bytes(b"no image")
-    data = {"type": "imagenet", "root": str(tmp_path), "batch_size": 5, "calibration": 10, "corrupted": 0.2}
-    data |= {"input_size": 8, "test_resize": 8}
+    bad = [f"val/a/{j:02}.png" for j in (1, 3, 5)]  # the second process reads all of these
+    data = image_folder(tmp_path, *bad, "train/b/02.png", "train/b/09.png") | {"batch_size": 5, "corrupted": 0.2}
     found, _, _ = trained(tmp_path / "two", 5, 2, data=data, deploy=[])
     assert found["outcome"]["notes"] == ["2 training images could not be read", "3 test images could not be read"]

@@ -12,11 +12,7 @@ from chipfit.bench.config import Rates, load, of
 from chipfit.bench.run import calibrated_copy
 from chipfit.bench.train import WorkerProcess, rate, train
 from chipfit.errors import ConfigError, TrainingError
-from tests.bench.tiny import config, net
-
-
-def quiet(text: str) -> None:
-    """Discard a message."""
+from tests.bench.tiny import config, net, quiet
 
 
 class Interrupted(Exception):
@@ -28,6 +24,18 @@ def start(asked):
     torch.manual_seed(0)
     sets = data.load(asked.data)
     return calibrated_copy(asked, net().eval(), sets), sets
+
+
+def linear():
+    """Return a linear classifier, without batch norms."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 10))
+
+
+def trained(asked, folder, model=None, report=quiet):
+    """Train a model, or a new calibrated network, and return it with its curves."""
+    model, sets = start(asked) if model is None else (model, data.load(asked.data))
+    return train(model, asked, sets, WorkerProcess(), folder, report)
 
 
 def test_the_rate_rises_linearly_and_falls_by_a_cosine():
@@ -47,21 +55,19 @@ def test_the_rate_rises_linearly_and_falls_by_a_cosine():
 )
 def test_an_interruption_changes_no_bit(tmp_path, over):
     asked = of(config(**over))
-    model, sets = start(asked)
-    whole, curves = train(model, asked, sets, WorkerProcess(), tmp_path / "whole", quiet)
+    whole, curves = trained(asked, tmp_path / "whole")
 
     def dies(text):
         if text.startswith("step 9"):
             raise Interrupted
 
-    model, _ = start(asked)
     with pytest.raises(Interrupted):
-        train(model, asked, sets, WorkerProcess(), tmp_path / "other", dies)
+        trained(asked, tmp_path / "other", report=dies)
     torch.manual_seed(99)
     model, _ = start(asked)
     for p in model.parameters():
         p.data.zero_()  # whatever a new process has made of them
-    again, others = train(model, asked, sets, WorkerProcess(), tmp_path / "other", quiet)
+    again, others = trained(asked, tmp_path / "other", model)
     assert others.loss[-4:] == curves.loss[-4:] and others.top1 == curves.top1
     for (name, a), (_, b) in zip(whole.state_dict().items(), again.state_dict().items(), strict=True):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else str(a) == str(b), name
@@ -75,36 +81,32 @@ def test_configuration_and_seed_determine_the_losses(tmp_path):
     for k, again in enumerate(
         (asked, of({n: v for n, v in asked.resolved.items() if n != "unified"}), of(config(seed=5)))
     ):
-        model, sets = start(again)
-        losses.append(train(model, again, sets, WorkerProcess(), tmp_path / str(k), quiet)[1].loss)
+        losses.append(trained(again, tmp_path / str(k))[1].loss)
     assert losses[0] == losses[1] and len(losses[0]) == 12
     assert losses[0] != losses[2]
 
 
 def test_a_checkpoint_of_another_experiment_is_refused(tmp_path):
     asked = of(config())
-    model, sets = start(asked)
-    train(model, asked, sets, WorkerProcess(), tmp_path, quiet)
+    trained(asked, tmp_path)
     with pytest.raises(ConfigError, match="checkpoint cannot be read"):
-        train(nn.Sequential(nn.Flatten(), nn.Linear(192, 10)), asked, sets, WorkerProcess(), tmp_path, quiet)
+        trained(asked, tmp_path, linear())
     (tmp_path / "checkpoint.safetensors").write_bytes(b"half")
     with pytest.raises(ConfigError, match="remove it"):
-        train(start(asked)[0], asked, sets, WorkerProcess(), tmp_path, quiet)
+        trained(asked, tmp_path)
 
 
 def test_accumulated_gradients_give_the_step_of_one_large_batch(tmp_path):
     """Without batch norms and with plain descent."""
-    flat = lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 10))
     weights = []
     for size, often in ((100, 1), (50, 2)):
         rates = {"kwargs": {"base_lr": 0.1, "max_iter": 1}}
         sgd = {"kwargs": {"momentum": 0.0, "nesterov": False}}
         over = {"data": {**config()["data"], "batch_size": size}, "dist": {"accumulate": often}}
         asked = of(config(lr_scheduler=rates, optimizer=sgd, **over))
-        torch.manual_seed(0)
-        model, _ = train(flat(), asked, data.load(asked.data), WorkerProcess(), tmp_path / str(size), quiet)
+        model, _ = trained(asked, tmp_path / str(size), linear())
         weights.append(model[1].weight.detach())
-    assert torch.allclose(*weights, atol=1e-6) and not torch.equal(weights[0], flat()[1].weight)
+    assert torch.allclose(*weights, atol=1e-6) and not torch.equal(weights[0], linear()[1].weight)
 
 
 def test_mixed_precision_computes_in_bfloat16_and_keeps_weights_in_float(tmp_path):
@@ -124,26 +126,24 @@ def test_no_wd_exempts_parameters_with_one_axis(tmp_path):
     for no_wd in (False, True):  # from a rate of nothing but decay: gradients are 0 where the images are
         optimizer = {"kwargs": {"momentum": 0.0, "nesterov": False, "weight_decay": 0.5}, "no_wd": no_wd}
         asked = of(config(optimizer=optimizer, lr_scheduler={"kwargs": {"base_lr": 1.0, "max_iter": 1}}))
-        model = nn.Sequential(nn.Flatten(), nn.Linear(192, 10))
+        model = linear()
         with torch.no_grad():
             model[1].weight.zero_()
             model[1].bias.fill_(100.0)  # all classes alike: softmax is even, its gradients are below 1
-        model, _ = train(model, asked, data.load(asked.data), WorkerProcess(), tmp_path / str(no_wd), quiet)
+        model, _ = trained(asked, tmp_path / str(no_wd), model)
         assert model[1].bias.detach().mean() == pytest.approx(100.0 if no_wd else 50.0, abs=1e-4)
 
 
 def test_save_many_keeps_every_checkpoint(tmp_path):
     asked = of(config(saver={"val_freq": 4, "save_many": True}))
-    model, sets = start(asked)
-    train(model, asked, sets, WorkerProcess(), tmp_path, quiet)
+    trained(asked, tmp_path)
     assert sorted(p.name for p in tmp_path.glob("step-*")) == [f"step-{k}.safetensors" for k in (12, 4, 8)]
 
 
 def test_synchronized_batch_norms_that_fold_are_refused(tmp_path):
     asked = of(config(dist={"sync": True}))
-    model, sets = start(asked)
     with pytest.raises(ConfigError, match="dist.sync is not supported here.*batch norms that fold"):
-        train(model, asked, sets, WorkerProcess(), tmp_path, quiet)
+        trained(asked, tmp_path)
 
 
 def test_the_moving_average_is_returned(tmp_path):
@@ -153,12 +153,11 @@ def test_the_moving_average_is_returned(tmp_path):
     results = []
     for ema in (False, True):
         asked = of(config(ema={"enable": ema, "kwargs": {"decay": 0.5}}, saver={"val_freq": 9}, **over))
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Flatten(), nn.Linear(192, 10))
+        model = linear()
         seen = []
         if not ema:
             model[1].bias.register_hook(lambda g, m=model, to=seen: to.append(m[1].bias.detach().clone()))
-        out, _ = train(model, asked, data.load(asked.data), WorkerProcess(), tmp_path / str(ema), quiet)
+        out, _ = trained(asked, tmp_path / str(ema), model)
         results.append((out[1].bias.detach(), seen))
     (last, seen), (mean, _) = results
     assert torch.allclose(mean, 0.5 * seen[1] + 0.5 * last, atol=1e-6) and not torch.equal(mean, last)
@@ -166,29 +165,28 @@ def test_the_moving_average_is_returned(tmp_path):
 
 def test_statistics_are_frozen_at_freeze_step(tmp_path):
     asked = of(config(freeze_step=4, backend="academic", bnfold=None))
-    model, sets = start(asked)
+    model, _ = start(asked)
     seen = []
     norm = next(m for m in model.modules() if isinstance(m, nn.BatchNorm2d))
     norm.register_forward_hook(lambda m, *_: seen.append((m.training, m.running_mean.clone())))
-    train(model, asked, sets, WorkerProcess(), tmp_path, quiet)
-    trained = [mean for training, mean in seen if training]
-    assert len(trained) == 4 and torch.equal(norm.running_mean, trained[-1])
+    trained(asked, tmp_path, model)
+    means = [mean for training, mean in seen if training]
+    assert len(means) == 4 and torch.equal(norm.running_mean, means[-1])
 
 
 def test_an_infinite_loss_stops_training_and_names_the_step(tmp_path):
     asked = of(config(lr_scheduler={"kwargs": {"base_lr": 1e3, "warmup_lr": 1e3, "max_iter": 12}}))
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 10))
+    model = linear()
     model[1].weight.data.fill_(math.inf)
     with pytest.raises(TrainingError, match="step 0"):
-        train(model, asked, data.load(asked.data), WorkerProcess(), tmp_path, quiet)
+        trained(asked, tmp_path, model)
 
 
 def test_invalid_optimizer_options_and_too_few_images_are_refused(tmp_path):
-    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 10))
+    model = linear()
     asked = of(config(optimizer={"type": "Adam", "kwargs": {"nesterov": True}}))
     with pytest.raises(ConfigError, match=r"optimizer.kwargs"):
-        train(model, asked, data.load(asked.data), WorkerProcess(), tmp_path, quiet)
+        trained(asked, tmp_path, model)
     asked = of(config(data={**config()["data"], "batch_size": 500}))
     with pytest.raises(ConfigError, match="do not fill one step.*at least 500"):
-        train(model, asked, data.load(asked.data), WorkerProcess(), tmp_path, quiet)
+        trained(asked, tmp_path, model)

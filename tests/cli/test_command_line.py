@@ -116,8 +116,8 @@ def test_models_and_data_come_from_files_modules_and_folders(folder):
     (path / "images").mkdir()
     for k in range(3):
         Image.fromarray(np.full((10, 12, 3), 40 * k, np.uint8)).save(path / "images" / f"{k}.png")
-    words = "quantize", f"{name}:net", "--data", "images", "--input-size", "8", "--out", "from_images"
-    assert "overrides keep '0' in float" in succeed(*words, "--float", "0")
+    words = "quantize", f"{name}:net", "--data", "images", "--input-size", "8", "--out", "from_images", "--float", "0"
+    assert "overrides keep '0' in float" in succeed(*words)
 
 
 def test_lint_shows_fusions_without_data(folder):
@@ -125,9 +125,9 @@ def test_lint_shows_fusions_without_data(folder):
     assert "operators run in integers on xnnpack" in shown and "Relu '1'" in shown
 
 
-@pytest.mark.parametrize("args", [["platforms"], ["platforms", "list"], ["platforms", "show", "ort_cpu"]])
-def test_platforms_are_listed_and_shown(args):
-    assert "ort_cpu" in succeed(*args)
+def test_platforms_are_listed_and_shown():
+    for args in ("platforms", "platforms list", "platforms show ort_cpu"):
+        assert "ort_cpu" in succeed(*args.split())
 
 
 def test_platforms_check_reports_every_problem_with_its_line(folder, panels):
@@ -245,15 +245,7 @@ def test_every_end_of_a_command_has_its_own_status_and_no_traceback(panels, rais
     assert code == status and words in err and "Traceback" not in err
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "quantize . --data d.npz --input-size",
-        "quantize . --data d.npz --seed",
-        "train . --data d.npz --epochs",
-        "train . --data d.npz --batch-size",
-    ],
-)
+@pytest.mark.parametrize("words", ["quantize . --data d.npz --input-size", "train . --data d.npz --epochs"])
 def test_a_number_above_64_bits_is_refused(panels, words):
     *_, option = words.split()
     code, err = panels(*words.split(), "9" * 20)

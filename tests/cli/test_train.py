@@ -21,15 +21,11 @@ def net():
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 64, 3)).eval()
 
-def two():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = nn.Linear(192, 3)
-        def forward(self, x):
-            y = self.a(torch.flatten(x, 1))
-            return y, y * 2
-    return Two().eval()
+class Two(nn.Module):
+    def forward(self, x):
+        return x, x * 2
+
+two = Two
 
 def loop(model, data):
     model.train()

@@ -10,23 +10,20 @@ import chipfit
 from chipfit import DefaultDict, FrameworkInfo
 from chipfit.errors import ModelingError, UnsupportedError
 from chipfit.target_platform import LayerFilterParams, QuantizationMethod, get_target_platform_capabilities
+from tests.build import model_of
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.act = nn.Conv2d(3, 4, 3, padding=1), nn.ReLU()
-        self.fc, self.out = nn.Linear(4, 5), nn.Softmax(-1)
-
-    def forward(self, x):
-        return self.out(self.fc(self.act(self.conv(x)).mean((2, 3))))
+def net():
+    torch.manual_seed(0)
+    parts = {"conv": nn.Conv2d(3, 4, 3, padding=1), "act": nn.ReLU(), "fc": nn.Linear(4, 5), "out": nn.Softmax(-1)}
+    return model_of(lambda m, x: m.out(m.fc(m.act(m.conv(x)).mean((2, 3)))), **parts)
 
 
 def fit(info, name="imx500", **options):
-    torch.manual_seed(0)
+    model = net()
     chip = get_target_platform_capabilities("pytorch", name)
     data = [torch.randn(8, 3, 8, 8) for _ in range(2)]
-    return info.apply(chipfit.quantize(Net().eval(), data, chip, overrides=info.overrides(), progress=False, **options))
+    return info.apply(chipfit.quantize(model, data, chip, overrides=info.overrides(), progress=False, **options))
 
 
 def quantized(result):
@@ -95,8 +92,7 @@ def test_a_users_function_quantizes_weights():
     assert seen == {"bits": 8, "signed": True, "threshold": (4,), "per_channel": True, "axis": 0}
     w = result.graph.weights["conv.weight"]
     assert torch.equal(w, (w * 2).round() / 2)
-    torch.manual_seed(0)
-    assert torch.equal(w, (Net().conv.weight * 2).round() / 2)
+    assert torch.equal(w, (net().conv.weight * 2).round() / 2)
 
 
 def test_a_users_function_quantizes_results_which_cannot_be_exported(tmp_path):

@@ -30,33 +30,29 @@ def test_a_record_has_positional_arguments_and_keeps_the_type_of_numbers():
     assert (made.on, made.ratio, made.names) == (True, 3, ["a"])
     assert isinstance(made.ratio, int)
     assert list(inspect.signature(Options).parameters) == ["on", "ratio", "share", "names"]
+    with pytest.raises(ConfigError, match="ratio is 0"):
+        Options(True, 0)
 
 
 @pytest.mark.parametrize(
-    ("make", "text"),
+    ("make", "option", "text"),
     [
+        (lambda: Options("yes"), "on", "of the wrong type. Got: 'yes' of type str. Allowed: True or False."),
+        (lambda: Options(ratio=True), "ratio", "of the wrong type. Got: True of type bool. Allowed: a number."),
         (
-            lambda: Options("yes"),
-            "'on' of Options is of the wrong type. Got: 'yes' of type str. Allowed: True or False.",
+            lambda: Options(names=[]),
+            "names",
+            "of the wrong type. Got: [] of type list. Allowed: a list that is not empty.",
         ),
-        (
-            lambda: Options(ratio=True),
-            "'ratio' of Options is of the wrong type. Got: True of type bool. Allowed: a number.",
-        ),
-        (lambda: Options(names=[]), "Allowed: a list that is not empty."),
-        (lambda: Options(names=["a", 3]), "'names[1]' of Options is of the wrong type. Got: 3 of type int"),
-        (
-            lambda: Options(share=-1),
-            "'share' of Options is out of bounds. Got: -1 of type int. Allowed: a number that is at",
-        ),
-        (lambda: Options(True, 0), "ratio is 0."),
-        (lambda: setattr(Options(), "on", 1), "'on' of Options is of the wrong type"),
+        (lambda: Options(names=["a", 3]), "names[1]", "of the wrong type. Got: 3 of type int"),
+        (lambda: Options(share=-1), "share", "out of bounds. Got: -1 of type int. Allowed: a number that is at"),
+        (lambda: setattr(Options(), "on", 1), "on", "of the wrong type"),
     ],
 )
-def test_invalid_values_are_named_with_allowed_ones(make, text):
+def test_invalid_values_are_named_with_allowed_ones(make, option, text):
     with pytest.raises(ConfigError) as e:
         make()
-    assert text in str(e.value)
+    assert f"'{option}' of Options is {text}" in str(e.value)
 
 
 def test_unknown_names_list_similar_ones():
@@ -97,7 +93,5 @@ def test_arguments_of_a_constructor_are_validated_by_their_annotations():
 def test_a_type_may_describe_its_allowed_values():
     even = Annotated[int, Field(multiple_of=2), allowed("an even number")]
     assert check_value(even, 4, ConfigError, "Thing", "size") == 4
-    with pytest.raises(
-        ConfigError, match="'size' of Thing is of the wrong type. Got: 3 of type int. Allowed: an even number"
-    ):
+    with pytest.raises(ConfigError, match="'size' of Thing is of the wrong type. Got: 3 of .* Allowed: an even number"):
         check_value(even, 3, ConfigError, "Thing", "size")

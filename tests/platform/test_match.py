@@ -89,12 +89,6 @@ def test_gates_follow_the_order_of_the_revisions(gate, open_on):
     assert "".join(a for a in "ABC" if resolve(p.model_copy(update={"arch_selected": a}), "Add", {}).rule) == open_on
 
 
-def test_a_gate_on_bits_chooses_the_wide_kernel():
-    p = platform_of(rule("Add", when={"bits": 16}, note="wide"), rule("Add", note="narrow"))
-    assert resolve(p, "Add", {}, bits=16).rule.note == "wide"
-    assert resolve(p, "Add", {}, bits=8).rule.note == "narrow"
-
-
 @pytest.mark.parametrize(
     "unlisted, how", [("float", "float"), ("cpu", "float"), ("reject", "float"), ("follow", "follow")]
 )

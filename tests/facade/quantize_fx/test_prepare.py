@@ -13,19 +13,9 @@ import torch
 from torch import nn
 
 from chipfit import errors
+from chipfit import quantize_fx as fx
 from chipfit.errors import CaptureError, ConfigError, PlanError, UnknownNameError, UnsupportedError
 from chipfit.facade.quantize_fx.quantizers import QuantizeBase
-from chipfit.quantize_fx import (
-    deploy,
-    disable_all,
-    enable_calibration,
-    enable_quantization,
-    get_backend_params,
-    get_foldbn_config,
-    get_qconfig,
-    platforms_of,
-    prepare_qat_fx,
-)
 from chipfit.quantizers.algorithms.ste import STE
 from tests.build import model_of
 
@@ -69,12 +59,12 @@ def net():
 
 
 def setting(backend, bit=4, method="lsq", **options):
-    return get_qconfig(method, method, bit, **{**get_backend_params(backend), **options})
+    return fx.get_qconfig(method, method, bit, **{**fx.get_backend_params(backend), **options})
 
 
 def prepared(net, backend, fold=None, **options):
-    config = None if fold is None else get_foldbn_config(fold)
-    return prepare_qat_fx(net, {"": setting(backend, **options)}, config)
+    config = None if fold is None else fx.get_foldbn_config(fold)
+    return fx.prepare_qat_fx(net, {"": setting(backend, **options)}, config)
 
 
 def quantizers(model, what=QuantizeBase):
@@ -100,11 +90,11 @@ BACKENDS = "academic tensorrt acl tvm snpe fbgemm tflitemicro".split()
 def test_without_quantization_the_network_is_unchanged(net):
     for backend in BACKENDS:
         model = prepared(net, backend, fold=-1)
-        disable_all(model)
+        fx.disable_all(model)
         assert torch.equal(model(DATA[0]), net(DATA[0]))
-        enable_calibration(model)
+        fx.enable_calibration(model)
         assert torch.equal(model(DATA[0]), net(DATA[0]))
-        enable_quantization(model)
+        fx.enable_quantization(model)
         assert not torch.equal(model(DATA[0]), net(DATA[0]))
         assert not model.training
 
@@ -134,24 +124,18 @@ def test_graph_kinds_differ_at_sums_and_pools(net):
     assert placed[3] - placed[2] == {"block_conv2"} and placed[2] < placed[3]
 
 
-class Reuses(nn.Module):
-    """A layer called twice, a tensor with three readers, sizes, and an output behind a pass-through operator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.a, self.b = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1)
-        self.up = nn.ConvTranspose2d(4, 6, 2, stride=2)
-
-    def forward(self, x):
-        y = self.conv(self.conv(x))
-        z = self.up(torch.cat([self.a(y) + self.b(y), self.a(y)[:, :0]], 1))
-        return (z * 0.5).view(x.size(0) * 1, -1)
+def reuses(m, x):
+    """Call a layer twice, read a tensor three times, and return a result behind a pass-through operator."""
+    y = m.conv(m.conv(x))
+    z = m.up(torch.cat([m.a(y) + m.b(y), m.a(y)[:, :0]], 1))
+    return (z * 0.5).view(x.size(0) * 1, -1)
 
 
 def test_reused_layers_and_tensors_have_one_quantizer():
     torch.manual_seed(0)
-    model = Reuses().eval()
-    ready = prepare_qat_fx(model, {"": setting("tensorrt", graph=3)}, example_inputs=torch.randn(2, 3, 4, 4))
+    parts = {"conv": nn.Conv2d(3, 3, 3, padding=1), "a": nn.Conv2d(3, 4, 1), "b": nn.Conv2d(3, 4, 1)}
+    model = model_of(reuses, **parts, up=nn.ConvTranspose2d(4, 6, 2, stride=2))
+    ready = fx.prepare_qat_fx(model, {"": setting("tensorrt", graph=3)}, example_inputs=torch.randn(2, 3, 4, 4))
     names = [n for n, q in quantizers(ready).items() if "weight" in n]
     assert names == [f"{layer}.weight_quantizer" for layer in ("conv", "a", "b", "up")]
     assert ready.up.weight_quantizer.ch_axis == 1 and ready.up.weight_quantizer.rounds.scale.shape == (6,)
@@ -173,7 +157,7 @@ def test_every_setting_trains_and_restores_its_state(backend, method, net):
     fresh = prepared(Net(), backend, method=method).eval()
     fresh.load_state_dict(model.state_dict())
     assert torch.equal(fresh(DATA[1]), model(DATA[1]))
-    pot = get_backend_params(backend)["pot_scale"]
+    pot = fx.get_backend_params(backend)["pot_scale"]
     numbers = torch.cat([q.numbers()[0].reshape(-1) for q in quantizers(model).values()])
     assert torch.equal(numbers.log2(), numbers.log2().round()) == pot
 
@@ -183,7 +167,7 @@ def test_every_strategy_of_folding_batch_norms_deploys(fold, net):
     model = prepared(net, "tensorrt", fold=fold, bit=8)
     assert any(isinstance(m, nn.BatchNorm2d) for m in model.modules()) == (fold != 0)
     train(model)
-    result = deploy(model, DATA, "tensorrt")
+    result = fx.deploy(model, DATA, "tensorrt")
     torch.testing.assert_close(result.model(DATA[1]), model(DATA[1]), rtol=0, atol=0.02)
 
 
@@ -208,9 +192,9 @@ def test_a_checkpoint_of_another_setting_is_refused(other, says, net):
 def test_the_runtime_computes_the_trained_model(backend, method, net):
     """ONNX Runtime holds 8-bit grids of all these settings, affine weights aside."""
     qconfig = setting(backend, 8, method, **({"per_channel": True, "symmetry": True} if backend == "snpe" else {}))
-    assert platforms_of(qconfig)["ort_cpu"] == ""
-    model = train(prepare_qat_fx(net, {"": qconfig}, get_foldbn_config(1)))
-    result = deploy(copy.deepcopy(model), DATA, "ort_cpu")
+    assert fx.platforms_of(qconfig)["ort_cpu"] == ""
+    model = train(fx.prepare_qat_fx(net, {"": qconfig}, fx.get_foldbn_config(1)))
+    result = fx.deploy(copy.deepcopy(model), DATA, "ort_cpu")
     for name, q in quantizers(model).items():
         if name.endswith("weight_quantizer"):
             learned = q.numbers()[0].expand_as(result.plan[name.replace("_quantizer", "")].scale)
@@ -220,17 +204,11 @@ def test_the_runtime_computes_the_trained_model(backend, method, net):
     assert result.verify(DATA[:1]).exact
 
 
-class Plain(nn.Module):
-    """Two convolutions and a linear layer; names are those of the ONNX file."""
-
-    def __init__(self, bias: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b, self.fc = nn.Conv2d(3, 6, 3, bias=bias), nn.Conv2d(6, 6, 3, bias=bias), nn.Linear(96, 5, bias)
-        self.relu = nn.ReLU()
-
-    def forward(self, x):
-        return self.fc(torch.flatten(self.relu(self.b(self.relu(self.a(x)))), 1))
+def plain(bias):
+    """Return two convolutions and a linear layer; names are those of the ONNX file."""
+    torch.manual_seed(0)
+    parts = {"a": nn.Conv2d(3, 6, 3, bias=bias), "b": nn.Conv2d(6, 6, 3, bias=bias), "fc": nn.Linear(96, 5, bias)}
+    return model_of(lambda m, x: m.fc(torch.flatten(m.relu(m.b(m.relu(m.a(x)))), 1)), **parts, relu=nn.ReLU())
 
 
 @pytest.mark.parametrize("backend, bias, apart", [("tvm", False, 0), ("tvm", True, 1), ("tensorrt", True, 1)])
@@ -240,7 +218,7 @@ def test_quantized_values_in_training_equal_those_of_the_exported_file(backend, 
     With steps that are powers of two all numbers are whole multiples of one, and float32 adds them exactly. A bias,
     which training leaves as it is and the file stores in codes, may turn a tie, and so may other steps.
     """
-    model = train(prepare_qat_fx(Plain(bias), {"": setting(backend, 8)}))
+    model = train(fx.prepare_qat_fx(plain(bias), {"": setting(backend, 8)}))
     simulated = {}
     names = {q: n.removesuffix("_post_act_fake_quantizer") for n, q in quantizers(model).items() if "weight" not in n}
 
@@ -252,13 +230,13 @@ def test_quantized_values_in_training_equal_those_of_the_exported_file(backend, 
     for hook in hooks:
         hook.remove()
     assert set(simulated) == {"x", "relu", "relu_1"}
-    file = onnx.load(deploy(model, DATA, "ort_cpu").export(tmp_path / "m.onnx"))
+    file = onnx.load(fx.deploy(model, DATA, "ort_cpu").export(tmp_path / "m.onnx"))
     numbers = {i.name: onnx.numpy_helper.to_array(i) for i in file.graph.initializer}
     nodes = {n.output[0]: n for n in file.graph.node if n.op_type == "QuantizeLinear"}
     file.graph.output.extend(onnx.helper.make_empty_tensor_value_info(f"{t}_q") for t in simulated)
-    plain = onnxruntime.SessionOptions()
-    plain.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(file.SerializeToString(), plain)
+    exactly = onnxruntime.SessionOptions()
+    exactly.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(file.SerializeToString(), exactly)
     for tensor, (value, scale) in simulated.items():
         (codes,) = session.run([f"{tensor}_q"], {session.get_inputs()[0].name: DATA[0].numpy()})
         _, step, zero = nodes[f"{tensor}_q"].input
@@ -268,15 +246,15 @@ def test_quantized_values_in_training_equal_those_of_the_exported_file(backend, 
 
 
 def test_the_reason_why_a_platform_does_not_fit_is_given(net):
-    assert set(platforms_of(setting("academic")).values()) == {
+    assert set(fx.platforms_of(setting("academic")).values()) == {
         "ada_sign is for academic settings only: signedness of a format is fixed before training"
     }
-    four = platforms_of(setting("tensorrt", bit=4))
+    four = fx.platforms_of(setting("tensorrt", bit=4))
     assert "values" in four["tensorrt"] or "float" in four["tensorrt"]
     with pytest.raises(UnsupportedError, match="cannot store"):
-        deploy(train(prepared(net, "snpe", fold=1, bit=8)), DATA, "tensorrt")
+        fx.deploy(train(prepared(net, "snpe", fold=1, bit=8)), DATA, "tensorrt")
     with pytest.raises(UnsupportedError, match="bn_fold=-1"):
-        deploy(train(prepared(net, "tensorrt", fold=-1, bit=8)), DATA, "tensorrt")
+        fx.deploy(train(prepared(net, "tensorrt", fold=-1, bit=8)), DATA, "tensorrt")
 
 
 class Squared(QuantizeBase):
@@ -298,10 +276,10 @@ class OnPaper(STE):
 
 @pytest.mark.parametrize("method, says", [(Squared, "equal steps"), (OnPaper(), "no chip has it")])
 def test_methods_that_no_chip_computes_are_not_deployed(method, says, net):
-    qconfig = get_qconfig("ste", method, 8, per_channel=True, bnfold=1)
-    model = train(prepare_qat_fx(net, {"": qconfig}), steps=1)
+    qconfig = fx.get_qconfig("ste", method, 8, per_channel=True, bnfold=1)
+    model = train(fx.prepare_qat_fx(net, {"": qconfig}), steps=1)
     with pytest.raises(UnsupportedError, match=says):
-        deploy(model, DATA, "tensorrt")
+        fx.deploy(model, DATA, "tensorrt")
 
 
 # ---------------------------------------------------------------- bad input
@@ -324,7 +302,7 @@ def test_methods_that_no_chip_computes_are_not_deployed(method, says, net):
 )
 def test_invalid_settings_are_refused(options, error, says):
     with pytest.raises(error, match=says):
-        get_qconfig(**options)
+        fx.get_qconfig(**options)
 
 
 PLAIN = setting("snpe")
@@ -345,12 +323,12 @@ def per_channel(**options):
 )
 def test_invalid_arguments_are_refused(arguments, error, says, net):
     with pytest.raises(error, match=says):
-        prepare_qat_fx(net, *arguments)
+        fx.prepare_qat_fx(net, *arguments)
 
 
 def test_an_unknown_backend_lists_similar_ones():
     with pytest.raises(UnknownNameError, match="'tensorrt'"):
-        get_backend_params("tensort")
+        fx.get_backend_params("tensort")
 
 
 FC = nn.Linear(2, 2)
@@ -371,7 +349,7 @@ FC = nn.Linear(2, 2)
 )
 def test_a_model_that_cannot_be_traced_is_refused_with_a_hint(model, example, says):
     with pytest.raises(CaptureError, match=says):
-        prepare_qat_fx(model, {"": PLAIN}, example_inputs=example)
+        fx.prepare_qat_fx(model, {"": PLAIN}, example_inputs=example)
 
 
 # ---------------------------------------------------------------- NaN and infinite values

@@ -185,11 +185,8 @@ def test_options_follow_the_name_of_a_method():
             get_qconfig(method)
 
 
-def test_a_missing_channel_axis_is_refused():
+def test_a_missing_channel_axis_and_one_signed_bit_are_refused():
     with pytest.raises(DataError, match="ch_axis=3 of"):
         AlgorithmQuantizer("MinMax", algorithm="lsq", role="weight", **{**C4, "ch_axis": 3}).prepare(X)
-
-
-def test_one_signed_bit_is_refused():
     with pytest.raises(UnsupportedError, match="1 bits?.*-1..0"):
         AlgorithmQuantizer("MinMax", algorithm="lsq", quant_min=-1, quant_max=0)

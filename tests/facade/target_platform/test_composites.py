@@ -7,26 +7,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from chipfit.target_platform import (
-    OperationsSetToLayers,
-    OperatorsSet,
-    QuantizationMethod,
-    Signedness,
-    TargetPlatformCapabilities,
-    TargetPlatformModel,
-)
+from chipfit import target_platform as tp
 from tests.build import model_of, quantized
 from tests.facade.target_platform.chips import FLOAT, config, options
 
-AFFINE = {"activation_quantization_method": QuantizationMethod.UNIFORM, "signedness": Signedness.SIGNED}
+AFFINE = {"activation_quantization_method": tp.QuantizationMethod.UNIFORM, "signedness": tp.Signedness.SIGNED}
 
 
 def chip(entry):
     """Return a chip with a fixed scale of 1 / 128 for the results of one function."""
-    with TargetPlatformModel(options(config(FLOAT, **AFFINE)), name="composite") as model:
-        OperatorsSet("Composite", options(config(FLOAT, fixed_scale=1 / 128, fixed_zero_point=0, **AFFINE)))
-    with TargetPlatformCapabilities(model) as tpc:
-        OperationsSetToLayers("Composite", [entry])
+    with tp.TargetPlatformModel(options(config(FLOAT, **AFFINE)), name="composite") as model:
+        tp.OperatorsSet("Composite", options(config(FLOAT, fixed_scale=1 / 128, fixed_zero_point=0, **AFFINE)))
+    with tp.TargetPlatformCapabilities(model) as tpc:
+        tp.OperationsSetToLayers("Composite", [entry])
     return tpc
 
 

@@ -6,9 +6,12 @@ import inspect
 
 import pytest
 import torch
+from torch import nn
 
 import chipfit
-from chipfit import hardware_representation, target_platform
+from chipfit import DefaultDict, FrameworkInfo, target_platform
+from chipfit import hardware_representation as hw
+from chipfit.errors import ModelingError
 from tests.build import model_of, quantized
 
 
@@ -34,46 +37,26 @@ def parameters(thing):
         "LayerFilterParams": "layer conditions kwargs",
         "TargetPlatformCapabilities": "tp_model name version",
         "get_target_platform_capabilities": "fw_name target_platform_name target_platform_version",
+        "FrameworkInfo": "kernel_ops activation_ops no_quantization_ops activation_quantizer_mapping "
+        "weights_quantizer_mapping kernel_channels_mapping activation_min_max_mapping layer_min_max_mapping",
     }.items(),
 )
 def test_signatures_begin_as_published(name, expected):
-    assert parameters(getattr(target_platform, name))[: len(expected.split())] == expected.split()
-
-
-def test_framework_info_begins_with_its_eight_parameters():
-    assert parameters(chipfit.FrameworkInfo)[:8] == [
-        "kernel_ops",
-        "activation_ops",
-        "no_quantization_ops",
-        "activation_quantizer_mapping",
-        "weights_quantizer_mapping",
-        "kernel_channels_mapping",
-        "activation_min_max_mapping",
-        "layer_min_max_mapping",
-    ]
+    thing = getattr(chipfit if name == "FrameworkInfo" else target_platform, name)
+    assert parameters(thing)[: len(expected.split())] == expected.split()
 
 
 def test_quantization_methods_have_the_published_names():
     names = ["POWER_OF_TWO", "LUT_POT_QUANTIZER", "SYMMETRIC", "UNIFORM", "LUT_SYM_QUANTIZER"]
     assert [m.name for m in target_platform.QuantizationMethod] == names
-    assert {"KMEANS", "LUT_QUANTIZER"} <= set(hardware_representation.QuantizationMethod.__members__)
+    assert {"KMEANS", "LUT_QUANTIZER"} <= set(hw.QuantizationMethod.__members__)
 
 
 def hardware():
     """Return the first generation's example of a model, outside any `with` block."""
-    from chipfit.hardware_representation import (
-        Fusing,
-        HardwareModel,
-        OperatorSetConcat,
-        OperatorsSet,
-        OpQuantizationConfig,
-        QuantizationConfigOptions,
-        QuantizationMethod,
-    )
-
-    op_qc_8bit = OpQuantizationConfig(
-        activation_quantization_method=QuantizationMethod.POWER_OF_TWO,
-        weights_quantization_method=QuantizationMethod.POWER_OF_TWO,
+    op_qc_8bit = hw.OpQuantizationConfig(
+        activation_quantization_method=hw.QuantizationMethod.POWER_OF_TWO,
+        weights_quantization_method=hw.QuantizationMethod.POWER_OF_TWO,
         activation_n_bits=8,
         weights_n_bits=8,
         weights_per_channel_threshold=True,
@@ -82,18 +65,18 @@ def hardware():
     )
     op_qc_4bit = op_qc_8bit.clone_and_edit(weights_n_bits=4)
     op_qc_2bit = op_qc_8bit.clone_and_edit(weights_n_bits=2)
-    mixed_precision_configuration_options = QuantizationConfigOptions(
+    mixed_precision_configuration_options = hw.QuantizationConfigOptions(
         [op_qc_8bit, op_qc_4bit, op_qc_2bit], base_config=op_qc_8bit
     )
-    default_configuration_options = QuantizationConfigOptions([op_qc_8bit])
-    my_model = HardwareModel(default_configuration_options, name="my_model")
-    fc_opset = OperatorsSet("FullyConnected", mixed_precision_configuration_options)
-    relu_opset = OperatorsSet("Relu")
-    Fusing([fc_opset, relu_opset])
-    add_opset = OperatorsSet("Add")
-    Fusing([fc_opset, relu_opset, add_opset])
-    activations_after_fc_to_fuse = OperatorSetConcat(relu_opset, add_opset)
-    Fusing([fc_opset, activations_after_fc_to_fuse])
+    default_configuration_options = hw.QuantizationConfigOptions([op_qc_8bit])
+    my_model = hw.HardwareModel(default_configuration_options, name="my_model")
+    fc_opset = hw.OperatorsSet("FullyConnected", mixed_precision_configuration_options)
+    relu_opset = hw.OperatorsSet("Relu")
+    hw.Fusing([fc_opset, relu_opset])
+    add_opset = hw.OperatorsSet("Add")
+    hw.Fusing([fc_opset, relu_opset, add_opset])
+    activations_after_fc_to_fuse = hw.OperatorSetConcat(relu_opset, add_opset)
+    hw.Fusing([fc_opset, activations_after_fc_to_fuse])
     return my_model, fc_opset, relu_opset, add_opset
 
 
@@ -105,19 +88,15 @@ def test_parts_created_outside_a_block_belong_to_no_model():
 
 @pytest.mark.parametrize("adds", [True, False])
 def test_the_documented_chip_fuses_and_quantizes_as_documented(adds):
-    from chipfit.hardware_representation import Fusing, HardwareModel, OperatorSetConcat, OperatorsSet
-
     made, fc, *_ = hardware()
-    with HardwareModel(made.default_qco, name="my_model") as my_model:
-        fc_opset = OperatorsSet("FullyConnected", fc.qc_options)
-        relu_opset, add_opset = OperatorsSet("Relu"), OperatorsSet("Add")
-        Fusing([fc_opset, relu_opset, add_opset])
-        Fusing([fc_opset, OperatorSetConcat(relu_opset, add_opset)])
+    with hw.HardwareModel(made.default_qco, name="my_model") as my_model:
+        fc_opset = hw.OperatorsSet("FullyConnected", fc.qc_options)
+        relu_opset, add_opset = hw.OperatorsSet("Relu"), hw.OperatorsSet("Add")
+        hw.Fusing([fc_opset, relu_opset, add_opset])
+        hw.Fusing([fc_opset, hw.OperatorSetConcat(relu_opset, add_opset)])
     torch.manual_seed(0)
     net = model_of(
-        lambda m, x: m.relu(m.fc(x)) + x if adds else torch.tanh(m.relu(m.fc(x))),
-        fc=torch.nn.Linear(8, 8),
-        relu=torch.nn.ReLU(),
+        lambda m, x: m.relu(m.fc(x)) + x if adds else torch.tanh(m.relu(m.fc(x))), fc=nn.Linear(8, 8), relu=nn.ReLU()
     )
     result = quantized(net, torch.randn(16, 8), my_model)
     (group,) = [tuple(result.graph.node(n).op for n in g) for g in result.plan.groups]
@@ -129,34 +108,22 @@ def test_the_documented_chip_fuses_and_quantizes_as_documented(adds):
 
 
 def test_first_generation_capabilities():
-    from torch import nn
-
-    from chipfit.hardware_representation import (
-        FrameworkHardwareModel,
-        LayerFilterParams,
-        NotEq,
-        OperationsSetToLayers,
-        get_model,
-    )
-
     made, fc, relu, add = hardware()
     model = target_platform.TargetPlatformModel(made.default_qco, operator_set=[fc, relu, add])
-    with FrameworkHardwareModel(model, name="my_framework_model") as fw:
-        OperationsSetToLayers("FullyConnected", [nn.Linear])
-        OperationsSetToLayers("Relu", [nn.ReLU, LayerFilterParams(nn.Hardtanh, NotEq("min_val", None))])
-        OperationsSetToLayers("Add", [torch.add])
+    with hw.FrameworkHardwareModel(model, name="my_framework_model") as fw:
+        hw.OperationsSetToLayers("FullyConnected", [nn.Linear])
+        hw.OperationsSetToLayers("Relu", [nn.ReLU, hw.LayerFilterParams(nn.Hardtanh, hw.NotEq("min_val", None))])
+        hw.OperationsSetToLayers("Add", [torch.add])
     assert fw.get_layers_by_opset_name("FullyConnected") == [nn.Linear]
-    eight = get_model("pytorch", "default")
+    eight = hw.get_model("pytorch", "default")
     assert eight.get_layers_by_opset_name("FullyConnected")
     with pytest.raises(AssertionError):
-        get_model("pytorch", "unheard_of")
+        hw.get_model("pytorch", "unheard_of")
     with pytest.raises(AssertionError):
-        get_model("theano", "default")
+        hw.get_model("theano", "default")
 
 
 def test_first_generation_configurations_have_their_fields():
-    from chipfit.errors import ModelingError
-
     made, *_ = hardware()
     config = made.get_default_op_quantization_config()
     assert (config.weights_n_bits, config.activation_n_bits) == (8, 8)
@@ -169,44 +136,19 @@ def test_first_generation_configurations_have_their_fields():
 
 
 def test_functions_are_also_in_chipfit():
-    assert chipfit.get_model is hardware_representation.get_model
+    assert chipfit.get_model is hw.get_model
     assert chipfit.get_target_platform_capabilities is target_platform.get_target_platform_capabilities
     assert {"get_model", "get_target_platform_capabilities"} <= set(dir(chipfit))
 
 
 def test_framework_info_with_positional_arguments():
-    from torch import nn
-
-    from chipfit import DefaultDict, FrameworkInfo
-
     kernel_ops, kernel_channels_mapping = [nn.Conv2d], DefaultDict({nn.Conv2d: (0, 1)})
     info = FrameworkInfo(kernel_ops, [], [], kernel_channels_mapping, {}, {})
     assert info.kernel_channels_mapping is kernel_channels_mapping
     assert (info.activation_quantizer_mapping, info.weights_quantizer_mapping) == ({}, {})
     activation_ops, no_quantization_ops = [nn.ReLU], [torch.reshape]
-    FrameworkInfo(kernel_ops, activation_ops, [], kernel_channels_mapping, {}, {})
-    FrameworkInfo(kernel_ops, activation_ops, no_quantization_ops, kernel_channels_mapping, {}, {})
     functions, layers = {"softmax": (0, 1)}, {nn.Softmax: (0, 1)}
     info = FrameworkInfo(kernel_ops, activation_ops, no_quantization_ops, kernel_channels_mapping, functions, layers)
     assert (info.activation_min_max_mapping, info.layer_min_max_mapping) == (functions, layers)
-    with pytest.raises(chipfit.errors.ModelingError, match="on other axes"):
+    with pytest.raises(ModelingError, match="on other axes"):
         FrameworkInfo(kernel_ops, [], [], DefaultDict({nn.Conv2d: (3, 2)}), {}, {})
-
-
-def test_framework_info_with_keywords():
-    from torch import nn
-
-    from chipfit import DefaultDict, FrameworkInfo
-
-    kernel_ops = [nn.Conv2d]
-    kernel_channels_mapping = DefaultDict({nn.Conv2d: (0, 1)})
-    activation_ops, no_quantization_ops = [nn.ReLU], [torch.reshape]
-    info = FrameworkInfo(
-        kernel_ops,
-        activation_ops,
-        no_quantization_ops,
-        kernel_channels_mapping=kernel_channels_mapping,
-        activation_min_max_mapping={"softmax": (0, 1)},
-        layer_min_max_mapping={nn.Softmax: (0, 1)},
-    )
-    assert info.kernel_channels_mapping.get(nn.Conv2d) == (0, 1)

@@ -7,23 +7,9 @@ import torch
 from torch import nn
 
 import chipfit
+from chipfit import target_platform as tp
 from chipfit.errors import ModelingError
 from chipfit.facade.target_platform.configs import BIAS_ATTR, KERNEL_ATTR
-from chipfit.target_platform import (
-    DefaultDict,
-    Fusing,
-    Greater,
-    LayerFilterParams,
-    OperationsSetToLayers,
-    OperationsToLayers,
-    OperatorSetConcat,
-    OperatorsSet,
-    TargetPlatformCapabilities,
-    TargetPlatformModel,
-    export_target_platform_capabilities,
-    get_target_platform_capabilities,
-    load_target_platform_capabilities,
-)
 from tests.build import quantized
 from tests.facade.target_platform.chips import chip, config, kernel, model, options
 
@@ -31,12 +17,12 @@ F = nn.functional
 
 
 def test_layers_are_returned_in_order():
-    with TargetPlatformModel(options()) as m:
-        both = OperatorSetConcat(OperatorsSet("opsetA"), OperatorsSet("opsetB"))
-    layers_a, layers_b = [nn.Conv2d, LayerFilterParams(nn.Hardtanh, max_val=2)], [nn.SELU]
-    with TargetPlatformCapabilities(m) as tpc:
-        OperationsSetToLayers("opsetA", layers_a)
-        OperationsSetToLayers("opsetB", layers_b)
+    with tp.TargetPlatformModel(options()) as m:
+        both = tp.OperatorSetConcat(tp.OperatorsSet("opsetA"), tp.OperatorsSet("opsetB"))
+    layers_a, layers_b = [nn.Conv2d, tp.LayerFilterParams(nn.Hardtanh, max_val=2)], [nn.SELU]
+    with tp.TargetPlatformCapabilities(m) as tpc:
+        tp.OperationsSetToLayers("opsetA", layers_a)
+        tp.OperationsSetToLayers("opsetB", layers_b)
     assert tpc.get_layers_by_opset_name("opsetA") == layers_a
     assert tpc.get_layers_by_opset_name("unknown") is None
     assert tpc.get_layers_by_opset(both) == tpc.get_layers_by_opset_name("opsetA_opsetB") == layers_a + layers_b
@@ -46,50 +32,50 @@ def test_layers_are_returned_in_order():
     ("layer", "again", "name"),
     [
         (nn.Conv2d, nn.Conv2d, "Conv2d"),
-        (LayerFilterParams(nn.Softmax, dim=2), LayerFilterParams(nn.Softmax, dim=2), "Softmax(dim=2)"),
+        (tp.LayerFilterParams(nn.Softmax, dim=2), tp.LayerFilterParams(nn.Softmax, dim=2), "Softmax(dim=2)"),
         (F.hardtanh, F.hardtanh, "hardtanh"),
         (F.relu, torch.relu, "relu"),  # layers of one name cannot be told apart
     ],
 )
 def test_a_layer_is_in_one_set(layer, again, name):
     def both():
-        return [OperationsSetToLayers("a", [layer]), OperationsSetToLayers("b", [again])]
+        return [tp.OperationsSetToLayers("a", [layer]), tp.OperationsSetToLayers("b", [again])]
 
-    with TargetPlatformCapabilities(model("a", "b")), pytest.raises(ModelingError) as e:
+    with tp.TargetPlatformCapabilities(model("a", "b")), pytest.raises(ModelingError) as e:
         both()
     assert f"Found layer {name} in more than one OperatorsSet" in str(e.value)
     with pytest.raises(ModelingError, match="Found layer"):
-        OperationsToLayers(both())
+        tp.OperationsToLayers(both())
 
 
 def test_layers_belong_to_a_set_of_the_model():
-    with TargetPlatformCapabilities(model("opset")), pytest.raises(ModelingError, match="conv is not defined"):
-        OperationsSetToLayers("conv", [nn.Conv2d])
+    with tp.TargetPlatformCapabilities(model("opset")), pytest.raises(ModelingError, match="conv is not defined"):
+        tp.OperationsSetToLayers("conv", [nn.Conv2d])
 
 
 @pytest.mark.parametrize("layers", [[], nn.Conv2d, [lambda x: x], ["Convolution7"]])
 def test_layers_are_a_list_of_known_layers(layers):
     with pytest.raises(ModelingError):
-        OperationsSetToLayers("conv", layers)
+        tp.OperationsSetToLayers("conv", layers)
 
 
 def test_fusing_patterns_are_lists_of_layers():
-    a, b, c = (OperatorsSet(n) for n in ("opA", "opB", "opC"))
-    limited = LayerFilterParams(nn.Hardtanh, Greater("max_val", 7), min_val=0)
-    with TargetPlatformCapabilities(model(a, b, c, fusings=[Fusing([a, b, c]), Fusing([a, c])])) as tpc:
+    a, b, c = (tp.OperatorsSet(n) for n in ("opA", "opB", "opC"))
+    limited = tp.LayerFilterParams(nn.Hardtanh, tp.Greater("max_val", 7), min_val=0)
+    with tp.TargetPlatformCapabilities(model(a, b, c, fusings=[tp.Fusing([a, b, c]), tp.Fusing([a, c])])) as tpc:
         for name, layer in (("opA", nn.Conv2d), ("opB", nn.Tanh), ("opC", limited)):
-            OperationsSetToLayers(name, [layer])
+            tp.OperationsSetToLayers(name, [layer])
     assert tpc.get_fusing_patterns() == [[nn.Conv2d, nn.Tanh, limited], [nn.Conv2d, limited]]
 
 
 def test_options_of_a_layer_have_the_frameworks_attribute_names():
     several = options(*(config(kernel(bits)) for bits in (8, 4, 2)))
-    m = model(OperatorsSet("conv", several), OperatorsSet("tanh", options(activation_n_bits=7)), "relu")
-    with TargetPlatformCapabilities(m) as tpc:
-        names = {KERNEL_ATTR: DefaultDict({nn.Conv2d: "weight"}, "kernel"), BIAS_ATTR: DefaultDict({}, "bias")}
-        OperationsSetToLayers("conv", [nn.Conv2d], attr_mapping=names)
-        OperationsSetToLayers("tanh", [nn.Tanh])
-        OperationsSetToLayers("relu", [LayerFilterParams(nn.ReLU, inplace=True)])
+    m = model(tp.OperatorsSet("conv", several), tp.OperatorsSet("tanh", options(activation_n_bits=7)), "relu")
+    with tp.TargetPlatformCapabilities(m) as tpc:
+        names = {KERNEL_ATTR: tp.DefaultDict({nn.Conv2d: "weight"}, "kernel"), BIAS_ATTR: tp.DefaultDict({}, "bias")}
+        tp.OperationsSetToLayers("conv", [nn.Conv2d], attr_mapping=names)
+        tp.OperationsSetToLayers("tanh", [nn.Tanh])
+        tp.OperationsSetToLayers("relu", [tp.LayerFilterParams(nn.ReLU, inplace=True)])
     weights = [c.attr_weights_configs_mapping for c in tpc.get_qco_by_node(nn.Conv2d(3, 3, 1)).quantization_config_list]
     assert [set(w) for w in weights] == [{"weight", "bias"}] * 3
     assert [w["weight"] for w in weights] == [kernel(8), kernel(4), kernel(2)]
@@ -99,10 +85,10 @@ def test_options_of_a_layer_have_the_frameworks_attribute_names():
 
 def test_a_filter_takes_precedence_over_a_plain_layer():
     six = options(activation_n_bits=6)
-    m = model("plain", OperatorsSet("filtered", six))
-    with TargetPlatformCapabilities(m) as tpc:
-        OperationsSetToLayers("plain", [F.avg_pool2d])
-        OperationsSetToLayers("filtered", [LayerFilterParams(F.avg_pool2d, kernel_size=2)])
+    m = model("plain", tp.OperatorsSet("filtered", six))
+    with tp.TargetPlatformCapabilities(m) as tpc:
+        tp.OperationsSetToLayers("plain", [F.avg_pool2d])
+        tp.OperationsSetToLayers("filtered", [tp.LayerFilterParams(F.avg_pool2d, kernel_size=2)])
     assert tpc.get_qco_by_node((F.avg_pool2d, {"kernel_size": 2})) == six
     assert tpc.get_qco_by_node((F.avg_pool2d, {"kernel_size": 1})) == m.default_qco
 
@@ -140,7 +126,7 @@ def test_a_layer_and_a_function_may_be_in_different_sets(four, eight, bits, tmp_
     found, result = bits_of(tpc)
     assert found == bits_for(tpc, nn.ReLU(), (F.relu, {})) == bits
     assert bits_for(tpc, *(n for n in result.graph.nodes if n.op == "Relu")) == bits
-    back = load_target_platform_capabilities(export_target_platform_capabilities(tpc, tmp_path / "chip.json"))
+    back = tp.load_target_platform_capabilities(tp.export_target_platform_capabilities(tpc, tmp_path / "chip.json"))
     assert bits_of(back)[0] == bits_for(back, nn.ReLU(), (F.relu, {})) == bits
 
 
@@ -157,7 +143,7 @@ def test_a_fusion_includes_the_layers_of_its_own_set(fusing, fused):
 
 
 def test_a_filter_on_a_layer_does_not_affect_the_function():
-    tpc = chip([LayerFilterParams(nn.LeakyReLU, negative_slope=0.1)], [F.leaky_relu])
+    tpc = chip([tp.LayerFilterParams(nn.LeakyReLU, negative_slope=0.1)], [F.leaky_relu])
     found, _ = bits_of(tpc, "LeakyRelu", Net(nn.LeakyReLU(0.1), lambda x: F.leaky_relu(x, 0.1)))
     assert found == bits_for(tpc, nn.LeakyReLU(0.1), (F.leaky_relu, {"negative_slope": 0.1})) == [4, 8]
 
@@ -180,7 +166,7 @@ class Called(nn.Module):
 
 @pytest.mark.parametrize("name", ["imx500 v1", "imx500 v3", "imx500 v4", "tflite v1", "qnnpack v1", "ort_cpu"])
 def test_a_layer_and_its_node_have_the_same_options(name):
-    tpc = get_target_platform_capabilities("pytorch", *name.split())
+    tpc = tp.get_target_platform_capabilities("pytorch", *name.split())
     for thing in [*LAYERS, *CALLS]:
         called = isinstance(thing, tuple)
         net = Called(*thing) if called else nn.Sequential(thing, nn.Identity())

@@ -9,23 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+from chipfit import trainable_infrastructure as ti
 from chipfit.constants import SIGNED, THRESHOLD
 from chipfit.errors import ConfigError, UnknownNameError, UnsupportedError
 from chipfit.target_platform import QuantizationMethod
-from chipfit.trainable_infrastructure import (
-    PytorchActivationQuantizationHolder,
-    PytorchActivationQuantizer,
-    PytorchQuantizationWrapper,
-    PytorchWeightsQuantizer,
-    QuantizationTarget,
-    TrainableQuantizerWeightsConfig,
-    VariableGroup,
-    mark_quantizer,
-)
 from chipfit.trainable_infrastructure import pytorch_inferable_quantizers as iq
 from tests.facade.trainable.quantizers_of_a_user import OurActivations, OurWeights, activation, weights
 
-MARK = mark_quantizer(QuantizationTarget.Weights, [QuantizationMethod.SYMMETRIC], "unfit")
+MARK = ti.mark_quantizer(ti.QuantizationTarget.Weights, [QuantizationMethod.SYMMETRIC], "unfit")
 
 
 class Undecorated(OurWeights):
@@ -40,7 +31,7 @@ class Unannotated(OurWeights):
 
 @MARK
 class WithoutDefault(OurWeights):
-    def __init__(self, quantization_config: TrainableQuantizerWeightsConfig, rate):
+    def __init__(self, quantization_config: ti.TrainableQuantizerWeightsConfig, rate):
         super().__init__(quantization_config)
 
 
@@ -56,8 +47,8 @@ class WithoutDefault(OurWeights):
         ),
         (lambda: OurWeights(activation()), "Expected weight quantization configuration; received activation quant"),
         (lambda: OurActivations(weights()), "Expected activation quantization configuration; received weight quant"),
-        (lambda: mark_quantizer(identifier="x"), "target"),
-        (lambda: mark_quantizer(QuantizationTarget.Weights, ["SYMMETRIC"]), "methods"),
+        (lambda: ti.mark_quantizer(identifier="x"), "target"),
+        (lambda: ti.mark_quantizer(ti.QuantizationTarget.Weights, ["SYMMETRIC"]), "methods"),
     ],
 )
 def test_improper_classes_and_configurations_are_refused(make, says):
@@ -71,10 +62,10 @@ def test_variables_are_found_by_name_and_group():
     assert q.get_quantizer_variable("threshold") is layer.kernel_threshold
     with pytest.raises(UnknownNameError, match="threshold"):
         q.get_quantizer_variable("treshold")
-    assert q.get_trainable_variables(VariableGroup.QPARAMS) == [layer.kernel_threshold]
-    assert q.get_trainable_variables(VariableGroup.WEIGHTS) == []
+    assert q.get_trainable_variables(ti.VariableGroup.QPARAMS) == [layer.kernel_threshold]
+    assert q.get_trainable_variables(ti.VariableGroup.WEIGHTS) == []
     q.freeze_quant_params()
-    assert q.get_trainable_variables(VariableGroup.QPARAMS) == []
+    assert q.get_trainable_variables(ti.VariableGroup.QPARAMS) == []
 
 
 def test_a_quantizer_is_restored_from_its_configuration():
@@ -86,11 +77,11 @@ def test_a_quantizer_is_restored_from_its_configuration():
 # ---------------------------------------------------------------- on single layers
 
 
-@pytest.mark.parametrize("made", [PytorchWeightsQuantizer, OurWeights])
+@pytest.mark.parametrize("made", [ti.PytorchWeightsQuantizer, OurWeights])
 def test_the_documents_weights_configuration_trains_a_layer(made):
     layer = nn.Conv2d(2, 5, 3)
     raw = layer.weight.detach().clone()
-    wrapper = PytorchQuantizationWrapper(layer, {"weight": made(weights(axis=0))})
+    wrapper = ti.PytorchQuantizationWrapper(layer, {"weight": made(weights(axis=0))})
     x, y = torch.randn(4, 2, 8, 8), torch.randn(4, 5, 6, 6)
     stepped = {n for n, p in wrapper.named_parameters() if p.requires_grad}
     assert len(stepped) == 3  # weight, bias, and what the quantizer trains
@@ -115,7 +106,7 @@ def test_the_documents_weights_configuration_trains_a_layer(made):
 @pytest.mark.parametrize("signed", [None, False])
 def test_the_documents_activation_configuration_trains_a_scale(signed):
     config = activation(params={THRESHOLD: 2.0} if signed is None else {THRESHOLD: 2.0, SIGNED: signed})
-    holder = PytorchActivationQuantizationHolder(PytorchActivationQuantizer(config))
+    holder = ti.PytorchActivationQuantizationHolder(ti.PytorchActivationQuantizer(config))
     x = torch.linspace(-3, 3, 61, requires_grad=True)
     holder(x).square().sum().backward()
     (scale,) = (p for p in holder.parameters() if p.requires_grad)
@@ -129,9 +120,9 @@ def test_the_documents_activation_configuration_trains_a_scale(signed):
 def test_disabled_quantizers_pass_tensors_through():
     off = {"enable_weights_quantization": False, "weights_quantization_params": {}}
     layer = nn.Linear(3, 4)
-    wrapper = PytorchQuantizationWrapper(layer, {"weight": PytorchWeightsQuantizer(replaced(weights(), **off))})
+    wrapper = ti.PytorchQuantizationWrapper(layer, {"weight": ti.PytorchWeightsQuantizer(replaced(weights(), **off))})
     off = {"enable_activation_quantization": False}
-    holder = PytorchActivationQuantizationHolder(PytorchActivationQuantizer(replaced(activation(), **off)))
+    holder = ti.PytorchActivationQuantizationHolder(ti.PytorchActivationQuantizer(replaced(activation(), **off)))
     x = torch.randn(5, 3)
     for _ in range(2):
         assert torch.equal(wrapper(x), layer(x)) and holder(x) is x
@@ -147,11 +138,15 @@ def replaced(config, **fields):
 @pytest.mark.parametrize(
     ("use", "error", "says"),
     [
-        (lambda q, _: PytorchActivationQuantizationHolder(q), UnsupportedError, "another framework or role"),
-        (lambda _, q: PytorchQuantizationWrapper(nn.Linear(3, 4), {"weight": q}), UnsupportedError, "weights of torch"),
-        (lambda q, _: PytorchQuantizationWrapper(nn.Linear(3, 4), {"wieght": q}), UnknownNameError, "'weight'"),
+        (lambda q, _: ti.PytorchActivationQuantizationHolder(q), UnsupportedError, "another framework or role"),
+        (
+            lambda _, q: ti.PytorchQuantizationWrapper(nn.Linear(3, 4), {"weight": q}),
+            UnsupportedError,
+            "weights of torch",
+        ),
+        (lambda q, _: ti.PytorchQuantizationWrapper(nn.Linear(3, 4), {"wieght": q}), UnknownNameError, "'weight'"),
     ],
 )
 def test_a_quantizer_in_the_wrong_place_is_refused(use, error, says):
     with pytest.raises(error, match=says):
-        use(PytorchWeightsQuantizer(weights(axis=0)), PytorchActivationQuantizer(activation()))
+        use(ti.PytorchWeightsQuantizer(weights(axis=0)), ti.PytorchActivationQuantizer(activation()))

@@ -6,28 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-import chipfit
-from chipfit.constants import (
-    LUT_VALUES,
-    MIN_THRESHOLD,
-    RANGE_MAX,
-    RANGE_MIN,
-    SCALE_PER_CHANNEL,
-    SIGNED,
-    THRESHOLD,
-)
+from chipfit.constants import RANGE_MAX, RANGE_MIN, SIGNED, THRESHOLD
 from chipfit.errors import ConfigError, UnknownNameError
 from chipfit.facade.trainable.configs import config_of, stored_of
 from chipfit.target_platform_capabilities.target_platform import QuantizationMethod
 from chipfit.trainable_infrastructure import TrainableQuantizerCandidateConfig, TrainableQuantizerWeightsConfig
 from chipfit.trainable_infrastructure import pytorch_inferable_quantizers as iq
 from tests.facade.trainable.quantizers_of_a_user import activation, weights
-
-
-def test_constants_have_the_values_of_the_document():
-    assert (THRESHOLD, SIGNED, RANGE_MIN, RANGE_MAX) == ("threshold", "is_signed", "range_min", "range_max")
-    assert (LUT_VALUES, SCALE_PER_CHANNEL, MIN_THRESHOLD) == ("lut_values", "scale_per_channel", 2**-16)
-    assert QuantizationMethod is chipfit.target_platform.QuantizationMethod
 
 
 def candidates(bits, threshold=1.0):

@@ -8,62 +8,50 @@ import pytest
 import torch
 from torch import nn
 
+from chipfit import trainable_infrastructure as ti
 from chipfit.errors import UnsupportedError
 from chipfit.plan.training import Training
 from chipfit.target_platform import QuantizationMethod
-from chipfit.trainable_infrastructure import (
-    PytorchActivationQuantizationHolder,
-    PytorchQuantizationWrapper,
-    QuantizationTarget,
-    TrainableQuantizerActivationConfig,
-    TrainableQuantizerWeightsConfig,
-    mark_quantizer,
-)
 from chipfit.trainable_infrastructure import pytorch_inferable_quantizers as iq
-from tests.build import quantized
+from tests.build import model_of, platform_of, quantized
 from tests.facade.trainable.quantizers_of_a_user import OurActivations, OurWeights
 
 DATA = [torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(3)) for _ in range(2)]
 LABELS = torch.arange(16) % 4
-PLATFORM = """
-name: hand_chip
-title: Symmetric grids
-formats:
-  a8: {bits: 8, zero: 0, signed: auto}
-  w4: {bits: 4, range: RANGE, per: channel}
-  b32: {bits: 32, per: channel}
-ops:
-  - match: ["@conv", Linear]
-    use: [{in: a8, w: w4, b: b32, out: a8}]
-    rules: [{mono: {b: 1, in0: -1, w: -1}, eq: 1}]
-    src: [P]
-    conf: D
-  - {match: [Add], use: [{in: a8, out: a8}], rules: [{tie: [ins, out]}], src: [P], conf: D}
-  - {match: ["@move"], exec: follow, src: [P], conf: D}
-fuse: [{chain: [["@conv", Add], [Relu]], src: [P], conf: D}]
-math: {kernels: onnxruntime, q_round: half_even, requant: {form: float, round: half_even}, acc: [{bits: 32}]}
-runtimes: [onnxruntime]
-sources: {P: "this test"}
-"""
+CONV_RELU = {"chain": [["@conv", "Add"], ["Relu"]], "src": ["M"], "conf": "D"}
+ARITHMETIC = {"kernels": "onnxruntime", "q_round": "half_even", "acc": [{"bits": 32}]}
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.stem, self.body = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 6, 3, padding=1, groups=6)
-        self.head = nn.Linear(6 * 64, 4)
+def chip(w_range):
+    """Return a platform of symmetric grids with weights of 4 bits."""
+    grids = {"a8": {"bits": 8, "zero": 0, "signed": "auto"}, "b32": {"bits": 32, "per": "channel"}}
+    grids["w4"] = {"bits": 4, "range": w_range, "per": "channel"}
+    bias = {"mono": {"b": 1, "in0": -1, "w": -1}, "eq": 1}
+    return platform_of(
+        {"match": ["@conv", "Linear"], "use": [{"in": "a8", "w": "w4", "b": "b32", "out": "a8"}], "rules": [bias]},
+        {"match": ["Add"], "use": [{"in": "a8", "out": "a8"}], "rules": [{"tie": ["ins", "out"]}]},
+        {"match": ["@move"], "exec": "follow"},
+        formats=grids,
+        fuse=[CONV_RELU],
+        math=ARITHMETIC | {"requant": {"form": "float", "round": "half_even"}},
+        runtimes=["onnxruntime"],
+    )
 
-    def forward(self, x):
-        x = torch.relu(self.stem(x))
-        return self.head(torch.flatten(torch.relu(self.body(x) + x), 1))
+
+def forward(m, x):
+    x = torch.relu(m.stem(x))
+    return m.head(torch.flatten(torch.relu(m.body(x) + x), 1))
+
+
+def net():
+    torch.manual_seed(0)
+    stem, body = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 6, 3, padding=1, groups=6)
+    return model_of(forward, stem=stem, body=body, head=nn.Linear(6 * 64, 4))
 
 
 @pytest.fixture(scope="module", params=["full", "narrow"])
-def plain(request, tmp_path_factory):
-    file = tmp_path_factory.mktemp("chip") / "hand_chip.yaml"
-    file.write_text(PLATFORM.replace("RANGE", request.param))
-    return quantized(Net(), DATA, str(file))
+def plain(request):
+    return quantized(net(), DATA, chip(request.param))
 
 
 def train(model, steps=6, rate=0.02):
@@ -101,8 +89,8 @@ def test_a_users_quantizers_train_a_model_that_is_exact_on_the_device(plain):
 
 def test_wrappers_and_holders_contain_the_users_quantizers(plain):
     model = plain.trains(Training(weights=OurWeights, activations=OurActivations)).model
-    wrappers = {n: m for n, m in model.named_modules() if isinstance(m, PytorchQuantizationWrapper)}
-    holders = [m for m in model.modules() if isinstance(m, PytorchActivationQuantizationHolder)]
+    wrappers = {n: m for n, m in model.named_modules() if isinstance(m, ti.PytorchQuantizationWrapper)}
+    holders = [m for m in model.modules() if isinstance(m, ti.PytorchActivationQuantizationHolder)]
     assert set(wrappers) == {"stem", "body", "head"}
     assert holders and all(isinstance(h.activation_holder_quantizer, OurActivations) for h in holders)
     w = wrappers["head"].get_quantized_weights()["weight"]
@@ -112,16 +100,16 @@ def test_wrappers_and_holders_contain_the_users_quantizers(plain):
 def test_learned_rounding_is_deployed():
     """Weights that training rounds down are stored so."""
 
-    @mark_quantizer(QuantizationTarget.Weights, [QuantizationMethod.SYMMETRIC], "down")
+    @ti.mark_quantizer(ti.QuantizationTarget.Weights, [QuantizationMethod.SYMMETRIC], "down")
     class Down(OurWeights):
-        def __init__(self, quantization_config: TrainableQuantizerWeightsConfig):
+        def __init__(self, quantization_config: ti.TrainableQuantizerWeightsConfig):
             super().__init__(quantization_config)
 
         def __call__(self, inputs, training):
             step = self.get_quantizer_variable("threshold") / self.levels
             return torch.clamp(torch.floor(inputs / step), -self.levels, self.levels - 1) * step
 
-    result = quantized(Net(), DATA).trains({"weights": Down})
+    result = quantized(net(), DATA).trains({"weights": Down})
     after = result.trained()
     plan = after.plan["head.weight"]
     stored = plan.quantize(after.graph.weights["head.weight"]).float()
@@ -149,16 +137,16 @@ class OtherShape(OurWeights):
     ("cls", "says"), [(OtherGrid, "of another grid"), (OffTheGrid, "off the grid"), (OtherShape, "another shape")]
 )
 def test_a_quantizer_that_contradicts_its_inferable_form_is_refused(cls, says, plain):
-    marked = mark_quantizer(QuantizationTarget.Weights, [QuantizationMethod.SYMMETRIC], cls.__name__)(cls)
+    marked = ti.mark_quantizer(ti.QuantizationTarget.Weights, [QuantizationMethod.SYMMETRIC], cls.__name__)(cls)
     result = plain.trains({"weights": marked})
     with pytest.raises(UnsupportedError, match=says):
         result.model(DATA[0]) if cls is OtherShape else result.trained()
 
 
 def test_an_activation_quantizer_that_differs_from_its_inferable_form_is_refused(plain):
-    @mark_quantizer(QuantizationTarget.Activation, [QuantizationMethod.SYMMETRIC], "wider")
+    @ti.mark_quantizer(ti.QuantizationTarget.Activation, [QuantizationMethod.SYMMETRIC], "wider")
     class Wider(OurActivations):
-        def __init__(self, quantization_config: TrainableQuantizerActivationConfig):
+        def __init__(self, quantization_config: ti.TrainableQuantizerActivationConfig):
             super().__init__(quantization_config)
 
         def __call__(self, inputs, training):
@@ -170,7 +158,7 @@ def test_an_activation_quantizer_that_differs_from_its_inferable_form_is_refused
 
 
 def test_a_class_without_the_method_of_a_tensor_is_refused_by_name(plain):
-    result = quantized(Net(), DATA)  # affine activations
+    result = quantized(net(), DATA)  # affine activations
     says = "none of OurActivations quantizes activations of QuantizationMethod.UNIFORM"
     with pytest.raises(UnsupportedError, match=says):
         result.trains({"activations": OurActivations})
