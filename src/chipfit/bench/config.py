@@ -15,7 +15,7 @@ from chipfit.errors import ChipfitError, ConfigError, UnknownNameError
 from chipfit.facade.quantize_fx.settings import get_backend_params, get_qconfig
 from chipfit.platform.builtin import DEFAULT
 from chipfit.platform.load import load as load_platform
-from chipfit.platform.yaml_file import YamlFile, problems_of
+from chipfit.platform.yaml_file import YamlFile, merged, problems_of
 from chipfit.ranges import rule_of
 from chipfit.search.limits import Limits
 from chipfit.settings import Settings
@@ -342,16 +342,3 @@ def _with_base(path: Path, below: tuple[Path, ...]) -> tuple[dict[str, Any], Yam
         raise source.error(("extends",), "The file that this one extends does not exist", got=base)
     under, source.under, _ = _with_base(there, (*below, path.resolve()))
     return merged(under, source.data), source, set(source.data) <= COMPARED_KEYS
-
-
-def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return tables merged by key; other values are replaced.
-
-    >>> merged({"a": {"b": 1, "c": 2}}, {"a": {"c": 3}, "d": 4})
-    {'a': {'b': 1, 'c': 3}, 'd': 4}
-    """
-    out = dict(under)
-    for key, value in over.items():
-        both = isinstance(value, Mapping) and isinstance(out.get(key), Mapping)
-        out[key] = merged(out[key], value) if both else value
-    return out

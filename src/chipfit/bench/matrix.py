@@ -21,10 +21,10 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from chipfit.bench.config import Config, Record, load, merged
+from chipfit.bench.config import Config, Record, load
 from chipfit.errors import ConfigError, UnknownNameError
 from chipfit.files import write_atomically
-from chipfit.platform.yaml_file import YamlFile, problems_of
+from chipfit.platform.yaml_file import YamlFile, merged, problems_of
 
 #: first line of every generated file
 MADE = "# Made from {matrix} by `chipfit bench generate`: change that."

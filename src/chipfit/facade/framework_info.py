@@ -56,12 +56,8 @@ class _Layers:
     """A filter of overrides that matches the nodes that satisfy a test, perhaps none."""
 
     name: str
-    test: Callable[[Node], bool] = field(compare=False)
+    match: Callable[[Node], bool] = field(compare=False)
     optional = True
-
-    def match(self, node: Node) -> bool:
-        """Return whether the filter matches a node."""
-        return self.test(node)
 
     def __str__(self) -> str:
         return self.name

@@ -10,8 +10,7 @@ from typing import Any
 from chipfit import pipeline
 from chipfit.errors import ConfigError, DataError
 from chipfit.facade.core.config import CoreConfig, ResourceUtilization
-from chipfit.facade.core.network_editor import to_overrides
-from chipfit.facade.core.replace_layer import replace_layers
+from chipfit.facade.core.network_editor import replace_layers, to_overrides
 from chipfit.facade.framework_info import FrameworkInfo
 from chipfit.facade.pydantic_messages import check_value
 from chipfit.facade.target_platform import capabilities

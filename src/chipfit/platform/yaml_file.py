@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, get_args, get_origin
 
 import yaml
@@ -206,3 +206,17 @@ def well_formed(kind: Any, data: Any) -> Any:
         return TypeAdapter(kind).validate_python(data)
     except ValidationError:
         return () if many else {} if get_origin(kind) is dict else None
+
+
+def merged(*tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested tables merged by key; later ones take precedence.
+
+    >>> merged({"a": {"b": 1, "c": 2}}, {"a": {"c": 3}, "d": 4})
+    {'a': {'b': 1, 'c': 3}, 'd': 4}
+    """
+    out: dict[str, Any] = {}
+    for table in tables:
+        for key, value in table.items():
+            nested = isinstance(value, Mapping) and isinstance(out.get(key), Mapping)
+            out[key] = merged(out[key], value) if nested else value
+    return out

@@ -118,31 +118,19 @@ def _check_on_grid(name: str, q: QuantizeBase, x: torch.Tensor, y: torch.Tensor)
         raise UnsupportedError(what, got=type(getattr(q, "algorithm", q)).__name__, hint="train it with another method")
 
 
-class _RecordingInterpreter(fx.Interpreter):
-    """An interpreter of a trace that keeps the result of every node."""
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
-        self.results: dict[str, Any] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        self.results[n.name] = super().run_node(n)
-        return self.results[n.name]
-
-
 def _match_tensors(
     plain: fx.GraphModule, learned: Mapping[str, QuantizeBase], graph: Graph, args: Any, kwargs: Any
 ) -> dict[str, QuantizeBase]:
     """Return values of the graph -> quantizers, matched by equality of the trace's tensors for one batch."""
     inputs = flatten_call(json.loads(graph.in_spec), args, kwargs)
     with torch.no_grad():
-        recorder = _RecordingInterpreter(plain)
-        recorder.run(*args, *kwargs.values())
+        interpreter = fx.Interpreter(plain, garbage_collect_values=False)
+        interpreter.run(*args, *kwargs.values())
         made = [o for n in graph.nodes for o in n.outputs]
         ours = {**dict(zip(graph.inputs, inputs)), **run(graph, inputs, keep=made)}
-    out = {}
+    results, out = {n.name: value for n, value in interpreter.env.items()}, {}
     for node, quantizer in learned.items():
-        x = recorder.results[node]
+        x = results[node]
         _check_on_grid(node, quantizer, x, quantizer(x).detach())
         for name, y in ours.items():
             alike = isinstance(y, torch.Tensor) and y.shape == x.shape and y.is_floating_point()

@@ -307,7 +307,14 @@ class TargetPlatformCapabilities:
         if own is None:
             return self.tp_model.default_qco
         options = self.tp_model.get_config_options_by_operators_set(own)
-        return _renamed(options, attached[own].attr_mapping if own in attached else {}, kind)
+        mapping = attached[own].attr_mapping if own in attached else {}
+        if not mapping:
+            return options
+        names = {a: a for c in options.quantization_config_list for a in c.attr_weights_configs_mapping}
+        for attribute, d in mapping.items():  # layers from a file are names
+            named = (v for k, v in d.known_dict.items() if k is kind or name_of(k) == name_of(kind))
+            names[attribute] = next(named, d.default_value) or attribute
+        return options.clone_and_map_weights_attr_keys(names)
 
     def get_info(self) -> dict[str, Any]:
         """Return a description for printing."""
@@ -342,16 +349,3 @@ class TargetPlatformCapabilities:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.tp_model!r}, name={self.name!r}, version={self.version!r})"
-
-
-def _renamed(
-    options: QuantizationConfigOptions, mapping: Mapping[str, DefaultDict], layer: Any
-) -> QuantizationConfigOptions:
-    if not mapping:
-        return options
-    names = {a: a for c in options.quantization_config_list for a in c.attr_weights_configs_mapping}
-    for attribute, d in mapping.items():  # layers from a file are names
-        named = (v for k, v in d.known_dict.items() if k is layer or name_of(k) == name_of(layer))
-        known = next(named, d.default_value)
-        names[attribute] = known or attribute
-    return options.clone_and_map_weights_attr_keys(names)

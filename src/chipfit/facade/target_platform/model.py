@@ -259,11 +259,8 @@ class TargetPlatformModel:
             object.__setattr__(clone, "op_set_list", tuple(map(own_group, group.members)))
             return clone
 
-        groups = tuple(map(own_group, fusing.operator_groups_list))
-        if groups == fusing.operator_groups_list:
-            return fusing
         clone = copy.copy(fusing)
-        object.__setattr__(clone, "operator_groups_list", groups)
+        object.__setattr__(clone, "operator_groups_list", tuple(map(own_group, fusing.operator_groups_list)))
         return clone
 
     # ---- queries

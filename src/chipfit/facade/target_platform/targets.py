@@ -1,7 +1,6 @@
 """Built-in targets as capabilities: every version of the chips in `platform/builtin/modelled`, all platform files."""
 
 import functools
-import itertools
 import pkgutil
 from importlib import resources
 from typing import Any
@@ -14,6 +13,7 @@ from chipfit.facade.target_platform.files import read_options
 from chipfit.facade.target_platform.from_platform import from_platform
 from chipfit.facade.target_platform.layers import layer_table
 from chipfit.platform import load as platforms
+from chipfit.platform.yaml_file import merged
 
 __all__ = ["get_target_platform_capabilities"]
 
@@ -109,16 +109,7 @@ def _config(chip: dict[str, Any], name: str) -> dict[str, Any]:
 def _entry(table: dict[str, Any], name: str) -> dict[str, Any]:
     """Return an entry of a table; what it leaves out comes from the entries that its `like` names."""
     own = dict(table[name])
-    return _merged(*(_entry(table, other) for other in own.pop("like", "").split()), own)
-
-
-def _merged(*tables: dict[str, Any]) -> dict[str, Any]:
-    """Return nested tables merged; later ones take precedence."""
-    out: dict[str, Any] = {}
-    for key, value in itertools.chain.from_iterable(t.items() for t in tables):
-        nested = isinstance(value, dict) and isinstance(out.get(key), dict)
-        out[key] = _merged(out[key], value) if nested else value
-    return out
+    return merged(*(_entry(table, other) for other in own.pop("like", "").split()), own)
 
 
 # ---------------------------------------------------------------- layers
@@ -126,7 +117,7 @@ def _merged(*tables: dict[str, Any]) -> dict[str, Any]:
 
 def _with_layers(data: dict[str, Any], version: str, package: str) -> capabilities.TargetPlatformCapabilities:
     """Return the chip with the framework's layers attached to its operator sets."""
-    chip = _merged(data, _entry(data["versions"], version))
+    chip = merged(data, _entry(data["versions"], version))
     made = _model(chip, version)
     install = "torch" if package == "torch" else "'chipfit[keras]'"
     import_optional(package, "This target", RuntimeUnavailable, install)

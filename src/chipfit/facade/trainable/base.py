@@ -177,8 +177,7 @@ class BaseTrainableQuantizer(ABC):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Any:
         given = dict(config)
-        of = CONFIGS[cls.quantization_target]
-        return cls(of.from_config(given.pop("quantization_config")), **given)
+        return cls(CONFIGS[cls.quantization_target].from_config(given.pop("quantization_config")), **given)
 
     @classmethod
     def hosted(cls, **options: Any) -> UserQuantizers:
