@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from chipfit.bench.track import track
+from chipfit.bench.board import track
 from chipfit.errors import ConfigError, RuntimeUnavailable
 from tests.bench.test_board import runs
 

@@ -118,8 +118,7 @@ def files(path: Path, study: str | None = None) -> dict[Path, str]:
         data = dict(e.data)
         if "extends" in data:
             data["extends"] = os.path.relpath(path.parent / data["extends"], path.parent / e.folder)
-        up = os.path.relpath(path, path.parent / e.folder)
-        head = MADE.format(matrix=up)
+        head = MADE.format(matrix=os.path.relpath(path, path.parent / e.folder))
         out[Path(e.folder, "config.yaml")] = f"{head}\n{yaml.safe_dump(data, sort_keys=False)}"
         out[Path(e.folder, "run.sh")] = RUN
     return out

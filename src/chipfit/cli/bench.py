@@ -181,7 +181,7 @@ def plot(
 @bench.command()
 def track(to: Tracker, home: Home = HOME, study: OfStudy = None) -> None:
     """Export curves and results to TensorBoard or MLflow."""
-    from chipfit.bench.track import track as write
+    from chipfit.bench.board import track as write
 
     typer.echo(f"{write(_runs(home, study), to)} runs  {to}")
 

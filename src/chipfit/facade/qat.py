@@ -183,8 +183,7 @@ def _result_behind(model: Any, information: UserInformation | None) -> Result:
     origin = getattr(model, "_chipfit", None)
     result = origin.result if isinstance(origin, _ResultLink) else information.result if information else None
     if result is None:
-        got = type(model).__name__
         allowed = "a model of a facade, or a copy of it"
         hint = "pass the information as well: finalize(model, information)"
-        raise PlanError("Model does not come from a facade", got=got, allowed=allowed, hint=hint)
+        raise PlanError("Model does not come from a facade", got=type(model).__name__, allowed=allowed, hint=hint)
     return result

@@ -23,8 +23,6 @@ def digits(config: Data) -> Sets:
     pixels = torch.tensor(x / 16, dtype=torch.float32).view(-1, 1, 8, 8).repeat(1, 3, 1, 1)
     classes = torch.tensor(y)
     held = torch.arange(len(classes)) % 4 == 3
-    halves = [Tensors(pixels[k], classes[k]) for k in (~held, held)]
-    train, test = (
-        Tensors(h.x[: s.images], h.y[: s.images]) for h, s in zip(halves, (config.train, config.test), strict=True)
-    )
+    halves = (~held, config.train), (held, config.test)
+    train, test = (Tensors(pixels[k][: split.images], classes[k][: split.images]) for k, split in halves)
     return Sets(train, test, 10)

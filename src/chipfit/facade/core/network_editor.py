@@ -203,9 +203,8 @@ class _ByAttributes(Action):
         p = kwargs.pop("l_p_value", None)
         method = kwargs.get(self.error_method)
         if p is not None and getattr(method, "name", "") != "LP":
-            got = f"{self.error_method}={method}"
             hint = f"set {self.error_method} as well"
-            raise ConfigError("l_p_value requires the error method LP", got=got, hint=hint)
+            raise ConfigError("l_p_value requires the error method LP", got=f"{self.error_method}={method}", hint=hint)
         choices = {}
         for attr, value in kwargs.items():
             if attr not in self.table:
@@ -428,9 +427,8 @@ def replace_layers(model: Any, rules: Iterable[EditRule]) -> Any:
     if not replacing:
         return model
     if framework_of(model) != "torch":
-        got = type(model).__name__
         hint = "replace the layer, then quantize"
-        raise UnsupportedError("ReplaceLayer supports PyTorch models only", got=got, hint=hint)
+        raise UnsupportedError("ReplaceLayer supports PyTorch models only", got=type(model).__name__, hint=hint)
     model = copy.deepcopy(model)
     for layer_filter, action in replacing:
         named = model.named_modules(remove_duplicate=False)

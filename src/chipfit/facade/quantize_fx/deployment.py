@@ -64,8 +64,7 @@ def deploy(model: fx.GraphModule, data: Any, platform: Any) -> Result:
     stored = {t.name: t.stored for t in trained.plan.tensors.values() if t.stored is not None and t.role != "bias"}
     legal = project(stored, decided.constraints)
     if moved := [name for name, s in stored.items() if not legal[name].same_numbers(s)]:
-        got = ", ".join(moved)
-        raise UnsupportedError(f"The rules of '{target.name}' do not permit the learned scales", got=got)
+        raise UnsupportedError(f"The rules of '{target.name}' do not permit the learned scales", got=", ".join(moved))
     calibrated = [f"'{name}' was not quantized in training; it is calibrated" for name in stored if name not in names]
     floats = [f"'{name}' was quantized in training and stays in float" for name in names if name not in stored]
     notes = (*trained.plan.rewrites, *calibrated, *floats)

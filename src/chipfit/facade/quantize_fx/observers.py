@@ -422,9 +422,8 @@ class MinMaxFloor(ObserverBase):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         if self.ch_axis >= 0 or not self.symmetric:
-            allowed = "torch.per_tensor_symmetric"
             what = f"{type(self).__name__} supports one symmetric scale only"
-            raise ConfigError(what, got=self.qscheme, allowed=allowed)
+            raise ConfigError(what, got=self.qscheme, allowed="torch.per_tensor_symmetric")
 
     def exponent(self, x: torch.Tensor) -> int:
         """Return n for one batch."""

@@ -247,8 +247,7 @@ class QuantizationConfigOptions:
         def renamed(c: OpQuantizationConfig) -> OpQuantizationConfig:
             for a in c.attr_weights_configs_mapping:
                 if a not in layer_attrs_mapping:
-                    allowed = ", ".join(layer_attrs_mapping)
-                    raise ModelingError(f"Attribute mapping lacks '{a}'", allowed=allowed)
+                    raise ModelingError(f"Attribute mapping lacks '{a}'", allowed=", ".join(layer_attrs_mapping))
             attrs = {layer_attrs_mapping[a]: v for a, v in c.attr_weights_configs_mapping.items()}
             return c.clone_and_edit(attr_weights_configs_mapping=attrs)
 

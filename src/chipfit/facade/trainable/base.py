@@ -59,8 +59,7 @@ def mark_quantizer(
         raise ConfigError("quantization_target must be a QuantizationTarget", got=quantization_target, allowed=allowed)
     methods = list(quantization_method or ())
     if not methods or not all(isinstance(m, QuantizationMethod) for m in methods):
-        allowed = "a list of QuantizationMethod"
-        raise ConfigError("quantization_method must list methods", got=methods, allowed=allowed)
+        raise ConfigError("quantization_method must list methods", got=methods, allowed="a list of QuantizationMethod")
 
     def mark(cls: T) -> T:
         cls.quantization_target, cls.quantization_method = quantization_target, methods  # type: ignore[attr-defined]

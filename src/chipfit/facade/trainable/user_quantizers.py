@@ -55,20 +55,19 @@ class UserQuantizers(Algorithm):
         if grid.kind not in ("int", "lut") or (grid.symmetric and grid.zero != 0) or (grid.pot and not grid.symmetric):
             return f"no quantization method describes this grid to {names}"
         method = QuantizationMethod.of_grid(grid)
-        fitting = [c for c in self._for(role) if method in c.quantization_method]
+        fitting = self._fitting(role, method)
         if len(fitting) != 1:
             return f"{'none' if not fitting else 'more than one'} of {names} quantizes {role}s of {method}"
         return ""
 
-    def _for(self, role: str) -> list[Any]:
-        return [c for c in self.classes if c.quantization_target.role == role]
+    def _fitting(self, role: str, method: QuantizationMethod) -> list[Any]:
+        return [c for c in self.classes if c.quantization_target.role == role and method in c.quantization_method]
 
     def for_tensor(self, stored: Stored, role: str, shape: tuple[int | None, ...]) -> UserQuantizers:
         if stored.axis is not None and shape[stored.axis] != len(stored.scale):
             got = f"{len(stored.scale)} scales for a weight {list(shape)}"
             raise UnsupportedError("Custom quantizers support one channel axis, and this weight has two", got=got)
-        method = QuantizationMethod.of_grid(stored.grid)
-        cls = next(c for c in self._for(role) if method in c.quantization_method)
+        cls = self._fitting(role, QuantizationMethod.of_grid(stored.grid))[0]
         return UserQuantizers.of(cls(config_of(stored, role, len(shape)), **self.options), shape, role)
 
     def start(self, host: Any) -> None:
