@@ -32,14 +32,13 @@ def test_rows_are_read_without_curves_on_request(tmp_path):
     assert whole[0]["outcome"].pop("curves") and whole == plain
 
 
+PUT = """import sys; from pathlib import Path; from chipfit.bench.store import Store
+for at in sys.stdin: Store(Path(at.strip()) / 'runs.sqlite').put(sys.argv[1], 'n', 's', {}); print(flush=True)"""
+WRITE = [sys.executable, "-c", PUT]
+
+
 def test_processes_may_create_a_store_concurrently(tmp_path):
-    write = (
-        "import sys\nfrom pathlib import Path\nfrom chipfit.bench.store import Store\n"
-        "for at in sys.stdin: Store(Path(at.strip()) / 'runs.sqlite').put(sys.argv[1], 'n', 's', {}); print(flush=True)"
-    )
-    drivers = [
-        subprocess.Popen([sys.executable, "-c", write, str(k)], stdin=PIPE, stdout=PIPE, text=True) for k in range(3)
-    ]
+    drivers = [subprocess.Popen([*WRITE, str(k)], stdin=PIPE, stdout=PIPE, text=True) for k in range(3)]
     for k in range(10):
         for told in drivers:
             told.stdin.write(f"{tmp_path / str(k)}\n")

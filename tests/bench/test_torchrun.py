@@ -23,12 +23,10 @@ def trained(folder: Path, batch: int, processes: int, **over):
     data = {**config()["data"], "batch_size": batch}
     asked = config(**{"model": {"type": "tests.bench.tiny:plain"}, "data": data, "deploy": ["ort_cpu"], **over})
     (folder / "config.yaml").write_text(yaml.safe_dump(asked))
-    alone = [sys.executable, *SOLVER]
-    several = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *SOLVER]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = [sys.executable, *(torchrun if processes > 1 else []), *SOLVER]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        alone if processes == 1 else several, cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (found,) = Store(folder / "bench_runs/runs.sqlite").rows()
     (weights,) = (folder / "bench_runs/float").glob("*.safetensors")

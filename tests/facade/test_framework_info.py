@@ -80,7 +80,7 @@ def test_a_range_with_an_unknown_end_is_calibrated():
     assert next(n.output for n in result.graph.nodes if n.op == "Relu") in result.stats
 
 
-def test_a_users_function_quantizes_weights():
+def test_a_users_function_quantizes_weights_and_must_return_a_tensor():
     seen = {}
 
     def halves(w, bits, signed, parameters, per_channel, axis):
@@ -93,6 +93,8 @@ def test_a_users_function_quantizes_weights():
     w = result.graph.weights["conv.weight"]
     assert torch.equal(w, (w * 2).round() / 2)
     assert torch.equal(w, (net().conv.weight * 2).round() / 2)
+    with pytest.raises(UnsupportedError, match="must return a tensor"):
+        fit(FrameworkInfo([nn.Conv2d], [], [], {}, {QuantizationMethod.SYMMETRIC: lambda *_: 3}))
 
 
 def test_a_users_function_quantizes_results_which_cannot_be_exported(tmp_path):
@@ -106,11 +108,6 @@ def test_a_users_function_quantizes_results_which_cannot_be_exported(tmp_path):
     with pytest.raises(UnsupportedError, match="functions of your own"):
         result.export(tmp_path / "m.onnx")
     assert not list(tmp_path.iterdir())
-
-
-def test_a_users_function_must_return_a_tensor():
-    with pytest.raises(UnsupportedError, match="must return a tensor"):
-        fit(FrameworkInfo([nn.Conv2d], [], [], {}, {QuantizationMethod.SYMMETRIC: lambda *_: 3}))
 
 
 @pytest.mark.parametrize(

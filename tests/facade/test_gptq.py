@@ -6,18 +6,13 @@ import inspect
 
 import pytest
 import torch
-from torch import nn
 
 import chipfit
 from chipfit import gptq
 from chipfit.errors import ConfigError, DataError, UnsupportedError
+from tests.facade.test_qat import net
 
 X = torch.randn(32, 3, 8, 8, generator=torch.Generator().manual_seed(3))
-
-
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 36, 4)).eval()
 
 
 def batches():
@@ -57,15 +52,9 @@ def test_options_are_translated_to_settings():
     make = gptq.get_pytorch_gptq_config
     plain = make(2, use_hessian_based_weights=False, use_hessian_sample_attention=False, regularization_factor=0.1)
     plain.gradual_activation_quantization_config, plain.train_bias = None, False
-    assert plain.to_steps(5) == {
-        "reconstruct": "network",
-        "reconstruct_steps": 10,
-        "reconstruct_biases": False,
-        "reconstruct_fisher": False,
-        "reconstruct_float": 0.0,
-        "reconstruct_anneal": False,
-        "reconstruct_pull": 0.1,
-    }
+    off = dict.fromkeys(("reconstruct_biases", "reconstruct_fisher", "reconstruct_anneal"), False)
+    numbers = {"reconstruct_steps": 10, "reconstruct_float": 0.0, "reconstruct_pull": 0.1}
+    assert plain.to_steps(5) == {"reconstruct": "network", **numbers, **off}
     steps = make(1).to_steps(1)
     assert steps["reconstruct_fisher"] and steps["reconstruct_anneal"] and steps["reconstruct_float"] == 1
 

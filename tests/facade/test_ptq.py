@@ -233,17 +233,11 @@ def test_candidates_are_pairs_of_a_layers_weight_and_result_widest_first():
 
 
 def test_options_of_the_search_have_the_order_and_defaults_of_mct():
-    assert list(vars(core.MixedPrecisionQuantizationConfig()).items()) == [
-        ("compute_distance_fn", None),
-        ("distance_weighting_method", core.MpDistanceWeighting.AVG),
-        ("num_of_images", 32),
-        ("configuration_overwrite", None),
-        ("num_interest_points_factor", 1.0),
-        ("use_hessian_based_scores", False),
-        ("norm_scores", True),
-        ("refine_mp_solution", True),
-        ("metric_normalization_threshold", 1e10),
-    ]
+    expected = {"compute_distance_fn": None, "distance_weighting_method": core.MpDistanceWeighting.AVG}
+    expected |= {"num_of_images": 32, "configuration_overwrite": None, "num_interest_points_factor": 1.0}
+    expected |= {"use_hessian_based_scores": False, "norm_scores": True, "refine_mp_solution": True}
+    expected |= {"metric_normalization_threshold": 1e10}
+    assert list(vars(core.MixedPrecisionQuantizationConfig()).items()) == list(expected.items())
     for bad in ({"num_interest_points_factor": 0}, {"distance_weighting_method": "AVG"}, {"compute_distance_fn": 3}):
         with pytest.raises(errors.ConfigError, match=next(iter(bad))):
             core.MixedPrecisionQuantizationConfig(**bad)

@@ -19,46 +19,33 @@ NODE = {
 }
 
 
-@pytest.mark.parametrize(
-    "key, changes, found",
-    [
-        ("slope", {}, 0.25),
-        ("batch", {}, 2),
-        ("batch", {"in_shape": None}, None),
-        ("rank", {}, 4),
-        ("depth", {}, 3),
-        ("depth", {"in_shape": (2,)}, None),
-        ("kernel", {"kernel": None}, None),
-        ("filter_width", {}, 5),
-        ("filter_width", {"kernel": (5,)}, 5),
-        ("filter_width", {"kernel": (2, 3, 7)}, 7),
-        ("dilated_h", {}, 2 * 2 + 1),
-        ("dilated_h", {"dilation": (1, 3)}, 3),
-        ("dilated_hw", {}, (2 * 2 + 1) * (3 * 4 + 1)),
-        ("reduced", {}, 9 * 16),
-        ("reduced", {"axes": (1,)}, 3),
-        ("reduced", {"axes": (1, -1)}, 48),
-        ("reduced", {"in_shape": (None, 3, 9, 16), "axes": (1, 2)}, 27),
-        ("reduced", {"in_shape": (None, 3, 9, 16), "axes": (0, 2)}, None),
-        ("reduced", {"in_shape": (2, 3, None, 16)}, None),
-        ("reduced", {"in_shape": (2, 3)}, None),
-        ("reduced", {"in_shape": None, "axes": (1,)}, None),
-        ("axis", {}, "depth"),
-        ("axis", {"axis": -3}, "depth"),
-        ("axis", {"axis": 0}, "other"),
-        ("axis", {"in_shape": ()}, None),
-        ("dims_above_1", {}, 3),
-        ("dims_above_1", {"in_shape": (7, 1, 1)}, 0),
-        ("dims_above_1", {"in_shape": (1, None, 0)}, 2),
-        ("out_size", {}, (7, 4)),
-        ("out_size", {"out_shape": (2, 5)}, None),
-        ("out_size", {"out_shape": (2, 5, None, 7)}, None),
-        ("out_size", {"out_shape": (None, None, 8, 7)}, (8, 7)),
-        ("unheard_of", {}, None),
+#: attribute -> changes of the node and its value there
+VALUES = {
+    "slope": [({}, 0.25)],
+    "batch": [({}, 2), ({"in_shape": None}, None)],
+    "rank": [({}, 4)],
+    "depth": [({}, 3), ({"in_shape": (2,)}, None)],
+    "kernel": [({}, (3, 5)), ({"kernel": None}, None)],
+    "filter_width": [({}, 5), ({"kernel": (5,)}, 5), ({"kernel": (2, 3, 7)}, 7)],
+    "dilated_h": [({}, 2 * 2 + 1), ({"dilation": (1, 3)}, 3)],
+    "dilated_hw": [({}, (2 * 2 + 1) * (3 * 4 + 1)), ({"dilation": (1, 1)}, 15)],
+    "reduced": [
+        *[({}, 9 * 16), ({"axes": (1,)}, 3), ({"axes": (1, -1)}, 48)],
+        *[({"in_shape": (None, 3, 9, 16), "axes": axes}, size) for axes, size in [((1, 2), 27), ((0, 2), None)]],
+        *[({"in_shape": (2, 3, None, 16)}, None), ({"in_shape": (2, 3)}, None)],
+        ({"in_shape": None, "axes": (1,)}, None),
     ],
-)
-def test_attributes_follow_from_those_of_a_node(key, changes, found):
-    assert value(key, {**NODE, **changes}) == found
+    "axis": [({}, "depth"), ({"axis": -3}, "depth"), ({"axis": 0}, "other"), ({"in_shape": ()}, None)],
+    "dims_above_1": [({}, 3), ({"in_shape": (7, 1, 1)}, 0), ({"in_shape": (1, None, 0)}, 2)],
+    "out_size": [({}, (7, 4)), *[({"out_shape": s}, None) for s in [(2, 5), (2, 5, None, 7)]]],
+    "unheard_of": [({}, None)],
+}
+
+
+@pytest.mark.parametrize("key", VALUES)
+def test_attributes_follow_from_those_of_a_node(key):
+    for changes, found in VALUES[key]:
+        assert value(key, {**NODE, **changes}) == found, changes
 
 
 @pytest.mark.parametrize("key", ["slope", "batch", "rank", "depth", "filter_width", "dilated_h", "padding", "axis"])

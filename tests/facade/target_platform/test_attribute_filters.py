@@ -13,6 +13,10 @@ from chipfit.target_platform import Eq, Greater, GreaterEq, LayerFilterParams, S
 F = nn.functional
 
 
+CONV = {"padding_mode": "zeros", "kernel_size": (3, 4)}
+WIDE = Greater("max_val", 2) & Smaller("min_val", 1)
+
+
 def slopes(*values):
     return [(F.leaky_relu, {"negative_slope": v}) for v in values]
 
@@ -22,11 +26,7 @@ def slopes(*values):
     [
         (
             LayerFilterParams(
-                nn.Conv2d,
-                *(Greater("out_channels", 2), Smaller("out_channels", 4)),
-                padding_mode="zeros",
-                kernel_size=(3, 4),
-                out_channels=3,
+                nn.Conv2d, Greater("out_channels", 2), Smaller("out_channels", 4), **CONV, out_channels=3
             ),
             [nn.Conv2d(1, 3, (3, 4)), nn.Conv2d(1, 2, (3, 4)), nn.ConvTranspose2d(1, 3, (3, 4))],
             [True, False, False],
@@ -39,12 +39,12 @@ def slopes(*values):
         (LayerFilterParams(F.leaky_relu, SmallerEq("negative_slope", 2)), slopes(0.4, 2, 2.1), [True, True, False]),
         (LayerFilterParams(F.leaky_relu), slopes(9), [True]),
         (
-            LayerFilterParams(nn.Hardtanh, Greater("max_val", 2) & Smaller("min_val", 1)),
+            LayerFilterParams(nn.Hardtanh, WIDE),
             [nn.Hardtanh(*a) for a in ((0, 3), (1, 3), (0.5, 2), (-1, 2))],
             [True, False, False, False],
         ),
         (
-            LayerFilterParams(F.hardtanh, Greater("max_val", 2) & Smaller("min_val", 1)),
+            LayerFilterParams(F.hardtanh, WIDE),
             [(F.hardtanh, a) for a in ({"min_val": 0, "max_val": 3}, {"min_val": 1, "max_val": 3}, {"max_val": 2})],
             [True, False, False],
         ),

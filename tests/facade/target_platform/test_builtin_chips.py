@@ -90,20 +90,18 @@ def test_unknown_frameworks_chips_and_versions_are_refused(unknown):
         get_target_platform_capabilities(*unknown)
 
 
+SYMMETRIC, LUT = ["SYMMETRIC"] * 3, ["SYMMETRIC", "LUT_SYM_QUANTIZER", "LUT_SYM_QUANTIZER"]
+
+
 @pytest.mark.parametrize(
-    ("version", "methods"),
-    [
-        ("v1", {8: "SYMMETRIC", 4: "SYMMETRIC", 2: "SYMMETRIC"}),
-        ("v1_pot", {8: "POWER_OF_TWO", 4: "POWER_OF_TWO", 2: "POWER_OF_TWO"}),
-        ("v1_lut", {8: "SYMMETRIC", 4: "LUT_SYM_QUANTIZER", 2: "LUT_SYM_QUANTIZER"}),
-        ("v3", {8: "SYMMETRIC", 4: "SYMMETRIC", 2: "SYMMETRIC"}),
-        ("v3_lut", {8: "SYMMETRIC", 4: "LUT_SYM_QUANTIZER", 2: "LUT_SYM_QUANTIZER"}),
-    ],
+    ("version", "methods"),  # of 8, 4 and 2 bits
+    [("v1", SYMMETRIC), ("v1_pot", ["POWER_OF_TWO"] * 3), ("v1_lut", LUT), ("v3", SYMMETRIC), ("v3_lut", LUT)],
 )
 def test_weight_methods_of_versions_of_imx500(version, methods):
     for layer in (nn.Linear(2, 2), nn.Conv2d(2, 2, 1)):
         weights = weights_of(imx500(version), layer)
-        assert {w["weight"].weights_n_bits: w["weight"].weights_quantization_method.name for w in weights} == methods
+        found = {w["weight"].weights_n_bits: w["weight"].weights_quantization_method.name for w in weights}
+        assert found == dict(zip((8, 4, 2), methods))
         assert not any(w["bias"].enable_weights_quantization for w in weights)
     assert imx500(version).tp_model.add_metadata == (version >= "v2")
 

@@ -65,12 +65,9 @@ def hardware():
     )
     op_qc_4bit = op_qc_8bit.clone_and_edit(weights_n_bits=4)
     op_qc_2bit = op_qc_8bit.clone_and_edit(weights_n_bits=2)
-    mixed_precision_configuration_options = hw.QuantizationConfigOptions(
-        [op_qc_8bit, op_qc_4bit, op_qc_2bit], base_config=op_qc_8bit
-    )
-    default_configuration_options = hw.QuantizationConfigOptions([op_qc_8bit])
-    my_model = hw.HardwareModel(default_configuration_options, name="my_model")
-    fc_opset = hw.OperatorsSet("FullyConnected", mixed_precision_configuration_options)
+    mixed = hw.QuantizationConfigOptions([op_qc_8bit, op_qc_4bit, op_qc_2bit], base_config=op_qc_8bit)
+    my_model = hw.HardwareModel(hw.QuantizationConfigOptions([op_qc_8bit]), name="my_model")
+    fc_opset = hw.OperatorsSet("FullyConnected", mixed)
     relu_opset = hw.OperatorsSet("Relu")
     hw.Fusing([fc_opset, relu_opset])
     add_opset = hw.OperatorsSet("Add")

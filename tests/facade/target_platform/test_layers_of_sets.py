@@ -10,7 +10,7 @@ import chipfit
 from chipfit import target_platform as tp
 from chipfit.errors import ModelingError
 from chipfit.facade.target_platform.configs import BIAS_ATTR, KERNEL_ATTR
-from tests.build import quantized
+from tests.build import model_of, quantized, sequential
 from tests.facade.target_platform.chips import chip, config, kernel, model, options
 
 F = nn.functional
@@ -96,23 +96,17 @@ def test_a_filter_takes_precedence_over_a_plain_layer():
 # ---------------------------------------------------------------- sets that share an operator
 
 
-class Net(nn.Module):
-    """One operator as a layer and as a function, each behind a convolution."""
-
-    def __init__(self, layer=None, function=F.relu) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.layer, self.b = nn.Conv2d(3, 4, 1), layer or nn.ReLU(), nn.Conv2d(4, 4, 1)
-        self.function = function
-
-    def forward(self, x):
-        return self.function(self.b(self.layer(self.a(x))))
+def net_of(layer=None, function=F.relu):
+    """Return one operator as a layer and as a function, each behind a convolution."""
+    torch.manual_seed(0)
+    parts = {"a": nn.Conv2d(3, 4, 1), "layer": layer or nn.ReLU(), "b": nn.Conv2d(4, 4, 1)}
+    return model_of(lambda m, x: function(m.b(m.layer(m.a(x)))), **parts)
 
 
 def bits_of(tpc, op="Relu", net=None):
     """Bits of the results of an operator's nodes in a plan."""
     torch.manual_seed(1)
-    result = quantized(net or Net(), torch.randn(4, 3, 8, 8), tpc)
+    result = quantized(net or net_of(), torch.randn(4, 3, 8, 8), tpc)
     return [result.plan.tensors[n.output].grid.bits for n in result.graph.nodes if n.op == op], result
 
 
@@ -144,7 +138,7 @@ def test_a_fusion_includes_the_layers_of_its_own_set(fusing, fused):
 
 def test_a_filter_on_a_layer_does_not_affect_the_function():
     tpc = chip([tp.LayerFilterParams(nn.LeakyReLU, negative_slope=0.1)], [F.leaky_relu])
-    found, _ = bits_of(tpc, "LeakyRelu", Net(nn.LeakyReLU(0.1), lambda x: F.leaky_relu(x, 0.1)))
+    found, _ = bits_of(tpc, "LeakyRelu", net_of(nn.LeakyReLU(0.1), lambda x: F.leaky_relu(x, 0.1)))
     assert found == bits_for(tpc, nn.LeakyReLU(0.1), (F.leaky_relu, {"negative_slope": 0.1})) == [4, 8]
 
 
@@ -155,22 +149,14 @@ CALLS = [(F.relu, {}), (torch.relu, {}), (F.hardtanh, {"min_val": 0.0}), (F.silu
 CALLS += [(torch.flatten, {}), (torch.argmax, {"dim": 1}), (F.softmax, {"dim": 1})]
 
 
-class Called(nn.Module):
-    def __init__(self, function, kwargs) -> None:
-        super().__init__()
-        self.function, self.kwargs, self.inner = function, kwargs, nn.Identity()
-
-    def forward(self, x):
-        return self.function(self.inner(x), **self.kwargs)
-
-
 @pytest.mark.parametrize("name", ["imx500 v1", "imx500 v3", "imx500 v4", "tflite v1", "qnnpack v1", "ort_cpu"])
 def test_a_layer_and_its_node_have_the_same_options(name):
     tpc = tp.get_target_platform_capabilities("pytorch", *name.split())
     for thing in [*LAYERS, *CALLS]:
         called = isinstance(thing, tuple)
-        net = Called(*thing) if called else nn.Sequential(thing, nn.Identity())
-        graph = chipfit.capture(net.eval(), (torch.rand(2, 3, 8, 8),), {})
+        call = lambda m, x, thing=thing: thing[0](m.inner(x), **thing[1])
+        net = model_of(call, inner=nn.Identity()) if called else sequential(thing, nn.Identity())
+        graph = chipfit.capture(net, (torch.rand(2, 3, 8, 8),), {})
         wanted = thing[0].__name__ if called else type(thing).__name__
         (node,) = [n for n in graph.nodes if n.layer_type == wanted]
         assert tpc.get_qco_by_node(thing) == tpc.get_qco_by_node(node), thing
