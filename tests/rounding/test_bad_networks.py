@@ -49,18 +49,12 @@ def zero_weights(model):
         model.b.weight.zero_()  # what comes out is the bias, whatever goes in
 
 
-def tied(model):
-    model.b = nn.Sequential(model.b, nn.ReLU(), nn.Conv2d(6, 6, 3, padding=1))
-    model.b[2].weight = model.b[0].weight
-
-
 CASES = {
     "dead inputs": (net(), dead_inputs, IMAGES),
     "constant outputs": (net(), zero_weights, IMAGES),
     "one image, again and again": (net(), None, IMAGES[:1].expand(64, 3, 6, 6)),
     "images of one number": (net(), None, torch.full((64, 3, 6, 6), 0.5)),
     "a layer called three times": (net(3), None, IMAGES),
-    "tied weights": (net(), tied, IMAGES),
     "one output": (net(outputs=1), None, IMAGES[:1]),
     "a root of 0": (net(root=True), no_bias, BLACK),
 }

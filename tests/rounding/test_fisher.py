@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import chipfit
-from chipfit.rounding.fisher import finite, first_samples, gradients, sampled_loss, split_float_readers
+from chipfit.rounding.fisher import first_samples, gradients, sampled_loss, split_float_readers
 from tests.build import graph_of, model_of
 
 
@@ -48,11 +48,6 @@ def test_an_output_without_axes_or_energy_has_finite_slopes():
     assert bool(g.isfinite().all()) and bool((g != 0).all())
 
 
-def test_slopes_that_do_not_exist_are_none():
-    g = torch.tensor([float("nan"), float("inf"), -float("inf"), 2.5])
-    assert finite(g).tolist() == [0, 0, 0, 2.5]
-
-
 def test_gradients_are_of_what_is_wanted_and_finite_before_a_root_at_zero():
     x, k = torch.tensor([[4.0], [0.0], [9.0]]), torch.tensor([[1], [2], [3]])
     root_of = model_of(lambda m, x, k: (torch.sqrt(torch.relu(x)) * 2, k + 1))
@@ -76,13 +71,7 @@ def test_without_a_float_output_that_depends_on_them_there_are_no_gradients():
 
 @pytest.mark.parametrize(
     ("sizes", "parts"),
-    [
-        ([40], [32, 8]),
-        ([100, 100], [32, 32, 32, 4, 28]),
-        ([128, 9], [32] * 4),
-        ([127, 9], [32, 32, 32, 31, 1]),
-        ([200], [32] * 4),
-    ],
+    [([100, 100], [32, 32, 32, 4, 28]), ([127, 9], [32, 32, 32, 31, 1]), ([200], [32] * 4), ([40], [32, 8])],
 )
 def test_the_first_samples_come_in_chunks(sizes, parts):
     x = torch.arange(float(sum(sizes)))
@@ -92,15 +81,7 @@ def test_the_first_samples_come_in_chunks(sizes, parts):
     assert all(torch.equal(b, 2 * a) for a, b in found)
 
 
-@pytest.mark.parametrize(
-    "odd",
-    [
-        [torch.zeros(2), torch.zeros(3)],
-        [torch.tensor(1.0)],
-        [torch.zeros(0)],
-        [torch.zeros(40), torch.tensor(1.0)],
-    ],
-)
+@pytest.mark.parametrize("odd", [[torch.zeros(2), torch.zeros(3)], [torch.tensor(1.0)], [torch.zeros(0)]])
 def test_a_batch_that_cannot_be_cut_counts_as_one(odd):
     found = list(first_samples([odd] * 130))
     assert len(found) == 128 and all(len(b) == len(odd) for b in found)

@@ -135,10 +135,6 @@ def test_rows_that_share_a_scale_are_searched_together():
     assert found.tolist() == pytest.approx([float(best_of_36(w[0, k::2], h[0], 0.01)) for k in range(2)], rel=1e-4)
 
 
-def test_weights_of_zero_keep_a_scale_above_zero():
-    assert 0 < float(search_scales(torch.zeros(1, 1, 4), moments(), rows_of(1, free=True), 0.01)) <= 1e-6
-
-
 @pytest.mark.parametrize("ids", [None, [0, 0, 0]])
 def test_rounded_weights_lie_on_the_scales_that_were_found(ids):
     h, w = moments(), randn(1, 3, 4, seed=4) * torch.tensor([[[1.0], [4], [16]]])

@@ -11,7 +11,6 @@ from torch import nn
 import chipfit
 from chipfit import Settings
 from chipfit.calibration.collect import Need, TensorStats, collect
-from chipfit.errors import DataError
 from chipfit.graph.ir import Node
 from chipfit.ranges import choose
 from chipfit.rounding import importance as importance_of
@@ -107,36 +106,23 @@ def test_a_weight_that_two_operators_read_matters_for_both():
     assert both.shape == last.shape == (4, 4) and not torch.allclose(both, last)
 
 
-def layer():
-    """A linear layer whose inputs differ in size, and half of whose weights are large where inputs are small."""
-    torch.manual_seed(0)
-    model = nn.Linear(48, 6, bias=False)
-    size = torch.logspace(-1.5, 1, 48)
-    with torch.no_grad():
-        model.weight /= size
-    return model.eval(), lambda seed: randn(256, 48, seed=seed) * size
-
-
 @pytest.mark.parametrize("bits", [3, 4])
 def test_the_outputs_of_a_layer_lose_less_on_new_data(bits):
-    model, draw = layer()
-
-    exact = model.weight.detach()
+    """Its inputs differ in size, and weights are large where inputs are small."""
+    torch.manual_seed(0)
+    model, size = nn.Linear(48, 6, bias=False), torch.logspace(-1.5, 1, 48)
+    exact = model.weight.detach().div_(size)
 
     def error(stored):
-        return float((draw(2) @ (stored.round(exact) - exact).t()).square().mean())
+        return float((randn(256, 48, seed=2) * size @ (stored.round(exact) - exact).t()).square().mean())
 
-    def lost(rule):
-        wide = {"*": {"bits": bits, "activation_bits": 16}}
-        result = fitted(rule, overrides=wide, model=model, data=list(draw(1).split(32)))
-        assert result.plan.tensors["weight"].origin == f"{rule} over the weights"
-        return error(result.plan["weight"]), result
-
-    (weighed, by_h), (plain, _) = lost("hmse"), lost("mse")
-    assert weighed < 0.8 * plain
+    wide, data = {"*": {"bits": bits, "activation_bits": 16}}, list((randn(256, 48, seed=1) * size).split(32))
+    by_h, plain = (fitted(rule, overrides=wide, model=model, data=data) for rule in ("hmse", "mse"))
+    assert [r.plan.tensors["weight"].origin for r in (by_h, plain)] == ["hmse over the weights", "mse over the weights"]
+    assert error(by_h.plan["weight"]) < 0.8 * error(plain.plan["weight"])
     stored, weights = by_h.plan["weight"], by_h.stats["weight"].extras["importance"]
     turned = choose(exact, stored.grid, rule="hmse", axis=0, extras={"importance": 1 / weights})
-    assert error(replace(stored, scale=turned.scale)) > plain  # the wrong way round it is worse than not at all
+    assert error(replace(stored, scale=turned.scale)) > error(plain.plan["weight"])  # the wrong way round it is worse
 
 
 def fitted(weights, platform="mqbench_academic", overrides=FOUR, model=None, data=DATA, **options):
@@ -161,11 +147,6 @@ def test_every_chip_takes_it(platform):
     assert {n: t.grid for n, t in result.plan.tensors.items()} == {n: t.grid for n, t in plain.plan.tensors.items()}
     if platform in ("ort_cpu", "tflite_int8"):
         assert result.verify(DATA[:1]).exact
-
-
-def test_data_that_can_be_read_once_are_kept():
-    once, again = (fitted("hmse", data=d) for d in (iter(DATA), DATA))
-    assert torch.equal(once.plan["stem.weight"].scale, again.plan["stem.weight"].scale)
 
 
 def test_a_layer_may_ask_for_it_alone_and_an_edit_does_the_same():
@@ -196,11 +177,6 @@ def test_searched_widths_and_sensitivity_know_the_rule():
     half = fitted("hmse", overrides=None, limits=chipfit.Limits(weights="50%"), rule="hmse")
     assert loss(half) < loss(fitted("mse", overrides=None, limits=chipfit.Limits(weights="50%")))
     assert sum(v for _, v in half.sensitivity(DATA).ranked()) > 0
-
-
-def test_no_batch_is_refused_as_ever():
-    with pytest.raises(DataError):
-        fitted("hmse", data=[])
 
 
 # ---------------------------------------------------------------- by hand, of slopes that are given
@@ -240,13 +216,12 @@ def test_squares_of_weights_are_of_the_sums_over_positions_of_each_sample(at_onc
     assert set(importance(two_layers(), (), ["w", "v"], {}, [[x]])) == {"w"}
 
 
-@pytest.mark.parametrize("most, positions, held", [(12, 3, 2), (12, 1, 3), (5, 3, 1), (18, 3, 3), (17, 3, 2)])
+@pytest.mark.parametrize("most, positions, held", [(12, 1, 3), (5, 3, 1), (18, 3, 3), (17, 3, 2)])
 def test_as_many_samples_are_held_at_once_as_fit(most, positions, held, monkeypatch):
     """Of each sample 2 x positions numbers are read, and 2 x 2 squares are made."""
-    sizes, old = [], importance_of.patches
+    sizes, old, x = [], importance_of.patches, randn(6, positions, 2)
     monkeypatch.setattr(importance_of, "patches", lambda node, x, *rest: sizes.append(len(x)) or old(node, x, *rest))
     monkeypatch.setattr(importance_of, "CHUNK", most)
-    x = randn(6, positions, 2)
     given(monkeypatch, {"x": x}, {"y": x})
     importance(two_layers(), (), ["w"], {}, [[x]])
     assert sizes == [held] * (6 // held)
@@ -297,11 +272,7 @@ def test_squares_of_slopes_are_counted_where_their_values_lie(edges, name, monke
 
 def test_labels_are_drawn_with_the_seed(monkeypatch):
     seen = []
-    monkeypatch.setattr(
-        importance_of,
-        "gradients",
-        lambda graph, batch, wanted, besides, rng: seen.append(rng.initial_seed()) or ({}, {}),
-    )
+    monkeypatch.setattr(importance_of, "gradients", lambda *a: seen.append(a[-1].initial_seed()) or ({}, {}))
     for seed in ((), (7,)):
         importance(two_layers(), (), ["w"], {}, [[torch.zeros(3, 3, 2)]], *seed)
     assert seen == [0, 7]

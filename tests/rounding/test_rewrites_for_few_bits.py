@@ -109,7 +109,6 @@ def test_where_no_weight_would_be_changed_nothing_is_tried_or_said(monkeypatch):
         (net(), Settings(rounding="gptq", rounding_guard=False), FOUR),
         (net(), Settings(rounding="gptq", seconds=5), FOUR),
     ],
-    ids=["no depthwise convolution", "8 bits", "nearest codes", "no guard", "a time"],
 )
 def test_elsewhere_they_are_not_tried(model, settings, overrides):
     result = fitted(model, settings, overrides=overrides)
@@ -128,10 +127,3 @@ def test_each_can_be_asked_for_and_refused():
     assert torch.equal(half.decision.graph.weights["wide.weight"], model.wide.weight)
     with pytest.raises(chipfit.errors.PlanError, match="'always', 'off'"):
         Settings(centre="sometimes")
-
-
-def test_data_that_can_be_read_once_serve_as_well():
-    model = net()
-    for settings in (chipfit.BEST, Settings(rounding="off", equalize_groups="always")):
-        once, again = (fitted(model, settings, data) for data in (iter(DATA), DATA))
-        assert str(once.plan) == str(again.plan)

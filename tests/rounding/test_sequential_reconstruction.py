@@ -10,7 +10,7 @@ from torch import nn
 
 import chipfit
 from chipfit import Settings
-from chipfit.errors import ConfigError, DataError, PlanError, UnknownNameError
+from chipfit.errors import ConfigError, DataError, PlanError
 from chipfit.passes.rewriting import Readers
 from chipfit.plan.record import Plan
 from chipfit.rounding import sequential_reconstruction
@@ -133,18 +133,13 @@ def test_weights_lie_on_their_grids_and_scales_obey_the_platform(platform):
             assert bool((total >= limit.low).all() and (total <= limit.high).all())
 
 
-def test_the_same_seed_gives_the_same_plan_and_saving_keeps_it(tmp_path):
-    first, second = (fitted("ort_cpu", None, GPTQ) for _ in range(2))
+def test_the_same_seed_gives_the_same_plan_another_one_sees_other_positions_and_saving_keeps_it(tmp_path):
+    settings = Settings(rounding="gptq", rounding_samples=64)
+    first, second, other = (fitted("ort_cpu", None, settings, seed=s) for s in (0, 0, 1))
     assert all(t.stored.same_numbers(second.plan[name]) for name, t in first.plan.tensors.items() if t.quantized)
-    first.save(tmp_path / "result")
-    again = chipfit.load(tmp_path / "result")
+    assert not torch.equal(first.graph.weights["stem.bias"], other.graph.weights["stem.bias"])
+    again = chipfit.load(first.save(tmp_path / "result"))
     assert all(torch.equal(again.graph.weights[k], w) for k, w in first.graph.weights.items())
-
-
-def test_another_seed_sees_other_positions():
-    settings = Settings(rounding_samples=64)
-    a, b, c = (fitted(overrides=bits(4), settings=settings, seed=s).graph.weights["stem.bias"] for s in (0, 0, 1))
-    assert torch.equal(a, b) and not torch.equal(a, c)
 
 
 def test_the_guard_keeps_the_plain_plan_where_it_is_better_and_says_so(monkeypatch):
@@ -159,16 +154,6 @@ def test_fewer_images_than_weights_are_carried_by_the_ridge_and_said():
     result, plain = quantized(net(), [DATA[0][:2]], settings=NO_GUARD), fitted("ort_cpu")
     assert any("'head' is fitted to 2 positions for 8 weights" in n for n in result.plan.rewrites)
     assert loss(result, plain.graph) < 20 * loss(plain, plain.graph)
-
-
-def test_shared_weights_layers_without_bias_and_dead_inputs_are_carried():
-    live = torch.tensor([1.0, 1, 1, 0, 0, 0])
-    layers = {"twice": nn.Linear(6, 6, bias=False), "out": nn.Linear(6, 3, bias=False)}
-    odd = model_of(lambda m, x: m.out(m.twice(m.twice(x * live).relu()).relu()), **layers)
-    data = [randn(64, 6, seed=k) for k in range(2)]
-    result = quantized(odd, data, "mqbench_academic", overrides=bits(4), settings=NO_GUARD)
-    assert any("'twice.weight' is read by several operators" in n for n in result.plan.rewrites)
-    assert all(bool(torch.isfinite(w).all()) for w in result.graph.weights.values() if w.is_floating_point())
 
 
 def test_sequences_are_rounded_token_by_token():
@@ -195,22 +180,12 @@ def test_values_beyond_the_limit_lie_on_disk_and_change_nothing():
 def test_settings_that_exclude_each_other_are_refused():
     with pytest.raises(ConfigError, match="'rounding' and 'correct_bias'"):
         fitted("ort_cpu", None, Settings(rounding="gptq", correct_bias=True))
-    with pytest.raises(UnknownNameError):
-        Settings(roundings="gptq")
 
 
 @pytest.mark.parametrize(
     "width, options, walks",
-    [
-        (8, {}, False),
-        (6, {}, False),
-        (5, {}, True),
-        (4, {}, True),
-        (4, {"settings": NEAREST}, False),
-        (4, {"settings": Settings(correct_bias=True)}, False),
-        (4, {"weight_rule": "no_clipping"}, False),
-        (4, {"rule": "no_clipping"}, True),
-    ],
+    [(6, {}, False), (5, {}, True), (4, {"settings": Settings(correct_bias=True)}, False)]
+    + [(4, {"weight_rule": "no_clipping"}, False), (4, {"rule": "no_clipping"}, True)],
     ids=str,
 )
 def test_few_bits_are_rounded_by_what_they_do_unless_the_user_chose_otherwise(width, options, walks):
@@ -233,17 +208,6 @@ def test_an_edit_rounds_anew_with_the_data_of_before(tmp_path):
     result.save(tmp_path / "rounded")
     with pytest.raises(PlanError, match="data are not here"):
         chipfit.load(tmp_path / "rounded").edit(three)
-
-
-def test_a_scale_with_rules_beyond_bounds_stays_and_the_codes_are_fitted_to_it():
-    plain = fitted(overrides=bits(4), settings=NEAREST)
-    plan = replace(plain.plan, sums=(("body.weight", 1e9),))
-    done = reconstruct(plain.graph, plan, [[x] for x in DATA])
-    kept, w = plan["body.weight"], done.graph.weights["body.weight"]
-    assert torch.equal(done.tensors["body.weight"].scale, kept.scale)
-    assert not torch.equal(done.tensors["stem.weight"].scale, plan.tensors["stem.weight"].scale)
-    assert torch.allclose(kept.round(w), w, atol=1e-6)
-    assert not torch.equal(kept.quantize(w), kept.quantize(plain.graph.weights["body.weight"].detach()))
 
 
 def test_batches_go_through_a_node_in_chunks(monkeypatch):
@@ -287,11 +251,6 @@ def test_fewer_positions_than_weights_are_said(two_layers, images, warned):
     result, x = two_layers
     notes = reconstruct(result.graph, result.plan, [[x[:images]]]).notes
     assert sum("more images make it better" in n for n in notes) == warned
-
-
-def test_no_batch_is_refused(two_layers):
-    with pytest.raises(DataError, match="no calibration data"):
-        reconstruct(two_layers[0].graph, two_layers[0].plan, [])
 
 
 # ---------------------------------------------------------------- what is summed for an operator, by hand
@@ -448,16 +407,13 @@ FLOOR = {"rounding": "floor"}
         (["y = Linear(c, w, b)"], planned(), "it reads no data"),
         ([LINEAR, "z = Linear(x, w, b)"], planned(), "'w' is read by several operators"),
         ([LINEAR, "z = Linear(x, w2, b)"], planned(), "'b' is read by several operators"),
+        ([LINEAR, "w"], planned(), "'w' is an output of the model"),
     ],
 )
 def test_why_a_weight_is_not_fitted(nodes, plan, why):
-    graph = network(*nodes, w2=A)
+    returned = "w" in nodes
+    graph = network(*nodes[: 1 if returned else None], w2=A, outputs="yw" if returned else None)
     assert why_not_fitted(graph, plan, Readers(graph), graph.nodes[0]) == why
-
-
-def test_a_weight_that_is_an_output_is_not_fitted():
-    graph = network(LINEAR, outputs="yw")
-    assert why_not_fitted(graph, planned(), Readers(graph), graph.nodes[0]) == "'w' is an output of the model"
 
 
 def test_the_network_that_was_given_stays_as_it_is():
@@ -471,12 +427,9 @@ def test_the_network_that_was_given_stays_as_it_is():
 @pytest.mark.parametrize(
     "nodes, outputs, rules, placed",
     [
-        ([LINEAR], "y", {}, {"y"}),
         ([LINEAR, "z = Relu(y)"], "yz", {}, {"z"}),  # quantized values of the first are read
-        ([LINEAR, "z = Relu(y)"], "z", {}, {"z"}),
-        ([LINEAR], "y", {"fixed": ("y",)}, set()),
-        ([LINEAR], "y", {"zeros": ("y",)}, set()),
-        ([LINEAR], "y", {"ties": (("x", "y"),)}, set()),
+        ([LINEAR], "y", {}, {"y"}),
+        *[([LINEAR], "y", rule, set()) for rule in ({"fixed": ("y",)}, {"zeros": ("y",)}, {"ties": (("x", "y"),)})],
     ],
 )
 def test_ranges_of_scores_are_searched_where_nothing_reads_them_and_no_rule_says_them(nodes, outputs, rules, placed):
