@@ -47,12 +47,6 @@ def test_a_row_of_three_collapses_to_one():
     assert len(new.nodes) == 1 and len(notes) == 2
 
 
-def test_a_pair_that_would_grow_stays():
-    new, notes = collapsed(nn.Sequential(nn.Conv2d(4, 2, 3), nn.Conv2d(2, 64, 1)), torch.randn(2, 4, 5, 5))
-    assert len(new.nodes) == 2  # 64 * 4 * 9, not 2 * 4 * 9 + 64 * 2
-    assert notes == ["'0' and '1' do not collapse: 2304 parameters instead of 200"]
-
-
 @pytest.mark.parametrize("second", [nn.Conv2d(8, 4, 3), nn.Sequential(nn.ReLU(), nn.Conv2d(8, 4, 1))])
 def test_larger_kernels_and_activations_between_make_no_pair(second):
     new, notes = collapsed(nn.Sequential(nn.Conv2d(4, 8, 3), second), torch.randn(2, 4, 5, 5))
@@ -60,28 +54,8 @@ def test_larger_kernels_and_activations_between_make_no_pair(second):
 
 
 def test_what_else_is_read_is_not_collapsed():
-    def forward(m, x):
-        y = m.a(x)
-        return y, m.b(y)
-
-    net = model_of(forward, a=nn.Conv2d(4, 8, 3), b=nn.Conv2d(8, 4, 1))
+    net = model_of(lambda m, x: (y := m.a(x), m.b(y)), a=nn.Conv2d(4, 8, 3), b=nn.Conv2d(8, 4, 1))
     assert len(collapsed(net, torch.randn(2, 4, 5, 5))[0].nodes) == 2
-
-
-def test_an_added_constant_becomes_the_bias():
-    def forward(m, x):
-        y = (0.5 + (m.conv(x) + m.shift)).relu()
-        return m.linear(y.mean((2, 3))) - m.row
-
-    layers = {"conv": nn.Conv2d(3, 4, 3, bias=False), "linear": nn.Linear(4, 2)}
-    net = model_of(forward, **layers, shift=torch.randn(4, 1, 1), row=torch.randn(2))
-    new, notes = collapsed(net, torch.randn(2, 3, 5, 5))
-    assert not {"Add", "Sub"} & {n.op for n in new.nodes} and len(notes) == 3
-
-
-def test_a_constant_that_differs_from_place_to_place_stays_an_addition():
-    net = model_of(lambda m, x: m.conv(x) + m.map, conv=nn.Conv2d(3, 4, 3, padding=1), map=torch.randn(4, 5, 5))
-    assert len(collapsed(net, torch.randn(2, 3, 5, 5))[0].nodes) == 2
 
 
 # ---------------------------------------------------------------- pairs of a few nodes
@@ -106,8 +80,6 @@ IMAGES = (None, 3, 6, 7), (None, 4, 6, 7), (None, 4, 6, 7)
         ("yc", torch.randn(()), True, True),
         ("yc", torch.randn(1, 1), False, True),
         ("yc", torch.randn(7), True, False),  # along the last axis
-        ("yc", torch.randn(4, 1, 7), True, False),
-        ("yc", torch.randn(4, 6, 1), True, False),
         ("yc", torch.randn(2, 4, 1, 1), True, False),
         ("yc", torch.randn(1, 1, 4, 1, 1), True, False),  # of more axes than the images
         ("yc", torch.ones(4, 1, 1, dtype=torch.int64), True, False),
@@ -136,7 +108,6 @@ def test_a_constant_for_each_channel_of_images_joins_the_bias(op, ins, constant,
         (torch.randn(4), True),
         (torch.randn(1, 1, 4), True),
         (torch.randn(5, 1), False),
-        (torch.randn(5, 4), False),
         (torch.randn(1), True),
     ],
 )

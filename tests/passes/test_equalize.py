@@ -114,23 +114,17 @@ def test_the_widest_of_several_readers_counts():
 
 
 @pytest.mark.parametrize(
-    "net, shape",
+    "layers, shape, why",
     [
-        (nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Conv1d(3, 2, 1)), (2, 3, 3)),
-        (nn.Sequential(nn.Conv1d(3, 3, 1), nn.ReLU(), nn.Linear(3, 2)), (2, 3, 3)),
+        ([nn.Linear(3, 3), nn.ReLU(), nn.Conv1d(3, 2, 1)], (2, 3, 3), "their channels lie on different axes"),
+        ([nn.Conv1d(3, 3, 1), nn.ReLU(), nn.Linear(3, 2)], (2, 3, 3), "their channels lie on different axes"),
+        ([nn.Linear(4, 4), nn.MaxPool1d(2), nn.Linear(2, 2)], (2, 3, 4), "MaxPool '1' reads it"),  # along that axis
     ],
 )
-def test_channels_on_different_axes_are_not_scaled(net, shape):
-    graph = captured(net, torch.randn(*shape))
+def test_channels_on_different_axes_are_not_scaled(layers, shape, why):
+    graph = captured(nn.Sequential(*layers), torch.randn(*shape))
     new, notes = equalize(graph)
-    assert notes[0] == "'0' is not equalized: their channels lie on different axes" and len(notes) == 2
-    assert all(new.weights[k] is w for k, w in graph.weights.items())
-
-
-def test_a_pool_along_the_axis_of_a_linear_layers_channels_is_not_crossed():
-    graph = captured(nn.Sequential(nn.Linear(4, 4), nn.MaxPool1d(2), nn.Linear(2, 2)), torch.randn(2, 3, 4))
-    new, notes = equalize(graph)
-    assert notes[0] == "'0' is not equalized: MaxPool '1' reads it"
+    assert notes[0] == f"'0' is not equalized: {why}" and len(notes) == 2
     assert all(new.weights[k] is w for k, w in graph.weights.items())
 
 

@@ -142,23 +142,6 @@ def test_a_clip_in_front_of_a_sum_keeps_what_calibration_saw():
     same(before, after, X)
 
 
-def test_in_codes_a_clip_beyond_what_calibration_saw_is_the_grids():
-    """The grid of the scaled value ends at 6 too, within a few codes of 255."""
-    torch.manual_seed(0)
-    net = block(F.relu6)
-    with torch.no_grad():
-        net.a.weight.mul_(8.0)
-    x = torch.randn(16, 3, 8, 8)
-    before, after, notes = equalized(net, x)
-    same(before, after, x)
-    assert any("grow" in n for n in notes)
-    stats = collect(after.graph, [[x]], tensors=statistics.needs(after.assignment, "mse"))
-    plan = after.decided(after.graph, stats).plan()
-    for node in (n for n in after.graph.nodes if n.op == "Relu6" and n.output in plan.tensors):
-        t = plan[node.output]
-        assert float((t.grid.qmax - t.zero_point) * t.scale) <= 6 * 1.02
-
-
 @pytest.mark.parametrize("between", [nn.SiLU(), nn.Hardtanh(-1.0, 1.0), nn.ChannelShuffle(2), nn.Softmax(1)])
 def test_what_does_not_scale_with_its_channels_ends_a_group(between):
     torch.manual_seed(0)
@@ -190,10 +173,8 @@ def test_weights_of_several_operators_stay():
 @pytest.mark.parametrize(
     "bits, settings, axis, groups, tried",
     [
-        (4, {}, 0, 3, True),
         (FEW_BITS, {}, 0, 3, True),
         (FEW_BITS + 1, {}, 0, 3, False),
-        (8, {}, 0, 3, False),
         (4, {"rounding": "nearest"}, 0, 3, False),
         (4, {"rounding_guard": False}, 0, 3, False),
         (4, {"seconds": 10.0}, 0, 3, False),
@@ -221,28 +202,21 @@ def test_a_rewrite_for_few_bits_is_tried_where_weights_are_fitted_and_channels_c
     "op, attrs, before, after, shares",
     [
         ("Relu", {}, (None, 3, 4, 5), None, True),
-        ("Relu6", {}, (None, 3, 4, 5), None, True),
         ("Sigmoid", {}, (None, 3, 4, 5), None, False),
         ("Clamp", {"min": 0.0, "max": 2.0}, (None, 3, 4, 5), None, True),
         ("Clamp", {"min": None, "max": 2.0}, (None, 3, 4, 5), None, True),
         ("Clamp", {"min": -1.0, "max": 2.0}, (None, 3, 4, 5), None, False),
         ("Clamp", {"min": 0.0, "max": 0.0}, (None, 3, 4, 5), None, False),
-        ("Clamp", {"min": 0.0, "max": -1.0}, (None, 3, 4, 5), None, False),
         ("MaxPool", {}, (None, 3, 4, 5), (None, 3, 2, 2), True),
         ("Mean", {"axes": (2, 3)}, (None, 3, 4, 5), (None, 3), True),
         ("Mean", {"axes": (-1, 2)}, (None, 3, 4, 5), (None, 3), True),
-        ("Mean", {"axes": (1,)}, (None, 3, 4, 5), (None, 4, 5), False),
         ("Mean", {"axes": (-3, 2)}, (None, 3, 4, 5), (None, 5), False),
         ("Mean", {"axes": (0,)}, (None, 3, 4, 5), (3, 4, 5), False),
         ("ReduceProd", {"axes": (2,)}, (None, 3, 4, 5), (None, 3, 5), False),
         ("Reshape", {}, (None, 3, 1, 1), (None, 3), True),
         ("Reshape", {}, (None, 3), (None, 3, 1, 1), True),
-        ("Reshape", {}, (None, 3, 4, 5), (None, 3, 20), False),
         ("Reshape", {}, (None, 3, 1, 1), (None, 1, 3), False),
-        ("Reshape", {}, (None, 3, 1), (None, 3, 1, 2), False),
-        ("Reshape", {}, (None, 3, 2), (None, 3, 1), False),
         ("Reshape", {}, (None, 3, 2), (None, 3, 2, 1), False),
-        ("Reshape", {}, (None, 3, 1), (None, 3, 2, 1), False),
         ("Reshape", {}, (None,), (None,), False),
         ("Squeeze", {"axes": (2, 3)}, (None, 3, 1, 1), (None, 3), True),
         ("Squeeze", {"axes": (3,)}, (None, 3, 4, 1), (None, 3, 4), False),

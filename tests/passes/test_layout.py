@@ -14,7 +14,7 @@ from chipfit.engine.run import run
 from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.check import check
 from chipfit.graph.ir import Graph, Node, Value
-from chipfit.passes.layout import apply_layout, change_layout, keeps_memory_order, remove_axes, same_numbers
+from chipfit.passes.layout import apply_layout, change_layout, same_numbers
 from chipfit.plan.record import NodePlan, Plan
 from tests.build import graph_of, model_of, node, plan_of, stored
 from tests.zoo import ZOO, make
@@ -46,31 +46,26 @@ def test_there_and_back_a_network_computes_the_same_numbers(name):
         assert torch.equal(before[a], after[b])
 
 
-def test_transpositions_stand_at_the_borders_only():
-    layers = nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Softmax(1), nn.Conv2d(4, 2, 1)
+@pytest.mark.parametrize(
+    "layers, ops",
+    [
+        ([nn.BatchNorm2d(4), nn.Softmax(1), nn.Conv2d(4, 2, 1)], "BatchNorm Softmax Conv2D Transpose"),
+        ([nn.Flatten(), nn.Linear(4 * 36, 2)], "Transpose Reshape Linear"),  # read in the model's own order
+        ([nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)], "GlobalAvgPool Reshape Linear"),
+    ],
+)
+def test_transpositions_stand_at_the_borders_only(layers, ops):
     new = change_layout(captured(nn.Sequential(nn.Conv2d(3, 4, 3), *layers), torch.randn(2, 3, 8, 8)), "channels_last")
-    there, layouts = new.graph, new.layouts
-    assert kinds(there) == ["Transpose", "Conv2D", "BatchNorm", "Relu", "MaxPool", "Softmax", "Conv2D", "Transpose"]
-    assert there.node("softmax").attrs["axis"] == 3
-    assert set(layouts.values()) == {(0, 2, 3, 1)}
+    assert kinds(new.graph) == ["Transpose", "Conv2D", *ops.split()]
+    assert set(new.layouts.values()) == {(0, 2, 3, 1)}
+    assert all(n.attrs["axis"] == 3 for n in new.graph.nodes if n.op == "Softmax")
 
 
 def test_weights_stay_as_they_are():
-    graph = captured(
-        nn.Sequential(nn.Conv2d(3, 4, 3), nn.PReLU(4), nn.ConvTranspose2d(4, 2, 2)), torch.randn(2, 3, 8, 8)
-    )
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.PReLU(4), nn.ConvTranspose2d(4, 2, 2))
+    graph = captured(net, torch.randn(2, 3, 8, 8))
     there = change_layout(graph, "channels_last").graph
     assert all(there.weights[k] is w for k, w in graph.weights.items())
-
-
-def test_flattening_after_a_global_pool_keeps_memory_order():
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
-    assert kinds(channels_last(model, 2, 3, 8, 8)).count("Transpose") == 1
-
-
-def test_flattening_an_image_reads_it_in_the_models_own_order():
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 2))
-    assert kinds(channels_last(model, 2, 3, 8, 8)) == ["Transpose", "Conv2D", "Transpose", "Reshape", "Linear"]
 
 
 def test_the_models_own_transpositions_cancel():
@@ -83,24 +78,6 @@ def test_the_models_own_transpositions_cancel():
     assert kinds(there).count("Transpose") == 2  # the model's input and output
 
 
-def test_constant_operands_are_rearranged_as_new_weights():
-    shift = torch.arange(4.0).view(4, 1, 1)
-    net = model_of(lambda m, x: m.conv(x) * 2.0 + m.shift, conv=nn.Conv2d(3, 4, 1), shift=shift)
-    there = channels_last(net, 2, 3, 5, 5)
-    add = next(n for n in there.nodes if n.op == "Add")
-    assert there.weights[add.inputs[1]].shape == (1, 1, 1, 4) and there.weights["shift"].shape == (4, 1, 1)
-
-
-def test_only_axes_of_size_one_may_change_places_without_moving_memory():
-    assert keeps_memory_order((None, 8, 1, 1), (0, 2, 3, 1))
-    assert not keeps_memory_order((None, 8, 2, 1), (0, 2, 3, 1))
-
-
-def test_a_removed_axis_leaves_the_others_in_order():
-    assert remove_axes((0, 2, 3, 1), {2, 3}) == (0, 1)
-    assert remove_axes((0, 2, 3, 1), {0}) == (1, 2, 0)
-
-
 # ---------------------------------------------------------------- one operator behind a convolution
 
 CONV = {"stride": (1, 1), "padding": ((0, 0), (0, 0)), "dilation": (1, 1), "groups": 1}
@@ -109,29 +86,20 @@ WEIGHTS = {"w": torch.randn(3, 3, 1, 1), "c": torch.randn(3, 1, 1), "map": torch
 BEHIND = [
     ("Softmax", "h", {"axis": 1}),
     ("Softmax", "h", {"axis": -1}),
-    ("Softmax", "h", {"axis": 2}),
-    ("Softmax", "h", {"axis": 0}),
     ("Concat", "hh", {"axis": 1}),
-    ("Concat", "hh", {"axis": -1}),
     ("Concat", "hx", {"axis": 2}),
-    ("Split", "h", {"axis": 1, "sizes": (1, 2)}),
     ("Split", "h", {"axis": -1, "sizes": (2, 3)}),
     ("Slice", "h", {"axis": 1, "start": 1, "end": None, "step": 1}),
-    ("Select", "h", {"axis": 1, "index": 1}),
     ("Select", "h", {"axis": -2, "index": 3}),
     ("Mean", "h", {"axes": (2, 3), "keepdims": True}),
     ("Mean", "h", {"axes": (1,), "keepdims": False}),
-    ("Sum", "h", {"axes": (-1,), "keepdims": False}),
     ("Sum", "h", {"axes": (-3, 3), "keepdims": False}),
     ("ArgMax", "h", {"axis": 1, "keepdims": False}),
-    ("ArgMax", "h", {"axis": -1, "keepdims": True}),
     ("ArgMax", "h", {"axis": None, "keepdims": False}),
     ("Pad", "h", {"padding": ((0, 0), (1, 2), (3, 0), (0, 4)), "mode": "constant", "value": 1.5}),
     ("Roll", "h", {"shifts": (1, 2), "axes": (1, -1)}),
-    ("Tile", "h", {"repeats": (1, 2, 1, 3)}),
     ("Tile", "h", {"repeats": (2, 1, 1, 1, 1)}),
     ("Transpose", "h", {"perm": (0, 2, 3, 1)}),
-    ("Transpose", "h", {"perm": (0, 1, -1, 2)}),
     ("Transpose", "h", {"perm": (3, 1, 0, 2)}),
     ("Reshape", "h", {"shape": (-1, 60)}),
     ("Reshape", "h", {"shape": (2, 3, 20)}),
@@ -142,7 +110,6 @@ BEHIND = [
     ("Mul", ["h", "one"], {}),
     ("Add", "hx", {}),
     ("Size", "h", {"axis": 1}),
-    ("Size", "h", {"axis": -1}),
     ("CumSum", "h", {"axis": 1}),
 ]
 BEHIND = [(op, ins, attrs) for op, ins, attrs in BEHIND if op in KERNELS]
@@ -326,10 +293,3 @@ def test_a_transposition_of_the_models_own_stays_where_it_stores_other_numbers(s
     new, _ = apply_layout(graph, plan(edges, x=0.5, **scales), "channels_last")
     assert ("t" in [n.name for n in new.graph.nodes]) is stays
     assert [n.op for n in new.graph.nodes if n.name in "cr"] == ["Conv2D", "Relu"]
-
-
-@pytest.mark.parametrize(
-    "a, b, same", [(0.5, 0.5, True), (0.5, 0.25, False), (None, None, True), (0.5, None, False), (None, 0.5, False)]
-)
-def test_numbers_are_the_same_on_one_grid_or_both_in_float(a, b, same):
-    assert same_numbers(plan(a=a, b=b), "a", "b") is same

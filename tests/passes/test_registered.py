@@ -25,7 +25,3 @@ def test_rewrites_run_one_behind_the_other():
     names = list(STEPS)
     assert sorted(order, key=names.index) == order
     assert names.index("fold_constants") < names.index("attention")
-
-
-def test_what_moves_ranges_has_calibration_run_again():
-    assert {n for n, (_, d) in STEPS.items() if d.recalibrates} == {"smooth", "centre", "equalize_groups"}

