@@ -253,9 +253,7 @@ def test_biases_move_in_units_of_the_norm_of_their_weights(adam, monkeypatch):
     ],
 )
 @pytest.mark.parametrize("biases", [True, False])
-def test_a_block_keeps_what_it_learned_where_its_error_falls(
-    scope, errors, better, left, kept, biases, monkeypatch
-):
+def test_a_block_keeps_what_it_learned_where_its_error_falls(scope, errors, better, left, kept, biases, monkeypatch):
     weights, given = small().graph.weights, iter(errors)
     monkeypatch.setattr(BlockReconstruction, "error", lambda *_: next(given))
     new, (note,) = learn(scope=scope, biases=biases)
