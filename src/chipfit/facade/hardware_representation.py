@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, Self
 
 from chipfit.facade.target_platform import configs
 from chipfit.facade.target_platform.capabilities import TargetPlatformCapabilities
@@ -70,9 +70,7 @@ class OpQuantizationConfig(configs.OpQuantizationConfig):
             raise AttributeError(f"'{type(self).__name__}' has no attribute '{name}'")
         return getattr(self.attr_weights_configs_mapping[configs.KERNEL_ATTR], _KERNEL[name])
 
-    def clone_and_edit(
-        self, attr_to_edit: Mapping[str, Mapping[str, Any]] | None = None, **changes: Any
-    ) -> OpQuantizationConfig:
+    def clone_and_edit(self, attr_to_edit: Mapping[str, Mapping[str, Any]] | None = None, **changes: Any) -> Self:
         """Return a copy with other arguments.
 
         Raises:

@@ -18,9 +18,8 @@ def conv_bn(
     c_in: int, c_out: int, kernel: int, stride: int = 1, groups: int = 1, act: type[nn.Module] | None = nn.ReLU6
 ) -> nn.Sequential:
     """Return convolution, batch norm, and an activation unless `act` is None."""
-    return nn.Sequential(
-        conv(c_in, c_out, kernel, stride, groups), nn.BatchNorm2d(c_out), *([act(inplace=True)] if act else [])
-    )
+    after = [act(inplace=True)] if act else []
+    return nn.Sequential(conv(c_in, c_out, kernel, stride, groups), nn.BatchNorm2d(c_out), *after)
 
 
 #: a stage: expansion, kernel, output channels, number of blocks, stride of the first

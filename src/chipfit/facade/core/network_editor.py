@@ -199,7 +199,6 @@ class _ByAttributes(Action):
         if not kwargs:
             allowed = ", ".join([*self.table, "l_p_value"])
             raise ConfigError(f"{type(self).__name__} requires an attribute to change", allowed=allowed)
-        kwargs = dict(kwargs)
         p = kwargs.pop("l_p_value", None)
         method = kwargs.get(self.error_method)
         if p is not None and getattr(method, "name", "") != "LP":

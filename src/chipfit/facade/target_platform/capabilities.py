@@ -39,9 +39,7 @@ def _filter(name: str, test: str, doc: str) -> Any:
         return _condition(attr, test, value)
 
     make.__name__ = make.__qualname__ = name
-    make.__doc__ = (
-        f"Return a filter of layers whose attribute has a value {doc} `value`. Combine filters with `&` and `|`."
-    )
+    make.__doc__ = f"Return a filter of layers whose attribute has a value {doc} `value`; join filters with `&`, `|`."
     return make
 
 
@@ -54,9 +52,7 @@ SmallerEq = _filter("SmallerEq", "le", "at or below")
 Contains = _filter("Contains", "contains", "that contains")
 
 
-_Known = Annotated[
-    Mapping[Any, Any], BeforeValidator(lambda given: {} if given is None else given), AfterValidator(dict)
-]
+_Known = Annotated[Mapping[Any, Any], BeforeValidator(lambda v: {} if v is None else v), AfterValidator(dict)]
 
 
 @record(ModelingError, frozen=True)

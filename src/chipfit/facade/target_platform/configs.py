@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, Strict, TypeAdapter
 
@@ -107,9 +107,7 @@ class AttributeQuantizationConfig:
         return replace(self, **changes)
 
 
-Attributes = Annotated[
-    Mapping[str, AttributeQuantizationConfig], AfterValidator(lambda given: MappingProxyType(dict(given)))
-]
+Attributes = Annotated[Mapping[str, AttributeQuantizationConfig], AfterValidator(lambda v: MappingProxyType(dict(v)))]
 _Edits = Mapping[str, Mapping[str, Any]] | None
 Scale = Annotated[float, Field(gt=0, strict=False, allow_inf_nan=False), allowed("a finite number above 0")]
 #: True stands for SIGNED, False for UNSIGNED
@@ -161,9 +159,7 @@ class OpQuantizationConfig:
         assert isinstance(supported, tuple)  # converted by the validator
         return max(supported)
 
-    def clone_and_edit(
-        self, attr_to_edit: Mapping[str, Mapping[str, Any]] | None = None, **changes: Any
-    ) -> OpQuantizationConfig:
+    def clone_and_edit(self, attr_to_edit: Mapping[str, Mapping[str, Any]] | None = None, **changes: Any) -> Self:
         """Return a copy with other fields.
 
         Args:
