@@ -19,6 +19,7 @@ from chipfit.errors import ModelingError, UnknownNameError
 from chipfit.facade.pydantic_messages import Name, arguments, record
 from chipfit.facade.target_platform.configs import Flag, OpQuantizationConfig, QuantizationConfigOptions
 from chipfit.facade.target_platform.layers import members_of_set
+from chipfit.facade.target_platform.to_platform import build_platform
 from chipfit.platform.filters import Member
 from chipfit.platform.schema import Math, Platform
 
@@ -287,8 +288,6 @@ class TargetPlatformModel:
         Args:
             attached: operator set -> its members; all other sets are known by their names.
         """
-        from chipfit.facade.target_platform.to_platform import build_platform
-
         return build_platform(self, attached or {})
 
     def members(self, attached: Mapping[str, tuple[Member, ...]]) -> dict[str, tuple[Member, ...]]:

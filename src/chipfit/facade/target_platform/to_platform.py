@@ -6,7 +6,6 @@ from typing import Any
 from chipfit.errors import ModelingError
 from chipfit.facade.pydantic_messages import translate_errors
 from chipfit.facade.target_platform import configs
-from chipfit.facade.target_platform.model import TargetPlatformModel
 from chipfit.graph.ops import OPS
 from chipfit.platform.filters import Member
 from chipfit.platform.schema import Format, Fuse, OpRule, Option, Placement, Platform, Rule
@@ -17,10 +16,11 @@ _CARRYING = {o for o, facts in OPS.items() if facts.moves} | {"ArgMax", "Cast", 
 _COMMON: dict[str, Any] = {"src": ("python",), "conf": "D"}
 
 
-def build_platform(model: TargetPlatformModel, attached: Mapping[str, tuple[Member, ...]]) -> Platform:
+def build_platform(model: Any, attached: Mapping[str, tuple[Member, ...]]) -> Platform:
     """Return the Platform of a target platform model. Producers quantize their results.
 
     Args:
+        model: a TargetPlatformModel, whose module imports this one.
         attached: operator set -> its members; each set becomes one of the platform's `sets`.
 
     Raises:
