@@ -77,21 +77,11 @@ def test_every_listed_operator_exists_and_only_computes():
         assert all(f._schema.returns and not f._schema.is_mutable for f in found), name
 
 
-def test_a_template_is_filled_with_inputs_types_and_devices():
-    template = {"a": [Ref(1), 2], "b": {"torch": "float16"}, "c": {"torch": "device:cpu"}}
-    assert fill(template, ["x", "y"]) == {"a": ["y", 2], "b": torch.float16, "c": torch.device("cpu")}
-
-
 @pytest.mark.parametrize("text", ["layer:cpu", "device:disk", "device:cuda:x", "device:", "cpu", "device:cpu:0:1"])
 def test_only_devices_and_numeric_types_are_constants(text):
     assert constant_of("device:cpu") == torch.device("cpu") and constant_of("device:cuda:1") == torch.device("cuda", 1)
     with pytest.raises(GraphError, match="is not a constant that a graph can hold"):
         constant_of(text)
-
-
-def test_an_index_is_data_and_comes_back_as_an_index():
-    template = {"index": [[0, -1, None], "...", 2, None, [Ref(0), None, 2]]}
-    assert fill([template], [5]) == [(slice(0, -1, None), ..., 2, None, slice(5, None, 2))]
 
 
 @pytest.mark.parametrize(
@@ -116,21 +106,6 @@ def test_a_form_that_writes_to_its_operand_is_found_where_that_is_asked_for(name
     assert torch_operator(name, in_place=in_place) is found
 
 
-@pytest.mark.parametrize(
-    "name, same",
-    [
-        ("aten.relu.default", True),
-        ("operator.add", True),
-        ("torch.sym_max", True),
-        ("aten.rand.default", False),
-        ("aten.bernoulli.default", False),
-        ("keras:{}", False),  # what a framework does is not known
-    ],
-)
-def test_calls_that_draw_numbers_or_belong_to_a_framework_are_not_repeatable(name, same):
-    assert repeatable(name) is same
-
-
 def test_a_function_that_only_has_the_name_of_a_listed_one_is_refused():
     def sym_max(a, b):
         return a
@@ -139,13 +114,24 @@ def test_a_function_that_only_has_the_name_of_a_listed_one_is_refused():
         target_name(sym_max)
 
 
+def test_calls_that_draw_numbers_or_belong_to_a_framework_are_not_repeatable():
+    assert all(map(repeatable, ["aten.relu.default", "operator.add", "torch.sym_max"]))
+    assert not any(map(repeatable, ["aten.rand.default", "aten.bernoulli.default", "keras:{}"]))
+
+
+INDEX = [[0, -1, None], "...", 2, None, [Ref(0), None, 2]]
+ITSELF = [{}, {"torch": "float16", "more": 1}, {"index": [1], "more": 2}, {"a": {}}, 7, "torch", None]
+
+
 @pytest.mark.parametrize(
-    "template", [{}, {"torch": "float16", "more": 1}, {"index": [1], "more": 2}, {"a": {}}, 7, "torch", None]
+    "template, filled",
+    [
+        ({"a": [Ref(1), 2], "b": {"torch": "float16"}}, {"a": ["y", 2], "b": torch.float16}),
+        ({"c": {"torch": "device:cpu"}}, {"c": torch.device("cpu")}),
+        ([{"index": INDEX}], [(slice(0, -1, None), ..., 2, None, slice("x", None, 2))]),  # data, and an index again
+        ((1, (Ref(0), [Ref(1)])), [1, ["x", ["y"]]]),  # sequences become lists
+        *((t, t) for t in ITSELF),
+    ],
 )
-def test_what_stands_for_nothing_else_is_filled_with_itself(template):
-    assert fill(template, ["x"]) == template
-
-
-def test_sequences_of_a_template_are_lists_and_its_inputs_are_found_at_any_depth():
-    assert fill((1, (Ref(0), [Ref(1)])), ["x", "y"]) == [1, ["x", ["y"]]]
-    assert fill({"index": ["...", Ref(1)]}, ["x", 3]) == (..., 3)
+def test_a_template_is_filled_with_inputs_types_devices_and_indices_at_any_depth(template, filled):
+    assert fill(template, ["x", "y"]) == filled

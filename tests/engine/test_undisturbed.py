@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
-import random
 import threading
 import warnings
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from chipfit import lint
-from chipfit.engine.process import preserve_random_state
 from tests.build import mlp, model_of, quantized, randn
+from tests.engine.test_process import draws, started
 
 
 def noisy():
@@ -32,22 +30,14 @@ def noisy():
 X = randn(32, 6, seed=1)
 
 
-def draws():
-    return torch.rand(3).tolist(), np.random.rand(3).tolist(), [random.random() for _ in range(3)]
-
-
-def seed_all(seed):
-    torch.manual_seed(seed), np.random.seed(seed), random.seed(seed)
-
-
 def numbers(result):
     return {n: (t.scale.tolist(), t.zero_point.tolist()) for n, t in result.plan.tensors.items() if t.quantized}
 
 
 def test_the_callers_random_numbers_are_left_alone(tmp_path):
-    seed_all(7)
+    started(7)
     want = draws()
-    seed_all(7)
+    started(7)
     result = quantized(noisy_model, X)
     _ = result.model
     lint(noisy_model, X)
@@ -61,7 +51,7 @@ noisy_model, plain_result = noisy(), quantized(mlp(6, 8, 3), X)
 def test_results_do_not_depend_on_the_callers_random_numbers():
     found = []
     for seed in (1, 2):
-        seed_all(seed)
+        started(seed)
         found.append(numbers(quantized(noisy_model, X)))
     assert found[0] == found[1] != numbers(quantized(noisy_model, X, seed=5))
 
@@ -70,9 +60,9 @@ def test_threads_give_what_one_after_the_other_gives():
     models = [mlp(6, w, 3) for w in (8, 9, 10, 11)]
     want = [numbers(quantized(m, X)) for m in models]
     filters, disabled, got, failed = list(warnings.filters), logging.root.manager.disable, {}, []
-    seed_all(3)
+    started(3)
     drawn = draws()
-    seed_all(3)
+    started(3)
 
     def work(k):
         try:
@@ -106,10 +96,3 @@ def test_the_hash_of_the_data_tells_them_apart(change):
     told = [quantized(mlp(6, 8, 3), b).plan.provenance["data_sha256"] for b in (BATCHES, BATCHES, change())]
     assert told[0] == told[1] != told[2]
     json.dumps(told)
-
-
-def test_every_bit_of_a_seed_counts():
-    drawn = {}
-    for seed in (0, 1, 1 << 40, 1 << 62):
-        drawn[seed] = preserve_random_state(lambda *, seed: random.random())(seed=seed)  # torch takes 32 bits on a CPU
-    assert len(set(drawn.values())) == len(drawn)

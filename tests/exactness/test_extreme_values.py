@@ -47,11 +47,7 @@ def test_a_threshold_for_outliers_may_be_above_every_value(model, much):
     ("call", "error", "words"),
     [
         (lambda m, much: quantized(m, images(4), z_threshold=much), ConfigError, "above 0"),
-        (
-            lambda m, much: quantized(m, images(4), overrides={"0": {"z_threshold": much}}),
-            PlanError,
-            "standard deviations",
-        ),
+        (lambda m, much: quantized(m, images(4), overrides={"0": {"z_threshold": much}}), PlanError, "deviations"),
         (lambda m, much: chipfit.Limits(total=much), ConfigError, "a number above 0"),
         (lambda m, much: chipfit.Settings(shift_negative=much), PlanError, "a number of at least 0"),
     ],

@@ -94,12 +94,8 @@ def short_scales(plan: Plan) -> Plan:
         unit = torch.exp2(torch.floor(torch.log2(s)) - 11)
         return torch.ceil(s / unit) * unit
 
-    return replace(
-        plan,
-        tensors={
-            k: t.with_(scale=short(t.scale)) if t.quantized and t.role != "bias" else t for k, t in plan.tensors.items()
-        },
-    )
+    rounded = {k: t for k, t in plan.tensors.items() if t.quantized and t.role != "bias"}
+    return replace(plan, tensors=plan.tensors | {k: t.with_(scale=short(t.scale)) for k, t in rounded.items()})
 
 
 class Twin:
@@ -118,9 +114,8 @@ class Twin:
             return self.tf.constant(reals)
         reals, fake = reals.transpose(order), self.tf.quantization
         if t.scale.dim() == 0:
-            return fake.fake_quant_with_min_max_vars(
-                reals, -127 * float(t.scale), 127 * float(t.scale), narrow_range=True
-            )
+            end = 127 * float(t.scale)
+            return fake.fake_quant_with_min_max_vars(reals, -end, end, narrow_range=True)
         ends = 127 * t.scale.reshape(-1).numpy()
         return fake.fake_quant_with_min_max_vars_per_channel(reals, -ends, ends, narrow_range=True)
 
@@ -136,9 +131,8 @@ class Twin:
         env = {name: self.stored(name, x) for name, x in zip(self.graph.inputs, inputs, strict=True)}
         for n in self.graph.nodes:
             y = _TWINS[n.op](self, n, *(env.get(i) for i in n.inputs))
-            env[n.output] = (
-                y if n.output in inner or self.plan.nodes[n.name].exec == "follow" else self.stored(n.output, y)
-            )
+            plain = n.output in inner or self.plan.nodes[n.name].exec == "follow"
+            env[n.output] = y if plain else self.stored(n.output, y)
         return [env[o] for o in self.graph.outputs]
 
 
@@ -190,17 +184,8 @@ def converted(twin: Twin, shape: tuple[int, ...]) -> bytes:
     return converter.convert()
 
 
-NETWORKS = (
-    "residual",
-    "residual_leaky",
-    "residual_sigmoid",
-    "residual_tanh",
-    "inverted_residual",
-    "squeeze_excite",
-    "unet_nearest",
-    "grouped_strided",
-    "mlp",
-)
+NETWORKS = "residual residual_leaky residual_sigmoid residual_tanh inverted_residual squeeze_excite".split()
+NETWORKS += ["unet_nearest", "grouped_strided", "mlp"]
 
 
 @pytest.mark.parametrize("name", NETWORKS)

@@ -54,14 +54,9 @@ COMPUTE = {
     "relu": (F.relu, images()),
     "relu6": (F.relu6, images()),
     "hardtanh": (F.hardtanh, images()),
-    "clamp_min": (lambda x: x.clamp(min=0), images()),
     "leaky": (lambda x: F.leaky_relu(x, 0.37), images()),
-    "leaky_falling": (lambda x: F.leaky_relu(x, -0.37), images()),
-    "sigmoid": (torch.sigmoid, images()),
-    "tanh": (torch.tanh, images()),
     "gelu": (F.gelu, images()),
     "gelu_tanh": (lambda x: F.gelu(x, approximate="tanh"), images()),
-    "hardswish": (F.hardswish, images()),
     "exp": (torch.exp, images(gain=1)),
     "log": (torch.log, positive),
     "abs": (torch.abs, images()),
@@ -83,7 +78,6 @@ MOVE = {
     "amax": (lambda x: x.amax((2, 3)), images()),
     "amin": (lambda x: x.amin(1), images()),
     "max_pool": (lambda x: F.max_pool2d(x, 3, 2, 1), images()),
-    "average": (lambda x: F.avg_pool2d(x, 2), images()),
     "average_5": (lambda x: F.avg_pool2d(x, 5, 1), images()),
     "average_padded": (lambda x: F.avg_pool2d(x, 3, 2, 1), images()),
     "average_without_padding": (lambda x: F.avg_pool2d(x, 3, 1, 1, count_include_pad=False), images()),
@@ -94,7 +88,6 @@ MOVE = {
     "adaptive": (lambda x: F.adaptive_avg_pool2d(x, 3), images()),
     "average_1d": (lambda x: F.avg_pool1d(x, 2), images(4, 8, 12)),
     "max_1d": (lambda x: F.max_pool1d(x, 2), images(4, 8, 12)),
-    "nearest": (lambda x: F.interpolate(x, scale_factor=2), images()),
     "nearest_odd": (lambda x: F.interpolate(x, size=(19, 31)), images()),
     **{
         f"bilinear_{h}_{w}": (lambda x, s=(h, w): F.interpolate(x, size=s, mode="bilinear"), images())
@@ -113,11 +106,8 @@ MOVE = {
     "channel_shuffle": (lambda x: F.channel_shuffle(x, 2), images()),
     "chunk": (lambda x: x.chunk(2, 1)[1], images()),
     "slice": (lambda x: x[:, 1:5:2, 3:], images()),
-    "select": (lambda x: x[:, 3], images()),
     "gather": (lambda x: x[:, [3, 1, 2, 0]], images()),
     "requantize": (lambda a, b: torch.cat((torch.sigmoid(a), b * 2), 1), two()),
-    "flatten": (lambda x: x.flatten(1), images()),
-    "permute": (lambda x: x.permute(0, 2, 3, 1), images()),
     "repeat": (lambda x: x.repeat(1, 2, 1, 3), images()),
     "expand": (lambda x: x.expand(-1, 8, 5, 5), images(4, 8, 1, 1)),
 }
@@ -127,7 +117,6 @@ LAYERS = {
     "conv_one_channel": (lambda: nn.Conv2d(8, 1, 3), images()),
     "conv_even": (lambda: nn.Conv2d(8, 4, 4, 2, 1), images()),
     "conv_dilated": (lambda: nn.Conv2d(8, 6, 3, 1, 2, 2), images()),
-    "conv_without_bias": (lambda: nn.Conv2d(8, 16, 1, bias=False), images()),
     "conv_grouped": (lambda: nn.Conv2d(8, 16, 3, 1, 1, groups=2), images()),
     "depthwise": (lambda: nn.Conv2d(8, 8, 3, 1, 1, groups=8), images()),
     "depthwise_twice": (lambda: nn.Conv2d(8, 16, 3, 2, 1, groups=8), images()),
@@ -145,7 +134,6 @@ LAYERS = {
     "transposed_1d": (lambda: nn.ConvTranspose1d(8, 6, 3, padding=1, stride=2), images(4, 8, 12)),
     "linear": (lambda: nn.Linear(30, 17), images(64, 30)),
     "linear_one": (lambda: nn.Linear(30, 1), images(64, 30)),
-    "linear_without_bias": (lambda: nn.Linear(30, 8, bias=False), images(64, 30)),
     "linear_relu": (lambda: nn.Sequential(nn.Linear(30, 8), nn.ReLU()), images(64, 30)),
     "linear_rows": (lambda: nn.Linear(30, 8), images(8, 9, 30)),
 }
@@ -157,7 +145,7 @@ CASES |= {f"{k}_one_scale": (*v, {"*": {"per": "tensor"}}) for k, v in OF_WEIGHT
 CASES |= {f"{k}_4_bits": (*v, {"*": {"bits": 4}}) for k, v in OF_WEIGHTS.items() if "transposed" not in k}
 
 #: computed in float at 16 bits
-NARROW = {"log_softmax", "hardtanh", "sub_clip", "hardswish", "prelu", "prelu_one", "shuffle", "unshuffle"}
+NARROW = {"log_softmax", "hardtanh", "sub_clip", "prelu", "prelu_one", "shuffle", "unshuffle"}
 OF_8_BITS = [(name, "tflite_int8") for name in CASES]
 OF_16_BITS = [(name, "tflite_int16x8") for name in (*COMPUTE, *MOVE, *LAYERS) if name not in NARROW]
 
@@ -198,17 +186,6 @@ def test_means_of_next_to_nothing_subtract_zero_points_that_count_millions(tmp_p
     numbers = {result.graph.inputs[0]: (2.0**-4, -57), result.graph.outputs[0]: (2.0**-24, -124)}
     result = restored(result, numbers)
     for found in prove(result.graph, result.plan, result.platform, [x], tmp_path, float_ops=()):
-        assert found.exact
-
-
-@pytest.mark.parametrize("scale", [2.0**-13, 2.0**-12, 2.0**-11])
-@pytest.mark.parametrize("curve", [nn.Sigmoid, nn.Tanh])
-def test_every_16_bit_code_of_a_curve(tmp_path, curve, scale):
-    """Optimised kernels change their formula at 2^-12, that of tanh at 2^-11 too."""
-    result = quantized(curve(), torch.randn(2, 65536), "tflite_int16x8")
-    result = restored(result, {result.graph.inputs[0]: (scale, 0)})
-    codes = torch.arange(-32768, 32768).view(1, -1)
-    for found in prove(result.graph, result.plan, result.platform, [codes * scale], tmp_path, float_ops=()):
         assert found.exact
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from chipfit import registry
-from chipfit.errors import RuntimeUnavailable, VerificationError
+from chipfit.errors import VerificationError
 from chipfit.registry import entries, entry
 from chipfit.simulate.integer import simulate
 from tests.build import model_of, quantized
@@ -302,14 +302,3 @@ def test_a_float_operator_may_be_off_by_one_code_where_a_real_lies_half_way_and_
     assert verified(3190, 3195, 1).verdict == ("sound" if wide else "departs")
     with pytest.raises(VerificationError, match="HardSwish runs in float"):
         near.require({"Softmax"})
-
-
-def test_inputs_that_the_file_does_not_take_are_a_typed_error(proven):
-    from chipfit.verify import verify
-
-    _, runtime, result, file = proven
-    model, x = other_net(2, 3, 9, 9)
-    other = quantized(model, x, result.platform)
-    with pytest.raises(RuntimeUnavailable) as e:
-        verify(other.graph, other.plan, other.platform, [x], runtime=runtime, path=file)
-    assert e.value.hint

@@ -27,13 +27,6 @@ def test_a_runtime_that_ends_the_process_is_a_fault_of_that_network():
     assert fault == "the process ended with exit status -9"
 
 
-def test_a_number_makes_one_network():
-    for seed in (0, 7):
-        a, b = Network(seed).state_dict(), Network(seed).state_dict()
-        assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-    assert len({str(Network(seed)) for seed in range(20)}) == 20
-
-
 def test_the_networks_draw_what_real_ones_have():
     networks = [Network(seed) for seed in range(150)]
     made, layers = " ".join(map(str, networks)), {type(m).__name__ for n in networks for m in n.modules()}

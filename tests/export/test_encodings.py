@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -11,20 +12,17 @@ import torch
 from onnx import numpy_helper
 from torch import nn
 
-import chipfit
 from chipfit.errors import UnknownNameError, UnsupportedError
 from chipfit.export.encodings import document
-from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.grids import Grid
-from chipfit.quantizers.stored import Stored
+from tests.build import model_of, plan_of, quantized, sequential, stored
 
 # ---------------------------------------------------------------- files of platforms
 
 
 def fit(platform):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1)).eval()
-    return chipfit.quantize(model, [torch.randn(2, 3, 6, 6)], platform=platform, progress=False)
+    return quantized(sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1)), torch.randn(2, 3, 6, 6), platform)
 
 
 #: what the tools of these chips read
@@ -64,27 +62,16 @@ def test_another_dialect_is_an_option_and_an_unknown_one_lists_those_known(tmp_p
 # ---------------------------------------------------------------- numbers on paper
 
 
-def tensor(name, role, grid, scale, zero, axis=None):
-    s, z = torch.tensor(scale), torch.tensor(zero, dtype=torch.int32)
-    return TensorPlan(name=name, role=role, stored=Stored(format="f", grid=grid, scale=s, zero_point=z, axis=axis))
-
-
-def one(*args, **more):
-    t = tensor(*args, **more)
-    return Plan(platform="paper", tensors={t.name: t})
+def on(grid, scale, zero=0, axis=None):
+    return stored(scale, zero, on=grid, axis=axis, format="f")
 
 
 U8, S8 = Grid(bits=8, qmin=0, qmax=255, zero="any"), Grid(bits=8, qmin=-128, qmax=127)
 S16 = Grid(bits=16, qmin=-32768, qmax=32767)
 LUT = Grid(bits=4, qmin=0, qmax=2, kind="lut", table=(-1.0, 0.0, 0.5))
 #: x: codes 0..255, 0.0 at 96: -48 to 79.5. w: two channels of -128..127: -32 to 31.75, and -128 to 127. b: 16 bits
-TENSORS = [
-    tensor("x", "activation", U8, 0.5, 96),
-    tensor("w", "weight", S8, [0.25, 1.0], [0, 0], axis=0),
-    tensor("b", "bias", S16, [0.125, 0.5], [0, 0]),
-    TensorPlan(name="f", role="activation", why="kept"),
-]
-PLAN = Plan(platform="paper", tensors={t.name: t for t in TENSORS})
+TENSORS = plan_of(x=on(U8, 0.5, 96), w=on(S8, [0.25, 1.0], axis=0), b=on(S16, [0.125, 0.5]), f=None)
+PLAN = replace(TENSORS, platform="paper")
 X_ENDS, W_ENDS = {"min": -48.0, "max": 79.5}, {"min": [-32.0, -128.0], "max": [31.75, 127.0]}
 PPL = {"bit_width": 8, "quant_flag": True}
 
@@ -144,7 +131,7 @@ def test_qualcomm_wants_minus_the_code_of_zero_counted_from_the_lowest():
 @pytest.mark.parametrize("low, zero, offset", [(0, 7, -7), (3, 7, -7), (-128, 7, -135), (-100, 7, -107)])
 def test_the_offset_of_qualcomm_counts_from_the_lowest_code_of_signed_grids_and_else_from_0(low, zero, offset):
     grid = Grid(bits=8, qmin=low, qmax=127, zero="any")
-    ((record,),) = document(one("x", "activation", grid, 0.5, zero), "qualcomm")["activation_encodings"].values()
+    ((record,),) = document(plan_of(x=on(grid, 0.5, zero)), "qualcomm")["activation_encodings"].values()
     assert record["offset"] == offset
 
 
@@ -155,48 +142,43 @@ def test_everything_is_in_the_own_dialect():
     grid = {"format": "f", "bits": 8, "qmin": -128, "qmax": 127, "axis": 0}
     numbers = {"scale": [0.25, 1.0], "zero_point": [0, 0], **W_ENDS}
     assert d["tensors"]["w"] == {"role": "weight", "layer": "", **grid, **numbers}
-    table = document(one("t", "weight", LUT, 0.5, 0))["tensors"]["t"]
+    table = document(plan_of(w=on(LUT, 0.5)))["tensors"]["w"]
     assert table["table"] == [-1.0, 0.0, 0.5] and table["kind"] == "lut"
 
 
 def test_a_weight_of_one_channel_is_none_of_channels():
-    (w,) = document(one("w", "weight", S8, [0.25], [0], axis=0), "ppl_cuda")["ppl-cuda"].values()
+    (w,) = document(plan_of(w=on(S8, [0.25], axis=0)), "ppl_cuda")["ppl-cuda"].values()
     assert not w["per_channel"] and (w["min"], w["max"]) == ([-32.0], [31.75])
-    (v,) = document(one("v", "weight", S8, 0.25, 0), "ppl_dsp")["ppl"].values()
+    (v,) = document(plan_of(w=on(S8, 0.25)), "ppl_dsp")["ppl"].values()
     assert v == {"step": 0.25, "zero_point": 0, "min": -32.0, "max": 31.75, "bit": 8, "type": "weight"}
 
 
 def test_scales_that_are_no_powers_of_two_have_no_fix_position():
     scales = [1.0, 0.5, 0.3, 2.0, 0.7, 0.1]
     with pytest.raises(UnsupportedError, match="power-of-two scales. Where: w") as refused:
-        document(one("w", "weight", S8, scales, [0] * 6, axis=0), "vitis")
+        document(plan_of(w=on(S8, scales, axis=0)), "vitis")
     assert refused.value.got == pytest.approx(scales[:4])
 
 
 # ---------------------------------------------------------------- QDQ files
 
 
-class Net(nn.Module):
-    """Each kind of weight, with as many channels in as out and very unlike channels."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.up = nn.Conv2d(4, 4, 3, padding=1), nn.ConvTranspose2d(4, 4, 2, 2)
-        self.depth, self.head = nn.Conv2d(4, 4, 3, groups=4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.head(self.depth(self.up(self.conv(x).relu())).relu().mean((2, 3)))
-
-
 def written(folder, platform):
+    """Each kind of weight, with as many channels in as out and very unlike channels."""
     torch.manual_seed(0)
-    net = Net().eval()
+    net = model_of(
+        lambda m, x: m.head(m.depth(m.up(m.conv(x).relu())).relu().mean((2, 3))),
+        conv=nn.Conv2d(4, 4, 3, padding=1),
+        up=nn.ConvTranspose2d(4, 4, 2, 2),
+        depth=nn.Conv2d(4, 4, 3, groups=4),
+        head=nn.Linear(4, 4),
+    )
     with torch.no_grad():
         for name, axis in (("conv", 0), ("up", 1), ("depth", 0), ("head", 0)):
             w = getattr(net, name).weight
             shape = [-1 if k == axis else 1 for k in range(w.dim())]
             w.mul_(torch.tensor([1.0, 0.1, 4.0, 0.02]).view(shape))
-    result = chipfit.quantize(net, [torch.randn(4, 4, 6, 6)], platform, weight_rule="no_clipping", progress=False)
+    result = quantized(net, torch.randn(4, 4, 6, 6), platform, weight_rule="no_clipping")
     model = onnx.load(result.export(folder / f"{platform}.onnx"))
     return net, model, {i.name: numpy_helper.to_array(i) for i in model.graph.initializer}
 
@@ -232,25 +214,11 @@ def test_a_bias_is_stored_at_the_scale_of_the_products(file, name):
     """b_q = rint(b / (s_in s_w)) in int32; s_in is what the file quantizes the layer's input with."""
     net, model, held = file
     by_output = {o: n for n in model.graph.node for o in n.output}
-    (kernel,) = [
-        n
-        for n in model.graph.node
-        if n.op_type in ("Conv", "Gemm") and by_output[n.input[1]].input[0] == f"{name}.weight_q"
-    ]
+    kernels = [n for n in model.graph.node if n.op_type in ("Conv", "Gemm")]
+    (kernel,) = [n for n in kernels if by_output[n.input[1]].input[0] == f"{name}.weight_q"]
     x, w, b = (by_output[i] for i in kernel.input)
     s = held[x.input[1]] * held[w.input[1]]
     np.testing.assert_array_equal(held[b.input[1]], s)
     want = np.rint(getattr(net, name).bias.detach().numpy() / s)
     assert held[b.input[0]].dtype == np.int32
     np.testing.assert_array_equal(held[b.input[0]], want)
-
-
-def test_an_activations_numbers_are_the_observed_range(file):
-    """s = (max - min) / 255, z = rint(-min / s), on the data themselves with the rule "no_clipping"."""
-    net, *_ = file
-    x = torch.rand(4, 4, 6, 6) * 3 - 1
-    result = chipfit.quantize(net, [x], "ort_cpu", rule="no_clipping", progress=False)
-    t = result.plan.tensors["x"]
-    low, high = float(x.min()), float(x.max())
-    assert float(t.scale) == pytest.approx((high - low) / 255, rel=1e-6)
-    assert int(t.zero_point) == round(-low / ((high - low) / 255)) and (t.low, t.high) == (low, high)

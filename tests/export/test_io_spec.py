@@ -25,8 +25,9 @@ from chipfit.errors import ChipfitError, ConfigError, RuntimeUnavailable, Unsupp
 from chipfit.export.io_spec import QuantizedIO, io_spec_of, io_types
 from chipfit.export.tflite.c_array import arena
 from chipfit.graph.ir import Graph, Value
-from tests.build import model_of, plan_of, quantized, stored
+from tests.build import images, model_of, plan_of, quantized, stored
 
+UNSEEN = images(4, seed=2)
 SUFFIX = {"ort_cpu": ".onnx", "tflite_int8": ".tflite", "tflite_int16x8": ".tflite"}
 
 
@@ -42,17 +43,11 @@ class Net(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-def batch(seed: int) -> torch.Tensor:
-    return torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
-
-
 @pytest.fixture(scope="module")
 def results():
     torch.manual_seed(0)
-    net, codes = Net(), chipfit.Settings(results="codes")
-    given = {"ort_cpu": {"settings": codes}}
-    data = [batch(0), batch(1)]
-    return {p: chipfit.quantize(net, data, p, progress=False, **given.get(p, {})) for p in SUFFIX}
+    net, given = Net(), {"ort_cpu": {"settings": chipfit.Settings(results="codes")}}
+    return {p: quantized(net, [images(4, seed=0), images(4, seed=1)], p, **given.get(p, {})) for p in SUFFIX}
 
 
 WAYS = [("ort_cpu", way) for way in ("uint8", "int8", ("int8", "float"), ("float", "int8"))]
@@ -63,8 +58,8 @@ WAYS += [("tflite_int16x8", "int16")]
 @pytest.mark.parametrize("platform, way", WAYS)
 def test_a_file_of_codes_computes_what_the_file_of_floats_does(results, tmp_path, platform, way):
     result = results[platform]
-    check = result.verify([batch(2)], path=result.export(tmp_path / f"codes{SUFFIX[platform]}", io=way))
-    plain = result.verify([batch(2)])
+    check = result.verify([UNSEEN], path=result.export(tmp_path / f"codes{SUFFIX[platform]}", io=way))
+    plain = result.verify([UNSEEN])
     assert check.exact and not check.departures and check.output_gap == 0.0
     assert [r.elements for r in check.rows] == [r.elements for r in plain.rows]
 
@@ -96,7 +91,7 @@ def test_a_file_takes_the_codes_that_its_tensor_says(results, tmp_path):
     """QuantizedIO worked out here, and a runtime that is not asked through chipfit: uint8 are int8 and 128."""
     result = results["tflite_int8"]
     x, y = result.plan["x"], result.plan[result.graph.outputs[0]]
-    q = np.clip(np.rint(batch(2).numpy() / x.scale.item()) + x.zero_point.item(), -128, 127).astype(np.int8)
+    q = np.clip(np.rint(UNSEEN.numpy() / x.scale.item()) + x.zero_point.item(), -128, 127).astype(np.int8)
     q = np.ascontiguousarray(q.transpose(0, 2, 3, 1))
     small, of_small = fed(result.export(tmp_path / "s.tflite", io="int8"), q)
     whole, of_whole = fed(result.export(tmp_path / "w.tflite", io="uint8"), (q.astype(np.int16) + 128).astype(np.uint8))
@@ -116,10 +111,10 @@ def test_an_onnx_file_takes_codes_and_says_their_numbers(results, tmp_path):
     x, y = result.plan["x"], result.plan[result.graph.outputs[0]]
     assert said["inputs"]["x"]["scale"] == x.scale.item()
     assert said["outputs"]["output"]["zero_point"] == int(y.zero_point)
-    q = np.clip(np.rint(batch(2).numpy() / x.scale.item()) + x.zero_point.item(), 0, 255).astype(np.uint8)
+    q = np.clip(np.rint(UNSEEN.numpy() / x.scale.item()) + x.zero_point.item(), 0, 255).astype(np.uint8)
     (got,) = session.run(None, {"x": q})
     plain = onnxruntime.InferenceSession(str(result.export(tmp_path / "floats.onnx")))
-    (floats,) = plain.run(None, {"x": batch(2).numpy()})
+    (floats,) = plain.run(None, {"x": UNSEEN.numpy()})
     assert got.dtype == np.uint8
     assert np.array_equal((got.astype(np.float32) - int(y.zero_point)) * np.float32(y.scale.item()), floats)
 
@@ -150,7 +145,7 @@ def test_a_file_that_says_other_numbers_departs(results, tmp_path, suffix):
         b = flatbuffers.Builder(1024)
         b.Finish(model.Pack(b), file_identifier=b"TFL3")
         path.write_bytes(bytes(b.Output()))
-    assert not result.verify([batch(2)], path=path).exact
+    assert not result.verify([UNSEEN], path=path).exact
 
 
 @pytest.mark.parametrize("notes", ["[]", '{"inputs": {"x": {}}}', '{"inputs": {"other": %s}}', '{"others": {}}'])
@@ -158,7 +153,7 @@ def test_malformed_notes_are_refused(results, tmp_path, notes):
     path = results["ort_cpu"].export(tmp_path / "codes.onnx", io="int8")
     change_notes(path, lambda said: notes.replace("%s", json.dumps(said["inputs"]["x"])))
     with pytest.raises(RuntimeUnavailable, match="notes in the file"):
-        results["ort_cpu"].verify([batch(2)], path=path)
+        results["ort_cpu"].verify([UNSEEN], path=path)
 
 
 # ---------------------------------------------------------------- labels and normalisation
@@ -185,7 +180,7 @@ def test_labels_and_normalisation_are_read_by_the_schema_of_tensorflow_lite(resu
     assert unit.table(1).floats(0) == [1, 2, 3.5] and unit.table(1).floats(1) == [4, 5, 6.5]
     (file,) = y.tables(6)
     assert file.text(0) == "labels.txt" and file.byte(2) == 2  # TENSOR_AXIS_LABELS
-    assert results["tflite_int8"].verify([batch(2)], path=path).exact
+    assert results["tflite_int8"].verify([UNSEEN], path=path).exact
 
 
 class Table:
@@ -269,7 +264,9 @@ def test_litert_itself_takes_as_much(tmp_path):
     """From the addresses that its own planner gave to the same tensors; it aligns to 64 bytes, and keeps inputs."""
     torch.manual_seed(0)
     net = model_of(branches, a=nn.Conv2d(3, 8, 1), b=nn.Conv2d(8, 8, 3, padding=1), c=nn.Conv2d(16, 2, 3))
-    content = quantized(net, batch(0), "tflite_int8").export(tmp_path / "m.tflite", io="int8", batch=1).read_bytes()
+    content = (
+        quantized(net, images(4, seed=0), "tflite_int8").export(tmp_path / "m.tflite", io="int8", batch=1).read_bytes()
+    )
     interpreter = Interpreter(model_content=content, experimental_op_resolver_type=OpResolverType.BUILTIN_REF)
     interpreter.allocate_tensors()
     model = schema.ModelT.InitFromObj(schema.Model.GetRootAs(content, 0))
@@ -292,12 +289,7 @@ def test_litert_itself_takes_as_much(tmp_path):
         ("tflite_int8", {"mean": 0, "std": 0}, ConfigError, "`std` is not understood"),
         ("tflite_int8", {"opset": 17}, ConfigError, "has no option.*Allowed: "),
         ("ort_cpu", {"batch": 1}, ConfigError, "has no option.*Allowed: "),
-        (
-            "tflite_int16x8",
-            {"io": "uint16"},
-            UnsupportedError,
-            "no such integers. Got: io: uint16. Allowed: int8",
-        ),
+        ("tflite_int16x8", {"io": "uint16"}, UnsupportedError, "no such integers. Got: io: uint16. Allowed: int8"),
     ],
 )
 def test_wrong_options_are_refused_and_nothing_is_written(results, tmp_path, platform, options, error, words):
@@ -308,14 +300,14 @@ def test_wrong_options_are_refused_and_nothing_is_written(results, tmp_path, pla
 
 def test_what_a_file_computes_in_float_does_not_come_out_in_codes(tmp_path):
     torch.manual_seed(0)
-    result = chipfit.quantize(Net(), [batch(0)], "ort_cpu", overrides={"head": "float"}, progress=False)
+    result = quantized(Net(), images(4, seed=0), overrides={"head": "float"})
     with pytest.raises(UnsupportedError, match=r"not quantized with one scale.*io=\(\.\.\., \"float\"\)"):
         result.export(tmp_path / "m.onnx", io="uint8")
-    assert result.verify([batch(2)], path=result.export(tmp_path / "m.onnx", io=("uint8", "float"))).exact
+    assert result.verify([UNSEEN], path=result.export(tmp_path / "m.onnx", io=("uint8", "float"))).exact
 
 
 def test_the_command_line_delivers_such_files(tmp_path):
-    np.savez(tmp_path / "x.npz", x=batch(0).numpy())
+    np.savez(tmp_path / "x.npz", x=images(4, seed=0).numpy())
     (tmp_path / "labels.txt").write_text("a\nb\nc\nd\ne\n")
     command = ["quantize", "tests.export.test_io_spec:Net", "--data", str(tmp_path / "x.npz"), "-p", "tflite_int8"]
     labels = ["--io", "uint8,int8", "--labels", str(tmp_path / "labels.txt")]
@@ -359,14 +351,6 @@ def test_codes_of_the_other_sign_are_shifted_by_half_of_the_types_range(kind, bi
     graph, plan = small(plan={"x": stored(bits=bits, signed=signed, zero=zero)})
     ends = io_spec_of(graph, plan, io=(kind, "float"))
     assert ends.inputs == {"x": QuantizedIO(kind, 0.5, *want)} and ends.outputs == {} and ends.notes == {}
-
-
-def test_inputs_and_outputs_have_types_of_their_own():
-    graph, plan = small(plan={"x": stored(), "y": stored(zero=1)})
-    assert io_spec_of(graph, plan) == ({}, {}, {})
-    both, out = io_spec_of(graph, plan, io="int8"), io_spec_of(graph, plan, io=["float", "uint8"])
-    assert both == ({"x": QuantizedIO("int8", 0.5, 0, True)}, {"y": QuantizedIO("int8", 0.5, 1, True)}, {})
-    assert out == ({}, {"y": QuantizedIO("uint8", 0.5, 129, False)}, {})
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-import chipfit
 from chipfit.errors import ExportError, RuntimeUnavailable
+from tests.build import quantized, sequential
 
 
 @pytest.fixture(scope="module")
 def results():
     torch.manual_seed(0)
-    model, batch = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval(), torch.randn(2, 3, 6, 6)
-    fit = {p: chipfit.quantize(model, [batch], platform=p, progress=False) for p in ("ort_cpu", "tflite_int8")}
-    return fit, batch
+    model, batch = sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), torch.randn(2, 3, 6, 6)
+    return {p: quantized(model, batch, p) for p in ("ort_cpu", "tflite_int8")}, batch
 
 
 @pytest.fixture
@@ -27,12 +26,10 @@ def without(monkeypatch):
 
     def hide(*libraries):
         found = importlib.util.find_spec
-        monkeypatch.setattr(
-            importlib.util, "find_spec", lambda name, *of: None if name in libraries else found(name, *of)
-        )
-        for name in [
-            m for m in sys.modules if m.partition(".")[0] in libraries or m.startswith("chipfit.export.onnx.")
-        ]:
+        finds = lambda name, *of: None if name in libraries else found(name, *of)
+        monkeypatch.setattr(importlib.util, "find_spec", finds)
+        writers = "chipfit.export.onnx."
+        for name in [m for m in sys.modules if m.partition(".")[0] in libraries or m.startswith(writers)]:
             monkeypatch.delitem(sys.modules, name)
         for name in libraries:
             monkeypatch.setitem(sys.modules, name, None)  # importing it fails
@@ -55,16 +52,12 @@ def test_onnx_files_without_onnx_name_the_extra(results, without, tmp_path, suff
 
 
 @pytest.mark.parametrize(
-    ("runtime", "missing", "extra"),
-    [
-        ("onnxruntime", ("onnxruntime",), "onnx"),
-        ("openvino", ("openvino",), "openvino"),
-        ("litert", ("ai_edge_litert",), "litert"),
-    ],
+    "library, extra", [("onnxruntime", "onnx"), ("openvino", "openvino"), ("ai_edge_litert", "litert")]
 )
-def test_verification_without_its_runtime_names_the_extra(results, without, runtime, missing, extra):
+def test_verification_without_its_runtime_names_the_extra(results, without, library, extra):
     fit, batch = results
-    without(*missing)
+    without(library)
+    runtime = "litert" if library == "ai_edge_litert" else library
     result = fit["tflite_int8" if runtime == "litert" else "ort_cpu"]
-    with pytest.raises(RuntimeUnavailable, match=rf"needs {missing[0]}, which is not installed.*'chipfit\[{extra}\]'"):
+    with pytest.raises(RuntimeUnavailable, match=rf"needs {library}, which is not installed.*'chipfit\[{extra}\]'"):
         result.verify([batch], runtime=runtime)

@@ -23,7 +23,7 @@ from chipfit.graph.ops import OPS
 from chipfit.passes.decompose import RULES
 from chipfit.quantizers.grids import quantize
 from chipfit.runtimes.onnxruntime import OnnxRuntime
-from tests.build import model_of, platform_file, quantized, sequential
+from tests.build import model_of, platform_file, quantized
 from tests.graph.test_ops import made
 from tests.zoo import ZOO, make
 
@@ -110,18 +110,6 @@ def test_onnx_runtime_runs_every_operator_in_integers(residual):
     assert not {"Conv", "Add", "Clip", "Relu"} & set(executed)
 
 
-def test_the_file_has_a_quarter_of_the_floats_size(tmp_path):
-    result = quantized(sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 128, 3)), torch.randn(2, 3, 8, 8))
-    small = result.export(tmp_path / "q.onnx").stat().st_size
-    assert 0.24 < small / export_onnx(result.graph, None, tmp_path / "f.onnx").stat().st_size < 0.3
-
-
-def test_eight_bits_need_opset_13_and_the_batch_is_dynamic(residual):
-    file = residual[2]
-    assert file.opset_import[0].version == 13
-    assert file.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
-
-
 def test_four_bit_weights_need_opset_21(tmp_path):
     text = (
         "name: w4\nextends: ort_cpu\nformats: {w4: {bits: 4, per: channel}}\n"
@@ -140,19 +128,6 @@ def test_a_dict_keeps_its_names(tmp_path):
     named = model_of(lambda m, x: {"scores": m.l(x), "boxes": x + 1}, l=nn.Linear(4, 4))
     file = export_onnx(capture(named, (torch.randn(2, 4),)), None, tmp_path / "m.onnx")
     assert list(OnnxRuntime(file).run([np.zeros((3, 4), np.float32)])) == ["scores", "boxes"]
-
-
-def test_a_result_has_a_first_axis_of_its_own_where_inputs_differ_in_theirs(tmp_path):
-    def named(model, inputs):
-        g = onnx.load(str(export_onnx(capture(model, inputs), None, tmp_path / "m.onnx"))).graph
-        return [[d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in (*g.input, *g.output)]
-
-    x, y = torch.randn(2, 3), torch.randn(5, 3)
-    assert named(nn.Linear(3, 4), (x,)) == [["batch", 3], ["batch", 4]]
-    without_batch = model_of(lambda m, x, table: (x * 2, table + 1))
-    given, table, first, second = named(without_batch, (x, y))
-    assert given == ["batch", 3] and table == second == [5, 3]
-    assert isinstance(first[0], str) and first[0] != "batch" and first[1] == 3
 
 
 def test_a_result_may_have_two_open_axes(tmp_path):

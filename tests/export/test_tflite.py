@@ -93,29 +93,6 @@ def test_4_bit_weights_lie_two_to_a_byte(tmp_path):
     assert packed.size == 9 and np.array_equal(np.stack([low, high], 1).reshape(-1), codes)
 
 
-def test_the_8_bit_file_is_a_quarter_of_the_float_one_and_the_4_bit_file_an_eighth(tmp_path):
-    model = sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 256, 3), nn.ReLU(), nn.Conv2d(256, 256, 3))
-    x = torch.randn(2, 3, 8, 8)
-    result = quantized(model, x, "tflite_int8")
-    few = quantized(model, x, "tflite_int8", overrides={"Conv2D": {"bits": 4}})
-    whole = export_tflite(result.graph, None, tmp_path / "float.tflite").stat().st_size
-    assert 0.25 < result.export(tmp_path / "w8.tflite").stat().st_size / whole < 0.26
-    assert 0.125 < few.export(tmp_path / "w4.tflite").stat().st_size / whole < 0.135
-
-
-def test_a_batch_of_any_size_goes_through_an_open_file(residual):
-    result, file = residual
-    interpreter = Interpreter(model_path=str(file))
-    x = torch.randn(7, 3, 8, 8)
-    interpreter.resize_tensor_input(interpreter.get_input_details()[0]["index"], (7, 8, 8, 3), strict=True)
-    interpreter.allocate_tensors()
-    interpreter.set_tensor(interpreter.get_input_details()[0]["index"], x.permute(0, 2, 3, 1).contiguous().numpy())
-    interpreter.invoke()
-    got = interpreter.get_tensor(interpreter.get_output_details()[0]["index"])
-    assert np.array_equal(got, next(iter(LiteRt(file).run([x.numpy()]).values())))
-    assert np.abs(got - result.model(x).detach().numpy()).max() < 0.2
-
-
 def test_the_signature_has_the_models_names(residual, tmp_path):
     _, file = residual
     assert list(Interpreter(model_path=str(file)).get_signature_list()["serving_default"]["inputs"]) == ["x"]

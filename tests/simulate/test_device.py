@@ -32,10 +32,6 @@ def test_an_output_is_the_reals_of_its_codes_or_the_floats_that_were_computed():
     assert output(graph, plan, {}, "w").tolist() == [7.0] and output(graph, plan, {"n": 4}, "n").tolist() == 4
 
 
-def line(*nodes: str | Node, **weights: torch.Tensor) -> Graph:
-    return graph_of(*nodes, weights=weights)
-
-
 def behind(graph: Graph, plan: Plan) -> tuple[str, ...]:
     return float_operators(graph, plan, PROFILE)(graph.outputs[0])
 
@@ -53,17 +49,17 @@ def opaque(target: str, layer_type: str = "") -> Node:
     ],
 )
 def test_an_operator_in_float_has_the_name_that_a_user_knows(node, called):
-    assert behind(line(node), planned("x")) == (called,)
+    assert behind(graph_of(node), planned("x")) == (called,)
 
 
 @pytest.mark.parametrize("op, told", [("Transpose", False), ("Relu", False), ("Neg", False), ("Sin", True)])
 def test_what_moves_numbers_or_is_exact_by_its_standard_is_left_out(op, told):
     node = Node("n", op, ("x",), ("v",), {"perm": (0, 1)} if op == "Transpose" else {})
-    assert behind(line(node), planned("x")) == ((op,) if told else ())
+    assert behind(graph_of(node), planned("x")) == ((op,) if told else ())
 
 
 def test_operators_are_followed_back_through_both_operands_once():
-    graph = line("u = Sin(x)", "v = Cos(u)", "y = Mul(v, u)")
+    graph = graph_of("u = Sin(x)", "v = Cos(u)", "y = Mul(v, u)")
     assert behind(graph, planned("x")) == ("Cos", "Sin") and behind(graph, planned("x", "u")) == ("Cos",)
     assert behind(graph, planned("x", "u", "v")) == ()
     for edge, found in (("y", ("Cos",)), ("d", ())):
@@ -71,13 +67,13 @@ def test_operators_are_followed_back_through_both_operands_once():
 
 
 def test_members_of_a_fused_group_are_told_together():
-    graph = line("u = Sin(x)", "y = Tanh(u)")
+    graph = graph_of("u = Sin(x)", "y = Tanh(u)")
     assert behind(graph, planned("x", groups=(("u", "y"),))) == ("Sin", "Tanh")
 
 
 def test_integers_and_weights_that_are_read_are_computed_by_nobody():
-    assert behind(line("i = Floor(x)", "y = Mul(i, w)", w=torch.ones(4)), planned("x")) == ("Floor",)
-    graph = line("i = Floor(x)", node("u = Gather(x, i)", {"axis": 1}))
+    assert behind(graph_of("i = Floor(x)", "y = Mul(i, w)", weights={"w": torch.ones(4)}), planned("x")) == ("Floor",)
+    graph = graph_of("i = Floor(x)", node("u = Gather(x, i)", {"axis": 1}))
     graph.values["i"] = Value("i", (4,), "int64")
     assert behind(graph, planned("x")) == ()
 
@@ -88,4 +84,4 @@ def test_dynamic_integers_are_integers_where_the_product_is_exact(per, told):
     nodes = "u = Sin(x)", node(f"m = {DYNAMIC}(u)", {"per": per}), node("y = Linear(m, w, -)", name="l")
     plan = replace(plan_of(w=STORED), nodes={"l": NodePlan(name="l", op="Linear", exec="int")})
     plan.tensors["w"] = plan.tensors["w"].with_(zero_point=torch.tensor(0, dtype=torch.int32))
-    assert behind(line(*nodes, w=torch.ones(4, 4)), plan) == told
+    assert behind(graph_of(*nodes, weights=["w"]), plan) == told

@@ -9,21 +9,14 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
 
 import chipfit
 from chipfit.errors import UnsupportedError
 from chipfit.registry import lookup
-from tests.zoo import make
-
-
-def unseen(batch):
-    """Other samples, more of them."""
-    return tree_map(
-        lambda x: torch.cat((x.flip(0), x)) * 0.9 - 0.05 if x.is_floating_point() else x.repeat(2, 1), batch
-    )
+from tests.zoo import make, unseen
 
 
 def of_onnx_runtime(result, inputs, folder):
@@ -81,9 +74,8 @@ def test_its_outputs_are_the_runtimes_for_keras_models_too(tmp_path, name, runti
     got, want = result.device_model(new), model(new)
     keras.tree.assert_same_structure(got, want)
     outputs = [keras.ops.convert_to_numpy(x) for x in keras.tree.flatten(got)]
-    inputs = [
-        torch.from_numpy(np.asarray(x)) for x in (new.values() if isinstance(new, dict) else keras.tree.flatten(new))
-    ]
+    flat = new.values() if isinstance(new, dict) else keras.tree.flatten(new)
+    inputs = [torch.from_numpy(np.asarray(x)) for x in flat]
     assert same(outputs, runtime(result, inputs, tmp_path))
     predicted = result.device_model.predict(new, batch_size=3, verbose=0)
     assert same([np.asarray(x) for x in keras.tree.flatten(predicted)], outputs)

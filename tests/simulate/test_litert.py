@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from chipfit.graph.ir import Node
 from chipfit.simulate.litert import (
-    contiguous_elements,
     fused_bounds,
-    quantize_away,
-    quantize_by_inverse,
     quantize_dynamic_by_row,
     quantize_dynamic_xnnpack,
-    source_positions,
-    source_positions_xnnpack,
 )
 from tests.simulate.one_operator import LITERT, Codes, drawn, every, one, pairs
 from tests.simulate.test_rounding import proved, quantized, restored
@@ -49,10 +42,9 @@ def test_every_pair_of_codes_is_added_as_the_kernels_add(tmp_path, op, scales):
 )
 @pytest.mark.parametrize("first", [True, False])
 def test_xnnpack_adds_where_scales_lie_within_ten_bits_below_and_eight_above(tmp_path, op, ratio, runtimes, first):
-    numbers = (ratio, 0.5) if first else (0.5, ratio)
-    one(op, [Codes(A, numbers[0] * ONE, 3), Codes(B, numbers[1] * ONE, -7)], Codes(A, ONE, 5)).prove(
-        tmp_path, runtimes=runtimes
-    )
+    a, b = (ratio, 0.5) if first else (0.5, ratio)
+    sum_ = one(op, [Codes(A, a * ONE, 3), Codes(B, b * ONE, -7)], Codes(A, ONE, 5))
+    sum_.prove(tmp_path, runtimes=runtimes)
 
 
 #: -70 * 0.05 - 125 * 0.07 is 122.5 steps of 0.1 below zero: vector instructions give -122, scalar code -123
@@ -78,25 +70,6 @@ def test_an_optimised_sum_takes_16_at_once_along_what_both_operands_have(tmp_pat
     sum_.prove(tmp_path)
     got = sum_.simulated("tflite_int8", "litert_optimized").reshape(-1).tolist()
     assert "".join({-122: "v", -123: "s"}[v] for v in got) == how
-
-
-@pytest.mark.parametrize(
-    "a, b, many",
-    [
-        ((2, 3, 4), (2, 3, 4), 24),
-        ((2, 3, 4), (1, 3, 4), 12),
-        ((1, 3, 4), (2, 1, 4), 4),
-        ((2, 1, 4), (1, 3, 4), 4),
-        ((2, 3, 4), (2, 3, 1), 1),
-        ((2, 1, 3, 4), (1, 5, 1, 4), 1),  # three blocks
-        ((2, 1, 4), (2, 1, 4), 8),  # an axis of size 1 divides nothing
-        ((3, 1, 1, 4), (3, 2, 5, 4), 4),
-        ((5, 3, 1, 7), (5, 1, 2, 7), 7),
-        ((1, 1, 1, 6), (2, 1, 3, 6), 6),  # one in the middle of a block neither
-    ],
-)
-def test_a_stretch_is_what_lies_side_by_side_in_both(a, b, many):
-    assert contiguous_elements(a, b) == many
 
 
 IMAGE, ROW = (1, 3, 5, 7), (1, 5, 15)
@@ -232,10 +205,8 @@ def test_a_transposed_convolution(tmp_path, stride, kernel, channels):
 @pytest.mark.parametrize("wide", [False, True])
 def test_a_product_of_two_values(tmp_path, zero, wide):
     bits, zeros = (16, (0, 0, 0)) if wide else (8, (3, zero, -2))
-    a, b = (
-        Codes(drawn(0, 2, 3, 4, 5, bits=bits), 0.5, zeros[0], bits),
-        Codes(drawn(1, 2, 3, 5, 6, bits=bits), 0.25, zeros[1], bits),
-    )
+    a = Codes(drawn(0, 2, 3, 4, 5, bits=bits), 0.5, zeros[0], bits)
+    b = Codes(drawn(1, 2, 3, 5, 6, bits=bits), 0.25, zeros[1], bits)
     result = Codes(A, 2048.0 * 9 if wide else 30.0, zeros[2], bits)
     one("MatMul", [a, b], result).prove(tmp_path, "tflite_int16x8" if wide else "tflite_int8")
 
@@ -306,20 +277,6 @@ def test_interpolation_between_codes(tmp_path, before, after, corners):
 # ---------------------------------------------------------------- positions, codes of the moment, clips
 
 
-def test_positions_of_a_result_in_1024ths_and_2048ths():
-    """5 from 3: steps of 614 from -205, the first of which is before the image."""
-    low, high, share = source_positions(3, 5, False)
-    assert [low.tolist(), high.tolist()] == [[0, 0, 0, 1, 2], [0, 1, 1, 2, 2]]
-    assert share.tolist() == [-205, 409, 1023, 613, 203]
-    low, high, share = source_positions(3, 5, True)
-    assert [low.tolist(), high.tolist(), share.tolist()] == [[0, 0, 1, 1, 2], [0, 1, 1, 2, 2], [0, 512, 0, 512, 0]]
-    low, high, share = source_positions_xnnpack(3, 5, True)
-    assert [low.tolist(), high.tolist(), share.tolist()] == [[0, 0, 1, 1, 2], [1, 1, 2, 2, 2], [0, 1024, 0, 1024, 0]]
-    low, high, share = source_positions_xnnpack(3, 5, False)
-    assert [low.tolist(), high.tolist(), share.tolist()] == [[0, 0, 1, 1, 2], [1, 1, 2, 2, 2], [0, 819, 0, 1229, 0]]
-    assert [v.tolist() for v in source_positions(4, 1, True)] == [[0], [0], [0]]
-
-
 def test_rows_are_rounded_to_a_range_of_the_moment():
     x = torch.tensor([[1.0, -2.0, 0.5, 2.54], [0.0, 0.0, 0.0, 0.0], [1.0, 2.0, 3.0, 5.1], [-1.0, -2.55, -0.3, -2.0]])
     q, s, z = quantize_dynamic_by_row(x)
@@ -347,22 +304,14 @@ def test_a_fused_activation_clips_between_codes(op, attrs, zero, ends):
     assert fused_bounds(Node("n", op, ("x",), ("y",), attrs), stored) == ends
 
 
-def test_reals_become_codes_with_halves_away_from_zero_or_by_the_inverse_of_the_scale():
-    run = SimpleNamespace(stored={"x": Codes(A, 0.5, 3).stored()}.get)
-    x = torch.tensor([-0.75, -0.25, 0.25, 0.75, 99.0, -99.0])
-    assert quantize_away(run, "x", x).tolist() == [1, 2, 4, 5, 127, -128]
-    assert quantize_by_inverse(run, "x", x).tolist() == [1, 3, 3, 5, 127, -128]
-    assert quantize_away(run, "x", x).dtype == quantize_by_inverse(run, "x", x).dtype == torch.int8
-
-
 # ---------------------------------------------------------------- 16-bit codes
 
 
 @pytest.mark.parametrize("scale", [2.0**-12, 2.0**-11, 2.0**-10, 2.0**-13, 3e-4])
 @pytest.mark.parametrize("op", ["Sigmoid", "Tanh"])
-def test_a_curve_of_16_bit_codes_in_each_scale_that_kernels_tell_apart(tmp_path, op, scale):
+def test_every_16_bit_code_of_a_curve_in_each_scale_that_kernels_tell_apart(tmp_path, op, scale):
     """A power of two that a shift makes 2^-12 is taken in fixed point, others by a table."""
-    x = torch.cat([torch.arange(-32768, 32768, 17), torch.tensor([32767, 0, 1, -1])]).reshape(1, -1)
+    x = torch.arange(-32768, 32768).reshape(1, -1)
     one(op, [Codes(x, scale, 0, 16)], Codes(x, 2.0**-15, 0, 16)).prove(tmp_path, "tflite_int16x8")
 
 
@@ -378,10 +327,3 @@ def test_a_row_of_zeros_has_the_code_of_its_zero_point():
     """Scale 1, and both ends miss by as little: the upper one is taken."""
     q, s, z = quantize_dynamic_xnnpack(torch.zeros(2, 3))
     assert torch.equal(q, z.expand(2, 3)) and s.unique().tolist() == [1.0] and z.unique().tolist() == [127.0]
-
-
-def test_weights_in_blocks_meet_data_that_are_rounded_as_xnnpack_does():
-    x = torch.tensor([[1.0, -2.0, 0.5, 2.54]])
-    in_blocks, xnnpack = quantize_dynamic_by_row(x, blocks=True), quantize_dynamic_xnnpack(x)
-    assert all(torch.equal(a, b) for a, b in zip(in_blocks, xnnpack, strict=True))
-    assert not quantize_dynamic_by_row(x)[2].any() and xnnpack[2].any()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-import chipfit
+from tests.build import model_of, platform_file, quantized
 
 READER_PLACED = """
 name: reader_placed
@@ -26,25 +26,17 @@ sources: {S: "a made-up chip"}
 """
 
 
-class Both(nn.Module):
+def both(m, x):
     """A sum that a concatenation reads in codes, and a ReLU in float."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        y = self.a(x) + self.b(x)
-        return y.relu(), torch.cat([x, y], 1)
+    y = m.a(x) + m.b(x)
+    return y.relu(), torch.cat([x, y], 1)
 
 
 @pytest.mark.parametrize("runtime", ["onnxruntime", "litert_reference"])
 def test_what_is_read_before_rounding_is_kept_beside_its_codes(tmp_path, runtime):
     pytest.importorskip("ai_edge_litert" if "litert" in runtime else runtime)
-    (tmp_path / "chip.yaml").write_text(READER_PLACED)
-    torch.manual_seed(0)
-    x = torch.randn(16, 4)
-    result = chipfit.quantize(Both(), [x], tmp_path / "chip.yaml", progress=False)
+    net = model_of(both, a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+    result = quantized(net, torch.randn(16, 4), platform_file(tmp_path, READER_PLACED))
     assert ("add", "relu") in result.plan.float_edges and result.plan.quantized("add")
     check = result.verify([2 * torch.randn(16, 4)], runtime=runtime)
     assert check.sound and check.integers, check.summary()
@@ -70,26 +62,19 @@ sources: {S: "a made-up chip"}
 """
 
 
-class Net(nn.Module):
+def of_every_kind(m, x):
     """One of each kind of operator that ONNX Runtime computes in 8-bit integers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.linear = nn.Conv2d(3, 4, 3), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        y = self.conv(x).relu()
-        y = nn.functional.avg_pool2d(y, 2) + 0.5 * nn.functional.max_pool2d(y, 2)
-        z = self.linear(y.mean((2, 3)))
-        return z.softmax(-1), z.unsqueeze(1) @ z.unsqueeze(2)
+    y = m.conv(x).relu()
+    y = nn.functional.avg_pool2d(y, 2) + 0.5 * nn.functional.max_pool2d(y, 2)
+    z = m.linear(y.mean((2, 3)))
+    return z.softmax(-1), z.unsqueeze(1) @ z.unsqueeze(2)
 
 
 def test_16_bit_codes_are_computed_in_float_by_onnx_runtime(tmp_path):
     """Its integer kernels take 8 bits."""
     pytest.importorskip("onnxruntime")
-    (tmp_path / "chip.yaml").write_text(SIXTEEN)
-    torch.manual_seed(0)
-    result = chipfit.quantize(Net(), [torch.randn(4, 3, 8, 8)], tmp_path / "chip.yaml", progress=False)
+    net = model_of(of_every_kind, conv=nn.Conv2d(3, 4, 3), linear=nn.Linear(4, 4))
+    result = quantized(net, torch.randn(4, 3, 8, 8), platform_file(tmp_path, SIXTEEN))
     check = result.verify([torch.randn(4, 3, 8, 8)])
     assert check.sound and check.integers, check.summary()
     assert {"Conv2D", "Softmax", "MatMul", "AvgPool"} <= {op for r in check.rows for op in r.float_ops}

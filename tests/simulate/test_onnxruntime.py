@@ -8,7 +8,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
-from chipfit.simulate.onnxruntime import absorbed_bounds, broadcasts_scalar, logistic, softmax
+from chipfit.simulate.onnxruntime import absorbed_bounds, logistic, softmax
 from tests.build import node, stored
 from tests.simulate.one_operator import Codes, drawn, every, one, pairs
 
@@ -59,29 +59,6 @@ def test_softmax():
     want = _run(node, TensorProto.UINT8, q, constants)
     got = torch.round(softmax(q.long(), torch.tensor(0.005), torch.tensor(1 / 256))).clamp(0, 255)
     assert torch.equal(got.to(torch.uint8), want)
-
-
-@pytest.mark.parametrize(
-    "a, b, still",
-    [
-        ((2, 1), (2, 3), True),
-        ((2, 3), (2, 1), False),
-        ((2, 3), (2, 3), False),
-        ((2, 1, 1), (2, 4, 1), True),  # the first axis from the right where one of them is not 1
-        ((1, 3, 1), (2, 3, 1), False),
-        ((1,), (4, 1), True),
-        ((1, 1), (1, 1), False),
-        ((), (1, 1), True),
-        ((4, 1), (1,), False),
-        ((1,), (1, 1), True),
-        ((), (3,), True),
-        ((3,), (), False),
-        ((3,), (1, 3), False),
-        ((3, 1), (1, 3, 1), False),
-    ],
-)
-def test_an_element_stands_still_while_the_other_operand_is_walked(a, b, still):
-    assert broadcasts_scalar(torch.zeros(a), torch.zeros(b)) is still
 
 
 # ---------------------------------------------------------------- one operator with numbers chosen by hand

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import chipfit
@@ -18,32 +19,24 @@ from chipfit.platform.support import kernels_of
 from chipfit.quantizers.grids import Grid
 from chipfit.registry import lookup
 from chipfit.simulate.integer import kernel_groups, simulate
-from tests.build import graph_of
+from tests import build
+from tests.build import graph_of, model_of
 
 LITERT = ("litert_reference", "litert_optimized", "litert")
 
 
-class Net(nn.Module):
-    """Layers, a rectifier, a sum, a pool, a mean and a table."""
+def quantized(platform: Any, curve: Any = torch.sigmoid, **settings: Any) -> tuple[chipfit.Result, torch.Tensor]:
+    """A network of layers, a rectifier, a sum, a pool, a mean and a curve, and data of three times its range."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 6, 3, padding=1)
-        self.pool, self.fc = nn.MaxPool2d(2), nn.Linear(6, 4)
+    def forward(m, x):
+        y = torch.relu(m.a(x))
+        z = F.max_pool2d(m.b(y) + y, 2)
+        return m.fc(z.mean((2, 3))), curve(z), F.relu6(m.a(z[:, :3]))
 
-    def forward(self, x):
-        y = torch.relu(self.a(x))
-        z = self.pool(self.b(y) + y)
-        return self.fc(z.mean((2, 3))), torch.sigmoid(z), nn.functional.relu6(self.a(z[:, :3]))
-
-
-def quantized(platform: Any, net: nn.Module | None = None, **settings: Any) -> tuple[chipfit.Result, torch.Tensor]:
-    """A result, and data of three times the range that it was calibrated on."""
     torch.manual_seed(0)
     x = torch.rand(8, 3, 8, 8) * 2 - 1
-    result = chipfit.quantize(
-        (net or Net()).eval(), [torch.cat((x, -x))], platform=platform, rule="no_clipping", progress=False, **settings
-    )
+    net = model_of(forward, a=nn.Conv2d(3, 6, 3, padding=1), b=nn.Conv2d(6, 6, 3, padding=1), fc=nn.Linear(6, 4))
+    result = build.quantized(net, torch.cat((x, -x)), platform, rule="no_clipping", **settings)
     return result, 3 * (torch.rand(8, 3, 8, 8) * 2 - 1)
 
 
@@ -100,13 +93,9 @@ def narrowed(name: str, least: int, most: int) -> Platform:
     return platform.model_copy(update={"formats": {**platform.formats, port: format_}})
 
 
-class Plain(Net):
-    """Without a table, whose result has fixed numbers."""
-
-    def forward(self, x):
-        y = torch.relu(self.a(x))
-        z = self.pool(self.b(y) + y)
-        return self.fc(z.mean((2, 3))), nn.functional.leaky_relu(z, 0.1) * z, nn.functional.relu6(self.a(z[:, :3]))
+def without_table(z: torch.Tensor) -> torch.Tensor:
+    """A curve whose result has no fixed numbers, as a table's has."""
+    return F.leaky_relu(z, 0.1) * z
 
 
 @pytest.mark.parametrize(
@@ -121,7 +110,7 @@ class Plain(Net):
 )
 def test_litert_saturates_at_the_ends_of_its_types(platform, bits, least):
     wide = {"Conv2D": {"activation_bits": 16}} if platform.name == "ethos_u" else {}
-    result, x = quantized(platform, Plain(), overrides=wide)
+    result, x = quantized(platform, without_table, overrides=wide)
     i = result.graph.inputs[0]
     stored = result.plan[i]
     assert (stored.grid.bits, stored.grid.file_ends[0]) == (bits, least) and stored.grid.qmin > least

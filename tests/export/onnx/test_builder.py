@@ -73,13 +73,6 @@ def test_a_reader_takes_a_value_before_its_quantizer_where_the_plan_says_so():
 # ---------------------------------------------------------------- weights
 
 
-def test_a_weight_in_float_is_one_constant():
-    w = torch.arange(6.0).reshape(2, 3).t()  # which is not contiguous
-    b = builder_of(weights={"w": w}, w=stored(1.0))
-    assert b.weight("w", raw=True) == b.weight("w", raw=True) == "w" and not b.nodes
-    assert np.array_equal(held(b, "w"), w.numpy())
-
-
 @pytest.mark.parametrize(
     "scale, axis, per, attrs",
     [
@@ -128,40 +121,6 @@ def test_codes_are_in_the_least_type_that_holds_them_and_biases_in_32_bits(bits,
 # ---------------------------------------------------------------- quantizers
 
 
-def test_a_stored_value_is_rounded_and_known_before_and_after():
-    b = builder_of(shapes={"x": (2,)}, x=stored())
-    b.publish("x", "x")
-    assert kinds(b) == ["QuantizeLinear", "DequantizeLinear"] and b.nodes[0].output[0] == "x_q"
-    assert b.before_quantizer["x"] == "x" and b.after_quantizer["x"] == b.nodes[1].output[0]
-
-
-def test_between_the_members_of_a_group_nothing_is_rounded():
-    conv, relu = build.node("y = Conv2D(x, w)", name="a"), build.node("z = Relu(y)", name="b")
-    b = builder_of(conv, relu, y=stored(), z=stored(), groups=(("a", "b"),))
-    b.publish("y", "y")
-    assert not b.nodes and b.read("y", relu) == "y"
-    b.publish("z", "z")
-    assert kinds(b) == ["QuantizeLinear", "DequantizeLinear"]
-
-
-def test_a_narrow_grid_of_bytes_is_clipped_in_codes():
-    b = builder_of(shapes={"x": (2,)}, x=stored(low=-7, high=6))
-    b.publish("x", "x")
-    assert kinds(b) == ["QuantizeLinear", "Clip", "DequantizeLinear"]
-    low, high = (held(b, i) for i in b.nodes[1].input[1:])
-    assert (low, high) == (-7, 6) and low.dtype == np.int8 and list(b.nodes[1].output) == ["x_q"]
-    assert b.nodes[2].input[0] == "x_q"
-
-
-def test_a_narrow_grid_of_sixteen_bits_is_clipped_in_reals():
-    """(end - zero point) scale: -100 - 3 and 90 - 3 steps of a half."""
-    b = builder_of(shapes={"x": (None, 2)}, x=stored(zero=3, low=-100, high=90, bits=16))
-    b.publish("x", "x")
-    assert kinds(b) == ["Max", "Min", "QuantizeLinear", "DequantizeLinear"]
-    ends = [held(b, n.input[1]) for n in b.nodes[:2]]
-    assert [e.item() for e in ends] == [-51.5, 43.5] and all(e.shape == (1, 1) for e in ends)
-
-
 def test_an_operator_that_moves_codes_stands_between_quantizers_of_its_operand():
     node, raw = build.node("y = Reshape(x)", name="n"), build.node("z = Reshape(x)", name="m")
     b = builder_of(node, raw, shapes={"x": (2,)}, x=stored(), float_edges=frozenset({("x", "m")}))
@@ -208,18 +167,6 @@ def test_codes_that_come_in_pass_as_they_are_where_the_plan_has_them_all(low, ow
     assert b.quantized_output("x", QuantizedIO("int8", 0.5, 0, True)) == "x_q"
 
 
-def test_codes_of_another_sign_are_read_with_their_own_numbers():
-    b = builder_of(shapes={"x": (2,)}, x=stored(zero=3))
-    b.quantized_input("x", QuantizedIO("uint8", 0.5, 131, False))
-    assert kinds(b) == ["DequantizeLinear", "QuantizeLinear", "DequantizeLinear"]
-    scale, zero = (held(b, i) for i in b.nodes[0].input[1:])
-    assert (scale, zero) == (0.5, 131) and (scale.dtype, zero.dtype) == (np.float32, np.uint8)
-    assert b.nodes[1].output[0] == "x_q" and held(b, b.nodes[1].input[2]) == 3
-    out = b.quantized_output("x", QuantizedIO("uint8", 0.5, 131, False))
-    assert b.nodes[-1].op_type == "QuantizeLinear" and list(b.nodes[-1].output) == [out]
-    assert b.nodes[-1].input[0] == b.after_quantizer["x"]
-
-
 # ---------------------------------------------------------------- data that are rounded each time
 
 EACH_TIME = {"per": "tensor", "qmin": 0, "qmax": 255, "affine": True}
@@ -228,17 +175,6 @@ EACH_TIME = {"per": "tensor", "qmin": 0, "qmax": 255, "affine": True}
 def rounded(**how):
     b = builder_of(d := build.node("xr = DynamicQuantize(x)", EACH_TIME | how, name="d"))
     return b, WRITERS["DynamicQuantize"](b, d, ["x"])
-
-
-def test_data_with_one_range_are_rounded_by_onnxs_own_operator():
-    b, y = rounded()
-    assert kinds(b) == ["DynamicQuantizeLinear", "Cast", "Cast", "Sub", "Cast", "Mul"]
-    assert b.dynamic["xr"] == tuple(b.nodes[0].output) and b.nodes[-1].output[0] == y
-
-
-def test_data_in_blocks_are_rounded_inside_of_their_readers():
-    b, y = rounded(per="block", qmin=-127, qmax=127, affine=False)
-    assert y == "x" and not b.nodes and b.dynamic == {"xr": ("", "", "")}
 
 
 @pytest.mark.parametrize(
@@ -447,18 +383,6 @@ def test_a_linear_layer_of_any_rank_is_one_product_of_two_axes(tmp_path, shape, 
     y = torch.nn.functional.linear(x, W)
     nodes = computed(tmp_path, "Linear", {}, (shape, (*shape[:-1], 2)), x, y, {"w": W})
     assert sorted(n.op_type for n in nodes) == sorted(want)
-
-
-@pytest.mark.parametrize("counted", [True, False])
-@pytest.mark.parametrize("kernel, stride, padding", [(3, 2, 1), (3, 2, 0), (2, 2, 0), (2, 3, 1), (4, 3, 2)])
-@pytest.mark.parametrize("side", [5, 6, 7])
-def test_averages_whose_last_window_reaches_beyond_the_image(tmp_path, side, kernel, stride, padding, counted):
-    x = torch.linspace(-1, 2, side * (side + 1)).reshape(1, 1, side, side + 1)
-    how = {"ceil_mode": True, "count_include_pad": counted}
-    y = torch.nn.functional.avg_pool2d(x, kernel, stride, padding, **how)
-    attrs = {"kernel": (kernel,) * 2, "stride": (stride,) * 2, "padding": ((padding, padding),) * 2, **how}
-    nodes = computed(tmp_path, "AvgPool", attrs, ((None, *x.shape[1:]), (None, *y.shape[1:])), x, y)
-    assert not any(settings(n).get("ceil_mode") for n in nodes)
 
 
 def test_a_pool_of_images_of_any_size_rounds_up_when_it_runs(tmp_path):

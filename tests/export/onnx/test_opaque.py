@@ -83,15 +83,6 @@ def test_a_translated_operator_is_spliced_in_under_names_of_its_own(graph, monke
     assert again != out and not {o for n in builder.nodes[:3] for o in n.output} & set(builder.nodes[3].output)
 
 
-def test_the_example_is_run_once_for_a_file(graph, monkeypatch):
-    runs = []
-    monkeypatch.setattr(opaque, "run", lambda *args, keep: runs.append(keep) or dict.fromkeys(keep, torch.ones(2)))
-    builder, names = ready(graph), list(graph.values)[:2]
-    assert [t.tolist() for t in opaque.example_values(builder, names)] == [[1, 1], [1, 1]]
-    opaque.example_values(builder, names[:1])
-    assert len(runs) == 1 and set(runs[0]) == set(graph.values)
-
-
 @pytest.mark.parametrize("error", [RuntimeError, opaque.torch.onnx.OnnxExporterError])
 @pytest.mark.parametrize(
     "target, who, way",
@@ -124,28 +115,11 @@ def test_an_exporter_that_returns_nothing_has_failed(graph, monkeypatch):
         opaque.splice(ready(graph), opaque_node(graph))
 
 
-def test_axes_of_open_size_are_open_in_the_translation(graph, monkeypatch):
-    seen = {}
-    monkeypatch.setattr(torch.export, "export", lambda region, args, **how: seen.update(how, args=args))
-    monkeypatch.setattr("torch.onnx.export", lambda program, args, **how: seen.update(how))
-    with pytest.raises(RuntimeError, match="returned nothing"):
-        opaque.translate(None, [X, X], [(None, 3), (2, None)], 20)
-    auto = torch.export.Dim.AUTO
-    assert seen["dynamic_shapes"] == (({0: auto}, {1: auto}),) and seen["args"] == (X, X)
-    assert seen["opset_version"] == 20 and seen["dynamo"] and seen["optimize"]
-    assert not seen["strict"] and not seen["verbose"]
-
-
 def test_inputs_of_a_loaded_graph_are_random_numbers_and_ones():
     shapes = {"x": Value("x", (None, 3)), "i": Value("i", (None, None), "int64"), "h": Value("h", (1,), "float16")}
     x, i, h = opaque.example_inputs(Graph([], list(shapes), [], shapes, {}))
     assert x.shape == (2, 3) and x.dtype == torch.float32 and not torch.equal(x, torch.ones(2, 3))
     assert torch.equal(i, torch.ones(2, 2, dtype=torch.int64)) and h.dtype == torch.float16 and h.shape == (1,)
-
-
-def test_inputs_of_a_captured_graph_are_its_example(graph):
-    (x,) = opaque.example_inputs(graph)
-    assert torch.equal(x, X)
 
 
 @pytest.fixture(scope="module")

@@ -58,34 +58,6 @@ def test_blocks_of_a_product_are_read_with_or_without_zero_points(bits, read):
         assert np.array_equal(found["w"].values, codes - (0 if with_zeros else 1 << bits - 1)) and len(found) == 1
 
 
-def test_a_table_in_blocks_is_as_wide_as_its_blocks(read):
-    codes = np.random.default_rng(2).integers(0, 16, (3, 32))
-    constants = {"t_rows_q": to_bytes(codes, 4), "s": SCALES, "z": to_bytes(np.zeros((3, 2), int), 4)}
-    how = {"bits": 4, "block_size": 16, "gather_axis": 0}
-    found = read([make("GatherBlockQuantized", ["t_rows_q", "i", "s", "z"], ["y"], **how)], constants)
-    assert list(found) == ["t"] and np.array_equal(found["t"].values, codes)
-
-
-def product(order=("c", "s"), cast="Cast", kind="MatMulInteger"):
-    return [
-        make(kind, ["x_q", "w_q", "x_z"], ["acc"]),
-        make(cast, ["acc"], ["c"]),
-        make("Mul", ["x_s", "w_s"], ["s"]),
-        make("Mul", list(order), ["y"]),
-    ]
-
-
-def test_the_weight_of_an_integer_product_has_the_scale_that_multiplies_the_datas(read):
-    constants = {"w_q": np.int8([[1, -2], [3, 4]]), "w_s": np.float32([0.5, 0.25])}
-    found = read(product(), constants)
-    ((scale, zero),) = found["w"].qparams
-    assert list(found) == ["w"] and found["w"].values.tolist() == [[1, -2], [3, 4]]
-    assert found["w"].values.dtype == np.int8 and scale.tolist() == [0.5, 0.25] and zero.tolist() == [0.0, 0.0]
-    assert np.isnan(read(product(), {"w_q": constants["w_q"]})["w"].qparams[0][0])
-    for other in (product(cast="Identity"), product(kind="MatMul"), product(("c", "other")), product(("s", "c"))):
-        assert read(other, constants) == {}
-
-
 @pytest.mark.parametrize("by", ["columns", "rows"])
 def test_a_table_whose_rows_are_multiplied_has_their_scales(by, read):
     looked_up = [make("Gather", ["s", "i"], ["s_rows"]), make("Unsqueeze", ["s_rows", "axis"], ["s_read"])]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from chipfit.export.tflite.builder import Refused, TfliteBuilder
-from chipfit.export.tflite.file import INT4, TYPES
+from chipfit.export.tflite.file import TYPES
 from chipfit.graph.ir import OPAQUE, Node
 from chipfit.plan.record import NodePlan, TensorPlan
 from chipfit.quantizers.stored import Stored
@@ -49,60 +49,6 @@ def test_a_refusal_names_the_operator_as_the_user_knows_it():
         assert e.value.args == (name, "it is odd")
 
 
-def test_sizes_are_open_where_nobody_fixes_the_batch():
-    assert emitter().open_shape("x") == [-1, 4] and emitter(batch=3).open_shape("x") == [3, 4]
-    assert emitter().shape("x") == (3, 4) and emitter().shape("w") == (2, 4)
-
-
-def test_an_operand_is_read_in_codes_or_floats_and_made_float_once():
-    codes = stored(0.25, 3)
-    w = emitter()
-    plain = w.tensor("x", (3, 4), FLOAT)
-    assert w.read("x") == plain and w.float_name("x") == "x" and w.reads(LINEAR.with_(inputs=("x", None))) == [plain]
-    w = emitter(x=codes, integer=True)
-    x = w.tensor("x", (3, 4), INT8)
-    assert w.read("x") == x and not w.operators and w.float_name("x") == "x/float"
-    w = emitter(x=codes)
-    x, raw = w.tensor("x", (3, 4), INT8), w.tensor("x/float", (3, 4), FLOAT)
-    real = w.read("x")
-    assert real not in (x, raw) and w.read("x") == real and kinds(w) == 1
-    t = w.tensors[real]
-    assert t.type == FLOAT and t.shapeSignature.tolist() == [-1, 4] and t.name == b"x/dequantized"
-    assert (w.operators[0].inputs.tolist(), w.operators[0].outputs.tolist()) == ([x], [real])
-    w = emitter(x=codes, edges=[("x", "n")])
-    w.tensor("x", (3, 4), INT8)
-    raw = w.tensor("x/float", (3, 4), FLOAT)
-    assert w.read("x") == raw and not w.operators
-
-
-TURNED = {"change": np.transpose, "axis": 1}
-
-
-@pytest.mark.parametrize(
-    "grid, how, axis, scale, zero, codes",
-    [
-        (stored([0.5, 0.25], axis=0), {}, 0, [0.5, 0.25], [0, 0], [[2, -4, 1, 6], [16, 20, -24, 28]]),
-        (stored([0.5, 0.25], [1, -2], axis=0), {}, 0, [0.5, 0.25], [1, -2], [[3, -3, 2, 7], [14, 18, -26, 26]]),
-        (
-            stored([0.5, 0.25], axis=0),
-            TURNED,
-            1,
-            [0.5, 0.25],
-            [0, 0],
-            [[2, 16], [-4, 20], [1, -24], [6, 28]],
-        ),
-        (stored(0.5, 3), TURNED, 0, [0.5], [3], [[5, 11], [-1, 13], [4, -9], [9, 17]]),
-        (stored(0.5, 3), {"scale": np.float32([0.125])}, 0, [0.125], [3], [[5, -1, 4, 9], [11, 13, -9, 17]]),
-    ],
-)
-def test_a_quantized_weight_has_scales_along_the_first_axis_unless_told(grid, how, axis, scale, zero, codes):
-    w = emitter(weight=grid, integer=True)
-    t = w.tensors[k := w.weight("w", **how)]
-    assert t.type == INT8 and t.name == b"w" and held(w, k).tolist() == codes
-    assert t.quantization.scale.tolist() == scale and t.quantization.zeroPoint.tolist() == zero
-    assert t.quantization.quantizedDimension == axis
-
-
 def test_a_weight_that_is_stored_in_float_or_read_before_its_codes_is_written_as_it_is():
     for w in (emitter(), emitter(weight=stored(0.7), edges=[("w", "n")], integer=True)):
         assert np.array_equal(held(w, w.weight("w")), WEIGHT.numpy()) and not w.operators
@@ -126,15 +72,6 @@ def test_codes_of_a_layer_in_float_stay_codes_where_it_was_planned_so_and_zero_i
         assert np.array_equal(held(w, k), want)
 
 
-def test_codes_meet_data_that_the_kernel_rounds_itself():
-    w = emitter("float", stored(0.5, 0))
-    w.dynamic.add("x")
-    assert w.tensors[w.weight("w")].type == INT8 and not w.operators
-    w = emitter("int", stored(0.5, 3))
-    w.dynamic.add("x")
-    assert w.tensors[w.weight("w")].type == INT8
-
-
 @pytest.mark.parametrize(
     "most, wide, kind",
     [(2**31 - 1, False, INT32), (2**31, False, INT64), (2**31 + 5, False, INT64), (7, False, INT32), (7, True, INT64)],
@@ -152,20 +89,6 @@ def test_a_wide_bias_lies_in_32_bits_where_its_codes_fit_and_the_kernel_wants_th
 
 def blocks(scale=((0.5, 0.25), (1.0, 0.125)), zero=0, bits=4, axis=1) -> Stored:
     return stored([list(row) for row in scale], zero, bits, axis=axis)
-
-
-def test_a_matrix_in_blocks_has_their_scales_beside_it():
-    w = emitter(weight=blocks())
-    w.dynamic.add("x")
-    k = w.weight("w")
-    t = w.tensors[k]
-    assert t.type == INT4 and t.name == b"w" and t.quantization.details.blockSize == 2
-    assert t.quantization.details.zeroPoints == -1
-    scales = w.tensors[t.quantization.details.scales]
-    assert scales.type == TYPES["float16"] and scales.name == b"w/scales"
-    assert held(w, t.quantization.details.scales).tolist() == [[0.5, 0.25], [1.0, 0.125]]
-    packed = w._buffers[t.buffer].data  # 2 -4 2 7 | 4 5 -8 7, the first of two in the low half
-    assert list(packed) == [0xC2, 0x72, 0x54, 0x78]
 
 
 @pytest.mark.parametrize(

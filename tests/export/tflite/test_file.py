@@ -88,31 +88,6 @@ def test_codes_of_4_bits_are_packed_and_read_with_their_sign():
         assert np.array_equal(found, q) and found.shape == shape
 
 
-def test_a_file_says_what_its_tensors_hold(tmp_path):
-    file = File()
-    x = file.tensor("x", (1, 3), INT8, Quantization(np.float32(0.5), np.int64(3)))
-    q = np.array([[1, -2, 3], [4, 5, -6]])
-    w = file.constant(q, "w", INT16, Quantization(np.float32([0.5, 0.25]), np.int64([1, 2]), 0))
-    y = file.tensor("y", (1, 2), FLOAT)
-    file.op("FULLY_CONNECTED", [x, w, -1], y)
-    (tmp_path / "m.tflite").write_bytes(file.content({"x": x}, {"y": y}, {}))
-    found = read_back(tmp_path / "m.tflite")
-    assert list(found) == ["x", "w", "y"]
-    assert found["x"].values is None and [n.tolist() for n in found["x"].qparams[0]] == [[0.5], [3]]
-    assert np.array_equal(found["w"].values, q) and [n.tolist() for n in found["w"].qparams[0]] == [[0.5, 0.25], [1, 2]]
-    assert found["y"] == (None, [])
-
-
-def test_one_zero_point_serves_all_scales_and_the_axis_is_the_first_if_none_is_said():
-    assert Quantization(np.float32(1), np.int64(0)).axis == 0
-    file = File()
-    k = file.tensor("t", (2, 3), INT8, Quantization(np.float32([1, 2, 3]), np.int64(4), 1))
-    q = file.tensors[k].quantization
-    assert q.zeroPoint.tolist() == [4, 4, 4] and q.quantizedDimension == 1 and file.tensors[k].hasRank
-    assert file.tensors[k].shapeSignature is None and file.tensors[k].buffer == 0
-    assert file.tensors[file.tensor("o", (1, 3), INT8, open_shape=(-1, 3))].shapeSignature.tolist() == [-1, 3]
-
-
 def test_equal_constants_are_one_tensor_and_others_are_not():
     file = File()
     a = file.ints(1, 2)
@@ -230,30 +205,6 @@ def test_data_of_any_length_lie_at_multiples_of_16():
     assert data[b"x"] is None and model.buffers[0].data is None
 
 
-def test_a_tensor_without_a_name_is_called_after_what_is_being_written():
-    file = File()
-    assert file.tensors[file.temporary((1,))].name == b"io/part" and file.tensors[file.ints(1)].name == b"io/const"
-    file.scope = "conv"
-    assert file.tensors[file.temporary((1,))].name == b"conv/part" and file.tensors[file.ints(2)].name == b"conv/const"
-    assert file.index["conv/part"] == 2 and file.tensors[file.constant(np.int32([5]), "mine")].name == b"mine"
-
-
-def test_operators_have_the_options_that_the_schema_has_for_them():
-    file = File()
-    x = file.tensor("x", (1, 2), FLOAT)
-    for kind, table in (
-        ("MAXIMUM", "MaximumMinimumOptions"),
-        ("MEAN", "ReducerOptions"),
-        ("AVERAGE_POOL_2D", "Pool2DOptions"),
-        ("FULLY_CONNECTED", "FullyConnectedOptions"),
-        ("LOG_SOFTMAX", ""),
-    ):
-        file.op(kind, [x], [x])
-        made = file.operators[-1]
-        assert made.builtinOptionsType == (getattr(schema.BuiltinOptions, table) if table else 0), kind
-        assert type(made.builtinOptions).__name__ == (f"{table}T" if table else "NoneType")
-
-
 @pytest.mark.parametrize(
     "operators, inputs, outputs, places",
     [
@@ -285,21 +236,6 @@ def entries(raw: bytes):
     """The only subgraph's inputs and outputs, as the schema of Android's metadata has them."""
     (graph,) = Table(raw, int.from_bytes(raw[:4], "little")).tables(3)
     return graph.tables(2), graph.tables(3)
-
-
-@pytest.mark.parametrize("channels, kind, color", [(3, 2, 1), (1, 2, 2), (0, 1, None), (2, 1, None), (4, 1, None)])
-def test_images_are_coloured_or_grey_and_other_inputs_are_features(channels, kind, color):
-    raw = metadata(["x", "t"], ["y", "z"], {"mean": [0.5], "std": [2.0]}, channels)
-    (x, t), (y, z) = entries(raw)
-    assert [e.text(0) for e in (x, t, y, z)] == ["x", "t", "y", "z"]
-    assert x.table(3).byte(0) == kind and [e.table(3).byte(0) for e in (t, y, z)] == [1, 1, 1]  # FeatureProperties
-    assert color is None or x.table(3).table(1).byte(0) == color
-    assert [k for k in range(9) if has(x, k)] == [0, 3, 4] and [k for k in range(9) if has(y, k)] == [0, 3]
-    (unit,) = x.tables(4)
-    assert [has(unit, k) for k in range(3)] == [True, True, False]
-    assert unit.byte(0) == 1 and unit.table(1).floats(0) == [0.5] and unit.table(1).floats(1) == [2.0]
-    assert not has(t, 4) and not has(y, 4) and not any(has(e, 6) for e in (x, t, y, z))
-    assert raw[4:8] == b"M001" and Table(raw, int.from_bytes(raw[:4], "little")).text(7) == "1.0.0"
 
 
 def test_labels_belong_to_the_first_output():

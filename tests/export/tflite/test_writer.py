@@ -337,28 +337,6 @@ def test_parts_are_moved_as_codes_where_all_have_the_numbers_of_the_whole():
 # ---------------------------------------------------------------- composites
 
 
-def test_a_composite_is_written_by_simple_operators_of_its_own_sizes():
-    x, w, b = torch.tensor([[1.0, 2.0, 4.0, 9.0], [0.0, -3.0, 3.0, 8.0]]), torch.arange(4.0), torch.ones(4)
-    norm = node("LayerNorm", "xwb", "y", normalized_shape=(4,), eps=1e-5)
-    raw = content(network(norm, x=(None, 4), y=(None, 4), weights={"w": w, "b": b}), None)
-    np.testing.assert_allclose(computed(raw, x.numpy()), torch.nn.functional.layer_norm(x, (4,), w, b), atol=1e-5)
-    assert "MEAN" in operators(raw) and tensors(raw)["y"].shapeSignature.tolist() == [-1, 4]
-
-
-def test_groups_of_a_transposed_convolution_are_written_one_by_one():
-    x, w = torch.arange(16.0).reshape(2, 4, 1, 2), torch.linspace(-1, 1, 48).reshape(4, 3, 2, 2)
-    attrs = {**CONV, "groups": 2, "stride": (2, 2), "output_padding": (0, 0)}
-    made = Node("n_y", "TransposeConv2D", ("x", "w", None), ("y",), attrs)
-    graph = network(made, x=(None, 4, 1, 2), y=(None, 6, 2, 4), weights={"w": w})
-    raw = content(graph, None, batch=2)
-    assert operators(raw).count("TRANSPOSE_CONV") == 2
-    want = torch.nn.functional.conv_transpose2d(x, w, stride=2, groups=2)
-    got = computed(raw, x.permute(0, 2, 3, 1).contiguous().numpy())
-    np.testing.assert_allclose(got, want.permute(0, 2, 3, 1).numpy(), atol=1e-4)
-    held = tensors(raw)
-    assert all(t.shape[0] == 2 for t in held.values() if t.buffer == 0 and len(t.shape) == 4)
-
-
 def test_sizes_nobody_knows_are_those_of_an_example_or_one():
     graph = network(node("Relu", "x", "y"), x=(None, 4), y=(None, 4))
     graph.values["x"] = Value("x", (None, None))
