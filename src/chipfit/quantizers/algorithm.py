@@ -177,7 +177,7 @@ def algorithm_text(algorithm: Algorithm) -> str:
     """Return the registered name with the options that differ from their defaults, as `registry.create` reads it.
 
     >>> from chipfit.quantizers.algorithms.lsq import LSQ
-    >>> text_of(LSQ(use_grad_scaling=False))
+    >>> algorithm_text(LSQ(use_grad_scaling=False))
     'lsq(use_grad_scaling=False)'
     """
     name = next((n for n, thing in registered("training").items() if thing is type(algorithm)), "")
