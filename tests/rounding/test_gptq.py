@@ -50,12 +50,6 @@ def test_gptq_is_near_the_best_of_all_roundings_and_better_than_the_nearest():
     assert total(q, w, h) <= 1.5 * best and total(q, w, h) < total(nearest, w, h)
 
 
-def test_gptq_of_two_weights_by_hand():
-    # H = [[1, .5], [.5, 1]]: rounding 0.4 to 0 loses 0.4, of which the next weight takes 0.5 * 0.4: 0.4 + 0.2 -> 1
-    h = torch.tensor([[[1.0, 0.5], [0.5, 1.0]]])
-    assert round_rows(torch.tensor([[[0.4, 0.4]]]), h, rows_of(1, 2, 1.0), damping=1e-6)[0].tolist() == [[[0.0, 1.0]]]
-
-
 def test_columns_beyond_the_first_block_take_earlier_errors():
     k = gptq.BLOCK + 6
     h, w = moments(k=k, n=4 * k), randn(1, 2, k, seed=5)
@@ -74,6 +68,9 @@ def test_errors_move_by_the_triangular_factor():
     """H = R R' of an upper triangular R: here [[2, 1], [0, 1]], so that R_12 / R_22 = 1."""
     h = torch.tensor([[[5.0, 1.0], [1.0, 1.0]]])
     assert torch.allclose(error_feedback(h, 0.0), torch.tensor([[[1.0, 1.0], [0.0, 1.0]]]))
+    # H = [[1, .5], [.5, 1]]: rounding 0.4 to 0 loses 0.4, of which the next weight takes 0.5 * 0.4: 0.4 + 0.2 -> 1
+    h = torch.tensor([[[1.0, 0.5], [0.5, 1.0]]])
+    assert round_rows(torch.tensor([[[0.4, 0.4]]]), h, rows_of(1, 2, 1.0), damping=1e-6)[0].tolist() == [[[0.0, 1.0]]]
 
 
 def test_the_damping_grows_until_moments_are_definite():

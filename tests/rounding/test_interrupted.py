@@ -64,14 +64,6 @@ def test_layers_that_were_rounded_stay_so_and_the_others_take_their_nearest_code
         assert torch.isfinite(half.model(NEW)).all()
 
 
-def test_an_edit_of_what_was_left_starts_over(monkeypatch):
-    with monkeypatch.context() as m:
-        ctrl_c(m, sequential_reconstruction.SequentialReconstruction, "fit", after=1)
-        half = interrupted()
-    again = half.edit(FOUR)
-    assert set(origins(again).values()) == {"gptq"} and not any("interrupted" in n for n in again.plan.rewrites)
-
-
 @pytest.mark.parametrize(
     "owner, name, settings, named",
     [
