@@ -78,11 +78,7 @@ def test_a_pass_of_any_stage_is_given_the_platform_that_it_needs(result, stage):
 
 @pytest.mark.parametrize(
     ("stage", "needs", "allowed"),
-    [
-        ("adapt", ("batches",), "platform"),
-        ("correct", ("platform",), "stats, batches"),
-        ("later", (), "rewrite, formats"),
-    ],
+    [("adapt", ("batches",), "platform"), ("correct", ("platform",), "stats, batches"), ("later", (), "rewrite, form")],
 )
 def test_a_stage_or_a_need_that_does_not_exist_is_refused_at_registration(drop_ins, stage, needs, allowed):
     with pytest.raises(RegistrationError, match=f"of a step is invalid.*Allowed: {allowed}"):

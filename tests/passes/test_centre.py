@@ -24,14 +24,14 @@ def centred(model: nn.Module, x: torch.Tensor, platform: str = "ort_cpu") -> tup
     return steps, steps.decided(graph, new), notes
 
 
-def same(before: Steps, after: Steps, *inputs: torch.Tensor) -> None:
-    for x in inputs:
-        assert_same(before.graph, after.graph, x)
-
-
 def means(steps: Steps, name: str) -> torch.Tensor:
     x = steps.float(name)[-1]
     return x.mean([k for k in range(x.dim()) if k != 1])
+
+
+def same(before: Steps, after: Steps, *inputs: torch.Tensor) -> None:
+    for x in inputs:
+        assert_same(before.graph, after.graph, x)
 
 
 def test_a_pair_of_linear_layers_on_paper():
@@ -123,47 +123,26 @@ def test_padding_that_was_ignored_would_be_seen(monkeypatch):
         same(steps, after, x)
 
 
-def told(model: nn.Module, x: torch.Tensor) -> list[str]:
-    return centred(model.eval(), x)[2]
-
-
 def test_what_the_model_returns_and_what_lies_on_another_axis_stays():
-    x = torch.randn(3, 2)
-    steps, _, notes = centred(nn.Linear(2, 2).eval(), x)
+    steps, _, notes = centred(nn.Linear(2, 2), torch.randn(3, 2))
     (node,) = steps.graph.nodes
     assert notes == [f"the result of 'linear' is not centred: '{node.output}' is an output of the model"]
-    sequences = told(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.randn(3, 4, 2))
+    sequences = centred(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.randn(3, 4, 2))[2]
     assert sequences[0] == "the result of '0' is not centred: '0' has its channels elsewhere"
 
 
 def test_a_bias_that_is_shared_takes_no_constant():
-    layers = {k: nn.Linear(2, 2) for k in "abc"}
-    net = model_of(lambda m, x: m.c(m.b(m.a(m.a(x)))), **layers)
-    notes = told(net, torch.randn(5, 2) + 1)
-    shared = "'a.weight' is read by several operators"
-    assert notes[:2] == [f"the result of 'a' is not centred: {shared}"] * 2
+    net = model_of(lambda m, x: m.c(m.b(m.a(m.a(x)))), **{k: nn.Linear(2, 2) for k in "abc"})
+    notes = centred(net, torch.randn(5, 2) + 1)[2]
+    assert notes[:2] == ["the result of 'a' is not centred: 'a.weight' is read by several operators"] * 2
     assert notes[2].startswith("centred the result of 'b' by at most ")
 
 
 def test_a_sum_of_what_cannot_lose_anything_stays():
     layers = {"a": nn.Linear(2, 2, bias=False), "last": nn.Linear(2, 2)}
-    notes = told(model_of(lambda m, x: m.last(m.a(x) + x), **layers), torch.randn(5, 2) + 1)
+    notes = centred(model_of(lambda m, x: m.last(m.a(x) + x), **layers), torch.randn(5, 2) + 1)[2]
     assert "the result of 'add' is not centred: no operand of the sum can lose anything" in notes
     assert not any(n.startswith("centred") for n in notes)
-
-
-def test_nothing_is_said_of_what_is_not_stored():
-    net, x = nn.Sequential(nn.Linear(2, 2), nn.Sigmoid()).eval(), torch.randn(3, 2)
-    steps = begin(net, x, "ort_cpu")
-    needs = with_means(steps.graph, statistics.needs(steps.assignment, "mse"))
-    stats = collect(steps.graph, [[x]], tensors=needs)
-    made = steps.graph.nodes[0].output
-    stored = replace(
-        steps.assignment, tensors={**steps.assignment.tensors, made: next(iter(steps.assignment.tensors.values()))}
-    )
-    bare = replace(steps.assignment, tensors={k: v for k, v in steps.assignment.tensors.items() if k != made})
-    assert centre(steps.graph, stored, stats)[2] == ["the result of '0' is not centred: Sigmoid '1' reads it"]
-    assert centre(steps.graph, bare, stats)[2] == []
 
 
 def test_means_that_were_not_collected_are_missed():

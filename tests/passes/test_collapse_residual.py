@@ -57,15 +57,12 @@ def test_other_operands_and_readers_stop_it():
 
 
 @pytest.mark.parametrize(
-    "layer, x",
-    [
-        (nn.Conv2d(6, 1, 1), torch.randn(2, 6, 4, 4)),
-        (nn.Linear(3, 1), torch.randn(2, 3)),
-        (nn.Conv2d(6, 6, 3, padding=2), torch.randn(2, 6, 1, 1)),  # one position, added to each of nine
-    ],
+    "layer, shape",
+    [(nn.Conv2d(6, 1, 1), (6, 4, 4)), (nn.Linear(3, 1), (3,)), (nn.Conv2d(6, 6, 3, padding=2), (6, 1, 1))],
+    ids=["channels", "numbers", "one position, added to each of nine"],
 )
-def test_an_operand_that_is_repeated_is_no_residual(layer, x):
-    graph = captured(skip(layer), x)
+def test_an_operand_that_is_repeated_is_no_residual(layer, shape):
+    graph = captured(skip(layer), torch.randn(2, *shape))
     new, notes = collapse_residual(graph)
     assert new.nodes == graph.nodes and notes == ["'layer' keeps its residual addition 'add': the shapes differ"]
     assert torch.equal(new.weights["layer.weight"], graph.weights["layer.weight"])

