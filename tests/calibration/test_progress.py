@@ -57,39 +57,34 @@ def test_data_tell_how_many_batches_they_have(data, batches):
     assert count_batches(data) == batches
 
 
-def terminal(monkeypatch, capsys, total):
+def terminal(monkeypatch, total):
     """What a terminal has shown of five batches, without control sequences."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     from rich import progress
-
-    frames = []
-    real = progress.Progress.get_renderable
-    monkeypatch.setattr(progress.Progress, "get_renderable", lambda self: frames.append(self) or real(self))
-    shown = Progress(wanted=True)
     from rich.console import Console
 
-    texts = []
-    for k, _ in enumerate(shown.count("calibrate", range(5), total)):
+    frames, console = [], Console(width=80, record=True, file=io.StringIO())
+    real = progress.Progress.get_renderable
+    monkeypatch.setattr(progress.Progress, "get_renderable", lambda self: frames.append(self) or real(self))
+    for k, _ in enumerate(Progress(wanted=True).count("calibrate", range(5), total)):
         if k == 3:
             (live,) = set(frames)
-            console = Console(width=80, record=True, file=io.StringIO())
             console.print(live.make_tasks_table(live.tasks))
-            texts.append(console.export_text())
-    return texts[0]
+    return console.export_text()
 
 
-def test_a_terminal_shows_percent_and_time_left_where_the_number_is_known(monkeypatch, capsys):
-    text = terminal(monkeypatch, capsys, 5)
+def test_a_terminal_shows_percent_and_time_left_where_the_number_is_known(monkeypatch):
+    text = terminal(monkeypatch, 5)
     assert "calibrate" in text and "60 %" in text and re.search(r"\d:\d\d:\d\d|-:--:--", text)
 
 
-def test_a_terminal_shows_count_and_rate_where_it_is_not(monkeypatch, capsys):
-    text = terminal(monkeypatch, capsys, None)
+def test_a_terminal_shows_count_and_rate_where_it_is_not(monkeypatch):
+    text = terminal(monkeypatch, None)
     assert re.search(r"calibrate.* 3 batches, [\d.]+ batches/s", text) and "%" not in text
 
 
-def test_an_error_in_the_data_ends_the_line(monkeypatch, capsys):
+def test_an_error_in_the_data_ends_the_line(capsys):
     with pytest.raises(DataError, match="wrong shape"):
         chipfit.quantize(NET, [*DATA, torch.zeros(1, 5, 9, 9)])
     assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == ["chipfit capture"]

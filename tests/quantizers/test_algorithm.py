@@ -120,9 +120,7 @@ def test_quantizers_that_stand_alone_train_or_not():
 
 
 def test_an_algorithm_is_written_as_its_name_and_what_differs_from_its_defaults():
-    assert (
-        algorithm_text(LSQ()) == "lsq" and algorithm_text(LSQ(use_grad_scaling=False)) == "lsq(use_grad_scaling=False)"
-    )
+    assert algorithm_text(LSQ()) == "lsq"
     assert algorithm_text(LSQ(use_grad_scaling=False, from_mean=True)) == "lsq(use_grad_scaling=False, from_mean=True)"
 
     class Own(LSQ):

@@ -47,9 +47,8 @@ def test_codes_are_those_of_onnx_runtime():
     outputs = [helper.make_tensor_value_info(n, t, None) for n, t in (("q", 2), ("s", 1), ("z", 2))]
     graph = helper.make_graph([node], "g", [helper.make_tensor_value_info("x", 1, [None, None])], outputs)
     opsets = [helper.make_opsetid("", 21)]
-    session = onnxruntime.InferenceSession(
-        helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
-    )
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    session = onnxruntime.InferenceSession(model.SerializeToString())
     generator = np.random.default_rng(0)
     for kind in range(60):
         x = generator.standard_normal((5, 16)).astype(np.float32) * np.float32(10.0 ** generator.integers(-4, 4))
@@ -69,10 +68,8 @@ def test_codes_of_three_axes_are_those_on_paper(per, affine, qmin, qmax):
     x[0, 1] = 0  # a row without values
     x[1, 0] = abs(x[1, 0])
     block = 4
-    q, s, z = (
-        p.numpy()
-        for p in dynamic_codes(TorchOps, torch.from_numpy(x), qmin=qmin, qmax=qmax, affine=affine, per=per, block=block)
-    )
+    how = {"qmin": qmin, "qmax": qmax, "affine": affine, "per": per, "block": block}
+    q, s, z = (p.numpy() for p in dynamic_codes(TorchOps, torch.from_numpy(x), **how))
     parts = x.reshape(2, 3, 2, block) if per == "block" else x
     axes = (0, 1, 2) if per == "tensor" else -1
     low, high = parts.min(axes, keepdims=True), parts.max(axes, keepdims=True)
@@ -87,7 +84,6 @@ def test_codes_of_three_axes_are_those_on_paper(per, affine, qmin, qmax):
         codes = np.clip(np.rint(parts * np.where(top > 0, np.float32(qmax) / np.where(top > 0, top, 1), 1)), qmin, qmax)
     np.testing.assert_array_equal(q, codes.reshape(x.shape))
     for got, want in ((s, step), (z, zero)):
-        np.testing.assert_allclose(
-            np.broadcast_to(got, x.shape), np.broadcast_to(want, parts.shape).reshape(x.shape), rtol=1e-6
-        )
+        want = np.broadcast_to(want, parts.shape).reshape(x.shape)
+        np.testing.assert_allclose(np.broadcast_to(got, x.shape), want, rtol=1e-6)
     assert s.shape == (x.shape if per == "block" else low.shape)

@@ -98,11 +98,8 @@ def test_tables_train_between_their_ends(quantize):
 def test_gradients_are_the_same_however_numbers_lie_in_memory():
     x = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
     found = []
-    for y in (
-        x,
-        x.contiguous(memory_format=torch.channels_last),
-        x.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0),
-    ):
+    last = x.contiguous(memory_format=torch.channels_last)
+    for y in (x, last, x.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0)):
         s, v = torch.tensor(0.3, requires_grad=True), y.detach().requires_grad_()
         (TorchOps.fake_quantize(v, s, torch.tensor(0.0), INT3) * x).sum().backward()
         found.append((v.grad, s.grad))

@@ -13,15 +13,14 @@ import chipfit
 from chipfit.errors import UnsupportedError
 from chipfit.quantizers.grids import Grid, fake_quantize
 from chipfit.quantizers.tables import boundaries, fit, float_table, k_means, log_table
-from tests.build import randn
+from tests.build import quantized, randn, sequential
 
 
 @pytest.fixture(scope="module")
 def network():
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(128, 5)
-    ).eval()
+    head = nn.Flatten(), nn.Linear(128, 5)
+    return sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), *head)
 
 
 X = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -29,7 +28,7 @@ X = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
 @pytest.mark.parametrize("platform, kind, noise", [("nnie", "log", 0.05), ("graphcore_fp8", "float", 0.1)])
 def test_the_simulation_rounds_to_the_table_and_stays_near_the_float_network(network, platform, kind, noise):
-    result = chipfit.quantize(network, [X], platform=platform, progress=False)
+    result = quantized(network, X, platform)
     weights = [t for t in result.plan.tensors.values() if t.role == "weight" and t.quantized]
     assert len(weights) == 3 and {t.grid.kind for t in weights} == {kind}
     with torch.no_grad():
@@ -38,7 +37,7 @@ def test_the_simulation_rounds_to_the_table_and_stays_near_the_float_network(net
 
 
 def test_look_up_weights_take_as_many_values_as_the_index_has(network, tmp_path):
-    result = chipfit.quantize(network, [X], platform="coreml@iOS16", overrides={"Conv2D": {"bits": 4}}, progress=False)
+    result = quantized(network, X, "coreml@iOS16", overrides={"Conv2D": {"bits": 4}})
     t = result.plan.tensors["0.weight"]
     assert t.grid.kind == "lut" and len(t.grid.table) <= 16 and 0.0 in t.grid.table
     assert len(fake_quantize(result.graph.weights["0.weight"], t.scale, t.zero_point, t.grid).unique()) <= 16
@@ -49,7 +48,7 @@ def test_look_up_weights_take_as_many_values_as_the_index_has(network, tmp_path)
 
 
 def test_onnx_refuses_tables_and_the_encodings_hold_them(network, tmp_path):
-    result = chipfit.quantize(network, [X], platform="graphcore_fp8", progress=False)
+    result = quantized(network, X, "graphcore_fp8")
     with pytest.raises(UnsupportedError, match="integer grids only"):
         result.export(tmp_path / "m.onnx")
     assert not list(tmp_path.iterdir())

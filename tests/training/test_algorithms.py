@@ -9,7 +9,7 @@ import torch
 
 from chipfit.errors import UnsupportedError
 from chipfit.registry import registered
-from tests.build import platform_file, quantized
+from tests.build import platform_of, quantized
 from tests.training.small import DATA, Net, train
 
 #: roles that a network on integers trains with an algorithm; LSQ trains the other
@@ -21,25 +21,20 @@ INTEGERS = {
 }
 #: levels of their own -> the platform that has them
 LEVELS = {"apot": "tables", "lut": "tables", "nnie_log": "nnie"}
-TABLES = """
-name: tables
-title: Weights are entries of a table of eight-bit numbers
-formats:
-  a8: {bits: 8, zero: any}
-  w4: {kind: lut, bits: 4, lut: {value_bits: 8, entries: 16, per: tensor}}
-  b32: {bits: 32}
-ops:
-  - {match: ["@conv", Linear], use: [{in: a8, w: w4, b: b32, out: a8}], src: [T], conf: I}
-unlisted: float
-math: {note: none}
-sources: {T: this test}
-"""
+#: weights are entries of a table of eight-bit numbers
+TABLES = platform_of(
+    {"match": ["@conv", "Linear"], "use": [{"in": "a8", "w": "w4", "b": "b32", "out": "a8"}]},
+    formats={
+        "a8": {"bits": 8, "zero": "any"},
+        "w4": {"kind": "lut", "bits": 4, "lut": {"value_bits": 8, "entries": 16, "per": "tensor"}},
+        "b32": {"bits": 32},
+    },
+)
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    file = platform_file(tmp_path_factory.mktemp("platform"), TABLES)
-    return cache(lambda platform: quantized(Net(), DATA, file if platform == "tables" else platform))
+def plain():
+    return cache(lambda platform: quantized(Net(), DATA, TABLES if platform == "tables" else platform))
 
 
 def test_every_algorithm_is_tried():
@@ -54,6 +49,8 @@ def test_what_was_trained_is_exact_on_the_device(name, plain):
     after = result.trained()
     assert torch.equal(after.model(DATA[1]), result.model(DATA[1]))
     assert any(not torch.equal(w, plain("ort_cpu").graph.weights[n]) for n, w in after.graph.weights.items())
+    moved = [n for n, t in after.plan.tensors.items() if t.quantized and t.role != "bias" and "trained" in t.origin]
+    assert bool(moved) == (name not in ("ste", "dorefa"))  # whose scales are the plan's
     assert after.verify([2 * DATA[2]]).exact
 
 
@@ -61,9 +58,7 @@ def test_what_was_trained_is_exact_on_the_device(name, plain):
 def test_levels_of_their_own_end_in_the_plan(name, plain):
     before = plain(LEVELS[name])
     result = before.trains({"weights": name, "activations": "lsq" if LEVELS[name] == "tables" else name})
-    found = (
-        train(result.model, 15, 0.05) if name == "lut" else train(result.model, 6, 0.02)
-    )  # entries are whole numbers, and move late
+    found = train(result.model, *((15, 0.05) if name == "lut" else (6, 0.02)))  # entries are integers, and move late
     assert found[-1] < found[0]
     after, changed = result.trained(), []
     assert torch.equal(after.model(DATA[1]), result.model(DATA[1]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 
 import pytest
 import torch
@@ -88,21 +87,6 @@ def test_segments_keep_less_for_the_backward_pass(plain):
         return sum(total)
 
     assert kept(4) < 0.2 * kept(1)
-
-
-@pytest.mark.parametrize("segments", [2, 3, 5, 1000])
-def test_a_network_is_cut_into_so_many_parts_of_one_length(segments, plain, monkeypatch):
-    model, parts = plain.as_calibrated().trains("lsq").model.train(), []
-
-    def counted(walk, part, *state, **how):
-        parts.append(len(part))
-        return checkpoint(walk, part, *state, **how)
-
-    monkeypatch.setattr("chipfit.frameworks.torch.lower.checkpoint", counted)
-    model.segments = segments
-    model(DATA[0])
-    nodes = len(plain.graph.nodes)
-    assert sum(parts) == nodes > 5 and set(parts[:-1]) == {math.ceil(nodes / segments)} and parts[-1] <= parts[0]
 
 
 def test_a_layer_by_hand_is_repeated_alike():

@@ -34,6 +34,7 @@ from chipfit.plan.record import Plan, TensorPlan  # noqa: E402
 from chipfit.plan.training import Training  # noqa: E402
 from chipfit.quantizers.grids import Grid  # noqa: E402
 from chipfit.quantizers.stored import Stored  # noqa: E402
+from tests.build import keras_sequential  # noqa: E402
 from tests.keras_zoo import make, networks, on_others  # noqa: E402
 
 #: networks in which interpolation puts values half-way between two codes, where the order of additions decides
@@ -52,6 +53,13 @@ def flat(batch):
     return [torch.from_numpy(x) for x in keras.tree.flatten(batch)]
 
 
+def both(result, batch):
+    """The outputs of the Keras model and of the engine."""
+    with torch.no_grad():
+        want = engine(result.graph, result.plan).run_flat(flat(batch))
+    return zip(result.model.run_flat(flat(batch)), want, strict=True)
+
+
 def numbers(x):
     return keras.ops.convert_to_numpy(x)
 
@@ -59,9 +67,7 @@ def numbers(x):
 @pytest.mark.parametrize("name", networks())
 def test_it_computes_what_the_engine_computes(name):
     result, batch = quantized(name)
-    with torch.no_grad():
-        want = engine(result.graph, result.plan).run_flat(flat(batch))
-    for a, b in zip(result.model.run_flat(flat(batch)), want, strict=True):
+    for a, b in both(result, batch):
         apart = (a - b).abs() > 1e-5 * b.abs().max()
         assert float(apart.float().mean()) <= (0.05 if name in TIES else 0)
         assert float((a - b).abs().max()) <= 0.02 * float(b.abs().max())  # a code or two
@@ -75,9 +81,7 @@ REST = on_others(pytest.mark.slow)
 )
 def test_it_does_so_on_every_kind_of_grid(platform):
     result, batch = quantized("mobilenet", platform)
-    with torch.no_grad():
-        want = engine(result.graph, result.plan).run_flat(flat(batch))
-    for a, b in zip(result.model.run_flat(flat(batch)), want, strict=True):
+    for a, b in both(result, batch):
         torch.testing.assert_close(a, b, rtol=0, atol=float(1e-5 * b.abs().max()))
 
 
@@ -106,13 +110,12 @@ def test_a_layer_that_is_used_often_is_one_layer():
 
 
 def test_regularizers_and_constraints_of_the_user_stay():
-    v = keras.Input((4,))
-    model = keras.Model(v, layers.Dense(3, kernel_regularizer="l2", bias_constraint="non_neg", name="head")(v))
+    dense = layers.Dense(3, kernel_regularizer="l2", bias_constraint="non_neg", name="head")
+    model = keras_sequential((4,), dense)
     result = chipfit.quantize(model, [np.ones((2, 4), "float32")], progress=False)
     head = result.model.get_layer("head").layer
-    assert isinstance(head.kernel_regularizer, keras.regularizers.L2) and isinstance(
-        head.bias_constraint, keras.constraints.NonNeg
-    )
+    assert isinstance(head.kernel_regularizer, keras.regularizers.L2)
+    assert isinstance(head.bias_constraint, keras.constraints.NonNeg)
     assert len(result.model.losses) == 1
 
 
@@ -123,20 +126,12 @@ def test_a_layer_of_the_users_own_class_becomes_what_it_derives_from():
     class Filter(layers.Conv2D):
         pass
 
-    image = keras.Input((4, 4, 3))
-    x = Widening(4, 3, strides=2, padding="same", name="up")(Filter(3, 3, padding="same", name="filter")(image))
-    x, data = keras.Model(image, x), np.random.default_rng(0).normal(size=(2, 4, 4, 3)).astype("float32")
+    own = Filter(3, 3, padding="same", name="filter"), Widening(4, 3, strides=2, padding="same", name="up")
+    x, data = keras_sequential((4, 4, 3), *own), np.random.default_rng(0).normal(size=(2, 4, 4, 3)).astype("float32")
     result = chipfit.quantize(x, [data], "imx500", progress=False)
-    with torch.no_grad():
-        want = engine(result.graph, result.plan).run_flat(flat(data))
-    torch.testing.assert_close(result.model.run_flat(flat(data)), want, rtol=1e-5, atol=1e-5)
+    for a, b in both(result, data):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     assert type(result.model.get_layer("up").layer) is layers.Conv2DTranspose
-
-
-def test_the_summary_names_what_is_there(capsys):
-    quantized("residual")[0].model.summary(line_length=140)
-    text = capsys.readouterr().out
-    assert "head (KerasQuantizationWrapper)" in text and "KerasActivationQuantizationHolder" in text and "Add" in text
 
 
 # ---------------------------------------------------------------- files
@@ -155,9 +150,8 @@ def test_a_saved_model_loads_exactly(name, tmp_path):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("name", ["shared"])
-def test_a_configuration_makes_the_model_again(name):
-    result, batch = quantized(name)
+def test_a_configuration_makes_the_model_again():
+    result, batch = quantized("shared")
     again = type(result.model).from_config(result.model.get_config())
     again.set_weights(result.model.get_weights())
     for a, b in zip(again.run_flat(flat(batch)), result.model.run_flat(flat(batch)), strict=True):
@@ -203,18 +197,13 @@ def test_a_wrapper_keeps_the_original_weight():
 # ---------------------------------------------------------------- training
 
 
-def small():
-    """Input, weight and bias of a convolution and a linear layer, all of them rounded."""
-    image = keras.Input((6, 6, 2), name="image")
-    x = layers.Conv2D(4, 3, activation="relu", name="conv")(image)
-    return keras.Model(image, layers.Dense(3, name="head")(layers.Flatten(name="flat")(x)))
-
-
 def trained(step):
-    keras.utils.set_random_seed(1)
+    """A convolution and a linear layer, whose input, weights and biases are all rounded, after a step."""
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(8, 6, 6, 2)).astype("float32"), rng.normal(size=(8, 3)).astype("float32")
-    model = small()
+    image = keras.Input((6, 6, 2), name="image")
+    z = layers.Conv2D(4, 3, activation="relu", name="conv")(image)
+    model = keras.Model(image, layers.Dense(3, name="head")(layers.Flatten(name="flat")(z)))
     for v in model.variables:
         v.assign(rng.normal(0, 0.3, tuple(v.shape)).astype("float32"))
     result = chipfit.quantize(model, [x], platform="ort_cpu", progress=False)
@@ -237,13 +226,8 @@ def test_one_step_of_training_is_the_step_that_the_engine_takes():
 
     def in_torch(result, x, y):
         module = engine(result.graph, result.plan)
-        scales = {
-            id(module.quantizer_of(n).scale): module.quantizer_of(n).scale
-            for n, t in result.plan.tensors.items()
-            if t.role != "bias"
-        }
-        for s in scales.values():
-            s.requires_grad_()
+        for name in (n for n, t in result.plan.tensors.items() if t.role != "bias"):
+            module.quantizer_of(name).scale.requires_grad_()
         optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=1e-3)
         loss = (module.run_flat([torch.from_numpy(x)])[0] - torch.from_numpy(y)).square().mean()
         loss.backward()
@@ -280,12 +264,10 @@ def test_another_model_is_not_read_back():
 
 
 def test_a_layer_of_which_nothing_is_rounded_stays_the_plain_layer():
-    image = keras.Input((6, 6, 3))
-    model = keras.Model(image, layers.Conv2D(2, 1, name="last")(layers.Conv2D(4, 1, name="first")(image)))
+    model = keras_sequential((6, 6, 3), layers.Conv2D(4, 1, name="first"), layers.Conv2D(2, 1, name="last"))
     x = np.linspace(-1, 1, 2 * 6 * 6 * 3, dtype=np.float32).reshape(2, 6, 6, 3)
     result = chipfit.quantize(model, [x], overrides={"last": "float"}, progress=False)
-    found = {type(x) for x in result.model.layers if "last" in x.name}
-    assert found == {layers.Conv2D}
+    assert {type(x) for x in result.model.layers if "last" in x.name} == {layers.Conv2D}
     assert any(isinstance(x, KerasQuantizationWrapper) and "first" in x.name for x in result.model.layers)
 
 
@@ -386,8 +368,7 @@ def test_settings_of_the_same_layer_class_stay_the_users():
 
 
 def test_a_step_of_training_is_made_once():
-    graph, _ = bare(layers.Dense(2), 4)
-    model = lower(graph, Plan())
+    model = lower(bare(layers.Dense(2), 4)[0], Plan())
     model.compile("sgd", "mse")
     first = model.make_train_function()
     assert model.make_train_function() is first
@@ -397,9 +378,8 @@ def test_a_step_of_training_is_made_once():
 @pytest.mark.parametrize("bn_fold, factor", [(1, 4), (2, 4), (-1, 1)])
 def test_a_scale_starts_from_the_weight_that_it_rounds(bn_fold, factor):
     """The batch norm multiplies by 4; LSQ can begin at 2 mean|w| / sqrt(greatest code)."""
-    x = keras.Input((3, 3, 2))
     norm = layers.BatchNormalization(epsilon=0.0, name="bn")
-    model = keras.Model(x, norm(layers.Conv2D(3, 1, use_bias=False, name="conv")(x)))
+    model = keras_sequential((3, 3, 2), layers.Conv2D(3, 1, use_bias=False, name="conv"), norm)
     kernel = np.linspace(-1, 0.75, 6, dtype="float32").reshape(1, 1, 2, 3)
     model.get_layer("conv").kernel.assign(kernel)
     norm.moving_variance.assign([1 / 16] * 3)

@@ -34,6 +34,7 @@ from chipfit.trainable_infrastructure import (  # noqa: E402
     mark_quantizer,
     pytorch_inferable_quantizers,
 )
+from tests.build import keras_sequential  # noqa: E402
 
 iq = keras_inferable_quantizers
 RNG = np.random.default_rng(0)
@@ -159,8 +160,7 @@ def test_the_documents_configurations_train_a_layer(made):
     )
     wrapper = KerasQuantizationWrapper(layers.Conv2D(4, 3, name="conv"), {"kernel": made(config)}, name="wrapped")
     holder = KerasActivationQuantizationHolder(KerasActivationQuantizer(results), name="holder")
-    image = keras.Input((6, 6, 2))
-    model = keras.Model(image, layers.Dense(3)(layers.Flatten()(holder(wrapper(image)))))
+    model = keras_sequential((6, 6, 2), wrapper, holder, layers.Flatten(), layers.Dense(3))
     before = [numbers(v).copy() for v in model.trainable_variables]
     assert len(before) == 6  # kernels and biases, and what both quantizers train
     losses = fit(model, 8)

@@ -11,8 +11,8 @@ keras = pytest.importorskip("keras")
 
 from keras import layers  # noqa: E402 -- after the import that may skip
 
-import chipfit  # noqa: E402
 from chipfit.frameworks.keras.kernel_layout import to_keras  # noqa: E402
+from tests.build import quantized  # noqa: E402
 from tests.keras_zoo import on_others  # noqa: E402
 
 pytestmark = [*on_others(pytest.mark.slow)]  # what is compared is made by the engine
@@ -31,15 +31,8 @@ class Block(nn.Module):
 
 
 def torch_residual():
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        Block(8),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(8, 5),
-    )
+    head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), Block(8), *head)
 
 
 def keras_residual():
@@ -55,21 +48,10 @@ def keras_residual():
 
 
 def torch_depthwise():
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1),
-        nn.BatchNorm2d(8),
-        nn.ReLU6(),
-        nn.ZeroPad2d((0, 1, 0, 1)),
-        nn.Conv2d(8, 8, 3, stride=2, groups=8),
-        nn.BatchNorm2d(8),
-        nn.ReLU6(),
-        nn.Conv2d(8, 16, 1),
-        nn.Hardswish(),
-        nn.AvgPool2d(2),
-        nn.Conv2d(16, 4, 2),
-        nn.Sigmoid(),
-        nn.Flatten(),
-    )
+    stem = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU6()
+    depthwise = nn.Conv2d(8, 8, 3, stride=2, groups=8), nn.BatchNorm2d(8), nn.ReLU6()
+    head = nn.Conv2d(8, 16, 1), nn.Hardswish(), nn.AvgPool2d(2), nn.Conv2d(16, 4, 2), nn.Sigmoid(), nn.Flatten()
+    return nn.Sequential(*stem, nn.ZeroPad2d((0, 1, 0, 1)), *depthwise, *head)
 
 
 def keras_depthwise():
@@ -125,19 +107,12 @@ def both(name, platform):
     in_torch, in_keras = (make() for make in TWINS[name])
     for m in in_torch.modules():
         if isinstance(m, nn.BatchNorm2d):
-            (
-                m.running_mean.normal_(0, 0.2),
-                m.running_var.uniform_(0.5, 2),
-                m.weight.data.uniform_(0.5, 1.5),
-                m.bias.data.normal_(0, 0.2),
-            )
+            m.running_mean.normal_(0, 0.2), m.running_var.uniform_(0.5, 2)
+            m.weight.data.uniform_(0.5, 1.5), m.bias.data.normal_(0, 0.2)
     give(in_torch.eval(), in_keras)
     x = torch.randn(16, 6) if name == "dense" else torch.randn(16, 3, 8, 8)
-    ours = chipfit.quantize(in_torch, [x], platform, progress=False)
-    theirs = chipfit.quantize(
-        in_keras, [x if name == "dense" else x.permute(0, 2, 3, 1).contiguous()], platform, progress=False
-    )
-    return ours, theirs
+    last = x if name == "dense" else x.permute(0, 2, 3, 1).contiguous()
+    return quantized(in_torch, x, platform), quantized(in_keras, last, platform)
 
 
 def decisions(result, role):

@@ -23,6 +23,7 @@ from chipfit.frameworks.torch.capture import capture
 from chipfit.frameworks.torch.read import READERS
 from chipfit.graph.ir import OPAQUE
 from chipfit.graph.ops import OPS
+from tests.build import model_of
 from tests.zoo import ZOO, make
 
 aten = torch.ops.aten
@@ -173,13 +174,8 @@ CASES = {name: (*FAMILIES.get(name, ()), *READ.get(name, ())) for name in {**FAM
 # ---------------------------------------------------------------- one capture of all of them
 
 
-class One(nn.Module):
-    def __init__(self, f):
-        super().__init__()
-        self.f = f
-
-    def forward(self, x):
-        return self.f(x)
+def one(f):
+    return model_of(lambda m, x: f(x))
 
 
 class Every(nn.Module):
@@ -189,7 +185,7 @@ class Every(nn.Module):
         super().__init__()
         for name, fs in calls.items():
             for k, f in enumerate(fs):
-                self.add_module(f"{name} {k}", One(f))
+                self.add_module(f"{name} {k}", one(f))
 
     def forward(self, x):
         return {name: m(x) for name, m in self.named_children()}
@@ -332,7 +328,7 @@ def test_every_operator_that_is_read_in_parts_has_a_case():
 def test_what_pytorch_takes_apart_is_read_in_parts(name, traced):
     """Watched, or by `torch.export`, which a model calls that asks a tensor for something."""
     (f,) = PARTS[name]
-    model = One(lambda x: (f(x), x + torch.arange(x.shape[0])[:, None, None, None]) if traced else f(x)).eval()
+    model = one(lambda x: (f(x), x + torch.arange(x.shape[0])[:, None, None, None]) if traced else f(x)).eval()
     graph = capture(model, (torch.rand(5, 4, 6, 6),))
     assert {n.attrs["target"] for n in graph.nodes if n.op == OPAQUE} <= ({"aten.arange.default"} if traced else set())
     fresh = torch.rand(3, 4, 6, 6)
@@ -344,82 +340,38 @@ def test_what_pytorch_takes_apart_is_read_in_parts(name, traced):
 # ---------------------------------------------------------------- what is written in place
 
 
-def clone_is_written(x):
-    y = x.clone()
-    y.add_(1)
-    return x + y
+def written(shared):
+    """A function that changes in place what `shared` makes of a result, and returns both."""
+
+    def f(x):
+        y = x * 2
+        z = shared(y)
+        z += torch.arange(6.0)
+        return y, z
+
+    return f
+
+
+#: how a tensor is made of another: some share its memory, others copy it
+SHARED = {
+    "clone": lambda y: y.clone(),
+    "contiguous copy": lambda y: y.transpose(1, 2).contiguous(),
+    "contiguous alias": lambda y: y.contiguous(),
+    "other name of an axis swap": lambda y: y.swapaxes(1, 2),
+    "part of a split": lambda y: y.tensor_split(2, 1)[0],
+    "view like another": lambda y: y.view_as(y.transpose(1, 2)),
+    "matrix transpose": lambda y: y.mT,
+    "detached": lambda y: y.detach(),
+    "same type": lambda y: y.to(torch.float32),
+    "copy of the same type": lambda y: y.to(torch.float32, copy=True),
+    "whole slice": lambda y: y[:],
+}
 
 
 def what_was_cloned_is_written(x):
     y = x * 2
     z = y.clone()
     y.mul_(3)
-    return y, z
-
-
-def contiguous_copy_is_written(x):
-    y = (x * 1).transpose(1, 2)
-    z = y.contiguous()
-    z.add_(1)
-    return y, z
-
-
-def contiguous_alias_is_written(x):
-    y = x * 2
-    z = y.contiguous()
-    z.mul_(3)
-    return y, z
-
-
-def other_name_of_an_axis_swap_is_written(x):
-    y = x * 1
-    y.swapaxes(1, 2).add_(1)
-    return y
-
-
-def part_of_a_split_is_written(x):
-    y = x * 1
-    y.tensor_split(2, 1)[0].add_(1)
-    return y
-
-
-def view_like_another_is_written(x):
-    y = x * 1
-    y.view_as(x.transpose(1, 2)).add_(torch.arange(6.0))
-    return y
-
-
-def matrix_transpose_is_written(x):
-    y = x * 1
-    y.mT.add_(torch.arange(6.0))
-    return y
-
-
-def detached_is_written(x):
-    y = x * 2
-    z = y.detach()
-    z += 1
-    return y, z
-
-
-def same_type_is_the_same_tensor(x):
-    y = x * 2
-    z = y.to(torch.float32)
-    z += 1
-    return y, z
-
-
-def copy_of_the_same_type_is_another(x):
-    y = x * 2
-    z = y.to(torch.float32, copy=True)
-    z += 1
-    return y, z
-
-
-def whole_slice_is_the_same_tensor(x):
-    y = x * 1
-    z = y[:]
-    z += 1
     return y, z
 
 
@@ -454,18 +406,17 @@ def cells_are_written(x):
     return y
 
 
-WRITES = [
-    f
-    for name, f in list(globals().items())
-    if getattr(f, "__code__", None)
-    and name.endswith(("written", "_same_tensor", "_another", "_given_tensor", "_in_place"))
-]
+WRITES = {
+    **{name: written(shared) for name, shared in SHARED.items()},
+    **{f.__name__: f for f in (what_was_cloned_is_written, result_goes_to_a_given_tensor, every_operator_in_place)},
+    **{f.__name__: f for f in (shapes_in_place, cells_are_written)},
+}
 
 
-@pytest.mark.parametrize("f", WRITES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("f", WRITES.values(), ids=WRITES)
 def test_what_is_written_in_place_is_seen_by_whoever_shares_its_memory(f):
     example, fresh = torch.rand(2, 4, 6, 6), torch.rand(3, 4, 6, 6)
-    graph = capture(One(f).eval(), (example,))
+    graph = capture(one(f), (example,))
     values = run(graph, (fresh,))
     want = flat_leaves(f(fresh))
     for a, o in zip(want, graph.outputs, strict=True):

@@ -86,27 +86,15 @@ def test_the_result_has_the_structure_of_the_original(net, model):
     assert model(X[:1])["logits"].shape == (1, 4)
 
 
-def test_a_positional_argument_may_be_passed_by_name(model):
-    assert torch.equal(model(x=X)["logits"], model(X)["logits"])
-
-
 def test_an_argument_that_was_not_captured_is_refused(model):
     with pytest.raises(DataError, match="captured with other inputs"):
         model(X, shift=X)
 
 
-class _Two(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, left, right):
-        return self.a(left) - self.b(right)
-
-
 def test_arguments_passed_by_name_in_another_order_are_not_swapped():
     left, right = torch.randn(2, 8, 4)
-    r = _fit(_Two(), (left, right))
+    two = model_of(lambda m, left, right: m.a(left) - m.b(right), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+    r = _fit(two, (left, right))
     assert torch.equal(r.model(right=right, left=left), r.model(left, right))
     assert not torch.equal(r.model(right, left), r.model(left, right))
 
@@ -213,11 +201,13 @@ def test_a_batch_norm_that_stays_trains_its_affine_part_and_keeps_its_statistics
 # ---- training
 
 
-def test_gradients_reach_every_live_parameter(model):
+def test_gradients_reach_every_live_parameter_and_lower_the_loss(model):
     model(X)["logits"].square().sum().backward()
     live = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
     assert set(live) == {"conv1.weight", "conv1.bias", "conv2.weight", "conv2.bias", "fc.weight", "fc.bias"}
     assert all(g is not None and g.abs().max() > 0 for g in live.values())
+    before = (model(X)["logits"] ** 2).mean().item()
+    assert _train(model, torch.zeros(6, 4)) < before / 2
 
 
 def test_dropout_is_active_in_training_only(model):
@@ -235,12 +225,6 @@ def _train(model, target, steps=30, lr=1e-2):
         loss.backward()
         optimiser.step()
     return loss.item()
-
-
-def test_training_lowers_the_loss(model):
-    target = torch.randn(6, 4) * 0.1
-    before = (model(X)["logits"] - target).square().mean().item()
-    assert _train(model, target) < before / 2
 
 
 def test_trained_weights_and_scales_come_back_as_graph_and_plan(result, model):
@@ -274,37 +258,34 @@ def test_a_scale_that_training_made_negative_is_refused(result, model):
 # ---- what one does with a module
 
 
-def test_a_deep_copy_computes_the_same_and_shares_nothing(model):
-    twin = copy.deepcopy(model)
+def _reloaded(model, result):
+    other = lower(result.graph, result.plan)
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+def _pickled(model, _):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [lambda model, _: copy.deepcopy(model), _reloaded, _pickled])
+def test_a_copy_of_a_trained_model_computes_the_same_and_shares_nothing(model, result, copied):
+    _train(model, torch.zeros(6, 4), steps=2)
+    twin = copied(model, result)
     assert torch.equal(twin(X)["logits"], model(X)["logits"])
     twin.quantizer_of("fc.weight").scale.data *= 4
     assert not torch.equal(twin(X)["logits"], model(X)["logits"])
     assert not torch.equal(twin.scale("fc.bias"), model.scale("fc.bias"))
 
 
-def test_a_state_dict_moves_to_another_instance(result, model):
-    _train(model, torch.zeros(6, 4), steps=2)
-    other = lower(result.graph, result.plan)
-    other.load_state_dict(model.state_dict())
-    assert torch.equal(other(X)["logits"], model(X)["logits"])
-
-
-def test_it_pickles(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    assert torch.equal(torch.load(file, weights_only=False)(X)["logits"], model(X)["logits"])
-
-
-def test_it_runs_under_autocast(model):
-    with torch.autocast("cpu", torch.bfloat16):
-        out = model(X)["logits"]
-    assert (out.float() - model(X)["logits"]).abs().max() < 0.1
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_it_runs_in_other_dtypes(model, dtype):
+def test_it_runs_in_other_dtypes_and_under_autocast(model, dtype):
     want = model(X)["logits"]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (model(X)["logits"].float() - want).abs().max() < 0.1
     got = model.to(dtype)(X.to(dtype))["logits"]
     assert got.dtype == dtype
     assert (got.float() - want).abs().max() < 0.1
@@ -353,19 +334,10 @@ def test_it_trains_under_distributed_data_parallel(model, tmp_path):
 # ---- how it is built and runs
 
 
-class _Clash(nn.Module):
-    """Two tensors that differ only in a sign that no attribute may have, and one called as a method of modules is."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.a_weight = nn.Linear(4, 4), nn.Parameter(torch.randn(4, 4))
-
-    def forward(self, forward):
-        return F.linear(self.a(forward), self.a_weight)
-
-
 def test_two_names_that_become_one_stay_two_quantizers():
-    r = _fit(_Clash(), torch.randn(8, 4))
+    """They differ only in a sign that no attribute may have; the input has the name of a method of modules."""
+    parts = {"a": nn.Linear(4, 4), "a_weight": torch.randn(4, 4)}
+    r = _fit(model_of(lambda m, forward: F.linear(m.a(forward), m.a_weight), **parts), torch.randn(8, 4))
     first, second = (r.model.quantizer_of(n) for n in ("a.weight", "a_weight"))
     assert first is not second
     assert (first.tensor, second.tensor) == ("a.weight", "a_weight")
@@ -397,11 +369,7 @@ def test_the_network_is_computed_in_as_many_parts_as_segments_says(model, monkey
 
 
 def test_a_model_of_no_operators_is_its_input():
-    class Same(nn.Module):
-        def forward(self, x):
-            return x
-
-    x, graph = torch.randn(2, 3), capture(Same(), (torch.randn(2, 3),))
+    x, graph = torch.randn(2, 3), capture(model_of(lambda m, x: x), (torch.randn(2, 3),))
     assert torch.equal(lower(graph, Plan())(x), x)
 
 
@@ -444,22 +412,13 @@ def test_a_model_in_training_mode_exports_and_that_is_no_step():
     assert torch.equal(exported(torch.ones(2, 4)), small.eval()(torch.ones(2, 4))) and small.steps == 0
 
 
-class _Normed(nn.Module):
-    """A convolution whose batch norm multiplies by 4: var + eps is 1 / 16."""
-
-    def __init__(self, affine):
-        super().__init__()
-        self.conv, self.bn = nn.Conv2d(2, 3, 1, bias=False), nn.BatchNorm2d(3, eps=0.0, affine=affine)
-        self.bn.running_var.fill_(1 / 16)
-        self.bn.running_mean.copy_(torch.tensor([0.5, -0.25, 0.0]))
-
-    def forward(self, x):
-        return self.bn(self.conv(x))
-
-
 def _normed(affine, **how):
-    torch.manual_seed(0)
-    module, x = _Normed(affine).eval(), torch.randn(4, 2, 3, 3)
+    """A convolution whose batch norm multiplies by 4: var + eps is 1 / 16."""
+    bn = nn.BatchNorm2d(3, eps=0.0, affine=affine)
+    bn.running_var.fill_(1 / 16)
+    bn.running_mean.copy_(torch.tensor([0.5, -0.25, 0.0]))
+    module = model_of(lambda m, x: m.bn(m.conv(x)), conv=nn.Conv2d(2, 3, 1, bias=False), bn=bn)
+    x = torch.randn(4, 2, 3, 3)
     result = _fit(module, x, platform="ort_cpu")
     return module, result, lower(result.graph, result.plan, Training(**how)), x
 

@@ -16,21 +16,18 @@ from chipfit.frameworks.torch.modules import (
 )
 from chipfit.quantizers.algorithm import Algorithm
 from chipfit.quantizers.grids import Grid, fake_quantize
-from chipfit.quantizers.stored import Stored
+from tests.build import stored
 
 INT4 = Grid(bits=4, qmin=-8, qmax=7)
 UINT8 = Grid(bits=8, qmin=0, qmax=255, zero="any")
 
 
 def _stored(scale, grid=INT4, axis=None):
-    s = torch.tensor(scale)
-    return Stored(format="", grid=grid, axis=axis, scale=s, zero_point=torch.zeros_like(s, dtype=torch.int32))
+    return stored(scale, on=grid, axis=axis)
 
 
 def _quantizer(scale, zero, grid, axis=None):
-    zero_point = torch.tensor(zero, dtype=torch.int32)
-    stored = Stored(format="", grid=grid, axis=axis, scale=torch.tensor(scale), zero_point=zero_point)
-    return FakeQuantizer("t", stored)
+    return FakeQuantizer("t", stored(scale, zero, on=grid, axis=axis))
 
 
 def test_numbers_become_the_nearest_on_the_grid_halves_to_even():

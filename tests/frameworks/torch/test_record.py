@@ -47,13 +47,19 @@ def contents(graph: Graph) -> list[object]:
     return [*nodes, *graph.values.items(), *weights, *spec]
 
 
-def watched(model: nn.Module, batch: torch.Tensor) -> list[object]:
+def watched(model: nn.Module, batch: torch.Tensor) -> Graph:
     program, out = record(copy.deepcopy(model), (batch,), {})
-    return contents(translate(program, model, ((batch,), {}), out))
+    return translate(program, model, ((batch,), {}), out)
 
 
-def exported(model: nn.Module, batch: torch.Tensor) -> list[object]:
-    return contents(translate(export(copy.deepcopy(model), (batch,), {}), model, ((batch,), {}), model(batch)))
+def exported(model: nn.Module, batch: torch.Tensor) -> Graph:
+    return translate(export(copy.deepcopy(model), (batch,), {}), model, ((batch,), {}), model(batch))
+
+
+def check_any_batch(graph: Graph, model: nn.Module) -> None:
+    for count in (1, 2, 7):
+        more = torch.randn(count, 4)
+        assert torch.equal(run(graph, [more])[graph.outputs[0]], model(more))
 
 
 NETWORKS = (
@@ -65,7 +71,7 @@ NETWORKS = (
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_network_that_is_watched_has_the_graph_that_torch_export_gives(name):
     model, batch = make(name)
-    assert watched(model, batch) == exported(model, batch)
+    assert contents(watched(model, batch)) == contents(exported(model, batch))
 
 
 SAME = {
@@ -96,7 +102,7 @@ SAME = {
 @pytest.mark.parametrize("name", SAME)
 def test_what_is_watched_is_what_torch_export_finds(name):
     model, batch = Function(SAME[name]).eval(), torch.randn(2, 4)
-    assert watched(model, batch) == exported(model, batch)
+    assert contents(watched(model, batch)) == contents(exported(model, batch))
 
 
 def caught(m: Function, x: torch.Tensor) -> torch.Tensor:
@@ -117,24 +123,16 @@ WHOLE = {
 @pytest.mark.parametrize("name", WHOLE)
 def test_the_whole_batch_in_an_index_is_no_call(name):
     model, batch = Function(WHOLE[name]).eval(), torch.randn(2, 4)
-    program, out = record(copy.deepcopy(model), (batch,), {})
-    graph = translate(program, model, ((batch,), {}), out)
-    other = translate(export(copy.deepcopy(model), (batch,), {}), model, ((batch,), {}), model(batch))
-    assert [(n.op, n.attrs, graph.shape(n.output)) for n in graph] == [
-        (n.op, n.attrs, other.shape(n.output)) for n in other
-    ]
-    more = torch.randn(5, 4)
-    assert torch.equal(run(graph, [more])[graph.outputs[0]], model(more))
+    graph, other = watched(model, batch), exported(model, batch)
+    said, want = ([(n.op, n.attrs, g.shape(n.output)) for n in g] for g in (graph, other))
+    assert said == want
+    check_any_batch(graph, model)
 
 
 @pytest.mark.parametrize("function", [lambda m, x: x[:1] + x, lambda m, x: x[1:, None].sum() + x, lambda m, x: x[:-1]])
 def test_a_part_of_the_batch_in_an_index_leaves_it_open(function):
     model, batch = Function(function).eval(), torch.randn(2, 4)
-    program, out = record(copy.deepcopy(model), (batch,), {})
-    graph = translate(program, model, ((batch,), {}), out)
-    for count in (1, 2, 7):
-        more = torch.randn(count, 4)
-        assert torch.equal(run(graph, [more])[graph.outputs[0]], model(more))
+    check_any_batch(watched(model, batch), model)
 
 
 #: what is given the size itself; `torch.export` names it after every one that it read
@@ -148,12 +146,9 @@ SIZES = {
 @pytest.mark.parametrize("name", SIZES)
 def test_a_size_that_is_computed_with_is_read_from_the_input(name):
     model, batch = Function(SIZES[name]).eval(), torch.randn(4, 4)
-    program, out = record(copy.deepcopy(model), (batch,), {})
-    graph = translate(program, model, ((batch,), {}), out)
+    graph = watched(model, batch)
     assert [n.inputs for n in graph if n.op == "Size"] == [("input",)]
-    for count in (1, 2, 7):
-        more = torch.randn(count, 4)
-        assert torch.equal(run(graph, [more])[graph.outputs[0]], model(more))
+    check_any_batch(graph, model)
 
 
 UNRECORDABLE = {
