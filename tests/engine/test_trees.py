@@ -49,11 +49,6 @@ def test_the_tensors_of_a_call_come_in_the_order_of_the_captured_one(args, kwarg
     assert kwargs == before
 
 
-def test_a_call_without_keywords_needs_none():
-    spec = {"names": ["x"], "args": 1, "kwargs": [], "leaves": 1, "tensors": [0]}
-    assert flatten_inputs(SimpleNamespace(in_spec=json.dumps(spec)), ["x"]) == ["x"]
-
-
 @pytest.mark.parametrize(
     "args, kwargs, got",
     [

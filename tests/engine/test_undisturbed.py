@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -59,24 +59,13 @@ def test_results_do_not_depend_on_the_callers_random_numbers():
 def test_threads_give_what_one_after_the_other_gives():
     models = [mlp(6, w, 3) for w in (8, 9, 10, 11)]
     want = [numbers(quantized(m, X)) for m in models]
-    filters, disabled, got, failed = list(warnings.filters), logging.root.manager.disable, {}, []
+    filters, disabled = list(warnings.filters), logging.root.manager.disable
     started(3)
     drawn = draws()
     started(3)
 
-    def work(k):
-        try:
-            got[k] = numbers(quantized(models[k], X))
-        except Exception as e:
-            failed.append(e)
-
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert failed == []
-    assert [got[k] for k in range(4)] == want
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda m: numbers(quantized(m, X)), models)) == want
     assert (list(warnings.filters), logging.root.manager.disable) == (filters, disabled)
     assert draws() == drawn
 

@@ -101,14 +101,10 @@ def verified(report, **changes):
     return replace(report, verification={**report.verification, **changes})
 
 
-def departed(report, **changes):
-    rows = [dict(r) for r in report.verification["rows"]]
-    rows[3].update(differing=5, largest=2)
-    return verified(report, rows=rows, differing=5, **{"verdict": "sound", **changes})
-
-
 def test_a_departure_names_the_first_operator_and_asks_for_a_report(result):
-    report = departed(result.report, verdict="departs")
+    rows = [dict(r) for r in result.report.verification["rows"]]
+    rows[3].update(differing=5, largest=2)
+    report = verified(result.report, rows=rows, differing=5, verdict="departs")
     row = report.first_departure
     assert report.verdict == "departs"
     assert f"first in {row['op']} '{row['layer']}', by at most 2" in text_of(report)
@@ -181,12 +177,6 @@ def browse(tmp_path_factory):
     return open_page
 
 
-def probe(text, script):
-    """The page with one more script at its end; what it returns becomes the attribute data-probe."""
-    run = f"<script>document.documentElement.dataset.probe = (() => {{ {script} }})()</script>"
-    return text.replace("</body>", f"{run}</body>")
-
-
 @pytest.mark.chromium
 def test_a_browser_shows_every_layer_without_a_word_on_the_console(result, browse):
     dom, console = browse(page(result.report))
@@ -200,10 +190,8 @@ def test_a_browser_shows_every_layer_without_a_word_on_the_console(result, brows
 @pytest.mark.chromium
 def test_a_browser_draws_what_hurts_and_the_curve_of_size_and_loss(result, browse):
     hurts = {"tensor": "stem.0.weight", "layer": "stem.0", "bits": 4, "loss": 0.25, "share": 1.0, "others": {8: 1e-3}}
-    points = [
-        {"size": 100.0 * k, "share": k / 4, "predicted": 10.0**-k, "measured": 2 * 10.0**-k, "height": 1, "bits": {}}
-        for k in (1, 2, 4)
-    ]
+    loss = {k: {"predicted": 10.0**-k, "measured": 2 * 10.0**-k} for k in (1, 2, 4)}
+    points = [{"size": 100.0 * k, "share": k / 4, "height": 1, "bits": {}, **loss[k]} for k in loss]
     dom, console = browse(page(replace(result.report, sensitivity=(hurts,), pareto=tuple(points))))
     assert console == []
     assert "stem.0.weight, 4 bits" in dom and "8: 0.001" in dom and 'style="width:100.0%"' in dom
@@ -222,7 +210,8 @@ def test_the_chart_sorts_the_table_filters_and_the_theme_turns(result, browse):
       document.getElementById("theme").click();
       return [first, rows, document.documentElement.dataset.theme].join("|");
     """
-    dom, console = browse(probe(page(result.report), script))
+    run = f"<script>document.documentElement.dataset.probe = (() => {{ {script} }})()</script>"
+    dom, console = browse(page(result.report).replace("</body>", f"{run}</body>"))
     weakest = min((k for k in result.report.kernels if k[-1].sqnr_db is not None), key=lambda k: k[-1].sqnr_db)
     assert console == [] and f'data-probe="{weakest[0].name}|1|dark"' in dom
 

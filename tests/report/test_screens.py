@@ -38,21 +38,13 @@ def result():
     return made
 
 
-@pytest.fixture(params=["result", "plan", "report", "verification", "platform", "lint"])
-def shown(request, result):
-    if request.param == "lint":
-        return chipfit.lint(sequential(nn.Conv2d(3, 4, 1), nn.ReLU()), torch.randn(1, 3, 8, 8))
-    return result if request.param == "result" else getattr(result, request.param)
-
-
-def test_a_repr_is_a_screenful(shown):
+@pytest.mark.parametrize("name", ["result", "plan", "report", "verification", "platform", "lint"])
+def test_a_console_and_a_notebook_show_a_screenful(name, result):
+    lint = chipfit.lint(sequential(nn.Conv2d(3, 4, 1), nn.ReLU()), torch.randn(1, 3, 8, 8))
+    shown = {"result": result, "lint": lint}.get(name) or getattr(result, name)
     lines = repr(shown).splitlines()
-    assert 4 < len(lines) <= LINES
-    assert max(map(len, lines)) <= COLUMNS
+    assert 4 < len(lines) <= LINES and max(map(len, lines)) <= COLUMNS
     assert str(shown) == repr(shown)
-
-
-def test_a_notebook_shows_a_screenful(shown):
     page = shown._repr_html_()
     assert len(page) <= CHARACTERS
     assert len(re.findall("<tr>", page)) <= LINES

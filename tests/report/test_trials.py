@@ -24,10 +24,15 @@ def spread():
     return model, [torch.randn(32, 8) * torch.tensor([1e-4] + [1.0] * 7)]
 
 
-def test_an_override_that_helps_is_advised_with_its_gain_and_the_gain_is_true(spread):
+@pytest.fixture(scope="module")
+def result(spread):
+    made = quantized(*spread, rule="no_clipping")
+    made.verify(spread[1])
+    return made
+
+
+def test_an_override_that_helps_is_advised_with_its_gain_and_the_gain_is_true(spread, result):
     model, data = spread
-    result = quantized(model, data, rule="no_clipping")
-    result.verify(data)
     weakest = min(result.report.layers, key=lambda r: r.sqnr_db if r.sqnr_db is not None else math.inf)
     (said,) = [a for a in advice(result.report) if "overrides=" in a]
     assert f"overrides={{'{weakest.name}': 'float'}}" in said and "tried on 2 calibration samples" in said
@@ -55,9 +60,7 @@ def test_advice_is_tried_on_top_of_earlier_overrides(spread):
     assert output_sqnr(other.graph, other.plan) == pytest.approx(after, abs=0.1)
 
 
-def test_one_that_does_not_help_is_not_spoken_of(spread):
-    model, data = spread
-    result = quantized(model, data, rule="no_clipping")
+def test_one_that_does_not_help_is_not_spoken_of(result):
     layers = [replace(r, sqnr_db=5.0 if r.name == "2" else None) for r in result.report.layers]
     report = replace(result.report, layers=tuple(layers))
     tries = []
@@ -86,7 +89,5 @@ def test_a_loaded_result_has_no_samples_and_advises_nothing_that_needs_them(spre
     assert chipfit.load(tmp_path / "saved").report.tried == ()
 
 
-def test_the_noise_of_a_network_without_quantizers_is_none(spread):
-    model, data = spread
-    result = quantized(model, data)
+def test_the_noise_of_a_network_without_quantizers_is_none(result):
     assert output_sqnr(result.graph, type(result.plan)()) == math.inf

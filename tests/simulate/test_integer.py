@@ -59,16 +59,6 @@ def test_operators_read_the_devices_codes_where_these_are_given_but_their_own_ar
     forced = torch.tensor([[5, -5, 3, 2]], dtype=torch.int8)
     found = simulate(graph, plan, [X], TFLITE, force={"v1": forced})
     assert found["v1"].tolist() == [[0, 0, 1, 127]] and found["v2"].tolist() == [[5, 0, 3, 2]]
-    floats, mixed = chain("Relu", "Relu", floats=("v1", "v2"), exec="float")
-    found = simulate(floats, mixed, [X], TFLITE, force={"v1": torch.tensor([[1.5, -1.0, 0.0, 0.0]])})
-    assert found["v2"].tolist() == [[1.5, 0.0, 0.0, 0.0]]
-
-
-def test_what_float_operators_compute_is_left_before_its_codes():
-    graph, plan = chain("Erf", "Relu")
-    reals: dict = {}
-    simulate(graph, plan, [X], TFLITE, floats=reals)
-    assert sorted(reals) == ["v1", "x"] and torch.equal(reals["v1"], torch.erf(torch.tensor([[-2.0, -0.5, 0.5, 63.5]])))
 
 
 def test_every_value_is_handed_over_as_it_is_computed():

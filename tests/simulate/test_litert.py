@@ -132,9 +132,8 @@ def test_every_code_of_a_slope(tmp_path, slope, ratio, scale, zero):
 def test_every_code_at_another_scale(tmp_path, ratio):
     one("Requantize", [Codes(every(), ONE * ratio, 3)], Codes(A, ONE, -4)).prove(tmp_path)
     if ratio < 1:
-        one("Requantize", [Codes(drawn(0, 9, 99, bits=16), ONE * ratio, 0, 16)], Codes(A, ONE, 0, 16)).prove(
-            tmp_path, "tflite_int16x8"
-        )
+        wide = Codes(drawn(0, 9, 99, bits=16), ONE * ratio, 0, 16)
+        one("Requantize", [wide], Codes(A, ONE, 0, 16)).prove(tmp_path, "tflite_int16x8")
 
 
 UNARY = {op: {} for op in "Relu Relu6 Abs HardSwish Exp Sigmoid Tanh".split()}
@@ -186,10 +185,8 @@ def test_a_layer_with_scales_for_each_output(tmp_path, name, bits, wide):
 @pytest.mark.parametrize("ratio", [0.5, 0.37])
 @pytest.mark.parametrize("op, x, w", [("Linear", (40, 6), (4, 6)), ("Conv2D", (2, 4, 5, 6), (6, 4, 2, 3))])
 def test_a_layer_with_one_scale(tmp_path, op, x, w, ratio):
-    weights = Codes(drawn(1, *w).clamp(min=-127), 0.5)
-    one(op, [Codes(drawn(0, *x), ratio, 7), weights, None], Codes(A, 64.0, 5), CONV if op == "Conv2D" else {}).prove(
-        tmp_path
-    )
+    operands = [Codes(drawn(0, *x), ratio, 7), Codes(drawn(1, *w).clamp(min=-127), 0.5), None]
+    one(op, operands, Codes(A, 64.0, 5), CONV if op == "Conv2D" else {}).prove(tmp_path)
 
 
 @pytest.mark.parametrize("stride, kernel", [((2, 3), (2, 3)), ((3, 2), (2, 2)), ((1, 1), (3, 2)), ((2, 2), (4, 2))])
@@ -234,9 +231,8 @@ def test_a_mean(tmp_path, op, shape, attrs, ratio, zero):
     # the optimised kernel sums rows and columns that lie channels last, which images do only beside spatial operators
     runtimes = SATURATING if attrs.get("axes") == (2, 3) else LITERT
     one(op, [Codes(drawn(0, *shape), ratio, zero)], Codes(A, 0.5, -9), attrs).prove(tmp_path, runtimes=runtimes)
-    one(op, [Codes(drawn(0, *shape, bits=16), ratio, 0, 16)], Codes(A, 0.5, 0, 16), attrs).prove(
-        tmp_path, "tflite_int16x8"
-    )
+    wide = Codes(drawn(0, *shape, bits=16), ratio, 0, 16)
+    one(op, [wide], Codes(A, 0.5, 0, 16), attrs).prove(tmp_path, "tflite_int16x8")
 
 
 @pytest.mark.parametrize("axis", [1, 2, -1])
