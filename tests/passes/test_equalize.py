@@ -58,25 +58,25 @@ def test_the_scales_of_equation_11_on_paper():
     assert y.tolist() == [[42.0, 7.5]]  # of 6 and 9 before, and of 3 and 6 now
 
 
-@pytest.mark.parametrize(
-    "first, second",
-    [
-        (nn.Conv2d(1, 2, 1), nn.Conv2d(2, 1, 1)),
-        (nn.Conv2d(2, 2, 1, groups=2), nn.Conv2d(2, 2, 1, groups=2)),
-        (nn.ConvTranspose2d(1, 2, 1), nn.ConvTranspose2d(2, 1, 1)),
-        (nn.ConvTranspose2d(2, 2, 1, groups=2), nn.Conv2d(2, 1, 1)),
-    ],
-)
+KINDS = {
+    "dense": (nn.Conv2d(1, 2, 1), nn.Conv2d(2, 1, 1)),
+    "depthwise": (nn.Conv2d(2, 2, 1, groups=2), nn.Conv2d(2, 2, 1, groups=2)),
+    "transposed": (nn.ConvTranspose2d(1, 2, 1), nn.ConvTranspose2d(2, 1, 1)),
+    "transposed, grouped": (nn.ConvTranspose2d(2, 2, 1, groups=2), nn.Conv2d(2, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("first, second", KINDS.values(), ids=KINDS)
 def test_channels_are_found_on_every_kind_of_weight(first, second):
     """r1 = (8, 0.5) and r2 = (2, 8): s = (2, 0.25)."""
     with torch.no_grad():
         first.weight.copy_(torch.tensor([8.0, 0.5]).view_as(first.weight))
         first.bias.copy_(torch.tensor([4.0, 1.0]))
         second.weight.copy_(torch.tensor([2.0, 8.0]).view_as(second.weight))
-    new, _ = equalize(captured(nn.Sequential(first, nn.ReLU(), second), torch.randn(2, first.in_channels, 3, 3)))
-    assert new.weights["0.weight"].flatten().tolist() == [4.0, 2.0]
-    assert new.weights["0.bias"].tolist() == [2.0, 4.0]
-    assert new.weights["2.weight"].flatten().tolist() == [4.0, 2.0]
+    x = torch.randn(2, first.in_channels, 3, 3)
+    weights = equalize(captured(nn.Sequential(first, nn.ReLU(), second), x))[0].weights
+    found = [weights[k].flatten().tolist() for k in ("0.weight", "0.bias", "2.weight")]
+    assert found == [[4.0, 2.0], [2.0, 4.0], [4.0, 2.0]]
 
 
 def test_the_widest_of_several_readers_counts():

@@ -71,8 +71,7 @@ def test_a_depthwise_reader_on_paper():
 
 def test_no_channel_is_taken_for_less_than_a_hundredth():
     net = pair(nn.Conv2d(3, 3, 1, groups=3))
-    with torch.no_grad():
-        net[0].weight[1] = 1e-4
+    nn.init.constant_(net[0].weight[1], 1e-4)
     _, after, _ = equalized(net, X)
     torch.testing.assert_close(after.graph.weights["2.weight"].flatten(), torch.tensor([1.0, 0.01, 1.0]))
 
@@ -176,7 +175,6 @@ def test_a_clip_on_no_grid_and_weights_of_several_operators_are_left(forward, pl
         (FEW_BITS, {}, 0, 3, True),
         (FEW_BITS + 1, {}, 0, 3, False),
         (4, {"rounding": "nearest"}, 0, 3, False),
-        (4, {"rounding_guard": False}, 0, 3, False),
         (4, {"seconds": 10.0}, 0, 3, False),
         (4, {}, None, 3, False),
         (4, {}, 0, 1, False),
@@ -206,13 +204,10 @@ def test_a_rewrite_for_few_bits_is_tried_where_weights_are_fitted_and_channels_c
         ("Clamp", {"min": 0.0, "max": 2.0}, (None, 3, 4, 5), None, True),
         ("Clamp", {"min": None, "max": 2.0}, (None, 3, 4, 5), None, True),
         ("Clamp", {"min": -1.0, "max": 2.0}, (None, 3, 4, 5), None, False),
-        ("Clamp", {"min": 0.0, "max": 0.0}, (None, 3, 4, 5), None, False),
         ("MaxPool", {}, (None, 3, 4, 5), (None, 3, 2, 2), True),
-        ("Mean", {"axes": (2, 3)}, (None, 3, 4, 5), (None, 3), True),
         ("Mean", {"axes": (-1, 2)}, (None, 3, 4, 5), (None, 3), True),
         ("Mean", {"axes": (-3, 2)}, (None, 3, 4, 5), (None, 5), False),
         ("Mean", {"axes": (0,)}, (None, 3, 4, 5), (3, 4, 5), False),
-        ("ReduceProd", {"axes": (2,)}, (None, 3, 4, 5), (None, 3, 5), False),
         ("Reshape", {}, (None, 3, 1, 1), (None, 3), True),
         ("Reshape", {}, (None, 3), (None, 3, 1, 1), True),
         ("Reshape", {}, (None, 3, 1, 1), (None, 1, 3), False),

@@ -18,10 +18,8 @@ def test_a_rewrite_with_a_setting_of_its_name_is_off_unless_it_is_requested(name
 
 def test_rewrites_run_one_behind_the_other():
     """A network is folded, then merged, then scaled; biases are given last."""
-    order = (
-        "fold_constants fold_batch_norm unshare_biases collapse_linear collapse_residual relu_bound equalize".split()
-    )
-    order += "give_biases channels_last shift_negative softmax_shift centre equalize_groups".split()
+    order = "fold_constants fold_batch_norm unshare_biases collapse_linear collapse_residual relu_bound equalize "
+    order += "give_biases channels_last shift_negative softmax_shift centre equalize_groups"
     names = list(STEPS)
-    assert sorted(order, key=names.index) == order
+    assert sorted(order.split(), key=names.index) == order.split()
     assert names.index("fold_constants") < names.index("attention")

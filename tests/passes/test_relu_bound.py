@@ -107,20 +107,11 @@ def test_what_others_read_keeps_its_numbers(given, why):
 def test_a_clip_that_stays_keeps_no_other_from_moving():
     """The first has no end, the second ends at a power of two, and of the third the model returns the result."""
     clips = nn.Hardtanh(-1.0, float("inf")), nn.Hardtanh(0.0, 4.0), nn.ReLU6(), nn.ReLU6()
-
-    def forward(m, x):
-        given = []
-        for linear, clip in zip(m.linear, m.clip):
-            x = clip(linear(x))
-            given.append(x)
-        return m.linear[4](x), given[2]
-
-    linear = nn.ModuleList(nn.Linear(2, 2) for _ in range(5))
-    graph = captured(model_of(forward, linear=linear, clip=nn.ModuleList(clips)), torch.randn(2, 2))
+    parts = [part for clip in clips for part in (nn.Linear(2, 2), clip)]
+    net = model_of(lambda m, x: (m.rest(y := m.first(x)), y), first=nn.Sequential(*parts[:6]))
+    net.rest = nn.Sequential(*parts[6:], nn.Linear(2, 2))
+    graph = captured(net, torch.randn(2, 2))
     new, notes = relu_bound_to_power_of_two(graph)
-    third = next(n.output for n in graph.nodes if n.display_name == "clip.2")
-    assert notes == [
-        f"'clip.2' keeps its bound 6: '{third}' is an output of the model",
-        "the bound of 'clip.3' moved from 6 to 8",
-    ]
+    kept = f"'first.5' keeps its bound 6: '{graph.outputs[1]}' is an output of the model"
+    assert notes == [kept, "the bound of 'rest.1' moved from 6 to 8"]
     assert [n.attrs["max"] for n in new.nodes if n.op == "Clamp"][-1] == 8.0

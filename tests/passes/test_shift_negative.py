@@ -168,7 +168,6 @@ def seen(low, high):
         # signed: 12.7 / 127 = 0.1, threshold 12.8; unsigned: 12.95 / 255, five of which hold 0.25: (12.7 + 5 s') / 255
         (-0.25, 12.7, 0.05, 5 * (12.7 + 5 * 12.95 / 255) / 255),
         (-0.64, 12.7, 0.05, None),
-        (-0.65, 12.7, 0.05, "more than 0.05 of the threshold 12.8"),
         (-0.25, 12.7, 0.019, "more than 0.019 of the threshold 12.8"),
         (-12.0, 12.7, 1.0, None),
         (-12.8, 12.7, 1.0, "would not fall"),  # both grids hold 25.5 in 255 steps

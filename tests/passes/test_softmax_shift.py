@@ -17,9 +17,8 @@ X = torch.linspace(-1, 14.8, 1600).view(400, 4)[:, torch.randperm(4)]
 
 def identity() -> nn.Linear:
     layer = nn.Linear(4, 4)
-    with torch.no_grad():
-        layer.weight.copy_(torch.eye(4))
-        layer.bias.zero_()
+    nn.init.eye_(layer.weight)
+    nn.init.zeros_(layer.bias)
     return layer
 
 

@@ -88,8 +88,7 @@ def placed(monkeypatch, plan, weighed, *seed, **stats):
 FIFTHS = Sample(
     torch.tensor([[*(0.2 * k for k in range(16)), 9.0]]),
     torch.tensor([[*[1.0] * 16, 1e-6]]),
-    torch.tensor([0.0], dtype=torch.float64),
-    torch.tensor([9.0], dtype=torch.float64),
+    *torch.tensor([[0.0], [9.0]], dtype=torch.float64),
 )
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-
-import pytest
 import torch
 
-from chipfit.rounding.network_blocks import SCOPES, network_blocks
+from chipfit.rounding.network_blocks import network_blocks
 from tests.build import graph_of
 
 
@@ -70,11 +67,3 @@ def test_only_floats_connect():
     assert firsts(g, "block") == ["La", "Ld"]
     g = graph(["La: x", "Lb: La", "Lc: Lb", "Ld: Lc", "e: Ld i"], inputs=("x", "i"))
     assert firsts(g, "block") == ["La"]
-
-
-@pytest.mark.parametrize("scope", SCOPES)
-def test_parts_make_up_the_whole(scope):
-    g = graph(["p: x x", "La: p", "Lb: La", "c: Lb La", "Ld: c", "Le: Ld", "f: Le c"])
-    found = list(network_blocks(g, scope))
-    assert found[0].first == 0 and found[-1].last == len(g.nodes)
-    assert all(a.last == b.first for a, b in itertools.pairwise(found))

@@ -60,13 +60,11 @@ def test_rules_about_other_scales_do_not_hold_it(rule):
 @pytest.mark.parametrize(
     ("bound", "low", "high"),
     [
-        (limit(-1.0, 2.0, w=1), [0.5, 0.5], [4, 4]),
         (limit(-4.0, 4.0, w=2), [0.25, 0.25], [4, 4]),
         (limit(-1.0, 2.0, w=-1), [0.25, 0.25], [2, 2]),
         (limit(-4.0, 1.0, w=1, x=1), [0.25, 0.25], [8, 8]),  # log2 x = -2
         (limit(-3.0, 4.0, w=1, x=-1), [0.03125, 0.03125], [4, 4]),
         (limit(-3.0, 4.0, w=1, y=1), [0.03125, 0.125], [4, 16]),  # channel by channel: 4 and 1
-        (limit(-3.0, 4.0, w=1, y=-1), [0.5, 0.125], [64, 16]),
         (limit(-9.0, 4.0, w=1, x=1, y=1), [2.0**-9, 2.0**-7], [16, 64]),
         (limit(-9.0, 9.0, x=1), [TINY] * 2, [MOST] * 2),  # about others alone
         (limit(-9.0, 9.0, w=1, float=1), [TINY] * 2, [MOST] * 2),  # about one that is not quantized
