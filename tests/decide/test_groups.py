@@ -74,9 +74,8 @@ def test_activation_bits_open_the_rules_for_them():
 def test_where_quantizers_belong_to_writers_a_group_writes_what_its_last_operator_writes():
     any8 = {"match": ["Linear"], "use": [{"in": "any", "w": "w8", "out": "a8"}]}
     relu = {"match": ["Relu"], "use": [{"in": "any", "out": "a4"}, {"in": "any", "out": "a16"}]}
-    found = find_groups(
-        THREE, chip(any8, relu, OTHERS), [("l", "s", "t")], {}
-    )  # the operators between them do not count
+    # operators between the first and the last do not count
+    found = find_groups(THREE, chip(any8, relu, OTHERS), [("l", "s", "t")], {})
     assert [(o.w, o.out) for o in found[-1].resolved.options] == [("w8", "a4"), ("w8", "a16")]
     pair = find_groups(THREE, chip(any8, relu, OTHERS), [("l", "r")], {})[0]
     assert [o.out for o in pair.resolved.options] == ["a4", "a16"]

@@ -15,6 +15,7 @@ from chipfit.decide.override_effects import unapplied_overrides
 from chipfit.decide.overrides import resolve_overrides
 from chipfit.errors import PlanError
 from tests.build import graph_of, model_of, node, platform_of, quantized, randn, sequential
+from tests.decide.test_overrides import OfOp
 
 IDS = torch.randint(0, 20, (4, 6))
 
@@ -149,16 +150,6 @@ def test_a_pass_through_operator_outputs_quantized_values():
         notes_of({"1": {"result": "float"}}, model=model, example=randn(2, 4))
 
 
-class Of:
-    """A filter for an operator."""
-
-    def __init__(self, op):
-        self.op = op
-
-    def match(self, node):
-        return node.op == self.op
-
-
 @pytest.mark.parametrize("count", [1, 4, 6])
 def test_four_layers_are_named_and_the_others_counted(count):
     layers = {"model": sequential(*(nn.Linear(2, 2) for _ in range(count)), nn.ReLU()), "example": randn(2, 2)}
@@ -168,12 +159,12 @@ def test_four_layers_are_named_and_the_others_counted(count):
         notes_of({"Linear": {"inputs": "float"}}, **layers)
     assert f"The override inputs='float' of 'Linear' {says}. Try" in str(e.value)
     # a filter, which may choose layers that cannot follow, is never refused
-    (note,) = notes_of([(Of("Linear"), {"inputs": "float"})], **layers)
+    (note,) = notes_of([(OfOp("Linear"), {"inputs": "float"})], **layers)
     assert note.startswith("the override inputs='float' of '") and note.endswith(says)
 
 
 def test_each_entry_has_a_note_of_its_own():
-    every = Of("Linear")
+    every = OfOp("Linear")
     notes = notes_of([(every, {"inputs": "float"}), (every, {"result": "codes"}), (every, {"inputs": "dynamic"})])
     assert len(notes) == 1 and "inputs='dynamic'" in notes[0]
     notes = notes_of([("a", {"inputs": "codes"}), (every, {"inputs": "float", "per": "tensor"})])
@@ -223,7 +214,7 @@ def test_a_result_that_is_not_quantized_has_the_reason_of_its_operator():
             on_paper({"end": choices})
     with pytest.raises(PlanError, match=r"'fc' \(overrides keep it in float\)"):
         on_paper([("fc", {"rule": "mae"}), ("fc", {"activation_bits": "float"})])
-    notes = on_paper([(Of("Tanh"), {"rule": "mae"}), (Of("Tanh"), {"method": "symmetric"})])
+    notes = on_paper([(OfOp("Tanh"), {"rule": "mae"}), (OfOp("Tanh"), {"method": "symmetric"})])
     assert [re.findall(r"(\w+)=.*\('npu' computes Tanh in float\)$", n) for n in notes] == [["rule"], ["method"]]
 
 

@@ -8,26 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-import chipfit
 from chipfit.errors import ConfigError, UnsupportedError
 from chipfit.training import Oscillations, dampening
-from tests.build import quantized
+from tests.build import model_of, quantized
 from tests.training.small import DATA, LABELS, NormedNet
-
-
-class One(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(3, 1, bias=False)
-
-    def forward(self, x):
-        return self.fc(x)
 
 
 @pytest.fixture
 def one():
     """Three weights on an 8-bit grid whose scale is made 1."""
-    result = chipfit.quantize(One().eval(), [torch.randn(8, 3)], platform="ort_cpu", training="lsq", progress=False)
+    net = model_of(lambda m, x: m.fc(x), fc=nn.Linear(3, 1, bias=False))
+    result = quantized(net, torch.randn(8, 3), training="lsq")
     result.model.quantizer_of("fc.weight").scale.data.fill_(1.0)
     return result
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-import chipfit
 from chipfit.errors import UnsupportedError
 from chipfit.plan.training import Training
+from tests.build import quantized
 from tests.training.small import DATA, LABELS
 
 
@@ -41,12 +41,10 @@ def twin() -> tuple[nn.Module, keras.Model]:
     own = Net().eval()
     norm = {"epsilon": 1e-5}
     x = inputs = keras.Input((8, 8, 3))
-    x = keras.layers.ReLU()(
-        keras.layers.BatchNormalization(name="bn1", **norm)(keras.layers.Conv2D(6, 3, use_bias=False, name="stem")(x))
-    )
-    x = keras.layers.ReLU()(
-        keras.layers.BatchNormalization(name="bn2", **norm)(keras.layers.DepthwiseConv2D(3, name="body")(x))
-    )
+    x = keras.layers.Conv2D(6, 3, use_bias=False, name="stem")(x)
+    x = keras.layers.ReLU()(keras.layers.BatchNormalization(name="bn1", **norm)(x))
+    x = keras.layers.DepthwiseConv2D(3, name="body")(x)
+    x = keras.layers.ReLU()(keras.layers.BatchNormalization(name="bn2", **norm)(x))
     x = keras.layers.MaxPooling2D(2)(x)
     x = keras.layers.Flatten()(keras.layers.Permute((3, 1, 2))(x))
     x = keras.layers.Dense(8, name="fc")(x)
@@ -72,8 +70,7 @@ def twin() -> tuple[nn.Module, keras.Model]:
 def results():
     own, model = twin()
     here = [x.permute(0, 2, 3, 1).contiguous() for x in DATA]
-    given = {"platform": "ort_cpu", "progress": False}
-    return chipfit.quantize(own, DATA, **given), chipfit.quantize(model, here, **given), here
+    return quantized(own, DATA), quantized(model, here), here
 
 
 @pytest.mark.parametrize("bn_fold", [0, 1, 2, 3, 4])
@@ -136,9 +133,7 @@ def test_convolutions_that_are_no_layers_train_as_layers_do(results):
     for name in ("stem", "body"):
         of_layers.get_layer(name).set_weights([keras.ops.convert_to_numpy(getattr(own, name))])
     for model in (operators, of_layers):
-        result = chipfit.quantize(model, [torch.from_numpy(x)], "ort_cpu", progress=False).trains(
-            Training("lsq", bn_fold=4)
-        )
+        result = quantized(model, torch.from_numpy(x), training=Training("lsq", bn_fold=4))
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         result.model.compile(keras.optimizers.SGD(0.01), loss)
         losses.append([float(result.model.train_on_batch(x, y)) for _ in range(4)])
@@ -182,7 +177,7 @@ def test_every_kind_of_layer_trains_with_its_batch_norm_and_is_exact_on_the_devi
     x = np.random.default_rng(0).normal(size=(16, *model.input_shape[1:])).astype("float32")
     for _ in range(10):  # statistics of the data
         model(x, training=True)
-    plain = chipfit.quantize(model, [torch.from_numpy(x)], "ort_cpu", progress=False)
+    plain = quantized(model, torch.from_numpy(x))
     for bn_fold in strategies:
         result = plain.trains(Training("lsq", bn_fold=bn_fold))
         before = [keras.ops.convert_to_numpy(v).copy() for v in result.model.trainable_variables]
@@ -205,7 +200,7 @@ def test_a_batch_norm_behind_two_layers_does_not_train():
     x, norm = inputs, _ = keras.Input((8, 8, 4)), keras.layers.BatchNormalization(name="norm")
     for name in ("first", "second"):
         x = keras.layers.ReLU()(norm(keras.layers.Conv2D(4, 3, name=name)(x)))
-    result = chipfit.quantize(keras.Model(inputs, x), [torch.randn(8, 8, 8, 4)], "ort_cpu", progress=False)
+    result = quantized(keras.Model(inputs, x), torch.randn(8, 8, 8, 4))
     with pytest.raises(UnsupportedError, match="'norm/gamma' belongs to several layers. Try: train with bn_fold=0"):
         _ = result.trains(Training("lsq", bn_fold=2)).model
     assert result.trains(Training("lsq", bn_fold=0)).model
