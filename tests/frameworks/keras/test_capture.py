@@ -16,6 +16,7 @@ from chipfit.errors import CaptureError  # noqa: E402
 from chipfit.frameworks.keras.backend import forward  # noqa: E402
 from chipfit.frameworks.keras.capture import capture  # noqa: E402
 from chipfit.graph.ir import OPAQUE  # noqa: E402
+from tests.build import keras_sequential  # noqa: E402
 from tests.keras_zoo import make, networks, randomize  # noqa: E402
 
 
@@ -41,9 +42,8 @@ def test_the_graph_computes_what_the_model_computes(name):
     assert (OPAQUE in ops_of(graph)) == (name == "recurrent")
     env = run(graph, graph.example)
     got = ResultStructure(graph)([env[o].numpy() for o in graph.outputs])
-    want = keras.tree.map_structure(
-        lambda y: y.numpy(), forward(model, keras.tree.map_structure(torch.from_numpy, batch))
-    )
+    outputs = forward(model, keras.tree.map_structure(torch.from_numpy, batch))
+    want = keras.tree.map_structure(lambda y: y.numpy(), outputs)
     keras.tree.assert_same_structure(got, want)
     for a, b in zip(keras.tree.flatten(got), keras.tree.flatten(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * np.abs(b).max())
@@ -88,9 +88,7 @@ def test_settings_of_layers_and_calls_are_visible():
 
 
 def test_an_activation_layer_is_its_function():
-    v = keras.Input((4,))
-    graph = captured(keras.Model(v, layers.Activation("gelu", name="act")(layers.Dense(3)(v))))
-    act = graph.nodes[-1]
+    act = captured(keras_sequential((4,), layers.Dense(3), layers.Activation("gelu", name="act"))).nodes[-1]
     assert (act.op, act.layer_type, act.config["activation"]) == ("Gelu", "Activation", "gelu")
 
 
@@ -110,21 +108,18 @@ def test_layers_of_a_nested_model_have_paths():
 def test_average_pooling_at_an_uneven_edge_is_what_this_backend_makes_of_it():
     """Keras on torch repeats the edge, the others leave it out."""
     image = keras.Input((6, 6, 3))
-    x = ops.pad(
-        layers.AveragePooling2D(3, strides=2, padding="same")(image), [(0, 0), (1, 1), (2, 0), (0, 0)], mode="reflect"
-    )
+    pooled = layers.AveragePooling2D(3, strides=2, padding="same")(image)
+    x = ops.pad(pooled, [(0, 0), (1, 1), (2, 0), (0, 0)], mode="reflect")
     graph = captured(keras.Model(image, x), np.random.default_rng(0).normal(size=(2, 6, 6, 3)).astype("float32"))
-    assert OPAQUE not in ops_of(graph) and ops_of(graph).count("Pad") == (
-        2 if keras.backend.backend() == "torch" else 1
-    )
+    assert OPAQUE not in ops_of(graph)
+    assert ops_of(graph).count("Pad") == (2 if keras.backend.backend() == "torch" else 1)
 
 
 # ---------------------------------------------------------------- what is refused, and how
 
 
 def test_a_layer_that_works_channels_first_is_refused_by_name():
-    image = keras.Input((3, 8, 8))
-    model = keras.Model(image, layers.Conv2D(4, 3, data_format="channels_first", name="first")(image))
+    model = keras_sequential((3, 8, 8), layers.Conv2D(4, 3, data_format="channels_first", name="first"))
     with pytest.raises(CaptureError, match="'first' works channels-first.*channels_last"):
         captured(model)
 
@@ -158,8 +153,7 @@ def test_a_call_that_branches_on_values_is_refused():
 
 
 def test_half_precision_is_read_in_float32_and_refused_where_the_model_cannot_be_made_again():
-    image = keras.Input((4,))
-    model = keras.Model(image, layers.Dense(2, dtype="mixed_bfloat16", name="half")(image))
+    model = keras_sequential((4,), layers.Dense(2, dtype="mixed_bfloat16", name="half"))
     assert "bfloat16" in captured(model).notes[0]
 
     class Own(keras.Model):
@@ -180,8 +174,8 @@ def test_half_precision_is_read_in_float32_and_refused_where_the_model_cannot_be
 
 
 def test_open_spatial_sizes_are_taken_from_the_example():
-    image = keras.Input((None, None, 3))
-    model = keras.Model(image, layers.GlobalAveragePooling2D()(layers.Conv2D(4, 3, strides=2, padding="same")(image)))
+    conv = layers.Conv2D(4, 3, strides=2, padding="same")
+    model = keras_sequential((None, None, 3), conv, layers.GlobalAveragePooling2D())
     randomize(model)
     with pytest.raises(CaptureError, match="not fixed"):
         captured(model)

@@ -13,26 +13,11 @@ import torch
 from keras import layers
 
 import chipfit
+from tests.build import platform_of
 
 STEPS = 20
 X = np.random.default_rng(0).normal(size=(4, 4, 4, 3)).astype("float32")
 Y = np.arange(4)
-PLATFORM = """
-name: so_many_bits
-title: Integers of some bits, or a table of sixteen entries
-formats:
-  a: {{bits: {bits}, zero: any}}
-  w: {{bits: {bits}, range: narrow, per: channel}}
-  b: {{bits: 32, per: channel}}
-  table: {{kind: lut, bits: 4, lut: {{value_bits: 8, entries: 16, per: tensor}}}}
-  bt: {{bits: 32}}
-ops:
-  - {{match: ["@conv", Linear], use: [{{in: a, w: {w}, b: {b}, out: a}}], src: [T], conf: I}}
-  - {{match: [Relu, GlobalAvgPool], use: [{{in: a, out: a}}], src: [T], conf: I}}
-unlisted: float
-math: {{note: none}}
-sources: {{T: this test}}
-"""
 #: bits, formats of weight and bias, what trains, rate.
 #: Steps of a scale must be small beside it, and one of 8 bits is small: trained ten times as fast, losses of one
 #: backend, from weights that differ by a factor of 1 +- 1e-7, differ by 1e-6 from step 4 on and then by 2e-3. So it is
@@ -63,10 +48,19 @@ def losses(model: keras.Model, rate: float) -> np.ndarray:
     return np.array([float(model.train_on_batch(X, Y)) for _ in range(STEPS)])
 
 
-def quantized(name: str, folder: Path) -> chipfit.Result:
+def quantized(name: str) -> chipfit.Result:
     bits, w, b, training, _ = CASES[name]
-    platform = folder / "so_many_bits.yaml"
-    platform.write_text(PLATFORM.format(bits=bits, w=w, b=b))
+    platform = platform_of(
+        {"match": ["@conv", "Linear"], "use": [{"in": "a", "w": w, "b": b, "out": "a"}]},
+        {"match": ["Relu", "GlobalAvgPool"], "use": [{"in": "a", "out": "a"}]},
+        formats={
+            "a": {"bits": bits, "zero": "any"},
+            "w": {"bits": bits, "range": "narrow", "per": "channel"},
+            "b": {"bits": 32, "per": "channel"},
+            "table": {"kind": "lut", "bits": 4, "lut": {"value_bits": 8, "entries": 16, "per": "tensor"}},
+            "bt": {"bits": 32},
+        },
+    )
     off = chipfit.Settings(rounding="off")  # which leaves weights beside ties
     given = {"platform": platform, "training": training, "settings": off, "progress": False}
     return chipfit.quantize(net("norm" in name), [torch.from_numpy(X)], **given)
@@ -75,7 +69,7 @@ def quantized(name: str, folder: Path) -> chipfit.Result:
 def prepare(folder: Path, names: Iterable[str]) -> None:
     """Save models as they are before training, and the losses of training them on the backend of this process."""
     for name in names:
-        model = quantized(name, folder).model
+        model = quantized(name).model
         model.save(folder / f"{name}.keras")
         np.save(folder / f"{name}.npy", losses(model, CASES[name][-1]))
 
@@ -92,7 +86,7 @@ def test_it_trains_as_on_another_backend(name):
 
 
 def test_levels_that_trained_are_those_of_the_plan_and_of_a_loaded_model(tmp_path):
-    result = quantized("lut", tmp_path)
+    result = quantized("lut")
     before = {n: t.stored.grid.table for n, t in result.plan.tensors.items() if t.role == "weight" and t.quantized}
     losses(result.model, 0.05)
     after = result.trained()
