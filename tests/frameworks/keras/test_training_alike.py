@@ -13,6 +13,7 @@ import torch
 from keras import layers
 
 import chipfit
+import chipfit.frameworks.keras  # registers the classes that saved models name
 from tests.build import platform_of
 
 STEPS = 20
