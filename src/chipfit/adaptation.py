@@ -52,7 +52,7 @@ def _with_execution(d: Decision) -> tuple[Decision, list[str]]:
     other = decide(replace(d, execution=execution))
     stored = {name for name, s in other.assignment.tensors.items() if s.role == "activation"}
     if new := sorted(stored - {*(d.stats or {}), *d.assignment.tensors}):
-        return d, [f"kernels hand over codes: else '{new[0]}', which calibration left out, were stored too"]
+        return d, [f"kernels output quantized values: float outputs would need statistics of '{new[0]}'"]
     return other, why
 
 
