@@ -20,7 +20,7 @@ from chipfit.platform.match import fusions, resolve
 from chipfit.platform.schema import Format
 from chipfit.platform.show import show
 from chipfit.target_platform import load_target_platform_capabilities
-from tests.build import platform_file
+from tests.build import platform_file, platform_of
 
 GOOD = """\
 name: tiny_npu
@@ -287,8 +287,8 @@ def test_near_names_are_looked_for_among_names_of_any_type():
         (b"name: x\nformats: {a: {bits: .nan}}", "a.bits"),
         (b"name: x\nformats: {a: {bits: 8, scale_min: .nan}}", "scale_min"),
         (b"name: x\nformats: {a: {bits: 8, grid: .inf}}", "grid"),
-        (b"name: x\nformats: {a: {bits: 60, kind: log}}", "at most 16 bits"),
-        (b"name: x\nformats: {a: {bits: 60, kind: lut}}", "at most 16 bits"),
+        (b"name: x\nformats: {a: {bits: 17, kind: log}}", "at most 16 bits"),
+        (b"name: x\nformats: {a: {bits: 17, kind: lut}}", "at most 16 bits"),
         (b"name: x\nformats: {a: {bits: 1" + b"0" * 400 + b"}}", "bits is an integer of 1329 bits.*key formats.a"),
         (b"name: x\nextends: x", "extends itself"),
         (b'name: "\\ud800"', "surrogates not allowed|invalid Unicode character"),  # PyYAML's words, libyaml's
@@ -364,3 +364,8 @@ def test_a_folder_and_a_name_that_no_disk_can_have_are_no_platforms(tmp_path):
         load(tmp_path.rename(tmp_path.with_suffix(".yaml")))
     with pytest.raises(ModelingError):
         load_target_platform_capabilities(f"{'a' * 5000}.json")
+
+
+@pytest.mark.parametrize("kind", ["log", "lut"])
+def test_a_table_may_have_16_bits(kind):
+    assert platform_of(formats={"wide": {"bits": 16, "kind": kind}}).formats["wide"].bits == 16
