@@ -160,6 +160,14 @@ def test_a_loaded_result_whose_settings_read_data_again_cannot_be_edited(setting
         chipfit.load(first.save(tmp_path / "saved")).edit({"2": "float"})
 
 
+def test_an_edit_without_corrections_does_not_count_as_corrected(tmp_path):
+    corrected = fit(platform="imx500", overrides={"0": {"bits": 4}})
+    assert corrected.plan.provenance["corrected"] == ["rounding"]
+    edited = corrected.edit({"1": {"rule": "mae"}})
+    assert "corrected" not in edited.plan.provenance
+    assert chipfit.load(edited.save(tmp_path / "saved")).edit({"2": "float"}).plan.nodes
+
+
 def test_weights_of_few_bits_in_a_loaded_result_are_rounded_to_nearest_with_a_warning(tmp_path):
     first = fit(platform="imx500")
     assert not any("reads the data twice" in n for n in first.edit({"0": {"bits": 4}}).plan.rewrites)
