@@ -58,6 +58,16 @@ def small_cnn(channels: int = 8, classes: int = 4, *, size: int = 8, norm: bool 
     return sequential(first, *norms[0], nn.ReLU(), second, *norms[1], nn.ReLU(), nn.Flatten(), head)
 
 
+def halves() -> nn.Module:
+    """Return a network [N, 3] -> [N, 2] that splits a linear output in two, and adds `erf` of one half to the other."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        one, two = m.a(x).chunk(2, -1)
+        return torch.erf(one) + two
+
+    return model_of(forward, a=nn.Linear(3, 4))
+
+
 def mlp(*widths: int, seed: int = 0) -> nn.Module:
     """Return linear layers with ReLUs between them: `mlp(6, 8, 3)` maps [N, 6] to [N, 3]."""
     torch.manual_seed(seed)

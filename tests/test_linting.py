@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import chipfit
-from tests.build import mlp, quantized
+from tests.build import halves, mlp, quantized
 
 DATA = list(torch.randn(16, 3, generator=torch.Generator().manual_seed(3)).split(8))
 
@@ -15,20 +15,8 @@ def fit(model=None, data=DATA, platform="ort_cpu", **options):
     return quantized(model or mlp(3, 4, 2), data, platform, **options)
 
 
-class Halves(nn.Module):
-    """Two results of one operator, and one operator that the chip leaves in float."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(3, 4)
-
-    def forward(self, x):
-        one, two = self.a(x).chunk(2, -1)
-        return torch.erf(one) + two
-
-
 def test_lint_shows_how_many_operators_run_in_integers():
-    lint = chipfit.lint(Halves().eval(), DATA[0], "tflite_int8")
+    lint = chipfit.lint(halves(), DATA[0], "tflite_int8")
     screen = lint._summary()
     runs = [n.exec for n in lint.rows]
     assert [row[1] for row in screen.rows] == [n.op for n in lint.graph.nodes]

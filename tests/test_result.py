@@ -7,12 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 
 import chipfit
 from chipfit import Limits, Settings
 from chipfit.errors import PlanError, UnknownNameError
-from tests.build import mlp, quantized
+from tests.build import halves, mlp, quantized
 
 DATA = list(torch.randn(16, 3, generator=torch.Generator().manual_seed(3)).split(8))
 
@@ -30,20 +29,8 @@ def scales(plan):
     return {t.name: t.scale.tolist() for t in plan.tensors.values() if t.quantized}
 
 
-class Halves(nn.Module):
-    """Two results of one operator, and one operator that the chip leaves in float."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(3, 4)
-
-    def forward(self, x):
-        one, two = self.a(x).chunk(2, -1)
-        return torch.erf(one) + two
-
-
 def test_a_result_shows_float_operators_first_and_the_format_of_each_output():
-    result = fit(Halves().eval(), platform="tflite_int8")
+    result = fit(halves(), platform="tflite_int8")
     screen = result._summary()
     nodes = result.plan.nodes.values()
     integers = sum(n.exec != "float" for n in nodes)
