@@ -90,8 +90,8 @@ FOREIGN: tuple[str, ...] = (
     "frameworks/keras/capture.py:_compare",
     "frameworks/keras/safe_loading.py:load",
     "frameworks/keras/opaque.py:load_operation",
-    "facade/import_by_name.py:import_by_name",
-    "facade/import_by_name.py:call_factory",
+    "import_by_name.py:import_by_name",
+    "import_by_name.py:call_factory",
     "ranges/__init__.py:choose",  # the user's rule
     "decide/overrides.py:_chooses",  # the user's filter
     "verify/run.py:_run",  # runtimes

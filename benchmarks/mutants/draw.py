@@ -24,7 +24,7 @@ from cosmic_ray.plugins import get_operator, operator_names
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src"
 #: packages of which no defect is drawn: screens, experiments, and the documents' names for what the core does
-LEFT_OUT = "bench cli core facade report target_platform_capabilities".split()
+LEFT_OUT = "bench cli core mct mqbench report target_platform_capabilities".split()
 
 
 @dataclass(frozen=True)

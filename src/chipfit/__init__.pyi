@@ -5,45 +5,45 @@ from typing import Any
 from chipfit import errors as errors
 from chipfit._version import __version__ as __version__
 from chipfit.errors import ChipfitError as ChipfitError
-from chipfit.facade.framework_info import FrameworkInfo as FrameworkInfo
-from chipfit.facade.gptq import (
-    keras_gradient_post_training_quantization as keras_gradient_post_training_quantization,
-)
-from chipfit.facade.gptq import (
-    pytorch_gradient_post_training_quantization as pytorch_gradient_post_training_quantization,
-)
-from chipfit.facade.hardware_representation import get_model as get_model
-from chipfit.facade.ptq import keras_post_training_quantization as keras_post_training_quantization
-from chipfit.facade.ptq import pytorch_post_training_quantization as pytorch_post_training_quantization
-from chipfit.facade.qat import (
-    keras_quantization_aware_training_finalize as keras_quantization_aware_training_finalize,
-)
-from chipfit.facade.qat import (
-    keras_quantization_aware_training_finalize_experimental as keras_quantization_aware_training_finalize_experimental,
-)
-from chipfit.facade.qat import (
-    keras_quantization_aware_training_init as keras_quantization_aware_training_init,
-)
-from chipfit.facade.qat import (
-    keras_quantization_aware_training_init_experimental as keras_quantization_aware_training_init_experimental,
-)
-from chipfit.facade.qat import (
-    pytorch_quantization_aware_training_finalize as pytorch_quantization_aware_training_finalize,
-)
-from chipfit.facade.qat import (
-    pytorch_quantization_aware_training_finalize_experimental as pytorch_quantization_aware_training_finalize_experimental,  # noqa: E501
-)
-from chipfit.facade.qat import (
-    pytorch_quantization_aware_training_init as pytorch_quantization_aware_training_init,
-)
-from chipfit.facade.qat import (
-    pytorch_quantization_aware_training_init_experimental as pytorch_quantization_aware_training_init_experimental,
-)
-from chipfit.facade.target_platform.capabilities import DefaultDict as DefaultDict
-from chipfit.facade.target_platform.targets import get_target_platform_capabilities as get_target_platform_capabilities
 from chipfit.frameworks import capture as capture
 from chipfit.linting import Lint as Lint
 from chipfit.linting import lint as lint
+from chipfit.mct.framework_info import FrameworkInfo as FrameworkInfo
+from chipfit.mct.gptq import (
+    keras_gradient_post_training_quantization as keras_gradient_post_training_quantization,
+)
+from chipfit.mct.gptq import (
+    pytorch_gradient_post_training_quantization as pytorch_gradient_post_training_quantization,
+)
+from chipfit.mct.hardware_representation import get_model as get_model
+from chipfit.mct.ptq import keras_post_training_quantization as keras_post_training_quantization
+from chipfit.mct.ptq import pytorch_post_training_quantization as pytorch_post_training_quantization
+from chipfit.mct.qat import (
+    keras_quantization_aware_training_finalize as keras_quantization_aware_training_finalize,
+)
+from chipfit.mct.qat import (
+    keras_quantization_aware_training_finalize_experimental as keras_quantization_aware_training_finalize_experimental,
+)
+from chipfit.mct.qat import (
+    keras_quantization_aware_training_init as keras_quantization_aware_training_init,
+)
+from chipfit.mct.qat import (
+    keras_quantization_aware_training_init_experimental as keras_quantization_aware_training_init_experimental,
+)
+from chipfit.mct.qat import (
+    pytorch_quantization_aware_training_finalize as pytorch_quantization_aware_training_finalize,
+)
+from chipfit.mct.qat import (
+    pytorch_quantization_aware_training_finalize_experimental as pytorch_quantization_aware_training_finalize_experimental,  # noqa: E501
+)
+from chipfit.mct.qat import (
+    pytorch_quantization_aware_training_init as pytorch_quantization_aware_training_init,
+)
+from chipfit.mct.qat import (
+    pytorch_quantization_aware_training_init_experimental as pytorch_quantization_aware_training_init_experimental,
+)
+from chipfit.mct.target_platform.capabilities import DefaultDict as DefaultDict
+from chipfit.mct.target_platform.targets import get_target_platform_capabilities as get_target_platform_capabilities
 from chipfit.pipeline import quantize as quantize
 from chipfit.plan.record import Plan as Plan
 from chipfit.platform.load import load_platform as load_platform

@@ -1,3 +1,3 @@
 """The class that describes the layers of a framework, with the name and place of MCT."""
 
-from chipfit.facade.framework_info import *  # noqa: F403 -- a door has what its room has
+from chipfit.mct.framework_info import *  # noqa: F403 -- a door has what its room has

@@ -1,3 +1,3 @@
 """Gradient post-training quantization under the names of the Model Compression Toolkit."""
 
-from chipfit.facade.gptq import *  # noqa: F403 -- a door has what its room has
+from chipfit.mct.gptq import *  # noqa: F403 -- a door has what its room has

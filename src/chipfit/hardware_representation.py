@@ -1,11 +1,11 @@
 """The first-generation names of `chipfit.target_platform`."""
 
 # ruff: noqa: F403 -- a door has what its rooms have
-from chipfit.facade import hardware_representation as own
-from chipfit.facade.hardware_representation import *
-from chipfit.facade.target_platform import capabilities, model
-from chipfit.facade.target_platform.capabilities import *
-from chipfit.facade.target_platform.configs import QuantizationConfigOptions, QuantizationMethod
-from chipfit.facade.target_platform.model import *
+from chipfit.mct import hardware_representation as own
+from chipfit.mct.hardware_representation import *
+from chipfit.mct.target_platform import capabilities, model
+from chipfit.mct.target_platform.capabilities import *
+from chipfit.mct.target_platform.configs import QuantizationConfigOptions, QuantizationMethod
+from chipfit.mct.target_platform.model import *
 
 __all__ = [*own.__all__, *capabilities.__all__, *model.__all__, "QuantizationConfigOptions", "QuantizationMethod"]

@@ -1,3 +1,3 @@
 """Post-training quantization under the names of the Model Compression Toolkit."""
 
-from chipfit.facade.ptq import *  # noqa: F403 -- a door has what its room has
+from chipfit.mct.ptq import *  # noqa: F403 -- a door has what its room has

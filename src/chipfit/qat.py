@@ -1,3 +1,3 @@
 """Quantization-aware training under the names of the Model Compression Toolkit."""
 
-from chipfit.facade.qat import *  # noqa: F403 -- a door has what its room has
+from chipfit.mct.qat import *  # noqa: F403 -- a door has what its room has

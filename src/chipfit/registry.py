@@ -144,12 +144,12 @@ KINDS = {
     "format": Kind("file format", "chipfit.export", FileFormat),
     "runtime": Kind("runtime", "chipfit.runtimes", DeviceRuntime, ("run", "executed")),
     "kernels": Kind("kernels", "chipfit.simulate", None, ("kernels", "clip", "quantize")),
-    "modelled": Kind("form of modelled chips", "chipfit.facade.target_platform", None, ("read", "write")),
+    "modelled": Kind("form of modelled chips", "chipfit.mct.target_platform", None, ("read", "write")),
     "training": Kind("training algorithm", "chipfit.quantizers.algorithms", None, ("init", "numbers", "reals", "call")),
-    "observer": Kind("observer", "chipfit.facade.quantize_fx", None, ("forward", "calculate_qparams")),
+    "observer": Kind("observer", "chipfit.mqbench", None, ("forward", "calculate_qparams")),
     "network": Kind("network", "chipfit.bench.networks"),
     "data": Kind("data set", "chipfit.bench.data"),
-    "quantizer": Kind("quantizer", "chipfit.facade.quantize_fx", None, ("forward", "numbers")),
+    "quantizer": Kind("quantizer", "chipfit.mqbench", None, ("forward", "numbers")),
     "opaque": Kind("framework", "chipfit.frameworks.{}.opaque"),
 }
 

@@ -3,12 +3,12 @@
 # ruff: noqa: F403 -- a door re-exports all names of its modules
 from typing import Any
 
-from chipfit.facade.trainable.algorithm_quantizers import *
-from chipfit.facade.trainable.base import *
-from chipfit.facade.trainable.configs import *
 from chipfit.frameworks import keras_part
 from chipfit.frameworks.torch.modules import PytorchActivationQuantizationHolder as PytorchActivationQuantizationHolder
 from chipfit.frameworks.torch.modules import PytorchQuantizationWrapper as PytorchQuantizationWrapper
+from chipfit.mct.trainable.algorithm_quantizers import *
+from chipfit.mct.trainable.base import *
+from chipfit.mct.trainable.configs import *
 from chipfit.quantizers import inferable as pytorch_inferable_quantizers  # noqa: F401
 from chipfit.quantizers.inferable import InferableQuantizer as BaseInferableQuantizer  # noqa: F401
 

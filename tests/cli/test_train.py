@@ -95,7 +95,7 @@ ALGORITHM = """\
 from dataclasses import dataclass
 from chipfit.quantizers.algorithms.lsq import LSQ
 from chipfit.registry import register
-from tests.facade.trainable.quantizers_of_a_user import OurActivations
+from tests.mct.trainable.quantizers_of_a_user import OurActivations
 
 @register("training", "half")
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from docs.generate import PAGES
 from rich.console import Console
 
 from chipfit.errors import ChipfitError, ModelingError, PlatformError, UnknownNameError
-from chipfit.facade.import_by_name import load_target
+from chipfit.import_by_name import load_target
 from chipfit.platform.load import check, check_consistent, load, names
 from chipfit.platform.match import fusions, resolve
 from chipfit.platform.schema import Format

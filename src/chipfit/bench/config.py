@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from chipfit.errors import ChipfitError, ConfigError, UnknownNameError
-from chipfit.facade.quantize_fx.settings import get_backend_params, get_qconfig
+from chipfit.mqbench.settings import get_backend_params, get_qconfig
 from chipfit.platform.builtin import DEFAULT
 from chipfit.platform.load import load as load_platform
 from chipfit.platform.yaml_file import YamlFile, merged, problems_of

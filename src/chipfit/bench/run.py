@@ -30,13 +30,13 @@ from chipfit.bench.data import Reader, Sets
 from chipfit.bench.networks import model_entry
 from chipfit.bench.train import CHECKPOINT, Curves, Log, StopRule, WorkerProcess, top1, train, worker_processes
 from chipfit.errors import ChipfitError, ConfigError
-from chipfit.facade.quantize_fx.deployment import deploy
-from chipfit.facade.quantize_fx.prepare import prepare_qat_fx
-from chipfit.facade.quantize_fx.quantizers import enable_calibration, enable_quantization
-from chipfit.facade.quantize_fx.settings import platforms_of
 from chipfit.files import lock_folder, write_atomically
 from chipfit.frameworks import framework_of
 from chipfit.frameworks.torch.bn_fold import FoldedBatchNorm
+from chipfit.mqbench.deployment import deploy
+from chipfit.mqbench.prepare import prepare_qat_fx
+from chipfit.mqbench.quantizers import enable_calibration, enable_quantization
+from chipfit.mqbench.settings import platforms_of
 from chipfit.platform.load import load as load_platform
 from chipfit.registry import entry
 from chipfit.result import Result

@@ -182,8 +182,8 @@ def quantize(
     """Quantize a model for a platform; write model file, plan and report. Exit status 1 if the runtime differs."""
     from chipfit.cli.inputs import load_data, load_model, parse_bits, parse_limits
     from chipfit.errors import Interrupted
-    from chipfit.facade.import_by_name import load_target
     from chipfit.frameworks import framework_of
+    from chipfit.import_by_name import load_target
 
     target = load_target(platform)
     # refuse before any work what cannot be written
@@ -225,8 +225,8 @@ def train(
     """Train a quantized model on labelled data or with your own loop; write the same files as `quantize`."""
     from chipfit.cli.inputs import load_data, load_model, parse_bits
     from chipfit.cli.train import parse_method, train_classifier, train_with_loop
-    from chipfit.facade.import_by_name import load_target
     from chipfit.frameworks import framework_of
+    from chipfit.import_by_name import load_target
     from chipfit.plan.training import Training
 
     if not 0 < rate < 1e38:  # steps are computed in float32
@@ -344,7 +344,7 @@ def lint(model: Model, shape: Shape = None, platform: Chip = DEFAULT, weights: W
     from rich.table import Table
 
     from chipfit.cli.inputs import example_of, load_model
-    from chipfit.facade.import_by_name import load_target
+    from chipfit.import_by_name import load_target
     from chipfit.platform.support import unsupported_features
     from chipfit.report.terminal import RUNS
 
@@ -418,7 +418,7 @@ def platforms_show(name: Annotated[str, Argument(help="built-in name, YAML or JS
     """Show all facts about a platform with source and confidence."""
     from rich.console import Console
 
-    from chipfit.facade.import_by_name import load_target
+    from chipfit.import_by_name import load_target
     from chipfit.platform.show import show
 
     Console().print(show(load_target(name)))
@@ -430,7 +430,7 @@ def platforms_export(
     file: Annotated[Path, Argument(help="output: .yaml for a platform file, .json for target platform capabilities")],
 ) -> None:
     """Convert a chip described in Python to a platform file, or a platform to capabilities to edit in Python."""
-    from chipfit.facade.import_by_name import load_target
+    from chipfit.import_by_name import load_target
     from chipfit.platform.save import export_platform
 
     typer.echo(f"{export_platform(load_target(platform), file)} written")

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from chipfit.errors import CaptureError, ConfigError, DataError, PlanError, import_optional, short_message
-from chipfit.facade.import_by_name import call_factory, import_by_name, import_or_call
 from chipfit.files import ARCHIVE_ERRORS, existing_file, wrap_read_errors
 from chipfit.frameworks import framework_of, load_keras, load_torch
+from chipfit.import_by_name import call_factory, import_by_name, import_or_call
 from chipfit.search.limits import Limits
 
 _IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".ppm", ".webp")

@@ -10,8 +10,8 @@ import torch
 from chipfit.calibration.data import split_label
 from chipfit.calibration.progress import Progress
 from chipfit.errors import ConfigError, DataError, TrainingError
-from chipfit.facade.import_by_name import call_factory, import_by_name
 from chipfit.frameworks import trainer
+from chipfit.import_by_name import call_factory, import_by_name
 from chipfit.registry import parse_call, registered
 from chipfit.result import Result
 

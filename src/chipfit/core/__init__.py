@@ -1,6 +1,6 @@
 """Configurations of the post-training facades, the network editor and bit widths chosen by hand."""
 
 from chipfit.core import network_editor as network_editor
-from chipfit.facade.core.config import *  # noqa: F403 -- a door has what its room has
-from chipfit.facade.ptq import keras_resource_utilization_data as keras_resource_utilization_data
-from chipfit.facade.ptq import pytorch_resource_utilization_data as pytorch_resource_utilization_data
+from chipfit.mct.core.config import *  # noqa: F403 -- a door has what its room has
+from chipfit.mct.ptq import keras_resource_utilization_data as keras_resource_utilization_data
+from chipfit.mct.ptq import pytorch_resource_utilization_data as pytorch_resource_utilization_data

@@ -1,3 +1,3 @@
 """Rules that change single layers, under the names of the Model Compression Toolkit."""
 
-from chipfit.facade.core.network_editor import *  # noqa: F403 -- a door has what its room has
+from chipfit.mct.core.network_editor import *  # noqa: F403 -- a door has what its room has

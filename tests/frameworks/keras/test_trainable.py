@@ -249,7 +249,7 @@ def test_numbers_of_another_plan_are_refused(tmp_path):
 
 
 def test_a_quantizer_of_another_framework_is_refused():
-    from tests.facade.trainable.quantizers_of_a_user import OurWeights as Theirs
+    from tests.mct.trainable.quantizers_of_a_user import OurWeights as Theirs
 
     result = chipfit.quantize(small(), [X], platform="ort_cpu", progress=False)
     with pytest.raises(UnsupportedError, match="another framework"):

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from chipfit.bench.config import Data
 from chipfit.errors import DataError
-from chipfit.facade.import_by_name import call_factory, import_by_name
+from chipfit.import_by_name import call_factory, import_by_name
 from chipfit.registry import lookup
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from chipfit.bench.config import Model
 from chipfit.errors import ConfigError, import_optional, raised_outside_chipfit, short_message
-from chipfit.facade.import_by_name import import_by_name
+from chipfit.import_by_name import import_by_name
 from chipfit.registry import lookup
 
 

@@ -1,0 +1,241 @@
+"""MCT's configurations, with its names, order and defaults, and their translation to chipfit's settings."""
+
+import math
+from collections.abc import Callable
+from dataclasses import field
+from enum import Enum
+from typing import Annotated, Any
+
+from pydantic import Field, InstanceOf
+
+from chipfit.errors import ConfigError
+from chipfit.mct.core.error_method import QuantizationErrorMethod
+from chipfit.mct.core.network_editor import KERNELS, EditRule, ErrorMethod, NodeFilter, Width, filters_of
+from chipfit.pydantic_messages import Number, by_name, check_value, record, refuse_options
+from chipfit.registry import OFF
+from chipfit.search.limits import Limits
+from chipfit.settings import Settings
+
+__all__ = ["DEFAULTCONFIG", "BitWidthConfig", "CoreConfig", "DebugConfig", "QuantizationConfig"]
+__all__ += ["QuantizationErrorMethod"]
+__all__ += ["MixedPrecisionQuantizationConfig", "MpDistanceWeighting", "ResourceUtilization"]
+
+
+AtLeast0 = Annotated[Number, Field(ge=0)]
+AtLeast1 = Annotated[Number, Field(ge=1)]
+
+
+@record(ConfigError)
+class QuantizationConfig:
+    """Options of quantization: range rules, rewrites of the network, corrections of quantization errors.
+
+    Raises:
+        UnknownNameError: there is no such option.
+        ConfigError: a value has the wrong type or is out of bounds.
+    """
+
+    activation_error_method: ErrorMethod = QuantizationErrorMethod.MSE
+    weights_error_method: ErrorMethod = QuantizationErrorMethod.MSE
+    relu_bound_to_power_of_2: bool = False
+    weights_bias_correction: bool = True
+    weights_second_moment_correction: bool = False
+    input_scaling: bool = False  #: not supported: it would change the function of the model
+    softmax_shift: bool = False
+    shift_negative_activation_correction: bool = True
+    #: weights of neighbouring layers get equal ranges, channel by channel
+    activation_channel_equalization: bool = False
+    z_threshold: AtLeast0 = math.inf
+    l_p_value: AtLeast1 = 2.0  #: exponent of the error method LP
+    linear_collapsing: bool = True
+    residual_collapsing: bool = True
+    shift_negative_ratio: AtLeast0 = 0.05
+    #: no effect: ranges are always searched in the shifted statistics
+    shift_negative_threshold_recalculation: bool = False
+    shift_negative_params_search: bool = False  #: not supported
+    concat_threshold_update: bool = False
+    activation_bias_correction: bool = False
+    activation_bias_correction_threshold: AtLeast0 = 0.0  #: in percent of the mean of the operator's input
+    #: operator set of a platform described in Python -> its layers, for sets whose names stand for no layer
+    custom_tpc_opset_to_layer: InstanceOf[dict[str, Any]] | None = None
+
+    def to_settings(self, **more: Any) -> Settings:
+        """Return the settings of `chipfit.quantize`, with further ones.
+
+        Raises:
+            UnsupportedError: an option is not supported.
+        """
+        refuse_options(self, "input_scaling", "scale the data, or fold the scale into the first layer")
+        refuse_options(self, "shift_negative_params_search", "leave it off")
+        percent = self.activation_bias_correction_threshold
+        return Settings(
+            collapse_linear=self.linear_collapsing,
+            collapse_residual=self.residual_collapsing,
+            relu_bound=self.relu_bound_to_power_of_2,
+            equalize=self.activation_channel_equalization,
+            shift_negative=float(self.shift_negative_ratio) if self.shift_negative_activation_correction else None,
+            softmax_shift=self.softmax_shift,
+            concat_ranges=self.concat_threshold_update,
+            correct_second_moment=self.weights_second_moment_correction,
+            correct_bias=self.weights_bias_correction,
+            correct_activation_bias=percent / 100 if self.activation_bias_correction else None,
+            rounding=OFF,  # the fields above select the corrections
+            **more,
+        )
+
+    def to_rules(self) -> dict[str, Any]:
+        """Return the range rules as keywords of `chipfit.quantize`."""
+        return {
+            "rule": self.activation_error_method.rule(self.l_p_value),
+            "weight_rule": self.weights_error_method.rule(self.l_p_value),
+            "z_threshold": None if math.isinf(self.z_threshold) else self.z_threshold,
+        }
+
+
+DEFAULTCONFIG = QuantizationConfig()
+
+
+class BitWidthConfig:
+    """Bit widths chosen by hand. For one layer the last choice takes precedence."""
+
+    def __init__(self) -> None:
+        self.choices: list[tuple[NodeFilter, dict[str, int]]] = []  #: overrides of `chipfit.quantize`
+
+    def set_manual_activation_bit_width(
+        self, filters: NodeFilter | list[NodeFilter], bit_widths: int | list[int]
+    ) -> None:
+        """Set bit widths of the results of layers.
+
+        Args:
+            filters: one or several filters of layers.
+            bit_widths: one for all filters, or one for each [bit].
+
+        Raises:
+            ConfigError: filters or widths are missing, or their numbers differ.
+        """
+        self.choices += [(f, {"activation_bits": b}) for f, b in _paired(filters, bit_widths)]
+
+    def set_manual_weights_bit_width(
+        self, filters: NodeFilter | list[NodeFilter], bit_widths: int | list[int], attrs: str | list[str] = "kernel"
+    ) -> None:
+        """Set bit widths of the weights of layers.
+
+        Args:
+            filters, bit_widths: see `set_manual_activation_bit_width`.
+            attrs: name of the weight, one for all filters or one for each. Only kernels have a choice of formats.
+
+        Raises:
+            ConfigError: filters or widths are missing, their numbers differ, or an attribute is not the kernel.
+        """
+        pairs = _paired(filters, bit_widths)
+        for attr in attrs if isinstance(attrs, list) else [attrs]:
+            if attr not in KERNELS:
+                raise ConfigError("Only the width of kernels can be chosen", got=repr(attr), allowed=", ".join(KERNELS))
+        if isinstance(attrs, list) and len(attrs) not in (1, len(pairs)):
+            allowed = "one for all, or one for each"
+            raise ConfigError(f"There are {len(attrs)} attributes for {len(pairs)} filters", allowed=allowed)
+        self.choices += [(f, {"bits": b}) for f, b in pairs]
+
+    def __repr__(self) -> str:
+        return f"BitWidthConfig({self.choices})"
+
+
+def _paired(filters: Any, bit_widths: Any) -> list[tuple[NodeFilter, int]]:
+    chosen = filters_of(filters)
+    widths = list(bit_widths) if isinstance(bit_widths, (list, tuple)) else [bit_widths]
+    check_value(list[Width], widths, ConfigError, "BitWidthConfig", "bit_widths")
+    if len(widths) not in (1, len(chosen)):
+        allowed = "one for all, or one for each"
+        raise ConfigError(f"There are {len(widths)} bit widths for {len(chosen)} filters", allowed=allowed)
+    return list(zip(chosen, widths * len(chosen) if len(widths) == 1 else widths, strict=True))
+
+
+@record(ConfigError)
+class ResourceUtilization:
+    """Limits on the resources of a quantized model, or its actual resources (see `UserInformation`)."""
+
+    weights_memory: Number = math.inf  #: [byte]
+    activation_memory: Number = math.inf  #: [byte]
+    total_memory: Number = math.inf  #: [byte]
+    bops: Number = math.inf  #: bit operations
+
+    def is_any_restricted(self) -> bool:
+        """Return whether any limit is finite."""
+        return any(math.isfinite(v) for v in vars(self).values())
+
+    def to_limits(self) -> Limits | None:
+        """Return the limits for a search of bit widths; None if all are infinite."""
+        given = zip(("weights", "activations", "total", "bops"), vars(self).values(), strict=True)
+        finite = {name: v for name, v in given if math.isfinite(v)}
+        return Limits(**finite) if finite else None
+
+
+class MpDistanceWeighting(Enum):
+    """MCT's weights of the distances of inner layers. No effect: chipfit's loss compares the outputs alone."""
+
+    AVG = 0
+    LAST_LAYER = 1
+    EXP = 2
+    HESSIAN = 3
+
+
+@record(ConfigError)
+class MixedPrecisionQuantizationConfig:
+    """Options of the search of bit widths under MCT's names. The search itself is that of `chipfit.search`."""
+
+    compute_distance_fn: Callable[..., Any] | None = None  #: not supported: losses are predicted, not measured
+    #: no effect: the loss compares the outputs
+    distance_weighting_method: Annotated[MpDistanceWeighting, by_name(MpDistanceWeighting)] = MpDistanceWeighting.AVG
+    num_of_images: int = 32  #: no effect: 128 images, or all if there are fewer
+    configuration_overwrite: InstanceOf[list[int]] | None = None  #: not supported: use BitWidthConfig
+    num_interest_points_factor: Annotated[Number, Field(gt=0, le=1)] = 1.0  #: no effect: the loss compares the outputs
+    use_hessian_based_scores: bool = False  #: no effect: losses are always weighted by gradients
+    norm_scores: bool = True  #: no effect
+    refine_mp_solution: bool = True  #: no effect: the solution is optimal
+    metric_normalization_threshold: AtLeast0 = 1e10  #: no effect: the integer program is always normalized
+
+    def check(self) -> None:
+        """Check that all options are supported.
+
+        Raises:
+            UnsupportedError: an option is not supported.
+        """
+        refuse_options(self, "compute_distance_fn", "leave it out: losses at the outputs are predicted")
+        refuse_options(self, "configuration_overwrite", "choose bit widths by name with BitWidthConfig")
+
+
+@record(ConfigError)
+class DebugConfig:
+    """Options for debugging and manual changes.
+
+    Args:
+        analyze_similarity: not supported; `Result.verify` and `Result.report` list the error of every layer.
+        network_editor: rules that change the quantization of single layers, in order.
+        simulate_scheduler: not supported.
+        bypass: return the float model unchanged.
+    """
+
+    analyze_similarity: bool = False
+    network_editor: InstanceOf[list[EditRule]] = field(default_factory=list)
+    simulate_scheduler: bool = False
+    bypass: bool = False
+
+    def check(self) -> None:
+        """Check that all options are valid and supported.
+
+        Raises:
+            ConfigError: `network_editor` holds something other than an EditRule.
+            UnsupportedError: an option is not supported.
+        """
+        check_value(list[EditRule], self.network_editor, ConfigError, "DebugConfig", "network_editor")
+        refuse_options(self, "analyze_similarity", "information.result.verify(data) compares every layer")
+        refuse_options(self, "simulate_scheduler", "leave it off")
+
+
+@record(ConfigError)
+class CoreConfig:
+    """All options of one quantization."""
+
+    quantization_config: QuantizationConfig = field(default_factory=QuantizationConfig)
+    mixed_precision_config: MixedPrecisionQuantizationConfig | None = None
+    bit_width_config: BitWidthConfig = field(default_factory=BitWidthConfig)
+    debug_config: DebugConfig = field(default_factory=DebugConfig)

@@ -1,0 +1,462 @@
+"""Rules that change how single layers are quantized: filters select layers, actions change them.
+
+Every rule is validated on construction and becomes an entry of `overrides`: see `chipfit.decide.overrides.CHOICES`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf
+
+from chipfit.decide.overrides import check_choices
+from chipfit.errors import ConfigError, UnknownNameError, UnsupportedError, first_line
+from chipfit.frameworks import framework_of
+from chipfit.graph.config import module_settings
+from chipfit.graph.ir import Node
+from chipfit.mct.core.error_method import QuantizationErrorMethod
+from chipfit.mct.target_platform.capabilities import matches, members_of
+from chipfit.mct.target_platform.configs import QuantizationMethod, Signedness
+from chipfit.mct.target_platform.layers import member_of
+from chipfit.pydantic_messages import Name, allowed, arguments, by_name, check_value, record
+from chipfit.quantizers.grids import Grid
+from chipfit.ranges.qparams import QParams, finish_scale, from_min_max
+from chipfit.ranges.search import Sample
+
+__all__ = ["ACTIONS", "Action", "ChangeQuantizationParamFunction", "EditRule", "ReplaceLayer"]
+__all__ += ["NodeFilter", "NodeNameFilter", "NodeNameScopeFilter", "NodeTypeFilter", "filters_of", "to_overrides"]
+__all__ += ["ChangeCandidatesActivationQuantConfigAttr", "ChangeCandidatesActivationQuantizationMethod"]
+__all__ += ["ChangeCandidatesWeightsQuantConfigAttr", "ChangeCandidatesWeightsQuantizationMethod"]
+__all__ += ["ChangeFinalActivationQuantConfigAttr", "ChangeFinalActivationQuantizationMethod"]
+__all__ += ["ChangeFinalWeightsQuantConfigAttr", "ChangeFinalWeightsQuantizationMethod"]
+
+# ---------------------------------------------------------------- filters
+
+
+class NodeFilter:
+    """A selection of layers. Combine filters with `&`, `|` and `~`."""
+
+    def match(self, node: Node) -> bool:
+        """Return whether the filter selects a layer."""
+        raise NotImplementedError
+
+    @property
+    def name(self) -> str:
+        """The text that messages show."""
+        return str(self)
+
+    def __and__(self, other: NodeFilter) -> NodeFilter:
+        return _joined(all, "&", self, other)
+
+    def __or__(self, other: NodeFilter) -> NodeFilter:
+        return _joined(any, "|", self, other)
+
+    def __invert__(self) -> NodeFilter:
+        return _Joined(lambda matches: not all(matches), "~", (self,))
+
+
+@dataclass(frozen=True)
+class NodeTypeFilter(NodeFilter):
+    """A filter of layers of a type.
+
+    Args:
+        node_type: a class or function of a framework, a `LayerFilterParams`, or the name of an operator.
+
+    Raises:
+        ModelingError: node_type is no known layer or operator.
+    """
+
+    node_type: Any
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_member", members_of([self.node_type])[0])
+
+    def match(self, node: Node) -> bool:
+        return matches(self._member, node)  # type: ignore[attr-defined]  # of __post_init__
+
+    @property
+    def name(self) -> str:
+        return getattr(self.node_type, "__name__", str(self.node_type))
+
+
+@record(ConfigError, frozen=True)
+class NodeNameFilter(NodeFilter):
+    """A filter of one layer by its name: module ("layer1.0.conv1", or with underscores), Keras layer, or node."""
+
+    node_name: Name
+
+    def match(self, node: Node) -> bool:
+        return self.node_name in _names(node)
+
+    @property
+    def name(self) -> str:
+        return self.node_name
+
+
+@record(ConfigError, frozen=True)
+class NodeNameScopeFilter(NodeFilter):
+    """A filter of layers whose name contains a text."""
+
+    node_name_scope: Name
+
+    def match(self, node: Node) -> bool:
+        return any(self.node_name_scope in n for n in _names(node))
+
+    @property
+    def name(self) -> str:
+        return self.node_name_scope
+
+
+@dataclass(frozen=True)
+class _Joined(NodeFilter):
+    join: Callable[[Iterable[bool]], bool]
+    sign: str
+    parts: tuple[NodeFilter, ...]
+
+    def match(self, node: Node) -> bool:
+        return self.join(p.match(node) for p in self.parts)
+
+    def __repr__(self) -> str:
+        if len(self.parts) == 1:
+            return f"{self.sign}{self.parts[0]!r}"
+        return "(" + f" {self.sign} ".join(map(repr, self.parts)) + ")"
+
+
+def _joined(join: Callable[[Iterable[bool]], bool], sign: str, a: NodeFilter, b: Any) -> NodeFilter:
+    return _Joined(join, sign, (a, b)) if isinstance(b, NodeFilter) else NotImplemented
+
+
+def _names(node: Node) -> tuple[str, ...]:
+    return node.layer, node.name, node.layer.replace(".", "_")
+
+
+Filter = Annotated[InstanceOf[NodeFilter], allowed("NodeTypeFilter, NodeNameFilter, NodeNameScopeFilter")]
+
+
+def filters_of(given: Any) -> list[NodeFilter]:
+    """Return one filter or several as a list.
+
+    Raises:
+        ConfigError: there is no filter, or something else than filters.
+    """
+    filters = list(given) if isinstance(given, (list, tuple)) else [given]
+    some = Annotated[list[Filter], Field(min_length=1)]
+    return check_value(some, filters, ConfigError, "a rule", "filters")  # type: ignore[no-any-return]  # as `some` says
+
+
+# ---------------------------------------------------------------- actions
+
+#: names of the main weight of a layer
+KERNELS = ("kernel", "kernel_attr", "weight", "depthwise_kernel")
+
+# types of attributes; validators convert a value to that of `overrides`
+Width = Annotated[int, Field(ge=1), allowed("a number of bits, at least 1")]
+_Enabled = Annotated[bool, AfterValidator(lambda on: None if on else "float")]
+_PerChannel = Annotated[bool, AfterValidator(lambda on: "channel" if on else "tensor")]
+_Method = Annotated[QuantizationMethod, by_name(QuantizationMethod), AfterValidator(lambda method: method.word)]
+ErrorMethod = Annotated[QuantizationErrorMethod, by_name(QuantizationErrorMethod)]
+_SIGNS = (Signedness.SIGNED, Signedness.UNSIGNED)
+_Signed = Annotated[
+    bool,
+    BeforeValidator(lambda sign: sign is Signedness.SIGNED if sign in _SIGNS else sign),
+    allowed("Signedness.SIGNED, Signedness.UNSIGNED"),
+]
+_Attributes = Mapping[str, tuple[str, Any]]
+
+
+ACTIONS: list[type[Action]] = []  #: every action
+
+
+class Action:
+    """A change to the layers of a rule."""
+
+    final = False  #: applied last, so that it takes precedence
+
+    def __init_subclass__(cls) -> None:
+        if not cls.__name__.startswith("_"):
+            ACTIONS.append(cls)
+
+    def __init__(self, choices: Mapping[str, Any]) -> None:
+        self.choices = dict(choices)  #: a table of `overrides`
+        if self.choices:
+            check_choices(type(self).__name__, self.choices)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.choices.items())})"
+
+
+class _ByAttributes(Action):
+    """An action that changes fields of a layer's configuration, by MCT's names."""
+
+    table: _Attributes = {}
+    error_method: str
+
+    def __init__(self, **kwargs: Any) -> None:
+        if not kwargs:
+            allowed = ", ".join([*self.table, "l_p_value"])
+            raise ConfigError(f"{type(self).__name__} requires an attribute to change", allowed=allowed)
+        p = kwargs.pop("l_p_value", None)
+        method = kwargs.get(self.error_method)
+        if p is not None and getattr(method, "name", "") != "LP":
+            hint = f"set {self.error_method} as well"
+            raise ConfigError("l_p_value requires the error method LP", got=f"{self.error_method}={method}", hint=hint)
+        choices = {}
+        for attr, value in kwargs.items():
+            if attr not in self.table:
+                raise UnknownNameError(f"attribute of {type(self).__name__}", attr, [*self.table, "l_p_value"])
+            choice, kind = self.table[attr]
+            converted = check_value(kind, value, ConfigError, type(self).__name__, attr)
+            choices[choice] = converted.rule(p or 2.0) if attr == self.error_method else converted
+        super().__init__(choices)
+
+
+_WEIGHTS: _Attributes = {
+    "weights_n_bits": ("bits", Width),
+    "enable_weights_quantization": ("bits", _Enabled),
+    "weights_quantization_method": ("weight_method", _Method),
+    "weights_error_method": ("weight_rule", ErrorMethod),
+    "weights_per_channel_threshold": ("per", _PerChannel),
+}
+_ACTIVATIONS: _Attributes = {
+    "activation_n_bits": ("activation_bits", Width),
+    "enable_activation_quantization": ("activation_bits", _Enabled),
+    "activation_quantization_method": ("method", _Method),
+    "activation_error_method": ("rule", ErrorMethod),
+    "signedness": ("signed", _Signed),
+    "z_threshold": ("z_threshold", float),
+}
+
+
+class ChangeCandidatesWeightsQuantConfigAttr(_ByAttributes):
+    """Change settings of the weights: weights_n_bits, enable_weights_quantization, weights_quantization_method,
+    weights_error_method, weights_per_channel_threshold, l_p_value.
+
+    Raises:
+        UnknownNameError: there is no such attribute.
+        ConfigError: a value has the wrong type.
+    """
+
+    table, error_method = _WEIGHTS, "weights_error_method"
+
+    def __init__(self, attr_name: str = "kernel", **kwargs: Any) -> None:
+        if attr_name not in KERNELS:
+            raise ConfigError("Only the settings of kernels can be changed", got=repr(attr_name), allowed="kernel")
+        super().__init__(**kwargs)
+
+
+class ChangeFinalWeightsQuantConfigAttr(ChangeCandidatesWeightsQuantConfigAttr):
+    """Change settings of the weights; takes precedence over all other rules about the layer's weights."""
+
+    final = True
+
+
+class ChangeCandidatesActivationQuantConfigAttr(_ByAttributes):
+    """Change settings of the result: activation_n_bits, enable_activation_quantization, activation_quantization_method,
+    activation_error_method, signedness, z_threshold, l_p_value.
+
+    Raises:
+        UnknownNameError: there is no such attribute.
+        ConfigError: a value has the wrong type.
+    """
+
+    table, error_method = _ACTIVATIONS, "activation_error_method"
+
+
+class ChangeFinalActivationQuantConfigAttr(ChangeCandidatesActivationQuantConfigAttr):
+    """Change settings of the result; takes precedence over all other rules about the layer's result."""
+
+    final = True
+
+
+class ChangeCandidatesWeightsQuantizationMethod(ChangeCandidatesWeightsQuantConfigAttr):
+    """Change the QuantizationMethod of the weights, to one that the chip's own method includes."""
+
+    def __init__(self, weights_quantization_method: QuantizationMethod) -> None:
+        super().__init__(weights_quantization_method=weights_quantization_method)
+
+
+class ChangeFinalWeightsQuantizationMethod(ChangeCandidatesWeightsQuantizationMethod):
+    """Change the QuantizationMethod of the weights; takes precedence over all other rules."""
+
+    final = True
+
+
+class ChangeCandidatesActivationQuantizationMethod(ChangeCandidatesActivationQuantConfigAttr):
+    """Change the QuantizationMethod of the result, to one that the chip's own method includes."""
+
+    def __init__(self, activation_quantization_method: QuantizationMethod) -> None:
+        super().__init__(activation_quantization_method=activation_quantization_method)
+
+
+class ChangeFinalActivationQuantizationMethod(ChangeCandidatesActivationQuantizationMethod):
+    """Change the QuantizationMethod of the result; takes precedence over all other rules."""
+
+    final = True
+
+
+_Rule = Annotated[str | Callable[..., Any], allowed("a function, or the name of a range rule")]
+
+
+class ChangeQuantizationParamFunction(Action):
+    """Change the range rule.
+
+    Args:
+        activation_quantization_params_fn, weights_quantization_params_fn: the name of a range rule, or a function
+            `(sample, grid)` that returns `QParams`, {"threshold": t} or {"range_min": a, "range_max": b}; t, a and b
+            are numbers, or tensors with one entry for each channel. `sample` is a `chipfit.ranges.search.Sample`
+            (values, counts, extremes), `grid` the quantization grid.
+
+    Raises:
+        UnknownNameError: there is no range rule of that name.
+        ConfigError: a value is neither a name nor a function.
+    """
+
+    @arguments(ConfigError)
+    def __init__(
+        self,
+        activation_quantization_params_fn: _Rule | None = None,
+        weights_quantization_params_fn: _Rule | None = None,
+    ) -> None:
+        given = {"rule": activation_quantization_params_fn, "weight_rule": weights_quantization_params_fn}
+        given = {k: v if isinstance(v, str) else _ByFunction(v) for k, v in given.items() if v is not None}
+        if not given:
+            raise ConfigError("ChangeQuantizationParamFunction requires a function or the name of a range rule")
+        super().__init__(given)
+
+
+@dataclass(frozen=True)
+class _ByFunction:
+    """A range rule that calls a function of the user."""
+
+    function: Callable[[Sample, Grid], Any]
+
+    @property
+    def __name__(self) -> str:
+        return getattr(self.function, "__name__", repr(self.function))
+
+    def __call__(self, sample: Sample, grid: Grid) -> QParams:
+        result = self.function(sample, grid)
+        if isinstance(result, QParams):
+            return result
+        try:
+            if "threshold" in result:
+                t = _per_channel(result["threshold"], sample)
+                if grid.zero != 0:  # an asymmetric grid: use the range [-t, t] or [0, t]
+                    return from_min_max(torch.where(sample.low < 0, -t, 0.0), t, grid)
+                scale = finish_scale(t / (-grid.qmin or grid.qmax + 1), grid)
+                return QParams(scale, torch.zeros_like(scale, dtype=torch.int32))
+            low, high = (_per_channel(result[end], sample) for end in ("range_min", "range_max"))
+            return from_min_max(low, high, grid)
+        except (KeyError, TypeError, ValueError, RuntimeError):
+            raise ConfigError(
+                f"Function '{self.__name__}' must return a range",
+                got=repr(result),
+                allowed='QParams, {"threshold": t}, or {"range_min": a, "range_max": b}; '
+                "numbers, or tensors with one entry per channel",
+            ) from None
+
+
+def _per_channel(value: Any, sample: Sample) -> torch.Tensor:
+    t = torch.as_tensor(value, dtype=torch.float64).reshape(-1).expand(len(sample.low))
+    if not bool(t.isfinite().all()):
+        raise ValueError
+    return t
+
+
+class ReplaceLayer(Action):
+    """Replace each layer by another one before calibration.
+
+    Args:
+        layer_type: class of the new layer.
+        get_params_and_weights_fn: maps `(weights, **attributes)` of the old layer, a table of tensors and its
+            constructor arguments, to the pair (weights, attributes) of the new one.
+
+    Raises:
+        ConfigError: layer_type is no class, or get_params_and_weights_fn no function.
+    """
+
+    @arguments(ConfigError)
+    def __init__(
+        self, layer_type: type, get_params_and_weights_fn: Callable[..., tuple[Mapping[str, Any], Mapping[str, Any]]]
+    ) -> None:
+        super().__init__({})
+        self.layer_type, self.get_params_and_weights_fn = layer_type, get_params_and_weights_fn
+
+
+@record(ConfigError, frozen=True)
+class EditRule:
+    """A change to the layers that a filter selects.
+
+    Args:
+        filter: selects the layers, at least one.
+        action: the change.
+
+    Raises:
+        ConfigError: filter or action have the wrong type.
+    """
+
+    filter: Filter
+    action: Annotated[Action, allowed(", ".join(c.__name__ for c in ACTIONS))]
+
+
+def to_overrides(rules: Iterable[EditRule]) -> list[tuple[NodeFilter, dict[str, Any]]]:
+    """Return rules as overrides, final ones last, without those that replace layers."""
+    ordered = sorted(rules, key=lambda r: r.action.final)
+    return [(r.filter, r.action.choices) for r in ordered if r.action.choices]
+
+
+# ---------------------------------------------------------------- replacement of layers before capture
+
+
+def replace_layers(model: Any, rules: Iterable[EditRule]) -> Any:
+    """Return a copy of `model` with replaced layers; return `model` itself if no rule replaces any.
+
+    A rule's function receives weights as `{name: tensor}`, and the constructor arguments that the module keeps.
+
+    Raises:
+        UnknownNameError: a filter selects no module; lists similar names.
+        ConfigError: a rule's function did not return weights and attributes that fit its layer type.
+        UnsupportedError: the model is not a PyTorch model.
+    """
+    replacing = [(r.filter, r.action) for r in rules if isinstance(r.action, ReplaceLayer)]
+    if not replacing:
+        return model
+    if framework_of(model) != "torch":
+        hint = "replace the layer, then quantize"
+        raise UnsupportedError("ReplaceLayer supports PyTorch models only", got=type(model).__name__, hint=hint)
+    model = copy.deepcopy(model)
+    for layer_filter, action in replacing:
+        named = model.named_modules(remove_duplicate=False)
+        leaves = {name: m for name, m in named if name and not any(True for _ in m.children())}
+        selected = [name for name, m in leaves.items() if layer_filter.match(_node(name, m))]
+        if not selected:
+            raise UnknownNameError("module for the filter", layer_filter.name, leaves)
+        new: dict[int, torch.nn.Module] = {}  # by id: a module under two names is replaced once
+        for name in selected:
+            old = leaves[name]
+            parent, _, own = name.rpartition(".")
+            setattr(model.get_submodule(parent), own, new.setdefault(id(old), _replacement(name, old, action)))
+    return model
+
+
+def _node(name: str, module: torch.nn.Module) -> Node:
+    """Return a module as the node that it becomes in the graph, for filters."""
+    op = next(iter(member_of(type(module)).op), "")
+    return Node(name.replace(".", "_"), op, (), (), {}, name, type(module).__name__, "", module_settings(module))
+
+
+def _replacement(name: str, old: torch.nn.Module, action: ReplaceLayer) -> torch.nn.Module:
+    given = {k: v.detach().clone() for k, v in old.state_dict().items()}
+    try:
+        weights, attributes = action.get_params_and_weights_fn(given, **module_settings(old))
+        new = action.layer_type(**attributes)
+        new.load_state_dict({k: torch.as_tensor(v) for k, v in weights.items()})
+    except (TypeError, ValueError, RuntimeError, AttributeError) as e:
+        allowed = "get_params_and_weights_fn(weights, **attributes) returns (weights, attributes) that fit the layer"
+        what = f"'{name}' cannot become a {action.layer_type.__name__}"
+        raise ConfigError(what, got=first_line(e), allowed=allowed) from e
+    return new.train(old.training)

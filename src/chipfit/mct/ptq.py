@@ -1,0 +1,220 @@
+"""Post-training quantization under the names of MCT: a model, a function that yields data, configurations."""
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from chipfit import pipeline
+from chipfit.errors import ConfigError, DataError
+from chipfit.frameworks import framework_of
+from chipfit.mct.core.config import CoreConfig, ResourceUtilization
+from chipfit.mct.core.network_editor import replace_layers, to_overrides
+from chipfit.mct.framework_info import FrameworkInfo
+from chipfit.mct.target_platform import capabilities
+from chipfit.mct.target_platform.model import TargetPlatformModel
+from chipfit.mct.target_platform.targets import get_target_platform_capabilities
+from chipfit.pydantic_messages import check_value
+from chipfit.result import Result
+from chipfit.search.resources import resources
+
+__all__ = ["DataGenerator", "UserInformation", "keras_post_training_quantization"]
+__all__ += ["pytorch_post_training_quantization"]
+__all__ += ["keras_resource_utilization_data", "pytorch_resource_utilization_data"]
+
+#: called without arguments, returns an iterator over batches; a batch is the list of the model's inputs
+DataGenerator = Callable[[], Iterable[Any]]
+
+
+@dataclass(frozen=True)
+class UserInformation:
+    """Information about a quantized model."""
+
+    result: Result | None = None  #: plan, report, `export`, `verify`, `save`; None if quantization was bypassed
+    input_scale: float = 1.0  #: factor for the inputs of the quantized model
+    #: settings of learned rounding; empty without it
+    gptq_info_dict: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def final_resource_utilization(self) -> ResourceUtilization | None:
+        """Memory and bit operations of the model on the chip for one sample; weights include biases."""
+        if self.result is None:
+            return None
+        found, weights = resources(self.result.graph, self.result.plan), self.result.report.quantized_bytes
+        return ResourceUtilization(weights, found.activations, weights + found.activations, found.bops)
+
+    @property
+    def mixed_precision_cfg(self) -> list[int] | None:
+        """The index of the chosen candidate, for each input and layer with several, in the order of the network.
+
+        Candidates are pairs of widths of a layer's weight and result, widest first. None without a search.
+        """
+        known = self.result.plan.provenance if self.result is not None else {}
+        if self.result is None or "widths" not in known:
+            return None
+        wide = {name: sorted(bits, reverse=True) for name, bits in known["widths"].items() if len(bits) > 1}
+        graph, out = self.result.graph, list[int]()
+        for own in [*([i] for i in graph.inputs), *((n.operand("w"), *n.outputs) for n in graph.nodes)]:
+            tensors = [t for t in own if t in wide]
+            if tensors:
+                pairs = list(itertools.product(*(wide[t] for t in tensors)))
+                out.append(pairs.index(tuple(known["chosen"][t] for t in tensors)))
+        return out
+
+    @property
+    def fusions(self) -> list[list[str]]:
+        """The names of layers that run as one kernel."""
+        if self.result is None:
+            return []
+        layers = {n.name: n.display_name for n in self.result.graph.nodes}
+        return [[layers[n] for n in group] for group in self.result.plan.groups]
+
+
+def pytorch_post_training_quantization(
+    in_module: Any,
+    representative_data_gen: DataGenerator,
+    target_resource_utilization: ResourceUtilization | None = None,
+    core_config: CoreConfig | None = None,
+    target_platform_capabilities: Any = None,
+    fw_info: FrameworkInfo | None = None,
+) -> tuple[Any, UserInformation]:
+    """Quantize a trained PyTorch module after training.
+
+    Args:
+        in_module: a module in any mode; it is copied, never changed.
+        representative_data_gen: function without arguments that yields lists of arrays or tensors, one for each input.
+        target_resource_utilization: limits; a finite one starts a search of bit widths.
+        core_config: range rules, rewrites, corrections, network editor, bit widths; `CoreConfig()` when omitted.
+        target_platform_capabilities: TargetPlatformCapabilities, TargetPlatformModel, Platform, name, or path of a YAML
+            or JSON file; MCT's default chip (imx500) when omitted.
+        fw_info: selects the layers to quantize.
+
+    Returns:
+        The quantized module, which can be trained further, and information about it; its `result` exports and verifies.
+
+    Raises:
+        ConfigError, UnknownNameError: an option is invalid, or a filter matches no layer.
+        UnsupportedError: an option is not supported, by chipfit or by the platform.
+        DataError: the generator yields nothing, or batches that do not fit the model.
+    """
+    options = target_resource_utilization, core_config, target_platform_capabilities, fw_info
+    return quantize_model("post_training_quantization", in_module, representative_data_gen, *options)
+
+
+def pytorch_resource_utilization_data(
+    in_model: Any,
+    representative_data_gen: DataGenerator,
+    core_config: CoreConfig | None = None,
+    target_platform_capabilities: Any = None,
+    fw_info: FrameworkInfo | None = None,
+) -> ResourceUtilization:
+    """Return the resources of a model at the chip's default widths, as a base for limits.
+
+    Arguments and errors are those of `pytorch_post_training_quantization`.
+    """
+    options = None, core_config, target_platform_capabilities, fw_info
+    information: Any = quantize_model("resource_utilization_data", in_model, representative_data_gen, *options)[1]
+    return information.final_resource_utilization  # type: ignore[no-any-return]  # known, as something was quantized
+
+
+def keras_post_training_quantization(
+    in_model: Any,
+    representative_data_gen: DataGenerator,
+    target_resource_utilization: ResourceUtilization | None = None,
+    core_config: CoreConfig | None = None,
+    target_platform_capabilities: Any = None,
+    fw_info: FrameworkInfo | None = None,
+) -> tuple[Any, UserInformation]:
+    """Quantize a trained Keras 3 model after training; otherwise like `pytorch_post_training_quantization`."""
+    options = target_resource_utilization, core_config, target_platform_capabilities, fw_info
+    return pytorch_post_training_quantization(in_model, representative_data_gen, *options)
+
+
+keras_resource_utilization_data = pytorch_resource_utilization_data  # a model of either framework
+
+
+def quantize_model(
+    what: str,
+    model: Any,
+    generator: Any,
+    limits: Any,
+    config: Any,
+    platform: Any,
+    fw_info: FrameworkInfo | None = None,
+    steps: Mapping[str, Any] = MappingProxyType({}),
+) -> tuple[Any, UserInformation]:
+    """Quantize a model with the arguments of a facade.
+
+    Args:
+        what: name of the facade without its framework.
+        steps: additional settings.
+    """
+    framework = framework_prefix(model)
+    facade = f"{framework}_{what}"
+    config = check_value(CoreConfig | None, config, ConfigError, facade, "core_config") or CoreConfig()
+    check_value(ResourceUtilization | None, limits, ConfigError, facade, "target_resource_utilization")
+    config.debug_config.check()
+    if config.debug_config.bypass:
+        return model, UserInformation()
+    searched = limits.to_limits() if limits is not None else None
+    if config.mixed_precision_config is not None:
+        config.mixed_precision_config.check()
+    options = config.quantization_config.to_rules() | {"settings": config.quantization_config.to_settings(**steps)}
+    of_layers = [] if fw_info is None else fw_info.overrides()
+    overrides = [*of_layers, *config.bit_width_config.choices, *to_overrides(config.debug_config.network_editor)]
+    model = replace_layers(model, config.debug_config.network_editor)
+    example = first_batch_of(generator)  # a list of inputs without a label
+    platform = get_target_platform_capabilities(framework) if platform is None else platform
+    if config.quantization_config.custom_tpc_opset_to_layer:
+        platform = _with_layers(platform, config.quantization_config.custom_tpc_opset_to_layer)
+    options |= {"overrides": overrides, "example": example, "limits": searched}
+    result = pipeline.quantize(model, generator, platform, **options, progress=False)
+    result = result if fw_info is None else fw_info.apply(result)
+    return result.model, UserInformation(result, gptq_info_dict=dict(steps))
+
+
+def framework_prefix(model: Any) -> str:
+    """Return the prefix of the facades for such a model: "keras" or "pytorch"."""
+    return "keras" if framework_of(model) == "keras" else "pytorch"
+
+
+def _with_layers(platform: Any, custom: Mapping[str, Any]) -> capabilities.TargetPlatformCapabilities:
+    """Return a platform described in Python with layers attached to some of its operator sets.
+
+    Raises:
+        ConfigError: the platform has no operator sets to attach layers to.
+        ModelingError: the platform has no such set, or a layer is no known operator.
+    """
+    tpc = capabilities.TargetPlatformCapabilities(platform) if isinstance(platform, TargetPlatformModel) else platform
+    if not isinstance(tpc, capabilities.TargetPlatformCapabilities):
+        got = type(platform).__name__
+        allowed = "TargetPlatformCapabilities or TargetPlatformModel"
+        what = "custom_tpc_opset_to_layer requires a platform described in Python"
+        raise ConfigError(what, got=got, allowed=allowed, hint="name the layers in `sets` of the platform file")
+    own = [o for o in tpc.op_sets_to_layers.op_sets_to_layers if o.name not in custom]
+    added = [capabilities.OperationsSetToLayers(name, list(layers)) for name, layers in custom.items()]
+    layers = capabilities.OperationsToLayers([*own, *added])
+    return capabilities.TargetPlatformCapabilities(tpc.tp_model, tpc.name, tpc.version, op_sets_to_layers=layers)
+
+
+def first_batch_of(generator: Any) -> Any:
+    """Return the first batch of a generator function.
+
+    Raises:
+        DataError: `generator` is no function without arguments, or yields nothing.
+    """
+    try:
+        inspect.signature(generator).bind()
+    except (TypeError, ValueError):
+        hint = "def representative_data_gen(): yield [batch]"
+        what = "representative_data_gen must be a function without arguments that yields batches"
+        raise DataError(what, got=type(generator).__name__, hint=hint) from None
+    batches = generator()
+    if not isinstance(batches, Iterable) or isinstance(batches, (str, bytes)):
+        allowed = "an iterator over lists of inputs"
+        raise DataError("representative_data_gen returned no batches", got=type(batches).__name__, allowed=allowed)
+    for batch in batches:
+        return batch
+    raise DataError("The calibration data are empty", hint="representative_data_gen must yield at least one batch")

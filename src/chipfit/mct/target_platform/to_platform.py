@@ -1,0 +1,177 @@
+"""Conversion of a target platform model to a `Platform`, the record of platform files."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from chipfit.errors import ModelingError
+from chipfit.graph.ops import OPS
+from chipfit.mct.target_platform import configs
+from chipfit.platform.filters import Member
+from chipfit.platform.schema import Format, Fuse, OpRule, Option, Placement, Platform, Rule
+from chipfit.pydantic_messages import translate_errors
+from chipfit.quantizers.grids import all_codes
+
+#: operators that pass quantized values on if their results have no quantizer: pass-through operators, and a few more
+_CARRYING = {o for o, facts in OPS.items() if facts.moves} | {"ArgMax", "Cast", "Pad", "Size"}
+_COMMON: dict[str, Any] = {"src": ("python",), "conf": "D"}
+
+
+def build_platform(model: Any, attached: Mapping[str, tuple[Member, ...]]) -> Platform:
+    """Return the Platform of a target platform model. Producers quantize their results.
+
+    Args:
+        model: a TargetPlatformModel, whose module imports this one.
+        attached: operator set -> its members; each set becomes one of the platform's `sets`.
+
+    Raises:
+        ModelingError: a fixed zero point is outside the quantized range.
+    """
+    formats: dict[str, Format] = {}
+    sets = {label: members for label, members in model.members(attached).items() if members}
+    simd = model.is_simd_padding
+    rules = []
+    for label, members in list(sets.items()):
+        for part, rule in _rules(members, model.get_config_options_by_operators_set(label), formats, simd):
+            own = label if part is None else f"{label}: {', '.join(sorted(part))}"
+            if part is not None:
+                inside = ((m, tuple(o for o in m.op if o in part)) for m in members)
+                sets[own] = tuple(m.model_copy(update={"op": ops}) for m, ops in inside if ops)
+            rules.append(rule.model_copy(update={"match": (f"@{own}",)}))
+    every = (Member(op=tuple(OPS)),)
+    for part, rule in _rules(every, model.default_qco, formats, simd):
+        rules.append(rule.model_copy(update={"match": ("*",) if part is None else tuple(sorted(part))}))
+    fusings = []
+    for f in model.fusing_patterns:
+        steps = tuple(tuple(f"@{m.name}" for m in g.members if m.name in sets) for g in f.operator_groups_list)
+        if all(steps):
+            fusings.append(Fuse(chain=steps, note=f.name or "", **_COMMON))
+    base = model.default_qco.base
+    given = (_activation(base, formats),) if base.enable_activation_quantization else ()
+    return Platform(
+        name=model.name,
+        title=f"{model.name}, described in Python",
+        formats=formats,
+        sets=sets,
+        ops=tuple(rules),
+        unlisted="float",
+        fuse=tuple(fusings),
+        place=Placement(at="outputs", io_in=given),
+        sources={"python": "described in Python"},
+        file=f"<{model.name}>",
+        metadata=model.add_metadata,
+        math=model.math,
+    )
+
+
+def _rules(
+    members: tuple[Member, ...], options: configs.QuantizationConfigOptions, formats: dict[str, Format], simd: bool
+) -> Iterator[tuple[set[str] | None, OpRule]]:
+    """Yield the rules of a set, each with its operators; None: all remaining operators.
+
+    A set whose results are quantized needs one rule. Otherwise pass-through operators, operators with weights to
+    quantize, and the others have different rules.
+    """
+    configs = [options.base, *(c for c in options.quantization_config_list if c is not options.base)]
+    base, ops = configs[0], {o for m in members for o in m.op}
+    use: list[Option] = []
+    for c in configs:
+        option = _option(c, formats, simd)
+        use += [option] * (option not in use)
+    weighted = {o for o in ops if any(option.w != "float" for option in use) and _holds_constants(o)}
+    kernel = OpRule(match=("*",), use=tuple(use), rules=_fixed(base, formats), exec="int", **_COMMON)
+    follow = OpRule(match=("*",), exec="follow", rules=(Rule(tie=("ins", "outs")),), **_COMMON)
+    alone = all(m.op for m in members)  # every layer has known operators
+    if base.quantization_preserving:
+        same = tuple(o.model_copy(update={"out": "same"}) for o in use)
+        preserving = OpRule(match=("*",), use=same, rules=(Rule(tie=("in0", "out")),), exec="int", **_COMMON)
+        parts = [(weighted, preserving), (ops - weighted, follow)]
+    elif base.enable_activation_quantization:
+        parts = [(ops, kernel)]
+    else:
+        plain = OpRule(match=("*",), exec="float", note="the platform does not quantize its result", **_COMMON)
+        parts = [(weighted, kernel), (ops & _CARRYING - weighted, follow), (ops - weighted - _CARRYING, plain)]
+    parts = [p for k, p in enumerate(parts) if p[0] or (k == len(parts) - 1 and not alone)]
+    yield from ((None if p is parts[-1] else p[0], p[1]) for p in parts)
+
+
+def _holds_constants(op: str) -> bool:
+    """Return whether an operator may have weights, or constant operands."""
+    several = sum(s.startswith("in") for s in OPS[op].slots) > 1
+    return OPS[op].weighted or (several and op not in _CARRYING)
+
+
+def _option(c: configs.OpQuantizationConfig, formats: dict[str, Format], simd: bool) -> Option:
+    kernel = _pick(c, configs.KERNEL_ATTR, "kernel", "weight", configs.POSITIONAL_ATTR)
+    bias = _pick(c, configs.BIAS_ATTR, "bias")
+    supported = c.supported_input_activation_n_bits
+    assert isinstance(supported, tuple)  # converted by the configuration
+    return Option(
+        in_="any",
+        in_bits=supported,
+        w=_weight(kernel, formats),
+        b=_weight(bias, formats),
+        out=_activation(c, formats) if c.enable_activation_quantization else "float",
+        simd=c.simd_size if simd else None,
+    )
+
+
+def _pick(c: configs.OpQuantizationConfig, *names: str) -> configs.AttributeQuantizationConfig:
+    """Return the configuration of a weight attribute by its generic or framework name."""
+    attrs = c.attr_weights_configs_mapping
+    exact = [attrs[n] for n in names if n in attrs]
+    last_words = {k: {k.rpartition("_")[2], k.rpartition("/")[2].partition(":")[0]} for k in attrs}
+    similar = (v for k, v in attrs.items() if last_words[k] & {*names})
+    return next(iter([*exact, *similar]), c.default_weight_attr_config)
+
+
+def _weight(a: configs.AttributeQuantizationConfig, formats: dict[str, Format]) -> str:
+    if not a.enable_weights_quantization:
+        return "float"
+    method, channels = a.weights_quantization_method, a.weights_per_channel_threshold
+    entries = f"_v{a.lut_values_bitwidth}" if method.lut and a.lut_values_bitwidth else ""
+    name = f"w{a.weights_n_bits}_{_short(method)}{'_ch' if channels else ''}{entries}"
+    per = "channel" if channels else "tensor"
+    formats[name] = _format(method, a.weights_n_bits, a.lut_values_bitwidth, per=per)
+    return name
+
+
+def _activation(c: configs.OpQuantizationConfig, formats: dict[str, Format]) -> str:
+    method, bits = c.activation_quantization_method, c.activation_n_bits
+    if c.signedness is configs.Signedness.AUTO:
+        mark, signed = ("", True if method.affine else "auto")
+    else:
+        signed = c.signedness is configs.Signedness.SIGNED
+        mark = "_u" if not signed else "" if method.affine else "_s"
+    name = f"a{bits}_{_short(method)}{mark}"
+    formats[name] = _format(method, bits, signed=signed)
+    return name
+
+
+def _short(method: configs.QuantizationMethod) -> str:
+    """Return the abbreviation of a method in names of formats."""
+    return ("lut" if method.lut else "") + ("uni" if method.affine else "pot" if method.pot else "sym")
+
+
+def _format(method: configs.QuantizationMethod, bits: int, entry_bits: int | None = None, **more: Any) -> Format:
+    return translate_errors(Format, ModelingError, f"a {bits}-bit format of {method}", {"bits": True})(
+        bits=bits,
+        kind="lut" if method.lut else "int",
+        scale="pot" if method.pot else "any",
+        zero="any" if method.affine else 0,
+        lut={"value_bits": entry_bits or 8} if method.lut else None,
+        **more,
+    )
+
+
+def _fixed(c: configs.OpQuantizationConfig, formats: dict[str, Format]) -> tuple[Rule, ...]:
+    if c.fixed_scale is None or not c.enable_activation_quantization:
+        return ()
+    f = formats[_activation(c, formats)]
+    zero = c.fixed_zero_point or 0
+    low, high = all_codes(f.bits, f.signed is not False)
+    if f.zero == 0 and zero != 0:
+        hint = "use QuantizationMethod.UNIFORM"
+        raise ModelingError("fixed_zero_point must be 0 on a symmetric grid", got=zero, hint=hint)
+    if not low <= zero <= high:
+        raise ModelingError(f"fixed_zero_point must be in {low}..{high}", got=zero, hint="set signedness")
+    return (Rule(fix="out", scale=c.fixed_scale, zp=zero),)

@@ -1,0 +1,268 @@
+"""Effects of every field of a quantization configuration on the plan and the exported file."""
+
+from __future__ import annotations
+
+import json
+
+import onnx
+import pytest
+import torch
+from onnx import numpy_helper
+from torch import nn
+
+import chipfit
+from chipfit import target_platform as tp
+from chipfit.errors import ModelingError, UnsupportedError
+from chipfit.mct.target_platform.configs import BIAS_ATTR
+from tests.build import quantized
+from tests.mct.target_platform.chips import FLOAT, KERNEL, config, kernel, options
+
+WIDE = tp.AttributeQuantizationConfig(tp.QuantizationMethod.SYMMETRIC, 32, False, True)
+POT, SYMMETRIC = tp.QuantizationMethod.POWER_OF_TWO, tp.QuantizationMethod.SYMMETRIC
+AFFINE = tp.QuantizationMethod.UNIFORM
+UNIFORM = {"activation_quantization_method": AFFINE}
+
+
+class Net(nn.Module):
+    """Convolution, activation, pool, dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.act = nn.Conv2d(3, 6, 3, padding=1), nn.Tanh()
+        self.pool, self.fc = nn.MaxPool2d(2), nn.Linear(96, 5)
+
+    def forward(self, x):
+        return self.fc(self.pool(self.act(self.conv(x))).flatten(1))
+
+
+def fit(conv=None, fc=None, tanh=None, pool=None, default=None, net=Net, **more):
+    """Return the network quantized on a chip whose sets have these configurations or options."""
+    torch.manual_seed(0)
+    as_options = lambda c: c if isinstance(c, tp.QuantizationConfigOptions) else options(c)
+    given = {"Conv": conv or config(), "FullyConnected": fc or config(), "Tanh": tanh, "MaxPool": pool}
+    sets = {n: tp.OperatorsSet(n, as_options(c) if c else None) for n, c in given.items()}
+    chip = tp.TargetPlatformModel(options(default or config(FLOAT)), **more, operator_set=sets.values())
+    return quantized(net(), [torch.randn(8, 3, 8, 8) for _ in range(3)], chip)
+
+
+def weight(result, layer="conv", suffix="weight"):
+    stored = (t for t in result.plan.tensors.values() if t.layer == layer and t.role != "activation")
+    return next(t for t in stored if t.name.endswith(suffix))
+
+
+def output(result, op):
+    node = next(n for n in result.graph.nodes if n.op == op)
+    return result.plan.tensors[node.output]
+
+
+def tied(result, a, b):
+    return any({a.name, b.name} <= set(group) for group in result.plan.ties)
+
+
+def is_power_of_two(x):
+    return bool((torch.log2(x) == torch.log2(x).round()).all())
+
+
+# ---------------------------------------------------------------- activations
+
+
+def lopsided():
+    return nn.Sequential(nn.Conv2d(3, 4, 1), nn.ELU())
+
+
+def test_methods_of_activations():
+    pot, free = output(fit(), "Tanh"), output(fit(tanh=config(FLOAT, activation_quantization_method=SYMMETRIC)), "Tanh")
+    affine = output(fit(default=config(FLOAT, **UNIFORM), conv=config(**UNIFORM), net=lopsided), "Elu")
+    assert [is_power_of_two(t.scale) for t in (pot, free, affine)] == [True, False, False]
+    assert pot.zero_point == free.zero_point == 0 and affine.zero_point not in (-128, 0, 127)
+
+
+@pytest.mark.parametrize("method", [tp.QuantizationMethod.LUT_POT_QUANTIZER, tp.QuantizationMethod.LUT_SYM_QUANTIZER])
+def test_look_up_tables_of_activations(method):
+    result = fit(tanh=config(FLOAT, activation_quantization_method=method, activation_n_bits=3))
+    assert output(result, "Tanh").grid.kind == "lut"
+    assert is_power_of_two(output(result, "Tanh").scale) == (method is tp.QuantizationMethod.LUT_POT_QUANTIZER)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8, 16])
+def test_activation_bits(bits):
+    assert output(fit(tanh=config(FLOAT, activation_n_bits=bits)), "Tanh").grid.bits == bits
+
+
+@pytest.mark.parametrize(
+    ("word", "signed"),
+    [
+        (tp.Signedness.SIGNED, True),
+        (tp.Signedness.UNSIGNED, False),
+        (tp.Signedness.AUTO, True),
+        (True, True),
+        (False, False),
+    ],
+)
+def test_signedness(word, signed):
+    assert output(fit(tanh=config(FLOAT, signedness=word)), "Tanh").grid.signed is signed
+
+
+def test_automatic_signedness_of_non_negative_data_is_unsigned():
+    result = fit(net=lambda: nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()))
+    assert output(result, "Relu").grid.signed is False
+
+
+def test_fixed_scale_and_zero_point():
+    affine = {**UNIFORM, "signedness": tp.Signedness.SIGNED}
+    result = fit(tanh=config(FLOAT, fixed_scale=1 / 64, fixed_zero_point=3, **affine))
+    t = output(result, "Tanh")
+    assert (float(t.scale), int(t.zero_point)) == (1 / 64, 3)
+    with pytest.raises(ModelingError, match="must be in -128..127"):
+        fit(tanh=config(FLOAT, fixed_scale=1 / 64, fixed_zero_point=300, **affine))
+
+
+@pytest.mark.parametrize("preserving", [True, False])
+def test_quantization_preserving_ties_result_to_input(preserving):
+    others = {name: config(FLOAT, **UNIFORM) for name in ("tanh", "default")}
+    pool = {"quantization_preserving": True, "enable_activation_quantization": False} if preserving else {}
+    result = fit(config(**UNIFORM), config(**UNIFORM), pool=config(FLOAT, **UNIFORM, **pool), **others)
+    before, after = output(result, "Tanh"), output(result, "MaxPool")
+    assert tied(result, before, after) is preserving and (before.scale == after.scale or not preserving)
+
+
+def test_a_kernel_that_preserves_the_scale_keeps_its_weights():
+    result = fit(conv=config(quantization_preserving=True, enable_activation_quantization=False))
+    assert weight(result).grid.bits == 8 and weight(result).scale.shape == (6,)
+    before, after = result.plan.tensors["x"], output(result, "Conv2D")
+    assert tied(result, before, after) and before.scale == after.scale
+
+
+@pytest.mark.parametrize("kernel", [FLOAT, KERNEL])
+@pytest.mark.parametrize("others", [FLOAT, KERNEL])
+def test_an_operator_without_weights_and_with_disabled_results_ignores_weight_options(kernel, others):
+    quiet = config(kernel, default_weight_attr_config=others, enable_activation_quantization=False)
+    result = fit(pool=quiet)
+    (pool,) = [n for n in result.plan.nodes.values() if n.op == "MaxPool"]
+    assert pool.exec == "follow"
+    assert torch.equal(output(result, "MaxPool").scale, output(result, "Tanh").scale)
+    (tanh,) = [n for n in fit(tanh=quiet).plan.nodes.values() if n.op == "Tanh"]
+    assert (tanh.exec, tanh.why) == ("float", "'default_tp_model' computes Tanh in float")
+
+
+def test_a_set_with_disabled_results_keeps_weights_quantized():
+    quiet = options(enable_activation_quantization=False)
+    with tp.TargetPlatformModel(options(config(FLOAT))) as model:
+        tp.OperatorsSet("quiet", quiet)
+    with tp.TargetPlatformCapabilities(model) as chip:
+        tp.OperationsSetToLayers("quiet", [nn.Conv2d, nn.MaxPool2d, nn.Tanh])
+    result = quantized(Net(), torch.randn(8, 3, 8, 8), chip)
+    runs = {n.op: n.exec for n in result.plan.nodes.values()}
+    assert (runs["Conv2D"], runs["Tanh"], runs["Linear"]) == ("int", "float", "int")
+    assert weight(result).quantized and not output(result, "Conv2D").quantized
+
+
+# ---------------------------------------------------------------- widths between operators
+
+
+def test_supported_widths_apply_through_operators_that_preserve_the_scale():
+    wide = config(FLOAT, activation_n_bits=16)
+    choices = options(wide, config(FLOAT))
+    pool = config(FLOAT, quantization_preserving=True, enable_activation_quantization=False)
+    net = lambda: nn.Sequential(nn.Conv2d(3, 4, 1), nn.Tanh(), nn.MaxPool2d(2), nn.Conv2d(4, 4, 1))
+    for supported, bits in ((8, 8), ((8, 16), 16)):
+        conv = config(supported_input_activation_n_bits=supported)
+        assert output(fit(conv=conv, tanh=choices, pool=pool, net=net), "Tanh").grid.bits == bits
+
+
+def test_a_producer_without_a_supported_width_is_an_error():
+    with pytest.raises(UnsupportedError, match="8"):
+        fit(tanh=config(FLOAT, activation_n_bits=16), pool=config(FLOAT, supported_input_activation_n_bits=8))
+
+
+# ---------------------------------------------------------------- weights
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_weight_bits(bits, tmp_path):
+    result = fit(conv=config(kernel(bits)))
+    assert weight(result).grid.bits == bits
+    assert weight(result, "fc").grid.bits == 8
+    stored = {i.name: numpy_helper.to_array(i) for i in onnx.load(result.export(tmp_path / "m.onnx")).graph.initializer}
+    codes = next(v for k, v in stored.items() if "conv" in k and v.ndim == 4)
+    assert int(abs(codes.astype(int)).max()) <= 1 << bits - 1
+    assert codes.dtype != "float32"
+
+
+@pytest.mark.parametrize("method", [POT, SYMMETRIC, AFFINE])
+def test_weight_methods(method):
+    def net():
+        m = Net()
+        with torch.no_grad():
+            m.conv.weight += 0.1  # lopsided
+        return m
+
+    t = weight(fit(conv=config(kernel(8, method)), net=net))
+    assert is_power_of_two(t.scale) == (method is POT) and bool((t.zero_point == 0).all()) == (method is not AFFINE)
+
+
+def test_weights_per_tensor_and_per_channel():
+    per_tensor = config(kernel(weights_per_channel_threshold=False))
+    assert weight(fit()).scale.shape == (6,) and weight(fit(conv=per_tensor)).scale.shape == ()
+
+
+def test_disabled_weights_stay_in_float():
+    result = fit(conv=config(FLOAT))
+    assert not weight(result).quantized
+    assert weight(result, "fc").quantized
+
+
+def test_each_weight_attribute_has_its_own_configuration():
+    assert not weight(fit(), "conv", "bias").quantized
+    assert weight(fit(conv=config(bias=WIDE)), "conv", "bias").grid.bits == 32
+
+
+def test_attributes_without_an_entry_have_the_default_configuration():
+    four = config(default_weight_attr_config=kernel(4), attr_weights_configs_mapping={BIAS_ATTR: FLOAT})
+    assert weight(fit(conv=four)).grid.bits == 4
+
+
+@pytest.mark.parametrize("method", [tp.QuantizationMethod.LUT_POT_QUANTIZER, tp.QuantizationMethod.LUT_SYM_QUANTIZER])
+@pytest.mark.parametrize("value_bits", [4, 8])
+def test_bits_of_the_entries_of_look_up_tables(method, value_bits):
+    t = weight(fit(conv=config(kernel(3, method, lut_values_bitwidth=value_bits))))
+    assert t.grid.kind == "lut"
+    entries = torch.as_tensor(t.grid.table).double() if t.grid.table is not None else t.scale
+    assert entries.abs().max() <= 1 << value_bits - 1
+    assert (entries == entries.round()).all()
+    assert entries.shape[-1] <= 8
+    assert is_power_of_two(t.scale) == (method is tp.QuantizationMethod.LUT_POT_QUANTIZER)
+
+
+def test_the_base_configuration_is_used_and_the_others_are_choices():
+    choices = [config(kernel(b)) for b in (8, 4, 2)]
+    for base, bits in zip(choices, (8, 4, 2), strict=True):
+        assert weight(fit(conv=tp.QuantizationConfigOptions(choices, base_config=base))).grid.bits == bits
+    result = fit(conv=options(*choices))
+    assert weight(result.edit({"conv": {"bits": 4}})).grid.bits == 4
+    with pytest.raises(UnsupportedError, match="2, 4, 8"):
+        result.edit({"conv": {"bits": 6}})
+
+
+# ---------------------------------------------------------------- memory and metadata
+
+
+def test_simd_size_pads_weights_in_memory_if_the_model_enables_it():
+    result = fit(conv=config(simd_size=16), is_simd_padding=True)
+    node = next(n for n in result.graph.nodes if n.op == "Conv2D")
+    assert result.plan.nodes[node.name].simd == 16
+    report = result.report
+    assert report.padded_bytes - report.quantized_bytes == (16 - 6) * 3 * 3 * 3  # 6 output channels take the room of 16
+    for without in (fit(is_simd_padding=True), fit(conv=config(simd_size=16))):
+        assert without.report.padded_bytes == without.report.quantized_bytes
+
+
+def test_metadata_is_written_into_files(tmp_path):
+    def notes(result):
+        props = {p.key: p.value for p in onnx.load(result.export(tmp_path / "m.onnx")).metadata_props}
+        return json.loads(props["chipfit.provenance"])
+
+    assert "platform" not in notes(fit())
+    with_it = notes(fit(add_metadata=True, name="my_chip"))
+    assert with_it["platform"]["name"] == "my_chip"
+    assert with_it["chipfit"] == chipfit.__version__

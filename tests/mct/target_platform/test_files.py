@@ -1,0 +1,116 @@
+"""Files of chips: platforms in YAML, capabilities in JSON, and conversion between them."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from chipfit.cli.app import app
+from chipfit.errors import ModelingError, PlatformError, UnknownNameError
+from chipfit.mct.target_platform.model import TargetPlatformModel
+from chipfit.mct.target_platform.targets import chip_descriptions, get_target_platform_capabilities
+from chipfit.platform.load import load, names
+from chipfit.platform.save import export_platform
+from chipfit.target_platform import export_target_platform_capabilities, load_target_platform_capabilities
+
+CHIPS = [(n, v) for n, chip in chip_descriptions().items() for v in chip["versions"] if n != "default"]
+
+
+def record(platform):
+    return platform.model_dump(exclude={"extends"})  # an export has no `extends`
+
+
+@pytest.mark.parametrize("name", names())
+def test_an_exported_platform_is_read_back_unchanged(name, tmp_path):
+    assert record(load(export_platform(name, tmp_path / "chip.yaml"))) == record(load(name))
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_platform_converts_to_capabilities_and_back(name, tmp_path):
+    tpc = get_target_platform_capabilities("pytorch", name, "file" if name in chip_descriptions() else None)
+    assert tpc.to_platform() == load(name)
+    assert load(export_platform(tpc, tmp_path / "chip.json")).formats
+
+
+@pytest.mark.parametrize(("name", "version"), CHIPS)
+@pytest.mark.parametrize("suffix", [".yaml", ".json"])
+def test_exported_capabilities_describe_the_same_platform(name, version, suffix, tmp_path):
+    tpc = get_target_platform_capabilities("pytorch", name, version)
+    assert record(load(export_platform(tpc, tmp_path / f"chip{suffix}"))) == record(tpc.to_platform())
+
+
+@pytest.mark.parametrize("name", ["imx500 v4", "imx500 v3_lut", "tflite", "qnnpack", "ort_cpu"])
+def test_capabilities_are_read_back_unchanged(name, tmp_path):
+    tpc = get_target_platform_capabilities("pytorch", *name.split())
+    file = export_target_platform_capabilities(tpc, tmp_path / "new/folder/chip.json")
+    back = load_target_platform_capabilities(file)
+    assert back.tp_model == tpc.tp_model and back == tpc
+    assert load_target_platform_capabilities(back) is back
+    if tpc.source is None:
+        assert back.to_platform().model_dump() == tpc.to_platform().model_dump()
+
+
+def test_missing_and_wrong_capabilities_files_are_named(tmp_path):
+    tpc = get_target_platform_capabilities("pytorch", "qnnpack")
+    with pytest.raises(FileNotFoundError):
+        load_target_platform_capabilities(tmp_path / "none.json")
+    for name, text in {"list.json": "[]", "chip.txt": "{}"}.items():
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ValueError, match=name):
+            load_target_platform_capabilities(tmp_path / name)
+    with pytest.raises(TypeError):
+        load_target_platform_capabilities(3)
+    with pytest.raises(TypeError):
+        export_target_platform_capabilities(3, tmp_path / "x.json")
+    with pytest.raises(ValueError, match="chip.txt"):
+        export_target_platform_capabilities(tpc, tmp_path / "chip.txt")
+
+
+def test_the_command_line_converts_between_both(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mychips.py").write_text(
+        "from chipfit.target_platform import get_target_platform_capabilities\n"
+        "def small():\n    return get_target_platform_capabilities('pytorch', 'qnnpack')\n"
+        "ready = small()\n"
+    )
+    run, qnnpack = CliRunner(), get_target_platform_capabilities("pytorch", "qnnpack").to_platform()
+    for what in ("mychips:small", "mychips:ready"):
+        done = run.invoke(app, ["platforms", "export", what, "small.yaml"])
+        assert done.exit_code == 0, done.output
+        assert record(load("small.yaml")) == record(qnnpack)
+    assert run.invoke(app, ["platforms", "export", "small.yaml", "small.json"]).exit_code == 0
+    shown = run.invoke(app, ["platforms", "show", "small.json"])
+    assert shown.exit_code == 0
+    assert "w8_sym" in shown.output
+
+
+def test_invalid_arguments_are_refused(tmp_path):
+    with pytest.raises(UnknownNameError, match="txt"):
+        export_platform("ort_cpu", tmp_path / "x.txt")
+    with pytest.raises(PlatformError, match="int"):
+        load(3)
+    default = get_target_platform_capabilities("pytorch").tp_model.default_qco
+    with pytest.raises(ModelingError, match="math"):
+        TargetPlatformModel(default, math={"rounding": "half_even"})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        ("name: café".encode("latin-1"), "not text in UTF-8"),
+        (b"", "not JSON"),
+        (b"[" * 100_000, "nest too deep"),
+        (b'{"SCHEMA_VERSION": NaN}', "NaN is no number"),
+        (b'{"SCHEMA_VERSION": 1, "name": "\\ud800"}', "surrogates not allowed"),
+        (b'{"SCHEMA_VERSION": ' + b"9" * 5000 + b"}", "not understood"),
+        (b'{"SCHEMA_VERSION": 1}', "'name' of the file is missing"),
+        (b'{"SCHEMA_VERSION": 1, "name": "x", "version": "", "model": []}', "'model'.*a dictionary"),
+    ],
+)
+def test_an_invalid_capabilities_file_is_refused(tmp_path, content, words):
+    file = tmp_path / "x.json"
+    file.write_bytes(content)
+    with pytest.raises(ModelingError, match=words) as e:
+        load(file)
+    assert str(file) in e.value.where
