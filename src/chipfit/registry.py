@@ -150,7 +150,7 @@ KINDS = {
     "network": Kind("network", "chipfit.bench.networks"),
     "data": Kind("data set", "chipfit.bench.data"),
     "quantizer": Kind("quantizer", "chipfit.mqbench", None, ("forward", "numbers")),
-    "opaque": Kind("framework", "chipfit.frameworks.{}.opaque"),
+    "framework": Kind("framework", "chipfit.frameworks.{}.adapter", None, ("facts", "is_model", "capture")),
 }
 
 

@@ -3,7 +3,7 @@
 # ruff: noqa: F403 -- a door re-exports all names of its modules
 from typing import Any
 
-from chipfit.frameworks import keras_part
+from chipfit.frameworks import part
 from chipfit.frameworks.torch.modules import PytorchActivationQuantizationHolder as PytorchActivationQuantizationHolder
 from chipfit.frameworks.torch.modules import PytorchQuantizationWrapper as PytorchQuantizationWrapper
 from chipfit.mct.trainable.algorithm_quantizers import *
@@ -16,7 +16,7 @@ from chipfit.quantizers.inferable import InferableQuantizer as BaseInferableQuan
 def __getattr__(name: str) -> Any:
     """Load names that need Keras when they are first used."""
     if name == "keras_inferable_quantizers":
-        return keras_part("inferable")
+        return part("keras", "inferable")
     if name in ("KerasActivationQuantizationHolder", "KerasQuantizationWrapper"):
-        return getattr(keras_part("layers"), name)
+        return getattr(part("keras", "layers"), name)
     raise AttributeError(f"module 'chipfit.trainable_infrastructure' has no attribute '{name}'")

@@ -64,7 +64,7 @@ def test_weights_are_loaded_into_the_model_and_must_fit(here):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("USER:number", "must provide a torch.nn.Module or a Keras model. Got: int"),
+        ("USER:number", "must provide a Keras or PyTorch model. Got: int"),
         ("USER:absent", "AttributeError: module"),
         ("USER:broken", r"ValueError: no such depth.*Where: .*user_\d+\.py:8, in broken"),
         ("bad_syntax:net", "SyntaxError"),

@@ -31,7 +31,7 @@ from chipfit.bench.networks import model_entry
 from chipfit.bench.train import CHECKPOINT, Curves, Log, StopRule, WorkerProcess, top1, train, worker_processes
 from chipfit.errors import ChipfitError, ConfigError
 from chipfit.files import lock_folder, write_atomically
-from chipfit.frameworks import framework_of
+from chipfit.frameworks import facts_of, framework_of
 from chipfit.frameworks.torch.bn_fold import FoldedBatchNorm
 from chipfit.mqbench.deployment import deploy
 from chipfit.mqbench.prepare import prepare_qat_fx
@@ -186,8 +186,8 @@ def predictor(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def in_layout_of(x: torch.Tensor, framework: str) -> torch.Tensor:
-    """Return images [N, C, H, W] in the layout of a framework: [N, H, W, C] for Keras."""
-    return x.permute(0, 2, 3, 1) if framework == "keras" else x
+    """Return images [N, C, H, W] in the layout of a framework: [N, H, W, C] if channels are last."""
+    return x.permute(0, 2, 3, 1) if facts_of(framework).channels_last else x
 
 
 def pretrained(config: Config, sets: Sets, worker: WorkerProcess, home: Path, log: Log) -> Any:

@@ -182,7 +182,7 @@ def quantize(
     """Quantize a model for a platform; write model file, plan and report. Exit status 1 if the runtime differs."""
     from chipfit.cli.inputs import load_data, load_model, parse_bits, parse_limits
     from chipfit.errors import Interrupted
-    from chipfit.frameworks import framework_of
+    from chipfit.frameworks import facts_of, framework_of
     from chipfit.import_by_name import load_target
 
     target = load_target(platform)
@@ -191,7 +191,7 @@ def quantize(
     check_replaceable(out, _OUTPUT)
     overrides: dict[str, Any] = {**dict.fromkeys(keep_float or (), "float"), **parse_bits(bits or [])}
     network = load_model(model, weights)
-    batches = load_data(data, input_size, mean, std, channels_last=framework_of(network) == "keras")
+    batches = load_data(data, input_size, mean, std, channels_last=facts_of(framework_of(network)).channels_last)
     chosen: dict[str, Any] = {"rule": rule, "weight_rule": weight_rule, "settings": chipfit.Settings(rounding=rounding)}
     limits = parse_limits(limit) if limit else None
     try:
@@ -225,7 +225,7 @@ def train(
     """Train a quantized model on labelled data or with your own loop; write the same files as `quantize`."""
     from chipfit.cli.inputs import load_data, load_model, parse_bits
     from chipfit.cli.train import parse_method, train_classifier, train_with_loop
-    from chipfit.frameworks import framework_of
+    from chipfit.frameworks import facts_of, framework_of
     from chipfit.import_by_name import load_target
     from chipfit.plan.training import Training
 
@@ -240,13 +240,13 @@ def train(
                 raise ConfigError(f"--{name} does not apply to a saved result", got=what, hint=hint)
         result = _load(Path(what))
         suffix = _suffix(result.platform, wanted)
-        batches = load_data(data, channels_last=result.graph.framework == "keras")
+        batches = load_data(data, channels_last=facts_of(result.graph.framework).channels_last)
         result = result.trains(training)
     else:
         target = load_target(platform or DEFAULT)
         suffix = _suffix(target, wanted)
         network = load_model(what, weights)
-        batches = load_data(data, channels_last=framework_of(network) == "keras")
+        batches = load_data(data, channels_last=facts_of(framework_of(network)).channels_last)
         overrides: dict[str, Any] = {**dict.fromkeys(keep_float or (), "float"), **parse_bits(bits or [])}
         some = batches[:_CALIBRATION] if isinstance(batches, list) else batches
         result = chipfit.quantize(network, some, target, overrides=overrides, training=training, seed=seed)
@@ -323,12 +323,13 @@ def verify(
     Exit status 1 if file or runtime differ, 3 if a runtime differs for which exactness is not claimed.
     """
     from chipfit.cli.inputs import load_data
+    from chipfit.frameworks import facts_of
     from chipfit.report.report import check_suffix
 
     if report is not None:
         check_suffix(report)
     result = _load(saved)
-    batches = load_data(data, input_size, mean, std, channels_last=result.graph.framework == "keras")
+    batches = load_data(data, input_size, mean, std, channels_last=facts_of(result.graph.framework).channels_last)
     found = result.verify(batches, runtime=runtime, path=file)
     _echo(found.summary())
     if report is not None:
@@ -377,11 +378,12 @@ def explain(
     """Show all decisions about a layer and their reasons; with data, the loss of each tensor at every bit width."""
     from chipfit.cli.inputs import load_data
     from chipfit.decide.overrides import match_layers
+    from chipfit.frameworks import facts_of
 
     result = _load(saved)
     if data is not None:
-        keras = result.graph.framework == "keras"
-        images = load_data(data, input_size, mean, std, channels_last=keras)
+        last = facts_of(result.graph.framework).channels_last
+        images = load_data(data, input_size, mean, std, channels_last=last)
         _echo(str(result.sensitivity(images) if curve is None else result.pareto(images, curve)))
     if layer is None:
         if data is None:

@@ -13,7 +13,7 @@ import torch
 
 from chipfit.errors import CaptureError, ConfigError, DataError, PlanError, import_optional, short_message
 from chipfit.files import ARCHIVE_ERRORS, existing_file, wrap_read_errors
-from chipfit.frameworks import framework_of, load_keras, load_torch
+from chipfit.frameworks import adapter, all_facts, framework_of_file, is_model, load
 from chipfit.import_by_name import call_factory, import_by_name, import_or_call
 from chipfit.search.limits import Limits
 
@@ -24,23 +24,23 @@ _MOST_FILES = 200_000
 
 
 def load_model(text: str, weights: Path | None = None) -> Any:
-    """Load a `.pt2` program, a `.keras` file or the result of `module:factory`, with weights from a safetensors file.
+    """Load a model from a file or as the result of `module:factory`, with weights from a safetensors file.
 
     Raises:
         CaptureError: there is no such file or factory, or the weights do not fit.
     """
-    if text.endswith(".pt2"):
-        model = load_torch(text)
-    elif text.endswith(".keras"):
-        model = load_keras(text)
+    if framework_of_file(text):
+        model = load(text)
     elif ":" in text:
-        model = import_or_call(text, "model", CaptureError, _is_model)
+        model = import_or_call(text, "model", CaptureError, is_model)
     else:
-        allowed = "a .pt2 file, a .keras file, or module:factory"
-        hint = "torch.export.save(program, 'model.pt2') writes the first, model.save('model.keras') the second"
+        files = [f for f in all_facts().values() if f.suffix]
+        allowed = f"{', '.join(f'a {f.suffix} file' for f in files)}, or module:factory"
+        hint = "; ".join(f"{f.saving} writes a {f.suffix} file" for f in files)
         raise CaptureError("Model must be a file or module:factory", got=text, allowed=allowed, hint=hint)
-    if not _is_model(model):
-        raise CaptureError(f"'{text}' must provide a torch.nn.Module or a Keras model", got=type(model).__name__)
+    if not is_model(model):
+        known = " or ".join(f.title for f in all_facts().values())
+        raise CaptureError(f"'{text}' must provide a {known} model", got=type(model).__name__)
     if weights is not None:
         _load_weights(model, weights)
     return model
@@ -63,10 +63,6 @@ def _load_weights(model: Any, file: Path) -> None:
     except RuntimeError as e:  # missing keys, wrong shapes
         lines = " ".join(str(e).split())[:300]
         raise CaptureError(f"The weights do not fit the model: {lines}", where=str(file)) from e
-
-
-def _is_model(thing: Any) -> bool:
-    return isinstance(thing, torch.nn.Module) or (framework_of(thing) == "keras" and not isinstance(thing, type))
 
 
 def load_data(text: str, input_size: int = 224, mean: str = "0", std: str = "1", *, channels_last: bool = False) -> Any:
@@ -175,11 +171,9 @@ def example_of(model: str, shape: str | None, network: Any = None) -> Any:
     Raises:
         DataError: the shape is no list of positive integers, or is missing.
     """
-    known = getattr(network, "input_shape", None) if shape is None and model.endswith(".keras") else None
-    if isinstance(known, tuple) and None not in known[1:]:
-        return torch.randn(2, *known[1:])
     if shape is None:
-        example = (network or load_torch(model)).example if model.endswith(".pt2") else None
+        framework = framework_of_file(model)
+        example = adapter(framework).example(load(model) if network is None else network) if framework else None
         if example is None:
             raise DataError("Input shape is required", hint="--input-shape 1,3,224,224, batch first")
         return example

@@ -47,8 +47,8 @@ def resolve_target(target: str) -> Callable[..., Any]:
     """Return the callable of an opaque node, from an allow-list.
 
     Allowed are torch's operators in `operators.yaml`, Python functions of numbers, and torch's functions of symbolic
-    integers; no other attribute can be reached. A target "name:..." belongs to a framework: the function registered
-    as "opaque" under that name creates the callable.
+    integers; no other attribute can be reached. A target "name:..." belongs to a framework, whose adapter creates the
+    callable.
 
     Raises:
         GraphError: the name is not allowed, or this version of torch does not have it.
@@ -58,7 +58,7 @@ def resolve_target(target: str) -> Callable[..., Any]:
         return _PYTHON[target]
     framework, colon, _ = target.partition(":")
     if colon:
-        function: Callable[..., Any] = lookup("opaque", framework)(target)
+        function: Callable[..., Any] = lookup("framework", framework)().opaque(target)
         return function
     module, _, name = target.partition(".")
     found = getattr(torch, name, None) if module == "torch" and name in _SYMBOLIC else torch_operator(target)

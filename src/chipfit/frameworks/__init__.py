@@ -1,12 +1,6 @@
 """Choose the framework of a model, without importing a framework that the model does not need.
 
-A framework is one folder here, with three modules that this one opens: `capture.capture(model, args, kwargs, others)`
-reads a model into a Graph. `lower.lower(graph, plan, training)` builds the trainable simulation, and
-`lower.DeviceModel(graph, run_flat, floats)` a model that computes `run_flat`. In `train`, `stepper` trains a
-classifier, `read_back(model, graph, plan)` returns Graph and Plan with the trained numbers, and `state_arrays(model)`
-yields everything that training may change. A simulation has `run_flat(inputs)`, from torch tensors in the order of the
-graph's inputs to torch tensors in the order of its outputs. An `opaque` module, where a folder has one, runs operators
-that only this framework knows (`engine.opaque`).
+A framework is one folder here, or one file outside that registers an adapter; see `frameworks.adapter`.
 """
 
 import importlib
@@ -17,17 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from chipfit.errors import CaptureError
+from chipfit.frameworks.adapter import Facts, Framework, Tensors, all_facts, included
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 from chipfit.plan.training import Training
-
-#: framework -> top-level packages that its model classes come from. Keras is first: on its torch backend a Keras model
-#: is also a torch module.
-_PACKAGES: dict[str, tuple[str, ...]] = {"keras": ("keras",), "torch": ("torch",)}
+from chipfit.registry import lookup
 
 
 def framework_of(model: Any) -> str:
-    """Return the framework of a model, by the packages that its class derives from.
+    """Return the framework of a model, by the packages that its class derives from; "torch" if none fits.
 
     Raises:
         CaptureError: The model is of Keras 2.
@@ -37,109 +29,103 @@ def framework_of(model: Any) -> str:
         got = type(model).__name__
         hint = "save it with model.save('model.h5') and load that file with Keras 3"
         raise CaptureError("This is a model of Keras 2 (tf_keras)", got=got, allowed="Keras 3 or PyTorch", hint=hint)
-    return next((name for name, owned in _PACKAGES.items() if packages.intersection(owned)), "torch")
+    return next((name for name, facts in all_facts().items() if packages.intersection(facts.packages)), "torch")
 
 
-def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Sequence[Any] = ()) -> Graph:
-    """Read a model of any framework into a Graph; see `capture` in the framework's folder.
-
-    Args:
-        args, kwargs: one batch of inputs, torch tensors, as the model is called with.
-        others: (args, kwargs) of further batches; sizes in which they differ stay open.
+def facts_of(framework: str) -> Facts:
+    """Return what is known of a framework without importing it.
 
     Raises:
-        CaptureError: The model cannot be read; the message names the layer or line and what to change.
+        CaptureError: There is no such framework.
     """
-    from chipfit.engine.process import TRACING
+    known = all_facts()
+    if framework not in known:
+        raise CaptureError(f"There is no framework '{framework}'", allowed=", ".join(known))
+    return known[framework]
 
-    with TRACING:
-        return _module(framework_of(model), "capture").capture(model, args, kwargs, others)
 
-
-def lower(graph: Graph, plan: Plan, training: Training | None = None) -> Any:
-    """Build the trainable simulation, as a model of the framework that the graph came from.
-
-    Args:
-        training: what trains the quantizers; None leaves their scales where they are.
+def adapter(framework: str) -> Framework:
+    """Return the adapter of a framework, which imports it.
 
     Raises:
-        UnsupportedError: An algorithm cannot train a tensor.
+        CaptureError: There is no such framework, or it is not installed.
     """
-    from chipfit.engine.process import TRACING
-
-    with TRACING:
-        return _module(graph.framework, "lower").lower(graph, plan, training)
-
-
-def device(graph: Graph, run_flat: Callable[[Sequence[Any]], list[Any]], floats: Sequence[str]) -> Any:
-    """Build a model of the framework that the graph came from, which computes `run_flat`.
-
-    Args:
-        run_flat: function from torch tensors in the order of the graph's inputs to those of its outputs.
-        floats: operators that the runtime computes in float, so that their last bit is uncertain.
-    """
-    return _module(graph.framework, "lower").DeviceModel(graph, run_flat, floats)
+    facts_of(framework)
+    part(framework, "adapter")
+    found: Framework = lookup("framework", framework)()
+    return found
 
 
-def read_back(model: Any, graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
-    """Return graph and plan with the numbers that a trained simulation holds now.
+def part(framework: str, name: str) -> Any:
+    """Return a module of a framework's folder, for users of its classes; None if it has no folder here.
 
     Raises:
-        PlanError: `model` is not what `lower(graph, plan)` made, or has a scale that is not positive.
+        CaptureError: The framework or its backend is not installed.
     """
-    return _module(graph.framework, "train").read_back(model, graph, plan)
-
-
-def checksum(model: Any, framework: str) -> int:
-    """Return the CRC-32 of all weights and scales that a simulation holds now."""
-    total = 0
-    for array in _module(framework, "train").state_arrays(model):
-        total = zlib.crc32(array.reshape(-1).view("uint8"), total)
-    return total
-
-
-def load_torch(path: str) -> Any:
-    """Load the program of a `.pt2` file; see `frameworks.torch.archive.load`.
-
-    Raises:
-        CaptureError: The file cannot be loaded.
-    """
-    return _module("torch", "archive").load(path)
-
-
-def load_keras(path: str) -> Any:
-    """Load the model of a `.keras` file, on torch unless another backend is chosen: torch is always installed.
-
-    Raises:
-        CaptureError: Keras or its backend is not installed, or the file cannot be loaded.
-    """
-    if not (Path(os.environ.get("KERAS_HOME", "~/.keras")).expanduser() / "keras.json").is_file():
-        os.environ.setdefault("KERAS_BACKEND", "torch")
-    return _module("keras", "safe_loading").load(path)
-
-
-def trainer(framework: str) -> Any:
-    """Return the module whose `stepper(model, rate, steps, probabilities)` trains a simulation."""
-    return _module(framework, "train")
-
-
-def keras_part(name: str) -> Any:
-    """Return a module of the Keras folder, for users of its classes.
-
-    Raises:
-        CaptureError: Keras or its backend is not installed.
-    """
-    return _module("keras", name)
-
-
-def _module(framework: str, name: str) -> Any:
-    if framework not in _PACKAGES:
-        raise CaptureError(f"There is no framework '{framework}'", allowed=", ".join(_PACKAGES))
+    if framework not in included():
+        return None
     try:
         return importlib.import_module(f"chipfit.frameworks.{framework}.{name}")
     except (ImportError, ValueError) as e:  # Keras raises a ValueError for a backend that it does not know
         if framework == "torch":
             raise
-        backend = "set KERAS_BACKEND to a backend that is installed: torch, jax or tensorflow"
-        what, hint = f"{framework.capitalize()} cannot be imported: {e}", f"pip install 'chipfit[keras]', and {backend}"
-        raise CaptureError(what, hint=hint) from e
+        facts = included()[framework]
+        raise CaptureError(f"{facts.title} cannot be imported: {e}", hint=facts.install) from e
+
+
+def is_model(thing: Any) -> bool:
+    """Return whether an object is a model of a framework."""
+    return not isinstance(thing, type) and adapter(framework_of(thing)).is_model(thing)
+
+
+def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Sequence[Any] = ()) -> Graph:
+    """Read a model of any framework into a Graph; see `Framework.capture`."""
+    from chipfit.engine.process import TRACING
+
+    with TRACING:
+        return adapter(framework_of(model)).capture(model, args, kwargs, others)
+
+
+def lower(graph: Graph, plan: Plan, training: Training | None = None) -> Any:
+    """Build the trainable simulation, as a model of the framework that the graph came from; see `Framework.lower`."""
+    from chipfit.engine.process import TRACING
+
+    with TRACING:
+        return adapter(graph.framework).lower(graph, plan, training)
+
+
+def device(graph: Graph, run_flat: Callable[[Tensors], list[Any]], floats: Sequence[str]) -> Any:
+    """Build a model of the graph's framework that computes `run_flat`; see `Framework.device`."""
+    return adapter(graph.framework).device(graph, run_flat, floats)
+
+
+def read_back(model: Any, graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
+    """Return graph and plan with the numbers that a trained simulation holds now; see `Framework.read_back`."""
+    return adapter(graph.framework).read_back(model, graph, plan)
+
+
+def checksum(model: Any, framework: str) -> int:
+    """Return the CRC-32 of all weights and scales that a simulation holds now."""
+    total = 0
+    for array in adapter(framework).state_arrays(model):
+        total = zlib.crc32(array.reshape(-1).view("uint8").data, total)
+    return total
+
+
+def framework_of_file(path: str) -> str:
+    """Return the framework whose models stand in files of this suffix; "" if there is none."""
+    return next((name for name, f in all_facts().items() if f.suffix and path.endswith(f.suffix)), "")
+
+
+def load(path: str) -> Any:
+    """Load a model from a file of the suffix of a framework.
+
+    Raises:
+        CaptureError: The file cannot be loaded, or its framework is not installed.
+    """
+    framework = framework_of_file(path)
+    facts = facts_of(framework)
+    if not any(Path(os.path.expandvars(file)).expanduser().is_file() for file in facts.configured):
+        for name, value in facts.environment.items():
+            os.environ.setdefault(name, value)
+    return adapter(framework).load(path)

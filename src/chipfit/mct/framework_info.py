@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator
 
 from chipfit.decide.overrides import has_weights
 from chipfit.errors import ModelingError, UnsupportedError
+from chipfit.frameworks import adapter
 from chipfit.graph.config import plain
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.ops import OPS
@@ -238,13 +239,7 @@ class FrameworkInfo:
 def _layout(graph: Graph, t: TensorPlan) -> tuple[_Relayout, _Relayout]:
     """Return functions that convert a weight from the graph's layout to the framework's, and back."""
     node = next((n for n in graph.nodes if t.name in n.inputs and n.op in OPS and OPS[n.op].kind), None)
-    if graph.framework != "keras" or node is None:
-        return (lambda w: w), (lambda w: w)
-    from chipfit.frameworks.keras.kernel_layout import DEPTHWISE, to_canonical, to_keras
-
-    depthwise = "depthwise" in node.layer_type.lower() or t.name.endswith("depthwise_kernel")
-    layout = DEPTHWISE if depthwise else OPS[node.op].kind
-    return (lambda w: to_keras(layout, w, len(w))), (lambda w: to_canonical(layout, w))
+    return adapter(graph.framework).kernel_layout(node, t.name) if node else ((lambda w: w), (lambda w: w))
 
 
 def _is(members: tuple[Member, ...], node: Node) -> bool:

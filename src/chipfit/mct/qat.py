@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import InstanceOf
 
 from chipfit.errors import ConfigError, PlanError, UnknownNameError
-from chipfit.frameworks import framework_of, keras_part
+from chipfit.frameworks import framework_of, part
 from chipfit.mct.core.config import CoreConfig, ResourceUtilization
 from chipfit.mct.ptq import DataGenerator, UserInformation, framework_prefix, quantize_model
 from chipfit.mct.trainable import base
@@ -121,7 +121,7 @@ def keras_quantization_aware_training_init(*args: Any, **kwargs: Any) -> tuple[A
         Also the custom objects that Keras requires to load the saved model.
     """
     model, information = pytorch_quantization_aware_training_init(*args, **kwargs)
-    layers, training = vars(keras_part("layers")), information.result.training if information.result else None
+    layers, training = vars(part("keras", "layers")), information.result.training if information.result else None
     hosted = [a for a in (training.weights, training.activations) if isinstance(a, UserQuantizers)] if training else []
     own = {n: c for n, c in layers.items() if n.startswith(("KerasQ", "KerasA"))}
     return model, information, {**own, **{c.__name__: c for a in hosted for c in a.classes}}

@@ -82,4 +82,4 @@ def float_operators(graph: Graph, plan: Plan, profile: Profile) -> Callable[[str
 def _called(n: Node) -> str:
     """Return a node's operator, or the function that an opaque one calls."""
     target: str = n.attrs["target"] if n.op == OPAQUE else n.op
-    return n.layer_type if target.startswith("keras:") else target
+    return n.layer_type if ":" in target else target

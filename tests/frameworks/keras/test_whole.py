@@ -207,8 +207,8 @@ def test_a_backend_that_is_not_there_is_an_error_with_a_way_out(backend, hidden,
     code = f"""
 import sys
 sys.modules[{hidden!r}] = None
-from chipfit.frameworks import load_keras
-try: load_keras({str(tmp_path / "model.keras")!r})
+from chipfit.frameworks import load
+try: load({str(tmp_path / "model.keras")!r})
 except Exception as e: print(type(e).__name__, e)
 """
     said = python(code, KERAS_BACKEND=backend)

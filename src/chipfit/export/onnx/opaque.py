@@ -68,7 +68,7 @@ def splice(builder: OnnxBuilder, node: Node) -> list[str]:
         model = translate(region, example_values(builder, region.inputs), shapes, builder.opset)
     except (torch.onnx.OnnxExporterError, RuntimeError) as e:  # RuntimeError: of the example run before translation
         called, way = node.attrs["target"], "export without it"
-        if called.startswith("keras:"):
+        if ":" in called:
             called, way = node.layer_type, "set KERAS_BACKEND=torch, on which many layers have one"
         what = f"Operator '{called}' of '{node.display_name}' has no ONNX form"
         hint = f"replace it by standard operators, or {way}"

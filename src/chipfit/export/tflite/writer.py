@@ -28,6 +28,7 @@ from chipfit.export.tflite.file import TYPES, Quantization
 from chipfit.export.tflite.metadata import labels_archive, metadata
 from chipfit.export.tflite.ops import NO_FORM, OPERATORS, REFUSED, fused_code
 from chipfit.files import write_atomically
+from chipfit.frameworks import facts_of
 from chipfit.graph.edit import drop_dead
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import TRANSPOSED
@@ -121,7 +122,7 @@ class Writer(TfliteBuilder):
         notes = {"chipfit": json.dumps(self._notes(), default=str).encode()}
         if self.io.notes:
             shape = self.source.shape(self.source.inputs[0])
-            channels = shape[-1 if self.source.framework == "keras" else 1] if len(shape) == 4 else 0
+            channels = shape[-1 if facts_of(self.source.framework).channels_last else 1] if len(shape) == 4 else 0
             notes["TFLITE_METADATA"] = metadata(list(ins), list(outs), self.io.notes, channels or 0)
         return self.content(ins, outs, notes)
 

@@ -13,7 +13,6 @@ import torch
 from chipfit.errors import GraphError, raised_outside_chipfit
 from chipfit.frameworks.keras.backend import to_backend, to_torch
 from chipfit.frameworks.keras.safe_loading import check_registered
-from chipfit.registry import register
 
 PREFIX = "keras:"
 
@@ -38,7 +37,6 @@ def target_of(operation: Any) -> OpaqueTarget:
     return target
 
 
-@register("opaque", "keras")
 def function_of(target: str) -> Callable[..., Any]:
     """Return the function `f(variables, args, kwargs)` on torch tensors that runs an opaque node.
 

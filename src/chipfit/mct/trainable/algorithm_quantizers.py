@@ -3,7 +3,7 @@
 from typing import Any
 
 from chipfit.errors import ConfigError
-from chipfit.frameworks import keras_part
+from chipfit.frameworks import part
 from chipfit.frameworks.torch.modules import FakeQuantizer
 from chipfit.mct.target_platform.configs import QuantizationMethod
 from chipfit.mct.trainable import base
@@ -35,7 +35,7 @@ class _ByAlgorithm:
     def convert2inferable(self: Any) -> Any:
         numbers, classes = self.quantizer.numbers(), inferable.CLASSES
         if self.framework == "keras":
-            numbers, classes = map(keras_part("backend").to_torch, numbers), keras_part("inferable").CLASSES
+            numbers, classes = map(part("keras", "backend").to_torch, numbers), part("keras", "inferable").CLASSES
         scale, zero = (p.detach().cpu().reshape(self._stored.scale.shape) for p in numbers)
         grid = self.quantizer.trained_grid()
         stored = self._stored.with_(scale=scale.float(), zero_point=zero.round().int(), grid=grid)
@@ -53,7 +53,7 @@ class _Pytorch(_ByAlgorithm, base.BasePytorchTrainableQuantizer):
 class _Keras(_ByAlgorithm, base.BaseKerasTrainableQuantizer):
     def initialize_quantization(self, tensor_shape: Any, name: str, layer: Any) -> None:
         given = *self._start(tensor_shape, name, layer), len(tensor_shape or ())
-        self.quantizer = keras_part("layers").KerasQuantizer.for_layer(*given, name=f"{name}_quantizer")
+        self.quantizer = part("keras", "layers").KerasQuantizer.for_layer(*given, name=f"{name}_quantizer")
         setattr(layer, f"{name}_quantizer", self.quantizer)
         for variable in self.quantizer.weights:
             self.add_quantizer_variable(variable.name, variable, base.VariableGroup.QPARAMS)

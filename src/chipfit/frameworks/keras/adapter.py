@@ -1,0 +1,45 @@
+"""The adapter of Keras 3, on any of its backends."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import torch
+
+from chipfit.frameworks.adapter import Framework, included
+from chipfit.frameworks.keras.capture import capture
+from chipfit.frameworks.keras.kernel_layout import DEPTHWISE, to_canonical, to_keras
+from chipfit.frameworks.keras.lower import DeviceModel, lower
+from chipfit.frameworks.keras.opaque import function_of
+from chipfit.frameworks.keras.safe_loading import load
+from chipfit.frameworks.keras.train import read_back, state_arrays, stepper
+from chipfit.graph.ir import Node
+from chipfit.graph.ops import OPS
+from chipfit.registry import register
+
+
+@register("framework", "keras")
+class Keras(Framework):
+    """Keras 3: models of the running process or from a `.keras` file, on any backend."""
+
+    facts = included()["keras"]
+    capture = staticmethod(capture)
+    load = staticmethod(load)
+    opaque = staticmethod(function_of)
+    lower = staticmethod(lower)
+    device = DeviceModel
+    stepper = staticmethod(stepper)
+    read_back = staticmethod(read_back)
+    state_arrays = staticmethod(state_arrays)
+
+    def is_model(self, thing: Any) -> bool:
+        return isinstance(thing, keras.Model)
+
+    def example(self, model: Any) -> Any:
+        shape = getattr(model, "input_shape", None)
+        return torch.randn(2, *shape[1:]) if isinstance(shape, tuple) and None not in shape[1:] else None
+
+    def kernel_layout(self, node: Node, weight: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        depthwise = "depthwise" in node.layer_type.lower() or weight.endswith("depthwise_kernel")
+        layout = DEPTHWISE if depthwise else OPS[node.op].kind
+        return (lambda w: to_keras(layout, w, len(w))), (lambda w: to_canonical(layout, w))
