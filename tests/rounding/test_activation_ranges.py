@@ -16,12 +16,11 @@ from chipfit.ranges import choose
 from chipfit.ranges.search import Sample
 from chipfit.rounding import activation_ranges
 from chipfit.rounding.activation_ranges import (
-    are_low_bit_scores,
     free_low_bit_activations,
     range_of_scores,
     with_weighted_ranges,
 )
-from tests.build import grid, plan_of, randn, stored
+from tests.build import plan_of, randn, stored
 
 A4 = stored(1.0, bits=4, signed=False)
 
@@ -44,22 +43,6 @@ def test_low_scores_are_clipped_and_the_highest_keep_their_codes():
         s = (hi - lo) / 15
         tried.append(loss(s, min(max(round(-lo / s), 0), 15)))
     assert loss(float(scale), int(zero)) == pytest.approx(min(tried), rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    "shape, on, scores",
-    [
-        ((5, 2), A4.grid, True),
-        ((5, 1), A4.grid, False),
-        ((5,), A4.grid, False),
-        ((5, 2, 2), A4.grid, False),
-        ((5, 2), grid(7), True),
-        ((5, 2), grid(8), False),
-        ((5, 2), grid(4, kind="lut", table=(0.0, 1.0)), False),
-    ],
-)
-def test_scores_are_of_two_classes_at_least_and_of_fewer_than_eight_bits(shape, on, scores):
-    assert are_low_bit_scores(torch.zeros(shape), on) is scores
 
 
 def test_ranges_of_few_bits_are_free_where_no_rule_says_them():

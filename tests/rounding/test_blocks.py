@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from chipfit import Settings
-from chipfit.rounding.scale_bounds import weight_rows
+from chipfit.rounding.gptq import weight_rows
 from tests.build import NEAREST, mlp, quantized, randn
 
 DATA = [randn(64, 64, seed=k) @ randn(64, 64, seed=9) for k in range(4)]

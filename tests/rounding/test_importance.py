@@ -13,9 +13,9 @@ from chipfit import Settings
 from chipfit.calibration.collect import Need, TensorStats, collect
 from chipfit.graph.ir import Node
 from chipfit.ranges import choose
-from chipfit.rounding import importance as importance_of
+from chipfit.rounding import fisher
 from chipfit.rounding.compare import Reference
-from chipfit.rounding.importance import importance
+from chipfit.rounding.fisher import importance
 from tests.build import NEAREST, graph_of, quantized, randn
 
 FOUR = {"*": {"bits": 4, "activation_bits": 8}}
@@ -60,7 +60,7 @@ def drawn(model, batches, seed=0):
         yield from zip(batch.split(1), labels.split(1), strict=True)
 
 
-def test_importance_of_weights_is_the_squared_gradient_of_every_sample():
+def test_fisher_weights_is_the_squared_gradient_of_every_sample():
     """By the module itself, one sample after another."""
     model = Net().eval()
     wanted = {name: p for name, p in model.named_parameters() if name.endswith("weight")}
@@ -80,7 +80,7 @@ def test_importance_of_weights_is_the_squared_gradient_of_every_sample():
         assert not torch.allclose(found[name], together / together.mean(), rtol=0.3, atol=0.1)
 
 
-def test_importance_of_an_input_is_the_squared_gradient_where_its_values_are():
+def test_fisher_an_input_is_the_squared_gradient_where_its_values_are():
     model = Net().eval()
     graph, stats = captured(model, DATA)
     (name,) = graph.inputs
@@ -190,13 +190,13 @@ def given(monkeypatch, values, slopes):
         asked.append((set(wanted), set(besides)))
         return {n: v[part] for n, v in values.items()}, {n: g[part] for n, g in slopes.items()}
 
-    monkeypatch.setattr(importance_of, "gradients", gradients)
+    monkeypatch.setattr(fisher, "gradients", gradients)
     return asked
 
 
 @pytest.mark.parametrize("at_once", [1, 1 << 24])
 def test_squares_of_weights_are_of_the_sums_over_positions_of_each_sample(at_once, monkeypatch):
-    monkeypatch.setattr(importance_of, "CHUNK", at_once)
+    monkeypatch.setattr(fisher, "NUMBERS_AT_ONCE", at_once)
     x, y, of_y = randn(40, 3, 2), randn(40, 3, 2, seed=1), randn(40, 3, 2, seed=2)
     asked = given(monkeypatch, {"x": x, "y": y}, {"y": of_y, "z": torch.zeros(40, 3, 2)})
     found = importance(two_layers(), (), ["w", "v", "b", "x"], {}, [[x]])
@@ -211,9 +211,9 @@ def test_squares_of_weights_are_of_the_sums_over_positions_of_each_sample(at_onc
 @pytest.mark.parametrize("most, positions, held", [(12, 1, 3), (5, 3, 1), (18, 3, 3), (17, 3, 2)])
 def test_as_many_samples_are_held_at_once_as_fit(most, positions, held, monkeypatch):
     """Of each sample 2 x positions numbers are read, and 2 x 2 squares are made."""
-    sizes, old, x = [], importance_of.patches, randn(6, positions, 2)
-    monkeypatch.setattr(importance_of, "patches", lambda node, x, *rest: sizes.append(len(x)) or old(node, x, *rest))
-    monkeypatch.setattr(importance_of, "CHUNK", most)
+    sizes, old, x = [], fisher.patches, randn(6, positions, 2)
+    monkeypatch.setattr(fisher, "patches", lambda node, x, *rest: sizes.append(len(x)) or old(node, x, *rest))
+    monkeypatch.setattr(fisher, "NUMBERS_AT_ONCE", most)
     given(monkeypatch, {"x": x}, {"y": x})
     importance(two_layers(), (), ["w"], {}, [[x]])
     assert sizes == [held] * (6 // held)
@@ -264,7 +264,7 @@ def test_squares_of_slopes_are_counted_where_their_values_lie(edges, name, monke
 
 def test_labels_are_drawn_with_the_seed(monkeypatch):
     seen = []
-    monkeypatch.setattr(importance_of, "gradients", lambda *a: seen.append(a[-1].initial_seed()) or ({}, {}))
+    monkeypatch.setattr(fisher, "gradients", lambda *a: seen.append(a[-1].initial_seed()) or ({}, {}))
     for seed in ((), (7,)):
         importance(two_layers(), (), ["w"], {}, [[torch.zeros(3, 3, 2)]], *seed)
     assert seen == [0, 7]

@@ -14,8 +14,7 @@ from chipfit.engine.run import run
 from chipfit.rounding.adaround import output_error
 from chipfit.rounding.compare import Reference, run_quantized, unrounded_outputs
 from chipfit.rounding.methods import learned
-from chipfit.rounding.methods.learned import BlockReconstruction, Learned, learn_rounding
-from chipfit.rounding.network_blocks import SCOPES
+from chipfit.rounding.methods.learned import SCOPES, BlockReconstruction, Learned
 from tests.build import NEAREST, mlp, model_of, quantized, randn
 
 
@@ -57,6 +56,10 @@ def error(result) -> float:
 
 def same_weights(a, b):
     return all(torch.equal(w, b.weights[k]) for k, w in a.weights.items())
+
+
+def learn_rounding(graph, start, plan, batches, method):
+    return BlockReconstruction(graph, start, plan, method).run(batches)
 
 
 # ---------------------------------------------------------------- whole networks

@@ -15,9 +15,9 @@ from chipfit.plan.record import Plan
 from chipfit.registry import option, register
 from chipfit.rounding import method
 from chipfit.rounding.method import RoundingContext, RoundingResult, create_methods, default_method, fits_weights
-from chipfit.rounding.methods import gptq, learned
+from chipfit.rounding.methods import gptq
 from chipfit.rounding.methods.gptq import Gptq, limit_samples
-from chipfit.rounding.methods.learned import Learned
+from chipfit.rounding.methods.learned import BlockReconstruction, Learned
 from chipfit.rounding.methods.nearest import Nearest
 from tests.build import graph_of, plan_of, randn, small_cnn, stored
 
@@ -140,9 +140,13 @@ def rounded(monkeypatch, chosen=GPTQ, *, better=True, notes=(), plan=PLAN, moved
     """The result of a method in which all that it calls is replaced, and what they were given."""
     seen = {}
 
-    def reconstruct(g, p, images, settings, stats, seed):
-        seen.update(settings=settings, images=images_in(images), scores=stats != (), seed=seed, placed=p is not plan)
-        return SimpleNamespace(graph=AFTER, tensors={"w": plan.tensors["w"]}, notes=list(notes))
+    def reconstruct(g, p, settings, stats, seed):
+        def run(images):
+            seen["images"] = images_in(images)
+            return SimpleNamespace(graph=AFTER, plan=p, tensors={"w": plan.tensors["w"]}, notes=list(notes))
+
+        seen.update(settings=settings, scores=stats != (), seed=seed, placed=p is not plan)
+        return SimpleNamespace(run=run)
 
     def choose(g, known):
         seen["known"] = sorted(known)
@@ -152,7 +156,7 @@ def rounded(monkeypatch, chosen=GPTQ, *, better=True, notes=(), plan=PLAN, moved
         seen["held_out"] = images_in(images)
         return better, "losses"
 
-    monkeypatch.setattr(gptq, "reconstruct", reconstruct)
+    monkeypatch.setattr(gptq, "SequentialReconstruction", reconstruct)
     monkeypatch.setattr(method, "compare_plans", compare)
     monkeypatch.setattr(gptq, "fit_to_time", lambda g, p, n, seconds: (n - 1, 100, 5.0))
     monkeypatch.setattr(gptq, "with_weighted_ranges", lambda *a: replace(plan, ties=(("x", "y"),)))
@@ -229,7 +233,7 @@ def test_the_weights_from_before_are_kept_where_they_are_better(monkeypatch, bet
 
 
 def test_learned_weights_tell_their_scope_and_others_stay_as_they_were(monkeypatch):
-    monkeypatch.setattr(learned, "learn_rounding", lambda *given: (AFTER, [f"seed {given[-1]}"]))
+    monkeypatch.setattr(BlockReconstruction, "run", lambda self, _: (AFTER, [f"seed {self.random.initial_seed()}"]))
     found = Learned(scope="layer", guard=False)(BEFORE, PLAN, context(seed=5))
     assert found.graph is AFTER and found.notes == ["seed 5"]
     assert [n for n, t in found.plan.tensors.items() if "codes learned by layer" in t.origin] == ["w"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from chipfit.rounding.network_blocks import network_blocks
+from chipfit.rounding.methods.learned import network_blocks
 from tests.build import graph_of
 
 

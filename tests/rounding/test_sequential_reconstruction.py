@@ -18,13 +18,8 @@ from chipfit.rounding.activation_ranges import with_weighted_ranges
 from chipfit.rounding.compare import Reference
 from chipfit.rounding.methods.nearest import Nearest
 from chipfit.rounding.moments import Moments
-from chipfit.rounding.sequential_reconstruction import (
-    GptqSettings,
-    SequentialReconstruction,
-    reconstruct,
-    why_not_fitted,
-)
-from tests.build import NEAREST, graph_of, mlp, model_of, plan_of, quantized, randn, stored
+from chipfit.rounding.sequential_reconstruction import GptqSettings, SequentialReconstruction, why_not_fitted
+from tests.build import NEAREST, graph_of, grid, mlp, model_of, plan_of, quantized, randn, stored
 
 GPTQ, NO_GUARD = Settings(rounding="gptq"), Settings(rounding="gptq", rounding_guard=False)
 
@@ -46,6 +41,10 @@ def net(transposed: bool = True):
         return 4 * m.head(x.mean((2, 3)))
 
     return model_of(forward, **layers)
+
+
+def reconstruct(graph, plan, batches, *settings, **more):
+    return SequentialReconstruction(graph, plan, *settings, **more).run(batches)
 
 
 DATA = list(randn(256, 3, 10, 10, seed=1).split(32))
@@ -148,7 +147,7 @@ def test_values_beyond_the_limit_lie_on_disk_and_change_nothing():
     held, spilled = (
         reconstruct(result.graph, result.plan, [[x] for x in DATA[:2]], memory=m) for m in (1 << 30, 1 << 10)
     )
-    assert held.spilled == 0 < spilled.spilled
+    assert held.memory.spilled == 0 < spilled.memory.spilled
     assert all(torch.equal(held.graph.weights[k], w) for k, w in spilled.graph.weights.items())
 
 
@@ -197,7 +196,7 @@ def test_weights_tell_how_they_were_rounded_and_the_given_network_stays_as_it_is
     result, x = two_layers
     before = {k: w.clone() for k, w in result.graph.weights.items()}
     done = reconstruct(result.graph, result.plan, [[x]], settings)
-    assert done.notes == [] and done.spilled == 0
+    assert done.notes == [] and done.memory.spilled == 0
     assert {n: t.origin for n, t in done.tensors.items()} == dict.fromkeys(done.tensors, f"{name} over 40 positions")
     assert set(done.tensors) == {"0.weight", "2.weight"}
     for n, t in done.tensors.items():
@@ -399,6 +398,22 @@ def test_ranges_of_scores_are_searched_where_nothing_reads_them_and_no_rule_says
     assert all(done.tensors[n].origin == "least divergence of the class probabilities" for n in placed)
     assert all(float(done.tensors[n].scale) < 9 for n in placed)
     assert set(reconstruct(graph, plan, [[IMAGES[:20]]], PLAIN, ["another"]).tensors) == {"w"}
+
+
+@pytest.mark.parametrize(
+    "shape, classes, on, scores",
+    [
+        ((20, 2), 2, grid(7, signed=False), True),
+        ((20, 2), 2, grid(8, signed=False), False),
+        ((20, 2), 2, grid(4, kind="lut", table=(0.0, 1.0)), False),
+        ((20, 2), 1, grid(4), False),
+        ((10, 2, 2), 2, grid(4), False),
+    ],
+)
+def test_scores_are_of_two_classes_at_least_and_of_fewer_than_eight_bits(shape, classes, on, scores):
+    graph = network("y = Linear(x, w, -)", w=A[:classes].clone())
+    done = reconstruct(graph, planned(y=stored(9.0, on=on)), [[IMAGES[:20].reshape(shape)]], PLAIN, ["y"])
+    assert ("y" in done.tensors) is scores
 
 
 @pytest.mark.parametrize("after, fitted", [(0, []), (1, ["0.weight"])])

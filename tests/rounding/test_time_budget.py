@@ -8,9 +8,9 @@ from torch import nn
 
 import chipfit
 from chipfit import Settings
-from chipfit.rounding import time_budget
 from chipfit.rounding.gptq import LONG_ROW
-from chipfit.rounding.time_budget import count_multiplications, fit_to_time
+from chipfit.rounding.methods import gptq
+from chipfit.rounding.methods.gptq import count_multiplications, fit_to_time
 from tests.build import graph_of, plan_of, quantized, randn, sequential, stored
 
 DATA = list(randn(96, 3, 8, 8, seed=1).split(40))
@@ -49,8 +49,8 @@ def test_the_cost_is_that_of_both_streams_moments_factors_and_columns():
 def test_more_time_means_more_work_and_the_plan_holds_how_much(monkeypatch):
     result = fitted()
     graph, plan = result.decision.graph, result.uncorrected
-    rate = count_multiplications(graph, plan, 96, 2048) / time_budget.EFFICIENCY
-    monkeypatch.setattr(time_budget, "multiplications_per_second", lambda: rate * 1.001)
+    rate = count_multiplications(graph, plan, 96, 2048) / gptq.EFFICIENCY
+    monkeypatch.setattr(gptq, "multiplications_per_second", lambda: rate * 1.001)
     much, little = fitted(seconds=1.0, shift_negative=0.5), fitted(seconds=0.5)
     assert steps(much) == {"shift_negative": 0.5, "rounding_images": 96, "rounding_samples": 2048}
     assert steps(little)["rounding_images"] < 96
@@ -63,7 +63,7 @@ def test_more_time_means_more_work_and_the_plan_holds_how_much(monkeypatch):
 
 
 def test_too_little_time_is_said_and_the_least_work_done(monkeypatch):
-    monkeypatch.setattr(time_budget, "multiplications_per_second", lambda: 1.0)
+    monkeypatch.setattr(gptq, "multiplications_per_second", lambda: 1.0)
     result = fitted(seconds=1.0)
     assert steps(result) == {"rounding_images": 16, "rounding_samples": 256}
     assert any(n.startswith("warning: rounding is expected to take") for n in result.plan.rewrites)
@@ -72,8 +72,8 @@ def test_too_little_time_is_said_and_the_least_work_done(monkeypatch):
 @pytest.mark.parametrize("images, used", [(1000, 256), (200, 200), (20, 20)])
 def test_the_first_step_that_fits_into_the_time_is_taken(images, used, monkeypatch):
     """Of 40 multiplications a second a quarter is reached: 10."""
-    monkeypatch.setattr(time_budget, "multiplications_per_second", lambda: 40.0)
-    monkeypatch.setattr(time_budget, "count_multiplications", lambda graph, plan, n, p: float(n * p))
+    monkeypatch.setattr(gptq, "multiplications_per_second", lambda: 40.0)
+    monkeypatch.setattr(gptq, "count_multiplications", lambda graph, plan, n, p: float(n * p))
     least = min(images, 16)
     assert fit_to_time(None, None, images, used * 2048 / 10) == (used, 2048, used * 2048 / 10)
     assert fit_to_time(None, None, images, used * 2048 / 10 - 1e-3)[:2] != (used, 2048)
@@ -83,8 +83,8 @@ def test_the_first_step_that_fits_into_the_time_is_taken(images, used, monkeypat
 
 def test_the_speed_is_that_of_the_fastest_of_five_products(monkeypatch):
     times = iter([0.0, 4.0, 10.0, 12.0, 20.0, 20.5, 30.0, 31.0, 40.0, 43.0])
-    monkeypatch.setattr(time_budget.time, "perf_counter", lambda: next(times))
-    assert time_budget.multiplications_per_second() == 384**3 / 0.5 and next(times, None) is None
+    monkeypatch.setattr(gptq.time, "perf_counter", lambda: next(times))
+    assert gptq.multiplications_per_second() == 384**3 / 0.5 and next(times, None) is None
 
 
 def cost(*nodes, images=10, positions=256, k=2, o=2):

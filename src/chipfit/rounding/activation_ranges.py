@@ -13,12 +13,12 @@ from chipfit.calibration.data import Batch
 from chipfit.decide.assignment import FEW_BITS
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
-from chipfit.quantizers.grids import Grid, fake_quantize
+from chipfit.quantizers.grids import fake_quantize
 from chipfit.quantizers.stored import Stored
 from chipfit.ranges.qparams import QParams, from_min_max
 from chipfit.ranges.search import Sample, search
-from chipfit.rounding.importance import importance
-from chipfit.rounding.scale_bounds import scale_bounds, scale_is_allowed
+from chipfit.rounding.fisher import importance
+from chipfit.rounding.gptq import scale_bounds, scale_is_allowed
 
 #: shares of the range on which its ends are tried
 _LOWS, _HIGHS = torch.linspace(0, 1, 21).tolist(), torch.linspace(0.5, 1, 11).tolist()
@@ -39,11 +39,6 @@ def range_of_scores(stored: Stored, wanted: Iterable[Tensor], got: Iterable[Tens
     tries = [from_min_max(low * a, high * b, stored.grid) for a in _LOWS for b in _HIGHS]
     best = min(tries, key=loss)
     return best.scale, best.zero_point
-
-
-def are_low_bit_scores(x: Tensor, grid: Grid) -> bool:
-    """Return whether a tensor has class scores [N, C], and its grid fewer than 8 bits."""
-    return x.dim() == 2 and x.shape[1] > 1 and grid.table is None and grid.bits < 8
 
 
 def free_low_bit_activations(plan: Plan) -> list[str]:

@@ -12,8 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from chipfit.quantizers.grids import Grid, fake_quantize
+from chipfit.graph.ir import Node
+from chipfit.plan.record import Plan
+from chipfit.quantizers.grids import Grid, fake_quantize, shape_for
 from chipfit.quantizers.rounding import round_by_rule
+from chipfit.rounding.moments import as_rows
 
 #: share of the mean of diag(H) that is added to the diagonal before H is factorized
 DAMPING = 0.01
@@ -27,6 +30,8 @@ TRIES = 36
 NUMBERS_AT_ONCE = 1 << 17
 #: a row of more weights tries these candidates alone, since each takes long
 LONG_ROW, CANDIDATES_OF_LONG_ROWS = 1024, (1.0,)
+#: distance of solved scales from their bounds in log2, for two roundings to float32
+_MARGIN = 4e-6
 
 
 @dataclass
@@ -62,9 +67,7 @@ def round_rows(
     w: Tensor,
     h: Tensor,
     rows: WeightRows,
-    *,
     feedback: bool = True,
-    damping: float = DAMPING,
     candidates: Sequence[float] = CANDIDATES,
 ) -> tuple[Tensor, Tensor, bool]:
     """Return weights on their grid with the least error in the outputs.
@@ -77,22 +80,22 @@ def round_rows(
         q [g, O/g, K]; the entries of the scale; whether H could be factorized (else q has the nearest values).
     """
     g, o, k = w.shape
-    entries, tries = _scale_entries(rows), [rows.scale]
+    tries = [rows.scale]
     if rows.ids is not None and rows.grid.table is None and not bool(rows.zero.any()):
-        best = search_scales(w, h, rows, damping)
+        best = search_scales(w, h, rows)
         factors = CANDIDATES_OF_LONG_ROWS if k > LONG_ROW else candidates
         tries = [within_bounds(best * r, rows)[rows.ids].unsqueeze(2) for r in factors]
     n = len(tries)
     scale, zero = torch.cat([t.expand(g, o, k) for t in tries], 1), rows.zero.expand(g, o, k).repeat(1, n, 1)
-    shares, wanted = error_feedback(h, damping) if feedback else None, w.repeat(1, n, 1)
+    shares, wanted = error_feedback(h) if feedback else None, w.repeat(1, n, 1)
     if shares is not None:
         q = round_columns(wanted, shares, scale, zero, rows.grid)
     else:
         q = NearestOnGrid(scale, zero, rows.grid)(wanted)
     factorized = shares is not None or not feedback
     if rows.ids is None:
-        return q, entries, factorized
-    ids = rows.ids.flatten()
+        return q, rows.low, factorized
+    ids, entries = rows.ids.flatten(), torch.zeros_like(rows.low)
     winner = torch.zeros(len(entries), dtype=torch.long)
     if n > 1:
         error = (((q - wanted) @ h) * (q - wanted)).sum(2).view(g, n, o)
@@ -100,8 +103,8 @@ def round_rows(
         winner = torch.stack(losses).argmin(0)
     pick = winner[rows.ids].unsqueeze(1)  # [g, 1, O/g]
     scales = torch.stack([t[..., 0] for t in tries], 1).gather(1, pick)[:, 0]
-    entries = entries.clone().index_copy_(0, ids, scales.flatten())
-    return q.view(g, n, o, k).gather(1, pick.unsqueeze(3).expand(g, 1, o, k))[:, 0], entries, factorized
+    q = q.view(g, n, o, k).gather(1, pick.unsqueeze(3).expand(g, 1, o, k))[:, 0]
+    return q, entries.index_copy_(0, ids, scales.flatten()), factorized
 
 
 def round_columns(w: Tensor, shares: Tensor, scale: Tensor, zero: Tensor, grid: Grid) -> Tensor:
@@ -151,8 +154,9 @@ class NearestOnGrid:
         return round_by_rule(w / s, self.grid.rounding).clamp_(self.grid.qmin, self.grid.qmax).mul_(s)
 
 
-def error_feedback(h: Tensor, damping: float) -> Tensor | None:
+def error_feedback(h: Tensor) -> Tensor | None:
     """Return R_ij / R_jj of the damped H for `round_columns`; None if no damping up to ten means makes H definite."""
+    damping = DAMPING
     while damping <= 10:
         # rows and columns in reverse order, so that the factor is upper triangular
         lower, failed = torch.linalg.cholesky_ex(_damped(h, damping).flip(1, 2))
@@ -175,10 +179,10 @@ def mean_diagonal(h: Tensor) -> Tensor:
     return h.diagonal(dim1=1, dim2=2).mean(1, keepdim=True).clamp_min(1e-10)
 
 
-def search_scales(w: Tensor, h: Tensor, rows: WeightRows, damping: float) -> Tensor:
-    """Return the entries of the scale with the least sum of (h_jj + damping) (q_j - w_j)^2, of `TRIES` tried."""
+def search_scales(w: Tensor, h: Tensor, rows: WeightRows) -> Tensor:
+    """Return the entries of the scale with the least sum of (damped H)_jj (q_j - w_j)^2, of `TRIES` tried."""
     assert rows.ids is not None
-    weights = (h.diagonal(dim1=1, dim2=2) + damping * mean_diagonal(h)).unsqueeze(2)
+    weights = _damped(h, DAMPING).diagonal(dim1=1, dim2=2).unsqueeze(2)
     flat, n = rows.ids.flatten(), len(rows.low)
     top = torch.zeros(n).scatter_reduce_(0, flat, w.abs().amax(2).flatten(), "amax")
     half = (rows.grid.qmax - rows.grid.qmin) / 2
@@ -199,8 +203,51 @@ def within_bounds(scale: Tensor, rows: WeightRows) -> Tensor:
     return torch.minimum(torch.maximum(scale, rows.low), rows.high)
 
 
-def _scale_entries(rows: WeightRows) -> Tensor:
-    """Return the entries of the scale before it is fitted."""
-    if rows.ids is None:
-        return rows.low
-    return torch.zeros_like(rows.low).index_copy_(0, rows.ids.flatten(), rows.scale[..., 0].flatten())
+# ---------------------------------------------------------------- how a weight is stored, and bounds of its scale
+
+
+def weight_rows(plan: Plan, node: Node, w: Tensor) -> WeightRows:
+    """Return how the weight `w` of `node` is stored, as rows, with the bounds of its scale."""
+    stored = plan[node.weight]
+
+    def spread(p: Tensor) -> Tensor:
+        return as_rows(node, shape_for(p, w, stored.axis or 0).expand(w.shape))
+
+    scale, zero = spread(stored.scale), spread(stored.zero_point)
+    ids = spread(torch.arange(stored.scale.numel()).view(stored.scale.shape))
+    bounds = scale_bounds(plan, node.weight)
+    free = bounds is not None and bool((ids == ids[..., :1]).all())
+    low, high = bounds if bounds is not None and free else (stored.scale.reshape(-1),) * 2
+    return WeightRows(stored.grid, scale, zero, ids[..., 0] if free else None, low, high)
+
+
+def scale_bounds(plan: Plan, name: str) -> tuple[Tensor, Tensor] | None:
+    """Return the least and greatest value of each entry of a scale [entries] while all other scales stay.
+
+    Returns:
+        None if other tensors share this scale, or rules other than bounds hold for it.
+    """
+    tied = any(name in group for group in plan.ties)
+    if tied or name in plan.fixed or any(name == weight for weight, _ in plan.sums):
+        return None
+    scale = plan[name].scale.reshape(-1)
+    low = torch.full_like(scale, plan[name].grid.scale_min or torch.finfo(torch.float32).tiny)
+    high = torch.full_like(scale, 2.0**100)
+    for limit in plan.limits:
+        exponents = dict(limit.terms)
+        e = exponents.pop(name, 0)
+        if not e or not all(plan.quantized(t) for t in exponents):
+            continue
+        rest = sum((x * torch.log2(plan[t].scale.double()) for t, x in exponents.items()), torch.zeros(()))
+        ends = [(limit.low + _MARGIN - rest) / e, (limit.high - _MARGIN - rest) / e]
+        below, above = ends if e > 0 else ends[::-1]
+        per_entry = rest.dim() == 0 or rest.shape == scale.shape
+        low = torch.maximum(low, torch.exp2(below if per_entry else below.max()).to(scale.dtype))
+        high = torch.minimum(high, torch.exp2(above if per_entry else above.min()).to(scale.dtype))
+    return torch.minimum(low, scale), torch.maximum(high, scale)
+
+
+def scale_is_allowed(plan: Plan, name: str, scale: Tensor) -> bool:
+    """Return whether a tensor may have this scale while all others stay."""
+    bounds = scale_bounds(plan, name)
+    return bounds is not None and bool(((scale >= bounds[0]) & (scale <= bounds[1])).all())

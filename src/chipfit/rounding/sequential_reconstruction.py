@@ -8,13 +8,12 @@ activations are the plan's.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from chipfit.calibration.batch_cache import MemoryLimit
 from chipfit.calibration.data import Batch
 from chipfit.engine.kernels import execute
 from chipfit.engine.run import done_after
@@ -26,9 +25,9 @@ from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import option
 from chipfit.rounding import activation_ranges, gptq
+from chipfit.rounding.gptq import scale_bounds, scale_is_allowed, weight_rows
 from chipfit.rounding.moments import Moments, as_rows, from_rows, patches, positions, targets
-from chipfit.rounding.scale_bounds import scale_bounds, scale_is_allowed, weight_rows
-from chipfit.rounding.streams import MEMORY, Pick, Stream, append_inputs, is_elementwise
+from chipfit.rounding.streams import MEMORY, Pick, SampleStreams, Stream, is_elementwise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,52 +41,6 @@ class GptqSettings:
     samples: int = option("rounding_samples", 4096, "output positions per operator, over all images")
     ridge: float | None = option("correct_weights", 0.1, "ridge for moving weights before rounding; None: they stay")
     residual: bool = option("repair_residual", True, "an operator before an addition repairs its other operand too")
-
-
-@dataclass
-class Reconstructed:
-    """The result of a reconstruction."""
-
-    graph: Graph  #: with weights on their quantization grids, and new biases
-    tensors: dict[str, TensorPlan] = field(default_factory=dict)  #: weights and activations with new scales
-    notes: list[str] = field(default_factory=list)
-    spilled: int = 0  #: bytes that were kept on disk
-
-
-@torch.inference_mode()
-def reconstruct(
-    graph: Graph,
-    plan: Plan,
-    batches: Iterable[Batch],
-    settings: GptqSettings = GptqSettings(),
-    searched: Collection[str] = (),
-    *,
-    seed: int = 0,
-    memory: int = MEMORY,
-) -> Reconstructed:
-    """Round the weights of all linear operators that the plan quantizes; after Ctrl-C, of those done until then.
-
-    Args:
-        batches: of graph inputs; they are read once.
-        searched: class scores among these get a range of their own where the platform leaves it free.
-        memory: bytes of samples in memory; the rest is kept in mapped files.
-
-    Raises:
-        DataError: there is no batch.
-    """
-    run = SequentialReconstruction(graph.copy(), plan, settings, searched, seed, memory)
-    run.read(batches)
-    out = Reconstructed(run.graph)
-    for k, (node, done) in enumerate(zip(list(graph.nodes), done_after(graph), strict=True)):
-        try:
-            run.step(k, node, out)
-        except KeyboardInterrupt:
-            out.notes.append(f"{Interrupted.NOTE}: '{node.display_name}' and what follows it take their nearest codes")
-            break
-        for name in done:
-            run.free(name)
-    out.spilled = run.memory.spilled
-    return out
 
 
 def why_not_fitted(graph: Graph, plan: Plan, readers: Readers, node: Node) -> str | None:
@@ -104,41 +57,69 @@ def why_not_fitted(graph: Graph, plan: Plan, readers: Readers, node: Node) -> st
     return readers.why_fixed(node) or None
 
 
-class SequentialReconstruction:
-    """The state of a pass: the samples at each value that is still read, in float and quantized."""
+class SequentialReconstruction(SampleStreams):
+    """A pass over a network that rounds the weights of all linear operators that a plan quantizes.
+
+    Args:
+        graph: the network with float weights; it stays as it is.
+        searched: class scores among these get a range of their own where the platform leaves it free.
+    """
 
     def __init__(
-        self, graph: Graph, plan: Plan, settings: GptqSettings, searched: Collection[str], seed: int, memory: int
+        self,
+        graph: Graph,
+        plan: Plan,
+        settings: GptqSettings = GptqSettings(),
+        searched: Collection[str] = (),
+        seed: int = 0,
+        memory: int = MEMORY,
     ) -> None:
-        self.graph, self.settings = graph, settings
-        self.plan = replace(plan, tensors=dict(plan.tensors))
-        self.original, self.readers = graph.weights, Readers(graph)
-        graph.weights = dict(graph.weights)
-        self.memory = MemoryLimit(memory)
-        self.floats: dict[str, Stream] = {}
-        self.quantized: dict[str, Stream] = {}
+        super().__init__(replace(plan, tensors=dict(plan.tensors)), memory)
+        self.graph, self.settings, self.readers = (
+            graph.copy(),
+            settings,
+            Readers(graph),
+        )  #: `graph` receives the results
+        self.original, self.graph.weights = graph.weights, dict(graph.weights)
+        self.tensors: dict[str, TensorPlan] = {}  #: weights and activations with new scales
+        self.notes: list[str] = []
         self.rounded: dict[str, Any] = {}  #: weights as the chip stores them
         self.random = torch.Generator().manual_seed(seed)
-        self.samples = self.chunks = 0
-        self.raw = {value for value, _ in plan.float_edges}  #: values that some operator reads before they are rounded
+        self.samples = 0
         free = {n for n in graph.outputs if n in searched and plan.quantized(n) and n not in plan.zeros}
-        #: outputs whose range is still to be chosen
+        #: outputs whose range is still to be chosen; nothing reads their quantized values
         self.open = {n for n in free if scale_bounds(plan, n) is not None and not self.readers.of(n)}
+        self.raw |= self.open
 
-    def read(self, batches: Iterable[Batch]) -> None:
-        """Put the graph's inputs into both streams, in chunks."""
-        for name in self.graph.inputs:
-            self._add_streams(name)
-        for inputs in append_inputs(self.graph, batches, self.floats, self.quantized):
-            self.chunks += 1
+    @torch.inference_mode()
+    def run(self, batches: Iterable[Batch]) -> SequentialReconstruction:
+        """Round the weights of all operators; after Ctrl-C, of those done until then.
+
+        Args:
+            batches: of graph inputs; they are read once.
+
+        Raises:
+            DataError: there is no batch.
+        """
+        for inputs in self.read_inputs(self.graph, batches):
             self.samples += max((len(x) if x.dim() else 0 for x in inputs), default=0)
         if not self.samples:
             raise DataError("There is no calibration data", allowed="one batch at least")
+        for k, (node, done) in enumerate(zip(list(self.graph.nodes), done_after(self.graph), strict=True)):
+            try:
+                self.step(k, node)
+            except KeyboardInterrupt:
+                rest = f"'{node.display_name}' and what follows it take their nearest codes"
+                self.notes.append(f"{Interrupted.NOTE}: {rest}")
+                break
+            self.free(done)
+        return self
 
-    def step(self, index: int, node: Node, out: Reconstructed) -> None:
+    def step(self, index: int, node: Node) -> None:
         """Run one node on both streams, and fit its weight in between."""
         for o in node.outputs:
-            self._add_streams(o)
+            self.floats[o] = Stream(self.memory, expected=self.chunks)
+            self.quantized[o] = self.quantized_stream(o, self.chunks)
         why = why_not_fitted(self.graph, self.plan, self.readers, node)
         moments = None if why is not None else Moments.empty(as_rows(node, self._weight(node)))
         for k in range(self.chunks):
@@ -148,24 +129,17 @@ class SequentialReconstruction:
             for o, y in zip(node.outputs, results, strict=False):
                 self.floats[o].append(y)
         if moments is not None:
-            node = self.graph.nodes[index] = self.fit(node, moments, out)
+            node = self.graph.nodes[index] = self.fit(node, moments)
         elif why:
-            out.notes.append(f"the weight of '{node.display_name}' is rounded to the nearest code: {why}")
+            self.notes.append(f"the weight of '{node.display_name}' is rounded to the nearest code: {why}")
         for k in range(self.chunks):
             results = execute(node, [self._quantized(i, node, k) for i in node.inputs])
             for o, y in zip(node.outputs, results, strict=False):
                 self.quantized[o].append(y)
-        for o in node.outputs:
-            if o in self.open:
-                self._choose_score_range(o, out)
+        for o in self.open.intersection(node.outputs):
+            self._choose_score_range(o)
 
-    def free(self, name: str) -> None:
-        """Release the samples at a value that no later node reads."""
-        for streams in (self.floats, self.quantized):
-            if name in streams:
-                streams.pop(name).free()
-
-    def fit(self, node: Node, moments: Moments, out: Reconstructed) -> Node:
+    def fit(self, node: Node, moments: Moments) -> Node:
         """Fit weight, scale and bias of one operator; returns the node with its new bias."""
         plan, name, settings = self.plan, node.weight, self.settings
         w, stored = self._weight(node), plan[name]
@@ -176,36 +150,30 @@ class SequentialReconstruction:
         q, entries, inverted = gptq.round_rows(rows, h, weight_rows(plan, node, w), feedback=settings.feedback)
         if moments.count < rows.shape[2]:
             few = f"{moments.count} positions for {rows.shape[2]} weights of one output"
-            out.notes.append(f"warning: '{node.display_name}' is fitted to {few}: more images make it better")
+            self.notes.append(f"warning: '{node.display_name}' is fitted to {few}: more images make it better")
         if not inverted:
-            out.notes.append(
-                f"the weight of '{node.display_name}' is rounded to the nearest code: its moments are singular"
-            )
+            why = "its moments are singular"
+            self.notes.append(f"the weight of '{node.display_name}' is rounded to the nearest code: {why}")
         self.graph.weights[name] = self.rounded[name] = from_rows(node, q, w)
-        scale, origin = entries.view(stored.scale.shape).to(torch.float32), f"{settings.name} over {moments.count}"
-        fitted = plan.tensors[name].with_(scale=scale, origin=f"{origin} positions")
-        out.tensors[name] = plan.tensors[name] = fitted
+        origin = f"{settings.name} over {moments.count} positions"
+        self._replan(name, origin, scale=entries.view(stored.scale.shape).to(torch.float32))
         if node.bias is None:
             return node
         x, t = moments.means()
         return with_bias(self.graph, node, (t - (q @ x.unsqueeze(2))[..., 0]).flatten())
 
-    def _choose_score_range(self, name: str, out: Reconstructed) -> None:
-        """Choose the range of class scores where the platform leaves it free."""
-        stored, stream = self.plan[name], self.quantized[name]
-        if not activation_ranges.are_low_bit_scores(stream[0], stored.grid):
-            return
-        scale, zero = activation_ranges.range_of_scores(stored, self.floats[name], stream)
-        if scale_is_allowed(self.plan, name, scale):
-            origin = "least divergence of the class probabilities"
-            new = self.plan.tensors[name].with_(scale=scale, zero_point=zero, origin=origin)
-            out.tensors[name] = self.plan.tensors[name] = new
+    def _replan(self, name: str, origin: str, **numbers: Tensor) -> None:
+        """Give a tensor of the plan another scale or zero point."""
+        self.tensors[name] = self.plan.tensors[name] = self.plan.tensors[name].with_(origin=origin, **numbers)
 
-    def _add_streams(self, name: str) -> None:
-        expected = self.chunks or None
-        rounded = name not in self.raw and name not in self.open  # nothing reads quantized scores
-        self.floats[name] = Stream(self.memory, expected=expected)
-        self.quantized[name] = Stream(self.memory, self.plan.stored(name) if rounded else None, expected)
+    def _choose_score_range(self, name: str) -> None:
+        """Choose the range of class scores [N, C] below 8 bits where the platform leaves it free."""
+        stored, x = self.plan[name], self.quantized[name]
+        if x[0].dim() != 2 or x[0].shape[1] < 2 or stored.grid.table is not None or stored.grid.bits >= 8:
+            return
+        scale, zero = activation_ranges.range_of_scores(stored, self.floats[name], x)
+        if scale_is_allowed(self.plan, name, scale):
+            self._replan(name, "least divergence of the class probabilities", scale=scale, zero_point=zero)
 
     def _float(self, name: str | None, k: int) -> Any:
         if name is None:
@@ -213,15 +181,22 @@ class SequentialReconstruction:
         return self.floats[name][k] if name in self.floats else self.original[name]
 
     def _quantized(self, name: str | None, node: Node, k: int) -> Any:
-        """Return an operand of a node as the chip has it, for one chunk."""
+        """Return an operand of a node as the chip has it, for one chunk; biases stay in float.
+
+        The scale of a bias follows from that of the weights.
+        """
         if name is None:
             return None
         stored = self._stored_for(name, node)
-        if name not in self.quantized:
-            return self._stored_weight(name, stored)
-        stream = self.quantized[name]
-        x = stream[k]
-        return stored.round(x) if stored is not None and stream.stored is None else x
+        if name in self.quantized:
+            x = self.quantized[name][k]
+            return stored.round(x) if stored is not None and self.quantized[name].stored is None else x
+        w = self.graph.weights[name]
+        if stored is None or self.plan.tensors[name].role == "bias":
+            return w
+        if name not in self.rounded:
+            self.rounded[name] = stored.round(w.detach())
+        return self.rounded[name]
 
     def _stored_for(self, name: str, node: Node) -> Stored | None:
         return None if (name, node.name) in self.plan.float_edges else self.plan.stored(name)
@@ -234,15 +209,6 @@ class SequentialReconstruction:
         if not is_elementwise(stored):
             return pick(self._quantized(name, node, k), 0.0)
         return stored.round(stream.part(k, pick))
-
-    def _stored_weight(self, name: str, stored: Stored | None) -> Any:
-        """Return a constant as the chip has it; biases stay in float, since their scale follows from the weights'."""
-        w = self.graph.weights[name]
-        if stored is None or self.plan.tensors[name].role == "bias":
-            return w
-        if name not in self.rounded:
-            self.rounded[name] = stored.round(w.detach())
-        return self.rounded[name]
 
     def _weight(self, node: Node) -> Tensor:
         return self.original[node.weight].detach().float()

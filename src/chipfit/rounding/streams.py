@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from chipfit.calibration.batch_cache import MemoryLimit
 from chipfit.calibration.data import Batch, count_splittable
 from chipfit.calibration.histogram import in_memory_order
 from chipfit.graph.ir import Graph
+from chipfit.plan.record import Plan
 from chipfit.quantizers.stored import Stored
 
 #: samples that go through a node at a time
@@ -30,16 +31,6 @@ def chunks(graph: Graph, batch: Sequence[Tensor]) -> list[list[Tensor]]:
     if not count_splittable(graph, batch):
         return [list(batch)]
     return [list(part) for part in zip(*(x.split(CHUNK) for x in batch), strict=True)]
-
-
-def append_inputs(graph: Graph, batches: Iterable[Batch], *streams: Mapping[str, Stream]) -> Iterator[list[Tensor]]:
-    """Append the graph inputs of all batches to streams, chunk by chunk, and yield each chunk."""
-    for batch in batches:
-        for inputs in chunks(graph, batch):
-            for name, x in zip(graph.inputs, inputs, strict=True):
-                for stream in streams:
-                    stream[name].append(x)
-            yield inputs
 
 
 #: selects numbers of a tensor in any order, perhaps with zeros around them; the second argument stands for 0
@@ -113,3 +104,42 @@ class Stream:
             if isinstance(x, Tensor) and (self.stored is not None or x.is_floating_point()):
                 self.memory.release(x)
         self.chunks.clear()
+
+
+class SampleStreams:
+    """The samples on their way through a network, at each value that is still read: in float, and as the chip has them.
+
+    Args:
+        plan: how values are quantized; a value that some operator reads in float is kept in float.
+        memory: bytes of samples in memory; the rest is kept in mapped files.
+    """
+
+    def __init__(self, plan: Plan, memory: int = MEMORY) -> None:
+        self.plan, self.memory = plan, MemoryLimit(memory)
+        self.floats: dict[str, Stream] = {}
+        self.quantized: dict[str, Stream] = {}
+        self.raw = {value for value, _ in plan.float_edges}  #: values that some operator reads before they are rounded
+        self.chunks = 0
+
+    def quantized_stream(self, name: str, expected: int | None = None) -> Stream:
+        """Return an empty stream of a value as the chip has it."""
+        return Stream(self.memory, None if name in self.raw else self.plan.stored(name), expected)
+
+    def read_inputs(self, graph: Graph, batches: Iterable[Batch]) -> Iterator[list[Tensor]]:
+        """Put the graph's inputs into both streams, chunk by chunk, and yield each chunk."""
+        for name in graph.inputs:
+            self.floats[name], self.quantized[name] = Stream(self.memory), self.quantized_stream(name)
+        for batch in batches:
+            for inputs in chunks(graph, batch):
+                self.chunks += 1
+                for name, x in zip(graph.inputs, inputs, strict=True):
+                    self.floats[name].append(x)
+                    self.quantized[name].append(x)
+                yield inputs
+
+    def free(self, names: Iterable[str]) -> None:
+        """Release the samples at values that no later node reads."""
+        for name in names:
+            for streams in (self.floats, self.quantized):
+                if name in streams:
+                    streams.pop(name).free()

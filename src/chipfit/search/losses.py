@@ -21,11 +21,10 @@ from chipfit.plan.record import Plan
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
 from chipfit.ranges import Rule, choose
-from chipfit.rounding import gptq
 from chipfit.rounding.fisher import IMAGES, first_samples, gradients, split_float_readers
+from chipfit.rounding.gptq import round_rows, weight_rows
 from chipfit.rounding.method import default_method, fits_weights
 from chipfit.rounding.moments import Moments, as_rows, patches, positions, targets
-from chipfit.rounding.scale_bounds import weight_rows
 
 #: output positions per operator
 SAMPLES = 4096
@@ -153,7 +152,7 @@ def _weight_error(
     blocks = stored.grid.per == "block"  # scales per block are not fitted
     if rounding.fitted and not blocks:
         free = replace(plan, tensors={**plan.tensors, name: plan.tensors[name].with_(grid=grid)}, limits=())
-        q, *_ = gptq.round_rows(s.rows, h, weight_rows(free, s.node, w), feedback=False, candidates=(0.89, 1.0, 1.15))
+        q, *_ = round_rows(s.rows, h, weight_rows(free, s.node, w), feedback=False, candidates=(0.89, 1.0, 1.15))
         return q - s.rows
     if bits != stored.grid.bits:
         size = w.shape[stored.axis or 0] // stored.scale.shape[stored.axis or 0] if blocks else None

@@ -7,20 +7,33 @@ ranges by the effect of their errors on the network's outputs.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from chipfit.calibration.data import Batch
-from chipfit.graph.ir import Graph
+from chipfit.graph.ir import Graph, Node
+from chipfit.graph.linear import is_linear, places, products
 from chipfit.plan.record import Plan
 from chipfit.registry import option, register
-from chipfit.rounding.activation_ranges import with_weighted_ranges
+from chipfit.rounding.activation_ranges import free_low_bit_activations, with_weighted_ranges
 from chipfit.rounding.compare import count_samples, split_holdout
+from chipfit.rounding.fisher import IMAGES
+from chipfit.rounding.gptq import CANDIDATES, CANDIDATES_OF_LONG_ROWS, LONG_ROW
 from chipfit.rounding.method import RoundingContext, RoundingResult, keep_better
-from chipfit.rounding.sequential_reconstruction import GptqSettings, Reconstructed, reconstruct
-from chipfit.rounding.time_budget import fit_to_time
+from chipfit.rounding.moments import as_rows
+from chipfit.rounding.sequential_reconstruction import GptqSettings, SequentialReconstruction
+
+#: (samples, output positions per operator), best first: positions above 2,048 matter less than samples, and samples
+#: above 128 less than positions
+LADDER = (
+    *((None, positions) for positions in (65536, 32768, 16384, 8192, 4096, 2048)),
+    *((256, 2048), (128, 2048), (128, 1024), (64, 1024), (64, 512), (32, 512), (16, 256)),
+)
+#: share of the speed of a matrix product that convolutions, gathers and rounding reach together
+EFFICIENCY = 0.25
 
 
 @register("rounding", "gptq", fits=True, default_below=6, evens_channels=True)
@@ -40,12 +53,15 @@ class Gptq(GptqSettings):
     def __call__(self, graph: Graph, plan: Plan, context: RoundingContext) -> RoundingResult:
         method, notes = self, list[str]()
         if self.seconds is not None:
-            method, note = self._within(self.seconds, graph, plan, count_samples(context.batches))
-            plan, notes = _with_amounts(plan, method), [note]
+            images, samples, expected = fit_to_time(graph, plan, count_samples(context.batches), self.seconds)
+            method, plan = replace(self, images=images, samples=samples), _with_amounts(plan, images, samples)
+            amounts = f"with {images} images and {samples} positions"
+            note = f"rounding is expected to take {expected:.2g} s of {self.seconds:g} {amounts}"
+            notes = [note if expected <= self.seconds else f"warning: {note}"]
         batches, held_out = split_holdout(limit_samples(context.batches, method.images), self.guard)
         done, new = method._fit(graph, plan, batches, context)
-        weights, fitted = [name for name, t in done.tensors.items() if t.role == "weight"], Plan(tensors=done.tensors)
-        moved = [name for name in weights if not torch.equal(new[name].scale, fitted[name].scale)]
+        weights = [name for name, t in done.tensors.items() if t.role == "weight"]
+        moved = [name for name in weights if not torch.equal(new[name].scale, done.plan[name].scale)]
         why = "moved to satisfy the platform's rules after it was rounded"
         notes += [*done.notes, *(f"warning: the scale of '{name}' {why}" for name in moved)]
         result = RoundingResult(done.graph, new, notes)
@@ -54,30 +70,22 @@ class Gptq(GptqSettings):
 
     def _fit(
         self, graph: Graph, plan: Plan, batches: Sequence[Batch], context: RoundingContext
-    ) -> tuple[Reconstructed, Plan]:
+    ) -> tuple[SequentialReconstruction, Plan]:
         """Return what the reconstruction has decided, and the plan with these tensors and all others chosen again."""
         by_error, placed = context.rule == "mse", plan  # any other rule was the user's choice
         if self.effect and by_error:
             placed = with_weighted_ranges(graph, plan, context.stats, batches, context.seed)
         searched = context.stats if self.scores and by_error else ()
-        done = reconstruct(graph, placed, batches, self, searched, seed=context.seed)
+        done = SequentialReconstruction(graph, placed, self, searched, context.seed).run(batches)
         known = {k: t for k, t in placed.tensors.items() if t.role == "activation" and t.quantized} | done.tensors
         return done, replace(plan, tensors=context.choose(done.graph, known=known))
 
-    def _within(self, seconds: float, graph: Graph, plan: Plan, images: int) -> tuple[Gptq, str]:
-        """Return the method with as many images and positions as the time allows, and a note."""
-        most, samples, expected = fit_to_time(graph, plan, images, seconds)
-        note = (
-            f"rounding is expected to take {expected:.2g} s of {seconds:g} with {most} images and {samples} positions"
-        )
-        return replace(self, images=most, samples=samples), note if expected <= seconds else f"warning: {note}"
 
-
-def _with_amounts(plan: Plan, method: Gptq) -> Plan:
+def _with_amounts(plan: Plan, images: int, samples: int) -> Plan:
     """Record the amounts that a time has led to in place of the time, so that the plan can be made again anywhere."""
     settings = plan.provenance.get("settings", {})
     steps = {k: v for k, v in settings.get("steps", {}).items() if k != "seconds"}
-    steps |= {"rounding_images": method.images, "rounding_samples": method.samples}
+    steps |= {"rounding_images": images, "rounding_samples": samples}
     return replace(plan, provenance={**plan.provenance, "settings": {**settings, "steps": steps}})
 
 
@@ -91,3 +99,44 @@ def limit_samples(batches: list[Batch], most: float | None) -> list[Batch]:
         out.append([x[: int(left)] for x in batch] if cut else batch)
         left -= count_samples([batch])
     return out
+
+
+# ---------------------------------------------------------------- time
+
+
+def multiplications_per_second() -> float:
+    """Return the multiplications per second of a matrix product with the current number of threads."""
+    a, best = torch.ones(384, 384), 1e9
+    for _ in range(5):
+        begun = time.perf_counter()
+        a @ a
+        best = min(best, time.perf_counter() - begun)
+    return a.numel() * len(a) / best
+
+
+def count_multiplications(graph: Graph, plan: Plan, images: int, positions: int) -> float:
+    """Return the number of multiplications of a reconstruction."""
+    linear = [n for n in graph.nodes if is_linear(graph, n)]
+    passes = 2 * images + (3 * min(images, IMAGES) if free_low_bit_activations(plan) else 0)
+    streams = passes * sum(products(graph, n) for n in linear)
+    fitted = [n for n in linear if plan.quantized(n.weight) and not graph.is_weight(n.data)]
+    return streams + sum(_count_of_fit(graph, n, images, positions) for n in fitted)
+
+
+def fit_to_time(graph: Graph, plan: Plan, images: int, seconds: float) -> tuple[int, int, float]:
+    """Return samples, positions and expected seconds within a time; the least amount if none fits."""
+    rate = EFFICIENCY * multiplications_per_second()
+    for most, positions in LADDER:
+        used = min(images, most or images)
+        expected = count_multiplications(graph, plan, used, positions) / rate
+        if expected <= seconds:
+            break
+    return used, positions, expected
+
+
+def _count_of_fit(graph: Graph, node: Node, images: int, positions: int) -> float:
+    """Return those of one operator: moments, two factorizations, and the columns of every scale that is tried."""
+    g, o, k = as_rows(node, graph.weights[node.weight].detach()).shape
+    read = min(max(positions, 2 * k), images * places(node, graph.values[node.output].shape))
+    tries = len(CANDIDATES_OF_LONG_ROWS if k > LONG_ROW else CANDIDATES)
+    return float(g * (read * k * (k + o) + k**3 + tries * o * k * k))

@@ -10,14 +10,13 @@ outputs that the quantized blocks before it produce. Scales stay, and with them 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from chipfit.calibration.batch_cache import MemoryLimit
 from chipfit.calibration.data import Batch
 from chipfit.engine.run import run
 from chipfit.errors import ConfigError, Interrupted
@@ -33,12 +32,14 @@ from chipfit.rounding.compare import split_holdout, unrounded_outputs
 from chipfit.rounding.fisher import gradients
 from chipfit.rounding.method import STEP, RoundingContext, RoundingResult, apply_methods, keep_better
 from chipfit.rounding.moments import as_rows
-from chipfit.rounding.network_blocks import SCOPES, network_blocks
 from chipfit.rounding.sequential_reconstruction import why_not_fitted
-from chipfit.rounding.streams import MEMORY, Stream, append_inputs
+from chipfit.rounding.streams import SampleStreams, Stream
 
 #: learning rate of biases in the first step, as a share of that of weights, in units of the norm of their weights
 BIAS_RATE = 0.01
+SCOPES = ("layer", "block", "network")
+#: linear operators in a chain without a branch that make a block
+IN_A_ROW = 3
 
 
 @register("rounding", "learned")
@@ -46,7 +47,7 @@ BIAS_RATE = 0.01
 class Learned:
     """Rounding learned by gradient descent, from the weights and biases that the graph has."""
 
-    scope: str = "block"  #: part of the network whose outputs are kept: one of `network_blocks.SCOPES`
+    scope: str = "block"  #: part of the network whose outputs are kept: one of `SCOPES`
     steps: int = option("reconstruct_steps", 1000, "gradient steps for each part, on 32 images each")
     rate: float = option("reconstruct_rate", 0.2, "step size of Adam; that of biases falls linearly to 0")
     floats: float = option("reconstruct_float", 0.0, "probability that a value stays in float for a step")
@@ -62,7 +63,7 @@ class Learned:
 
     def __call__(self, graph: Graph, plan: Plan, context: RoundingContext) -> RoundingResult:
         batches, held_out = split_holdout(context.batches, self.guard)
-        learned, notes = learn_rounding(context.original, graph, plan, batches, self, context.seed)
+        learned, notes = BlockReconstruction(context.original, graph, plan, self, context.seed).run(batches)
         tensors = {
             name: t.with_(origin=f"{t.origin}, codes learned by {self.scope}")
             for name, t in plan.tensors.items()
@@ -83,21 +84,6 @@ def learn_after_corrections(graph: Graph, plan: Plan, *, scope: str, **given: An
     return apply_methods(f"learned(scope='{scope}')", graph, plan, **given)
 
 
-def learn_rounding(
-    graph: Graph, start: Graph, plan: Plan, batches: Iterable[Batch], method: Learned, seed: int = 0
-) -> tuple[Graph, list[str]]:
-    """Return the network with learned weights and biases, and notes.
-
-    Args:
-        graph: the float network.
-        start: `graph` with the weights and biases to start from; weights may lie on their grids.
-        plan: of both; it stays valid.
-        batches: of graph inputs; they are read once.
-    """
-    with torch.no_grad():
-        return BlockReconstruction(graph, start, plan, method, seed).run(batches)
-
-
 @dataclass
 class BlockVariables:
     """The variables of one block: weights between two quantized values each, and shifts of biases."""
@@ -113,24 +99,27 @@ class BlockVariables:
         return out | {name: weights[name] + shift for name, shift in shifts.items()}
 
 
-class BlockReconstruction:
-    """The streams of samples through the network, and the weights and biases that were learned so far."""
+class BlockReconstruction(SampleStreams):
+    """A pass over a network that learns its weights and biases block after block.
+
+    Args:
+        graph: the float network.
+        start: `graph` with the weights and biases to start from; weights may lie on their grids.
+        plan: of both; it stays valid.
+    """
 
     def __init__(self, graph: Graph, start: Graph, plan: Plan, method: Learned, seed: int = 0) -> None:
-        self.graph, self.start, self.out, self.plan, self.method = graph, start, start.copy(), plan, method
+        super().__init__(plan)
+        self.graph, self.start, self.out, self.method = graph, start, start.copy(), method
         self.out.weights = {k: w.detach().clone() for k, w in start.weights.items()}  # autograd may save them
-        self.memory = MemoryLimit(MEMORY)
-        self.raw = {value for value, _ in plan.float_edges}  #: values that some operator reads before they are rounded
-        self.floats: dict[str, Stream] = defaultdict(lambda: Stream(self.memory))
-        self.quantized: dict[str, Stream] = {}
         self.fisher: dict[str, list[Tensor]] = defaultdict(list)
         self.random = torch.Generator().manual_seed(seed)
-        self.chunks = 0
         self.learned: dict[str, Tensor] = {}  #: weights and biases
         self.gains: list[float] = []  #: error of each block, as a share of the error before learning
 
+    @torch.no_grad()
     def run(self, batches: Iterable[Batch]) -> tuple[Graph, list[str]]:
-        """Learn block after block; returns the network and notes."""
+        """Return the network with learned weights and biases, and notes; batches of graph inputs are read once."""
         out, scope, notes = self.out, self.method.scope, list[str]()
         blocks = list(network_blocks(out, scope))
         by_layer = self.method.fisher and scope == "network"
@@ -140,14 +129,10 @@ class BlockReconstruction:
             try:
                 notes += self.reconstruct(b.subgraph(out, heads), b.subgraph(self.graph, heads))
             except KeyboardInterrupt:
-                notes.append(
-                    f"{Interrupted.NOTE}: '{out.nodes[b.first].display_name}' and what follows it keep their codes"
-                )
+                rest = f"'{out.nodes[b.first].display_name}' and what follows it keep their codes"
+                notes.append(f"{Interrupted.NOTE}: {rest}")
                 break
-            later = {i for rest in blocks[k + 1 :] for i in rest.inputs}
-            for streams in (self.floats, self.quantized):
-                for name in [n for n in streams if n not in later]:
-                    streams.pop(name).free()
+            self.free({*self.floats, *self.quantized} - {i for rest in blocks[k + 1 :] for i in rest.inputs})
         new = self.start.copy()
         new.weights |= self.learned
         mean, better = sum(self.gains) / max(len(self.gains), 1), sum(g < 1 for g in self.gains)
@@ -156,25 +141,14 @@ class BlockReconstruction:
 
     def read(self, batches: Iterable[Batch], watched: set[str]) -> None:
         """Put the inputs into both streams, and collect squared gradients of these values where they weigh errors."""
-        for name in self.out.inputs:
-            self.quantized[name] = self.quantized_stream(name)
-        for inputs in append_inputs(self.out, batches, self.floats, self.quantized):
-            self.chunks += 1
+        for inputs in self.read_inputs(self.out, batches):
             found = gradients(self.graph, inputs, watched, (), self.random)[1] if self.method.fisher else {}
             for name, g in found.items():
                 self.fisher[name].append(g.square().flatten(2).mean(2) if g.dim() > 2 else g.square())
 
-    def quantized_stream(self, name: str) -> Stream:
-        """Return an empty stream of a value as the chip has it; in float where an operator reads it in float."""
-        return Stream(self.memory, None if name in self.raw else self.plan.stored(name))
-
-    @property
-    def rounded(self) -> set[str]:
-        """The values whose streams hold quantized values."""
-        return {name for name, s in self.quantized.items() if s.stored is not None}
-
     def reconstruct(self, block: Graph, wanted: Graph) -> list[str]:
         """Run one block on both streams, with its weights learned in between; returns notes."""
+        self.floats |= {o: Stream(self.memory) for o in wanted.outputs}
         for k in range(self.chunks):
             found = run(wanted, [self.floats[i][k] for i in wanted.inputs])
             for o in wanted.outputs:
@@ -191,12 +165,16 @@ class BlockReconstruction:
                 self.learned |= {name: self.out.weights[name] for name in old}
             else:
                 self.out.weights |= old
-        done = self.rounded  # inputs alone: the outputs are rounded for readers inside of the block in every chunk
+        self.quantized |= {o: self.quantized_stream(o) for o in block.outputs}
         for k in range(self.chunks):
-            got = self.outputs(block, k, done=done)
+            got = self.outputs(block, k)
             for o in block.outputs:
-                self.quantized.setdefault(o, self.quantized_stream(o)).append(got[o])
+                self.quantized[o].append(got[o])
         return notes
+
+    def rounded(self, block: Graph) -> set[str]:
+        """Return the inputs of a block whose streams hold quantized values."""
+        return {name for name in block.inputs if self.quantized[name].stored is not None}
 
     def variables(self, block: Graph) -> tuple[BlockVariables, list[str]]:
         """Return what a block can learn, and a note for each weight that it cannot."""
@@ -219,7 +197,7 @@ class BlockReconstruction:
     def outputs(self, block: Graph, k: int, floats: float = 0.0, **options: Any) -> dict[str, Any]:
         """Return the outputs of a block on a chunk, of whose inputs a share stays in float."""
         inputs = [self.mixed(self.quantized[i][k], self.floats[i][k] if floats else None, floats) for i in block.inputs]
-        return unrounded_outputs(block, self.plan, inputs, **{"done": self.rounded, **options})
+        return unrounded_outputs(block, self.plan, inputs, **{"done": self.rounded(block), **options})
 
     def mixed(self, x: Any, other: Any, share: float) -> Any:
         """Replace a share of the numbers of `x`, at random, by those of `other`; only in float tensors."""
@@ -258,7 +236,7 @@ class BlockReconstruction:
             share = method.floats * (1 - step / max(method.steps - 1, 1) if method.anneal else 1)
             k = int(torch.randint(self.chunks, (), generator=self.random))
             weights = {**block.weights, **variables.values(block.weights, hard=False)}
-            done = {*self.rounded, *variables.soft}
+            done = {*self.rounded(block), *variables.soft}
             got = self.outputs(block, k, share, weights=weights, done=done, rounding=rounding)
             loss = self.loss(block, got, k) / before
             if step >= WARM_UP * method.steps:
@@ -269,3 +247,62 @@ class BlockReconstruction:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+
+
+# ---------------------------------------------------------------- parts of a network
+
+
+class Block(NamedTuple):
+    """Nodes `first` to `last - 1`, the values that they read, and the values that later nodes read of them."""
+
+    first: int
+    last: int
+    inputs: list[str]
+    outputs: list[str]
+
+    def subgraph(self, graph: Graph, more: list[str]) -> Graph:
+        """Return these nodes as a network, with `more` outputs."""
+        outputs = [*dict.fromkeys([*self.outputs, *more])]
+        return replace(graph, nodes=graph.nodes[self.first : self.last], inputs=self.inputs, outputs=outputs)
+
+
+def network_blocks(graph: Graph, scope: str) -> Iterator[Block]:
+    """Yield the parts of a network in execution order.
+
+    Args:
+        scope: "layer": a linear operator and the nodes up to the next one. "block": the nodes between two values that
+            alone connect the network before and behind, as around residual branches; without a branch, up to three
+            linear operators. "network": all nodes.
+    """
+    heads = [k for k, n in enumerate(graph.nodes) if is_linear(graph, n)]
+    cuts = {"layer": heads[1:], "block": _block_starts(graph, heads), "network": []}[scope]
+    made = {o: k for k, n in enumerate(graph.nodes) for o in n.outputs}
+    used = _last_used(graph)
+    for first, last in zip([0, *cuts], [*cuts, len(graph.nodes)], strict=True):
+        nodes = graph.nodes[first:last]
+        inputs = dict.fromkeys(i for n in nodes for i in n.inputs if i is not None and not graph.is_weight(i))
+        outputs = [o for n in nodes for o in n.outputs if used.get(o, -1) >= last or o in graph.outputs]
+        yield Block(first, last, [i for i in inputs if made.get(i, -1) < first], outputs)
+
+
+def _last_used(graph: Graph) -> dict[str, int]:
+    return {i: k for k, n in enumerate(graph.nodes) for i in n.inputs if i is not None}
+
+
+def _block_starts(graph: Graph, heads: list[int]) -> list[int]:
+    """Return the index of the first node of each block but the first."""
+    used, alive = _last_used(graph), {i for i in graph.inputs if graph.is_float(i)}
+    pieces: list[tuple[int, int]] = []  # begin, linear operators in it
+    for k, node in enumerate(graph.nodes):
+        alive = {v for v in alive if used.get(v, -1) >= k}
+        if k == 0 or len(alive) == 1:
+            pieces.append((k, 0))
+        pieces[-1] = pieces[-1][0], pieces[-1][1] + (k in heads)
+        alive |= {o for o in node.outputs if graph.is_float(o)}
+    cuts, row = [], 0
+    for begin, linear in pieces:
+        if linear and row and (linear > 1 or row + 1 > IN_A_ROW):
+            cuts.append(begin)
+            row = 0
+        row += IN_A_ROW if linear > 1 else linear
+    return cuts
