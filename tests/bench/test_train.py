@@ -91,7 +91,7 @@ def test_a_checkpoint_of_another_experiment_is_refused(tmp_path):
     trained(asked, tmp_path)
     with pytest.raises(ConfigError, match="checkpoint cannot be read"):
         trained(asked, tmp_path, linear())
-    (tmp_path / "checkpoint.safetensors").write_bytes(b"half")
+    (tmp_path / "checkpoint.pt").write_bytes(b"half")
     with pytest.raises(ConfigError, match="remove it"):
         trained(asked, tmp_path)
 
@@ -137,7 +137,7 @@ def test_no_wd_exempts_parameters_with_one_axis(tmp_path):
 def test_save_many_keeps_every_checkpoint(tmp_path):
     asked = of(config(saver={"val_freq": 4, "save_many": True}))
     trained(asked, tmp_path)
-    assert sorted(p.name for p in tmp_path.glob("step-*")) == [f"step-{k}.safetensors" for k in (12, 4, 8)]
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == [f"step-{k}.pt" for k in (12, 4, 8)]
 
 
 def test_synchronized_batch_norms_that_fold_are_refused(tmp_path):

@@ -1,21 +1,17 @@
-"""Checkpoints of training: tensors as safetensors with JSON metadata, without pickle."""
+"""Checkpoints of training: files of torch.save that torch.load reads as numbers and tensors, without running code."""
 
 from __future__ import annotations
 
-import json
+import io
+import pickle
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
-from torch import Tensor, nn
+from torch import nn
 
 from chipfit.errors import ConfigError, short_message
 from chipfit.files import write_atomically
-
-_RANDOM = "random"
-_TENSOR = "@"  #: the only key of a JSON object that stands for a tensor; its value is the tensor's name
 
 
 def write(path: Path, modules: dict[str, nn.Module], optimizer: torch.optim.Optimizer, facts: dict[str, Any]) -> None:
@@ -23,27 +19,16 @@ def write(path: Path, modules: dict[str, nn.Module], optimizer: torch.optim.Opti
 
     Args:
         modules: name -> module.
-        facts: JSON data.
+        facts: numbers, texts, lists and tables.
 
     Raises:
         ExportError: the file cannot be written.
     """
-    tensors: dict[str, Tensor] = {}
-
-    def store_tensor(x: Tensor) -> dict[str, str]:
-        name = str(len(tensors))
-        tensors[name] = x.detach().cpu().contiguous().clone()
-        return {_TENSOR: name}
-
-    states = {name: dict(m.state_dict()) for name, m in modules.items()}
-    rest = {
-        "told": facts,
-        "states": states,
-        "optimizer": optimizer.state_dict()["state"],
-        _RANDOM: torch.get_rng_state(),
-    }
-    text = json.dumps(rest, default=store_tensor)
-    write_atomically(path, save(tensors, {"chipfit": text}))
+    states = {name: m.state_dict() for name, m in modules.items()}
+    rest = {"optimizer": optimizer.state_dict()["state"], "random": torch.get_rng_state(), "facts": facts}
+    content = io.BytesIO()
+    torch.save({"modules": states, **rest}, content)
+    write_atomically(path, content.getvalue())
 
 
 def read(path: Path, modules: dict[str, nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -53,19 +38,13 @@ def read(path: Path, modules: dict[str, nn.Module], optimizer: torch.optim.Optim
         ConfigError: the file is damaged, or belongs to another experiment.
     """
     try:
-        with safe_open(path, "pt") as file:
-
-            def load_tensor(x: dict[str, Any]) -> Any:
-                return file.get_tensor(x[_TENSOR]) if x.keys() == {_TENSOR} else x
-
-            known = json.loads(file.metadata()["chipfit"], object_hook=load_tensor)
+        known = torch.load(path, map_location="cpu", weights_only=True)
         for name, module in modules.items():
-            module.load_state_dict(known["states"][name])
-        state = {int(k): v for k, v in known["optimizer"].items()}
-        optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-        torch.set_rng_state(known[_RANDOM])
-    except (OSError, SafetensorError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as e:
+            module.load_state_dict(known["modules"][name])
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": known["optimizer"]})
+        torch.set_rng_state(known["random"])
+        facts: dict[str, Any] = known["facts"]
+    except (OSError, EOFError, pickle.UnpicklingError, ValueError, TypeError, KeyError, RuntimeError) as e:
         hint = "remove it to start the experiment anew"
         raise ConfigError(f"The checkpoint cannot be read: {short_message(e)}", where=str(path), hint=hint) from e
-    facts: dict[str, Any] = known["told"]
     return facts

@@ -23,7 +23,7 @@ from chipfit.errors import ConfigError, TrainingError
 from chipfit.frameworks.torch.bn_fold import FoldedBatchNorm
 
 Log = Callable[[str], None]
-CHECKPOINT = "checkpoint.safetensors"
+CHECKPOINT = "checkpoint.pt"
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def train(
             if worker.is_leader:
                 checkpoint.write(place, modules, optimizer, {"step": step, **vars(curves), **lost})
                 if config.saver.save_many:
-                    checkpoint.write(folder / f"step-{step}.safetensors", modules, optimizer, {"step": step})
+                    checkpoint.write(folder / f"step-{step}.pt", modules, optimizer, {"step": step})
             if worker.broadcast(worker.is_leader and should_stop(curves)):
                 log("stopped early: accuracy is below the median of the study")
                 break
@@ -201,16 +201,15 @@ def _loss(
 
 def _optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     """Return the optimizer of PyTorch; its first parameter group has weight decay."""
-    make: Any = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}[config.optimizer.type]
-    trains = [p for p in model.parameters() if p.requires_grad]
-    alone = [p for p in trains if config.optimizer.no_wd and p.dim() <= 1]
-    rest = [p for p in trains if not any(p is a for a in alone)]
+    rest, alone = list[nn.Parameter](), list[nn.Parameter]()
+    for p in model.parameters():
+        if p.requires_grad:
+            (alone if config.optimizer.no_wd and p.dim() <= 1 else rest).append(p)
     groups = [{"params": rest}, *([{"params": alone, "weight_decay": 0.0}] if alone else [])]
     try:
-        made: torch.optim.Optimizer = make(groups, lr=0.0, **config.optimizer.kwargs)
+        return getattr(torch.optim, config.optimizer.type)(groups, lr=0.0, **config.optimizer.kwargs)  # type: ignore[no-any-return]
     except (TypeError, ValueError) as e:
         raise ConfigError(f"Invalid options of the optimizer: {e}", where="optimizer.kwargs") from e
-    return made
 
 
 def _freeze(model: nn.Module) -> None:
