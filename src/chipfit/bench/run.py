@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -113,25 +114,23 @@ def run(config: Config, home: Path, log: Log = print, should_stop: StopRule | No
     begun, cpu = time.perf_counter(), time.process_time()
     folder = home / "runs" / config.key
     with worker_processes() as worker:
-        if not worker.is_leader:
-            _run(config, home, folder, worker, lambda text: None, should_stop)
-            return None
-        with lock_folder(folder, wait=False) as alone:
+        with lock_folder(folder, wait=False) if worker.is_leader else nullcontext(True) as alone:
             if not alone:
                 raise Busy("Another process runs this experiment", where=str(folder), hint="wait for it")
-            out = _run(config, home, folder, worker, log, should_stop)
+            out = _run(config, home, worker, log if worker.is_leader else lambda text: None, should_stop)
+        if not worker.is_leader:
+            return None
     out.seconds, out.cpu_seconds = time.perf_counter() - begun, time.process_time() - cpu
     out.memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return out
 
 
-def _run(
-    config: Config, home: Path, folder: Path, worker: WorkerProcess, log: Log, should_stop: StopRule | None
-) -> Outcome:
+def _run(config: Config, home: Path, worker: WorkerProcess, log: Log, should_stop: StopRule | None) -> Outcome:
     setting = config.setting_name or (config.ptq.platform if config.ptq else "")
-    out = Outcome(config.key, config.name, config.resolved, setting, notes=config.notes, versions=versions())
-    out.hardware = torch.cuda.get_device_name(worker.device) if worker.device.type == "cuda" else machine.processor()
-    out.hardware = f"{worker.world} x {out.hardware or machine.machine()}"
+    processor = torch.cuda.get_device_name(worker.device) if worker.device.type == "cuda" else machine.processor()
+    hardware = f"{worker.world} x {processor or machine.machine()}"
+    out = Outcome(config.key, config.name, config.resolved, setting, hardware=hardware, versions=versions())
+    out.notes = config.notes
     for note in config.notes:
         log(f"note: {note}")
     sets = data.load(config.data)
@@ -145,7 +144,7 @@ def _run(
     log(f"float: top-1 {out.float_top1:.2f} %")
     if config.qparams is not None:
         model = calibrated_copy(config, network, sets)
-        model, out.curves = train(model, config, sets, worker, folder, log, should_stop or (lambda curves: False))
+        model, out.curves = train(model, config, sets, worker, home / "runs" / config.key, log, should_stop)
         last, out.top1 = out.curves.top1[-1] if out.curves.top1 else (0, top1(model, tests, worker))
         assert config.lr_scheduler is not None  # for mypy: a configuration that trains has it
         if last < (whole := config.lr_scheduler.kwargs.max_iter):
@@ -172,9 +171,8 @@ def _run(
 
 def _weight_bytes(result: Result) -> int:
     """Return the size of the quantized weights [byte]."""
-    weights, tensors = result.graph.weights, result.plan.tensors.values()
-    stored = [t for t in tensors if t.role == "weight" and t.stored is not None]
-    return sum(weights[t.name].numel() * t.stored.grid.bits // 8 for t in stored if t.stored is not None)
+    weights = ((t.name, t.stored) for t in result.plan.tensors.values() if t.role == "weight")
+    return sum(result.graph.weights[name].numel() * s.grid.bits // 8 for name, s in weights if s is not None)
 
 
 def predictor(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -207,8 +205,8 @@ def pretrained(config: Config, sets: Sets, worker: WorkerProcess, home: Path, lo
     rates = Rates(base_lr=given.lr, warmup_lr=given.lr / 10, warmup_steps=steps // 10, max_iter=max(steps, 1))
     saver = config.saver.model_copy(update={"val_freq": max(steps // 4, 1)})
     sgd = Optimizer(kwargs={"momentum": 0.9, "nesterov": True, "weight_decay": 5e-4})
-    own = {"lr_scheduler": Schedule(kwargs=rates), "optimizer": sgd, "seed": FLOAT_SEED, "saver": saver}
-    plain = config.model_copy(update={**own, "freeze_step": None})
+    own = {"lr_scheduler": Schedule(kwargs=rates), "optimizer": sgd, "seed": FLOAT_SEED, "saver": saver, "freeze_step": None}
+    plain = config.model_copy(update=own)
     relevant = {k: plain.resolved[k] for k in "model data lr_scheduler optimizer saver label_smooth ema".split()}
     name = hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:16]
     file = home / "float" / f"{name}.safetensors"
@@ -231,7 +229,7 @@ def _calibration_images(config: Config, sets: Sets) -> tuple[list[torch.Tensor],
         images.transforms = "ONECROP"
     reader = Reader(images, config.data, config.seed)
     wanted = -(-config.data.calibration // config.data.batch_size)
-    batches = [x for _, (x, _) in zip(range(wanted), reader.batches(0, shuffled=True), strict=False)]
+    batches = [x for x, _ in islice(reader.batches(0, shuffled=True), wanted)]
     return batches, len(reader.unreadable)
 
 

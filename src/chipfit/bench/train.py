@@ -109,7 +109,7 @@ def train(
     worker: WorkerProcess,
     folder: Path,
     log: Log = print,
-    should_stop: StopRule = lambda curves: False,
+    should_stop: StopRule | None = None,
 ) -> tuple[nn.Module, Curves]:
     """Train a model; return it, or its moving average if the configuration enables that, and the curves.
 
@@ -183,7 +183,7 @@ def train(
                 checkpoint.write(place, modules, optimizer, {"step": step, **vars(curves), **lost})
                 if config.saver.save_many:
                     checkpoint.write(folder / f"step-{step}.pt", modules, optimizer, {"step": step})
-            if worker.broadcast(worker.is_leader and should_stop(curves)):
+            if worker.broadcast(should_stop is not None and worker.is_leader and should_stop(curves)):
                 log("stopped early: accuracy is below the median of the study")
                 break
     curves.unreadable = len(readers[0].lost())

@@ -23,9 +23,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from chipfit.bench.config import Data
-from chipfit.errors import DataError
+from chipfit.bench.data.procedural import CLASSES, images
+from chipfit.errors import DataError, import_optional
 from chipfit.import_by_name import call_factory, import_by_name
-from chipfit.registry import lookup
+from chipfit.registry import lookup, register
 
 
 class Images(Protocol):
@@ -66,11 +67,12 @@ class Tensors:
         return hashlib.sha256(self.x.numpy().tobytes() + self.y.numpy().tobytes()).hexdigest()[:16]
 
 
+@dataclass
 class _SeededImages(Dataset[Any]):
     """Images by (epoch, index), with a random generator for each."""
 
-    def __init__(self, images: Images, seed: int) -> None:
-        self.images, self.seed = images, seed
+    images: Images
+    seed: int
 
     def __getitem__(self, at: tuple[int, int]) -> Any:
         digest = hashlib.sha256(f"{self.seed}:{at[0]}:{at[1]}".encode()).digest()
@@ -160,3 +162,22 @@ def load(config: Data) -> Sets:
         if not len(images):
             raise DataError(f"The {half} half of '{config.type}' has no images", where=str(config.root or ""))
     return sets
+
+
+@register("data", "procedural")
+def procedural(config: Data) -> Sets:
+    """Return images of 32 x 32 pixels of 20 classes, 2,000 in each half unless configured."""
+    train, test = (split.images or 2000 for split in (config.train, config.test))
+    return Sets(Tensors(*images(train, 1000)), Tensors(*images(test, 1)), CLASSES)
+
+
+@register("data", "digits")
+def digits(config: Data) -> Sets:
+    """Return scikit-learn's 1,797 gray digits as [N, 3, 8, 8] in 0..1, 10 classes; every fourth is a test image."""
+    x, y = import_optional("sklearn.datasets", "This data set", DataError, "scikit-learn").load_digits(return_X_y=True)
+    pixels = torch.tensor(x / 16, dtype=torch.float32).view(-1, 1, 8, 8).repeat(1, 3, 1, 1)
+    classes = torch.tensor(y)
+    held = torch.arange(len(classes)) % 4 == 3
+    halves = (~held, config.train), (held, config.test)
+    train, test = (Tensors(pixels[k][: split.images], classes[k][: split.images]) for k, split in halves)
+    return Sets(train, test, 10)

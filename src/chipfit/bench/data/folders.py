@@ -153,7 +153,7 @@ def _cifar(config: Data, files: tuple[tuple[str, ...], str], labels: int, classe
 class Shifted(Tensors):
     """Images in memory, in training shifted by up to 4 pixels and randomly mirrored (He et al. 2016, section 4.2)."""
 
-    transforms: str = "PLAIN"
+    transforms: str
 
     def read(self, index: int, draw: torch.Generator) -> tuple[Tensor, int]:
         x, y = super().read(index, draw)
