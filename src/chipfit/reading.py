@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from chipfit.calibration.data import SizeMismatch, example_of, split_label
 from chipfit.calibration.input_errors import explain_error
-from chipfit.errors import CaptureError
+from chipfit.errors import CaptureError, ChipfitError
+from chipfit.files import wrap_read_errors
 from chipfit.frameworks import capture
 from chipfit.graph.ir import Graph
 
@@ -36,3 +38,23 @@ def read_model(model: Any, args: Any, kwargs: Mapping[str, Any], other_sizes: Se
         if error is e:
             raise
         raise error from e
+
+
+def load_weights(model: Any, file: Path, failure: type[ChipfitError]) -> None:
+    """Load a safetensors file of weights into a model of PyTorch.
+
+    Raises:
+        failure: the model is of another framework, or the file cannot be read or does not fit.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if not hasattr(model, "load_state_dict"):
+        got, hint = type(model).__name__, "load them in the factory, or save a .keras file with them"
+        raise failure("Files of weights are supported for PyTorch models only", where=str(file), got=got, hint=hint)
+    try:
+        with wrap_read_errors(file, failure, "The weights file"):
+            model.load_state_dict(load_file(str(file)))
+    except (SafetensorError, RuntimeError) as e:  # another format, missing keys, wrong shapes
+        why, hint = " ".join(str(e).split())[:300], "safetensors with the model's own parameter names"
+        raise failure(f"The weights cannot be read: {why}", where=str(file), hint=hint) from e

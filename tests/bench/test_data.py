@@ -103,9 +103,7 @@ def test_a_batch_without_readable_images_stops_training_and_is_skipped_in_tests(
 
 
 def test_a_custom_data_set_is_a_function_of_a_module(tmp_path, monkeypatch):
-    (tmp_path / "pictures.py").write_text(
-        "from chipfit.bench.data import digits as mine\ndef bad(config): 1 / 0\n"
-    )
+    (tmp_path / "pictures.py").write_text("from chipfit.bench.data import digits as mine\ndef bad(config): 1 / 0\n")
     monkeypatch.chdir(tmp_path)
     assert len(load(Data(type="pictures:mine", train={"images": 30})).train) == 30
     with pytest.raises(DataError, match="'pictures:bad' fails: ZeroDivisionError"):

@@ -205,8 +205,8 @@ def pretrained(config: Config, sets: Sets, worker: WorkerProcess, home: Path, lo
     rates = Rates(base_lr=given.lr, warmup_lr=given.lr / 10, warmup_steps=steps // 10, max_iter=max(steps, 1))
     saver = config.saver.model_copy(update={"val_freq": max(steps // 4, 1)})
     sgd = Optimizer(kwargs={"momentum": 0.9, "nesterov": True, "weight_decay": 5e-4})
-    own = {"lr_scheduler": Schedule(kwargs=rates), "optimizer": sgd, "seed": FLOAT_SEED, "saver": saver, "freeze_step": None}
-    plain = config.model_copy(update=own)
+    own = {"lr_scheduler": Schedule(kwargs=rates), "optimizer": sgd, "seed": FLOAT_SEED, "saver": saver}
+    plain = config.model_copy(update={**own, "freeze_step": None})
     relevant = {k: plain.resolved[k] for k in "model data lr_scheduler optimizer saver label_smooth ema".split()}
     name = hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:16]
     file = home / "float" / f"{name}.safetensors"

@@ -25,10 +25,20 @@ platforms = typer.Typer(help="Descriptions of chips: built-in ones and your own.
 app.add_typer(platforms, name="platforms")
 app.add_typer(bench, name="bench")
 
+
+def _platform(text: str) -> chipfit.Platform:
+    """Load the platform that an option names."""
+    from chipfit.import_by_name import load_target
+
+    return load_target(text)
+
+
 Model = Annotated[str, Argument(help="a .pt2 file (torch.export.save), a .keras file, or module:factory")]
 Data = Annotated[str, Option("--data", help=".npz (x, and y for accuracy), a folder of images, or module:iterable")]
-_PLATFORM_HELP = "built-in name, NAME@REVISION, a YAML or JSON file, or module:chip in Python"
-Chip = Annotated[str, Option("--platform", "-p", help=_PLATFORM_HELP)]
+_PLATFORM: dict[str, Any] = {"parser": _platform, "metavar": "PLATFORM"}
+_PLATFORM["help"] = "built-in name, NAME@REVISION, a YAML or JSON file, or module:chip in Python"
+Chip = Annotated[Any, Option("--platform", "-p", **_PLATFORM)]
+ChipArgument = Annotated[Any, Argument(**_PLATFORM)]
 Out = Annotated[Path, Option("--out", "-o", help="folder for plan, model file and report")]
 Weights = Annotated[Path | None, Option("--weights", help="safetensors file with the weights of module:factory")]
 _INPUT_SIZE_HELP = "side length to which images are resized [pixels]"
@@ -88,7 +98,7 @@ def main() -> None:
 
 
 def _panel(e: ChipfitError, title: str = "") -> None:
-    from rich.console import Console
+    from rich.console import Console, Group
     from rich.panel import Panel
     from rich.table import Table
     from rich.text import Text
@@ -98,10 +108,7 @@ def _panel(e: ChipfitError, title: str = "") -> None:
     facts.add_column(overflow="fold")
     for label, fact in e.facts.items():
         facts.add_row(label, Text(str(fact)))
-    body = Table.grid()
-    body.add_column(overflow="fold")
-    body.add_row(Text(e.what.rstrip(".") + ".", style="bold"))
-    body.add_row(facts)
+    body = Group(Text(e.what.rstrip(".") + ".", style="bold"), facts)
     Console(stderr=True).print(Panel(body, title=title or type(e).__name__, title_align="left", border_style="red"))
 
 
@@ -182,20 +189,18 @@ def quantize(
     """Quantize a model for a platform; write model file, plan and report. Exit status 1 if the runtime differs."""
     from chipfit.cli.inputs import load_data, load_model, parse_bits, parse_limits
     from chipfit.errors import Interrupted
-    from chipfit.frameworks import facts_of, framework_of
-    from chipfit.import_by_name import load_target
+    from chipfit.frameworks import framework_of
 
-    target = load_target(platform)
     # refuse before any work what cannot be written
-    suffix, io_options = _suffix(target, wanted), _io_options(io, labels)
+    suffix, io_options = _suffix(platform, wanted), _io_options(io, labels)
     check_replaceable(out, _OUTPUT)
     overrides: dict[str, Any] = {**dict.fromkeys(keep_float or (), "float"), **parse_bits(bits or [])}
     network = load_model(model, weights)
-    batches = load_data(data, input_size, mean, std, channels_last=facts_of(framework_of(network)).channels_last)
+    batches = load_data(data, input_size, mean, std, framework=framework_of(network))
     chosen: dict[str, Any] = {"rule": rule, "weight_rule": weight_rule, "settings": chipfit.Settings(rounding=rounding)}
     limits = parse_limits(limit) if limit else None
     try:
-        result = chipfit.quantize(network, batches, target, **chosen, overrides=overrides, limits=limits, seed=seed)
+        result = chipfit.quantize(network, batches, platform, **chosen, overrides=overrides, limits=limits, seed=seed)
     except Interrupted as e:
         typer.echo("interrupted: writing the results so far; press Ctrl-C again to stop this as well", err=True)
         _write_outputs(e.result, out, suffix, io_options, batches, False, INTERRUPTED_STATUS)
@@ -206,7 +211,7 @@ def quantize(
 def train(
     what: Annotated[str, Argument(help="folder that `quantize` wrote, or a model as for `quantize`")],
     data: Annotated[str, Option("--data", help=".npz with x and y (labels), or module:iterable of (input, label)")],
-    platform: Annotated[str | None, Option("--platform", "-p", help=_PLATFORM_HELP)] = None,
+    platform: Annotated[Any, Option("--platform", "-p", **_PLATFORM)] = None,
     method: Annotated[str, Option("--method", help="training algorithm (with options), or module:Class")] = "lsq",
     epochs: Annotated[int, Option("--epochs", min=1, max=1 << 20, help="passes over the data")] = 1,
     rate: Annotated[float, Option("--rate", help="initial learning rate, with cosine decay to 0")] = 0.001,
@@ -225,8 +230,7 @@ def train(
     """Train a quantized model on labelled data or with your own loop; write the same files as `quantize`."""
     from chipfit.cli.inputs import load_data, load_model, parse_bits
     from chipfit.cli.train import parse_method, train_classifier, train_with_loop
-    from chipfit.frameworks import facts_of, framework_of
-    from chipfit.import_by_name import load_target
+    from chipfit.frameworks import framework_of
     from chipfit.plan.training import Training
 
     if not 0 < rate < 1e38:  # steps are computed in float32
@@ -240,13 +244,13 @@ def train(
                 raise ConfigError(f"--{name} does not apply to a saved result", got=what, hint=hint)
         result = _load(Path(what))
         suffix = _suffix(result.platform, wanted)
-        batches = load_data(data, channels_last=facts_of(result.graph.framework).channels_last)
+        batches = load_data(data, framework=result.graph.framework)
         result = result.trains(training)
     else:
-        target = load_target(platform or DEFAULT)
+        target = platform or _platform(DEFAULT)
         suffix = _suffix(target, wanted)
         network = load_model(what, weights)
-        batches = load_data(data, channels_last=facts_of(framework_of(network)).channels_last)
+        batches = load_data(data, framework=framework_of(network))
         overrides: dict[str, Any] = {**dict.fromkeys(keep_float or (), "float"), **parse_bits(bits or [])}
         some = batches[:_CALIBRATION] if isinstance(batches, list) else batches
         result = chipfit.quantize(network, some, target, overrides=overrides, training=training, seed=seed)
@@ -329,7 +333,7 @@ def verify(
     if report is not None:
         check_suffix(report)
     result = _load(saved)
-    batches = load_data(data, input_size, mean, std, channels_last=facts_of(result.graph.framework).channels_last)
+    batches = load_data(data, input_size, mean, std, framework=result.graph.framework)
     found = result.verify(batches, runtime=runtime, path=file)
     _echo(found.summary())
     if report is not None:
@@ -345,12 +349,11 @@ def lint(model: Model, shape: Shape = None, platform: Chip = DEFAULT, weights: W
     from rich.table import Table
 
     from chipfit.cli.inputs import example_of, load_model
-    from chipfit.import_by_name import load_target
     from chipfit.platform.support import unsupported_features
     from chipfit.report.terminal import RUNS
 
     network = load_model(model, weights)
-    found = chipfit.lint(network, example_of(model, shape, network), load_target(platform))
+    found = chipfit.lint(network, example_of(model, shape, network), platform)
     tails = {n.name: f"{n.op} '{n.display_name}'" for n in found.rows}
     table = Table("layer", "operator", "runs in", "one kernel with", "why float", show_edge=False, header_style="bold")
     for n in found.rows:
@@ -382,8 +385,7 @@ def explain(
 
     result = _load(saved)
     if data is not None:
-        last = facts_of(result.graph.framework).channels_last
-        images = load_data(data, input_size, mean, std, channels_last=last)
+        images = load_data(data, input_size, mean, std, framework=result.graph.framework)
         _echo(str(result.sensitivity(images) if curve is None else result.pareto(images, curve)))
     if layer is None:
         if data is None:
@@ -416,26 +418,24 @@ def platforms_list() -> None:
 
 
 @platforms.command("show")
-def platforms_show(name: Annotated[str, Argument(help="built-in name, YAML or JSON file, or module:chip")]) -> None:
+def platforms_show(platform: ChipArgument) -> None:
     """Show all facts about a platform with source and confidence."""
     from rich.console import Console
 
-    from chipfit.import_by_name import load_target
     from chipfit.platform.show import show
 
-    Console().print(show(load_target(name)))
+    Console().print(show(platform))
 
 
 @platforms.command("export")
 def platforms_export(
-    platform: Annotated[str, Argument(help="built-in name, YAML or JSON file, or module:chip in Python")],
+    platform: ChipArgument,
     file: Annotated[Path, Argument(help="output: .yaml for a platform file, .json for target platform capabilities")],
 ) -> None:
     """Convert a chip described in Python to a platform file, or a platform to capabilities to edit in Python."""
-    from chipfit.import_by_name import load_target
     from chipfit.platform.save import export_platform
 
-    typer.echo(f"{export_platform(load_target(platform), file)} written")
+    typer.echo(f"{export_platform(platform, file)} written")
 
 
 @platforms.command("check")

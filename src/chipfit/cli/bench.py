@@ -96,37 +96,31 @@ def sweep(
     stop_early: Annotated[bool, Option("--stop-early", help="stop those below the median of a study")] = False,
 ) -> None:
     """Run all experiments of a matrix without an outcome. Exit status 1 if one failed."""
-    from rich.console import Console
-    from rich.live import Live
-    from rich.table import Table
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
     from chipfit.bench.matrix import configs
     from chipfit.bench.sweep import sweep as run_all
 
-    experiments, states = configs(matrix, study), dict[str, str]()
-    console = Console()
-
-    def progress_table() -> Table:
-        table = Table("experiment", "", show_edge=False)
-        ended = sum(s in ("done", "done before", "failed") for s in states.values())
-        for name in [n for n, s in states.items() if s not in ("done", "done before")][-20:]:
-            table.add_row(name, states[name])
-        table.caption = f"{ended} of {len(experiments)} ended"
-        return table
-
-    with Live(progress_table(), console=console, auto_refresh=False, transient=True) as live:
+    experiments, ended = configs(matrix, study), set[str]()
+    resources: dict[str, Any] = {"cpus": cpus, "gpus": gpus, "memory": memory}
+    options: dict[str, Any] = {
+        **resources,
+        "workers": workers,
+        "ray": ray,
+        "retries": retries,
+        "stop_early": stop_early,
+    }
+    with Progress(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), transient=True) as progress:
+        bar = progress.add_task("", total=len(experiments))
 
         def report(name: str, what: str) -> None:
-            states[name] = what
-            live.update(progress_table(), refresh=True)
-            if not console.is_terminal:
-                typer.echo(f"{name}: {what}")
+            ended.update({name} if what in ("done", "done before", "done elsewhere", "failed") else ())
+            progress.update(bar, completed=len(ended))
+            progress.console.print(f"{name}: {what}", markup=False, highlight=False, soft_wrap=True)
 
-        resources = {"cpus": cpus, "gpus": gpus, "memory": memory, "retries": retries, "stop_early": stop_early}
-        failed = run_all(experiments, matrix, home, workers=workers, ray=ray, report=report, **resources)  # type: ignore[arg-type]
-    typer.echo(
-        f"{len(experiments) - len(failed)} of {len(experiments)} experiments have an outcome in {home / 'runs.sqlite'}"
-    )
+        failed = run_all(experiments, matrix, home, report=report, **options)
+    count = f"{len(experiments) - len(failed)} of {len(experiments)}"
+    typer.echo(f"{count} experiments have an outcome in {home / 'runs.sqlite'}")
     raise typer.Exit(int(bool(failed)))
 
 

@@ -1,8 +1,5 @@
 """A demo on one small network: train, quantize, export, run, verify."""
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -11,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from chipfit.calibration.progress import Progress
 from chipfit.errors import RuntimeUnavailable, import_optional
 from chipfit.pipeline import quantize
 from chipfit.platform.builtin import DEFAULT
@@ -89,28 +87,24 @@ def run(out: Path, epochs: int = 12) -> Result:
     Raises:
         RuntimeUnavailable: scikit-learn or ONNX Runtime is not installed.
     """
-    console = Console()
+    progress = Progress(True)
     threads = torch.get_num_threads()
     torch.set_num_threads(min(2, threads))  # more are slower on 8x8 images
     try:
-        with _step(console, "training a small residual network on handwritten digits"):
+        with progress.stage("training a small residual network on handwritten digits"):
             model = train(epochs)
         x, _, test_x, test_y = digits()
-        with _step(
-            console, f"quantizing it for ONNX Runtime on the CPU (platform {DEFAULT}), calibrated on 128 images"
-        ):
+        with progress.stage(f"quantizing it for ONNX Runtime (platform {DEFAULT}), calibrated on 128 images"):
             result = quantize(model, x[:128], progress=False)
-        with _step(console, "writing the file that the runtime loads"):
+        with progress.stage("writing the file that the runtime loads"):
             file = result.export(out / "digits.onnx")
-        sides = f"float, simulated, integer and ONNX Runtime side by side on {len(test_y)} test images"
-        with _step(console, f"running {sides}"):
+        with progress.stage(f"running the network in its four forms on {len(test_y)} test images"):
             result.verify(list(zip(test_x.split(50), test_y.split(50), strict=True)))
     finally:
         torch.set_num_threads(threads)
     result.save(out / "plan")
-    report = result.report
+    report, console = result.report, Console()
     page = report.save(out / "report.html")
-    console.print()
     report.show()
     console.print(_table(report))
     for text in (
@@ -120,14 +114,6 @@ def run(out: Path, epochs: int = 12) -> Result:
     ):
         console.print(text, soft_wrap=True, markup=False)
     return result
-
-
-@contextmanager
-def _step(console: Console, what: str) -> Iterator[None]:
-    start = time.perf_counter()
-    with console.status(what):
-        yield
-    console.print(f"[green]done[/] {time.perf_counter() - start:5.1f} s  {what}", soft_wrap=True)
 
 
 def _table(report: Report) -> Table:

@@ -13,8 +13,9 @@ import torch
 
 from chipfit.errors import CaptureError, ConfigError, DataError, PlanError, import_optional, short_message
 from chipfit.files import ARCHIVE_ERRORS, existing_file, wrap_read_errors
-from chipfit.frameworks import adapter, all_facts, framework_of_file, is_model, load
+from chipfit.frameworks import adapter, all_facts, facts_of, framework_of_file, is_model, load
 from chipfit.import_by_name import call_factory, import_by_name, import_or_call
+from chipfit.reading import load_weights
 from chipfit.search.limits import Limits
 
 _IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".ppm", ".webp")
@@ -42,36 +43,17 @@ def load_model(text: str, weights: Path | None = None) -> Any:
         known = " or ".join(f.title for f in all_facts().values())
         raise CaptureError(f"'{text}' must provide a {known} model", got=type(model).__name__)
     if weights is not None:
-        _load_weights(model, weights)
+        load_weights(model, weights, CaptureError)
     return model
 
 
-def _load_weights(model: Any, file: Path) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    if not hasattr(model, "load_state_dict"):
-        hint = "load them in the factory, or save a .keras file with them"
-        raise CaptureError("--weights supports PyTorch models only", got=str(file), hint=hint)
-    try:
-        with wrap_read_errors(file, CaptureError, "The weights file"):
-            weights = load_file(str(file))
-    except SafetensorError as e:
-        raise CaptureError("Weights must be a safetensors file", where=str(file), got=short_message(e)) from e
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as e:  # missing keys, wrong shapes
-        lines = " ".join(str(e).split())[:300]
-        raise CaptureError(f"The weights do not fit the model: {lines}", where=str(file)) from e
-
-
-def load_data(text: str, input_size: int = 224, mean: str = "0", std: str = "1", *, channels_last: bool = False) -> Any:
+def load_data(text: str, input_size: int = 224, mean: str = "0", std: str = "1", *, framework: str = "torch") -> Any:
     """Load batches from an `.npz` file, a folder of images, or `module:iterable`.
 
     Args:
         input_size: side length to which images are resized [pixels].
         mean, std: of images in 0..1: one number, or three separated by commas.
-        channels_last: return images as [N, H, W, C] for Keras instead of [N, C, H, W].
+        framework: framework of the model, which decides between images [N, H, W, C] and [N, C, H, W].
 
     Raises:
         DataError: the data cannot be read.
@@ -81,7 +63,7 @@ def load_data(text: str, input_size: int = 224, mean: str = "0", std: str = "1",
         return _npz(path)
     if os.path.isdir(path):
         images = _images(path, input_size, parse_numbers(mean, "mean"), parse_numbers(std, "std"))
-        return [x.permute(0, 2, 3, 1).contiguous() for x in images] if channels_last else images
+        return [x.permute(0, 2, 3, 1).contiguous() for x in images] if facts_of(framework).channels_last else images
     if ":" not in text:
         allowed = "an .npz file, a folder of images, or module:iterable"
         raise DataError("Data must be a file, a folder or module:iterable", got=text, allowed=allowed)

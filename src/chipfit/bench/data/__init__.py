@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from chipfit.bench.config import Data
-from chipfit.bench.data.procedural import CLASSES, images
+from chipfit.bench.data.procedural import CLASSES
+from chipfit.bench.data.procedural import images as drawn_images
 from chipfit.errors import DataError, import_optional
 from chipfit.import_by_name import call_factory, import_by_name
 from chipfit.registry import lookup, register
@@ -168,7 +169,7 @@ def load(config: Data) -> Sets:
 def procedural(config: Data) -> Sets:
     """Return images of 32 x 32 pixels of 20 classes, 2,000 in each half unless configured."""
     train, test = (split.images or 2000 for split in (config.train, config.test))
-    return Sets(Tensors(*images(train, 1000)), Tensors(*images(test, 1)), CLASSES)
+    return Sets(Tensors(*drawn_images(train, 1000)), Tensors(*drawn_images(test, 1)), CLASSES)
 
 
 @register("data", "digits")

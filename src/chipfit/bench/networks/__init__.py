@@ -9,16 +9,16 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
 
 from chipfit.bench.config import Model
 from chipfit.errors import ConfigError, import_optional, raised_outside_chipfit, short_message
 from chipfit.import_by_name import import_by_name
+from chipfit.reading import load_weights
 from chipfit.registry import lookup
 
 
@@ -39,18 +39,20 @@ def model_entry(config: Model | Mapping[str, Any], pretrained: bool = False, pat
     model = config if isinstance(config, Model) else Model(**config)
     library, colon, name = model.type.partition(":")
     if not colon:
-        network = _create(lookup("network", model.type), model)
+        make = lookup("network", model.type)
     elif library in _LIBRARIES:
-        network = _create(lambda **kw: _LIBRARIES[library](name, pretrained and path is None, **kw), model)
+        make = partial(_LIBRARIES[library], name, pretrained and path is None)
     else:
-        network = _create(import_by_name(model.type, "network", ConfigError), model)
+        make = import_by_name(model.type, "network", ConfigError)
+    network = _create(make, model)
     if pretrained and path is None and not colon:
-        weights = Path(os.environ.get("CHIPFIT_WEIGHTS", ""), f"{model.type}.safetensors")
-        if "CHIPFIT_WEIGHTS" in os.environ and weights.is_file():
-            return _with_weights(network, weights)
-        hint = "CHIPFIT_WEIGHTS=FOLDER with MODEL.safetensors, or train it first: saver.pretrain.epochs"
-        raise ConfigError("Network has no trained weights", where=model.type, hint=hint)
-    return network if path is None else _with_weights(network, Path(path))
+        path = Path(os.environ.get("CHIPFIT_WEIGHTS", ""), f"{model.type}.safetensors")
+        if "CHIPFIT_WEIGHTS" not in os.environ or not path.is_file():
+            hint = "CHIPFIT_WEIGHTS=FOLDER with MODEL.safetensors, or train it first: saver.pretrain.epochs"
+            raise ConfigError("Network has no trained weights", where=model.type, hint=hint)
+    if path is not None:
+        load_weights(network, Path(path), ConfigError)
+    return network
 
 
 def _create(make: Callable[..., Any], model: Model) -> Any:
@@ -64,17 +66,6 @@ def _create(make: Callable[..., Any], model: Model) -> Any:
             raise
         what = f"The network cannot be created: {short_message(e)}"
         raise ConfigError(what, where=model.type, got=model.kwargs) from e
-
-
-def _with_weights(network: Any, path: Path) -> Any:
-    if not isinstance(network, nn.Module):
-        raise ConfigError("Weights are supported for PyTorch networks only", got=type(network).__name__)
-    try:
-        network.load_state_dict(load_file(path))
-    except (OSError, SafetensorError, RuntimeError) as e:
-        hint = "safetensors with the network's own parameter names"
-        raise ConfigError(f"The weights cannot be read: {short_message(e)}", where=str(path), hint=hint) from e
-    return network
 
 
 def _timm(name: str, pretrained: bool, **kwargs: Any) -> Any:
