@@ -327,7 +327,6 @@ def verify(
     Exit status 1 if file or runtime differ, 3 if a runtime differs for which exactness is not claimed.
     """
     from chipfit.cli.inputs import load_data
-    from chipfit.frameworks import facts_of
     from chipfit.report.report import check_suffix
 
     if report is not None:
@@ -381,7 +380,6 @@ def explain(
     """Show all decisions about a layer and their reasons; with data, the loss of each tensor at every bit width."""
     from chipfit.cli.inputs import load_data
     from chipfit.decide.overrides import match_layers
-    from chipfit.frameworks import facts_of
 
     result = _load(saved)
     if data is not None:

@@ -252,23 +252,20 @@ class ObserverBase(nn.Module):
         return f"{self.quant_min}..{self.quant_max}, {self.qscheme}, {self.over} of {self.batches} batches"
 
 
+def variant(name: str, base: type[ObserverBase], **defaults: Any) -> type[ObserverBase]:
+    """Register and return a subclass of an observer with other defaults."""
+    return register("observer", name)(type(name, (base,), {"__module__": __name__, **defaults}))
+
+
 @register("observer", "MinMax")
 class MinMax(ObserverBase):
     """The extremes of all batches; with `over="latest"` of the last batch, as in MQBench's first generation."""
 
 
-@register("observer", "EMAMinMax")
-class EMAMinMax(ObserverBase):
-    """m <- 0.9 m + 0.1 (this batch's extreme). Source: Jacob et al. 2018, arXiv:1712.05877, section 3.1."""
-
-    over = "moving"
-
-
-@register("observer", "AverageMinMax")
-class AverageMinMax(ObserverBase):
-    """The mean of the extremes of all batches."""
-
-    over = "mean"
+#: m <- 0.9 m + 0.1 (this batch's extreme). Source: Jacob et al. 2018, arXiv:1712.05877, section 3.1.
+EMAMinMax = variant("EMAMinMax", MinMax, over="moving")
+#: the mean of the extremes of all batches
+AverageMinMax = variant("AverageMinMax", MinMax, over="mean")
 
 
 @register("observer", "BatchMeanMax")
@@ -308,19 +305,9 @@ class Quantile(ObserverBase):
         return torch.stack([low.maximum(-clip), high.minimum(clip)])
 
 
-@register("observer", "EMAQuantile")
-class EMAQuantile(Quantile):
-    """`Quantile` with a moving average over batches."""
-
-    over = "moving"
-
-
-@register("observer", "QuantileMovingAverage")
-class QuantileMovingAverage(Quantile):
-    """The 0.9999 quantile of the first batch, as MQBench computes under this name; `over="moving"` averages."""
-
-    over = "first"
-    threshold = 0.9999
+EMAQuantile = variant("EMAQuantile", Quantile, over="moving")
+#: the 0.9999 quantile of the first batch, as MQBench computes under this name; `over="moving"` averages
+QuantileMovingAverage = variant("QuantileMovingAverage", Quantile, over="first", threshold=0.9999)
 
 
 @register("observer", "ClipStd")
@@ -349,11 +336,7 @@ class LSQ(ObserverBase):
         return 2 * level / math.sqrt(max(self.quant_max, 1))
 
 
-@register("observer", "AverageLSQ")
-class AverageLSQ(LSQ):
-    """`LSQ` with the mean over batches."""
-
-    over = "mean"
+AverageLSQ = variant("AverageLSQ", LSQ, over="mean")
 
 
 @register("observer", "LSQPlus")
@@ -389,11 +372,7 @@ class MSE(ObserverBase):
         return self.ends(search(self.sample(x), self.grid, self.p))
 
 
-@register("observer", "EMAMSE")
-class EMAMSE(MSE):
-    """`MSE` with a moving average over batches."""
-
-    over = "moving"
+EMAMSE = variant("EMAMSE", MSE, over="moving")
 
 
 @register("observer", "KL")

@@ -163,11 +163,8 @@ def _trace(model: nn.Module) -> fx.GraphModule:
 
 
 def _check_trace(traced: nn.Module, model: nn.Module, inputs: tuple[Any, ...]) -> None:
-    modes = {m: m.training for m in model.modules()}
     with torch.no_grad():
-        results = [m.eval()(*inputs) for m in (model, traced)]
-    for m, training in modes.items():
-        m.training = training
+        results = [copy.deepcopy(m).eval()(*inputs) for m in (model, traced)]
     leaves = [torch.utils._pytree.tree_leaves(r) for r in results]
     if not all(torch.equal(a, b) for a, b in zip(*leaves, strict=True) if isinstance(a, torch.Tensor)):
         hint = "does it draw numbers, or keep state?"
