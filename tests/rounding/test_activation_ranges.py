@@ -14,12 +14,9 @@ from chipfit.plan.record import Plan
 from chipfit.quantizers.scale_bounds import ScaleBound
 from chipfit.ranges import choose
 from chipfit.ranges.search import Sample
-from chipfit.rounding import activation_ranges
-from chipfit.rounding.activation_ranges import (
-    free_low_bit_activations,
-    range_of_scores,
-    with_weighted_ranges,
-)
+from chipfit.rounding.methods import gptq
+from chipfit.rounding.methods.gptq import free_low_bit_activations, with_weighted_ranges
+from chipfit.rounding.sequential_reconstruction import range_of_scores
 from tests.build import plan_of, randn, stored
 
 A4 = stored(1.0, bits=4, signed=False)
@@ -62,7 +59,7 @@ def test_only_activations_that_vary_are_placed_anew():
 def placed(monkeypatch, plan, weighed, *seed, **stats):
     """The plan by errors that are weighed like this, and what importance was asked of."""
     asked = []
-    monkeypatch.setattr(activation_ranges, "importance", lambda graph, *given: asked.append(given) or weighed)
+    monkeypatch.setattr(gptq, "importance", lambda graph, *given: asked.append(given) or weighed)
     known = {n: TensorStats(n, low, high) for n, (low, high) in stats.items()}
     return with_weighted_ranges("network", plan, known, "batches", *seed), asked
 

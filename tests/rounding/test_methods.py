@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -14,9 +15,10 @@ from chipfit.errors import ConfigError, PlanError, UnknownNameError
 from chipfit.plan.record import Plan
 from chipfit.registry import option, register
 from chipfit.rounding import method
+from chipfit.rounding.compare import limit_samples
 from chipfit.rounding.method import RoundingContext, RoundingResult, create_methods, default_method, fits_weights
 from chipfit.rounding.methods import gptq
-from chipfit.rounding.methods.gptq import Gptq, limit_samples
+from chipfit.rounding.methods.gptq import Gptq
 from chipfit.rounding.methods.learned import BlockReconstruction, Learned
 from chipfit.rounding.methods.nearest import Nearest
 from tests.build import graph_of, plan_of, randn, small_cnn, stored
@@ -198,7 +200,7 @@ def test_a_time_says_how_many_images_and_positions(monkeypatch, seconds, warns):
     assert found.plan.provenance["settings"]["steps"] == steps
 
 
-@pytest.mark.parametrize("most, sizes", [(None, [8, 4]), (13, [8, 4]), (11, [8, 3]), (8, [8]), (7, [7]), (2.9, [2])])
+@pytest.mark.parametrize("most, sizes", [(math.inf, [8, 4]), (13, [8, 4]), (11, [8, 3]), (8, [8]), (7, [7]), (2.9, [2])])
 def test_the_first_samples(most, sizes):
     given, found = batches(8, 4), limit_samples(batches(8, 4), most)
     assert [len(b[0]) for b in found] == sizes

@@ -14,8 +14,8 @@ from chipfit.errors import ConfigError, DataError, PlanError
 from chipfit.passes.rewriting import Readers
 from chipfit.plan.record import Plan
 from chipfit.rounding import sequential_reconstruction
-from chipfit.rounding.activation_ranges import with_weighted_ranges
 from chipfit.rounding.compare import Reference
+from chipfit.rounding.methods.gptq import with_weighted_ranges
 from chipfit.rounding.methods.nearest import Nearest
 from chipfit.rounding.moments import Moments
 from chipfit.rounding.sequential_reconstruction import GptqSettings, SequentialReconstruction, why_not_fitted

@@ -124,6 +124,19 @@ def count_samples(batches: Iterable[Batch]) -> int:
     return sum(len(b[0]) if b[0].dim() else 1 for b in batches)
 
 
+def limit_samples(batches: Iterable[Batch], most: float) -> list[Batch]:
+    """Return the batches that hold the first samples; the last is cut where its tensors agree on their size."""
+    left, out = most, list[Batch]()
+    for batch in batches:
+        size = count_samples([batch])
+        cut = left < size and all(x.dim() and len(x) == len(batch[0]) for x in batch)
+        out.append([x[: int(left)] for x in batch] if cut else batch)
+        left -= size
+        if left <= 0:
+            break
+    return out
+
+
 def split_holdout(batches: list[Batch], guard: bool = True) -> tuple[list[Batch], list[Batch]]:
     """Split calibration data into batches to fit to and the last samples, which are held out for a comparison.
 
@@ -134,19 +147,8 @@ def split_holdout(batches: list[Batch], guard: bool = True) -> tuple[list[Batch]
     """
     if not batches:
         raise no_data()
-    want, held = int(count_samples(batches) * HELD_OUT) if guard else 0, []
-    first = list(batches)
-    while first and want > 0:
-        last = first.pop()
-        size = count_samples([last])
-        if size <= want and first:
-            held.append(last)
-            want -= size
-            continue
-        if any(not x.dim() or len(x) != size for x in last):
-            first.append(last)
-            break
-        first.append([x[: size - want] for x in last])
-        held.append([x[size - want :] for x in last])
-        want = 0
-    return first, held
+    samples = count_samples(batches)
+    first = limit_samples(batches, samples - int(samples * HELD_OUT) if guard else samples)
+    whole, last = batches[len(first) - 1], first[-1]
+    cut = [] if last is whole else [[x[len(y) :] for x, y in zip(whole, last, strict=True)]]
+    return first, [*cut, *batches[len(first) :]]

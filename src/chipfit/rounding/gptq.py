@@ -170,13 +170,9 @@ def error_feedback(h: Tensor) -> Tensor | None:
 
 
 def _damped(h: Tensor, share: float) -> Tensor:
-    """Return H with a share of its mean diagonal added to the diagonal."""
-    return h + torch.diag_embed((share * mean_diagonal(h)).expand(h.shape[:2]))
-
-
-def mean_diagonal(h: Tensor) -> Tensor:
-    """Return the mean of the diagonal, [g, 1]; above 0 even if all inputs are 0."""
-    return h.diagonal(dim1=1, dim2=2).mean(1, keepdim=True).clamp_min(1e-10)
+    """Return H with a share of its mean diagonal added to the diagonal; the mean counts as 1e-10 at least."""
+    mean = h.diagonal(dim1=1, dim2=2).mean(1, keepdim=True).clamp_min(1e-10)  # [g, 1]
+    return h + torch.diag_embed((share * mean).expand(h.shape[:2]))
 
 
 def search_scales(w: Tensor, h: Tensor, rows: WeightRows) -> Tensor:

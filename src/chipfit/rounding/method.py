@@ -69,7 +69,7 @@ def apply_methods(
         DataError: there is no calibration data.
     """
     chosen, notes = plan.provenance.get("settings", {}), list[str]()
-    named = {"seed": chosen.get("seed", 0), "rule": chosen.get("rule", "mse")}
+    named = {key: chosen[key] for key in ("seed", "rule") if key in chosen}
     context = RoundingContext(batches=list(batches), **named, **given)
     for method in create_methods(text, settings.to_record()):
         result = method(graph, plan, context)

@@ -22,12 +22,17 @@ from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import bias_or_zero, is_linear, with_bias
 from chipfit.passes.rewriting import Readers
 from chipfit.plan.record import Plan, TensorPlan
+from chipfit.quantizers.grids import fake_quantize
 from chipfit.quantizers.stored import Stored
+from chipfit.ranges.qparams import QParams, from_min_max
 from chipfit.registry import option
-from chipfit.rounding import activation_ranges, gptq
+from chipfit.rounding import gptq
 from chipfit.rounding.gptq import scale_bounds, scale_is_allowed, weight_rows
 from chipfit.rounding.moments import Moments, as_rows, from_rows, patches, positions, targets
 from chipfit.rounding.streams import MEMORY, Pick, SampleStreams, Stream, is_elementwise
+
+#: shares of the range of class scores on which its ends are tried
+_LOWS, _HIGHS = torch.linspace(0, 1, 21).tolist(), torch.linspace(0.5, 1, 11).tolist()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +60,23 @@ def why_not_fitted(graph: Graph, plan: Plan, readers: Readers, node: Node) -> st
     if graph.is_weight(node.data):
         return "it reads no data"
     return readers.why_fixed(node) or None
+
+
+def range_of_scores(stored: Stored, wanted: Iterable[Tensor], got: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return scale and zero point of class scores [N, C] with the least KL(softmax(wanted) || softmax(rounded)).
+
+    Low scores may be clipped, the highest may not.
+    """
+    p, x = torch.cat(list(wanted)).log_softmax(1), torch.cat(list(got))
+    low, high = (float(v) for v in torch.aminmax(x))
+
+    def loss(q: QParams) -> float:
+        rounded = fake_quantize(x, q.scale, q.zero_point, stored.grid).log_softmax(1)
+        return float((p.exp() * (p - rounded)).sum())
+
+    tries = [from_min_max(low * a, high * b, stored.grid) for a in _LOWS for b in _HIGHS]
+    best = min(tries, key=loss)
+    return best.scale, best.zero_point
 
 
 class SequentialReconstruction(SampleStreams):
@@ -171,7 +193,7 @@ class SequentialReconstruction(SampleStreams):
         stored, x = self.plan[name], self.quantized[name]
         if x[0].dim() != 2 or x[0].shape[1] < 2 or stored.grid.table is not None or stored.grid.bits >= 8:
             return
-        scale, zero = activation_ranges.range_of_scores(stored, self.floats[name], x)
+        scale, zero = range_of_scores(stored, self.floats[name], x)
         if scale_is_allowed(self.plan, name, scale):
             self._replan(name, "least divergence of the class probabilities", scale=scale, zero_point=zero)
 

@@ -47,12 +47,6 @@ def _fits_half(x: Tensor) -> bool:
     return float(low) > -_HALF and float(high) < _HALF
 
 
-def _memory_format(x: Tensor) -> torch.memory_format:
-    """Return channels-last memory format if the operator that made the images used it."""
-    last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
-    return torch.channels_last if last else torch.contiguous_format
-
-
 @dataclass
 class Stream:
     """One value for every chunk of samples: quantized if the plan says so, else in half precision if it is large."""
@@ -69,7 +63,8 @@ class Stream:
                 x = self.stored.quantize(x)
             elif x.dtype == torch.float32 and self._is_large(x) and _fits_half(x):
                 x = x.half()
-            x = self.memory.keep(x.contiguous(memory_format=_memory_format(x)))
+            last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)  # as its operator made it
+            x = self.memory.keep(x.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format))
         self.chunks.append(x)
 
     def __getitem__(self, k: int) -> Any:

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from chipfit.calibration.collect import TensorStats
 from chipfit.calibration.data import Batch
+from chipfit.decide.assignment import FEW_BITS
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import is_linear, places, products
 from chipfit.plan.record import Plan
+from chipfit.ranges.search import Sample, search
 from chipfit.registry import option, register
-from chipfit.rounding.activation_ranges import free_low_bit_activations, with_weighted_ranges
-from chipfit.rounding.compare import count_samples, split_holdout
-from chipfit.rounding.fisher import IMAGES
-from chipfit.rounding.gptq import CANDIDATES, CANDIDATES_OF_LONG_ROWS, LONG_ROW
+from chipfit.rounding.compare import count_samples, limit_samples, split_holdout
+from chipfit.rounding.fisher import IMAGES, importance
+from chipfit.rounding.gptq import CANDIDATES, CANDIDATES_OF_LONG_ROWS, LONG_ROW, scale_bounds, scale_is_allowed
 from chipfit.rounding.method import RoundingContext, RoundingResult, keep_better
 from chipfit.rounding.moments import as_rows
 from chipfit.rounding.sequential_reconstruction import GptqSettings, SequentialReconstruction
@@ -58,7 +60,7 @@ class Gptq(GptqSettings):
             amounts = f"with {images} images and {samples} positions"
             note = f"rounding is expected to take {expected:.2g} s of {self.seconds:g} {amounts}"
             notes = [note if expected <= self.seconds else f"warning: {note}"]
-        batches, held_out = split_holdout(limit_samples(context.batches, method.images), self.guard)
+        batches, held_out = split_holdout(limit_samples(context.batches, method.images or math.inf), self.guard)
         done, new = method._fit(graph, plan, batches, context)
         weights = [name for name, t in done.tensors.items() if t.role == "weight"]
         moved = [name for name in weights if not torch.equal(new[name].scale, done.plan[name].scale)]
@@ -89,16 +91,39 @@ def _with_amounts(plan: Plan, images: int, samples: int) -> Plan:
     return replace(plan, provenance={**plan.provenance, "settings": {**settings, "steps": steps}})
 
 
-def limit_samples(batches: list[Batch], most: float | None) -> list[Batch]:
-    """Return the batches that hold the first samples; the last is cut where its tensors agree on their size."""
-    left, out = math.inf if most is None else most, list[Batch]()
-    for batch in batches:
-        if left <= 0:
-            break
-        cut = left < count_samples([batch]) and all(x.dim() and len(x) == len(batch[0]) for x in batch)
-        out.append([x[: int(left)] for x in batch] if cut else batch)
-        left -= count_samples([batch])
-    return out
+# ---------------------------------------------------------------- ranges of activations of few bits
+
+
+def free_low_bit_activations(plan: Plan) -> list[str]:
+    """Return the activations of few bits whose range the platform leaves free."""
+    found = (t.name for t in plan.tensors.values() if t.role == "activation" and t.stored is not None)
+    few = (n for n in found if plan[n].grid.bits <= FEW_BITS and plan[n].grid.nearest and not plan[n].scale.dim())
+    return [n for n in few if n not in plan.zeros and scale_bounds(plan, n) is not None]
+
+
+def with_weighted_ranges(
+    graph: Graph, plan: Plan, stats: Mapping[str, TensorStats], batches: Iterable[Batch], seed: int = 0
+) -> Plan:
+    """Return the plan with ranges of the least sum of (g^2 + 0.3 mean g^2) (Q(x) - x)^2 for activations of few bits.
+
+    g is the gradient of the loss at labels drawn from the float network's own outputs; its square is the cost of an
+    error to second order. The second term keeps the few samples from deciding alone.
+
+    Args:
+        stats: of the float network; activations that are not among them stay as they are.
+        batches: of graph inputs, of which the first `fisher.IMAGES` samples are taken.
+    """
+    names = [n for n in free_low_bit_activations(plan) if n in stats and stats[n].low < stats[n].high]
+    if not names:
+        return plan
+    for n, weighed in importance(graph, plan.float_edges, names, stats, batches, seed).items():
+        assert isinstance(weighed, Sample)  # of an activation
+        q = search(weighed, plan[n].grid, p=2.0)
+        if scale_is_allowed(plan, n, q.scale[0]):
+            origin = "least squared error weighed by squared gradients"
+            new = plan.tensors[n].with_(scale=q.scale[0], zero_point=q.zero_point[0], origin=origin)
+            plan = replace(plan, tensors={**plan.tensors, n: new})
+    return plan
 
 
 # ---------------------------------------------------------------- time

@@ -124,7 +124,11 @@ class BlockReconstruction(SampleStreams):
         blocks = list(network_blocks(out, scope))
         by_layer = self.method.fisher and scope == "network"
         heads = [n.output for n in out.nodes if by_layer and is_linear(out, n)]
-        self.read(batches, {o for b in blocks for o in b.outputs} | set(heads))
+        watched = {o for b in blocks for o in b.outputs} | set(heads)
+        for inputs in self.read_inputs(out, batches):
+            found = gradients(self.graph, inputs, watched, (), self.random)[1] if self.method.fisher else {}
+            for name, g in found.items():  # how much errors weigh
+                self.fisher[name].append(g.square().flatten(2).mean(2) if g.dim() > 2 else g.square())
         for k, b in enumerate(blocks):
             try:
                 notes += self.reconstruct(b.subgraph(out, heads), b.subgraph(self.graph, heads))
@@ -138,13 +142,6 @@ class BlockReconstruction(SampleStreams):
         mean, better = sum(self.gains) / max(len(self.gains), 1), sum(g < 1 for g in self.gains)
         note = f"learned the codes of {better} of {len(self.gains)} units ({scope}), the others keep theirs"
         return new, [*notes, f"{note}: the error of their outputs falls to {mean:.0%} on average"]
-
-    def read(self, batches: Iterable[Batch], watched: set[str]) -> None:
-        """Put the inputs into both streams, and collect squared gradients of these values where they weigh errors."""
-        for inputs in self.read_inputs(self.out, batches):
-            found = gradients(self.graph, inputs, watched, (), self.random)[1] if self.method.fisher else {}
-            for name, g in found.items():
-                self.fisher[name].append(g.square().flatten(2).mean(2) if g.dim() > 2 else g.square())
 
     def reconstruct(self, block: Graph, wanted: Graph) -> list[str]:
         """Run one block on both streams, with its weights learned in between; returns notes."""
