@@ -26,8 +26,8 @@ from chipfit.verify.comparisons import (
     fewest_differing,
     not_comparable,
 )
-from chipfit.verify.run import MAX_SIMULATED_SAMPLES, Comparator, storage_types
-from tests.build import graph_of, model_of, node, plan_of, quantized, randn, sequential, stored
+from chipfit.verify.run import MAX_SIMULATED_SAMPLES, Comparator, storage_type
+from tests.build import graph_of, grid, model_of, node, plan_of, quantized, randn, sequential, stored
 
 
 def row(name="t", op="Relu", **facts) -> TensorComparison:
@@ -213,14 +213,14 @@ def test_the_fault_of_an_output_says_the_gap():
     ],
 )
 def test_integers_come_in_the_narrowest_type_and_beyond_16_bits_with_a_sign(bits, signed, kind):
-    assert storage_types(bits, signed) == {kind}
+    assert storage_type(grid(bits, signed=signed)) == kind
 
 
 def test_what_cannot_be_compared_says_both_sides():
     x = torch.zeros(2, 3, dtype=torch.int8)
-    assert not_comparable(x, x, {"int8"}) == "" and "missing" in not_comparable(None, x, {"int8"})
-    assert not_comparable(x, x, {"uint8", "int16"}) == "the device gives int8 [2, 3], not int16 or uint8 [2, 3]"
-    assert not_comparable(x[0], x, {"int8"}) == "the device gives int8 [3], not int8 [2, 3]"
+    assert not_comparable(x, x, "int8") == "" and "missing" in not_comparable(None, x, "int8")
+    assert not_comparable(x, x, "uint8") == "the device gives int8 [2, 3], not uint8 [2, 3]"
+    assert not_comparable(x[0], x, "int8") == "the device gives int8 [3], not int8 [2, 3]"
 
 
 # ---------------------------------------------------------------- the whole

@@ -107,7 +107,7 @@ def capture_model(request: Request, d: Decision) -> Decision:
     """Read the model into a graph and apply the rewrites that need no data."""
     with request.progress.stage("capture"):
         graph = read_model(request.model, *request.data.example_call(request.model), request.other_sizes)
-        warnings = [] if request.data.has_example else check_input_scale(graph)
+        warnings = [] if request.data.example is not None else check_input_scale(graph)
         graph, rewrites = steps.rewrite(graph, d.platform, d.settings)
     return replace(d, graph=graph, warnings=tuple(warnings), rewrites=tuple(rewrites))
 

@@ -6,13 +6,12 @@ import io
 import re
 import sys
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import chipfit
-from chipfit.calibration.progress import Progress, count_batches
+from chipfit.calibration.progress import Progress
 from chipfit.errors import DataError
 
 NET = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()).eval()
@@ -39,22 +38,6 @@ def test_a_log_gets_one_line_per_stage(data, capsys):
 def test_nothing_is_shown_unasked(capsys):
     chipfit.quantize(NET, DATA, progress=False)
     assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize(
-    ("data", "batches"),
-    [
-        (DATA, 5),
-        (WithLength(), 5),
-        (np.zeros((33, 3)), 3),
-        (torch.zeros(32, 3), 2),
-        (iter(DATA), None),
-        (lambda: DATA, None),
-    ],
-    ids=range(6),
-)
-def test_data_tell_how_many_batches_they_have(data, batches):
-    assert count_batches(data) == batches
 
 
 def terminal(monkeypatch, total):

@@ -23,10 +23,7 @@ def test_samples_are_known_in_other_batches_and_others_are_not():
     seen = noted([X[:5]], [X[5:8]])
     assert len(seen.digests) == 8
     assert seen.count_known([X[3:12]]) == 5 and seen.count_known([X[8:]]) == 0 and seen.count_known([X[6:7]]) == 1
-    assert (
-        SampleHashes.of({"samples": sorted(seen.digests)}).count_known([X]) == 8
-        and SampleHashes.of({}).count_known([X]) == 0
-    )
+    assert SampleHashes(sorted(seen.digests)).count_known([X]) == 8 and SampleHashes().count_known([X]) == 0
 
 
 def test_at_most_128_are_kept_and_the_same_ones_in_any_order():

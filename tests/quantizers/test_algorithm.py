@@ -14,7 +14,6 @@ from chipfit.quantizers.algorithm import (
     Algorithm,
     algorithm_text,
     clip_quantize,
-    constants,
     positive,
     reach,
     threshold,
@@ -39,7 +38,7 @@ def numbers(scale, zero=0):
 
 
 def test_a_scale_that_trains_stays_above_a_least_one():
-    assert constants(stored([1.6, 1e-8], axis=0))["least"].tolist() == pytest.approx([EPS, 1e-8 / 16])
+    assert Algorithm().constants(stored([1.6, 1e-8], axis=0), None)["least"].tolist() == pytest.approx([EPS, 1e-8 / 16])
     least = torch.tensor(0.5)
     assert [float(positive(TorchOps, torch.tensor(s), least, S8)) for s in (3.0, -3.0, 0.1, -0.1)] == [3, 3, 0.5, 0.5]
     assert [float(positive(TorchOps, torch.tensor(s), least, POT)) for s in (1.4, 1.5, -6.0, 0.1)] == [1, 2, 8, 0.5]
@@ -83,7 +82,7 @@ def test_clipping_has_gradient_one_inside_and_that_of_the_ends_beyond():
 
 def test_an_algorithm_rounds_to_a_grid_whose_scale_trains_unless_it_says_otherwise():
     plain, x = Algorithm(), torch.tensor([0.3, -9.0])
-    p = {**constants(stored(0.05)), "scale": torch.tensor(0.05)}
+    p = {**Algorithm().constants(stored(0.05), None), "scale": torch.tensor(0.05)}
     assert plain.call(TorchOps, x, p, S8).tolist() == pytest.approx([0.3, -6.4])
     assert plain.rescaled(TorchOps, {"scale": 2.0, "b": 3.0}, 4) == {"scale": 8}
     assert plain.rescaled(TorchOps, {"low": -1.0, "high": 2.0}, 4) == {"low": -4, "high": 8}

@@ -98,7 +98,7 @@ def test_class_scores_are_compared_by_the_mean_over_samples():
     [
         ([8], [7], [1]),
         ([21, 3], [21], [3]),
-        ([22, 2], [21], [2, 1]),
+        ([22, 2], [21], [1, 2]),
         ([2] * 16, [2] * 14, [2, 2]),
     ],
 )
@@ -108,8 +108,7 @@ def test_the_last_eighth_of_the_images_is_for_the_guard(sizes, first, held):
     kept, guard = split_holdout(given)
     assert [len(b[0]) for b in kept] == first and [len(b[0]) for b in guard] == held
     assert all(torch.equal(2 * a, b) for a, b in [*kept, *guard]) and [len(b[0]) for b in given] == sizes
-    assert sorted(float(v) for b in [*kept, *guard] for v in b[0]) == x.tolist()
-    assert all(float(b[0].min()) > float(kept[-1][0].max()) for b in guard)
+    assert [float(v) for b in [*kept, *guard] for v in b[0]] == x.tolist()
 
 
 def test_images_that_cannot_be_told_apart_stay_together():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from chipfit.calibration.batch_cache import MemoryLimit
+from chipfit.calibration.source import MemoryLimit
 from chipfit.graph.ir import Graph, Value
 from chipfit.rounding import streams
 from chipfit.rounding.streams import Stream, chunks

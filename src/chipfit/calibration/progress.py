@@ -6,19 +6,6 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from chipfit.calibration.data import ROWS
-
-
-def count_batches(data: Any) -> int | None:
-    """Return the number of batches in the data; None if it is unknown."""
-    shape = getattr(data, "shape", None)
-    if shape is not None and len(shape):  # one big array is split into batches
-        return -(-int(shape[0]) // ROWS)
-    try:
-        return len(data)
-    except TypeError:
-        return None
-
 
 class Progress:
     """The stages of a long call, shown on stderr.

@@ -1,11 +1,8 @@
 """Hashes of calibration samples, by which `verify` recognises them later; a bounded number of them."""
 
-from __future__ import annotations
-
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -20,11 +17,6 @@ class SampleHashes:
     def __init__(self, digests: Iterable[str] = ()) -> None:
         self.digests = set(digests)
         self._all = hashlib.sha256()
-
-    @classmethod
-    def of(cls, provenance: Mapping[str, Any]) -> SampleHashes:
-        """Return the calibration samples that a plan's provenance lists."""
-        return cls(provenance.get("samples", ()))
 
     def add(self, inputs: Sequence[torch.Tensor]) -> None:
         """Add the samples of one batch."""

@@ -1,16 +1,83 @@
-"""The user's calibration data, as the stages of `quantize` read them: once, or again."""
+"""The user's calibration data, as the stages of `quantize` read them: once, or again from a cache.
+
+The cache holds tensors in memory up to a limit, and beyond it in memory-mapped files.
+"""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from chipfit.calibration.batch_cache import CachedBatches
-from chipfit.calibration.data import as_call, batches, first_batch
-from chipfit.calibration.progress import count_batches
+from chipfit.calibration.data import ROWS, as_call, as_tensors, batches, first_batch
+from chipfit.errors import DataError
 from chipfit.graph.ir import Graph
+
+
+@dataclass
+class MemoryLimit:
+    """A limit on the bytes of cached tensors in memory; further ones are mapped from temporary files."""
+
+    most: int = 1 << 30
+    used: int = 0
+    spilled: int = 0
+
+    def keep(self, x: Tensor) -> Tensor:
+        """Return the tensor itself, or its copy in a file that disappears together with the copy.
+
+        Raises:
+            DataError: the disk is full.
+        """
+        size = x.numel() * x.element_size()
+        if self.used + size <= self.most or size == 0:
+            self.used += size
+            return x
+        self.spilled += size
+        axes = sorted(range(x.dim()), key=x.stride().__getitem__, reverse=True)  # in memory order
+        ordered = x.permute(axes)
+        try:
+            with tempfile.NamedTemporaryFile() as file:  # the mapping outlives the name
+                # write() reports a full disk; writing through the mapping would end the process
+                file.write(ordered.reshape(-1).view(torch.uint8).numpy().data)
+                file.flush()
+                mapped = torch.from_file(file.name, shared=True, size=x.numel(), dtype=x.dtype).view(ordered.shape)
+                return mapped.permute([axes.index(d) for d in range(x.dim())])
+        except OSError as e:
+            what = f"Calibration data take more than {self.most:,} bytes, and the rest cannot be written: {e.strerror}"
+            hint = "give fewer images, or set TMPDIR to a folder with room"
+            raise DataError(what, where=tempfile.gettempdir(), got=f"{self.spilled:,} bytes more", hint=hint) from None
+
+    def release(self, x: Tensor) -> None:
+        """Give back the memory of a tensor from `keep`."""
+        if not x.is_shared():
+            self.used -= x.numel() * x.element_size()
+
+
+class CachedBatches:
+    """The batches of an iterator, cached at the first reading so that they can be read again.
+
+    Args:
+        most: bytes that stay in memory.
+    """
+
+    def __init__(self, data: Iterator[Any], most: int = 1 << 28) -> None:
+        self._data, self._batches, self.memory = data, list[Any](), MemoryLimit(most)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._batches
+        for batch in self._data:
+            # a copy, because the user may fill the same array again for the next batch
+            self._batches.append(tree_map_only(Tensor, self._copy, as_tensors(batch)))
+            yield batch
+
+    def _copy(self, x: Tensor) -> Tensor:
+        cached = self.memory.keep(x.detach())
+        return cached.clone() if cached.data_ptr() == x.data_ptr() else cached
 
 
 class CalibrationData:
@@ -22,12 +89,8 @@ class CalibrationData:
     """
 
     def __init__(self, data: Any, example: Any = None) -> None:
-        self.data, self._example = data, example
+        self.data, self.example = data, example
         self._unread = data  #: with the first batch still in it, where that was looked at
-
-    @property
-    def has_example(self) -> bool:
-        return self._example is not None
 
     @property
     def read_once(self) -> bool:
@@ -40,9 +103,9 @@ class CalibrationData:
         Raises:
             DataError: the data are empty.
         """
-        if self._example is not None:
+        if self.example is not None:
             self._unread = self.data
-            return as_call(self._example, model)
+            return as_call(self.example, model)
         args, kwargs, self._unread = first_batch(self.data, model)
         return args, kwargs
 
@@ -51,7 +114,7 @@ class CalibrationData:
         if self.read_once:
             self.data = self._unread = CachedBatches(self._unread)
 
-    def first_pass(self, graph: Graph, note: Callable[[list[torch.Tensor]], None]) -> batches:
+    def first_pass(self, graph: Graph, note: Callable[[list[Tensor]], None]) -> batches:
         """Return the batches as graph inputs, for the first pass over them; `note` is called with each."""
         return batches(self._unread, graph, note)
 
@@ -62,4 +125,10 @@ class CalibrationData:
     @property
     def count(self) -> int | None:
         """Number of batches; None where the data do not tell."""
-        return count_batches(self.data)
+        shape = getattr(self.data, "shape", None)
+        if shape is not None and len(shape):  # one big array is split into batches
+            return -(-int(shape[0]) // ROWS)
+        try:
+            return len(self.data)
+        except TypeError:
+            return None

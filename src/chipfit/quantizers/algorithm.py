@@ -21,6 +21,10 @@ EPS = torch.finfo(torch.float32).eps
 
 #: name -> parameter or constant of one quantizer, which broadcasts against its tensor
 Numbers = Mapping[str, Any]
+#: initial values of parameters or constants by name, [] or [C]
+Tensors = dict[str, torch.Tensor]
+#: a weight; None for an activation
+Weight = torch.Tensor | None
 
 
 class Algorithm:
@@ -39,18 +43,23 @@ class Algorithm:
     undeployable: Mapping[str, str] = {}
     #: parameters that are [N] for N levels, and do not broadcast against the tensor
     vectors: tuple[str, ...] = ()
+    equal_steps = False  #: it quantizes in equal steps alone, and refuses look-up tables
 
     def refuses(self, grid: Grid, role: str) -> str:
         """Return why it cannot quantize a tensor ("weight" or "activation") to this grid; "" if it can."""
-        return ""
+        return "the format's codes are entries of a table" if self.equal_steps and grid.table is not None else ""
 
     def grid(self, grid: Grid) -> Grid:
         """Return the grid that it uses: the plan's, unless the algorithm has levels of its own."""
         return grid
 
-    def constants(self, stored: Stored, x: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """Return constants by name, with arguments and shapes as in `init`; parameters override them by name."""
-        return constants(stored)
+    def constants(self, stored: Stored, x: Weight) -> Tensors:
+        """Return constants by name, here the plan's scale and zero point and the least scale.
+
+        Arguments and shapes are those of `init`; parameters override constants by name.
+        """
+        least = torch.clamp(stored.scale / 16, max=EPS)
+        return {"scale": stored.scale, "zero_point": stored.zero_point, "least": least}
 
     def for_tensor(self, stored: Stored, role: str, shape: tuple[int | None, ...]) -> Algorithm:
         """Return the algorithm for one tensor: itself, with `activations` set, unless it has state for each tensor.
@@ -65,7 +74,7 @@ class Algorithm:
     def start(self, host: Any) -> None:
         """Register state besides the parameters of `init` on the module or layer that hosts it."""
 
-    def init(self, stored: Stored, x: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    def init(self, stored: Stored, x: Weight) -> Tensors:
         """Return the initial values of the parameters by name, each [] or [C], float32.
 
         Args:
@@ -115,11 +124,6 @@ def positive(ops: Any, s: Any, least: Any, grid: Grid) -> Any:
     return s
 
 
-def constants(stored: Stored) -> dict[str, torch.Tensor]:
-    """Return the plan's scale and zero point, and the least scale."""
-    return {"scale": stored.scale, "zero_point": stored.zero_point, "least": torch.clamp(stored.scale / 16, max=EPS)}
-
-
 def rows_by_scale(x: torch.Tensor, stored: Stored) -> torch.Tensor:
     """Return a weight as [N], or [C, N] with one scale for each row."""
     x = x.detach().to(stored.scale.dtype)
@@ -152,11 +156,6 @@ def clip_quantize(ops: Any, x: Any, low: Any, high: Any, numbers: tuple[Any, Any
     """Return x fake-quantized with (scale, zero point), with the gradient of clipping it to low and high."""
     y = ops.fake_quantize(ops.stop_gradient(x), *(ops.stop_gradient(n) for n in numbers), grid)
     return ste(ops, clamp(ops, x, low, high), y)
-
-
-def refuse_table(grid: Grid) -> str:
-    """Return why an algorithm with equal steps refuses a grid; "" if it does not."""
-    return "the format's codes are entries of a table" if grid.table is not None else ""
 
 
 def require_table(grid: Grid, kind: str, least: int) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ def _with_table(grid: Grid, table: Sequence[float]) -> Grid:
     if any(v != round(v) for v in entries) or entries[0] < grid.qmin or entries[-1] > most:
         allowed = f"integers from {grid.qmin} to {most}"
         raise ConfigError("An entry of a look-up table is out of bounds", got=list(entries)[:8], allowed=allowed)
-    return Grid(bits=grid.bits, qmin=grid.qmin, qmax=grid.qmax, pot=grid.pot, per=grid.per, kind="lut", table=entries)
+    return replace(grid, kind="lut", table=entries)
 
 
 def uniform(bits: int, low: Any, high: Any, axis: int | None = None) -> Stored:
@@ -141,9 +142,8 @@ class InferableQuantizer:
 
     def __call__(self, inputs: Any) -> Any:
         """Return floats on the grid, [*dims], for floats [*dims]."""
-        shape = [1] * len(inputs.shape) if self.stored.axis is not None else []
-        if shape:
-            shape[self.stored.axis or 0] = -1
+        rank, axis = len(inputs.shape), self.stored.axis
+        shape = [] if axis is None else [-1 if k == axis % rank else 1 for k in range(rank)]
         s, z = (
             self.ops.reshape(self.ops.constant([float(v) for v in p.reshape(-1)], inputs), shape)
             for p in (self.stored.scale, self.stored.zero_point)

@@ -1,8 +1,8 @@
 """The functions in which training formulas are written, so that one formula serves torch and Keras.
 
 A formula receives them as `ops`: `TorchOps` here, `KerasOps` in `frameworks.keras.backend`. Besides the functions below
-it may use abs, clip, exp, floor, log2, max (of all), maximum, minimum, reshape, round, sign, sqrt, tanh, trunc and
-where, which are the same in torch and `keras.ops`.
+it may use abs, clip, exp, floor, log2, max (of all), maximum, mean, minimum, reshape, round, sign, sqrt, sum, tanh,
+trunc and where, which are the same in torch and `keras.ops`.
 """
 
 from collections.abc import Sequence
@@ -44,14 +44,6 @@ class TorchOps(metaclass=_TorchFunctions):
     def size(x: torch.Tensor) -> int:
         """Return the number of elements."""
         return x.numel()
-
-    @staticmethod
-    def sum(x: torch.Tensor, axis: Any = None, keepdims: bool = False) -> torch.Tensor:
-        return x.sum() if axis is None else x.sum(axis, keepdim=keepdims)
-
-    @staticmethod
-    def mean(x: torch.Tensor, axis: Any = None, keepdims: bool = False) -> torch.Tensor:
-        return x.mean() if axis is None else x.mean(axis, keepdim=keepdims)
 
     @staticmethod
     def sort(x: torch.Tensor) -> torch.Tensor:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chipfit.calibration.batch_cache import MemoryLimit
 from chipfit.calibration.data import Batch, count_splittable
 from chipfit.calibration.histogram import in_memory_order
+from chipfit.calibration.source import MemoryLimit
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 from chipfit.quantizers.stored import Stored

@@ -13,6 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
+
+from chipfit.errors import RuntimeUnavailable
 
 #: (float32 numbers, scale) -> the numbers in steps of the scale, rounded
 Steps = Callable[[np.ndarray, Any], np.ndarray]
@@ -33,3 +36,22 @@ def quantize_input(x: np.ndarray, scale: float, zero_point: int, dtype: np.dtype
 def dequantize_output(q: np.ndarray, scale: float, zero_point: int) -> np.ndarray:
     """Dequantize integers: (q - zero_point) * scale."""
     return (q.astype(np.int32) - np.int32(zero_point)).astype(np.float32) * np.float32(scale)
+
+
+def read_notes(kind: Any, text: str | bytes, path: str) -> Any:
+    """Return the chipfit notes in a file, JSON of this type.
+
+    Raises:
+        RuntimeUnavailable: they are malformed.
+    """
+    try:
+        return TypeAdapter(kind).validate_json(text)
+    except ValidationError as e:
+        got = e.errors(include_url=False)[0]["msg"]
+        raise RuntimeUnavailable("The chipfit notes in the file are malformed", where=path, got=got) from e
+
+
+def unfit_notes(path: str = "", what: str = "tensors") -> RuntimeUnavailable:
+    """Return the error for notes that do not belong to the file's tensors or outputs."""
+    message = f"The chipfit notes in the file do not fit its {what}"
+    return RuntimeUnavailable(message, where=path, hint="export it again")

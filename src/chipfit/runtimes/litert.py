@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, NotRequired
 
 import numpy as np
-from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict
 
 from chipfit.errors import RuntimeUnavailable, first_line
 from chipfit.files import wrap_read_errors
 from chipfit.registry import register
-from chipfit.runtimes import dequantize_output, quantize_input
+from chipfit.runtimes import dequantize_output, quantize_input, read_notes, unfit_notes
 
 _DECLARED: dict[str, Any] = {"suffix": ".tflite", "libraries": ("ai_edge_litert", "flatbuffers"), "extra": "litert"}
 
@@ -102,8 +102,7 @@ class LiteRt:
         ranks = [len(d["shape"]) for d in (*self.inputs, *self.interpreter.get_output_details())]
         valid = [0 <= a < max(r, 1) and (f is None or sorted(f) == [*range(r)]) for (f, a), r in zip(noted, ranks)]
         if len(noted) != len(ranks) or not all(valid):
-            hint = "export it again"
-            raise RuntimeUnavailable("The chipfit notes in the file do not fit its tensors", where=str(path), hint=hint)
+            raise unfit_notes(str(path))
 
     def run(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """Run one batch; return by name the outputs, dequantized, and the requested tensors as the file holds them.
@@ -234,7 +233,7 @@ def join_parts(parts: Sequence[np.ndarray], axis: int, front: int) -> np.ndarray
     if front == 1:
         return np.concatenate(parts, axis)
     if front < 1 or any(p.ndim == 0 or p.shape[axis] % front for p in parts):
-        raise RuntimeUnavailable("The chipfit notes in the file do not fit its tensors", hint="export it again")
+        raise unfit_notes()
     shape = parts[0].shape
     split = [p.reshape(*shape[:axis], front, -1, *shape[axis + 1 :]) for p in parts]
     return np.concatenate(split, axis + 1).reshape(*shape[:axis], -1, *shape[axis + 1 :])
@@ -272,14 +271,9 @@ def _with_outputs(
     notes: Any = {}
     for m in _items(model.metadata):
         if m.name == b"chipfit":
-            try:
-                notes = TypeAdapter(_Notes).validate_json(bytes(_items(model.buffers[m.buffer].data)))
-            except ValidationError as e:
-                got = e.errors(include_url=False)[0]["msg"]
-                raise RuntimeUnavailable("The chipfit notes in the file are malformed", where=path, got=got) from e
+            notes = read_notes(_Notes, bytes(_items(model.buffers[m.buffer].data)), path)
     if len(notes.get("outputs", own)) != len(own):
-        what = "The chipfit notes in the file do not fit its outputs"
-        raise RuntimeUnavailable(what, where=path, hint="export it again")
+        raise unfit_notes(path, "outputs")
     # a quantized output is returned as floats under the name "output/float", and on request also as codes
     ints = [k for k in own if graph.tensors[k].type in _RANGES]
     quantized = {k for k in ints if len(_items(_quantization(graph.tensors[k], "scale")))}

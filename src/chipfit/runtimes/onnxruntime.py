@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from pydantic import ConfigDict, Field, with_config
 from typing_extensions import TypedDict
 
 from chipfit.errors import RuntimeUnavailable, first_line
 from chipfit.files import wrap_read_errors
 from chipfit.registry import register
-from chipfit.runtimes import dequantize_output, quantize_input
+from chipfit.runtimes import dequantize_output, quantize_input, read_notes, unfit_notes
 
 if TYPE_CHECKING:
     from chipfit.platform.schema import Platform
@@ -103,16 +103,11 @@ def _quantized_io(model: Any, path: str) -> tuple[dict[str, _QuantizedIO], dict[
         RuntimeUnavailable: the notes are malformed or do not fit the file.
     """
     notes = next((p.value for p in model.metadata_props if p.key == "chipfit.io"), "{}")
-    try:
-        found = TypeAdapter(dict[Literal["inputs", "outputs"], dict[str, _QuantizedIO]]).validate_json(notes)
-    except ValidationError as e:
-        got = e.errors(include_url=False)[0]["msg"]
-        raise RuntimeUnavailable("The chipfit notes in the file are malformed", where=path, got=got) from e
+    found = read_notes(dict[Literal["inputs", "outputs"], dict[str, _QuantizedIO]], notes, path)
     taken, given = found.get("inputs", {}), found.get("outputs", {})
     ends = {i.name for i in model.graph.input}, {o.name for o in model.graph.output}
     if not (taken.keys() <= ends[0] and given.keys() <= ends[1]):
-        what = "The chipfit notes in the file do not fit its tensors"
-        raise RuntimeUnavailable(what, where=path, hint="export it again")
+        raise unfit_notes(path)
     return taken, given
 
 

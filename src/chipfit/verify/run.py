@@ -25,6 +25,7 @@ from chipfit.graph.ir import DYNAMIC, Graph
 from chipfit.plan.record import Plan
 from chipfit.platform.schema import Platform
 from chipfit.platform.support import simulates_arithmetic, unsupported_features
+from chipfit.quantizers.grids import Grid
 from chipfit.registry import DeviceRuntime, entries, entry, require
 from chipfit.simulate.device import float_operators, output
 from chipfit.simulate.integer import float_results, profile_for, simulate
@@ -136,7 +137,7 @@ class Comparator:
     hits: Counter[str] = field(default_factory=Counter)  #: right answers of each side
 
     def __post_init__(self) -> None:
-        self.calibration = SampleHashes.of(self.plan.provenance)
+        self.calibration = SampleHashes(self.plan.provenance.get("samples", ()))
         self.live = live_values(self.graph)
 
     def list_tensors(self, quantized: Sequence[str], inner: Sequence[str]) -> None:
@@ -199,11 +200,11 @@ class Comparator:
     ) -> tuple[Values, Values]:
         """Compare each operator by itself; return the device's integers and what the operators compute from them."""
         given = {r.tensor: got.get(self.declares.codes.format(r.tensor)) for r in self.out.rows}
-        types = {v: storage_types(self.plan[v].grid.bits, self.plan[v].grid.signed) for v in given}
+        types = {v: storage_type(self.plan[v].grid) for v in given}
         codes = {
             v: q.int() if q.dtype == torch.uint16 else q  # torch does not compute with that type
             for v, q in given.items()
-            if q is not None and dtype_name(q) in types[v]
+            if q is not None and dtype_name(q) == types[v]
         }
         remaining = {r.tensor: r for r in self.out.rows}
 
@@ -289,7 +290,6 @@ class Comparator:
         self.out.accuracy = {k: right / self.out.labelled for k, right in self.hits.items()}
 
 
-def storage_types(bits: int, signed: bool) -> set[str]:
-    """Return the types in which a file may hold integers of so many bits."""
-    size = next((b for b in (8, 16) if bits <= b), 32)
-    return {f"int{size}" if signed or size == 32 else f"uint{size}"}
+def storage_type(grid: Grid) -> str:
+    """Return the type in which a runtime returns the integers of a grid."""
+    return f"{'int' if grid.signed or grid.bits > 16 else 'uint'}{max(8, grid.file_bits)}"

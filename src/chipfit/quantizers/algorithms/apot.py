@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from chipfit.quantizers.algorithm import Numbers, require_table, threshold
+from chipfit.quantizers.algorithm import Numbers, Tensors, Weight, require_table, threshold
 from chipfit.quantizers.algorithms.lsq import Scaled
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
@@ -61,14 +61,14 @@ class APoT(Scaled):
             return "its levels do not fit into the look-up table"
         return ""
 
-    def constants(self, stored: Stored, x: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    def constants(self, stored: Stored, x: Weight) -> Tensors:
         given = super().constants(stored, x)
         if x is not None and self.rescale:
             mean, spread = (v.expand_as(stored.scale) for v in _moments(torch, x.detach().float()))
             given |= {"mean": mean, "spread": spread}
         return given
 
-    def init(self, stored: Stored, x: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    def init(self, stored: Stored, x: Weight) -> Tensors:
         alpha = threshold(stored) if self.rescale else torch.full_like(stored.scale, 6.0 if x is None else 3.0)
         return {"scale": alpha / (self.grid(stored.grid).table or (1.0,))[-1]}
 

@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from chipfit.quantizers.algorithm import Algorithm, Numbers, clip_quantize, positive, reach, refuse_table, unit_range
+from chipfit.quantizers.algorithm import Algorithm, Numbers, Tensors, Weight, clip_quantize, positive, reach, unit_range
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import register
@@ -31,13 +29,12 @@ class DoReFa(Algorithm):
         activations: the form for activations.
     """
 
+    equal_steps = True
+
     rescale: bool = True
     activations: bool = False
 
-    def refuses(self, grid: Grid, role: str) -> str:
-        return refuse_table(grid)
-
-    def init(self, stored: Stored, x: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    def init(self, stored: Stored, x: Weight) -> Tensors:
         return {}
 
     def numbers(self, ops: Any, p: Numbers, grid: Grid) -> tuple[Any, Any]:

@@ -4,10 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from chipfit.errors import ConfigError
-from chipfit.quantizers.algorithm import Numbers, refuse_table
+from chipfit.quantizers.algorithm import Numbers, Tensors, Weight
 from chipfit.quantizers.algorithms.lsq import LSQ
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.ops import clamp, ste
@@ -29,6 +27,8 @@ class DSQ(LSQ):
         learn_range: train the scale, as sections 3.3 and 3.4 do with the ends of the range.
     """
 
+    equal_steps = True
+
     alpha: float = 0.4
     learn_range: bool = True
 
@@ -36,10 +36,7 @@ class DSQ(LSQ):
         if not 0 < self.alpha < 1:
             raise ConfigError("alpha of DSQ is out of bounds", got=self.alpha, allowed="a number between 0 and 1")
 
-    def refuses(self, grid: Grid, role: str) -> str:
-        return refuse_table(grid)
-
-    def init(self, stored: Stored, x: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    def init(self, stored: Stored, x: Weight) -> Tensors:
         return super().init(stored, x) if self.learn_range else {}
 
     def soft(self, ops: Any, u: Any) -> Any:

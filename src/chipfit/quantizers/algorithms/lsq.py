@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from chipfit.quantizers.algorithm import Algorithm, Numbers, rows_by_scale
+from chipfit.quantizers.algorithm import Algorithm, Numbers, Tensors, Weight, rows_by_scale
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.ops import scale_gradient
 from chipfit.quantizers.stored import Stored
@@ -48,7 +46,7 @@ class LSQ(Scaled):
 
     from_mean: bool = False
 
-    def init(self, stored: Stored, x: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    def init(self, stored: Stored, x: Weight) -> Tensors:
         if x is None or not self.from_mean:
             return {"scale": stored.scale}
         return {"scale": 2 * rows_by_scale(x, stored).abs().mean(-1) / max(stored.grid.qmax, 1) ** 0.5}

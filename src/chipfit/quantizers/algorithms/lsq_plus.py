@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from chipfit.quantizers.algorithm import Numbers, rows_by_scale
+from chipfit.quantizers.algorithm import Numbers, Tensors, Weight, rows_by_scale
 from chipfit.quantizers.algorithms.lsq import LSQ
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.ops import clamp, ste
@@ -29,7 +27,7 @@ class LSQPlus(LSQ):
 
     from_spread: bool = False
 
-    def init(self, stored: Stored, x: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    def init(self, stored: Stored, x: Weight) -> Tensors:
         p = super().init(stored, x)
         if x is not None and self.from_spread:
             w = rows_by_scale(x, stored)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from chipfit.quantizers.algorithm import Numbers, require_table
+from chipfit.quantizers.algorithm import Numbers, Tensors, Weight, require_table
 from chipfit.quantizers.algorithms.lsq import Scaled
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.ops import clamp, scale_gradient, ste
@@ -39,10 +39,10 @@ class LUT(Scaled):
             return "the codes of the format are integers; it needs a look-up table"
         return require_table(grid, "lut", least=1)
 
-    def constants(self, stored: Stored, x: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    def constants(self, stored: Stored, x: Weight) -> Tensors:
         return {**super().constants(stored, x), "unit": torch.full_like(stored.scale, float(stored.scale.mean()))}
 
-    def init(self, stored: Stored, x: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    def init(self, stored: Stored, x: Weight) -> Tensors:
         p, grid = super().init(stored, x), stored.grid
         if self.learn_levels and grid.entries and grid.table:
             p["levels"] = torch.tensor(grid.table) * stored.scale.mean()

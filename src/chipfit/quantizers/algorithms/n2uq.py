@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from chipfit.quantizers.algorithm import Numbers, refuse_table, rows_by_scale
+from chipfit.quantizers.algorithm import Numbers, Tensors, Weight, rows_by_scale
 from chipfit.quantizers.algorithms.lsq import Scaled
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.ops import clamp
@@ -30,6 +28,7 @@ class N2UQ(Scaled):
         activations: the form for activations.
     """
 
+    equal_steps = True
     undeployable = {"activation": "chips round in equal steps, and have no operator for its thresholds"}
 
     activations: bool = False
@@ -37,13 +36,13 @@ class N2UQ(Scaled):
     def refuses(self, grid: Grid, role: str) -> str:
         if role == "activation" and not (2 <= grid.bits <= _WIDEST and grid.per == "tensor"):
             return f"it trains a threshold for each code of a tensor: 2 to {_WIDEST} bits, one scale"
-        return refuse_table(grid)
+        return super().refuses(grid, role)
 
-    def constants(self, stored: Stored, x: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    def constants(self, stored: Stored, x: Weight) -> Tensors:
         size = {} if x is None else {"size": rows_by_scale(x, stored).abs().mean(-1)}
         return {**super().constants(stored, x), **size}
 
-    def init(self, stored: Stored, x: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    def init(self, stored: Stored, x: Weight) -> Tensors:
         if x is not None:
             return {}
         s, grid = stored.scale, stored.grid

@@ -3,9 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
-from chipfit.quantizers.algorithm import Algorithm, Numbers, require_table, threshold
+from chipfit.quantizers.algorithm import Algorithm, Numbers, Tensors, Weight, require_table, threshold
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.ops import ste
 from chipfit.quantizers.stored import Stored
@@ -41,10 +39,10 @@ class NNIE(Algorithm):
         zero = len(table) // 2
         return replace(grid, kind="log", table=table[: zero - 1] + table[zero:], qmin=-1, qmax=1)
 
-    def constants(self, stored: Stored, x: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    def constants(self, stored: Stored, x: Weight) -> Tensors:
         return {**super().constants(stored, x), "scale": threshold(stored)}
 
-    def init(self, stored: Stored, x: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    def init(self, stored: Stored, x: Weight) -> Tensors:
         return {}
 
     def numbers(self, ops: Any, p: Numbers, grid: Grid) -> tuple[Any, Any]:

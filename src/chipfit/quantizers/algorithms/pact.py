@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from chipfit.quantizers.algorithm import Algorithm, Numbers, clip_quantize, positive, refuse_table
+from chipfit.quantizers.algorithm import Algorithm, Numbers, Tensors, Weight, clip_quantize, positive
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.ops import clamp
 from chipfit.quantizers.stored import Stored
@@ -25,14 +25,16 @@ class PACT(Algorithm):
         alpha: initial value of alpha and -beta, for example 6; 0: the ends of the plan's range.
     """
 
+    equal_steps = True
+
     alpha: float = 0.0
 
     def refuses(self, grid: Grid, role: str) -> str:
         if role == "weight":
             return 'it clips activations; training={"weights": "dorefa", "activations": "pact"} is the usual pair'
-        return refuse_table(grid)
+        return super().refuses(grid, role)
 
-    def init(self, stored: Stored, x: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    def init(self, stored: Stored, x: Weight) -> Tensors:
         s, z, grid = stored.scale, stored.zero_point, stored.grid
         given = torch.full_like(s, self.alpha)
         if grid.zero == "any":

@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from chipfit.quantizers.algorithm import Numbers, positive, reach, refuse_table, rows_by_scale, unit_range
+from chipfit.quantizers.algorithm import Numbers, Tensors, Weight, positive, reach, rows_by_scale, threshold, unit_range
 from chipfit.quantizers.algorithms.lsq import Scaled
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.ops import clamp
@@ -29,17 +27,14 @@ class QIL(Scaled):
         activations: the form for activations.
     """
 
+    equal_steps = True
     undeployable = {"activation": "chips round in equal steps from 0, and have no operator for its interval"}
 
     rescale: bool = True
     activations: bool = False
 
-    def refuses(self, grid: Grid, role: str) -> str:
-        return refuse_table(grid)
-
-    def init(self, stored: Stored, x: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        given = {"zero_point": stored.zero_point, "scale": stored.scale}
-        half = reach(torch, given, stored.grid) / 2
+    def init(self, stored: Stored, x: Weight) -> Tensors:
+        half = threshold(stored) / 2
         if x is not None and not self.rescale:
             half = rows_by_scale(x, stored).abs().amax(-1) / 2
         return {"center": half, "width": half.clone()}
@@ -64,6 +59,3 @@ class QIL(Scaled):
         d = ops.maximum(d, p["least"])
         t = clamp(ops, (size - c + d) / (2 * d), 0.0, 1.0) * ops.sign(x)
         return t * reach(ops, p, grid) if self.rescale else t
-
-    def call(self, ops: Any, x: Any, p: Numbers, grid: Grid) -> Any:
-        return ops.fake_quantize(self.reals(ops, x, p, grid), *self.numbers(ops, p, grid), grid)

@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from chipfit.quantizers.algorithm import Algorithm, Numbers
+from chipfit.quantizers.algorithm import Algorithm, Numbers, Tensors, Weight
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import register
@@ -16,7 +14,7 @@ from chipfit.registry import register
 class STE(Algorithm):
     """dy/dx = 1 inside the range, 0 outside. Source: Bengio et al. 2013, arXiv:1308.3432, section 4."""
 
-    def init(self, stored: Stored, x: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    def init(self, stored: Stored, x: Weight) -> Tensors:
         return {}
 
     def numbers(self, ops: Any, p: Numbers, grid: Grid) -> tuple[Any, Any]:

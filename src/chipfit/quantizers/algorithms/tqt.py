@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from chipfit.quantizers.algorithm import Numbers
+from chipfit.quantizers.algorithm import Numbers, Tensors, Weight
 from chipfit.quantizers.algorithms.lsq import LSQ
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.ops import ste
@@ -29,7 +29,7 @@ class TQT(LSQ):
 
     pot: bool = False
 
-    def init(self, stored: Stored, x: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    def init(self, stored: Stored, x: Weight) -> Tensors:
         return {"log_scale": torch.log2(super().init(stored, x)["scale"])}
 
     def rescaled(self, ops: Any, p: Numbers, factor: Any) -> dict[str, Any]:

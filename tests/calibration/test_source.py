@@ -10,7 +10,7 @@ from torch import nn
 
 import chipfit
 from chipfit import Settings
-from chipfit.calibration.batch_cache import CachedBatches, MemoryLimit
+from chipfit.calibration.source import CachedBatches, CalibrationData, MemoryLimit
 from chipfit.errors import DataError
 from tests.build import model_of, quantized, randn
 
@@ -78,6 +78,15 @@ def test_every_kind_of_number_comes_back_from_disk(dtype):
     budget = MemoryLimit(0)
     back = budget.keep(x)
     assert back.dtype == dtype and torch.equal(back, x) and budget.spilled == x.nbytes and back.is_shared()
+
+
+@pytest.mark.parametrize(
+    ("data", "count"),
+    [([IMAGES] * 5, 5), (np.zeros((33, 3)), 3), (torch.zeros(32, 3), 2), (iter([IMAGES]), None), (list, None)],
+    ids=range(5),
+)
+def test_data_tell_how_many_batches_they_have(data, count):
+    assert CalibrationData(data).count == count
 
 
 def test_reading_goes_on_where_it_ended():
