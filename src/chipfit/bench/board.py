@@ -6,16 +6,13 @@ import csv
 import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
-
 from chipfit.errors import ConfigError, UnknownNameError, import_optional, short_message
 from chipfit.files import package_data, write_atomically
+from chipfit.report.html import render
 
 _LAYOUT = package_data("chipfit.bench", "columns.yaml")
 COLUMNS: dict[str, str] = _LAYOUT["columns"]  #: column -> its heading, in order
@@ -162,13 +159,8 @@ def plot(runs: Sequence[Mapping[str, Any]], path: Path) -> Path:
 
 def page(runs: Sequence[Mapping[str, Any]]) -> str:
     """Return a self-contained HTML page: filters, a sortable table, accuracy against size, and details of each run."""
-    here = resources.files("chipfit.bench")
-    source, js = ((here / f"board.{kind}").read_text(encoding="utf-8") for kind in ("html.j2", "js"))
-    css = (resources.files("chipfit.report") / "page.css").read_text(encoding="utf-8")
     rows = [{**row(r), "outcome": r["outcome"]} for r in runs]
-    data = json.dumps({"columns": COLUMNS, "runs": rows}).replace("<", "\\u003c")  # no tag can start inside the script
-    env = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return env.from_string(source).render(count=len(runs), css=Markup(css), js=Markup(js), data=Markup(data))
+    return render("chipfit.bench", "board", {"columns": COLUMNS, "runs": rows}, count=len(runs))
 
 
 def write(runs: Sequence[Mapping[str, Any]], path: Path) -> Path:

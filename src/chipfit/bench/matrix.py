@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +50,6 @@ class Matrix(Record):
     studies: dict[str, Study]
 
 
-@dataclass(frozen=True)
-class Experiment:
-    """An experiment: one combination of choices."""
-
-    study: str
-    folder: str  #: folder below the matrix
-    data: dict[str, Any]  #: configuration in the form of a file; `extends` is relative to the matrix
-
-
 def read(path: str | Path) -> Matrix:
     """Read a matrix file.
 
@@ -74,18 +63,18 @@ def read(path: str | Path) -> Matrix:
         at, what, facts = next(problems_of(e, source, Matrix))
         raise source.error(at, what, **facts) from None
     for name, study in matrix.studies.items():
-        for axis in (*study.of, *study.only, *(a for w in study.without for a in w)):
+        used = [(axis, None) for axis in (*study.of, *study.only)]
+        used += [(axis, choice) for axis, choices in study.only.items() for choice in choices]
+        for axis, choice in (*used, *(x for w in study.without for x in w.items())):
             if axis not in matrix.axes:
                 raise UnknownNameError(f"axis of study '{name}'", axis, matrix.axes)
-        chosen = {(a, c) for a, cs in study.only.items() for c in cs} | {x for w in study.without for x in w.items()}
-        for axis, choice in chosen:
-            if choice not in matrix.axes[axis]:
+            if choice is not None and choice not in matrix.axes[axis]:
                 raise UnknownNameError(f"choice of axis '{axis}' in study '{name}'", choice, matrix.axes[axis])
     return matrix
 
 
-def experiments(matrix: Matrix, study: str | None = None) -> Iterator[Experiment]:
-    """Yield the experiments of a study, or of all.
+def experiments(matrix: Matrix, study: str | None = None) -> dict[str, dict[str, Any]]:
+    """Return the configurations of a study, or of all, by folder; `extends` is relative to the matrix.
 
     Raises:
         UnknownNameError: there is no such study.
@@ -93,7 +82,7 @@ def experiments(matrix: Matrix, study: str | None = None) -> Iterator[Experiment
     """
     if study is not None and study not in matrix.studies:
         raise UnknownNameError("study", study, matrix.studies)
-    study_of: dict[str, str] = {}  # by folder
+    found: dict[str, dict[str, Any]] = {}
     for name in matrix.studies if study is None else [study]:
         current = matrix.studies[name]
         for choices in itertools.product(*(current.only.get(a, tuple(matrix.axes[a])) for a in current.of)):
@@ -104,23 +93,22 @@ def experiments(matrix: Matrix, study: str | None = None) -> Iterator[Experiment
             for axis, choice in chosen.items():
                 data = merged(data, matrix.axes[axis][choice])
                 folder = folder.replace(f"{{{axis}}}", choice)
-            if folder in study_of:
-                got = f"studies {study_of[folder]}, {name}"
+            if folder in found:
+                got = f"studies {found[folder]['study']}, {name}"
                 raise ConfigError(f"Two experiments have the folder '{folder}'", got=got)
-            study_of[folder] = name
-            yield Experiment(name, folder, {**data, "study": name})
+            found[folder] = {**data, "study": name}
+    return found
 
 
 def files(path: Path, study: str | None = None) -> dict[Path, str]:
     """Return path -> text of all files generated from a matrix, relative to its folder."""
     out = {}
-    for e in experiments(read(path), study):
-        data = dict(e.data)
+    for folder, data in experiments(read(path), study).items():
         if "extends" in data:
-            data["extends"] = os.path.relpath(path.parent / data["extends"], path.parent / e.folder)
-        head = MADE.format(matrix=os.path.relpath(path, path.parent / e.folder))
-        out[Path(e.folder, "config.yaml")] = f"{head}\n{yaml.safe_dump(data, sort_keys=False)}"
-        out[Path(e.folder, "run.sh")] = RUN
+            data["extends"] = os.path.relpath(path.parent / data["extends"], path.parent / folder)
+        head = MADE.format(matrix=os.path.relpath(path, path.parent / folder))
+        out[Path(folder, "config.yaml")] = f"{head}\n{yaml.safe_dump(data, sort_keys=False)}"
+        out[Path(folder, "run.sh")] = RUN
     return out
 
 

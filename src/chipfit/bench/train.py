@@ -148,7 +148,7 @@ def train(
     batches: Iterator[Any] = iter(())
     while step < rates.max_iter:
         if config.freeze_step is not None and step >= config.freeze_step:
-            _freeze(model)
+            _freeze_statistics(model)
         for group in optimizer.param_groups:
             group["lr"] = rate(step, rates)
         optimizer.zero_grad(set_to_none=True)
@@ -159,7 +159,10 @@ def train(
                 epoch, done = divmod(step, in_epoch)
                 batches = readers[0].batches(epoch, shuffled=True, first=done * accumulate)
                 batch = next(batches)
-            loss = _loss(runs, batch, config, worker) / accumulate
+            x, y = (t.to(worker.device) for t in batch)
+            with torch.autocast(worker.device.type, torch.bfloat16, enabled=config.dist.amp):
+                out = runs(x)
+            loss = F.cross_entropy(out.float(), y, label_smoothing=config.label_smooth) / accumulate
             loss.backward()
             total += float(loss.detach())
         if not math.isfinite(total):
@@ -190,15 +193,6 @@ def train(
     return result.eval(), curves
 
 
-def _loss(
-    runs: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor], config: Config, worker: WorkerProcess
-) -> Tensor:
-    x, y = (t.to(worker.device) for t in batch)
-    with torch.autocast(worker.device.type, torch.bfloat16, enabled=config.dist.amp):
-        out = runs(x)
-    return F.cross_entropy(out.float(), y, label_smoothing=config.label_smooth)
-
-
 def _optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     """Return the optimizer of PyTorch; its first parameter group has weight decay."""
     rest, alone = list[nn.Parameter](), list[nn.Parameter]()
@@ -212,8 +206,7 @@ def _optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
         raise ConfigError(f"Invalid options of the optimizer: {e}", where="optimizer.kwargs") from e
 
 
-def _freeze(model: nn.Module) -> None:
-    """Freeze the statistics of batch norms."""
+def _freeze_statistics(model: nn.Module) -> None:
     for m in model.modules():
         if isinstance(m, FoldedBatchNorm) and m.strategy > 1:
             m.strategy = 1

@@ -15,23 +15,30 @@ from chipfit.report.record import Kernel, ReportData
 
 def page(report: ReportData) -> str:
     """Return HTML with styles, drawings and script inside; its content policy forbids to load anything else."""
-    here = resources.files("chipfit.report")
-    css, js, text = ((here / name).read_text(encoding="utf-8") for name in ("page.css", "page.js", "page.html.j2"))
-    env = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     kernels = [_columns(k) for k in report.kernels]
     data = {"inputs": [_columns(Kernel((r,))) for r in report.inputs], "kernels": kernels, "tensors": _tensors(report)}
     data["curve"] = [dict(p) for p in report.pareto]
     count, every = Counter(r.exec for r in report.layers), max(1, len(report.layers))
-    return env.from_string(text).render(
+    return render(
+        "chipfit.report",
+        "page",
+        data,
         r=report,
         kernels=kernels,
         share={runs: count[key] / every for key, runs in terminal.RUNS.items() if count[key]},
-        css=Markup(css),
-        js=Markup(js),
-        data=Markup(json.dumps(data).replace("<", "\\u003c")),  # no tag can start inside the script element
         terminal=terminal,
         advice=advice(report),
     )
+
+
+def render(package: str, name: str, data: Any, **values: Any) -> str:
+    """Return the page NAME.html.j2 of a package with its script NAME.js, its data, and the styles of reports."""
+    places = (package, f"{name}.html.j2"), (package, f"{name}.js"), ("chipfit.report", "page.css")
+    text, js, css = ((resources.files(where) / file).read_text(encoding="utf-8") for where, file in places)
+    env = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    values |= {"css": Markup(css), "js": Markup(js)}
+    values["data"] = Markup(json.dumps(data).replace("<", "\\u003c"))  # no tag can start inside the script element
+    return env.from_string(text).render(**values)
 
 
 def _columns(kernel: Kernel) -> dict[str, Any]:
