@@ -216,14 +216,14 @@ def work(nursery: Nursery, config: str, home: str, group: int, forgetful: bool) 
     """Do what `chipfit bench run` does."""
     import typer
 
-    from chipfit.bench import checkpoint
+    from chipfit.bench import train
     from chipfit.cli.bench import run
 
     os.setpgid(0, group)  # fails if the driver is gone already
     log = os.open(Path(home).parent / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    read = checkpoint.read
+    read = train.read_checkpoint
 
     def forgets(path: Path, modules: Any, optimizer: Any) -> Any:
         before = optimizer.state_dict()
@@ -232,7 +232,7 @@ def work(nursery: Nursery, config: str, home: str, group: int, forgetful: bool) 
         return told
 
     if forgetful:
-        checkpoint.read = forgets
+        train.read_checkpoint = forgets
     try:
         run(Path(config), Path(home), again=False, stop_early=False)
     except typer.Exit as e:

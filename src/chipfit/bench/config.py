@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -40,6 +40,9 @@ class Record(BaseModel):
     """A table of keys; unknown keys raise an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+R = TypeVar("R", bound=Record)
 
 
 class Model(Record):
@@ -307,23 +310,33 @@ def load(path: str | Path) -> Config:
         ConfigError: the file is malformed or contradictory; names file, line and key.
     """
     data, source, unified = _with_base(Path(path), ())
-    return of(data, source, unified)
+    return validated(Config, {**data, "unified": unified}, source)
 
 
-def of(data: Mapping[str, Any], source: YamlFile | None = None, unified: bool = False) -> Config:
+def of(data: Mapping[str, Any]) -> Config:
     """Return the experiment that data describe.
 
     Raises:
-        ConfigError: see `load`.
+        ConfigError: the data are malformed or contradictory; names the key.
     """
     try:
-        return Config.model_validate({**data, "unified": unified})
+        return Config.model_validate({**data, "unified": False})
     except ValidationError as e:
-        if source is None:
-            first = e.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise ConfigError(first["msg"].removeprefix("Value error, "), where=where) from None
-        path, what, facts = next(problems_of(e, source, Config))
+        first = e.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigError(first["msg"].removeprefix("Value error, "), where=where) from None
+
+
+def validated(kind: type[R], data: Any, source: YamlFile) -> R:
+    """Return the record of a file's data.
+
+    Raises:
+        ConfigError: the data are malformed or contradictory; names file, line and key.
+    """
+    try:
+        return kind.model_validate(data)
+    except ValidationError as e:
+        path, what, facts = next(problems_of(e, source, kind))
         raise source.error(path, what, **facts) from None
 
 

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
 
-from chipfit.bench.config import Config, Record, load
+from chipfit.bench.config import Config, Record, load, validated
 from chipfit.errors import ConfigError, UnknownNameError
 from chipfit.files import write_atomically
-from chipfit.platform.yaml_file import YamlFile, merged, problems_of
+from chipfit.platform.yaml_file import YamlFile, merged
 
 #: first line of every generated file
 MADE = "# Made from {matrix} by `chipfit bench generate`: change that."
@@ -57,11 +56,7 @@ def read(path: str | Path) -> Matrix:
         ConfigError, UnknownNameError: the file is malformed, or has no such axis or choice.
     """
     source = YamlFile(Path(path), str(path), ConfigError)
-    try:
-        matrix = Matrix.model_validate(source.data)
-    except ValidationError as e:
-        at, what, facts = next(problems_of(e, source, Matrix))
-        raise source.error(at, what, **facts) from None
+    matrix = validated(Matrix, source.data, source)
     for name, study in matrix.studies.items():
         used = [(axis, None) for axis in (*study.of, *study.only)]
         used += [(axis, choice) for axis, choices in study.only.items() for choice in choices]

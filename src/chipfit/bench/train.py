@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -16,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from chipfit.bench import checkpoint
 from chipfit.bench.config import Config, Rates
 from chipfit.bench.data import Reader, Sets
-from chipfit.errors import ConfigError, TrainingError
+from chipfit.errors import ConfigError, TrainingError, short_message
+from chipfit.files import write_atomically
 from chipfit.frameworks.torch.bn_fold import FoldedBatchNorm
 
 Log = Callable[[str], None]
@@ -141,7 +143,7 @@ def train(
     runs: Any = nn.parallel.DistributedDataParallel(model) if worker.world > 1 else model
     curves, step, place = Curves(), 0, folder / CHECKPOINT
     if place.exists():
-        facts = checkpoint.read(place, modules, optimizer)
+        facts = read_checkpoint(place, modules, optimizer)
         step, curves = facts["step"], Curves(list(map(tuple, facts["loss"])), list(map(tuple, facts["top1"])))
         readers[0].unreadable.update(facts["unreadable"])
         log(f"resumes at step {step}")
@@ -183,9 +185,9 @@ def train(
             log(f"step {step}: top-1 {curves.top1[-1][1]:.2f} %")
             lost = {"unreadable": sorted(readers[0].lost())}
             if worker.is_leader:
-                checkpoint.write(place, modules, optimizer, {"step": step, **vars(curves), **lost})
+                write_checkpoint(place, modules, optimizer, {"step": step, **vars(curves), **lost})
                 if config.saver.save_many:
-                    checkpoint.write(folder / f"step-{step}.pt", modules, optimizer, {"step": step})
+                    write_checkpoint(folder / f"step-{step}.pt", modules, optimizer, {"step": step})
             if worker.broadcast(should_stop is not None and worker.is_leader and should_stop(curves)):
                 log("stopped early: accuracy is below the median of the study")
                 break
@@ -221,3 +223,41 @@ def _synced(model: nn.Module, worker: WorkerProcess) -> nn.Module:
         got = "batch norms that fold" if folded else "processors without GPU"
         raise ConfigError("dist.sync is not supported here", got=got, hint="dist: {sync: false}")
     return nn.SyncBatchNorm.convert_sync_batchnorm(model) if worker.world > 1 else model
+
+
+def write_checkpoint(
+    path: Path, modules: dict[str, nn.Module], optimizer: torch.optim.Optimizer, facts: dict[str, Any]
+) -> None:
+    """Write everything that the next step depends on, atomically, as a file that runs no code when it is read.
+
+    Args:
+        modules: name -> module.
+        facts: numbers, texts, lists and tables.
+
+    Raises:
+        ExportError: the file cannot be written.
+    """
+    states = {name: m.state_dict() for name, m in modules.items()}
+    rest = {"optimizer": optimizer.state_dict()["state"], "random": torch.get_rng_state(), "facts": facts}
+    content = io.BytesIO()
+    torch.save({"modules": states, **rest}, content)
+    write_atomically(path, content.getvalue())
+
+
+def read_checkpoint(path: Path, modules: dict[str, nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Restore modules, optimizer and random numbers; return the facts that `write_checkpoint` stored.
+
+    Raises:
+        ConfigError: the file is damaged, or belongs to another experiment.
+    """
+    try:
+        known = torch.load(path, map_location="cpu", weights_only=True)
+        for name, module in modules.items():
+            module.load_state_dict(known["modules"][name])
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": known["optimizer"]})
+        torch.set_rng_state(known["random"])
+        facts: dict[str, Any] = known["facts"]
+    except (OSError, EOFError, UnpicklingError, ValueError, TypeError, KeyError, RuntimeError) as e:
+        hint = "remove it to start the experiment anew"
+        raise ConfigError(f"The checkpoint cannot be read: {short_message(e)}", where=str(path), hint=hint) from e
+    return facts

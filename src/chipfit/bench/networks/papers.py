@@ -1,6 +1,8 @@
 """Networks of papers. Parameters of MobileNetV2 and of ResNets are named as torchvision names them."""
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -66,7 +68,13 @@ class ResNet(nn.Module):
     """
 
     def __init__(
-        self, depths: tuple[int, ...], width: int = 64, *, bottleneck: bool = False, small: bool = False, classes: int
+        self,
+        depths: tuple[int, ...],
+        width: int = 64,
+        *,
+        bottleneck: bool = False,
+        small: bool = False,
+        classes: int = 1000,
     ) -> None:
         super().__init__()
         self.conv1 = conv(3, width, 3 if small else 7, 1 if small else 2)
@@ -89,22 +97,12 @@ class ResNet(nn.Module):
         return self.fc(self.avgpool(x).flatten(1))
 
 
-@register("network", "resnet18")
-def resnet18(classes: int = 1000) -> nn.Module:
-    """Return ResNet-18, table 1; 11.7 M parameters, 1.8 G multiplications at 224 pixels."""
-    return ResNet((2, 2, 2, 2), classes=classes)
-
-
-@register("network", "resnet50")
-def resnet50(classes: int = 1000) -> nn.Module:
-    """Return ResNet-50, table 1; 25.6 M parameters, 4.1 G multiplications at 224 pixels."""
-    return ResNet((3, 4, 6, 3), bottleneck=True, classes=classes)
-
-
-@register("network", "resnet20")
-def resnet20(classes: int = 10) -> nn.Module:
-    """Return ResNet-20, section 4.2, for images of 32 pixels; 0.27 M parameters, 41 M multiplications."""
-    return ResNet((3, 3, 3), 16, small=True, classes=classes)
+#: ResNet-18, table 1; 11.7 M parameters, 1.8 G multiplications at 224 pixels
+register("network", "resnet18")(partial(ResNet, (2, 2, 2, 2)))
+#: ResNet-50, table 1; 25.6 M parameters, 4.1 G multiplications at 224 pixels
+register("network", "resnet50")(partial(ResNet, (3, 4, 6, 3), bottleneck=True))
+#: ResNet-20, section 4.2, for images of 32 pixels; 0.27 M parameters, 41 M multiplications
+register("network", "resnet20")(partial(ResNet, (3, 3, 3), 16, small=True, classes=10))
 
 
 # ---------------------------------------------------------------- RegNetX: Radosavovic et al. 2020, arXiv:2003.13678
@@ -172,7 +170,7 @@ class InvertedResiduals(nn.Module):
     """
 
     def __init__(
-        self, stem: int, stages: Sequence[Stage], last: int, classes: int, stride: int = 2, dropout: float = 0.2
+        self, stem: int, stages: Sequence[Stage], last: int, classes: int = 1000, stride: int = 2, dropout: float = 0.2
     ) -> None:
         super().__init__()
         layers: list[nn.Module] = [conv_bn(3, stem, 3, stride)]
@@ -188,23 +186,14 @@ class InvertedResiduals(nn.Module):
         return self.classifier(self.features(x).mean((2, 3)))
 
 
-@register("network", "mobilenet_v2")
-def mobilenet_v2(classes: int = 1000) -> nn.Module:
-    """Return MobileNetV2, arXiv:1801.04381, table 2; 3.5 M parameters, 300 M multiplications at 224 pixels."""
-    rows = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
-    return InvertedResiduals(32, [(w, 3, c, n, s) for w, c, n, s in rows], 1280, classes)
-
-
-@register("network", "efficientnetlite_b0")
-def efficientnetlite_b0(classes: int = 1000) -> nn.Module:
-    """Return EfficientNet-Lite0: arXiv:1905.11946, table 1; 4.7 M parameters, 0.39 G multiplications."""
-    rows = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 40, 2, 2), (6, 80, 3, 2), (6, 112, 3, 1), (6, 192, 4, 2), (6, 320, 1, 1))
-    stages = [(w, k, c, n, s) for (w, c, n, s), k in zip(rows, (3, 3, 5, 3, 5, 5, 3), strict=True)]
-    return InvertedResiduals(32, stages, 1280, classes)
-
-
-@register("network", "mobilenet_v2_small")
-def mobilenet_v2_small(classes: int = 10) -> nn.Module:
-    """Return ten inverted residuals for images of 32 pixels; 0.14 M parameters, 9.5 M multiplications."""
-    rows = ((1, 16, 1, 1), (4, 24, 2, 2), (4, 32, 3, 2), (4, 48, 2, 1), (4, 64, 2, 2))
-    return InvertedResiduals(16, [(w, 3, c, n, s) for w, c, n, s in rows], 192, classes, stride=1, dropout=0.0)
+_MOBILENET_V2 = [(1, 3, 16, 1, 1), (6, 3, 24, 2, 2), (6, 3, 32, 3, 2), (6, 3, 64, 4, 2), (6, 3, 96, 3, 1)]
+_MOBILENET_V2 += [(6, 3, 160, 3, 2), (6, 3, 320, 1, 1)]
+_LITE = [(1, 3, 16, 1, 1), (6, 3, 24, 2, 2), (6, 5, 40, 2, 2), (6, 3, 80, 3, 2), (6, 5, 112, 3, 1), (6, 5, 192, 4, 2)]
+_SMALL = [(1, 3, 16, 1, 1), (4, 3, 24, 2, 2), (4, 3, 32, 3, 2), (4, 3, 48, 2, 1), (4, 3, 64, 2, 2)]
+#: MobileNetV2, arXiv:1801.04381, table 2; 3.5 M parameters, 300 M multiplications at 224 pixels
+register("network", "mobilenet_v2")(partial(InvertedResiduals, 32, _MOBILENET_V2, 1280))
+#: EfficientNet-Lite0, arXiv:1905.11946, table 1; 4.7 M parameters, 0.39 G multiplications
+register("network", "efficientnetlite_b0")(partial(InvertedResiduals, 32, [*_LITE, (6, 3, 320, 1, 1)], 1280))
+#: ten inverted residuals for images of 32 pixels; 0.14 M parameters, 9.5 M multiplications
+_FOR_32_PIXELS: dict[str, Any] = {"classes": 10, "stride": 1, "dropout": 0.0}
+register("network", "mobilenet_v2_small")(partial(InvertedResiduals, 16, _SMALL, 192, **_FOR_32_PIXELS))
