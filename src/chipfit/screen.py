@@ -52,18 +52,16 @@ class Summary:
 
         known = {html.escape(k): html.escape(shorten(v, 160)) for k, v in [*self.facts.items()][:9] if v}
         table = "".join(f"<tr><th>{k}</th><td>{v}</td></tr>" for k, v in known.items())
-        page = f"<b>{html.escape(shorten(self.title, 160))}</b><table>{table}</table>"
-        if not self.rows:
-            return page
-        shown, size = [row(self.header, "th")], len(page) + 200
-        for cells in map(row, self.rows):
-            if size + len(shown[0]) + len(cells) > CHARACTERS or len(shown) > LINES // 2:
-                break
-            shown.append(cells)
-            size += len(cells)
-        left = len(self.rows) - len(shown) + 1
-        more = f"… and {left} more: {html.escape(self.rest)}" if left > 0 else ""
-        return f"{page}<table>{''.join(shown)}</table>{more}"
+        head = f"<b>{html.escape(shorten(self.title, 160))}</b><table>{table}</table>"
+        rows = [row(self.header, "th"), *map(row, self.rows[: LINES // 2])] if self.rows else []
+
+        def page(count: int) -> str:
+            left = len(self.rows) - count
+            more = f"… and {left} more: {html.escape(self.rest)}" if left > 0 else ""
+            return f"{head}<table>{''.join(rows[: 1 + count])}</table>{more}"
+
+        fitting = (k for k in range(len(rows) - 1, 0, -1) if len(page(k)) <= CHARACTERS)
+        return page(next(fitting, 0)) if rows else head
 
 
 class SummaryRepr:

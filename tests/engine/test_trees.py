@@ -56,6 +56,7 @@ def test_the_tensors_of_a_call_come_in_the_order_of_the_captured_one(args, kwarg
         (("a", ["b0", 5]), {"c": "c", "d": 7}, "2 positional and ['c', 'd'] keyword arguments, 5 leaves"),
         (("a", ["b", 5, "b"]), {"c": "c"}, "2 positional and ['c'] keyword arguments, 5 leaves"),
         (("a", ["b", 5, "b"]), {"c": "c", "e": 7}, "2 positional and ['c', 'e'] keyword arguments, 5 leaves"),
+        (("a", ["b", 5, "b"]), {"c": ["c", 7]}, "2 positional and ['c'] keyword arguments, 6 leaves"),
         (("a", ["b", 5], "b"), {"c": "c", "d": 7}, "3 positional and ['c', 'd'] keyword arguments, 6 leaves"),
         ((), {"b": ["b", 5, "b"], "c": "c", "d": 7}, "0 positional and ['b', 'c', 'd'] keyword arguments, 2 leaves"),
     ],

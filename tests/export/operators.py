@@ -1,4 +1,4 @@
-"""Operators with unusual attributes and unequal axes: what the engine makes of them, every file computes too."""
+"""Every operator, and many with unusual attributes and unequal axes: files compute what the engine makes of them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from chipfit.engine.kernels import execute
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.graph.ops import OPS
+from tests.graph.test_ops import BOOL, INT, made
 
-INT, BOOL = "int", "bool"
 I = (2, 4, 5, 6)  # noqa: E741 -- an image
 ROW = (2, 4, 7)
 
@@ -90,6 +90,8 @@ CASES: dict[str, tuple[str, list[tuple], dict[str, Any]]] = {
         [(2, 4, 5, 7)],
         pool(3, 5, stride=(2, 3), padding=((1, 1), (2, 2)), count_include_pad=False),
     ),
+    "nine windows": ("AdaptiveAvgPool", [(2, 4, 6, 6)], {"output_size": (3, 3)}),
+    "the largest of windows of two sizes": ("AdaptiveMaxPool", [(2, 4, 6, 6)], {"output_size": (2, 3)}),
     "average of a row": ("AvgPool", [ROW], pool(4, stride=(3,), count_include_pad=True)),
     "mean of rows": ("Mean", [I], {"axes": (2,), "keepdims": True}),
     "mean from the end": ("Mean", [I], {"axes": (-1, -3), "keepdims": False}),
@@ -182,7 +184,7 @@ CASES: dict[str, tuple[str, list[tuple], dict[str, Any]]] = {
 }
 
 
-def drawn(shape: tuple, op: str, generator: torch.Generator) -> torch.Tensor:
+def drawn(shape: tuple, generator: torch.Generator) -> torch.Tensor:
     if shape[-1] == INT:
         return torch.randint(0, 3, shape[:-1], generator=generator)
     if shape[-1] == BOOL:
@@ -190,27 +192,32 @@ def drawn(shape: tuple, op: str, generator: torch.Generator) -> torch.Tensor:
     return torch.randn(shape, generator=generator) * 2
 
 
-def alone(name: str, open_batch: bool = False) -> tuple[Graph, list[torch.Tensor], list[torch.Tensor]]:
-    """A graph of one node, its inputs, and its results."""
+def operands(name: str) -> tuple[Node, list[torch.Tensor | None]]:
+    """Return a node of the operator or of the case with this name, and its operands."""
+    if name in OPS:
+        return made(name)
     op, shapes, attrs = CASES[name]
     generator = torch.Generator().manual_seed(len(name))
-    tensors = [None if s is None else drawn(s, op, generator) for s in shapes]
+    tensors = [None if s is None else drawn(s, generator) for s in shapes]
     if op == "BatchNorm":
         tensors[4] = tensors[4].abs() + 0.1
-    names = tuple(None if x is None else f"x{k}" for k, x in enumerate(tensors))
-    node = Node("n", op, names, ("y",), attrs)
+    return Node("n", op, tuple(None if x is None else f"x{k}" for k, x in enumerate(tensors)), ("y",), attrs), tensors
+
+
+def alone(name: str) -> tuple[Graph, list[torch.Tensor], list[torch.Tensor]]:
+    """Return a graph of one node, its inputs, and its results."""
+    node, tensors = operands(name)
     results = [torch.as_tensor(y) for y in execute(node, tensors)]
     node = node.with_(outputs=tuple(f"y{k}" for k in range(len(results))))
     graph, inputs = Graph([node], [], list(node.outputs), {}, {}), []
-    for k, (i, x) in enumerate(zip(names, tensors, strict=True)):
-        if i is None:
+    for k, (i, x) in enumerate(zip(node.inputs, tensors, strict=True)):
+        if x is None:
             continue
-        if OPS[op].slot(k) in ("w", "b", "mean", "var") or (op == "Embedding" and k == 0):
+        if OPS[node.op].slot(k) in ("w", "b", "mean", "var") or (node.op == "Embedding" and k == 0):
             graph.weights[i] = x
         else:
             graph.inputs.append(i)
             inputs.append(x)
     for i, x in [*zip(graph.inputs, inputs, strict=True), *zip(node.outputs, results, strict=True)]:
-        shape = (None, *x.shape[1:]) if open_batch else tuple(x.shape)
-        graph.values[i] = Value(i, shape, str(x.dtype).removeprefix("torch."))
+        graph.values[i] = Value(i, tuple(x.shape), str(x.dtype).removeprefix("torch."))
     return graph, inputs, results

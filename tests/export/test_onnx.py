@@ -1,4 +1,4 @@
-"""ONNX files: the float network of torch, the integers of the plan, and what ONNX Runtime makes of them."""
+"""ONNX files of whole networks: opsets, names, open axes, and composites that have no form."""
 
 from __future__ import annotations
 
@@ -8,59 +8,15 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import numpy_helper
 from torch import nn
 
-from chipfit.engine.kernels import execute
-from chipfit.engine.run import run
-from chipfit.engine.trees import flatten_inputs
 from chipfit.errors import UnsupportedError
-from chipfit.export.onnx.ops import REFUSED, WRITERS
 from chipfit.export.onnx.writer import export_onnx
 from chipfit.frameworks.torch.capture import capture
-from chipfit.graph.ir import Graph, Value
-from chipfit.graph.ops import OPS
-from chipfit.passes.decompose import RULES
-from chipfit.quantizers.grids import quantize
 from chipfit.runtimes.onnxruntime import OnnxRuntime
 from tests.build import model_of, platform_file, quantized
-from tests.graph.test_ops import made
-from tests.zoo import ZOO, make
-
-
-def call(batch):
-    return batch if isinstance(batch, tuple) else (batch,)
-
-
-def alone(op):
-    """A graph of one node, inputs for it, and what the engine makes of them."""
-    node, tensors = made(op)
-    results = [torch.as_tensor(y) for y in execute(node, tensors)]
-    node = node.with_(outputs=tuple(f"y{k}" for k in range(len(results))))
-    graph = Graph([node], [], list(node.outputs), {}, {})
-    for slot, name, x in zip(map(OPS[op].slot, range(len(tensors))), node.inputs, tensors):
-        if slot in ("w", "b", "mean", "var"):
-            graph.weights[name] = x
-        else:
-            graph.inputs.append(name)
-    values = zip((*node.inputs, *node.outputs), (*tensors, *results))
-    graph.values = {
-        k: Value(k, tuple(x.shape), str(x.dtype).removeprefix("torch.")) for k, x in values if k not in graph.weights
-    }
-    return graph, [x for name, x in zip(node.inputs, tensors) if name in graph.inputs], results
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_every_operator_is_written_as_the_engine_computes_it_or_refused_with_a_reason(op, tmp_path):
-    graph, inputs, want = alone(op)
-    if op in REFUSED:
-        assert op not in WRITERS and op not in RULES
-        with pytest.raises(UnsupportedError, match=f"no ONNX writer. Got: {op} 'n' .{REFUSED[op]}"):
-            export_onnx(graph, None, tmp_path / "m.onnx")
-        return
-    got = OnnxRuntime(export_onnx(graph, None, tmp_path / "m.onnx")).run([x.numpy() for x in inputs])
-    for y, found in zip(want, got.values(), strict=True):
-        np.testing.assert_allclose(found, y.numpy(), atol=2e-5, rtol=1e-4)
+from tests.export.operators import alone
+from tests.zoo import make
 
 
 def test_a_composite_that_cannot_be_written_out_says_why(tmp_path):
@@ -69,45 +25,6 @@ def test_a_composite_that_cannot_be_written_out_says_why(tmp_path):
     graph.values |= {i: replace(graph.values[i], shape=(None, 3, None, 4)) for i in graph.inputs}
     with pytest.raises(UnsupportedError, match="SDPA 'n' cannot be written to ONNX: a causal mask needs a fixed"):
         export_onnx(graph, None, tmp_path / "m.onnx")
-
-
-@pytest.mark.parametrize("name", sorted(ZOO))
-def test_the_float_file_computes_what_torch_computes_at_another_batch_size(name, tmp_path):
-    model, batch = make(name)
-    graph = capture(model, call(batch))
-    file = export_onnx(graph, None, tmp_path / "m.onnx")
-    flat = [torch.cat([x, x[:1]]) for x in flatten_inputs(graph, call(batch))]
-    with torch.no_grad():
-        want = run(graph, flat)
-    got = OnnxRuntime(file).run([x.numpy() for x in flat])
-    for value, y in zip(graph.outputs, got.values(), strict=True):
-        np.testing.assert_allclose(y, want[value].numpy(), atol=2e-5, rtol=1e-4)
-
-
-@pytest.fixture(scope="module")
-def residual(tmp_path_factory):
-    model, batch = make("inverted_residual")
-    result = quantized(model, batch)
-    file = result.export(tmp_path_factory.mktemp("x") / "m.onnx")
-    return result, file, onnx.load(file)
-
-
-def test_weights_are_stored_as_the_plans_integers(residual):
-    result, _, file = residual
-    stored = {i.name: numpy_helper.to_array(i) for i in file.graph.initializer}
-    weights = [t for t in result.plan.tensors.values() if t.role in ("weight", "bias")]
-    assert len(weights) == 8
-    for t in weights:
-        codes = quantize(result.graph.weights[t.name], t.scale, t.zero_point, t.grid, t.axis)
-        assert np.array_equal(stored[f"{t.name}_q"], codes.numpy())
-        assert stored[f"{t.name}_q"].dtype == (np.int8 if t.role == "weight" else np.int32)
-        assert t.name not in stored  # no float copy beside it
-
-
-def test_onnx_runtime_runs_every_operator_in_integers(residual):
-    executed = OnnxRuntime(residual[1]).executed()
-    assert executed["QLinearConv"] == 4 and executed["QLinearAdd"] == 1
-    assert not {"Conv", "Add", "Clip", "Relu"} & set(executed)
 
 
 def test_four_bit_weights_need_opset_21(tmp_path):

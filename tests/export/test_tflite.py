@@ -1,4 +1,4 @@
-"""`.tflite` files: the float network of torch, the integers of the plan, and what LiteRT makes of them."""
+"""`.tflite` files of whole networks: what is refused, what is written in float, open axes, and the batch."""
 
 from __future__ import annotations
 
@@ -10,92 +10,23 @@ from ai_edge_litert.interpreter import Interpreter
 from torch import nn
 from torch.nn import functional as F
 
-from chipfit.engine.run import run
-from chipfit.engine.trees import flatten_inputs
 from chipfit.errors import UnsupportedError
 from chipfit.export.tflite.builder import code_type
 from chipfit.export.tflite.file import INT4, TYPES
 from chipfit.export.tflite.ops import OPERATORS, REFUSED
-from chipfit.export.tflite.writer import export_tflite
+from chipfit.export.tflite.writer import content, export_tflite
 from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.ops import OPS
 from chipfit.passes.decompose import RULES
 from chipfit.plan.record import TensorPlan
-from chipfit.quantizers.grids import quantize
 from chipfit.registry import lookup
 from chipfit.runtimes.litert import LiteRt
 from tests.build import graph_of, model_of, node, quantized, randn, sequential, stored
-from tests.zoo import ZOO, make
-
-WITHOUT_FORM = {"gru", "lstm", "in_place_index"}
-
-
-def call(batch):
-    return batch if isinstance(batch, tuple) else (batch,)
+from tests.export.tflite.test_writer import operators, read
+from tests.zoo import make
 
 
-def model_of_file(file):
-    return schema.ModelT.InitFromObj(schema.Model.GetRootAs(file.read_bytes(), 0))
-
-
-def tensors_of(file):
-    return {t.name.decode(): t for t in model_of_file(file).subgraphs[0].tensors}
-
-
-def data_of(file, tensor):
-    return bytes(model_of_file(file).buffers[tensor.buffer].data)
-
-
-@pytest.mark.parametrize("keep_layout", [False, True], ids=["channels_last", "as_in_the_model"])
-@pytest.mark.parametrize("name", sorted(set(ZOO) - WITHOUT_FORM))
-def test_the_float_file_computes_what_torch_computes_at_another_batch_size(name, keep_layout, tmp_path):
-    model, batch = make(name)
-    graph = capture(model, call(batch))
-    file = export_tflite(graph, None, tmp_path / "m.tflite", keep_layout=keep_layout)
-    flat = [torch.cat([x, x[:1]]) for x in flatten_inputs(graph, call(batch))]
-    with torch.no_grad():
-        want = run(graph, flat)
-    got = LiteRt(file).run([x.numpy() for x in flat])
-    for value, y in zip(graph.outputs, got.values(), strict=True):
-        np.testing.assert_allclose(y, want[value].numpy(), atol=2e-5, rtol=1e-4)
-
-
-@pytest.fixture(scope="module")
-def residual(tmp_path_factory):
-    model, batch = make("inverted_residual")
-    result = quantized(model, batch, "tflite_int8")
-    return result, result.export(tmp_path_factory.mktemp("x") / "m.tflite")
-
-
-def test_weights_and_biases_are_the_plans_integers_and_scales(residual):
-    result, file = residual
-    stored = tensors_of(file)
-    for n in result.graph.nodes:
-        for name in n.inputs[1:] if n.op in ("Conv2D", "DepthwiseConv2D") else ():
-            t = result.plan.tensors[name]
-            codes = quantize(result.graph.weights[name], t.scale, t.zero_point, t.grid, t.axis).numpy()
-            order = {1: (0,), 4: (1, 2, 3, 0) if n.op == "DepthwiseConv2D" else (0, 2, 3, 1)}[codes.ndim]
-            kept = np.frombuffer(data_of(file, stored[name]), np.int8 if t.role == "weight" else np.int32)
-            assert np.array_equal(kept, codes.transpose(order).reshape(-1))
-            assert np.array_equal(stored[name].quantization.scale, t.scale.reshape(-1).numpy())
-            assert stored[name].quantization.quantizedDimension == (
-                3 if n.op == "DepthwiseConv2D" and codes.ndim == 4 else 0
-            )
-
-
-def test_4_bit_weights_lie_two_to_a_byte(tmp_path):
-    linear = nn.Linear(6, 3)
-    result = quantized(linear, torch.randn(8, 6), "tflite_int8", overrides={"Linear": {"bits": 4}})
-    file = result.export(tmp_path / "m.tflite")
-    packed = np.frombuffer(data_of(file, tensors_of(file)["weight"]), np.uint8)
-    low, high = ((packed & 15) ^ 8).astype(int) - 8, ((packed >> 4) ^ 8).astype(int) - 8
-    codes = result.plan["weight"].quantize(linear.weight.detach()).reshape(-1).numpy()
-    assert packed.size == 9 and np.array_equal(np.stack([low, high], 1).reshape(-1), codes)
-
-
-def test_the_signature_has_the_models_names(residual, tmp_path):
-    _, file = residual
-    assert list(Interpreter(model_path=str(file)).get_signature_list()["serving_default"]["inputs"]) == ["x"]
+def test_the_signature_has_the_models_names(tmp_path):
     model, batch = make("dict_out")
     file = export_tflite(capture(model, (batch,)), None, tmp_path / "m.tflite")
     signature = Interpreter(model_path=str(file)).get_signature_list()["serving_default"]
@@ -130,7 +61,7 @@ def test_codes_that_move_between_unequal_scales_are_written_in_float(tmp_path):
     result = quantized(sequential(nn.Conv2d(3, 4, 1), nn.AvgPool2d(2)), torch.randn(2, 3, 4, 4), "xnnpack")
     x, y = (result.plan.tensors[v] for v in (result.graph.nodes[1].inputs[0], result.graph.outputs[0]))
     assert x.scale != y.scale  # the kernel would average the codes and call them the result's
-    (g,) = model_of_file(result.export(tmp_path / "m.tflite")).subgraphs
+    (g,) = read(result.export(tmp_path / "m.tflite").read_bytes()).subgraphs
     pool = next(o for o in g.operators if o.builtinOptionsType == schema.BuiltinOptions.Pool2DOptions)
     assert g.tensors[pool.inputs[0]].type == schema.TensorType.FLOAT32
 
@@ -157,12 +88,6 @@ def test_what_is_written_in_integers_is_simulated_in_integers():
 def test_every_canonical_operator_has_a_row_or_a_rule_or_a_reason_why_the_file_cannot_hold_it():
     assert set(OPERATORS) | set(RULES) | set(REFUSED) == set(OPS)
     assert not set(REFUSED) & (set(OPERATORS) | set(RULES))
-
-
-def test_a_refused_operator_is_named_with_the_reason(tmp_path):
-    model, x = nn.ConvTranspose3d(2, 2, 2), torch.randn(2, 2, 3, 3, 3)
-    with pytest.raises(UnsupportedError, match=r"TransposeConv3D '.*': it has three spatial axes\. Try: replace"):
-        export_tflite(capture(model, (x,)), None, tmp_path / "m.tflite")
 
 
 def test_a_layer_whose_weight_is_computed_is_refused(tmp_path):
@@ -200,16 +125,11 @@ def test_two_axes_that_follow_the_batch_are_written_for_a_batch_that_is_given(f,
     np.testing.assert_allclose(got, net(x).numpy(), rtol=1e-5, atol=1e-5)
 
 
-def operators_of(file):
-    model, names = model_of_file(file), {v: k for k, v in vars(schema.BuiltinOperator).items()}
-    return [names[model.operatorCodes[o.opcodeIndex].builtinCode] for o in model.subgraphs[0].operators]
-
-
 def test_a_transposed_convolution_that_same_places_is_one_operator(tmp_path):
     """Kernel 4, stride 2, padding 1 of 6 rows: 12 rows; SAME cuts (12/2 - 1) 2 + 4 - 12 = 2, one before, one behind."""
     for padding, more in ((1, []), (2, ["SLICE"]), (0, [])):
         graph = capture(nn.ConvTranspose2d(3, 4, 4, 2, padding), (torch.randn(2, 3, 6, 6),))
-        assert operators_of(export_tflite(graph, None, tmp_path / "m.tflite")) == ["TRANSPOSE_CONV", *more]
+        assert operators(content(graph, None)) == ["TRANSPOSE_CONV", *more]
 
 
 NARROWEST = [("weight", 4, None), *(("weight", b, "int8") for b in (5, 8))]
@@ -222,35 +142,17 @@ def test_codes_take_the_narrowest_type_that_holds_them(role, bits, kind):
     assert code_type(t) == (TYPES[kind] if kind else INT4)
 
 
-KERNEL, TRIANGLE = torch.linspace(-1, 1, 108).reshape(4, 3, 3, 3), torch.ones(6, 6, dtype=torch.bool).tril()
 ROWS = torch.tensor([3, 0, 2]).reshape(-1, 1, 1, 1)
-#: name -> function of an image and of indices, and those; zeros unless given
+#: name -> function of an image and of others, and these; zeros unless given
 PICKED = {
     "constant indices, some from the end": (lambda x, i: x[:, [0, -1, 1]],),
-    "indices of the call": (lambda x, i: x[:, i], torch.tensor([2, 0])),
-    "one channel": (lambda x, i: x[:, 1],),
-    "one row": (lambda x, i: x[:, :, 3],),
-    "the last column": (lambda x, i: x[..., -1],),
-    "nine windows": (lambda x, i: F.adaptive_avg_pool2d(x, 3),),
-    "the largest of nine windows": (lambda x, i: F.adaptive_max_pool2d(x, 3),),
-    "windows that differ in size": (lambda x, i: F.adaptive_avg_pool2d(x, (4, 5)),),
-    "the largest of such windows": (lambda x, i: F.adaptive_max_pool2d(x, (4, 5)),),
-    "windows of two sizes": (lambda x, i: F.adaptive_avg_pool2d(x, (2, 3)),),
-    "means of what is no padding": (lambda x, i: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False),),
-    "a row made longer": (lambda x, i: F.interpolate(x[..., 0], scale_factor=2.0, mode="linear"),),
-    "groups of a transposed convolution": (lambda x, i: F.conv_transpose2d(x, KERNEL, None, 2, 1, 1, 2),),
-    "one of each row": (lambda x, i: x.gather(-1, i), torch.arange(144).reshape(3, 4, 6, 2) % 5),
-    "one of each column": (lambda x, i: x.gather(2, i), torch.arange(144).reshape(3, 4, 2, 6) % 5),
     "the row that each sample names": (lambda x, i: x.gather(1, i.expand(-1, -1, 6, 6)), ROWS),
-    "attention to what came before": (lambda x, i: F.scaled_dot_product_attention(x, x, x, TRIANGLE),),
-    "heads that share keys": (lambda x, i: F.scaled_dot_product_attention(x, x[:, :2], x[:, :2], enable_gqa=True),),
     "a token before the others": (lambda x, i: torch.cat([i.expand(x.shape[0], -1, -1), x[:, 0]], 1), randn(1, 1, 6)),
-    "the error function": (lambda x, i: torch.erf(3 * x),),
 }
 
 
 @pytest.mark.parametrize("what", PICKED)
-def test_what_is_picked_and_pooled_is_what_torch_picks(what, tmp_path):
+def test_what_is_picked_and_repeated_is_what_torch_has(what, tmp_path):
     f, *index = PICKED[what]
     inputs = torch.randn(3, 4, 6, 6), *(index or [torch.zeros(2)])
     file = export_tflite(capture(model_of(lambda m, x, i: f(x, i)), inputs), None, tmp_path / "m.tflite")
@@ -269,4 +171,4 @@ def test_heads_that_share_keys_are_written_without_copies_of_these(causal, tmp_p
     want = F.scaled_dot_product_attention(*example, is_causal=causal, enable_gqa=True)
     (got,) = LiteRt(file).run([x.numpy() for x in example]).values()
     np.testing.assert_allclose(got, want.numpy(), atol=2e-5)
-    assert {"BATCH_MATMUL", "TILE", "BROADCAST_TO"} & set(operators_of(file)) == {"BATCH_MATMUL"}
+    assert {"BATCH_MATMUL", "TILE", "BROADCAST_TO"} & set(operators(file.read_bytes())) == {"BATCH_MATMUL"}

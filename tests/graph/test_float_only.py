@@ -128,9 +128,8 @@ def batch(way, value, seed):
 @pytest.mark.parametrize(("way", "value"), MASKS)
 def test_a_mask_does_not_set_the_grid_of_the_scores(way, value, platform):
     torch.manual_seed(1)
-    model = Attention(way, value).eval()
-    data, codes = [batch(way, value, s) for s in range(3)], chipfit.Settings(results="codes")
-    result = chipfit.quantize(model, data, platform=platform, settings=codes, progress=False)
+    model, data = Attention(way, value).eval(), [batch(way, value, s) for s in range(3)]
+    result = quantized(model, data, platform, settings=chipfit.Settings(results="codes"))
     fresh = batch(way, value, 9)
     assert cosine(result.model(*fresh), model(*fresh)) > 0.99
     scores = next(n for n in result.graph.nodes if n.op == "MatMul")
@@ -145,36 +144,25 @@ def test_a_position_bias_of_ordinary_range_is_stored_in_codes():
             s = self.q(x) @ self.k(x).transpose(-1, -2) + torch.linspace(-3, 3, 144).view(12, 12)
             return self.o(s.softmax(-1) @ self.v(x))
 
-    result = chipfit.quantize(Biased("", 0).eval(), [batch("", 0, 0)], progress=False)
+    result = quantized(Biased("", 0), [batch("", 0, 0)])
     add = next(n for n in result.graph.nodes if n.op == "Add")
     assert result.plan.nodes[add.name].exec == "int"
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_a_norm_of_zeros_does_not_divide_by_the_zero_of_a_grid(platform):
-    torch.manual_seed(0)
+    def normed(m, x):
+        y = F.normalize(m.a(x), dim=-1)
+        return m.b(y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt())
 
-    class Normed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 4)
-
-        def forward(self, x):
-            y = F.normalize(self.a(x), dim=-1)
-            return self.b(y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt())
-
-    model, x = Normed().eval(), torch.randn(6, 5, 8)
+    model, x = model_of(normed, a=nn.Linear(8, 8, bias=False), b=nn.Linear(8, 4)), torch.randn(6, 5, 8)
     x[0] = 0
-    result = chipfit.quantize(model, [x], platform=platform, progress=False)
+    result = quantized(model, x, platform)
     got = result.model(x)
     assert torch.isfinite(got).all() and cosine(got, model(x)) > 0.99
     assert result.verify([x]).sound
 
 
 def test_a_part_of_a_split_that_nobody_reads_does_not_keep_the_others_in_float():
-    class Half(nn.Module):
-        def forward(self, x):
-            return torch.split(x, 2, 1)[0] + 1
-
-    result = chipfit.quantize(Half(), [torch.randn(2, 4, 8, 8)], platform="ort_cpu", progress=False)
+    result = quantized(model_of(lambda m, x: torch.split(x, 2, 1)[0] + 1), torch.randn(2, 4, 8, 8))
     assert result.plan.quantized(result.graph.nodes[0].outputs[0])

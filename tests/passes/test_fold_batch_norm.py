@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import zlib
+
 import pytest
 import torch
 from torch import nn
 
 from chipfit.engine.run import run
 from chipfit.frameworks.torch.capture import capture
+from chipfit.graph.folds import checksum
 from chipfit.graph.ir import Node, Value
 from chipfit.passes.fold_batch_norm import fold_batch_norm
 from tests.build import graph_of, model_of
@@ -160,6 +163,13 @@ def test_statistics_that_are_left_out_are_mean_0_and_variance_1(norm, k, shift):
     torch.testing.assert_close(new.weights["a.weight"], graph.weights["a.weight"] * k.view(2, 1, 1, 1))
     torch.testing.assert_close(new.weights["a.bias"], shift * k)
     assert new.folds == {}  # nothing to unfold it with
+
+
+def test_a_saved_checksum_is_of_64_numbers_of_each_row_and_of_the_bias():
+    """Plans on disk have it: another sample would refuse them."""
+    weight, bias = torch.arange(2 * 200.0).reshape(2, 50, 2, 2), torch.tensor([1.0, 2.0])
+    sample = weight.reshape(2, 200)[:, ::3].contiguous()
+    assert checksum(weight, bias) == zlib.crc32(sample.numpy().tobytes() + bias.numpy().tobytes())
 
 
 @pytest.mark.parametrize("computed", ["a.weight", "g", "v"])

@@ -15,12 +15,13 @@ from rich.console import Console
 
 from chipfit.errors import ChipfitError, ModelingError, PlatformError, UnknownNameError
 from chipfit.import_by_name import load_target
+from chipfit.plan.record import provenance_of
 from chipfit.platform.load import check, check_consistent, load, names
 from chipfit.platform.match import fusions, resolve
-from chipfit.platform.schema import Format
+from chipfit.platform.schema import Format, Platform
 from chipfit.platform.show import show
 from chipfit.target_platform import load_target_platform_capabilities
-from tests.build import platform_file, platform_of
+from tests.build import graph_of, platform_file, platform_of
 
 GOOD = """\
 name: tiny_npu
@@ -245,8 +246,22 @@ def test_every_built_in_names_the_source_of_every_fact(name):
 def test_signedness_that_is_decided_by_data_needs_the_data():
     f = Format(bits=8, signed="auto")
     assert (f.grid(signed=True).qmin, f.grid(signed=False).qmax) == (-128, 255)
+    assert Format(bits=3, kind="lut").grid().entries == 8
     with pytest.raises(ValueError, match="signed"):
         f.grid()
+
+
+def test_notes_and_conditions_of_rules_are_shown(tmp_path):
+    text = GOOD.replace("conf: V}\nfuse", "conf: V, note: even sizes}\nfuse")
+    text, out = text.replace("[Relu, Relu6]]", "[Relu, Relu6]], note: in place"), StringIO()
+    Console(file=out, width=200).print(show(load(write(tmp_path, text))))
+    assert [t for t in ("even sizes", "in place", "where kernel") if t not in out.getvalue()] == []
+
+
+def test_a_platform_in_the_record_of_a_plan_is_read_back():
+    chip = load("ort_cpu").model_copy(update={"metadata": True})
+    kept = provenance_of(graph_of("y = Relu(x)"), chip, "")["platform"]
+    assert Platform.model_validate(json.loads(json.dumps(kept))).model_dump() == chip.model_dump()
 
 
 def test_brackets_are_shown_as_they_stand(tmp_path):

@@ -67,6 +67,17 @@ def test_screens_say_what_matters(result):
     assert lines[-1] == f"… and {left} more: plan.tensors"
 
 
+@pytest.mark.parametrize("width", [1, 7, 40, 48])
+def test_a_notebook_shows_as_many_rows_as_fit(width):
+    def shown(count, total=500):
+        return Summary("t", {"k": "v"}, ("name", "why"), [("a" * width, "b" * 40)] * total, "plan").html()
+
+    page = shown(500)
+    rows = page.count("<td>a")
+    assert rows == LINES // 2 or len(page) <= CHARACTERS < len(page) + len(page) // (rows + 1)
+    assert f"… and {500 - rows} more: plan" in page and "more" not in shown(3, 3)
+
+
 def test_text_of_others_is_no_markup():
     page = Summary("<b>", {"<i>": "<script>"}, ("<u>",), [("<script>",)]).html()
     assert "<script>" not in page and "<i>" not in page and "&lt;script&gt;" in page

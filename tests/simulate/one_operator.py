@@ -15,10 +15,11 @@ from chipfit.graph.ir import Graph, Node, Value
 from chipfit.graph.ops import OPS
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from chipfit.platform.load import load
-from chipfit.quantizers.grids import Grid, all_codes
+from chipfit.quantizers.grids import all_codes
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import entry
 from chipfit.simulate.integer import float_results, profile_for, simulate
+from tests.build import stored
 
 LITERT = ("litert_reference", "litert_optimized", "litert")
 
@@ -34,15 +35,8 @@ class Codes:
     signed: bool = True
 
     def stored(self, axis: int | None = None) -> Stored:
-        low, high = all_codes(self.bits, self.signed)
-        scale = torch.tensor(self.scale, dtype=torch.float32)
-        return Stored(
-            format=f"i{self.bits}",
-            grid=Grid(bits=self.bits, qmin=low, qmax=high, zero="any", per="channel" if scale.dim() else "tensor"),
-            scale=scale,
-            zero_point=torch.full_like(scale, self.zero, dtype=torch.int32),
-            axis=axis if scale.dim() else None,
-        )
+        per_channel = isinstance(self.scale, tuple | list)
+        return stored(self.scale, self.zero, self.bits, signed=self.signed, axis=axis if per_channel else None)
 
     def reals(self, axis: int | None = None) -> torch.Tensor:
         return self.stored(axis).dequantize(self.q)

@@ -11,11 +11,9 @@ from chipfit.simulate.gemmlowp import (
     exp_of_negative,
     log,
     log_softmax,
-    logistic16,
     reciprocal_of_one_plus,
     rescaled_differences,
     softmax,
-    tanh16,
 )
 
 
@@ -111,32 +109,6 @@ def test_a_logarithm_takes_the_kernels_steps():
     got = log(torch.tensor(x)).tolist()
     assert got == [log_of_one_or_more(v) for v in x]
     assert max(abs(v / 2**26 - math.log(a / one)) for v, a in zip(got, x)) < 1e-6
-
-
-def logistic_in_steps(a: int) -> int:
-    y = one_over_one_plus_x(exp_on_negative_values(-abs(a), 3, 16), 16)
-    return (1 << 14) if a == 0 else y if a > 0 else (1 << 15) - 1 - y
-
-
-def tanh_in_steps(a: int) -> int:
-    """(1 - e) / (1 + e), saturated, of e = exp(-2 |a|): one integer bit more is twice the number."""
-    e = exp_on_negative_values(-abs(a), 4, 16)
-    half = (e + (1 << 15)) >> 1
-    x = fixed(48 / 17, 16, 2) + times(half, fixed(-32 / 17, 16, 2), 16)
-    for _ in range(3):
-        x += saturated(times(x, (1 << 13) - times(half, x, 16), 16) << 2, 16)
-    y = saturated((x - (1 << 13)) << 2, 16)
-    return 0 if a == 0 else y if a > 0 else -y
-
-
-@pytest.mark.parametrize(
-    "curve, steps, function", [(logistic16, logistic_in_steps, torch.sigmoid), (tanh16, tanh_in_steps, torch.tanh)]
-)
-def test_a_16_bit_curve_takes_gemmlowps_steps(curve, steps, function):
-    a = list(range(-32768, 32768, 23)) + [0, 1, -1, 32767]
-    got = curve(torch.tensor(a))
-    assert got.tolist() == [steps(v) for v in a]
-    assert float((got - 32768 * function(torch.tensor(a) / 4096)).abs().max()) < 13
 
 
 DIFFERENCES = [0, -1, -2, -5, -17, -40, -90, -255]

@@ -137,7 +137,12 @@ def test_every_code_at_another_scale(tmp_path, ratio):
 
 
 UNARY = {op: {} for op in "Relu Relu6 Abs HardSwish Exp Sigmoid Tanh".split()}
-UNARY |= {"Clamp": {"min": -1.0, "max": 1.0}, "Gelu": {"approximate": "none"}, "Gelu by tanh": {"approximate": "tanh"}}
+UNARY |= {
+    "Clamp": {"min": -1.0, "max": 1.0},
+    "Clamp below": {"min": 0.0, "max": None},
+    "Gelu": {"approximate": "none"},
+    "Gelu by tanh": {"approximate": "tanh"},
+}
 
 
 @pytest.mark.parametrize("ratio", [0.5, 0.731, 1.0, 1.7, 0.01, 40.0])
@@ -303,7 +308,7 @@ def test_a_fused_activation_clips_between_codes(op, attrs, zero, ends):
 # ---------------------------------------------------------------- 16-bit codes
 
 
-@pytest.mark.parametrize("scale", [2.0**-12, 2.0**-11, 2.0**-10, 2.0**-13, 3e-4])
+@pytest.mark.parametrize("scale", [2.0**-12, 2.0**-11, 2.0**-10, 2.0**-13, 3e-4, 7.7e-5, 2.6e-3, 1 / 12288])
 @pytest.mark.parametrize("op", ["Sigmoid", "Tanh"])
 def test_every_16_bit_code_of_a_curve_in_each_scale_that_kernels_tell_apart(tmp_path, op, scale):
     """A power of two that a shift makes 2^-12 is taken in fixed point, others by a table."""

@@ -107,6 +107,8 @@ POOL = {"stride": (2, 1), "padding": ((0, 0), (0, 0)), "ceil_mode": False, "coun
         ("AvgPool", [(2, 3, 6, 5)], {**POOL, "kernel": (6, 1)}),
         ("AvgPool", [(2, 3, 4, 5)], {**POOL, "kernel": (4, 5), "padding": ((0, 0), (0, 1))}),
         ("AvgPool", [(2, 3, 6, 5)], {**POOL, "kernel": (3, 3), "padding": ((1, 1), (1, 0))}),
+        ("AvgPool", [(2, 3, 15)], {**POOL, "kernel": (3,), "stride": (2,), "padding": ((1, 0),)}),
+        ("AvgPool", [(2, 3, 2, 6, 5)], {**POOL, "kernel": (1, 2, 2), "stride": (1, 2, 2), "padding": ((0, 0),) * 3}),
         ("GlobalAvgPool", [(5, 3, 6, 5)], {}),
     ],
     ids=str,

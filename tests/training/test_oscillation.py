@@ -89,6 +89,15 @@ def test_dampening_by_hand(one):
     assert w.detach()[0].tolist() == pytest.approx([0.0, -2.0, 500.0], abs=1e-3)
 
 
+def test_weights_beyond_the_ends_of_a_table_are_not_dampened():
+    net, four = model_of(lambda m, x: m.fc(x), fc=nn.Linear(4, 1, bias=False)), {"*": {"bits": 4}}
+    result = quantized(net, torch.randn(8, 4), "coreml", overrides=four, training={"weights": "lut"})
+    q = result.model.quantizer_of("fc.weight")
+    levels = q.dequantize(torch.arange(q.trained_grid().levels)[None])[0].detach()
+    result.model.weight("fc.weight").data.copy_(torch.stack([levels[0] - 9, levels[1], levels[-1] + 9, levels[2]]))
+    assert dampening(result.model).item() == pytest.approx(0, abs=1e-6)
+
+
 @pytest.mark.parametrize("bn_fold", [0, 1, 3, 4])
 def test_frozen_weights_keep_their_codes_through_training_and_are_deployed(bn_fold, normed):
     result = normed.trains({"method": "lsq", "bn_fold": bn_fold})

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
-from torch import nn
 
 from chipfit.errors import UnsupportedError
 from chipfit.export.onnx import opaque
@@ -14,18 +13,11 @@ from chipfit.export.onnx.builder import OnnxBuilder
 from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.ir import OPAQUE, Graph, Value
 from chipfit.plan.record import Plan
+from tests.build import model_of
 
 
 def graph_of(f, *xs):
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w = nn.Parameter(torch.tensor([1.0, 2.0, 4.0]))
-
-        def forward(self, *xs):
-            return f(self, *xs)
-
-    return capture(Model(), xs)
+    return capture(model_of(f, w=torch.tensor([1.0, 2.0, 4.0])), xs)
 
 
 X = torch.linspace(0.5, 2, 6).reshape(2, 3)

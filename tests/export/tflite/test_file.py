@@ -226,22 +226,16 @@ def test_inputs_live_from_the_beginning_and_outputs_to_the_end(operators, inputs
     assert arena(file.content({i: made[i] for i in inputs}, {o: made[o] for o in outputs}, {})) == 16 * places
 
 
-def has(table: Table, field: int) -> bool:
-    """Whether a table holds a field: its row of places is long enough, and names one."""
-    size = int.from_bytes(table.raw[table.of : table.of + 2], "little")
-    return size > 4 + 2 * field and table.place(field) > table.at
-
-
 def entries(raw: bytes):
     """The only subgraph's inputs and outputs, as the schema of Android's metadata has them."""
-    (graph,) = Table(raw, int.from_bytes(raw[:4], "little")).tables(3)
+    (graph,) = Table(raw).tables(3)
     return graph.tables(2), graph.tables(3)
 
 
 def test_labels_belong_to_the_first_output():
     (x,), (y, z) = entries(metadata(["x"], ["y", "z"], {"labels": ["a"]}))
-    assert [k for k in range(9) if has(y, k)] == [0, 3, 6]
+    assert [k for k in range(9) if y.has(k)] == [0, 3, 6]
     (file,) = y.tables(6)
-    assert [k for k in range(5) if has(file, k)] == [0, 2]
+    assert [k for k in range(5) if file.has(k)] == [0, 2]
     assert file.text(0) == "labels.txt" and file.byte(2) == 2  # TENSOR_AXIS_LABELS
-    assert not has(z, 6) and not has(x, 6) and not has(x, 4) and x.table(3).byte(0) == 1
+    assert not z.has(6) and not x.has(6) and not x.has(4) and x.table(3).byte(0) == 1

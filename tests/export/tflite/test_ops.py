@@ -13,10 +13,12 @@ from torch.nn import functional as F
 from chipfit.engine.kernels import execute
 from chipfit.errors import UnsupportedError
 from chipfit.export.tflite.file import TYPES
-from chipfit.export.tflite.ops import SAME, VALID, fused_code, window_placement
+from chipfit.export.tflite.ops import REFUSED, SAME, VALID, fused_code, window_placement
 from chipfit.export.tflite.writer import content, export_tflite
 from chipfit.graph.ir import DYNAMIC, Node
+from chipfit.graph.ops import OPS
 from chipfit.plan.record import NodePlan, Plan
+from chipfit.registry import lookup
 from chipfit.runtimes.litert import LiteRtReference
 from tests.build import graph_of, node, plan_of
 from tests.export.operators import CASES, alone, pool, resize
@@ -24,7 +26,8 @@ from tests.export.tflite.test_writer import operators as written
 from tests.export.tflite.test_writer import read
 from tests.simulate.one_operator import Codes, drawn, one
 
-REFUSED = {
+REASONS = {op: f"{op} 'n': {why}" for op, why in REFUSED.items()} | {
+    "DynamicQuantize": "integers 0..255 with a range for each tensor",
     "max with gaps": "its window is dilated",
     "conv of a volume in groups": "it has groups",
     "transposed with gaps": "it has dilation",
@@ -37,15 +40,18 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_an_operator_computes_what_the_engine_computes(name, tmp_path):
+@pytest.mark.parametrize("runtime, keep_layout", [("litert_optimized", True), ("litert", False)])
+@pytest.mark.parametrize("name", [*OPS, *CASES])
+def test_an_operator_is_written_as_the_engine_computes_it_or_refused_with_the_reason(
+    name, runtime, keep_layout, tmp_path
+):
     graph, inputs, want = alone(name)
-    if name in REFUSED:
-        with pytest.raises(UnsupportedError, match=REFUSED[name]):
-            export_tflite(graph, None, tmp_path / "m.tflite")
+    if name in REASONS:
+        with pytest.raises(UnsupportedError, match=REASONS[name]):
+            export_tflite(graph, None, tmp_path / "m.tflite", keep_layout=keep_layout)
         return
-    path = export_tflite(graph, None, tmp_path / "m.tflite", keep_layout=True)
-    got = LiteRtReference(path).run([x.numpy() for x in inputs])
+    path = export_tflite(graph, None, tmp_path / "m.tflite", keep_layout=keep_layout)
+    got = lookup("runtime", runtime)(path).run([x.numpy() for x in inputs])
     for y, found in zip(want, got.values(), strict=True):
         np.testing.assert_allclose(found, y.numpy(), atol=1e-5, rtol=1e-5)
 

@@ -181,7 +181,7 @@ def test_samples_are_compared_only_where_their_number_is_given():
 def test_an_image_is_described_by_its_channels(framework, shape, kind, color):
     graph = network(node("Relu", "x", "y"), x=shape, y=shape, framework=framework)
     raw = entry(content(graph, None, mean=0.5, std=2.0), "TFLITE_METADATA")
-    (unit,) = Table(raw, int.from_bytes(raw[:4], "little")).tables(3)
+    (unit,) = Table(raw).tables(3)
     (x,), (y,) = unit.tables(2), unit.tables(3)
     assert x.text(0) == "x" and x.table(3).byte(0) == kind and y.table(3).byte(0) == 1
     assert color is None or x.table(3).table(1).byte(0) == color
