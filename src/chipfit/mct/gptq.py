@@ -10,18 +10,9 @@ from typing import Annotated, Any
 from pydantic import Field, InstanceOf
 
 from chipfit.errors import ConfigError, UnsupportedError
-from chipfit.mct.core.config import CoreConfig, ResourceUtilization
-from chipfit.mct.ptq import DataGenerator, UserInformation, first_batch_of, framework_prefix, quantize_model
-from chipfit.pydantic_messages import (
-    Fraction,
-    Number,
-    PositiveInt,
-    arguments,
-    by_name,
-    check_value,
-    record,
-    refuse_options,
-)
+from chipfit.mct.core.config import AtLeast0, CoreConfig, ResourceUtilization
+from chipfit.mct.ptq import DataGenerator, UserInformation, checked, first_batch_of, form_for_keras, quantize_model
+from chipfit.pydantic_messages import Fraction, PositiveInt, arguments, by_name, record, refuse_options
 
 __all__ = ["keras_gradient_post_training_quantization", "pytorch_gradient_post_training_quantization"]
 __all__ += ["GradientPTQConfig", "RoundingType", "get_keras_gptq_config", "get_pytorch_gptq_config"]
@@ -96,7 +87,7 @@ class GradientPTQConfig:
     gradual_activation_quantization_config: GradualActivationQuantizationConfig | None = field(
         default_factory=GradualActivationQuantizationConfig
     )
-    regularization_factor: Annotated[Number, Field(ge=0)] | None = None
+    regularization_factor: AtLeast0 | None = None
     rounding_type: Annotated[RoundingType, by_name(RoundingType)] = RoundingType.SoftQuantizer
     optimizer_quantization_parameter: Any = None
     optimizer_bias: Any = None
@@ -150,7 +141,7 @@ def get_pytorch_gptq_config(
     loss: Any = None,
     log_function: Any = None,
     use_hessian_based_weights: bool = True,
-    regularization_factor: Annotated[Number, Field(ge=0)] | None = None,
+    regularization_factor: AtLeast0 | None = None,
     hessian_batch_size: PositiveInt = 32,
     use_hessian_sample_attention: bool = True,
     gradual_activation_quantization: bool | GradualActivationQuantizationConfig = True,
@@ -197,8 +188,7 @@ def pytorch_gradient_post_training_quantization(
     Raises:
         UnsupportedError: an option is not supported.
     """
-    facade = f"{framework_prefix(model)}_{_NAME}"
-    config = check_value(GradientPTQConfig | None, gptq_config, ConfigError, facade, "gptq_config")
+    config = checked(GradientPTQConfig, gptq_config, "gptq_config", _NAME, model)
     if gptq_representative_data_gen is not None:
         hint = "yield those images from representative_data_gen"
         raise UnsupportedError("'gptq_representative_data_gen' is not supported", hint=hint)
@@ -208,16 +198,6 @@ def pytorch_gradient_post_training_quantization(
     return quantize_model(_NAME, model, representative_data_gen, *options, steps=steps)
 
 
-def keras_gradient_post_training_quantization(
-    in_model: Any,
-    representative_data_gen: DataGenerator,
-    target_resource_utilization: ResourceUtilization | None = None,
-    core_config: CoreConfig | None = None,
-    gptq_config: GradientPTQConfig | None = None,
-    gptq_representative_data_gen: Callable[..., Any] | None = None,
-    target_platform_capabilities: Any = None,
-) -> tuple[Any, UserInformation]:
-    """Quantize a Keras 3 model with learned rounding; otherwise like `pytorch_gradient_post_training_quantization`."""
-    configs = target_resource_utilization, core_config, gptq_config
-    rest = gptq_representative_data_gen, target_platform_capabilities
-    return pytorch_gradient_post_training_quantization(in_model, representative_data_gen, *configs, *rest)
+keras_gradient_post_training_quantization = form_for_keras(
+    pytorch_gradient_post_training_quantization, "Quantize a Keras 3 model with learned rounding"
+)

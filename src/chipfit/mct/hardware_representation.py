@@ -5,7 +5,6 @@ A configuration has five arguments for weights, which describe the kernel; biase
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 from collections.abc import Mapping
@@ -79,14 +78,7 @@ class OpQuantizationConfig(configs.OpQuantizationConfig):
         attributes = dict(attr_to_edit or {})
         kernel = {_KERNEL[k]: changes.pop(k) for k in list(changes) if k in _KERNEL}
         attributes[configs.KERNEL_ATTR] = {**attributes.get(configs.KERNEL_ATTR, {}), **kernel}
-        clone = copy.copy(self)
-        vars(clone).update(vars(self.plain.clone_and_edit(attributes, **changes)))
-        return clone
-
-    @property
-    def plain(self) -> configs.OpQuantizationConfig:
-        """The configuration as `chipfit.target_platform.OpQuantizationConfig`."""
-        return configs.OpQuantizationConfig(**vars(self))
+        return super().clone_and_edit(attributes, **changes)
 
 
 class HardwareModel(TargetPlatformModel):

@@ -72,6 +72,24 @@ class UserInformation:
         return [[layers[n] for n in group] for group in self.result.plan.groups]
 
 
+def form_for_keras(function: Callable[..., Any], about: str) -> Callable[..., Any]:
+    """Return a facade for Keras 3 models, whose first argument is called in_model.
+
+    Args:
+        about: first sentence of its docstring.
+    """
+
+    def call(in_model: Any, *args: Any, **options: Any) -> Any:
+        return function(in_model, *args, **options)
+
+    own = inspect.signature(function)
+    first, *rest = own.parameters.values()
+    call.__signature__ = own.replace(parameters=[first.replace(name="in_model"), *rest])  # type: ignore[attr-defined]
+    call.__name__ = call.__qualname__ = function.__name__.replace("pytorch", "keras")
+    call.__doc__ = f"{about}; otherwise like `{function.__name__}`."
+    return call
+
+
 def pytorch_post_training_quantization(
     in_module: Any,
     representative_data_gen: DataGenerator,
@@ -119,19 +137,9 @@ def pytorch_resource_utilization_data(
     return information.final_resource_utilization  # type: ignore[no-any-return]  # known, as something was quantized
 
 
-def keras_post_training_quantization(
-    in_model: Any,
-    representative_data_gen: DataGenerator,
-    target_resource_utilization: ResourceUtilization | None = None,
-    core_config: CoreConfig | None = None,
-    target_platform_capabilities: Any = None,
-    fw_info: FrameworkInfo | None = None,
-) -> tuple[Any, UserInformation]:
-    """Quantize a trained Keras 3 model after training; otherwise like `pytorch_post_training_quantization`."""
-    options = target_resource_utilization, core_config, target_platform_capabilities, fw_info
-    return pytorch_post_training_quantization(in_model, representative_data_gen, *options)
-
-
+keras_post_training_quantization = form_for_keras(
+    pytorch_post_training_quantization, "Quantize a trained Keras 3 model after training"
+)
 keras_resource_utilization_data = pytorch_resource_utilization_data  # a model of either framework
 
 
@@ -151,10 +159,8 @@ def quantize_model(
         what: name of the facade without its framework.
         steps: additional settings.
     """
-    framework = framework_prefix(model)
-    facade = f"{framework}_{what}"
-    config = check_value(CoreConfig | None, config, ConfigError, facade, "core_config") or CoreConfig()
-    check_value(ResourceUtilization | None, limits, ConfigError, facade, "target_resource_utilization")
+    config = checked(CoreConfig, config, "core_config", what, model) or CoreConfig()
+    checked(ResourceUtilization, limits, "target_resource_utilization", what, model)
     config.debug_config.check()
     if config.debug_config.bypass:
         return model, UserInformation()
@@ -166,7 +172,7 @@ def quantize_model(
     overrides = [*of_layers, *config.bit_width_config.choices, *to_overrides(config.debug_config.network_editor)]
     model = replace_layers(model, config.debug_config.network_editor)
     example = first_batch_of(generator)  # a list of inputs without a label
-    platform = get_target_platform_capabilities(framework) if platform is None else platform
+    platform = get_target_platform_capabilities(_framework(model)) if platform is None else platform
     if config.quantization_config.custom_tpc_opset_to_layer:
         platform = _with_layers(platform, config.quantization_config.custom_tpc_opset_to_layer)
     options |= {"overrides": overrides, "example": example, "limits": searched}
@@ -175,8 +181,17 @@ def quantize_model(
     return result.model, UserInformation(result, gptq_info_dict=dict(steps))
 
 
-def framework_prefix(model: Any) -> str:
-    """Return the prefix of the facades for such a model: "keras" or "pytorch"."""
+def checked(kind: type, value: Any, name: str, what: str, model: Any) -> Any:
+    """Return an argument of the facade `what` for a model: a value of a class, or None.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    return check_value(kind | None, value, ConfigError, f"{_framework(model)}_{what}", name)
+
+
+def _framework(model: Any) -> str:
+    """Return "keras" or "pytorch", the prefix of the facades for a model."""
     return "keras" if framework_of(model) == "keras" else "pytorch"
 
 

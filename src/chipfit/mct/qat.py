@@ -13,11 +13,11 @@ from pydantic import InstanceOf
 from chipfit.errors import ConfigError, PlanError, UnknownNameError
 from chipfit.frameworks import framework_of, part
 from chipfit.mct.core.config import CoreConfig, ResourceUtilization
-from chipfit.mct.ptq import DataGenerator, UserInformation, framework_prefix, quantize_model
+from chipfit.mct.ptq import DataGenerator, UserInformation, checked, quantize_model
 from chipfit.mct.trainable import base
 from chipfit.mct.trainable.user_quantizers import UserQuantizers
 from chipfit.plan.training import Training, algorithm_of
-from chipfit.pydantic_messages import check_value, record
+from chipfit.pydantic_messages import record
 from chipfit.quantizers.algorithm import Algorithm
 from chipfit.registry import create, registered
 from chipfit.result import Result
@@ -102,8 +102,7 @@ def pytorch_quantization_aware_training_init(
         UnsupportedError: a method cannot train a tensor; see also `pytorch_post_training_quantization`.
         UnknownNameError: there is no such method.
     """
-    facade = f"{framework_prefix(in_model)}_{_NAME}"
-    chosen = check_value(QATConfig | None, qat_config, ConfigError, facade, "qat_config") or QATConfig()
+    chosen = checked(QATConfig, qat_config, "qat_config", _NAME, in_model) or QATConfig()
     training = chosen.to_training(framework_of(in_model))  # before the work
     options = target_resource_utilization, core_config, target_platform_capabilities
     model, information = quantize_model(_NAME, in_model, representative_data_gen, *options)

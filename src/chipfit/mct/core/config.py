@@ -9,8 +9,8 @@ from typing import Annotated, Any
 from pydantic import Field, InstanceOf
 
 from chipfit.errors import ConfigError
-from chipfit.mct.core.error_method import QuantizationErrorMethod
-from chipfit.mct.core.network_editor import KERNELS, EditRule, ErrorMethod, NodeFilter, Width, filters_of
+from chipfit.mct.core import network_editor as editor
+from chipfit.mct.core.network_editor import EditRule, ErrorMethod, NodeFilter, QuantizationErrorMethod
 from chipfit.pydantic_messages import Number, by_name, check_value, record, refuse_options
 from chipfit.registry import OFF
 from chipfit.search.limits import Limits
@@ -128,8 +128,7 @@ class BitWidthConfig:
         """
         pairs = _paired(filters, bit_widths)
         for attr in attrs if isinstance(attrs, list) else [attrs]:
-            if attr not in KERNELS:
-                raise ConfigError("Only the width of kernels can be chosen", got=repr(attr), allowed=", ".join(KERNELS))
+            editor.check_kernel(attr)
         if isinstance(attrs, list) and len(attrs) not in (1, len(pairs)):
             allowed = "one for all, or one for each"
             raise ConfigError(f"There are {len(attrs)} attributes for {len(pairs)} filters", allowed=allowed)
@@ -140,9 +139,9 @@ class BitWidthConfig:
 
 
 def _paired(filters: Any, bit_widths: Any) -> list[tuple[NodeFilter, int]]:
-    chosen = filters_of(filters)
+    chosen = editor.filters_of(filters)
     widths = list(bit_widths) if isinstance(bit_widths, (list, tuple)) else [bit_widths]
-    check_value(list[Width], widths, ConfigError, "BitWidthConfig", "bit_widths")
+    check_value(list[editor.Width], widths, ConfigError, "BitWidthConfig", "bit_widths")
     if len(widths) not in (1, len(chosen)):
         allowed = "one for all, or one for each"
         raise ConfigError(f"There are {len(widths)} bit widths for {len(chosen)} filters", allowed=allowed)

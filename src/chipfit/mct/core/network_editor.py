@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Annotated, Any
 
 import torch
@@ -18,7 +19,6 @@ from chipfit.errors import ConfigError, UnknownNameError, UnsupportedError, firs
 from chipfit.frameworks import framework_of
 from chipfit.graph.config import module_settings
 from chipfit.graph.ir import Node
-from chipfit.mct.core.error_method import QuantizationErrorMethod
 from chipfit.mct.target_platform.capabilities import matches, members_of
 from chipfit.mct.target_platform.configs import QuantizationMethod, Signedness
 from chipfit.mct.target_platform.layers import member_of
@@ -33,6 +33,21 @@ __all__ += ["ChangeCandidatesActivationQuantConfigAttr", "ChangeCandidatesActiva
 __all__ += ["ChangeCandidatesWeightsQuantConfigAttr", "ChangeCandidatesWeightsQuantizationMethod"]
 __all__ += ["ChangeFinalActivationQuantConfigAttr", "ChangeFinalActivationQuantizationMethod"]
 __all__ += ["ChangeFinalWeightsQuantConfigAttr", "ChangeFinalWeightsQuantizationMethod"]
+
+class QuantizationErrorMethod(Enum):
+    """The error between a tensor and its quantized values that a range search minimizes."""
+
+    NOCLIPPING = 0  #: the whole observed range
+    MSE = 1  #: mean squared error
+    MAE = 2  #: mean absolute error
+    KL = 4  #: Kullback-Leibler divergence
+    LP = 5  #: mean |error|^p
+    HMSE = 6  #: squared error weighted by the Hessian; also for weights without gradient tuning
+
+    def rule(self, p: float = 2.0) -> str:
+        """Return the name of the range rule; `p` is the exponent of LP."""
+        return {"NOCLIPPING": "no_clipping", "LP": f"lp(p={p})"}.get(self.name, self.name.lower())
+
 
 # ---------------------------------------------------------------- filters
 
@@ -153,6 +168,17 @@ def filters_of(given: Any) -> list[NodeFilter]:
 #: names of the main weight of a layer
 KERNELS = ("kernel", "kernel_attr", "weight", "depthwise_kernel")
 
+
+def check_kernel(attribute: Any) -> None:
+    """Check that an attribute is the main weight of a layer, the only one whose settings can be changed.
+
+    Raises:
+        ConfigError: it is another one.
+    """
+    if attribute not in KERNELS:
+        raise ConfigError("Only settings of kernels can be changed", got=repr(attribute), allowed=", ".join(KERNELS))
+
+
 # types of attributes; validators convert a value to that of `overrides`
 Width = Annotated[int, Field(ge=1), allowed("a number of bits, at least 1")]
 _Enabled = Annotated[bool, AfterValidator(lambda on: None if on else "float")]
@@ -243,8 +269,7 @@ class ChangeCandidatesWeightsQuantConfigAttr(_ByAttributes):
     table, error_method = _WEIGHTS, "weights_error_method"
 
     def __init__(self, attr_name: str = "kernel", **kwargs: Any) -> None:
-        if attr_name not in KERNELS:
-            raise ConfigError("Only the settings of kernels can be changed", got=repr(attr_name), allowed="kernel")
+        check_kernel(attr_name)
         super().__init__(**kwargs)
 
 

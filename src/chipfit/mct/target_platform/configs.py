@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from enum import Enum
 from types import MappingProxyType
@@ -170,14 +171,16 @@ class OpQuantizationConfig:
             ModelingError: there is no such field or weight attribute.
         """
         edited = check_value(_Edits, attr_to_edit, ModelingError, "OpQuantizationConfig.clone_and_edit", "attr_to_edit")
-        changed = replace(self, **changes)
-        attrs = dict(changed.attr_weights_configs_mapping)
+        clone = copy(self)
+        vars(clone).update(vars(OpQuantizationConfig(**vars(self) | changes)))
+        attrs = dict(clone.attr_weights_configs_mapping)
         for name, edits in (edited or {}).items():
             if name not in attrs:
                 near = UnknownNameError("weight attribute", name, attrs)
                 raise ModelingError(near.what, allowed=near.allowed)
             attrs[name] = attrs[name].clone_and_edit(**edits)
-        return replace(changed, attr_weights_configs_mapping=attrs)
+        vars(clone)["attr_weights_configs_mapping"] = MappingProxyType(attrs)
+        return clone
 
 
 @record(ModelingError, frozen=True)

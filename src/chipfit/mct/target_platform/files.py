@@ -1,13 +1,13 @@
 """Target platform capabilities as JSON: enumerations by name, layers by name or as filters, a schema version."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NotRequired
 
 from typing_extensions import TypedDict
 
-from chipfit.errors import ModelingError, UnknownNameError
+from chipfit.errors import ModelingError
 from chipfit.files import existing_file, path_of, read_json, write_atomically
 from chipfit.mct.target_platform import capabilities, model
 from chipfit.mct.target_platform.configs import OpQuantizationConfig, QuantizationConfigOptions
@@ -163,33 +163,22 @@ def read(data: Mapping[str, Any]) -> capabilities.TargetPlatformCapabilities:
     """
     check_value(_file, data, ModelingError, "the file", "", json=True)
     m = data["model"]
-    default = read_options(m["default"])
-    sets: dict[str, model.OperatorGroup] = {}
-
-    def named(names: Sequence[str]) -> list[model.OperatorGroup]:
-        for name in names:
-            if name not in sets:
-                raise ModelingError(UnknownNameError("operator set", name, sets).what, allowed=", ".join(sets))
-        return [sets[name] for name in names]
-
-    for o in m["operator_sets"]:
-        if o["name"] in sets:
-            raise ModelingError(f"Two operator sets are named '{o['name']}'", allowed="unique names")
-        if "members" in o:
-            sets[o["name"]] = model.OperatorSetConcat(*named(o["members"]), name=o["name"])
-        else:
-            options = o.get("options")
-            sets[o["name"]] = model.OperatorsSet(o["name"], read_options(options) if options else None)
-    fusings = [model.Fusing(named(f["groups"]), f["name"]) for f in m["fusings"]]
     # files of earlier versions lack is_simd_padding and pad wherever there is a width
-    rest: Any = {"fusing_patterns": fusings, "math": m["math"], "is_simd_padding": m.get("is_simd_padding", True)}
-    made = model.TargetPlatformModel(default, m["add_metadata"], m["name"], operator_set=[*sets.values()], **rest)
-    layers = capabilities.OperationsToLayers()
-    for e in data["layers"]:
-        mapping = {k: capabilities.DefaultDict(d["known"], d["default"]) for k, d in e["attributes"].items()}
-        members = check_value(list[Member], e["members"], ModelingError, f"set '{e['set']}'", "members", json=True)
-        layers.add(capabilities.OperationsSetToLayers(e["set"], members, mapping))
-    return capabilities.TargetPlatformCapabilities(made, data["name"], data["version"], op_sets_to_layers=layers)
+    rest: Any = {"math": m["math"], "is_simd_padding": m.get("is_simd_padding", True)}
+    with model.TargetPlatformModel(read_options(m["default"]), m["add_metadata"], m["name"], **rest) as made:
+        for o in m["operator_sets"]:
+            if "members" in o:
+                model.OperatorSetConcat(*o["members"], name=o["name"])
+            else:
+                model.OperatorsSet(o["name"], read_options(o["options"]) if o.get("options") else None)
+        for f in m["fusings"]:
+            model.Fusing(f["groups"], f["name"])
+    with capabilities.TargetPlatformCapabilities(made, data["name"], data["version"]) as tpc:
+        for e in data["layers"]:
+            mapping = {k: capabilities.DefaultDict(d["known"], d["default"]) for k, d in e["attributes"].items()}
+            members = check_value(list[Member], e["members"], ModelingError, f"set '{e['set']}'", "members", json=True)
+            capabilities.OperationsSetToLayers(e["set"], members, mapping)
+    return tpc
 
 
 def read_options(data: Mapping[str, Any]) -> QuantizationConfigOptions:

@@ -1,5 +1,6 @@
 """Conversion of a platform to target platform capabilities."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from chipfit.graph.ops import OPS
@@ -15,44 +16,40 @@ def from_platform(platform: Platform) -> capabilities.TargetPlatformCapabilities
     Facts without a counterpart in these classes (rules across tensors other than ties and fixed outputs, conditions on
     shapes) are in the attached record only; editing the model and converting it back loses them.
     """
-    default = configs.QuantizationConfigOptions([_config(platform, None, Option())])
-    sets: dict[str, model.OperatorsSet] = {}
+    rules = [r for r in platform.ops if r.use or r.exec is not None]
+    general = next((r for r in reversed(rules) if r.match == ("*",)), None)
+    default = configs.QuantizationConfigOptions([_options(platform, general).base])
     words_of: dict[str, set[str]] = {}  # set -> every word that its rule matches
-    layers: list[capabilities.OperationsSetToLayers] = []
-    assigned: set[Member] = set()
-    for rule in platform.ops:
-        if not rule.use and rule.exec is None:
-            continue
-        options = _options(platform, rule)
-        if rule.match == ("*",):
-            default = configs.QuantizationConfigOptions([options.base])
-            continue
-        label = ", ".join(w.removeprefix("@") if w.removeprefix("@") in platform.sets else w for w in rule.match)
-        words = {o for w in rule.match for o in (*groups().get(w, ()), w)}
-        members = [m for w in rule.match for m in platform.sets.get(w.removeprefix("@"), ())]
-        members += [Member(op=(o,)) for o in sorted(words) if o in OPS]
-        members = [m for m in members if m not in assigned]
-        if members and label not in sets:  # a second rule has conditions that sets cannot express
-            assigned.update(members)
-            layers.append(capabilities.OperationsSetToLayers(label, members))
-            sets[label], words_of[label] = model.OperatorsSet(label, options), words
-    fusings = []
-    for f in platform.fuse:
-        steps = [
-            [s for s in sets.values() if words_of[s.name] & {o for w in step for o in (*groups().get(w, ()), w)}]
-            for step in f.steps
-        ]
-        if all(steps):
-            members_of_steps = [g[0] if len(g) == 1 else model.OperatorSetConcat(*g) for g in steps]
-            fusings.append(model.Fusing(members_of_steps, name=f.note or None))
-    parts: dict[str, Any] = {"operator_set": [*sets.values()], "fusing_patterns": fusings, "math": platform.math}
-    made = model.TargetPlatformModel(default, platform.metadata, platform.name, **parts, is_simd_padding=True)
-    attached: dict[str, Any] = {"op_sets_to_layers": capabilities.OperationsToLayers(layers), "platform": platform}
-    return capabilities.TargetPlatformCapabilities(made, platform.name, platform.arch_selected, **attached)
+    layers: dict[str, list[Member]] = {}
+    options = default, platform.metadata, platform.name
+    with model.TargetPlatformModel(*options, math=platform.math, is_simd_padding=True) as made:
+        for rule in rules:
+            label = ", ".join(w.removeprefix("@") if w.removeprefix("@") in platform.sets else w for w in rule.match)
+            members = [m for w in rule.match for m in platform.sets.get(w.removeprefix("@"), ())]
+            members += [Member(op=(o,)) for o in sorted(_words(rule.match)) if o in OPS]
+            members = [m for m in members if not any(m in others for others in layers.values())]
+            if members and label not in layers:  # a second rule has conditions that sets cannot express
+                layers[label], words_of[label] = members, _words(rule.match)
+                model.OperatorsSet(label, _options(platform, rule))
+        for f in platform.fuse:
+            steps = [[name for name, words in words_of.items() if words & _words(step)] for step in f.steps]
+            if all(steps):
+                groups_of_steps = [g[0] if len(g) == 1 else model.OperatorSetConcat(*g) for g in steps]
+                model.Fusing(groups_of_steps, f.note or None)
+    with capabilities.TargetPlatformCapabilities(made, platform.name, platform.arch_selected, platform=platform) as tpc:
+        for label, members in layers.items():
+            capabilities.OperationsSetToLayers(label, members)
+    return tpc
 
 
-def _options(platform: Platform, rule: OpRule) -> configs.QuantizationConfigOptions:
-    choices = list(dict.fromkeys(_config(platform, rule, o) for o in (rule.use or (Option(),))))
+def _words(match: Iterable[str]) -> set[str]:
+    """Return words of a platform file with the operators of its @groups."""
+    return {o for w in match for o in (*groups().get(w, ()), w)}
+
+
+def _options(platform: Platform, rule: OpRule | None) -> configs.QuantizationConfigOptions:
+    uses = rule.use if rule and rule.use else (Option(),)
+    choices = list(dict.fromkeys(_config(platform, rule, o) for o in uses))
     return configs.QuantizationConfigOptions(choices, choices[0])
 
 

@@ -81,21 +81,15 @@ def _model(chip: dict[str, Any], version: str) -> model.TargetPlatformModel:
         names = chip.get("options", {}).get(words, words).split()
         return read_options({"options": [_config(chip, name) for name in names], "base": 0})
 
-    def group(words: str) -> model.OperatorGroup:
-        members = [sets[name] for name in words.split()]
-        return members[0] if len(members) == 1 else model.OperatorSetConcat(*members)
-
-    sets = {
-        name: model.OperatorsSet(name, None if words == "default" else options(words))
-        for names, words in chip["sets"].items()
-        for name in names.split()
-        if words != "absent"
-    }
-    fusings = [model.Fusing([group(step) for step in chain]) for chain in chip["fusings"]]
     math = platforms.load(chip["math"]).math if "math" in chip else None
-    parts: Any = {"operator_set": [*sets.values()], "fusing_patterns": fusings, "math": math}
     general = options(chip["default"]), chip.get("add_metadata", False), chip["name"].format(version=version)
-    return model.TargetPlatformModel(*general, **parts, is_simd_padding=chip.get("simd_padding", False))
+    with model.TargetPlatformModel(*general, math=math, is_simd_padding=chip.get("simd_padding", False)) as made:
+        for names, words in chip["sets"].items():
+            for name in names.split() if words != "absent" else ():
+                model.OperatorsSet(name, None if words == "default" else options(words))
+        for chain in chip["fusings"]:
+            model.Fusing([model.OperatorSetConcat(*step.split()) if " " in step else step for step in chain])
+    return made
 
 
 def _config(chip: dict[str, Any], name: str) -> dict[str, Any]:
@@ -123,13 +117,13 @@ def _with_layers(data: dict[str, Any], version: str, package: str) -> capabiliti
     import_optional(package, "This target", RuntimeUnavailable, install)
     known = layer_table()
     attributes = {k: capabilities.DefaultDict({}, name) for k, name in known["weights"][package].items()}
-    layers = capabilities.OperationsToLayers()
-    for name in (o.name for o in made.operator_set if isinstance(o, model.OperatorsSet)):
-        rows = [known["layers"].get(row, {}) for row in chip.get("layers", {}).get(name, name).split()]
-        words = " ".join(row.get(package, "") for row in rows).split()
-        if words:
-            layers.add(capabilities.OperationsSetToLayers(name, [_layer(word, package) for word in words], attributes))
-    return capabilities.TargetPlatformCapabilities(made, made.name, version, op_sets_to_layers=layers)
+    with capabilities.TargetPlatformCapabilities(made, made.name, version) as tpc:
+        for name in (o.name for o in made.operator_set if isinstance(o, model.OperatorsSet)):
+            rows = [known["layers"].get(row, {}) for row in chip.get("layers", {}).get(name, name).split()]
+            words = " ".join(row.get(package, "") for row in rows).split()
+            if words:
+                capabilities.OperationsSetToLayers(name, [_layer(word, package) for word in words], attributes)
+    return tpc
 
 
 def _layer(word: str, package: str) -> Any:
