@@ -18,10 +18,9 @@ import chipfit._version
 from chipfit._version import __version__
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted(
-    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md", *(ROOT / "docs").rglob("*.md")]
-)
 PACKAGE = Path(chipfit._version.__file__).parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md"]
+PAGES = sorted([*PAGES, *(ROOT / "docs").rglob("*.md"), *PACKAGE.rglob("README.md")])
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -205,7 +204,7 @@ def test_a_circle_through_a_function_is_found():
 # ---------------------------------------------------------------- size
 
 #: lines of code that each part may have, with room: a change of design raises a budget, a change of code does not
-BUDGETS = {"core": 23_500, "mct": 2_480, "mqbench": 950, "bench": 1_650, "chipfit": 28_600, "tests": 35_200}
+BUDGETS = {"core": 23_500, "mct": 2_420, "mqbench": 950, "bench": 1_650, "chipfit": 28_600, "tests": 35_200}
 TOP_LEVEL = 17  #: modules beside the documents' doors
 #: number of files that may name an operator: its row, its kernel, and a row for each reader and writer
 FILES_PER_OPERATOR = 9

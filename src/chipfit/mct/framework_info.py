@@ -2,9 +2,9 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 from pydantic import AfterValidator, BeforeValidator
@@ -19,15 +19,15 @@ from chipfit.mct.target_platform.capabilities import DefaultDict, matches, membe
 from chipfit.mct.target_platform.configs import QuantizationMethod
 from chipfit.mct.target_platform.layers import layer_table, name_of, normalize_name, package_of
 from chipfit.plan.record import TensorPlan
-from chipfit.platform.filters import Member
 from chipfit.platform.load import groups
-from chipfit.pydantic_messages import Number, allowed, arguments, by_name
+from chipfit.pydantic_messages import Number, allowed, by_name, record
 from chipfit.quantizers.inferable import parameters
 from chipfit.quantizers.stored import Stored
 from chipfit.result import Result
 
 __all__ = ["ActivationQuantizer", "FrameworkInfo", "WeightQuantizer"]
 
+T = TypeVar("T")
 #: (weights, bits, signed, parameters, per channel, channel axis) -> quantized weights; arrays are tensors
 WeightQuantizer = Callable[[torch.Tensor, int, bool, Mapping[str, Any], bool, int | None], torch.Tensor]
 #: (bits, parameters) -> the function that quantizes a tensor
@@ -49,6 +49,8 @@ Range = Annotated[
 ]
 _Axes = Annotated[DefaultDict, allowed("DefaultDict({layer: value}, default)")]
 _Relayout = Callable[[torch.Tensor], torch.Tensor]
+_Listed = Annotated[Sequence[Any], AfterValidator(list)]
+_OR_EMPTY = BeforeValidator(lambda given: {} if given is None else given)
 _Methods = Mapping[Annotated[QuantizationMethod, by_name(QuantizationMethod)], Callable[..., Any]]
 
 
@@ -64,11 +66,12 @@ class _Layers:
         return self.name
 
 
-def _documented(init: Callable[..., None]) -> Callable[..., None]:
-    """Return a constructor that also accepts kernel_channels_mapping as fourth argument, as published examples have it.
+def _published_order(cls: type[T]) -> type[T]:
+    """Let a constructor accept kernel_channels_mapping as fourth argument, as published examples have it.
 
     A DefaultDict in the fourth place can be nothing else.
     """
+    init: Any = cls.__init__
 
     @functools.wraps(init)
     def call(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -76,9 +79,12 @@ def _documented(init: Callable[..., None]) -> Callable[..., None]:
             args = (*args[:3], None, None, *args[3:])
         init(self, *args, **kwargs)
 
-    return call
+    cls.__init__ = call  # type: ignore[method-assign]
+    return cls
 
 
+@_published_order
+@record(ModelingError)
 class FrameworkInfo:
     """The selection of layers to quantize: weights of `kernel_ops`, results of `activation_ops`, and known ranges.
 
@@ -108,36 +114,24 @@ class FrameworkInfo:
             of the framework.
     """
 
-    @_documented
-    @arguments(ModelingError)
-    def __init__(
-        self,
-        kernel_ops: Sequence[Any],
-        activation_ops: Sequence[Any],
-        no_quantization_ops: Sequence[Any],
-        activation_quantizer_mapping: _Methods | None = None,
-        weights_quantizer_mapping: _Methods | None = None,
-        kernel_channels_mapping: _Axes | None = None,
-        activation_min_max_mapping: Mapping[str, Range] | None = None,
-        layer_min_max_mapping: Mapping[Any, Range] | None = None,
-        kernel_ops_attributes_mapping: _Axes | None = None,
-        output_channel_index: int | None = None,
-    ) -> None:
-        self.kernel_ops, self.activation_ops = list(kernel_ops), list(activation_ops)
-        self.no_quantization_ops = list(no_quantization_ops)
-        self._kernel, self._activation, self._none = map(members_of, (kernel_ops, activation_ops, no_quantization_ops))
-        self.activation_quantizer_mapping = dict(activation_quantizer_mapping or {})
-        self.weights_quantizer_mapping = dict(weights_quantizer_mapping or {})
-        self.kernel_channels_mapping = kernel_channels_mapping
-        self.activation_min_max_mapping = dict(activation_min_max_mapping or {})
-        self.layer_min_max_mapping = dict(layer_min_max_mapping or {})
-        self.kernel_ops_attributes_mapping = kernel_ops_attributes_mapping
-        self.output_channel_index = output_channel_index
+    kernel_ops: _Listed
+    activation_ops: _Listed
+    no_quantization_ops: _Listed
+    activation_quantizer_mapping: Annotated[_Methods, _OR_EMPTY] = field(default_factory=dict)
+    weights_quantizer_mapping: Annotated[_Methods, _OR_EMPTY] = field(default_factory=dict)
+    kernel_channels_mapping: _Axes | None = None
+    activation_min_max_mapping: Annotated[Mapping[str, Range], _OR_EMPTY] = field(default_factory=dict)
+    layer_min_max_mapping: Annotated[Mapping[Any, Range], _OR_EMPTY] = field(default_factory=dict)
+    kernel_ops_attributes_mapping: _Axes | None = None
+    output_channel_index: int | None = None
+
+    def __post_init__(self) -> None:
+        members_of([*self.kernel_ops, *self.activation_ops, *self.no_quantization_ops])  # raises for an unknown layer
         for layer in self.no_quantization_ops:
             if any(layer is other for other in (*self.kernel_ops, *self.activation_ops)):
                 what = f"'{name_of(layer)}' is in no_quantization_ops and in another list"
                 raise ModelingError(what, allowed="one of them")
-        for layer, axes in (kernel_channels_mapping.known_dict if kernel_channels_mapping else {}).items():
+        for layer, axes in self.kernel_channels_mapping.known_dict.items() if self.kernel_channels_mapping else ():
             package = "torch" if package_of(layer) == "torch" else "keras"
             known = layer_table()["kernel_axes"][package].get(normalize_name(name_of(layer)))
             if known is not None and list(axes) != known:
@@ -148,18 +142,18 @@ class FrameworkInfo:
 
     def in_kernel_ops(self, node: Node) -> bool:
         """Return whether the node's kernel is quantized."""
-        return _is(self._kernel, node) and not _is(self._none, node)
+        return _in(self.kernel_ops, node) and not _in(self.no_quantization_ops, node)
 
     def in_activation_ops(self, node: Node) -> bool:
         """Return whether the node's result is quantized."""
-        return _is(self._activation, node) and not _is(self._none, node)
+        return _in(self.activation_ops, node) and not _in(self.no_quantization_ops, node)
 
     def known_range(self, node: Node) -> tuple[float, float] | None:
         """Return the range of the node's result, None unless both ends are known."""
         function = node.config.get("activation") if node.layer_type == "Activation" else node.layer_type
         own = normalize_name(str(plain(function)))
         by_function = (r for name, r in self.activation_min_max_mapping.items() if normalize_name(name) == own)
-        by_layer = (r for layer, r in self.layer_min_max_mapping.items() if _is(members_of([layer]), node))
+        by_layer = (r for layer, r in self.layer_min_max_mapping.items() if _in([layer], node))
         low, high = next(by_function, None) or next(by_layer, (None, None))
         return None if low is None or high is None else (float(low), float(high))
 
@@ -174,7 +168,7 @@ class FrameworkInfo:
             (_Layers("layers whose results are not quantized", no_result), {"activation_bits": "float"}),
             (_Layers("activation_ops", self.in_activation_ops), {"activation_bits": None}),
         ]
-        pairs = {*self.activation_min_max_mapping.values(), *self.layer_min_max_mapping.values()}
+        pairs: set[Any] = {*self.activation_min_max_mapping.values(), *self.layer_min_max_mapping.values()}
         for low, high in sorted(p for p in pairs if None not in p):
             ends = (float(low), float(high))
             in_it = lambda n, ends=ends: self.known_range(n) == ends  # noqa: E731 -- as above
@@ -242,5 +236,5 @@ def _layout(graph: Graph, t: TensorPlan) -> tuple[_Relayout, _Relayout]:
     return adapter(graph.framework).kernel_layout(node, t.name) if node else ((lambda w: w), (lambda w: w))
 
 
-def _is(members: tuple[Member, ...], node: Node) -> bool:
-    return any(matches(m, node) for m in members)
+def _in(layers: Iterable[Any], node: Node) -> bool:
+    return any(matches(m, node) for m in members_of(layers))

@@ -34,6 +34,7 @@ __all__ += ["ChangeCandidatesWeightsQuantConfigAttr", "ChangeCandidatesWeightsQu
 __all__ += ["ChangeFinalActivationQuantConfigAttr", "ChangeFinalActivationQuantizationMethod"]
 __all__ += ["ChangeFinalWeightsQuantConfigAttr", "ChangeFinalWeightsQuantizationMethod"]
 
+
 class QuantizationErrorMethod(Enum):
     """The error between a tensor and its quantized values that a range search minimizes."""
 

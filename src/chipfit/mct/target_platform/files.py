@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NotRequired
+from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
@@ -19,9 +19,6 @@ from chipfit.pydantic_messages import check_value, json_default
 from chipfit.registry import register
 
 __all__ = ["export_target_platform_capabilities", "load_target_platform_capabilities"]
-
-SCHEMA_VERSION = 1
-
 
 # mypy cannot check types that are built from data
 _make: Any = TypedDict
@@ -44,7 +41,7 @@ _model = _table(
     name=str, add_metadata=bool, default=_options, math=_math, operator_sets=_list[_set], fusings=_list[_fusing]
 )
 #: the content of a file
-_file = _table(SCHEMA_VERSION=int, name=str, version=str | None, model=_model, layers=_list[_entry])
+_file = _table(SCHEMA_VERSION=Literal[1], name=str, version=str | None, model=_model, layers=_list[_entry])
 
 
 class MissingFile(ModelingError, FileNotFoundError):
@@ -86,10 +83,6 @@ def load_target_platform_capabilities(source: Any) -> capabilities.TargetPlatfor
         return capabilities.TargetPlatformCapabilities(source)
     path = existing_file(_json_path(source), MissingFile, "The capabilities file")
     data = read_json(path, ModelingError)
-    version = data.get("SCHEMA_VERSION") if isinstance(data, dict) else None
-    if version != SCHEMA_VERSION:
-        what = "Schema version of the file is unknown"
-        raise ModelingError(what, where=str(path), got=repr(version), allowed=SCHEMA_VERSION)
     try:
         return read(data)
     except ModelingError as e:
@@ -130,7 +123,7 @@ def _dump(tpc: capabilities.TargetPlatformCapabilities) -> dict[str, Any]:
         "fusings": [{"name": f.name, "groups": [g.name for g in f.operator_groups_list]} for f in m.fusing_patterns],
     }
     layers = [_dump_layers(o) for o in tpc.op_sets_to_layers.op_sets_to_layers]
-    about = {"SCHEMA_VERSION": SCHEMA_VERSION, "name": tpc.name, "version": tpc.version}
+    about = {"SCHEMA_VERSION": 1, "name": tpc.name, "version": tpc.version}
     return {**about, "model": described, "layers": layers}
 
 

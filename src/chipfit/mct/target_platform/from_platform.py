@@ -32,10 +32,12 @@ def from_platform(platform: Platform) -> capabilities.TargetPlatformCapabilities
                 layers[label], words_of[label] = members, _words(rule.match)
                 model.OperatorsSet(label, _options(platform, rule))
         for f in platform.fuse:
-            steps = [[name for name, words in words_of.items() if words & _words(step)] for step in f.steps]
+            steps: list[list[Any]] = [
+                [name for name, words in words_of.items() if words & _words(step)] for step in f.steps
+            ]
             if all(steps):
-                groups_of_steps = [g[0] if len(g) == 1 else model.OperatorSetConcat(*g) for g in steps]
-                model.Fusing(groups_of_steps, f.note or None)
+                alternatives = [g[0] if len(g) == 1 else model.OperatorSetConcat(*g) for g in steps]
+                model.Fusing(alternatives, f.note or None)
     with capabilities.TargetPlatformCapabilities(made, platform.name, platform.arch_selected, platform=platform) as tpc:
         for label, members in layers.items():
             capabilities.OperationsSetToLayers(label, members)

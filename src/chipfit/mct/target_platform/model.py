@@ -324,12 +324,8 @@ class TargetPlatformModel:
 
         rich_print(self.get_info())
 
-    def _key(self) -> tuple[Any, ...]:
-        sets = self.operator_set, self.fusing_patterns
-        return self.default_qco, self.add_metadata, self.name, *sets, self.math, self.is_simd_padding
-
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, TargetPlatformModel) and self._key() == other._key()
+        return isinstance(other, TargetPlatformModel) and vars(self) == vars(other)
 
     def __hash__(self) -> int:
         return hash(self.name)
