@@ -58,7 +58,7 @@ def read(path: str | Path) -> Matrix:
     source = YamlFile(Path(path), str(path), ConfigError)
     matrix = validated(Matrix, source.data, source)
     for name, study in matrix.studies.items():
-        used = [(axis, None) for axis in (*study.of, *study.only)]
+        used: list[tuple[str, str | None]] = [(axis, None) for axis in (*study.of, *study.only)]
         used += [(axis, choice) for axis, choices in study.only.items() for choice in choices]
         for axis, choice in (*used, *(x for w in study.without for x in w.items())):
             if axis not in matrix.axes:

@@ -225,9 +225,7 @@ def _synced(model: nn.Module, worker: WorkerProcess) -> nn.Module:
     return nn.SyncBatchNorm.convert_sync_batchnorm(model) if worker.world > 1 else model
 
 
-def write_checkpoint(
-    path: Path, modules: dict[str, nn.Module], optimizer: torch.optim.Optimizer, facts: dict[str, Any]
-) -> None:
+def write_checkpoint(path: Path, modules: dict[str, nn.Module], optimizer: torch.optim.Optimizer, facts: Any) -> None:
     """Write everything that the next step depends on, atomically, as a file that runs no code when it is read.
 
     Args:
