@@ -150,7 +150,7 @@ KINDS = {
     "network": Kind("network", "chipfit.bench.networks"),
     "data": Kind("data set", "chipfit.bench.data"),
     "quantizer": Kind("quantizer", "chipfit.mqbench", None, ("forward", "numbers")),
-    "framework": Kind("framework", "chipfit.frameworks.{}.adapter", None, ("facts", "is_model", "capture")),
+    "framework": Kind("framework", "chipfit.frameworks.{}.adapter", None, ("facts", "is_model", "capture", "run")),
 }
 
 

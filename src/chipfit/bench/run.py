@@ -19,7 +19,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import load_file, save
 from torch import nn
@@ -32,7 +31,7 @@ from chipfit.bench.networks import model_entry
 from chipfit.bench.train import CHECKPOINT, Curves, Log, StopRule, WorkerProcess, top1, train, worker_processes
 from chipfit.errors import ChipfitError, ConfigError
 from chipfit.files import lock_folder, write_atomically
-from chipfit.frameworks import facts_of, framework_of
+from chipfit.frameworks import adapter, facts_of, framework_of
 from chipfit.frameworks.torch.bn_fold import FoldedBatchNorm
 from chipfit.mqbench.deployment import deploy
 from chipfit.mqbench.prepare import prepare_qat_fx
@@ -178,9 +177,7 @@ def _weight_bytes(result: Result) -> int:
 def predictor(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function from images [N, C, H, W] to logits [N, classes], for any framework."""
     framework = framework_of(model)
-    if framework == "torch":
-        return model  # type: ignore[no-any-return]
-    return lambda x: torch.from_numpy(np.array(model.predict_on_batch(in_layout_of(x, framework).numpy())))
+    return lambda x: adapter(framework).run(model, in_layout_of(x, framework))
 
 
 def in_layout_of(x: torch.Tensor, framework: str) -> torch.Tensor:

@@ -45,6 +45,37 @@ def flatten_call(spec: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[s
     return [leaves[i] for i in spec["tensors"]]
 
 
+def dump_call(
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    names: Sequence[str],
+    tensors: Sequence[int] | None = None,
+    **more: Any,
+) -> str:
+    """Return the `in_spec` of a call.
+
+    Args:
+        names: parameters that the positional arguments belong to.
+        tensors: indices of the leaves that are inputs of the graph; by default all.
+        more: further entries, of the framework.
+    """
+    leaves, tree = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    spec = {"args": len(args), "kwargs": list(kwargs), "leaves": len(leaves), "names": list(names)}
+    spec |= {"tensors": list(range(len(leaves)) if tensors is None else tensors), **more}
+    return json.dumps({**dump_tree(tree, (tuple(args), dict(kwargs))), **spec})
+
+
+def dump_result(example: Any, leaves: Sequence[Mapping[str, Any]], tree: Any = None) -> str:
+    """Return the `out_spec` of a result.
+
+    Args:
+        leaves: for each leaf, {"output": index of the graph's output} or {"constant": value}.
+        tree: the structure of the result, if it is not that of `example`.
+    """
+    tree = pytree.tree_structure(example) if tree is None else tree
+    return json.dumps({**dump_tree(tree, example), "leaves": list(leaves)})
+
+
 class ResultStructure:
     """The structure of a model's result; a call with one value per graph output builds a result."""
 

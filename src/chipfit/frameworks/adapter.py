@@ -60,9 +60,9 @@ def all_facts() -> dict[str, Facts]:
 class Framework:
     """A framework: it reads models into Graphs, and makes models from Graphs and Plans.
 
-    `is_model` and `capture` are required. A framework that has no trainable models of its own leaves the rest out: its
-    simulation and its device are PyTorch modules. One that makes them defines all of `lower`, `device`, `stepper`,
-    `read_back` and `state_arrays`.
+    `is_model`, `capture` and `run` are required. A framework that has no trainable models of its own leaves the rest
+    out: its simulation and its device are PyTorch modules. One that makes them defines all of `lower`, `device`,
+    `stepper`, `read_back` and `state_arrays`.
     """
 
     facts: ClassVar[Facts]
@@ -96,6 +96,10 @@ class Framework:
     def example(self, model: Any) -> Any:
         """Return an example input of a loaded model, or None if the model does not fix its shape."""
         return None
+
+    def run(self, model: Any, inputs: Any) -> Any:
+        """Return what a model computes for inputs in its own structure, as torch tensors."""
+        raise NotImplementedError
 
     def opaque(self, target: str) -> Callable[..., Any]:
         """Return the function on torch tensors that runs an opaque node, whose target begins with "name:".

@@ -9,7 +9,7 @@ from typing import Any
 
 from chipfit import pipeline
 from chipfit.errors import ConfigError, DataError
-from chipfit.frameworks import framework_of
+from chipfit.frameworks import facts_of, framework_of
 from chipfit.mct.core.config import CoreConfig, ResourceUtilization
 from chipfit.mct.core.network_editor import replace_layers, to_overrides
 from chipfit.mct.framework_info import FrameworkInfo
@@ -192,7 +192,7 @@ def checked(kind: type, value: Any, name: str, what: str, model: Any) -> Any:
 
 def _framework(model: Any) -> str:
     """Return "keras" or "pytorch", the prefix of the facades for a model."""
-    return "keras" if framework_of(model) == "keras" else "pytorch"
+    return facts_of(framework_of(model)).title.lower()
 
 
 def _with_layers(platform: Any, custom: Mapping[str, Any]) -> capabilities.TargetPlatformCapabilities:

@@ -7,6 +7,7 @@ import keras
 import torch
 
 from chipfit.frameworks.adapter import Framework, included
+from chipfit.frameworks.keras.backend import forward
 from chipfit.frameworks.keras.capture import capture
 from chipfit.frameworks.keras.kernel_layout import DEPTHWISE, to_canonical, to_keras
 from chipfit.frameworks.keras.lower import DeviceModel, lower
@@ -26,6 +27,7 @@ class Keras(Framework):
     capture = staticmethod(capture)
     load = staticmethod(load)
     opaque = staticmethod(function_of)
+    run = staticmethod(forward)
     lower = staticmethod(lower)
     device = DeviceModel
     stepper = staticmethod(stepper)

@@ -4,7 +4,6 @@ An operation without reader is opened: its `call` is traced on symbolic tensors,
 operation that cannot be traced (recurrent layers, foreign code) becomes an opaque node that calls the layer.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from chipfit.engine.run import first_deviation
-from chipfit.engine.trees import dump_tree
+from chipfit.engine.trees import dump_call, dump_result
 from chipfit.errors import CaptureError, raised_outside_chipfit, short_message
 from chipfit.frameworks.keras.backend import forward
 from chipfit.frameworks.keras.history import functional
@@ -214,14 +213,10 @@ def _finish(translator: Translator, results: Any, struct: Any, names: Sequence[s
             raise CaptureError("An output of the model is not a tensor that it computes", got=type(t).__name__)
     graph.outputs = [t.name for t in flat]
     order, tree = pytree.tree_flatten(keras.tree.pack_sequence_as(results, list(range(len(flat)))))
-    filled = pytree.tree_unflatten(order, tree)
-    graph.out_spec = json.dumps({**dump_tree(tree, filled), "leaves": [{"output": i} for i in order]})
-    by_name = isinstance(struct, Mapping)
-    call: Any = ((), dict.fromkeys(names, 0)) if by_name else ((0,) * len(names), {})
-    packed = not isinstance(struct, keras.KerasTensor)
-    spec = {"args": len(call[0]), "kwargs": list(call[1]), "leaves": len(names), "tensors": list(range(len(names)))}
-    spec |= {"names": [] if by_name else list(names), "packed": packed}
-    graph.in_spec = json.dumps({**dump_tree(pytree.tree_structure(call), call), **spec})
+    graph.out_spec = dump_result(pytree.tree_unflatten(order, tree), [{"output": i} for i in order], tree)
+    by_name, packed = isinstance(struct, Mapping), not isinstance(struct, keras.KerasTensor)
+    args, kwargs = ((), dict.fromkeys(names, 0)) if by_name else ((0,) * len(names), {})
+    graph.in_spec = dump_call(args, kwargs, () if by_name else names, packed=packed)
     drop_dead(graph)
     check(graph, blame="capture")
     moved = change_layout(graph, "channels_first")

@@ -31,5 +31,8 @@ class Torch(Framework):
 
         return load(path)
 
+    def run(self, model: Any, inputs: Any) -> Any:
+        return model(inputs)
+
     def example(self, model: Any) -> Any:
         return getattr(model, "example", None)

@@ -1,7 +1,6 @@
 """Translate a traced program to a Graph, call by call."""
 
 import inspect
-import json
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from chipfit.engine.opaque import target_name
-from chipfit.engine.trees import dump_tree
+from chipfit.engine.trees import dump_call, dump_result
 from chipfit.errors import CaptureError, GraphError
 from chipfit.frameworks.reading import Unreadable
 from chipfit.frameworks.torch.call import TorchCall, TorchGraphBuilder
@@ -33,12 +32,11 @@ def translate(program: Program, model: torch.nn.Module, call: Any, example_out: 
     translator = _Translator(program, model)
     translator.add_calls(program.graph, program.owner, translator.placeholder)
     graph = translator.builder.graph
-    leaves, tree = pytree.tree_flatten(call)
     args, kwargs = call
     names = list(inspect.signature(model.forward).parameters)[: len(args)]
-    counts = {"args": len(args), "kwargs": list(kwargs), "leaves": len(leaves), "tensors": translator.tensors}
-    graph.in_spec = json.dumps({**dump_tree(tree, call), **counts, "names": names})
-    graph.out_spec = json.dumps({**dump_tree(program.out_tree, example_out), "leaves": translator.results()})
+    graph.in_spec = dump_call(args, kwargs, names, translator.tensors)
+    graph.out_spec = dump_result(example_out, translator.results(), program.out_tree)
+    leaves = pytree.tree_leaves(call)
     graph.example = tuple(leaves[i] for i in translator.tensors)
     drop_dead(graph)
     return graph

@@ -33,9 +33,7 @@ class _ByAlgorithm:
         return {**super().get_config(), "algorithm": self.algorithm}  # type: ignore[misc]
 
     def convert2inferable(self: Any) -> Any:
-        numbers, classes = self.quantizer.numbers(), inferable.CLASSES
-        if self.framework == "keras":
-            numbers, classes = map(part("keras", "backend").to_torch, numbers), part("keras", "inferable").CLASSES
+        numbers, classes = self._numbers_and_classes()
         scale, zero = (p.detach().cpu().reshape(self._stored.scale.shape) for p in numbers)
         grid = self.quantizer.trained_grid()
         stored = self._stored.with_(scale=scale.float(), zero_point=zero.round().int(), grid=grid)
@@ -49,6 +47,9 @@ class _Pytorch(_ByAlgorithm, base.BasePytorchTrainableQuantizer):
         for key, variable in self.quantizer.named_parameters():
             self.add_quantizer_variable(key, variable, base.VariableGroup.QPARAMS)
 
+    def _numbers_and_classes(self) -> tuple[Any, Any]:
+        return self.quantizer.numbers(), inferable.CLASSES
+
 
 class _Keras(_ByAlgorithm, base.BaseKerasTrainableQuantizer):
     def initialize_quantization(self, tensor_shape: Any, name: str, layer: Any) -> None:
@@ -57,6 +58,10 @@ class _Keras(_ByAlgorithm, base.BaseKerasTrainableQuantizer):
         setattr(layer, f"{name}_quantizer", self.quantizer)
         for variable in self.quantizer.weights:
             self.add_quantizer_variable(variable.name, variable, base.VariableGroup.QPARAMS)
+
+    def _numbers_and_classes(self) -> tuple[Any, Any]:
+        numbers = map(part("keras", "backend").to_torch, self.quantizer.numbers())
+        return numbers, part("keras", "inferable").CLASSES
 
 
 def _class(parent: Any, target: base.QuantizationTarget, name: str) -> Any:
