@@ -30,9 +30,9 @@ def drop_ins():
     from chipfit.engine.kernels import KERNELS
     from chipfit.export.onnx.ops import WRITERS
     from chipfit.frameworks.torch.read import READERS
-    from chipfit.graph import ops
+    from chipfit.operators.table import OPS
 
-    tables = [(table, dict(table)) for table in (ops.OPS, KERNELS, READERS, WRITERS)]
+    tables = [(table, dict(table)) for table in (OPS, KERNELS, READERS, WRITERS)]
     modules = set(sys.modules)
     yield
     for kind in registry.ENTRIES.values():

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from chipfit.engine.kernels import KERNELS, execute
 from chipfit.errors import DataError
 from chipfit.graph.ir import Node
-from chipfit.graph.ops import OPS
+from chipfit.operators.table import OPS
 
 
 def test_every_operator_has_one_kernel_and_every_kernel_an_operator():

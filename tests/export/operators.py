@@ -8,8 +8,8 @@ import torch
 
 from chipfit.engine.kernels import execute
 from chipfit.graph.ir import Graph, Node, Value
-from chipfit.graph.ops import OPS
-from tests.graph.test_ops import BOOL, INT, made
+from chipfit.operators.table import OPS
+from tests.operators.test_table import BOOL, INT, made
 
 I = (2, 4, 5, 6)  # noqa: E741 -- an image
 ROW = (2, 4, 7)

@@ -16,7 +16,7 @@ from chipfit.export.tflite.file import INT4, TYPES
 from chipfit.export.tflite.ops import OPERATORS, REFUSED
 from chipfit.export.tflite.writer import content, export_tflite
 from chipfit.frameworks.torch.capture import capture
-from chipfit.graph.ops import OPS
+from chipfit.operators.table import OPS
 from chipfit.passes.decompose import RULES
 from chipfit.plan.record import TensorPlan
 from chipfit.registry import lookup

@@ -11,7 +11,7 @@ from chipfit.engine.kernels import execute
 from chipfit.engine.run import run
 from chipfit.graph.check import check
 from chipfit.graph.ir import Graph, Node, Value
-from chipfit.graph.ops import OPS
+from chipfit.operators.table import OPS
 from chipfit.passes.decompose import RULES, broadcast, decompose
 from chipfit.passes.layout import change_layout
 from chipfit.plan.record import NodePlan, Plan, TensorPlan

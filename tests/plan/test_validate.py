@@ -11,10 +11,10 @@ from torch import nn
 
 from chipfit.errors import PlanError
 from chipfit.graph.ir import Graph, Value
-from chipfit.graph.ops import ATTRIBUTES, OPS
+from chipfit.operators.table import ATTRIBUTES, OPS
 from chipfit.plan.validate import check_runs, check_stored, scales_fit
 from tests.build import images, plan_of, quantized, randn, sequential, stored
-from tests.graph.test_ops import made, results
+from tests.operators.test_table import made, results
 
 
 def of_one(op: str, **changed) -> Graph:

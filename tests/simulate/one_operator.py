@@ -12,7 +12,7 @@ import torch
 from chipfit.engine.kernels import execute
 from chipfit.export import export
 from chipfit.graph.ir import Graph, Node, Value
-from chipfit.graph.ops import OPS
+from chipfit.operators.table import OPS
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from chipfit.platform.load import load
 from chipfit.quantizers.grids import all_codes

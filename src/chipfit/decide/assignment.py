@@ -17,7 +17,7 @@ from chipfit.decide.overrides import OF_WEIGHTS, NodeOverrides, constrain_format
 from chipfit.errors import UnsupportedError
 from chipfit.graph.float_only import float_only_values
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.ops import OPS
+from chipfit.operators.table import OPS
 from chipfit.plan.record import NodePlan, Role
 from chipfit.platform.schema import Format, Platform
 from chipfit.quantizers.grids import Grid

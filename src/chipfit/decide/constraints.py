@@ -6,7 +6,7 @@ from typing import Any
 
 from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.ops import OPS
+from chipfit.operators.table import OPS
 from chipfit.platform.schema import Rule
 
 #: a scale and a zero point

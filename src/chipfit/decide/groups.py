@@ -8,7 +8,7 @@ from typing import Any
 
 from chipfit.decide.overrides import NodeOverrides, merge_overrides
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.ops import OPS
+from chipfit.operators.table import OPS
 from chipfit.platform.match import Resolved, as_tuple, resolve_node
 from chipfit.platform.schema import Format, Option, Platform, Rule
 

@@ -19,7 +19,7 @@ import torch
 from chipfit.decide.constraints import Constraint, FixedQParams, dictated_qparams, hard_rules, tie_groups
 from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import Graph
-from chipfit.graph.ops import OPS
+from chipfit.operators.table import OPS
 from chipfit.plan.record import TensorPlan
 from chipfit.platform.schema import Rule
 from chipfit.quantizers.scale_bounds import ScaleBound

@@ -10,7 +10,7 @@ import torch
 
 from chipfit.errors import PlanError, UnknownNameError, UnsupportedError, raised_outside_chipfit, short_message
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.ops import OPS
+from chipfit.operators.table import OPS
 from chipfit.platform.schema import Format
 from chipfit.ranges import name_of, rule_of
 from chipfit.registry import is_number

@@ -11,7 +11,7 @@ from chipfit.decide.legality import project
 from chipfit.decide.qparams import QParamsSource, tensor_plan, with_biases
 from chipfit.errors import DataError, PlanError, UnsupportedError
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.ops import OPS
+from chipfit.operators.table import OPS
 from chipfit.plan.record import Role, TensorPlan
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.scale_bounds import code_sums, scale_growth

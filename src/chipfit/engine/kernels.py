@@ -1,7 +1,7 @@
 """The kernels of the torch engine, one per canonical operator, called as `kernel(*operands, **attributes)`.
 
 Calibration, simulation and the trainable model use the same kernels; autograd, autocast, `torch.compile` and
-`torch.export` see plain torch. A kernel is a word or a row in `kernels.yaml`, or a function registered here.
+`torch.export` see plain torch. A kernel is a cell of the table of operators, or a function registered here.
 """
 
 import math
@@ -16,31 +16,28 @@ from torch import Tensor
 from chipfit.engine.opaque import fill, resolve_target
 from chipfit.engine.types import dtype_of
 from chipfit.errors import DataError
-from chipfit.files import package_data
 from chipfit.graph.ir import OPAQUE, Node
+from chipfit.operators.table import attribute_words, read_column
 from chipfit.quantizers.dynamic import dynamic_quantize
 from chipfit.quantizers.ops import TorchOps
 
 Kernel = Callable[..., Any]
 
-TORCH_KERNELS = package_data("chipfit.engine", "kernels.yaml")
+KERNELS: dict[str, Kernel] = {}
 
 
-def _renamed(function: str, names: str) -> Kernel:
-    """Return a function of torch whose keyword arguments have the names of our attributes: "ours=theirs ..."."""
-    parameter, torch_function = dict(name.split("=") for name in names.split()), resolve_name(function)
+def _enter(op: str, name: str | Kernel, attrs: str = "") -> None:
+    """Enter a cell of the table: a function, or "module:function" of torch; `attrs` are its names of our attributes."""
+    function: Kernel = resolve_name(name) if isinstance(name, str) else name
+    parameter = {ours: theirs for ours, theirs, _ in attribute_words(attrs)}
 
     def renamed(*operands: Any, **attrs: Any) -> Any:
-        return torch_function(*operands, **{parameter[k]: v for k, v in attrs.items()})
+        return function(*operands, **{parameter.get(k, k): v for k, v in attrs.items()})
 
-    return renamed
+    KERNELS[op] = renamed if parameter else function
 
 
-KERNELS: dict[str, Kernel] = {op: _renamed(*row) for op, row in TORCH_KERNELS["renamed"].items()} | {
-    op: resolve_name(f"{module}:{name or op.lower()}")
-    for module, words in TORCH_KERNELS["plain"].items()
-    for op, _, name in (word.partition("=") for word in words.split())
-}
+read_column("kernel", _enter)
 
 
 def kernel(ops: str) -> Callable[[Kernel], Kernel]:

@@ -9,7 +9,7 @@ import torch
 from chipfit.engine.kernels import execute
 from chipfit.errors import DataError, first_line
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.ops import OPS
+from chipfit.operators.table import OPS
 
 Hook = Callable[[Node, tuple[Any, ...]], tuple[Any, ...]]
 

@@ -1,4 +1,4 @@
-"""Parts that all readers share: the exception of a call that they cannot read, and words of their tables."""
+"""Parts that all readers share: the exception of a call that they cannot read, and integers by axis."""
 
 from collections.abc import Sequence
 
@@ -15,19 +15,3 @@ def per_axis(value: int | Sequence[int], n: int) -> tuple[int, ...]:
     """
     values = tuple(map(int, value)) if isinstance(value, Sequence) else (int(value),)
     return values * n if len(values) == 1 else values
-
-
-def attribute_words(text: str) -> list[tuple[str, str, str]]:
-    """Split words "attribute=source:conversion" into (attribute, source, conversion).
-
-    Where the source is left out, it has the attribute's name; where the conversion is left out, it is "".
-
-    >>> attribute_words("eps=epsilon:float axis")
-    [('eps', 'epsilon', 'float'), ('axis', 'axis', '')]
-    """
-    words = []
-    for word in text.split():
-        name, _, conversion = word.partition(":")
-        attribute, _, source = name.partition("=")
-        words.append((attribute, source or attribute, conversion))
-    return words

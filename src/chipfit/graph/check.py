@@ -2,7 +2,7 @@
 
 from chipfit.errors import GraphError
 from chipfit.graph.ir import OPAQUE, Graph
-from chipfit.graph.ops import OPS
+from chipfit.operators.table import OPS
 
 
 def check(graph: Graph, blame: str = "") -> None:

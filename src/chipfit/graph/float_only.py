@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.ops import OPS
+from chipfit.operators.table import OPS
 
 #: uses of a value, by how much rounding it matters. An index is wrong when it changes at all. A compared value may be
 #: rounded where the network computed it, not where it is an input or a constant

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from chipfit.errors import GraphError, UnknownNameError
-from chipfit.graph.ops import OPS
+from chipfit.operators.table import OPS
 
 #: quantizes the input of a dynamic kernel to a range found at each call; `decide` inserts it
 DYNAMIC = "DynamicQuantize"
@@ -45,7 +45,7 @@ class Node:
     """An operator. Immutable: a rewrite replaces nodes."""
 
     name: str  #: unique in the graph, stable from run to run
-    op: str  #: canonical operator (graph/ops.py) or OPAQUE
+    op: str  #: canonical operator (operators/table.py) or OPAQUE
     inputs: tuple[str | None, ...]  #: value names by slot; None for an absent optional one
     outputs: tuple[str, ...]  #: value names
     attrs: dict[str, Any] = field(default_factory=dict)  #: JSON-able attributes, defaults filled in

@@ -11,7 +11,7 @@ import torch
 
 from chipfit.graph.edit import new_name
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.ops import OPS
+from chipfit.operators.table import OPS
 
 CONVS = frozenset(op for op, row in OPS.items() if row.kind == "conv")
 TRANSPOSED = frozenset(op for op, row in OPS.items() if row.kind == "transposed")

@@ -14,10 +14,10 @@ from chipfit.errors import ModelingError, UnsupportedError
 from chipfit.frameworks import adapter
 from chipfit.graph.config import plain
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.ops import OPS
 from chipfit.mct.target_platform.capabilities import DefaultDict, matches, members_of
 from chipfit.mct.target_platform.configs import QuantizationMethod
 from chipfit.mct.target_platform.layers import layer_table, name_of, normalize_name, package_of
+from chipfit.operators.table import OPS
 from chipfit.plan.record import TensorPlan
 from chipfit.platform.load import groups
 from chipfit.pydantic_messages import Number, allowed, by_name, record

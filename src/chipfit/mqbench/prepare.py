@@ -16,11 +16,11 @@ from chipfit.errors import CaptureError, ConfigError, UnknownNameError, raised_o
 from chipfit.frameworks.torch.bn_fold import FoldedBatchNorm
 from chipfit.frameworks.torch.bounds import Checkpointed, check_numbers
 from chipfit.frameworks.torch.modules import FakeQuantizer
-from chipfit.graph.ops import OPS
 from chipfit.mct.target_platform.layers import operator_named
 from chipfit.mqbench.observers import ObserverBase
 from chipfit.mqbench.quantizers import QuantizeBase
 from chipfit.mqbench.settings import FoldBN, QConfig
+from chipfit.operators.table import OPS
 
 __all__ = ["prepare_qat_fx"]
 

@@ -4,7 +4,7 @@ import torch
 
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import in_groups, is_linear
-from chipfit.graph.ops import OPS
+from chipfit.operators.table import OPS
 from chipfit.passes.rewriting import Readers, Rewritten, scale_between, scales_by_channel
 from chipfit.registry import Setting, register
 

@@ -10,7 +10,7 @@ from chipfit.calibration.collect import Need, with_channel_stats
 from chipfit.decide.assignment import FEW_BITS, Assignment
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import is_depthwise, is_linear, on_axis_1
-from chipfit.graph.ops import OPS
+from chipfit.operators.table import OPS
 from chipfit.passes.relu_bound import bounds
 from chipfit.passes.rewriting import Adapted, Readers, Stats, adds_equal_shapes, scale_between, scales_by_channel
 from chipfit.registry import OFF, Setting, entries_in, register

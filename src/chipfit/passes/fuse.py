@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence, Set
 
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.ops import words_of
+from chipfit.operators.table import words_of
 from chipfit.passes.rewriting import Readers
 
 #: a pattern is a chain of alternatives: ({"Conv2D", "Linear"}, {"Relu"})

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from chipfit.graph.edit import unique_name
 from chipfit.graph.ir import Graph, Node, Value
-from chipfit.graph.ops import OPS
+from chipfit.operators.table import OPS
 from chipfit.plan.record import NodePlan, Plan
 
 Layout = tuple[int, ...]

@@ -4,7 +4,7 @@ import math
 
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import bias_or_zero, is_linear, with_bias
-from chipfit.graph.ops import OPS
+from chipfit.operators.table import OPS
 from chipfit.passes.rewriting import Readers, Rewritten
 from chipfit.registry import Setting, register
 

@@ -12,7 +12,7 @@ import torch
 from chipfit.calibration.collect import TensorStats
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import bias_or_zero, is_linear, scale_inputs, scale_outputs, with_bias
-from chipfit.graph.ops import OPS
+from chipfit.operators.table import OPS
 
 Stats = Mapping[str, TensorStats]  #: value -> its statistics
 

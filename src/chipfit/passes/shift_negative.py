@@ -12,7 +12,7 @@ from chipfit.calibration.collect import TensorStats
 from chipfit.graph.edit import insert_behind, new_name, replace_node
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.graph.linear import CONVS, bias_or_zero, in_groups, with_bias
-from chipfit.graph.ops import OPS
+from chipfit.operators.table import OPS
 from chipfit.passes.rewriting import Adapted, LinearReaders, Readers, Stats
 from chipfit.ranges.qparams import from_min_max
 from chipfit.registry import Setting, register

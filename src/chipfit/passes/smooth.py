@@ -11,7 +11,7 @@ from chipfit.decide.assignment import Assignment
 from chipfit.graph.edit import insert_behind
 from chipfit.graph.ir import DYNAMIC, Graph, Node
 from chipfit.graph.linear import in_groups, is_linear
-from chipfit.graph.ops import OPS
+from chipfit.operators.table import OPS
 from chipfit.passes.rewriting import Adapted, Readers, Stats, scale_between
 from chipfit.registry import OFF, Setting, register
 

@@ -11,7 +11,7 @@ from chipfit.engine.run import run
 from chipfit.engine.types import dtype_of
 from chipfit.errors import PlanError, first_line
 from chipfit.graph.ir import OPAQUE, Graph, Node
-from chipfit.graph.ops import ATTRIBUTES, OPS
+from chipfit.operators.table import ATTRIBUTES, OPS
 from chipfit.plan.json_codec import table, validated
 from chipfit.plan.record import TensorPlan
 
@@ -25,7 +25,7 @@ def _infinite(x: float) -> float:
 _MAX = torch.finfo(torch.float32).max
 _REAL = Annotated[float, Field(ge=-_MAX, le=_MAX)]
 _INT = Annotated[int, Field(gt=-(1 << 31), lt=1 << 31)]
-#: the words for kinds of attributes in `graph/ops.yaml`
+#: the words for kinds of attributes in `operators/vocabulary.yaml`
 _KINDS: dict[str, Any] = {
     "flag": bool,
     "word": str,

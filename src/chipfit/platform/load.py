@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from chipfit.errors import PlatformError, UnknownNameError
 from chipfit.files import existing_file, package_data
-from chipfit.graph.ops import ALIASES, FOREIGN, OPS
+from chipfit.operators.table import ALIASES, FOREIGN, OPS
 from chipfit.platform.predicates import ATTRIBUTES, TESTS
 from chipfit.platform.schema import WORDS, Gate, Option, Platform
 from chipfit.platform.yaml_file import Path as Keys

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chipfit.graph.ir import DYNAMIC, Graph, Node
-from chipfit.graph.ops import OPS, words_of
+from chipfit.operators.table import OPS, words_of
 from chipfit.platform.filters import Member
 from chipfit.platform.load import groups
 from chipfit.platform.predicates import evaluate

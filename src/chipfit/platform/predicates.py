@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from chipfit.graph.ops import OPS
+from chipfit.operators.table import OPS
 
 #: test -> (whether it holds, its words in messages)
 TESTS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {

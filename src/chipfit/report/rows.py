@@ -10,7 +10,7 @@ import torch
 
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import products
-from chipfit.graph.ops import OPS
+from chipfit.operators.table import OPS
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from chipfit.platform.schema import Platform
 from chipfit.platform.support import simulates_arithmetic, unsupported_features

@@ -13,7 +13,7 @@ from chipfit.decide.groups import NO_FORMAT, FusedGroup, find_groups, format_of
 from chipfit.errors import ChipfitError
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import is_linear
-from chipfit.graph.ops import OPS
+from chipfit.operators.table import OPS
 from chipfit.plan.record import Plan
 from chipfit.platform.match import as_tuple, resolve_node
 from chipfit.platform.schema import WIDEST, Platform

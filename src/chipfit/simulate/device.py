@@ -8,7 +8,7 @@ import torch
 
 from chipfit.frameworks import device
 from chipfit.graph.ir import DYNAMIC, OPAQUE, Graph, Node
-from chipfit.graph.ops import OPS
+from chipfit.operators.table import OPS
 from chipfit.plan.record import Plan
 from chipfit.platform.schema import Platform
 from chipfit.registry import entries, entry

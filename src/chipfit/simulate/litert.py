@@ -16,7 +16,7 @@ import torch
 
 from chipfit.engine.kernels import execute
 from chipfit.graph.ir import Node
-from chipfit.graph.ops import OPS
+from chipfit.operators.table import OPS
 from chipfit.quantizers.dynamic import Codes
 from chipfit.quantizers.rounding import half_away as round_away
 from chipfit.quantizers.stored import Stored, scales_per_output

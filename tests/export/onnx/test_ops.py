@@ -8,7 +8,7 @@ import pytest
 from chipfit.errors import UnsupportedError
 from chipfit.export.onnx.ops import REFUSED, WRITERS
 from chipfit.export.onnx.writer import export_onnx
-from chipfit.graph.ops import OPS
+from chipfit.operators.table import OPS
 from chipfit.passes.decompose import RULES
 from chipfit.runtimes.onnxruntime import OnnxRuntime
 from tests.export.operators import CASES, alone

@@ -16,7 +16,7 @@ from chipfit.export.tflite.file import TYPES
 from chipfit.export.tflite.ops import REFUSED, SAME, VALID, fused_code, window_placement
 from chipfit.export.tflite.writer import content, export_tflite
 from chipfit.graph.ir import DYNAMIC, Node
-from chipfit.graph.ops import OPS
+from chipfit.operators.table import OPS
 from chipfit.plan.record import NodePlan, Plan
 from chipfit.registry import lookup
 from chipfit.runtimes.litert import LiteRtReference

@@ -16,7 +16,7 @@ from chipfit.frameworks.keras.capture import capture  # noqa: E402
 from chipfit.frameworks.keras.lower import lower  # noqa: E402
 from chipfit.frameworks.keras.lowerings import LOWERINGS  # noqa: E402
 from chipfit.graph.ir import OPAQUE  # noqa: E402
-from chipfit.graph.ops import OPS  # noqa: E402
+from chipfit.operators.table import OPS  # noqa: E402
 from chipfit.plan.record import Plan  # noqa: E402
 from tests.frameworks.keras.test_against_keras import CASES  # noqa: E402
 from tests.keras_zoo import on_others, randomize  # noqa: E402

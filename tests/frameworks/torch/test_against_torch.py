@@ -22,7 +22,7 @@ from chipfit.frameworks.torch.call import NEUTRAL_ARGUMENTS
 from chipfit.frameworks.torch.capture import capture
 from chipfit.frameworks.torch.read import READERS
 from chipfit.graph.ir import OPAQUE
-from chipfit.graph.ops import OPS
+from chipfit.operators.table import OPS
 from tests.build import model_of
 from tests.zoo import ZOO, make
 

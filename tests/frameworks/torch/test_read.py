@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from chipfit.engine.run import run
 from chipfit.errors import CaptureError
 from chipfit.frameworks.torch.capture import capture
-from chipfit.frameworks.torch.read import READERS, row
+from chipfit.frameworks.torch.read import READERS, enter_cell
 from chipfit.graph.ir import OPAQUE
 from tests.build import model_of
 
@@ -55,9 +55,9 @@ def attrs(f, op, *xs, **how):
     return found
 
 
-def test_a_row_reads_no_call_with_an_argument_that_it_does_not_name(monkeypatch):
+def test_a_cell_reads_no_call_with_an_argument_that_it_does_not_name(monkeypatch):
     monkeypatch.setitem(READERS, "round", None)  # put back afterwards
-    row("round", "Round")
+    enter_cell("Round", "round")
     x = torch.randn(2, 5)
     assert [n.op for n in nodes(torch.round, x)] == ["Round"]
     assert [n.op for n in nodes(lambda x: x.round(decimals=1), x)] == [OPAQUE]

@@ -1,4 +1,4 @@
-"""Writers of canonical operators in ONNX: a row of `operators.yaml`, or a function if that takes more.
+"""Writers of canonical operators in ONNX: a cell of the table of operators, or a function if that takes more.
 
 A function receives the `OnnxBuilder`, the node and the ONNX names of its inputs, and returns the names of its outputs.
 Composites without a writer are decomposed before (`passes.decompose`).
@@ -12,30 +12,26 @@ import numpy as np
 
 from chipfit.export.onnx.builder import OnnxBuilder, refuse, tensor_type
 from chipfit.export.onnx.read_back import to_bytes
-from chipfit.files import package_data
 from chipfit.graph.ir import Node
+from chipfit.operators.table import attribute_words, read_column, refused
 
 Names = Sequence[Any]  # None for an operand that is left out
 
 
 @dataclass(frozen=True, slots=True)
 class OnnxOp:
-    """An operator that ONNX has, as a writer."""
+    """An operator that ONNX has, as a writer: a cell of the table of operators."""
 
-    onnx: str  #: its name in ONNX
-    attrs: str = ""  #: its attributes, each as "theirs=ours", or one word if both have one name
-    constants: str = ""  #: behind its operands, each as "attribute:form" or "number:form"
+    name: str  #: its name in ONNX
+    attrs: str = ""  #: its attributes, each as "ours=theirs", or one word if both have one name
+    constants: str = ""  #: behind its operands, each as "attribute:form" or "number:form", by `_FORMS`
     fixed: Mapping[str, Any] | None = None  #: further attributes, equal for every node
 
     def __call__(self, w: OnnxBuilder, n: Node, x: Names, **more: Any) -> list[str]:
-        attrs = {}
-        for word in self.attrs.split():
-            theirs, _, ours = word.partition("=")
-            attrs[theirs] = onnx_attribute(n.attrs[ours or theirs])
-        words = (word.split(":") for word in self.constants.split())
-        values = [_FORMS[form](n.attrs.get(name, name)) for name, form in words]
+        attrs = {theirs: onnx_attribute(n.attrs[ours]) for ours, theirs, _ in attribute_words(self.attrs)}
+        values = [_FORMS[form](n.attrs.get(name, name)) for name, _, form in attribute_words(self.constants)]
         constants = [None if v is None else w.const(v) for v in values]
-        return w.op_many(self.onnx, [*x, *constants], len(n.outputs), **attrs, **(self.fixed or {}), **more)
+        return w.op_many(self.name, [*x, *constants], len(n.outputs), **attrs, **(self.fixed or {}), **more)
 
 
 Write = Callable[[OnnxBuilder, Node, Names], str | list[str]]
@@ -63,14 +59,13 @@ _FORMS: dict[str, Callable[[Any], Any]] = {
     "integers": lambda v: np.atleast_1d(np.asarray(v, np.int64)),
     "end": lambda v: _ints(_END if v is None else v),
 }
-_SUMS = "strides=stride pads=padding dilations=dilation group=groups"
-_WINDOW = "kernel_shape=kernel strides=stride pads=padding ceil_mode"
-_OPERATORS = package_data("chipfit.export.onnx", "operators.yaml")
-WRITERS: dict[str, Write] = {op: OnnxOp(op) for op in _OPERATORS["same"].split()}
-WRITERS |= {op: OnnxOp(**row) for ops, row in _OPERATORS["rows"].items() for op in ops.split()}
+_SUMS = "stride=strides padding=pads dilation=dilations groups=group"
+_WINDOW = "kernel=kernel_shape stride=strides padding=pads ceil_mode"
+WRITERS: dict[str, Write] = {}
+read_column("onnx", lambda op, name, **form: WRITERS.update({op: OnnxOp(name, **form)}))
 
 #: operators that cannot be written, and why
-REFUSED: dict[str, str] = _OPERATORS["refused"]
+REFUSED = refused("onnx")
 
 
 def _writes(*names: str) -> Callable[[Write], Write]:
@@ -208,7 +203,7 @@ def _pool(w: OnnxBuilder, n: Node, x: Names) -> list[str]:
         if counted:
             a["count_include_pad"] = False
         n = n.with_(attrs=a)
-    kind, own = ("MaxPool", "dilations=dilation") if n.op == "MaxPool" else ("AveragePool", "count_include_pad")
+    kind, own = ("MaxPool", "dilation=dilations") if n.op == "MaxPool" else ("AveragePool", "count_include_pad")
     return OnnxOp(kind, f"{_WINDOW} {own}")(w, n, x)
 
 

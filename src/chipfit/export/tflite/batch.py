@@ -1,7 +1,7 @@
 """The batch size of a file."""
 
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.ops import OPS
+from chipfit.operators.table import OPS
 
 
 def depends_on_batch(node: Node) -> bool:

@@ -1,4 +1,4 @@
-"""Writers of canonical operators in TensorFlow Lite: rows of `operators.yaml`, which may name a function of this file.
+"""Writers of canonical operators in TensorFlow Lite: cells of the table of operators, which may name a function here.
 
 A function receives the `TfliteBuilder`, the node (channels last) and the tensors that it must fill. `w.integer` is true
 where operands are integers. Composites without a row are decomposed before (`passes.decompose`).
@@ -15,9 +15,8 @@ from ai_edge_litert import schema_py_generated as schema
 
 from chipfit.export.tflite.builder import TfliteBuilder
 from chipfit.export.tflite.file import Quantization
-from chipfit.files import package_data
 from chipfit.graph.ir import Node
-from chipfit.graph.ops import OPS
+from chipfit.operators.table import OPS, read_column, refused
 
 Write = Callable[[TfliteBuilder, Node, Sequence[int]], None]
 SAME, VALID = schema.Padding.SAME, schema.Padding.VALID
@@ -539,9 +538,9 @@ def _shuffle(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     _pick(w, w.read(n.data), order.T.ravel(), 3, y[0])
 
 
-# ---------------------------------------------------------------- rows
+# ---------------------------------------------------------------- cells of the table
 
-#: the functions that rows of `operators.yaml` name
+#: the functions that cells of the table name
 _FUNCTIONS: dict[str, Write] = {
     f.__name__.removeprefix("_"): f
     for f in (
@@ -551,19 +550,22 @@ _FUNCTIONS: dict[str, Write] = {
         *(_resize, _depth, _shuffle),
     )
 }
-_DATA = package_data("chipfit.export.tflite", "operators.yaml")
+OPERATORS: dict[str, TfliteOp] = {}
 
 
-def _ops(ops: str, write: str = "plain", facts: str = "") -> dict[str, TfliteOp]:
-    """Return the operators of a row of `operators.yaml`."""
-    given: dict[str, bool] = dict.fromkeys(facts.split(), True)
-    pairs = [word.partition("=") for word in ops.split()]
-    return {
-        op: TfliteOp(kind=kind, write=_FUNCTIONS[write], **{"moves": OPS[op].moves, **given}) for op, _, kind in pairs
-    }
+def _enter_cell(op: str, name: str = "", write: str = "plain", facts: str = "") -> None:
+    """Enter a cell of the table of operators.
+
+    Args:
+        name: the schema's operator, unless attributes decide on it.
+        write: the function that writes it, of `_FUNCTIONS`.
+        facts: fields of `TfliteOp` that are true.
+    """
+    given = {"moves": OPS[op].moves, **dict.fromkeys(facts.split(), True)}
+    OPERATORS[op] = TfliteOp(kind=name, write=_FUNCTIONS[write], **given)
 
 
-OPERATORS: dict[str, TfliteOp] = {op: row for rows in _DATA["rows"] for op, row in _ops(**rows).items()}
+read_column("tflite", _enter_cell)
 NO_FORM = "it has no TensorFlow Lite form here"
 #: operators that the file cannot hold, and why
-REFUSED: dict[str, str] = _DATA["refused"]
+REFUSED = refused("tflite")

@@ -15,7 +15,7 @@ from chipfit.frameworks.keras.opaque import function_of
 from chipfit.frameworks.keras.safe_loading import load
 from chipfit.frameworks.keras.train import read_back, state_arrays, stepper
 from chipfit.graph.ir import Node
-from chipfit.graph.ops import OPS
+from chipfit.operators.table import OPS
 from chipfit.registry import register
 
 

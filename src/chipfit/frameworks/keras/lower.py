@@ -28,7 +28,7 @@ from chipfit.frameworks.keras.opaque import PREFIX, new_operation
 from chipfit.frameworks.keras.weight_slots import ScaleSlot, WeightSlot
 from chipfit.graph.edit import unique_name
 from chipfit.graph.ir import OPAQUE, Graph, Node
-from chipfit.graph.ops import OPS
+from chipfit.operators.table import OPS
 from chipfit.passes.layout import apply_layout
 from chipfit.plan.record import Plan
 from chipfit.plan.sharing import share_quantizers

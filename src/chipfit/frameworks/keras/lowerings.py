@@ -9,11 +9,10 @@ import keras
 import numpy as np
 from keras import ops
 
-from chipfit.files import package_data
 from chipfit.frameworks.keras import padding as paddings
 from chipfit.frameworks.keras.backend import KerasOps, dtype_here
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.ops import OPS
+from chipfit.operators.table import OPS, attribute_words, read_column
 from chipfit.quantizers.dynamic import dynamic_quantize
 
 layers = keras.layers
@@ -131,15 +130,10 @@ def _prelu(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen:
 # ---------------------------------------------------------------- layers without
 
 
-def _layer(cls: Any, attrs: str = "", fixed: Mapping[str, Any] | None = None) -> Choose:
-    """Return a function that always chooses one layer.
-
-    Args:
-        attrs: attributes that become settings, "setting=attribute"; one word where both have the same name.
-        fixed: further settings.
-    """
-    pairs = [(s, a or s) for s, _, a in (word.partition("=") for word in attrs.split())]
-    return lambda node, graph, variables: (cls, {**(fixed or {}), **{s: node.attrs[a] for s, a in pairs}})
+def _layer(cls: Any, attrs: Mapping[str, str] | None = None, fixed: Mapping[str, Any] | None = None) -> Choose:
+    """Return a function that always chooses one layer; `attrs` are attribute -> setting, `fixed` further settings."""
+    settings, names = dict(fixed or {}), attrs or {}
+    return lambda node, graph, variables: (cls, settings | {s: node.attrs[a] for a, s in names.items()})
 
 
 def _merge(cls: Any) -> Choose:
@@ -319,23 +313,28 @@ def _renamed(f: Kernel, **names: str) -> Kernel:
     return lambda *xs, **attrs: f(*xs, **{names.get(k, k): v for k, v in attrs.items()})
 
 
-def _functions(key: str) -> dict[str, Kernel]:
-    """Return the functions of keras.ops in a row of `lowerings.yaml`."""
-    return {op: getattr(ops, f) for op, f in (word.split("=") for word in _DATA[key].split())}
+LOWERINGS: dict[str, Lowering] = {}
 
 
-def _from_row(function: str, layer: str, **settings: Any) -> Lowering:
-    """Return the lowering of a row of `lowerings.yaml` with a layer."""
-    return Lowering(getattr(ops, function), _layer(getattr(layers, layer), **settings))
+def _enter_cell(op: str, name: str, layer: str = "", attrs: str = "", fixed: Mapping[str, Any] | None = None) -> None:
+    """Enter a cell of the table of operators.
+
+    Args:
+        name: a function of keras.ops.
+        layer: the layer that computes the operator, if there is one.
+        attrs: "attribute=theirs" for arguments of the layer; without a layer, for those of the function that have
+            another name.
+        fixed: further settings of the layer.
+    """
+    words, function = {ours: theirs for ours, theirs, _ in attribute_words(attrs)}, getattr(ops, name)
+    if layer:
+        LOWERINGS[op] = Lowering(function, _layer(getattr(layers, layer), words, fixed))
+    else:
+        LOWERINGS[op] = Lowering(_renamed(function, **words) if words else function)
 
 
-# ---------------------------------------------------------------- rows
-
-_DATA = package_data("chipfit.frameworks.keras", "lowerings.yaml")
-LOWERINGS: dict[str, Lowering] = {
-    **{op: Lowering(f) for op, f in _functions("functions").items()},
-    **{op: Lowering(_renamed(f, axes="axis")) for op, f in _functions("reductions").items()},
-    **{op: _from_row(**row) for op, row in _DATA["layers"].items()},
+read_column("lowering", _enter_cell)
+LOWERINGS |= {
     "Mish": Lowering(lambda x: x * ops.tanh(ops.softplus(x))),
     "PRelu": Lowering(lambda x, w: ops.maximum(x, 0.0) + w * ops.minimum(x, 0.0), _prelu, "alpha"),
     "Gelu": Lowering(lambda x, *, approximate: ops.gelu(x, approximate == "tanh"), _gelu),
@@ -374,7 +373,7 @@ LOWERINGS: dict[str, Lowering] = {
     "Select": Lowering(lambda x, *, axis, index: ops.take(x, index if index >= 0 else x.shape[axis] + index, axis)),
     "Roll": Lowering(_roll),
     "Cast": Lowering(lambda x, *, dtype: ops.cast(x, dtype_here(dtype))),
-    "Dropout": Lowering(lambda x, *, p: x, _layer(layers.Dropout, "rate=p")),
+    "Dropout": Lowering(lambda x, *, p: x, _layer(layers.Dropout, {"p": "rate"})),
     "DynamicQuantize": Lowering(lambda x, **attrs: dynamic_quantize(KerasOps, x, **attrs)),
     **dict.fromkeys(("Identity", "Requantize"), Lowering(lambda x: x, _layer(layers.Identity))),
 }

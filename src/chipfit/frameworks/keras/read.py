@@ -1,4 +1,4 @@
-"""Readers of Keras layers and `keras.ops` operations: a row of `operations.yaml`, or a function.
+"""Readers of Keras layers and `keras.ops` operations: a cell of the table of operators, or a function.
 
 A reader gets a `KerasCall` and the arguments of the call, tensors as `Value`. It returns the value (or values) of the
 result, before the layer's own activation. It raises `Unreadable` for a call without canonical equivalent; the operation
@@ -7,20 +7,19 @@ is then opened or becomes an opaque node. Layers whose own `call` consists of ke
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import keras
 import numpy as np
 
-from chipfit.files import package_data
 from chipfit.frameworks.keras import padding as paddings
 from chipfit.frameworks.keras.call import KerasCall
 from chipfit.frameworks.keras.kernel_layout import DEPTHWISE
-from chipfit.frameworks.reading import Unreadable, attribute_words, per_axis
+from chipfit.frameworks.reading import Unreadable, per_axis
 from chipfit.graph.einsum import as_product
 from chipfit.graph.ir import Value
+from chipfit.operators.table import OPS, attribute_words, read_column
 
 Reader = Callable[..., Any]
 #: ("layer" or "operation", class name) -> reader
@@ -46,7 +45,7 @@ def _reads(layers: str = "", operations: str = "", *, activated: bool = False) -
     return enter
 
 
-# ---------------------------------------------------------------- pieces of rows
+# ---------------------------------------------------------------- pieces of cells
 
 
 def _require(condition: bool) -> None:
@@ -64,7 +63,7 @@ def _integer(v: Any) -> int:
     return v
 
 
-#: conversion of a layer's setting to an attribute, by its name in a row
+#: conversion of a layer's setting to an attribute, by its name in a cell
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "": lambda v: v,
     "float": float,
@@ -76,29 +75,40 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RowReader:
-    """A reader of calls that become one node, whose operands are tensors of the call and then the layer's variables."""
+def _enter_cell(
+    op: str,
+    name: str = "",
+    layers: str = "",
+    variables: str = "",
+    only: str = "",
+    attrs: str = "",
+    fixed: Mapping[str, Any] | None = None,
+) -> None:
+    """Enter the reader of calls that become one node: a cell of the table of operators.
 
-    op: str
-    operands: int = 1
-    variables: str = ""  #: names of the layer's variables, by slot of the operator behind the data
-    only: str = ""  #: a condition of `_CONDITIONS`
-    #: "attribute=setting:conversion" for each attribute, by `_CONVERSIONS`; the setting is left out where it has the
-    #: same name, the conversion where it needs none. Or "attribute:function", by `_FUNCTIONS`
-    attrs: str = ""
-    fixed: Mapping[str, Any] | None = None  #: attributes with constant values
+    Args:
+        op: the canonical operator. Its operands are tensors of the call and then the layer's variables.
+        name: operations of keras.ops.
+        layers: classes of layers; "Conv*D" stands for 1, 2 and 3 axes.
+        variables: names of the layer's variables, by slot of the operator behind the data.
+        only: a condition of `_CONDITIONS`.
+        attrs: "attribute=setting:conversion" for each attribute, by `_CONVERSIONS`; or "attribute:function", by
+            `_FUNCTIONS`.
+        fixed: attributes with constant values.
+    """
+    operands = sum(s.startswith("in") for s in OPS[op].slots)
+    words = attribute_words(attrs)
 
-    def __call__(self, r: KerasCall, *xs: Any) -> list[Value]:
-        _require(len(xs) == self.operands and (not self.only or _CONDITIONS[self.only](r, xs[0])))
-        inputs = [*(r.operand(x) for x in xs), *(r.weight(getattr(r.op, v)) for v in self.variables.split())]
-        attrs: dict[str, Any] = {}
-        for attr, setting, how in attribute_words(self.attrs):
-            if how in _FUNCTIONS:
-                attrs[attr] = _FUNCTIONS[how](r, xs[0])
-            else:
-                attrs[attr] = _CONVERSIONS[how](getattr(r.op, setting))
-        return r.emit_all(self.op, inputs, **attrs, **(self.fixed or {}))
+    def read(r: KerasCall, *xs: Any) -> list[Value]:
+        _require(len(xs) == operands and (not only or _CONDITIONS[only](r, xs[0])))
+        inputs = [*(r.operand(x) for x in xs), *(r.weight(getattr(r.op, v)) for v in variables.split())]
+        given: dict[str, Any] = {
+            attr: _FUNCTIONS[how](r, xs[0]) if how in _FUNCTIONS else _CONVERSIONS[how](getattr(r.op, setting))
+            for attr, setting, how in words
+        }
+        return r.emit_all(op, inputs, **given, **(fixed or {}))
+
+    _reads(layers, name)(read)
 
 
 def _number(v: Any) -> float:
@@ -201,14 +211,14 @@ def _broadcast(r: KerasCall, x: Value) -> tuple[int, ...]:
     return _static(r.shape)
 
 
-#: conditions that rows name
+#: conditions that cells name
 _CONDITIONS: dict[str, Callable[[KerasCall, Value], bool]] = {
     "bare": _bare,
     "centred": lambda r, x: not r.op.rms_scaling,
     "channels_last": _channels_last,
     "last_axis": _last_axis,
 }
-#: functions of the call and its first tensor that rows name
+#: functions of the call and its first tensor that cells name
 _FUNCTIONS: dict[str, Callable[[KerasCall, Value], Any]] = {
     "border": _border,
     "broadcast": _broadcast,
@@ -228,14 +238,7 @@ _FUNCTIONS: dict[str, Callable[[KerasCall, Value], Any]] = {
     "window": _window,
 }
 
-# ---------------------------------------------------------------- rows
-
-_DATA = package_data("chipfit.frameworks.keras", "operations.yaml")
-for _operands, _words in _DATA["plain"].items():
-    for _name, _, _op in (word.partition("=") for word in _words.split()):
-        _reads("", _name)(RowReader(_op or _name, _operands))
-for _row in _DATA["rows"]:
-    _reads(_row.pop("layers", ""), _row.pop("operations", ""))(RowReader(**_row))
+read_column("keras", _enter_cell)
 _POOL: dict[str, Any] = {"kernel": _window, "stride": _steps, "padding": _pool_padding, "ceil_mode": False}
 
 

@@ -1,6 +1,6 @@
-"""Readers of ATen operators: a row of `aten.yaml` where that suffices, else a short function.
+"""Readers of ATen operators: a cell of the table of operators where that suffices, else a short function.
 
-A row names the arguments that are operands and those that are attributes. A function maps a `TorchCall` to the name of
+A cell names the arguments that are operands and those that are attributes. A function maps a `TorchCall` to the name of
 the result's value, or to a tuple of names. Either raises `Unreadable` for a call without canonical equivalent; that
 call becomes an opaque node.
 """
@@ -12,17 +12,17 @@ from typing import Any
 import torch
 
 from chipfit.files import package_data
-from chipfit.frameworks.reading import Unreadable, attribute_words, per_axis
+from chipfit.frameworks.reading import Unreadable, per_axis
 from chipfit.frameworks.torch.call import TorchCall
 from chipfit.frameworks.torch.program import SymbolicTensor, aten_name
+from chipfit.operators.table import OPS, attribute_words, read_column
 
 Reader = Callable[[TorchCall], Any]
 
 #: ATen operator, without overload -> its reader
 READERS: dict[str, Reader] = {}
-_ATEN = package_data("chipfit.frameworks.torch", "aten.yaml")
 #: ATen's aliases -> its own names
-SYNONYMS = dict(word.split("=") for word in _ATEN["synonyms"].split())
+SYNONYMS = dict(word.split("=") for word in package_data("chipfit.frameworks.torch", "aten.yaml")["synonyms"].split())
 
 
 def _pairs(v: Any, n: int) -> tuple[tuple[int, int], ...]:
@@ -41,7 +41,7 @@ def _spatial(c: TorchCall) -> int:
     return n
 
 
-#: conversion of an argument to an attribute, by its name in a row
+#: conversion of an argument to an attribute, by its name in a cell
 _CONVERSIONS: dict[str, Callable[[TorchCall, Any], Any]] = {
     "": lambda c, v: v,
     "float": lambda c, v: float(v),
@@ -55,19 +55,20 @@ _CONVERSIONS: dict[str, Callable[[TorchCall, Any], Any]] = {
 }
 
 
-def row(names: str, op: str, operands: str = "self", attrs: str = "", only: Mapping[str, Any] | None = None) -> None:
-    """Enter a reader of ATen operators that become one node.
+def enter_cell(op: str, name: str, operands: str = "", attrs: str = "", only: Mapping[str, Any] | None = None) -> None:
+    """Enter the reader of ATen operators that become one node: a cell of the table of operators.
 
-    Arguments that the row does not name must be neutral (`TorchCall.is_neutral`).
+    Arguments that the cell does not name must be neutral (`TorchCall.is_neutral`).
 
     Args:
-        names: ATen operators, with spaces between.
         op: the canonical operator.
-        operands: their arguments by slot; "?" marks one that may be None, "#" one that may be a number.
-        attrs: "attribute=argument:conversion" for each attribute; the argument is left out where it has the same name,
-            the conversion (of `_CONVERSIONS`) where it needs none.
+        name: ATen operators, with spaces between.
+        operands: their arguments by slot; "?" marks one that may be None, "#" one that may be a number. By default
+            "self", or "self# other#" for two operands.
+        attrs: "attribute=argument:conversion" for each attribute, by `_CONVERSIONS`.
         only: arguments with the values that have a canonical equivalent; an argument may also be None.
     """
+    operands = operands or ("self# other#" if OPS[op].slots == ("in0", "in1") else "self")
     slots = [(word.rstrip("?#"), word[-1]) for word in operands.split()]
     attributes = [(attr, argument, _CONVERSIONS[how]) for attr, argument, how in attribute_words(attrs)]
     named = {*(k for k, _ in slots), *(k for _, k, _ in attributes), *(only or {})}
@@ -81,7 +82,7 @@ def row(names: str, op: str, operands: str = "self", attrs: str = "", only: Mapp
         inputs = [by_mark.get(mark, c.value)(k) for k, mark in slots]
         return c.emit(op, inputs, **{attr: convert(c, c.static(k)) for attr, k, convert in attributes})
 
-    READERS.update(dict.fromkeys(names.split(), read))
+    READERS.update(dict.fromkeys(name.split(), read))
 
 
 def reads(names: str) -> Callable[[Reader], Reader]:
@@ -94,13 +95,7 @@ def reads(names: str) -> Callable[[Reader], Reader]:
     return enter
 
 
-# ---------------------------------------------------------------- rows
-
-for _operands, _words in _ATEN["plain"].items():
-    for _op, _, _name in (word.partition("=") for word in _words.split()):
-        row(_name or _op.lower(), _op, _operands)
-for _names, _row in _ATEN["rows"].items():
-    row(_names, **_row)
+read_column("torch", enter_cell)
 
 
 # ---------------------------------------------------------------- products and sums

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
-from chipfit.graph.ops import OPS
 from chipfit.mct.target_platform import capabilities, configs, model
+from chipfit.operators.table import OPS
 from chipfit.platform.filters import Member
 from chipfit.platform.load import groups
 from chipfit.platform.schema import Format, OpRule, Option, Platform

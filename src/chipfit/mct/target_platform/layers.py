@@ -9,7 +9,7 @@ from typing import Any
 
 from chipfit.errors import ModelingError, UnknownNameError
 from chipfit.files import package_data
-from chipfit.graph.ops import OPS
+from chipfit.operators.table import OPS
 from chipfit.platform.filters import Member
 
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from chipfit.errors import ModelingError
-from chipfit.graph.ops import OPS
 from chipfit.mct.target_platform import configs
+from chipfit.operators.table import OPS
 from chipfit.platform.filters import Member
 from chipfit.platform.schema import Format, Fuse, OpRule, Option, Placement, Platform, Rule
 from chipfit.pydantic_messages import translate_errors

@@ -7,9 +7,12 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from chipfit.engine.kernels import execute
+from chipfit.engine.kernels import KERNELS, execute
+from chipfit.errors import ConfigError
+from chipfit.export.onnx.ops import WRITERS, OnnxOp
+from chipfit.frameworks.torch.read import READERS
 from chipfit.graph.ir import Node
-from chipfit.graph.ops import OPS, OpDef, words_of
+from chipfit.operators.table import OPS, OpDef, add_operators, words_of
 
 IMAGE = (2, 4, 6, 6)
 POOL = {"kernel": (2, 2), "stride": (2, 2), "padding": ((0, 0), (0, 0)), "ceil_mode": False}
@@ -231,3 +234,25 @@ def test_depth_to_space_takes_the_pixels_of_a_channel_from_neighbouring_channels
             for j in range(2):
                 assert torch.equal(y[:, c, i::2, j::2], x[:, 4 * c + 2 * i + j])
     assert torch.equal(back, x)
+
+
+# ---------------------------------------------------------------- rows that are added
+
+
+def test_a_row_adds_an_operator_to_every_column_that_is_in_use(drop_ins):
+    add_operators({"Tan": {"facts": "element", "torch": "tan", "kernel": "torch:tan", "onnx": "Tan"}})
+    assert OPS["Tan"].by_channel and KERNELS["Tan"] is torch.tan
+    assert isinstance(WRITERS["Tan"], OnnxOp) and "tan" in READERS
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({"fact": "element"}, "'Odd' has unknown fields.*Got: fact.*Allowed: .*facts"),
+        ({"onnx": {"nmae": "Odd"}}, "'Odd' does not fit column 'onnx'.*nmae"),
+    ],
+)
+def test_a_row_that_fits_no_column_is_refused(row, message, drop_ins):
+    with pytest.raises(ConfigError, match=message):
+        add_operators({"Odd": row})
+    assert "Odd" not in OPS

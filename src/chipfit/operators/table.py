@@ -1,0 +1,173 @@
+"""The canonical operators: one table with every fact about each of them, and what others call it.
+
+A row stands in one of the YAML files beside this module. Its first fields are those of `OpDef`. Each further field is a
+cell of a column: what a framework, the engine or a file format has for the operator.
+
+    torch     the ATen operators that become it                  `frameworks/torch/read.py`
+    keras     the Keras layers and operations that become it     `frameworks/keras/read.py`
+    kernel    the function of torch that computes it             `engine/kernels.py`
+    lowering  the function of keras.ops, and the Keras layer     `frameworks/keras/lowerings.py`
+    onnx      its operator in ONNX                               `export/onnx/ops.py`
+    tflite    its operator in TensorFlow Lite                    `export/tflite/ops.py`
+
+A cell is a name, if operands and attributes are those of the row; a mapping with the keyword arguments of the function
+that reads the column; or a list of those. `refused: why` in a cell says why the operator has no form there. Words of
+attributes are "ours=theirs:conversion", see `attribute_words`. Operators with code of their own have it in the modules
+above, which load their column when they are imported.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from chipfit.errors import ConfigError
+from chipfit.files import package_data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpDef:
+    """The facts about one canonical operator, whatever its attributes."""
+
+    #: names of the inputs in order; "?" marks an optional one, "*" one that stands for all that remain. "w" and "b" are
+    #: weight and bias, "in0", "in1", ... and "ins" are data
+    slots: tuple[str, ...]
+    attrs: tuple[str, ...] = ()
+    note: str = ""
+    #: "conv", "transposed" (convolution) or "linear" for y = W x + b with W and b in slots "w" and "b"; "" for others
+    kind: str = ""
+    weight_axis: int = 0  #: axis of output channels in the weight
+    #: effect of a change between channels first and last (`passes.layout`): "spatial" operators compute in the layout
+    #: of the graph, "natural" ones in the model's own order, the others in the layout of their operands
+    layout: str = "natural"
+    activation: bool = False  #: a kernel may apply it to its own result
+    moves: bool = False  #: its result holds numbers of its inputs only (a pass-through operator)
+    #: each number of its result is one of its inputs', or one sum, difference, product or quotient of them, correctly
+    #: rounded: every machine computes the same float32
+    ieee: bool = False
+    view: bool = False  #: its result may share memory with an input
+    homogeneous: bool = False  #: f(k x) = k f(x) for k > 0, of one data input; of Pad where it pads with 0
+    #: f(x + c) = f(x) + c, of one data input; of AvgPool where it counts no padding, of Pad where it pads c
+    shifts: bool = False
+    by_channel: bool = False  #: each channel of its result depends on that channel of its inputs only
+    negative_tail: bool = False  #: a non-linearity that is bounded or flat on its negative side
+    #: operators of which it is a special case, nearest first; a platform may list one of them instead
+    case_of: tuple[str, ...] = ()
+
+    def slot(self, index: int) -> str:
+        """Return the name of the input at `index`, without marks; those of "ins*" are "in0", "in1", ..."""
+        name = self.slots[min(index, len(self.slots) - 1)].rstrip("?*")
+        return f"in{index}" if name == "ins" else name
+
+    def index(self, name: str) -> int | None:
+        """Return the position of the slot `name`; None if the operator has none of that name."""
+        return next((k for k, s in enumerate(self.slots) if s.rstrip("?*") == name), None)
+
+    @property
+    def weighted(self) -> bool:
+        """True if the operator may have weights of its own."""
+        return any(s.startswith("w") for s in self.slots)
+
+
+_COLUMNS = "torch keras kernel lowering onnx tflite".split()
+_FILES = "products norms activations arithmetic windows reductions moves".split()
+_VOCABULARY = package_data("chipfit.operators", "vocabulary.yaml")
+_cells: dict[str, dict[str, Any]] = {column: {} for column in _COLUMNS}
+_readers: dict[str, Callable[..., None]] = {}  #: column -> the function that reads it
+
+OPS: dict[str, OpDef] = {}
+#: attribute -> the kind of its values, see `vocabulary.yaml`
+ATTRIBUTES: dict[str, str] = {name: kind for kind, names in _VOCABULARY["attributes"].items() for name in names.split()}
+#: names that platform files use for the same operator: the platform's word -> (operator, attributes that it must have)
+ALIASES: dict[str, tuple[str, dict[str, float | str]]] = {
+    word: (row["of"], row.get("where", {})) for word, row in _VOCABULARY["aliases"].items()
+}
+#: operators that platform files may name beyond the canonical ones
+FOREIGN = frozenset(_VOCABULARY["foreign"].split())
+
+
+def add_operators(rows: Mapping[str, Mapping[str, Any]]) -> None:
+    """Add rows to the table: names of operators, with spaces between, -> the fields of their row.
+
+    Columns that are in use already get their cells at once.
+
+    Raises:
+        ConfigError: a row has an unknown field, or a cell does not fit its column.
+    """
+    for names, row in rows.items():
+        facts = {k: v for k, v in row.items() if k not in _COLUMNS}
+        for op in names.split():
+            OPS[op] = _definition(op, **facts)
+            for column in row.keys() & _readers.keys():
+                try:
+                    _read(column, op, row[column])
+                except ConfigError:
+                    del OPS[op]
+                    raise
+            for column in row.keys() & _cells.keys():
+                _cells[column][op] = row[column]
+
+
+def _definition(op: str, takes: str = "in0", attrs: str = "", case_of: str = "", facts: str = "", **more: Any) -> OpDef:
+    """Return the facts of a row; `facts` are names of families, or of fields that are true."""
+    for word in facts.split():
+        more = {**_VOCABULARY["families"].get(word, {word: True}), **more}
+    known = {f.name for f in fields(OpDef)}
+    if unknown := more.keys() - known:
+        allowed = ", ".join(sorted({"takes", "facts", *known - {"slots"}, *_COLUMNS}))
+        raise ConfigError(f"Row of operator '{op}' has unknown fields", got=", ".join(sorted(unknown)), allowed=allowed)
+    return OpDef(slots=tuple(takes.split()), attrs=tuple(attrs.split()), case_of=tuple(case_of.split()), **more)
+
+
+def read_column(column: str, enter: Callable[..., None]) -> None:
+    """Call `enter(op, **fields)` for every cell of a column, and for those of operators that are added later.
+
+    A cell that is not a mapping becomes the field `name`.
+
+    Raises:
+        ConfigError: a cell has fields that `enter` does not take.
+    """
+    _readers[column] = enter
+    for op, cell in _cells[column].items():
+        _read(column, op, cell)
+
+
+def _read(column: str, op: str, cell: Any) -> None:
+    for form in cell if isinstance(cell, list) else [cell]:
+        given = form if isinstance(form, Mapping) else {"name": form}
+        if "refused" in given:
+            continue
+        try:
+            _readers[column](op, **given)
+        except TypeError as e:
+            raise ConfigError(f"Row of operator '{op}' does not fit column '{column}': {e}", got=repr(form)) from e
+
+
+def refused(column: str) -> dict[str, str]:
+    """Return the operators that cannot have a form in a column, with the reason."""
+    return {op: c["refused"] for op, c in _cells[column].items() if isinstance(c, Mapping) and "refused" in c}
+
+
+def attribute_words(text: str) -> list[tuple[str, str, str]]:
+    """Split words "attribute=theirs:conversion" into (attribute, theirs, conversion).
+
+    Where `theirs` is left out, it is called like the attribute; where the conversion is left out, it is "".
+
+    >>> attribute_words("eps=epsilon:float axis")
+    [('eps', 'epsilon', 'float'), ('axis', 'axis', '')]
+    """
+    words = []
+    for word in text.split():
+        name, _, conversion = word.partition(":")
+        attribute, _, theirs = name.partition("=")
+        words.append((attribute, theirs or attribute, conversion))
+    return words
+
+
+def words_of(op: str, attrs: Mapping[str, Any]) -> set[str]:
+    """Return every name that a platform file may use for an operator: its canonical name and matching aliases."""
+    named = ((word, needed) for word, (canonical, needed) in ALIASES.items() if canonical == op)
+    return {op, *(word for word, needed in named if all(attrs.get(k) == v for k, v in needed.items()))}
+
+
+for _file in _FILES:
+    add_operators(package_data("chipfit.operators", f"{_file}.yaml"))
