@@ -53,8 +53,6 @@ FORESEEN: dict[str, tuple[type[BaseException], ...]] = {
     "calibration/data.py:_classes": (TypeError, ValueError, RuntimeError),  # torch's, of labels of any kind
     "calibration/collect.py:see": (ValueError,),
     "calibration/collect.py:_run_checked": (RuntimeError,),  # torch's, of batches that do not run through the model
-    "plan/json_codec.py:validated": (pydantic.ValidationError,),
-    "plan/saved.py:_platform": (pydantic.ValidationError,),
     "plan/saved.py:_guarded": (OSError, UnicodeDecodeError, safetensors.SafetensorError),
     # what torch's kernels raise of the attributes, shapes and types of a file
     "plan/validate.py:check_runs": (

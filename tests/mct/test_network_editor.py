@@ -307,7 +307,7 @@ def test_values_of_the_wrong_type_are_refused(attribute, values):
     of_weights = "weights" in attribute
     action = ChangeCandidatesWeightsQuantConfigAttr if of_weights else ChangeCandidatesActivationQuantConfigAttr
     for value in values:
-        with pytest.raises((ConfigError, PlanError), match="Allowed"):
+        with pytest.raises((ConfigError, PlanError), match=f"'{attribute}' (must be|is not unders|of the overr)"):
             action(**{attribute: value})
 
 

@@ -311,19 +311,19 @@ def _grid(**changes):
 IN_PLAN = {
     "another schema": (lambda d: d.update(schema=99), r"schema version .* Got: 99. Allowed: 1"),
     "a tensor of another network": (lambda d: d["tensors"].update(z={"role": "activation"}), "does not have.*z"),
-    "an unknown field": (lambda d: _first(d).update(colour="red"), "'colour' is malformed"),
-    "a key too few": (lambda d: d.pop("ties"), "'ties' is malformed.*required"),
-    "a grid of no kind": (lambda d: _first(d)["grid"].update(kind="x"), "'kind' is malformed"),
-    "instructions of no channels": (lambda d: _first(d, "nodes").update(simd=0), "'simd' is malformed"),
+    "an unknown field": (lambda d: _first(d).update(colour="red"), "'colour' is unknown"),
+    "a key too few": (lambda d: d.pop("ties"), "'ties' is missing"),
+    "a grid of no kind": (lambda d: _first(d)["grid"].update(kind="x"), "'kind' is not understood"),
+    "instructions of no channels": (lambda d: _first(d, "nodes").update(simd=0), "'simd' should be greater than 0"),
     "a bound on nothing": (_bound(terms=[]), "Scale bound is not valid"),
     "a power that is too large": (_bound(terms=[{"$tuple": ["relu", 10**400]}]), "Scale bound is not valid"),
     "a bound beyond float32": (_bound(low=3.5e38), "Scale bound is not valid"),
     "a bound of nan": (_bound(high={"$float": "nan"}), "Scale bound is not valid"),
     "quantizers without names": (
         lambda d: d["provenance"].update(foreign_quantizers=3),
-        "'foreign_quantizers' is malf",
+        "'foreign_quantizers' must be a list",
     ),
-    "a seed of 70 bits": (lambda d: d["provenance"]["settings"].update(seed=2**70), "'seed' is malformed"),
+    "a seed of 70 bits": (lambda d: d["provenance"]["settings"].update(seed=2**70), "'seed' should be less"),
     "a node that is left out": (lambda d: d["nodes"].pop("relu"), "leaves nodes out.*relu"),
     "a tie to nothing": (lambda d: d.update(ties=[["a", "b"]]), "does not have.*a, b"),
     "a range of nan": (lambda d: _first(d).update(low={"$float": "nan"}, high=1.0), "must be finite and asc"),
@@ -333,14 +333,14 @@ IN_PLAN = {
     "65 bits": (_grid(bits=65), "no codes"),
     "a negative least scale": (_grid(scale_min=-1.0), "least scale"),
     "a least scale of next to nothing": (_grid(scale_min=1e-60), "least scale"),
-    "a zero point of text": (_grid(zero="x"), "'zero.int' is malformed"),
+    "a zero point of text": (_grid(zero="x"), "'zero' is not understood"),
 }
 IN_GRAPH = {
     "another schema": (lambda d: d.update(schema=99), r"schema version .* Got: 99"),
     "a value that no node writes": (lambda d: d["nodes"].pop(0), "graph is malformed"),
     "half a character": (lambda d: d["nodes"][0].update(layer="\ud800"), "surrogates not allowed"),
     "half a key": (_text(lambda s: s.update(plain='[1, {"\\ud800": 0}]'), "out_spec"), "surrogates not allowed"),
-    "a shape of text": (lambda d: _first(d, "values").update(shape="2"), "'shape' is malformed"),
+    "a shape of text": (lambda d: _first(d, "values").update(shape="2"), "'shape' must be a list"),
     "an unknown dtype": (lambda d: _first(d, "values").update(dtype="float7"), "no number type named 'float7'"),
     "a missing weight": (lambda d: d["weights"].append("w"), "missing from the file"),
     "an alias of nothing": (lambda d: d["aliases"].update(x="0.bias"), "aliases name missing weights"),
@@ -355,8 +355,8 @@ IN_GRAPH = {
     "a result of another shape": (lambda d: d["values"]["relu"].update(shape={"$tuple": [2, 2]}), "and was float32"),
 }
 IN_PLATFORM = {
-    "no name": (lambda d: d["platform"].pop("name"), "'name' is malformed"),
-    "an unknown key": (lambda d: d["platform"].update(colour="red"), r"'colour' is malformed.*platform\.json"),
+    "no name": (lambda d: d["platform"].pop("name"), "'name' is missing"),
+    "an unknown key": (lambda d: d["platform"].update(colour="red"), r"'colour' is unknown.*platform\.json"),
 }
 FILES_CHANGED = {"plan.json": IN_PLAN, "graph.json": IN_GRAPH, "platform.json": IN_PLATFORM}
 MALFORMED = {f"{f}, {name}": (f, *change) for f, changes in FILES_CHANGED.items() for name, change in changes.items()}

@@ -15,10 +15,11 @@ from chipfit.errors import ChipfitError, ConfigError, UnknownNameError
 from chipfit.mqbench.settings import get_backend_params, get_qconfig
 from chipfit.platform.builtin import DEFAULT
 from chipfit.platform.load import load as load_platform
-from chipfit.platform.yaml_file import YamlFile, merged, problems_of
+from chipfit.platform.yaml_file import YamlFile, merged
 from chipfit.ranges import rule_of
 from chipfit.search.limits import Limits
 from chipfit.settings import Settings
+from chipfit.validation import problems_of
 
 Count = Annotated[int, Field(ge=1, le=1 << 40)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -322,9 +323,8 @@ def of(data: Mapping[str, Any]) -> Config:
     try:
         return Config.model_validate({**data, "unified": False})
     except ValidationError as e:
-        first = e.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ConfigError(first["msg"].removeprefix("Value error, "), where=where) from None
+        path, what, facts = next(problems_of(e.errors(), data, Config))
+        raise ConfigError(what, where=".".join(map(str, path)), **facts) from None
 
 
 def validated(kind: type[R], data: Any, source: YamlFile) -> R:
@@ -336,7 +336,7 @@ def validated(kind: type[R], data: Any, source: YamlFile) -> R:
     try:
         return kind.model_validate(data)
     except ValidationError as e:
-        path, what, facts = next(problems_of(e, source, kind))
+        path, what, facts = next(problems_of(e.errors(), data, kind))
         raise source.error(path, what, **facts) from None
 
 

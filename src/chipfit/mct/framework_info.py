@@ -20,10 +20,10 @@ from chipfit.mct.target_platform.layers import layer_table, name_of, normalize_n
 from chipfit.operators.table import OPS
 from chipfit.plan.record import TensorPlan
 from chipfit.platform.load import groups
-from chipfit.pydantic_messages import Number, allowed, by_name, record
 from chipfit.quantizers.inferable import parameters
 from chipfit.quantizers.stored import Stored
 from chipfit.result import Result
+from chipfit.validation import Number, allowed, by_name, record
 
 __all__ = ["ActivationQuantizer", "FrameworkInfo", "WeightQuantizer"]
 

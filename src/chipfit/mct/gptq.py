@@ -12,7 +12,7 @@ from pydantic import Field, InstanceOf
 from chipfit.errors import ConfigError, UnsupportedError
 from chipfit.mct.core.config import AtLeast0, CoreConfig, ResourceUtilization
 from chipfit.mct.ptq import DataGenerator, UserInformation, checked, first_batch_of, form_for_keras, quantize_model
-from chipfit.pydantic_messages import Fraction, PositiveInt, arguments, by_name, record, refuse_options
+from chipfit.validation import Fraction, PositiveInt, arguments, by_name, record, refuse_options
 
 __all__ = ["keras_gradient_post_training_quantization", "pytorch_gradient_post_training_quantization"]
 __all__ += ["GradientPTQConfig", "RoundingType", "get_keras_gptq_config", "get_pytorch_gptq_config"]

@@ -16,9 +16,9 @@ from chipfit.mct.framework_info import FrameworkInfo
 from chipfit.mct.target_platform import capabilities
 from chipfit.mct.target_platform.model import TargetPlatformModel
 from chipfit.mct.target_platform.targets import get_target_platform_capabilities
-from chipfit.pydantic_messages import check_value
 from chipfit.result import Result
 from chipfit.search.resources import resources
+from chipfit.validation import check_value
 
 __all__ = ["DataGenerator", "UserInformation", "keras_post_training_quantization"]
 __all__ += ["pytorch_post_training_quantization"]

@@ -17,10 +17,10 @@ from chipfit.mct.ptq import DataGenerator, UserInformation, checked, quantize_mo
 from chipfit.mct.trainable import base
 from chipfit.mct.trainable.user_quantizers import UserQuantizers
 from chipfit.plan.training import Training, algorithm_of
-from chipfit.pydantic_messages import record
 from chipfit.quantizers.algorithm import Algorithm
 from chipfit.registry import create, registered
 from chipfit.result import Result
+from chipfit.validation import record
 
 _NAMES = [f"{f}_quantization_aware_training_{step}" for f in ("keras", "pytorch") for step in ("init", "finalize")]
 __all__ = ["QATConfig", "TrainingMethod", "result_of", *_NAMES, *(f"{name}_experimental" for name in _NAMES)]

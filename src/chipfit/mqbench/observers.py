@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import nn
 
 from chipfit.errors import ConfigError, DataError, UnknownNameError
-from chipfit.pydantic_messages import Fraction, Positive, PositiveInt, arguments, check_value
 from chipfit.quantizers.algorithm import MOST_BITS
 from chipfit.quantizers.grids import Grid
 from chipfit.ranges.kl import KlRange
@@ -26,6 +25,7 @@ from chipfit.ranges.qparams import QParams, finish_scale, from_min_max
 from chipfit.ranges.search import Sample, count, errors, search
 from chipfit.ranges.std import within
 from chipfit.registry import lookup, register
+from chipfit.validation import Fraction, Positive, PositiveInt, arguments, check_value
 
 __all__ = ["ObserverBase"]
 

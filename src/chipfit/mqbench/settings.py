@@ -15,9 +15,9 @@ from chipfit.mqbench.quantizers import AlgorithmQuantizer, QuantizeBase, check_o
 from chipfit.platform.load import load, names
 from chipfit.platform.match import resolve
 from chipfit.platform.schema import Format
-from chipfit.pydantic_messages import allowed, arguments
 from chipfit.quantizers.bn_fold import strategy_of
 from chipfit.quantizers.grids import Grid, all_codes
+from chipfit.validation import allowed, arguments
 
 __all__ = ["FoldBN", "QConfig", "get_backend_params", "get_foldbn_config", "get_qconfig", "platforms_of"]
 

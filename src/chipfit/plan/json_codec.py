@@ -23,6 +23,7 @@ from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.scale_bounds import ScaleBound
 from chipfit.quantizers.stored import Stored
+from chipfit.validation import check_value
 
 T = TypeVar("T")
 
@@ -86,17 +87,7 @@ def validated(data: Any, wanted: pydantic.TypeAdapter[Any], where: str) -> Any:
     Raises:
         PlanError: naming the first key that is missing, unknown or of another type.
     """
-    try:
-        return wanted.validate_python(data)
-    except pydantic.ValidationError as e:
-        raise malformed(e, where) from e
-
-
-def malformed(e: pydantic.ValidationError, where: str) -> PlanError:
-    """Return the first failure of a validation as an error."""
-    first = e.errors(include_url=False)[0]
-    at, why = ".".join(map(str, first["loc"])) or "all", first["msg"].removeprefix("Value error, ")
-    return PlanError(f"'{at}' is malformed: {why}", where=where, got=repr(first["input"])[:80])
+    return check_value(wanted, data, PlanError, where)
 
 
 def record_to_json(x: Any, leave_out: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from chipfit.plan.record import Plan
 from chipfit.plan.validate import check_runs, check_stored
 from chipfit.platform.load import check_consistent, load_platform, names
 from chipfit.platform.schema import Platform
+from chipfit.validation import error_of
 
 _FILES = ("plan.json", "plan.safetensors", "graph.json", "weights.safetensors", "platform.json")
 _PLATFORM = codec.table(platform=dict[str, Any], arch_selected=str | None, file=str)
@@ -194,7 +195,7 @@ def _platform(described: Any, path: Path) -> Platform:
         selected = {k: described[k] for k in ("arch_selected", "file")}
         platform = Platform.model_validate(fields).model_copy(update=selected)
     except pydantic.ValidationError as e:
-        raise codec.malformed(e, str(path)) from e
+        raise error_of(e.errors(), fields, PlanError, str(path)) from None
     check_consistent(platform, str(path))
     return platform
 

@@ -15,9 +15,10 @@ from chipfit.files import existing_file, package_data
 from chipfit.operators.table import ALIASES, FOREIGN, OPS
 from chipfit.platform.predicates import ATTRIBUTES, TESTS
 from chipfit.platform.schema import WORDS, Gate, Option, Platform
-from chipfit.platform.yaml_file import Path as Keys
-from chipfit.platform.yaml_file import Problem, YamlFile, problems_of, well_formed
+from chipfit.platform.yaml_file import YamlFile, well_formed
 from chipfit.registry import lookup
+from chipfit.validation import Path as Keys
+from chipfit.validation import Problem, problems_of
 
 _BUILTIN = resources.files("chipfit.platform") / "builtin"
 
@@ -101,11 +102,11 @@ def _read(text: Any, file: str, below: tuple[str, ...] = ()) -> Platform:
     data = source.data
     if data.get("extends") is not None:
         data = _merge(_parent(text, source, (*below, file)), data, source)
-    problems: list[Problem] = [((k,), f"Key '{k}' is unknown", {}) for k in _INTERNAL if k in data]
+    problems: list[Problem] = [Problem((k,), f"Key '{k}' is unknown", {}) for k in _INTERNAL if k in data]
     try:
         platform = Platform.model_validate({**data, "file": file})
     except ValidationError as e:
-        problems += problems_of(e, source)
+        problems += problems_of(e.errors(), data, Platform)
         platform = well_formed(Platform, data)
     problems += _problems(platform, {at for at, *_ in problems})
     if not problems:
@@ -174,11 +175,11 @@ def _problems(p: Platform, wrong: set[Keys]) -> Iterator[Problem]:
         wrong: where those were.
     """
     for tag in {a for a in p.arch if p.arch.count(a) > 1}:
-        yield ("arch",), f"Revision '{tag}' is listed twice", {}
+        yield Problem(("arch",), f"Revision '{tag}' is listed twice", {})
     for path, word, name, known in _names(p):
         if name is not None and name not in known and not {path, (_TABLES.get(word),)} & wrong:
             near = UnknownNameError(word, str(name), known)
-            yield path, near.what, {"allowed": near.allowed}
+            yield Problem(path, near.what, {"allowed": near.allowed})
     for i, op in enumerate(p.ops):
         for use in op.use if op.how != "follow" else ():
             for r in op.rules:
@@ -186,7 +187,7 @@ def _problems(p: Platform, wrong: set[Keys]) -> Iterator[Problem]:
                 bits = sorted({p.formats[n].bits for n in stored & set(p.formats)} - {None})
                 if len(bits) > 1:
                     facts = {"got": bits, "allowed": "one width"}
-                    yield ("ops", i, "rules"), "Slots with different bits are tied", facts
+                    yield Problem(("ops", i, "rules"), "Slots with different bits are tied", facts)
 
 
 def _names(p: Platform) -> Iterator[tuple[Keys, str, str, Iterable[str]]]:

@@ -1,7 +1,5 @@
 """YAML files with the line of every key, and their problems by file, line and key."""
 
-import difflib
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args, get_origin
 
@@ -10,19 +8,11 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from typing_extensions import get_type_hints, is_typeddict
 
 from chipfit.errors import ChipfitError, PlatformError
-from chipfit.files import package_data, read_text
-from chipfit.platform import schema
+from chipfit.files import read_text
+from chipfit.validation import Path
 
-Path = tuple[Any, ...]  #: keys and indices from the top of a file
-Problem = tuple[Path, str, dict[str, Any]]  #: where, what is wrong, and the facts of the error about it
-
-#: type of a pydantic error -> what is allowed
-_ALLOWED: dict[str, str] = package_data("chipfit.platform", "pydantic_messages.yaml")["file"]
-_WHOLE: Path = ("?",)  #: of a problem that concerns the whole file
 #: most levels of tables and lists in a file; a platform file needs 8
 _DEEPEST = 40
-#: parts of pydantic's paths that stand for members of unions or keys of tables, and are no keys of a file
-_TAG = re.compile(r"(literal|tuple|list|function|int|str|bool)\b|\[key\]$")
 
 
 class YamlFile:
@@ -69,7 +59,7 @@ class YamlFile:
         """Return an error that names the place of a path."""
         if self.under is not None and path not in self._lines and self.under.holds(path):
             return self.under.error(path, what, **facts)
-        at = f":{self.line(path)}, key {'.'.join(map(str, path))}" if path != _WHOLE else ""
+        at = f":{self.line(path)}, key {'.'.join(map(str, path))}" if path else ""
         return self.failure(what, where=f"{self.file}{at}", **facts)
 
 
@@ -123,67 +113,6 @@ class _Loader(_BASE):  # type: ignore[misc]  # one of two
                 raise yaml.constructor.ConstructorError(None, None, f"key '{key.value}' is given twice", key.start_mark)
             seen.add(key.value)
         return super().construct_mapping(node, deep)
-
-
-def problems_of(e: ValidationError, file: YamlFile, record: Any = schema.Platform) -> Iterator[Problem]:
-    """Yield one problem for each place, where the members of a union are reported together.
-
-    Args:
-        record: the type that the file was read as.
-    """
-    places: dict[Path, list[Any]] = {}
-    for error in e.errors():
-        if error["type"] == "too_short" and error["input"]:
-            continue  # it has entries, and each of them is reported
-        path: Path = ()
-        for part in error["loc"]:
-            if file.holds((*path, part)) or not _TAG.match(str(part)):
-                path = (*path, part)
-        places.setdefault(path or _WHOLE, []).append(error)
-    for path, errors in places.items():
-        what, facts = _message(path, errors, record)
-        yield from ((path, line, facts) for line in what.splitlines())
-
-
-def _message(path: Path, errors: list[Any], record: Any) -> tuple[str, dict[str, Any]]:
-    """Return what is wrong at a place, and the facts of the error about it."""
-    first, got = errors[0], errors[0].get("input")
-    names = [k for k, part in enumerate(path) if isinstance(part, str)]
-    key = ".".join(map(str, path[names[-1] if names else 0 :]))  # an entry of a list has the name of the list
-    facts = {} if isinstance(got, dict) else {"got": repr(got)}
-    if first["type"] == "extra_forbidden":
-        known = _keys_at(path[:-1], record)
-        near = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
-        return f"Key '{key}' is unknown", {"allowed": f"did you mean {', '.join(near)}" if near else ", ".join(known)}
-    if first["type"] == "missing":
-        return f"Key '{key}' is missing: it is required", {}
-    if first["type"] == "literal_error" or len(errors) > 1:
-        literal = [x["ctx"]["expected"] for x in errors if x["type"] == "literal_error"]
-        others = [_ALLOWED[x["type"]] for x in errors if x["type"] in _ALLOWED]
-        return f"Value of '{key}' is not understood", facts | {"allowed": ", or ".join(dict.fromkeys(literal + others))}
-    if first["type"] in _ALLOWED:
-        return f"'{key}' must be {_ALLOWED[first['type']]}", facts
-    return first["msg"].removeprefix("Value error, ").replace("Input should", f"'{key}' should"), facts
-
-
-def _keys_at(path: Path, record: Any) -> list[str]:
-    """Return the keys that a record may have at a path."""
-    for part in path:
-        record = next(iter(_records(_fields(record)[part])), record) if part in _fields(record) else record
-    return sorted(_fields(record))
-
-
-def _fields(record: Any) -> dict[str, Any]:
-    """Return the keys of a record, as files name them, and the types of their values."""
-    if is_typeddict(record):
-        return get_type_hints(record)
-    return {f.alias or n: f.annotation for n, f in record.model_fields.items() if not f.exclude}
-
-
-def _records(kind: Any) -> list[Any]:
-    """Return the records in a type."""
-    is_record = is_typeddict(kind) or (isinstance(kind, type) and issubclass(kind, BaseModel))
-    return [kind] if is_record else [r for inner in get_args(kind) for r in _records(inner)]
 
 
 def well_formed(kind: Any, data: Any) -> Any:

@@ -104,8 +104,8 @@ def test_invalid_arguments_are_refused(tmp_path):
         (b'{"SCHEMA_VERSION": NaN}', "NaN is no number"),
         (b'{"SCHEMA_VERSION": 1, "name": "\\ud800"}', "surrogates not allowed"),
         (b'{"SCHEMA_VERSION": ' + b"9" * 5000 + b"}", "not understood"),
-        (b'{"SCHEMA_VERSION": 1}', "'name' of the file is missing"),
-        (b'{"SCHEMA_VERSION": 1, "name": "x", "version": "", "model": []}', "'model'.*a dictionary"),
+        (b'{"SCHEMA_VERSION": 1}', "'name' is missing"),
+        (b'{"SCHEMA_VERSION": 1, "name": "x", "version": "", "model": []}', "'model'.*a table of keys"),
     ],
 )
 def test_an_invalid_capabilities_file_is_refused(tmp_path, content, words):

@@ -11,10 +11,10 @@ from pydantic import Field, InstanceOf
 from chipfit.errors import ConfigError
 from chipfit.mct.core import network_editor as editor
 from chipfit.mct.core.network_editor import EditRule, ErrorMethod, NodeFilter, QuantizationErrorMethod
-from chipfit.pydantic_messages import Number, by_name, check_value, record, refuse_options
 from chipfit.registry import OFF
 from chipfit.search.limits import Limits
 from chipfit.settings import Settings
+from chipfit.validation import Number, by_name, check_value, record, refuse_options
 
 __all__ = ["DEFAULTCONFIG", "BitWidthConfig", "CoreConfig", "DebugConfig", "QuantizationConfig"]
 __all__ += ["QuantizationErrorMethod"]

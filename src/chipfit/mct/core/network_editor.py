@@ -22,10 +22,10 @@ from chipfit.graph.ir import Node
 from chipfit.mct.target_platform.capabilities import matches, members_of
 from chipfit.mct.target_platform.configs import QuantizationMethod, Signedness
 from chipfit.mct.target_platform.layers import member_of
-from chipfit.pydantic_messages import Name, allowed, arguments, by_name, check_value, record
 from chipfit.quantizers.grids import Grid
 from chipfit.ranges.qparams import QParams, finish_scale, from_min_max
 from chipfit.ranges.search import Sample
+from chipfit.validation import Name, allowed, arguments, by_name, check_value, record
 
 __all__ = ["ACTIONS", "Action", "ChangeQuantizationParamFunction", "EditRule", "ReplaceLayer"]
 __all__ += ["NodeFilter", "NodeNameFilter", "NodeNameScopeFilter", "NodeTypeFilter", "filters_of", "to_overrides"]

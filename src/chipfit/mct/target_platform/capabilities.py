@@ -19,7 +19,7 @@ from chipfit.mct.target_platform.model import OperatorGroup, TargetPlatformModel
 from chipfit.platform.filters import AttributeFilter, Member, has_nan
 from chipfit.platform.match import sets_of
 from chipfit.platform.schema import Platform
-from chipfit.pydantic_messages import arguments, record
+from chipfit.validation import arguments, record
 
 __all__ = ["LayerFilterParams", "OperationsSetToLayers", "OperationsToLayers", "TargetPlatformCapabilities"]
 __all__ += ["AttributeFilter", "Contains", "DefaultDict", "Eq", "Greater", "GreaterEq", "NotEq", "Smaller", "SmallerEq"]

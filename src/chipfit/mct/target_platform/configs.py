@@ -12,8 +12,8 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, Strict, TypeAdapter
 
 from chipfit.errors import ModelingError, UnknownNameError
-from chipfit.pydantic_messages import allowed, by_name, check_value, record
 from chipfit.quantizers.grids import Grid
+from chipfit.validation import allowed, by_name, check_value, record
 
 __all__ = ["AttributeQuantizationConfig", "OpQuantizationConfig", "QuantizationConfigOptions"]
 __all__ += ["BIAS_ATTR", "FLOAT_BITWIDTH", "KERNEL_ATTR", "POSITIONAL_ATTR", "QuantizationMethod", "Signedness"]

@@ -15,8 +15,8 @@ from chipfit.mct.target_platform.from_platform import from_platform
 from chipfit.mct.target_platform.layers import name_of
 from chipfit.platform.filters import Member
 from chipfit.platform.load import load
-from chipfit.pydantic_messages import check_value, json_default
 from chipfit.registry import register
+from chipfit.validation import check_value, json_default
 
 __all__ = ["export_target_platform_capabilities", "load_target_platform_capabilities"]
 

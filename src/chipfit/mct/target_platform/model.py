@@ -21,7 +21,7 @@ from chipfit.mct.target_platform.layers import members_of_set
 from chipfit.mct.target_platform.to_platform import build_platform
 from chipfit.platform.filters import Member
 from chipfit.platform.schema import Math, Platform
-from chipfit.pydantic_messages import Name, arguments, record
+from chipfit.validation import Name, arguments, record
 
 __all__ = ["Fusing", "OperatorSetConcat", "OperatorSetGroup", "OperatorsSet", "TargetPlatformModel"]
 __all__ += ["get_default_quantization_config_options"]

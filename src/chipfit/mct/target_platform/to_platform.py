@@ -8,8 +8,8 @@ from chipfit.mct.target_platform import configs
 from chipfit.operators.table import OPS
 from chipfit.platform.filters import Member
 from chipfit.platform.schema import Format, Fuse, OpRule, Option, Placement, Platform, Rule
-from chipfit.pydantic_messages import translate_errors
 from chipfit.quantizers.grids import all_codes
+from chipfit.validation import translate_errors
 
 #: operators that pass quantized values on if their results have no quantizer: pass-through operators, and a few more
 _CARRYING = {o for o, facts in OPS.items() if facts.moves} | {"ArgMax", "Cast", "Pad", "Size"}

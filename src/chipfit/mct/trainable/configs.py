@@ -12,10 +12,10 @@ from pydantic import BeforeValidator
 from chipfit.errors import ConfigError
 from chipfit.mct.target_platform.configs import Bits, Flag, Method, QuantizationMethod
 from chipfit.mct.trainable.constants import LUT_VALUES, MIN_THRESHOLD, RANGE_MAX, RANGE_MIN, SIGNED, THRESHOLD
-from chipfit.pydantic_messages import Positive, check_value, json_default, record
 from chipfit.quantizers.algorithm import MOST_BITS
 from chipfit.quantizers.inferable import LUT_BITS, parameters, symmetric, uniform
 from chipfit.quantizers.stored import Stored
+from chipfit.validation import Positive, check_value, json_default, record
 
 __all__ = ["TrainableQuantizerActivationConfig", "TrainableQuantizerCandidateConfig", "TrainableQuantizerWeightsConfig"]
 

@@ -10,7 +10,7 @@ import pytest
 from pydantic import Field
 
 from chipfit.errors import ConfigError, ModelingError, UnknownNameError
-from chipfit.pydantic_messages import Number, allowed, arguments, check_value, record
+from chipfit.validation import Number, allowed, arguments, check_value, record
 
 
 @record(ConfigError)
@@ -35,24 +35,20 @@ def test_a_record_has_positional_arguments_and_keeps_the_type_of_numbers():
 
 
 @pytest.mark.parametrize(
-    ("make", "option", "text"),
+    ("make", "text"),
     [
-        (lambda: Options("yes"), "on", "of the wrong type. Got: 'yes' of type str. Allowed: True or False."),
-        (lambda: Options(ratio=True), "ratio", "of the wrong type. Got: True of type bool. Allowed: a number."),
-        (
-            lambda: Options(names=[]),
-            "names",
-            "of the wrong type. Got: [] of type list. Allowed: a list that is not empty.",
-        ),
-        (lambda: Options(names=["a", 3]), "names[1]", "of the wrong type. Got: 3 of type int"),
-        (lambda: Options(share=-1), "share", "out of bounds. Got: -1 of type int. Allowed: a number that is at"),
-        (lambda: setattr(Options(), "on", 1), "on", "of the wrong type"),
+        (lambda: Options("yes"), "'on' must be True or False. Where: Options. Got: 'yes'."),
+        (lambda: Options(ratio=True), "'ratio' must be a number. Where: Options. Got: True."),
+        (lambda: Options(names=[]), "'names' must be a list that is not empty. Where: Options. Got: []."),
+        (lambda: Options(names=["a", 3]), "'names.1' must be text. Where: Options, key names.1. Got: 3."),
+        (lambda: Options(share=-1), "'share' must be a number that is at least 0. Where: Options. Got: -1."),
+        (lambda: setattr(Options(), "on", 1), "'on' must be True or False. Where: Options. Got: 1."),
     ],
 )
-def test_invalid_values_are_named_with_allowed_ones(make, option, text):
+def test_invalid_values_are_named_with_allowed_ones(make, text):
     with pytest.raises(ConfigError) as e:
         make()
-    assert f"'{option}' of Options is {text}" in str(e.value)
+    assert str(e.value) == text
 
 
 def test_unknown_names_list_similar_ones():
@@ -84,14 +80,14 @@ def test_arguments_of_a_constructor_are_validated_by_their_annotations():
             self.numbers = numbers
 
     assert Many(1, 2).numbers == (1, 2)
-    with pytest.raises(ModelingError, match="'numbers' of .*Many is of the wrong type. Got: 'a' of type str"):
+    with pytest.raises(ModelingError, match="'numbers' must be an integer. Where: .*Many. Got: 'a'"):
         Many(1, 2, "a")
-    with pytest.raises(ModelingError, match="'word' of .*Many is of the wrong type. Got: 3"):
+    with pytest.raises(ModelingError, match="'word' must be text. Where: .*Many. Got: 3"):
         Many(word=3)
 
 
 def test_a_type_may_describe_its_allowed_values():
     even = Annotated[int, Field(multiple_of=2), allowed("an even number")]
     assert check_value(even, 4, ConfigError, "Thing", "size") == 4
-    with pytest.raises(ConfigError, match="'size' of Thing is of the wrong type. Got: 3 of .* Allowed: an even number"):
+    with pytest.raises(ConfigError, match="'size' is not understood. Where: Thing. Got: 3. Allowed: an even number"):
         check_value(even, 3, ConfigError, "Thing", "size")
