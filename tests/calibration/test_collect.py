@@ -254,3 +254,5 @@ def test_only_places_with_words_count_and_all_do_where_a_mask_holds_none():
         found = collect(graph, [[torch.tensor(mask), x]], tensors=tensors)
         assert (found["x"].low, found["x"].high) == ends == (-found["z"].high, -found["z"].low)
         assert (found["y"].low, found["y"].high, found["y"].count) == (3, 17, 4)
+    alone = collect(graph, [[torch.tensor([[1]]), x[:1, :1]]], tensors=tensors)["x"]  # one place of one sample
+    assert (alone.low, alone.high) == (1, 2)

@@ -234,34 +234,6 @@ def test_a_model_that_knows_the_shape_of_its_input_is_asked(shape, x, words):
 # ---------------------------------------------------------------- the values and the form of data
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        [X[:1]],
-        X,
-        lambda: (X for _ in range(2)),
-        [X, X[:1]],
-        torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y), batch_size=2),
-    ],
-    ids=["one sample", "a tensor", "a generator function", "a smaller last batch", "a data loader with labels"],
-)
-def test_data_in_any_usual_form_are_calibrated_and_verified_with(data):
-    made = quantized(NET, data).verify(data)
-    assert made.exact and made.samples > 0
-
-
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
-        ([torch.full((2, 3, 8, 8), float("inf"))], "NaN or infinite values in input 'input'"),
-        ([X, torch.randn(2, 5, 8, 8)], r"\[2, 5, 8, 8\].*'batch', 3, 8, 8"),
-    ],
-)
-def test_data_that_cannot_be_used_are_refused(data, words):
-    with pytest.raises(DataError, match=words):
-        quantized(NET, data, example=X)
-
-
 def test_an_error_of_the_users_own_data_is_passed_on_as_it_is():
     def broken():
         yield X

@@ -25,8 +25,3 @@ def test_padding_sets_no_range_and_that_is_said():
     found = padded.stats["embedding"]
     assert found.high < 10 and found.count == 8 * (32 * 6 - 16 * 2)
     assert "calibration leaves out what 'attention_mask' says is padding" in padded.plan.rewrites
-
-
-def test_without_a_mask_every_place_counts():
-    plain = words(lambda m, input_ids, attention: mean_of_words(m, input_ids, attention))
-    assert plain.stats["embedding"].high == 100

@@ -98,16 +98,6 @@ def test_statistics_move_once_a_step_or_never(strategy):
     assert bn.num_batches_tracked == expected.num_batches_tracked
 
 
-@pytest.mark.parametrize("kind", ["conv", "bias"])
-def test_folded_up_front_nothing_is_left_of_the_batch_norm(kind):
-    layer, bn, _ = pair(kind)
-    module = FoldedBatchNorm(layer, bn, 0)
-    assert {n for n, _ in module.named_parameters()} == {"layer.weight", "layer.bias"}
-    k = bn.weight / torch.sqrt(bn.running_var + bn.eps)
-    b = bn.bias - k * bn.running_mean + (k * layer.bias if layer.bias is not None else 0)
-    torch.testing.assert_close(module.layer.bias, b, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_gamma_of_zero_gives_beta_and_finite_gradients(strategy, kind):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from fractions import Fraction
-
 import pytest
 import torch
 
@@ -12,7 +9,6 @@ from chipfit.frameworks.torch.modules import fake_quantize_ste
 from chipfit.quantizers.grids import Grid, fake_quantize, quantize
 from chipfit.quantizers.rounding import ROUNDINGS
 from chipfit.ranges import choose
-from chipfit.simulate.requantize import requantize, shift
 
 #: rule -> what -2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 0.7 and -0.7 become
 KEPT_BY_USER = {
@@ -51,38 +47,6 @@ def test_the_number_before_a_half_is_no_half():
     below = torch.tensor([0.49999997, -0.49999997, 8388607.5])  # adding 0.5 in float32 would reach the next integer
     assert ROUNDINGS["half_away"](below).tolist() == [0, 0, 8388608]
     assert ROUNDINGS["half_up"](below).tolist() == [0, 0, 8388608]
-
-
-@pytest.mark.parametrize("rule", KEPT_BY_USER)
-def test_shifts_of_integers_round_alike(rule):
-    def on_paper(v: Fraction) -> int:
-        down, half = math.floor(v), Fraction(1, 2)
-        if rule == "floor" or v == down:
-            return down
-        if rule == "trunc":
-            return math.trunc(v)
-        if v - down != half:
-            return down + (v - down > half)
-        return {"half_up": down + 1, "half_away": down + (v > 0), "half_even": down + down % 2}[rule]
-
-    x = torch.arange(-40, 41)
-    for by in (0, 1, 2, 4):
-        want = [on_paper(Fraction(int(v), 1 << by)) for v in x]
-        assert shift(x, torch.tensor(by), rule).tolist() == want
-
-
-@pytest.mark.parametrize("rule", KEPT_BY_USER)
-def test_accumulators_requantize_by_the_rule(rule):
-    acc, half = torch.tensor([-5, -3, -1, 1, 3, 5]), torch.tensor(0.5)
-    assert requantize(acc, half, {"form": "float", "round": rule}).tolist() == KEPT_BY_USER[rule][:6]
-    assert requantize(acc, half, {"form": "q31", "round": rule, "passes": 1}).tolist() == KEPT_BY_USER[rule][:6]
-
-
-def test_two_passes_round_the_high_half_up_first():
-    third = torch.tensor(0.125)  # m = 2^30, e = -2: the doubled high half of -4 m is -2, a quarter of it -0.5
-    acc = torch.tensor([-4, 4, 12])
-    found = {r: requantize(acc, third, {"form": "q31", "round": r, "passes": 2}).tolist() for r in KEPT_BY_USER}
-    assert found == {r: [KEPT_BY_USER[r][2], KEPT_BY_USER[r][3], KEPT_BY_USER[r][4]] for r in KEPT_BY_USER}
 
 
 def test_a_range_is_searched_for_the_rule_that_the_chip_has():

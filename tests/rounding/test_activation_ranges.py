@@ -53,15 +53,15 @@ def test_ranges_of_few_bits_are_free_where_no_rule_says_them():
 
 def test_only_activations_that_vary_are_placed_anew():
     plan = plan_of(x=A4, y=A4)  # one never changes, of the other nothing is known
-    assert with_weighted_ranges(None, plan, {"x": TensorStats("x", 1.0, 1.0)}, []) is plan
+    assert with_weighted_ranges(None, plan, {"x": TensorStats("x", 1.0, 1.0)}, [], seed=0) is plan
 
 
-def placed(monkeypatch, plan, weighed, *seed, **stats):
+def placed(monkeypatch, plan, weighed, **stats):
     """The plan by errors that are weighed like this, and what importance was asked of."""
     asked = []
     monkeypatch.setattr(gptq, "importance", lambda graph, *given: asked.append(given) or weighed)
     known = {n: TensorStats(n, low, high) for n, (low, high) in stats.items()}
-    return with_weighted_ranges("network", plan, known, "batches", *seed), asked
+    return with_weighted_ranges("network", plan, known, "batches", seed=5), asked
 
 
 #: multiples of a fifth up to 3 matter, the greatest value hardly
@@ -74,7 +74,7 @@ FIFTHS = Sample(
 
 def test_a_range_serves_the_values_whose_errors_matter(monkeypatch):
     plan = plan_of(x=A4, y=A4, z=A4, float_edges={("x", "n")})
-    new, (asked,) = placed(monkeypatch, plan, {"x": FIFTHS}, 5, x=(0.0, 9.0), y=(-1.0, 1.0))
+    new, (asked,) = placed(monkeypatch, plan, {"x": FIFTHS}, x=(0.0, 9.0), y=(-1.0, 1.0))
     edges, names, stats, batches, seed = asked
     assert (edges, names, batches, seed) == (plan.float_edges, ["x", "y"], "batches", 5) and set(stats) == {"x", "y"}
     assert float(new["x"].scale) == pytest.approx(0.2, rel=5e-3) and new["x"].scale.shape == ()
@@ -87,8 +87,8 @@ def test_a_range_serves_the_values_whose_errors_matter(monkeypatch):
 def test_a_range_that_a_rule_of_the_platform_forbids_is_not_taken(low, moves, monkeypatch):
     rule = ScaleBound(op="Add", terms=(("x", 1),), low=low)
     plan: Plan = replace(plan_of(x=A4), limits=(rule,))
-    new, ((*_, seed),) = placed(monkeypatch, plan, {"x": FIFTHS}, x=(0.0, 9.0))
-    assert (new is plan) is not moves and seed == 0
+    new, _ = placed(monkeypatch, plan, {"x": FIFTHS}, x=(0.0, 9.0))
+    assert (new is plan) is not moves
 
 
 def test_where_all_values_matter_alike_the_range_is_that_of_the_least_squares(monkeypatch):

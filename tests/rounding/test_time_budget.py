@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
 
-import chipfit
 from chipfit import Settings
 from chipfit.rounding.gptq import LONG_ROW
 from chipfit.rounding.methods import gptq
@@ -62,13 +63,6 @@ def test_more_time_means_more_work_and_the_plan_holds_how_much(monkeypatch):
     assert not all(torch.equal(weights[k], w) for k, w in much.graph.weights.items())
 
 
-def test_too_little_time_is_said_and_the_least_work_done(monkeypatch):
-    monkeypatch.setattr(gptq, "multiplications_per_second", lambda: 1.0)
-    result = fitted(seconds=1.0)
-    assert steps(result) == {"rounding_images": 16, "rounding_samples": 256}
-    assert any(n.startswith("warning: rounding is expected to take") for n in result.plan.rewrites)
-
-
 @pytest.mark.parametrize("images, used", [(1000, 256), (200, 200), (20, 20)])
 def test_the_first_step_that_fits_into_the_time_is_taken(images, used, monkeypatch):
     """Of 40 multiplications a second a quarter is reached: 10."""
@@ -93,15 +87,16 @@ def cost(*nodes, images=10, positions=256, k=2, o=2):
     return count_multiplications(graph, plan_of(w=stored(bits=4)), images, positions)
 
 
-@pytest.mark.parametrize(
-    "images, positions, read", [(1, 9, 36), (10, 9, 54), (10, 53, 54), (10, 55, 55), (10, 999, 360)]
-)
+@pytest.mark.parametrize("images, positions, read", [(1, 9, 1), (10, 3, 4), (10, 5, 5), (10, 99, 10)])
 def test_as_many_positions_are_read_as_there_are_weights_twice(images, positions, read):
-    graph = chipfit.capture(sequential(nn.Conv2d(3, 8, 3)), (torch.zeros(2, 3, 8, 8),))
-    k, o = 27, 8
-    plan = plan_of({"0.weight": "weight"}, **{"0.weight": stored(bits=4)})
-    fit = read * k * (k + o) + k**3 + 5 * o * k * k
-    assert count_multiplications(graph, plan, images, positions) == 2 * images * 36 * k * o + fit
+    fit = read * 2 * 4 + 2**3 + 5 * 2 * 2**2
+    assert cost("y = Linear(x, w, -)", images=images, positions=positions) == 2 * images * 4 + fit
+
+
+def test_each_step_down_the_ladder_is_less_work_in_powers_of_two():
+    steps = [(images or 1 << 20, positions) for images, positions in gptq.LADDER]
+    assert all(n & (n - 1) == 0 for step in steps for n in step)
+    assert all(a * b > c * d and a >= c and b >= d for (a, b), (c, d) in itertools.pairwise(steps))
 
 
 def test_operators_that_stay_in_float_or_read_no_data_are_run_and_not_fitted():

@@ -166,12 +166,6 @@ def test_a_damaged_network_is_refused(added, change, words):
         LiteRt(changed(added[1], change))
 
 
-def test_what_is_no_model_is_refused(tmp_path):
-    (tmp_path / "m.tflite").write_bytes(b"\x00" * 4 + b"TFL4" + b"\x00" * 16)
-    with pytest.raises(RuntimeUnavailable, match="TFL3 is missing"):
-        LiteRt(tmp_path / "m.tflite")
-
-
 def test_a_file_whose_root_lies_beyond_it_is_refused(added):
     content = bytearray(added[1].read_bytes())
     content[0:4] = (0x80000000).to_bytes(4, "little")

@@ -141,7 +141,7 @@ def importance(
     names: Collection[str],
     stats: Mapping[str, TensorStats],
     batches: Iterable[Batch],
-    seed: int = 0,
+    seed: int,
 ) -> dict[str, Tensor | Sample]:
     """Return squared gradients of weights, and of activations as histograms, from one forward and backward pass.
 

@@ -91,9 +91,9 @@ class SequentialReconstruction(SampleStreams):
         self,
         graph: Graph,
         plan: Plan,
-        settings: GptqSettings = GptqSettings(),
-        searched: Collection[str] = (),
-        seed: int = 0,
+        settings: GptqSettings,
+        searched: Collection[str],
+        seed: int,
         memory: int = MEMORY,
     ) -> None:
         super().__init__(replace(plan, tensors=dict(plan.tensors)), memory)

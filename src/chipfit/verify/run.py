@@ -165,9 +165,10 @@ class Comparator:
 
     def parts(self, inputs: list[Tensor], label: Tensor | None) -> list[tuple[list[Tensor], Tensor | None]]:
         """Cut a batch, if it may be cut, behind the last sample that the end-to-end simulation runs on."""
-        first = (self.freely or 0) - self.out.freely
-        whole = label is not None or hasattr(self.device, "part")  # a file of a fixed batch cuts it itself
-        if whole or not 0 < first < count_splittable(self.graph, inputs):
+        if label is not None or self.freely is None or hasattr(self.device, "part"):  # a file may cut batches itself
+            return [(inputs, label)]
+        first = self.freely - self.out.freely
+        if not 0 < first < count_splittable(self.graph, inputs):
             return [(inputs, label)]
         return [([x[:first] for x in inputs], None), ([x[first:] for x in inputs], None)]
 

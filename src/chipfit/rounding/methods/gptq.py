@@ -102,7 +102,7 @@ def free_low_bit_activations(plan: Plan) -> list[str]:
 
 
 def with_weighted_ranges(
-    graph: Graph, plan: Plan, stats: Mapping[str, TensorStats], batches: Iterable[Batch], seed: int = 0
+    graph: Graph, plan: Plan, stats: Mapping[str, TensorStats], batches: Iterable[Batch], seed: int
 ) -> Plan:
     """Return the plan with ranges of the least sum of (g^2 + 0.3 mean g^2) (Q(x) - x)^2 for activations of few bits.
 

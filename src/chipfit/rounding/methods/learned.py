@@ -108,7 +108,7 @@ class BlockReconstruction(SampleStreams):
         plan: of both; it stays valid.
     """
 
-    def __init__(self, graph: Graph, start: Graph, plan: Plan, method: Learned, seed: int = 0) -> None:
+    def __init__(self, graph: Graph, start: Graph, plan: Plan, method: Learned, seed: int) -> None:
         super().__init__(plan)
         self.graph, self.start, self.out, self.method = graph, start, start.copy(), method
         self.out.weights = {k: w.detach().clone() for k, w in start.weights.items()}  # autograd may save them
