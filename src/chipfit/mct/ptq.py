@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from chipfit import pipeline
+from chipfit.calibration.data import iterate, no_data
 from chipfit.errors import ConfigError, DataError
 from chipfit.frameworks import facts_of, framework_of
 from chipfit.mct.core.config import CoreConfig, ResourceUtilization
@@ -220,16 +221,10 @@ def first_batch_of(generator: Any) -> Any:
     Raises:
         DataError: `generator` is no function without arguments, or yields nothing.
     """
-    try:
-        inspect.signature(generator).bind()
-    except (TypeError, ValueError):
-        hint = "def representative_data_gen(): yield [batch]"
+    if not callable(generator):
         what = "representative_data_gen must be a function without arguments that yields batches"
-        raise DataError(what, got=type(generator).__name__, hint=hint) from None
-    batches = generator()
-    if not isinstance(batches, Iterable) or isinstance(batches, (str, bytes)):
-        allowed = "an iterator over lists of inputs"
-        raise DataError("representative_data_gen returned no batches", got=type(batches).__name__, allowed=allowed)
-    for batch in batches:
+        hint = "def representative_data_gen(): yield [batch]"
+        raise DataError(what, got=type(generator).__name__, hint=hint)
+    for batch in iterate(generator):
         return batch
-    raise DataError("The calibration data are empty", hint="representative_data_gen must yield at least one batch")
+    raise no_data()

@@ -6,13 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from chipfit.constants import RANGE_MAX, RANGE_MIN, SIGNED, THRESHOLD
+from chipfit.constants import LUT_VALUES, RANGE_MAX, RANGE_MIN, SIGNED, THRESHOLD
 from chipfit.errors import ConfigError, UnknownNameError
 from chipfit.mct.trainable.configs import config_of, stored_of
 from chipfit.target_platform_capabilities.target_platform import QuantizationMethod
 from chipfit.trainable_infrastructure import TrainableQuantizerCandidateConfig, TrainableQuantizerWeightsConfig
 from chipfit.trainable_infrastructure import pytorch_inferable_quantizers as iq
 from tests.mct.trainable.quantizers_of_a_user import activation, weights
+
+
+TABLE = {THRESHOLD: 2.0, LUT_VALUES: [-1.0, 1.0]}
 
 
 def candidates(bits, threshold=1.0):
@@ -39,7 +42,7 @@ def test_a_uniform_grid_from_a_threshold(signed, low):
     [
         (lambda: weights(params={THRESHOLD: -1.0}), ConfigError, "not positive"),
         (lambda: weights(params={THRESHOLD: np.array([1.0, 0.0])}), ConfigError, "not positive"),
-        (lambda: weights(QuantizationMethod.LUT_POT_QUANTIZER, 9), ConfigError, "at most 8 bits"),
+        (lambda: weights(QuantizationMethod.LUT_POT_QUANTIZER, 9, TABLE), ConfigError, "at most 8 bits"),
         (lambda: weights(QuantizationMethod.LUT_POT_QUANTIZER, 4), ConfigError, "lack 'lut_values'"),
         (lambda: weights(axis=None), ConfigError, "weights_channels_axis"),
         (lambda: stored_of(weights(axis=3), (5, 2)), ConfigError, "weights_channels_axis.*axis 3 of shape .5, 2"),

@@ -86,7 +86,8 @@ def _widths(given: Any) -> tuple[int, ...]:
     return _WIDTHS.validate_python(tuple(given) if isinstance(given, (list, tuple)) else (given,), strict=True)
 
 
-Widths = Annotated[int | tuple[int, ...], PlainValidator(_widths)]
+#: one width or several
+Widths = Annotated[Any, PlainValidator(_widths)]
 
 
 @record(ModelingError, frozen=True)
@@ -156,9 +157,7 @@ class OpQuantizationConfig:
     @property
     def max_input_activation_n_bits(self) -> int:
         """The widest supported input [bit]."""
-        supported = self.supported_input_activation_n_bits
-        assert isinstance(supported, tuple)  # converted by the validator
-        return max(supported)
+        return max(self.supported_input_activation_n_bits)  # type: ignore[no-any-return]  # widths
 
     def clone_and_edit(self, attr_to_edit: Mapping[str, Mapping[str, Any]] | None = None, **changes: Any) -> Self:
         """Return a copy with other fields.
@@ -209,6 +208,22 @@ class QuantizationConfigOptions:
         """The base configuration, never None after construction."""
         assert self.base_config is not None  # set in __post_init__
         return self.base_config
+
+    def to_data(self) -> dict[str, Any]:
+        """Return the options as data of a file: a list of configurations, and the index of the base configuration."""
+        return {"options": self.quantization_config_list, "base": self.quantization_config_list.index(self.base)}
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> QuantizationConfigOptions:
+        """Return the options that data of a file describe.
+
+        Raises:
+            ModelingError: a configuration or the index is invalid.
+        """
+        configs = check_value(list[OpQuantizationConfig], data["options"], ModelingError, "a set", "options", json=True)
+        if not 0 <= (base := data.get("base", 0)) < len(configs):
+            raise ModelingError("'base' must be an index of 'options'", got=base, allowed=f"0..{len(configs) - 1}")
+        return cls(configs, configs[base])
 
     def _each(self, change: Any) -> QuantizationConfigOptions:
         made = [change(c) for c in self.quantization_config_list]

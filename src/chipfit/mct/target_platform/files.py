@@ -10,9 +10,9 @@ from typing_extensions import TypedDict
 from chipfit.errors import ModelingError
 from chipfit.files import existing_file, path_of, read_json, write_atomically
 from chipfit.mct.target_platform import capabilities, model
-from chipfit.mct.target_platform.configs import OpQuantizationConfig, QuantizationConfigOptions
-from chipfit.mct.target_platform.from_platform import from_platform
+from chipfit.mct.target_platform.configs import QuantizationConfigOptions
 from chipfit.mct.target_platform.layers import name_of
+from chipfit.mct.target_platform.targets import from_platform
 from chipfit.platform.filters import Member
 from chipfit.platform.load import load
 from chipfit.registry import register
@@ -43,6 +43,8 @@ _model = _table(
 #: the content of a file
 _file = _table(SCHEMA_VERSION=Literal[1], name=str, version=str | None, model=_model, layers=_list[_entry])
 
+_Modelled = capabilities.TargetPlatformCapabilities | model.TargetPlatformModel
+
 
 class MissingFile(ModelingError, FileNotFoundError):
     """A file does not exist."""
@@ -52,9 +54,7 @@ class NotCapabilities(ModelingError, TypeError):
     """An argument is neither capabilities nor a path."""
 
 
-def export_target_platform_capabilities(
-    tpc: capabilities.TargetPlatformCapabilities | model.TargetPlatformModel, path: str | Path
-) -> Path:
+def export_target_platform_capabilities(tpc: _Modelled, path: str | Path) -> Path:
     """Write capabilities or a model to a `.json` file; creates missing folders.
 
     Layers are written as operators and conditions, so that reading the file requires no framework.
@@ -63,7 +63,7 @@ def export_target_platform_capabilities(
         ModelingError: the suffix is not .json.
         NotCapabilities: `tpc` is neither.
     """
-    if not isinstance(tpc, (capabilities.TargetPlatformCapabilities, model.TargetPlatformModel)):
+    if not isinstance(tpc, _Modelled):
         raise NotCapabilities("tpc must be capabilities or a model", got=type(tpc).__name__)
     data = _dump(load_target_platform_capabilities(tpc))
     return write_atomically(_json_path(path), (json.dumps(data, indent=4, default=json_default) + "\n").encode())
@@ -98,8 +98,8 @@ class ModelledFiles:
     @staticmethod
     def write(what: Any, path: Path) -> Path:
         """Write any platform as capabilities."""
-        modelled = isinstance(what, (capabilities.TargetPlatformCapabilities, model.TargetPlatformModel))
-        return export_target_platform_capabilities(what if modelled else from_platform(load(what)), path)
+        tpc = what if isinstance(what, _Modelled) else from_platform(load(what))
+        return export_target_platform_capabilities(tpc, path)
 
 
 def _json_path(path: str | Path) -> Path:
@@ -117,7 +117,7 @@ def _dump(tpc: capabilities.TargetPlatformCapabilities) -> dict[str, Any]:
     m = tpc.tp_model
     described = {
         **{name: getattr(m, name) for name in ("name", "add_metadata", "is_simd_padding")},
-        "default": _dump_options(m.default_qco),
+        "default": m.default_qco.to_data(),
         "math": m.math.model_dump(mode="json", exclude_defaults=True),
         "operator_sets": [{"name": o.name, **_dump_group(o)} for o in m.operator_set],
         "fusings": [{"name": f.name, "groups": [g.name for g in f.operator_groups_list]} for f in m.fusing_patterns],
@@ -129,7 +129,7 @@ def _dump(tpc: capabilities.TargetPlatformCapabilities) -> dict[str, Any]:
 
 def _dump_group(o: model.OperatorGroup) -> dict[str, Any]:
     if isinstance(o, model.OperatorsSet):
-        return {"options": _dump_options(o.qc_options)}
+        return {"options": o.qc_options.to_data() if o.qc_options else None}
     return {"members": [m.name for m in o.members]}
 
 
@@ -138,11 +138,6 @@ def _dump_layers(o: capabilities.OperationsSetToLayers) -> dict[str, Any]:
     known = {k: {name_of(x): v for x, v in d.known_dict.items()} for k, d in o.attr_mapping.items()}
     attributes = {k: {"known": known[k], "default": d.default_value} for k, d in o.attr_mapping.items()}
     return {"set": o.name, "members": members, "attributes": attributes}
-
-
-def _dump_options(o: QuantizationConfigOptions | None) -> dict[str, Any] | None:
-    configs = () if o is None else o.quantization_config_list
-    return None if o is None else {"options": configs, "base": configs.index(o.base)}
 
 
 # ---------------------------------------------------------------- data to objects
@@ -155,15 +150,15 @@ def read(data: Mapping[str, Any]) -> capabilities.TargetPlatformCapabilities:
         ModelingError: the data are invalid or contradictory.
     """
     check_value(_file, data, ModelingError, "the file", "", json=True)
-    m = data["model"]
+    m, options_of = data["model"], QuantizationConfigOptions.from_data
     # files of earlier versions lack is_simd_padding and pad wherever there is a width
     rest: Any = {"math": m["math"], "is_simd_padding": m.get("is_simd_padding", True)}
-    with model.TargetPlatformModel(read_options(m["default"]), m["add_metadata"], m["name"], **rest) as made:
+    with model.TargetPlatformModel(options_of(m["default"]), m["add_metadata"], m["name"], **rest) as made:
         for o in m["operator_sets"]:
             if "members" in o:
                 model.OperatorSetConcat(*o["members"], name=o["name"])
             else:
-                model.OperatorsSet(o["name"], read_options(o["options"]) if o.get("options") else None)
+                model.OperatorsSet(o["name"], options_of(o["options"]) if o.get("options") else None)
         for f in m["fusings"]:
             model.Fusing(f["groups"], f["name"])
     with capabilities.TargetPlatformCapabilities(made, data["name"], data["version"]) as tpc:
@@ -172,11 +167,3 @@ def read(data: Mapping[str, Any]) -> capabilities.TargetPlatformCapabilities:
             members = check_value(list[Member], e["members"], ModelingError, f"set '{e['set']}'", "members", json=True)
             capabilities.OperationsSetToLayers(e["set"], members, mapping)
     return tpc
-
-
-def read_options(data: Mapping[str, Any]) -> QuantizationConfigOptions:
-    """Return the options that data describe: a list of configurations, and the index of the base configuration."""
-    configs = check_value(list[OpQuantizationConfig], data["options"], ModelingError, "a set", "options", json=True)
-    if not 0 <= data["base"] < len(configs):
-        raise ModelingError("'base' must be an index of 'options'", got=data["base"], allowed=f"0..{len(configs) - 1}")
-    return QuantizationConfigOptions(configs, configs[data["base"]])

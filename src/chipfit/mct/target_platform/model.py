@@ -6,7 +6,6 @@ Parts created inside `with model:` are added to it; parts created outside are ar
 from __future__ import annotations
 
 import copy
-import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, ValuesView
 from contextvars import ContextVar
@@ -151,10 +150,6 @@ class Fusing:
         mine, theirs = self.operator_groups_list, other.operator_groups_list
         starts = range(len(mine) - len(theirs) + 1)
         return any(all(a == b or b in a.members for a, b in zip(mine[i:], theirs, strict=False)) for i in starts)
-
-    def chains(self) -> list[tuple[OperatorsSet, ...]]:
-        """Return every sequence of single sets that the fusion describes."""
-        return list(itertools.product(*(g.members for g in self.operator_groups_list)))
 
     def get_info(self) -> dict[str | None, str]:
         """Return {name: "a -> b"} for printing."""

@@ -103,11 +103,9 @@ def _holds_constants(op: str) -> bool:
 def _option(c: configs.OpQuantizationConfig, formats: dict[str, Format], simd: bool) -> Option:
     kernel = _pick(c, configs.KERNEL_ATTR, "kernel", "weight", configs.POSITIONAL_ATTR)
     bias = _pick(c, configs.BIAS_ATTR, "bias")
-    supported = c.supported_input_activation_n_bits
-    assert isinstance(supported, tuple)  # converted by the configuration
     return Option(
         in_="any",
-        in_bits=supported,
+        in_bits=c.supported_input_activation_n_bits,
         w=_weight(kernel, formats),
         b=_weight(bias, formats),
         out=_activation(c, formats) if c.enable_activation_quantization else "float",

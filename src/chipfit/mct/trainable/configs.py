@@ -13,7 +13,7 @@ from chipfit.errors import ConfigError
 from chipfit.mct.target_platform.configs import Bits, Flag, Method, QuantizationMethod
 from chipfit.mct.trainable.constants import LUT_VALUES, MIN_THRESHOLD, RANGE_MAX, RANGE_MIN, SIGNED, THRESHOLD
 from chipfit.quantizers.algorithm import MOST_BITS
-from chipfit.quantizers.inferable import LUT_BITS, parameters, symmetric, uniform
+from chipfit.quantizers.inferable import parameters, symmetric, uniform
 from chipfit.quantizers.stored import Stored
 from chipfit.validation import Positive, check_value, json_default, record
 
@@ -122,8 +122,6 @@ def stored_of(config: Any, shape: tuple[int, ...] | None = None, candidate: Any 
     if per_channel and (axis is None or (shape is not None and not -len(shape) <= axis < len(shape))):
         what = "Thresholds per channel require weights_channels_axis, 0 in PyTorch, 3 in Keras"
         raise ConfigError(what, got=f"axis {axis} of shape {shape}")
-    if method.lut and bits > LUT_BITS:
-        raise ConfigError("Look-up table is too large", got=f"{bits} bits", allowed=f"at most {LUT_BITS} bits")
     signed = isinstance(config, TrainableQuantizerWeightsConfig) or bool(params.get(SIGNED, True))
     least = 2 if signed and not (method.affine or method.lut) else 1  # one signed bit has no value above 0
     if not least <= bits <= MOST_BITS:
