@@ -63,49 +63,76 @@ def is_power_of_two(x):
     return bool((torch.log2(x) == torch.log2(x).round()).all())
 
 
-# ---------------------------------------------------------------- activations
+# ---------------------------------------------------------------- single fields
 
 
-def lopsided():
-    return nn.Sequential(nn.Conv2d(3, 4, 1), nn.ELU())
+def lopsided(activation):
+    """Return a network whose weights and results are lopsided."""
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), activation)
+    with torch.no_grad():
+        net[0].weight += 0.5
+    return net
 
 
-def test_methods_of_activations():
-    pot, free = output(fit(), "Tanh"), output(fit(tanh=config(FLOAT, activation_quantization_method=SYMMETRIC)), "Tanh")
-    affine = output(fit(default=config(FLOAT, **UNIFORM), conv=config(**UNIFORM), net=lopsided), "Elu")
-    assert [is_power_of_two(t.scale) for t in (pot, free, affine)] == [True, False, False]
-    assert pot.zero_point == free.zero_point == 0 and affine.zero_point not in (-128, 0, 127)
+def by(method):
+    return {"activation_quantization_method": method}
 
 
-@pytest.mark.parametrize("method", [tp.QuantizationMethod.LUT_POT_QUANTIZER, tp.QuantizationMethod.LUT_SYM_QUANTIZER])
-def test_look_up_tables_of_activations(method):
-    result = fit(tanh=config(FLOAT, activation_quantization_method=method, activation_n_bits=3))
-    assert output(result, "Tanh").grid.kind == "lut"
-    assert is_power_of_two(output(result, "Tanh").scale) == (method is tp.QuantizationMethod.LUT_POT_QUANTIZER)
-
-
-@pytest.mark.parametrize("bits", [2, 4, 8, 16])
-def test_activation_bits(bits):
-    assert output(fit(tanh=config(FLOAT, activation_n_bits=bits)), "Tanh").grid.bits == bits
+FACTS = {
+    "stored": lambda t: t.quantized,
+    "bits": lambda t: t.grid.bits,
+    "signed": lambda t: t.grid.signed,
+    "kind": lambda t: t.grid.kind,
+    "scales": lambda t: t.scale.numel(),
+    "pot": lambda t: is_power_of_two(t.scale),
+    "symmetric": lambda t: bool((t.zero_point == 0).all()),
+}
+LUTS = tp.QuantizationMethod.LUT_POT_QUANTIZER, tp.QuantizationMethod.LUT_SYM_QUANTIZER
+SIGNED, UNSIGNED, AUTO = tp.Signedness.SIGNED, tp.Signedness.UNSIGNED, tp.Signedness.AUTO
+CHOICES = [config(kernel(b)) for b in (8, 4, 2)]
+ELU = {"net": lambda: lopsided(nn.ELU()), "conv": config(**UNIFORM), "default": config(FLOAT, **UNIFORM)}
 
 
 @pytest.mark.parametrize(
-    ("word", "signed"),
+    ("chip", "tensor", "facts"),
     [
-        (tp.Signedness.SIGNED, True),
-        (tp.Signedness.UNSIGNED, False),
-        (tp.Signedness.AUTO, True),
-        (True, True),
-        (False, False),
+        *(({"tanh": config(FLOAT, activation_n_bits=b)}, "Tanh", {"bits": b}) for b in (2, 4, 8, 16)),
+        ({}, "Tanh", {"pot": True, "symmetric": True}),
+        ({"tanh": config(FLOAT, **by(SYMMETRIC))}, "Tanh", {"pot": False, "symmetric": True}),
+        (ELU, "Elu", {"pot": False, "symmetric": False}),
+        ({"tanh": config(FLOAT, **by(LUTS[0]), activation_n_bits=3)}, "Tanh", {"kind": "lut", "pot": True}),
+        ({"tanh": config(FLOAT, **by(LUTS[1]), activation_n_bits=3)}, "Tanh", {"kind": "lut", "pot": False}),
+        *(({"tanh": config(FLOAT, signedness=s)}, "Tanh", {"signed": True}) for s in (SIGNED, AUTO, True)),
+        *(({"tanh": config(FLOAT, signedness=s)}, "Tanh", {"signed": False}) for s in (UNSIGNED, False)),
+        ({"net": lambda: lopsided(nn.ReLU())}, "Relu", {"signed": False}),  # data without a sign
+        *(({"conv": config(kernel(b))}, "conv.weight", {"bits": b}) for b in (2, 3, 4, 8)),
+        ({"conv": config(kernel(2))}, "fc.weight", {"bits": 8}),
+        ({"conv": config(kernel(8, POT))}, "conv.weight", {"pot": True, "symmetric": True, "scales": 6}),
+        ({}, "conv.weight", {"pot": False, "symmetric": True, "scales": 6}),
+        ({**ELU, "conv": config(kernel(8, AFFINE))}, "0.weight", {"pot": False, "symmetric": False}),
+        ({"conv": config(kernel(weights_per_channel_threshold=False))}, "conv.weight", {"scales": 1}),
+        ({"conv": config(FLOAT)}, "conv.weight", {"stored": False}),
+        ({"conv": config(FLOAT)}, "fc.weight", {"stored": True}),
+        ({}, "conv.bias", {"stored": False}),
+        ({"conv": config(bias=WIDE)}, "conv.bias", {"bits": 32}),
+        (  # an attribute without an entry has the default configuration
+            {"conv": config(default_weight_attr_config=kernel(4), attr_weights_configs_mapping={BIAS_ATTR: FLOAT})},
+            *("conv.weight", {"bits": 4}),
+        ),
+        *(
+            ({"conv": tp.QuantizationConfigOptions(CHOICES, c)}, "conv.weight", {"bits": b})
+            for c, b in zip(CHOICES, (8, 4, 2))
+        ),
     ],
+    ids=str,
 )
-def test_signedness(word, signed):
-    assert output(fit(tanh=config(FLOAT, signedness=word)), "Tanh").grid.signed is signed
+def test_each_field_decides_how_a_tensor_is_stored(chip, tensor, facts):
+    result = fit(**chip)
+    t = result.plan.tensors.get(tensor) or output(result, tensor)
+    assert {name: FACTS[name](t) for name in facts} == facts
 
 
-def test_automatic_signedness_of_non_negative_data_is_unsigned():
-    result = fit(net=lambda: nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()))
-    assert output(result, "Relu").grid.signed is False
+# ---------------------------------------------------------------- activations
 
 
 def test_fixed_scale_and_zero_point():
@@ -178,68 +205,25 @@ def test_a_producer_without_a_supported_width_is_an_error():
 # ---------------------------------------------------------------- weights
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_weight_bits(bits, tmp_path):
-    result = fit(conv=config(kernel(bits)))
-    assert weight(result).grid.bits == bits
-    assert weight(result, "fc").grid.bits == 8
+def test_codes_of_weights_are_written_into_files(tmp_path):
+    result = fit(conv=config(kernel(3)))
     stored = {i.name: numpy_helper.to_array(i) for i in onnx.load(result.export(tmp_path / "m.onnx")).graph.initializer}
     codes = next(v for k, v in stored.items() if "conv" in k and v.ndim == 4)
-    assert int(abs(codes.astype(int)).max()) <= 1 << bits - 1
-    assert codes.dtype != "float32"
+    assert int(abs(codes.astype(int)).max()) <= 4 and codes.dtype != "float32"
 
 
-@pytest.mark.parametrize("method", [POT, SYMMETRIC, AFFINE])
-def test_weight_methods(method):
-    def net():
-        m = Net()
-        with torch.no_grad():
-            m.conv.weight += 0.1  # lopsided
-        return m
-
-    t = weight(fit(conv=config(kernel(8, method)), net=net))
-    assert is_power_of_two(t.scale) == (method is POT) and bool((t.zero_point == 0).all()) == (method is not AFFINE)
-
-
-def test_weights_per_tensor_and_per_channel():
-    per_tensor = config(kernel(weights_per_channel_threshold=False))
-    assert weight(fit()).scale.shape == (6,) and weight(fit(conv=per_tensor)).scale.shape == ()
-
-
-def test_disabled_weights_stay_in_float():
-    result = fit(conv=config(FLOAT))
-    assert not weight(result).quantized
-    assert weight(result, "fc").quantized
-
-
-def test_each_weight_attribute_has_its_own_configuration():
-    assert not weight(fit(), "conv", "bias").quantized
-    assert weight(fit(conv=config(bias=WIDE)), "conv", "bias").grid.bits == 32
-
-
-def test_attributes_without_an_entry_have_the_default_configuration():
-    four = config(default_weight_attr_config=kernel(4), attr_weights_configs_mapping={BIAS_ATTR: FLOAT})
-    assert weight(fit(conv=four)).grid.bits == 4
-
-
-@pytest.mark.parametrize("method", [tp.QuantizationMethod.LUT_POT_QUANTIZER, tp.QuantizationMethod.LUT_SYM_QUANTIZER])
+@pytest.mark.parametrize("method", LUTS)
 @pytest.mark.parametrize("value_bits", [4, 8])
 def test_bits_of_the_entries_of_look_up_tables(method, value_bits):
     t = weight(fit(conv=config(kernel(3, method, lut_values_bitwidth=value_bits))))
-    assert t.grid.kind == "lut"
-    entries = torch.as_tensor(t.grid.table).double() if t.grid.table is not None else t.scale
-    assert entries.abs().max() <= 1 << value_bits - 1
-    assert (entries == entries.round()).all()
-    assert entries.shape[-1] <= 8
-    assert is_power_of_two(t.scale) == (method is tp.QuantizationMethod.LUT_POT_QUANTIZER)
+    entries = torch.as_tensor(t.grid.table).double()
+    assert t.grid.kind == "lut" and len(entries) <= 8 and is_power_of_two(t.scale) == (method is LUTS[0])
+    assert entries.abs().max() <= 1 << value_bits - 1 and (entries == entries.round()).all()
 
 
-def test_the_base_configuration_is_used_and_the_others_are_choices():
-    choices = [config(kernel(b)) for b in (8, 4, 2)]
-    for base, bits in zip(choices, (8, 4, 2), strict=True):
-        assert weight(fit(conv=tp.QuantizationConfigOptions(choices, base_config=base))).grid.bits == bits
-    result = fit(conv=options(*choices))
-    assert weight(result.edit({"conv": {"bits": 4}})).grid.bits == 4
+def test_configurations_beside_the_base_are_choices():
+    result = fit(conv=options(*CHOICES))
+    assert weight(result.edit({"conv": {"bits": 2}})).grid.bits == 2
     with pytest.raises(UnsupportedError, match="2, 4, 8"):
         result.edit({"conv": {"bits": 6}})
 

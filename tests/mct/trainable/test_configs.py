@@ -14,7 +14,6 @@ from chipfit.trainable_infrastructure import TrainableQuantizerCandidateConfig, 
 from chipfit.trainable_infrastructure import pytorch_inferable_quantizers as iq
 from tests.mct.trainable.quantizers_of_a_user import activation, weights
 
-
 TABLE = {THRESHOLD: 2.0, LUT_VALUES: [-1.0, 1.0]}
 
 
