@@ -22,7 +22,7 @@ from chipfit.calibration.collect import TensorStats
 from chipfit.decide import scales, statistics
 from chipfit.decide.assignment import assign
 from chipfit.decide.constraints import tie_groups
-from chipfit.decide.requantize import requantize
+from chipfit.decide.insertions import requantize
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.passes.fuse import fuse
 from chipfit.plan.record import Plan
@@ -79,8 +79,9 @@ def decide(graph: Graph, platform: Platform) -> Plan:
     overrides = {n.name: {"rule": "no_clipping"} for n in graph.nodes}
     graph, _ = requantize(graph, platform, assign(graph, platform, groups, overrides))
     assignment = assign(graph, platform, groups, overrides)
-    stats = {name: TensorStats(name, -1.0, 1.0, batches=1) for name in statistics.needs(assignment, "no_clipping")}
-    tensors = scales.choose(graph, assignment, stats, rule="no_clipping", weight_rule="no_clipping")
+    rules = statistics.RangeRules(rule="no_clipping", weight_rule="no_clipping")
+    stats = {name: TensorStats(name, -1.0, 1.0, batches=1) for name in statistics.needs(assignment, rules)}
+    tensors = scales.choose(graph, assignment, stats, rules)
     plan = Plan(
         tensors=tensors,
         nodes=dict(assignment.nodes),

@@ -55,7 +55,9 @@ class Steps:
         )
 
     def plan(self, rule: str = "mse") -> Plan:
-        tensors = scales.choose(self.graph, self.assignment, self.stats, rule=rule, weight_rule=rule)
+        tensors = scales.choose(
+            self.graph, self.assignment, self.stats, statistics.RangeRules(rule=rule, weight_rule=rule)
+        )
         a = self.assignment
         return Plan(tensors=tensors, nodes=dict(a.nodes), groups=a.groups, float_edges=frozenset(a.float_edges))
 
@@ -87,7 +89,7 @@ def begin(
 ) -> Steps:
     graph, target = model if isinstance(model, Graph) else captured(model, x), load(platform)
     assignment = _decide(graph, target, bits)
-    stats = collect(graph, [[x]], tensors=with_means(graph, statistics.needs(assignment, "mse")))
+    stats = collect(graph, [[x]], tensors=with_means(graph, statistics.needs(assignment)))
     return Steps(graph, target, x, assignment, stats, bits)
 
 

@@ -18,7 +18,7 @@ def trial_settings(d: Decision) -> tuple[Settings, Settings]:
     """Return the settings with the corrections that few bits ask for, and those with the rewrites to try besides."""
     bits = [s.format.bits for s in d.assignment.tensors.values() if s.role == "weight"]
     resolved, _ = steps.resolve_defaults(d.settings, bits, name_of(d.rules.weight_rule), True)
-    return resolved, steps.add_trials(resolved, d.graph, d.assignment)
+    return resolved, steps.add_trials(d, resolved)
 
 
 def adapt_and_scale(d: Decision, batches: steps.Batches) -> Decision:
@@ -37,7 +37,7 @@ def _adapted(d: Decision, settings: Settings, batches: steps.Batches) -> Decisio
     start, notes = d, list[str]()
     d = replace(d, settings=settings)
     if steps.enabled(settings, "adapt"):
-        graph, stats, notes = steps.adapt(d.graph, d.assignment, dict(d.stats or {}), d.platform, settings, batches)
+        graph, stats, notes = steps.adapt(d, batches)
         d = decide(replace(d, graph=graph, stats=stats))
     d, why = _with_execution(d)
     d = choose_scales(with_declared_statistics(d, batches))
@@ -46,12 +46,12 @@ def _adapted(d: Decision, settings: Settings, batches: steps.Batches) -> Decisio
 
 def _with_execution(d: Decision) -> tuple[Decision, list[str]]:
     """Choose what kernels that can run in several ways do, and decide again; return the notes besides."""
-    execution, why = steps.choose_execution(d.graph, d.assignment, dict(d.stats or {}), d.platform, d.settings)
+    execution, why = steps.choose_execution(d)
     if not execution:
         return d, []
     other = decide(replace(d, execution=execution))
     stored = {name for name, s in other.assignment.tensors.items() if s.role == "activation"}
-    if new := sorted(stored - {*(d.stats or {}), *d.assignment.tensors}):
+    if new := sorted(stored - {*d.stats, *d.assignment.tensors}):
         return d, [f"kernels output quantized values: float outputs would need statistics of '{new[0]}'"]
     return other, why
 

@@ -13,14 +13,14 @@ from typing import Any
 
 from chipfit import steps
 from chipfit.calibration.collect import TensorStats
-from chipfit.decide import scales, statistics
+from chipfit.decide import scales
 from chipfit.decide.assignment import Assignment, assign
 from chipfit.decide.constraints import tie_groups
-from chipfit.decide.dynamic import with_dynamic, without_dynamic
+from chipfit.decide.insertions import requantize, with_dynamic, without_dynamic
 from chipfit.decide.legality import plan_limits
 from chipfit.decide.override_effects import unapplied_overrides, unmet_io_formats
 from chipfit.decide.overrides import Overrides, override_entries, resolve_overrides, with_results
-from chipfit.decide.requantize import requantize
+from chipfit.decide.statistics import DEFAULT_RULES, RangeRules, declared
 from chipfit.errors import NothingQuantizedError
 from chipfit.graph.ir import Graph
 from chipfit.graph.linear import is_linear
@@ -29,20 +29,11 @@ from chipfit.passes.shift_negative import fuse_shifts
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from chipfit.platform.match import fusions, sets_of
 from chipfit.platform.schema import Platform
-from chipfit.ranges import Rule
+from chipfit.registry import lookup
 from chipfit.settings import DEFAULT_SETTINGS, Settings
 
 #: reasons that a refusal to quantize lists
 _MOST_REASONS = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class RangeRules:
-    """The range rules of tensors without a rule of their own among the overrides."""
-
-    rule: Rule = "mse"  #: range rule of activations
-    weight_rule: Rule = "mse"  #: range rule of weights
-    z_threshold: float | None = None  #: outliers that ranges of activations ignore [standard deviations]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +46,12 @@ class Decision:
     overrides: Overrides | None = None  #: as the user gave them
     widths: tuple[tuple[str, Any], ...] = ()  #: bits that a search chose, as further overrides by node name
     settings: Settings = DEFAULT_SETTINGS
-    rules: RangeRules = RangeRules()
+    rules: RangeRules = DEFAULT_RULES
     seed: int = 0
     #: first node of a kernel with several ways to run -> "codes", "float" or "whole"; see `steps.choose_execution`
     execution: Mapping[str, str] = field(default_factory=dict)
     assignment: Assignment = field(default_factory=Assignment)  #: from `decide`
-    stats: Mapping[str, TensorStats] | None = None  #: from calibration, by activation; None before it
+    stats: Mapping[str, TensorStats] = field(default_factory=dict)  #: from calibration, by activation
     tensors: Mapping[str, TensorPlan] = field(default_factory=dict)  #: from `choose_scales`
     warnings: tuple[str, ...] = ()  #: signs that the data do not suit the network
     rewrites: tuple[str, ...] = ()  #: notes of rewrites: made or refused
@@ -128,7 +119,7 @@ def _assigned(d: Decision) -> Decision:
     groups, notes = fuse(graph, fusions(platform), lambda n: sets_of(platform.sets, n.op, n.layer_type, n.config))
     overrides = with_results(resolve_overrides(graph, d.all_overrides), d.execution)
     assignment = assign(graph, platform, fuse_shifts(graph, groups), overrides)
-    assignment, more = steps.adjust_formats(graph, assignment, platform, d.settings)
+    assignment, more = steps.adjust_formats(replace(d, assignment=assignment))
     return replace(d, assignment=assignment, notes=(*notes, *more))
 
 
@@ -148,13 +139,18 @@ def refuse_all_float(d: Decision) -> Decision:
 
 
 def with_declared_statistics(d: Decision, batches: steps.Batches) -> Decision:
-    """Collect the statistics that range rules declare, of tensors that do not have theirs yet.
+    """Collect the statistics that range rules declare, of tensors that do not have theirs yet; weights get entries too.
 
     Args:
         batches: of graph inputs; read only where a rule declares a statistic.
     """
-    rules = {"rule": d.rules.rule, "weight_rule": d.rules.weight_rule}
-    stats = statistics.with_declared(d.graph, d.assignment, d.stats or {}, batches, **rules, seed=d.seed)
+    stats = dict(d.stats)
+    for statistic, names in declared(d.assignment, d.rules).items():
+        if lacking := {n for n in names if n not in stats or statistic not in stats[n].extras}:
+            given = d.graph, d.assignment.float_edges, lacking, d.stats, batches, d.seed
+            for name, value in lookup("statistic", statistic)(*given).items():
+                own = stats.get(name) or TensorStats(name)
+                stats[name] = replace(own, extras={**own.extras, statistic: value})
     return replace(d, stats=stats)
 
 
@@ -172,15 +168,7 @@ def choose_scales(d: Decision, keep: Mapping[str, TensorPlan] | None = None) -> 
 
 def scales_of(d: Decision, graph: Graph, known: Mapping[str, TensorPlan] | None = None) -> dict[str, TensorPlan]:
     """Choose the scales of a graph whose weights may differ from those of the decision."""
-    return scales.choose(
-        graph,
-        d.assignment,
-        d.stats or {},
-        rule=d.rules.rule,
-        weight_rule=d.rules.weight_rule,
-        z_threshold=d.rules.z_threshold,
-        known=known,
-    )
+    return scales.choose(graph, d.assignment, d.stats, d.rules, known)
 
 
 def redecide(d: Decision, plan: Plan, batches: steps.Batches | None = None) -> Decision:
@@ -200,7 +188,7 @@ def redecide(d: Decision, plan: Plan, batches: steps.Batches | None = None) -> D
         for t in plan.tensors.values()
         if t.role == "activation" and t.low is not None and t.high is not None
     }
-    d = refuse_all_float(decide(replace(d, stats={**remembered, **(d.stats or {})})))
+    d = refuse_all_float(decide(replace(d, stats={**remembered, **d.stats})))
     return choose_scales(d if batches is None else with_declared_statistics(d, batches), keep=plan.tensors)
 
 

@@ -22,7 +22,7 @@ from chipfit.calibration.sample_fingerprints import SampleHashes
 from chipfit.calibration.source import CalibrationData
 from chipfit.decide import statistics
 from chipfit.decide.overrides import Overrides, to_record
-from chipfit.decision import Decision, RangeRules, decide, plan_of, refuse_all_float
+from chipfit.decision import Decision, decide, plan_of, refuse_all_float
 from chipfit.engine.process import preserve_random_state
 from chipfit.errors import Interrupted, interruption_note
 from chipfit.plan.record import provenance_of
@@ -87,7 +87,7 @@ def quantize(
         NothingQuantizedError: no tensor of this model can be quantized on this platform.
         Interrupted: Ctrl-C in the search of bits or in a correction; its `result` is usable all the same.
     """
-    rules = RangeRules(rule=rule, weight_rule=weight_rule, z_threshold=z_threshold)
+    rules = statistics.RangeRules(rule=rule, weight_rule=weight_rule, z_threshold=z_threshold)
     check_options(settings, rules, limits, seed)
     trained_by, source = Training.of(training), CalibrationData(data, example)
     request = Request(model=model, data=source, limits=limits, training=trained_by, progress=Progress(progress))
@@ -120,14 +120,14 @@ def assign_formats(request: Request, d: Decision) -> Decision:
 
 def collect_statistics(request: Request, d: Decision) -> Decision:
     """Run the float network over the data; where batches differ in size, start again with these sizes open."""
-    data, rules = request.data, d.rules
+    data = request.data
     _, on_trial = trial_settings(d)
-    declared = statistics.declared(d.assignment, rules.rule, rules.weight_rule)
+    declared = statistics.declared(d.assignment, d.rules)
     if request.limits is not None or declared or steps.rereads_data(on_trial):
         data.keep()
     samples = SampleHashes()
     batches = request.progress.count("calibrate", data.first_pass(d.graph, samples.add), data.count)
-    needed = steps.statistics_needed(d.graph, statistics.needs(d.assignment, rules.rule, rules.z_threshold), on_trial)
+    needed = steps.statistics_needed(d.graph, statistics.needs(d.assignment, d.rules), on_trial)
     try:
         with closing(batches):
             stats = collect(d.graph, batches, tensors=needed)

@@ -10,7 +10,7 @@ from chipfit import steps
 from chipfit.calibration.data import SizeMismatch
 from chipfit.calibration.progress import Progress
 from chipfit.calibration.source import CalibrationData
-from chipfit.decision import RangeRules
+from chipfit.decide.statistics import RangeRules
 from chipfit.errors import ConfigError
 from chipfit.plan.training import Training
 from chipfit.ranges import rule_of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,8 @@ from chipfit.calibration.collect import TensorStats
 from chipfit.calibration.data import batches
 from chipfit.decide.assignment import Assignment
 from chipfit.decide.overrides import Overrides, to_record
-from chipfit.decide.statistics import notes_of_missing
-from chipfit.decision import Decision, RangeRules, plan_of, redecide, scales_of
+from chipfit.decide.statistics import RangeRules, notes_of_missing
+from chipfit.decision import Decision, plan_of, redecide, scales_of
 from chipfit.engine.process import preserve_random_state
 from chipfit.errors import Interrupted, PlanError
 from chipfit.frameworks import checksum, lower, read_back
@@ -57,7 +58,7 @@ class Result(SummaryRepr):
     @property
     def stats(self) -> Mapping[str, TensorStats]:
         """Calibration statistics by activation; none of a result that was loaded."""
-        return self.decision.stats or {}
+        return self.decision.stats
 
     @property
     @preserve_random_state
@@ -172,7 +173,7 @@ class Result(SummaryRepr):
         before = self.uncorrected or self.plan
         read = batches(data, self.graph) if data is not None else None
         d = redecide(d, before, read)
-        d = replace(d, stats={**self.stats, **{name: s for name, s in (d.stats or {}).items() if s.extras}})
+        d = replace(d, stats={**self.stats, **{name: s for name, s in d.stats.items() if s.extras}})
         plan, rule = plan_of(d), name_of(d.rules.weight_rule)
         settings, notes = steps.resolve_defaults(d.settings, bits_of_weights(plan), rule, data is not None)
         if (data is None and steps.rereads_data(settings)) or d.corrected:
@@ -315,12 +316,8 @@ def corrected(result: Result, settings: Settings, read: steps.Batches) -> Result
     names = [s.name for s in steps.enabled(settings, "correct")]
     if not names:
         return result
-    d = result.decision
-
-    def choose(graph: Graph, known: Any = None) -> Any:
-        return scales_of(d, graph, known)
-
-    graph, plan, stopped = steps.correct(result.graph, result.plan, dict(result.stats), read, choose, settings)
+    choose = partial(scales_of, result.decision)
+    graph, plan, stopped = steps.correct(result.graph, result.plan, result.stats, read, choose, settings)
     plan = replace(plan, provenance={**plan.provenance, "corrected": names})
     result = replace(result, graph=graph, plan=plan, uncorrected=result.plan)
     if stopped:

@@ -1,9 +1,11 @@
 """Run the registered steps of `quantize`, passes and corrections: those that the settings enable, in their order."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,15 +15,16 @@ from chipfit.errors import ConfigError, Interrupted, interruption_note
 from chipfit.graph.check import check
 from chipfit.graph.ir import Graph
 from chipfit.graph.linear import is_linear
-from chipfit.passes.copy_captured_weights import copy_captured_weights
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.platform.match import names_operator
-from chipfit.platform.schema import Platform
 from chipfit.registry import OFF, Entry, ordered
 from chipfit.rounding.fisher import first_samples
 from chipfit.settings import Settings
 
-Stats = dict[str, TensorStats]
+if TYPE_CHECKING:
+    from chipfit.decision import Decision
+
+Stats = Mapping[str, TensorStats]
 Batches = Iterable[Sequence[torch.Tensor]]
 #: chooses the scales of a graph; tensors given as `known` keep theirs
 Choose = Callable[..., dict[str, TensorPlan]]
@@ -74,12 +77,12 @@ def resolve_defaults(settings: Settings, bits: Collection[int], rule: str, again
     return settings, notes
 
 
-def add_trials(settings: Settings, graph: Graph, assignment: Assignment) -> Settings:
-    """Return the settings with the rewrites that may help with these formats, where the user left them open."""
+def add_trials(d: Decision, settings: Settings) -> Settings:
+    """Return settings with the rewrites that may help with these formats, where the user left them open."""
     more = dict[str, Any]()
     for says in (e.declares for e in ordered("adapt")):
         if says.trial_value is not None and getattr(settings, says.setting.name) is None:
-            more[says.setting.name] = says.trial_value(settings, graph, assignment)
+            more[says.setting.name] = says.trial_value(settings, d.graph, d.assignment)
     return Settings(**settings.to_record(), **{k: v for k, v in more.items() if v is not None})
 
 
@@ -93,27 +96,34 @@ def _take(step: Entry, settings: Settings, /, *given: Any, **context: Any) -> An
     return step.thing(*given, **keywords)
 
 
-def rewrite(graph: Graph, platform: Platform, settings: Settings) -> tuple[Graph, list[str]]:
-    """Apply the rewrites that need no data.
-
-    Returns:
-        The graph, which shares no weights with the user's model, and one note per rewrite or refusal.
-    """
-    captured, notes = graph.weights, list(graph.notes)
-    for step in enabled(settings, "rewrite"):
-        graph, more = _take(step, settings, graph, platform=platform, listed=partial(names_operator, platform))
+def rewrite(d: Decision) -> Decision:
+    """Apply the rewrites that need no data; the graph then shares no weights with the user's model."""
+    graph, notes = d.graph, list(d.graph.notes)
+    for step in enabled(d.settings, "rewrite"):
+        graph, more = _take(step, d.settings, graph, platform=d.platform, listed=partial(names_operator, d.platform))
         check(graph, blame=step.name)
         notes += more
-    return copy_captured_weights(graph, captured), notes
+    return replace(d, graph=_with_own_weights(graph, d.graph), rewrites=tuple(notes))
 
 
-def adjust_formats(
-    graph: Graph, assignment: Assignment, platform: Platform, settings: Settings
-) -> tuple[Assignment, list[str]]:
+def _with_own_weights(graph: Graph, captured: Graph) -> Graph:
+    """Return a graph with copies of all weights that share memory with a captured one; tied names stay tied.
+
+    Later training of the user's model then does not change them.
+    """
+    graph, copies = graph.copy(), dict[int, torch.Tensor]()
+    storages = {t.untyped_storage().data_ptr() for t in captured.weights.values()}
+    for name, t in graph.weights.items():
+        if t.untyped_storage().data_ptr() in storages:
+            graph.weights[name] = copies.setdefault(id(t), t.detach().clone(memory_format=torch.preserve_format))
+    return graph
+
+
+def adjust_formats(d: Decision) -> tuple[Assignment, list[str]]:
     """Let the steps of the stage "formats" change the assignment; return it with their notes."""
-    notes: list[str] = []
-    for step in enabled(settings, "formats"):
-        assignment, more = _take(step, settings, graph, assignment, platform=platform)
+    assignment, notes = d.assignment, list[str]()
+    for step in enabled(d.settings, "formats"):
+        assignment, more = _take(step, d.settings, d.graph, assignment, platform=d.platform)
         notes += more
     return assignment, notes
 
@@ -131,17 +141,16 @@ def statistics_needed(graph: Graph, found: Mapping[str, Need], settings: Setting
     return out
 
 
-def adapt(
-    graph: Graph, assignment: Assignment, stats: Stats, platform: Platform, settings: Settings, batches: Batches
-) -> tuple[Graph, Stats, list[str]]:
+def adapt(d: Decision, batches: Batches) -> tuple[Graph, Stats, list[str]]:
     """Apply the rewrites that follow the statistics; formats have to be decided again afterwards.
 
     Args:
         batches: of graph inputs; histograms that a rewrite makes stale are collected again from the first samples.
     """
-    notes, before = list[str](), {n for n, s in stats.items() if s.histogram is None}
-    for step in enabled(settings, "adapt"):
-        graph, stats, more = _take(step, settings, graph, assignment, stats, platform=platform)
+    graph, stats, notes = d.graph, d.stats, list[str]()
+    before = {n for n, s in stats.items() if s.histogram is None}
+    for step in enabled(d.settings, "adapt"):
+        graph, stats, more = _take(step, d.settings, graph, d.assignment, stats, platform=d.platform)
         check(graph, blame=step.name)
         notes += more
     if stale := {n: Need(weights=s.error_weights) for n, s in stats.items() if s.histogram is None and n not in before}:
@@ -150,17 +159,15 @@ def adapt(
     return graph, stats, notes
 
 
-def choose_execution(
-    graph: Graph, assignment: Assignment, stats: Stats, platform: Platform, settings: Settings
-) -> tuple[dict[str, str], list[str]]:
+def choose_execution(d: Decision) -> tuple[dict[str, str], list[str]]:
     """Choose how kernels with several execution modes run.
 
     Returns:
         First node of a kernel -> "codes" (quantized output), "float" (float output) or "whole" (all in float); notes.
     """
     chosen, notes = dict[str, str](), list[str]()
-    for step in enabled(settings, "results") if assignment.modes else ():
-        more, said = _take(step, settings, graph, assignment, stats, platform=platform)
+    for step in enabled(d.settings, "results") if d.assignment.modes else ():
+        more, said = _take(step, d.settings, d.graph, d.assignment, d.stats, platform=d.platform)
         chosen, notes = chosen | more, notes + said
     return chosen, notes
 

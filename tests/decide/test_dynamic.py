@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from chipfit.decide.assignment import Assignment
-from chipfit.decide.dynamic import with_dynamic, without_dynamic
+from chipfit.decide.insertions import with_dynamic, without_dynamic
 from chipfit.graph.ir import DYNAMIC
 from tests.build import graph_of, node, platform_of
 

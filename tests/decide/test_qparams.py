@@ -11,7 +11,8 @@ from torch import nn
 from chipfit.calibration.collect import TensorStats
 from chipfit.calibration.histogram import Histogram
 from chipfit.decide.assignment import Assignment, TensorSpec
-from chipfit.decide.qparams import QParamsSource, as_stored, tensor_plan, with_biases
+from chipfit.decide.scales import QParamsSource, as_stored, tensor_plan, with_biases
+from chipfit.decide.statistics import RangeRules
 from chipfit.errors import PlanError
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import TensorPlan
@@ -35,12 +36,12 @@ def weight(fmt, **facts):
     return TensorSpec(name="w", role="weight", format_name="w8", format=fmt, **facts)
 
 
-def found(spec, **facts):
+def found(spec, stats=None, dictated=(), known=(), **rules):
     """(stored, origin) of a tensor; x lies in -1..1.55."""
     graph = Graph([], [], [], {}, {"w": WEIGHT})
-    seen = {"x": TensorStats("x", low=-1.0, high=1.55, count=4, batches=3)}
-    given = {"stats": seen, "dictated": {}, "known": {}, "rule": "no_clipping", "weight_rule": "mse"}
-    return QParamsSource(graph, **given | {"z_threshold": None, **facts}).qparams_of(spec, spec.grid())
+    seen = {"x": TensorStats("x", low=-1.0, high=1.55, count=4, batches=3)} if stats is None else stats
+    rules = RangeRules(**{"rule": "no_clipping", **rules})
+    return QParamsSource(graph, seen, dict(dictated), dict(known), rules).qparams_of(spec, spec.grid())
 
 
 def statistics(*values, high=1.55, batches=3):

@@ -8,7 +8,7 @@ from torch import nn
 
 import chipfit
 from chipfit.decide.assignment import Assignment
-from chipfit.decide.requantize import requantize
+from chipfit.decide.insertions import requantize
 from chipfit.errors import UnsupportedError
 from chipfit.platform.load import load
 from chipfit.target_platform import get_target_platform_capabilities

@@ -12,6 +12,7 @@ from chipfit.calibration.collect import TensorStats
 from chipfit.decide.assignment import Assignment, TensorSpec
 from chipfit.decide.constraints import copies
 from chipfit.decide.scales import choose
+from chipfit.decide.statistics import RangeRules
 from chipfit.errors import DataError, PlanError, UnsupportedError
 from chipfit.graph.ir import Graph, Value
 from chipfit.platform.load import load_platform, names
@@ -68,7 +69,7 @@ def slot(name, fmt=A8, role="activation", **facts):
     return TensorSpec(name=name, role=role, format_name="a8", format=fmt, **facts)
 
 
-def chosen(ranges, *rules, slots=(), op="Add", weights=None, floats=None, nodes=(), order=("in0", "out"), **options):
+def chosen(ranges, *rules, slots=(), op="Add", weights=None, floats=None, nodes=(), order=("in0", "out"), known=None):
     """The tensors of one operator that reads the first of `ranges` and writes the second, by their extremes."""
     order_of = list(ranges)
     stats = {k: TensorStats(k, low=r[0], high=r[1], count=4, batches=2) for k, r in ranges.items() if r is not None}
@@ -79,7 +80,7 @@ def chosen(ranges, *rules, slots=(), op="Add", weights=None, floats=None, nodes=
     values = {k: Value(k, (None, 4)) for k in slots}
     graph = Graph([node(n) if isinstance(n, str) else n for n in nodes], [], [], values, weights or {})
     assignment = Assignment(tensors=slots, constraints=(constraint(*rules, op=op, **bound),), floats=floats or {})
-    return choose(graph, assignment, stats, **{"rule": "no_clipping", "weight_rule": "no_clipping", **options})
+    return choose(graph, assignment, stats, RangeRules(rule="no_clipping", weight_rule="no_clipping"), known)
 
 
 def step(tensor):
@@ -233,7 +234,9 @@ def test_a_tensor_that_is_tied_to_floats_alone_is_tied_to_none():
     graph = Graph([], [], [], {k: Value(k, (None, 4)) for k in "xy"}, {})
     tie = constraint(TIE, in0="x", out="y")
     assignment = Assignment(tensors={"x": slot("x")}, constraints=(tie,), floats={"y": "it is kept"})
-    made = choose(graph, assignment, {"x": TensorStats("x", low=-1.0, high=1.0, batches=2)}, rule="no_clipping")
+    made = choose(
+        graph, assignment, {"x": TensorStats("x", low=-1.0, high=1.0, batches=2)}, RangeRules(rule="no_clipping")
+    )
     assert made["x"].origin == "no_clipping over 2 batches" and not made["y"].quantized
 
 

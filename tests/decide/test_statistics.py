@@ -9,13 +9,15 @@ import torch
 from chipfit import registry
 from chipfit.calibration.collect import TensorStats
 from chipfit.decide.assignment import Assignment, TensorSpec
-from chipfit.decide.statistics import declared, needs, notes_of_missing, with_declared
+from chipfit.decide.statistics import RangeRules, declared, needs, notes_of_missing
+from chipfit.decision import Decision, with_declared_statistics
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import TensorPlan
 from chipfit.platform.schema import Format
 from chipfit.quantizers.grids import Grid
 from chipfit.ranges import choose
 from chipfit.ranges.qparams import from_min_max
+from tests.build import platform_of
 from tests.decide.test_constraints import SIGMOID, constraint
 
 I8 = Grid(bits=8, qmin=-127, qmax=127)
@@ -44,8 +46,8 @@ SLOTS = (
     [("hmse", "mse", {"x", "z"}), ("mse", "hmse", {"z", "w"}), ("mse", "mse", {"z"})],
 )
 def test_a_tensor_needs_the_statistic_of_its_own_rule_or_of_that_of_all(rule, weight_rule, tensors):
-    assert declared(assignment(*SLOTS), rule, weight_rule) == {"importance": tensors}
-    assert declared(assignment(slot("x")), "mse", "mse") == {}
+    assert declared(assignment(*SLOTS), RangeRules(rule=rule, weight_rule=weight_rule)) == {"importance": tensors}
+    assert declared(assignment(slot("x")), RangeRules()) == {}
 
 
 @pytest.mark.parametrize(
@@ -53,12 +55,15 @@ def test_a_tensor_needs_the_statistic_of_its_own_rule_or_of_that_of_all(rule, we
 )
 def test_calibration_collects_what_is_not_known_beforehand(rule, histogram):
     slots = slot("x"), slot("z", z_threshold=3.0), slot("r", range=(0.0, 1.0)), slot("w", role="weight")
-    found = needs(assignment(*slots), rule)
+    rules = RangeRules(rule=rule)
+    found = needs(assignment(*slots), rules)
     assert {name: need.histogram for name, need in found.items()} == {"x": histogram, "z": True}
-    assert needs(assignment(slot("x")), rule, 3.0)["x"].histogram  # outliers are looked for in it
+    assert needs(assignment(slot("x")), RangeRules(rule=rule, z_threshold=3.0))[
+        "x"
+    ].histogram  # outliers are looked for in it
     fixed = replace(assignment(slot("x")), constraints=(constraint(SIGMOID, out="x"),))
-    assert not needs(fixed, rule)["x"].histogram
-    assert not needs(assignment(slot("x", rule="no_clipping")), rule)["x"].histogram
+    assert not needs(fixed, rules)["x"].histogram
+    assert not needs(assignment(slot("x", rule="no_clipping")), rules)["x"].histogram
 
 
 def test_tensors_without_their_statistic_are_named_in_one_note():
@@ -93,10 +98,17 @@ def shares(drop_ins):
     return asked
 
 
+def declared_values(graph, slots, stats):
+    """The statistics of a network after those that the rule declares were collected."""
+    rules = RangeRules(rule="shared", weight_rule="shared")
+    d = Decision(platform=platform_of(), graph=graph, assignment=assignment(*slots), stats=stats, rules=rules)
+    return with_declared_statistics(d, ()).stats
+
+
 def test_a_rule_gets_the_value_of_its_statistic_for_activations_and_weights(shares):
     graph, slots = Graph([], [], [], {}, {"w": torch.ones(2)}), (slot("x"), slot("u"), slot("w", role="weight"))
     seen = {n: TensorStats(n, -1.0, 1.0, batches=1) for n in "xu"}
-    stats = with_declared(graph, assignment(*slots), seen, (), rule="shared", weight_rule="shared")
+    stats = declared_values(graph, slots, seen)
     assert {n: dict(s.extras) for n, s in stats.items()} == {"x": {"share": 0.5}, "u": {}, "w": {"share": 0.5}}
     scales = [float(choose(stats[n], I8, rule="shared").scale) for n in "xu"]
     scales.append(float(choose(graph.weights["w"], I8, rule="shared", extras=stats["w"].extras).scale))
@@ -107,7 +119,7 @@ def test_a_rule_gets_the_value_of_its_statistic_for_activations_and_weights(shar
 def test_a_statistic_is_collected_once_and_for_no_tensor_that_has_it(shares):
     graph, slots = Graph([], [], [], {}, {}), (slot("x"), slot("y"))
     x = {"x": TensorStats("x", -1.0, 1.0, batches=1)}
-    stats = with_declared(graph, assignment(*slots[:1]), x, (), rule="shared")
-    stats = with_declared(graph, assignment(*slots), stats, (), rule="shared")
-    assert with_declared(graph, assignment(*slots), stats, (), rule="shared") == stats
+    stats = declared_values(graph, slots[:1], x)
+    stats = declared_values(graph, slots, stats)
+    assert declared_values(graph, slots, stats) == stats
     assert shares == [{"x"}, {"y"}]

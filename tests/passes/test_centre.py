@@ -18,7 +18,7 @@ from tests.steps import Steps, assert_same, begin
 def centred(model: nn.Module, x: torch.Tensor, platform: str = "ort_cpu") -> tuple[Steps, Steps, list[str]]:
     """Before, after (without histograms), and what is said."""
     steps = begin(model, x, platform)
-    needs = with_means(steps.graph, statistics.needs(steps.assignment, "mse"))
+    needs = with_means(steps.graph, statistics.needs(steps.assignment))
     stats = collect(steps.graph, [[x]], tensors=needs)
     graph, new, notes = centre(steps.graph, steps.assignment, stats)
     return steps, steps.decided(graph, new), notes

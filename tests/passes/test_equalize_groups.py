@@ -22,7 +22,7 @@ from tests.steps import Steps, assert_same, begin
 def equalized(model: nn.Module, x: torch.Tensor, platform: str = "ort_cpu") -> tuple[Steps, Steps, list[str]]:
     """Before, after (without histograms), and what is said."""
     steps = begin(model.eval(), x, platform)
-    needs = with_channels(steps.graph, statistics.needs(steps.assignment, "mse"))
+    needs = with_channels(steps.graph, statistics.needs(steps.assignment))
     stats = collect(steps.graph, [[x]], tensors=needs)
     graph, new, notes = equalize_groups(steps.graph, steps.assignment, stats)
     return steps, steps.decided(graph, new), notes

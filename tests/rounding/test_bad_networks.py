@@ -70,7 +70,7 @@ def test_slopes_without_end_hide_no_loss():
     model = changed("a.bias", torch.Tensor.zero_, root=True)
     result = fitted(model, BLACK, settings=NEAREST)
     stored = [n for n, t in result.plan.tensors.items() if t.quantized and t.role != "bias"]
-    found = losses(result.graph, result.plan, [[BLACK]], dict.fromkeys(stored, (2, 4, 8)), result.stats)
+    found = losses(result.decision, result.plan, [[BLACK]], dict.fromkeys(stored, (2, 4, 8)))
     for name, row in found.items():
         assert row[2] > row[4] > row[8] > 0, name
 

@@ -202,7 +202,7 @@ def test_chosen_widths_are_nearly_the_best_of_all_and_beat_one_width_of_the_same
     graph, plan, mixed = alike[8].graph, alike[8].plan, searched()
     names = [n for n, t in plan.tensors.items() if t.stored is not None and t.role != "bias"]
     whole, reference = resources(graph, plan), reference_of(graph, data)
-    found = losses(graph, plan, [[x] for x in data], dict.fromkeys(names, widths), mixed.stats)
+    found = losses(alike[8].decision, plan, [[x] for x in data], dict.fromkeys(names, widths))
     best, predicted, uniform = [], [], []
     assert len(names) == 6
     for picks in itertools.product(widths, repeat=6):

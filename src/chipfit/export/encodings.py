@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chipfit.decide.dynamic import without_dynamic
+from chipfit.decide.insertions import without_dynamic
 from chipfit.errors import UnknownNameError, UnsupportedError
 from chipfit.files import write_atomically
 from chipfit.graph.ir import Graph

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from chipfit.decide.assignment import Assignment
-from chipfit.decide.constraints import connected_components
+from chipfit.decide.constraints import connected_components, copies
 from chipfit.decide.groups import NO_FORMAT, FusedGroup, find_groups, format_of
+from chipfit.decide.overrides import NodeOverrides
+from chipfit.decision import Decision, decide
 from chipfit.errors import ChipfitError
-from chipfit.graph.ir import Graph, Node
+from chipfit.graph.ir import Graph
 from chipfit.graph.linear import is_linear
-from chipfit.operators.table import OPS
 from chipfit.plan.record import Plan
 from chipfit.platform.match import as_tuple, resolve_node
 from chipfit.platform.schema import WIDEST, Platform
 
 #: widths that are tried where a format leaves them free
 FREE = (2, 3, 4, 5, 6, 8)
-
-#: node name -> the user's choices about it, as `resolve_overrides` gives them
-ByHand = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -37,14 +34,14 @@ class TiedChoice:
         return self.tensors[0]
 
 
-def activation_choices(graph: Graph, platform: Platform, plan: Plan, by_hand: ByHand) -> list[TiedChoice]:
+def activation_choices(d: Decision, plan: Plan, by_hand: NodeOverrides) -> list[TiedChoice]:
     """Return all quantized activations, with the bits that every kernel around them supports.
 
     Activations keep their bits if the user chose them, the hardware dictates them, or no kernel names bits for them.
     """
-    groups = find_groups(graph, platform, plan.groups, by_hand)
+    groups = find_groups(d.graph, d.platform, plan.groups, by_hand)
     operands = [_quantized_operands(plan, g) for g in groups]
-    supported = _supported_bits(graph, platform, plan, by_hand)
+    supported = _supported_bits(d, plan, by_hand)
     stored = {t.name for t in plan.tensors.values() if t.role == "activation" and t.stored is not None}
     out = []
     for part in connected_components([*operands, *plan.ties, *([t] for t in stored)]):
@@ -61,15 +58,15 @@ def activation_choices(graph: Graph, platform: Platform, plan: Plan, by_hand: By
     return out
 
 
-def _supported_bits(graph: Graph, platform: Platform, plan: Plan, by_hand: ByHand) -> dict[str, set[int]]:
+def _supported_bits(d: Decision, plan: Plan, by_hand: NodeOverrides) -> dict[str, set[int]]:
     """Return the bits of activations that each group of operators supports, by its first node."""
-    formats, out = platform.formats.values(), defaultdict[str, set[int]](set)
+    formats, out = d.platform.formats.values(), defaultdict[str, set[int]](set)
     every = {f.bits for f in formats if f.kind == "int" and f.bits <= WIDEST}
     every |= set(FREE) if any(f.free for f in formats) else set()
     for bits in every:
-        wanted = {n.name: {**by_hand.get(n.name, {}), "activation_bits": bits} for n in graph.nodes}
-        for g in find_groups(graph, platform, plan.groups, wanted):
-            if any(_supports_width(platform, g, o, bits) for o in g.resolved.options):
+        wanted = {n.name: {**by_hand.get(n.name, {}), "activation_bits": bits} for n in d.graph.nodes}
+        for g in find_groups(d.graph, d.platform, plan.groups, wanted):
+            if any(_supports_width(d.platform, g, o, bits) for o in g.resolved.options):
                 out[g.head.name].add(bits)
     return out
 
@@ -97,30 +94,25 @@ def accepts_width(platform: Platform, word: Any, bits: int) -> bool:
     return fmt is None or fmt.free or fmt.bits == bits
 
 
-def keep_available(
-    parts: Sequence[TiedChoice], start: Mapping[str, int], decide: Callable[[Mapping[str, int]], Assignment]
-) -> list[TiedChoice]:
-    """Return the choices without the bits that the platform does not give when they are asked for.
-
-    Args:
-        start: the present bits.
-        decide: tensor -> bits to the formats of the network.
-    """
-    good = {p.name: {start[p.name]} for p in parts}
+def keep_available(d: Decision, plan: Plan, parts: Sequence[TiedChoice]) -> list[TiedChoice]:
+    """Return the choices without the bits that the platform does not give when they are asked for."""
+    start = {p.name: plan[p.name].grid.bits for p in parts}
+    good = {name: {bits} for name, bits in start.items()}
     for bits in sorted({b for p in parts for b in p.widths}):
         wanted = [p for p in parts if bits in p.widths and bits != start[p.name]]
         try:
-            slots = decide({t: bits for p in wanted for t in p.tensors}).tensors if wanted else {}
+            other = decide(d.with_bits({t: bits for p in wanted for t in p.tensors})) if wanted else d
         except ChipfitError:
             continue
         for p in wanted:
-            if all(t in slots and slots[t].format.bits == bits for t in p.tensors):
+            slots = [other.assignment.tensors.get(t) for t in p.tensors]
+            if all(s is not None and s.format.bits == bits for s in slots):
                 good[p.name].add(bits)
     return [replace(p, widths=tuple(sorted(good[p.name]))) for p in parts]
 
 
 def kernel_widths(
-    graph: Graph, platform: Platform, plan: Plan, parts: Sequence[TiedChoice], decided: Collection[str] = ()
+    d: Decision, plan: Plan, parts: Sequence[TiedChoice] = (), decided: Collection[str] = ()
 ) -> dict[str, list[tuple[int, int]]]:
     """Return the pairs of bits, of weight and data, that a kernel supports for each linear operator; 0: data in float.
 
@@ -130,6 +122,7 @@ def kernel_widths(
     """
     reach = {t: p.widths for p in parts for t in p.tensors}
     out: dict[str, list[tuple[int, int]]] = {}
+    graph, platform = d.graph, d.platform
     for n in graph.nodes:
         now = plan.stored(n.weight) if is_linear(graph, n) and (n.weight, n.name) not in plan.float_edges else None
         if now is None:
@@ -162,8 +155,7 @@ def weight_widths(graph: Graph, pairs: Mapping[str, Sequence[tuple[int, int]]]) 
     return {name: tuple(sorted(wide)) for name, wide in out.items()}
 
 
-def is_copy(graph: Graph, plan: Plan, maker: Node | None) -> bool:
-    """Return whether an activation only rearranges quantized values of others, so that it has no error of its own."""
-    if maker is None or maker.op not in OPS or not OPS[maker.op].moves:
-        return False
-    return all(plan.quantized(i) for i in maker.inputs if i is not None and graph.is_float(i))
+def own_errors(graph: Graph, plan: Plan, parts: Iterable[TiedChoice]) -> dict[str, TiedChoice]:
+    """Return the activations with an error of their own: all but those that rearrange quantized values of others."""
+    copied = copies(graph, {name for name in plan.tensors if plan.quantized(name)})
+    return {t: p for p in parts for t in p.tensors if t not in copied}

@@ -20,9 +20,9 @@ from chipfit.rounding.fisher import IMAGES, first_samples
 from chipfit.search.candidates import (
     TiedChoice,
     activation_choices,
-    is_copy,
     keep_available,
     kernel_widths,
+    own_errors,
     weight_widths,
 )
 from chipfit.search.limits import Limits, parse_amount
@@ -79,9 +79,8 @@ class SearchSpace:
     graph: Graph
     plan: Plan
     parts: Sequence[TiedChoice]  #: activations whose bits are chosen
-    pairs: Mapping[
-        str, Sequence[tuple[int, int]]
-    ]  #: linear operator -> (weight bits, input bits); see `candidates.kernel_widths`
+    pairs: Mapping[str, Sequence[tuple[int, int]]]  #: linear operator -> (weight bits, input bits)
+    weights: dict[str, tuple[int, ...]]  #: weight -> bits, ascending
     losses: Losses
 
     def choose(self, limits: Limits, measure: Callable[[Mapping[str, int]], float] | None = None) -> ChosenWidths:
@@ -120,31 +119,27 @@ class SearchSpace:
         chosen = {u.name: k for u, k in zip(units, picks, strict=True)}
         taken = {r: sum(u.cost(r)[k] for u, k in zip(units, picks, strict=True)) for r in budgets}
         used = {k: max(v for r, v in taken.items() if limit_of(r) == k) for k in most}
-        weights, values = weight_widths(self.graph, self.pairs), {t: p for p in self.parts for t in p.tensors}
-        return ChosenWidths(
-            {name: wide[chosen[name]] for name, wide in weights.items()},
-            {t: p.widths[chosen[p.name]] for t, p in values.items()},
-            sum(u.losses[k] for u, k in zip(units, picks, strict=True)),
-            used,
-            most,
-            weights | {t: p.widths for t, p in values.items()},
-        )
+        values = {t: p for p in self.parts for t in p.tensors}
+        weights = {name: wide[chosen[name]] for name, wide in self.weights.items()}
+        activations = {t: p.widths[chosen[p.name]] for t, p in values.items()}
+        predicted = sum(u.losses[k] for u, k in zip(units, picks, strict=True))
+        widths = self.weights | {t: p.widths for t, p in values.items()}
+        return ChosenWidths(weights, activations, predicted, used, most, widths)
 
     def _whole(self, name: str) -> float:
         """Return the amount that the tensors of a limit use in 8 bits, for limits given as a share."""
         searched = {t for p in self.parts for t in p.tensors}
         readers = [n for n in self.graph.nodes if n.name in self.pairs]
         if name == "bops":
-            return sum(
-                products(self.graph, n) * 8 * (8 if n.data in searched else bits_of(self.plan, n.data)) for n in readers
-            )
-        weights = sum(float(self.graph.weights[w].numel()) for w in {n.weight for n in readers})
+            wide = {n.data: 8 if n.data in searched else bits_of(self.plan, n.data) for n in readers}
+            return sum(products(self.graph, n) * 8 * wide[n.data] for n in readers)
+        weights = sum(float(self.graph.weights[w].numel()) for w in self.weights)
         values = 0.0 if name == "weights" else peak_bytes(self.graph, self.plan, 8.0)
         return values + (0.0 if name == "activations" else weights)
 
     def _units(self, during: Mapping[str, frozenset[str]], bops: bool) -> list[Choice]:
         """Return the choices of weights, tied activations, fixed values, and kernels that restrict pairs of bits."""
-        out, wide = [], weight_widths(self.graph, self.pairs)
+        out, wide = [], self.weights
         total = [r for r in during if limit_of(r) == "total"]
         for name, bits in wide.items():
             takes = tuple(self.graph.weights[name].numel() * b / 8 for b in bits)
@@ -192,23 +187,18 @@ def search_space(
     Raises:
         DataError: there is no batch.
     """
-    graph, platform, stats = d.graph, d.platform, d.stats or {}
-    by_hand = resolve_overrides(graph, d.overrides)
+    by_hand, known = resolve_overrides(d.graph, d.overrides), d.stats.keys()
     parts: list[TiedChoice] = []
     if _OF_ACTIVATIONS.intersection(limited):
-        found = (p for p in activation_choices(graph, platform, plan, by_hand) if len(p.widths) > 1)
-        parts = [p for p in found if stats.keys() >= set(p.tensors)]  # whose ranges at other widths are known
-        now = {p.name: plan[p.name].grid.bits for p in parts}
-        parts = keep_available(parts, now, lambda bits: decide(d.with_bits(bits)).assignment)
-        parts = [p for p in parts if len(p.widths) > 1]
+        found = (p for p in activation_choices(d, plan, by_hand) if len(p.widths) > 1)
+        parts = [p for p in found if known >= set(p.tensors)]  # whose ranges at other widths are known
+        parts = [p for p in keep_available(d, plan, parts) if len(p.widths) > 1]
     stay = {name for name, c in by_hand.items() if c.get("bits") is not None}
-    stay |= set() if _OF_WEIGHTS.intersection(limited) else {n.name for n in graph.nodes}
-    pairs = kernel_widths(graph, platform, plan, parts, stay)
-    widths: dict[str, Sequence[int]] = dict(weight_widths(graph, pairs))
-    makers = graph.producers()
-    for p in parts:
-        widths.update((t, p.widths) for t in p.tensors if not is_copy(graph, plan, makers.get(t)))
-    return SearchSpace(graph, plan, parts, pairs, losses(graph, plan, batches, widths, stats, d.seed, rounding))
+    stay |= set() if _OF_WEIGHTS.intersection(limited) else {n.name for n in d.graph.nodes}
+    pairs = kernel_widths(d, plan, parts, stay)
+    weights = weight_widths(d.graph, pairs)
+    widths = {**weights, **{t: p.widths for t, p in own_errors(d.graph, plan, parts).items()}}
+    return SearchSpace(d.graph, plan, parts, pairs, weights, losses(d, plan, batches, widths, rounding))
 
 
 def search_widths(

@@ -12,15 +12,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from chipfit.calibration.collect import TensorStats
 from chipfit.calibration.data import Batch, no_data
 from chipfit.decision import Decision
-from chipfit.graph.ir import Graph, Node
+from chipfit.graph.ir import Node
 from chipfit.graph.linear import is_linear, places
 from chipfit.plan.record import Plan
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
-from chipfit.ranges import Rule, choose
+from chipfit.ranges import choose
 from chipfit.rounding.fisher import IMAGES, first_samples, gradients, split_float_readers
 from chipfit.rounding.gptq import round_rows, weight_rows
 from chipfit.rounding.method import default_method, fits_weights
@@ -37,17 +36,15 @@ Losses = dict[str, dict[int, float]]
 class RoundingModel:
     """The way in which tensors will be rounded, on which their losses depend."""
 
-    rule: Rule = "mse"  #: range rule of activations
-    weight_rule: Rule = "mse"  #: range rule of weights that are rounded to nearest
     fitted: bool = False  #: weights are rounded by a method that fits them to their inputs
     means: bool = True  #: no correction removes the mean error of rounded weights
 
     @classmethod
     def of(cls, d: Decision, corrections: Collection[str]) -> RoundingModel:
-        """Return how tensors are rounded by the rules of a decision where these corrections are made."""
+        """Return how tensors are rounded where a decision is followed by these corrections."""
         method = d.settings.rounding or default_method([1], "mse")  # what few bits ask for
         fitted, means = "rounding" in corrections and fits_weights(method), not corrections
-        return cls(d.rules.rule, d.rules.weight_rule, fitted=fitted, means=means)
+        return cls(fitted, means)
 
 
 NEAREST = RoundingModel()
@@ -84,35 +81,29 @@ class OperatorStatistics:
 
 
 def losses(
-    graph: Graph,
+    d: Decision,
     plan: Plan,
     batches: Iterable[Batch],
     widths: Mapping[str, Collection[int]],
-    stats: Mapping[str, TensorStats],
-    seed: int = 0,
     rounding: RoundingModel = NEAREST,
 ) -> Losses:
     """Return the loss that rounding each tensor alone to so many bits adds to the outputs.
 
     Args:
-        graph, plan: the float network, and how its tensors are stored; other widths have grids of the same kind.
+        d: the decision that the plan follows, with statistics for ranges at other widths.
+        plan: how tensors are stored; other widths have grids of the same kind.
         batches: of graph inputs, of which the first `IMAGES` samples are taken.
         widths: tensors, weights of linear operators or activations, and the bits to try.
-        stats: for ranges at other widths.
         rounding: of what the losses are.
 
     Raises:
         DataError: no batch at all.
     """
-    random = torch.Generator().manual_seed(seed)
+    graph, random = d.graph, torch.Generator().manual_seed(d.seed)
     table = {k: w.detach() for k, w in graph.weights.items()}
     linear = (n for n in graph.nodes if is_linear(graph, n) and n.weight in widths and not graph.is_weight(n.data))
     operators = [OperatorStatistics.of(n, table[n.weight].float()) for n in linear]
-
-    def at_widths(name: str) -> dict[int, Stored]:
-        return {b: _activation_at_width(plan[name], b, stats.get(name), rounding) for b in widths[name]}
-
-    grids = {name: at_widths(name) for name in widths if name not in table}
+    grids = {name: _at_widths(d, plan[name], name, bits) for name, bits in widths.items() if name not in table}
     out: Losses = {name: dict.fromkeys(bits, 0.0) for name, bits in widths.items()}
     split, codes = split_float_readers(graph, plan.float_edges, grids)
     wanted, inputs = {s.node.output for s in operators} | set(codes.values()), {s.node.data for s in operators}
@@ -132,16 +123,14 @@ def losses(
     for s in (s for s in operators if s.moments.count):
         name, mean, h = s.node.weight, s.moments.means()[0], s.moments.centred()[0]
         for b in widths[name]:
-            d = _weight_error(plan, s, h, b, rounding, stats.get(name))
-            out[name][b] += 0.5 * float((((d @ h) * d).sum(2) * s.gradients).sum())
+            e = _weight_error(d, plan, s, h, b, rounding.fitted)
+            out[name][b] += 0.5 * float((((e @ h) * e).sum(2) * s.gradients).sum())
             if rounding.means:
-                out[name][b] += 0.5 * float(((d @ mean.unsqueeze(2))[..., 0].square() * s.together).sum())
+                out[name][b] += 0.5 * float(((e @ mean.unsqueeze(2))[..., 0].square() * s.together).sum())
     return {name: {b: v / count for b, v in row.items()} for name, row in out.items()}
 
 
-def _weight_error(
-    plan: Plan, s: OperatorStatistics, h: Tensor, bits: int, rounding: RoundingModel, stats: TensorStats | None
-) -> Tensor:
+def _weight_error(d: Decision, plan: Plan, s: OperatorStatistics, h: Tensor, bits: int, fitted: bool) -> Tensor:
     """Return q - w, [g, O/g, K], for weights rounded to nearest with so many bits.
 
     Fitted weights have the scales with the least error in the outputs. Their fitted values would lose less, but at all
@@ -150,14 +139,14 @@ def _weight_error(
     w, name, stored = s.weight, s.node.weight, plan[s.node.weight]
     grid = at_width(stored.grid, bits)
     blocks = stored.grid.per == "block"  # scales per block are not fitted
-    if rounding.fitted and not blocks:
+    if fitted and not blocks:
         free = replace(plan, tensors={**plan.tensors, name: plan.tensors[name].with_(grid=grid)}, limits=())
         q, *_ = round_rows(s.rows, h, weight_rows(free, s.node, w), feedback=False, candidates=(0.89, 1.0, 1.15))
         return q - s.rows
     if bits != stored.grid.bits:
         size = w.shape[stored.axis or 0] // stored.scale.shape[stored.axis or 0] if blocks else None
-        extras = stats.extras if stats is not None else {}
-        found = choose(w, grid, rule=rounding.weight_rule, axis=stored.axis, block=size, extras=extras)
+        extras = d.stats[name].extras if name in d.stats else {}
+        found = choose(w, grid, rule=d.rules.weight_rule, axis=stored.axis, block=size, extras=extras)
         stored = replace(stored, grid=grid, scale=found.scale, zero_point=found.zero_point)
     return as_rows(s.node, stored.round(w)) - s.rows
 
@@ -169,10 +158,12 @@ def at_width(grid: Grid, bits: int) -> Grid:
     return replace(grid, bits=bits, qmin=low, qmax=high)
 
 
-def _activation_at_width(stored: Stored, bits: int, stats: TensorStats | None, rounding: RoundingModel) -> Stored:
-    """Return how an activation is stored with other bits, with a range chosen for them."""
-    if bits == stored.grid.bits or stats is None:
-        return stored
-    grid = at_width(stored.grid, bits)
-    q = choose(stats, grid, rule=rounding.rule)
-    return replace(stored, grid=grid, scale=q.scale, zero_point=q.zero_point)
+def _at_widths(d: Decision, stored: Stored, name: str, widths: Iterable[int]) -> dict[int, Stored]:
+    """Return how an activation is stored with each number of bits, with a range of its own if its values are known."""
+    out = dict.fromkeys(widths, stored)
+    for bits in out if name in d.stats else ():
+        if bits != stored.grid.bits:
+            grid = at_width(stored.grid, bits)
+            q = choose(d.stats[name], grid, rule=d.rules.rule)
+            out[bits] = replace(stored, grid=grid, scale=q.scale, zero_point=q.zero_point)
+    return out

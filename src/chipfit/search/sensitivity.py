@@ -14,7 +14,7 @@ from chipfit.plan.record import Plan
 from chipfit.rounding.compare import Reference
 from chipfit.rounding.fisher import first_samples
 from chipfit.screen import Summary, SummaryRepr
-from chipfit.search.candidates import activation_choices, is_copy, kernel_widths, weight_widths
+from chipfit.search.candidates import activation_choices, kernel_widths, own_errors, weight_widths
 from chipfit.search.losses import NEAREST, Losses, RoundingModel, losses
 from chipfit.search.resources import resources
 
@@ -82,13 +82,11 @@ def sensitivity(d: Decision, plan: Plan, batches: Iterable[Batch], rounding: Rou
     Raises:
         DataError: there is no batch.
     """
-    graph, stats = d.graph, d.stats or {}
-    widths, makers = weight_widths(graph, kernel_widths(graph, d.platform, plan, ())), graph.producers()
-    for p in activation_choices(graph, d.platform, plan, {}):
-        for t in (t for t in p.tensors if not is_copy(graph, plan, makers.get(t))):
-            widths[t] = p.widths if t in stats else (plan[t].grid.bits,)
+    widths = weight_widths(d.graph, kernel_widths(d, plan))
+    for t, p in own_errors(d.graph, plan, activation_choices(d, plan, {})).items():
+        widths[t] = p.widths if t in d.stats else (plan[t].grid.bits,)
     now, images = {name: plan[name].grid.bits for name in widths}, list(first_samples(batches))
-    found = losses(graph, plan, images, widths, stats, rounding=rounding)
+    found = losses(replace(d, seed=0), plan, images, widths, rounding)
     out = Sensitivity(found, now, {name: plan.tensors[name].layer for name in widths})
     return replace(out, tried=_tried(out, d, plan, images))
 

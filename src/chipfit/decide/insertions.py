@@ -1,4 +1,4 @@
-"""Insert requantization where the chip dictates the scale of one tensor and ties it to tensors that need another one.
+"""Insert nodes that formats and scales call for: Requantize where scales clash, DynamicQuantize before dynamic kernels.
 
 A sigmoid whose result always has the scale 1/256 may feed a concatenation that moves quantized values, and so has one
 scale for all that it joins. Forcing 1/256 on the other inputs would clip them. A chip that can requantize (it has a
@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from chipfit.decide.assignment import Assignment
 from chipfit.decide.constraints import Constraint, tie_groups
-from chipfit.graph.edit import unique_name
-from chipfit.graph.ir import Graph, Node
+from chipfit.decide.groups import block_of
+from chipfit.graph.edit import new_name, replace_node
+from chipfit.graph.ir import DYNAMIC, Graph, Node
 from chipfit.platform.match import resolve_node
 from chipfit.platform.schema import Platform
 
@@ -26,18 +27,13 @@ def requantize(graph: Graph, platform: Platform, assignment: Assignment) -> tupl
     if not edges:
         return graph, []
     out, notes = graph.copy(), []
-    nodes = {n.name: n for n in graph.nodes}
-    taken = {*nodes, *graph.values, *graph.weights}
-    before: dict[str, list[Node]] = {}  # reader -> the nodes to insert before it
     for value, reader in edges:
-        node, name = nodes[reader], unique_name(f"{value}_for_{reader}", taken)
-        taken.add(name)
+        node, name = out.node(reader), new_name(out, f"{value}_for_{reader}")
         out.values[name] = replace(graph.values[value], name=name)
-        before.setdefault(reader, []).append(Node(name, "Requantize", (value,), (name,), layer=node.layer))
-        nodes[reader] = node.with_(inputs=tuple(name if i == value else i for i in node.inputs))
+        read = node.with_(inputs=tuple(name if i == value else i for i in node.inputs))
+        replace_node(out, node, Node(name, "Requantize", (value,), (name,), layer=node.layer), read)
         scale = f"keeps the scale that '{platform.name}' dictates"
         notes.append(f"'{value}' {scale} and is requantized for '{node.layer or reader}'")
-    out.nodes[:] = [m for n in graph.nodes for m in (*before.get(n.name, ()), nodes[n.name])]
     return out, notes
 
 
@@ -76,3 +72,36 @@ def _ties_inputs(constraint: Constraint) -> bool:
 def _can_requantize(graph: Graph, platform: Platform, value: str) -> bool:
     probe = Node("probe", "Requantize", (value,), ())
     return any(o.out in platform.formats for o in resolve_node(platform, graph, probe).options)
+
+
+def with_dynamic(graph: Graph, platform: Platform, assignment: Assignment) -> Graph:
+    """Return a copy with a DynamicQuantize before every dynamic kernel; kernels with one input and format share it."""
+    out, shared, nodes = graph.copy(), dict[tuple[str, str, int], str](), list[Node]()
+    for n in graph.nodes:
+        if n.name in assignment.dynamic:
+            fmt = platform.formats[assignment.dynamic[n.name]]
+            block = block_of(fmt, graph.shape(n.data)[-1]) or 1
+            key = n.data, assignment.dynamic[n.name], block
+            if key not in shared:
+                shared[key] = name = new_name(out, f"{n.data}_dynamic")
+                grid = fmt.grid()
+                codes = {"qmin": grid.qmin, "qmax": grid.qmax, "affine": grid.zero == "any"}
+                attrs = {**codes, "per": fmt.per, "block": block}
+                nodes.append(Node(name, DYNAMIC, (n.data,), (name,), attrs, layer=n.layer))
+                out.values[name] = replace(graph.values[n.data], name=name)
+            n = n.with_(inputs=(shared[key], *n.inputs[1:]))
+        nodes.append(n)
+    out.nodes = nodes
+    return out
+
+
+def without_dynamic(graph: Graph) -> Graph:
+    """Return the graph without DynamicQuantize nodes; the graph itself if it has none."""
+    before = {n.output: n.data for n in graph.nodes if n.op == DYNAMIC}
+    if not before:
+        return graph
+    out = graph.copy()
+    out.values = {k: v for k, v in graph.values.items() if k not in before}
+    nodes = (n for n in graph.nodes if n.op != DYNAMIC)
+    out.nodes = [n.with_(inputs=tuple(before.get(i or "", i) for i in n.inputs)) for n in nodes]
+    return out
