@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from chipfit import steps
+from chipfit.calibration.collect import Need, collect
 from chipfit.decision import Decision, choose_scales, decide, plan_of, with_declared_statistics
+from chipfit.graph.check import check
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 from chipfit.ranges import name_of
+from chipfit.registry import ordered
 from chipfit.rounding.compare import compare_plans, split_holdout, without_weight_rounding
+from chipfit.rounding.fisher import first_samples
 from chipfit.settings import Settings
 
 
@@ -18,7 +23,11 @@ def trial_settings(d: Decision) -> tuple[Settings, Settings]:
     """Return the settings with the corrections that few bits ask for, and those with the rewrites to try besides."""
     bits = [s.format.bits for s in d.assignment.tensors.values() if s.role == "weight"]
     resolved, _ = steps.resolve_defaults(d.settings, bits, name_of(d.rules.weight_rule), True)
-    return resolved, steps.add_trials(d, resolved)
+    more = dict[str, Any]()
+    for says in (e.declares for e in ordered("adapt")):
+        if says.trial_value is not None and getattr(resolved, says.setting.name) is None:
+            more[says.setting.name] = says.trial_value(resolved, d.graph, d.assignment)
+    return resolved, Settings(**resolved.to_record(), **{k: v for k, v in more.items() if v is not None})
 
 
 def adapt_and_scale(d: Decision, batches: steps.Batches) -> Decision:
@@ -37,16 +46,36 @@ def _adapted(d: Decision, settings: Settings, batches: steps.Batches) -> Decisio
     start, notes = d, list[str]()
     d = replace(d, settings=settings)
     if steps.enabled(settings, "adapt"):
-        graph, stats, notes = steps.adapt(d, batches)
-        d = decide(replace(d, graph=graph, stats=stats))
+        d, notes = _rewritten(d, batches)
+        d = decide(d)
     d, why = _with_execution(d)
     d = choose_scales(with_declared_statistics(d, batches))
     return replace(d, settings=start.settings, rewrites=(*d.rewrites, *notes, *why))
 
 
+def _rewritten(d: Decision, batches: steps.Batches) -> tuple[Decision, list[str]]:
+    """Apply the rewrites that follow the statistics; return their notes besides.
+
+    Histograms that a rewrite makes stale are collected again from the first samples.
+    """
+    graph, stats, notes = d.graph, d.stats, list[str]()
+    before = {n for n, s in stats.items() if s.histogram is None}
+    for step in steps.enabled(d.settings, "adapt"):
+        graph, stats, more = steps.take(step, d.settings, graph, d.assignment, stats, platform=d.platform)
+        check(graph, blame=step.name)
+        notes += more
+    if stale := {n: Need(weights=s.error_weights) for n, s in stats.items() if s.histogram is None and n not in before}:
+        seen = collect(graph, first_samples(batches), tensors=stale)
+        stats = {n: replace(s, histogram=seen[n].histogram) if n in stale else s for n, s in stats.items()}
+    return replace(d, graph=graph, stats=stats), notes
+
+
 def _with_execution(d: Decision) -> tuple[Decision, list[str]]:
     """Choose what kernels that can run in several ways do, and decide again; return the notes besides."""
-    execution, why = steps.choose_execution(d)
+    execution, why = dict[str, str](), list[str]()
+    for step in steps.enabled(d.settings, "results") if d.assignment.modes else ():
+        more, notes = steps.take(step, d.settings, d.graph, d.assignment, d.stats, platform=d.platform)
+        execution, why = execution | more, why + notes
     if not execution:
         return d, []
     other = decide(replace(d, execution=execution))

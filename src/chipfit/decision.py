@@ -48,7 +48,7 @@ class Decision:
     settings: Settings = DEFAULT_SETTINGS
     rules: RangeRules = DEFAULT_RULES
     seed: int = 0
-    #: first node of a kernel with several ways to run -> "codes", "float" or "whole"; see `steps.choose_execution`
+    #: first node of a kernel with several ways to run -> "codes", "float" or "whole"; see `passes.float_regions`
     execution: Mapping[str, str] = field(default_factory=dict)
     assignment: Assignment = field(default_factory=Assignment)  #: from `decide`
     stats: Mapping[str, TensorStats] = field(default_factory=dict)  #: from calibration, by activation
@@ -119,7 +119,7 @@ def _assigned(d: Decision) -> Decision:
     groups, notes = fuse(graph, fusions(platform), lambda n: sets_of(platform.sets, n.op, n.layer_type, n.config))
     overrides = with_results(resolve_overrides(graph, d.all_overrides), d.execution)
     assignment = assign(graph, platform, fuse_shifts(graph, groups), overrides)
-    assignment, more = steps.adjust_formats(replace(d, assignment=assignment))
+    assignment, more = steps.adjust_formats(graph, assignment, platform, d.settings)
     return replace(d, assignment=assignment, notes=(*notes, *more))
 
 

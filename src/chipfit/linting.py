@@ -59,5 +59,6 @@ def lint(
         CaptureError, DataError, UnsupportedError, UnknownNameError: see `chipfit.errors`.
     """
     d = Decision(platform=load_platform(platform), overrides=overrides)
-    d = decide(steps.rewrite(replace(d, graph=read_model(model, *as_call(example, model)))))
-    return Lint(d.graph, d.platform, d.assignment, (*d.rewrites, *d.notes))
+    graph, rewrites = steps.rewrite(read_model(model, *as_call(example, model)), d.platform, d.settings)
+    d = decide(replace(d, graph=graph))
+    return Lint(d.graph, d.platform, d.assignment, (*rewrites, *d.notes))

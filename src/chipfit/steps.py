@@ -1,15 +1,13 @@
 """Run the registered steps of `quantize`, passes and corrections: those that the settings enable, in their order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from chipfit.calibration.collect import Need, TensorStats, collect
+from chipfit.calibration.collect import Need, TensorStats
 from chipfit.decide.assignment import Assignment
 from chipfit.errors import ConfigError, Interrupted, interruption_note
 from chipfit.graph.check import check
@@ -17,12 +15,9 @@ from chipfit.graph.ir import Graph
 from chipfit.graph.linear import is_linear
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.platform.match import names_operator
+from chipfit.platform.schema import Platform
 from chipfit.registry import OFF, Entry, ordered
-from chipfit.rounding.fisher import first_samples
 from chipfit.settings import Settings
-
-if TYPE_CHECKING:
-    from chipfit.decision import Decision
 
 Stats = Mapping[str, TensorStats]
 Batches = Iterable[Sequence[torch.Tensor]]
@@ -77,16 +72,7 @@ def resolve_defaults(settings: Settings, bits: Collection[int], rule: str, again
     return settings, notes
 
 
-def add_trials(d: Decision, settings: Settings) -> Settings:
-    """Return settings with the rewrites that may help with these formats, where the user left them open."""
-    more = dict[str, Any]()
-    for says in (e.declares for e in ordered("adapt")):
-        if says.trial_value is not None and getattr(settings, says.setting.name) is None:
-            more[says.setting.name] = says.trial_value(settings, d.graph, d.assignment)
-    return Settings(**settings.to_record(), **{k: v for k, v in more.items() if v is not None})
-
-
-def _take(step: Entry, settings: Settings, /, *given: Any, **context: Any) -> Any:
+def take(step: Entry, settings: Settings, /, *given: Any, **context: Any) -> Any:
     """Call a step with the arguments of its stage, the context that it needs, and the values of its settings."""
     says = step.declares
     keywords = {name: context[name] for name in says.needs}
@@ -96,14 +82,18 @@ def _take(step: Entry, settings: Settings, /, *given: Any, **context: Any) -> An
     return step.thing(*given, **keywords)
 
 
-def rewrite(d: Decision) -> Decision:
-    """Apply the rewrites that need no data; the graph then shares no weights with the user's model."""
-    graph, notes = d.graph, list(d.graph.notes)
-    for step in enabled(d.settings, "rewrite"):
-        graph, more = _take(step, d.settings, graph, platform=d.platform, listed=partial(names_operator, d.platform))
+def rewrite(graph: Graph, platform: Platform, settings: Settings) -> tuple[Graph, list[str]]:
+    """Apply the rewrites that need no data.
+
+    Returns:
+        The graph, which shares no weights with the user's model, and one note per rewrite or refusal.
+    """
+    captured, notes = graph, list(graph.notes)
+    for step in enabled(settings, "rewrite"):
+        graph, more = take(step, settings, graph, platform=platform, listed=partial(names_operator, platform))
         check(graph, blame=step.name)
         notes += more
-    return replace(d, graph=_with_own_weights(graph, d.graph), rewrites=tuple(notes))
+    return _with_own_weights(graph, captured), notes
 
 
 def _with_own_weights(graph: Graph, captured: Graph) -> Graph:
@@ -119,11 +109,13 @@ def _with_own_weights(graph: Graph, captured: Graph) -> Graph:
     return graph
 
 
-def adjust_formats(d: Decision) -> tuple[Assignment, list[str]]:
+def adjust_formats(
+    graph: Graph, assignment: Assignment, platform: Platform, settings: Settings
+) -> tuple[Assignment, list[str]]:
     """Let the steps of the stage "formats" change the assignment; return it with their notes."""
-    assignment, notes = d.assignment, list[str]()
-    for step in enabled(d.settings, "formats"):
-        assignment, more = _take(step, d.settings, d.graph, assignment, platform=d.platform)
+    notes: list[str] = []
+    for step in enabled(settings, "formats"):
+        assignment, more = take(step, settings, graph, assignment, platform=platform)
         notes += more
     return assignment, notes
 
@@ -139,37 +131,6 @@ def statistics_needed(graph: Graph, found: Mapping[str, Need], settings: Setting
         for step in enabled(settings, stage):
             out = step.declares.collects(graph, out) if step.declares.collects else out
     return out
-
-
-def adapt(d: Decision, batches: Batches) -> tuple[Graph, Stats, list[str]]:
-    """Apply the rewrites that follow the statistics; formats have to be decided again afterwards.
-
-    Args:
-        batches: of graph inputs; histograms that a rewrite makes stale are collected again from the first samples.
-    """
-    graph, stats, notes = d.graph, d.stats, list[str]()
-    before = {n for n, s in stats.items() if s.histogram is None}
-    for step in enabled(d.settings, "adapt"):
-        graph, stats, more = _take(step, d.settings, graph, d.assignment, stats, platform=d.platform)
-        check(graph, blame=step.name)
-        notes += more
-    if stale := {n: Need(weights=s.error_weights) for n, s in stats.items() if s.histogram is None and n not in before}:
-        seen = collect(graph, first_samples(batches), tensors=stale)
-        stats = {n: replace(s, histogram=seen[n].histogram) if n in stale else s for n, s in stats.items()}
-    return graph, stats, notes
-
-
-def choose_execution(d: Decision) -> tuple[dict[str, str], list[str]]:
-    """Choose how kernels with several execution modes run.
-
-    Returns:
-        First node of a kernel -> "codes" (quantized output), "float" (float output) or "whole" (all in float); notes.
-    """
-    chosen, notes = dict[str, str](), list[str]()
-    for step in enabled(d.settings, "results") if d.assignment.modes else ():
-        more, said = _take(step, d.settings, d.graph, d.assignment, d.stats, platform=d.platform)
-        chosen, notes = chosen | more, notes + said
-    return chosen, notes
 
 
 def rereads_data(settings: Settings) -> bool:
@@ -201,9 +162,9 @@ def correct(
         context["settings"] = settings
         try:
             if step.declares.chooses_scales:
-                graph, plan, notes = _take(step, settings, graph, plan, **context)
+                graph, plan, notes = take(step, settings, graph, plan, **context)
             else:
-                new, notes = _take(step, settings, graph, plan, **context)
+                new, notes = take(step, settings, graph, plan, **context)
                 if any(new.weights[n.weight] is not graph.weights[n.weight] for n in new.nodes if is_linear(new, n)):
                     known = {k: t for k, t in plan.tensors.items() if t.role == "activation" and t.quantized}
                     plan = replace(plan, tensors=choose(new, known=known))

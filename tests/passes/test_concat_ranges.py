@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from chipfit.passes.concat_ranges import concat_groups
+from chipfit.passes.concat_ranges import concat_ranges
 from tests.build import model_of
 from tests.steps import Steps, begin
 
@@ -21,16 +21,24 @@ def steps_of_nested() -> Steps:
     return begin(model_of(nested, **{k: nn.Conv2d(3, 4, 1) for k in "abc"}), torch.randn(2, 3, 4, 4))
 
 
+def tied(steps: Steps) -> list[list[str]]:
+    """The result of each concatenation, and the inputs that are tied to it."""
+    adjusted, notes = concat_ranges(steps.graph, steps.assignment)
+    more = adjusted.constraints[len(steps.assignment.constraints) :]
+    assert notes == [] and all(c.tied == [[*c.of("ins"), *c.of("out")]] for c in more)
+    return [[*c.of("out"), *c.of("ins")] for c in more]
+
+
 def test_each_concatenation_gives_its_result_and_its_inputs_the_inner_one_first():
     steps = steps_of_nested()
     a, b, inner, c, outer = (n.output for n in steps.graph.nodes[:5])
-    assert concat_groups(steps.graph, steps.assignment) == [[inner, a, b], [outer, inner, c]]
+    assert tied(steps) == [[inner, a, b], [outer, inner, c]]
 
 
 def test_a_concatenation_that_is_not_stored_in_codes_has_no_group():
     steps = steps_of_nested()
     steps.assignment.tensors.clear()
-    assert concat_groups(steps.graph, steps.assignment) == []
+    assert tied(steps) == []
 
 
 def test_what_is_stored_otherwise_or_not_at_all_stays_out_of_a_group():
@@ -38,6 +46,6 @@ def test_what_is_stored_otherwise_or_not_at_all_stays_out_of_a_group():
     a, b, inner, c, outer = (n.output for n in steps.graph.nodes[:5])
     del steps.assignment.tensors[a]
     steps.assignment.tensors[c] = replace(steps.assignment.tensors[c], format_name="another")
-    assert concat_groups(steps.graph, steps.assignment) == [[inner, b], [outer, inner]]
+    assert tied(steps) == [[inner, b], [outer, inner]]
     del steps.assignment.tensors[b]
-    assert concat_groups(steps.graph, steps.assignment) == [[outer, inner]]
+    assert tied(steps) == [[outer, inner]]

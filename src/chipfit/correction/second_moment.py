@@ -62,9 +62,7 @@ def correct_second_moment(
             return outputs
         axis = channel_axis(node)
         (y,), reference = outputs, floats[node.output]
-        here, wanted = _Moments(), _Moments()
-        here.add(y, axis)
-        wanted.add(reference, axis)
+        here, wanted = (_Moments.of(x, axis) for x in (y, reference))
         for total, new in zip(moments[node.output], (wanted, here)):
             total.merge(new)
         shape = [1] * y.dim()
@@ -101,11 +99,11 @@ class _Moments:
     mean: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
     squares: torch.Tensor = field(default_factory=lambda: torch.zeros(()))  #: sum of squared distances from the mean
 
-    def add(self, x: torch.Tensor, axis: int) -> None:
-        """Add a tensor with channels along `axis`."""
+    @classmethod
+    def of(cls, x: torch.Tensor, axis: int) -> _Moments:
+        """Return the moments of a tensor with channels along `axis`."""
         rows = x.double().movedim(axis, 0).flatten(1)
-        new = _Moments(rows.shape[1], rows.mean(1), rows.var(1, correction=0) * rows.shape[1])
-        self.merge(new)
+        return cls(rows.shape[1], rows.mean(1), rows.var(1, correction=0) * rows.shape[1])
 
     def merge(self, other: _Moments) -> None:
         total = self.count + other.count

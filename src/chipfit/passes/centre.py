@@ -7,7 +7,7 @@ import torch
 from chipfit.calibration.collect import Need, with_channel_stats
 from chipfit.decide.assignment import Assignment
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.linear import TRANSPOSED, bias_or_zero, in_groups, is_linear, on_axis_1, with_bias
+from chipfit.graph.linear import TRANSPOSED, bias_or_zero, in_groups, is_linear, with_bias
 from chipfit.passes.equalize_groups import worth_a_trial
 from chipfit.passes.rewriting import Adapted, Readers, Stats, adds_equal_shapes
 from chipfit.registry import OFF, Setting, register
@@ -52,7 +52,7 @@ def centre(graph: Graph, assignment: Assignment, stats: Stats) -> Adapted:
     removed, bias_changes = dict[str, torch.Tensor](), dict[str, torch.Tensor]()  # by value, by node
 
     def change_bias(node: Node, by: torch.Tensor) -> None:
-        bias_changes[node.name] = bias_changes[node.name] + by if node.name in bias_changes else by
+        bias_changes[node.name] = bias_changes.get(node.name, 0.0) + by
 
     for node in graph.nodes:
         v = node.output
@@ -102,11 +102,8 @@ def why_not_centred(graph: Graph, readers: Readers) -> dict[str, str]:
             why = why or of_reader(reader)
         out[node.output] = f"'{node.output}' is an output of the model" if node.output in graph.outputs else why
     for node in graph.nodes:  # a sum can be shifted if one of its operands can
-        if (
-            not is_linear(graph, node)
-            and out.get(node.output) == ""
-            and all(out.get(i, "-") for i in graph.activations(node))
-        ):
+        adds = out.get(node.output) == "" and not is_linear(graph, node)
+        if adds and all(out.get(i, "-") for i in graph.activations(node)):
             out[node.output] = "no operand of the sum can lose anything"
     return out
 
@@ -115,12 +112,10 @@ def _why_bias_is_fixed(readers: Readers, node: Node) -> str:
     """Return why no constant can be added to the bias of a linear operator; "" if one can."""
     if not node.bias:
         return f"'{node.display_name}' has no bias"
-    elsewhere = "" if on_axis_1(readers.graph, node) else f"'{node.display_name}' has its channels elsewhere"
-    return readers.why_fixed(node) or elsewhere
+    return readers.why_channels_fixed(node)
 
 
 def _mean(stats: Stats, name: str) -> torch.Tensor:
     mean = stats[name].mean
-    if mean is None:
-        raise ValueError(f"nothing is known of the channels of '{name}'")
+    assert mean is not None, "`with_means` adds it"
     return mean

@@ -5,7 +5,7 @@ import math
 import torch
 
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.linear import CONVS, bias_or_zero, is_linear, with_bias
+from chipfit.graph.linear import CONVS, bias_or_zero, channel_axis, is_linear, with_bias
 from chipfit.passes.rewriting import Readers, Rewritten
 from chipfit.registry import Setting, register
 
@@ -78,7 +78,7 @@ def _with_constant(readers: Readers, first: Node, add: Node) -> Node | None:
     if not adds or not graph.is_weight(other):
         return None
     constant, shape = graph.weights[other or ""].detach().double(), graph.shape(first.output)
-    axis = len(shape) - 1 if first.op == "Linear" else 1
+    axis = channel_axis(first) % len(shape)
     padded = [1] * (len(shape) - constant.dim()) + list(constant.shape)
     bias = bias_or_zero(graph, first)
     others = [size for k, size in enumerate(padded) if k != axis]

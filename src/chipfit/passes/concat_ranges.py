@@ -12,25 +12,10 @@ _SETTING = Setting("concat_ranges", False, "what a concatenation joins shares on
 @register("pass", "concat_ranges", stage="formats", setting=_SETTING)
 def concat_ranges(graph: Graph, assignment: Assignment) -> tuple[Assignment, list[str]]:
     """Tie each concatenation's result to its inputs, as far as they are stored in the result's format."""
-    tie = (Rule(tie=("ins", "out")),)
-    constraints = (
-        Constraint(op="Concat", rules=tie, slots={"ins": tuple(inputs), "out": (result,)})
-        for result, *inputs in concat_groups(graph, assignment)
-    )
-    return assignment.with_constraints(constraints), []
-
-
-def concat_groups(graph: Graph, assignment: Assignment) -> list[list[str]]:
-    """Return, for each concatenation, its result and then its inputs, as far as they are stored in the result's format.
-
-    Lists are in execution order: of nested concatenations the inner one comes first.
-    """
-    out = []
+    tie, slots, ties = (Rule(tie=("ins", "out")),), assignment.tensors, list[Constraint]()
     for n in graph.nodes:
-        if n.op == "Concat" and n.output in assignment.tensors:
-            wanted, slots = assignment.tensors[n.output].format_name, assignment.tensors
+        if n.op == "Concat" and n.output in slots:
             stored = (slots[i] for i in dict.fromkeys(n.inputs) if i is not None and i in slots)
-            inputs = [s.name for s in stored if s.format_name == wanted]
-            if inputs:
-                out.append([n.output, *inputs])
-    return out
+            inputs = tuple(s.name for s in stored if s.format_name == slots[n.output].format_name)
+            ties += [Constraint(op="Concat", rules=tie, slots={"ins": inputs, "out": (n.output,)})] * bool(inputs)
+    return assignment.with_constraints(ties), []

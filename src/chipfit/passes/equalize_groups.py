@@ -8,8 +8,9 @@ import torch
 
 from chipfit.calibration.collect import Need, with_channel_stats
 from chipfit.decide.assignment import FEW_BITS, Assignment
+from chipfit.decide.constraints import connected_components
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.linear import is_depthwise, is_linear, on_axis_1
+from chipfit.graph.linear import is_depthwise, is_linear
 from chipfit.operators.table import OPS
 from chipfit.passes.relu_bound import bounds
 from chipfit.passes.rewriting import Adapted, Readers, Stats, adds_equal_shapes, scale_between, scales_by_channel
@@ -111,30 +112,21 @@ def equalize_groups(graph: Graph, assignment: Assignment, stats: Stats) -> Adapt
 
 def groups(graph: Graph) -> list[Group]:
     """Return every group that a linear operator computes and a linear operator reads."""
-    up = {v: v for v in graph.values}  # union-find over values that share channels
-
-    def root(v: str) -> str:
-        while up[v] != v:
-            v = up[v]
-        return v
-
-    for n in (n for n in graph.nodes if keeps_channels(graph, n)):
-        for v in graph.activations(n):
-            up[root(v)] = root(n.output)
-    found: dict[str, Group] = {}
+    joined = ([n.output, *graph.activations(n)] for n in graph.nodes if keeps_channels(graph, n))
+    parts = connected_components([*joined, *([v] for v in graph.values)])
+    of = {v: group for part in parts for group in [Group()] for v in part}
     for v in graph.values:
-        found.setdefault(root(v), Group()).values.append(v)
+        of[v].values.append(v)
 
     def refuse(v: str, why: str) -> None:
-        found[root(v)].refusal = found[root(v)].refusal or why
+        of[v].refusal = of[v].refusal or why
 
     readers = Readers(graph)
     for n in graph.nodes:
         if is_linear(graph, n):
-            found[root(n.output)].producers.append(n)
-            found[root(n.data)].readers.append(n)
-            elsewhere = "" if on_axis_1(graph, n) else f"the channels of '{n.display_name}' are not on axis 1"
-            if why := readers.why_fixed(n) or elsewhere:
+            of[n.output].producers.append(n)
+            of[n.data].readers.append(n)
+            if why := readers.why_channels_fixed(n):
                 refuse(n.data, why)
                 refuse(n.output, why)
         elif not keeps_channels(graph, n):
@@ -143,13 +135,13 @@ def groups(graph: Graph) -> list[Group]:
             for v in n.outputs:
                 refuse(v, f"{n.op} '{n.display_name}' makes it")
         elif (bound := bounds(n)[1]) is not None:
-            found[root(n.output)].clips.append((n.output, bound))
+            of[n.output].clips.append((n.output, bound))
     for v in graph.inputs:
         refuse(v, f"'{v}' is an input of the model")
     for v in graph.outputs:
-        if v in up:
+        if v in of:
             refuse(v, f"'{v}' is an output of the model")
-    return [g for g in found.values() if g.producers and g.readers]
+    return [g for v in graph.values if (g := of[v]).values[0] == v and g.producers and g.readers]
 
 
 def keeps_channels(graph: Graph, node: Node) -> bool:

@@ -5,7 +5,7 @@ import torch
 from chipfit.graph.edit import unique_name
 from chipfit.graph.folds import checksum
 from chipfit.graph.ir import Fold, Graph, Node
-from chipfit.graph.linear import LINEAR, TRANSPOSED, scale_outputs
+from chipfit.graph.linear import LINEAR, TRANSPOSED, bias_or_zero, scale_outputs
 from chipfit.passes.rewriting import Readers, Rewritten
 from chipfit.registry import register
 
@@ -73,30 +73,28 @@ def _refusal(readers: Readers, node: Node | None, bn: Node) -> str:
 
 def _fold(graph: Graph, node: Node, bn: Node) -> str:
     """Replace weight and bias in `graph.weights`; return the name of the bias."""
-    w_name, b_name = node.weight, node.bias
-    w = graph.weights[w_name].detach()
-
-    def number(name: str | None, absent: float) -> torch.Tensor:
-        return graph.weights[name].detach().double() if name else torch.tensor(absent, dtype=torch.float64)
-
-    gamma, beta, mean, var = (number(i, absent) for i, absent in zip(bn.inputs[1:5], (1.0, 0.0, 0.0, 1.0), strict=True))
+    w_name, b_name = node.weight, node.bias or _bias_name(graph, node.weight)
+    w, bias = graph.weights[w_name].detach(), bias_or_zero(graph, node)
+    absent = (torch.full_like(bias, number) for number in (1.0, 0.0, 0.0, 1.0))
+    names = zip(bn.inputs[1:5], absent, strict=True)
+    gamma, beta, mean, var = (graph.weights[i].detach().double() if i else default for i, default in names)
     k = torch.rsqrt(var + bn.attrs["eps"]) * gamma  # [C_out]
-    new_b = (number(b_name, 0.0) - mean) * k + beta
+    new_b = (bias - mean) * k + beta
     if node.op in TRANSPOSED:
         new_w = scale_outputs(node, w.double(), k)
     else:
         # written straight into the layout in which CPUs convolve fastest: no temporary of the weight's size
         new_w = torch.empty_like(w, memory_format=torch.channels_last if w.dim() == 4 else torch.preserve_format)
         torch.mul(w, k.to(w.dtype).view(-1, *[1] * (w.dim() - 1)), out=new_w)
-    b_name = b_name or _bias_name(graph, w_name)
     graph.weights[w_name] = new_w.to(w.dtype)
     graph.weights[b_name] = new_b.to(w.dtype)
     if w_name in graph.trainable:
         graph.trainable.add(b_name)
-    check, names = checksum(graph.weights[w_name], graph.weights[b_name]), (bn.inputs[3], bn.inputs[4])
-    if names[0] is not None and names[1] is not None:
-        given = (names[0], names[1], bn.attrs["eps"], node.bias is not None, check)
-        graph.folds[w_name] = Fold(b_name, bn.inputs[1], bn.inputs[2], *given)
+    scale, shift, average, spread = bn.inputs[1:5]
+    if average is not None and spread is not None:
+        check = checksum(graph.weights[w_name], graph.weights[b_name])
+        given = bn.attrs["eps"], node.bias is not None, check
+        graph.folds[w_name] = Fold(b_name, scale, shift, average, spread, *given)
     return b_name
 
 

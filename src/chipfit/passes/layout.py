@@ -15,7 +15,7 @@ float edges: (value, reader) pairs whose reader uses the value before it is quan
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from chipfit.graph.edit import unique_name
+from chipfit.graph.edit import new_name
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.operators.table import OPS
 from chipfit.plan.record import NodePlan, Plan
@@ -53,13 +53,16 @@ def change_layout(
     """
     if graph.data_format == target:
         return LayoutChange(graph.copy())
-    entries: dict[str, Layout] = {}
-    new = _LayoutChanger(graph, target, float_edges, kept_transposes, entries, change_io).run()
+
+    def changed(inputs: Mapping[str, Layout]) -> LayoutChange:
+        return _LayoutChanger(graph, target, float_edges, kept_transposes, inputs, change_io).run()
+
+    inputs = dict[str, Layout]()
+    new = changed(inputs)
     for name in graph.inputs if change_io else ():
-        layout = _target_layout(target, len(graph.shape(name)))
-        other = _LayoutChanger(graph, target, float_edges, kept_transposes, {**entries, name: layout}, change_io).run()
-        if _transpositions(other) < _transpositions(new):
-            new, entries = other, {**entries, name: layout}
+        more = {**inputs, name: _target_layout(target, len(graph.shape(name)))}
+        if _transpositions(other := changed(more)) < _transpositions(new):
+            new, inputs = other, more
     return new
 
 
@@ -222,7 +225,7 @@ class _LayoutChanger:
         return new
 
     def fresh(self, name: str, layout: Layout) -> str:
-        return unique_name(f"{name}_t{''.join(map(str, layout))}", {*self.out.values, *self.out.weights})
+        return new_name(self.out, f"{name}_t{''.join(map(str, layout))}")
 
     def note_layout(self, name: str, layout: Layout) -> None:
         if layout != natural_layout(len(layout)):
@@ -251,14 +254,6 @@ class _LayoutChanger:
         layout = self.layout(node.data)
         return self.read(node.data, layout, node.name), layout
 
-    def on_axes(self, node: Node, keeps: bool) -> None:
-        """Handle an operator that works on one axis or several, which its results keep or lose."""
-        x, layout = self.as_held(node)
-        axes = {a % len(layout) for a in node.attrs.get("axes", [node.attrs.get("axis")])}
-        here = tuple(sorted(layout.index(a) for a in axes))
-        how = {"axes": here} if "axes" in node.attrs else {"axis": min(here)}
-        self.emit(node, [x], [layout if keeps else remove_axes(layout, axes)] * len(node.outputs), **how)
-
     # ---- kinds of operators
 
     def natural(self, node: Node) -> None:
@@ -286,27 +281,29 @@ class _LayoutChanger:
         layout = self.agreed(node, rank)
         self.emit(node, self.operands(node, lambda _: layout), [layout], axis=layout.index(node.attrs["axis"] % rank))
 
-    def along(self, node: Node) -> None:
-        self.on_axes(node, keeps=True)
+    def on_axes(self, node: Node) -> None:
+        """Handle an operator that works on one axis or several, which its results keep or lose."""
+        given = node.attrs.get("axes", [node.attrs.get("axis")])
+        if None in given:
+            return self.natural(node)
+        x, layout = self.as_held(node)
+        axes = {a % len(layout) for a in given}
+        here = tuple(sorted(layout.index(a) for a in axes))
+        how = {"axes": here} if "axes" in node.attrs else {"axis": min(here)}
+        after = layout if self.rank(node.outputs[0]) == len(layout) else remove_axes(layout, axes)
+        self.emit(node, [x], [after] * len(node.outputs), **how)
 
-    def remove_axis(self, node: Node) -> None:
-        self.on_axes(node, keeps=False)
-
-    def arg_max(self, node: Node) -> None:
-        (self.natural if node.attrs["axis"] is None else self.reduce)(node)
+    along = remove_axis = reduce = arg_max = on_axes
 
     def size(self, node: Node) -> None:
         x, layout = self.as_held(node)
         self.emit(node, [x], [()], axis=layout.index(node.attrs["axis"] % len(layout)))
 
-    def reduce(self, node: Node) -> None:
-        self.on_axes(node, keeps=node.attrs["keepdims"])
-
     def squeeze(self, node: Node) -> None:
         axes = {a % self.rank(node.data) for a in node.attrs["axes"]}
         if self.rank(node.output) != self.rank(node.data) - len(axes):  # some of them are not of size 1 and stay
             return self.natural(node)
-        self.on_axes(node, keeps=False)
+        self.on_axes(node)
 
     def pad(self, node: Node) -> None:
         padding = node.attrs["padding"]

@@ -12,23 +12,18 @@ _SETTING = Setting("relu_bound", False, "clipped activations get a power of two 
 
 
 @register("pass", "relu_bound", stage="rewrite", after=("collapse_residual",), setting=_SETTING)
-def relu_bound_to_power_of_two(graph: Graph, *, bits: int | None = None) -> Rewritten:
+def relu_bound_to_power_of_two(graph: Graph) -> Rewritten:
     """Scale linear -> clip(., low, high) -> linear by k = 2^ceil(log2 high) / high without changing the network.
 
     W1' = k W1, b1' = k b1, clip' = clip(., k low, k high), W2' = W2 / k: a power-of-two grid then ends at the clip.
     Every reader of the clipped value must lead to a linear operator through operators with f(k x) = k f(x).
-
-    Args:
-        bits: width of an unsigned grid. If given, the bound is the largest value of that grid, (1 - 2^-bits) 2^n,
-            instead of 2^n, which is one step beyond it. This is better where many values are clipped.
     """
     graph, notes = graph.copy(), list[str]()
-    top = 1.0 if bits is None else 1 - 2.0**-bits
     for clip in list(graph.nodes):
         low, high = bounds(clip)
         if high is None or not 0 < high < math.inf or (low is not None and low > 0):
             continue
-        bound = top * 2.0 ** math.ceil(math.log2(high) - 1e-9)
+        bound = 2.0 ** math.ceil(math.log2(high) - 1e-9)
         if math.isclose(bound, high):
             continue
         readers, before = Readers(graph), graph.producers().get(clip.data)

@@ -11,7 +11,7 @@ import torch
 
 from chipfit.calibration.collect import TensorStats
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.linear import bias_or_zero, is_linear, scale_inputs, scale_outputs, with_bias
+from chipfit.graph.linear import bias_or_zero, is_linear, on_axis_1, scale_inputs, scale_outputs, with_bias
 from chipfit.operators.table import OPS
 
 Stats = Mapping[str, TensorStats]  #: value -> its statistics
@@ -71,6 +71,11 @@ class Readers:
             if name in self.graph.outputs:
                 return f"'{name}' is an output of the model"
         return ""
+
+    def why_channels_fixed(self, layer: Node) -> str:
+        """Return why a layer cannot be changed for each channel on axis 1 of its data; "" when it can."""
+        elsewhere = f"the channels of '{layer.display_name}' are not on axis 1"
+        return self.why_fixed(layer) or ("" if on_axis_1(self.graph, layer) else elsewhere)
 
     def linear_behind(self, value: str, crossable: Callable[[Node], bool]) -> LinearReaders:
         """Follow every reader of `value` to a linear operator with constant weights.

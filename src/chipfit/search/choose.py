@@ -169,11 +169,7 @@ class SearchSpace:
 
 
 def search_space(
-    d: Decision,
-    plan: Plan,
-    limited: Collection[str],
-    batches: Iterable[Batch],
-    rounding: RoundingModel = NEAREST,
+    d: Decision, plan: Plan, limited: Collection[str], batches: Iterable[Batch], rounding: RoundingModel = NEAREST
 ) -> SearchSpace:
     """Return what may be chosen where some resources are limited, and what each choice loses.
 

@@ -48,12 +48,7 @@ class Pareto(SummaryRepr):
 
 
 def pareto(
-    d: Decision,
-    plan: Plan,
-    batches: Iterable[Batch],
-    over: str,
-    shares: Sequence[float],
-    rounding: RoundingModel,
+    d: Decision, plan: Plan, batches: Iterable[Batch], over: str, shares: Sequence[float], rounding: RoundingModel
 ) -> Pareto:
     """Return one point for each budget that can be kept; equal choices count once.
 
