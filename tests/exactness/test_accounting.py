@@ -125,7 +125,8 @@ def test_what_the_platform_states_and_nothing_models_is_in_the_verification(fitt
     assert json.loads(json.dumps(found.to_dict()))["not_modelled"] == found.not_modelled
 
 
-def test_every_output_is_compared_whatever_its_shape_and_type():
+@pytest.mark.parametrize("platform", ["ort_cpu", "tflite_int8", "tflite_int16x8"])
+def test_every_output_is_compared_whatever_its_shape_and_type(platform):
     """Integers, a scalar, indices, something in float."""
 
     def ends(m, x):
@@ -133,7 +134,9 @@ def test_every_output_is_compared_whatever_its_shape_and_type():
         return y, y.mean(), y.mean((2, 3)).argmax(1), torch.erf(y)
 
     torch.manual_seed(0)
-    result = quantized(model_of(ends, conv=nn.Conv2d(3, 4, 3), unused=nn.Conv2d(3, 4, 3)), torch.randn(4, 3, 8, 8))
+    result = quantized(
+        model_of(ends, conv=nn.Conv2d(3, 4, 3), unused=nn.Conv2d(3, 4, 3)), torch.randn(4, 3, 8, 8), platform
+    )
     found = result.verify([torch.randn(5, 3, 8, 8)])
     assert found.sound, found.summary()
     assert [o.elements for o in found.outputs] == [5 * 4 * 36, 1, 5, 5 * 4 * 36]

@@ -136,6 +136,8 @@ def test_a_weight_is_noticed_whose_effect_is_invisible(proven, spare):
     held.save()
     found = result.verify([data(proven)], runtime=runtime, path=spare)
     assert found.verdict == "departs" and not found.sound and not found.exact
+    with pytest.raises(VerificationError, match="weight 'third.weight' in the file: 1 of its 144"):
+        found.require({"Conv2D"})
     assert found.departures[0] == "weight 'third.weight' in the file: 1 of its 144 quantized values are not the plan's"
     if found.promised:
         assert found.differing == 0  # which is why the file itself is read
@@ -143,27 +145,6 @@ def test_a_weight_is_noticed_whose_effect_is_invisible(proven, spare):
 
 def data(proven):
     return torch.from_numpy(np.load(proven[0] / "new.npz")["x"])
-
-
-def test_the_simulators_own_integers_do_not_hide_a_spoilt_file(proven, spare, monkeypatch):
-    """A runtime that only repeats what it is compared with."""
-    _, runtime, result, _ = proven
-    declared, known = entry("runtime", runtime).declares, values(result)
-
-    def repeat(self, inputs, got):
-        x = [torch.from_numpy(x) for x in inputs]
-        want = simulate(result.graph, result.plan, x, result.platform, kernels=declared.kernels)
-        names = {k: k.removesuffix(declared.codes.format("")) for k in got}
-        return {k: want[names[k]].numpy() if names[k] in want and names[k] in known else x for k, x in got.items()}
-
-    lying(monkeypatch, runtime, repeat)
-    held = opened(spare)
-    held.codes("third.weight", bump)
-    held.save()
-    found = result.verify([data(proven)], runtime=runtime, path=spare)
-    assert found.verdict == "departs"
-    with pytest.raises(VerificationError, match="weight 'third.weight' in the file: 1 of its 144"):
-        found.require({"Conv2D"})
 
 
 def of_codes(change):
@@ -245,21 +226,6 @@ def test_the_file_of_another_model_is_noticed(proven, command, tmp_path, shape):
     other = quantized(model, x, result.platform).export(tmp_path / f"m{file.suffix}")
     status, said = command(other)
     assert status in (1, 2) and ("departs: " in said or "is this the file" in said), (status, said)
-
-
-@pytest.mark.parametrize("what", ["weights", "ranges"])
-def test_a_stale_file_is_noticed(proven, command, tmp_path, what):
-    """Exported before the model was trained on, or before it was calibrated on other data."""
-    _, _, result, file = proven
-    torch.manual_seed(3)
-    x = torch.randn(12, 4, 10, 10)[:8]
-    model = network()
-    if what == "weights":
-        with torch.no_grad():
-            model.third.weight.mul_(1.1)
-    stale = quantized(model, x if what == "weights" else x * 1.1, result.platform)
-    status, said = command(stale.export(tmp_path / f"m{file.suffix}"))
-    assert status == 1 and "departs: " in said and " in the file: " in said, (status, said)
 
 
 @pytest.mark.parametrize("platform", ["ort_cpu", "tflite_int16x8"])

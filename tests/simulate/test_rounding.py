@@ -172,16 +172,6 @@ def test_biases_of_8_bit_layers_have_the_32_bits_that_litert_reads(overrides):
         proved(result, torch.randn(4, 6, 8, 8), runtime=runtime, float_ops=overrides)
 
 
-@pytest.mark.parametrize("platform", ["ort_cpu", "tflite_int8", "tflite_int16x8"])
-def test_outputs_without_axes_are_compared_too(platform):
-    def f(x, m):
-        return m(x).mean() * m(x).amax((0, 1, 2, 3))
-
-    result = quantized(f, (torch.randn(4, 6, 8, 8),), platform, nn.Conv2d(6, 6, 3))
-    for runtime in ("onnxruntime",) if platform == "ort_cpu" else LITERT:
-        proved(result, torch.randn(4, 6, 8, 8), runtime=runtime, float_ops=["Mean", "ReduceMax", "Mul"])
-
-
 def test_a_group_finds_the_operands_of_all_its_members():
     """relu(a) * b as one kernel: b is read by another operator between the two."""
     platform = load("ort_cpu")

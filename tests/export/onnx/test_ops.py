@@ -11,7 +11,7 @@ from chipfit.export.onnx.writer import export_onnx
 from chipfit.operators.table import OPS
 from chipfit.passes.decompose import RULES
 from chipfit.runtimes.onnxruntime import OnnxRuntime
-from tests.export.operators import CASES, alone
+from tests.export.operators import CASES, alone, operands
 
 REASONS = {op: f"no ONNX writer. Got: {op} 'n' .{why}" for op, why in REFUSED.items()}
 REASONS["circle"] = "circular padding"
@@ -29,3 +29,12 @@ def test_an_operator_is_written_as_the_engine_computes_it_or_refused_with_the_re
     for y, found in zip(want, got.values(), strict=True):
         assert found.dtype == y.numpy().dtype
         np.testing.assert_allclose(found, y.numpy(), atol=1e-5, rtol=1e-5)
+
+
+def test_every_attribute_of_every_operator_has_two_values_among_the_cases():
+    known: dict[tuple[str, str], set[str]] = {}
+    for node, _ in map(operands, (*OPS, *CASES)):
+        for key, value in node.attrs.items():
+            known.setdefault((node.op, key), set()).add(repr(value))
+    once = {op for (op, _), values in known.items() if len(values) == 1}
+    assert once == {"DynamicQuantize", "Dropout"}  # of one file format, and without an effect
