@@ -12,7 +12,7 @@ from torch import nn
 import chipfit
 from chipfit.errors import PlanError, TrainingError
 from chipfit.frameworks import lower
-from chipfit.frameworks.torch.train import stepper
+from chipfit.frameworks.torch.lower import stepper
 from chipfit.plan.diff import diff
 from chipfit.plan.json_codec import plan_from_json, plan_to_json
 from chipfit.plan.training import Training

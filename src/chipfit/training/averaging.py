@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from chipfit.errors import ConfigError
-from chipfit.frameworks.torch.lower import QuantizedModule
-from chipfit.frameworks.torch.train import as_quantized_module
+from chipfit.frameworks.torch.lower import QuantizedModule, as_quantized_module
 
 
 class EMA(nn.Module):

@@ -8,7 +8,7 @@ import torch
 
 from chipfit.calibration.data import batches
 from chipfit.errors import DataError, UnsupportedError
-from chipfit.frameworks.torch.train import as_quantized_module
+from chipfit.frameworks.torch.lower import as_quantized_module
 from chipfit.result import Result
 
 

@@ -12,7 +12,7 @@ from chipfit.engine.run import run
 from chipfit.engine.trees import flatten_call
 from chipfit.errors import ConfigError, UnknownNameError
 from chipfit.frameworks import device
-from chipfit.frameworks.torch.train import as_quantized_module
+from chipfit.frameworks.torch.lower import as_quantized_module
 from chipfit.graph.ir import Graph
 from chipfit.quantizers.ops import TorchOps
 from chipfit.result import Result

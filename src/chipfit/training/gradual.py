@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from chipfit.errors import ConfigError
-from chipfit.frameworks.torch.train import as_quantized_module
+from chipfit.frameworks.torch.lower import as_quantized_module
 
 
 class Gradual:

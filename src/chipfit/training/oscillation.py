@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from chipfit.errors import ConfigError, UnsupportedError
+from chipfit.frameworks.torch.lower import as_quantized_module
 from chipfit.frameworks.torch.modules import FakeQuantizer
-from chipfit.frameworks.torch.train import as_quantized_module
 from chipfit.quantizers.algorithm import Algorithm
 from chipfit.quantizers.bn_fold import times
 from chipfit.quantizers.ops import TorchOps

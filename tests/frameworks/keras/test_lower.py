@@ -25,8 +25,11 @@ from chipfit.frameworks.keras.layers import (  # noqa: E402
     KerasQuantizationWrapper,
     KerasQuantizer,
 )
-from chipfit.frameworks.keras.lower import QuantizedModel, lower  # noqa: E402
-from chipfit.frameworks.keras.train import read_back  # noqa: E402
+from chipfit.frameworks.keras.lower import (  # noqa: E402
+    QuantizedModel,
+    lower,
+    read_back,
+)
 from chipfit.frameworks.torch.lower import lower as engine  # noqa: E402
 from chipfit.graph.ir import OPAQUE  # noqa: E402
 from chipfit.plan.diff import diff  # noqa: E402
@@ -232,7 +235,7 @@ def test_one_step_of_training_is_the_step_that_the_engine_takes():
         loss = (module.run_flat([torch.from_numpy(x)])[0] - torch.from_numpy(y)).square().mean()
         loss.backward()
         optimizer.step()
-        from chipfit.frameworks.torch.train import read_back
+        from chipfit.frameworks.torch.lower import read_back
 
         result.graph, result.plan = read_back(module, result.graph, result.plan)
 

@@ -13,13 +13,12 @@ from torch import nn
 
 from chipfit.errors import DataError, PlanError, UnknownNameError
 from chipfit.frameworks.torch.capture import capture
-from chipfit.frameworks.torch.lower import lower
+from chipfit.frameworks.torch.lower import lower, read_back
 from chipfit.frameworks.torch.modules import (
     BiasQuantizer,
     PytorchActivationQuantizationHolder,
     PytorchQuantizationWrapper,
 )
-from chipfit.frameworks.torch.train import read_back
 from chipfit.pipeline import quantize
 from chipfit.plan.record import Plan
 from chipfit.plan.training import Training

@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from chipfit.engine.run import run
 from chipfit.errors import CaptureError
-from chipfit.frameworks.torch.capture import capture
-from chipfit.frameworks.torch.export import export
+from chipfit.frameworks.torch.capture import capture, export
 from chipfit.frameworks.torch.program import Unrecordable
 from chipfit.frameworks.torch.record import record, recorded_result
 from chipfit.frameworks.torch.translate import translate

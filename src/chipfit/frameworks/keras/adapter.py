@@ -10,10 +10,8 @@ from chipfit.frameworks.adapter import Framework, included
 from chipfit.frameworks.keras.backend import forward
 from chipfit.frameworks.keras.capture import capture
 from chipfit.frameworks.keras.kernel_layout import DEPTHWISE, to_canonical, to_keras
-from chipfit.frameworks.keras.lower import DeviceModel, lower
-from chipfit.frameworks.keras.opaque import function_of
-from chipfit.frameworks.keras.safe_loading import load
-from chipfit.frameworks.keras.train import read_back, state_arrays, stepper
+from chipfit.frameworks.keras.loading import function_of, load
+from chipfit.frameworks.keras.lower import DeviceModel, lower, read_back, state_arrays, stepper
 from chipfit.graph.ir import Node
 from chipfit.operators.table import OPS
 from chipfit.registry import register

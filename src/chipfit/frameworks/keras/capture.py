@@ -16,8 +16,7 @@ from chipfit.engine.run import first_deviation
 from chipfit.engine.trees import dump_call, dump_result
 from chipfit.errors import CaptureError, raised_outside_chipfit, short_message
 from chipfit.frameworks.keras.backend import forward
-from chipfit.frameworks.keras.history import functional
-from chipfit.frameworks.keras.translate import Translator, leaves
+from chipfit.frameworks.keras.translate import Translator, functional, leaves
 from chipfit.graph.builder import Origin
 from chipfit.graph.check import check
 from chipfit.graph.edit import drop_dead

@@ -1,14 +1,18 @@
 """The adapter of PyTorch."""
 
+from importlib import import_module
 from typing import Any
 
 import torch
 
 from chipfit.frameworks.adapter import Framework, included
 from chipfit.frameworks.torch.capture import capture
-from chipfit.frameworks.torch.lower import DeviceModel, lower
-from chipfit.frameworks.torch.train import read_back, state_arrays, stepper
 from chipfit.registry import register
+
+
+def _later(name: str) -> Any:
+    """Return a method that is a function of `lower`, imported at the first call: its import loads torch's compiler."""
+    return lambda _, *args: getattr(import_module("chipfit.frameworks.torch.lower"), name)(*args)
 
 
 @register("framework", "torch")
@@ -17,22 +21,19 @@ class Torch(Framework):
 
     facts = included()["torch"]
     capture = staticmethod(capture)
-    lower = staticmethod(lower)
-    device = DeviceModel
-    stepper = staticmethod(stepper)
-    read_back = staticmethod(read_back)
-    state_arrays = staticmethod(state_arrays)
+    lower, device, stepper = _later("lower"), _later("DeviceModel"), _later("stepper")
+    read_back, state_arrays = _later("read_back"), _later("state_arrays")
 
     def is_model(self, thing: Any) -> bool:
         return isinstance(thing, torch.nn.Module)
+
+    def run(self, model: Any, inputs: Any) -> Any:
+        return model(inputs)
 
     def load(self, path: str) -> Any:
         from chipfit.frameworks.torch.archive import load
 
         return load(path)
-
-    def run(self, model: Any, inputs: Any) -> Any:
-        return model(inputs)
 
     def example(self, model: Any) -> Any:
         return getattr(model, "example", None)

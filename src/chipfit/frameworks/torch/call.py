@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from chipfit.frameworks.reading import Unreadable
-from chipfit.frameworks.torch.origin import origin
-from chipfit.frameworks.torch.program import OpenSize, SymbolicTensor
+from chipfit.frameworks.torch.program import OpenSize, SymbolicTensor, origin
 from chipfit.graph.builder import GraphBuilder
 from chipfit.graph.edit import unique_name
 from chipfit.graph.ir import Graph

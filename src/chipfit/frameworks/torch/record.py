@@ -25,8 +25,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from chipfit.frameworks.torch.origin import TORCH
 from chipfit.frameworks.torch.program import (
+    TORCH,
     OpenSize,
     Program,
     SymbolicTensor,

@@ -13,8 +13,7 @@ from chipfit.engine.trees import dump_call, dump_result
 from chipfit.errors import CaptureError, GraphError
 from chipfit.frameworks.reading import Unreadable
 from chipfit.frameworks.torch.call import TorchCall, TorchGraphBuilder
-from chipfit.frameworks.torch.origin import CHECKS, arguments, source
-from chipfit.frameworks.torch.program import OpenSize, Program, Unrecordable, aten_name
+from chipfit.frameworks.torch.program import CHECKS, OpenSize, Program, Unrecordable, arguments, aten_name, source
 from chipfit.frameworks.torch.read import READERS, SYNONYMS
 from chipfit.graph.edit import drop_dead
 from chipfit.graph.ir import OPAQUE, Graph, Ref
