@@ -21,6 +21,10 @@ def pool(*kernel: int, stride=None, padding=None, **more) -> dict[str, Any]:
     return given | more
 
 
+def average(*kernel: int, counted: bool = False, **more) -> dict[str, Any]:
+    return pool(*kernel, count_include_pad=counted, **more)
+
+
 def conv(n: int, **more) -> dict[str, Any]:
     return {"stride": (1,) * n, "padding": ((0, 0),) * n, "dilation": (1,) * n, "groups": 1, **more}
 
@@ -29,8 +33,8 @@ def resize(mode: str, size=None, scale=None, corners: bool = False) -> dict[str,
     return {"mode": mode, "size": size, "scale": scale, "align_corners": corners}
 
 
-def attention(causal: bool = False, scale=None) -> dict[str, Any]:
-    return {"is_causal": causal, "scale": scale, "enable_gqa": False}
+def attention(causal: bool = False, scale=None, shared: bool = False) -> dict[str, Any]:
+    return {"is_causal": causal, "scale": scale, "enable_gqa": shared}
 
 
 def transposed(n: int, **more) -> dict[str, Any]:
@@ -41,6 +45,10 @@ def padding(*pairs, mode="constant", value=0.0) -> dict[str, Any]:
     return {"padding": pairs, "mode": mode, "value": value}
 
 
+AROUND, TOP, ASKEW, WIDE = ((1, 1), (1, 1)), ((1, 1), (0, 0)), ((0, 1), (1, 1)), ((1, 1), (2, 2))
+BEYOND = {"stride": (2,), "dilation": (2,), "output_padding": (1,)}
+FAR = {"stride": (3, 3), "padding": AROUND, "output_padding": (2, 2)}
+VOLUME = {"stride": (2, 1, 2), "padding": (*TOP, (1, 1)), "dilation": (1, 2, 1), "output_padding": (0, 0, 1)}
 #: name -> operator, shapes of its operands, attributes
 CASES: dict[str, tuple[str, list[tuple], dict[str, Any]]] = {
     "conv of unequal steps": ("Conv2D", [I, (3, 4, 2, 3), (3,)], conv(2, stride=(2, 1), padding=((1, 0), (0, 2)))),
@@ -51,31 +59,15 @@ CASES: dict[str, tuple[str, list[tuple], dict[str, Any]]] = {
     "conv of a row with gaps": ("Conv1D", [ROW, (3, 4, 2), None], conv(1, dilation=(3,))),
     "conv of a volume": ("Conv3D", [(1, 2, 4, 5, 6), (3, 2, 2, 3, 1), (3,)], conv(3, stride=(1, 2, 3))),
     "a padded volume": ("Conv3D", [(1, 2, 3, 5, 6), (3, 2, 3, 3, 3), (3,)], conv(3, padding=((1, 1), (0, 2), (1, 0)))),
-    "depthwise": (
-        "DepthwiseConv2D",
-        [I, (12, 1, 2, 3), (12,)],
-        conv(2, groups=4, stride=(1, 2), padding=((0, 1), (1, 1))),
-    ),
+    "depthwise": ("DepthwiseConv2D", [I, (12, 1, 2, 3), (12,)], conv(2, groups=4, stride=(1, 2), padding=ASKEW)),
     "transposed": ("TransposeConv2D", [I, (4, 3, 2, 3), (3,)], transposed(2, stride=(2, 3))),
-    "transposed and cut": (
-        "TransposeConv2D",
-        [I, (4, 3, 4, 3), (3,)],
-        transposed(2, stride=(3, 2), padding=((1, 1), (0, 0))),
-    ),
+    "transposed and cut": ("TransposeConv2D", [I, (4, 3, 4, 3), (3,)], transposed(2, stride=(3, 2), padding=TOP)),
     "transposed row": ("TransposeConv1D", [ROW, (4, 3, 4), None], transposed(1, stride=(2,), padding=((1, 1),))),
     "conv of a row in groups": ("Conv1D", [ROW, (6, 2, 3), None], conv(1, groups=2)),
     "a volume with gaps": ("Conv3D", [(1, 2, 4, 5, 6), (3, 2, 2, 2, 2), None], conv(3, dilation=(1, 2, 3))),
     "depthwise with gaps": ("DepthwiseConv2D", [(2, 3, 5, 6), (6, 1, 2, 2), None], conv(2, groups=3, dilation=(2, 3))),
-    "transposed row beyond": (
-        "TransposeConv1D",
-        [ROW, (4, 3, 3), (3,)],
-        transposed(1, stride=(2,), dilation=(2,), output_padding=(1,)),
-    ),
-    "transposed volume": (
-        "TransposeConv3D",
-        [(1, 2, 2, 3, 2), (2, 3, 2, 3, 3), None],
-        transposed(3, stride=(2, 1, 2), padding=((0, 0), (1, 1), (1, 1)), dilation=(1, 2, 1), output_padding=(0, 0, 1)),
-    ),
+    "transposed row beyond": ("TransposeConv1D", [ROW, (4, 3, 3), None], transposed(1, **BEYOND)),
+    "transposed volume": ("TransposeConv3D", [(1, 2, 2, 3, 2), (2, 3, 2, 3, 3), None], transposed(3, **VOLUME)),
     "linear of rows": ("Linear", [(2, 3, 5), (4, 5), (4,)], {}),
     "linear of images": ("Linear", [(2, 3, 4, 5), (6, 5), None], {}),
     "max": ("MaxPool", [I], pool(2, 3, stride=(1, 2), padding=((0, 0), (1, 1)), dilation=(1, 1))),
@@ -83,34 +75,18 @@ CASES: dict[str, tuple[str, list[tuple], dict[str, Any]]] = {
     "max with gaps": ("MaxPool", [I], pool(2, 3, dilation=(2, 1))),
     "conv of a volume in groups": ("Conv3D", [(1, 4, 3, 3, 3), (2, 2, 2, 2, 2), None], conv(3, groups=2)),
     "transposed with gaps": ("TransposeConv2D", [I, (4, 3, 2, 2), None], transposed(2, dilation=(1, 2))),
-    "transposed beyond": (
-        "TransposeConv2D",
-        [I, (4, 3, 2, 2), None],
-        conv(2, stride=(3, 3), padding=((1, 1), (1, 1)), output_padding=(2, 2)),
-    ),
+    "transposed beyond": ("TransposeConv2D", [I, (4, 3, 2, 2), None], transposed(2, **FAR)),
     "max of a row": ("MaxPool", [ROW], pool(3, stride=(2,), padding=((1, 1),), dilation=(1,))),
     "max with padding behind": ("MaxPool", [I], pool(2, 2, padding=((0, 1), (0, 1)), dilation=(1, 1))),
-    "average": ("AvgPool", [I], pool(2, 3, stride=(2, 1), count_include_pad=True)),
-    "average with padding": (
-        "AvgPool",
-        [I],
-        pool(3, 3, stride=(2, 1), padding=((1, 1), (1, 1)), count_include_pad=True),
-    ),
-    "average with unequal padding": ("AvgPool", [I], pool(3, 2, padding=((1, 0), (0, 1)), count_include_pad=True)),
-    "average of what is there": ("AvgPool", [I], pool(3, 3, padding=((1, 1), (1, 1)), count_include_pad=False)),
-    "average of what is there in steps": (
-        "AvgPool",
-        [(2, 4, 5, 7)],
-        pool(3, 5, stride=(2, 3), padding=((1, 1), (2, 2)), count_include_pad=False),
-    ),
+    "average": ("AvgPool", [I], average(2, 3, stride=(2, 1), counted=True)),
+    "average with padding": ("AvgPool", [I], average(3, 3, stride=(2, 1), padding=AROUND, counted=True)),
+    "average with unequal padding": ("AvgPool", [I], average(3, 2, padding=((1, 0), (0, 1)), counted=True)),
+    "average of what is there": ("AvgPool", [I], average(3, 3, padding=((1, 1), (1, 1)))),
+    "average of what is there in steps": ("AvgPool", [(2, 4, 5, 7)], average(3, 5, stride=(2, 3), padding=WIDE)),
     "nine windows": ("AdaptiveAvgPool", [(2, 4, 6, 6)], {"output_size": (3, 3)}),
     "the largest of windows of two sizes": ("AdaptiveMaxPool", [(2, 4, 6, 6)], {"output_size": (2, 3)}),
-    "average beyond the image": (
-        "AvgPool",
-        [(2, 4, 6, 5)],
-        pool(3, 2, stride=(2, 2), ceil_mode=True, count_include_pad=False),
-    ),
-    "average of a row": ("AvgPool", [ROW], pool(4, stride=(3,), count_include_pad=True)),
+    "average beyond the image": ("AvgPool", [(2, 4, 6, 5)], average(3, 2, stride=(2, 2), ceil_mode=True)),
+    "average of a row": ("AvgPool", [ROW], average(4, stride=(3,), counted=True)),
     "mean of rows": ("Mean", [I], {"axes": (2,), "keepdims": True}),
     "mean from the end": ("Mean", [I], {"axes": (-1, -3), "keepdims": False}),
     "sum": ("Sum", [I], {"axes": (1, 3), "keepdims": False}),
@@ -201,11 +177,7 @@ CASES: dict[str, tuple[str, list[tuple], dict[str, Any]]] = {
     "causal attention": ("SDPA", [(2, 3, 5, 4), (2, 3, 5, 4), (2, 3, 5, 4)], attention(causal=True)),
     "attention with a mask": ("SDPA", [(2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 6), (5, 7)], attention()),
     "attention to some": ("SDPA", [(2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 6), (5, 7, BOOL)], attention()),
-    "heads that share keys": (
-        "SDPA",
-        [(2, 6, 5, 4), (2, 2, 5, 4), (2, 2, 5, 4)],
-        attention(causal=True) | {"enable_gqa": True},
-    ),
+    "heads that share keys": ("SDPA", [(2, 6, 5, 4), (2, 2, 5, 4), (2, 2, 5, 4)], attention(True, shared=True)),
     "softplus": ("Softplus", [(2, 30)], {"beta": 2.0, "threshold": 3.0}),
     "softplus without an end": ("Softplus", [(2, 30)], {"beta": 2.0, "threshold": 99.0}),
     "to integers": ("Cast", [(2, 3)], {"dtype": "int64"}),

@@ -21,7 +21,9 @@ from chipfit.graph.ir import Graph, Value
 from chipfit.plan.record import NodePlan, Plan
 from chipfit.quantizers.stored import Stored
 from chipfit.runtimes.onnxruntime import OnnxRuntime
-from tests.build import graph_of, node, plan_of, stored
+from tests.build import graph_of, model_of, node, plan_of, platform_file, quantized, stored
+from tests.export.operators import alone
+from tests.zoo import make
 
 
 def relu(grid: Stored, shape=(None, 3)) -> tuple[Graph, Plan]:
@@ -176,3 +178,48 @@ def test_the_first_axis_of_a_result_is_the_batch_where_all_inputs_have_one(x, y,
     assert info.name == "output" and info.type.tensor_type.elem_type == onnx.TensorProto.FLOAT
     codes = value_info(graph, "o", "y", QuantizedIO("uint8", 1.0, 0, True))
     assert codes.type.tensor_type.elem_type == onnx.TensorProto.UINT8
+
+
+# ---------------------------------------------------------------- whole networks
+
+
+def test_a_composite_that_cannot_be_written_out_says_why(tmp_path):
+    graph = alone("SDPA")[0]
+    graph.nodes = [graph.nodes[0].with_(attrs={**graph.nodes[0].attrs, "is_causal": True})]
+    graph.values |= {i: replace(graph.values[i], shape=(None, 3, None, 4)) for i in graph.inputs}
+    with pytest.raises(UnsupportedError, match="SDPA 'n' cannot be written to ONNX: a causal mask needs a fixed"):
+        export_onnx(graph, None, tmp_path / "m.onnx")
+
+
+def test_four_bit_weights_need_opset_21(tmp_path):
+    text = (
+        "name: w4\nextends: ort_cpu\nformats: {w4: {bits: 4, per: channel}}\n"
+        "ops: [{match: ['@conv'], use: [{in: u8, w: w4, b: b32, out: u8}], "
+        "rules: [{mono: {b: 1, in0: -1, w: -1}, eq: 1}], src: [M], conf: I}]\nsources: {M: test}\n"
+    )
+    model, batch = make("grouped_strided")
+    result = quantized(model, batch, platform_file(tmp_path, text, "w4.yaml"))
+    file = onnx.load(result.export(tmp_path / "m.onnx"))
+    assert file.opset_import[0].version == 21
+    assert onnx.TensorProto.INT4 in {i.data_type for i in file.graph.initializer}
+    assert OnnxRuntime(tmp_path / "m.onnx").run([batch.numpy()])["output"].shape == result.model(batch).shape
+
+
+def test_a_dict_keeps_its_names(tmp_path):
+    named = model_of(lambda m, x: {"scores": m.l(x), "boxes": x + 1}, l=nn.Linear(4, 4))
+    file = export_onnx(capture(named, (torch.randn(2, 4),)), None, tmp_path / "m.onnx")
+    assert list(OnnxRuntime(file).run([np.zeros((3, 4), np.float32)])) == ["scores", "boxes"]
+
+
+def test_a_result_may_have_two_open_axes(tmp_path):
+    """Every sample against every other: both axes of the result are as long as the batch."""
+
+    def pairs(m, x):
+        y = m.linear(x)
+        return y @ y.T
+
+    result = quantized(model_of(pairs, linear=nn.Linear(6, 4)), torch.randn(3, 6))
+    path = result.export(tmp_path / "m.onnx")
+    (out,) = onnx.load(path).graph.output
+    assert [d.dim_value for d in out.type.tensor_type.shape.dim] == [0, 0]
+    assert result.verify([torch.randn(5, 6)], path=path).departures == []
