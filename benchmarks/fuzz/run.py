@@ -55,7 +55,7 @@ FORESEEN: dict[str, tuple[type[BaseException], ...]] = {
     "calibration/collect.py:_run_checked": (RuntimeError,),  # torch's, of batches that do not run through the model
     "plan/saved.py:_guarded": (OSError, UnicodeDecodeError, safetensors.SafetensorError),
     # what torch's kernels raise of the attributes, shapes and types of a file
-    "plan/validate.py:check_runs": (
+    "engine/check_runs.py:check_runs": (
         RuntimeError,
         TypeError,
         ValueError,

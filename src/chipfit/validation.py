@@ -97,17 +97,27 @@ def arguments(failure: type[ChipfitError]) -> Callable[[F], F]:
 
 
 def check_value(
-    kind: Any, value: Any, failure: type[ChipfitError], where: str, name: str = "", *, json: bool = False
+    kind: Any,
+    value: Any,
+    failure: type[ChipfitError],
+    where: str,
+    name: str = "",
+    *,
+    json: bool = False,
+    context: Any = None,
 ) -> Any:
     """Validate and return a value of an annotated type, or of a TypeAdapter.
 
     Args:
         where, name: for the message; name is "" for a table whose keys are the names.
         json: the value comes from a JSON file, in which enumerations are names and records are objects.
+        context: for the validators of the type.
     """
     adapter, strict = (kind, None) if isinstance(kind, TypeAdapter) else (TypeAdapter(kind), True)
     try:
-        return adapter.validate_json(to_json(value)) if json else adapter.validate_python(value, strict=strict)
+        if json:
+            return adapter.validate_json(to_json(value), context=context)
+        return adapter.validate_python(value, strict=strict)
     except ValidationError as e:
         inside = (name,) if name else ()
         errors = [x | {"loc": (*inside, *x["loc"])} for x in e.errors()]

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,20 +21,28 @@ import safetensors
 import torch
 from safetensors.torch import load as from_bytes
 from safetensors.torch import save as to_bytes
+from typing_extensions import TypedDict
 
 from chipfit._version import __version__
+from chipfit.engine.check_runs import check_runs
 from chipfit.errors import ExportError, PlanError
 from chipfit.files import MANIFEST, current_folder, parse_json, path_of, read_json, replace_folder
 from chipfit.graph.ir import Graph
 from chipfit.plan import json_codec as codec
-from chipfit.plan.record import Plan
-from chipfit.plan.validate import check_runs, check_stored
+from chipfit.plan.record import Plan, TensorPlan
 from chipfit.platform.load import check_consistent, load_platform, names
 from chipfit.platform.schema import Platform
-from chipfit.validation import error_of
+from chipfit.validation import check_value, error_of
 
 _FILES = ("plan.json", "plan.safetensors", "graph.json", "weights.safetensors", "platform.json")
-_PLATFORM = codec.table(platform=dict[str, Any], arch_selected=str | None, file=str)
+
+
+class _PlatformFile(TypedDict):
+    platform: dict[str, Any]
+    arch_selected: str | None
+    file: str
+
+
 #: attempts to read a directory that writers keep replacing
 _ATTEMPTS = 100
 
@@ -111,12 +119,11 @@ def load(directory: str | Path) -> Saved:
 
 
 def _write(root: Path, graph: Graph, plan: Plan, platform: Platform, report: Mapping[str, Any] | None) -> None:
-    numbers: dict[str, torch.Tensor] = {}
-    described, weights = codec.graph_to_json(graph)
+    (decided, numbers), (described, weights) = codec.plan_to_json(plan), codec.graph_to_json(graph)
     target: dict[str, Any] = {"platform": platform.model_dump(mode="json", by_alias=True)}
     target |= {"arch_selected": platform.arch_selected, "file": platform.file}
     files = {
-        "plan.json": codec.plan_to_json(plan, numbers).encode(),
+        "plan.json": decided.encode(),
         "graph.json": json.dumps(described, allow_nan=False).encode(),
         "platform.json": json.dumps(target, indent=1).encode(),
         "plan.safetensors": to_bytes({k: v.detach().cpu().contiguous().clone() for k, v in numbers.items()}),
@@ -186,7 +193,7 @@ def _files(home: Path, root: Path) -> dict[str, bytes]:
 
 
 def _platform(described: Any, path: Path) -> Platform:
-    codec.validated(described, _PLATFORM, str(path))
+    check_value(_PlatformFile, described, PlanError, str(path))
     try:
         fields = described["platform"]
         if "runtimes" not in fields and fields.get("name") in names():  # saved before platforms named them
@@ -217,3 +224,30 @@ def _guarded(path: Path, read: Callable[[], codec.T]) -> codec.T:
         return read()
     except (ValueError, OSError, RecursionError, safetensors.SafetensorError) as e:
         raise PlanError(f"'{path.name}' cannot be read", where=str(path), got=f"{type(e).__name__}: {e}") from e
+
+
+# ---------------------------------------------------------------------------------------------------------- scales
+
+
+def scales_fit(sizes: list[int], shape: Sequence[int | None], axis: int) -> bool:
+    """Check whether scales of these sizes fit a shape: one scale per index of an axis, or per block along it."""
+    if len(sizes) == 1:
+        return shape[axis] in (None, *sizes)
+    pairs = zip(sizes, shape, strict=False)
+    blocks = all(s == b or (k == axis and b and s is not None and s % b == 0) for k, (b, s) in enumerate(pairs))
+    return len(sizes) == len(shape) and blocks
+
+
+def check_stored(t: TensorPlan, graph: Graph) -> None:
+    """Check that the scales of a tensor fit its shape, and that a quantized weight is finite."""
+    if t.stored is None:
+        return
+    shape, sizes, axis = graph.shape(t.name), list(t.stored.scale.shape), t.stored.axis
+    if sizes:
+        axis = 0 if axis is None and len(shape) == 1 else axis
+        if axis is None or not -len(shape) <= axis < len(shape) or not scales_fit(sizes, shape, axis % len(shape)):
+            got = f"scales {sizes} along axis {axis} of {list(shape)}"
+            raise PlanError(f"The scales of '{t.name}' do not fit its shape", got=got)
+    w = graph.weights.get(t.name)
+    if w is not None and not (w.is_floating_point() and bool(torch.isfinite(w).all())):
+        raise PlanError(f"The quantized weight '{t.name}' must hold finite floats", got=str(w.dtype))

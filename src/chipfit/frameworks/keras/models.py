@@ -19,8 +19,9 @@ from chipfit.frameworks.keras.backend import KerasOps, forward, to_backend, to_t
 from chipfit.frameworks.keras.layers import NORM_VARIABLES, KerasQuantizationWrapper, KerasQuantizer
 from chipfit.frameworks.training import training_error
 from chipfit.graph.ir import Graph
-from chipfit.plan.json_codec import record_from_json, record_to_json
+from chipfit.plan.json_codec import Marked, record_to_json
 from chipfit.quantizers.scale_bounds import SLACK, ScaleBound, clip_to_bounds
+from chipfit.validation import check_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class ScaleBounds:
         Raises:
             PlanError: A bound is malformed.
         """
-        limits = [record_from_json(ScaleBound, x, f"limit {k}") for k, x in enumerate(config["limits"])]
+        limits = check_value(list[Marked[ScaleBound]], config["limits"], PlanError, "the bounds", json=True)
         return cls(model, [ScaleSlot(*s) for s in config["scales"]], limits)
 
     def freeze(self) -> None:

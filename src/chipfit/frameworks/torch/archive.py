@@ -26,7 +26,7 @@ from chipfit.errors import CaptureError, ChipfitError, short_message
 from chipfit.files import ARCHIVE_ERRORS, existing_file, open_zip, parse_json
 from chipfit.frameworks.torch.modules import register_weight
 from chipfit.frameworks.torch.program import CHECKS
-from chipfit.plan.json_codec import validated
+from chipfit.validation import check_value
 
 _make: Any = TypedDict
 _list: Any = list
@@ -150,7 +150,7 @@ class _Archive:
             raise _pickled(f"{folder}/{self.model}.pt")
         tensors, by_entry = {}, {}
         listed = f"{folder}/{self.model}_{kind}_config.json"
-        for name, entry in validated(self.json(listed), WEIGHTS, listed)["config"].items():
+        for name, entry in check_value(WEIGHTS, self.json(listed), CaptureError, listed)["config"].items():
             file, meta = entry["path_name"], entry["tensor_meta"]
             if entry["use_pickle"] or not re.fullmatch(r"(weight|tensor)_\d+", file):
                 raise _pickled(name)
@@ -180,12 +180,12 @@ def _pickled(what: str) -> CaptureError:
 
 def _program(archive: _Archive) -> nn.Module:
     where = f"models/{archive.model}.json"
-    data = validated(archive.json(where), GENERATION, where)
+    data = check_value(GENERATION, archive.json(where), CaptureError, where)
     if (found := data["schema_version"]["major"]) != _SCHEMA:
         what = "The program was saved by another generation of torch.export"
         hint = "export it again with the torch that is installed here"
         raise CaptureError(what, got=f"schema {found}", allowed=f"schema {_SCHEMA}", hint=hint)
-    module = validated(data, PROGRAM, where)["graph_module"]
+    module = check_value(PROGRAM, data, CaptureError, where)["graph_module"]
     (call,) = (c["signature"] for c in module["module_call_graph"] if c["fqn"] == "" and c["signature"])
     inputs = [_input(s) for s in module["signature"]["input_specs"]]
     call_arguments = read_tree(call["in_spec"]).unflatten([name for weight, name in inputs if not weight])
@@ -315,7 +315,7 @@ class _CallReader:
         if at is None or ".wrap_with_" not in n["target"]:
             what = f"The program uses the control-flow operator '{n['target'].rpartition('.')[2]}'"
             raise CaptureError(what, hint="replace torch.cond / while_loop by plain tensor operations")
-        inner = validated(arguments[at]["as_graph"]["graph"], GRAPH, n["target"])
+        inner = check_value(GRAPH, arguments[at]["as_graph"]["graph"], CaptureError, n["target"])
         operands = [self.value(a) for a in arguments[at + 1 :]]
         calls = _CallReader(self.graph, dict(zip(map(_name, inner["inputs"]), operands, strict=True)))
         calls.add_calls(inner["nodes"])
