@@ -37,9 +37,6 @@ def _enter(op: str, name: str | Kernel, attrs: str = "") -> None:
     KERNELS[op] = renamed if parameter else function
 
 
-read_column("kernel", _enter)
-
-
 def kernel(ops: str) -> Callable[[Kernel], Kernel]:
     """Return a decorator that registers a function as the kernel of operators, names separated by spaces."""
 
@@ -212,6 +209,9 @@ KERNELS |= {
     "Expand": lambda x, *sizes, shape: x.expand(_filled(x, shape, sizes)),
     "Reshape": lambda x, *sizes, shape: x.reshape(_filled(x, shape, sizes)),
 }
+
+
+read_column("kernel", _enter)
 
 
 # ---------------------------------------------------------------- running a node

@@ -3,21 +3,25 @@
 A row stands in one of the YAML files beside this module. Its first fields are those of `OpDef`. Each further field is a
 cell of a column: what a framework, the engine or a file format has for the operator.
 
-    torch     the ATen operators that become it                  `frameworks/torch/read.py`
-    keras     the Keras layers and operations that become it     `frameworks/keras/read.py`
-    kernel    the function of torch that computes it             `engine/kernels.py`
-    lowering  the function of keras.ops, and the Keras layer     `frameworks/keras/lowerings.py`
-    onnx      its operator in ONNX                               `export/onnx/ops.py`
-    tflite    its operator in TensorFlow Lite                    `export/tflite/ops.py`
+    torch        the ATen operators that become it                  `frameworks/torch/read.py`
+    keras        the Keras layers and operations that become it     `frameworks/keras/read.py`
+    kernel       the function of torch that computes it             `engine/kernels.py`
+    lowering     the function of keras.ops, and the Keras layer     `frameworks/keras/lowerings.py`
+    onnx         its operator in ONNX                               `export/onnx/ops.py`
+    tflite       its operator in TensorFlow Lite                    `export/tflite/ops.py`
+    decompose    the rule that replaces it by simpler operators     `passes/decompose.py`
+    onnxruntime  the integer kernel of ONNX Runtime                 `simulate/onnxruntime.py`
+    litert       the integer kernels of LiteRT, by family           `simulate/litert.py`
 
 A cell is a name, if operands and attributes are those of the row; a mapping with the keyword arguments of the function
 that reads the column; or a list of those. `refused: why` in a cell says why the operator has no form there. Words of
-attributes are "ours=theirs:conversion", see `attribute_words`. Operators with code of their own have it in the modules
-above, which load their column when they are imported.
+attributes are "ours=theirs:conversion", see `attribute_words`. Where a cell names a function of the module that reads
+the column, a row that is added in Python may hold the function itself. A module reads its column when it is imported.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 from chipfit.errors import ConfigError
@@ -68,7 +72,7 @@ class OpDef:
         return any(s.startswith("w") for s in self.slots)
 
 
-_COLUMNS = "torch keras kernel lowering onnx tflite".split()
+_COLUMNS = "torch keras kernel lowering onnx tflite decompose onnxruntime litert".split()
 _FILES = "products norms activations arithmetic windows reductions moves".split()
 _VOCABULARY = package_data("chipfit.operators", "vocabulary.yaml")
 _cells: dict[str, dict[str, Any]] = {column: {} for column in _COLUMNS}
@@ -145,6 +149,25 @@ def _read(column: str, op: str, cell: Any) -> None:
 def refused(column: str) -> dict[str, str]:
     """Return the operators that cannot have a form in a column, with the reason."""
     return {op: c["refused"] for op, c in _cells[column].items() if isinstance(c, Mapping) and "refused" in c}
+
+
+def by_name(*functions: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """Return functions under the names that cells have for them, without leading underscores."""
+    return {f.__name__.lstrip("_"): f for f in functions}
+
+
+def resolve(function: str | Callable[..., Any], functions: Mapping[str, Callable[..., Any]]) -> Any:
+    """Return the function that a cell names, "name" or "name option=word ..."; a function is returned as it is.
+
+    Raises:
+        TypeError: no function has this name.
+    """
+    if not isinstance(function, str):
+        return function
+    name, *options = function.split()
+    if name not in functions:
+        raise TypeError(f"'{name}' is no function of this column; it has {', '.join(sorted(functions))}")
+    return partial(functions[name], **dict(o.split("=") for o in options)) if options else functions[name]
 
 
 def attribute_words(text: str) -> list[tuple[str, str, str]]:

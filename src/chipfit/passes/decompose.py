@@ -13,6 +13,7 @@ import torch
 
 from chipfit.graph.edit import unique_name
 from chipfit.graph.ir import Graph, Node, Value
+from chipfit.operators.table import by_name, read_column, resolve
 from chipfit.plan.record import Plan
 
 Shape = tuple[int | None, ...]
@@ -388,32 +389,19 @@ def _unstack(new: New, n: Node) -> list[str]:
     return [new("Select", n.data, gives=new.shape(o), axis=axis, index=k) for k, o in enumerate(n.outputs)]
 
 
-RULES: dict[str, Callable[[New, Node], str | Sequence[str]]] = {
-    "Swish": lambda new, n: new("Mul", n.data, new("Sigmoid", n.data)),
-    "HardSwish": lambda new, n: new("Mul", n.data, new("HardSigmoid", n.data)),
-    "Reciprocal": lambda new, n: new("Div", 1.0, n.data),
-    "Rsqrt": lambda new, n: new("Reciprocal", new("Sqrt", n.data)),
-    "NotEqual": lambda new, n: new("LogicalNot", new("Equal", *n.inputs)),
-    "Softplus": _softplus,
-    "Mish": _mish,
-    "Elu": _elu,
-    "Selu": _elu,
-    "Gelu": _gelu,
-    "Erf": _erf,
-    "AdaptiveAvgPool": _adaptive,
-    "AdaptiveMaxPool": _adaptive,
-    "TransposeConv1D": _one_by_one,
-    "TransposeConv2D": _one_by_one,
-    "ReduceL2": _reduce_l2,
-    "LayerNorm": _layer_norm,
-    "RMSNorm": _layer_norm,
-    "GroupNorm": _group_norm,
-    "InstanceNorm": _group_norm,
-    "BatchNorm": _batch_norm,
-    "SDPA": _attention,
-    "Roll": _roll,
-    "SpaceToDepth": _space_to_depth,
-    "ChannelShuffle": _channel_shuffle,
-    "Stack": _stack,
-    "Unstack": _unstack,
-}
+# ---------------------------------------------------------------- rules by name
+
+Rule = Callable[[New, Node], str | Sequence[str]]
+_BY_NAME: dict[str, Rule] = {
+    "swish": lambda new, n: new("Mul", n.data, new("Sigmoid", n.data)),
+    "hard_swish": lambda new, n: new("Mul", n.data, new("HardSigmoid", n.data)),
+    "reciprocal": lambda new, n: new("Div", 1.0, n.data),
+    "rsqrt": lambda new, n: new("Reciprocal", new("Sqrt", n.data)),
+    "not_equal": lambda new, n: new("LogicalNot", new("Equal", *n.inputs)),
+} | by_name(
+    *(_softplus, _mish, _elu, _gelu, _erf, _adaptive, _one_by_one, _reduce_l2, _layer_norm, _group_norm),
+    *(_batch_norm, _attention, _roll, _space_to_depth, _channel_shuffle, _stack, _unstack),
+)
+#: operator -> its rule
+RULES: dict[str, Rule] = {}
+read_column("decompose", lambda op, name: RULES.update({op: resolve(name, _BY_NAME)}))

@@ -218,9 +218,12 @@ class KernelCall:
         self.run.store(self.out, y + self.zero(self.out))
 
 
-def kernel_for_ops(kernel: Callable[..., None], *ops: str, **how: Any) -> dict[str, Kernel]:
-    """Return a table of operators that share one kernel, a function of the `KernelCall` and options `how`."""
-    return dict.fromkeys(ops, lambda run, nodes: kernel(KernelCall(run, nodes), **how))
+CellFunction = str | Callable[[KernelCall], None]  #: in the table of operators: a function of the call, or its name
+
+
+def kernel_of(function: Callable[[KernelCall], None]) -> Kernel:
+    """Return the kernel that calls a function with a `KernelCall`."""
+    return lambda run, nodes: function(KernelCall(run, nodes))
 
 
 def profile_for(platform: Platform, kernels: str | None = None) -> Profile:

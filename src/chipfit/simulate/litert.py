@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,14 @@ import torch
 
 from chipfit.engine.kernels import execute
 from chipfit.graph.ir import Node
-from chipfit.operators.table import OPS
+from chipfit.operators.table import OPS, by_name, read_column, resolve
 from chipfit.quantizers.dynamic import Codes
 from chipfit.quantizers.rounding import half_away as round_away
 from chipfit.quantizers.stored import Stored, scales_per_output
 from chipfit.registry import register
 from chipfit.simulate import gemmlowp, tables16
 from chipfit.simulate.integer import (
+    CellFunction,
     Kernel,
     KernelCall,
     Profile,
@@ -30,7 +32,7 @@ from chipfit.simulate.integer import (
     accumulate,
     activation_bounds,
     dynamic_product,
-    kernel_for_ops,
+    kernel_of,
     pass_through,
     pool_windows,
 )
@@ -537,72 +539,68 @@ def _quantize_xnnpack(run: Simulation, name: str, x: Tensor) -> Tensor:
     return (quantize_by_inverse if run.stored(name).grid.bits <= 8 else _quantize_optimized)(run, name, x)
 
 
-# ---------------------------------------------------------------- families: each as it differs from the one before
+# ---------------------------------------------------------------- families of kernels
 
 
-def _with_xnnpack(xnnpack: dict[str, Kernel], others: dict[str, Kernel]) -> dict[str, Kernel]:
-    """Return `others` with XNNPACK's kernels, which compute with 8-bit integers only."""
+_FUNCTIONS: dict[str, Callable[..., None]] = {
+    "sub": partial(_add, sign=-1),
+    "sub_xnnpack": partial(_add_xnnpack, sign=-1),
+    "sigmoid": partial(_table, f=_sigmoid, wide=tables16.sigmoid),
+    "sigmoid_optimized": partial(_table, f=_sigmoid, wide=_curve(tables16.sigmoid, gemmlowp.logistic16, (0,))),
+    "sigmoid_xnnpack": partial(_table, f=lambda x, node: torch.sigmoid(x.double()).float(), nearest=torch.round),
+    "tanh": partial(_table, wide=tables16.tanh),
+    "tanh_optimized": partial(_table, wide=_curve(tables16.tanh, gemmlowp.tanh16, (0, 1))),
+    "tanh_xnnpack": partial(_table, nearest=torch.round),
+    "gelu": partial(_table, f=_gelu),
+    "softmax": partial(_softmax, rows=lambda q, s, _: gemmlowp.softmax(q - q.amax(-1, keepdim=True), s, 8)),
+    "softmax_optimized": partial(_softmax, rows=_rows_optimized),
+    "log_softmax": partial(_softmax, rows=lambda q, s, _: gemmlowp.log_softmax(q - q.amax(-1, keepdim=True), s)),
+    "log_softmax_optimized": partial(_softmax, rows=_log_rows_optimized),
+    "resize": partial(_resize, lines=source_positions, one=1024),
+    "resize_xnnpack": partial(_resize, lines=source_positions_xnnpack, one=2048),
+} | by_name(
+    *(_convolution, _linear, _mat_mul, _add, _add_optimized, _add_xnnpack, _mul, _rectifier, _leaky, _leaky_xnnpack),
+    *(_prelu, _table, _hard_swish, _abs, _requantize, _requantize_optimized, _requantize_xnnpack),
+    *(_mean, _mean_optimized, _mean_xnnpack, _avg_pool),
+)
+Tables = tuple[dict[str, Kernel], dict[str, Kernel], dict[str, Kernel]]
+#: kernels of the reference family, of the optimised one, and of XNNPACK
+_KERNELS: Tables = ({}, {}, {})
+_PASS_THROUGH: Tables = ({}, {}, {})
 
-    def either(op: str) -> Kernel:
-        return lambda run, nodes: (others if KernelCall(run, nodes).wide else xnnpack)[op](run, nodes)
 
-    return others | {op: either(op) for op in xnnpack}
+def _enter_cell(
+    op: str,
+    name: CellFunction | None = None,
+    optimized: CellFunction | None = None,
+    xnnpack: CellFunction | None = None,
+    pass_through: CellFunction | None = None,
+    pass_through_xnnpack: CellFunction | None = None,
+) -> None:
+    """Enter a cell of the table of operators: the reference kernel (`name`), and those of faster families.
+
+    A family without a kernel of its own has that of the family before it. `pass_through` kernels compute where operand
+    and result share a scale.
+    """
+    _enter(_KERNELS, op, name, optimized, xnnpack)
+    _enter(_PASS_THROUGH, op, pass_through, None, pass_through_xnnpack)
 
 
-_CONVOLUTIONS = [op for op, row in OPS.items() if row.kind in ("conv", "transposed") and not op.endswith("3D")]
-_MEANS = ("Mean", "GlobalAvgPool")
+def _enter(tables: Tables, op: str, *functions: CellFunction | None) -> None:
+    reference, optimized, xnnpack = (None if f is None else kernel_of(resolve(f, _FUNCTIONS)) for f in functions)
+    if reference is not None:
+        optimized = optimized or reference
+        fastest = optimized if xnnpack is None else _up_to_8_bits(xnnpack, optimized)
+        for table, kernel in zip(tables, (reference, optimized, fastest), strict=True):
+            table[op] = kernel
 
-_REFERENCE = {
-    **kernel_for_ops(_convolution, *_CONVOLUTIONS, how="away"),
-    **kernel_for_ops(_linear, "Linear", how="double"),
-    **kernel_for_ops(_mat_mul, "MatMul", how="away"),
-    **kernel_for_ops(_add, "Add"),
-    **kernel_for_ops(_add, "Sub", sign=-1),
-    **kernel_for_ops(_mul, "Mul", how="away"),
-    **kernel_for_ops(_rectifier, "Relu", "Relu6", "Clamp"),
-    **kernel_for_ops(_leaky, "LeakyRelu"),
-    **kernel_for_ops(_prelu, "PRelu"),
-    **kernel_for_ops(_table, "Exp", "Log"),
-    **kernel_for_ops(_table, "Sigmoid", f=_sigmoid, wide=tables16.sigmoid),
-    **kernel_for_ops(_table, "Tanh", wide=tables16.tanh),
-    **kernel_for_ops(_table, "Gelu", f=_gelu),
-    **kernel_for_ops(_hard_swish, "HardSwish"),
-    **kernel_for_ops(_abs, "Abs"),
-    **kernel_for_ops(_requantize, "Requantize"),
-    **kernel_for_ops(_softmax, "Softmax", rows=lambda q, s, _: gemmlowp.softmax(q - q.amax(-1, keepdim=True), s, 8)),
-    **kernel_for_ops(
-        _softmax, "LogSoftmax", rows=lambda q, s, _: gemmlowp.log_softmax(q - q.amax(-1, keepdim=True), s)
-    ),
-    **kernel_for_ops(_mean, *_MEANS),
-}
-_OPTIMIZED = {
-    **_REFERENCE,
-    **kernel_for_ops(_convolution, *_CONVOLUTIONS, how="up"),
-    **kernel_for_ops(_linear, "Linear", how="up"),
-    **kernel_for_ops(_add_optimized, "Add"),
-    **kernel_for_ops(_requantize_optimized, "Requantize"),
-    **kernel_for_ops(_softmax, "Softmax", rows=_rows_optimized),
-    **kernel_for_ops(_softmax, "LogSoftmax", rows=_log_rows_optimized),
-    **kernel_for_ops(_mean_optimized, *_MEANS),
-    **kernel_for_ops(_table, "Sigmoid", f=_sigmoid, wide=_curve(tables16.sigmoid, gemmlowp.logistic16, (0,))),
-    **kernel_for_ops(_table, "Tanh", wide=_curve(tables16.tanh, gemmlowp.tanh16, (0, 1))),
-}
-_XNNPACK = {
-    **kernel_for_ops(_convolution, *_CONVOLUTIONS, how="float"),
-    **kernel_for_ops(_linear, "Linear", how="float"),
-    **kernel_for_ops(_mat_mul, "MatMul", how="float"),
-    **kernel_for_ops(_add_xnnpack, "Add"),
-    **kernel_for_ops(_add_xnnpack, "Sub", sign=-1),
-    **kernel_for_ops(_mul, "Mul", how="float"),
-    **kernel_for_ops(_leaky_xnnpack, "LeakyRelu"),
-    **kernel_for_ops(_requantize_xnnpack, "Requantize"),
-    **kernel_for_ops(_mean_xnnpack, *_MEANS),
-    **kernel_for_ops(_table, "Sigmoid", f=lambda x, node: torch.sigmoid(x.double()).float(), nearest=torch.round),
-    **kernel_for_ops(_table, "Tanh", nearest=torch.round),
-}
-_MOVES = {**kernel_for_ops(_avg_pool, "AvgPool"), **kernel_for_ops(_resize, "Resize", lines=source_positions, one=1024)}
-_MOVES_XNNPACK = kernel_for_ops(_resize, "Resize", lines=source_positions_xnnpack, one=2048)
 
+def _up_to_8_bits(xnnpack: Kernel, wider: Kernel) -> Kernel:
+    """Return XNNPACK's kernel, which computes with 8-bit integers, with another one for wider integers."""
+    return lambda run, nodes: (wider if KernelCall(run, nodes).wide else xnnpack)(run, nodes)
+
+
+read_column("litert", _enter_cell)
 _SUPPORTED_MATH = ("half_even", "q31 2 half_away", "q15 1 half_up")
 
 
@@ -613,8 +611,8 @@ def _dynamic_linear(kernel: Callable[[KernelCall], Tensor], *bits: int) -> dict[
 
 _PROFILES = {
     "litert_reference": Profile(
-        kernels=_REFERENCE,
-        pass_through=_MOVES,
+        kernels=_KERNELS[0],
+        pass_through=_PASS_THROUGH[0],
         dynamic=_dynamic_linear(_dynamic, 4, 8),
         quantize_dynamic=quantize_dynamic_by_row,
         clip=fused_bounds,
@@ -625,15 +623,16 @@ _PROFILES = {
 }
 _PROFILES["litert_optimized"] = replace(
     _PROFILES["litert_reference"],
-    kernels=_OPTIMIZED,
+    kernels=_KERNELS[1],
+    pass_through=_PASS_THROUGH[1],
     dynamic=_dynamic_linear(_dynamic, 8),  # the product with 4-bit weights adds in an order of its own
     quantize=_quantize_optimized,
     supported_math=_SUPPORTED_MATH,
 )
 _PROFILES["litert_xnnpack"] = replace(
     _PROFILES["litert_reference"],
-    kernels=_with_xnnpack(_XNNPACK, _OPTIMIZED),
-    pass_through=_with_xnnpack(_MOVES_XNNPACK, _MOVES),
+    kernels=_KERNELS[2],
+    pass_through=_PASS_THROUGH[2],
     dynamic=_dynamic_linear(_dynamic_xnnpack, 4, 8),
     quantize_dynamic=quantize_dynamic_xnnpack,
     quantize=_quantize_xnnpack,

@@ -8,16 +8,18 @@ import torch
 
 from chipfit.engine.kernels import execute
 from chipfit.graph.ir import Node
+from chipfit.operators.table import by_name, read_column, resolve
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import register
 from chipfit.simulate.integer import (
+    CellFunction,
     Kernel,
     KernelCall,
     Profile,
     accumulate,
     activation_bounds,
     dynamic_product,
-    kernel_for_ops,
+    kernel_of,
     pool_windows,
 )
 from chipfit.simulate.libm import libm
@@ -180,23 +182,23 @@ def logistic(x: torch.Tensor) -> torch.Tensor:
     return (x * horner(_ABOVE) / horner((*_BELOW, _CONSTANT)) + 0.5).clamp(0, 1)
 
 
-_KERNELS: dict[str, Kernel] = {
-    **kernel_for_ops(_product_sum, "Conv1D", "Conv2D", "Conv3D", "DepthwiseConv2D", "Linear"),
-    **kernel_for_ops(_mat_mul, "MatMul"),
-    **kernel_for_ops(_add, "Add"),
-    **kernel_for_ops(_mul, "Mul"),
-    **kernel_for_ops(_global_average, "GlobalAvgPool"),
-    **kernel_for_ops(_average, "AvgPool"),
-    **kernel_for_ops(_concat, "Concat"),
-    **kernel_for_ops(_table, "Sigmoid", "LeakyRelu"),
-    **kernel_for_ops(_softmax, "Softmax"),
-}
-#: averages that compute even if operand and result have equal scales
-_MOVES = {op: _KERNELS[op] for op in ("AvgPool", "GlobalAvgPool")}
+_FUNCTIONS = by_name(_product_sum, _mat_mul, _add, _mul, _global_average, _average, _concat, _table, _softmax)
+_KERNELS: dict[str, Kernel] = {}
+_PASS_THROUGH: dict[str, Kernel] = {}
+
+
+def _enter_cell(op: str, name: CellFunction, pass_through: CellFunction | None = None) -> None:
+    """Enter a cell of the table of operators: a kernel, and one for operands and results that share a scale."""
+    _KERNELS[op] = kernel_of(resolve(name, _FUNCTIONS))
+    if pass_through is not None:
+        _PASS_THROUGH[op] = kernel_of(resolve(pass_through, _FUNCTIONS))
+
+
+read_column("onnxruntime", _enter_cell)
 register("kernels", "onnxruntime")(
     Profile(
         kernels=_KERNELS,
-        pass_through=_MOVES,
+        pass_through=_PASS_THROUGH,
         float_outputs={"Linear": _float_output, "MatMul": _float_output},
         dynamic={("Linear", "tensor", 8): _dynamic, ("MatMul", "tensor", 8): _dynamic},
         clip=absorbed_bounds,

@@ -62,7 +62,12 @@ _FORMS: dict[str, Callable[[Any], Any]] = {
 _SUMS = "stride=strides padding=pads dilation=dilations groups=group"
 _WINDOW = "kernel=kernel_shape stride=strides padding=pads ceil_mode"
 WRITERS: dict[str, Write] = {}
-read_column("onnx", lambda op, name, **form: WRITERS.update({op: OnnxOp(name, **form)}))
+
+
+def _enter_cell(op: str, name: str = "", write: Write | None = None, **form: Any) -> None:
+    """Enter a cell of the table of operators: fields of `OnnxOp`, or a function `write`."""
+    WRITERS[op] = write or OnnxOp(name, **form)
+
 
 #: operators that cannot be written, and why
 REFUSED = refused("onnx")
@@ -373,3 +378,6 @@ def _resize(w: OnnxBuilder, n: Node, x: Names) -> str:
 @_writes("Size")
 def _size_of(w: OnnxBuilder, n: Node, x: Names) -> str:
     return w.op("Gather", [w.op("Shape", [x[0]]), w.const(np.int64(n.attrs["axis"]))])
+
+
+read_column("onnx", _enter_cell)

@@ -16,7 +16,7 @@ from ai_edge_litert import schema_py_generated as schema
 from chipfit.export.tflite.builder import TfliteBuilder
 from chipfit.export.tflite.file import Quantization
 from chipfit.graph.ir import Node
-from chipfit.operators.table import OPS, read_column, refused
+from chipfit.operators.table import OPS, by_name, read_column, refused, resolve
 
 Write = Callable[[TfliteBuilder, Node, Sequence[int]], None]
 SAME, VALID = schema.Padding.SAME, schema.Padding.VALID
@@ -541,28 +541,25 @@ def _shuffle(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
 # ---------------------------------------------------------------- cells of the table
 
 #: the functions that cells of the table name
-_FUNCTIONS: dict[str, Write] = {
-    f.__name__.removeprefix("_"): f
-    for f in (
-        *(_plain, _conv, _transpose_conv, _dynamic_quantize, _linear, _mat_mul, _prelu, _attention, _binary),
-        *(_hard_sigmoid, _leaky_relu, _gelu, _clamp, _softmax, _cast, _pool, _reduce, _arg_max, _cum_sum, _join),
-        *(_unstack, _split, _as_shape, _requantize, _transpose, _expand, _slice, _gather, _gather_elements, _pad),
-        *(_resize, _depth, _shuffle),
-    )
-}
+_FUNCTIONS = by_name(
+    *(_plain, _conv, _transpose_conv, _dynamic_quantize, _linear, _mat_mul, _prelu, _attention, _binary),
+    *(_hard_sigmoid, _leaky_relu, _gelu, _clamp, _softmax, _cast, _pool, _reduce, _arg_max, _cum_sum, _join),
+    *(_unstack, _split, _as_shape, _requantize, _transpose, _expand, _slice, _gather, _gather_elements, _pad),
+    *(_resize, _depth, _shuffle),
+)
 OPERATORS: dict[str, TfliteOp] = {}
 
 
-def _enter_cell(op: str, name: str = "", write: str = "plain", facts: str = "") -> None:
+def _enter_cell(op: str, name: str = "", write: str | Write = "plain", facts: str = "") -> None:
     """Enter a cell of the table of operators.
 
     Args:
         name: the schema's operator, unless attributes decide on it.
-        write: the function that writes it, of `_FUNCTIONS`.
+        write: the function that writes it, or its name in `_FUNCTIONS`.
         facts: fields of `TfliteOp` that are true.
     """
     given = {"moves": OPS[op].moves, **dict.fromkeys(facts.split(), True)}
-    OPERATORS[op] = TfliteOp(kind=name, write=_FUNCTIONS[write], **given)
+    OPERATORS[op] = TfliteOp(kind=name, write=resolve(write, _FUNCTIONS), **given)
 
 
 read_column("tflite", _enter_cell)

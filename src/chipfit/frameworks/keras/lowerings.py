@@ -316,24 +316,26 @@ def _renamed(f: Kernel, **names: str) -> Kernel:
 LOWERINGS: dict[str, Lowering] = {}
 
 
-def _enter_cell(op: str, name: str, layer: str = "", attrs: str = "", fixed: Mapping[str, Any] | None = None) -> None:
+def _enter_cell(
+    op: str, name: str | Kernel, layer: str = "", attrs: str = "", fixed: Mapping[str, Any] | None = None
+) -> None:
     """Enter a cell of the table of operators.
 
     Args:
-        name: a function of keras.ops.
+        name: a function of keras.ops, or its name.
         layer: the layer that computes the operator, if there is one.
         attrs: "attribute=theirs" for arguments of the layer; without a layer, for those of the function that have
             another name.
         fixed: further settings of the layer.
     """
-    words, function = {ours: theirs for ours, theirs, _ in attribute_words(attrs)}, getattr(ops, name)
+    words = {ours: theirs for ours, theirs, _ in attribute_words(attrs)}
+    function: Kernel = getattr(ops, name) if isinstance(name, str) else name
     if layer:
         LOWERINGS[op] = Lowering(function, _layer(getattr(layers, layer), words, fixed))
     else:
         LOWERINGS[op] = Lowering(_renamed(function, **words) if words else function)
 
 
-read_column("lowering", _enter_cell)
 LOWERINGS |= {
     "Mish": Lowering(lambda x: x * ops.tanh(ops.softplus(x))),
     "PRelu": Lowering(lambda x, w: ops.maximum(x, 0.0) + w * ops.minimum(x, 0.0), _prelu, "alpha"),
@@ -377,6 +379,7 @@ LOWERINGS |= {
     "DynamicQuantize": Lowering(lambda x, **attrs: dynamic_quantize(KerasOps, x, **attrs)),
     **dict.fromkeys(("Identity", "Requantize"), Lowering(lambda x: x, _layer(layers.Identity))),
 }
+read_column("lowering", _enter_cell)
 
 
 @keras.saving.register_keras_serializable(package="chipfit")

@@ -83,6 +83,7 @@ def _enter_cell(
     only: str = "",
     attrs: str = "",
     fixed: Mapping[str, Any] | None = None,
+    read: Reader | None = None,
 ) -> None:
     """Enter the reader of calls that become one node: a cell of the table of operators.
 
@@ -95,11 +96,12 @@ def _enter_cell(
         attrs: "attribute=setting:conversion" for each attribute, by `_CONVERSIONS`; or "attribute:function", by
             `_FUNCTIONS`.
         fixed: attributes with constant values.
+        read: a reader that takes the place of the last four.
     """
     operands = sum(s.startswith("in") for s in OPS[op].slots)
     words = attribute_words(attrs)
 
-    def read(r: KerasCall, *xs: Any) -> list[Value]:
+    def read_cell(r: KerasCall, *xs: Any) -> list[Value]:
         _require(len(xs) == operands and (not only or _CONDITIONS[only](r, xs[0])))
         inputs = [*(r.operand(x) for x in xs), *(r.weight(getattr(r.op, v)) for v in variables.split())]
         given: dict[str, Any] = {
@@ -108,7 +110,7 @@ def _enter_cell(
         }
         return r.emit_all(op, inputs, **given, **(fixed or {}))
 
-    _reads(layers, name)(read)
+    _reads(layers, name)(read or read_cell)
 
 
 def _number(v: Any) -> float:
@@ -238,7 +240,6 @@ _FUNCTIONS: dict[str, Callable[[KerasCall, Value], Any]] = {
     "window": _window,
 }
 
-read_column("keras", _enter_cell)
 _POOL: dict[str, Any] = {"kernel": _window, "stride": _steps, "padding": _pool_padding, "ceil_mode": False}
 
 
@@ -601,3 +602,6 @@ def _embedding(r: KerasCall, x: Value) -> Value:
     _require(not r.op.mask_zero)
     index = x if x.dtype in ("int32", "int64") else r.emit("Cast", [x], x.shape, "int32", part="index", dtype="int32")
     return r.emit("Embedding", [r.weight(r.op.embeddings), index])
+
+
+read_column("keras", _enter_cell)

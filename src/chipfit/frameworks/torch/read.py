@@ -55,7 +55,14 @@ _CONVERSIONS: dict[str, Callable[[TorchCall, Any], Any]] = {
 }
 
 
-def enter_cell(op: str, name: str, operands: str = "", attrs: str = "", only: Mapping[str, Any] | None = None) -> None:
+def enter_cell(
+    op: str,
+    name: str,
+    operands: str = "",
+    attrs: str = "",
+    only: Mapping[str, Any] | None = None,
+    read: Reader | None = None,
+) -> None:
     """Enter the reader of ATen operators that become one node: a cell of the table of operators.
 
     Arguments that the cell does not name must be neutral (`TorchCall.is_neutral`).
@@ -67,13 +74,14 @@ def enter_cell(op: str, name: str, operands: str = "", attrs: str = "", only: Ma
             "self", or "self# other#" for two operands.
         attrs: "attribute=argument:conversion" for each attribute, by `_CONVERSIONS`.
         only: arguments with the values that have a canonical equivalent; an argument may also be None.
+        read: a reader that takes the place of the other fields.
     """
     operands = operands or ("self# other#" if OPS[op].slots == ("in0", "in1") else "self")
     slots = [(word.rstrip("?#"), word[-1]) for word in operands.split()]
     attributes = [(attr, argument, _CONVERSIONS[how]) for attr, argument, how in attribute_words(attrs)]
     named = {*(k for k, _ in slots), *(k for _, k, _ in attributes), *(only or {})}
 
-    def read(c: TorchCall) -> Any:
+    def read_cell(c: TorchCall) -> Any:
         if any(c.static(k) not in (None, v) for k, v in (only or {}).items()):
             raise Unreadable
         if not all(k in named or c.is_neutral(k) for k in c.args):
@@ -82,7 +90,7 @@ def enter_cell(op: str, name: str, operands: str = "", attrs: str = "", only: Ma
         inputs = [by_mark.get(mark, c.value)(k) for k, mark in slots]
         return c.emit(op, inputs, **{attr: convert(c, c.static(k)) for attr, k, convert in attributes})
 
-    READERS.update(dict.fromkeys(name.split(), read))
+    READERS.update(dict.fromkeys(name.split(), read or read_cell))
 
 
 def reads(names: str) -> Callable[[Reader], Reader]:
@@ -93,9 +101,6 @@ def reads(names: str) -> Callable[[Reader], Reader]:
         return f
 
     return enter
-
-
-read_column("torch", enter_cell)
 
 
 # ---------------------------------------------------------------- products and sums
@@ -616,3 +621,6 @@ def _to(c: TorchCall) -> Any:
 @reads("sym_size")
 def _size(c: TorchCall) -> Any:
     return c.emit("Size", [c.value("self")], axis=c.static("dim"))
+
+
+read_column("torch", enter_cell)
