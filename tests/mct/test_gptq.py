@@ -42,7 +42,7 @@ def test_names_and_defaults_are_those_of_mct():
 
 def test_a_module_with_learned_rounding_is_exact():
     quantized, info = learn(gptq.get_pytorch_gptq_config(2, torch.optim.Adam([torch.zeros(1)], lr=0.03)))
-    assert quantized(X).shape == (32, 4) and info.gptq_info_dict["reconstruct_steps"] == 4
+    assert quantized(X).shape == (32, 5) and info.gptq_info_dict["reconstruct_steps"] == 4
     assert info.gptq_info_dict["reconstruct_rate"] == 0.03
     assert any("learned the codes of" in n for n in info.result.plan.rewrites)
     assert info.result.verify([X]).exact

@@ -66,21 +66,6 @@ def test_a_version_changes_its_own_fields_only():
 # ---------------------------------------------------------------- options, as released
 
 
-def weights_of(tpc, layer):
-    return [c.attr_weights_configs_mapping for c in tpc.get_qco_by_node(layer).quantization_config_list]
-
-
-def test_options_of_a_convolution_on_imx500():
-    found = imx500().get_qco_by_node(nn.Conv2d(3, 3, 1)).quantization_config_list
-    kernels = [c.attr_weights_configs_mapping["weight"] for c in found]
-    assert [k.weights_n_bits for k in kernels] == [8, 4, 2]
-    assert {(k.weights_quantization_method.name, k.weights_per_channel_threshold) for k in kernels} == {
-        ("SYMMETRIC", True)
-    }
-    assert {c.activation_quantization_method for c in found} == {QuantizationMethod.POWER_OF_TWO}
-    assert [c.simd_size for c in found] == [32, 64, 128]
-
-
 @pytest.mark.parametrize(
     "unknown",
     [("theano", "imx500"), ("pytorch", "imx5000"), ("pytorch", "imx500", "v99"), ("pytorch", "tflite", "v1_lut")],
@@ -99,10 +84,14 @@ SYMMETRIC, LUT = ["SYMMETRIC"] * 3, ["SYMMETRIC", "LUT_SYM_QUANTIZER", "LUT_SYM_
 )
 def test_weight_methods_of_versions_of_imx500(version, methods):
     for layer in (nn.Linear(2, 2), nn.Conv2d(2, 2, 1)):
-        weights = weights_of(imx500(version), layer)
+        options = imx500(version).get_qco_by_node(layer).quantization_config_list
+        weights = [c.attr_weights_configs_mapping for c in options]
         found = {w["weight"].weights_n_bits: w["weight"].weights_quantization_method.name for w in weights}
         assert found == dict(zip((8, 4, 2), methods))
+        assert all(w["weight"].weights_per_channel_threshold for w in weights)
         assert not any(w["bias"].enable_weights_quantization for w in weights)
+        assert {c.activation_quantization_method for c in options} == {QuantizationMethod.POWER_OF_TWO}
+        assert [c.simd_size for c in options] == [32, 64, 128]
     assert imx500(version).tp_model.add_metadata == (version >= "v2")
 
 

@@ -44,22 +44,12 @@ CONV = {"activation": "softmax", "kernel_size": (3, 4)}
             [True, False, False],
         ),
         (
-            tp.LayerFilterParams(layers.ReLU, tp.Eq("max_value", None) | tp.Eq("max_value", 6)),
-            [layers.ReLU(v) for v in (None, 6, 8)],
-            [True, True, False],
-        ),
-        (
             tp.LayerFilterParams(layers.ReLU, tp.NotEq("max_value", None)),
             [layers.ReLU(), layers.ReLU(6)],
             [False, True],
         ),
-        (
-            tp.LayerFilterParams(layers.Conv2D, tp.Contains("name", "conv")),
-            [layers.Conv2D(1, 1, name=n) for n in ("conv", "layer_conv_0", "CONVOLUTION")],
-            [True, True, False],
-        ),
     ],
-    ids=range(4),
+    ids=range(2),
 )
 def test_a_filter_matches_layers_by_their_attributes(chosen, things, matches):
     assert [chosen.match(thing) for thing in things] == matches

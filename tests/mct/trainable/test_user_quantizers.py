@@ -15,9 +15,8 @@ from chipfit.target_platform import QuantizationMethod
 from chipfit.trainable_infrastructure import pytorch_inferable_quantizers as iq
 from tests.build import model_of, platform_of, quantized
 from tests.mct.trainable.quantizers_of_a_user import OurActivations, OurWeights
+from tests.training.small import DATA, train
 
-DATA = [torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(3)) for _ in range(2)]
-LABELS = torch.arange(16) % 4
 CONV_RELU = {"chain": [["@conv", "Add"], ["Relu"]], "src": ["M"], "conf": "D"}
 ARITHMETIC = {"kernels": "onnxruntime", "q_round": "half_even", "acc": [{"bits": 32}]}
 
@@ -46,26 +45,12 @@ def forward(m, x):
 def net():
     torch.manual_seed(0)
     stem, body = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 6, 3, padding=1, groups=6)
-    return model_of(forward, stem=stem, body=body, head=nn.Linear(6 * 64, 4))
+    return model_of(forward, stem=stem, body=body, head=nn.Linear(6 * 64, 5))
 
 
 @pytest.fixture(scope="module", params=["full", "narrow"])
 def plain(request):
     return quantized(net(), DATA, chip(request.param))
-
-
-def train(model, steps=6, rate=0.02):
-    model.train()
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], rate)
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(DATA[0]), LABELS)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    model.eval()
-    return losses
 
 
 def test_a_users_quantizers_train_a_model_that_is_exact_on_the_device(plain):
@@ -75,7 +60,7 @@ def test_a_users_quantizers_train_a_model_that_is_exact_on_the_device(plain):
     tensors = [n for n, t in plain.plan.tensors.items() if t.quantized and t.role != "bias"]
     assert len(hosted) == len({id(model.quantizer_of(n)) for n in tensors})
     before = {n: model.get_parameter(n).detach().clone() for n in hosted}
-    losses = train(model)
+    losses = train(model, 6, 0.02)
     assert losses[-1] < losses[0]
     assert any(not torch.equal(model.get_parameter(n), old) for n, old in before.items())
     twin = copy.deepcopy(model)
@@ -94,7 +79,7 @@ def test_wrappers_and_holders_contain_the_users_quantizers(plain):
     assert set(wrappers) == {"stem", "body", "head"}
     assert holders and all(isinstance(h.activation_holder_quantizer, OurActivations) for h in holders)
     w = wrappers["head"].get_quantized_weights()["weight"]
-    assert w.shape == (4, 384) and all(len(row.unique()) <= 16 for row in w)
+    assert w.shape == (5, 384) and all(len(row.unique()) <= 16 for row in w)
 
 
 def test_learned_rounding_is_deployed():
