@@ -34,7 +34,7 @@ from tests.zoo import make
 
 CONV, LINEAR = NodeTypeFilter(nn.Conv2d), NodeTypeFilter(nn.Linear)
 POT, UNIFORM = tp.QuantizationMethod.POWER_OF_TWO, tp.QuantizationMethod.UNIFORM
-NOCLIPPING = QuantizationErrorMethod.NOCLIPPING
+METHOD = QuantizationErrorMethod
 
 
 @pytest.fixture(scope="module")
@@ -142,42 +142,50 @@ def test_disabled_weights_stay_in_float(net, plain):
     assert "float" in result.plan.tensors["a.0.weight"].why
 
 
-@pytest.mark.parametrize(("where", "changed"), [(LINEAR, "linear"), ("a.2", "relu_1")])
-def test_disabled_results_stay_in_float(net, plain, where, changed):
-    result = fit(net, rule(where, ChangeFinalActivationQuantConfigAttr, enable_activation_quantization=False))
-    assert differences(plain, result) == {changed}
-    with torch.no_grad():
-        assert result.model(net[1]).isfinite().all()
-
-
-@pytest.mark.parametrize("action", [ChangeCandidatesWeightsQuantizationMethod, ChangeFinalWeightsQuantizationMethod])
-def test_power_of_two_thresholds_of_weights(net, action):
-    t = fit(net, rule("head", action(POT))).plan.tensors["head.weight"]
-    assert torch.equal(torch.log2(t.scale), torch.log2(t.scale).round()) and t.axis == 0
+WEIGHTS = ChangeCandidatesWeightsQuantConfigAttr, ChangeFinalWeightsQuantConfigAttr
+RESULTS = ChangeCandidatesActivationQuantConfigAttr, ChangeFinalActivationQuantConfigAttr
+METHODS_OF_WEIGHTS = ChangeCandidatesWeightsQuantizationMethod, ChangeFinalWeightsQuantizationMethod
+METHODS_OF_RESULTS = ChangeCandidatesActivationQuantizationMethod, ChangeFinalActivationQuantizationMethod
 
 
 @pytest.mark.parametrize(
-    "action", [ChangeCandidatesActivationQuantizationMethod, ChangeFinalActivationQuantizationMethod]
+    ("actions", "attributes", "choices"),
+    [
+        (WEIGHTS, {"weights_n_bits": 4}, {"bits": 4}),
+        (WEIGHTS, {"enable_weights_quantization": False}, {"bits": "float"}),
+        (WEIGHTS, {"enable_weights_quantization": True}, {"bits": None}),
+        (WEIGHTS, {"weights_per_channel_threshold": False}, {"per": "tensor"}),
+        (WEIGHTS, {"weights_per_channel_threshold": True}, {"per": "channel"}),
+        (WEIGHTS, {"weights_error_method": METHOD.LP, "l_p_value": 3}, {"weight_rule": "lp(p=3)"}),
+        (RESULTS, {"activation_n_bits": 16}, {"activation_bits": 16}),
+        (RESULTS, {"enable_activation_quantization": False}, {"activation_bits": "float"}),
+        (RESULTS, {"activation_quantization_method": UNIFORM}, {"method": "uniform"}),
+        (RESULTS, {"activation_error_method": METHOD.MAE}, {"rule": "mae"}),
+        (RESULTS, {"z_threshold": 4.0}, {"z_threshold": 4.0}),
+        (RESULTS, {"signedness": tp.Signedness.SIGNED}, {"signed": True}),
+        (RESULTS, {"signedness": tp.Signedness.UNSIGNED}, {"signed": False}),
+        (METHODS_OF_WEIGHTS, {"weights_quantization_method": POT}, {"weight_method": "power_of_two"}),
+        (METHODS_OF_RESULTS, {"activation_quantization_method": POT}, {"method": "power_of_two"}),
+    ],
+    ids=range(15),
 )
-@pytest.mark.parametrize("method", [tp.QuantizationMethod.SYMMETRIC, POT])
-def test_an_affine_grid_may_be_restricted_to_a_symmetric_one_and_stays_exact(net, action, method):
-    result = fit(net, rule(LINEAR, action(method)), platform="ort_cpu")
-    t = result.plan.tensors["linear"]
-    assert int(t.zero_point) in (0, 128) and t.grid.pot == (method is POT)
-    assert int(fit(net, platform="ort_cpu").plan.tensors["linear"].zero_point) not in (0, 128)
-    assert result.verify([net[1]]).exact
+def test_an_action_is_a_table_of_overrides(actions, attributes, choices):
+    candidates, final = (action(**attributes) for action in actions)
+    assert candidates.choices == final.choices == choices
+    assert final.final and not candidates.final
 
 
-def test_one_threshold_for_all_channels(net):
-    result = fit(net, weights("b.0", weights_per_channel_threshold=False), platform="ort_cpu")
-    t = result.plan.tensors["b.0.weight"]
-    assert t.axis is None and t.scale.dim() == 0 and result.verify([net[1]]).exact
+def test_a_changed_grid_stays_exact(net):
+    method = rule(LINEAR, ChangeFinalActivationQuantizationMethod(POT))
+    result = fit(net, method, weights("b.0", weights_per_channel_threshold=False), platform="ort_cpu")
+    t, w = result.plan.tensors["linear"], result.plan.tensors["b.0.weight"]
+    assert int(t.zero_point) in (0, 128) and t.grid.pot and w.axis is None and result.verify([net[1]]).exact
 
 
 def test_error_methods_of_single_layers(net):
-    lp = {"weights_error_method": QuantizationErrorMethod.LP, "l_p_value": 3}
-    add = results(NodeTypeFilter(torch.add), activation_error_method=NOCLIPPING)
-    result = fit(net, weights("a.0", weights_error_method=NOCLIPPING), weights("head", **lp), add)
+    lp = {"weights_error_method": METHOD.LP, "l_p_value": 3}
+    add = results(NodeTypeFilter(torch.add), activation_error_method=METHOD.NOCLIPPING)
+    result = fit(net, weights("a.0", weights_error_method=METHOD.NOCLIPPING), weights("head", **lp), add)
     t = result.plan.tensors
     w = result.graph.weights["a.0.weight"].detach().flatten(1)
     torch.testing.assert_close(t["a.0.weight"].scale, torch.maximum(-w.amin(1) / 128, w.amax(1) / 127))
@@ -185,15 +193,10 @@ def test_error_methods_of_single_layers(net):
     assert sorted(n for n, x in t.items() if x.origin.startswith("no_clipping over 1")) == ["relu_"]
 
 
-def test_signedness_is_overridden(net, plain):
-    result = fit(net, rule("a.2", ChangeFinalActivationQuantConfigAttr, signedness=tp.Signedness.SIGNED))
-    assert not plain.plan.tensors["relu_1"].grid.signed and result.plan.tensors["relu_1"].grid.signed
-
-
 def test_outliers_of_one_layer(net):
     spiked = net[1].clone()
     spiked[0, 0, 0, 0] = 500.0
-    rules = results("stem.2", activation_error_method=NOCLIPPING), results("stem.2", z_threshold=4.0)
+    rules = results("stem.2", activation_error_method=METHOD.NOCLIPPING), results("stem.2", z_threshold=4.0)
     kept, dropped = (float(fit((net[0], spiked), *rules[:n]).plan.tensors["relu"].scale) for n in (1, 2))
     assert dropped < kept / 4
 
@@ -317,7 +320,7 @@ FOUR_BITS = ChangeFinalWeightsQuantConfigAttr(weights_n_bits=4)
 @pytest.mark.parametrize(
     ("make", "error", "says"),
     [
-        (lambda: weights("a", l_p_value=3, weights_error_method=QuantizationErrorMethod.MSE), ConfigError, "LP"),
+        (lambda: weights("a", l_p_value=3, weights_error_method=METHOD.MSE), ConfigError, "LP"),
         (lambda: ChangeCandidatesWeightsQuantConfigAttr("bias", weights_n_bits=4), ConfigError, "kernel"),
         (lambda: ChangeQuantizationParamFunction(), ConfigError, "function"),
         (lambda: ChangeQuantizationParamFunction(activation_quantization_params_fn=3), ConfigError, "function"),

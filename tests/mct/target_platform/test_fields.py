@@ -14,13 +14,14 @@ import chipfit
 from chipfit import target_platform as tp
 from chipfit.errors import ModelingError, UnsupportedError
 from chipfit.mct.target_platform.configs import BIAS_ATTR
-from tests.build import quantized
+from tests.build import model_of, quantized
 from tests.mct.target_platform.chips import FLOAT, KERNEL, config, kernel, options
 
 WIDE = tp.AttributeQuantizationConfig(tp.QuantizationMethod.SYMMETRIC, 32, False, True)
 POT, SYMMETRIC = tp.QuantizationMethod.POWER_OF_TWO, tp.QuantizationMethod.SYMMETRIC
 AFFINE = tp.QuantizationMethod.UNIFORM
 UNIFORM = {"activation_quantization_method": AFFINE}
+SIGNED_UNIFORM = {**UNIFORM, "signedness": tp.Signedness.SIGNED}
 
 
 class Net(nn.Module):
@@ -136,12 +137,11 @@ def test_each_field_decides_how_a_tensor_is_stored(chip, tensor, facts):
 
 
 def test_fixed_scale_and_zero_point():
-    affine = {**UNIFORM, "signedness": tp.Signedness.SIGNED}
-    result = fit(tanh=config(FLOAT, fixed_scale=1 / 64, fixed_zero_point=3, **affine))
+    result = fit(tanh=config(FLOAT, fixed_scale=1 / 64, fixed_zero_point=3, **SIGNED_UNIFORM))
     t = output(result, "Tanh")
     assert (float(t.scale), int(t.zero_point)) == (1 / 64, 3)
     with pytest.raises(ModelingError, match="must be in -128..127"):
-        fit(tanh=config(FLOAT, fixed_scale=1 / 64, fixed_zero_point=300, **affine))
+        fit(tanh=config(FLOAT, fixed_scale=1 / 64, fixed_zero_point=300, **SIGNED_UNIFORM))
 
 
 @pytest.mark.parametrize("preserving", [True, False])
@@ -250,3 +250,47 @@ def test_metadata_is_written_into_files(tmp_path):
     with_it = notes(fit(add_metadata=True, name="my_chip"))
     assert with_it["platform"]["name"] == "my_chip"
     assert with_it["chipfit"] == chipfit.__version__
+
+
+# ---------------------------------------------------------------- functions that are several operators
+
+
+def chip(entry):
+    """Return a chip with a fixed scale of 1 / 128 for the results of one function."""
+    with tp.TargetPlatformModel(options(config(FLOAT, **SIGNED_UNIFORM)), name="composite") as model:
+        tp.OperatorsSet("Composite", options(config(FLOAT, fixed_scale=1 / 128, fixed_zero_point=0, **SIGNED_UNIFORM)))
+    with tp.TargetPlatformCapabilities(model) as tpc:
+        tp.OperationsSetToLayers("Composite", [entry])
+    return tpc
+
+
+def fixed(result):
+    """Return the operators whose results have the fixed scale, in execution order."""
+    plan = result.plan
+    made = [(n.op, n.output) for n in result.graph.nodes]
+    return [op for op, o in made if plan.quantized(o) and plan.tensors[o].origin.startswith("fixed")]
+
+
+def twice(m, x):
+    return nn.functional.normalize(nn.functional.normalize(m.fc(x), dim=-1) + x, dim=-1)
+
+
+def test_a_fixed_scale_of_a_function_of_pytorch():
+    net = model_of(twice, fc=nn.Linear(8, 8))
+    assert fixed(quantized(net, torch.randn(8, 8) * 9, chip(nn.functional.normalize))) == ["Div", "Div"]
+
+
+def test_a_fixed_scale_of_a_layer_of_keras():
+    keras = pytest.importorskip("keras")
+
+    @keras.saving.register_keras_serializable("composites")
+    class Gate(keras.layers.Layer):
+        def call(self, x):
+            return keras.ops.sigmoid(x * 3.0 + 1.0) * 0.5
+
+    given = keras.Input((8,))
+    model = keras.Model(given, keras.layers.Dense(4)(Gate()(Gate()(keras.layers.Dense(8)(given)))))
+    result = quantized(model, torch.randn(8, 8) * 9, chip(Gate))
+    assert fixed(result) == ["Mul", "Mul"]
+    gates = [n.output for n in result.graph.nodes if n.layer_type == "Gate"]
+    assert [o for o in gates if result.plan.tensors[o].origin.startswith("fixed")] == gates[3::4]

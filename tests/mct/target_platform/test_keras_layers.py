@@ -9,27 +9,11 @@ import sys
 import pytest
 
 from chipfit import target_platform as tp
-from chipfit.errors import ModelingError
 from tests.build import quantized, randn
-from tests.mct.target_platform.chips import chip, model
+from tests.mct.target_platform.chips import chip
 
 keras = pytest.importorskip("keras")
 layers = keras.layers
-
-
-@pytest.mark.parametrize(
-    "layer, name",
-    [
-        (layers.Conv2D, "Conv2D"),
-        (tp.LayerFilterParams(layers.Activation, activation="relu"), "Activation(activation=relu)"),
-    ],
-)
-def test_a_layer_is_in_one_set(layer, name):
-    with tp.TargetPlatformCapabilities(model("a", "b")):
-        tp.OperationsSetToLayers("a", [layer])
-        with pytest.raises(ModelingError) as e:
-            tp.OperationsSetToLayers("b", [layer])
-    assert f"Found layer {name} in more than one OperatorsSet" in str(e.value)
 
 
 CONV = {"activation": "softmax", "kernel_size": (3, 4)}
