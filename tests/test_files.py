@@ -83,6 +83,14 @@ def test_a_file_marked_read_only_and_a_folder_are_refused(tmp_path):
     assert here(tmp_path) == ["d", "f"] and (tmp_path / "f").read_bytes() == b"1"
 
 
+def test_missing_folders_above_are_made(tmp_path):
+    put(tmp_path / "a" / "b" / "out")
+    assert (
+        write_atomically(tmp_path / "c" / "d" / "f", b"1").exists()
+        and (tmp_path / "a" / "b" / "out" / "a.txt").exists()
+    )
+
+
 def test_a_name_as_long_as_the_system_takes_is_written(tmp_path):
     assert write_atomically(tmp_path / ("n" * 255), b"1").read_bytes() == b"1"
 

@@ -21,7 +21,7 @@ from chipfit.simulate.integer import (
     simulate,
 )
 from tests.build import graph_of, node, plan_of, stored
-from tests.simulate.one_operator import Codes, one
+from tests.simulate.one_operator import Codes, drawn, one
 
 ORT, TFLITE = load("ort_cpu"), load("tflite_int8")
 
@@ -354,3 +354,17 @@ def test_another_family_of_kernels_runs_instead_of_the_platforms_own():
     x = torch.tensor([[0.5, 1.5, -0.5, 2.5]])  # products of 1, 9, 1 and 25 halves of halves
     found = [simulate(graph, plan, [x], TFLITE, kernels=k)["v1"].tolist() for k in ("onnxruntime", "litert_reference")]
     assert found == [[[0, 4, 0, 12]], [[1, 5, 1, 13]]]
+
+
+@pytest.mark.parametrize("shape, zero", [((4, 4), 0), ((4, 4), 3), ((2, 4, 4), 0)])
+def test_dynamic_products_are_exact_whatever_the_weights(shape, zero):
+    """Data that fill the 256 codes of their tensor in steps of 1/16, times multiples of a quarter."""
+    x, w = (
+        torch.tensor([[-128.0, 127.0, 5.0, -7.0], [127.0, 0.0, -128.0, 33.0]]) / 16,
+        Codes(drawn(3, *shape), 0.25, zero),
+    )
+    how = {"per": "tensor", "affine": True, "block": 1, "qmin": 0, "qmax": 255}
+    graph = graph_of(node(f"m = {DYNAMIC}(x)", how), node("y = MatMul(m, w)", name="l"), weights={"w": w.reals()})
+    plan = replace(plan_of(w=w.stored()), nodes={"l": NodePlan(name="l", op="MatMul", exec="int")})
+    found = simulate(graph, plan, [x], ORT)
+    assert torch.equal(found["y"], x @ w.reals()) and torch.equal(found["m"], x)
