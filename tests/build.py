@@ -234,6 +234,15 @@ def quantized(model: Any, data: Any, platform: Any = "ort_cpu", **options: Any) 
 # --------------------------------------------------------------------------------------------------------- bad files
 
 
+def command(*words: str, columns: int | None = 200) -> Any:
+    """Return what `chipfit` with these words ends with: `exit_code`, `output` and `exception`."""
+    from typer.testing import CliRunner
+
+    from chipfit.cli.app import app
+
+    return CliRunner().invoke(app, list(words), env={"COLUMNS": columns and str(columns)})
+
+
 def accept(folder: Path, name: str) -> None:
     """Make the manifest of a saved result agree with a file that was changed."""
     manifest, content = json.loads((folder / "manifest.json").read_text()), (folder / name).read_bytes()

@@ -11,57 +11,39 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from chipfit.cli import app as command_line
-from chipfit.cli.app import app
 from chipfit.errors import ChipfitError, DataError
 from chipfit.platform.load import names
+from tests.build import command
 
-MODULE = """\
-import torch
-from torch import nn
-
-def net():
-    torch.manual_seed(0)
-    head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
-    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), *head)
-
-def data():
-    return [torch.randn(4, 3, 8, 8) for _ in range(2)]
-"""
+MINE = "tests.cli.mine"
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
+    """The current folder, with images and labels in d.npz."""
     monkeypatch.chdir(tmp_path)
-    name = f"mod_{abs(hash(str(tmp_path)))}"
-    (tmp_path / f"{name}.py").write_text(MODULE)
     rng = np.random.default_rng(0)
     np.savez(tmp_path / "d.npz", x=rng.normal(size=(20, 3, 8, 8)).astype("float32"), y=rng.integers(0, 3, 20))
-    return tmp_path, name
-
-
-def run(*args: str, columns: int = 200):
-    return CliRunner().invoke(app, list(args), env={"COLUMNS": str(columns)})
+    return tmp_path
 
 
 def succeed(*args: str) -> str:
-    done = run(*args)
+    done = command(*args)
     assert done.exit_code == 0, (done.output, done.exception)
     return done.output
 
 
 def fail(*args: str) -> str:
-    done = run(*args)
+    done = command(*args)
     assert isinstance(done.exception, ChipfitError), (done.output, done.exception)
     return str(done.exception)
 
 
 def test_quantize_verify_and_explain(folder):
-    path, name = folder
-    assert "0 of" in succeed("quantize", f"{name}:net", "--data", "d.npz", "--out", "out")
-    assert {p.name for p in (path / "out").iterdir()} == set("model.onnx plan report.html manifest.json".split())
+    assert "0 of" in succeed("quantize", f"{MINE}:net", "--data", "d.npz", "--out", "out")
+    assert {p.name for p in (folder / "out").iterdir()} == set("model.onnx plan report.html manifest.json".split())
     verified = succeed("verify", "out", "--data", "d.npz", "--file", "out/model.onnx")
     assert "0 of" in verified and "top-1" in verified
     assert "Predicted loss" in succeed("explain", "out", "--data", "d.npz")
@@ -73,55 +55,50 @@ def test_quantize_verify_and_explain(folder):
 def test_ctrl_c_while_weights_are_rounded_writes_the_results_so_far(folder, monkeypatch):
     from chipfit.rounding import sequential_reconstruction
 
-    path, name = folder
-
     def press(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sequential_reconstruction.SequentialReconstruction, "fit", press)
-    done = run("quantize", f"{name}:net", "--data", "d.npz", "--out", "out", "--rounding", "gptq")
+    done = command("quantize", f"{MINE}:net", "--data", "d.npz", "--out", "out", "--rounding", "gptq")
     assert done.exit_code == 130 and "writing the results so far" in done.output
-    assert "and what follows it take their nearest codes" in (path / "out" / "report.html").read_text()
+    assert "and what follows it take their nearest codes" in (folder / "out" / "report.html").read_text()
     succeed("verify", "out", "--data", "d.npz", "--file", "out/model.onnx")
 
 
 def test_a_folder_of_other_files_is_not_overwritten(folder):
-    path, _ = folder
-    (path / "notes").mkdir()
-    (path / "notes" / "thesis.txt").write_text("mine")
+    (folder / "notes").mkdir()
+    (folder / "notes" / "thesis.txt").write_text("mine")
     said = fail("quantize", "nothing:there", "--data", "nothing.npz", "--out", "notes")
     assert "is not the output of `chipfit quantize`" in said
-    assert (path / "notes" / "thesis.txt").read_text() == "mine"
+    assert (folder / "notes" / "thesis.txt").read_text() == "mine"
 
 
 def test_a_quantize_that_fails_leaves_the_earlier_output(folder, monkeypatch):
-    path, name = folder
-    output = lambda: {p: p.read_bytes() for p in (path / "out").rglob("*") if p.is_file()}
-    words = "quantize", f"{name}:net", "--data", "d.npz", "--out", "out", "--no-verify"
+    output = lambda: {p: p.read_bytes() for p in (folder / "out").rglob("*") if p.is_file()}
+    words = "quantize", f"{MINE}:net", "--data", "d.npz", "--out", "out", "--no-verify"
     succeed(*words)
     before = output()
     monkeypatch.setattr("chipfit.report.html.page", lambda report: 1 / 0)
-    assert isinstance(run(*words, "--float", "0").exception, ZeroDivisionError)
-    assert output() == before and not list(path.glob(".chipfit-*"))
+    assert isinstance(command(*words, "--float", "0").exception, ZeroDivisionError)
+    assert output() == before and not list(folder.glob(".chipfit-*"))
 
 
 def test_models_and_data_come_from_files_modules_and_folders(folder):
     from PIL import Image
 
-    path, name = folder
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), torch.nn.ReLU()).eval()
     program = torch.export.export(model, (torch.randn(2, 3, 8, 8),), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
-    torch.export.save(program, path / "m.pt2")
-    succeed("quantize", "m.pt2", "--data", f"{name}:data", "--out", "from_file")
-    (path / "images").mkdir()
+    torch.export.save(program, folder / "m.pt2")
+    succeed("quantize", "m.pt2", "--data", f"{MINE}:data", "--out", "from_file")
+    (folder / "images").mkdir()
     for k in range(3):
-        Image.fromarray(np.full((10, 12, 3), 40 * k, np.uint8)).save(path / "images" / f"{k}.png")
-    words = "quantize", f"{name}:net", "--data", "images", "--input-size", "8", "--out", "from_images", "--float", "0"
+        Image.fromarray(np.full((10, 12, 3), 40 * k, np.uint8)).save(folder / "images" / f"{k}.png")
+    words = "quantize", f"{MINE}:net", "--data", "images", "--input-size", "8", "--out", "from_images", "--float", "0"
     assert "overrides keep '0' in float" in succeed(*words)
 
 
 def test_lint_shows_fusions_without_data(folder):
-    shown = succeed("lint", f"{folder[1]}:net", "--input-shape", "1,3,8,8", "--platform", "xnnpack")
+    shown = succeed("lint", f"{MINE}:net", "--input-shape", "1,3,8,8", "--platform", "xnnpack")
     assert "operators run in integers on xnnpack" in shown and "Relu '1'" in shown
 
 
@@ -131,9 +108,9 @@ def test_platforms_are_listed_and_shown():
 
 
 def test_platforms_check_reports_every_problem_with_its_line(folder, panels):
-    (folder[0] / "good.yaml").write_text("name: p\nextends: ort_cpu\n")
+    (folder / "good.yaml").write_text("name: p\nextends: ort_cpu\n")
     assert "no problems found" in succeed("platforms", "check", "good.yaml")
-    (folder[0] / "bad.yaml").write_text("name: q\nformatz: {}\nextends: ort_cpu\nplatz: {}\n")
+    (folder / "bad.yaml").write_text("name: q\nformatz: {}\nextends: ort_cpu\nplatz: {}\n")
     status, shown = panels("platforms", "check", "bad.yaml")
     assert status == 2 and shown.count("PlatformError") == 2
     assert "bad.yaml:2, key formatz" in shown and "bad.yaml:4, key platz" in shown
@@ -156,7 +133,7 @@ def test_platforms_check_reports_every_problem_with_its_line(folder, panels):
     ],
 )
 def test_a_mistake_is_a_typed_error(folder, args, words):
-    assert words in fail(*args.replace("MOD", folder[1]).split())
+    assert words in fail(*args.replace("MOD", MINE).split())
 
 
 @pytest.mark.parametrize(
@@ -165,42 +142,41 @@ def test_a_mistake_is_a_typed_error(folder, args, words):
 )
 def test_the_format_is_that_of_the_platform_unless_another_is_chosen(platform, suffix, folder):
     for chosen, written in (((), suffix), (("--format", "onnx"), ".onnx")):
-        words = "quantize", f"{folder[1]}:net", "--data", "d.npz", "--platform", platform, "--out", "out"
+        words = "quantize", f"{MINE}:net", "--data", "d.npz", "--platform", platform, "--out", "out"
         succeed(*words, "--no-verify", *chosen)
-        assert (folder[0] / f"out/model{written}").is_file()
+        assert (folder / f"out/model{written}").is_file()
 
 
 def test_every_screen_fits_80_columns_without_cutting_text(folder):
-    path, name = folder
-    (path / "p.yaml").write_text("name: p\nextends: tensorrt\n")
-    (path / "q.yaml").write_text("name: q\nextends: ort_cpu\n" + f"{'z' * 90}: 1\n" + "platz: 2\n")
-    model = (f"{name}:net", "--platform", "ort_cpu@AVX2")
+    (folder / "p.yaml").write_text("name: p\nextends: tensorrt\n")
+    (folder / "q.yaml").write_text("name: q\nextends: ort_cpu\n" + f"{'z' * 90}: 1\n" + "platz: 2\n")
+    model = (f"{MINE}:net", "--platform", "ort_cpu@AVX2")
     commands = [
         ("quantize", *model, "--data", "d.npz", "--out", "o", "--float", "0"),
         ("verify", "o", "--data", "d.npz"),
         ("explain", "o", "*"),
         ("lint", *model, "--input-shape", "1,3,8,8"),
-        ("lint", f"{name}:net", "--input-shape", "1,3,8,8", "--platform", "tensorrt"),
+        ("lint", f"{MINE}:net", "--input-shape", "1,3,8,8", "--platform", "tensorrt"),
         ("platforms",),
         ("platforms", "check", "p.yaml"),
         ("platforms", "check", "q.yaml"),
         ("platforms", "export", "tensorrt", "t.yaml"),
         *(("platforms", "show", p) for p in names()),
     ]
-    for command in commands:
-        done = run(*command, columns=80)
-        assert done.exit_code == 0 or "q.yaml" in command, (command, done.output, done.exception)
-        assert max((len(line) for line in done.output.splitlines()), default=0) <= 80, command
-        assert "…" not in done.output, command
-    wide = run("explain", "o", "*", columns=300).output
+    for words in commands:
+        done = command(*words, columns=80)
+        assert done.exit_code == 0 or "q.yaml" in words, (words, done.output, done.exception)
+        assert max((len(line) for line in done.output.splitlines()), default=0) <= 80, words
+        assert "…" not in done.output, words
+    wide = command("explain", "o", "*", columns=300).output
     assert max(map(len, wide.splitlines())) > 100  # a wide terminal is used
 
 
 def test_without_a_terminal_lines_are_not_wrapped(folder, monkeypatch):
-    succeed("quantize", f"{folder[1]}:net", "--data", "d.npz", "--out", "out", "--no-verify")
+    succeed("quantize", f"{MINE}:net", "--data", "d.npz", "--out", "out", "--no-verify")
     monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setattr(os, "get_terminal_size", lambda *_: (_ for _ in ()).throw(OSError))
-    lines = CliRunner().invoke(app, ["explain", "out", "0"]).output.splitlines()
+    lines = command("explain", "out", "0", columns=None).output.splitlines()
     assert len(lines) == 4 and max(map(len, lines)) > 100
 
 

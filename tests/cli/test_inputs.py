@@ -17,56 +17,32 @@ from chipfit.cli.inputs import example_of, load_data, load_model, parse_bits, pa
 from chipfit.errors import CaptureError, DataError, PlanError
 from tests.build import Trap
 
-MODULE = """\
-import torch
-from torch import nn
-
-def net():
-    return nn.Linear(2, 3)
-
-def broken():
-    raise ValueError("no such depth")
-
-def number():
-    return 3
-
-ready = nn.Linear(2, 3)
-batches = [torch.ones(1, 2)]
-once = (torch.ones(1, 2) for _ in range(3))
-"""
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch, request):
-    """A folder with a module of its own name; returns (folder, module)."""
-    monkeypatch.chdir(tmp_path)
-    name = f"user_{abs(hash(request.node.name))}"
-    (tmp_path / f"{name}.py").write_text(MODULE)
-    return tmp_path, name
+MINE = "tests.cli.mine"
 
 
 # ---------------------------------------------------------------- models
 
 
-def test_a_model_is_what_a_factory_returns_or_the_object_itself(here):
-    assert isinstance(load_model(f"{here[1]}:net"), nn.Linear)
-    assert isinstance(load_model(f"{here[1]}:ready"), nn.Linear)
+def test_a_model_is_what_a_factory_returns_or_the_object_itself():
+    assert isinstance(load_model(f"{MINE}:net"), nn.Sequential)
+    assert isinstance(load_model(f"{MINE}:ready"), nn.Linear)
 
 
-def test_weights_are_loaded_into_the_model_and_must_fit(here):
-    save_file({"weight": torch.full((3, 2), 0.5), "bias": torch.zeros(3)}, here[0] / "w.safetensors")
-    assert torch.equal(load_model(f"{here[1]}:net", here[0] / "w.safetensors").weight, torch.full((3, 2), 0.5))
-    save_file({"weight": torch.zeros(3, 2)}, here[0] / "w.safetensors")
+def test_weights_are_loaded_into_the_model_and_must_fit(tmp_path):
+    file = tmp_path / "w.safetensors"
+    save_file({"weight": torch.full((3, 2), 0.5), "bias": torch.zeros(3)}, file)
+    assert torch.equal(load_model(f"{MINE}:ready", file).weight, torch.full((3, 2), 0.5))
+    save_file({"weight": torch.zeros(3, 2)}, file)
     with pytest.raises(CaptureError, match="bias"):
-        load_model(f"{here[1]}:net", here[0] / "w.safetensors")
+        load_model(f"{MINE}:ready", file)
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("USER:number", "must provide a Keras or PyTorch model. Got: int"),
-        ("USER:absent", "AttributeError: module"),
-        ("USER:broken", r"ValueError: no such depth.*Where: .*user_\d+\.py:8, in broken"),
+        ("MINE:number", "must provide a Keras or PyTorch model. Got: int"),
+        ("MINE:absent", "AttributeError: module"),
+        ("MINE:broken", r"ValueError: no such depth.*Where: .*mine\.py:\d+, in broken"),
         ("bad_syntax:net", "SyntaxError"),
         ("net.onnx", "must be a file or module:factory"),
         ("gone.pt2", "does not exist"),
@@ -75,11 +51,12 @@ def test_weights_are_loaded_into_the_model_and_must_fit(here):
         ("garbage.pt2", "not a program that torch.export.save wrote"),
     ],
 )
-def test_a_model_that_is_none_is_refused(here, text, words):
-    (here[0] / "bad_syntax.py").write_text("def net(:\n")
-    (here[0] / "garbage.pt2").write_bytes(b"PK\x03\x04 nothing")
+def test_a_model_that_is_none_is_refused(tmp_path, monkeypatch, text, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad_syntax.py").write_text("def net(:\n")
+    (tmp_path / "garbage.pt2").write_bytes(b"PK\x03\x04 nothing")
     with pytest.raises(CaptureError, match=words):
-        load_model(text.replace("USER", here[1]))
+        load_model(text.replace("MINE", MINE))
 
 
 def test_a_pt2_file_knows_its_own_input(tmp_path):
@@ -162,8 +139,8 @@ def test_mean_and_std_are_numbers(text, what):
         parse_numbers(text, what)
 
 
-def test_an_iterable_can_be_read_twice_even_when_it_is_a_generator(here):
-    data = load_data(f"{here[1]}:once")
+def test_an_iterable_can_be_read_twice_even_when_it_is_a_generator():
+    data = load_data(f"{MINE}:once")
     assert (len(list(data)), len(list(data))) == (3, 3)
 
 

@@ -7,47 +7,17 @@ import re
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import chipfit
-from chipfit.cli.app import app
 from chipfit.errors import ChipfitError
+from tests.build import command
 
-MODULE = """\
-import torch
-from torch import nn
-
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 64, 3)).eval()
-
-class Two(nn.Module):
-    def forward(self, x):
-        return x, x * 2
-
-two = Two
-
-def loop(model, data):
-    model.train()
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.01)
-    for x, y in data:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-def broken(model, data):
-    return data[0][0] @ model
-
-def takes_nothing():
-    pass
-"""
+MINE = "tests.cli.mine"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("train")
-    name = f"mod_{abs(hash(str(path)))}"
-    (path / f"{name}.py").write_text(MODULE)
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(96, 3, 8, 8)).astype("float32"), rng.integers(0, 3, 96)
     x[np.arange(96), y] += 1.0  # what there is to learn
@@ -56,39 +26,33 @@ def folder(tmp_path_factory):
     np.savez(path / "wrong.npz", x=x, y=y + 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(path)
-        done = run("quantize", f"{name}:net", "--data", "d.npz", "--out", "saved", "--no-verify")
+        done = command("quantize", f"{MINE}:net", "--data", "d.npz", "--out", "saved", "--no-verify")
         assert done.exit_code == 0, done.output
-    return path, name
+    return path
 
 
 @pytest.fixture(autouse=True)
 def _there(folder, monkeypatch):
-    monkeypatch.chdir(folder[0])
-
-
-def run(*args: str):
-    return CliRunner().invoke(app, list(args), catch_exceptions=True, env={"COLUMNS": "200"})
+    monkeypatch.chdir(folder)
 
 
 def test_labels_in_an_archive_are_enough_to_train(folder):
-    path, _ = folder
-    done = run("train", "saved", "--data", "d.npz", "--epochs", "3", "--rate", "0.02", "--out", "trained")
+    done = command("train", "saved", "--data", "d.npz", "--epochs", "3", "--rate", "0.02", "--out", "trained")
     assert done.exit_code == 0, done.output
-    assert {p.name for p in (path / "trained").iterdir()} == set("model.onnx plan report.html manifest.json".split())
+    assert {p.name for p in (folder / "trained").iterdir()} == set("model.onnx plan report.html manifest.json".split())
     assert "epoch 3 of 3: loss" in done.output and "0 of" in done.output
     before, after = (float(done.output.split(word)[0].split()[-1].strip("%")) for word in (" before", " after"))
     assert after > before + 10
-    old, new = chipfit.load(path / "saved/plan"), chipfit.load(path / "trained/plan")
+    old, new = chipfit.load(folder / "saved/plan"), chipfit.load(folder / "trained/plan")
     assert not torch.equal(old.graph.weights["3.weight"], new.graph.weights["3.weight"])
     assert new.plan.tensors["3.weight"].origin.endswith("trained")
 
 
 def test_a_model_is_quantized_first_and_a_loop_of_the_user_trains_it(folder):
-    path, name = folder
-    args = "--data", "d.npz", "--method", "ste", "--loop", f"{name}:loop", "--platform", "ort_cpu", "--bits", "3=8"
-    done = run("train", f"{name}:net", *args, "--out", "looped")
+    args = "--data", "d.npz", "--method", "ste", "--loop", f"{MINE}:loop", "--platform", "ort_cpu", "--bits", "3=8"
+    done = command("train", f"{MINE}:net", *args, "--out", "looped")
     assert done.exit_code == 0, done.output
-    assert chipfit.load(path / "looped/plan").verify([torch.randn(4, 3, 8, 8)]).exact
+    assert chipfit.load(folder / "looped/plan").verify([torch.randn(4, 3, 8, 8)]).exact
 
 
 ALGORITHM = """\
@@ -111,12 +75,11 @@ class Other(LSQ): ...
 
 @pytest.mark.usefixtures("drop_ins")
 def test_an_algorithm_of_ones_own_trains_by_the_place_of_its_class(folder):
-    path, _ = folder
-    (path / "mine.py").write_text(ALGORITHM)
+    (folder / "mine.py").write_text(ALGORITHM)
     for method, share in (("mine:Half", 0.5), ("mine:Half(share=0.25)", 0.25)):
-        done = run("train", "saved", "--data", "d.npz", "--method", method, "--rate", "1e-9", "--out", "halved")
+        done = command("train", "saved", "--data", "d.npz", "--method", method, "--rate", "1e-9", "--out", "halved")
         assert done.exit_code == 0, done.output
-        old, new = (chipfit.load(path / f"{d}/plan").plan["3.weight"].scale for d in ("saved", "halved"))
+        old, new = (chipfit.load(folder / f"{d}/plan").plan["3.weight"].scale for d in ("saved", "halved"))
         torch.testing.assert_close(new, share * old)
     wrong = {
         "mine:Half(shard=1)": "share",
@@ -125,7 +88,7 @@ def test_an_algorithm_of_ones_own_trains_by_the_place_of_its_class(folder):
         "mine:register": "training is not understood",
     }
     for method, says in wrong.items():
-        done = run("train", "saved", "--data", "d.npz", "--method", method, "--out", "refused")
+        done = command("train", "saved", "--data", "d.npz", "--method", method, "--out", "refused")
         assert isinstance(done.exception, ChipfitError), done.exception
         assert re.search(says, str(done.exception)), done.exception
 
@@ -142,16 +105,16 @@ def test_an_algorithm_of_ones_own_trains_by_the_place_of_its_class(folder):
         ("saved --data d.npz --rate 1e300", "below 1e38"),
         ("saved --data d.npz --platform ort_cpu", "--platform does not apply"),
         ("saved --data d.npz --format pdf", "pdf"),
-        ("saved --data d.npz --loop MOD:broken", "fails"),
-        ("saved --data d.npz --loop MOD:takes_nothing", "fails"),
+        ("saved --data d.npz --loop MOD:broken_loop", "fails"),
+        ("saved --data d.npz --loop MOD:number", "fails"),
         ("saved --data d.npz --loop MOD:missing", "cannot be imported"),
-        ("MOD:two --data d.npz", "must be a classifier"),
+        ("MOD:Two --data d.npz", "must be a classifier"),
         ("saved --data d.npz --out .", "is not the output of"),
         ("nowhere --data d.npz", "Model must be a file or module:factory"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(args, says, folder):
-    args = ["--out", "refused", *args.replace("MOD", folder[1]).split()]  # the last --out counts
-    done = run("train", *args)
+    args = ["--out", "refused", *args.replace("MOD", MINE).split()]  # the last --out counts
+    done = command("train", *args)
     assert isinstance(done.exception, ChipfitError) and says in str(done.exception), done.exception
-    assert not (folder[0] / "refused").exists()
+    assert not (folder / "refused").exists()
