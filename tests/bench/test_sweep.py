@@ -34,26 +34,6 @@ def stores(folder):
     Store(folder / "home/runs.sqlite").put(asked.key, asked.name, "s", {"top1": 1.0})
 
 
-def test_a_failing_experiment_is_retried_and_then_reported(tmp_path, monkeypatch):
-    path = matrix(tmp_path)
-    tries = []
-
-    def attempt(file, home, early):
-        tries.append(file)
-        if "b4" in file:
-            return 1, "out of memory"
-        stores(tmp_path)
-        return 0, ""
-
-    monkeypatch.setattr(sweeps, "run_in_process", attempt)
-    told = []
-    failed = sweep(configs(path), path, tmp_path / "home", retries=1, report=lambda *what: told.append(what))
-    assert failed == ["b4/s0"] and len(tries) == 3
-    assert told.count(("b4/s0", "failed: tries again")) == 1 and ("b8/s0", "done") in told
-    lost = next(r for r in Store(tmp_path / "home/runs.sqlite").rows() if r["status"] == "failed")
-    assert lost["error"] == "out of memory"
-
-
 def test_an_experiment_of_another_process_is_waited_for(tmp_path, monkeypatch):
     path = matrix(tmp_path, (8,))
     calls = []
@@ -95,7 +75,7 @@ def test_a_worker_killed_for_lack_of_memory_is_reported_and_others_continue(tmp_
     monkeypatch.setattr(subprocess, "run", started)
     told = []
     assert sweep(configs(path), path, tmp_path / "home", retries=1, report=lambda *what: told.append(what)) == ["b4/s0"]
-    assert ("b8/s0", "done") in told and ("b4/s0", "failed: tries again") in told
+    assert ("b8/s0", "done") in told and told.count(("b4/s0", "failed: tries again")) == 1
     (lost,) = Store(tmp_path / "home/runs.sqlite").rows()
     assert "ended by SIGKILL, perhaps for lack of memory" in lost["error"]
 

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+import chipfit
 from chipfit.cli import app as command_line
+from chipfit.cli import demo
 from chipfit.errors import ChipfitError, DataError
 from chipfit.platform.load import names
 from tests.build import command
@@ -178,6 +180,19 @@ def test_without_a_terminal_lines_are_not_wrapped(folder, monkeypatch):
     monkeypatch.setattr(os, "get_terminal_size", lambda *_: (_ for _ in ()).throw(OSError))
     lines = command("explain", "out", "0", columns=None).output.splitlines()
     assert len(lines) == 4 and max(map(len, lines)) > 100
+
+
+def test_the_network_learns_and_its_integers_are_exact_and_saved(tmp_path):
+    result = demo.run(tmp_path, epochs=4)
+    found = result.verification.accuracy
+    assert found["float"] > 0.9  # guessing gives 0.1
+    assert abs(found["device"] - found["float"]) <= 0.01
+    assert result.verification.exact and found["integer"] == found["device"]
+    assert result.report.integer_share == 1 and result.report.floats == {}
+    assert "DepthwiseConv2D" in {r.op for r in result.report.layers}
+    assert {p.name for p in tmp_path.iterdir()} == {"digits.onnx", "plan", "report.html"}
+    again = chipfit.load(tmp_path / "plan")
+    assert again.plan.platform == "ort_cpu" and again.graph.inputs == result.graph.inputs
 
 
 # ---------------------------------------------------------------- exit statuses and panels

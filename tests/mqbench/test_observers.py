@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from chipfit.errors import ConfigError, DataError, UnknownNameError
-from chipfit.mqbench import observers
 from chipfit.mqbench.observers import LSQ, MSE, ObserverBase, observer_of, to_pot
 from chipfit.quantizers.grids import fake_quantize
 from chipfit.registry import register, registered
 
-ROOT = Path(__file__).parents[3]
 S4 = {"quant_min": -8, "quant_max": 7}
 A4 = {"quant_min": 0, "quant_max": 15, "qscheme": torch.per_tensor_affine}
 A8 = {"quant_min": 0, "quant_max": 255, "qscheme": torch.per_tensor_affine}
@@ -238,19 +232,6 @@ def test_statistics_are_saved():
     assert float(other.calculate_qparams()[0]) == 0.5 and other.votes == observer.votes
 
 
-RANKS = """
-import sys, torch, torch.distributed as dist, torch.multiprocessing as mp
-from tests.mqbench.test_observers import RANK_DATA, scales_of_all
-
-def work(rank, file):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-    torch.save(scales_of_all(RANK_DATA[4 * rank : 4 * rank + 4]), f"{file}.{rank}")
-    dist.destroy_process_group()
-
-if __name__ == "__main__":
-    mp.spawn(work, (sys.argv[1],), nprocs=2)
-"""
 RANK_DATA = torch.randn(8, 3, 40, generator=torch.Generator().manual_seed(0)) + 0.5
 RANK_DATA[0], RANK_DATA[5] = 3 * RANK_DATA[0], RANK_DATA[5].relu()
 
@@ -259,37 +240,17 @@ def scales_of_all(x):
     return {name: observed(name, x, 2 * x, **S4).calculate_qparams()[0] for name in registered("observer")}
 
 
-def in_processes(folder, monkeypatch):
-    (folder / "ranks.py").write_text(RANKS)
-    command = [sys.executable, str(folder / "ranks.py"), str(folder / "meeting")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", ROOT)))}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stderr
-    return [torch.load(folder / f"meeting.{rank}") for rank in range(2)]
+def scales_of_rank(rank, file):
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    torch.save(scales_of_all(RANK_DATA[4 * rank : 4 * rank + 4]), f"{file}.{rank}")
+    dist.destroy_process_group()
 
 
-def in_threads(folder, monkeypatch):
-    """Reduce over two threads instead of processes."""
-    barrier, parts = threading.Barrier(2, timeout=60), {}
-
-    def reduce(x, how):
-        barrier.wait()  # every thread has read the last result
-        parts[threading.get_ident()] = x
-        barrier.wait()
-        both = torch.stack(list(parts.values()))
-        return {"MIN": both.amin(0), "MAX": both.amax(0), "SUM": both.sum(0)}[how]
-
-    monkeypatch.setattr(observers, "reduced", reduce)
-    with ThreadPoolExecutor(2) as pool:
-        scales = list(pool.map(scales_of_all, RANK_DATA.split(4)))
-    monkeypatch.undo()
-    return scales
-
-
-@pytest.mark.parametrize("run", [in_threads, pytest.param(in_processes, marks=pytest.mark.slow)])
-def test_two_ranks_on_half_batches_give_the_scales_of_one_on_the_whole(run, tmp_path, monkeypatch):
-    ranks, whole, half = run(tmp_path, monkeypatch), scales_of_all(RANK_DATA), scales_of_all(RANK_DATA[:4])
-    for scales in ranks:
-        for name, s in whole.items():
-            torch.testing.assert_close(scales[name], s, rtol=1e-6, atol=0, msg=name)
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_two_ranks_on_half_batches_give_the_scales_of_one_on_the_whole(tmp_path):
+    mp.start_processes(scales_of_rank, (tmp_path / "meeting",), nprocs=2, start_method="fork")
+    whole, half = scales_of_all(RANK_DATA), scales_of_all(RANK_DATA[:4])
+    for rank in range(2):
+        for name, s in torch.load(tmp_path / f"meeting.{rank}").items():
+            torch.testing.assert_close(s, whole[name], rtol=1e-6, atol=0, msg=name)
     assert any(not torch.allclose(half[name], s, rtol=1e-2) for name, s in whole.items())

@@ -326,11 +326,6 @@ def test_invalid_arguments_are_refused(arguments, error, says, net):
         fx.prepare_qat_fx(net, *arguments)
 
 
-def test_an_unknown_backend_lists_similar_ones():
-    with pytest.raises(UnknownNameError, match="'tensorrt'"):
-        fx.get_backend_params("tensort")
-
-
 FC = nn.Linear(2, 2)
 
 

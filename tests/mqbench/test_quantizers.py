@@ -183,10 +183,3 @@ def test_options_follow_the_name_of_a_method():
     for method in ("documented(grad_scaling=False)", "lsq(grad_scaling=False)", "ema(grad_scaling=False)"):
         with pytest.raises(UnknownNameError, match="'grad_scaling'"):
             get_qconfig(method)
-
-
-def test_a_missing_channel_axis_and_one_signed_bit_are_refused():
-    with pytest.raises(DataError, match="ch_axis=3 of"):
-        AlgorithmQuantizer("MinMax", algorithm="lsq", role="weight", **{**C4, "ch_axis": 3}).prepare(X)
-    with pytest.raises(UnsupportedError, match="1 bits?.*-1..0"):
-        AlgorithmQuantizer("MinMax", algorithm="lsq", quant_min=-1, quant_max=0)
