@@ -194,8 +194,7 @@ def test_a_percentile_leaves_out_as_many_values_on_each_side(share, low, high):
 
 
 @pytest.mark.parametrize(
-    ("share", "low", "high"),
-    [(1.0, -4, 3), (15 / 16, -4, 3), (7 / 8, -3, 2), (13 / 16, -3, 2), (3 / 4, -2, 1)],
+    ("share", "low", "high"), [(1.0, -4, 3), (15 / 16, -4, 3), (7 / 8, -3, 2), (13 / 16, -3, 2), (3 / 4, -2, 1)]
 )
 def test_a_percentile_of_eight_values_cuts_those_that_fit_wholly_into_the_rest(share, low, high):
     q = choose(torch.arange(-4.0, 4).flip(0), A8, rule="percentile", share=share)

@@ -95,12 +95,7 @@ def test_class_scores_are_compared_by_the_mean_over_samples():
 
 @pytest.mark.parametrize(
     ("sizes", "first", "held"),
-    [
-        ([8], [7], [1]),
-        ([21, 3], [21], [3]),
-        ([22, 2], [21], [1, 2]),
-        ([2] * 16, [2] * 14, [2, 2]),
-    ],
+    [([8], [7], [1]), ([21, 3], [21], [3]), ([22, 2], [21], [1, 2]), ([2] * 16, [2] * 14, [2, 2])],
 )
 def test_the_last_eighth_of_the_images_is_for_the_guard(sizes, first, held):
     x = torch.arange(float(sum(sizes)))

@@ -33,11 +33,7 @@ OPEN, FIXED = (None, 3), (70, 3)
 
 @pytest.mark.parametrize(
     ("sizes", "shapes", "parts"),
-    [
-        ([70], [OPEN], [32, 32, 6]),
-        ([70, 70], [OPEN, OPEN], [32, 32, 6]),
-        ([70, 70], [OPEN, FIXED], [70]),
-    ],
+    [([70], [OPEN], [32, 32, 6]), ([70, 70], [OPEN, OPEN], [32, 32, 6]), ([70, 70], [OPEN, FIXED], [70])],
 )
 def test_a_batch_goes_in_parts_where_all_inputs_agree_on_its_size(sizes, shapes, parts):
     batch = [torch.randn(n, 3) for n in sizes]

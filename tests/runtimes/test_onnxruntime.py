@@ -78,10 +78,7 @@ def test_a_weight_with_one_reader_stays_as_it_is():
 
 @pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int16])
 def test_activations_have_a_sign_where_a_quantizers_zero_point_is_int8(kind):
-    nodes = [
-        make("QuantizeLinear", ["x", "s", "zero"], ["q"]),
-        make("DequantizeLinear", ["q", "s", "zero"], ["y"]),
-    ]
+    nodes = [make("QuantizeLinear", ["x", "s", "zero"], ["q"]), make("DequantizeLinear", ["q", "s", "zero"], ["y"])]
     m = model(nodes, {"s": np.float32(1), "zero": kind(0)}, ["y"])
     assert has_signed_activations(m) is (kind is np.int8)
     assert not has_signed_activations(shared())  # weights have it, no activation does

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import accumulate, repeat
+from operator import mul
 
 import torch
 
@@ -17,19 +18,11 @@ _AT_ONCE = 1 << 15
 
 def in_memory_order(x: torch.Tensor) -> torch.Tensor:
     """Return the elements of x in memory order, [N], without a copy if x is dense in any memory format."""
-    if _dense(x):
+    axes = sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1)
+    filled = accumulate((size for _, size in axes), mul, initial=1)  # by the axes inside of each
+    if all(stride == block for (stride, _), block in zip(axes, filled)):  # one block of memory, in any order of axes
         return torch.as_strided(x, (x.numel(),), (1,), x.storage_offset())
     return x.reshape(-1)
-
-
-def _dense(x: torch.Tensor) -> bool:
-    """Return whether the elements fill one block of memory, in any order of axes."""
-    expected = 1
-    for stride, size in sorted((st, sz) for st, sz in zip(x.stride(), x.shape, strict=True) if sz != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 @dataclass(slots=True)

@@ -3,8 +3,6 @@
 The cache holds tensors in memory up to a limit, and beyond it in memory-mapped files.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

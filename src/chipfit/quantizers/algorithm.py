@@ -1,10 +1,8 @@
 """The base of training algorithms: formulas that quantize a tensor while its parameters train, for all frameworks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -61,7 +59,7 @@ class Algorithm:
         least = torch.clamp(stored.scale / 16, max=EPS)
         return {"scale": stored.scale, "zero_point": stored.zero_point, "least": least}
 
-    def for_tensor(self, stored: Stored, role: str, shape: tuple[int | None, ...]) -> Algorithm:
+    def for_tensor(self, stored: Stored, role: str, shape: tuple[int | None, ...]) -> Self:
         """Return the algorithm for one tensor: itself, with `activations` set, unless it has state for each tensor.
 
         Args:

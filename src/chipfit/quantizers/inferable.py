@@ -6,13 +6,11 @@ in units of t / 2^(B-1), unsigned t / 2^B. These classes are for PyTorch tensors
 for Keras.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -155,7 +153,7 @@ class InferableQuantizer:
         return dict(self._config)
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> InferableQuantizer:
+    def from_config(cls, config: dict[str, Any]) -> Self:
         return cls(**config)
 
 

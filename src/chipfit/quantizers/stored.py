@@ -1,9 +1,7 @@
 """The record of how a quantized tensor is stored: a grid with scale and zero point, checked when it is created."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -70,7 +68,7 @@ class Stored:
             codes = f"{grid.qmin}..{grid.qmax}"
             raise PlanError("A zero point is not a code of its grid", got=z.reshape(-1)[:8].tolist(), allowed=codes)
 
-    def with_(self, **changes: Any) -> Stored:
+    def with_(self, **changes: Any) -> Self:
         return replace(self, **changes)
 
     def quantize(self, x: torch.Tensor) -> torch.Tensor:
@@ -88,7 +86,7 @@ class Stored:
         """Quantize and dequantize floats [*dims]; see `grids.fake_quantize`."""
         return fake_quantize(x, self.scale, self.zero_point, self.grid, self.axis)
 
-    def same_numbers(self, other: Stored) -> bool:
+    def same_numbers(self, other: Self) -> bool:
         """Return whether grid, axis, scale and zero point are equal, whatever the format's name."""
         same = (self.grid, self.axis) == (other.grid, other.axis)
         return same and torch.equal(self.scale, other.scale) and torch.equal(self.zero_point, other.zero_point)

@@ -110,8 +110,7 @@ def rule_of(rule: Rule, **settings: Any) -> Callable[[Sample, Grid], QParams]:
             allowed = "the name of a rule, or a function of a sample and a grid"
             raise ConfigError("A range rule must be a name or a function", got=repr(rule)[:120], allowed=allowed)
         return rule
-    place: Callable[[Sample, Grid], QParams] = create("range", rule, ALIASES, **settings)
-    return place
+    return create("range", rule, ALIASES, **settings)  # type: ignore[no-any-return]
 
 
 def _has_two_parameters(rule: Callable[..., Any]) -> bool:
@@ -124,8 +123,7 @@ def _has_two_parameters(rule: Callable[..., Any]) -> bool:
 
 def statistic_of(rule: Rule) -> str:
     """Return the name of the statistic that a rule declares in its attribute `statistic`; "" if none."""
-    name: str = getattr(rule_of(rule), "statistic", "")
-    return name
+    return str(getattr(rule_of(rule), "statistic", ""))
 
 
 def needs_histogram(rule: Rule) -> bool:
@@ -145,9 +143,13 @@ def _sample(source: TensorStats | torch.Tensor, axis: int | None, z_threshold: f
         weights = torch.where(weights.sum(1, keepdim=True) > 0, weights, 1.0)  # if all are 0, every value counts once
         return replace(sample_of_tensor(source.contiguous(), axis), weights=weights)  # both in one order of memory
     sample = sample_of_stats(source, z_threshold) if isinstance(source, TensorStats) else sample_of_tensor(source, axis)
-    if isinstance(extra, Sample):
-        return extra if z_threshold is None else _inside(extra, sample.low, sample.high)
-    return replace(sample, statistic=extra)
+    if not isinstance(extra, Sample):
+        return replace(sample, statistic=extra)
+    if z_threshold is None or extra.weights is None:
+        return extra
+    low, high = sample.low, sample.high
+    kept = (extra.values >= low.unsqueeze(1)) & (extra.values <= high.unsqueeze(1))
+    return replace(extra, weights=extra.weights * kept, low=extra.low.maximum(low), high=extra.high.minimum(high))
 
 
 def sample_of_tensor(x: torch.Tensor, axis: int | None) -> Sample:
@@ -164,13 +166,6 @@ def sample_of_tensor(x: torch.Tensor, axis: int | None) -> Sample:
         rows = x.permute(axis, *inner).reshape(x.shape[axis], -1)
     low, high = torch.aminmax(rows, dim=1)
     return Sample(rows, None, low.double(), high.double())
-
-
-def _inside(sample: Sample, low: torch.Tensor, high: torch.Tensor) -> Sample:
-    """Return the part of a histogram between two ends [C]."""
-    assert sample.weights is not None
-    kept = (sample.values >= low.unsqueeze(1)) & (sample.values <= high.unsqueeze(1))
-    return replace(sample, weights=sample.weights * kept, low=sample.low.maximum(low), high=sample.high.minimum(high))
 
 
 def sample_of_stats(stats: TensorStats, z_threshold: float | None) -> Sample:

@@ -154,30 +154,17 @@ def best(
     """
     channels = len(sample.low)
     low, high = (x.expand(-1, channels) for x in (low, low if high is None else high))
-    parts, at = list[tuple[torch.Tensor, ...]](), 0
+    parts, at = list[list[torch.Tensor]](), 0
     for part in sample.chunks(_TABLES * len(low)):
-        here = slice(at, at + len(part.low))
-        parts.append(_best(part, grid, error, low[:, here], high[:, here]))
-        at = here.stop
+        lows, highs = (x[:, at : at + len(part.low)] for x in (low, high))
+        at += len(part.low)
+        at_once = max(1, CHUNK // max(1, part.values.numel()))  # candidates that fit into memory
+        tried = from_min_max(lows * part.low, highs * part.high, grid)
+        some = zip(tried.scale.split(at_once), tried.zero_point.split(at_once), strict=True)
+        k = torch.cat([error(part, QParams(s, z), grid) for s, z in some]).argmin(0, keepdim=True)
+        parts.append([x.gather(0, k)[0] for x in (tried.scale, tried.zero_point, lows, highs)])
     scale, zero, low, high = map(torch.cat, zip(*parts, strict=True))
     return QParams(scale, zero), low, high
-
-
-def _best(
-    sample: Sample, grid: Grid, error: Error, low: torch.Tensor, high: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return scale, zero point and factors of a group of channels whose candidates fit into memory."""
-    at_once = max(1, CHUNK // max(1, sample.values.numel()))
-    tried = _grids(low * sample.low, high * sample.high, grid)
-    parts = zip(torch.split(tried.scale, at_once), torch.split(tried.zero_point, at_once))
-    k = torch.cat([error(sample, QParams(s, z), grid) for s, z in parts]).argmin(0, keepdim=True)
-    scale, zero, low, high = (x.gather(0, k)[0] for x in (tried.scale, tried.zero_point, low, high))
-    return scale, zero, low, high
-
-
-def _grids(low: torch.Tensor, high: torch.Tensor, grid: Grid) -> QParams:
-    q = from_min_max(low.reshape(-1), high.reshape(-1), grid)
-    return QParams(q.scale.view(low.shape), q.zero_point.view(low.shape))
 
 
 def _pairs(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -200,7 +187,7 @@ def _by_shared_bins(sample: Sample, grid: Grid, p: float) -> QParams:
         counts[:, at] -= zeros
     factors, table = _error_table(grid, z, p)
     k = (counts @ table).argmin(1)  # [C]
-    chosen = _grids(sample.low * factors[k], sample.high * factors[k], grid).scale
+    chosen = from_min_max(sample.low * factors[k], sample.high * factors[k], grid).scale
     # values may lie on a lattice (as ternary weights do), which a histogram does not show: the true error decides
     worse = _true_error(sample, chosen, z, grid, p) > _true_error(sample, full.scale, z, grid, p)
     return QParams(torch.where(worse, full.scale, chosen), full.zero_point)
@@ -243,11 +230,7 @@ def binned(sample: Sample) -> Sample:
 
 
 def count(
-    rows: torch.Tensor,
-    start: torch.Tensor,
-    span: torch.Tensor,
-    bins: int = BINS,
-    weights: torch.Tensor | None = None,
+    rows: torch.Tensor, start: torch.Tensor, span: torch.Tensor, bins: int = BINS, weights: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Count values [C, N] in bins over [start, start + span]: float32 [C, bins], and exact zeros per row [C].
 

@@ -3,8 +3,6 @@
 The formulas are those of AdaRound, Nagel et al. 2020, arXiv:2004.10568, equations 22 to 25.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

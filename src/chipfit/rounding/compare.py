@@ -1,7 +1,5 @@
 """Loss of a quantized network against the float one on given samples, to compare plans by."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

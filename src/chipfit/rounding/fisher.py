@@ -6,8 +6,6 @@ the network's own outputs: from the softmax of class scores, and from normal dis
 the spread that weighs errors as `compare.Reference` does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -4,8 +4,6 @@ With the moments H [g, K, K] of the inputs, the error of rounded weights q in th
 every row of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -64,11 +62,7 @@ def corrected_weights(w: Tensor, h: Tensor, c: Tensor, ridge: float) -> Tensor:
 
 
 def round_rows(
-    w: Tensor,
-    h: Tensor,
-    rows: WeightRows,
-    feedback: bool = True,
-    candidates: Sequence[float] = CANDIDATES,
+    w: Tensor, h: Tensor, rows: WeightRows, feedback: bool = True, candidates: Sequence[float] = CANDIDATES
 ) -> tuple[Tensor, Tensor, bool]:
     """Return weights on their grid with the least error in the outputs.
 

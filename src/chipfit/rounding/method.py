@@ -1,7 +1,5 @@
 """The protocol of rounding methods: what they are given, what they return, and how texts name them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

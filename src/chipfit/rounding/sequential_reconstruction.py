@@ -5,11 +5,9 @@ quantized inputs reproduce its float outputs: each operator repairs the errors o
 activations are the plan's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -114,7 +112,7 @@ class SequentialReconstruction(SampleStreams):
         self.raw |= self.open
 
     @torch.inference_mode()
-    def run(self, batches: Iterable[Batch]) -> SequentialReconstruction:
+    def run(self, batches: Iterable[Batch]) -> Self:
         """Round the weights of all operators; after Ctrl-C, of those done until then.
 
         Args:

@@ -1,7 +1,5 @@
 """Compact storage of the values of calibration samples on their way through the network; on disk beyond a limit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any

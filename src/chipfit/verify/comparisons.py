@@ -1,7 +1,5 @@
 """Comparisons of single tensors: device against simulation, output against simulation, file against plan."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Run the float network, the simulation and the device on the same inputs, and compare their tensors."""
 
-from __future__ import annotations
-
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

@@ -1,11 +1,9 @@
 """The result of `verify`: all comparisons of a file, the verdict on it, and its text."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -127,7 +125,7 @@ class Verification(SummaryRepr):
         compared: list[TensorComparison | OutputComparison] = [*self.rows, *self.outputs]
         return {op for c in compared for op in c.float_ops}
 
-    def require(self, float_ops: Collection[str] = ()) -> Verification:
+    def require(self, float_ops: Collection[str] = ()) -> Self:
         """Raise unless nothing departs and no operator but those named here runs in float.
 
         Args:

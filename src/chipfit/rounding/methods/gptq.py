@@ -4,8 +4,6 @@ The steps are those of `rounding.sequential_reconstruction`; before them, activa
 ranges by the effect of their errors on the network's outputs.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence

@@ -7,8 +7,6 @@ through the network block by block, as in `rounding.sequential_reconstruction`, 
 outputs that the quantized blocks before it produce. Scales stay, and with them the plan.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
