@@ -57,23 +57,6 @@ def result():
 
 
 @pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ([X[0]], f"Got: [3, 8, 8]. Allowed: ['batch', 3, 8, 8]. {SAMPLE}"),
-        ([X.permute(0, 2, 3, 1)], f"Got: [4, 8, 8, 3]. Allowed: ['batch', 3, 8, 8]. {LAST}"),
-        ([(X, Y, Y)], f"A batch holds 3 items, and the model takes 1. {LABELS}"),
-        ([(X * 99).to(torch.uint8)], "Try: convert and scale it as in training, for example x.float() / 255."),
-        ([{"image": X, "label": Y}], "Try: yield tensors or tuples in the order of the inputs."),
-    ],
-    ids=["samples", "channels last", "third item", "uint8", "dict"],
-)
-def test_slips_with_other_data_than_the_first(result, data, message):
-    with pytest.raises(DataError) as e:
-        result.verify(data)
-    assert str(e.value).endswith(message)
-
-
-@pytest.mark.parametrize(
     "data",
     [
         X,

@@ -86,30 +86,11 @@ def test_large_weights_are_weighed_in_bins(grid):
         assert grid.pot or found < 0.9 * error(x[k], h[k], float(plain.scale[k]), int(plain.zero_point[k]), grid)
 
 
-def test_codes_that_are_no_nearest_ones_are_weighed_as_well():
-    x, h = drawn(3, 2 * max(ALL // 3, FEW))
-    floor = Grid(bits=4, qmin=-8, qmax=7, rounding="floor")
-    weighed, plain = both(x, h, floor, axis=0)
-
-    def lost(q):
-        codes = np.clip(np.floor(x / q.scale.numpy()[:, None]), -8, 7)
-        return (h * (x - codes * q.scale.numpy()[:, None]) ** 2).sum(1)
-
-    assert (lost(weighed) < 0.95 * lost(plain)).all()
-
-
 def test_a_channel_in_which_nothing_matters_is_placed_by_its_errors_alone():
     x, h = drawn(2, 50)
     h[1] = 0
     weighed, plain = both(x, h, N4, axis=0)
     assert float(weighed.scale[1]) == float(plain.scale[1]) and float(weighed.scale[0]) != float(plain.scale[0])
-
-
-def test_equal_importance_is_none():
-    for columns in (50, ALL):
-        x, h = drawn(2, columns)
-        weighed, plain = both(x, np.full_like(h, 7.0), N4, axis=0)
-        torch.testing.assert_close(weighed.scale, plain.scale)
 
 
 def test_importance_belongs_to_its_weights_in_blocks_and_in_any_layout():
