@@ -79,8 +79,8 @@ def test_the_damping_grows_until_moments_are_definite():
     assert torch.equal(error_feedback(torch.diag(torch.tensor([1.0, 1.0, -0.5]))[None]), torch.eye(3)[None])
     assert error_feedback(torch.diag(torch.tensor([9.0, 9.0, -14.0]))[None]) is None  # ten means are 13.3
     assert torch.equal(error_feedback(torch.zeros(1, 3, 3)), torch.eye(3)[None])
-    found = error_feedback(torch.tensor([[[1.0, 2.0], [2.0, 1.0]]]))  # 10 times the mean, so that the diagonal is 11
-    torch.testing.assert_close(found, torch.tensor([[[1.0, 2 / 11], [0.0, 1.0]]]))
+    found = error_feedback(torch.tensor([[[1.0, 3.0], [3.0, 1.0]]]))  # 10 times the mean, so that the diagonal is 11
+    torch.testing.assert_close(found, torch.tensor([[[1.0, 3 / 11], [0.0, 1.0]]]))
 
 
 @pytest.mark.parametrize("free", [False, True])
