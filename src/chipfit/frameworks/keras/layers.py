@@ -98,6 +98,16 @@ class KerasQuantizer(keras.layers.Layer):
             p["scale"] = ops.convert_to_tensor(scale)
         return self.algorithm.call(KerasOps, x, p, self.grid)
 
+    def trainable_parameters(self) -> dict[str, Any]:
+        """Return the variables that train now, by name."""
+        return {name: ops.convert_to_tensor(v) for name in self.trains if (v := getattr(self, name)).trainable}
+
+    def rescale(self, factor: Any) -> None:
+        """Multiply the scale by a factor, one or one for each channel."""
+        factor = ops.reshape(factor, self.shape)
+        for name, value in self.algorithm.rescaled(KerasOps, self.trainable_parameters(), factor).items():
+            getattr(self, name).assign(value)
+
     def reals(self, w: Any) -> Any:
         """Return the weight that the algorithm rounds in place of w; the plan's grid is for this weight."""
         return self.algorithm.reals(KerasOps, w, self.broadcast_inputs(w), self.grid)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import keras
@@ -26,16 +25,16 @@ from chipfit.frameworks.keras.layers import (
 from chipfit.frameworks.keras.loading import PREFIX, new_operation
 from chipfit.frameworks.keras.lowerings import LOWERINGS, CanonicalOperation, layer_of, padding_word
 from chipfit.frameworks.keras.models import DeviceModel as DeviceModel
-from chipfit.frameworks.keras.models import QuantizedModel, ScaleBounds, ScaleSlot, WeightSlot
-from chipfit.frameworks.training import trained_tensor_plan
+from chipfit.frameworks.keras.models import KerasScaleBounds, QuantizedModel, ScaleSlot, WeightSlot
+from chipfit.frameworks.training import trained_plan
 from chipfit.graph.edit import unique_name
 from chipfit.graph.folds import refresh_checksums
 from chipfit.graph.ir import OPAQUE, Graph, Node
 from chipfit.operators.table import OPS
 from chipfit.passes.layout import apply_layout
 from chipfit.plan.record import Plan
-from chipfit.plan.sharing import share_quantizers, with_trained_numbers
-from chipfit.plan.training import Training, before_training, check_folds, deployed_weight
+from chipfit.plan.sharing import share_quantizers
+from chipfit.plan.training import Training, before_training, check_folds
 from chipfit.quantizers.algorithms.ste import STE
 from chipfit.quantizers.scale_bounds import scale_growth
 from chipfit.quantizers.stored import Stored
@@ -104,9 +103,9 @@ class Builder:
         self.bounds_of(model).attach(model)
         return model
 
-    def bounds_of(self, model: Any) -> ScaleBounds:
+    def bounds_of(self, model: Any) -> KerasScaleBounds:
         """Return the bounds of this model, or of a model with equal layers."""
-        return ScaleBounds(model, self.scales, self.sharing.limits)
+        return KerasScaleBounds(model, self.scales, self.sharing.limits)
 
     # ---- values
 
@@ -396,38 +395,28 @@ def read_back(model: Any, graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
     for s in builder.scales:
         s.quantizer_in(model).check_grid(s.quantizer_in(made).grid)
     builder.bounds_of(model).enforce()  # after a step that no forward pass has followed
-    new, trained = graph.copy(), _trained_numbers(model, builder)
+    new, trained = graph.copy(), _trained_numbers(model, builder, graph, plan)
     new.weights.update(_weights(model, graph, builder))
+    rounded = _weights(model, graph, builder, rounded=True)
+    plan = trained_plan(new, plan, trained, lambda name: rounded.get(name, new.weights[name]))
     if bn_fold:
         refresh_checksums(new)
-    products, tensors = builder.sharing.products, dict(plan.tensors)
-    owners = share_quantizers(graph, plan).owner
-    trained |= {name: trained[o] for name, o in owners.items() if name not in trained and o in trained}
-    for name, t in plan.tensors.items():
-        if name in products:
-            factors = [trained[i][0].reshape(builder.plan[i].scale.shape) for i in products[name]]
-            tensors[name] = with_trained_numbers(t, torch.stack(torch.broadcast_tensors(*factors)).prod(0))
-        elif t.stored is not None and name in builder.sharing.owner:
-            scale, zero_point, quantizer = trained[name]
-            scale, zero_point = (p.reshape(t.stored.scale.shape) for p in (scale, zero_point))
-            tensors[name] = trained_tensor_plan(t, scale, zero_point, quantizer)
-            if t.role == "weight":
-                new.weights[name] = deployed_weight(graph.weights[name], new.weights[name], t, plan)
     for name, most in plan.sums:
-        stored = tensors[name].stored
+        stored = plan.stored(name)
         if stored is not None and scale_growth(stored, new.weights[name], most) is not None:
             raise TrainingError(
                 f"The quantized values of '{name}' add up to more than {most:g}", where=plan.tensors[name].layer
             )
-    return new, replace(plan, tensors=tensors)
+    return new, plan
 
 
-def _weights(model: Any, graph: Graph, builder: Builder) -> dict[str, torch.Tensor]:
+def _weights(model: Any, graph: Graph, builder: Builder, rounded: bool = False) -> dict[str, torch.Tensor]:
     """Return the current weights of `graph`, in its layout; constants that the builder rearranged are put back.
 
-    Where an algorithm rounds another tensor in place of a weight, the weight becomes that tensor.
+    Args:
+        rounded: return the tensors that algorithms round in place of the weights.
     """
-    quantizers = {(s.layer, s.variable): s.quantizer_in(model) for s in builder.scales}
+    quantizers = {(s.layer, s.variable): s.quantizer_in(model) for s in builder.scales} if rounded else {}
     weights = {}
     for name, (slot, *_) in builder.weight_slots.items():
         now, layer = slot.variable_in(model), model.get_layer(slot.layer)
@@ -444,9 +433,9 @@ def _weights(model: Any, graph: Graph, builder: Builder) -> dict[str, torch.Tens
     return weights
 
 
-def _trained_numbers(model: Any, builder: Builder) -> dict[str, tuple[torch.Tensor, torch.Tensor, KerasQuantizer]]:
-    """Return scale, zero point and quantizer of every quantized tensor with a scale of its own or of a tied tensor."""
-    numbers: dict[str, tuple[torch.Tensor, torch.Tensor, KerasQuantizer]] = {}
+def _trained_numbers(model: Any, builder: Builder, graph: Graph, plan: Plan) -> dict[str, Any]:
+    """Return scale, zero point and quantizer of every quantized tensor, with scales in the shapes of the plan."""
+    numbers: dict[str, Any] = {}
     for s in builder.scales:
         slot = next(
             (h for h in builder.weight_slots.get(s.tensor, ()) if h.layer == s.layer), WeightSlot(s.layer, s.variable)
@@ -455,7 +444,17 @@ def _trained_numbers(model: Any, builder: Builder) -> dict[str, tuple[torch.Tens
         scale, zero_point = (_to_tensor(p, slot) for p in quantizer.numbers())
         numbers[s.tensor] = scale, zero_point, quantizer
         numbers.setdefault(builder.converted.copies.get(s.tensor, (s.tensor, None))[0], numbers[s.tensor])
-    return numbers | {name: numbers[owner] for name, owner in builder.sharing.owner.items() if owner in numbers}
+    for owners in (builder.sharing.owner, share_quantizers(graph, plan).owner):
+        numbers |= {name: numbers[o] for name, o in owners.items() if name not in numbers and o in numbers}
+    shaped = {
+        name: (*(p.reshape(stored.scale.shape) for p in numbers[name][:2]), numbers[name][2])
+        for name in set(builder.sharing.owner) - set(builder.sharing.products)
+        if (stored := plan.stored(name)) is not None
+    }
+    for bias, factors in builder.sharing.products.items():
+        scales = torch.broadcast_tensors(*(numbers[i][0].reshape(builder.plan[i].scale.shape) for i in factors))
+        shaped[bias] = torch.stack(scales).prod(0), None, None
+    return shaped
 
 
 def _to_tensor(variable: Any, slot: WeightSlot) -> torch.Tensor:

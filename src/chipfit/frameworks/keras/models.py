@@ -17,7 +17,7 @@ from chipfit.engine.trees import ResultStructure, flatten_call
 from chipfit.errors import PlanError, TrainingError
 from chipfit.frameworks.keras.backend import KerasOps, forward, to_backend, to_torch
 from chipfit.frameworks.keras.layers import NORM_VARIABLES, KerasQuantizationWrapper, KerasQuantizer
-from chipfit.frameworks.training import training_error
+from chipfit.frameworks.training import ScaleBounds, check_numbers
 from chipfit.graph.ir import Graph
 from chipfit.plan.json_codec import Marked, record_to_json
 from chipfit.quantizers.scale_bounds import SLACK, ScaleBound, clip_to_bounds
@@ -63,7 +63,7 @@ class ScaleSlot:
         return layer.weights_quantizers[self.variable] if self.variable else layer.activation_holder_quantizer
 
 
-class ScaleBounds:
+class KerasScaleBounds(ScaleBounds):
     """The bounds of one model. As the constraint of one of its variables, they are enforced in each optimizer step.
 
     Args:
@@ -74,24 +74,22 @@ class ScaleBounds:
 
     def __init__(self, model: Any, scales: Sequence[ScaleSlot], limits: Sequence[ScaleBound]) -> None:
         self.scales = tuple(scales)
-        self.quantizers = {s.tensor: s.quantizer_in(model) for s in scales}
-        self.bounds = [x for x in limits if all(t in self.quantizers for t, _ in x.terms)]
-        self._bounded = {t: self.quantizers[t] for x in self.bounds for t, _ in x.terms}
-        weights = {s.tensor for s in scales if s.variable}
-        self._trainable = [t for t, q in self._bounded.items() if any(getattr(q, n).trainable for n in q.trains)]
-        self._trainable.sort(key=lambda t: (not math.prod(self.quantizers[t].shape) > 1, t not in weights))
+        layers = {s.tensor: s.user_layer for s in scales}
+        quantizers = {s.tensor: s.quantizer_in(model) for s in scales}
+        super().__init__(quantizers, limits, layers, {s.tensor for s in scales if s.variable})
+        self._bounded = {t: quantizers[t] for x in self.bounds for t, _ in x.terms}
+        self._trainable = [t for t in self.moves() if t in self._bounded]
         self._constants: dict[str, dict[str, np.ndarray]] = {}
         self._last = None
         for t in self._trainable[-1:]:
-            q = self.quantizers[t]
-            self._last = next(v for n in q.trains if (v := getattr(q, n)).trainable)
+            self._last = getattr(quantizers[t], next(iter(quantizers[t].trainable_parameters())))
 
     def to_config(self) -> dict[str, Any]:
         """Return the JSON from which `from_config` creates equal bounds."""
         return {"scales": [[*astuple(s)] for s in self.scales], "limits": [record_to_json(x) for x in self.bounds]}
 
     @classmethod
-    def from_config(cls, model: Any, config: Any) -> ScaleBounds:
+    def from_config(cls, model: Any, config: Any) -> KerasScaleBounds:
         """Create the bounds of a model with the layers of the original one.
 
         Raises:
@@ -120,15 +118,9 @@ class ScaleBounds:
     def project(self) -> None:
         """Project scales into the platform's bounds."""
         log = {t: self._log(t) for t in self._bounded}
-        new = clip_to_bounds(
-            KerasOps, self.bounds, log, self._trainable, {t for t in log if self.quantizers[t].grid.pot}
-        )
+        new = clip_to_bounds(KerasOps, self.bounds, log, self._trainable, self.pot)
         for t in self._trainable:
-            q = self.quantizers[t]
-            factor = ops.where(new[t] == log[t], 1.0, ops.power(2.0, new[t] - log[t]))
-            p = {n: ops.convert_to_tensor(v) for n in q.trains if (v := getattr(q, n)).trainable}
-            for name, value in q.algorithm.rescaled(KerasOps, p, ops.reshape(factor, q.shape)).items():
-                getattr(q, name).assign(value)
+            self.quantizers[t].rescale(ops.where(new[t] == log[t], 1.0, ops.power(2.0, new[t] - log[t])))
 
     def _log(self, t: str) -> Any:
         """Return log2 of the current scale, [] or [C]."""
@@ -150,8 +142,7 @@ class ScaleBounds:
         for x in self.bounds:
             total: Any = sum(e * log[t] for t, e in x.terms)
             if np.any(total < x.low - 2 * SLACK) or np.any(total > x.high + 2 * SLACK):
-                layer = next(s.user_layer for s in self.scales if s.tensor == x.terms[0][0])
-                raise TrainingError(f"The scales that train cannot satisfy the platform's rule {x}", where=layer)
+                raise self.unsatisfied(x, None)
 
     def check(self, weights: Any, step: int | None = None) -> None:
         """Check that scales are positive and finite, and weights finite.
@@ -164,12 +155,8 @@ class ScaleBounds:
         now = ops.convert_to_numpy(ops.concatenate([*scales, *largest])) if scales or largest else np.ones(1)
         if bool(np.all(np.isfinite(now))) and bool(np.all(now[: len(now) - len(largest)] > 0)):
             return
-        for at, s in zip(self.scales, map(ops.convert_to_numpy, scales), strict=True):
-            wrong = s[~((s > 0) & np.isfinite(s))]
-            if wrong.size:
-                raise training_error(f"the scale of '{at.tensor}' is {wrong[0]:g}", at.user_layer, step)
-        name = next(v.path for v, m in zip(weights, now[-len(largest) :], strict=True) if not np.isfinite(m))
-        raise training_error(f"'{name}' holds NaN or infinite numbers", name.rpartition("/")[0], step)
+        named = {v.path: to_torch(ops.convert_to_tensor(v)) for v in weights}
+        check_numbers(step, named, dict(zip(self.layers, map(to_torch, scales), strict=True)), self.layers.__getitem__)
 
 
 @keras.saving.register_keras_serializable(package="chipfit")
@@ -182,7 +169,7 @@ class QuantizedModel(keras.Model):
     """
 
     #: conditions on each step; None in a clone of `keras.models.clone_model`, which cannot train
-    bounds: ScaleBounds | None = None
+    bounds: KerasScaleBounds | None = None
     train_function: Any  #: set by Keras
     _stepping = False  #: a step of Keras's own loop runs, which is checked after it
     _steps = 0  #: steps of other loops
@@ -246,7 +233,7 @@ class QuantizedModel(keras.Model):
             self._require_bounds().check(trains, self._steps)
         return super().call(inputs, training=training, mask=mask)
 
-    def _require_bounds(self) -> ScaleBounds:
+    def _require_bounds(self) -> KerasScaleBounds:
         if self.bounds is None:
             hint = "copy.deepcopy(model), or save and load it; clone_model leaves out what layers do not hold"
             raise PlanError("This model does not know the rules that hold while it trains", where=self.name, hint=hint)
@@ -259,7 +246,7 @@ class QuantizedModel(keras.Model):
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> QuantizedModel:
         model: QuantizedModel = super().from_config({k: v for k, v in config.items() if k != "bounds"}, custom_objects)
         if "bounds" in config:
-            ScaleBounds.from_config(model, config["bounds"]).attach(model)
+            KerasScaleBounds.from_config(model, config["bounds"]).attach(model)
         return model
 
     def load_weights(self, *args: Any, **kwargs: Any) -> None:

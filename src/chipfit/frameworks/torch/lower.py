@@ -19,21 +19,22 @@ from chipfit.engine.run import done_after
 from chipfit.engine.trees import ResultStructure, flatten_call
 from chipfit.errors import PlanError, UnknownNameError, UnsupportedError
 from chipfit.frameworks.torch.bn_fold import SyncedOps, channels, is_recomputation, update_statistics
-from chipfit.frameworks.torch.bounds import Checkpointed, ScaleBounds
 from chipfit.frameworks.torch.modules import (
     ActivationQuantizer,
     BiasQuantizer,
+    Checkpointed,
     FakeQuantizer,
     LayerWeights,
+    TorchScaleBounds,
     register_weight,
 )
-from chipfit.frameworks.training import trained_tensor_plan
+from chipfit.frameworks.training import trained_plan
 from chipfit.graph.folds import refresh_checksums
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import TRANSPOSED
 from chipfit.plan.record import Plan
-from chipfit.plan.sharing import QuantizerSharing, share_quantizers, with_trained_numbers
-from chipfit.plan.training import Training, before_training, check_folds, deployed_weight
+from chipfit.plan.sharing import QuantizerSharing, share_quantizers
+from chipfit.plan.training import Training, before_training, check_folds
 from chipfit.quantizers.algorithms.ste import STE
 from chipfit.quantizers.bn_fold import Channels, Norm, folded, forward
 from chipfit.quantizers.ops import TorchOps
@@ -106,7 +107,7 @@ class QuantizedModule(Checkpointed):
         self._nodes, self._done = tuple(graph.nodes), done_after(graph)
         self._in_spec, self._results = json.loads(graph.in_spec), ResultStructure(graph)
         with_scale = {o: q for o in sharing.owner.values() if isinstance(q := self.quantizer_of(o), FakeQuantizer)}
-        self._bounds = ScaleBounds(sharing, plan, with_scale)
+        self._bounds = TorchScaleBounds(sharing, plan, with_scale)
         self._trainable = tuple(name for name in graph.weights if self.weight(name).requires_grad)
         self.eval()
 
@@ -433,16 +434,11 @@ def read_back(model: torch.nn.Module, graph: Graph, plan: Plan) -> tuple[Graph, 
         for node in (n for n in graph.nodes if model.bn_fold and n.operand("w") in graph.folds):
             folded = zip((node.weight, node.bias or ""), model.folded(node.weight), strict=True)
             new.weights |= {name: t.to(graph.weights[name]) for name, t in folded}
-    tensors = dict(plan.tensors)
-    with torch.no_grad():
-        for name, t in plan.tensors.items():
-            quantizer = model.quantizer_of(name) if t.quantized else None
-            if isinstance(quantizer, FakeQuantizer):
-                tensors[name] = trained_tensor_plan(t, *quantizer.numbers(), quantizer)
-                if name in new.weights and t.role == "weight":
-                    new.weights[name] = deployed_weight(new.weights[name], quantizer.reals(new.weights[name]), t, plan)
-            elif quantizer is not None:
-                tensors[name] = with_trained_numbers(t, model.scale(name))
+        trained: dict[str, Any] = {}
+        for name in (name for name, t in plan.tensors.items() if t.quantized):
+            q = model.quantizer_of(name)
+            trained[name] = (*q.numbers(), q) if isinstance(q, FakeQuantizer) else (q.numbers()[0], None, None)
+        plan = trained_plan(new, plan, trained, lambda name: trained[name][2].reals(new.weights[name]))
     if model.bn_fold:
         refresh_checksums(new)
-    return new, replace(plan, tensors=tensors)
+    return new, plan
