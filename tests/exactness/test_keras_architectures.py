@@ -10,6 +10,7 @@ os.environ.setdefault("KERAS_BACKEND", "torch")
 keras = pytest.importorskip("keras")
 
 import chipfit  # noqa: E402 -- after the import that may skip
+from tests.build import quantized  # noqa: E402
 from tests.exactness.litert_proof import prove  # noqa: E402
 from tests.keras_zoo import ZOO, batch_for, make  # noqa: E402
 
@@ -45,8 +46,7 @@ ISLANDS = {"arithmetic": set(), "attention": set(), "heads": set(), "many_in_and
 )
 def test_every_integer_equals_onnx_runtimes(name, results):
     model, batch = make(name)
-    settings = chipfit.Settings(results=results)
-    result = chipfit.quantize(model, [batch], platform="ort_cpu", settings=settings, progress=False)
+    result = quantized(model, [batch], settings=chipfit.Settings(results=results))
     floats = FLOAT_ON_ORT.get(name, set()) | (set() if results else ISLANDS.get(name, set()))
     found = result.verify([batch_for(model, seed=1)]).require(floats)
     assert found.float_ops == floats
@@ -58,7 +58,7 @@ def test_every_integer_equals_onnx_runtimes(name, results):
 def test_every_integer_equals_litert(name, tmp_path):
     pytest.importorskip("ai_edge_litert")
     model, batch = make(name)
-    result = chipfit.quantize(model, [batch], platform="tflite_int8", progress=False)
+    result = quantized(model, [batch], "tflite_int8")
     new = [batch_for(model, seed=1)]
     allowed = FLOAT_ON_LITERT.get(name, set())
     for found in prove(result.graph, result.plan, result.platform, new, tmp_path, float_ops=allowed):

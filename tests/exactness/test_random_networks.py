@@ -1,4 +1,4 @@
-"""A share of the random networks of `make random` on ONNX Runtime, and a harness that has been seen to fail."""
+"""A share of the random networks of `make random`, and a harness that has been seen to fail."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ from benchmarks.random_networks import Network, Outcome, Tally, apart, check, pl
 from chipfit.registry import lookup
 from chipfit.simulate.integer import Simulation
 
+#: 40 and 20 networks in parts, so that workers share them
+PARTS = [("onnxruntime", range(10 * k, 10 * k + 10)) for k in range(4)]
+PARTS += [("litert", range(100 + 5 * k, 105 + 5 * k)) for k in range(4)]
 
-@pytest.mark.parametrize("part", range(4))  # 40 networks in parts, so that workers share them
-def test_no_integer_of_a_random_network_differs_from_onnx_runtime(part):
-    tally = Tally([check(10 * part + k, "onnxruntime") for k in range(10)])
+
+@pytest.mark.parametrize("runtime, seeds", PARTS)
+def test_no_integer_of_a_random_network_differs_from_the_runtimes(runtime, seeds):
+    tally = Tally([check(seed, runtime) for seed in seeds])
     assert not [line for o in tally.outcomes for line in o.faults], tally.report()
     assert len(tally.refused) <= 1, tally.report()
 
@@ -62,6 +66,15 @@ def test_a_kernel_of_the_simulator_that_is_wrong_is_noticed(monkeypatch, op):
     outcomes = [check(seed, "onnxruntime") for seed in range(5)]
     lines = [line for o in outcomes for line in o.faults]
     assert any(f"{op} " in line and "2 of" in line for line in lines)  # in each of two batches, lines
+
+
+@pytest.mark.parametrize("family", ["litert_reference", "litert_optimized", "litert_xnnpack"])
+def test_a_kernel_of_a_family_that_is_wrong_is_noticed(monkeypatch, family):
+    kernels = lookup("kernels", family).kernels
+    monkeypatch.setitem(kernels, "Conv2D", off_by_one(kernels["Conv2D"]))
+    runtime = family.replace("litert_xnnpack", "litert")
+    lines = (line for seed in range(100, 115) for line in check(seed, "litert").faults)
+    assert any(line.startswith(f"{runtime}: Conv2D") for line in lines)
 
 
 def test_refusals_and_a_small_share_are_faults_of_the_whole():

@@ -1,21 +1,19 @@
-"""Encodings: numbers worked out on paper in the words of each compiler, and QDQ files read with numpy."""
+"""Encodings: numbers worked out on paper in the words of each compiler."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
 
-import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import numpy_helper
 from torch import nn
 
 from chipfit.errors import UnknownNameError, UnsupportedError
 from chipfit.export.encodings import document
 from chipfit.quantizers.grids import Grid
-from tests.build import model_of, plan_of, quantized, sequential, stored
+from tests.build import plan_of, quantized, sequential, stored
 
 # ---------------------------------------------------------------- files of platforms
 
@@ -158,67 +156,3 @@ def test_scales_that_are_no_powers_of_two_have_no_fix_position():
     with pytest.raises(UnsupportedError, match="power-of-two scales. Where: w") as refused:
         document(plan_of(w=on(S8, scales, axis=0)), "vitis")
     assert refused.value.got == pytest.approx(scales[:4])
-
-
-# ---------------------------------------------------------------- QDQ files
-
-
-def written(folder, platform):
-    """Each kind of weight, with as many channels in as out and very unlike channels."""
-    torch.manual_seed(0)
-    net = model_of(
-        lambda m, x: m.head(m.depth(m.up(m.conv(x).relu())).relu().mean((2, 3))),
-        conv=nn.Conv2d(4, 4, 3, padding=1),
-        up=nn.ConvTranspose2d(4, 4, 2, 2),
-        depth=nn.Conv2d(4, 4, 3, groups=4),
-        head=nn.Linear(4, 4),
-    )
-    with torch.no_grad():
-        for name, axis in (("conv", 0), ("up", 1), ("depth", 0), ("head", 0)):
-            w = getattr(net, name).weight
-            shape = [-1 if k == axis else 1 for k in range(w.dim())]
-            w.mul_(torch.tensor([1.0, 0.1, 4.0, 0.02]).view(shape))
-    result = quantized(net, torch.randn(4, 4, 6, 6), platform, weight_rule="no_clipping")
-    model = onnx.load(result.export(folder / f"{platform}.onnx"))
-    return net, model, {i.name: numpy_helper.to_array(i) for i in model.graph.initializer}
-
-
-@pytest.fixture(scope="module")
-def file(tmp_path_factory):
-    return written(tmp_path_factory.mktemp("onnx"), "ort_cpu")
-
-
-@pytest.fixture(scope="module")
-def file_with_transposed(tmp_path_factory):
-    """ONNX Runtime's transposed convolutions run in float; TensorRT's do not."""
-    return written(tmp_path_factory.mktemp("onnx"), "tensorrt")
-
-
-@pytest.mark.parametrize("name, axis", [("conv", 0), ("up", 1), ("depth", 0), ("head", 0)])
-def test_a_weights_scales_run_along_its_output_channels(file, file_with_transposed, name, axis):
-    """The largest |w| of each output channel takes one of the last codes, and codes are rint(w / s) along the axis."""
-    net, model, held = file_with_transposed if name == "up" else file
-    (node,) = [n for n in model.graph.node if n.op_type == "DequantizeLinear" and n.input[0] == f"{name}.weight_q"]
-    q, s, z = (held[i] for i in node.input)
-    w = getattr(net, name).weight.detach().numpy()
-    others = tuple(k for k in range(w.ndim) if k != axis)
-    (found,) = [a.i for a in node.attribute if a.name == "axis"] or [1]  # ONNX's default
-    assert found % w.ndim == axis and q.dtype == np.int8 and not z.any()
-    codes = np.abs(w).max(others) / s
-    assert s.shape == (4,) and (codes > 126).all() and (codes < 128.01).all()
-    np.testing.assert_array_equal(q, np.rint(w / s.reshape([-1 if k == axis else 1 for k in range(w.ndim)])))
-
-
-@pytest.mark.parametrize("name", ["conv", "depth", "head"])
-def test_a_bias_is_stored_at_the_scale_of_the_products(file, name):
-    """b_q = rint(b / (s_in s_w)) in int32; s_in is what the file quantizes the layer's input with."""
-    net, model, held = file
-    by_output = {o: n for n in model.graph.node for o in n.output}
-    kernels = [n for n in model.graph.node if n.op_type in ("Conv", "Gemm")]
-    (kernel,) = [n for n in kernels if by_output[n.input[1]].input[0] == f"{name}.weight_q"]
-    x, w, b = (by_output[i] for i in kernel.input)
-    s = held[x.input[1]] * held[w.input[1]]
-    np.testing.assert_array_equal(held[b.input[1]], s)
-    want = np.rint(getattr(net, name).bias.detach().numpy() / s)
-    assert held[b.input[0]].dtype == np.int32
-    np.testing.assert_array_equal(held[b.input[0]], want)
