@@ -193,7 +193,7 @@ def test_a_new_observer_is_registered():
         ({"quant_min": -8.5}, "an integer", "MinMax"),
         ({"bitwidth": "4"}, "an integer", "MinMax"),
         ({"qscheme": "per_tensor_symmetric"}, "qscheme", "MinMax"),
-        ({"ema_ratio": 1.5}, "at most 1|less than or equal to 1", "MinMax"),
+        ({"ema_ratio": 1.5}, "at most 1", "MinMax"),
         ({"threshold": 2.0}, "'threshold'", "Quantile"),
         ({"bins": 0}, "'bins'", "EMAQuantile"),
         ({"k": -1.0}, "'k'", "ClipStd"),

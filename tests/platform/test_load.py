@@ -347,7 +347,7 @@ def test_a_platform_file_makes_no_objects(tmp_path, trap, tag):
         ("inc_tensorflow", lambda d: d["math"].update(acc=[{"bits": 32}, {"bits": -32}]), "at least 1"),
         ("axis_artpec9", lambda d: d["ops"][0].update(where={"channels": {"min": math.nan}}), "where.channels is nan"),
         ("qnn_htp", lambda d: d["ops"][0]["rules"][0].update(eq=10**400), "an integer of 1329 bits"),
-        ("xnnpack", lambda d: d["ops"][0]["rules"][0]["mono"].update(in0=10**400), "less than or equal to 8"),
+        ("xnnpack", lambda d: d["ops"][0]["rules"][0]["mono"].update(in0=10**400), "at most 8"),
         ("coreml", lambda d: d["formats"]["p4q"]["lut"].update(value_bits=-1), "value_bits"),
     ],
 )

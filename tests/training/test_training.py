@@ -45,8 +45,8 @@ def test_the_option_of_quantize(plain):
         ({"weight": "lsq"}, UnknownNameError, "weights"),
         ({"only": {"stem.9": "lsq"}}, UnknownNameError, "stem.0"),
         (7, ConfigError, "weights"),
-        ({"only": "lsq"}, ConfigError, "'only' must be a mapping"),
-        ({"bn_sync": 1}, ConfigError, "'bn_sync' a bool"),
+        ({"only": "lsq"}, ConfigError, "'only' must be a table"),
+        ({"bn_sync": 1}, ConfigError, "'bn_sync' must be True or False"),
     ],
 )
 def test_what_is_not_understood_is_refused_before_the_work(training, error, says, plain):

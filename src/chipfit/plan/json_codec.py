@@ -272,7 +272,7 @@ def _check_call(graph: Graph) -> None:
 _NUMBERS = ("scale", "zero_point")
 
 
-def _read_tensor(entry: Any, read: Any, info: ValidationInfo) -> TensorPlan:
+def _read_tensor(entry: Any, read: Any, info: ValidationInfo[Any]) -> TensorPlan:
     """Read a tensor, whose entry has the fields of `stored` too; scale and zero point are in the context."""
     if isinstance(entry, dict) and "grid" in entry:
         numbers = {field: f"{field}:{entry['name']}" for field in _NUMBERS}
@@ -336,7 +336,8 @@ _PLAN = TypeAdapter(_Plan)
 
 def plan_to_json(plan: Plan) -> tuple[str, dict[str, torch.Tensor]]:
     """Return a Plan as JSON text, and its scales and zero points as "scale:<tensor>" and "zero_point:<tensor>"."""
-    tensors, numbers = {}, {}
+    tensors: dict[str, Any] = {}
+    numbers: dict[str, torch.Tensor] = {}
     for t in plan.tensors.values():
         entry = record_to_json(t, leave_out=("name", "stored"))
         if t.stored is not None:

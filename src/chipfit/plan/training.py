@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import field, replace
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 
 from chipfit.errors import ConfigError, UnknownNameError, UnsupportedError
 from chipfit.graph.folds import unfold_batch_norms
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.algorithm import MOST_BITS, Algorithm
-from chipfit.quantizers.bn_fold import UNFOLDED, strategy_of
+from chipfit.quantizers.bn_fold import UNFOLDED
 from chipfit.quantizers.grids import Grid
 from chipfit.registry import create
+from chipfit.validation import Number, record
 
 #: roles of tensors -> the word for them in options
 _WORDS = {"weight": "weights", "activation": "activations"}
 
 
-@dataclass(frozen=True)
+@record(ConfigError, frozen=True)
 class Training:
     """The algorithms of a quantization-aware training.
 
@@ -36,8 +38,8 @@ class Training:
     #: names of tensors, or of the layers that compute or own them -> their algorithm
     only: Mapping[str, str | Algorithm | type | None] = field(default_factory=dict)
     #: folding of batch norms in training: 0, once before training; or -1, 1, 2, 3, 4 of `chipfit.quantizers.bn_fold`
-    bn_fold: int = 0
-    bn_momentum: float = 0.1  #: share of a step's statistics in the running statistics
+    bn_fold: Annotated[int, Field(ge=-1, le=4)] = 0
+    bn_momentum: Annotated[Number, Field(gt=0, le=1)] = 0.1  #: share of a step's statistics in the running statistics
     bn_sync: bool = False  #: use the statistics of all processes of a distributed training (PyTorch)
 
     @classmethod
@@ -54,22 +56,11 @@ class Training:
         if not isinstance(given, Mapping):
             allowed = 'a name such as "lsq", or {"weights": ..., "activations": ...}'
             raise ConfigError("The training is not understood", got=repr(given)[:120], allowed=allowed)
-        known = tuple(f.name for f in fields(cls))
-        for name in given:
-            if name not in known:
-                raise UnknownNameError("field of a training", str(name), known)
         return cls(**given)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.only, Mapping) or not isinstance(self.bn_sync, bool):
-            raise ConfigError(
-                "'only' must be a mapping and 'bn_sync' a bool", got=repr((self.only, self.bn_sync))[:120]
-            )
         for chosen in (self.method, self.weights, self.activations, *self.only.values()):
             algorithm_of(chosen)  # raises if it is unknown
-        strategy_of(self.bn_fold)
-        if not (isinstance(self.bn_momentum, (int, float)) and 0 < self.bn_momentum <= 1):
-            raise ConfigError("'bn_momentum' must be above 0 and at most 1", got=repr(self.bn_momentum))
 
     def algorithm(self, t: TensorPlan) -> Algorithm | None:
         """Return the algorithm that trains a quantized tensor; None if its scale stays.

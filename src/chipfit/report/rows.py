@@ -15,8 +15,7 @@ from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from chipfit.platform.schema import Platform
 from chipfit.platform.support import simulates_arithmetic, unsupported_features
 from chipfit.quantizers.stored import Stored
-from chipfit.report.record import LayerRow
-from chipfit.report.report import Report
+from chipfit.report.report import LayerRow, Report
 
 if TYPE_CHECKING:
     from chipfit.calibration.collect import TensorStats
