@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -60,6 +61,33 @@ def test_a_result_shows_the_first_line_of_its_verification(result):
 
 def test_the_model_is_built_once(result):
     assert result.model is result.model
+
+
+@pytest.mark.parametrize(
+    "drawing, use",
+    [
+        ("chipfit.result.lower", lambda r, folder: r.model),
+        ("chipfit.export.export", lambda r, folder: r.export(folder / "m.onnx")),
+        ("chipfit.verify.verify", lambda r, folder: r.verify(DATA)),
+        ("chipfit.result.sensitivity", lambda r, folder: r.sensitivity(DATA)),
+        ("chipfit.result.pareto", lambda r, folder: r.pareto(DATA, shares=(100,))),
+    ],
+)
+def test_the_random_numbers_of_the_user_go_on_as_if_nothing_had_been_drawn(drawing, use, tmp_path, monkeypatch):
+    module, _, name = drawing.rpartition(".")
+    original, drawn = getattr(importlib.import_module(module), name), []
+
+    def draws(*args, **kwargs):
+        drawn.append(torch.rand(1))
+        return original(*args, **kwargs)
+
+    result = fit()
+    monkeypatch.setattr(drawing, draws)
+    torch.manual_seed(5)
+    use(result, tmp_path)
+    after = torch.rand(1)
+    torch.manual_seed(5)
+    assert drawn and after == torch.rand(1)
 
 
 @pytest.mark.parametrize("by", [-2.0, -0.5, 0.25, 0.5, 1.0, 3.0])

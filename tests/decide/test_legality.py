@@ -151,6 +151,11 @@ def test_the_nearest_legal_scales(case):
     assert legal(*rules, on=on, op="Conv2D", in0=("x", x), w=("w", w), out=("y", y)) == pytest.approx(scales, rel=1e-5)
 
 
+def test_bounds_that_lie_closer_together_than_the_margin_are_kept():
+    x, y = legal({"mono": RATIO, "min": 1.0, "max": 2.0**1e-6}, in0=("x", 8.0), out=("y", 1.0))
+    assert -2.5e-7 < math.log2(x / y) < 1.25e-6
+
+
 def test_scales_that_no_violated_rule_reaches_stay_as_they_are():
     assert project({}, []) == {}
     ratio = constraint({"mono": RATIO, "min": 2.0**-10, "max": 256.0}, in0="a", out="b")

@@ -8,8 +8,10 @@ from torch import nn
 
 import chipfit
 from chipfit.errors import PlanError
+from chipfit.search import choose
+from chipfit.search.choose import SearchSpace
 from chipfit.search.resources import peak_bytes, resources
-from tests.build import model_of, quantized, randn
+from tests.build import graph_of, grid, model_of, plan_of, quantized, randn, stored
 
 
 def fitted(platform="mqbench_academic", **options):
@@ -50,3 +52,53 @@ def test_limits_on_both_memories_leave_weights_what_activations_do_not_take():
         limited(activations=alive - 1)
     with pytest.raises(PlanError, match="limit on total"):
         limited(total=alive)
+
+
+# ---------------------------------------------------------------- two layers of 16 multiplications each
+
+
+LOST = {"v": {2: 0.5, 8: 0.1}, "w": {2: 3.0, 8: 0.0}}
+
+
+def two_layers():
+    """Weights v and w of 2 or 8 bits; the first layer reads floats, the second one 8 bits."""
+    graph = graph_of("a = Linear(x, v)", "b = Linear(a, w)", weights={"v": torch.ones(4, 4), "w": torch.ones(4, 4)})
+    plan = plan_of({"v": "weight", "w": "weight"}, x=None, **dict.fromkeys("avwb", stored(0.5, on=grid())))
+    pairs = {"a": [(2, 0), (8, 0)], "b": [(2, 8), (8, 8)]}
+    return SearchSpace(graph, plan, [], pairs, dict.fromkeys("vw", (2, 8)), LOST)
+
+
+@pytest.mark.parametrize(
+    "limits, bits, used, most",
+    [
+        ({"bops": "100%"}, (8, 8), 16 * 8 * 32 + 16 * 8 * 8, 16 * 8 * 32 + 16 * 8 * 8),
+        ({"bops": "60%"}, (2, 8), 16 * 2 * 32 + 16 * 8 * 8, 3072),
+        ({"weights": "70%"}, (2, 8), 4 + 16, 22.4),
+        ({"weights": 8}, (2, 2), 4 + 4, 8),
+        ({"loss": 0.5}, (2, 8), 0.5, 0.5),
+        ({"total": 48}, (2, 8), 4 + 16 + 20, 48),  # x has four floats, a four numbers of 8 bits
+    ],
+    ids=str,
+)
+def test_the_bits_that_lose_least_inside_the_limits_by_hand(limits, bits, used, most):
+    found = two_layers().choose(chipfit.Limits(**limits))
+    assert tuple(found.weights.values()) == bits and found.activations == {}
+    ((name, amount),) = found.used.items()
+    assert (name, amount) == (next(iter(limits)), pytest.approx(used)) and found.most == {name: pytest.approx(most)}
+    assert found.predicted == pytest.approx(LOST["v"][bits[0]] + LOST["w"][bits[1]])
+
+
+@pytest.mark.parametrize(
+    "work, tries, limits", [(1.9, 0, {}), (2, 2, {}), (3.5, 3, {}), (99, 4, {}), (99, 0, {"loss": 9.0})]
+)
+def test_as_many_choices_are_measured_as_the_work_allows_and_the_least_measured_loss_decides(
+    work, tries, limits, monkeypatch
+):
+    monkeypatch.setattr(choose, "WORK", work * 128 * 32)  # of 128 samples
+    found = two_layers().choose(chipfit.Limits(weights=1000, **limits), lambda bits: sum(bits.values()) + 1.0)
+    assert found.tries == tries
+    # the best by prediction are (8, 8), (2, 8), (8, 2) and (2, 2)
+    if limits:
+        return
+    bits = {0: (8, 8), 2: (2, 8), 3: (2, 8), 4: (2, 2)}[tries]
+    assert tuple(found.weights.values()) == bits and found.measured == (sum(bits) + 1.0 if tries else None)
