@@ -26,7 +26,7 @@ from chipfit.graph.ir import Graph
 from chipfit.graph.linear import is_linear
 from chipfit.passes.fuse import fuse
 from chipfit.passes.shift_negative import fuse_shifts
-from chipfit.plan.record import NodePlan, Plan, TensorPlan
+from chipfit.plan.record import Plan, TensorPlan
 from chipfit.platform.match import fusions, sets_of
 from chipfit.platform.schema import Platform
 from chipfit.registry import lookup
@@ -74,22 +74,15 @@ class Decision:
         Args:
             bits: weight or activation -> bits; they replace what an earlier search chose.
         """
-        return replace(self, widths=tuple(_as_overrides(self.graph, self.assignment.nodes, bits)))
-
-
-def _as_overrides(
-    graph: Graph, nodes: Mapping[str, NodePlan], bits: Mapping[str, int]
-) -> list[tuple[str, dict[str, int]]]:
-    """Return bits of weights and activations as overrides of the nodes that read or write them."""
-    out = []
-    for n in graph.nodes:
-        choices = {"bits": bits[n.weight]} if is_linear(graph, n) and n.weight in bits else {}
-        decided, weight = nodes.get(n.name), n.operand("w")
-        around = [bits[i] for i in (*n.inputs, *n.outputs) if i is not None and i in bits and i != weight]
-        if around and decided is not None and decided.exec not in ("float", "follow"):
-            choices["activation_bits"] = around[0]
-        out += [(n.name, choices)] if choices else []
-    return out
+        widths = list[tuple[str, Any]]()
+        for n in self.graph.nodes:
+            choices = {"bits": bits[n.weight]} if is_linear(self.graph, n) and n.weight in bits else {}
+            decided, weight = self.assignment.nodes.get(n.name), n.operand("w")
+            around = [bits[i] for i in (*n.inputs, *n.outputs) if i is not None and i in bits and i != weight]
+            if around and decided is not None and decided.exec not in ("float", "follow"):
+                choices["activation_bits"] = around[0]
+            widths += [(n.name, choices)] if choices else []
+        return replace(self, widths=tuple(widths))
 
 
 def decide(d: Decision) -> Decision:

@@ -328,17 +328,14 @@ def corrected(result: Result, settings: Settings, read: steps.Batches) -> Result
 def load(directory: str | Path) -> Result:
     """Read what `Result.save` wrote; needs neither pickle nor the class of the original model.
 
+    The decision that the saved plan followed is known as far as its provenance tells.
+
     Raises:
         PlanError: a file is missing, truncated, changed since it was saved, or of another schema version.
     """
     from chipfit.plan.saved import load as load_files
 
     graph, plan, platform, *_ = load_files(directory)
-    return Result(graph, plan, _decision_from(graph, plan, platform))
-
-
-def _decision_from(graph: Graph, plan: Plan, platform: Platform) -> Decision:
-    """Return the decision that a saved plan followed, as far as its provenance tells."""
     known = plan.provenance
     chosen = known.get("settings", {})
     rules = {k: chosen[k] for k in ("rule", "weight_rule", "z_threshold") if k in chosen}
@@ -355,7 +352,7 @@ def _decision_from(graph: Graph, plan: Plan, platform: Platform) -> Decision:
         provenance=known,
         corrected=tuple(known.get("corrected", ())),
     )
-    return d if "edited" in known else d.with_bits(known.get("chosen", {}))
+    return Result(graph, plan, d if "edited" in known else d.with_bits(known.get("chosen", {})))
 
 
 def bits_of_weights(plan: Plan) -> list[int]:

@@ -20,7 +20,7 @@ from chipfit.rounding.compare import Reference
 from chipfit.search import candidates, choose
 from chipfit.search.losses import losses
 from chipfit.search.resources import peak_bytes, resources
-from tests.build import NEAREST, model_of, quantized, randn, sequential
+from tests.build import NEAREST, mlp, model_of, quantized, randn, sequential
 
 
 def net():
@@ -315,3 +315,23 @@ def test_bit_operations_are_multiplications_times_both_widths():
 
 def test_widths_that_the_user_chose_stay():
     assert fitted(overrides=wide(a={"bits": 8}), limits={"weights": "60%"}).plan["a.weight"].grid.bits == 8
+
+
+# ---------------------------------------------------------------- blocks of weights share a scale
+
+ROWS = [randn(64, 64, seed=k) for k in range(4)]
+
+
+@pytest.mark.parametrize("rounding", ["off", "gptq"])
+def test_four_bits_more_cost_two_hundred_and_fifty_times_less(rounding):
+    settings = chipfit.Settings(rounding=rounding)
+    result = quantized(mlp(64, 96, 32), ROWS, "ort_dynamic", overrides={"Linear": {"bits": 4}}, settings=settings)
+    rows = {r["tensor"]: r for r in result.sensitivity(ROWS).rows()}
+    for name in ("0.weight", "2.weight"):
+        assert 100 < rows[name]["loss"] / rows[name]["others"][8] < 800  # 16 squared is 256
+
+
+def test_widths_of_blocks_are_searched_under_a_limit():
+    result = quantized(mlp(64, 96, 64, 32), ROWS, "ort_dynamic", limits=chipfit.Limits(weights="70%"))
+    widths = {t.grid.bits for t in result.plan.tensors.values() if t.role == "weight" and t.quantized}
+    assert widths == {4, 8} and result.verify([ROWS[0]]).sound

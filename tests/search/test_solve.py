@@ -7,7 +7,7 @@ import pytest
 
 from chipfit.errors import ConfigError, PlanError
 from chipfit.search.limits import Limits, parse_amount
-from chipfit.search.solve import Choice, solutions, solve
+from chipfit.search.solve import Choice, solutions
 
 
 def drawn(seed: int, count: int = 5) -> list[Choice]:
@@ -35,6 +35,10 @@ def allowed(given, budgets):
 
 def shares(given, **parts):
     return {r: part * sum(c.costs[r][-1] for c in given) for r, part in parts.items()}
+
+
+def solve(given, budgets, least="loss"):
+    return next(solutions(given, budgets, least))
 
 
 @pytest.mark.parametrize("seed", range(8))

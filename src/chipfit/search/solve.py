@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import numpy as np
 
@@ -32,17 +33,16 @@ class Choice:
     name: str
     losses: tuple[float, ...]  #: of each option
     costs: Mapping[str, tuple[float, ...]]  #: budget -> cost of each option
-    implies: Mapping[str, tuple[int, ...]] = field(
-        default_factory=dict
-    )  #: other choice -> its option for each option of this one
+    #: other choice -> its option for each option of this one
+    implies: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def cost(self, budget: str) -> tuple[float, ...]:
         """Return the cost of each option."""
         return self.losses if budget == LOSS else self.costs.get(budget, (0.0,) * len(self.losses))
 
 
-def solve(choices: Sequence[Choice], budgets: Mapping[str, float], least: str = LOSS) -> list[int]:
-    """Return the option of every choice.
+def solutions(choices: Sequence[Choice], budgets: Mapping[str, float], least: str = LOSS) -> Iterator[list[int]]:
+    """Yield the option of every choice, of the best solution, of the next best, and so on.
 
     Args:
         least: name of the budget to minimise; other than the loss only if the loss has a budget.
@@ -50,11 +50,6 @@ def solve(choices: Sequence[Choice], budgets: Mapping[str, float], least: str = 
     Raises:
         PlanError: no solution keeps all budgets; names the least that is possible, and the largest parts of it.
     """
-    return next(solutions(choices, budgets, least))
-
-
-def solutions(choices: Sequence[Choice], budgets: Mapping[str, float], least: str = LOSS) -> Iterator[list[int]]:
-    """Yield the best solution, the next best, and so on; see `solve`."""
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array, hstack
 
@@ -113,7 +108,8 @@ def _infeasible(
     used = {r: float(costs[r] @ np.round(x)) for r in budgets}
     tight = max(budgets, key=lambda r: used[r] / budgets[r])
     parts = np.split(costs[tight] * np.round(x), np.cumsum([len(c.losses) for c in choices])[:-1])
-    largest = sorted(zip((p.sum() for p in parts), (c.name for c in choices), strict=True), key=_size)[:3]
+    sizes = zip((-p.sum() for p in parts), (c.name for c in choices), strict=True)
+    largest = sorted(sizes, key=itemgetter(0))[:3]
     more = used[tight] / budgets[tight]
     together = f", and the other limits raised {more:.2f} times as well" if len({*map(limit_of, budgets)}) > 1 else ""
     return PlanError(
@@ -129,10 +125,6 @@ def _infeasible(
 def format_amount(x: float) -> str:
     """Format bytes and operations as whole numbers, losses with three digits."""
     return f"{x:,.0f}" if x >= 10 else f"{x:.3g}"
-
-
-def _size(part: tuple[float, str]) -> float:
-    return -part[0]
 
 
 def limit_of(budget: str) -> str:
