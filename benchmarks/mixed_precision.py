@@ -44,7 +44,7 @@ from chipfit.rounding.compare import Reference
 from chipfit.search import candidates, choose
 from chipfit.search.losses import losses
 from chipfit.search.resources import resources
-from chipfit.search.solve import Choice, solve
+from chipfit.search.solve import Choice, solutions
 
 OFF = chipfit.Settings(rounding="off")
 #: limited resources, one at a time
@@ -166,7 +166,7 @@ def best(seeds: int, widths: tuple[int, ...] = (2, 4, 8)) -> Table:
         alike = {b: at(b) for b in widths}
         graph, plan = alike[8].graph, alike[8].plan
         names = [n for n, t in plan.tensors.items() if t.stored is not None and t.role != "bias"]
-        found = losses(graph, plan, [[x] for x in data], dict.fromkeys(names, widths), alike[8].stats)
+        found = losses(alike[8].decision, plan, [[x] for x in data], dict.fromkeys(names, widths))
         seen, new = (Reference(graph, [[x] for x in some]) for some in (data, others))
         rows = []
         for picks in itertools.product(widths, repeat=len(names)):
@@ -212,7 +212,7 @@ def seconds() -> Table:
         ("loss", {"loss": 0.2}, "weights"),
     ):
         begun = time.process_time()
-        solve(units, budgets, least)
+        next(solutions(units, budgets, least))
         table.add_row(name, f"{time.process_time() - begun:.2f}")
     return table
 
