@@ -27,7 +27,7 @@ from chipfit.registry import option
 from chipfit.rounding import gptq
 from chipfit.rounding.gptq import scale_bounds, scale_is_allowed, weight_rows
 from chipfit.rounding.moments import Moments, as_rows, from_rows, patches, positions, targets
-from chipfit.rounding.streams import MEMORY, Pick, SampleStreams, Stream, is_elementwise
+from chipfit.rounding.streams import MEMORY, Pick, SampleStreams, Stream
 
 #: shares of the range of class scores on which its ends are tried
 _LOWS, _HIGHS = torch.linspace(0, 1, 21).tolist(), torch.linspace(0.5, 1, 11).tolist()
@@ -223,12 +223,10 @@ class SequentialReconstruction(SampleStreams):
 
     def _selected(self, name: str, node: Node, k: int, pick: Pick) -> Tensor:
         """Return the numbers that `pick` takes of a quantized operand."""
-        stored, stream = self._stored_for(name, node), self.quantized[name]
-        if stored is None or stream.stored is not None:
-            return stream.part(k, pick)
-        if not is_elementwise(stored):
+        stream = self.quantized[name]
+        if stream.stored is None and self._stored_for(name, node) is not None:  # kept in float for another reader
             return pick(self._quantized(name, node, k), 0.0)
-        return stored.round(stream.part(k, pick))
+        return stream.part(k, pick)
 
     def _weight(self, node: Node) -> Tensor:
         return self.original[node.weight].detach().float()

@@ -35,11 +35,6 @@ def chunks(graph: Graph, batch: Sequence[Tensor]) -> list[list[Tensor]]:
 Pick = Callable[[Tensor, float], Tensor]
 
 
-def is_elementwise(stored: Stored) -> bool:
-    """Return whether all numbers of a tensor are stored alike, and 0 as 0."""
-    return not stored.scale.dim() and not float(stored.round(torch.zeros(())))
-
-
 def _fits_half(x: Tensor) -> bool:
     low, high = torch.aminmax(in_memory_order(x))
     return float(low) > -_HALF and float(high) < _HALF
@@ -71,12 +66,11 @@ class Stream:
 
     def part(self, k: int, pick: Pick) -> Tensor:
         """Return what `pick` selects of chunk k; only the selection is decoded."""
-        zero = 0.0
-        if self.stored is not None:
-            if not is_elementwise(self.stored):
-                return pick(self[k], 0.0)
-            zero = float(self.stored.quantize(torch.zeros(())))
-        return self._values(pick(self.chunks[k], zero))
+        if self.stored is None:
+            return self._values(pick(self.chunks[k], 0.0))
+        if self.stored.scale.dim() or float(self.stored.round(torch.zeros(()))):  # by channel, or 0 is not stored as 0
+            return pick(self[k], 0.0)
+        return self._values(pick(self.chunks[k], float(self.stored.quantize(torch.zeros(())))))
 
     def _is_large(self, x: Tensor) -> bool:
         return x.numel() > 0 and (self.expected is None or self.expected * x.numel() > SMALL)

@@ -159,16 +159,14 @@ class LiteRt:
         own = [op for op in listed if op["op_name"] != "DELEGATE"]
         makers = {int(t): k for k, op in enumerate(own) for t in op["outputs"]}
         taken: set[int] = set()
-        for part in listed:
-            if part["op_name"] == "DELEGATE":
-                seen = {int(t) for t in part["inputs"]}
-                todo = [int(t) for t in part["outputs"]]
-                while todo:
-                    t = todo.pop()
-                    if t not in seen and t in makers:
-                        taken.add(makers[t])
-                        todo += [int(i) for i in own[makers[t]]["inputs"]]
-                    seen.add(t)
+        for part in (op for op in listed if op["op_name"] == "DELEGATE"):
+            seen, todo = {*part["inputs"]}, [*part["outputs"]]
+            while todo:
+                t = todo.pop()
+                if t not in seen and t in makers:
+                    taken.add(makers[t])
+                    todo += [*own[makers[t]]["inputs"]]
+                seen.add(t)
         kinds = Counter(("XNNPACK " if k in taken else "") + op["op_name"] for k, op in enumerate(own))
         return dict(sorted(kinds.items()))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -150,12 +151,10 @@ def unshare_weights(model: Any) -> None:
     for reader in list(model.graph.node):
         for slot, name in enumerate(reader.input):
             if name in seen:
-                copy = onnx.NodeProto()
-                copy.CopyFrom(dequantized[name])
+                copy = deepcopy(dequantized[name])
                 copy.name = copy.output[0] = reader.input[slot] = f"{name}/{reader.name}/{slot}"
                 for k in (0, 2):  # integers and zero points are shifted
-                    own = onnx.TensorProto()
-                    own.CopyFrom(stored[copy.input[k]])
+                    own = deepcopy(stored[copy.input[k]])
                     own.name = copy.input[k] = f"{copy.name}/{k}"
                     model.graph.initializer.append(own)
                 model.graph.node.insert(0, copy)

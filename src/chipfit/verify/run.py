@@ -1,5 +1,6 @@
 """Run the float network, the simulation and the device on the same inputs, and compare their tensors."""
 
+import itertools
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -105,9 +106,7 @@ def verify(
     if hasattr(device, "warnings"):
         out.warnings += device.warnings(platform)
     with torch.inference_mode():
-        for k, batch in enumerate(iterate(data)):
-            if batches is not None and k >= batches:
-                break
+        for batch in itertools.islice(iterate(data), batches):
             for part in comparator.parts(*split_label(batch, graph)):
                 comparator.add(*part)
     if out.samples == 0:

@@ -5,7 +5,7 @@ ranges by the effect of their errors on the network's outputs.
 """
 
 import math
-import time
+import timeit
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -129,12 +129,8 @@ def with_weighted_ranges(
 
 def multiplications_per_second() -> float:
     """Return the multiplications per second of a matrix product with the current number of threads."""
-    a, best = torch.ones(384, 384), 1e9
-    for _ in range(5):
-        begun = time.perf_counter()
-        a @ a
-        best = min(best, time.perf_counter() - begun)
-    return a.numel() * len(a) / best
+    a = torch.ones(384, 384)
+    return float(a.numel() * len(a) / min(timeit.repeat(lambda: a @ a, number=1, repeat=5)))
 
 
 def count_multiplications(graph: Graph, plan: Plan, images: int, positions: int) -> float:
