@@ -7,34 +7,25 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
-from chipfit.engine.check_runs import check_runs
+from chipfit.engine.check_runs import attribute_type, check_runs
 from chipfit.errors import PlanError
 from chipfit.graph.ir import Graph, Value
 from chipfit.operators.table import ATTRIBUTES, OPS
 from chipfit.plan.saved import check_stored, scales_fit
 from tests.build import images, plan_of, quantized, randn, sequential, stored
-from tests.operators.test_table import made, results
+from tests.export.operators import alone
 
 
 def of_one(op: str, **changed) -> Graph:
     """Return a graph of one operator with some attributes changed."""
-    torch.manual_seed(0)
-    node, inputs = made(op)
-    outputs = {f"y{k}": y for k, y in enumerate(results(node, inputs))}
-    own = [name for name, slot in zip(node.inputs, OPS[op].slots) if slot[0] in "wbmv" and slot != "mask"]
-    tensors = dict(zip(node.inputs, inputs))
-    values = {name: Value(name, tuple(x.shape), str(x.dtype)[6:]) for name, x in {**tensors, **outputs}.items()}
+    graph = alone(op)[0]
+    graph.nodes = [n.with_(attrs={**n.attrs, **changed}) for n in graph.nodes]
     if op == "Size":
-        values["y0"] = Value("y0", (), "int")
-    return Graph(
-        nodes=[node.with_(outputs=tuple(outputs), attrs={**node.attrs, **changed})],
-        inputs=[name for name in node.inputs if name not in own],
-        outputs=list(outputs),
-        values={name: v for name, v in values.items() if name not in own},
-        weights={name: tensors[name] for name in own},
-    )
+        graph.values["y0"] = Value("y0", (), "int")
+    return graph
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -160,3 +151,14 @@ def test_scales_lie_along_an_axis_of_their_tensor(count, shape, axis, fits):
         with pytest.raises(PlanError, match="The scales of 'w' do not fit its shape"):
             check_stored(t, graph)
     check_stored(t.with_(stored=None), graph)
+
+
+@pytest.mark.parametrize(
+    "kind, least, most", [("int", 1 - 2**31, 2**31 - 1), ("size", 0, 2**31 - 1), ("count", 1, 2**31 - 1)]
+)
+def test_integers_among_attributes_end_where_32_bits_do(kind, least, most):
+    validate = TypeAdapter(attribute_type(kind)).validate_python
+    assert [validate(least), validate(most)] == [least, most]
+    for beyond in (least - 1, most + 1):
+        with pytest.raises(ValidationError, match="should be"):
+            validate(beyond)
