@@ -1,4 +1,4 @@
-"""The generated pages: which platform supports what, JSON Schemas of platforms and experiments, training algorithms.
+"""The generated pages: what platforms and operators support, JSON Schemas of platforms and experiments, algorithms.
 
 python docs/generate.py [DOCS_DIR]
 """
@@ -14,12 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from chipfit.bench.config import Config
+from chipfit.export.onnx.ops import WRITERS as ONNX
+from chipfit.export.tflite.ops import OPERATORS as TFLITE
+from chipfit.operators.table import OPS
+from chipfit.passes.decompose import RULES
 from chipfit.platform.load import load, names
 from chipfit.platform.schema import Platform
 from chipfit.platform.support import kernels_of, simulates_arithmetic
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.tables import log_table
-from chipfit.registry import registered
+from chipfit.registry import lookup, registered
 
 
 def support_table() -> str:
@@ -44,6 +48,31 @@ def support_table() -> str:
         deploys = p.deploy[0] if p.deploy else "-"
         cells = (f"`{name}`", p.title, first, counts, str(len(p.fuse)), str(math), how, deploys)
         lines.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def operator_table() -> str:
+    """Markdown: one row per canonical operator, with its form in each file format and its integer kernels."""
+    kernels = {"ONNX Runtime": lookup("kernels", "onnxruntime"), "LiteRT": lookup("kernels", "litert_xnnpack")}
+    lines = [
+        "# Operators",
+        "",
+        "Generated from the table of operators by `make docs`. `?` marks an optional operand, `*` any number of them. A"
+        " file holds an operator by the named one of its own, by several or by one that attributes decide on (yes), in"
+        " parts (as simpler operators), or not at all (no). Integer kernels are those whose integers chipfit simulates;"
+        " other operators run in float, or move quantized values.",
+        "",
+        "| operator | operands | attributes | ONNX | TensorFlow Lite | integer kernels |",
+        "|---|---|---|---|---|---|",
+    ]
+    for op, row in sorted(OPS.items()):
+        tflite = TFLITE.get(op)
+        parts = "in parts" if op in RULES else "no"
+        onnx = getattr(ONNX[op], "name", "yes") if op in ONNX else parts
+        lite = tflite.kind or "yes" if tflite else parts
+        exact = [name for name, p in kernels.items() if op in p.kernels or op in p.pass_through]
+        shown = ", ".join(exact) or ("moves values" if row.moves else "-")
+        lines.append(f"| `{op}` | {' '.join(row.slots)} | {' '.join(row.attrs)} | {onnx} | {lite} | {shown} |")
     return "\n".join(lines) + "\n"
 
 
@@ -187,6 +216,7 @@ PAGES = {
     "platforms/support.md": support_table,
     "schema/platform.schema.json": json_schema,
     "schema/experiment.schema.json": experiment_schema,
+    "operators.md": operator_table,
     "algorithms.md": algorithm_table,
     "zoo.md": zoo,
 }

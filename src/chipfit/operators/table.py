@@ -12,6 +12,7 @@ cell of a column: what a framework, the engine or a file format has for the oper
     decompose    the rule that replaces it by simpler operators     `passes/decompose.py`
     onnxruntime  the integer kernel of ONNX Runtime                 `simulate/onnxruntime.py`
     litert       the integer kernels of LiteRT, by family           `simulate/litert.py`
+    layers       names of layers that chips' descriptions may use   `mct/target_platform/layers.py`
 
 A cell is a name, if operands and attributes are those of the row; a mapping with the keyword arguments of the function
 that reads the column; or a list of those. `refused: why` in a cell says why the operator has no form there. Words of
@@ -72,7 +73,7 @@ class OpDef:
         return any(s.startswith("w") for s in self.slots)
 
 
-_COLUMNS = "torch keras kernel lowering onnx tflite decompose onnxruntime litert".split()
+_COLUMNS = "torch keras kernel lowering onnx tflite decompose onnxruntime litert layers".split()
 _FILES = "products norms activations arithmetic windows reductions moves".split()
 _VOCABULARY = package_data("chipfit.operators", "vocabulary.yaml")
 _cells: dict[str, dict[str, Any]] = {column: {} for column in _COLUMNS}

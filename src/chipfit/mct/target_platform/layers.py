@@ -9,7 +9,7 @@ from typing import Any
 
 from chipfit.errors import ModelingError, UnknownNameError
 from chipfit.files import package_data
-from chipfit.operators.table import OPS
+from chipfit.operators.table import OPS, read_column
 from chipfit.platform.filters import Member
 
 
@@ -26,6 +26,25 @@ def _operators(kind: str) -> dict[str, tuple[tuple[str, ...], bool]]:
     return {name: (tuple(o for o in ops if o in OPS), "!" in ops) for name, *ops in rows}
 
 
+#: a layer or function, in lower case without underscores -> its operators, and whether others become these, too
+_LAYERS: dict[str, tuple[tuple[str, ...], bool]] = {}
+
+
+def _enter_cell(op: str, name: str) -> None:
+    """Enter a cell of the table of operators: names of layers and functions that may become the operator.
+
+    "*" marks the first operator of a name that has several. "!" marks a name whose operators other layers become, too,
+    so that the user's layer must have this very name.
+    """
+    for word in name.split():
+        layer = word.rstrip("*!")
+        ops, exact = _LAYERS.get(layer, ((), False))
+        _LAYERS[layer] = (op, *ops) if "*" in word else (*ops, op), exact or "!" in word
+
+
+read_column("layers", _enter_cell)
+
+
 def operators_of_set(name: str) -> tuple[str, ...] | None:
     """Return the operators of a set without attached layers by its name; None for an unknown name."""
     return _operators("sets").get(normalize_name(name), (None,))[0]
@@ -33,7 +52,7 @@ def operators_of_set(name: str) -> tuple[str, ...] | None:
 
 def operator_named(name: str) -> str:
     """Return the first operator of the name of a layer or function; "" for an unknown name."""
-    return _operators("operators").get(normalize_name(name), (("",), False))[0][0]
+    return _LAYERS.get(normalize_name(name), (("",), False))[0][0]
 
 
 def normalize_name(name: str) -> str:
@@ -69,7 +88,7 @@ def member_of(entry: Any) -> Member:
     if name in OPS:
         return Member(op=(name,))
     of_keras = _operators("keras_operators") if package in ("keras", "tensorflow", "tf_keras") else {}
-    known = {**_operators("operators"), **of_keras}
+    known = {**_LAYERS, **of_keras}
     if key in known:
         ops, exact = known[key]
         return Member(op=ops, type=name) if exact else Member(op=ops, name=name)
@@ -78,7 +97,7 @@ def member_of(entry: Any) -> Member:
     in_set = operators_of_set(name)
     if in_set is not None:
         return Member(op=in_set)
-    near = UnknownNameError("layer or operator", name or repr(entry), [*OPS, *_operators("operators")])
+    near = UnknownNameError("layer or operator", name or repr(entry), [*OPS, *_LAYERS])
     raise ModelingError(near.what, got=repr(entry), allowed=near.allowed)
 
 
