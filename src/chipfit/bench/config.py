@@ -320,15 +320,11 @@ def of(data: Mapping[str, Any]) -> Config:
     Raises:
         ConfigError: the data are malformed or contradictory; names the key.
     """
-    try:
-        return Config.model_validate({**data, "unified": False})
-    except ValidationError as e:
-        path, what, facts = next(problems_of(e.errors(), data, Config))
-        raise ConfigError(what, where=".".join(map(str, path)), **facts) from None
+    return validated(Config, {**data, "unified": False})
 
 
-def validated(kind: type[R], data: Any, source: YamlFile) -> R:
-    """Return the record of a file's data.
+def validated(kind: type[R], data: Any, source: YamlFile | None = None) -> R:
+    """Return the record of data, perhaps those of a file.
 
     Raises:
         ConfigError: the data are malformed or contradictory; names file, line and key.
@@ -337,7 +333,7 @@ def validated(kind: type[R], data: Any, source: YamlFile) -> R:
         return kind.model_validate(data)
     except ValidationError as e:
         path, what, facts = next(problems_of(e.errors(), data, kind))
-        raise source.error(path, what, **facts) from None
+    raise source.error(path, what, **facts) if source else ConfigError(what, where=".".join(map(str, path)), **facts)
 
 
 def _with_base(path: Path, below: tuple[Path, ...]) -> tuple[dict[str, Any], YamlFile, bool]:
