@@ -11,12 +11,17 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from rich.console import Console, Group
+from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 from typer import Argument, Option
 
 import chipfit
 from chipfit.cli.bench import bench
-from chipfit.errors import ChipfitError, ConfigError, UnsupportedError
-from chipfit.files import MANIFEST, check_replaceable, replace_folder
+from chipfit.errors import ChipfitError, ConfigError, Interrupted, UnsupportedError
+from chipfit.files import MANIFEST, check_replaceable, read_text, replace_folder
 from chipfit.platform.builtin import DEFAULT
 from chipfit.registry import entries, entry
 
@@ -98,11 +103,6 @@ def main() -> None:
 
 
 def _panel(e: ChipfitError, title: str = "") -> None:
-    from rich.console import Console, Group
-    from rich.panel import Panel
-    from rich.table import Table
-    from rich.text import Text
-
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim")
     facts.add_column(overflow="fold")
@@ -188,7 +188,6 @@ def quantize(
 ) -> None:
     """Quantize a model for a platform; write model file, plan and report. Exit status 1 if the runtime differs."""
     from chipfit.cli.inputs import load_data, load_model, parse_bits, parse_limits
-    from chipfit.errors import Interrupted
     from chipfit.frameworks import framework_of
 
     # refuse before any work what cannot be written
@@ -268,7 +267,6 @@ def _io_options(io: str | None, labels: Path | None) -> dict[str, Any]:
         ConfigError: a type does not exist, or the file of labels cannot be read.
     """
     from chipfit.export.io_spec import io_types
-    from chipfit.files import read_text
 
     options: dict[str, Any] = {}
     if io is not None:
@@ -343,10 +341,6 @@ def verify(
 @app.command()
 def lint(model: Model, shape: Shape = None, platform: Chip = DEFAULT, weights: Weights = None) -> None:
     """Show where each operator runs on this platform and what is fused. Requires no data."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
     from chipfit.cli.inputs import example_of, load_model
     from chipfit.platform.support import unsupported_features
     from chipfit.report.terminal import RUNS
@@ -408,8 +402,6 @@ def _platforms(context: typer.Context) -> None:
 @platforms.command("list")
 def platforms_list() -> None:
     """List the built-in platforms."""
-    from rich.console import Console
-
     from chipfit.platform.show import overview
 
     Console().print(overview())
@@ -418,8 +410,6 @@ def platforms_list() -> None:
 @platforms.command("show")
 def platforms_show(platform: ChipArgument) -> None:
     """Show all facts about a platform with source and confidence."""
-    from rich.console import Console
-
     from chipfit.platform.show import show
 
     Console().print(show(platform))

@@ -5,6 +5,7 @@ import struct
 import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -103,15 +104,11 @@ def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
 
 def _images(folder: Path, side: int, mean: torch.Tensor, std: torch.Tensor) -> list[torch.Tensor]:
     Image = import_optional("PIL.Image", "A folder of images", DataError, "pillow")
-    files: list[Path] = []
-    count = 0
-    for where, _, names in os.walk(folder):  # skips unreadable folders
-        files += (Path(where, n) for n in names if Path(n).suffix.lower() in _IMAGES)
-        count += 1 + len(names)
-        if count > _MOST_FILES:
-            allowed = f"at most {_MOST_FILES:,} files; about a hundred images are enough"
-            raise DataError("Folder holds too many files to search for images", where=str(folder), allowed=allowed)
-    files.sort()
+    entries = list(islice(folder.rglob("*"), _MOST_FILES + 1))  # skips unreadable folders
+    if len(entries) > _MOST_FILES:
+        allowed = f"at most {_MOST_FILES:,} files; about a hundred images are enough"
+        raise DataError("Folder holds too many files to search for images", where=str(folder), allowed=allowed)
+    files = sorted(f for f in entries if f.suffix.lower() in _IMAGES)
     if not files:
         raise DataError("Folder holds no images", where=str(folder), allowed=", ".join(_IMAGES))
     out = []

@@ -66,8 +66,8 @@ def train_classifier(
                 raise TrainingError(f"The loss is {loss}", where=f"epoch {epoch}, step {k}", hint=hint)
             total += loss
         say(f"epoch {epoch} of {epochs}: loss {total / steps:.4f}")
-    n = min(len(labels), _EVALUATED_IMAGES)
-    say(f"top-1 on {n} of the training images: {before:.1%} before, {_top1(result, inputs, labels):.1%} after")
+    count, after = min(len(labels), _EVALUATED_IMAGES), _top1(result, inputs, labels)
+    say(f"top-1 on {count} of the training images: {before:.1%} before, {after:.1%} after")
 
 
 def _inputs_and_labels(data: Any, result: Result) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -80,20 +80,14 @@ def _inputs_and_labels(data: Any, result: Result) -> tuple[list[torch.Tensor], t
     pairs = [split_label(b, result.graph) for b in batches]
     graph, hint = result.graph, "or train with a function of your own: --loop module:function"
     if not pairs or any(y is None for _, y in pairs):
-        got = "no data" if not pairs else "batches without labels"
-        raise DataError(
-            "Training requires labels", got=got, allowed="x and y in the .npz file, or (input, label)", hint=hint
-        )
+        got, allowed = "batches without labels" if pairs else "no data", "x and y in the .npz file, or (input, label)"
+        raise DataError("Training requires labels", got=got, allowed=allowed, hint=hint)
     shape = graph.shape(graph.outputs[0])
     labels = torch.cat([torch.as_tensor(y) for _, y in pairs])
     if len(graph.outputs) != 1 or len(shape) != 2 or labels.dim() != 1 or labels.is_floating_point():
         got = f"{len(graph.outputs)} outputs, the first {list(shape)}; labels {list(labels.shape)} of {labels.dtype}"
-        raise DataError(
-            "Model must be a classifier",
-            got=got,
-            allowed="one output [N, classes], one integer label per image",
-            hint=hint,
-        )
+        allowed = "one output [N, classes], one integer label per image"
+        raise DataError("Model must be a classifier", got=got, allowed=allowed, hint=hint)
     if int(labels.min()) < 0 or int(labels.max()) >= (shape[1] or 0):
         got, allowed = f"{int(labels.min())} to {int(labels.max())}", f"0 to {(shape[1] or 0) - 1}"
         raise DataError("Labels must be classes of the model", got=got, allowed=allowed)
@@ -101,8 +95,8 @@ def _inputs_and_labels(data: Any, result: Result) -> tuple[list[torch.Tensor], t
 
 
 def _top1(result: Result, inputs: list[torch.Tensor], labels: torch.Tensor) -> float:
-    right = 0
+    right, count = 0, min(len(labels), _EVALUATED_IMAGES)
     with torch.no_grad():
-        for rows in torch.arange(min(len(labels), _EVALUATED_IMAGES)).split(64):
+        for rows in torch.arange(count).split(64):
             right += int((result.model.run_flat([x[rows] for x in inputs])[0].argmax(1) == labels[rows]).sum())
-    return right / min(len(labels), _EVALUATED_IMAGES)
+    return right / count
