@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -95,6 +95,35 @@ def _not_listed(target: str) -> GraphError:
     allowed = "what chipfit/engine/operators.yaml lists and this torch has, and functions of `operator` and `math`"
     hint = "write the layer with other operators, or quantize the model without it"
     return GraphError(f"'{target}' is not an operator that a graph can hold", allowed=allowed, hint=hint)
+
+
+class Template:
+    """The arguments of an opaque node while it is read: a call returns them as JSON data, with a Ref for each value.
+
+    Args:
+        operand: function that returns the name of the value or weight that an argument stands for, or None.
+        constant: function that returns another argument as JSON data.
+    """
+
+    def __init__(self, operand: Callable[[Any], str | None], constant: Callable[[Any], Any]) -> None:
+        self._operand, self._constant = operand, constant
+        self.inputs: list[str] = []  #: names of the values, in the order of their first use
+
+    def ref(self, name: str) -> Ref:
+        """Return the reference to a value or weight."""
+        if name not in self.inputs:
+            self.inputs.append(name)
+        return Ref(self.inputs.index(name))
+
+    def __call__(self, x: Any) -> Any:
+        if (name := self._operand(x)) is not None:
+            return self.ref(name)
+        if isinstance(x, tuple) and any(isinstance(k, slice) or k is ... for k in x):
+            ends = [[k.start, k.stop, k.step] if isinstance(k, slice) else "..." if k is ... else k for k in x]
+            return {"index": self(ends)}
+        if isinstance(x, (tuple, list)):
+            return [self(v) for v in x]
+        return {k: self(v) for k, v in x.items()} if isinstance(x, Mapping) else self._constant(x)
 
 
 def fill(template: Any, inputs: Sequence[Any]) -> Any:

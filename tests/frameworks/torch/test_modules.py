@@ -82,16 +82,6 @@ def test_the_compiled_form_has_the_same_values_and_gradients():
         torch.testing.assert_close(eager, compiled, rtol=1e-5, atol=1e-4, equal_nan=True)
 
 
-@pytest.mark.parametrize("first", [[-1.0, 3.0], [4.0, -1.0], [1.0, 2.0]])
-def test_an_observer_keeps_the_least_and_the_greatest_of_all_batches(first):
-    q = _quantizer(0.5, 0, INT4)
-    q.mode = "observe"
-    assert q(torch.zeros(0, 3)).shape == (0, 3) and q.observed_range is None
-    for batch in (first, [-2.0, 1.0], [3.0, 0.0], []):
-        assert torch.equal(q(torch.tensor(batch)), torch.tensor(batch))
-    assert q.observed_range == (-2.0, max(*first, 3.0))
-
-
 def test_scales_stay_in_single_precision_or_better_and_results_have_the_type_of_the_data():
     """A scale in half precision would move every code."""
     q = _quantizer(0.1, 0, INT4).bfloat16()

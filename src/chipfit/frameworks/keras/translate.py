@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import torch
 
+from chipfit.engine.opaque import Template
 from chipfit.errors import short_message
 from chipfit.frameworks.keras.call import KerasCall, KerasGraphBuilder
 from chipfit.frameworks.keras.loading import target_of
@@ -18,7 +19,7 @@ from chipfit.frameworks.keras.read import ACTIVATED, READERS, UNTRACEABLE
 from chipfit.frameworks.reading import Unreadable
 from chipfit.graph.builder import Origin
 from chipfit.graph.config import plain
-from chipfit.graph.ir import OPAQUE, Ref, Value
+from chipfit.graph.ir import OPAQUE, Value
 
 
 def functional(model: Any) -> Any:
@@ -272,28 +273,19 @@ class Translator:
         self, operation: Any, args: Any, kwargs: Any, outputs: Sequence[Any], origin: Origin, name: str
     ) -> list[Value]:
         """Add an opaque node that calls the operation itself; its variables are among the inputs."""
-        inputs: list[str] = []
 
-        def template(x: Any) -> Any:
-            if isinstance(x, tuple) and any(isinstance(k, slice) or k is ... for k in x):
-                ends = [[k.start, k.stop, k.step] if isinstance(k, slice) else "..." if k is ... else k for k in x]
-                return {"index": template(ends)}
-            if isinstance(x, (tuple, list)):
-                return [template(v) for v in x]
-            if isinstance(x, Mapping):
-                return {k: template(v) for k, v in x.items()}
-            if not isinstance(x, Value) and not _is_array(x):
-                return x if x is None or isinstance(x, (bool, int, float, str)) else str(x)
-            operand = x.name if isinstance(x, Value) else self.builder.weight(x, origin)
-            if operand not in inputs:
-                inputs.append(operand)
-            return Ref(inputs.index(operand))
+        def operand(x: Any) -> str | None:
+            return x.name if isinstance(x, Value) else self.builder.weight(x, origin) if _is_array(x) else None
 
+        def constant(x: Any) -> Any:
+            return x if x is None or isinstance(x, (bool, int, float, str)) else str(x)
+
+        template = Template(operand, constant)
         layer = isinstance(operation, keras.Layer)
         variables = [*operation.trainable_variables, *operation.non_trainable_variables] if layer else []
         given = [template(args), template(kwargs)]  # before variables, so that the data are the first inputs
         attrs = {"target": target_of(operation), "args": [template(variables), *given], "kwargs": {}}
-        return self.builder.emit(origin, name, OPAQUE, inputs, attrs, [(kt.shape, kt.dtype) for kt in outputs])
+        return self.builder.emit(origin, name, OPAQUE, template.inputs, attrs, [(kt.shape, kt.dtype) for kt in outputs])
 
     def _renamed(self, value: Value, name: str) -> Value:
         """Rename the last node, which is a whole layer, to the name of the layer; return its result."""

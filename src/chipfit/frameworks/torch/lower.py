@@ -168,7 +168,7 @@ class QuantizedModule(Checkpointed):
                 yield name, self.quantizer_of(name)  # type: ignore[misc]  # biases have the other kind
 
     def set_mode(self, mode: str) -> None:
-        """Set the mode of every quantizer: "quantize", "bypass" (the rewritten float network), or "observe".
+        """Set the mode of every quantizer: "quantize", or "bypass" (the rewritten float network).
 
         Raises:
             UnknownNameError: There is no such mode.

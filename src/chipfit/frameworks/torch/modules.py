@@ -144,11 +144,10 @@ class FakeQuantizer(nn.Module):
     """A module that rounds a tensor to the grid of its plan, y = (clip(round(x / s) + z) - z) s, by its algorithm.
 
     The numbers that the algorithm trains are parameters; a `scale` that it does not train is a frozen parameter. `mode`
-    is a plain attribute: "quantize", "bypass" (the identity), or "observe" (the identity, which keeps the least and the
-    greatest value in `observed_range`).
+    is a plain attribute: "quantize", or "bypass" (the identity).
     """
 
-    MODES = ("quantize", "bypass", "observe")
+    MODES = ("quantize", "bypass")
     share = 1.0  #: the share of rounding in the result: y = (1 - share) x + share Q(x)
 
     scale: Tensor
@@ -168,7 +167,6 @@ class FakeQuantizer(nn.Module):
         self.tensor, self.grid, self.axis, self.algorithm = tensor, algorithm.grid(stored.grid), stored.axis, algorithm
         algorithm.start(self)
         self.mode = "quantize"
-        self.observed_range: tuple[float, float] | None = None
         #: replaces the algorithm, see FrameworkInfo.apply
         self.function: Callable[[Tensor], Tensor] | None = None
 
@@ -249,10 +247,6 @@ class FakeQuantizer(nn.Module):
                 return _blended(x, self.function(x), self.share)
             y = _rounded(self.algorithm, x, self.algorithm_inputs(), self.grid, self.axis, self.training)
             return _blended(x, y, self.share)
-        if self.mode == "observe" and x.numel():
-            low, high = (float(v) for v in x.detach().aminmax())
-            old = self.observed_range or (low, high)
-            self.observed_range = min(low, old[0]), max(high, old[1])
         return x
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from chipfit.engine.opaque import target_name
+from chipfit.engine.opaque import Template, target_name
 from chipfit.engine.trees import dump_call, dump_result
 from chipfit.errors import CaptureError, GraphError
 from chipfit.frameworks.reading import Unreadable
@@ -16,7 +16,7 @@ from chipfit.frameworks.torch.call import TorchCall, TorchGraphBuilder
 from chipfit.frameworks.torch.program import CHECKS, OpenSize, Program, Unrecordable, arguments, aten_name, source
 from chipfit.frameworks.torch.read import READERS, SYNONYMS
 from chipfit.graph.edit import drop_dead
-from chipfit.graph.ir import OPAQUE, Graph, Ref
+from chipfit.graph.ir import OPAQUE, Graph
 
 
 def translate(program: Program, model: torch.nn.Module, call: Any, example_out: Any) -> Graph:
@@ -127,28 +127,20 @@ class _Translator:
 
     def opaque(self, n: torch.fx.Node, target: Any) -> Any:
         """Add a call as an opaque node: the name of its target, and its arguments with a Ref for each value."""
-        inputs: list[str] = []
 
-        def reference(v: Any) -> Any:
-            if isinstance(v, str):
-                if v not in inputs:
-                    inputs.append(v)
-                return Ref(inputs.index(v))
-            return [reference(i) for i in v] if isinstance(v, (list, tuple)) else v
+        def operand(x: Any) -> str | None:
+            v = self.builder.arg(x) if isinstance(x, torch.fx.Node) else None
+            return self.size(n, x) if isinstance(x, OpenSize) else v if isinstance(v, str) else None
 
-        def template(x: Any) -> Any:
-            if isinstance(x, torch.fx.Node):
-                return reference(self.builder.arg(x))
-            if isinstance(x, (list, tuple)):
-                return [template(i) for i in x]
-            if isinstance(x, OpenSize):
-                return reference(self.size(n, x))
-            if isinstance(x, dict):
-                return {k: template(v) for k, v in x.items()}
+        def constant(x: Any) -> Any:
+            if isinstance(x, torch.fx.Node):  # of several values, or of a number
+                v = self.builder.arg(x)
+                return [template.ref(i) for i in v] if isinstance(v, (list, tuple)) else v
             if isinstance(x, (torch.dtype, torch.layout, torch.memory_format)):
                 return {"torch": str(x).removeprefix("torch.")}
             return {"torch": f"device:{x}"} if isinstance(x, torch.device) else x
 
+        template = Template(operand, constant)
         try:
             name = target_name(target)
         except GraphError as e:
@@ -156,7 +148,7 @@ class _Translator:
         attrs = {"target": name, "args": template(n.args), "kwargs": template(n.kwargs)}
         result = n.meta.get("val")
         many = isinstance(result, (tuple, list))
-        values = self.builder.append(n, OPAQUE, inputs, attrs, list(result) if many else [result])
+        values = self.builder.append(n, OPAQUE, template.inputs, attrs, list(result) if many else [result])
         return tuple(values) if many else values[0]
 
     def size(self, n: torch.fx.Node, size: OpenSize) -> str:
