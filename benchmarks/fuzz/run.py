@@ -67,14 +67,14 @@ FORESEEN: dict[str, tuple[type[BaseException], ...]] = {
     "engine/trees.py:read_tree": (ValueError, RecursionError),
     # a zip archive; names of values and weights that nothing has; raw bytes for torch
     "frameworks/torch/archive.py:load": (*_ZIP, LookupError, ValueError, RuntimeError),
-    "frameworks/keras/safe_loading.py:_check_file": (*_ZIP, ValueError, KeyError, RecursionError),
+    "frameworks/keras/loading.py:_check_file": (*_ZIP, ValueError, KeyError, RecursionError),
     "runtimes/onnxruntime.py:__init__": (UnicodeDecodeError, *_ORT),  # names in the file
     "runtimes/onnxruntime.py:read": (DecodeError, onnx.checker.ValidationError),
     "runtimes/litert.py:__init__": (ValueError, RuntimeError),
-    "runtimes/litert.py:_with_outputs": (pydantic.ValidationError,),
+    "runtimes/__init__.py:read_notes": (pydantic.ValidationError,),
     "export/onnx/writer.py:export_onnx": (onnx.checker.ValidationError, onnx.shape_inference.InferenceError),
     "export/onnx/opaque.py:splice": (torch.onnx.OnnxExporterError, RuntimeError),
-    "cli/inputs.py:_load_weights": (RuntimeError, safetensors.SafetensorError),
+    "reading.py:load_weights": (RuntimeError, safetensors.SafetensorError),
     "cli/inputs.py:_npz": (*_ZIP, ValueError, RuntimeError),
     "cli/inputs.py:_images": (OSError, ValueError, SyntaxError, EOFError),
 }
@@ -83,11 +83,11 @@ FORESEEN: dict[str, tuple[type[BaseException], ...]] = {
 FOREIGN: tuple[str, ...] = (
     "frameworks/torch/capture.py:_run_example",
     "frameworks/torch/record.py:watch",
-    "frameworks/torch/export.py:export",
+    "frameworks/torch/capture.py:export",
     "frameworks/keras/capture.py:_in_float32",
     "frameworks/keras/capture.py:_compare",
-    "frameworks/keras/safe_loading.py:load",
-    "frameworks/keras/opaque.py:load_operation",
+    "frameworks/keras/loading.py:load",
+    "frameworks/keras/loading.py:load_operation",
     "import_by_name.py:import_by_name",
     "import_by_name.py:call_factory",
     "ranges/__init__.py:choose",  # the user's rule

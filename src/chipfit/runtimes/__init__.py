@@ -16,6 +16,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from chipfit.errors import RuntimeUnavailable
+from chipfit.validation import error_of
 
 #: (float32 numbers, scale) -> the numbers in steps of the scale, rounded
 Steps = Callable[[np.ndarray, Any], np.ndarray]
@@ -47,8 +48,8 @@ def read_notes(kind: Any, text: str | bytes, path: str) -> Any:
     try:
         return TypeAdapter(kind).validate_json(text)
     except ValidationError as e:
-        got = e.errors(include_url=False)[0]["msg"]
-        raise RuntimeUnavailable("The chipfit notes in the file are malformed", where=path, got=got) from e
+        why = error_of(e.errors(), {}, RuntimeUnavailable, path).what
+        raise RuntimeUnavailable(f"The chipfit notes in the file are malformed: {why}", where=path) from e
 
 
 def unfit_notes(path: str = "", what: str = "tensors") -> RuntimeUnavailable:
