@@ -108,6 +108,7 @@ CASES: dict[str, tuple[str, list[tuple], dict[str, Any]]] = {
     "log softmax of the last": ("LogSoftmax", [(3, 5, 2)], {"axis": -1}),
     "slope for each channel": ("PRelu", [I, (4,)], {}),
     "slope of rows": ("PRelu", [(3, 4), (4,)], {}),
+    "slope of a vector": ("PRelu", [(5,), (1,)], {}),
     "leaky": ("LeakyRelu", [I], {"negative_slope": -0.3}),
     "clamp below": ("Clamp", [I], {"min": -0.25, "max": None}),
     "clamp above": ("Clamp", [I], {"min": None, "max": 0.75}),

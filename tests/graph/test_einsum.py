@@ -40,6 +40,7 @@ def test_an_equation_of_one_product_is_computed_by_it(equation):
         "bqd,bkd",
         "...qd,...kd->...qk",
         "qq,qd->qd",
+        "bqd,bbkd->bqk",
         "bd->b",
         "a,b,c->abc",
     ],

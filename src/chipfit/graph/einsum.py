@@ -21,7 +21,7 @@ def as_product(equation: str) -> Product | None:
     """
     ins, arrow, result = equation.replace(" ", "").partition("->")
     left, comma, right = ins.partition(",")
-    if not (arrow and comma) or "." in ins or len({*left}) < len(left) or len({*right}) < len(right):
+    if not (arrow and comma) or "." in ins or len({*right}) < len(right):  # one twice in `left` is counted below
         return None
     batch = [c for c in left if c in right and c in result]
     summed = [c for c in left if c in right and c not in result]
