@@ -10,7 +10,7 @@ from chipfit.engine.run import run
 from chipfit.errors import ChipfitError
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
-from chipfit.report.report import Report
+from chipfit.report.record import ReportData
 from chipfit.rounding.compare import run_quantized
 
 WEAK_DB = 20.0  #: a result below this has noise of more than a tenth of its signal
@@ -19,7 +19,7 @@ CLIPPED = 0.01  #: share of clipped values worth a trial
 GAIN_DB = 1.0  #: an override is advised if it improves the model's outputs by this
 
 
-def advice(report: Report) -> list[str]:
+def advice(report: ReportData) -> list[str]:
     """Return one sentence for each thing that is worth doing, most urgent first; never empty."""
     out = []
     v, first = report.verification, report.first_departure
@@ -63,7 +63,7 @@ def advice(report: Report) -> list[str]:
 # ---------------------------------------------------------------- trials
 
 
-def candidates(report: Report) -> list[tuple[dict[str, Any], str]]:
+def candidates(report: ReportData) -> list[tuple[dict[str, Any], str]]:
     """Return at most two overrides that may help, each with its reason."""
     weak = min(((r.sqnr_db, r.name) for r in report.layers if r.sqnr_db is not None), default=(WEAK_DB, ""))
     clipped, name = max(((r.clipped, r.name) for r in report.layers if r.clipped is not None), default=(0.0, ""))
@@ -76,7 +76,7 @@ def candidates(report: Report) -> list[tuple[dict[str, Any], str]]:
 
 
 def tried(
-    report: Report, graph: Graph, plan: Plan, edit: Callable[[dict[str, Any]], tuple[Graph, Plan]]
+    report: ReportData, graph: Graph, plan: Plan, edit: Callable[[dict[str, Any]], tuple[Graph, Plan]]
 ) -> tuple[str, ...]:
     """Return a sentence for each candidate that improves the model's outputs, with the measured gain.
 

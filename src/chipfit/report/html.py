@@ -10,10 +10,10 @@ from markupsafe import Markup
 
 from chipfit.report import terminal
 from chipfit.report.advice import advice
-from chipfit.report.report import Kernel, Report
+from chipfit.report.record import Kernel, ReportData
 
 
-def page(report: Report) -> str:
+def page(report: ReportData) -> str:
     """Return HTML with styles, drawings and script inside; its content policy forbids to load anything else."""
     kernels = [_columns(k) for k in report.kernels]
     data = {"inputs": [_columns(Kernel((r,))) for r in report.inputs], "kernels": kernels, "tensors": _tensors(report)}
@@ -52,7 +52,7 @@ def _columns(kernel: Kernel) -> dict[str, Any]:
     return {**names, **noise, **ends, **{field: getattr(r, field) for field in same}}
 
 
-def _tensors(report: Report) -> list[dict[str, Any]]:
+def _tensors(report: ReportData) -> list[dict[str, Any]]:
     """Return, for each tensor, how many integers differ and by how much."""
     keys = "tensor layer op elements freely differing largest op_differing op_largest in_float why fault".split()
     return [{k: row[k] for k in keys} for row in report.verification["rows"]] if report.verification else []

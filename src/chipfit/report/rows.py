@@ -15,7 +15,8 @@ from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from chipfit.platform.schema import Platform
 from chipfit.platform.support import simulates_arithmetic, unsupported_features
 from chipfit.quantizers.stored import Stored
-from chipfit.report.report import LayerRow, Report
+from chipfit.report.record import LayerRow
+from chipfit.report.report import Report
 
 if TYPE_CHECKING:
     from chipfit.calibration.collect import TensorStats

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from chipfit.report.advice import advice
-from chipfit.report.report import Kernel, Report
+from chipfit.report.record import Kernel, ReportData
 
 #: longest table that is printed whole; of a longer one the weakest kernels are printed
 KERNELS = 40
@@ -32,7 +32,7 @@ def size(count: float) -> str:
     return f"{count:.2f} GB"
 
 
-def agreement(report: Report) -> Text:
+def agreement(report: ReportData) -> Text:
     """Return whether the device computes what was simulated, and the first tensor for which it does not."""
     v, first = report.verification, report.first_departure
     if v is None:
@@ -56,20 +56,20 @@ def agreement(report: Report) -> Text:
     return text
 
 
-def accuracies(report: Report) -> dict[str, float]:
+def accuracies(report: ReportData) -> dict[str, float]:
     """Return top-1 of float, simulated, integer and device, in this order, as far as they were measured."""
     found = report.verification["accuracy"] if report.verification else {}
     return {k: found[k] for k in ("float", "simulated", "integer", "device") if k in found}
 
 
-def accuracies_of(report: Report) -> str:
+def accuracies_of(report: ReportData) -> str:
     """Return the accuracies' samples: "top-1 of 450 samples, 128 of the 500 verified are calibration data"."""
     v: Mapping[str, Any] = report.verification or {}
     seen = f", {v['calibrated']} of the {v['samples']} verified are calibration data" if v.get("calibrated") else ""
     return f"top-1 of {v.get('labelled', 0)} samples{seen}"
 
 
-def render(report: Report) -> Group:
+def render(report: ReportData) -> Group:
     """Return the report: a summary, a line per kernel, what stays in float, what to try next."""
     why = Table.grid(padding=(0, 2))
     for reason, layers in report.floats.items():
@@ -95,7 +95,7 @@ def _panel(there_is: Any, content: RenderableType, title: str, style: str = "cya
     return [Panel(content, title=title, border_style=style)] if there_is else []
 
 
-def facts(report: Report) -> dict[str, str]:
+def facts(report: ReportData) -> dict[str, str]:
     """Return facts about the whole model, by label."""
     weights = f"{size(report.float_bytes)} -> {size(report.quantized_bytes)}, {report.shrink:.1f} x smaller"
     if report.padded_bytes != report.quantized_bytes:
@@ -109,7 +109,7 @@ def facts(report: Report) -> dict[str, str]:
     return out
 
 
-def _summary(report: Report) -> Table:
+def _summary(report: ReportData) -> Table:
     head = Table.grid(padding=(0, 2))
     head.add_column(style="dim")
     head.add_column()
@@ -144,7 +144,7 @@ def _table(kernels: list[Kernel]) -> Table:
     return table
 
 
-def _hurts(report: Report) -> Table:
+def _hurts(report: ReportData) -> Table:
     """Return the most sensitive tensors, with bars."""
     table = Table.grid(padding=(0, 2))
     for r in report.sensitivity[:HEAVY]:
@@ -156,7 +156,7 @@ def _hurts(report: Report) -> Table:
     return table
 
 
-def _curve(report: Report) -> Table:
+def _curve(report: ReportData) -> Table:
     """Return the loss for each budget, with bars on a logarithmic scale."""
     table = Table("of 8 bits", "takes", "predicted loss", "measured loss", "", show_edge=False, header_style="bold")
     for p in report.pareto:
@@ -166,6 +166,6 @@ def _curve(report: Report) -> Table:
     return table
 
 
-def show(report: Report, console: Console | None = None) -> None:
+def show(report: ReportData, console: Console | None = None) -> None:
     """Print a report."""
     (console or Console()).print(render(report))
