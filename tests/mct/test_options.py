@@ -85,16 +85,6 @@ def test_outliers_are_cut_by_their_z_score_and_thresholds_are_powers_of_two_abov
     assert threshold[0] == 1024 and threshold[1] in (4, 8)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_symmetric_weight_thresholds_are_no_powers_of_two(method):
-    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3))
-    for conv in model[::2]:
-        nn.init.uniform_(conv.weight)
-    tensors = fit(model, randn(4, 3, 8, 8), weights_error_method=method).plan.tensors.values()
-    for log in (torch.log2(t.scale * 128) for t in tensors if t.role == "weight" and t.quantized):
-        assert not torch.equal(log, log.round())
-
-
 # ---------------------------------------------------------------- with each of them
 
 

@@ -98,16 +98,6 @@ def test_invalid_methods_are_refused(config, error, says):
 # ---------------------------------------------------------------- checkpoints
 
 
-def test_a_checkpoint_is_restored():
-    model, _ = init(qat_config=QATConfig("lsq", "lsq"))
-    train(model)
-    state = copy.deepcopy(model.state_dict())
-    other, _ = init(qat_config=QATConfig("lsq", "lsq"))
-    assert not torch.equal(other(X), model(X))
-    other.load_state_dict(state)
-    assert torch.equal(other(X), model(X))
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [

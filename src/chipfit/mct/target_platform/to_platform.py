@@ -125,40 +125,32 @@ def _pick(c: configs.OpQuantizationConfig, *names: str) -> configs.AttributeQuan
 def _weight(a: configs.AttributeQuantizationConfig, formats: dict[str, Format]) -> str:
     if not a.enable_weights_quantization:
         return "float"
-    method, channels = a.weights_quantization_method, a.weights_per_channel_threshold
-    entries = f"_v{a.lut_values_bitwidth}" if method.lut and a.lut_values_bitwidth else ""
-    name = f"w{a.weights_n_bits}_{_short(method)}{'_ch' if channels else ''}{entries}"
-    per = "channel" if channels else "tensor"
-    formats[name] = _format(method, a.weights_n_bits, a.lut_values_bitwidth, per=per)
-    return name
+    method, entries = a.weights_quantization_method, a.lut_values_bitwidth
+    per = "channel" if a.weights_per_channel_threshold else "tensor"
+    mark = ("_ch" if per == "channel" else "") + (f"_v{entries}" if method.lut and entries else "")
+    return _add(formats, "w", mark, method, a.weights_n_bits, entries, per=per)
 
 
 def _activation(c: configs.OpQuantizationConfig, formats: dict[str, Format]) -> str:
-    method, bits = c.activation_quantization_method, c.activation_n_bits
-    if c.signedness is configs.Signedness.AUTO:
-        mark, signed = ("", True if method.affine else "auto")
-    else:
-        signed = c.signedness is configs.Signedness.SIGNED
-        mark = "_u" if not signed else "" if method.affine else "_s"
-    name = f"a{bits}_{_short(method)}{mark}"
-    formats[name] = _format(method, bits, signed=signed)
-    return name
+    method, auto = c.activation_quantization_method, c.signedness is configs.Signedness.AUTO
+    signed = "auto" if auto and not method.affine else c.signedness is not configs.Signedness.UNSIGNED
+    mark = "_u" if not signed else "" if auto or method.affine else "_s"
+    return _add(formats, "a", mark, method, c.activation_n_bits, signed=signed)
 
 
-def _short(method: configs.QuantizationMethod) -> str:
-    """Return the abbreviation of a method in names of formats."""
-    return ("lut" if method.lut else "") + ("uni" if method.affine else "pot" if method.pot else "sym")
-
-
-def _format(method: configs.QuantizationMethod, bits: int, entry_bits: int | None = None, **more: Any) -> Format:
-    return translate_errors(Format, ModelingError, f"a {bits}-bit format of {method}", {"bits": True})(
+def _add(formats: Any, role: str, mark: str, method: Any, bits: int, entries: int | None = None, **more: Any) -> str:
+    """Add a format of a quantization method; return its name, which ends with `mark`."""
+    short = ("lut" if method.lut else "") + ("uni" if method.affine else "pot" if method.pot else "sym")
+    name = f"{role}{bits}_{short}{mark}"
+    formats[name] = translate_errors(Format, ModelingError, f"a {bits}-bit format of {method}", {"bits": True})(
         bits=bits,
         kind="lut" if method.lut else "int",
         scale="pot" if method.pot else "any",
         zero="any" if method.affine else 0,
-        lut={"value_bits": entry_bits or 8} if method.lut else None,
+        lut={"value_bits": entries or 8} if method.lut else None,
         **more,
     )
+    return name
 
 
 def _fixed(c: configs.OpQuantizationConfig, formats: dict[str, Format]) -> tuple[Rule, ...]:
