@@ -1,7 +1,5 @@
 """FrameworkInfo: selection of layers, known ranges, and quantization functions of users."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Learned rounding under MCT's names."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

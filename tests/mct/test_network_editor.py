@@ -1,7 +1,5 @@
 """The network editor: filters of layers, actions on them and their errors; bit widths by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Options of MCT's configuration: each is a setting of chipfit, and results stay exact with each."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Post-training quantization under MCT's names: arguments, information about the result, errors."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from dataclasses import replace

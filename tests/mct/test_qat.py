@@ -1,7 +1,5 @@
 """Quantization-aware training under MCT's names; of Keras: tests/frameworks/keras/test_trainable.py."""
 
-from __future__ import annotations
-
 import copy
 import io
 

@@ -1,7 +1,5 @@
 """Learned weight rounding under the names of MCT: configurations, and functions that quantize and learn in one call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import field
 from enum import Enum

@@ -3,8 +3,6 @@
 A configuration has five arguments for weights, which describe the kernel; biases stay in float.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Mapping

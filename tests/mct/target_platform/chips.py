@@ -1,7 +1,5 @@
 """Small chips for tests: configurations, options, models, and capabilities."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

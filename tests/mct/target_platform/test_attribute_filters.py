@@ -1,7 +1,5 @@
 """Filters on attributes of layers and calls, and the formats that follow in a plan; Keras: test_keras_layers.py."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Built-in chips with versions: their data, options, layers, and networks on them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

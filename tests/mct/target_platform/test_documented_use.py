@@ -1,7 +1,5 @@
 """The published examples of hardware and framework modelling."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

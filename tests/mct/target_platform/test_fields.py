@@ -1,7 +1,5 @@
 """Effects of every field of a quantization configuration on the plan and the exported file."""
 
-from __future__ import annotations
-
 import json
 
 import onnx

@@ -1,7 +1,5 @@
 """Files of chips: platforms in YAML, capabilities in JSON, and conversion between them."""
 
-from __future__ import annotations
-
 import pytest
 from typer.testing import CliRunner
 

@@ -1,7 +1,5 @@
 """Fusing patterns on networks: which operators run as one kernel."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

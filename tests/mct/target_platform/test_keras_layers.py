@@ -1,7 +1,5 @@
 """Keras layers, keras.ops and raw TensorFlow functions in operator sets and filters."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Layers of operator sets: attached, found again, and kept apart where sets share an operator."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

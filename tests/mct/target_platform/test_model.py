@@ -1,7 +1,5 @@
 """Target platform models: operator sets, their options, concatenations and fusings."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Base classes of trainable quantizers, and quantizers on single layers."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

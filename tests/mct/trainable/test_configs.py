@@ -1,7 +1,5 @@
 """Configurations of trainable quantizers: the grids that they describe, their errors, and their data."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

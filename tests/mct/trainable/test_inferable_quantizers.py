@@ -1,7 +1,5 @@
 """Inferable quantizers under MCT's names: worked numbers; their grids: tests/quantizers/test_inferable.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Quantizer classes of users in whole models: training, deployment, and their errors."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
