@@ -25,6 +25,7 @@ from chipfit.errors import ChipfitError, ConfigError, RuntimeUnavailable, Unsupp
 from chipfit.export.io_spec import QuantizedIO, io_spec_of, io_types
 from chipfit.export.tflite.c_array import arena
 from chipfit.graph.ir import Graph, Value
+from chipfit.registry import entries
 from tests.build import images, model_of, plan_of, quantized, stored
 from tests.exactness.tamper import opened
 
@@ -140,6 +141,18 @@ def test_malformed_notes_are_refused(results, tmp_path, notes):
     change_notes(path, lambda said: notes.replace("%s", json.dumps(said["inputs"]["x"])))
     with pytest.raises(RuntimeUnavailable, match="notes in the file"):
         results["ort_cpu"].verify([UNSEEN], path=path)
+
+
+VALUES = {"io": "int8", "labels": [*"abcde"], "mean": 0.5, "std": 0.25, "opset": 17, "batch": 2, "keep_layout": True}
+OPTIONS = [(s, o) for e in entries("format").values() for s in e.declares.suffixes for o in e.declares.options]
+
+
+@pytest.mark.parametrize("suffix, option", OPTIONS)
+def test_every_option_of_a_format_changes_the_file_and_equal_ones_make_equal_files(results, tmp_path, suffix, option):
+    result, plain = results["ort_cpu" if suffix == ".onnx" else "tflite_int8"], {"mean": 1.0, "std": 1.0}
+    made = [plain, plain, plain | {option: VALUES[option]}]
+    one, again, other = (result.export(tmp_path / f"m{suffix}", **how).read_bytes() for how in made)
+    assert one == again != other
 
 
 # ---------------------------------------------------------------- labels and normalisation
