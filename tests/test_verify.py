@@ -1,7 +1,5 @@
 """The counting behind a verification: each number by hand, on results of a device that are made up."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What calibration keeps of a tensor, against numpy."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Calibration data in every usual form, and what is left of labels."""
 
-from __future__ import annotations
-
 from collections import namedtuple
 from dataclasses import replace
 from types import SimpleNamespace

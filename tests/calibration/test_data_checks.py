@@ -1,7 +1,5 @@
 """From where on data are doubted."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

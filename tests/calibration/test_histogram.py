@@ -1,7 +1,5 @@
 """Histograms that grow and shift, against numpy."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Common mistakes with input data: each is named, with what to write instead."""
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 

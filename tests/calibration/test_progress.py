@@ -1,7 +1,5 @@
 """What a long call shows: a live line on a terminal, one line per stage in logs and notebooks, nothing unasked."""
 
-from __future__ import annotations
-
 import io
 import re
 import sys

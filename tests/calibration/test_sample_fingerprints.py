@@ -1,7 +1,5 @@
 """Samples that were seen are known again, whatever batches they came in."""
 
-from __future__ import annotations
-
 import hashlib
 
 import pytest

@@ -1,7 +1,5 @@
 """Bad input of networks that read tokens: each is a typed error that says what would be right."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """What all training algorithms share, by hand."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

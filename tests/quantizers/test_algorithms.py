@@ -1,7 +1,5 @@
 """Every registered training algorithm, in the same terms: values, gradients, and what is left when training ends."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, fields, replace
 
@@ -353,6 +351,13 @@ def test_pact_counts_at_each_end():
     assert p["alpha"].grad == 1 - 3
     _, _, p = run(PACT(alpha=6), x, stored(AFFINE, 0.25, 8), True)
     assert (p["alpha"].grad, p["beta"].grad) == (1, 3)
+
+
+@pytest.mark.parametrize("alpha, beta, ends", [(-3.0, -6.0, (-6, 0)), (6.0, 3.0, (0, 6)), (4.0, -2.0, (-2, 4))])
+def test_pact_keeps_zero_inside_its_range(alpha, beta, ends):
+    algorithm, p, grid = ready(PACT(), stored(AFFINE, 0.25, 8), None, 1)
+    found = algorithm.ends(TorchOps, {**p, "alpha": torch.tensor(alpha), "beta": torch.tensor(beta)}, grid)
+    assert tuple(map(float, found)) == ends
 
 
 def test_dorefa_by_hand():

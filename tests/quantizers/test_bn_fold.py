@@ -1,7 +1,5 @@
 """Batch norm folded in training, against torch itself, in float64."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

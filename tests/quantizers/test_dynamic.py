@@ -1,7 +1,5 @@
 """Rounding to ranges of the moment, by hand and beside ONNX Runtime."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnxruntime
 import pytest

@@ -1,7 +1,5 @@
 """Rounding to a grid: numbers that anyone can check."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

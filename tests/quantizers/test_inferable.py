@@ -1,7 +1,5 @@
 """Thresholds, ranges and tables as grids, by hand."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

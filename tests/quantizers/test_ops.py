@@ -1,7 +1,5 @@
 """The functions that training formulas are written in, against torch's own, and gradients by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

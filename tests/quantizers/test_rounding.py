@@ -1,7 +1,5 @@
 """The rounding rules that platforms name: against arithmetic on paper, in torch and Keras, training and integers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Bounds on products of scales and on sums of quantized weights, by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

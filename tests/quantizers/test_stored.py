@@ -1,7 +1,5 @@
 """A grid with numbers is right, or is not made."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

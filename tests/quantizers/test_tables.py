@@ -1,7 +1,5 @@
 """Formats with tables go the whole way: look-up weights, logarithmic codes, 8-bit floats."""
 
-from __future__ import annotations
-
 import itertools
 import json
 

@@ -1,7 +1,5 @@
 """What a rule is given of a tensor or of its statistics, and what a name stands for."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Scale and zero point from the ends of a range, against arithmetic on paper."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Range rules against worked numbers of MCT and MQBench, numpy, scikit-learn, and searches by brute force."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The parts of a search for a range, each against numpy."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Ranges of activations that are chosen by the effect of their errors on the outputs."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Weights between two quantized values, on paper; (n) is the number of an assertion that users of MCT know."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

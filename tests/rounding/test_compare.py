@@ -1,7 +1,5 @@
 """Comparing plans: what is rounded, what is not, and losses by hand."""
 
-from __future__ import annotations
-
 import math
 import weakref
 

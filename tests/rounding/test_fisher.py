@@ -1,12 +1,10 @@
 """Gradients at labels that a network draws itself, against derivatives on paper."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 import chipfit
-from chipfit.rounding.fisher import first_samples, gradients, sampled_loss, split_float_readers
+from chipfit.rounding.fisher import finite, first_samples, gradients, sampled_loss, split_float_readers
 from tests.build import graph_of, model_of
 
 
@@ -62,6 +60,16 @@ def test_gradients_are_of_what_is_wanted_and_finite_before_a_root_at_zero():
     slope = found[root] / 2
     assert torch.allclose(found[relu][[0, 2]], (slope * torch.tensor([[0.5], [0.0], [1 / 3]]))[[0, 2]], rtol=1e-5)
     assert float(found[relu][1]) == 0 and not any(v.requires_grad for v in values.values())
+
+
+def test_a_slope_without_end_counts_as_none_in_the_slopes_before_it():
+    """y = (0, 4), of which a root follows: only the second has a slope, which alone reaches x."""
+    w = torch.tensor([[1.0, 1.0], [1.0, 5.0]])
+    graph = graph_of("y = Linear(x, w, -)", "z = Sqrt(y)", weights={"w": w}, shape=(None, 2))
+    _, found = gradients(graph, [torch.tensor([[-1.0, 1.0]])], {"x", "y"}, (), seeded())
+    assert float(found["y"][0, 0]) == 0 != float(found["y"][0, 1])
+    torch.testing.assert_close(found["x"], found["y"] @ w)
+    assert finite(torch.tensor([float("nan"), float("inf"), -float("inf"), 2.0])).tolist() == [0, 0, 0, 2]
 
 
 def test_without_a_float_output_that_depends_on_them_there_are_no_gradients():

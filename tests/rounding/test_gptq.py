@@ -1,7 +1,5 @@
 """Closed-form rounding against exhaustive search, least squares and sums by hand."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

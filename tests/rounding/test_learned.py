@@ -1,7 +1,5 @@
 """Learned rounding; (n) is the number of the assertion in the list that users of MCT know."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

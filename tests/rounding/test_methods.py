@@ -1,7 +1,5 @@
 """Rounding methods: one file each, chosen by name, with options from the text or from settings."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Centring and equalization inside `quantize`: tried where bits are few, kept where held-out images lose no more."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

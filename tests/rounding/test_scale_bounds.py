@@ -1,7 +1,5 @@
 """Bounds between which a scale may move: numbers on paper."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

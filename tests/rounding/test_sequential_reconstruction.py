@@ -1,7 +1,5 @@
 """Sequential reconstruction: better than the nearest values, exact on the device, and noted where it cannot be done."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Values of images on their way: which are kept in codes, in half precision, or as they are."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

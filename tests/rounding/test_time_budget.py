@@ -1,7 +1,5 @@
 """A time budget becomes an amount of work, which the plan records."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

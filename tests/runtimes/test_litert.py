@@ -1,7 +1,5 @@
 """A loaded `.tflite` file: what it refuses, how it cuts batches up, which operators it runs."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 

@@ -1,7 +1,5 @@
 """A loaded ONNX file: shared weights on CPUs without VNNI, codes of either sign, and what machines are told apart."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import types

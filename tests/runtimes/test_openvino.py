@@ -1,7 +1,5 @@
 """OpenVINO: a file that it does not take."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import pytest
