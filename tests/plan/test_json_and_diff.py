@@ -44,17 +44,15 @@ def test_a_plan_comes_back_from_json_exactly():
     assert back.tensors["conv.weight"].zero_point.dtype == torch.int32
 
 
-def test_the_text_is_strict_json():
-    def not_json(word):
-        raise AssertionError(f"{word} is not JSON")
-
-    text, _ = plan_to_json(PLAN)
-    assert json.loads(text, parse_constant=not_json)["tensors"]["y"]["high"] == {"$float": "inf"}
+def test_numbers_that_json_lacks_are_marked():
+    data, _ = plan_to_json(PLAN)
+    assert '"high": {"$float": "inf"}' in json.dumps(data, allow_nan=False)
 
 
 def test_a_plan_edited_as_text_says_the_edit():
-    text, numbers = plan_to_json(PLAN)
-    edited = plan_from_json(text.replace('"mse"', '"by hand"'), numbers)
+    data, numbers = plan_to_json(PLAN)
+    data["tensors"]["conv.weight"]["origin"] = "by hand"
+    edited = plan_from_json(data, numbers)
     assert [str(d) for d in diff(PLAN, edited)] == ["tensor 'conv.weight': origin 'mse' -> 'by hand'"]
 
 
@@ -86,10 +84,10 @@ def test_what_only_one_plan_has_is_said():
     ]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"schema": 0}', '{"schema": 1}'])
-def test_what_is_not_a_plan_is_refused(text):
-    with pytest.raises(PlanError, match=r"JSON|schema version|is missing"):
-        plan_from_json(text, {})
+@pytest.mark.parametrize("data", [[], {}, {"schema": 0}, {"schema": 1}], ids=str)
+def test_what_is_not_a_plan_is_refused(data):
+    with pytest.raises(PlanError, match="schema version|is missing"):
+        plan_from_json(data, {})
 
 
 def test_a_provenance_without_json_form_is_refused():
@@ -107,10 +105,9 @@ def test_a_provenance_without_json_form_is_refused():
     ],
 )
 def test_what_is_read_again_of_a_provenance_has_its_type(key, value):
-    text, numbers = plan_to_json(PLAN)
-    text = json.loads(text)
-    text["provenance"][key] = value
+    data, numbers = plan_to_json(PLAN)
+    data["provenance"][key] = value
     with pytest.raises(PlanError, match="must be .*provenance"):
-        plan_from_json(json.dumps(text), numbers)
-    text["provenance"] = {"samples": ["a"], "settings": {"z_threshold": 3, "steps": {}}, "mine": [1]}
-    assert plan_from_json(json.dumps(text), numbers).provenance == text["provenance"]
+        plan_from_json(data, numbers)
+    data["provenance"] = {"samples": ["a"], "settings": {"z_threshold": 3, "steps": {}}, "mine": [1]}
+    assert plan_from_json(data, numbers).provenance == data["provenance"]

@@ -141,8 +141,7 @@ def outcome(key: str) -> dict[str, str]:
             result = quantized(NET, DATA, platform, rule="no_clipping")
     except ChipfitError as e:
         return {"refused": str(e)}
-    text, numbers = plan_to_json(result.plan)
-    plan = json.loads(text)
+    plan, numbers = plan_to_json(result.plan)
     plan.pop("provenance", None)
     out["plan"] = json.dumps(plan, sort_keys=True) + repr(sorted((k, v.tolist()) for k, v in numbers.items()))
     carried = default_runtime(platform), result.plan.provenance.get("platform")

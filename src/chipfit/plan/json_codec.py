@@ -1,6 +1,5 @@
 """Plans and graphs as JSON data that restores exactly. Data from files are checked by the types of the records."""
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import fields
@@ -334,8 +333,8 @@ class _Plan(TypedDict):
 _PLAN = TypeAdapter(_Plan)
 
 
-def plan_to_json(plan: Plan) -> tuple[str, dict[str, torch.Tensor]]:
-    """Return a Plan as JSON text, and its scales and zero points as "scale:<tensor>" and "zero_point:<tensor>"."""
+def plan_to_json(plan: Plan) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Return a Plan as JSON data, and its scales and zero points as "scale:<tensor>" and "zero_point:<tensor>"."""
     tensors: dict[str, Any] = {}
     numbers: dict[str, torch.Tensor] = {}
     for t in plan.tensors.values():
@@ -345,7 +344,7 @@ def plan_to_json(plan: Plan) -> tuple[str, dict[str, torch.Tensor]]:
             entry |= record_to_json(t.stored, leave_out=("grid", *_NUMBERS)) | {"grid": record_to_json(t.stored.grid)}
             numbers |= {f"{field}:{t.name}": getattr(t.stored, field) for field in _NUMBERS}
         tensors[t.name] = entry
-    data = {
+    return {
         "schema": SCHEMA,
         **{name: getattr(plan, name) for name in ("platform", "groups", "ties", "fixed", "zeros", "rewrites")},
         "tensors": tensors,
@@ -354,17 +353,15 @@ def plan_to_json(plan: Plan) -> tuple[str, dict[str, torch.Tensor]]:
         "limits": [record_to_json(x) for x in plan.limits],
         "sums": dict(plan.sums),
         "provenance": to_json(plan.provenance),
-    }
-    return json.dumps(data, indent=1, allow_nan=False), numbers
+    }, numbers
 
 
-def plan_from_json(text: str, numbers: Mapping[str, torch.Tensor]) -> Plan:
+def plan_from_json(data: Any, numbers: Mapping[str, torch.Tensor]) -> Plan:
     """Invert `plan_to_json`.
 
     Raises:
-        PlanError: the text is not a plan, has another schema version, or names unknown fields or numbers.
+        PlanError: the data are no plan, have another schema version, or name unknown fields or numbers.
     """
-    data = parse_json(text, PlanError, where="the plan")
     check_schema(data, "the plan")
     parts = check_value(_PLAN, data, PlanError, "the plan", json=True, context=numbers)
     del parts["schema"]

@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pydantic
 import safetensors
 import torch
+from pydantic import ConfigDict, with_config
 from safetensors.torch import load as from_bytes
 from safetensors.torch import save as to_bytes
 from typing_extensions import TypedDict
@@ -32,13 +32,14 @@ from chipfit.plan import json_codec as codec
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.platform.load import check_consistent, load_platform, names
 from chipfit.platform.schema import Platform
-from chipfit.validation import check_value, error_of
+from chipfit.validation import check_value
 
 _FILES = ("plan.json", "plan.safetensors", "graph.json", "weights.safetensors", "platform.json")
 
 
+@with_config(ConfigDict(strict=True, extra="forbid"))
 class _PlatformFile(TypedDict):
-    platform: dict[str, Any]
+    platform: Platform
     arch_selected: str | None
     file: str
 
@@ -95,8 +96,7 @@ def load(directory: str | Path) -> Saved:
             if _identity(root) == before or attempt == _ATTEMPTS - 1:  # otherwise a writer replaced it meanwhile
                 raise
         time.sleep(0.001 * attempt)
-    numbers = _tensors(files, "plan.safetensors", root)
-    plan = codec.plan_from_json(_text(files, "plan.json", root), numbers)
+    plan = codec.plan_from_json(_json(files, "plan.json", root), _tensors(files, "plan.safetensors", root))
     graph = codec.graph_from_json(_json(files, "graph.json", root), _tensors(files, "weights.safetensors", root))
     tensors, nodes = set(plan.tensors).union(*plan.ties), set(plan.nodes).union(*plan.groups)
     tensors |= {t for limit in plan.limits for t, _ in limit.terms}.union(plan.fixed, plan.zeros, dict(plan.sums))
@@ -123,7 +123,7 @@ def _write(root: Path, graph: Graph, plan: Plan, platform: Platform, report: Map
     target: dict[str, Any] = {"platform": platform.model_dump(mode="json", by_alias=True)}
     target |= {"arch_selected": platform.arch_selected, "file": platform.file}
     files = {
-        "plan.json": decided.encode(),
+        "plan.json": json.dumps(decided, indent=1, allow_nan=False).encode(),
         "graph.json": json.dumps(described, allow_nan=False).encode(),
         "platform.json": json.dumps(target, indent=1).encode(),
         "plan.safetensors": to_bytes({k: v.detach().cpu().contiguous().clone() for k, v in numbers.items()}),
@@ -193,26 +193,18 @@ def _files(home: Path, root: Path) -> dict[str, bytes]:
 
 
 def _platform(described: Any, path: Path) -> Platform:
-    check_value(_PlatformFile, described, PlanError, str(path))
-    try:
-        fields = described["platform"]
-        if "runtimes" not in fields and fields.get("name") in names():  # saved before platforms named them
-            now = load_platform(fields["name"])
-            fields |= {"runtimes": now.runtimes, "encodings": now.encodings}
-        selected = {k: described[k] for k in ("arch_selected", "file")}
-        platform = Platform.model_validate(fields).model_copy(update=selected)
-    except pydantic.ValidationError as e:
-        raise error_of(e.errors(), fields, PlanError, str(path)) from None
+    fields = described.get("platform") if isinstance(described, dict) else None
+    if isinstance(fields, dict) and "runtimes" not in fields and fields.get("name") in names():
+        now = load_platform(fields["name"])  # saved before platforms named them
+        fields |= {"runtimes": now.runtimes, "encodings": now.encodings}
+    parts = check_value(_PlatformFile, described, PlanError, str(path), json=True)
+    platform: Platform = parts.pop("platform").model_copy(update=parts)
     check_consistent(platform, str(path))
     return platform
 
 
-def _text(files: Mapping[str, bytes], name: str, root: Path) -> str:
-    return _guarded(root / name, lambda: files[name].decode())
-
-
 def _json(files: Mapping[str, bytes], name: str, root: Path) -> Any:
-    return parse_json(_text(files, name, root), PlanError, where=str(root / name))
+    return parse_json(_guarded(root / name, lambda: files[name].decode()), PlanError, where=str(root / name))
 
 
 def _tensors(files: Mapping[str, bytes], name: str, root: Path) -> dict[str, torch.Tensor]:
