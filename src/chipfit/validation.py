@@ -57,7 +57,7 @@ def by_name(kind: type[Enum]) -> BeforeValidator:
     """Return an annotation that accepts members of an enumeration, in JSON their names."""
 
     def read(value: Any, info: Any) -> Any:
-        value = kind.__members__.get(value) if info.mode == "json" else value
+        value = kind.__members__.get(str(value)) if info.mode == "json" else value
         if not isinstance(value, kind):
             raise PydanticCustomError("allowed", "{words}", {"words": ", ".join(map(str, kind))})
         return value

@@ -1,5 +1,7 @@
 """Files of chips: platforms in YAML, capabilities in JSON, and conversion between them."""
 
+import json
+
 import pytest
 from typer.testing import CliRunner
 
@@ -112,3 +114,21 @@ def test_an_invalid_capabilities_file_is_refused(tmp_path, content, words):
     with pytest.raises(ModelingError, match=words) as e:
         load(file)
     assert str(file) in e.value.where
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda data: data["layers"][0]["members"][0].update(op=["Conv2"]), "no operator named 'Conv2'.*'Conv2D'"),
+        (lambda data: data["model"]["default"]["options"][0].update(activation_quantization_method={}), "SYMMETRIC"),
+        (lambda data: data["model"]["fusings"][0]["groups"].append("Con"), "no operator set named 'Con'.*Conv"),
+        (lambda data: data["model"]["default"].update(base=3), "'base' must be an index of 'options'"),
+    ],
+)
+def test_a_contradictory_capabilities_file_is_refused(tmp_path, change, words):
+    file = export_platform(get_target_platform_capabilities("pytorch", "qnnpack"), tmp_path / "x.json")
+    data = json.loads(file.read_text())
+    change(data)
+    file.write_text(json.dumps(data))
+    with pytest.raises(ModelingError, match=words):
+        load(file)

@@ -7,12 +7,13 @@ from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
-from chipfit.errors import ModelingError
+from chipfit.errors import ModelingError, UnknownNameError
 from chipfit.files import existing_file, path_of, read_json, write_atomically
 from chipfit.mct.target_platform import capabilities, model
 from chipfit.mct.target_platform.configs import QuantizationConfigOptions
 from chipfit.mct.target_platform.layers import name_of
 from chipfit.mct.target_platform.targets import from_platform
+from chipfit.operators.table import OPS
 from chipfit.platform.filters import Member
 from chipfit.platform.load import load
 from chipfit.registry import register
@@ -165,5 +166,8 @@ def read(data: Mapping[str, Any]) -> capabilities.TargetPlatformCapabilities:
         for e in data["layers"]:
             mapping = {k: capabilities.DefaultDict(d["known"], d["default"]) for k, d in e["attributes"].items()}
             members = check_value(list[Member], e["members"], ModelingError, f"set '{e['set']}'", "members", json=True)
+            for op in (op for m in members for op in m.op if op not in OPS):
+                near = UnknownNameError("operator", op, OPS)
+                raise ModelingError(f"{near.what} in set '{e['set']}'", allowed=near.allowed)
             capabilities.OperationsSetToLayers(e["set"], members, mapping)
     return tpc
