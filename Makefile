@@ -52,6 +52,7 @@ chaos: setup ## kill driver and workers of the small matrix 20 times: the table 
 
 snapshots: setup ## write anew what the tests compare results with: for a change of results that was meant
 	$(QUIET) $(BIN)/python -m tests.snapshots.test_snapshots
+	$(QUIET) $(BIN)/python -m tests.snapshots.test_defaults
 	$(QUIET) KERAS_BACKEND=torch $(BIN)/python -m tests.snapshots.test_keras_snapshots
 
 bench: setup ## time and memory against the limits, and the exactness table
