@@ -86,14 +86,18 @@ def prepare_qat_fx(
     traced.delete_all_unused_submodules()
     traced.graph.lint()
     traced.recompile()
-    return _as_prepared(traced, qconfig, 0).train(model.training)
+    return PreparedModule(traced, 0).train(model.training)
 
 
 class PreparedModule(Checkpointed, fx.GraphModule):
     """A traced model with quantizers that reports NaN or infinite parameters by step and layer, also in copies."""
 
-    qconfig: QConfig
-    steps: int  #: of training so far
+    def __init__(self, traced: fx.GraphModule, steps: int) -> None:
+        super().__init__(traced, traced.graph)
+        self.meta["steps"] = steps  # of training so far; `meta` is copied with the module
+        for name, m in self.named_modules():  # in messages
+            if isinstance(m, (ObserverBase, FakeQuantizer)):
+                m.tensor = name.rpartition(".")[0]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model.
@@ -112,31 +116,19 @@ class PreparedModule(Checkpointed, fx.GraphModule):
         Raises:
             TrainingError: one is NaN or infinite; the message names layer and step.
         """
-        self.steps += 1
+        self.meta["steps"] += 1
         rounding = {n: m for n, m in self.named_modules() if isinstance(m, QuantizeBase) and m.fake_quant_enabled}
         scales = {n: m.numbers()[0] for n, m in rounding.items() if m.activation_post_process.batches}
-        check_numbers(self.steps, {n: p for n, p in self.named_parameters() if p.requires_grad}, scales, str)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> fx.GraphModule:
-        return _as_prepared(super().__deepcopy__(memo), self.qconfig, self.steps)
+        parameters = {n: p for n, p in self.named_parameters() if p.requires_grad}
+        check_numbers(self.meta["steps"], parameters, scales, str)
 
     def __reduce__(self) -> Any:
-        make, given = super().__reduce__()
-        return _unpickled, (make, given, self.qconfig, self.steps)
+        return _unpickled, (*super().__reduce__(), self.meta["steps"])
 
 
-def _as_prepared(traced: fx.GraphModule, qconfig: QConfig, steps: int) -> PreparedModule:
-    made = traced if isinstance(traced, PreparedModule) else PreparedModule(traced, traced.graph)
-    made.qconfig, made.steps = qconfig, steps
-    for name, m in made.named_modules():  # in messages
-        if isinstance(m, (ObserverBase, FakeQuantizer)):
-            m.tensor = name.rpartition(".")[0]
-    return made
-
-
-def _unpickled(make: Any, given: Any, qconfig: QConfig, steps: int) -> PreparedModule:
+def _unpickled(make: Any, given: Any, steps: int) -> PreparedModule:
     """Build the model that `torch.load` returns."""
-    return _as_prepared(make(*given), qconfig, steps)
+    return PreparedModule(make(*given), steps)
 
 
 def _trace(model: nn.Module) -> fx.GraphModule:
