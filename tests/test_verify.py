@@ -248,6 +248,11 @@ def test_a_verification_counts_integers_floats_and_what_was_not_compared():
         found.require()
 
 
+@pytest.mark.parametrize("facts, count", [({}, 9), ({"differing": 1}, 4), ({"op_differing": 1}, 4)])
+def test_differences_are_counted_among_the_integers_of_the_samples_that_ran_freely(facts, count):
+    assert verification(row(elements=9, freely=4, **facts)).out_of == count
+
+
 @pytest.mark.parametrize(
     "facts, verdict, unpromised",
     [

@@ -258,19 +258,10 @@ def test_lsq_by_hand():
     torch.testing.assert_close(y, torch.tensor([-1.0, -0.4, 0.0, 0.2, 0.8, 1.4]))
     assert x.grad.tolist() == [1, 1, 1, 1, 1, 0]
     assert p["scale"].grad.item() == pytest.approx(0.925820, abs=1e-6)
-
-
-def test_lsq_without_scaling_has_the_gradient_times_the_root():
-    for channels in (False, True):  # numbers that share the scale: 6, or 6 in each of 2 channels
-        at, x = stored(INT4, 0.2), X
-        if channels:
-            at, x = stored(INT4, [0.2, 0.2], axis=0), torch.stack([X, X])
-        grads = []
-        for scaling in (True, False):
-            _, _, p = run(LSQ(use_grad_scaling=scaling), x, at)
-            grads.append(p["scale"].grad.flatten())
-        assert grads[1].tolist() == pytest.approx((grads[0] * 42**0.5).tolist(), rel=1e-5)
-        assert grads[0][0].item() == pytest.approx(0.925820, abs=1e-6)
+    _, _, p = run(LSQ(), torch.stack([X, X]), stored(INT4, [0.2, 0.2], axis=0))  # six numbers share each scale
+    assert p["scale"].grad.flatten().tolist() == pytest.approx([0.925820] * 2, abs=1e-6)
+    _, _, p = run(LSQ(use_grad_scaling=False), X, stored(INT4, 0.2))
+    assert p["scale"].grad.item() == pytest.approx(6.0)
 
 
 def test_gradients_are_blocked_by_the_rounded_code():
@@ -384,14 +375,6 @@ def test_dorefa_clips_activations_to_one():
     assert (y.tolist(), x.grad.tolist()) == ([0.5, 3.75, 3.75], [1, 1, 0])
 
 
-def test_dorefa_keeps_the_range_of_large_weights():
-    """R = 8 * 0.25 = 2: the function moves no weight by more than 1 % of it, where tanh(2) would take half."""
-    w = torch.linspace(-2, 2, 101)
-    form, p, grid = ready(DoReFa(), stored(INT4), w, 1)
-    assert (form.reals(TorchOps, w, p, grid) - w).abs().max() < 0.02
-    assert (2 * torch.tanh(w) / math.tanh(2) - w).abs().max() > 0.5
-
-
 def test_dsq_by_hand():
     """alpha = 0.4: k = ln 4, slope 1.155245 in the middle of a cell, 0.739357 at its ends, 0 outside."""
     n = torch.arange(-8.0, 8.0)
@@ -430,12 +413,6 @@ def test_qil_by_hand():
     assert torch.allclose(y, y.round(), atol=1e-5)
     assert y.abs().max().item() == pytest.approx(7)
     assert form.reals(TorchOps, torch.tensor([0.3]), p, grid) == 1  # C, D at most max|x| / 2
-
-
-def test_qil_with_the_range_of_the_plan_changes_only_rounding():
-    x = torch.linspace(-3, 3, 601) + 0.001
-    for at in (stored(INT4), stored(UINT4), stored(AFFINE, 0.25, 5), stored(POT)):
-        assert torch.equal(run(QIL(), x, at)[1], at.round(x))
 
 
 def test_apot_levels():
