@@ -1,13 +1,13 @@
 """Layers of a framework: which of them to quantize, their known ranges, and quantization functions of the user."""
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import torch
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import AfterValidator, BeforeValidator, model_validator
+from pydantic_core import ArgsKwargs
 
 from chipfit.decide.overrides import has_weights
 from chipfit.errors import ModelingError, UnsupportedError
@@ -27,7 +27,6 @@ from chipfit.validation import Number, allowed, by_name, record
 
 __all__ = ["ActivationQuantizer", "FrameworkInfo", "WeightQuantizer"]
 
-T = TypeVar("T")
 #: (weights, bits, signed, parameters, per channel, channel axis) -> quantized weights; arrays are tensors
 WeightQuantizer = Callable[[torch.Tensor, int, bool, Mapping[str, Any], bool, int | None], torch.Tensor]
 #: (bits, parameters) -> the function that quantizes a tensor
@@ -66,24 +65,6 @@ class _Layers:
         return self.name
 
 
-def _published_order(cls: type[T]) -> type[T]:
-    """Let a constructor accept kernel_channels_mapping as fourth argument, as published examples have it.
-
-    A DefaultDict in the fourth place can be nothing else.
-    """
-    init: Any = cls.__init__
-
-    @functools.wraps(init)
-    def call(self: Any, *args: Any, **kwargs: Any) -> None:
-        if len(args) > 3 and isinstance(args[3], DefaultDict):
-            args = (*args[:3], None, None, *args[3:])
-        init(self, *args, **kwargs)
-
-    cls.__init__ = call  # type: ignore[method-assign]
-    return cls
-
-
-@_published_order
 @record(ModelingError)
 class FrameworkInfo:
     """The selection of layers to quantize: weights of `kernel_ops`, results of `activation_ops`, and known ranges.
@@ -124,6 +105,14 @@ class FrameworkInfo:
     layer_min_max_mapping: Annotated[Mapping[Any, Range], _OR_EMPTY] = field(default_factory=dict)
     kernel_ops_attributes_mapping: _Axes | None = None
     output_channel_index: int | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _published_order(cls, given: ArgsKwargs) -> ArgsKwargs:
+        """Accept kernel_channels_mapping in the fourth place, where a DefaultDict can be nothing else."""
+        if len(given.args) > 3 and isinstance(given.args[3], DefaultDict):
+            return ArgsKwargs((*given.args[:3], None, None, *given.args[3:]), given.kwargs)
+        return given
 
     def __post_init__(self) -> None:
         members_of([*self.kernel_ops, *self.activation_ops, *self.no_quantization_ops])  # raises for an unknown layer
