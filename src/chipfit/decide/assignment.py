@@ -13,10 +13,10 @@ from chipfit.decide.constraints import Constraint
 from chipfit.decide.formats import FormatPropagation, GroupDecision, limit_to_consumers, propagate_formats
 from chipfit.decide.groups import NO_FORMAT, NodeGroups, Operand, blocks_of, find_groups, format_of
 from chipfit.decide.options import KEPT_BY_USER, execution_modes, limit_options
-from chipfit.decide.overrides import OF_WEIGHTS, NodeOverrides, constrain_format, method_of
+from chipfit.decide.overrides import NodeOverrides, constrain_format
 from chipfit.errors import UnsupportedError
 from chipfit.graph.float_only import float_only_values
-from chipfit.graph.ir import Graph, Node
+from chipfit.graph.ir import Graph
 from chipfit.operators.table import OPS
 from chipfit.plan.record import NodePlan, Role
 from chipfit.platform.schema import Format, Platform
@@ -47,22 +47,6 @@ class TensorSpec:
         """Return its quantization grid, once the sign is known; see `Format.grid`."""
         return self.format.grid(signed, self.rounding)
 
-    def value_of(self, choice: str) -> Any:
-        """Return what an override of this tensor would set, by its name in `overrides.CHOICES`."""
-        choice = choice.removeprefix("weight_").removeprefix("activation_")
-        if choice == "method":
-            return method_of(self.format)
-        return getattr(self if choice in ("rule", "range", "z_threshold") else self.format, choice)
-
-
-@dataclass(frozen=True, slots=True)
-class Effect:
-    """The outcome of one override for one node."""
-
-    tensor: str  #: that the override is about
-    values: tuple[Any, ...]  #: values of the override that agree with the assignment
-    why: str  #: why any other value has no effect
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
@@ -80,7 +64,6 @@ class Assignment:
     modes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     #: nodes whose kernels quantize their data at run time -> the format
     dynamic: Mapping[str, str] = field(default_factory=dict)
-    effects: Mapping[tuple[str, str], Effect] = field(default_factory=dict)  #: of overrides, by (node, choice)
 
     def with_constraints(self, more: Iterable[Constraint]) -> Assignment:
         """Return the assignment with further rules to hold."""
@@ -127,7 +110,6 @@ def assign(
         quantized_outputs=frozenset(formats.quantized_outputs),
         modes={d.group.head.name: m for d in decisions if d.integer and (m := modes.get(d.group.head.name))},
         dynamic={d.group.head.name: d.option.dynamic for d in decisions if d.option and d.option.dynamic},
-        effects={key: effect for d in decisions for key, effect in out.effects_of(d)},
     )
 
 
@@ -182,38 +164,6 @@ class AssignmentBuilder:
                 del self.tensors[name]
                 self.float_edges -= edges
                 self.floats[name] = "its readers take it in float"
-
-    def effects_of(self, d: GroupDecision) -> Iterable[tuple[tuple[str, str], Effect]]:
-        """Yield the outcome of each override of a group, for each of its nodes; all groups have been added.
-
-        A choice about weights concerns a node with weights, every other choice the result of the group.
-        """
-        for n in d.group.nodes:
-            weight = next((t for slot, t in self.graph.slots(n) if slot == "w"), None)
-            result = d.group.tail.output if self.graph.is_float(n.output) else None
-            for choice in d.group.choices:
-                tensor = weight if choice in OF_WEIGHTS else result
-                if tensor is not None and choice != "float":
-                    yield (n.name, choice), self._effect(d, n, choice, tensor)
-
-    def _effect(self, d: GroupDecision, node: Node, choice: str, tensor: str) -> Effect:
-        spec = self.tensors.get(tensor)
-        if choice == "inputs":
-            if not self.graph.is_float(node.data):
-                return Effect(tensor, (), "its inputs are not floats")
-            dynamic = node is d.group.head and d.option is not None and d.option.dynamic
-            mode = "dynamic" if dynamic else "codes" if d.integer else "float"
-            return Effect(tensor, (mode,) if spec else (), f"its inputs are {mode!r}")
-        if choice == "result":
-            mode = "codes" if tensor in self.formats.quantized_outputs else "float"
-            return Effect(tensor, (mode,), f"its result is {mode!r}")
-        # bits of activations are also those of what a layer reads, if its result is float
-        read = {self.tensors[i].format.bits for i in node.inputs if i in self.tensors}
-        values = tuple(read) if choice == "activation_bits" else ()
-        if spec is None:
-            return Effect(tensor, (*values, "float"), self.floats.get(tensor) or d.why or "it is not quantized")
-        have, why = spec.value_of(choice), self.nodes[spec.node].why
-        return Effect(tensor, (*values, have), f"it has {have!r}; {why}".removesuffix("; "))
 
     def _check_listed(self, d: GroupDecision) -> None:
         head, listed = d.group.head, d.group.resolved.rule is not None

@@ -24,7 +24,7 @@ _STORAGE = ("kind", "bits", "signed", "zero", "scale", "per", "range")
 def limit_options(graph: Graph, platform: Platform, group: FusedGroup, float_values: Mapping[str, str]) -> FusedGroup:
     """Return the group with the options that it can take in this graph, and with the reason if it takes none.
 
-    Every override about options is applied here. Whether it had an effect, `Assignment.effects` tells.
+    Every override about options is applied here; `override_effects` checks whether it had an effect.
 
     Args:
         float_values: values that stay float, whatever reads them -> why.

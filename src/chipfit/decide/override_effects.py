@@ -1,12 +1,12 @@
 """Check that every override had an effect: refuse one that changes nothing, and report the layers that ignored one."""
 
-from collections.abc import Callable
+from typing import Any
 
 from chipfit.decide.assignment import Assignment
 from chipfit.decide.constraints import copies, dictated_qparams, tie_groups
-from chipfit.decide.overrides import CHOICES, Layers, Overrides, override_entries
+from chipfit.decide.overrides import CHOICES, OF_WEIGHTS, Layers, Overrides, has_weights, method_of, override_entries
 from chipfit.errors import PlanError
-from chipfit.graph.ir import Graph
+from chipfit.graph.ir import Graph, Node
 from chipfit.platform.schema import Platform
 
 #: layers that a message names
@@ -22,17 +22,16 @@ def unapplied_overrides(graph: Graph, assignment: Assignment, overrides: Overrid
     Raises:
         PlanError: a choice had no effect on any of the layers that its entry names.
     """
-    layers, obstacle, notes = Layers(graph), _obstacles(graph, assignment), list[str]()
+    layers, effects, notes = Layers(graph), _Effects(graph, assignment), list[str]()
     entries = [(p, {} if c == "float" else dict(c), layers.match(p)) for p, c in override_entries(overrides)]
     last = {(n.name, k): at for at, (_, own, nodes) in enumerate(entries) for n in nodes for k in own or CHOICES}
     for at, (pattern, choices, nodes) in enumerate(entries):
         for choice, wanted in choices.items():
             value, reasons = tuple(wanted) if isinstance(wanted, list) else wanted, dict[str, str]()
             for n in nodes if wanted is not None else ():
-                effect = assignment.effects.get((n.name, choice))
-                if effect is not None and last[n.name, choice] == at:
-                    own = "" if value in effect.values else effect.why
-                    reasons[n.display_name] = obstacle(effect.tensor, choice) or own
+                why = effects.why_ignored(n, choice, value) if last[n.name, choice] == at else None
+                if why is not None:
+                    reasons[n.display_name] = why
             ignored = [f"'{layer}' ({why})" for layer, why in reasons.items() if why]
             if ignored:
                 more = f" and {len(ignored) - _NAMED} more" if len(ignored) > _NAMED else ""
@@ -43,22 +42,63 @@ def unapplied_overrides(graph: Graph, assignment: Assignment, overrides: Overrid
     return notes
 
 
-def _obstacles(graph: Graph, assignment: Assignment) -> Callable[[str, str], str]:
-    """Return f(tensor, choice): why constraints of the platform decide the scale instead; "" if none do."""
-    tensors, dictated = assignment.tensors, dictated_qparams(assignment.constraints)
-    ties = {name: group for group in tie_groups(assignment.constraints) for name in group}
+class _Effects:
+    """The outcomes of overrides in an assignment."""
 
-    def obstacle(tensor: str, choice: str) -> str:
-        if tensor not in tensors or choice not in ("rule", "range", "z_threshold"):
+    def __init__(self, graph: Graph, assignment: Assignment) -> None:
+        self.graph, self.assignment, self.tensors = graph, assignment, assignment.tensors
+        self.nodes = {n.name: n for n in graph.nodes}
+        self.dictated = dictated_qparams(assignment.constraints)
+        self.ties = {name: group for group in tie_groups(assignment.constraints) for name in group}
+
+    def why_ignored(self, node: Node, choice: str, value: Any) -> str | None:
+        """Return why a choice has no effect on a node; "" if it has one, None if it is about nothing of the node.
+
+        A choice about weights concerns a node with weights, every other choice the result of the node's kernel.
+        """
+        if choice in OF_WEIGHTS:
+            weights = (t for slot, t in self.graph.slots(node) if slot == "w" and has_weights(node.op))
+            tensor = next(weights, None)
+        else:
+            last = self.nodes[self.assignment.nodes[node.name].group or node.name]
+            tensor = last.output if self.graph.is_float(node.output) else None
+        if tensor is None:
+            return None
+        values, why = self._outcome(node, choice, tensor)
+        return self._obstacle(tensor, choice) or ("" if value in values else why)
+
+    def _outcome(self, node: Node, choice: str, tensor: str) -> tuple[tuple[Any, ...], str]:
+        """Return the values of a choice that agree with the assignment, and why any other value has no effect."""
+        spec, planned = self.tensors.get(tensor), self.assignment.nodes[node.name]
+        if choice == "inputs":
+            if not self.graph.is_float(node.data):
+                return (), "its inputs are not floats"
+            static = "float" if planned.exec == "float" else "codes"
+            mode = "dynamic" if node.name in self.assignment.dynamic else static
+            return (mode,) if spec else (), f"its inputs are {mode!r}"
+        if choice == "result":
+            mode = "codes" if tensor in self.assignment.quantized_outputs else "float"
+            return (mode,), f"its result is {mode!r}"
+        # bits of activations are also those of what a layer reads, if its result is float
+        read = {self.tensors[i].format.bits for i in node.inputs if i is not None and i in self.tensors}
+        values = tuple(read) if choice == "activation_bits" else ()
+        if spec is None:
+            return (*values, "float"), self.assignment.floats.get(tensor) or planned.why or "it is not quantized"
+        field = choice.removeprefix("weight_").removeprefix("activation_")
+        of_spec = getattr(spec if field in ("rule", "range", "z_threshold") else spec.format, field, None)
+        have = method_of(spec.format) if field == "method" else of_spec
+        return (*values, have), f"it has {have!r}; {self.assignment.nodes[spec.node].why}".removesuffix("; ")
+
+    def _obstacle(self, tensor: str, choice: str) -> str:
+        """Return why constraints of the platform decide the scale instead; "" if none do."""
+        if tensor not in self.tensors or choice not in ("rule", "range", "z_threshold"):
             return ""
-        if tensor in dictated:
+        if tensor in self.dictated:
             return "the platform dictates its scale"
-        tie = ties.get(tensor, ()) if choice == "range" else ()
-        own = set(tie).intersection(tensors) - copies(graph, tie)
-        other = next((t for t in tie if t in own and tensors[t].range != tensors[tensor].range), None)
+        tie = self.ties.get(tensor, ()) if choice == "range" else ()
+        own, wanted = set(tie).intersection(self.tensors) - copies(self.graph, tie), self.tensors[tensor].range
+        other = next((t for t in tie if t in own and self.tensors[t].range != wanted), None)
         return "" if other is None else f"it shares a scale with '{other}', whose range is part of it"
-
-    return obstacle
 
 
 def unmet_io_formats(graph: Graph, platform: Platform, assignment: Assignment) -> list[str]:
