@@ -16,6 +16,7 @@ from chipfit.errors import ConfigError, NothingQuantizedError, UnknownNameError
 from tests.build import mlp, quantized
 
 DATA = list(torch.randn(16, 3, generator=torch.Generator().manual_seed(3)).split(8))
+NORM = nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 2)).eval()
 
 
 def fit(model=None, data=DATA, platform="ort_cpu", **options):
@@ -160,6 +161,10 @@ def test_the_scale_of_the_first_batch_is_checked_unless_there_is_an_example():
         {"settings": Settings(rounding="gptq")},
         {"overrides": {"0": {"bits": 4}}, "platform": "imx500"},
         {"limits": Limits(weights="60%"), "platform": "imx500"},
+        {
+            "model": nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 2)).eval(),
+            "settings": Settings(rounding="off", smooth=0.5),
+        },
     ],
     ids=str,
 )
@@ -180,6 +185,15 @@ def test_batches_of_an_iterator_are_not_kept_if_they_are_read_once():
     once = fit(data=batches())
     assert scales(once.plan) == scales(fit().plan) and len(kept) == len(DATA)
     assert [x for x in kept[1:] if x() is not None] == []  # the first is the graph's example
+
+
+@pytest.mark.parametrize("rule, wanted", [("no_clipping", False), ("mse", True)])
+def test_after_a_rewrite_only_the_histograms_that_range_rules_read_are_collected_again(rule, wanted):
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).eval()
+    result = fit(net, rule=rule, settings=Settings(centre="always"))
+    (first,) = (n for n in result.plan.rewrites if n.startswith("centred the result of '0'"))
+    seen = result.stats[result.graph.nodes[0].output]
+    assert first and float(seen.mean.abs().max()) < 1e-6 and (seen.histogram is not None) is wanted
 
 
 def test_training_with_folded_batch_norms_turns_rounding_off():

@@ -51,13 +51,6 @@ def test_joined_tensors_are_not_clipped(chip, functions):
     assert any("requantized for" in note for note in result.plan.rewrites)
 
 
-def test_tensors_with_one_dictated_scale_are_joined_as_they_are():
-    two = model_of(lambda m, x: torch.cat([torch.sigmoid(x), torch.sigmoid(2 * x)], 1))
-    result = quantized(two, randn(4, 3), "tflite_int8")
-    assert not any(n.op == "Requantize" for n in result.graph.nodes)
-    assert float(result.plan.tensors[result.graph.outputs[0]].scale) == 1 / 256
-
-
 def test_a_chip_that_cannot_requantize_names_the_contradiction():
     whole = load("tflite_int8")
     chip = whole.model_copy(update={"name": "plain", "ops": tuple(r for r in whole.ops if r.match != ("Requantize",))})

@@ -156,6 +156,14 @@ def test_bounds_that_lie_closer_together_than_the_margin_are_kept():
     assert -2.5e-7 < math.log2(x / y) < 1.25e-6
 
 
+@pytest.mark.parametrize("power", [-126, 126])
+def test_scales_reach_from_the_least_normal_number_to_its_inverse_and_no_further(power):
+    limit, further = ("max", power - 1) if power < 0 else ("min", power + 1)
+    assert legal({"mono": {"w": 1}, limit: 2.0**power}, on=POT, w=("w", 1.0)) == [2.0**power]
+    with pytest.raises(UnsupportedError, match="No scales satisfy all rules"):
+        legal({"mono": {"w": 1}, limit: 2.0**further}, on=POT, w=("w", 1.0))
+
+
 def test_scales_that_no_violated_rule_reaches_stay_as_they_are():
     assert project({}, []) == {}
     ratio = constraint({"mono": RATIO, "min": 2.0**-10, "max": 256.0}, in0="a", out="b")

@@ -283,11 +283,16 @@ def test_one_bit_of_weights_are_the_two_signs():
 
 
 @pytest.mark.parametrize(
-    "platform, bits, allowed", [("mqbench_academic", 17, "Allowed: 1, 2, 3, .*, 15, 16 bits"), ("ort_cpu", 5, "8 bits")]
+    "platform, choice, bits, says",
+    [
+        ("mqbench_academic", "bits", 17, "17-bit weights.*Allowed: 1, 2, 3, .*, 15, 16 bits"),
+        ("ort_cpu", "bits", 5, "5-bit weights.*Allowed: 8 bits"),
+        ("ort_cpu", "activation_bits", 5, "5-bit activations.*Allowed: 8 bits"),
+    ],
 )
-def test_a_width_that_the_chip_lacks_is_refused(platform, bits, allowed):
-    with pytest.raises(UnsupportedError, match=f"{bits}-bit weights.*{allowed}"):
-        academic({"2": {"bits": bits}}, platform)
+def test_a_width_that_the_chip_lacks_is_refused(platform, choice, bits, says):
+    with pytest.raises(UnsupportedError, match=says):
+        academic({"2": {choice: bits}}, platform)
 
 
 @pytest.mark.parametrize("fmt", [{"bits": 4, "range": [-4, 3]}, {"bits": 8, "kind": "lut"}, {"bits": 32}])

@@ -51,7 +51,7 @@ def notes_of(overrides, platform="tflite_int8", model=None, example=IDS):
         ({"a": {"inputs": "float"}}, "ort_cpu", "'a' (its inputs are 'codes')"),
         ({"a": {"inputs": "dynamic"}}, "tflite_int8", "'a' (its inputs are 'codes')"),
         ({"ln": {"result": "codes"}}, "ort_cpu", "'ln' (its result is 'float')"),
-        ([("a", "float"), ("a", {"inputs": "dynamic"})], "tflite_int8", "'a' (its inputs are 'float')"),
+        ([("a", "float"), ("a", {"inputs": "float"})], "tflite_int8", "'a' (its inputs are 'float')"),
         ([("a", {"inputs": "codes"}), ("a", {"inputs": "float"})], "tflite_int8", "'a' (its inputs are 'codes')"),
         ([("a", "float"), ("a", {"rule": "mse"})], "tflite_int8", "'a' (overrides keep 'a' in float)"),
     ],

@@ -12,7 +12,7 @@ from torch import nn
 
 import chipfit
 from chipfit.cli.inputs import parse_limits
-from chipfit.errors import ConfigError, DataError, PlanError, UnknownNameError, UnsupportedError
+from chipfit.errors import ConfigError, DataError, PlanError, UnknownNameError
 from chipfit.report.advice import advice
 from chipfit.report.html import page
 from chipfit.report.terminal import render
@@ -297,20 +297,6 @@ def test_a_limit_on_the_loss_gives_the_least_memory_that_keeps_it():
     assert weight_bytes(fitted(limits={"loss": 10 * float(loss)}, settings=NEAREST)) < weight_bytes(least)
     with pytest.raises(PlanError, match="keeps the limit on (loss|weights).*and the other limits raised"):
         fitted(limits={"loss": 1e-6, "weights": "30%"}, settings=NEAREST)
-
-
-@pytest.mark.parametrize("choice, bits, has", [("bits", 3, "8"), ("activation_bits", 5, "8")])
-def test_widths_that_the_chip_has_not_are_refused_with_those_that_it_has(choice, bits, has):
-    with pytest.raises(UnsupportedError, match=rf"cannot have {bits}-bit.*'ort_cpu'.*Allowed: {has} bits"):
-        fitted(platform="ort_cpu", overrides={"a": {choice: bits}})
-
-
-def test_bit_operations_are_multiplications_times_both_widths():
-    limited = fitted(limits={"bops": "25%"})
-    conv = {"stem": 3 * 8 * 9 * 100, "a": 8 * 16 * 9 * 64, "b": 8 * 16 * 9 * 64, "depth": 16 * 9 * 36, "head": 16 * 6}
-    used = sum(p * limited.plan[f"{n}.weight"].grid.bits * 16 for n, p in conv.items())
-    note = next(n for n in limited.plan.rewrites if "widths of weights chosen" in n)
-    assert f"bops {used:,.0f} of {sum(p * 8 * 16 for p in conv.values()) / 4:,.0f}" in note
 
 
 def test_widths_that_the_user_chose_stay():

@@ -51,9 +51,8 @@ def correct_activation_bias(
         if stored is None or (node.data, node.name) in plan.float_edges:
             continue
         if why or seen is None or seen.histogram is None:
-            notes.append(
-                f"the bias of '{node.display_name}' is not corrected: {why or 'there is no histogram of its input'}"
-            )
+            why = why or "there is no histogram of its input"
+            notes.append(f"the bias of '{node.display_name}' is not corrected: {why}")
             continue
         shift, mean = mean_shift(seen.histogram, stored)
         if abs(shift) < threshold * abs(mean) or shift == 0:

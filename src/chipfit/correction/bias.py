@@ -47,9 +47,8 @@ def correct_bias(
         if node.name in changed:
             continue
         mean = stats[node.data].mean if node.data in stats else None
-        if mean is None:
-            why = why or "the mean of its input was not collected"
         if why or mean is None:
+            why = why or "the mean of its input was not collected"
             notes.append(f"the bias of '{node.display_name}' is not corrected: {why}")
             continue
         w = graph.weights[node.weight].detach()

@@ -4,7 +4,7 @@ from typing import Any
 
 from chipfit.decide.assignment import Assignment
 from chipfit.decide.constraints import copies, dictated_qparams, tie_groups
-from chipfit.decide.overrides import CHOICES, OF_WEIGHTS, Layers, Overrides, has_weights, method_of, override_entries
+from chipfit.decide.overrides import CHOICES, OF_WEIGHTS, Layers, Overrides, method_of, override_entries
 from chipfit.errors import PlanError
 from chipfit.graph.ir import Graph, Node
 from chipfit.platform.schema import Platform
@@ -57,8 +57,7 @@ class _Effects:
         A choice about weights concerns a node with weights, every other choice the result of the node's kernel.
         """
         if choice in OF_WEIGHTS:
-            weights = (t for slot, t in self.graph.slots(node) if slot == "w" and has_weights(node.op))
-            tensor = next(weights, None)
+            tensor = next((t for slot, t in self.graph.slots(node) if slot == "w"), None)
         else:
             last = self.nodes[self.assignment.nodes[node.name].group or node.name]
             tensor = last.output if self.graph.is_float(node.output) else None
