@@ -121,6 +121,10 @@ def test_cifars_binary_rows_are_labels_and_colours(tmp_path):
     x, y = sets.train.read(1, torch.Generator())
     assert (len(sets.train), len(sets.test), y, sets.classes) == (15, 3, 8, 10)
     assert x[:, 0, 0].tolist() == pytest.approx([(1 - 0.491) / 0.247, -0.482 / 0.243, -0.447 / 0.262], abs=1e-4)
+    shifted = load(data(str(tmp_path), type="cifar10", train=STANDARD)).train
+    seen = [shifted.read(1, torch.Generator().manual_seed(k))[0] for k in range(3)]
+    assert all(s.shape == (3, 32, 32) and set(s.unique().tolist()) <= {0.0, *x.unique().tolist()} for s in seen)
+    assert not torch.equal(seen[0], seen[1]) and torch.equal(seen[0][:, 16, 16], x[:, 16, 16])
     wide = np.zeros((2, 3074), np.uint8)
     wide[:, 1] = 99  # coarse label first, then the fine one
     for name in ("train", "test"):

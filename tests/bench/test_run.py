@@ -8,16 +8,15 @@ from pathlib import Path
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
 from chipfit.bench.board import find, json_without_times, row
 from chipfit.bench.config import of
 from chipfit.bench.run import Busy, code, run
 from chipfit.bench.store import Store
-from chipfit.cli.app import app
 from chipfit.errors import ExportError, UnknownNameError
 from chipfit.files import lock_folder
 from tests.bench.tiny import config, image_folder, quiet, without_training
+from tests.build import command
 
 ROOT = Path(__file__).parents[2]
 NO_STEPS = {"kwargs": {"base_lr": 0.01, "max_iter": 0}}
@@ -133,9 +132,8 @@ def test_an_experiment_runs_in_one_process_only(tmp_path):
 
 def bench(*words, home):
     """Return what a command of `chipfit bench` prints on 80 columns."""
-    command = ["bench", *map(str, words), "--home", str(home)]
-    done = CliRunner().invoke(app, command, catch_exceptions=False, env={"COLUMNS": "80"})
-    assert done.exit_code == 0, done.output
+    done = command("bench", *map(str, words), "--home", str(home), columns=80)
+    assert done.exit_code == 0, (done.output, done.exception)
     return done.output
 
 

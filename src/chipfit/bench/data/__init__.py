@@ -53,16 +53,26 @@ class Sets:
 
 @dataclass
 class Tensors:
-    """Images in memory: x [N, C, H, W], y [N]."""
+    """Images in memory: x [N, C, H, W], y [N].
+
+    With the transforms "STANDARD" they are shifted by up to 4 pixels and randomly mirrored (He et al. 2016, section
+    4.2).
+    """
 
     x: Tensor
     y: Tensor
+    transforms: str = "PLAIN"
 
     def __len__(self) -> int:
         return len(self.y)
 
     def read(self, index: int, draw: torch.Generator) -> tuple[Tensor, int]:
-        return self.x[index], int(self.y[index])
+        x, (height, width) = self.x[index], self.x.shape[2:]
+        if self.transforms == "STANDARD":
+            top, left = torch.randint(9, (2,), generator=draw).tolist()
+            x = torch.nn.functional.pad(x, (4, 4, 4, 4))[:, top : top + height, left : left + width]
+            x = x.flip(2) if float(torch.rand((), generator=draw)) < 0.5 else x
+        return x, int(self.y[index])
 
     def digest(self) -> str:
         return hashlib.sha256(self.x.numpy().tobytes() + self.y.numpy().tobytes()).hexdigest()[:16]

@@ -145,23 +145,8 @@ def _cifar(config: Data, files: tuple[tuple[str, ...], str], labels: int, classe
             raise DataError("File is not in CIFAR's binary format", where=str(root), got=got, allowed=allowed)
         rows = raw.reshape(-1, labels + 3072)[: split.images]
         x = (torch.from_numpy(rows[:, labels:].copy()).view(-1, 3, 32, 32) / 255 - mean) / std
-        halves.append(Shifted(x, torch.from_numpy(rows[:, labels - 1].astype(np.int64)), split.transforms.type))
+        halves.append(Tensors(x, torch.from_numpy(rows[:, labels - 1].astype(np.int64)), split.transforms.type))
     return Sets(halves[0], halves[1], classes)
-
-
-@dataclass
-class Shifted(Tensors):
-    """Images in memory, in training shifted by up to 4 pixels and randomly mirrored (He et al. 2016, section 4.2)."""
-
-    transforms: str
-
-    def read(self, index: int, draw: torch.Generator) -> tuple[Tensor, int]:
-        x, y = super().read(index, draw)
-        if self.transforms == "STANDARD":
-            top, left = torch.randint(9, (2,), generator=draw).tolist()
-            x = torch.nn.functional.pad(x, (4, 4, 4, 4))[:, top : top + 32, left : left + 32]
-            x = x.flip(2) if _uniform(draw, 0, 1) < 0.5 else x
-        return x, y
 
 
 @register("data", "cifar10")
