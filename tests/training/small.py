@@ -59,6 +59,12 @@ class NormedNet(nn.Module):
         return self.head(torch.relu(self.bn4(self.fc(x))))
 
 
+def set_share(model: nn.Module, share: float) -> None:
+    """Let every quantizer round this share: of 0, the simulation is the rewritten float network."""
+    for quantizer in model.quantizers:
+        quantizer.share = share
+
+
 def train(
     model: nn.Module, steps: int = 5, rate: float = 0.01, *, mode: bool = True, after: Callable[[], Any] | None = None
 ) -> list[float]:

@@ -10,7 +10,7 @@ from torch.optim.swa_utils import update_bn
 from chipfit.errors import DataError, UnsupportedError
 from chipfit.training import reestimate
 from tests.build import quantized
-from tests.training.small import DATA, NormedNet, train
+from tests.training.small import DATA, NormedNet, set_share, train
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +46,9 @@ def test_it_is_what_torch_does(bn_fold, plain):
     update_bn(DATA, net)
     for m in model._quant.children():
         if getattr(m, "tensor", "") not in model._rounded or "weight" not in m.tensor:
-            m.mode = "bypass"  # torch rounds no activations
+            m.share = 0.0  # torch rounds no activations
     reestimate(result, DATA)
-    model.set_mode("quantize")
+    set_share(model, 1.0)
     for k in range(1, 5):
         for ours, theirs in (("running_mean",) * 2, ("running_var",) * 2):
             found, expected = model.weight(f"bn{k}.{ours}"), getattr(getattr(net, f"bn{k}"), theirs)

@@ -12,7 +12,7 @@ import chipfit
 from chipfit.errors import ConfigError, UnsupportedError
 from chipfit.plan.training import Training
 from tests.build import quantized
-from tests.training.small import DATA, NormedNet, train
+from tests.training.small import DATA, NormedNet, set_share, train
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def plain():
 def test_without_rounding_it_is_the_model_of_the_user(bn_fold, plain):
     own = NormedNet().train(bn_fold != 1)
     model = plain.trains(Training("lsq", bn_fold=bn_fold)).model
-    model.set_mode("bypass")
+    set_share(model, 0.0)
     expected = own.state_dict()
     dead = expected["bn2.weight"] == 0  # folded to zeros, of which nothing comes back
     for name, t in model.state_dict().items():

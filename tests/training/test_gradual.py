@@ -8,7 +8,7 @@ import torch
 from chipfit.errors import ConfigError, UnsupportedError
 from chipfit.training import Gradual
 from tests.build import quantized
-from tests.training.small import DATA, Net
+from tests.training.small import DATA, Net, set_share
 
 
 @pytest.fixture
@@ -23,9 +23,9 @@ def shares(model):
 def test_from_the_float_model_to_the_quantized_one(result):
     model, x = result.model, DATA[1]
     quantized = model(x)
-    model.set_mode("bypass")
+    set_share(model, 0.0)
     float_ = model(x)
-    model.set_mode("quantize")
+    set_share(model, 1.0)
     gradual = Gradual(model, steps=4, start=2)
     seen = []
     for _ in range(8):

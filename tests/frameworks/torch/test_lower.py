@@ -26,6 +26,7 @@ from chipfit.quantizers.grids import dequantize
 from chipfit.runtimes.onnxruntime import OnnxRuntime
 from chipfit.simulate.integer import simulate
 from tests.build import model_of, sequential
+from tests.training.small import set_share
 
 
 class Net(nn.Module):
@@ -129,14 +130,9 @@ def test_the_simulation_is_close_to_the_float_model(net, model):
     assert (got - want).norm() / want.norm() < 0.05
 
 
-def test_bypassed_it_is_the_float_model(net, model):
-    model.set_mode("bypass")
+def test_without_rounding_it_is_the_float_model(net, model):
+    set_share(model, 0.0)
     torch.testing.assert_close(model(X)["logits"], net(X)["logits"], rtol=1e-4, atol=1e-5)
-
-
-def test_an_unknown_mode_is_refused(model):
-    with pytest.raises(UnknownNameError, match="did you mean 'bypass'"):
-        model.set_mode("bypas")
 
 
 def test_every_activation_is_within_one_code_of_the_integer_simulation(result, model):
@@ -426,7 +422,7 @@ def _normed(affine, **how):
 def test_a_batch_norm_without_factors_of_its_own_folds_in_each_step(bn_fold):
     """gamma is 1 and beta 0."""
     module, _, model, x = _normed(False, method="lsq", bn_fold=bn_fold)
-    model.set_mode("bypass")
+    set_share(model, 0.0)
     torch.testing.assert_close(model(x), module(x))
     w, b = model.folded("conv.weight")
     torch.testing.assert_close(w, module.conv.weight * 4)
@@ -451,7 +447,7 @@ def test_the_weight_that_is_rounded_is_the_folded_one_unless_nothing_folds(bn_fo
 
 def test_of_a_step_the_momentum_is_remembered_and_an_inference_changes_nothing():
     module, _, model, x = _normed(True, method="lsq", bn_fold=2, bn_momentum=0.25)
-    model.set_mode("bypass")
+    set_share(model, 0.0)
     mean = module.bn.running_mean.clone()
     model(x)
     assert torch.equal(model.weight("bn.running_mean"), mean)

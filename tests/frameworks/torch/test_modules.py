@@ -106,9 +106,7 @@ def test_of_what_is_rounded_a_share_is_blended_in():
     assert q(x).tolist() == pytest.approx([1.3, 1.7])
     q.share = 1.0
     assert q(x).tolist() == pytest.approx([4.3, 4.7])
-    q.mode = "bypass"
-    assert q(x) is x
-    q.mode, q.function, q.share = "quantize", None, 0.0
+    q.function, q.share = None, 0.0
     assert torch.equal(q(x), x) and set(q.state_dict()) == {"scale", "zero_point"}
 
 
@@ -150,8 +148,8 @@ def test_a_bias_is_bypassed_or_blended_as_others_are():
     assert bias(b).tolist() == [0.25, 0.25, -0.5, -0.375]
     bias.share = 0.5
     assert bias(b).tolist() == pytest.approx([0.275, 0.275, -0.45, -0.3875])
-    bias.mode = "bypass"
-    assert bias(b) is b
+    bias.share = 0.0
+    assert torch.equal(bias(b), b)
 
 
 def test_weights_are_registered_under_their_dotted_names():
@@ -176,10 +174,10 @@ def test_numbers_are_rounded_in_the_wider_type_and_come_back_in_their_own(kind, 
 
 
 def test_a_quantizer_and_a_bias_say_what_they_are():
-    assert repr(_quantizer(0.5, 0, INT4)) == "FakeQuantizer(t, 4 bit, codes -8..7, axis=None, mode=quantize)"
+    assert repr(_quantizer(0.5, 0, INT4)) == "FakeQuantizer(t, 4 bit, codes -8..7, axis=None)"
     factors = _quantizer(0.5, 0, INT4), _quantizer(0.25, 0, INT4)
     bias = BiasQuantizer("b", _stored(1.0, Grid(bits=32, qmin=-(2**31), qmax=2**31 - 1)), factors)
-    assert repr(bias) == "BiasQuantizer(b, 32 bit at input scale x weight scale, mode=quantize)"
+    assert repr(bias) == "BiasQuantizer(b, 32 bit at input scale x weight scale)"
     assert bias.share == 1.0 and list(bias.parameters()) == []
 
 

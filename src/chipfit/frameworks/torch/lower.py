@@ -167,17 +167,6 @@ class QuantizedModule(Checkpointed):
             if name in self._rounded and self._bounds.plan.tensors[name].role == "weight":
                 yield name, self.quantizer_of(name)  # type: ignore[misc]  # biases have the other kind
 
-    def set_mode(self, mode: str) -> None:
-        """Set the mode of every quantizer: "quantize", or "bypass" (the rewritten float network).
-
-        Raises:
-            UnknownNameError: There is no such mode.
-        """
-        if mode not in FakeQuantizer.MODES:
-            raise UnknownNameError("quantizer mode", mode, FakeQuantizer.MODES)
-        for quantizer in self.quantizers:
-            quantizer.mode = mode
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model with the arguments of the original one; in training mode, first count a step.
 

@@ -29,7 +29,11 @@ class PytorchQuantizationWrapper(nn.Module):
 
     Args:
         layer: a layer of any class; it is copied.
-        weights_quantizers: name of a parameter -> its quantizer: trainable, inferable, or any function.
+        weights_quantizers: name of a parameter -> its quantizer: trainable (it registers its own parameters on this
+            module), inferable, or any function.
+
+    Raises:
+        UnknownNameError: The layer has no parameter of that name.
     """
 
     weights_quantizers: dict[str, Any]
@@ -38,19 +42,12 @@ class PytorchQuantizationWrapper(nn.Module):
         super().__init__()
         self.layer = copy.deepcopy(layer)
         self.weights_quantizers = {}
+        parameters = dict(self.layer.named_parameters())
         for name, quantizer in (weights_quantizers or {}).items():
-            self.add_weights_quantizer(name, quantizer)
-
-    def add_weights_quantizer(self, name: str, quantizer: Any) -> None:
-        """Let a quantizer round a parameter; a trainable quantizer registers its own parameters on this module.
-
-        Raises:
-            UnknownNameError: The layer has no parameter of that name.
-        """
-        if name not in (parameters := dict(self.layer.named_parameters())):
-            raise UnknownNameError(f"parameter of {type(self.layer).__name__}", name, parameters)
-        self.weights_quantizers[name] = quantizer
-        initialize(quantizer, self.weight_of(name).shape, name, self, "weights of torch")
+            if name not in parameters:
+                raise UnknownNameError(f"parameter of {type(layer).__name__}", name, parameters)
+            self.weights_quantizers[name] = quantizer
+            initialize(quantizer, self.weight_of(name).shape, name, self, "weights of torch")
 
     def weight_of(self, name: str) -> torch.Tensor:
         """Return a parameter of the layer, unrounded."""
@@ -143,11 +140,9 @@ def register_weight(
 class FakeQuantizer(nn.Module):
     """A module that rounds a tensor to the grid of its plan, y = (clip(round(x / s) + z) - z) s, by its algorithm.
 
-    The numbers that the algorithm trains are parameters; a `scale` that it does not train is a frozen parameter. `mode`
-    is a plain attribute: "quantize", or "bypass" (the identity).
+    The numbers that the algorithm trains are parameters; a `scale` that it does not train is a frozen parameter.
     """
 
-    MODES = ("quantize", "bypass")
     share = 1.0  #: the share of rounding in the result: y = (1 - share) x + share Q(x)
 
     scale: Tensor
@@ -166,13 +161,12 @@ class FakeQuantizer(nn.Module):
         self._input_names = tuple(given)
         self.tensor, self.grid, self.axis, self.algorithm = tensor, algorithm.grid(stored.grid), stored.axis, algorithm
         algorithm.start(self)
-        self.mode = "quantize"
         #: replaces the algorithm, see FrameworkInfo.apply
         self.function: Callable[[Tensor], Tensor] | None = None
 
     def extra_repr(self) -> str:
         codes = f"codes {self.grid.qmin}..{self.grid.qmax}"
-        return f"{self.tensor}, {self.grid.bits} bit, {codes}, axis={self.axis}, mode={self.mode}"
+        return f"{self.tensor}, {self.grid.bits} bit, {codes}, axis={self.axis}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FakeQuantizer:
         """Keep scales in float32 under `.half()` and `.bfloat16()`: rounded scales would move all quantized values."""
@@ -242,12 +236,10 @@ class FakeQuantizer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return floats [*dims] rounded to the grid, with the shape and dtype of x."""
-        if self.mode == "quantize":
-            if self.function is not None:
-                return _blended(x, self.function(x), self.share)
-            y = _rounded(self.algorithm, x, self.algorithm_inputs(), self.grid, self.axis, self.training)
-            return _blended(x, y, self.share)
-        return x
+        if self.function is not None:
+            return _blended(x, self.function(x), self.share)
+        y = _rounded(self.algorithm, x, self.algorithm_inputs(), self.grid, self.axis, self.training)
+        return _blended(x, y, self.share)
 
 
 class ActivationQuantizer(FakeQuantizer, PytorchActivationQuantizationHolder):
@@ -284,7 +276,6 @@ class BiasQuantizer(nn.Module):
         self.share = 1.0
         self._channels = stored.scale.numel()
         self._factors = factors  # in a tuple, so that they are not registered here a second time
-        self.mode = "quantize"
 
     def numbers(self) -> tuple[Tensor, Tensor]:
         """Return the current scale and zero point, [] or [C]."""
@@ -293,12 +284,10 @@ class BiasQuantizer(nn.Module):
         return scale, torch.zeros_like(scale)
 
     def extra_repr(self) -> str:
-        return f"{self.tensor}, {self.grid.bits} bit at input scale x weight scale, mode={self.mode}"
+        return f"{self.tensor}, {self.grid.bits} bit at input scale x weight scale"
 
     def forward(self, b: Tensor) -> Tensor:
         """Return a bias [C] rounded to the grid."""
-        if self.mode != "quantize":
-            return b
         return _blended(b, fake_quantize_ste(b, *self.numbers(), self.grid, 0), self.share)
 
 
