@@ -5,14 +5,19 @@ import torch
 
 from chipfit.calibration.source import MemoryLimit
 from chipfit.graph.ir import Graph, Value
+from chipfit.plan.record import Plan
 from chipfit.rounding import streams
-from chipfit.rounding.streams import Stream, chunks
+from chipfit.rounding.streams import SampleStreams, Stream
 from tests.build import grid, stored
 
 
 def graph(*shapes):
     values = {f"i{k}": Value(f"i{k}", shape) for k, shape in enumerate(shapes)}
     return Graph([], list(values), [], values, {})
+
+
+def chunks(graph, batch):
+    return list(SampleStreams(Plan()).read_inputs(graph, [batch]))
 
 
 def stream_of(s, *values):

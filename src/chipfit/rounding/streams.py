@@ -1,6 +1,6 @@
 """Compact storage of the values of calibration samples on their way through the network; on disk beyond a limit."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,18 +24,13 @@ _HALF = 3e4
 SMALL = 1 << 24
 
 
-def chunks(graph: Graph, batch: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Split a batch of graph inputs; a batch whose inputs do not agree on its size stays whole."""
-    if not count_splittable(graph, batch):
-        return [list(batch)]
-    return [list(part) for part in zip(*(x.split(CHUNK) for x in batch), strict=True)]
-
-
 #: selects numbers of a tensor in any order, perhaps with zeros around them; the second argument stands for 0
 Pick = Callable[[Tensor, float], Tensor]
 
 
 def _fits_half(x: Tensor) -> bool:
+    if x.dtype != torch.float32 or not x.numel():
+        return False
     low, high = torch.aminmax(in_memory_order(x))
     return float(low) > -_HALF and float(high) < _HALF
 
@@ -54,7 +49,7 @@ class Stream:
         if isinstance(x, Tensor) and x.is_floating_point():
             if self.stored is not None:
                 x = self.stored.quantize(x)
-            elif x.dtype == torch.float32 and self._is_large(x) and _fits_half(x):
+            elif (self.expected is None or self.expected * x.numel() > SMALL) and _fits_half(x):
                 x = x.half()
             last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)  # as its operator made it
             x = self.memory.keep(x.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format))
@@ -71,9 +66,6 @@ class Stream:
         if self.stored.scale.dim() or float(self.stored.round(torch.zeros(()))):  # by channel, or 0 is not stored as 0
             return pick(self[k], 0.0)
         return self._values(pick(self.chunks[k], float(self.stored.quantize(torch.zeros(())))))
-
-    def _is_large(self, x: Tensor) -> bool:
-        return x.numel() > 0 and (self.expected is None or self.expected * x.numel() > SMALL)
 
     def _values(self, x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -113,16 +105,20 @@ class SampleStreams:
         return Stream(self.memory, None if name in self.raw else self.plan.stored(name), expected)
 
     def read_inputs(self, graph: Graph, batches: Iterable[Batch]) -> Iterator[list[Tensor]]:
-        """Put the graph's inputs into both streams, chunk by chunk, and yield each chunk."""
+        """Put the graph's inputs into both streams, chunk by chunk, and yield each chunk.
+
+        A batch whose inputs do not agree on its size stays whole.
+        """
         for name in graph.inputs:
             self.floats[name], self.quantized[name] = Stream(self.memory), self.quantized_stream(name)
         for batch in batches:
-            for inputs in chunks(graph, batch):
+            whole = not count_splittable(graph, batch)
+            for inputs in [batch] if whole else zip(*(x.split(CHUNK) for x in batch), strict=True):
                 self.chunks += 1
                 for name, x in zip(graph.inputs, inputs, strict=True):
                     self.floats[name].append(x)
                     self.quantized[name].append(x)
-                yield inputs
+                yield list(inputs)
 
     def free(self, names: Iterable[str]) -> None:
         """Release the samples at values that no later node reads."""
