@@ -19,7 +19,7 @@ from chipfit.mct.target_platform.model import OperatorGroup, TargetPlatformModel
 from chipfit.platform.filters import AttributeFilter, Member, has_nan
 from chipfit.platform.match import sets_of
 from chipfit.platform.schema import Platform
-from chipfit.validation import arguments, record
+from chipfit.validation import allowed, arguments, record
 
 __all__ = ["LayerFilterParams", "OperationsSetToLayers", "OperationsToLayers", "TargetPlatformCapabilities"]
 __all__ += ["AttributeFilter", "Contains", "DefaultDict", "Eq", "Greater", "GreaterEq", "NotEq", "Smaller", "SmallerEq"]
@@ -74,6 +74,9 @@ class DefaultDict:
         return hash(len(self.known_dict))
 
 
+Condition = Annotated[AttributeFilter, allowed("filters such as Eq, NotEq and Greater, joined by & and |")]
+
+
 class LayerFilterParams:
     """A layer with conditions on its attributes.
 
@@ -83,12 +86,8 @@ class LayerFilterParams:
         kwargs: attribute = value; a missing attribute counts as None.
     """
 
-    def __init__(self, layer: Any, *conditions: AttributeFilter, **kwargs: Any) -> None:
-        for c in conditions:
-            if not isinstance(c, AttributeFilter):
-                allowed = "Eq, NotEq, Greater, ... joined by & and |"
-                got = f"{c!r} of type {type(c).__name__}"
-                raise ModelingError("Condition must be an attribute filter", got=got, allowed=allowed)
+    @arguments(ModelingError)
+    def __init__(self, layer: Any, *conditions: Condition, **kwargs: Any) -> None:
         self.layer, self.conditions, self.kwargs = layer, conditions, {k: plain(v) for k, v in kwargs.items()}
         self._tests = [*(_condition(k, "is", v) for k, v in self.kwargs.items()), *conditions]
 
@@ -192,15 +191,13 @@ class OperationsToLayers:
         for o in op_sets_to_layers or ():
             self.add(o)
 
+    @arguments(ModelingError)
     def add(self, entry: OperationsSetToLayers) -> None:
         """Append the layers of one set.
 
         Raises:
             ModelingError: the set or a layer was added before, or `entry` is no OperationsSetToLayers.
         """
-        if not isinstance(entry, OperationsSetToLayers):
-            got = f"{entry!r} of type {type(entry).__name__}"
-            raise ModelingError("Entry must be an OperationsSetToLayers", got=got)
         if entry.name in [other.name for other in self.op_sets_to_layers]:
             raise ModelingError(f"Layers of operator set '{entry.name}' are defined twice")
         set_of = {member: o.name for o in self.op_sets_to_layers for member in o.members}
