@@ -47,14 +47,6 @@ _HINTS = {
 }
 
 
-def describe_disk_error(e: OSError | ValueError) -> tuple[str, str]:
-    """Return the reason of a disk error and a hint; a ValueError comes from a path that cannot exist."""
-    if isinstance(e, OSError):
-        hint = next((hint for hint, numbers in _HINTS.items() if e.errno in numbers), "choose another folder")
-        return e.strerror or str(e), hint
-    return str(e), "check the path"
-
-
 def write_atomically(path: Path, content: bytes) -> Path:
     """Replace a file. Links are followed; an existing file keeps its mode, a new one gets that of the umask.
 
@@ -312,7 +304,10 @@ def _typed(
     try:
         yield
     except kinds as e:
-        why, hint = describe_disk_error(e)
+        why, hint = str(e), "check the path"  # a ValueError comes from a path that cannot exist
+        if isinstance(e, OSError):
+            why = e.strerror or why
+            hint = next((hint for hint, numbers in _HINTS.items() if e.errno in numbers), "choose another folder")
         raise failure(f"{what}: {why}", where=str(path), got=got, hint=hint) from e
 
 

@@ -16,7 +16,7 @@ from chipfit.platform.save import to_yaml
 from chipfit.platform.schema import OpRule
 from chipfit.platform.support import kernels_of, simulates_arithmetic, unsupported_features
 from chipfit.report.html import page
-from chipfit.report.terminal import show
+from chipfit.report.terminal import render
 from chipfit.simulate.integer import simulate
 from tests.build import platform_file, platform_of, quantized
 
@@ -49,7 +49,7 @@ def test_reports_and_commands_list_unsupported_settings(tmp_path):
     for command in (["platforms", "show", str(file)], ["platforms", "check", str(file)]):
         assert words.partition(":")[0] in CliRunner().invoke(app, command).output
     shown = Console(record=True, file=io.StringIO(), width=120)
-    show(report, shown)
+    shown.print(render(report))
     assert words in shown.export_text()
 
 

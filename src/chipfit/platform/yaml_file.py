@@ -4,12 +4,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, TypeAdapter, ValidationError
-from typing_extensions import get_type_hints, is_typeddict
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import is_typeddict
 
 from chipfit.errors import ChipfitError, PlatformError
 from chipfit.files import read_text
-from chipfit.validation import Path
+from chipfit.validation import Path, types_of
 
 #: most levels of tables and lists in a file; a platform file needs 8
 _DEEPEST = 40
@@ -119,14 +119,11 @@ def well_formed(kind: Any, data: Any) -> Any:
     """Return data as a type, without their malformed parts; the other parts keep their places."""
     either = (kind,) if get_origin(kind) is dict else (kind, *get_args(kind))
     many = next((k for k in either if get_origin(k) is tuple), None)
-    if isinstance(kind, type) and issubclass(kind, BaseModel):
-        given = data if isinstance(data, dict) else {}
-        known = {n: f.annotation for n, f in kind.model_fields.items() if (f.alias or n) in given or f.is_required()}
-        keys = {n: kind.model_fields[n].alias or n for n in known}
-        return kind.model_construct(**{n: well_formed(known[n], given.get(k)) for n, k in keys.items()})
-    if is_typeddict(kind):
-        given, known = data if isinstance(data, dict) else {}, get_type_hints(kind)
-        return {k: well_formed(known[k], given[k]) for k in known if k in given}
+    if known := types_of(kind):
+        needed = {f.alias or n for n, f in getattr(kind, "model_fields", {}).items() if f.is_required()}
+        given = dict.fromkeys(needed) | (data if isinstance(data, dict) else {})
+        parts = {k: well_formed(known[k], given[k]) for k in known if k in given}
+        return parts if is_typeddict(kind) else kind.model_construct(**parts)
     if isinstance(data, list) and many:
         return tuple(well_formed(get_args(many)[0], x) for x in data)
     if isinstance(data, dict) and get_origin(kind) is dict:

@@ -52,6 +52,8 @@ class Report(SummaryRepr, ReportData):
 
     def show(self) -> None:
         """Print the report to the terminal."""
-        from chipfit.report.terminal import show
+        from rich.console import Console
 
-        show(self)
+        from chipfit.report.terminal import render
+
+        Console().print(render(self))

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
@@ -164,8 +164,3 @@ def _curve(report: ReportData) -> Table:
         bar = f"[yellow]{'█' * round(24 * p['height'])}[/]"
         table.add_row(f"{100 * p['share']:.0f} %", f"{p['size']:,.0f}", *losses, bar)
     return table
-
-
-def show(report: ReportData, console: Console | None = None) -> None:
-    """Print a report."""
-    (console or Console()).print(render(report))
