@@ -108,6 +108,16 @@ class Algorithm:
         return ops.fake_quantize(self.reals(ops, x, p, grid), s, z, grid)
 
 
+class FixedGrid(Algorithm):
+    """The base of algorithms whose grids stay where calibration put them."""
+
+    def init(self, stored: Stored, x: Weight) -> Tensors:
+        return {}
+
+    def numbers(self, ops: Any, p: Numbers, grid: Grid) -> tuple[Any, Any]:
+        return p["scale"], p["zero_point"]
+
+
 def with_levels(grid: Grid, table: Iterable[float] | None) -> Grid:
     """Return the grid with the distinct levels of `Algorithm.table`."""
     return grid if table is None else replace(grid, table=tuple(sorted(set(table))))

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from chipfit.quantizers.algorithm import Algorithm, Numbers, Tensors, Weight, clip_quantize, positive, reach, unit_range
+from chipfit.quantizers.algorithm import FixedGrid, Numbers, clip_quantize, positive, reach, unit_range
 from chipfit.quantizers.grids import Grid
-from chipfit.quantizers.stored import Stored
 from chipfit.registry import register
 
 #: tanh moves no weight by more than 1 % of the range where the largest is this
@@ -16,7 +15,7 @@ _GUARD = 1e-5
 
 @register("training", "dorefa")
 @dataclass(frozen=True)
-class DoReFa(Algorithm):
+class DoReFa(FixedGrid):
     """DoReFa-Net. Source: Zhou et al. 2016, arXiv:1606.06160, eqs. 9 (weights) and 11 (activations).
 
     In the paper's form weights are t = tanh(w) / max|tanh(w)| on a range of [-1, 1], and activations are clipped to
@@ -34,12 +33,9 @@ class DoReFa(Algorithm):
     rescale: bool = True
     activations: bool = False
 
-    def init(self, stored: Stored, x: Weight) -> Tensors:
-        return {}
-
     def numbers(self, ops: Any, p: Numbers, grid: Grid) -> tuple[Any, Any]:
         if self.rescale:
-            return p["scale"], p["zero_point"]
+            return super().numbers(ops, p, grid)
         s, z = unit_range(ops, p, grid)
         return positive(ops, s if self.activations else s * (1 - _GUARD), p["least"], grid), z
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from chipfit.quantizers.algorithm import Algorithm, Numbers, Tensors, Weight, require_table, threshold
+from chipfit.quantizers.algorithm import FixedGrid, Numbers, Tensors, Weight, require_table, threshold
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.ops import ste
 from chipfit.quantizers.stored import Stored
@@ -13,7 +13,7 @@ from chipfit.registry import register
 
 @register("training", "nnie_log")
 @dataclass(frozen=True)
-class NNIE(Algorithm):
+class NNIE(FixedGrid):
     """Logarithmic quantization of HiSilicon's NNIE. Source: `platform/builtin/nnie.yaml`, [M1].
 
     Levels are c 2^(-k / 16), one fewer of negative ones, and 0, which magnitudes below half the least become; 16 log2 c
@@ -41,9 +41,6 @@ class NNIE(Algorithm):
 
     def constants(self, stored: Stored, x: Weight) -> Tensors:
         return {**super().constants(stored, x), "scale": threshold(stored)}
-
-    def init(self, stored: Stored, x: Weight) -> Tensors:
-        return {}
 
     def numbers(self, ops: Any, p: Numbers, grid: Grid) -> tuple[Any, Any]:
         return ops.power(2.0, ops.round(self.octave * ops.log2(p["scale"])) / self.octave), p["zero_point"]
