@@ -117,6 +117,7 @@ def test_a_fault_says_how_many_differ_and_by_how_much():
     )
     assert row(elements=9, differing=4, largest=9).fault == ""  # of others' errors
     assert behind_tanh(elements=9, op_differing=1, op_largest=2).fault  # by two
+    assert behind_tanh(elements=900, op_differing=1, op_largest=2).fault  # however many may
     assert not behind_tanh(elements=9, op_differing=1, op_largest=1).fault
     assert behind_tanh(elements=9, op_differing=2, op_largest=1).fault  # too many
     assert not behind_tanh(elements=9, op_differing=3, op_largest=1, ties=2).fault
@@ -324,6 +325,13 @@ def test_a_summary_names_what_is_not_modelled_and_accuracies():
     ]
     found.not_modelled = found.not_modelled[:4]
     assert "math.d\n" in found.summary()
+
+
+@pytest.mark.parametrize("in_float, how", [(True, ", computed in float by the runtime"), (False, "")])
+def test_a_summary_names_the_first_difference_and_how_it_came_about(in_float, how):
+    text = verification(row("a"), row("b", elements=8, freely=4, differing=1, largest=2, in_float=in_float)).summary()
+    assert f"first difference: Relu 'b', 25.0000 % of its integers, at most 2{how}\n" in text
+    assert ("computed in float by the runtime: Relu 'b'" in text) is in_float
 
 
 def test_a_screen_shows_faults_first_and_then_what_differs_most():
