@@ -60,15 +60,6 @@ def test_sequences_beyond_the_table_of_positions_are_refused(encoder, result):
         result.verify([(LONG, LONG_MASK)])
 
 
-def test_masks_of_other_types_are_converted_where_that_is_exact_or_refused(result):
-    assert all(result.verify([(IDS, m)]).exact for m in (MASK, MASK.bool(), MASK.int()))
-    for ids, mask, name in ((IDS, MASK.float(), "mask"), (IDS.float(), MASK, "ids")):
-        with pytest.raises(DataError, match=rf"'{name}' holds floats.*Allowed: int64. Try: x.long\(\) converts"):
-            result.verify([(ids, mask)])
-    with pytest.raises(DataError, match="'mask' has the wrong shape"):
-        result.verify([(IDS, MASK[:, :5])])
-
-
 @pytest.mark.parametrize("bits", [4, 16])
 def test_bits_that_the_kernel_of_embeddings_has_not_are_refused(encoder, bits):
     with pytest.raises(UnsupportedError, match=f"'words' cannot have {bits}-bit weights.*Allowed: 8 bits"):

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 import chipfit
-from chipfit.errors import DataError
 from chipfit.rounding.compare import Reference
 from chipfit.search.losses import losses
 from tests.build import NEAREST, model_of, quantized, randn
@@ -73,10 +72,3 @@ def test_slopes_without_end_hide_no_loss():
     found = losses(result.decision, result.plan, [[BLACK]], dict.fromkeys(stored, (2, 4, 8)))
     for name, row in found.items():
         assert row[2] > row[4] > row[8] > 0, name
-
-
-def test_images_that_are_no_numbers_are_refused_with_the_batch_before_anything_is_rounded():
-    bad = IMAGES.clone()
-    bad[3, 0, 0, 0] = float("nan")
-    with pytest.raises(DataError, match="Batch 1 makes NaN or infinite values in input"):
-        fitted(net(), [IMAGES, bad])

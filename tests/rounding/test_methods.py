@@ -71,11 +71,6 @@ def test_a_method_that_does_not_exist_is_refused(text, error, message):
         Settings(rounding=text)
 
 
-def test_settings_with_a_method_survive_their_record():
-    settings = Settings(rounding="gptq + learned(scope='layer')", rounding_samples=64)
-    assert Settings.from_record(settings.to_record()) == settings and settings.rounding_samples == 64
-
-
 @pytest.mark.parametrize(
     "bits, rule, name",
     [([8, 5], "mse", "gptq"), ([2], "mse", "gptq"), ([6], "mse", None), ([], "mse", None), ([4], "kl", None)],
