@@ -75,7 +75,6 @@ def test_an_error_in_a_base_is_reported_in_its_file(experiment, tmp_path):
         ({"backend": "tensorrtt"}, "'tensorrt'"),
         ({"qparams": {"w_method": "lsqq"}}, "'lsq'"),
         ({"qparams": {"bit": 17}}, "1 to 16"),
-        ({"bnfold": 5}, "no such way to fold"),
         ({"qparams": {"per_channel": True}}, "'per_channel' is unknown"),
         ({"backend": {**FLAGS, "name": "snpe", "per_channel": True}}, "'snpe' is a setting with another per_channel"),
         ({"backend": {**FLAGS, "ada_sign": True}}, "ada_sign is for academic settings only"),

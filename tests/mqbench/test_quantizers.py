@@ -13,10 +13,8 @@ from chipfit.mqbench import quantizers
 from chipfit.mqbench.quantizers import AlgorithmQuantizer, QuantizeBase, quantizer_of
 from chipfit.mqbench.settings import get_qconfig
 from chipfit.registry import create, register, registered
+from tests.mqbench.test_observers import A4, C4, S4
 
-S4 = {"quant_min": -8, "quant_max": 7}
-A4 = {"quant_min": 0, "quant_max": 15, "qscheme": torch.per_tensor_affine}
-C4 = S4 | {"qscheme": torch.per_channel_symmetric, "ch_axis": 0}
 X = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
 
 
