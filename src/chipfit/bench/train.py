@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count, islice
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -147,7 +148,7 @@ def train(
         step, curves = facts["step"], Curves(list(map(tuple, facts["loss"])), list(map(tuple, facts["top1"])))
         readers[0].unreadable.update(facts["unreadable"])
         log(f"resumes at step {step}")
-    batches: Iterator[Any] = iter(())
+    batches = _batches_from(step, readers[0], in_epoch, accumulate)
     while step < rates.max_iter:
         if config.freeze_step is not None and step >= config.freeze_step:
             _freeze_statistics(model)
@@ -156,12 +157,7 @@ def train(
         optimizer.zero_grad(set_to_none=True)
         total = 0.0
         for _ in range(accumulate):
-            batch = next(batches, None)
-            if batch is None:
-                epoch, done = divmod(step, in_epoch)
-                batches = readers[0].batches(epoch, shuffled=True, first=done * accumulate)
-                batch = next(batches)
-            x, y = (t.to(worker.device) for t in batch)
+            x, y = (t.to(worker.device) for t in next(batches))
             with torch.autocast(worker.device.type, torch.bfloat16, enabled=config.dist.amp):
                 out = runs(x)
             loss = F.cross_entropy(out.float(), y, label_smoothing=config.label_smooth) / accumulate
@@ -174,8 +170,6 @@ def train(
         if average is not None:
             average.update_parameters(model)
         step += 1
-        if (step % in_epoch) == 0:
-            batches = iter(())
         if step % config.saver.print_freq == 0 or step == rates.max_iter:
             curves.loss.append((step, total))
             log(f"step {step} of {rates.max_iter}: loss {total:.4f}")
@@ -193,6 +187,14 @@ def train(
                 break
     curves.unreadable = len(readers[0].lost())
     return result.eval(), curves
+
+
+def _batches_from(step: int, reader: Reader, in_epoch: int, accumulate: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the batches of one epoch after another, from a step on."""
+    for epoch in count(step // in_epoch):
+        done = step % in_epoch if epoch == step // in_epoch else 0
+        batches = reader.batches(epoch, shuffled=True, first=done * accumulate)
+        yield from islice(batches, (in_epoch - done) * accumulate)
 
 
 def _optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
