@@ -1,7 +1,5 @@
 """Rewrites that follow the statistics; those that are on trial stay only where held-out samples lose less."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The formats and kernels that a platform would give to a model, without any data."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any

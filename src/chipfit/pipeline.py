@@ -4,8 +4,6 @@
 its own part filled in; `Result` then makes the model, the file, the report and the proof of it.
 """
 
-from __future__ import annotations
-
 import logging
 from contextlib import closing, nullcontext
 from dataclasses import replace

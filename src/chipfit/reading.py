@@ -1,7 +1,5 @@
 """Read the user's model into a graph; errors name the mistake in the call, not the place where tracing failed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

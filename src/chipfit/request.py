@@ -1,7 +1,5 @@
 """The arguments of `quantize` that no stage changes, and the checks of all of them before anything is read."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any

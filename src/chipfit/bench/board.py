@@ -1,7 +1,5 @@
 """Leaderboards of experiments: tables, differences, plots, an HTML page, and export to TensorBoard and MLflow."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -9,8 +9,6 @@
 Each choice is a part of a configuration. An experiment is `config` merged with one choice of each axis.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One experiment, from its configuration to its outcome: float, quantized, deployed."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import importlib.metadata

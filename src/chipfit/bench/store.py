@@ -1,7 +1,5 @@
 """A store of the outcomes of experiments, in one SQLite file."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Sweeps: many experiments in processes of their own, on this machine or on a Ray cluster."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

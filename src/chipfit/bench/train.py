@@ -1,7 +1,5 @@
 """Training of an experiment, in one process or under torchrun, resumable after a crash."""
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Callable, Iterator

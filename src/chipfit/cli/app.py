@@ -1,7 +1,5 @@
 """The command line. Heavy modules are imported by the commands that use them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

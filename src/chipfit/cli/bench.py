@@ -1,7 +1,5 @@
 """`chipfit bench`: experiments."""
 
-from __future__ import annotations
-
 import gc
 import shutil
 from pathlib import Path

@@ -3,8 +3,6 @@
 A bias has input scale x weight scale if the chip adds it in the accumulator, else a range of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Inputs and outputs of a file: their names, floats or integers, and notes for the app that runs it."""
 
-from __future__ import annotations
-
 import ast
 import json
 import math

@@ -8,8 +8,6 @@ Another one registers its adapter when the user imports it, as every addition do
         facts = Facts(title="Toy", packages=("toy",))
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache

@@ -10,8 +10,6 @@ value is converted for readers whose label differs from that of its producer, on
 labelling is a minimum cut [Picard, Ratliff: Minimum cuts and related problems, Networks 5, 1975], found exactly.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 

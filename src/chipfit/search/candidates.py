@@ -1,7 +1,5 @@
 """The bits that a search may choose for weights, and for activations that must have equal bits."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

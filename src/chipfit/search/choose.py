@@ -1,7 +1,5 @@
 """The search of bits under limits: the possible choices, their costs, and the choice with the least loss."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

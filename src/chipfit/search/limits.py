@@ -1,7 +1,5 @@
 """Limits on the memory, operations and loss of a quantized model."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, fields
 

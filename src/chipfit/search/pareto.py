@@ -1,7 +1,5 @@
 """Size against loss: the best widths for several budgets of one limit."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Memory and bit operations that a quantized model needs on the chip for one sample."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Sensitivity: the loss that each tensor adds, as it is stored and at other bits, and advice on the worst ones."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

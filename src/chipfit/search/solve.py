@@ -8,8 +8,6 @@ time, is one budget for each sum. A choice may imply others: a kernel supports p
 data, so that its option fixes both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter

@@ -1,7 +1,5 @@
 """Averages of all trained parameters, scales included, over the steps of training."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 

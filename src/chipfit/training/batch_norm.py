@@ -1,7 +1,5 @@
 """Re-estimation of the statistics of batch norms from data after training."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

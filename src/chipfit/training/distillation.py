@@ -1,7 +1,5 @@
 """Knowledge distillation: the quantized network learns from the outputs of the float network."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gradual quantization: the share of rounding grows during training."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

@@ -3,8 +3,6 @@
 Source: Nagel et al. 2022, arXiv:2203.11086, sections 4.1 to 4.3 and algorithm 1.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Logging of the scales, zero points and ranges of a model in training, to TensorBoard or a similar writer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -9,8 +9,6 @@ The random transforms of an image depend on the experiment's seed, the epoch and
 are independent of the number of processes and of interruptions.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Position, size, rotation, colours, background and noise are random, so that netw
 perfectly: small residual networks reach 85 to 90 %.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -4,8 +4,6 @@
 def mine(classes: int = 1000) -> nn.Module: ...
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """A `.tflite` file as a C array, for microcontrollers without a file system, and the memory of its tensors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

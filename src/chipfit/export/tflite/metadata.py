@@ -1,7 +1,5 @@
 """Metadata of a `.tflite` file for Android's libraries: the metadata schema of TensorFlow Lite, version M001."""
 
-from __future__ import annotations
-
 import io
 import zipfile
 from collections.abc import Mapping, Sequence

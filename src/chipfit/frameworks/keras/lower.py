@@ -1,7 +1,5 @@
 """Build a Keras model that simulates the chip from a Graph and a Plan, train it, and read its numbers back."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
