@@ -65,12 +65,12 @@ def test_what_was_never_folded_trains_and_is_not_deployed(plain):
 
 def test_batch_norms_train_in_few_bits_without_a_setting():
     """Weights of fewer than 6 bits are rounded in closed form otherwise, after which no batch norm comes apart."""
-    given = {"platform": "imx500", "overrides": {"fc": {"bits": 4}}, "progress": False}
-    result = chipfit.quantize(NormedNet().eval(), DATA, training={"method": "lsq", "bn_fold": 4}, **given)
+    few = {"fc": {"bits": 4}}
+    result = quantized(NormedNet(), DATA, "imx500", overrides=few, training={"method": "lsq", "bn_fold": 4})
     train(result.model, 1, 0.05)
     assert result.trained().plan["fc.weight"].grid.bits == 4
     with pytest.raises(UnsupportedError, match='rounding="off"'):
-        chipfit.quantize(NormedNet().eval(), DATA, **given).trains({"method": "lsq", "bn_fold": 4}).model
+        quantized(NormedNet(), DATA, "imx500", overrides=few).trains({"method": "lsq", "bn_fold": 4}).model
 
 
 def test_training_goes_on_after_it_was_saved(plain, tmp_path):
@@ -91,9 +91,9 @@ def test_what_cannot_be_told_apart_is_refused(plain):
     with pytest.raises(ConfigError, match="at most 1"):
         Training("lsq", bn_momentum=2)
     settings = chipfit.Settings(equalize=True)
-    changed = chipfit.quantize(NormedNet().eval(), DATA, platform="ort_cpu", settings=settings, progress=False)
+    changed = quantized(NormedNet(), DATA, settings=settings)
     with pytest.raises(UnsupportedError, match=r"changed after its batch norm was folded.*bn_fold=0"):
         changed.trains(Training("lsq", bn_fold=1)).model
-    flat = chipfit.quantize(nn.Linear(4, 4), [torch.randn(8, 4)], platform="ort_cpu", progress=False)
+    flat = quantized(nn.Linear(4, 4), torch.randn(8, 4))
     with pytest.raises(UnsupportedError, match="no folded batch norm"):
         flat.trains(Training("lsq", bn_fold=1)).model

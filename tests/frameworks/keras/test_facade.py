@@ -12,7 +12,7 @@ from keras import layers  # noqa: E402 -- after the import that may skip
 
 import chipfit  # noqa: E402
 from chipfit.core import CoreConfig, DebugConfig, QuantizationConfig  # noqa: E402
-from chipfit.core.network_editor import (  # noqa: E402
+from chipfit.core.network_editor import (  # noqa: E402  # noqa: E402
     ChangeFinalWeightsQuantConfigAttr,
     EditRule,
     NodeNameFilter,
@@ -68,19 +68,11 @@ def test_every_rewrite_and_correction_works_on_a_keras_model(net):
     quantized, info = fit(net, quantization_config=QuantizationConfig(**REWRITES, **CORRECTIONS))
     assert isinstance(quantized, keras.Model) and np.abs(numbers(quantized(images)) - want).mean() < 5e-3
     said = " ".join(info.result.plan.rewrites)
-    for what in (
-        "collapsed 'conv2d'",
-        "residual addition",
-        "moved from 6 to 8",
-        "shifted 'activation'",
-        "second moment of 'head'",
-    ):
-        assert what in said
+    notes = "collapsed 'conv2d'", "residual addition", "moved from 6 to 8", "shifted 'activation'"
+    assert all(what in said for what in (*notes, "second moment of 'head'"))
     _, info = fit(net, quantization_config=QuantizationConfig(**REWRITES, weights_bias_correction=False))
-    graph = info.result.graph
-    np.testing.assert_allclose(
-        run(graph, [torch.from_numpy(images)])[graph.outputs[0]].numpy(), want, rtol=1e-4, atol=1e-6
-    )
+    (out,) = run(info.result.graph, [torch.from_numpy(images)]).values()
+    np.testing.assert_allclose(out.numpy(), want, rtol=1e-4, atol=1e-6)
 
 
 def test_rules_choose_keras_layers_by_type_and_by_name(net):
@@ -91,10 +83,6 @@ def test_rules_choose_keras_layers_by_type_and_by_name(net):
     _, info = fit(net, debug_config=DebugConfig(network_editor=rules))
     bits = {t.layer: t.grid.bits for t in info.result.plan.tensors.values() if t.role == "weight" and t.quantized}
     assert bits["wide"] == 2 and bits["head"] == 8 and {v for k, v in bits.items() if k.startswith("conv2d")} == {4}
+    rules = [EditRule(NodeNameFilter("head"), ReplaceLayer(layers.Dense, lambda w, **a: (w, a)))]
     with pytest.raises(UnsupportedError, match="PyTorch"):
-        fit(
-            net,
-            debug_config=DebugConfig(
-                network_editor=[EditRule(NodeNameFilter("head"), ReplaceLayer(layers.Dense, lambda w, **a: (w, a)))]
-            ),
-        )
+        fit(net, debug_config=DebugConfig(network_editor=rules))

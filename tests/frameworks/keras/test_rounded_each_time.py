@@ -7,18 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-import chipfit
+from chipfit.frameworks.keras.backend import KerasOps
 from chipfit.quantizers.dynamic import dynamic_codes
 from chipfit.quantizers.ops import TorchOps
-
-OFF = chipfit.Settings(rounding="off")
+from tests.build import NEAREST, keras_sequential, quantized
 
 
 def network() -> keras.Model:
-    keras.utils.set_random_seed(0)
-    x = inputs = keras.Input((64,))
-    x = keras.layers.LayerNormalization()(keras.layers.Dense(96, activation="relu")(x))
-    return keras.Model(inputs, keras.layers.Dense(64, use_bias=False)(x))
+    wide = keras.layers.Dense(96, activation="relu"), keras.layers.LayerNormalization()
+    return keras_sequential((64,), *wide, keras.layers.Dense(64, use_bias=False))
 
 
 DATA = [np.random.default_rng(0).standard_normal((16, 64)).astype("float32") for _ in range(2)]
@@ -28,7 +25,7 @@ NEW = np.random.default_rng(1).standard_normal((32, 64)).astype("float32")
 @pytest.mark.parametrize("platform", ["ort_dynamic", "tflite_dynamic"])
 @pytest.mark.parametrize("choices", [{"bits": 8}, {"bits": 4}, {"bits": 4, "inputs": "float"}])
 def test_a_keras_model_computes_what_the_device_does_and_is_saved(platform, choices, tmp_path):
-    result = chipfit.quantize(network(), DATA, platform, overrides={"Dense": choices}, settings=OFF, progress=False)
+    result = quantized(network(), DATA, platform, overrides={"Dense": choices}, settings=NEAREST)
     y = keras.ops.convert_to_numpy(result.model(NEW))
     device = keras.ops.convert_to_numpy(result.device_model(NEW))
     # numbers half way between two codes may go either way behind the norm
@@ -41,30 +38,20 @@ def test_a_keras_model_computes_what_the_device_does_and_is_saved(platform, choi
 
 
 def test_the_scales_of_blocks_lie_as_the_kernel_does():
-    result = chipfit.quantize(
-        network(),
-        DATA,
-        "ort_dynamic",
-        overrides={"Dense": {"bits": 4, "inputs": "float"}},
-        settings=OFF,
-        progress=False,
-    )
-    stored = result.plan["dense/kernel"] if "dense/kernel" in result.plan.tensors else None
-    names = [t.name for t in result.plan.tensors.values() if t.role == "weight" and t.quantized]
-    first = result.plan[names[0]]
-    assert stored is None or stored is first
+    choices = {"Dense": {"bits": 4, "inputs": "float"}}
+    result = quantized(network(), DATA, "ort_dynamic", overrides=choices, settings=NEAREST)
+    name = next(t.name for t in result.plan.tensors.values() if t.role == "weight" and t.quantized)
+    first = result.plan[name]
     assert first.scale.shape == (96, 2)
     wrapper = next(layer for layer in result.model.layers if hasattr(layer, "weights_quantizers"))
     (quantizer,) = wrapper.weights_quantizers.values()
     assert quantizer.shape == (2, 96)
-    w = result.graph.weights[names[0]].detach()
+    w = result.graph.weights[name].detach()
     rounded = quantizer(w.t().numpy())
     assert np.allclose(keras.ops.convert_to_numpy(rounded), first.round(w).t().numpy(), atol=1e-7)
 
 
 def test_both_frameworks_round_alike():
-    from chipfit.frameworks.keras.backend import KerasOps
-
     x = np.random.default_rng(2).standard_normal((5, 8)).astype("float32")
     for how in (
         {"qmin": 0, "qmax": 255, "affine": True, "per": "tensor", "block": 1},
