@@ -100,9 +100,8 @@ def decide(d: Decision) -> Decision:
         d = _assigned(replace(d, graph=graph))
     if d.assignment.dynamic:
         d = _assigned(replace(d, graph=with_dynamic(d.graph, d.platform, d.assignment)))
-    effects = unapplied_overrides(d.graph, d.assignment, d.all_overrides) + unmet_io_formats(
-        d.graph, d.platform, d.assignment
-    )
+    effects = unapplied_overrides(d.graph, d.assignment, d.all_overrides)
+    effects += unmet_io_formats(d.graph, d.platform, d.assignment)
     return replace(d, notes=(*d.notes, *insertions, *effects))
 
 

@@ -85,9 +85,8 @@ def correct_second_moment(
         name = node.weight
         graph.weights[name] = scale_outputs(node, graph.weights[name].detach(), k)
         with_bias(graph, node, bias)
-        notes.append(
-            f"corrected the second moment of '{node.display_name}' by {float(k.min()):.3g} to {float(k.max()):.3g}"
-        )
+        by = f"{float(k.min()):.3g} to {float(k.max()):.3g}"
+        notes.append(f"corrected the second moment of '{node.display_name}' by {by}")
     return graph, notes
 
 

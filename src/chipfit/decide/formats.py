@@ -162,11 +162,8 @@ class FormatPropagation:
     def _moved_format(self, group: FusedGroup) -> str | None:
         """Return the format of the quantized values that a pass-through operator moves; None if it moves floats."""
         data, result = [i for i in group.data if self.graph.is_float(i)], group.tail.output
-        if (
-            group.float_reason
-            or not self.graph.is_float(result)
-            or not self.float_values.keys().isdisjoint((*data, result))
-        ):
+        stays_float = not self.float_values.keys().isdisjoint((*data, result))
+        if group.float_reason or stays_float or not self.graph.is_float(result):
             return None
         wanted = any(self.wanted.get(o, "any") != "any" for o in group.tail.outputs)
         names = {self.formats[i] for i in data if i in self.formats and (i in self.quantized_outputs or wanted)}

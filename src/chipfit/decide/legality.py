@@ -199,12 +199,9 @@ class _Problem:
         if unsolvable:
             raise _contradiction(unsolvable[:1])
         out = {t for b in violated for t, _ in b.terms}
-        out |= {
-            t
-            for t, v in self.log.items()
-            if t not in held
-            and (np.any(v < self.floor.get(t, _LEAST) - 1e-9) or (t in self.pot and np.any(v != np.rint(v))))
-        }
+        for t, v in self.log.items():
+            is_illegal = (v < self.floor.get(t, _LEAST) - 1e-9) | (t in self.pot and v != np.rint(v))
+            out |= {t} if t not in held and np.any(is_illegal) else set()
         bounds_of: dict[str, list[ProductBound]] = {}
         for b in self.bounds:
             for t, _ in b.terms:

@@ -136,9 +136,8 @@ def limit_weight_sums(
         axis, values = OPS[op].weight_axis, graph.weights[name]
         while (factor := scale_growth(out[name], values, most, axis)) is not None:
             if final:
-                what = (
-                    f"The quantized values of '{name}' sum to more than {most:g}, and other rules forbid a larger scale"
-                )
+                what = f"The quantized values of '{name}' sum to more than {most:g}"
+                what += ", and other rules forbid a larger scale"
                 raise UnsupportedError(what, got=f"{float(code_sums(out[name], values, axis).max()):g}")
             out[name] = out[name].with_(scale=(out[name].scale * factor).to(out[name].scale.dtype))
     return out
@@ -250,10 +249,8 @@ class QParamsSource:
             rule = s.rule or (self.rules.weight_rule if s.axis is not None or grid.symmetric else "no_clipping")
             w = self.graph.weights[s.name].detach()
             q = choose_qparams(w, grid, rule=rule, axis=s.axis, block=s.block, extras=self._extras(s.name))
-            origin = (
-                "look-up table fitted to the weights" if grid.kind == "lut" else f"{name_of(rule)} over the weights"
-            )
-            return q, origin + self._missing(s, rule)
+            how = "look-up table fitted to" if grid.kind == "lut" else f"{name_of(rule)} over"
+            return q, f"{how} the weights" + self._missing(s, rule)
         if s.range is not None:
             given = TensorStats(s.name, low=float(s.range[0]), high=float(s.range[1]), batches=1)
             return choose_qparams(given, grid, rule="no_clipping", expand=False), "known beforehand"
@@ -308,10 +305,8 @@ def with_biases(
                 scale = scales_per_output(scale.reshape(-1), values.numel())
             q, origin = QParams(scale, torch.zeros_like(scale, dtype=torch.int32)), "input scale x weight scale"
         else:
-            q, origin = (
-                choose_qparams(values, grids[name], rule="no_clipping", axis=spec.axis),
-                "no_clipping over the bias",
-            )
+            q = choose_qparams(values, grids[name], rule="no_clipping", axis=spec.axis)
+            origin = "no_clipping over the bias"
         plan.tensors[name] = tensor_plan(spec, nodes.get(spec.node), as_stored(spec, grids[name], q), origin)
     return plan.tensors
 

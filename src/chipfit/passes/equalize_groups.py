@@ -151,11 +151,8 @@ def keeps_channels(graph: Graph, node: Node) -> bool:
     if len(node.outputs) != 1 or node.op not in OPS or is_linear(graph, node):
         return False
     low, high = bounds(node)
-    if (
-        scales_by_channel(node)
-        or adds_equal_shapes(graph, node)
-        or (high is not None and high > 0 and low in (0, None))
-    ):
+    clips_above = high is not None and high > 0 and low in (0, None)
+    if clips_above or scales_by_channel(node) or adds_equal_shapes(graph, node):
         return True
     before, after, row = graph.shape(node.data), graph.shape(node.output), OPS[node.op]
     if row.layout == "reduce":

@@ -127,9 +127,8 @@ def smooth(graph: Graph, assignment: Assignment, stats: Stats, *, alpha: float |
             s = min((_scales(channels, weights, a) for a in _SHARES), key=error)
             before, after = error(torch.ones_like(s)), error(s)
             if after * _GAIN > before or before - after < _WORTH * error.power * site.multiplied:
-                notes.append(
-                    f"'{site.node.display_name}' is not smoothed: it would take {before:.3g} of error to {after:.3g}"
-                )
+                why = f"it would take {before:.3g} of error to {after:.3g}"
+                notes.append(f"'{site.node.display_name}' is not smoothed: {why}")
                 continue
             predicted = f": predicted error {after:.3g}, {before:.3g} without"
         else:

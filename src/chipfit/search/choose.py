@@ -15,14 +15,7 @@ from chipfit.graph.linear import products
 from chipfit.plan.record import Plan
 from chipfit.rounding.compare import Reference
 from chipfit.rounding.fisher import IMAGES, first_samples
-from chipfit.search.candidates import (
-    TiedChoice,
-    activation_choices,
-    keep_available,
-    kernel_widths,
-    own_errors,
-    weight_widths,
-)
+from chipfit.search import candidates
 from chipfit.search.limits import Limits, parse_amount
 from chipfit.search.losses import NEAREST, Losses, RoundingModel, losses
 from chipfit.search.resources import bits_of, live_values, peak_bytes, value_bytes
@@ -60,13 +53,11 @@ class ChosenWidths:
             return ", ".join(f"{n} of {b} bits" for b, n in sorted(Counter(bits.values()).items()))
 
         more = f"; of activations: {counted(self.activations)}" if self.activations else ""
-        takes = ", ".join(
-            f"{name} {format_amount(self.used[name])} of {format_amount(most)}" for name, most in self.most.items()
-        )
+        amounts = ((name, format_amount(self.used[name]), format_amount(most)) for name, most in self.most.items())
+        takes = ", ".join(f"{name} {used} of {most}" for name, used, most in amounts)
         loss = f"predicted loss {self.predicted:.3g}"
-        loss += (
-            f", measured {self.measured:.3g}, the least of {self.tries} choices" if self.measured is not None else ""
-        )
+        if self.measured is not None:
+            loss += f", measured {self.measured:.3g}, the least of {self.tries} choices"
         return f"widths of weights chosen: {counted(self.weights)}{more}; {takes}; {loss}"
 
 
@@ -76,7 +67,7 @@ class SearchSpace:
 
     graph: Graph
     plan: Plan
-    parts: Sequence[TiedChoice]  #: activations whose bits are chosen
+    parts: Sequence[candidates.TiedChoice]  #: activations whose bits are chosen
     pairs: Mapping[str, Sequence[tuple[int, int]]]  #: linear operator -> (weight bits, input bits)
     weights: dict[str, tuple[int, ...]]  #: weight -> bits, ascending
     losses: Losses
@@ -182,16 +173,16 @@ def search_space(
         DataError: there is no batch.
     """
     by_hand, known = resolve_overrides(d.graph, d.overrides), d.stats.keys()
-    parts: list[TiedChoice] = []
+    parts: list[candidates.TiedChoice] = []
     if _OF_ACTIVATIONS.intersection(limited):
-        found = (p for p in activation_choices(d, plan, by_hand) if len(p.widths) > 1)
+        found = (p for p in candidates.activation_choices(d, plan, by_hand) if len(p.widths) > 1)
         parts = [p for p in found if known >= set(p.tensors)]  # whose ranges at other widths are known
-        parts = [p for p in keep_available(d, plan, parts) if len(p.widths) > 1]
+        parts = [p for p in candidates.keep_available(d, plan, parts) if len(p.widths) > 1]
     stay = {name for name, c in by_hand.items() if c.get("bits") is not None}
     stay |= set() if _OF_WEIGHTS.intersection(limited) else {n.name for n in d.graph.nodes}
-    pairs = kernel_widths(d, plan, parts, stay)
-    weights = weight_widths(d.graph, pairs)
-    widths = {**weights, **{t: p.widths for t, p in own_errors(d.graph, plan, parts).items()}}
+    pairs = candidates.kernel_widths(d, plan, parts, stay)
+    weights = candidates.weight_widths(d.graph, pairs)
+    widths = {**weights, **{t: p.widths for t, p in candidates.own_errors(d.graph, plan, parts).items()}}
     return SearchSpace(d.graph, plan, parts, pairs, weights, losses(d, plan, batches, widths, rounding))
 
 
