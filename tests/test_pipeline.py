@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 import chipfit
-from chipfit import Limits, Settings
+from chipfit import Limits, Settings, steps
 from chipfit.errors import ConfigError, NothingQuantizedError, UnknownNameError
-from tests.build import mlp, quantized
+from chipfit.platform.load import load_platform
+from tests.build import graph_of, mlp, quantized
 
 DATA = list(torch.randn(16, 3, generator=torch.Generator().manual_seed(3)).split(8))
 NORM = nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 2)).eval()
@@ -194,6 +195,14 @@ def test_after_a_rewrite_only_the_histograms_that_range_rules_read_are_collected
     (first,) = (n for n in result.plan.rewrites if n.startswith("centred the result of '0'"))
     seen = result.stats[result.graph.nodes[0].output]
     assert first and float(seen.mean.abs().max()) < 1e-6 and (seen.histogram is not None) is wanted
+
+
+def test_weights_are_copies_of_the_models_and_tied_ones_stay_tied():
+    w = torch.eye(4)
+    graph = graph_of("a = Linear(x, v)", "b = Linear(a, w)", weights={"v": w, "w": w})
+    new, _ = steps.rewrite(graph, load_platform("ort_cpu"), Settings())
+    first, second = new.weights["v"], new.weights["w"]
+    assert first is second and torch.equal(first, w) and first.data_ptr() != w.data_ptr()
 
 
 def test_training_with_folded_batch_norms_turns_rounding_off():

@@ -1,4 +1,4 @@
-"""A pass of any stage is one declared function: registered outside the package, it takes effect when asked for."""
+"""Steps are declared functions: a pass of any stage, registered outside the package, takes effect; all have an order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chipfit.decide.constraints import Constraint
 from chipfit.errors import RegistrationError
 from chipfit.passes.rewriting import Adapted, Rewritten
 from chipfit.platform.schema import Rule
-from chipfit.registry import Setting, register
+from chipfit.registry import STAGES, Setting, ordered, register
 from tests.build import model_of, quantized, randn
 
 DATA = randn(16, 3, 6, 6)
@@ -105,3 +105,24 @@ def test_a_results_pass_chooses_what_a_kernel_outputs_by_statistics_that_it_coll
 
     plans = [(found := result(on)).plan.quantized(found.graph.outputs[0]) for on in (False, True)]
     assert plans == [True, False]
+
+
+# ---------------------------------------------------------------- the order of all steps
+
+STEPS = {s.name: (stage, s.declares) for stage in STAGES for s in ordered(stage)}
+PASSES = {name: declares for name, (stage, declares) in STEPS.items() if stage != "correct"}
+
+
+@pytest.mark.parametrize("name", [n for n, declares in PASSES.items() if declares.setting])
+def test_a_rewrite_with_a_setting_of_its_name_is_off_unless_it_is_requested(name):
+    setting = PASSES[name].setting
+    assert setting.name == name and not setting.default
+
+
+def test_rewrites_run_one_behind_the_other():
+    """A network is folded, then merged, then scaled; biases are given last."""
+    order = "fold_constants fold_batch_norm unshare_biases collapse_linear collapse_residual relu_bound equalize "
+    order += "give_biases channels_last shift_negative softmax_shift centre equalize_groups"
+    names = list(STEPS)
+    assert sorted(order.split(), key=names.index) == order.split()
+    assert names.index("fold_constants") < names.index("attention")
