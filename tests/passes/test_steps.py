@@ -1,4 +1,4 @@
-"""Steps are declared functions: a pass of any stage, registered outside the package, takes effect; all have an order."""
+"""Steps: a pass of any stage, registered outside the package, takes effect when asked for; all steps have an order."""
 
 from __future__ import annotations
 
