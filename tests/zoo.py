@@ -31,16 +31,11 @@ class InvertedResidual(nn.Module):
     def __init__(self, c: int = 8, act: type[nn.Module] = nn.ReLU6, squeeze: bool = False) -> None:
         super().__init__()
         h = 3 * c
-        self.stem, self.expand, self.depthwise = (
-            conv_bn(3, c, act=act()),
-            conv_bn(c, h, 1, act()),
-            conv_bn(h, h, 3, act(), groups=h),
-        )
-        self.gate = (
-            nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(h, 4, 1), nn.ReLU(), nn.Conv2d(4, h, 1), nn.Sigmoid())
-            if squeeze
-            else None
-        )
+        self.stem, self.expand = conv_bn(3, c, act=act()), conv_bn(c, h, 1, act())
+        self.depthwise, self.gate = conv_bn(h, h, 3, act(), groups=h), None
+        if squeeze:
+            gate = nn.AdaptiveAvgPool2d(1), nn.Conv2d(h, 4, 1), nn.ReLU(), nn.Conv2d(4, h, 1), nn.Sigmoid()
+            self.gate = nn.Sequential(*gate)
         self.project = conv_bn(h, c, 1, nn.Identity())
 
     def forward(self, x):
@@ -54,12 +49,8 @@ class InvertedResidual(nn.Module):
 class Fire(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.squeeze, self.one, self.three, self.last = (
-            nn.Conv2d(3, 4, 1),
-            nn.Conv2d(4, 6, 1),
-            nn.Conv2d(4, 6, 3, padding=1),
-            nn.Conv2d(12, 5, 1),
-        )
+        self.squeeze, self.one = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 6, 1)
+        self.three, self.last = nn.Conv2d(4, 6, 3, padding=1), nn.Conv2d(12, 5, 1)
 
     def forward(self, x):
         x = F.relu(self.squeeze(x))
@@ -94,12 +85,8 @@ class Attention(nn.Module):
     def __init__(self, fused: bool = True, d: int = 16) -> None:
         super().__init__()
         self.patch, self.qkv, self.out = nn.Conv2d(3, d, 4, 4), nn.Linear(d, 3 * d), nn.Linear(d, d)
-        self.n1, self.n2, self.up, self.down = (
-            nn.LayerNorm(d),
-            nn.LayerNorm(d),
-            nn.Linear(d, 2 * d),
-            nn.Linear(2 * d, d),
-        )
+        self.n1, self.n2 = nn.LayerNorm(d), nn.LayerNorm(d)
+        self.up, self.down = nn.Linear(d, 2 * d), nn.Linear(2 * d, d)
         self.position, self.fused, self.d = nn.Parameter(torch.randn(1, 4, d) * 0.1), fused, d
 
     def forward(self, x):
@@ -117,12 +104,8 @@ class Attention(nn.Module):
 class Shared(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.conv, self.relu, self.tied = (
-            nn.Conv2d(3, 6, 1),
-            nn.Conv2d(6, 6, 3, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(6, 6, 3, padding=1),
-        )
+        self.first, self.conv, self.relu = nn.Conv2d(3, 6, 1), nn.Conv2d(6, 6, 3, padding=1), nn.ReLU()
+        self.tied = nn.Conv2d(6, 6, 3, padding=1)
         self.tied.weight = self.conv.weight
 
     def forward(self, x):
@@ -135,11 +118,8 @@ class Shared(nn.Module):
 class Functional(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.weight, self.bias, self.linear = (
-            nn.Parameter(torch.randn(8, 3, 3, 3) * 0.3),
-            nn.Parameter(torch.zeros(8)),
-            nn.Linear(8 * 16, 4),
-        )
+        self.weight, self.bias = nn.Parameter(torch.randn(8, 3, 3, 3) * 0.3), nn.Parameter(torch.zeros(8))
+        self.linear = nn.Linear(8 * 16, 4)
         self.register_buffer("mean", torch.full((1, 3, 1, 1), 0.1))
 
     def forward(self, x):
@@ -211,6 +191,21 @@ class Recurrent(nn.Module):
         return self.head(self.rnn(x)[0][:, -1])
 
 
+def perceptron() -> nn.Module:
+    first, second = (nn.Linear(192, 16), nn.ReLU()), (nn.Linear(16, 16), nn.Sigmoid())
+    return nn.Sequential(nn.Flatten(), *first, *second, nn.Linear(16, 4), nn.Softmax(-1))
+
+
+def grouped() -> nn.Module:
+    first, second = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 8, 3, 1, 2, 2, groups=2)
+    return nn.Sequential(first, nn.ReLU(), second, nn.ReLU6(), nn.MaxPool2d(2), nn.Conv2d(8, 4, 1))
+
+
+def padded() -> nn.Module:
+    first, second = nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"), nn.Conv2d(4, 4, 3, padding="same")
+    return nn.Sequential(first, nn.ReLU(), second, nn.ZeroPad2d(1), nn.Conv2d(4, 2, 2))
+
+
 def chain(*layers: nn.Module) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(*layers)
 
@@ -254,45 +249,13 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[], object]]] = {
         lambda: torch.randn(4, 3, 12),
     ),
     "conv3d": (chain(nn.Conv3d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 3, 1)), lambda: torch.randn(2, 2, 4, 4, 4)),
-    "padding_modes": (
-        chain(
-            nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"),
-            nn.ReLU(),
-            nn.Conv2d(4, 4, 3, padding="same"),
-            nn.ZeroPad2d(1),
-            nn.Conv2d(4, 2, 2),
-        ),
-        _image,
-    ),
+    "padding_modes": (padded, _image),
     "pixel_shuffle_norms": (
-        chain(
-            nn.Conv2d(3, 12, 3, padding=1), nn.PixelShuffle(2), nn.InstanceNorm2d(3, affine=True), nn.GroupNorm(1, 3)
-        ),
+        chain(nn.Conv2d(3, 12, 3, 1, 1), nn.PixelShuffle(2), nn.InstanceNorm2d(3, affine=True), nn.GroupNorm(1, 3)),
         _image,
     ),
-    "mlp": (
-        chain(
-            nn.Flatten(),
-            nn.Linear(192, 16),
-            nn.ReLU(),
-            nn.Linear(16, 16),
-            nn.Sigmoid(),
-            nn.Linear(16, 4),
-            nn.Softmax(-1),
-        ),
-        _image,
-    ),
-    "grouped_strided": (
-        chain(
-            nn.Conv2d(3, 8, 3, 2, 1),
-            nn.ReLU(),
-            nn.Conv2d(8, 8, 3, 1, 2, 2, groups=2),
-            nn.ReLU6(),
-            nn.MaxPool2d(2),
-            nn.Conv2d(8, 4, 1),
-        ),
-        lambda: _image(side=12),
-    ),
+    "mlp": (perceptron, _image),
+    "grouped_strided": (grouped, lambda: _image(side=12)),
 }
 
 
