@@ -159,7 +159,7 @@ class _Results(TypedDict):
     leaves: list[dict[str, Any]]
 
 
-_GRAPH = TypeAdapter(_Graph)
+_GRAPH, _CALL, _RESULTS = TypeAdapter(_Graph), TypeAdapter(_Call), TypeAdapter(_Results)
 #: fields that are JSON data already
 _AS_THEY_ARE = ("inputs", "outputs", "in_spec", "out_spec", "data_format", "framework")
 
@@ -254,12 +254,12 @@ def _check_numbers(graph: Graph) -> None:
 def _check_call(graph: Graph) -> None:
     """Check that the specification of arguments and results fits the graph."""
     call, results = (parse_json(x, PlanError, where="the call of the graph") for x in (graph.in_spec, graph.out_spec))
-    check_value(TypeAdapter(_Call), call, PlanError, "in_spec of the graph")
+    check_value(_CALL, call, PlanError, "in_spec of the graph")
     places = call["tensors"]
     inside = all(0 <= k < call["leaves"] for k in places)
     if len(places) != len(graph.inputs) or not inside or places != sorted(set(places)):
         raise GraphError("Arguments do not fit the graph's inputs", got=str(places)[:80], allowed="ascending places")
-    check_value(TypeAdapter(_Results), results, PlanError, "out_spec of the graph")
+    check_value(_RESULTS, results, PlanError, "out_spec of the graph")
     leaves, known = results["leaves"], {str({"output": k}) for k in range(len(graph.outputs))}
     strange = [x for x in leaves if set(x) != {"constant"} and str(x) not in known]
     if strange or read_tree(results["plain"]).num_leaves != len(leaves):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import safetensors
 import torch
-from pydantic import ConfigDict, with_config
+from pydantic import ConfigDict, TypeAdapter, with_config
 from safetensors.torch import load as from_bytes
 from safetensors.torch import save as to_bytes
 from typing_extensions import TypedDict
@@ -44,6 +44,7 @@ class _PlatformFile(TypedDict):
     file: str
 
 
+_PLATFORM = TypeAdapter(_PlatformFile)
 #: attempts to read a directory that writers keep replacing
 _ATTEMPTS = 100
 
@@ -197,7 +198,7 @@ def _platform(described: Any, path: Path) -> Platform:
     if isinstance(fields, dict) and "runtimes" not in fields and fields.get("name") in names():
         now = load_platform(fields["name"])  # saved before platforms named them
         fields |= {"runtimes": now.runtimes, "encodings": now.encodings}
-    parts = check_value(_PlatformFile, described, PlanError, str(path), json=True)
+    parts = check_value(_PLATFORM, described, PlanError, str(path), json=True)
     platform: Platform = parts.pop("platform").model_copy(update=parts)
     check_consistent(platform, str(path))
     return platform
