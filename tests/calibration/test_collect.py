@@ -110,9 +110,10 @@ def test_what_is_no_number_is_refused(bad):
         collect(graph, [[torch.ones(2, 2)], [torch.full((2, 2), bad)]], tensors={graph.inputs[0]: Need()})
 
 
-def test_outliers_are_what_lies_beyond_so_many_standard_deviations():
-    """Counts 1, 96, 2, 1 at -9, 0, 1, 30: mean 0.23, deviation 3.134: 9.2 and 29.8 lie beyond 2 of them."""
-    centers, counts = torch.tensor([-9.0, 0, 1, 30]).double(), torch.tensor([1.0, 96, 2, 1]).double()
+@pytest.mark.parametrize("centers, counts", [([-9, 0, 1, 30], [1, 96, 2, 1]), ([0, 4, 10], [2, 5, 1])])
+def test_outliers_are_what_lies_beyond_so_many_standard_deviations(centers, counts):
+    """Of the first the mean is 0.23, the deviation 3.134: 9.2 and 29.8 lie beyond 2 of them."""
+    centers, counts = torch.tensor(centers).double(), torch.tensor(counts).double()
     x = np.repeat(centers.numpy(), counts.numpy().astype(int))
     for z in (1.0, 2.0, 3.0, 20.0):
         want = np.where(np.abs(centers.numpy() - x.mean()) <= z * x.std(), counts.numpy(), 0)

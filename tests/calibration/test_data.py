@@ -260,6 +260,8 @@ def test_a_size_that_does_not_fit_tells_which_are_open(one):
     with pytest.raises(SizeMismatch, match=r"Got: \[4, 5\]. Allowed: \['batch', 6\]") as e:
         split_label((X[:, :5],), one)
     assert torch.equal(e.value.batch[0], X[:, :5])  # it may be read again with that size open
+    with pytest.raises(SizeMismatch, match="an axis of size 0 holds nothing"):
+        split_label((X[:, :0],), one)
     with pytest.raises(SizeMismatch, match="this is one sample") as e:
         split_label((X[0],), one)
     assert e.value.batch is None
