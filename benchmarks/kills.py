@@ -32,6 +32,7 @@ from torch import nn
 from chipfit import Result, load, quantize
 from chipfit.cli.app import quantize as command
 from chipfit.errors import ChipfitError
+from chipfit.platform.load import load as chip
 
 X = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -81,7 +82,7 @@ def writers(results: Iterable[Result], folder: Path) -> dict[str, Writer]:
             contextlib.suppress(SystemExit),
         ):
             call: Any = command
-            names = {"model": "kills:network", "data": str(folder / "d.npz"), "out": path}
+            names = {"model": "kills:network", "data": str(folder / "d.npz"), "out": path, "platform": chip("ort_cpu")}
             try:
                 call(**names, rule=("mse", "no_clipping")[which], check=False)
             except Exception as e:
