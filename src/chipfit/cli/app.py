@@ -1,5 +1,7 @@
 """The command line. Heavy modules are imported by the commands that use them."""
 
+from __future__ import annotations  # evaluated, `chipfit.Platform` would import torch
+
 import os
 import shutil
 import sys
