@@ -17,7 +17,7 @@ from chipfit.decide.statistics import RangeRules, notes_of_missing
 from chipfit.decision import Decision, plan_of, redecide, scales_of
 from chipfit.engine.process import preserve_random_state
 from chipfit.errors import Interrupted, PlanError
-from chipfit.frameworks import checksum, lower, read_back
+from chipfit.frameworks import adapter_of, checksum, lower
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 from chipfit.plan.training import Training, check_folds, check_trainable
@@ -141,7 +141,7 @@ class Result(SummaryRepr):
             PlanError: training has left a scale that is not positive.
             UnsupportedError: what an algorithm has trained cannot be deployed.
         """
-        graph, plan = read_back(self.model, self.graph, self.plan)
+        graph, plan = adapter_of(self.graph.framework).read_back(self.model, self.graph, self.plan)
         decision = replace(self.decision, graph=graph, tensors=plan.tensors, corrected=self.corrections)
         return Result(graph, plan, decision, self.timings)
 

@@ -45,7 +45,7 @@ def test_the_graph_computes_what_the_model_computes_and_keeps_its_layout(net):
     assert [n.op for n in graph.nodes if n.op != "Transpose"] == ["Conv2D", "Relu", "Mean", "Linear"]
     assert (graph.framework, graph.data_format, graph.shape("input")) == ("toy", "channels_first", (None, 8, 8, 2))
     (out,) = run(graph, [x]).values()
-    torch.testing.assert_close(out, frameworks.adapter("toy").run(net, x))
+    torch.testing.assert_close(out, frameworks.adapter_of("toy").run(net, x))
 
 
 def test_a_model_is_quantized_exported_and_verified_bit_for_bit(net, tmp_path):
@@ -62,7 +62,7 @@ def test_a_model_is_quantized_exported_and_verified_bit_for_bit(net, tmp_path):
 def test_without_trainable_models_of_its_own_the_simulation_is_one_of_pytorch(net):
     x = randn(16, 8, 8, 2)
     result = quantized(net, x, training="lsq")
-    step = frameworks.adapter("toy").stepper(result.model, 0.05, 4, False)
+    step = frameworks.adapter_of("toy").stepper(result.model, 0.05, 4, False)
     losses = [step([x], torch.arange(16) % 4) for _ in range(4)]
     assert isinstance(result.model, torch.nn.Module) and losses[-1] < losses[0]
     assert result.trained().verify(x).exact
@@ -73,7 +73,7 @@ def test_an_operator_of_its_own_stays_a_call_of_the_framework(toy, net):
     result = quantized(toy.Net(net.shape, *net.layers, toy.Wave()), x)
     assert np.abs(result.device_model(x).numpy() - np.asarray(result.model(x).detach())).max() < 1e-5
     with pytest.raises(GraphError, match="no such operator"):
-        frameworks.adapter("toy").opaque("toy:tide")
+        frameworks.adapter_of("toy").opaque("toy:tide")
 
 
 def test_the_command_line_finds_it_by_the_suffix_of_a_file(toy, tmp_path):

@@ -29,7 +29,7 @@ from chipfit.bench.networks import model_entry
 from chipfit.bench.train import CHECKPOINT, Curves, Log, StopRule, WorkerProcess, top1, train, worker_processes
 from chipfit.errors import ChipfitError, ConfigError
 from chipfit.files import lock_folder, write_atomically
-from chipfit.frameworks import adapter, facts_of, framework_of
+from chipfit.frameworks import adapter_of, facts_of, framework_of
 from chipfit.frameworks.torch.bn_fold import FoldedBatchNorm
 from chipfit.mqbench.deployment import deploy
 from chipfit.mqbench.prepare import prepare_qat_fx
@@ -175,7 +175,7 @@ def _weight_bytes(result: Result) -> int:
 def predictor(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function from images [N, C, H, W] to logits [N, classes], for any framework."""
     framework = framework_of(model)
-    return lambda x: adapter(framework).run(model, in_layout_of(x, framework))
+    return lambda x: adapter_of(framework).run(model, in_layout_of(x, framework))
 
 
 def in_layout_of(x: torch.Tensor, framework: str) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 
 from chipfit.errors import CaptureError, ConfigError, DataError, PlanError, import_optional, short_message
 from chipfit.files import ARCHIVE_ERRORS, existing_file, wrap_read_errors
-from chipfit.frameworks import adapter, all_facts, facts_of, framework_of_file, is_model, load
+from chipfit.frameworks import adapter_of, all_facts, facts_of, framework_of_file, is_model, load
 from chipfit.import_by_name import call_factory, import_by_name, import_or_call
 from chipfit.reading import load_weights
 from chipfit.search.limits import Limits
@@ -152,7 +152,7 @@ def example_of(model: str, shape: str | None, network: Any = None) -> Any:
     """
     if shape is None:
         framework = framework_of_file(model)
-        example = adapter(framework).example(load(model) if network is None else network) if framework else None
+        example = adapter_of(framework).example(load(model) if network is None else network) if framework else None
         if example is None:
             raise DataError("Input shape is required", hint="--input-shape 1,3,224,224, batch first")
         return example

@@ -10,7 +10,7 @@ import torch
 from chipfit.calibration.data import split_label
 from chipfit.calibration.progress import Progress
 from chipfit.errors import ConfigError, DataError, TrainingError
-from chipfit.frameworks import adapter
+from chipfit.frameworks import adapter_of
 from chipfit.import_by_name import call_factory, import_by_name
 from chipfit.registry import parse_call, registered
 from chipfit.result import Result
@@ -54,7 +54,7 @@ def train_classifier(
     inputs, labels = _inputs_and_labels(data, result)
     probabilities = result.graph.outputs[0] in {o for n in result.graph.nodes if n.op == "Softmax" for o in n.outputs}
     steps = -(-len(labels) // batch_size)
-    step = adapter(result.graph.framework).stepper(result.model, rate, epochs * steps, probabilities)
+    step = adapter_of(result.graph.framework).stepper(result.model, rate, epochs * steps, probabilities)
     before, shown, draw = _top1(result, inputs, labels), Progress(True), torch.Generator().manual_seed(seed)
     for epoch in range(1, epochs + 1):
         order = torch.randperm(len(labels), generator=draw).split(batch_size)

@@ -6,12 +6,12 @@ A framework is one folder here, or one file outside that registers an adapter; s
 import importlib
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from chipfit.errors import CaptureError
-from chipfit.frameworks.adapter import Facts, Framework, Tensors, all_facts, included
+from chipfit.frameworks.adapter import Facts, Framework, all_facts, included
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 from chipfit.plan.training import Training
@@ -44,7 +44,7 @@ def facts_of(framework: str) -> Facts:
     return known[framework]
 
 
-def adapter(framework: str) -> Framework:
+def adapter_of(framework: str) -> Framework:
     """Return the adapter of a framework, which imports it.
 
     Raises:
@@ -67,15 +67,15 @@ def part(framework: str, name: str) -> Any:
     try:
         return importlib.import_module(f"chipfit.frameworks.{framework}.{name}")
     except (ImportError, ValueError) as e:  # Keras raises a ValueError for a backend that it does not know
-        if framework == "torch":
-            raise
         facts = included()[framework]
+        if not facts.install:  # chipfit requires it
+            raise
         raise CaptureError(f"{facts.title} cannot be imported: {e}", hint=facts.install) from e
 
 
 def is_model(thing: Any) -> bool:
     """Return whether an object is a model of a framework."""
-    return not isinstance(thing, type) and adapter(framework_of(thing)).is_model(thing)
+    return not isinstance(thing, type) and adapter_of(framework_of(thing)).is_model(thing)
 
 
 def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Sequence[Any] = ()) -> Graph:
@@ -83,7 +83,7 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Se
     from chipfit.engine.process import TRACING
 
     with TRACING:
-        return adapter(framework_of(model)).capture(model, args, kwargs, others)
+        return adapter_of(framework_of(model)).capture(model, args, kwargs, others)
 
 
 def lower(graph: Graph, plan: Plan, training: Training | None = None) -> Any:
@@ -91,23 +91,13 @@ def lower(graph: Graph, plan: Plan, training: Training | None = None) -> Any:
     from chipfit.engine.process import TRACING
 
     with TRACING:
-        return adapter(graph.framework).lower(graph, plan, training)
-
-
-def device(graph: Graph, run_flat: Callable[[Tensors], list[Any]], floats: Sequence[str]) -> Any:
-    """Build a model of the graph's framework that computes `run_flat`; see `Framework.device`."""
-    return adapter(graph.framework).device(graph, run_flat, floats)
-
-
-def read_back(model: Any, graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
-    """Return graph and plan with the numbers that a trained simulation holds now; see `Framework.read_back`."""
-    return adapter(graph.framework).read_back(model, graph, plan)
+        return adapter_of(graph.framework).lower(graph, plan, training)
 
 
 def checksum(model: Any, framework: str) -> int:
     """Return the CRC-32 of all weights and scales that a simulation holds now."""
     total = 0
-    for array in adapter(framework).state_arrays(model):
+    for array in adapter_of(framework).state_arrays(model):
         total = zlib.crc32(array.reshape(-1).view("uint8").data, total)
     return total
 
@@ -128,4 +118,4 @@ def load(path: str) -> Any:
     if not any(Path(os.path.expandvars(file)).expanduser().is_file() for file in facts.configured):
         for name, value in facts.environment.items():
             os.environ.setdefault(name, value)
-    return adapter(framework).load(path)
+    return adapter_of(framework).load(path)

@@ -11,7 +11,7 @@ from pydantic_core import ArgsKwargs
 
 from chipfit.decide.overrides import has_weights
 from chipfit.errors import ModelingError, UnsupportedError
-from chipfit.frameworks import adapter
+from chipfit.frameworks import adapter_of
 from chipfit.graph.config import plain
 from chipfit.graph.ir import Graph, Node
 from chipfit.mct.target_platform.capabilities import DefaultDict, matches, members_of
@@ -222,7 +222,7 @@ class FrameworkInfo:
 def _layout(graph: Graph, t: TensorPlan) -> tuple[_Relayout, _Relayout]:
     """Return functions that convert a weight from the graph's layout to the framework's, and back."""
     node = next((n for n in graph.nodes if t.name in n.inputs and n.op in OPS and OPS[n.op].kind), None)
-    return adapter(graph.framework).kernel_layout(node, t.name) if node else ((lambda w: w), (lambda w: w))
+    return adapter_of(graph.framework).kernel_layout(node, t.name) if node else ((lambda w: w), (lambda w: w))
 
 
 def _in(layers: Iterable[Any], node: Node) -> bool:

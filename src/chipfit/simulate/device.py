@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from chipfit.frameworks import device
+from chipfit.frameworks import adapter_of
 from chipfit.graph.ir import DYNAMIC, OPAQUE, Graph, Node
 from chipfit.operators.table import OPS
 from chipfit.plan.record import Plan
@@ -42,7 +42,8 @@ def device_model(graph: Graph, plan: Plan, platform: Platform) -> Any:
             done = simulate(graph, plan, inputs, platform, keep=(), kernels=kernels, weights=weights, part=part)
             return [output(graph, plan, done, o).clone() for o in graph.outputs]
 
-    return device(graph, run_flat, tuple(sorted({op for v in floats for op in float_ops(v)})))
+    in_float = tuple(sorted({op for v in floats for op in float_ops(v)}))
+    return adapter_of(graph.framework).device(graph, run_flat, in_float)
 
 
 def output(graph: Graph, plan: Plan, done: Mapping[str, Any], name: str) -> torch.Tensor:

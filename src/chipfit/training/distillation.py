@@ -9,7 +9,7 @@ from torch import nn
 from chipfit.engine.run import run
 from chipfit.engine.trees import flatten_call
 from chipfit.errors import ConfigError, UnknownNameError
-from chipfit.frameworks import device
+from chipfit.frameworks import adapter_of
 from chipfit.frameworks.torch.lower import as_quantized_module
 from chipfit.graph.ir import Graph
 from chipfit.quantizers.ops import TorchOps
@@ -44,7 +44,7 @@ def teacher(result: Result) -> Any:
             done = run(graph, inputs)
         return [done[o] for o in graph.outputs]
 
-    return device(graph, run_flat, graph.outputs)
+    return adapter_of(graph.framework).device(graph, run_flat, graph.outputs)
 
 
 class Distillation(nn.Module):
