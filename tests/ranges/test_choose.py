@@ -64,6 +64,11 @@ def test_exact_zeros_are_taken_out_of_the_bin_that_starts_at_zero(zeros):
     assert float(stats.histogram.counts[MIDDLE]) == 7  # what was given stays
 
 
+def test_exact_zeros_that_are_outliers_are_left_out_with_their_bin():
+    found, own = bins(sample_of_stats(statistics({0: 2, 900: 50}, 0.0, 900.5, zeros=2), 1.0))
+    assert found == [(900, 900.5, 50)] and own == 0
+
+
 @pytest.mark.parametrize("full", [766, 767, 768, 769])
 def test_bins_of_dense_histograms_are_taken_in_pairs(full):
     counts = {k: float(k % 7 + 1) for k in range(1, full + 1)}
