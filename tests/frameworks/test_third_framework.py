@@ -110,3 +110,13 @@ def test_nothing_outside_its_folder_asks_which_framework_it_is():
         if 'framework == "' in line or 'framework != "' in line or 'framework_of(model) == "' in line
     ]
     assert asks == []
+
+
+def test_a_file_is_loaded_by_its_suffix_or_by_the_framework_that_is_asked_for(tmp_path):
+    program = torch.export.export(torch.nn.Linear(3, 2), (randn(4, 3),))
+    for name in ("model.pt2", "model.program"):
+        torch.export.save(program, tmp_path / name)
+        assert frameworks.load_torch(str(tmp_path / name))(randn(4, 3)).shape == (4, 2)
+    assert frameworks.load(str(tmp_path / "model.pt2"))(randn(4, 3)).shape == (4, 2)
+    with pytest.raises(CaptureError, match=r"model\.program' is a file of no framework.*\.pt2.*\.keras|\.keras.*\.pt2"):
+        frameworks.load(str(tmp_path / "model.program"))

@@ -107,15 +107,28 @@ def framework_of_file(path: str) -> str:
     return next((name for name, f in all_facts().items() if f.suffix and path.endswith(f.suffix)), "")
 
 
-def load(path: str) -> Any:
-    """Load a model from a file of the suffix of a framework.
+def load(path: str, framework: str = "") -> Any:
+    """Load a model from a file, by default of the framework that its suffix names.
 
     Raises:
-        CaptureError: The file cannot be loaded, or its framework is not installed.
+        CaptureError: The file cannot be loaded, no framework has such files, or the framework is not installed.
     """
-    framework = framework_of_file(path)
+    framework = framework or framework_of_file(path)
+    if not framework:
+        allowed = ", ".join(f.suffix for f in all_facts().values() if f.suffix)
+        raise CaptureError(f"'{path}' is a file of no framework", allowed=allowed)
     facts = facts_of(framework)
     if not any(Path(os.path.expandvars(file)).expanduser().is_file() for file in facts.configured):
         for name, value in facts.environment.items():
             os.environ.setdefault(name, value)
     return adapter_of(framework).load(path)
+
+
+def load_torch(path: str) -> Any:
+    """Load the program of a `.pt2` file; see `load`."""
+    return load(path, "torch")
+
+
+def load_keras(path: str) -> Any:
+    """Load the model of a `.keras` file, on torch unless another backend is chosen; see `load`."""
+    return load(path, "keras")
