@@ -1,7 +1,5 @@
 """The command line: every command on real input, one mistake of each kind, and exit statuses."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Models and data as the command line names them: what is accepted, and what each mistake is told."""
 
-from __future__ import annotations
-
 import stat
 import struct
 import zipfile

@@ -1,7 +1,5 @@
 """`chipfit train`: labelled data or a loop of the user's, from a saved result or a model, to one unit."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

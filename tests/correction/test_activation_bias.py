@@ -1,7 +1,5 @@
 """Activation bias correction: the mean error of rounded inputs is taken off behind the next operator."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Bias correction: the mean that rounding weights takes away comes back."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

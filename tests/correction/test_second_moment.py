@@ -1,7 +1,5 @@
 """Second-moment correction: mean and spread of every channel as in float."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

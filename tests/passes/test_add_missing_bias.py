@@ -1,7 +1,5 @@
 """Biases of zero where the platform can hold them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Attention that is written out becomes one operator that computes the same, and what only looks like it does not."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

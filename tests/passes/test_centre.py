@@ -1,7 +1,5 @@
 """Centring: tensors of mean 0 in every channel, and the same network."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

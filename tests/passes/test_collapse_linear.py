@@ -1,7 +1,5 @@
 """Linear operators in a row become one, where that costs no parameters."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """conv(x) + x is one convolution."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

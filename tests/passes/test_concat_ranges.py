@@ -1,7 +1,5 @@
 """Inputs and result of a concatenation share one grid."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """Composites written out in simpler operators compute the same, in both layouts, and keep their place in the plan."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A shared bias becomes one for each operator that reads it; everything else stays as it is."""
 
-from __future__ import annotations
-
 from operator import itemgetter
 
 import pytest

@@ -1,7 +1,5 @@
 """Cross-layer equalization: equal ranges on both sides of every channel."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Equalization of activations: magnitudes alike in every channel of a group, and the same network."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Kernels that can output integers or floats: the cheapest choice, and what a user chooses instead."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Folding of batch norms: numbers worked on paper, and PyTorch's own layers in float64."""
 
-from __future__ import annotations
-
 import zlib
 
 import pytest

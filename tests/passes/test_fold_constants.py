@@ -1,7 +1,5 @@
 """Values that depend on no input become weights: the network stays the same, runs in integers, and trains."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

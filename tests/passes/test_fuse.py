@@ -1,7 +1,5 @@
 """Fusion: longest complete pattern first, no node twice, nothing across a branch or an output."""
 
-from __future__ import annotations
-
 import pytest
 
 from chipfit.graph.ir import Graph

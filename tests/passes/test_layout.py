@@ -1,7 +1,5 @@
 """Layout changes move activations only, and only where they must."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

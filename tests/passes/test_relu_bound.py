@@ -1,7 +1,5 @@
 """Clipped activations get a power of two as their bound."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

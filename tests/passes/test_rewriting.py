@@ -1,7 +1,5 @@
 """Who reads a value, whether a layer may change, and why not, on graphs of a few nodes."""
 
-from __future__ import annotations
-
 import pytest
 
 from chipfit.graph.ir import Node

@@ -1,7 +1,5 @@
 """Shift-negative correction: what an unsigned grid gains, and that nothing else changes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Logits in the middle of their range take a finer grid, and the softmax does not notice."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Steps: a pass of any stage, registered outside the package, takes effect when asked for; all steps have an order."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Every function-preserving rewrite, on random networks: the float outputs do not change."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

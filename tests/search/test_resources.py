@@ -1,7 +1,5 @@
 """Memory and operations that a model needs, counted by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """A small network, data and loop that tests of training share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every training algorithm from a plan to a plan: the loss falls, and the outcome is exact on the device or refused."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

@@ -1,7 +1,5 @@
 """The average of parameters is that of torch; scales stay within the platform's bounds; what it gives is deployed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn

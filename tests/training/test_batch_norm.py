@@ -1,7 +1,5 @@
 """Statistics estimated again are those of torch's own `update_bn` on the network with rounded weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Batch norms that train, folded in each step, inside a whole simulation: exported and exact like any other."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

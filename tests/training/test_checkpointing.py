@@ -1,7 +1,5 @@
 """Gradient accumulation and gradient checkpointing change neither losses, gradients, scales nor statistics."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

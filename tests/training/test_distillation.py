@@ -1,7 +1,5 @@
 """Distillation: the loss is that of torch's own functions, the teacher is the float model."""
 
-from __future__ import annotations
-
 import copy
 import math
 

@@ -1,7 +1,5 @@
 """Rounding that comes in little by little is none at share 0 and all of it at share 1, and nothing else is deployed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Oscillations by hand: what counts as one, its frequency, freezing, dampening."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

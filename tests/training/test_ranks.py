@@ -1,7 +1,5 @@
 """Two processes on half batches, as `torchrun` starts them, train what one does on the whole batch."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

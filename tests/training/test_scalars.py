@@ -1,7 +1,5 @@
 """What is written of a model that trains: the numbers of its plan, under names that say what they are."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

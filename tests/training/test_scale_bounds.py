@@ -1,7 +1,5 @@
 """A platform's rules hold in every step of training, by construction: nothing is repaired when it ends."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import pytest

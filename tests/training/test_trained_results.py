@@ -1,7 +1,5 @@
 """A model that was trained is not forgotten: a result does not export, verify, save or edit the old weights unasked."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Quantization-aware training from a plan to a plan: what was trained is what the device computes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
