@@ -60,8 +60,8 @@ def dump_call(
         more: further entries, of the framework.
     """
     leaves, tree = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    spec = {"args": len(args), "kwargs": list(kwargs), "leaves": len(leaves), "names": list(names)}
-    spec |= {"tensors": list(range(len(leaves)) if tensors is None else tensors), **more}
+    spec = {"args": len(args), "kwargs": list(kwargs), "leaves": len(leaves)}
+    spec |= {"tensors": list(range(len(leaves)) if tensors is None else tensors), "names": list(names), **more}
     return json.dumps({**dump_tree(tree, (tuple(args), dict(kwargs))), **spec})
 
 

@@ -74,7 +74,7 @@ class OpDef:
 
 
 _COLUMNS = "torch keras kernel lowering onnx tflite decompose onnxruntime litert layers".split()
-_FILES = "products norms activations arithmetic windows reductions moves".split()
+_FILES = "products activations norms arithmetic windows reductions moves".split()
 _VOCABULARY = package_data("chipfit.operators", "vocabulary.yaml")
 _cells: dict[str, dict[str, Any]] = {column: {} for column in _COLUMNS}
 _readers: dict[str, Callable[..., None]] = {}  #: column -> the function that reads it
