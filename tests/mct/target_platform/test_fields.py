@@ -123,7 +123,6 @@ ELU = {"net": lambda: lopsided(nn.ELU()), "conv": config(**UNIFORM), "default": 
             for c, b in zip(CHOICES, (8, 4, 2))
         ),
     ],
-    ids=str,
 )
 def test_each_field_decides_how_a_tensor_is_stored(chip, tensor, facts):
     result = fit(**chip)
