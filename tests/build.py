@@ -49,6 +49,15 @@ def sequential(*layers: nn.Module) -> nn.Sequential:
     return nn.Sequential(*layers).eval()
 
 
+def set_layer(layer: nn.Module, weight: Any, bias: Any = 0.0) -> nn.Module:
+    """Give a layer these numbers, in the order of its weight's memory, and return it."""
+    with torch.no_grad():
+        layer.weight.copy_(torch.as_tensor(weight).view_as(layer.weight))
+        if getattr(layer, "bias", None) is not None:
+            layer.bias.copy_(torch.as_tensor(bias).expand_as(layer.bias))
+    return layer
+
+
 def small_cnn(channels: int = 8, classes: int = 4, *, size: int = 8, norm: bool = False, seed: int = 0) -> nn.Module:
     """Return a classifier of images [N, 3, size, size]: two 3 x 3 convolutions, perhaps batch norms, a linear layer."""
     torch.manual_seed(seed)

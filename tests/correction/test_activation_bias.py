@@ -12,8 +12,7 @@ from chipfit.correction.activation_bias import correct_activation_bias, mean_shi
 from chipfit.engine.run import run
 from chipfit.frameworks.torch.lower import lower
 from chipfit.plan.record import Plan
-from tests.build import model_of, plan_of, sequential, stored
-from tests.correction.test_bias import set_layer
+from tests.build import model_of, plan_of, sequential, set_layer, stored
 from tests.steps import captured
 
 SEVENS = torch.full((4, 2), 0.7)
@@ -140,8 +139,7 @@ def test_an_input_that_is_read_before_it_is_rounded_shifts_nothing():
 
 
 def test_a_refusal_ends_nothing():
-    first = nn.Linear(2, 2, bias=False)
-    nn.init.eye_(first.weight)
+    first = set_layer(nn.Linear(2, 2, bias=False), torch.eye(2))
     _, _, notes = corrected(sequential(first, linear()), SEVENS)
     assert notes[0] == "the bias of '0' is not corrected: it has none"
     assert notes[1].startswith("corrected the bias of '1' by at most 0.9") and len(notes) == 2

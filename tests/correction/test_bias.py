@@ -11,7 +11,7 @@ from chipfit.correction.bias import correct_bias, move_bias, quantized_linear, w
 from chipfit.engine.run import run
 from chipfit.frameworks.torch.lower import lower
 from chipfit.plan.record import Plan
-from tests.build import graph_of, node, plan_of, stored
+from tests.build import graph_of, node, plan_of, set_layer, stored
 from tests.steps import begin, captured
 
 
@@ -20,14 +20,6 @@ def weights_only(graph, scale: float, bits: int = 4) -> Plan:
     names = {n.inputs[1] for n in graph.nodes if len(n.inputs) > 1}
     symmetric = stored(scale, bits=bits, low=1 - 2 ** (bits - 1))
     return plan_of(dict.fromkeys(names, "weight"), **dict.fromkeys(names, symmetric))
-
-
-def set_layer(layer: nn.Module, weight, bias=0.0) -> nn.Module:
-    """Give a layer these numbers."""
-    with torch.no_grad():
-        layer.weight.copy_(torch.tensor(weight).view_as(layer.weight))
-        layer.bias.copy_(torch.tensor(bias).expand_as(layer.bias))
-    return layer
 
 
 def means(graph, x):

@@ -8,8 +8,8 @@ from torch import nn
 
 from chipfit.correction.second_moment import correct_second_moment
 from chipfit.errors import DataError
-from tests.build import model_of, sequential
-from tests.correction.test_bias import set_layer, weights_only
+from tests.build import model_of, sequential, set_layer
+from tests.correction.test_bias import weights_only
 from tests.steps import begin, captured
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from chipfit.calibration.collect import Need, collect
 from chipfit.decide import statistics
 from chipfit.passes.centre import centre, with_means
-from tests.build import model_of
+from tests.build import model_of, set_layer
 from tests.steps import Steps, assert_same, begin
 
 
@@ -34,11 +34,7 @@ def same(before: Steps, after: Steps, *inputs: torch.Tensor) -> None:
 
 def test_a_pair_of_linear_layers_on_paper():
     """x = 1, 3: the first gives 2 x + 5 = 7, 11 of mean 9; the second -x + 1. b1' = 5 - 9, b2' = 1 - 9."""
-    net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
-    with torch.no_grad():
-        for layer, (w, b) in zip(net, ((2.0, 5.0), (-1.0, 1.0)), strict=True):
-            layer.weight.fill_(w)
-            layer.bias.fill_(b)
+    net = nn.Sequential(set_layer(nn.Linear(1, 1), [2.0], 5.0), set_layer(nn.Linear(1, 1), [-1.0], 1.0))
     before, after, notes = centred(net, torch.tensor([[1.0], [3.0]]))
     assert (after.graph.weights["0.bias"].item(), after.graph.weights["1.bias"].item()) == (-4.0, -8.0)
     assert after.float()[0].flatten().tolist() == before.float()[0].flatten().tolist() == [-6.0, -10.0]

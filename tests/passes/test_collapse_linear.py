@@ -7,7 +7,7 @@ from torch import nn
 
 from chipfit.graph.ir import Node
 from chipfit.passes.collapse_linear import collapse_linear
-from tests.build import graph_of, model_of
+from tests.build import graph_of, model_of, set_layer
 from tests.steps import assert_same, captured
 
 
@@ -34,12 +34,7 @@ def test_a_layer_takes_in_the_linear_ones_behind_it(row, shape, weight):
 
 
 def test_the_product_of_two_weights_on_paper():
-    first, second = nn.Linear(1, 2), nn.Linear(2, 1)
-    with torch.no_grad():
-        first.weight.copy_(torch.tensor([[2.0], [3.0]]))
-        first.bias.copy_(torch.tensor([1.0, -1.0]))
-        second.weight.copy_(torch.tensor([[10.0, 100.0]]))
-        second.bias.copy_(torch.tensor([7.0]))
+    first, second = set_layer(nn.Linear(1, 2), [2.0, 3.0], [1.0, -1.0]), set_layer(nn.Linear(2, 1), [10.0, 100.0], 7.0)
     new, _ = collapse_linear(captured(nn.Sequential(first, second), torch.randn(2, 1)))
     (node,) = new.nodes
     assert new.weights[node.inputs[1]].tolist() == [[320.0]]  # 10 * 2 + 100 * 3

@@ -6,7 +6,7 @@ from torch import nn
 
 from chipfit.engine.run import run
 from chipfit.passes.equalize import equalize
-from tests.build import model_of
+from tests.build import model_of, set_layer
 from tests.steps import assert_same, captured
 
 
@@ -41,13 +41,10 @@ def test_what_cannot_be_scaled_back_says_why():
 
 def test_the_scales_of_equation_11_on_paper():
     """r1 = (4, 9) along rows, r2 = (1, 4) along columns: s = sqrt(r1 r2) / r2 = (2 / 1, 6 / 4)."""
-    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2, bias=False))
-    with torch.no_grad():
-        net[0].weight.copy_(torch.tensor([[1.0, -4.0], [9.0, 3.0]]))
-        net[0].bias.copy_(torch.tensor([1.0, 3.0]))
-        net[2].weight.copy_(torch.tensor([[1.0, 4.0], [-0.25, 1.0]]))
+    first = set_layer(nn.Linear(2, 2), [1.0, -4.0, 9.0, 3.0], [1.0, 3.0])
+    last = set_layer(nn.Linear(2, 2, bias=False), [1.0, 4.0, -0.25, 1.0])
     x = torch.tensor([[1.0, -1.0]])
-    new, notes = equalize(captured(net, x))
+    new, notes = equalize(captured(nn.Sequential(first, nn.ReLU(), last), x))
     assert notes[-1] == "equalized '0' with '2'"
     assert new.weights["0.weight"].tolist() == [[0.5, -2.0], [6.0, 2.0]]
     assert new.weights["0.bias"].tolist() == [0.5, 2.0]
@@ -67,20 +64,15 @@ KINDS = {
 @pytest.mark.parametrize("first, second", KINDS.values(), ids=KINDS)
 def test_channels_are_found_on_every_kind_of_weight(first, second):
     """r1 = (8, 0.5) and r2 = (2, 8): s = (2, 0.25)."""
-    with torch.no_grad():
-        first.weight.copy_(torch.tensor([8.0, 0.5]).view_as(first.weight))
-        first.bias.copy_(torch.tensor([4.0, 1.0]))
-        second.weight.copy_(torch.tensor([2.0, 8.0]).view_as(second.weight))
-    x = torch.randn(2, first.in_channels, 3, 3)
-    weights = equalize(captured(nn.Sequential(first, nn.ReLU(), second), x))[0].weights
+    net = nn.Sequential(set_layer(first, [8.0, 0.5], [4.0, 1.0]), nn.ReLU(), set_layer(second, [2.0, 8.0]))
+    weights = equalize(captured(net, torch.randn(2, first.in_channels, 3, 3)))[0].weights
     found = [weights[k].flatten().tolist() for k in ("0.weight", "0.bias", "2.weight")]
     assert found == [[4.0, 2.0], [2.0, 4.0], [4.0, 2.0]]
 
 
 def test_the_widest_of_several_readers_counts():
-    layers = {k: nn.Linear(1, 1, bias=False) for k in ("first", "a", "b")}
-    for layer, w in zip(layers.values(), (8.0, 0.5, 2.0), strict=True):
-        nn.init.constant_(layer.weight, w)
+    numbers = {"first": 8.0, "a": 0.5, "b": 2.0}
+    layers = {k: set_layer(nn.Linear(1, 1, bias=False), w) for k, w in numbers.items()}
     net = model_of(lambda m, x: m.a(y := torch.relu(m.first(x))) + m.b(y), **layers)
     new, _ = equalize(captured(net, torch.randn(2, 1)))  # s = sqrt(8 / 2) = 2
     assert [float(new.weights[f"{k}.weight"]) for k in ("first", "a", "b")] == [4.0, 1.0, 4.0]
@@ -133,9 +125,7 @@ def test_weights_of_several_operators_stay_and_pairs_behind_them_do_not(shared):
 def test_ranges_that_are_equal_within_a_thousandth_stay():
     """s = sqrt(r1 / r2): 1.0009 stays, 1.0011 does not."""
     for ratio, stays in ((1.0009**2, True), (1.0011**2, False), (1 / 1.0011**2, False)):
-        net = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1))
-        nn.init.constant_(net[0].weight, ratio)
-        nn.init.constant_(net[2].weight, 1.0)
+        net = nn.Sequential(set_layer(nn.Linear(1, 1), ratio), nn.ReLU(), set_layer(nn.Linear(1, 1), 1.0))
         graph = captured(net, torch.randn(2, 1))
         new, notes = equalize(graph)
         assert (new.weights["0.weight"] is graph.weights["0.weight"]) is stays
@@ -144,9 +134,7 @@ def test_ranges_that_are_equal_within_a_thousandth_stay():
 
 def test_so_many_sweeps_are_made_at_most():
     """1, 1, 16: s of the second pair is 1/4; a second sweep then moves the first one."""
-    net = nn.Sequential(*[nn.Linear(1, 1, bias=False) for _ in range(3)])
-    for layer, w in zip(net, (1.0, 1.0, 16.0), strict=True):
-        nn.init.constant_(layer.weight, w)
+    net = nn.Sequential(*(set_layer(nn.Linear(1, 1, bias=False), w) for w in (1.0, 1.0, 16.0)))
     graph = captured(net, torch.randn(2, 1))
     weights = [[float(equalize(graph, sweeps=n)[0].weights[f"{k}.weight"]) for k in range(3)] for n in (0, 1, 2)]
     assert weights[:2] == [[1.0, 1.0, 16.0], [1.0, 4.0, 4.0]] and weights[2][0] == 2.0

@@ -11,9 +11,8 @@ from torch import nn
 from chipfit.calibration.collect import collect
 from chipfit.decide import statistics
 from chipfit.engine.run import run
-from chipfit.graph.ir import Graph, Node, Value
 from chipfit.passes.equalize_groups import FEW_BITS, equalize_groups, keeps_channels, with_channels, worth_a_trial
-from tests.build import model_of
+from tests.build import graph_of, model_of, node, set_layer
 from tests.steps import Steps, assert_same, begin
 
 
@@ -36,12 +35,8 @@ def unchanged(before: Steps, after: Steps) -> bool:
 
 def pair(second: nn.Module, act: nn.Module = nn.ReLU()) -> nn.Sequential:  # noqa: B008
     """Channels 4 x, x / 4 and one that stays 0, then `second` with weights of 1."""
-    net = nn.Sequential(nn.Conv2d(1, 3, 1), act, second)
-    with torch.no_grad():
-        net[0].weight.copy_(torch.tensor([4.0, 0.25, -1.0]).view(3, 1, 1, 1))
-        net[0].bias.zero_()
-        second.weight.fill_(1.0)
-    return net
+    nn.init.ones_(second.weight)
+    return nn.Sequential(set_layer(nn.Conv2d(1, 3, 1), [4.0, 0.25, -1.0]), act, second)
 
 
 X = torch.tensor([0.5, 1.0]).view(2, 1, 1, 1)
@@ -115,8 +110,7 @@ def test_groups_go_through_sums_pools_and_the_head():
 def test_a_clip_stays_where_it_is_and_clips_nothing_that_calibration_saw():
     """Channels of 8 x and x / 2, clipped at 6: s = 1 and 1/12, so that the second ends at 6 / 12 = 0.5 of before."""
     net = pair(nn.Conv2d(3, 3, 1, groups=3), nn.ReLU6())
-    with torch.no_grad():
-        net[0].weight.copy_(torch.tensor([8.0, 0.5, -1.0]).view(3, 1, 1, 1))
+    set_layer(net[0], [8.0, 0.5, -1.0])
     before, after, _ = equalized(net, X)
     assert [n.op for n in after.graph.nodes] == [n.op for n in before.graph.nodes]
     torch.testing.assert_close(after.graph.weights["2.weight"].flatten(), torch.tensor([1.0, 1 / 12, 1.0]))
@@ -128,12 +122,8 @@ def test_a_clip_stays_where_it_is_and_clips_nothing_that_calibration_saw():
 
 def test_a_clip_in_front_of_a_sum_keeps_what_calibration_saw():
     """t = 6 + 96, 3 + 1 gives (4 / 102)^0.75 = 0.088 for the second; 6 s >= 3 asks for 0.5."""
-
-    layers = {"a": nn.Conv2d(1, 2, 1), "b": nn.Conv2d(1, 2, 1), "c": nn.Conv2d(2, 1, 1)}
-    with torch.no_grad():
-        for layer, w in zip(layers.values(), ([8.0, 3.0], [96.0, 1.0], [1.0, 1.0]), strict=True):
-            layer.weight.copy_(torch.tensor(w).view_as(layer.weight))
-            layer.bias.zero_()
+    layers = {"a": set_layer(nn.Conv2d(1, 2, 1), [8.0, 3.0]), "b": set_layer(nn.Conv2d(1, 2, 1), [96.0, 1.0])}
+    layers["c"] = set_layer(nn.Conv2d(2, 1, 1), [1.0, 1.0])
     before, after, _ = equalized(model_of(lambda m, x: m.c(F.relu6(m.a(x)) + torch.relu(m.b(x))), **layers), X)
     assert after.graph.weights["c.weight"].flatten().tolist() == [1.0, 0.5]
     same(before, after, X)
@@ -187,9 +177,8 @@ def test_a_rewrite_for_few_bits_is_tried_where_weights_are_fitted_and_channels_c
     slots = {"x": slot("activation", 8), "y": slot("activation", bits), "w": slot("weight", 4, axis)}
     if axis == 0:
         slots["v"] = slot("weight", 4, 1)
-    node = Node("n", "Conv2D", ("x", "w"), ("y",), {"groups": groups})
-    values = {v: Value(v, (None, 3, 2, 2)) for v in "xy"}
-    graph = Graph([node], ["x"], ["y"], values, {"w": torch.ones(3, 3 // groups, 1, 1)})
+    conv, weights = node("y = Conv2D(x, w)", {"groups": groups}), {"w": torch.ones(3, 3 // groups, 1, 1)}
+    graph = graph_of(conv, shape=(None, 3, 2, 2), weights=weights)
     given = SimpleNamespace(**{"rounding": "gptq", "rounding_guard": True, "seconds": None, **settings})
     assert worth_a_trial(given, graph, SimpleNamespace(tensors=slots)) == ("always" if tried else None)
 
@@ -217,8 +206,7 @@ def test_a_rewrite_for_few_bits_is_tried_where_weights_are_fitted_and_channels_c
     ],
 )
 def test_what_shares_channels_with_its_operand(op, attrs, before, after, shares):
-    values = {"x": Value("x", before), "y": Value("y", after or before)}
-    graph = Graph([Node("n", op, ("x",), ("y",), attrs)], ["x"], ["y"], values, {})
+    graph = graph_of(node(f"y = {op}(x)", attrs), shapes={"x": before, "y": after or before})
     assert keeps_channels(graph, graph.nodes[0]) is shares
     split = graph.nodes[0].with_(outputs=("y", "z"))
     assert not keeps_channels(graph, split)

@@ -11,7 +11,7 @@ from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.folds import checksum
 from chipfit.graph.ir import Node, Value
 from chipfit.passes.fold_batch_norm import fold_batch_norm
-from tests.build import graph_of, model_of
+from tests.build import graph_of, model_of, set_layer
 
 
 def folded(model, x):
@@ -21,13 +21,10 @@ def folded(model, x):
 
 def test_the_equation_on_paper():
     """k = gamma / sqrt(var + eps) = 3 / 0.5, -0.5 / 2; W' = k W; b' = (b - mean) k + beta. Jacob 2018, eq. 14."""
-    net = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2, eps=0.05))
-    bn, numbers = net[1], ([2.0, 4.0], [1.0, -1.0], [3.0, -0.5], [0.5, 2.0], [4.0, 3.0], [0.2, 3.95])
-    tensors = net[0].weight, net[0].bias, bn.weight, bn.bias, bn.running_mean, bn.running_var
-    with torch.no_grad():
-        for tensor, given in zip(tensors, numbers, strict=True):
-            tensor.copy_(torch.tensor(given).view_as(tensor))
-    graph, notes = folded(net, torch.randn(2, 1, 3, 3))
+    conv, bn = set_layer(nn.Conv2d(1, 2, 1), [2.0, 4.0], [1.0, -1.0]), nn.BatchNorm2d(2, eps=0.05)
+    set_layer(bn, [3.0, -0.5], [0.5, 2.0])
+    bn.running_mean, bn.running_var = torch.tensor([4.0, 3.0]), torch.tensor([0.2, 3.95])
+    graph, notes = folded(nn.Sequential(conv, bn), torch.randn(2, 1, 3, 3))
     assert graph.weights["0.weight"].flatten().tolist() == pytest.approx([12.0, -1.0], rel=1e-6)
     assert graph.weights["0.bias"].tolist() == pytest.approx([(1 - 4) * 6 + 0.5, (-1 - 3) * -0.25 + 2], rel=1e-6)
     assert [n.op for n in graph.nodes] == ["Conv2D"] and notes == ["folded batch norm '1' into '0'"]
@@ -123,7 +120,7 @@ def test_what_would_change_the_network_stays_and_says_why(model, shape, why):
 # ---------------------------------------------------------------- a few nodes, with statistics that are left out
 
 
-def normed(op="Conv2D", ins=("x", "a.weight"), norm=("g", "s", "m", "v"), *, shape=(None, 2, 4, 5), outputs=("z",)):
+def normed(op="Conv2D", ins=("x", "a.weight"), norm=("g", "s", "m", "v"), *, shape=(None, 2, 4, 5)):
     """x -> linear operator y -> batch norm z, of two channels; None in `norm` where the operand is absent."""
     conv = {"stride": (1, 1), "padding": ((0, 0), (0, 0)), "dilation": (1, 1), "groups": 1}
     names = iter("gsmv")
@@ -131,9 +128,7 @@ def normed(op="Conv2D", ins=("x", "a.weight"), norm=("g", "s", "m", "v"), *, sha
     weights |= {"a.weight": torch.randn(2, 2, 1, 1) if op != "Linear" else torch.randn(2, 2), "b": torch.randn(2)}
     layer = Node("a", op, tuple(ins), ("y",), {} if op == "Linear" else conv)
     bn = Node("n", "BatchNorm", ("y", *norm), ("z",), {"eps": 0.05})
-    return graph_of(
-        layer, bn, shape=shape, outputs=list(outputs), weights=weights, trainable={"a.weight"}, inputs=["x"]
-    )
+    return graph_of(layer, bn, shape=shape, weights=weights, trainable={"a.weight"}, inputs=["x"])
 
 
 @pytest.mark.parametrize("norm", ["gsmv", "--mv", "g-mv", "-smv"])

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from chipfit.calibration.collect import Need, TensorStats, collect
-from chipfit.graph.ir import Graph, Node, Value
 from chipfit.passes.shift_negative import (
     SHIFT,
     fuse_shifts,
@@ -18,7 +17,7 @@ from chipfit.passes.shift_negative import (
     with_pad_operator,
 )
 from chipfit.platform.schema import Format
-from tests.build import graph_of, model_of, node
+from tests.build import graph_of, model_of, node, set_layer
 from tests.steps import assert_same, begin
 
 
@@ -33,9 +32,7 @@ def spread(low: float, high: float) -> torch.Tensor:
 
 def net_of(act: nn.Module, forward=lambda m, x: m.last(m.act(m.first(x))), last: nn.Module | None = None) -> nn.Module:
     """Return a point convolution that passes three channels on, an activation and a padded convolution."""
-    first = nn.Conv2d(3, 3, 1, bias=False)
-    with torch.no_grad():
-        first.weight.copy_(torch.eye(3).view(3, 3, 1, 1))
+    first = set_layer(nn.Conv2d(3, 3, 1, bias=False), torch.eye(3))
     return model_of(forward, first=first, act=act, last=last or nn.Conv2d(3, 4, 3, padding=1))
 
 
@@ -84,14 +81,12 @@ def test_the_shifted_statistics_are_those_of_a_new_calibration():
     add, pool = graph.nodes[2].output, graph.nodes[3].output
     again = collect(graph, [[steps.x]], tensors={n: Need() for n in (add, pool)})
     for name in (add, pool):
-        assert stats[name].low == pytest.approx(again[name].low, abs=1e-5)
-        assert stats[name].high == pytest.approx(again[name].high, abs=1e-5)
-        h, g = stats[name].histogram, again[name].histogram
+        found, expected = stats[name], again[name]
+        assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=1e-5)
+        h, g = found.histogram, expected.histogram
         assert h.counts.sum() == g.counts.sum()
-        step = 2 * h.reach / len(h.counts)
-        assert float((h.counts * h.centers).sum()) == pytest.approx(
-            float((g.counts * g.centers).sum()), abs=step * float(g.counts.sum())
-        )
+        step, sums = 2 * h.reach / len(h.counts), [float((k.counts * k.centers).sum()) for k in (h, g)]
+        assert sums[0] == pytest.approx(sums[1], abs=step * float(g.counts.sum()))
 
 
 @pytest.mark.parametrize(
@@ -113,11 +108,6 @@ def test_a_shift_that_does_not_help_or_cannot_be_undone_is_refused(net, span, wh
     assert new.nodes == steps.graph.nodes and len(notes) == 1 and why in notes[0]
 
 
-def test_formats_with_a_zero_point_of_their_own_have_nothing_to_gain():
-    steps = begin(net_of(nn.SiLU()), spread(-4, 7), "ort_cpu")
-    assert shift_negative(steps.graph, steps.assignment, steps.stats)[2] == []
-
-
 WEIGHTS, BIAS = [1.0, 2.0, 3.0, 0.0, -4.0, 1.0], [1 - 6 * 0.28125, 1 + 3 * 0.28125]
 
 
@@ -131,9 +121,7 @@ WEIGHTS, BIAS = [1.0, 2.0, 3.0, 0.0, -4.0, 1.0], [1 - 6 * 0.28125, 1 + 3 * 0.281
 )
 def test_each_output_gives_back_the_sum_of_its_own_weights(behind, weight, bias):
     """The shift of 9/32 as above; an output whose weights sum to s has s * 9/32 less in its bias."""
-    with torch.no_grad():
-        behind[-1].weight.copy_(torch.tensor(weight).view_as(behind[-1].weight))
-        behind[-1].bias.fill_(1.0)
+    set_layer(behind[-1], weight, 1.0)
     steps = begin(net_of(nn.SiLU(), last=nn.Sequential(*behind)), spread(-4, 7))
     new, _, _ = shift_negative(steps.graph, steps.assignment, steps.stats)
     assert new.weights[new.nodes[-1].bias].tolist() == bias
@@ -195,14 +183,14 @@ def test_the_constant_and_why_none_helps(low, high, ratio, c):
     ],
 )
 def test_what_a_constant_passes_through(op, attrs, crossed):
-    assert keeps_shift(Node("n", op, ("x",), ("y",), attrs)) is crossed
+    assert keeps_shift(node(f"y = {op}(x)", attrs)) is crossed
 
 
 @pytest.mark.parametrize("width", [6, None])
 def test_padding_of_a_convolution_becomes_an_operator_of_its_own(width):
     conv = {"stride": (1, 1), "padding": ((1, 2), (0, 3)), "dilation": (1, 1), "groups": 1}
-    layer = Node("c", "Conv2D", ("x", "w", "b"), ("y",), conv)
-    graph = Graph([layer], ["x"], ["y"], {"x": Value("x", (None, 3, 5, width))}, {"w": torch.randn(2, 3, 2, 2)})
+    layer, weights = node("y = Conv2D(x, w, b)", conv), {"w": torch.randn(2, 3, 2, 2), "b": torch.zeros(2)}
+    graph = graph_of(layer, weights=weights, shape=(None, 3, 5, width))
     pad, rest = with_pad_operator(graph, layer, 0.75)
     assert graph.shape(pad.output) == (None, 3, 8, None if width is None else 9)
     assert pad.attrs == {"padding": ((0, 0), (0, 0), (1, 2), (0, 3)), "mode": "constant", "value": 0.75}
@@ -223,7 +211,9 @@ def test_shifts_join_the_kernel_of_their_activation_in_its_place():
     assert fuse_shifts(graph, (("d", "t"), ("c", "f"))) == (("c", "f"), ("s", "a"), ("d", "t", "e"))
 
 
-def test_nothing_above_zero_nor_with_a_sign_of_its_own_is_shifted():
+def test_nothing_above_zero_nor_with_a_sign_or_zero_point_of_its_own_is_shifted():
+    own = begin(net_of(nn.SiLU()), spread(-4, 7), "ort_cpu")
+    assert shift_negative(own.graph, own.assignment, own.stats)[2] == []
     steps = begin(net_of(nn.SiLU()), spread(-4, 7))
     act = next(n.output for n in steps.graph.nodes if n.op == "Swish")
     above = {**steps.stats, act: seen(0.0, 7.0)}

@@ -15,7 +15,7 @@ from chipfit.graph.check import check
 from chipfit.passes import smooth as module
 from chipfit.passes.rewriting import Readers
 from chipfit.passes.smooth import with_channels
-from tests.build import model_of, quantized, randn
+from tests.build import model_of, quantized, randn, set_layer
 from tests.steps import assert_same, captured
 
 
@@ -44,10 +44,9 @@ def two_norms() -> nn.Module:
     torch.manual_seed(0)
     layers = {"norm": nn.LayerNorm(2), "a": nn.Linear(2, 2), "b": nn.Linear(2, 3)}
     net = model_of(forward, **layers, last=nn.LayerNorm(5), c=nn.Linear(5, 4))
-    numbers = [5.0, 1.0], [1.0, -1.0], [[0.5, 4.0], [-1.0, 2.0]], [[0.25, 1.0], [0.5, -3.0], [0.0, 0.0]]
-    with torch.no_grad():
-        for tensor, given in zip((net.norm.weight, net.norm.bias, net.a.weight, net.b.weight), numbers, strict=True):
-            tensor.copy_(torch.tensor(given))
+    set_layer(net.norm, [5.0, 1.0], [1.0, -1.0])
+    set_layer(net.a, [0.5, 4.0, -1.0, 2.0])
+    set_layer(net.b, [0.25, 1.0, 0.5, -3.0, 0.0, 0.0])
     return net
 
 
@@ -68,8 +67,7 @@ def test_the_strength_says_who_takes_the_range(alpha, s):
 
 def test_the_network_stays_what_it_was_also_with_dead_channels_and_shared_weights():
     net = two_norms()
-    with torch.no_grad():
-        net.norm.weight[0] = net.norm.bias[0] = 0
+    set_layer(net.norm, [0.0, 1.0], [0.0, -1.0])
     x = torch.randn(7, 3, 2)
     graph = captured(net, x)
     before = {k: w.clone() for k, w in graph.weights.items()}
@@ -91,9 +89,8 @@ def test_a_scale_or_shift_that_is_computed_cannot_be_divided(computed):
     graph = captured(model_of(forward, **parts), torch.randn(2, 4))
     norm = next(n for n in graph.nodes if n.op == "LayerNorm")
     new, notes = smooth(graph)
-    assert (
-        notes == [f"'{norm.display_name}' is not smoothed: its scale or shift is computed"] and new.nodes == graph.nodes
-    )
+    assert notes == [f"'{norm.display_name}' is not smoothed: its scale or shift is computed"]
+    assert new.nodes == graph.nodes
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm(4, elementwise_affine=False), nn.LayerNorm((3, 4))])
@@ -202,10 +199,8 @@ def said(result):
 @pytest.mark.parametrize("how", ["", "added"])
 def test_norms_without_large_channels_are_left_as_they_are(how):
     x = torch.randn(256, 32)
-    new, off, asked = (
-        quantized(large(1.0, how), x, settings=chipfit.Settings(**s))
-        for s in ({}, {"smooth": "off"}, {"smooth": "auto"})
-    )
+    settings = chipfit.Settings(), chipfit.Settings(smooth="off"), chipfit.Settings(smooth="auto")
+    new, off, asked = (quantized(large(1.0, how), x, settings=s) for s in settings)
     assert not said(new) and new.plan.tensors.keys() == off.plan.tensors.keys()
     assert all(torch.equal(w, off.graph.weights[k]) for k, w in new.graph.weights.items())
     assert "'norm' is not smoothed: it would take " in said(asked)[0]
@@ -261,9 +256,7 @@ def test_the_predicted_error_is_what_rounding_makes(times, symmetric):
 
 
 def test_root_mean_square_norms_take_the_factors_too():
-    net, x = nn.Sequential(nn.RMSNorm(4), nn.Linear(4, 3)), torch.randn(6, 4)
-    with torch.no_grad():
-        net[0].weight.copy_(torch.tensor([40.0, 1.0, 0.25, 2.0]))
+    net, x = nn.Sequential(set_layer(nn.RMSNorm(4), [40.0, 1.0, 0.25, 2.0]), nn.Linear(4, 3)), torch.randn(6, 4)
     graph = captured(net, x)
     peak = net[0](x).detach().abs().amax(0).double()
     (value,) = with_channels(graph, {})

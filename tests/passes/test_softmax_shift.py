@@ -7,17 +7,14 @@ import torch
 from torch import nn
 
 from chipfit.passes.softmax_shift import softmax_shift
-from tests.build import model_of
+from tests.build import model_of, set_layer
 from tests.steps import assert_same, begin
 
 X = torch.linspace(-1, 14.8, 1600).view(400, 4)[:, torch.randperm(4)]
 
 
 def identity() -> nn.Linear:
-    layer = nn.Linear(4, 4)
-    nn.init.eye_(layer.weight)
-    nn.init.zeros_(layer.bias)
-    return layer
+    return set_layer(nn.Linear(4, 4), torch.eye(4))
 
 
 def shifted(model: nn.Module, x: torch.Tensor = X, platform: str = "imx500"):
