@@ -8,21 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from chipfit.decide.overrides import (
-    CHOICES,
-    FLOAT_IS_CHEAPER,
-    METHODS,
-    OF_WEIGHTS,
-    constrain_format,
-    has_weights,
-    match_layers,
-    merge_overrides,
-    method_of,
-    override_entries,
-    resolve_overrides,
-    to_record,
-    with_results,
-)
+from chipfit.decide import overrides as ov
 from chipfit.errors import PlanError, UnknownNameError, UnsupportedError
 from chipfit.graph.ir import Node
 from chipfit.platform.schema import Format
@@ -63,37 +49,37 @@ GRAPH = layers(
     ],
 )
 def test_a_pattern_names_a_layer_a_path_a_glob_an_operator_or_a_type(pattern, nodes):
-    assert [n.name for n in match_layers(GRAPH, pattern)] == nodes.split()
+    assert [n.name for n in ov.match_layers(GRAPH, pattern)] == nodes.split()
 
 
 @pytest.mark.parametrize("pattern", ["blocks.1", "ste", "stem.con", "b*.CONV", ""])  # not blocks.10, stem.conv ...
 def test_names_are_whole_and_globs_are_about_paths(pattern):
     with pytest.raises(UnknownNameError):
-        match_layers(GRAPH, pattern)
+        ov.match_layers(GRAPH, pattern)
 
 
 def test_an_unknown_layer_lists_near_names():
     with pytest.raises(UnknownNameError, match=r"named 'stem\.cnv'.*did you mean 'stem\.conv'"):
-        match_layers(GRAPH, "stem.cnv")
+        ov.match_layers(GRAPH, "stem.cnv")
 
 
 def test_a_later_override_wins_and_bits_add_up():
-    found = resolve_overrides(GRAPH, {"Conv2D": {"bits": 4, "activation_bits": 16}, "stem": {"bits": 8}})
+    found = ov.resolve_overrides(GRAPH, {"Conv2D": {"bits": 4, "activation_bits": 16}, "stem": {"bits": 8}})
     assert found["conv2d"] == {"bits": 8, "activation_bits": 16}
     assert found["conv2d_1"] == {"bits": 4, "activation_bits": 16}
-    assert "'head'" in resolve_overrides(GRAPH, {"head": "float"})["linear"]["float"]  # a reason
+    assert "'head'" in ov.resolve_overrides(GRAPH, {"head": "float"})["linear"]["float"]  # a reason
 
 
 @pytest.mark.parametrize("wrong", ["int8", 4, {}, {"bit": 4}, {"bits": "4"}, None])
 def test_anything_else_is_refused_with_what_is_allowed(wrong):
     with pytest.raises(PlanError, match=r"not understood.*Allowed"):
-        resolve_overrides(GRAPH, {"head": wrong})
+        ov.resolve_overrides(GRAPH, {"head": wrong})
 
 
 @pytest.mark.parametrize("overrides", [[("head", "float", "besides")], [("head",)], ["ab"], "ab", 3, {"head", "relu"}])
 def test_what_is_neither_a_table_nor_pairs_is_refused(overrides):
     with pytest.raises(PlanError, match="The overrides are not understood"):
-        resolve_overrides(GRAPH, overrides)
+        ov.resolve_overrides(GRAPH, overrides)
 
 
 def test_of_two_meanings_the_nearer_one_counts():
@@ -105,7 +91,7 @@ def test_of_two_meanings_the_nearer_one_counts():
         ("e1", "Add", "Tanh.e", "Relu6"),
         ("f1", "Relu6", "f", "Relu6"),
     )
-    means = {p: [n.name for n in match_layers(graph, p)] for p in ("a", "a1", "Relu", "Tanh", "Relu6", "x")}
+    means = {p: [n.name for n in ov.match_layers(graph, p)] for p in ("a", "a1", "Relu", "Tanh", "Relu6", "x")}
     assert means == {
         "a": ["a1"],  # the layer itself, not what is inside
         "a1": ["a1"],
@@ -131,18 +117,18 @@ class OfOp:
 
 
 def test_a_filter_means_what_it_matches():
-    assert [n.name for n in match_layers(GRAPH, OfOp("Conv2D"))] == ["conv2d", "conv2d_1", "conv2d_2"]
-    assert match_layers(GRAPH, OfOp("Tanh", optional=True)) == []
-    assert list(resolve_overrides(GRAPH, {OfOp("Relu"): "float"})) == ["relu"]
-    assert resolve_overrides(GRAPH, {OfOp("Tanh", optional=True): {"bits": 4}}) == {}  # without a word about weights
+    assert [n.name for n in ov.match_layers(GRAPH, OfOp("Conv2D"))] == ["conv2d", "conv2d_1", "conv2d_2"]
+    assert ov.match_layers(GRAPH, OfOp("Tanh", optional=True)) == []
+    assert list(ov.resolve_overrides(GRAPH, {OfOp("Relu"): "float"})) == ["relu"]
+    assert ov.resolve_overrides(GRAPH, {OfOp("Tanh", optional=True): {"bits": 4}}) == {}  # without a word about weights
 
 
 @pytest.mark.parametrize("more", [{}, {"optional": False}])
 def test_a_filter_that_matches_nothing_is_unknown_by_its_name_or_text(more):
     with pytest.raises(UnknownNameError, match=r"layer for the filter.*OfOp\(Tanh\)"):
-        match_layers(GRAPH, OfOp("Tanh", **more))
+        ov.match_layers(GRAPH, OfOp("Tanh", **more))
     with pytest.raises(UnknownNameError, match=r"'conv2d_3'.*did you mean 'conv2d_2'"):  # a node's name as well
-        match_layers(GRAPH, OfOp("Tanh", name="conv2d_3", **more))
+        ov.match_layers(GRAPH, OfOp("Tanh", name="conv2d_3", **more))
 
 
 def test_a_filter_that_fails_is_named():
@@ -151,29 +137,29 @@ def test_a_filter_that_fails_is_named():
             raise ValueError("no such thing")
 
     with pytest.raises(PlanError, match=r"key of an override fails.*no such thing.*OfOp\(Relu\)") as e:
-        match_layers(GRAPH, Fails("Relu"))
+        ov.match_layers(GRAPH, Fails("Relu"))
     assert isinstance(e.value.__cause__, ValueError)
 
 
 def test_an_error_of_chipfit_inside_a_filter_comes_out_unchanged():
     class Nested(OfOp):
         def match(self, node):
-            return match_layers(GRAPH, "haed")
+            return ov.match_layers(GRAPH, "haed")
 
     with pytest.raises(UnknownNameError, match="'haed'"):
-        match_layers(GRAPH, Nested("Relu"))
+        ov.match_layers(GRAPH, Nested("Relu"))
 
 
 @pytest.mark.parametrize("key", [OfOp, 5, None, ("head",), Path("x"), re.compile("conv")], ids=str)
 def test_a_key_is_a_name_or_a_filter(key):
     with pytest.raises(PlanError, match="The key of an override (is not understood|fails)"):
-        resolve_overrides(GRAPH, [(key, "float")])
+        ov.resolve_overrides(GRAPH, [(key, "float")])
 
 
 def test_pairs_keep_their_order_and_nothing_has_none():
-    assert override_entries(None) == [] and override_entries({}) == [] and override_entries(()) == []
-    assert override_entries({"b": "float", "a": {"bits": 4}}) == [("b", "float"), ("a", {"bits": 4})]
-    assert override_entries((["b", "float"], ("b", {"bits": 4}))) == [("b", "float"), ("b", {"bits": 4})]
+    assert ov.override_entries(None) == [] and ov.override_entries({}) == [] and ov.override_entries(()) == []
+    assert ov.override_entries({"b": "float", "a": {"bits": 4}}) == [("b", "float"), ("a", {"bits": 4})]
+    assert ov.override_entries((["b", "float"], ("b", {"bits": 4}))) == [("b", "float"), ("b", {"bits": 4})]
 
 
 # ---------------------------------------------------------------- choices
@@ -219,22 +205,22 @@ REFUSED = {
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
 def test_a_choice_is_taken_as_it_is(choice, value):
-    assert resolve_overrides(GRAPH, {"head": {choice: value}}) == {"linear": {choice: value}}
+    assert ov.resolve_overrides(GRAPH, {"head": {choice: value}}) == {"linear": {choice: value}}
 
 
 @pytest.mark.parametrize(("choice", "value"), [(c, v) for c, values in REFUSED.items() for v in values], ids=str)
 def test_a_choice_of_another_kind_is_refused_by_its_name_with_what_it_may_be(choice, value):
     with pytest.raises(PlanError) as e:
-        resolve_overrides(GRAPH, {"head": {choice: value}})
+        ov.resolve_overrides(GRAPH, {"head": {choice: value}})
     assert f"'{choice}' of the override of 'head' is not understood" in str(e.value)
-    assert CHOICES[choice][0] in str(e.value)
+    assert ov.CHOICES[choice][0] in str(e.value)
 
 
 def test_every_choice_is_in_the_tables_above():
-    assert TAKEN.keys() == CHOICES.keys() and CHOICES.keys() - REFUSED.keys() == {"rule", "weight_rule"}
+    assert TAKEN.keys() == ov.CHOICES.keys() and ov.CHOICES.keys() - REFUSED.keys() == {"rule", "weight_rule"}
     for choice in ("rule", "weight_rule"):
         with pytest.raises(UnknownNameError):
-            resolve_overrides(GRAPH, {"head": {choice: "maximum"}})
+            ov.resolve_overrides(GRAPH, {"head": {choice: "maximum"}})
 
 
 @pytest.mark.parametrize(
@@ -242,37 +228,37 @@ def test_every_choice_is_in_the_tables_above():
 )
 def test_a_table_of_choices_names_known_ones_only(choices):
     with pytest.raises(PlanError, match="The override of 'head' is not understood"):
-        resolve_overrides(GRAPH, [("relu", "float"), ("head", choices)])
+        ov.resolve_overrides(GRAPH, [("relu", "float"), ("head", choices)])
 
 
-@pytest.mark.parametrize("choice", OF_WEIGHTS)
+@pytest.mark.parametrize("choice", ov.OF_WEIGHTS)
 def test_what_is_about_weights_says_nothing_about_layers_without(choice):
     value = TAKEN[choice][0]
     with pytest.raises(PlanError, match=f"'Relu' has no weights, so that '{choice}'.*Relu 'blocks.0.act'"):
-        resolve_overrides(GRAPH, {"Relu": {"activation_bits": 8, choice: value}})
+        ov.resolve_overrides(GRAPH, {"Relu": {"activation_bits": 8, choice: value}})
     # beside a layer with weights it is about that one, and the rest about both
-    found = resolve_overrides(GRAPH, {"blocks.0": {"activation_bits": 8, choice: value}})
+    found = ov.resolve_overrides(GRAPH, {"blocks.0": {"activation_bits": 8, choice: value}})
     assert found == {"conv2d_1": {"activation_bits": 8, choice: value}, "relu": {"activation_bits": 8}}
 
 
 def test_of_many_layers_without_weights_eight_are_named():
     graph = layers(*((f"r{k}", "Relu", f"act.{k}", "ReLU") for k in range(10)))
     with pytest.raises(PlanError) as e:
-        resolve_overrides(graph, {"act": {"bits": 4}})
+        ov.resolve_overrides(graph, {"act": {"bits": 4}})
     assert "Relu 'act.7'" in str(e.value) and "act.8" not in str(e.value)
     shared = layers(("r1", "Relu", "act", "ReLU"), ("r2", "Relu", "act", "ReLU"))
     with pytest.raises(PlanError) as e:
-        resolve_overrides(shared, {"act": {"bits": 4}})
+        ov.resolve_overrides(shared, {"act": {"bits": 4}})
     assert str(e.value).count("Relu 'act'") == 1
 
 
 def test_operators_with_weights_are_known_and_others_have_none():
-    assert all(map(has_weights, ("Linear", "Conv2D", "Embedding", "MatMul")))
-    assert not any(map(has_weights, ("Relu", "Add", "Custom")))
+    assert all(map(ov.has_weights, ("Linear", "Conv2D", "Embedding", "MatMul")))
+    assert not any(map(ov.has_weights, ("Relu", "Add", "Custom")))
 
 
 def test_layers_stand_in_the_order_of_the_last_word_about_each():
-    found = resolve_overrides(GRAPH, [("head", {"bits": 4}), ("stem", {"bits": 4}), ("head", {"rule": "mse"})])
+    found = ov.resolve_overrides(GRAPH, [("head", {"bits": 4}), ("stem", {"bits": 4}), ("head", {"rule": "mse"})])
     assert list(found.items()) == [("conv2d", {"bits": 4}), ("linear", {"bits": 4, "rule": "mse"})]
 
 
@@ -289,16 +275,16 @@ def test_layers_stand_in_the_order_of_the_last_word_about_each():
     ids=str,
 )
 def test_a_number_of_bits_takes_an_earlier_float_back_and_nothing_else_does(later, left):
-    assert merge_overrides({"float": "why"}, later) == left
-    assert merge_overrides({"bits": 8, "rule": "kl"}, later) == {"bits": 8, "rule": "kl"} | later
+    assert ov.merge_overrides({"float": "why"}, later) == left
+    assert ov.merge_overrides({"bits": 8, "rule": "kl"}, later) == {"bits": 8, "rule": "kl"} | later
 
 
 def test_what_was_chosen_about_results_gives_way_to_the_user():
     by_hand = {"a": {"bits": 4}, "b": {"rule": "mse"}, "c": {"result": "codes"}}
-    out = with_results(by_hand, {"a": "whole", "b": "float", "c": "float", "d": "codes", "e": "whole"})
+    out = ov.with_results(by_hand, {"a": "whole", "b": "float", "c": "float", "d": "codes", "e": "whole"})
     assert list(out.items()) == [
         ("d", {"result": "codes"}),
-        ("e", {"float": FLOAT_IS_CHEAPER}),
+        ("e", {"float": ov.FLOAT_IS_CHEAPER}),
         ("a", {"bits": 4}),
         ("b", {"result": "float", "rule": "mse"}),
         ("c", {"result": "codes"}),
@@ -315,13 +301,13 @@ def test_a_record_holds_names_and_numbers_that_json_knows():
         ("c", "float"),
         ("c", {"bits": 2}),
     ]
-    assert to_record(given) == {
+    assert ov.to_record(given) == {
         "a": {"bits": 8, "range": (0, 1), "z_threshold": 2.5},
         "OfOp(Relu)": {"rule": "our_rule", "z_threshold": "inf"},
         "b": "float",
         "c": {"bits": 2},
     }
-    assert to_record(None) == {}
+    assert ov.to_record(None) == {}
 
 
 # ---------------------------------------------------------------- narrower formats
@@ -343,33 +329,33 @@ NARROWER = {
 }
 
 
-@pytest.mark.parametrize("have", METHODS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("have", ov.METHODS)
+@pytest.mark.parametrize("method", ov.METHODS)
 def test_a_format_is_narrowed_to_grids_that_it_holds_and_no_others(have, method):
     fmt = FORMATS[have]
-    assert method_of(fmt) == have
+    assert ov.method_of(fmt) == have
     if method != have and (have, method) not in NARROWER:
         with pytest.raises(UnsupportedError, match="method"):
-            constrain_format(fmt, layer="conv", method=method)
+            ov.constrain_format(fmt, layer="conv", method=method)
         return
-    made = constrain_format(fmt, layer="conv", method=method)
-    assert method_of(made) == method and made.bits == fmt.bits and (made == fmt) is (method == have)
+    made = ov.constrain_format(fmt, layer="conv", method=method)
+    assert ov.method_of(made) == method and made.bits == fmt.bits and (made == fmt) is (method == have)
 
 
 @pytest.mark.parametrize("signed, zero", [(True, 0), ("auto", 0), (False, (0, 128))])
 def test_zero_is_in_the_middle_of_unsigned_values_or_at_their_end(signed, zero):
     """Of 8 bits 128 stands for 0 where values have both signs."""
-    made = constrain_format(Format(bits=8, zero="any", signed=signed), layer="conv", method="symmetric")
+    made = ov.constrain_format(Format(bits=8, zero="any", signed=signed), layer="conv", method="symmetric")
     assert made.zero == zero and made.signed == signed
 
 
 def test_a_sign_that_the_data_decide_may_be_chosen_and_scales_per_channel_become_one():
     auto = Format(bits=8, zero="any", signed="auto", per="channel")
-    made = constrain_format(auto, layer="conv", signed=False, per="tensor")
-    assert (made.signed, made.per, made.zero) == (False, "tensor", "any") and method_of(LOG) is None
+    made = ov.constrain_format(auto, layer="conv", signed=False, per="tensor")
+    assert (made.signed, made.per, made.zero) == (False, "tensor", "any") and ov.method_of(LOG) is None
     for fmt in (*FORMATS.values(), auto):
-        assert constrain_format(fmt, layer="conv") == fmt
-        assert constrain_format(fmt, layer="conv", method=method_of(fmt), signed=fmt.signed, per=fmt.per) == fmt
+        assert ov.constrain_format(fmt, layer="conv") == fmt
+        assert ov.constrain_format(fmt, layer="conv", method=ov.method_of(fmt), signed=fmt.signed, per=fmt.per) == fmt
 
 
 @pytest.mark.parametrize(
@@ -388,5 +374,5 @@ def test_a_sign_that_the_data_decide_may_be_chosen_and_scales_per_channel_become
 )
 def test_a_format_that_does_not_hold_the_wanted_numbers_is_refused(fmt, wanted, words):
     with pytest.raises(UnsupportedError, match=re.escape(words)) as e:
-        constrain_format(fmt, layer="conv", **wanted)
+        ov.constrain_format(fmt, layer="conv", **wanted)
     assert "The chip's format for 'conv' cannot have" in str(e.value)

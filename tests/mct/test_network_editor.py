@@ -8,29 +8,13 @@ from torch import nn
 import chipfit
 from chipfit import target_platform as tp
 from chipfit.core import BitWidthConfig, CoreConfig, DebugConfig, QuantizationConfig, QuantizationErrorMethod
-from chipfit.core.network_editor import (
-    ACTIONS,
-    ChangeCandidatesActivationQuantConfigAttr,
-    ChangeCandidatesActivationQuantizationMethod,
-    ChangeCandidatesWeightsQuantConfigAttr,
-    ChangeCandidatesWeightsQuantizationMethod,
-    ChangeFinalActivationQuantConfigAttr,
-    ChangeFinalActivationQuantizationMethod,
-    ChangeFinalWeightsQuantConfigAttr,
-    ChangeFinalWeightsQuantizationMethod,
-    ChangeQuantizationParamFunction,
-    EditRule,
-    NodeNameFilter,
-    NodeNameScopeFilter,
-    NodeTypeFilter,
-    ReplaceLayer,
-    to_overrides,
-)
+from chipfit.core import network_editor as ne
 from chipfit.errors import ConfigError, ModelingError, PlanError, UnknownNameError, UnsupportedError
 from tests.build import sequential
 from tests.zoo import make
 
-CONV, LINEAR = NodeTypeFilter(nn.Conv2d), NodeTypeFilter(nn.Linear)
+BY_NAME = ne.NodeNameFilter, ne.NodeNameScopeFilter
+CONV, LINEAR = ne.NodeTypeFilter(nn.Conv2d), ne.NodeTypeFilter(nn.Linear)
 POT, UNIFORM = tp.QuantizationMethod.POWER_OF_TWO, tp.QuantizationMethod.UNIFORM
 METHOD = QuantizationErrorMethod
 
@@ -47,16 +31,16 @@ def plain(net):
 
 def rule(where, action, **attributes):
     """Return a rule about a layer of a name, or about those of a filter, with an action or the class of one."""
-    chosen = NodeNameFilter(where) if isinstance(where, str) else where
-    return EditRule(chosen, action(**attributes) if isinstance(action, type) else action)
+    chosen = ne.NodeNameFilter(where) if isinstance(where, str) else where
+    return ne.EditRule(chosen, action(**attributes) if isinstance(action, type) else action)
 
 
 def weights(where, **attributes):
-    return rule(where, ChangeCandidatesWeightsQuantConfigAttr, **attributes)
+    return rule(where, ne.ChangeCandidatesWeightsQuantConfigAttr, **attributes)
 
 
 def results(where, **attributes):
-    return rule(where, ChangeCandidatesActivationQuantConfigAttr, **attributes)
+    return rule(where, ne.ChangeCandidatesActivationQuantConfigAttr, **attributes)
 
 
 def fit(net, *rules, platform=None, widths=None):
@@ -91,18 +75,18 @@ CONVS = {"stem.0", "a.0", "b.0"}
 @pytest.mark.parametrize(
     ("wanted", "layers"),
     [
-        (NodeTypeFilter(nn.Conv2d), CONVS),
-        (NodeTypeFilter(F.conv2d), CONVS),
-        (NodeTypeFilter("Conv2D"), CONVS),
-        (NodeTypeFilter(tp.LayerFilterParams(nn.Conv2d, in_channels=3)), {"stem.0"}),
-        (NodeNameFilter("a.0"), {"a.0"}),
-        (NodeNameFilter("a_0"), {"a.0"}),
-        (NodeNameFilter("linear"), {"head"}),
-        (NodeNameScopeFilter("stem"), {"stem.0", "stem.2"}),
-        (NodeTypeFilter(nn.Conv2d) & NodeNameScopeFilter("a."), {"a.0"}),
-        (NodeTypeFilter(nn.Conv2d) & ~NodeNameFilter("a.0"), {"stem.0", "b.0"}),
-        (NodeNameFilter("a.0") | NodeNameFilter("b.0") | NodeNameFilter("head"), {"a.0", "b.0", "head"}),
-        ((NodeNameFilter("a.0") | NodeTypeFilter(nn.Linear)) & ~NodeNameFilter("head"), {"a.0"}),
+        (ne.NodeTypeFilter(nn.Conv2d), CONVS),
+        (ne.NodeTypeFilter(F.conv2d), CONVS),
+        (ne.NodeTypeFilter("Conv2D"), CONVS),
+        (ne.NodeTypeFilter(tp.LayerFilterParams(nn.Conv2d, in_channels=3)), {"stem.0"}),
+        (ne.NodeNameFilter("a.0"), {"a.0"}),
+        (ne.NodeNameFilter("a_0"), {"a.0"}),
+        (ne.NodeNameFilter("linear"), {"head"}),
+        (ne.NodeNameScopeFilter("stem"), {"stem.0", "stem.2"}),
+        (ne.NodeTypeFilter(nn.Conv2d) & ne.NodeNameScopeFilter("a."), {"a.0"}),
+        (ne.NodeTypeFilter(nn.Conv2d) & ~ne.NodeNameFilter("a.0"), {"stem.0", "b.0"}),
+        (ne.NodeNameFilter("a.0") | ne.NodeNameFilter("b.0") | ne.NodeNameFilter("head"), {"a.0", "b.0", "head"}),
+        ((ne.NodeNameFilter("a.0") | ne.NodeTypeFilter(nn.Linear)) & ~ne.NodeNameFilter("head"), {"a.0"}),
     ],
     ids=range(12),  # the text of sets and functions differs from process to process
 )
@@ -112,7 +96,7 @@ def test_a_filter_selects_layers(plain, wanted, layers):
 
 @pytest.mark.parametrize(
     "wrong",
-    [NodeNameFilter("haed"), NodeNameScopeFilter("haed"), NodeTypeFilter(nn.GELU), CONV & NodeTypeFilter(nn.ReLU)],
+    [*(kind("haed") for kind in BY_NAME), ne.NodeTypeFilter(nn.GELU), CONV & ne.NodeTypeFilter(nn.ReLU)],
 )
 def test_a_filter_without_layers_lists_similar_names(net, wrong):
     with pytest.raises(UnknownNameError) as e:
@@ -122,13 +106,13 @@ def test_a_filter_without_layers_lists_similar_names(net, wrong):
 
 def test_filters_are_validated_on_construction():
     for wrong in (None, "", 3):
-        for kind in (NodeNameFilter, NodeNameScopeFilter):
+        for kind in BY_NAME:
             with pytest.raises(ConfigError, match="name"):
                 kind(wrong)
     with pytest.raises(ModelingError):
-        NodeTypeFilter(len)
+        ne.NodeTypeFilter(len)
     with pytest.raises(TypeError):
-        NodeNameFilter("a") & "b"
+        ne.NodeNameFilter("a") & "b"
 
 
 # ---------------------------------------------------------------- actions
@@ -140,10 +124,10 @@ def test_disabled_weights_stay_in_float(net, plain):
     assert "float" in result.plan.tensors["a.0.weight"].why
 
 
-WEIGHTS = ChangeCandidatesWeightsQuantConfigAttr, ChangeFinalWeightsQuantConfigAttr
-RESULTS = ChangeCandidatesActivationQuantConfigAttr, ChangeFinalActivationQuantConfigAttr
-METHODS_OF_WEIGHTS = ChangeCandidatesWeightsQuantizationMethod, ChangeFinalWeightsQuantizationMethod
-METHODS_OF_RESULTS = ChangeCandidatesActivationQuantizationMethod, ChangeFinalActivationQuantizationMethod
+WEIGHTS = ne.ChangeCandidatesWeightsQuantConfigAttr, ne.ChangeFinalWeightsQuantConfigAttr
+RESULTS = ne.ChangeCandidatesActivationQuantConfigAttr, ne.ChangeFinalActivationQuantConfigAttr
+METHODS_OF_WEIGHTS = ne.ChangeCandidatesWeightsQuantizationMethod, ne.ChangeFinalWeightsQuantizationMethod
+METHODS_OF_RESULTS = ne.ChangeCandidatesActivationQuantizationMethod, ne.ChangeFinalActivationQuantizationMethod
 
 
 @pytest.mark.parametrize(
@@ -174,7 +158,7 @@ def test_an_action_is_a_table_of_overrides(actions, attributes, choices):
 
 
 def test_a_changed_grid_stays_exact(net):
-    method = rule(LINEAR, ChangeFinalActivationQuantizationMethod(POT))
+    method = rule(LINEAR, ne.ChangeFinalActivationQuantizationMethod(POT))
     result = fit(net, method, weights("b.0", weights_per_channel_threshold=False), platform="ort_cpu")
     t, w = result.plan.tensors["linear"], result.plan.tensors["b.0.weight"]
     assert int(t.zero_point) in (0, 128) and t.grid.pot and w.axis is None and result.verify([net[1]]).exact
@@ -182,7 +166,7 @@ def test_a_changed_grid_stays_exact(net):
 
 def test_error_methods_of_single_layers(net):
     lp = {"weights_error_method": METHOD.LP, "l_p_value": 3}
-    add = results(NodeTypeFilter(torch.add), activation_error_method=METHOD.NOCLIPPING)
+    add = results(ne.NodeTypeFilter(torch.add), activation_error_method=METHOD.NOCLIPPING)
     result = fit(net, weights("a.0", weights_error_method=METHOD.NOCLIPPING), weights("head", **lp), add)
     t = result.plan.tensors
     w = result.graph.weights["a.0.weight"].detach().flatten(1)
@@ -200,7 +184,7 @@ def test_outliers_of_one_layer(net):
 
 
 def ranges(where, *functions, **more):
-    return rule(where, ChangeQuantizationParamFunction(*functions, **more))
+    return rule(where, ne.ChangeQuantizationParamFunction(*functions, **more))
 
 
 def test_a_function_of_the_user_computes_ranges(net):
@@ -230,7 +214,7 @@ def test_a_function_must_return_a_range(net, wrong):
 
 
 def test_final_rules_take_precedence_and_among_equals_the_last_one(net):
-    final = rule("a.0", ChangeFinalWeightsQuantConfigAttr, weights_n_bits=2)
+    final = rule("a.0", ne.ChangeFinalWeightsQuantConfigAttr, weights_n_bits=2)
     result = fit(net, final, weights(CONV | LINEAR, weights_n_bits=8), weights(CONV, weights_n_bits=4))
     assert bits(result) == {"stem.0.weight": 4, "a.0.weight": 2, "b.0.weight": 4, "head.weight": 8}
     widths = BitWidthConfig()
@@ -240,8 +224,8 @@ def test_final_rules_take_precedence_and_among_equals_the_last_one(net):
 
 
 def test_rules_edit_a_result_as_well(plain):
-    four = to_overrides([rule("a.0", ChangeFinalWeightsQuantConfigAttr, weights_n_bits=4)])
-    for overrides in (four, [(NodeNameFilter("a.0"), {"weight_rule": "no_clipping"})]):
+    four = ne.to_overrides([rule("a.0", ne.ChangeFinalWeightsQuantConfigAttr, weights_n_bits=4)])
+    for overrides in (four, [(ne.NodeNameFilter("a.0"), {"weight_rule": "no_clipping"})]):
         assert differences(plain, plain.edit(overrides)) == {"a.0.weight"}
 
 
@@ -251,12 +235,12 @@ def test_a_layer_is_replaced_before_calibration(net):
         return {k: v.numpy() / 2 for k, v in weights.items()}, attributes
 
     whole = fit(net, platform="ort_cpu")
-    result = fit(net, rule(LINEAR, ReplaceLayer(nn.Linear, halved)), platform="ort_cpu")
+    result = fit(net, rule(LINEAR, ne.ReplaceLayer(nn.Linear, halved)), platform="ort_cpu")
     torch.testing.assert_close(result.graph.weights["head.weight"], net[0].head.weight.detach() / 2)
     torch.testing.assert_close(result.plan.tensors["linear"].scale, whole.plan.tensors["linear"].scale / 2)
     assert result.verify([net[1]]).exact
-    removed = ReplaceLayer(nn.Identity, lambda weights, **attributes: ({}, {}))
-    result = fit(net, rule(NodeNameScopeFilter("a."), removed))
+    removed = ne.ReplaceLayer(nn.Identity, lambda weights, **attributes: ({}, {}))
+    result = fit(net, rule(ne.NodeNameScopeFilter("a."), removed))
     assert [n.layer for n in result.graph.nodes if n.op == "Conv2D"] == ["stem.0", "b.0"]
 
 
@@ -267,9 +251,9 @@ def unchanged(weights, **attributes):
 @pytest.mark.parametrize(
     ("where", "action", "error", "says"),
     [
-        ("heda", ReplaceLayer(nn.Identity, unchanged), UnknownNameError, "'head'"),
-        ("head", ReplaceLayer(nn.Conv2d, unchanged), ConfigError, "'head' cannot become a Conv2d"),
-        ("head", ReplaceLayer(nn.Linear, lambda weights, **_: None), ConfigError, "'head' cannot become"),
+        ("heda", ne.ReplaceLayer(nn.Identity, unchanged), UnknownNameError, "'head'"),
+        ("head", ne.ReplaceLayer(nn.Conv2d, unchanged), ConfigError, "'head' cannot become a Conv2d"),
+        ("head", ne.ReplaceLayer(nn.Linear, lambda weights, **_: None), ConfigError, "'head' cannot become"),
     ],
 )
 def test_an_impossible_replacement_is_explained(net, where, action, error, says):
@@ -280,7 +264,7 @@ def test_an_impossible_replacement_is_explained(net, where, action, error, says)
 # ---------------------------------------------------------------- errors of actions
 
 
-@pytest.mark.parametrize("action", [a for a in ACTIONS if a.__name__.endswith("Attr")], ids=lambda a: a.__name__)
+@pytest.mark.parametrize("action", [a for a in ne.ACTIONS if a.__name__.endswith("Attr")], ids=lambda a: a.__name__)
 def test_unknown_attributes_are_refused_with_the_allowed_ones(action):
     with pytest.raises(UnknownNameError, match="n_bits|error_method|quantization_method"):
         action(n_bitz=4)
@@ -306,27 +290,27 @@ def test_unknown_attributes_are_refused_with_the_allowed_ones(action):
 )
 def test_values_of_the_wrong_type_are_refused(attribute, values):
     of_weights = "weights" in attribute
-    action = ChangeCandidatesWeightsQuantConfigAttr if of_weights else ChangeCandidatesActivationQuantConfigAttr
+    action = ne.ChangeCandidatesWeightsQuantConfigAttr if of_weights else ne.ChangeCandidatesActivationQuantConfigAttr
     for value in values:
         with pytest.raises((ConfigError, PlanError), match=f"'{attribute}' (must be|is not unders|of the overr)"):
             action(**{attribute: value})
 
 
-FOUR_BITS = ChangeFinalWeightsQuantConfigAttr(weights_n_bits=4)
+FOUR_BITS = ne.ChangeFinalWeightsQuantConfigAttr(weights_n_bits=4)
 
 
 @pytest.mark.parametrize(
     ("make", "error", "says"),
     [
         (lambda: weights("a", l_p_value=3, weights_error_method=METHOD.MSE), ConfigError, "LP"),
-        (lambda: ChangeCandidatesWeightsQuantConfigAttr("bias", weights_n_bits=4), ConfigError, "kernel"),
-        (lambda: ChangeQuantizationParamFunction(), ConfigError, "function"),
-        (lambda: ChangeQuantizationParamFunction(activation_quantization_params_fn=3), ConfigError, "function"),
-        (lambda: ChangeQuantizationParamFunction("percntile"), UnknownNameError, "percentile"),
-        (lambda: ReplaceLayer(nn.Identity, None), ConfigError, "ReplaceLayer"),
-        (lambda: ReplaceLayer("Identity", unchanged), ConfigError, "ReplaceLayer"),
-        (lambda: EditRule("conv", FOUR_BITS), ConfigError, "filter"),
-        (lambda: EditRule(NodeNameFilter("conv"), "4 bits"), ConfigError, "ChangeFinalWeightsQuantConfigAttr"),
+        (lambda: ne.ChangeCandidatesWeightsQuantConfigAttr("bias", weights_n_bits=4), ConfigError, "kernel"),
+        (lambda: ne.ChangeQuantizationParamFunction(), ConfigError, "function"),
+        (lambda: ne.ChangeQuantizationParamFunction(activation_quantization_params_fn=3), ConfigError, "function"),
+        (lambda: ne.ChangeQuantizationParamFunction("percntile"), UnknownNameError, "percentile"),
+        (lambda: ne.ReplaceLayer(nn.Identity, None), ConfigError, "ReplaceLayer"),
+        (lambda: ne.ReplaceLayer("Identity", unchanged), ConfigError, "ReplaceLayer"),
+        (lambda: ne.EditRule("conv", FOUR_BITS), ConfigError, "filter"),
+        (lambda: ne.EditRule(ne.NodeNameFilter("conv"), "4 bits"), ConfigError, "ChangeFinalWeightsQuantConfigAttr"),
     ],
 )
 def test_invalid_rules_are_refused(make, error, says):
@@ -340,7 +324,7 @@ def test_invalid_rules_are_refused(make, error, says):
         (weights("head", weights_quantization_method=UNIFORM), None, UnsupportedError, "symmetric, "),
         (weights("head", weights_n_bits=9), None, UnsupportedError, "2, 4, 8 bits"),
         (weights("head", weights_per_channel_threshold=True), "qnnpack", UnsupportedError, "tensor"),
-        (weights(NodeTypeFilter(nn.ReLU), weights_n_bits=4), None, PlanError, "no weights"),
+        (weights(ne.NodeTypeFilter(nn.ReLU), weights_n_bits=4), None, PlanError, "no weights"),
     ],
     ids=range(4),
 )
@@ -361,13 +345,13 @@ def widths_of(kind, *choices):
 
 
 def test_bit_widths_of_weights_by_hand(net):
-    widths = widths_of("weights", ([CONV, NodeNameFilter("head")], [4, 2]), (NodeNameFilter("a.0"), 8, "kernel"))
+    widths = widths_of("weights", ([CONV, ne.NodeNameFilter("head")], [4, 2]), (ne.NodeNameFilter("a.0"), 8, "kernel"))
     assert bits(fit(net, widths=widths)) == {"stem.0.weight": 4, "a.0.weight": 8, "b.0.weight": 4, "head.weight": 2}
 
 
 def test_bit_widths_of_results_by_hand(net):
     chip = tp.get_target_platform_capabilities("pytorch", "imx500", "v4")
-    result = fit(net, platform=chip, widths=widths_of("activation", (NodeTypeFilter(torch.add), 16)))
+    result = fit(net, platform=chip, widths=widths_of("activation", (ne.NodeTypeFilter(torch.add), 16)))
     assert result.plan.tensors["relu_"].grid.bits == 16  # the addition and its ReLU are one kernel
     assert result.plan.tensors["relu_1"].grid.bits == 8
 
@@ -377,7 +361,7 @@ def test_bit_widths_of_results_by_hand(net):
 )
 def test_a_width_that_is_no_candidate_is_refused_with_the_candidates(net, kind, bits, allowed):
     with pytest.raises(UnsupportedError, match=f"{allowed} bits"):
-        fit(net, widths=widths_of(kind, (NodeNameFilter("a.0"), bits)))
+        fit(net, widths=widths_of(kind, (ne.NodeNameFilter("a.0"), bits)))
 
 
 def test_a_width_that_another_operator_of_the_chip_has_is_no_candidate():
@@ -388,7 +372,7 @@ def test_a_width_that_another_operator_of_the_chip_has_is_no_candidate():
 
 
 def test_invalid_bit_widths_are_refused(net):
-    widths, head = BitWidthConfig(), NodeNameFilter("head")
+    widths, head = BitWidthConfig(), ne.NodeNameFilter("head")
     wrong = [([CONV, head], [4, 4, 8]), ([], 4), ("conv", 4), (CONV, "4"), (CONV, 0), (CONV, True), (CONV, [])]
     for set_width in (widths.set_manual_weights_bit_width, widths.set_manual_activation_bit_width):
         for given in wrong:
@@ -400,7 +384,7 @@ def test_invalid_bit_widths_are_refused(net):
         widths.set_manual_weights_bit_width([CONV, head, CONV], 4, ["kernel", "kernel"])
     assert widths.choices == []
     with pytest.raises(UnknownNameError, match="'head'"):
-        fit(net, widths=widths_of("weights", (NodeNameFilter("haed"), 4)))
+        fit(net, widths=widths_of("weights", (ne.NodeNameFilter("haed"), 4)))
 
 
 def test_only_the_last_node_of_a_fused_group_has_a_quantizer(plain):

@@ -179,24 +179,6 @@ def test_invalid_values_are_refused_on_construction_and_assignment(option, value
         setattr(config, option, value)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        CoreConfig(QuantizationConfig(input_scaling=True)),
-        CoreConfig(QuantizationConfig(shift_negative_params_search=True)),
-        CoreConfig(debug_config=DebugConfig(analyze_similarity=True)),
-        CoreConfig(debug_config=DebugConfig(simulate_scheduler=True)),
-        *(
-            CoreConfig(mixed_precision_config=core.MixedPrecisionQuantizationConfig(**option))
-            for option in ({"configuration_overwrite": [1]}, {"compute_distance_fn": max})
-        ),
-    ],
-)
-def test_unsupported_options_are_refused(net, config):
-    with pytest.raises(errors.UnsupportedError, match="is not supported"):
-        ptq(net, config=config)
-
-
 # ---------------------------------------------------------------- search of bit widths
 
 
@@ -241,14 +223,26 @@ def test_options_of_the_search_have_the_order_and_defaults_of_mct():
             core.MixedPrecisionQuantizationConfig(**bad)
 
 
+SEARCH = core.MixedPrecisionQuantizationConfig
+UNSUPPORTED = [
+    CoreConfig(QuantizationConfig(input_scaling=True)),
+    CoreConfig(QuantizationConfig(shift_negative_params_search=True)),
+    CoreConfig(debug_config=DebugConfig(analyze_similarity=True)),
+    CoreConfig(debug_config=DebugConfig(simulate_scheduler=True)),
+    CoreConfig(mixed_precision_config=SEARCH(configuration_overwrite=[1])),
+    CoreConfig(mixed_precision_config=SEARCH(compute_distance_fn=max)),
+]
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "says"),
     [
+        *(({"config": config}, errors.UnsupportedError, "is not supported") for config in UNSUPPORTED),
         ({"config": QuantizationConfig()}, errors.ConfigError, "CoreConfig"),
         ({"target_resource_utilization": 1000}, errors.ConfigError, "ResourceUtilization"),
         ({"platform": 8}, errors.PlatformError, "platform is not understood"),
     ],
 )
-def test_arguments_of_the_wrong_type_are_refused(net, arguments, error, says):
+def test_unsupported_options_and_arguments_of_the_wrong_type_are_refused(net, arguments, error, says):
     with pytest.raises(error, match=says):
         ptq(net, **arguments)

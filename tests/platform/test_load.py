@@ -6,6 +6,7 @@ import json
 import math
 from importlib import resources
 from io import StringIO
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,26 +24,7 @@ from chipfit.platform.show import show
 from chipfit.target_platform import load_target_platform_capabilities
 from tests.build import graph_of, platform_file, platform_of
 
-GOOD = """\
-name: tiny_npu
-title: TinyNPU rev C
-formats:
-  a8: {bits: 8, zero: any}
-  w8: {bits: 8, range: narrow, per: channel}
-  w4: {bits: 4, range: narrow, per: channel}
-  b32: {bits: 32, per: channel}
-ops:
-  - match: [Conv2D]
-    where: {stride: {min: 1, max: 3}, kernel: {max: 64}}
-    use: [{in: a8, w: w8, b: b32, out: a8}, {in: a8, w: w4, b: b32, out: a8}]
-    rules: [{mono: {b: 1, in0: -1, w: -1}, eq: 1}]
-    src: [M]
-    conf: V
-  - {match: [Add], use: [{in: a8, out: a8}], rules: [{tie: [ins, out]}], src: [M], conf: V}
-fuse: [{chain: [["@conv"], [Relu, Relu6]], src: [M], conf: V}]
-math: {q_round: half_even, requant: {form: float, round: half_even}, acc: [{bits: 32}]}
-sources: {M: "TinyNPU programmer's manual rev C, section 4.2"}
-"""
+GOOD = Path(__file__).with_name("tiny_npu.yaml").read_text()
 
 #: parts of GOOD
 TIE = "{tie: [ins, out]}"
@@ -162,24 +144,6 @@ def test_check_lists_every_problem_at_once(tmp_path):
     assert check(write(tmp_path, GOOD)) == []
 
 
-MALFORMED = """name: npu
-arch: [A, B]
-formats:
-  a8: {bits: 8, zero: any, colour: red}
-  w8: {bits: many}
-ops:
-  - {match: [Conv2D, Conv2E, 3], use: [{in: a8, w: w8, out: a9, speed: 2}], rules: [{mono: 3}], src: [M, X], conf: V}
-  - {match: [Linaer], exec: fast, use: [{in: a8, out: b8, when: {arch: C}}], src: [M]}
-  - 5
-fuse:
-  - {chain: [[Conv2D, Convv], [4], [Relux]], src: [N], conf: V, when: {arch: Z}}
-  - {graph: {nodes: {a: Add, c: [Conv2X]}, edges: [[a, c], [c, a]]}, src: [M], conf: V}
-place: {at: nowhere, io_in: [a7]}
-math: {acc: [{bits: x, when: {arch: Q}}]}
-sources: {M: manual}
-"""
-
-
 def test_check_looks_up_names_in_malformed_entries_too(tmp_path):
     """One error for each of the 25 slips, and none because of another one."""
     wrong = """
@@ -189,7 +153,7 @@ def test_check_looks_up_names_in_malformed_entries_too(tmp_path):
         fuse.0.chain.1.0 fuse.0.src fuse.0.chain.0 fuse.0.chain.2 fuse.0.when.arch fuse.1 fuse.1.graph.nodes.c
         place.at place.io_in math.acc.0.bits math.acc.0.when.arch
     """
-    assert [str(e.where).rpartition(" ")[2] for e in check(write(tmp_path, MALFORMED))] == wrong.split()
+    assert [str(e.where).rpartition(" ")[2] for e in check(Path(__file__).with_name("malformed.yaml"))] == wrong.split()
 
 
 @pytest.mark.parametrize("table", ["formats", "sources", "arch", "ops", "fuse", "sets", "place", "math", "deploy"])

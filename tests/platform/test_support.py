@@ -8,9 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 from torch import nn
-from typer.testing import CliRunner
 
-from chipfit.cli.app import app
 from chipfit.platform.load import load, names
 from chipfit.platform.save import to_yaml
 from chipfit.platform.schema import OpRule
@@ -18,7 +16,7 @@ from chipfit.platform.support import kernels_of, simulates_arithmetic, unsupport
 from chipfit.report.html import page
 from chipfit.report.terminal import render
 from chipfit.simulate.integer import simulate
-from tests.build import platform_file, platform_of, quantized
+from tests.build import command, platform_file, platform_of, quantized
 
 
 def test_each_unsupported_setting_is_listed_with_its_value_and_what_happens_instead():
@@ -46,8 +44,8 @@ def test_reports_and_commands_list_unsupported_settings(tmp_path):
     report = quantized(nn.Linear(3, 2), torch.randn(4, 3), file).report
     assert report.not_modelled == (words,)
     assert words in page(report)
-    for command in (["platforms", "show", str(file)], ["platforms", "check", str(file)]):
-        assert words.partition(":")[0] in CliRunner().invoke(app, command).output
+    for shows in ("show", "check"):
+        assert words.partition(":")[0] in command("platforms", shows, str(file)).output
     shown = Console(record=True, file=io.StringIO(), width=120)
     shown.print(render(report))
     assert words in shown.export_text()

@@ -22,19 +22,13 @@ UNIFORM = {"activation_quantization_method": AFFINE}
 SIGNED_UNIFORM = {**UNIFORM, "signedness": tp.Signedness.SIGNED}
 
 
-class Net(nn.Module):
-    """Convolution, activation, pool, dense layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.act = nn.Conv2d(3, 6, 3, padding=1), nn.Tanh()
-        self.pool, self.fc = nn.MaxPool2d(2), nn.Linear(96, 5)
-
-    def forward(self, x):
-        return self.fc(self.pool(self.act(self.conv(x))).flatten(1))
+def network():
+    """Return a convolution, an activation, a pool and a dense layer in a row."""
+    parts = {"conv": nn.Conv2d(3, 6, 3, padding=1), "act": nn.Tanh(), "pool": nn.MaxPool2d(2), "fc": nn.Linear(96, 5)}
+    return model_of(lambda m, x: m.fc(m.pool(m.act(m.conv(x))).flatten(1)), **parts)
 
 
-def fit(conv=None, fc=None, tanh=None, pool=None, default=None, net=Net, **more):
+def fit(conv=None, fc=None, tanh=None, pool=None, default=None, net=network, **more):
     """Return the network quantized on a chip whose sets have these configurations or options."""
     torch.manual_seed(0)
     as_options = lambda c: c if isinstance(c, tp.QuantizationConfigOptions) else options(c)
@@ -175,7 +169,7 @@ def test_a_set_with_disabled_results_keeps_weights_quantized():
         tp.OperatorsSet("quiet", quiet)
     with tp.TargetPlatformCapabilities(model) as chip:
         tp.OperationsSetToLayers("quiet", [nn.Conv2d, nn.MaxPool2d, nn.Tanh])
-    result = quantized(Net(), torch.randn(8, 3, 8, 8), chip)
+    result = quantized(network(), torch.randn(8, 3, 8, 8), chip)
     runs = {n.op: n.exec for n in result.plan.nodes.values()}
     assert (runs["Conv2D"], runs["Tanh"], runs["Linear"]) == ("int", "float", "int")
     assert weight(result).quantized and not output(result, "Conv2D").quantized

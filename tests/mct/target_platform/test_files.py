@@ -3,15 +3,14 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
 
-from chipfit.cli.app import app
 from chipfit.errors import ModelingError, PlatformError, UnknownNameError
 from chipfit.mct.target_platform.model import TargetPlatformModel
 from chipfit.mct.target_platform.targets import chip_descriptions, get_target_platform_capabilities
 from chipfit.platform.load import load, names
 from chipfit.platform.save import export_platform
 from chipfit.target_platform import export_target_platform_capabilities, load_target_platform_capabilities
+from tests.build import command
 
 CHIPS = [(n, v) for n, chip in chip_descriptions().items() for v in chip["versions"] if n != "default"]
 
@@ -73,15 +72,14 @@ def test_the_command_line_converts_between_both(tmp_path, monkeypatch):
         "def small():\n    return get_target_platform_capabilities('pytorch', 'qnnpack')\n"
         "ready = small()\n"
     )
-    run, qnnpack = CliRunner(), get_target_platform_capabilities("pytorch", "qnnpack").to_platform()
+    qnnpack = get_target_platform_capabilities("pytorch", "qnnpack").to_platform()
     for what in ("mychips:small", "mychips:ready"):
-        done = run.invoke(app, ["platforms", "export", what, "small.yaml"])
+        done = command("platforms", "export", what, "small.yaml")
         assert done.exit_code == 0, done.output
         assert record(load("small.yaml")) == record(qnnpack)
-    assert run.invoke(app, ["platforms", "export", "small.yaml", "small.json"]).exit_code == 0
-    shown = run.invoke(app, ["platforms", "show", "small.json"])
-    assert shown.exit_code == 0
-    assert "w8_sym" in shown.output
+    assert command("platforms", "export", "small.yaml", "small.json").exit_code == 0
+    shown = command("platforms", "show", "small.json")
+    assert shown.exit_code == 0 and "w8_sym" in shown.output
 
 
 def test_invalid_arguments_are_refused(tmp_path):

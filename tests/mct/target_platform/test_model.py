@@ -5,44 +5,35 @@ import math
 import pytest
 import torch
 
+from chipfit import target_platform as tp
 from chipfit.errors import ModelingError
 from chipfit.mct.target_platform.configs import BIAS_ATTR, KERNEL_ATTR
-from chipfit.target_platform import (
-    AttributeQuantizationConfig,
-    Fusing,
-    OperatorSetConcat,
-    OperatorsSet,
-    QuantizationConfigOptions,
-    QuantizationMethod,
-    TargetPlatformModel,
-    get_default_quantization_config_options,
-)
 from tests.mct.target_platform.chips import FLOAT, config, kernel, model, options
 
 
 def two_sets_of_one_name():
-    OperatorsSet("conv")
-    OperatorsSet("conv")
+    tp.OperatorsSet("conv")
+    tp.OperatorsSet("conv")
 
 
 @pytest.mark.parametrize(("body", "error"), [(lambda: 1 / 0, ZeroDivisionError), (two_sets_of_one_name, ModelingError)])
 def test_default_options_are_those_of_the_open_model_which_errors_close(body, error):
-    with TargetPlatformModel(options()) as m:
-        assert get_default_quantization_config_options() == m.default_qco
-    with pytest.raises(error), TargetPlatformModel(options()):
+    with tp.TargetPlatformModel(options()) as m:
+        assert tp.get_default_quantization_config_options() == m.default_qco
+    with pytest.raises(error), tp.TargetPlatformModel(options()):
         body()
     with pytest.raises(ModelingError, match="is not initialized"):
-        get_default_quantization_config_options()
+        tp.get_default_quantization_config_options()
 
 
 def test_a_model_has_one_default_option():
     with pytest.raises(AssertionError, match="must contain only one option"):
-        TargetPlatformModel(options(config(), config(activation_n_bits=4)))
+        tp.TargetPlatformModel(options(config(), config(activation_n_bits=4)))
 
 
 def test_a_model_is_immutable_once_complete():
-    with TargetPlatformModel(options()) as m:
-        OperatorsSet("opset")
+    with tp.TargetPlatformModel(options()) as m:
+        tp.OperatorsSet("opset")
     with pytest.raises(ModelingError, match="Immutable class. Can't edit attributes"):
         m.operator_set = []
     with pytest.raises(ModelingError, match="can not be reinitialized"), m:
@@ -51,17 +42,17 @@ def test_a_model_is_immutable_once_complete():
 
 def test_names_of_operator_sets_are_unique():
     with pytest.raises(ModelingError, match="'conv'"):
-        model("conv", OperatorsSet("conv", options(activation_n_bits=4)))
+        model("conv", tp.OperatorsSet("conv", options(activation_n_bits=4)))
 
 
 @pytest.mark.parametrize(
     "make, says",
     [
-        (lambda: QuantizationConfigOptions([]), "quantization_config_list"),
-        (lambda: QuantizationConfigOptions([3]), "must be an instance of OpQuantizationConfig"),
-        (lambda: QuantizationConfigOptions(config()), "list"),
-        (lambda: QuantizationConfigOptions([config(), config(activation_n_bits=4)]), "base_config"),
-        (lambda: QuantizationConfigOptions([config()], base_config=config(activation_n_bits=4)), "base_config"),
+        (lambda: tp.QuantizationConfigOptions([]), "quantization_config_list"),
+        (lambda: tp.QuantizationConfigOptions([3]), "must be an instance of OpQuantizationConfig"),
+        (lambda: tp.QuantizationConfigOptions(config()), "list"),
+        (lambda: tp.QuantizationConfigOptions([config(), config(activation_n_bits=4)]), "base_config"),
+        (lambda: tp.QuantizationConfigOptions([config()], base_config=config(activation_n_bits=4)), "base_config"),
         (lambda: config().clone_and_edit(activation_bits=3), "There is no"),
         (lambda: options().clone_and_edit(simd=3), "There is no"),
         (lambda: config().clone_and_edit({"kernel": {"weights_n_bits": 3}}), "There is no"),
@@ -97,75 +88,77 @@ def test_clones_change_single_fields():
 
 def test_sets_are_found_by_name():
     three = options(activation_n_bits=3)
-    m = model(OperatorsSet("opset_3bit", three))
+    m = model(tp.OperatorsSet("opset_3bit", three))
     assert m.get_config_options_by_operators_set("opset_3bit") == three
     assert m.get_config_options_by_operators_set("unknown") == m.default_qco
     assert m.is_opset_in_model("opset_3bit") and not m.is_opset_in_model("unknown")
 
 
 def test_a_concatenation_is_a_set_without_options():
-    with TargetPlatformModel(options()) as m:
-        OperatorSetConcat(OperatorsSet("opset_A"), OperatorsSet("opset_B", options(activation_n_bits=2)))
+    with tp.TargetPlatformModel(options()) as m:
+        tp.OperatorSetConcat(tp.OperatorsSet("opset_A"), tp.OperatorsSet("opset_B", options(activation_n_bits=2)))
     assert len(m.operator_set) == 3 and m.get_opset_by_name("opset_A_opset_B").qc_options is None
     for wrong in ((), (3,)):
         with pytest.raises(ModelingError):
-            OperatorSetConcat(*wrong)
+            tp.OperatorSetConcat(*wrong)
 
 
 def test_fusings_contain_shorter_ones_and_single_members_of_concatenations():
-    conv, add, tanh = (OperatorsSet(n) for n in ("conv", "add", "tanh"))
-    two, three, either = Fusing([conv, add]), Fusing([conv, add, tanh]), Fusing([conv, OperatorSetConcat(add, tanh)])
+    conv, add, tanh = (tp.OperatorsSet(n) for n in ("conv", "add", "tanh"))
+    two, three = tp.Fusing([conv, add]), tp.Fusing([conv, add, tanh])
+    either = tp.Fusing([conv, tp.OperatorSetConcat(add, tanh)])
     assert all(f.contains(f) for f in (two, three, either))
     assert three.contains(two) and either.contains(two)
     others = [(two, three), (two, either), (three, either), (either, three)]
     assert not any(longer.contains(shorter) for longer, shorter in others)
     assert two.get_info() == {"conv_add": "conv -> add"}
     with pytest.raises(AssertionError, match="Fusing can not be created for a single operators group"):
-        Fusing([conv])
+        tp.Fusing([conv])
     with pytest.raises(AssertionError, match="list"):
-        Fusing(conv)
+        tp.Fusing(conv)
 
 
 def test_fusings_and_concatenations_accept_names_of_sets():
-    with TargetPlatformModel(options()) as m:
-        conv, relu, add = (OperatorsSet(n, options(activation_n_bits=4)) for n in ("Conv", "Relu", "Add"))
-        by_name, by_set = Fusing(["Conv", "Relu"]), Fusing([conv, relu])
-        either = [Fusing([conv, OperatorSetConcat("Relu", add)]), Fusing(["Conv", OperatorSetConcat(relu, add), "Add"])]
+    with tp.TargetPlatformModel(options()) as m:
+        conv, relu, add = (tp.OperatorsSet(n, options(activation_n_bits=4)) for n in ("Conv", "Relu", "Add"))
+        by_name, by_set = tp.Fusing(["Conv", "Relu"]), tp.Fusing([conv, relu])
+        two = tp.Fusing([conv, tp.OperatorSetConcat("Relu", add)])
+        three = tp.Fusing(["Conv", tp.OperatorSetConcat(relu, add), "Add"])
         with pytest.raises(ModelingError, match=r"no operator set named 'Rleu'.*'Relu'"):
-            Fusing(["Conv", "Rleu"])
+            tp.Fusing(["Conv", "Rleu"])
     assert by_name == by_set
-    assert [f.operator_groups_list[1].name for f in either] == ["Relu_Add", "Relu_Add"]
+    assert [f.operator_groups_list[1].name for f in (two, three)] == ["Relu_Add", "Relu_Add"]
     assert len(m.operator_set) == 4  # two equal concatenations count as one
     assert len(m.fusing_patterns) == 4
 
 
 def test_a_fusing_created_before_its_model_refers_to_the_models_sets():
-    by_name = [Fusing(["Conv", "Relu"]), Fusing(["Conv", OperatorSetConcat("Relu", "Add")])]
-    own = [OperatorsSet(n, options(activation_n_bits=4)) for n in ("Conv", "Relu", "Add")]
+    by_name = [tp.Fusing(["Conv", "Relu"]), tp.Fusing(["Conv", tp.OperatorSetConcat("Relu", "Add")])]
+    own = [tp.OperatorsSet(n, options(activation_n_bits=4)) for n in ("Conv", "Relu", "Add")]
     m = model(*own, fusings=by_name)
     assert [o.name for o in m.operator_set] == ["Conv", "Relu", "Add", "Relu_Add"]
     assert all(o.qc_options == options(activation_n_bits=4) for o in m.operator_set[:3])
     assert model(*own, fusings=m.fusing_patterns).fusing_patterns == m.fusing_patterns  # also in another model
     with pytest.raises(ModelingError, match="Two operator sets are named 'Conv'"):
-        model(*own, fusings=[Fusing([OperatorsSet("Conv", options(activation_n_bits=2)), own[1]])])
+        model(*own, fusings=[tp.Fusing([tp.OperatorsSet("Conv", options(activation_n_bits=2)), own[1]])])
 
 
 @pytest.mark.parametrize("part", ["math", "operator_set", "fusing_patterns"])
 @pytest.mark.parametrize("given", [torch.ones(2), 0, 5, "x"], ids=str)
 def test_parts_of_a_model_have_their_types(part, given):
     with pytest.raises(ModelingError, match=f"'{part}' must be a .*Where: TargetPlatformModel"):
-        TargetPlatformModel(options(), **{part: given})
+        tp.TargetPlatformModel(options(), **{part: given})
 
 
 def test_a_look_up_table_of_60_bits_is_refused():
-    wide = AttributeQuantizationConfig(QuantizationMethod.LUT_SYM_QUANTIZER, 60, True, True)
+    wide = tp.AttributeQuantizationConfig(tp.QuantizationMethod.LUT_SYM_QUANTIZER, 60, True, True)
     with pytest.raises(ModelingError, match="at most 16 bits"):
-        TargetPlatformModel(options(config(wide)), operator_set=[]).to_platform()
+        tp.TargetPlatformModel(options(config(wide)), operator_set=[]).to_platform()
 
 
 @pytest.mark.parametrize("pads", [True, False])
 def test_simd_padding_is_set_inside_the_block_of_its_model(pads):
-    with TargetPlatformModel(options()) as m:
+    with tp.TargetPlatformModel(options()) as m:
         m.set_simd_padding(is_simd_padding=pads)
     assert m.is_simd_padding is pads
     with pytest.raises(ModelingError, match="Immutable"):
