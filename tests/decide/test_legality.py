@@ -16,8 +16,8 @@ from chipfit.decide.legality import product_bounds, project
 from chipfit.errors import UnsupportedError
 from chipfit.platform.load import load, names
 from chipfit.platform.match import resolve
-from tests.build import grid, model_of, platform_of, quantized, stored
-from tests.decide.test_constraints import RATIO, SIGMOID, constraint
+from tests.build import grid, platform_of, quantized, stored
+from tests.decide.test_constraints import RATIO, constraint
 
 #: operator, inputs, weight, output: a small network with everything that rules speak of
 NET = [
@@ -262,14 +262,6 @@ def test_tied_tensors_share_scale_and_zero_point_through_chains():
     assert tie_groups([soft]) == () and project(wanted, [soft]) == wanted
 
 
-def test_a_dictated_scale_holds_for_everything_tied_to_it():
-    """A sigmoid's output is 1/256 with zero point -128; the concat behind it ties its other input to that."""
-    sigmoid = constraint(SIGMOID, op="Sigmoid", out="s")
-    concat = constraint({"tie": ("ins", "out")}, op="Concat", ins=("s", "x"), out="y")
-    found = project({n: var(0.3) for n in "sxy"}, [sigmoid, concat])
-    assert {(float(v.scale), int(v.zero_point)) for v in found.values()} == {(1 / 256, -128)}
-
-
 def test_dictated_tensors_stay_and_bounds_move_the_others():
     """x is 2; x w <= 1 pulls w down, and w / v = 1 pulls v along."""
     first = constraint({"fix": "in0", "scale": 2.0, "zp": 0}, {"mono": {"in0": 1, "w": 1}, "max": 1.0}, in0="x", w="w")
@@ -387,30 +379,13 @@ def test_ties_and_dictated_scales_may_contradict_a_bound():
 # ---------------------------------------------------------------- networks
 
 
-def chip(*rules, **fmt):
-    """A chip whose linear layers and joins obey these rules."""
-    linear = {"match": ["Linear"], "use": [{"in": "a8", "w": "w8", "out": "a8"}], "rules": list(rules)}
-    concat = {"match": ["Concat"], "use": [{"in": "a8", "out": "a8"}], "rules": [r for r in rules if "tie" in r]}
-    formats = {"a8": {"bits": 8, **fmt}, "w8": {"bits": 8, "range": "narrow", "scale": "pot"}}
-    return platform_of(linear, concat, formats=formats)
-
-
 def test_a_network_is_planned_with_legal_scales():
     """|x| <= 6 and y = x want 2^-4, w = 1 wants 2^-6 (127 of them are 1.98); w s_in / s_out <= 2^-8 leaves w 2^-8."""
     layer = nn.Linear(1, 1, bias=False)
     nn.init.constant_(layer.weight, 1.0)
+    formats = {"a8": {"bits": 8, "scale": "pot"}, "w8": {"bits": 8, "range": "narrow", "scale": "pot"}}
     both = [{"fix": slot, "scale": 2**-4, "zp": 0} for slot in ("in0", "out")]
     for rules, w in ((both, 2**-6), ([*both, {"mono": REQUANT, "max": 2**-8}], 2**-8)):
-        npu, exact = chip(*rules, scale="pot"), {"rule": "no_clipping", "weight_rule": "no_clipping"}
+        linear = {"match": ["Linear"], "use": [{"in": "a8", "w": "w8", "out": "a8"}], "rules": rules}
+        npu, exact = platform_of(linear, formats=formats), {"rule": "no_clipping", "weight_rule": "no_clipping"}
         assert float(quantized(layer, torch.tensor([[-6.0], [6.0]]), npu, **exact).plan["weight"].scale) == w
-
-
-def test_joined_tensors_share_the_union_of_their_ranges():
-    """[-1, 2] and [-3, 1] make [-3, 2]: 5 / 255 a step, and 153 codes of the 255 below zero."""
-    model = model_of(lambda m, a, b: torch.cat([a, b], 1))
-    data = [(torch.tensor([[-1.0], [2.0]]), torch.tensor([[-3.0], [1.0]]))]
-    for rules, scales in (((), (3 / 255, 4 / 255, 5 / 255)), (({"tie": ["ins", "out"]},), (5 / 255,) * 3)):
-        plan = quantized(model, data, chip(*rules, zero="any"), rule="no_clipping").plan
-        found = [plan[n] for n in ("a", "b", "cat")]
-        assert [float(s.scale) for s in found] == pytest.approx(scales)
-    assert [int(s.zero_point) for s in found] == [-128 + 153] * 3

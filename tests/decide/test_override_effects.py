@@ -117,14 +117,6 @@ def test_bits_cancel_an_earlier_float_and_nothing_else_does(kind):
         assert [nodes[n].exec for n in ("linear", "linear_1")] == runs
 
 
-def test_a_range_known_beforehand_is_not_widened_by_what_moves_the_same_numbers():
-    model = sequential(nn.Conv2d(3, 4, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 2))
-    for platform in ("tflite_int8", "ort_cpu"):
-        plan = quantized(model, randn(4, 3, 8, 8) * 5, platform, overrides={"0": {"range": (-1.0, 1.0)}}).plan
-        for name in ("conv2d", "flatten"):
-            assert float(plan[name].scale) == pytest.approx(2 / 255, rel=1e-3)
-
-
 @pytest.mark.parametrize(
     "place, noted",
     [

@@ -238,11 +238,6 @@ def test_one_weight_scale_serves_all_channels_and_scales_of_channels_count_in_an
     assert biased([1.0, 3.0], scale, axis=axis)["b"].scale.tolist() == product
 
 
-def test_of_groups_the_channels_behind_one_scale_repeat_it():
-    # a transposed convolution in groups has one scale for several channels of its bias
-    assert biased([1.0, 1.0, 1.0, 1.0], [0.25, 0.125])["b"].scale.numel() == 4
-
-
 @pytest.mark.parametrize(
     "bias, scales, grown",
     [
