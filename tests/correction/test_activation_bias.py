@@ -45,14 +45,6 @@ def shift_of(x, qmax=255):
     return mean_shift(histograms(graph, x)[graph.inputs[0]].histogram, planned(graph, qmax=qmax)[graph.inputs[0]])
 
 
-def test_the_correction_on_paper():
-    """All inputs are 0.7, step 1: each becomes 1, 0.3 too much. The sums of the weights' rows are 3 and 0.25."""
-    _, new, notes = corrected(linear(), SEVENS)
-    want = torch.tensor([10 - 0.9, 20 - 0.075])
-    torch.testing.assert_close(new.weights["bias"], want, atol=2e-3, rtol=0)  # a bin is 1 / 1024 wide
-    assert len(notes) == 1
-
-
 def test_clipping_is_part_of_the_shift_and_exact_zeros_are_not():
     shift, mean = shift_of(torch.tensor([[1.0, 3.0], [1.0, 3.0]]), qmax=2)  # 3 becomes 2 half of the time
     assert shift == pytest.approx(-0.5, abs=0.005) and mean == pytest.approx(2.0, abs=0.005)
@@ -93,6 +85,7 @@ def test_a_layer_that_needs_nothing_does_not_keep_others_from_it():
     "layer, weight, value, bias",
     [
         (nn.Linear(2, 2), [1.0, 2.0, 0.5, -0.25], 0.2, [0.6, 0.05]),  # 0.2 is stored as 0
+        (nn.Linear(2, 2), [1.0, 2.0, 0.5, -0.25], 0.7, [-0.9, -0.075]),
         (nn.Conv2d(2, 2, 1, groups=2), [1.0, 2.0], 0.7, [-0.3, -0.6]),
         (nn.ConvTranspose2d(2, 2, 1), [1.0, 2.0, 0.5, -0.25], 0.7, [-0.3 * 1.5, -0.3 * 1.75]),
         (nn.Conv2d(2, 1, 3, padding=1), [7.0] * 4 + [1.0] + [7.0] * 8 + [2.0] + [7.0] * 4, 0.7, [-0.9]),  # on 1 pixel
@@ -101,8 +94,9 @@ def test_a_layer_that_needs_nothing_does_not_keep_others_from_it():
 def test_the_shift_of_the_outputs_mean_by_hand(layer, weight, value, bias):
     """Step 1 stores 0.7 as 1, 0.3 too much, and 0.2 as 0: an output shifts by the sum of its weights times that."""
     x = torch.full((4, 2, *[1] * (layer.weight.dim() - 2)), value)
-    _, new, _ = corrected(set_layer(layer, weight), x)
-    torch.testing.assert_close(new.weights["bias"], torch.tensor(bias), atol=4e-3, rtol=0)
+    _, new, notes = corrected(set_layer(layer, weight, 10.0), x)
+    torch.testing.assert_close(new.weights["bias"], 10 + torch.tensor(bias), atol=2e-3, rtol=0)  # a bin: 1 / 1024
+    assert len(notes) == 1
 
 
 def test_a_bias_that_two_layers_share_stays_as_it_is():
@@ -115,27 +109,19 @@ def test_a_bias_that_two_layers_share_stays_as_it_is():
     assert torch.equal(new.weights["a.bias"], graph.weights["a.bias"])
 
 
-def test_without_a_histogram_nothing_is_corrected():
-    graph = captured(linear(), SEVENS)
-    _, notes = correct_activation_bias(graph, planned(graph), {})
-    assert notes == ["the bias of 'linear' is not corrected: there is no histogram of its input"]
-
-
-def test_no_note_is_made_of_what_rounding_does_not_shift():
-    graph, new, notes = corrected(linear(), torch.zeros(4, 2))
-    assert notes == [] and new.weights["bias"] is graph.weights["bias"]
-
-
 def test_histograms_are_asked_for_of_all_that_is_stored():
     needs = {"a": Need(histogram=False, channel_axis=1), "b": Need()}
     asked = with_histograms(captured(linear(), torch.randn(2, 2)), needs)
     assert asked == {"a": Need(histogram=True, channel_axis=1), "b": Need(histogram=True)}
 
 
-def test_an_input_that_is_read_before_it_is_rounded_shifts_nothing():
-    graph = captured(linear(), SEVENS)
+def test_inputs_that_are_exact_or_read_before_they_are_rounded_shift_nothing_and_unseen_ones_are_named():
+    graph, new, notes = corrected(linear(), torch.zeros(4, 2))
+    assert notes == [] and new.weights["bias"] is graph.weights["bias"]
     plan = replace(planned(graph), float_edges=frozenset({(graph.inputs[0], graph.nodes[0].name)}))
     assert correct_activation_bias(graph, plan, histograms(graph, SEVENS))[1] == []
+    _, notes = correct_activation_bias(graph, planned(graph), {})
+    assert notes == ["the bias of 'linear' is not corrected: there is no histogram of its input"]
 
 
 def test_a_refusal_ends_nothing():

@@ -64,24 +64,31 @@ def set_share(model: nn.Module, share: float) -> None:
 
 
 def train(
-    model: nn.Module, steps: int = 5, rate: float = 0.01, *, mode: bool = True, after: Callable[[], Any] | None = None
+    model: nn.Module,
+    steps: int = 5,
+    rate: float = 0.01,
+    *,
+    momentum: float = 0.0,
+    mode: bool = True,
+    forward: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    after: Callable[[], Any] = lambda: None,
 ) -> list[float]:
     """Take steps of gradient descent on the first batch, leave the model in eval mode, and return the losses.
 
     Args:
         mode: of the model while it trains.
+        forward: in place of the model.
         after: is called after each step.
     """
     model.train(mode)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], rate)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], rate, momentum=momentum)
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(DATA[0]), LABELS)
+        loss = nn.functional.cross_entropy((forward or model)(DATA[0]), LABELS)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-        if after is not None:
-            after()
+        after()
     model.eval()
     return losses

@@ -48,10 +48,9 @@ def test_it_is_what_torch_does(bn_fold, plain):
     reestimate(result, DATA)
     set_share(model, 1.0)
     for k in range(1, 5):
-        for ours, theirs in (("running_mean",) * 2, ("running_var",) * 2):
-            found, expected = model.weight(f"bn{k}.{ours}"), getattr(getattr(net, f"bn{k}"), theirs)
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-            assert not torch.allclose(found, own[f"bn{k}.{ours}"], rtol=1e-3)
+        for name in (f"bn{k}.running_mean", f"bn{k}.running_var"):
+            torch.testing.assert_close(model.weight(name), net.state_dict()[name], rtol=1e-4, atol=1e-5)
+            assert not torch.allclose(model.weight(name), own[name], rtol=1e-3)
     others = {k: v for k, v in model.state_dict().items() if "running" not in k}
     assert all(torch.equal(v, own[k]) for k, v in others.items())
     assert model.bn_fold == bn_fold and not model.training

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from chipfit.frameworks.torch.bn_fold import FoldedBatchNorm
 from tests.build import quantized
-from tests.training.small import DATA, LABELS, NormedNet
+from tests.training.small import DATA, LABELS, NormedNet, train
 
 
 class Drops(NormedNet):
@@ -22,58 +22,49 @@ def plain():
     return quantized(Drops(), DATA)
 
 
-def train(model, forward, steps=3):
-    """Losses, gradients of the last step, and what the model holds."""
+def trained(model, forward=None):
+    """Losses, and what the model holds after three steps: numbers, and gradients of the last step."""
     torch.manual_seed(0)
-    model.train()
-    optimizer, losses = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1, momentum=0.9), []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(forward(DATA[0]), LABELS)
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return losses, grads, dict(model.eval().state_dict())
+    losses = train(model, 3, 0.1, momentum=0.9, forward=forward)
+    grads = {f"gradient of {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return losses, {**grads, **model.state_dict()}
 
 
-def same(a, b):
-    return a[0] == b[0] and all(
-        x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x) for x, y in zip(a[1:], b[1:])
-    )
+def same(one, other):
+    (losses, a), (others, b) = one, other
+    return losses == others and a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
 @pytest.mark.parametrize("bn_fold", [0, -1, 1, 2, 3, 4])
 def test_checkpointing_changes_nothing(bn_fold, plain):
     model = plain.trains({"method": "lsq", "bn_fold": bn_fold}).model
-    expected = train(found := copy.deepcopy(model), found)
-    assert len(expected[1]) > 8
+    expected = trained(copy.deepcopy(model))
+    assert sum(name.startswith("gradient") for name in expected[1]) > 8
     for reentrant in (False, True):
         net = copy.deepcopy(model)
-        given = train(net, lambda x, net=net, r=reentrant: checkpoint(net, x.requires_grad_(r), use_reentrant=r))
+        given = trained(net, lambda x, net=net, r=reentrant: checkpoint(net, x.requires_grad_(r), use_reentrant=r))
         assert same(given, expected), reentrant
         assert net.steps == 3
     DATA[0].requires_grad_(False)
-    net = copy.deepcopy(model)
-    net.segments = 3
-    assert same(train(net, net), expected)
+    model.segments = 3
+    assert same(trained(model), expected)
 
 
 def test_statistics_that_are_frozen_later_are_those_of_both_passes(plain):
     """Repeated passes use what was remembered a step before only where the step itself remembered something."""
     model = plain.trains({"method": "lsq", "bn_fold": 4, "bn_momentum": 0.9}).model
-    train(model, model)
+    trained(model)
     model.bn_fold = 1
-    expected = train(found := copy.deepcopy(model), found)
-    assert same(train(model, lambda x: checkpoint(model, x, use_reentrant=False)), expected)
+    expected = trained(copy.deepcopy(model))
+    assert same(trained(model, lambda x: checkpoint(model, x, use_reentrant=False)), expected)
 
 
 def test_without_that_care_it_would(plain, monkeypatch):
     """The repeated pass would round by the statistics that the first one left, and remember its batch twice."""
     model = plain.trains({"method": "lsq", "bn_fold": 4}).model
-    expected = train(found := copy.deepcopy(model), found)
+    expected = trained(copy.deepcopy(model))
     monkeypatch.setattr("chipfit.frameworks.torch.lower.is_recomputation", lambda: False)
-    assert not same(train(model, lambda x: checkpoint(model, x, use_reentrant=False)), expected)
+    assert not same(trained(model, lambda x: checkpoint(model, x, use_reentrant=False)), expected)
 
 
 def test_segments_keep_less_for_the_backward_pass(plain):

@@ -62,9 +62,8 @@ def test_the_loss_is_that_of_both_models_by_themselves(net, plain):
     seen = {}
     hooks = {"body": net.body, "head": net.head}
     handles = [m.register_forward_hook(lambda *a, k=k: seen.__setitem__(k, a[2])) for k, m in hooks.items()]
-    expected = 9 * F.kl_div(
-        F.log_softmax(student(DATA[0]) / 3, -1), F.softmax(net(DATA[0]) / 3, -1), reduction="batchmean"
-    )
+    logits, targets = F.log_softmax(student(DATA[0]) / 3, -1), F.softmax(net(DATA[0]) / 3, -1)
+    expected = 9 * F.kl_div(logits, targets, reduction="batchmean")
     for h in handles:
         h.remove()
     names = {n.layer: n.output for n in result.graph.nodes}
@@ -95,7 +94,7 @@ def test_learning_from_the_float_model_brings_the_outputs_nearer(net, plain):
 
 def test_a_model_that_ends_in_a_softmax_learns_from_its_logarithm(net):
     ending = nn.Sequential(net, nn.Softmax(-1)).eval()
-    result = chipfit.quantize(ending, DATA, platform="ort_cpu", overrides={"1": "float"}, progress=False)
+    result = quantized(ending, DATA, overrides={"1": "float"})
     loss = Distillation(result, temperature=2.0)(DATA[0])[1]
     p, q = ending(DATA[0]), result.model(DATA[0])
     torch.testing.assert_close(loss, divergence(q.log(), p.log(), 2.0), rtol=1e-3, atol=1e-6)

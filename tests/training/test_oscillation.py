@@ -9,7 +9,7 @@ from torch import nn
 from chipfit.errors import ConfigError, UnsupportedError
 from chipfit.training import Oscillations, dampening
 from tests.build import model_of, quantized
-from tests.training.small import DATA, LABELS, NormedNet
+from tests.training.small import DATA, NormedNet, train
 
 
 @pytest.fixture
@@ -102,22 +102,14 @@ def test_frozen_weights_keep_their_codes_through_training_and_are_deployed(bn_fo
     model, free = result.model, copy.deepcopy(result.model)
     tracker = Oscillations(model, momentum=0.5, threshold=0.4)
     held = {}
-    for net in (model, free):
-        net.train()
-        optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], 0.1, momentum=0.9)
-        for k in range(6):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(net(DATA[0]), LABELS).backward()
-            optimizer.step()
-            if net is model:
-                tracker.step()
-                if k == 3:
-                    for name, track in zip(tracker.frequency, tracker.tracks):  # as if all had oscillated
-                        folds = bn_fold and name in model._folds
-                        live = model._norm(name)[0].gamma.reshape(track_shape(model, name)) != 0 if folds else True
-                        track.frozen |= live
-                        held[name] = track.codes.clone()
-        net.eval()
+    train(model, 4, 0.1, momentum=0.9, after=tracker.step)
+    for name, track in zip(tracker.frequency, tracker.tracks):  # as if all had oscillated
+        folds = bn_fold and name in model._folds
+        track.frozen |= model._norm(name)[0].gamma.reshape(track_shape(model, name)) != 0 if folds else True
+        held[name] = track.codes.clone()
+    train(model, 2, 0.1, momentum=0.9, after=tracker.step)
+    for steps in (4, 2):
+        train(free, steps, 0.1, momentum=0.9)
     after, unfrozen = result.trained(), {}
     for name, codes in held.items():
         frozen = tracker.frozen[name]

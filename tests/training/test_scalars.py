@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-import chipfit
 from chipfit.errors import ConfigError, RuntimeUnavailable
 from chipfit.training import write_scales, writer
-from tests.build import quantized
+from tests.build import keras_sequential, quantized, randn
 from tests.training.small import DATA, Net
 
 
@@ -48,15 +47,12 @@ def test_every_tensor_has_its_numbers(result):
 
 def test_a_keras_model_is_written_too():
     keras = pytest.importorskip("keras")
-    x = keras.Input((6,))
-    net = keras.Model(x, keras.layers.Dense(3, name="dense")(x))
-    data = [np.random.default_rng(0).standard_normal((8, 6)).astype("float32")]
-    result = chipfit.quantize(net, data, platform="ort_cpu", training="lsq", progress=False)
+    net = keras_sequential((6,), keras.layers.Dense(3, name="dense"))
+    result = quantized(net, [randn(8, 6).numpy()], training="lsq")
     to = Listed()
     write_scales(to, result.model, 0)
-    np.testing.assert_allclose(
-        np.sort(to.histograms["scale/dense/kernel", 0]), np.sort(result.plan["dense/kernel"].scale)
-    )
+    written, planned = to.histograms["scale/dense/kernel", 0], result.plan["dense/kernel"].scale
+    np.testing.assert_allclose(np.sort(written), np.sort(planned))
     assert any(name.startswith("scale/") for name, _ in to.scalars)
 
 

@@ -2,18 +2,16 @@
 
 import pytest
 import torch
-from torch import nn
 
-import chipfit
 from chipfit.errors import PlanError
+from tests.build import mlp, quantized
 
 X = torch.randn(16, 6)
 
 
 @pytest.fixture
 def result():
-    torch.manual_seed(0)
-    return chipfit.quantize(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).eval(), [X], progress=False)
+    return quantized(mlp(6, 8, 3), X)
 
 
 def train(model):
