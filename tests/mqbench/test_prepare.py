@@ -24,35 +24,28 @@ DATA = [torch.randn(8, 3, 8, 8, generator=SEED) for _ in range(3)]
 LABELS = torch.arange(8) % 5
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(6, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6)
-        self.conv2, self.bn2 = nn.Conv2d(6, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6)
-        self.relu = nn.ReLU()  # used twice
-
-    def forward(self, x):
-        y = self.relu(self.bn1(self.conv1(x)))
-        return self.relu(self.bn2(self.conv2(y)) + x)
+def residual(m, x):
+    y = m.relu(m.bn1(m.conv1(x)))
+    return m.relu(m.bn2(m.conv2(y)) + x)
 
 
-class Net(nn.Module):
-    """Stem, a residual block, average pooling, a linear layer."""
+def forward(m, x):
+    x = m.block(m.stem(x))
+    return m.fc(nn.functional.dropout(torch.flatten(m.pool(x), 1), 0.1, training=m.training))
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.stem = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU())
-        self.block, self.pool, self.fc = Block(), nn.AdaptiveAvgPool2d(1), nn.Linear(6, 5)
 
-    def forward(self, x):
-        x = self.block(self.stem(x))
-        return self.fc(nn.functional.dropout(torch.flatten(self.pool(x), 1), 0.1, training=self.training))
+def network():
+    """Return a stem, a residual block that uses its ReLU twice, average pooling, and a linear layer, in training."""
+    torch.manual_seed(0)
+    stem = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU())
+    convs = {f"conv{k}": nn.Conv2d(6, 6, 3, padding=1, bias=False) for k in (1, 2)}
+    block = model_of(residual, **convs, bn1=nn.BatchNorm2d(6), bn2=nn.BatchNorm2d(6), relu=nn.ReLU())
+    return model_of(forward, stem=stem, block=block, pool=nn.AdaptiveAvgPool2d(1), fc=nn.Linear(6, 5)).train()
 
 
 @pytest.fixture(scope="module")
 def net():
-    model = Net()
+    model = network()
     for x in DATA:
         model(x)
     return model.eval()
@@ -154,7 +147,7 @@ def test_every_setting_trains_and_restores_its_state(backend, method, net):
     assert set(dict(model.named_parameters())) == set(before)  # all were there for the optimizer
     scales = [n for n, p in model.named_parameters() if n.endswith("scale") and p.requires_grad]
     assert bool(scales) == (method == "lsq")
-    fresh = prepared(Net(), backend, method=method).eval()
+    fresh = prepared(network(), backend, method=method).eval()
     fresh.load_state_dict(model.state_dict())
     assert torch.equal(fresh(DATA[1]), model(DATA[1]))
     pot = fx.get_backend_params(backend)["pot_scale"]

@@ -183,11 +183,8 @@ def test_platforms_that_extend_each_other_are_refused(tmp_path):
 
 
 def test_a_revision_opens_its_gates():
-    def first(p):
-        return resolve(p, "Conv2D", {}).options[0].w
-
-    assert first(load("ort_cpu")) == "w8"
-    assert first(load("ort_cpu@AVX2")) == "w7"
+    for name, weights in (("ort_cpu", "w8"), ("ort_cpu@AVX2", "w7")):
+        assert resolve(load(name), "Conv2D", {}).options[0].w == weights
 
 
 def test_a_child_overrides_its_parent_and_its_rules_come_first(tmp_path):

@@ -17,6 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
+import yaml
 from pydantic import BaseModel
 from torch import nn
 from typing_extensions import is_typeddict
@@ -76,27 +77,13 @@ FOR_PEOPLE = {
 }  # fmt: skip
 
 
-def base() -> dict[str, Any]:
-    """A chip for the network below."""
-    return {
-        "arch": ["A", "B"],
-        "formats": {
-            "a8": {"bits": 8, "zero": "any"}, "a4": {"bits": 4, "zero": "any"}, "w4": {"bits": 4},
-            "w8": {"bits": 8, "range": "narrow", "per": "channel"}, "b32": {"bits": 32, "per": "channel"},
-        },
-        "ops": [
-            {"match": ["Conv2D", "Linear"], "use": [{"in": "a8", "w": "w8", "b": "b32", "out": "a8"}]},
-            {"match": ["Add"], "use": [{"in": "a8", "out": "a8"}]},
-            {"match": ["Concat", "MaxPool", "Relu", "Flatten"], "exec": "follow", "use": [{"in": "a8", "out": "a8"}]},
-        ],
-        "fuse": [{"chain": [["Conv2D"], ["Relu"]]}],
-        "math": {"requant": {"form": "float"}},
-    }  # fmt: skip
+#: a chip for the network below
+BASE = Path(__file__).with_name("schema_effects.yaml").read_text()
 
 
 def chip(change: Any = None) -> schema.Platform:
     """The chip, changed: by a table merged into it, or by a function."""
-    data = base()
+    data = yaml.safe_load(BASE)
     if callable(change):
         change(data)
     for top, value in (change or {}).items() if not callable(change) else ():

@@ -179,14 +179,6 @@ def test_v3_quantizes_constants_and_v1_does_not():
     assert [fit(imx500(v))[0].plan.quantized("offset") for v in ("v1", "v3")] == [False, True]
 
 
-def test_a_platform_file_as_capabilities_gives_the_same_plan():
-    through, direct = (
-        fit(p)[0].plan.tensors for p in (get_target_platform_capabilities("pytorch", "ort_cpu"), "ort_cpu")
-    )
-    assert through.keys() == direct.keys()
-    assert all(t.scale is None or torch.equal(t.scale, direct[n].scale) for n, t in through.items())
-
-
 @pytest.mark.parametrize(("name", "runtime"), [("tflite", "litert_reference"), ("qnnpack", "onnxruntime")])
 def test_a_chip_with_known_arithmetic_is_exact_on_its_runtime(name, runtime):
     result, data = fit(get_target_platform_capabilities("pytorch", name))

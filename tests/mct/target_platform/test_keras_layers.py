@@ -15,6 +15,7 @@ layers = keras.layers
 
 
 CONV = {"activation": "softmax", "kernel_size": (3, 4)}
+BOUNDED = tp.LayerFilterParams(layers.ReLU, tp.NotEq("max_value", None))
 
 
 @pytest.mark.parametrize(
@@ -25,11 +26,7 @@ CONV = {"activation": "softmax", "kernel_size": (3, 4)}
             [layers.Conv2D(3, **CONV), layers.Conv2D(2, **CONV), layers.Conv2DTranspose(3, **CONV)],
             [True, False, False],
         ),
-        (
-            tp.LayerFilterParams(layers.ReLU, tp.NotEq("max_value", None)),
-            [layers.ReLU(), layers.ReLU(6)],
-            [False, True],
-        ),
+        (BOUNDED, [layers.ReLU(), layers.ReLU(6)], [False, True]),
     ],
     ids=range(2),
 )
@@ -45,15 +42,8 @@ def test_built_in_chips_quantize_kernels_of_keras_layers():
             assert base.attr_weights_configs_mapping["kernel"].enable_weights_quantization, (name, layer)
 
 
-FUNCTIONS = {
-    "add": "Add",
-    "relu": "Relu",
-    "relu6": "Relu6",
-    "reshape": "Reshape",
-    "concat": "Concat",
-    "multiply": "Mul",
-}
-FUNCTIONS |= {"conv2d_v2": "Conv2D", "softmax_v2": "Softmax", "transpose_v2": "Transpose"}
+FUNCTIONS = {"add": "Add", "relu": "Relu", "relu6": "Relu6", "reshape": "Reshape", "concat": "Concat"}
+FUNCTIONS |= {"multiply": "Mul", "conv2d_v2": "Conv2D", "softmax_v2": "Softmax", "transpose_v2": "Transpose"}
 
 
 @pytest.mark.parametrize("name, op", FUNCTIONS.items())

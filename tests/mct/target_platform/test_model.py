@@ -26,11 +26,6 @@ def test_default_options_are_those_of_the_open_model_which_errors_close(body, er
         tp.get_default_quantization_config_options()
 
 
-def test_a_model_has_one_default_option():
-    with pytest.raises(AssertionError, match="must contain only one option"):
-        tp.TargetPlatformModel(options(config(), config(activation_n_bits=4)))
-
-
 def test_a_model_is_immutable_once_complete():
     with tp.TargetPlatformModel(options()) as m:
         tp.OperatorsSet("opset")
@@ -40,14 +35,18 @@ def test_a_model_is_immutable_once_complete():
         pass
 
 
-def test_names_of_operator_sets_are_unique():
-    with pytest.raises(ModelingError, match="'conv'"):
-        model("conv", tp.OperatorsSet("conv", options(activation_n_bits=4)))
+CONV = tp.OperatorsSet("conv", options(activation_n_bits=4))
+WIDE = tp.AttributeQuantizationConfig(tp.QuantizationMethod.LUT_SYM_QUANTIZER, 60, True, True)
 
 
 @pytest.mark.parametrize(
     "make, says",
     [
+        (lambda: tp.TargetPlatformModel(options(config(), config(WIDE))), "must contain only one option"),
+        (lambda: model("conv", CONV), "'conv'"),
+        (lambda: tp.TargetPlatformModel(options(config(WIDE)), operator_set=[]).to_platform(), "at most 16 bits"),
+        (lambda: tp.Fusing([CONV]), "Fusing can not be created for a single operators group"),
+        (lambda: tp.Fusing(CONV), "list"),
         (lambda: tp.QuantizationConfigOptions([]), "quantization_config_list"),
         (lambda: tp.QuantizationConfigOptions([3]), "must be an instance of OpQuantizationConfig"),
         (lambda: tp.QuantizationConfigOptions(config()), "list"),
@@ -69,7 +68,7 @@ def test_names_of_operator_sets_are_unique():
         *((lambda s=s: config(fixed_scale=s), "finite number above 0") for s in (math.inf, math.nan, 0, -1.0, "x")),
     ],
 )
-def test_invalid_options_are_refused(make, says):
+def test_invalid_models_fusings_and_options_are_refused(make, says):
     with pytest.raises(AssertionError, match=says):  # a ModelingError is one
         make()
 
@@ -112,10 +111,6 @@ def test_fusings_contain_shorter_ones_and_single_members_of_concatenations():
     others = [(two, three), (two, either), (three, either), (either, three)]
     assert not any(longer.contains(shorter) for longer, shorter in others)
     assert two.get_info() == {"conv_add": "conv -> add"}
-    with pytest.raises(AssertionError, match="Fusing can not be created for a single operators group"):
-        tp.Fusing([conv])
-    with pytest.raises(AssertionError, match="list"):
-        tp.Fusing(conv)
 
 
 def test_fusings_and_concatenations_accept_names_of_sets():
@@ -148,12 +143,6 @@ def test_a_fusing_created_before_its_model_refers_to_the_models_sets():
 def test_parts_of_a_model_have_their_types(part, given):
     with pytest.raises(ModelingError, match=f"'{part}' must be a .*Where: TargetPlatformModel"):
         tp.TargetPlatformModel(options(), **{part: given})
-
-
-def test_a_look_up_table_of_60_bits_is_refused():
-    wide = tp.AttributeQuantizationConfig(tp.QuantizationMethod.LUT_SYM_QUANTIZER, 60, True, True)
-    with pytest.raises(ModelingError, match="at most 16 bits"):
-        tp.TargetPlatformModel(options(config(wide)), operator_set=[]).to_platform()
 
 
 @pytest.mark.parametrize("pads", [True, False])
