@@ -205,7 +205,7 @@ def test_a_circle_through_a_function_is_found():
 # ---------------------------------------------------------------- size
 
 #: lines of code that each part may have, with room: a change of design raises a budget, a change of code does not
-BUDGETS = {"core": 23_200, "mct": 2_380, "mqbench": 890, "bench": 1_520, "chipfit": 27_950, "tests": 34_500}
+BUDGETS = {"core": 22_900, "mct": 2_380, "mqbench": 970, "bench": 1_650, "chipfit": 27_950, "tests": 34_500}
 TOP_LEVEL = 17  #: modules beside the documents' doors
 #: number of operators that more than two files of the package name (their row, and a file with code of their own); the
 #: number only shrinks

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from chipfit.frameworks.torch.bn_fold import FoldedBatchNorm
+from chipfit.mqbench.folded_batch_norm import FoldedBatchNorm
 from tests.build import quantized
 from tests.training.small import DATA, LABELS, NormedNet, train
 

@@ -21,7 +21,7 @@ from chipfit.bench.config import Config, Rates
 from chipfit.bench.data import Reader, Sets
 from chipfit.errors import ConfigError, TrainingError, short_message
 from chipfit.files import write_atomically
-from chipfit.frameworks.torch.bn_fold import FoldedBatchNorm
+from chipfit.mqbench.folded_batch_norm import FoldedBatchNorm
 
 Log = Callable[[str], None]
 CHECKPOINT = "checkpoint.pt"

@@ -19,7 +19,7 @@ from rich.text import Text
 from typer import Argument, Option
 
 import chipfit
-from chipfit.cli.bench import bench
+from chipfit.bench.commands import bench
 from chipfit.errors import ChipfitError, ConfigError, Interrupted, UnsupportedError
 from chipfit.files import MANIFEST, check_replaceable, read_text, replace_folder
 from chipfit.platform.builtin import DEFAULT

@@ -16,9 +16,9 @@ from chipfit.decide.legality import project
 from chipfit.engine.run import run
 from chipfit.engine.trees import flatten_call
 from chipfit.errors import PlanError, UnsupportedError
-from chipfit.frameworks.torch.bn_fold import FoldedBatchNorm
 from chipfit.graph.ir import Graph
 from chipfit.linting import lint
+from chipfit.mqbench.folded_batch_norm import FoldedBatchNorm
 from chipfit.mqbench.prepare import PreparedModule
 from chipfit.mqbench.quantizers import AlgorithmQuantizer, QuantizeBase
 from chipfit.mqbench.settings import grid_mismatch

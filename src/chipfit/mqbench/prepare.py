@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from chipfit.errors import CaptureError, ConfigError, UnknownNameError, raised_outside_chipfit, short_message
-from chipfit.frameworks.torch.bn_fold import FoldedBatchNorm
 from chipfit.frameworks.torch.modules import Checkpointed, FakeQuantizer
 from chipfit.frameworks.training import check_numbers
 from chipfit.mct.target_platform.layers import operator_named
+from chipfit.mqbench.folded_batch_norm import FoldedBatchNorm
 from chipfit.mqbench.observers import ObserverBase
 from chipfit.mqbench.quantizers import QuantizeBase
 from chipfit.mqbench.settings import FoldBN, QConfig

@@ -1,27 +1,13 @@
-"""A linear layer, the batch norm behind it and the rounding of its weight as one module that trains."""
+"""Statistics of batch norms that train folded into PyTorch layers, over all processes."""
 
-import copy
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from chipfit.errors import DataError, UnsupportedError
-from chipfit.plan.training import check_folds
-from chipfit.quantizers.bn_fold import Channels, Norm, folded, forward, remembered, strategy_of
+from chipfit.errors import DataError
+from chipfit.quantizers.bn_fold import Channels, Norm, remembered
 from chipfit.quantizers.ops import TorchOps
-
-Rounding = Callable[[torch.Tensor], torch.Tensor]
-
-
-def _identity(x: torch.Tensor) -> torch.Tensor:
-    return x
 
 
 def channels(w: torch.Tensor, groups: int | None) -> Channels:
@@ -41,93 +27,6 @@ def is_recomputation() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class FoldedBatchNorm(nn.Module):
-    """The module `bn(layer(x))` with rounded weights, folded while it trains by a strategy of `quantizers.bn_fold`.
-
-    `layer` and `bn` are the user's modules, unchanged. Under strategy 0 the layer is a folded copy and `bn` is None.
-    `strategy` may be set to 1 later, which freezes the statistics.
-
-    Args:
-        layer: convolution, transposed convolution or linear layer, [N, C, ...] to [N, O, ...].
-        bn: the batch norm behind it, with running statistics; or None.
-        strategy: -1, 0, 1, 2, 3 or 4.
-        weight_quantizer: function that rounds a weight; it gets the folded weight, except under strategy -1.
-
-    Raises:
-        ConfigError: The strategy is unknown.
-        UnsupportedError: The layer is of another kind, or the batch norm has no running statistics.
-    """
-
-    def __init__(
-        self, layer: nn.Module, bn: _BatchNorm | None, strategy: int, weight_quantizer: Rounding = _identity
-    ) -> None:
-        super().__init__()
-        if not isinstance(layer, (_ConvNd, nn.Linear)):
-            raise UnsupportedError(f"A batch norm does not fold into a {type(layer).__name__}")
-        if bn is not None and (bn.running_mean is None or bn.running_var is None):
-            raise UnsupportedError("A batch norm without running statistics cannot be folded")
-        self.strategy = strategy_of(strategy)
-        self._previous: dict[str, torch.Tensor] = {}  #: the running statistics before the last step
-        self.layer: Any = layer
-        self.bn: Any = bn
-        self.weight_quantizer = weight_quantizer
-        if strategy == 0 and bn is not None:
-            self.layer = self._folded_layer()
-            self.bn = None
-
-    def extra_repr(self) -> str:
-        return f"strategy={self.strategy}"
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        layer, bn = self.layer, self.bn
-        if bn is None:
-            return _call(layer, x, self.weight_quantizer(layer.weight), layer.bias)
-        training, again = self.training and bn.training, is_recomputation()
-        updates = training and self.strategy != 1
-        bias = layer.bias if layer.bias is not None else torch.zeros_like(bn.running_mean)
-        norm = replace(self._norm(), **self._previous) if again and updates else self._norm()
-        given = (layer.weight, bias, norm, self._channels(), self.weight_quantizer, _identity)
-        y, batch = forward(TorchOps, self.strategy, training, lambda w, b: _call(layer, x, w, b), *given)
-        if batch is not None and not again:
-            self._previous = {"mean": norm.mean.clone(), "var": norm.var.clone()}
-            update_statistics(bn.running_mean, bn.running_var, batch, self._momentum())
-        return y
-
-    def fold(self) -> nn.Module:
-        """Return a layer of the class of `layer` with the folded weight, unrounded, and the folded bias.
-
-        Raises:
-            UnsupportedError: The strategy is -1, which does not fold.
-        """
-        if self.bn is not None:
-            check_folds(self.strategy)
-        layer: nn.Module = copy.deepcopy(self.layer) if self.bn is None else self._folded_layer()
-        return layer
-
-    def _folded_layer(self) -> nn.Module:
-        out: Any = copy.deepcopy(self.layer)
-        bias = self.layer.bias if self.layer.bias is not None else torch.zeros_like(self.bn.running_mean)
-        with torch.no_grad():
-            w, b = folded(TorchOps, self.layer.weight, bias, self._norm(), self._channels())
-        out.weight, out.bias = nn.Parameter(w), nn.Parameter(b)
-        return out  # type: ignore[no-any-return]  # of the class of the layer
-
-    def _norm(self) -> Norm:
-        bn, one = self.bn, torch.ones_like(self.bn.running_var)
-        gamma, beta = (one, one - one) if bn.weight is None else (bn.weight, bn.bias)
-        return Norm(gamma, beta, bn.running_mean, bn.running_var, bn.eps)
-
-    def _channels(self) -> Channels:
-        return channels(self.layer.weight, self.layer.groups if isinstance(self.layer, _ConvTransposeNd) else None)
-
-    def _momentum(self) -> float:
-        """Count a step, and return its momentum; without a momentum, all steps have the same weight."""
-        count = self.bn.num_batches_tracked
-        if count is not None:
-            count.add_(1)
-        return float(self.bn.momentum if self.bn.momentum is not None else 1.0 / count)
-
-
 def update_statistics(mean: torch.Tensor, var: torch.Tensor, batch: tuple[Any, Any, Any], momentum: float) -> None:
     """Update running statistics with those of a batch, in place.
 
@@ -140,16 +39,6 @@ def update_statistics(mean: torch.Tensor, var: torch.Tensor, batch: tuple[Any, A
         new_mean, new_var = remembered(Norm(None, None, mean, var, 0.0), batch, momentum)
         mean.copy_(new_mean)
         var.copy_(new_var)
-
-
-def _call(layer: Any, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
-    """Run the layer with another weight and bias."""
-    if isinstance(layer, nn.Linear):
-        return F.linear(x, w, b)
-    if not isinstance(layer, _ConvTransposeNd):
-        return layer._conv_forward(x, w, b)  # type: ignore[no-any-return]  # with its padding mode
-    convolve = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[w.dim() - 3]
-    return convolve(x, w, b, layer.stride, layer.padding, layer.output_padding, layer.groups, layer.dilation)
 
 
 class _Sum(torch.autograd.Function):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from chipfit.errors import ConfigError, DataError, UnsupportedError
-from chipfit.frameworks.torch.bn_fold import FoldedBatchNorm
+from chipfit.mqbench.folded_batch_norm import FoldedBatchNorm
 from chipfit.quantizers.bn_fold import STRATEGIES
 
 #: layer, batch norm, input
