@@ -190,20 +190,14 @@ def test_the_fault_of_an_output_says_the_gap():
     assert out(float_ops=("Erf",), op_gap=OUTPUT_GAP).fault == out(op_gap=DEQUANTIZED_GAP).fault == ""
 
 
-@pytest.mark.parametrize(
-    "bits, signed, kind",
-    [
-        (4, True, "int8"),
-        (8, True, "int8"),
-        (8, False, "uint8"),
-        (9, True, "int16"),
-        (16, False, "uint16"),
-        (17, False, "int32"),
-        (32, True, "int32"),
-    ],
-)
-def test_integers_come_in_the_narrowest_type_and_beyond_16_bits_with_a_sign(bits, signed, kind):
-    assert storage_type(grid(bits, signed=signed)) == kind
+#: type -> bits and signedness of grids that it stores
+TYPES = {"int8": [(4, True), (8, True)], "uint8": [(8, False)], "int16": [(9, True)], "uint16": [(16, False)]}
+TYPES |= {"int32": [(17, False), (32, True)]}
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_integers_come_in_the_narrowest_type_and_beyond_16_bits_with_a_sign(kind):
+    assert {storage_type(grid(bits, signed=signed)) for bits, signed in TYPES[kind]} == {kind}
 
 
 def test_what_cannot_be_compared_says_both_sides():
@@ -347,19 +341,16 @@ def test_a_record_in_json_has_what_is_derived_too():
     assert [o["fault"] for o in outputs] == ["odd", ""]
 
 
-@pytest.mark.parametrize(
-    "platform, suffix, runtime",
-    [
-        ("ort_cpu", "", "onnxruntime"),
-        ("ort_cpu", ".onnx", "onnxruntime"),
-        ("tflite_int8", "", "litert"),
-        ("tflite_int8", ".onnx", "onnxruntime"),
-        ("ort_cpu", ".tflite", "litert"),
-        ("imx500", "", "onnxruntime"),
-        ("ort_cpu", ".other", "onnxruntime"),
-    ],
-)
-def test_the_default_runtime_of_a_platform_loads_the_file(platform, suffix, runtime):
+#: runtime -> platforms, and suffixes of files, for which it is the default
+RUNTIMES = {
+    "onnxruntime": ["ort_cpu", "ort_cpu .onnx", "tflite_int8 .onnx", "imx500", "ort_cpu .other"],
+    "litert": ["tflite_int8", "ort_cpu .tflite"],
+}
+
+
+@pytest.mark.parametrize("runtime, given", [(runtime, given) for runtime, of in RUNTIMES.items() for given in of])
+def test_the_default_runtime_of_a_platform_loads_the_file(runtime, given):
+    platform, _, suffix = given.partition(" ")
     assert default_runtime(load(platform), suffix) == runtime
 
 

@@ -8,12 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from chipfit.decide.constraints import (
-    Constraint,
-    connected_components,
-    dictated_qparams,
-    tie_groups,
-)
+from chipfit.decide.constraints import Constraint, connected_components, dictated_qparams, tie_groups
 from chipfit.decide.legality import ProductBound, plan_limits, product_bounds
 from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import Graph

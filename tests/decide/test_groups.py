@@ -4,16 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from chipfit.decide.groups import (
-    NO_FORMAT,
-    block_of,
-    blocks_of,
-    find_groups,
-    format_of,
-    same_fields,
-    variant_with_bits,
-    with_result_of,
-)
+from chipfit.decide import groups as grouping
+from chipfit.decide.groups import find_groups
 from chipfit.platform.match import Resolved
 from chipfit.platform.schema import Format, Option, Rule
 from tests.build import graph_of, node, platform_of
@@ -98,10 +90,10 @@ def test_a_fused_group_has_the_rules_about_its_result_from_its_last_operator():
     two = (Option(in_="any", w="w8", out="a8"), Option(in_="any", w="w4", out="a8"))
     head = Resolved(None, two, tuple(rules(1)), "int")
     tail = Resolved(None, (Option(out="a4"), Option(out="a16"), Option(out="a4")), tuple(rules(2)), "int")
-    found = with_result_of(head, tail)
+    found = grouping.with_result_of(head, tail)
     assert list(found.rules) == [*rules(1)[3:], *rules(2)[:3]]
     assert [(o.w, o.out) for o in found.options] == [("w8", "a4"), ("w8", "a16"), ("w4", "a4"), ("w4", "a16")]
-    nothing = with_result_of(head, Resolved(None, (), (), "float"))
+    nothing = grouping.with_result_of(head, Resolved(None, (), (), "float"))
     assert [(o.w, o.out) for o in nothing.options] == [("w8", "none"), ("w4", "none")]
     assert list(nothing.rules) == rules(1)[3:]
 
@@ -175,10 +167,10 @@ def test_a_network_without_weights_has_no_first_layer():
 @pytest.mark.parametrize(
     "name, bits, found",
     [("a8", 4, "a4"), ("w8", 16, "w16"), ("a8", 8, "a8"), ("a8", 5, "a8"), (("a8", "a4"), 4, ("a8", "a4"))]
-    + [(word, 4, word) for word in NO_FORMAT],
+    + [(word, 4, word) for word in grouping.NO_FORMAT],
 )
 def test_the_format_of_another_width(name, bits, found):
-    assert variant_with_bits(chip(), name, bits) == found
+    assert grouping.variant_with_bits(chip(), name, bits) == found
 
 
 @pytest.mark.parametrize(
@@ -186,7 +178,7 @@ def test_the_format_of_another_width(name, bits, found):
     [(4, 8, 4), (4, 6, None), (4, None, None), (4, 0, None), (None, 8, None), ((3, 4, 2), 8, 4), ((3, 2, 4), 8, 2)],
 )
 def test_the_first_size_of_blocks_that_divides_an_axis(block, size, found):
-    assert block_of(Format(bits=8, per="block", axis="in", block=block), size) == found
+    assert grouping.block_of(Format(bits=8, per="block", axis="in", block=block), size) == found
 
 
 @pytest.mark.parametrize(
@@ -203,17 +195,17 @@ def test_the_first_size_of_blocks_that_divides_an_axis(block, size, found):
     ],
 )
 def test_blocks_divide_what_a_sum_runs_over(op, shape, found):
-    assert blocks_of(Format(bits=8, per="block", axis="in", block=4), op, shape) == found
+    assert grouping.blocks_of(Format(bits=8, per="block", axis="in", block=4), op, shape) == found
 
 
 def test_the_last_format_listed_serves_all_further_operands():
     option = Option(in_=("a8", "a4", "a16"))
-    assert [format_of(option, f"in{k}") for k in range(5)] == ["a8", "a4", "a16", "a16", "a16"]
-    assert format_of(option, "index") == "a8" and format_of(option, "in") == "a8"
-    assert format_of(Option(in_="a8"), "in3") == "a8" and format_of(Option(), "in0") is None
+    assert [grouping.format_of(option, f"in{k}") for k in range(5)] == ["a8", "a4", "a16", "a16", "a16"]
+    assert grouping.format_of(option, "index") == "a8" and grouping.format_of(option, "in") == "a8"
+    assert grouping.format_of(Option(in_="a8"), "in3") == "a8" and grouping.format_of(Option(), "in0") is None
 
 
 def test_formats_agree_in_the_given_fields():
     a, b = Format(bits=8, zero="any"), Format(bits=8, signed=False)
-    assert same_fields(a, b, "bits") and same_fields(a, b)
-    assert not same_fields(a, b, "bits", "zero") and not same_fields(a, b, "signed", "bits")
+    assert grouping.same_fields(a, b, "bits") and grouping.same_fields(a, b)
+    assert not grouping.same_fields(a, b, "bits", "zero") and not grouping.same_fields(a, b, "signed", "bits")

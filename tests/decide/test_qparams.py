@@ -231,8 +231,7 @@ def test_a_bias_has_the_product_of_the_scales_of_each_channel():
 
 
 @pytest.mark.parametrize(
-    "scale, axis, product",
-    [(0.25, 0, [0.125, 0.125]), (0.25, None, 0.125), ([0.25, 0.125], None, [0.125, 0.0625])],
+    "scale, axis, product", [(0.25, 0, [0.125, 0.125]), (0.25, None, 0.125), ([0.25, 0.125], None, [0.125, 0.0625])]
 )
 def test_one_weight_scale_serves_all_channels_and_scales_of_channels_count_in_any_format(scale, axis, product):
     assert biased([1.0, 3.0], scale, axis=axis)["b"].scale.tolist() == product

@@ -58,9 +58,8 @@ def test_calibration_collects_what_is_not_known_beforehand(rule, histogram):
     rules = RangeRules(rule=rule)
     found = needs(assignment(*slots), rules)
     assert {name: need.histogram for name, need in found.items()} == {"x": histogram, "z": True}
-    assert needs(assignment(slot("x")), RangeRules(rule=rule, z_threshold=3.0))[
-        "x"
-    ].histogram  # outliers are looked for in it
+    outliers = RangeRules(rule=rule, z_threshold=3.0)  # they are looked for in the histogram
+    assert needs(assignment(slot("x")), outliers)["x"].histogram
     fixed = replace(assignment(slot("x")), constraints=(constraint(SIGMOID, out="x"),))
     assert not needs(fixed, rules)["x"].histogram
     assert not needs(assignment(slot("x", rule="no_clipping")), rules)["x"].histogram

@@ -212,23 +212,18 @@ def test_signedness_that_is_decided_by_data_needs_the_data():
         f.grid()
 
 
-def test_notes_and_conditions_of_rules_are_shown(tmp_path):
-    text = GOOD.replace("conf: V}\nfuse", "conf: V, note: even sizes}\nfuse")
-    text, out = text.replace("[Relu, Relu6]]", "[Relu, Relu6]], note: in place"), StringIO()
-    Console(file=out, width=200).print(show(load(write(tmp_path, text))))
-    assert [t for t in ("even sizes", "in place", "where kernel") if t not in out.getvalue()] == []
+def test_notes_and_conditions_of_rules_are_shown_and_brackets_as_they_stand(tmp_path):
+    text = GOOD.replace("conf: V}\nfuse", "conf: V, note: even sizes}\nfuse").replace("TinyNPU rev C", "'[/x] [bold]'")
+    text = text.replace("[Relu, Relu6]]", "[Relu, Relu6]], note: in place").replace("section 4.2", "[/y]")
+    Console(file=(out := StringIO()), width=200).print(show(load(write(tmp_path, text))))
+    shown = "even sizes", "in place", "where kernel", "[/x] [bold]", "[/y]"
+    assert [t for t in shown if t not in out.getvalue()] == []
 
 
 def test_a_platform_in_the_record_of_a_plan_is_read_back():
     chip = load("ort_cpu").model_copy(update={"metadata": True})
     kept = provenance_of(graph_of("y = Relu(x)"), chip, "")["platform"]
     assert Platform.model_validate(json.loads(json.dumps(kept))).model_dump() == chip.model_dump()
-
-
-def test_brackets_are_shown_as_they_stand(tmp_path):
-    out, text = StringIO(), GOOD.replace("TinyNPU rev C", "'[/x] [bold]'").replace("section 4.2", "[/y]")
-    Console(file=out, width=200).print(show(load(write(tmp_path, text))))
-    assert "[/x] [bold]" in out.getvalue() and "[/y]" in out.getvalue()
 
 
 @pytest.mark.parametrize("page", PAGES)
