@@ -17,13 +17,8 @@ def runs(count=6):
     """Runs whose k-th is k points below float, at 4 or 8 bits; the last one failed."""
     out = []
     for k in range(count - 1):
-        config = {
-            "model": {"type": "resnet20"},
-            "qparams": {"w_method": "dorefa", "a_method": "pact", "bit": 4 if k % 2 else 8},
-            "ptq": None,
-            "seed": k,
-            "unified": k != 1,
-        }
+        qparams = {"w_method": "dorefa", "a_method": "pact", "bit": 4 if k % 2 else 8}
+        config = {"model": {"type": "resnet20"}, "qparams": qparams, "ptq": None, "seed": k, "unified": k != 1}
         deployed = [
             {"platform": "ort_cpu", "top1": 79.0 - k, "differing": 0, "integers": 9, "why": ""},
             {"platform": "imx500", "top1": None, "differing": 0, "integers": 0, "why": "wants powers of two"},
@@ -143,10 +138,8 @@ def test_mlflow_has_a_run_for_each(tmp_path, monkeypatch):
     assert sorted(r.info.run_name for r in client.search_runs([at])) == [f"run{k}" for k in range(5)]
     assert found["run1"].info.status == "FINISHED"
     assert found["run1"].data.params["setting"] == "snpe" and found["run1"].data.params["top1"] == "79.0"
-    assert [(m.step, m.value) for m in client.get_metric_history(found["run1"].info.run_id, "top1")] == [
-        (1, 50),
-        (2, 79),
-    ]
+    history = client.get_metric_history(found["run1"].info.run_id, "top1")
+    assert [(m.step, m.value) for m in history] == [(1, 50), (2, 79)]
     with pytest.raises(ConfigError, match="MLflow failed"):
         track(runs(), "mlflow:no-such-scheme://somewhere")
 

@@ -77,11 +77,9 @@ def test_configuration_and_seed_determine_the_losses(tmp_path):
     """From the file to the steps: the second time it is read as it was resolved the first time."""
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config()))
     asked = load(tmp_path / "config.yaml")
-    losses = []
-    for k, again in enumerate(
-        (asked, of({n: v for n, v in asked.resolved.items() if n != "unified"}), of(config(seed=5)))
-    ):
-        losses.append(trained(again, tmp_path / str(k))[1].loss)
+    resolved = of({n: v for n, v in asked.resolved.items() if n != "unified"})
+    runs = enumerate((asked, resolved, of(config(seed=5))))
+    losses = [trained(again, tmp_path / str(k))[1].loss for k, again in runs]
     assert losses[0] == losses[1] and len(losses[0]) == 12
     assert losses[0] != losses[2]
 

@@ -12,13 +12,13 @@ import chipfit
 from chipfit.engine.run import run
 from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.check import check
-from chipfit.graph.ir import Graph, Node, Value
+from chipfit.graph.ir import Node, Value
 from chipfit.passes.attention import attention
 from chipfit.passes.decompose import decompose
 from chipfit.passes.fold_constants import fold_constants
 from chipfit.plan.record import Plan
 from chipfit.platform.load import load
-from tests.build import model_of, quantized
+from tests.build import graph_of, model_of, node, quantized
 from tests.steps import assert_same
 
 H, T, D = 3, 5, 4
@@ -299,18 +299,13 @@ def written(*between, weights=None, keys=6, last=-1, behind=()):
     """softmax(.. q k^T ..) v; `between` are nodes (operator, inputs, attributes), "_" being what comes before."""
     shapes = {"q": (None, 3, 5, 4), "k": (None, 3, keys, 4), "v": (None, 3, keys, 7), "m": (None, 1, 5, keys)}
     shapes |= {"k^T": (None, 3, 4, keys), "s": (None, 3, 5, keys), "c": (None, 1, 5, keys)}
-    nodes = [
-        Node("kt", "Transpose", ("k",), ("k^T",), {"perm": (0, 1, 3, 2)}),
-        Node("s", "MatMul", ("q", "k^T"), ("s",)),
-    ]
+    nodes = [node("k^T = Transpose(k)", {"perm": (0, 1, 3, 2)}), node("s = MatMul(q, k^T)")]
     for k, (op, inputs, attrs) in enumerate([*between, ("Softmax", ["_"], {"axis": last}), *behind]):
         value, before = f"t{k}", nodes[-1].output
         nodes.append(Node(value, op, tuple(before if i == "_" else i for i in inputs), (value,), attrs))
         shapes[value] = shapes["s"]
-    nodes.append(Node("y", "MatMul", (nodes[-1].output, "v"), ("y",)))
-    shapes["y"] = (None, 3, 5, 7)
-    values = {n: Value(n, s, "bool" if n == "c" else "float32") for n, s in shapes.items()}
-    return Graph(nodes, ["q", "k", "v", "m", "c"], ["y"], values, weights or {})
+    product, shapes["y"] = f"y = MatMul({nodes[-1].output}, v)", (None, 3, 5, 7)
+    return graph_of(*nodes, product, inputs=[*"qkvmc"], shapes=shapes, dtypes={"c": "bool"}, weights=weights or {})
 
 
 def inputs_of(graph):
@@ -395,7 +390,7 @@ def test_a_factor_of_the_keys_is_found_through_what_moves_them():
     """k / 4, transposed and multiplied by 2: half of the scores, and the keys as they come in."""
     graph = written(weights={"n": torch.tensor(4.0), "d": torch.tensor(2.0)})
     first, product, *rest = graph.nodes
-    quarter, double = Node("f", "Div", ("k", "n"), ("f",)), Node("g", "Mul", ("d", "k^T"), ("g",))
+    quarter, double = node("f = Div(k, n)"), node("g = Mul(d, k^T)")
     graph.values |= {"f": Value("f", graph.shape("k")), "g": Value("g", graph.shape("k^T"))}
     graph.nodes = [quarter, first.with_(inputs=("f",)), double, product.with_(inputs=("q", "g")), *rest]
     new, _ = recognised(graph)
@@ -406,7 +401,7 @@ def test_a_factor_of_the_keys_is_found_through_what_moves_them():
 
 def test_operators_that_change_numbers_hide_the_factors_in_front_of_them():
     graph = written(weights={"n": torch.tensor(4.0)})
-    relu, quarter = Node("r", "Relu", ("f",), ("r",)), Node("f", "Div", ("q", "n"), ("f",))
+    relu, quarter = node("r = Relu(f)"), node("f = Div(q, n)")
     graph.values |= {v: Value(v, graph.shape("q")) for v in "fr"}
     graph.nodes = [quarter, relu, graph.nodes[0], graph.nodes[1].with_(inputs=("r", "k^T")), *graph.nodes[2:]]
     new, _ = recognised(graph)

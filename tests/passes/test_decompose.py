@@ -239,22 +239,13 @@ def test_open_sizes_are_refused_where_they_count(op, k, x, why):
     assert reasons == ({"it": why} if why else {}) and (new.nodes == graph.nodes) is bool(why)
 
 
-def test_an_added_mask_is_added():
-    shapes, attrs, _ = CASES["SDPA"][0]
-    graph = composite("SDPA", shapes, attrs, {"mask": (4, 5)})
-    graph.weights["mask"] = torch.randn(4, 5)
-    got = run(decompose(graph, Plan(), ())[0], list(graph.example))["y0"]
-    want = torch.nn.functional.scaled_dot_product_attention(*graph.example, graph.weights["mask"])
-    torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
-
-
 @pytest.mark.parametrize("mask", ["condition", "added", "causal"])
-def test_hidden_scores_make_no_denormal_numbers_in_onnx_files(mask):
+def test_masks_are_applied_and_hidden_scores_make_no_denormal_numbers_in_onnx_files(mask):
     shapes, *_ = CASES["SDPA"][0]
     graph = composite("SDPA", shapes, attend(mask == "causal"), {} if mask == "causal" else {"mask": (4, 5)})
     seen = torch.ones(4, 5, dtype=torch.bool).tril()
     if mask != "causal":
-        added = torch.zeros(4, 5).masked_fill(~seen, torch.finfo(torch.float32).min)
+        added = torch.randn(4, 5).masked_fill(~seen, torch.finfo(torch.float32).min)
         graph.weights["mask"] = seen if mask == "condition" else added
     least = torch.finfo(torch.float32).tiny
     for holds, denormal in (((), True), (("Softmax",), False)):
@@ -262,7 +253,7 @@ def test_hidden_scores_make_no_denormal_numbers_in_onnx_files(mask):
         check(new)
         weights = next(run(new, list(graph.example), keep=[n.output])[n.output] for n in new.nodes if n.op == "Softmax")
         assert bool((weights < least).any()) == denormal
-        want = torch.nn.functional.scaled_dot_product_attention(*graph.example, seen)
+        want = torch.nn.functional.scaled_dot_product_attention(*graph.example, graph.weights.get("mask", seen))
         torch.testing.assert_close(run(new, list(graph.example))["y0"], want, atol=2e-6, rtol=1e-5)
 
 

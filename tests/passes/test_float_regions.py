@@ -13,7 +13,6 @@ import chipfit
 from chipfit.calibration.collect import Need, TensorStats
 from chipfit.decision import Decision, decide
 from chipfit.errors import UnsupportedError
-from chipfit.graph.ir import Graph, Node, Value
 from chipfit.passes import float_regions
 from chipfit.ranges import choose
 from tests.build import graph_of, grid, model_of, quantized, randn
@@ -46,11 +45,8 @@ def build(model, data=DATA, platform="ort_cpu", **options):
 def runs(result):
     """Layer -> operator, how it runs, whether its result is stored in codes."""
     stored = result.plan.tensors
-    return {
-        (n.op, n.layer): (result.plan.nodes[n.name].exec, stored[n.output].quantized)
-        for n in result.graph.nodes
-        if n.output in stored
-    }
+    nodes = [n for n in result.graph.nodes if n.output in stored]
+    return {(n.op, n.layer): (result.plan.nodes[n.name].exec, stored[n.output].quantized) for n in nodes}
 
 
 GRID = grid(signed=False)
@@ -226,13 +222,10 @@ class Paper:
     """A graph of rows (node, how it runs, what it reads); a value has the name of its maker, and a size."""
 
     def __init__(self, *rows, outputs, sizes=(), inputs=("x",), modes=(), floats=(), edges=(), groups=(), dtypes=()):
-        shape = {"x": (10,), **dict(sizes)}
-        ops = {"mm": "MatMul"}
-        nodes = [Node(n, ops.get(n, "Add"), tuple(i.split()), (n,)) for n, _, i in rows]
-        names = [*inputs, *(n.name for n in nodes)]
-        values = {v: Value(v, shape.get(v, (10,)), dict(dtypes).get(v, "float32")) for v in names}
-        self.graph = Graph(nodes, list(inputs), outputs.split(), values, {"w": torch.zeros(100)})
-        stored = {v for v in names if v not in floats}  # has a grid that it may be stored on
+        nodes = [f"{n} = {'MatMul' if n == 'mm' else 'Add'}({', '.join(i.split())})" for n, _, i in rows]
+        known = {"weights": {"w": torch.zeros(100)}, "shapes": dict(sizes), "dtypes": dict(dtypes)}
+        self.graph = graph_of(*nodes, inputs=list(inputs), outputs=outputs.split(), shape=(10,), **known)
+        stored = {v for v in self.graph.values if v not in floats}  # has a grid that it may be stored on
         self.assignment = SimpleNamespace(
             modes=dict(modes),
             nodes={n: SimpleNamespace(exec=how) for n, how, _ in rows},
@@ -265,11 +258,7 @@ BOTH, WHOLE, ALL = ("codes", "float"), ("codes", "whole"), ("codes", "float", "w
         ([("f", "float", "k k")], {"outputs": "f k"}, "codes"),  # read twice by one, and returned
         ([("s", "follow", "k"), ("f", "float", "s")], {"outputs": "f"}, "float"),  # which moves numbers only
         ([("s", "follow", "k"), ("m", "int", "s")], {"outputs": "m"}, "codes"),
-        (
-            [("s", "follow", "k"), ("f", "float", "s")],
-            {"outputs": "f", "sizes": {"k": (9,), "s": (10,)}.items()},
-            "float",
-        ),
+        ([("s", "follow", "k"), ("f", "float", "s")], {"outputs": "f", "sizes": [("k", (9,)), ("s", (10,))]}, "float"),
         ([], {"outputs": "k"}, "codes"),  # results of a model are in codes
     ],
 )

@@ -51,12 +51,7 @@ TWO_READERS = "'{}' and '{}' do not fuse: the value between them has 2 readers".
     "rows, patterns, groups, notes",
     [
         ([C, R, "a Add r c"], [(CONV, RELU)], (), [TWO_READERS("c", "r")]),
-        (
-            [C, R, "a Add r x", "t Tanh r"],
-            [(CONV, RELU), (CONV, RELU, ADD)],
-            (("c", "r"),),
-            [],
-        ),  # a shorter one is found
+        ([C, R, "a Add r x", "t Tanh r"], [(CONV, RELU), (CONV, RELU, ADD)], (("c", "r"),), []),  # a shorter one
         ([C, R, "a Add r x", "t Tanh r"], [(CONV, RELU, ADD)], (), [TWO_READERS("r", "a")]),
         (  # one note for an operator of the longest pattern that was refused
             [C, R, "a Add r c", "t Tanh a"],

@@ -26,10 +26,6 @@ def kinds(graph: Graph) -> list[str]:
     return [n.op for n in graph.nodes]
 
 
-def channels_last(model: nn.Module, *shape: int) -> Graph:
-    return change_layout(captured(model, torch.randn(shape)), "channels_last").graph
-
-
 @pytest.mark.parametrize("name", sorted(ZOO))
 def test_there_and_back_a_network_computes_the_same_numbers(name):
     model, batch = make(name)
@@ -72,8 +68,8 @@ def test_the_models_own_transpositions_cancel():
 
     layers = {"conv": nn.Conv2d(4, 4, 3, padding=1), "norm": nn.LayerNorm(4), "linear": nn.Linear(4, 4)}
     block = model_of(forward, **layers)
-    there = channels_last(nn.Sequential(block, block), 2, 4, 5, 5)
-    assert kinds(there).count("Transpose") == 2  # the model's input and output
+    there = change_layout(captured(nn.Sequential(block, block), torch.randn(2, 4, 5, 5)), "channels_last")
+    assert kinds(there.graph).count("Transpose") == 2  # the model's input and output
 
 
 # ---------------------------------------------------------------- one operator behind a convolution
@@ -188,17 +184,15 @@ def test_memory_that_stays_as_it_is_is_read_under_another_shape_where_one_size_a
     open_axes, channels, ops
 ):
     shape = tuple(None if k in open_axes else s for k, s in enumerate((2, channels, 4, 5)))
-    values = {"x": Value("x", shape), "y": Value("y", (*shape[:1], 3, *shape[2:]))}
-    graph = Graph([Node("y", "Conv2D", ("x", "w"), ("y",), CONV)], ["x"], ["y"], values, {"w": torch.randn(3, 1, 1, 1)})
+    shapes, weights = {"x": shape, "y": (*shape[:1], 3, *shape[2:])}, {"w": torch.randn(3, 1, 1, 1)}
+    graph = graph_of(node("y = Conv2D(x, w)", CONV), shapes=shapes, weights=weights)
     assert kinds(change_layout(graph, "channels_last").graph) == [*ops, "Conv2D", "Transpose"]
 
 
 def test_values_of_two_axes_have_one_layout():
-    nodes = [Node("y", "BatchNorm", ("x", None, None, "m", "v"), ("y",), {"eps": 0.1})]
-    values = {v: Value(v, (None, 3)) for v in "xy"}
-    graph = Graph(nodes, ["x"], ["y"], values, {"m": torch.zeros(3), "v": torch.ones(3)})
-    new = change_layout(graph, "channels_last")
-    assert new.graph.nodes == nodes and new.layouts == {} and new.graph.data_format == "channels_last"
+    norm, weights = node("y = BatchNorm(x, -, -, m, v)", {"eps": 0.1}), {"m": torch.zeros(3), "v": torch.ones(3)}
+    new = change_layout(graph_of(norm, shape=(None, 3), weights=weights), "channels_last")
+    assert new.graph.nodes == [norm] and new.layouts == {} and new.graph.data_format == "channels_last"
 
 
 def test_padding_that_reflects_is_of_the_axes_as_a_spatial_operator_has_them():

@@ -39,11 +39,11 @@ def test_a_bound_that_cannot_be_undone_behind_stays(net, why):
     assert "Relu6" in {n.op for n in new.nodes} and len(notes) == 1 and why in notes[0]
 
 
-def clipped(low, high, *, bias=True, op="Clamp", shared="", outputs="z"):
+def clipped(low, high, *, bias=True, shared="", outputs="z"):
     """Return linear -> clip -> linear over three and two numbers; `shared` names what another operator reads too."""
     weights = {"a": torch.ones(2, 3), "c": torch.ones(4, 2), "b": torch.full((2,), 8.0), "d": torch.full((4,), 8.0)}
     first = node(f"y = Linear(x, a{', b' * bias})", name="first")
-    clip = node(f"r = {op}(y)", {"min": low, "max": high} if op == "Clamp" else {}, name="clip")
+    clip = node("r = Clamp(y)", {"min": low, "max": high}, name="clip")
     nodes = [first, clip, node("z = Linear(r, c, d)", name="last")]
     others = {"y": "o = Sigmoid(y)", "a": "o = Linear(x, a)", "c": "o = Linear(r, c)"}
     nodes += [others[shared]] if shared else []

@@ -32,33 +32,29 @@ ACTS = F.relu6, partial(F.hardtanh, min_val=-0.5, max_val=3.0), F.silu, F.gelu, 
 ACTS += partial(F.leaky_relu, negative_slope=0.02), F.relu, F.elu, F.mish
 
 
+#: kind -> its layer for channels in and out and a drawn number
+LAYERS = {
+    "conv": lambda c, o, a: nn.Conv2d(c, o, 3, 1 + a % 2, a % 3, bias=a % 4 > 0, groups=2 if a % 5 == 0 else 1),
+    "point": lambda c, o, a: nn.Conv2d(c, o, 1, bias=a % 4 > 0, padding=int(a % 7 == 0)),
+    "depthwise": lambda c, o, a: nn.Conv2d(c, o, 3, padding=1, groups=c),
+    "transposed": lambda c, o, a: nn.ConvTranspose2d(c, o, 2, 1, groups=2 if a % 2 else 1),
+    "residual": lambda c, o, a: nn.Conv2d(
+        c, o, 3, padding=1 + a % 2, dilation=1 + a % 2, groups=(1, 2, c)[a % 3], bias=a % 4 > 0
+    ),
+    "constant": lambda c, o, a: nn.ParameterList([torch.randn((1, c, 1, 1) if a % 2 else (1, 1, 1, 1))]),
+}
+
+
 class Drawn(nn.Module):
     """Linear operators of every kind, activations, what may stand between them, and places where rewrites must stop."""
 
     def __init__(self, steps: list[tuple[str, int]]) -> None:
         super().__init__()
-        self.steps, self.layers, c = [], nn.ModuleList(), 4
+        self.steps, self.layers, c = steps, nn.ModuleList(), 4
         for kind, a in steps:
-            o = (4, 6, 8)[a % 3]
-            if kind == "conv":
-                self.layers.append(nn.Conv2d(c, o, 3, 1 + a % 2, a % 3, bias=a % 4 > 0, groups=2 if a % 5 == 0 else 1))
-                c = o
-            elif kind == "point":
-                self.layers.append(nn.Conv2d(c, o, 1, bias=a % 4 > 0, padding=int(a % 7 == 0)))
-                c = o
-            elif kind == "depthwise":
-                self.layers.append(nn.Conv2d(c, c, 3, padding=1, groups=c))
-            elif kind == "transposed":
-                self.layers.append(nn.ConvTranspose2d(c, o, 2, 1, groups=2 if a % 2 else 1))
-                c = o
-            elif kind == "residual":
-                d = 1 + a % 2
-                self.layers.append(nn.Conv2d(c, c, 3, padding=d, dilation=d, groups=(1, 2, c)[a % 3], bias=a % 4 > 0))
-            elif kind == "constant":
-                self.layers.append(nn.ParameterList([torch.randn((1, c, 1, 1) if a % 2 else (1, 1, 1, 1))]))
-            else:
-                self.layers.append(nn.Identity())
-            self.steps.append((kind, a))
+            o = (4, 6, 8)[a % 3] if kind in ("conv", "point", "transposed") else c
+            self.layers.append(LAYERS[kind](c, o, a) if kind in LAYERS else nn.Identity())
+            c = o
         self.hidden, self.head = nn.Linear(c, 5), nn.Linear(5, 3)
 
     def forward(self, x):

@@ -118,9 +118,8 @@ def test_a_hundred_layers_are_solved_and_an_impossible_limit_says_the_least():
     half, fifth = shares(given, weights=0.4), shares(given, weights=0.2)
     assert cost(given, solve(given, half), "weights") <= half["weights"] and solve([], {"weights": 1}) == []
     largest = max(given, key=lambda c: c.costs["weights"][0]).name
-    with pytest.raises(
-        PlanError, match=f"Allowed: {1.25 * fifth['weights']:,.0f} at least.*the largest are '{largest}'"
-    ):
+    said = f"Allowed: {1.25 * fifth['weights']:,.0f} at least.*the largest are '{largest}'"
+    with pytest.raises(PlanError, match=said):
         solve(given, fifth)
 
 
@@ -143,13 +142,9 @@ def test_amounts_that_mean_nothing_are_refused(bad):
         ({"bops": "3 KB"}, r"Allowed: a number above 0, or a share like '50%'\.$"),  # operations are no bytes
         ({"loss": "5%"}, r"Allowed: a number above 0\.$"),
         ({"loss": "1 B"}, r"Allowed: a number above 0\.$"),
+        ({}, "at least one limit"),
     ],
 )
-def test_a_unit_that_the_limit_has_not_is_refused_with_those_that_it_has(limit, allowed):
+def test_no_limit_and_a_unit_that_a_limit_has_not_are_refused_with_what_is_allowed(limit, allowed):
     with pytest.raises(ConfigError, match=allowed):
         Limits(**limit)
-
-
-def test_limits_that_limit_nothing_are_refused():
-    with pytest.raises(ConfigError, match="at least one limit"):
-        Limits()
