@@ -23,17 +23,27 @@ def _seeded():
     torch.manual_seed(0)
 
 
+#: modules with a table that columns of the table of operators fill
+OPERATOR_TABLES = {
+    "chipfit.engine.kernels": "KERNELS",
+    "chipfit.frameworks.torch.read": "READERS",
+    "chipfit.frameworks.keras.read": "READERS",
+    "chipfit.frameworks.keras.lowerings": "LOWERINGS",
+    "chipfit.export.onnx.ops": "WRITERS",
+    "chipfit.export.tflite.ops": "OPERATORS",
+    "chipfit.passes.decompose": "RULES",
+}
+
+
 @pytest.fixture
 def drop_ins():
     """Remove what a test registers or adds to the table of operators, and the modules that it writes."""
     from chipfit import registry
-    from chipfit.engine.kernels import KERNELS
-    from chipfit.export.onnx.ops import WRITERS
-    from chipfit.frameworks.torch.read import READERS
-    from chipfit.operators.table import OPS
+    from chipfit.operators.table import CELLS, OPS
 
-    tables = [(table, dict(table)) for table in (OPS, KERNELS, READERS, WRITERS)]
     modules = set(sys.modules)
+    filled = [vars(sys.modules[module])[name] for module, name in OPERATOR_TABLES.items() if module in modules]
+    tables = [(table, dict(table)) for table in (OPS, *CELLS.values(), *filled)]
     yield
     for kind in registry.ENTRIES.values():
         for entry in [e for e in kind.values() if not registry.origin_of(e.thing).startswith("chipfit.")]:

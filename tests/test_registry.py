@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 
@@ -111,3 +112,7 @@ def test_looking_up_one_entry_loads_its_file_alone():
 def test_a_setting_out_of_its_range_is_refused_by_its_name(rule, setting):
     with pytest.raises(ConfigError, match=f"'{setting}'"):
         rule_of(rule)
+
+
+def test_what_is_made_of_a_function_comes_from_where_the_function_does():
+    assert registry.origin_of(partial(partial(rule_of, 1), 2)) == "chipfit.ranges.rule_of"

@@ -208,6 +208,8 @@ def _declaration(kind: Kind, name: str, thing: Any, given: dict[str, Any]) -> An
 
 def origin_of(thing: Any) -> str:
     """Return the module and name of a registered object or of its class."""
+    while isinstance(thing, functools.partial):
+        thing = thing.func
     of = thing if hasattr(thing, "__qualname__") else type(thing)
     return f"{of.__module__}.{of.__qualname__}"
 

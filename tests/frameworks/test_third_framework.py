@@ -25,6 +25,7 @@ SOURCE = HERE.parents[1] / "src/chipfit"
 @pytest.fixture
 def toy(monkeypatch):
     monkeypatch.syspath_prepend(HERE)
+    ENTRIES["framework"].pop("toy", None)  # of a test that imports every module of the tests
     module = importlib.import_module("toy_framework")
     register("framework", "toy")(module.Toy)  # again, where another test has imported the module
     yield module

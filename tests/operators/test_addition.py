@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch import nn
 from chipfit.operators.table import add_operators
 from chipfit.simulate.requantize import fixed_point
 from tests.build import images, keras_sequential, model_of, platform_file, quantized
+from tests.conftest import OPERATOR_TABLES
 
 #: TensorFlow Lite and ONNX compute x * x, in integers by their kernels of a product
 PLATFORMS = {
@@ -42,6 +45,11 @@ SQUARE = {
 }
 
 
+keras = pytest.importorskip("keras")
+for module in OPERATOR_TABLES:  # of tables that are filled before the test the fixture restores every entry
+    importlib.import_module(module)
+
+
 @pytest.fixture
 def chip(request, tmp_path, drop_ins):
     add_operators({"Square": SQUARE})
@@ -67,7 +75,6 @@ def test_an_operator_of_torch_is_one_row(chip, file, tmp_path):
 
 @pytest.mark.parametrize("chip", ["litert"], indirect=True)
 def test_an_operator_of_keras_is_one_row(chip, tmp_path):
-    keras = pytest.importorskip("keras")
     model = keras_sequential((8, 8, 3), keras.layers.Conv2D(4, 3), keras.layers.Lambda(keras.ops.square))
     result = exported(model, images().movedim(1, -1), chip, tmp_path / "m.tflite")
     assert result.model(images().movedim(1, -1)).shape == (8, 6, 6, 4)

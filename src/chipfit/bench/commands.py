@@ -1,5 +1,7 @@
 """`chipfit bench`: experiments."""
 
+from __future__ import annotations
+
 import gc
 import shutil
 from pathlib import Path

@@ -76,7 +76,8 @@ class OpDef:
 _COLUMNS = "torch keras kernel lowering onnx tflite decompose onnxruntime litert layers".split()
 _FILES = "products activations norms arithmetic windows reductions moves".split()
 _VOCABULARY = package_data("chipfit.operators", "vocabulary.yaml")
-_cells: dict[str, dict[str, Any]] = {column: {} for column in _COLUMNS}
+#: column -> operator -> what stands in that column of its row
+CELLS: dict[str, dict[str, Any]] = {column: {} for column in _COLUMNS}
 _readers: dict[str, Callable[..., None]] = {}  #: column -> the function that reads it
 
 OPS: dict[str, OpDef] = {}
@@ -108,8 +109,8 @@ def add_operators(rows: Mapping[str, Mapping[str, Any]]) -> None:
                 except ConfigError:
                     del OPS[op]
                     raise
-            for column in row.keys() & _cells.keys():
-                _cells[column][op] = row[column]
+            for column in row.keys() & CELLS.keys():
+                CELLS[column][op] = row[column]
 
 
 def _definition(op: str, takes: str = "in0", attrs: str = "", case_of: str = "", facts: str = "", **more: Any) -> OpDef:
@@ -132,7 +133,7 @@ def read_column(column: str, enter: Callable[..., None]) -> None:
         ConfigError: a cell has fields that `enter` does not take.
     """
     _readers[column] = enter
-    for op, cell in _cells[column].items():
+    for op, cell in CELLS[column].items():
         _read(column, op, cell)
 
 
@@ -149,7 +150,7 @@ def _read(column: str, op: str, cell: Any) -> None:
 
 def refused(column: str) -> dict[str, str]:
     """Return the operators that cannot have a form in a column, with the reason."""
-    return {op: c["refused"] for op, c in _cells[column].items() if isinstance(c, Mapping) and "refused" in c}
+    return {op: c["refused"] for op, c in CELLS[column].items() if isinstance(c, Mapping) and "refused" in c}
 
 
 def by_name(*functions: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
