@@ -39,6 +39,16 @@ def test_a_shared_weights_scale_grows_until_each_bias_fits_at_the_final_product(
         assert (result.graph.weights[b.name] / b.scale).abs().max() <= b.grid.qmax
 
 
+@pytest.mark.parametrize("platform", ["vitis_dpu", "qualcomm_aic100"])
+def test_an_eight_bit_bias_has_a_range_of_its_own(platform):
+    model = sequential(nn.Conv2d(2, 4, 3), nn.ReLU())
+    plan = quantized(model, torch.randn(4, 2, 6, 6), platform).plan
+    b, w = plan.tensors["0.bias"], plan.tensors["0.weight"]
+    assert b.grid.bits == 8
+    assert b.scale * b.grid.qmax <= 4 * model[0].bias.detach().abs().max()
+    assert "enlarged" not in w.origin
+
+
 # ---------------------------------------------------------------- on paper
 
 A8 = Format(bits=8, zero="any")  # -128..127
