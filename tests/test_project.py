@@ -209,7 +209,7 @@ BUDGETS = {"core": 22_900, "mct": 2_380, "mqbench": 970, "bench": 1_650, "chipfi
 TOP_LEVEL = 17  #: modules beside the documents' doors
 #: number of operators that more than two files of the package name (their row, and a file with code of their own); the
 #: number only shrinks
-WIDELY_NAMED = 85
+WIDELY_NAMED = 84
 
 
 def lines_of_code(source: str) -> int:
@@ -254,7 +254,7 @@ def test_an_operator_is_named_in_few_files():
     tables = [p for p in PACKAGE.rglob("*.yaml") if "builtin" not in p.parts]
     words = [set(re.findall("[A-Za-z0-9]+", p.read_text())) for p in (*MODULES, *tables)]
     named_by = {op: sum(op in found for found in words) for op in OPS}
-    assert named_by["HardSwish"] <= 2
+    assert named_by["HardSwish"] == 1
     assert sum(files > 2 for files in named_by.values()) <= WIDELY_NAMED
 
 

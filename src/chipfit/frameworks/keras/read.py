@@ -28,7 +28,7 @@ READERS: dict[tuple[str, str], Reader] = {}
 ACTIVATED: set[Reader] = set()
 
 #: activations whose code in Keras cannot be traced with symbolic tensors -> operator
-UNTRACEABLE = {keras.activations.hard_silu: "HardSwish", keras.activations.mish: "Mish"}
+UNTRACEABLE: dict[Any, str] = {}
 
 
 def _reads(layers: str = "", operations: str = "", *, activated: bool = False) -> Callable[[Reader], Reader]:
@@ -84,6 +84,7 @@ def _enter_cell(
     attrs: str = "",
     fixed: Mapping[str, Any] | None = None,
     read: Reader | None = None,
+    activation: str = "",
 ) -> None:
     """Enter the reader of calls that become one node: a cell of the table of operators.
 
@@ -97,7 +98,10 @@ def _enter_cell(
             `_FUNCTIONS`.
         fixed: attributes with constant values.
         read: a reader that takes the place of the last four.
+        activation: name of the operator among `keras.activations`, if its code there cannot be traced.
     """
+    if activation:
+        UNTRACEABLE[getattr(keras.activations, activation)] = op
     operands = sum(s.startswith("in") for s in OPS[op].slots)
     words = attribute_words(attrs)
 
