@@ -17,7 +17,7 @@ from chipfit.engine.opaque import fill, resolve_target
 from chipfit.engine.types import dtype_of
 from chipfit.errors import DataError
 from chipfit.graph.ir import OPAQUE, Node
-from chipfit.operators.table import attribute_words, read_column
+from chipfit.operators.table import attribute_words, read_column, renamed
 from chipfit.quantizers.dynamic import dynamic_quantize
 from chipfit.quantizers.ops import TorchOps
 
@@ -29,12 +29,8 @@ KERNELS: dict[str, Kernel] = {}
 def _enter(op: str, name: str | Kernel, attrs: str = "") -> None:
     """Enter a cell of the table: a function, or "module:function" of torch; `attrs` are its names of our attributes."""
     function: Kernel = resolve_name(name) if isinstance(name, str) else name
-    parameter = {ours: theirs for ours, theirs, _ in attribute_words(attrs)}
-
-    def renamed(*operands: Any, **attrs: Any) -> Any:
-        return function(*operands, **{parameter.get(k, k): v for k, v in attrs.items()})
-
-    KERNELS[op] = renamed if parameter else function
+    names = {ours: theirs for ours, theirs, _ in attribute_words(attrs)}
+    KERNELS[op] = renamed(function, names) if names else function
 
 
 def kernel(ops: str) -> Callable[[Kernel], Kernel]:

@@ -172,6 +172,11 @@ def resolve(function: str | Callable[..., Any], functions: Mapping[str, Callable
     return partial(functions[name], **dict(o.split("=") for o in options)) if options else functions[name]
 
 
+def renamed(function: Callable[..., Any], names: Mapping[str, str]) -> Callable[..., Any]:
+    """Return a function under our names of its keyword arguments: ours -> theirs, and others as they are."""
+    return lambda *operands, **attrs: function(*operands, **{names.get(k, k): v for k, v in attrs.items()})
+
+
 def attribute_words(text: str) -> list[tuple[str, str, str]]:
     """Split words "attribute=theirs:conversion" into (attribute, theirs, conversion).
 

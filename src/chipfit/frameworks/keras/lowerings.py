@@ -12,7 +12,7 @@ from keras import ops
 from chipfit.frameworks.keras import padding as paddings
 from chipfit.frameworks.keras.backend import KerasOps, dtype_here
 from chipfit.graph.ir import Graph, Node
-from chipfit.operators.table import OPS, attribute_words, read_column
+from chipfit.operators.table import OPS, attribute_words, read_column, renamed
 from chipfit.quantizers.dynamic import dynamic_quantize
 
 layers = keras.layers
@@ -308,14 +308,6 @@ def _layer_norm(x: Any, w: Any = None, b: Any = None, *, normalized_shape: Any, 
     return _normalize(x, w, b, range(-len(normalized_shape), 0), eps)
 
 
-def _renamed(f: Kernel, **names: str) -> Kernel:
-    """Return a function of keras.ops under our names of its arguments."""
-    return lambda *xs, **attrs: f(*xs, **{names.get(k, k): v for k, v in attrs.items()})
-
-
-LOWERINGS: dict[str, Lowering] = {}
-
-
 def _enter_cell(
     op: str, name: str | Kernel, layer: str = "", attrs: str = "", fixed: Mapping[str, Any] | None = None
 ) -> None:
@@ -333,10 +325,10 @@ def _enter_cell(
     if layer:
         LOWERINGS[op] = Lowering(function, _layer(getattr(layers, layer), words, fixed))
     else:
-        LOWERINGS[op] = Lowering(_renamed(function, **words) if words else function)
+        LOWERINGS[op] = Lowering(renamed(function, words) if words else function)
 
 
-LOWERINGS |= {
+LOWERINGS: dict[str, Lowering] = {
     "Mish": Lowering(lambda x: x * ops.tanh(ops.softplus(x))),
     "PRelu": Lowering(lambda x, w: ops.maximum(x, 0.0) + w * ops.minimum(x, 0.0), _prelu, "alpha"),
     "Gelu": Lowering(lambda x, *, approximate: ops.gelu(x, approximate == "tanh"), _gelu),
@@ -367,8 +359,8 @@ LOWERINGS |= {
     "Concat": Lowering(lambda *xs, axis: ops.concatenate(xs, axis), _concat),
     "Stack": Lowering(lambda *xs, axis: ops.stack(xs, axis)),
     "Split": Lowering(_split),
-    "Reshape": Lowering(_renamed(ops.reshape, shape="newshape"), _reshape),
-    "Transpose": Lowering(_renamed(ops.transpose, perm="axes"), _permute),
+    "Reshape": Lowering(renamed(ops.reshape, {"shape": "newshape"}), _reshape),
+    "Transpose": Lowering(renamed(ops.transpose, {"perm": "axes"}), _permute),
     "Unsqueeze": Lowering(_unsqueeze),
     "Expand": Lowering(_expand),
     "Slice": Lowering(_slice),
