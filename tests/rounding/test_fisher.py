@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import chipfit
-from chipfit.rounding.fisher import finite, first_samples, gradients, sampled_loss, split_float_readers
+from chipfit.rounding.fisher import finite, first_samples, gradients, split_float_readers
+from chipfit.rounding.outputs import sampled_loss
 from tests.build import graph_of, model_of
 
 

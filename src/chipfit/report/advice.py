@@ -1,17 +1,13 @@
 """Advice on the next step, and trials of overrides on calibration samples before they are advised."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from chipfit.engine.run import run
 from chipfit.errors import ChipfitError
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 from chipfit.report.record import ReportData
-from chipfit.rounding.compare import run_quantized
+from chipfit.rounding.compare import Reference
 
 WEAK_DB = 20.0  #: a result below this has noise of more than a tenth of its signal
 LOST = 0.01  #: a loss of top-1 accuracy worth acting on
@@ -103,9 +99,4 @@ def tried(
 
 def output_sqnr(graph: Graph, plan: Plan) -> float:
     """Return signal over quantization noise of the model's float outputs, on its example inputs [dB]."""
-    with torch.inference_mode():
-        want, got = run(graph, graph.example), run_quantized(graph, plan, graph.example)
-    floats = [o for o in set(graph.outputs) if graph.is_float(o)]
-    signal = sum(float(want[o].double().square().sum()) for o in floats)
-    noise = sum(float((got[o] - want[o]).double().square().sum()) for o in floats)
-    return 10 * math.log10(signal / noise) if signal and noise else math.inf
+    return Reference(graph, [graph.example]).errors(graph, plan).sqnr_db

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chipfit.calibration.collect import valid_token_mask, without_padding
+from chipfit.calibration.collect import valid_token_mask
 from chipfit.calibration.data import Batch, no_data
 from chipfit.engine.kernels import execute
 from chipfit.engine.run import done_after, run
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
+from chipfit.rounding.outputs import OutputErrors, parts_of
 
 #: a network, and how it is quantized
 Planned = tuple[Graph, Plan]
@@ -64,37 +65,28 @@ def unrounded_outputs(
 
 
 class Reference:
-    """The outputs of the float network on some batches, and the loss of other networks against them.
-
-    Class scores, [N, C] of at least two classes, are compared by the mean of KL(softmax(float) || softmax(other)) in
-    nats; other outputs by the energy of what differs, as a share of their own, padding left out.
-    """
+    """The outputs of the float network on some batches, and the errors of other networks against them."""
 
     def __init__(self, graph: Graph, batches: Iterable[Batch]) -> None:
         self.batches = list(batches)
         with torch.inference_mode():
-            self._wanted = [run(graph, batch) for batch in self.batches]
+            self._wanted = [self._parts(graph, run(graph, batch), batch) for batch in self.batches]
 
     def loss(self, graph: Graph, plan: Plan) -> float:
-        """Return the loss of a graph as a plan quantizes it; 0 if all outputs are equal."""
-        totals: dict[str, tuple[float, float]] = {}
+        """Return the loss of a graph as a plan quantizes it, see `outputs`; 0 if all outputs are equal."""
+        return self.errors(graph, plan).loss
+
+    def errors(self, graph: Graph, plan: Plan) -> OutputErrors:
+        """Return the errors of a graph as a plan quantizes it."""
+        out = OutputErrors()
         with torch.inference_mode():
             for batch, wanted in zip(self.batches, self._wanted, strict=True):
-                got, words = run_quantized(graph, plan, batch), valid_token_mask(graph, batch)
-                for name in wanted:
-                    if graph.is_float(name):
-                        part, whole = totals.get(name, (0.0, 0.0))
-                        more, of = _error_and_scale(*(without_padding(x[name], words).double() for x in (wanted, got)))
-                        totals[name] = part + more, whole + of
-        return sum(part / whole if whole else part for part, whole in totals.values())
+                out.add(wanted, self._parts(graph, run_quantized(graph, plan, batch), batch))
+        return out
 
-
-def _error_and_scale(wanted: Tensor, got: Tensor) -> tuple[float, float]:
-    """Return the error of an output, and the quantity of which it is a share."""
-    if wanted.dim() == 2 and wanted.shape[1] > 1:
-        p, q = wanted.log_softmax(1), got.log_softmax(1)
-        return float((p.exp() * (p - q)).sum()), float(len(wanted))
-    return float((got - wanted).square().sum()), float(wanted.square().sum())
+    @staticmethod
+    def _parts(graph: Graph, values: Mapping[str, Any], batch: Batch) -> dict[str, Tensor]:
+        return parts_of(graph, values, valid_token_mask(graph, batch))
 
 
 def compare_plans(graph: Graph, held: Sequence[Batch], before: Planned, after: Planned) -> tuple[bool, str]:

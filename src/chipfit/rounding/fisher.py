@@ -3,7 +3,7 @@
 To second order, errors d in weights or activations cost sum h d^2 / 2 plus mixed terms. h, their importance, is the
 diagonal of the Fisher information, the mean over samples of squared gradients. The loss is taken at labels drawn from
 the network's own outputs: from the softmax of class scores, and from normal distributions around other outputs, with
-the spread that weighs errors as `compare.Reference` does.
+the spread that weighs errors as `outputs.OutputErrors` does.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -11,10 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from chipfit.calibration.collect import TensorStats, valid_token_mask, without_padding
+from chipfit.calibration.collect import TensorStats, valid_token_mask
 from chipfit.calibration.data import Batch
 from chipfit.engine.run import run
 from chipfit.graph.ir import Graph, Node
@@ -22,6 +21,7 @@ from chipfit.graph.linear import is_linear, places
 from chipfit.ranges.search import Sample
 from chipfit.registry import register
 from chipfit.rounding.moments import as_rows, from_rows, patches, targets
+from chipfit.rounding.outputs import parts_of, sampled_loss
 
 #: number of samples whose mean is taken, and number that goes through the network at a time
 IMAGES, CHUNK = 128, 32
@@ -56,9 +56,8 @@ def gradients(
     with torch.enable_grad():
         inputs = [watch(name, x.detach()) for name, x in zip(graph.inputs, batch, strict=True)]
         env = run(graph, inputs, hook=hook, weights=weights, keep=set(besides))
-        words = valid_token_mask(graph, batch)
-        floats = [without_padding(env[o], words) for o in dict.fromkeys(graph.outputs) if graph.is_float(o)]
-        loss = sum((sampled_loss(y, random) for y in floats if y.requires_grad), torch.zeros(()))
+        parts = parts_of(graph, env, valid_token_mask(graph, batch)).values()
+        loss = sum((sampled_loss(y, random) for y in parts if y.requires_grad), torch.zeros(()))
         found = torch.autograd.grad(loss, list(kept.values()), allow_unused=True) if loss.requires_grad else ()
     values = {k: x.detach() for k, x in {**env, **kept}.items() if isinstance(x, Tensor)}
     # `autograd.grad` returns gradients from before the hook
@@ -68,19 +67,6 @@ def gradients(
 def finite(g: Tensor) -> Tensor:
     """Return a gradient with 0 where the function has no slope, as a root at 0."""
     return g.nan_to_num(0.0, 0.0, 0.0)
-
-
-def sampled_loss(y: Tensor, random: torch.Generator) -> Tensor:
-    """Return a loss whose gradient has the Fisher information F of an output as its second moment.
-
-    d' F d / 2 is then the KL divergence of class scores, or the energy of d as a share of the energy of the outputs.
-    """
-    if y.dim() == 2 and y.shape[1] > 1:
-        labels = torch.multinomial(y.detach().softmax(1), 1, generator=random)[:, 0]
-        return F.cross_entropy(y, labels, reduction="sum")
-    energy = y.detach().square().sum() / max(len(y) if y.dim() else 1, 1)
-    noise = torch.randn(y.shape, generator=random) * (2 / energy.clamp_min(1e-24)).sqrt()
-    return (y * noise).sum()
 
 
 def split_float_readers(

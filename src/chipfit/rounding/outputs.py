@@ -1,0 +1,76 @@
+"""The loss in a network's outputs: each part of an output is weighed by its own power, whatever its neighbours are.
+
+Class scores, [N, C] of at least two classes, lose KL(softmax(float) || softmax(other)) in nats, other parts the energy
+of what differs, as a share of their own. Every choice by the loss at the outputs is made with these functions.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Generator, Tensor, multinomial, randn
+
+from chipfit.calibration.collect import without_padding
+from chipfit.graph.ir import Graph
+
+
+def parts_of(graph: Graph, values: Mapping[str, Any], valid: Tensor | None = None) -> dict[str, Tensor]:
+    """Return the parts of the float outputs, by name: an output is one part.
+
+    Args:
+        values: outputs by name.
+        valid: positions that are not padding, as of `valid_token_mask`.
+    """
+    return {o: without_padding(values[o], valid) for o in dict.fromkeys(graph.outputs) if graph.is_float(o)}
+
+
+def is_scores(y: Tensor) -> bool:
+    """Return whether a part is compared as class scores."""
+    return y.dim() == 2 and y.shape[1] > 1
+
+
+@dataclass
+class OutputErrors:
+    """The errors of parts, added up over batches."""
+
+    #: part -> [loss, quantity of which it is a share, energy of the errors, energy of the part]
+    sums: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, wanted: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> None:
+        """Add the parts of one batch, of the float network and of another."""
+        for name, want in wanted.items():
+            y, x = want.double(), got[name].double()
+            noise, signal = float((x - y).square().sum()), float(y.square().sum())
+            loss, whole = noise, signal
+            if is_scores(y):
+                p, q = y.log_softmax(1), x.log_softmax(1)
+                loss, whole = float((p.exp() * (p - q)).sum()), float(len(y))
+            sums = self.sums.setdefault(name, [0.0] * 4)
+            sums[:] = (a + b for a, b in zip(sums, (loss, whole, noise, signal), strict=True))
+
+    @property
+    def loss(self) -> float:
+        """The sum of the parts' losses; 0 if all parts are equal."""
+        return sum(loss / whole if whole else loss for loss, whole, _, _ in self.sums.values())
+
+    @property
+    def sqnr_db(self) -> float:
+        """Signal over noise [dB] of the mean part, each part's noise as a share of its own signal."""
+        shares = [noise / signal for _, _, noise, signal in self.sums.values() if signal]
+        share = sum(shares) / max(1, len(shares))
+        return -10 * math.log10(share) if share else math.inf
+
+
+def sampled_loss(y: Tensor, random: Generator) -> Tensor:
+    """Return a loss whose gradient has the Fisher information F of a part as its second moment.
+
+    d' F d / 2 is then the KL divergence of class scores, or the energy of d as a share of the energy of the part.
+    """
+    if is_scores(y):
+        labels = multinomial(y.detach().softmax(1), 1, generator=random)[:, 0]
+        return F.cross_entropy(y, labels, reduction="sum")
+    energy = y.detach().square().sum() / max(len(y) if y.dim() else 1, 1)
+    noise = randn(y.shape, generator=random) * (2 / energy.clamp_min(1e-24)).sqrt()
+    return (y * noise).sum()
