@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
+import io
+import multiprocessing
 import os
+import pickle
 import warnings
 
 import numpy as np
@@ -79,6 +83,38 @@ def test_its_outputs_are_the_runtimes_for_keras_models_too(tmp_path, name, runti
     assert same(outputs, runtime(result, inputs, tmp_path))
     predicted = result.device_model.predict(new, batch_size=3, verbose=0)
     assert same([np.asarray(x) for x in keras.tree.flatten(predicted)], outputs)
+
+
+@pytest.mark.parametrize("platform", ["ort_cpu", "tflite_int8"])
+def test_its_pickled_copies_compute_the_same(platform):
+    model, batch = make("dict_out")
+    device = chipfit.quantize(model, [batch], platform=platform, progress=False).device_model
+    want = device(batch)
+    file = io.BytesIO()
+    torch.save(device, file)
+    file.seek(0)
+    copies = copy.deepcopy(device), pickle.loads(pickle.dumps(device)), torch.load(file, weights_only=False)
+    for again in copies:
+        assert repr(again) == repr(device)
+        assert all(torch.equal(a, b) for a, b in zip(tree_leaves(again(batch)), tree_leaves(want), strict=True))
+
+
+def test_it_runs_in_a_worker_process():
+    model, batch = make("mlp")
+    device = chipfit.quantize(model, [batch], progress=False).device_model
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as workers:
+        assert torch.equal(workers.submit(device, batch).result(), device(batch))
+
+
+def test_a_device_model_of_keras_can_be_pickled():
+    keras = pytest.importorskip("keras")
+    from tests.keras_zoo import make as make_keras
+
+    model, batch = make_keras("residual")
+    device = chipfit.quantize(model, [batch], progress=False).device_model
+    got = pickle.loads(pickle.dumps(device))(batch)
+    assert same([keras.ops.convert_to_numpy(got)], [keras.ops.convert_to_numpy(device(batch))])
 
 
 def test_it_tells_which_operators_the_runtime_computes_in_float():

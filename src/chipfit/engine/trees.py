@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ class ResultStructure:
     """The structure of a model's result; a call with one value per graph output builds a result."""
 
     def __init__(self, graph: Graph) -> None:
-        spec = json.loads(graph.out_spec)
+        self._text, spec = graph.out_spec, json.loads(graph.out_spec)
         self._leaves, self._tree = spec["leaves"], load_tree(spec)
 
     def __call__(self, outputs: Sequence[Any]) -> Any:
@@ -89,6 +90,9 @@ class ResultStructure:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ResultStructure:
         return self  # immutable, and torch warns when a tree is copied
+
+    def __reduce__(self) -> Any:
+        return ResultStructure, (SimpleNamespace(out_spec=self._text),)  # and when one is unpickled
 
 
 #: digest -> structure with the user's own classes, of results of models that this process captured

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,15 +36,34 @@ def device_model(graph: Graph, plan: Plan, platform: Platform) -> Any:
         what = f"No runtime proves '{platform.name}': this model computes what its description says, "
         warnings.warn(what + "which may not be what the chip does", stacklevel=3)
 
-    weights: dict[str, torch.Tensor] = {}  #: their integers
-
-    def run_flat(inputs: Sequence[torch.Tensor]) -> list[Any]:
-        with torch.inference_mode():
-            done = simulate(graph, plan, inputs, platform, keep=(), kernels=kernels, weights=weights, part=part)
-            return [output(graph, plan, done, o).clone() for o in graph.outputs]
-
     in_float = tuple(sorted({op for v in floats for op in float_ops(v)}))
-    return adapter_of(graph.framework).device(graph, run_flat, in_float)
+    return adapter_of(graph.framework).device(graph, DeviceRun(graph, plan, platform, kernels, part), in_float)
+
+
+@dataclass
+class DeviceRun:
+    """A function from inputs to outputs of the graph, as flat lists of tensors; it can be pickled and copied.
+
+    Args:
+        kernels: of the runtime; None: those of the platform.
+        part: number of samples that the runtime computes at a time; None: all at once.
+    """
+
+    graph: Graph
+    plan: Plan
+    platform: Platform
+    kernels: str | None
+    part: int | None
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)  #: integers of weights, filled by the first call
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
+        settings: dict[str, Any] = {"kernels": self.kernels, "weights": self.weights, "part": self.part}
+        with torch.inference_mode():
+            done = simulate(self.graph, self.plan, inputs, self.platform, keep=(), **settings)
+            return [output(self.graph, self.plan, done, o).clone() for o in self.graph.outputs]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "weights": {}}  # computed again where it is unpickled
 
 
 def output(graph: Graph, plan: Plan, done: Mapping[str, Any], name: str) -> torch.Tensor:

@@ -280,6 +280,9 @@ class DeviceModel(keras.Model):
         self._graph, self.run_flat, self.built = graph, run_flat, True
         self.compile(run_eagerly=True)
 
+    def __reduce__(self) -> Any:
+        return DeviceModel, (self._graph, self.run_flat, self.float_operators)
+
     def call(self, inputs: Any, training: bool = False) -> Any:
         """Run the model on inputs in the structure of the original model's."""
         spec, given = json.loads(self._graph.in_spec), keras.tree.map_structure(to_torch, inputs)
