@@ -155,3 +155,24 @@ def test_tensorflows_converter_makes_the_same_integers(tmp_path, name):
     theirs.set_tensor(taken["index"], np.ascontiguousarray(codes[first].transpose(into)))
     theirs.invoke()
     assert np.array_equal(theirs.get_tensor(given["index"]), codes[last].transpose(out))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_no_operator_has_a_higher_version_than_in_the_converters_file(tmp_path, name):
+    from ai_edge_litert import schema_py_generated as schema
+
+    def versions(raw: bytes) -> dict[int, int]:
+        codes = schema.ModelT.InitFromObj(schema.Model.GetRootAs(raw, 0)).operatorCodes
+        return {c.builtinCode: c.version for c in sorted(codes, key=lambda c: c.version)}
+
+    model, x = make(name)
+    ops = {n.op for n in chipfit.lint(model, x, "tflite_int8").graph.nodes} & {"DepthwiseConv2D", "Linear"}
+    overrides = {op: {"per": "tensor"} for op in ops}
+    result = chipfit.quantize(model, [x], platform="tflite_int8", overrides=overrides, progress=False)
+    ours = export_tflite(result.graph, result.plan, tmp_path / "ours.tflite", batch=1)
+    twin = Twin(result.graph, with_biases(result.graph, short_scales(result.plan)))
+    form = twin.forms.get(result.graph.inputs[0], tuple(range(x.dim())))
+    theirs = versions(converted(twin, tuple([1, *x.shape[1:]][d] for d in form)))
+    found = versions(ours.read_bytes())
+    assert found.keys() & theirs.keys()
+    assert {k: v for k, v in found.items() if v > theirs.get(k, v)} == {}

@@ -128,24 +128,66 @@ def test_only_tensors_that_something_needs_are_in_the_file():
     assert {m.name.decode(): bytes(model.buffers[m.buffer].data) for m in model.metadata} == notes
 
 
+C4, K4 = (1, 4, 4, 4), (8, 3, 3, 4)  # an image and a kernel of four channels
+
+
 @pytest.mark.parametrize(
-    "kind, versions",
-    [
-        ("CONV_2D", (1, 3, 4, 5)),  # of float, int8, int16 and int4, as kernels are registered in TensorFlow Lite
-        ("FULLY_CONNECTED", (5, 5, 7, 5)),
-        ("QUANTIZE", (1, 1, 2, 1)),
-        ("MEAN", (1, 2, 3, 2)),
+    "kind, operands, options, version",
+    [  # as op_version.cc of TensorFlow Lite has them
+        ("CONV_2D", [(FLOAT, C4), (FLOAT, K4)], {}, 1),
+        ("CONV_2D", [(INT8, C4), (INT8, K4)], {}, 3),
+        ("CONV_2D", [(INT8, C4), (INT4, K4)], {}, 7),
+        ("CONV_2D", [(INT8, C4), (INT8, (8, 3, 3, 2))], {}, 6),  # two groups
+        ("CONV_2D", [(FLOAT, C4), (INT8, K4, 8)], {}, 5),  # a kernel that rounds floats; 8 scales
+        ("CONV_2D", [(FLOAT, C4), (INT8, K4, 1)], {}, 2),
+        ("DEPTHWISE_CONV_2D", [(FLOAT, C4), (FLOAT, (1, 3, 3, 4))], {"dilationHFactor": 2}, 2),
+        ("DEPTHWISE_CONV_2D", [(INT8, C4), (INT8, (1, 3, 3, 4))], {"dilationHFactor": 2}, 3),
+        ("FULLY_CONNECTED", [(FLOAT, (1, 4)), (FLOAT, (8, 4))], {}, 1),
+        ("FULLY_CONNECTED", [(INT8, (1, 4)), (INT8, (8, 4), 8), (INT32, (8,))], {}, 4),
+        ("FULLY_CONNECTED", [(INT8, (1, 2, 4)), (INT8, (8, 4))], {"keepNumDims": True}, 5),
+        ("FULLY_CONNECTED", [(INT8, (1, 4)), (INT4, (8, 4))], {}, 10),
+        ("FULLY_CONNECTED", [(FLOAT, (1, 4)), (INT8, (8, 4), 8)], {}, 12),
+        ("FULLY_CONNECTED", [(FLOAT, (1, 4)), (INT8, (8, 4), 1)], {}, 3),
+        ("TRANSPOSE_CONV", [(INT32, (4,)), (INT8, K4), (INT8, C4)], {}, 2),
+        ("TRANSPOSE_CONV", [(INT32, (4,)), (INT8, K4), (INT8, C4), (INT32, (8,))], {}, 3),
+        ("TRANSPOSE_CONV", [(INT32, (4,)), (INT8, K4), (INT8, C4), (INT32, (8,))], {"fusedActivationFunction": 1}, 4),
+        ("MUL", [(INT8, C4, 1), (INT8, C4, 1)], {}, 3),  # the scales multiply to that of the result, 1.0
+        ("MUL", [(INT8, C4), (INT8, C4)], {}, 2),
+        ("MAXIMUM", [(FLOAT, (1, 1, 1, 1, 4)), (FLOAT, (4,))], {}, 3),
+        ("SUB", [(INT8, C4), (INT8, (4,))], {}, 2),
+        ("SPLIT", [(INT32, ()), (INT8, C4)], {}, 2),  # its data come second
+        ("SUM", [(INT8, C4), (INT32, (2,))], {}, 2),
+        ("TRANSPOSE", [(FLOAT, (1, 1, 2, 2, 4)), (INT32, (5,))], {}, 4),
+        ("GATHER", [(FLOAT, C4), (INT32, (2,))], {"batchDims": 1}, 5),
+        ("RESIZE_BILINEAR", [(INT8, C4), (INT32, (2,))], {}, 2),
+        ("RESIZE_BILINEAR", [(INT8, C4), (INT32, (2,))], {"halfPixelCenters": True}, 3),
+        ("RESIZE_NEAREST_NEIGHBOR", [(INT8, C4), (INT32, (2,))], {"alignCorners": True}, 3),
+        ("DEQUANTIZE", [(INT8, C4)], {}, 2),
+        ("DEQUANTIZE", [(INT8, C4, 4)], {}, 5),
+        ("MEAN", [(INT16, C4), (INT32, (2,))], {}, 3),
+        ("PRELU", [(INT8, C4), (INT8, (4,))], {}, 1),
+        ("RESHAPE", [(INT8, C4), (INT32, (2,))], {}, 1),
+        ("FLOOR_DIV", [(FLOAT, C4), (FLOAT, C4)], {}, 2),
     ],
 )
-def test_an_operators_version_is_that_of_its_narrowest_or_widest_integers(kind, versions):
-    for types, version in zip(((FLOAT,), (INT8,), (INT16,), (INT4, INT16, INT8)), versions, strict=True):
+def test_an_operator_has_the_least_version_that_its_operands_and_options_need(kind, operands, options, version):
+    file = File()
+    ids = [
+        file.tensor(f"x{k}", shape, t, Quantization(np.ones(*n), np.zeros(*n, np.int64)) if n else None)
+        for k, (t, shape, *n) in enumerate(operands)
+    ]
+    one = Quantization(np.ones(1), np.zeros(1, np.int64)) if kind == "MUL" else None
+    file.op(kind, [*ids, -1], y := file.tensor("y", (1, 4), operands[0][0], one), **options)
+    model = read(file.content({"x": ids[0]}, {"y": y}, {}))
+    assert model.operatorCodes[0].version == version
+    assert model.subgraphs[0].operators[0].inputs.tolist() == [*range(len(ids)), -1]
+
+
+def test_a_result_of_16_bits_needs_the_second_version_of_quantize():
+    for kind, version in ((INT8, 1), (INT16, 2)):
         file = File()
-        operands = [file.tensor(f"x{k}", (1, 2), t) for k, t in enumerate(types)]
-        file.op(kind, [*operands, -1], y := file.tensor("y", (1, 2), FLOAT))
-        file.tensor("wide", (1, 2), INT16)  # the last one, which -1, an absent operand, does not name
-        model = read(file.content({"x": operands[0]}, {"y": y}, {}))
-        assert model.operatorCodes[0].version == version
-        assert model.subgraphs[0].operators[0].inputs.tolist() == [*range(len(types)), -1]
+        file.op("QUANTIZE", [x := file.tensor("x", (1, 4), FLOAT)], y := file.tensor("y", (1, 4), kind))
+        assert read(file.content({"x": x}, {"y": y}, {})).operatorCodes[0].version == version
 
 
 def test_one_operator_in_two_versions_has_two_codes_and_each_is_found_again():

@@ -8,6 +8,7 @@ import numpy as np
 from ai_edge_litert import schema_py_generated as schema
 
 from chipfit._version import __version__
+from chipfit.export.tflite.versions import least_version
 from chipfit.files import package_data
 from chipfit.graph.edit import unique_name
 
@@ -106,7 +107,7 @@ class File:
         """Add an operator by the schema's name, with options by theirs."""
         outs = [outputs] if isinstance(outputs, int) else outputs
         o = schema.OperatorT()
-        o.opcodeIndex = self._code(kind, [*inputs, *outs])
+        o.opcodeIndex = self._code(kind, inputs, outs, options)
         o.inputs, o.outputs = np.array(inputs, np.int32), np.array(outs, np.int32)
         table = _ODD_TABLES.get(kind, _TABLES.get(kind.replace("_", "").lower(), ""))
         if table:
@@ -161,16 +162,15 @@ class File:
         self._buffers.append(_Buffer(data))
         return len(self._buffers) - 1
 
-    def _code(self, kind: str, tensors: Sequence[int]) -> int:
-        """Return the index of an operator code, in the version that these tensors need."""
-        types = {self.tensors[t].type for t in tensors if t >= 0}
-        column = next((k for k, t in ((3, INT4), (2, TYPES["int16"]), (1, TYPES["int8"])) if t in types), 0)
-        number, version = getattr(schema.BuiltinOperator, kind), _VERSIONS.get(kind, "1232")[column]
+    def _code(self, kind: str, inputs: Sequence[int], outputs: Sequence[int], options: Mapping[str, Any]) -> int:
+        """Return the index of an operator code, in the least version that these tensors and options need."""
+        ins, outs = ([self.tensors[t] for t in ids if t >= 0] for ids in (inputs, outputs))
+        number, version = getattr(schema.BuiltinOperator, kind), least_version(_VERSIONS, kind, ins, outs, options)
         for k, c in enumerate(self._codes):
-            if (c.builtinCode, c.version) == (number, int(version)):
+            if (c.builtinCode, c.version) == (number, version):
                 return k
         c = schema.OperatorCodeT()
-        c.builtinCode, c.deprecatedBuiltinCode, c.version = number, min(number, 127), int(version)
+        c.builtinCode, c.deprecatedBuiltinCode, c.version = number, min(number, 127), version
         self._codes.append(c)
         return len(self._codes) - 1
 
