@@ -66,6 +66,18 @@ def test_a_file_of_codes_computes_what_the_file_of_floats_does(results, tmp_path
     assert [r.elements for r in check.rows] == [r.elements for r in plain.rows]
 
 
+@pytest.mark.parametrize("platform, suffix", [("ort_cpu", ".onnx"), ("tflite_int8", ".tflite"), ("tflite_int8", ".h")])
+def test_neither_files_nor_reports_reveal_which_samples_were_used(results, tmp_path, platform, suffix):
+    result = results[platform]
+    digests = result.plan.provenance["samples"]
+    content = result.export(tmp_path / f"net{suffix}").read_bytes()
+    if suffix == ".h":
+        content = bytes(int(b, 16) for b in re.findall(rb"0x([0-9a-f]{2}),", content))
+    assert len(digests) == 8 and result.plan.provenance["data_sha256"].encode() in content
+    assert not [d for d in digests if d.encode() in content or d in str(result.report.to_dict())]
+    assert result.verify([images(4, seed=0)]).calibrated == 4  # the plan still knows them
+
+
 def fed(path, given):
     """What LiteRT itself makes of codes."""
     interpreter = Interpreter(model_path=str(path))

@@ -121,6 +121,14 @@ class Plan(SummaryRepr):
     rewrites: tuple[str, ...] = ()  #: one line for each rewrite applied or refused
     provenance: dict[str, Any] = field(default_factory=dict)  #: versions, hashes, seed, settings
 
+    @property
+    def published_provenance(self) -> dict[str, Any]:
+        """The provenance that files and reports carry: without the digests of single samples.
+
+        The digests would fill kilobytes of a microcontroller's memory and reveal whether a sample was used.
+        """
+        return {k: v for k, v in self.provenance.items() if k != "samples"}
+
     def _summary(self) -> Summary:
         runs = Counter(n.exec for n in self.nodes.values())
         quantized = sum(t.quantized for t in self.tensors.values())

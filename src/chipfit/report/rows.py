@@ -87,7 +87,7 @@ def build(
         notes=plan.rewrites,
         simulated=simulates_arithmetic(platform),
         not_modelled=unsupported_features(platform),
-        provenance=plan.provenance,
+        provenance=plan.published_provenance,
         verification={**verification.to_dict(), "summary": verification.summary()} if verification else None,
     )
 

@@ -131,7 +131,7 @@ def _model(b: OnnxBuilder, io: IOSpec) -> onnx.ModelProto:
     if io.inputs or io.outputs:
         out = {name: io.outputs[v]._asdict() for v, name in zip(g.outputs, names) if v in io.outputs}
         notes["chipfit.io"] = json.dumps({"inputs": {k: q._asdict() for k, q in io.inputs.items()}, "outputs": out})
-    provenance = json.dumps(b.plan.provenance, default=str)
+    provenance = json.dumps(b.plan.published_provenance, default=str)
     helper.set_model_props(model, {"chipfit.platform": b.plan.platform, "chipfit.provenance": provenance, **notes})
     return model
 

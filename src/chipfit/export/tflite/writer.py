@@ -119,7 +119,7 @@ class Writer(TfliteBuilder):
         self.begin(Node("io", "", (), ()))
         outputs = [self._output(name, own) for name, own in zip(g.outputs, self.source.outputs, strict=True)]
         ins, outs = dict(zip(self.source.inputs, inputs)), dict(zip(output_names(self.source), outputs))
-        notes = {"chipfit": json.dumps(self._notes(), default=str).encode()}
+        notes = {"chipfit": json.dumps(self._notes(), default=str, separators=(",", ":")).encode()}
         if self.io.notes:
             shape = self.source.shape(self.source.inputs[0])
             channels = shape[-1 if facts_of(self.source.framework).channels_last else 1] if len(shape) == 4 else 0
@@ -240,7 +240,7 @@ class Writer(TfliteBuilder):
                 (self.forms.get(o) if o == own else None, batch_axis.get(own, 0))
                 for o, own in zip(self.graph.outputs, self.source.outputs, strict=True)
             ],
-            "provenance": self.plan.provenance,
+            "provenance": self.plan.published_provenance,
         }
 
 
