@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from chipfit.calibration.input_errors import LABELS, expected_inputs, wrong_layout
+from chipfit.calibration.input_errors import LABELS, example_rows, expected_inputs, wrong_layout
 from chipfit.engine.trees import flatten_inputs
 from chipfit.engine.types import dtype_of
 from chipfit.errors import DataError
@@ -92,7 +92,7 @@ def _is_empty(batch: Sequence[torch.Tensor]) -> bool:
 
 
 def example_of(batch: Any, model: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments for the capture: the first two samples of a batch, without labels."""
+    """Return arguments for the capture: the first samples of a batch, without labels."""
     args, kwargs = as_call(batch, model)
     if len(args) > 1 and isinstance(args[0], torch.Tensor):
         count = expected_inputs(model)
@@ -100,8 +100,10 @@ def example_of(batch: Any, model: Any) -> tuple[tuple[Any, ...], dict[str, Any]]
             args = args[:-1]  # (input, label) from a DataLoader
     from torch.utils._pytree import tree_map
 
+    rows = example_rows(model)
+
     def small(x: Any) -> Any:
-        return x[:2] if isinstance(x, torch.Tensor) and x.dim() else x
+        return x[:rows] if isinstance(x, torch.Tensor) and x.dim() else x
 
     return tree_map(small, args), tree_map(small, kwargs)
 
@@ -127,8 +129,10 @@ def _tensors(x: Any) -> Any:
 
 
 def _tensor(x: np.ndarray) -> torch.Tensor:
-    """Return an array as a tensor; float64, NumPy's default, becomes float32."""
+    """Return an array as a tensor; float64, NumPy's default, and bfloat16, which NumPy lacks, become float32."""
     try:
+        if x.dtype.name == "bfloat16":
+            x = x.astype(np.float32)
         x = x.astype(np.float32 if x.dtype == np.float64 else x.dtype.newbyteorder("="), order="C", copy=False)
         return torch.from_numpy(x)
     except TypeError:

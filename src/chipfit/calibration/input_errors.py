@@ -27,6 +27,13 @@ def expected_inputs(model: Any) -> int | None:
     return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
 
 
+def example_rows(model: Any) -> int:
+    """Return the number of samples with which a model is captured: two, or the batch that a Keras model fixes."""
+    given = getattr(model, "inputs", None)
+    shapes = [getattr(x, "shape", None) for x in given] if isinstance(given, (list, tuple)) else []
+    return max((s[0] for s in shapes if s and isinstance(s[0], int)), default=2)
+
+
 def wrong_layout(got: Sequence[int], want: Sequence[int | None]) -> str:
     """Return a hint if a tensor lacks the batch axis or has its channels at the other end; "" otherwise."""
 

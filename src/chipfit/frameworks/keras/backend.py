@@ -1,7 +1,8 @@
 """Tensors, calls and formulas on the backend that Keras runs on."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,6 +21,19 @@ _COMPILED: WeakKeyDictionary[Any, Callable[..., Any]] = WeakKeyDictionary()
 def dtype_here(dtype: str) -> str:
     """Return the dtype in which this backend holds `dtype`: JAX has no types of 64 bits."""
     return dtype.replace("64", "32") if keras.backend.backend() == "jax" else dtype
+
+
+@contextmanager
+def in_float32() -> Iterator[None]:
+    """Create layers that compute in float32, whatever types the program has chosen for its own."""
+    policy, floatx = keras.config.dtype_policy(), keras.config.floatx()
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("float32")
+    try:
+        yield
+    finally:
+        keras.config.set_floatx(floatx)
+        keras.config.set_dtype_policy(policy)
 
 
 def to_backend(x: Any) -> Any:

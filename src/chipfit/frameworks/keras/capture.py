@@ -5,6 +5,7 @@ operation that cannot be traced (recurrent layers, foreign code) becomes an opaq
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import keras
@@ -14,8 +15,9 @@ from torch.utils import _pytree as pytree
 
 from chipfit.engine.run import first_deviation
 from chipfit.engine.trees import dump_call, dump_result
-from chipfit.errors import CaptureError, raised_outside_chipfit, short_message
-from chipfit.frameworks.keras.backend import forward
+from chipfit.errors import CaptureError, raised_outside_chipfit
+from chipfit.frameworks.keras.backend import in_float32
+from chipfit.frameworks.keras.deviation import compare, outputs_of
 from chipfit.frameworks.keras.translate import Translator, functional, leaves
 from chipfit.graph.builder import Origin
 from chipfit.graph.check import check
@@ -39,21 +41,40 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Se
         CaptureError: The model cannot be read; names the layer and what to change.
     """
     _check_model(model)
-    model, cast = _in_float32(model)
     inner = functional(model)
     struct = inner._inputs_struct if inner is not None else None
-    example, *more = (_example(struct, a, k or {}) for a, k in ((args, kwargs), *others))
-    translator = Translator()
-    if inner is None or (not more and any(None in kt.shape[1:] for kt in leaves(struct))):
-        if example is None:
+    examples = [x for x in (_example(struct, a, k or {}) for a, k in ((args, kwargs), *others)) if x is not None]
+    model, cast = _in_float32(model, *examples[:1])
+    struct = functional(model)._inputs_struct if inner is not None else None
+    examples = [_floats_as(struct, x) for x in examples]
+    wanted = [outputs_of(model, x) for x in examples]  # before tracing, which leaves random states as they are
+    graph = _with_open_batch(model, struct, examples, wanted) or _read(model, struct, examples)
+    if cast:
+        graph.notes.append(f"warning: the model computes in {cast}; it was read, and is simulated, in float32")
+    if examples:
+        graph.example = tuple(x.detach() for x in leaves(examples[0]))
+    for given, want in zip(examples, wanted, strict=True):
+        compare(graph, model, given, want, partial(_read_part, given))
+    return graph
+
+
+def _read(model: Any, struct: Any, examples: Sequence[Any], refined: bool = False) -> Graph:
+    """Read a model into a graph.
+
+    Args:
+        struct: symbolic inputs of a Functional or Sequential model; None for a model with a `call` of its own.
+        refined: whether `struct` has other sizes than the model was built with.
+    """
+    translator, inner = Translator(refined), functional(model)
+    if inner is None or (len(examples) < 2 and any(None in kt.shape[1:] for kt in leaves(struct))):
+        if not examples:
             hint = "give an example batch: the shapes are taken from it"
             raise CaptureError(f"The shapes of the inputs of '{model.name}' are not fixed", hint=hint)
-        given = example
-        struct = keras.tree.map_structure(_symbol, example, *more)
-        outputs = None
+        given = examples[0]
+        struct, outputs = keras.tree.map_structure(_symbol, *examples), None
     else:
-        given, outputs = example if example is not None else struct, inner._outputs_struct
-    names = _input_names(struct, model)
+        given, outputs = examples[0] if examples else struct, inner._outputs_struct
+    names = _input_names(struct if outputs is None else inner._inputs_struct, model)
     tensors = [_input(translator, n, kt, x) for n, kt, x in zip(names, leaves(struct), leaves(given), strict=True)]
     if outputs is None:
         filled = keras.tree.pack_sequence_as(struct, tensors)
@@ -63,16 +84,32 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Se
             hint = "write its call with keras layers and keras.ops, without branches on values, "
             raise CaptureError(what, hint=hint + "or as a Functional model")
     else:
-        env = {id(kt): t for kt, t in zip(leaves(struct), tensors, strict=True)}
+        env = {id(kt): t for kt, t in zip(leaves(inner._inputs_struct), tensors, strict=True)}
         results = keras.tree.pack_sequence_as(outputs, translator.add_calls(leaves(outputs), env, ""))
-    graph = _finish(translator, results, struct, names)
-    if cast:
-        graph.notes.append(f"warning: the model computes in {cast}; it was read, and is simulated, in float32")
-    if example is not None:
-        graph.example = tuple(x.detach() for x in leaves(example))
-        for given in (example, *more):
-            _compare(graph, model, given)
-    return graph
+    return _finish(translator, results, struct, names)
+
+
+def _read_part(example: Any, part: Any) -> Graph:
+    """Read a Functional model that is a part of another one."""
+    return _read(part, part._inputs_struct, [example])
+
+
+def _with_open_batch(
+    model: Any, struct: Any, examples: Sequence[Any], wanted: Sequence[Sequence[torch.Tensor]]
+) -> Graph | None:
+    """Read a model whose inputs fix the batch with an open one; return None where its samples depend on each other."""
+    sizes = {kt.shape[:1] for kt in leaves(struct)} if struct is not None else set()
+    if not examples or len(sizes) != 1 or sizes & {(), (None,)}:
+        return None
+    opened = keras.tree.map_structure(lambda kt: keras.KerasTensor((None, *kt.shape[1:]), dtype=kt.dtype), struct)
+    try:
+        graph = _read(model, opened, examples, refined=True)
+    except CaptureError:  # an operation needs this batch
+        return None
+    if any(graph.shape(o)[:1] != (None,) for o in graph.outputs):
+        return None
+    alone = [x.detach()[:1] for x in leaves(examples[0])]
+    return graph if first_deviation(graph, alone, [y[:1] for y in wanted[0]]) is None else None
 
 
 # ---------------------------------------------------------------- the model and its inputs
@@ -93,8 +130,11 @@ def _check_model(model: Any) -> None:
         raise CaptureError(f"Layer '{first.name}' works channels-first", allowed=allowed, hint=hint)
 
 
-def _in_float32(model: Any) -> tuple[Any, str]:
+def _in_float32(model: Any, example: Any = None) -> tuple[Any, str]:
     """Return the model, or a float32 copy of a model in other float types, and the names of those types.
+
+    Args:
+        example: inputs with which a copy is built, if its class has no configuration of its variables.
 
     Raises:
         CaptureError: The model cannot be created again from its configuration, or a weight is beyond float32.
@@ -104,7 +144,10 @@ def _in_float32(model: Any) -> tuple[Any, str]:
         return model, ""
     old = [np.asarray(w, "float64") for w in model.get_weights()]
     try:
-        copied = type(model).from_config(_as_float32(model.get_config()))
+        with in_float32():
+            copied = type(model).from_config(_as_float32(model.get_config()))
+            if not copied.built:
+                outputs_of(copied, _floats_as(None, example))
         copied.set_weights([w.astype("float32") for w in old])
     except Exception as e:  # Keras raises many types for classes without a configuration
         if not raised_outside_chipfit(e):
@@ -132,6 +175,16 @@ def _symbol(x: torch.Tensor, *like: torch.Tensor) -> Any:
 
 def _dtype(x: torch.Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
+
+
+def _floats_as(struct: Any, given: Any) -> Any:
+    """Return an example with its floats in the types that the model declares, float32 where it declares none."""
+
+    def cast(x: torch.Tensor, dtype: str) -> torch.Tensor:
+        return x.to(getattr(torch, dtype)) if x.is_floating_point() and "float" in dtype else x
+
+    types = [kt.dtype for kt in leaves(struct)] if struct is not None else ["float32"] * len(leaves(given))
+    return keras.tree.pack_sequence_as(given, [cast(x, t) for x, t in zip(leaves(given), types, strict=True)])
 
 
 def _example(struct: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -168,25 +221,6 @@ def _input_names(struct: Any, model: Any) -> list[str]:
     return [name if op is None else op.name for op, name in zip(made_by, numbered, strict=True)]
 
 
-def _compare(graph: Graph, model: Any, example: Any) -> None:
-    """Compare the graph with the model on an example, to find readers that misunderstand a layer.
-
-    Raises:
-        CaptureError: They compute something else, or the model fails.
-    """
-    try:
-        want = leaves(forward(model, example))
-    except Exception as e:  # the user's code may raise anything
-        if not raised_outside_chipfit(e):
-            raise
-        raise CaptureError(f"The model fails on the example input: {short_message(e)}") from e
-    if found := first_deviation(graph, [x.detach() for x in leaves(example)], want):
-        hint = "the model computes something that this reader does not see; please report it with the model"
-        raise CaptureError(
-            f"Output '{found[0]}' of the captured graph differs from the model's", got=found[1], hint=hint
-        )
-
-
 # ---------------------------------------------------------------- inputs and outputs of the graph
 
 
@@ -216,6 +250,7 @@ def _finish(translator: Translator, results: Any, struct: Any, names: Sequence[s
     by_name, packed = isinstance(struct, Mapping), not isinstance(struct, keras.KerasTensor)
     args, kwargs = ((), dict.fromkeys(names, 0)) if by_name else ((0,) * len(names), {})
     graph.in_spec = dump_call(args, kwargs, () if by_name else names, packed=packed)
+    graph.notes += translator.notes
     drop_dead(graph)
     check(graph, blame="capture")
     moved = change_layout(graph, "channels_first")

@@ -163,8 +163,9 @@ def function_of(target: str) -> Callable[..., Any]:
     def call(variables: Sequence[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         variables, args, kwargs = keras.tree.map_structure(to_backend, (list(variables), list(args), kwargs))
         if isinstance(operation, keras.Layer):
-            count = len(operation.trainable_variables)
-            out, _ = operation.stateless_call(variables[:count], variables[count:], *args, **kwargs)
+            own = [*operation.trainable_variables, *operation.non_trainable_variables]
+            with keras.StatelessScope(state_mapping=list(zip(own, variables, strict=True))):
+                out = operation(*args, **{**kwargs, "training": False})  # for the layers inside it, too
         else:
             out = operation(*args, **kwargs)
         flat = tuple(to_torch(x) for x in keras.tree.flatten(out))

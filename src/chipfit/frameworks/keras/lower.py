@@ -11,7 +11,7 @@ import torch
 from chipfit.engine.opaque import fill
 from chipfit.engine.trees import ResultStructure
 from chipfit.errors import PlanError, TrainingError, UnsupportedError
-from chipfit.frameworks.keras.backend import dtype_here, to_backend
+from chipfit.frameworks.keras.backend import dtype_here, in_float32, to_backend
 from chipfit.frameworks.keras.kernel_layout import DEPTHWISE, to_canonical, to_keras
 from chipfit.frameworks.keras.layers import (
     NORM_VARIABLES,
@@ -75,6 +75,7 @@ class Builder:
         self._quantized: dict[str, Any] = {}  #: value -> symbolic tensor after its quantizer
         self._biases = self._biases_by_layer()
 
+    @in_float32()
     def build(self) -> QuantizedModel:
         """Build the model.
 

@@ -482,7 +482,7 @@ def _normalization(r: KerasCall, x: Value) -> Value:
     return r.emit("Div", [y, r.operand(np.maximum(np.sqrt(variance), keras.backend.epsilon()))])
 
 
-@_reads("", "Cast")
+@_reads("", "Cast ConvertToTensor")
 def _cast(r: KerasCall, x: Value) -> Value:
     return x if x.dtype == r.dtype else r.emit("Cast", [x], dtype=r.dtype)
 

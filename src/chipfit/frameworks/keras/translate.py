@@ -83,6 +83,42 @@ def unrecorded(owner: Any) -> Iterator[None]:
             layer._inbound_nodes[:], layer._outbound_nodes[:] = inbound, outbound
 
 
+def _unknown(shape: Any = (), *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
+    """Return a symbolic tensor of unknown origin; a result that depends on it cannot be traced."""
+    return keras.KerasTensor(tuple(shape) if isinstance(shape, (list, tuple)) else (shape,), dtype or "float32")
+
+
+class _SymbolicBackend:
+    """The functions of a Keras backend, on symbolic tensors: those of keras.ops; random numbers are unknown."""
+
+    def __init__(self, part: str = "") -> None:
+        self.part, self.name, self._backend = part, keras.backend.backend(), keras.backend.backend()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("numpy", "nn", "image", "core", "math", "linalg", "random"):
+            return _SymbolicBackend(name)
+        if self.part == "random":
+            return _unknown
+        function = getattr(keras.ops, name)
+        if name not in ("zeros", "ones"):
+            return function
+        return lambda shape, *args, **kwargs: (_unknown if None in shape else function)(shape, *args, **kwargs)
+
+
+@contextmanager
+def on_symbols(owner: Any) -> Iterator[None]:
+    """Let preprocessing layers, which compute with a backend of their own, be traced."""
+    layers = owner._flatten_layers() if isinstance(owner, keras.Layer) else []
+    own = [(vars(layer), layer.backend) for layer in layers if hasattr(vars(layer).get("backend"), "set_backend")]
+    try:
+        for settings, _ in own:
+            settings["backend"] = _SymbolicBackend()
+        yield
+    finally:
+        for settings, backend in own:
+            settings["backend"] = backend
+
+
 def origin_of(operation: Any, args: Any, kwargs: Any, prefix: str, within: Origin | None) -> tuple[Origin, str]:
     """Return the layer that a call belongs to, and the name of its nodes.
 
@@ -136,8 +172,10 @@ leaves = keras.tree.flatten
 class Translator:
     """Appends the calls of a model to a Graph."""
 
-    def __init__(self) -> None:
+    def __init__(self, refined: bool = False) -> None:
         self.builder = KerasGraphBuilder()
+        self.refined = refined  #: whether all shapes are computed again, because the inputs have others than recorded
+        self.notes: list[str] = []
         self.last_failure = ""  #: why the last trace failed
 
     def add_calls(
@@ -170,8 +208,11 @@ class Translator:
         origin, name = origin_of(operation, args, kwargs, prefix, within)
         layer = isinstance(operation, keras.Layer)
         if layer:
+            if kwargs.get("training") is True:
+                how = "is called with training=True; it was read with training=False, as `model.predict` calls it"
+                self.notes.append(f"warning: layer '{name}' {how}")
             kwargs = {k: v for k, v in kwargs.items() if k != "training"}
-        if any(None in kt.shape[1:] for kt in outputs):
+        if self.refined or any(None in kt.shape[1:] for kt in outputs):
             outputs = _refined(operation, args, kwargs) or outputs
         given = {k: v for k, v in kwargs.items() if v is not None}
         return (
@@ -229,6 +270,7 @@ class Translator:
         flat = [] if opened is None else leaves(opened)
         if len(flat) != len(outputs) or not all(isinstance(t, Value) for t in flat):
             return None
+        self.refined |= any(_contradict(t.shape, kt.shape) for t, kt in zip(flat, outputs, strict=True))
         alone = len(self.builder.graph.nodes) == before + 1 and len(flat) == 1
         return [self._renamed(flat[0], origin.path)] if alone else flat
 
@@ -257,7 +299,7 @@ class Translator:
                 given = keras.tree.map_structure(symbol, kwargs)
                 if "training" in inspect.signature(function).parameters:
                     given["training"] = False
-                with keras.StatelessScope():
+                with keras.StatelessScope(), on_symbols(owner):
                     out = function(*keras.tree.map_structure(symbol, args), **given)
                 if not all(isinstance(x, keras.KerasTensor) for x in leaves(out)):
                     return None
@@ -296,6 +338,10 @@ class Translator:
         origin = Origin(node.layer, node.layer_type, node.config)
         (new,) = self.builder.emit(origin, name, node.op, node.inputs, node.attrs, [(value.shape, value.dtype)])
         return new
+
+
+def _contradict(a: Sequence[int | None], b: Sequence[int | None]) -> bool:
+    return len(a) != len(b) or any(None not in pair and pair[0] != pair[1] for pair in zip(a, b, strict=True))
 
 
 def _symbol(x: Any) -> Any:
