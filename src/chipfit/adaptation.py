@@ -71,7 +71,7 @@ def _rewritten(d: Decision, batches: steps.Batches) -> tuple[Decision, list[str]
 def _with_execution(d: Decision) -> tuple[Decision, list[str]]:
     """Choose what kernels that can run in several ways do, and decide again; return the notes besides."""
     execution, why = dict[str, str](), list[str]()
-    for step in steps.enabled(d.settings, "results") if d.assignment.modes else ():
+    for step in steps.enabled(d.settings, "results") if d.assignment.modes or d.assignment.joins else ():
         more, notes = steps.take(step, d.settings, d.graph, d.assignment, d.stats, platform=d.platform)
         execution, why = execution | more, why + notes
     if not execution:

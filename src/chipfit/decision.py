@@ -16,7 +16,7 @@ from chipfit.calibration.collect import TensorStats
 from chipfit.decide import scales
 from chipfit.decide.assignment import Assignment, assign
 from chipfit.decide.constraints import tie_groups
-from chipfit.decide.insertions import requantize, with_dynamic, without_dynamic
+from chipfit.decide.insertions import requantize, with_dynamic, without_insertions
 from chipfit.decide.legality import plan_limits
 from chipfit.decide.override_effects import unapplied_overrides, unmet_io_formats
 from chipfit.decide.overrides import Overrides, override_entries, resolve_overrides, with_results
@@ -48,7 +48,7 @@ class Decision:
     settings: Settings = DEFAULT_SETTINGS
     rules: RangeRules = DEFAULT_RULES
     seed: int = 0
-    #: first node of a kernel with several ways to run -> "codes", "float" or "whole"; see `passes.float_regions`
+    #: first node of a kernel with several ways to run -> the one that `passes.float_regions` has chosen
     execution: Mapping[str, str] = field(default_factory=dict)
     assignment: Assignment = field(default_factory=Assignment)  #: from `decide`
     stats: Mapping[str, TensorStats] = field(default_factory=dict)  #: from calibration, by activation
@@ -94,7 +94,7 @@ def decide(d: Decision) -> Decision:
         UnsupportedError: an operator that the platform rejects, or bits that no format offers.
         UnknownNameError, PlanError: an override that names no layer or has no effect.
     """
-    d = _assigned(replace(d, graph=without_dynamic(d.graph)))
+    d = _assigned(replace(d, graph=without_insertions(d.graph)))
     graph, insertions = requantize(d.graph, d.platform, d.assignment)
     if graph is not d.graph:
         d = _assigned(replace(d, graph=graph))

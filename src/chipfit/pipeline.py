@@ -33,6 +33,7 @@ from chipfit.reading import read_model
 from chipfit.registry import OFF
 from chipfit.request import Request, check_options, settings_for
 from chipfit.result import Result, bits_of_weights, corrected
+from chipfit.rounding.lost_parts import lost_part_warnings
 from chipfit.search.choose import search_widths
 from chipfit.search.limits import Limits
 from chipfit.search.losses import RoundingModel
@@ -173,6 +174,7 @@ def make_plan(request: Request, d: Decision) -> tuple[Result, Settings]:
     data, plan = request.data, plan_of(d)
     bits, rule = bits_of_weights(plan), name_of(d.rules.weight_rule)
     settings, notes = steps.resolve_defaults(d.settings, bits, rule, not data.read_once)
+    notes += lost_part_warnings(d.graph, plan, d.assignment, d.stats)
     plan = replace(plan, rewrites=(*plan.rewrites, *notes, *statistics.notes_of_missing(d.tensors)))
     for warning in (n for n in plan.rewrites if request.progress.wanted and n.startswith("warning: ")):
         logging.getLogger("chipfit").warning(warning)

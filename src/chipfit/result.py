@@ -23,6 +23,7 @@ from chipfit.plan.record import Plan
 from chipfit.plan.training import Training, check_folds, check_trainable
 from chipfit.platform.schema import Platform
 from chipfit.ranges import name_of
+from chipfit.rounding.lost_parts import lost_part_warnings
 from chipfit.screen import Summary, SummaryRepr
 from chipfit.search.losses import RoundingModel
 from chipfit.search.pareto import SHARES, Pareto, pareto
@@ -182,7 +183,8 @@ class Result(SummaryRepr):
                 "and the calibration data are not here",
                 hint="quantize again with these overrides: `chipfit.quantize(model, data, overrides=...)`",
             )
-        notes += [note for note in notes_of_missing(d.tensors) if note not in before.rewrites]
+        more = [*lost_part_warnings(d.graph, plan, d.assignment, d.stats), *notes_of_missing(d.tensors)]
+        notes += [note for note in more if note not in before.rewrites]
         provenance = {**before.provenance, "edited": to_record(d.all_overrides)}
         plan = replace(plan, rewrites=(*before.rewrites, *notes), provenance=provenance)
         edited = Result(d.graph, plan, d, self.timings, data=data)

@@ -8,7 +8,7 @@ from torch import nn
 
 import chipfit
 from chipfit.decide.assignment import Assignment
-from chipfit.decide.insertions import requantize, with_dynamic, without_dynamic
+from chipfit.decide.insertions import requantize, with_dynamic, without_insertions
 from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import DYNAMIC
 from chipfit.platform.load import load
@@ -204,6 +204,6 @@ def test_blocks_divide_the_last_axis(last, block):
 
 def test_inserted_nodes_come_out_again():
     graph, out = inserted(a="d8", c="s8")
-    back = without_dynamic(out)
+    back = without_insertions(out)
     assert back.nodes == graph.nodes and back.values == graph.values and back.weights.keys() == graph.weights.keys()
-    assert without_dynamic(graph) is graph
+    assert without_insertions(graph) is graph

@@ -70,7 +70,7 @@ def test_the_error_of_a_grid_is_relative_to_the_spread_wherever_the_mean_is(mean
 def test_the_grid_has_a_sign_where_the_value_has(low, signed):
     signs = []
     slot = SimpleNamespace(grid=lambda signed: signs.append(signed) or GRID)
-    assignment = SimpleNamespace(groups=(), tensors={"x": slot, "y": None})
+    assignment = SimpleNamespace(groups=(), modes={}, tensors={"x": slot, "y": None})
     cut = float_regions.Cut(graph_of("y = Relu(x)"), assignment, {"x": statistics(torch.linspace(low, 2.0, 100))})
     assert cut.noise("x") > 0 and signs == [signed]
     assert cut.noise("y") == cut.noise("z") == 0.0  # without a grid, without statistics
@@ -228,6 +228,7 @@ class Paper:
         stored = {v for v in self.graph.values if v not in floats}  # has a grid that it may be stored on
         self.assignment = SimpleNamespace(
             modes=dict(modes),
+            joins={},
             nodes={n: SimpleNamespace(exec=how) for n, how, _ in rows},
             tensors=dict.fromkeys(stored),
             quantized_outputs={n for n, how, _ in rows if how == "int"},

@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
-from chipfit.rounding.outputs import OutputErrors
+from chipfit.engine.run import run
+from chipfit.rounding.outputs import OutputErrors, parts_of
+from tests.build import graph_of, node, randn
 
 
 def test_a_small_output_beside_a_large_one_counts_as_much():
@@ -27,3 +29,39 @@ def test_equal_outputs_have_no_noise():
     errors = OutputErrors()
     errors.add({"y": torch.ones(2, 1)}, {"y": torch.ones(2, 1)})
     assert (errors.loss, errors.sqnr_db) == (0.0, math.inf)
+
+
+def joined():
+    """Return pixels and scores in one output, which is rearranged behind the concatenation: [N, 4, 3] of 2 and 1."""
+    joins, rows = node("y = Concat(pixels, scores)", {"axis": 1}), node("z = Reshape(y)", {"shape": (0, 3, 4)})
+    nodes = joins, rows, node("t = Transpose(z)", {"perm": (0, 2, 1)})
+    shapes = {"pixels": (None, 2, 2, 2), "scores": (None, 1, 2, 2), "y": (None, 3, 2, 2), "z": (None, 3, 4)}
+    shapes["t"] = (None, 4, 3)
+    return graph_of(*nodes, inputs=["pixels", "scores"], shapes=shapes)
+
+
+def test_each_value_that_an_output_joins_is_a_part():
+    graph, pixels, scores = joined(), 640 * randn(5, 2, 2, 2), randn(5, 1, 2, 2)
+    found = parts_of(graph, run(graph, [pixels, scores]))
+    assert list(found) == ["pixels in t", "scores in t"]
+    assert found["pixels in t"].shape == (5, 1, 8) and found["scores in t"].shape == (5, 1, 4)
+    for name, x in (("pixels", pixels), ("scores", scores)):
+        assert torch.equal(found[f"{name} in t"].sort(-1).values[:, 0], x.flatten(1).sort(-1).values)
+
+
+def test_a_part_that_is_lost_counts_whatever_its_neighbours_are():
+    graph, pixels, scores = joined(), 640 * randn(5, 2, 2, 2), randn(5, 1, 2, 2)
+    wanted, got = (parts_of(graph, run(graph, [pixels, s])) for s in (scores, 0 * scores))
+    errors = OutputErrors()
+    errors.add(wanted, got)
+    assert errors.loss == pytest.approx(1.0)
+
+
+def test_an_output_whose_parts_are_at_places_of_open_sizes_is_one_part():
+    shapes = {"a": (None, None, 2), "b": (None, None, 2), "y": (None, None, 2)}
+    graph = graph_of(node("y = Concat(a, b)", {"axis": 1}), shapes=shapes)
+    assert list(parts_of(graph, run(graph, [randn(2, 3, 2), randn(2, 4, 2)]))) == ["y"]
+    shapes = {"a": (None, None, 2), "b": (None, None, 1), "y": (None, None, 3)}
+    graph = graph_of(node("y = Concat(a, b)", {"axis": 2}), shapes=shapes)
+    found = parts_of(graph, run(graph, [randn(2, 3, 2), randn(2, 3, 1)]))
+    assert {name: x.shape[2] for name, x in found.items()} == {"a in y": 6, "b in y": 3}

@@ -12,11 +12,12 @@ from typing import Any
 from chipfit.decide.constraints import Constraint
 from chipfit.decide.formats import FormatPropagation, GroupDecision, limit_to_consumers, propagate_formats
 from chipfit.decide.groups import NO_FORMAT, NodeGroups, Operand, blocks_of, find_groups, format_of
-from chipfit.decide.options import KEPT_BY_USER, execution_modes, limit_options
+from chipfit.decide.options import KEPT_BY_USER, execution_modes, is_overridden, limit_options
 from chipfit.decide.overrides import NodeOverrides, constrain_format
 from chipfit.errors import UnsupportedError
 from chipfit.graph.float_only import float_only_values
 from chipfit.graph.ir import Graph
+from chipfit.graph.joins import output_joins
 from chipfit.operators.table import OPS
 from chipfit.plan.record import NodePlan, Role
 from chipfit.platform.schema import Format, Platform
@@ -62,6 +63,9 @@ class Assignment:
     quantized_outputs: frozenset[str] = frozenset()  #: values whose producers output quantized values
     #: first node of a kernel with a choice -> what it can do: "codes", "float", "whole"; see `options.execution_modes`
     modes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    #: first node of a kernel that joins parts of an output, and may do so in float although no option of its own lists
+    #: that -> the joined value; see `passes.float_regions`
+    joins: Mapping[str, str] = field(default_factory=dict)
     #: nodes whose kernels quantize their data at run time -> the format
     dynamic: Mapping[str, str] = field(default_factory=dict)
 
@@ -109,8 +113,18 @@ def assign(
         groups=tuple(groups),
         quantized_outputs=frozenset(formats.quantized_outputs),
         modes={d.group.head.name: m for d in decisions if d.integer and (m := modes.get(d.group.head.name))},
+        joins=_joins(graph, platform, decisions),
         dynamic={d.group.head.name: d.option.dynamic for d in decisions if d.option and d.option.dynamic},
     )
+
+
+def _joins(graph: Graph, platform: Platform, decisions: Iterable[GroupDecision]) -> dict[str, str]:
+    """Return `Assignment.joins`: the runtime computes operators in float that the platform does not list."""
+    if platform.unlisted not in ("float", "cpu") or (platform.place.io_out and "float" not in platform.place.io_out):
+        return {}
+    joining = {n.name for n in output_joins(graph)}
+    open_ = (d.group for d in decisions if d.integer and not is_overridden(d.group))
+    return {g.head.name: g.tail.output for g in open_ if g.head.name in joining}
 
 
 @dataclass(slots=True)

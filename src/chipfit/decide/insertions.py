@@ -5,6 +5,7 @@ scale for all that it joins. Forcing 1/256 on the other inputs would clip them. 
 rule for the operator Requantize) converts the sigmoid's result before the concatenation instead.
 """
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from chipfit.decide.assignment import Assignment
@@ -95,13 +96,13 @@ def with_dynamic(graph: Graph, platform: Platform, assignment: Assignment) -> Gr
     return out
 
 
-def without_dynamic(graph: Graph) -> Graph:
-    """Return the graph without DynamicQuantize nodes; the graph itself if it has none."""
-    before = {n.output: n.data for n in graph.nodes if n.op == DYNAMIC}
+def without_insertions(graph: Graph, ops: Collection[str] = (DYNAMIC, "Requantize")) -> Graph:
+    """Return the graph without the nodes of `ops`, which were inserted here; the graph itself if it has none."""
+    before = {n.output: n.data for n in graph.nodes if n.op in ops}
     if not before:
         return graph
     out = graph.copy()
     out.values = {k: v for k, v in graph.values.items() if k not in before}
-    nodes = (n for n in graph.nodes if n.op != DYNAMIC)
+    nodes = (n for n in graph.nodes if n.output not in before)
     out.nodes = [n.with_(inputs=tuple(before.get(i or "", i) for i in n.inputs)) for n in nodes]
     return out

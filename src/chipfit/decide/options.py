@@ -45,15 +45,20 @@ def limit_options(graph: Graph, platform: Platform, group: FusedGroup, float_val
 
 def execution_modes(group: FusedGroup) -> tuple[str, ...]:
     """Return what a kernel can do if no override decides: "codes", "float" (its result), "whole" (all in float)."""
-    options, overridden = group.resolved.options, not group.choices.keys().isdisjoint(_ABOUT_MODE)
+    options = group.resolved.options
     first = next((o for o in options if o.out != "float"), None)
-    if group.resolved.exec == "float" or group.float_reason or overridden or first is None:
+    if group.resolved.exec == "float" or is_overridden(group) or first is None:
         return ()
     float_result = any(o.out == "float" and _quantizes(o) and (o.in_, o.w) == (first.in_, first.w) for o in options)
     # a product with weights would cost far more in float than any conversion
     whole = not any(r.slot == "w" for r in group.operands) and not all(map(_quantizes, options))
     modes = ("float",) * float_result + ("whole",) * whole
     return ("codes", *modes) if modes else ()
+
+
+def is_overridden(group: FusedGroup) -> bool:
+    """Check whether an override decides between a quantized and a float result."""
+    return bool(group.float_reason) or not group.choices.keys().isdisjoint(_ABOUT_MODE)
 
 
 def first_compatible_option(platform: Platform, group: FusedGroup, formats: Mapping[str, str]) -> Option | None:

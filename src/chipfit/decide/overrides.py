@@ -15,6 +15,7 @@ from chipfit.platform.schema import Format
 from chipfit.ranges import name_of, rule_of
 from chipfit.registry import is_number
 
+PARTS_ARE_LOST = "on the grid that all parts of its result share, a part would be lost"
 FLOAT_IS_CHEAPER = "converting to integers would cost more than it saves: its inputs, or its consumers, are in float"
 
 #: method, the kind of a grid -> the kinds whose numbers such a grid holds all
@@ -203,8 +204,9 @@ def merge_overrides(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dic
 
 
 def with_results(resolved: NodeOverrides, results: Mapping[str, str]) -> dict[str, Mapping[str, Any]]:
-    """Return resolved overrides over chosen execution modes: node name -> "codes", "float" or "whole"."""
-    chosen = {n: {"float": FLOAT_IS_CHEAPER} if r == "whole" else {"result": r} for n, r in results.items()}
+    """Return resolved overrides over chosen modes: node name -> "codes", "float", "whole" or "apart"."""
+    whole = {"whole": FLOAT_IS_CHEAPER, "apart": PARTS_ARE_LOST}
+    chosen = {n: {"float": whole[r]} if r in whole else {"result": r} for n, r in results.items()}
     out: dict[str, Mapping[str, Any]] = {n: c for n, c in chosen.items() if n not in resolved}
     return out | {n: merge_overrides(chosen.get(n, {}), c) for n, c in resolved.items()}
 

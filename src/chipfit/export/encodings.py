@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chipfit.decide.insertions import without_dynamic
+from chipfit.decide.insertions import without_insertions
 from chipfit.errors import UnknownNameError, UnsupportedError
 from chipfit.files import write_atomically
-from chipfit.graph.ir import Graph
+from chipfit.graph.ir import DYNAMIC, Graph
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.platform.schema import Platform
 from chipfit.quantizers.grids import Grid
@@ -171,5 +171,5 @@ def export(graph: Graph, plan: Plan, path: Path, platform: Platform, *, dialect:
     from chipfit.export.onnx.writer import export_onnx
 
     text = json.dumps(document(plan, dialect or platform.encodings), indent=1)
-    export_onnx(without_dynamic(graph), None, path.with_suffix(".onnx"))
+    export_onnx(without_insertions(graph, (DYNAMIC,)), None, path.with_suffix(".onnx"))
     return write_atomically(path, text.encode())

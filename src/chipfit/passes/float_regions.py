@@ -12,6 +12,7 @@ labelling is a minimum cut [Picard, Ratliff: Minimum cuts and related problems, 
 
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from chipfit.calibration.collect import TensorStats
 from chipfit.decide.assignment import Assignment
+from chipfit.decide.part_noise import PartOnGrid, describe, parts_on_grid, squared_errors
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import products
 from chipfit.quantizers.grids import Grid
@@ -32,6 +34,8 @@ _NOISE_COST = 1000.0
 BULK = 0.99
 #: extra cost of a multiply-accumulate in float over 8 bits (measured with ONNX Runtime on x86)
 _PRODUCT_COST = 1 / 64
+#: conversions of one number of an output that is joined in float: in front of the join, and behind it
+_CONVERSIONS = 2
 #: cost of a float output, which keeps a kernel in integers where both labels cost the same otherwise
 _TIE = 1e-3
 #: largest capacity that is passed to the maximum flow, which adds capacities in 32 bits
@@ -44,32 +48,65 @@ _SETTING = Setting("results", None, _DOC, argument="asked", choices=("codes", "f
 
 @register("pass", "islands", stage="results", options=(_SETTING,))
 def float_regions(
-    graph: Graph, assignment: Assignment, stats: dict[str, TensorStats], asked: str | None
+    graph: Graph, assignment: Assignment, stats: Mapping[str, TensorStats], asked: str | None
 ) -> tuple[dict[str, str], list[str]]:
-    """Choose a mode for every kernel of `assignment.modes`.
+    """Choose a mode for every kernel of `assignment.modes`, and for those of `assignment.joins` that lose a part.
 
     Args:
         asked: "codes" or "float" for all kernels; None: the cheapest modes.
 
     Returns:
-        First node of the kernel -> "codes", "float" or "whole", where it changes; a note with the number of kernels.
+        First node of the kernel -> "codes", "float", "whole" or "apart" (whole, since a part of an output would be lost
+        on one grid), where it changes; notes with the number of kernels and with the joins in float.
     """
     if asked is not None:
         return {k: asked if asked in can else "whole" for k, can in assignment.modes.items()}, []
-    cut = Cut(graph, assignment, stats)
+    lost = lost_parts(graph, assignment, stats)
+    if not assignment.modes and not lost:
+        return {}, []
+    cut = Cut(graph, assignment, stats, {k: part.noise - part.own_noise for k, part in lost.items()})
     chosen = cut.modes()
     quantized = {cut.kernel(n): n.output in assignment.quantized_outputs for n in graph.nodes}  # by the last node
     changed = {k: mode for k, mode in chosen.items() if mode != ("codes" if quantized[k] else "float")}
-    floats = sum(mode != "codes" for mode in chosen.values())
-    counted = f"{floats} of {len(chosen)} kernels that can output integers or floats output floats"
-    return changed, [f"{counted}: fewer conversions and less error; Settings(results=...) overrides it"]
+    listed = [chosen[k] for k in assignment.modes]
+    counted = f"{sum(mode != 'codes' for mode in listed)} of {len(listed)} kernels that can output integers or floats"
+    why = [f"{counted} output floats: fewer conversions and less error; Settings(results=...) overrides it"]
+    apart = [k for k in lost if changed.get(k) == "whole"]
+    joined = [f"'{assignment.joins[k]}' is joined in float: {describe(lost[k])}" for k in apart]
+    return changed | dict.fromkeys(apart, "apart"), why * bool(listed) + joined
+
+
+def lost_parts(graph: Graph, assignment: Assignment, stats: Mapping[str, TensorStats]) -> dict[str, PartOnGrid]:
+    """Return the first node of each kernel that joins an output -> the part that its grid rounds most.
+
+    Kernels are left out whose parts are rounded about as well as by grids of their own, so that the conversions of a
+    join in float would cost more.
+    """
+    out = {}
+    for kernel, value in assignment.joins.items():
+        slot, seen = assignment.tensors.get(value), stats.get(value)
+        if slot is not None and seen is not None:
+            grid = slot.grid(signed=seen.low < 0)
+            found = parts_on_grid(graph, assignment, stats, value, choose(seen, grid), grid)
+            worst = max(found, key=lambda p: p.noise - p.own_noise, default=None)
+            if worst is not None and _NOISE_COST * (worst.noise - worst.own_noise) > _CONVERSIONS:
+                out[kernel] = worst
+    return out
 
 
 class Cut:
     """The network of flows whose minimum cut separates integers from floats."""
 
-    def __init__(self, graph: Graph, assignment: Assignment, stats: dict[str, TensorStats]) -> None:
-        self.graph, self.assignment, self.stats = graph, assignment, stats
+    def __init__(
+        self,
+        graph: Graph,
+        assignment: Assignment,
+        stats: Mapping[str, TensorStats],
+        lost: Mapping[str, float] | None = None,
+    ) -> None:
+        """Take what is decided; `lost` is the noise of the worst part of an output, by the kernel that joins it."""
+        self.graph, self.assignment, self.stats, self.lost = graph, assignment, stats, lost or {}
+        self.can: dict[str, tuple[str, ...]] = dict.fromkeys(self.lost, ("codes", "whole")) | dict(assignment.modes)
         self._head = {name: group[0] for group in assignment.groups for name in group}
         #: (kernel, side) with an open label, or (value, direction of its conversion) -> node of the network
         self._number: dict[tuple[str, str], int] = {}
@@ -82,7 +119,7 @@ class Cut:
         return self._head.get(n.name, n.name)
 
     def modes(self) -> dict[str, str]:
-        """Return the cheapest mode of each kernel of `Assignment.modes`."""
+        """Return the cheapest mode of each kernel of `Assignment.modes`, and of those that lose a part."""
         made = {o: self.kernel(n) for n in self.graph.nodes for o in n.outputs}
         for n in self.graph.nodes:
             self._add_node(n, [v for v in dict.fromkeys(n.inputs) if v is not None and made.get(v) != self.kernel(n)])
@@ -96,17 +133,17 @@ class Cut:
                 return "whole"
             return "codes" if self._side(kernel, "writes") in integer else "float"
 
-        return {kernel: mode(kernel, can) for kernel, can in self.assignment.modes.items()}
+        return {kernel: mode(kernel, can) for kernel, can in self.can.items()}
 
     def _side(self, kernel: str, which: str) -> int:
         """Return the node for what a kernel reads or writes; both share one unless the kernel has the mode "float"."""
-        which = which if "float" in self.assignment.modes.get(kernel, ()) else ""
+        which = which if "float" in self.can.get(kernel, ()) else ""
         return self._number.setdefault((kernel, which), 2 + len(self._number))
 
     def _add_node(self, n: Node, inputs: list[str]) -> None:
         """Add the costs of a node; `inputs` are computed by other kernels."""
         kernel, exec_, tensors = self.kernel(n), self.assignment.nodes[n.name].exec, self.assignment.tensors
-        can, passes = self.assignment.modes.get(kernel, ()), exec_ == "follow"
+        can, passes = self.can.get(kernel, ()), exec_ == "follow"
         for value in inputs:
             if value in self.graph.weights or not self.graph.is_float(value):
                 continue
@@ -118,6 +155,9 @@ class Cut:
             self._producer[value] = label = self._side(kernel, "writes") if can or passes else fixed
             if label > _FLOAT:
                 self._capacity[_INTEGER, label] += _TIE * self.size(value)
+        if n.name in self.lost:
+            lost = _NOISE_COST * self.lost[n.name] * self.size(n.output)
+            self._capacity[self._side(kernel, "writes"), _FLOAT] += lost
         if n.name == kernel and {"float", "whole"} <= {*can}:
             reads, writes = self._side(kernel, "reads"), self._side(kernel, "writes")
             self._capacity[_INTEGER, reads] += _PRODUCT_COST * products(self.graph, n)
@@ -168,10 +208,8 @@ class Cut:
 def relative_noise(seen: TensorStats, grid: Grid) -> float:
     """Return the mean squared error of a value on a grid, relative to the variance of the bulk of its values."""
     assert seen.histogram is not None
-    q, x, p = choose(seen, grid), seen.histogram.centers, seen.histogram.counts / seen.histogram.counts.sum()
-    low, high = q.bounds(grid)
-    clipped = (x - x.clamp(low, high)).square()
-    error = torch.where(clipped > 0, clipped, float(q.scale) ** 2 / 12)
+    x, p = seen.histogram.centers, seen.histogram.counts / seen.histogram.counts.sum()
+    error = squared_errors(seen.histogram, choose(seen, grid), grid)
     below = p.cumsum(0)
     bulk = torch.where((below >= (1 - BULK) / 2) & (below - p <= (1 + BULK) / 2), p, 0.0)
     mean = (x * bulk).sum() / bulk.sum()

@@ -11,6 +11,7 @@ from chipfit.decide.overrides import NodeOverrides
 from chipfit.decision import Decision, decide
 from chipfit.errors import ChipfitError
 from chipfit.graph.ir import Graph
+from chipfit.graph.joins import is_join
 from chipfit.graph.linear import is_linear
 from chipfit.plan.record import Plan
 from chipfit.platform.match import as_tuple, resolve_node
@@ -154,6 +155,10 @@ def weight_widths(graph: Graph, pairs: Mapping[str, Sequence[tuple[int, int]]]) 
 
 
 def own_errors(graph: Graph, plan: Plan, parts: Iterable[TiedChoice]) -> dict[str, TiedChoice]:
-    """Return the activations with an error of their own: all but those that rearrange quantized values of others."""
+    """Return the activations with an error of their own: all but those that rearrange values of others on one grid."""
     copied = copies(graph, {name for name in plan.tensors if plan.quantized(name)})
+    for n in (n for n in graph.nodes if is_join(n) and n.output in copied):
+        data = [i for i in n.inputs if i is not None and graph.is_float(i)]
+        if not all(plan[i].same_numbers(plan[n.output]) for i in data):
+            copied.remove(n.output)
     return {t: p for p in parts for t in p.tensors if t not in copied}

@@ -1,0 +1,71 @@
+"""The error of a part of a joined tensor on the grid that all parts share, relative to the part's own variance.
+
+Scores between 0 and 1 beside pixels up to 640 keep two of 256 levels, which the error of the whole does not show.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from chipfit.calibration.collect import TensorStats
+from chipfit.calibration.histogram import Histogram
+from chipfit.decide.assignment import Assignment
+from chipfit.graph.ir import Graph
+from chipfit.graph.joins import parts
+from chipfit.quantizers.grids import Grid
+from chipfit.ranges import choose
+from chipfit.ranges.qparams import QParams
+
+
+@dataclass(frozen=True, slots=True)
+class PartOnGrid:
+    """A part of a joined tensor as the tensor's grid represents it."""
+
+    name: str
+    levels: float  #: of the grid between the least and the greatest number of the part
+    noise: float  #: mean squared error over the variance
+    own_noise: float  #: on a grid of its own
+
+
+def parts_on_grid(
+    graph: Graph, assignment: Assignment, stats: Mapping[str, TensorStats], value: str, q: QParams, grid: Grid
+) -> list[PartOnGrid]:
+    """Return the parts of a joined value on its grid; none that is constant or has no statistics.
+
+    Args:
+        q, grid: the value's scale and zero point, and its grid.
+    """
+    out = []
+    for name in parts(graph, value, graph.producers()) if grid.kind == "int" else ():
+        seen, slot = stats.get(name), assignment.tensors.get(name)
+        if seen is not None and seen.low < seen.high:
+            own = grid if slot is None else slot.grid(signed=seen.low < 0)
+            levels = (seen.high - seen.low) / float(q.scale)
+            out.append(PartOnGrid(name, levels, _noise(seen, q, grid), _noise(seen, choose(seen, own), own)))
+    return out
+
+
+def describe(part: PartOnGrid) -> str:
+    """Return a clause on a part that a joined tensor's grid would lose."""
+    ratio = 10 * math.log10(1 / part.noise)
+    return f"'{part.name}' would keep {part.levels:.3g} levels of one grid, {ratio:.1f} dB"
+
+
+def squared_errors(seen: Histogram, q: QParams, grid: Grid) -> Tensor:
+    """Return the mean squared error of the values in each bin of a histogram on a grid."""
+    x, (low, high) = seen.centers, q.bounds(grid)
+    clipped = (x - x.clamp(low, high)).square()
+    return torch.where(clipped > 0, clipped, float(q.scale) ** 2 / 12)
+
+
+def _noise(seen: TensorStats, q: QParams, grid: Grid) -> float:
+    """Return the mean squared error of a value on a grid over its variance; without a histogram, of uniform values."""
+    if seen.histogram is None or not bool(seen.histogram.counts.any()):
+        return (float(q.scale) / (seen.high - seen.low)) ** 2
+    x, p = seen.histogram.centers, seen.histogram.counts / seen.histogram.counts.sum()
+    least = (2 * seen.histogram.reach / p.numel()) ** 2 / 12  # the variance in one bin
+    variance = float((x.square() * p).sum() - (x * p).sum().square())
+    return float((squared_errors(seen.histogram, q, grid) * p).sum()) / max(variance, least)

@@ -1,0 +1,60 @@
+"""Operators that join values into one tensor, and the parts of a tensor that they leave: values of any magnitude."""
+
+import math
+from collections.abc import Mapping
+
+from chipfit.graph.ir import Graph, Node
+from chipfit.operators.table import OPS
+
+
+def is_join(node: Node) -> bool:
+    """Check for an operator whose result holds all numbers of any number of operands, as of Concat."""
+    return node.op in OPS and OPS[node.op].moves and OPS[node.op].slots == ("ins*",)
+
+
+def moved_from(graph: Graph, node: Node) -> str | None:
+    """Return the only float operand of an operator that moves its numbers or copies them; None for other operators."""
+    moves = node.op == "Requantize" or (node.op in OPS and OPS[node.op].moves)
+    data = [i for i in node.inputs if i is not None and graph.is_float(i)]
+    return data[0] if moves and len(data) == 1 and not is_join(node) else None
+
+
+def parts(graph: Graph, value: str, producers: Mapping[str, Node]) -> list[str]:
+    """Return the values that a value is joined of, behind operators that move numbers.
+
+    A value that is not joined has one part: itself, or what it rearranges.
+
+    Args:
+        producers: as `Graph.producers` returns them.
+    """
+    node = producers.get(value)
+    if node is None:
+        return [value]
+    if is_join(node):
+        joined = (parts(graph, i, producers) for i in node.inputs if i is not None and graph.is_float(i))
+        return list(dict.fromkeys(p for found in joined for p in found))
+    before = moved_from(graph, node)
+    found = [] if before is None else parts(graph, before, producers)
+    if len(found) > 1 or (before is not None and _size(graph, before) == _size(graph, value)):
+        return found
+    return [value]
+
+
+def _size(graph: Graph, value: str) -> int:
+    """Return the count of numbers of a value, where open sizes count once."""
+    return math.prod(d or 1 for d in graph.shape(value))
+
+
+def output_joins(graph: Graph) -> list[Node]:
+    """Return the operators that join parts of an output of the model, behind operators that move numbers."""
+    producers, left, out = graph.producers(), [*graph.outputs], dict[str, Node]()
+    while left:
+        node = producers.get(left.pop())
+        if node is None or node.name in out:
+            continue
+        if is_join(node):
+            out[node.name] = node
+            left += [i for i in node.inputs if i is not None]
+        elif before := moved_from(graph, node):
+            left.append(before)
+    return [n for n in graph.nodes if n.name in out]
