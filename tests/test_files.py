@@ -18,8 +18,8 @@ from torch import nn
 
 import chipfit
 from chipfit import files
-from chipfit.errors import ExportError, ModelingError, PlanError, RuntimeUnavailable
-from chipfit.files import MANIFEST, current_folder, replace_folder, write_atomically
+from chipfit.errors import ConfigError, ExportError, ModelingError, PlanError, RuntimeUnavailable
+from chipfit.files import MANIFEST, current_folder, read_text, replace_folder, write_atomically
 from chipfit.platform.save import export_platform
 from chipfit.target_platform import export_target_platform_capabilities
 from tests.build import images, quantized, sequential
@@ -335,3 +335,34 @@ def test_what_is_no_path_is_refused(result, tmp_path, path):
     refusal(ModelingError, "A path must be text", export_target_platform_capabilities, chip, path)
     if path is not None:
         refusal(RuntimeUnavailable, "A path must be text", result.verify, X, path=path)
+
+
+@pytest.mark.parametrize("call", ["rmdir", "unlink"])
+def test_a_save_that_is_interrupted_while_it_removes_its_folder_leaves_nothing(tmp_path, monkeypatch, call):
+    """The second save exchanges its folder with the first one, which it then removes."""
+
+    def save():
+        with replace_folder(tmp_path / "s", "a saved result") as new:
+            (new / "part").write_bytes(b"x")
+            (new / MANIFEST).write_text(json.dumps({"chipfit": "1", "files": {"part": {}}}))
+
+    save()
+    real, calls = getattr(os, call), []
+
+    def interrupted(*args, **kwargs):
+        calls.append(args)
+        if len(calls) in (1, 2):
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(os, call, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save()
+    assert len(calls) > 2 and here(tmp_path) == ["s"] and here(tmp_path / "s") == [MANIFEST, "part"]
+
+
+def test_a_sparse_file_is_refused_by_its_size(tmp_path):
+    with (tmp_path / "big.yaml").open("wb") as f:
+        f.truncate(20 << 30)
+    with pytest.raises(ConfigError, match=r"The file is sparse.*Got: 21474836480 bytes, of which the disk holds 0"):
+        read_text(tmp_path / "big.yaml", ConfigError)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -45,6 +46,40 @@ def test_a_name_that_is_taken_is_refused_with_both_homes():
         class Mine:
             def __call__(self, sample, grid):
                 raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Mine:
+    """A range rule from outside of the package."""
+
+    def __call__(self, sample, grid):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    "name, got", [("mse", r"chipfit\.ranges\.mse\.MseRange"), ("KLDObserver", "another name of 'kl'")]
+)
+def test_a_name_of_the_package_is_taken_before_anything_is_looked_up(name, got):
+    imports = "from chipfit.registry import register\nfrom tests.test_registry import Mine"
+    code = f"{imports}\nregister('range', '{name}')(Mine)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert re.search(rf"RegistrationError: The range rule '{name}' exists already.*Got:.*{got}", done.stderr, re.DOTALL)
+
+
+@pytest.mark.parametrize("name", ["off", "lp(p=3)", "gptq + mine", "", "a b", None])
+def test_a_name_that_a_text_cannot_name_is_refused(name):
+    with pytest.raises(RegistrationError, match="The name of a range rule must be a word"):
+        register("range", name)(Mine)
+
+
+def test_a_suffix_a_step_or_a_setting_of_something_else_is_refused():
+    with pytest.raises(RegistrationError, match=r"The suffix '\.onnx' of the file format 'mine' exists.*one of 'onnx'"):
+        register("format", "mine", suffixes=(".onnx",))(nothing)
+    with pytest.raises(RegistrationError, match=r"The correction 'equalize' exists already.*chipfit\.passes"):
+        register("correction", "equalize", stage="correct")(nothing)
+    taken = Setting("equalize", None, "doc")
+    with pytest.raises(RegistrationError, match=r"The setting 'equalize' of the pass 'mine' exists.*one of 'equalize'"):
+        register("pass", "mine", stage="rewrite", setting=taken)(nothing)
 
 
 def test_the_same_object_may_register_again():

@@ -225,26 +225,33 @@ def exchange_folders(a: Path, b: Path) -> bool:
 @contextmanager
 def locked_temporary(parent: Path, *, folder: bool) -> Iterator[Path]:
     """Yield a new temporary file or folder, locked while the block runs and removed afterwards if it is still there."""
+    handles: list[int] = []
     while True:
         path = parent / f".chipfit-{secrets.token_hex(8)}"
-        if folder:
-            path.mkdir()
         try:
-            lock = os.open(path, os.O_RDONLY if folder else os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
-        except FileNotFoundError:
-            if folder:
-                continue  # removed by another writer before it was locked
-            raise
-        _lock(lock, wait=True)
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(lock), path.stat()):
-                break
-        os.close(lock)
+            if _create_locked(path, handles, folder=folder):
+                yield path
+                return
+        finally:
+            _remove(path)
+            while handles:
+                os.close(handles.pop())
+
+
+def _create_locked(path: Path, handles: list[int], *, folder: bool) -> bool:
+    """Create and lock a file or folder; return False if another writer removed it in between."""
+    if folder:
+        path.mkdir()
     try:
-        yield path
-    finally:
-        _remove(path)
-        os.close(lock)
+        handles.append(os.open(path, os.O_RDONLY if folder else os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+    except FileNotFoundError:
+        if folder:
+            return False
+        raise
+    _lock(handles[-1], wait=True)
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(handles[-1]), path.stat())
+    return False
 
 
 def temporaries_in(folder: Path) -> list[Path]:
@@ -282,9 +289,18 @@ def _lock(handle: int, *, wait: bool) -> bool:
 
 
 def _remove(path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True)  # does nothing to a file
-    with suppress(OSError):
-        path.unlink(missing_ok=True)
+    """Remove a file or folder if the system allows it, to the end even if the user interrupts that."""
+    interrupted: KeyboardInterrupt | None = None
+    while True:
+        try:
+            shutil.rmtree(path, ignore_errors=True)  # does nothing to a file
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+            break
+        except KeyboardInterrupt as e:
+            interrupted = e
+    if interrupted is not None:
+        raise interrupted
 
 
 def _sync(path: Path) -> None:
@@ -371,7 +387,16 @@ def existing_file(given: Any, failure: type[ChipfitError], what: str) -> Path:
     if not os.path.isfile(path):  # also False for a path that cannot exist
         why = "is a folder, a device or a pipe" if os.path.exists(path) else "does not exist"
         raise failure(f"{what} cannot be read: it {why}", where=str(path), hint="check the path")
+    check_not_sparse(path, os.stat(path), failure)
     return path
+
+
+def check_not_sparse(path: Path, found: os.stat_result, failure: type[ChipfitError]) -> None:
+    """Refuse a large file that takes little room on the disk, which would fill the memory with zeros."""
+    held = 512 * getattr(found, "st_blocks", found.st_size)  # Windows has no count of blocks
+    if found.st_size > max(_LARGE, _RATIO * held):
+        got, allowed = f"{found.st_size} bytes, of which the disk holds {held}", f"{_LARGE} bytes of zeros"
+        raise failure("The file is sparse: it has almost no content", where=str(path), got=got, allowed=allowed)
 
 
 def wrap_read_errors(path: Any, failure: type[ChipfitError], what: str = "The file") -> AbstractContextManager[None]:

@@ -174,22 +174,63 @@ def register(kind: str, name: str, **declaration: Any) -> Callable[[T], T]:
 
     Raises:
         RegistrationError: the declaration is incomplete or has unknown fields, the object lacks a method that the kind
-            requires, or the name is taken.
+            requires, or its name, another name, a suffix or a setting of it is taken or is not a word.
         UnknownNameError: the kind does not exist.
     """
     if kind not in KINDS:
         raise UnknownNameError("kind of addition", kind, KINDS)
 
     def enter(thing: T) -> T:
+        made = Entry(name, thing, _declaration(KINDS[kind], name, thing, declaration))
+        if not origin_of(thing).startswith("chipfit."):  # entries of the package are imported on demand
+            _check_is_free(kind, made)
         existing = ENTRIES[kind].get(name)
         if existing is not None and origin_of(existing.thing) != origin_of(thing):
-            got = f"another one in {origin_of(existing.thing)}"
-            what = f"The {KINDS[kind].label} '{name}' exists already"
-            raise RegistrationError(what, where=origin_of(thing), got=got, hint="choose another name")
-        ENTRIES[kind][name] = Entry(name, thing, _declaration(KINDS[kind], name, thing, declaration))
+            raise _taken(f"{KINDS[kind].label} '{name}'", thing, f"another one in {origin_of(existing.thing)}")
+        ENTRIES[kind][name] = made
         return thing
 
     return enter
+
+
+def _taken(what: str, thing: Any, got: str) -> RegistrationError:
+    return RegistrationError(f"The {what} exists already", where=origin_of(thing), got=got, hint="choose another name")
+
+
+def _check_is_free(kind: str, made: Entry) -> None:
+    """Import the entries of the package, and check that the names of a new entry are words that nothing else has."""
+    label, name, thing = KINDS[kind].label, made.name, made.thing
+    if not (isinstance(name, str) and name.isidentifier() and name != OFF):
+        what, allowed = f"The name of a {label} must be a word", "letters, digits and _"
+        raise RegistrationError(what, where=origin_of(thing), got=repr(name)[:80], allowed=allowed)
+    if name in (aliases := aliases_of(kind)):
+        raise _taken(f"{label} '{name}'", thing, f"another name of '{aliases[name]}'")
+    if "{}" in KINDS[kind].package:
+        _import(kind, name)
+        return
+    steps = [k for k in KINDS if KINDS[k].declares is Step] if KINDS[kind].declares is Step else [kind]
+    others = [e for k in steps for e in entries(k).values() if origin_of(e.thing) != origin_of(thing)]
+    for e in others:
+        if e.name == name:
+            raise _taken(f"{label} '{name}'", thing, f"another one in {origin_of(e.thing)}")
+        for text, names in _names_declared(made.declares).items():
+            if common := names & _names_declared(e.declares)[text]:
+                raise _taken(f"{text} '{min(common)}' of the {label} '{name}'", thing, f"one of '{e.name}'")
+
+
+def _names_declared(declared: Any) -> dict[str, set[str]]:
+    """Return the suffixes or settings that a declaration claims."""
+    if isinstance(declared, FileFormat):
+        return {"suffix": set(declared.suffixes)}
+    if isinstance(declared, Step):
+        return {"setting": {s.name for s in (declared.setting, *declared.options) if s is not None}}
+    return {}
+
+
+def aliases_of(kind: str) -> Mapping[str, str]:
+    """Return other names of registered entries, which the package of a kind declares as `ALIASES`."""
+    package = KINDS[kind].package
+    return {} if "{}" in package else getattr(importlib.import_module(package), "ALIASES", {})
 
 
 def _declaration(kind: Kind, name: str, thing: Any, given: dict[str, Any]) -> Any:
@@ -257,12 +298,11 @@ def lookup(kind: str, name: str) -> Any:
     return entry(kind, name).thing
 
 
-def create(kind: str, text: str, aliases: Mapping[str, str] | None = None, **settings: Any) -> Any:
+def create(kind: str, text: str, **settings: Any) -> Any:
     """Return an instance of a registered dataclass.
 
     Args:
-        text: its name, with or without settings, as in "lp(p=3)".
-        aliases: alternative name -> registered name.
+        text: its name or another name of it, with or without settings, as in "lp(p=3)".
         settings: fields of the dataclass, which override those in the text.
 
     Raises:
@@ -271,7 +311,7 @@ def create(kind: str, text: str, aliases: Mapping[str, str] | None = None, **set
     """
     label, most = KINDS[kind].label, KINDS[kind].most
     name, own = parse_call(text)
-    make = lookup(kind, (aliases or {}).get(name, name))
+    make = lookup(kind, aliases_of(kind).get(name, name))
     known = {f.name: f for f in fields(make)}
     for setting, value in (own | settings).items():
         if setting not in known:

@@ -1,15 +1,19 @@
 """The leaderboard: its numbers, its files, its page in a browser."""
 
+import csv
+import io
 import json
 import os
 import re
 import shutil
+import sqlite3
 import subprocess
 import sys
 
 import pytest
 
-from chipfit.bench.board import as_csv, as_markdown, as_text, differences, page, plot, row, track, write
+from chipfit.bench.board import as_csv, as_markdown, as_text, differences, page, plot, readable, row, track, write
+from chipfit.bench.store import Store
 from chipfit.errors import ConfigError, RuntimeUnavailable
 
 
@@ -156,3 +160,49 @@ def test_a_missing_library_is_named_with_its_installation(tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     with pytest.raises(error, match=f"Try: pip install {package}"):
         track(runs(), to)
+
+
+@pytest.mark.parametrize("name", ['=HYPERLINK("http://x","y")', "+1", "-2+3", "@SUM(1)", "\t=1", "\r\n=1", "＝1"])
+def test_no_name_is_a_formula_in_a_spreadsheet(name):
+    run = runs(2)[0] | {"name": name, "study": name}
+    (cells,) = list(csv.DictReader(io.StringIO(as_csv([row(run)]))))
+    assert cells["name"] == cells["study"] == "'" + name.strip() and cells["float"] == "80.0"
+
+
+def test_negative_numbers_stay_numbers_in_a_spreadsheet():
+    run = runs(2)[0]
+    run["outcome"]["top1"] = 81.5
+    (cells,) = list(csv.DictReader(io.StringIO(as_csv([row(run)]))))
+    assert float(cells["below"]) == -1.5
+
+
+@pytest.mark.parametrize(
+    "name, shown",
+    [
+        ("a\nb", "a b"),
+        ("a\r\n\u2028b", "a b"),
+        ("a|b", "a\\|b"),
+        ("<img src=x>", "&lt;img src=x&gt;"),
+        ("![x](http://y)", "!\\[x\\](http://y)"),
+        ("\x1b[31mred", "\\[31mred"),
+    ],
+)
+def test_a_name_is_text_on_one_line_of_markdown(name, shown):
+    lines = as_markdown([row(runs(2)[0] | {"name": name})]).splitlines()
+    assert len(lines) == 3 and lines[2].startswith(f"| {shown} |")
+
+
+@pytest.mark.parametrize("damage", ["not json", "{}", "[1]", '{"config": {}}', "null", "NaN"])
+def test_a_damaged_outcome_is_one_line_of_every_table(tmp_path, damage):
+    store = Store(tmp_path / "runs.sqlite")
+    for run in runs(2)[:1]:
+        for key in ("a", "b"):
+            store.put(key, f"run {key}", "s", run["outcome"])
+    with sqlite3.connect(tmp_path / "runs.sqlite") as db:
+        db.execute("UPDATE runs SET outcome = ? WHERE key = 'a'", (damage,))
+    for curves in (True, False):
+        bad, good = readable(store.rows(curves=curves), curves=curves)
+        assert (good["status"], row(good)["top1"]) == ("done", 80.0) and row(bad)["top1"] is None
+        assert bad["status"] == ("done" if damage == "null" else "unreadable")
+    for name in ("b.html", "b.csv", "b.md", "b.json"):
+        write(readable(store.rows()), tmp_path / name)

@@ -145,6 +145,20 @@ def test_a_missing_or_damaged_file_is_named(saved, name, words, damage):
 
 
 @pytest.mark.parametrize(
+    "listed, words", [(False, "'{}' is truncated or was changed.*Got: 21474836480"), (True, "sparse")]
+)
+@pytest.mark.parametrize("name", ["weights.safetensors", "graph.json"])
+def test_a_sparse_file_is_refused_before_it_is_read(saved, name, listed, words, monkeypatch):
+    with (saved / name).open("wb") as f:
+        f.truncate(20 << 30)
+    if listed:
+        manifest = json.loads((saved / "manifest.json").read_text())
+        manifest["files"][name]["bytes"] = 20 << 30
+        (saved / "manifest.json").write_text(json.dumps(manifest))
+    refused(saved, words.format(name))
+
+
+@pytest.mark.parametrize(
     "text, words",
     [
         ('{"schema": 1, "fil', r"is not JSON.*manifest\.json"),

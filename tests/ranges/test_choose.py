@@ -10,7 +10,7 @@ from chipfit.errors import ConfigError, DataError
 from chipfit.quantizers.grids import Grid
 from chipfit.ranges import choose, name_of, rule_of, sample_of_stats, sample_of_tensor, statistic_of
 from chipfit.ranges.lp import LpRange
-from chipfit.ranges.qparams import from_min_max
+from chipfit.ranges.qparams import QParams, from_min_max
 from chipfit.ranges.std import StdRange
 
 A8 = Grid(bits=8, qmin=0, qmax=255, zero="any")
@@ -170,6 +170,33 @@ def test_a_rule_that_fails_or_returns_no_range_is_named():
         choose(torch.ones(3), N4, rule=fails)
     with pytest.raises(DataError, match="The range rule 'three' returned no range.*Got: 3"):
         choose(torch.ones(3), N4, rule=three)
+
+
+ONE, ZERO = torch.ones(2), torch.zeros(2, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    "scale, zero, message",
+    [
+        (
+            ONE[0],
+            ZERO,
+            r"a scale of another shape.*Got: torch\.float32\[\].*Allowed: torch\.float32\[2\], one for each",
+        ),
+        (ONE[:, None], ZERO, r"a scale of another shape.*Got: torch\.float32\[2, 1\]"),
+        (ONE, ZERO[:1], r"a zero point of another shape.*Got: torch\.int32\[1\].*torch\.int32\[2\]"),
+        (ONE.double(), ZERO, r"a scale of another shape or type.*Got: torch\.float64\[2\]"),
+        (0.1, ZERO, "a scale of another shape or type.*Got: float"),
+        (ONE * float("nan"), ZERO, "a scale that is not positive.*Got: nan"),
+        (-ONE, ZERO, "a scale that is not positive.*Got: -1 to -1"),
+    ],
+)
+def test_a_rule_returns_a_positive_scale_and_a_zero_point_for_each_channel(scale, zero, message):
+    def mine(sample, grid):
+        return QParams(scale, zero)
+
+    with pytest.raises(DataError, match=f"The range rule 'mine' returned {message}"):
+        choose(torch.ones(2, 3), N4, rule=mine, axis=0)
 
 
 @pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])

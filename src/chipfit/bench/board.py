@@ -3,19 +3,53 @@
 import csv
 import io
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from html import escape
 from pathlib import Path
 from textwrap import fill
-from typing import Any
+from typing import Annotated, Any, NotRequired
+
+from pydantic import ConfigDict, Field, TypeAdapter, with_config
+from typing_extensions import TypedDict
 
 from chipfit.errors import ConfigError, UnknownNameError, import_optional, short_message
 from chipfit.files import package_data, write_atomically
 from chipfit.report.html import render
+from chipfit.validation import check_value
 
 _LAYOUT = package_data("chipfit.bench", "columns.yaml")
 COLUMNS: dict[str, str] = _LAYOUT["columns"]  #: column -> its heading, in order
 #: modules of MLflow; filter of completed runs; greatest number of metrics in one request
 _MODULES, _FINISHED, _BATCH = ("mlflow", "mlflow.entities"), " and attributes.status = 'FINISHED'", 1000
+_list: Any = list  # mypy cannot check types that are built from data
+_Number = int | float
+#: points of a curve: [step, value]
+_Curve = list[Annotated[list[_Number], Field(min_length=2, max_length=2)]]
+
+
+def _table(**wanted: Any) -> Any:
+    """Return the type of a table with these keys; other keys may stand beside them."""
+    make: Any = TypedDict
+    return with_config(ConfigDict(extra="allow"))(make("Table", wanted))
+
+
+#: the parts of an outcome that tables, plots and pages show; tables are read without curves
+_OUTCOME: TypeAdapter[Any] = TypeAdapter(
+    _table(
+        config=_table(
+            model=_table(type=str),
+            qparams=_table(w_method=str, a_method=str, bit=_Number) | None,
+            ptq=_table(weight_rule=str, rule=str, bit=_Number) | None,
+            seed=int,
+            unified=bool,
+        ),
+        deployed=_list[_table(top1=_Number | None, differing=_Number)],
+        curves=NotRequired[_table(top1=_Curve, loss=_Curve)],
+        setting=str,
+        **dict.fromkeys("top1 float_top1 seconds size".split(), _Number),
+    )
+)
 
 
 def row(run: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,9 +77,33 @@ def row(run: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def readable(runs: Iterable[Mapping[str, Any]], *, curves: bool = True) -> list[dict[str, Any]]:
+    """Return the runs of a store; one whose outcome is damaged has the status "unreadable", and says why.
+
+    Args:
+        curves: whether the outcomes must have curves.
+    """
+    out = []
+    for run in map(dict, runs):
+        if run["outcome"] is not None:
+            try:
+                found = check_value(_OUTCOME, run["outcome"], ConfigError, "the stored outcome", "")
+                if not (found["config"]["qparams"] or found["config"]["ptq"]):
+                    raise ConfigError("The stored outcome has neither 'qparams' nor 'ptq'")
+                if curves and "curves" not in found:
+                    raise ConfigError("The stored outcome has no curves")
+            except ConfigError as e:
+                hint = "run the experiment again with --again"
+                run |= {"outcome": None, "status": "unreadable", "error": f"{short_message(e)}; {hint}"}
+        out.append(run)
+    return out
+
+
 def text(value: Any) -> str:
-    """Return the text of a cell."""
-    return "" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
+    """Return the text of a cell on one line, without control characters."""
+    if value is None or isinstance(value, float):
+        return "" if value is None else f"{value:.2f}"
+    return " ".join("".join(c if c.isprintable() else " " for c in str(value)).split())
 
 
 def json_without_times(runs: Iterable[Mapping[str, Any]]) -> str:
@@ -59,12 +117,21 @@ def json_without_times(runs: Iterable[Mapping[str, Any]]) -> str:
 
 
 def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return rows as CSV; the first line has the names of the columns, not their headings."""
+    """Return rows as CSV; the first line has the names of the columns, not their headings.
+
+    A text that a spreadsheet would compute as a formula gets an apostrophe in front.
+    """
     out = io.StringIO()
     writer = csv.DictWriter(out, list(COLUMNS), extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows({c: _plain(v) if isinstance(v, str) else v for c, v in r.items()} for r in rows)
     return out.getvalue()
+
+
+def _plain(value: str) -> str:
+    """Return a text that no spreadsheet computes. Source: OWASP, CSV Injection."""
+    shown = text(value)
+    return f"'{shown}" if shown.startswith(("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")) else shown
 
 
 def as_text(rows: Sequence[Mapping[str, Any]], width: int) -> str:
@@ -93,8 +160,13 @@ def as_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a Markdown table of the non-empty columns."""
     shown = _nonempty_columns(rows)
     lines = ["| " + " | ".join(COLUMNS[c] for c in shown) + " |", "|" + "---|" * len(shown)]
-    lines += ["| " + " | ".join(text(r[c]).replace("|", "\\|") for c in shown) + " |" for r in rows]
+    lines += ["| " + " | ".join(_escaped(text(r[c])) for c in shown) + " |" for r in rows]
     return "\n".join(lines) + "\n"
+
+
+def _escaped(value: str) -> str:
+    """Return a text as Markdown that shows it: without tags, links, images, or an end of the cell."""
+    return re.sub(r"[\\|\[\]`]", r"\\\g<0>", escape(value, quote=False))
 
 
 def find(runs: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
@@ -199,7 +271,7 @@ def track(runs: Sequence[Mapping[str, Any]], to: str) -> int:
         _mlflow(ended, to.removeprefix("mlflow:"))
         return len(ended)
     for run in ended:
-        with writer(Path(to, f"{run['name'].replace(':', '_')}-{run['key'][:6]}")) as board:
+        with writer(Path(to, f"{re.sub('[^a-zA-Z0-9_.-]', '_', run['name'])}-{run['key'][:6]}")) as board:
             for point in _points(run):
                 board.add_scalar(*point)
             board.add_text("result", as_markdown([row(run)]))

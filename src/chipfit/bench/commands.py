@@ -64,7 +64,10 @@ def _median_stop_rule(store: Any, experiment: Any) -> Any:
     """
     from statistics import median
 
-    others = [dict(map(tuple, r["outcome"]["curves"]["top1"])) for r in store.rows(experiment.study) if r["outcome"]]
+    from chipfit.bench.board import readable
+
+    runs = readable(store.rows(experiment.study))
+    others = [dict(map(tuple, r["outcome"]["curves"]["top1"])) for r in runs if r["outcome"]]
 
     def should_stop(curves: Curves) -> bool:
         step, reached = curves.top1[-1]
@@ -125,6 +128,7 @@ def sweep(
 
 
 def _runs(home: Path, study: str | None = None, *, curves: bool = True) -> list[dict[str, Any]]:
+    from chipfit.bench.board import readable
     from chipfit.bench.store import Store
     from chipfit.errors import ConfigError
 
@@ -132,7 +136,7 @@ def _runs(home: Path, study: str | None = None, *, curves: bool = True) -> list[
     if not file.is_file():
         raise ConfigError("No runs found", where=str(file), hint="chipfit bench run, or --home FOLDER")
     gc.disable()  # garbage collection would take most of the time with thousands of runs
-    return Store(file).rows(study, curves=curves)
+    return readable(Store(file).rows(study, curves=curves), curves=curves)
 
 
 @bench.command()

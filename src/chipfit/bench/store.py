@@ -1,5 +1,6 @@
 """A store of the outcomes of experiments, in one SQLite file."""
 
+import json
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -79,15 +80,28 @@ class Store:
             db.execute(filed)
 
     def rows(self, study: str | None = None, *, curves: bool = True) -> list[dict[str, Any]]:
-        """Return all runs, sorted by name: their columns with `outcome` as data, with curves if requested."""
-        plain = sql.type_coerce(sql.func.json_remove(RUNS.c.outcome, "$.curves"), sql.JSON).label("outcome")
-        columns = [plain if c.name == "outcome" and not curves else c for c in RUNS.c]
+        """Return all runs, sorted by name: their columns with `outcome` as data, with curves if requested.
+
+        An outcome that is not JSON is a text.
+        """
+        stored = RUNS.c.outcome
+        plain = sql.case((sql.func.json_valid(stored) == 1, sql.func.json_remove(stored, "$.curves")), else_=stored)
+        outcome = sql.type_coerce(stored if curves else plain, sql.String).label("outcome")
+        columns = [outcome if c.name == "outcome" else c for c in RUNS.c]
         query = sql.select(*columns).order_by(RUNS.c.name, RUNS.c.key)
         with self._transaction("read", _AWAY) as db:
             found = db.execute(query if study is None else query.where(RUNS.c.study == study))
-            return [dict(r) for r in found.mappings()]
+            return [{**r, "outcome": _data(r["outcome"])} for r in found.mappings()]
 
     def done(self, keys: Iterable[str]) -> set[str]:
         """Return the keys of experiments with an outcome."""
         with self._transaction("read", _AWAY) as db:
             return set(db.execute(sql.select(RUNS.c.key).where(RUNS.c.status == "done")).scalars()) & set(keys)
+
+
+def _data(stored: Any) -> Any:
+    """Return the data of a JSON text, other values unchanged."""
+    try:
+        return json.loads(stored) if isinstance(stored, str) else stored
+    except (ValueError, RecursionError):
+        return stored

@@ -26,7 +26,7 @@ from typing_extensions import TypedDict
 from chipfit._version import __version__
 from chipfit.engine.check_runs import check_runs
 from chipfit.errors import ExportError, PlanError
-from chipfit.files import MANIFEST, current_folder, parse_json, path_of, read_json, replace_folder
+from chipfit.files import MANIFEST, check_not_sparse, current_folder, parse_json, path_of, read_json, replace_folder
 from chipfit.graph.ir import Graph
 from chipfit.plan import json_codec as codec
 from chipfit.plan.record import Plan, TensorPlan
@@ -182,10 +182,12 @@ def _files(home: Path, root: Path) -> dict[str, bytes]:
         paths = {name: home / name for name in listed}
         handles = _guarded(root, lambda: {name: opened.enter_context(p.open("rb")) for name, p in paths.items()})
         for name, expected in listed.items():
-            files[name] = content = _guarded(root / name, handles[name].read)
-            if not isinstance(expected, dict) or len(content) != expected.get("bytes"):
+            size = os.fstat(handles[name].fileno()).st_size
+            if not isinstance(expected, dict) or size != expected.get("bytes"):
                 message = f"'{name}' is truncated or was changed after it was saved"
-                raise PlanError(message, where=str(root / name), got=f"{len(content)} bytes", allowed=f"{expected}")
+                raise PlanError(message, where=str(root / name), got=f"{size} bytes", allowed=f"{expected}")
+            check_not_sparse(root / name, os.fstat(handles[name].fileno()), PlanError)
+            files[name] = content = _guarded(root / name, handles[name].read)
             if hashlib.sha256(content).hexdigest() != expected.get("sha256"):
                 hint = "to edit a plan, load it, change it in Python, and save it again"
                 message = f"'{name}' was changed after it was saved: its SHA-256 is not the manifest's"

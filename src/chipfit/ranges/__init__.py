@@ -17,7 +17,9 @@ from chipfit.ranges.qparams import QParams
 from chipfit.ranges.search import Sample
 from chipfit.registry import create, lookup
 
-#: a registered name with or without settings, such as "lp(p=3)", or a rule itself
+#: a registered name with or without settings, such as "lp(p=3)", or a rule itself: a function of a Sample of C channels
+#: (values float32 [C, N], extremes float64 [C]) and a grid, which returns QParams (scale float32 [C], zero point int32
+#: [C])
 Rule = str | Callable[[Sample, Grid], QParams]
 
 #: names of the same formulas in MCT and MQBench
@@ -92,8 +94,7 @@ def choose(
                 raise
             what = f"The range rule '{name_of(rule)}' fails: {short_message(e)}"
             raise ConfigError(what, allowed="a function of a sample and a grid") from e
-        if not isinstance(q, QParams):
-            raise DataError(f"The range rule '{name_of(rule)}' returned no range", got=repr(q)[:120], allowed="QParams")
+        _check_returned(q, len(sample.low), name_of(rule))
     cache[key] = q = replace(q, scale=q.scale[0], zero_point=q.zero_point[0]) if axis is None else q
     return q
 
@@ -110,7 +111,22 @@ def rule_of(rule: Rule, **settings: Any) -> Callable[[Sample, Grid], QParams]:
             allowed = "the name of a rule, or a function of a sample and a grid"
             raise ConfigError("A range rule must be a name or a function", got=repr(rule)[:120], allowed=allowed)
         return rule
-    return create("range", rule, ALIASES, **settings)  # type: ignore[no-any-return]
+    return create("range", rule, **settings)  # type: ignore[no-any-return]
+
+
+def _check_returned(q: Any, channels: int, rule: str) -> None:
+    """Raise a DataError if the result of a rule is not a scale and a zero point for each channel."""
+    if not isinstance(q, QParams):
+        raise DataError(f"The range rule '{rule}' returned no range", got=repr(q)[:120], allowed="QParams")
+    for name, x, dtype in (("scale", q.scale, torch.float32), ("zero point", q.zero_point, torch.int32)):
+        if not isinstance(x, torch.Tensor) or x.dtype != dtype or x.shape != (channels,):
+            what = f"The range rule '{rule}' returned a {name} of another shape or type"
+            got = f"{x.dtype}{list(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+            allowed = f"{dtype}[{channels}], one for each row of sample.values"
+            raise DataError(what, got=got, allowed=allowed, hint="use chipfit.ranges.qparams.from_min_max")
+    if not bool((q.scale.isfinite() & (q.scale > 0)).all()):
+        got, allowed = f"{float(q.scale.min()):g} to {float(q.scale.max()):g}", "finite numbers above 0"
+        raise DataError(f"The range rule '{rule}' returned a scale that is not positive", got=got, allowed=allowed)
 
 
 def _has_two_parameters(rule: Callable[..., Any]) -> bool:
