@@ -84,6 +84,10 @@ class CaptureError(ChipfitError):
     """A model cannot be read into a Graph."""
 
 
+class RefusedCall(CaptureError):
+    """A model fails on the example input, when it is called as the user calls it."""
+
+
 class GraphError(ChipfitError):
     """A graph violates an invariant; the message names the pass that broke it."""
 

@@ -105,7 +105,8 @@ def quantize(
 def capture_model(request: Request, d: Decision) -> Decision:
     """Read the model into a graph and apply the rewrites that need no data."""
     with request.progress.stage("capture"):
-        graph = read_model(request.model, *request.data.example_call(request.model), request.other_sizes)
+        call, of_data = request.data.example_call(request.model), request.data.example is None
+        graph = read_model(request.model, *call, request.other_sizes, of_data=of_data)
         warnings = [] if request.data.example is not None else check_input_scale(graph)
         graph, rewrites = steps.rewrite(graph, d.platform, d.settings)
     return replace(d, graph=graph, warnings=tuple(warnings), rewrites=tuple(rewrites))

@@ -1,30 +1,41 @@
 """Read the user's model into a graph; errors name the mistake in the call, not the place where tracing failed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from chipfit.calibration.data import SizeMismatch, example_of, split_label
-from chipfit.calibration.input_errors import explain_error
-from chipfit.errors import CaptureError, ChipfitError
+from torch import Tensor
+
+from chipfit.calibration.data import Call, SizeMismatch, call_of, first_rows, split_label
+from chipfit.calibration.input_errors import example_rows, explain_error, refuse_one_sample
+from chipfit.calibration.signature import is_optional
+from chipfit.engine.trees import batch_axes
+from chipfit.errors import CaptureError, ChipfitError, RefusedCall
 from chipfit.files import wrap_read_errors
 from chipfit.frameworks import capture
-from chipfit.graph.ir import Graph
+from chipfit.graph.ir import FIXED_BATCH, Graph
 
 
-def read_model(model: Any, args: Any, kwargs: Mapping[str, Any], other_sizes: Sequence[SizeMismatch] = ()) -> Graph:
+def read_model(
+    model: Any, args: Any, kwargs: Any, other_sizes: Sequence[SizeMismatch] = (), *, of_data: bool = False
+) -> Graph:
     """Capture a model by an example call.
 
     Args:
         args, kwargs: arguments of the call.
         other_sizes: batches whose sizes differ from those of the example: these sizes stay open in the graph.
+        of_data: the call is the first batch of the data, which may have a label as its last item, and of which two
+            samples are enough.
 
     Raises:
         SizeMismatch: the model cannot be captured with these sizes open.
         CaptureError, DataError: the model cannot be captured, or not with these arguments.
     """
+    calls = [(tuple(args), dict(kwargs)), *(call_of(other.batch, model) for other in other_sizes)]
     try:
-        graph = capture(model, args, kwargs, [example_of(other.batch, model) for other in other_sizes])
+        graph = _without_label(model, calls) if of_data else capture(model, *calls[0], calls[1:])
+        if not batch_axes(graph):
+            refuse_one_sample(model, args)
         for other in other_sizes:
             split_label(other.batch, graph)
         return graph
@@ -36,6 +47,42 @@ def read_model(model: Any, args: Any, kwargs: Mapping[str, Any], other_sizes: Se
         if error is e:
             raise
         raise error from e
+
+
+def _without_label(model: Any, calls: Sequence[Call]) -> Graph:
+    """Capture a model by batches, without a last item that it need not have and that it refuses or does not read."""
+    args, kwargs = calls[0]
+    optional = len(args) > 1 and not kwargs and is_optional(model, len(args))
+    try:
+        graph = _of_few_rows(model, calls)
+    except CaptureError:
+        if not optional:
+            raise
+        try:
+            return _of_few_rows(model, [(a[:-1], {}) for a, _ in calls])
+        except CaptureError:  # the first error shows the call as the data have it
+            pass
+        raise
+    if optional and isinstance(args[-1], Tensor) and graph.inputs[-1] not in {*graph.users(), *graph.outputs}:
+        return _of_few_rows(model, [(a[:-1], {}) for a, _ in calls])
+    return graph
+
+
+def _of_few_rows(model: Any, calls: Sequence[Call]) -> Graph:
+    """Capture a model by the first samples of each batch; by whole batches if it refuses them or takes no others."""
+    few = [first_rows(call, example_rows(model)) for call in calls]
+    try:
+        graph = capture(model, *few[0], few[1:])
+        if few[0] is calls[0] or not any(note.startswith(FIXED_BATCH) for note in graph.notes):
+            return graph
+    except RefusedCall as e:
+        if few[0] is calls[0]:
+            raise
+        try:
+            return capture(model, *calls[0], calls[1:])
+        except CaptureError:
+            raise e from None
+    return capture(model, *calls[0], calls[1:])
 
 
 def load_weights(model: Any, file: Path, failure: type[ChipfitError]) -> None:

@@ -14,8 +14,9 @@ from chipfit.calibration.data import (
     as_call,
     as_tensors,
     batches,
-    example_of,
+    call_of,
     first_batch,
+    first_rows,
     iterate,
     split_label,
 )
@@ -27,6 +28,8 @@ X = torch.arange(24.0).view(4, 6)
 ONE = SimpleNamespace(forward=lambda x: x)
 TWO = SimpleNamespace(forward=lambda x, y: x)
 ANY = SimpleNamespace(forward=lambda *xs: xs)
+NUMBERED = SimpleNamespace(forward=lambda x, timestep=None: x)
+LOSS = SimpleNamespace(forward=lambda x, targets=None: x)
 Pair = namedtuple("Pair", "a b")
 
 
@@ -61,8 +64,8 @@ def test_what_is_no_data_is_refused_by_its_type(data, words):
 
 
 def test_the_first_batch_is_an_example_and_comes_again():
-    args, kwargs, rest = first_batch(iter([X, X + 1]), ONE)
-    assert torch.equal(args[0], X[:2]) and kwargs == {} and [float(b[0, 0]) for b in rest] == [0, 1]
+    (args, kwargs), rest = first_batch(iter([X, X + 1]), ONE)
+    assert torch.equal(args[0], X) and kwargs == {} and [float(b[0, 0]) for b in rest] == [0, 1]
     with pytest.raises(DataError, match="empty"):
         first_batch([], ONE)
 
@@ -77,27 +80,32 @@ LABEL = torch.tensor([3, 1, 2, 0])
         ((X, X), ONE, 1),  # one more than it takes is the label, whatever it is
         ((X, X, X), ONE, 3),
         ((X, X), TWO, 2),
-        ((X, LABEL), TWO, 1),  # so it may be, where an input has a default
-        ((X, LABEL), ANY, 1),
+        ((X, LABEL), TWO, 2),  # the model needs both, whatever they look like
+        ((X, LABEL), NUMBERED, 2),
+        ((X, LABEL), LOSS, 1),
+        ((X, X[:, 0]), LOSS, 1),
+        ((X, LABEL), ANY, 2),  # it may take both: the capture tries the call
         ((X, 5), ANY, 1),
         ((X, [1, 2]), ANY, 1),
-        ((X, LABEL.view(2, 2)), ANY, 2),
-        ((X, X[:, 0]), ANY, 2),  # floats are no labels
-        ((X, torch.tensor(3)), ANY, 1),
+        ((X, 5), TWO, 2),
+        ((X, torch.tensor(3)), ANY, 2),
         ((X, X, LABEL), TWO, 2),
-        ((X, X, LABEL), ANY, 2),
         ((X, X, X, LABEL), TWO, 4),  # more than can be explained
         (X, ONE, 1),
-        ((5, LABEL), ANY, 2),  # the first is no tensor
+        (({"a": X}, LABEL), ONE, 1),
     ],
 )
-def test_a_label_behind_the_inputs_is_no_part_of_the_example(batch, model, inputs):
-    args, kwargs = example_of(batch, model)
-    assert len(args) == inputs and not kwargs
+def test_what_the_model_takes_decides_what_is_a_label(batch, model, inputs):
+    args, kwargs = call_of(batch, model)
     given = batch if isinstance(batch, tuple) else (batch,)
-    for got, x in zip(args, given, strict=False):
-        want = x[:2] if isinstance(x, torch.Tensor) and x.dim() else x
-        assert torch.equal(got, want) if isinstance(want, torch.Tensor) else got == want
+    assert len(args) == inputs and not kwargs and all(got is x for got, x in zip(args, given) if x is not given[0])
+
+
+def test_two_samples_of_a_batch_are_enough_where_all_inputs_have_as_many():
+    (x, n, s), kwargs = first_rows(((X, LABEL, torch.tensor(2.0)), {"y": X.T[:4]}))
+    assert [len(x), len(n), s.dim(), len(kwargs["y"])] == [2, 2, 0, 2]
+    for whole in ((X, X[:3]), (X[:1],), (X, torch.zeros(0, 4)), ((X, (X[:, :2], X.T)),)):
+        assert first_rows((whole, {})) == (whole, {})
 
 
 def test_names_are_those_of_the_models_arguments():

@@ -33,8 +33,8 @@ FIRST_HERE = "channels come first here and last in the model"
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ([X[0], X[1]], f"{SHAPE} Got: float32[2, 8, 8]. Allowed: ['batch', 3, 'any', 'any']. {SAMPLE}"),
-        ([(X[0], 1)], f"{SHAPE} Got: float32[2, 8, 8]. Allowed: ['batch', 3, 'any', 'any']. {SAMPLE}"),
+        ([X[0], X[1]], f"{SHAPE} Got: float32[3, 8, 8]. Allowed: ['batch', 3, 'any', 'any']. {SAMPLE}"),
+        ([(X[0], 1)], f"{SHAPE} Got: float32[3, 8, 8]. Allowed: ['batch', 3, 'any', 'any']. {SAMPLE}"),
         (
             [{"pixels": X, "labels": Y}],
             "The names in the batches are not those of the model's inputs. Got: pixels, labels. Allowed: image. "

@@ -8,14 +8,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from chipfit.calibration.input_errors import LABELS, example_rows, expected_inputs, wrong_layout
-from chipfit.engine.trees import flatten_inputs
+from chipfit.calibration.input_errors import LABELS, wrong_layout
+from chipfit.calibration.signature import expected_inputs, is_optional, names_label
+from chipfit.engine.trees import batch_axes, flatten_inputs
 from chipfit.engine.types import dtype_of
 from chipfit.errors import DataError
-from chipfit.graph.ir import Graph
+from chipfit.graph.ir import FIXED_BATCH, Graph
 
 #: one tensor for each input of a graph
 Batch = Sequence[torch.Tensor]
+#: arguments of a call, by position and by name
+Call = tuple[tuple[Any, ...], dict[str, Any]]
 #: batch size if the data are one big array
 ROWS = 16
 _SIZES = "sizes stay dynamic if calibration batches (in a list, to be read again) or `example=` differ in them"
@@ -73,43 +76,49 @@ def no_data() -> DataError:
     return DataError("The calibration data are empty", hint=hint)
 
 
-def first_batch(data: Any, model: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """Return example arguments for the capture from the first batch, and all data including that batch.
+def first_batch(data: Any, model: Any) -> tuple[Call, Any]:
+    """Return the arguments of the call with the first batch, without a label, and all data including that batch.
 
     Raises:
         DataError: the data are empty.
     """
     rest = iterate(data)
     for first in rest:
-        args, kwargs = example_of(first, model)
+        args, kwargs = call_of(first, model)
         if not _is_empty([x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]):
-            return args, kwargs, itertools.chain([first], rest)
+            return (args, kwargs), itertools.chain([first], rest)
     raise no_data()
 
 
 def _is_empty(batch: Sequence[torch.Tensor]) -> bool:
-    return bool(batch) and batch[0].shape[:1] == (0,)
+    with_rows = [x for x in batch if x.dim()]
+    return bool(with_rows) and not any(map(len, with_rows))
 
 
-def example_of(batch: Any, model: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments for the capture: the first samples of a batch, without labels."""
+def call_of(batch: Any, model: Any) -> Call:
+    """Return a batch as arguments of a call, without a label behind the inputs.
+
+    The last item is a label if the model takes one argument less, or if it is optional and called like a label, or is
+    no tensor.
+    """
     args, kwargs = as_call(batch, model)
-    if len(args) > 1 and isinstance(args[0], torch.Tensor):
-        count = expected_inputs(model)
-        if count == len(args) - 1 or ((count is None or len(args) <= count) and _is_label(args[-1])):
-            args = args[:-1]  # (input, label) from a DataLoader
-    from torch.utils._pytree import tree_map
-
-    rows = example_rows(model)
-
-    def small(x: Any) -> Any:
-        return x[:rows] if isinstance(x, torch.Tensor) and x.dim() else x
-
-    return tree_map(small, args), tree_map(small, kwargs)
+    if len(args) > 1 and (
+        expected_inputs(model) == len(args) - 1
+        or (is_optional(model, len(args)) and (isinstance(args[-1], (int, list)) or names_label(model, len(args))))
+    ):
+        args = args[:-1]
+    return args, kwargs
 
 
-def _is_label(x: Any) -> bool:
-    return isinstance(x, (int, list)) or (isinstance(x, torch.Tensor) and not x.is_floating_point() and x.dim() <= 1)
+def first_rows(call: Call, count: int = 2) -> Call:
+    """Return a call with the first samples; the same call if its inputs have different numbers of rows."""
+    from torch.utils._pytree import tree_leaves, tree_map_only
+
+    rows = {len(x) for x in tree_leaves(call) if isinstance(x, torch.Tensor) and x.dim()}
+    if len(rows) != 1 or max(rows) <= count:
+        return call
+    few: Call = tree_map_only(torch.Tensor, lambda x: x[:count] if x.dim() else x, call)
+    return few
 
 
 def _tensors(x: Any) -> Any:
@@ -180,7 +189,7 @@ def _as_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def count_splittable(graph: Graph, batch: Sequence[torch.Tensor]) -> int:
     """Return the number of samples in a batch that can be split along axis 0; 0 if it cannot."""
     sizes = {len(x) if x.dim() else 0 for x in batch}
-    fixed = any(graph.shape(i)[:1] != (None,) for i in graph.inputs)
+    fixed = batch_axes(graph) != dict.fromkeys(graph.inputs, 0)
     return 0 if fixed or len(sizes) != 1 else sizes.pop()
 
 
@@ -211,10 +220,12 @@ def split_label(batch: Any, graph: Graph) -> tuple[list[torch.Tensor], torch.Ten
         hint = "yield tensors or tuples in the order of the inputs" if named else ""
         raise DataError(e.what, got=e.got, allowed=e.allowed, hint=hint or e.hint) from None
     out = [_fit(graph, name, x, batch) for name, x in zip(graph.inputs, flat, strict=True)]
-    rows = {name: len(x) for name, x in zip(graph.inputs, out, strict=True) if graph.values[name].shape[:1] == (None,)}
+    axes, given = batch_axes(graph), dict(zip(graph.inputs, out, strict=True))
+    rows = {name: given[name].shape[axis] for name, axis in axes.items()}
     if len(set(rows.values())) > 1:
         got = ", ".join(f"'{name}' {n}" for name, n in rows.items())
-        allowed = "the same on axis 0"
+        others = ", ".join(f"axis {axis} of '{name}'" for name, axis in axes.items() if axis)
+        allowed = f"the same on axis 0{' and on ' * bool(others)}{others}"
         raise DataError("The inputs of a batch have different numbers of samples", got=got, allowed=allowed)
     return out, None if label is None else _classes(label)
 
@@ -246,7 +257,10 @@ def _fit(graph: Graph, name: str, x: Any, batch: Any) -> torch.Tensor:
         empty = "an axis of size 0 holds nothing: leave such batches out" if 0 in (*x.shape, *want.shape) else ""
         hint = empty or wrong_layout(tuple(x.shape), want.shape)
         what, got = f"Input '{name}' has the wrong shape", str(list(x.shape))
-        error = SizeMismatch(what, got=got, allowed=str(sizes), hint=hint or _SIZES)
+        fixed = next((note for note in graph.notes if note.startswith(FIXED_BATCH)), "")
+        error = SizeMismatch(
+            what, got=got, allowed=str(sizes), hint=hint or (f"{_SIZES}; {fixed}" if fixed else _SIZES)
+        )
         error.batch = None if hint or len(x.shape) != len(want.shape) else batch
         raise error
     return x.detach()
@@ -277,9 +291,11 @@ class batches:  # noqa: N801 -- reads as a verb where it is used: for x in batch
         self.data, self.graph, self.note = data, graph, note
 
     def __iter__(self) -> Iterator[list[torch.Tensor]]:
+        axes = batch_axes(self.graph)
         for batch in iterate(self.data):
             flat, _ = split_label(batch, self.graph)
-            if _is_empty(flat) or not any(x.numel() for x in flat):
+            rows = [x.shape[axes[name]] for name, x in zip(self.graph.inputs, flat, strict=True) if name in axes]
+            if 0 in rows or not any(x.numel() for x in flat):
                 continue
             if self.note is not None:
                 self.note(flat)

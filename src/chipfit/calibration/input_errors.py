@@ -6,25 +6,13 @@ from typing import Any
 
 import torch
 
+from chipfit.calibration.signature import expected_inputs
 from chipfit.engine.types import describe_value
 from chipfit.errors import ChipfitError, DataError
 
 _RANKS: dict[Any, int] = {torch.nn.Conv1d: 3, torch.nn.Conv2d: 4, torch.nn.Conv3d: 5}
 ONE_SAMPLE = "this is one sample: give batches, as torch.stack(samples) or sample[None] make them"
 LABELS = "yield the inputs, or the inputs and one label behind them: (x, y)"
-
-
-def expected_inputs(model: Any) -> int | None:
-    """Return the number of positional inputs of a model; None if it is unknown."""
-    if hasattr(model, "inputs"):  # a Keras model
-        return len(model.inputs)
-    try:
-        parameters = inspect.signature(model.forward).parameters.values()
-    except (AttributeError, TypeError, ValueError):
-        return None
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return None
-    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
 
 
 def example_rows(model: Any) -> int:
@@ -81,11 +69,24 @@ def explain_error(refusal: ChipfitError, model: Any, args: Sequence[Any], kwargs
     hint = wrong_layout(tuple(x.shape), want) if want is not None else ""
     if want is not None and not hint and x.dim() == len(want) - 1:  # axis 0 of the example is not the batch
         hint = ONE_SAMPLE
-    if not hint or want is None:
-        return refusal
+    return refusal if not hint or want is None else _wrong_shape(args, want, hint)
+
+
+def refuse_one_sample(model: Any, args: Sequence[Any]) -> None:
+    """Check that a call which fixes the batch size has a batch axis at all.
+
+    Raises:
+        DataError: The first input is one sample of what the model's first convolution takes.
+    """
+    x, want = next((a for a in args if isinstance(a, torch.Tensor)), None), _expected(model)
+    if x is not None and want is not None and wrong_layout(tuple(x.shape), want) == ONE_SAMPLE:
+        raise _wrong_shape(args, want, ONE_SAMPLE)
+
+
+def _wrong_shape(args: Sequence[Any], want: Sequence[int | None], hint: str) -> DataError:
     allowed = str(["batch", *("any" if d is None else d for d in want[1:])])
-    got = _shapes(args)
-    return DataError("The inputs do not have the shape that the model takes", got=got, allowed=allowed, hint=hint)
+    what = "The inputs do not have the shape that the model takes"
+    return DataError(what, got=_shapes(args), allowed=allowed, hint=hint)
 
 
 def _expected(model: Any) -> tuple[int | None, ...] | None:

@@ -104,8 +104,8 @@ class CalibrationData:
         if self.example is not None:
             self._unread = self.data
             return as_call(self.example, model)
-        args, kwargs, self._unread = first_batch(self.data, model)
-        return args, kwargs
+        call, self._unread = first_batch(self.data, model)
+        return call
 
     def keep(self) -> None:
         """Keep the batches of an iterator while they are read for the first time."""

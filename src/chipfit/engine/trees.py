@@ -46,6 +46,14 @@ def flatten_call(spec: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[s
     return [leaves[i] for i in spec["tensors"]]
 
 
+def batch_axes(graph: Graph) -> dict[str, int]:
+    """Return the axis of samples of each input that has one; it is axis 0 unless the capture found another."""
+    spec = json.loads(graph.in_spec) if graph.in_spec else {}
+    if "batch" in spec:
+        return {graph.inputs[k]: axis for k, axis in spec["batch"]}
+    return {i: 0 for i in graph.inputs if graph.shape(i)[:1] == (None,)}
+
+
 def dump_call(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],

@@ -21,6 +21,8 @@ from chipfit.operators.table import OPS
 
 #: quantizes the input of a dynamic kernel to a range found at each call; `decide` inserts it
 DYNAMIC = "DynamicQuantize"
+#: beginning of the reader's note that the model takes one number of samples only
+FIXED_BATCH = "the batch size is fixed"
 OPAQUE = "Opaque"  #: an operator without canonical name; attrs hold target, args, kwargs (see `Ref`)
 
 

@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from chipfit import pipeline
-from chipfit.calibration.data import first_batch
+from chipfit.calibration.data import first_batch, first_rows
 from chipfit.decide.legality import project
 from chipfit.engine.run import run
 from chipfit.engine.trees import flatten_call
@@ -51,7 +51,8 @@ def deploy(model: fx.GraphModule, data: Any, platform: Any) -> Result:
         raise PlanError("Model must come from prepare_qat_fx", got=type(model).__name__)
     target = load(platform)
     plain, learned, of_weights = _remove_quantizers(model)
-    args, kwargs, data = first_batch(data, plain)
+    call, data = first_batch(data, plain)
+    args, kwargs = first_rows(call)
     graph = lint(plain, args, target).graph
     weights = {w: q for w, q in of_weights.items() if w in graph.weights}
     names = {**_match_tensors(plain, learned, graph, args, kwargs), **weights}

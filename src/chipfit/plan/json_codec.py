@@ -150,6 +150,7 @@ class _Call(TypedDict):
     plain: NotRequired[str]
     captured: NotRequired[str]
     packed: NotRequired[bool]
+    batch: NotRequired[list[list[int]]]
 
 
 @with_config(_STRICT)
@@ -259,6 +260,11 @@ def _check_call(graph: Graph) -> None:
     inside = all(0 <= k < call["leaves"] for k in places)
     if len(places) != len(graph.inputs) or not inside or places != sorted(set(places)):
         raise GraphError("Arguments do not fit the graph's inputs", got=str(places)[:80], allowed="ascending places")
+    for place in call.get("batch", ()):
+        if not (
+            len(place) == 2 and 0 <= place[0] < len(places) and 0 <= place[1] < len(graph.shape(graph.inputs[place[0]]))
+        ):
+            raise GraphError("No input has this axis of samples", got=str(place)[:80])
     check_value(_RESULTS, results, PlanError, "out_spec of the graph")
     leaves, known = results["leaves"], {str({"output": k}) for k in range(len(graph.outputs))}
     strange = [x for x in leaves if set(x) != {"constant"} and str(x) not in known]

@@ -171,7 +171,7 @@ class Comparator:
 
     def add(self, inputs: list[Tensor], label: Tensor | None) -> None:
         """Run one batch everywhere and compare."""
-        samples = inputs[0].shape[0] if inputs and inputs[0].dim() else 1
+        samples = max((x.shape[0] for x in inputs if x.dim()), default=1)
         freely = label is not None or self.freely is None or self.out.freely < self.freely
         self.out.samples += samples
         self.out.calibrated += self.calibration.count_known(inputs)

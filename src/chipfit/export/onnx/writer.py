@@ -9,6 +9,7 @@ import onnx
 from onnx import helper
 
 from chipfit._version import __version__
+from chipfit.engine.trees import batch_axes
 from chipfit.errors import ExportError, UnsupportedError, first_line
 from chipfit.export.io_spec import IOSpec, QuantizedIO, io_spec_of, output_names
 from chipfit.export.onnx.builder import OnnxBuilder, refuse, tensor_type
@@ -153,9 +154,11 @@ def value_info(g: Graph, name: str, value: str, io: QuantizedIO | None = None) -
         return helper.make_tensor_value_info(name, tensor_type(str(w.dtype).removeprefix("torch.")), list(w.shape))
     v = g.values[value]
     kind = tensor_type(io.type if io else v.dtype)
-    batched = all(g.values[i].shape[:1] in ((), (None,)) for i in g.inputs) and None not in v.shape[1:]
+    batch = batch_axes(g)
+    batched = all(batch.get(i) == 0 or not g.shape(i) for i in g.inputs) and None not in v.shape[1:]
     if value in g.outputs and value not in g.inputs and not batched:  # its first axis may be another than the inputs'
         dims = [f"{name}_{k}" if s is None else s for k, s in enumerate(v.shape)]
     else:
-        dims = [("batch" if k == 0 else f"{value}_{k}") if s is None else s for k, s in enumerate(v.shape)]
+        axis = batch.get(value, 0 if value not in g.inputs else None)
+        dims = [("batch" if k == axis else f"{value}_{k}") if s is None else s for k, s in enumerate(v.shape)]
     return helper.make_tensor_value_info(name, kind, dims)

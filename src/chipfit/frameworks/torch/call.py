@@ -29,6 +29,7 @@ class TorchGraphBuilder(GraphBuilder):
         self.env: dict[torch.fx.Node, Any] = {}  #: value name, tuple of names, or a Python constant
         self.overwritten: dict[str, str] = {}  #: value -> the value that an in-place operator wrote over it
         self.sizes: dict[str, tuple[str, int]] = {}  #: open size -> an input that has it, and the axis
+        self.batch: dict[str, int] = {}  #: input -> its axis of samples
         self.tied: dict[str, str] = {}  #: weight -> the first name of its tensor, which the nodes read
         self._modules = dict(model.named_modules())
         self._add_weights(model, weights)
@@ -58,8 +59,12 @@ class TorchGraphBuilder(GraphBuilder):
 
     def same_size(self, a: Any, b: Any) -> bool:
         """Return whether two sizes are equal: symbols compare as text, and all inputs have as many samples."""
-        axes = [self.sizes.get(str(s), ("", -1))[1] for s in (a, b)]
-        return str(a) == str(b) or axes == [0, 0]
+        return str(a) == str(b) or (self.is_batch(a) and self.is_batch(b))
+
+    def is_batch(self, size: Any) -> bool:
+        """Return whether a size is the number of samples."""
+        name, axis = self.sizes.get(str(size), ("", -1))
+        return self.batch.get(name) == axis
 
     def enter(self, name: str, like: Any) -> str:
         """Enter a value with the shape and type of `like`, a symbolic tensor or a Python integer."""
@@ -190,7 +195,8 @@ class TorchCall:
 
     def is_open(self, key: str) -> bool:
         """Return whether an argument is an open size of an input, but not the batch size."""
-        return self.builder.sizes.get(str(self.args[key]), ("", 0))[1] > 0
+        size = self.args[key]
+        return str(size) in self.builder.sizes and not self.builder.is_batch(size)
 
     def index_range(self, key: str) -> str:
         """Return 0, 1, 2 ... below an open size, as the running sum of ones minus one."""

@@ -4,6 +4,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,26 +15,27 @@ from chipfit.engine.process import quiet
 from chipfit.engine.run import first_deviation
 from chipfit.engine.trees import flatten_inputs
 from chipfit.engine.types import describe_value
-from chipfit.errors import CaptureError, raised_outside_chipfit, short_message
+from chipfit.errors import CaptureError, RefusedCall, raised_outside_chipfit, short_message
 from chipfit.frameworks.torch.program import (
     Program,
     SymbolicTensor,
     Unrecordable,
     decomposition_of,
     needs_functionalization,
-    open_axes,
     register_dataclasses,
     symbolic,
     users_line,
 )
 from chipfit.frameworks.torch.record import record
+from chipfit.frameworks.torch.tied_axes import TiedAxes, batch_places, varied_axes, ways
 from chipfit.frameworks.torch.translate import translate
 from chipfit.graph.check import check
-from chipfit.graph.ir import Graph
+from chipfit.graph.ir import FIXED_BATCH, Graph
 
 #: halves of UTF-16 surrogate pairs, which UTF-8 cannot represent
 _SURROGATES = frozenset(map(chr, range(0xD800, 0xE000)))
 
+_FIXED_HINT = "let batches differ in the sizes that may vary, all that belong together at once"
 _DEPENDS_ON_SIZE = "The model computes something else for other sizes, in which the batches differ"
 
 
@@ -56,6 +58,27 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Any = None, oth
         CaptureError: The model cannot be captured (the message names the user's line and what to change), a weight is
             beyond float32, a layer's name is not valid text, or the model computes something else for another size.
     """
+    _check_model(model)
+    calls = pytree.tree_map(_as_float32, [(tuple(args), dict(kwargs or {})), *others])
+    calls = [c for c in calls if pytree.tree_structure(c) == pytree.tree_structure(calls[0])]
+    # the largest first: a size of 1 would become a constant
+    calls.sort(key=lambda call: -sum(getattr(x, "nbytes", 0) for x in pytree.tree_leaves(call)))
+    with_rows = [x for x in pytree.tree_leaves(calls[0]) if isinstance(x, torch.Tensor) and x.dim()]
+    if with_rows and not any(map(len, with_rows)):
+        raise CaptureError("The example holds no sample", allowed="a batch of one or more")
+    graph = _capture_first_way(model, calls)
+    check(graph, blame="capture")
+    if others:
+        _check_open_sizes(graph, _eval_copy(model)[0], [*calls[1:], pytree.tree_map(_longer, *calls)])
+    return graph
+
+
+def _check_model(model: Any) -> None:
+    """Check that a model can be read at all.
+
+    Raises:
+        CaptureError: It is no module, a scripted one, or a layer's name is not valid text.
+    """
     if isinstance(model, torch.jit.ScriptModule):
         allowed = "a torch.nn.Module, or the module() of a program of torch.export"
         what = "A scripted or traced module (torch.jit) cannot be read"
@@ -66,34 +89,76 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Any = None, oth
     for name, _ in model.named_modules():
         if not _SURROGATES.isdisjoint(name):
             raise CaptureError("The name of a layer contains half a character", got=ascii(name))
-    calls = pytree.tree_map(_as_float32, [(tuple(args), dict(kwargs or {})), *others])
-    calls = [c for c in calls if pytree.tree_structure(c) == pytree.tree_structure(calls[0])]
-    # the largest first: a size of 1 would become a constant
-    calls.sort(key=lambda call: -sum(getattr(x, "nbytes", 0) for x in pytree.tree_leaves(call)))
-    if next((len(x) for x in pytree.tree_leaves(calls[0]) if isinstance(x, torch.Tensor) and x.dim()), 1) == 0:
-        raise CaptureError("The example holds no sample", allowed="a batch of one or more")
-    args, kwargs = _at_least_two(*calls[0])
+
+
+def _capture_first_way(model: torch.nn.Module, calls: Sequence[Any]) -> Graph:
+    """Read a model with the first of the `ways` to leave sizes open that it accepts.
+
+    Raises:
+        CaptureError: It accepts none; the error is that of the first way.
+    """
+    tried: list[CaptureError] = []
+    for sizes in ways(calls):
+        try:
+            graph = _capture_way(model, calls, sizes)
+        except RefusedCall as e:
+            tried.append(e)
+            continue
+        if not any(None in graph.shape(i)[:1] for i in graph.inputs) and any(map(graph.shape, graph.inputs)):
+            why = tried[0].what if tried else "the model computes with the number of samples"
+            graph.notes.append(f"{FIXED_BATCH}: {why}")
+        return graph
+    raise tried[0]
+
+
+def _capture_way(model: torch.nn.Module, calls: Sequence[Any], sizes: Sequence[TiedAxes]) -> Graph:
+    """Read a model with these sizes open.
+
+    Raises:
+        RefusedCall: The model raises an exception for the example, or for another size.
+        CaptureError: See `capture`.
+    """
+    leaves, tree = pytree.tree_flatten(calls[0])
+    if sizes and sizes[0].is_batch and sizes[0].old == 1:
+        batch, leaves = sizes[0].doubled(leaves)
+        sizes = (batch, *sizes[1:])
+    args, kwargs = call = pytree.tree_unflatten(leaves, tree)
     copied, cast = _eval_copy(model)
     try:
-        program, example_out = record(copied, args, kwargs, calls[1:])
-        graph = translate(program, copied if cast else model, (args, kwargs), example_out)
+        program, example_out = record(copied, args, kwargs, sizes)
+        graph = translate(program, copied if cast else model, call, example_out)
     except Unrecordable as e:
         copied, cast = _eval_copy(model)
         example_out = _run_example(copied, args, kwargs)
-        if others:
+        for size in sizes:
+            _check_size(copied, call, size)
+        if len(calls) > 1:
             raise CaptureError(_DEPENDS_ON_SIZE, where=users_line(e.__cause__ or e)) from e
-        graph = translate(export(copied, args, kwargs), copied if cast else model, (args, kwargs), example_out)
+        program = export(copied, args, kwargs, sizes)
+        graph = translate(program, copied if cast else model, call, example_out)
     if cast:
         graph.notes.append(f"warning: the model computes in {cast}; it was read, and is simulated, in float32")
-    check(graph, blame="capture")
-    if others:
-        _check_open_sizes(graph, _eval_copy(model)[0], [*calls[1:], pytree.tree_map(_longer, *calls)])
     return graph
+
+
+def _check_size(model: torch.nn.Module, call: Any, size: TiedAxes) -> None:
+    """Check that the model runs with another size of the inputs.
+
+    Raises:
+        RefusedCall: It does not.
+    """
+    leaves, tree = pytree.tree_flatten(call)
+    try:
+        _run_example(model, *pytree.tree_unflatten(size.resized(leaves), tree))
+    except RefusedCall as e:
+        axes = ", ".join(f"axis {axis} of {describe_value(leaves[i])}" for i, axis in size.places)
+        what = f"The model fails with {size.new} in place of {size.old} on {axes}: {short_message(e.__cause__ or e)}"
+        raise RefusedCall(what, where=e.where, hint=_FIXED_HINT) from e
 
 
 def _longer(x: Any, *others: Any) -> Any:
     """Return a tensor with one more element along each axis in which others differ from it."""
-    for k in open_axes(x, others):
+    for k in varied_axes(x, others):
         x = torch.cat([x, x.narrow(k, -1, 1)], k)
     return x
 
@@ -107,7 +172,7 @@ def _check_open_sizes(graph: Graph, model: torch.nn.Module, calls: Sequence[Any]
     for args, kwargs in calls:
         try:
             out = _run_example(model, args, kwargs)
-        except CaptureError:
+        except RefusedCall:
             continue
         inputs = flatten_inputs(graph, args, kwargs)
         if found := first_deviation(graph, inputs, [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]):
@@ -147,22 +212,11 @@ def _eval_copy(model: torch.nn.Module) -> tuple[torch.nn.Module, str]:
     return copied, " and ".join(sorted(str(f).removeprefix("torch.") for f in floats))
 
 
-def _at_least_two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Repeat a batch of one, whose size would become a constant."""
-    leaves, tree = pytree.tree_flatten((args, kwargs))
-    batched = [isinstance(t, torch.Tensor) and t.dim() > 0 for t in leaves]
-    if True not in batched or leaves[batched.index(True)].shape[0] != 1:
-        return args, kwargs
-    single = (b and t.shape[0] == 1 for t, b in zip(leaves, batched, strict=True))
-    twice = [torch.cat([t, t]) if one else t for t, one in zip(leaves, single, strict=True)]
-    return pytree.tree_unflatten(twice, tree)
-
-
 def _run_example(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the model as the user would, and register the user's dataclasses with pytree.
 
     Raises:
-        CaptureError: The model fails.
+        RefusedCall: The model fails.
     """
     try:
         with torch.no_grad():
@@ -173,31 +227,34 @@ def _run_example(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str
         given = [describe_value(a) for a in args] + [f"{k}={describe_value(v)}" for k, v in kwargs.items()]
         hint = "call the model on this input yourself, in eval mode, and correct the input or the model"
         what = f"The model fails on the example input: {short_message(e)}"
-        raise CaptureError(what, where=users_line(e), got=", ".join(given) or "no input", hint=hint) from e
+        raise RefusedCall(what, where=users_line(e), got=", ".join(given) or "no input", hint=hint) from e
     register_dataclasses(out)
     return out
 
 
-def export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+def export(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sequence[TiedAxes] | None = None
+) -> Program:
     """Trace a model, whose `forward` may be replaced for that.
 
-    Calls that write in place stay in the program only where a reader of single calls understands them. Axis 0 is open
-    in every input that has as many rows as the first.
+    Calls that write in place stay in the program only where a reader of single calls understands them.
+
+    Args:
+        sizes: of them, the batch is open; by default axis 0 of every input that has as many rows as the first.
 
     Raises:
         CaptureError: naming the user's line and what to change.
     """
+    batch = batch_places(next(ways([(args, kwargs)])) if sizes is None else sizes)
+    open_axes: dict[int, Any] = {}
+    for i, axis in batch:
+        tensor = pytree.tree_leaves((args, kwargs))[i]
+        open_axes.setdefault(id(tensor), {})[axis] = torch.export.Dim.AUTO
     shapes: Any = None
-    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.dim() > 0]
-    if tensors:
-        batch = tensors[0].shape[0]
-
-        def open_batch(x: Any) -> Any:
-            has_batch = isinstance(x, torch.Tensor) and x.dim() and x.shape[0] == batch
-            return {0: torch.export.Dim.AUTO} if has_batch else None
-
+    if batch:
         _name_keywords(model, kwargs)
-        shapes = pytree.tree_map(open_batch, dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments))
+        bound = dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
+        shapes = pytree.tree_map(lambda x: open_axes.get(id(x)), bound)
     try:
         with quiet():
             program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
@@ -218,7 +275,7 @@ def export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             decompositions |= {op: decomposition_of(op, f) for op, f in table.items() if decomposition_of(op)}
     if decompositions or needs_functionalization(program.graph):
         program = program.run_decompositions(decompositions)
-    return _program(program)
+    return replace(_program(program), batch=batch)
 
 
 def _program(exported: torch.export.ExportedProgram) -> Program:

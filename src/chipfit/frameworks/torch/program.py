@@ -15,6 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from chipfit.files import package_data
+from chipfit.frameworks.torch.tied_axes import Place
 from chipfit.graph.builder import Origin
 from chipfit.graph.config import module_settings, plain
 from chipfit.graph.einsum import as_product
@@ -97,12 +98,7 @@ class Program:
     inputs: dict[str, str]  #: placeholder -> name of an input that is a tensor; other placeholders are constants
     results: list[Any]  #: leaves of what the model returns: calls, or constants
     out_tree: pytree.TreeSpec
-
-
-def open_axes(x: Any, others: Sequence[Any]) -> list[int]:
-    """Return the axes, except the batch, in which one of these tensors has another size than `x`."""
-    shapes = [y.shape for y in (x, *others)] if isinstance(x, torch.Tensor) else []
-    return [k for k, sizes in enumerate(zip(*shapes, strict=False)) if k and len(set(sizes)) > 1]
+    batch: Sequence[Place] = ()  #: axes of the call's leaves that have as many elements as there are samples
 
 
 def register_dataclasses(out: Any) -> None:

@@ -12,8 +12,7 @@ import inspect
 import operator
 import re
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from itertools import chain
 from types import FrameType
@@ -33,11 +32,11 @@ from chipfit.frameworks.torch.program import (
     Unrecordable,
     decomposition_of,
     needs_functionalization,
-    open_axes,
     register_dataclasses,
     symbolic,
     writes_shared_memory,
 )
+from chipfit.frameworks.torch.tied_axes import TiedAxes, batch_places, ways
 
 #: functions that read metadata of tensors and not their values, besides properties; and functions without effect here
 _METADATA = """
@@ -49,28 +48,28 @@ _CONVOLUTIONS = torch.ops.aten.conv1d, torch.ops.aten.conv2d, torch.ops.aten.con
 _VALUE_DEPENDENT = torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output
 
 
-def record(model: torch.nn.Module, args: Any, kwargs: Any, others: Sequence[Any] = ()) -> tuple[Program, Any]:
+def record(
+    model: torch.nn.Module, args: Any, kwargs: Any, sizes: Sequence[TiedAxes] | None = None
+) -> tuple[Program, Any]:
     """Return the program of a model, and the model's result for the example.
 
     Args:
         model: a copy, which gets hooks and whose state the runs may change.
-        args, kwargs: tensors with the batch on axis 0, of at least two rows.
-        others: further (args, kwargs), which may differ in other sizes.
+        args, kwargs: tensors and constants, in any structure.
+        sizes: the sizes that stay open; by default the batch, of at least two rows.
 
     Raises:
         Unrecordable: Watching the runs does not show what the model computes, or the model raises an exception.
     """
-    try:
-        positional = [*inspect.signature(model.forward).bind(*args, **kwargs).arguments][: len(args)]
-    except (TypeError, ValueError) as e:  # other arguments, or a function without a signature
-        raise Unrecordable from e
-    names = [re.sub("[^a-zA-Z0-9]", "_", k).lower() for k in (*positional, *kwargs)]
-    example = [*args, *kwargs.values()]
-    modules = [*model.named_modules(remove_duplicate=False)]
+    sizes = next(ways([(args, kwargs)])) if sizes is None else sizes
+    leaves, tree = pytree.tree_flatten((args, kwargs))
+    names, modules = _names(model, args, kwargs), [*model.named_modules(remove_duplicate=False)]
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
     if (
-        not all(type(x) is torch.Tensor and x.layout is torch.strided for x in example)
-        or not any(x.dim() for x in example)
-        or len({*names}) < len(example)
+        not all(type(x) is torch.Tensor and x.layout is torch.strided for x in tensors)
+        or not all(isinstance(x, (torch.Tensor, bool, int, float, str, type(None))) for x in leaves)
+        or not any(x.dim() for x in tensors)
+        or len({*names}) < len(leaves)
         or len({id(m) for _, m in modules}) < len(modules)
         or any(_has_own_trace(m) for _, m in modules)
     ):
@@ -83,37 +82,42 @@ def record(model: torch.nn.Module, args: Any, kwargs: Any, others: Sequence[Any]
     weights = dict(sorted(chain(*every), key=lambda item: item[0] not in stored))
     rng_state = torch.get_rng_state()
     first = _Run(names, weights, path)
-    out = first.watch(model, args, kwargs)
+    out = first.watch(model, leaves, tree)
     if not torch.equal(rng_state, torch.get_rng_state()):
         torch.set_rng_state(rng_state)
         raise Unrecordable
-    for k, (old, new, places) in enumerate(_open_sizes(example, [[*a, *kw.values()] for a, kw in others]), 1):
-        given = list(example)
-        for i, axis in places:
-            given[i] = given[i].index_select(axis, torch.arange(new) % old)
-        run = _Run(names, weights, path, old, new, first)
-        run.watch(model, tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True)))
+    for k, size in enumerate(sizes, 1):
+        run = _Run(names, weights, path, size.old, size.new, first)
+        run.watch(model, size.resized(leaves), tree)
         first.merge(run, k)
     first.drop_unused()
-    return Program(first.graph, None, weights, first.weight_of, first.inputs, first.results, first.out_tree), out
+    batch = batch_places(sizes)
+    return Program(first.graph, None, weights, first.weight_of, first.inputs, first.results, first.out_tree, batch), out
 
 
-def _open_sizes(example: list[Any], others: list[list[Any]]) -> list[tuple[int, int, list[tuple[int, int]]]]:
-    """Return (size in the example, another size, [(input, axis), ...]) of each open size; the batch is first.
+def _names(model: torch.nn.Module, args: Any, kwargs: Any) -> list[str]:
+    """Return the names of all leaves of a call, as `torch.export` makes them of parameters and places in containers.
 
-    Axes of several inputs share a size if they are equal in all examples; axes of one input never share one.
+    Raises:
+        Unrecordable: The model takes other arguments, or has no signature.
     """
-    batch = next(len(x) for x in example if x.dim())
-    places = {
-        ((batch, 2 if batch > 2 else batch + 1), 0): [(i, 0) for i, x in enumerate(example) if x.shape[:1] == (batch,)]
-    }
-    for i, x in enumerate(example):
-        own = Counter[tuple[int, ...]]()
-        for axis in open_axes(x, [y[i] for y in others]):
-            sizes = tuple(y[i].shape[axis] for y in (example, *others))
-            own[sizes] += 1
-            places.setdefault((sizes, own[sizes]), []).append((i, axis))
-    return [(s[0], next(n for n in s if n != s[0]), at) for (s, _), at in places.items()]
+    try:
+        signature = inspect.signature(model.forward)
+        bound = signature.bind(*args, **kwargs).arguments
+    except (TypeError, ValueError) as e:
+        raise Unrecordable from e
+    positional: list[str] = []
+    for name, value in bound.items():
+        if signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
+            positional += [f"{name}_{k}" for k in range(len(value))]
+        else:
+            positional.append(name)
+    names = []
+    for name, value in zip((*positional[: len(args)], *kwargs), (*args, *kwargs.values()), strict=True):
+        for keys, _ in pytree.tree_flatten_with_path(value)[0]:
+            path = "_".join((name, *re.findall(r"\w+", pytree.keystr(keys))))
+            names.append(re.sub("[^a-zA-Z0-9]", "_", path).lower())
+    return names
 
 
 def _has_own_trace(m: torch.nn.Module) -> bool:
@@ -215,12 +219,14 @@ class _Run(_DispatchHandler, TorchDispatchMode):
         self.used_len = False  #: the model called len() of a batch, which is a plain int and hides the open size
         self._counts: dict[str, int] = {}
         self.weight_of = {self._placeholder(t): name for name, t in weights.items()}
-        self.inputs = dict.fromkeys(names, "")
+        self.names, self.inputs = names, dict[str, str]()
         self.results: list[Any] = []
 
-    def _placeholder(self, t: torch.Tensor) -> str:
+    def _placeholder(self, x: Any) -> str:
         n = self.graph.placeholder(f"in{len(self.graph.nodes)}")
-        n.meta["val"], self.calls[t] = symbolic(t), n
+        n.meta["val"] = x
+        if isinstance(x, torch.Tensor):
+            n.meta["val"], self.calls[x] = symbolic(x), n
         return n.name
 
     def give_up(self) -> Any:
@@ -232,10 +238,12 @@ class _Run(_DispatchHandler, TorchDispatchMode):
         size.run, size.slope = self, slope
         return size if slope else value
 
-    def watch(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run the model and return its result; the inputs are in the order of their names."""
-        placeholders = [self._placeholder(x) for x in (*args, *kwargs.values())]
-        self.inputs = dict(zip(placeholders, self.inputs, strict=True))
+    def watch(self, model: torch.nn.Module, leaves: list[Any], tree: pytree.TreeSpec) -> Any:
+        """Run the model and return its result; the leaves of the call are in the order of their names."""
+        placeholders = [self._placeholder(x) for x in leaves]
+        named = zip(placeholders, self.names, leaves, strict=True)
+        self.inputs = {placeholder: name for placeholder, name, x in named if isinstance(x, torch.Tensor)}
+        args, kwargs = pytree.tree_unflatten(leaves, tree)
         try:
             with torch.inference_mode(), _exporting(), _Functions(self), self:
                 out = model(*args, **kwargs)

@@ -33,7 +33,7 @@ def translate(program: Program, model: torch.nn.Module, call: Any, example_out: 
     graph = translator.builder.graph
     args, kwargs = call
     names = list(inspect.signature(model.forward).parameters)[: len(args)]
-    graph.in_spec = dump_call(args, kwargs, names, translator.tensors)
+    graph.in_spec = dump_call(args, kwargs, names, translator.tensors, **translator.batch())
     graph.out_spec = dump_result(example_out, translator.results(), program.out_tree)
     leaves = pytree.tree_leaves(call)
     graph.example = tuple(leaves[i] for i in translator.tensors)
@@ -78,7 +78,16 @@ class _Translator:
         for axis, size in enumerate(like.shape):
             if not isinstance(size, int):
                 self.builder.sizes.setdefault(str(size), (name, axis))  # symbols compare as text
+                if (self.leaves - 1, axis) in self.program.batch:
+                    self.builder.batch.setdefault(name, axis)
         return self.builder.enter(name, like)
+
+    def batch(self) -> dict[str, Any]:
+        """Return the axes of samples for `in_spec`, by number of the input; nothing where they are all open axes 0."""
+        graph, axes = self.builder.graph, self.builder.batch
+        if axes == {i: 0 for i in graph.inputs if graph.shape(i)[:1] == (None,)}:
+            return {}
+        return {"batch": [[graph.inputs.index(i), axis] for i, axis in axes.items()]}
 
     def results(self) -> list[dict[str, Any]]:
         """Enter the graph's outputs; return the leaves of the model's result, which are outputs or constants."""
