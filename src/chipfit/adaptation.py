@@ -5,8 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 from chipfit import steps
-from chipfit.calibration.collect import Need, collect
-from chipfit.decision import Decision, choose_scales, decide, plan_of, with_declared_statistics
+from chipfit.calibration.collect import Need, TensorStats, collect
+from chipfit.decide.overrides import Overrides
+from chipfit.decide.statistics import needs
+from chipfit.decision import Decision, choose_scales, decide, plan_of, refuse_all_float, with_declared_statistics
 from chipfit.graph.check import check
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
@@ -26,6 +28,41 @@ def trial_settings(d: Decision) -> tuple[Settings, Settings]:
         if says.trial_value is not None and getattr(resolved, says.setting.name) is None:
             more[says.setting.name] = says.trial_value(resolved, d.graph, d.assignment)
     return resolved, Settings(**resolved.to_record(), **{k: v for k, v in more.items() if v is not None})
+
+
+def choose_ranges(d: Decision, batches: steps.Batches) -> Decision:
+    """Return a calibrated decision with rewrites and scales; it remembers what it starts from."""
+    out = replace(adapt_and_scale(d, batches), calibrated=d)
+    return replace(out, provenance={**out.provenance, "results": out.execution}) if out.execution else out
+
+
+def decide_again(calibrated: Decision, overrides: Overrides | None, batches: steps.Batches | None) -> Decision | None:
+    """Return what `quantize` decides with other overrides, from the statistics at hand; None if batches are missing.
+
+    Args:
+        calibrated: the decision with its statistics, before the rewrites that follow them.
+        batches: of graph inputs, for further statistics and for comparisons on held-out samples, if they are here.
+
+    Raises:
+        NothingQuantizedError, PlanError, UnknownNameError, UnsupportedError, DataError: see `quantize`.
+    """
+    d = refuse_all_float(decide(replace(calibrated, overrides=overrides, widths=())))
+    _, on_trial = trial_settings(d)
+    needed = steps.statistics_needed(d.graph, needs(d.assignment, d.rules), on_trial)
+    have = {n: s for n, s in d.stats.items() if n in needed and _has(s, needed[n])}
+    lacking = {n: need for n, need in needed.items() if n not in have}
+    if batches is None and (lacking or steps.rereads_data(on_trial)):
+        return None
+    read = () if batches is None else batches
+    have |= collect(d.graph, read, tensors=lacking) if lacking else {}
+    stats = {n: have[n] if need.histogram else replace(have[n], histogram=None) for n, need in needed.items()}
+    return choose_ranges(replace(d, stats=stats), read)
+
+
+def _has(seen: TensorStats, need: Need) -> bool:
+    """Return whether statistics hold what is needed."""
+    channels = seen.channels is not None and not (need.squares and seen.channels.squares is None)
+    return (seen.histogram is not None or not need.histogram) and (channels or need.channel_axis is None)
 
 
 def adapt_and_scale(d: Decision, batches: steps.Batches) -> Decision:

@@ -58,6 +58,8 @@ class Decision:
     notes: tuple[str, ...] = ()  #: notes of the last `decide`
     provenance: Mapping[str, Any] = field(default_factory=dict)  #: where the decisions come from, as plans keep it
     corrected: tuple[str, ...] = ()  #: corrections that the weights of `graph` have had before this decision
+    #: the decision with its statistics, before the rewrites that follow them: where other overrides start from
+    calibrated: Decision | None = None
 
     @property
     def all_overrides(self) -> list[tuple[Any, Any]]:
@@ -164,7 +166,10 @@ def scales_of(d: Decision, graph: Graph, known: Mapping[str, TensorPlan] | None 
 
 
 def redecide(d: Decision, plan: Plan, batches: steps.Batches | None = None) -> Decision:
-    """Decide again after a change of overrides or bits; a tensor whose format stays keeps its numbers.
+    """Decide again after a change of overrides or bits, on a graph that stays as it is.
+
+    A tensor keeps its numbers if its format stays, and the tensors that share them, unless the platform's rules have
+    moved them.
 
     Args:
         d: the decision with the change; activations without statistics take the ranges that `plan` remembers.
@@ -181,7 +186,11 @@ def redecide(d: Decision, plan: Plan, batches: steps.Batches | None = None) -> D
         if t.role == "activation" and t.low is not None and t.high is not None
     }
     d = refuse_all_float(decide(replace(d, stats={**remembered, **d.stats})))
-    return choose_scales(d if batches is None else with_declared_statistics(d, batches), keep=plan.tensors)
+    before, now = (
+        {t: group for group in ties for t in group} for ties in (plan.ties, tie_groups(d.assignment.constraints))
+    )
+    keep = {k: t for k, t in plan.tensors.items() if before.get(k) == now.get(k) and not scales.is_ruled(t)}
+    return choose_scales(d if batches is None else with_declared_statistics(d, batches), keep=keep)
 
 
 def plan_of(d: Decision) -> Plan:

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from chipfit import steps
-from chipfit.adaptation import adapt_and_scale, trial_settings
+from chipfit import adaptation, steps
+from chipfit.adaptation import trial_settings
 from chipfit.calibration.collect import collect, padding_mask
 from chipfit.calibration.data import SizeMismatch
 from chipfit.calibration.data_checks import check_input_scale, check_sample_count
@@ -147,8 +147,7 @@ def collect_statistics(request: Request, d: Decision) -> Decision:
 def choose_ranges(request: Request, d: Decision) -> Decision:
     """Apply the rewrites that follow the statistics, and choose every scale and zero point."""
     with request.progress.stage("ranges"):
-        d = adapt_and_scale(d, request.data.batches(d.graph))
-    return replace(d, provenance={**d.provenance, "results": d.execution}) if d.execution else d
+        return adaptation.choose_ranges(d, request.data.batches(d.graph))
 
 
 def search_bits(request: Request, d: Decision) -> Decision:

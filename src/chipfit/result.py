@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chipfit import steps
+from chipfit.adaptation import decide_again
 from chipfit.calibration.collect import TensorStats
 from chipfit.calibration.data import batches
 from chipfit.decide.assignment import Assignment
@@ -96,7 +97,7 @@ class Result(SummaryRepr):
         report = build(*shown, stats=self.stats, timings=self.timings, verification=proof)
 
         def edit(more: Mapping[str, Any]) -> tuple[Graph, Plan]:
-            other = self.as_calibrated()._edited(self.decision.with_overrides(more), None)
+            other = self.as_calibrated()._edited(self.decision.with_overrides(more).overrides, None)
             return other.graph, other.plan
 
         advice = tried(report, self.graph, self.plan, edit)
@@ -143,7 +144,9 @@ class Result(SummaryRepr):
             UnsupportedError: what an algorithm has trained cannot be deployed.
         """
         graph, plan = adapter_of(self.graph.framework).read_back(self.model, self.graph, self.plan)
-        decision = replace(self.decision, graph=graph, tensors=plan.tensors, corrected=self.corrections)
+        decision = replace(
+            self.decision, graph=graph, tensors=plan.tensors, corrected=self.corrections, calibrated=None
+        )
         return Result(graph, plan, decision, self.timings)
 
     @property
@@ -156,8 +159,10 @@ class Result(SummaryRepr):
     def edit(self, overrides: Overrides) -> Result:
         """Return the result with some layers decided by hand: kept in float, or at other bits.
 
-        Whatever keeps its format keeps its numbers; the rest comes from the calibration statistics, or from the
-        ranges that the plan remembers. The platform's rules hold again afterwards.
+        The plan is that of a call of `quantize` with these overrides: from the calibration statistics, and from the
+        calibration data where these are not enough. In a result that was loaded or trained, or where the data are
+        missing, the graph stays as it is, whatever keeps its format and its ties keeps its numbers, and the rest comes
+        from the ranges that the plan remembers.
 
         Args:
             overrides: as for `quantize`; they replace earlier ones.
@@ -166,15 +171,19 @@ class Result(SummaryRepr):
             UnknownNameError, PlanError, UnsupportedError: see `quantize`; PlanError also when a tensor would need a new
                 calibration, or a new correction that needs data, or `model` was trained.
         """
-        return self._edited(replace(self.decision, overrides=overrides, widths=()), self.data)
+        return self._edited(overrides, self.data)
 
-    def _edited(self, d: Decision, data: Any) -> Result:
+    def _edited(self, overrides: Overrides | None, data: Any) -> Result:
         """Decide with other overrides. Without data, what needs them is refused."""
         self.refuse_trained("an edit")
         before = self.uncorrected or self.plan
         read = batches(data, self.graph) if data is not None else None
-        d = redecide(d, before, read)
-        d = replace(d, stats={**self.stats, **{name: s for name, s in d.stats.items() if s.extras}})
+        start = self.decision.calibrated
+        d = decide_again(start, overrides, read) if start is not None else None
+        if d is None:
+            d = redecide(replace(self.decision, overrides=overrides, widths=(), calibrated=None), before, read)
+            d = replace(d, stats={**self.stats, **{name: s for name, s in d.stats.items() if s.extras}})
+            d = replace(d, warnings=(), rewrites=before.rewrites, notes=())
         plan, rule = plan_of(d), name_of(d.rules.weight_rule)
         settings, notes = steps.resolve_defaults(d.settings, bits_of_weights(plan), rule, data is not None)
         if (data is None and steps.rereads_data(settings)) or d.corrected:
@@ -184,9 +193,9 @@ class Result(SummaryRepr):
                 hint="quantize again with these overrides: `chipfit.quantize(model, data, overrides=...)`",
             )
         more = [*lost_part_warnings(d.graph, plan, d.assignment, d.stats), *notes_of_missing(d.tensors)]
-        notes += [note for note in more if note not in before.rewrites]
-        provenance = {**before.provenance, "edited": to_record(d.all_overrides)}
-        plan = replace(plan, rewrites=(*before.rewrites, *notes), provenance=provenance)
+        notes += [note for note in more if note not in plan.rewrites]
+        provenance = {**d.provenance, "edited": to_record(d.all_overrides)}
+        plan = replace(plan, rewrites=(*plan.rewrites, *notes), provenance=provenance)
         edited = Result(d.graph, plan, d, self.timings, data=data)
         edited = edited.trains(self.training) if self.training is not None else edited
         return corrected(edited, settings, () if read is None else read)

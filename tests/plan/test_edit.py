@@ -1,13 +1,15 @@
-"""Editing a decision: what keeps its format keeps its numbers, and the result is still exact."""
+"""Editing a decision: the plan is that of a call with the same overrides, and the result is still exact."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import chipfit
-from chipfit.errors import NothingQuantizedError, PlanError, UnknownNameError
-from tests.build import quantized
+from chipfit.errors import ChipfitError, NothingQuantizedError, PlanError, UnknownNameError
+from tests.build import images, model_of, quantized
 from tests.zoo import make
 
 
@@ -60,3 +62,62 @@ def test_mistakes_are_typed_errors(fitted):
         result.edit({"Conv2D": "float", "Linear": "float", "Relu": "float", "Add": "float", "GlobalAvgPool": "float"})
     with pytest.raises(PlanError, match="not understood"):
         result.edit({"head": {"bitz": 4}})
+
+
+# ---------------------------------------------------------------- an edit is a call with these overrides
+
+DATA = [images(8, 8, seed=s) for s in range(3)]
+
+
+def joins():
+    """Return a network with ties, a residual addition, a fixed scale, and an output that joins two magnitudes."""
+    torch.manual_seed(0)
+
+    def forward(m, x):
+        y = m.a(x).relu()
+        z = torch.cat([m.b(y), m.c(y).sigmoid() * 3], 1)
+        p = F.avg_pool2d(F.silu(m.e(m.d(z).relu() + y)), 2).flatten(1)
+        return torch.cat([m.f(p) * 100, m.g(p).softmax(1)], 1)
+
+    layers = {"a": nn.Conv2d(3, 8, 3, padding=1), "b": nn.Conv2d(8, 4, 1), "c": nn.Conv2d(8, 4, 1)}
+    layers |= {"d": nn.Conv2d(8, 8, 3, padding=1), "e": nn.Conv2d(8, 4, 1)}
+    return model_of(forward, **layers, f=nn.Linear(64, 6), g=nn.Linear(64, 5))
+
+
+LAYERS = "a c sigmoid cat e silu avg_pool2d flatten g softmax cat_1".split()
+OVERRIDES = [{name: "float"} for name in LAYERS]
+OVERRIDES += [{name: {"rule": "no_clipping"}} for name in ("b", "mul", "cat", "avg_pool2d", "cat_1")]
+OVERRIDES += [{"mul_1": {"range": (-2.0, 2.0)}}, {"e": {"activation_bits": "float"}}, {"a": {"bits": 4}}]
+OVERRIDES += [{"*": {"activation_bits": 16}}, {"cat_1": {"result": "codes"}}, {"Conv2D": "float"}]
+
+
+def told(make):
+    """Return a plan without its history, or the text of the error."""
+    try:
+        plan = make().plan
+    except ChipfitError as e:
+        return str(e)
+    stored = {k: (t.format, str(t.stored), t.why, t.origin, t.low, t.high) for k, t in plan.tensors.items()}
+    return stored, plan.nodes, plan.groups, plan.float_edges, plan.ties, str(plan.limits), plan.rewrites
+
+
+PLATFORMS = {"ort_cpu": 1, "tflite_int8": 1, "vitis_dpu": 3, "imx500": 4, "tensorrt": 5, "mqbench_academic": 6}
+
+
+@pytest.mark.parametrize("platform, every", PLATFORMS.items())
+def test_an_edit_gives_the_plan_of_a_call_with_these_overrides(platform, every):
+    result = quantized(joins(), DATA, platform)
+    for overrides in OVERRIDES[every // 2 :: every]:
+        edited = told(lambda o=overrides: result.edit(o))
+        assert edited == told(lambda o=overrides: quantized(joins(), DATA, platform, overrides=o)), overrides
+
+
+def test_an_edit_without_data_lets_go_of_the_scales_of_ties_that_it_ends(tmp_path):
+    """Loaded results keep ranges and no histograms: numbers stay, except where an edit changes what shares them."""
+    loaded = chipfit.load(quantized(joins(), DATA, "tflite_int8").save(tmp_path / "saved"))
+    before, edited = loaded.plan, loaded.edit({"cat": "float"}).plan
+    assert before["conv2d_1"].scale == before["cat"].scale  # tied to the sigmoid, times 3
+    seen = before.tensors["conv2d_1"]
+    assert float(edited["conv2d_1"].scale) == pytest.approx((seen.high - seen.low) / 255, rel=0.05)
+    assert float(before["conv2d_1"].scale) > 1.2 * float(edited["conv2d_1"].scale)
+    assert edited["relu"].same_numbers(before["relu"])

@@ -27,6 +27,12 @@ from chipfit.ranges.qparams import GREATEST_SCALE, QParams, from_min_max
 
 #: an int32 bias leaves this share of the accumulator to the products
 _SHARE = 0.5
+#: what the origin of numbers says that the platform's rules have determined
+_FIXED, _MOVED, _ENLARGED = (
+    "fixed by the platform",
+    ", moved to satisfy the platform's rules",
+    ", enlarged to store the bias",
+)
 #: how a tensor is stored, and the origin of its numbers
 WithOrigin = tuple[Stored, str]
 
@@ -69,11 +75,16 @@ def choose(
     out = {}
     for name, (stored, origin) in found.items():
         spec, moved = assignment.tensors[name], not legal[name].same_numbers(stored)
-        origin += ", moved to satisfy the platform's rules" if moved else ""
+        origin += _MOVED if moved else ""
         seen = stats.get(name) if spec.role == "activation" else None
         out[name] = tensor_plan(spec, nodes.get(spec.node), legal[name], origin, seen)
     out = with_biases(graph, assignment, grids, out)
     return out | _floats(graph, {name: why for name, why in assignment.floats.items() if name not in out})
+
+
+def is_ruled(t: TensorPlan) -> bool:
+    """Check whether the platform's rules, and not the range of a tensor, have determined its scale."""
+    return any(how in t.origin for how in (_FIXED, _MOVED, _ENLARGED))
 
 
 def _grids(
@@ -244,7 +255,7 @@ class QParamsSource:
         if s.name in self.dictated:
             scale, zero = self.dictated[s.name]
             numbers = torch.tensor(scale, dtype=torch.float32), torch.tensor(zero, dtype=torch.int32)
-            return QParams(*numbers), "fixed by the platform"
+            return QParams(*numbers), _FIXED
         if s.role == "weight":
             rule = s.rule or (self.rules.weight_rule if s.axis is not None or grid.symmetric else "no_clipping")
             w = self.graph.weights[s.name].detach()
@@ -333,4 +344,4 @@ def _make_room(plan: Plan, constraint: Constraint, bias: torch.Tensor, grid: Gri
     if bool((w.scale < least).any()):
         old = plan.tensors[name]
         scale = torch.maximum(w.scale, least.to(torch.float32))
-        plan.tensors[name] = old.with_(scale=scale, origin=old.origin + ", enlarged to store the bias")
+        plan.tensors[name] = old.with_(scale=scale, origin=old.origin + _ENLARGED)
