@@ -72,6 +72,7 @@ bench-algorithms: setup ## every training algorithm in three hardware settings a
 
 fuzz: setup ## 10,000 cases of bad input: SEED=, MINUTES= and CASES= choose others
 	$(QUIET) $(BIN)/python -m benchmarks.fuzz --seed $(or $(SEED),0) --minutes $(or $(MINUTES),60) --cases $(or $(CASES),10000)
+	$(QUIET) $(BIN)/python -m benchmarks.fuzz.memory --seed $(or $(SEED),0)
 
 random: setup ## prove COUNT random networks on each of ONNX Runtime and LiteRT, drawn with SEED: every integer
 	$(QUIET) $(BIN)/python benchmarks/random_networks.py --count $(or $(COUNT),500) --seed $(or $(SEED),0)

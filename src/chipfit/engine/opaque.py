@@ -1,5 +1,6 @@
 """Opaque operators: operators without a canonical name remain calls of the framework, from an allow-list."""
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -7,6 +8,7 @@ from typing import Any
 
 import torch
 
+from chipfit.engine.bounds import LARGEST, bounded
 from chipfit.engine.types import constant_of
 from chipfit.errors import GraphError
 from chipfit.files import package_data
@@ -20,7 +22,11 @@ _PYTHON: dict[str, Callable[..., Any]] = {
     for home, module in (("operator", operator), ("math", math))
     for name in _DATA["python"][home].split()
 }
+#: those whose result can be far larger than their operands
+_GROWING = tuple(f"operator.{name}" for name in "add mul pow lshift".split())
 _SYMBOLIC = _DATA["python"]["torch"].split()
+#: operators that a file may name -> operators that run in their place
+REPLACED: dict[str, str] = _DATA["replaced"]
 #: namespace of torch's operators -> allowed names
 OPERATORS = {namespace: frozenset(names.split()) for namespace, names in _DATA["operators"].items()}
 
@@ -48,28 +54,62 @@ def resolve_target(target: str) -> Callable[..., Any]:
 
     Allowed are torch's operators in `operators.yaml`, Python functions of numbers, and torch's functions of symbolic
     integers; no other attribute can be reached. A target "name:..." belongs to a framework, whose adapter creates the
-    callable.
+    callable. Operators that torch does not check itself are checked before each call; see `engine.bounds`.
 
     Raises:
         GraphError: the name is not allowed, or this version of torch does not have it.
         UnknownNameError: the framework does not exist.
     """
     if target in _PYTHON:
-        return _PYTHON[target]
+        return _growing(target) if target in _GROWING else _PYTHON[target]
     framework, colon, _ = target.partition(":")
     if colon:
         function: Callable[..., Any] = lookup("framework", framework)().opaque(target)
         return function
     module, _, name = target.partition(".")
-    found = getattr(torch, name, None) if module == "torch" and name in _SYMBOLIC else torch_operator(target)
+    if module == "torch" and name in _SYMBOLIC and hasattr(torch, name):
+        symbolic: Callable[..., Any] = getattr(torch, name)
+        return symbolic
+    return bounded(listed(target))
+
+
+def listed(target: str, *, in_place: bool = False) -> torch._ops.OpOverload:
+    """Return the operator that a file names: itself, or the one that `operators.yaml` lists in its place.
+
+    Raises:
+        GraphError: it is not listed, or this version of torch does not have it.
+    """
+    found = torch_operator(REPLACED.get(target.removesuffix(".default"), target), in_place=in_place)
     if found is None:
         raise _not_listed(target)
     return found
 
 
+@functools.cache
+def _growing(target: str) -> Callable[..., Any]:
+    """Return a function of Python's that refuses sequences, and integers beyond 64 bits."""
+    function = _PYTHON[target]
+    least_bits = {"operator.pow": lambda a, b: a.bit_length() * b, "operator.lshift": lambda a, b: a.bit_length() + b}
+
+    def call(a: Any, b: Any) -> Any:
+        whole = type(a) is int and type(b) is int
+        large = whole and target in least_bits and least_bits[target](a, b) > 2 * LARGEST.bit_length()
+        out = None if large or isinstance(a, (str, list, tuple, dict)) else function(a, b)
+        if out is None or (type(out) is int and abs(out) > LARGEST):
+            got = f"{type(a).__name__} {a!r:.40}, {b!r:.40}"
+            raise GraphError(f"'{target}' computes sizes, which are integers of 64 bits", got=got)
+        return out
+
+    call.__name__ = call.__qualname__ = target.partition(".")[2]
+    return call
+
+
 def repeatable(target: str) -> bool:
     """Return whether a call is known to be deterministic, which ATen declares and other frameworks do not."""
-    return ":" not in target and torch.Tag.nondeterministic_seeded not in getattr(resolve_target(target), "tags", ())
+    if ":" in target:
+        return False
+    found = torch_operator(target) or resolve_target(target)
+    return torch.Tag.nondeterministic_seeded not in getattr(found, "tags", ())
 
 
 def target_name(target: Any) -> str:

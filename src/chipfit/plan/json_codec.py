@@ -19,6 +19,7 @@ from pydantic import (
 )
 from typing_extensions import TypedDict
 
+from chipfit.engine.bounds import MOST_ELEMENTS
 from chipfit.engine.opaque import resolve_target
 from chipfit.engine.trees import read_tree
 from chipfit.engine.types import dtype_of
@@ -226,9 +227,12 @@ def graph_from_json(data: Any, weights: dict[str, torch.Tensor]) -> Graph:
 def _check_parts(graph: Graph) -> None:
     """Check that the parts of a graph fit together; raise a GraphError if not."""
     check(graph, blame="loading")
-    for v in graph.values.values():
+    for name, v in graph.values.items():
         if v.dtype != "int":
             dtype_of(v.dtype)
+        if math.prod(max(s or 1, 1) for s in v.shape) > MOST_ELEMENTS:
+            allowed = f"up to {MOST_ELEMENTS} elements"
+            raise GraphError(f"The size of '{name}' is beyond all bounds", got=str(v.shape)[:120], allowed=allowed)
     for n in graph.nodes:
         target = str(n.attrs.get("target"))
         if n.op == OPAQUE and ":" not in target:  # a target with ":" needs its framework, which is loaded later

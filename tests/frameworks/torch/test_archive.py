@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from chipfit.errors import CaptureError
+from chipfit.errors import CaptureError, GraphError
 from chipfit.frameworks.torch.archive import load as load_program
 from chipfit.frameworks.torch.capture import capture
 from tests.build import Trap, rezipped
@@ -235,3 +235,66 @@ def test_a_program_of_an_older_torch_is_refused(tmp_path):
         z.writestr("serialized_state_dict.pt", pickle.dumps(Trap()))
     with pytest.raises(CaptureError, match="not an archive with one program"):
         load_program(tmp_path / "old.pt2")
+
+
+class Sums(nn.Module):
+    """A program whose calls become others below."""
+
+    def forward(self, x):
+        y = torch.as_strided(x, [2], [1])
+        y.add_(1)
+        return x + 0
+
+
+def reads(path, target, *arguments):
+    """Write a program whose first call is another one."""
+    torch.export.save(torch.export.export(Sums().eval(), (torch.zeros(1, 4),)), path)
+
+    def change(data):
+        first = node(data, "as_strided")
+        first["target"] = target
+        first["inputs"][1:] = [{"name": "", "arg": a, "kind": 1} for a in arguments]
+
+    return load_program(edited(path, "models/model.json", change))
+
+
+ATEN = "torch.ops.aten"
+ELSEWHERE = {
+    "20,000 numbers from a tensor of four": (f"{ATEN}._reshape_alias.default", {"as_ints": [20000]}, {"as_ints": [1]}),
+    "numbers far behind it": (f"{ATEN}.as_strided.default", {"as_ints": [2]}, {"as_ints": [1 << 40]}),
+    "a type that does not exist": (f"{ATEN}.view.dtype", {"as_int": 4242}),
+    "more numbers than memory has": (f"{ATEN}.new_empty.default", {"as_ints": [1 << 20, 1 << 20]}),
+}
+
+
+@pytest.mark.parametrize("call", ELSEWHERE.values(), ids=ELSEWHERE)
+def test_a_program_reaches_its_own_tensors_alone(tmp_path, call):
+    program = reads(tmp_path / "model.pt2", *call)
+    with pytest.raises(GraphError, match="would leave its own tensors"):
+        program(torch.zeros(1, 4))
+    with pytest.raises(GraphError, match="would leave its own tensors"):
+        capture(program, (torch.zeros(1, 4),))
+
+
+@pytest.mark.parametrize("name", ["segment_reduce", "ctc_loss", "_thnn_fused_lstm_cell", "linalg_eigvals", "_stack"])
+def test_operators_that_do_not_check_their_operands_are_not_listed(tmp_path, name):
+    with pytest.raises(CaptureError, match=f"'aten.{name}.default' is not an operator that a graph can hold"):
+        reads(tmp_path / "model.pt2", f"{ATEN}.{name}.default", {"as_ints": [1]}, {"as_ints": [1]})
+
+
+def test_a_program_that_writes_leaves_its_caller_alone(tmp_path):
+    """The input is a row of a larger tensor; the program adds 1 to the first two numbers of its own copy."""
+    data = torch.zeros(3, 4)
+    program = reads(tmp_path / "model.pt2", f"{ATEN}.as_strided.default", {"as_ints": [2]}, {"as_ints": [1]})
+    assert program(data[1:2]).tolist() == [[1, 1, 0, 0]] and not data.any()
+    with pytest.raises(GraphError, match="would leave its own tensors"):
+        reads(tmp_path / "model.pt2", f"{ATEN}.as_strided.default", {"as_ints": [5]}, {"as_ints": [1]})(data[1:2])
+
+
+def test_a_declared_size_beyond_all_bounds_is_refused(program):
+    def change(data):
+        shape = next(iter(data["graph_module"]["graph"]["tensor_values"].values()))
+        shape["sizes"] = [{"as_int": 1 << 20}, {"as_int": 1 << 20}]
+
+    with pytest.raises(CaptureError, match="The size of '.*' is beyond all bounds"):
+        load_program(edited(program[1], "models/model.json", change))

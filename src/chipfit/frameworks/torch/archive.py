@@ -7,6 +7,7 @@ of torch/_export/serde/schema.py."""
 
 import inspect
 import json
+import math
 import re
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +17,13 @@ from typing import Annotated, Any, NotRequired
 import torch
 from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter
 from torch import fx, nn
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 from typing_extensions import TypedDict
 
-from chipfit.engine.opaque import resolve_target, torch_operator
+from chipfit.engine.bounds import MOST_ELEMENTS, bounded
+from chipfit.engine.opaque import listed, resolve_target
 from chipfit.engine.trees import flatten_call, read_tree
 from chipfit.engine.types import constant_of, dtype_of
 from chipfit.errors import CaptureError, ChipfitError, short_message
@@ -94,6 +98,8 @@ _CONSTANTS = {
     "as_layout": {_STRIDED: "strided"},
     "as_memory_format": dict(enumerate("contiguous_format channels_last channels_last_3d preserve_format".split(), 1)),
 }
+#: tensors without memory, with which torch.export traces
+_TRACED = FakeTensor, FunctionalTensor
 _LITERALS = (
     "as_int as_ints as_float as_floats as_string as_strings as_bool as_bools as_int_lists as_float_lists".split()
 )
@@ -187,6 +193,11 @@ def _program(archive: _Archive) -> nn.Module:
         raise CaptureError(what, got=f"schema {found}", allowed=f"schema {_SCHEMA}", hint=hint)
     module = check_value(PROGRAM, data, CaptureError, where)["graph_module"]
     (call,) = (c["signature"] for c in module["module_call_graph"] if c["fqn"] == "" and c["signature"])
+    shapes = module["graph"]["tensor_values"]
+    for name, meta in shapes.items():
+        if math.prod(max(s.get("as_int", 1), 1) for s in meta["sizes"]) > MOST_ELEMENTS:
+            got, allowed = str(meta["sizes"])[:120], f"up to {MOST_ELEMENTS} elements"
+            raise CaptureError(f"The size of '{name}' is beyond all bounds", got=got, allowed=allowed)
     inputs = [_input(s) for s in module["signature"]["input_specs"]]
     call_arguments = read_tree(call["in_spec"]).unflatten([name for weight, name in inputs if not weight])
     if not (isinstance(call_arguments, tuple) and list(map(type, call_arguments)) == [tuple, dict]):
@@ -221,7 +232,7 @@ def _program(archive: _Archive) -> nn.Module:
         got = str(outputs)[:200]
         raise CaptureError("The program changes its own weights or inputs when it runs", got=got, hint=hint)
     program.graph.output([_CallReader(program.graph, values).value(o["user_output"]["arg"]) for o in outputs])
-    shapes = module["graph"]["tensor_values"]
+    program.writes = any(n.meta.get("writes") for n in program.graph.nodes)
     users = [name for weight, name in inputs if not weight]
     program.example = None if keywords or not set(users) <= set(shapes) else tuple(_example(shapes[n]) for n in users)
     return program.eval()
@@ -258,16 +269,25 @@ class Program(nn.Module):
     out_tree: Any
     graph: fx.Graph
     example: tuple[torch.Tensor, ...] | None
+    writes: bool  #: a call writes to an operand
     places: dict[str, tuple[dict[str, Any], str]]  #: name of a weight -> the table of its module, and its key there
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run the program and return the result in its original structure."""
-        leaves = iter(flatten_call(self.spec, args, kwargs))
+        """Run the program and return the result in its original structure.
+
+        A program that writes, and one whose inputs are parts of other tensors, gets copies of its inputs.
+        """
+        leaves = iter([self._own(x) for x in flatten_call(self.spec, args, kwargs)])
         weights = {name: table[key] for name, (table, key) in self.places.items()}
         given = [weights[weight] if weight else next(leaves) for weight, _ in self.inputs]
         with fx.traceback.preserve_node_meta():  # so that an export of this module has the original layers
             results = fx.Interpreter(self, graph=self.graph).run(*given)
         return pytree.tree_unflatten(list(results), self.out_tree)
+
+    def _own(self, x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or isinstance(x, _TRACED):
+            return x
+        return x.clone() if self.writes else x if x.is_contiguous() else x.contiguous()
 
 
 class _CallReader:
@@ -284,12 +304,13 @@ class _CallReader:
             if target.startswith("torch.ops.higher_order."):
                 self._inline(n)
                 continue
-            f = _callable(target)
+            f, writes = _callable(target)
             positional = [a for a in n["inputs"] if a.get("kind") == 1 or not a["name"]]
             args = tuple(self.value(a["arg"]) for a in positional)
             kwargs = {a["name"]: self.value(a["arg"]) for a in n["inputs"] if a not in positional}
             made = self.graph.call_function(f, args, kwargs)
             made.meta |= _meta(n["metadata"])
+            made.meta["writes"] = writes
             outputs = n["outputs"]
             for i, o in enumerate(outputs):
                 self._bind(o, made if len(outputs) == 1 else self._item(made, i))
@@ -344,12 +365,12 @@ class _CallReader:
         raise CaptureError(f"The program has an argument of the unknown kind '{kind}'")
 
 
-def _callable(target: str) -> Callable[..., Any]:
+def _callable(target: str) -> tuple[Callable[..., Any], bool]:
+    """Return a function of the file, and whether it writes to an operand."""
     if target.startswith("torch.ops."):
-        found = torch_operator(target.removeprefix("torch.ops."), in_place=True)
-        if found is not None:
-            return found
-    return resolve_target(target.removeprefix("_").replace("torch._sym", "torch.sym"))
+        found = listed(target.removeprefix("torch.ops."), in_place=True)
+        return bounded(found), found._schema.is_mutable
+    return resolve_target(target.removeprefix("_").replace("torch._sym", "torch.sym")), False
 
 
 def _meta(metadata: Mapping[str, str]) -> dict[str, Any]:
