@@ -6,11 +6,14 @@ from typing import Any
 
 from chipfit import steps
 from chipfit.calibration.collect import Need, TensorStats, collect
+from chipfit.decide.insertions import without_insertions
 from chipfit.decide.overrides import Overrides
 from chipfit.decide.statistics import needs
 from chipfit.decision import Decision, choose_scales, decide, plan_of, refuse_all_float, with_declared_statistics
 from chipfit.graph.check import check
 from chipfit.graph.ir import Graph
+from chipfit.passes.composites import close_composites, composites_in, note_of_opened
+from chipfit.passes.whole_composites import whole_composites
 from chipfit.plan.record import Plan
 from chipfit.ranges import name_of
 from chipfit.registry import ordered
@@ -46,10 +49,10 @@ def decide_again(calibrated: Decision, overrides: Overrides | None, batches: ste
     Raises:
         NothingQuantizedError, PlanError, UnknownNameError, UnsupportedError, DataError: see `quantize`.
     """
-    d = refuse_all_float(decide(replace(calibrated, overrides=overrides, widths=())))
+    d = refuse_all_float(decide(replace(calibrated, overrides=overrides, widths=(), stats={})))
     _, on_trial = trial_settings(d)
     needed = steps.statistics_needed(d.graph, needs(d.assignment, d.rules), on_trial)
-    have = {n: s for n, s in d.stats.items() if n in needed and _has(s, needed[n])}
+    have = {n: s for n, s in calibrated.stats.items() if n in needed and _has(s, needed[n])}
     lacking = {n: need for n, need in needed.items() if n not in have}
     if batches is None and (lacking or steps.rereads_data(on_trial)):
         return None
@@ -67,6 +70,7 @@ def _has(seen: TensorStats, need: Need) -> bool:
 
 def adapt_and_scale(d: Decision, batches: steps.Batches) -> Decision:
     """Apply the rewrites that follow the statistics and choose scales; keep rewrites on trial only where they help."""
+    d = _with_whole_composites(d)
     resolved, on_trial = trial_settings(d)
     plain = _adapted(d, d.settings, batches)
     if on_trial == resolved:
@@ -105,6 +109,28 @@ def _rewritten(d: Decision, batches: steps.Batches) -> tuple[Decision, list[str]
     return replace(d, graph=graph, stats=stats), notes
 
 
+def _with_whole_composites(d: Decision) -> Decision:
+    """Close the opened composites that stay in float, by overrides or by their cost, and decide again; note both kinds."""
+    if not d.composites:
+        return d
+    found = composites_in(d.graph)
+    kept = {name for name in d.composites if not all(map(d.assignment.in_integers, found[name]))}  # by overrides
+    given = d.graph, d.assignment, d.stats, d.settings.results
+    dear = whole_composites(*given, [name for name in d.composites if name not in kept])
+    wholes = {name: n for name, n in d.composites.items() if name in kept | dear}
+    opened = {name: n for name, n in d.composites.items() if name not in wholes}
+    notes = note_of_opened(d.graph, opened) + [
+        f"{n.op} '{n.display_name}' stays whole, in float: its parts would round away more than integers save"
+        for name, n in wholes.items()
+        if name in dear
+    ]
+    d = replace(d, composites=opened, rewrites=(*d.rewrites, *notes))
+    if not wholes:
+        return d
+    graph = close_composites(without_insertions(d.graph), wholes)
+    return decide(replace(d, graph=graph, execution={**d.execution, **dict.fromkeys(dear, "whole")}))
+
+
 def _with_execution(d: Decision) -> tuple[Decision, list[str]]:
     """Choose what kernels that can run in several ways do, and decide again; return the notes besides."""
     execution, why = dict[str, str](), list[str]()
@@ -113,7 +139,7 @@ def _with_execution(d: Decision) -> tuple[Decision, list[str]]:
         execution, why = execution | more, why + notes
     if not execution:
         return d, []
-    other = decide(replace(d, execution=execution))
+    other = decide(replace(d, execution={**d.execution, **execution}))
     stored = {name for name, s in other.assignment.tensors.items() if s.role == "activation"}
     if new := sorted(stored - {*d.stats, *d.assignment.tensors}):
         return d, [f"kernels output quantized values: float outputs would need statistics of '{new[0]}'"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from chipfit import steps
@@ -22,12 +23,13 @@ from chipfit.decide.override_effects import unapplied_overrides, unmet_io_format
 from chipfit.decide.overrides import Overrides, override_entries, resolve_overrides, with_results
 from chipfit.decide.statistics import DEFAULT_RULES, RangeRules, declared
 from chipfit.errors import NothingQuantizedError
-from chipfit.graph.ir import Graph
+from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import is_linear
+from chipfit.passes.composites import close_composites, composites_in, open_composites
 from chipfit.passes.fuse import fuse
 from chipfit.passes.shift_negative import fuse_shifts
 from chipfit.plan.record import Plan, TensorPlan
-from chipfit.platform.match import fusions, sets_of
+from chipfit.platform.match import IntegerOperators, fusions, lists_in_float, runs_in_integers, sets_of
 from chipfit.platform.schema import Platform
 from chipfit.registry import lookup
 from chipfit.settings import DEFAULT_SETTINGS, Settings
@@ -48,6 +50,7 @@ class Decision:
     settings: Settings = DEFAULT_SETTINGS
     rules: RangeRules = DEFAULT_RULES
     seed: int = 0
+    composites: Mapping[str, Node] = field(default_factory=dict)  #: composites that are opened into parts, as they were
     #: first node of a kernel with several ways to run -> the one that `passes.float_regions` has chosen
     execution: Mapping[str, str] = field(default_factory=dict)
     assignment: Assignment = field(default_factory=Assignment)  #: from `decide`
@@ -96,7 +99,7 @@ def decide(d: Decision) -> Decision:
         UnsupportedError: an operator that the platform rejects, or bits that no format offers.
         UnknownNameError, PlanError: an override that names no layer or has no effect.
     """
-    d = _assigned(replace(d, graph=without_insertions(d.graph)))
+    d = _assigned(_opened(replace(d, graph=without_insertions(d.graph))))
     graph, insertions = requantize(d.graph, d.platform, d.assignment)
     if graph is not d.graph:
         d = _assigned(replace(d, graph=graph))
@@ -105,6 +108,22 @@ def decide(d: Decision) -> Decision:
     effects = unapplied_overrides(d.graph, d.assignment, d.all_overrides)
     effects += unmet_io_formats(d.graph, d.platform, d.assignment)
     return replace(d, notes=(*d.notes, *insertions, *effects))
+
+
+def _opened(d: Decision) -> Decision:
+    """Open the composites whose parts all run in integers; without effect once there are statistics."""
+    if d.stats:  # the parts of further ones would have none
+        return d
+    platform = d.platform
+    tests = partial(runs_in_integers, platform), IntegerOperators(platform), partial(lists_in_float, platform)
+    graph, wholes = open_composites(d.graph, *tests)
+    if not wholes:
+        return d
+    assignment = _assigned(replace(d, graph=graph)).assignment
+    found = composites_in(graph)
+    whole = {name: n for name, n in wholes.items() if not all(assignment.in_integers(p) for p in found[name])}
+    opened = {name: n for name, n in wholes.items() if name not in whole}
+    return replace(d, graph=close_composites(graph, whole), composites={**d.composites, **opened})
 
 
 def _assigned(d: Decision) -> Decision:

@@ -53,7 +53,7 @@ def notes_of(overrides, platform="tflite_int8", model=None, example=IDS):
         ({"ln": {"result": "codes"}}, "ort_cpu", "'ln' (its result is 'float')"),
         ([("a", "float"), ("a", {"inputs": "float"})], "tflite_int8", "'a' (its inputs are 'float')"),
         ([("a", {"inputs": "codes"}), ("a", {"inputs": "float"})], "tflite_int8", "'a' (its inputs are 'codes')"),
-        ([("a", "float"), ("a", {"rule": "mse"})], "tflite_int8", "'a' (overrides keep 'a' in float)"),
+        ([("a", "float"), ("a", {"rule": "mse"})], "ort_cpu", "'a' (overrides keep 'a' in float)"),
     ],
     ids=str,
 )

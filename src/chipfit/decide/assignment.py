@@ -16,7 +16,7 @@ from chipfit.decide.options import KEPT_BY_USER, execution_modes, is_overridden,
 from chipfit.decide.overrides import NodeOverrides, constrain_format
 from chipfit.errors import UnsupportedError
 from chipfit.graph.float_only import float_only_values
-from chipfit.graph.ir import Graph
+from chipfit.graph.ir import Graph, Node
 from chipfit.graph.joins import output_joins
 from chipfit.operators.table import OPS
 from chipfit.plan.record import NodePlan, Role
@@ -68,6 +68,11 @@ class Assignment:
     joins: Mapping[str, str] = field(default_factory=dict)
     #: nodes whose kernels quantize their data at run time -> the format
     dynamic: Mapping[str, str] = field(default_factory=dict)
+
+    def in_integers(self, n: Node) -> bool:
+        """Return whether a node runs in integers and outputs quantized values, or passes them on inside its kernel."""
+        planned = self.nodes[n.name]
+        return planned.exec != "float" and (planned.group not in ("", n.name) or n.output in self.quantized_outputs)
 
     def with_constraints(self, more: Iterable[Constraint]) -> Assignment:
         """Return the assignment with further rules to hold."""

@@ -16,7 +16,9 @@ from chipfit.ranges import name_of, rule_of
 from chipfit.registry import is_number
 
 PARTS_ARE_LOST = "on the grid that all parts of its result share, a part would be lost"
-FLOAT_IS_CHEAPER = "converting to integers would cost more than it saves: its inputs, or its consumers, are in float"
+FLOAT_IS_CHEAPER = (
+    "integers would cost more than they save, by conversions where its inputs or consumers are in float, or by rounding"
+)
 
 #: method, the kind of a grid -> the kinds whose numbers such a grid holds all
 METHODS = {
@@ -95,11 +97,12 @@ class Layers:
         #: names of each kind -> nodes
         self.exact, self.inside, self.ops, self.types = (defaultdict[str, list[Node]](list) for _ in range(4))
         for n in self.nodes:
-            for name in {n.layer, n.name}:
+            for name in {n.layer, n.name, n.composite or n.name}:
                 self.exact[name].append(n)
             for k in (k for k, c in enumerate(n.layer) if c == "."):
                 self.inside[n.layer[:k]].append(n)
-            self.ops[n.op].append(n)
+            for op in {n.op, n.composite_op or n.op}:
+                self.ops[op].append(n)
             self.types[n.layer_type].append(n)
 
     def match(self, pattern: str | LayerFilter) -> list[Node]:
@@ -121,12 +124,14 @@ class Layers:
 
     @property
     def _names(self) -> set[str]:
-        return {name for n in self.nodes for name in (n.layer, n.op, n.layer_type) if name}
+        return {name for n in self.nodes for name in (n.layer, n.op, n.composite_op, n.layer_type) if name}
 
 
 def _chooses(layer_filter: LayerFilter, node: Node) -> bool:
+    """Return whether a filter chooses a node, or the composite that it is a part of."""
     try:
-        return bool(layer_filter.match(node))
+        whole = node.with_(name=node.composite, op=node.composite_op) if node.composite else node
+        return bool(layer_filter.match(node)) or (whole is not node and bool(layer_filter.match(whole)))
     except Exception as e:  # in a user's filter, or in an object whose `match` compares something else
         if not raised_outside_chipfit(e):
             raise

@@ -56,6 +56,8 @@ class Node:
     source: str = ""  #: "file:line" in the user's code, when known
     #: the framework's own settings of that layer or call, for filters; JSON-able
     config: dict[str, Any] = field(default_factory=dict)
+    composite: str = ""  #: name of the composite node that it is a part of; "" for others
+    composite_op: str = ""  #: operator of that node
 
     @property
     def output(self) -> str:

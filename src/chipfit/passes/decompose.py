@@ -5,7 +5,7 @@ Rules support both layouts (`Graph.data_format`). Their nodes compute in float.
 """
 
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -40,25 +40,43 @@ def decompose(
     Returns:
         Graph, plan, and node name -> why its rule does not apply; such a node stays.
     """
-    out = graph.copy()
-    reasons: dict[str, str] = {}
-    taken = {*graph.values, *graph.weights, *(n.name for n in graph.nodes)}
-    constants: dict[Any, str] = {}
+    opening = Decomposition(graph.copy(), holds, lambda _, n: n.op in holds and n.name not in besides)
+    became = {n.name: opening.parts(n) for n in graph.nodes}
+    opening.graph.nodes = [m for made in became.values() for m in made]
+    return opening.graph, _follow(plan, graph, became), opening.reasons
 
-    def written_out(node: Node) -> list[Node]:
-        if node.op not in RULES or (node.op in holds and node.name not in besides):
+
+class Decomposition:
+    """The decomposition of nodes of one graph, whose values and constants it edits."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        holds: Container[str],
+        stays: Callable[[Graph, Node], bool],
+        constants: Mapping[Any, str] | None = None,
+    ) -> None:
+        """
+        Args:
+            holds: operators that rules may choose between.
+            stays: whether a node needs no decomposition.
+            constants: constants of earlier decompositions, by their numbers.
+        """
+        self.graph, self.holds, self.stays, self.constants = graph, holds, stays, dict(constants or {})
+        self.reasons: dict[str, str] = {}  #: node -> why its rule does not apply
+        self._taken = {*graph.values, *graph.weights, *(n.name for n in graph.nodes)}
+
+    def parts(self, node: Node) -> list[Node]:
+        """Return the nodes that replace a node; the node alone if it stays or its rule does not apply."""
+        if node.op not in RULES or self.stays(self.graph, node):
             return [node]
-        new = New(out, node, holds, taken, constants)
+        new = New(self.graph, node, self.holds, self._taken, self.constants)
         try:
             made = new.named(RULES[node.op](new, node))
         except _Refusal as e:
-            reasons[node.name] = str(e)
+            self.reasons[node.name] = str(e)
             return [node]
-        return [m for part in made for m in ([part] if part.op == node.op else written_out(part))]
-
-    became = {n.name: written_out(n) for n in graph.nodes}
-    out.nodes = [m for made in became.values() for m in made]
-    return out, _follow(plan, graph, became), reasons
+        return [m for part in made for m in ([part] if part.op == node.op else self.parts(part))]
 
 
 def _follow(plan: Plan, graph: Graph, became: dict[str, list[Node]]) -> Plan:
@@ -96,7 +114,9 @@ class New:
         name = self._name(op.lower())
         shape = broadcast([self.shape(i) for i in names if i is not None]) if gives is None else gives
         self.graph.values[name] = Value(name, shape, self.graph.values[self.node.output].dtype)
-        self.nodes.append(self.node.with_(name=name, op=op, inputs=names, outputs=(name,), attrs=attrs))
+        whole = self.node.composite or self.node.name, self.node.composite_op or self.node.op
+        part = self.node.with_(name=name, op=op, inputs=names, outputs=(name,), attrs=attrs)
+        self.nodes.append(part.with_(composite=whole[0], composite_op=whole[1]))
         return name
 
     def reshape(self, x: str, shape: Shape) -> str:
@@ -106,8 +126,17 @@ class New:
         shape = self.shape(x)
         return self("Transpose", x, gives=tuple(shape[d] for d in perm), perm=tuple(perm))
 
-    def constant(self, value: torch.Tensor) -> str:
-        """Return a weight with this value, shared by all composites."""
+    def constant(self, value: torch.Tensor, of: Sequence[str | None] = ()) -> str:
+        """Return a weight with this value, shared by all composites.
+
+        Args:
+            of: weights that it was computed from; it is not shared, and trains, if one of them does.
+        """
+        if not self.graph.trainable.isdisjoint(i for i in of if i is not None):
+            name = self._name("weight")
+            self.graph.weights[name] = value.detach().clone()
+            self.graph.trainable.add(name)
+            return name
         key = (value.dtype, value.shape, value.numpy().tobytes())
         if key not in self._constants:
             self._constants[key] = self._name("constant")
@@ -181,6 +210,10 @@ def _elu(new: New, n: Node) -> str:
     alpha, scale = (n.attrs["alpha"], 1.0) if n.op == "Elu" else (1.6732632423543772, 1.0507009873554805)
     below = new("Mul", new("Sub", new("Exp", new("Min", n.data, 0.0)), 1.0), alpha * scale)
     return new("Add", new("Mul", new("Relu", n.data), scale), below)
+
+
+def _hard_sigmoid(new: New, n: Node) -> str:
+    return new("Mul", new("Relu6", new("Add", n.data, 3.0)), 1.0 / 6.0)
 
 
 def _gelu(new: New, n: Node) -> str:
@@ -271,8 +304,12 @@ def _normalised(new: New, x: str, axes: Sequence[int], eps: float, centre: bool 
 def _affine(new: New, n: Node, y: str, inner: int = 0) -> str:
     """Return y times weight plus bias, as far as they exist; `inner` axes follow their channel axis."""
     for op, p in (("Mul", n.operand("w")), ("Add", n.operand("b"))):
+        if p is not None and inner and p in new.graph.weights:
+            p = new.constant(new.graph.weights[p].detach().reshape(1, -1, *[1] * inner), of=[p])
+        elif p is not None and inner:
+            p = new.reshape(p, (1, new.size(p, 0), *[1] * inner))
         if p is not None:
-            y = new(op, y, new.reshape(p, (1, new.size(p, 0), *[1] * inner)) if inner else p)
+            y = new(op, y, p)
     return y
 
 
@@ -303,7 +340,7 @@ def _batch_norm(new: New, n: Node) -> str:
     factor = (1.0 if gamma is None else gamma) / (var + n.attrs["eps"]).sqrt()
     shift = (0.0 if beta is None else beta) - mean * factor
     shape = (-1,) if new.channels_last else (-1, *[1] * (len(new.shape(n.data)) - 2))
-    factor, shift = (new.constant(v.float().reshape(shape)) for v in (factor, shift))
+    factor, shift = (new.constant(v.float().reshape(shape), of=n.inputs[1:3]) for v in (factor, shift))
     return new("Add", new("Mul", n.data, factor), shift)
 
 
@@ -399,7 +436,7 @@ _BY_NAME: dict[str, Rule] = {
     "rsqrt": lambda new, n: new("Reciprocal", new("Sqrt", n.data)),
     "not_equal": lambda new, n: new("LogicalNot", new("Equal", *n.inputs)),
 } | by_name(
-    *(_softplus, _mish, _elu, _gelu, _erf, _adaptive, _one_by_one, _reduce_l2, _layer_norm, _group_norm),
+    *(_softplus, _mish, _elu, _hard_sigmoid, _gelu, _erf, _adaptive, _one_by_one, _reduce_l2, _layer_norm, _group_norm),
     *(_batch_norm, _attention, _roll, _space_to_depth, _channel_shuffle, _stack, _unstack),
 )
 #: operator -> its rule

@@ -12,7 +12,7 @@ labelling is a minimum cut [Picard, Ratliff: Minimum cuts and related problems, 
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -197,21 +197,29 @@ class Cut:
         """Return the count of numbers of a value; an unknown size counts once."""
         return math.prod(d or 1 for d in self.graph.shape(value))
 
-    def noise(self, value: str) -> float:
-        """Return the relative rounding error of a value, 0 if it is not known."""
+    def noise(self, value: str, of: Callable[[TensorStats, Grid], float] | None = None) -> float:
+        """Return the relative rounding error of a value, 0 if it is not known.
+
+        Args:
+            of: its measure; `relative_noise` when omitted.
+        """
         slot, seen = self.assignment.tensors.get(value), self.stats.get(value)
         if slot is None or seen is None or seen.histogram is None or not bool(seen.histogram.counts.any()):
             return 0.0
-        return relative_noise(seen, slot.grid(signed=seen.low < 0))
+        return (of or relative_noise)(seen, slot.grid(signed=seen.low < 0))
 
 
-def relative_noise(seen: TensorStats, grid: Grid) -> float:
-    """Return the mean squared error of a value on a grid, relative to the variance of the bulk of its values."""
+def relative_noise(seen: TensorStats, grid: Grid, centred: bool = True) -> float:
+    """Return the mean squared error of a value on a grid, relative to the variance of the bulk of its values.
+
+    Args:
+        centred: False for the mean square in place of the variance: of a factor, which scales other values.
+    """
     assert seen.histogram is not None
     x, p = seen.histogram.centers, seen.histogram.counts / seen.histogram.counts.sum()
     error = squared_errors(seen.histogram, choose(seen, grid), grid)
     below = p.cumsum(0)
     bulk = torch.where((below >= (1 - BULK) / 2) & (below - p <= (1 + BULK) / 2), p, 0.0)
-    mean = (x * bulk).sum() / bulk.sum()
+    mean = (x * bulk).sum() / bulk.sum() if centred else 0.0
     signal = ((x - mean).square() * bulk).sum() / bulk.sum()
     return float((error * p).sum() / signal) if signal > 0 else 0.0

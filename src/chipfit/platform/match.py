@@ -78,6 +78,33 @@ def resolve_node(platform: Platform, graph: Graph, node: Node, *, bits: int = 8)
     return resolve(platform, node.op, facts(graph, node), bits=bits)
 
 
+def runs_in_integers(platform: Platform, graph: Graph, node: Node) -> bool:
+    """Return whether the platform has a kernel for a node that reads and writes quantized values, or moves them."""
+    return _has_integer_kernel(platform, resolve_node(platform, graph, node))
+
+
+def _has_integer_kernel(platform: Platform, resolved: Resolved) -> bool:
+    if resolved.exec == "follow":
+        return resolved.rule is not None
+    formats = platform.formats
+    return any(o.out in formats and o.ins[0] in formats for o in resolved.options if o.input_mode == "codes")
+
+
+def lists_in_float(platform: Platform, graph: Graph, node: Node) -> bool:
+    """Return whether the platform lists a kernel for a node that reads and writes floats, beside integer ones."""
+    return any(o.input_mode == "float" and o.out == "float" for o in resolve_node(platform, graph, node).options)
+
+
+class IntegerOperators:
+    """The operators that a platform may compute in integers, whatever their attributes and shapes."""
+
+    def __init__(self, platform: Platform) -> None:
+        self.platform = platform
+
+    def __contains__(self, op: object) -> bool:
+        return isinstance(op, str) and _has_integer_kernel(self.platform, resolve(self.platform, op, {}))
+
+
 def names_operator(platform: Platform, graph: Graph, node: Node) -> bool:
     """Return whether the rule that governs a node names its operator, instead of every operator."""
     rule = resolve_node(platform, graph, node).rule

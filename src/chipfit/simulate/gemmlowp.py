@@ -48,6 +48,22 @@ def exp_of_negative(a: Tensor, integers: int = 5, width: int = 32) -> Tensor:
     return torch.where(a == 0, (1 << width - 1) - 1, y)
 
 
+def inverse_sqrt(a: Tensor) -> tuple[Tensor, Tensor]:
+    """Return 1 / sqrt(a) of integers a > 0 below 2^29 as mantissa and exponent m 2^(e - 31), by five Newton steps.
+
+    Source: TensorFlow Lite, kernels/internal/common.h, GetInvSqrtQuantizedMultiplierExp.
+    """
+    pairs = (31 - torch.frexp(a.double()).exponent.long()) // 2 - 1  # of bits by which a can move to the left
+    half_input = shift_away((a << 2 * pairs) >> 1, 1)
+    x = torch.full_like(a, 1 << 28)  # 1, with 3 integer bits
+    for _ in range(5):
+        cube = _up(_product(_product(x, x), x), 6)
+        x = _up(_product(x, (1 << 28) + (1 << 27)) - _product(half_input, cube), 3)
+    m, right = _product(x, 1518500250), 11 - pairs  # times sqrt(1/2)
+    m, right = m << (-right).clamp_min(0), right.clamp_min(0)
+    return torch.where(a <= 1, TOP, m), torch.where(a <= 1, 0, -right)
+
+
 def _inverse(a: Tensor, width: int) -> Tensor:
     """Return 2 / (1 + a), with 2 integer bits, for a in 0 .. 1 without: three steps of Newton and Raphson."""
     product = partial(_product, width=width)

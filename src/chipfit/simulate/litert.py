@@ -293,6 +293,16 @@ def _abs(c: KernelCall) -> None:
     c.write_result(fixed_point(c.centred().abs(), c.multiplier(), "away"))
 
 
+def _rsqrt(c: KernelCall) -> None:
+    """Multiply 1 / sqrt(q), in fixed point with 20 more bits, by 1 / (sqrt(s) s_y); 0 gives the largest integer."""
+    q = c.centred().long()
+    real = 1.0 / (c.scale(c.x).sqrt() * c.scale(c.out)).double()
+    m, e = gemmlowp.inverse_sqrt(q.clamp_min(1))
+    m_out, e_out = multiplier_and_shift(real)
+    fine = scale_by(torch.ones_like(q), m, e + 20, "away")
+    c.write_result(torch.where(q == 0, 1 << 16, scale_by(fine, m_out, e_out - 20, "away")))
+
+
 def _table(
     c: KernelCall,
     f: Callable[[Tensor, Node], Tensor] | None = None,
@@ -560,7 +570,7 @@ _FUNCTIONS: dict[str, Callable[..., None]] = {
     "resize_xnnpack": partial(_resize, lines=source_positions_xnnpack, one=2048),
 } | by_name(
     *(_convolution, _linear, _mat_mul, _add, _add_optimized, _add_xnnpack, _mul, _rectifier, _leaky, _leaky_xnnpack),
-    *(_prelu, _table, _hard_swish, _abs, _requantize, _requantize_optimized, _requantize_xnnpack),
+    *(_prelu, _table, _hard_swish, _abs, _rsqrt, _requantize, _requantize_optimized, _requantize_xnnpack),
     *(_mean, _mean_optimized, _mean_xnnpack, _avg_pool),
 )
 Tables = tuple[dict[str, Kernel], dict[str, Kernel], dict[str, Kernel]]

@@ -1,0 +1,159 @@
+"""Composites become parts with integer kernels before formats are decided, where their rounding costs little."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import chipfit
+from chipfit.engine.run import run
+from chipfit.graph.check import check
+from chipfit.passes.composites import close_composites, open_composites
+from tests.build import graph_of, model_of, quantized
+
+LITERT = ["tflite_int8", "tflm_cmsis_nn", "ethos_u", "edgetpu"]
+
+
+def gated():
+    """Return a squeeze-and-excite block with SiLU and hard sigmoid, as EfficientNet has it."""
+
+    def forward(m, x):
+        x = m.act(m.stem(x))
+        gate = m.gate(m.up(m.inner(m.down(x.mean((2, 3), keepdim=True)))))
+        return m.head((x * gate).mean((2, 3)))
+
+    layers = {"stem": nn.Conv2d(3, 8, 3), "down": nn.Conv2d(8, 4, 1), "up": nn.Conv2d(4, 8, 1), "head": nn.Linear(8, 4)}
+    return model_of(forward, act=nn.SiLU(), inner=nn.SiLU(), gate=nn.Hardsigmoid(), **layers)
+
+
+def images(count=16):
+    return torch.randn(count, 3, 10, 10, generator=torch.Generator().manual_seed(3))
+
+
+def build(platform="tflite_int8", model=gated, data=images, **options):
+    torch.manual_seed(0)
+    return quantized(model(), data(), platform, **options)
+
+
+def in_float(result):
+    return [n.name for n in result.plan.nodes.values() if n.exec == "float"]
+
+
+@pytest.mark.parametrize("platform", LITERT)
+def test_a_block_with_silu_and_hard_sigmoid_has_no_float_operator(platform):
+    result = build(platform)
+    assert in_float(result) == []
+    parts = [(n.op, n.layer) for n in result.graph.nodes if n.composite]
+    assert parts[:2] == [("Sigmoid", "act"), ("Mul", "act")]
+    assert parts[-3:] == [("Add", "gate"), ("Relu6", "gate"), ("Mul", "gate")]
+    assert "2 Swish became parts with integer kernels: Sigmoid, Mul" in result.plan.rewrites
+
+
+def test_the_file_of_such_a_block_takes_and_returns_integers_and_is_exact(tmp_path):
+    from ai_edge_litert.interpreter import Interpreter
+
+    result = build()
+    path = result.export(tmp_path / "gated.tflite", io="int8")
+    details = Interpreter(str(path)).get_tensor_details()
+    assert {d["dtype"].__name__ for d in details} <= {"int8", "int32"}
+    assert result.verify(images()).exact
+
+
+def test_a_norm_and_attention_are_exact_in_integers_and_close_to_float():
+    def forward(m, x):
+        x = x + m.attention(m.first(x), m.first(x), m.first(x), need_weights=False)[0]
+        return m.head(m.elu(m.hidden(m.second(x))).mean(1))
+
+    def model():
+        layers = {"attention": nn.MultiheadAttention(16, 2, batch_first=True), "hidden": nn.Linear(16, 16)}
+        norms = {"first": nn.LayerNorm(16), "second": nn.RMSNorm(16), "elu": nn.ELU()}
+        return model_of(forward, **layers, **norms, head=nn.Linear(16, 4))
+
+    def data():
+        return torch.randn(32, 6, 16, generator=torch.Generator().manual_seed(3))
+
+    result = build(model=model, data=data)
+    kinds = {n.composite_op for n in result.graph.nodes if n.composite}
+    assert {"LayerNorm", "RMSNorm", "Elu"} <= kinds
+    assert not {n.composite for n in result.graph.nodes} & {*in_float(result)}
+    torch.manual_seed(0)
+    y = model().eval()(data())
+    assert (result.model(data()) - y).square().mean() < 0.01 * y.square().mean()
+    assert result.verify(data()).exact
+
+
+@pytest.mark.parametrize("pattern", ["act", "Swish", "SiLU", "silu"])
+def test_an_override_of_the_layer_or_the_operator_keeps_the_whole_in_float(pattern):
+    result = build(overrides={pattern: "float"})
+    (whole,) = (n for n in result.graph.nodes if n.layer == "act")
+    assert (whole.op, result.plan.nodes[whole.name].exec) == ("Swish", "float")
+
+
+def test_parts_are_named_by_their_layer_in_overrides_and_edits():
+    result = build(overrides={"act": {"rule": "no_clipping"}})
+    assert {result.decision.assignment.tensors[v].rule for v in ("silu", "silu/sigmoid")} == {"no_clipping"}
+    edited = build().edit({"act": "float"})
+    assert [(n.op, n.exec) for n in edited.plan.nodes.values() if n.layer == "act"] == [("Swish", "float")]
+    again = edited.edit({})
+    assert [(n.op, n.exec) for n in again.plan.nodes.values() if n.layer == "act"] == [
+        ("Sigmoid", "int"),
+        ("Mul", "int"),
+    ]
+
+
+def test_parts_survive_a_saved_result(tmp_path):
+    result = build()
+    result.save(tmp_path / "saved")
+    loaded = chipfit.load(tmp_path / "saved")
+    assert [n for n in loaded.graph.nodes if n.composite] == [n for n in result.graph.nodes if n.composite]
+    edited = loaded.edit({"Swish": "float"})
+    assert {n.layer for n in edited.plan.nodes.values() if n.exec == "float"} == {"act", "inner"}
+
+
+def test_the_model_of_parts_returns_and_trains_what_the_original_did():
+    def forward(m, x):
+        return m.head(m.norm(m.act(m.stem(x))).mean((2, 3)))
+
+    def model():
+        layers = {"act": nn.SiLU(), "norm": nn.GroupNorm(2, 8), "head": nn.Linear(8, 4)}
+        return model_of(forward, stem=nn.Conv2d(3, 8, 3), **layers)
+
+    result = build(model=model)
+    assert "GroupNorm" in {n.composite_op for n in result.graph.nodes}
+    torch.manual_seed(0)
+    difference = result.model(images()) - model()(images())
+    assert difference.abs().max() < 0.05
+    result.model.train()
+    result.model(images()).square().sum().backward()
+    assert len([p for p in result.model.parameters() if p.grad is not None and p.grad.abs().sum() > 0]) >= 6
+
+
+def test_a_norm_of_rows_that_differ_a_thousandfold_stays_whole_in_float_with_a_note():
+    def data():  # in 8 bits the variance of most rows is 0
+        return torch.randn(64, 8, generator=torch.Generator().manual_seed(3)) * torch.logspace(-2, 2, 64)[:, None]
+
+    def model():
+        return model_of(lambda m, x: m.b(m.norm(m.a(x))), a=nn.Linear(8, 8), norm=nn.LayerNorm(8), b=nn.Linear(8, 4))
+
+    result = build(model=model, data=data)
+    assert [n.op for n in result.graph.nodes if n.layer == "norm"] == ["LayerNorm"]
+    assert any(note.startswith("LayerNorm 'norm' stays whole, in float") for note in result.plan.rewrites)
+
+
+def test_a_composite_with_a_part_without_integer_kernel_stays_whole():
+    result = build(model=lambda: model_of(lambda m, x: m.a(F.mish(x)), a=nn.Conv2d(3, 4, 3)))
+    assert [n.op for n in result.graph.nodes] == ["Mish", "Conv2D"]
+
+
+def test_closed_parts_are_the_whole_again():
+    graph = graph_of("y = HardSigmoid(x)", "z = Swish(y)", "w = HardSigmoid(z)", shape=(2, 3))
+    kernels = {"Add", "Relu6", "Mul", "Sigmoid"}
+    opened, wholes = open_composites(graph, lambda _, n: n.op in kernels, kernels)
+    check(opened)
+    x = torch.randn(2, 3)
+    torch.testing.assert_close(run(opened, [x]), run(graph, [x]))
+    some = close_composites(opened, {"y": wholes["y"]})
+    check(some)
+    assert [n.op for n in some.nodes] == ["HardSigmoid", "Sigmoid", "Mul", "Add", "Relu6", "Mul"]
+    closed = close_composites(opened, wholes)
+    assert (closed.nodes, closed.values, closed.weights) == (graph.nodes, graph.values, graph.weights)
