@@ -110,7 +110,7 @@ def _rewritten(d: Decision, batches: steps.Batches) -> tuple[Decision, list[str]
 
 
 def _with_whole_composites(d: Decision) -> Decision:
-    """Close the opened composites that stay in float, by overrides or by their cost, and decide again; note both kinds."""
+    """Close the opened composites that stay in float, by overrides or by cost, and decide again; note both kinds."""
     if not d.composites:
         return d
     found = composites_in(d.graph)
