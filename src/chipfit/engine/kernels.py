@@ -143,8 +143,9 @@ def slice_(x: Tensor, *, axis: int, start: int, end: int | None, step: int) -> T
 @kernel("Resize")
 def resize(x: Tensor, *, mode: str, size: Any, scale: Any, align_corners: bool) -> Tensor:
     """Resize spatial axes to `size` or by `scale`; the other one is None."""
-    names = {"nearest": "nearest", "linear": ("linear", "bilinear", "trilinear")[x.dim() - 3], "cubic": "bicubic"}
-    corners = None if mode == "nearest" else align_corners
+    names = {"linear": ("linear", "bilinear", "trilinear")[x.dim() - 3], "cubic": "bicubic"}
+    names |= {"nearest": "nearest", "nearest_exact": "nearest-exact"}
+    corners = None if mode in ("nearest", "nearest_exact") else align_corners
     if size is not None:
         return F.interpolate(x, size, mode=names[mode], align_corners=corners)
     return F.interpolate(x, None, scale, names[mode], corners, recompute_scale_factor=False)

@@ -68,6 +68,12 @@ class Node:
         """The user's name for the node: its layer, or its own name."""
         return self.layer or self.name
 
+    @property
+    def called(self) -> str:
+        """The operator, or what an opaque node calls: a function, or a layer by its class."""
+        target: str = self.attrs["target"] if self.op == OPAQUE else self.op
+        return self.layer_type if ":" in target else target
+
     def operand(self, slot: str) -> str | None:
         """Return the operand in a slot of the operator ("in0", "w", "b", "mask"); None if there is none."""
         at = OPS[self.op].index(slot) if self.op in OPS else None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from chipfit.frameworks import adapter_of
-from chipfit.graph.ir import DYNAMIC, OPAQUE, Graph, Node
+from chipfit.graph.ir import DYNAMIC, Graph
 from chipfit.operators.table import OPS
 from chipfit.plan.record import Plan
 from chipfit.platform.schema import Platform
@@ -92,15 +92,9 @@ def float_operators(graph: Graph, plan: Plan, profile: Profile) -> Callable[[str
             if group_of[v][0].op == DYNAMIC:  # integers again
                 continue
             for n in group_of[v]:
-                found |= set() if n.op in OPS and (OPS[n.op].moves or OPS[n.op].ieee) else {_called(n)}
+                found |= set() if n.op in OPS and (OPS[n.op].moves or OPS[n.op].ieee) else {n.called}
                 reads = [i for i in n.inputs if i in graph.values and graph.is_float(i)]
                 todo += [i for i in reads if not plan.quantized(i) or (i, n.name) in plan.float_edges]
         return tuple(sorted(found))
 
     return behind
-
-
-def _called(n: Node) -> str:
-    """Return a node's operator, or the function that an opaque one calls."""
-    target: str = n.attrs["target"] if n.op == OPAQUE else n.op
-    return n.layer_type if ":" in target else target

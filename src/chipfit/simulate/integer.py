@@ -424,7 +424,7 @@ def _kernel(
 
 def is_pass_through(node: Node) -> bool:
     """Return whether a node's result holds values of its operands only, or one that its attributes state."""
-    return OPS[node.op].moves or node.op == "Pad" or node.attrs.get("mode") == "nearest"
+    return OPS[node.op].moves or node.op == "Pad" or node.attrs.get("mode") in ("nearest", "nearest_exact")
 
 
 def _compute(run: Simulation, group: Sequence[Node]) -> None:

@@ -489,7 +489,7 @@ def source_positions_xnnpack(size: int, out: int, corners: bool) -> tuple[Tensor
 
 def _resize(c: KernelCall, lines: Callable[[int, int, bool], tuple[Tensor, Tensor, Tensor]], one: int) -> None:
     """Interpolate with fixed-point shares of `one`; halves away from zero for shares of 1024, else up."""
-    if c.attrs["mode"] == "nearest":
+    if c.attrs["mode"] != "linear":
         return pass_through(c.run, c.nodes)
     q = c.code().long()
     (like,) = execute(c.node, [q.float()])

@@ -122,7 +122,7 @@ def resized(mode, view, n, *more):
         {"scale_factor": (1.5, 2.0, 1.0)[:n]},
         {"scale_factor": 1.7, "recompute_scale_factor": True},
     )
-    corners = ({},) if mode == "nearest" else ({"align_corners": True}, {"align_corners": False})
+    corners = ({},) if mode.startswith("nearest") else ({"align_corners": True}, {"align_corners": False})
     every = (*({**g, **c} for g in given for c in corners), *more)
     return tuple(lambda x, kw=kw: F.interpolate(view(x), mode=mode, **kw) for kw in every)
 
@@ -161,6 +161,10 @@ FAMILIES = {
         for n, view in enumerate((flat, signed, cube), 1)
     },
     **{f"upsample_nearest{n}d": resized("nearest", view, n) for n, view in enumerate((flat, signed, cube), 1)},
+    **{
+        f"_upsample_nearest_exact{n}d": resized("nearest-exact", view, n)
+        for n, view in enumerate((flat, signed, cube), 1)
+    },
     "upsample_linear1d": resized("linear", flat, 1),
     "upsample_bilinear2d": resized("bilinear", signed, 2),
     "upsample_bicubic2d": resized("bicubic", signed, 2),

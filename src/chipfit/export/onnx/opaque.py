@@ -67,10 +67,9 @@ def splice(builder: OnnxBuilder, node: Node) -> list[str]:
     try:
         model = translate(region, example_values(builder, region.inputs), shapes, builder.opset)
     except (torch.onnx.OnnxExporterError, RuntimeError) as e:  # RuntimeError: of the example run before translation
-        called, way = node.attrs["target"], "export without it"
-        if ":" in called:
-            called, way = node.layer_type, "set KERAS_BACKEND=torch, on which many layers have one"
-        what = f"Operator '{called}' of '{node.display_name}' has no ONNX form"
+        keras = ":" in node.attrs["target"]
+        way = "set KERAS_BACKEND=torch, on which many layers have one" if keras else "export without it"
+        what = f"Operator '{node.called}' of '{node.display_name}' has no ONNX form"
         hint = f"replace it by standard operators, or {way}"
         raise UnsupportedError(what, where=node.source, got=first_line(e), hint=hint) from e
     prefix = builder.fresh("opaque")

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from chipfit.export.tflite.file import INT4, TYPES, File, Quantization
-from chipfit.graph.ir import OPAQUE, Graph, Node
+from chipfit.graph.ir import Graph, Node
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.stored import Stored
 
@@ -35,7 +35,7 @@ class TfliteBuilder(File):
 
     def refuse(self, node: Node, why: str) -> NoReturn:
         """Raise that a node cannot be written."""
-        raise Refused(f"{node.op if node.op != OPAQUE else node.attrs['target']} '{node.display_name}'", why)
+        raise Refused(f"{node.called} '{node.display_name}'", why)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return concrete sizes of a value (1 for an open batch) or weight, in the file's layout."""

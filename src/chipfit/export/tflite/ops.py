@@ -506,13 +506,13 @@ def _pad(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
 def _resize(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     a, b = w.shape(n.data)[1:-1], w.shape(n.output)[1:-1]
     mode, scale = n.attrs["mode"], n.attrs["scale"]
-    if len(a) > 2 or mode not in ("nearest", "linear"):
+    if len(a) > 2 or mode not in ("nearest", "nearest_exact", "linear"):
         w.refuse(n, f"mode '{mode}' over {len(a)} axes")
     if scale is not None and any(i * s != o for i, s, o in zip(a, scale, b, strict=True)):
         w.refuse(n, "its factor does not give whole sizes; give the size instead")
-    kind = "RESIZE_NEAREST_NEIGHBOR" if mode == "nearest" else "RESIZE_BILINEAR"
+    kind = "RESIZE_BILINEAR" if mode == "linear" else "RESIZE_NEAREST_NEIGHBOR"
     corners = bool(n.attrs["align_corners"]) and mode == "linear"
-    half = mode == "linear" and not corners
+    half = mode != "nearest" and not corners
 
     def write(_: Node, x: int, before: list[int], out: int, after: list[int]) -> None:
         w.op(kind, [x, w.ints(*after[1:3])], out, alignCorners=corners, halfPixelCenters=half)

@@ -272,7 +272,7 @@ class Builder:
 
     def _opaque(self, node: Node) -> Any:
         if not node.attrs["target"].startswith(PREFIX):
-            raise UnsupportedError(f"'{node.attrs['target']}' of '{node.display_name}' has no Keras form")
+            raise UnsupportedError(f"'{node.called}' of '{node.display_name}' has no Keras form")
         variables, args, kwargs = node.attrs["args"]
         operation = new_operation(node.attrs["target"], self._unique(node.name))
         w, names = self.graph.weights, [i for i in node.inputs if i is not None]

@@ -205,7 +205,7 @@ def _up(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen | None:
     return layers.UpSampling2D, {**config, "data_format": "channels_last"}
 
 
-_INTERPOLATION = {"nearest": "nearest", "linear": "bilinear", "cubic": "bicubic"}
+_INTERPOLATION = {"nearest": "nearest", "nearest_exact": "nearest", "linear": "bilinear", "cubic": "bicubic"}
 
 
 # ---------------------------------------------------------------- kernels

@@ -386,13 +386,32 @@ def _global_average(r: KerasCall, x: Value) -> Value:
 @_reads("Resizing", "Resize")
 def _resize(r: KerasCall, x: Value) -> Value:
     o, mode = r.op, _interpolation(r, x)
-    size = (o.height, o.width) if isinstance(o, keras.Layer) else per_axis(o.size, 2)
-    special = any(getattr(o, k, False) for k in ("crop_to_aspect_ratio", "pad_to_aspect_ratio", "antialias"))
-    _require(not special and _channels_last(r, x) and len(x.shape) == 4 and x.dtype == "float32")
-    if mode == "nearest":
-        # Keras samples at pixel centres, the canonical operator at upper left corners: equal for integer factors
-        _require(all(i is not None and s % i == 0 for s, i in zip(size, x.shape[1:3], strict=True)))
-    return r.emit("Resize", [x], mode=mode, size=tuple(int(s) for s in size), scale=None, align_corners=False)
+    size = tuple(int(s) for s in ((o.height, o.width) if isinstance(o, keras.Layer) else per_axis(o.size, 2)))
+    _require(not getattr(o, "antialias", False) and _channels_last(r, x) and len(x.shape) == 4 and "float" in x.dtype)
+    x = _to_aspect_ratio(r, x, size)
+    if mode == "nearest":  # at pixel centres; the operator of that name samples at upper left corners
+        whole = all(i is not None and s % i == 0 for s, i in zip(size, x.shape[1:3], strict=True))
+        mode = "nearest" if whole else "nearest_exact"
+    return r.emit("Resize", [x], mode=mode, size=size, scale=None, align_corners=False)
+
+
+def _to_aspect_ratio(r: KerasCall, x: Value, target: Sequence[int]) -> Value:
+    """Crop or pad an image so that its sides have the ratio of `target`, as the operation demands."""
+    crops, pads = (getattr(r.op, f"{how}_to_aspect_ratio", False) for how in ("crop", "pad"))
+    if not (crops or pads):
+        return x
+    sides = [_integer(s) for s in x.shape[1:3]]
+    wanted = [int(np.float32(sides[1 - k] * target[k]) / target[1 - k]) for k in (0, 1)]
+    if crops:
+        wanted = [max(min(side, want), 1) for side, want in zip(sides, wanted, strict=True)]
+        for axis, (side, want) in enumerate(zip(sides, wanted, strict=True), 1):
+            if want < side:
+                x = _slice(r, x, axis, slice((side - want) // 2, (side - want) // 2 + want))
+        return x
+    edges = [(max(side, want) - side) // 2 for side, want in zip(sides, wanted, strict=True)]
+    pairs = ((0, 0), *((edge, edge) for edge in edges), (0, 0))
+    shape = [s if s is None else s + sum(p) for s, p in zip(x.shape, pairs, strict=True)]
+    return r.emit("Pad", [x], shape, part="border", padding=pairs, mode="constant", value=float(r.op.fill_value))
 
 
 @_reads("UpSampling*D")
@@ -446,13 +465,29 @@ def _square(r: KerasCall, x: Value) -> Value:
 
 @_reads("", "ReLU")
 def _relu(r: KerasCall, x: Value) -> Value:
-    o = r.op
-    _require(o.threshold == 0 and (o.negative_slope == 0 or o.max_value is None))
-    if o.negative_slope:
-        return r.emit("LeakyRelu", [x], negative_slope=float(o.negative_slope))
-    if o.max_value is None:
+    """Read clip(x where x > threshold else 0, 0, max_value) - negative_slope max(threshold - x, 0)."""
+    slope, high, threshold = (float(v) if v else v for v in (r.op.negative_slope, r.op.max_value, r.op.threshold))
+    if threshold:
+        return _relu_from(r, x, slope, high, threshold)
+    if slope:
+        y = r.emit("LeakyRelu", [x], part="" if high is None else "slope", negative_slope=slope)
+        return y if high is None else r.emit("Min", [y, r.operand(high)])
+    if high is None:
         return r.emit("Relu", [x])
-    return r.emit("Relu6", [x]) if o.max_value == 6 else r.emit("Clamp", [x], min=0.0, max=float(o.max_value))
+    return r.emit("Relu6", [x]) if high == 6 else r.emit("Clamp", [x], min=0.0, max=float(high))
+
+
+def _relu_from(r: KerasCall, x: Value, slope: float, high: float | None, threshold: float) -> Value:
+    """Append the operators of a rectifier with a threshold."""
+    above = r.emit("Greater", [x, r.operand(threshold)], x.shape, "bool", part="above")
+    y = r.emit("Where", [above, x, r.operand(0.0)], part="" if high is None and not slope else "kept")
+    if high is not None:
+        y = r.emit("Clamp", [y], part="bound" if slope else "", min=0.0, max=float(high))
+    if not slope:
+        return y
+    below = r.emit("Sub", [r.operand(threshold), x], part="distance")
+    below = r.emit("Relu", [below], part="below")
+    return r.emit("Sub", [y, r.emit("Mul", [below, r.operand(slope)], part="slope")])
 
 
 @_reads("PReLU")
@@ -593,6 +628,75 @@ def _slice(r: KerasCall, x: Value, axis: int, k: slice) -> Value:
         length = len(range(start, end, step))
     shape = (*x.shape[:axis], length, *x.shape[axis + 1 :])
     return r.emit("Slice", [x], shape, x.dtype, "slice", axis=axis, start=start, end=end, step=step)
+
+
+@_reads("", "OneHot")
+def _one_hot(r: KerasCall, x: Value) -> Value:
+    _require(not r.op.sparse)
+    return _classes(r, x, r.op.num_classes, r.op.axis)
+
+
+@_reads("", "MultiHot")
+def _multi_hot(r: KerasCall, x: Value) -> Value:
+    _require(r.op.axis == -1 and len(x.shape) > 1 and not r.op.sparse)
+    each = _classes(r, x, r.op.num_classes, part="each")
+    return r.emit("ReduceMax", [each], None, each.dtype, axes=(1,), keepdims=False)
+
+
+@_reads("CategoryEncoding")
+def _category_encoding(r: KerasCall, x: Value) -> Value:
+    """Read classes as their columns; several classes of a sample, on axis 1, are joined or counted."""
+    mode, n = r.op.output_mode, r.op.num_tokens
+    _require(not r.op.sparse and len(x.shape) > 1)
+    if mode == "one_hot":
+        if x.shape[-1] == 1:
+            x = r.emit("Reshape", [x], x.shape[:-1], x.dtype, "entries", shape=_static(x.shape[:-1]))
+        return _classes(r, x, n)
+    each = _classes(r, x, n, part="each")
+    return r.emit("ReduceMax" if mode == "multi_hot" else "Sum", [each], axes=(1,), keepdims=False)
+
+
+def _classes(r: KerasCall, x: Value, n: int, axis: int = -1, part: str = "") -> Value:
+    """Append 1 for each entry's class on a new axis of `n` classes, and 0 for the others."""
+    rank = len(x.shape) + 1
+    axis %= rank
+    shape = (*x.shape[:axis], n, *x.shape[axis:])
+    _require("int" in x.dtype)
+    numbers = np.arange(n).reshape([n if k == axis else 1 for k in range(rank)])
+    column = r.emit("Unsqueeze", [x], (*x.shape[:axis], 1, *x.shape[axis:]), x.dtype, "column", axes=(axis,))
+    same = r.emit("Equal", [column, r.operand(numbers, x.dtype)], shape, "bool", "same")
+    dtype = r.op.dtype or r.dtype  # Keras gives the type of multi_hot's operand as that of its result
+    return r.emit("Cast", [same], shape, dtype, part=part, dtype=dtype)
+
+
+@_reads("", "Digitize")
+def _digitize(r: KerasCall, x: Value, bins: Any) -> Value:
+    """Read the number of bins that begin at or below each entry."""
+    _require("float" in x.dtype and not isinstance(bins, Value))
+    edges = keras.ops.convert_to_numpy(bins)
+    column = r.emit("Unsqueeze", [x], (*x.shape, 1), x.dtype, "column", axes=(len(x.shape),))
+    above = r.emit("GreaterEqual", [column, r.operand(edges, x.dtype)], (*x.shape, len(edges)), "bool", "above")
+    counted = r.emit("Cast", [above], above.shape, part="counted", dtype=r.dtype)
+    return r.emit("Sum", [counted], axes=(len(x.shape),), keepdims=False)
+
+
+@_reads("", "Repeat")
+def _repeat(r: KerasCall, x: Value) -> Value:
+    """Read copies of each entry along an axis: an axis of size 1 is tiled, others get an axis for the copies."""
+    repeats, axis = tuple(int(n) for n in np.atleast_1d(r.op.repeats)), r.op.axis
+    _require(isinstance(axis, int) and x.shape[axis] is not None)
+    axis %= len(x.shape)
+    size = _integer(x.shape[axis])
+    if len(repeats) > 1:
+        index = np.repeat(np.arange(size), repeats)
+        return r.emit("Gather", [x, r.operand(index, "int64")], axis=axis)
+    ones, (n,) = [1] * len(x.shape), repeats
+    if size == 1:
+        return r.emit("Tile", [x], repeats=(*ones[:axis], n, *ones[axis + 1 :]))
+    before, after = x.shape[: axis + 1], x.shape[axis + 1 :]
+    y = r.emit("Unsqueeze", [x], (*before, 1, *after), part="copies", axes=(axis + 1,))
+    y = r.emit("Tile", [y], (*before, n, *after), part="tiled", repeats=(*ones[: axis + 1], n, *ones[axis + 1 :]))
+    return r.emit("Reshape", [y], shape=_static(r.shape))
 
 
 @_reads("", "Take")

@@ -99,7 +99,9 @@ class _SymbolicBackend:
             return _SymbolicBackend(name)
         if self.part == "random":
             return _unknown
-        function = getattr(keras.ops, name)
+        function = getattr(getattr(keras.ops, self.part, None), name, None) or getattr(keras.ops, name)
+        if name == "digitize":  # its bins are a list
+            return lambda x, bins: function(x, np.asarray(bins, "float32"))
         if name not in ("zeros", "ones"):
             return function
         return lambda shape, *args, **kwargs: (_unknown if None in shape else function)(shape, *args, **kwargs)

@@ -574,9 +574,10 @@ def _roll(c: TorchCall) -> Any:
 
 @reads(
     "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d"
+    " _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d"
 )
 def _resize(c: TorchCall) -> Any:
-    method = c.name.removeprefix("upsample_").rstrip("123d")
+    method = c.name.lstrip("_").removeprefix("upsample_").rstrip("123d")
     data = "input" if "input" in c.args else "self"
     size, scale = c.static("output_size"), c.static("scale_factors")
     given = [c.static(k) for k in c.args if k in ("scales", "scales_d", "scales_h", "scales_w")]
@@ -585,7 +586,7 @@ def _resize(c: TorchCall) -> Any:
         if made != list(size):
             raise Unreadable
         scale = tuple(given)
-    mode = {"nearest": "nearest", "bicubic": "cubic"}.get(method, "linear")
+    mode = {"bilinear": "linear", "bicubic": "cubic"}.get(method, method)
     settings = {
         "size": None if scale else size,
         "scale": scale or None,
