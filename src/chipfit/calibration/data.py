@@ -111,13 +111,21 @@ def call_of(batch: Any, model: Any) -> Call:
 
 
 def first_rows(call: Call, count: int = 2) -> Call:
-    """Return a call with the first samples; the same call if its inputs have different numbers of rows."""
+    """Return a call with few samples; the same call if its inputs have different numbers of rows.
+
+    Of two samples, one has the most words and the other the most padding, where an input of words or a mask shows it.
+    """
     from torch.utils._pytree import tree_leaves, tree_map_only
 
-    rows = {len(x) for x in tree_leaves(call) if isinstance(x, torch.Tensor) and x.dim()}
-    if len(rows) != 1 or max(rows) <= count:
+    tensors = [x for x in tree_leaves(call) if isinstance(x, torch.Tensor) and x.dim()]
+    if len({len(x) for x in tensors}) != 1 or len(tensors[0]) <= count:
         return call
-    few: Call = tree_map_only(torch.Tensor, lambda x: x[:count] if x.dim() else x, call)
+    rows = list(range(count))
+    if words := [x for x in tensors if x.dim() > 1 and not x.is_floating_point() and not x.is_complex()]:
+        filled = (words[-1] != 0).flatten(1).sum(1)
+        ends = sorted({int(filled.argmax()), int(filled.argmin())})
+        rows = [*ends, *(k for k in rows if k not in ends)][:count]
+    few: Call = tree_map_only(torch.Tensor, lambda x: x[rows] if x.dim() else x, call)
     return few
 
 

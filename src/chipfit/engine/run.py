@@ -58,7 +58,9 @@ def run(
 _TOLERANCE = 1e-3
 
 
-def first_deviation(graph: Graph, inputs: Sequence[torch.Tensor], want: Sequence[Any]) -> tuple[str, Any] | None:
+def first_deviation(
+    graph: Graph, inputs: Sequence[torch.Tensor], want: Sequence[Any], tolerance: float = _TOLERANCE
+) -> tuple[str, Any] | None:
     """Return the first output that deviates from the model's and its distance, shape or error; None if all agree."""
     try:
         with torch.inference_mode():
@@ -70,7 +72,7 @@ def first_deviation(graph: Graph, inputs: Sequence[torch.Tensor], want: Sequence
         if a.shape != b.shape:
             return name, list(b.shape)
         largest = float(a.abs().max()) if a.numel() else math.inf
-        if math.isfinite(largest) and not (a - b).abs().max() <= _TOLERANCE * max(largest, 1e-3):
+        if math.isfinite(largest) and not (a - b).abs().max() <= tolerance * max(largest, 1e-3):
             return name, float((a - b).abs().max())
     return None
 

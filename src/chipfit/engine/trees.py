@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from chipfit.engine.types import dtype_of
 from chipfit.errors import DataError, GraphError
 from chipfit.files import parse_json
 from chipfit.graph.ir import Graph
@@ -78,7 +79,8 @@ def dump_result(example: Any, leaves: Sequence[Mapping[str, Any]], tree: Any = N
     """Return the `out_spec` of a result.
 
     Args:
-        leaves: for each leaf, {"output": index of the graph's output} or {"constant": value}.
+        leaves: for each leaf, {"output": index of the graph's output} or {"constant": value}; "dtype" of an output is
+            the number type that the model returns, where the graph's differs.
         tree: the structure of the result, if it is not that of `example`.
     """
     tree = pytree.tree_structure(example) if tree is None else tree
@@ -93,14 +95,21 @@ class ResultStructure:
         self._leaves, self._tree = spec["leaves"], load_tree(spec)
 
     def __call__(self, outputs: Sequence[Any]) -> Any:
-        leaves = [outputs[x["output"]] if "output" in x else x["constant"] for x in self._leaves]
-        return pytree.tree_unflatten(leaves, self._tree)
+        return pytree.tree_unflatten([_leaf(x, outputs) for x in self._leaves], self._tree)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ResultStructure:
         return self  # immutable, and torch warns when a tree is copied
 
     def __reduce__(self) -> Any:
         return ResultStructure, (SimpleNamespace(out_spec=self._text),)  # and when one is unpickled
+
+
+def _leaf(x: Mapping[str, Any], outputs: Sequence[Any]) -> Any:
+    """Return one leaf of a result, in the number type that the model returns."""
+    if "output" not in x:
+        return x["constant"]
+    out = outputs[x["output"]]
+    return out.to(dtype_of(x["dtype"])) if "dtype" in x and isinstance(out, torch.Tensor) else out
 
 
 #: digest -> structure with the user's own classes, of results of models that this process captured

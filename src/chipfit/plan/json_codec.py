@@ -271,7 +271,10 @@ def _check_call(graph: Graph) -> None:
             raise GraphError("No input has this axis of samples", got=str(place)[:80])
     check_value(_RESULTS, results, PlanError, "out_spec of the graph")
     leaves, known = results["leaves"], {str({"output": k}) for k in range(len(graph.outputs))}
-    strange = [x for x in leaves if set(x) != {"constant"} and str(x) not in known]
+    typed = [(x, {k: v for k, v in x.items() if k != "dtype"}) for x in leaves]
+    strange = [x for x, rest in typed if set(x) != {"constant"} and str(rest) not in known]
+    for x in leaves:
+        dtype_of(str(x.get("dtype", "float32")))
     if strange or read_tree(results["plain"]).num_leaves != len(leaves):
         raise GraphError("Results do not fit the graph's outputs", got=str(strange or leaves)[:80])
 

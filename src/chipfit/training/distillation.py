@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from chipfit.engine.run import run
-from chipfit.engine.trees import flatten_call
 from chipfit.errors import ConfigError, UnknownNameError
 from chipfit.frameworks import adapter_of
 from chipfit.frameworks.torch.lower import as_quantized_module
@@ -83,7 +82,7 @@ class Distillation(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor]:
         """Return the outputs of the model for its arguments, and the loss []."""
-        inputs = flatten_call(self.student._in_spec, args, kwargs)
+        inputs = self.student.flatten_call(args, kwargs)
         outputs, kept = self.float_graph.outputs, list(self.layers)
         if self.training:
             self.student.begin_step()

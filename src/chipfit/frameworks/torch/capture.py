@@ -16,13 +16,13 @@ from chipfit.engine.run import first_deviation
 from chipfit.engine.trees import flatten_inputs
 from chipfit.engine.types import describe_value
 from chipfit.errors import CaptureError, RefusedCall, raised_outside_chipfit, short_message
+from chipfit.frameworks.torch.plain_call import compare_with_plain_call, in_float32, run_in_float32
 from chipfit.frameworks.torch.program import (
     Program,
     SymbolicTensor,
     Unrecordable,
     decomposition_of,
     needs_functionalization,
-    register_dataclasses,
     symbolic,
     users_line,
 )
@@ -59,7 +59,7 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Any = None, oth
             beyond float32, a layer's name is not valid text, or the model computes something else for another size.
     """
     _check_model(model)
-    calls = pytree.tree_map(_as_float32, [(tuple(args), dict(kwargs or {})), *others])
+    calls = pytree.tree_map_only(torch.Tensor, in_float32, [(tuple(args), dict(kwargs or {})), *others])
     calls = [c for c in calls if pytree.tree_structure(c) == pytree.tree_structure(calls[0])]
     # the largest first: a size of 1 would become a constant
     calls.sort(key=lambda call: -sum(getattr(x, "nbytes", 0) for x in pytree.tree_leaves(call)))
@@ -68,6 +68,7 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Any = None, oth
         raise CaptureError("The example holds no sample", allowed="a batch of one or more")
     graph = _capture_first_way(model, calls)
     check(graph, blame="capture")
+    compare_with_plain_call(graph, _eval_copy(model, cast=False)[0], (tuple(args), dict(kwargs or {})))
     if others:
         _check_open_sizes(graph, _eval_copy(model)[0], [*calls[1:], pytree.tree_map(_longer, *calls)])
     return graph
@@ -129,15 +130,17 @@ def _capture_way(model: torch.nn.Module, calls: Sequence[Any], sizes: Sequence[T
         graph = translate(program, copied if cast else model, call, example_out)
     except Unrecordable as e:
         copied, cast = _eval_copy(model)
-        example_out = _run_example(copied, args, kwargs)
+        example_out = run_in_float32(copied, args, kwargs)
         for size in sizes:
             _check_size(copied, call, size)
         if len(calls) > 1:
             raise CaptureError(_DEPENDS_ON_SIZE, where=users_line(e.__cause__ or e)) from e
         program = export(copied, args, kwargs, sizes)
         graph = translate(program, copied if cast else model, call, example_out)
-    if cast:
-        graph.notes.append(f"warning: the model computes in {cast}; it was read, and is simulated, in float32")
+    if types := sorted({*cast, *program.short}):
+        graph.notes.append(
+            f"warning: the model computes in {' and '.join(types)}; it was read, and is simulated, in float32"
+        )
     return graph
 
 
@@ -149,7 +152,7 @@ def _check_size(model: torch.nn.Module, call: Any, size: TiedAxes) -> None:
     """
     leaves, tree = pytree.tree_flatten(call)
     try:
-        _run_example(model, *pytree.tree_unflatten(size.resized(leaves), tree))
+        run_in_float32(model, *pytree.tree_unflatten(size.resized(leaves), tree))
     except RefusedCall as e:
         axes = ", ".join(f"axis {axis} of {describe_value(leaves[i])}" for i, axis in size.places)
         what = f"The model fails with {size.new} in place of {size.old} on {axes}: {short_message(e.__cause__ or e)}"
@@ -171,7 +174,7 @@ def _check_open_sizes(graph: Graph, model: torch.nn.Module, calls: Sequence[Any]
     """
     for args, kwargs in calls:
         try:
-            out = _run_example(model, args, kwargs)
+            out = run_in_float32(model, args, kwargs)
         except RefusedCall:
             continue
         inputs = flatten_inputs(graph, args, kwargs)
@@ -180,19 +183,12 @@ def _check_open_sizes(graph: Graph, model: torch.nn.Module, calls: Sequence[Any]
             raise CaptureError(_DEPENDS_ON_SIZE, got=f"{found[0]}: {found[1]}, of {given}")
 
 
-def _as_float32(x: Any) -> Any:
-    """Return floats as float32, each as a tensor object of its own: an object given twice would be one input."""
-    if not isinstance(x, torch.Tensor):
-        return x
-    return x.detach().float() if x.is_floating_point() else x.detach()
-
-
-def _eval_copy(model: torch.nn.Module) -> tuple[torch.nn.Module, str]:
+def _eval_copy(model: torch.nn.Module, cast: bool = True) -> tuple[torch.nn.Module, set[str]]:
     """Return a copy of the model in eval mode, and the float types that were cast to float32.
 
-    A float32 model shares its parameters with the copy, because nothing writes to them; buffers are copied. A model of
-    other float types is copied whole. A tensor with gradient history that a module keeps, such as `weight_norm` before
-    torch 2, cannot be deep-copied; it is cloned without history.
+    A float32 model, or one that is not cast, shares its parameters with the copy, because nothing writes to them;
+    buffers are copied. A model of other float types is copied whole. A tensor with gradient history that a module
+    keeps, such as `weight_norm` before torch 2, cannot be deep-copied; it is cloned without history.
 
     Raises:
         CaptureError: A weight is beyond float32.
@@ -202,34 +198,14 @@ def _eval_copy(model: torch.nn.Module) -> tuple[torch.nn.Module, str]:
     )
     memo: dict[int, Any] = {id(v): v.detach().clone() for v in with_history}
     floats = {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float32}
-    if not floats:
-        return copy.deepcopy(model, memo | {id(p): p for p in model.parameters()}).eval(), ""
+    if not floats or not cast:
+        return copy.deepcopy(model, memo | {id(p): p for p in model.parameters()}).eval(), set()
     copied = copy.deepcopy(model, memo).eval().float()
     for (name, old), new in zip(model.state_dict().items(), copied.state_dict().values(), strict=True):
         if bool((old.isfinite() & ~new.isfinite()).any()):
             got = float(old.abs().max())
             raise CaptureError(f"'{name}' holds numbers that float32 does not, in which models are read", got=got)
-    return copied, " and ".join(sorted(str(f).removeprefix("torch.") for f in floats))
-
-
-def _run_example(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the model as the user would, and register the user's dataclasses with pytree.
-
-    Raises:
-        RefusedCall: The model fails.
-    """
-    try:
-        with torch.no_grad():
-            out = model(*args, **kwargs)
-    except Exception as e:  # the user's code may raise anything
-        if not raised_outside_chipfit(e):
-            raise
-        given = [describe_value(a) for a in args] + [f"{k}={describe_value(v)}" for k, v in kwargs.items()]
-        hint = "call the model on this input yourself, in eval mode, and correct the input or the model"
-        what = f"The model fails on the example input: {short_message(e)}"
-        raise RefusedCall(what, where=users_line(e), got=", ".join(given) or "no input", hint=hint) from e
-    register_dataclasses(out)
-    return out
+    return copied, {str(f).removeprefix("torch.") for f in floats}
 
 
 def export(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -170,12 +170,24 @@ class QuantizedModule(Checkpointed):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model with the arguments of the original one; in training mode, first count a step.
 
+        Floats of any type are taken, and results have the types that the original model returns.
+
         Raises:
             TrainingError: In training mode, a number is not finite or a scale not positive.
         """
         if self.training and not torch.compiler.is_exporting():  # in `forward`, where a compiler can continue after it
             self.begin_step()
-        return self._results(self.run_flat(flatten_call(self._in_spec, args, kwargs)))
+        return self._results(self.run_flat(self.flatten_call(args, kwargs)))
+
+    def flatten_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Return the inputs of a call in the order of the graph's, floats in the type of the weights.
+
+        Raises:
+            DataError: The structure differs from that of the captured call.
+        """
+        kind = next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.float32)
+        flat = flatten_call(self._in_spec, args, kwargs)
+        return [x.to(kind) if torch.is_tensor(x) and x.is_floating_point() and x.dtype != kind else x for x in flat]
 
     def run_flat(self, inputs: Sequence[torch.Tensor], keep: Sequence[str] = ()) -> list[Any]:
         """Run on flat inputs; return the outputs, then the values named in `keep`, quantized if the plan says so."""

@@ -79,6 +79,15 @@ class SymbolicTensor:
         return SymbolicTensor(shape, self.dtype)
 
 
+#: float types that are read as float32, in which every model is simulated
+SHORT = torch.float16, torch.bfloat16
+
+
+def without_short_types(args: Any) -> Any:
+    """Return the arguments of a call with float32 in place of shorter float types."""
+    return pytree.tree_map_only(torch.dtype, lambda t: torch.float32 if t in SHORT else t, args)
+
+
 def symbolic(t: torch.Tensor) -> SymbolicTensor:
     return SymbolicTensor(tuple(t.shape), t.dtype)
 
@@ -98,6 +107,7 @@ class Program:
     inputs: dict[str, str]  #: placeholder -> name of an input that is a tensor; other placeholders are constants
     results: list[Any]  #: leaves of what the model returns: calls, or constants
     out_tree: pytree.TreeSpec
+    short: frozenset[str] = frozenset()  #: float types that the model casts to, read as float32
     batch: Sequence[Place] = ()  #: axes of the call's leaves that have as many elements as there are samples
 
 

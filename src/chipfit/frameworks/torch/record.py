@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from chipfit.frameworks.torch.program import (
+    SHORT,
     TORCH,
     OpenSize,
     Program,
@@ -34,6 +35,7 @@ from chipfit.frameworks.torch.program import (
     needs_functionalization,
     register_dataclasses,
     symbolic,
+    without_short_types,
     writes_shared_memory,
 )
 from chipfit.frameworks.torch.tied_axes import TiedAxes, batch_places, ways
@@ -91,8 +93,10 @@ def record(
         run.watch(model, size.resized(leaves), tree)
         first.merge(run, k)
     first.drop_unused()
-    batch = batch_places(sizes)
-    return Program(first.graph, None, weights, first.weight_of, first.inputs, first.results, first.out_tree, batch), out
+    more: dict[str, Any] = {"short": frozenset(first.short), "batch": batch_places(sizes)}
+    return Program(
+        first.graph, None, weights, first.weight_of, first.inputs, first.results, first.out_tree, **more
+    ), out
 
 
 def _names(model: torch.nn.Module, args: Any, kwargs: Any) -> list[str]:
@@ -216,6 +220,7 @@ class _Run(_DispatchHandler, TorchDispatchMode):
         self.metadata: list[tuple[str, Any]] = []  #: (function, result) of each read of tensors' metadata
         self.function: tuple[str, str] | None = None  #: the last torch function, as torch.export writes it
         self.failed = False  #: also if the model catches the exception
+        self.short = set[str]()  #: float types that the model casts to, read as float32
         self.used_len = False  #: the model called len() of a batch, which is a plain int and hides the open size
         self._counts: dict[str, int] = {}
         self.weight_of = {self._placeholder(t): name for name, t in weights.items()}
@@ -291,6 +296,9 @@ class _Run(_DispatchHandler, TorchDispatchMode):
         hides = any(tag in op.tags for tag in _VALUE_DEPENDENT) and not by_integers
         if self.failed or op.namespace != "aten" or hides:
             self.give_up()
+        if short := {t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.dtype) and t in SHORT}:
+            self.short |= {str(t).removeprefix("torch.") for t in short}
+            args, kwargs = without_short_types((args, kwargs))
         if decomposed := decomposition_of(op):
             with torch._C.DisableTorchFunction(), self:
                 return decomposed(*args, **kwargs)
