@@ -54,6 +54,8 @@ CASES: dict[str, tuple[list[tuple], dict]] = {
     **{op: ([IMAGE], {"output_size": (4, 4)}) for op in ("AdaptiveAvgPool", "AdaptiveMaxPool")},
     **{op: ([IMAGE], REDUCE) for op in ("Mean", "Sum", "ReduceL2", "ReduceMax", "ReduceMin", "ReduceProd")},
     "ArgMax": ([IMAGE], {"axis": 1, "keepdims": True}),
+    "ArgMin": ([IMAGE], {"axis": 1, "keepdims": True}),
+    "TopK": ([IMAGE], {"k": 2, "axis": 1, "largest": True}),
     "Pad": ([IMAGE], {"padding": ((0, 0), (1, 0), (1, 1), (0, 2)), "mode": "constant", "value": 0.0}),
     "Reshape": ([IMAGE], {"shape": (2, -1)}),
     "Transpose": ([IMAGE], {"perm": (0, 2, 1, 3)}),
@@ -99,7 +101,9 @@ def made(op: str) -> tuple[Node, list[torch.Tensor]]:
 
 
 def results(node: Node, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [torch.as_tensor(y) for y in execute(node, inputs)]
+    """Return the results, of several the floats."""
+    found = [torch.as_tensor(y) for y in execute(node, inputs)]
+    return [y for y in found if y.is_floating_point()] or found
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:

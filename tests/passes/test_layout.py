@@ -90,6 +90,7 @@ BEHIND = [
     ("Sum", "h", {"axes": (-3, 3), "keepdims": False}),
     ("ArgMax", "h", {"axis": 1, "keepdims": False}),
     ("ArgMax", "h", {"axis": None, "keepdims": False}),
+    ("TopK", "h", {"k": 2, "axis": 1, "largest": True}),
     ("Pad", "h", {"padding": ((0, 0), (1, 2), (3, 0), (0, 4)), "mode": "constant", "value": 1.5}),
     ("Roll", "h", {"shifts": (1, 2), "axes": (1, -1)}),
     ("Tile", "h", {"repeats": (2, 1, 1, 1, 1)}),

@@ -133,6 +133,17 @@ def pad(x: Tensor, *, padding: Any, mode: str, value: float) -> Tensor:
     return F.pad(x, _flat(pairs), mode)
 
 
+@kernel("TopK")
+def top_k(x: Tensor, *, k: int | None, axis: int, largest: bool) -> tuple[Tensor, Tensor]:
+    """Return the first k values in order along an axis, and their indices; of equal values the lowest index first.
+
+    Runtimes break ties so (ONNX operator TopK); `torch.topk` leaves the order of equal values open.
+    """
+    values, indices = x.sort(dim=axis, descending=largest, stable=True)
+    length = x.shape[axis] if k is None else k
+    return values.narrow(axis, 0, length), indices.narrow(axis, 0, length)
+
+
 @kernel("Slice")
 def slice_(x: Tensor, *, axis: int, start: int, end: int | None, step: int) -> Tensor:
     index: list[Any] = [slice(None)] * x.dim()

@@ -13,8 +13,9 @@ _EXACT, _COMPARED, _REAL = range(3)
 _GONE, _EXTREME = 32.0, 1e4
 #: largest number whose only purpose as an addend or bound is to prevent a division by 0
 _GUARD = 1e-2
+_ARG = ("ArgMax", "ArgMin")
 #: operators that a masked value does not affect; pools that select values are others
-_SOFT, _HARD = ("Softmax", "LogSoftmax"), ("ReduceMax", "ReduceMin", "ArgMax")
+_SOFT, _HARD = ("Softmax", "LogSoftmax"), ("ReduceMax", "ReduceMin", *_ARG)
 #: operators allowed between a mask and those operators, besides ones that only move values
 _BETWEEN = ("Add", "Sub", "Mul", "Div", "Clamp", "Cast")
 
@@ -72,7 +73,7 @@ def _use(graph: Graph, n: Node, slot: str, made: int) -> int:
     """Return how a node uses the value in `slot`, if its own results are used as `made`."""
     if n.op == "Size" or slot in ("index", "mask"):
         return _EXACT
-    if _computes(n) or n.op == "ArgMax":
+    if _computes(n) or n.op in _ARG:
         return _REAL
     if any(graph.is_float(o) for o in n.outputs):
         return made

@@ -57,6 +57,8 @@ class Profile:
     float_outputs: Mapping[str, Callable[[KernelCall], Tensor]] = field(default_factory=dict)
     #: as `float_outputs`, for dynamic kernels; keyed by (operator, granularity of the input's ranges, weight bits)
     dynamic: Mapping[tuple[str, str, int], Callable[[KernelCall], Tensor]] = field(default_factory=dict)
+    #: operator -> its float32 function as the runtime computes it; other operators in float compute as torch does
+    functions: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
     #: quantizes the input of dynamic kernels: (floats, whether weights are in `blocks`, attributes of DynamicQuantize)
     #: -> integers, scale, zero point
     quantize_dynamic: Callable[..., Codes] = _quantize_dynamic
@@ -447,8 +449,9 @@ def _compute(run: Simulation, group: Sequence[Node]) -> None:
     if float_output is not None:
         env[group[0].output] = float_output(KernelCall(run, group))
     for n in group if float_output is None else group[1:]:
-        outs = execute(n, [None if i is None else env[i] if i in env else run.float_value(i, n) for i in n.inputs])
-        env.update(zip(n.outputs, outs, strict=False))
+        args = [None if i is None else env[i] if i in env else run.float_value(i, n) for i in n.inputs]
+        function = run.profile.functions.get(n.op)
+        env.update(zip(n.outputs, [function(*args)] if function else execute(n, args), strict=False))
     for o in group[-1].outputs:
         run.publish(o, env[o])
 
@@ -476,7 +479,9 @@ def pass_through(run: Simulation, group: Sequence[Node]) -> None:
         value = run.stored(node.data).quantize(torch.tensor(float(node.attrs["value"])))  # as files store it
         node = node.with_(attrs={**node.attrs, "value": float(value)})
     for o, x in zip(group[-1].outputs, execute(node, args), strict=False):
-        if o in results:
+        if o not in results:
+            run.floats[o] = x
+        else:
             run.codes[o] = x.to(run.stored(o).grid.dtype) if tied else run.profile.quantize(run, o, x)
 
 

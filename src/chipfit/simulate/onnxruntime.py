@@ -200,6 +200,7 @@ register("kernels", "onnxruntime")(
         kernels=_KERNELS,
         pass_through=_PASS_THROUGH,
         float_outputs={"Linear": _float_output, "MatMul": _float_output},
+        functions={"Sigmoid": logistic},
         dynamic={("Linear", "tensor", 8): _dynamic, ("MatMul", "tensor", 8): _dynamic},
         clip=absorbed_bounds,
         quantize=lambda run, name, x: run.stored(name).quantize(x),

@@ -305,11 +305,18 @@ def _embedding(w: OnnxBuilder, n: Node, x: Names) -> str:
     return w.op("DequantizeLinear", [rows, scale, zero], **({"axis": rank} if stored.scale.dim() else {}))
 
 
-@_writes("ArgMax")
+@_writes("ArgMax", "ArgMin")
 def _arg_max(w: OnnxBuilder, n: Node, x: Names) -> str:
     if n.attrs["axis"] is None:
-        return w.op("ArgMax", [w.op("Reshape", [x[0], w.const(_ints(-1))])], axis=0, keepdims=0)
-    return w.op("ArgMax", x, axis=n.attrs["axis"], keepdims=int(n.attrs["keepdims"]))
+        return w.op(n.op, [w.op("Reshape", [x[0], w.const(_ints(-1))])], axis=0, keepdims=0)
+    return w.op(n.op, x, axis=n.attrs["axis"], keepdims=int(n.attrs["keepdims"]))
+
+
+@_writes("TopK")
+def _top_k(w: OnnxBuilder, n: Node, x: Names) -> list[str]:
+    k, axis = n.attrs["k"], n.attrs["axis"]
+    count = w.op("Gather", [w.op("Shape", x), w.const(_ints(axis))]) if k is None else w.const(_ints(k))
+    return w.op_many("TopK", [x[0], count], 2, axis=axis, largest=int(n.attrs["largest"]), sorted=1)
 
 
 @_writes("Pad")

@@ -396,6 +396,43 @@ def _cum_sum(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     w.op(w.kind, [w.read(n.data), w.constant(np.int32(n.attrs["axis"]))], y)
 
 
+def _least(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
+    if w.integer:
+        w.refuse(n, "it looks for the smallest quantized values")
+    negated, values = w.temporary(w.shape(n.data), w.read(n.data)), w.temporary(w.shape(n.output), y[0])
+    w.op("NEG", [w.read(n.data)], negated)
+    _top_k(w, n.with_(attrs={**n.attrs, "largest": True}), [values, y[1]], negated)
+    w.op("NEG", [values], y[0])
+
+
+def _top_k(w: TfliteBuilder, n: Node, y: Sequence[int], data: int | None = None) -> None:
+    """Write TOPK_V2, which looks for the largest along the last axis and has indices of 32 bits.
+
+    The least are the largest of the negated numbers; no integer kernel negates.
+    """
+    if not n.attrs["largest"]:
+        return _least(w, n, y)
+    x = w.read(n.data) if data is None else data
+    axis, a, b = _axis(w, n, n.data), list(w.shape(n.data)), list(w.shape(n.output))
+    swap = [d for d in range(len(a)) if d != axis] + [axis]
+    moved, k = swap != sorted(swap), w.constant(np.int32(b[axis]))
+    inner, result = [a[d] for d in swap], [b[d] for d in swap]
+    if moved:
+        image = w.temporary(inner, x)
+        _permute(w, x, swap, image)
+        x = image
+    values = w.temporary(result, y[0]) if moved else y[0]
+    indices = w.temporary(result, k)
+    w.op(w.kind, [x, k], [values, indices])
+    if moved:
+        back = [swap.index(d) for d in range(len(a))]
+        _permute(w, values, back, y[0])
+        turned = w.temporary(b, k)
+        _permute(w, indices, back, turned)
+        indices = turned
+    w.op("CAST", [indices], y[1], inDataType=w.tensors[indices].type, outDataType=w.tensors[y[1]].type)
+
+
 # ---------------------------------------------------------------- pass-through
 
 
@@ -543,7 +580,7 @@ def _shuffle(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
 #: the functions that cells of the table name
 _FUNCTIONS = by_name(
     *(_plain, _conv, _transpose_conv, _dynamic_quantize, _linear, _mat_mul, _prelu, _attention, _binary),
-    *(_hard_sigmoid, _leaky_relu, _gelu, _clamp, _softmax, _cast, _pool, _reduce, _arg_max, _cum_sum, _join),
+    *(_hard_sigmoid, _leaky_relu, _gelu, _clamp, _softmax, _cast, _pool, _reduce, _arg_max, _cum_sum, _top_k, _join),
     *(_unstack, _split, _as_shape, _requantize, _transpose, _expand, _slice, _gather, _gather_elements, _pad),
     *(_resize, _depth, _shuffle),
 )

@@ -265,6 +265,12 @@ def _expand(x: Any, *, shape: Any) -> Any:
     return ops.broadcast_to(x, [h if s == -1 else s for h, s in zip(have, shape, strict=True)])
 
 
+def _top_k(x: Any, *, k: int | None, axis: int, largest: bool) -> Any:
+    y = ops.moveaxis(x if largest else -x, axis, -1)
+    values, indices = (ops.moveaxis(v, -1, axis) for v in ops.top_k(y, y.shape[-1] if k is None else k))
+    return (values if largest else -values), ops.cast(indices, dtype_here("int64"))
+
+
 def _slice(x: Any, *, axis: int, start: int, end: int | None, step: int) -> Any:
     index: list[Any] = [slice(None)] * len(x.shape)
     index[axis] = slice(start, end, step)
@@ -363,6 +369,7 @@ LOWERINGS: dict[str, Lowering] = {
     "Transpose": Lowering(renamed(ops.transpose, {"perm": "axes"}), _permute),
     "Unsqueeze": Lowering(_unsqueeze),
     "Expand": Lowering(_expand),
+    "TopK": Lowering(_top_k),
     "Slice": Lowering(_slice),
     "Select": Lowering(lambda x, *, axis, index: ops.take(x, index if index >= 0 else x.shape[axis] + index, axis)),
     "Roll": Lowering(_roll),

@@ -572,10 +572,24 @@ def _permuted(r: KerasCall, x: Value, perm: Sequence[int], part: str) -> Value:
 # ---------------------------------------------------------------- moving and looking up values
 
 
-@_reads("", "Argmax")
+@_reads("", "Argmax Argmin")
 def _arg_max(r: KerasCall, x: Value) -> Value:
-    y = r.emit("ArgMax", [x], None, "int64", part="index", axis=r.op.axis, keepdims=bool(r.op.keepdims))
+    op = {"Argmax": "ArgMax", "Argmin": "ArgMin"}[type(r.op).__name__]
+    y = r.emit(op, [x], None, "int64", part="index", axis=r.op.axis, keepdims=bool(r.op.keepdims))
     return r.emit("Cast", [y], dtype=r.dtype)
+
+
+@_reads("", "TopK Sort Argsort")
+def _top_k(r: KerasCall, x: Value) -> list[Value] | Value:
+    """Read `top_k`, `sort` and `argsort` as TopK, which orders equal values by their index as runtimes do."""
+    kind = type(r.op).__name__
+    k, axis = (r.op.k, -1) if kind == "TopK" else (None, _integer(r.op.axis))
+    how = {"k": k, "axis": axis % len(x.shape), "largest": kind == "TopK"}
+    values, indices = r.builder.emit(r.origin, r.name, "TopK", [x.name], how, [(r.shape, x.dtype), (r.shape, "int64")])
+    if kind == "Sort":
+        return values
+    indices = r.emit("Cast", [indices], r.shape, "int32", part="index", dtype="int32")
+    return [values, indices] if kind == "TopK" else indices
 
 
 def _join(op: str) -> Reader:

@@ -13,7 +13,9 @@ from chipfit.graph.edit import unique_name
 from chipfit.graph.ir import Graph
 
 #: arguments that do not change the result in inference
-NEUTRAL_ARGUMENTS = "momentum cudnn_enable cudnn_enabled padding_idx scale_grad_by_freq sparse running_mean running_var"
+NEUTRAL_ARGUMENTS = (
+    "momentum cudnn_enable cudnn_enabled padding_idx scale_grad_by_freq sparse running_mean running_var sorted stable"
+)
 
 
 class TorchGraphBuilder(GraphBuilder):
@@ -30,6 +32,7 @@ class TorchGraphBuilder(GraphBuilder):
         self.overwritten: dict[str, str] = {}  #: value -> the value that an in-place operator wrote over it
         self.sizes: dict[str, tuple[str, int]] = {}  #: open size -> an input that has it, and the axis
         self.batch: dict[str, int] = {}  #: input -> its axis of samples
+        self.returned: set[torch.fx.Node] = set()  #: calls whose results the model returns
         self.tied: dict[str, str] = {}  #: weight -> the first name of its tensor, which the nodes read
         self._modules = dict(model.named_modules())
         self._add_weights(model, weights)
@@ -229,13 +232,19 @@ class TorchCall:
         """The symbolic tensor that the call returns, or a list of them, or a number."""
         return self.node.meta["val"]
 
+    @property
+    def only_first_result_is_read(self) -> bool:
+        """True if no call reads another result than the first, and the model returns none."""
+        others = [u for u in self.node.users if u.target is operator.getitem and u.args[1] != 0]
+        return not any(u.users or u in self.builder.returned for u in others)
+
     def require_only_first_result(self) -> None:
-        """Check that no call reads another result than the first.
+        """Check that other results than the first are not used.
 
         Raises:
-            Unreadable: A call does.
+            Unreadable: A call reads one, or the model returns it.
         """
-        if any(u.target is operator.getitem and u.args[1] != 0 and u.users for u in self.node.users):
+        if not self.only_first_result_is_read:
             raise Unreadable
 
     def emit(self, op: str, inputs: Sequence[str | None], **attrs: Any) -> Any:

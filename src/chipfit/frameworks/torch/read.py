@@ -258,11 +258,28 @@ def _cumsum(c: TorchCall) -> Any:
 
 @reads("max min")
 def _max_min(c: TorchCall) -> Any:
-    """Read `max` and `min`: of two tensors, along an axis (without the indices), or of a whole tensor."""
+    """Read `max` and `min`: of two tensors, along an axis (with the indices if they are used), or of a whole tensor."""
     if "other" in c.args:
         return c.emit(c.name.capitalize(), [c.number_or_value("self"), c.number_or_value("other")])
     axes = (c.static("dim") % c.rank,) if "dim" in c.args else tuple(range(c.rank))
-    return c.emit(f"Reduce{c.name.capitalize()}", [c.value("self")], axes=axes, keepdims=bool(c.static("keepdim")))
+    x, keep, kind = c.value("self"), bool(c.static("keepdim")), c.name.capitalize()
+    if not isinstance(c.result, (tuple, list)) or c.only_first_result_is_read:
+        return c.emit(f"Reduce{kind}", [x], axes=axes, keepdims=keep)
+    values = c.step(f"Reduce{kind}", [x], c.result[0], axes=axes, keepdims=keep)
+    return values, c.step(f"Arg{kind}", [x], c.result[1], axis=axes[0], keepdims=keep)
+
+
+@reads("topk sort argsort")
+def _top_k(c: TorchCall) -> Any:
+    """Read `topk`, `sort` and `argsort` as TopK, which orders equal values by their index as runtimes do."""
+    if not isinstance(c.static("k") or 0, int) or not c.rank:
+        raise Unreadable
+    largest = bool(c.static("largest" if c.name == "topk" else "descending"))
+    how = {"k": c.static("k"), "axis": c.static("dim") % c.rank, "largest": largest}
+    if c.name != "argsort":
+        return c.emit_all("TopK", **how)
+    likes = [c.tensor("self"), c.result]
+    return c.builder.append(c.node, "TopK", [c.value("self")], how, likes)[1]
 
 
 @reads("__and__ __or__ bitwise_and bitwise_or bitwise_not")

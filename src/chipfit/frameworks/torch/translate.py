@@ -46,6 +46,7 @@ class _Translator:
 
     def __init__(self, program: Program, model: torch.nn.Module) -> None:
         self.program, self.builder = program, TorchGraphBuilder(model, program.weights)
+        self.builder.returned = {x for x in program.results if isinstance(x, torch.fx.Node)}
         self.tensors: list[int] = []  #: indices of the call's leaves that are tensors
         self.leaves = 0  #: leaves of the call that have been read
 
