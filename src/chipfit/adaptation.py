@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from chipfit import steps
-from chipfit.calibration.collect import Need, TensorStats, collect
+from chipfit.calibration.collect import Need, TensorStats, collect, padding_mask
 from chipfit.decide.insertions import without_insertions
 from chipfit.decide.overrides import Overrides
 from chipfit.decide.statistics import needs
@@ -31,6 +31,15 @@ def trial_settings(d: Decision) -> tuple[Settings, Settings]:
         if says.trial_value is not None and getattr(resolved, says.setting.name) is None:
             more[says.setting.name] = says.trial_value(resolved, d.graph, d.assignment)
     return resolved, Settings(**resolved.to_record(), **{k: v for k, v in more.items() if v is not None})
+
+
+def with_statistics(d: Decision, batches: steps.Batches) -> Decision:
+    """Run the float network over the data, and collect what ranges, rewrites and corrections need."""
+    _, on_trial = trial_settings(d)
+    needed = steps.statistics_needed(d.graph, needs(d.assignment, d.rules), on_trial)
+    stats, mask = collect(d.graph, batches, tensors=needed), padding_mask(d.graph)
+    padding = [f"calibration leaves out what '{mask}' says is padding"] if mask is not None else []
+    return replace(d, stats=stats, rewrites=(*d.rewrites, *padding))
 
 
 def choose_ranges(d: Decision, batches: steps.Batches) -> Decision:

@@ -45,6 +45,7 @@ class Decision:
     platform: Platform
     #: float network after the rewrites so far; empty until the model is read
     graph: Graph = field(default_factory=lambda: Graph([], [], [], {}, {}))
+    captured: Graph | None = None  #: as the model was read, while rewrites may be made anew
     overrides: Overrides | None = None  #: as the user gave them
     widths: tuple[tuple[str, Any], ...] = ()  #: bits that a search chose, as further overrides by node name
     settings: Settings = DEFAULT_SETTINGS

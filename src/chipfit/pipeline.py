@@ -5,14 +5,13 @@ its own part filled in; `Result` then makes the model, the file, the report and 
 """
 
 import logging
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from chipfit import adaptation, steps
-from chipfit.adaptation import trial_settings
-from chipfit.calibration.collect import collect, padding_mask
+from chipfit.adaptation import trial_settings, with_statistics
 from chipfit.calibration.data import SizeMismatch
 from chipfit.calibration.data_checks import check_input_scale, check_sample_count
 from chipfit.calibration.progress import Progress
@@ -34,6 +33,7 @@ from chipfit.registry import OFF
 from chipfit.request import Request, check_options, settings_for
 from chipfit.result import Result, bits_of_weights, corrected
 from chipfit.rounding.lost_parts import lost_part_warnings
+from chipfit.search import repairs
 from chipfit.search.choose import search_widths
 from chipfit.search.limits import Limits
 from chipfit.search.losses import RoundingModel
@@ -46,7 +46,7 @@ def quantize(
     data: Any,
     platform: str | Path | Platform = DEFAULT,
     *,
-    rule: Rule = "mse",
+    rule: Rule | None = None,
     weight_rule: Rule = "mse",
     overrides: Overrides | None = None,
     example: Any = None,
@@ -65,6 +65,7 @@ def quantize(
             that returns one. About a hundred samples are enough. Sizes in which batches differ stay open.
         platform: a built-in name ("ort_cpu", "tflite_int8@tag"), a YAML file, or a Platform.
         rule: range rule for activations: a name of `chipfit.ranges`, perhaps with settings ("lp(p=3)"), or a rule.
+            None: "mse", or "no_clipping" where the outputs lose less with it on a few samples of the data.
         weight_rule: range rule for weights. "hmse", of either, reads the data twice (an iterator's are kept).
         overrides: layer (path, glob, operator, layer type or filter) -> "float" or choices, such as {"bits": 4,
             "activation_bits": 16}; `chipfit.decide.overrides.CHOICES` lists them. A later entry wins over an earlier.
@@ -86,10 +87,18 @@ def quantize(
         NothingQuantizedError: no tensor of this model can be quantized on this platform.
         Interrupted: Ctrl-C in the search of bits or in a correction; its `result` is usable all the same.
     """
-    rules = statistics.RangeRules(rule=rule, weight_rule=weight_rule, z_threshold=z_threshold)
+    by = "mse" if rule is None else rule
+    rules = statistics.RangeRules(rule=by, weight_rule=weight_rule, z_threshold=z_threshold)
     check_options(settings, rules, limits, seed)
     trained_by, source = Training.of(training), CalibrationData(data, example)
-    request = Request(model=model, data=source, limits=limits, training=trained_by, progress=Progress(progress))
+    request = Request(
+        model=model,
+        data=source,
+        limits=limits,
+        training=trained_by,
+        progress=Progress(progress),
+        open_rule=rule is None,
+    )
     decision = Decision(
         platform=load_platform(platform),
         overrides=overrides,
@@ -97,7 +106,7 @@ def quantize(
         rules=rules,
         seed=int(seed),
     )
-    for stage in (capture_model, assign_formats, collect_statistics, choose_ranges, search_bits):
+    for stage in (capture_model, assign_formats, collect_statistics, choose_ranges, repair, search_bits):
         decision = stage(request, decision)
     return correct(request, *make_plan(request, decision))
 
@@ -108,8 +117,9 @@ def capture_model(request: Request, d: Decision) -> Decision:
         call, of_data = request.data.example_call(request.model), request.data.example is None
         graph = read_model(request.model, *call, request.other_sizes, of_data=of_data)
         warnings = [] if request.data.example is not None else check_input_scale(graph)
+        captured = graph
         graph, rewrites = steps.rewrite(graph, d.platform, d.settings)
-    return replace(d, graph=graph, warnings=tuple(warnings), rewrites=tuple(rewrites))
+    return replace(d, captured=captured, graph=graph, warnings=tuple(warnings), rewrites=tuple(rewrites))
 
 
 def assign_formats(request: Request, d: Decision) -> Decision:
@@ -127,20 +137,16 @@ def collect_statistics(request: Request, d: Decision) -> Decision:
         data.keep()
     samples = SampleHashes()
     batches = request.progress.count("calibrate", data.first_pass(d.graph, samples.add), data.count)
-    needed = steps.statistics_needed(d.graph, statistics.needs(d.assignment, d.rules), on_trial)
     try:
         with closing(batches):
-            stats = collect(d.graph, batches, tensors=needed)
+            d = with_statistics(d, batches)
     except SizeMismatch as e:
         if e.batch is None or data.read_once:
             raise
         request = replace(request, other_sizes=(*request.other_sizes, e))
     else:
-        mask = padding_mask(d.graph)
-        padding = [f"calibration leaves out what '{mask}' says is padding"] if mask is not None else []
-        warnings = (*d.warnings, *check_sample_count(d.graph, stats, len(samples.digests)))
-        origin = _provenance(d, samples)
-        return replace(d, stats=stats, warnings=warnings, rewrites=(*d.rewrites, *padding), provenance=origin)
+        warnings = (*d.warnings, *check_sample_count(d.graph, d.stats, len(samples.digests)))
+        return replace(d, warnings=warnings, provenance=_provenance(d, samples))
     return collect_statistics(request, assign_formats(request, capture_model(request, d)))
 
 
@@ -148,6 +154,12 @@ def choose_ranges(request: Request, d: Decision) -> Decision:
     """Apply the rewrites that follow the statistics, and choose every scale and zero point."""
     with request.progress.stage("ranges"):
         return adaptation.choose_ranges(d, request.data.batches(d.graph))
+
+
+def repair(request: Request, d: Decision) -> Decision:
+    """Measure the loss at the outputs; try repairs where the bits do not explain it, and ranges without clipping."""
+    with request.progress.timed("repairs"):
+        return repairs.improved(d, request.data, tries=d.settings.repairs != OFF, open_rule=request.open_rule)
 
 
 def search_bits(request: Request, d: Decision) -> Decision:
@@ -186,9 +198,13 @@ def make_plan(request: Request, d: Decision) -> tuple[Result, Settings]:
 
 
 def correct(request: Request, result: Result, settings: Settings) -> Result:
-    """Correct weights and biases for what rounding changes, as the settings ask for it."""
-    with request.progress.timed("correct") if steps.enabled(settings, "correct") else nullcontext():
-        return corrected(result, settings, request.data.batches(result.graph))
+    """Correct weights and biases for what rounding changes, as the settings ask for it, and state the merit again."""
+    if not steps.enabled(settings, "correct"):
+        return result
+    with request.progress.timed("correct"):
+        result = corrected(result, settings, request.data.batches(result.graph))
+        merit = repairs.merit_of(result.decision, request.data.few, result.graph, result.plan)
+    return replace(result, plan=replace(result.plan, provenance={**result.plan.provenance, **merit}))
 
 
 def _provenance(d: Decision, samples: SampleHashes) -> dict[str, Any]:

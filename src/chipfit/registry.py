@@ -78,6 +78,9 @@ class Step:
     #: "adapt": (settings, graph, assignment) -> value of the setting to try if the user left it at None; it stays if
     #: held-out images lose less with it. None: nothing is tried
     trial_value: Callable[..., Any] | None = None
+    #: value of the setting to try if the user left it open and the outputs lose more than the bits explain; it stays if
+    #: held-out samples lose less with it. None: it is not tried
+    repair: Any = None
 
     def __post_init__(self) -> None:
         for name, chosen, allowed in (

@@ -144,6 +144,7 @@ class Result(SummaryRepr):
             UnsupportedError: what an algorithm has trained cannot be deployed.
         """
         graph, plan = adapter_of(self.graph.framework).read_back(self.model, self.graph, self.plan)
+        plan = replace(plan, provenance=_without_merit(plan.provenance))
         decision = replace(
             self.decision, graph=graph, tensors=plan.tensors, corrected=self.corrections, calibrated=None
         )
@@ -194,7 +195,7 @@ class Result(SummaryRepr):
             )
         more = [*lost_part_warnings(d.graph, plan, d.assignment, d.stats), *notes_of_missing(d.tensors)]
         notes += [note for note in more if note not in plan.rewrites]
-        provenance = {**d.provenance, "edited": to_record(d.all_overrides)}
+        provenance = {**_without_merit(d.provenance), "edited": to_record(d.all_overrides)}
         plan = replace(plan, rewrites=(*plan.rewrites, *notes), provenance=provenance)
         edited = Result(d.graph, plan, d, self.timings, data=data)
         edited = edited.trains(self.training) if self.training is not None else edited
@@ -316,6 +317,11 @@ class Result(SummaryRepr):
             rows,
             "result.plan, result.report",
         )
+
+
+def _without_merit(provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a provenance without the loss that was measured before a change."""
+    return {k: v for k, v in provenance.items() if k != "merit"}
 
 
 def corrected(result: Result, settings: Settings, read: steps.Batches) -> Result:

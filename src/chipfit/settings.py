@@ -10,13 +10,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from chipfit.errors import PlanError, UnknownNameError
-from chipfit.registry import STAGES, Setting, create, entries, is_number, options_of, ordered, parse_sum
+from chipfit.registry import OFF, STAGES, Setting, create, entries, is_number, options_of, ordered, parse_sum
+
+_REPAIRS = Setting(
+    "repairs",
+    None,
+    "None: repairs and ranges without clipping are tried where the outputs lose more without them",
+    choices=(OFF,),
+)
 
 
 def known_settings() -> dict[str, Setting]:
-    """Return every setting by name, in the order in which the steps run."""
+    """Return every setting by name, in the order in which the steps run, and `repairs`, which is about several."""
     steps = (entry.declares for stage in STAGES for entry in ordered(stage))
-    own = [s for step in steps for s in (step.setting, *step.options) if s is not None]
+    own = [*(s for step in steps for s in (step.setting, *step.options) if s is not None), _REPAIRS]
     # a setting that takes names of a kind is followed by the options that entries of the kind declare
     methods = {s.name: entries(s.kind).values() if s.kind else () for s in own}
     return {o.name: o for s in own for o in (s, *(o for e in methods[s.name] for o in options_of(e).values()))}

@@ -48,7 +48,7 @@ def fit(model, x, platform=None, **options):
     ids=str,
 )
 def test_each_option_is_a_setting(options, settings):
-    assert QuantizationConfig(**{**OFF, **options}).to_settings() == Settings(**settings, rounding="off")
+    assert QuantizationConfig(**{**OFF, **options}).to_settings() == Settings(**settings, rounding="off", repairs="off")
 
 
 # ---------------------------------------------------------------- range rules

@@ -102,7 +102,7 @@ def test_a_search_that_has_not_ended_leaves_the_widths_and_says_that_no_limit_is
 
 
 def test_ctrl_c_before_anything_is_decided_is_no_more_than_that(monkeypatch):
-    ctrl_c(monkeypatch, chipfit.pipeline, "collect")
+    ctrl_c(monkeypatch, chipfit.adaptation, "collect")
     with pytest.raises(KeyboardInterrupt) as caught:
         fitted()
     assert not isinstance(caught.value, Interrupted)

@@ -165,7 +165,7 @@ def test_weights_keep_their_limit_and_lose_less_than_one_width_for_all(limit, sh
 
 
 def test_the_curve_falls_with_size_and_its_losses_are_those_of_the_networks_that_it_names():
-    result = fitted(small(), settings=NEAREST)
+    result = fitted(small(), settings=NEAREST, rule="mse")
     assert result.report.pareto == () and "best widths" not in terminal(result)
     curve = result.pareto(DATA, shares=(20, 40, 60, 100))
     sizes, predicted = ([p[key] for p in curve.points] for key in ("size", "predicted"))
@@ -175,7 +175,7 @@ def test_the_curve_falls_with_size_and_its_losses_are_those_of_the_networks_that
     for p, share in zip(curve.points, (40, 60, 100), strict=True):
         assert p["size"] == sum(n * p["bits"][w] / 8 for w, n in weights.items()) <= share / 100 * sum(weights.values())
         named = {w.removesuffix(".weight"): {"bits": b} for w, b in p["bits"].items()}
-        other = fitted(small(), overrides=named, settings=NEAREST)
+        other = fitted(small(), overrides=named, settings=NEAREST, rule="mse")
         assert p["measured"] == pytest.approx(reference.loss(other.graph, other.plan), rel=0.01)
     assert curve.points[0]["height"] == pytest.approx(1) and curve.points[-1]["height"] == 0
     assert "best choices by weights" in str(curve) and "size and loss of the best widths" in terminal(result)

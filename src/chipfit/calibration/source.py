@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from chipfit.calibration.data import ROWS, as_call, as_tensors, batches, first_batch
+from chipfit.calibration.spread_samples import SpreadSamples
 from chipfit.errors import DataError
 from chipfit.graph.ir import Graph
 
@@ -89,6 +90,7 @@ class CalibrationData:
     def __init__(self, data: Any, example: Any = None) -> None:
         self.data, self.example = data, example
         self._unread = data  #: with the first batch still in it, where that was looked at
+        self.few = SpreadSamples()  #: samples of the first pass, to measure a loss on
 
     @property
     def read_once(self) -> bool:
@@ -114,7 +116,13 @@ class CalibrationData:
 
     def first_pass(self, graph: Graph, note: Callable[[list[Tensor]], None]) -> batches:
         """Return the batches as graph inputs, for the first pass over them; `note` is called with each."""
-        return batches(self._unread, graph, note)
+        few = self.few = SpreadSamples(cut=all(graph.shape(i)[:1] == (None,) for i in graph.inputs))
+
+        def seen(batch: list[Tensor]) -> None:
+            note(batch)
+            few.add(batch)
+
+        return batches(self._unread, graph, seen)
 
     def batches(self, graph: Graph) -> batches:
         """Return the batches as graph inputs, for a further pass; none of an iterator that was not kept."""

@@ -52,7 +52,7 @@ Seed = Annotated[int, Option("--seed", min=-(1 << 63), max=(1 << 64) - 1, help="
 Mean = Annotated[str, Option("--mean", help="mean of images in 0..1, per channel")]
 Std = Annotated[str, Option("--std", help="standard deviation of images in 0..1, per channel")]
 Saved = Annotated[Path, Argument(help="folder that `quantize` or Result.save wrote")]
-Rule = Annotated[str, Option("--rule", help="range rule for activations")]
+Rule = Annotated[str | None, Option("--rule", help="range rule for activations; the better of two when omitted")]
 WeightRule = Annotated[str, Option("--weight-rule", help="range rule for weights")]
 KeepFloat = Annotated[list[str] | None, Option("--float", help="keep a layer in float (repeatable)")]
 Bits = Annotated[list[str] | None, Option("--bits", help="LAYER=BITS, bit width of a layer's weights (repeatable)")]
@@ -169,7 +169,7 @@ def quantize(
     platform: Chip = DEFAULT,
     out: Out = Path("chipfit_out"),
     weights: Weights = None,
-    rule: Rule = "mse",
+    rule: Rule = None,
     weight_rule: WeightRule = "mse",
     keep_float: KeepFloat = None,
     bits: Bits = None,

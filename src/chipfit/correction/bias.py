@@ -24,7 +24,14 @@ _NEEDS = ("stats", "changed")
 
 
 @register(
-    "correction", "bias", stage="correct", after=("second_moment",), needs=_NEEDS, collects=with_means, setting=_SETTING
+    "correction",
+    "bias",
+    stage="correct",
+    after=("second_moment",),
+    needs=_NEEDS,
+    collects=with_means,
+    setting=_SETTING,
+    repair=True,
 )
 def correct_bias(
     graph: Graph, plan: Plan, stats: Mapping[str, TensorStats], *, changed: Container[str] = ()

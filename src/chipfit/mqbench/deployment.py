@@ -26,6 +26,7 @@ from chipfit.plan.training import check_deployable, check_folds
 from chipfit.platform.load import load
 from chipfit.quantizers.grids import fake_quantize
 from chipfit.result import Result
+from chipfit.settings import Settings
 
 __all__ = ["deploy"]
 
@@ -58,7 +59,7 @@ def deploy(model: fx.GraphModule, data: Any, platform: Any) -> Result:
     names = {**_match_tensors(plain, learned, graph, args, kwargs), **weights}
     overrides = _width_overrides(graph, names)
     decided = lint(plain, args, target, overrides).assignment
-    rules: dict[str, Any] = {"rule": "no_clipping", "weight_rule": "no_clipping"}
+    rules: dict[str, Any] = {"rule": "no_clipping", "weight_rule": "no_clipping", "settings": Settings(repairs="off")}
     result = pipeline.quantize(plain, data, target, overrides=overrides, **rules, progress=False)
     _copy_learned_parameters(result, names)
     trained = result.trained()

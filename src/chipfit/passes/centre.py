@@ -30,6 +30,7 @@ def with_means(graph: Graph, needs: Mapping[str, Need]) -> dict[str, Need]:
     collects=with_means,
     recalibrates=True,
     trial_value=worth_a_trial,
+    repair="always",
 )
 def centre(graph: Graph, assignment: Assignment, stats: Stats) -> Adapted:
     """Subtract the mean m of each channel from the results of linear operators, without changing the network.

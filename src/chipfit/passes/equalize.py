@@ -11,7 +11,7 @@ from chipfit.registry import Setting, register
 _SETTING = Setting("equalize", False, "channels between two linear operators get weights of equal range")
 
 
-@register("pass", "equalize", stage="rewrite", after=("relu_bound",), setting=_SETTING)
+@register("pass", "equalize", stage="rewrite", after=("relu_bound",), setting=_SETTING, repair=True)
 def equalize(graph: Graph, *, sweeps: int = 40, tolerance: float = 1e-3) -> Rewritten:
     """Scale channel i between two linear operators by 1 / s_i, s_i = sqrt(r1_i / r2_i), without changing the network.
 

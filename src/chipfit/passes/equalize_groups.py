@@ -65,6 +65,7 @@ def worth_a_trial(settings: Any, graph: Graph, assignment: Assignment) -> str | 
     collects=with_channels,
     recalibrates=True,
     trial_value=worth_a_trial,
+    repair="always",
 )
 def equalize_groups(graph: Graph, assignment: Assignment, stats: Stats) -> Adapted:
     """Divide channel c of every value of a group by s_c = (t_c / max t)^alpha, without changing the network.

@@ -11,7 +11,7 @@ from chipfit.registry import Setting, register
 _SETTING = Setting("relu_bound", False, "clipped activations get a power of two as upper bound")
 
 
-@register("pass", "relu_bound", stage="rewrite", after=("collapse_residual",), setting=_SETTING)
+@register("pass", "relu_bound", stage="rewrite", after=("collapse_residual",), setting=_SETTING, repair=True)
 def relu_bound_to_power_of_two(graph: Graph) -> Rewritten:
     """Scale linear -> clip(., low, high) -> linear by k = 2^ceil(log2 high) / high without changing the network.
 

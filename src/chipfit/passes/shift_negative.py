@@ -28,7 +28,7 @@ _DOES = "lift short negative tails above zero, up to this share of the threshold
 _SETTING = Setting("shift_negative", None, _DOES, "ratio")
 
 
-@register("pass", "shift_negative", stage="adapt", setting=_SETTING)
+@register("pass", "shift_negative", stage="adapt", setting=_SETTING, repair=0.05)
 def shift_negative(graph: Graph, assignment: Assignment, stats: Stats, *, ratio: float = 0.05) -> Adapted:
     """Lift activations with |min| / threshold <= `ratio` by a constant c >= |min|, if that makes their scale smaller.
 

@@ -87,6 +87,7 @@ def _sites(graph: Graph) -> Iterator[_Site]:
     collects=with_channels,
     recalibrates=True,
     trial_value=worth_a_trial,
+    repair="auto",
 )
 def smooth(graph: Graph, assignment: Assignment, stats: Stats, *, alpha: float | str = "auto") -> Adapted:
     """Divide channel c between a norm and the linear layers behind it by s_c, without changing the network.

@@ -21,9 +21,11 @@ Planned = tuple[Graph, Plan]
 HELD_OUT = 1 / 8
 
 
-def run_quantized(graph: Graph, plan: Plan, inputs: Sequence[Tensor]) -> dict[str, Any]:
-    """Return the outputs of a network as a plan quantizes it, by name."""
-    found = unrounded_outputs(graph, plan, inputs)
+def run_quantized(
+    graph: Graph, plan: Plan, inputs: Sequence[Tensor], rounding: Callable[[str, Tensor], Tensor] | None = None
+) -> dict[str, Any]:
+    """Return the outputs of a network as a plan quantizes it, by name; `rounding` as in `unrounded_outputs`."""
+    found = unrounded_outputs(graph, plan, inputs, rounding=rounding)
     return {name: plan[name].round(x) if plan.quantized(name) else x for name, x in found.items()}
 
 
@@ -68,9 +70,9 @@ class Reference:
     """The outputs of the float network on some batches, and the errors of other networks against them."""
 
     def __init__(self, graph: Graph, batches: Iterable[Batch]) -> None:
-        self.batches = list(batches)
+        self.graph, self.batches = graph, list(batches)
         with torch.inference_mode():
-            self._wanted = [self._parts(graph, run(graph, batch), batch) for batch in self.batches]
+            self._wanted = [self._parts(run(graph, batch), batch) for batch in self.batches]
 
     def loss(self, graph: Graph, plan: Plan) -> float:
         """Return the loss of a graph as a plan quantizes it, see `outputs`; 0 if all outputs are equal."""
@@ -78,15 +80,21 @@ class Reference:
 
     def errors(self, graph: Graph, plan: Plan) -> OutputErrors:
         """Return the errors of a graph as a plan quantizes it."""
-        out = OutputErrors()
+        out, weights = OutputErrors(), dict[str, Tensor]()
+
+        def rounding(name: str, x: Tensor) -> Tensor:  # weights are rounded once
+            if name not in graph.weights:
+                return plan[name].round(x)
+            return weights[name] if name in weights else weights.setdefault(name, plan[name].round(x))
+
         with torch.inference_mode():
             for batch, wanted in zip(self.batches, self._wanted, strict=True):
-                out.add(wanted, self._parts(graph, run_quantized(graph, plan, batch), batch))
+                out.add(wanted, self._parts(run_quantized(graph, plan, batch, rounding), batch))
         return out
 
-    @staticmethod
-    def _parts(graph: Graph, values: Mapping[str, Any], batch: Batch) -> dict[str, Tensor]:
-        return parts_of(graph, values, valid_token_mask(graph, batch))
+    def _parts(self, values: Mapping[str, Any], batch: Batch) -> dict[str, Tensor]:
+        """Return the parts of outputs, as the float network joins them."""
+        return parts_of(self.graph, values, valid_token_mask(self.graph, batch))
 
 
 def compare_plans(graph: Graph, held: Sequence[Batch], before: Planned, after: Planned) -> tuple[bool, str]:

@@ -79,6 +79,7 @@ class QuantizationConfig:
             correct_bias=self.weights_bias_correction,
             correct_activation_bias=percent / 100 if self.activation_bias_correction else None,
             rounding=OFF,  # the fields above select the corrections
+            repairs=OFF,
             **more,
         )
 

@@ -1,0 +1,47 @@
+"""A few samples, spread evenly over calibration data of unknown length that are read once."""
+
+from typing import Any
+
+import torch
+
+from chipfit.calibration.data import Batch
+
+#: most samples that are kept, and most numbers in them; at least one sample is kept
+_MOST, _NUMBERS = 128, 1 << 21
+
+
+class SpreadSamples:
+    """Every k-th sample of the data, copied; k doubles whenever there are too many.
+
+    A batch counts as one sample if its tensors have different sizes.
+
+    Args:
+        cut: batches may be cut; False: each counts as one sample, as for a network with a fixed batch size.
+    """
+
+    def __init__(self, cut: bool = True) -> None:
+        self._cut = cut
+        self._kept, self._stride, self._next, self.count = list[Batch](), 1, 0, 0
+
+    def add(self, batch: Batch) -> None:
+        """Keep the samples of a batch whose turn it is."""
+        sizes = {len(x) if x.dim() else 0 for x in batch}
+        self._cut = self._cut and len(sizes) == 1 and 0 not in sizes
+        count = sizes.pop() if self._cut else 1
+        while self._next < self.count + count:
+            k = self._next - self.count
+            one = [(x[k : k + 1] if self._cut else x).detach().clone() for x in batch]
+            self._kept.append(one)
+            most = max(1, min(_MOST, _NUMBERS // max(1, sum(x.numel() for x in one))))
+            if len(self._kept) > 2 * most:
+                self._kept, self._stride = self._kept[::2], 2 * self._stride
+            self._next += self._stride
+        self.count += count
+
+    def take(self, most: int) -> list[Batch]:
+        """Return at most so many samples, spread evenly, those of one shape together in a batch."""
+        step = max(1, -(-len(self._kept) // max(1, most)))
+        groups: dict[Any, list[Batch]] = {}
+        for k, one in enumerate(self._kept[::step]):
+            groups.setdefault(tuple(x.shape for x in one) if self._cut else k, []).append(one)
+        return [[torch.cat(xs) for xs in zip(*g, strict=True)] if g[1:] else g[0] for g in groups.values()]
