@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -389,10 +389,29 @@ def registered(kind: str) -> dict[str, Any]:
 
 def require(found: Entry, error: type[RuntimeUnavailable] | type[Any] = RuntimeUnavailable) -> None:
     """Raise `error` if a library that an entry declares is not installed; the hint names the extra that installs it."""
-    missing = [lib for lib in found.declares.libraries if importlib.util.find_spec(lib) is None]
-    if missing:
-        hint = f"pip install 'chipfit[{found.declares.extra}]'" if found.declares.extra else ""
-        raise error(f"'{found.name}' needs {', '.join(missing)}, which is not installed", hint=hint)
+    require_all({found.name: [(lib, found.declares.extra) for lib in found.declares.libraries]}, error)
+
+
+def require_all(
+    needs: Mapping[str, Sequence[tuple[str, str]]], error: type[RuntimeUnavailable] | type[Any] = RuntimeUnavailable
+) -> None:
+    """Raise one `error` that names all modules that are not installed, and the extras that install them.
+
+    Args:
+        needs: what needs modules, in the words of the message -> (module, extra of chipfit that installs it).
+    """
+    absent = {
+        what: [(lib, extra) for lib, extra in modules if importlib.util.find_spec(lib) is None]
+        for what, modules in needs.items()
+    }
+    found = [pair for modules in absent.values() for pair in modules]
+    if found:
+        users = [f"'{what}'" for what, modules in absent.items() if modules]
+        libraries, extras = dict.fromkeys(lib for lib, _ in found), dict.fromkeys(extra for _, extra in found if extra)
+        what = f"{' and '.join(users)} {'needs' if len(users) == 1 else 'need'} {', '.join(libraries)}"
+        verb = "is" if len(libraries) == 1 else "are"
+        hint = f"pip install 'chipfit[{','.join(extras)}]'" if extras else ""
+        raise error(f"{what}, which {verb} not installed", hint=hint)
 
 
 def ordered(stage: str) -> list[Entry]:

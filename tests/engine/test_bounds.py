@@ -31,6 +31,9 @@ FINE = {
     "aten.lstm.input": (IMAGE, STATE, LSTM, True, 1, 0.0, False, False, True),
     "aten._embedding_bag.default": (X, IDS, torch.tensor([0, 2])),
     "aten.view.dtype": (X, torch.int32),
+    "aten.upsample_bicubic2d.default": (X[None, None], [5, 6], False, 1.7, 1.5),
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": (IMAGE[None], IMAGE[None], IMAGE[None]),
+    "aten.grid_sampler_2d.default": (X[None, None], torch.zeros(1, 2, 2, 2), 1, 2, True),
     "aten.zeros.default": ([2, 3],),
 }
 
@@ -67,6 +70,9 @@ OUTSIDE = [
     ("aten._embedding_bag.default", (X, IDS, torch.tensor([0, 9])), "offsets do not rise"),
     ("aten.embedding_bag.default", (X, IDS, torch.zeros(0, dtype=torch.long)), "offsets do not rise"),
     ("aten._scaled_dot_product_flash_attention_for_cpu.default", (torch.zeros(1, 2, 0, 4),) * 3, "have the shapes"),
+    ("aten.upsample_bicubic2d.default", (X[None, None], [6, 6], False, 1e-30, 2.0), "a scale is 1e-30"),
+    ("aten.grid_sampler_2d.default", (X[None, None], torch.zeros(1, 2, 2, 2), 7, 0, True), r"are \(7, 0\)"),
+    ("aten.binary_cross_entropy.default", (X[0, 0], X[:0]), "have the shapes"),
     ("aten.view.dtype", (X, 9999), "dtype is 9999"),
     ("aten.to.prim_dtype", (X, 9999, False, False), "dtype is 9999"),
     ("aten.zeros.default", ([1 << 20, 1 << 20],), "size is"),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from chipfit.errors import ExportError, RuntimeUnavailable
-from tests.build import quantized, sequential
+from tests.build import command, quantized, sequential
 
 
 @pytest.fixture(scope="module")
@@ -61,3 +64,30 @@ def test_verification_without_its_runtime_names_the_extra(results, without, libr
     result = fit["tflite_int8" if runtime == "litert" else "ort_cpu"]
     with pytest.raises(RuntimeUnavailable, match=rf"needs {library}, which is not installed.*'chipfit\[{extra}\]'"):
         result.verify([batch], runtime=runtime)
+
+
+def test_the_demo_names_all_that_is_missing_before_it_trains(without, tmp_path, monkeypatch):
+    from chipfit.cli import demo
+
+    without("sklearn", "onnx", "onnxruntime")
+    monkeypatch.setattr(demo, "train", None)
+    message = r"'chipfit demo' needs sklearn, onnx, onnxruntime, which are not installed.*'chipfit\[demo\]'"
+    with pytest.raises(RuntimeUnavailable, match=message):
+        demo.run(tmp_path)
+
+
+@pytest.mark.parametrize("args", [("quantize", "no:such"), ("train", "no:such")])
+def test_a_command_names_all_that_is_missing_before_any_work(without, tmp_path, args):
+    (tmp_path / "images").mkdir()
+    without("onnx", "onnxruntime", "PIL")
+    done = command(*args, "--data", str(tmp_path / "images"), "--out", str(tmp_path / "out"))
+    assert isinstance(done.exception, RuntimeUnavailable)
+    message = str(done.exception)
+    assert "onnx, onnxruntime, PIL, which are not installed" in message and "'chipfit[onnx,images]'" in message
+
+
+def test_the_demo_extra_installs_what_the_demo_needs():
+    """The extras of the wheel, as pip reads them."""
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    demo = tomllib.loads(text)["project"]["optional-dependencies"]["demo"]
+    assert {re.split("[<>=]", d)[0] for d in demo} == {"scikit-learn", "onnx", "onnxruntime"}

@@ -101,14 +101,14 @@ def verified(report, **changes):
     return replace(report, verification={**report.verification, **changes})
 
 
-def test_a_departure_names_the_first_operator_and_asks_for_a_report(result):
+def test_a_departure_names_the_first_operator_and_what_to_try(result):
     rows = [dict(r) for r in result.report.verification["rows"]]
     rows[3].update(differing=5, largest=2)
     report = verified(result.report, rows=rows, differing=5, verdict="departs")
     row = report.first_departure
     assert report.verdict == "departs"
     assert f"first in {row['op']} '{row['layer']}', by at most 2" in text_of(report)
-    assert "please report it" in advice(report)[0] and repr(row["tensor"]) in advice(report)[0]
+    assert f"overrides={{'{row['layer']}': 'float'}}" in advice(report)[0] and repr(row["tensor"]) in advice(report)[0]
 
 
 def test_integers_that_differ_behind_the_first_samples_alone_are_shown(result):

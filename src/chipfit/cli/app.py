@@ -23,7 +23,7 @@ from chipfit.bench.commands import bench
 from chipfit.errors import ChipfitError, ConfigError, Interrupted, UnsupportedError
 from chipfit.files import MANIFEST, check_replaceable, read_text, replace_folder
 from chipfit.platform.builtin import DEFAULT
-from chipfit.registry import entries, entry
+from chipfit.registry import entries, entry, require_all
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 platforms = typer.Typer(help="Descriptions of chips: built-in ones and your own.", invoke_without_command=True)
@@ -141,17 +141,17 @@ def _suffix(platform: chipfit.Platform, wanted: str | None) -> str:
     """Return the suffix of the platform's model file, or of the format of --format.
 
     Raises:
-        UnknownNameError, ExportError: see `chipfit.export.format_of`.
+        UnknownNameError: no format has this suffix.
         UnsupportedError: the platform cannot use such a file.
     """
-    from chipfit.export import format_of
+    from chipfit.export import declared_format
 
     runs = [entry("runtime", name).declares.suffix for name in platform.runtimes]
     named = [s for e in entries("format").values() for s in e.declares.suffixes for d in platform.deploy if s in d]
     if wanted is None:
         return next(iter([*runs, *named, ".onnx"]))
     suffix = f".{wanted.removeprefix('.')}"
-    format_of(suffix)
+    declared_format(suffix)
     own = dict.fromkeys([*runs, *named, ".onnx", ".json"])  # the last two are input of other tools
     own |= {s: None for e in entries("format").values() for s in e.declares.suffixes if e.declares.wraps in own}
     if suffix not in own:
@@ -160,6 +160,29 @@ def _suffix(platform: chipfit.Platform, wanted: str | None) -> str:
         hint = "omit --format"
         raise UnsupportedError(f"'{platform.name}' cannot use a {suffix} file", got=got, allowed=allowed, hint=hint)
     return suffix
+
+
+def _check_installed(platform: chipfit.Platform, suffix: str, model: str, data: str, check: bool | None) -> None:
+    """Raise a RuntimeUnavailable that names all missing libraries: of model, images, model file and runtime."""
+    from chipfit.export import declared_format
+
+    written = declared_format(suffix)
+    runtimes = _runtimes(platform, suffix) or (["onnxruntime"] if check else [])
+    needed = [written, *(entry("runtime", name) for name in runtimes[: check is not False])]
+    needs = {e.name: [(library, e.declares.extra) for library in e.declares.libraries] for e in needed}
+    if model.endswith((".keras", ".h5")):
+        needs[model] = [("keras", "keras")]
+    if os.path.isdir(data):
+        needs[data] = [("PIL", "images")]
+    require_all(needs)
+
+
+def _runtimes(platform: chipfit.Platform, suffix: str) -> list[str]:
+    """Return the platform's runtimes that load a file of this suffix."""
+    from chipfit.export import declared_format
+
+    loads = {n: entry("runtime", n).declares.suffix for n in platform.runtimes}
+    return [n for n in platform.runtimes if loads[n] in (suffix, declared_format(suffix).declares.wraps)]
 
 
 @app.command()
@@ -193,6 +216,7 @@ def quantize(
     # refuse before any work what cannot be written
     suffix, io_options = _suffix(platform, wanted), _io_options(io, labels)
     check_replaceable(out, _OUTPUT)
+    _check_installed(platform, suffix, model, data, check)
     overrides: dict[str, Any] = {**dict.fromkeys(keep_float or (), "float"), **parse_bits(bits or [])}
     network = load_model(model, weights)
     batches = load_data(data, input_size, mean, std, framework=framework_of(network))
@@ -243,11 +267,13 @@ def train(
                 raise ConfigError(f"--{name} does not apply to a saved result", got=what, hint=hint)
         result = _load(Path(what))
         suffix = _suffix(result.platform, wanted)
+        _check_installed(result.platform, suffix, what, data, check)
         batches = load_data(data, framework=result.graph.framework)
         result = result.trains(training)
     else:
         target = platform or _platform(DEFAULT)
         suffix = _suffix(target, wanted)
+        _check_installed(target, suffix, what, data, check)
         network = load_model(what, weights)
         batches = load_data(data, framework=framework_of(network))
         overrides: dict[str, Any] = {**dict.fromkeys(keep_float or (), "float"), **parse_bits(bits or [])}
@@ -286,7 +312,6 @@ def _write_outputs(
     status: int = 0,
 ) -> NoReturn:
     """Write plan, model file and report, verify, and exit with status 1 if the runtime differs."""
-    from chipfit.export import format_of
     from chipfit.plan.saved import manifest
 
     file, page = out / f"model{suffix}", out / "report.html"
@@ -295,12 +320,10 @@ def _write_outputs(
         result.export(new / file.name, **io_options)
         result.report.save(new / page.name)
         (new / MANIFEST).write_text(manifest(dict.fromkeys(os.listdir(new))), encoding="utf-8")
-    loads = {n: entry("runtime", n).declares.suffix for n in ("onnxruntime", *result.platform.runtimes)}
-    runtimes = [n for n in result.platform.runtimes if loads[n] in (suffix, format_of(suffix).declares.wraps)]
-    departs = False
+    runtimes, departs = _runtimes(result.platform, suffix), False
     if check or (check is None and runtimes):
         runtime = next(iter(runtimes), "onnxruntime")
-        delivered = file if loads[runtime] == suffix else None
+        delivered = file if entry("runtime", runtime).declares.suffix == suffix else None
         found = result.verify(batches, batches=4, runtime=runtime, path=delivered)
         departs = found.verdict == "departs"
         result.report.save(page)

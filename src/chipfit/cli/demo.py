@@ -15,6 +15,7 @@ from chipfit.bench.networks.papers import InvertedResiduals
 from chipfit.calibration.progress import Progress
 from chipfit.pipeline import quantize
 from chipfit.platform.builtin import DEFAULT
+from chipfit.registry import require_all
 from chipfit.report.report import Report
 from chipfit.report.terminal import accuracies, size
 from chipfit.result import Result
@@ -39,8 +40,9 @@ def run(out: Path, epochs: int = 12) -> Result:
     """Run the demo, print its progress, and write files to `out`.
 
     Raises:
-        DataError, RuntimeUnavailable: scikit-learn or ONNX Runtime is not installed.
+        RuntimeUnavailable: scikit-learn, ONNX or ONNX Runtime is not installed; names all that are missing.
     """
+    require_all({"chipfit demo": [(library, "demo") for library in ("sklearn", "onnx", "onnxruntime")]})
     progress = Progress(True)
     sets: Any = digits(Data())  # both halves are tensors
     threads = torch.get_num_threads()

@@ -22,7 +22,7 @@ _SIZES = frozenset(
 )
 #: type in a schema -> type of the value in Python; torch takes an integer for each of the first three and looks up
 #: whatever it stands for
-_TYPES = {"ScalarType": torch.dtype, "Layout": torch.layout, "MemoryFormat": torch.memory_format}
+_TYPES: dict[str, Any] = {"ScalarType": torch.dtype, "Layout": torch.layout, "MemoryFormat": torch.memory_format}
 #: operators whose results hold what stood in memory before
 _UNFILLED = frozenset("empty empty_like empty_permuted empty_strided new_empty new_empty_strided".split())
 
@@ -50,8 +50,7 @@ def bounded(op: torch._ops.OpOverload) -> Callable[..., Any]:
     """
     name = op._schema.name.partition("::")[2]
     check, arguments = CHECKS.get(name.removesuffix("_")), op._schema.arguments
-    typed = {a.name: torch.dtype if a.name.endswith("dtype") else _TYPES.get(_plain_type(a)) for a in arguments}
-    typed = {k: kind for k, kind in typed.items() if kind is not None}
+    typed = {a.name: _TYPES[kind] for a in arguments if (kind := _plain_type(a)) in _TYPES}
     sizes = [a.name for a in arguments if a.name in _SIZES and "nt" in _plain_type(a)]
     if check is None and not typed and not sizes and name not in _UNFILLED:
         return op
@@ -76,8 +75,12 @@ def bounded(op: torch._ops.OpOverload) -> Callable[..., Any]:
 
 
 def _plain_type(argument: Any) -> str:
-    """Return the type of an argument in a schema, without "Optional"."""
-    return str(argument.real_type).removeprefix("Optional[").removesuffix("]")
+    """Return the type of an argument in a schema, without "Optional"; some schemas declare a dtype as an integer."""
+    return (
+        "ScalarType"
+        if argument.name.endswith("dtype")
+        else str(argument.real_type).removeprefix("Optional[").removesuffix("]")
+    )
 
 
 def _fault_of_sizes(given: Arguments, names: list[str]) -> str:
@@ -147,6 +150,36 @@ def _weight_norm(a: Arguments) -> str:
     return "" if inside and list(g.shape) == wanted else f"g has the shape {list(g.shape)} for {list(v.shape)}"
 
 
+_UPSAMPLING = """
+    upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d
+    upsample_trilinear3d _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d
+    _upsample_nearest_exact2d _upsample_nearest_exact3d
+"""
+
+
+@check_of(_UPSAMPLING)
+def _upsampled(a: Arguments) -> str:
+    """Check that every scale is that of the sizes, up to one element."""
+    scales = [a.get(k) for k in ("scales", "scales_d", "scales_h", "scales_w") if k in a]
+    if "scale_factors" in a or not any(scales):  # torch computes the sizes from the factors
+        return ""
+    sizes = zip(a["self"].shape[2:], a["output_size"], scales, strict=False)
+    wrong = [s for old, new, s in sizes if s is not None and not abs(old * s - new) <= 1]
+    return f"a scale is {wrong[0]}" if wrong else ""
+
+
+@check_of("grid_sampler grid_sampler_2d grid_sampler_3d")
+def _sampled(a: Arguments) -> str:
+    modes = a["interpolation_mode"], a["padding_mode"]
+    return "" if all(m in (0, 1, 2) for m in modes) else f"interpolation and padding are {modes}"
+
+
+@check_of("binary_cross_entropy")
+def _entropy(a: Arguments) -> str:
+    shapes = [list(t.shape) for t in (a["self"], a["target"])]
+    return "" if shapes[0] == shapes[1] else f"input and target have the shapes {shapes}"
+
+
 @check_of("lstm gru rnn_tanh rnn_relu")
 def _recurrent(a: Arguments) -> str:
     """Check the shapes of states and weights, which some of torch's kernels take for granted."""
@@ -191,13 +224,12 @@ def _bags(a: Arguments) -> str:
         return "" if ascending else "offsets do not rise from 0 to the number of indices"
 
 
-@check_of("scaled_dot_product_attention _scaled_dot_product_flash_attention_for_cpu")
+@check_of("_scaled_dot_product_flash_attention_for_cpu")
 def _attention(a: Arguments) -> str:
     q, k, v, mask = a["query"], a["key"], a["value"], a.get("attn_mask")
     shapes = [list(t.shape) for t in (q, k, v)]
-    if any(0 in s or len(s) < 2 for s in shapes) or len({t.dtype for t in (q, k, v)}) > 1:
-        return f"query, key and value have the shapes {shapes}"
-    if k.shape[-2] != v.shape[-2] or q.shape[-1] != k.shape[-1]:
+    alike = shapes[1] == shapes[2] and q.shape[:2] == k.shape[:2] and q.shape[3:] == k.shape[3:]
+    if len(q.shape) != 4 or not alike or any(0 in s for s in shapes) or len({t.dtype for t in (q, k, v)}) > 1:
         return f"query, key and value have the shapes {shapes}"
     full = [*q.shape[:-1], k.shape[-2]]
     sizes = list(mask.shape) if mask is not None else []

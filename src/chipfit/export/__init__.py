@@ -52,8 +52,18 @@ def format_of(suffix: str) -> Entry:
         UnknownNameError: no format has this suffix.
         ExportError: the format's libraries are not installed.
     """
+    found = declared_format(suffix)
+    require(found, ExportError)
+    return found
+
+
+def declared_format(suffix: str) -> Entry:
+    """Return the file format that a suffix names, whether its libraries are installed or not.
+
+    Raises:
+        UnknownNameError: no format has this suffix.
+    """
     by_suffix = {s: e for e in entries("format").values() for s in e.declares.suffixes}
     if suffix not in by_suffix:
         raise UnknownNameError("file format", suffix, by_suffix)
-    require(by_suffix[suffix], ExportError)
     return by_suffix[suffix]

@@ -20,9 +20,10 @@ def advice(report: ReportData) -> list[str]:
     out = []
     v, first = report.verification, report.first_departure
     if report.verdict == "departs" and v is not None and first is not None:
+        layer = first["layer"] or first["tensor"]
         out.append(
-            f"{v['runtime']} departs from the simulation: please report it, with this page; the first tensor is "
-            f"'{first['tensor']}' ({first['op']} '{first['layer'] or first['tensor']}')."
+            f"{v['runtime']} departs from the simulation, first at '{first['tensor']}' ({first['op']} '{layer}'): try "
+            f"another version of the runtime, or keep the layer in float with overrides={{'{layer}': 'float'}}."
         )
     if not report.simulated:
         out.append(

@@ -124,6 +124,14 @@ def test_reasons_are_told_once_each_for_all_that_they_concern():
     assert told in str(e.value) and str(e.value).rstrip(".").endswith("quantize for a platform such as tflite_int8")
 
 
+@pytest.mark.parametrize("platform", ["tflite_int8", "ethos_u", "xnnpack"])
+def test_a_refusal_does_not_recommend_the_platform_in_use_or_one_of_its_kind(platform):
+    plan = Plan(tensors={"x": tensor("x", signed=False)}, platform=platform)
+    with pytest.raises(UnsupportedError, match="cannot hold all of this model") as e:
+        content(RELU, plan)
+    assert "quantize for a platform" not in str(e.value)
+
+
 def test_a_value_of_a_type_that_the_file_has_not_is_named():
     graph = network(node("Relu", "x", "y"), x=((None, 4), "bfloat16"), y=((None, 4), "bfloat16"))
     with pytest.raises(UnsupportedError, match=r"value 'x', value 'y': the file has no type bfloat16"):

@@ -1,6 +1,8 @@
 """Files of chips: platforms in YAML, capabilities in JSON, and conversion between them."""
 
+import functools
 import json
+import operator
 
 import pytest
 
@@ -130,3 +132,28 @@ def test_a_contradictory_capabilities_file_is_refused(tmp_path, change, words):
     file.write_text(json.dumps(data))
     with pytest.raises(ModelingError, match=words):
         load(file)
+
+
+def places(data, at=()):
+    """Yield the path of each value of nested data."""
+    for k, v in data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ():
+        yield (*at, k)
+        yield from places(v, (*at, k))
+
+
+@pytest.mark.parametrize("value", [{"a": 1}, [["x"]], "zzz", None, -1, 10**400], ids=str)
+def test_a_value_of_another_type_anywhere_in_a_capabilities_file_is_a_typed_error(tmp_path, value):
+    """One place of each kind: lists count once."""
+    file = export_platform(get_target_platform_capabilities("pytorch", "imx500"), tmp_path / "x.json")
+    text = file.read_text()
+    kinds = {tuple("#" if isinstance(k, int) else k for k in at): at for at in places(json.loads(text))}
+    refused = 0
+    for *above, last in kinds.values():
+        data = json.loads(text)
+        functools.reduce(operator.getitem, above, data)[last] = value
+        file.write_text(json.dumps(data))
+        try:
+            load(file)
+        except PlatformError:
+            refused += 1
+    assert refused > len(kinds) // 3

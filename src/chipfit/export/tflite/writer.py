@@ -115,7 +115,7 @@ class Writer(TfliteBuilder):
                 except Refused as e:
                     self.refused.append(e.args)
         if self.refused:
-            raise _all_in_one(self.refused)
+            raise _all_in_one(self.refused, self.plan.platform)
         self.begin(Node("io", "", (), ()))
         outputs = [self._output(name, own) for name, own in zip(g.outputs, self.source.outputs, strict=True)]
         ins, outs = dict(zip(self.source.inputs, inputs)), dict(zip(output_names(self.source), outputs))
@@ -266,19 +266,19 @@ def _unstorable(plan: Plan) -> list[tuple[str, str]]:
     ]
 
 
-def _all_in_one(refused: Sequence[tuple[str, str]]) -> UnsupportedError:
+def _all_in_one(refused: Sequence[tuple[str, str]], platform: str) -> UnsupportedError:
+    """Return one error with all reasons; its hint names another platform if the one in use has no such runtime."""
     reasons: dict[str, list[str]] = {}
     for what, why in refused:
         reasons.setdefault(why, []).append(what)
     got = "; ".join(f"{', '.join(names)}: {why}" for why, names in reasons.items())
-    hint = "replace these layers, export the part of the model without them, or quantize for a platform such as "
-    return UnsupportedError("TensorFlow Lite cannot hold all of this model", got=got, hint=hint + _platform())
-
-
-def _platform() -> str:
-    """Return the built-in platform that most of those with a `.tflite` runtime extend."""
+    hint = "replace these layers, or export the part of the model without them"
     loading = {name for name, e in entries("runtime").items() if e.declares.suffix == ".tflite"}
-    return Counter(p.extends for p in map(load, names()) if p.extends and loading & {*p.runtimes}).most_common(1)[0][0]
+    fitting = [p for p in map(load, names()) if loading & {*p.runtimes}]
+    if platform not in {p.name for p in fitting}:
+        base = Counter(p.extends for p in fitting if p.extends).most_common(1)[0][0]  # of most of these platforms
+        hint += f", or quantize for a platform such as {base}"
+    return UnsupportedError("TensorFlow Lite cannot hold all of this model", got=got, hint=hint)
 
 
 def _with_shapes(graph: Graph, sizes: Mapping[str, tuple[int, ...]]) -> Graph:

@@ -144,7 +144,7 @@ class OpQuantizationConfig:
     quantization_preserving: Flag = False
     fixed_scale: Scale | None = None
     fixed_zero_point: Annotated[int, Strict(False)] | None = None
-    simd_size: Annotated[int, Field(ge=1)] | None = None
+    simd_size: Annotated[int, Field(ge=1, lt=1 << 63)] | None = None
     signedness: Sign = Signedness.AUTO
 
     def __post_init__(self) -> None:
