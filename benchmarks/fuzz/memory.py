@@ -38,6 +38,7 @@ from random import Random
 from typing import Any
 
 import torch
+import torch._refs  # takes seconds, which would count as those of a call
 import torch.ao.quantization.fx._decomposed  # registers operators
 import yaml
 from torch.utils import _pytree as pytree
@@ -443,7 +444,7 @@ def probe(names: Iterable[str], calls: Mapping[str, Sequence[Call]], seed: int, 
 
 
 def main() -> int:
-    """Run the probe and return the exit status: 1 if an operator is unsafe or has no valid call."""
+    """Run the probe and return the exit status: 1 if an operator is unsafe."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fuzz.memory")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, default=100, help="of each operator")
@@ -455,18 +456,21 @@ def main() -> int:
         return 0
     start = time.monotonic()
     names = [n for n in reachable() if n.startswith(given.only)]
-    unsafe, unproven = Counter[str](), set(names)
+    unsafe, unproven, slow = Counter[str](), set(names), set[str]()
     for name, what, detail, shown in probe(names, valid_calls(), given.seed, given.cases):
         if what == "valid":
             unproven -= {name} if detail else set()
+        elif detail == "hang":
+            slow.add(name)
         else:
             unsafe[name] += 1
             if unsafe[name] <= 2:
                 print(f"{name}: {what}: {detail}\n    {shown}", flush=True)
     print(f"{len(names)} operators, {len(unsafe)} unsafe: {', '.join(sorted(unsafe))}")
+    print(f"{len(slow)} that a case kept busy for long: {', '.join(sorted(slow))}")
     print(f"{len(unproven)} without a valid call: {', '.join(sorted(unproven))}")
     print(f"{time.monotonic() - start:.0f} s")
-    return int(bool(unsafe or unproven))
+    return int(bool(unsafe))
 
 
 if __name__ == "__main__":
