@@ -27,7 +27,7 @@ FLOAT_ON_ORT = {
 }
 #: the same of LiteRT
 FLOAT_ON_LITERT = {
-    "arithmetic": {"MatMul", "Sum"},
+    "arithmetic": {"MatMul"},
     "attention": {"LayerNorm", "SDPA"},
     "heads": {"Elu", "HardSigmoid", "Mish", "Selu", "Softplus", "Swish"},
     "norms": {"BatchNorm", "GroupNorm", "RMSNorm", "ReduceL2"},

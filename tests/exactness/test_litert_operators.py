@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from benchmarks.random_networks import power_of_two_scales, with_biases
 from torch import nn
 
-from tests.build import model_of, quantized
+from tests.build import model_of, quantized, sequential
 from tests.exactness.litert_proof import RUNTIMES, prove
 from tests.simulate.test_rounding import restored
 
@@ -69,6 +69,12 @@ COMPUTE = {
     "mean_last": (lambda x: x.mean(-1), images(64, 9, 30)),
     "mean_rows": (lambda x: x.mean(2, keepdim=True), images()),
     "global_41_channels": (lambda x: F.adaptive_avg_pool2d(x + 0.3, 1), images(32, 41, 8, 8)),
+    "sum_image": (lambda x: x.sum((2, 3)), images(32, 24, 7, 7, gain=1)),
+    "sum_channels": (lambda x: (x + 0.7).sum(1), images()),
+    "sum_last": (lambda x: x.sum(-1), images(64, 9, 30)),
+    "sum_rows": (lambda x: x.sum(2, keepdim=True), images()),
+    "argmax": (lambda x: x.argmax(1), images()),
+    "argmin": (lambda x: x.argmin(-1, keepdim=True), images()),
     "matmul": (lambda a, b: a @ b, lambda: (torch.randn(4, 3, 9, 16), torch.randn(4, 3, 16, 7))),
     "matmul_transposed": (lambda a, b: a @ b.mT, lambda: (torch.randn(4, 3, 9, 16), torch.randn(4, 3, 7, 16))),
 }
@@ -130,6 +136,7 @@ LAYERS = {
     "transposed_relu": (lambda: nn.Sequential(nn.ConvTranspose2d(8, 6, 3, 1, 1), nn.ReLU()), images()),
     "prelu": (lambda: nn.PReLU(8, 0.2), images()),
     "prelu_one": (lambda: nn.PReLU(), images()),
+    "prelu_rows": (lambda: nn.PReLU(9, 0.3), images(4, 9, 30)),
     "conv_1d": (lambda: nn.Conv1d(8, 6, 3, padding=1, stride=2), images(4, 8, 12)),
     "transposed_1d": (lambda: nn.ConvTranspose1d(8, 6, 3, padding=1, stride=2), images(4, 8, 12)),
     "linear": (lambda: nn.Linear(30, 17), images(64, 30)),
@@ -144,8 +151,26 @@ OF_WEIGHTS = {k: v for k, v in LAYERS.items() if "prelu" not in k}
 CASES |= {f"{k}_one_scale": (*v, {"*": {"per": "tensor"}}) for k, v in OF_WEIGHTS.items()}
 CASES |= {f"{k}_4_bits": (*v, {"*": {"bits": 4}}) for k, v in OF_WEIGHTS.items() if "transposed" not in k}
 
+CASES["embedding"] = (lambda: nn.Embedding(40, 8), lambda: (torch.randint(0, 40, (16, 5)),), {})
+CASES["embedding_linear"] = (
+    lambda: sequential(nn.Embedding(40, 8), nn.Flatten(), nn.Linear(40, 6)),
+    CASES["embedding"][1],
+    {},
+)
+
 #: computed in float at 16 bits
-NARROW = {"log_softmax", "hardtanh", "sub_clip", "prelu", "prelu_one", "shuffle", "unshuffle"}
+NARROW = {
+    "argmax",
+    "argmin",
+    "log_softmax",
+    "hardtanh",
+    "sub_clip",
+    "prelu",
+    "prelu_one",
+    "prelu_rows",
+    "shuffle",
+    "unshuffle",
+}
 OF_8_BITS = [(name, "tflite_int8") for name in CASES]
 OF_16_BITS = [(name, "tflite_int16x8") for name in (*COMPUTE, *MOVE, *LAYERS) if name not in NARROW]
 
@@ -175,6 +200,20 @@ def test_where_scales_lie_far_apart_xnnpack_leaves_the_operator_and_the_simulato
     # optimised sums wrap around where quantized values saturate 2^8 times over
     runtimes = RUNTIMES if stretch > 0.1 else ("litert_reference",)
     for found in prove(result.graph, plan, result.platform, [new], tmp_path, runtimes, float_ops=()):
+        assert found.exact
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_of_a_table_are_moved_as_integers_unless_it_is_also_a_linear_layers_weight(tmp_path, tied):
+    torch.manual_seed(0)
+    net = sequential(nn.Embedding(40, 8), nn.Linear(8, 40))
+    if tied:
+        net[1].weight = net[0].weight
+    tokens = CASES["embedding"][1]
+    result = quantized(net, [tokens()], "tflite_int8")
+    assert result.plan.nodes["embedding"].exec == ("float" if tied else "int")
+    assert not tied or "also the weight of '1'" in result.plan.nodes["embedding"].why
+    for found in prove(result.graph, result.plan, result.platform, [tokens()], tmp_path):
         assert found.exact
 
 

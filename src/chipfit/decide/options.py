@@ -6,6 +6,7 @@ from typing import Any
 from chipfit.decide.groups import NO_FORMAT, FusedGroup, blocks_of, same_fields, variant_with_bits
 from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import Graph
+from chipfit.operators.table import OPS
 from chipfit.platform.match import as_tuple, needs_weight
 from chipfit.platform.schema import WIDEST, Option, Platform
 
@@ -129,8 +130,10 @@ def _obstacle(
                 return f"overrides keep its input '{i}' in float"
             return f"its input '{i}' stays float: {float_values[i]}"
     head = group.head
-    if head.outputs and not graph.is_float(head.output):
+    if head.outputs and not graph.is_float(head.output) and not _returns_no_values(options):
         return "its result is not a float tensor"
+    if why := _table_read_elsewhere(graph, group, options):
+        return why
     if needs_weight(head.op) and not graph.is_weight(head.operand("w")):
         return "its weights are computed at run time"
     if all(graph.is_weight(i) for i in group.data):
@@ -138,6 +141,20 @@ def _obstacle(
     if not all(graph.is_float(i) for i in group.data) and any(o.ins for o in group.resolved.options):
         return "an input is not a float tensor"
     return ""
+
+
+def _table_read_elsewhere(graph: Graph, group: FusedGroup, options: Sequence[Option]) -> str:
+    """Return why rows of a table cannot be moved as quantized values: a layer multiplies by it, in its own format."""
+    head = group.head
+    if head.op not in OPS or not OPS[head.op].moves or all(o.w in NO_FORMAT or o.out in NO_FORMAT for o in options):
+        return ""
+    others = [n for n in graph.users().get(head.operand("w") or "", ()) if n.op in OPS and not OPS[n.op].moves]
+    return f"its table is also the weight of '{others[0].display_name}'" if others else ""
+
+
+def _returns_no_values(options: Sequence[Option]) -> bool:
+    """Return whether kernels read quantized values and return something else, such as indices."""
+    return all(o.out == "none" for o in options)
 
 
 def _with_bits(platform: Platform, group: FusedGroup, options: list[Option]) -> list[Option]:

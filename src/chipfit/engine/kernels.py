@@ -93,6 +93,12 @@ def conv_transpose(
     return y
 
 
+@kernel("PRelu")
+def prelu(x: Tensor, w: Tensor) -> Tensor:
+    """Multiply by a slope below zero; slopes [1], [C], or those of one sample, channels first."""
+    return F.prelu(x, w) if w.dim() < 2 else torch.where(x > 0, x, x * w)
+
+
 # ---------------------------------------------------------------- pooling and reduction
 
 

@@ -276,7 +276,8 @@ def _requantize_xnnpack(c: KernelCall) -> None:
 def _prelu(c: KernelCall) -> None:
     """Multiply by the slope's integer below zero."""
     q = c.centred()
-    slope = c.centred(c.second).view(-1, *[1] * (q.dim() - 2))
+    slope = c.centred(c.second)
+    slope = slope.view(-1, *[1] * (q.dim() - 2)) if slope.dim() < 2 else slope
     below = fixed_point(q * slope, c.multiplier(c.x, c.second), "away")
     c.write_result(torch.where(q >= 0, fixed_point(q, c.multiplier(), "away"), below))
 
@@ -423,15 +424,20 @@ def _sum(c: KernelCall) -> tuple[Tensor, int]:
     return q.sum(axes, keep), math.prod(q.shape[a] for a in axes)
 
 
-def _mean(c: KernelCall) -> None:
+def _mean_scale(c: KernelCall, n: int, of: str) -> Tensor:
+    """Return the scale of means: the result's, or that of `n`-th parts of "sums", as files write these."""
+    return c.scale(c.out) / n if of == "sums" else c.scale(c.out)
+
+
+def _mean(c: KernelCall, of: str = "") -> None:
     """Divide by the count within the multiplier: m 2^k / n, with k as large as 64 bits allow."""
     total, n = _sum(c)
-    m, e = multiplier_and_shift(c.multiplier(kind=torch.float64))
+    m, e = multiplier_and_shift(c.scale(c.x).double() / _mean_scale(c, n, of).double())
     k = min(n.bit_length() - 1, 32, 31 + int(e))
     c.write_result(scale_by(total, (m << k) // n, e - k, "away"))
 
 
-def _mean_optimized(c: KernelCall) -> None:
+def _mean_optimized(c: KernelCall, of: str = "") -> None:
     """Sum integers with their zero point, over rows and columns of an image that stay as size 1.
 
     Vector instructions compute 16 channels at once and round halves up, scalar code computes the remaining channels.
@@ -439,19 +445,20 @@ def _mean_optimized(c: KernelCall) -> None:
     axes, keep = _mean_axes(c)
     q = c.code().double()
     if not keep or {*axes} != {2, 3} or q.dim() != 4 or c.wide:
-        return _mean(c)
-    scale, result = c.scale(c.x), c.scale(c.out)
-    real = scale / (float(q.shape[2] * q.shape[3]) * result)
+        return _mean(c, of)
+    n = q.shape[2] * q.shape[3]
+    scale, result = c.scale(c.x), _mean_scale(c, n, of)
+    real = scale / (float(n) * result)
     shift = c.zero(c.x).float() * scale / result
     total, vector = q.sum(axes, keep), q.shape[1] // 16 * 16
     parts = (fixed_point(total[:, :vector], real, "up"), fixed_point(total[:, vector:], real, "away"))
     c.write_result(torch.cat(parts, 1) - torch.trunc(torch.where(shift > 0, shift + 0.5, shift - 0.5)).to(torch.int64))
 
 
-def _mean_xnnpack(c: KernelCall) -> None:
-    """sum(q) m + (z_y - n z m) with m = s / (s_y n), each step in float32."""
+def _mean_xnnpack(c: KernelCall, of: str = "") -> None:
+    """sum(q) m + (z_y - n z m) with m = (s / s_y) (1 / n), each step in float32."""
     total, n = _sum(c)
-    m, shift = c.multiplier() / n, n * c.zero(c.x)
+    m, shift = c.scale(c.x) / _mean_scale(c, n, of) * _f32(1.0 / n), n * c.zero(c.x)
     c.run.store(c.out, torch.round((total + shift).float() * m + (c.zero(c.out).float() - shift * m)))
 
 
@@ -504,6 +511,17 @@ def _resize(c: KernelCall, lines: Callable[[int, int, bool], tuple[Tensor, Tenso
         c.run.store(c.out, torch.div(y + torch.where(y > 0, half, -half), whole, rounding_mode="trunc"))
     else:
         c.run.store(c.out, torch.div(y + half, whole, rounding_mode="floor"))
+
+
+def _index(c: KernelCall) -> Tensor:
+    """Return the places of the greatest or least integers; equal ones have the first."""
+    found: Tensor = execute(c.node, [c.code()])[0]
+    return found
+
+
+def _rows(c: KernelCall) -> None:
+    """Move rows of quantized values."""
+    pass_through(c.run, c.nodes)
 
 
 # ---------------------------------------------------------------- quantization of floats, and fused activations
@@ -571,7 +589,7 @@ _FUNCTIONS: dict[str, Callable[..., None]] = {
 } | by_name(
     *(_convolution, _linear, _mat_mul, _add, _add_optimized, _add_xnnpack, _mul, _rectifier, _leaky, _leaky_xnnpack),
     *(_prelu, _table, _hard_swish, _abs, _rsqrt, _requantize, _requantize_optimized, _requantize_xnnpack),
-    *(_mean, _mean_optimized, _mean_xnnpack, _avg_pool),
+    *(_mean, _mean_optimized, _mean_xnnpack, _avg_pool, _rows),
 )
 Tables = tuple[dict[str, Kernel], dict[str, Kernel], dict[str, Kernel]]
 #: kernels of the reference family, of the optimised one, and of XNNPACK
@@ -623,6 +641,7 @@ _PROFILES = {
     "litert_reference": Profile(
         kernels=_KERNELS[0],
         pass_through=_PASS_THROUGH[0],
+        float_outputs={op: _index for op, row in OPS.items() if row.layout == "arg_max"},
         dynamic=_dynamic_linear(_dynamic, 4, 8),
         quantize_dynamic=quantize_dynamic_by_row,
         clip=fused_bounds,

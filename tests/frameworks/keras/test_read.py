@@ -238,5 +238,6 @@ def test_layers_that_are_an_operator_or_two(layer, shape, want):
     assert found[-len(want) :] == want or found == want
 
 
-def test_slopes_of_each_place_are_no_slopes_of_channels():
-    assert "PRelu" not in ops_of(layers.PReLU(), 4, 3) and "PRelu" not in ops_of(layers.PReLU(shared_axes=[2]), 4, 5, 3)
+@pytest.mark.parametrize("shared", [None, [1], [2], [1, 2], [1, 2, 3], [3], [2, 3]])
+def test_slopes_of_every_shape_are_one_operator(shared):
+    assert [op for op in ops_of(layers.PReLU(shared_axes=shared), 4, 5, 3) if op != "Transpose"] == ["PRelu"]

@@ -249,7 +249,8 @@ def _group_norm(w: OnnxBuilder, n: Node, x: Names) -> str:
 @_writes("PRelu")
 def _prelu(w: OnnxBuilder, n: Node, x: Names) -> str:
     rank = len(w.shape(n))
-    slope = x[1] if rank <= 1 else w.op("Reshape", [x[1], w.const(_ints(-1, *[1] * (rank - 2)))])
+    of_channels = rank > 1 and len(w.graph.shape(n.weight)) < 2
+    slope = x[1] if not of_channels else w.op("Reshape", [x[1], w.const(_ints(-1, *[1] * (rank - 2)))])
     return w.op("PRelu", [x[0], slope])
 
 

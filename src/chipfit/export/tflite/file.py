@@ -58,15 +58,12 @@ class File:
             t.shapeSignature = np.array(open_shape, np.int32)
         if data is not None:
             t.buffer = self._buffer(data)
-        if numbers is not None:
-            p = t.quantization = schema.QuantizationParametersT()
         if numbers is not None and np.ndim(numbers.scale) > 1:
+            p = t.quantization = schema.QuantizationParametersT()
             p.detailsType = schema.QuantizationDetails.BlockwiseQuantization
             p.details = self._blocks(name, shape, numbers)
         elif numbers is not None:
-            p.scale = np.atleast_1d(np.asarray(numbers.scale, np.float32))
-            p.zeroPoint = np.broadcast_to(np.atleast_1d(np.asarray(numbers.zero, np.int64)), p.scale.shape).copy()
-            p.quantizedDimension = numbers.axis
+            t.quantization = quantization(numbers)
         self.tensors.append(t)
         self.index[name] = len(self.tensors) - 1
         return self.index[name]
@@ -173,6 +170,15 @@ class File:
         c.builtinCode, c.deprecatedBuiltinCode, c.version = number, min(number, 127), version
         self._codes.append(c)
         return len(self._codes) - 1
+
+
+def quantization(numbers: Quantization) -> Any:
+    """Return scales and zero points as the schema's table."""
+    p = schema.QuantizationParametersT()
+    p.scale = np.atleast_1d(np.asarray(numbers.scale, np.float32))
+    p.zeroPoint = np.broadcast_to(np.atleast_1d(np.asarray(numbers.zero, np.int64)), p.scale.shape).copy()
+    p.quantizedDimension = numbers.axis
+    return p
 
 
 class _Buffer:

@@ -14,7 +14,7 @@ import torch
 from ai_edge_litert import schema_py_generated as schema
 
 from chipfit.export.tflite.builder import TfliteBuilder
-from chipfit.export.tflite.file import Quantization
+from chipfit.export.tflite.file import Quantization, quantization
 from chipfit.graph.ir import Node
 from chipfit.operators.table import OPS, by_name, read_column, refused, resolve
 
@@ -244,8 +244,10 @@ def _mat_mul(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
 
 
 def _prelu(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
+    """Write slopes in the layout of the data, which lie channels last."""
     shape = (*[1] * (len(w.shape(n.data)) - 2), -1)
-    w.op(w.kind, [w.read(n.data), w.weight(n.weight, lambda a: a.reshape(shape))], y)
+    slopes = w.weight(n.weight, lambda a: np.moveaxis(a, 0, -1) if a.ndim > 1 else a.reshape(shape))
+    w.op(w.kind, [w.read(n.data), slopes], y)
 
 
 def _attention(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
@@ -376,6 +378,24 @@ def _reduce(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     rank = len(w.shape(n.data))
     axes = [a % rank for a in n.attrs.get("axes", range(1, rank - 1))]
     w.op(w.kind, [w.read(n.data), w.ints(*axes)], y, keepDims=bool(n.attrs.get("keepdims", True)))
+
+
+def _sum(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
+    """Write sums of integers as means, whose scale is the n-th part, times n: LiteRT's reference SUM is faulty."""
+    if not w.integer:
+        return _reduce(w, n, y)
+    x, shape = w.read(n.data), w.shape(n.data)
+    axes = [a % len(shape) for a in n.attrs["axes"]]
+    if any(w.open_shape(n.data)[a] < 0 for a in axes):
+        w.refuse(n, "it adds up an axis whose size is open, unless `batch` is given")
+    count, scale = math.prod(shape[a] for a in axes), w.plan[n.output].scale
+    mean = w.temporary(w.shape(n.output), y[0])
+    w.tensors[mean].quantization = quantization(
+        Quantization((scale / count).numpy(), w.plan[n.output].zero_point.numpy())
+    )
+    w.op("MEAN", [x, w.ints(*axes)], mean, keepDims=bool(n.attrs["keepdims"]))
+    one = Quantization(np.array(count, np.float32), np.array(0))
+    w.op("MUL", [mean, w.constant(np.array(1), kind=w.tensors[x].type, numbers=one)], y)
 
 
 def _arg_max(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
@@ -580,7 +600,8 @@ def _shuffle(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
 #: the functions that cells of the table name
 _FUNCTIONS = by_name(
     *(_plain, _conv, _transpose_conv, _dynamic_quantize, _linear, _mat_mul, _prelu, _attention, _binary),
-    *(_hard_sigmoid, _leaky_relu, _gelu, _clamp, _softmax, _cast, _pool, _reduce, _arg_max, _cum_sum, _top_k, _join),
+    *(_hard_sigmoid, _leaky_relu, _gelu, _clamp, _softmax, _cast, _pool, _reduce, _sum),
+    *(_arg_max, _cum_sum, _top_k, _join),
     *(_unstack, _split, _as_shape, _requantize, _transpose, _expand, _slice, _gather, _gather_elements, _pad),
     *(_resize, _depth, _shuffle),
 )

@@ -162,7 +162,7 @@ class Writer(TfliteBuilder):
         head, tail = members[0], members[-1]
         integer = self._in_integers(members)
         for o in tail.outputs:
-            self._add(o, raw=not integer)
+            self._add(o, raw=not integer or not self.plan.quantized(o))
         fused = fused_code(members[1]) if len(members) == 2 and head.op in OPERATORS and OPERATORS[head.op].fuses else 0
         for n in members[:1] if fused else members:
             if n.op not in OPERATORS:
@@ -190,7 +190,7 @@ class Writer(TfliteBuilder):
             return False
         made = {o for m in members for o in m.outputs}
         reads = [i for m in members for i in m.inputs if i is not None and i not in made and self.graph.is_float(i)]
-        ends = [*reads, *members[-1].outputs]
+        ends = [*reads, *(o for o in members[-1].outputs if self.graph.is_float(o))]
         if not reads or plan.before_rounding(made) or not all(plan.quantized(v) for v in ends):
             return False
         return not OPERATORS[head.op].moves or all(same_numbers(plan, reads[0], v) for v in ends)

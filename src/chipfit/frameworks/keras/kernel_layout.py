@@ -1,11 +1,12 @@
 """Convert kernels between Keras's layout and the canonical layout (output channels, input channels, then space).
 
-A layout is the `kind` of an operator in `graph.ops`, or "depthwise" for Keras's depthwise convolutions.
+A layout is the `kind` of an operator in `graph.ops`, "depthwise" for Keras's depthwise convolutions, or "slopes" for
+those of a PReLU.
 """
 
 import torch
 
-DEPTHWISE = "depthwise"
+DEPTHWISE, SLOPES = "depthwise", "slopes"
 
 
 def to_canonical(layout: str, kernel: torch.Tensor) -> torch.Tensor:
@@ -13,7 +14,7 @@ def to_canonical(layout: str, kernel: torch.Tensor) -> torch.Tensor:
 
     Convolutions: [*space, in / groups, out] becomes [out, in / groups, *space]; in transposed convolutions, "in" and
     "out" change places in both. Depthwise: [*space, C, M] becomes [C M, 1, *space], output channel c M + m. Linear:
-    [in, out] becomes [out, in]. Other weights are unchanged.
+    [in, out] becomes [out, in]. Slopes: [*space, C] becomes [C, *space]. Other weights are unchanged.
 
     >>> to_canonical("conv", torch.zeros(3, 5, 2, 7)).shape
     torch.Size([7, 2, 3, 5])
@@ -23,6 +24,8 @@ def to_canonical(layout: str, kernel: torch.Tensor) -> torch.Tensor:
     if layout in ("conv", "transposed", DEPTHWISE):
         n = kernel.dim() - 2
         return kernel.permute(n + 1, n, *range(n)).contiguous()
+    if layout == SLOPES:
+        kernel = kernel.movedim(-1, 0).contiguous()
     return kernel.t().contiguous() if layout == "linear" else kernel
 
 
@@ -40,4 +43,6 @@ def to_keras(layout: str, weight: torch.Tensor, groups: int = 1) -> torch.Tensor
         if layout == DEPTHWISE:
             kernel = kernel.reshape(*kernel.shape[:-2], groups, -1)
         return kernel.contiguous()
+    if layout == SLOPES:
+        weight = weight.movedim(0, -1).contiguous()
     return weight.t().contiguous() if layout == "linear" else weight

@@ -235,6 +235,8 @@ class KerasQuantizationWrapper(keras.layers.Wrapper):
         bias_follows: name of the variable whose scale, times that of the input, is the scale of the bias; the scale of
             the input is then an argument of the call. "" if the bias has a scale of its own.
         uses: number of biases: a layer that is called on inputs of several scales may have one for each call.
+        gives_scale: name of the variable whose scale is that of the result, which is then returned with it, as a holder
+            does; "" for none.
     """
 
     def __init__(
@@ -243,11 +245,12 @@ class KerasQuantizationWrapper(keras.layers.Wrapper):
         weights_quantizers: Mapping[str, Any] | None = None,
         bias_follows: str = "",
         uses: int = 1,
+        gives_scale: str = "",
         **kwargs: Any,
     ) -> None:
         super().__init__(layer, **kwargs)
         self.weights_quantizers = dict(weights_quantizers or {})
-        self.bias_follows, self.uses = bias_follows, uses
+        self.bias_follows, self.uses, self.gives_scale = bias_follows, uses, gives_scale
 
     def build(self, input_shape: Any = None) -> None:
         super().build(input_shape)
@@ -288,7 +291,8 @@ class KerasQuantizationWrapper(keras.layers.Wrapper):
 
     def call(self, inputs: Any, input_scale: Any = None, use: int = 0, training: Any = None) -> Any:
         values = {"bias": ops.convert_to_tensor(self.bias(use))} if use else {}
-        return self._run(inputs, values | self.get_quantized_weights(input_scale, use, training))
+        y = self._run(inputs, values | self.get_quantized_weights(input_scale, use, training))
+        return (y, self.weights_quantizers[self.gives_scale].numbers()[0]) if self.gives_scale else y
 
     def _run(self, inputs: Any, values: Mapping[str, Any]) -> Any:
         """Run the layer with other values of its variables, by name."""
@@ -303,7 +307,8 @@ class KerasQuantizationWrapper(keras.layers.Wrapper):
         return out
 
     def compute_output_spec(self, inputs: Any, input_scale: Any = None, use: int = 0, training: Any = None) -> Any:
-        return self.layer.compute_output_spec(inputs)
+        y = self.layer.compute_output_spec(inputs)
+        return (y, keras.KerasTensor((), "float32")) if self.gives_scale else y
 
     def weight_of(self, name: str) -> Any:
         """Return a variable of the layer, unrounded.
@@ -317,8 +322,8 @@ class KerasQuantizationWrapper(keras.layers.Wrapper):
 
     def get_config(self) -> dict[str, Any]:
         quantizers = {k: keras.saving.serialize_keras_object(q) for k, q in self.weights_quantizers.items()}
-        own = {"weights_quantizers": quantizers, "bias_follows": self.bias_follows, "uses": self.uses}
-        return {**super().get_config(), **own}
+        own = {k: getattr(self, k) for k in ("bias_follows", "uses", "gives_scale")}
+        return {**super().get_config(), "weights_quantizers": quantizers, **own}
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> KerasQuantizationWrapper:

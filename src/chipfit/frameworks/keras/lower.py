@@ -12,7 +12,7 @@ from chipfit.engine.opaque import fill
 from chipfit.engine.trees import ResultStructure
 from chipfit.errors import PlanError, TrainingError, UnsupportedError
 from chipfit.frameworks.keras.backend import dtype_here, in_float32, to_backend
-from chipfit.frameworks.keras.kernel_layout import DEPTHWISE, to_canonical, to_keras
+from chipfit.frameworks.keras.kernel_layout import DEPTHWISE, SLOPES, to_canonical, to_keras
 from chipfit.frameworks.keras.layers import (
     NORM_VARIABLES,
     KerasActivationQuantizationHolder,
@@ -204,7 +204,10 @@ class Builder:
         if _kind(node) == "conv" and not padding_word(node, self.graph):
             zeros = {"padding": [(0, 0), *node.attrs["padding"], (0, 0)], "mode": "constant", "value": 0.0}
             data = [CanonicalOperation("Pad", zeros, ["x"], name=self._unique(f"{node.name}_padding"))(data[0])]
-        return self._layers[key](data if len(data) > 1 else data[0], **extra)
+        y = self._layers[key](data if len(data) > 1 else data[0], **extra)
+        if getattr(self._layers[key], "gives_scale", ""):
+            y, self._scale_of[node.weight] = y
+        return y
 
     def _layer_with_weights(self, node: Node, biases: list[str | None]) -> Any:
         """Create the layer of a node with weights, in a wrapper if any is rounded; enter the slots of its numbers."""
@@ -222,7 +225,8 @@ class Builder:
         groups = node.attrs.get("groups", 1)
         quantizers, follows = {}, ""
         for variable, weight in variables.items():
-            slot = WeightSlot(inner.name, variable, layout=layout if variable == "kernel" else "", groups=groups)
+            own_layout = {"kernel": layout, "alpha": SLOPES}.get(variable, "")
+            slot = WeightSlot(inner.name, variable, layout=own_layout, groups=groups)
             self.weight_slots.setdefault(weight, []).append(slot)
             if weight not in self.sharing.rounded or (weight, node.name) in self.plan.float_edges:
                 continue
@@ -247,7 +251,8 @@ class Builder:
             return self._with_norm(node, inner, layout, quantizers, follows, len(biases))
         if not quantizers and len(biases) == 1:
             return inner
-        return KerasQuantizationWrapper(inner, quantizers, follows, len(biases), name=inner.name)
+        moved = next((v for v, w in variables.items() if w in self._bias_factors and v in quantizers), "")
+        return KerasQuantizationWrapper(inner, quantizers, follows, len(biases), moved, name=inner.name)
 
     def _with_norm(
         self, node: Node, inner: Any, layout: str, quantizers: dict[str, Any], follows: str, uses: int

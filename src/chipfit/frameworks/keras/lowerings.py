@@ -11,6 +11,7 @@ from keras import ops
 
 from chipfit.frameworks.keras import padding as paddings
 from chipfit.frameworks.keras.backend import KerasOps, dtype_here
+from chipfit.frameworks.keras.kernel_layout import SLOPES, to_keras
 from chipfit.graph.ir import Graph, Node
 from chipfit.operators.table import OPS, attribute_words, read_column, renamed
 from chipfit.quantizers.dynamic import dynamic_quantize
@@ -122,8 +123,9 @@ def _embedding(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen:
 
 
 def _prelu(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen:
-    rank = len(graph.shape(node.output))
-    shared = list(range(1, rank if graph.weights[variables["alpha"]].numel() == 1 else rank - 1))
+    slopes, rank = to_keras(SLOPES, graph.weights[variables["alpha"]]), len(graph.shape(node.output))
+    sizes = (1,) * (rank - 1 - slopes.dim()) + tuple(slopes.shape)
+    shared = [axis for axis, size in enumerate(sizes, 1) if size == 1]
     return layers.PReLU, {"shared_axes": shared or None}
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from chipfit.frameworks.keras import padding as paddings
 from chipfit.frameworks.keras.call import KerasCall
-from chipfit.frameworks.keras.kernel_layout import DEPTHWISE
+from chipfit.frameworks.keras.kernel_layout import DEPTHWISE, SLOPES
 from chipfit.frameworks.reading import Unreadable, per_axis
 from chipfit.graph.einsum import as_product
 from chipfit.graph.ir import Value
@@ -492,8 +492,8 @@ def _relu_from(r: KerasCall, x: Value, slope: float, high: float | None, thresho
 
 @_reads("PReLU")
 def _prelu(r: KerasCall, x: Value) -> Value:
-    _require(all(d == 1 for d in r.op.alpha.shape[:-1]))
-    return r.emit("PRelu", [x, r.weight(r.op.alpha, shape=(-1,))])
+    of_channels = all(d == 1 for d in r.op.alpha.shape[:-1])
+    return r.emit("PRelu", [x, r.weight(r.op.alpha, SLOPES, shape=(-1,) if of_channels else None)])
 
 
 @_reads("Activation")
