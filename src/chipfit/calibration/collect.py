@@ -147,10 +147,12 @@ class TensorStats:
         self.cached_ranges.clear()
         new = None
         if need.channel_axis is not None:
-            others = [k for k in range(x.dim()) if k != need.channel_axis % x.dim()]
-            new = Channels(*(f(x, others).double() for f in (torch.sum, torch.amin, torch.amax)))
+            rows = x if x.dim() > 1 else x[None]  # of a vector, every number is a channel
+            channel = need.channel_axis % x.dim() + rows.dim() - x.dim()
+            others = [k for k in range(rows.dim()) if k != channel]
+            new = Channels(*(f(rows, others).double() for f in (torch.sum, torch.amin, torch.amax)))
             if need.squares:
-                new = replace(new, squares=x.square().sum(others).double())
+                new = replace(new, squares=rows.square().sum(others).double())
         ends = torch.aminmax(flat) if new is None else (new.low.min(), new.high.max())
         low, high = (float(v) for v in ends)
         if not (math.isfinite(low) and math.isfinite(high)):

@@ -201,6 +201,15 @@ def count_splittable(graph: Graph, batch: Sequence[torch.Tensor]) -> int:
     return 0 if fixed or len(sizes) != 1 else sizes.pop()
 
 
+class Whole(list[torch.Tensor]):
+    """A batch that cannot be cut into samples, because its inputs do not all have samples on axis 0."""
+
+
+def as_batch(graph: Graph, flat: list[torch.Tensor]) -> Batch:
+    """Return the inputs of a graph as a batch, marked if it cannot be cut."""
+    return flat if count_splittable(graph, flat) else Whole(flat)
+
+
 def split_label(batch: Any, graph: Graph) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """Split one batch into tensors in the order of the graph's inputs, and labels or None.
 
@@ -298,7 +307,7 @@ class batches:  # noqa: N801 -- reads as a verb where it is used: for x in batch
     def __init__(self, data: Any, graph: Graph, note: Callable[[list[torch.Tensor]], None] | None = None) -> None:
         self.data, self.graph, self.note = data, graph, note
 
-    def __iter__(self) -> Iterator[list[torch.Tensor]]:
+    def __iter__(self) -> Iterator[Batch]:
         axes = batch_axes(self.graph)
         for batch in iterate(self.data):
             flat, _ = split_label(batch, self.graph)
@@ -307,7 +316,7 @@ class batches:  # noqa: N801 -- reads as a verb where it is used: for x in batch
                 continue
             if self.note is not None:
                 self.note(flat)
-            yield flat
+            yield as_batch(self.graph, flat)
 
     def __len__(self) -> int:
         return len(self.data)

@@ -65,7 +65,7 @@ def first_deviation(
     try:
         with torch.inference_mode():
             env = run(graph, inputs)
-    except (RuntimeError, DataError) as e:
+    except (RuntimeError, LookupError, DataError) as e:
         return graph.outputs[0], first_line(e)
     for name, a in zip(graph.outputs, want, strict=True):
         a, b = (torch.as_tensor(x).double() for x in (a, env[name]))

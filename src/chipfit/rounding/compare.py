@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from chipfit.calibration.collect import valid_token_mask
-from chipfit.calibration.data import Batch, no_data
+from chipfit.calibration.data import Batch, Whole, no_data
 from chipfit.engine.kernels import execute
 from chipfit.engine.run import done_after, run
 from chipfit.graph.ir import Graph
@@ -127,7 +127,7 @@ def limit_samples(batches: Iterable[Batch], most: float) -> list[Batch]:
     left, out = most, list[Batch]()
     for batch in batches:
         size = count_samples([batch])
-        cut = left < size and all(x.dim() and len(x) == len(batch[0]) for x in batch)
+        cut = left < size and not isinstance(batch, Whole) and all(x.dim() and len(x) == len(batch[0]) for x in batch)
         out.append([x[: int(left)] for x in batch] if cut else batch)
         left -= size
         if left <= 0:

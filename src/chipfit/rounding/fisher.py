@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from chipfit.calibration.collect import TensorStats, valid_token_mask
-from chipfit.calibration.data import Batch
+from chipfit.calibration.data import Batch, Whole
 from chipfit.engine.run import run
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import is_linear, places
@@ -104,7 +104,7 @@ def first_samples(batches: Iterable[Batch]) -> Iterable[list[Tensor]]:
     left = IMAGES
     for batch in batches:
         sizes = {len(x) if x.dim() else 0 for x in batch}
-        if len(sizes) > 1 or 0 in sizes:
+        if isinstance(batch, Whole) or len(sizes) > 1 or 0 in sizes:
             yield list(batch)
             left -= 1
         else:

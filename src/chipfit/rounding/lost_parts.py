@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from chipfit.calibration.collect import TensorStats
+from chipfit.calibration.data import as_batch
 from chipfit.decide.assignment import Assignment
 from chipfit.decide.part_noise import parts_on_grid
 from chipfit.graph.ir import Graph
@@ -32,7 +33,7 @@ def lost_part_warnings(graph: Graph, plan: Plan, assignment: Assignment, stats: 
         graph: with an example, on which the loss is measured; without one there are no warnings.
     """
     suspects = dict(_suspects(graph, plan, assignment, stats)) if graph.example else {}
-    reference = Reference(graph, limit_samples([list(graph.example)], _SAMPLES)) if suspects else None
+    reference = Reference(graph, limit_samples([as_batch(graph, list(graph.example))], _SAMPLES)) if suspects else None
     out, said = list[str](), set[str]()
     for name, (part, levels) in suspects.items():
         if part == name in said:

@@ -194,6 +194,9 @@ def dense(nodes):
 
 def test_both_axes_of_an_adjacency_matrix_are_one_size():
     torch.manual_seed(0)
+    # which holds out samples, where a batch can be cut into some
+    model = quantized(Dense(), [dense(40)], settings=chipfit.Settings(rounding="gptq"))
+    assert model.graph.shape("adjacency") == (40, 40) and model.verify([dense(40)]).sound
     assert quantized(Dense(), [dense(10), dense(10)]).graph.shape("adjacency") == (10, 10)
     result = quantized(Dense(), [dense(10), dense(14)])
     assert [result.graph.shape(i) for i in result.graph.inputs] == [(None, 8), (None, None)]
@@ -226,6 +229,23 @@ def test_a_cache_of_nested_tuples_has_an_open_length():
     with torch.no_grad():
         got, want = (tree_leaves(m(*new)) for m in (result.model, model))
     assert all(map(near, got, want))
+
+
+def test_a_vector_is_an_input_of_its_own():
+    class Step(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.out = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+
+        def forward(self, x, state):
+            for k in range(len(x)):
+                state = torch.tanh(self.first(x[k]) + self.second(state))
+            return self.out(state), state
+
+    data = [(torch.randn(3, 8), torch.rand(16)) for _ in range(8)]
+    result = quantized(Step(), data)
+    assert [result.graph.shape(i) for i in result.graph.inputs] == [(3, 8), (16,)]
+    assert result.verify(data).sound
 
 
 def test_an_input_of_no_rows_before_the_samples_is_kept():

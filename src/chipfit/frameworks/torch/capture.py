@@ -131,12 +131,13 @@ def _capture_way(model: torch.nn.Module, calls: Sequence[Any], sizes: Sequence[T
     except Unrecordable as e:
         copied, cast = _eval_copy(model)
         example_out = run_in_float32(copied, args, kwargs)
-        for size in sizes:
-            _check_size(copied, call, size)
+        resized = [_resized_call(copied, call, size) for size in sizes]
         if len(calls) > 1:
             raise CaptureError(_DEPENDS_ON_SIZE, where=users_line(e.__cause__ or e)) from e
         program = export(copied, args, kwargs, sizes)
         graph = translate(program, copied if cast else model, call, example_out)
+        if any(None in graph.shape(i) for i in graph.inputs) and _agrees(graph, call, example_out):
+            _check_batch(graph, resized)
     if types := sorted({*cast, *program.short}):
         graph.notes.append(
             f"warning: the model computes in {' and '.join(types)}; it was read, and is simulated, in float32"
@@ -144,19 +145,36 @@ def _capture_way(model: torch.nn.Module, calls: Sequence[Any], sizes: Sequence[T
     return graph
 
 
-def _check_size(model: torch.nn.Module, call: Any, size: TiedAxes) -> None:
-    """Check that the model runs with another size of the inputs.
+def _resized_call(model: torch.nn.Module, call: Any, size: TiedAxes) -> tuple[Any, Any]:
+    """Return a call with another size of the inputs, and the model's result.
 
     Raises:
-        RefusedCall: It does not.
+        RefusedCall: The model fails with that size.
     """
     leaves, tree = pytree.tree_flatten(call)
+    args, kwargs = other = pytree.tree_unflatten(size.resized(leaves), tree)
     try:
-        run_in_float32(model, *pytree.tree_unflatten(size.resized(leaves), tree))
+        return other, run_in_float32(model, args, kwargs)
     except RefusedCall as e:
         axes = ", ".join(f"axis {axis} of {describe_value(leaves[i])}" for i, axis in size.places)
         what = f"The model fails with {size.new} in place of {size.old} on {axes}: {short_message(e.__cause__ or e)}"
         raise RefusedCall(what, where=e.where, hint=_FIXED_HINT) from e
+
+
+def _check_batch(graph: Graph, calls: Sequence[tuple[Any, Any]]) -> None:
+    """Compare a graph with an open batch with the model's results for other batches.
+
+    Raises:
+        RefusedCall: They differ, as those of a loop over the batch.
+    """
+    if not all(_agrees(graph, call, out) for call, out in calls):
+        raise RefusedCall("The model computes something else for other sizes", hint=_FIXED_HINT)
+
+
+def _agrees(graph: Graph, call: Any, out: Any) -> bool:
+    """Return whether a graph computes what the model returned."""
+    want = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
+    return first_deviation(graph, flatten_inputs(graph, *call), want) is None
 
 
 def _longer(x: Any, *others: Any) -> Any:
