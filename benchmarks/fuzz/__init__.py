@@ -4,7 +4,8 @@
     python -m benchmarks.fuzz --seed 7 --cases 10000 --part 2/2 --first 700  # half of them, from its case 700 on
     python -m benchmarks.fuzz --seed 7 --only saved:1234        # one case again, with what was drawn and the traceback
 
-Kinds of input: saved results, platform files, chips described in Python, calibration data, model files, command lines.
+Kinds of input: saved results, calls with wrong operands in them, platform files, chips described in Python,
+calibration data, model files, command lines. `memory.py` probes operators for reads and writes outside of tensors.
 A failure is
 
     untyped    an exception that is not a ChipfitError, or a ChipfitError caused by an unforeseen exception

@@ -14,14 +14,15 @@ import time
 from collections import Counter
 
 from benchmarks.fuzz.arguments import data, facade
-from benchmarks.fuzz.files import kept, model_files, models, platforms, saved, saved_results
+from benchmarks.fuzz.files import kept, model_files, models, operators, platforms, saved, saved_results
 from benchmarks.fuzz.lines import command_line
 from benchmarks.fuzz.run import Kind, Outcome, all_of, one
 
 #: kind -> its function, and its share of the cases
 KINDS: dict[str, tuple[Kind, float]] = {
-    "saved": (saved, 0.25),
-    "platforms": (platforms, 0.25),
+    "saved": (saved, 0.2),
+    "operators": (operators, 0.1),
+    "platforms": (platforms, 0.2),
     "facade": (facade, 0.15),
     "data": (data, 0.15),
     "models": (models, 0.1),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import io
 import json
+import math
 import shutil
 import tempfile
 import zipfile
@@ -16,13 +18,14 @@ from typing import Any
 
 import torch
 import yaml
-from benchmarks.fuzz import mutate
+from benchmarks.fuzz import memory, mutate
 from benchmarks.fuzz.run import Case
 from benchmarks.fuzz.sense import check_output, check_platform, check_result
 from torch import nn
 
 import chipfit
 from chipfit.cli.inputs import load_model
+from chipfit.engine.opaque import REPLACED, torch_operator
 from chipfit.platform import builtin
 from chipfit.platform.load import load as load_platform
 from chipfit.platform.load import names
@@ -335,3 +338,54 @@ def _archive(rng: Random, content: bytes, case: Case) -> bytes:
 
 def check(y: Any) -> None:
     check_output(y, "the output")
+
+
+# ---------------------------------------------------------------------------------------------------------- operators
+
+#: what a call with operands that do not fit may raise when the network runs
+_RAISED = RuntimeError, TypeError, ValueError, LookupError, ArithmeticError, AssertionError
+
+
+def operators(case: Case) -> None:
+    """Add a call with wrong operands to a saved result, of an operator that torch may not check; load it and run it."""
+    rng = case.random
+    source, x = saved_results()[5]  # of a small network with one input
+    folder = case.folder / "saved"
+    shutil.copytree(source, folder)
+    calls = {n: c for n, c in memory.written_calls().items() if torch_operator(REPLACED.get(n[: -len(".default")], n))}
+    name = rng.choice(sorted(calls))
+    args, kwargs = memory.changed(rng, rng.choice(calls[name]))
+    graph, plan = (json.loads((folder / f"{n}.json").read_text()) for n in ("graph", "plan"))
+    made: list[str] = []
+
+    def add(target: str, args: Any, kwargs: Any, inputs: list[str], shape: list[int]) -> str:
+        made.append(f"h{len(made)}")
+        attrs = {"target": target, "args": args, "kwargs": kwargs}
+        node = {"name": made[-1], "op": "Opaque", "inputs": {"$tuple": inputs}, "outputs": {"$tuple": [made[-1]]}}
+        graph["nodes"].insert(len(made) - 1, {**node, "attrs": attrs})
+        graph["values"][made[-1]] = {"shape": {"$tuple": shape}, "dtype": "float32"}
+        plan["nodes"][made[-1]] = {**next(iter(plan["nodes"].values()))}
+        return made[-1]
+
+    def written(value: Any) -> Any:
+        if isinstance(value, memory.Operand):
+            number = value.values[0] if value.values else 1
+            dtype = {"dtype": {"torch": str(value.dtype).removeprefix("torch.")}}
+            add("aten.full.default", [list(value.shape), number], dtype, [], list(value.shape))
+            return {"$ref": len(made) - 1}
+        if isinstance(value, (list, tuple)):
+            return [written(v) for v in value]
+        if isinstance(value, (torch.dtype, torch.device)):
+            kind = "device:" if isinstance(value, torch.device) else ""
+            return {"torch": kind + str(value).removeprefix("torch.")}
+        return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+    filled = [written(a) for a in args], {k: written(v) for k, v in kwargs.items()}
+    graph["outputs"] = [add(name, *filled, list(made), [2])]
+    case.note(f"{name} {args} {kwargs}")
+    for n, data in (("graph", graph), ("plan", plan)):
+        (folder / f"{n}.json").write_text(_json(data), encoding="utf-8")
+    _sign(folder)
+    result = chipfit.load(folder)
+    with contextlib.suppress(*_RAISED):
+        result.model(x)

@@ -81,7 +81,7 @@ FORESEEN: dict[str, tuple[type[BaseException], ...]] = {
 #: functions of chipfit that call code of the user or of a library: any exception that arises outside of chipfit may
 #: cause their errors
 FOREIGN: tuple[str, ...] = (
-    "frameworks/torch/capture.py:_run_example",
+    "frameworks/torch/plain_call.py:run_example",
     "frameworks/torch/record.py:watch",
     "frameworks/torch/capture.py:export",
     "frameworks/keras/capture.py:_in_float32",
