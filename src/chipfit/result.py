@@ -160,10 +160,10 @@ class Result(SummaryRepr):
     def edit(self, overrides: Overrides) -> Result:
         """Return the result with some layers decided by hand: kept in float, or at other bits.
 
-        The plan is that of a call of `quantize` with these overrides: from the calibration statistics, and from the
-        calibration data where these are not enough. In a result that was loaded or trained, or where the data are
-        missing, the graph stays as it is, whatever keeps its format and its ties keeps its numbers, and the rest comes
-        from the ranges that the plan remembers.
+        The plan is that of a call of `quantize` with these overrides, and with the repairs and the range rule that the
+        first call has chosen: from its statistics, and from the data where these are not enough. In a result that was
+        loaded or trained, or where the data are missing, the graph stays as it is, whatever keeps its format and its
+        ties keeps its numbers, and the rest comes from the ranges that the plan remembers.
 
         Args:
             overrides: as for `quantize`; they replace earlier ones.

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from chipfit.decide import overrides as ov
 from chipfit.errors import PlanError, UnknownNameError, UnsupportedError
 from chipfit.graph.ir import Node
 from chipfit.platform.schema import Format
-from tests.build import graph_of
+from tests.build import graph_of, images, model_of, quantized
 
 
 def layers(*rows):
@@ -368,3 +370,42 @@ def test_a_format_that_does_not_hold_the_wanted_numbers_is_refused(fmt, wanted, 
     with pytest.raises(UnsupportedError, match=re.escape(words)) as e:
         ov.constrain_format(fmt, layer="conv", **wanted)
     assert "The chip's format for 'conv' cannot have" in str(e.value)
+
+
+# ---------------------------------------------------------------- every name that is printed
+
+
+def functional():
+    """Return a network whose operators are functions, with a split, a concatenation and an activation at its root."""
+
+    def forward(m, x):
+        a, b = F.conv2d(x, m.w).chunk(2, 1)
+        return m.head(torch.cat([F.gelu(a), b.sigmoid() * 40], 1).mean((2, 3)))
+
+    torch.manual_seed(0)
+    return model_of(forward, w=torch.randn(8, 3, 3, 3) / 4, head=nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("platform", ["ort_cpu", "tflite_int8", "imx500"])
+def test_every_name_that_reports_and_sensitivity_print_is_accepted_by_overrides(platform):
+    data = [images(8, 8)]
+    result = quantized(functional(), data, platform)
+    rows = result.sensitivity(data).rows()
+    names = {r[column] for r in rows for column in ("layer", "tensor")}
+    names |= {r.name for r in (*result.report.layers, *result.report.inputs)}
+    names |= {t.layer for t in result.plan.tensors.values()} | {n.layer for n in result.plan.nodes.values()}
+    assert {"x", "cat", "sigmoid", "w", "head.weight"} <= names
+    for name in names - {""}:
+        edited = result.edit({name: "float"}).plan
+        assert any(f"overrides keep '{name}' in float" in n.why for n in edited.nodes.values()) or name == "x"
+    assert all(n.layer for n in result.plan.nodes.values())
+
+
+def test_an_input_has_a_range_of_its_own():
+    result = quantized(functional(), [images(8, 8)], "ort_cpu", overrides={"x": {"range": (-8.0, 8.0)}})
+    assert float(result.plan["x"].scale) == pytest.approx(16 / 255, rel=1e-6)
+    assert result.plan.tensors["x"].origin == "known beforehand"
+    kept = quantized(functional(), [images(8, 8)], "ort_cpu", overrides={"x": "float"})
+    assert not kept.plan.quantized("x") and kept.plan.nodes["conv2d"].exec == "float"
+    with pytest.raises(PlanError, match="'bits' is no choice for input 'x'.*name the layers that read it"):
+        quantized(functional(), [images(8, 8)], "ort_cpu", overrides={"x": {"bits": 4}})

@@ -97,7 +97,8 @@ def told(make):
         plan = make().plan
     except ChipfitError as e:
         return str(e)
-    stored = {k: (t.format, str(t.stored), t.why, t.origin, t.low, t.high) for k, t in plan.tensors.items()}
+    seen = {k: [x if x is None else f"{x:.4g}" for x in (t.low, t.high)] for k, t in plan.tensors.items()}
+    stored = {k: (t.format, str(t.stored), t.why, t.origin, seen[k]) for k, t in plan.tensors.items()}
     return stored, plan.nodes, plan.groups, plan.float_edges, plan.ties, str(plan.limits), plan.rewrites
 
 

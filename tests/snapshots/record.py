@@ -66,7 +66,8 @@ def record(result: Result, inputs: Sequence[torch.Tensor], suffix: str, spelled:
     }
     tensors = [plan.tensors[t] for t in at if t in plan.tensors]
     stored = [t.stored for t in tensors if t.stored is not None]
-    kinds = [[at[t.name], t.role, t.format, t.axis, bool(t.why), bool(t.layer)] for t in tensors]
+    layers = {n.layer for n in graph.nodes} - {""}
+    kinds = [[at[t.name], t.role, t.format, t.axis, bool(t.why), t.layer in layers] for t in tensors]
     for kind, t in zip(kinds, tensors):
         if t.grid is not None:
             kind.append({k: v for k, v in asdict(t.grid).items() if k != "table"})

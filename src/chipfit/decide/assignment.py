@@ -96,14 +96,16 @@ def assign(
     widths = [c.get(k) for c in (overrides or {}).values() for k in ("bits", "activation_bits")]
     platform = platform.with_widths({n for n in widths if isinstance(n, int)})
     found = limit_to_consumers(platform, find_groups(graph, platform, groups, overrides or {}))
-    by_user = (o for g in found if g.choices.get("activation_bits") == "float" for o in g.tail.outputs)
+    inputs = _input_choices(graph, overrides or {})
+    by_user = [o for g in found if g.choices.get("activation_bits") == "float" for o in g.tail.outputs]
+    by_user += [v for v, c in inputs.items() if "float" in (*c, c.get("activation_bits"))]
     float_values = float_only_values(graph) | dict.fromkeys(by_user, KEPT_BY_USER)
     # if quantizers belong to readers alone or to writers alone, no kernel can choose what suits its neighbours
     modes = {g.head.name: execution_modes(g) for g in found} if platform.place.at == "both" else {}
     # backwards, so that an error names the last of several layers with impossible bits
     found = [g if g.is_pass_through else limit_options(graph, platform, g, float_values) for g in reversed(found)][::-1]
     formats = propagate_formats(graph, platform, found, float_values)
-    out, decisions = AssignmentBuilder(graph, platform, formats), formats.decisions
+    out, decisions = AssignmentBuilder(graph, platform, formats, inputs=inputs), formats.decisions
     for k, decision in enumerate(decisions):
         out.add(decision)
         if k == 0:  # plans list the model's inputs behind the weights of the first operator
@@ -121,6 +123,18 @@ def assign(
         joins=_joins(graph, platform, decisions),
         dynamic={d.group.head.name: d.option.dynamic for d in decisions if d.option and d.option.dynamic},
     )
+
+
+def _input_choices(graph: Graph, overrides: NodeOverrides) -> NodeOverrides:
+    """Return the overrides of inputs of the model: input -> choices."""
+    nodes = {n.name for n in graph.nodes}
+    return {v: overrides[v] for v in graph.inputs if v in overrides and v not in nodes}
+
+
+def _range_choices(choices: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the choices about the range of an activation, as fields of its `TensorSpec`."""
+    facts = {k: choices.get(k) for k in ("rule", "z_threshold", "range")}
+    return {**facts, "range": facts["range"] and tuple(facts["range"])}
 
 
 def _joins(graph: Graph, platform: Platform, decisions: Iterable[GroupDecision]) -> dict[str, str]:
@@ -144,6 +158,7 @@ class AssignmentBuilder:
     nodes: dict[str, NodePlan] = field(default_factory=dict)
     constraints: list[Constraint] = field(default_factory=list)
     float_edges: set[tuple[str, str]] = field(default_factory=set)
+    inputs: NodeOverrides = field(default_factory=dict)  #: choices for inputs of the model
 
     def add(self, d: GroupDecision) -> None:
         """Add one group: its nodes, the tensors that it reads and writes, and the platform's rules about them."""
@@ -153,7 +168,7 @@ class AssignmentBuilder:
             tail = group.tail.name if len(group.nodes) > 1 else ""
             simd = d.option.simd if d.option and n is group.head else None
             self.nodes[n.name] = NodePlan(
-                name=n.name, op=n.op, layer=n.layer, exec=d.exec, group=tail, why=d.why, simd=simd
+                name=n.name, op=n.op, layer=n.display_name, exec=d.exec, group=tail, why=d.why, simd=simd
             )
         bound: dict[str, list[str]] = {}
         for r in group.operands:
@@ -171,7 +186,7 @@ class AssignmentBuilder:
         """Add the model's inputs."""
         for name in self.graph.inputs:
             if name in self.formats.formats:
-                self._store(name, "activation", self.formats.formats[name])
+                self._store(name, "activation", self.formats.formats[name], **_range_choices(self.inputs.get(name, {})))
 
     def drop_unread(self) -> None:
         """Drop activations that nothing on the chip quantizes, since every reader takes them in float."""
@@ -272,8 +287,7 @@ class AssignmentBuilder:
                 why = self.formats.float_values.get(value) or d.why
                 self.floats[value] = why or "the platform keeps this result in float"
             return False
-        facts = {k: choices.get(k) for k in ("rule", "z_threshold", "range")}
-        facts["range"] = facts["range"] and tuple(facts["range"])
+        facts = _range_choices(choices)
         fmt = self.platform.formats[name]
         fmt = constrain_format(fmt, layer=d.group.layer, method=choices.get("method"), signed=choices.get("signed"))
         self._store(value, "activation", name, fmt, node=d.group.tail.name, **facts)

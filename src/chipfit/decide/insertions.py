@@ -32,9 +32,9 @@ def requantize(graph: Graph, platform: Platform, assignment: Assignment) -> tupl
         node, name = out.node(reader), new_name(out, f"{value}_for_{reader}")
         out.values[name] = replace(graph.values[value], name=name)
         read = node.with_(inputs=tuple(name if i == value else i for i in node.inputs))
-        replace_node(out, node, Node(name, "Requantize", (value,), (name,), layer=node.layer), read)
+        replace_node(out, node, Node(name, "Requantize", (value,), (name,), layer=node.display_name), read)
         scale = f"keeps the scale that '{platform.name}' dictates"
-        notes.append(f"'{value}' {scale} and is requantized for '{node.layer or reader}'")
+        notes.append(f"'{value}' {scale} and is requantized for '{node.display_name}'")
     return out, notes
 
 
@@ -88,7 +88,7 @@ def with_dynamic(graph: Graph, platform: Platform, assignment: Assignment) -> Gr
                 grid = fmt.grid()
                 codes = {"qmin": grid.qmin, "qmax": grid.qmax, "affine": grid.zero == "any"}
                 attrs = {**codes, "per": fmt.per, "block": block}
-                nodes.append(Node(name, DYNAMIC, (n.data,), (name,), attrs, layer=n.layer))
+                nodes.append(Node(name, DYNAMIC, (n.data,), (name,), attrs, layer=n.display_name))
                 out.values[name] = replace(graph.values[n.data], name=name)
             n = n.with_(inputs=(shared[key], *n.inputs[1:]))
         nodes.append(n)

@@ -7,6 +7,7 @@ from chipfit.decide.constraints import copies, dictated_qparams, tie_groups
 from chipfit.decide.overrides import CHOICES, OF_WEIGHTS, Layers, Overrides, method_of, override_entries
 from chipfit.errors import PlanError
 from chipfit.graph.ir import Graph, Node
+from chipfit.plan.record import NodePlan
 from chipfit.platform.schema import Platform
 
 #: layers that a message names
@@ -59,7 +60,8 @@ class _Effects:
         if choice in OF_WEIGHTS:
             tensor = next((t for slot, t in self.graph.slots(node) if slot == "w"), None)
         else:
-            last = self.nodes[self.assignment.nodes[node.name].group or node.name]
+            planned = self.assignment.nodes.get(node.name)  # None for an input
+            last = node if planned is None else self.nodes[planned.group or node.name]
             tensor = last.output if self.graph.is_float(node.output) else None
         if tensor is None:
             return None
@@ -68,7 +70,8 @@ class _Effects:
 
     def _outcome(self, node: Node, choice: str, tensor: str) -> tuple[tuple[Any, ...], str]:
         """Return the values of a choice that agree with the assignment, and why any other value has no effect."""
-        spec, planned = self.tensors.get(tensor), self.assignment.nodes[node.name]
+        planned = self.assignment.nodes.get(node.name) or NodePlan(name=node.name, op=node.op)
+        spec = self.tensors.get(tensor)
         if choice == "inputs":
             if not self.graph.is_float(node.data):
                 return (), "its inputs are not floats"
@@ -86,7 +89,8 @@ class _Effects:
         field = choice.removeprefix("weight_").removeprefix("activation_")
         of_spec = getattr(spec if field in ("rule", "range", "z_threshold") else spec.format, field, None)
         have = method_of(spec.format) if field == "method" else of_spec
-        return (*values, have), f"it has {have!r}; {self.assignment.nodes[spec.node].why}".removesuffix("; ")
+        why = self.assignment.nodes[spec.node].why if spec.node else ""
+        return (*values, have), f"it has {have!r}; {why}".removesuffix("; ")
 
     def _obstacle(self, tensor: str, choice: str) -> str:
         """Return why constraints of the platform decide the scale instead; "" if none do."""

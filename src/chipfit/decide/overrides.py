@@ -87,6 +87,9 @@ CHOICES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 #: choices that have no meaning for a layer without weights
 OF_WEIGHTS = ("bits", "weight_method", "per", "weight_rule", "inputs")
+#: operator of the node that stands for an input of the model, and the choices about inputs
+INPUT = "Input"
+OF_INPUTS = ("float", "rule", "range", "z_threshold")
 
 
 class Layers:
@@ -94,9 +97,15 @@ class Layers:
 
     def __init__(self, graph: Graph) -> None:
         self.nodes = tuple(graph.nodes)
-        #: names of each kind -> nodes
-        self.exact, self.inside, self.ops, self.types = (defaultdict[str, list[Node]](list) for _ in range(4))
+        #: names of each kind -> nodes; of tensors: the node that makes an activation, the nodes that read a weight
+        self.exact, self.inside, self.tensors, self.ops, self.types = (
+            defaultdict[str, list[Node]](list) for _ in range(5)
+        )
+        for v in graph.inputs:
+            self.tensors[v].append(Node(v, INPUT, (), (v,)))
         for n in self.nodes:
+            for name in {*n.outputs, *(i for i in n.inputs if i is not None and i in graph.weights)}:
+                self.tensors[name].append(n)
             for name in {n.layer, n.name, n.composite or n.name}:
                 self.exact[name].append(n)
             for k in (k for k, c in enumerate(n.layer) if c == "."):
@@ -115,16 +124,17 @@ class Layers:
                 raise UnknownNameError("layer for the filter", str(wanted), names, hint=_LISTS)
             return nodes
         is_glob = any(c in pattern for c in "*?[")
-        globbed = [n for n in self.nodes if fnmatch.fnmatchcase(n.layer, pattern)] if is_glob else []
-        by_name = self.exact.get(pattern) or self.inside.get(pattern) or globbed
-        nodes = by_name or self.ops.get(pattern) or self.types.get(pattern) or []
+        globbed = [n for n in self.nodes if fnmatch.fnmatchcase(n.display_name, pattern)] if is_glob else []
+        by_name = self.exact.get(pattern) or self.inside.get(pattern) or self.tensors.get(pattern) or globbed
+        requantized_for = self.exact.get(pattern.rpartition("_for_")[2])  # see `insertions.requantize`
+        nodes = by_name or self.ops.get(pattern) or self.types.get(pattern) or requantized_for or []
         if not nodes:
             raise UnknownNameError("layer", pattern, self._names, hint=_LISTS)
         return nodes
 
     @property
     def _names(self) -> set[str]:
-        return {name for n in self.nodes for name in (n.layer, n.op, n.composite_op, n.layer_type) if name}
+        return {name for n in self.nodes for name in (n.display_name, n.op, n.composite_op, n.layer_type) if name}
 
 
 def _chooses(layer_filter: LayerFilter, node: Node) -> bool:
@@ -143,8 +153,9 @@ def _chooses(layer_filter: LayerFilter, node: Node) -> bool:
 def match_layers(graph: Graph, pattern: str | LayerFilter) -> list[Node]:
     """Return the nodes that a user names by `pattern`.
 
-    A name is tried in this order: exact layer path or node name; every layer inside that path; a glob over paths;
-    canonical operator ("Conv2D"); class of the user's layer ("LayerNorm").
+    A name is tried in this order: exact layer path or node name; every layer inside that path; a tensor, which stands
+    for the node that makes it, for the nodes that read a weight, or for an input of the model (operator `INPUT`); a
+    glob over paths; canonical operator ("Conv2D"); class of the user's layer ("LayerNorm").
 
     Raises:
         UnknownNameError: nothing matches; lists near names.
@@ -188,6 +199,8 @@ def resolve_overrides(graph: Graph, overrides: Overrides | None) -> dict[str, di
         else:
             check_choices(pattern, choices)
         nodes = layers.match(pattern)
+        if any(n.op == INPUT for n in nodes):
+            _check_input_choices(str(pattern), choices)
         about_weights = [k for k in choices if k in OF_WEIGHTS]
         if about_weights and nodes and not any(has_weights(n.op) for n in nodes):
             hint = "name a layer with weights, or choose activation_bits, rule or method for its result"
@@ -230,6 +243,18 @@ def check_choices(pattern: Any, choices: Any) -> None:
         words, fits = CHOICES[k]
         if not fits(v):
             raise PlanError(f"'{k}' of the override of '{pattern}' is not understood", got=repr(v)[:120], allowed=words)
+
+
+def _check_input_choices(name: str, choices: Mapping[str, Any]) -> None:
+    """Refuse choices that an input of the model does not have.
+
+    Raises:
+        PlanError: a choice beside its range and float.
+    """
+    if wrong := [k for k, v in choices.items() if k not in OF_INPUTS and (k, v) != ("activation_bits", "float")]:
+        allowed = f'"float", or a table with {", ".join(OF_INPUTS[1:])}, such as {{"range": (0.0, 1.0)}}'
+        hint = "name the layers that read it"
+        raise PlanError(f"'{wrong[0]}' is no choice for input '{name}'", got=wrong[0], allowed=allowed, hint=hint)
 
 
 def has_weights(op: str) -> bool:

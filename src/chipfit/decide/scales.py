@@ -206,7 +206,7 @@ def _floats(graph: Graph, reasons: Mapping[str, str]) -> dict[str, TensorPlan]:
     for name, why in reasons.items():
         node = first.get(name)
         role: Role = "weight" if graph.is_weight(name) else "activation"
-        layer, op = (node.layer, node.op) if node else ("", "")
+        layer, op = (node.display_name, node.op) if node else ("", "")
         out[name] = TensorPlan(name=name, role=role, why=why, layer=layer, op=op)
     return out
 
@@ -220,7 +220,7 @@ def tensor_plan(
         node: that makes or reads the tensor; None for an input of the model.
         seen: statistics of an activation.
     """
-    layer, op = (node.layer, node.op) if node else ("", "Input")
+    layer, op = (node.display_name, node.op) if node else ("", "Input")
     low, high = (seen.low, seen.high) if seen else (None, None)
     return TensorPlan(
         name=spec.name, role=spec.role, layer=layer, op=op, stored=stored, origin=origin, low=low, high=high

@@ -79,7 +79,7 @@ def apply_layout(graph: Graph, plan: Plan, target: str, *, change_io: bool = Fal
         if quantized:
             tensors[name] = plan.tensors[source].with_(name=name)
         if n := made.get(name):
-            nodes[name] = NodePlan(name=name, op=n.op, layer=n.layer, exec="follow" if quantized else "float")
+            nodes[name] = NodePlan(name=name, op=n.op, layer=n.display_name, exec="follow" if quantized else "float")
     return new, replace(plan, tensors=tensors, nodes=nodes, float_edges=plan.float_edges | frozenset(new.float_edges))
 
 

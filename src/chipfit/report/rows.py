@@ -50,7 +50,7 @@ def build(
         clip_low, clip_high = _clip(one)
         return LayerRow(
             node=node.name,
-            layer=node.layer,
+            layer=node.display_name,
             op=node.op,
             exec=decided.exec,
             group=decided.group,

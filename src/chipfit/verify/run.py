@@ -143,7 +143,7 @@ class Comparator:
         profile, makers = profile_for(self.platform, self.declares.kernels), graph.producers()
         in_float, float_ops = float_results(graph, plan, profile), float_operators(graph, plan, profile)
         for v in quantized:
-            layer, op = (makers[v].layer, makers[v].op) if v in makers else ("", "Input")
+            layer, op = (makers[v].display_name, makers[v].op) if v in makers else ("", "Input")
             ops = float_ops(v) if v in in_float else ()
             out.rows.append(TensorComparison(v, layer, op, in_float=v in in_float, float_ops=ops))
         for name, v in zip(output_names(graph), graph.outputs, strict=True):
