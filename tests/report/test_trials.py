@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import chipfit
-from chipfit.report.advice import advice, output_sqnr, tried
+from chipfit.report.advice import advice, most_added_noise, output_sqnr, tried
 from tests.build import quantized, sequential
 
 
@@ -91,3 +91,37 @@ def test_a_loaded_result_has_no_samples_and_advises_nothing_that_needs_them(spre
 
 def test_the_noise_of_a_network_without_quantizers_is_none(result):
     assert output_sqnr(result.graph, type(result.plan)()) == math.inf
+
+
+# ---------------------------------------------------------------- repairs before floats
+
+
+def unlike_channels():
+    torch.manual_seed(0)
+    wide, narrow, factor = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 8, 3), 10 ** (-3 * torch.rand(16))
+    with torch.no_grad():
+        wide.weight.mul_(factor.view(-1, 1, 1, 1))
+        wide.bias.mul_(factor)
+        narrow.weight.div_(factor.view(1, -1, 1, 1))
+    return sequential(wide, nn.ReLU6(), narrow, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+def test_the_report_states_the_loss_at_the_outputs_and_advises_repairs_before_floats():
+    images = [torch.randn(16, 3, 8, 8) for _ in range(4)]
+    left = quantized(unlike_channels(), images, settings=chipfit.Settings(repairs="off"))
+    left.sensitivity(images)
+    merit, said = left.plan.provenance["merit"], advice(left.report)
+    assert f"{merit['sqnr_db']} dB over quantization noise on 64 calibration samples" in str(left.report)
+    assert next(a for a in said if "Settings(equalize_groups='always')" in a).startswith(
+        f"The outputs have {merit['sqnr_db']} dB, less than the {merit['expected_db']} dB of the bits: quantize again"
+    )
+    floats = [k for k, a in enumerate(said) if "'float'" in a]
+    assert all(k > said.index(next(a for a in said if "equalize_groups" in a)) for k in floats)
+    mended = quantized(unlike_channels(), images)
+    assert not mended.report.unexplained and not [a for a in advice(mended.report) if "equalize_groups" in a]
+
+
+def test_floats_are_advised_where_noise_is_made_not_where_it_has_piled_up(result):
+    noise = {"0": 12.0, "1": 11.5, "2": 11.0}  # the first layer makes nearly all of it
+    layers = [replace(r, sqnr_db=noise[r.name]) for r in result.report.layers]
+    assert most_added_noise(replace(result.report, layers=tuple(layers)), result.graph) == (12.0, math.inf, "0")

@@ -321,3 +321,22 @@ def test_widths_of_blocks_are_searched_under_a_limit():
     result = quantized(mlp(64, 96, 64, 32), ROWS, "ort_dynamic", limits=chipfit.Limits(weights="70%"))
     widths = {t.grid.bits for t in result.plan.tensors.values() if t.role == "weight" and t.quantized}
     assert widths == {4, 8} and result.verify([ROWS[0]]).sound
+
+
+def test_an_activation_at_fault_is_advised_with_the_layers_on_both_sides_of_it():
+    torch.manual_seed(0)
+    wide, filters, factor = nn.Conv2d(3, 16, 1), nn.Conv2d(16, 16, 3, groups=16), 10 ** (-3 * torch.rand(16))
+    with torch.no_grad():
+        wide.weight.mul_(factor.view(-1, 1, 1, 1))
+        wide.bias.mul_(factor)
+        filters.weight.div_(factor.view(-1, 1, 1, 1))
+    model = sequential(wide, nn.ReLU(), filters, nn.Conv2d(16, 4, 1), nn.Flatten())
+    result = quantized(model, DATA, settings=chipfit.Settings(repairs="off"))
+    found = result.sensitivity(DATA)
+    assert found.ranked()[0][0] == next(n.output for n in result.graph.nodes if n.op == "Relu")
+    assert found.tried[0].startswith(
+        "keep '1', '2' in float: overrides={'1': 'float', '2': 'float'} takes the loss from "
+    )
+    after = float(found.tried[0].split(" to ")[1].split(" ")[0])
+    other = result.edit({"1": "float", "2": "float"})
+    assert reference_of(result.graph).loss(other.graph, other.plan) == pytest.approx(after, rel=0.01)

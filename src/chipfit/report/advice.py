@@ -1,5 +1,6 @@
 """Advice on the next step, and trials of overrides on calibration samples before they are advised."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,8 @@ def advice(report: ReportData) -> list[str]:
             f"{100 * lost:.1f} points of accuracy are lost: result.model trains as any model of its framework, "
             "result.trained() exports what it learned."
         )
+    if report.unexplained and report.merit is not None:
+        out.append(_on_repairs(report))
     weak = sorted((r.sqnr_db, r.name) for r in report.layers if r.sqnr_db is not None and r.sqnr_db < WEAK_DB)
     if weak:
         worst, name = weak[0]
@@ -57,16 +60,51 @@ def advice(report: ReportData) -> list[str]:
     ]
 
 
+def _on_repairs(report: ReportData) -> str:
+    """Return what to do about outputs that lose more than the bits explain, before layers are kept in float."""
+    known = report.merit or {}
+    lost = f"The outputs have {known['sqnr_db']:.1f} dB, less than the {known['expected_db']:.1f} dB of the bits: "
+    tried_ = [n for n in report.notes if "held-out samples" in n]
+    taken = [n.partition(" taken: ")[0] for n in tried_ if " not taken: " not in n and " taken: " in n]
+    if taken:
+        return lost + f"{' and '.join(taken)} helped, but not enough; result.sensitivity(data) shows what is left."
+    if tried_:
+        return lost + f"none of {len(tried_)} repairs helped; result.sensitivity(data) shows where the loss is made."
+    return lost + (
+        "quantize again so that repairs are tried (data that can be read again, repairs not off), or ask for one: "
+        "Settings(equalize_groups='always')."
+    )
+
+
 # ---------------------------------------------------------------- trials
 
 
-def candidates(report: ReportData) -> list[tuple[dict[str, Any], str]]:
+def most_added_noise(report: ReportData, graph: Graph) -> tuple[float, float, str]:
+    """Return the layer that adds the most noise to that of its inputs: its result's SQNR, that of its input, its name.
+
+    Noise is a share of the power of the tensor, from `verify`. A result whose noise is not known has that of its
+    inputs. An infinite SQNR stands for no noise.
+    """
+    known = {r.node: 10 ** (-r.sqnr_db / 10) for r in report.layers if r.sqnr_db is not None}
+    names, shares, worst = {r.node: r.name for r in report.layers}, dict[str, float](), (0.0, 0.0, 0.0, "")
+    for n in graph.nodes:
+        before = max((shares.get(i, 0.0) for i in graph.activations(n)), default=0.0)
+        after = known.get(n.name, before)
+        shares |= dict.fromkeys(n.outputs, after)
+        worst = max(worst, (after - before, after, before, names.get(n.name, n.name)))
+    _, after, before, name = worst
+    after_db, before_db = (-10 * math.log10(share) if share else math.inf for share in (after, before))
+    return after_db, before_db, name
+
+
+def candidates(report: ReportData, graph: Graph) -> list[tuple[dict[str, Any], str]]:
     """Return at most two overrides that may help, each with its reason."""
-    weak = min(((r.sqnr_db, r.name) for r in report.layers if r.sqnr_db is not None), default=(WEAK_DB, ""))
+    after, before, maker = most_added_noise(report, graph)
     clipped, name = max(((r.clipped, r.name) for r in report.layers if r.clipped is not None), default=(0.0, ""))
     out: list[tuple[dict[str, Any], str]] = []
-    if weak[0] < WEAK_DB:
-        out.append(({weak[1]: "float"}, f"'{weak[1]}' has {weak[0]:.1f} dB"))
+    if after < WEAK_DB:
+        of = "" if math.isinf(before) else f" of inputs with {before:.1f} dB"
+        out.append(({maker: "float"}, f"'{maker}' makes results with {after:.1f} dB{of}"))
     if clipped > CLIPPED:
         out.append(({name: {"rule": "no_clipping"}}, f"'{name}' clips {100 * clipped:.1f} % of calibration values"))
     return out
@@ -82,7 +120,7 @@ def tried(
     Args:
         edit: decides again with more overrides.
     """
-    hopes = candidates(report) if graph.example else []
+    hopes = candidates(report, graph) if graph.example else []
     before, out = output_sqnr(graph, plan) if hopes else 0.0, []
     for overrides, why in hopes:
         try:

@@ -96,6 +96,18 @@ class ReportData:
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def merit(self) -> Mapping[str, Any] | None:
+        """The loss at the outputs on a few samples: `sqnr_db`, `expected_db`, `samples`; None where it is not known."""
+        return self.provenance.get("merit")
+
+    @property
+    def unexplained(self) -> bool:
+        """True where the outputs lose more than the bits explain."""
+        known = self.merit or {}
+        sqnr, expected = known.get("sqnr_db"), known.get("expected_db")
+        return sqnr is not None and expected is not None and sqnr < expected
+
+    @property
     def warnings(self) -> list[str]:
         """Doubts about the result, to be read first."""
         return [n.removeprefix(WARNING) for n in self.notes if n.startswith(WARNING)]

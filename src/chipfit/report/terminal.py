@@ -104,9 +104,19 @@ def facts(report: ReportData) -> dict[str, str]:
     out = {"platform": f"{report.platform}  {report.title}", "weights": weights}
     out["integers"] = f"{share:.0f} % of all multiplications; {report.integers} of {count} operators"
     out["kernels"] = str(len(report.kernels))
+    if report.merit is not None:
+        out["outputs"] = merit_of(report.merit)
     if report.timings:
         out["time"] = ", ".join(f"{k} {v:.2f} s" for k, v in report.timings.items())
     return out
+
+
+def merit_of(merit: Mapping[str, Any]) -> str:
+    """Return the loss at the outputs in words; None stands for no noise, or no bits that explain any."""
+    sqnr, expected = merit["sqnr_db"], merit["expected_db"]
+    noise = "no quantization noise" if sqnr is None else f"{sqnr:.1f} dB over quantization noise"
+    bits = "" if expected is None else f"; the bits explain {expected:.1f} dB"
+    return f"{noise} on {merit['samples']} calibration samples{bits}"
 
 
 def _summary(report: ReportData) -> Table:

@@ -7,7 +7,7 @@ from typing import Any
 from chipfit.calibration.data import Batch
 from chipfit.decision import Decision, plan_of, redecide
 from chipfit.errors import ChipfitError
-from chipfit.graph.linear import is_linear
+from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 from chipfit.rounding.compare import Reference
 from chipfit.rounding.fisher import first_samples
@@ -90,11 +90,10 @@ def sensitivity(d: Decision, plan: Plan, batches: Iterable[Batch], rounding: Rou
 
 
 def _tried(found: Sensitivity, d: Decision, plan: Plan, images: Sequence[Batch]) -> tuple[str, ...]:
-    """Return a sentence for each of the most sensitive weights that more bits, or float, improve on these images."""
+    """Return a sentence for each of the most sensitive tensors that more bits, or float, improve on these images."""
     graph = d.graph
-    readers = {n.weight: n for n in graph.nodes if is_linear(graph, n)}
     total = sum(v for _, v in found.ranked())
-    heavy = [(t, v) for t, v in found.ranked() if t in readers and v > GAIN * total][:TRIALS]
+    heavy = [(t, v) for t, v in found.ranked() if v > GAIN * total][:TRIALS]
     if not heavy:
         return ()
     reference, out = Reference(graph, images), []
@@ -103,8 +102,8 @@ def _tried(found: Sensitivity, d: Decision, plan: Plan, images: Sequence[Batch])
     for tensor, loss in heavy:
         gains = {b: loss - x for b, x in found.losses[tensor].items() if b > found.bits[tensor]}
         bits = min((b for b, gain in gains.items() if gain >= ENOUGH * loss), default=None)
-        change: Any = "float" if bits is None else {"bits": bits}
-        overrides = {readers[tensor].display_name: change}
+        layers, choice = _layers_around(graph, tensor), "bits" if tensor in graph.weights else "activation_bits"
+        overrides: dict[str, Any] = dict.fromkeys(layers, "float") if bits is None else {layers[0]: {choice: bits}}
         try:
             other = redecide(d.with_overrides(overrides), plan)
         except ChipfitError:  # the platform does not allow it
@@ -112,12 +111,19 @@ def _tried(found: Sensitivity, d: Decision, plan: Plan, images: Sequence[Batch])
         changed = other.graph, plan_of(other)
         after = reference.loss(*changed)
         if after <= (1 - GAIN) * before:
-            where = "in float" if bits is None else f"at {bits} bits"
+            what = "', '".join(overrides) + ("' in float" if bits is None else f"' at {bits} bits")
             gain, hoped = 1 - after / before, gains.get(bits or 0, loss) / total
             price = resources(*changed).weights / size - 1
             out.append(
-                f"keep '{readers[tensor].display_name}' {where}: overrides={overrides} takes the loss from "
+                f"keep '{what}: overrides={overrides} takes the loss from "
                 f"{before:.3g} to {after:.3g} ({-100 * gain:+.0f} %, predicted {-100 * hoped:+.0f} %) for "
                 f"{100 * price:+.1f} % of the weights' memory (tried on {samples} samples, rounded to the nearest)."
             )
     return tuple(out)
+
+
+def _layers_around(graph: Graph, tensor: str) -> list[str]:
+    """Return the layers that must run in float for a tensor to be float: those that read it, and first its producer."""
+    maker = graph.producers().get(tensor)
+    around = [*([maker] if maker is not None else []), *graph.users().get(tensor, [])]
+    return list(dict.fromkeys(n.display_name for n in around))
