@@ -25,7 +25,7 @@ from tests.zoo import make
 
 @pytest.fixture(scope="module")
 def result():
-    model, batch = make("residual_silu")
+    model, batch = make("residual_gelu")
     result = quantized(model, batch)
     result.verify([batch])
     return result
@@ -83,7 +83,7 @@ def test_operators_that_run_as_one_are_one_kernel(result):
 def test_the_report_is_data(result, tmp_path):
     data = json.loads(result.report.save(tmp_path / "r.json").read_text())
     assert data["platform"] == "ort_cpu"
-    assert {r["op"] for r in data["layers"]} >= {"Conv2D", "Swish", "Linear"}
+    assert {r["op"] for r in data["layers"]} >= {"Conv2D", "Gelu", "Linear"}
     assert data["quantized_bytes"] < 0.4 * data["float_bytes"]
 
 
@@ -92,7 +92,7 @@ def test_the_report_is_data(result, tmp_path):
 
 def test_the_terminal_report_says_what_a_person_asks(result):
     text = text_of(result.report)
-    assert "a.2" in text and "Swish" in text and "lists no rule for Swish" in text
+    assert "a.2" in text and "Gelu" in text and "lists no rule for Gelu" in text
     assert re.search(r"0 of [\d,]+ integers differ", text)
     assert "what to try next" in text
 
@@ -129,7 +129,7 @@ def test_integers_that_differ_behind_the_first_samples_alone_are_shown(result):
 
 
 def test_another_chips_runtime_proves_nothing_about_this_chip():
-    model, batch = make("residual_silu")
+    model, batch = make("residual_gelu")
     fitted = quantized(model, batch, "tflite_int8")
     assert not fitted.verify([batch], runtime="onnxruntime").promised
     assert fitted.report.verdict in ("exact", "sound", "unpromised")
