@@ -8,6 +8,7 @@ from torch import nn
 
 import chipfit
 from chipfit.decide.overrides import PARTS_ARE_LOST
+from chipfit.errors import UnsupportedError
 from tests.build import images, model_of, quantized
 
 DATA = [images(16, 24, seed=s) for s in range(2)]
@@ -81,6 +82,23 @@ def test_a_file_that_joins_in_float_is_exact(platform, library):
     assert result.verify([images(16, 24, seed=9)]).exact
 
 
+@pytest.mark.parametrize("platform, library", [("ort_cpu", "onnxruntime"), ("tflite_int8", "ai_edge_litert")])
+def test_a_detector_of_keras_keeps_its_scores(platform, library):
+    keras, _ = pytest.importorskip("keras"), pytest.importorskip(library)
+    keras.utils.set_random_seed(0)
+    image = keras.Input((24, 24, 3))
+    trunk = keras.layers.Conv2D(12, 3, 2, activation="relu")(image)
+    boxes = keras.layers.Rescaling(640.0)(keras.layers.Conv2D(4, 3, activation="sigmoid")(trunk))
+    scores = keras.layers.Conv2D(3, 3, activation="sigmoid", kernel_initializer="he_normal")(trunk)
+    rows = [keras.layers.Reshape((-1, n))(y) for n, y in ((4, boxes), (3, scores))]
+    model, data = keras.Model(image, keras.layers.Concatenate()(rows)), [x.permute(0, 2, 3, 1).numpy() for x in DATA]
+    result = quantized(model, data, platform)
+    unseen = images(16, 24, seed=9).permute(0, 2, 3, 1).numpy()
+    want, got = (torch.as_tensor(keras.ops.convert_to_numpy(m(unseen))) for m in (model, result.model))
+    assert sqnr(want[..., 4:], got[..., 4:]) > 24 and sqnr(want[..., :4], got[..., :4]) > 24
+    assert result.verify([unseen]).exact
+
+
 def test_parts_of_one_magnitude_are_joined_in_integers():
     model = heads(lambda m, a, b: torch.cat([a, b], 1).flatten(1))
     for platform in ("ort_cpu", "tflite_int8"):
@@ -99,6 +117,23 @@ def test_a_warning_names_the_part_that_is_lost_where_outputs_are_integers(platfo
         kept, before = (float(w) for w in found[0].removeprefix("warning: 'sigmoid_1' keeps ").split()[:3:2])
         assert before == 256 and kept < 1
         assert result.report.warnings
+
+
+def test_a_file_with_an_output_in_integers_is_refused_with_what_brings_it_back(tmp_path):
+    with pytest.raises(UnsupportedError, match="a part of it is lost, with Settings\\(results='codes'\\)"):
+        quantized(detector(), DATA, "tflite_int8").export(tmp_path / "m.tflite", io="int8")
+    in_codes = quantized(detector(), DATA, "tflite_int8", settings=chipfit.Settings(results="codes"))
+    assert in_codes.export(tmp_path / "m.tflite", io="int8").is_file()
+
+
+def test_a_report_measures_each_part_of_an_output():
+    """Boxes alone have over 30 dB, and scores, of which two values are left, less than 10."""
+    pytest.importorskip("onnxruntime")
+    result = quantized(detector(), DATA, "ort_cpu", settings=chipfit.Settings(results="codes"))
+    result.verify([images(16, 24, seed=9)])
+    (row,) = (r for r in result.report.layers if r.op == "Concat")
+    assert row.sqnr_db is not None and row.sqnr_db < 10
+    assert any("overrides={'cat': 'float'} lifts the outputs" in line for line in result.report.tried)
 
 
 def test_the_user_may_keep_the_output_in_integers():

@@ -53,6 +53,8 @@ class TensorComparison:
     wrong: str = ""  #: what is wrong besides integers that differ
     signal: float = 0.0  #: sum of squares of the float tensor
     noise: float = 0.0  #: sum of squares of its error on the device
+    #: signal and noise of each part of an output that joins several, see `rounding.outputs.part_labels`
+    parts: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def add(self, device: Tensor, alone: Tensor, stored: Stored, before: Tensor | None = None) -> None:
         """Count one batch of the operator by itself.
@@ -74,20 +76,27 @@ class TensorComparison:
             near = off_half <= max(BORDER * (stored.grid.qmax - stored.grid.qmin), 1 / TIE)
             self.astray += int((~near).sum())
 
-    def add_free(self, device: Tensor, free: Tensor, floats: Tensor, stored: Stored) -> None:
+    def add_free(
+        self, device: Tensor, free: Tensor, floats: Tensor, stored: Stored, labels: Tensor | None = None
+    ) -> None:
         """Count one batch on which each side runs on its own results.
 
         Args:
             device, free: integers of the runtime and of the simulation.
             floats: values of the float network.
             stored: how the tensor is stored.
+            labels: the part that each number of a sample belongs to, [*floats.shape[1:]].
         """
         off = differing_places(free, device)
         self.freely += device.numel()
         self.differing += len(off)
         self.largest = max(self.largest, largest_difference(free, device, off))
+        error = floats - stored.dequantize(device)
         self.signal += _energy(floats)
-        self.noise += _energy(floats - stored.dequantize(device))
+        self.noise += _energy(error)
+        for k in () if labels is None else labels.unique().tolist():
+            here, (signal, noise) = labels == k, self.parts.get(k, (0.0, 0.0))
+            self.parts[k] = signal + _energy(floats[:, here]), noise + _energy(error[:, here])
 
     @property
     def fraction(self) -> float:
@@ -114,10 +123,10 @@ class TensorComparison:
 
     @property
     def sqnr_db(self) -> float:
-        """Signal-to-quantization-noise ratio [dB]; infinite without noise."""
-        if self.noise == 0:
-            return float("inf")
-        return float(10 * np.log10(max(self.signal, 1e-300) / self.noise))
+        """Signal-to-quantization-noise ratio [dB], of the worst part if it has parts; infinite without noise."""
+        energies = [(signal, noise) for signal, noise in (self.parts or {0: (self.signal, self.noise)}).values()]
+        ratios = (max(signal, 1e-300) / noise for signal, noise in energies if noise)
+        return min((float(10 * np.log10(r)) for r in ratios), default=float("inf"))
 
 
 def differing_places(a: Tensor, b: Tensor) -> Tensor:

@@ -200,6 +200,7 @@ class Verification(SummaryRepr):
         out.update({name: getattr(self, name) for name in names.split()}, among=self.out_of, coverage=self.coverage())
         for d, r in zip(out["rows"], self.rows, strict=True):
             d.update(sqnr_db=r.sqnr_db if np.isfinite(r.sqnr_db) else None, fault=r.fault)
+            del d["parts"]
         for d, o in zip(out["outputs"], self.outputs, strict=True):
             d.update(fault=o.fault)
         return out
