@@ -252,7 +252,7 @@ class Result(SummaryRepr):
         opset: int | None = None,
         **others: Any,
     ) -> Path:
-        """Write the file that the chip's runtime loads.
+        """Write the file that the chip's runtime loads. Where that is installed, it opens the file once.
 
         Args:
             path: its suffix chooses the format: `.onnx`, `.tflite`, `.h` (the latter as an array of C, with the bytes
@@ -270,15 +270,18 @@ class Result(SummaryRepr):
             UnknownNameError: no format has this suffix.
             ConfigError: an option that the format does not have, or an impossible value of one.
             UnsupportedError: the file cannot hold a part of the network; nothing is written.
-            ExportError: a library is missing, or the disk refuses the file.
+            ExportError: a library is missing, the disk refuses the file, or the runtime does: it is deleted then.
         """
         from chipfit.export import export
+        from chipfit.runtimes import open_once
 
         check_folds(self.training.bn_fold if self.training else 0)
         self.refuse_trained("the file")
         named = {"io": io, "labels": labels, "mean": mean, "std": std}
         named |= {"batch": batch, "keep_layout": keep_layout, "opset": opset}
-        return export(self.graph, self.plan, path, self.platform, **named, **others)
+        written = export(self.graph, self.plan, path, self.platform, **named, **others)
+        open_once(written, self.platform.runtimes)
+        return written
 
     @preserve_random_state
     def verify(self, data: Any, *, runtime: str | None = None, **options: Any) -> Verification:

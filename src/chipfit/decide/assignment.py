@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from chipfit.decide.constraints import Constraint
+from chipfit.decide.file_rules import file_rules
 from chipfit.decide.formats import FormatPropagation, GroupDecision, limit_to_consumers, propagate_formats
 from chipfit.decide.groups import NO_FORMAT, NodeGroups, Operand, blocks_of, find_groups, format_of
 from chipfit.decide.options import KEPT_BY_USER, execution_modes, is_overridden, limit_options
@@ -180,6 +181,8 @@ class AssignmentBuilder:
         if d.integer and bound:
             slots, head = {slot: tuple(tensors) for slot, tensors in bound.items()}, group.head
             rules = group.resolved.rules
+            if written and len(group.nodes) == 1:
+                rules += file_rules(self.platform, head.op, rules, self.tensors[written[0]].format.bits)
             self.constraints.append(Constraint(op=head.op, rules=rules, slots=slots, attrs=dict(head.attrs)))
 
     def add_inputs(self) -> None:

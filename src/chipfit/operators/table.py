@@ -153,6 +153,12 @@ def refused(column: str) -> dict[str, str]:
     return {op: c["refused"] for op, c in CELLS[column].items() if isinstance(c, Mapping) and "refused" in c}
 
 
+def dictated_outputs(cell: Mapping[str, Any]) -> dict[int, tuple[float, int]]:
+    """Return bits -> the scale and zero point that a file format dictates for the result of an operator."""
+    given: Mapping[Any, Any] = cell.get("output") or {}
+    return {int(bits): (float(scale), int(zero)) for bits, (scale, zero) in given.items()}
+
+
 def by_name(*functions: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     """Return functions under the names that cells have for them, without leading underscores."""
     return {f.__name__.lstrip("_"): f for f in functions}

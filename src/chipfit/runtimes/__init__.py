@@ -3,23 +3,58 @@
 A runtime is created from a file and the names of tensors to be readable. `run(inputs)` computes one batch and returns,
 by name, first the outputs in the model's order, then the readable tensors that the file holds; `executed()` counts the
 operators that it runs. It may have `warnings(platform)`: sentences about the machine that a reader of a verification
-should know.
+should know, and `open(path)`, which opens a file as a user's program does and raises `RuntimeUnavailable` if it is
+refused.
 
 Inputs and outputs of a runtime are floats even if those of the file are integers; the integers of such an input can be
 read as a tensor.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from chipfit.errors import RuntimeUnavailable
+from chipfit.errors import ExportError, RuntimeUnavailable
+from chipfit.registry import Entry, entries, require
 from chipfit.validation import error_of
 
 #: (float32 numbers, scale) -> the numbers in steps of the scale, rounded
 Steps = Callable[[np.ndarray, Any], np.ndarray]
+
+
+def open_once(path: Path, names: Sequence[str]) -> None:
+    """Open a file with a runtime that can read it, where one is installed; a file that does not open is deleted.
+
+    Args:
+        names: runtimes of the file's platform; if there is none, any runtime that reads LiteRT's files opens them.
+
+    Raises:
+        ExportError: the runtime refuses the file.
+    """
+    known = {name: e for name, e in entries("runtime").items() if e.declares.suffix == path.suffix}
+    chosen = [known[n] for n in names if n in known]
+    if not chosen and path.suffix == ".tflite":  # its kernels are those that other runtimes for such files repeat
+        chosen = list(known.values())
+    found = next((e for e in chosen if hasattr(e.thing, "open") and _installed(e)), None)
+    if found is None:
+        return
+    try:
+        found.thing.open(path)
+    except RuntimeUnavailable as e:
+        path.unlink(missing_ok=True)
+        hint = "keep the operator that the message names in float with overrides, or choose a platform whose file it is"
+        raise ExportError(f"The file was deleted: {e.what}", where=str(path), hint=hint) from e
+
+
+def _installed(runtime: Entry) -> bool:
+    try:
+        require(runtime)
+    except RuntimeUnavailable:
+        return False
+    return True
 
 
 def divided(x: np.ndarray, scale: Any) -> np.ndarray:

@@ -104,6 +104,21 @@ class LiteRt:
         if len(noted) != len(ranks) or not all(valid):
             raise unfit_notes(str(path))
 
+    @staticmethod
+    def open(path: Path) -> None:
+        """Open a file and prepare all its operators, without a delegate.
+
+        Raises:
+            RuntimeUnavailable: LiteRT refuses the file.
+        """
+        from ai_edge_litert.interpreter import Interpreter, OpResolverType
+
+        plain = OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES
+        try:
+            Interpreter(model_path=str(path), experimental_op_resolver_type=plain).allocate_tensors()
+        except (RuntimeError, ValueError) as e:
+            raise RuntimeUnavailable(f"LiteRT refuses the file: {first_line(e)}", where=str(path)) from e
+
     def run(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """Run one batch; return by name the outputs, dequantized, and the requested tensors as the file holds them.
 

@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 _REFUSALS = "Fail InvalidArgument InvalidGraph InvalidProtobuf NotImplemented RuntimeException EPFail".split()
 
 
+def _refusals() -> tuple[type[Exception], ...]:
+    """Return the exceptions that a file which is refused raises; UnicodeDecodeError comes from names in it."""
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    return (*(getattr(state, name) for name in _REFUSALS), UnicodeDecodeError)
+
+
 @register("runtime", "onnxruntime", suffix=".onnx", libraries=("onnx", "onnxruntime"), extra="onnx", codes="{}_q")
 class OnnxRuntime:
     """A loaded file, run with every graph optimisation.
@@ -40,9 +47,7 @@ class OnnxRuntime:
         """
         import onnx
         import onnxruntime as ort
-        from onnxruntime.capi import onnxruntime_pybind11_state as state
 
-        refusals = tuple(getattr(state, name) for name in _REFUSALS)
         model = read(path, tensors)
         options = ort.SessionOptions()
         options.log_severity_level = 3
@@ -58,11 +63,27 @@ class OnnxRuntime:
             try:
                 how = {"providers": ["CPUExecutionProvider"], "disabled_optimizers": ["WeightBiasQuantization"]}
                 self.session = ort.InferenceSession(model.SerializeToString(), options, **how)
-            except (*refusals, UnicodeDecodeError) as e:  # UnicodeDecodeError: of names in the file
+            except _refusals() as e:  # UnicodeDecodeError: of names in the file
                 raise RuntimeUnavailable(f"ONNX Runtime refuses the file: {first_line(e)}", where=str(path)) from e
             self._optimised = onnx.load(str(optimised), load_external_data=False)
         self.inputs = [i.name for i in self.session.get_inputs()]
         self._io = _quantized_io(model, str(path))
+
+    @staticmethod
+    def open(path: Path) -> None:
+        """Open a file in a plain session, without running it.
+
+        Raises:
+            RuntimeUnavailable: ONNX Runtime refuses the file.
+        """
+        import onnxruntime as ort
+
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        try:
+            ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        except _refusals() as e:
+            raise RuntimeUnavailable(f"ONNX Runtime refuses the file: {first_line(e)}", where=str(path)) from e
 
     def run(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """Run one batch, in the model's order; return outputs and the requested tensors by ONNX name."""

@@ -5,8 +5,8 @@ where operands are integers. Composites without a row are decomposed before (`pa
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,8 @@ from ai_edge_litert import schema_py_generated as schema
 from chipfit.export.tflite.builder import TfliteBuilder
 from chipfit.export.tflite.file import Quantization, quantization
 from chipfit.graph.ir import Node
-from chipfit.operators.table import OPS, by_name, read_column, refused, resolve
+from chipfit.operators.table import OPS, by_name, dictated_outputs, read_column, refused, resolve
+from chipfit.quantizers.stored import Stored
 
 Write = Callable[[TfliteBuilder, Node, Sequence[int]], None]
 SAME, VALID = schema.Padding.SAME, schema.Padding.VALID
@@ -32,6 +33,13 @@ class TfliteOp:
     integer: bool = False  #: it has an integer kernel; else it is written in float, between DEQUANTIZE and QUANTIZE
     fuses: bool = False  #: an activation can be fused into it
     clips: bool = False  #: an activation that only clips integers
+    #: bits -> scale and zero point that its integer kernel demands of its result
+    output: Mapping[int, tuple[float, int]] = field(default_factory=dict)
+
+    def accepts(self, result: Stored) -> bool:
+        """Return whether the integer kernel can have a result of these numbers."""
+        scale, zero = self.output.get(result.grid.bits, (None, None))
+        return scale is None or (result.scale.tolist(), result.zero_point.tolist()) == (scale, zero)
 
 
 def _plain(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
@@ -608,15 +616,17 @@ _FUNCTIONS = by_name(
 OPERATORS: dict[str, TfliteOp] = {}
 
 
-def _enter_cell(op: str, name: str = "", write: str | Write = "plain", facts: str = "") -> None:
+def _enter_cell(op: str, name: str = "", write: str | Write = "plain", facts: str = "", output: Any = None) -> None:
     """Enter a cell of the table of operators.
 
     Args:
         name: the schema's operator, unless attributes decide on it.
         write: the function that writes it, or its name in `_FUNCTIONS`.
         facts: fields of `TfliteOp` that are true.
+        output: see `dictated_outputs`.
     """
-    given = {"moves": OPS[op].moves, **dict.fromkeys(facts.split(), True)}
+    given: dict[str, Any] = {"moves": OPS[op].moves, **dict.fromkeys(facts.split(), True)}
+    given["output"] = dictated_outputs({"output": output})
     OPERATORS[op] = TfliteOp(kind=name, write=resolve(write, _FUNCTIONS), **given)
 
 

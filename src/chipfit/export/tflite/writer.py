@@ -193,6 +193,9 @@ class Writer(TfliteBuilder):
         ends = [*reads, *(o for o in members[-1].outputs if self.graph.is_float(o))]
         if not reads or plan.before_rounding(made) or not all(plan.quantized(v) for v in ends):
             return False
+        result = plan.stored(members[-1].output)
+        if result is not None and not OPERATORS[head.op].accepts(result):
+            return False
         return not OPERATORS[head.op].moves or all(same_numbers(plan, reads[0], v) for v in ends)
 
     def _add(self, name: str, raw: bool) -> None:
