@@ -6,13 +6,20 @@ from typing import Any
 
 from chipfit import steps
 from chipfit.calibration.collect import Need, TensorStats, collect, padding_mask
-from chipfit.decide.insertions import without_insertions
 from chipfit.decide.overrides import Overrides
 from chipfit.decide.statistics import needs
-from chipfit.decision import Decision, choose_scales, decide, plan_of, refuse_all_float, with_declared_statistics
+from chipfit.decision import (
+    Decision,
+    choose_scales,
+    decide,
+    plan_of,
+    refuse_all_float,
+    with_declared_statistics,
+    with_whole,
+)
 from chipfit.graph.check import check
 from chipfit.graph.ir import Graph
-from chipfit.passes.composites import close_composites, composites_in, note_of_opened
+from chipfit.passes.composites import composites_in, note_of_opened
 from chipfit.passes.whole_composites import whole_composites
 from chipfit.plan.record import Plan
 from chipfit.ranges import name_of
@@ -22,21 +29,38 @@ from chipfit.rounding.fisher import first_samples
 from chipfit.settings import Settings
 
 
-def trial_settings(d: Decision) -> tuple[Settings, Settings]:
-    """Return the settings with the corrections that few bits ask for, and those with the rewrites to try besides."""
+def trial_settings(d: Decision, *others: Decision) -> tuple[Settings, Settings]:
+    """Return the settings with the corrections that few bits ask for, and those with the rewrites to try besides.
+
+    Args:
+        others: decisions that may follow, any of which may call for a rewrite.
+    """
     bits = [s.format.bits for s in d.assignment.tensors.values() if s.role == "weight"]
     resolved, _ = steps.resolve_defaults(d.settings, bits, name_of(d.rules.weight_rule), True)
     more = dict[str, Any]()
     for says in (e.declares for e in ordered("adapt")):
         if says.trial_value is not None and getattr(resolved, says.setting.name) is None:
-            more[says.setting.name] = says.trial_value(resolved, d.graph, d.assignment)
+            values = [says.trial_value(resolved, form.graph, form.assignment) for form in (d, *others)]
+            more[says.setting.name] = next((v for v in values if v is not None), None)
     return resolved, Settings(**resolved.to_record(), **{k: v for k, v in more.items() if v is not None})
+
+
+def statistics_needed(d: Decision) -> tuple[dict[str, Need], Settings]:
+    """Return what ranges, rewrites and corrections need, and the settings with the rewrites to try.
+
+    Composites are opened now, and may be whole later: both forms count.
+    """
+    others = [with_whole(d, d.composites)] if d.composites else []
+    _, on_trial = trial_settings(d, *others)
+    needed = needs(d.assignment, d.rules)
+    for form in (d, *others):
+        needed = steps.statistics_needed(form.graph, needed, on_trial)
+    return needed, on_trial
 
 
 def with_statistics(d: Decision, batches: steps.Batches) -> Decision:
     """Run the float network over the data, and collect what ranges, rewrites and corrections need."""
-    _, on_trial = trial_settings(d)
-    needed = steps.statistics_needed(d.graph, needs(d.assignment, d.rules), on_trial)
+    needed, _ = statistics_needed(d)
     stats, mask = collect(d.graph, batches, tensors=needed), padding_mask(d.graph)
     padding = [f"calibration leaves out what '{mask}' says is padding"] if mask is not None else []
     return replace(d, stats=stats, rewrites=(*d.rewrites, *padding))
@@ -59,8 +83,7 @@ def decide_again(calibrated: Decision, overrides: Overrides | None, batches: ste
         NothingQuantizedError, PlanError, UnknownNameError, UnsupportedError, DataError: see `quantize`.
     """
     d = refuse_all_float(decide(replace(calibrated, overrides=overrides, widths=(), stats={})))
-    _, on_trial = trial_settings(d)
-    needed = steps.statistics_needed(d.graph, needs(d.assignment, d.rules), on_trial)
+    needed, on_trial = statistics_needed(d)
     have = {n: s for n, s in calibrated.stats.items() if n in needed and _has(s, needed[n])}
     lacking = {n: need for n, need in needed.items() if n not in have}
     if batches is None and (lacking or steps.rereads_data(on_trial)):
@@ -126,18 +149,13 @@ def _with_whole_composites(d: Decision) -> Decision:
     kept = {name for name in d.composites if not all(map(d.assignment.in_integers, found[name]))}  # by overrides
     given = d.graph, d.assignment, d.stats, d.settings.results
     dear = whole_composites(*given, [name for name in d.composites if name not in kept])
-    wholes = {name: n for name, n in d.composites.items() if name in kept | dear}
-    opened = {name: n for name, n in d.composites.items() if name not in wholes}
-    notes = note_of_opened(d.graph, opened) + [
+    notes = note_of_opened(d.graph, d.composites.keys() - kept - dear) + [
         f"{n.op} '{n.display_name}' stays whole, in float: its parts would round away more than integers save"
-        for name, n in wholes.items()
+        for name, n in d.composites.items()
         if name in dear
     ]
-    d = replace(d, composites=opened, rewrites=(*d.rewrites, *notes))
-    if not wholes:
-        return d
-    graph = close_composites(without_insertions(d.graph), wholes)
-    return decide(replace(d, graph=graph, execution={**d.execution, **dict.fromkeys(dear, "whole")}))
+    d = replace(d, rewrites=(*d.rewrites, *notes))
+    return decide(with_whole(d, kept | dear)) if kept | dear else d
 
 
 def _with_execution(d: Decision) -> tuple[Decision, list[str]]:

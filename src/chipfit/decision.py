@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -125,6 +125,15 @@ def _opened(d: Decision) -> Decision:
     whole = {name: n for name, n in wholes.items() if not all(assignment.in_integers(p) for p in found[name])}
     opened = {name: n for name, n in wholes.items() if name not in whole}
     return replace(d, graph=close_composites(graph, whole), composites={**d.composites, **opened})
+
+
+def with_whole(d: Decision, names: Collection[str]) -> Decision:
+    """Return the decision with some opened composites whole, in float, before insertions and checks."""
+    wholes = {name: d.composites[name] for name in names}
+    rest = {name: n for name, n in d.composites.items() if name not in wholes}
+    graph = close_composites(without_insertions(d.graph), wholes)
+    execution = {**d.execution, **dict.fromkeys(wholes, "whole")}
+    return _assigned(replace(d, graph=graph, composites=rest, execution=execution))
 
 
 def _assigned(d: Decision) -> Decision:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from chipfit import adaptation, steps
-from chipfit.adaptation import trial_settings, with_statistics
+from chipfit.adaptation import statistics_needed, with_statistics
 from chipfit.calibration.data import SizeMismatch
 from chipfit.calibration.data_checks import check_input_scale, check_sample_count
 from chipfit.calibration.progress import Progress
@@ -131,7 +131,7 @@ def assign_formats(request: Request, d: Decision) -> Decision:
 def collect_statistics(request: Request, d: Decision) -> Decision:
     """Run the float network over the data; where batches differ in size, start again with these sizes open."""
     data = request.data
-    _, on_trial = trial_settings(d)
+    _, on_trial = statistics_needed(d)
     declared = statistics.declared(d.assignment, d.rules)
     if request.limits is not None or declared or steps.rereads_data(on_trial):
         data.keep()
