@@ -113,7 +113,8 @@ def row(act: type[nn.Module], seed: int, platform: str, model: nn.Module) -> lis
     result = chipfit.quantize(model, data, platform, progress=False)
     plain = chipfit.quantize(model, data, platform, settings=chipfit.Settings(repairs="off"), progress=False)
     real, got, left = (top1(m, *test) for m in (model, result.model.eval(), plain.model.eval()))
-    taken = [n.partition(" taken")[0] for n in result.plan.rewrites if " taken:" in n]
+    notes = (n for n in result.plan.rewrites if " taken:" in n and " not taken:" not in n)
+    taken = [n.partition(" taken")[0] for n in notes]
     merit = result.plan.provenance["merit"]["sqnr_db"]
     over = "over" if real - got > LIMIT else ""
     figures = f"{real:.2f}", f"{got:.2f}", f"{left:.2f}", f"{merit:.1f}"

@@ -41,6 +41,14 @@ def option(setting: str, default: bool | float | None, doc: str) -> Any:
     return field(default=default, metadata={"setting": Setting(setting, default, doc)})
 
 
+class Repair(NamedTuple):
+    """A value of a setting that may repair a network."""
+
+    value: Any
+    #: (graph, assignment) -> whether it can change anything; None: only a trial can tell
+    applies: Callable[[Any, Any], bool] | None = None
+
+
 #: value that turns off a setting whose default depends on the plan
 OFF = "off"
 #: stages in which steps run, in this order; see `Step`
@@ -78,9 +86,9 @@ class Step:
     #: "adapt": (settings, graph, assignment) -> value of the setting to try if the user left it at None; it stays if
     #: held-out images lose less with it. None: nothing is tried
     trial_value: Callable[..., Any] | None = None
-    #: value of the setting to try if the user left it open and the outputs lose more than the bits explain; it stays if
+    #: what is tried if the user left the setting open and the outputs lose more than the bits explain; it stays if
     #: held-out samples lose less with it. None: it is not tried
-    repair: Any = None
+    repair: Repair | None = None
 
     def __post_init__(self) -> None:
         for name, chosen, allowed in (

@@ -10,7 +10,7 @@ from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import bias_or_zero, channel_axis, is_linear, with_bias
 from chipfit.plan.record import Plan
 from chipfit.quantizers.rounding import ROUNDINGS
-from chipfit.registry import Setting, register
+from chipfit.registry import Repair, Setting, register
 
 
 def with_means(graph: Graph, needs: Mapping[str, Need]) -> dict[str, Need]:
@@ -31,7 +31,7 @@ _NEEDS = ("stats", "changed")
     needs=_NEEDS,
     collects=with_means,
     setting=_SETTING,
-    repair=True,
+    repair=Repair(True),
 )
 def correct_bias(
     graph: Graph, plan: Plan, stats: Mapping[str, TensorStats], *, changed: Container[str] = ()

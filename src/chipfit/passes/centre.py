@@ -10,7 +10,7 @@ from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import TRANSPOSED, bias_or_zero, in_groups, is_linear, with_bias
 from chipfit.passes.equalize_groups import worth_a_trial
 from chipfit.passes.rewriting import Adapted, Readers, Stats, adds_equal_shapes
-from chipfit.registry import OFF, Setting, register
+from chipfit.registry import OFF, Repair, Setting, register
 
 _DOES = "signed tensors lose each channel's mean to their readers' biases. None: where few bits gain by it"
 _SETTING = Setting("centre", None, _DOES, choices=("always", OFF))
@@ -30,7 +30,7 @@ def with_means(graph: Graph, needs: Mapping[str, Need]) -> dict[str, Need]:
     collects=with_means,
     recalibrates=True,
     trial_value=worth_a_trial,
-    repair="always",
+    repair=Repair("always"),
 )
 def centre(graph: Graph, assignment: Assignment, stats: Stats) -> Adapted:
     """Subtract the mean m of each channel from the results of linear operators, without changing the network.

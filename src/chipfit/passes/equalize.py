@@ -7,12 +7,12 @@ from chipfit.graph.linear import in_groups, is_linear
 from chipfit.operators.table import OPS
 from chipfit.passes.relu_bound import bounds
 from chipfit.passes.rewriting import Readers, Rewritten, scale_between, scales_by_channel
-from chipfit.registry import Setting, register
+from chipfit.registry import Repair, Setting, register
 
 _SETTING = Setting("equalize", False, "channels between two linear operators get weights of equal range")
 
 
-@register("pass", "equalize", stage="rewrite", after=("relu_bound",), setting=_SETTING, repair=True)
+@register("pass", "equalize", stage="rewrite", after=("relu_bound",), setting=_SETTING, repair=Repair(True))
 def equalize(graph: Graph, *, sweeps: int = 40, tolerance: float = 1e-3) -> Rewritten:
     """Scale channel i between two linear operators by 1 / s_i, s_i = sqrt(r1_i / r2_i), without changing the network.
 

@@ -14,7 +14,7 @@ from chipfit.graph.linear import is_depthwise, is_linear
 from chipfit.operators.table import OPS
 from chipfit.passes.relu_bound import bounds
 from chipfit.passes.rewriting import Adapted, Readers, Stats, adds_equal_shapes, scale_between, scales_by_channel
-from chipfit.registry import OFF, Setting, entries_in, register
+from chipfit.registry import OFF, Repair, Setting, entries_in, register
 
 _DOES = "channels that share a grid get magnitudes alike. None: where few bits gain by it"
 _SETTING = Setting("equalize_groups", None, _DOES, choices=("always", OFF))
@@ -65,7 +65,7 @@ def worth_a_trial(settings: Any, graph: Graph, assignment: Assignment) -> str | 
     collects=with_channels,
     recalibrates=True,
     trial_value=worth_a_trial,
-    repair="always",
+    repair=Repair("always"),
 )
 def equalize_groups(graph: Graph, assignment: Assignment, stats: Stats) -> Adapted:
     """Divide channel c of every value of a group by s_c = (t_c / max t)^alpha, without changing the network.

@@ -1,17 +1,25 @@
 """Give clipped activations a power of two as their upper bound: Relu6 becomes a clamp at 8."""
 
 import math
+from typing import Any
 
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import bias_or_zero, is_linear, with_bias
 from chipfit.operators.table import OPS
 from chipfit.passes.rewriting import Readers, Rewritten
-from chipfit.registry import Setting, register
+from chipfit.registry import Repair, Setting, register
 
 _SETTING = Setting("relu_bound", False, "clipped activations get a power of two as upper bound")
 
 
-@register("pass", "relu_bound", stage="rewrite", after=("collapse_residual",), setting=_SETTING, repair=True)
+def _on_powers_of_two(graph: Graph, assignment: Any) -> bool:
+    return any(s.format.scale == "pot" for s in assignment.tensors.values())
+
+
+_REPAIR = Repair(True, _on_powers_of_two)
+
+
+@register("pass", "relu_bound", stage="rewrite", after=("collapse_residual",), setting=_SETTING, repair=_REPAIR)
 def relu_bound_to_power_of_two(graph: Graph) -> Rewritten:
     """Scale linear -> clip(., low, high) -> linear by k = 2^ceil(log2 high) / high without changing the network.
 

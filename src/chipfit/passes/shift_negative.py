@@ -15,7 +15,7 @@ from chipfit.graph.linear import CONVS, bias_or_zero, in_groups, with_bias
 from chipfit.operators.table import OPS
 from chipfit.passes.rewriting import Adapted, LinearReaders, Readers, Stats
 from chipfit.ranges.qparams import from_min_max
-from chipfit.registry import Setting, register
+from chipfit.registry import Repair, Setting, register
 
 if TYPE_CHECKING:
     from chipfit.decide.assignment import Assignment
@@ -28,7 +28,14 @@ _DOES = "lift short negative tails above zero, up to this share of the threshold
 _SETTING = Setting("shift_negative", None, _DOES, "ratio")
 
 
-@register("pass", "shift_negative", stage="adapt", setting=_SETTING, repair=0.05)
+def _follows_signs(graph: Graph, assignment: Assignment) -> bool:
+    return any(s.format.signed == "auto" for s in assignment.tensors.values() if s.role == "activation")
+
+
+_REPAIR = Repair(0.05, _follows_signs)
+
+
+@register("pass", "shift_negative", stage="adapt", setting=_SETTING, repair=_REPAIR)
 def shift_negative(graph: Graph, assignment: Assignment, stats: Stats, *, ratio: float = 0.05) -> Adapted:
     """Lift activations with |min| / threshold <= `ratio` by a constant c >= |min|, if that makes their scale smaller.
 

@@ -13,7 +13,7 @@ from chipfit.graph.ir import DYNAMIC, Graph, Node
 from chipfit.graph.linear import in_groups, is_linear
 from chipfit.operators.table import OPS
 from chipfit.passes.rewriting import Adapted, Readers, Stats, scale_between
-from chipfit.registry import OFF, Setting, register
+from chipfit.registry import OFF, Repair, Setting, register
 
 _DOES = (
     "share of a norm's range that its readers' weights take over, 0 to 1, or \"auto\", of norms and other operators "
@@ -87,7 +87,7 @@ def _sites(graph: Graph) -> Iterator[_Site]:
     collects=with_channels,
     recalibrates=True,
     trial_value=worth_a_trial,
-    repair="auto",
+    repair=Repair("auto"),
 )
 def smooth(graph: Graph, assignment: Assignment, stats: Stats, *, alpha: float | str = "auto") -> Adapted:
     """Divide channel c between a norm and the linear layers behind it by s_c, without changing the network.

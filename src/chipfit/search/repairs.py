@@ -161,15 +161,17 @@ def repaired(d: Decision, read: steps.Batches) -> Decision:
         return replace(d, rewrites=(*d.rewrites, "no repair was tried: there are too few samples to hold some out"))
     reference, notes, taken = Reference(d.graph, held), list[str](), dict[str, Any]()
     network, best = d.graph, Merit.of(reference, *judged(d))
-    for name, value, corrects in open_repairs(d):
+    for name, value, stage in open_repairs(d):
         changes = {**taken, name: value}
+        if stage == "rewrite" and _same_weights(rewritten(d, changes).graph, rewritten(d, taken).graph):
+            continue
         try:
             trial = attempt(d, changes, fit)
         except ChipfitError:  # the platform, or a setting of the user, excludes it
             continue
-        if not corrects and _same_weights(trial.graph, network):
+        if stage != "correct" and _same_weights(trial.graph, network):
             continue
-        merit = Merit.of(reference, *judged(trial, fit, {k: v for k, v in changes.items() if corrects}))
+        merit = Merit.of(reference, *judged(trial, fit, changes if stage == "correct" else None))
         gains = merit.sqnr_db >= best.sqnr_db + GAIN_DB
         told = f"on {merit.samples} held-out samples outputs have {merit.sqnr_db:.1f} dB, {best.sqnr_db:.1f} dB without"
         notes.append(f"{name}={value!r} {'taken' if gains else 'not taken'}: {told}")
@@ -184,15 +186,24 @@ def repaired(d: Decision, read: steps.Batches) -> Decision:
     return replace(d, rewrites=(*d.rewrites, *notes))
 
 
-def open_repairs(d: Decision) -> Iterator[tuple[str, Any, bool]]:
-    """Yield the settings that may be tried: name, value, and whether it is a correction after the plan is made."""
+def open_repairs(d: Decision) -> Iterator[tuple[str, Any, str]]:
+    """Yield the settings that may be tried: name, value and stage."""
     resolved, on_trial = trial_settings(d)
     corrected = bool(steps.enabled(resolved, "correct"))
-    for stage in _STAGES:
-        for says in (e.declares for e in ordered(stage)):
-            open_ = says.setting is not None and getattr(on_trial, says.setting.name) == says.setting.default
-            if says.repair is not None and open_ and not (stage == "correct" and corrected):
-                yield says.setting.name, says.repair, stage == "correct"
+    for stage in _STAGES if not corrected else _STAGES[:-1]:
+        for says in (e.declares for e in ordered(stage) if e.declares.repair is not None):
+            applies = says.repair.applies is None or says.repair.applies(d.graph, d.assignment)
+            applies = applies and (says.collects is None or bool(says.collects(d.graph, {})))
+            if applies and getattr(on_trial, says.setting.name) == says.setting.default:
+                yield says.setting.name, says.repair.value, stage
+
+
+def rewritten(d: Decision, changes: Mapping[str, Any]) -> Decision:
+    """Return the decision to be made anew from the captured network, with other settings."""
+    assert d.captured is not None, "it is kept while repairs are tried"
+    settings = Settings(**{**d.settings.to_record(), **changes})
+    graph, rewrites = steps.rewrite(d.captured, d.platform, settings)
+    return replace(d, graph=graph, settings=settings, rewrites=tuple(rewrites), notes=(), execution={}, stats={})
 
 
 def attempt(d: Decision, changes: Mapping[str, Any], batches: steps.Batches) -> Decision:
@@ -201,11 +212,7 @@ def attempt(d: Decision, changes: Mapping[str, Any], batches: steps.Batches) -> 
     Raises:
         ChipfitError: the platform does not allow it, or settings exclude each other.
     """
-    assert d.captured is not None, "it is kept while repairs are tried"
-    settings = Settings(**{**d.settings.to_record(), **changes})
-    graph, rewrites = steps.rewrite(d.captured, d.platform, settings)
-    fresh = replace(d, graph=graph, settings=settings, rewrites=tuple(rewrites), notes=(), execution={}, stats={})
-    return choose_ranges(with_statistics(decide(fresh), batches), batches)
+    return choose_ranges(with_statistics(decide(rewritten(d, changes)), batches), batches)
 
 
 def _same_weights(a: Graph, b: Graph) -> bool:
