@@ -185,9 +185,9 @@ def test_a_checkpoint_of_another_setting_is_refused(other, says, net):
 def test_the_runtime_computes_the_trained_model(backend, method, net):
     """ONNX Runtime holds 8-bit grids of all these settings, affine weights aside."""
     qconfig = setting(backend, 8, method, **({"per_channel": True, "symmetry": True} if backend == "snpe" else {}))
-    assert fx.platforms_of(qconfig)["ort_cpu"] == ""
+    assert fx.platforms_of(qconfig)["ort_cpu@VNNI"] == ""
     model = train(fx.prepare_qat_fx(net, {"": qconfig}, fx.get_foldbn_config(1)))
-    result = fx.deploy(copy.deepcopy(model), DATA, "ort_cpu")
+    result = fx.deploy(copy.deepcopy(model), DATA, "ort_cpu@VNNI")
     for name, q in quantizers(model).items():
         if name.endswith("weight_quantizer"):
             learned = q.numbers()[0].expand_as(result.plan[name.replace("_quantizer", "")].scale)
@@ -223,7 +223,7 @@ def test_quantized_values_in_training_equal_those_of_the_exported_file(backend, 
     for hook in hooks:
         hook.remove()
     assert set(simulated) == {"x", "relu", "relu_1"}
-    file = onnx.load(fx.deploy(model, DATA, "ort_cpu").export(tmp_path / "m.onnx"))
+    file = onnx.load(fx.deploy(model, DATA, "ort_cpu@VNNI").export(tmp_path / "m.onnx"))
     numbers = {i.name: onnx.numpy_helper.to_array(i) for i in file.graph.initializer}
     nodes = {n.output[0]: n for n in file.graph.node if n.op_type == "QuantizeLinear"}
     file.graph.output.extend(onnx.helper.make_empty_tensor_value_info(f"{t}_q") for t in simulated)

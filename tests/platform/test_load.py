@@ -183,7 +183,7 @@ def test_platforms_that_extend_each_other_are_refused(tmp_path):
 
 
 def test_a_revision_opens_its_gates():
-    for name, weights in (("ort_cpu", "w8"), ("ort_cpu@AVX2", "w7")):
+    for name, weights in (("ort_cpu@VNNI", "w8"), ("ort_cpu@AVX2", "wp8"), ("ort_cpu", "wp8")):
         assert resolve(load(name), "Conv2D", {}).options[0].w == weights
 
 

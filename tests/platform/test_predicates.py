@@ -37,6 +37,11 @@ VALUES = {
     ],
     "axis": [({}, "depth"), ({"axis": -3}, "depth"), ({"axis": 0}, "other"), ({"in_shape": ()}, None)],
     "dims_above_1": [({}, 3), ({"in_shape": (7, 1, 1)}, 0), ({"in_shape": (1, None, 0)}, 2)],
+    "group_width": [
+        ({"groups": 1}, 5),
+        ({"groups": 3, "out_shape": (2, 6, 1, 1)}, 2),
+        ({"groups": 5, "in_shape": (2, 5)}, 1),
+    ],
     "out_size": [({}, (7, 4)), *[({"out_shape": s}, None) for s in [(2, 5), (2, 5, None, 7)]]],
     "unheard_of": [({}, None)],
 }

@@ -59,7 +59,7 @@ def test_screens_say_what_matters(result):
     assert f"{result.verification.differing} of {result.verification.integers}" in repr(result.verification)
     t = result.plan.tensors["0.weight"]
     assert repr(t) == (
-        f"weight 0.weight: w8, codes -128..127, scale {float(t.scale.min()):.3g}..{float(t.scale.max()):.3g}, "
+        f"weight 0.weight: wp8, codes -127..127, scale {float(t.scale.min()):.3g}..{float(t.scale.max()):.3g}, "
         "one per channel, zero point 0; mse over the weights"
     )
     lines = repr(result.plan).splitlines()

@@ -1,13 +1,11 @@
-"""A loaded ONNX file: shared weights on CPUs without VNNI, codes of either sign, and what machines are told apart."""
+"""A loaded ONNX file: its tensors, its notes, and what machines are told apart."""
 
 import contextlib
 import json
-import types
 from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
@@ -15,7 +13,7 @@ from chipfit.errors import RuntimeUnavailable
 from chipfit.platform.load import load
 from chipfit.registry import lookup
 from chipfit.runtimes import onnxruntime as module
-from chipfit.runtimes.onnxruntime import OnnxRuntime, has_signed_activations, read, saturates, unshare_weights
+from chipfit.runtimes.onnxruntime import OnnxRuntime, read, saturates
 
 make = helper.make_node
 
@@ -46,42 +44,6 @@ def shared(kind=np.int8):
     return model(nodes, {**constants, "zero": np.array(0, kind), "none": np.uint8(2)})
 
 
-def test_every_reader_of_int8_weights_has_a_copy_and_computes_the_same():
-    before, after = shared(), shared()
-    unshare_weights(after)
-    reads = {n.name: list(n.input) for n in after.graph.node}
-    assert reads["first"] == ["x", "w"] and reads["second"] == ["w/second/0", "w/second/1"]
-    copies = [n for n in after.graph.node if n.op_type == "DequantizeLinear"]
-    assert sorted(n.name for n in copies) == ["v", "w", "w/second/0", "w/second/1"]
-    held = {i.name: numpy_helper.to_array(i) for i in after.graph.initializer}
-    for n in copies:
-        if n.name.startswith("w/"):
-            assert list(n.input) == [f"{n.name}/0", "s", f"{n.name}/2"] and list(n.output) == [n.name]
-            assert np.array_equal(held[n.input[0]], held["w_q"]) and held[n.input[2]] == 0
-    assert reads["fourth"][1] == reads["fifth"][1] == "v"  # of no sign: none is shifted
-    onnx.checker.check_model(after)
-    x = np.float32([[1, 2], [3, 4]])
-    results = [onnxruntime.InferenceSession(m.SerializeToString()).run(None, {"x": x}) for m in (before, after)]
-    assert all(np.array_equal(a, b) for a, b in zip(*results, strict=True))
-
-
-def test_a_weight_with_one_reader_stays_as_it_is():
-    dequantize = make("DequantizeLinear", ["w_q", "s", "zero"], ["w"], name="w")
-    constants = {"w_q": np.int8([[1, 2], [3, 4]]), "s": np.float32(0.5), "zero": np.int8(0)}
-    m = model([dequantize, make("MatMul", ["x", "w"], ["y"], name="m")], constants, ["y"])
-    before = m.SerializeToString()
-    unshare_weights(m)
-    assert m.SerializeToString() == before
-
-
-@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int16])
-def test_activations_have_a_sign_where_a_quantizers_zero_point_is_int8(kind):
-    nodes = [make("QuantizeLinear", ["x", "s", "zero"], ["q"]), make("DequantizeLinear", ["q", "s", "zero"], ["y"])]
-    m = model(nodes, {"s": np.float32(1), "zero": kind(0)}, ["y"])
-    assert has_signed_activations(m) is (kind is np.int8)
-    assert not has_signed_activations(shared())  # weights have it, no activation does
-
-
 @pytest.mark.parametrize(
     "flags, found",
     [
@@ -103,37 +65,10 @@ def test_a_cpu_without_vnni_saturates(monkeypatch, flags, found):
 
 
 def test_a_warning_is_for_platforms_that_do_not_saturate_on_machines_that_do(monkeypatch):
-    platform = load("ort_cpu")
     for selected, saturating, count in (("VNNI", True, 1), ("VNNI", False, 0), ("AVX2", True, 0), ("AVX2", False, 0)):
         monkeypatch.setattr(module, "saturates", lambda s=saturating: s)
-        said = OnnxRuntime.warnings(None, types.SimpleNamespace(arch_selected=selected))
-        assert len(said) == count and all("session.x64quantprecision to 1" in s for s in said)
-    assert platform.arch_selected == "VNNI"
-
-
-@pytest.mark.parametrize("saturating", [True, False])
-def test_shared_weights_compute_alike_on_either_machine(tmp_path, monkeypatch, saturating):
-    """Codes of 100 and -100 times inputs of 255 are beyond 16 bits in pairs, which must not saturate."""
-    monkeypatch.setattr(module, "saturates", lambda: saturating)
-    nodes = [
-        make("QuantizeLinear", ["x", "one", "none"], ["x_q"], name="xq"),
-        make("DequantizeLinear", ["x_q", "one", "none"], ["xd"], name="xd"),
-        make("DequantizeLinear", ["w_q", "one", "zero"], ["w"], name="w"),
-        *(make("MatMul", ["xd", "w"], [f"m{k}"], name=f"m{k}") for k in "yz"),
-        *(make("QuantizeLinear", [f"m{k}", "s", "none"], [f"{k}_q"], name=f"{k}q") for k in "yz"),
-        *(make("DequantizeLinear", [f"{k}_q", "s", "none"], [k], name=k) for k in "yz"),
-    ]
-    constants = {"w_q": np.int8([[100, -100], [127, 1]]), "one": np.float32(1), "s": np.float32(500)}
-    constants |= {"none": np.uint8(0), "zero": np.int8(0)}
-    path, unshared = tmp_path / "m.onnx", []
-    onnx.save(model(nodes, constants), path)
-    monkeypatch.setattr(module, "unshare_weights", lambda m: [unshared.append(m), unshare_weights(m)])
-    got = OnnxRuntime(path, ["y_q"]).run([np.float32([[255, 255], [2, 200]])])
-    assert bool(unshared) is saturating
-    assert list(got) == ["y", "z", "y_q"]
-    want = np.clip(np.rint(np.array([[255, 255], [2, 200]]) @ np.array([[100, -100], [127, 1]]) / 500), 0, 255)
-    assert np.array_equal(got["y"], want * 500) and np.array_equal(got["z"], want * 500)
-    assert np.array_equal(got["y_q"], want)
+        said = OnnxRuntime.warnings(None, load(f"ort_cpu@{selected}"))
+        assert len(said) == count and all("'ort_cpu@VNNI'; quantize for 'ort_cpu'" in s for s in said)
 
 
 def test_names_that_the_file_does_not_make_are_left_out(tmp_path):

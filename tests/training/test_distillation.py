@@ -88,7 +88,7 @@ def test_learning_from_the_float_model_brings_the_outputs_nearer(net, plain):
         distill(DATA[0])[1].backward()
         optimizer.step()
     distill.eval()
-    assert F.mse_loss(result.model(DATA[0]), net(DATA[0])) < 0.2 * before
+    assert F.mse_loss(result.model(DATA[0]), net(DATA[0])) < 0.3 * before
     assert result.trained().verify([DATA[2]]).exact
 
 

@@ -160,6 +160,10 @@ class AssignmentBuilder:
     constraints: list[Constraint] = field(default_factory=list)
     float_edges: set[tuple[str, str]] = field(default_factory=set)
     inputs: NodeOverrides = field(default_factory=dict)  #: choices for inputs of the model
+    tables: set[str] = field(default_factory=set)  #: readers of weights that only move rows of them
+
+    def __post_init__(self) -> None:
+        self.tables = {n.name for n in self.graph if n.op in OPS and OPS[n.op].moves and n.operand("w")}
 
     def add(self, d: GroupDecision) -> None:
         """Add one group: its nodes, the tensors that it reads and writes, and the platform's rules about them."""
@@ -212,8 +216,9 @@ class AssignmentBuilder:
         raise UnsupportedError(what, where=head.source, allowed=allowed, hint=hint)
 
     def _store(self, name: str, role: Role, format_name: str, fmt: Format | None = None, **facts: Any) -> bool:
-        """Add a tensor to be quantized; of several readers of a weight the first one decides how."""
-        if name not in self.tensors:
+        """Add a tensor to be quantized; of several readers of a weight the first one decides how, tables last."""
+        earlier, node = self.tensors.get(name), facts.get("node", "")
+        if earlier is None or (node not in self.tables and earlier.node in self.tables):
             fmt = self.platform.formats[format_name] if fmt is None else fmt
             math = self.platform.math
             facts["rounding"] = math.q_round if role == "activation" else math.w_round or math.q_round

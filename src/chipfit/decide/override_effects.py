@@ -4,7 +4,15 @@ from typing import Any
 
 from chipfit.decide.assignment import Assignment
 from chipfit.decide.constraints import copies, dictated_qparams, tie_groups
-from chipfit.decide.overrides import CHOICES, OF_WEIGHTS, Layers, Overrides, method_of, override_entries
+from chipfit.decide.overrides import (
+    CHOICES,
+    OF_WEIGHTS,
+    Layers,
+    Overrides,
+    for_other_readers,
+    method_of,
+    override_entries,
+)
 from chipfit.errors import PlanError
 from chipfit.graph.ir import Graph, Node
 from chipfit.plan.record import NodePlan
@@ -25,7 +33,12 @@ def unapplied_overrides(graph: Graph, assignment: Assignment, overrides: Overrid
     """
     layers, effects, notes = Layers(graph), _Effects(graph, assignment), list[str]()
     entries = [(p, {} if c == "float" else dict(c), layers.match(p)) for p, c in override_entries(overrides)]
-    last = {(n.name, k): at for at, (_, own, nodes) in enumerate(entries) for n in nodes for k in own or CHOICES}
+    last = {
+        (n.name, k): at
+        for at, (_, own, nodes) in enumerate(entries)
+        for n, given in [*((n, own or CHOICES) for n in nodes), *for_other_readers(graph, nodes, own)]
+        for k in given
+    }
     for at, (pattern, choices, nodes) in enumerate(entries):
         for choice, wanted in choices.items():
             value, reasons = tuple(wanted) if isinstance(wanted, list) else wanted, dict[str, str]()

@@ -3,7 +3,7 @@
 import fnmatch
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -187,6 +187,8 @@ def override_entries(overrides: Overrides | None) -> list[tuple[Any, Any]]:
 def resolve_overrides(graph: Graph, overrides: Overrides | None) -> dict[str, dict[str, Any]]:
     """Return overrides by node name, in the order of the last entry about each; a later entry wins over an earlier one.
 
+    Choices about a weight hold for every node that reads it, since it is stored once; float is a choice of each reader.
+
     Raises:
         UnknownNameError: a pattern that names no layer, a choice or a range rule that does not exist.
         PlanError: a value that is neither "float" nor a table of choices; a choice about weights for layers without.
@@ -208,11 +210,20 @@ def resolve_overrides(graph: Graph, overrides: Overrides | None) -> dict[str, di
             raise PlanError(
                 what, got=", ".join(dict.fromkeys(f"{n.op} '{n.display_name}'" for n in nodes[:8])), hint=hint
             )
-        for node in nodes:
-            merged = merge_overrides(out.pop(node.name, {}), choices)
+        for node, own in [*((n, choices) for n in nodes), *for_other_readers(graph, nodes, choices)]:
+            merged = merge_overrides(out.pop(node.name, {}), own)
             # in a group that shares one kernel, choices about weights go to the layer that has them
             out[node.name] = {k: v for k, v in merged.items() if k not in OF_WEIGHTS or has_weights(node.op)}
     return out
+
+
+def for_other_readers(
+    graph: Graph, nodes: Collection[Node], choices: Mapping[str, Any]
+) -> Iterator[tuple[Node, dict[str, Any]]]:
+    """Yield the other nodes that read a weight of these, with the choices that are about the weight as it is stored."""
+    of_weight = {k: v for k, v in choices.items() if k in OF_WEIGHTS and k != "inputs" and v != "float"}
+    weights, names = {n.operand("w") for n in nodes if of_weight} - {None}, {n.name for n in nodes}
+    yield from ((n, of_weight) for n in graph.nodes if n.operand("w") in weights and n.name not in names)
 
 
 def merge_overrides(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:

@@ -168,17 +168,19 @@ def grid_mismatch(own: Grid, at: Grid) -> str:
         return f"has {at.levels} values of kind {at.kind}, not {own.levels}"
     if "any" not in zeros and zero not in zeros:
         return "has no free zero point" if zero == "any" else f"has the zero point {at.zero}, not {zero}"
-    if at.pot and not own.pot:
-        return "requires powers of two"
+    if at.pair_limit is not None or (at.pot and not own.pot):
+        return "requires powers of two" if at.pair_limit is None else "bounds its numbers in pairs"
     return "has one scale per tensor" if own.per == "channel" and at.per == "tensor" else ""
 
 
 def platforms_of(qconfig: QConfig) -> dict[str, str]:
     """Return, by built-in platform, why its convolutions and linear layers do not fit the setting; "" if they do.
 
-    Rules about a whole model are checked by `deploy`.
+    A platform whose default is not its last revision is listed with both ("ort_cpu", "ort_cpu@VNNI"). Rules about a
+    whole model are checked by `deploy`.
     """
-    return {name: _why_unfit(qconfig, name) for name in names()}
+    last = [f"{name}@{p.arch[-1]}" for name in names() if (p := load(name)).arch_default is not None]
+    return {name: _why_unfit(qconfig, name) for name in (*names(), *last)}
 
 
 def _why_unfit(qconfig: QConfig, name: str) -> str:

@@ -45,7 +45,7 @@ def load(what: Target, arch: str | None = None) -> Platform:
     Args:
         what: "ort_cpu", "ort_cpu@AVX2" (selects a revision), a path to a YAML file or to a JSON file of modelled
             capabilities, TargetPlatformCapabilities, a TargetPlatformModel, or a Platform.
-        arch: revision tag; unless one is selected, the last one of the file.
+        arch: revision tag; unless one is selected, the file's default, or its last one.
 
     Raises:
         UnknownNameError: neither a built-in platform nor a file has that name, or there is no such revision.
@@ -90,7 +90,7 @@ def check(file: str | Path) -> list[PlatformError]:
 
 def _select(platform: Platform, arch: str | None) -> Platform:
     if arch is None:
-        arch = platform.arch_selected or (platform.arch[-1] if platform.arch else None)
+        arch = platform.arch_selected or platform.arch_default or (platform.arch[-1] if platform.arch else None)
     elif arch not in platform.arch:
         raise UnknownNameError(f"revision of '{platform.name}'", arch, platform.arch)
     return platform.model_copy(update={"arch_selected": arch})
@@ -200,6 +200,8 @@ def _names(p: Platform) -> Iterator[tuple[Keys, str, str, Iterable[str]]]:
         if "arch" in when:
             yield (*path, "arch"), "revision", re.sub("^(>=|<)", "", str(when["arch"])), p.arch
 
+    if p.arch_default is not None:
+        yield ("arch_default",), "revision", p.arch_default, p.arch
     for label, members in p.sets.items():
         yield from ((("sets", label, k, "op"), "operator", op, OPS) for k, m in enumerate(members) for op in m.op)
     for i, rule in enumerate(p.ops):

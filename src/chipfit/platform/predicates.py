@@ -67,6 +67,7 @@ DERIVED: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "dilated_hw": lambda a: math.prod(_dilated(a)),
     "reduced": _reduced,
     "padding": _padding,
+    "group_width": lambda a: max(a["in_shape"][1], a["out_shape"][1]) / a["groups"],
     "axis": lambda a: "depth" if a["axis"] % len(a["in_shape"]) == 1 else "other",
     "dims_above_1": lambda a: sum(n != 1 for n in a["in_shape"][1:]),
 }

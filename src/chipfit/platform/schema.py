@@ -134,6 +134,7 @@ class Format(_Record):
     range: Literal["full", "narrow"] | tuple[int, int] = Field("full", description="narrow drops the lowest value")
     scale: Literal["any", "pot", "bf16"] = Field("any", description="pot: powers of two only; bf16: of blocks")
     scale_min: float | None = Field(None, ge=SCALES[0], le=SCALES[1], description="least scale of the hardware")
+    pair_limit: Positive | None = Field(None, description="greatest |sum| of two neighbours, of weights of one sign")
     zero: int | Literal["any"] | tuple[int, ...] = Field(0, description="zero point: fixed, any, or one of a set")
     grid_offset: float = Field(0, alias="grid", description="offset of quantized values before scaling")
     per: Literal["tensor", "channel", "block", "row"] = Field("tensor", description="what shares one scale")
@@ -169,6 +170,8 @@ class Format(_Record):
             yield f"a free width needs kind int, at most {WIDEST} bits, and range full or narrow"
         if self.grid_offset and (self.kind != "int" or self.zero != 0 or self.signed is not True):
             yield "'grid' needs a signed integer format whose zero point is 0"
+        if self.pair_limit is not None and (self.kind != "int" or self.zero != 0 or self.per == "block"):
+            yield "pair_limit needs kind int, zero 0, and no blocks"
         for z in () if self.zero == "any" else self.zero if isinstance(self.zero, tuple) else (self.zero,):
             if not low <= z <= high:
                 yield f"zero point {z} is outside the range {low}..{high}"
@@ -212,7 +215,7 @@ class Format(_Record):
         s = self.signed if self.signed != "auto" else signed
         if s is None:
             raise ValueError("the format's signedness is decided per tensor: pass signed=")
-        common: dict[str, Any] = {"bits": self.bits, "per": self.per, "kind": self.kind, "scale_min": self.scale_min}
+        common: dict[str, Any] = {k: getattr(self, k) for k in ("bits", "per", "kind", "scale_min", "pair_limit")}
         common |= {"pot": self.scale == "pot", "bf16": self.scale == "bf16", "rounding": rounding or "half_even"}
         if self.kind == "float":
             table = float_table(self.float_ or "")
@@ -240,6 +243,7 @@ class Format(_Record):
         elif isinstance(self.range, tuple):
             words[0] += f"[{self.range[0]},{self.range[1]}]"
         words.append("affine" if self.zero == "any" else "sym" if self.zero == 0 else f"zp{self.zero}")
+        words += [f"pairs<={self.pair_limit}"] if self.pair_limit is not None else []
         words += {"any": [], "pot": ["PoT"], "bf16": ["bf16"]}[self.scale] + [f"/{self.per}"] * (self.per != "tensor")
         return " ".join(words + ["dynamic"] * self.dynamic)
 
@@ -490,6 +494,7 @@ class Platform(SummaryRepr, _Record):
     title: str = ""
     extends: str | None = None
     arch: tuple[str, ...] = Field((), description="revision tags, oldest first")
+    arch_default: str | None = Field(None, description="revision where none is named; the last one unless given")
     formats: dict[str, Format] = {}
     sets: dict[str, tuple[Member, ...]] = Field({}, description="operators that rules and fusions name as @set")
     ops: tuple[OpRule, ...] = ()

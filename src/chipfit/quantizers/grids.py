@@ -4,7 +4,7 @@ Quantized values are also called codes: integers, or indices into a table. Each 
 half to even; values are divided by the scale, and the zero point is added after rounding, as in ONNX QuantizeLinear.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -37,6 +37,8 @@ class Grid:
     per: Literal["tensor", "channel", "block", "row"] = "tensor"  #: what shares one scale
     kind: Literal["int", "offset", "lut", "log", "float"] = "int"  #: all except "int" store indices into `table`
     scale_min: float | None = None  #: least scale that the hardware represents
+    #: greatest magnitude of the sum of two neighbours, see `quantizers.pairs`; not in the text, which checkpoints hold
+    pair_limit: int | None = field(default=None, repr=False)
     entries: int | None = None  #: "lut": size of the table that is fitted to each tensor
     table: tuple[float, ...] | None = None  #: entries, ascending, in units of the scale; codes are indices into it
     rounding: str = "half_even"  #: rule of `rounding.ROUNDINGS`; a table uses the nearest entry

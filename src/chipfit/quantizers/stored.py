@@ -7,6 +7,7 @@ import torch
 
 from chipfit.errors import PlanError
 from chipfit.quantizers.grids import SCALES, Grid, dequantize, fake_quantize, quantize, shape_for
+from chipfit.quantizers.pairs import bounded
 from chipfit.quantizers.rounding import ROUNDINGS
 
 
@@ -17,6 +18,8 @@ def _fault(grid: Grid) -> str:
     wide = grid.qmin < -(1 << grid.bits - 1) or grid.qmax >= 1 << grid.bits or grid.qmax - grid.qmin >= 1 << grid.bits
     if grid.kind == "int" and grid.bits > 1 and wide:  # binary codes stand for -1 and +1
         return "its codes are wider than its bits"
+    if grid.pair_limit is not None and not (grid.pair_limit > 0 and grid.kind == "int" and grid.zero == 0):
+        return "pairs are bounded on integer grids with zero point 0, by a positive number"
     if grid.table is not None and not all(a < b for a, b in zip(grid.table, grid.table[1:])):
         return "its table does not increase"
     if grid.scale_min is not None and not SCALES[0] <= grid.scale_min <= SCALES[1]:
@@ -72,8 +75,10 @@ class Stored:
         return replace(self, **changes)
 
     def quantize(self, x: torch.Tensor) -> torch.Tensor:
-        """Quantize floats [*dims]; see `grids.quantize`."""
-        return quantize(x, self.scale, self.zero_point, self.grid, self.axis)
+        """Quantize floats [*dims]; see `grids.quantize`, and `quantizers.pairs` for weights bounded in pairs."""
+        q = quantize(x, self.scale, self.zero_point, self.grid, self.axis)
+        limit = self.grid.pair_limit
+        return q if limit is None else bounded(torch, q.float(), limit, self.axis).to(q.dtype)
 
     def dequantize(self, q: torch.Tensor) -> torch.Tensor:
         """Dequantize codes [*dims]; see `grids.dequantize`."""
@@ -84,6 +89,8 @@ class Stored:
 
     def round(self, x: torch.Tensor) -> torch.Tensor:
         """Quantize and dequantize floats [*dims]; see `grids.fake_quantize`."""
+        if self.grid.pair_limit is not None:
+            return self.dequantize(self.quantize(x)).to(x.dtype)
         return fake_quantize(x, self.scale, self.zero_point, self.grid, self.axis)
 
     def same_numbers(self, other: Self) -> bool:

@@ -12,8 +12,9 @@ from chipfit.calibration.collect import TensorStats
 from chipfit.calibration.histogram import BINS, in_memory_order, without_outliers
 from chipfit.errors import ConfigError, DataError, raised_outside_chipfit, short_message
 from chipfit.quantizers.grids import Grid, in_blocks
+from chipfit.quantizers.pairs import scale_for_pairs
 from chipfit.quantizers.tables import fit
-from chipfit.ranges.qparams import QParams
+from chipfit.ranges.qparams import QParams, finish_scale
 from chipfit.ranges.search import Sample
 from chipfit.registry import create, lookup
 
@@ -95,7 +96,10 @@ def choose(
             what = f"The range rule '{name_of(rule)}' fails: {short_message(e)}"
             raise ConfigError(what, allowed="a function of a sample and a grid") from e
         _check_returned(q, len(sample.low), name_of(rule))
-    cache[key] = q = replace(q, scale=q.scale[0], zero_point=q.zero_point[0]) if axis is None else q
+    q = replace(q, scale=q.scale[0], zero_point=q.zero_point[0]) if axis is None else q
+    if grid.pair_limit is not None and isinstance(source, torch.Tensor):
+        q = replace(q, scale=finish_scale(scale_for_pairs(source, q.scale, grid.pair_limit, axis), grid))
+    cache[key] = q
     return q
 
 

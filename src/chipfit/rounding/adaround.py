@@ -59,7 +59,7 @@ class SoftWeight:
     """
 
     def __init__(self, stored: Stored, wanted: Tensor, start: Tensor) -> None:
-        q = stored.quantize(start).long()
+        self.stored, q = stored, stored.quantize(start).long()
         ends = (stored.grid.qmin, stored.grid.qmax) if stored.grid.table is None else (0, stored.grid.levels - 1)
         below = q - (wanted < stored.dequantize(q)).long()
         self.low, self.high = (stored.dequantize(c.clamp(*ends)) for c in (below, below + 1))
@@ -77,5 +77,6 @@ class SoftWeight:
         return torch.lerp(self.low, self.high, self.share())
 
     def hard(self) -> Tensor:
-        """Return the weight on its grid: the upper value where the share is at least one half."""
-        return torch.where(self.v.detach() >= 0, self.high, self.low)
+        """Return the weight on its grid: the upper value where the share is at least half and the grid allows it."""
+        hard = torch.where(self.v.detach() >= 0, self.high, self.low)
+        return hard if self.stored.grid.pair_limit is None else self.stored.round(hard)

@@ -217,8 +217,8 @@ def scale_bounds(plan: Plan, name: str) -> tuple[Tensor, Tensor] | None:
     Returns:
         None if other tensors share this scale, or rules other than bounds hold for it.
     """
-    tied = any(name in group for group in plan.ties)
-    if tied or name in plan.fixed or any(name == weight for weight, _ in plan.sums):
+    held = name in plan.fixed or plan[name].grid.pair_limit is not None or any(name == w for w, _ in plan.sums)
+    if held or any(name in group for group in plan.ties):
         return None
     scale = plan[name].scale.reshape(-1)
     low = torch.full_like(scale, plan[name].grid.scale_min or torch.finfo(torch.float32).tiny)

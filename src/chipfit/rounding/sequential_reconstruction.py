@@ -174,6 +174,8 @@ class SequentialReconstruction(SampleStreams):
         if not inverted:
             why = "its moments are singular"
             self.notes.append(f"the weight of '{node.display_name}' is rounded to the nearest code: {why}")
+        if stored.grid.pair_limit is not None:  # whose scale stays
+            q = as_rows(node, stored.round(from_rows(node, q, w)))
         self.graph.weights[name] = self.rounded[name] = from_rows(node, q, w)
         origin = f"{settings.name} over {moments.count} positions"
         self._replan(name, origin, scale=entries.view(stored.scale.shape).to(torch.float32))

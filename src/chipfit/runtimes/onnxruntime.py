@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -34,10 +33,7 @@ def _refusals() -> tuple[type[Exception], ...]:
 
 @register("runtime", "onnxruntime", suffix=".onnx", libraries=("onnx", "onnxruntime"), extra="onnx", codes="{}_q")
 class OnnxRuntime:
-    """A loaded file, run with every graph optimisation.
-
-    One optimiser is off: it would quantize float convolutions between quantizers, against the plan.
-    """
+    """A loaded file, run as a plain `onnxruntime.InferenceSession(path)` runs it: no option changes a result."""
 
     def __init__(self, path: str | Path, tensors: Sequence[str] = ()) -> None:
         """Load `path` and make the ONNX values named in `tensors` readable.
@@ -52,18 +48,12 @@ class OnnxRuntime:
         options = ort.SessionOptions()
         options.log_severity_level = 3
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        signed = has_signed_activations(model)
-        options.add_session_config_entry("session.qdqisint8allowed", "1" if signed else "0")
-        if saturates() and not signed:  # compute as a CPU with VNNI: slower, with weights shifted to uint8
-            unshare_weights(model)
-            options.add_session_config_entry("session.x64quantprecision", "1")
         with tempfile.TemporaryDirectory() as folder:
             optimised = Path(folder) / "optimised.onnx"
             options.optimized_model_filepath = str(optimised)
             try:
-                how = {"providers": ["CPUExecutionProvider"], "disabled_optimizers": ["WeightBiasQuantization"]}
-                self.session = ort.InferenceSession(model.SerializeToString(), options, **how)
-            except _refusals() as e:  # UnicodeDecodeError: of names in the file
+                self.session = ort.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
+            except _refusals() as e:
                 raise RuntimeUnavailable(f"ONNX Runtime refuses the file: {first_line(e)}", where=str(path)) from e
             self._optimised = onnx.load(str(optimised), load_external_data=False)
         self.inputs = [i.name for i in self.session.get_inputs()]
@@ -102,9 +92,8 @@ class OnnxRuntime:
         if platform.arch_selected != "VNNI" or not saturates():
             return []
         return [
-            "this CPU has no VNNI: u8 x s8 products saturate at 16 bits unless a session sets "
-            "session.x64quantprecision to 1, as this check did; set it too, or use the platform revision "
-            "'ort_cpu@AVX2', whose weights have 7 bits"
+            f"this CPU has no VNNI: it adds two 8-bit products in 16 bits, with saturation, so its integers differ "
+            f"from those of '{platform.name}@VNNI'; quantize for '{platform.name}', whose weights saturate nowhere"
         ]
 
 
@@ -150,37 +139,6 @@ def read(path: str | Path, tensors: Sequence[str] = ()) -> Any:
     made = {o for n in model.graph.node for o in n.output} - {o.name for o in model.graph.output}
     model.graph.output.extend(onnx.ValueInfoProto(name=t) for t in tensors if t in made)
     return model
-
-
-def has_signed_activations(model: Any) -> bool:
-    """Return whether activations are int8, which x86 keeps in integers only with a session option."""
-    import onnx
-
-    types = {i.name: i.data_type for i in model.graph.initializer}
-    zeros = [n.input[2] for n in model.graph.node if n.op_type == "QuantizeLinear"]
-    return any(types.get(z) == onnx.TensorProto.INT8 for z in zeros)
-
-
-def unshare_weights(model: Any) -> None:
-    """Give every reader of int8 weights its own copy: ONNX Runtime shifts each to uint8, and fails if shared."""
-    import onnx
-
-    stored = {i.name: i for i in model.graph.initializer}
-    int8 = {k for k, i in stored.items() if i.data_type == onnx.TensorProto.INT8}
-    dequantized = {n.output[0]: n for n in model.graph.node if n.op_type == "DequantizeLinear" and n.input[0] in int8}
-    seen: set[str] = set()
-    for reader in list(model.graph.node):
-        for slot, name in enumerate(reader.input):
-            if name in seen:
-                copy = deepcopy(dequantized[name])
-                copy.name = copy.output[0] = reader.input[slot] = f"{name}/{reader.name}/{slot}"
-                for k in (0, 2):  # integers and zero points are shifted
-                    own = deepcopy(stored[copy.input[k]])
-                    own.name = copy.input[k] = f"{copy.name}/{k}"
-                    model.graph.initializer.append(own)
-                model.graph.node.insert(0, copy)
-            elif name in dequantized:
-                seen.add(name)
 
 
 def saturates() -> bool:

@@ -13,7 +13,9 @@ from chipfit.frameworks.torch.lower import as_quantized_module
 from chipfit.frameworks.torch.modules import FakeQuantizer
 from chipfit.quantizers.algorithm import Algorithm
 from chipfit.quantizers.bn_fold import times
+from chipfit.quantizers.grids import shape_for
 from chipfit.quantizers.ops import TorchOps
+from chipfit.quantizers.pairs import bounded
 
 
 def dampening(model: nn.Module) -> torch.Tensor:
@@ -67,6 +69,20 @@ class _Track(nn.Module):
             new = (self.frequency > threshold) & ~self.frozen
             self.codes.copy_(torch.where(new, self.average.round(), self.codes))
             self.frozen |= new
+
+
+def _held(q: FakeQuantizer, track: _Track, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weights of a track's codes, and which to keep: frozen ones, and neighbours that would move them.
+
+    Args:
+        x: the weight that is rounded.
+    """
+    if (limit := q.grid.pair_limit) is None:
+        return q.dequantize(track.codes), track.frozen
+    track.codes.copy_(bounded(TorchOps, track.codes, limit, q.axis))
+    held = q.dequantize(track.codes)
+    step = shape_for(q.numbers()[0], x, q.axis)
+    return held, track.frozen | ((x - held).abs() > 0.51 * step)
 
 
 class Oscillations(nn.Module):
@@ -129,11 +145,11 @@ class Oscillations(nn.Module):
                 raise UnsupportedError(what, hint="train it with ste or lsq, or use `dampening`")
             track.step(self._codes(name, q), self.momentum, self.threshold)
             if self.threshold is not None:
-                w, held = model.weight(name), q.dequantize(track.codes)
+                w, held, keep = model.weight(name), *_held(q, track, q.reals(model.weight_to_round(name)))
                 if name in model._folds and model.bn_fold != -1:
                     norm, at = model._norm(name)
                     held = times(TorchOps, held, torch.sqrt(norm.var + norm.eps) / norm.gamma, at)
-                w.copy_(torch.where(track.frozen, held.to(w.dtype), w))
+                w.copy_(torch.where(keep, held.to(w.dtype), w))
 
     @torch.no_grad()
     def _codes(self, name: str, q: FakeQuantizer) -> torch.Tensor:

@@ -41,6 +41,7 @@ class OnnxBuilder:
         #: dynamically quantized value -> names of its integers, scale and zero point
         self.dynamic: dict[str, tuple[str, str, str]] = {}
         self._deferred: dict[str, Callable[[str], str]] = {}  #: value -> what follows its quantizer
+        self._readers = 0  #: readers so far of integers that have another reader
         self._reshaped: dict[str, str] = {}  #: ONNX value -> the value that it is a reshape of
         self._memo: dict[tuple[str, str], str] = {}
         self._scope, self._start, self._count = "io", len(self.nodes), 0
@@ -120,22 +121,46 @@ class OnnxBuilder:
 
     def computed_in_float(self, name: str | None) -> bool:
         """Return whether an ONNX value is the result of float arithmetic, not of dequantizing or passing it on."""
-        maker = next((n for n in reversed(self.nodes) if name in n.output), None)
+        maker = self._maker(name)
         return maker is not None and maker.op_type not in _PASS_THROUGH
+
+    def _maker(self, name: str | None) -> onnx.NodeProto | None:
+        """Return the node so far that makes an ONNX value; None for inputs and initialisers."""
+        return next((n for n in reversed(self.nodes) if name in n.output), None)
 
     def weight(self, name: str, raw: bool) -> str:
         """Return the ONNX name of a weight in float: dequantized, unless `raw` or not quantized."""
         stored, w = self.plan.stored(name), self.graph.weights[name].detach().cpu()
         if raw or stored is None:
             return name if name in self.initialisers else self.const(w.numpy(), name)
-        if name not in self.after_quantizer:
-            integers = self.integers(f"{name}_q", stored.quantize(w), name)
-            scale, zero = self.qparams(name, stored)
-            attrs = {"axis": stored.axis} if stored.scale.dim() else {}
-            if stored.scale.dim() > 1 and stored.axis is not None:
-                attrs["block_size"] = w.shape[stored.axis] // stored.scale.shape[stored.axis]
-            self.after_quantizer[name] = self.op("DequantizeLinear", [integers, scale, zero], **attrs)
-        return self.after_quantizer[name]
+        if name in self.after_quantizer and not (stored.grid.signed and stored.grid.file_bits == 8 and w.dim()):
+            return self.after_quantizer[name]
+        integers, (scale, zero) = self.weight_integers(name, name, stored.quantize(w)), self.qparams(name, stored)
+        if integers != f"{name}_q":
+            zero = self.integers(self.fresh("zero"), stored.zero_point, name)
+        attrs = {"axis": stored.axis} if stored.scale.dim() else {}
+        if stored.scale.dim() > 1 and stored.axis is not None:
+            attrs["block_size"] = w.shape[stored.axis] // stored.scale.shape[stored.axis]
+        dequantized = self.op("DequantizeLinear", [integers, scale, zero], **attrs)
+        self.after_quantizer.setdefault(name, dequantized)
+        return dequantized
+
+    def weight_integers(self, weight: str, name: str, values: torch.Tensor) -> str:
+        """Return the ONNX name of a weight's integers for one reader, without a copy in the file for the next one.
+
+        Args:
+            name: of the weight, or of the weight in another order of axes.
+            values: integers in that order.
+
+        Where ONNX Runtime shifts signed weights to unsigned ones (session.x64quantprecision), no two readers may share
+        them. It folds the slice when it loads the file; slices with equal ends would become one.
+        """
+        integers = f"{name}_q"
+        if integers not in self.initialisers:
+            return self.integers(integers, values, weight)
+        self._readers += 1
+        whole = [self.const(np.array([end], np.int64)) for end in (0, len(values) + self._readers, 0)]
+        return self.op("Slice", [integers, *whole])
 
     def publish(self, value: str, name: str) -> None:
         """Give a value of the graph its ONNX tensor `name`, which is renamed to `value`, and add its quantizer."""
@@ -147,8 +172,23 @@ class OnnxBuilder:
         self.before_quantizer[value] = name if finish is None else finish(name)
         self.after_quantizer[value] = self.before_quantizer[value]
         if quantized:
+            name = self._shielded(name)
             x = name if finish is None else finish(self._quantizer(name, value, self.fresh("q")))
             self.after_quantizer[value] = self._quantizer(x, value, f"{value}_q")
+
+    def _shielded(self, x: str) -> str:
+        """Return what a quantizer reads for x: a copy, if ONNX Runtime would quantize the operator that makes x.
+
+        Its optimiser WeightBiasQuantization quantizes float weights and biases between quantizers, against the plan,
+        where nothing but an activation lies between the operator and the quantizer.
+        """
+        n = self._maker(x)
+        while n is not None and n.op_type in ("Relu", "Clip"):
+            n = self._maker(n.input[0])
+        if n is None or n.op_type not in ("Conv", "ConvTranspose", "Gemm"):
+            return x
+        data, *constants = (getattr(self._maker(i), "op_type", "") == "DequantizeLinear" for i in n.input if i)
+        return self.op("Max", [x]) if data and not all(constants) else x
 
     def quantized_input(self, value: str, io: QuantizedIO) -> None:
         """Add an input of quantized values: the plan's pass as they are, others are quantized anew."""

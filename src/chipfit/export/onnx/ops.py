@@ -119,7 +119,12 @@ def _dynamic_product(w: OnnxBuilder, n: Node, x: Names) -> str | None:
     if stored.zero_point.any():
         refuse(n, "weights with zero points multiply dynamically quantized data")
     q, (scale, _) = stored.quantize(w.graph.weights[name].detach().cpu()), w.qparams(name, stored)
-    integers = w.integers(f"{name}_q", q if n.op == "MatMul" else q.t(), name)
+    if n.op == "MatMul":
+        integers = w.weight_integers(name, name, q)
+    elif all(m.op == n.op for m in w.graph.nodes if name in m.inputs):
+        integers = w.weight_integers(name, f"{name}_t1", q.t())
+    else:  # also a table, whose rows are gathered
+        integers = w.op("Transpose", [w.weight_integers(name, name, q)], perm=[1, 0])
     acc = w.op("MatMulInteger", [dynamic[0], integers, dynamic[2]])
     y = w.op("Mul", [w.op("Cast", [acc], to=tensor_type("float32")), w.op("Mul", [dynamic[1], scale])])
     return y if bias is None else w.op("Add", [y, bias])

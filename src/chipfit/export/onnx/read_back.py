@@ -37,6 +37,7 @@ def read_back(path: Path) -> dict[str, FileTensor]:
     constants = {i.name: numpy_helper.to_array(i) for i in graph.initializer}
     clipped = {n.input[0]: n.output[0] for n in graph.node if n.op_type == "Clip"}
     tables = {n.output[0]: n.input[0] for n in graph.node if n.op_type == "Gather"}
+    tables |= _views(graph, constants)
     # quantized inputs have a scale and zero point of their own
     inputs = {i.name for i in graph.input if i.type.tensor_type.elem_type != onnx.TensorProto.FLOAT}
     found = _scaled_constants(graph, constants)
@@ -51,6 +52,16 @@ def read_back(path: Path) -> dict[str, FileTensor]:
             zero = constants.get(n.input[2], _UNKNOWN) if len(n.input) > 2 else np.zeros_like(scale)
             tensor.qparams.append((scale.astype(np.float32), zero.astype(np.float64)))
     return found
+
+
+def _views(graph: onnx.GraphProto, constants: dict[str, np.ndarray]) -> dict[str, str]:
+    """Return slices and transposes of constants: further readers of a weight, by the name of the constant."""
+    out: dict[str, str] = {}
+    for n in graph.node:
+        source = out.get(n.input[0], n.input[0]) if n.op_type in ("Slice", "Transpose") else ""
+        if source in constants:
+            out[n.output[0]] = source
+    return out
 
 
 def _in_blocks(n: onnx.NodeProto, constants: dict[str, np.ndarray]) -> dict[str, FileTensor]:
@@ -81,6 +92,7 @@ def _scaled_constants(graph: onnx.GraphProto, constants: dict[str, np.ndarray]) 
     scales are of w's columns, or gathered with its rows.
     """
     found, makers = {}, {o: n for n in graph.node for o in n.output}
+    views = _views(graph, constants)
 
     def scaled() -> Iterator[tuple[str, str]]:
         for mul in (n for n in graph.node if n.op_type == "Mul"):
@@ -88,7 +100,7 @@ def _scaled_constants(graph: onnx.GraphProto, constants: dict[str, np.ndarray]) 
             maker = makers.get(cast.input[0]) if cast is not None and cast.op_type == "Cast" else None
             kind = "" if maker is None else maker.op_type
             if maker is not None and kind == "MatMulInteger" and scale in makers:
-                yield maker.input[1], makers[scale].input[1]
+                yield views.get(maker.input[1], maker.input[1]), makers[scale].input[1]
             elif maker is not None and kind == "Gather" and maker.input[0] in constants:
                 while scale not in constants and scale in makers:
                     scale = makers[scale].input[0]

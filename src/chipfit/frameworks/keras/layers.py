@@ -17,6 +17,7 @@ from chipfit.quantizers.algorithm import Algorithm, algorithm_text, with_levels
 from chipfit.quantizers.bn_fold import Channels, Norm, folded, forward, remembered
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.hosting import apply, initialize, to_inferable
+from chipfit.quantizers.pairs import fake_bounded, output_axes
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import create
 
@@ -96,7 +97,11 @@ class KerasQuantizer(keras.layers.Layer):
         p = {**self.broadcast_inputs(x), "training": bool(training)}
         if scale is not None:
             p["scale"] = ops.convert_to_tensor(scale)
-        return self.algorithm.call(KerasOps, x, p, self.grid)
+        y = self.algorithm.call(KerasOps, x, p, self.grid)
+        if self.grid.pair_limit is None:
+            return y
+        scale = self.algorithm.numbers(KerasOps, p, self.grid)[0]
+        return fake_bounded(KerasOps, y, scale, self.grid.pair_limit, output_axes(self.shape))
 
     def trainable_parameters(self) -> dict[str, Any]:
         """Return the variables that train now, by name."""

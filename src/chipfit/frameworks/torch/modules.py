@@ -20,6 +20,7 @@ from chipfit.quantizers.algorithms.ste import STE
 from chipfit.quantizers.grids import Grid, quantize, shape_for
 from chipfit.quantizers.hosting import apply, initialize, to_inferable
 from chipfit.quantizers.ops import TorchOps
+from chipfit.quantizers.pairs import bounded, fake_bounded
 from chipfit.quantizers.scale_bounds import SLACK, clip_to_bounds, scale_growth
 from chipfit.quantizers.stored import Stored, scales_per_output
 
@@ -225,7 +226,8 @@ class FakeQuantizer(nn.Module):
     def quantize(self, x: Tensor) -> Tensor:
         """Return the integers of floats [*dims], or their indices in the grid's table; without gradients."""
         s, z = (n.detach() for n in self.numbers())
-        return quantize(x.detach().to(s.dtype), s, z, self.trained_grid(), self.axis)
+        q, limit = quantize(x.detach().to(s.dtype), s, z, self.trained_grid(), self.axis), self.grid.pair_limit
+        return q if limit is None else bounded(TorchOps, q.float(), limit, self.axis).to(q.dtype)
 
     def dequantize(self, codes: Tensor) -> Tensor:
         """Return the floats of integers [*dims]; without gradients."""
@@ -239,6 +241,9 @@ class FakeQuantizer(nn.Module):
         if self.function is not None:
             return _blended(x, self.function(x), self.share)
         y = _rounded(self.algorithm, x, self.algorithm_inputs(), self.grid, self.axis, self.training)
+        if self.grid.pair_limit is not None:
+            scale = shape_for(self.numbers()[0], y, self.axis)
+            y = fake_bounded(TorchOps, y, scale, self.grid.pair_limit, self.axis).to(x.dtype)
         return _blended(x, y, self.share)
 
 

@@ -1,0 +1,121 @@
+"""Weights bounded in pairs of neighbours, for processors that add two products in a narrow register.
+
+Without VNNI, x86 processors multiply unsigned data by signed weights and add the products 2j and 2j + 1 of each sum in
+16 bits, with saturation (vpmaddubsw). Data of 8 bits stay inside if the magnitudes of two neighbouring weights of one
+sign add up to at most 128, since 255 * 128 < 2^15. Products are in the order in which kernels add them: by position in
+the kernel, then by input channel.
+
+Source: ONNX Runtime, onnxruntime/core/mlas/lib/x86_64/{QgemmU8X8KernelAvx2,QgemvU8S8KernelAvx2,ConvSymKernelAvx2}.S;
+`ReorderFilter` of onnxruntime/core/providers/cpu/quantization/qlinearconv.cc.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from chipfit.quantizers.ops import ste
+
+#: pairs with the greatest sums that are looked at in each row when a scale is chosen, and scales that are tried
+_GREATEST, _TRIES = 64, 24
+
+#: axes of the output channels: one or several; None for the right operand of a matrix product, [..., K, N]
+Axes = int | tuple[int, ...] | None
+
+
+def _order(rank: int, outputs: Axes) -> tuple[list[int], int]:
+    """Return the axes of a weight in the order of `rows_of_sums`, and how many of them count rows.
+
+    Weights with output channels on axis 0 are [O, I, *kernel], others [*kernel, I, O].
+    """
+    if outputs is None:
+        return [*range(rank - 2), rank - 1, rank - 2], rank - 1
+    if outputs == 0:
+        return [0, *range(2, rank), *range(1, min(rank, 2))], 1
+    first = [a % rank for a in (outputs if isinstance(outputs, tuple) else (outputs,))]
+    return [*first, *(a for a in range(rank) if a not in first)], len(first)
+
+
+def rows_of_sums(ops: Any, w: Any, outputs: Axes) -> Any:
+    """Return a weight as [rows, K]: the K weights of each sum, in the order in which kernels add their products."""
+    order, count = _order(len(w.shape), outputs)
+    first = math.prod(w.shape[a] for a in order[:count])
+    return ops.reshape(ops.moveaxis(w, order, list(range(len(order)))), (first, -1))
+
+
+def bounded(ops: Any, q: Any, limit: int, outputs: Axes) -> Any:
+    """Return quantized weights with every pair of neighbours of one sign moved to a sum of magnitudes <= limit.
+
+    Half of what is too much is taken from each, the odd unit from the larger.
+
+    Args:
+        ops: `quantizers.ops.TorchOps`, or its twin for Keras.
+        q: integers as floats, zero point 0, [*dims].
+        outputs: axes of the output channels.
+
+    >>> from chipfit.quantizers.ops import TorchOps
+    >>> bounded(TorchOps, torch.tensor([[127.0, 4.0, -100.0, 100.0, 90.0]]), 128, 0).tolist()
+    [[125.0, 3.0, -100.0, 100.0, 90.0]]
+    """
+    order, _ = _order(len(q.shape), outputs)
+    rows = rows_of_sums(ops, q, outputs)
+    even = rows.shape[1] // 2 * 2
+    pairs = ops.reshape(rows[:, :even], (rows.shape[0], even // 2, 2))
+    a, b = pairs[..., 0], pairs[..., 1]
+    excess = ops.abs(a + b) - limit
+    excess = ops.where((a * b > 0) & (excess > 0), excess, excess * 0)
+    half = ops.floor(excess / 2)
+    of_a = ops.where(ops.abs(a) >= ops.abs(b), excess - half, half)
+    moved = ops.stack([a - ops.sign(a) * of_a, b - ops.sign(b) * (excess - of_a)], -1)
+    rows = ops.concatenate([ops.reshape(moved, (rows.shape[0], even)), rows[:, even:]], 1)
+    return ops.moveaxis(ops.reshape(rows, [q.shape[a] for a in order]), list(range(len(order))), order)
+
+
+def fake_bounded(ops: Any, y: Any, scale: Any, limit: int, outputs: Axes) -> Any:
+    """Return fake-quantized weights y with their quantized values `bounded`; gradients pass straight through.
+
+    Args:
+        scale: broadcasts against y; the zero point is 0.
+    """
+    fixed, s = ops.stop_gradient(y), ops.stop_gradient(scale)
+    q = ops.round(fixed / s)
+    moved = bounded(ops, q, limit, outputs)
+    return ste(ops, y, ops.where(moved == q, fixed, moved * s))
+
+
+def sums_of_pairs(rows: torch.Tensor) -> torch.Tensor:
+    """Return the sum of magnitudes of each pair of neighbours of one sign, 0 for other pairs; [rows, K // 2]."""
+    a, b = rows[:, 0 : rows.shape[1] // 2 * 2 : 2], rows[:, 1::2]
+    return torch.where(a * b > 0, (a + b).abs(), 0.0)
+
+
+def scale_for_pairs(w: torch.Tensor, scale: torch.Tensor, limit: int, outputs: Axes) -> torch.Tensor:
+    """Return scales for weights that `bounded` moves, at least `scale`: those of the least squared error.
+
+    A scale s costs K s^2 / 12 by rounding, and half of the square of what each pair has too much.
+
+    Args:
+        w: weights [*dims].
+        scale: [], or [C] along the axis of the output channels.
+    """
+    rows = rows_of_sums(torch, w.detach(), outputs)
+    sums = sums_of_pairs(rows)
+    if not sums.numel():
+        return scale
+    if not scale.dim():
+        rows, sums = rows.reshape(1, -1), sums.reshape(1, -1)
+    top = sums.topk(min(sums.shape[1], _GREATEST * max(1, len(sums.T) // 4096))).values  # [C, greatest]
+    least = scale.reshape(-1, 1)
+    most = torch.maximum(top[:, :1] / limit, least)
+    tried = least + (most - least) * torch.linspace(1, 0, _TRIES)  # [C, tries]
+    excess = (top.unsqueeze(2) - limit * tried.unsqueeze(1)).clamp_min(0)
+    cost = rows.shape[1] / 12 * tried.square() + excess.square().sum(1) / 2
+    return tried.gather(1, cost.argmin(1, keepdim=True)).reshape(scale.shape)
+
+
+def output_axes(shape: Sequence[int]) -> Axes:
+    """Return the axes of the output channels of a weight [*kernel, I, O] by the shape of its scale; see `bounded`."""
+    if not shape:
+        return None
+    return tuple(k for k, n in enumerate(shape) if n > 1) or len(shape) - 1
