@@ -157,7 +157,6 @@ CASES: dict[str, tuple[str, list[tuple], dict[str, Any]]] = {
     "pad with a number": ("Pad", [(2, 3, 4)], padding((0, 0), (2, 0), (1, 3), value=-0.7)),
     "reflect": ("Pad", [(2, 3, 4)], padding((0, 0), (1, 2), (3, 0), mode="reflect")),
     "replicate": ("Pad", [(2, 3, 4)], padding((0, 0), (1, 2), (3, 0), mode="replicate")),
-    "circle": ("Pad", [(2, 3, 4)], padding((0, 0), (1, 2), (3, 0), mode="circular")),
     "cut off": ("Pad", [(2, 5, 4)], padding((0, 0), (-1, 0), (0, 1))),
     "nearest": ("Resize", [I], resize("nearest", (8, 9))),
     "nearest by a factor": ("Resize", [I], resize("nearest", scale=(2.0, 3.0))),

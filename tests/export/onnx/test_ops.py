@@ -14,7 +14,6 @@ from chipfit.runtimes.onnxruntime import OnnxRuntime
 from tests.export.operators import CASES, alone, operands
 
 REASONS = {op: f"no ONNX writer. Got: {op} 'n' .{why}" for op, why in REFUSED.items()}
-REASONS["circle"] = "circular padding"
 
 
 @pytest.mark.parametrize("name", [*OPS, *CASES])

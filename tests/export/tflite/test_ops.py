@@ -34,7 +34,6 @@ REASONS = {op: f"{op} 'n': {why}" for op, why in REFUSED.items()} | {
     "transposed row beyond": "it has dilation",
     "transposed beyond": "reaches beyond the last window",
     "replicate": "padding mode 'replicate'",
-    "circle": "padding mode 'circular'",
     "cut off": "it cuts off",
     "cubic": "mode 'cubic' over 2 axes",
     "cubic between corners": "mode 'cubic' over 2 axes",

@@ -327,9 +327,7 @@ def _top_k(w: OnnxBuilder, n: Node, x: Names) -> list[str]:
 
 @_writes("Pad")
 def _pad(w: OnnxBuilder, n: Node, x: Names) -> str:
-    mode = {"constant": "constant", "reflect": "reflect", "replicate": "edge"}.get(n.attrs["mode"])
-    if mode is None:
-        refuse(n, "circular padding")
+    mode = {"constant": "constant", "reflect": "reflect", "replicate": "edge"}[n.attrs["mode"]]
     ends = w.const(_ints(*onnx_attribute(n.attrs["padding"])))
     value = w.const(np.float32(n.attrs["value"])) if mode == "constant" else None
     return w.op("Pad", [x[0], ends, value], mode=mode)

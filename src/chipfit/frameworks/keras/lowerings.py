@@ -237,7 +237,7 @@ def _pad(x: Any, *, padding: Any, mode: str, value: float) -> Any:
         if lo or hi:
             last = x.shape[axis] - 1
             i = np.arange(-lo, last + 1 + hi)
-            index = {"replicate": i.clip(0, last), "circular": i % (last + 1), "reflect": last - abs(last - abs(i))}
+            index = {"replicate": i.clip(0, last), "reflect": last - abs(last - abs(i))}
             x = ops.take(x, index[mode], axis)
     return x
 

@@ -439,7 +439,30 @@ def _pad(c: TorchCall) -> Any:
     pairs = [(flat[i], flat[i + 1]) for i in range(0, len(flat), 2)][::-1]
     padding = ((0, 0),) * (c.rank - len(pairs)) + tuple(pairs)
     mode, value = modes[c.name.partition("_")[0]], float(c.static("value") or 0.0)
+    if mode == "circular":
+        return _wrapped(c, padding)
     return c.emit("Pad", [c.value("self")], padding=padding, mode=mode, value=value)
+
+
+def _wrapped(c: TorchCall, padding: Sequence[tuple[int, int]]) -> Any:
+    """Read circular padding as slices that are joined axis by axis, which every file format has."""
+    x, like = c.value("self"), c.tensor("self")
+    padded = [axis for axis, ends in enumerate(padding) if any(ends)]
+    if not padded or any(end < 0 for ends in padding for end in ends):
+        raise Unreadable
+    for axis in padded:
+        low, high = padding[axis]
+        parts = [x]
+        for length, start, end in ((low, -low, None), (high, 0, high)):
+            if length:
+                shape = (*like.shape[:axis], length, *like.shape[axis + 1 :])
+                part = c.step("Slice", [x], like.new_empty(shape), axis=axis, start=start, end=end, step=1)
+                parts.insert(0 if start else len(parts), part)
+        if axis == padded[-1]:
+            return c.emit("Concat", parts, axis=axis)
+        like = like.new_empty((*like.shape[:axis], like.shape[axis] + low + high, *like.shape[axis + 1 :]))
+        x = c.step("Concat", parts, like, axis=axis)
+    raise Unreadable  # of no axis, which is seen above
 
 
 @reads("index")
