@@ -15,9 +15,12 @@ from chipfit.errors import UnsupportedError, first_line
 from chipfit.export.onnx.builder import OnnxBuilder
 from chipfit.graph.ir import OPAQUE, Graph, Node
 
+#: values between opaque nodes that ONNX does not have: every node that reads them computes them again
+_INSIDE = ("int", "complex32", "complex64", "complex128")
+
 
 class Region(torch.nn.Module):
-    """An opaque node, with all nodes that compute integers or constants for it, as a function of tensors."""
+    """An opaque node, with all nodes that compute integers, complex numbers or constants for it, as one function."""
 
     def __init__(self, graph: Graph, node: Node) -> None:
         super().__init__()
@@ -32,7 +35,7 @@ class Region(torch.nn.Module):
                     continue
                 p = producers.get(i)
                 constant = p is not None and p.op == OPAQUE and not any(p.inputs)
-                if p is None or not (graph.values[i].dtype == "int" or constant):
+                if p is None or not (graph.values[i].dtype in _INSIDE or constant):
                     inputs[i] = None
                 elif p.name not in members:
                     visit(p)
@@ -57,8 +60,8 @@ def splice(builder: OnnxBuilder, node: Node) -> list[str]:
         UnsupportedError: PyTorch's exporter has no ONNX form for it.
     """
     values = builder.graph.values
-    if all(values[o].dtype == "int" for o in node.outputs):
-        return [""] * len(node.outputs)  # integers: every reader computes them again inside its own region
+    if all(values[o].dtype in _INSIDE for o in node.outputs):
+        return [""] * len(node.outputs)
     region = Region(builder.graph, node)
     if not region.inputs:  # a constant
         return [builder.const(t.detach().numpy()) for t in region()]

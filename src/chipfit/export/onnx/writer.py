@@ -116,6 +116,10 @@ def _model(b: OnnxBuilder, io: IOSpec) -> onnx.ModelProto:
         source = b.weight(value, True) if value in g.weights else b.after_quantizer[value]
         if value in io.outputs:
             source = b.quantized_output(value, io.outputs[value])
+        if not source:  # nodes of ONNX hold no such values, see `opaque`
+            hint = "return torch.view_as_real(...) of complex numbers, or their magnitudes"
+            got = g.values[value].dtype
+            raise UnsupportedError(f"Output '{name}' has no ONNX form", got=got, allowed="real numbers", hint=hint)
         b.nodes.append(helper.make_node("Identity", [source], [name], name=f"output_{i}"))
     nodes = live_nodes(b.nodes, names)
     read = {i for n in nodes for i in n.input}

@@ -13,7 +13,16 @@ from chipfit.engine.trees import dump_call, dump_result
 from chipfit.errors import CaptureError, GraphError
 from chipfit.frameworks.reading import Unreadable
 from chipfit.frameworks.torch.call import TorchCall, TorchGraphBuilder
-from chipfit.frameworks.torch.program import CHECKS, OpenSize, Program, Unrecordable, arguments, aten_name, source
+from chipfit.frameworks.torch.program import (
+    CHECKS,
+    OpenSize,
+    Program,
+    SymbolicTensor,
+    Unrecordable,
+    arguments,
+    aten_name,
+    source,
+)
 from chipfit.frameworks.torch.read import READERS, SYNONYMS
 from chipfit.graph.edit import drop_dead
 from chipfit.graph.ir import OPAQUE, Graph
@@ -123,7 +132,7 @@ class _Translator:
         name = name[:-1] if in_place else name
         own_name = SYNONYMS.get(name, name)
         try:
-            if own_name not in READERS:
+            if own_name not in READERS or any(map(_is_complex, (n, *n.all_input_nodes))):
                 raise Unreadable
             env[n] = READERS[own_name](TorchCall(self.builder, n, own_name, arguments(n)))
         except Unreadable:
@@ -185,3 +194,9 @@ class _Translator:
         self.builder.env[n] = tuple(
             self.builder.arg(out) if isinstance(out, (list, tuple)) else [self.builder.arg(out)]
         )
+
+
+def _is_complex(n: torch.fx.Node) -> bool:
+    """Return whether a call computes complex numbers; canonical operators compute real ones."""
+    like = n.meta.get("val")
+    return isinstance(like, SymbolicTensor) and like.dtype.is_complex
