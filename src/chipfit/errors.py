@@ -35,8 +35,11 @@ class ChipfitError(Exception):
 def raised_outside_chipfit(e: BaseException) -> bool:
     """Return whether an exception was raised in the user's code or a library, or by the call to it.
 
-    Only such an exception may be turned into an error message; one that was raised inside chipfit is a bug.
+    Only such an exception may be turned into an error message; one that was raised inside chipfit is a bug, except an
+    OutOfBoundsError, which stands for what the library does not check.
     """
+    if isinstance(e, OutOfBoundsError):
+        return True
     at = e.__traceback__ and e.__traceback__.tb_next
     while at is not None and at.tb_next is not None:
         at = at.tb_next
@@ -90,6 +93,10 @@ class RefusedCall(CaptureError):
 
 class GraphError(ChipfitError):
     """A graph violates an invariant; the message names the pass that broke it."""
+
+
+class OutOfBoundsError(GraphError):
+    """A call that a file describes would leave its own tensors, or computes sizes beyond all bounds."""
 
 
 class DataError(ChipfitError):

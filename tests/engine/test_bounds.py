@@ -11,7 +11,7 @@ import torch
 
 from chipfit.engine.bounds import bounded
 from chipfit.engine.opaque import listed, resolve_target
-from chipfit.errors import GraphError
+from chipfit.errors import OutOfBoundsError
 
 X, IMAGE, IDS = torch.arange(12.0).reshape(3, 4), torch.randn(2, 3, 4), torch.tensor([0, 2, 1, 1])
 THREE, TWO = torch.ones(3), torch.ones(2)
@@ -82,7 +82,7 @@ OUTSIDE = [
 
 @pytest.mark.parametrize("name, args, why", OUTSIDE)
 def test_a_call_that_would_leave_its_tensors_is_refused(name, args, why):
-    with pytest.raises(GraphError, match=f"would leave its own tensors: .*{why}"):
+    with pytest.raises(OutOfBoundsError, match=f"would leave its own tensors: .*{why}"):
         resolve_target(name)(*args)
 
 
@@ -105,7 +105,7 @@ def test_new_tensors_hold_nothing_of_the_past(name, args):
     ],
 )
 def test_sizes_that_a_file_computes_are_integers_of_64_bits(name, args):
-    with pytest.raises(GraphError, match=f"'operator.{name}' computes sizes"):
+    with pytest.raises(OutOfBoundsError, match=f"'operator.{name}' computes sizes"):
         resolve_target(f"operator.{name}")(*args)
     assert resolve_target("operator.pow")(3, 4) == 81 and resolve_target("operator.add")(X, 1).equal(X + 1)
 

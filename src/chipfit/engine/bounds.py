@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from chipfit.errors import GraphError
+from chipfit.errors import OutOfBoundsError
 
 #: greatest number of elements of a tensor that a call may create, and greatest integer that Python may compute
 MOST_ELEMENTS, LARGEST = 1 << 31, 1 << 62
@@ -46,7 +46,7 @@ def bounded(op: torch._ops.OpOverload) -> Callable[..., Any]:
     """Return a function that calls an operator after a check of its operands; the operator itself if it needs none.
 
     Raises (the returned function):
-        GraphError: An operand would read or write outside of the tensors, or a size is beyond all bounds.
+        OutOfBoundsError: An operand would read or write outside of the tensors, or a size is beyond all bounds.
     """
     name = op._schema.name.partition("::")[2]
     check, arguments = CHECKS.get(name.removesuffix("_")), op._schema.arguments
@@ -66,7 +66,9 @@ def bounded(op: torch._ops.OpOverload) -> Callable[..., Any]:
         except (KeyError, IndexError, TypeError, AttributeError) as e:  # an operand is missing or of another type
             fault = f"its operands do not fit: {type(e).__name__}"
         if fault:
-            raise GraphError(f"A call of 'aten.{name}' would leave its own tensors: {fault}", hint="check the file")
+            raise OutOfBoundsError(
+                f"A call of 'aten.{name}' would leave its own tensors: {fault}", hint="check the file"
+            )
         out = op(*args, **kwargs)
         return out.zero_() if name in _UNFILLED else out
 
@@ -229,6 +231,7 @@ def _attention(a: Arguments) -> str:
     q, k, v, mask = a["query"], a["key"], a["value"], a.get("attn_mask")
     shapes = [list(t.shape) for t in (q, k, v)]
     alike = shapes[1] == shapes[2] and q.shape[:2] == k.shape[:2] and q.shape[3:] == k.shape[3:]
+    alike = alike and all(t.stride(-1) == 1 for t in (q, k, v))  # the kernel reads rows without steps
     if len(q.shape) != 4 or not alike or any(0 in s for s in shapes) or len({t.dtype for t in (q, k, v)}) > 1:
         return f"query, key and value have the shapes {shapes}"
     full = [*q.shape[:-1], k.shape[-2]]

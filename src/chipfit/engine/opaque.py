@@ -10,7 +10,7 @@ import torch
 
 from chipfit.engine.bounds import LARGEST, bounded
 from chipfit.engine.types import constant_of
-from chipfit.errors import GraphError
+from chipfit.errors import GraphError, OutOfBoundsError
 from chipfit.files import package_data
 from chipfit.graph.ir import Ref
 from chipfit.registry import lookup
@@ -97,7 +97,7 @@ def _growing(target: str) -> Callable[..., Any]:
         out = None if large or isinstance(a, (str, list, tuple, dict)) else function(a, b)
         if out is None or (type(out) is int and abs(out) > LARGEST):
             got = f"{type(a).__name__} {a!r:.40}, {b!r:.40}"
-            raise GraphError(f"'{target}' computes sizes, which are integers of 64 bits", got=got)
+            raise OutOfBoundsError(f"'{target}' computes sizes, which are integers of 64 bits", got=got)
         return out
 
     call.__name__ = call.__qualname__ = target.partition(".")[2]

@@ -281,7 +281,9 @@ class Program(nn.Module):
         weights = {name: table[key] for name, (table, key) in self.places.items()}
         given = [weights[weight] if weight else next(leaves) for weight, _ in self.inputs]
         with fx.traceback.preserve_node_meta():  # so that an export of this module has the original layers
-            results = fx.Interpreter(self, graph=self.graph).run(*given)
+            interpreter = fx.Interpreter(self, graph=self.graph)
+            interpreter.extra_traceback = False  # it would stand in messages for the user
+            results = interpreter.run(*given)
         return pytree.tree_unflatten(list(results), self.out_tree)
 
     def _own(self, x: Any) -> Any:
