@@ -52,7 +52,9 @@ def statistics_needed(d: Decision) -> tuple[dict[str, Need], Settings]:
     """
     others = [with_whole(d, d.composites)] if d.composites else []
     _, on_trial = trial_settings(d, *others)
-    needed = needs(d.assignment, d.rules)
+    needed = dict[str, Need]()
+    for form in (*others, d):
+        needed |= needs(form.assignment, d.rules)
     for form in (d, *others):
         needed = steps.statistics_needed(form.graph, needed, on_trial)
     return needed, on_trial

@@ -140,6 +140,17 @@ def test_a_norm_of_rows_that_differ_a_thousandfold_stays_whole_in_float_with_a_n
     assert any(note.startswith("LayerNorm 'norm' stays whole, in float") for note in result.plan.rewrites)
 
 
+def test_a_norm_that_ends_up_whole_has_the_statistics_of_its_result():
+    """In parts, the rectifier behind it is a part of its last kernel, so that the result of the norm is not stored."""
+    layers = {"a": nn.Conv2d(3, 4, 3), "b": nn.Conv2d(4, 4, 1), "norm": nn.BatchNorm2d(8), "c": nn.Conv2d(8, 4, 1)}
+
+    def model():
+        return model_of(lambda m, x: m.c(m.norm(torch.cat([y := m.a(x), m.b(y)], 1)).relu()), **layers)
+
+    result = build(model=model, settings=chipfit.Settings(results="float"))
+    assert "BatchNorm" in [n.op for n in result.graph.nodes] and result.plan.quantized("batch_norm")
+
+
 def test_a_composite_with_a_part_without_integer_kernel_stays_whole():
     result = build(model=lambda: model_of(lambda m, x: m.a(F.mish(x)), a=nn.Conv2d(3, 4, 3)))
     assert [n.op for n in result.graph.nodes] == ["Mish", "Conv2D"]
