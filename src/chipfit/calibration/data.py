@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from chipfit.calibration.input_errors import LABELS, wrong_layout
+from chipfit.calibration.input_errors import LABELS, fixed_batch, wrong_layout
 from chipfit.calibration.signature import expected_inputs, is_optional, names_label
 from chipfit.engine.trees import batch_axes, flatten_inputs
 from chipfit.engine.types import dtype_of
@@ -30,8 +30,11 @@ class SizeMismatch(DataError):
     batch: Any = None
 
 
-def iterate(data: Any) -> Iterator[Any]:
+def iterate(data: Any, fixed: int = 0) -> Iterator[Any]:
     """Return an iterator over the batches of an iterable, of one big array, or of what a callable returns.
+
+    Args:
+        fixed: the batch size that the model fixes; an array is split into whole batches of it.
 
     Raises:
         DataError: `data` is none of these.
@@ -45,7 +48,8 @@ def iterate(data: Any) -> Iterator[Any]:
     if isinstance(data, torch.Tensor):
         if data.dim() == 0:
             raise DataError("Calibration data is a single number", got=str(data), allowed="batches of inputs")
-        return iter(torch.split(data, ROWS))
+        parts = torch.split(data, fixed or ROWS)
+        return iter(p for p in parts if len(p) == fixed) if fixed and len(data) >= fixed else iter(parts)
     if isinstance(data, (str, bytes, Mapping, torch.nn.Module)) or not isinstance(data, Iterable):
         raise DataError(
             "This is not calibration data",
@@ -82,7 +86,7 @@ def first_batch(data: Any, model: Any) -> tuple[Call, Any]:
     Raises:
         DataError: the data are empty.
     """
-    rest = iterate(data)
+    rest = iterate(data, fixed_batch(model))
     for first in rest:
         args, kwargs = call_of(first, model)
         if not _is_empty([x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]):
@@ -210,6 +214,12 @@ def as_batch(graph: Graph, flat: list[torch.Tensor]) -> Batch:
     return flat if count_splittable(graph, flat) else Whole(flat)
 
 
+def fixed_batch_of(graph: Graph) -> int:
+    """Return the batch size that a graph fixes for all its inputs; 0 if there is none."""
+    sizes = {graph.shape(i)[:1] for i in graph.inputs}
+    return next(iter(sizes))[0] or 0 if len(sizes) == 1 and () not in sizes else 0
+
+
 def split_label(batch: Any, graph: Graph) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """Split one batch into tensors in the order of the graph's inputs, and labels or None.
 
@@ -221,6 +231,10 @@ def split_label(batch: Any, graph: Graph) -> tuple[list[torch.Tensor], torch.Ten
     spec = json.loads(graph.in_spec)
     args, kwargs = _as_arguments(batch)
     label, named = None, bool(kwargs)
+    if spec.get("packed") and 0 < len(args) <= 2 and isinstance(args[0], (list, tuple, Mapping)):
+        inputs, *behind = args  # (inputs, label), as `fit` of Keras takes them
+        args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+        label = behind[0] if behind else None
     if kwargs and not spec["kwargs"] and spec["args"] == 1:
         args, kwargs = (dict(kwargs),), {}  # the model takes one dict
     elif kwargs and spec["kwargs"] and set(kwargs) != set(spec["kwargs"]):
@@ -309,7 +323,7 @@ class batches:  # noqa: N801 -- reads as a verb where it is used: for x in batch
 
     def __iter__(self) -> Iterator[Batch]:
         axes = batch_axes(self.graph)
-        for batch in iterate(self.data):
+        for batch in iterate(self.data, fixed_batch_of(self.graph)):
             flat, _ = split_label(batch, self.graph)
             rows = [x.shape[axes[name]] for name, x in zip(self.graph.inputs, flat, strict=True) if name in axes]
             if 0 in rows or not any(x.numel() for x in flat):

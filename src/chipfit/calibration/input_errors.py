@@ -16,10 +16,15 @@ LABELS = "yield the inputs, or the inputs and one label behind them: (x, y)"
 
 
 def example_rows(model: Any) -> int:
-    """Return the number of samples with which a model is captured: two, or the batch that a Keras model fixes."""
+    """Return the number of samples with which a model is captured: two, or the batch that it fixes."""
+    return fixed_batch(model) or 2
+
+
+def fixed_batch(model: Any) -> int:
+    """Return the batch size that the inputs of a Keras model fix; 0 if there is none."""
     given = getattr(model, "inputs", None)
     shapes = [getattr(x, "shape", None) for x in given] if isinstance(given, (list, tuple)) else []
-    return max((s[0] for s in shapes if s and isinstance(s[0], int)), default=2)
+    return max((s[0] for s in shapes if s and isinstance(s[0], int)), default=0)
 
 
 def wrong_layout(got: Sequence[int], want: Sequence[int | None]) -> str:

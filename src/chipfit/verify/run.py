@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chipfit.calibration.data import count_splittable, iterate, split_label
+from chipfit.calibration.data import count_splittable, fixed_batch_of, iterate, split_label
 from chipfit.calibration.sample_fingerprints import SampleHashes
 from chipfit.engine.run import run
 from chipfit.errors import DataError, RuntimeUnavailable, first_line, raised_outside_chipfit
@@ -107,7 +107,7 @@ def verify(
     if hasattr(device, "warnings"):
         out.warnings += device.warnings(platform)
     with torch.inference_mode():
-        for batch in itertools.islice(iterate(data), batches):
+        for batch in itertools.islice(iterate(data, fixed_batch_of(graph)), batches):
             for part in comparator.parts(*split_label(batch, graph)):
                 comparator.add(*part)
     if out.samples == 0:

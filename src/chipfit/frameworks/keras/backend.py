@@ -25,12 +25,13 @@ def dtype_here(dtype: str) -> str:
 
 @contextmanager
 def in_float32() -> Iterator[None]:
-    """Create layers that compute in float32, whatever types the program has chosen for its own."""
+    """Create layers that compute in float32, whatever types the program has chosen for its own, and that can train."""
     policy, floatx = keras.config.dtype_policy(), keras.config.floatx()
     keras.config.set_floatx("float32")
     keras.config.set_dtype_policy("float32")
     try:
-        yield
+        with torch.inference_mode(False):  # a verification may be the first to need the model
+            yield
     finally:
         keras.config.set_floatx(floatx)
         keras.config.set_dtype_policy(policy)

@@ -43,7 +43,7 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Se
     _check_model(model)
     inner = functional(model)
     struct = inner._inputs_struct if inner is not None else None
-    examples = [x for x in (_example(struct, a, k or {}) for a, k in ((args, kwargs), *others)) if x is not None]
+    examples = [x for x in (_example(model, struct, a, k or {}) for a, k in ((args, kwargs), *others)) if x is not None]
     model, cast = _in_float32(model, *examples[:1])
     struct = functional(model)._inputs_struct if inner is not None else None
     examples = [_floats_as(struct, x) for x in examples]
@@ -187,13 +187,21 @@ def _floats_as(struct: Any, given: Any) -> Any:
     return keras.tree.pack_sequence_as(given, [cast(x, t) for x, t in zip(leaves(given), types, strict=True)])
 
 
-def _example(struct: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _inputs_built_with(model: Any) -> int:
+    """Return the number of tensors in the list that a subclassed model was built with; 0 if it took no list."""
+    shapes = (model.get_build_config() or {}).get("input_shape")
+    return len(shapes) if isinstance(shapes, list) and all(isinstance(s, (list, tuple)) for s in shapes) else 0
+
+
+def _example(model: Any, struct: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return the example in the structure of the model's inputs, without labels; None if there is no example."""
     if not args and not kwargs:
         return None
     given = dict(kwargs) if kwargs and not args else args[0]
     if isinstance(struct, (list, tuple)) and isinstance(given, torch.Tensor):
         given = list(args[: len(struct)])
+    if struct is None and isinstance(given, torch.Tensor) and 1 < (built := _inputs_built_with(model)) <= len(args):
+        given = list(args[:built])
     if struct is not None and isinstance(given, Mapping) and isinstance(struct, Mapping):
         given = {k: given[k] for k in struct if k in given}
     if struct is not None:
