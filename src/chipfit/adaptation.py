@@ -156,7 +156,8 @@ def _with_whole_composites(d: Decision) -> Decision:
         for name, n in d.composites.items()
         if name in dear
     ]
-    d = replace(d, rewrites=(*d.rewrites, *notes))
+    execution = {**d.execution, **dict.fromkeys(dear, "whole")}
+    d = replace(d, rewrites=(*d.rewrites, *notes), execution=execution)
     return decide(with_whole(d, kept | dear)) if kept | dear else d
 
 

@@ -128,12 +128,11 @@ def _opened(d: Decision) -> Decision:
 
 
 def with_whole(d: Decision, names: Collection[str]) -> Decision:
-    """Return the decision with some opened composites whole, in float, before insertions and checks."""
+    """Return the decision with some opened composites whole, before insertions and checks."""
     wholes = {name: d.composites[name] for name in names}
     rest = {name: n for name, n in d.composites.items() if name not in wholes}
     graph = close_composites(without_insertions(d.graph), wholes)
-    execution = {**d.execution, **dict.fromkeys(wholes, "whole")}
-    return _assigned(replace(d, graph=graph, composites=rest, execution=execution))
+    return _assigned(replace(d, graph=graph, composites=rest))
 
 
 def _assigned(d: Decision) -> Decision:
