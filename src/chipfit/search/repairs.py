@@ -33,7 +33,7 @@ from chipfit.settings import Settings
 #: samples of a trial: it calibrates on most of them and compares on those that are held out
 SAMPLES = 64
 #: a repair is taken if it lifts the outputs by this, and other ranges if they do [dB]
-GAIN_DB, RANGE_GAIN_DB = 1.0, 0.75
+GAIN_DB, RANGE_GAIN_DB = 1.0, 0.5
 #: a warning is given where the outputs are worse than expected by this [dB]
 DOUBT_DB = 3.0
 #: numbers of all activations in the samples of one measurement, and multiplications that take as long as one of them
