@@ -35,6 +35,8 @@ FINE = {
     "aten._scaled_dot_product_flash_attention_for_cpu.default": (IMAGE[None], IMAGE[None], IMAGE[None]),
     "aten.grid_sampler_2d.default": (X[None, None], torch.zeros(1, 2, 2, 2), 1, 2, True),
     "aten.zeros.default": ([2, 3],),
+    "aten.chunk.default": (X, 2),
+    "aten.convolution.default": (IMAGE, IMAGE, None, [1], [3], [1], False, [0], 1),
 }
 
 
@@ -73,6 +75,9 @@ OUTSIDE = [
     ("aten.upsample_bicubic2d.default", (X[None, None], [6, 6], False, 1e-30, 2.0), "a scale is 1e-30"),
     ("aten.grid_sampler_2d.default", (X[None, None], torch.zeros(1, 2, 2, 2), 7, 0, True), r"are \(7, 0\)"),
     ("aten.binary_cross_entropy.default", (X[0, 0], X[:0]), "have the shapes"),
+    ("aten.tensor_split.sections", (X, 1 << 31), "sections is"),
+    ("aten.chunk.default", (X, 1 << 31), "chunks is"),
+    ("aten.col2im.default", (torch.ones(1, 8, 4), [3, 3], [2, 2], [1, 1], [1 << 40, 0], [1, 1]), "padding is"),
     ("aten.view.dtype", (X, 9999), "dtype is 9999"),
     ("aten.to.prim_dtype", (X, 9999, False, False), "dtype is 9999"),
     ("aten.zeros.default", ([1 << 20, 1 << 20],), "size is"),

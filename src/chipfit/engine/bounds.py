@@ -20,6 +20,8 @@ MOST_ELEMENTS, LARGEST = 1 << 31, 1 << 62
 _SIZES = frozenset(
     "size output_size repeats sizes dims n m row col steps num_classes window_length output_shape".split()
 )
+#: arguments that count results or steps -> greatest integer in them
+_COUNTS = {"chunks": 1 << 16, "sections": 1 << 16, "r": 64, "padding": 1 << 24, "kernel_size": 1 << 24}
 #: type in a schema -> type of the value in Python; torch takes an integer for each of the first three and looks up
 #: whatever it stands for
 _TYPES: dict[str, Any] = {"ScalarType": torch.dtype, "Layout": torch.layout, "MemoryFormat": torch.memory_format}
@@ -51,7 +53,7 @@ def bounded(op: torch._ops.OpOverload) -> Callable[..., Any]:
     name = op._schema.name.partition("::")[2]
     check, arguments = CHECKS.get(name.removesuffix("_")), op._schema.arguments
     typed = {a.name: _TYPES[kind] for a in arguments if (kind := _plain_type(a)) in _TYPES}
-    sizes = [a.name for a in arguments if a.name in _SIZES and "nt" in _plain_type(a)]
+    sizes = [a.name for a in arguments if a.name in {*_SIZES, *_COUNTS} and "nt" in _plain_type(a)]
     if check is None and not typed and not sizes and name not in _UNFILLED:
         return op
     order = [a.name for a in arguments]
@@ -89,7 +91,7 @@ def _fault_of_sizes(given: Arguments, names: list[str]) -> str:
     for k in names:
         v = given.get(k)
         sizes = [abs(s) for s in (v if isinstance(v, (list, tuple)) else [v]) if type(s) is int]
-        if math.prod(max(s, 1) for s in sizes) > MOST_ELEMENTS:
+        if max([*sizes, 0]) > _COUNTS[k] if k in _COUNTS else math.prod(max(s, 1) for s in sizes) > MOST_ELEMENTS:
             return f"{k} is {v!r:.80}"
     return ""
 
