@@ -111,7 +111,7 @@ def test_inputs_of_a_loaded_graph_are_random_numbers_and_ones():
     shapes = {"x": Value("x", (None, 3)), "i": Value("i", (None, None), "int64"), "h": Value("h", (1,), "float16")}
     x, i, h = opaque.example_inputs(Graph([], list(shapes), [], shapes, {}))
     assert x.shape == (2, 3) and x.dtype == torch.float32 and not torch.equal(x, torch.ones(2, 3))
-    assert torch.equal(i, torch.ones(2, 2, dtype=torch.int64)) and h.dtype == torch.float16 and h.shape == (1,)
+    assert torch.equal(i, torch.ones(2, 32, dtype=torch.int64)) and h.dtype == torch.float16 and h.shape == (1,)
 
 
 @pytest.fixture(scope="module")

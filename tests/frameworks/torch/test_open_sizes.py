@@ -103,6 +103,53 @@ def test_images_of_other_heights_and_widths_are_computed_as_onnx_runtime_does(tm
             assert all(F.cosine_similarity(got[k].flatten(1), want[k].flatten(1), dim=1).min() > 0.95 for k in want)
 
 
+class Strided(nn.Module):
+    """A network whose tail depends on the size of a strided or cropped feature map."""
+
+    def __init__(self, tail) -> None:
+        super().__init__()
+        self.tail, self.stem, self.deep = tail, nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.Conv2d(8, 8, 3)
+        self.out = nn.Conv2d(8, 4, 1)
+
+    def forward(self, image):
+        return self.out(self.tail(F.relu(self.stem(image)), self))
+
+
+def nonlocal_(x, m):
+    batch, channels, height, width = x.shape
+    return x + (x.flatten(2) @ (x.flatten(2).mT @ x.flatten(2) / 8).softmax(-1)).view(batch, channels, height, width)
+
+
+def center(x, m):
+    y = m.deep(x)
+    edge = (x.shape[2] - y.shape[2]) // 2
+    return x[:, :, edge : edge + y.shape[2], edge : edge + y.shape[3]] + y
+
+
+STRIDED = {
+    "global context": lambda x, m: x + F.interpolate(x.mean((2, 3), True), size=x.shape[2:], mode="bilinear"),
+    "a pyramid of features": lambda x, m: x + F.interpolate(m.deep(x), size=x.shape[2:], mode="bilinear"),
+    "a crop at the corner": lambda x, m: (y := m.deep(x)) + x[:, :, : y.shape[2], : y.shape[3]],
+    "a crop at the center": center,
+    "twice the size": lambda x, m: F.interpolate(x, size=(2 * x.shape[2], 2 * x.shape[3])),
+    "attention over places": nonlocal_,
+}
+
+
+@pytest.mark.parametrize("name", STRIDED)
+def test_sizes_of_inner_tensors_stay_open_behind_strides(name, tmp_path):
+    torch.manual_seed(0)
+    model = Strided(STRIDED[name]).eval()
+    result = quantized(model, [torch.randn(8, 3, 32, 32), torch.randn(8, 3, 40, 24), torch.randn(8, 3, 24, 48)])
+    result.save(tmp_path / "saved")
+    for r, shape in ((result, (1, 3, 28, 56)), (chipfit.load(tmp_path / "saved"), (2, 3, 27, 45))):
+        image = torch.randn(shape).clamp(-1, 1)
+        assert r.verify([image]).sound
+        with torch.no_grad():
+            got, want = r.model(image), model(image)
+        assert got.shape == want.shape and (got - want).abs().mean() < 0.05 * want.abs().max()
+
+
 def test_data_of_one_size_leave_nothing_open_but_the_batch(encoder):
     result = quantized(encoder, [sentences(4, 12), sentences(3, 12)])
     assert [result.graph.shape(i) for i in result.graph.inputs] == [(None, 12), (None, 12)]

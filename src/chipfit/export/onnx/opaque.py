@@ -11,12 +11,14 @@ from chipfit.engine.kernels import execute
 from chipfit.engine.process import TRACING, quiet
 from chipfit.engine.run import run
 from chipfit.engine.types import dtype_of
-from chipfit.errors import UnsupportedError, first_line
+from chipfit.errors import DataError, UnsupportedError, first_line
 from chipfit.export.onnx.builder import OnnxBuilder
 from chipfit.graph.ir import OPAQUE, Graph, Node
 
 #: values between opaque nodes that ONNX does not have: every node that reads them computes them again
 _INSIDE = ("int", "complex32", "complex64", "complex128")
+#: open sizes that are tried for a network without example: inner tensors of size 1 would be taken for constants
+_OPEN_SIZES = 32, 8
 
 
 class Region(torch.nn.Module):
@@ -103,13 +105,39 @@ def example_values(builder: OnnxBuilder, names: Sequence[str]) -> list[torch.Ten
 
 
 def example_inputs(graph: Graph) -> list[torch.Tensor]:
-    """Return inputs of the right shapes: the captured example, or random numbers and ones for a loaded graph."""
-    if graph.example:
-        return list(graph.example)
+    """Return inputs of the right shapes: the captured example, or random numbers and ones for a loaded graph.
+
+    Open sizes of one input differ where the network allows, because PyTorch takes equal ones for a single size.
+    """
+    plain = [list(graph.example)] if graph.example else [_inputs_of_size(graph, size) for size in (*_OPEN_SIZES, 2)]
+    for inputs in (made for given in plain for made in (_with_distinct_sizes(graph, given), given)):
+        try:
+            with torch.no_grad():
+                run(graph, inputs)
+        except (RuntimeError, LookupError, DataError):  # the network takes no such sizes
+            continue
+        return inputs
+    return plain[-1]
+
+
+def _with_distinct_sizes(graph: Graph, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return inputs whose second and further open sizes are larger, by repeated elements."""
+    out = list(inputs)
+    for k, name in enumerate(graph.inputs):
+        open_axes = [axis for axis, size in enumerate(graph.shape(name)) if size is None and axis]
+        for more, axis in enumerate(open_axes):
+            size = out[k].shape[axis]
+            out[k] = out[k].index_select(axis, torch.arange(size + 8 * more) % size)
+    return out
+
+
+def _inputs_of_size(graph: Graph, size: int) -> list[torch.Tensor]:
+    """Return two samples whose other open sizes are `size`."""
     out = []
     for name in graph.inputs:
         v = graph.values[name]
-        shape, dtype = [2 if s is None else s for s in v.shape], dtype_of(v.dtype)
+        shape = [s if s is not None else size if axis else 2 for axis, s in enumerate(v.shape)]
+        dtype = dtype_of(v.dtype)
         out.append(torch.randn(shape).to(dtype) if dtype.is_floating_point else torch.ones(shape, dtype=dtype))
     return out
 

@@ -10,7 +10,7 @@ from chipfit.frameworks.reading import Unreadable
 from chipfit.frameworks.torch.program import OpenSize, SymbolicTensor, origin
 from chipfit.graph.builder import GraphBuilder
 from chipfit.graph.edit import unique_name
-from chipfit.graph.ir import Graph
+from chipfit.graph.ir import OPAQUE, Graph, Ref
 
 #: arguments that do not change the result in inference
 NEUTRAL_ARGUMENTS = (
@@ -30,7 +30,8 @@ class TorchGraphBuilder(GraphBuilder):
         super().__init__(Graph([], [], [], {}, {}))
         self.env: dict[torch.fx.Node, Any] = {}  #: value name, tuple of names, or a Python constant
         self.overwritten: dict[str, str] = {}  #: value -> the value that an in-place operator wrote over it
-        self.sizes: dict[str, tuple[str, int]] = {}  #: open size -> an input that has it, and the axis
+        self.sizes: dict[str, tuple[str, int]] = {}  #: open size -> a value with it, first of inputs, and the axis
+        self.measured: dict[OpenSize, tuple[str, int]] = {}  #: size that the model reads -> a value with it, axis
         self.batch: dict[str, int] = {}  #: input -> its axis of samples
         self.returned: set[torch.fx.Node] = set()  #: calls whose results the model returns
         self.tied: dict[str, str] = {}  #: weight -> the first name of its tensor, which the nodes read
@@ -189,12 +190,38 @@ class TorchCall:
             return v
         return self.step("Cast", [v], self.tensor(key).to(dtype), dtype=str(dtype).removeprefix("torch."))
 
-    def size(self, size: Any) -> str:
-        """Return an open size as a value."""
+    def size(self, size: Any, computed: bool = False) -> str:
+        """Return an open size as a value.
+
+        Args:
+            computed: whether it may be computed from one that the model reads, by a function of Python.
+
+        Raises:
+            Unreadable: No value has this size.
+        """
+        measured = self.builder.measured
+        if isinstance(size, OpenSize) and size not in measured:
+            for other in measured:
+                if formula := size.computed_from(other):
+                    place = self._place_in_operands(other) or measured[other]
+                    return self._computed_size(size, place, *formula) if computed else self._static(size)
         if str(size) not in self.builder.sizes:
             raise Unreadable
         name, axis = self.builder.sizes[str(size)]
         return self.step("Size", [name], size, axis=axis)
+
+    def _place_in_operands(self, size: OpenSize) -> tuple[str, int] | None:
+        """Return an operand of the call that has a size, and the axis: what is written as one call reads no other."""
+        for x in self.node.all_input_nodes:
+            shape, name = getattr(x.meta.get("val"), "shape", ()), self.builder.arg(x)
+            if size in shape and isinstance(name, str):
+                return name, shape.index(size)
+        return None
+
+    def _computed_size(self, size: OpenSize, place: tuple[str, int], target: str, number: int) -> str:
+        base = self.step("Size", [place[0]], size, axis=place[1])
+        attrs = {"target": target, "args": [Ref(0), number], "kwargs": {}}
+        return self.builder.append(self.node, OPAQUE, [base], attrs, [size], f"{self.node.name}_computed")[0]
 
     def is_open(self, key: str) -> bool:
         """Return whether an argument is an open size of an input, but not the batch size."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import linecache
 import operator
 import re
@@ -57,9 +58,21 @@ class Unrecordable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class OpenSize:
-    """A size that may vary, as it was in each recorded run."""
+    """A size that may vary, as it was in each recorded run; further runs had the size of the first."""
 
     sizes: tuple[int, ...]
+
+    def computed_from(self, other: "OpenSize") -> tuple[str, int] | None:
+        """Return the operator of Python and the number that make this size of another one in every run."""
+        runs = list(itertools.zip_longest(self.sizes, other.sizes))
+        pairs = [(a or self.sizes[0], b or other.sizes[0]) for a, b in runs]
+        (a, b), *_ = pairs
+        choices = ("operator.mul", a // b), ("operator.add", a - b), ("operator.floordiv", b // a)
+        makes: tuple[Callable[..., int], ...] = (operator.mul, operator.add, operator.floordiv)
+        for make, (name, number) in zip(makes, choices, strict=True):
+            if number and all(make(y, number) == x for x, y in pairs):
+                return name, number
+        return None
 
 
 @dataclass(frozen=True, slots=True)

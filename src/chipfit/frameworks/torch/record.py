@@ -265,9 +265,11 @@ class _Run(_DispatchHandler, TorchDispatchMode):
             raise Unrecordable
         return out
 
-    def read_metadata(self, function: Callable[..., Any], result: Any) -> Any:
+    def read_metadata(self, function: Callable[..., Any], result: Any, args: Any) -> Any:
         """Return a tensor's metadata to the model, with sizes that differ from the first run as `_Size`."""
         name = function.__name__
+        if args and isinstance(args[0], torch.Tensor) and args[0] in self.calls:
+            self.calls[args[0]].meta["is_measured"] = True
         if name not in ("__get__", *_METADATA.split()):
             self.give_up()
         k = len(self.metadata)
@@ -431,4 +433,4 @@ class _Functions(TorchFunctionMode):
         self.run.enter_function(func)
         out = func(*args, **(kwargs or {}))
         many = isinstance(out, (tuple, list)) and any(isinstance(x, torch.Tensor) for x in out)
-        return out if many or isinstance(out, torch.Tensor) else self.run.read_metadata(func, out)
+        return out if many or isinstance(out, torch.Tensor) else self.run.read_metadata(func, out, args)

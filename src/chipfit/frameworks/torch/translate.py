@@ -74,6 +74,8 @@ class _Translator:
             elif n.op == "get_attr":
                 x = operator.attrgetter(n.target)(owner)
                 self.builder.env[n] = self.builder.constant(n.target, x) if isinstance(x, torch.Tensor) else x
+            if n.meta.get("is_measured"):
+                self.measure(n)
 
     def placeholder(self, n: torch.fx.Node) -> Any:
         """Return the value of an input of the program: a weight, or the next leaf of the user's call."""
@@ -91,6 +93,14 @@ class _Translator:
                 if (self.leaves - 1, axis) in self.program.batch:
                     self.builder.batch.setdefault(name, axis)
         return self.builder.enter(name, like)
+
+    def measure(self, n: torch.fx.Node) -> None:
+        """Enter the open sizes of a tensor whose shape the model reads."""
+        name, like = self.builder.arg(n), n.meta.get("val")
+        for axis, size in enumerate(like.shape if isinstance(like, SymbolicTensor) and isinstance(name, str) else ()):
+            if isinstance(size, OpenSize):
+                place = self.builder.sizes.setdefault(str(size), (name, axis))
+                self.builder.measured.setdefault(size, place)
 
     def batch(self) -> dict[str, Any]:
         """Return the axes of samples for `in_spec`, by number of the input; nothing where they are all open axes 0."""
@@ -177,7 +187,7 @@ class _Translator:
             Unrecordable: The size belongs to no input.
         """
         try:
-            return TorchCall(self.builder, n, "size", {}).size(size)
+            return TorchCall(self.builder, n, "size", {}).size(size, computed=True)
         except Unreadable as e:
             raise Unrecordable from e
 
