@@ -131,6 +131,17 @@ def test_no_pair_of_products_leaves_16_bits(tmp_path, platform, build):
     assert np.allclose(plain_session(file, data), result.device_model(data).numpy(), atol=1e-5)
 
 
+@pytest.mark.parametrize("layer", [nn.ConvTranspose2d(8, 8, 3), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3, bias=False)])
+def test_layers_in_float_between_quantizers_stay_in_float_in_a_plain_session(tmp_path, layer):
+    """An optimiser of ONNX Runtime would quantize them, with scales of its own."""
+    torch.manual_seed(0)
+    model = sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), layer, nn.ReLU(), nn.Conv2d(8, 4, 1))
+    result = quantized(model, data := randn(8, 3, 9, 9), overrides={"2": "float"})
+    file = result.export(tmp_path / "m.onnx")
+    assert result.verify(data, path=file).exact
+    assert (plain_session(file, data) == result.device_model(data).numpy()).mean() > 0.99
+
+
 def test_eight_bits_without_a_limit_would_saturate(tmp_path):
     model, data = convolutions()
     file = quantized(large_weights(model), data, "ort_cpu@VNNI").export(tmp_path / "m.onnx")
