@@ -6,6 +6,7 @@ from typing import Any
 
 from chipfit import steps
 from chipfit.calibration.collect import Need, TensorStats, collect, padding_mask
+from chipfit.decide.insertions import without_insertions
 from chipfit.decide.overrides import Overrides
 from chipfit.decide.statistics import needs
 from chipfit.decision import (
@@ -19,7 +20,7 @@ from chipfit.decision import (
 )
 from chipfit.graph.check import check
 from chipfit.graph.ir import Graph
-from chipfit.passes.composites import composites_in, note_of_opened
+from chipfit.passes.composites import close_composites, composites_in, note_of_opened
 from chipfit.passes.whole_composites import whole_composites
 from chipfit.plan.record import Plan
 from chipfit.ranges import name_of
@@ -84,7 +85,10 @@ def decide_again(calibrated: Decision, overrides: Overrides | None, batches: ste
     Raises:
         NothingQuantizedError, PlanError, UnknownNameError, UnsupportedError, DataError: see `quantize`.
     """
-    d = refuse_all_float(decide(replace(calibrated, overrides=overrides, widths=(), stats={})))
+    # overrides decide anew which composites stay whole
+    graph = close_composites(without_insertions(calibrated.graph), calibrated.composites)
+    d = replace(calibrated, graph=graph, composites={}, overrides=overrides, widths=(), stats={})
+    d = refuse_all_float(decide(d))
     needed, on_trial = statistics_needed(d)
     have = {n: s for n, s in calibrated.stats.items() if n in needed and _has(s, needed[n])}
     lacking = {n: need for n, need in needed.items() if n not in have}
