@@ -54,10 +54,11 @@ OFF = "off"
 #: stages in which steps run, in this order; see `Step`
 STAGES = ("rewrite", "formats", "adapt", "results", "correct")
 #: stage -> keyword arguments that its steps may need: "listed" (whether the platform lists the operator of a node),
-#: "batches" (the data again), "changed" (nodes with changed weights), "choose" (scales), "original" (uncorrected graph)
+#: "in_integers" (whether it computes a node in integers), "batches" (the data again), "changed" (nodes with changed
+#: weights), "choose" (scales), "original" (uncorrected graph)
 CONTEXT = {
     **dict.fromkeys(STAGES, ("platform",)),
-    "rewrite": ("platform", "listed"),
+    "rewrite": ("platform", "listed", "in_integers"),
     "correct": ("stats", "batches", "changed", "choose", "original", "settings"),
 }
 

@@ -117,7 +117,9 @@ def composite(op: str, shapes, attrs, weights) -> Graph:
     return graph
 
 
-EVERY = [(op, k) for op in sorted(RULES) for k in range(len(CASES.get(op, [()])))]
+#: operators whose rule is about some of them only: quotients by constants
+IN_PART = {"Div"}
+EVERY = [(op, k) for op in sorted(set(RULES) - IN_PART) for k in range(len(CASES.get(op, [()])))]
 
 
 def case(op: str, k: int) -> Graph:
@@ -132,8 +134,10 @@ def test_what_a_composite_becomes_computes_the_same(op, k, held, layout):
     held = {*held} - {op}
     new, _, reasons = decompose(change_layout(graph, layout).graph, Plan(), held)
     check(new)
-    assert not reasons
-    assert not {n.op for n in new.nodes} & (set(RULES) - held - {op if op.startswith("TransposeConv") else ""})
+    assert {new.node(n).op for n in reasons} <= IN_PART
+    assert not {n.op for n in new.nodes} & (
+        set(RULES) - held - IN_PART - {op if op.startswith("TransposeConv") else ""}
+    )
     back = change_layout(new, "channels_first").graph
     want, got = run(graph, list(graph.example)), run(back, list(graph.example), keep=list(back.values))
     for o, p in zip(graph.outputs, back.outputs, strict=True):
@@ -269,7 +273,7 @@ def test_composites_share_equal_constants_and_no_names():
     graph = case("Gelu", 0)
     first, last = graph.nodes
     graph.nodes = [first, last.with_(op="Gelu", attrs=first.attrs, layer="other")]
-    new = decompose(graph, Plan(), {"Erf"})[0]
+    new = decompose(graph, Plan(), {"Div", "Erf"})[0]
     check(new)
     assert len(new.weights) == 3  # sqrt 2, 1, 1/2
     assert len({n.name for n in new.nodes}) == len(new.nodes) == 10

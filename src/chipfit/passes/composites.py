@@ -41,7 +41,7 @@ def open_composites(
         computing = [m for m in parts if not OPS[m.op].moves]
         few = len(computing) <= _FEW and not OPS[n.op].weighted
         if (
-            len(parts) > 1
+            parts != [n]
             and all(has_kernel(trial.graph, m) for m in parts)
             and (few or not all(in_float(trial.graph, m) for m in computing))
         ):

@@ -240,6 +240,14 @@ def _erf(new: New, n: Node) -> str:
     return new("Mul", new("Sign", n.data), new("Sub", 1.0, tail))
 
 
+def _divide(new: New, n: Node) -> str:
+    """Return the product with the reciprocal of a constant."""
+    by = new.graph.weights.get(n.inputs[1] or "")
+    if n.data not in new.graph.values or by is None or not by.is_floating_point() or bool((by == 0).any()):
+        new.refuse("its divisor is no constant, or holds 0")
+    return new("Mul", n.data, new.constant((1 / by.detach().double()).to(by.dtype)), gives=new.shape(n.output))
+
+
 def _reduce_l2(new: New, n: Node) -> str:
     return new("Sqrt", new("Sum", new("Mul", n.data, n.data), gives=new.shape(n.output), **n.attrs))
 
@@ -436,8 +444,8 @@ _BY_NAME: dict[str, Rule] = {
     "rsqrt": lambda new, n: new("Reciprocal", new("Sqrt", n.data)),
     "not_equal": lambda new, n: new("LogicalNot", new("Equal", *n.inputs)),
 } | by_name(
-    *(_softplus, _mish, _elu, _hard_sigmoid, _gelu, _erf, _adaptive, _one_by_one, _reduce_l2, _layer_norm, _group_norm),
-    *(_batch_norm, _attention, _roll, _space_to_depth, _channel_shuffle, _stack, _unstack),
+    *(_softplus, _mish, _elu, _hard_sigmoid, _gelu, _erf, _divide, _adaptive, _one_by_one, _reduce_l2, _layer_norm),
+    *(_group_norm, _batch_norm, _attention, _roll, _space_to_depth, _channel_shuffle, _stack, _unstack),
 )
 #: operator -> its rule
 RULES: dict[str, Rule] = {}
