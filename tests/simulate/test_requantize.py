@@ -34,6 +34,11 @@ QUARTER = torch.tensor(0.25)
         ({"form": "q31"}, [-2, -1, -1, 0, 0, 1, 1, 1, 2, 3]),
         ({"form": "q31", "passes": 2, "round": "half_up"}, [-1, -1, 0, 0, 0, 1, 1, 1, 2, 3]),
         ({"form": "q31", "round": "trunc"}, [-1, -1, 0, 0, 0, 0, 0, 1, 1, 2]),
+        ({"form": "shift"}, [-1, -1, 0, 0, 0, 0, 1, 1, 2, 3]),
+        ({"form": "shift", "round": "half_away"}, [-2, -1, -1, 0, 0, 0, 1, 1, 2, 3]),
+        ({"form": "shift", "round": "half_even"}, [-2, -1, 0, 0, 0, 0, 0, 1, 2, 2]),
+        ({"form": "shift", "round": "floor"}, [-2, -2, -1, -1, 0, 0, 0, 0, 1, 2]),
+        ({"form": "shift", "round": "trunc"}, [-1, -1, 0, 0, 0, 0, 0, 0, 1, 2]),
     ],
 )
 def test_halves_go_where_the_platform_says(rule, want):
@@ -49,6 +54,18 @@ def test_a_multiplier_above_one_is_shifted_left_first(form):
         assert requantize(torch.tensor([-3, 7]), torch.tensor(6.0), rule).tolist() == [-18, 42]
         each = requantize(torch.tensor([[5, 5]]), torch.tensor([3.0, 0.5]), {**rule, "round": "half_away"})
         assert each.tolist() == [[15, 3]]
+
+
+def test_a_shift_takes_powers_of_two_above_and_below_one():
+    by = torch.tensor([4.0, 1.0, 0.125])
+    assert requantize(
+        torch.tensor([[3, -5, 12], [-3, 5, -12]]), by, {"form": "shift", "round": "half_away"}
+    ).tolist() == [
+        [12, -5, 2],
+        [-12, 5, -2],
+    ]
+    with pytest.raises(UnsupportedError, match=r"powers of two\. Got: 0.375"):
+        requantize(ACC, torch.tensor(0.375), {"form": "shift"})
 
 
 def test_a_float_multiplier_meets_an_accumulator_rounded_to_float32():

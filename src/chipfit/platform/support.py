@@ -6,7 +6,7 @@ from chipfit.platform.schema import Gate, Platform
 from chipfit.registry import lookup
 
 #: forms of `math.requant` that need no more than an accumulator and a multiplier
-FORMS = ("float", "q31")
+FORMS = ("float", "q31", "shift")
 Gap = tuple[str, object, str]  #: field, its value in the file, what chipfit does instead
 
 

@@ -26,13 +26,14 @@ from chipfit.passes.layout import Layout, apply_layout
 from chipfit.plan.record import Plan
 from chipfit.platform.builtin import DEFAULT
 from chipfit.platform.schema import Math, Platform
-from chipfit.platform.support import kernels_of
+from chipfit.platform.support import FORMS, kernels_of
 from chipfit.quantizers.dynamic import Codes, dynamic_codes
 from chipfit.quantizers.grids import shape_for
 from chipfit.quantizers.ops import TorchOps
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import lookup
 from chipfit.simulate import sums
+from chipfit.simulate.requantize import requantize
 
 Tensor = torch.Tensor
 
@@ -239,7 +240,9 @@ def profile_for(platform: Platform, kernels: str | None = None) -> Profile:
         got = platform.math.requant
         hint = f"use Result.model, the float simulation, or a platform with a verified profile such as {DEFAULT}"
         what = f"'{platform.name}' has no verified arithmetic, so its integers cannot be simulated"
-        raise UnsupportedError(what, got=got, allowed="math.kernels, or math.requant with form float or q31", hint=hint)
+        raise UnsupportedError(
+            what, got=got, allowed=f"math.kernels, or math.requant with form {' or '.join(FORMS)}", hint=hint
+        )
     profile: Profile = lookup("kernels", name)
     return profile
 
@@ -479,9 +482,9 @@ def pass_through(run: Simulation, group: Sequence[Node]) -> None:
         value = run.stored(node.data).quantize(torch.tensor(float(node.attrs["value"])))  # as files store it
         node = node.with_(attrs={**node.attrs, "value": float(value)})
     for o, x in zip(group[-1].outputs, execute(node, args), strict=False):
-        if o not in results:
-            run.floats[o] = x
-        else:
+        if not run.graph.is_float(o):
+            run.floats[o] = x  # an index
+        elif o in results:
             run.codes[o] = x.to(run.stored(o).grid.dtype) if tied else run.profile.quantize(run, o, x)
 
 
@@ -518,11 +521,21 @@ def accumulate(run: Simulation, node: Node) -> Tensor:
     terms = max(w[0].numel(), w[:, 0].numel()) if w.numel() else 0
     most = terms * 2.0 ** (run.plan[node.data].grid.bits + run.plan[node.weight].grid.bits)
     if node.bias is not None:
-        b = run.code(node.bias)
+        b = _aligned_bias(run, node, node.bias)
         most += float(b.abs().max())
         b = b if node.op == "Linear" else b.view(-1, *[1] * (acc.dim() - 2))
         acc = acc.add_(b) if acc.dtype == b.dtype == torch.int32 and most < 2.0**31 else acc.double().add_(b)
     return run.summed(acc if acc.dtype == torch.int32 else acc.double(), most)
+
+
+def _aligned_bias(run: Simulation, node: Node, bias: str) -> Tensor:
+    """Return the integers of a bias in steps of the accumulator, s_in s_w; one with a scale of its own is shifted."""
+    b, steps = run.code(bias), run.plan[node.data].scale * run.plan[node.weight].scale
+    ratio = run.plan[bias].scale / steps
+    if bool(((ratio - 1).abs() < 1e-3).all()):
+        return b
+    rule = run.math.requant or {}
+    return requantize(b, ratio, rule if rule.get("form") == "shift" else {"form": "float"})
 
 
 def _products(run: Simulation, node: Node) -> Tensor:

@@ -24,6 +24,7 @@ def requantize(acc: torch.Tensor, multiplier: torch.Tensor, rule: Mapping[str, A
 
     float: one float32 product of the accumulator rounded to float32. q31: the product with a 31-bit mantissa, shifted
     once, or (passes 2) first its doubled high half with halves up, then the shift; `round` says how the shift rounds.
+    shift: the accumulator shifted by the exponent of the multiplier, which must be a power of two.
     Source: ONNX Runtime and XNNPACK kernels (float); gemmlowp, docs/quantization.md (q31).
     """
     form, passes = rule.get("form"), rule.get("passes", 2)
@@ -35,6 +36,15 @@ def requantize(acc: torch.Tensor, multiplier: torch.Tensor, rule: Mapping[str, A
             return shift(a * m, 31 - e, rule.get("round", "half_up")).double()
         high = shift((a << e.clamp_min(0)) * m, torch.tensor(31), "half_up")
         return shift(high, (-e).clamp_min(0), rule.get("round", "half_away")).double()
+    if form == "shift":
+        mantissa, e = torch.frexp(multiplier.double())
+        if not bool((mantissa == 0.5).all()):
+            got = multiplier.flatten()[(mantissa != 0.5).flatten()][0].item()
+            what = "A chip that requantizes by shifts needs multipliers s_in s_w / s_out that are powers of two"
+            raise UnsupportedError(what, got=got, hint="give its formats `scale: pot`")
+        right = 1 - e.to(torch.int64)
+        left = acc.to(torch.int64) << (-right).clamp_min(0)
+        return shift(left, right.clamp_min(0), rule.get("round", "half_up")).double()
     raise UnsupportedError(f"Requantization form '{form}' has no simulator", allowed=", ".join(FORMS))
 
 

@@ -99,6 +99,7 @@ def verify(
         read_back = format_of(suffix).declares.stored
         in_file = read_back(file) if read_back is not None else {}
     out = Verification(runtime, runtime in platform.runtimes and simulates_arithmetic(platform))
+    out.other_rule = bool(platform.math.requant) and not out.promised
     out.executed, out.not_modelled = dict(device.executed()), [*unsupported_features(platform)]
     comparator = Comparator(graph, plan, platform, device, found.declares, model, out, set(in_file), freely)
     comparator.list_tensors(quantized, inner)

@@ -29,6 +29,7 @@ class Verification(SummaryRepr):
     held: list[ConstantComparison] = field(default_factory=list)
     labelled: int = 0  #: samples that the accuracies are taken from
     calibrated: int = 0  #: samples that are known to be calibration data
+    other_rule: bool = False  #: the platform states how it requantizes, and the runtime is not known to do so
     not_modelled: list[str] = field(default_factory=list)  #: settings of the platform that no simulation computes
 
     @property
@@ -110,6 +111,12 @@ class Verification(SummaryRepr):
         return "departs" if self.promised or self.file_departures else "unpromised"
 
     @property
+    def rounds_otherwise(self) -> bool:
+        """Every fault is an integer that differs by 1, on a runtime that requantizes by another rule than the chip."""
+        rounded = [r for r in self.rows if r.fault and not r.wrong and r.op_largest == 1]
+        return self.other_rule and not self.promised and len(rounded) == len(self.departures) > 0
+
+    @property
     def first_difference(self) -> TensorComparison | None:
         """The first tensor, in execution order, that departs."""
         return next((r for r in self.rows if r.differing or r.op_differing or r.wrong), None)
@@ -164,7 +171,8 @@ class Verification(SummaryRepr):
         lines = [f"{self.runtime}: {found} over {over}", self.coverage()]
         if self.departures:
             more = len(self.departures) - 1
-            lines.append(f"departs: {self.departures[0]}{f'; and {more} more' if more else ''}")
+            word = "the runtime rounds otherwise than this chip" if self.rounds_otherwise else "departs"
+            lines.append(f"{word}: {self.departures[0]}{f'; and {more} more' if more else ''}")
         first = self.first_difference
         if first is not None:
             how = ", computed in float by the runtime" if first.in_float else ""

@@ -118,12 +118,13 @@ def test_every_reader_of_signed_weights_has_integers_of_its_own_without_a_copy_i
         (3, 0, 7, "weight", "UINT4"),
         (12, 0, 4095, "weight", "UINT16"),
         (16, -32768, 32767, "weight", "INT16"),
-        (8, -128, 127, "bias", "INT32"),
-        (8, 0, 255, "bias", "INT32"),
+        (8, -128, 127, "bias", "INT8"),
+        (8, 0, 255, "bias", "UINT8"),
+        (16, -32768, 32767, "bias", "INT32"),
         (32, -(2**31), 2**31 - 1, "bias", "INT32"),
     ],
 )
-def test_codes_are_in_the_least_type_that_holds_them_and_biases_in_32_bits(bits, low, high, role, kind):
+def test_codes_are_in_the_least_type_that_holds_them_and_wide_biases_in_32_bits(bits, low, high, role, kind):
     w = torch.tensor([0.0, 1.0, 3.0])
     b = builder_of(weights={"w": w}, roles={"w": role}, w=stored(0.5, low=low, high=high, bits=bits))
     b.weight("w", False)

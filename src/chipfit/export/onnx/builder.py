@@ -246,9 +246,13 @@ class OnnxBuilder:
         return scale, zero
 
     def integers(self, name: str, values: torch.Tensor, tensor: str) -> str:
-        """Add integers of a tensor, in the smallest ONNX type that holds its grid (int32 for biases)."""
+        """Add integers of a tensor, in the smallest ONNX type that holds its grid.
+
+        ONNX Runtime reads an int32 bias as an accumulator and ignores its scale; a narrow bias has a scale of its own.
+        """
         grid = self.plan[tensor].grid
-        bits = 32 if self.plan.tensors[tensor].role == "bias" else grid.file_bits
+        wide = self.plan.tensors[tensor].role == "bias" and grid.file_bits > 8
+        bits = 32 if wide else grid.file_bits
         kind = tensor_type(f"int{bits}" if grid.signed or bits == 32 else f"uint{bits}")
         if bits == 4:
             self.initialisers[name] = helper.make_tensor(name, kind, values.shape, values.ravel().tolist())
