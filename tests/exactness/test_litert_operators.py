@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from ai_edge_litert import schema_py_generated as schema
 from benchmarks.random_networks import power_of_two_scales, with_biases
 from torch import nn
 
@@ -242,3 +243,15 @@ def test_samples_behind_other_axes_are_put_together_in_the_models_order(runtime)
     found = result.verify([torch.randn(4, 5, 6), torch.randn(3, 5, 6)], runtime=runtime)
     assert found.verdict == "exact" and found.integers
     assert any(r.op == "Reshape" and r.elements == 7 * 5 * 8 for r in found.rows), "it was compared"
+
+
+def test_dynamic_files_apply_rectifiers_within_the_kernel(tmp_path):
+    torch.manual_seed(0)
+    net = sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 64), nn.ReLU6(), nn.Linear(64, 4))
+    result = quantized(net, [torch.randn(8, 3, 8, 8)], "tflite_dynamic")
+    content = result.export(tmp_path / "net.tflite").read_bytes()
+    model = schema.ModelT.InitFromObj(schema.Model.GetRootAs(content, 0))
+    codes = {c.builtinCode for c in model.operatorCodes}
+    assert codes.isdisjoint({schema.BuiltinOperator.RELU, schema.BuiltinOperator.RELU6})
+    for runtime in RUNTIMES:
+        assert result.verify([torch.randn(4, 3, 8, 8)], runtime=runtime).exact
