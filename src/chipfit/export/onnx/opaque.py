@@ -10,8 +10,9 @@ from onnx import numpy_helper
 from chipfit.engine.kernels import execute
 from chipfit.engine.process import TRACING, quiet
 from chipfit.engine.run import run
+from chipfit.engine.trees import batch_axes
 from chipfit.engine.types import dtype_of
-from chipfit.errors import DataError, UnsupportedError, first_line
+from chipfit.errors import ChipfitError, UnsupportedError, first_line
 from chipfit.export.onnx.builder import OnnxBuilder
 from chipfit.graph.ir import OPAQUE, Graph, Node
 
@@ -114,7 +115,7 @@ def example_inputs(graph: Graph) -> list[torch.Tensor]:
         try:
             with torch.no_grad():
                 run(graph, inputs)
-        except (RuntimeError, LookupError, DataError):  # the network takes no such sizes
+        except (RuntimeError, LookupError, ChipfitError):  # the network takes no such sizes
             continue
         return inputs
     return plain[-1]
@@ -124,7 +125,8 @@ def _with_distinct_sizes(graph: Graph, inputs: list[torch.Tensor]) -> list[torch
     """Return inputs whose second and further open sizes are larger, by repeated elements."""
     out = list(inputs)
     for k, name in enumerate(graph.inputs):
-        open_axes = [axis for axis, size in enumerate(graph.shape(name)) if size is None and axis]
+        rows = batch_axes(graph).get(name, 0)
+        open_axes = [axis for axis, size in enumerate(graph.shape(name)) if size is None and axis != rows]
         for more, axis in enumerate(open_axes):
             size = out[k].shape[axis]
             out[k] = out[k].index_select(axis, torch.arange(size + 8 * more) % size)
@@ -133,10 +135,10 @@ def _with_distinct_sizes(graph: Graph, inputs: list[torch.Tensor]) -> list[torch
 
 def _inputs_of_size(graph: Graph, size: int) -> list[torch.Tensor]:
     """Return two samples whose other open sizes are `size`."""
-    out = []
+    out, batch = [], batch_axes(graph)
     for name in graph.inputs:
-        v = graph.values[name]
-        shape = [s if s is not None else size if axis else 2 for axis, s in enumerate(v.shape)]
+        v, rows = graph.values[name], batch.get(name, 0)
+        shape = [s if s is not None else 2 if axis == rows else size for axis, s in enumerate(v.shape)]
         dtype = dtype_of(v.dtype)
         out.append(torch.randn(shape).to(dtype) if dtype.is_floating_point else torch.ones(shape, dtype=dtype))
     return out
