@@ -59,7 +59,7 @@ class Profile:
     #: as `float_outputs`, for dynamic kernels; keyed by (operator, granularity of the input's ranges, weight bits)
     dynamic: Mapping[tuple[str, str, int], Callable[[KernelCall], Tensor]] = field(default_factory=dict)
     #: operator -> its float32 function as the runtime computes it; other operators in float compute as torch does
-    functions: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    functions: Mapping[str, Callable[..., Tensor]] = field(default_factory=dict)
     #: quantizes the input of dynamic kernels: (floats, whether weights are in `blocks`, attributes of DynamicQuantize)
     #: -> integers, scale, zero point
     quantize_dynamic: Callable[..., Codes] = _quantize_dynamic
