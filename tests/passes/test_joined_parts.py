@@ -48,12 +48,45 @@ def levels_in_one():
     return heads(forward)
 
 
+def shares_times(constant):
+    """Return a head whose boxes and scores, all between 0 and 1, are joined first, and turned into pixels afterwards.
+
+    Args:
+        constant: makes the output of what is joined, [N, 15, places], and of constants for each channel.
+    """
+    pixels = torch.tensor([640.0] * 10 + [1.0] * 5).reshape(1, 15, 1)
+
+    def forward(m, a, b):
+        shares = torch.cat([a.sigmoid().flatten(2), (4 * b).sigmoid().flatten(2)], 1)
+        return constant(shares, pixels)
+
+    return heads(forward)
+
+
+def multiplied():
+    return shares_times(lambda y, pixels: y * pixels)
+
+
+def multiplied_and_shifted():
+    return shares_times(lambda y, pixels: (y * pixels - (pixels - 1) / 2).transpose(1, 2))
+
+
+def divided():
+    return shares_times(lambda y, pixels: y / (1 / pixels))
+
+
 #: network -> the part of its output that is small beside the rest
 NETWORKS = {
     detector: lambda y: y[:, 10:],
     landmarks: lambda y: y[..., 10:],
     distances_and_angles: lambda y: y[:, 10:],
     levels_in_one: lambda y: y[..., 4:],
+}
+#: the same of networks with constants behind the join
+RESCALED = {
+    multiplied: lambda y: y[:, 10:],
+    multiplied_and_shifted: lambda y: y[..., 10:],
+    divided: lambda y: y[:, 10:],
 }
 
 
@@ -72,6 +105,16 @@ def test_a_part_of_an_output_keeps_its_accuracy_beside_larger_ones(network, plat
     assert not any(note.startswith("warning") for note in result.plan.rewrites)
 
 
+@pytest.mark.parametrize("platform", ["ort_cpu", "tflite_int8", "vitis_dpu", "qnn_htp"])
+@pytest.mark.parametrize("network", RESCALED, ids=lambda f: f.__name__)
+def test_a_part_keeps_its_accuracy_where_constants_make_it_small(network, platform):
+    model, small, x = network(), RESCALED[network], images(16, 24, seed=9)
+    result = quantized(model, DATA, platform)
+    with torch.no_grad():
+        assert sqnr(small(model(x)), small(result.model(x))) > 24
+    assert not any(note.startswith("warning") for note in result.plan.rewrites)
+
+
 @pytest.mark.parametrize("platform, library", [("ort_cpu", "onnxruntime"), ("tflite_int8", "ai_edge_litert")])
 def test_a_file_that_joins_in_float_is_exact(platform, library):
     pytest.importorskip(library)
@@ -79,6 +122,16 @@ def test_a_file_that_joins_in_float_is_exact(platform, library):
     (join,) = (n for n in result.plan.nodes.values() if n.op == "Concat")
     assert (join.exec, join.why) == ("float", PARTS_ARE_LOST)
     assert any("'sigmoid_1' would keep" in note for note in result.plan.rewrites)
+    assert result.verify([images(16, 24, seed=9)]).exact
+
+
+@pytest.mark.parametrize("platform, library", [("ort_cpu", "onnxruntime"), ("tflite_int8", "ai_edge_litert")])
+@pytest.mark.parametrize("network", [multiplied, multiplied_and_shifted])
+def test_a_file_that_applies_constants_to_parts_in_float_is_exact(network, platform, library):
+    pytest.importorskip(library)
+    result = quantized(network(), DATA, platform)
+    by_op = {n.op: n for n in result.plan.nodes.values()}
+    assert (by_op["Mul"].exec, by_op["Mul"].why) == ("float", PARTS_ARE_LOST)
     assert result.verify([images(16, 24, seed=9)]).exact
 
 
@@ -103,7 +156,9 @@ def test_parts_of_one_magnitude_are_joined_in_integers():
     model = heads(lambda m, a, b: torch.cat([a, b], 1).flatten(1))
     for platform in ("ort_cpu", "tflite_int8"):
         result = quantized(model, DATA, platform)
-        assert result.plan.nodes["cat"].exec != "float" and not any("join" in n for n in result.plan.rewrites)
+        assert result.plan.nodes["cat"].exec != "float" and not any(
+            "'cat' is computed in float" in n for n in result.plan.rewrites
+        )
 
 
 @pytest.mark.parametrize("settings", [{}, {"results": "codes"}])
@@ -117,6 +172,22 @@ def test_a_warning_names_the_part_that_is_lost_where_outputs_are_integers(platfo
         kept, before = (float(w) for w in found[0].removeprefix("warning: 'sigmoid_1' keeps ").split()[:3:2])
         assert before == 256 and kept < 1
         assert result.report.warnings
+
+
+@pytest.mark.parametrize("platform", ["ethos_u", "imx500"])
+def test_a_warning_names_the_part_that_a_constant_makes_small_beside_others(platform):
+    """Scores between 0 and 1 on a grid of 8 bits for pixels up to 640."""
+    result = quantized(multiplied(), DATA, platform)
+    (found,) = (note for note in result.plan.rewrites if note.startswith("warning: 'sigmoid_1' keeps "))
+    assert float(found.split()[3]) < 1 and "on the grid of 'mul" in found
+
+
+def test_a_constant_that_brings_parts_to_one_magnitude_keeps_the_result_in_integers():
+    """Pixels and scores are joined in float, and divided by 640 and 1 afterwards: [0, 1] in all channels."""
+    pixels = torch.tensor([640.0] * 10 + [1.0] * 5).reshape(1, 15, 1)
+    joined = lambda a, b: torch.cat([(a.sigmoid() * 640).flatten(2), (4 * b).sigmoid().flatten(2)], 1)
+    result = quantized(heads(lambda m, a, b: joined(a, b) / pixels), DATA, "ort_cpu")
+    assert not any("'div' is computed in float" in n for n in result.plan.rewrites)
 
 
 def test_a_file_with_an_output_in_integers_is_refused_with_what_brings_it_back(tmp_path):

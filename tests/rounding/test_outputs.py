@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from chipfit.engine.parts import Gain, part_gains
 from chipfit.engine.run import run
 from chipfit.rounding.outputs import OutputErrors, parts_of
 from tests.build import graph_of, node, randn
@@ -47,6 +48,19 @@ def test_each_value_that_an_output_joins_is_a_part():
     assert found["pixels in t"].shape == (5, 1, 8) and found["scores in t"].shape == (5, 1, 4)
     for name, x in (("pixels", pixels), ("scores", scores)):
         assert torch.equal(found[f"{name} in t"].sort(-1).values[:, 0], x.flatten(1).sort(-1).values)
+
+
+def test_a_constant_behind_the_join_leaves_the_parts():
+    """Computed by hand: channels 0 and 1 are multiplied by 2, channel 2 by -3, and 1 is added to all."""
+    nodes = node("y = Concat(a, b)", {"axis": 1}), node("z = Mul(y, k)"), node("t = Add(one, z)")
+    shapes = {"a": (None, 2, 4), "b": (None, 1, 4)} | dict.fromkeys("yzt", (None, 3, 4))
+    weights = {"k": torch.tensor([2.0, 2.0, -3.0]).reshape(3, 1), "one": torch.ones(1)}
+    graph = graph_of(*nodes, weights=weights, inputs=["a", "b"], shapes=shapes)
+    a, b = randn(5, 2, 4), randn(5, 1, 4)
+    found = parts_of(graph, run(graph, [a, b]))
+    assert torch.equal(found["a in t"], (2 * a + 1).flatten(1)[:, None])
+    assert torch.equal(found["b in t"], (-3 * b + 1).flatten(1)[:, None])
+    assert part_gains(graph, "t") == {"a": Gain(2.0, 1.0), "b": Gain(3.0, 1.0)}
 
 
 def test_a_part_that_is_lost_counts_whatever_its_neighbours_are():

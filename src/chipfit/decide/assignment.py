@@ -64,8 +64,8 @@ class Assignment:
     quantized_outputs: frozenset[str] = frozenset()  #: values whose producers output quantized values
     #: first node of a kernel with a choice -> what it can do: "codes", "float", "whole"; see `options.execution_modes`
     modes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    #: first node of a kernel that joins parts of an output, and may do so in float although no option of its own lists
-    #: that -> the joined value; see `passes.float_regions`
+    #: first node of a kernel that joins or rescales parts of an output, and may do so in float although no option of
+    #: its own lists that -> the result; see `passes.float_regions`
     joins: Mapping[str, str] = field(default_factory=dict)
     #: nodes whose kernels quantize their data at run time -> the format
     dynamic: Mapping[str, str] = field(default_factory=dict)

@@ -13,8 +13,8 @@ from torch import Tensor
 from chipfit.calibration.collect import TensorStats
 from chipfit.calibration.histogram import Histogram
 from chipfit.decide.assignment import Assignment
+from chipfit.engine.parts import Gain, part_gains
 from chipfit.graph.ir import Graph
-from chipfit.graph.joins import parts
 from chipfit.quantizers.grids import Grid
 from chipfit.ranges import choose
 from chipfit.ranges.qparams import QParams
@@ -39,13 +39,19 @@ def parts_on_grid(
         q, grid: the value's scale and zero point, and its grid.
     """
     out = []
-    for name in parts(graph, value, graph.producers()) if grid.kind == "int" else ():
+    for name, gain in ((part_gains(graph, value) or {}) if grid.kind == "int" else {}).items():
         seen, slot = stats.get(name), assignment.tensors.get(name)
-        if seen is not None and seen.low < seen.high:
+        if seen is not None and seen.low < seen.high and gain.times > 0:
             own = grid if slot is None else slot.grid(signed=seen.low < 0)
-            levels = (seen.high - seen.low) / float(q.scale)
-            out.append(PartOnGrid(name, levels, _noise(seen, q, grid), _noise(seen, choose(seen, own), own)))
+            on = _before_gain(q, gain)
+            levels = (seen.high - seen.low) / float(on.scale)
+            out.append(PartOnGrid(name, levels, _noise(seen, on, grid), _noise(seen, choose(seen, own), own)))
     return out
+
+
+def _before_gain(q: QParams, gain: Gain) -> QParams:
+    """Return the grid that rounds a part as `q` rounds times * part + plus."""
+    return QParams(q.scale / gain.times, q.zero_point + gain.plus / q.scale)
 
 
 def describe(part: PartOnGrid) -> str:

@@ -1,4 +1,7 @@
-"""Operators that join values into one tensor, and the parts of a tensor that they leave: values of any magnitude."""
+"""Operators that join values into one tensor, and the parts of a tensor that they leave: values of any magnitude.
+
+A constant behind the join, as of a head that turns shares of an image into pixels, changes the magnitude of each part.
+"""
 
 import math
 from collections.abc import Mapping
@@ -19,8 +22,20 @@ def moved_from(graph: Graph, node: Node) -> str | None:
     return data[0] if moves and len(data) == 1 and not is_join(node) else None
 
 
+def rescaled_from(graph: Graph, node: Node) -> str | None:
+    """Return the operand that an operator multiplies, divides or shifts by a constant, number by number; or None."""
+    if node.op not in ("Mul", "Div", "Add", "Sub") or graph.is_weight(node.inputs[0]) == graph.is_weight(
+        node.inputs[1]
+    ):
+        return None
+    (data,) = graph.activations(node)
+    reciprocal = node.op == "Div" and data != node.inputs[0]
+    same = graph.is_float(data) and graph.shape(data) == graph.shape(node.output)
+    return data if same and not reciprocal else None
+
+
 def parts(graph: Graph, value: str, producers: Mapping[str, Node]) -> list[str]:
-    """Return the values that a value is joined of, behind operators that move numbers.
+    """Return the values that a value is joined of, behind operators that move numbers or apply a constant to each.
 
     A value that is not joined has one part: itself, or what it rearranges.
 
@@ -33,9 +48,10 @@ def parts(graph: Graph, value: str, producers: Mapping[str, Node]) -> list[str]:
     if is_join(node):
         joined = (parts(graph, i, producers) for i in node.inputs if i is not None and graph.is_float(i))
         return list(dict.fromkeys(p for found in joined for p in found))
-    before = moved_from(graph, node)
+    moved = moved_from(graph, node)
+    before = moved or rescaled_from(graph, node)
     found = [] if before is None else parts(graph, before, producers)
-    if len(found) > 1 or (before is not None and _size(graph, before) == _size(graph, value)):
+    if len(found) > 1 or (moved is not None and _size(graph, moved) == _size(graph, value)):
         return found
     return [value]
 
@@ -45,16 +61,21 @@ def _size(graph: Graph, value: str) -> int:
     return math.prod(d or 1 for d in graph.shape(value))
 
 
+def sets_parts(graph: Graph, node: Node, producers: Mapping[str, Node]) -> bool:
+    """Check for an operator that joins parts, or applies constants to joined ones: its result needs a wider grid."""
+    return is_join(node) or (rescaled_from(graph, node) is not None and len(parts(graph, node.output, producers)) > 1)
+
+
 def output_joins(graph: Graph) -> list[Node]:
-    """Return the operators that join parts of an output of the model, behind operators that move numbers."""
+    """Return the operators that join or rescale parts of an output of the model, behind operators that move numbers."""
     producers, left, out = graph.producers(), [*graph.outputs], dict[str, Node]()
     while left:
         node = producers.get(left.pop())
         if node is None or node.name in out:
             continue
-        if is_join(node):
+        if sets_parts(graph, node, producers):
             out[node.name] = node
-            left += [i for i in node.inputs if i is not None]
+            left += graph.activations(node)
         elif before := moved_from(graph, node):
             left.append(before)
     return [n for n in graph.nodes if n.name in out]

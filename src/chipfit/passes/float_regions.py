@@ -34,7 +34,7 @@ _NOISE_COST = 1000.0
 BULK = 0.99
 #: extra cost of a multiply-accumulate in float over 8 bits (measured with ONNX Runtime on x86)
 _PRODUCT_COST = 1 / 64
-#: conversions of one number of an output that is joined in float: in front of the join, and behind it
+#: conversions of one number of an output whose parts meet in float: in front of its kernel, and behind it
 _CONVERSIONS = 2
 #: cost of a float output, which keeps a kernel in integers where both labels cost the same otherwise
 _TIE = 1e-3
@@ -57,7 +57,7 @@ def float_regions(
 
     Returns:
         First node of the kernel -> "codes", "float", "whole" or "apart" (whole, since a part of an output would be lost
-        on one grid), where it changes; notes with the number of kernels and with the joins in float.
+        on one grid), where it changes; notes with the number of kernels and with those whose parts meet in float.
     """
     if asked is not None:
         return {k: asked if asked in can else "whole" for k, can in assignment.modes.items()}, []
@@ -72,12 +72,12 @@ def float_regions(
     counted = f"{sum(mode != 'codes' for mode in listed)} of {len(listed)} kernels that can output integers or floats"
     why = [f"{counted} output floats: fewer conversions and less error; Settings(results=...) overrides it"]
     apart = [k for k in lost if changed.get(k) == "whole"]
-    joined = [f"'{assignment.joins[k]}' is joined in float: {describe(lost[k])}" for k in apart]
+    joined = [f"'{assignment.joins[k]}' is computed in float: {describe(lost[k])}" for k in apart]
     return changed | dict.fromkeys(apart, "apart"), why * bool(listed) + joined
 
 
 def lost_parts(graph: Graph, assignment: Assignment, stats: Mapping[str, TensorStats]) -> dict[str, PartOnGrid]:
-    """Return the first node of each kernel that joins an output -> the part that its grid rounds most.
+    """Return the first node of each kernel of `assignment.joins` -> the part that its grid rounds most.
 
     Kernels are left out whose parts are rounded about as well as by grids of their own, so that the conversions of a
     join in float would cost more.

@@ -13,7 +13,7 @@ from chipfit.calibration.data import as_batch
 from chipfit.decide.assignment import Assignment
 from chipfit.decide.part_noise import parts_on_grid
 from chipfit.graph.ir import Graph
-from chipfit.graph.joins import is_join
+from chipfit.graph.joins import sets_parts
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.ranges.qparams import QParams
 from chipfit.rounding.compare import Reference, limit_samples
@@ -55,7 +55,9 @@ def _suspects(
     graph: Graph, plan: Plan, assignment: Assignment, stats: Mapping[str, TensorStats]
 ) -> Iterator[tuple[str, tuple[str, float]]]:
     """Yield tensors, joined ones first, each with its part of fewest levels, and these levels, if they are few."""
-    joined = {n.output for n in graph.nodes if is_join(n) and plan.nodes[n.name].exec != "float"}
+    producers = graph.producers()
+    joins = (n for n in graph.nodes if sets_parts(graph, n, producers))
+    joined = {n.output for n in joins if plan.nodes[n.name].exec != "float"}
     tied = {name for group in plan.ties for name in group}
     for name in sorted(tied | joined, key=lambda name: name not in joined):
         t = plan.tensors.get(name)

@@ -9,17 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, multinomial, randn
 
 from chipfit.calibration.collect import without_padding
-from chipfit.engine.kernels import execute
+from chipfit.engine.parts import part_labels
 from chipfit.graph.ir import Graph
 from chipfit.graph.joins import parts
-
-#: an output of more parts, such as one for each time step, is compared as one
-MOST_PARTS = 32
 
 
 def parts_of(graph: Graph, values: Mapping[str, Any], valid: Tensor | None = None) -> dict[str, Tensor]:
@@ -35,7 +31,7 @@ def parts_of(graph: Graph, values: Mapping[str, Any], valid: Tensor | None = Non
     out = dict[str, Tensor]()
     for name in (o for o in dict.fromkeys(graph.outputs) if graph.is_float(o)):
         y = without_padding(values[name], valid)
-        labels = part_labels(graph, name, y) if y.shape == values[name].shape else None
+        labels = output_labels(graph, name, y) if y.shape == values[name].shape else None
         if labels is None:
             out[name] = y
         else:
@@ -44,34 +40,12 @@ def parts_of(graph: Graph, values: Mapping[str, Any], valid: Tensor | None = Non
     return out
 
 
-def part_labels(graph: Graph, output: str, y: Tensor) -> Tensor | None:
-    """Return which of `graph.joins.parts` each number of an output comes from; None if it is one part, or is not known.
-
-    Args:
-        y: the output, [N, ...].
-
-    Returns:
-        Indices, [*y.shape[1:]].
-    """
-    producers, table = graph.producers(), dict[str, Tensor]()
-    found = parts(graph, output, producers)
-    if not 1 < len(found) <= MOST_PARTS:
-        return None
-
-    def label(value: str) -> Tensor:
-        if value not in table:
-            if value in found:  # of one sample; sizes that are open are 1
-                sizes = graph.shape(value)[1:]
-                table[value] = torch.full([1, *(1 if size is None else size for size in sizes)], found.index(value))
-            else:
-                node = producers[value]
-                data = [label(i) if i is not None and graph.is_float(i) else None for i in node.inputs]
-                table.update(zip(node.outputs, execute(node, data), strict=False))
-        return table[value]
-
+def output_labels(graph: Graph, output: str, y: Tensor) -> Tensor | None:
+    """Return `engine.parts.part_labels` of one sample of an output, [*y.shape[1:]]; None where sizes are not known."""
+    labels = part_labels(graph, output)
     try:
-        return label(output).expand(1, *y.shape[1:])[0]
-    except (RuntimeError, TypeError, IndexError):  # sizes that are open, or axes that have taken the batch's place
+        return None if labels is None else labels.expand(1, *y.shape[1:])[0]
+    except RuntimeError:  # axes that have taken the batch's place
         return None
 
 

@@ -53,7 +53,7 @@ class TensorComparison:
     wrong: str = ""  #: what is wrong besides integers that differ
     signal: float = 0.0  #: sum of squares of the float tensor
     noise: float = 0.0  #: sum of squares of its error on the device
-    #: signal and noise of each part of an output that joins several, see `rounding.outputs.part_labels`
+    #: signal and noise of each part of an output that joins several, see `rounding.outputs.output_labels`
     parts: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def add(self, device: Tensor, alone: Tensor, stored: Stored, before: Tensor | None = None) -> None:

@@ -26,7 +26,7 @@ from chipfit.platform.schema import Platform
 from chipfit.platform.support import simulates_arithmetic, unsupported_features
 from chipfit.quantizers.grids import Grid
 from chipfit.registry import DeviceRuntime, entries, entry, require
-from chipfit.rounding.outputs import part_labels
+from chipfit.rounding.outputs import output_labels
 from chipfit.simulate.device import float_operators, output
 from chipfit.simulate.integer import float_results, profile_for, simulate
 from chipfit.verify.comparisons import (
@@ -246,7 +246,7 @@ class Comparator:
         floats = run(self.graph, inputs, keep=list(codes))
         for row in (r for r in self.out.rows if r.tensor in codes):
             name = row.tensor
-            labels = part_labels(self.graph, name, floats[name]) if name in self.graph.outputs else None
+            labels = output_labels(self.graph, name, floats[name]) if name in self.graph.outputs else None
             row.add_free(codes[name], free[name], floats[name], self.plan[name], labels)
         first = floats[self.graph.outputs[0]]
         if label is not None and first.dim() == 2 and label.shape[:1] == first.shape[:1]:
