@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from chipfit.quantizers.ops import TorchOps
-from chipfit.quantizers.pairs import bounded, output_axes, scale_for_pairs, sums_of_pairs
+from chipfit.quantizers.pairs import bounded, bounded_codes, output_axes, scale_for_pairs, sums_of_pairs
 from tests.build import grid, stored
 
 
@@ -60,9 +60,22 @@ def test_a_second_bound_changes_nothing_and_no_pair_is_beyond_it():
     assert float((once - every).abs().max()) == 63 and bool((once * every >= 0).all())
 
 
-@pytest.mark.parametrize("per_channel", [True, False])
-def test_the_scale_is_the_one_with_the_least_error(per_channel):
-    w = torch.randn(6, 300, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize(
+    ("shape", "outputs"), [((6, 9), 0), ((4, 5, 3, 3), 0), ((2, 5, 4), None), ((3, 3, 4, 2), (2, 3))]
+)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16])
+def test_integers_move_as_their_floats_do(shape, outputs, dtype):
+    q = torch.tensor(codes(*shape))
+    got = bounded_codes(q.to(dtype), 100, outputs)
+    assert got.dtype == dtype and torch.equal(got.double(), bounded(TorchOps, q.double(), 100, outputs))
+    assert not torch.equal(got, q) and torch.equal(q, torch.tensor(codes(*shape)))
+    few = (q // 3).to(dtype)
+    assert torch.equal(bounded_codes(few, 100, outputs), few)
+
+
+@pytest.mark.parametrize(("per_channel", "count"), [(True, 300), (False, 300), (True, 5003), (False, 5003)])
+def test_the_scale_is_the_one_with_the_least_error(per_channel, count):
+    w = torch.randn(6, count, generator=torch.Generator().manual_seed(0))
     w = w if per_channel else w.t().contiguous()
     axis = 0 if per_channel else None
     start = w.abs().amax(1) / 127 if per_channel else w.abs().max() / 127

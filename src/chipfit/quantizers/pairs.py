@@ -62,14 +62,18 @@ def bounded(ops: Any, q: Any, limit: int, outputs: Axes) -> Any:
     rows = rows_of_sums(ops, q, outputs)
     even = rows.shape[1] // 2 * 2
     pairs = ops.reshape(rows[:, :even], (rows.shape[0], even // 2, 2))
-    a, b = pairs[..., 0], pairs[..., 1]
+    moved = ops.stack(_moved(ops, pairs[..., 0], pairs[..., 1], limit), -1)
+    rows = ops.concatenate([ops.reshape(moved, (rows.shape[0], even)), rows[:, even:]], 1)
+    return ops.moveaxis(ops.reshape(rows, [q.shape[a] for a in order]), list(range(len(order))), order)
+
+
+def _moved(ops: Any, a: Any, b: Any, limit: int) -> tuple[Any, Any]:
+    """Return neighbours a and b as `bounded` moves them."""
     excess = ops.abs(a + b) - limit
     excess = ops.where((a * b > 0) & (excess > 0), excess, excess * 0)
     half = ops.floor(excess / 2)
     of_a = ops.where(ops.abs(a) >= ops.abs(b), excess - half, half)
-    moved = ops.stack([a - ops.sign(a) * of_a, b - ops.sign(b) * (excess - of_a)], -1)
-    rows = ops.concatenate([ops.reshape(moved, (rows.shape[0], even)), rows[:, even:]], 1)
-    return ops.moveaxis(ops.reshape(rows, [q.shape[a] for a in order]), list(range(len(order))), order)
+    return a - ops.sign(a) * of_a, b - ops.sign(b) * (excess - of_a)
 
 
 def fake_bounded(ops: Any, y: Any, scale: Any, limit: int, outputs: Axes) -> Any:
@@ -84,10 +88,35 @@ def fake_bounded(ops: Any, y: Any, scale: Any, limit: int, outputs: Axes) -> Any
     return ste(ops, y, ops.where(moved == q, fixed, moved * s))
 
 
+def bounded_codes(q: torch.Tensor, limit: int, outputs: Axes) -> torch.Tensor:
+    """Return integers [*dims] of at most 16 bits as `bounded` does; only pairs beyond the limit cost more than a look.
+
+    >>> bounded_codes(torch.tensor([[127, 4, -100, 100, 90]], dtype=torch.int8), 128, 0).tolist()
+    [[125, 3, -100, 100, 90]]
+    """
+    order, _ = _order(q.dim(), outputs)
+    rows = rows_of_sums(torch, q, outputs).clone(memory_format=torch.contiguous_format)
+    a, b = rows[:, 0 : rows.shape[1] // 2 * 2 : 2], rows[:, 1::2]  # views
+    beyond = (torch.add(a.to(torch.int32), b).abs_() > limit).nonzero(as_tuple=True)
+    if len(beyond[0]):
+        a[beyond], b[beyond] = (x.to(q.dtype) for x in _moved(torch, a[beyond].float(), b[beyond].float(), limit))
+    return rows.reshape([q.shape[a] for a in order]).moveaxis(list(range(len(order))), order)
+
+
 def sums_of_pairs(rows: torch.Tensor) -> torch.Tensor:
     """Return the sum of magnitudes of each pair of neighbours of one sign, 0 for other pairs; [rows, K // 2]."""
     a, b = rows[:, 0 : rows.shape[1] // 2 * 2 : 2], rows[:, 1::2]
-    return torch.where(a * b > 0, (a + b).abs(), 0.0)
+    return (a + b).abs_().mul_(a * b > 0)
+
+
+def _greatest(sums: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the greatest numbers >= 0 of each row, at most `count`, in descending order; [C, count]."""
+    rows, width = len(sums), sums.shape[1] // 8
+    if width > 2 * count:  # the greatest are in the groups of the greatest maxima
+        groups = sums[:, : 8 * width].view(rows, 8, width)
+        best = groups.amax(1).topk(count, sorted=False).indices.unsqueeze(1)
+        sums = torch.cat([groups.gather(2, best.expand(-1, 8, -1)).flatten(1), sums[:, 8 * width :]], 1)
+    return sums.topk(min(sums.shape[1], count)).values
 
 
 def scale_for_pairs(w: torch.Tensor, scale: torch.Tensor, limit: int, outputs: Axes) -> torch.Tensor:
@@ -105,7 +134,7 @@ def scale_for_pairs(w: torch.Tensor, scale: torch.Tensor, limit: int, outputs: A
         return scale
     if not scale.dim():
         rows, sums = rows.reshape(1, -1), sums.reshape(1, -1)
-    top = sums.topk(min(sums.shape[1], _GREATEST * max(1, len(sums.T) // 4096))).values  # [C, greatest]
+    top = _greatest(sums, _GREATEST * max(1, sums.shape[1] // 4096))
     least = scale.reshape(-1, 1)
     most = torch.maximum(top[:, :1] / limit, least)
     tried = least + (most - least) * torch.linspace(1, 0, _TRIES)  # [C, tries]

@@ -7,7 +7,7 @@ import torch
 
 from chipfit.errors import PlanError
 from chipfit.quantizers.grids import SCALES, Grid, dequantize, fake_quantize, quantize, shape_for
-from chipfit.quantizers.pairs import bounded
+from chipfit.quantizers.pairs import bounded_codes
 from chipfit.quantizers.rounding import ROUNDINGS
 
 
@@ -78,7 +78,7 @@ class Stored:
         """Quantize floats [*dims]; see `grids.quantize`, and `quantizers.pairs` for weights bounded in pairs."""
         q = quantize(x, self.scale, self.zero_point, self.grid, self.axis)
         limit = self.grid.pair_limit
-        return q if limit is None else bounded(torch, q.float(), limit, self.axis).to(q.dtype)
+        return q if limit is None else bounded_codes(q, limit, self.axis)
 
     def dequantize(self, q: torch.Tensor) -> torch.Tensor:
         """Dequantize codes [*dims]; see `grids.dequantize`."""

@@ -20,7 +20,7 @@ from chipfit.quantizers.algorithms.ste import STE
 from chipfit.quantizers.grids import Grid, quantize, shape_for
 from chipfit.quantizers.hosting import apply, initialize, to_inferable
 from chipfit.quantizers.ops import TorchOps
-from chipfit.quantizers.pairs import bounded, fake_bounded
+from chipfit.quantizers.pairs import bounded_codes, fake_bounded
 from chipfit.quantizers.scale_bounds import SLACK, clip_to_bounds, scale_growth
 from chipfit.quantizers.stored import Stored, scales_per_output
 
@@ -227,7 +227,7 @@ class FakeQuantizer(nn.Module):
         """Return the integers of floats [*dims], or their indices in the grid's table; without gradients."""
         s, z = (n.detach() for n in self.numbers())
         q, limit = quantize(x.detach().to(s.dtype), s, z, self.trained_grid(), self.axis), self.grid.pair_limit
-        return q if limit is None else bounded(TorchOps, q.float(), limit, self.axis).to(q.dtype)
+        return q if limit is None else bounded_codes(q, limit, self.axis)
 
     def dequantize(self, codes: Tensor) -> Tensor:
         """Return the floats of integers [*dims]; without gradients."""
