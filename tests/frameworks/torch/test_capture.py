@@ -28,6 +28,28 @@ def test_branching_on_values_names_the_users_line():
         quantized(Branch(), torch.randn(2, 8))
 
 
+class Conditional(nn.Module):
+    """A model whose operators depend on the values of a tensor, by torch.cond."""
+
+    def __init__(self):
+        super().__init__()
+        self.l = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.l(x)
+        return torch.cond(y.sum() > 0, lambda v: v.relu(), lambda v: v * 2, (y,))
+
+
+def test_control_flow_is_refused_by_the_users_line_and_the_model_still_runs():
+    x, model = torch.randn(2, 8), Conditional().eval()
+    for changed in (model, Conditional().half()):
+        with pytest.raises(CaptureError, match=r"control-flow operator 'cond'.*test_capture.py:\d+"):
+            quantized(changed, x.to(changed.l.weight.dtype))
+    with torch.no_grad():
+        y = model.l(x)
+        assert torch.equal(model(x), y.relu() if y.sum() > 0 else y * 2)
+
+
 def test_a_model_that_fails_by_itself_is_reported_as_that():
     with pytest.raises(CaptureError, match="fails on the example input"):
         capture(MODEL, (torch.randn(2, 5, 8, 8),))

@@ -1,8 +1,10 @@
 """Read a PyTorch module into a Graph: record its calls, or trace it with `torch.export`."""
 
+import contextlib
 import copy
 import functools
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -126,12 +128,14 @@ def _capture_way(model: torch.nn.Module, calls: Sequence[Any], sizes: Sequence[T
     args, kwargs = call = pytree.tree_unflatten(leaves, tree)
     copied, cast = _eval_copy(model)
     try:
-        program, example_out = record(copied, args, kwargs, sizes)
+        with _without_compiler():
+            program, example_out = record(copied, args, kwargs, sizes)
         graph = translate(program, copied if cast else model, call, example_out)
     except Unrecordable as e:
         copied, cast = _eval_copy(model)
-        example_out = run_in_float32(copied, args, kwargs)
-        resized = [_resized_call(copied, call, size) for size in sizes]
+        with _without_compiler():
+            example_out = run_in_float32(copied, args, kwargs)
+            resized = [_resized_call(copied, call, size) for size in sizes]
         if len(calls) > 1:
             raise CaptureError(_DEPENDS_ON_SIZE, where=users_line(e.__cause__ or e)) from e
         program = export(copied, args, kwargs, sizes)
@@ -143,6 +147,12 @@ def _capture_way(model: torch.nn.Module, calls: Sequence[Any], sizes: Sequence[T
             f"warning: the model computes in {' and '.join(types)}; it was read, and is simulated, in float32"
         )
     return graph
+
+
+def _without_compiler() -> Any:
+    """Return a context in which torch.cond is run, not compiled: compiled within a mode, it fails in later calls."""
+    loaded = "torch._dynamo" in sys.modules  # to load it takes seconds; while torch.cond loads it, nothing is compiled
+    return torch.compiler.set_stance("force_eager") if loaded else contextlib.nullcontext()
 
 
 def _resized_call(model: torch.nn.Module, call: Any, size: TiedAxes) -> tuple[Any, Any]:

@@ -84,6 +84,8 @@ class _Handler:
 class _InFloat32(_Handler, TorchDispatchMode):
     """A mode in which shorter float types are float32."""
 
+    supports_higher_order_operators = True  #: translation refuses control flow, by the user's line
+
 
 def _few_samples(graph: Graph, call: Any) -> Any:
     """Return a call with the first samples, where the graph's batch is open."""

@@ -221,11 +221,11 @@ def _layer(n: torch.fx.Node, modules: Mapping[str, torch.nn.Module]) -> tuple[st
 
 
 def source(n: torch.fx.Node) -> str:
-    """Return "file:line" of the last frame that is not torch's, "" if there is none."""
+    """Return "file:line" of the last frame that is not torch's or made by it, "" if there is none."""
     place = ""
     for line in (n.meta.get("stack_trace") or "").splitlines():
         line = line.strip()
-        if line.startswith('File "') and TORCH not in line:
+        if line.startswith('File "') and not line.startswith('File "<') and TORCH not in line:
             file, _, rest = line[6:].partition('", line ')
             place = f"{file}:{rest.partition(',')[0]}"
     return place
