@@ -10,7 +10,7 @@ from torch import nn
 
 from chipfit.calibration.collect import TensorStats
 from chipfit.decide.assignment import Assignment, TensorSpec
-from chipfit.decide.constraints import copies
+from chipfit.decide.constraints import bounded, copies
 from chipfit.decide.scales import choose
 from chipfit.decide.statistics import RangeRules
 from chipfit.errors import DataError, PlanError, UnsupportedError
@@ -129,6 +129,17 @@ def test_a_range_known_beforehand_counts_though_it_was_zero_and_copies_have_it()
     assert step(moved["x"]) == step(moved["y"]) == pytest.approx(4.0)
     free = chosen({"x": (-2.0, 2.0), "y": (-9.0, 9.0)}, TIE, nodes=[move], op="Reshape")
     assert step(free["y"]) == pytest.approx(18.0, rel=0.01)
+
+
+def test_beyond_a_constant_bound_codes_may_saturate_unless_something_else_reads_them():
+    graph = graph_of("y = Max(x, c)", "z = Min(d, y)", weights={"c": torch.tensor(-1.0), "d": torch.tensor(9.0)})
+    tie = ("x", "c", "y", "d", "z")
+    assert bounded(graph, [tie]) == {"x", "c", "y", "d"}
+    assert bounded(graph, [("x", "c", "y"), ("d", "z")]) == {"x", "c"}
+    graph.outputs.append("y")
+    assert bounded(graph, [tie]) == {"x", "c", "d"}
+    assert bounded(graph_of("y = Max(x, z)"), [("x", "y", "z")]) == set()
+    assert bounded(graph_of("y = Max(x, c)", "v = Add(x, y)", weights={"c": torch.tensor(1.0)}), ["xycv"]) == {"c"}
 
 
 def test_copies_are_what_only_moves_members_of_the_tie():

@@ -59,6 +59,33 @@ def test_the_file_of_such_a_block_takes_and_returns_integers_and_is_exact(tmp_pa
     assert result.verify(images()).exact
 
 
+@pytest.mark.parametrize("low, high", [(0.0, 0.5), (-0.3, 0.4), (None, 0.2), (-0.1, None), (-30.0, 40.0)])
+def test_a_clamp_stays_in_integers_and_its_grid_covers_what_it_returns(low, high, tmp_path):
+    from ai_edge_litert.interpreter import Interpreter
+
+    def clamped(m, x):
+        return m.b(m.a(x).clamp(low, high).mean((2, 3)))
+
+    result = build(model=lambda: model_of(clamped, a=nn.Conv2d(3, 8, 3), b=nn.Linear(8, 4)))
+    details = Interpreter(str(result.export(tmp_path / "clamp.tflite", io="int8"))).get_tensor_details()
+    assert {d["dtype"].__name__ for d in details} <= {"int8", "int32"}
+    assert result.verify(images()).exact
+    torch.manual_seed(0)
+    seen = nn.Conv2d(3, 8, 3)(images()).detach().clamp(low, high)
+    low, high = min(float(seen.min()), 0.0), max(float(seen.max()), 0.0)
+    clamp = result.plan[next(n for n in result.graph.nodes if n.op in ("Min", "Max")).output]
+    assert 0.9 * (high - low) < float(clamp.scale) * 255 < 1.06 * (high - low)
+
+
+def test_two_clamps_with_the_same_bounds_have_scales_of_their_own():
+    def forward(m, x):
+        return m.b((F.hardtanh(m.a(x), -0.6, 0.6) / 16).clamp(-0.6, 0.6).mean((2, 3)))
+
+    result = build(model=lambda: model_of(forward, a=nn.Conv2d(3, 8, 3), b=nn.Linear(8, 4)))
+    first, second = (result.plan[n.output] for n in result.graph.nodes if n.op == "Min")
+    assert float(first.scale) == pytest.approx(16 * float(second.scale), rel=0.02)
+
+
 def test_a_norm_and_attention_are_exact_in_integers_and_close_to_float():
     def forward(m, x):
         x = x + m.attention(m.first(x), m.first(x), m.first(x), need_weights=False)[0]

@@ -87,6 +87,19 @@ def copies(graph: Graph, group: Collection[str]) -> set[str]:
     return {o for n in graph.nodes if moves(n) for o in n.outputs if o in group}
 
 
+def bounded(graph: Graph, groups: Iterable[Collection[str]]) -> set[str]:
+    """Return the tensors of ties that are only read by Max and Min with a constant, and such constants.
+
+    A tie's grid need only cover the results: numbers beyond them saturate at its ends, which changes no result.
+    """
+    tie = {t: k for k, group in enumerate(groups) for t in group}
+    limits = [n for n in graph.nodes if n.op in ("Max", "Min") and any(graph.is_weight(i) for i in n.inputs if i)]
+    limits = [n for n in limits if n.output in tie and all(tie.get(i or "") == tie[n.output] for i in n.inputs)]
+    users = graph.users() if limits else {}
+    read = {i for n in limits for i in n.inputs if i is not None}
+    return {i for i in read if i not in graph.outputs and all(n in limits for n in users[i])}
+
+
 def dictated_qparams(constraints: Sequence[Constraint]) -> dict[str, FixedQParams]:
     """Return tensor -> the scale and zero point that the hardware dictates for it or for a tensor tied to it.
 

@@ -11,7 +11,15 @@ import torch
 
 from chipfit.calibration.collect import TensorStats
 from chipfit.decide.assignment import Assignment, TensorSpec
-from chipfit.decide.constraints import Constraint, FixedQParams, copies, dictated_qparams, hard_rules, tie_groups
+from chipfit.decide.constraints import (
+    Constraint,
+    FixedQParams,
+    bounded,
+    copies,
+    dictated_qparams,
+    hard_rules,
+    tie_groups,
+)
 from chipfit.decide.legality import project
 from chipfit.decide.statistics import DEFAULT_RULES, RangeRules, without
 from chipfit.errors import DataError, PlanError, UnsupportedError
@@ -61,11 +69,12 @@ def choose(
     grids = _grids(graph, assignment, stats, groups)
     sources = QParamsSource(graph, stats, dictated, known or {}, rules)
     found = {s.name: sources.qparams_of(s, grids[s.name]) for s in assignment.tensors.values() if s.role != "bias"}
+    saturated = bounded(graph, groups)
     for group in groups:
         members = {name: found[name] for name in group if name in found}
         given = any(assignment.tensors[name].range is not None for name in members)
         zeros = {name for name in members if assignment.tensors[name].range is None and _is_zero(name, graph, stats)}
-        found |= _tied(members, dictated.keys(), zeros | (copies(graph, group) if given else set()))
+        found |= _tied(members, dictated.keys(), zeros | (copies(graph, group) if given else saturated))
     wanted = limit_weight_sums(graph, assignment.constraints, {name: stored for name, (stored, _) in found.items()})
     legal = project(wanted, assignment.constraints)
     _check_moderate(legal)

@@ -13,7 +13,7 @@ import torch
 
 from chipfit.graph.edit import unique_name
 from chipfit.graph.ir import Graph, Node, Value
-from chipfit.operators.table import by_name, read_column, resolve
+from chipfit.operators.table import OPS, by_name, read_column, resolve
 from chipfit.plan.record import Plan
 
 Shape = tuple[int | None, ...]
@@ -110,7 +110,8 @@ class New:
             inputs: names; numbers become constants.
             gives: shape of the value; by default the broadcast shape of the operands.
         """
-        names = tuple(self.constant(torch.tensor(i)) if isinstance(i, float) else i for i in inputs)
+        shared = not OPS[op].moves  # whatever is moved together shares one scale
+        names = tuple(self.constant(torch.tensor(i), shared=shared) if isinstance(i, float) else i for i in inputs)
         name = self._name(op.lower())
         shape = broadcast([self.shape(i) for i in names if i is not None]) if gives is None else gives
         self.graph.values[name] = Value(name, shape, self.graph.values[self.node.output].dtype)
@@ -126,16 +127,18 @@ class New:
         shape = self.shape(x)
         return self("Transpose", x, gives=tuple(shape[d] for d in perm), perm=tuple(perm))
 
-    def constant(self, value: torch.Tensor, of: Sequence[str | None] = ()) -> str:
-        """Return a weight with this value, shared by all composites.
+    def constant(self, value: torch.Tensor, of: Sequence[str | None] = (), shared: bool = True) -> str:
+        """Return a weight with this value.
 
         Args:
             of: weights that it was computed from; it is not shared, and trains, if one of them does.
+            shared: among all composites.
         """
-        if not self.graph.trainable.isdisjoint(i for i in of if i is not None):
-            name = self._name("weight")
+        trains = not self.graph.trainable.isdisjoint(i for i in of if i is not None)
+        if trains or not shared:
+            name = self._name("weight" if trains else "constant")
             self.graph.weights[name] = value.detach().clone()
-            self.graph.trainable.add(name)
+            self.graph.trainable |= {name} if trains else set()
             return name
         key = (value.dtype, value.shape, value.numpy().tobytes())
         if key not in self._constants:
@@ -210,6 +213,13 @@ def _elu(new: New, n: Node) -> str:
     alpha, scale = (n.attrs["alpha"], 1.0) if n.op == "Elu" else (1.6732632423543772, 1.0507009873554805)
     below = new("Mul", new("Sub", new("Exp", new("Min", n.data, 0.0)), 1.0), alpha * scale)
     return new("Add", new("Mul", new("Relu", n.data), scale), below)
+
+
+def _clamp(new: New, n: Node) -> str:
+    x, (low, high) = n.data, (n.attrs["min"], n.attrs["max"])
+    if low is not None:
+        x = new("Relu", x) if low == 0 else new("Max", x, low)
+    return x if high is None else new("Min", x, high)
 
 
 def _hard_sigmoid(new: New, n: Node) -> str:
@@ -444,8 +454,8 @@ _BY_NAME: dict[str, Rule] = {
     "rsqrt": lambda new, n: new("Reciprocal", new("Sqrt", n.data)),
     "not_equal": lambda new, n: new("LogicalNot", new("Equal", *n.inputs)),
 } | by_name(
-    *(_softplus, _mish, _elu, _hard_sigmoid, _gelu, _erf, _divide, _adaptive, _one_by_one, _reduce_l2, _layer_norm),
-    *(_group_norm, _batch_norm, _attention, _roll, _space_to_depth, _channel_shuffle, _stack, _unstack),
+    *(_softplus, _mish, _elu, _clamp, _hard_sigmoid, _gelu, _erf, _divide, _adaptive, _one_by_one, _reduce_l2),
+    *(_layer_norm, _group_norm, _batch_norm, _attention, _roll, _space_to_depth, _channel_shuffle, _stack, _unstack),
 )
 #: operator -> its rule
 RULES: dict[str, Rule] = {}
