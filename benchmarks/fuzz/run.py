@@ -85,7 +85,7 @@ FOREIGN: tuple[str, ...] = (
     "frameworks/torch/record.py:watch",
     "frameworks/torch/capture.py:export",
     "frameworks/keras/capture.py:_in_float32",
-    "frameworks/keras/capture.py:_compare",
+    "frameworks/keras/deviation.py:outputs_of",
     "frameworks/keras/loading.py:load",
     "frameworks/keras/loading.py:load_operation",
     "import_by_name.py:import_by_name",

@@ -35,11 +35,11 @@ def test_rows_are_chosen_by_the_ids_themselves(platform):
     assert result.verify([torch.randint(0, 1000, (4, 40)).float()]).exact
 
 
-def table(forward, *inputs):
+def table(forward, *inputs, others=()):
     """Return the values of a function that stay float, and its graph."""
 
     model = model_of(lambda m, *xs: forward(m.linear, *xs), linear=nn.Linear(4, 4))
-    graph, _ = fold_constants(capture(model, inputs, {}))
+    graph, _ = fold_constants(capture(model, inputs, {}, others))
     return set(float_only_values(graph)), graph
 
 
@@ -80,8 +80,9 @@ def test_ids_that_are_features_too_still_choose_their_own_rows(platform):
 
 
 def test_a_value_whose_shape_alone_is_read_stays_float():
-    found, _ = table(lambda f, x, y: f(x) + torch.zeros(y.shape[0], 1).sum() + y.shape[0], X, X)
-    assert len(found) == 1
+    longer = [((X, torch.randn(3, 7)), {})]  # than y, whose number of columns is no size of x
+    found, graph = table(lambda f, x, y: f(x) + torch.zeros(y.shape[1], 1).sum() + y.shape[1], X, X, others=longer)
+    assert found == {graph.inputs[1]} and "Size" in {n.op for n in graph.nodes}
 
 
 class Attention(nn.Module):
