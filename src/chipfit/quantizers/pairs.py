@@ -40,7 +40,7 @@ def _order(rank: int, outputs: Axes) -> tuple[list[int], int]:
 def rows_of_sums(ops: Any, w: Any, outputs: Axes) -> Any:
     """Return a weight as [rows, K]: the K weights of each sum, in the order in which kernels add their products."""
     order, count = _order(len(w.shape), outputs)
-    first = math.prod(w.shape[a] for a in order[:count])
+    first = math.prod([w.shape[a] for a in order[:count]])  # a list: torch.compile takes no generator here
     return ops.reshape(ops.moveaxis(w, order, list(range(len(order)))), (first, -1))
 
 
