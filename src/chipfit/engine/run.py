@@ -68,7 +68,7 @@ def first_deviation(
     except (RuntimeError, LookupError, DataError) as e:
         return graph.outputs[0], first_line(e)
     for name, a in zip(graph.outputs, want, strict=True):
-        pair = [torch.as_tensor(x) for x in (a, env[name])]
+        pair = [torch.as_tensor(x).detach() for x in (a, env[name])]
         a, b = (x.to(torch.complex128 if x.is_complex() else torch.float64) for x in pair)
         if a.shape != b.shape:
             return name, list(b.shape)

@@ -185,8 +185,8 @@ def test_tied_weights_stay_one_parameter():
 
 
 def test_a_batch_norm_that_stays_trains_its_affine_part_and_keeps_its_statistics():
-    behind_the_input = sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))  # where nothing can fold it
-    model = _fit(behind_the_input, torch.randn(8, 4) * 3).model.train()
+    in_front_of_a_rectifier = sequential(nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))  # where no weights can take it
+    model = _fit(in_front_of_a_rectifier, torch.randn(8, 4) * 3).model.train()
     before = model.weight("0.running_mean").clone()
     model(torch.randn(8, 4) + 5).sum().backward()
     assert model.weight("0.weight").grad is not None
