@@ -556,14 +556,15 @@ def test_it_stops_after_as_many_batches_as_are_requested(batches, samples):
         fit.verify(data, batches=0)
 
 
-def test_a_number_without_axes_is_one_sample_and_the_first_input_counts():
+@pytest.mark.parametrize(("gain", "x", "samples"), [((), (3, 2), 3), ((3, 2), (), 3), ((), (), 1)])
+def test_a_number_without_axes_has_no_samples(gain, x, samples):
     from chipfit.frameworks.torch.capture import capture
 
-    graph = capture(model_of(lambda m, gain, x: gain * x), (torch.tensor(2.0), torch.randn(3, 2)))
-    for inputs, samples in (([torch.tensor(2.0), torch.randn(3, 2)], 1), ([torch.ones(3, 1), torch.randn(1, 2)], 3)):
-        found = comparator(Device(output=(inputs[0] * inputs[1]).numpy()), graph, Plan())
-        found.add(inputs, None)
-        assert found.out.samples == samples
+    inputs = [torch.randn(gain), torch.randn(x)]
+    graph = capture(model_of(lambda m, gain, x: gain * x), inputs)
+    found = comparator(Device(output=(inputs[0] * inputs[1]).numpy()), graph, Plan())
+    found.add(inputs, None)
+    assert found.out.samples == samples
 
 
 def test_an_error_of_a_runtime_is_an_unavailable_runtime_and_our_own_errors_are_ours():

@@ -205,6 +205,13 @@ def count_splittable(graph: Graph, batch: Sequence[torch.Tensor]) -> int:
     return 0 if fixed or len(sizes) != 1 else sizes.pop()
 
 
+def count_samples(graph: Graph, batch: Sequence[torch.Tensor]) -> int:
+    """Return how many samples a batch has: where no axis of samples is known, the longest axis 0; 1 without axes."""
+    axes = batch_axes(graph)
+    known = [x.shape[axes[name]] for name, x in zip(graph.inputs, batch, strict=True) if name in axes]
+    return max(known or [len(x) for x in batch if x.dim()], default=1)
+
+
 class Whole(list[torch.Tensor]):
     """A batch that cannot be cut into samples, because its inputs do not all have samples on axis 0."""
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chipfit.calibration.data import count_splittable, fixed_batch_of, iterate, split_label
+from chipfit.calibration.data import count_samples, count_splittable, fixed_batch_of, iterate, split_label
 from chipfit.calibration.sample_fingerprints import SampleHashes
 from chipfit.engine.run import run
 from chipfit.errors import DataError, RuntimeUnavailable, first_line, raised_outside_chipfit
@@ -173,7 +173,7 @@ class Comparator:
 
     def add(self, inputs: list[Tensor], label: Tensor | None) -> None:
         """Run one batch everywhere and compare."""
-        samples = max((x.shape[0] for x in inputs if x.dim()), default=1)
+        samples = count_samples(self.graph, inputs)
         freely = label is not None or self.freely is None or self.out.freely < self.freely
         self.out.samples += samples
         self.out.calibrated += self.calibration.count_known(inputs)

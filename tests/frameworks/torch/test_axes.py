@@ -138,7 +138,7 @@ def test_a_state_follows_the_batch_where_data_vary_it(kind, by_example, tmp_path
         assert set(batch_axes(r.graph).values()) == {0, 1}
         for batch in (1, 5):
             new = step(kind, batch)
-            assert r.verify([new]).sound
+            assert r.verify([new]).sound and r.verification.samples == batch
             with torch.no_grad():
                 got, want = (tree_leaves(m(*new)) for m in (r.model, model))
             assert all(map(near, got, want))
