@@ -482,6 +482,7 @@ ONE_VALUE = {
     ("scaled_dot_product_attention", "SDPA", "enable_gqa"): "copies are made before it",
     ("scaled_dot_product_attention", "Unsqueeze", "axes"): "heads are the second axis",
     ("scaled_dot_product_attention", "Reshape", "shape"): "as many heads as queries have",
+    ("pad", "Slice", "step"): "what a circle repeats lies together",
     ("slice_scatter", "Slice", "step"): "what is kept lies together",
     **{(name, "Size", "axis"): "the first axis alone is open" for name in ("expand", "repeat", "zeros", "copy")},
     ("sym_size", "Size", "axis"): "programs ask the input, whose first axis alone is open",

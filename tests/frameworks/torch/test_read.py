@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from chipfit.engine.run import run
-from chipfit.errors import CaptureError
 from chipfit.frameworks.torch.capture import capture
 from chipfit.frameworks.torch.read import READERS, enter_cell
 from chipfit.graph.ir import OPAQUE
@@ -89,8 +88,11 @@ def test_places_of_an_open_axis_are_counted_from_zero_by_ones(kind):
     [lambda n: torch.arange(1, n + 1), lambda n: torch.arange(0, 2 * n, 2), lambda n: torch.arange(1, n + 1, 1)],
 )
 def test_other_numbers_along_an_open_axis_are_not_taken_for_places(places):
-    with pytest.raises(CaptureError, match="something else for other sizes"):
-        nodes(lambda x: x + places(x.shape[1]), torch.randn(2, 5), others=LONGER)
+    (example,) = xs = [torch.randn(2, 5)]
+    graph = capture(model_of(lambda m, x: x + places(x.shape[1])), xs, {}, LONGER)
+    assert OPAQUE in {n.op for n in graph.nodes} and "CumSum" not in {n.op for n in graph.nodes}
+    for x in (example, torch.randn(3, 9)):
+        assert torch.equal(*run(graph, [x]).values(), x + places(x.shape[1]))
 
 
 def test_places_of_an_axis_that_is_known_are_left_to_pytorch():
