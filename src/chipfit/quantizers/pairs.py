@@ -95,7 +95,7 @@ def bounded_codes(q: torch.Tensor, limit: int, outputs: Axes) -> torch.Tensor:
     [[125, 3, -100, 100, 90]]
     """
     order, _ = _order(q.dim(), outputs)
-    rows = rows_of_sums(torch, q, outputs).clone(memory_format=torch.contiguous_format)
+    rows: torch.Tensor = rows_of_sums(torch, q, outputs).clone(memory_format=torch.contiguous_format)
     a, b = rows[:, 0 : rows.shape[1] // 2 * 2 : 2], rows[:, 1::2]  # views
     beyond = (torch.add(a.to(torch.int32), b).abs_() > limit).nonzero(as_tuple=True)
     if len(beyond[0]):

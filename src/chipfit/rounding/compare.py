@@ -13,8 +13,11 @@ from chipfit.engine.kernels import execute
 from chipfit.engine.run import done_after, run
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
+from chipfit.quantizers.stored import Stored
 from chipfit.rounding.outputs import OutputErrors, parts_of
 
+#: rounded weights by name, with the weight and how it is stored
+RoundedWeights = dict[str, tuple[Tensor, Stored | None, Tensor]]
 #: a network, and how it is quantized
 Planned = tuple[Graph, Plan]
 #: share of the samples that is held out for a comparison
@@ -78,14 +81,21 @@ class Reference:
         """Return the loss of a graph as a plan quantizes it, see `outputs`; 0 if all outputs are equal."""
         return self.errors(graph, plan).loss
 
-    def errors(self, graph: Graph, plan: Plan) -> OutputErrors:
-        """Return the errors of a graph as a plan quantizes it."""
-        out, weights = OutputErrors(), dict[str, Tensor]()
+    def errors(self, graph: Graph, plan: Plan, rounded: RoundedWeights | None = None) -> OutputErrors:
+        """Return the errors of a graph as a plan quantizes it.
+
+        Args:
+            rounded: weights that a measurement of another plan has rounded; those that are stored alike are taken.
+        """
+        out, weights = OutputErrors(), {} if rounded is None else rounded
 
         def rounding(name: str, x: Tensor) -> Tensor:  # weights are rounded once
             if name not in graph.weights:
                 return plan[name].round(x)
-            return weights[name] if name in weights else weights.setdefault(name, plan[name].round(x))
+            found, stored = weights.get(name), plan.stored(name)
+            if found is None or found[0] is not x or found[1] is not stored:
+                found = weights[name] = x, stored, plan[name].round(x)
+            return found[2]
 
         with torch.inference_mode():
             for batch, wanted in zip(self.batches, self._wanted, strict=True):

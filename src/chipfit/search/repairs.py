@@ -22,6 +22,7 @@ from chipfit.registry import ordered
 from chipfit.rounding.compare import (
     Planned,
     Reference,
+    RoundedWeights,
     count_samples,
     limit_samples,
     split_holdout,
@@ -53,10 +54,10 @@ class Merit:
     samples: int
 
     @classmethod
-    def of(cls, reference: Reference, graph: Graph, plan: Plan) -> "Merit":
-        """Return the merit of a network as a plan quantizes it."""
+    def of(cls, reference: Reference, graph: Graph, plan: Plan, rounded: RoundedWeights | None = None) -> "Merit":
+        """Return the merit of a network as a plan quantizes it; `rounded` as in `Reference.errors`."""
         expected = expected_sqnr_db(graph, plan)
-        return cls(reference.errors(graph, plan).sqnr_db, expected, count_samples(reference.batches))
+        return cls(reference.errors(graph, plan, rounded).sqnr_db, expected, count_samples(reference.batches))
 
     @property
     def explained(self) -> bool:
@@ -107,17 +108,18 @@ def improved(d: Decision, data: CalibrationData, *, tries: bool, open_rule: bool
     few = few_samples(d, data.few)
     if not few:
         return _remembered(d)
-    reference = Reference(d.graph, few)
-    merit = Merit.of(reference, *judged(d))
+    reference, rounded = Reference(d.graph, few), RoundedWeights()
+    merit = Merit.of(reference, *judged(d), rounded)
     if tries and not merit.explained:
+        rounded.clear()
         if data.read_once:
             why = "no repair was tried: the data cannot be read again; give a list, or a function that returns them"
             d = replace(d, rewrites=(*d.rewrites, why))
         else:
             d = repaired(d, data.batches(d.graph))
-            merit = Merit.of(reference, *judged(d))
+            merit = Merit.of(reference, *judged(d), rounded)
     if tries and open_rule:
-        d, merit = with_best_ranges(d, reference, merit)
+        d, merit = with_best_ranges(d, reference, merit, rounded)
     if tries and merit.sqnr_db < merit.expected_db - DOUBT_DB:
         told = f"the outputs have {merit.sqnr_db:.1f} dB, {merit.expected_db:.1f} dB are expected"
         d = replace(d, rewrites=(*d.rewrites, f"warning: rounding loses more than the bits explain: {told}"))
@@ -132,11 +134,13 @@ def _remembered(d: Decision) -> Decision:
     return replace(d, captured=None, calibrated=start)
 
 
-def with_best_ranges(d: Decision, reference: Reference, before: Merit) -> tuple[Decision, Merit]:
+def with_best_ranges(
+    d: Decision, reference: Reference, before: Merit, rounded: RoundedWeights
+) -> tuple[Decision, Merit]:
     """Return the decision, with activations that are not clipped where the outputs then lose less, and its merit."""
     weights = {k: t for k, t in d.tensors.items() if t.role == "weight" and t.quantized}
     other = choose_scales(replace(d, rules=replace(d.rules, rule="no_clipping")), keep=weights)
-    after = Merit.of(reference, *judged(other))
+    after = Merit.of(reference, *judged(other), rounded)
     if not after.sqnr_db >= before.sqnr_db + RANGE_GAIN_DB:
         return d, before
     why = f"on {after.samples} samples the outputs have {after.sqnr_db:.1f} dB, {before.sqnr_db:.1f} dB without"
