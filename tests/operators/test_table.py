@@ -260,3 +260,21 @@ def test_a_row_that_fits_no_column_is_refused(row, message, drop_ins):
     with pytest.raises(ConfigError, match=message):
         add_operators({"Odd": row})
     assert "Odd" not in OPS
+
+
+def test_a_name_that_is_taken_is_refused(drop_ins):
+    before = OPS["Relu"]
+    with pytest.raises(ConfigError, match="'Relu' exists already"):
+        add_operators({"Relu": {"facts": "element", "kernel": "torch:tan"}})
+    assert OPS["Relu"] is before and KERNELS["Relu"] is not torch.tan
+
+
+@pytest.mark.parametrize("wrong", [{"onnx": {"nmae": "Odd"}}, {"kernel": {"nmae": "Odd"}}, {"torch": {"nmae": "odd"}}])
+def test_rows_leave_nothing_behind_if_one_cell_is_refused(wrong, drop_ins):
+    good = {"torch": "tan", "kernel": "torch:tan", "onnx": "Tan"}
+    with pytest.raises(ConfigError, match="'Odd' does not fit column"):
+        add_operators({"Tan": good, "Odd": good | wrong})
+    found = [table for table in (OPS, KERNELS, WRITERS) for op in ("Tan", "Odd") if op in table]
+    assert not found and "tan" not in READERS
+    add_operators({"Tan": good})
+    assert KERNELS["Tan"] is torch.tan

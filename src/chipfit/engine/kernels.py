@@ -225,7 +225,7 @@ KERNELS |= {
 }
 
 
-read_column("kernel", _enter)
+read_column("kernel", _enter, KERNELS)
 
 
 # ---------------------------------------------------------------- running a node

@@ -79,6 +79,7 @@ _VOCABULARY = package_data("chipfit.operators", "vocabulary.yaml")
 #: column -> operator -> what stands in that column of its row
 CELLS: dict[str, dict[str, Any]] = {column: {} for column in _COLUMNS}
 _readers: dict[str, Callable[..., None]] = {}  #: column -> the function that reads it
+_filled: dict[str, tuple[dict[Any, Any], ...]] = {}  #: column -> what this function fills
 
 OPS: dict[str, OpDef] = {}
 #: attribute -> the kind of its values, see `vocabulary.yaml`
@@ -94,23 +95,33 @@ FOREIGN = frozenset(_VOCABULARY["foreign"].split())
 def add_operators(rows: Mapping[str, Mapping[str, Any]]) -> None:
     """Add rows to the table: names of operators, with spaces between, -> the fields of their row.
 
-    Columns that are in use already get their cells at once.
+    Columns that are in use already get their cells at once. Rows that are refused leave nothing behind.
 
     Raises:
-        ConfigError: a row has an unknown field, or a cell does not fit its column.
+        ConfigError: an operator has this name, a row has an unknown field, or a cell does not fit its column.
     """
-    for names, row in rows.items():
-        facts = {k: v for k, v in row.items() if k not in _COLUMNS}
-        for op in names.split():
-            OPS[op] = _definition(op, **facts)
-            for column in row.keys() & _readers.keys():
-                try:
-                    _read(column, op, row[column])
-                except ConfigError:
-                    del OPS[op]
-                    raise
-            for column in row.keys() & CELLS.keys():
-                CELLS[column][op] = row[column]
+    tables = [OPS, *CELLS.values(), *(table for filled in _filled.values() for table in filled)]
+    before = [dict(table) for table in tables]
+    try:
+        for names, row in rows.items():
+            for op in names.split():
+                _add_operator(op, row)
+    except Exception:
+        for table, old in zip(tables, before, strict=True):
+            table.clear()
+            table.update(old)
+        raise
+
+
+def _add_operator(op: str, row: Mapping[str, Any]) -> None:
+    """Add the row of one operator; tables keep what is entered before an error."""
+    if op in OPS:
+        raise ConfigError(f"An operator named '{op}' exists already", hint="give the new operator another name")
+    OPS[op] = _definition(op, **{k: v for k, v in row.items() if k not in _COLUMNS})
+    for column in row.keys() & _readers.keys():
+        _read(column, op, row[column])
+    for column in row.keys() & CELLS.keys():
+        CELLS[column][op] = row[column]
 
 
 def _definition(op: str, takes: str = "in0", attrs: str = "", case_of: str = "", facts: str = "", **more: Any) -> OpDef:
@@ -124,15 +135,18 @@ def _definition(op: str, takes: str = "in0", attrs: str = "", case_of: str = "",
     return OpDef(slots=tuple(takes.split()), attrs=tuple(attrs.split()), case_of=tuple(case_of.split()), **more)
 
 
-def read_column(column: str, enter: Callable[..., None]) -> None:
+def read_column(column: str, enter: Callable[..., None], *filled: dict[Any, Any]) -> None:
     """Call `enter(op, **fields)` for every cell of a column, and for those of operators that are added later.
 
     A cell that is not a mapping becomes the field `name`.
 
+    Args:
+        filled: the tables that `enter` fills, from which a row that is refused is taken out again.
+
     Raises:
         ConfigError: a cell has fields that `enter` does not take.
     """
-    _readers[column] = enter
+    _readers[column], _filled[column] = enter, filled
     for op, cell in CELLS[column].items():
         _read(column, op, cell)
 

@@ -459,4 +459,4 @@ _BY_NAME: dict[str, Rule] = {
 )
 #: operator -> its rule
 RULES: dict[str, Rule] = {}
-read_column("decompose", lambda op, name: RULES.update({op: resolve(name, _BY_NAME)}))
+read_column("decompose", lambda op, name: RULES.update({op: resolve(name, _BY_NAME)}), RULES)

@@ -628,7 +628,7 @@ def _up_to_8_bits(xnnpack: Kernel, wider: Kernel) -> Kernel:
     return lambda run, nodes: (wider if KernelCall(run, nodes).wide else xnnpack)(run, nodes)
 
 
-read_column("litert", _enter_cell)
+read_column("litert", _enter_cell, *_KERNELS, *_PASS_THROUGH)
 _SUPPORTED_MATH = ("half_even", "q31 2 half_away", "q15 1 half_up")
 
 

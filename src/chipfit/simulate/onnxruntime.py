@@ -194,7 +194,7 @@ def _enter_cell(op: str, name: CellFunction, pass_through: CellFunction | None =
         _PASS_THROUGH[op] = kernel_of(resolve(pass_through, _FUNCTIONS))
 
 
-read_column("onnxruntime", _enter_cell)
+read_column("onnxruntime", _enter_cell, _KERNELS, _PASS_THROUGH)
 register("kernels", "onnxruntime")(
     Profile(
         kernels=_KERNELS,

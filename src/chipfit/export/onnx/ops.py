@@ -392,4 +392,4 @@ def _size_of(w: OnnxBuilder, n: Node, x: Names) -> str:
     return w.op("Gather", [w.op("Shape", [x[0]]), w.const(np.int64(n.attrs["axis"]))])
 
 
-read_column("onnx", _enter_cell)
+read_column("onnx", _enter_cell, WRITERS)

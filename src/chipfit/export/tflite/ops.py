@@ -630,7 +630,7 @@ def _enter_cell(op: str, name: str = "", write: str | Write = "plain", facts: st
     OPERATORS[op] = TfliteOp(kind=name, write=resolve(write, _FUNCTIONS), **given)
 
 
-read_column("tflite", _enter_cell)
+read_column("tflite", _enter_cell, OPERATORS)
 NO_FORM = "it has no TensorFlow Lite form here"
 #: operators that the file cannot hold, and why
 REFUSED = refused("tflite")

@@ -380,7 +380,7 @@ LOWERINGS: dict[str, Lowering] = {
     "DynamicQuantize": Lowering(lambda x, **attrs: dynamic_quantize(KerasOps, x, **attrs)),
     **dict.fromkeys(("Identity", "Requantize"), Lowering(lambda x: x, _layer(layers.Identity))),
 }
-read_column("lowering", _enter_cell)
+read_column("lowering", _enter_cell, LOWERINGS)
 
 
 @keras.saving.register_keras_serializable(package="chipfit")

@@ -726,4 +726,4 @@ def _embedding(r: KerasCall, x: Value) -> Value:
     return r.emit("Embedding", [r.weight(r.op.embeddings), index])
 
 
-read_column("keras", _enter_cell)
+read_column("keras", _enter_cell, READERS, UNTRACEABLE)

@@ -664,4 +664,4 @@ def _size(c: TorchCall) -> Any:
     return c.emit("Size", [c.value("self")], axis=c.static("dim"))
 
 
-read_column("torch", enter_cell)
+read_column("torch", enter_cell, READERS)

@@ -42,7 +42,7 @@ def _enter_cell(op: str, name: str) -> None:
         _LAYERS[layer] = (op, *ops) if "*" in word else (*ops, op), exact or "!" in word
 
 
-read_column("layers", _enter_cell)
+read_column("layers", _enter_cell, _LAYERS)
 
 
 def operators_of_set(name: str) -> tuple[str, ...] | None:
