@@ -53,7 +53,8 @@ def check_options(settings: Any, rules: RangeRules, limits: Any, seed: Any) -> N
 
 
 def settings_for(settings: Settings, training: Training | None) -> Settings:
-    """Return the settings, without rounding of weights where training needs folded batch norms to stay separable."""
-    if training is not None and training.bn_fold and settings.rounding is None:
-        return Settings(**settings.to_record(), rounding=OFF)
-    return settings
+    """Return the settings, without rounding and repairs where training needs folded batch norms to stay separable."""
+    if training is None or not training.bn_fold:
+        return settings
+    off = {name: OFF for name in ("rounding", "repairs") if getattr(settings, name) is None}
+    return Settings(**settings.to_record(), **off)

@@ -11,8 +11,9 @@ import yaml
 
 from chipfit.bench.board import find, json_without_times, row
 from chipfit.bench.config import of
-from chipfit.bench.run import Busy, code, run
+from chipfit.bench.run import Busy, Outcome, code, run
 from chipfit.bench.store import Store
+from chipfit.bench.train import Curves
 from chipfit.errors import ExportError, UnknownNameError
 from chipfit.files import lock_folder
 from tests.bench.tiny import config, image_folder, quiet, without_training
@@ -186,8 +187,10 @@ def test_a_run_below_the_median_of_its_study_stops_early_on_request(home, tmp_pa
     def outcome(others, *options):
         """Run behind three other experiments with these accuracies at steps 4, 8 and 12."""
         for k in range(3):
-            curves = {"loss": [], "top1": [[4 * n, a] for n, a in enumerate(others, 1)]}
-            store.put(f"other{k}", "other", "race", {"curves": curves})
+            curves = Curves(top1=[(4 * n, a) for n, a in enumerate(others, 1)])
+            store.put(
+                f"other{k}", "other", "race", Outcome(f"other{k}", "other", of(slow).resolved, curves=curves).record
+            )
         said = bench("run", tmp_path / "config.yaml", "--stop-early", *options, home=tmp_path)
         return said, next(r for r in store.rows() if r["key"] == of(slow).key)
 

@@ -39,8 +39,8 @@ def notes_of(overrides, platform="tflite_int8", model=None, example=IDS):
 @pytest.mark.parametrize(
     "overrides, platform, says",
     [
-        ({"emb": {"bits": 8}}, "tflite_int8", "'emb' (its operator runs in float)"),
-        ({"emb": {"per": "tensor"}}, "tflite_int8", "'emb' (its operator runs in float)"),
+        ({"emb": {"bits": 8}}, "tflite_int16x8", "'emb' (its operator runs in float)"),
+        ({"emb": {"per": "tensor"}}, "tflite_int16x8", "'emb' (its operator runs in float)"),
         ({"ln": {"activation_bits": 16}}, "ort_cpu", "'ln' (it has 8"),
         ({"LayerNorm": {"bits": 8}}, "ort_cpu", "'ln' (its operator runs in float)"),
         ({"softmax": {"rule": "mse"}}, "tflite_int8", "the platform dictates its scale"),
@@ -76,6 +76,7 @@ def test_an_override_that_no_layer_can_follow_is_refused_with_the_reason(overrid
         ([("a", {"bits": 8}), ("a", "float")], "ort_cpu"),  # taken back
         ({"emb": "float"}, "ort_cpu"),
         ({"emb": {"rule": "no_clipping"}}, "ort_cpu"),
+        ({"emb": {"bits": 8, "per": "tensor"}}, "tflite_int8"),  # a table in codes, which integers gather
         ({"a": {"range": (0, 3)}}, "ort_cpu"),
         ({"a": {"range": [0, 3]}}, "ort_cpu"),
         ({"a": {"bits": None}}, "ort_cpu"),

@@ -36,7 +36,7 @@ def unapplied_overrides(graph: Graph, assignment: Assignment, overrides: Overrid
     last = {
         (n.name, k): at
         for at, (_, own, nodes) in enumerate(entries)
-        for n, given in [*((n, own or CHOICES) for n in nodes), *for_other_readers(graph, nodes, own)]
+        for n, given in [*((n, own or CHOICES) for n in nodes), *for_other_readers(layers, nodes, own)]
         for k in given
     }
     for at, (pattern, choices, nodes) in enumerate(entries):

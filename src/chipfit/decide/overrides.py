@@ -210,7 +210,7 @@ def resolve_overrides(graph: Graph, overrides: Overrides | None) -> dict[str, di
             raise PlanError(
                 what, got=", ".join(dict.fromkeys(f"{n.op} '{n.display_name}'" for n in nodes[:8])), hint=hint
             )
-        for node, own in [*((n, choices) for n in nodes), *for_other_readers(graph, nodes, choices)]:
+        for node, own in [*((n, choices) for n in nodes), *for_other_readers(layers, nodes, choices)]:
             merged = merge_overrides(out.pop(node.name, {}), own)
             # in a group that shares one kernel, choices about weights go to the layer that has them
             out[node.name] = {k: v for k, v in merged.items() if k not in OF_WEIGHTS or has_weights(node.op)}
@@ -218,12 +218,14 @@ def resolve_overrides(graph: Graph, overrides: Overrides | None) -> dict[str, di
 
 
 def for_other_readers(
-    graph: Graph, nodes: Collection[Node], choices: Mapping[str, Any]
+    layers: Layers, nodes: Collection[Node], choices: Mapping[str, Any]
 ) -> Iterator[tuple[Node, dict[str, Any]]]:
     """Yield the other nodes that read a weight of these, with the choices that are about the weight as it is stored."""
     of_weight = {k: v for k, v in choices.items() if k in OF_WEIGHTS and k != "inputs" and v != "float"}
-    weights, names = {n.operand("w") for n in nodes if of_weight} - {None}, {n.name for n in nodes}
-    yield from ((n, of_weight) for n in graph.nodes if n.operand("w") in weights and n.name not in names)
+    weights = dict.fromkeys(n.operand("w") for n in nodes if of_weight)
+    readers = {n.name: n for w in weights if w is not None for n in layers.tensors.get(w, ()) if n.operand("w") == w}
+    own = {n.name for n in nodes}
+    yield from ((n, of_weight) for name, n in readers.items() if name not in own)
 
 
 def merge_overrides(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
