@@ -35,6 +35,7 @@ FINE = {
     "aten._scaled_dot_product_flash_attention_for_cpu.default": (IMAGE[None], IMAGE[None], IMAGE[None]),
     "aten.grid_sampler_2d.default": (X[None, None], torch.zeros(1, 2, 2, 2), 1, 2, True),
     "aten.zeros.default": ([2, 3],),
+    "aten.tril_indices.default": (3, 3),  # whose type is int64 if none is given, an integer in its schema
     "aten.chunk.default": (X, 2),
     "aten.convolution.default": (IMAGE, IMAGE, None, [1], [3], [1], False, [0], 1),
 }

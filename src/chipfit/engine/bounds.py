@@ -60,8 +60,9 @@ def bounded(op: torch._ops.OpOverload) -> Callable[..., Any]:
     defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = {**defaults, **dict(zip(order, args, strict=False)), **kwargs}
-        wrong = [k for k, kind in typed.items() if not (given.get(k) is None or isinstance(given[k], kind))]
+        passed = {**dict(zip(order, args, strict=False)), **kwargs}
+        given = {**defaults, **passed}  # types that are defaults are integers in schemas
+        wrong = [k for k, kind in typed.items() if not (passed.get(k) is None or isinstance(passed[k], kind))]
         fault = f"{wrong[0]} is {given[wrong[0]]!r:.40}" if wrong else _fault_of_sizes(given, sizes)
         try:
             fault = fault or (check(given) if check is not None else "")
