@@ -100,10 +100,7 @@ def decide(d: Decision) -> Decision:
         UnsupportedError: an operator that the platform rejects, or bits that no format offers.
         UnknownNameError, PlanError: an override that names no layer or has no effect.
     """
-    d = _assigned(_opened(replace(d, graph=without_insertions(d.graph))))
-    graph, insertions = requantize(d.graph, d.platform, d.assignment)
-    if graph is not d.graph:
-        d = _assigned(replace(d, graph=graph))
+    d, insertions = _requantized(_assigned(_opened(replace(d, graph=without_insertions(d.graph)))))
     if d.assignment.dynamic:
         d = _assigned(replace(d, graph=with_dynamic(d.graph, d.platform, d.assignment)))
     effects = unapplied_overrides(d.graph, d.assignment, d.all_overrides)
@@ -128,11 +125,17 @@ def _opened(d: Decision) -> Decision:
 
 
 def with_whole(d: Decision, names: Collection[str]) -> Decision:
-    """Return the decision with some opened composites whole, before insertions and checks."""
+    """Return the decision with some opened composites whole, before checks."""
     wholes = {name: d.composites[name] for name in names}
     rest = {name: n for name, n in d.composites.items() if name not in wholes}
     graph = close_composites(without_insertions(d.graph), wholes)
-    return _assigned(replace(d, graph=graph, composites=rest))
+    return _requantized(_assigned(replace(d, graph=graph, composites=rest)))[0]
+
+
+def _requantized(d: Decision) -> tuple[Decision, list[str]]:
+    """Insert requantization where scales would clash and assign again; return a note for each insertion besides."""
+    graph, notes = requantize(d.graph, d.platform, d.assignment)
+    return d if graph is d.graph else _assigned(replace(d, graph=graph)), notes
 
 
 def _assigned(d: Decision) -> Decision:
