@@ -148,8 +148,8 @@ def test_a_file_of_blocks_that_says_something_else_is_noticed(tmp_path, what):
     "bits, constant, place, step, words",
     [
         (4, "c.weight_scale", (3, 1), 0.001, "weight 'c.weight' in the file: scale"),
-        (8, "c.weight_q", (0, 0), 1, "weight 'c.weight' in the file: 1 of its"),
-        (8, "a.weight_q", (0, 0), -1, "weight 'a.weight' in the file: 1 of its"),
+        (8, "c.weight_t1_q", (0, 0), 1, "weight 'c.weight' in the file: 1 of its"),
+        (8, "a.weight_t1_q", (0, 0), -1, "weight 'a.weight' in the file: 1 of its"),
     ],
 )
 def test_a_number_of_the_file_that_is_another_one_is_noticed(tmp_path, bits, constant, place, step, words):

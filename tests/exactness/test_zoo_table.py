@@ -65,7 +65,7 @@ def test_what_fails_is_told_with_its_type_and_what_is_counted_is_products(monkey
     monkeypatch.setitem(ENTRIES, "bad", Entry("own", bent, lambda: torch.ones(4, 4, dtype=torch.long)))
     assert {end["share"] for end in one.tried("good").values()} == {1.0}
     for end in one.tried("bad").values():
-        assert (end["stage"], end["error"]) == ("", "CaptureError") and "KeyError" in end["why"]
+        assert (end["stage"], end["error"]) == ("", "RefusedCall") and "KeyError" in end["why"]
     monkeypatch.setattr(one.chipfit, "quantize", lambda *_, **__: {}["nothing"])
     for end in one.tried("good").values():
         assert (end["stage"], end["error"]) == ("", "bare KeyError") and "'nothing' (" in end["why"]

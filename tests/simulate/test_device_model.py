@@ -65,7 +65,22 @@ def test_its_outputs_are_the_runtimes_bit_for_bit(tmp_path, name, runtime, platf
 
 
 @pytest.mark.parametrize(("runtime", "platform"), CASES[:2], ids=[p for _, p in CASES[:2]])
-@pytest.mark.parametrize("name", ["residual", "many_in_and_out", "named_inputs", "heads"])
+def test_parts_that_float_operators_join_are_the_runtimes_but_for_the_last_bits(tmp_path, runtime, platform):
+    pytest.importorskip("keras")
+    pytest.importorskip("onnxruntime" if runtime is of_onnx_runtime else "ai_edge_litert")
+    from tests.keras_zoo import make as make_keras
+
+    model, batch = make_keras("heads")
+    result = chipfit.quantize(model, [batch], platform=platform, progress=False)
+    new = np.concatenate((batch, batch[::-1])) * np.float32(0.9)
+    (want,) = runtime(result, [torch.from_numpy(new)], tmp_path)
+    got = np.asarray(result.device_model.predict(new, verbose=0))
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-7)
+    assert np.abs(want - np.asarray(model.predict(new, verbose=0))).max() > 1e-3
+
+
+@pytest.mark.parametrize(("runtime", "platform"), CASES[:2], ids=[p for _, p in CASES[:2]])
+@pytest.mark.parametrize("name", ["residual", "many_in_and_out", "named_inputs"])
 def test_its_outputs_are_the_runtimes_for_keras_models_too(tmp_path, name, runtime, platform):
     keras = pytest.importorskip("keras")
     pytest.importorskip("onnxruntime" if runtime is of_onnx_runtime else "ai_edge_litert")

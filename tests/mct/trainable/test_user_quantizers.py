@@ -81,7 +81,7 @@ def test_wrappers_and_holders_contain_the_users_quantizers(plain):
 
 
 def test_learned_rounding_is_deployed():
-    """Weights that training rounds down are stored so."""
+    """Weights that training rounds down are stored so, where ONNX Runtime adds two products of them in 16 bits."""
 
     @ti.mark_quantizer(ti.QuantizationTarget.Weights, [QuantizationMethod.SYMMETRIC], "down")
     class Down(OurWeights):
@@ -97,7 +97,10 @@ def test_learned_rounding_is_deployed():
     plan = after.plan["head.weight"]
     stored = plan.quantize(after.graph.weights["head.weight"]).float()
     expected = torch.floor(result.graph.weights["head.weight"] / plan.scale[:, None]).clamp(plan.grid.qmin, 127)
-    assert torch.equal(stored, expected)
+    pairs, found = expected.reshape(-1, 2), stored.reshape(-1, 2)
+    fits = (pairs.prod(1) <= 0) | (pairs.sum(1).abs() <= 128)
+    assert torch.equal(found[fits], pairs[fits]) and fits.float().mean() > 0.9
+    assert bool((found[~fits].sum(1).abs() == 128).all())
     assert after.verify([DATA[1]]).exact
 
 
