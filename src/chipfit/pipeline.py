@@ -119,8 +119,8 @@ def capture_model(request: Request, d: Decision) -> Decision:
         warnings = [] if request.data.example is not None else check_input_scale(graph)
         captured = graph
         graph, rewrites = steps.rewrite(graph, d.platform, d.settings)
-    found = {"warnings": tuple(warnings), "rewrites": tuple(rewrites)}
-    return replace(d, captured=captured, graph=graph, composites={}, **found)
+    d = replace(d, warnings=tuple(warnings), rewrites=tuple(rewrites))
+    return replace(d, captured=captured, graph=graph, composites={})
 
 
 def assign_formats(request: Request, d: Decision) -> Decision:
