@@ -159,11 +159,11 @@ class Writer(TfliteBuilder):
 
     def _kernel_group(self, members: Sequence[Node]) -> None:
         """Write one kernel: the head, and the activations fused into it."""
-        head, tail = members[0], members[-1]
+        tail = members[-1]
         integer = self._in_integers(members)
         for o in tail.outputs:
             self._add(o, raw=not integer or not self.plan.quantized(o))
-        fused = fused_code(members[1]) if len(members) == 2 and head.op in OPERATORS and OPERATORS[head.op].fuses else 0
+        fused = self._fused(members)
         for n in members[:1] if fused else members:
             if n.op not in OPERATORS:
                 self.refuse(n, self.reasons.get(n.name) or REFUSED.get(n.op, NO_FORM))
@@ -177,6 +177,16 @@ class Writer(TfliteBuilder):
         if not integer:
             for o in tail.outputs:
                 self._quantize(o)
+
+    def _fused(self, members: Sequence[Node]) -> int:
+        """Return the number of the activation that the head's kernel applies.
+
+        That of NONE for weights in blocks: LiteRT's optimised kernel leaves it out.
+        """
+        head, w = members[0], self.plan.tensors.get(members[0].operand("w") or "")
+        fuses = len(members) == 2 and head.op in OPERATORS and OPERATORS[head.op].fuses
+        blocks = w is not None and w.stored is not None and w.stored.grid.per == "block"
+        return fused_code(members[1]) if fuses and not blocks else 0
 
     def _in_integers(self, members: Sequence[Node]) -> bool:
         """Return whether a kernel can be written with integer operands and results."""
