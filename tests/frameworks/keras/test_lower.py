@@ -247,7 +247,8 @@ def test_one_step_of_training_is_the_step_that_the_engine_takes():
     for name, t in want.plan.tensors.items():
         if t.quantized:
             moved = float((t.scale - before.plan.tensors[name].scale).abs().max())
-            assert float((ours.plan.tensors[name].scale - t.scale).abs().max()) <= 1e-3 * moved + 1e-8, name
+            off = float((ours.plan.tensors[name].scale - t.scale).abs().max())
+            assert off <= 1e-3 * moved + 1e-7, name  # a gradient is a sum of errors x / s - round(x / s), which cancel
 
 
 def test_an_untrained_model_reads_back_as_it_was():
