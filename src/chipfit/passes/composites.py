@@ -6,6 +6,7 @@ user's layer and the composite's name, so that the choice can be taken back: `cl
 
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Mapping
+from dataclasses import replace
 
 from chipfit.graph.ir import Graph, Node
 from chipfit.operators.table import OPS
@@ -32,11 +33,13 @@ def open_composites(
     Returns:
         The graph, and composite's name -> the node that it was. The graph itself if there are none.
     """
-    out, wholes, constants = graph, dict[str, Node](), dict[object, str]()
+    out, wholes, nodes, constants = graph.copy(), dict[str, Node](), list[Node](), dict[object, str]()
+    taken = {*graph.values, *graph.weights, *(n.name for n in graph.nodes)}
     for n in graph.nodes:
+        nodes.append(n)
         if n.op not in RULES or OPS[n.op].kind or not graph.is_float(n.output) or has_kernel(graph, n):
             continue  # weights of convolutions stay whole: their layer's bits, ranges and rounding are about them
-        trial = Decomposition(out.copy(), holds, has_kernel, constants)
+        trial = Decomposition(_alone(out, n, constants.values()), holds, has_kernel, constants, taken)
         parts = trial.parts(n)
         computing = [m for m in parts if not OPS[m.op].moves]
         few = len(computing) <= _FEW and not OPS[n.op].weighted
@@ -45,10 +48,20 @@ def open_composites(
             and all(has_kernel(trial.graph, m) for m in parts)
             and (few or not all(in_float(trial.graph, m) for m in computing))
         ):
-            out, constants, wholes[n.name] = trial.graph, trial.constants, n
-            at = out.nodes.index(n)
-            out.nodes[at : at + 1] = parts
-    return out, wholes
+            constants, wholes[n.name], nodes[-1:] = trial.constants, n, parts
+            out.values |= trial.graph.values
+            out.weights |= trial.graph.weights
+            out.trainable |= trial.graph.trainable
+    out.nodes = nodes
+    return (out if wholes else graph), wholes
+
+
+def _alone(graph: Graph, node: Node, constants: Collection[str]) -> Graph:
+    """Return the graph of one node: its operands and results, and weights that are shared."""
+    names = {*node.inputs, *node.outputs, *constants}
+    values = {v: graph.values[v] for v in names if v in graph.values}
+    weights = {w: graph.weights[w] for w in names if w in graph.weights}
+    return replace(graph, nodes=[node], values=values, weights=weights, trainable=graph.trainable & weights.keys())
 
 
 def close_composites(graph: Graph, wholes: Mapping[str, Node]) -> Graph:

@@ -55,16 +55,19 @@ class Decomposition:
         holds: Container[str],
         stays: Callable[[Graph, Node], bool],
         constants: Mapping[Any, str] | None = None,
+        taken: set[str] | None = None,
     ) -> None:
         """
         Args:
             holds: operators that rules may choose between.
             stays: whether a node needs no decomposition.
             constants: constants of earlier decompositions, by their numbers.
+            taken: names that are not free, to which new ones are added; those of the graph when omitted.
         """
         self.graph, self.holds, self.stays, self.constants = graph, holds, stays, dict(constants or {})
         self.reasons: dict[str, str] = {}  #: node -> why its rule does not apply
-        self._taken = {*graph.values, *graph.weights, *(n.name for n in graph.nodes)}
+        own = {*graph.values, *graph.weights, *(n.name for n in graph.nodes)}
+        self._taken = own if taken is None else taken
 
     def parts(self, node: Node) -> list[Node]:
         """Return the nodes that replace a node; the node alone if it stays or its rule does not apply."""
