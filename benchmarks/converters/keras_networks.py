@@ -10,21 +10,13 @@ from typing import Any
 
 import keras
 import numpy as np
+from benchmarks.converters import enters
 from keras import layers, ops
 
 Batch = Callable[[np.random.Generator, int], tuple[np.ndarray, ...]]
 #: name -> network, and batches of a number of samples
 NETWORKS: dict[str, tuple[Callable[[], keras.Model], Batch]] = {}
-
-
-def network(batch: Batch) -> Callable[[Any], Any]:
-    """Enter a network with its batches under its name."""
-
-    def enter(make: Any) -> Any:
-        NETWORKS[make.__name__] = (make, batch)
-        return make
-
-    return enter
+network = enters(NETWORKS)
 
 
 def images(size: int = 24, channels: int = 3) -> Batch:

@@ -68,7 +68,9 @@ def _chipfit(model: torch.nn.Module, batches: list[Batch], path: Path) -> None:
 def _static(model: torch.nn.Module, batches: list[Batch], path: Path) -> None:
     plain, prepared = str(path) + ".float", str(path) + ".prepared"
     open_batch = tuple({0: torch.export.Dim("batch")} for _ in batches[0])
-    torch.onnx.export(model, batches[0], plain, dynamo=True, verbose=False, dynamic_shapes=open_batch)
+    torch.onnx.export(
+        model, batches[0], plain, dynamo=True, verbose=False, external_data=False, dynamic_shapes=open_batch
+    )
     try:
         quant_pre_process(plain, prepared)
     except Exception:  # its symbolic shapes do not know every operator

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
+from benchmarks.converters import enters
 from benchmarks.models import BasicBlock, conv_bn
 from benchmarks.small import SMALL
 from torch import Tensor, nn
@@ -18,16 +18,7 @@ from torch import Tensor, nn
 Batch = Callable[[int], Tensor | tuple[Tensor, ...]]
 #: name -> network, and batches of a number of samples
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Batch]] = {}
-
-
-def network(batch: Batch) -> Callable[[Any], Any]:
-    """Enter a network with its batches under its name."""
-
-    def enter(make: Any) -> Any:
-        NETWORKS[make.__name__] = (make, batch)
-        return make
-
-    return enter
+network = enters(NETWORKS)
 
 
 def images(size: int = 24, channels: int = 3) -> Batch:
