@@ -206,7 +206,7 @@ def test_weights_are_copies_of_the_models_and_tied_ones_stay_tied():
     assert first is second and torch.equal(first, w) and first.data_ptr() != w.data_ptr()
 
 
-def test_training_with_folded_batch_norms_turns_rounding_off():
+def test_training_with_folded_batch_norms_turns_rounding_and_repairs_off():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval()
     few, data = {"overrides": {"0": {"bits": 4}}, "platform": "imx500"}, [torch.randn(8, 3, 6, 6)]
@@ -214,11 +214,11 @@ def test_training_with_folded_batch_norms_turns_rounding_off():
     for bn_fold in (0, 4):
         plan = fit(model, data, training={"method": "lsq", "bn_fold": bn_fold}, **few).plan
         steps[bn_fold] = plan.provenance["settings"].get("steps"), plan.provenance.get("corrected")
-    assert steps[4] == ({"rounding": "off"}, None)
+    assert steps[4] == ({"repairs": "off", "rounding": "off"}, None)
     assert steps[0][0] is None and "rounding" in steps[0][1]
     asked = Settings(rounding="off", collapse_linear=True)
     plan = fit(model, data, training={"method": "lsq", "bn_fold": 4}, settings=asked, **few).plan
-    assert plan.provenance["settings"]["steps"] == {"collapse_linear": True, "rounding": "off"}
+    assert plan.provenance["settings"]["steps"] == {"collapse_linear": True, "repairs": "off", "rounding": "off"}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ MOST_PARTS = 32
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """What constants make of a part: times the part plus a constant."""
+    """A gain and an offset that constants give a part of an output."""
 
     times: float = 1.0  #: root mean square over the part's places
     plus: float = 0.0  #: mean
