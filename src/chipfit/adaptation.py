@@ -1,6 +1,6 @@
 """Rewrites that follow the statistics; those that are on trial stay only where held-out samples lose less."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -61,9 +61,8 @@ def statistics_needed(d: Decision) -> tuple[dict[str, Need], Settings]:
     return needed, on_trial
 
 
-def with_statistics(d: Decision, batches: steps.Batches) -> Decision:
-    """Run the float network over the data, and collect what ranges, rewrites and corrections need."""
-    needed, _ = statistics_needed(d)
+def with_statistics(d: Decision, batches: steps.Batches, needed: Mapping[str, Need]) -> Decision:
+    """Run the float network over the data, and collect what is needed, see `statistics_needed`."""
     stats, mask = collect(d.graph, batches, tensors=needed), padding_mask(d.graph)
     padding = [f"calibration leaves out what '{mask}' says is padding"] if mask is not None else []
     return replace(d, stats=stats, rewrites=(*d.rewrites, *padding))

@@ -132,7 +132,7 @@ def assign_formats(request: Request, d: Decision) -> Decision:
 def collect_statistics(request: Request, d: Decision) -> Decision:
     """Run the float network over the data; where batches differ in size, start again with these sizes open."""
     data = request.data
-    _, on_trial = statistics_needed(d)
+    needed, on_trial = statistics_needed(d)
     declared = statistics.declared(d.assignment, d.rules)
     if request.limits is not None or declared or steps.rereads_data(on_trial):
         data.keep()
@@ -140,7 +140,7 @@ def collect_statistics(request: Request, d: Decision) -> Decision:
     batches = request.progress.count("calibrate", data.first_pass(d.graph, samples.add), data.count)
     try:
         with closing(batches):
-            d = with_statistics(d, batches)
+            d = with_statistics(d, batches, needed)
     except SizeMismatch as e:
         if e.batch is None or data.read_once:
             raise

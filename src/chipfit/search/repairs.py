@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from chipfit import steps
-from chipfit.adaptation import choose_ranges, trial_settings, with_statistics
+from chipfit.adaptation import choose_ranges, statistics_needed, trial_settings, with_statistics
 from chipfit.calibration.data import Batch
 from chipfit.calibration.source import CalibrationData
 from chipfit.calibration.spread_samples import SpreadSamples
@@ -216,7 +216,9 @@ def attempt(d: Decision, changes: Mapping[str, Any], batches: steps.Batches) -> 
     Raises:
         ChipfitError: the platform does not allow it, or settings exclude each other.
     """
-    return choose_ranges(with_statistics(decide(rewritten(d, changes)), batches), batches)
+    d = decide(rewritten(d, changes))
+    needed, _ = statistics_needed(d)
+    return choose_ranges(with_statistics(d, batches, needed), batches)
 
 
 def _same_weights(a: Graph, b: Graph) -> bool:
