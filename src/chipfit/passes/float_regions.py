@@ -29,18 +29,18 @@ from chipfit.ranges import choose
 from chipfit.registry import Setting, register
 
 #: conversions that cost as much as rounding one number with an error of the variance of its value
-_NOISE_COST = 1000.0
+NOISE_COST = 1000.0
 #: share of the values around the median whose variance is the signal: outliers are few, but drown the others
 BULK = 0.99
 #: extra cost of a multiply-accumulate in float over 8 bits (measured with ONNX Runtime on x86)
-_PRODUCT_COST = 1 / 64
+PRODUCT_COST = 1 / 64
 #: conversions of one number of an output whose parts meet in float: in front of its kernel, and behind it
 _CONVERSIONS = 2
 #: cost of a float output, which keeps a kernel in integers where both labels cost the same otherwise
 _TIE = 1e-3
 #: largest capacity that is passed to the maximum flow, which adds capacities in 32 bits
 _LARGEST = 1 << 20
-_INTEGER, _FLOAT = 0, 1  #: source and sink of the flow
+INTEGER, FLOAT = 0, 1  #: source and sink of the flow
 
 _DOC = "output of kernels that can output integers or floats, instead of what is cheapest and most exact"
 _SETTING = Setting("results", None, _DOC, argument="asked", choices=("codes", "float"))
@@ -89,7 +89,7 @@ def lost_parts(graph: Graph, assignment: Assignment, stats: Mapping[str, TensorS
             grid = slot.grid(signed=seen.low < 0)
             found = parts_on_grid(graph, assignment, stats, value, choose(seen, grid), grid)
             worst = max(found, key=lambda p: p.noise - p.own_noise, default=None)
-            if worst is not None and _NOISE_COST * (worst.noise - worst.own_noise) > _CONVERSIONS:
+            if worst is not None and NOISE_COST * (worst.noise - worst.own_noise) > _CONVERSIONS:
                 out[kernel] = worst
     return out
 
@@ -111,7 +111,7 @@ class Cut:
         #: (kernel, side) with an open label, or (value, direction of its conversion) -> node of the network
         self._number: dict[tuple[str, str], int] = {}
         self._capacity: dict[tuple[int, int], float] = defaultdict(float)
-        self._producer = {v: _INTEGER for v in graph.inputs if v in assignment.tensors}  # value -> node of the network
+        self._producer = {v: INTEGER for v in graph.inputs if v in assignment.tensors}  # value -> node of the network
         self._noise_cost: dict[str, float] = {}
 
     def kernel(self, n: Node) -> str:
@@ -125,7 +125,7 @@ class Cut:
             self._add_node(n, [v for v in dict.fromkeys(n.inputs) if v is not None and made.get(v) != self.kernel(n)])
         for value in self.graph.outputs:  # outputs of the model are stored in integers unless that costs more
             if self.graph.is_float(value):
-                self._add_edge(value, _INTEGER)
+                self._add_edge(value, INTEGER)
         integer = self._integer_side()
 
         def mode(kernel: str, can: tuple[str, ...]) -> str:
@@ -148,30 +148,30 @@ class Cut:
             if value in self.graph.weights or not self.graph.is_float(value):
                 continue
             integer = exec_ != "float" and value in tensors and (value, n.name) not in self.assignment.float_edges
-            fixed = _INTEGER if integer else _FLOAT
+            fixed = INTEGER if integer else FLOAT
             self._add_edge(value, self._side(kernel, "reads") if passes or "whole" in can else fixed)
         for value in n.outputs:
-            fixed = _INTEGER if value in self.assignment.quantized_outputs else _FLOAT
+            fixed = INTEGER if value in self.assignment.quantized_outputs else FLOAT
             self._producer[value] = label = self._side(kernel, "writes") if can or passes else fixed
-            if label > _FLOAT:
-                self._capacity[_INTEGER, label] += _TIE * self.size(value)
+            if label > FLOAT:
+                self._capacity[INTEGER, label] += _TIE * self.size(value)
         if n.name in self.lost:
-            lost = _NOISE_COST * self.lost[n.name] * self.size(n.output)
-            self._capacity[self._side(kernel, "writes"), _FLOAT] += lost
+            lost = NOISE_COST * self.lost[n.name] * self.size(n.output)
+            self._capacity[self._side(kernel, "writes"), FLOAT] += lost
         if n.name == kernel and {"float", "whole"} <= {*can}:
             reads, writes = self._side(kernel, "reads"), self._side(kernel, "writes")
-            self._capacity[_INTEGER, reads] += _PRODUCT_COST * products(self.graph, n)
+            self._capacity[INTEGER, reads] += PRODUCT_COST * products(self.graph, n)
             self._capacity[writes, reads] = math.inf  # no kernel computes integers from floats
 
     def _add_edge(self, value: str, reader: int) -> None:
         """Add the costs of a value between its producer and a reader: its conversion and its rounding."""
-        producer, size = self._producer.get(value, _FLOAT), self.size(value)
-        if producer == reader or max(producer, reader) <= _FLOAT:  # nothing is open between two fixed labels
+        producer, size = self._producer.get(value, FLOAT), self.size(value)
+        if producer == reader or max(producer, reader) <= FLOAT:  # nothing is open between two fixed labels
             return
         directions = (value, "to integers"), (value, "to floats")  # shared by all readers that need a conversion
         to_integers, to_floats = (self._number.setdefault(d, 2 + len(self._number)) for d in directions)
         if value not in self._noise_cost:
-            noise = _NOISE_COST * self.noise(value)
+            noise = NOISE_COST * self.noise(value)
             self._noise_cost[value] = size * noise / 2
             self._capacity[to_integers, producer] += size
             self._capacity[producer, to_floats] += size
@@ -179,8 +179,8 @@ class Cut:
         for edge in ((producer, reader), (reader, producer)):
             self._capacity[edge] += self._noise_cost[value]
         for end in (producer, reader):  # integers at either end round the value
-            if end > _FLOAT:
-                self._capacity[end, _FLOAT] += self._noise_cost[value]
+            if end > FLOAT:
+                self._capacity[end, FLOAT] += self._noise_cost[value]
 
     def _integer_side(self) -> set[int]:
         """Return the nodes on the source's side of the minimum cut."""
@@ -189,9 +189,9 @@ class Cut:
         amounts = np.array([max(1, round(min(c, total) * unit)) for c in self._capacity.values()], np.int32)
         ends = tuple(zip(*self._capacity, strict=True))
         network = csr_array((amounts, ends), shape=(2 + len(self._number),) * 2)
-        rest = network - maximum_flow(network, _INTEGER, _FLOAT).flow
+        rest = network - maximum_flow(network, INTEGER, FLOAT).flow
         rest.eliminate_zeros()
-        return {_INTEGER, *breadth_first_order(rest, _INTEGER, return_predecessors=False).tolist()}
+        return {INTEGER, *breadth_first_order(rest, INTEGER, return_predecessors=False).tolist()}
 
     def size(self, value: str) -> int:
         """Return the count of numbers of a value; an unknown size counts once."""

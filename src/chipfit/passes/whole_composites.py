@@ -12,7 +12,7 @@ from chipfit.decide.assignment import Assignment
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import products
 from chipfit.passes.composites import composites_in
-from chipfit.passes.float_regions import _FLOAT, _INTEGER, _NOISE_COST, _PRODUCT_COST, Cut, relative_noise
+from chipfit.passes.float_regions import FLOAT, INTEGER, NOISE_COST, PRODUCT_COST, Cut, relative_noise
 from chipfit.quantizers.grids import Grid
 from chipfit.ranges import choose
 
@@ -62,10 +62,10 @@ class _CompositeCut(Cut):
         super()._add_node(n, inputs)
         if n.composite == self.kernel(n):
             side = self._side(n.composite, "")
-            self._capacity[_INTEGER, side] += _PRODUCT_COST * products(self.graph, n)
+            self._capacity[INTEGER, side] += PRODUCT_COST * products(self.graph, n)
             for value in {i for i in n.inputs if i is not None} - {*inputs, *self.graph.weights, *self._moved}:
-                cost, counted = _NOISE_COST * self._noise_of_part(n, value), self._counted.get(value, 0.0)
-                self._capacity[side, _FLOAT] += max(cost - counted, 0.0)
+                cost, counted = NOISE_COST * self._noise_of_part(n, value), self._counted.get(value, 0.0)
+                self._capacity[side, FLOAT] += max(cost - counted, 0.0)
                 self._counted[value] = max(cost, counted)
 
     def _noise_of_part(self, n: Node, value: str) -> float:
