@@ -450,19 +450,25 @@ def _wrapped(c: TorchCall, padding: Sequence[tuple[int, int]]) -> Any:
     padded = [axis for axis, ends in enumerate(padding) if any(ends)]
     if not padded or any(end < 0 for ends in padding for end in ends):
         raise Unreadable
-    for axis in padded:
-        low, high = padding[axis]
-        parts = [x]
-        for length, start, end in ((low, -low, None), (high, 0, high)):
-            if length:
-                shape = (*like.shape[:axis], length, *like.shape[axis + 1 :])
-                part = c.step("Slice", [x], like.new_empty(shape), axis=axis, start=start, end=end, step=1)
-                parts.insert(0 if start else len(parts), part)
-        if axis == padded[-1]:
-            return c.emit("Concat", parts, axis=axis)
-        like = like.new_empty((*like.shape[:axis], like.shape[axis] + low + high, *like.shape[axis + 1 :]))
+    *inner, last = padded
+    for axis in inner:
+        parts, like = _ring(c, x, like, axis, padding[axis])
         x = c.step("Concat", parts, like, axis=axis)
-    raise Unreadable  # of no axis, which is seen above
+    return c.emit("Concat", _ring(c, x, like, last, padding[last])[0], axis=last)
+
+
+def _ring(
+    c: TorchCall, x: str, like: SymbolicTensor, axis: int, ends: tuple[int, int]
+) -> tuple[list[str], SymbolicTensor]:
+    """Return a value between its own last and first elements along an axis, and a tensor of the joined shape."""
+    low, high = ends
+
+    def part(length: int, start: int, end: int | None) -> list[str]:
+        shape = like.new_empty((*like.shape[:axis], length, *like.shape[axis + 1 :]))
+        return [c.step("Slice", [x], shape, axis=axis, start=start, end=end, step=1)] if length else []
+
+    parts = [*part(low, -low, None), x, *part(high, 0, high)]
+    return parts, like.new_empty((*like.shape[:axis], like.shape[axis] + low + high, *like.shape[axis + 1 :]))
 
 
 @reads("index")
