@@ -1,4 +1,4 @@
-"""Folded batch norms: restore layers and batch norms, for training that folds them in each step."""
+"""Batch norms as factors and addends, and folded ones: restore them for training that folds them in each step."""
 
 import zlib
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from chipfit.errors import UnsupportedError
-from chipfit.graph.ir import Fold, Graph
+from chipfit.graph.ir import Fold, Graph, Node
 from chipfit.graph.linear import scale_outputs
 
 #: numbers of each row of a weight that enter its checksum
@@ -61,3 +61,14 @@ def refresh_checksums(graph: Graph) -> None:
     """Record the present weights and biases as those into which batch norms are folded, in place."""
     for name, fold in graph.folds.items():
         graph.folds[name] = replace(fold, checksum=checksum(graph.weights[name], graph.weights[fold.bias]))
+
+
+def batch_norm_terms(graph: Graph, bn: Node) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return k, mean and beta of an inference batch norm y = k (x - mean) + beta, k = gamma / sqrt(var + eps).
+
+    Each is float64, [C], or [] for an operand that it has not.
+    """
+    absent = (torch.tensor(v, dtype=torch.float64) for v in (1.0, 0.0, 0.0, 1.0))
+    operands = zip(bn.inputs[1:5], absent, strict=True)
+    gamma, beta, mean, var = (graph.weights[i].detach().double() if i else default for i, default in operands)
+    return torch.rsqrt(var + bn.attrs["eps"]) * gamma, mean, beta

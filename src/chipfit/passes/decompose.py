@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from chipfit.graph.edit import unique_name
+from chipfit.graph.folds import batch_norm_terms
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.operators.table import OPS, by_name, read_column, resolve
 from chipfit.plan.record import Plan
@@ -357,11 +358,9 @@ def _batch_norm(new: New, n: Node) -> str:
     """Return x g + (beta - mean g) with g = gamma / sqrt(var + eps)."""
     if not all(i is None or i in new.graph.weights for i in n.inputs[1:]):
         new.refuse("a weight or statistic is computed at run time")
-    gamma, beta, mean, var = (None if i is None else new.graph.weights[i].double() for i in n.inputs[1:])
-    factor = (1.0 if gamma is None else gamma) / (var + n.attrs["eps"]).sqrt()
-    shift = (0.0 if beta is None else beta) - mean * factor
+    k, mean, beta = batch_norm_terms(new.graph, n)
     shape = (-1,) if new.channels_last else (-1, *[1] * (len(new.shape(n.data)) - 2))
-    factor, shift = (new.constant(v.float().reshape(shape), of=n.inputs[1:3]) for v in (factor, shift))
+    factor, shift = (new.constant(v.float().reshape(shape), of=n.inputs[1:3]) for v in (k, beta - mean * k))
     return new("Add", new("Mul", n.data, factor), shift)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from chipfit.graph.folds import batch_norm_terms
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import TRANSPOSED, bias_or_zero, channel_axis, in_groups, is_linear, scale_inputs, with_bias
 from chipfit.passes.rewriting import Readers, Rewritten
@@ -76,10 +77,8 @@ def _steps(readers: Readers, makers: Mapping[str, Node], layer: Node, in_integer
 def _affine(graph: Graph, n: Node, axis: int) -> Affine | None:
     """Return k and c of a node that computes k x + c for each channel on an axis; None for others."""
     if n.op == "BatchNorm" and axis == 1 and all(i is None or graph.is_weight(i) for i in n.inputs[1:]):
-        gamma, beta, mean, var = (None if i is None else graph.weights[i].detach().double() for i in n.inputs[1:5])
-        k = torch.rsqrt((0.0 if var is None else var) + torch.tensor(n.attrs["eps"], dtype=torch.float64))
-        k = k if gamma is None else k * gamma
-        return k, (torch.zeros(()) if beta is None else beta) - (torch.zeros(()) if mean is None else mean) * k
+        k, mean, beta = batch_norm_terms(graph, n)
+        return k, beta - mean * k
     data = graph.activations(n)
     if n.op not in ("Add", "Sub", "Mul", "Div") or len(data) != 1 or graph.shape(data[0]) != graph.shape(n.output):
         return None

@@ -3,7 +3,7 @@
 import torch
 
 from chipfit.graph.edit import unique_name
-from chipfit.graph.folds import checksum
+from chipfit.graph.folds import batch_norm_terms, checksum
 from chipfit.graph.ir import Fold, Graph, Node
 from chipfit.graph.linear import LINEAR, TRANSPOSED, bias_or_zero, scale_outputs
 from chipfit.passes.rewriting import Readers, Rewritten
@@ -75,10 +75,7 @@ def _fold(graph: Graph, node: Node, bn: Node) -> str:
     """Replace weight and bias in `graph.weights`; return the name of the bias."""
     w_name, b_name = node.weight, node.bias or _bias_name(graph, node.weight)
     w, bias = graph.weights[w_name].detach(), bias_or_zero(graph, node)
-    absent = (torch.full_like(bias, number) for number in (1.0, 0.0, 0.0, 1.0))
-    names = zip(bn.inputs[1:5], absent, strict=True)
-    gamma, beta, mean, var = (graph.weights[i].detach().double() if i else default for i, default in names)
-    k = torch.rsqrt(var + bn.attrs["eps"]) * gamma  # [C_out]
+    k, mean, beta = batch_norm_terms(graph, bn)  # [C_out]
     new_b = (bias - mean) * k + beta
     if node.op in TRANSPOSED:
         new_w = scale_outputs(node, w.double(), k)
