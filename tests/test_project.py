@@ -205,7 +205,7 @@ def test_a_circle_through_a_function_is_found():
 # ---------------------------------------------------------------- size
 
 #: lines of code that each part may have, with room: a change of design raises a budget, a change of code does not
-BUDGETS = {"core": 25_400, "mct": 2_400, "mqbench": 970, "bench": 1_700, "chipfit": 30_700, "tests": 37_500}
+BUDGETS = {"core": 26_000, "mct": 2_440, "mqbench": 1_000, "bench": 1_760, "chipfit": 31_400, "tests": 38_800}
 TOP_LEVEL = 17  #: modules beside the documents' doors
 #: number of operators that more than two files of the package name (their row, and a file with code of their own); the
 #: number only shrinks
