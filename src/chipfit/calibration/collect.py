@@ -14,6 +14,7 @@ from chipfit.calibration.histogram import Histogram, in_memory_order
 from chipfit.engine.run import run
 from chipfit.errors import DataError, first_line
 from chipfit.graph.ir import Graph, Node
+from chipfit.graph.placement import placed
 from chipfit.operators.table import OPS
 
 #: a histogram counts all elements of a batch up to `_SMALL`; of larger tensors it counts a block of 32 in each period
@@ -150,9 +151,9 @@ class TensorStats:
             rows = x if x.dim() > 1 else x[None]  # of a vector, every number is a channel
             channel = need.channel_axis % x.dim() + rows.dim() - x.dim()
             others = [k for k in range(rows.dim()) if k != channel]
-            new = Channels(*(f(rows, others).double() for f in (torch.sum, torch.amin, torch.amax)))
+            new = Channels(*(f(rows, others).cpu().double() for f in (torch.sum, torch.amin, torch.amax)))
             if need.squares:
-                new = replace(new, squares=rows.square().sum(others).double())
+                new = replace(new, squares=rows.square().sum(others).cpu().double())
         ends = torch.aminmax(flat) if new is None else (new.low.min(), new.high.max())
         low, high = (float(v) for v in ends)
         if not (math.isfinite(low) and math.isfinite(high)):
@@ -172,7 +173,7 @@ class TensorStats:
             counts = need.weights
             if counts is not None:
                 flat, counts = x.reshape(-1), _some(counts.expand(x.shape).reshape(-1))
-            self.histogram.add(_some(flat), max(-low, high), counts)
+            self.histogram.add(_some(flat).cpu(), max(-low, high), counts)
 
 
 def _some(flat: torch.Tensor) -> torch.Tensor:
@@ -189,12 +190,12 @@ def collect(
     """Run the float graph over all batches and return statistics of `tensors`.
 
     Inputs of rank 4 run in channels-last layout, which changes speed and not results. A padding mask excludes padded
-    positions of values [N, T, ...].
+    positions of values [N, T, ...]. The graph runs on its device; the statistics are on the CPU.
 
     Raises:
         DataError: there is no batch, or a value is NaN or infinite; names the layer where it first appears.
     """
-    stats = {name: TensorStats(name) for name in tensors}
+    graph, stats = placed(graph), {name: TensorStats(name) for name in tensors}
     layers = {o: n for n in graph.nodes for o in n.outputs}
     valid: torch.Tensor | None = None
     count = 0

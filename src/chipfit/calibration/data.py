@@ -14,6 +14,7 @@ from chipfit.engine.trees import batch_axes, flatten_inputs
 from chipfit.engine.types import dtype_of
 from chipfit.errors import DataError
 from chipfit.graph.ir import FIXED_BATCH, Graph
+from chipfit.graph.placement import inputs_on
 
 #: one tensor for each input of a graph
 Batch = Sequence[torch.Tensor]
@@ -319,10 +320,10 @@ def _as(dtype: str, name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 class batches:  # noqa: N801 -- reads as a verb where it is used: for x in batches(data, graph)
-    """The data as flat lists of tensors, without empty batches; has a length if the data have one.
+    """The data as flat lists of tensors on the graph's device, without empty batches; it has a length if they have one.
 
     Args:
-        note: called with each batch.
+        note: called with each batch, on the device where the data have it.
     """
 
     def __init__(self, data: Any, graph: Graph, note: Callable[[list[torch.Tensor]], None] | None = None) -> None:
@@ -337,7 +338,7 @@ class batches:  # noqa: N801 -- reads as a verb where it is used: for x in batch
                 continue
             if self.note is not None:
                 self.note(flat)
-            yield as_batch(self.graph, flat)
+            yield as_batch(self.graph, inputs_on(self.graph.device, flat))
 
     def __len__(self) -> int:
         return len(self.data)

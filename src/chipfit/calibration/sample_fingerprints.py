@@ -20,9 +20,10 @@ class SampleHashes:
 
     def add(self, inputs: Sequence[torch.Tensor]) -> None:
         """Add the samples of one batch."""
+        inputs = [x.detach().cpu() for x in inputs]
         for x in inputs:
             self._all.update(f"{len(inputs)} {x.dtype} {tuple(x.shape)} ".encode())
-            whole = x.detach().cpu().contiguous().reshape(-1)
+            whole = x.contiguous().reshape(-1)
             self._all.update(whole.view(torch.uint8).numpy().data if whole.numel() else b"")
         self.digests = set(sorted(self.digests.union(_digests(inputs)))[:_KEPT])
 

@@ -42,7 +42,7 @@ class MemoryLimit:
         try:
             with tempfile.NamedTemporaryFile() as file:  # the mapping outlives the name
                 # write() reports a full disk; writing through the mapping would end the process
-                file.write(ordered.reshape(-1).view(torch.uint8).numpy().data)
+                file.write(ordered.reshape(-1).view(torch.uint8).cpu().numpy().data)
                 file.flush()
                 mapped = torch.from_file(file.name, shared=True, size=x.numel(), dtype=x.dtype).view(ordered.shape)
                 return mapped.permute([axes.index(d) for d in range(x.dim())])

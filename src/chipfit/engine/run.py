@@ -9,6 +9,7 @@ import torch
 from chipfit.engine.kernels import execute
 from chipfit.errors import DataError, first_line
 from chipfit.graph.ir import Graph, Node
+from chipfit.graph.placement import placed
 from chipfit.operators.table import OPS
 
 Hook = Callable[[Node, tuple[Any, ...]], tuple[Any, ...]]
@@ -61,14 +62,19 @@ _TOLERANCE = 1e-3
 def first_deviation(
     graph: Graph, inputs: Sequence[torch.Tensor], want: Sequence[Any], tolerance: float = _TOLERANCE
 ) -> tuple[str, Any] | None:
-    """Return the first output that deviates from the model's and its distance, shape or error; None if all agree."""
+    """Return the first output that deviates from the model's and its distance, shape or error; None if all agree.
+
+    Args:
+        inputs: on the device of the graph.
+        want: the model's outputs.
+    """
     try:
         with torch.inference_mode():
-            env = run(graph, inputs)
+            env = run(placed(graph), inputs)
     except (RuntimeError, LookupError, DataError) as e:
         return graph.outputs[0], first_line(e)
     for name, a in zip(graph.outputs, want, strict=True):
-        pair = [torch.as_tensor(x).detach() for x in (a, env[name])]
+        pair = [torch.as_tensor(x).detach().cpu() for x in (a, env[name])]  # not every device has float64
         a, b = (x.to(torch.complex128 if x.is_complex() else torch.float64) for x in pair)
         if a.shape != b.shape:
             return name, list(b.shape)

@@ -23,6 +23,7 @@ from chipfit.operators.table import OPS
 DYNAMIC = "DynamicQuantize"
 #: beginning of the reader's note that the model takes one number of samples only
 FIXED_BATCH = "the batch size is fixed"
+CPU = torch.device("cpu")
 OPAQUE = "Opaque"  #: an operator without canonical name; attrs hold target, args, kwargs (see `Ref`)
 
 
@@ -144,6 +145,8 @@ class Graph:
     example: tuple[Any, ...] = ()  #: flat example inputs (tensors), used to re-trace; never serialised
     folds: dict[str, Fold] = field(default_factory=dict)  #: weight -> the batch norm that is folded into it
     notes: list[str] = field(default_factory=list)  #: notes of the reader, copied to `Plan.rewrites`
+    #: where the model was; weights are on the CPU, and `placement.placed` brings them there; never serialised
+    device: torch.device = field(default=CPU, compare=False)
 
     def copy(self) -> Graph:
         """Return a copy whose nodes, values and weight table can be edited; tensors are shared and never modified."""

@@ -17,6 +17,7 @@ from chipfit.decision import Decision, choose_scales, decide, plan_of, scales_of
 from chipfit.errors import ChipfitError
 from chipfit.graph.ir import Graph
 from chipfit.graph.linear import products
+from chipfit.graph.placement import inputs_on
 from chipfit.plan.record import Plan
 from chipfit.registry import ordered
 from chipfit.rounding.compare import (
@@ -77,10 +78,11 @@ def merit_of(d: Decision, seen: SpreadSamples, graph: Graph, plan: Plan) -> dict
 
 
 def few_samples(d: Decision, seen: SpreadSamples) -> list[Batch]:
-    """Return samples for one measurement, the fewer the more work one of them is."""
+    """Return samples for one measurement on the device of the network, the fewer the more work one of them is."""
     numbers = sum(s.count for s in d.stats.values()) / max(1, seen.count)
     work = max(numbers, sum(products(d.graph, n) for n in d.graph.nodes) / _PRODUCTS, 1.0)
-    return seen.take(min(_MOST, max(_LEAST, int(_NUMBERS / work))))
+    found = seen.take(min(_MOST, max(_LEAST, int(_NUMBERS / work))))
+    return [inputs_on(d.graph.device, batch) for batch in found]
 
 
 def judged(d: Decision, read: steps.Batches = (), corrections: Mapping[str, Any] | None = None) -> Planned:

@@ -18,6 +18,7 @@ from chipfit.engine.run import first_deviation
 from chipfit.engine.trees import flatten_inputs
 from chipfit.engine.types import describe_value
 from chipfit.errors import CaptureError, RefusedCall, raised_outside_chipfit, short_message
+from chipfit.frameworks.torch.device import check_device, device_of
 from chipfit.frameworks.torch.plain_call import compare_with_plain_call, in_float32, run_in_float32
 from chipfit.frameworks.torch.program import (
     Program,
@@ -48,7 +49,7 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Any = None, oth
     behaviour. Axis 0 of every input that has the first one's batch size becomes dynamic where the model allows.
 
     Parameters are not copied: `Graph.weights` holds the model's own tensors until a pass replaces them. A last
-    pass copies those that are left.
+    pass copies those that are left. A model on another device is run there, and copied to the CPU once.
 
     Args:
         model: any module that `torch.export` can trace.
@@ -61,7 +62,9 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Any = None, oth
             beyond float32, a layer's name is not valid text, or the model computes something else for another size.
     """
     _check_model(model)
-    calls = pytree.tree_map_only(torch.Tensor, in_float32, [(tuple(args), dict(kwargs or {})), *others])
+    device = device_of(model)
+    given = [(tuple(args), dict(kwargs or {})), *others]
+    calls = pytree.tree_map_only(torch.Tensor, lambda x: in_float32(x).to(device), given)
     calls = [c for c in calls if pytree.tree_structure(c) == pytree.tree_structure(calls[0])]
     # the largest first: a size of 1 would become a constant
     calls.sort(key=lambda call: -sum(getattr(x, "nbytes", 0) for x in pytree.tree_leaves(call)))
@@ -70,7 +73,7 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Any = None, oth
         raise CaptureError("The example holds no sample", allowed="a batch of one or more")
     graph = _capture_first_way(model, calls)
     check(graph, blame="capture")
-    compare_with_plain_call(graph, _eval_copy(model, cast=False)[0], (tuple(args), dict(kwargs or {})))
+    compare_with_plain_call(graph, _eval_copy(model, cast=False)[0], given[0])
     if others:
         _check_open_sizes(graph, _eval_copy(model)[0], [*calls[1:], pytree.tree_map(_longer, *calls)])
     return graph
@@ -80,7 +83,7 @@ def _check_model(model: Any) -> None:
     """Check that a model can be read at all.
 
     Raises:
-        CaptureError: It is no module, a scripted one, or a layer's name is not valid text.
+        CaptureError: It is no module, a scripted one, lies on several devices, or a layer's name is not valid text.
     """
     if isinstance(model, torch.jit.ScriptModule):
         allowed = "a torch.nn.Module, or the module() of a program of torch.export"
@@ -92,6 +95,7 @@ def _check_model(model: Any) -> None:
     for name, _ in model.named_modules():
         if not _SURROGATES.isdisjoint(name):
             raise CaptureError("The name of a layer contains half a character", got=ascii(name))
+    check_device(model)
 
 
 def _capture_first_way(model: torch.nn.Module, calls: Sequence[Any]) -> Graph:

@@ -41,7 +41,7 @@ from chipfit.quantizers.ops import TorchOps
 
 
 def lower(graph: Graph, plan: Plan, training: Training | None = None) -> QuantizedModule:
-    """Build the trainable simulation of `graph` under `plan`, in eval mode.
+    """Build the trainable simulation of `graph` under `plan`, in eval mode, on the device of the user's model.
 
     Args:
         training: what trains the quantizers; None leaves their scales where they are.
@@ -49,7 +49,7 @@ def lower(graph: Graph, plan: Plan, training: Training | None = None) -> Quantiz
     Raises:
         UnsupportedError: An algorithm cannot train a tensor.
     """
-    return QuantizedModule(graph, plan, training)
+    return QuantizedModule(graph, plan, training).to(graph.device)
 
 
 class QuantizedModule(Checkpointed):

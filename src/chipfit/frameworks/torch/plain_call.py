@@ -88,10 +88,10 @@ class _InFloat32(_Handler, TorchDispatchMode):
 
 
 def _few_samples(graph: Graph, call: Any) -> Any:
-    """Return a call with the first samples, where the graph's batch is open."""
+    """Return a call with the first samples, where the graph's batch is open, on the graph's device."""
     leaves, tree = pytree.tree_flatten(call)
     places = dict(zip(graph.inputs, json.loads(graph.in_spec)["tensors"], strict=True))
-    leaves = [x.detach() if isinstance(x, torch.Tensor) else x for x in leaves]
+    leaves = [x.detach().to(graph.device) if isinstance(x, torch.Tensor) else x for x in leaves]
     for name, axis in batch_axes(graph).items():
         x = leaves[places[name]]
         leaves[places[name]] = x.narrow(axis, 0, min(_SAMPLES, x.shape[axis]))

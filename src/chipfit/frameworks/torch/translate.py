@@ -13,6 +13,7 @@ from chipfit.engine.trees import dump_call, dump_result
 from chipfit.errors import CaptureError, GraphError
 from chipfit.frameworks.reading import Unreadable
 from chipfit.frameworks.torch.call import TorchCall, TorchGraphBuilder
+from chipfit.frameworks.torch.device import device_of
 from chipfit.frameworks.torch.program import (
     CHECKS,
     OpenSize,
@@ -25,11 +26,12 @@ from chipfit.frameworks.torch.program import (
 )
 from chipfit.frameworks.torch.read import READERS, SYNONYMS
 from chipfit.graph.edit import drop_dead
-from chipfit.graph.ir import OPAQUE, Graph
+from chipfit.graph.ir import CPU, OPAQUE, Graph
+from chipfit.graph.placement import inputs_on, moved
 
 
 def translate(program: Program, model: torch.nn.Module, call: Any, example_out: Any) -> Graph:
-    """Translate a program to a Graph.
+    """Translate a program to a Graph on the CPU, which remembers the model's device.
 
     Args:
         program: the trace of a copy of the model.
@@ -45,9 +47,10 @@ def translate(program: Program, model: torch.nn.Module, call: Any, example_out: 
     graph.in_spec = dump_call(args, kwargs, names, translator.tensors, **translator.batch())
     graph.out_spec = dump_result(example_out, translator.results(), program.out_tree)
     leaves = pytree.tree_leaves(call)
-    graph.example = tuple(leaves[i] for i in translator.tensors)
+    graph.device = device_of(model)
+    graph.example = tuple(inputs_on(CPU, (leaves[i] for i in translator.tensors)))
     drop_dead(graph)
-    return graph
+    return moved(graph, CPU)
 
 
 class _Translator:
@@ -167,7 +170,7 @@ class _Translator:
                 return [template.ref(i) for i in v] if isinstance(v, (list, tuple)) else v
             if isinstance(x, (torch.dtype, torch.layout, torch.memory_format)):
                 return {"torch": str(x).removeprefix("torch.")}
-            return {"torch": f"device:{x}"} if isinstance(x, torch.device) else x
+            return {"torch": "device:cpu"} if isinstance(x, torch.device) else x  # see `graph.placement`
 
         template = Template(operand, constant)
         try:

@@ -1,0 +1,32 @@
+"""The device that the user's model lies on."""
+
+from itertools import chain
+
+import torch
+
+from chipfit.errors import CaptureError
+from chipfit.graph.ir import CPU
+
+_WHOLE = "move the whole model to one device that holds it: model.to('cuda:0'), or model.cpu()"
+_LOAD = "give it memory and load its weights: model.to_empty(device='cpu'), then model.load_state_dict(...)"
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """Return the device of a model: that of its first parameter, else of its first buffer, else the CPU."""
+    return next((t.device for t in chain(model.parameters(), model.buffers())), CPU)
+
+
+def check_device(model: torch.nn.Module) -> None:
+    """Check that a model lies on one device, and that its weights hold numbers.
+
+    Raises:
+        CaptureError: It lies on several devices or on "meta".
+    """
+    first = dict[torch.device, str]()
+    for name, p in model.named_parameters():
+        first.setdefault(p.device, name)
+    if meta := next((name for device, name in first.items() if device.type == "meta"), None):
+        raise CaptureError("The weights of the model hold no numbers", got=f"'{meta}' on the device 'meta'", hint=_LOAD)
+    if len(first) > 1:
+        got = ", ".join(f"'{name}' on {device}" for device, name in first.items())
+        raise CaptureError("The model lies on several devices", got=got, allowed="one device", hint=_WHOLE)
