@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -144,18 +144,17 @@ class TensorStats:
         Raises:
             ValueError: NaN or infinity.
         """
-        flat = in_memory_order(x)
+        self.add(Seen.of(x, need), need)
+
+    def add(self, seen: Seen, need: Need) -> None:
+        """Add what was seen of one batch, on the CPU.
+
+        Raises:
+            ValueError: NaN or infinity.
+        """
         self.cached_ranges.clear()
-        new = None
-        if need.channel_axis is not None:
-            rows = x if x.dim() > 1 else x[None]  # of a vector, every number is a channel
-            channel = need.channel_axis % x.dim() + rows.dim() - x.dim()
-            others = [k for k in range(rows.dim()) if k != channel]
-            new = Channels(*(f(rows, others).cpu().double() for f in (torch.sum, torch.amin, torch.amax)))
-            if need.squares:
-                new = replace(new, squares=rows.square().sum(others).cpu().double())
-        ends = torch.aminmax(flat) if new is None else (new.low.min(), new.high.max())
-        low, high = (float(v) for v in ends)
+        new = None if need.channel_axis is None else Channels(*(v.double() for v in seen.numbers))
+        low, high = (float(v) for v in (seen.numbers if new is None else (new.low.min(), new.high.max())))
         if not (math.isfinite(low) and math.isfinite(high)):
             raise ValueError("NaN or infinite values")
         if self.batches == 0:
@@ -163,17 +162,53 @@ class TensorStats:
         self.low, self.high = min(self.low, low), max(self.high, high)
         self.smooth_low += _SMOOTH * (low - self.smooth_low)
         self.smooth_high += _SMOOTH * (high - self.smooth_high)
-        self.count += x.numel()
+        self.count += seen.shape.numel()
         self.batches += 1
         if new is not None:
             self.channels = new if self.channels is None else self.channels.merged(new)
-        if need.histogram:
+        if seen.counted is not None:
             if self.histogram is None:
                 self.histogram = Histogram()
-            counts = need.weights
-            if counts is not None:
-                flat, counts = x.reshape(-1), _some(counts.expand(x.shape).reshape(-1))
-            self.histogram.add(_some(flat).cpu(), max(-low, high), counts)
+            weights = None if need.weights is None else _some(need.weights.expand(seen.shape).reshape(-1))
+            self.histogram.add(seen.counted, max(-low, high), weights)
+
+
+class Seen(NamedTuple):
+    """What statistics take of one batch of a tensor, where the tensor is."""
+
+    shape: torch.Size
+    #: least and greatest number; or sum, least and greatest number, and perhaps sum of squares, of each channel [C]
+    numbers: list[torch.Tensor]
+    counted: torch.Tensor | None  #: the elements that the histogram counts, [N]
+
+    @classmethod
+    def of(cls, x: torch.Tensor, need: Need) -> Seen:
+        """Return what is needed of a batch, float32, any shape."""
+        flat = in_memory_order(x)
+        if need.channel_axis is None:
+            numbers = [*torch.aminmax(flat)]
+        else:
+            rows = x if x.dim() > 1 else x[None]  # of a vector, every number is a channel
+            channel = need.channel_axis % x.dim() + rows.dim() - x.dim()
+            others = [k for k in range(rows.dim()) if k != channel]
+            numbers = [f(rows, others) for f in (torch.sum, torch.amin, torch.amax)]
+            numbers += [rows.square().sum(others)] if need.squares else []
+        counted = _some(flat if need.weights is None else x.reshape(-1)) if need.histogram else None
+        return cls(x.shape, numbers, counted)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return self.numbers if self.counted is None else [*self.numbers, self.counted]
+
+    def packed(self) -> torch.Tensor:
+        """Return a copy of all numbers, [N]: an operator may overwrite its operand."""
+        return torch.cat([x.reshape(-1) for x in self.tensors])
+
+    def unpacked(self, flat: torch.Tensor) -> Seen:
+        """Return the same from all numbers, [N], on another device."""
+        parts = flat.split([x.numel() for x in self.tensors])
+        numbers = [p.view(x.shape) for p, x in zip(parts, self.numbers, strict=False)]
+        return Seen(self.shape, numbers, None if self.counted is None else parts[-1])
 
 
 def _some(flat: torch.Tensor) -> torch.Tensor:
@@ -195,44 +230,77 @@ def collect(
     Raises:
         DataError: there is no batch, or a value is NaN or infinite; names the layer where it first appears.
     """
-    graph, stats = placed(graph), {name: TensorStats(name) for name in tensors}
-    layers = {o: n for n in graph.nodes for o in n.outputs}
-    valid: torch.Tensor | None = None
-    count = 0
-
-    def see(name: str, x: Any) -> None:
-        try:
-            stats[name].update(without_padding(x, valid).float(), tensors[name])
-        except ValueError:
-            node = layers.get(name)
-            source = f"layer '{node.display_name}' ({node.op})" if node else f"input '{name}'"
-            hint = "check the weights of that layer and the scaling of the inputs"
-            what = f"Batch {count} makes NaN or infinite values in {source}"
-            raise DataError(what, where=node.source if node else "", hint=hint) from None
+    graph = placed(graph)
+    seen, count = _Observer(graph, tensors), 0
 
     def hook(node: Node, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
         for o, x in zip(node.outputs, outputs, strict=False):
-            if o in stats and x.numel():
-                see(o, x)
+            seen.see(o, x)
         return outputs
 
     def channels_last(batch: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:  # lazily: only `run` holds the copies
         for name, x in zip(graph.inputs, batch, strict=True):
             x = x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
-            if name in stats and x.numel():
-                see(name, x)
+            seen.see(name, x)
             yield x
 
     with torch.inference_mode():
         for batch in batches:
-            valid = valid_token_mask(graph, batch)
+            seen.begin(count, batch)
             _run_checked(graph, batch, channels_last(batch), hook, count)
+            seen.end()
             count += 1
     if count == 0:
         raise no_data()
+    stats = seen.stats
     for name in (n for n, s in stats.items() if not s.batches):  # empty tensors, such as initial caches
         stats[name].update(torch.zeros(1), Need(histogram=tensors[name].histogram))
     return without_noise(graph, stats)
+
+
+class _Observer:
+    """The statistics of a graph's tensors; what is seen on a device is read together after each batch."""
+
+    def __init__(self, graph: Graph, needs: Mapping[str, Need]) -> None:
+        self.graph, self.needs = graph, needs
+        self.stats = {name: TensorStats(name) for name in needs}
+        self.batch = 0
+        self.valid: ValidTokens | None = None
+        self.waiting = list[tuple[str, Seen, torch.Tensor]]()
+
+    def begin(self, batch: int, inputs: Sequence[torch.Tensor]) -> None:
+        """Begin a batch of this number."""
+        self.batch, self.valid = batch, valid_tokens(self.graph, inputs)
+
+    def see(self, name: str, x: torch.Tensor) -> None:
+        """Take what is needed of a value, if anything is."""
+        if name not in self.stats or not x.numel():
+            return
+        seen = Seen.of(without_padding(x, self.valid).float(), self.needs[name])
+        if x.device.type == "cpu":
+            self._add(name, seen)
+        else:
+            self.waiting.append((name, seen, seen.packed()))
+
+    def end(self) -> None:
+        """Add what has been seen on a device, by one copy for all tensors."""
+        if not self.waiting:
+            return
+        there = [packed for *_, packed in self.waiting]
+        here = torch.cat(there).cpu().split([len(packed) for packed in there])
+        for (name, seen, _), flat in zip(self.waiting, here, strict=True):
+            self._add(name, seen.unpacked(flat))
+        self.waiting.clear()
+
+    def _add(self, name: str, seen: Seen) -> None:
+        try:
+            self.stats[name].add(seen, self.needs[name])
+        except ValueError:
+            node = self.graph.producers().get(name)
+            source = f"layer '{node.display_name}' ({node.op})" if node else f"input '{name}'"
+            hint = "check the weights of that layer and the scaling of the inputs"
+            what = f"Batch {self.batch} makes NaN or infinite values in {source}"
+            raise DataError(what, where=node.source if node else "", hint=hint) from None
 
 
 def without_noise(graph: Graph, stats: Mapping[str, TensorStats]) -> dict[str, TensorStats]:
@@ -259,18 +327,28 @@ def padding_mask(graph: Graph) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
-def valid_token_mask(graph: Graph, inputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return which positions of a batch are not padding, [N, T]; None without a mask, or if all are padding."""
+class ValidTokens(NamedTuple):
+    """The positions of a batch that are not padding."""
+
+    shape: torch.Size  #: of the mask, [N, T]
+    index: torch.Tensor  #: positions, counted through the batch, [positions] int64, on the device of the batch
+
+
+def valid_tokens(graph: Graph, inputs: Sequence[torch.Tensor]) -> ValidTokens | None:
+    """Return the positions of a batch that are not padding; None without a mask, or if all are padding."""
     mask = padding_mask(graph)
-    valid = None if mask is None else inputs[graph.inputs.index(mask)] != 0
-    return valid if valid is not None and bool(valid.any()) else None
+    if mask is None:
+        return None
+    valid = inputs[graph.inputs.index(mask)] != 0
+    index = valid.reshape(-1).nonzero()[:, 0]
+    return ValidTokens(valid.shape, index) if len(index) else None
 
 
-def without_padding(x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
+def without_padding(x: torch.Tensor, valid: ValidTokens | None) -> torch.Tensor:
     """Return a value [N, T, ...] at valid positions only, [1, positions, ...]; values of other shapes unchanged."""
     if valid is None or x.shape[:2] != valid.shape or x[0, 0].numel() < 2:  # one number a position: the mask itself
         return x
-    return x[valid][None]
+    return x.flatten(0, 1).index_select(0, valid.index)[None]
 
 
 def _run_checked(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chipfit.calibration.collect import valid_token_mask
+from chipfit.calibration.collect import valid_tokens
 from chipfit.calibration.data import Batch, Whole, no_data
 from chipfit.engine.kernels import execute
 from chipfit.engine.run import done_after, run
@@ -104,7 +104,7 @@ class Reference:
 
     def _parts(self, values: Mapping[str, Any], batch: Batch) -> dict[str, Tensor]:
         """Return the parts of outputs, as the float network joins them."""
-        return parts_of(self.graph, values, valid_token_mask(self.graph, batch))
+        return parts_of(self.graph, values, valid_tokens(self.graph, batch))
 
 
 def compare_plans(graph: Graph, held: Sequence[Batch], before: Planned, after: Planned) -> tuple[bool, str]:

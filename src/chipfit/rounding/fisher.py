@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chipfit.calibration.collect import TensorStats, valid_token_mask
+from chipfit.calibration.collect import TensorStats, valid_tokens
 from chipfit.calibration.data import Batch, Whole
 from chipfit.engine.run import run
 from chipfit.graph.ir import Graph, Node
@@ -56,7 +56,7 @@ def gradients(
     with torch.enable_grad():
         inputs = [watch(name, x.detach()) for name, x in zip(graph.inputs, batch, strict=True)]
         env = run(graph, inputs, hook=hook, weights=weights, keep=set(besides))
-        parts = parts_of(graph, env, valid_token_mask(graph, batch)).values()
+        parts = parts_of(graph, env, valid_tokens(graph, batch)).values()
         loss = sum((sampled_loss(y, random) for y in parts if y.requires_grad), torch.zeros(()))
         found = torch.autograd.grad(loss, list(kept.values()), allow_unused=True) if loss.requires_grad else ()
     values = {k: x.detach() for k, x in {**env, **kept}.items() if isinstance(x, Tensor)}

@@ -123,8 +123,8 @@ def round_columns(w: Tensor, shares: Tensor, scale: Tensor, zero: Tensor, grid: 
         end = min(start + BLOCK, size)
         part, errors, within = wanted[:, start:end], torch.empty_like(w[:, start:end]), shares[:, start:end, start:end]
         for i in range(end - start):
-            q[:, start + i] = nearest(part[:, i], start + i)
-            errors[:, i] = w[:, start + i] - q[:, start + i]
+            nearest(part[:, i], start + i, out=q[:, start + i])
+            torch.sub(w[:, start + i], q[:, start + i], out=errors[:, i])
             part[:, i + 1 :].addcmul_(within[:, i, i + 1 :].unsqueeze(2), errors[:, i].unsqueeze(1))
         wanted[:, end:].baddbmm_(shares[:, start:end, end:].transpose(1, 2), errors)
     return q.transpose(1, 2).contiguous()
@@ -140,12 +140,14 @@ class NearestOnGrid:
         self.scale, self.zero, self.grid = scale, zero, grid
         self.symmetric = grid.table is None and not bool(zero.any())
 
-    def __call__(self, w: Tensor, column: int | None = None) -> Tensor:
-        """Round all of [g, R, K], or one column [g, R] where scales are [g, K, R]."""
-        s, z = (p if column is None else p[:, column] for p in (self.scale, self.zero))
-        if not self.symmetric:
-            return fake_quantize(w, s, z, self.grid)
-        return round_by_rule(w / s, self.grid.rounding).clamp_(self.grid.qmin, self.grid.qmax).mul_(s)
+    def __call__(self, w: Tensor, column: int | None = None, out: Tensor | None = None) -> Tensor:
+        """Round all of [g, R, K], or one column [g, R] where scales are [g, K, R]; into `out`, if it is given."""
+        s = self.scale if column is None else self.scale[:, column]
+        if self.symmetric:
+            codes = round_by_rule(w / s, self.grid.rounding).clamp_(self.grid.qmin, self.grid.qmax)
+            return codes.mul_(s) if out is None else torch.mul(codes, s, out=out)
+        q = fake_quantize(w, s, self.zero if column is None else self.zero[:, column], self.grid)
+        return q if out is None else out.copy_(q)
 
 
 def error_feedback(h: Tensor) -> Tensor | None:

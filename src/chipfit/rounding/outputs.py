@@ -12,13 +12,13 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Generator, Tensor, multinomial, randn
 
-from chipfit.calibration.collect import without_padding
+from chipfit.calibration.collect import ValidTokens, without_padding
 from chipfit.engine.parts import part_labels
 from chipfit.graph.ir import Graph
 from chipfit.graph.joins import parts
 
 
-def parts_of(graph: Graph, values: Mapping[str, Any], valid: Tensor | None = None) -> dict[str, Tensor]:
+def parts_of(graph: Graph, values: Mapping[str, Any], valid: ValidTokens | None = None) -> dict[str, Tensor]:
     """Return the parts of the float outputs, by name.
 
     An output is one part; one that joins values, as a concatenation of boxes and scores does, has a part for each of
@@ -26,7 +26,7 @@ def parts_of(graph: Graph, values: Mapping[str, Any], valid: Tensor | None = Non
 
     Args:
         values: outputs by name.
-        valid: positions that are not padding, as of `valid_token_mask`.
+        valid: positions that are not padding, as of `valid_tokens`.
     """
     out = dict[str, Tensor]()
     for name in (o for o in dict.fromkeys(graph.outputs) if graph.is_float(o)):
