@@ -1,11 +1,14 @@
 """The rounding rules that platforms name: against arithmetic on paper, in torch and Keras, training and integers."""
 
+import math
+from fractions import Fraction
+
 import pytest
 import torch
 
 from chipfit.frameworks.torch.modules import fake_quantize_ste
 from chipfit.quantizers.grids import Grid, fake_quantize, quantize
-from chipfit.quantizers.rounding import ROUNDINGS
+from chipfit.quantizers.rounding import ROUNDINGS, round_by_rule
 from chipfit.ranges import choose
 
 #: rule -> what -2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 0.7 and -0.7 become
@@ -59,3 +62,21 @@ def test_a_range_is_searched_for_the_rule_that_the_chip_has():
         )
 
     assert error(float(s)) <= min(error(float(s) * f) for f in (0.8, 0.9, 1.1, 1.2)) * 1.01
+
+
+def test_halves_round_away_from_zero_as_in_arithmetic_for_every_half_precision_number():
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    finite = every[torch.isfinite(every)]
+    away = [math.copysign(math.floor(abs(x) + 0.5), x) for x in finite.tolist()]  # exact in float64
+    found = round_by_rule(finite.clone(), "half_away")
+    assert found.tolist() == away
+    assert torch.equal(found.view(torch.int16), ROUNDINGS["half_away"](finite).view(torch.int16))  # and the sign of 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_neighbours_of_halves_round_to_the_nearest_integer(dtype):
+    halves = torch.tensor([0.5, 1.5, 2.5, 1023.5, 2.0**22 + 0.5, 2.0**23 + 1, 2.0**24 + 2], dtype=dtype)
+    below, above = (torch.nextafter(halves, halves.new_tensor(end)) for end in (0.0, math.inf))
+    for x in (halves, below, above, -halves, -below, -above):
+        exact = [math.copysign(math.floor(abs(Fraction(v)) + Fraction(1, 2)), v) for v in x.tolist()]
+        assert round_by_rule(x.clone(), "half_away").tolist() == exact

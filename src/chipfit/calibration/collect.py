@@ -331,7 +331,7 @@ class ValidTokens(NamedTuple):
     """The positions of a batch that are not padding."""
 
     shape: torch.Size  #: of the mask, [N, T]
-    index: torch.Tensor  #: positions, counted through the batch, [positions] int64, on the device of the batch
+    positions: torch.Tensor  #: counted through the batch, [positions] int64, on the device of the batch
 
 
 def valid_tokens(graph: Graph, inputs: Sequence[torch.Tensor]) -> ValidTokens | None:
@@ -348,7 +348,7 @@ def without_padding(x: torch.Tensor, valid: ValidTokens | None) -> torch.Tensor:
     """Return a value [N, T, ...] at valid positions only, [1, positions, ...]; values of other shapes unchanged."""
     if valid is None or x.shape[:2] != valid.shape or x[0, 0].numel() < 2:  # one number a position: the mask itself
         return x
-    return x.flatten(0, 1).index_select(0, valid.index)[None]
+    return x.flatten(0, 1).index_select(0, valid.positions)[None]
 
 
 def _run_checked(
