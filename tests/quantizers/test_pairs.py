@@ -73,17 +73,21 @@ def test_integers_move_as_their_floats_do(shape, outputs, dtype):
     assert torch.equal(bounded_codes(few, 100, outputs), few)
 
 
+def limited(per="channel"):
+    return grid(8, low=-127, zero=0, per=per, pair_limit=128)
+
+
 @pytest.mark.parametrize(("per_channel", "count"), [(True, 300), (False, 300), (True, 5003), (False, 5003)])
 def test_the_scale_is_the_one_with_the_least_error(per_channel, count):
     w = torch.randn(6, count, generator=torch.Generator().manual_seed(0))
     w = w if per_channel else w.t().contiguous()
     axis = 0 if per_channel else None
     start = w.abs().amax(1) / 127 if per_channel else w.abs().max() / 127
-    scale = scale_for_pairs(w, start, 128, axis)
+    on = limited("channel" if per_channel else "tensor")
+    scale = scale_for_pairs(w, start, on, axis)
 
     def error(s):
-        per = "channel" if per_channel else "tensor"
-        q = stored(s, axis=axis, on=grid(8, low=-127, zero=0, per=per, pair_limit=128)).round(w)
+        q = stored(s, axis=axis, on=on).round(w)
         return (q - w).square().sum(1) if per_channel else (q - w).square().sum()
 
     tried = torch.stack([error(start * f) for f in np.linspace(1, 1.6, 61)])
@@ -91,8 +95,19 @@ def test_the_scale_is_the_one_with_the_least_error(per_channel, count):
     assert bool((error(scale) < 0.6 * error(start * 2)).all())  # 7 bits
 
 
+@pytest.mark.parametrize(("count", "share"), [(8, 1.1), (27, 1.1), (64, 1.05), (256, 1.05)])
+def test_the_scale_of_a_short_row_is_the_one_with_the_least_error_of_its_own_weights(count, share):
+    """In a row of few weights, chance decides more than the step: of scales nearby, one rounds them far better."""
+    w = torch.rand(200, count, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    start = w.abs().amax(1) / 127
+    error = lambda s: (stored(s, axis=0, on=limited()).round(w) - w).square().sum(1)
+    found = scale_for_pairs(w, start, limited(), 0)
+    tried = torch.stack([error(start * f) for f in np.linspace(1, 2, 101)])
+    assert bool((found >= start).all()) and float(error(found).sum()) < share * float(tried.amin(0).sum())
+
+
 def test_a_scale_is_left_alone_where_all_pairs_fit():
     w = torch.tensor([[1.0, -1.0, 0.5, 0.25], [1.0, 0.0, 0.0, 1.0]])
     start = w.abs().amax(1) / 127
-    assert torch.equal(scale_for_pairs(w, start, 128, 0), start)
-    assert torch.equal(scale_for_pairs(w[:, :1], start, 128, 0), start)
+    assert torch.equal(scale_for_pairs(w, start, limited(), 0), start)
+    assert torch.equal(scale_for_pairs(w[:, :1], start, limited(), 0), start)

@@ -15,10 +15,17 @@ from typing import Any
 
 import torch
 
+from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.ops import ste
 
 #: pairs with the greatest sums that are looked at in each row when a scale is chosen, and scales that are tried
 _GREATEST, _TRIES = 64, 24
+#: the scale of a row of at most so many weights is tuned by their own errors, which average out over more
+_LONGEST = 256
+#: multiples of a scale that are tried then
+_NEARBY = torch.linspace(0.85, 1.15, 49)
+#: numbers held at once
+_CHUNK = 1 << 18
 
 #: axes of the output channels: one or several; None for the right operand of a matrix product, [..., K, N]
 Axes = int | tuple[int, ...] | None
@@ -119,16 +126,19 @@ def _greatest(sums: torch.Tensor, count: int) -> torch.Tensor:
     return sums.topk(min(sums.shape[1], count)).values
 
 
-def scale_for_pairs(w: torch.Tensor, scale: torch.Tensor, limit: int, outputs: Axes) -> torch.Tensor:
+def scale_for_pairs(w: torch.Tensor, scale: torch.Tensor, grid: Grid, outputs: Axes) -> torch.Tensor:
     """Return scales for weights that `bounded` moves, at least `scale`: those of the least squared error.
 
-    A scale s costs K s^2 / 12 by rounding, and half of the square of what each pair has too much.
+    A scale s costs K s^2 / 12 by rounding, and half of the square of what each pair has too much. Short rows then try
+    scales nearby by what rounding costs them.
 
     Args:
         w: weights [*dims].
         scale: [], or [C] along the axis of the output channels.
+        grid: with the limit of pairs.
     """
-    rows = rows_of_sums(torch, w.detach(), outputs)
+    assert grid.pair_limit is not None
+    rows, limit = rows_of_sums(torch, w.detach(), outputs), grid.pair_limit
     sums = sums_of_pairs(rows)
     if not sums.numel():
         return scale
@@ -138,9 +148,35 @@ def scale_for_pairs(w: torch.Tensor, scale: torch.Tensor, limit: int, outputs: A
     least = scale.reshape(-1, 1)
     most = torch.maximum(top[:, :1] / limit, least)
     tried = least + (most - least) * torch.linspace(1, 0, _TRIES)  # [C, tries]
-    excess = (top.unsqueeze(2) - limit * tried.unsqueeze(1)).clamp_min(0)
-    cost = rows.shape[1] / 12 * tried.square() + excess.square().sum(1) / 2
-    return tried.gather(1, cost.argmin(1, keepdim=True)).reshape(scale.shape)
+    cost = rows.shape[1] / 12 * tried.square() + _cost_of_excess(top, tried, limit)
+    found = tried.gather(1, cost.argmin(1, keepdim=True))  # [C, 1]
+    beyond = (most > least).flatten().nonzero().flatten()
+    if rows.shape[1] <= _LONGEST and len(beyond):
+        found[beyond] = _tuned(rows[beyond], found[beyond], least[beyond], top[beyond], grid)
+    return found.reshape(scale.shape)
+
+
+def _cost_of_excess(top: torch.Tensor, scales: torch.Tensor, limit: int) -> torch.Tensor:
+    """Return half of the sum of squares of what pairs have too much at each scale, [C, tries].
+
+    Args:
+        top: greatest sums of pairs [C, count].
+        scales: [C, tries].
+    """
+    return (top.unsqueeze(1) - limit * scales.unsqueeze(2)).clamp_min_(0).square_().sum(2) / 2
+
+
+def _tuned(rows: torch.Tensor, scale: torch.Tensor, least: torch.Tensor, top: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """Return the scales near `scale`, at least `least`, with the least squared error; all [C, 1], rows [C, K]."""
+    assert grid.pair_limit is not None
+    tried = torch.cat([scale, torch.maximum(scale * _NEARBY, least)], 1)
+    cost = _cost_of_excess(top, tried, grid.pair_limit)
+    size = max(1, _CHUNK // (rows.shape[1] * tried.shape[1]))
+    for part, s, c in zip(*(torch.split(x, size) for x in (rows, tried, cost)), strict=True):
+        in_steps = part.unsqueeze(1) / s.unsqueeze(2)
+        e = in_steps.round().clamp_(grid.qmin, grid.qmax).sub_(in_steps)
+        c += torch.linalg.vector_norm(e, dim=2).mul_(s).square_()
+    return tried.gather(1, cost.argmin(1, keepdim=True))
 
 
 def output_axes(shape: Sequence[int]) -> Axes:

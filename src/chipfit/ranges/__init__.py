@@ -98,7 +98,7 @@ def choose(
         _check_returned(q, len(sample.low), name_of(rule))
     q = replace(q, scale=q.scale[0], zero_point=q.zero_point[0]) if axis is None else q
     if grid.pair_limit is not None and isinstance(source, torch.Tensor):
-        q = replace(q, scale=finish_scale(scale_for_pairs(source, q.scale, grid.pair_limit, axis), grid))
+        q = replace(q, scale=finish_scale(scale_for_pairs(source, q.scale, grid, axis), grid))
     cache[key] = q
     return q
 
