@@ -84,8 +84,8 @@ def test_logarithmic_codes_are_powers_down_from_the_scale(base, bits):
 
 def test_entries_give_way_half_way_on_the_line_or_on_the_logarithm():
     table = (-4.0, -1.0, 0.0, 0.25, 4.0)
-    assert boundaries(table, False).tolist() == [-2.5, -0.5, 0.125, 2.125]
-    assert boundaries(table, True).tolist() == [-2, -0.5, 0.125, 1]  # beside zero half way
+    assert boundaries(table, False) == (-2.5, -0.5, 0.125, 2.125)
+    assert boundaries(table, True) == (-2, -0.5, 0.125, 1)  # beside zero half way
 
 
 @pytest.mark.parametrize(

@@ -335,7 +335,7 @@ def test_the_error_of_a_block_is_the_mean_of_its_chunks(monkeypatch):
 def test_with_second_derivatives_a_network_is_watched_at_every_linear_operator(scope, fisher, monkeypatch):
     nodes, seen, weighed = small().graph.nodes, [], []
 
-    def slopes(graph, inputs, wanted, besides, random):
+    def slopes(graph, inputs, wanted, besides, random, there):
         seen.append(set(wanted))
         return {}, {name: torch.full((len(inputs[0]), 2), 3.0) for name in wanted}
 

@@ -53,7 +53,7 @@ class MemoryLimit:
 
     def release(self, x: Tensor) -> None:
         """Give back the memory of a tensor from `keep`."""
-        if not x.is_shared():
+        if x.device.type != "cpu" or not x.is_shared():  # a device's tensors always count as shared
             self.used -= x.numel() * x.element_size()
 
 

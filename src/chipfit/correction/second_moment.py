@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,8 +10,9 @@ import torch
 from chipfit.calibration.data import no_data
 from chipfit.correction.bias import quantized_linear
 from chipfit.engine.run import run
-from chipfit.graph.ir import Graph, Node
+from chipfit.graph.ir import CPU, Graph, Node
 from chipfit.graph.linear import bias_or_zero, channel_axis, scale_outputs, with_bias
+from chipfit.graph.placement import placed
 from chipfit.passes.rewriting import Readers
 from chipfit.plan.record import Plan
 from chipfit.registry import Setting, register
@@ -54,8 +55,10 @@ def correct_second_moment(
         else:
             nodes[node.output] = node
     names = [n.weight for n, _ in quantized_linear(graph, plan)]
-    weights = graph.weights | {name: plan[name].round(graph.weights[name].detach()) for name in names}
+    there = placed(graph)
+    weights = there.weights | {name: plan[name].round(there.weights[name].detach()) for name in names}
     moments = {o: (_Moments(), _Moments()) for o in nodes}
+    waiting = list[tuple[str, _Moments, _Moments]]()
 
     def hook(node: Node, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         if node.output not in nodes:
@@ -63,8 +66,7 @@ def correct_second_moment(
         axis = channel_axis(node)
         (y,), reference = outputs, floats[node.output]
         here, wanted = (_Moments.of(x, axis) for x in (y, reference))
-        for total, new in zip(moments[node.output], (wanted, here)):
-            total.merge(new)
+        waiting.append((node.output, wanted, here))
         shape = [1] * y.dim()
         shape[axis] = -1
         k = _ratio(wanted, here, limit)
@@ -73,8 +75,12 @@ def correct_second_moment(
     count = 0
     with torch.inference_mode():
         for batch in batches:
-            floats = run(graph, batch, keep=set(nodes))
-            run(graph, batch, weights=weights, hook=hook)
+            floats = run(there, batch, keep=set(nodes))
+            run(there, batch, weights=weights, hook=hook)
+            for output, *new in _on_cpu(waiting):
+                for total, more in zip(moments[output], new, strict=True):
+                    total.merge(more)
+            waiting.clear()
             count += 1
     if not count:
         raise no_data()
@@ -100,8 +106,8 @@ class _Moments:
 
     @classmethod
     def of(cls, x: torch.Tensor, axis: int) -> _Moments:
-        """Return the moments of a tensor with channels along `axis`."""
-        rows = x.double().movedim(axis, 0).flatten(1)
+        """Return the moments of a tensor with channels along `axis`, in float64 on the CPU, else in float32."""
+        rows = (x.double() if x.device == CPU else x.float()).movedim(axis, 0).flatten(1)
         return cls(rows.shape[1], rows.mean(1), rows.var(1, correction=0) * rows.shape[1])
 
     def merge(self, other: _Moments) -> None:
@@ -114,6 +120,17 @@ class _Moments:
     @property
     def std(self) -> torch.Tensor:
         return (self.squares / self.count).sqrt()
+
+
+def _on_cpu(seen: Sequence[tuple[str, _Moments, _Moments]]) -> Iterator[tuple[str, _Moments, _Moments]]:
+    """Yield moments in float64 on the CPU, where one copy brings them all."""
+    parts = [x for _, *both in seen for m in both for x in (m.mean, m.squares)]
+    if not parts:
+        return
+    numbers = iter(torch.cat(parts).cpu().double().split([len(x) for x in parts]))
+    for output, *both in seen:
+        wanted, here = (_Moments(m.count, next(numbers), next(numbers)) for m in both)
+        yield output, wanted, here
 
 
 def _ratio(wanted: _Moments, here: _Moments, limit: float) -> torch.Tensor:

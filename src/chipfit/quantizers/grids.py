@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from chipfit.quantizers.rounding import round_by_rule
-from chipfit.quantizers.tables import boundaries
+from chipfit.quantizers.tables import boundaries, constant
 
 #: least and greatest power of two among scales, which are float32
 SCALES = 2.0**-149, 2.0**127
@@ -150,8 +150,7 @@ def _as_stored(x: Tensor) -> Tensor:
 
 def _index(v: Tensor, table: tuple[float, ...], kind: str) -> Tensor:
     """Return the indices of the table entries nearest to values in units of the scale."""
-    edges = boundaries(table, kind == "log").to(device=v.device, dtype=v.dtype)
-    return torch.bucketize(v.contiguous(), edges)
+    return torch.bucketize(v.contiguous(), constant(boundaries(table, kind == "log"), v))
 
 
 def dequantize(q: Tensor, scale: Tensor, zero_point: Tensor, axis: int | None = None) -> Tensor:
@@ -169,7 +168,7 @@ def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, axis
     """Quantize and dequantize floats; shapes and units as in `quantize`."""
     s, z = shape_for(scale, x, axis), shape_for(zero_point, x, axis)
     if grid.table is not None:
-        return torch.tensor(grid.table, dtype=x.dtype, device=x.device)[_index(x / s, grid.table, grid.kind)] * s
+        return constant(grid.table, x)[_index(x / s, grid.table, grid.kind)] * s
     codes = round_by_rule(x / s, grid.rounding)
     if codes.requires_grad:
         return (torch.clamp(codes + z, grid.qmin, grid.qmax) - z) * s

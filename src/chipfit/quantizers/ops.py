@@ -12,7 +12,7 @@ import torch
 
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.rounding import ROUNDINGS, round_by_rule
-from chipfit.quantizers.tables import boundaries
+from chipfit.quantizers.tables import boundaries, constant
 
 #: bound of x / s before rounding, above which no code lies; it keeps infinities from becoming inf - inf
 _MOST = 2.0**40
@@ -33,7 +33,7 @@ class TorchOps(metaclass=_TorchFunctions):
     @staticmethod
     def constant(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
         """Return a tensor [N] with the dtype and device of `like`."""
-        return torch.tensor(values, dtype=like.dtype, device=like.device)
+        return constant(tuple(values), like)
 
     @staticmethod
     def traced(x: torch.Tensor) -> bool:
@@ -104,7 +104,7 @@ def fake_quantize(ops: Any, x: Any, s: Any, z: Any, grid: Grid) -> Any:
         q = v + ops.stop_gradient(ROUNDINGS[grid.rounding](v, ops) - v) + z  # exact, see `rounding`
         return (clamp(ops, q, float(grid.qmin), float(grid.qmax)) - z) * s
     v = clamp(ops, x / s, grid.table[0], grid.table[-1])
-    edges = boundaries(grid.table, grid.kind == "log").tolist()
+    edges = boundaries(grid.table, grid.kind == "log")
     entry = ops.entry(ops.constant(grid.table, v), ops.constant(edges, v), ops.stop_gradient(v))
     return ste(ops, v, entry) * s
 

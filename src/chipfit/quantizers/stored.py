@@ -1,14 +1,18 @@
 """The record of how a quantized tensor is stored: a grid with scale and zero point, checked when it is created."""
 
+from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
 from chipfit.errors import PlanError
 from chipfit.quantizers.grids import SCALES, Grid, dequantize, fake_quantize, quantize, shape_for
 from chipfit.quantizers.pairs import bounded_codes
 from chipfit.quantizers.rounding import ROUNDINGS
+from chipfit.quantizers.tables import constant
 
 
 def _fault(grid: Grid) -> str:
@@ -32,7 +36,11 @@ def scales_per_output(scale: torch.Tensor, outputs: int) -> torch.Tensor:
     return scale.repeat(outputs // scale.numel()) if scale.dim() and outputs > scale.numel() else scale
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+#: scales and zero points on other devices than the CPU, with the versions that they were copied from
+_COPIES: MutableMapping[Any, dict[torch.device, tuple[Any, Tensor, Tensor]]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Stored:
     """The format, grid, scale and zero point of one tensor.
 
@@ -74,24 +82,36 @@ class Stored:
     def with_(self, **changes: Any) -> Self:
         return replace(self, **changes)
 
+    def numbers_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return scale and zero point on a device; they are copied there once."""
+        numbers = self.scale, self.zero_point
+        if self.scale.device == device:
+            return numbers
+        version = [None if p.is_inference() else p._version for p in numbers]  # tensors may be changed in place
+        copies = _COPIES.setdefault(self, {})
+        if device not in copies or copies[device][0] != version:
+            with torch.inference_mode(False):  # for autograd, whoever is the first to need them
+                copies[device] = version, self.scale.to(device), self.zero_point.to(device)
+        return copies[device][1:]
+
     def quantize(self, x: torch.Tensor) -> torch.Tensor:
         """Quantize floats [*dims]; see `grids.quantize`, and `quantizers.pairs` for weights bounded in pairs."""
-        q = quantize(x, self.scale, self.zero_point, self.grid, self.axis)
+        q = quantize(x, *self.numbers_on(x.device), self.grid, self.axis)
         limit = self.grid.pair_limit
         return q if limit is None else bounded_codes(q, limit, self.axis)
 
     def dequantize(self, q: torch.Tensor) -> torch.Tensor:
         """Dequantize codes [*dims]; see `grids.dequantize`."""
+        scale, zero_point = self.numbers_on(q.device)
         if self.grid.table is not None:
-            entries = torch.tensor(self.grid.table, dtype=self.scale.dtype)[q.long()]
-            return entries * shape_for(self.scale, q, self.axis)
-        return dequantize(q, self.scale, self.zero_point, self.axis)
+            return constant(self.grid.table, scale)[q.long()] * shape_for(scale, q, self.axis)
+        return dequantize(q, scale, zero_point, self.axis)
 
     def round(self, x: torch.Tensor) -> torch.Tensor:
         """Quantize and dequantize floats [*dims]; see `grids.fake_quantize`."""
         if self.grid.pair_limit is not None:
             return self.dequantize(self.quantize(x)).to(x.dtype)
-        return fake_quantize(x, self.scale, self.zero_point, self.grid, self.axis)
+        return fake_quantize(x, *self.numbers_on(x.device), self.grid, self.axis)
 
     def same_numbers(self, other: Self) -> bool:
         """Return whether grid, axis, scale and zero point are equal, whatever the format's name."""

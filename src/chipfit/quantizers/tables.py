@@ -7,6 +7,7 @@ logarithmic grid to the nearest logarithm.
 import functools
 
 import torch
+from torch import Tensor
 
 #: narrow floating-point types: name -> (exponent bits, mantissa bits, largest finite value)
 FLOATS = {
@@ -48,15 +49,29 @@ def log_table(base: float, bits: int) -> tuple[float, ...]:
     return (*(-v for v in reversed(magnitudes)), 0.0, *magnitudes)
 
 
+def constant(values: tuple[float, ...], like: Tensor) -> Tensor:
+    """Return numbers, [N], with the dtype and on the device of `like`, where they are copied once."""
+    if type(like) not in (Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():  # symbols are not to be kept
+        return torch.tensor(values, dtype=like.dtype, device=like.device)
+    return _constant(values, like.dtype, like.device)
+
+
+@functools.lru_cache(maxsize=256)
+def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # for autograd, whoever is the first to need them
+        return torch.tensor(values, dtype=dtype, device=device)
+
+
 @functools.cache
-def boundaries(table: tuple[float, ...], logarithmic: bool) -> torch.Tensor:
-    """Return the boundaries between entries, float64 [entries - 1]; a value on a boundary takes the lower entry."""
+def boundaries(table: tuple[float, ...], logarithmic: bool) -> tuple[float, ...]:
+    """Return the boundaries between entries; a value on a boundary takes the lower entry."""
     t = torch.tensor(table, dtype=torch.float64)
     low, high = t[:-1], t[1:]
     if not logarithmic:
-        return (low + high) / 2
+        return tuple(((low + high) / 2).tolist())
     beside_zero = (low + high) / 2  # 0 has no logarithm
-    return torch.where((low == 0) | (high == 0), beside_zero, torch.sign(low) * torch.sqrt((low * high).abs()))
+    between = torch.sign(low) * torch.sqrt((low * high).abs())
+    return tuple(torch.where((low == 0) | (high == 0), beside_zero, between).tolist())
 
 
 def fit(values: torch.Tensor, weights: torch.Tensor | None, entries: int, low: int, high: int) -> tuple[float, ...]:

@@ -12,11 +12,12 @@ from chipfit.calibration.data import Batch, Whole, no_data
 from chipfit.engine.kernels import execute
 from chipfit.engine.run import done_after, run
 from chipfit.graph.ir import Graph
+from chipfit.graph.placement import placed
 from chipfit.plan.record import Plan
 from chipfit.quantizers.stored import Stored
 from chipfit.rounding.outputs import OutputErrors, parts_of
 
-#: rounded weights by name, with the weight and how it is stored
+#: rounded weights by name, where the network runs, with the weight of the graph and how it is stored
 RoundedWeights = dict[str, tuple[Tensor, Stored | None, Tensor]]
 #: a network, and how it is quantized
 Planned = tuple[Graph, Plan]
@@ -70,12 +71,17 @@ def unrounded_outputs(
 
 
 class Reference:
-    """The outputs of the float network on some batches, and the errors of other networks against them."""
+    """The outputs of the float network on some batches, and the errors of other networks against them.
+
+    Args:
+        batches: on the device of the graph.
+    """
 
     def __init__(self, graph: Graph, batches: Iterable[Batch]) -> None:
         self.graph, self.batches = graph, list(batches)
+        there = placed(graph)
         with torch.inference_mode():
-            self._wanted = [self._parts(run(graph, batch), batch) for batch in self.batches]
+            self._wanted = [self._parts(run(there, batch), batch) for batch in self.batches]
 
     def loss(self, graph: Graph, plan: Plan) -> float:
         """Return the loss of a graph as a plan quantizes it, see `outputs`; 0 if all outputs are equal."""
@@ -87,24 +93,25 @@ class Reference:
         Args:
             rounded: weights that a measurement of another plan has rounded; those that are stored alike are taken.
         """
-        out, weights = OutputErrors(), {} if rounded is None else rounded
+        out, weights, there = OutputErrors(), {} if rounded is None else rounded, placed(graph)
 
         def rounding(name: str, x: Tensor) -> Tensor:  # weights are rounded once
             if name not in graph.weights:
                 return plan[name].round(x)
-            found, stored = weights.get(name), plan.stored(name)
-            if found is None or found[0] is not x or found[1] is not stored:
-                found = weights[name] = x, stored, plan[name].round(x)
+            w, found, stored = graph.weights[name], weights.get(name), plan.stored(name)
+            if found is None or found[0] is not w or found[1] is not stored:
+                found = weights[name] = w, stored, plan[name].round(x)
             return found[2]
 
         with torch.inference_mode():
             for batch, wanted in zip(self.batches, self._wanted, strict=True):
-                out.add(wanted, self._parts(run_quantized(graph, plan, batch, rounding), batch))
+                out.add(wanted, self._parts(run_quantized(there, plan, batch, rounding), batch))
         return out
 
     def _parts(self, values: Mapping[str, Any], batch: Batch) -> dict[str, Tensor]:
-        """Return the parts of outputs, as the float network joins them."""
-        return parts_of(self.graph, values, valid_tokens(self.graph, batch))
+        """Return the parts of outputs, as the float network joins them, on the CPU: errors are summed in float64."""
+        found = parts_of(self.graph, values, valid_tokens(self.graph, batch))
+        return {name: y.cpu() for name, y in found.items()}
 
 
 def compare_plans(graph: Graph, held: Sequence[Batch], before: Planned, after: Planned) -> tuple[bool, str]:

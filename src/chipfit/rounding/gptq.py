@@ -56,8 +56,8 @@ def corrected_weights(w: Tensor, h: Tensor, c: Tensor, ridge: float) -> Tensor:
     """
     a, wanted = _damped(h, ridge), (c - w @ h).transpose(1, 2)
     lower, failed = torch.linalg.cholesky_ex(a)
-    if bool(failed.any()):
-        return w + torch.linalg.lstsq(a, wanted).solution.transpose(1, 2)
+    if bool(failed.any()):  # on the CPU, whose driver takes matrices without full rank
+        return w + torch.linalg.lstsq(a.cpu(), wanted.cpu()).solution.transpose(1, 2).to(w.device)
     return w + torch.cholesky_solve(wanted, lower).transpose(1, 2)
 
 
@@ -90,10 +90,10 @@ def round_rows(
     if rows.ids is None:
         return q, rows.low, factorized
     ids, entries = rows.ids.flatten(), torch.zeros_like(rows.low)
-    winner = torch.zeros(len(entries), dtype=torch.long)
+    winner = torch.zeros_like(entries, dtype=torch.long)
     if n > 1:
         error = (((q - wanted) @ h) * (q - wanted)).sum(2).view(g, n, o)
-        losses = [torch.zeros(len(entries)).index_add_(0, ids, e.flatten()) for e in error.unbind(1)]
+        losses = [torch.zeros_like(entries).index_add_(0, ids, e.flatten()) for e in error.unbind(1)]
         winner = torch.stack(losses).argmin(0)
     pick = winner[rows.ids].unsqueeze(1)  # [g, 1, O/g]
     scales = torch.stack([t[..., 0] for t in tries], 1).gather(1, pick)[:, 0]
@@ -176,9 +176,9 @@ def search_scales(w: Tensor, h: Tensor, rows: WeightRows) -> Tensor:
     assert rows.ids is not None
     weights = _damped(h, DAMPING).diagonal(dim1=1, dim2=2).unsqueeze(2)
     flat, n = rows.ids.flatten(), len(rows.low)
-    top = torch.zeros(n).scatter_reduce_(0, flat, w.abs().amax(2).flatten(), "amax")
+    top = w.new_zeros(n).scatter_reduce_(0, flat, w.abs().amax(2).flatten(), "amax")
     half = (rows.grid.qmax - rows.grid.qmin) / 2
-    shares = torch.linspace(0.25, 1.1, TRIES).unsqueeze(1)
+    shares = torch.linspace(0.25, 1.1, TRIES).unsqueeze(1).to(w.device)
     tries = within_bounds((top / half * shares).clamp_min(1e-12), rows)  # [tries, n]
     losses = []
     for some in tries.split(max(1, NUMBERS_AT_ONCE // w.numel())):
@@ -199,18 +199,18 @@ def within_bounds(scale: Tensor, rows: WeightRows) -> Tensor:
 
 
 def weight_rows(plan: Plan, node: Node, w: Tensor) -> WeightRows:
-    """Return how the weight `w` of `node` is stored, as rows, with the bounds of its scale."""
+    """Return how the weight `w` of `node` is stored, as rows, with the bounds of its scale, on the device of `w`."""
     stored = plan[node.weight]
 
     def spread(p: Tensor) -> Tensor:
         return as_rows(node, shape_for(p, w, stored.axis or 0).expand(w.shape))
 
-    scale, zero = spread(stored.scale), spread(stored.zero_point)
+    scale, zero = (spread(p) for p in stored.numbers_on(w.device))
     ids = spread(torch.arange(stored.scale.numel()).view(stored.scale.shape))
     bounds = scale_bounds(plan, node.weight)
     free = bounds is not None and bool((ids == ids[..., :1]).all())
-    low, high = bounds if bounds is not None and free else (stored.scale.reshape(-1),) * 2
-    return WeightRows(stored.grid, scale, zero, ids[..., 0] if free else None, low, high)
+    low, high = (p.to(w.device) for p in (bounds if bounds is not None and free else (stored.scale.reshape(-1),) * 2))
+    return WeightRows(stored.grid, scale, zero, ids[..., 0].to(w.device) if free else None, low, high)
 
 
 def scale_bounds(plan: Plan, name: str) -> tuple[Tensor, Tensor] | None:

@@ -14,6 +14,7 @@ from chipfit.decide.assignment import Assignment
 from chipfit.decide.part_noise import parts_on_grid
 from chipfit.graph.ir import Graph
 from chipfit.graph.joins import sets_parts
+from chipfit.graph.placement import inputs_on
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.ranges.qparams import QParams
 from chipfit.rounding.compare import Reference, limit_samples
@@ -33,7 +34,8 @@ def lost_part_warnings(graph: Graph, plan: Plan, assignment: Assignment, stats: 
         graph: with an example, on which the loss is measured; without one there are no warnings.
     """
     suspects = dict(_suspects(graph, plan, assignment, stats)) if graph.example else {}
-    reference = Reference(graph, limit_samples([as_batch(graph, list(graph.example))], _SAMPLES)) if suspects else None
+    few = limit_samples([as_batch(graph, inputs_on(graph.device, graph.example))], _SAMPLES) if suspects else []
+    reference = Reference(graph, few) if suspects else None
     out, said = list[str](), set[str]()
     for name, (part, levels) in suspects.items():
         if part == name in said:

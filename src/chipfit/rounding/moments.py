@@ -35,9 +35,14 @@ def from_rows(node: Node, rows: Tensor, like: Tensor) -> Tensor:
 
 
 def positions(node: Node, y: Tensor, most: int, generator: torch.Generator) -> Tensor:
-    """Return at most `most` positions of an output, drawn without replacement; for Linear, within one sample."""
+    """Return at most `most` positions of an output, drawn without replacement; for Linear, within one sample.
+
+    Args:
+        generator: of the CPU, so that positions do not depend on the device.
+    """
     size = places(node, y.shape)
-    return torch.randperm(size, generator=generator)[:most] if most < size else torch.arange(size)
+    found = torch.randperm(size, generator=generator)[:most] if most < size else torch.arange(size)
+    return found.to(y.device, non_blocking=True)
 
 
 def targets(node: Node, y: Tensor, where: Tensor) -> Tensor:
@@ -68,7 +73,7 @@ def patches(node: Node, x: Tensor, w: Tensor, where: Tensor, zero: float = 0.0) 
     for n, d, k, s in sizes:  # start of a patch in one image, and offsets of its inputs from there
         left //= _output_size(n, d, k, s)
         at, where = at * n + where // left * s, where % left
-        reads = (reads.unsqueeze(1) * n + torch.arange(k) * d).flatten()
+        reads = (reads.unsqueeze(1) * n + torch.arange(k, device=where.device) * d).flatten()
     read = _select_positions(x, (reads.unsqueeze(1) + at).flatten()).unflatten(2, (-1, len(at)))  # [N, C, kernel, P]
     return read.permute(1, 2, 0, 3).reshape(g, x.shape[1] // g * prod(kernel), -1)
 

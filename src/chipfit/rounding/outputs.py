@@ -62,7 +62,7 @@ class OutputErrors:
     sums: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, wanted: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> None:
-        """Add the parts of one batch, of the float network and of another."""
+        """Add the parts of one batch, of the float network and of another, on the CPU."""
         for name, want in wanted.items():
             y, x = want.double(), got[name].double()
             noise, signal = float((x - y).square().sum()), float(y.square().sum())
@@ -90,10 +90,13 @@ def sampled_loss(y: Tensor, random: Generator) -> Tensor:
     """Return a loss whose gradient has the Fisher information F of a part as its second moment.
 
     d' F d / 2 is then the KL divergence of class scores, or the energy of d as a share of the energy of the part.
+
+    Args:
+        random: of the CPU, so that labels do not depend on the device.
     """
     if is_scores(y):
-        labels = multinomial(y.detach().softmax(1), 1, generator=random)[:, 0]
+        labels = multinomial(y.detach().softmax(1).cpu(), 1, generator=random)[:, 0].to(y.device)
         return F.cross_entropy(y, labels, reduction="sum")
     energy = y.detach().square().sum() / max(len(y) if y.dim() else 1, 1)
-    noise = randn(y.shape, generator=random) * (2 / energy.clamp_min(1e-24)).sqrt()
+    noise = randn(y.shape, generator=random).to(y.device) * (2 / energy.clamp_min(1e-24)).sqrt()
     return (y * noise).sum()

@@ -17,7 +17,8 @@ from chipfit.engine.kernels import execute
 from chipfit.engine.run import done_after
 from chipfit.errors import DataError, Interrupted
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.linear import bias_or_zero, is_linear, with_bias
+from chipfit.graph.linear import is_linear, with_bias
+from chipfit.graph.placement import placed
 from chipfit.passes.rewriting import Readers
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.grids import fake_quantize
@@ -65,7 +66,8 @@ def range_of_scores(stored: Stored, wanted: Iterable[Tensor], got: Iterable[Tens
 
     Low scores may be clipped, the highest may not.
     """
-    p, x = torch.cat(list(wanted)).log_softmax(1), torch.cat(list(got))
+    p, x = (torch.cat(list(chunks)).cpu() for chunks in (wanted, got))  # the search has hundreds of small steps
+    p = p.log_softmax(1)
     low, high = (float(v) for v in torch.aminmax(x))
 
     def loss(q: QParams) -> float:
@@ -95,12 +97,8 @@ class SequentialReconstruction(SampleStreams):
         memory: int = MEMORY,
     ) -> None:
         super().__init__(replace(plan, tensors=dict(plan.tensors)), memory)
-        self.graph, self.settings, self.readers = (
-            graph.copy(),
-            settings,
-            Readers(graph),
-        )  #: `graph` receives the results
-        self.original, self.graph.weights = graph.weights, dict(graph.weights)
+        self.start, self.graph, self.settings, self.readers = graph, placed(graph).copy(), settings, Readers(graph)
+        self.original = dict(self.graph.weights)  #: those of `graph` are replaced
         self.tensors: dict[str, TensorPlan] = {}  #: weights and activations with new scales
         self.notes: list[str] = []
         self.rounded: dict[str, Any] = {}  #: weights as the chip stores them
@@ -113,7 +111,7 @@ class SequentialReconstruction(SampleStreams):
 
     @torch.inference_mode()
     def run(self, batches: Iterable[Batch]) -> Self:
-        """Round the weights of all operators; after Ctrl-C, of those done until then.
+        """Round the weights of all operators; after Ctrl-C, of those done until then. Then `graph` is on the CPU.
 
         Args:
             batches: of graph inputs; they are read once.
@@ -133,6 +131,8 @@ class SequentialReconstruction(SampleStreams):
                 self.notes.append(f"{Interrupted.NOTE}: {rest}")
                 break
             self.free(done)
+        new = {name: w.cpu() for name, w in self.graph.weights.items() if w is not self.original.get(name)}
+        self.graph = replace(self.start, weights={**self.start.weights, **new}, trainable=self.graph.trainable)
         return self
 
     def step(self, index: int, node: Node) -> None:
@@ -163,8 +163,8 @@ class SequentialReconstruction(SampleStreams):
         """Fit weight, scale and bias of one operator; returns the node with its new bias."""
         plan, name, settings = self.plan, node.weight, self.settings
         w, stored = self._weight(node), plan[name]
-        rows, bias = as_rows(node, w), bias_or_zero(self.graph, node).float()
-        h, c = moments.about(bias.view(rows.shape[:2])) if node.bias is None else moments.centred()
+        rows = as_rows(node, w)
+        h, c = moments.about(rows.new_zeros(rows.shape[:2])) if node.bias is None else moments.centred()
         if settings.ridge is not None:
             rows = gptq.corrected_weights(rows, h, c, settings.ridge)
         q, entries, inverted = gptq.round_rows(rows, h, weight_rows(plan, node, w), feedback=settings.feedback)
@@ -178,7 +178,7 @@ class SequentialReconstruction(SampleStreams):
             q = as_rows(node, stored.round(from_rows(node, q, w)))
         self.graph.weights[name] = self.rounded[name] = from_rows(node, q, w)
         origin = f"{settings.name} over {moments.count} positions"
-        self._replan(name, origin, scale=entries.view(stored.scale.shape).to(torch.float32))
+        self._replan(name, origin, scale=entries.view(stored.scale.shape).to(torch.float32).cpu())
         if node.bias is None:
             return node
         x, t = moments.means()

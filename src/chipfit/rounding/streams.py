@@ -10,7 +10,7 @@ from torch import Tensor
 from chipfit.calibration.data import Batch, count_splittable
 from chipfit.calibration.histogram import in_memory_order
 from chipfit.calibration.source import MemoryLimit
-from chipfit.graph.ir import Graph
+from chipfit.graph.ir import CPU, Graph
 from chipfit.plan.record import Plan
 from chipfit.quantizers.stored import Stored
 
@@ -32,7 +32,7 @@ def _fits_half(x: Tensor) -> bool:
     if x.dtype != torch.float32 or not x.numel():
         return False
     low, high = torch.aminmax(in_memory_order(x))
-    return float(low) > -_HALF and float(high) < _HALF
+    return bool((low > -_HALF) & (high < _HALF))
 
 
 @dataclass
@@ -43,10 +43,12 @@ class Stream:
     stored: Stored | None = None
     expected: int | None = None  #: number of chunks, if it is known
     chunks: list[Any] = field(default_factory=list)
+    device: torch.device = CPU  #: of the chunks as they were appended; mapped files are on the CPU
 
     def append(self, x: Any) -> None:
         """Append a chunk; anything but a float tensor is stored unchanged."""
         if isinstance(x, Tensor) and x.is_floating_point():
+            self.device = x.device
             if self.stored is not None:
                 x = self.stored.quantize(x)
             elif (self.expected is None or self.expected * x.numel() > SMALL) and _fits_half(x):
@@ -57,15 +59,20 @@ class Stream:
 
     def __getitem__(self, k: int) -> Any:
         """Return chunk k in float32, with the rounding of its storage."""
-        return self._values(self.chunks[k])
+        return self._values(self._chunk(k))
+
+    def _chunk(self, k: int) -> Any:
+        """Return chunk k as it is stored, on the device."""
+        x = self.chunks[k]
+        return x.to(self.device) if isinstance(x, Tensor) and x.is_floating_point() | (self.stored is not None) else x
 
     def part(self, k: int, pick: Pick) -> Tensor:
         """Return what `pick` selects of chunk k; only the selection is decoded."""
         if self.stored is None:
-            return self._values(pick(self.chunks[k], 0.0))
+            return self._values(pick(self._chunk(k), 0.0))
         if self.stored.scale.dim() or float(self.stored.round(torch.zeros(()))):  # by channel, or 0 is not stored as 0
             return pick(self[k], 0.0)
-        return self._values(pick(self.chunks[k], float(self.stored.quantize(torch.zeros(())))))
+        return self._values(pick(self._chunk(k), float(self.stored.quantize(torch.zeros(())))))
 
     def _values(self, x: Any) -> Any:
         if not isinstance(x, Tensor):

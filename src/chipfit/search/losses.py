@@ -16,6 +16,7 @@ from chipfit.calibration.data import Batch, no_data
 from chipfit.decision import Decision
 from chipfit.graph.ir import Node
 from chipfit.graph.linear import is_linear, places
+from chipfit.graph.placement import placed
 from chipfit.plan.record import Plan
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
@@ -74,7 +75,7 @@ class OperatorStatistics:
         """Add inputs, outputs and gradients of the outputs of one batch."""
         where = positions(self.node, y, -(-SAMPLES // IMAGES), random)
         self.moments.add(patches(self.node, x, self.weight, where), targets(self.node, y, where))
-        everywhere = torch.arange(places(self.node, g.shape))
+        everywhere = torch.arange(places(self.node, g.shape), device=g.device)
         t = targets(self.node, g, everywhere)
         self.gradients += t.square().sum(2)
         self.together += t.view(*t.shape[:2], -1, len(everywhere)).sum(3).square().sum(2)
@@ -100,34 +101,54 @@ def losses(
         DataError: no batch at all.
     """
     graph, random = d.graph, torch.Generator().manual_seed(d.seed)
-    table = {k: w.detach() for k, w in graph.weights.items()}
+    table = {k: w.detach() for k, w in placed(graph).weights.items()}
     linear = (n for n in graph.nodes if is_linear(graph, n) and n.weight in widths and not graph.is_weight(n.data))
     operators = [OperatorStatistics.of(n, table[n.weight].float()) for n in linear]
     grids = {name: _at_widths(d, plan[name], name, bits) for name, bits in widths.items() if name not in table}
     out: Losses = {name: dict.fromkeys(bits, 0.0) for name, bits in widths.items()}
     split, codes = split_float_readers(graph, plan.float_edges, grids)
     wanted, inputs = {s.node.output for s in operators} | set(codes.values()), {s.node.data for s in operators}
-    count = 0
+    there, terms, count = placed(split), _Terms(out), 0
     for batch in first_samples(batches):
         count += max(len(x) if x.dim() else 1 for x in batch)
-        values, found = gradients(split, batch, wanted, inputs, random)
+        values, found = gradients(split, batch, wanted, inputs, random, there)
         for s in (s for s in operators if s.node.output in found):
             s.add(values[s.node.data], values[s.node.output], found[s.node.output], random)
         for name, choices in grids.items():
             if codes[name] in found:
                 x, g = values[codes[name]], found[codes[name]]
                 for b, stored in choices.items():
-                    out[name][b] += 0.5 * float((g * (stored.round(x) - x)).square().sum())
+                    terms.add(name, b, (g * (stored.round(x) - x)).square().sum())
+        terms.read()
     if not count:
         raise no_data()
     for s in (s for s in operators if s.moments.count):
         name, mean, h = s.node.weight, s.moments.means()[0], s.moments.centred()[0]
         for b in widths[name]:
             e = _weight_error(d, plan, s, h, b, rounding.fitted)
-            out[name][b] += 0.5 * float((((e @ h) * e).sum(2) * s.gradients).sum())
+            terms.add(name, b, (((e @ h) * e).sum(2) * s.gradients).sum())
             if rounding.means:
-                out[name][b] += 0.5 * float(((e @ mean.unsqueeze(2))[..., 0].square() * s.together).sum())
+                terms.add(name, b, ((e @ mean.unsqueeze(2))[..., 0].square() * s.together).sum())
+    terms.read()
     return {name: {b: v / count for b, v in row.items()} for name, row in out.items()}
+
+
+class _Terms:
+    """Terms d' F d of losses, which are read from the device together."""
+
+    def __init__(self, losses: Losses) -> None:
+        self.losses, self.waiting = losses, list[tuple[str, int, Tensor]]()
+
+    def add(self, name: str, bits: int, term: Tensor) -> None:
+        """Add a term, [], of the loss of a tensor with so many bits."""
+        self.waiting.append((name, bits, term))
+
+    def read(self) -> None:
+        """Add the terms to the losses."""
+        numbers = torch.stack([term for *_, term in self.waiting]).tolist() if self.waiting else []
+        for (name, bits, _), number in zip(self.waiting, numbers, strict=True):
+            self.losses[name][bits] += 0.5 * number
+        self.waiting.clear()
 
 
 def _weight_error(d: Decision, plan: Plan, s: OperatorStatistics, h: Tensor, bits: int, fitted: bool) -> Tensor:
@@ -146,7 +167,14 @@ def _weight_error(d: Decision, plan: Plan, s: OperatorStatistics, h: Tensor, bit
     if bits != stored.grid.bits:
         size = w.shape[stored.axis or 0] // stored.scale.shape[stored.axis or 0] if blocks else None
         extras = d.stats[name].extras if name in d.stats else {}
-        found = choose(w, grid, rule=d.rules.weight_rule, axis=stored.axis, block=size, extras=extras)
+        found = choose(
+            d.graph.weights[name].detach().float(),
+            grid,
+            rule=d.rules.weight_rule,
+            axis=stored.axis,
+            block=size,
+            extras=extras,
+        )
         stored = replace(stored, grid=grid, scale=found.scale, zero_point=found.zero_point)
     return as_rows(s.node, stored.round(w)) - s.rows
 

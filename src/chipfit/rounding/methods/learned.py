@@ -18,8 +18,9 @@ from torch import Tensor
 from chipfit.calibration.data import Batch
 from chipfit.engine.run import run
 from chipfit.errors import ConfigError, Interrupted
-from chipfit.graph.ir import Graph
+from chipfit.graph.ir import CPU, Graph
 from chipfit.graph.linear import is_linear
+from chipfit.graph.placement import placed
 from chipfit.passes.rewriting import Readers
 from chipfit.plan.record import Plan
 from chipfit.quantizers.grids import shape_for
@@ -108,10 +109,20 @@ class BlockReconstruction(SampleStreams):
 
     def __init__(self, graph: Graph, start: Graph, plan: Plan, method: Learned, seed: int) -> None:
         super().__init__(plan)
-        self.graph, self.start, self.out, self.method = graph, start, start.copy(), method
-        self.out.weights = {k: w.detach().clone() for k, w in start.weights.items()}  # autograd may save them
+        self.original, self.graph, self.start, self.out, self.method = (
+            graph,
+            placed(graph),
+            start,
+            placed(start),
+            method,
+        )
+        weights = {k: w.detach().clone() for k, w in self.out.weights.items()}  # autograd may save them
+        self.out = replace(self.out, weights=weights)
         self.fisher: dict[str, list[Tensor]] = defaultdict(list)
         self.random = torch.Generator().manual_seed(seed)
+        #: masks as large as activations are drawn where these are, so that they depend on the kind of device
+        on_cpu = graph.device == CPU
+        self.masks = self.random if on_cpu else torch.Generator(graph.device).manual_seed(seed)
         self.learned: dict[str, Tensor] = {}  #: weights and biases
         self.gains: list[float] = []  #: error of each block, as a share of the error before learning
 
@@ -124,8 +135,8 @@ class BlockReconstruction(SampleStreams):
         heads = [n.output for n in out.nodes if by_layer and is_linear(out, n)]
         watched = {o for b in blocks for o in b.outputs} | set(heads)
         for inputs in self.read_inputs(out, batches):
-            found = gradients(self.graph, inputs, watched, (), self.random)[1] if self.method.fisher else {}
-            for name, g in found.items():  # how much errors weigh
+            how = (self.original, inputs, watched, (), self.random, self.graph)
+            for name, g in gradients(*how)[1].items() if self.method.fisher else ():  # how much errors weigh
                 self.fisher[name].append(g.square().flatten(2).mean(2) if g.dim() > 2 else g.square())
         for k, b in enumerate(blocks):
             try:
@@ -136,7 +147,7 @@ class BlockReconstruction(SampleStreams):
                 break
             self.free({*self.floats, *self.quantized} - {i for rest in blocks[k + 1 :] for i in rest.inputs})
         new = self.start.copy()
-        new.weights |= self.learned
+        new.weights |= {name: w.cpu() for name, w in self.learned.items()}
         mean, better = sum(self.gains) / max(len(self.gains), 1), sum(g < 1 for g in self.gains)
         note = f"learned the codes of {better} of {len(self.gains)} units ({scope}), the others keep theirs"
         return new, [*notes, f"{note}: the error of their outputs falls to {mean:.0%} on average"]
@@ -198,7 +209,7 @@ class BlockReconstruction(SampleStreams):
         """Replace a share of the numbers of `x`, at random, by those of `other`; only in float tensors."""
         if not share or not isinstance(x, Tensor) or not x.is_floating_point():
             return x
-        return torch.where(torch.rand(x.shape, generator=self.random) < share, other, x)
+        return torch.where(torch.rand(x.shape, generator=self.masks, device=x.device) < share, other, x)
 
     def loss(self, block: Graph, got: dict[str, Any], k: int) -> Tensor:
         """Return the error of a block's float outputs on a chunk."""
@@ -223,7 +234,7 @@ class BlockReconstruction(SampleStreams):
 
         def rounding(name: str, x: Tensor) -> Tensor:
             stored = self.plan[name]
-            s, z = (shape_for(p, x, stored.axis) for p in (stored.scale, stored.zero_point))
+            s, z = (shape_for(p, x, stored.axis) for p in stored.numbers_on(x.device))
             y = TorchOps.fake_quantize(x, s, z.to(s.dtype), stored.grid)
             return y if name in block.weights else self.mixed(y, x, share)  # type: ignore[no-any-return]
 
