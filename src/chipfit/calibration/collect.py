@@ -14,7 +14,7 @@ from chipfit.calibration.histogram import Histogram, in_memory_order
 from chipfit.engine.run import run
 from chipfit.errors import DataError, first_line
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.placement import placed
+from chipfit.graph.placement import on_cpu, placed
 from chipfit.operators.table import OPS
 
 #: a histogram counts all elements of a batch up to `_SMALL`; of larger tensors it counts a block of 32 in each period
@@ -283,11 +283,8 @@ class _Observer:
             self.waiting.append((name, seen, seen.packed()))
 
     def end(self) -> None:
-        """Add what has been seen on a device, by one copy for all tensors."""
-        if not self.waiting:
-            return
-        there = [packed for *_, packed in self.waiting]
-        here = torch.cat(there).cpu().split([len(packed) for packed in there])
+        """Add what has been seen on a device, where all tensors are read together."""
+        here = on_cpu([packed for *_, packed in self.waiting])
         for (name, seen, _), flat in zip(self.waiting, here, strict=True):
             self._add(name, seen.unpacked(flat))
         self.waiting.clear()

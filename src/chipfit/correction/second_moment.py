@@ -12,7 +12,7 @@ from chipfit.correction.bias import quantized_linear
 from chipfit.engine.run import run
 from chipfit.graph.ir import CPU, Graph, Node
 from chipfit.graph.linear import bias_or_zero, channel_axis, scale_outputs, with_bias
-from chipfit.graph.placement import placed
+from chipfit.graph.placement import on_cpu, placed
 from chipfit.passes.rewriting import Readers
 from chipfit.plan.record import Plan
 from chipfit.registry import Setting, register
@@ -77,7 +77,7 @@ def correct_second_moment(
         for batch in batches:
             floats = run(there, batch, keep=set(nodes))
             run(there, batch, weights=weights, hook=hook)
-            for output, *new in _on_cpu(waiting):
+            for output, *new in _read(waiting):
                 for total, more in zip(moments[output], new, strict=True):
                     total.merge(more)
             waiting.clear()
@@ -122,12 +122,10 @@ class _Moments:
         return (self.squares / self.count).sqrt()
 
 
-def _on_cpu(seen: Sequence[tuple[str, _Moments, _Moments]]) -> Iterator[tuple[str, _Moments, _Moments]]:
-    """Yield moments in float64 on the CPU, where one copy brings them all."""
-    parts = [x for _, *both in seen for m in both for x in (m.mean, m.squares)]
-    if not parts:
-        return
-    numbers = iter(torch.cat(parts).cpu().double().split([len(x) for x in parts]))
+def _read(seen: Sequence[tuple[str, _Moments, _Moments]]) -> Iterator[tuple[str, _Moments, _Moments]]:
+    """Yield moments in float64 on the CPU; those of a device are read together."""
+    parts = on_cpu([x for _, *both in seen for m in both for x in (m.mean, m.squares)])
+    numbers = (x.double() for x in parts)
     for output, *both in seen:
         wanted, here = (_Moments(m.count, next(numbers), next(numbers)) for m in both)
         yield output, wanted, here

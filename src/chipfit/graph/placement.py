@@ -4,7 +4,7 @@ A Graph holds its weights on the CPU and remembers the device of the model. A fu
 with `placed`; what it returns is on the CPU again. See docs/design/0018-the-models-device-decides.md.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from chipfit.graph.ir import CPU, OPAQUE, Graph
 
 #: a device among the arguments of an opaque node of a graph on the CPU
 _HERE = {"torch": "device:cpu"}
+#: numbers of several tensors that are copied to the CPU at once, beyond those of one
+_AT_ONCE = 1 << 24
 
 
 def placed(graph: Graph) -> Graph:
@@ -23,6 +25,20 @@ def placed(graph: Graph) -> Graph:
 def inputs_on(device: torch.device, inputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the inputs of a graph on a device."""
     return [x.to(device) for x in inputs]
+
+
+def on_cpu(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors of one type on the CPU; from a device many of them come with one copy, for which it is awaited."""
+    if all(x.device == CPU for x in tensors):
+        return [*tensors]
+    out, some = list[torch.Tensor](), list[torch.Tensor]()
+    for k, x in enumerate(tensors, 1):
+        some.append(x)
+        if k == len(tensors) or sum(x.numel() for x in some) > _AT_ONCE:
+            parts = torch.cat([x.reshape(-1) for x in some]).cpu().split([x.numel() for x in some])
+            out += [part.view(x.shape) for part, x in zip(parts, some, strict=True)]
+            some = []
+    return out
 
 
 def moved(graph: Graph, device: torch.device) -> Graph:

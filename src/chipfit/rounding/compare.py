@@ -12,7 +12,7 @@ from chipfit.calibration.data import Batch, Whole, no_data
 from chipfit.engine.kernels import execute
 from chipfit.engine.run import done_after, run
 from chipfit.graph.ir import Graph
-from chipfit.graph.placement import placed
+from chipfit.graph.placement import on_cpu, placed
 from chipfit.plan.record import Plan
 from chipfit.quantizers.stored import Stored
 from chipfit.rounding.outputs import OutputErrors, parts_of
@@ -111,7 +111,7 @@ class Reference:
     def _parts(self, values: Mapping[str, Any], batch: Batch) -> dict[str, Tensor]:
         """Return the parts of outputs, as the float network joins them, on the CPU: errors are summed in float64."""
         found = parts_of(self.graph, values, valid_tokens(self.graph, batch))
-        return {name: y.cpu() for name, y in found.items()}
+        return dict(zip(found, on_cpu([*found.values()]), strict=True))
 
 
 def compare_plans(graph: Graph, held: Sequence[Batch], before: Planned, after: Planned) -> tuple[bool, str]:

@@ -18,7 +18,7 @@ from chipfit.calibration.data import Batch, Whole
 from chipfit.engine.run import run
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import is_linear, places
-from chipfit.graph.placement import placed
+from chipfit.graph.placement import on_cpu, placed
 from chipfit.ranges.search import Sample
 from chipfit.registry import register
 from chipfit.rounding.moments import as_rows, from_rows, patches, targets
@@ -169,7 +169,7 @@ def importance(
             # `bincount` would wait for its greatest index on a device, and `histogram` takes 5 times as long
             counts[name] += torch.zeros_like(counts[name]).index_add_(0, place.to(torch.int32), weight)
     out: dict[str, Tensor | Sample] = {}
-    weights, counts = ({k: x.cpu() for k, x in sums.items()} for sums in (weights, counts))
+    weights, counts = (dict(zip(sums, on_cpu([*sums.values()]), strict=True)) for sums in (weights, counts))
     for n in (n for n in readers if bool(weights[n.weight].any())):
         out[n.weight] = from_rows(n, weights[n.weight] / weights[n.weight].mean(), graph.weights[n.weight])
     for name in (name for name in spread if bool(counts[name].any())):

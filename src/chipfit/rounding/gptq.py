@@ -75,7 +75,7 @@ def round_rows(
     """
     g, o, k = w.shape
     tries = [rows.scale]
-    if rows.ids is not None and rows.grid.table is None and not bool(rows.zero.any()):
+    if rows.ids is not None and _without_zero_points(rows.grid, rows.zero):
         best = search_scales(w, h, rows)
         factors = CANDIDATES_OF_LONG_ROWS if k > LONG_ROW else candidates
         tries = [within_bounds(best * r, rows)[rows.ids].unsqueeze(2) for r in factors]
@@ -138,7 +138,7 @@ class NearestOnGrid:
 
     def __init__(self, scale: Tensor, zero: Tensor, grid: Grid) -> None:
         self.scale, self.zero, self.grid = scale, zero, grid
-        self.symmetric = grid.table is None and not bool(zero.any())
+        self.symmetric = _without_zero_points(grid, zero)
 
     def __call__(self, w: Tensor, column: int | None = None, out: Tensor | None = None) -> Tensor:
         """Round all of [g, R, K], or one column [g, R] where scales are [g, K, R]; into `out`, if it is given."""
@@ -150,17 +150,21 @@ class NearestOnGrid:
         return q if out is None else out.copy_(q)
 
 
+def _without_zero_points(grid: Grid, zero: Tensor) -> bool:
+    """Return whether values are codes times scales; only zero points that may be any code are looked at."""
+    return grid.table is None and (grid.zero == 0 or not bool(zero.any()))
+
+
 def error_feedback(h: Tensor) -> Tensor | None:
     """Return R_ij / R_jj of the damped H for `round_columns`; None if no damping up to ten means makes H definite."""
     damping = DAMPING
     while damping <= 10:
         # rows and columns in reverse order, so that the factor is upper triangular
         lower, failed = torch.linalg.cholesky_ex(_damped(h, damping).flip(1, 2))
-        if not bool(failed.any()):
-            r = lower.flip(1, 2)
-            shares = r.div_(r.diagonal(dim1=1, dim2=2).unsqueeze(1).clone())
-            if bool(torch.isfinite(shares).all()):
-                return shares
+        r = lower.flip(1, 2)
+        shares = r.div_(r.diagonal(dim1=1, dim2=2).unsqueeze(1).clone())
+        if bool((failed == 0).all() & torch.isfinite(shares).all()):
+            return shares
         damping *= 10
     return None
 
