@@ -28,14 +28,17 @@ def inputs_on(device: torch.device, inputs: Iterable[torch.Tensor]) -> list[torc
 
 
 def on_cpu(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors of one type on the CPU; from a device many of them come with one copy, for which it is awaited."""
+    """Return tensors of one type on the CPU, for which a device is awaited once.
+
+    Those of a device become parts of one tensor; copy what is to be kept.
+    """
     if all(x.device == CPU for x in tensors):
         return [*tensors]
     out, some = list[torch.Tensor](), list[torch.Tensor]()
     for k, x in enumerate(tensors, 1):
         some.append(x)
         if k == len(tensors) or sum(x.numel() for x in some) > _AT_ONCE:
-            parts = torch.cat([x.reshape(-1) for x in some]).cpu().split([x.numel() for x in some])
+            parts = torch.split(torch.cat([x.reshape(-1) for x in some]).cpu(), [x.numel() for x in some])
             out += [part.view(x.shape) for part, x in zip(parts, some, strict=True)]
             some = []
     return out

@@ -102,7 +102,8 @@ def bounded_codes(q: torch.Tensor, limit: int, outputs: Axes) -> torch.Tensor:
     [[125, 3, -100, 100, 90]]
     """
     if q.device.type != "cpu":  # the look would wait for the device
-        return bounded(torch, q.float(), limit, outputs).to(q.dtype)
+        moved: torch.Tensor = bounded(torch, q.float(), limit, outputs)
+        return moved.to(q.dtype)
     order, _ = _order(q.dim(), outputs)
     rows: torch.Tensor = rows_of_sums(torch, q, outputs).clone(memory_format=torch.contiguous_format)
     a, b = rows[:, 0 : rows.shape[1] // 2 * 2 : 2], rows[:, 1::2]  # views

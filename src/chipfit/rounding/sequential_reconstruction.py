@@ -18,7 +18,7 @@ from chipfit.engine.run import done_after
 from chipfit.errors import DataError, Interrupted
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import is_linear, with_bias
-from chipfit.graph.placement import on_cpu, placed
+from chipfit.graph.placement import placed
 from chipfit.passes.rewriting import Readers
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.grids import fake_quantize
@@ -131,9 +131,8 @@ class SequentialReconstruction(SampleStreams):
                 self.notes.append(f"{Interrupted.NOTE}: {rest}")
                 break
             self.free(done)
-        new = {name: w for name, w in self.graph.weights.items() if w is not self.original.get(name)}
-        weights = {**self.start.weights, **dict(zip(new, on_cpu([*new.values()]), strict=True))}
-        self.graph = replace(self.start, weights=weights, trainable=self.graph.trainable)
+        new = {name: w.cpu() for name, w in self.graph.weights.items() if w is not self.original.get(name)}
+        self.graph = replace(self.start, weights={**self.start.weights, **new}, trainable=self.graph.trainable)
         return self
 
     def step(self, index: int, node: Node) -> None:

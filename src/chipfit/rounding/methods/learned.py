@@ -20,7 +20,7 @@ from chipfit.engine.run import run
 from chipfit.errors import ConfigError, Interrupted
 from chipfit.graph.ir import CPU, Graph
 from chipfit.graph.linear import is_linear
-from chipfit.graph.placement import on_cpu, placed
+from chipfit.graph.placement import placed
 from chipfit.passes.rewriting import Readers
 from chipfit.plan.record import Plan
 from chipfit.quantizers.grids import shape_for
@@ -147,7 +147,7 @@ class BlockReconstruction(SampleStreams):
                 break
             self.free({*self.floats, *self.quantized} - {i for rest in blocks[k + 1 :] for i in rest.inputs})
         new = self.start.copy()
-        new.weights |= dict(zip(self.learned, on_cpu([*self.learned.values()]), strict=True))
+        new.weights |= {name: w.cpu() for name, w in self.learned.items()}
         mean, better = sum(self.gains) / max(len(self.gains), 1), sum(g < 1 for g in self.gains)
         note = f"learned the codes of {better} of {len(self.gains)} units ({scope}), the others keep theirs"
         return new, [*notes, f"{note}: the error of their outputs falls to {mean:.0%} on average"]
