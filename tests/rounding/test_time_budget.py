@@ -49,7 +49,7 @@ def test_more_time_means_more_work_and_the_plan_holds_how_much(monkeypatch):
     result = fitted()
     graph, plan = result.decision.graph, result.uncorrected
     rate = count_multiplications(graph, plan, 96, 2048) / gptq.EFFICIENCY
-    monkeypatch.setattr(gptq, "multiplications_per_second", lambda: rate * 1.001)
+    monkeypatch.setattr(gptq, "multiplications_per_second", lambda device: rate * 1.001)
     much, little = fitted(seconds=1.0, shift_negative=0.5), fitted(seconds=0.5)
     assert steps(much) == {"shift_negative": 0.5, "rounding_images": 96, "rounding_samples": 2048}
     assert steps(little)["rounding_images"] < 96
@@ -64,13 +64,13 @@ def test_more_time_means_more_work_and_the_plan_holds_how_much(monkeypatch):
 @pytest.mark.parametrize("images, used", [(1000, 256), (200, 200), (20, 20)])
 def test_the_first_step_that_fits_into_the_time_is_taken(images, used, monkeypatch):
     """Of 40 multiplications a second a quarter is reached: 10."""
-    monkeypatch.setattr(gptq, "multiplications_per_second", lambda: 40.0)
+    monkeypatch.setattr(gptq, "multiplications_per_second", lambda device: 40.0)
     monkeypatch.setattr(gptq, "count_multiplications", lambda graph, plan, n, p: float(n * p))
-    least = min(images, 16)
-    assert fit_to_time(None, None, images, used * 2048 / 10) == (used, 2048, used * 2048 / 10)
-    assert fit_to_time(None, None, images, used * 2048 / 10 - 1e-3)[:2] != (used, 2048)
-    assert fit_to_time(None, None, images, 0.0) == (least, 256, least * 256 / 10)
-    assert fit_to_time(None, None, images, 1e12) == (images, 65536, images * 65536 / 10)
+    least, graph = min(images, 16), graph_of("y = Relu(x)")
+    assert fit_to_time(graph, None, images, used * 2048 / 10) == (used, 2048, used * 2048 / 10)
+    assert fit_to_time(graph, None, images, used * 2048 / 10 - 1e-3)[:2] != (used, 2048)
+    assert fit_to_time(graph, None, images, 0.0) == (least, 256, least * 256 / 10)
+    assert fit_to_time(graph, None, images, 1e12) == (images, 65536, images * 65536 / 10)
 
 
 def test_the_speed_is_that_of_the_fastest_of_five_products(monkeypatch):

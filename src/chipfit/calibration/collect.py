@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -244,12 +245,13 @@ def collect(
             seen.see(name, x)
             yield x
 
-    with torch.inference_mode():
+    with seen.counter, torch.inference_mode():
         for batch in batches:
             seen.begin(count, batch)
             _run_checked(graph, batch, channels_last(batch), hook, count)
             seen.end()
             count += 1
+        seen.finish()
     if count == 0:
         raise no_data()
     stats = seen.stats
@@ -259,7 +261,10 @@ def collect(
 
 
 class _Observer:
-    """The statistics of a graph's tensors; what is seen on a device is read together after each batch."""
+    """The statistics of a graph's tensors.
+
+    What is seen on a device is read together after each batch, and counted while the device runs the next one.
+    """
 
     def __init__(self, graph: Graph, needs: Mapping[str, Need]) -> None:
         self.graph, self.needs = graph, needs
@@ -267,6 +272,8 @@ class _Observer:
         self.batch = 0
         self.valid: ValidTokens | None = None
         self.waiting = list[tuple[str, Seen, torch.Tensor]]()
+        self.counter = ThreadPoolExecutor(1)
+        self.counting: Future[None] | None = None
 
     def begin(self, batch: int, inputs: Sequence[torch.Tensor]) -> None:
         """Begin a batch of this number."""
@@ -278,25 +285,42 @@ class _Observer:
             return
         seen = Seen.of(without_padding(x, self.valid).float(), self.needs[name])
         if x.device.type == "cpu":
-            self._add(name, seen)
+            self._add(self.batch, name, seen)
         else:
             self.waiting.append((name, seen, seen.packed()))
 
     def end(self) -> None:
-        """Add what has been seen on a device, where all tensors are read together."""
+        """Read what has been seen on a device, and begin to add it."""
+        if not self.waiting:
+            return
         here = on_cpu([packed for *_, packed in self.waiting])
-        for (name, seen, _), flat in zip(self.waiting, here, strict=True):
-            self._add(name, seen.unpacked(flat))
+        parts = [(name, seen.unpacked(flat)) for (name, seen, _), flat in zip(self.waiting, here, strict=True)]
         self.waiting.clear()
+        self.finish()
+        self.counting = self.counter.submit(self._add_all, self.batch, parts)
 
-    def _add(self, name: str, seen: Seen) -> None:
+    def finish(self) -> None:
+        """Wait until what has been read is added.
+
+        Raises:
+            DataError: a value is NaN or infinite.
+        """
+        if self.counting is not None:
+            self.counting.result()
+
+    @torch.inference_mode()
+    def _add_all(self, batch: int, parts: Sequence[tuple[str, Seen]]) -> None:
+        for name, seen in parts:
+            self._add(batch, name, seen)
+
+    def _add(self, batch: int, name: str, seen: Seen) -> None:
         try:
             self.stats[name].add(seen, self.needs[name])
         except ValueError:
             node = self.graph.producers().get(name)
             source = f"layer '{node.display_name}' ({node.op})" if node else f"input '{name}'"
             hint = "check the weights of that layer and the scaling of the inputs"
-            what = f"Batch {self.batch} makes NaN or infinite values in {source}"
+            what = f"Batch {batch} makes NaN or infinite values in {source}"
             raise DataError(what, where=node.source if node else "", hint=hint) from None
 
 

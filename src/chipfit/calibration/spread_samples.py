@@ -1,5 +1,6 @@
 """A few samples, spread evenly over calibration data of unknown length that are read once."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,4 +45,9 @@ class SpreadSamples:
         groups: dict[Any, list[Batch]] = {}
         for k, one in enumerate(self._kept[::step]):
             groups.setdefault(tuple(x.shape for x in one) if self._cut else k, []).append(one)
-        return [[torch.cat(xs) for xs in zip(*g, strict=True)] if g[1:] else g[0] for g in groups.values()]
+        return [[_joined(xs) for xs in zip(*g, strict=True)] if g[1:] else g[0] for g in groups.values()]
+
+
+def _joined(samples: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return samples as one tensor on the device of the first: batches may come from several devices."""
+    return torch.cat([x.to(samples[0].device) for x in samples])

@@ -14,7 +14,7 @@ import torch
 from chipfit.calibration.collect import TensorStats
 from chipfit.calibration.data import Batch
 from chipfit.decide.assignment import FEW_BITS
-from chipfit.graph.ir import Graph, Node
+from chipfit.graph.ir import CPU, Graph, Node
 from chipfit.graph.linear import is_linear, places, products
 from chipfit.plan.record import Plan
 from chipfit.ranges.search import Sample, search
@@ -127,10 +127,12 @@ def with_weighted_ranges(
 # ---------------------------------------------------------------- time
 
 
-def multiplications_per_second() -> float:
-    """Return the multiplications per second of a matrix product with the current number of threads."""
-    a = torch.ones(384, 384)
-    return float(a.numel() * len(a) / min(timeit.repeat(lambda: a @ a, number=1, repeat=5)))
+def multiplications_per_second(device: torch.device = CPU) -> float:
+    """Return the multiplications per second of a matrix product on a device; on the CPU with all its threads."""
+    size = 384 if device == CPU else 2048  # large enough that starting it takes no time
+    a = torch.ones(size, size, device=device)
+    seconds = timeit.repeat(lambda: (a @ a)[0, 0].item(), number=1, repeat=5)
+    return float(size**3 / min(seconds))
 
 
 def count_multiplications(graph: Graph, plan: Plan, images: int, positions: int) -> float:
@@ -144,7 +146,7 @@ def count_multiplications(graph: Graph, plan: Plan, images: int, positions: int)
 
 def fit_to_time(graph: Graph, plan: Plan, images: int, seconds: float) -> tuple[int, int, float]:
     """Return samples, positions and expected seconds within a time; the least amount if none fits."""
-    rate = EFFICIENCY * multiplications_per_second()
+    rate = EFFICIENCY * multiplications_per_second(graph.device)
     for most, positions in LADDER:
         used = min(images, most or images)
         expected = count_multiplications(graph, plan, used, positions) / rate
