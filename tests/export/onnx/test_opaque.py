@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from torch import nn
 
 from chipfit.errors import UnsupportedError
 from chipfit.export.onnx import opaque
 from chipfit.export.onnx.builder import OnnxBuilder
+from chipfit.export.onnx.writer import export_onnx
 from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.ir import OPAQUE, Graph, Value
 from chipfit.plan.record import Plan
@@ -150,3 +153,25 @@ def test_weights_of_such_an_operator_are_inside():
     assert inside.inputs == graph.inputs and list(inside.weights) == ["w"]
     (got,) = inside(X)
     torch.testing.assert_close(got, torch.log(torch.exp(X) + torch.exp(torch.tensor([1.0, 2.0, 4.0]))))
+
+
+class Bags(nn.Module):
+    """The mean of five embeddings, by an operator that PyTorch's exporter writes as a loop with a body."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.EmbeddingBag(20, 8, mode="mean")
+
+    def forward(self, ids):
+        return torch.relu(self.table(ids))
+
+
+def test_the_body_of_a_loop_reads_the_names_of_the_file_that_it_is_spliced_into(tmp_path):
+    torch.manual_seed(0)
+    model = Bags().eval()
+    ids = torch.randint(0, 20, (2, 5))
+    path = export_onnx(capture(model, (ids,)), None, tmp_path / "bags.onnx")
+    more = torch.randint(0, 20, (7, 5))
+    session = onnxruntime.InferenceSession(path)
+    (got,) = session.run(None, {session.get_inputs()[0].name: more.numpy()})
+    np.testing.assert_allclose(got, model(more).detach().numpy(), atol=1e-6)

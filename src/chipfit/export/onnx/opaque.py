@@ -1,6 +1,6 @@
 """Opaque operators in ONNX: PyTorch's own exporter translates each to a small graph, which is spliced in."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import onnx
@@ -86,14 +86,24 @@ def splice(builder: OnnxBuilder, node: Node) -> list[str]:
 
     for t in model.graph.initializer:
         builder.initialisers[name(t.name)] = numpy_helper.from_array(numpy_helper.to_array(t), name(t.name))
-    for n in model.graph.node:
-        copy = onnx.NodeProto()
-        copy.CopyFrom(n)
-        copy.name = name(n.name or n.output[0])
-        copy.input[:] = [name(i) for i in n.input]
-        copy.output[:] = [name(o) for o in n.output]
-        builder.nodes.append(copy)
+    builder.nodes += [_renamed(n, name) for n in model.graph.node]
     return [name(o.name) for o in model.graph.output]
+
+
+def _renamed(node: onnx.NodeProto, name: Callable[[str], str]) -> onnx.NodeProto:
+    """Return a copy of a node with other names of tensors, in the bodies of loops and branches too."""
+    copy = onnx.NodeProto()
+    copy.CopyFrom(node)
+    copy.name = name(node.name or node.output[0])
+    copy.input[:] = [name(i) for i in node.input]
+    copy.output[:] = [name(o) for o in node.output]
+    for body in (g for a in copy.attribute for g in (a.g, *a.graphs) if g.output):
+        nodes = [_renamed(n, name) for n in body.node]
+        del body.node[:]
+        body.node.extend(nodes)
+        for value in (*body.input, *body.output, *body.initializer, *body.value_info):
+            value.name = name(value.name)
+    return copy
 
 
 def example_values(builder: OnnxBuilder, names: Sequence[str]) -> list[torch.Tensor]:
