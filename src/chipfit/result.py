@@ -17,7 +17,8 @@ from chipfit.decide.overrides import Overrides, to_record
 from chipfit.decide.statistics import RangeRules, notes_of_missing
 from chipfit.decision import Decision, plan_of, redecide, scales_of
 from chipfit.engine.process import preserve_random_state
-from chipfit.errors import Interrupted, PlanError
+from chipfit.errors import ExportError, Interrupted, PlanError
+from chipfit.files import path_of
 from chipfit.frameworks import adapter_of, checksum, lower
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
@@ -270,18 +271,20 @@ class Result(SummaryRepr):
             UnknownNameError: no format has this suffix.
             ConfigError: an option that the format does not have, or an impossible value of one.
             UnsupportedError: the file cannot hold a part of the network; nothing is written.
-            ExportError: a library is missing, the disk refuses the file, or the runtime does: it is deleted then.
+            ExportError: a library is missing, the disk refuses the file, or the runtime does; an older file stays.
         """
         from chipfit.export import export
-        from chipfit.runtimes import open_once
+        from chipfit.runtimes import write_opened
 
         check_folds(self.training.bn_fold if self.training else 0)
         self.refuse_trained("the file")
         named = {"io": io, "labels": labels, "mean": mean, "std": std}
         named |= {"batch": batch, "keep_layout": keep_layout, "opset": opset}
-        written = export(self.graph, self.plan, path, self.platform, **named, **others)
-        open_once(written, self.platform.runtimes)
-        return written
+        return write_opened(
+            lambda p: export(self.graph, self.plan, p, self.platform, **named, **others),
+            path_of(path, ExportError),
+            self.platform.runtimes,
+        )
 
     @preserve_random_state
     def verify(self, data: Any, *, runtime: str | None = None, **options: Any) -> Verification:

@@ -10,6 +10,7 @@ Inputs and outputs of a runtime are floats even if those of the file are integer
 read as a tensor.
 """
 
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from chipfit.errors import ExportError, RuntimeUnavailable
+from chipfit.files import write_atomically
 from chipfit.registry import Entry, entries, require
 from chipfit.validation import error_of
 
@@ -25,14 +27,17 @@ from chipfit.validation import error_of
 Steps = Callable[[np.ndarray, Any], np.ndarray]
 
 
-def open_once(path: Path, names: Sequence[str]) -> None:
-    """Open a file with a runtime that can read it, where one is installed; a file that does not open is deleted.
+def write_opened(write: Callable[[Path], Path], path: Path, names: Sequence[str]) -> Path:
+    """Write a file, open it with a runtime that can read it, where one is installed, and then put it into its place.
+
+    What stood there before is still there if the runtime refuses the file.
 
     Args:
+        write: writes the file, and others beside it that belong to it, and returns its path.
         names: runtimes of the file's platform; if there is none, any runtime that reads LiteRT's files opens them.
 
     Raises:
-        ExportError: the runtime refuses the file.
+        ExportError: the runtime refuses the file, or the disk does.
     """
     known = {name: e for name, e in entries("runtime").items() if e.declares.suffix == path.suffix}
     chosen = [known[n] for n in names if n in known]
@@ -40,13 +45,17 @@ def open_once(path: Path, names: Sequence[str]) -> None:
         chosen = list(known.values())
     found = next((e for e in chosen if hasattr(e.thing, "open") and _installed(e)), None)
     if found is None:
-        return
-    try:
-        found.thing.open(path)
-    except RuntimeUnavailable as e:
-        path.unlink(missing_ok=True)
-        hint = "keep the operator that the message names in float with overrides, or choose a platform whose file it is"
-        raise ExportError(f"The file was deleted: {e.what}", where=str(path), hint=hint) from e
+        return write(path)
+    with tempfile.TemporaryDirectory(prefix="chipfit-") as folder:
+        made = write(Path(folder, path.name))
+        try:
+            found.thing.open(made)
+        except RuntimeUnavailable as e:
+            hint = "keep the operator that the message names in float with overrides, or choose another platform"
+            raise ExportError(f"The file was not written: {e.what}", where=str(path), hint=hint) from e
+        for other in sorted({*made.parent.iterdir()} - {made}):
+            write_atomically(path.with_name(other.name), other.read_bytes())
+        return write_atomically(path, made.read_bytes())
 
 
 def _installed(runtime: Entry) -> bool:

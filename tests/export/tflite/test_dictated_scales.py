@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
+import onnxruntime
 import pytest
 import torch
+from onnx import helper
 from torch import nn
 
 import chipfit
 from chipfit.errors import ExportError
-from chipfit.runtimes import open_once
+from chipfit.files import write_atomically
+from chipfit.runtimes import write_opened
 
 pytest.importorskip("ai_edge_litert")
 
@@ -87,23 +91,36 @@ def test_where_the_chip_has_another_scale_the_operator_stands_between_floats(tmp
 def test_a_file_that_its_runtime_refuses_is_an_error_and_is_not_left_behind(tmp_path):
     """LiteRT has no kernel for 8-bit weights with a zero point."""
     result = chipfit.quantize(network(nn.ReLU()), DATA, "stm32mp2_npu", progress=False)
-    with pytest.raises(ExportError, match=r"deleted: LiteRT refuses the file.*zero_point.*Where: .*model.tflite"):
-        result.export(tmp_path / "model.tflite")
+    with pytest.raises(ExportError, match=r"not written: LiteRT refuses the file.*zero_point.*Where: .*model.tflite"):
+        result.export(tmp_path / "new" / "model.tflite")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name, runtime", [("a.onnx", "onnxruntime"), ("a.tflite", "litert")])
-def test_each_runtime_opens_files_of_its_own(name, runtime, tmp_path):
-    pytest.importorskip(runtime if runtime == "onnxruntime" else "ai_edge_litert")
+def test_an_older_file_outlives_one_that_its_runtime_refuses(name, runtime, tmp_path):
     path = tmp_path / name
-    path.write_bytes(b"no network")
-    with pytest.raises(ExportError, match="deleted"):
-        open_once(path, [runtime])
-    assert not path.exists()
+    path.write_bytes(b"of last week")
+    with pytest.raises(ExportError, match="not written"):
+        write_opened(lambda p: write_atomically(p, b"no network"), path, [runtime])
+    assert path.read_bytes() == b"of last week" and list(tmp_path.iterdir()) == [path]
+
+
+def test_files_that_belong_to_a_file_come_with_it(tmp_path):
+    def write(path):
+        write_atomically(path.with_name("weights.bin"), np.float32(3).tobytes())
+        where = onnx.TensorProto(name="w", data_type=onnx.TensorProto.FLOAT, data_location=onnx.TensorProto.EXTERNAL)
+        where.external_data.add(key="location", value="weights.bin")
+        ends = [helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, []) for n in "xy"]
+        body = helper.make_graph([helper.make_node("Add", ["x", "w"], ["y"])], "g", ends[:1], ends[1:], [where])
+        model = helper.make_model(body, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+        return write_atomically(path, model.SerializeToString())
+
+    path = write_opened(write, tmp_path / "a.onnx", ["onnxruntime"])
+    session = onnxruntime.InferenceSession(path)
+    assert session.run(None, {"x": np.array(2, np.float32)}) == [5]
 
 
 def test_a_file_without_a_runtime_here_is_written_all_the_same(tmp_path):
     path = tmp_path / "a.onnx"
-    path.write_bytes(b"for another chip")
-    open_once(path, [])
-    assert path.exists()
+    write_opened(lambda p: write_atomically(p, b"for another chip"), path, [])
+    assert path.read_bytes() == b"for another chip"
