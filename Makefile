@@ -5,9 +5,11 @@ BIN := .venv/bin
 # One process per pytest worker, one thread per process: fastest on small machines, and floats add in one order.
 QUIET := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 WORKERS ?= 2
+# Rooms whose networks `--device` moves.
+PLACED := $(addprefix tests/,calibration correction decide engine passes ranges rounding search simulate test_pipeline.py test_verify.py)
 
 .PHONY: help setup demo test test-all check format docs bench bench-accuracy bench-qat bench-algorithms bench-small snapshots fuzz random zoo
-.PHONY: mutants kills chaos clean
+.PHONY: mutants kills chaos clean test-device gpu
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -36,6 +38,15 @@ format: setup ## let ruff repair what it can
 
 test: check ## what every change must pass
 	$(QUIET) $(BIN)/pytest -q -n $(WORKERS) -m "not slow"
+	$(QUIET) $(BIN)/pytest -q -m "not slow" --device fake tests/device
+
+test-device: setup ## networks of torch on an accelerator in host memory, whose rules are those of CUDA: DEVICE= names a real one
+	$(QUIET) $(BIN)/pytest -q -n $(WORKERS) --device $(or $(DEVICE),fake) tests/device
+	$(QUIET) $(BIN)/pytest -q -n $(WORKERS) -m "not slow" --device $(or $(DEVICE),fake) $(PLACED)
+
+gpu: setup ## what needs a real accelerator: tests/device, and time, memory and plans beside those of the CPU
+	name=$$($(BIN)/python benchmarks/accelerator.py --name) && $(BIN)/pytest -q --device $$name tests/device
+	$(BIN)/python benchmarks/accelerator.py
 
 test-all: check ## the same, with the slow tests: model zoo, many random networks
 	$(QUIET) $(BIN)/pytest -q -n $(WORKERS)

@@ -26,6 +26,7 @@ from chipfit.plan.record import Plan, TensorPlan
 from chipfit.platform.schema import Platform
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
+from tests import accelerators
 
 NEAREST = chipfit.Settings(rounding="off")  #: weights are rounded to the nearest quantized value
 
@@ -231,13 +232,19 @@ def platform_file(folder: Path, text: str, name: str = "chip.yaml") -> Path:
 def quantized(model: Any, data: Any, platform: Any = "ort_cpu", **options: Any) -> chipfit.Result:
     """Return `chipfit.quantize` of a model (torch's are put in eval mode), without a progress bar.
 
+    With `--device`, a copy of the model is quantized there, and the simulation comes back to the CPU.
+
     Args:
         data: calibration batches, or a tensor, which is one batch.
     """
-    batches = [data] if isinstance(data, Tensor) else data
-    return chipfit.quantize(
-        model.eval() if isinstance(model, nn.Module) else model, batches, platform, **{"progress": False, **options}
-    )
+    batches, options = [data] if isinstance(data, Tensor) else data, {"progress": False, **options}
+    if not isinstance(model, nn.Module):
+        return chipfit.quantize(model, batches, platform, **options)
+    if accelerators.chosen.device == accelerators.CPU:
+        return chipfit.quantize(model.eval(), batches, platform, **options)
+    result = chipfit.quantize(accelerators.moved(model.eval()), batches, platform, **options)
+    result.model.to("cpu")
+    return result
 
 
 # --------------------------------------------------------------------------------------------------------- bad files

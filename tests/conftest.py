@@ -8,8 +8,32 @@ import sys
 import pytest
 import torch
 
+from tests import accelerators
+
 os.environ.setdefault("KERAS_BACKEND", "torch")  # one backend per process; test_backends.py starts others
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+NO_DEVICE = pytest.StashKey[str]()  #: why the device of `--device` cannot be had
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    what = "where networks of torch are built: cpu, cuda, cuda:1, mps, xpu, or fake, an accelerator in host memory"
+    parser.addoption("--device", default="cpu", metavar="DEVICE", help=what)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the device before any test is collected."""
+    try:
+        accelerators.choose(config.getoption("--device"))
+    except ImportError as e:
+        config.stash[NO_DEVICE] = str(e)
+    except ValueError as e:
+        raise pytest.UsageError(str(e)) from e
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip every test where the fake device cannot be built."""
+    for item in items if NO_DEVICE in config.stash else ():
+        item.add_marker(pytest.mark.skip(reason=config.stash[NO_DEVICE]))
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:

@@ -1,0 +1,42 @@
+"""The device that `--device` names: tests build their networks there, and those of `tests/device` need one."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree
+
+CPU = torch.device("cpu")
+chosen = SimpleNamespace(device=CPU, fake=None)  #: the device, and the module of the fake one where it is the fake
+
+
+def choose(name: str) -> None:
+    """Choose a device: cpu, fake, or one of torch's, as "cuda" or "cuda:1".
+
+    Raises:
+        ImportError: the fake device cannot be built here.
+        ValueError: this machine lacks the device.
+    """
+    if name == "fake":
+        from tests.device import fake
+
+        chosen.device, chosen.fake = torch.device("fakegpu", 0), fake
+    elif name != "cpu":
+        here = torch.accelerator.current_accelerator()
+        count = torch.accelerator.device_count()
+        kind, _, index = name.partition(":")
+        if here is None or kind != here.type or int(index or 0) >= count:
+            raise ValueError(f"There is no '{name}' here: {f'{count} of {here.type}' if here else 'no accelerator'}")
+        chosen.device = torch.device(kind, int(index or 0))
+
+
+def moved(x: Any, device: torch.device | str | None = None) -> Any:
+    """Return a copy of a model on a device, or a structure of data there; the chosen device unless one is given."""
+    device = device or chosen.device
+    if isinstance(x, nn.Module):
+        return copy.deepcopy(x).to(device)
+    return _pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), x)
