@@ -128,7 +128,7 @@ W = torch.tensor([[[1.0, -2.0], [0.5, 3.0]], [[-1.0, 0.0], [1.0, 0.5]], [[0.0, 0
 def test_magnitudes_are_summed_over_each_channel(axis, sums):
     """Steps of a half: codes 2, 4, 1, 6; 2, 0, 2, 1; 0, 0, 1, 0."""
     found = code_sums(stored(0.5), W, axis)
-    assert found.tolist() == sums and found.dtype is torch.float64
+    assert found.tolist() == sums and found.dtype is torch.int64
 
 
 def test_scales_grow_where_their_sum_is_too_large():

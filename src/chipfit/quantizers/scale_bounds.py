@@ -73,19 +73,28 @@ def clip_to_bounds(
     return out
 
 
+def sums_of(codes: torch.Tensor, axis: int) -> torch.Tensor:
+    """Return the sum of |code| of each channel along `axis`, int64 [C]."""
+    return codes.detach().transpose(0, axis).flatten(1).long().abs().sum(1)
+
+
 def code_sums(stored: Stored, w: torch.Tensor, axis: int) -> torch.Tensor:
-    """Return the sum of |quantized weight| of each channel along `axis`, [C] float64."""
-    return stored.quantize(w.detach()).double().abs().transpose(0, axis).flatten(1).sum(1)
+    """Return the sum of |quantized weight| of each channel along `axis`, int64 [C]."""
+    return sums_of(stored.quantize(w.detach()), axis)
 
 
-def scale_growth(stored: Stored, w: torch.Tensor, most: float, axis: int = 0) -> torch.Tensor | None:
-    """Return factors of the scale, [] or [C], where `code_sums` exceed `most`; None if all sums are small enough.
+def growth(sums: torch.Tensor, most: float, pot: bool, per_channel: bool) -> torch.Tensor | None:
+    """Return factors of the scale, [] or [C], where `sums_of` codes exceed `most`; None if all sums are small enough.
 
     A larger scale rounds differently, so the sums may still be too large afterwards.
     """
-    sums = code_sums(stored, w, axis if stored.axis is None else stored.axis)
-    over = (sums if stored.scale.dim() else sums.max()) / most
+    over = (sums if per_channel else sums.max()).double() / most
     if not bool((over > 1).any()):
         return None
-    larger = torch.exp2(torch.ceil(torch.log2(over))) if stored.grid.pot else 1.01 * over
-    return torch.where(over > 1, larger, 1)
+    return torch.where(over > 1, torch.exp2(torch.ceil(torch.log2(over))) if pot else 1.01 * over, 1)
+
+
+def scale_growth(stored: Stored, w: torch.Tensor, most: float, axis: int = 0) -> torch.Tensor | None:
+    """Return the `growth` of the scale of a quantized weight."""
+    sums = code_sums(stored, w, axis if stored.axis is None else stored.axis)
+    return growth(sums, most, stored.grid.pot, bool(stored.scale.dim()))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,11 +37,17 @@ class EMA(nn.Module):
         self.trained = [p for p in model.parameters() if p.requires_grad]
         self.averages = nn.ParameterList(nn.Parameter(p.detach().clone(), False) for p in self.trained)
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self._begun = False  #: `steps` is above 0, without a look at the device
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self._begun = False
+        super()._load_from_state_dict(*args)
 
     @torch.no_grad()
     def step(self) -> None:
         """Add the parameters of a step to the averages; call it after the step of the optimizer."""
-        share = 1.0 if self.steps == 0 else 1 - self.decay
+        share = 1 - self.decay if self._begun or self.steps else 1.0
+        self._begun = True
         for p, a in zip(self.trained, self.averages, strict=True):
             a.lerp_(p.to(a), share)
         self.steps += 1

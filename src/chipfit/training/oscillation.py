@@ -30,15 +30,15 @@ def dampening(model: nn.Module) -> torch.Tensor:
     Raises:
         PlanError: it is another model.
     """
-    total = torch.zeros(())
+    total: Any = 0.0
     for name, q in (model := as_quantized_module(model)).rounded_weights():
         x = q.reals(model.weight_to_round(name))
         codes = q.quantize(x)
         rounded, g = q.dequantize(codes), q.trained_grid()
         low, high = (g.qmin, g.qmax) if g.table is None else (0, g.levels - 1)
         beyond = ((codes == low) & (x < rounded)) | ((codes == high) & (x > rounded))
-        total = total.to(x.device) + torch.where(beyond, 0.0, rounded - x).square().sum()
-    return total
+        total = total + torch.where(beyond, 0.0, rounded - x).square().sum()
+    return torch.as_tensor(total)
 
 
 class _Track(nn.Module):
@@ -138,6 +138,7 @@ class Oscillations(nn.Module):
         """
         model = self._model[0]
         model.enforce_bounds()  # first: where a bound moves a scale, frozen weights follow
+        model._bounds.settled = True
         for (name, q), track in zip(self._weights, self.tracks, strict=True):
             if self.threshold is not None and type(q.algorithm).reals is not Algorithm.reals:
                 algorithm = type(q.algorithm).__name__

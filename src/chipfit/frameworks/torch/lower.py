@@ -25,9 +25,9 @@ from chipfit.frameworks.torch.modules import (
     Checkpointed,
     FakeQuantizer,
     LayerWeights,
-    TorchScaleBounds,
     register_weight,
 )
+from chipfit.frameworks.torch.step_checks import TorchScaleBounds
 from chipfit.frameworks.training import trained_plan
 from chipfit.graph.folds import refresh_checksums
 from chipfit.graph.ir import Graph, Node
@@ -247,17 +247,24 @@ class QuantizedModule(Checkpointed):
         """
         if not is_recomputation():
             self._bounds.steps += 1
-            self.enforce_bounds()
+            self.enforce_bounds(begins=True)
 
     @torch.compiler.disable
-    def enforce_bounds(self) -> None:
+    def enforce_bounds(self, begins: bool = False) -> None:
         """Project scales into the platform's bounds, as each step of training and `eval()` do.
+
+        Args:
+            begins: whether a training step begins, see `TorchScaleBounds.enforce`.
 
         Raises:
             TrainingError: A number is not finite or a scale not positive; names layer and step.
         """
         if self._bounds.quantizers:
-            self._bounds.enforce({n: self.weight(n) for n in self._trainable}, self.weight_to_round)
+            self._bounds.enforce({n: self.weight(n) for n in self._trainable}, self.weight_to_round, begins)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        self._bounds.settled = False
+        return super().load_state_dict(state_dict, strict, assign)
 
     def train(self, mode: bool = True) -> QuantizedModule:
         super().train(mode)
@@ -405,6 +412,11 @@ def as_quantized_module(model: torch.nn.Module) -> QuantizedModule:
     return model
 
 
+def _transformed(q: FakeQuantizer, w: torch.Tensor) -> torch.Tensor:
+    """Return the weight that the algorithm rounds in place of w; it is computed where training computed it."""
+    return q.reals(w.to(q.scale.device)).to(w.device)
+
+
 def read_back(model: torch.nn.Module, graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
     """Return Graph and Plan with the numbers that `model` holds now, ready to be exported, verified or saved.
 
@@ -439,7 +451,7 @@ def read_back(model: torch.nn.Module, graph: Graph, plan: Plan) -> tuple[Graph, 
         for name in (name for name, t in plan.tensors.items() if t.quantized):
             q = model.quantizer_of(name)
             trained[name] = (*q.numbers(), q) if isinstance(q, FakeQuantizer) else (q.numbers()[0], None, None)
-        plan = trained_plan(new, plan, trained, lambda name: trained[name][2].reals(new.weights[name]))
+        plan = trained_plan(new, plan, trained, lambda name: _transformed(trained[name][2], new.weights[name]))
     if model.bn_fold:
         refresh_checksums(new)
     return new, plan

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Collection, Mapping
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from chipfit.errors import PlanError, UnknownNameError
-from chipfit.frameworks.training import ScaleBounds, check_numbers
-from chipfit.plan.record import Plan
-from chipfit.plan.sharing import QuantizerSharing, with_trained_numbers
 from chipfit.quantizers.algorithm import Algorithm, with_levels
 from chipfit.quantizers.algorithms.ste import STE
 from chipfit.quantizers.grids import Grid, quantize, shape_for
 from chipfit.quantizers.hosting import apply, initialize, to_inferable
 from chipfit.quantizers.ops import TorchOps
 from chipfit.quantizers.pairs import bounded_codes, fake_bounded
-from chipfit.quantizers.scale_bounds import SLACK, clip_to_bounds, scale_growth
 from chipfit.quantizers.stored import Stored, scales_per_output
 
 
@@ -215,6 +209,7 @@ class FakeQuantizer(nn.Module):
     @torch.no_grad()
     def rescale(self, factor: Tensor) -> None:
         """Multiply the scale by a factor, [] or [C]."""
+        factor = factor.to(device=self.scale.device, dtype=self.scale.dtype)
         for name, value in self.algorithm.rescaled(TorchOps, self.trainable_parameters(), factor).items():
             getattr(self, name).copy_(value)
 
@@ -312,87 +307,3 @@ class Checkpointed(nn.Module):
             hint = "load it into the model of the result that it was saved from; "
             hint += "names that begin with 'module.' come from DistributedDataParallel"
             raise PlanError("This checkpoint is of another plan", got=got, hint=hint) from e
-
-
-class TorchScaleBounds(ScaleBounds):
-    """The bounds of one model, checked at once for all of its quantizers."""
-
-    def __init__(self, sharing: QuantizerSharing, plan: Plan, quantizers: Mapping[str, FakeQuantizer]) -> None:
-        layers = {t: plan.layer_of(t) for t in quantizers}
-        super().__init__(
-            quantizers, sharing.limits, layers, {t for t in quantizers if plan.tensors[t].role == "weight"}
-        )
-        self.plan, self.sums = plan, sharing.sums
-        self.steps = 0  #: steps of training so far
-        sizes = {t: q.scale.numel() for t, q in quantizers.items()}
-        start = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
-        rows = []  # for each channel of each bound: indices of its scales, their exponents, low, high, bound
-        width = max((len(x.terms) for x in self.bounds), default=0)
-        for k, x in enumerate(self.bounds):
-            for c in range(max(sizes[t] for t, _ in x.terms)):
-                at = [start[t] + (c if sizes[t] > 1 else 0) for t, _ in x.terms]
-                pad = [0] * (width - len(at))
-                rows.append((at + pad, [float(e) for _, e in x.terms] + [0.0] * len(pad), x.low, x.high, k))
-        indices, exponents, low, high, which = zip(*rows, strict=True) if rows else ((),) * 5
-        self._table = (
-            torch.tensor(indices, dtype=torch.long),
-            *(torch.tensor(v, dtype=torch.float64) for v in (exponents, low, high)),
-            torch.tensor(which, dtype=torch.long),
-        )
-
-    @torch.no_grad()
-    def enforce(self, weights: Mapping[str, torch.Tensor], rounded: Callable[[str], torch.Tensor]) -> None:
-        """Check all numbers, and project scales into the platform's bounds.
-
-        Args:
-            weights: the parameters that train beside scales, by name.
-            rounded: function from the name of a weight to the weight that is rounded.
-
-        Raises:
-            TrainingError: A number is not finite, or a scale is not positive; names layer and step.
-        """
-        scales = self._scales()
-        if scales.is_meta:
-            return
-        norm = torch.nn.utils.get_total_norm(list(weights.values()), math.inf)
-        violated = self._violated(scales)
-        fine = [torch.isfinite(norm).to(scales.device), ((scales > 0) & (scales < math.inf)).all(), ~violated.any()]
-        finite, positive, inside = torch.stack(fine).tolist()
-        if not (positive and finite):
-            now = {t: q.numbers()[0] for t, q in self.quantizers.items()}
-            check_numbers(self.steps, weights, now, self.layers.__getitem__)
-        if not inside:
-            self._project()
-        for name, most in self.sums.items():
-            t, q = self.plan.tensors[name], self.quantizers[name]
-            while True:
-                scale, zero_point = q.numbers()
-                stored = with_trained_numbers(t, scale, zero_point, q.trained_grid()).stored
-                factor = scale_growth(stored, rounded(name), most) if stored is not None else None
-                if factor is None:
-                    break
-                q.rescale(factor.to(q.scale.device))
-
-    def _project(self) -> None:
-        moves = self.moves()
-        for order in (moves, moves[::-1]):  # backwards, if an algorithm could not reach its scale
-            log = {t: q.numbers()[0].double().log2() for t, q in self.quantizers.items()}
-            for t, new in clip_to_bounds(TorchOps, self.bounds, log, order, self.pot).items():
-                if not torch.equal(new, log[t]):
-                    self.quantizers[t].rescale(torch.exp2(new - log[t]))
-            violated = self._violated(self._scales())
-            if not bool(violated.any()):
-                return
-        raise self.unsatisfied(self.bounds[int(self._table[-1][int(violated.nonzero()[0])])], self.steps)
-
-    def _scales(self) -> torch.Tensor:
-        """Return all scales in one float64 vector."""
-        return torch.cat([q.numbers()[0].reshape(-1) for q in self.quantizers.values()]).double()
-
-    def _violated(self, scales: torch.Tensor) -> torch.Tensor:
-        """Return which rows of the table are violated."""
-        if self._table[0].device != scales.device:
-            self._table = tuple(t.to(scales.device) for t in self._table)
-        indices, exponents, low, high, _ = self._table
-        total = (scales.log2()[indices] * exponents).sum(-1)
-        return (total < low - SLACK) | (total > high + SLACK)
