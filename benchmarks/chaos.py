@@ -204,7 +204,7 @@ def drive(nursery: Nursery, matrix: str, study: str | None, home: str, workers: 
 
     os.setpgid(0, 0)
 
-    def attempt(config: str, home: str, early: bool) -> tuple[int, str]:
+    def attempt(config: str, home: str, early: bool, device: str) -> tuple[int, str]:
         worker = nursery(work, config, home, os.getpid(), forgetful)
         worker.wait()
         return worker.status() or 0, ""

@@ -46,6 +46,7 @@ _OUTCOME: TypeAdapter[Any] = TypeAdapter(
         ),
         deployed=_list[_table(top1=_Number | None, differing=_Number)],
         curves=NotRequired[_table(top1=_Curve, loss=_Curve)],
+        device=NotRequired[str],
         setting=str,
         **dict.fromkeys("top1 float_top1 seconds size".split(), _Number),
     )
@@ -72,6 +73,7 @@ def row(run: Mapping[str, Any]) -> dict[str, Any]:
         "deployed": None if best is None else best["top1"],
         "differing": None if best is None else best["differing"],
         "seed": config["seed"],
+        "device": outcome.get("device"),
         "unified": "" if config["unified"] else "not unified",
         "status": "stopped early" if outcome.get("stopped") else run["status"],
     }

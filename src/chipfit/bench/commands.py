@@ -20,6 +20,7 @@ HOME = Path("bench_runs")
 Matrix = Annotated[Path, Argument(help="a matrix file")]
 StudyName = Annotated[str | None, Option("--study", help="one study of the matrix; all when omitted")]
 Tracker = Annotated[str, Argument(help="folder for TensorBoard, or mlflow:ADDRESS")]
+Device = Annotated[str | None, Option("--device", help="cpu, cuda, cuda:1 ..., or auto; by default the file's")]
 OfStudy = Annotated[str | None, Option("--study", help="select runs of this study")]
 
 
@@ -29,6 +30,7 @@ def run(
     home: Home = HOME,
     again: Annotated[bool, Option("--again", help="run it even if it has an outcome")] = False,
     stop_early: Annotated[bool, Option("--stop-early", help="stop it below the median of its study")] = False,
+    device: Device = None,
 ) -> None:
     """Run one experiment, or resume an interrupted one. Exit status 75 if another process runs it."""
     from chipfit.bench import config as configs
@@ -37,7 +39,7 @@ def run(
     from chipfit.bench.store import Store
     from chipfit.bench.sweep import BUSY
 
-    experiment = configs.load(config)
+    experiment = configs.load(config).on(device)
     store = Store(home / "runs.sqlite")
     if not again and store.done([experiment.key]):
         typer.echo(f"{experiment.name}: done before; use --again to run it once more")
@@ -93,10 +95,11 @@ def sweep(
     workers: Annotated[int, Option("--workers", min=1, help="number of concurrent experiments on this machine")] = 1,
     ray: Annotated[str | None, Option("--ray", help='"local", or the address of a Ray cluster')] = None,
     cpus: Annotated[float, Option("--cpus", min=0, help="processor cores of one experiment, on Ray")] = 1,
-    gpus: Annotated[float, Option("--gpus", min=0, help="GPUs of one experiment, on Ray")] = 0,
+    gpus: Annotated[float | None, Option("--gpus", min=0, help="GPUs of one experiment, on Ray")] = None,
     memory: Annotated[int | None, Option("--memory", min=1, help="memory of one experiment, on Ray [byte]")] = None,
     retries: Annotated[int, Option("--retries", min=0, help="retries of an experiment that fails")] = 2,
     stop_early: Annotated[bool, Option("--stop-early", help="stop those below the median of a study")] = False,
+    device: Device = None,
 ) -> None:
     """Run all experiments of a matrix without an outcome. Exit status 1 if one failed."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
@@ -104,7 +107,7 @@ def sweep(
     from chipfit.bench.matrix import configs
     from chipfit.bench.sweep import sweep as run_all
 
-    experiments, ended = configs(matrix, study), set[str]()
+    experiments, ended = {name: c.on(device) for name, c in configs(matrix, study).items()}, set[str]()
     resources: dict[str, Any] = {"cpus": cpus, "gpus": gpus, "memory": memory}
     options: dict[str, Any] = {
         **resources,

@@ -24,14 +24,16 @@ from chipfit.validation import problems_of
 Count = Annotated[int, Field(ge=1, le=1 << 40)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Rate = Annotated[float, Field(ge=0, le=1e3)]
+Device = Annotated[str, Field(pattern=r"^(auto|[a-z]+(:[0-9]{1,4})?)$")]
 
 #: keys in which experiments of one unified training setting may differ
-COMPARED_KEYS = frozenset("extends qparams ptq backend bnfold freeze_step deploy model seed study".split())
+COMPARED_KEYS = frozenset("extends qparams ptq backend bnfold freeze_step deploy device model seed study".split())
 
 #: keys that do not affect results
 _IRRELEVANT_KEYS: Any = {
     "study": True,
     "unified": True,
+    "device": True,  # see `Config.key`
     "data": {"root": True, "num_workers": True, "train": {"root"}, "test": {"root"}},
     "saver": {"print_freq": True, "save_many": True, "pretrain": {"path"}},
 }
@@ -221,6 +223,7 @@ class Config(Record):
     dist: Dist = Dist()
     saver: Saver = Saver()
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 1000
+    device: Device = "auto"  #: "cpu", "cuda", "cuda:1", "mps", "xpu" ..., or "auto": the accelerator of the machine
     study: str = ""  #: study that it belongs to
     unified: bool = False  #: it differs from its base in `COMPARED_KEYS` only
 
@@ -244,6 +247,14 @@ class Config(Record):
         except (ChipfitError, TypeError) as e:
             raise ValueError(str(e)) from None
         return self
+
+    def on(self, device: str | None) -> Config:
+        """Return the experiment on another device; itself for None.
+
+        Raises:
+            ConfigError: the name has not the form of a device.
+        """
+        return self if device is None else validated(Config, {**self.resolved, "device": device})
 
     def setting(self) -> Any:
         """Return the QConfig of the hardware setting.
@@ -288,8 +299,9 @@ class Config(Record):
 
     @property
     def key(self) -> str:
-        """A hash of everything that the result may depend on; the place of files has no effect."""
+        """A hash of everything that the result may depend on; places of files and indices of devices have no effect."""
         relevant = self.model_dump(mode="json", exclude=_IRRELEVANT_KEYS)
+        relevant |= {"device": self.device.partition(":")[0]} if self.device != "auto" else {}
         return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:16]
 
     @property

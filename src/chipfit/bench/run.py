@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -30,6 +30,7 @@ from chipfit.bench.train import CHECKPOINT, Curves, Log, StopRule, WorkerProcess
 from chipfit.errors import ChipfitError, ConfigError
 from chipfit.files import lock_folder, write_atomically
 from chipfit.frameworks import adapter_of, facts_of, framework_of
+from chipfit.frameworks.torch.device import device_of
 from chipfit.mqbench.deployment import deploy
 from chipfit.mqbench.folded_batch_norm import FoldedBatchNorm
 from chipfit.mqbench.prepare import prepare_qat_fx
@@ -77,6 +78,7 @@ class Outcome:
     data: str = ""  #: hash of the images
     code: str = ""  #: hash of chipfit and of the user's modules
     versions: dict[str, str] = field(default_factory=dict)
+    device: str = ""  #: device of training and tests, "cuda:0"; with several processes that of the first
     hardware: str = ""
     stopped: int = 0  #: step at which training stopped early; 0: it did not
     seconds: float = 0.0  #: wall time of the last call
@@ -110,7 +112,7 @@ def run(config: Config, home: Path, log: Log = print, should_stop: StopRule | No
     """
     begun, cpu = time.perf_counter(), time.process_time()
     folder = home / "runs" / config.key
-    with worker_processes() as worker:
+    with worker_processes(config.device) as worker:
         with lock_folder(folder, wait=False) if worker.is_leader else nullcontext(True) as alone:
             if not alone:
                 raise Busy("Another process runs this experiment", where=str(folder), hint="wait for it")
@@ -124,9 +126,7 @@ def run(config: Config, home: Path, log: Log = print, should_stop: StopRule | No
 
 def _run(config: Config, home: Path, worker: WorkerProcess, log: Log, should_stop: StopRule | None) -> Outcome:
     setting = config.setting_name or (config.ptq.platform if config.ptq else "")
-    processor = torch.cuda.get_device_name(worker.device) if worker.device.type == "cuda" else machine.processor()
-    hardware = f"{worker.world} x {processor or machine.machine()}"
-    out = Outcome(config.key, config.name, config.resolved, setting, hardware=hardware, versions=versions())
+    out = Outcome(config.key, config.name, config.resolved, setting, versions=versions())
     out.notes = config.notes
     for note in config.notes:
         log(f"note: {note}")
@@ -134,6 +134,9 @@ def _run(config: Config, home: Path, worker: WorkerProcess, log: Log, should_sto
     out.data = f"{sets.train.digest()}-{sets.test.digest()}"
     tests = Reader(sets.test, config.data, config.seed, worker.rank, worker.world)
     network = pretrained(config, sets, worker, home, log)
+    if framework_of(network) != "torch":  # the framework itself moves the images
+        worker = replace(worker, device=torch.device("cpu"))
+    out.device, out.hardware = str(worker.device), f"{worker.world} x {_processor(worker.device)}"
     torch.manual_seed(config.seed)
     out.code, out.tested = code(config), len(sets.test)
     out.float_top1 = top1(predictor(network), tests, worker)
@@ -150,7 +153,7 @@ def _run(config: Config, home: Path, worker: WorkerProcess, log: Log, should_sto
         layers: list[Any] = [m for m in model.modules() if isinstance(m, FoldedBatchNorm)]
         out.size = sum(m.layer.weight.numel() * m.weight_quantizer.bitwidth // 8 for m in layers)
     if worker.is_leader:  # one process does the rest
-        tests, worker = Reader(sets.test, config.data, config.seed), WorkerProcess()
+        tests, worker = Reader(sets.test, config.data, config.seed), WorkerProcess(device=worker.device)
         if config.ptq is not None:
             images, out.curves.unreadable = _calibration_images(config, sets)
             data_of = [in_layout_of(x, framework_of(network)) for x in images]
@@ -159,11 +162,19 @@ def _run(config: Config, home: Path, worker: WorkerProcess, log: Log, should_sto
             out.notes = [*out.notes, *result.plan.rewrites]
             out.deployed = list(run_on_device(result, tests))
         else:
-            out.deployed = list(_deploy_trained(config, model.cpu(), sets, tests))
+            out.deployed = list(_deploy_trained(config, model, sets, tests))
     log(f"quantized: top-1 {out.top1:.2f} %")
     lost["training"] = out.curves.unreadable
     out.notes += [f"{count} {half} images could not be read" for half, count in lost.items() if count]
     return out
+
+
+def _processor(device: torch.device) -> str:
+    """Return the name of a device's processor."""
+    if device.type == "cpu":
+        return machine.processor() or machine.machine()
+    named = getattr(torch.get_device_module(device), "get_device_name", None)  # MPS has none
+    return str(named(device)) if named is not None else device.type
 
 
 def _weight_bytes(result: Result) -> int:
@@ -194,6 +205,10 @@ def pretrained(config: Config, sets: Sets, worker: WorkerProcess, home: Path, lo
     if trains and framework_of(network) != "torch":
         got, hint = type(network).__name__, "ptq in the place of qparams, and no saver.pretrain.epochs"
         raise ConfigError("Training requires a PyTorch network", where=config.model.type, got=got, hint=hint)
+    if framework_of(network) == "torch":
+        network.to(worker.device)
+    elif config.device != "auto":
+        network = adapter_of(framework_of(network)).place(network, config.device)
     if given.epochs is None:
         return network.eval() if framework_of(network) == "torch" else network
     steps = given.epochs * (len(sets.train) // (config.data.batch_size * worker.world))
@@ -214,7 +229,7 @@ def pretrained(config: Config, sets: Sets, worker: WorkerProcess, home: Path, lo
                     write_atomically(file, save({k: v.contiguous() for k, v in network.state_dict().items()}))
                 worker.broadcast(True)  # wait until the file exists
     network.load_state_dict(load_file(file))
-    return network.to(worker.device).eval()
+    return network.eval()
 
 
 def _calibration_images(config: Config, sets: Sets) -> tuple[list[torch.Tensor], int]:
@@ -229,12 +244,13 @@ def _calibration_images(config: Config, sets: Sets) -> tuple[list[torch.Tensor],
 
 
 def calibrated_copy(config: Config, network: nn.Module, sets: Sets) -> nn.Module:
-    """Return the network with the quantizers of its hardware setting, calibrated."""
-    model = prepare_qat_fx(network.cpu(), {"": config.setting()}).eval()
+    """Return the network with the quantizers of its hardware setting, calibrated, on the device of the network."""
+    device = device_of(network)
+    model = prepare_qat_fx(network, {"": config.setting()}).eval()
     enable_calibration(model)
     with torch.no_grad():
         for x in _calibration_images(config, sets)[0]:
-            model(x)
+            model(x.to(device))
     enable_quantization(model)
     return model
 

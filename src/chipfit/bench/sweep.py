@@ -15,6 +15,7 @@ from typing import Any
 from chipfit.bench.config import Config
 from chipfit.bench.store import Store
 from chipfit.errors import ConfigError, RuntimeUnavailable, import_optional, raised_outside_chipfit, short_message
+from chipfit.frameworks.torch.device import device_named
 
 Report = Callable[[str, str], None]  #: called with an experiment's folder and its new state
 #: exit status of `chipfit bench run` if another process runs the experiment
@@ -24,9 +25,9 @@ RETRY_PAUSE = 2.0
 _KEPT_OUTPUT = 2000  #: number of characters of a failed process's output to keep
 
 
-def run_in_process(config: str, home: str, early: bool) -> tuple[int, str]:
+def run_in_process(config: str, home: str, early: bool, device: str) -> tuple[int, str]:
     """Run an experiment in a process of its own; return exit status and the end of its output."""
-    command = [sys.executable, "-m", "chipfit.cli", "bench", "run", config, "--home", home]
+    command = [sys.executable, "-m", "chipfit.cli", "bench", "run", config, "--home", home, "--device", device]
     command += ["--stop-early"] if early else []
     environment = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -49,7 +50,7 @@ def sweep(
     workers: int = 1,
     ray: str | None = None,
     cpus: float = 1,
-    gpus: float = 0,
+    gpus: float | None = None,
     memory: int | None = None,
     retries: int = 2,
     stop_early: bool = False,
@@ -63,9 +64,13 @@ def sweep(
         experiments: folder below the matrix -> configuration.
         ray: None: without Ray; "local": Ray on this machine; else the address of a cluster, whose machines share `home`
             and the matrix.
-        cpus, gpus, memory: resources of one experiment on Ray; memory in bytes.
+        cpus, gpus, memory: resources of one experiment on Ray; memory in bytes. By default an experiment gets one GPU
+            if its `device` is an accelerator.
         retries: number of retries of an experiment that fails.
         report: called when the state of an experiment changes.
+
+    Raises:
+        ConfigError: a device does not exist here, or Ray cannot choose it.
     """
     store = Store(home / "runs.sqlite")
     done = store.done(c.key for c in experiments.values())
@@ -73,7 +78,8 @@ def sweep(
     for name in experiments.keys() - left.keys():
         report(name, "done before")
     failed: list[str] = []
-    with _executor(workers, ray, cpus, gpus, memory) as start:
+    wanted = {name: _gpus(experiments[name].device, gpus, ray) for name in left}
+    with _executor(workers, ray, cpus, max(wanted.values(), default=0), memory) as start:
         running: dict[Future[tuple[int, str]], str] = {}
         queue = list(left)
         while queue or running:
@@ -84,7 +90,8 @@ def sweep(
                     continue
                 report(name, "runs")
                 config = str((matrix.parent / name / "config.yaml").resolve())
-                running[start(config, str(home.resolve()), stop_early)] = name
+                given = (config, str(home.resolve()), stop_early, experiments[name].device)
+                running[start(wanted[name], *given)] = name
             for ended in wait(running, return_when=FIRST_COMPLETED).done:
                 name = running.pop(ended)
                 error = ended.exception()
@@ -108,14 +115,31 @@ def sweep(
     return failed
 
 
+def _gpus(device: str, given: float | None, ray: str | None) -> float:
+    """Return the number of GPUs of an experiment on Ray.
+
+    Raises:
+        ConfigError: see `sweep`.
+    """
+    if ray is None:
+        device_named(device)
+    elif ":" in device:
+        hint = f"device: {device.partition(':')[0]}, or a sweep without Ray"
+        raise ConfigError("Ray chooses the devices of experiments", got=f"device {device}", hint=hint)
+    return given if given is not None else float(device not in ("auto", "cpu"))
+
+
 @contextmanager
 def _executor(
     workers: int, ray: str | None, cpus: float, gpus: float, memory: int | None
 ) -> Iterator[Callable[..., Future[Any]]]:
-    """Yield a function that starts `run_in_process` locally or on Ray and returns a future."""
+    """Yield a function that starts `run_in_process` locally or on Ray and returns a future.
+
+    Its first argument is the number of GPUs; none needs more than `gpus`.
+    """
     if ray is None:
         with ThreadPoolExecutor(workers) as pool:
-            yield lambda *given: pool.submit(run_in_process, *given)
+            yield lambda _, *given: pool.submit(run_in_process, *given)
         return
     cluster = import_optional("ray", "A sweep on a cluster", RuntimeUnavailable)
     own = {"num_cpus": workers} if ray == "local" else {"address": ray}
@@ -132,8 +156,8 @@ def _executor(
         if short and ray == "local":  # a cluster may grow
             hint = "request fewer resources"
             raise ConfigError("No experiment fits on this machine", got=", ".join(short), hint=hint)
-        wants: dict[str, Any] = {"num_cpus": cpus, "num_gpus": gpus, **({"memory": memory} if memory else {})}
+        wants: dict[str, Any] = {"num_cpus": cpus, **({"memory": memory} if memory else {})}
         place = cluster.remote(**wants, max_retries=0)(run_in_process)  # `sweep` does the retries
-        yield lambda *given: place.remote(*given).future()
+        yield lambda count, *given: place.options(num_gpus=count).remote(*given).future()
     finally:
         cluster.shutdown()

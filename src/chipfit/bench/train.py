@@ -21,6 +21,7 @@ from chipfit.bench.config import Config, Rates
 from chipfit.bench.data import Reader, Sets
 from chipfit.errors import ConfigError, TrainingError, short_message
 from chipfit.files import write_atomically
+from chipfit.frameworks.torch.device import device_named
 from chipfit.mqbench.folded_batch_norm import FoldedBatchNorm
 
 Log = Callable[[str], None]
@@ -49,17 +50,25 @@ class WorkerProcess:
 
 
 @contextmanager
-def worker_processes() -> Iterator[WorkerProcess]:
-    """Join the process group that torchrun started; yield a single process without torchrun."""
-    gpus = torch.cuda.device_count()
+def worker_processes(device: str) -> Iterator[WorkerProcess]:
+    """Join the process group that torchrun started, each process with a device; yield a single one without torchrun.
+
+    Raises:
+        ConfigError: there is no such device, or it is one device for several processes.
+    """
+    chosen = device_named(device)
     if not dist.is_torchelastic_launched():
-        yield WorkerProcess(device=torch.device("cuda" if gpus else "cpu"))
+        yield WorkerProcess(device=chosen)
         return
-    dist.init_process_group("nccl" if gpus else "gloo")
+    dist.init_process_group(dist.get_default_backend_for_device(chosen))
     try:
-        rank = dist.get_rank()
-        device = torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
-        yield WorkerProcess(rank, dist.get_world_size(), device)
+        if chosen.type != "cpu":
+            if ":" in device and dist.get_world_size() > 1:
+                hint = f"device: {chosen.type}, of which each process takes one"
+                raise ConfigError("Several processes cannot train on one device", got=device, hint=hint)
+            chosen = torch.device(chosen.type, dist.get_node_local_rank(0) % torch.accelerator.device_count())
+            torch.accelerator.set_device_index(chosen)
+        yield WorkerProcess(dist.get_rank(), dist.get_world_size(), chosen)
     finally:
         dist.destroy_process_group()
 
@@ -84,10 +93,11 @@ def top1(model: Callable[[Tensor], Tensor], reader: Reader, worker: WorkerProces
         with torch.no_grad():
             right += int((model(x.to(worker.device)).argmax(1).cpu() == y).sum())
         total += len(y)
-    both = torch.tensor([right, total], dtype=torch.float64, device=worker.device)
+    both = torch.tensor([right, total], device=worker.device)
     if worker.world > 1:
         dist.all_reduce(both)
-    return 100 * float(both[0] / both[1])
+    right, total = both.tolist()
+    return 100 * (right / total)
 
 
 @dataclass
@@ -153,14 +163,15 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = rate(step, rates)
         optimizer.zero_grad(set_to_none=True)
-        total = 0.0
+        loss_of_step = torch.zeros((), device=worker.device)
         for _ in range(accumulate):
             x, y = (t.to(worker.device) for t in next(batches))
             with torch.autocast(worker.device.type, torch.bfloat16, enabled=config.dist.amp):
                 out = runs(x)
             loss = F.cross_entropy(out.float(), y, label_smoothing=config.label_smooth) / accumulate
             loss.backward()
-            total += float(loss.detach())
+            loss_of_step += loss.detach()
+        total = float(loss_of_step)  # waits for the device, once a step
         if not math.isfinite(total):
             hint = "lower lr_scheduler.kwargs.base_lr, or warm up for longer"
             raise TrainingError(f"The loss is {total}", where=f"step {step}", hint=hint)

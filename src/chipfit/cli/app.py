@@ -52,6 +52,8 @@ Seed = Annotated[int, Option("--seed", min=-(1 << 63), max=(1 << 64) - 1, help="
 Mean = Annotated[str, Option("--mean", help="mean of images in 0..1, per channel")]
 Std = Annotated[str, Option("--std", help="standard deviation of images in 0..1, per channel")]
 Saved = Annotated[Path, Argument(help="folder that `quantize` or Result.save wrote")]
+_DEVICE_HELP = "device of a PyTorch model: cpu, cuda, cuda:1, mps, xpu ..., or auto; by default where module:factory puts it"
+Device = Annotated[str | None, Option("--device", help=_DEVICE_HELP)]
 Rule = Annotated[str | None, Option("--rule", help="range rule for activations; the better of two when omitted")]
 WeightRule = Annotated[str, Option("--weight-rule", help="range rule for weights")]
 KeepFloat = Annotated[list[str] | None, Option("--float", help="keep a layer in float (repeatable)")]
@@ -207,6 +209,7 @@ def quantize(
     mean: Mean = MEAN,
     std: Std = STD,
     seed: Seed = 0,
+    device: Device = None,
     check: Check = None,
 ) -> None:
     """Quantize a model for a platform; write model file, plan and report. Exit status 1 if the runtime differs."""
@@ -218,7 +221,7 @@ def quantize(
     check_replaceable(out, _OUTPUT)
     _check_installed(platform, suffix, model, data, check)
     overrides: dict[str, Any] = {**dict.fromkeys(keep_float or (), "float"), **parse_bits(bits or [])}
-    network = load_model(model, weights)
+    network = load_model(model, weights, device)
     batches = load_data(data, input_size, mean, std, framework=framework_of(network))
     chosen: dict[str, Any] = {"rule": rule, "weight_rule": weight_rule, "settings": chipfit.Settings(rounding=rounding)}
     limits = parse_limits(limit) if limit else None
@@ -248,12 +251,13 @@ def train(
     io: IoTypes = None,
     labels: Labels = None,
     seed: Seed = 0,
+    device: Device = None,
     check: Check = None,
 ) -> None:
     """Train a quantized model on labelled data or with your own loop; write the same files as `quantize`."""
     from chipfit.cli.inputs import load_data, load_model, parse_bits
     from chipfit.cli.train import parse_method, train_classifier, train_with_loop
-    from chipfit.frameworks import framework_of
+    from chipfit.frameworks import adapter_of, framework_of
     from chipfit.plan.training import Training
 
     if not 0 < rate < 1e38:  # steps are computed in float32
@@ -266,15 +270,19 @@ def train(
                 hint = "omit it, or pass the model instead of the folder"
                 raise ConfigError(f"--{name} does not apply to a saved result", got=what, hint=hint)
         result = _load(Path(what))
+        if device is not None:
+            adapter_of(result.graph.framework).place(None, device)  # before any work
         suffix = _suffix(result.platform, wanted)
         _check_installed(result.platform, suffix, what, data, check)
         batches = load_data(data, framework=result.graph.framework)
         result = result.trains(training)
+        if device is not None:
+            adapter_of(result.graph.framework).place(result.model, device)
     else:
         target = platform or _platform(DEFAULT)
         suffix = _suffix(target, wanted)
         _check_installed(target, suffix, what, data, check)
-        network = load_model(what, weights)
+        network = load_model(what, weights, device)
         batches = load_data(data, framework=framework_of(network))
         overrides: dict[str, Any] = {**dict.fromkeys(keep_float or (), "float"), **parse_bits(bits or [])}
         some = batches[:_CALIBRATION] if isinstance(batches, list) else batches

@@ -14,7 +14,7 @@ import torch
 
 from chipfit.errors import CaptureError, ConfigError, DataError, PlanError, import_optional, short_message
 from chipfit.files import ARCHIVE_ERRORS, existing_file, wrap_read_errors
-from chipfit.frameworks import adapter_of, all_facts, facts_of, framework_of_file, is_model, load
+from chipfit.frameworks import adapter_of, all_facts, facts_of, framework_of, framework_of_file, is_model, load
 from chipfit.import_by_name import call_factory, import_by_name, import_or_call
 from chipfit.reading import load_weights
 from chipfit.search.limits import Limits
@@ -25,12 +25,18 @@ _BATCH = 16
 _MOST_FILES = 200_000
 
 
-def load_model(text: str, weights: Path | None = None) -> Any:
+def load_model(text: str, weights: Path | None = None, device: str | None = None) -> Any:
     """Load a model from a file or as the result of `module:factory`, with weights from a safetensors file.
+
+    Args:
+        device: device that it is moved to, see `Framework.place`; None leaves it where it is.
 
     Raises:
         CaptureError: there is no such file or factory, or the weights do not fit.
+        ConfigError: there is no such device, or the framework itself places its models.
     """
+    if device is not None:  # before any work
+        adapter_of(framework_of_file(text) or "torch").place(None, device)
     if framework_of_file(text):
         model = load(text)
     elif ":" in text:
@@ -45,7 +51,7 @@ def load_model(text: str, weights: Path | None = None) -> Any:
         raise CaptureError(f"'{text}' must provide a {known} model", got=type(model).__name__)
     if weights is not None:
         load_weights(model, weights, CaptureError)
-    return model
+    return model if device is None else adapter_of(framework_of(model)).place(model, device)
 
 
 def load_data(text: str, input_size: int = 224, mean: str = "0", std: str = "1", *, framework: str = "torch") -> Any:

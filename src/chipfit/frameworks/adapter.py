@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from chipfit.errors import CaptureError, GraphError
+from chipfit.errors import CaptureError, ConfigError, GraphError
 from chipfit.files import package_data
 from chipfit.graph.ir import Graph, Node
 from chipfit.plan.record import Plan
@@ -37,6 +37,7 @@ class Facts:
     suffix: str = ""  #: suffix of files with a model, "" if it has none
     saving: str = ""  #: call that writes such a file
     install: str = ""  #: how to install it
+    placing: str = ""  #: how to choose the device of its models, if the framework itself places them
     #: variables that are set while it is imported for a file, unless they are set or a file of `configured` exists
     environment: Mapping[str, str] = field(default_factory=dict)
     configured: Sequence[str] = ()
@@ -98,6 +99,17 @@ class Framework:
     def run(self, model: Any, inputs: Any) -> Any:
         """Return what a model computes for inputs in its own structure, as torch tensors."""
         raise NotImplementedError
+
+    def place(self, model: Any, device: str) -> Any:
+        """Return the model on a device: "cpu", "cuda", "cuda:1", "mps", "xpu" ..., or "auto" for the accelerator here.
+
+        Without a model (None), check the device.
+
+        Raises:
+            ConfigError: There is no such device, or the framework itself places its models.
+        """
+        what = f"Models of {self.facts.title} are placed by {self.facts.title} itself"
+        raise ConfigError(what, got=f"device {device}", hint=self.facts.placing)
 
     def opaque(self, target: str) -> Callable[..., Any]:
         """Return the function on torch tensors that runs an opaque node, whose target begins with "name:".

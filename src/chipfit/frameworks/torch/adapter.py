@@ -7,6 +7,7 @@ import torch
 
 from chipfit.frameworks.adapter import Framework, included
 from chipfit.frameworks.torch.capture import capture
+from chipfit.frameworks.torch.device import device_named
 from chipfit.registry import register
 
 
@@ -29,6 +30,10 @@ class Torch(Framework):
 
     def run(self, model: Any, inputs: Any) -> Any:
         return model(inputs)
+
+    def place(self, model: Any, device: str) -> Any:
+        found = device_named(device)
+        return model if model is None else model.to(found)
 
     def load(self, path: str) -> Any:
         from chipfit.frameworks.torch.archive import load

@@ -281,7 +281,7 @@ class Program(nn.Module):
         weights = {name: table[key] for name, (table, key) in self.places.items()}
         given = [weights[weight] if weight else next(leaves) for weight, _ in self.inputs]
         with fx.traceback.preserve_node_meta():  # so that an export of this module has the original layers
-            interpreter = fx.Interpreter(self, graph=self.graph)
+            interpreter = _PlacedCalls(self, graph=self.graph)
             interpreter.extra_traceback = False  # it would stand in messages for the user
             results = interpreter.run(*given)
         return pytree.tree_unflatten(list(results), self.out_tree)
@@ -290,6 +290,14 @@ class Program(nn.Module):
         if not isinstance(x, torch.Tensor) or isinstance(x, _TRACED):
             return x
         return x.clone() if self.writes else x if x.is_contiguous() else x.contiguous()
+
+
+class _PlacedCalls(fx.Interpreter):
+    """Runs the calls of a program; tensors are created on the device of its weights, in the place of the CPU."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        device = {"device": device_of(self.module)} if kwargs.get("device") == CPU else {}
+        return super().call_function(target, args, {**kwargs, **device})
 
 
 class _CallReader:
@@ -363,7 +371,7 @@ class _CallReader:
         if kind in _CONSTANTS:
             return constant_of(_CONSTANTS[kind][v])
         if kind == "as_device":
-            return torch.device("cpu")  # where the weights are now
+            return CPU  # see `_PlacedCalls`
         raise CaptureError(f"The program has an argument of the unknown kind '{kind}'")
 
 

@@ -4,7 +4,7 @@ from itertools import chain
 
 import torch
 
-from chipfit.errors import CaptureError
+from chipfit.errors import CaptureError, ConfigError
 from chipfit.graph.ir import CPU
 
 _WHOLE = "move the whole model to one device that holds it: model.to('cuda:0'), or model.cpu()"
@@ -30,3 +30,20 @@ def check_device(model: torch.nn.Module) -> None:
     if len(first) > 1:
         got = ", ".join(f"'{name}' on {device}" for device, name in first.items())
         raise CaptureError("The model lies on several devices", got=got, allowed="one device", hint=_WHOLE)
+
+
+def device_named(text: str) -> torch.device:
+    """Return the device of a name: "cpu", "cuda" (the first one), "cuda:1", or "auto": the accelerator if there is one.
+
+    Raises:
+        ConfigError: This machine has no such device.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    count = torch.accelerator.device_count() if accelerator is not None else 0
+    here = {"cpu": CPU, **{f"{accelerator}:{k}": torch.device(f"{accelerator}:{k}") for k in range(count)}}
+    if text == "auto":
+        return list(here.values())[min(count, 1)]
+    if (found := here.get(text, here.get(f"{text}:0"))) is None:
+        hint = "check the index, the driver, and that this build of PyTorch supports the device; or use auto"
+        raise ConfigError(f"There is no device '{text}' here", got=text, allowed=", ".join(here), hint=hint)
+    return found
