@@ -162,7 +162,7 @@ def _run(config: Config, home: Path, worker: WorkerProcess, log: Log, should_sto
             out.notes = [*out.notes, *result.plan.rewrites]
             out.deployed = list(run_on_device(result, tests))
         else:
-            out.deployed = list(_deploy_trained(config, model, sets, tests))
+            out.deployed = list(_deploy_trained(config, model.cpu(), sets, tests))
     log(f"quantized: top-1 {out.top1:.2f} %")
     lost["training"] = out.curves.unreadable
     out.notes += [f"{count} {half} images could not be read" for half, count in lost.items() if count]
@@ -208,7 +208,7 @@ def pretrained(config: Config, sets: Sets, worker: WorkerProcess, home: Path, lo
     if framework_of(network) == "torch":
         network.to(worker.device)
     elif config.device != "auto":
-        network = adapter_of(framework_of(network)).place(network, config.device)
+        adapter_of(framework_of(network)).device_named(config.device)  # raises
     if given.epochs is None:
         return network.eval() if framework_of(network) == "torch" else network
     steps = given.epochs * (len(sets.train) // (config.data.batch_size * worker.world))

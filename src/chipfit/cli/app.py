@@ -52,7 +52,7 @@ Seed = Annotated[int, Option("--seed", min=-(1 << 63), max=(1 << 64) - 1, help="
 Mean = Annotated[str, Option("--mean", help="mean of images in 0..1, per channel")]
 Std = Annotated[str, Option("--std", help="standard deviation of images in 0..1, per channel")]
 Saved = Annotated[Path, Argument(help="folder that `quantize` or Result.save wrote")]
-_DEVICE_HELP = "device of a PyTorch model: cpu, cuda, cuda:1, mps, xpu ..., or auto; by default where module:factory puts it"
+_DEVICE_HELP = "device of a PyTorch model: cpu, cuda, cuda:1, mps ..., or auto; by default where module:factory puts it"
 Device = Annotated[str | None, Option("--device", help=_DEVICE_HELP)]
 Rule = Annotated[str | None, Option("--rule", help="range rule for activations; the better of two when omitted")]
 WeightRule = Annotated[str, Option("--weight-rule", help="range rule for weights")]
@@ -134,9 +134,18 @@ def _chipfit(
     """Fit a trained neural network to a chip."""
 
 
-def _load(saved: Path) -> chipfit.Result:
-    """Load a saved result, in a folder of `chipfit quantize` the subfolder "plan"."""
-    return chipfit.load(saved / "plan" if os.path.isdir(saved / "plan") else saved)
+def _load(saved: Path, device: str | None = None) -> chipfit.Result:
+    """Load a saved result, in a folder of `chipfit quantize` the subfolder "plan", to run on a device.
+
+    Raises:
+        ConfigError: there is no such device, or the framework itself places its models.
+    """
+    from chipfit.frameworks import adapter_of
+
+    result = chipfit.load(saved / "plan" if os.path.isdir(saved / "plan") else saved)
+    if device is not None:
+        result.graph.device = adapter_of(result.graph.framework).device_named(device)
+    return result
 
 
 def _suffix(platform: chipfit.Platform, wanted: str | None) -> str:
@@ -257,7 +266,7 @@ def train(
     """Train a quantized model on labelled data or with your own loop; write the same files as `quantize`."""
     from chipfit.cli.inputs import load_data, load_model, parse_bits
     from chipfit.cli.train import parse_method, train_classifier, train_with_loop
-    from chipfit.frameworks import adapter_of, framework_of
+    from chipfit.frameworks import framework_of
     from chipfit.plan.training import Training
 
     if not 0 < rate < 1e38:  # steps are computed in float32
@@ -269,15 +278,11 @@ def train(
             if value:
                 hint = "omit it, or pass the model instead of the folder"
                 raise ConfigError(f"--{name} does not apply to a saved result", got=what, hint=hint)
-        result = _load(Path(what))
-        if device is not None:
-            adapter_of(result.graph.framework).place(None, device)  # before any work
+        result = _load(Path(what), device)
         suffix = _suffix(result.platform, wanted)
         _check_installed(result.platform, suffix, what, data, check)
         batches = load_data(data, framework=result.graph.framework)
         result = result.trains(training)
-        if device is not None:
-            adapter_of(result.graph.framework).place(result.model, device)
     else:
         target = platform or _platform(DEFAULT)
         suffix = _suffix(target, wanted)
@@ -398,6 +403,7 @@ def explain(
     layer: Annotated[str | None, Argument(help="layer path, glob, operator, layer type; optional with --data")] = None,
     data: Annotated[str | None, Option("--data", help="as for quantize; ranks tensors by effect on accuracy")] = None,
     curve: Annotated[str | None, Option("--curve", help="show loss over size: weights, total or bops")] = None,
+    device: Device = None,
     input_size: InputSize = 224,
     mean: Mean = MEAN,
     std: Std = STD,
@@ -406,7 +412,7 @@ def explain(
     from chipfit.cli.inputs import load_data
     from chipfit.decide.overrides import match_layers
 
-    result = _load(saved)
+    result = _load(saved, device)
     if data is not None:
         images = load_data(data, input_size, mean, std, framework=result.graph.framework)
         _echo(str(result.sensitivity(images) if curve is None else result.pareto(images, curve)))

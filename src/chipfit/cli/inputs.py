@@ -29,14 +29,14 @@ def load_model(text: str, weights: Path | None = None, device: str | None = None
     """Load a model from a file or as the result of `module:factory`, with weights from a safetensors file.
 
     Args:
-        device: device that it is moved to, see `Framework.place`; None leaves it where it is.
+        device: device that it is moved to, see `Framework.device_named`; None leaves it where it is.
 
     Raises:
         CaptureError: there is no such file or factory, or the weights do not fit.
         ConfigError: there is no such device, or the framework itself places its models.
     """
     if device is not None:  # before any work
-        adapter_of(framework_of_file(text) or "torch").place(None, device)
+        adapter_of(framework_of_file(text) or "torch").device_named(device)
     if framework_of_file(text):
         model = load(text)
     elif ":" in text:
@@ -51,7 +51,7 @@ def load_model(text: str, weights: Path | None = None, device: str | None = None
         raise CaptureError(f"'{text}' must provide a {known} model", got=type(model).__name__)
     if weights is not None:
         load_weights(model, weights, CaptureError)
-    return model if device is None else adapter_of(framework_of(model)).place(model, device)
+    return model if device is None else model.to(adapter_of(framework_of(model)).device_named(device))
 
 
 def load_data(text: str, input_size: int = 224, mean: str = "0", std: str = "1", *, framework: str = "torch") -> Any:

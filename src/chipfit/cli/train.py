@@ -51,7 +51,7 @@ def train_classifier(
         DataError: the data have no labels, or labels are not classes of the model.
         TrainingError: the loss is NaN or infinite.
     """
-    inputs, labels = _inputs_and_labels(data, result)
+    device, (inputs, labels) = result.graph.device, _inputs_and_labels(data, result)
     probabilities = result.graph.outputs[0] in {o for n in result.graph.nodes if n.op == "Softmax" for o in n.outputs}
     steps = -(-len(labels) // batch_size)
     step = adapter_of(result.graph.framework).stepper(result.model, rate, epochs * steps, probabilities)
@@ -60,7 +60,7 @@ def train_classifier(
         order = torch.randperm(len(labels), generator=draw).split(batch_size)
         total = 0.0
         for k, rows in enumerate(shown.count(f"epoch {epoch} of {epochs}", order, steps), 1):
-            loss = step([x[rows] for x in inputs], labels[rows])
+            loss = step([x[rows].to(device) for x in inputs], labels[rows].to(device))
             if not math.isfinite(loss):
                 hint = "lower --rate, or check the data for NaN and infinite numbers"
                 raise TrainingError(f"The loss is {loss}", where=f"epoch {epoch}, step {k}", hint=hint)
@@ -95,8 +95,9 @@ def _inputs_and_labels(data: Any, result: Result) -> tuple[list[torch.Tensor], t
 
 
 def _top1(result: Result, inputs: list[torch.Tensor], labels: torch.Tensor) -> float:
-    right, count = 0, min(len(labels), _EVALUATED_IMAGES)
+    right, count, device = 0, min(len(labels), _EVALUATED_IMAGES), result.graph.device
     with torch.no_grad():
         for rows in torch.arange(count).split(64):
-            right += int((result.model.run_flat([x[rows] for x in inputs])[0].argmax(1) == labels[rows]).sum())
+            out = result.model.run_flat([x[rows].to(device) for x in inputs])[0]
+            right += int((out.argmax(1).cpu() == labels[rows]).sum())
     return right / count

@@ -100,16 +100,14 @@ class Framework:
         """Return what a model computes for inputs in its own structure, as torch tensors."""
         raise NotImplementedError
 
-    def place(self, model: Any, device: str) -> Any:
-        """Return the model on a device: "cpu", "cuda", "cuda:1", "mps", "xpu" ..., or "auto" for the accelerator here.
-
-        Without a model (None), check the device.
+    def device_named(self, name: str) -> torch.device:
+        """Return the device of a name, to which a model is moved: "cpu", "cuda:1", or "auto" for the accelerator here.
 
         Raises:
             ConfigError: There is no such device, or the framework itself places its models.
         """
         what = f"Models of {self.facts.title} are placed by {self.facts.title} itself"
-        raise ConfigError(what, got=f"device {device}", hint=self.facts.placing)
+        raise ConfigError(what, got=f"device {name}", hint=self.facts.placing)
 
     def opaque(self, target: str) -> Callable[..., Any]:
         """Return the function on torch tensors that runs an opaque node, whose target begins with "name:".

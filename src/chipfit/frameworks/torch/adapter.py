@@ -22,6 +22,7 @@ class Torch(Framework):
 
     facts = included()["torch"]
     capture = staticmethod(capture)
+    device_named = staticmethod(device_named)
     lower, device, stepper = _later("lower"), _later("DeviceModel"), _later("stepper")
     read_back, state_arrays = _later("read_back"), _later("state_arrays")
 
@@ -30,10 +31,6 @@ class Torch(Framework):
 
     def run(self, model: Any, inputs: Any) -> Any:
         return model(inputs)
-
-    def place(self, model: Any, device: str) -> Any:
-        found = device_named(device)
-        return model if model is None else model.to(found)
 
     def load(self, path: str) -> Any:
         from chipfit.frameworks.torch.archive import load
