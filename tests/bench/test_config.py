@@ -136,3 +136,17 @@ def test_a_backend_may_be_given_as_flags():
     found = of(config(backend=flags, bnfold=3))
     assert (found.setting().graph, found.setting().bnfold, found.notes) == (2, 3, [])
     assert found.name == "tests.bench.tiny:net_lsq_8bit_mine_bn3"
+
+
+def test_results_are_filed_by_the_kind_of_a_named_device():
+    free, cpu, first, second = (
+        of(config(**d)).key for d in ({}, {"device": "cpu"}, {"device": "cuda"}, {"device": "cuda:1"})
+    )
+    assert len({free, cpu, first}) == 3 and second == first
+    assert of(config(device="auto")).key == free and of(config()).on("cuda").key == first
+
+
+@pytest.mark.parametrize("device", ["cuda:", "CUDA", "cuda:-1", "0", 0])
+def test_a_device_is_a_kind_and_perhaps_an_index(device):
+    with pytest.raises(ConfigError, match="device"):
+        of(config(device=device))

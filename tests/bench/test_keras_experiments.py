@@ -33,6 +33,12 @@ def test_a_keras_model_is_quantized_and_its_integers_are_compared(tmp_path):
     assert abs(out.top1 - out.float_top1) <= 3 and out.deployed[0].top1 == out.top1
 
 
+def test_a_device_for_a_keras_model_is_refused(tmp_path):
+    asked = of({"model": MODEL, "data": config()["data"], "ptq": {"platform": "tflite_int8"}, "device": "cpu"})
+    with pytest.raises(ConfigError, match="placed by Keras itself.*KERAS_TORCH_DEVICE"):
+        run(asked, tmp_path, quiet)
+
+
 @pytest.mark.parametrize(
     "over", [{"qparams": {}, "backend": "snpe"}, {"ptq": {}, "saver": {"pretrain": {"epochs": 1}}}]
 )

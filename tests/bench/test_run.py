@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from chipfit.bench.board import find, json_without_times, row
@@ -14,7 +15,7 @@ from chipfit.bench.config import of
 from chipfit.bench.run import Busy, Outcome, code, run
 from chipfit.bench.store import Store
 from chipfit.bench.train import Curves
-from chipfit.errors import ExportError, UnknownNameError
+from chipfit.errors import ConfigError, ExportError, UnknownNameError
 from chipfit.files import lock_folder
 from tests.bench.tiny import config, image_folder, quiet, without_training
 from tests.build import command
@@ -46,6 +47,7 @@ def test_a_trained_network_is_deployed_and_its_integers_are_compared(trained):
     assert [step for step, _ in trained.curves.loss] == list(range(1, 13))
     assert [step for step, _ in trained.curves.top1] == [4, 8, 12] and trained.curves.top1[-1][1] == trained.top1
     assert trained.size == 3 * 8 * 9 + 8 * 8 * 9 + 512 * 10  # weights of 8 bits
+    assert trained.device in ("cpu", f"{torch.accelerator.current_accelerator()}:0")
     assert trained.key == of(config()).key and trained.versions["torch"] and trained.data and trained.code
 
 
@@ -83,6 +85,13 @@ def test_without_training_a_platform_quantizes(home):
     out = run(of(without_training(ptq=ptq)), home, quiet)
     assert out.float_top1 - 3 <= out.top1 and out.deployed[0].exact and out.deployed[0].top1 == out.top1
     assert out.name.endswith("mse_defaultbit_ort_cpu") and out.size == 3 * 8 * 9 + 8 * 8 * 9 + 512 * 10
+
+
+@pytest.mark.parametrize("device", ["cpu:1", "cuda:999", "hpu", "gpu"])
+def test_a_device_that_this_machine_lacks_is_refused_before_any_work(tmp_path, device):
+    with pytest.raises(ConfigError, match=f"no device '{device}' here.*[Aa]llowed: cpu"):
+        run(of(config(device=device)), tmp_path, quiet)
+    assert not [p for p in tmp_path.rglob("*") if p.is_file() and p.suffix in (".pt", ".safetensors")]
 
 
 def test_unreadable_images_are_counted_also_after_an_interruption(tmp_path):
@@ -144,6 +153,7 @@ def test_the_command_line_stores_and_shows_an_outcome(home, trained, tmp_path):
     assert "done before" in bench("run", tmp_path / "config.yaml", home=home)
     (kept,) = [r for r in Store(home / "runs.sqlite").rows() if r["key"] == trained.key]
     assert row(kept)["top1"] == trained.top1 and row(kept)["method"] == "lsq" and row(kept)["status"] == "done"
+    assert row(kept)["device"] == trained.device
     assert kept["key"] in json_without_times([kept]) and '"seconds"' not in json_without_times([kept])
     with pytest.raises(UnknownNameError):
         find([kept], "other")

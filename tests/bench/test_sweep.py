@@ -51,6 +51,22 @@ def test_an_experiment_of_another_process_is_waited_for(tmp_path, monkeypatch):
     assert told == ["runs", "another process is at it"] * 2 + ["done elsewhere"]
 
 
+def test_an_experiment_is_started_with_the_device_that_it_names(tmp_path, monkeypatch):
+    path, started = matrix(tmp_path, (8,), device="auto"), []
+    monkeypatch.setattr(sweeps, "run_in_process", lambda *given: (started.append(given[3]), (0, ""))[1])
+    assert sweep({k: c.on("cpu") for k, c in configs(path).items()}, path, tmp_path / "home") == []
+    assert started == ["cpu"]
+
+
+def test_devices_that_a_sweep_cannot_have_are_refused_before_any_work(tmp_path, monkeypatch):
+    path = matrix(tmp_path, (8,), device="cuda:999")
+    monkeypatch.setattr(sweeps, "run_in_process", None)
+    with pytest.raises(ConfigError, match="no device 'cuda:999'"):
+        sweep(configs(path), path, tmp_path / "home")
+    with pytest.raises(ConfigError, match="Ray chooses the devices.*device: cuda"):
+        sweep(configs(path), path, tmp_path / "home", ray="local")
+
+
 def test_a_worker_killed_after_storing_its_outcome_has_not_failed(tmp_path, monkeypatch):
     path = matrix(tmp_path, (8,))
 

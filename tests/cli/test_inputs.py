@@ -12,7 +12,7 @@ from torch import nn
 
 from chipfit import files
 from chipfit.cli.inputs import example_of, load_data, load_model, parse_bits, parse_numbers
-from chipfit.errors import CaptureError, DataError, PlanError
+from chipfit.errors import CaptureError, ConfigError, DataError, PlanError
 from tests.build import Trap
 
 MINE = "tests.cli.mine"
@@ -203,3 +203,17 @@ def test_an_archive_that_ends_before_it_says_is_refused_by_name(tmp_path, suffix
         z.read(z.namelist()[0])
     with pytest.raises(CaptureError):
         load_model(str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "device", "words"),
+    [
+        ("no.such:factory", "cuda:999", "no device 'cuda:999' here"),  # before the model is loaded
+        ("tests.cli.mine:net", "gpu", "no device 'gpu' here"),
+        ("net.keras", "cuda", "placed by Keras itself.*KERAS_TORCH_DEVICE"),
+        ("tests.bench.test_keras_experiments:net", "cpu", "placed by Keras itself"),
+    ],
+)
+def test_a_device_that_is_absent_or_the_choice_of_keras_is_refused(text, device, words):
+    with pytest.raises(ConfigError, match=words):
+        load_model(text, None, device)
