@@ -10,6 +10,7 @@ from chipfit.decide.assignment import Assignment
 from chipfit.decide.overrides import Overrides
 from chipfit.decision import Decision, decide
 from chipfit.engine.process import preserve_random_state
+from chipfit.engine.torch_defaults import torch_defaults
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import NodePlan
 from chipfit.platform.builtin import DEFAULT
@@ -42,6 +43,7 @@ class Lint(SummaryRepr):
 
 
 @preserve_random_state
+@torch_defaults()
 def lint(
     model: Any, example: Any, platform: str | Path | Platform = DEFAULT, overrides: Overrides | None = None
 ) -> Lint:

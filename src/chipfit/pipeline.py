@@ -21,7 +21,9 @@ from chipfit.decide import statistics
 from chipfit.decide.overrides import Overrides, to_record
 from chipfit.decision import Decision, decide, plan_of, refuse_all_float
 from chipfit.engine.process import preserve_random_state
+from chipfit.engine.torch_defaults import torch_defaults
 from chipfit.errors import Interrupted, interruption_note
+from chipfit.frameworks import check
 from chipfit.plan.record import provenance_of
 from chipfit.plan.training import Training
 from chipfit.platform.builtin import DEFAULT
@@ -41,6 +43,7 @@ from chipfit.settings import DEFAULT_SETTINGS, Settings
 
 
 @preserve_random_state
+@torch_defaults()
 def quantize(
     model: Any,
     data: Any,
@@ -114,6 +117,7 @@ def quantize(
 def capture_model(request: Request, d: Decision) -> Decision:
     """Read the model into a graph and apply the rewrites that need no data."""
     with request.progress.stage("capture"):
+        check(request.model)
         call, of_data = request.data.example_call(request.model), request.data.example is None
         graph = read_model(request.model, *call, request.other_sizes, of_data=of_data)
         warnings = [] if request.data.example is not None else check_input_scale(graph)

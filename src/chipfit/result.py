@@ -17,6 +17,7 @@ from chipfit.decide.overrides import Overrides, to_record
 from chipfit.decide.statistics import RangeRules, notes_of_missing
 from chipfit.decision import Decision, plan_of, redecide, scales_of
 from chipfit.engine.process import preserve_random_state
+from chipfit.engine.torch_defaults import torch_defaults
 from chipfit.errors import ExportError, Interrupted, PlanError
 from chipfit.files import path_of
 from chipfit.frameworks import adapter_of, checksum, lower
@@ -65,6 +66,7 @@ class Result(SummaryRepr):
 
     @property
     @preserve_random_state
+    @torch_defaults()
     def model(self) -> Any:
         """The simulation, which still trains: an `nn.Module` or a Keras model with the original inputs and outputs."""
         if self._model is None:
@@ -89,6 +91,7 @@ class Result(SummaryRepr):
         return device_model(self.graph, self.plan, self.platform)
 
     @property
+    @torch_defaults()
     def report(self) -> Report:
         """The errors, sizes and times of the quantized network, as data; `report.save(path)` writes the HTML page."""
         from chipfit.report.advice import tried
@@ -137,6 +140,7 @@ class Result(SummaryRepr):
             hint = "`result.trained()` takes its weights and scales over; `result.as_calibrated()` leaves them out"
             raise PlanError(f"`model` has changed since it was made, and {what} would not see that", hint=hint)
 
+    @torch_defaults()
     def trained(self) -> Result:
         """Return the result with the weights and scales of the trained `model`, to be exported, verified or saved.
 
@@ -158,6 +162,7 @@ class Result(SummaryRepr):
 
     # -------------------------------------------------------------------------------------------------- other choices
 
+    @torch_defaults()
     def edit(self, overrides: Overrides) -> Result:
         """Return the result with some layers decided by hand: kept in float, or at other bits.
 
@@ -203,6 +208,7 @@ class Result(SummaryRepr):
         return corrected(edited, settings, () if read is None else read)
 
     @preserve_random_state
+    @torch_defaults()
     def sensitivity(self, data: Any) -> Sensitivity:
         """Return which tensors hurt: what each adds to the loss as it is stored, and at the other bits the chip has.
 
@@ -218,6 +224,7 @@ class Result(SummaryRepr):
         return self._sensitivity
 
     @preserve_random_state
+    @torch_defaults()
     def pareto(self, data: Any, over: str = "weights", shares: Sequence[float] = SHARES) -> Pareto:
         """Return the best bits for several budgets, with the predicted and the measured loss.
 
@@ -240,6 +247,7 @@ class Result(SummaryRepr):
     # ----------------------------------------------------------------------------------------------- files and proof
 
     @preserve_random_state
+    @torch_defaults()
     def export(
         self,
         path: str | Path,
@@ -297,6 +305,7 @@ class Result(SummaryRepr):
         )
         return self.verification
 
+    @torch_defaults()
     def save(self, directory: str | Path) -> Path:
         """Write plan, graph and weights to `directory` (JSON and safetensors); `chipfit.load` reads them."""
         from chipfit.plan.saved import save
@@ -348,6 +357,7 @@ def corrected(result: Result, settings: Settings, read: steps.Batches) -> Result
     return result
 
 
+@torch_defaults()
 def load(directory: str | Path) -> Result:
     """Read what `Result.save` wrote; needs neither pickle nor the class of the original model.
 

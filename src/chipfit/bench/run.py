@@ -30,7 +30,7 @@ from chipfit.bench.train import CHECKPOINT, Curves, Log, StopRule, WorkerProcess
 from chipfit.errors import ChipfitError, ConfigError
 from chipfit.files import lock_folder, write_atomically
 from chipfit.frameworks import adapter_of, facts_of, framework_of
-from chipfit.frameworks.torch.device import device_of
+from chipfit.graph.placement import device_of
 from chipfit.mqbench.deployment import deploy
 from chipfit.mqbench.folded_batch_norm import FoldedBatchNorm
 from chipfit.mqbench.prepare import prepare_qat_fx

@@ -175,7 +175,7 @@ class TensorStats:
 
 
 class Seen(NamedTuple):
-    """What statistics take of one batch of a tensor, where the tensor is."""
+    """Numbers that statistics take of one batch of a tensor, where the tensor is."""
 
     shape: torch.Size
     #: least and greatest number; or sum, least and greatest number, and perhaps sum of squares, of each channel [C]

@@ -78,6 +78,11 @@ def is_model(thing: Any) -> bool:
     return not isinstance(thing, type) and adapter_of(framework_of(thing)).is_model(thing)
 
 
+def check(model: Any) -> None:
+    """Check that a model can be read at all, before data are; see `Framework.check`."""
+    adapter_of(framework_of(model)).check(model)
+
+
 def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Sequence[Any] = ()) -> Graph:
     """Read a model of any framework into a Graph; see `Framework.capture`."""
     from chipfit.engine.process import TRACING

@@ -72,6 +72,13 @@ class Framework:
         """Return whether an object is a model of this framework."""
         raise NotImplementedError
 
+    def check(self, model: Any) -> None:
+        """Check that a model can be read at all, before data are.
+
+        Raises:
+            CaptureError: It cannot, whatever the data.
+        """
+
     def capture(self, model: Any, args: Sequence[Any], kwargs: Any, others: Sequence[Any]) -> Graph:
         """Read a model into a Graph with channels first, whose inputs and outputs keep the layout of the model's.
 

@@ -5,6 +5,7 @@ with `placed`; what it returns is on the CPU again. See docs/design/0018-the-mod
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,6 +16,11 @@ from chipfit.graph.ir import CPU, OPAQUE, Graph
 _HERE = {"torch": "device:cpu"}
 #: numbers of several tensors that are copied to the CPU at once, beyond those of one
 _AT_ONCE = 1 << 24
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """Return the device of a model: that of its first parameter, else of its first buffer, else the CPU."""
+    return next((t.device for t in chain(model.parameters(), model.buffers())), CPU)
 
 
 def placed(graph: Graph) -> Graph:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from chipfit.engine.kernels import execute, pad
+from chipfit.engine.torch_defaults import torch_defaults
 from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import DYNAMIC, Graph, Node
 from chipfit.operators.table import OPS
@@ -247,6 +248,7 @@ def profile_for(platform: Platform, kernels: str | None = None) -> Profile:
     return profile
 
 
+@torch_defaults()
 def simulate(
     graph: Graph,
     plan: Plan,

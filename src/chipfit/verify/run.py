@@ -15,12 +15,14 @@ from torch import Tensor
 from chipfit.calibration.data import count_samples, count_splittable, fixed_batch_of, iterate, split_label
 from chipfit.calibration.sample_fingerprints import SampleHashes
 from chipfit.engine.run import run
+from chipfit.engine.torch_defaults import torch_defaults
 from chipfit.errors import DataError, RuntimeUnavailable, first_line, raised_outside_chipfit
 from chipfit.export import FileTensor, export, format_of
 from chipfit.export.io_spec import output_names
 from chipfit.files import path_of
 from chipfit.graph.edit import live_values
-from chipfit.graph.ir import DYNAMIC, Graph
+from chipfit.graph.ir import CPU, DYNAMIC, Graph
+from chipfit.graph.placement import device_of, inputs_on
 from chipfit.plan.record import Plan
 from chipfit.platform.schema import Platform
 from chipfit.platform.support import simulates_arithmetic, unsupported_features
@@ -54,6 +56,7 @@ def default_runtime(platform: Platform, suffix: str = "") -> str:
     return [*preferred, *loading, _DEFAULT_RUNTIME][0]
 
 
+@torch_defaults()
 def verify(
     graph: Graph,
     plan: Plan,
@@ -163,7 +166,8 @@ class Comparator:
         self.out.held = [compare_constant(graph, plan, name, found.get(name, ()), self.weights) for name in names]
 
     def parts(self, inputs: list[Tensor], label: Tensor | None) -> list[tuple[list[Tensor], Tensor | None]]:
-        """Cut a batch, if it may be cut, behind the last sample that the end-to-end simulation runs on."""
+        """Cut a batch, if it may be cut, behind the last sample of the end-to-end simulation; parts are on the CPU."""
+        inputs, label = inputs_on(CPU, inputs), None if label is None else label.cpu()
         if label is not None or self.freely is None or hasattr(self.device, "part"):  # a file may cut batches itself
             return [(inputs, label)]
         first = self.freely - self.out.freely
@@ -281,9 +285,11 @@ class Comparator:
 
     def _count_hits(self, inputs: list[Tensor], label: Tensor, results: dict[str, Tensor]) -> None:
         """Count right answers by the label, those of the fake-quantized module too."""
-        run_flat: Any = getattr(self.model and self.model(), "run_flat", None)  # modules that chipfit made have it
+        model = self.model and self.model()
+        run_flat: Any = getattr(model, "run_flat", None)  # modules that chipfit made have it
         if run_flat is not None:
-            results["simulated"] = run_flat(inputs)[0]
+            here = device_of(model) if isinstance(model, torch.nn.Module) else CPU
+            results["simulated"] = run_flat(inputs_on(here, inputs))[0].cpu()
         self.out.labelled += label.shape[0]
         if not self.out.labelled:  # a batch without samples
             return

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from chipfit.frameworks.adapter import Framework, included
-from chipfit.frameworks.torch.capture import capture
+from chipfit.frameworks.torch.capture import capture, check_model
 from chipfit.frameworks.torch.device import device_named
 from chipfit.registry import register
 
@@ -21,7 +21,7 @@ class Torch(Framework):
     """PyTorch: programs of `torch.nn.Module`, from the running process or from a `.pt2` file."""
 
     facts = included()["torch"]
-    capture = staticmethod(capture)
+    check, capture = staticmethod(check_model), staticmethod(capture)
     device_named = staticmethod(device_named)
     lower, device, stepper = _later("lower"), _later("DeviceModel"), _later("stepper")
     read_back, state_arrays = _later("read_back"), _later("state_arrays")

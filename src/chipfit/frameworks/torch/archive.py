@@ -28,10 +28,10 @@ from chipfit.engine.trees import flatten_call, read_tree
 from chipfit.engine.types import constant_of, dtype_of
 from chipfit.errors import CaptureError, ChipfitError, short_message
 from chipfit.files import ARCHIVE_ERRORS, existing_file, open_zip, parse_json
-from chipfit.frameworks.torch.device import device_of
 from chipfit.frameworks.torch.modules import register_weight
 from chipfit.frameworks.torch.program import CHECKS
 from chipfit.graph.ir import CPU
+from chipfit.graph.placement import device_of
 from chipfit.validation import check_value
 
 _make: Any = TypedDict

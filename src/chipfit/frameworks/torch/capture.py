@@ -15,10 +15,11 @@ from torch.utils import _pytree as pytree
 
 from chipfit.engine.process import quiet
 from chipfit.engine.run import first_deviation
+from chipfit.engine.torch_defaults import users_defaults
 from chipfit.engine.trees import flatten_inputs
 from chipfit.engine.types import describe_value
 from chipfit.errors import CaptureError, RefusedCall, raised_outside_chipfit, short_message
-from chipfit.frameworks.torch.device import check_device, device_of
+from chipfit.frameworks.torch.device import check_device
 from chipfit.frameworks.torch.plain_call import compare_with_plain_call, in_float32, run_in_float32
 from chipfit.frameworks.torch.program import (
     Program,
@@ -34,6 +35,7 @@ from chipfit.frameworks.torch.tied_axes import TiedAxes, batch_places, varied_ax
 from chipfit.frameworks.torch.translate import translate
 from chipfit.graph.check import check
 from chipfit.graph.ir import FIXED_BATCH, Graph
+from chipfit.graph.placement import device_of
 
 #: halves of UTF-16 surrogate pairs, which UTF-8 cannot represent
 _SURROGATES = frozenset(map(chr, range(0xD800, 0xE000)))
@@ -42,6 +44,7 @@ _FIXED_HINT = "let batches differ in the sizes that may vary, all that belong to
 _DEPENDS_ON_SIZE = "The model computes something else for other sizes, in which the batches differ"
 
 
+@users_defaults()
 def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Any = None, others: Sequence[Any] = ()) -> Graph:
     """Read a model into a Graph.
 
@@ -61,7 +64,7 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Any = None, oth
         CaptureError: The model cannot be captured (the message names the user's line and what to change), a weight is
             beyond float32, a layer's name is not valid text, or the model computes something else for another size.
     """
-    _check_model(model)
+    check_model(model)
     device = device_of(model)
     given = [(tuple(args), dict(kwargs or {})), *others]
     calls = pytree.tree_map_only(torch.Tensor, lambda x: in_float32(x).to(device), given)
@@ -79,7 +82,7 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Any = None, oth
     return graph
 
 
-def _check_model(model: Any) -> None:
+def check_model(model: Any) -> None:
     """Check that a model can be read at all.
 
     Raises:

@@ -1,6 +1,4 @@
-"""The device that the user's model lies on."""
-
-from itertools import chain
+"""Devices that users name, and a check of the one that their model lies on."""
 
 import torch
 
@@ -9,11 +7,6 @@ from chipfit.graph.ir import CPU
 
 _WHOLE = "move the whole model to one device that holds it: model.to('cuda:0'), or model.cpu()"
 _LOAD = "give it memory and load its weights: model.to_empty(device='cpu'), then model.load_state_dict(...)"
-
-
-def device_of(model: torch.nn.Module) -> torch.device:
-    """Return the device of a model: that of its first parameter, else of its first buffer, else the CPU."""
-    return next((t.device for t in chain(model.parameters(), model.buffers())), CPU)
 
 
 def check_device(model: torch.nn.Module) -> None:

@@ -30,7 +30,7 @@ from chipfit.frameworks.torch.modules import (
 from chipfit.frameworks.torch.step_checks import TorchScaleBounds
 from chipfit.frameworks.training import trained_plan
 from chipfit.graph.folds import refresh_checksums
-from chipfit.graph.ir import Graph, Node
+from chipfit.graph.ir import CPU, Graph, Node
 from chipfit.graph.linear import TRANSPOSED
 from chipfit.plan.record import Plan
 from chipfit.plan.sharing import QuantizerSharing, share_quantizers
@@ -49,7 +49,11 @@ def lower(graph: Graph, plan: Plan, training: Training | None = None) -> Quantiz
     Raises:
         UnsupportedError: An algorithm cannot train a tensor.
     """
-    return QuantizedModule(graph, plan, training).to(graph.device)
+    made = QuantizedModule(graph, plan, training)
+    if graph.device != CPU:
+        made.to(graph.device)
+        made.tie(graph)
+    return made
 
 
 class QuantizedModule(Checkpointed):
@@ -126,6 +130,16 @@ class QuantizedModule(Checkpointed):
                 trains = name in graph.trainable
                 registered[id(tensor)] = nn.Parameter(copy, requires_grad=id(tensor) in live) if trains else copy
             register_weight(self, name, registered[id(tensor)], layers)
+
+    def tie(self, graph: Graph) -> None:
+        """Let tied weights be one tensor again, which `to` makes two for devices that live outside PyTorch."""
+        first: dict[int, str] = {}
+        for name, tensor in graph.weights.items():
+            if (own := first.setdefault(id(tensor), name)) != name:
+                *path, leaf = name.split(".")
+                module = self._module(path)
+                table = module._parameters if leaf in module._parameters else module._buffers
+                table[leaf] = self.weight(own)
 
     def _add_quantizer(self, name: str, quantizer: nn.Module) -> str:
         """Register a quantizer; return its key."""

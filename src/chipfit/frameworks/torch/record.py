@@ -39,6 +39,8 @@ from chipfit.frameworks.torch.program import (
     writes_shared_memory,
 )
 from chipfit.frameworks.torch.tied_axes import TiedAxes, batch_places, ways
+from chipfit.graph.ir import CPU
+from chipfit.graph.placement import device_of
 
 #: functions that read metadata of tensors and not their values, besides properties; and functions without effect here
 _METADATA = """
@@ -82,11 +84,11 @@ def record(
     every = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
     stored = model.state_dict(keep_vars=True)
     weights = dict(sorted(chain(*every), key=lambda item: item[0] not in stored))
-    rng_state = torch.get_rng_state()
+    states = _generator_states(device_of(model))
     first = _Run(names, weights, path)
     out = first.watch(model, leaves, tree)
-    if not torch.equal(rng_state, torch.get_rng_state()):
-        torch.set_rng_state(rng_state)
+    if not all(map(torch.equal, states, _generator_states(device_of(model)))):
+        torch.set_rng_state(states[0])
         raise Unrecordable
     for k, size in enumerate(sizes, 1):
         run = _Run(names, weights, path, size.old, size.new, first)
@@ -97,6 +99,14 @@ def record(
     return Program(
         first.graph, None, weights, first.weight_of, first.inputs, first.results, first.out_tree, **more
     ), out
+
+
+def _generator_states(device: torch.device) -> list[torch.Tensor]:
+    """Return the states of the random generators that a model may draw from: the CPU's, and its device's."""
+    states = [torch.get_rng_state()]
+    if device != CPU:
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return states
 
 
 def _names(model: torch.nn.Module, args: Any, kwargs: Any) -> list[str]:

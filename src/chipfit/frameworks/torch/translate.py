@@ -13,7 +13,6 @@ from chipfit.engine.trees import dump_call, dump_result
 from chipfit.errors import CaptureError, GraphError
 from chipfit.frameworks.reading import Unreadable
 from chipfit.frameworks.torch.call import TorchCall, TorchGraphBuilder
-from chipfit.frameworks.torch.device import device_of
 from chipfit.frameworks.torch.program import (
     CHECKS,
     OpenSize,
@@ -27,7 +26,7 @@ from chipfit.frameworks.torch.program import (
 from chipfit.frameworks.torch.read import READERS, SYNONYMS
 from chipfit.graph.edit import drop_dead
 from chipfit.graph.ir import CPU, OPAQUE, Graph
-from chipfit.graph.placement import inputs_on, moved
+from chipfit.graph.placement import device_of, inputs_on, moved
 
 
 def translate(program: Program, model: torch.nn.Module, call: Any, example_out: Any) -> Graph:

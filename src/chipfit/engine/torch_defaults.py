@@ -1,0 +1,107 @@
+"""Switches of torch that change what functions compute; chipfit computes with torch's defaults, and then restores them.
+
+TF32, which convolutions of CUDA use unless told otherwise, and bfloat16 of oneDNN keep 10 and 7 bits of a factor, so
+that sums of codes which are exact in float32 become wrong. Autocast does the same. A default device or number type
+decides where and how new tensors are made.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from chipfit.graph.ir import CPU
+
+_LOCK = threading.Lock()
+#: for each running call, the function that restores the switches that all threads share
+_INSIDE: list[Callable[[], None]] = []
+_THREAD = threading.local()  #: `users`: default device and type of the thread's caller
+
+
+@contextmanager
+def torch_defaults() -> Iterator[None]:
+    """Compute float32 products in float32 and create tensors on the CPU inside the block, without autocast.
+
+    If several threads are inside, the last one to leave restores the switches that they share.
+    """
+    users = torch.get_default_device(), torch.get_default_dtype()
+    outer = getattr(_THREAD, "users", None)
+    with _LOCK:
+        _INSIDE.append(_INSIDE[0] if _INSIDE else _switch_off())
+    try:
+        with ExitStack() as stack:
+            _THREAD.users = outer or users
+            for kind in {"cpu", _accelerator()}:
+                if torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+            if users[0] != CPU:
+                stack.enter_context(CPU)
+            yield
+    finally:
+        _THREAD.users = outer
+        with _LOCK:
+            restore = _INSIDE.pop()
+            if not _INSIDE:
+                restore()
+
+
+@contextmanager
+def users_defaults() -> Iterator[None]:
+    """Let new tensors be made as the user's code makes them, inside `torch_defaults`."""
+    device, dtype = getattr(_THREAD, "users", None) or (CPU, torch.get_default_dtype())
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype)
+        with device if device != torch.get_default_device() else ExitStack():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _accelerator() -> str:
+    found = torch.accelerator.current_accelerator()
+    return "cpu" if found is None else found.type
+
+
+def _switch_off() -> Callable[[], None]:
+    """Switch TF32, bfloat16 and another default type off; return a function that restores the switches.
+
+    Torch has two sets of switches for products. Reading one of the old set raises a RuntimeError after the new one was
+    used, so that the old one is used as far as it answers.
+    """
+    found: Any = torch.backends  # the types of torch lack some of its switches
+    cudnn, mkldnn = found.cudnn, found.mkldnn
+    new = (found.cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn)
+    before, dtype = [switch.fp32_precision for switch in new], torch.get_default_dtype()
+    undo = list[Callable[[], Any]]()
+    try:
+        matmul = torch.get_float32_matmul_precision()
+        if matmul != "highest":
+            torch.set_float32_matmul_precision("highest")
+            undo.append(lambda: torch.set_float32_matmul_precision(matmul))
+    except RuntimeError:
+        pass
+    try:
+        if cudnn.allow_tf32:
+            cudnn.allow_tf32 = False
+            undo.append(lambda: setattr(cudnn, "allow_tf32", True))
+    except RuntimeError:
+        pass
+
+    def restore() -> None:
+        for f in undo:
+            f()
+        _set(new, before)
+        torch.set_default_dtype(dtype)
+
+    _set(new, [p if p in ("none", "ieee") else "ieee" for p in (switch.fp32_precision for switch in new)])
+    torch.set_default_dtype(torch.float32)
+    return restore
+
+
+def _set(switches: Any, values: list[str]) -> None:
+    for switch, value in zip(switches, values, strict=True):
+        if switch.fp32_precision != value:
+            switch.fp32_precision = value
