@@ -21,9 +21,9 @@ def main() -> tuple[float, float]:
     x = torch.randn(256, 16)
     result = chipfit.quantize(model, x, platform="ort_cpu")
 
-    output = result.plan.tensors[result.graph.outputs[0]]
-    coarse = output.with_(scale=output.scale * 4, origin="four times the scale, by hand")
-    plan = replace(result.plan, tensors={**result.plan.tensors, output.name: coarse})
+    hidden = result.plan.tensors["relu"]
+    coarse = hidden.with_(scale=hidden.scale * 4, origin="four times the scale, by hand")
+    plan = replace(result.plan, tensors={**result.plan.tensors, hidden.name: coarse})
     for difference in diff(result.plan, plan):
         print(difference)
 

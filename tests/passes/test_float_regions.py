@@ -132,8 +132,9 @@ def test_no_other_labels_cost_less(norms, seed, monkeypatch):
             writes = v in (assignment.quantized_outputs if v in made else assignment.tensors)
             ends = made.get(v), writes, kernel, reads
             edges += [(*ends, cut.size(v), 1000 * cut.noise(v))] * (made.get(v) != kernel)
-    for v in graph.outputs:
-        edges.append((made[v], v in assignment.quantized_outputs, None, True, cut.size(v), 1000 * cut.noise(v)))
+    for v in graph.outputs:  # sums leave their kernel in float at no cost, other outputs are in codes
+        codes = assignment.modes.get(made[v]) != ("codes", "float")
+        edges.append((made[v], v in assignment.quantized_outputs, None, codes, cut.size(v), 1000 * cut.noise(v)))
     matmuls = [n for n in graph.nodes if n.op == "MatMul" and n.name in labels]
     products = {n.name: float_regions.products(graph, n) / 64 for n in matmuls}
 
@@ -272,11 +273,14 @@ BOTH, WHOLE, ALL = ("codes", "float"), ("codes", "whole"), ("codes", "float", "w
             {"outputs": "f s m g", "edges": [("k", "m")]},
             "codes",
         ),
-        ([("f", "float", "k k")], {"outputs": "f k"}, "codes"),  # read twice by one, and returned
+        ([("f", "float", "k k")], {"outputs": "f k"}, "float"),  # read twice by one, and returned
         ([("s", "follow", "k"), ("f", "float", "s")], {"outputs": "f"}, "float"),  # which moves numbers only
         ([("s", "follow", "k"), ("m", "int", "s")], {"outputs": "m"}, "codes"),
         ([("s", "follow", "k"), ("f", "float", "s")], {"outputs": "f", "sizes": [("k", (9,)), ("s", (10,))]}, "float"),
-        ([], {"outputs": "k"}, "codes"),  # results of a model are in codes
+        ([], {"outputs": "k"}, "float"),  # sums that a model returns
+        ([("s", "follow", "k")], {"outputs": "s"}, "float"),
+        ([("m", "int", "k")], {"outputs": "m k"}, "codes"),  # one conversion in any case
+        ([("r", "int", "k")], {"outputs": "r", "groups": [("k", "r")]}, "codes"),  # an activation would run in float
     ],
 )
 def test_a_kernel_outputs_what_takes_the_fewest_conversions(rows, given, label):
@@ -343,7 +347,7 @@ def test_only_changes_are_returned_and_float_outputs_are_counted():
     rows = ("k", "int", "x"), ("f", "float", "k"), ("j", "int", "x"), ("i", "float", "x")
     paper = Paper(*rows, outputs="f j i", modes={"k": BOTH, "j": BOTH, "i": WHOLE})
     found, (note,) = float_regions.float_regions(paper.graph, paper.assignment, {}, None)
-    assert found == {"k": "float", "i": "codes"}
-    assert note.startswith("1 of 3 kernels that can output integers or floats output floats: fewer conversions")
+    assert found == {"k": "float", "j": "float", "i": "codes"}
+    assert note.startswith("2 of 3 kernels that can output integers or floats output floats: fewer conversions")
     paper.assignment.quantized_outputs -= {"k"}
-    assert float_regions.float_regions(paper.graph, paper.assignment, {}, None)[0] == {"i": "codes"}
+    assert float_regions.float_regions(paper.graph, paper.assignment, {}, None)[0] == {"j": "float", "i": "codes"}

@@ -164,7 +164,7 @@ def test_a_large_channel_that_others_read_too_costs_less_where_it_is_smoothed():
     net, x = large(50.0, "returned"), torch.randn(256, 32)
     (off, _), (half, _), (auto, result) = (error(net, x, **how) for how in ({"smooth": "off"}, {"smooth": 0.5}, {}))
     assert result.verify([torch.randn(32, 32)]).sound
-    assert half < 0.1 * off and auto < 1.5 * half  # without being asked
+    assert half < 0.1 * off and auto < 3 * half  # without being asked
     assert any(n.startswith("smooth taken: on 32 held-out images ") for n in result.plan.rewrites)
 
 

@@ -94,8 +94,10 @@ def _quantized_io(graph: Graph, plan: Plan, value: str, kind: str) -> QuantizedI
     stored = plan.stored(value) if value in graph.values else None
     if stored is None or stored.grid.kind != "int" or stored.scale.dim():
         hint = 'leave it in float: io=("float", ...) for inputs, io=(..., "float") for outputs'
-        if any(n.why == PARTS_ARE_LOST for n in plan.nodes.values()) and value in graph.outputs:
-            hint += "; or accept that a part of it is lost, with Settings(results='codes')"
+        if value in graph.outputs:
+            lost = any(n.why == PARTS_ARE_LOST for n in plan.nodes.values())
+            why = "accept that a part of it is lost" if lost else "keep sums that the model returns in integers"
+            hint += f"; or {why}, with Settings(results='codes')"
         raise UnsupportedError(f"'{value}' is not quantized with one scale", got=f"io: {kind}", hint=hint)
     if value in graph.inputs and plan.before_rounding({value}):
         readers = ", ".join(sorted(n for v, n in plan.float_edges if v == value)[:4])

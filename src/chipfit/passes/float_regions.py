@@ -11,7 +11,7 @@ labelling is a minimum cut [Picard, Ratliff: Minimum cuts and related problems, 
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -123,9 +123,10 @@ class Cut:
         made = {o: self.kernel(n) for n in self.graph.nodes for o in n.outputs}
         for n in self.graph.nodes:
             self._add_node(n, [v for v in dict.fromkeys(n.inputs) if v is not None and made.get(v) != self.kernel(n)])
-        for value in self.graph.outputs:  # outputs of the model are stored in integers unless that costs more
+        sums = self._sums()
+        for value in self.graph.outputs:  # other outputs are stored in integers unless that costs more
             if self.graph.is_float(value):
-                self._add_edge(value, INTEGER)
+                self._add_edge(value, FLOAT if value in sums else INTEGER)
         integer = self._integer_side()
 
         def mode(kernel: str, can: tuple[str, ...]) -> str:
@@ -134,6 +135,16 @@ class Cut:
             return "codes" if self._side(kernel, "writes") in integer else "float"
 
         return {kernel: mode(kernel, can) for kernel, can in self.can.items()}
+
+    def _sums(self) -> set[str]:
+        """Return values that a kernel of integers hands over in float at no cost: its sums, and copies of them."""
+        out, parts = set[str](), Counter(map(self.kernel, self.graph.nodes))
+        for n in self.graph.nodes:
+            can = self.can.get(n.name, ())
+            sums = "float" in can and "whole" not in can and parts[n.name] == 1
+            if sums or (self.assignment.nodes[n.name].exec == "follow" and n.inputs[0] in out):
+                out |= {*n.outputs}
+        return out
 
     def _side(self, kernel: str, which: str) -> int:
         """Return the node for what a kernel reads or writes; both share one unless the kernel has the mode "float"."""

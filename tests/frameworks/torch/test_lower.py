@@ -239,8 +239,8 @@ def test_a_trained_result_is_exported_as_the_trained_model_computes(tmp_path):
     path = result.trained().export(tmp_path / "net.onnx")
     device = next(v for v in OnnxRuntime(path).run([X.numpy()]).values() if v.shape == before.shape)
     now = result.model(X)["logits"].detach()
-    step = result.plan.tensors[result.graph.outputs[0]].scale
-    assert (torch.as_tensor(device) - now).abs().max() <= 1.01 * step
+    step = (now.max() - now.min()) / 255
+    assert (torch.as_tensor(device) - now).abs().max() <= step
     assert (before - now).abs().max() > 2 * step
 
 
@@ -374,7 +374,7 @@ def test_results_that_nothing_reads_again_are_freed_while_the_rest_runs(model):
     kept = []
     model.quantizer_of("relu").register_forward_hook(lambda m, args, y: kept.append(weakref.ref(y)))
     alive = []
-    model.quantizer_of("linear").register_forward_hook(lambda m, args, y: alive.append(kept[-1]() is not None))
+    model.quantizer_of("mean").register_forward_hook(lambda m, args, y: alive.append(kept[-1]() is not None))
     with torch.no_grad():
         model(X)
         assert alive == [False]
