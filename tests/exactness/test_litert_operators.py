@@ -255,3 +255,14 @@ def test_dynamic_files_apply_rectifiers_within_the_kernel(tmp_path):
     assert codes.isdisjoint({schema.BuiltinOperator.RELU, schema.BuiltinOperator.RELU6})
     for runtime in RUNTIMES:
         assert result.verify([torch.randn(4, 3, 8, 8)], runtime=runtime).exact
+
+
+def test_dynamic_files_keep_weights_of_fewer_than_1024_numbers_in_float():
+    """The bound of TFLiteConverter, whose files hold the same of these weights as integers."""
+    torch.manual_seed(0)
+    convolutions = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 16, 3), nn.Conv2d(16, 64, 3, groups=16)
+    net = sequential(*convolutions, nn.Flatten(), nn.Linear(256, 4), nn.Linear(4, 255), nn.Linear(255, 4))
+    result = quantized(net, [torch.randn(8, 3, 8, 8)], "tflite_dynamic")
+    sizes = {n: w.numel() for n, w in net.named_parameters() if w.dim() > 1}
+    assert {n for n in sizes if result.plan.tensors[n].quantized} == {n for n, s in sizes.items() if s >= 1024}
+    assert {s for s in sizes.values() if 1000 < s < 1024} == {1020}

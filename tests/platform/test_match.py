@@ -126,7 +126,7 @@ def test_what_a_condition_may_ask_about_a_node():
     assert conv == {
         "stride": (2, 1), "groups": 1, "config": {"bias": False}, "layer_type": "Conv2d", "in_shape": (None, 3, 9, 7),
         "static_shape": True, "channels": 3, "in_channels": 3, "out_shape": (None, 5, None, 7), "const_weights": True,
-        "weights": "constant", "kernel": (2, 1),
+        "weights": "constant", "weight_elements": 30, "kernel": (2, 1),
     }  # fmt: skip
     assert (linear["const_weights"], linear["weights"], linear["static_shape"]) == (False, "computed", False)
     assert "kernel" not in linear and linear["channels"] == 5

@@ -1,5 +1,6 @@
 """Find the rule of a platform that governs an operator, or the reason why none does."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +64,7 @@ def facts(graph: Graph, node: Node) -> dict[str, Any]:
     if w is not None:
         out["const_weights"] = graph.is_weight(w)
         out["weights"] = "constant" if graph.is_weight(w) else "computed"
+        out["weight_elements"] = math.prod(graph.shape(w)) if graph.is_weight(w) else None
         if "stride" in node.attrs:
             out["kernel"] = graph.shape(w)[2:]
     return out
