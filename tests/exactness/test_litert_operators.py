@@ -56,6 +56,8 @@ COMPUTE = {
     "relu6": (F.relu6, images()),
     "hardtanh": (F.hardtanh, images()),
     "leaky": (lambda x: F.leaky_relu(x, 0.37), images()),
+    "elu": (F.elu, images()),
+    "elu_slope": (lambda x: F.elu(x, 0.4), images()),
     "gelu": (F.gelu, images()),
     "gelu_tanh": (lambda x: F.gelu(x, approximate="tanh"), images()),
     "exp": (torch.exp, images(gain=1)),

@@ -67,6 +67,7 @@ class LiteRt:
     """
 
     resolver = "AUTO"  #: LiteRT's name of the choice of kernels
+    hint = ""  #: what to do about a file that it refuses
     block_scales = True  #: its kernels support weights with one scale per block
     #: (x, scale) -> x / scale as rounded by its kernels that quantize floats, to 8 bits and to wider integers
     steps, wide_steps = staticmethod(_times_inverse), staticmethod(_by_eights)
@@ -88,7 +89,9 @@ class LiteRt:
             self.interpreter = Interpreter(model_content=content, num_threads=1, experimental_op_resolver_type=resolver)
             self.interpreter.allocate_tensors()
         except (RuntimeError, ValueError) as e:
-            raise RuntimeUnavailable(f"LiteRT refuses the file: {first_line(e)}", where=str(path)) from e
+            raise RuntimeUnavailable(
+                f"LiteRT refuses the file: {first_line(e)}", where=str(path), hint=self.hint
+            ) from e
         self.inputs, self._requested = self.interpreter.get_input_details(), set(tensors)
         self.part: int | None = None  #: number of samples that the last run computed at a time; None: all at once
         forms, axes = (self.notes.get(k, {}) for k in ("forms", "batch_axis"))
@@ -191,6 +194,7 @@ class LiteRtReference(LiteRt):
     """A loaded file, run with reference kernels."""
 
     resolver, block_scales = "BUILTIN_REF", False
+    hint = "some operators, such as ELU, have no reference kernel: choose runtime='litert' or 'litert_optimized'"
     steps = wide_steps = staticmethod(lambda x, s: _away(x / s))
 
 

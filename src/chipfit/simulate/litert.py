@@ -345,6 +345,11 @@ def _sigmoid(x: Tensor, node: Node) -> Tensor:
     return 1.0 / (1.0 + libm("exp", -x))
 
 
+def _elu(x: Tensor, node: Node) -> Tensor:
+    """Return the function, each step rounded to float32."""
+    return torch.where(x < 0, libm("exp", x) - 1.0, x)
+
+
 def _gelu(x: Tensor, node: Node) -> Tensor:
     """Return the function, each step rounded to float32."""
     if node.attrs["approximate"] == "tanh":
@@ -579,6 +584,7 @@ _FUNCTIONS: dict[str, Callable[..., None]] = {
     "tanh": partial(_table, wide=tables16.tanh),
     "tanh_optimized": partial(_table, wide=_curve(tables16.tanh, gemmlowp.tanh16, (0, 1))),
     "tanh_xnnpack": partial(_table, nearest=torch.round),
+    "elu": partial(_table, f=_elu),
     "gelu": partial(_table, f=_gelu),
     "softmax": partial(_softmax, rows=lambda q, s, _: gemmlowp.softmax(q - q.amax(-1, keepdim=True), s, 8)),
     "softmax_optimized": partial(_softmax, rows=_rows_optimized),

@@ -300,6 +300,21 @@ def _leaky_relu(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     w.op(w.kind, w.reads(n), y, alpha=n.attrs["negative_slope"])
 
 
+def _elu(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
+    """Write ELU, whose slope is 1 in the schema; another one, in float, as relu(x) + alpha elu(min(x, 0))."""
+    x, alpha = w.read(n.data), n.attrs["alpha"]
+    if alpha == 1:
+        return w.op(w.kind, [x], y)
+    if w.integer:
+        w.refuse(n, f"8-bit ELU with the slope {alpha:g}")
+    low, below, scaled, above = (w.temporary(w.shape(n.output)) for _ in range(4))
+    w.op("MINIMUM", [x, w.scalar(0.0)], low)
+    w.op(w.kind, [low], below)
+    w.op("MUL", [below, w.scalar(alpha)], scaled)
+    w.op("RELU", [x], above)
+    w.op("ADD", [above, scaled], y)
+
+
 def _gelu(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     w.op(w.kind, w.reads(n), y, approximate=n.attrs["approximate"] == "tanh")
 
@@ -608,7 +623,7 @@ def _shuffle(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
 #: the functions that cells of the table name
 _FUNCTIONS = by_name(
     *(_plain, _conv, _transpose_conv, _dynamic_quantize, _linear, _mat_mul, _prelu, _attention, _binary),
-    *(_hard_sigmoid, _leaky_relu, _gelu, _clamp, _softmax, _cast, _pool, _reduce, _sum),
+    *(_hard_sigmoid, _leaky_relu, _elu, _gelu, _clamp, _softmax, _cast, _pool, _reduce, _sum),
     *(_arg_max, _cum_sum, _top_k, _join),
     *(_unstack, _split, _as_shape, _requantize, _transpose, _expand, _slice, _gather, _gather_elements, _pad),
     *(_resize, _depth, _shuffle),
