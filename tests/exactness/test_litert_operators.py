@@ -141,6 +141,7 @@ LAYERS = {
     "prelu_one": (lambda: nn.PReLU(), images()),
     "prelu_rows": (lambda: nn.PReLU(9, 0.3), images(4, 9, 30)),
     "conv_1d": (lambda: nn.Conv1d(8, 6, 3, padding=1, stride=2), images(4, 8, 12)),
+    "depthwise_1d": (lambda: nn.Conv1d(11, 22, 3, groups=11), images(4, 11, 12)),
     "transposed_1d": (lambda: nn.ConvTranspose1d(8, 6, 3, padding=1, stride=2), images(4, 8, 12)),
     "linear": (lambda: nn.Linear(30, 17), images(64, 30)),
     "linear_one": (lambda: nn.Linear(30, 1), images(64, 30)),

@@ -32,6 +32,7 @@ class _Notes(TypedDict):
     forms: dict[str, list[int]]  #: tensor -> form
     batch_axis: dict[str, int]  #: tensor -> batch axis in the model's order
     in_front: NotRequired[dict[str, int]]  #: tensor -> L, where [L, samples] are merged into the batch axis
+    lines: NotRequired[list[str]]  #: tensors of the file that are images of height 1, and lines in the model
     outputs: list[tuple[list[int] | None, int]]  #: form and batch axis of each
     provenance: dict[str, Any]
 
@@ -102,7 +103,9 @@ class LiteRt:
         #: form of each input; their batch axis is the first
         self.forms: Sequence[list[int] | None] = self.notes.get("inputs") or [None] * len(self.inputs)
         noted = [*((f, 0) for f in self.forms), *self.layouts]
-        ranks = [len(d["shape"]) for d in (*self.inputs, *self.interpreter.get_output_details())]
+        self.lines = {*self.notes.get("lines", ())}
+        ends = [*self.inputs, *self.interpreter.get_output_details()]
+        ranks = [len(d["shape"]) - (d["name"] in self.lines) for d in ends]
         valid = [0 <= a < max(r, 1) and (f is None or sorted(f) == [*range(r)]) for (f, a), r in zip(noted, ranks)]
         if len(noted) != len(ranks) or not all(valid):
             raise unfit_notes(str(path))
@@ -165,6 +168,8 @@ class LiteRt:
             value = np.asarray(self.interpreter.get_tensor(d["index"]))  # a number if it is a scalar
             if k < self._own_outputs and (qparams := quantization_of(d)):
                 value = dequantize_output(value, *qparams[:2])
+            if name in self.lines and value.shape[1:2] == (1,):
+                value = value.squeeze(1)
             out[name] = value.transpose(np.argsort(form)) if form else value
         return out | codes
 

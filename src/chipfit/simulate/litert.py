@@ -17,6 +17,7 @@ import torch
 
 from chipfit.engine.kernels import execute
 from chipfit.graph.ir import Node
+from chipfit.graph.linear import is_depthwise
 from chipfit.operators.table import OPS, by_name, read_column, resolve
 from chipfit.quantizers.dynamic import Codes
 from chipfit.quantizers.rounding import half_away as round_away
@@ -110,7 +111,7 @@ def _precision(how: str) -> torch.dtype:
 
 def _convolution(c: KernelCall, how: str) -> None:
     head, w = c.node, c.second
-    plain = head.op.startswith("Conv")
+    plain = head.op.startswith("Conv") and not (head.op == "Conv1D" and is_depthwise(c.run.graph, head))
     kernel = c.code(w).shape[2:]
     gaps = OPS[head.op].kind == "transposed" and any(s > k for s, k in zip(c.attrs["stride"], kernel, strict=True))
     if how == "float" and (gaps or c.bits(w) <= 4):  # XNNPACK leaves these to LiteRT

@@ -454,6 +454,35 @@ def test_a_transposed_convolution_that_same_places_is_one_operator(tmp_path):
         assert operators(content(graph, None)) == ["TRANSPOSE_CONV", *more]
 
 
+def test_layers_with_one_spatial_axis_hand_images_of_height_1_to_each_other(tmp_path):
+    layers = [
+        nn.Conv1d(4, 8, 5),
+        nn.ReLU(),
+        nn.MaxPool1d(2),
+        nn.Conv1d(8, 8, 3, groups=8),
+        nn.Flatten(),
+        nn.Linear(64, 3),
+    ]
+    x = torch.randn(8, 4, 24)
+    result = quantized(sequential(*layers), x, "tflite_int8")
+    file = result.export(tmp_path / "m.tflite", io="int8")
+    # channels come first where the model flattens, so that they turn before it
+    one = [
+        "RESHAPE",
+        "CONV_2D",
+        "MAX_POOL_2D",
+        "DEPTHWISE_CONV_2D",
+        "RESHAPE",
+        "TRANSPOSE",
+        "RESHAPE",
+        "FULLY_CONNECTED",
+    ]
+    assert operators(file.read_bytes()) == one
+    for runtime in ("litert", "litert_optimized", "litert_reference"):
+        check = result.verify([torch.randn(8, 4, 24)], runtime=runtime)
+        assert check.exact and not check.not_compared and "compared 6 of 6 tensors" in check.summary()
+
+
 NARROWEST = [("weight", 4, None), *(("weight", b, "int8") for b in (5, 8))]
 NARROWEST += [("activation", b, "int16" if b < 17 else "int32") for b in (9, 16, 17)]
 

@@ -1,6 +1,7 @@
 """A `.tflite` file under construction: its tensors, its operators, and the tables of the schema around them."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import flatbuffers
@@ -37,6 +38,8 @@ class File:
         self.operators: list[Any] = []
         self.index: dict[str, int] = {}  #: tensor name -> index
         self.scope = "io"  #: first part of the names of unnamed tensors
+        #: tensor [N, L, C] -> the image [N, 1, L, C] of its numbers, which kernels of images read or have made
+        self.images: dict[int, int] = {}
         self._buffers: list[_Buffer] = [_Buffer()]
         self._codes: list[Any] = []
         self._constants: dict[Any, int] = {}
@@ -115,6 +118,16 @@ class File:
                 raise AttributeError(f"{table or kind} has no field {key}")
             setattr(o.builtinOptions, key, value)
         self.operators.append(o)
+
+    def drop_unread_lines(self, outputs: Collection[int]) -> list[str]:
+        """Drop the reshapes of images to lines that nothing reads; return the lines' names, which the images get."""
+        reads = Counter(int(i) for o in self.operators for i in o.inputs)
+        unread = {y: image for y, image in self.images.items() if not reads[y] and y not in outputs}
+        made = [o for o in self.operators if int(o.outputs[0]) in unread]
+        self.operators = [o for o in self.operators if int(o.outputs[0]) not in unread]
+        for y, image in unread.items():
+            self.tensors[image].name = self.tensors[y].name
+        return [self.tensors[int(o.outputs[0])].name.decode() for o in made]
 
     def content(self, inputs: Mapping[str, int], outputs: Mapping[str, int], notes: Mapping[str, bytes]) -> bytes:
         """Return the whole file.

@@ -16,6 +16,7 @@ from ai_edge_litert import schema_py_generated as schema
 from chipfit.export.tflite.builder import TfliteBuilder
 from chipfit.export.tflite.file import Quantization, quantization
 from chipfit.graph.ir import Node
+from chipfit.graph.linear import is_depthwise
 from chipfit.operators.table import OPS, by_name, dictated_outputs, read_column, refused, resolve
 from chipfit.quantizers.stored import Stored
 
@@ -86,10 +87,13 @@ def _spatial(
         return write(n, x, a, y[0], b)
     attrs = {k: (one, *n.attrs[k]) for k, one in _BY_AXIS.items() if k in n.attrs}
     high_a, high_b = ([s[0], 1, *s[1:]] for s in (a, b))
-    image, result = w.temporary(high_a, x), w.temporary(high_b, y[0])
-    _reshape(w, x, _open(w, high_a), image)
+    image, result = w.images.get(x), w.temporary(high_b, y[0])
+    if image is None:
+        image = w.images[x] = w.temporary(high_a, x)
+        _reshape(w, x, _open(w, high_a), image)
     write(n.with_(attrs={**n.attrs, **attrs}), image, high_a, result, high_b)
     _reshape(w, result, _open(w, b), y[0])
+    w.images[y[0]] = result
 
 
 def per_axis(n: Node, **of: str) -> dict[str, int]:
@@ -181,6 +185,9 @@ def _bias(w: TfliteBuilder, n: Node, channels: int) -> int:
 
 
 def _conv(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
+    if n.op == "Conv1D" and is_depthwise(w.graph, n):
+        w.kind = "DEPTHWISE_CONV_2D"
+
     def write(m: Node, x: int, a: list[int], out: int, b: list[int]) -> None:
         kernel, sizes = _kernel(w, n)
         padding, pads = window_placement(m, a[1:-1], b[1:-1], sizes)
@@ -500,7 +507,8 @@ def _as_shape(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     shape = w.open_shape(n.output)
     if shape.count(-1) > 1:
         w.refuse(n, "more than one axis is only known at run time, unless `batch` is given")
-    _reshape(w, w.read(n.data), shape, y[0])
+    x = w.read(n.data)
+    _reshape(w, w.images.get(x, x), shape, y[0])
 
 
 def _requantize(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:

@@ -118,8 +118,9 @@ class Writer(TfliteBuilder):
             raise _all_in_one(self.refused, self.plan.platform)
         self.begin(Node("io", "", (), ()))
         outputs = [self._output(name, own) for name, own in zip(g.outputs, self.source.outputs, strict=True)]
+        lines = self.drop_unread_lines(outputs)
         ins, outs = dict(zip(self.source.inputs, inputs)), dict(zip(output_names(self.source), outputs))
-        notes = {"chipfit": json.dumps(self._notes(), default=str, separators=(",", ":")).encode()}
+        notes = {"chipfit": json.dumps(self._notes(lines), default=str, separators=(",", ":")).encode()}
         if self.io.notes:
             shape = self.source.shape(self.source.inputs[0])
             channels = shape[-1 if facts_of(self.source.framework).channels_last else 1] if len(shape) == 4 else 0
@@ -233,8 +234,8 @@ class Writer(TfliteBuilder):
         self.op("RESHAPE", [self.weight(name), self.ints(*shape)], y, newShape=list(shape))
         return y
 
-    def _notes(self) -> dict[str, Any]:
-        """Return what a runtime needs to read and write every value in the model's own layout."""
+    def _notes(self, lines: Sequence[str]) -> dict[str, Any]:
+        """Return what a runtime needs to read and write every value in the model's own layout; `lines` are images."""
         values = self.source.values
         tensors = {
             v: [n for n in (v, f"{v}/float", f"{v}/dequantized") if n in self.index]
@@ -244,7 +245,7 @@ class Writer(TfliteBuilder):
         batch_axis = {name: v.shape.index(None) for name, v in values.items() if None in v.shape}
         inside = {n: k for v, k in _in_front(self.source).items() for n in tensors.get(v, ())}
         return {
-            **({"in_front": inside} if inside else {}),
+            **{key: v for key, v in {"in_front": inside, "lines": lines}.items() if v},
             "platform": self.plan.platform,
             "inputs": [self.forms.get(i) for i in self.source.inputs],
             "forms": {n: list(f) for v, f in self.forms.items() for n in tensors[v]},
