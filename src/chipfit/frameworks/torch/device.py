@@ -25,7 +25,7 @@ def check_device(model: torch.nn.Module) -> None:
         raise CaptureError("The model lies on several devices", got=got, allowed="one device", hint=_WHOLE)
 
 
-def device_named(text: str) -> torch.device:
+def device_named(name: str) -> torch.device:
     """Return the device of a name: "cpu", "cuda" (the first one), "cuda:1", or "auto": the accelerator if there is one.
 
     Raises:
@@ -34,9 +34,9 @@ def device_named(text: str) -> torch.device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     count = torch.accelerator.device_count() if accelerator is not None else 0
     here = {"cpu": CPU, **{f"{accelerator}:{k}": torch.device(f"{accelerator}:{k}") for k in range(count)}}
-    if text == "auto":
+    if name == "auto":
         return list(here.values())[min(count, 1)]
-    if (found := here.get(text, here.get(f"{text}:0"))) is None:
+    if (found := here.get(name, here.get(f"{name}:0"))) is None:
         hint = "check the index, the driver, and that this build of PyTorch supports the device; or use auto"
-        raise ConfigError(f"There is no device '{text}' here", got=text, allowed=", ".join(here), hint=hint)
+        raise ConfigError(f"There is no device '{name}' here", got=name, allowed=", ".join(here), hint=hint)
     return found
