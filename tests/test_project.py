@@ -202,6 +202,36 @@ def test_a_circle_through_a_function_is_found():
     assert circles({m: imports(s, sources, typing=True) for m, s in sources.items()}) == [set(sources)]
 
 
+#: files of the core that copy tensors between devices, besides those of the frameworks and of training; the list only
+#: shrinks: a loop over data begins with `placed`, and what it returns is on the CPU
+COPIES_BETWEEN_DEVICES = set(
+    """calibration/sample_fingerprints calibration/source calibration/spread_samples engine/check_runs engine/run
+    graph/folds graph/placement
+    plan/sharing quantizers/stored rounding/gptq rounding/methods/learned rounding/moments rounding/outputs
+    rounding/sequential_reconstruction rounding/streams verify/run""".split()
+)
+#: rooms whose tensors are the user's own, wherever they are
+WITH_DEVICES = {"frameworks", "training", "mct", "mqbench", "bench", "cli"}
+
+
+def copies_between_devices(source: str) -> bool:
+    """Return whether a module calls `cpu()` or `cuda()`, or `to` with a device."""
+    calls = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
+    given = [(n.func.attr, " ".join(ast.unparse(x) for x in [*n.args, *(k.value for k in n.keywords)])) for n in calls]
+    device = re.compile(r"\b(device|where|here|CPU)\b|'cpu'")
+    return any(name in ("cpu", "cuda") or (name == "to" and device.search(args)) for name, args in given)
+
+
+def test_few_modules_copy_tensors_between_devices():
+    paths = [p for p in MODULES if room_of(p) not in WITH_DEVICES and copies_between_devices(p.read_text())]
+    assert {str(p.relative_to(PACKAGE).with_suffix("")) for p in paths} == COPIES_BETWEEN_DEVICES
+
+
+@pytest.mark.parametrize("code", ["x.cpu()", "x.to(device=w.device)", "f(y.to('cpu', kind))", "x.to(CPU).float()"])
+def test_a_copy_between_devices_is_found(code):
+    assert copies_between_devices(code) and not copies_between_devices("x.to(dtype=torch.float32), cpu(y)")
+
+
 # ---------------------------------------------------------------- size
 
 #: lines of code that each part may have, with room: a change of design raises a budget, a change of code does not

@@ -182,7 +182,7 @@ def graph_to_json(graph: Graph) -> tuple[dict[str, Any], dict[str, torch.Tensor]
         if original != name:
             aliases[name] = original
         else:
-            own = w.detach().cpu().contiguous()
+            own = w.detach().contiguous()
             whole = own.untyped_storage().nbytes() == own.nbytes and own.data_ptr() not in stored
             weights[name] = own if whole else own.clone()  # safetensors stores no two tensors that share memory
             stored.add(own.data_ptr())

@@ -190,7 +190,7 @@ def hash_graph(graph: Graph) -> str:
     for n in graph.nodes:
         h.update(repr((n.name, n.op, n.inputs, n.outputs, sorted(n.attrs.items(), key=lambda kv: kv[0]))).encode())
     for name in sorted(graph.weights):
-        w = graph.weights[name].detach().contiguous().cpu()
+        w = graph.weights[name].detach().contiguous()
         h.update(f"{name}{tuple(w.shape)}{w.dtype}".encode())
         h.update(w.reshape(-1).view(torch.uint8).numpy().data if w.numel() else b"")
     return h.hexdigest()

@@ -127,7 +127,7 @@ def _write(root: Path, graph: Graph, plan: Plan, platform: Platform, report: Map
         "plan.json": json.dumps(decided, indent=1, allow_nan=False).encode(),
         "graph.json": json.dumps(described, allow_nan=False).encode(),
         "platform.json": json.dumps(target, indent=1).encode(),
-        "plan.safetensors": to_bytes({k: v.detach().cpu().contiguous().clone() for k, v in numbers.items()}),
+        "plan.safetensors": to_bytes({k: v.detach().contiguous().clone() for k, v in numbers.items()}),
         "weights.safetensors": to_bytes(weights),
     }
     if report is not None:

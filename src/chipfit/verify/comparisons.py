@@ -264,7 +264,7 @@ def compare_constant(
         for word, want, got in (("scale", stored.scale, scale), ("zero point", stored.zero_point, zero)):
             out.wrong = out.wrong or _wrong_numbers(word, want, got)
     if name in graph.weights:
-        constant = graph.weights[name].detach().cpu()
+        constant = graph.weights[name].detach()
         integers = weights[name] = stored.quantize(constant)
         as_given = [constant] if any(v == name for v, _ in plan.float_edges) else []
         for q in (f.values for f in in_file if f.values is not None):

@@ -130,7 +130,7 @@ class OnnxBuilder:
 
     def weight(self, name: str, raw: bool) -> str:
         """Return the ONNX name of a weight in float: dequantized, unless `raw` or not quantized."""
-        stored, w = self.plan.stored(name), self.graph.weights[name].detach().cpu()
+        stored, w = self.plan.stored(name), self.graph.weights[name].detach()
         if raw or stored is None:
             return name if name in self.initialisers else self.const(w.numpy(), name)
         if name in self.after_quantizer and not (stored.grid.signed and stored.grid.file_bits == 8 and w.dim()):

@@ -118,7 +118,7 @@ def _dynamic_product(w: OnnxBuilder, n: Node, x: Names) -> str | None:
         refuse(n, "weights with one scale for each channel multiply data with one for each block")
     if stored.zero_point.any():
         refuse(n, "weights with zero points multiply dynamically quantized data")
-    q, (scale, _) = stored.quantize(w.graph.weights[name].detach().cpu()), w.qparams(name, stored)
+    q, (scale, _) = stored.quantize(w.graph.weights[name].detach()), w.qparams(name, stored)
     if n.op == "MatMul":
         integers = w.weight_integers(name, name, q)
     elif all(m.op == n.op for m in w.graph.nodes if name in m.inputs):
@@ -147,7 +147,7 @@ def _in_blocks(w: OnnxBuilder, n: Node, name: str) -> tuple[int, int, int, list[
 
     Signed integers are stored unsigned, shifted by half of the range: without zero points kernels assume that.
     """
-    stored, codes = w.plan[name], w.plan[name].quantize(w.graph.weights[name].detach().cpu()).int()
+    stored, codes = w.plan[name], w.plan[name].quantize(w.graph.weights[name].detach()).int()
     scale, zero, grid = stored.scale, stored.zero_point, stored.grid
     if n.op == "MatMul":
         codes, scale, zero = (v.t() for v in (codes, scale, zero))

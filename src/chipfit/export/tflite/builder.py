@@ -86,7 +86,7 @@ class TfliteBuilder(File):
         """
         if name not in self.graph.weights:
             self.refuse(self.node, "its weight is computed at run time")
-        w, stored = self.graph.weights[name].detach().cpu(), self.plan.stored(name)
+        w, stored = self.graph.weights[name].detach(), self.plan.stored(name)
         if stored is None or (name, self.node.name) in self.plan.float_edges:
             return self.constant(change(w.contiguous().numpy()), name)
         q = stored.quantize(w)
