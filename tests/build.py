@@ -28,7 +28,8 @@ from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
 from tests import accelerators
 
-NEAREST = chipfit.Settings(rounding="off")  #: weights are rounded to the nearest quantized value
+#: weights are rounded to the nearest quantized value, and biases stay
+NEAREST = chipfit.Settings(rounding="off", repairs="off")
 
 # ------------------------------------------------------------------------------------------------------ networks, data
 

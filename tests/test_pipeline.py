@@ -116,7 +116,8 @@ def test_the_plan_records_a_digest_of_every_sample(result):
 
 
 def test_a_result_has_the_seconds_of_each_stage():
-    assert set(fit().timings) == {"capture", "assign", "calibrate", "ranges", "repairs"}
+    left = fit(settings=Settings(repairs="off"))
+    assert set(left.timings) == {"capture", "assign", "calibrate", "ranges", "repairs"}
     assert set(fit(settings=Settings(correct_bias=True)).timings) == {
         "capture",
         "assign",

@@ -12,7 +12,7 @@ import torch
 import chipfit
 from chipfit import Limits, Settings
 from chipfit.errors import PlanError, UnknownNameError
-from tests.build import halves, mlp, quantized
+from tests.build import NEAREST, halves, mlp, quantized
 
 DATA = list(torch.randn(16, 3, generator=torch.Generator().manual_seed(3)).split(8))
 
@@ -136,8 +136,9 @@ EDITS = [
 
 
 @pytest.mark.parametrize("overrides", EDITS, ids=str)
-def test_an_edit_gives_the_scales_of_a_call_with_these_overrides(result, overrides):
-    edited, again = result.edit(overrides), fit(overrides=overrides, settings=chipfit.Settings(repairs="off"))
+def test_an_edit_gives_the_scales_of_a_call_with_these_overrides(overrides):
+    off = chipfit.Settings(repairs="off")
+    edited, again = fit(settings=off).edit(overrides), fit(overrides=overrides, settings=off)
     assert scales(edited.plan) == scales(again.plan)
     assert {t.name: t.origin for t in edited.plan.tensors.values()} == {
         t.name: t.origin for t in again.plan.tensors.values()
@@ -237,7 +238,7 @@ def test_further_overrides_win_over_earlier_ones(tmp_path):
 
 
 def test_bits_chosen_by_a_search_are_overrides_until_an_edit_replaces_them():
-    searched = fit(platform="imx500", limits=Limits(weights="60%"), settings=Settings(rounding="off"))
+    searched = fit(platform="imx500", limits=Limits(weights="60%"), settings=NEAREST)
     chosen, record = searched.plan.provenance["chosen"], searched.plan.provenance
     assert chosen and all(searched.plan[t].grid.bits == bits for t, bits in chosen.items())
     assert record["limits"] == {"weights": "60%"} and record["widths"].keys() == chosen.keys()

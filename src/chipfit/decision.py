@@ -14,6 +14,7 @@ from typing import Any
 
 from chipfit import steps
 from chipfit.calibration.collect import TensorStats
+from chipfit.correction.measured_bias import MeasuredBiases, Samples
 from chipfit.decide import scales
 from chipfit.decide.assignment import Assignment, assign
 from chipfit.decide.constraints import tie_groups
@@ -62,6 +63,8 @@ class Decision:
     notes: tuple[str, ...] = ()  #: notes of the last `decide`
     provenance: Mapping[str, Any] = field(default_factory=dict)  #: where the decisions come from, as plans keep it
     corrected: tuple[str, ...] = ()  #: corrections that the weights of `graph` have had before this decision
+    samples: Samples | None = None  #: of the calibration data, for measurements
+    measured: MeasuredBiases | None = None  #: what they have shown of the network and the tensors at that time
     #: the decision with its statistics, before the rewrites that follow them: where other overrides start from
     calibrated: Decision | None = None
 

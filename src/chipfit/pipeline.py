@@ -204,11 +204,13 @@ def make_plan(request: Request, d: Decision) -> tuple[Result, Settings]:
 
 def correct(request: Request, result: Result, settings: Settings) -> Result:
     """Correct weights and biases for what rounding changes, as the settings ask for it, and state the merit again."""
-    if not steps.enabled(settings, "correct"):
+    if not steps.enabled(settings, "correct") and not repairs.biases_move(settings):
         return result
     with request.progress.timed("correct"):
         result = corrected(result, settings, request.data.batches(result.graph))
-        merit = repairs.merit_of(result.decision, request.data.few, result.graph, result.plan)
+        if not steps.enabled(settings, "correct"):
+            return result
+        merit = repairs.merit_of(result.decision, result.graph, result.plan)
     return replace(result, plan=replace(result.plan, provenance={**result.plan.provenance, **merit}))
 
 

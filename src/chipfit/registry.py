@@ -31,7 +31,7 @@ class Setting(NamedTuple):
     default: bool | float | None  #: bool: on or off; otherwise None (off) or a number of at least 0
     doc: str
     argument: str = ""  #: keyword argument of the step that receives the value
-    choices: tuple[str, ...] = ()  #: words that are allowed instead of numbers
+    choices: tuple[str | bool, ...] = ()  #: words that are allowed instead of numbers
     numbers: bool = False  #: numbers are allowed beside the words
     kind: str = ""  #: names of this kind of addition are allowed, such as "gptq" or "gptq + learned(steps=100)"
 

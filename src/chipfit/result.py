@@ -12,6 +12,7 @@ from chipfit import steps
 from chipfit.adaptation import decide_again
 from chipfit.calibration.collect import TensorStats
 from chipfit.calibration.data import batches
+from chipfit.correction.measured_bias import NAME as MEASURED
 from chipfit.decide.assignment import Assignment
 from chipfit.decide.overrides import Overrides, to_record
 from chipfit.decide.statistics import RangeRules, notes_of_missing
@@ -30,6 +31,7 @@ from chipfit.rounding.lost_parts import lost_part_warnings
 from chipfit.screen import Summary, SummaryRepr
 from chipfit.search.losses import RoundingModel
 from chipfit.search.pareto import SHARES, Pareto, pareto
+from chipfit.search.repairs import biases_move, found_biases
 from chipfit.search.sensitivity import Sensitivity, sensitivity
 from chipfit.settings import Settings
 
@@ -150,9 +152,9 @@ class Result(SummaryRepr):
         """
         graph, plan = adapter_of(self.graph.framework).read_back(self.model, self.graph, self.plan)
         plan = replace(plan, provenance=_without_merit(plan.provenance))
-        decision = replace(
-            self.decision, graph=graph, tensors=plan.tensors, corrected=self.corrections, calibrated=None
-        )
+        others = tuple(name for name in self.corrections if name != MEASURED)  # training has moved the biases on
+        decision = replace(self.decision, graph=graph, tensors=plan.tensors, corrected=others)
+        decision = replace(decision, calibrated=None, samples=None, measured=None)
         return Result(graph, plan, decision, self.timings)
 
     @property
@@ -193,13 +195,16 @@ class Result(SummaryRepr):
             d = replace(d, warnings=(), rewrites=before.rewrites, notes=())
         plan, rule = plan_of(d), name_of(d.rules.weight_rule)
         settings, notes = steps.resolve_defaults(d.settings, bits_of_weights(plan), rule, data is not None)
-        if (data is None and steps.rereads_data(settings)) or d.corrected:
+        stale = [name for name in d.corrected if name != MEASURED]
+        if (data is None and steps.rereads_data(settings)) or stale:
             raise PlanError(
                 "What was corrected for this plan's rounding would be wrong for another's, "
                 "and the calibration data are not here",
                 hint="quantize again with these overrides: `chipfit.quantize(model, data, overrides=...)`",
             )
         more = [*lost_part_warnings(d.graph, plan, d.assignment, d.stats), *notes_of_missing(d.tensors)]
+        if MEASURED in d.corrected:
+            more.append("warning: biases stay as they were corrected before this edit: there are no samples here")
         notes += [note for note in more if note not in plan.rewrites]
         provenance = {**_without_merit(d.provenance), "edited": to_record(d.all_overrides)}
         plan = replace(plan, rewrites=(*plan.rewrites, *notes), provenance=provenance)
@@ -347,7 +352,7 @@ def corrected(result: Result, settings: Settings, read: steps.Batches) -> Result
     """
     names = [s.name for s in steps.enabled(settings, "correct")]
     if not names:
-        return result
+        return _with_measured_biases(result) if biases_move(settings) else result
     choose = partial(scales_of, result.decision)
     graph, plan, stopped = steps.correct(result.graph, result.plan, result.stats, read, choose, settings)
     plan = replace(plan, provenance={**plan.provenance, "corrected": names})
@@ -355,6 +360,16 @@ def corrected(result: Result, settings: Settings, read: steps.Batches) -> Result
     if stopped:
         raise Interrupted(stopped, result)
     return result
+
+
+def _with_measured_biases(result: Result) -> Result:
+    """Return the result with the biases that samples suggest, where held-out samples gain; its plan has a note."""
+    found = found_biases(result.decision, result.plan)
+    if found is None or not found.gain:
+        return result
+    plan = replace(result.plan, rewrites=(*result.plan.rewrites, found.note))
+    plan = replace(plan, provenance={**plan.provenance, "corrected": [MEASURED]})
+    return replace(result, graph=found.applied(result.graph), plan=plan, uncorrected=result.plan)
 
 
 @torch_defaults()

@@ -32,7 +32,7 @@ def test_corrections_are_off_until_they_are_asked_for_and_run_one_behind_the_oth
     """Spreads before means, means of weights before those of inputs, and learning on top of all."""
     assert {name: (d.setting.name, d.setting.default) for name, d in STEPS.items()} == {
         "second_moment": ("correct_second_moment", False),
-        "bias": ("correct_bias", False),
+        "bias": ("correct_bias", None),
         "activation_bias": ("correct_activation_bias", None),
         "rounding": ("rounding", None),
         "reconstruct": ("reconstruct", None),

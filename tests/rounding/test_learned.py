@@ -36,7 +36,8 @@ FOUR = {"*": {"bits": 4, "activation_bits": 4}}
 
 
 def fitted(platform="mqbench_academic", overrides=THREE, **settings):
-    return quantized(net(), DATA, platform, overrides=overrides, settings=Settings(**{"rounding": "off", **settings}))
+    chosen = {"rounding": "off", "repairs": "off", **settings}
+    return quantized(net(), DATA, platform, overrides=overrides, settings=Settings(**chosen))
 
 
 plain_result = functools.cache(fitted)

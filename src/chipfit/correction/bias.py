@@ -10,7 +10,7 @@ from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import bias_or_zero, channel_axis, is_linear, with_bias
 from chipfit.plan.record import Plan
 from chipfit.quantizers.rounding import ROUNDINGS
-from chipfit.registry import Repair, Setting, register
+from chipfit.registry import Setting, register
 
 
 def with_means(graph: Graph, needs: Mapping[str, Need]) -> dict[str, Need]:
@@ -19,7 +19,8 @@ def with_means(graph: Graph, needs: Mapping[str, Need]) -> dict[str, Need]:
     return with_channel_stats(needs, {n.data: channel_axis(n) for n in readers})
 
 
-_SETTING = Setting("correct_bias", False, "biases lose the mean error of rounded weights")
+_DOES = "biases lose the mean error of rounded weights. None: where samples gain by it, and by measured mean errors"
+_SETTING = Setting("correct_bias", None, _DOES, choices=(True, False))
 _NEEDS = ("stats", "changed")
 
 
@@ -31,7 +32,6 @@ _NEEDS = ("stats", "changed")
     needs=_NEEDS,
     collects=with_means,
     setting=_SETTING,
-    repair=Repair(True),
 )
 def correct_bias(
     graph: Graph, plan: Plan, stats: Mapping[str, TensorStats], *, changed: Container[str] = ()
@@ -64,8 +64,12 @@ def correct_bias(
     return graph, notes
 
 
-def quantized_linear(graph: Graph, plan: Plan) -> Iterator[tuple[Node, str]]:
-    """Yield the linear operators with quantized weights, and why the bias of each cannot change ("" if it can)."""
+def quantized_linear(graph: Graph, plan: Plan, *, sized: bool = True) -> Iterator[tuple[Node, str]]:
+    """Yield the linear operators with quantized weights, and why the bias of each cannot change ("" if it can).
+
+    Args:
+        sized: the change depends on the size of the input, which must be known then.
+    """
     users = graph.users()
     for node in list(graph.nodes):
         raw = not is_linear(graph, node) or (node.weight, node.name) in plan.float_edges
@@ -75,7 +79,7 @@ def quantized_linear(graph: Graph, plan: Plan) -> Iterator[tuple[Node, str]]:
         why = "" if bias else "it has none"
         if bias and len(users[bias]) > 1:
             why = f"'{bias}' is read by several operators"
-        if None in size:
+        if sized and None in size:
             why = "the size of its input is not known"
         yield node, why
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from chipfit.calibration.collect import valid_tokens
 from chipfit.calibration.data import Batch, Whole, no_data
 from chipfit.engine.kernels import execute
-from chipfit.engine.run import done_after, run
-from chipfit.graph.ir import Graph
+from chipfit.engine.run import Hook, done_after, run
+from chipfit.graph.ir import Graph, Node
 from chipfit.graph.placement import on_cpu, placed
 from chipfit.plan.record import Plan
 from chipfit.quantizers.stored import Stored
@@ -29,8 +29,12 @@ def run_quantized(
     graph: Graph, plan: Plan, inputs: Sequence[Tensor], rounding: Callable[[str, Tensor], Tensor] | None = None
 ) -> dict[str, Any]:
     """Return the outputs of a network as a plan quantizes it, by name; `rounding` as in `unrounded_outputs`."""
-    found = unrounded_outputs(graph, plan, inputs, rounding=rounding)
-    return {name: plan[name].round(x) if plan.quantized(name) else x for name, x in found.items()}
+    return rounded_outputs(plan, unrounded_outputs(graph, plan, inputs, rounding=rounding))
+
+
+def rounded_outputs(plan: Plan, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return outputs, by name, as a plan stores them."""
+    return {name: plan[name].round(x) if plan.quantized(name) else x for name, x in values.items()}
 
 
 def unrounded_outputs(
@@ -48,26 +52,56 @@ def unrounded_outputs(
         done: tensors, weights included, that are rounded already.
         rounding: (name, tensor) -> rounded tensor; unless given, as the plan stores it.
     """
-    env: dict[str, Any] = dict(zip(graph.inputs, inputs, strict=True))
-    table = graph.weights if weights is None else weights
-    rounded: dict[str, Any] = {}
+    flow = QuantizedRun(graph, plan, inputs, weights, done, rounding)
+    for node, over in zip(graph.nodes, done_after(graph), strict=True):
+        flow.execute(node)
+        flow.free(over)
+    return flow.outputs
 
-    def read(name: str | None, reader: str) -> Any:
+
+class QuantizedRun:
+    """A run of a network as a plan quantizes it, node by node; the arguments are those of `unrounded_outputs`."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        plan: Plan,
+        inputs: Sequence[Tensor],
+        weights: Mapping[str, Tensor] | None = None,
+        done: Collection[str] = (),
+        rounding: Callable[[str, Tensor], Tensor] | None = None,
+    ) -> None:
+        self.graph, self.plan, self.done, self.rounding = graph, plan, done, rounding
+        self.env: dict[str, Any] = dict(zip(graph.inputs, inputs, strict=True))
+        self._table = graph.weights if weights is None else weights
+        self._rounded: dict[str, Any] = {}
+
+    def execute(self, node: Node) -> None:
+        """Compute the results of a node, before they are rounded."""
+        operands = [self._read(i, node.name) for i in node.inputs]
+        self.env.update(zip(node.outputs, execute(node, operands), strict=False))
+
+    def free(self, names: Iterable[str]) -> None:
+        """Forget values that no later node reads."""
+        for name in names:
+            self.env.pop(name, None)
+            self._rounded.pop(name, None)
+
+    @property
+    def outputs(self) -> dict[str, Any]:
+        """The outputs of the network, before they are rounded themselves."""
+        return {name: self.env[name] if name in self.env else self._table[name] for name in self.graph.outputs}
+
+    def _read(self, name: str | None, reader: str) -> Any:
         if name is None:
             return None
-        x = env[name] if name in env else table[name]
-        if name in done or not plan.quantized(name) or (name, reader) in plan.float_edges:
+        x, plan = self.env[name] if name in self.env else self._table[name], self.plan
+        if name in self.done or not plan.quantized(name) or (name, reader) in plan.float_edges:
             return x
-        if name not in rounded:
-            rounded[name] = rounding(name, x) if rounding is not None else plan[name].round(x.detach())
-        return rounded[name]
-
-    for node, over in zip(graph.nodes, done_after(graph), strict=True):
-        env.update(zip(node.outputs, execute(node, [read(i, node.name) for i in node.inputs]), strict=False))
-        for name in over:
-            env.pop(name, None)
-            rounded.pop(name, None)
-    return {name: env[name] if name in env else table[name] for name in graph.outputs}
+        if name not in self._rounded:
+            own = self.rounding
+            self._rounded[name] = own(name, x) if own is not None else plan[name].round(x.detach())
+        return self._rounded[name]
 
 
 class Reference:
@@ -75,43 +109,58 @@ class Reference:
 
     Args:
         batches: on the device of the graph.
+        hook: called in the run in float, as by `engine.run`.
     """
 
-    def __init__(self, graph: Graph, batches: Iterable[Batch]) -> None:
+    def __init__(self, graph: Graph, batches: Iterable[Batch], hook: Hook | None = None) -> None:
         self.graph, self.batches = graph, list(batches)
         there = placed(graph)
         with torch.inference_mode():
-            self._wanted = [self._parts(run(there, batch), batch) for batch in self.batches]
+            self._wanted = [self._parts(run(there, batch, hook=hook), batch) for batch in self.batches]
 
     def loss(self, graph: Graph, plan: Plan) -> float:
         """Return the loss of a graph as a plan quantizes it, see `outputs`; 0 if all outputs are equal."""
         return self.errors(graph, plan).loss
 
     def errors(self, graph: Graph, plan: Plan, rounded: RoundedWeights | None = None) -> OutputErrors:
-        """Return the errors of a graph as a plan quantizes it.
+        """Return the errors of a graph as a plan quantizes it, over all batches; `rounded` as below."""
+        return OutputErrors.merged(self.errors_of_batches(graph, plan, rounded))
+
+    def errors_of_batches(self, graph: Graph, plan: Plan, rounded: RoundedWeights | None = None) -> list[OutputErrors]:
+        """Return the errors of a graph as a plan quantizes it, batch by batch.
 
         Args:
             rounded: weights that a measurement of another plan has rounded; those that are stored alike are taken.
         """
-        out, weights, there = OutputErrors(), {} if rounded is None else rounded, placed(graph)
-
-        def rounding(name: str, x: Tensor) -> Tensor:  # weights are rounded once
-            if name not in graph.weights:
-                return plan[name].round(x)
-            w, found, stored = graph.weights[name], weights.get(name), plan.stored(name)
-            if found is None or found[0] is not w or found[1] is not stored:
-                found = weights[name] = w, stored, plan[name].round(x)
-            return found[2]
-
+        there, rounding = placed(graph), rounded_once(graph, plan, {} if rounded is None else rounded)
         with torch.inference_mode():
-            for batch, wanted in zip(self.batches, self._wanted, strict=True):
-                out.add(wanted, self._parts(run_quantized(there, plan, batch, rounding), batch))
+            runs = (run_quantized(there, plan, batch, rounding) for batch in self.batches)
+            return [self.errors_of(k, values) for k, values in enumerate(runs)]
+
+    def errors_of(self, k: int, values: Mapping[str, Any]) -> OutputErrors:
+        """Return the errors of the outputs that another network has for batch k."""
+        out = OutputErrors()
+        out.add(self._wanted[k], self._parts(values, self.batches[k]))
         return out
 
     def _parts(self, values: Mapping[str, Any], batch: Batch) -> dict[str, Tensor]:
         """Return the parts of outputs, as the float network joins them, on the CPU: errors are summed in float64."""
         found = parts_of(self.graph, values, valid_tokens(self.graph, batch))
         return dict(zip(found, on_cpu([*found.values()]), strict=True))
+
+
+def rounded_once(graph: Graph, plan: Plan, weights: RoundedWeights) -> Callable[[str, Tensor], Tensor]:
+    """Return a rounding for `unrounded_outputs` that takes a weight from `weights` where it is there, stored alike."""
+
+    def rounding(name: str, x: Tensor) -> Tensor:
+        if name not in graph.weights:
+            return plan[name].round(x)
+        w, found, stored = graph.weights[name], weights.get(name), plan.stored(name)
+        if found is None or found[0] is not w or found[1] is not stored:
+            found = weights[name] = w, stored, plan[name].round(x)
+        return found[2]
+
+    return rounding
 
 
 def compare_plans(graph: Graph, held: Sequence[Batch], before: Planned, after: Planned) -> tuple[bool, str]:

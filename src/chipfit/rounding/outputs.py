@@ -4,8 +4,10 @@ Class scores, [N, C] of at least two classes, lose KL(softmax(float) || softmax(
 of what differs, as a share of their own. Every choice by the loss at the outputs is made with these functions.
 """
 
+from __future__ import annotations
+
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,6 +74,16 @@ class OutputErrors:
                 loss, whole = float((p.exp() * (p - q)).sum()), float(len(y))
             sums = self.sums.setdefault(name, [0.0] * 4)
             sums[:] = (a + b for a, b in zip(sums, (loss, whole, noise, signal), strict=True))
+
+    @classmethod
+    def merged(cls, several: Iterable[OutputErrors]) -> OutputErrors:
+        """Return the sums of the errors of several batches."""
+        out = cls()
+        for errors in several:
+            for name, new in errors.sums.items():
+                sums = out.sums.setdefault(name, [0.0] * 4)
+                sums[:] = (a + b for a, b in zip(sums, new, strict=True))
+        return out
 
     @property
     def loss(self) -> float:

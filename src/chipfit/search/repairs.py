@@ -3,23 +3,22 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from chipfit import steps
 from chipfit.adaptation import choose_ranges, statistics_needed, trial_settings, with_statistics
-from chipfit.calibration.data import Batch
 from chipfit.calibration.source import CalibrationData
 from chipfit.calibration.spread_samples import SpreadSamples
-from chipfit.decision import Decision, choose_scales, decide, plan_of, scales_of
+from chipfit.correction.measured_bias import MeanReference, MeasuredBiases, Samples, measure_biases
+from chipfit.decision import Decision, choose_scales, decide, plan_of
 from chipfit.errors import ChipfitError
 from chipfit.graph.ir import Graph
 from chipfit.graph.linear import products
 from chipfit.graph.placement import inputs_on
 from chipfit.plan.record import Plan
-from chipfit.registry import ordered
+from chipfit.registry import OFF, ordered
 from chipfit.rounding.compare import (
     Planned,
     Reference,
@@ -30,6 +29,7 @@ from chipfit.rounding.compare import (
     without_weight_rounding,
 )
 from chipfit.rounding.expected import expected_sqnr_db
+from chipfit.rounding.outputs import OutputErrors
 from chipfit.settings import Settings
 
 #: samples of a trial: it calibrates on most of them and compares on those that are held out
@@ -38,12 +38,12 @@ SAMPLES = 64
 GAIN_DB, RANGE_GAIN_DB = 1.0, 0.5
 #: a warning is given where the outputs are worse than expected by this [dB]
 DOUBT_DB = 3.0
-#: numbers of all activations in the samples of one measurement, and multiplications that take as long as one of them
-_NUMBERS, _PRODUCTS = 1 << 24, 256
+#: numbers of all values in the samples of one measurement, and multiplications that take as long as two of them
+_NUMBERS, _PRODUCTS = 1 << 25, 128
 #: least and greatest number of samples of one measurement
 _LEAST, _MOST = 2, 128
 #: stages of repairs, in the order in which they are tried
-_STAGES = ("adapt", "rewrite", "correct")
+_STAGES = ("adapt", "rewrite")
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,9 @@ class Merit:
     samples: int
 
     @classmethod
-    def of(cls, reference: Reference, graph: Graph, plan: Plan, rounded: RoundedWeights | None = None) -> "Merit":
-        """Return the merit of a network as a plan quantizes it; `rounded` as in `Reference.errors`."""
-        expected = expected_sqnr_db(graph, plan)
-        return cls(reference.errors(graph, plan, rounded).sqnr_db, expected, count_samples(reference.batches))
+    def of(cls, reference: Reference, plan: Plan, errors: OutputErrors) -> "Merit":
+        """Return the merit of a network as a plan quantizes it, from its errors."""
+        return cls(errors.sqnr_db, expected_sqnr_db(reference.graph, plan), count_samples(reference.batches))
 
     @property
     def explained(self) -> bool:
@@ -71,32 +70,51 @@ class Merit:
         return {"sqnr_db": sqnr, "expected_db": expected, "samples": self.samples}
 
 
-def merit_of(d: Decision, seen: SpreadSamples, graph: Graph, plan: Plan) -> dict[str, Any]:
+def merit_of(d: Decision, graph: Graph, plan: Plan) -> dict[str, Any]:
     """Return the merit of the network of a decision as another graph and plan quantize it, as part of a provenance."""
-    few = few_samples(d, seen)
-    return {"merit": Merit.of(Reference(d.graph, few), graph, plan).to_record()} if few else {}
+    if d.samples is None:
+        return {}
+    batches = [inputs_on(d.graph.device, batch) for part in d.samples for batch in part]
+    reference = Reference(d.graph, batches)
+    return {"merit": Merit.of(reference, plan, reference.errors(graph, plan)).to_record()}
 
 
-def few_samples(d: Decision, seen: SpreadSamples) -> list[Batch]:
-    """Return samples for one measurement on the device of the network, the fewer the more work one of them is."""
-    numbers = sum(s.count for s in d.stats.values()) / max(1, seen.count)
-    work = max(numbers, sum(products(d.graph, n) for n in d.graph.nodes) / _PRODUCTS, 1.0)
-    found = seen.take(min(_MOST, max(_LEAST, int(_NUMBERS / work))))
-    return [inputs_on(d.graph.device, batch) for batch in found]
+def few_samples(d: Decision, seen: SpreadSamples) -> Samples | None:
+    """Return samples for measurements, the fewer the more work one of them is; their number depends on the model alone.
 
-
-def judged(d: Decision, read: steps.Batches = (), corrections: Mapping[str, Any] | None = None) -> Planned:
-    """Return the network and the plan by which a decision is judged.
-
-    Weights are in float where another method will round them. Bias and weights are corrected as `corrections` ask.
+    Sizes that are open count as much as they do in the inputs.
     """
+    first, graph = seen.take(1), d.captured or d.graph
+    if not first:
+        return None
+    given = sum(x.numel() for x in first[0]) / max(1, sum(_numbers(graph, i) for i in graph.inputs))
+    numbers = given * sum(_numbers(graph, o) for n in graph.nodes for o in n.outputs if o in graph.values)
+    work = max(numbers, given * sum(products(graph, n) for n in graph.nodes) / _PRODUCTS, 1.0)
+    return Samples.of(seen.take(min(_MOST, max(_LEAST, int(_NUMBERS / work)))))
+
+
+def _numbers(graph: Graph, value: str) -> int:
+    """Return the numbers of one sample of a value; open sizes count once."""
+    return math.prod(d or 1 for d in graph.shape(value)[1:])
+
+
+def judged(d: Decision) -> Planned:
+    """Return the network and the plan by which a decision is judged; weights that are fitted later are in float."""
     resolved, _ = trial_settings(d)
     if any(s.name == "rounding" for s in steps.enabled(resolved, "correct")):
         return d.graph, without_weight_rounding(plan_of(d))
-    if not corrections:
-        return d.graph, plan_of(d)
-    graph, plan, _ = steps.correct(d.graph, plan_of(d), d.stats, read, partial(scales_of, d), Settings(**corrections))
-    return graph, plan
+    return d.graph, plan_of(d)
+
+
+def measured(d: Decision, reference: MeanReference, rounded: RoundedWeights) -> MeasuredBiases:
+    """Return the errors of a decision, with biases that may follow them."""
+    resolved, _ = trial_settings(d)
+    return measure_biases(reference, *judged(d), rounded, move=biases_move(resolved))
+
+
+def biases_move(settings: Settings) -> bool:
+    """Return whether biases follow mean errors that samples show: nothing else corrects them, and nobody objects."""
+    return settings.correct_bias is None and settings.repairs != OFF and not steps.enabled(settings, "correct")
 
 
 def improved(d: Decision, data: CalibrationData, *, tries: bool, open_rule: bool) -> Decision:
@@ -107,11 +125,13 @@ def improved(d: Decision, data: CalibrationData, *, tries: bool, open_rule: bool
         tries: repairs are tried where rounding does not explain the loss, and a warning is given where none helps.
         open_rule: ranges without clipping are tried too.
     """
-    few = few_samples(d, data.few)
-    if not few:
+    samples = few_samples(d, data.few)
+    if samples is None:
         return _remembered(d)
-    reference, rounded = Reference(d.graph, few), RoundedWeights()
-    merit = Merit.of(reference, *judged(d), rounded)
+    d = replace(d, samples=samples)
+    reference, rounded = MeanReference(d.graph, samples), RoundedWeights()
+    found = measured(d, reference, rounded)
+    merit = Merit.of(reference, plan_of(d), OutputErrors.merged(found.before))  # biases do not make up for all
     if tries and not merit.explained:
         rounded.clear()
         if data.read_once:
@@ -119,36 +139,51 @@ def improved(d: Decision, data: CalibrationData, *, tries: bool, open_rule: bool
             d = replace(d, rewrites=(*d.rewrites, why))
         else:
             d = repaired(d, data.batches(d.graph))
-            merit = Merit.of(reference, *judged(d), rounded)
+            reference = MeanReference(d.graph, samples)
+            found = measured(d, reference, rounded)
     if tries and open_rule:
-        d, merit = with_best_ranges(d, reference, merit, rounded)
+        d, found = with_best_ranges(d, found, rounded)
+    merit = Merit.of(reference, plan_of(d), found.errors)
     if tries and merit.sqnr_db < merit.expected_db - DOUBT_DB:
         told = f"the outputs have {merit.sqnr_db:.1f} dB, {merit.expected_db:.1f} dB are expected"
         d = replace(d, rewrites=(*d.rewrites, f"warning: rounding loses more than the bits explain: {told}"))
-    return replace(_remembered(d), provenance={**d.provenance, "merit": merit.to_record()})
+    return replace(_remembered(d), provenance={**d.provenance, "merit": merit.to_record()}, measured=found)
 
 
 def _remembered(d: Decision) -> Decision:
     """Return the decision without the captured network; edits start from its rules and its provenance."""
     start = d.calibrated
     if start is not None:
-        start = replace(start, captured=None, rules=d.rules, provenance=d.provenance)
+        start = replace(start, captured=None, rules=d.rules, provenance=d.provenance, samples=d.samples)
     return replace(d, captured=None, calibrated=start)
 
 
-def with_best_ranges(
-    d: Decision, reference: Reference, before: Merit, rounded: RoundedWeights
-) -> tuple[Decision, Merit]:
-    """Return the decision, with activations that are not clipped where the outputs then lose less, and its merit."""
+def with_best_ranges(d: Decision, before: MeasuredBiases, rounded: RoundedWeights) -> tuple[Decision, MeasuredBiases]:
+    """Return the decision, with activations that are not clipped where the outputs then lose less, and its errors."""
     weights = {k: t for k, t in d.tensors.items() if t.role == "weight" and t.quantized}
     other = choose_scales(replace(d, rules=replace(d.rules, rule="no_clipping")), keep=weights)
-    after = Merit.of(reference, *judged(other), rounded)
-    if not after.sqnr_db >= before.sqnr_db + RANGE_GAIN_DB:
+    given = before.reference, *judged(other), rounded
+    if before.gain:
+        errors = measure_biases(*given, before=before.before).after
+    else:
+        errors = before.reference.errors_of_batches(*given[1:])
+    was, now = before.errors.sqnr_db, OutputErrors.merged(errors).sqnr_db
+    if not now >= was + RANGE_GAIN_DB:
         return d, before
-    why = f"on {after.samples} samples the outputs have {after.sqnr_db:.1f} dB, {before.sqnr_db:.1f} dB without"
+    samples = count_samples(before.reference.batches)
+    why = f"on {samples} samples the outputs have {now:.1f} dB, {was:.1f} dB without"
     settings = {**d.provenance.get("settings", {}), "rule": "no_clipping"}
     notes, origin = (*d.rewrites, f"ranges without clipping taken: {why}"), {**d.provenance, "settings": settings}
-    return replace(other, rewrites=notes, provenance=origin), after
+    return replace(other, rewrites=notes, provenance=origin), measured(other, before.reference, rounded)
+
+
+def found_biases(d: Decision, plan: Plan) -> MeasuredBiases | None:
+    """Return the biases that the samples of a decision suggest for a plan; None without samples."""
+    if d.samples is None:
+        return None
+    if d.measured is not None and d.measured.hold_for(d.graph, plan):
+        return d.measured
+    return measure_biases(MeanReference(d.graph, d.samples), d.graph, plan)
 
 
 # ---------------------------------------------------------------- repairs
@@ -166,7 +201,7 @@ def repaired(d: Decision, read: steps.Batches) -> Decision:
     if not held:
         return replace(d, rewrites=(*d.rewrites, "no repair was tried: there are too few samples to hold some out"))
     reference, notes, taken = Reference(d.graph, held), list[str](), dict[str, Any]()
-    network, best = d.graph, Merit.of(reference, *judged(d))
+    network, best = d.graph, _merit(reference, d)
     for name, value, stage in open_repairs(d):
         changes = {**taken, name: value}
         if stage == "rewrite" and _same_weights(rewritten(d, changes).graph, rewritten(d, taken).graph):
@@ -175,9 +210,9 @@ def repaired(d: Decision, read: steps.Batches) -> Decision:
             trial = attempt(d, changes, fit)
         except ChipfitError:  # the platform, or a setting of the user, excludes it
             continue
-        if stage != "correct" and _same_weights(trial.graph, network):
+        if _same_weights(trial.graph, network):
             continue
-        merit = Merit.of(reference, *judged(trial, fit, changes if stage == "correct" else None))
+        merit = _merit(reference, trial)
         gains = merit.sqnr_db >= best.sqnr_db + GAIN_DB
         told = f"on {merit.samples} held-out samples outputs have {merit.sqnr_db:.1f} dB, {best.sqnr_db:.1f} dB without"
         notes.append(f"{name}={value!r} {'taken' if gains else 'not taken'}: {told}")
@@ -192,11 +227,15 @@ def repaired(d: Decision, read: steps.Batches) -> Decision:
     return replace(d, rewrites=(*d.rewrites, *notes))
 
 
+def _merit(reference: Reference, d: Decision) -> Merit:
+    graph, plan = judged(d)
+    return Merit.of(reference, plan, reference.errors(graph, plan))
+
+
 def open_repairs(d: Decision) -> Iterator[tuple[str, Any, str]]:
     """Yield the settings that may be tried: name, value and stage."""
-    resolved, on_trial = trial_settings(d)
-    corrected = bool(steps.enabled(resolved, "correct"))
-    for stage in _STAGES if not corrected else _STAGES[:-1]:
+    _, on_trial = trial_settings(d)
+    for stage in _STAGES:
         for says in (e.declares for e in ordered(stage) if e.declares.repair is not None):
             applies = says.repair.applies is None or says.repair.applies(d.graph, d.assignment)
             applies = applies and (says.collects is None or bool(says.collects(d.graph, {})))
