@@ -234,8 +234,8 @@ def test_a_layer_is_replaced_before_calibration(net):
         assert attributes["in_features"] == 8 and attributes["bias"] is True
         return {k: v.numpy() / 2 for k, v in weights.items()}, attributes
 
-    whole = fit(net, platform="ort_cpu")
-    result = fit(net, rule(LINEAR, ne.ReplaceLayer(nn.Linear, halved)), platform="ort_cpu")
+    whole = fit(net, platform="tflite_int8")
+    result = fit(net, rule(LINEAR, ne.ReplaceLayer(nn.Linear, halved)), platform="tflite_int8")
     torch.testing.assert_close(result.graph.weights["head.weight"], net[0].head.weight.detach() / 2)
     torch.testing.assert_close(result.plan.tensors["linear"].scale, whole.plan.tensors["linear"].scale / 2)
     assert result.verify([net[1]]).exact
