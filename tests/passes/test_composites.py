@@ -93,7 +93,7 @@ def test_a_norm_and_attention_are_exact_in_integers_and_close_to_float():
 
     def model():
         layers = {"attention": nn.MultiheadAttention(16, 2, batch_first=True), "hidden": nn.Linear(16, 16)}
-        norms = {"first": nn.LayerNorm(16), "second": nn.RMSNorm(16), "elu": nn.ELU()}
+        norms = {"first": nn.LayerNorm(16), "second": nn.RMSNorm(16), "elu": nn.ELU(0.5)}
         return model_of(forward, **layers, **norms, head=nn.Linear(16, 4))
 
     def data():
@@ -107,6 +107,13 @@ def test_a_norm_and_attention_are_exact_in_integers_and_close_to_float():
     y = model().eval()(data())
     assert (result.model(data()) - y).square().mean() < 0.01 * y.square().mean()
     assert result.verify(data()).exact
+
+
+@pytest.mark.parametrize("platform, whole", [("tflite_int8", True), ("ethos_u", False)])
+def test_an_elu_is_one_kernel_of_litert_and_its_parts_on_an_npu_that_lacks_it(platform, whole):
+    result = build(platform, lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ELU(), nn.Conv2d(8, 4, 1)))
+    ops = [n.op for n in result.graph.nodes]
+    assert in_float(result) == [] and ("Elu" in ops) == whole and ("Exp" in ops) != whole
 
 
 @pytest.mark.parametrize("pattern", ["act", "Swish", "SiLU", "silu"])

@@ -80,7 +80,7 @@ class Case:
         return NETWORKS[self.network].exact and not self.label
 
     def result(self) -> Result:
-        network = NETWORKS[self.network]
+        network, model = NETWORKS[self.network], made(self.network)
         torch.manual_seed(0)
         # a network is captured once for all cases: it takes longer than everything else
         with mock.patch("chipfit.reading.capture", return_value=captured(self.network).copy()):
@@ -88,7 +88,7 @@ class Case:
             options["settings"] = Settings(**NEAREST, **options.get("settings", Settings()).to_record())
             example = network.data(0)
             result = chipfit.quantize(
-                None, network.batches(), self.platform, example=example, progress=False, **options
+                model, network.batches(), self.platform, example=example, progress=False, **options
             )
         return self.then(result)
 
