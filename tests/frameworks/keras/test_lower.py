@@ -229,7 +229,7 @@ def test_one_step_of_training_is_the_step_that_the_engine_takes():
 
     def in_torch(result, x, y):
         module = engine(result.graph, result.plan)
-        for name in (n for n, t in result.plan.tensors.items() if t.role != "bias"):
+        for name in (n for n, t in result.plan.tensors.items() if t.role != "bias" and t.quantized):
             module.quantizer_of(name).scale.requires_grad_()
         optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=1e-3)
         loss = (module.run_flat([torch.from_numpy(x)])[0] - torch.from_numpy(y)).square().mean()
