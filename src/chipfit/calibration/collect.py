@@ -15,7 +15,7 @@ from chipfit.calibration.histogram import Histogram, in_memory_order
 from chipfit.engine.run import run
 from chipfit.errors import DataError, first_line
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.placement import on_cpu, placed
+from chipfit.graph.placement import inputs_on, on_cpu, placed
 from chipfit.operators.table import OPS
 
 #: a histogram counts all elements of a batch up to `_SMALL`; of larger tensors it counts a block of 32 in each period
@@ -247,6 +247,7 @@ def collect(
 
     with seen.counter, torch.inference_mode():
         for batch in batches:
+            batch = inputs_on(graph.device, batch)
             seen.begin(count, batch)
             _run_checked(graph, batch, channels_last(batch), hook, count)
             seen.end()

@@ -12,7 +12,7 @@ from chipfit.correction.bias import quantized_linear
 from chipfit.engine.run import run
 from chipfit.graph.ir import CPU, Graph, Node
 from chipfit.graph.linear import bias_or_zero, channel_axis, scale_outputs, with_bias
-from chipfit.graph.placement import on_cpu, placed
+from chipfit.graph.placement import inputs_on, on_cpu, placed
 from chipfit.passes.rewriting import Readers
 from chipfit.plan.record import Plan
 from chipfit.registry import Setting, register
@@ -75,6 +75,7 @@ def correct_second_moment(
     count = 0
     with torch.inference_mode():
         for batch in batches:
+            batch = inputs_on(graph.device, batch)
             floats = run(there, batch, keep=set(nodes))
             run(there, batch, weights=weights, hook=hook)
             for output, *new in _read(waiting):

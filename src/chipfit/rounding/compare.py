@@ -12,7 +12,7 @@ from chipfit.calibration.data import Batch, Whole, no_data
 from chipfit.engine.kernels import execute
 from chipfit.engine.run import Hook, done_after, run
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.placement import on_cpu, placed
+from chipfit.graph.placement import inputs_on, on_cpu, placed
 from chipfit.plan.record import Plan
 from chipfit.quantizers.stored import Stored
 from chipfit.rounding.outputs import OutputErrors, parts_of
@@ -108,12 +108,11 @@ class Reference:
     """The outputs of the float network on some batches, and the errors of other networks against them.
 
     Args:
-        batches: on the device of the graph.
         hook: called in the run in float, as by `engine.run`.
     """
 
     def __init__(self, graph: Graph, batches: Iterable[Batch], hook: Hook | None = None) -> None:
-        self.graph, self.batches = graph, list(batches)
+        self.graph, self.batches = graph, [inputs_on(graph.device, batch) for batch in batches]
         there = placed(graph)
         with torch.inference_mode():
             self._wanted = [self._parts(run(there, batch, hook=hook), batch) for batch in self.batches]

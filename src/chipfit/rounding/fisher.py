@@ -18,7 +18,7 @@ from chipfit.calibration.data import Batch, Whole
 from chipfit.engine.run import run
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import is_linear, places
-from chipfit.graph.placement import on_cpu, placed
+from chipfit.graph.placement import inputs_on, on_cpu, placed
 from chipfit.ranges.search import Sample
 from chipfit.registry import register
 from chipfit.rounding.moments import as_rows, from_rows, patches, targets
@@ -49,7 +49,7 @@ def gradients(
         random: of the CPU.
         there: the graph as `placed` returns it, for many batches; None: it is placed for this one.
     """
-    there = placed(graph) if there is None else there
+    there, batch = placed(graph) if there is None else there, inputs_on(graph.device, batch)
     kept: dict[str, Tensor] = {}
 
     def watch(name: str, x: Any) -> Any:

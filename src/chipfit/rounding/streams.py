@@ -11,6 +11,7 @@ from chipfit.calibration.data import Batch, count_splittable
 from chipfit.calibration.histogram import in_memory_order
 from chipfit.calibration.source import MemoryLimit
 from chipfit.graph.ir import CPU, Graph
+from chipfit.graph.placement import inputs_on
 from chipfit.plan.record import Plan
 from chipfit.quantizers.stored import Stored
 
@@ -112,15 +113,15 @@ class SampleStreams:
         return Stream(self.memory, None if name in self.raw else self.plan.stored(name), expected)
 
     def read_inputs(self, graph: Graph, batches: Iterable[Batch]) -> Iterator[list[Tensor]]:
-        """Put the graph's inputs into both streams, chunk by chunk, and yield each chunk.
+        """Put the graph's inputs into both streams, chunk by chunk, and yield each chunk, on the graph's device.
 
         A batch whose inputs do not agree on its size stays whole.
         """
         for name in graph.inputs:
             self.floats[name], self.quantized[name] = Stream(self.memory), self.quantized_stream(name)
         for batch in batches:
-            whole = not count_splittable(graph, batch)
-            for inputs in [batch] if whole else zip(*(x.split(CHUNK) for x in batch), strict=True):
+            whole, there = not count_splittable(graph, batch), inputs_on(graph.device, batch)
+            for inputs in [there] if whole else zip(*(x.split(CHUNK) for x in there), strict=True):
                 self.chunks += 1
                 for name, x in zip(graph.inputs, inputs, strict=True):
                     self.floats[name].append(x)
