@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map_only
 
 from chipfit import pipeline
 from chipfit.calibration.data import first_batch, first_rows
@@ -50,10 +51,10 @@ def deploy(model: fx.GraphModule, data: Any, platform: Any) -> Result:
     """
     if not isinstance(model, PreparedModule):
         raise PlanError("Model must come from prepare_qat_fx", got=type(model).__name__)
-    target = load(platform)
+    target, where = load(platform), next(model.parameters()).device
     plain, learned, of_weights = _remove_quantizers(model)
     call, data = first_batch(data, plain)
-    args, kwargs = first_rows(call)
+    args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.cpu, first_rows(call))
     graph = lint(plain, args, target).graph
     weights = {w: q for w, q in of_weights.items() if w in graph.weights}
     names = {**_match_tensors(plain, learned, graph, args, kwargs), **weights}
@@ -70,18 +71,19 @@ def deploy(model: fx.GraphModule, data: Any, platform: Any) -> Result:
     calibrated = [f"'{name}' was not quantized in training; it is calibrated" for name in stored if name not in names]
     floats = [f"'{name}' was quantized in training and stays in float" for name in names if name not in stored]
     notes = (*trained.plan.rewrites, *calibrated, *floats)
+    trained.graph.device = where
     return replace(trained, plan=replace(trained.plan, rewrites=notes))
 
 
 def _remove_quantizers(
     model: fx.GraphModule,
 ) -> tuple[fx.GraphModule, dict[str, QuantizeBase], dict[str, QuantizeBase]]:
-    """Return the float network, the quantizers of results by node, and the quantizers of weights by name.
+    """Return the float network, the quantizers of results by node, and those of weights by name, on the CPU.
 
     Raises:
         UnsupportedError: a batch norm was not folded.
     """
-    plain = copy.deepcopy(model).eval()
+    plain = copy.deepcopy(model).eval().cpu()
     modules = dict(plain.named_modules())
     learned: dict[str, QuantizeBase] = {}
     of_weights: dict[str, QuantizeBase] = {}

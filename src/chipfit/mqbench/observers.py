@@ -21,7 +21,7 @@ from chipfit.errors import ConfigError, DataError, UnknownNameError
 from chipfit.quantizers.algorithm import MOST_BITS
 from chipfit.quantizers.grids import Grid
 from chipfit.ranges.kl import KlRange
-from chipfit.ranges.qparams import QParams, finish_scale, from_min_max
+from chipfit.ranges.qparams import QParams, finish_scale, from_min_max, wide
 from chipfit.ranges.search import Sample, count, errors, search
 from chipfit.ranges.std import within
 from chipfit.registry import lookup, register
@@ -122,23 +122,31 @@ class ObserverBase(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Add one batch to the statistics and return it unchanged.
 
+        An accelerator is not awaited to find NaN: the scale becomes NaN, which the next step of training reports.
+
         Raises:
             DataError: the batch holds NaN or infinite numbers, or has no channel axis.
         """
         if x.numel():
-            if not bool(x.isfinite().all()):
-                raise DataError(f"Batch {self.batches + 1} to observe holds NaN or infinite numbers", where=self.tensor)
+            finite = x.isfinite().all()
+            if x.device.type == "cpu":
+                self._check(bool(finite))
             with torch.no_grad():
-                self._update(self.batch_statistics(x.detach()))
+                new = self.batch_statistics(x.detach())
+                self._update(torch.where(finite.to(new.device), new, math.nan))
         return x
+
+    def _check(self, finite: bool) -> None:
+        if not finite:
+            raise DataError(f"Batch {self.batches + 1} to observe holds NaN or infinite numbers", where=self.tensor)
 
     def batch_statistics(self, x: torch.Tensor) -> torch.Tensor:
         """Return the statistics of a batch, [K, C]: minimum, maximum, and further arguments of `step`."""
         return torch.stack(self.extremes(x))
 
     def _update(self, new: torch.Tensor) -> None:
-        new = new.double()
-        old = self.statistics.to(new.device)
+        new = wide(new)
+        old = self.statistics.to(new)
         self.batches += 1
         if self.batches == 1 or self.over == "latest":
             self.statistics = new
@@ -157,33 +165,41 @@ class ObserverBase(nn.Module):
         return x.reshape(1, -1) if self.ch_axis < 0 else x.movedim(self.ch_axis, 0).flatten(1)
 
     def extremes(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return minimum and maximum of each channel, float64 [C]."""
+        """Return minimum and maximum of each channel, [C]."""
         low, high = torch.aminmax(self.rows(x).flatten(1), dim=1)
-        return reduced(low.double(), "MIN"), reduced(high.double(), "MAX")
+        return reduced(wide(low), "MIN"), reduced(wide(high), "MAX")
 
     def moments(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return mean of |x|, mean and (unbiased) standard deviation of each channel, float64 [C]."""
-        v = self.rows(x).double()
+        """Return mean of |x|, mean and (unbiased) standard deviation of each channel, [C]."""
+        v = wide(self.rows(x))
         n = torch.full_like(v[:, 0], v.shape[1])
-        n, level, total, squares = reduced(torch.stack([n, v.abs().sum(1), v.sum(1), v.square().sum(1)]), "SUM")
-        variance = (squares - total.square() / n) / (n - 1).clamp_min(1)
-        return level / n, total / n, variance.clamp_min(0).sqrt()
+        n, level, total = reduced(torch.stack([n, v.abs().sum(1), v.sum(1)]), "SUM")
+        mean = total / n
+        squares = reduced((v - mean.unsqueeze(1)).square().sum(1), "SUM")
+        return level / n, mean, (squares / (n - 1).clamp_min(1)).sqrt()
 
     def sample(self, x: torch.Tensor) -> Sample:
         """Return the sample for a range search: the values themselves per channel (weights), a histogram per tensor."""
-        low, high = (end.cpu() for end in self.extremes(x))
+        low, high = self._ends_on_cpu(x)
         if self.ch_axis >= 0:
             return Sample(self.rows(x).float().cpu(), None, low, high)
         counts, edges, zeros = self.histogram(self.rows(x), low, high)
         values = torch.cat([(edges[:, 1:] + edges[:, :-1]) / 2, torch.zeros(1, 1)], 1)
         return Sample(values, torch.cat([counts, zeros], 1), low, high, edges)
 
+    def _ends_on_cpu(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `extremes` in float64 on the CPU, where ranges are searched."""
+        low, high = torch.stack(self.extremes(x)).cpu().double()
+        self._check(bool((high - low).isfinite().all()))
+        return low, high
+
     def histogram(
         self, rows: torch.Tensor, low: torch.Tensor, high: torch.Tensor, bins: int = 2048
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return counts without exact zeros [C, bins], edges [C, bins + 1] and the number of exact zeros [C, 1]."""
         span = (high - low).clamp_min(2.0**-100)
-        counted = count(rows.float(), low.to(rows.device), span.to(rows.device), bins)
+        begin, width = (v if rows.device == v.device else v.float().to(rows.device) for v in (low, span))
+        counted = count(rows.float(), begin, width, bins)
         counts, zeros = (reduced(n, "SUM").cpu() for n in counted)  # reduced on the process group's device
         bin_of_zero = (-low / span * bins).long().clamp(0, bins - 1).unsqueeze(-1)
         zeros = zeros.unsqueeze(-1)
@@ -221,7 +237,7 @@ class ObserverBase(nn.Module):
         """
         if self.symmetric:
             return torch.maximum(-low, high) / self._levels
-        return from_min_max(low, high, self.grid).scale.double()
+        return wide(from_min_max(low, high, self.grid).scale)
 
     def calculate_qparams(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return scale (float32) and zero point (int32): [], or [C] per channel.
@@ -278,8 +294,8 @@ class BatchMeanMax(ObserverBase):
         if self.ch_axis == 0:
             raise ConfigError("BatchMeanMax needs samples on axis 0", got="ch_axis=0", allowed="-1, or from 1")
         each = x.reshape(len(x), 1, -1) if self.ch_axis < 0 else x.movedim(self.ch_axis, 1).flatten(2)  # [N, C, M]
-        sums = torch.stack([each.amin(2).double().sum(0), each.amax(2).double().sum(0)])
-        n = reduced(torch.tensor(float(len(x)), dtype=torch.float64, device=x.device), "SUM")
+        sums = torch.stack([wide(each.amin(2)).sum(0), wide(each.amax(2)).sum(0)])
+        n = reduced(torch.full_like(sums[0, 0], len(x)), "SUM")
         return reduced(sums, "SUM") / n
 
 
@@ -296,7 +312,7 @@ class Quantile(ObserverBase):
     bins: PositiveInt = 2048
 
     def batch_statistics(self, x: torch.Tensor) -> torch.Tensor:
-        low, high = (end.cpu() for end in self.extremes(x))
+        low, high = self._ends_on_cpu(x)
         top = torch.maximum(-low, high)
         counts, _, zeros = self.histogram(self.rows(x).abs(), torch.zeros_like(top), top, self.bins)
         cdf = (counts.double().cumsum(1) + zeros) / (counts.double().sum(1, keepdim=True) + zeros)

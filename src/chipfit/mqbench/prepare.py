@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from chipfit.errors import CaptureError, ConfigError, UnknownNameError, raised_outside_chipfit, short_message
 from chipfit.frameworks.torch.modules import Checkpointed, FakeQuantizer
-from chipfit.frameworks.training import check_numbers
+from chipfit.frameworks.torch.step_checks import StepCheck
 from chipfit.mct.target_platform.layers import operator_named
 from chipfit.mqbench.folded_batch_norm import FoldedBatchNorm
 from chipfit.mqbench.observers import ObserverBase
@@ -114,13 +114,15 @@ class PreparedModule(Checkpointed, fx.GraphModule):
         """Count a step of training and check all scales and parameters.
 
         Raises:
-            TrainingError: one is NaN or infinite; the message names layer and step.
+            TrainingError: one is NaN or infinite; the message names layer and step. On an accelerator it may be
+                raised in the next step, so that the device is not awaited.
         """
         self.meta["steps"] += 1
         rounding = {n: m for n, m in self.named_modules() if isinstance(m, QuantizeBase) and m.fake_quant_enabled}
         scales = {n: m.numbers()[0] for n, m in rounding.items() if m.activation_post_process.batches}
         parameters = {n: p for n, p in self.named_parameters() if p.requires_grad}
-        check_numbers(self.meta["steps"], parameters, scales, str)
+        check = self.__dict__.setdefault("_check", StepCheck(str))  # copies of a traced model are not initialized
+        check(self.meta["steps"], parameters, scales, later=True)
 
     def __reduce__(self) -> Any:
         return _unpickled, (*super().__reduce__(), self.meta["steps"])

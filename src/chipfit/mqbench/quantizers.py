@@ -114,6 +114,15 @@ def check_one_scale(q: QuantizeBase, role: str) -> None:
         raise ConfigError("Activations have one scale: per_channel concerns weights", got=f"ch_axis={q.ch_axis}")
 
 
+class _Unread(Stored):
+    """Quantization parameters on an accelerator, whose numbers are checked when a training step begins."""
+
+    __slots__ = ()
+
+    def check(self) -> None:
+        """Do nothing, as a check would wait for the device."""
+
+
 class AlgorithmQuantizer(QuantizeBase):
     """A quantizer that runs a training algorithm of chipfit, initialized from the observer.
 
@@ -151,14 +160,16 @@ class AlgorithmQuantizer(QuantizeBase):
 
     def prepare(self, x: torch.Tensor | None) -> None:
         channels = self.activation_post_process.rows(x).shape[:1] if x is not None and self.ch_axis >= 0 else ()
+        x = None if x is None else x.detach().cpu()
         self.rounds = self._made(torch.ones(channels), torch.zeros(channels, dtype=torch.int32), x)
 
     def _made(self, scale: torch.Tensor, zero: torch.Tensor, x: torch.Tensor | None) -> FakeQuantizer:
         axis = self.ch_axis if self.ch_axis >= 0 else None
-        stored = Stored(format="", grid=self.grid, scale=scale.cpu(), zero_point=zero.cpu(), axis=axis)
+        kind = Stored if scale.device.type == "cpu" else _Unread
+        stored = kind(format="", grid=self.grid, scale=scale, zero_point=zero, axis=axis)
         assert self.algorithm is not None  # see __init__
         algorithm = self.algorithm.for_tensor(stored, self.role, () if x is None else tuple(x.shape))
-        return FakeQuantizer(self.role, stored, algorithm, None if x is None else x.detach().cpu())
+        return FakeQuantizer(self.role, stored, algorithm, x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not x.numel():
@@ -176,9 +187,11 @@ class AlgorithmQuantizer(QuantizeBase):
     @torch.no_grad()
     def _start(self, x: torch.Tensor | None) -> None:
         """Initialize the parameters from the observer, in place: optimizers hold references to them."""
-        fresh = self._made(*self.activation_post_process.calculate_qparams(), x)
+        where = self.rounds.scale.device
+        scale, zero = (n.to(where) for n in self.activation_post_process.calculate_qparams())
+        fresh = self._made(scale, zero, None if x is None else x.detach())
         for name, value in fresh.algorithm_inputs().items():
-            getattr(self.rounds, name).data = value.data.to(getattr(self.rounds, name).device)
+            getattr(self.rounds, name).data = value.data
         self.rounds.grid, self.rounds.algorithm = fresh.grid, fresh.algorithm
 
     def numbers(self) -> tuple[torch.Tensor, torch.Tensor]:

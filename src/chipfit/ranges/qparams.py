@@ -30,12 +30,17 @@ class QParams:
         return float(low.min()), float(high.max())
 
 
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """Return x in float64; on an accelerator, which may have none, in float32."""
+    return x.double() if x.device.type == "cpu" else x.float()
+
+
 def finish_scale(scale: torch.Tensor, grid: Grid) -> torch.Tensor:
     """Return a legal float32 scale near `scale`: at least the hardware's minimum and, where the grid demands it, the
     next power of two, the nearest bfloat16 or, for a logarithmic grid, the next power of the ratio of its entries.
     """
     least = max(LEAST_SCALE, grid.scale_min or 0.0)
-    scale = scale.double().clamp_min(least)
+    scale = wide(scale).clamp_min(least)
     if grid.pot:
         scale = torch.exp2(torch.ceil(torch.log2(scale) - 1e-9))
     elif grid.bf16:
@@ -59,13 +64,12 @@ def from_min_max(low: torch.Tensor | float, high: torch.Tensor | float, grid: Gr
     Affine: s = (high - low) / (qmax - qmin), z = round(qmin - low / s). Jacob et al. 2018, arXiv:1712.05877, eq. 1.
     Symmetric: the least s with low >= (qmin - z) s and high <= (qmax - z) s.
     """
-    lo = torch.as_tensor(low, dtype=torch.float64).clamp_max(0.0)
-    hi = torch.as_tensor(high, dtype=torch.float64).clamp_min(0.0)
-    if bool((lo == hi).all()):
-        hi = torch.full_like(hi, HIGH_IF_ALL_ZERO)
+    lo = wide(torch.as_tensor(low, dtype=None if isinstance(low, torch.Tensor) else torch.float64)).clamp_max(0.0)
+    hi = wide(torch.as_tensor(high, dtype=None if isinstance(high, torch.Tensor) else torch.float64)).clamp_min(0.0)
+    hi = torch.where((lo == hi).all(), HIGH_IF_ALL_ZERO, hi)
     if isinstance(grid.zero, str):  # "any"
         scale = finish_scale((hi - lo) / (grid.qmax - grid.qmin), grid)
-        zero = torch.clamp(torch.round(grid.qmin - lo / scale.double()), grid.qmin, grid.qmax)
+        zero = torch.clamp(torch.round(grid.qmin - lo / wide(scale)), grid.qmin, grid.qmax)
         return QParams(scale, zero.to(torch.int32))
     z = grid.zero if isinstance(grid.zero, int) else _pick(grid.zero, lo)
     least, most = grid.ends  # in units of the scale, as z is

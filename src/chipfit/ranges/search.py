@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from chipfit.quantizers.grids import Grid, fake_quantize
-from chipfit.ranges.qparams import QParams, from_min_max
+from chipfit.ranges.qparams import QParams, from_min_max, wide
 
 #: tensors with more than ALL values, and more than FEW in each channel, are searched through histograms of BINS bins
 ALL, FEW, BINS = 1 << 13, 64, 512
@@ -238,8 +238,8 @@ def count(
         weights: count of each value, [C, N]; None: 1.
     """
     channels = len(rows)
-    per_unit = (bins / span.double()).float()[..., None]
-    offset = (-start.double() * per_unit[:, 0]).float()[..., None]
+    per_unit = (bins / wide(span)).float()[..., None]
+    offset = (-wide(start) * per_unit[:, 0]).float()[..., None]
     index = torch.addcmul(offset, rows, per_unit).clamp_(0, bins - 1).to(torch.int32)
     index += torch.arange(channels, dtype=torch.int32, device=rows.device)[..., None] * bins
     flat = None if weights is None else weights.reshape(-1)
