@@ -73,7 +73,7 @@ class FoldedBatchNorm(nn.Module):
         y, batch = forward(TorchOps, self.strategy, training, lambda w, b: _call(layer, x, w, b), *given)
         if batch is not None and not again:
             self._previous = {"mean": norm.mean.clone(), "var": norm.var.clone()}
-            update_statistics(bn.running_mean, bn.running_var, batch, self._momentum())
+            update_statistics(bn.running_mean, bn.running_var, batch, self._momentum(), y.numel())
         return y
 
     def fold(self) -> nn.Module:
@@ -103,12 +103,12 @@ class FoldedBatchNorm(nn.Module):
     def _channels(self) -> Channels:
         return channels(self.layer.weight, self.layer.groups if isinstance(self.layer, _ConvTransposeNd) else None)
 
-    def _momentum(self) -> float:
+    def _momentum(self) -> Any:
         """Count a step, and return its momentum; without a momentum, all steps have the same weight."""
         count = self.bn.num_batches_tracked
         if count is not None:
             count.add_(1)
-        return float(self.bn.momentum if self.bn.momentum is not None else 1.0 / count)
+        return self.bn.momentum if self.bn.momentum is not None else 1.0 / count
 
 
 def _call(layer: Any, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:

@@ -11,6 +11,7 @@ from chipfit.errors import ConfigError, UnknownNameError
 from chipfit.frameworks import adapter_of
 from chipfit.frameworks.torch.lower import as_quantized_module
 from chipfit.graph.ir import Graph
+from chipfit.graph.placement import moved
 from chipfit.quantizers.ops import TorchOps
 from chipfit.result import Result
 
@@ -88,7 +89,8 @@ class Distillation(nn.Module):
             self.student.begin_step()
         found, where = self.student.run_flat(inputs, kept), inputs[0].device
         with torch.no_grad():
-            self.float_graph = _on(self.float_graph, where)
+            if any(w.device != where for w in self.float_graph.weights.values()):
+                self.float_graph = moved(self.float_graph, where)
             known = run(self.float_graph, inputs, keep=kept)
         loss = torch.zeros((), device=where)
         for name, y in zip(outputs, found, strict=False):
@@ -103,13 +105,3 @@ class Distillation(nn.Module):
 def _float(result: Result) -> Graph:
     """Return the float network before corrections for rounding."""
     return result.decision.graph if result.uncorrected else result.graph
-
-
-def _on(graph: Graph, where: torch.device) -> Graph:
-    """Return the network on a device; itself if it is there already."""
-    if all(w.device == where for w in graph.weights.values()):
-        return graph
-    out = graph.copy()
-    out.weights.update({name: w.to(where) for name, w in out.weights.items()})
-    out.nodes[:] = [n.with_(attrs={**n.attrs, "device": where}) if "device" in n.attrs else n for n in out.nodes]
-    return out

@@ -27,13 +27,19 @@ def is_recomputation() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def update_statistics(mean: torch.Tensor, var: torch.Tensor, batch: tuple[Any, Any, Any], momentum: float) -> None:
+def update_statistics(
+    mean: torch.Tensor, var: torch.Tensor, batch: tuple[Any, Any, Any], momentum: float, count: int
+) -> None:
     """Update running statistics with those of a batch, in place.
+
+    Args:
+        batch: `moments` of the batch, of all processes.
+        count: size of the result in this process.
 
     Raises:
         DataError: The batch has only one number per channel.
     """
-    if batch[2] < 2:
+    if count < 2 * mean.numel() and batch[2] < 2:  # the total may be on a device, which is not awaited without need
         raise DataError("The statistics of a batch norm in training need more than one number for each channel")
     with torch.no_grad():
         new_mean, new_var = remembered(Norm(None, None, mean, var, 0.0), batch, momentum)
@@ -70,5 +76,6 @@ class SyncedOps(TorchOps):
         return (both[:-1] / both[-1]).reshape(total.shape)
 
     @staticmethod
-    def size(x: torch.Tensor) -> int:
-        return int(_Sum.forward(None, torch.tensor(x.numel(), device=x.device)))
+    def size(x: torch.Tensor) -> torch.Tensor:
+        kind = torch.promote_types(x.dtype, torch.float32)
+        return _Sum.forward(None, torch.full((), x.numel(), dtype=kind, device=x.device))

@@ -305,7 +305,7 @@ class QuantizedModule(Checkpointed):
         y, batch = forward(self._ops, self.bn_fold, self.training, *given)
         if batch is not None and not again:
             self._previous[w] = {"mean": norm.mean.clone(), "var": norm.var.clone()}
-            update_statistics(norm.mean, norm.var, batch, self._momentum)
+            update_statistics(norm.mean, norm.var, batch, self._momentum, y.numel())
         return y  # type: ignore[no-any-return]  # the result of `forward` has no type
 
     def _norm(self, weight: str) -> tuple[Norm, Channels]:

@@ -17,6 +17,7 @@ from chipfit.quantizers.hosting import apply, initialize, to_inferable
 from chipfit.quantizers.ops import TorchOps
 from chipfit.quantizers.pairs import bounded_codes, fake_bounded
 from chipfit.quantizers.stored import Stored, scales_per_output
+from chipfit.quantizers.tables import constant
 
 
 class PytorchQuantizationWrapper(nn.Module):
@@ -229,7 +230,7 @@ class FakeQuantizer(nn.Module):
         s, z = (n.detach() for n in self.numbers())
         p = _broadcast({"s": s, "z": z}, codes, self.axis, s.dtype)
         table = self.trained_grid().table
-        return (codes - p["z"] if table is None else torch.tensor(table, device=s.device)[codes.long()]) * p["s"]
+        return (codes - p["z"] if table is None else constant(table, s)[codes.long()]) * p["s"]
 
     def forward(self, x: Tensor) -> Tensor:
         """Return floats [*dims] rounded to the grid, with the shape and dtype of x."""

@@ -113,7 +113,7 @@ class TorchScaleBounds(ScaleBounds):
         )
         self.plan, self.sums = plan, sharing.sums
         self.steps = 0  #: steps of training so far
-        self.settled = False  #: the bounds hold already when the next step begins
+        self.settled = False  #: all numbers have been checked since the step of the optimizer
         self._check = StepCheck(layers.__getitem__)
         sizes = {t: q.scale.numel() for t, q in quantizers.items()}
         start = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
@@ -146,8 +146,10 @@ class TorchScaleBounds(ScaleBounds):
         Raises:
             TrainingError: A number is not finite, or a scale is not positive; names layer and step.
         """
-        needed = not self.settled and (bool(self.sums) or bool(self.bounds and self.moves()))
-        later, self.settled = begins and not needed, False
+        settled, self.settled = self.settled, False
+        if begins and settled:
+            return
+        later = begins and not (self.sums or (self.bounds and self.moves()))
         scales = {t: q.numbers()[0] for t, q in self.quantizers.items()}
         over = [(self._sums(name, rounded) > int(most)).any().to(torch.float32) for name, most in self.sums.items()]
         found = self._check(self.steps, weights, scales, over, later)
