@@ -48,6 +48,11 @@ def train(model, device, steps=3, rate=0.01, after=lambda: None, forward=None):
     return torch.stack(losses).cpu()
 
 
+def run_twice(model, x):
+    model(x)
+    model(x)
+
+
 def waits(fake):
     """Return how often a device was awaited."""
     counts = fake.counts()
@@ -152,8 +157,7 @@ def test_numbers_that_are_none_end_training_with_the_step_that_made_them(plain, 
     with torch.no_grad():
         model.weight("body.weight")[0, 0] = float("nan")
     with pytest.raises(TrainingError, match=r"step 2 of training, 'body.weight' holds NaN.*Where: body"):
-        for _ in range(2):
-            model(DATA[0].to(accelerator))
+        run_twice(model, DATA[0].to(accelerator))
     copy.deepcopy(model).to("cpu")
 
 

@@ -76,6 +76,6 @@ class SyncedOps(TorchOps):
         return (both[:-1] / both[-1]).reshape(total.shape)
 
     @staticmethod
-    def size(x: torch.Tensor) -> torch.Tensor:
+    def size(x: torch.Tensor) -> Any:  # a tensor, so that the device is not awaited
         kind = torch.promote_types(x.dtype, torch.float32)
         return _Sum.forward(None, torch.full((), x.numel(), dtype=kind, device=x.device))
