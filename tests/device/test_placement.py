@@ -103,6 +103,17 @@ def test_a_buffer_elsewhere_is_the_models_own_affair(accelerator):
     assert not diff(quantized(net, [randn(8, 4)]).plan, quantized(plain, [randn(8, 4)]).plan)
 
 
+def test_float64_batches_calibrate_a_float32_model(accelerator):
+    batches = [x.double() for x in IMAGES]
+    result = quantized(moved(small_cnn()), batches, example=batches[0])
+    assert not diff(quantized(small_cnn(), IMAGES).plan, result.plan) and result.verify(batches).exact
+
+
+def test_batches_may_come_from_several_devices(accelerator):
+    result = quantized(moved(small_cnn()), [IMAGES[0], moved(IMAGES[1]), IMAGES[2].numpy()])
+    assert not diff(quantized(small_cnn(), IMAGES).plan, result.plan)
+
+
 def test_a_default_device_changes_nothing(accelerator):
     def forward(m, x):
         return m.fc(x) + torch.arange(4) * 0.1
