@@ -86,13 +86,33 @@ def test_nothing_warns_logs_or_has_gradients_while_torch_traces_and_all_is_as_be
         logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_generators_of_devices_are_seeded_and_given_back_where_there_are_any(monkeypatch, there):
-    told = []
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: there)
-    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: told.append("kept") or "states")
-    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: told.append(seed))
-    monkeypatch.setattr(torch.cuda, "set_rng_state_all", lambda states: told.append(states))
+class Accelerator:
+    """A module of torch for an accelerator, whose generators have numbers as states."""
+
+    def __init__(self, used=True):
+        self.used, self.seeds = used, [[3], [4]]
+
+    def is_initialized(self):
+        return self.used
+
+    def get_rng_state(self, index=0):
+        return torch.tensor(self.seeds[index])
+
+    def set_rng_state(self, state, index=0):
+        self.seeds[index] = state.tolist()
+
+    def manual_seed_all(self, seed):
+        self.seeds = [[seed], [seed]]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("used", [True, False])
+def test_generators_of_an_accelerator_in_use_are_seeded_and_given_back(monkeypatch, used, count):
+    there = Accelerator(used)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: there)
     with seeded(5):
-        pass
-    assert told == (["kept", 5, "states"] if there else [])
+        assert there.seeds == ([[5], [5]] if used else [[3], [4]])
+        there.manual_seed_all(6)
+    assert there.seeds[:count] == ([[3], [4]] if used else [[6], [6]])[:count]

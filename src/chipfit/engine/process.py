@@ -44,8 +44,8 @@ def seeded(seed: int) -> Iterator[None]:
     with _LOCK:
         _RESTORE.append(_RESTORE[0] if _RESTORE else _save_states())
         torch.default_generator.manual_seed(seed)
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.manual_seed_all(seed)
+        if (device := _used_accelerator()) is not None:
+            (getattr(device, "manual_seed_all", None) or device.manual_seed)(seed)
         random.seed(seed)
         np.random.seed(seed & 0xFFFFFFFF)
     try:
@@ -57,17 +57,45 @@ def seeded(seed: int) -> Iterator[None]:
                 restore()
 
 
+def torch_states() -> list[torch.Tensor]:
+    """Return the states of torch's generators: the CPU's, then one for each device of an accelerator that was used."""
+    device = _used_accelerator()
+    return [torch.get_rng_state(), *(device.get_rng_state(*at) for at in (_indices() if device is not None else ()))]
+
+
+def set_torch_states(states: list[torch.Tensor]) -> None:
+    """Give torch's generators the states that `torch_states` returned."""
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        for state, at in zip(states[1:], _indices(), strict=True):
+            _used_accelerator().set_rng_state(state, *at)
+
+
+def _used_accelerator() -> Any:
+    """Return torch's module of the accelerator, such as `torch.cuda`; None where there is none or it was not used yet.
+
+    Asking an accelerator for its generators would start it, after which the process cannot fork.
+    """
+    device = torch.accelerator.current_accelerator()
+    module = None if device is None else torch.get_device_module(device)
+    used = getattr(module, "is_initialized", torch.accelerator.is_available)
+    return module if module is not None and used() else None
+
+
+def _indices() -> list[tuple[int, ...]]:
+    """Return the arguments that choose each device; none for a single one: functions of MPS have no such argument."""
+    count = torch.accelerator.device_count()
+    return [()] if count == 1 else [(i,) for i in range(count)]
+
+
 def _save_states() -> Callable[[], None]:
     """Return a function that gives every generator its present state."""
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    python, numpy, states = random.getstate(), np.random.get_state(), torch_states()
 
     def restore() -> None:
         random.setstate(python)
         np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
-        if devices is not None:
-            torch.cuda.set_rng_state_all(devices)
+        set_torch_states(states)
 
     return restore
 

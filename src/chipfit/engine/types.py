@@ -10,6 +10,7 @@ _DTYPES = """
     bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex32 complex64
     complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu
 """
+_ACCELERATORS = "cuda mps xpu hpu npu mtia xla maia ipu vulkan privateuseone".split()
 _OTHERS = "strided contiguous_format channels_last channels_last_3d preserve_format"
 #: name without "torch." -> dtype
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPES.split()}
@@ -37,6 +38,8 @@ def describe_value(x: Any) -> str:
 def constant_of(text: str) -> Any:
     """Return the dtype, layout or memory format of a name, or the device of "device:cpu".
 
+    A graph is on the CPU wherever its model was captured, so that a file is read on machines without its accelerator.
+
     Raises:
         GraphError: the name is not allowed.
     """
@@ -44,8 +47,11 @@ def constant_of(text: str) -> Any:
         return _CONSTANTS[text]
     kind, _, name = text.partition(":")
     device, _, index = name.partition(":")
-    if kind == "device" and device in ("cpu", "cuda", "mps", "xpu", "meta") and (not index or index.isdecimal()):
-        return torch.device(name)
+    if kind == "device" and (not index or index.isdecimal()):
+        if device in ("cpu", "meta"):
+            return torch.device(name)
+        if device in (*_ACCELERATORS, torch._C._get_privateuse1_backend_name()):
+            return torch.device("cpu")
     raise GraphError(
         f"'{text}' is not a constant that a graph can hold", allowed=f"device:cpu, {', '.join(_CONSTANTS)}"
     )

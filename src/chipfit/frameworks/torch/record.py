@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from chipfit.engine.process import set_torch_states, torch_states
 from chipfit.frameworks.torch.program import (
     SHORT,
     TORCH,
@@ -39,8 +40,6 @@ from chipfit.frameworks.torch.program import (
     writes_shared_memory,
 )
 from chipfit.frameworks.torch.tied_axes import TiedAxes, batch_places, ways
-from chipfit.graph.ir import CPU
-from chipfit.graph.placement import device_of
 
 #: functions that read metadata of tensors and not their values, besides properties; and functions without effect here
 _METADATA = """
@@ -84,11 +83,11 @@ def record(
     every = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
     stored = model.state_dict(keep_vars=True)
     weights = dict(sorted(chain(*every), key=lambda item: item[0] not in stored))
-    states = _generator_states(device_of(model))
+    random_states = torch_states()
     first = _Run(names, weights, path)
     out = first.watch(model, leaves, tree)
-    if not all(map(torch.equal, states, _generator_states(device_of(model)))):
-        torch.set_rng_state(states[0])
+    if not all(map(torch.equal, random_states, torch_states())):
+        set_torch_states(random_states)
         raise Unrecordable
     for k, size in enumerate(sizes, 1):
         run = _Run(names, weights, path, size.old, size.new, first)
@@ -99,14 +98,6 @@ def record(
     return Program(
         first.graph, None, weights, first.weight_of, first.inputs, first.results, first.out_tree, **more
     ), out
-
-
-def _generator_states(device: torch.device) -> list[torch.Tensor]:
-    """Return the states of the random generators that a model may draw from: the CPU's, and its device's."""
-    states = [torch.get_rng_state()]
-    if device != CPU:
-        states.append(torch.get_device_module(device).get_rng_state(device))
-    return states
 
 
 def _names(model: torch.nn.Module, args: Any, kwargs: Any) -> list[str]:
