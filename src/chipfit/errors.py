@@ -103,6 +103,10 @@ class DataError(ChipfitError):
     """Calibration or verification data cannot be used."""
 
 
+class MemoryExceeded(ChipfitError):
+    """A device ran out of memory; model and data are as they were, and a smaller batch may fit."""
+
+
 class UnsupportedError(ChipfitError):
     """The platform or the file format does not support the request."""
 

@@ -20,6 +20,7 @@ from chipfit.calibration.source import CalibrationData
 from chipfit.decide import statistics
 from chipfit.decide.overrides import Overrides, to_record
 from chipfit.decision import Decision, decide, plan_of, refuse_all_float
+from chipfit.engine.memory import memory_errors
 from chipfit.engine.process import preserve_random_state
 from chipfit.engine.torch_defaults import torch_defaults
 from chipfit.errors import Interrupted, interruption_note
@@ -87,6 +88,7 @@ def quantize(
     Raises:
         CaptureError, DataError, UnsupportedError, UnknownNameError: see `chipfit.errors`.
         ConfigError: an option of the wrong kind.
+        MemoryExceeded: the device of the model ran out of memory.
         NothingQuantizedError: no tensor of this model can be quantized on this platform.
         Interrupted: Ctrl-C in the search of bits or in a correction; its `result` is usable all the same.
     """
@@ -109,9 +111,10 @@ def quantize(
         rules=rules,
         seed=int(seed),
     )
-    for stage in (capture_model, assign_formats, collect_statistics, choose_ranges, repair, search_bits):
-        decision = stage(request, decision)
-    return correct(request, *make_plan(request, decision))
+    with memory_errors():
+        for stage in (capture_model, assign_formats, collect_statistics, choose_ranges, repair, search_bits):
+            decision = stage(request, decision)
+        return correct(request, *make_plan(request, decision))
 
 
 def capture_model(request: Request, d: Decision) -> Decision:

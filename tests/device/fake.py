@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib.util
 import os
 import shutil
 import sys
@@ -36,15 +37,21 @@ def build() -> Any:
     key = hashlib.sha256(source + f"{torch.__version__} {sys.version}".encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "chipfit-tests" / key
     folder.mkdir(parents=True, exist_ok=True)
+    name, built = f"fakegpu_{key}", folder / "built"
     with (folder / "building").open("w") as turn, warnings.catch_warnings():
         fcntl.flock(turn, fcntl.LOCK_EX)  # released by the system when a process dies, unlike torch's own lock
-        (folder / "lock").unlink(missing_ok=True)
-        copy = folder / SOURCE.name  # a checkout elsewhere would be another source to ninja
-        if not copy.exists():
-            copy.write_bytes(source)
-        warnings.simplefilter("ignore")
-        flags = ["-O1", "-w"]
-        return cpp_extension.load(f"fakegpu_{key}", [str(copy)], extra_cflags=flags, build_directory=str(folder))
+        if not built.exists():  # ninja would build again for another checkout, whose headers have other paths
+            (folder / "lock").unlink(missing_ok=True)
+            (folder / SOURCE.name).write_bytes(source)
+            warnings.simplefilter("ignore")
+            flags = ["-O1", "-w"]
+            sources = [str(folder / SOURCE.name)]
+            cpp_extension.load(name, sources, extra_cflags=flags, build_directory=str(folder), is_python_module=False)
+            built.touch()
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.so")
+    extension = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(extension)
+    return extension
 
 
 _C = build()

@@ -12,6 +12,7 @@ import torch
 
 from chipfit.calibration.data import no_data
 from chipfit.calibration.histogram import Histogram, in_memory_order
+from chipfit.engine.memory import memory_errors
 from chipfit.engine.run import run
 from chipfit.errors import DataError, first_line
 from chipfit.graph.ir import Graph, Node
@@ -377,7 +378,8 @@ def _run_checked(
     graph: Graph, batch: Sequence[torch.Tensor], inputs: Iterable[torch.Tensor], hook: Any, index: int
 ) -> None:
     try:
-        run(graph, inputs, hook=hook, reuse=True)
+        with memory_errors(graph.device, [x.shape for x in batch]):
+            run(graph, inputs, hook=hook, reuse=True)
     except RuntimeError as e:
         want = {n: graph.values[n].shape for n in graph.inputs}
         allowed = ", ".join(f"{n} {['batch' if d is None else d for d in s]}" for n, s in want.items())

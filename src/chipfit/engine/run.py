@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from chipfit.engine.kernels import execute
+from chipfit.engine.memory import memory_errors
 from chipfit.errors import DataError, first_line
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.placement import placed
@@ -36,8 +37,24 @@ def run(
 
     Returns:
         The graph's outputs and the values in `keep`, by name.
+
+    Raises:
+        MemoryExceeded: the device of the graph ran out of memory.
     """
     env: dict[str, Any] = dict(zip(graph.inputs, inputs, strict=True))
+    with memory_errors(graph.device, [x.shape for x in env.values()]):
+        return _run(graph, env, hook, weights, keep, reuse)
+
+
+def _run(
+    graph: Graph,
+    env: dict[str, Any],
+    hook: Hook | None,
+    weights: Mapping[str, torch.Tensor] | None,
+    keep: Collection[str],
+    reuse: bool,
+) -> dict[str, Any]:
+    """Execute the nodes on the values in `env`; see `run`."""
     table = graph.weights if weights is None else weights
     keep = set(keep)
     overwrites = _overwrites(graph, keep) if reuse else set()

@@ -7,10 +7,11 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from chipfit.engine.memory import memory_errors
 from chipfit.engine.run import first_deviation
 from chipfit.engine.trees import batch_axes, flatten_inputs
 from chipfit.engine.types import describe_value, dtype_of
-from chipfit.errors import RefusedCall, raised_outside_chipfit, short_message
+from chipfit.errors import MemoryExceeded, RefusedCall, raised_outside_chipfit, short_message
 from chipfit.frameworks.torch.program import SHORT, register_dataclasses, users_line, without_short_types
 from chipfit.graph.ir import Graph
 
@@ -55,10 +56,15 @@ def run_example(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
     Raises:
         RefusedCall: The model fails.
+        MemoryExceeded: The device ran out of memory.
     """
     try:
-        with torch.no_grad():
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        device = tensors[0].device if tensors else None
+        with torch.no_grad(), memory_errors(device, [x.shape for x in tensors]):
             out = model(*args, **kwargs)
+    except MemoryExceeded:
+        raise
     except Exception as e:  # the user's code may raise anything
         if not raised_outside_chipfit(e):
             raise

@@ -1,0 +1,57 @@
+"""Memory of the device: what runs out, what is kept, and what comes back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import chipfit
+from chipfit.errors import MemoryExceeded
+from tests.accelerators import chosen, moved
+from tests.build import images, small_cnn
+
+
+def quantize(model, data):
+    return chipfit.quantize(model, data, "ort_cpu", progress=False)
+
+
+def test_memory_that_runs_out_in_calibration_names_device_and_batch_and_loses_nothing(fake):
+    model, small = moved(small_cnn()), images(4)
+    large = images(64, size=8).to(chosen.device)
+    state = torch.fakegpu.get_rng_state(0)
+    fake.limit_memory(fake.counts()["allocated"] + 64 * 8 * 64 * 4)  # a single activation of the large batch
+    with pytest.raises(
+        MemoryExceeded, match=r"Device 'fakegpu:0' ran out of memory with a batch of 64: .*\[64, 3, 8, 8\]"
+    ):
+        quantize(model, [small, large])
+    fake.limit_memory(0)
+    assert torch.equal(torch.fakegpu.get_rng_state(0), state)
+    assert quantize(model, [small, large]).plan.tensors.keys() == quantize(model, [small]).plan.tensors.keys()
+
+
+def test_memory_that_runs_out_in_the_users_model_is_no_fault_of_its_code(fake):
+    model, large = moved(small_cnn()), images(64).to(chosen.device)
+    fake.limit_memory(fake.counts()["allocated"] + 1)
+    with pytest.raises(MemoryExceeded, match="Device 'fakegpu:0' ran out of memory"):
+        quantize(model, [large])
+
+
+def test_calibration_keeps_no_more_than_a_few_batches_on_the_device(fake):
+    """Twelve batches need what three need."""
+
+    def peak(count: int) -> int:
+        fake.reset()
+        before = fake.counts()["allocated"]
+        quantize(moved(small_cnn()), (images(32, seed=k) for k in range(count)))
+        return fake.counts()["peak"] - before
+
+    assert peak(12) <= 1.1 * peak(3)
+
+
+def test_a_result_keeps_nothing_on_the_device_but_its_model(fake):
+    model = moved(small_cnn())
+    before = fake.counts()["allocated"]
+    result = quantize(model, [images(8)])
+    kept = fake.counts()["allocated"] - before
+    assert kept < 3 * 8 * 8 * 4  # less than an image: scales
+    assert next(result.model.parameters()).device == chosen.device and fake.counts()["allocated"] > before + kept
