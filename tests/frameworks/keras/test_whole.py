@@ -90,6 +90,23 @@ def test_an_opaque_layer_is_said_to_run_in_float():
     assert "lstm" in str(result.report.to_dict())
 
 
+@keras.saving.register_keras_serializable("tests")
+class Spectrum(layers.Layer):
+    """A layer whose transform has two results."""
+
+    def call(self, x):
+        return keras.ops.fft2((x, keras.ops.zeros_like(x)))[0]
+
+
+def test_an_opaque_layer_with_two_results_is_simulated():
+    model = keras.Sequential(
+        [keras.Input((8, 8, 3)), layers.Conv2D(2, 3), Spectrum(), layers.Flatten(), layers.Dense(2)]
+    )
+    data = [torch.randn(2, 8, 8, 3)]
+    result = chipfit.quantize(model, data, platform="tflite_int8", progress=False)
+    assert tuple(result.model(data[0]).shape) == (2, 2)
+
+
 def test_a_file_with_an_opaque_layer_needs_the_torch_backend(tmp_path):
     result, batch = quantized("recurrent")
     if on("torch"):

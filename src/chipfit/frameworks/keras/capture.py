@@ -178,9 +178,10 @@ def _dtype(x: torch.Tensor) -> str:
 
 
 def _floats_as(struct: Any, given: Any) -> Any:
-    """Return an example with its floats in the types that the model declares, float32 where it declares none."""
+    """Return an example on the CPU, floats in the types that the model declares, float32 where it declares none."""
 
     def cast(x: torch.Tensor, dtype: str) -> torch.Tensor:
+        x = x.cpu()  # where the graph is; Keras moves what it is given to its own device
         return x.to(getattr(torch, dtype)) if x.is_floating_point() and "float" in dtype else x
 
     types = [kt.dtype for kt in leaves(struct)] if struct is not None else ["float32"] * len(leaves(given))

@@ -168,7 +168,7 @@ def function_of(target: str) -> Callable[..., Any]:
                 out = operation(*args, **{**kwargs, "training": False})  # for the layers inside it, too
         else:
             out = operation(*args, **kwargs)
-        flat = tuple(to_torch(x) for x in keras.tree.flatten(out))
+        flat = tuple(to_torch(x).cpu() for x in keras.tree.flatten(out))  # where the graph is, wherever Keras is
         return flat[0] if len(flat) == 1 else flat
 
     return call

@@ -338,7 +338,7 @@ class Builder:
 
 
 def _clean(name: str) -> str:
-    return name.replace("/", "_")  # Keras reserves "/" for paths
+    return name.replace("/", "_").replace(".", "_")  # Keras reserves "/" for paths, and torch "." in its parameters
 
 
 def _kind(node: Node) -> str:

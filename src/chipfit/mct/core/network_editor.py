@@ -19,6 +19,7 @@ from chipfit.errors import ConfigError, UnknownNameError, UnsupportedError, firs
 from chipfit.frameworks import framework_of
 from chipfit.graph.config import module_settings
 from chipfit.graph.ir import Node
+from chipfit.graph.placement import device_of
 from chipfit.mct.target_platform.capabilities import matches, members_of
 from chipfit.mct.target_platform.configs import QuantizationMethod, Signedness
 from chipfit.mct.target_platform.layers import member_of
@@ -387,6 +388,7 @@ class _ByFunction:
 
 
 def _per_channel(value: Any, sample: Sample) -> torch.Tensor:
+    value = value.cpu() if isinstance(value, torch.Tensor) else value
     t = torch.as_tensor(value, dtype=torch.float64).reshape(-1).expand(len(sample.low))
     if not bool(t.isfinite().all()):
         raise ValueError
@@ -441,7 +443,8 @@ def to_overrides(rules: Iterable[EditRule]) -> list[tuple[NodeFilter, dict[str, 
 def replace_layers(model: Any, rules: Iterable[EditRule]) -> Any:
     """Return a copy of `model` with replaced layers; return `model` itself if no rule replaces any.
 
-    A rule's function receives weights as `{name: tensor}`, and the constructor arguments that the module keeps.
+    A rule's function receives weights as `{name: tensor}` on the CPU, and the constructor arguments that the module
+    keeps. The new layer is moved to the device of the model.
 
     Raises:
         UnknownNameError: a filter selects no module; lists similar names.
@@ -454,7 +457,7 @@ def replace_layers(model: Any, rules: Iterable[EditRule]) -> Any:
     if framework_of(model) != "torch":
         hint = "replace the layer, then quantize"
         raise UnsupportedError("ReplaceLayer supports PyTorch models only", got=type(model).__name__, hint=hint)
-    model = copy.deepcopy(model)
+    model, device = copy.deepcopy(model), device_of(model)
     for layer_filter, action in replacing:
         named = model.named_modules(remove_duplicate=False)
         leaves = {name: m for name, m in named if name and not any(True for _ in m.children())}
@@ -465,7 +468,9 @@ def replace_layers(model: Any, rules: Iterable[EditRule]) -> Any:
         for name in selected:
             old = leaves[name]
             parent, _, own = name.rpartition(".")
-            setattr(model.get_submodule(parent), own, new.setdefault(id(old), _replacement(name, old, action)))
+            if id(old) not in new:
+                new[id(old)] = _replacement(name, old, action, device)
+            setattr(model.get_submodule(parent), own, new[id(old)])
     return model
 
 
@@ -475,8 +480,8 @@ def _node(name: str, module: torch.nn.Module) -> Node:
     return Node(name.replace(".", "_"), op, (), (), {}, name, type(module).__name__, "", module_settings(module))
 
 
-def _replacement(name: str, old: torch.nn.Module, action: ReplaceLayer) -> torch.nn.Module:
-    given = {k: v.detach().clone() for k, v in old.state_dict().items()}
+def _replacement(name: str, old: torch.nn.Module, action: ReplaceLayer, device: torch.device) -> torch.nn.Module:
+    given = {k: v.detach().cpu().clone() for k, v in old.state_dict().items()}
     try:
         weights, attributes = action.get_params_and_weights_fn(given, **module_settings(old))
         new = action.layer_type(**attributes)
@@ -485,4 +490,4 @@ def _replacement(name: str, old: torch.nn.Module, action: ReplaceLayer) -> torch
         allowed = "get_params_and_weights_fn(weights, **attributes) returns (weights, attributes) that fit the layer"
         what = f"'{name}' cannot become a {action.layer_type.__name__}"
         raise ConfigError(what, got=first_line(e), allowed=allowed) from e
-    return new.train(old.training)
+    return new.train(old.training).to(device)
