@@ -25,7 +25,6 @@ FLOAT = {
     "residual_hardswish": {"HardSwish"},
     "residual_tanh": {"Tanh"},
     "unet_bilinear": {"Resize"},
-    "unet_transposed": {"TransposeConv2D"},
 }
 
 

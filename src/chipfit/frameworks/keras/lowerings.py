@@ -251,6 +251,14 @@ def _resize(x: Any, *, mode: str, size: Any, scale: Any, align_corners: bool) ->
     return y[:, 0] if row else y
 
 
+def _depth_to_space(x: Any, *, block: int) -> Any:
+    """Move channels [C, block, block] to the places [block, block] of one pixel."""
+    samples, height, width, channels = ops.shape(x)
+    parts = ops.reshape(x, (samples, height, width, channels // block**2, block, block))
+    turned = ops.transpose(parts, (0, 1, 4, 2, 5, 3))
+    return ops.reshape(turned, (samples, height * block, width * block, channels // block**2))
+
+
 def _sdpa(q: Any, k: Any, v: Any, mask: Any = None, *, is_causal: bool, scale: float | None, enable_gqa: bool) -> Any:
     scores = ops.matmul(q * (scale or 1 / math.sqrt(q.shape[-1])), ops.swapaxes(k, -1, -2))
     if is_causal:
@@ -364,6 +372,7 @@ LOWERINGS: dict[str, Lowering] = {
     "GlobalAvgPool": Lowering(lambda x: ops.mean(x, _spatial(x), keepdims=True), _global_average),
     "Pad": Lowering(_pad, _zeros),
     "Resize": Lowering(_resize, _up),
+    "DepthToSpace": Lowering(_depth_to_space),
     "Concat": Lowering(lambda *xs, axis: ops.concatenate(xs, axis), _concat),
     "Stack": Lowering(lambda *xs, axis: ops.stack(xs, axis)),
     "Split": Lowering(_split),

@@ -1,0 +1,110 @@
+"""Compute transposed convolutions as convolutions whose output channels are the places between two inputs.
+
+Source: sub-pixel convolution [Shi et al., Is the deconvolution layer the same as a convolutional layer?, 2016].
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.nn.functional as F
+
+from chipfit.graph.edit import new_name, replace_node
+from chipfit.graph.ir import Graph, Node
+from chipfit.graph.linear import bias_or_zero, is_linear, with_bias
+from chipfit.passes.rewriting import Readers, Rewritten
+from chipfit.registry import register
+
+Test = Callable[[Graph, Node], bool]
+_CLIPS = ("Relu", "Relu6", "Clamp")
+
+
+@register("pass", "subpixel", stage="rewrite", after=("fold_affine",), needs=("in_integers",))
+def replace_transposed_convolutions(graph: Graph, in_integers: Test) -> Rewritten:
+    """Replace transposed convolutions without an integer kernel where convolutions and DepthToSpace have one.
+
+    With stride s and a kernel of k <= s M elements, y[s q + r - p] = sum over m of W[s m + r] x[q - m]: each r is an
+    output channel of a convolution of M elements over x, padded by M - 1 zeros; DepthToSpace interleaves them, and p
+    elements are cut off in front. The products are as many if s divides k.
+    """
+    graph, notes = graph.copy(), list[str]()
+    for n in [n for n in graph.nodes if n.op == "TransposeConv2D" and is_linear(graph, n)]:
+        trial = graph.copy()
+        made = _replaced(trial, n) if _fits(graph, n) and not in_integers(graph, n) else []
+        if made and all(in_integers(trial, m) for m in made):
+            graph, fold = trial, trial.folds.pop(n.weight, None)
+            also = "; its batch norm stays folded in training" if fold is not None else ""
+            notes.append(f"'{n.display_name}' runs as a convolution and DepthToSpace, which have integer kernels{also}")
+    return Rewritten(graph, notes)
+
+
+def _fits(graph: Graph, n: Node) -> bool:
+    """Check for equal strides, no groups, weights of its own, and an output that only windows reach."""
+    a, kernel = n.attrs, graph.weights[n.weight].shape[2:]
+    s = a["stride"][0]
+    plain = a["groups"] == 1 and set(a["stride"]) == {s} and s > 1 and set(a["dilation"]) == {1}
+    ends = zip(kernel, a["padding"], a["output_padding"], strict=True)
+    reached = all(k - high + more <= s * -(-k // s) for k, (_, high), more in ends)
+    return plain and reached and not Readers(graph).why_fixed(n)
+
+
+def _replaced(graph: Graph, n: Node) -> list[Node]:
+    """Replace a transposed convolution, in place; return what computes its output instead.
+
+    A clip that alone reads the result is computed before its numbers are interleaved: convolutions fuse it.
+    """
+    s, sizes = n.attrs["stride"][0], graph.shape(n.data)[2:]
+    w = graph.weights[n.weight].detach()
+    kernel = [-(-k // s) for k in w.shape[2:]]  # M of each axis
+    cuts = [(low, s * m - k + high - more) for (low, high), m, k, more in _ends(n, kernel, w.shape[2:])]
+    conv = _convolution(graph, n, s, kernel)
+    grown = [None if size is None else size + m - 1 for size, m in zip(sizes, kernel, strict=True)]
+    made, last = [conv], n.output
+    channels = graph.weights[n.weight].shape[0]
+    _add_value(graph, conv.output, n, channels, grown)
+    act = Readers(graph).only(n.output)
+    if act is not None and act.op in _CLIPS:
+        clip = act.with_(inputs=(conv.output,), outputs=(new_name(graph, f"{act.output}_parts"),))
+        _add_value(graph, clip.output, n, channels, grown)
+        graph.nodes.remove(act)
+        del graph.values[n.output]
+        made, last = [*made, clip], act.output
+    shape = [None if size is None else s * size for size in grown]
+    steps: list[tuple[str, str, dict[str, Any], list[int | None]]] = [("depth", "DepthToSpace", {"block": s}, shape)]
+    for axis, (front, back) in enumerate(cuts, 2):
+        if front or back:
+            cut = {"axis": axis, "start": front, "end": -back or None, "step": 1}
+            shape = [d if k != axis - 2 or d is None else d - front - back for k, d in enumerate(shape)]
+            steps.append((f"slice{axis}", "Slice", cut, shape))
+    for k, (suffix, op, attrs, shape) in enumerate(steps, 1):
+        out = last if k == len(steps) else new_name(graph, f"{n.output}_{suffix}")
+        if out != last:
+            _add_value(graph, out, n, w.shape[1], shape)
+        name = new_name(graph, f"{n.name}_{suffix}")
+        made.append(n.with_(name=name, op=op, inputs=(made[-1].output,), outputs=(out,), attrs=attrs))
+    replace_node(graph, n, *made)
+    return made
+
+
+def _ends(n: Node, kernel: list[int], sizes: Sequence[int]) -> Iterable[tuple[tuple[int, int], int, int, int]]:
+    """Return padding, elements of the convolution, elements of the kernel, and output padding of each axis."""
+    return zip(n.attrs["padding"], kernel, sizes, n.attrs["output_padding"], strict=True)
+
+
+def _convolution(graph: Graph, n: Node, s: int, kernel: list[int]) -> Node:
+    """Return the convolution, whose output channels are [O, s, s], and rearrange weight and bias."""
+    w = graph.weights[n.weight].detach()  # [C, O, *k]
+    w = F.pad(w, [0, s * kernel[1] - w.shape[3], 0, s * kernel[0] - w.shape[2]])
+    parts = w.reshape(*w.shape[:2], kernel[0], s, kernel[1], s).flip(2, 4)  # [C, O, M, s, M, s]
+    graph.weights[n.weight] = parts.permute(1, 3, 5, 0, 2, 4).reshape(-1, w.shape[0], *kernel).contiguous()
+    attrs = {"stride": (1, 1), "padding": tuple((m - 1, m - 1) for m in kernel), "dilation": (1, 1), "groups": 1}
+    conv = n.with_(op="Conv2D", attrs=attrs, outputs=(new_name(graph, f"{n.output}_parts"),))
+    if n.bias is None:
+        return conv
+    return with_bias(graph, conv, bias_or_zero(graph, n).repeat_interleave(s * s))
+
+
+def _add_value(graph: Graph, name: str, like: Node, channels: int, sizes: Sequence[int | None]) -> None:
+    """Add a value [N, channels, *sizes] of the type of a node's data."""
+    shape = (graph.shape(like.data)[0], channels, *sizes)
+    graph.values[name] = replace(graph.values[like.data], name=name, shape=shape)

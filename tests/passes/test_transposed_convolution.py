@@ -1,0 +1,76 @@
+"""Transposed convolutions run as convolutions and DepthToSpace where only these have integer kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import chipfit
+from chipfit.engine.run import run
+from tests.build import quantized, sequential
+
+#: kernel, stride, padding, output padding
+GEOMETRIES = [
+    (2, 2, 0, 0),
+    (4, 2, 1, 0),
+    (3, 2, 1, 1),
+    (3, 3, 0, 0),
+    (5, 2, 2, 1),
+    (3, 2, 0, 0),
+    (2, 3, 0, 0),
+    (5, 3, 2, 2),
+]
+#: transposed convolutions that stay
+STAY = {
+    "groups": {"kernel_size": 2, "stride": 2, "groups": 2},
+    "dilation": {"kernel_size": 2, "stride": 2, "dilation": 2},
+    "stride 1": {"kernel_size": 3, "stride": 1},
+    "two strides": {"kernel_size": 2, "stride": (2, 1)},
+    "beyond the windows": {"kernel_size": 2, "stride": 3, "output_padding": 2},
+}
+
+
+def images(n: int = 4, height: int = 6, width: int = 7) -> torch.Tensor:
+    return torch.randn(n, 4, height, width)
+
+
+def operators(result) -> list[str]:
+    return [n.op for n in result.graph.nodes]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_the_convolution_computes_what_torchs_transposed_one_does(geometry, bias):
+    model, x = sequential(nn.ConvTranspose2d(4, 6, *geometry, bias=bias), nn.ReLU(), nn.Conv2d(6, 2, 1)), images()
+    graph = chipfit.lint(model, x).graph
+    assert [n.op for n in graph.nodes][:3] == ["Conv2D", "Relu", "DepthToSpace"]
+    with torch.no_grad():
+        torch.testing.assert_close(run(graph, [x])[graph.outputs[0]], model(x), rtol=1e-5, atol=1e-5)
+    assert quantized(model, x).verify([images()]).exact
+
+
+def test_sizes_of_images_stay_open():
+    model = sequential(nn.Conv2d(4, 4, 1), nn.ConvTranspose2d(4, 6, 3, 2, 1, 1), nn.Conv2d(6, 2, 1))
+    result = quantized(model, [images(), images(height=9)])
+    assert "DepthToSpace" in operators(result)
+    x = images(2, 11)
+    assert result.model(x).shape == model(x).shape and result.verify([x]).exact
+
+
+@pytest.mark.parametrize("how", STAY)
+def test_others_stay_and_are_computed_in_float(how):
+    model = sequential(nn.Conv2d(4, 4, 1), nn.ConvTranspose2d(4, 6, **STAY[how]), nn.Conv2d(6, 2, 1))
+    assert operators(quantized(model, images())) == ["Conv2D", "TransposeConv2D", "Conv2D"]
+
+
+def test_a_chip_with_an_integer_kernel_keeps_it():
+    model = sequential(nn.ConvTranspose2d(4, 6, 2, 2), nn.Conv2d(6, 2, 1))
+    assert operators(quantized(model, images(), "tflite_int8")) == ["TransposeConv2D", "Conv2D"]
+
+
+def test_a_folded_batch_norm_stays_folded_in_training_and_the_note_says_so():
+    model = sequential(nn.ConvTranspose2d(4, 6, 2, 2), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 2, 1))
+    result = quantized(model, images())
+    assert operators(result) == ["Conv2D", "Relu", "DepthToSpace", "Conv2D"] and not result.graph.folds
+    assert any("its batch norm stays folded in training" in note for note in result.plan.rewrites)
