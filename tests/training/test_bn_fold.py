@@ -15,7 +15,16 @@ from tests.training.small import DATA, NormedNet, set_share, train
 
 @pytest.fixture(scope="module")
 def plain():
-    return quantized(NormedNet(), DATA)
+    return quantized(NormedNet(), DATA, settings=chipfit.Settings(repairs="off"))
+
+
+def test_a_corrected_bias_stays_in_the_batch_norm():
+    result, plain = (quantized(NormedNet(), DATA, settings=chipfit.Settings(repairs=r)) for r in (None, "off"))
+    assert result.corrections == ("measured_bias",)
+    weights = [r.trains(Training("lsq", bn_fold=1)).model.state_dict() for r in (result, plain)]
+    moved = result.graph.weights["body.bias"] - plain.graph.weights["body.bias"]
+    torch.testing.assert_close(weights[0]["bn2.bias"] - weights[1]["bn2.bias"], moved, rtol=0.01, atol=1e-6)
+    torch.testing.assert_close(weights[0]["body.weight"], weights[1]["body.weight"])
 
 
 @pytest.mark.parametrize("bn_fold", [-1, 1, 2, 3, 4])

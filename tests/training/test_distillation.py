@@ -22,7 +22,7 @@ def net():
 
 @pytest.fixture(scope="module")
 def plain(net):
-    return quantized(net, DATA, training="lsq")
+    return quantized(net, DATA, training="lsq", settings=chipfit.Settings(repairs="off"))
 
 
 def test_a_divergence_by_hand():

@@ -15,6 +15,7 @@ from chipfit.calibration.collect import valid_tokens, without_padding
 from chipfit.calibration.data import Batch, Whole
 from chipfit.correction.bias import quantized_linear
 from chipfit.engine.run import done_after
+from chipfit.graph.folds import move_beta
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import channel_axis, is_linear, with_bias
 from chipfit.graph.placement import inputs_on, on_cpu, placed
@@ -121,6 +122,7 @@ class MeasuredBiases:
         """Return the network with these biases."""
         graph = graph.copy()
         for node in (n for n in graph.nodes if n.name in self.biases):
+            move_beta(graph, node.weight, self.biases[node.name])
             with_bias(graph, node, self.biases[node.name])
         return graph
 

@@ -57,6 +57,18 @@ def unfold_batch_norms(graph: Graph) -> Graph:
     return out
 
 
+def move_beta(graph: Graph, weight: str, bias: torch.Tensor) -> None:
+    """Let the batch norm that is folded into a layer, if one is, add what a new bias [O] adds, in place."""
+    fold = graph.folds.get(weight)
+    if fold is None or fold.beta is None or sum(f.beta == fold.beta for f in graph.folds.values()) > 1:
+        return
+    w, old = graph.weights[weight], graph.weights[fold.bias]
+    if checksum(w, old) == fold.checksum:
+        beta = graph.weights[fold.beta]
+        graph.weights[fold.beta] = (beta.detach().double() + bias.double() - old.detach().double()).to(beta.dtype)
+        graph.folds[weight] = replace(fold, checksum=checksum(w, bias.to(w.dtype)))
+
+
 def refresh_checksums(graph: Graph) -> None:
     """Record the present weights and biases as those into which batch norms are folded, in place."""
     for name, fold in graph.folds.items():
