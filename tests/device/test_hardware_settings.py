@@ -1,0 +1,85 @@
+"""Models in a hardware setting train and are deployed on an accelerator as on the CPU."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import chipfit
+from chipfit import quantize_fx as fx
+from chipfit.errors import DataError, TrainingError
+from tests.training.small import DATA, LABELS, Net
+
+
+def prepared(device, method="lsq", net=None, **options):
+    settings = {**fx.get_backend_params("tensorrt"), **options}
+    net = copy.deepcopy(net or Net()).eval().to(device)
+    return fx.prepare_qat_fx(net, {"": fx.get_qconfig(method, method, 8, **settings)})
+
+
+def train(model, device, after=lambda k: None):
+    optimizer = torch.optim.SGD(model.train().parameters(), 0.01)
+    for k in range(4):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(DATA[k % 3].to(device)), LABELS.to(device)).backward()
+        optimizer.step()
+        after(k)
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("lsq", {}),
+        ("ema", {}),
+        ("dorefa", {}),
+        ("lsq_plus", {}),
+        ("quantile", {}),
+        ("lsq", {"w_observer": "MSE", "a_observer": "KL"}),
+        ("lsq", {"w_observer": "ClipStd", "a_observer": "BatchMeanMax", "bnfold": 4}),
+    ],
+)
+def test_every_method_trains_and_is_deployed_there(method, options, accelerator):
+    here, there = prepared("cpu", method, **options), prepared(accelerator, method, **options)
+    train(here, "cpu"), train(there, accelerator)
+    for name, x in here.state_dict().items():
+        if isinstance(x, torch.Tensor) and x.is_floating_point():
+            assert torch.allclose(x, there.state_dict()[name].cpu(), rtol=1e-3, atol=1e-5), name
+    x = DATA[0].to(accelerator)
+    result = chipfit.quantize_fx.deploy(there, [x.to(accelerator) for x in DATA], "tensorrt")
+    assert next(result.model.parameters()).device == accelerator
+    expected = fx.deploy(here, DATA, "tensorrt").model(DATA[0])
+    assert torch.allclose(result.model(x).cpu(), expected, atol=2e-2)
+
+
+@pytest.mark.parametrize("method", ["lsq", "ema"])
+def test_a_step_waits_at_most_once_however_many_layers_there_are(method, fake):
+    for layers in (2, 8):
+        net = nn.Sequential(*(m for _ in range(layers) for m in (nn.Conv2d(3, 3, 1), nn.ReLU())), nn.Conv2d(3, 5, 8))
+        model = prepared("fakegpu", method, nn.Sequential(net, nn.Flatten()))
+        found = []
+
+        def after(_, found=found):
+            counts = fake.counts()
+            found.append(counts["downloads"] + counts["scalars"])
+            fake.reset()
+
+        train(model, "fakegpu", after)
+        assert max(found[1:]) <= 1
+
+
+def run(model, batches, device):
+    for x in batches:
+        model(x.to(device))
+
+
+@pytest.mark.parametrize("method", ["lsq", "ema"])
+def test_nan_in_a_batch_that_is_observed_is_reported(method, accelerator):
+    model = prepared(accelerator, method).train()
+    batch = DATA[0].clone()
+    batch[0, 0, 0, 0] = torch.nan
+    with pytest.raises((TrainingError, DataError), match=r"In step 2 .* nan|Batch 1"):
+        run(model, (batch, DATA[1], DATA[2]), accelerator)
