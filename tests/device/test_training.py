@@ -192,11 +192,11 @@ def test_autocast_gradient_checkpointing_and_compilation_work_there(plain, accel
     assert losses.isfinite().all()
     one, parts = (plain["ort_cpu"].trains("lsq").model.to(accelerator) for _ in range(2))
     parts.segments = 3
-    assert torch.allclose(train(one, accelerator), train(parts, accelerator), rtol=1e-5)
+    assert torch.allclose(train(one, accelerator), train(parts, accelerator), rtol=1e-3)
     eager, compiled = (plain["ort_cpu"].trains("lsq").model.to(accelerator) for _ in range(2))
     step = torch.compile(compiled, backend="eager")
     expected, found = train(eager, accelerator), train(compiled, accelerator, forward=step)
-    assert torch.allclose(expected, found, rtol=1e-5)
+    assert torch.allclose(expected, found, rtol=1e-3)
 
 
 def test_a_teacher_follows_the_student(plain, accelerator):
