@@ -289,10 +289,10 @@ LITERT = [
     n for n in names() for r in load_platform(n).runtimes[:1] if entry("runtime", r).declares.suffix == ".tflite"
 ]  # fmt: skip
 LAYERS = {
-    "depthwise": (lambda: nn.Conv2d(6, 6, 1, groups=6), (6, 8, 8)),
-    "conv": (lambda: nn.Conv2d(6, 6, 1), (6, 8, 8)),
-    "linear": (lambda: nn.Linear(6, 6), (6,)),
-    "transposed": (lambda: nn.ConvTranspose2d(6, 6, 2, 2), (6, 8, 8)),
+    "depthwise": (lambda: nn.Conv2d(32, 32, 1, groups=32), (32, 8, 8)),
+    "conv": (lambda: nn.Conv2d(32, 32, 1), (32, 8, 8)),
+    "linear": (lambda: nn.Linear(32, 32), (32,)),
+    "transposed": (lambda: nn.ConvTranspose2d(32, 32, 2, 2), (32, 8, 8)),
 }
 
 
@@ -301,7 +301,7 @@ def nearly_dead(kind, most):
     torch.manual_seed(0)
     make, shape = LAYERS[kind]
     layer, data = make(), [torch.randn(4, *shape) for _ in range(3)]
-    first = nn.Conv2d(6, 6, 1) if len(shape) == 3 else nn.Linear(6, 6)
+    first = nn.Conv2d(32, 32, 1) if len(shape) == 3 else nn.Linear(32, 32)
     model = sequential(first, layer, nn.ReLU())
     with torch.no_grad():
         layer.weight.mul_(30)

@@ -55,7 +55,8 @@ def narrow_ports(p: Platform) -> bool:
 #: 16 bits are asked for by ethos_u's users; what nxp_neutron computes in such a format is not in the network
 NARROW = {n for n in names() if narrow_ports(load(n))} - {"ethos_u", "nxp_neutron", "x86_onednn"}
 WITHOUT_RELU6 = {"esp_dl"}  # and without operators in float
-SIMULATED = [n for n in names() if kernels_of(load(n)) is not None]
+#: tflite_dynamic leaves weights as few as those of the network in float
+SIMULATED = [n for n in names() if kernels_of(load(n)) is not None and n != "tflite_dynamic"]
 
 
 @pytest.mark.parametrize(

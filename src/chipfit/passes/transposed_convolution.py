@@ -32,20 +32,22 @@ def replace_transposed_convolutions(graph: Graph, in_integers: Test) -> Rewritte
         trial = graph.copy()
         made = _replaced(trial, n) if _fits(graph, n) and not in_integers(graph, n) else []
         if made and all(in_integers(trial, m) for m in made):
-            graph, fold = trial, trial.folds.pop(n.weight, None)
-            also = "; its batch norm stays folded in training" if fold is not None else ""
-            notes.append(f"'{n.display_name}' runs as a convolution and DepthToSpace, which have integer kernels{also}")
+            graph = trial
+            notes.append(f"'{n.display_name}' runs as a convolution and DepthToSpace, which have integer kernels")
     return Rewritten(graph, notes)
 
 
 def _fits(graph: Graph, n: Node) -> bool:
-    """Check for equal strides, no groups, weights of its own, and an output that only windows reach."""
+    """Check for equal strides, no groups, weights of its own, and an output that only windows reach.
+
+    A batch norm that is folded into the weights, for training to fold it anew, belongs to their channels.
+    """
     a, kernel = n.attrs, graph.weights[n.weight].shape[2:]
     s = a["stride"][0]
     plain = a["groups"] == 1 and set(a["stride"]) == {s} and s > 1 and set(a["dilation"]) == {1}
     ends = zip(kernel, a["padding"], a["output_padding"], strict=True)
     reached = all(k - high + more <= s * -(-k // s) for k, (_, high), more in ends)
-    return plain and reached and not Readers(graph).why_fixed(n)
+    return plain and reached and n.weight not in graph.folds and not Readers(graph).why_fixed(n)
 
 
 def _replaced(graph: Graph, n: Node) -> list[Node]:

@@ -35,8 +35,8 @@ NOT_READ = {
     "GatherElements": "Keras's own stays opaque",
     **dict.fromkeys(RESHUFFLES, "Keras has no such layer; models reshape and transpose"),
 }
-#: operators that no graph read from Keras holds, and no Keras model computes
-NO_LOWERING = {"Size", "AdaptiveAvgPool", "AdaptiveMaxPool", "GatherElements", *RESHUFFLES}
+#: operators that no graph of a Keras model holds, and no Keras model computes
+NO_LOWERING = {"Size", "AdaptiveAvgPool", "AdaptiveMaxPool", "GatherElements", "SpaceToDepth", "ChannelShuffle"}
 #: first expressions of each class that is read
 EXPRESSIONS = {" ".join(key): cases[0] for key, cases in CASES.items()}
 READ = set()  #: operators of their graphs
