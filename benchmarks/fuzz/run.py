@@ -51,7 +51,7 @@ FORESEEN: dict[str, tuple[type[BaseException], ...]] = {
     "calibration/data.py:_tensor": (TypeError,),  # torch's, of arrays
     "calibration/data.py:as_tensors": (RecursionError,),
     "calibration/data.py:_classes": (TypeError, ValueError, RuntimeError),  # torch's, of labels of any kind
-    "calibration/collect.py:see": (ValueError,),
+    "calibration/collect.py:_add": (ValueError,),
     "calibration/collect.py:_run_checked": (RuntimeError,),  # torch's, of batches that do not run through the model
     "plan/saved.py:_guarded": (OSError, UnicodeDecodeError, safetensors.SafetensorError),
     # what torch's kernels raise of the attributes, shapes and types of a file

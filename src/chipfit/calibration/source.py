@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from chipfit.calibration.data import ROWS, as_call, as_tensors, batches, first_batch
+from chipfit.calibration.data import ROWS, as_batch, as_call, as_tensors, batches, first_batch
 from chipfit.calibration.spread_samples import SpreadSamples
 from chipfit.errors import DataError
 from chipfit.graph.ir import Graph
@@ -120,7 +120,7 @@ class CalibrationData:
 
         def seen(batch: list[Tensor]) -> None:
             note(batch)
-            few.add(batch)
+            few.add(as_batch(graph, batch))
 
         return batches(self._unread, graph, seen)
 

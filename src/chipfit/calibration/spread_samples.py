@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from chipfit.calibration.data import Batch
+from chipfit.calibration.data import Batch, Whole
 
 #: most samples that are kept, and most numbers in them; at least one sample is kept
 _MOST, _NUMBERS = 128, 1 << 21
@@ -27,7 +27,7 @@ class SpreadSamples:
     def add(self, batch: Batch) -> None:
         """Keep the samples of a batch whose turn it is."""
         sizes = {len(x) if x.dim() else 0 for x in batch}
-        self._cut = self._cut and len(sizes) == 1 and 0 not in sizes
+        self._cut = self._cut and not isinstance(batch, Whole) and len(sizes) == 1 and 0 not in sizes
         count = sizes.pop() if self._cut else 1
         while self._next < self.count + count:
             k = self._next - self.count
@@ -40,11 +40,13 @@ class SpreadSamples:
         self.count += count
 
     def take(self, most: int) -> list[Batch]:
-        """Return at most so many samples, spread evenly, those of one shape together in a batch."""
+        """Return at most so many samples, spread evenly: those of one shape together, or each as it must stay whole."""
         step = max(1, -(-len(self._kept) // max(1, most)))
         groups: dict[Any, list[Batch]] = {}
         for k, one in enumerate(self._kept[::step]):
             groups.setdefault(tuple(x.shape for x in one) if self._cut else k, []).append(one)
+        if not self._cut:
+            return [Whole(one) for (one,) in groups.values()]
         return [[_joined(xs) for xs in zip(*g, strict=True)] if g[1:] else g[0] for g in groups.values()]
 
 

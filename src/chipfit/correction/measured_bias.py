@@ -15,7 +15,7 @@ from chipfit.calibration.collect import valid_tokens, without_padding
 from chipfit.calibration.data import Batch, Whole
 from chipfit.correction.bias import quantized_linear
 from chipfit.engine.run import done_after
-from chipfit.graph.folds import move_beta
+from chipfit.graph.folds import bias_is_free, move_beta
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import channel_axis, is_linear, with_bias
 from chipfit.graph.placement import inputs_on, on_cpu, placed
@@ -160,7 +160,9 @@ def measure_biases(
     if not move or not reference.samples.held:
         return MeasuredBiases(reference, plan.tensors, {}, before, before)
     there, rounding = placed(graph), rounded_once(graph, plan, weights)
-    open_ = {n.name for n, why in quantized_linear(graph, plan, sized=False) if not why and n.output in reference.means}
+    quantized = quantized_linear(graph, plan, sized=False)
+    moves = [n for n, why in quantized if not why and n.output in reference.means and bias_is_free(graph, n.weight)]
+    open_ = {n.name for n in moves}
     biases = dict[str, Tensor]()
     with torch.inference_mode():
         flows = [QuantizedRun(there, plan, batch, rounding=rounding) for batch in reference.batches]

@@ -57,10 +57,16 @@ def unfold_batch_norms(graph: Graph) -> Graph:
     return out
 
 
+def bias_is_free(graph: Graph, weight: str) -> bool:
+    """Return whether the bias of a layer may change: a batch norm that is folded into it needs a beta of its own."""
+    fold = graph.folds.get(weight)
+    return fold is None or (fold.beta is not None and sum(f.beta == fold.beta for f in graph.folds.values()) == 1)
+
+
 def move_beta(graph: Graph, weight: str, bias: torch.Tensor) -> None:
     """Let the batch norm that is folded into a layer, if one is, add what a new bias [O] adds, in place."""
     fold = graph.folds.get(weight)
-    if fold is None or fold.beta is None or sum(f.beta == fold.beta for f in graph.folds.values()) > 1:
+    if fold is None or fold.beta is None or not bias_is_free(graph, weight):
         return
     w, old = graph.weights[weight], graph.weights[fold.bias]
     if checksum(w, old) == fold.checksum:

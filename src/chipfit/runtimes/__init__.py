@@ -47,7 +47,11 @@ def write_opened(write: Callable[[Path], Path], path: Path, names: Sequence[str]
     if found is None:
         return write(path)
     with tempfile.TemporaryDirectory(prefix="chipfit-") as folder:
-        made = write(Path(folder, path.name))
+        try:
+            made = write(Path(folder, path.name))
+        except ExportError as e:  # about a folder that the user has not chosen
+            where = e.where.replace(folder, str(path.parent))
+            raise ExportError(e.what, where=where, got=e.got, allowed=e.allowed, hint=e.hint) from e.__cause__
         try:
             found.thing.open(made)
         except RuntimeUnavailable as e:
