@@ -74,6 +74,23 @@ def write_atomically(path: Path, content: bytes) -> Path:
 
 
 @contextmanager
+def folder_beside(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder on the disk of a file to be written: in its folder, or in the nearest one that exists.
+
+    Raises:
+        ExportError: nothing can be made there.
+    """
+    with _typed(path, ExportError, "The file cannot be written", kinds=(OSError,)):
+        with _typed(path, ExportError, "The file cannot be written"):
+            parents = Path(os.path.realpath(path)).parents
+            parent = next(p for p in parents if p.exists())
+            if parent.is_dir():
+                _sweep(parent)
+        with locked_temporary(parent, folder=True) as folder:
+            yield folder
+
+
+@contextmanager
 def replace_folder(directory: Path, what: str, refusal: type[ChipfitError] = ExportError) -> Iterator[Path]:
     """Yield a folder to fill, which replaces `directory` when the block ends; after an error nothing changes.
 

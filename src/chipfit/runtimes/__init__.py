@@ -10,7 +10,6 @@ Inputs and outputs of a runtime are floats even if those of the file are integer
 read as a tensor.
 """
 
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from chipfit.errors import ExportError, RuntimeUnavailable
-from chipfit.files import write_atomically
+from chipfit.files import folder_beside, write_atomically
 from chipfit.registry import Entry, entries, require
 from chipfit.validation import error_of
 
@@ -46,11 +45,11 @@ def write_opened(write: Callable[[Path], Path], path: Path, names: Sequence[str]
     found = next((e for e in chosen if hasattr(e.thing, "open") and _installed(e)), None)
     if found is None:
         return write(path)
-    with tempfile.TemporaryDirectory(prefix="chipfit-") as folder:
+    with folder_beside(path) as folder:
         try:
-            made = write(Path(folder, path.name))
+            made = write(folder / path.name)
         except ExportError as e:  # about a folder that the user has not chosen
-            where = e.where.replace(folder, str(path.parent))
+            where = e.where.replace(str(folder), str(path.parent))
             raise ExportError(e.what, where=where, got=e.got, allowed=e.allowed, hint=e.hint) from e.__cause__
         try:
             found.thing.open(made)
