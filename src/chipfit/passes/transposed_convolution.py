@@ -3,7 +3,7 @@
 Source: sub-pixel convolution [Shi et al., Is the deconvolution layer the same as a convolutional layer?, 2016].
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,12 +42,23 @@ def _fits(graph: Graph, n: Node) -> bool:
 
     A batch norm that is folded into the weights, for training to fold it anew, belongs to their channels.
     """
-    a, kernel = n.attrs, graph.weights[n.weight].shape[2:]
+    a = n.attrs
     s = a["stride"][0]
     plain = a["groups"] == 1 and set(a["stride"]) == {s} and s > 1 and set(a["dilation"]) == {1}
-    ends = zip(kernel, a["padding"], a["output_padding"], strict=True)
-    reached = all(k - high + more <= s * -(-k // s) for k, (_, high), more in ends)
+    reached = all(back >= 0 for _, back in _cuts(graph, n))
     return plain and reached and n.weight not in graph.folds and not Readers(graph).why_fixed(n)
+
+
+def _elements(graph: Graph, n: Node) -> list[int]:
+    """Return M, the elements of the convolution along each axis."""
+    return [-(-k // n.attrs["stride"][0]) for k in graph.weights[n.weight].shape[2:]]
+
+
+def _cuts(graph: Graph, n: Node) -> list[tuple[int, int]]:
+    """Return what is cut off in front of and behind the interleaved numbers along each axis."""
+    s, sizes = n.attrs["stride"][0], graph.weights[n.weight].shape[2:]
+    ends = zip(_elements(graph, n), sizes, n.attrs["padding"], n.attrs["output_padding"], strict=True)
+    return [(low, s * m - k + high - more) for m, k, (low, high), more in ends]
 
 
 def _replaced(graph: Graph, n: Node) -> list[Node]:
@@ -56,9 +67,7 @@ def _replaced(graph: Graph, n: Node) -> list[Node]:
     A clip that alone reads the result is computed before its numbers are interleaved: convolutions fuse it.
     """
     s, sizes = n.attrs["stride"][0], graph.shape(n.data)[2:]
-    w = graph.weights[n.weight].detach()
-    kernel = [-(-k // s) for k in w.shape[2:]]  # M of each axis
-    cuts = [(low, s * m - k + high - more) for (low, high), m, k, more in _ends(n, kernel, w.shape[2:])]
+    kernel, cuts, out_channels = _elements(graph, n), _cuts(graph, n), graph.weights[n.weight].shape[1]
     conv = _convolution(graph, n, s, kernel)
     grown = [None if size is None else size + m - 1 for size, m in zip(sizes, kernel, strict=True)]
     made, last = [conv], n.output
@@ -81,16 +90,11 @@ def _replaced(graph: Graph, n: Node) -> list[Node]:
     for k, (suffix, op, attrs, shape) in enumerate(steps, 1):
         out = last if k == len(steps) else new_name(graph, f"{n.output}_{suffix}")
         if out != last:
-            _add_value(graph, out, n, w.shape[1], shape)
+            _add_value(graph, out, n, out_channels, shape)
         name = new_name(graph, f"{n.name}_{suffix}")
         made.append(n.with_(name=name, op=op, inputs=(made[-1].output,), outputs=(out,), attrs=attrs))
     replace_node(graph, n, *made)
     return made
-
-
-def _ends(n: Node, kernel: list[int], sizes: Sequence[int]) -> Iterable[tuple[tuple[int, int], int, int, int]]:
-    """Return padding, elements of the convolution, elements of the kernel, and output padding of each axis."""
-    return zip(n.attrs["padding"], kernel, sizes, n.attrs["output_padding"], strict=True)
 
 
 def _convolution(graph: Graph, n: Node, s: int, kernel: list[int]) -> Node:
