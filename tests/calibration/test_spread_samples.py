@@ -2,6 +2,7 @@
 
 import torch
 
+from chipfit.calibration.data import Whole
 from chipfit.calibration.spread_samples import SpreadSamples
 
 
@@ -37,6 +38,6 @@ def test_tensors_of_different_sizes_stay_together():
 
 
 def test_batches_of_a_fixed_size_are_not_cut():
-    found = SpreadSamples(cut=False)
-    found.add([torch.zeros(3, 2)])
+    found = SpreadSamples()
+    found.add(Whole([torch.zeros(3, 2)]))
     assert [x.shape for (x,) in found.take(8)] == [(3, 2)]

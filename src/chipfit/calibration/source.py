@@ -116,7 +116,7 @@ class CalibrationData:
 
     def first_pass(self, graph: Graph, note: Callable[[list[Tensor]], None]) -> batches:
         """Return the batches as graph inputs, for the first pass over them; `note` is called with each."""
-        few = self.few = SpreadSamples(cut=all(graph.shape(i)[:1] == (None,) for i in graph.inputs))
+        few = self.few = SpreadSamples()
 
         def seen(batch: list[Tensor]) -> None:
             note(batch)

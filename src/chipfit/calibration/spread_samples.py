@@ -14,14 +14,12 @@ _MOST, _NUMBERS = 128, 1 << 21
 class SpreadSamples:
     """Every k-th sample of the data, copied; k doubles whenever there are too many.
 
-    A batch counts as one sample if its tensors have different sizes.
-
-    Args:
-        cut: batches may be cut; False: each counts as one sample, as for a network with a fixed batch size.
+    A batch counts as one sample if it is marked as whole, as for a network with a fixed batch size, or its tensors have
+    different sizes.
     """
 
-    def __init__(self, cut: bool = True) -> None:
-        self._cut = cut
+    def __init__(self) -> None:
+        self._cut = True
         self._kept, self._stride, self._next, self.count = list[Batch](), 1, 0, 0
 
     def add(self, batch: Batch) -> None:

@@ -22,7 +22,14 @@ from chipfit.graph.placement import inputs_on, on_cpu, placed
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.rounding import ROUNDINGS
 from chipfit.quantizers.stored import Stored
-from chipfit.rounding.compare import QuantizedRun, Reference, RoundedWeights, rounded_once, rounded_outputs
+from chipfit.rounding.compare import (
+    QuantizedRun,
+    Reference,
+    RoundedWeights,
+    count_samples,
+    rounded_once,
+    rounded_outputs,
+)
 from chipfit.rounding.outputs import OutputErrors
 
 #: name of the correction in a plan's provenance
@@ -130,7 +137,7 @@ class MeasuredBiases:
     def note(self) -> str:
         """The reason for the correction, for the plan."""
         before, after = (errors.sqnr_db for errors in self.held)
-        samples = sum(len(b[0]) if b[0].dim() else 1 for b in self.reference.samples.held)
+        samples = count_samples(self.reference.samples.held)
         how = f"on {samples} held-out samples outputs have {after:.1f} dB, {before:.1f} dB without"
         return f"{len(self.biases)} biases corrected by the measured mean errors of their layers: {how}"
 
