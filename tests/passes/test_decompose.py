@@ -39,6 +39,7 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], dict, dict]]] = {
     "Clamp": [([X], {"min": a, "max": b}, {}) for a, b in ((0.0, 0.5), (-0.3, 0.4), (None, 0.2), (-0.1, None))],
     "Elu": [([UNEQUAL], {"alpha": 1.9}, {})],
     "Gelu": [([X], {"approximate": "none"}, {}), ([X], {"approximate": "tanh"}, {})],
+    "L2Norm": [([X], {"axis": 1, "eps": 1e-12}, {}), ([X], {"axis": -1, "eps": 0.5}, {})],
     "ReduceL2": [([X], {"axes": (1, 3), "keepdims": False}, {}), ([UNEQUAL], {"axes": (-1,), "keepdims": True}, {})],
     "LayerNorm": [
         ([(2, 5, 6)], {"normalized_shape": (6,), **FAR}, {"w": (C,)}),

@@ -266,6 +266,13 @@ def _reduce_l2(new: New, n: Node) -> str:
     return new("Sqrt", new("Sum", new("Mul", n.data, n.data), gives=new.shape(n.output), **n.attrs))
 
 
+def _l2_norm(new: New, n: Node) -> str:
+    shape = list(new.shape(n.data))
+    shape[n.attrs["axis"]] = 1
+    length = new("ReduceL2", n.data, gives=tuple(shape), axes=(n.attrs["axis"],), keepdims=True)
+    return new("Div", n.data, new("Clamp", length, gives=tuple(shape), min=n.attrs["eps"], max=None))
+
+
 # ---------------------------------------------------------------- windows and groups
 
 
@@ -456,7 +463,20 @@ _BY_NAME: dict[str, Rule] = {
     "rsqrt": lambda new, n: new("Reciprocal", new("Sqrt", n.data)),
     "not_equal": lambda new, n: new("LogicalNot", new("Equal", *n.inputs)),
 } | by_name(
-    *(_softplus, _mish, _elu, _clamp, _hard_sigmoid, _gelu, _erf, _divide, _adaptive, _one_by_one, _reduce_l2),
+    *(
+        _softplus,
+        _mish,
+        _elu,
+        _clamp,
+        _hard_sigmoid,
+        _gelu,
+        _erf,
+        _divide,
+        _adaptive,
+        _one_by_one,
+        _reduce_l2,
+        _l2_norm,
+    ),
     *(_layer_norm, _group_norm, _batch_norm, _attention, _roll, _space_to_depth, _channel_shuffle, _stack, _unstack),
 )
 #: operator -> its rule

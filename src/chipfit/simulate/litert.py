@@ -305,6 +305,13 @@ def _rsqrt(c: KernelCall) -> None:
     c.write_result(torch.where(q == 0, 1 << 16, scale_by(fine, m_out, e_out - 20, "away")))
 
 
+def _l2_norm(c: KernelCall) -> None:
+    """Multiply q by 1 / sqrt(sum q^2) in fixed point with 7 more bits: the result's scale is 1/128."""
+    q = c.centred().long()
+    m, e = gemmlowp.inverse_sqrt((q * q).sum(c.attrs["axis"], keepdim=True))
+    c.write_result(scale_by(q, m, e + 7, "away"))
+
+
 def _table(
     c: KernelCall,
     f: Callable[[Tensor, Node], Tensor] | None = None,
@@ -595,7 +602,7 @@ _FUNCTIONS: dict[str, Callable[..., None]] = {
     "resize_xnnpack": partial(_resize, lines=source_positions_xnnpack, one=2048),
 } | by_name(
     *(_convolution, _linear, _mat_mul, _add, _add_optimized, _add_xnnpack, _mul, _rectifier, _leaky, _leaky_xnnpack),
-    *(_prelu, _table, _hard_swish, _abs, _rsqrt, _requantize, _requantize_optimized, _requantize_xnnpack),
+    *(_prelu, _table, _hard_swish, _abs, _rsqrt, _l2_norm, _requantize, _requantize_optimized, _requantize_xnnpack),
     *(_mean, _mean_optimized, _mean_xnnpack, _avg_pool, _rows),
 )
 Tables = tuple[dict[str, Kernel], dict[str, Kernel], dict[str, Kernel]]

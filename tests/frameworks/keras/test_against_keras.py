@@ -295,7 +295,6 @@ ONE_VALUE = {
     "MaxPool": "ceil_mode",
     "AvgPool": "ceil_mode count_include_pad",
     "Resize": "align_corners",
-    "ReduceL2": "keepdims",
     "SDPA": "enable_gqa",
     **dict.fromkeys(("TransposeConv1D", "TransposeConv2D", "TransposeConv3D"), "groups"),
 }

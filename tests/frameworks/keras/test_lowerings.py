@@ -62,6 +62,7 @@ CASES = [
     ("Gelu", [IMAGE], {"approximate": "tanh"}),
     ("Dropout", [IMAGE], {"p": 0.3}),
     ("Softmax", [IMAGE], {"axis": 1}),
+    ("L2Norm", [IMAGE], {"axis": 1, "eps": 1e-12}),
     ("LogSoftmax", [ROWS], {"axis": -1}),
     ("Conv2D", [IMAGE, W(5, 4, 3, 2), W(5)], conv(stride=(2, 2), padding=((1, 0), (0, 2)))),
     ("Conv2D", [IMAGE, W(6, 2, 3, 3), None], conv(groups=2, padding=((1, 1), (1, 1)))),

@@ -268,7 +268,7 @@ def twice(m, x):
 
 def test_a_fixed_scale_of_a_function_of_pytorch():
     net = model_of(twice, fc=nn.Linear(8, 8))
-    assert fixed(quantized(net, torch.randn(8, 8) * 9, chip(nn.functional.normalize))) == ["Div", "Div"]
+    assert fixed(quantized(net, torch.randn(8, 8) * 9, chip(nn.functional.normalize))) == ["L2Norm", "L2Norm"]
 
 
 def test_a_fixed_scale_of_a_layer_of_keras():

@@ -352,7 +352,7 @@ def _clamp(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
 
 
 def _softmax(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
-    """Write a softmax over the last axis, with transpositions around it for another axis."""
+    """Write an operator over the last axis, such as a softmax, with transpositions around it for another axis."""
     x, a = w.read(n.data), w.shape(n.data)
     axis, how = _axis(w, n, n.data), {"beta": 1.0} if n.op == "Softmax" else {}
     if axis == len(a) - 1:

@@ -222,6 +222,7 @@ _CONDITIONS: dict[str, Callable[[KerasCall, Value], bool]] = {
     "bare": _bare,
     "centred": lambda r, x: not r.op.rms_scaling,
     "channels_last": _channels_last,
+    "euclidean": lambda r, x: r.op.ord is None or (r.op.ord == 2 and len(_reduced(r, x)) == 1),
     "last_axis": _last_axis,
 }
 #: functions of the call and its first tensor that cells name
