@@ -114,6 +114,25 @@ def test_a_bypassed_model_is_returned_unchanged(net):
     assert got is net[0] and info.result is None and info.final_resource_utilization is None
 
 
+def quiet_chip():
+    """Return a chip that quantizes neither weights nor results."""
+    float_, pot = tp.AttributeQuantizationConfig(), tp.QuantizationMethod.POWER_OF_TWO
+    return tp.TargetPlatformModel(tp.QuantizationConfigOptions([tp.OpQuantizationConfig(float_, {}, pot, 8, 8, False)]))
+
+
+@pytest.mark.parametrize("step", ["post_training_quantization", "quantization_aware_training_init"])
+def test_a_chip_that_quantizes_nothing_keeps_the_float_network_with_a_warning(net, step):
+    facade = getattr(chipfit, f"pytorch_{step}")
+    with pytest.warns(UserWarning, match="The model stays in float: Nothing in this model can be quantized on"):
+        model, info = facade(net[0], data_of(net[1]), target_platform_capabilities=quiet_chip())
+    assert model is net[0] and info.result is None and info.fusions == []
+    with pytest.raises(errors.NothingQuantizedError):
+        quantized(net[0], net[1], quiet_chip())
+    resources, options = core.pytorch_resource_utilization_data, {"target_platform_capabilities": quiet_chip()}
+    with pytest.raises(errors.NothingQuantizedError):
+        resources(net[0], data_of(net[1]), **options)
+
+
 def test_a_framework_info_selects_the_layers_to_quantize(net):
     _, info = ptq(net, fw_info=chipfit.FrameworkInfo([nn.Linear], [nn.ReLU, nn.SiLU], []))
     weights = {t.name for t in info.result.plan.tensors.values() if t.role == "weight" and t.quantized}

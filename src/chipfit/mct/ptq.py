@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -9,7 +10,7 @@ from typing import Any
 
 from chipfit import pipeline
 from chipfit.calibration.data import iterate, no_data
-from chipfit.errors import ConfigError, DataError
+from chipfit.errors import ConfigError, DataError, NothingQuantizedError
 from chipfit.frameworks import facts_of, framework_of
 from chipfit.mct.core.config import CoreConfig, ResourceUtilization
 from chipfit.mct.core.network_editor import replace_layers, to_overrides
@@ -33,7 +34,8 @@ DataGenerator = Callable[[], Iterable[Any]]
 class UserInformation:
     """Information about a quantized model."""
 
-    result: Result | None = None  #: plan, report, `export`, `verify`, `save`; None if quantization was bypassed
+    #: plan, report, `export`, `verify`, `save`; None if quantization was bypassed or nothing can be quantized
+    result: Result | None = None
     input_scale: float = 1.0  #: factor for the inputs of the quantized model
     #: settings of learned rounding; empty without it
     gptq_info_dict: Mapping[str, Any] = field(default_factory=dict)
@@ -112,6 +114,7 @@ def pytorch_post_training_quantization(
 
     Returns:
         The quantized module, which can be trained further, and information about it; its `result` exports and verifies.
+        The float module itself, with a warning, if the chip quantizes nothing of it.
 
     Raises:
         ConfigError, UnknownNameError: an option is invalid, or a filter matches no layer.
@@ -134,8 +137,12 @@ def pytorch_resource_utilization_data(
     Arguments and errors are those of `pytorch_post_training_quantization`.
     """
     options = None, core_config, target_platform_capabilities, fw_info
-    information: Any = quantize_model("resource_utilization_data", in_model, representative_data_gen, *options)[1]
-    return information.final_resource_utilization  # type: ignore[no-any-return]  # known, as something was quantized
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the error below
+        found = quantize_model("resource_utilization_data", in_model, representative_data_gen, *options)[1]
+    if found.final_resource_utilization is None:
+        raise NothingQuantizedError("Resources of a model that is not quantized are not known")
+    return found.final_resource_utilization
 
 
 keras_post_training_quantization = form_for_keras(
@@ -177,7 +184,11 @@ def quantize_model(
     if config.quantization_config.custom_tpc_opset_to_layer:
         platform = _with_layers(platform, config.quantization_config.custom_tpc_opset_to_layer)
     options |= {"overrides": overrides, "example": example, "limits": searched}
-    result = pipeline.quantize(model, generator, platform, **options, progress=False)
+    try:
+        result = pipeline.quantize(model, generator, platform, **options, progress=False)
+    except NothingQuantizedError as e:
+        warnings.warn(f"The model stays in float: {e}", stacklevel=4)
+        return model, UserInformation()
     result = result if fw_info is None else fw_info.apply(result)
     return result.model, UserInformation(result, gptq_info_dict=dict(steps))
 

@@ -47,23 +47,6 @@ def test_fusions_of_a_residual_network():
     assert fused(net, tpc) == [swish, swish, relu[:2], relu, ("Linear", "Swish"), ("Linear", "Swish")]
 
 
-THREE, TWO = ["fc", "relu", "add"], ["fc", "relu"]
-
-
-@pytest.mark.parametrize(
-    ("then", "patterns", "groups"),
-    [
-        (lambda y, x: torch.tanh(y), [THREE], []),
-        (lambda y, x: torch.tanh(y), [THREE, TWO], [("Linear", "Relu")]),
-        (torch.add, [THREE, TWO], [("Linear", "Relu", "Add")]),
-        (torch.add, [TWO, THREE], [("Linear", "Relu", "Add")]),
-    ],
-)
-def test_the_longest_declared_pattern_fuses(then, patterns, groups):
-    net = model_of(lambda m, x: then(torch.relu(m.fc(x)), x), fc=nn.Linear(8, 8))
-    assert fused(net, chip(*patterns, **LAYERS), (2, 8)) == groups
-
-
 @pytest.mark.parametrize(
     ("net", "patterns", "groups"),
     [

@@ -72,18 +72,6 @@ others = {tf.reshape: "Reshape", tf.split: "Split", tf.concat: "Concat", tf.nn.c
 others |= {tf.nn.sigmoid: "Sigmoid", tf.nn.softmax: "Softmax", tf.transpose: "Transpose"}
 for function, op in others.items():
     assert OperationsSetToLayers("set", [function]).members[0].op[0] == op, function
-from chipfit import DefaultDict, FrameworkInfo
-kernel_ops = [tf.keras.layers.Conv2D]
-axes = DefaultDict({tf.keras.layers.Conv2D: (3, 2)})
-activation_ops, no_quantization_ops = [tf.keras.layers.ReLU], [tf.keras.layers.Reshape]
-info = FrameworkInfo(kernel_ops, activation_ops, no_quantization_ops, kernel_channels_mapping=axes,
-                     activation_min_max_mapping={"softmax": (0, 1)},
-                     layer_min_max_mapping={tf.keras.layers.Softmax: (0, 1)})
-from chipfit.graph.ir import Node
-assert info.in_kernel_ops(Node("n", "Conv2D", (), (), layer_type="Conv2D"))
-softmax = Node("n", "Softmax", (), (), layer_type="Activation", config={"activation": "softmax"})
-assert info.known_range(softmax) == (0, 1)
-assert info.known_range(Node("n", "Softmax", (), (), layer_type="Softmax")) == (0, 1)
 """
     env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow"}
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)

@@ -1,13 +1,17 @@
 """Target platform models: operator sets, their options, concatenations and fusings."""
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
+from torch import nn
 
 from chipfit import target_platform as tp
 from chipfit.errors import ModelingError
 from chipfit.mct.target_platform.configs import BIAS_ATTR, KERNEL_ATTR
+from tests.build import quantized, sequential
 from tests.mct.target_platform.chips import FLOAT, config, kernel, model, options
 
 
@@ -134,8 +138,35 @@ def test_a_fusing_created_before_its_model_refers_to_the_models_sets():
     assert [o.name for o in m.operator_set] == ["Conv", "Relu", "Add", "Relu_Add"]
     assert all(o.qc_options == options(activation_n_bits=4) for o in m.operator_set[:3])
     assert model(*own, fusings=m.fusing_patterns).fusing_patterns == m.fusing_patterns  # also in another model
-    with pytest.raises(ModelingError, match="Two operator sets are named 'Conv'"):
-        model(*own, fusings=[tp.Fusing([tp.OperatorsSet("Conv", options(activation_n_bits=2)), own[1]])])
+    other = model(*own, fusings=[tp.Fusing([tp.OperatorsSet("Conv", options(activation_n_bits=2)), own[1]])])
+    assert other.fusing_patterns[0].operator_groups_list == tuple(own[:2])  # whatever the options of the fusing's set
+
+
+def test_a_concatenation_has_no_options_unless_a_copy_of_its_model_gives_it_some():
+    base = tp.get_target_platform_capabilities("pytorch", "imx500").tp_model
+    assert base.get_config_options_by_operators_set("Conv_ConvTranspose") is None
+    four = options(activation_n_bits=4)
+    for given in (None, four):
+        with tp.TargetPlatformModel(base.default_qco) as clone:
+            for o in base.operator_set:
+                tp.OperatorsSet(o.name, given or o.qc_options)
+            for f in base.fusing_patterns:
+                tp.Fusing(list(f.operator_groups_list))
+        assert sorted(o.name for o in clone.operator_set) == sorted(o.name for o in base.operator_set)
+        assert clone.get_config_options_by_operators_set("Conv_ConvTranspose") == given
+        fused = sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
+        result = quantized(fused, torch.randn(4, 3, 8, 8), clone)
+        assert len(result.plan.groups) == 1
+        assert result.plan[result.graph.outputs[0]].grid.bits == (8 if given is None else 4)
+
+
+def test_models_and_capabilities_can_be_copied_and_pickled():
+    tpc = tp.get_target_platform_capabilities("pytorch", "imx500")
+    assert copy.deepcopy(tpc) == tpc
+    for twin in (copy.deepcopy(tpc.tp_model), pickle.loads(pickle.dumps(tpc.tp_model))):
+        assert twin == tpc.tp_model and twin.to_platform() == tpc.tp_model.to_platform()
+        with pytest.raises(TypeError):
+            twin.get_default_op_quantization_config().attr_weights_configs_mapping["bias"] = FLOAT
 
 
 @pytest.mark.parametrize("part", ["math", "operator_set", "fusing_patterns"])

@@ -243,6 +243,7 @@ class TargetPlatformCapabilities:
         self.tp_model, self.name, self.version = tp_model, name, version
         self.op_sets_to_layers = OperationsToLayers()
         self.source = platform
+        self._token: Any = None
         for o in (op_sets_to_layers or OperationsToLayers()).op_sets_to_layers:
             self._add(o)
 
@@ -259,6 +260,7 @@ class TargetPlatformCapabilities:
 
     def __exit__(self, *_: Any) -> None:
         _CURRENT.reset(self._token)
+        self._token = None
 
     # ---- queries
 
@@ -299,7 +301,7 @@ class TargetPlatformCapabilities:
         own = next((s for s in sets if f"@{s}" in held), None)
         if own is None:
             return self.tp_model.default_qco
-        options = self.tp_model.get_config_options_by_operators_set(own)
+        options = self.tp_model.get_config_options_by_operators_set(own) or self.tp_model.default_qco
         mapping = attached[own].attr_mapping if own in attached else {}
         if not mapping:
             return options

@@ -154,6 +154,14 @@ class OpQuantizationConfig:
     def __hash__(self) -> int:
         return hash(repr(self))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields for copies and pickles, which read-only mappings refuse."""
+        return {**vars(self), "attr_weights_configs_mapping": dict(self.attr_weights_configs_mapping)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        vars(self)["attr_weights_configs_mapping"] = MappingProxyType(state["attr_weights_configs_mapping"])
+
     @property
     def max_input_activation_n_bits(self) -> int:
         """The widest supported input [bit]."""

@@ -45,6 +45,7 @@ class OperatorGroup:
     """A step of a fusion: an operator set, or a concatenation of several."""
 
     name: str
+    qc_options: QuantizationConfigOptions | None
 
     @property
     def members(self) -> tuple[OperatorsSet, ...]:
@@ -102,7 +103,7 @@ class OperatorSetConcat(OperatorGroup):
 
     op_set_list: tuple[OperatorsSet, ...]
     name: str
-    qc_options: None = None
+    qc_options: QuantizationConfigOptions | None = None  #: those of a set that a copy of a model has in its place
 
     @arguments(ModelingError)
     def __init__(self, *opsets: Group, name: str | None = None) -> None:
@@ -231,8 +232,12 @@ class TargetPlatformModel:
         self.is_simd_padding = bool(is_simd_padding)
 
     def _finish(self) -> None:
-        self.fusing_patterns = tuple(map(self._with_own_sets, self.fusing_patterns))
+        self.fusing_patterns = tuple(self._with_own_sets(f) for f in self.fusing_patterns)
         inner = [m for f in self.fusing_patterns for g in f.operator_groups_list for m in (g, *g.members)]
+        concatenations = {g.name: g for g in inner if g.members != (g,)}
+        # a copy of a model may hold a plain set in place of a concatenation
+        others = (g for g in self.operator_set if g.name not in concatenations)
+        self.operator_set = (*others, *concatenations.values())
         inner += [m for g in self.operator_set for m in g.members]
         for g in inner:  # a set that only a fusing or a concatenation mentions belongs to the model too
             if g not in self.operator_set:
@@ -245,14 +250,16 @@ class TargetPlatformModel:
         self._frozen = True
 
     def _with_own_sets(self, fusing: Fusing) -> Fusing:
-        """Return the fusion with the model's own set in place of each set without options of that name."""
+        """Return the fusion with the model's own set in place of each set of that name, whatever its options."""
         own = {o.name: o for o in self.operator_set}
 
         def own_group(group: OperatorGroup) -> OperatorGroup:
+            known = own.get(group.name, group)
             if isinstance(group, OperatorsSet):
-                return own.get(group.name, group) if group.qc_options is None else group
+                return known
             clone = copy.copy(group)
             object.__setattr__(clone, "op_set_list", tuple(map(own_group, group.members)))
+            object.__setattr__(clone, "qc_options", known.qc_options)
             return clone
 
         clone = copy.copy(fusing)
@@ -261,9 +268,15 @@ class TargetPlatformModel:
 
     # ---- queries
 
-    def get_config_options_by_operators_set(self, operators_set_name: str) -> QuantizationConfigOptions:
-        """Return the options of a set; the default for a set without options or an unknown name."""
-        return getattr(self.get_opset_by_name(operators_set_name), "qc_options", None) or self.default_qco
+    def get_config_options_by_operators_set(self, operators_set_name: str) -> QuantizationConfigOptions | None:
+        """Return the options of a set; the default for a set without options or an unknown name.
+
+        A concatenation has no options (None): those of its sets apply.
+        """
+        found = self.get_opset_by_name(operators_set_name)
+        if isinstance(found, OperatorSetConcat):
+            return found.qc_options
+        return self.default_qco if found is None or found.qc_options is None else found.qc_options
 
     def get_default_op_quantization_config(self) -> OpQuantizationConfig:
         """Return the configuration of the default options."""
