@@ -21,7 +21,7 @@ setup: .venv/.ready ## make .venv and install chipfit with every tool it is deve
 	touch $@
 
 .venv/.ready: .venv/.torch pyproject.toml constraints.txt
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[onnx,openvino,litert,keras,backends,images,bench,dev]"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[onnx,mct,openvino,litert,keras,backends,images,bench,dev]"
 	touch $@
 
 demo: setup ## quantize a small network, export it, verify every integer, write a report to demo_out/

@@ -120,7 +120,7 @@ CROSSINGS = {
 }
 #: modules of the documents' names, and the package itself
 DOORS = set(
-    "__init__ _version constants core framework_info gptq hardware_representation ptq qat quantize_fx "
+    "__init__ _version constants core exporter framework_info gptq hardware_representation ptq qat quantize_fx "
     "target_platform target_platform_capabilities trainable_infrastructure".split()
 )
 
@@ -235,7 +235,7 @@ def test_a_copy_between_devices_is_found(code):
 # ---------------------------------------------------------------- size
 
 #: lines of code that each part may have, with room: a change of design raises a budget, a change of code does not
-BUDGETS = {"core": 26_700, "mct": 3_400, "mqbench": 1_600, "bench": 1_800, "chipfit": 35_000, "tests": 43_000}
+BUDGETS = {"core": 27_300, "mct": 3_400, "mqbench": 1_600, "bench": 1_800, "chipfit": 35_000, "tests": 43_000}
 TOP_LEVEL = 17  #: modules beside the documents' doors
 #: number of operators that more than two files of the package name (their row, and a file with code of their own); the
 #: number only shrinks

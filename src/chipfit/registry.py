@@ -107,6 +107,8 @@ class FileFormat:
     """The declaration of a file format."""
 
     suffixes: tuple[str, ...]
+    #: it is chosen by its name (`format=`), not by a suffix, which it may share; runtimes of platforms do not load it
+    named: bool = False
     libraries: tuple[str, ...] = ()  #: modules that the writer needs
     extra: str = ""  #: the extra of chipfit that installs them
     wraps: str = ""  #: suffix of the format that a file contains in another form
@@ -233,7 +235,7 @@ def _check_is_free(kind: str, made: Entry) -> None:
 def _names_declared(declared: Any) -> dict[str, set[str]]:
     """Return the suffixes or settings that a declaration claims."""
     if isinstance(declared, FileFormat):
-        return {"suffix": set(declared.suffixes)}
+        return {"suffix": set() if declared.named else set(declared.suffixes)}
     if isinstance(declared, Step):
         return {"setting": {s.name for s in (declared.setting, *declared.options) if s is not None}}
     return {}

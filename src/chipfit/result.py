@@ -257,6 +257,7 @@ class Result(SummaryRepr):
         self,
         path: str | Path,
         *,
+        format: str | None = None,
         io: str | Sequence[str] | None = None,
         labels: Sequence[str] | None = None,
         mean: float | Sequence[float] | None = None,
@@ -271,6 +272,8 @@ class Result(SummaryRepr):
         Args:
             path: its suffix chooses the format: `.onnx`, `.tflite`, `.h` (the latter as an array of C, with the bytes
                 that its tensors take), `.json`, or one of your own.
+            format: another format with this suffix: "fake" (the float network with rounded weights, and arithmetic
+                that rounds results) or "mctq" (with operators of mct_quantizers, for the IMX500's converter).
             io: "float" (when omitted), "int8", "uint8", "int16" or "uint16": type of the inputs and outputs; or two of
                 them, for inputs and for outputs.
             labels: names of the classes.
@@ -281,8 +284,8 @@ class Result(SummaryRepr):
             others: options of formats of your own.
 
         Raises:
-            UnknownNameError: no format has this suffix.
-            ConfigError: an option that the format does not have, or an impossible value of one.
+            UnknownNameError: no format has this suffix or name.
+            ConfigError: an option or suffix that the format does not have, or an impossible value of an option.
             UnsupportedError: the file cannot hold a part of the network; nothing is written.
             ExportError: a library is missing, the disk refuses the file, or the runtime does; an older file stays.
         """
@@ -291,13 +294,14 @@ class Result(SummaryRepr):
 
         check_folds(self.training.bn_fold if self.training else 0)
         self.refuse_trained("the file")
-        named = {"io": io, "labels": labels, "mean": mean, "std": std}
-        named |= {"batch": batch, "keep_layout": keep_layout, "opset": opset}
-        return write_opened(
-            lambda p: export(self.graph, self.plan, p, self.platform, **named, **others),
-            path_of(path, ExportError),
-            self.platform.runtimes,
-        )
+        named: dict[str, Any] = {"io": io, "labels": labels, "mean": mean, "std": std}
+        named |= {"batch": batch, "keep_layout": keep_layout, "opset": opset, "format": format}
+        path = path_of(path, ExportError)
+
+        def write(to: Path) -> Path:
+            return export(self.graph, self.plan, to, self.platform, **named, **others)
+
+        return write(path) if format is not None else write_opened(write, path, self.platform.runtimes)
 
     @preserve_random_state
     def verify(self, data: Any, *, runtime: str | None = None, **options: Any) -> Verification:

@@ -1,4 +1,4 @@
-"""Files for the chip: one format a module, chosen by suffix."""
+"""Files for the chip: one format a module, chosen by suffix, or by name where formats share one."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from chipfit.files import path_of
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 from chipfit.platform.schema import Platform
-from chipfit.registry import Entry, entries, require
+from chipfit.registry import Entry, entries, entry, require
 
 
 class FileTensor(NamedTuple):
@@ -20,15 +20,18 @@ class FileTensor(NamedTuple):
     qparams: list[tuple[np.ndarray, np.ndarray]]  #: scale and zero point, wherever the file states them
 
 
-def export(graph: Graph, plan: Plan, path: str | Path, platform: Platform, **options: Any) -> Path:
+def export(
+    graph: Graph, plan: Plan, path: str | Path, platform: Platform, *, format: str | None = None, **options: Any
+) -> Path:
     """Write `plan` in the format that the suffix of `path` names.
 
     Args:
+        format: name of another format that has this suffix.
         options: those that the format declares; None leaves one out.
 
     Raises:
-        UnknownNameError: no exporter for this suffix.
-        ConfigError: an option that this format has not.
+        UnknownNameError: no exporter for this suffix, or none of this name.
+        ConfigError: an option that this format has not, or a format that has not this suffix.
         ExportError: a library that the format needs is not installed, or the disk refuses the file.
         UnsupportedError: functions of the user quantize some results: no file would compute what the simulation does.
     """
@@ -37,22 +40,27 @@ def export(graph: Graph, plan: Plan, path: str | Path, platform: Platform, **opt
         what = "A model whose results are quantized by functions of your own cannot be exported"
         raise UnsupportedError(what, got=", ".join(foreign[:8]), hint="leave activation_quantizer_mapping out")
     path = path_of(path, ExportError)
-    found, given = format_of(path.suffix), {k: v for k, v in options.items() if v is not None}
-    formats = [e.declares for e in entries("format").values()]
+    found, given = format_of(path.suffix, format), {k: v for k, v in options.items() if v is not None}
+    formats = [e.declares for e in entries("format").values() if not e.declares.named]
     for name in given.keys() & {o for f in formats for o in f.options} - {*found.declares.options}:
         allowed = ", ".join(sorted(s for f in formats if name in f.options for s in f.suffixes))
-        raise ConfigError(f"A {path.suffix} file has no option `{name}`", got=given[name], allowed=allowed)
+        form = f"A {path.suffix} file" if format is None else f"A '{format}' file"
+        raise ConfigError(f"{form} has no option `{name}`", got=given[name], allowed=allowed)
     return found.thing(graph, plan, path, platform, **given)
 
 
-def format_of(suffix: str) -> Entry:
-    """Return the file format that a suffix names.
+def format_of(suffix: str, name: str | None = None) -> Entry:
+    """Return the file format that a suffix names, or the format of a name.
 
     Raises:
-        UnknownNameError: no format has this suffix.
+        UnknownNameError: no format has this suffix or name.
+        ConfigError: the format of this name has not this suffix.
         ExportError: the format's libraries are not installed.
     """
-    found = declared_format(suffix)
+    found = declared_format(suffix) if name is None else entry("format", name)
+    if suffix not in found.declares.suffixes:
+        allowed = ", ".join(found.declares.suffixes)
+        raise ConfigError(f"Format '{name}' has no such files", got=suffix or "no suffix", allowed=allowed)
     require(found, ExportError)
     return found
 
@@ -63,7 +71,7 @@ def declared_format(suffix: str) -> Entry:
     Raises:
         UnknownNameError: no format has this suffix.
     """
-    by_suffix = {s: e for e in entries("format").values() for s in e.declares.suffixes}
+    by_suffix = {s: e for e in entries("format").values() if not e.declares.named for s in e.declares.suffixes}
     if suffix not in by_suffix:
         raise UnknownNameError("file format", suffix, by_suffix)
     return by_suffix[suffix]

@@ -150,6 +150,14 @@ class Framework:
         """
         return _torch().device(graph, run_flat, floats)
 
+    def save(self, graph: Graph, plan: Plan, path: Path) -> Path:
+        """Write the fake-quantized network as a file of this framework, which loads without chipfit.
+
+        Raises:
+            UnsupportedError: The framework has no file with this suffix, or no form for a part of the network.
+        """
+        return _torch().save(graph, plan, path)
+
     def stepper(self, model: Any, rate: float, steps: int, probabilities: bool) -> Callable[[Tensors, Any], float]:
         """Return a function that trains one step on flat inputs and labels [N], and returns the loss.
 

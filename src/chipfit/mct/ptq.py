@@ -190,7 +190,26 @@ def quantize_model(
         warnings.warn(f"The model stays in float: {e}", stacklevel=4)
         return model, UserInformation()
     result = result if fw_info is None else fw_info.apply(result)
-    return result.model, UserInformation(result, gptq_info_dict=dict(steps))
+    return attach_result(result), UserInformation(result, gptq_info_dict=dict(steps))
+
+
+class ResultLink:
+    """A link from a model to its result; copies of the model share it, and a pickled model does not hold it."""
+
+    def __init__(self, result: Result | None = None) -> None:
+        self.result = result
+
+    def __deepcopy__(self, memo: Any) -> "ResultLink":
+        return self
+
+    def __reduce__(self) -> Any:
+        return ResultLink, ()
+
+
+def attach_result(result: Result) -> Any:
+    """Return the model of a result, with a link to the result."""
+    result.model._chipfit = ResultLink(result)
+    return result.model
 
 
 def checked(kind: type, value: Any, name: str, what: str, model: Any) -> Any:

@@ -13,7 +13,7 @@ from pydantic import InstanceOf
 from chipfit.errors import ConfigError, PlanError, UnknownNameError
 from chipfit.frameworks import framework_of, part
 from chipfit.mct.core.config import CoreConfig, ResourceUtilization
-from chipfit.mct.ptq import DataGenerator, UserInformation, checked, quantize_model
+from chipfit.mct.ptq import DataGenerator, ResultLink, UserInformation, attach_result, checked, quantize_model
 from chipfit.mct.trainable import base
 from chipfit.mct.trainable.user_quantizers import UserQuantizers
 from chipfit.plan.training import Training, algorithm_of
@@ -109,7 +109,7 @@ def pytorch_quantization_aware_training_init(
     if information.result is None:
         return model, information
     result = information.result.trains(training)
-    return _attach_result(result), replace(information, result=result)
+    return attach_result(result), replace(information, result=result)
 
 
 @functools.wraps(pytorch_quantization_aware_training_init)
@@ -141,14 +141,14 @@ def pytorch_quantization_aware_training_finalize(in_model: Any, information: Use
         UnsupportedError: the trained model cannot be deployed.
     """
     origin = _result_behind(in_model, information)
-    return _attach_result(replace(origin, _model=in_model).trained())
+    return attach_result(replace(origin, _model=in_model).trained())
 
 
 def result_of(model: Any) -> Result:
     """Return the result behind a model of these facades: plan, report, `export`, `verify`, `save`.
 
     Raises:
-        PlanError: the model does not come from a facade, or was trained and not finalized.
+        PlanError: the model does not come from a facade, or was trained since.
     """
     result = _result_behind(model, None)
     result = result if result._model is model else replace(result, _model=model)
@@ -163,24 +163,9 @@ keras_quantization_aware_training_init_experimental = keras_quantization_aware_t
 keras_quantization_aware_training_finalize_experimental = keras_quantization_aware_training_finalize
 
 
-class _ResultLink:
-    """A link from a model to its result; copies of the model share it."""
-
-    def __init__(self, result: Result) -> None:
-        self.result = result
-
-    def __deepcopy__(self, memo: Any) -> _ResultLink:
-        return self
-
-
-def _attach_result(result: Result) -> Any:
-    result.model._chipfit = _ResultLink(result)
-    return result.model
-
-
 def _result_behind(model: Any, information: UserInformation | None) -> Result:
     origin = getattr(model, "_chipfit", None)
-    result = origin.result if isinstance(origin, _ResultLink) else information.result if information else None
+    result = origin.result if isinstance(origin, ResultLink) else information.result if information else None
     if result is None:
         allowed = "a model of a facade, or a copy of it"
         hint = "pass the information as well: finalize(model, information)"

@@ -27,7 +27,8 @@ def device_model(graph: Graph, plan: Plan, platform: Platform) -> Any:
     kernels, part = None, None
     if platform.runtimes:
         runtime = entry("runtime", platform.runtimes[0]).declares
-        files = (e.declares for e in entries("format").values() if runtime.suffix in e.declares.suffixes)
+        formats = (e.declares for e in entries("format").values() if not e.declares.named)
+        files = (f for f in formats if runtime.suffix in f.suffixes)
         kernels, part = runtime.kernels, next((f.part(graph) for f in files), None)
     profile = profile_for(platform, kernels)
     float_ops = float_operators(graph, plan, profile)

@@ -9,6 +9,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
+from chipfit.engine.examples import example_inputs
 from chipfit.errors import UnsupportedError
 from chipfit.export.onnx import opaque
 from chipfit.export.onnx.builder import OnnxBuilder
@@ -112,7 +113,7 @@ def test_an_exporter_that_returns_nothing_has_failed(graph, monkeypatch):
 
 def test_inputs_of_a_loaded_graph_are_random_numbers_and_ones():
     shapes = {"x": Value("x", (None, 3)), "i": Value("i", (None, None), "int64"), "h": Value("h", (1,), "float16")}
-    x, i, h = opaque.example_inputs(Graph([], list(shapes), [], shapes, {}))
+    x, i, h = example_inputs(Graph([], list(shapes), [], shapes, {}))
     assert x.shape == (2, 3) and x.dtype == torch.float32 and not torch.equal(x, torch.ones(2, 3))
     assert torch.equal(i, torch.ones(2, 32, dtype=torch.int64)) and h.dtype == torch.float16 and h.shape == (1,)
 

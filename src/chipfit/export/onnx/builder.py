@@ -26,7 +26,30 @@ _PASS_THROUGH = frozenset(
 
 
 class OnnxBuilder:
-    """Nodes and initialisers so far, and the ONNX names of the graph's values."""
+    """Nodes and initialisers so far, and the ONNX names of the graph's values.
+
+    A subclass may write quantizers in another form.
+    """
+
+    lowest_opset = 13  #: opset without operators that need a later one
+
+    @classmethod
+    def check(cls, graph: Graph, plan: Plan) -> None:
+        """Check that the formats of a plan can be written.
+
+        Raises:
+            UnsupportedError: some cannot.
+        """
+        kinds = {t.stored.grid.kind for t in plan.tensors.values() if t.stored is not None} - {"int"}
+        if kinds:
+            hint = "export JSON encodings (`.json`) for this platform"
+            raise UnsupportedError("ONNX holds integer grids only", got=", ".join(sorted(kinds)), hint=hint)
+
+    @classmethod
+    def opset_of_formats(cls, plan: Plan) -> int:
+        """Return the lowest opset with the integer types of a plan."""
+        bits = {t.stored.grid.bits for t in plan.tensors.values() if t.stored is not None}
+        return 21 if any(b <= 4 or 8 < b <= 16 for b in bits) else cls.lowest_opset
 
     def __init__(self, graph: Graph, plan: Plan, opset: int) -> None:
         self.graph, self.plan, self.opset = graph, plan, opset
@@ -94,7 +117,7 @@ class OnnxBuilder:
         """Add a pass-through operator on a node's operand, between quantizers so that runtimes keep it in integers."""
         y = self.op(kind, inputs)
         if self.plan.quantized(node.data) and (node.data, node.name) not in self.plan.float_edges:
-            y = self._quantizer(y, node.data, self.fresh("q"))
+            y = self._again(y, node.data)
         return y
 
     def defer(self, value: str, finish: Callable[[str], str]) -> None:
@@ -168,13 +191,21 @@ class OnnxBuilder:
             self._rename(name, value)
             name = value
         finish = None if value in self.inner else self._deferred.pop(value, None)
-        quantized = self.plan.quantized(value) and value not in self.inner
+        quantized = self._is_quantized(value)
         self.before_quantizer[value] = name if finish is None else finish(name)
         self.after_quantizer[value] = self.before_quantizer[value]
         if quantized:
             name = self._shielded(name)
-            x = name if finish is None else finish(self._quantizer(name, value, self.fresh("q")))
+            x = name if finish is None else finish(self._again(name, value))
             self.after_quantizer[value] = self._quantizer(x, value, f"{value}_q")
+
+    def _is_quantized(self, value: str) -> bool:
+        """Return whether a value passes a quantizer."""
+        return self.plan.quantized(value) and value not in self.inner
+
+    def _again(self, x: str, value: str) -> str:
+        """Return x, which has the numbers of a value that is quantized, between quantizers of its own."""
+        return self._quantizer(x, value, self.fresh("q"))
 
     def _shielded(self, x: str) -> str:
         """Return what a quantizer reads for x: a copy, if ONNX Runtime would quantize the operator that makes x.

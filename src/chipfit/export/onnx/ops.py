@@ -298,7 +298,7 @@ def _embedding(w: OnnxBuilder, n: Node, x: Names) -> str:
         table = w.const(rows, f"{n.weight}_rows_q")
         return w.op("GatherBlockQuantized@com.microsoft", [table, x[1], *qparams], **how)
     dequantize = next((maker for maker in w.nodes if x[0] in maker.output), None)
-    if dequantize is None:
+    if dequantize is None or dequantize.op_type != "DequantizeLinear":
         return w.op("Gather", x, axis=0)
     integers, scale, zero = dequantize.input
     rows, stored, rank = w.op("Gather", [integers, x[1]], axis=0), w.plan[n.weight], len(w.shape(n, "in0"))

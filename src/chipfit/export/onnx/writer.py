@@ -20,14 +20,20 @@ from chipfit.graph.ir import OPAQUE, Graph
 from chipfit.passes.decompose import RULES, SMOOTH, decompose
 from chipfit.plan.record import Plan
 
-_LOWEST_OPSET = 13
 _OPSETS = {"LayerNorm": 17, OPAQUE: 18}  #: operators that need a later opset
-_OPSET_OF_4_AND_16_BITS = 21
 #: opset -> version of the file format that came with it, and the version of other opsets
 _IR_VERSIONS, _IR_VERSION = {13: 7, 17: 8, 18: 8, 21: 10}, 10
 
 
-def export_onnx(graph: Graph, plan: Plan | None, path: str | Path, *, opset: int | None = None, **ends: Any) -> Path:
+def export_onnx(
+    graph: Graph,
+    plan: Plan | None,
+    path: str | Path,
+    *,
+    opset: int | None = None,
+    form: type[OnnxBuilder] = OnnxBuilder,
+    **ends: Any,
+) -> Path:
     """Write the model to `path`.
 
     Args:
@@ -35,6 +41,7 @@ def export_onnx(graph: Graph, plan: Plan | None, path: str | Path, *, opset: int
         path: the `.onnx` file; it appears complete or not at all.
         opset: ONNX operator set; the lowest that holds everything when omitted (13; 17 for layer norms, 18 for opaque
             operators, 21 for 4- and 16-bit integers).
+        form: how quantizers are written.
         ends: see `chipfit.export.io_spec.io_spec_of`. The metadata entry "chipfit.io" has types, scales and zero
             points of quantized inputs and outputs; "chipfit.labels", "chipfit.mean" and "chipfit.std" are lists. All
             are JSON.
@@ -46,11 +53,11 @@ def export_onnx(graph: Graph, plan: Plan | None, path: str | Path, *, opset: int
     """
     plan = plan or Plan()
     io = io_spec_of(graph, plan, **ends)
-    lowest = lowest_opset(graph, plan)
+    lowest = lowest_opset(graph, plan, form)
     if opset is not None and opset < lowest:
         hint = "leave `opset` out"
         raise UnsupportedError(f"This model needs ONNX opset {lowest}", got=opset, allowed=f">= {lowest}", hint=hint)
-    model = _model(_build(*_writable(graph, plan), io, opset or lowest), io)
+    model = _model(_build(form(*_writable(graph, plan, form), opset or lowest), io), io)
     try:
         onnx.checker.check_model(model, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, ValueError) as e:  # the last: over 2 GB
@@ -58,14 +65,11 @@ def export_onnx(graph: Graph, plan: Plan | None, path: str | Path, *, opset: int
     return write_atomically(Path(path), model.SerializeToString())
 
 
-def lowest_opset(graph: Graph, plan: Plan) -> int:
-    bits = {t.stored.grid.bits for t in plan.tensors.values() if t.stored is not None}
-    if any(b <= 4 or 8 < b <= 16 for b in bits):
-        return _OPSET_OF_4_AND_16_BITS
-    return max([_LOWEST_OPSET, *(_OPSETS[n.op] for n in graph.nodes if n.op in _OPSETS)])
+def lowest_opset(graph: Graph, plan: Plan, form: type[OnnxBuilder] = OnnxBuilder) -> int:
+    return max([form.opset_of_formats(plan), *(_OPSETS[n.op] for n in graph.nodes if n.op in _OPSETS)])
 
 
-def _writable(graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
+def _writable(graph: Graph, plan: Plan, form: type[OnnxBuilder]) -> tuple[Graph, Plan]:
     """Return the graph in operators that ONNX has, and its plan.
 
     Raises:
@@ -87,22 +91,18 @@ def _writable(graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
         allowed = ", ".join(sorted({*WRITERS, *RULES}))
         hint = "replace them in the model, or export the part without them"
         raise UnsupportedError("These operators have no ONNX writer", got=got, allowed=allowed, hint=hint)
-    kinds = {t.stored.grid.kind for t in plan.tensors.values() if t.stored is not None} - {"int"}
-    if kinds:
-        hint = "export JSON encodings (`.json`) for this platform"
-        raise UnsupportedError("ONNX holds integer grids only", got=", ".join(sorted(kinds)), hint=hint)
+    form.check(graph, plan)
     return graph, plan
 
 
-def _build(graph: Graph, plan: Plan, io: IOSpec, opset: int) -> OnnxBuilder:
+def _build(b: OnnxBuilder, io: IOSpec) -> OnnxBuilder:
     """Write every node of the graph, in order."""
-    b = OnnxBuilder(graph, plan, opset)
-    for name in graph.inputs:
+    for name in b.graph.inputs:
         if name in io.inputs:
             b.quantized_input(name, io.inputs[name])
         else:
             b.publish(name, name)
-    for n in graph.nodes:
+    for n in b.graph.nodes:
         b.begin(n)
         names = splice(b, n) if n.op == OPAQUE else WRITERS[n.op](b, n, [b.read(i, n) for i in n.inputs])
         for value, name in zip(n.outputs, [names] if isinstance(names, str) else names, strict=False):

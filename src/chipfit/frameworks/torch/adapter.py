@@ -1,6 +1,7 @@
 """The adapter of PyTorch."""
 
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,6 +9,8 @@ import torch
 from chipfit.frameworks.adapter import Framework, included
 from chipfit.frameworks.torch.capture import capture, check_model
 from chipfit.frameworks.torch.device import device_named
+from chipfit.graph.ir import Graph
+from chipfit.plan.record import Plan
 from chipfit.registry import register
 
 
@@ -31,6 +34,11 @@ class Torch(Framework):
 
     def run(self, model: Any, inputs: Any) -> Any:
         return model(inputs)
+
+    def save(self, graph: Graph, plan: Plan, path: Path) -> Path:
+        from chipfit.frameworks.torch.saving import save
+
+        return save(graph, plan, path)
 
     def load(self, path: str) -> Any:
         from chipfit.frameworks.torch.archive import load

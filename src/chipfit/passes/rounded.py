@@ -1,0 +1,141 @@
+"""The float network that computes what a plan's simulation computes: with rounded weights, and arithmetic that rounds.
+
+A result y becomes (clip(round(y / s) + z, qmin, qmax) - z) s, as division, rounding, clipping and multiplication of
+floats, which every runtime has, for any bits.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from chipfit.errors import UnsupportedError
+from chipfit.graph.edit import new_name
+from chipfit.graph.ir import DYNAMIC, Graph, Node
+from chipfit.plan.record import Plan
+from chipfit.plan.sharing import share_quantizers
+from chipfit.quantizers.grids import shape_for
+from chipfit.quantizers.stored import Stored
+
+
+def with_rounded_weights(graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
+    """Return the graph with rounded weights and biases, and a plan that quantizes its results alone.
+
+    A weight that some operator reads unrounded is there twice.
+
+    Raises:
+        UnsupportedError: a tensor is quantized to a range that is found at each call.
+    """
+    if DYNAMIC in {n.op for n in graph.nodes}:
+        what, hint = "Ranges that are found at each call have no fake-quantized form", "export without `format`"
+        raise UnsupportedError(what, hint=hint)
+    out, names = graph.copy(), dict[str, str]()
+    raw = {name for name, _ in plan.float_edges}
+    for name in sorted(share_quantizers(graph, plan).rounded & {*graph.weights}):
+        names[name] = new_name(out, f"{name}_rounded") if name in raw else name
+        out.weights[names[name]] = plan[name].round(graph.weights[name].detach())
+    for k, n in enumerate(graph.nodes):
+        read = (i if (i, n.name) in plan.float_edges else names.get(i or "", i) for i in n.inputs)
+        out.nodes[k] = n.with_(inputs=tuple(read))
+    out.outputs = [names.get(v, v) for v in graph.outputs]
+    out.folds = {}
+    tensors = {name: t for name, t in plan.tensors.items() if t.role == "activation"}
+    edges = frozenset(edge for edge in plan.float_edges if edge[0] in tensors)
+    start = Plan(platform=plan.platform, provenance=plan.provenance, groups=plan.groups)
+    return out, replace(start, tensors=tensors, float_edges=edges)
+
+
+def rounded_network(graph: Graph, plan: Plan) -> Graph:
+    """Return the float network that computes what the simulation of a plan computes.
+
+    Raises:
+        UnsupportedError: a result is rounded to a table, or to a range that is found at each call.
+    """
+    start, plan = with_rounded_weights(graph, plan)
+    out, rounded, names = start.copy(), share_quantizers(start, plan).rounded, dict[str, str]()
+    out.nodes = []
+    names |= {v: _append_rounding(out, v, plan) for v in graph.inputs if v in rounded}
+    for n in start.nodes:
+        read = (i if (i, n.name) in plan.float_edges else names.get(i or "", i) for i in n.inputs)
+        out.nodes.append(n.with_(inputs=tuple(read)))
+        names |= {v: _append_rounding(out, v, plan) for v in n.outputs if v in rounded}
+    out.outputs = [names.get(v, v) for v in start.outputs]
+    return out
+
+
+class _Arithmetic:
+    """Operators that are appended to a graph behind one of its values."""
+
+    def __init__(self, graph: Graph, value: str, layer: str) -> None:
+        self.graph, self.value, self.layer = graph, value, layer
+
+    def __call__(self, op: str, x: str, other: str | float | torch.Tensor | None = None, **attrs: Any) -> str:
+        """Append an operator and return its result; numbers become constants."""
+        inputs: tuple[str, ...] = (x,)
+        if other is not None:
+            inputs = x, other if isinstance(other, str) else new_name(self.graph, f"{self.value}_constant")
+        if not isinstance(other, str) and other is not None:
+            self.graph.weights[inputs[1]] = torch.as_tensor(other, dtype=torch.float32)
+        y = new_name(self.graph, f"{self.value}_{op.lower()}")
+        self.graph.values[y] = replace(self.graph.values[self.value], name=y)
+        self.graph.nodes.append(Node(y, op, inputs, (y,), attrs, layer=self.layer))
+        return y
+
+
+def _half_up(do: _Arithmetic, x: str) -> str:
+    """Append floor(x) + (x - floor(x) >= 1/2), which is exact: the difference is exact wherever it is below 1/2."""
+    low = do("Floor", x)
+    twice = do("Mul", do("Sub", x, low), 2.0)
+    return do("Add", low, do("Clamp", do("Floor", twice), min=0.0, max=1.0))
+
+
+def _half_away(do: _Arithmetic, x: str) -> str:
+    """Append sign(x) floor(|x| + h), where h is the float before 1/2; see `quantizers.rounding`."""
+    before_half = 0.5 - torch.finfo(torch.float32).eps / 4
+    return do("Mul", do("Floor", do("Add", _magnitude(do, x), before_half)), do("Sign", x))
+
+
+def _magnitude(do: _Arithmetic, x: str) -> str:
+    return do("Max", x, do("Mul", x, -1.0))
+
+
+#: rounding rule of `quantizers.rounding` -> function that appends it
+_ROUNDINGS: dict[str, Callable[[_Arithmetic, str], str]] = {
+    "half_even": lambda do, x: do("Round", x),
+    "half_away": _half_away,
+    "half_up": _half_up,
+    "half_even_up": lambda do, x: do("Add", do("Round", do("Max", x, 0.0)), _half_up(do, do("Min", x, 0.0))),
+    "floor": lambda do, x: do("Floor", x),
+    "trunc": lambda do, x: do("Mul", do("Floor", _magnitude(do, x)), do("Sign", x)),
+}
+
+
+def clip_of(value: str, stored: Stored) -> tuple[float, float] | None:
+    """Return the bounds of a quantized result in steps around zero; None where zero points differ between channels.
+
+    Raises:
+        UnsupportedError: its numbers stand in a table.
+    """
+    if stored.grid.kind != "int":
+        got = f"a table of {stored.grid.levels} numbers"
+        what = f"Fake-quantized files cannot hold how '{value}' is rounded"
+        raise UnsupportedError(what, got=got, allowed="integers", hint="export JSON encodings (`.json`)")
+    first = int(stored.zero_point.reshape(-1)[0])
+    one = bool((stored.zero_point == first).all())
+    return (float(stored.grid.qmin - first), float(stored.grid.qmax - first)) if one else None
+
+
+def _append_rounding(out: Graph, value: str, plan: Plan) -> str:
+    """Append the arithmetic that rounds a value, and return its result."""
+    stored, clip = plan[value], clip_of(value, plan[value])
+    like = torch.empty([1] * len(out.shape(value)))
+    scale, zero = (shape_for(p, like, stored.axis) for p in (stored.scale, stored.zero_point))
+    do = _Arithmetic(out, value, plan.tensors[value].layer)
+    y = _ROUNDINGS[stored.grid.rounding](do, do("Div", value, scale))
+    if clip is not None:
+        y = do("Clamp", y, min=clip[0], max=clip[1])
+    else:
+        low, high = float(stored.grid.qmin), float(stored.grid.qmax)
+        y = do("Sub", do("Clamp", do("Add", y, zero), min=low, max=high), zero)
+    return do("Mul", y, scale)
