@@ -2,6 +2,7 @@
 
 import stat
 import struct
+import sys
 import zipfile
 
 import numpy as np
@@ -55,6 +56,71 @@ def test_a_model_that_is_none_is_refused(tmp_path, monkeypatch, text, words):
     (tmp_path / "garbage.pt2").write_bytes(b"PK\x03\x04 nothing")
     with pytest.raises(CaptureError, match=words):
         load_model(text.replace("MINE", MINE))
+
+
+def file_of(tmp_path, name):
+    """Write a file of a kind that holds no model that can be loaded here."""
+    path, net = tmp_path / name, nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+    if name == "script.pt":
+        torch.jit.save(torch.jit.trace(net, torch.ones(1, 2)), path)
+    elif name == "module.pt":
+        torch.save(net, path)
+    elif name == "own.pth":
+        torch.save({"model": Trap(), "epoch": 3}, path)
+    elif name.startswith("weights"):
+        content = {"state_dict": net.state_dict(), "epoch": 3} if "checkpoint" in name else net.state_dict()
+        torch.save(content, path, _use_new_zipfile_serialization="old" not in name)
+    elif name == "saved_model":
+        path.mkdir()
+        (path / "saved_model.pb").write_bytes(b"")
+    else:
+        path.write_bytes(b"")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("script.pt", "is a TorchScript program.*Try: build the module"),
+        ("module.pt", r"is a pickled torch\.nn\.modules\.container\.Sequential.*torch\.export"),
+        ("own.pth", r"is a pickled .*which could run any code"),
+        ("weights.pth", "is a state dictionary.*load_state_dict.*weights_only=True"),
+        ("weights_checkpoint.bin", "is a state dictionary"),
+        ("weights_old.pt", "is a state dictionary"),
+        ("w.safetensors", "is weights without a model.*--weights"),
+        ("saved_model", "is a SavedModel of TensorFlow.*from_saved_model"),
+        ("frozen.pb", "is a frozen graph of TensorFlow 1"),
+        ("net.engine", "is a TensorRT engine"),
+        ("unknown.pt", "Model must be a file"),
+    ],
+)
+def test_a_file_of_another_kind_is_named_with_what_makes_it_loadable(tmp_path, name, words):
+    with pytest.raises(CaptureError, match=words):
+        load_model(str(file_of(tmp_path, name)))
+
+
+def test_a_folder_of_transformers_is_a_model(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    size = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+        "vocab_size": 20,
+    }
+    written = transformers.BertForSequenceClassification(transformers.BertConfig(**size)).eval()
+    written.save_pretrained(tmp_path)
+    ids = torch.arange(6).view(1, 6)
+    torch.testing.assert_close(load_model(str(tmp_path))(ids)[0], written(ids)[0])
+    (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
+    with pytest.raises(CaptureError, match="cannot be loaded"):
+        load_model(str(tmp_path))
+
+
+def test_timm_is_named_where_it_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(CaptureError, match="pip install timm"):
+        load_model("timm:resnet18")
 
 
 def test_a_pt2_file_knows_its_own_input(tmp_path):

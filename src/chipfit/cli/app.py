@@ -38,7 +38,7 @@ def _platform(text: str) -> chipfit.Platform:
     return load_target(text)
 
 
-Model = Annotated[str, Argument(help="a .pt2 file (torch.export.save), a .keras file, or module:factory")]
+Model = Annotated[str, Argument(help="a .pt2, .keras or .h5 file, module:factory, timm:NAME, or a transformers folder")]
 Data = Annotated[str, Option("--data", help=".npz (x, and y for accuracy), a folder of images, or module:iterable")]
 _PLATFORM: dict[str, Any] = {"parser": _platform, "metavar": "PLATFORM"}
 _PLATFORM["help"] = "built-in name, NAME@REVISION, a YAML or JSON file, or module:chip in Python"

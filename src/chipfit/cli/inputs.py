@@ -15,6 +15,8 @@ import torch
 from chipfit.errors import CaptureError, ConfigError, DataError, PlanError, import_optional, short_message
 from chipfit.files import ARCHIVE_ERRORS, existing_file, wrap_read_errors
 from chipfit.frameworks import adapter_of, all_facts, facts_of, framework_of, framework_of_file, is_model, load
+from chipfit.frameworks.model_files import refused_file
+from chipfit.frameworks.torch.named import is_named, load_named
 from chipfit.import_by_name import call_factory, import_by_name, import_or_call
 from chipfit.reading import load_weights
 from chipfit.search.limits import Limits
@@ -26,7 +28,7 @@ _MOST_FILES = 200_000
 
 
 def load_model(text: str, weights: Path | None = None, device: str | None = None) -> Any:
-    """Load a model from a file or as the result of `module:factory`, with weights from a safetensors file.
+    """Load a model from a file, by name, or as the result of `module:factory`, with weights from a safetensors file.
 
     Args:
         device: device that it is moved to, see `Framework.device_named`; None leaves it where it is.
@@ -39,13 +41,16 @@ def load_model(text: str, weights: Path | None = None, device: str | None = None
         adapter_of(framework_of_file(text) or "torch").device_named(device)
     if framework_of_file(text):
         model = load(text)
-    elif ":" in text:
+    elif is_named(text):
+        model = load_named(text)
+    elif ":" in text and not os.path.exists(text):
         model = import_or_call(text, "model", CaptureError, is_model)
     else:
         files = [f for f in all_facts().values() if f.suffix]
-        allowed = f"{', '.join(f'a {f.suffix} file' for f in files)}, or module:factory"
-        hint = "; ".join(f"{f.saving} writes a {f.suffix} file" for f in files)
-        raise CaptureError("Model must be a file or module:factory", got=text, allowed=allowed, hint=hint)
+        allowed = (
+            f"{', '.join(f'a {f.suffix} file' for f in files)}, module:factory, timm:NAME, or a transformers folder"
+        )
+        raise refused_file(text, allowed, "; ".join(f"{f.saving} writes a {f.suffix} file" for f in files))
     if not is_model(model):
         known = " or ".join(f.title for f in all_facts().values())
         raise CaptureError(f"'{text}' must provide a {known} model", got=type(model).__name__)

@@ -109,7 +109,8 @@ def checksum(model: Any, framework: str) -> int:
 
 def framework_of_file(path: str) -> str:
     """Return the framework whose models stand in files of this suffix; "" if there is none."""
-    return next((name for name, f in all_facts().items() if f.suffix and path.endswith(f.suffix)), "")
+    known = {name: tuple(filter(None, (f.suffix, *f.older_suffixes))) for name, f in all_facts().items()}
+    return next((name for name, suffixes in known.items() if path.endswith(suffixes)), "")
 
 
 def load(path: str, framework: str = "") -> Any:

@@ -35,6 +35,7 @@ class Facts:
     packages: Sequence[str]  #: top-level packages that the classes of its models come from
     channels_last: bool = False  #: whether its images are [N, H, W, C] instead of [N, C, H, W]
     suffix: str = ""  #: suffix of files with a model, "" if it has none
+    older_suffixes: Sequence[str] = ()  #: of files that it reads too
     saving: str = ""  #: call that writes such a file
     install: str = ""  #: how to install it
     placing: str = ""  #: how to choose the device of its models, if the framework itself places them

@@ -55,13 +55,12 @@ class _Lengths:
 
     def divided_by(self, n: Node) -> _Length | None:
         """Return the length of its operand by which a node divides it; None for every other node."""
+        found: dict[str | None, _Length | None] = {}  # operand -> the length that divides it
         if n.op == "Div":
-            pairs = [(n.data, self._length(n.inputs[1]))]
+            found = {n.data: self._length(n.inputs[1])}
         elif n.op == "Mul":
-            pairs = [(x, self._of_inverse(y)) for x, y in (n.inputs, n.inputs[::-1])]
-        else:
-            return None
-        return next((length for x, length in pairs if length is not None and length.of == x), None)
+            found = {x: self._of_inverse(y) for x, y in (n.inputs, n.inputs[::-1])}
+        return next((length for x, length in found.items() if length is not None and length.of == x), None)
 
     def _of_inverse(self, value: str | None) -> _Length | None:
         n = self.producers.get(value or "")

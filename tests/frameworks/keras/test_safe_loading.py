@@ -104,3 +104,89 @@ def test_a_keras_configuration_of_another_shape_is_refused(tmp_path, config):
         z.writestr("config.json", json.dumps(config))
     with pytest.raises(CaptureError, match="not a Keras model|is not data"):
         load_model(str(tmp_path / "m.keras"))
+
+
+# ---------------------------------------------------------------- files of HDF5, which Keras 2 wrote
+
+h5py = pytest.importorskip("h5py")
+#: settings of layers that Keras 2 wrote and Keras 3 has not
+OLD = {
+    "DepthwiseConv2D": {"groups": 1},
+    "SeparableConv2D": {"groups": 1, "kernel_initializer": None, "kernel_regularizer": None, "kernel_constraint": None},
+    "Conv2DTranspose": {"groups": 1},
+    "GRU": {"time_major": False},
+}
+
+
+def as_keras_2(file, change=lambda layers: None):
+    """Rewrite the configuration of an .h5 file as Keras 2 wrote it: short entries, with settings that are gone."""
+    with h5py.File(file, "r+") as f:
+        model = json.loads(f.attrs["model_config"])
+        for entry in every_layer(model):
+            entry["config"] |= OLD.get(entry["class_name"], {})
+            entry.pop("module", None)
+            entry.pop("registered_name", None)
+        change(model["config"]["layers"])
+        f.attrs["model_config"] = json.dumps(model)
+    return file
+
+
+def every_layer(model):
+    for entry in model["config"]["layers"]:
+        yield entry
+        if "layer" in entry["config"]:
+            yield entry["config"]["layer"]
+
+
+@pytest.fixture
+def old_file(tmp_path):
+    L = keras.layers
+    x = keras.Input((8, 8, 3), name="x")
+    y = L.SeparableConv2D(4, 3)(L.DepthwiseConv2D(3, name="deep")(x))
+    y = L.Bidirectional(L.GRU(2))(L.Reshape((-1, 4))(L.Conv2DTranspose(4, 2)(y)))
+    model = keras.Model(x, y)
+    model.save(tmp_path / "m.h5")
+    return model, as_keras_2(tmp_path / "m.h5")
+
+
+def test_a_file_of_keras_2_gives_the_same_network(old_file):
+    model, file = old_file
+    x = randn(2, 8, 8, 3)
+    with torch.no_grad():
+        torch.testing.assert_close(load_model(str(file))(x), model(x))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"class_name": "Lambda", "config": {"function": [CODE, None, None], "function_type": "lambda"}},
+        {"class_name": "TFOpLambda", "config": {"function": "math.multiply"}},
+        {"class_name": "Thing", "config": {}},
+        KERAS["a foreign class"],
+    ],
+    ids=["a lambda layer", "a function of TensorFlow", "an unknown class", "a foreign class"],
+)
+def test_a_file_of_keras_2_makes_only_layers_of_keras(old_file, trap, config):
+    as_keras_2(old_file[1], lambda layers: layers[1].update(config))
+    with pytest.raises(CaptureError, match="is not data"):
+        load_model(str(old_file[1]))
+    assert not trap.exists()
+
+
+def test_a_setting_of_keras_2_that_does_something_is_refused(old_file):
+    as_keras_2(old_file[1], lambda layers: layers[1]["config"].update(groups=3))
+    with pytest.raises(CaptureError, match="class 'DepthwiseConv2D'"):
+        load_model(str(old_file[1]))
+
+
+def test_weights_alone_are_no_model(tmp_path, old_file):
+    old_file[0].save_weights(tmp_path / "m.weights.h5")
+    with pytest.raises(CaptureError, match="holds weights without a model.*load_weights"):
+        load_model(str(tmp_path / "m.weights.h5"))
+
+
+@pytest.mark.parametrize("content", [b"", b"\x89HDF\r\n\x1a\n", b"no file of this kind"])
+def test_a_damaged_h5_file_is_refused(tmp_path, content):
+    (tmp_path / "m.h5").write_bytes(content)
+    with pytest.raises(CaptureError, match="not a Keras model"):
+        load_model(str(tmp_path / "m.h5"))

@@ -6,6 +6,7 @@ list here does not depend on the version: Keras's own building blocks, and what 
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 import keras
 import torch
 
-from chipfit.errors import CaptureError, GraphError, first_line, raised_outside_chipfit
+from chipfit.errors import CaptureError, GraphError, first_line, import_optional, raised_outside_chipfit
 from chipfit.files import ARCHIVE_ERRORS, existing_file, open_zip
 from chipfit.frameworks.keras.backend import to_backend, to_torch
 
@@ -27,6 +28,10 @@ _CLASSES = (
 ).split()
 #: modules whose functions a configuration may name
 _FUNCTIONS = "keras.activations", "keras.ops", "keras.src.activations", "keras.src.ops"
+#: where the classes of configurations without a module are
+_PLACES_OF_KERAS_2 = (
+    "keras keras.layers keras.initializers keras.regularizers keras.constraints keras.src.models".split()
+)
 _KINDS = (
     *(keras.Layer, keras.Operation, keras.Initializer, keras.Regularizer, keras.constraints.Constraint),
     keras.losses.Loss,
@@ -34,6 +39,17 @@ _KINDS = (
 )
 #: classes that hold code
 _CODE = frozenset("Lambda TorchModuleWrapper TFSMLayer JaxLayer FlaxLayer".split())
+#: settings of layers of Keras 2 that Keras 3 lacks, and the value with which they do nothing
+_ANY = object()
+_OF_KERAS_2 = {
+    "groups": 1,
+    "time_major": False,
+    **dict.fromkeys(("kernel_initializer", "kernel_regularizer", "kernel_constraint"), _ANY),
+}
+_WEIGHTS_ALONE = (
+    "build the model in Python, model.load_weights(file), model.save('model.keras'); or give module:factory, where the "
+    "factory does so"
+)
 #: tags of Keras for values in a configuration
 _VALUES = frozenset("__keras_tensor__ __tensor__ __numpy__ __bytes__ __ellipsis__ __slice__".split())
 
@@ -69,10 +85,12 @@ def _check_entry(config: dict[str, Any]) -> None:
         raise GraphError(f"'{name}' reads a file", got=inner["vocabulary"], allowed="a vocabulary inside the file")
     if kind == "function":
         allowed = module == "builtins" or _is_below(module, _FUNCTIONS)
-        places = ("keras.activations", "keras.ops") if module == "builtins" else (module,)
+        places = ["keras.activations", "keras.ops"] if module == "builtins" else [module]
         allowed = allowed and any(callable(_loaded_attribute(place, name)) for place in places)
     else:
-        cls = _loaded_attribute(module, name) if module == "keras" or _is_below(module, _CLASSES) else None
+        given = [module] if module == "keras" or _is_below(module, _CLASSES) else []
+        places = _PLACES_OF_KERAS_2 if module is None else given
+        cls = next((c for p in places if (c := _loaded_attribute(p, name)) is not None), None)
         allowed = isinstance(cls, type) and issubclass(cls, _KINDS)
     if not allowed:
         what = f"'{name}' is neither a building block of Keras nor registered here"
@@ -89,15 +107,42 @@ def _loaded_attribute(module: Any, name: str) -> Any:
     return getattr(sys.modules.get(module), name, None)
 
 
+def without_settings_of_keras_2(config: Any) -> Any:
+    """Return a configuration without the settings of Keras 2 that do nothing and that Keras 3 refuses."""
+    if isinstance(config, list):
+        return [without_settings_of_keras_2(c) for c in config]
+    if not isinstance(config, dict):
+        return config
+    out = {k: without_settings_of_keras_2(c) for k, c in config.items()}
+    cls = getattr(keras.layers, str(out.get("class_name")), None)
+    if isinstance(cls, type) and isinstance(out.get("config"), dict):
+        known = inspect.signature(cls).parameters
+        idle = {
+            k for k, v in out["config"].items() if k not in known and k in _OF_KERAS_2 and _OF_KERAS_2[k] in (v, _ANY)
+        }
+        out["config"] = {k: v for k, v in out["config"].items() if k not in idle}
+        inner = out["config"].get("layer")  # of a wrapper, whose class Keras 3 finds by its module only
+        if isinstance(inner, dict) and hasattr(keras.layers, str(inner.get("class_name"))):
+            out["config"]["layer"] = {"module": "keras.layers", "registered_name": None, **inner}
+    return out
+
+
 def load(path: str | Path) -> Any:
-    """Load the model of a `.keras` file.
+    """Load the model of a `.keras` file, or of an `.h5` file, which Keras 2 wrote too.
 
     Raises:
         CaptureError: The file does not exist, is damaged, or holds Python code or classes that are not registered here.
     """
-    _check_file(existing_file(path, CaptureError, "The model file"))
+    file = existing_file(path, CaptureError, "The model file")
+    archived = file.suffix == ".keras"
+    config = _checked(path, _read_archive if archived else _read_hdf5)
     try:
-        return keras.saving.load_model(path, compile=False, safe_mode=True)
+        if archived:
+            return keras.saving.load_model(path, compile=False, safe_mode=True)
+        kind = keras.Sequential if config["class_name"] == "Sequential" else keras.Model
+        model = kind.from_config(without_settings_of_keras_2(config["config"]))
+        model.load_weights(path)
+        return model
     except Exception as e:  # Keras raises many types, and so do the classes that are registered
         if not raised_outside_chipfit(e):
             raise
@@ -110,14 +155,32 @@ def load(path: str | Path) -> Any:
         ) from e
 
 
-def _check_file(path: str | Path) -> None:
-    """Raise unless the file is an archive whose configuration names only classes of Keras or registered ones."""
+def _read_archive(path: str | Path) -> Any:
+    with open_zip(path) as archive:
+        return json.loads(archive.read("config.json"))
+
+
+def _read_hdf5(path: str | Path) -> Any:
+    """Read the configuration of an `.h5` file.
+
+    Raises:
+        CaptureError: It has weights alone.
+    """
+    h5py = import_optional("h5py", "An .h5 file", CaptureError, "h5py")
+    with h5py.File(path, "r") as file:
+        config = file.attrs.get("model_config")
+    if config is None:
+        raise CaptureError("The file holds weights without a model", where=str(path), hint=_WEIGHTS_ALONE)
+    return json.loads(config)
+
+
+def _checked(path: str | Path, read: Callable[[str | Path], Any]) -> dict[str, Any]:
+    """Return the configuration of a file; it must name only classes of Keras or registered ones."""
     try:
-        with open_zip(path) as archive:
-            config = json.loads(archive.read("config.json"))
-            if not isinstance(config, dict):
-                raise ValueError("its configuration is no table")
-            check_registered({k: v for k, v in config.items() if k != "compile_config"})  # compile_config is not loaded
+        config = read(path)
+        if not isinstance(config, dict):
+            raise ValueError("its configuration is no table")
+        check_registered({k: v for k, v in config.items() if k != "compile_config"})  # compile_config is not loaded
     except (*ARCHIVE_ERRORS, ValueError, KeyError, RecursionError) as e:
         what, got = "The file is not a Keras model that can be loaded here", f"{type(e).__name__}: {str(e)[:300]}"
         raise CaptureError(what, where=str(path), got=got, hint="save it with model.save('model.keras')") from e
@@ -125,6 +188,7 @@ def _check_file(path: str | Path) -> None:
         hint = "save it again without such layers; for custom classes give module:factory; lambdas are never executed"
         what = f"The file is not data: {e.what}"
         raise CaptureError(what, where=str(path), got=e.got, allowed=e.allowed, hint=hint) from e
+    return config
 
 
 PREFIX = "keras:"

@@ -1,0 +1,115 @@
+"""The error for a file or name that cannot be loaded as a model: what it is, and how its model gets here.
+
+Nothing in the file is executed.
+"""
+
+import pickletools
+import re
+import zipfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from chipfit.errors import CaptureError
+from chipfit.files import ARCHIVE_ERRORS
+
+_FACTORY = "write its two lines as a factory, `def build(): ...` in net.py, and give net:build"
+_WEIGHTS = "model = Net(); model.load_state_dict(torch.load(file, weights_only=True))"
+_PROGRAM = "torch.export.save(torch.export.export(model, (example,)), 'model.pt2')"
+
+
+class _Kind(NamedTuple):
+    """A kind of file, and what makes its model loadable."""
+
+    what: str
+    hint: str
+
+
+_STATE_DICT = _Kind("a state dictionary: weights without a model", f"{_WEIGHTS}; {_FACTORY}")
+_SCRIPT = _Kind(
+    "a TorchScript program, which cannot be captured",
+    f"build the module in Python: model = Net(); model.load_state_dict(torch.jit.load(file).state_dict()); {_FACTORY}",
+)
+_BY_SUFFIX = {
+    ".safetensors": _Kind(
+        "weights without a model",
+        f"model = Net(); safetensors.torch.load_model(model, file); {_FACTORY}, or add --weights",
+    ),
+    ".pb": _Kind("a frozen graph of TensorFlow 1", "convert it to a float .tflite or .onnx file with TensorFlow"),
+    ".ckpt": _Kind("a checkpoint: weights without a model", f"model = Net(); load its state dictionary; {_FACTORY}"),
+    ".mlmodel": _Kind("a Core ML model", "start from the model that it was converted from"),
+    ".engine": _Kind("a TensorRT engine, which is compiled", "start from the model that it was built from"),
+}
+_PICKLES = (".pt", ".pth", ".bin", ".pkl", ".ckpt")
+#: names in a pickle of tensors and their containers
+_PLAIN = re.compile(
+    r"(collections|torch(\._utils|\.storage|\.serialization|\._tensor)?|numpy.*|_codecs) "
+    r"|_*builtins?_* (set|bytearray)$"
+)
+
+
+def refused_file(text: str, allowed: str, hint: str) -> CaptureError:
+    """Return the error for a text that names no model that can be loaded.
+
+    Args:
+        allowed, hint: what can be loaded, and how to make it, for texts of no known kind.
+    """
+    path = Path(text)
+    kind = _kind_of(path) if path.exists() else _BY_SUFFIX.get(path.suffix.lower())
+    if kind is None:
+        return CaptureError("Model must be a file or module:factory", got=text, allowed=allowed, hint=hint)
+    return CaptureError(f"'{text}' is {kind.what}", allowed=allowed, hint=kind.hint)
+
+
+def _kind_of(path: Path) -> _Kind | None:
+    if path.is_dir():
+        return _kind_of_folder(path)
+    return (_kind_of_pickle(path) if path.suffix.lower() in _PICKLES else None) or _BY_SUFFIX.get(path.suffix.lower())
+
+
+def _kind_of_folder(path: Path) -> _Kind | None:
+    if (path / "saved_model.pb").exists():
+        convert = "tf.lite.TFLiteConverter.from_saved_model(folder).convert()"
+        return _Kind(
+            "a SavedModel of TensorFlow", f"model = keras.models.load_model(folder) where it is of Keras; or {convert}"
+        )
+    if (path / "plan.json").exists():
+        return _Kind("a saved result of chipfit", "chipfit.load(folder)")
+    return None
+
+
+def _kind_of_pickle(path: Path) -> _Kind | None:
+    """Tell a state dictionary from a module by the names in its pickle, which is not executed."""
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                names = archive.namelist()
+                if any(n.endswith("constants.pkl") for n in names):
+                    return _SCRIPT
+                inside = next((n for n in names if n.endswith("data.pkl")), None)
+                if inside is None:
+                    return None
+                with archive.open(inside) as file:
+                    classes = [*_classes(pickletools.genops(file.read(1 << 24)))]
+        else:
+            with path.open("rb") as file:  # a magic number, a version, a description of the system, the object
+                classes = [c for _ in range(4) for c in _classes(pickletools.genops(file))]
+    except (*ARCHIVE_ERRORS, ValueError, IndexError, KeyError):
+        return None
+    own = next((c for c in classes if not _PLAIN.match(c)), "")
+    if not own:
+        return _STATE_DICT
+    what = f"a pickled {own.replace(' ', '.')}, which could run any code when it is loaded"
+    return _Kind(what, f"build the model in Python: {_WEIGHTS}; {_FACTORY}; or {_PROGRAM} where it was trained")
+
+
+def _classes(operations: Iterable[tuple[pickletools.OpcodeInfo, object, int | None]]) -> Iterator[str]:
+    """Yield "module name" of each class or function that a pickle calls."""
+    texts: list[str] = []
+    for op, argument, _ in operations:
+        if op.name == "GLOBAL":
+            yield str(argument)
+        elif op.name == "STACK_GLOBAL" and len(texts) > 1:
+            yield f"{texts[-2]} {texts[-1]}"
+        elif isinstance(argument, str):
+            texts.append(argument)

@@ -1,0 +1,65 @@
+"""PyTorch models by their names in other libraries: `timm:NAME`, and folders that transformers saved."""
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from chipfit.errors import CaptureError, first_line, import_optional, raised_outside_chipfit
+
+_TIMM = "timm:"
+#: end of the name of an architecture -> the class of transformers that loads it
+_HEADS = {
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "ForTokenClassification": "AutoModelForTokenClassification",
+    "ForQuestionAnswering": "AutoModelForQuestionAnswering",
+    "ForMaskedLM": "AutoModelForMaskedLM",
+    "ForCausalLM": "AutoModelForCausalLM",
+    "LMHeadModel": "AutoModelForCausalLM",
+    "ForImageClassification": "AutoModelForImageClassification",
+    "ForSemanticSegmentation": "AutoModelForSemanticSegmentation",
+    "ForObjectDetection": "AutoModelForObjectDetection",
+    "ForAudioClassification": "AutoModelForAudioClassification",
+    "ForCTC": "AutoModelForCTC",
+}
+
+
+def is_named(text: str) -> bool:
+    """Return whether a text names a model of timm, or a folder with a model of transformers."""
+    return text.startswith(_TIMM) or (Path(text) / "config.json").is_file()
+
+
+def load_named(text: str) -> nn.Module:
+    """Load a model by `timm:NAME`, with its trained weights, or from a folder that `save_pretrained` wrote.
+
+    Nothing in the folder is executed: weights are read from safetensors, and code of the model's own is refused.
+
+    Raises:
+        CaptureError: The library is not installed, or does not know the model, or its weights are not here.
+    """
+    try:
+        model = _of_timm(text.removeprefix(_TIMM)) if text.startswith(_TIMM) else _of_transformers(text)
+    except Exception as e:  # these libraries raise what they like
+        if not raised_outside_chipfit(e):
+            raise
+        raise CaptureError(f"'{text}' cannot be loaded", got=first_line(e)) from e
+    return model.eval()
+
+
+def _of_timm(name: str) -> Any:
+    timm = import_optional("timm", "A model of timm", CaptureError, "timm")
+    if not timm.is_model(name):
+        near = timm.list_models(f"*{name.split('_')[0]}*")[:5]
+        raise CaptureError("timm has no such model", got=name, allowed=", ".join(near), hint="timm.list_models()")
+    return timm.create_model(name, pretrained=True)
+
+
+def _of_transformers(folder: str) -> Any:
+    transformers = import_optional("transformers", "A folder of transformers", CaptureError, "transformers")
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    named = (config.architectures or [""])[0]
+    head = next((cls for end, cls in _HEADS.items() if named.endswith(end)), "AutoModel")
+    options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
+    model = getattr(transformers, head).from_pretrained(folder, config=config, **options)
+    model.config.return_dict = False  # tuples, as captured programs have them
+    return model
