@@ -74,7 +74,7 @@ ALGORITHMS = [
     ("ort_cpu", "dsq"),
     ("ort_cpu", "tqt"),
     ("ort_cpu", "dorefa"),
-    ("ort_cpu", {"weights": "dorefa(rescale=False)", "activations": "pact"}),
+    ("ort_cpu", {"weights": "dorefa", "activations": "pact"}),
     ("ort_cpu", {"weights": "qil"}),
     ("tflite_int8", {"weights": "n2uq"}),
     ("nnie", "nnie_log"),

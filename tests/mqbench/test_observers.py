@@ -118,6 +118,8 @@ def test_a_quantile_clips_an_outlier():
 
 def test_clip_std_is_limited_to_the_extremes():
     """[0, 0, 0, 10]: 2.5 +- 2.6 * 5 reaches past both extremes; of 100 values the one at 10 is cut."""
+    wide = observed("ClipStd", torch.tensor([0.0, 0.0, 0.0, 10.0]), widens=True)  # [-10.5, 15.5], as MQBench computes
+    assert wide.calculate_qparams()[0].item() == pytest.approx(15.5 / 127.5)
     assert ends(observed("ClipStd", [0.0, 0.0, 0.0, 10.0])) == [0, 10]
     many = torch.zeros(100)
     many[0] = 10.0

@@ -63,8 +63,9 @@ class DocumentLSQ(QuantizeBase):
 @pytest.mark.parametrize("options", [S4, S4 | {"pot_scale": True}, A4, C4, S4 | {"ada_sign": True}])
 @pytest.mark.parametrize("x", [X, X.abs()], ids=["signed", "positive"])
 def test_the_documents_example_agrees_with_chipfits_lsq(options, x):
-    """Values, and gradients of the scale."""
-    theirs, ours = DocumentLSQ("LSQ", **options), AlgorithmQuantizer("LSQ", algorithm="lsq", role="weight", **options)
+    """Values, and gradients of the scale; MQBench clips after rounding."""
+    theirs, own = DocumentLSQ("LSQ", **options), {"algorithm": "lsq(clip_first=False)", "role": "weight"}
+    ours = AlgorithmQuantizer("LSQ", **own, **options)
     ours.prepare(x)
     results = [q(x) for q in (theirs, ours)]
     torch.testing.assert_close(*results)
@@ -117,6 +118,34 @@ def test_every_algorithm_trains_and_is_saved(name, options, role):
     other.load_state_dict(q.state_dict())
     assert torch.equal(other.eval()(X), q(X)) and q(X).unique().numel() <= 16 * (6 if options is C4 else 1)
     assert q.activation_post_process.batches == 1  # inference observes nothing
+
+
+@pytest.mark.parametrize("name", registered("training"))
+@pytest.mark.parametrize("observer", ["MinMax", "EMAMinMax", "LSQ", "QuantileMovingAverage"])
+@pytest.mark.parametrize("options", [S4, A4], ids=["int4", "affine"])
+def test_a_first_batch_of_zeros_does_not_decide_a_scale(name, observer, options):
+    """Training begins anew with the first batch that has another number; until then the range is [0, 1]."""
+    if create("training", name).refuses(QuantizeBase("MinMax", **options).grid, "activation"):
+        pytest.skip("refused by name")
+    late, usual = (AlgorithmQuantizer(observer, algorithm=name, **options).train() for _ in range(2))
+    assert not late(torch.zeros(4, 5)).any()
+    zeroed = [p for p in late.parameters() if p.requires_grad]
+    assert all(float(p.detach().abs().max()) > 1e-3 or p.min() == 0 for p in zeroed)
+    assert torch.equal(late(X), usual(X)) and usual(X).unique().numel() > 3
+    late(3 * X)  # observes no more
+    assert late.numbers() == usual.numbers()
+
+
+def test_a_channel_of_zeros_has_the_greatest_scale_of_the_others():
+    w = torch.stack([torch.zeros(5), torch.linspace(-1, 3, 5), torch.linspace(-1, 1, 5)]).requires_grad_()
+    q = AlgorithmQuantizer("MinMax", algorithm="tqt(pot=False)", role="weight", **C4)
+    q.prepare(w)
+    q(w)
+    assert q.numbers()[0].tolist() == pytest.approx([3 / 7.5, 3 / 7.5, 1 / 7.5])
+    with torch.no_grad():
+        w[0] = 1.0  # a step of training
+    (q(w) * 2).sum().backward()
+    assert w.grad[0].tolist() == [2] * 5
 
 
 def test_signedness_follows_the_data_and_sticks_by_default():

@@ -21,7 +21,7 @@ from chipfit.errors import ConfigError, DataError, UnknownNameError
 from chipfit.quantizers.algorithm import MOST_BITS
 from chipfit.quantizers.grids import Grid
 from chipfit.ranges.kl import KlRange
-from chipfit.ranges.qparams import QParams, finish_scale, from_min_max, wide
+from chipfit.ranges.qparams import HIGH_IF_ALL_ZERO, LEAST_SCALE, QParams, finish_scale, from_min_max, wide
 from chipfit.ranges.search import Sample, count, errors, search
 from chipfit.ranges.std import within
 from chipfit.registry import lookup, register
@@ -115,6 +115,7 @@ class ObserverBase(nn.Module):
         self.symmetric = kind == "symmetric"
         self.adjust_sign = False  #: quantized values are unsigned
         self.batches = 0  #: number of batches observed
+        self.nonzero = False  #: a batch had another number than 0
         self.statistics = torch.empty(0)  #: [K, C]; row 0 holds minima, row 1 maxima
 
     # ---- observation
@@ -148,7 +149,9 @@ class ObserverBase(nn.Module):
         new = wide(new)
         old = self.statistics.to(new)
         self.batches += 1
-        if self.batches == 1 or self.over == "latest":
+        starts = self.batches == 1 or (not self.nonzero and self.over in ("moving", "first"))
+        self.nonzero = self.nonzero or bool((new != 0).any())  # awaits an accelerator until it is true
+        if starts or self.over == "latest":
             self.statistics = new
         elif self.over == "widest":
             self.statistics = torch.cat([torch.minimum(old[:1], new[:1]), torch.maximum(old[1:], new[1:])])
@@ -249,7 +252,7 @@ class ObserverBase(nn.Module):
             hint = "run a batch after enable_calibration(model)"
             raise DataError(f"{type(self).__name__} has observed no batch", hint=hint)
         low, high = self.statistics[0].clamp_max(0), self.statistics[1].clamp_min(0)
-        scale = finish_scale(self.step(low, high, *self.statistics[2:]), Grid(bits=self.bitwidth, qmin=0, qmax=1))
+        scale = finish_scale(self._revived(self.step(low, high, *self.statistics[2:])), Grid(bits=1, qmin=0, qmax=1))
         scale = to_pot(scale) if self.pot_scale else scale
         zero = torch.zeros_like(low)
         if not self.symmetric:
@@ -257,12 +260,22 @@ class ObserverBase(nn.Module):
         pair = scale, zero.to(torch.int32)
         return pair if self.ch_axis >= 0 else (pair[0][0], pair[1][0])
 
+    def _revived(self, scale: torch.Tensor) -> torch.Tensor:
+        """Return scales [C] with those of channels that were all 0 replaced by the greatest, or by that of [0, 1].
+
+        So small a scale as theirs would clip whatever comes later, and no gradient might lead away from it.
+        """
+        greatest = scale.max()
+        usual = torch.where(greatest > LEAST_SCALE, greatest, HIGH_IF_ALL_ZERO / self._levels)
+        return torch.where(scale > LEAST_SCALE, scale, usual)
+
     def get_extra_state(self) -> dict[str, Any]:
         return {key: getattr(self, attribute) for key, attribute in self._STATE.items()}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         for key, value in state.items():
             setattr(self, self._STATE[key], value)
+        self.nonzero = bool((self.statistics != 0).any())
 
     def extra_repr(self) -> str:
         return f"{self.quant_min}..{self.quant_max}, {self.qscheme}, {self.over} of {self.batches} batches"
@@ -328,15 +341,23 @@ QuantileMovingAverage = variant("QuantileMovingAverage", Quantile, over="first",
 
 @register("observer", "ClipStd")
 class ClipStd(ObserverBase):
-    """[mean - k sd, mean + k sd] of the last batch, limited to its extremes."""
+    """[mean - k sd, mean + k sd] of the last batch, limited to its extremes.
+
+    Args:
+        widens: widen the extremes to that range instead, and clip nothing, as in the code of MQBench.
+    """
 
     over = "latest"
 
     k: Positive = 2.6
+    widens: bool = False
 
     def batch_statistics(self, x: torch.Tensor) -> torch.Tensor:
         _, mean, sd = self.moments(x)
-        return torch.stack(within(mean, sd, self.k, *self.extremes(x)))
+        low, high = self.extremes(x)
+        if self.widens:
+            return torch.stack([low.minimum(mean - self.k * sd), high.maximum(mean + self.k * sd)])
+        return torch.stack(within(mean, sd, self.k, low, high))
 
 
 @register("observer", "LSQ")

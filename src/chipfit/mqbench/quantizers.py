@@ -64,8 +64,8 @@ class QuantizeBase(nn.Module):
 
     @property
     def observing(self) -> bool:
-        """True if the next batch is observed: in calibration, and the first batch of training."""
-        first = self.training and self.fake_quant_enabled and not self.activation_post_process.batches
+        """True if the next batch is observed: in calibration, and the first of training that is not all 0."""
+        first = self.training and self.fake_quant_enabled and not self.activation_post_process.nonzero
         return self.observer_enabled or first
 
     def prepare(self, x: torch.Tensor | None) -> None:

@@ -1,7 +1,7 @@
 """Settings of MQBench chosen before a model is prepared: the method, flags of a backend, folding of batch norms."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Annotated, Any, Literal
 
@@ -41,6 +41,8 @@ class QConfig:
     pot_scale: bool
     graph: int
     bnfold: int
+    #: by role, in place of `weight` and `activation` in first and last layers
+    ends: Mapping[str, Callable[..., QuantizeBase]] = field(default_factory=dict)
 
     def quantizer(self, role: str, end: bool, axis: int = 0) -> QuantizeBase:
         """Return a quantizer of a "weight" (channels on `axis`) or an "activation"; `end`: of a first or last layer."""
@@ -48,6 +50,7 @@ class QConfig:
         low, high = all_codes(bits, self.symmetry)
         kind = f"per_{'channel' if per_channel else 'tensor'}_{'symmetric' if self.symmetry else 'affine'}"
         make = self.weight if role == "weight" else self.activation
+        make = self.ends.get(role, make) if end else make
         quantizer = make(
             quant_min=low,
             quant_max=high,
@@ -136,16 +139,25 @@ def get_qconfig(
         raise ConfigError(what, allowed="with symmetry=True and pot_scale=False")
     w = _quantizer_factory("weight", w_method, w_observer, allow_code)
     a = _quantizer_factory("activation", a_method, a_observer, allow_code)
-    out = QConfig(a, w, bit, ada_sign, symmetry, per_channel, pot_scale, graph, get_foldbn_config(bnfold).strategy)
+    known, given = _settings()["methods"], (("weight", w_method, w_observer), ("activation", a_method, a_observer))
+    own = {role: known.get(_bare(method), {}).get("ends") for role, method, _ in given}
+    ends = {role: _quantizer_factory(role, own[role], o, allow_code) for role, _, o in given if own[role]}
+    fold = get_foldbn_config(bnfold).strategy
+    out = QConfig(a, w, bit, ada_sign, symmetry, per_channel, pot_scale, graph, fold, ends)
     for role in ("weight", "activation"):
         for end in (False, True):
             out.quantizer(role, end)  # raises for contradictory options
     return out
 
 
+def _bare(method: Any) -> str:
+    """Return the name of a method without its options."""
+    return str(method).partition("(")[0]
+
+
 def _quantizer_factory(role: str, method: Any, observer: Any, allow_code: bool) -> Callable[..., QuantizeBase]:
     """Return the constructor of the quantizers of one role."""
-    own = _settings()["methods"].get(name := str(method).partition("(")[0], {})
+    own = _settings()["methods"].get(name := _bare(method), {})
     default = own.get(f"{role[0]}_observer", "MinMax" if role == "weight" else "EMAMinMax")
     method = own["algorithm"] + method.removeprefix(name) if "algorithm" in own else method
     make = partial(quantizer_of(method, allow_code), observer_of(observer or default))

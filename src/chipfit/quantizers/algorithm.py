@@ -125,17 +125,41 @@ def with_levels(grid: Grid, table: Iterable[float] | None) -> Grid:
 
 def positive(ops: Any, s: Any, least: Any, grid: Grid) -> Any:
     """Return |s|, at least `least`; on a power-of-two grid 2^round(log2 s), straight through."""
-    s = ops.maximum(ops.abs(s), least)
-    if grid.pot:
-        log = ops.log2(s)
-        s = ops.power(2.0, ste(ops, log, ops.round(log)))
-    return s
+    return snapped(ops, ops.maximum(ops.abs(s), least), grid)
+
+
+def snapped(ops: Any, s: Any, grid: Grid) -> Any:
+    """Return a scale above 0; on a power-of-two grid 2^round(log2 s), straight through."""
+    if not grid.pot:
+        return s
+    log = ops.log2(s)
+    return ops.power(2.0, ste(ops, log, ops.round(log)))
 
 
 def rows_by_scale(x: torch.Tensor, stored: Stored) -> torch.Tensor:
     """Return a weight as [N], or [C, N] with one scale for each row."""
     x = x.detach().to(stored.scale.dtype)
-    return x.movedim(stored.axis or 0, 0).flatten(1) if stored.scale.dim() else x.flatten()
+    return x.movedim(stored.axis or 0, 0).reshape(len(stored.scale), -1) if stored.scale.dim() else x.flatten()
+
+
+def revived(stored: Stored, x: Weight) -> Stored:
+    """Return the storage from which training starts: channels of a weight that are all 0 have the greatest scale.
+
+    That of calibration is so small that it would clip whatever they become, and no gradient might lead away from it.
+    """
+    if x is None or not stored.scale.dim() or stored.grid.per == "block":
+        return stored
+    alive = (rows_by_scale(x, stored) != 0).any(-1)
+    greatest = torch.where(alive, stored.scale, 0.0).max()
+    return replace(stored, scale=torch.where(alive | (greatest == 0), stored.scale, greatest))
+
+
+def over_scale(reduce: Any, x: Any, scale: Any) -> Any:
+    """Return `ops.amax` or `ops.mean` of the numbers of x [*dims] that share a scale, in the shape of the scale."""
+    if not len(scale.shape):
+        return reduce(x)
+    shared = tuple(d for d, n in enumerate(scale.shape) if n == 1)
+    return reduce(x, axis=shared, keepdims=True) if shared else x
 
 
 def reach(ops: Any, p: Numbers, grid: Grid) -> Any:

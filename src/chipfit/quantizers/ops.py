@@ -59,13 +59,15 @@ class TorchOps(metaclass=_TorchFunctions):
         return table[torch.bucketize(x.contiguous(), edges)]
 
     @staticmethod
-    def fake_quantize(x: torch.Tensor, s: torch.Tensor, z: torch.Tensor, grid: Grid) -> torch.Tensor:
+    def fake_quantize(
+        x: torch.Tensor, s: torch.Tensor, z: torch.Tensor, grid: Grid, clip_first: bool = False
+    ) -> torch.Tensor:
         """Return `fake_quantize`, computed in few passes over memory when eager."""
         compiled = torch.compiler.is_compiling() or torch.compiler.is_exporting()
         if compiled or grid.table is not None:  # plain operators, which a compiler fuses
-            slow: torch.Tensor = fake_quantize(TorchOps, x, s, z, grid)
+            slow: torch.Tensor = fake_quantize(TorchOps, x, s, z, grid, clip_first)
             return slow
-        return _FakeQuantize.apply(x, s, z, grid)  # type: ignore[no-untyped-call, no-any-return]  # torch has no types
+        return _FakeQuantize.apply(x, s, z, grid, clip_first)  # type: ignore[no-untyped-call, no-any-return]  # torch has no types
 
 
 def ste(ops: Any, x: Any, y: Any) -> Any:
@@ -87,7 +89,7 @@ def scale_gradient(ops: Any, x: Any, factor: Any) -> Any:
     return fixed + (x - fixed) * factor
 
 
-def fake_quantize(ops: Any, x: Any, s: Any, z: Any, grid: Grid) -> Any:
+def fake_quantize(ops: Any, x: Any, s: Any, z: Any, grid: Grid, clip_first: bool = False) -> Any:
     """Return y = (clip(round(x / s) + z) - z) s, or the nearest table entry times s, with gradients for training.
 
     The gradient of x is 1 inside the grid and 0 outside. That of s is round(x / s) - x / s inside and the clipped code
@@ -98,11 +100,17 @@ def fake_quantize(ops: Any, x: Any, s: Any, z: Any, grid: Grid) -> Any:
         x: floats [*dims].
         s: scale > 0, broadcasts against x.
         z: zero point, integers in the dtype of s, broadcasts against x.
+        clip_first: inside is qmin < x / s + z < qmax, as in LSQ; otherwise qmin <= round(x / s) + z <= qmax, as in TQT
+            (Jain et al. 2020, arXiv:1903.08066, eqs. 6 to 8), in torch and in MQBench: half a step more at each end.
+            Without effect on look-up tables, inside which is between the outer entries.
     """
     if grid.table is None:
         v = ops.clip(x / s, -_MOST, _MOST)
         q = v + ops.stop_gradient(ROUNDINGS[grid.rounding](v, ops) - v) + z  # exact, see `rounding`
-        return (clamp(ops, q, float(grid.qmin), float(grid.qmax)) - z) * s
+        low, high = float(grid.qmin), float(grid.qmax)
+        if clip_first:
+            return (ops.where(v <= low - z, low, ops.where(v >= high - z, high, q)) - z) * s
+        return (clamp(ops, q, low, high) - z) * s
     v = clamp(ops, x / s, grid.table[0], grid.table[-1])
     edges = boundaries(grid.table, grid.kind == "log")
     entry = ops.entry(ops.constant(grid.table, v), ops.constant(edges, v), ops.stop_gradient(v))
@@ -113,10 +121,15 @@ class _FakeQuantize(torch.autograd.Function):
     """A fast `fake_quantize` for integer grids, with hand-written gradients; tests compare the two."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, s: torch.Tensor, z: torch.Tensor, grid: Grid) -> torch.Tensor:
-        q = round_by_rule(x / s, grid.rounding)  # the only new float tensor: memory costs more than arithmetic
+    def forward(
+        ctx: Any, x: torch.Tensor, s: torch.Tensor, z: torch.Tensor, grid: Grid, clip_first: bool
+    ) -> torch.Tensor:
+        q = x / s  # the only new float tensor: memory costs more than arithmetic
         low, high = float(grid.qmin) - z, float(grid.qmax) - z
-        inside = q.ge(low).logical_and_(q.le(high)) if any(ctx.needs_input_grad) else None
+        inside = q.gt(low).logical_and_(q.lt(high)) if clip_first and any(ctx.needs_input_grad) else None
+        q = round_by_rule(q, grid.rounding)
+        if inside is None and any(ctx.needs_input_grad):
+            inside = q.ge(low).logical_and_(q.le(high))
         y = torch.clamp(q, low, high, out=q).mul_(s)
         if inside is not None:
             of_s = ctx.needs_input_grad[1]
@@ -136,7 +149,7 @@ class _FakeQuantize(torch.autograd.Function):
             grad_s = (y * grad).sub_(x * grad_x).sum_to_size(s.shape) / s
         if of_z:
             grad_z = -(grad * ~inside * s).sum_to_size(z.shape)
-        return grad_x if of_x else None, grad_s, grad_z, None
+        return grad_x if of_x else None, grad_s, grad_z, None, None
 
 
 def _dot(a: Any, b: Any) -> torch.Tensor:

@@ -118,5 +118,5 @@ class KerasOps(metaclass=_FallsBackToKeras):
         return ops.reshape(ops.take(table, ops.searchsorted(edges, ops.reshape(x, (-1,)))), ops.shape(x))
 
     @staticmethod
-    def fake_quantize(x: Any, s: Any, z: Any, grid: Grid) -> Any:
-        return fake_quantize(KerasOps, x, s, z, grid)
+    def fake_quantize(x: Any, s: Any, z: Any, grid: Grid, clip_first: bool = False) -> Any:
+        return fake_quantize(KerasOps, x, s, z, grid, clip_first)

@@ -33,6 +33,7 @@ from chipfit.passes.layout import apply_layout
 from chipfit.plan.record import Plan
 from chipfit.plan.sharing import share_quantizers
 from chipfit.plan.training import Training, before_training, check_folds
+from chipfit.quantizers.algorithm import revived
 from chipfit.quantizers.algorithms.ste import STE
 from chipfit.quantizers.scale_bounds import scale_growth
 from chipfit.quantizers.stored import Stored
@@ -142,6 +143,7 @@ class Builder:
         chosen = None if tensor in self.sharing.fixed else self.training.algorithm(t)
         algorithm = (chosen or STE()).for_tensor(in_layout, t.role, of)
         x = self._planned[tensor] if tensor in self._folds else self.graph.weights.get(tensor)
+        stored = stored if chosen is None else revived(stored, x)
         if tensor in self.sharing.products:  # its scale is an argument of each call
             stored = stored.with_(scale=torch.ones(()), zero_point=torch.zeros((), dtype=torch.int32))
         # a unique name: Keras on torch does not reset gradients of variables with equal paths

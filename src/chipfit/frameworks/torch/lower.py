@@ -35,6 +35,7 @@ from chipfit.graph.linear import TRANSPOSED
 from chipfit.plan.record import Plan
 from chipfit.plan.sharing import QuantizerSharing, share_quantizers
 from chipfit.plan.training import Training, before_training, check_folds
+from chipfit.quantizers.algorithm import revived
 from chipfit.quantizers.algorithms.ste import STE
 from chipfit.quantizers.bn_fold import Channels, Norm, folded, forward
 from chipfit.quantizers.ops import TorchOps
@@ -345,7 +346,9 @@ class QuantizedModule(Checkpointed):
 def _quantizer(graph: Graph, plan: Plan, sharing: QuantizerSharing, training: Training, name: str) -> FakeQuantizer:
     """Return the quantizer of a tensor with a scale of its own; numbers that the platform dictates do not train."""
     t, weight, stored = plan.tensors[name], graph.weights.get(name), sharing.start(plan, name)
-    algorithm = (None if name in sharing.fixed else training.algorithm(t)) or STE()
+    chosen = None if name in sharing.fixed else training.algorithm(t)
+    stored = stored if chosen is None else revived(stored, weight)
+    algorithm = chosen or STE()
     shape = tuple(weight.shape) if weight is not None else graph.values[name].shape
     kind = ActivationQuantizer if t.role == "activation" else FakeQuantizer
     return kind(name, stored, algorithm.for_tensor(stored, t.role, shape), weight)

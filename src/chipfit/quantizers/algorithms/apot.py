@@ -33,17 +33,16 @@ def magnitudes(bits: int) -> tuple[int, ...]:
 class APoT(Scaled):
     """Additive powers of two. Source: Li et al. 2020, arXiv:1909.13144, eqs. 4 to 8.
 
-    x / alpha is rounded to the nearest level and multiplied by alpha, which trains; weights are standardised before
-    (eq. 8). With alpha = 3 and 3 bits of magnitude, levels 0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8 and 1, [0.95, -2, 5] becomes
+    x / alpha is rounded to the nearest level and multiplied by alpha, which trains, from 3 for weights and from 6 for
+    activations. Weights are standardised before (eq. 8), which a normalization behind each layer must make up for.
+    With alpha = 3 and 3 bits of magnitude, levels 0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8 and 1, [0.95, -2, 5] becomes
     [0.9, -1.8, 3].
 
     Args:
-        rescale: give standardised weights their initial mean and deviation, and start alpha from the plan's range. In
-            the paper's form alpha starts from 3, and from 6 for activations.
+        use_grad_scaling: multiply the gradient of alpha by that factor of LSQ; the paper gives alpha its own rate.
         activations: the form for activations.
     """
 
-    rescale: bool = True
     activations: bool = False
 
     def grid(self, grid: Grid) -> Grid:
@@ -61,23 +60,41 @@ class APoT(Scaled):
             return "its levels do not fit into the look-up table"
         return ""
 
-    def constants(self, stored: Stored, x: Weight) -> Tensors:
-        given = super().constants(stored, x)
-        if x is not None and self.rescale:
-            mean, spread = (v.expand_as(stored.scale) for v in _moments(torch, x.detach().float()))
-            given |= {"mean": mean, "spread": spread}
-        return given
+    def alpha(self, stored: Stored, x: Weight) -> torch.Tensor:
+        """Return the initial alpha, [] or [C]."""
+        return torch.full_like(stored.scale, 6.0 if x is None else 3.0)
 
     def init(self, stored: Stored, x: Weight) -> Tensors:
-        alpha = threshold(stored) if self.rescale else torch.full_like(stored.scale, 6.0 if x is None else 3.0)
-        return {"scale": alpha / (self.grid(stored.grid).table or (1.0,))[-1]}
+        return {"scale": self.alpha(stored, x) / (self.grid(stored.grid).table or (1.0,))[-1]}
 
     def reals(self, ops: Any, x: Any, p: Numbers, grid: Grid) -> Any:
         if self.activations:
             return x
         mean, spread = _moments(ops, x)
-        standard = (x - mean) / spread
-        return standard * p["spread"] + p["mean"] if self.rescale else standard
+        return (x - mean) / spread
+
+
+@register("training", "apot_rescaled")
+@dataclass(frozen=True)
+class APoTRescaled(APoT):
+    """Additive powers of two in the plan's range. Source: Li et al. 2020, arXiv:1909.13144, eqs. 4 to 7.
+
+    Standardised weights get their initial mean and deviation again, and alpha starts from the plan's range: at first
+    nothing but the levels changes, and no normalization is needed.
+    """
+
+    def constants(self, stored: Stored, x: Weight) -> Tensors:
+        given = super().constants(stored, x)
+        if x is not None:
+            mean, spread = (v.expand_as(stored.scale) for v in _moments(torch, x.detach().float()))
+            given |= {"mean": mean, "spread": spread}
+        return given
+
+    def alpha(self, stored: Stored, x: Weight) -> torch.Tensor:
+        return threshold(stored)
+
+    def reals(self, ops: Any, x: Any, p: Numbers, grid: Grid) -> Any:
+        return x if self.activations else super().reals(ops, x, p, grid) * p["spread"] + p["mean"]
 
 
 def _moments(ops: Any, x: Any) -> tuple[Any, Any]:

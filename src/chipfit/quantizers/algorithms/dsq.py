@@ -6,7 +6,7 @@ from typing import Any
 
 from chipfit.errors import ConfigError
 from chipfit.quantizers.algorithm import Numbers, Tensors, Weight
-from chipfit.quantizers.algorithms.lsq import LSQ
+from chipfit.quantizers.algorithms.lsq import LearnedScale
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.ops import clamp, ste
 from chipfit.quantizers.stored import Stored
@@ -15,7 +15,7 @@ from chipfit.registry import register
 
 @register("training", "dsq")
 @dataclass(frozen=True)
-class DSQ(LSQ):
+class DSQ(LearnedScale):
     """Differentiable soft quantization. Source: Gong et al. 2019, arXiv:1908.05033, eqs. 3 to 7.
 
     Values are rounded as on any grid. Gradients are those of n + 1/2 + tanh(k (u - n - 1/2)) / (2 (1 - alpha)) in each

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from chipfit.quantizers.algorithm import Algorithm, Numbers, Tensors, Weight, rows_by_scale
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.ops import scale_gradient
@@ -31,16 +33,11 @@ class Scaled(Algorithm):
         return scale_gradient(ops, p, (ops.size(x) / ops.size(p) * max(grid.qmax, 1)) ** -0.5)
 
 
-@register("training", "lsq")
 @dataclass(frozen=True)
-class LSQ(Scaled):
-    """Learned step size quantization. Source: Esser et al. 2020, arXiv:1902.08153, eqs. 1 to 3 and sections 2.1, 2.2.
-
-    With s = 0.2 and codes -8 to 7, [-0.3, 2.0] becomes [-0.4, 1.4]; of the sum, ds is (-2 + 1.5) + 7 times g, and
-    g = 1 / sqrt(2 * 7).
+class LearnedScale(Scaled):
+    """The base of algorithms whose scale trains.
 
     Args:
-        use_grad_scaling: multiply the gradient of the scale by g = 1 / sqrt(elements that share it * greatest code).
         from_mean: scales of weights start at 2 mean|w| / sqrt(greatest code) instead of the plan's.
     """
 
@@ -49,4 +46,27 @@ class LSQ(Scaled):
     def init(self, stored: Stored, x: Weight) -> Tensors:
         if x is None or not self.from_mean:
             return {"scale": stored.scale}
-        return {"scale": 2 * rows_by_scale(x, stored).abs().mean(-1) / max(stored.grid.qmax, 1) ** 0.5}
+        mean = rows_by_scale(x, stored).abs().mean(-1)
+        return {"scale": torch.where(mean > 0, 2 * mean / max(stored.grid.qmax, 1) ** 0.5, stored.scale)}
+
+
+@register("training", "lsq")
+@dataclass(frozen=True)
+class LSQ(LearnedScale):
+    """Learned step size quantization. Source: Esser et al. 2020, arXiv:1902.08153, eqs. 1 to 3 and sections 2.1, 2.2.
+
+    Inside is qmin < x / s < qmax, before rounding. With s = 0.2 and codes -8 to 7, [-0.3, 1.42, 2.0] becomes
+    [-0.4, 1.4, 1.4]; only the first has a gradient. Of the sum, ds is (-2 + 1.5) + 7 + 7 times g, and
+    g = 1 / sqrt(3 * 7). Elements of activations are those of the batch.
+
+    Args:
+        use_grad_scaling: multiply the gradient of the scale by g = 1 / sqrt(elements that share it * greatest code).
+        from_mean: scales of weights start at 2 mean|w| / sqrt(greatest code), as in section 2.1, instead of the plan's.
+        clip_first: False: inside is qmin <= round(x / s) <= qmax, as in MQBench: 1.42 has a gradient, too.
+    """
+
+    clip_first: bool = True
+
+    def call(self, ops: Any, x: Any, p: Numbers, grid: Grid) -> Any:
+        s, z = self.numbers(ops, p, grid)
+        return ops.fake_quantize(x, self.scaled(ops, s, x, grid), z, grid, self.clip_first)

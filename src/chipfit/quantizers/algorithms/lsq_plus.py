@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from chipfit.quantizers.algorithm import Numbers, Tensors, Weight, rows_by_scale
 from chipfit.quantizers.algorithms.lsq import LSQ
 from chipfit.quantizers.grids import Grid
@@ -31,7 +33,8 @@ class LSQPlus(LSQ):
         p = super().init(stored, x)
         if x is not None and self.from_spread:
             w = rows_by_scale(x, stored)
-            p["scale"] = (w.mean(-1).abs() + 3 * w.std(-1, correction=0)) / (1 << stored.grid.bits - 1)
+            spread = w.mean(-1).abs() + 3 * w.std(-1, correction=0)
+            p["scale"] = torch.where(spread > 0, spread / (1 << stored.grid.bits - 1), stored.scale)
         if stored.grid.zero == "any":
             p["zero_point"] = stored.zero_point.to(stored.scale.dtype)
         return p
@@ -45,4 +48,5 @@ class LSQPlus(LSQ):
 
     def call(self, ops: Any, x: Any, p: Numbers, grid: Grid) -> Any:
         s, z = self.numbers(ops, p, grid)
-        return ops.fake_quantize(x, self.scaled(ops, s, x, grid), self.scaled(ops, z, x, grid), grid)
+        s, z = self.scaled(ops, s, x, grid), self.scaled(ops, z, x, grid)
+        return ops.fake_quantize(x, s, z, grid, self.clip_first)

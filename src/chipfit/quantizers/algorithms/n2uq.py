@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from chipfit.quantizers.algorithm import Numbers, Tensors, Weight, rows_by_scale
+from chipfit.quantizers.algorithm import Numbers, Tensors, Weight, over_scale, rows_by_scale
 from chipfit.quantizers.algorithms.lsq import Scaled
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.ops import clamp
@@ -52,8 +52,7 @@ class N2UQ(Scaled):
     def reals(self, ops: Any, x: Any, p: Numbers, grid: Grid) -> Any:
         if not self.activations:
             size = ops.abs(x)  # detached, as in the paper
-            shared = tuple(k for k, n in enumerate(p["size"].shape) if n == 1)
-            now = ops.mean(size, axis=shared, keepdims=True) if shared else ops.mean(size)
+            now = over_scale(ops.mean, size, p["size"])
             return x * ops.stop_gradient(p["size"] / ops.maximum(now, p["least"]))
         names = [f"interval_{k}" for k in range(1, grid.levels)]
         a = ops.stack([ops.maximum(ops.abs(self.scaled(ops, p[n], x, grid)), p["least"]) for n in names])
