@@ -7,10 +7,11 @@ from chipfit.frameworks import part
 from chipfit.frameworks.torch.modules import PytorchActivationQuantizationHolder as PytorchActivationQuantizationHolder
 from chipfit.frameworks.torch.modules import PytorchQuantizationWrapper as PytorchQuantizationWrapper
 from chipfit.mct.trainable.algorithm_quantizers import *
+from chipfit.mct.trainable.algorithm_quantizers import keras_layers
 from chipfit.mct.trainable.base import *
 from chipfit.mct.trainable.configs import *
 from chipfit.quantizers import inferable as pytorch_inferable_quantizers  # noqa: F401
-from chipfit.quantizers.inferable import InferableQuantizer as BaseInferableQuantizer  # noqa: F401
+from chipfit.quantizers.inferable import BaseInferableQuantizer as BaseInferableQuantizer
 
 
 def __getattr__(name: str) -> Any:
@@ -18,5 +19,5 @@ def __getattr__(name: str) -> Any:
     if name == "keras_inferable_quantizers":
         return part("keras", "inferable")
     if name in ("KerasActivationQuantizationHolder", "KerasQuantizationWrapper"):
-        return getattr(part("keras", "layers"), name)
+        return getattr(keras_layers(), name)
     raise AttributeError(f"module 'chipfit.trainable_infrastructure' has no attribute '{name}'")

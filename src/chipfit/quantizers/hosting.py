@@ -10,7 +10,7 @@ from chipfit.errors import UnsupportedError
 
 
 def initialize(quantizer: Any, shape: Any, name: str, host: Any, has: str) -> None:
-    """Let a trainable quantizer create its parameters on the host, for a tensor of this shape.
+    """Let a quantizer create its parameters on the host, for a tensor of this shape.
 
     Args:
         has: framework and role, as in "weights of torch".
@@ -18,7 +18,7 @@ def initialize(quantizer: Any, shape: Any, name: str, host: Any, has: str) -> No
     Raises:
         UnsupportedError: the quantizer is for another framework or role.
     """
-    if _trains(quantizer):
+    if hasattr(quantizer, "initialize_quantization") and getattr(quantizer, "enabled", True):
         if (fits := getattr(quantizer, "fits", has)) != has:
             what = f"{type(quantizer).__name__} is for another framework or role"
             raise UnsupportedError(what, got=has, allowed=fits)
@@ -27,15 +27,15 @@ def initialize(quantizer: Any, shape: Any, name: str, host: Any, has: str) -> No
 
 def apply(quantizer: Any, x: Any, training: Any) -> Any:
     """Return x quantized; x itself if the quantizer is not enabled."""
-    if _trains(quantizer):
-        return quantizer(x, bool(training))
-    return x if hasattr(quantizer, "initialize_quantization") else quantizer(x)
+    if not _trains(quantizer):
+        return quantizer(x)
+    return quantizer(x, bool(training)) if getattr(quantizer, "enabled", True) else x
 
 
 def to_inferable(quantizer: Any) -> Any:
-    """Return the inferable quantizer of a trainable one; others unchanged."""
-    return quantizer.convert2inferable() if _trains(quantizer) else quantizer
+    """Return the inferable quantizer of a trainable one; others, and those that are not enabled, unchanged."""
+    return quantizer.convert2inferable() if _trains(quantizer) and getattr(quantizer, "enabled", True) else quantizer
 
 
 def _trains(quantizer: Any) -> bool:
-    return hasattr(quantizer, "initialize_quantization") and getattr(quantizer, "enabled", True)
+    return hasattr(quantizer, "convert2inferable")

@@ -99,7 +99,21 @@ def parameters(s: Stored) -> dict[str, Any]:
     return {"threshold": s.scale * float(1 << s.grid.bits - int(s.grid.signed))}
 
 
-class InferableQuantizer:
+class BaseInferableQuantizer:
+    """The base of all quantizers of a layer: those with fixed parameters, and trainable ones, which convert to them."""
+
+    def initialize_quantization(self, tensor_shape: Any, name: str, layer: Any) -> Any:
+        """Create the parameters of the quantizer on the layer that holds it; one with fixed parameters creates none.
+
+        Args:
+            tensor_shape: shape of the tensor; None, or with None entries, if unknown.
+            name: prefix for the names of parameters.
+            layer: the module or layer that holds the quantizer.
+        """
+        return {}
+
+
+class InferableQuantizer(BaseInferableQuantizer):
     """A quantizer with fixed parameters: it quantizes and dequantizes tensors to the grid `stored`.
 
     Its arguments are attributes. `threshold`, `min_range`, `max_range` and `lut_values` are lists; the attributes of a

@@ -23,10 +23,11 @@ from chipfit.registry import create
 
 #: names of the variables of a batch norm
 NORM_VARIABLES = ("gamma", "beta", "moving_mean", "moving_variance")
-_registered = keras.saving.register_keras_serializable(package="chipfit")
+#: a decorator of classes that Keras saves and loads
+registered = keras.saving.register_keras_serializable(package="chipfit")
 
 
-@_registered
+@registered
 class KerasQuantizer(keras.layers.Layer):
     """A layer that rounds a tensor to a grid, y = (clip(round(x / s) + z, qmin, qmax) - z) s, by its algorithm.
 
@@ -190,7 +191,7 @@ def _plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-@_registered
+@registered
 class KerasActivationQuantizationHolder(keras.layers.Layer):
     """A layer that rounds the result of another layer, as the chip stores it.
 
@@ -230,7 +231,7 @@ class KerasActivationQuantizationHolder(keras.layers.Layer):
         return cls(**{**config, "activation_holder_quantizer": quantizer})
 
 
-@_registered
+@registered
 class KerasQuantizationWrapper(keras.layers.Wrapper):
     """A layer that computes with rounded weights; its unrounded weights stay its variables, and train.
 
@@ -337,7 +338,7 @@ class KerasQuantizationWrapper(keras.layers.Wrapper):
         return cls(**{**config, "layer": layer, "weights_quantizers": quantizers})
 
 
-@_registered
+@registered
 class KerasBatchNormWrapper(KerasQuantizationWrapper):
     """A layer with a kernel and the batch norm behind it, which train separately and are rounded after folding.
 

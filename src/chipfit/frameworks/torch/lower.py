@@ -99,6 +99,7 @@ class QuantizedModule(Checkpointed):
             if path:
                 layer: LayerWeights = self._module(path.split("."))
                 layer.weights_quantizers[leaf] = self.quantizer_of(f"{path}.{leaf}")
+                layer.node = next((n for n in graph.nodes if f"{path}.{leaf}" in n.inputs), layer.node)
 
         self._inputs, self._outputs = tuple(graph.inputs), tuple(graph.outputs)
         self._float_reads = frozenset(plan.float_edges)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from chipfit.errors import PlanError, UnknownNameError
+from chipfit.frameworks.torch.layers import layer_like
+from chipfit.graph.ir import Node
 from chipfit.quantizers.algorithm import Algorithm, with_levels
 from chipfit.quantizers.algorithms.ste import STE
 from chipfit.quantizers.grids import Grid, quantize, shape_for
@@ -258,6 +260,12 @@ class LayerWeights(PytorchQuantizationWrapper):
     def __init__(self) -> None:
         nn.Module.__init__(self)
         self.weights_quantizers = {}
+        self.node: Node | None = None  #: an operator that reads the weights
+
+    @property
+    def layer(self) -> nn.Module:  # type: ignore[override]  # of other wrappers it is a submodule
+        """The user's layer with the unrounded weights of this module; made anew at each access, and no submodule."""
+        return layer_like(self.node, {**self._parameters, **self._buffers})  # type: ignore[dict-item]  # none is None
 
     def weight_of(self, name: str) -> Tensor:
         table: dict[str, Any] = self._parameters if name in self._parameters else self._buffers

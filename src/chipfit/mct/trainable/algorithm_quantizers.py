@@ -54,7 +54,7 @@ class _Pytorch(_ByAlgorithm, base.BasePytorchTrainableQuantizer):
 class _Keras(_ByAlgorithm, base.BaseKerasTrainableQuantizer):
     def initialize_quantization(self, tensor_shape: Any, name: str, layer: Any) -> None:
         given = *self._start(tensor_shape, name, layer), len(tensor_shape or ())
-        self.quantizer = part("keras", "layers").KerasQuantizer.for_layer(*given, name=f"{name}_quantizer")
+        self.quantizer = keras_layers().KerasQuantizer.for_layer(*given, name=f"{name}_quantizer")
         setattr(layer, f"{name}_quantizer", self.quantizer)
         for variable in self.quantizer.weights:
             self.add_quantizer_variable(variable.name, variable, base.VariableGroup.QPARAMS)
@@ -82,3 +82,11 @@ KerasActivationQuantizer = _class(_Keras, base.QuantizationTarget.Activation, "K
 KerasWeightsQuantizer = _class(_Keras, base.QuantizationTarget.Weights, "KerasWeightsQuantizer")
 PytorchActivationQuantizer = _class(_Pytorch, base.QuantizationTarget.Activation, "PytorchActivationQuantizer")
 PytorchWeightsQuantizer = _class(_Pytorch, base.QuantizationTarget.Weights, "PytorchWeightsQuantizer")
+
+
+def keras_layers() -> Any:
+    """Return the module of wrappers and holders for Keras, which then saves and loads the quantizers of this one."""
+    module = part("keras", "layers")
+    for cls in (KerasActivationQuantizer, KerasWeightsQuantizer):
+        module.registered(cls)
+    return module

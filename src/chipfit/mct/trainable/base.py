@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, TypeVar
 
-from chipfit.errors import ConfigError, UnknownNameError
+from chipfit.errors import ConfigError, UnknownNameError, UnsupportedError
 from chipfit.mct.target_platform.configs import QuantizationMethod
 from chipfit.mct.trainable.configs import TrainableQuantizerActivationConfig, TrainableQuantizerWeightsConfig
 from chipfit.mct.trainable.user_quantizers import UserQuantizers
+from chipfit.quantizers.inferable import BaseInferableQuantizer
 
 __all__ = ["QuantizationTarget", "VariableGroup", "mark_quantizer"]
 __all__ += ["BaseKerasTrainableQuantizer", "BasePytorchTrainableQuantizer", "BaseTrainableQuantizer"]
@@ -70,8 +71,14 @@ def mark_quantizer(
     return mark
 
 
-class BaseTrainableQuantizer(ABC):
+class NotConvertible(UnsupportedError, NotImplementedError):
+    """A trainable quantizer does not define its conversion to an inferable one."""
+
+
+class BaseTrainableQuantizer(BaseInferableQuantizer, ABC):
     """The framework-independent base of trainable quantizers: validation and trainable variables.
+
+    A subclass defines `initialize_quantization` and `__call__`, and `convert2inferable` for what is to be deployed.
 
     Args:
         quantization_config: initial quantization parameters. In a subclass the first argument, annotated with its
@@ -119,7 +126,7 @@ class BaseTrainableQuantizer(ABC):
     # ---- methods of a subclass
 
     @abstractmethod
-    def initialize_quantization(self, tensor_shape: Any, name: str, layer: Any) -> None:
+    def initialize_quantization(self, tensor_shape: Any, name: str, layer: Any) -> Any:
         """Create the variables on a layer, and register them with `add_quantizer_variable`.
 
         Args:
@@ -137,9 +144,19 @@ class BaseTrainableQuantizer(ABC):
             training: whether this is a training step.
         """
 
-    @abstractmethod
-    def convert2inferable(self) -> Any:
-        """Return the inferable quantizer with the current parameters."""
+    def convert2inferable(self) -> BaseInferableQuantizer:
+        """Return the inferable quantizer with the current parameters.
+
+        Raises:
+            NotConvertible: the subclass does not define it; also a NotImplementedError.
+        """
+        what = f"{type(self).__name__} does not define its inferable quantizer"
+        raise NotConvertible(what, hint="define convert2inferable(self) to deploy what was trained")
+
+    @property
+    def converts(self) -> bool:
+        """True if the subclass defines `convert2inferable`."""
+        return type(self).convert2inferable is not BaseTrainableQuantizer.convert2inferable
 
     # ---- variables
 

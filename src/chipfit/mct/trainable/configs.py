@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self
 
 import numpy as np
 import torch
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from chipfit.errors import ConfigError
 from chipfit.mct.target_platform.configs import Bits, Flag, Method, QuantizationMethod
@@ -15,7 +15,7 @@ from chipfit.mct.trainable.constants import LUT_VALUES, MIN_THRESHOLD, RANGE_MAX
 from chipfit.quantizers.algorithm import MOST_BITS
 from chipfit.quantizers.inferable import parameters, symmetric, uniform
 from chipfit.quantizers.stored import Stored
-from chipfit.validation import Positive, check_value, json_default, record
+from chipfit.validation import Number, check_value, json_default, record
 
 __all__ = ["TrainableQuantizerActivationConfig", "TrainableQuantizerCandidateConfig", "TrainableQuantizerWeightsConfig"]
 
@@ -27,6 +27,7 @@ def _arrays(given: Any, info: Any) -> Any:
     return {k: np.asarray(v, "float32") if isinstance(v, list) else v for k, v in given.items()}
 
 
+AtLeast0 = Annotated[Number, Field(ge=0)]
 Params = Annotated[Mapping[str, Any], BeforeValidator(_arrays)]
 
 
@@ -46,9 +47,9 @@ class _Config:
 
     def __post_init__(self) -> None:
         if self.field_ending("_quantization"):
-            stored_of(self)
-            for candidate in self.field_ending("_candidates") or ():
-                stored_of(self, None, candidate)
+            for candidate in (None, *(self.field_ending("_candidates") or ())):
+                if candidate.quantization_params if candidate else self.field_ending("_params"):
+                    stored_of(self, None, candidate)
 
     def field_ending(self, suffix: str) -> Any:
         """Return the field whose name ends with `suffix`, for example "_method" for "weights_quantization_method"."""
@@ -69,7 +70,7 @@ class TrainableQuantizerWeightsConfig(_Config):
 
     Args:
         weights_quantization_params: initial THRESHOLD, or RANGE_MIN and RANGE_MAX, and LUT_VALUES; numbers, or arrays
-            that broadcast against the weight.
+            that broadcast against the weight. May be empty for quantizers that choose their own.
         weights_channels_axis: axis of the channels if thresholds are per channel.
         min_threshold: least initial threshold.
     """
@@ -80,7 +81,7 @@ class TrainableQuantizerWeightsConfig(_Config):
     enable_weights_quantization: Flag
     weights_channels_axis: int | None
     weights_per_channel_threshold: Flag
-    min_threshold: Positive
+    min_threshold: AtLeast0
     weights_quantization_candidates: Candidates = None
 
 
@@ -90,7 +91,7 @@ class TrainableQuantizerActivationConfig(_Config):
 
     Args:
         activation_quantization_params: initial THRESHOLD, or RANGE_MIN and RANGE_MAX, and LUT_VALUES; SIGNED for signed
-            values, True when omitted.
+            values, True when omitted. May be empty for quantizers that choose their own.
         min_threshold: least initial threshold.
     """
 
@@ -98,7 +99,7 @@ class TrainableQuantizerActivationConfig(_Config):
     activation_n_bits: Bits
     activation_quantization_params: Params
     enable_activation_quantization: Flag
-    min_threshold: Positive
+    min_threshold: AtLeast0
     activation_quantization_candidates: Candidates = None
 
 

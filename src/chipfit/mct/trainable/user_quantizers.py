@@ -82,6 +82,8 @@ class UserQuantizers(Algorithm):
         return {}
 
     def numbers(self, ops: Any, p: Numbers, grid: Grid) -> tuple[Any, Any]:
+        if not self.quantizer.converts:  # it can train; `reals` and `undeployable` refuse its deployment
+            return p["scale"], p["zero_point"]
         if ops.traced(p["scale"]):
             return self._traced_parameters(ops, p, grid)
         stored = self._converted(grid, int(np.prod(p["scale"].shape)))
@@ -133,6 +135,7 @@ class UserQuantizers(Algorithm):
         return y
 
     def reals(self, ops: Any, x: Any, p: Numbers, grid: Grid) -> Any:
+        self.quantizer.convert2inferable()  # raises if there is none
         s, z = self.numbers(ops, p, grid)
         y = self.call(ops, x, {**p, "training": False}, grid)
         off = float(ops.stop_gradient(ops.max(ops.abs(y - ops.fake_quantize(y, s, z, grid)) / s)))

@@ -1,0 +1,48 @@
+"""The user's layer in a quantized model: its class and settings, with the weights of the model."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from chipfit.graph.ir import Node
+from chipfit.graph.linear import LINEAR, TRANSPOSED
+
+
+def layer_like(node: Node | None, weights: Mapping[str, Tensor]) -> nn.Module:
+    """Return the layer that a node comes from, with these weights.
+
+    A layer of PyTorch has its class and settings, with the sizes, strides and padding that rewrites gave the node. A
+    layer of another class, or one that these weights do not fit, is a plain module that holds them.
+
+    Args:
+        node: an operator that reads the weights; None if none does.
+        weights: parameters and buffers by name; they are shared.
+    """
+    cls = getattr(nn, node.layer_type, None) if node is not None else None
+    made, settings = nn.Module(), _settings(node, weights) if node is not None else {}
+    if isinstance(cls, type) and settings.keys() <= inspect.signature(cls).parameters.keys():
+        whole = cls(**settings, device="meta")
+        expected = {n: p.shape for n, p in (*whole.named_parameters(), *whole.named_buffers())}
+        if all(n in weights and weights[n].shape == shape for n, shape in expected.items()):
+            made = whole
+    for name, w in weights.items():
+        (made.register_parameter if isinstance(w, nn.Parameter) else made.register_buffer)(name, w)  # type: ignore[operator]  # either
+    return made
+
+
+def _settings(node: Node, weights: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the constructor arguments of a layer of PyTorch."""
+    settings, w = dict(node.config), weights.get("weight")
+    settings |= {"bias": "bias" in weights} if "bias" in settings else {}
+    if w is None or node.op not in LINEAR:
+        return settings
+    if node.op == "Linear":
+        return {**settings, "out_features": w.shape[0], "in_features": w.shape[1]}
+    groups = node.attrs["groups"]
+    inputs, outputs = (w.shape[0], w.shape[1] * groups) if node.op in TRANSPOSED else (w.shape[1] * groups, w.shape[0])
+    padding = tuple(low for low, high in node.attrs["padding"] if low == high)
+    sizes = {"in_channels": inputs, "out_channels": outputs, "kernel_size": tuple(w.shape[2:]), "groups": groups}
+    rest = {k: node.attrs[k] for k in ("stride", "dilation")}
+    return {**settings, **sizes, **rest, **({"padding": padding} if len(padding) == w.dim() - 2 else {})}
