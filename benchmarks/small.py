@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from pathlib import Path
 
 import torch
@@ -11,7 +12,6 @@ from benchmarks.models import BasicBlock, InvertedResidual, conv_bn
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from chipfit.bench.data import procedural
 from chipfit.bench.data.procedural import images
 
 
@@ -106,7 +106,7 @@ def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
 
 def kept(name: str, *sources: Path) -> Path:
     """Return the file of trained weights; its name has a hash of the files that define network, training and images."""
-    content = b"".join(f.read_bytes() for f in (*sources, Path(procedural.__file__)))
+    content = b"".join(f.read_bytes() for f in (*sources, Path(inspect.getfile(images))))
     return KEPT / f"{name}-{hashlib.sha256(content).hexdigest()[:8]}.safetensors"
 
 
