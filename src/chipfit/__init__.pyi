@@ -48,6 +48,8 @@ from chipfit.pipeline import quantize as quantize
 from chipfit.plan.record import Plan as Plan
 from chipfit.platform.load import load_platform as load_platform
 from chipfit.platform.schema import Platform as Platform
+from chipfit.pruning.prune import Pruned as Pruned
+from chipfit.pruning.prune import prune as prune
 from chipfit.report.report import Report as Report
 from chipfit.result import Result as Result
 from chipfit.result import load as load

@@ -115,6 +115,10 @@ class PlanError(ChipfitError):
     """A plan, or a saved result, is malformed, truncated, tampered with, or does not fit the model."""
 
 
+class PruningError(PlanError):
+    """Channels cannot be removed as requested: a limit would take whole layers, or no group of channels can shrink."""
+
+
 class TrainingError(PlanError):
     """Training drove a number to zero, infinity or NaN, or scales out of the platform's rules."""
 

@@ -99,6 +99,14 @@ def lower(graph: Graph, plan: Plan, training: Training | None = None) -> Any:
         return adapter_of(graph.framework).lower(graph, plan, training)
 
 
+def rebuilt(model: Any, graph: Graph, args: Sequence[Any], kwargs: Any) -> Any:
+    """Return a float model with the weights of a graph, whose sizes may differ; see `Framework.rebuilt`."""
+    from chipfit.engine.process import TRACING
+
+    with TRACING:
+        return adapter_of(graph.framework).rebuilt(model, graph, args, kwargs)
+
+
 def checksum(model: Any, framework: str) -> int:
     """Return the CRC-32 of all weights and scales that a simulation holds now."""
     total = 0

@@ -142,6 +142,15 @@ class Framework:
         """
         return _torch().lower(graph, plan, training)
 
+    def rebuilt(self, model: Any, graph: Graph, args: Sequence[Any], kwargs: Any) -> Any:
+        """Return a float model, trainable and in evaluation mode, with the weights of a graph, whose sizes may differ.
+
+        Args:
+            model: the model that the graph was read from, before its weights changed; it stays as it is.
+            args, kwargs: arguments of a call.
+        """
+        return self.lower(graph, Plan(), None)
+
     def device(self, graph: Graph, run_flat: Callable[[Tensors], list[Any]], floats: Sequence[str]) -> Any:
         """Build a model that computes `run_flat`.
 

@@ -29,7 +29,7 @@ IMAGES, CHUNK = 128, 32
 #: share of the mean squared gradient that is added to every activation's, so that few images alone do not decide
 _FLOOR = 0.3
 _BINS = 2048
-#: numbers that `_squares` holds at once
+#: numbers that `squared_gradients` holds at once
 NUMBERS_AT_ONCE = 1 << 24
 
 
@@ -160,7 +160,7 @@ def importance(
     for batch in first_samples(batches) if wanted else ():
         values, found = gradients(split, batch, wanted, {n.data for n in readers}, random, there)
         for n in (n for n in readers if n.output in found):
-            weights[n.weight] += _squares(n, values[n.data], found[n.output], there.weights[n.weight])
+            weights[n.weight] += squared_gradients(n, values[n.data], found[n.output], there.weights[n.weight])
         for name in (name for name in spread if codes[name] in found):
             x, weight = values[codes[name]].flatten(), found[codes[name]].flatten().square()
             weight = (weight + _FLOOR * weight.mean()) * (x != 0)
@@ -180,7 +180,7 @@ def importance(
     return out
 
 
-def _squares(node: Node, x: Tensor, g: Tensor, w: Tensor) -> Tensor:
+def squared_gradients(node: Node, x: Tensor, g: Tensor, w: Tensor) -> Tensor:
     """Return the squared gradients of W: sum over samples n of (sum over positions p of g[n, p] x[n, p]')^2."""
     where, shape = torch.arange(places(node, g.shape), device=g.device), as_rows(node, w).shape
     at_once = max(1, NUMBERS_AT_ONCE // max(shape.numel(), shape[0] * shape[2] * len(where)))

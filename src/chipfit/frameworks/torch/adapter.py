@@ -29,6 +29,12 @@ class Torch(Framework):
     lower, device, stepper = _later("lower"), _later("DeviceModel"), _later("stepper")
     read_back, state_arrays = _later("read_back"), _later("state_arrays")
 
+    def rebuilt(self, model: Any, graph: Graph, args: Any, kwargs: Any) -> Any:
+        from chipfit.frameworks.torch.resize import resized_module
+
+        found = resized_module(model, graph, args, kwargs)
+        return self.lower(graph, Plan(), None) if found is None else found
+
     def is_model(self, thing: Any) -> bool:
         return isinstance(thing, torch.nn.Module)
 

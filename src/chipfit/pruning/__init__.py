@@ -1,0 +1,1 @@
+"""Structured pruning: remove channels of a trained network, under limits on memory and operations."""
