@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from dataclasses import dataclass, replace
+from functools import partial
 
 import onnx
 import onnxruntime
@@ -238,16 +239,70 @@ def test_quantized_values_in_training_equal_those_of_the_exported_file(backend, 
         assert abs(codes.astype(int) - own).max() <= apart and len(set(own.flatten())) > 30, tensor
 
 
+CHIPS = "openvino_cpu tvm_qnn k210 tensorrt st_edge_ai mqbench_academic ort_cpu@VNNI"
+
+
+@pytest.mark.parametrize("backend, bit", [("academic", 8), ("academic", 4), ("tensorrt", 8), ("snpe", 8)])
+def test_a_platform_is_promised_if_and_only_if_a_trained_model_can_be_deployed_on_it(backend, bit, net):
+    qconfig = setting(backend, bit)
+    model = train(fx.prepare_qat_fx(net, {"": qconfig}), 2)
+    promised, of_model = fx.platforms_of(qconfig), fx.platforms_of(model, DATA[0])
+    for chip in CHIPS.split():
+        refusal = ""
+        try:
+            fx.deploy(model, DATA[:1], chip)
+        except UnsupportedError as e:
+            refusal = str(e)
+        assert of_model[chip] == refusal and bool(promised[chip]) == bool(refusal), chip
+
+
 def test_the_reason_why_a_platform_does_not_fit_is_given(net):
-    assert set(fx.platforms_of(setting("academic")).values()) == {
-        "ada_sign is for academic settings only: signedness of a format is fixed before training"
-    }
     four = fx.platforms_of(setting("tensorrt", bit=4))
-    assert "values" in four["tensorrt"] or "float" in four["tensorrt"]
+    assert "'relu' as it was trained: its format a8 has 256 values of kind int, not 16" in four["tensorrt"]
     with pytest.raises(UnsupportedError, match="cannot store"):
         fx.deploy(train(prepared(net, "snpe", fold=1, bit=8)), DATA, "tensorrt")
-    with pytest.raises(UnsupportedError, match="bn_fold=-1"):
-        fx.deploy(train(prepared(net, "tensorrt", fold=-1, bit=8)), DATA, "tensorrt")
+    with pytest.raises(ConfigError, match="prepared_model, example_inputs"):
+        fx.platforms_of(prepared(net, "tensorrt"))
+
+
+@pytest.mark.parametrize("bit, chip", [(4, "mqbench_academic"), (3, "mqbench_academic"), (8, "ort_cpu@VNNI")])
+def test_what_was_trained_in_the_academic_setting_is_exported_with_the_same_results(bit, chip, net, tmp_path):
+    """Batch norms behind quantized weights scale their channels; a negative factor mirrors the quantized values."""
+    signed = copy.deepcopy(net)
+    with torch.no_grad():
+        signed.stem[1].weight[::2] *= -1
+        signed.block.bn1.weight[1] = 0
+    model = train(prepared(signed, "academic", bit=bit), 3)
+    result = fx.deploy(model, DATA, chip)
+    sums_round = chip != "mqbench_academic"  # this chip also quantizes results of sums and pools
+    torch.testing.assert_close(result.model(DATA[1]), model(DATA[1]), rtol=0, atol=0.05 if sums_round else 1e-4)
+    session = onnxruntime.InferenceSession(result.export(tmp_path / "m.onnx"))
+    (own,) = session.run(None, {session.get_inputs()[0].name: DATA[1].numpy()})
+    assert abs(own - result.model(DATA[1]).detach().numpy()).max() < 1e-4
+    assert result.plan["stem.0.weight"].scale.shape == (6,)
+
+
+def test_weights_of_few_bits_are_stored_in_a_wider_format_with_the_same_values(net):
+    """W4A8: the chip has no 4-bit weights; constants in -8..7 are also constants in -128..127."""
+    qconfig = setting("tvm", 8, bnfold=1, pot_scale=False, per_channel=True)
+    four = partial(qconfig.weight, bitwidth=4)
+
+    def weight(**options):
+        return four(**{**options, "quant_min": -8, "quant_max": 7, "bitwidth": 4})
+
+    model = train(fx.prepare_qat_fx(net, {"": replace(qconfig, weight=weight)}), 2)
+    result = fx.deploy(model, DATA, "ort_cpu@VNNI")
+    stored = result.plan["block.conv1.weight"]
+    codes = stored.quantize(result.graph.weights["block.conv1.weight"])
+    assert stored.grid.bits == 8 and codes.min() >= -8 and codes.max() <= 7
+    torch.testing.assert_close(result.model(DATA[1]), model(DATA[1]), rtol=0, atol=0.02)
+    assert result.verify(DATA[:1]).exact
+
+
+def test_a_trained_tensor_that_the_chip_keeps_in_float_is_reported(net):
+    """TensorRT computes a convolution and the sum behind it in one kernel; graph 3 rounds between them."""
+    result = fx.deploy(train(prepared(net, "tvm", fold=1, bit=8), 1), DATA, "tensorrt")
+    assert "warning: 'conv2d_2' was quantized in training and stays in float" in result.plan.rewrites
 
 
 class Squared(QuantizeBase):

@@ -31,11 +31,10 @@ from chipfit.errors import ChipfitError, ConfigError
 from chipfit.files import lock_folder, write_atomically
 from chipfit.frameworks import adapter_of, facts_of, framework_of
 from chipfit.graph.placement import device_of
-from chipfit.mqbench.deployment import deploy
+from chipfit.mqbench.deployment import deploy, platforms_of
 from chipfit.mqbench.folded_batch_norm import FoldedBatchNorm
 from chipfit.mqbench.prepare import prepare_qat_fx
 from chipfit.mqbench.quantizers import enable_calibration, enable_quantization
-from chipfit.mqbench.settings import platforms_of
 from chipfit.platform.load import load as load_platform
 from chipfit.registry import entry
 from chipfit.result import Result

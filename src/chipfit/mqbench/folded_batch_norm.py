@@ -87,6 +87,16 @@ class FoldedBatchNorm(nn.Module):
         layer: nn.Module = copy.deepcopy(self.layer) if self.bn is None else self._folded_layer()
         return layer
 
+    @property
+    def channel_axis(self) -> int:
+        """The axis of the weight along which scales per channel lie."""
+        return 1 if isinstance(self.layer, _ConvTransposeNd) else 0
+
+    def factors(self) -> torch.Tensor:
+        """Return gamma / sqrt(var + eps), by which folding multiplies the output channels, [C]."""
+        norm = self._norm()
+        return (norm.gamma / (norm.var + norm.eps).sqrt()).detach()  # type: ignore[no-any-return]  # a tensor
+
     def _folded_layer(self) -> nn.Module:
         out: Any = copy.deepcopy(self.layer)
         bias = self.layer.bias if self.layer.bias is not None else torch.zeros_like(self.bn.running_mean)

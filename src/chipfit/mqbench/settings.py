@@ -12,14 +12,11 @@ from chipfit.errors import ConfigError, UnknownNameError
 from chipfit.files import package_data
 from chipfit.mqbench.observers import ObserverBase, observer_of
 from chipfit.mqbench.quantizers import AlgorithmQuantizer, QuantizeBase, check_one_scale, quantizer_of
-from chipfit.platform.load import load, names
-from chipfit.platform.match import resolve
-from chipfit.platform.schema import Format
 from chipfit.quantizers.bn_fold import strategy_of
-from chipfit.quantizers.grids import Grid, all_codes
+from chipfit.quantizers.grids import all_codes
 from chipfit.validation import allowed, arguments
 
-__all__ = ["FoldBN", "QConfig", "get_backend_params", "get_foldbn_config", "get_qconfig", "platforms_of"]
+__all__ = ["FoldBN", "QConfig", "get_backend_params", "get_foldbn_config", "get_qconfig"]
 
 #: bits of the first and the last weighted layer in every setting
 END_LAYER_BITS = 8
@@ -164,58 +161,3 @@ def _quantizer_factory(role: str, method: Any, observer: Any, allow_code: bool) 
     if make.func is AlgorithmQuantizer:
         make = partial(make, role=role, follows=own.get("follows", False))
     return make
-
-
-# ---------------------------------------------------------------- platforms
-
-
-def grid_mismatch(own: Grid, at: Grid) -> str:
-    """Return why a chip with the grid `at` cannot store a tensor that was quantized to `own`; "" if it can.
-
-    All quantized values may be shifted by one number, and the zero point with them.
-    """
-    zero = own.zero if own.zero == "any" else at.qmin - own.qmin
-    zeros = at.zero if isinstance(at.zero, tuple) else (at.zero,)
-    if at.kind != "int" or at.levels != own.levels:
-        return f"has {at.levels} values of kind {at.kind}, not {own.levels}"
-    if "any" not in zeros and zero not in zeros:
-        return "has no free zero point" if zero == "any" else f"has the zero point {at.zero}, not {zero}"
-    if at.pair_limit is not None or (at.pot and not own.pot):
-        return "requires powers of two" if at.pair_limit is None else "bounds its numbers in pairs"
-    return "has one scale per tensor" if own.per == "channel" and at.per == "tensor" else ""
-
-
-def platforms_of(qconfig: QConfig) -> dict[str, str]:
-    """Return, by built-in platform, why its convolutions and linear layers do not fit the setting; "" if they do.
-
-    A platform whose default is not its last revision is listed with both ("ort_cpu", "ort_cpu@VNNI"). Rules about a
-    whole model are checked by `deploy`.
-    """
-    last = [f"{name}@{p.arch[-1]}" for name in names() if (p := load(name)).arch_default is not None]
-    return {name: _why_unfit(qconfig, name) for name in (*names(), *last)}
-
-
-def _why_unfit(qconfig: QConfig, name: str) -> str:
-    if qconfig.ada_sign:
-        return "ada_sign is for academic settings only: signedness of a format is fixed before training"
-    platform = load(name)
-    for op in ("Conv2D", "Linear"):
-        found = resolve(platform, op, {})
-        for end in (False, True):
-            wanted = qconfig.quantizer("weight", end), qconfig.quantizer("activation", end)
-            reasons = []
-            for option in found.options:
-                pairs = zip(wanted, (option.w, *option.ins[:1]))
-                mismatches = (_format_mismatch(q, name, platform.formats) for q, name in pairs)
-                reasons.append(next(filter(None, mismatches), ""))
-            if "" not in reasons:
-                return f"{op}: {reasons[0] if reasons else found.why or 'runs in float'}"
-    return ""
-
-
-def _format_mismatch(q: QuantizeBase, name: str | None, formats: Mapping[str, Format]) -> str:
-    if name is None or name not in formats:
-        return f"stays in {name or 'float'}"
-    at = formats[name].model_copy(update={"bits": q.bitwidth} if formats[name].free else {})
-    why = at.gap or grid_mismatch(q.grid, at.grid(signed=q.grid.signed))
-    return f"format {name} {why}" if why else ""
