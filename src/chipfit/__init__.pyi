@@ -6,6 +6,8 @@ from chipfit import errors as errors
 from chipfit._version import __version__ as __version__
 from chipfit.errors import ChipfitError as ChipfitError
 from chipfit.frameworks import capture as capture
+from chipfit.generation.generate import generated as generated
+from chipfit.generation.options import Generation as Generation
 from chipfit.linting import Lint as Lint
 from chipfit.linting import lint as lint
 from chipfit.mct.framework_info import FrameworkInfo as FrameworkInfo

@@ -126,7 +126,7 @@ def capture_model(request: Request, d: Decision) -> Decision:
         warnings = [] if request.data.example is not None else check_input_scale(graph)
         captured = graph
         graph, rewrites = steps.rewrite(graph, d.platform, d.settings)
-    d = replace(d, warnings=tuple(warnings), rewrites=tuple(rewrites))
+    d = replace(d, warnings=(*request.data.notes, *warnings), rewrites=tuple(rewrites))
     return replace(d, captured=captured, graph=graph, composites={})
 
 

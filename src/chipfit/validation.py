@@ -214,7 +214,8 @@ def _place(loc: Path, missing: bool, data: Any) -> Path:
     """Return the keys and indices of an error in the data, without pydantic's names for members of unions."""
     path: Path = ()
     for part in loc:
-        inside = part in data if isinstance(data, Mapping) else isinstance(data, (list, tuple)) and type(part) is int
+        entries = range(len(data)) if isinstance(data, (list, tuple)) else ()
+        inside = part in data if isinstance(data, Mapping) else type(part) is int and part in entries
         if inside or not path or (missing and part == loc[-1]):
             path, data = (*path, part), data[part] if inside else None
     return path

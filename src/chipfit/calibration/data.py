@@ -31,6 +31,18 @@ class SizeMismatch(DataError):
     batch: Any = None
 
 
+class NotedBatches(list[Any]):
+    """A list of batches with notes on where they come from, which every plan made with them repeats."""
+
+    def __init__(self, batches: Iterable[Any], notes: Sequence[str]) -> None:
+        super().__init__(batches)
+        self.notes = tuple(notes)
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        return NotedBatches(found, self.notes) if isinstance(index, slice) else found
+
+
 def iterate(data: Any, fixed: int = 0) -> Iterator[Any]:
     """Return an iterator over the batches of an iterable, of one big array, or of what a callable returns.
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from chipfit.calibration.data import ROWS, as_batch, as_call, as_tensors, batches, first_batch
+from chipfit.calibration.data import ROWS, NotedBatches, as_batch, as_call, as_tensors, batches, first_batch
 from chipfit.calibration.spread_samples import SpreadSamples
 from chipfit.errors import DataError
 from chipfit.graph.ir import Graph
@@ -91,6 +91,11 @@ class CalibrationData:
         self.data, self.example = data, example
         self._unread = data  #: with the first batch still in it, where that was looked at
         self.few = SpreadSamples()  #: samples of the first pass, to measure a loss on
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes on where the data come from, for the plan."""
+        return self.data.notes if isinstance(self.data, NotedBatches) else ()
 
     @property
     def read_once(self) -> bool:

@@ -52,4 +52,7 @@ class Torch(Framework):
         return load(path)
 
     def example(self, model: Any) -> Any:
-        return getattr(model, "example", None)
+        """Return an example input that a loaded program, or a model of Lightning or timm, tells itself."""
+        shape = (getattr(model, "default_cfg", None) or {}).get("input_size")
+        told = getattr(model, "example", getattr(model, "example_input_array", None))
+        return torch.randn(2, *shape) if told is None and shape is not None else told
