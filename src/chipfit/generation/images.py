@@ -30,7 +30,7 @@ class Input:
 
     @property
     def is_image(self) -> bool:
-        """Whether a sample has channels and two spatial axes."""
+        """True if a sample has channels and two spatial axes."""
         return len(self.shape) == 3
 
     def start(self, count: int, draw: torch.Generator) -> Tensor:

@@ -22,7 +22,7 @@ Moments = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Target:
-    """What a batch norm learned of its input."""
+    """The statistics that a batch norm learned of its input."""
 
     name: str
     value: str  #: its input in the graph
