@@ -273,7 +273,8 @@ class Result(SummaryRepr):
             path: its suffix chooses the format: `.onnx`, `.tflite`, `.h` (the latter as an array of C, with the bytes
                 that its tensors take), `.json`, or one of your own.
             format: another format with this suffix: "fake" (the float network with rounded weights, and arithmetic
-                that rounds results) or "mctq" (with operators of mct_quantizers, for the IMX500's converter).
+                that rounds results), "int8" (integers, also for biases that the chip adds in float) or "mctq" (with
+                operators of mct_quantizers, for the IMX500's converter).
             io: "float" (when omitted), "int8", "uint8", "int16" or "uint16": type of the inputs and outputs; or two of
                 them, for inputs and for outputs.
             labels: names of the classes.

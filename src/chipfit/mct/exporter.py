@@ -21,7 +21,7 @@ class QuantizationFormat(Enum):
     """The form of quantized weights and results in a file."""
 
     FAKELY_QUANT = 0  #: as floats: rounded weights, and arithmetic that rounds results
-    INT8 = 1  #: as integers, as the chip's runtime loads them
+    INT8 = 1  #: as integers, also biases that the chip adds in float
     MCTQ = 2  #: as floats with quantizers of the package mct_quantizers
 
 
@@ -41,11 +41,15 @@ class PytorchExportSerializationFormat(Enum):
 
 _FAKE, _INT8, _MCTQ = QuantizationFormat
 #: file and its content -> suffix and format of `Result.export`
-_FORMATS: dict[Any, dict[QuantizationFormat, tuple[str, str | None]]] = {
+_FORMATS: dict[Any, dict[QuantizationFormat, tuple[str, str]]] = {
     KerasExportSerializationFormat.KERAS: {_FAKE: (".keras", "fake"), _MCTQ: (".keras", "mctq")},
-    KerasExportSerializationFormat.TFLITE: {_FAKE: (".tflite", "fake"), _INT8: (".tflite", None)},
+    KerasExportSerializationFormat.TFLITE: {_FAKE: (".tflite", "fake"), _INT8: (".tflite", "int8")},
     PytorchExportSerializationFormat.TORCHSCRIPT: {_FAKE: (".pt", "fake")},
-    PytorchExportSerializationFormat.ONNX: {_FAKE: (".onnx", "fake"), _INT8: (".onnx", None), _MCTQ: (".onnx", "mctq")},
+    PytorchExportSerializationFormat.ONNX: {
+        _FAKE: (".onnx", "fake"),
+        _INT8: (".onnx", "int8"),
+        _MCTQ: (".onnx", "mctq"),
+    },
 }
 
 

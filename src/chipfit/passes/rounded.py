@@ -83,25 +83,29 @@ class _Arithmetic:
         return y
 
 
-def _half_up(do: _Arithmetic, x: str) -> str:
-    """Append floor(x) + (x - floor(x) >= 1/2), which is exact: the difference is exact wherever it is below 1/2."""
+#: function that applies an operator to x and perhaps another operand, which may be a number
+Apply = Callable[..., Any]
+
+
+def _half_up(do: Apply, x: Any) -> Any:
+    """Return floor(x) + (x - floor(x) >= 1/2), which is exact: the difference is exact wherever it is below 1/2."""
     low = do("Floor", x)
     twice = do("Mul", do("Sub", x, low), 2.0)
     return do("Add", low, do("Clamp", do("Floor", twice), min=0.0, max=1.0))
 
 
-def _half_away(do: _Arithmetic, x: str) -> str:
-    """Append sign(x) floor(|x| + h), where h is the float before 1/2; see `quantizers.rounding`."""
+def _half_away(do: Apply, x: Any) -> Any:
+    """Return sign(x) floor(|x| + h), where h is the float before 1/2; see `quantizers.rounding`."""
     before_half = 0.5 - torch.finfo(torch.float32).eps / 4
     return do("Mul", do("Floor", do("Add", _magnitude(do, x), before_half)), do("Sign", x))
 
 
-def _magnitude(do: _Arithmetic, x: str) -> str:
+def _magnitude(do: Apply, x: Any) -> Any:
     return do("Max", x, do("Mul", x, -1.0))
 
 
-#: rounding rule of `quantizers.rounding` -> function that appends it
-_ROUNDINGS: dict[str, Callable[[_Arithmetic, str], str]] = {
+#: rounding rule of `quantizers.rounding` -> the same in operators
+_ROUNDINGS: dict[str, Callable[[Apply, Any], Any]] = {
     "half_even": lambda do, x: do("Round", x),
     "half_away": _half_away,
     "half_up": _half_up,
@@ -111,31 +115,33 @@ _ROUNDINGS: dict[str, Callable[[_Arithmetic, str], str]] = {
 }
 
 
-def clip_of(value: str, stored: Stored) -> tuple[float, float] | None:
-    """Return the bounds of a quantized result in steps around zero; None where zero points differ between channels.
+def round_with(do: Apply, x: Any, value: str, stored: Stored, shaped: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a rounded value, computed by operators.
+
+    Args:
+        x: the value, as `do` takes it.
+        value: its name, for messages.
+        shaped: brings a scale or zero points, [] or [C], into a shape that broadcasts against x.
 
     Raises:
         UnsupportedError: its numbers stand in a table.
     """
-    if stored.grid.kind != "int":
-        got = f"a table of {stored.grid.levels} numbers"
+    grid = stored.grid
+    if grid.kind != "int":
         what = f"Fake-quantized files cannot hold how '{value}' is rounded"
-        raise UnsupportedError(what, got=got, allowed="integers", hint="export JSON encodings (`.json`)")
-    first = int(stored.zero_point.reshape(-1)[0])
-    one = bool((stored.zero_point == first).all())
-    return (float(stored.grid.qmin - first), float(stored.grid.qmax - first)) if one else None
+        hint = "export JSON encodings (`.json`)"
+        raise UnsupportedError(what, got=f"a table of {grid.levels} numbers", allowed="integers", hint=hint)
+    scale, zero = shaped(stored.scale), shaped(stored.zero_point.to(torch.float32))
+    low, high, first = float(grid.qmin), float(grid.qmax), float(zero.reshape(-1)[0])
+    y = _ROUNDINGS[grid.rounding](do, do("Div", x, scale))
+    if bool((zero == first).all()):  # a clip does without adding the zero point
+        return do("Mul", do("Clamp", y, min=low - first, max=high - first), scale)
+    return do("Mul", do("Sub", do("Clamp", do("Add", y, zero), min=low, max=high), zero), scale)
 
 
 def _append_rounding(out: Graph, value: str, plan: Plan) -> str:
     """Append the arithmetic that rounds a value, and return its result."""
-    stored, clip = plan[value], clip_of(value, plan[value])
-    like = torch.empty([1] * len(out.shape(value)))
-    scale, zero = (shape_for(p, like, stored.axis) for p in (stored.scale, stored.zero_point))
+    stored, like = plan[value], torch.empty([1] * len(out.shape(value)))
     do = _Arithmetic(out, value, plan.tensors[value].layer)
-    y = _ROUNDINGS[stored.grid.rounding](do, do("Div", value, scale))
-    if clip is not None:
-        y = do("Clamp", y, min=clip[0], max=clip[1])
-    else:
-        low, high = float(stored.grid.qmin), float(stored.grid.qmax)
-        y = do("Sub", do("Clamp", do("Add", y, zero), min=low, max=high), zero)
-    return do("Mul", y, scale)
+    y: str = round_with(do, value, value, stored, lambda p: shape_for(p, like, stored.axis))
+    return y

@@ -1,6 +1,7 @@
 """The adapter of Keras 3, on any of its backends."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -12,8 +13,9 @@ from chipfit.frameworks.keras.capture import capture
 from chipfit.frameworks.keras.kernel_layout import DEPTHWISE, to_canonical, to_keras
 from chipfit.frameworks.keras.loading import function_of, load
 from chipfit.frameworks.keras.lower import DeviceModel, lower, read_back, state_arrays, stepper
-from chipfit.graph.ir import Node
+from chipfit.graph.ir import Graph, Node
 from chipfit.operators.table import OPS
+from chipfit.plan.record import Plan
 from chipfit.registry import register
 
 
@@ -38,6 +40,11 @@ class Keras(Framework):
     def example(self, model: Any) -> Any:
         shape = getattr(model, "input_shape", None)
         return torch.randn(2, *shape[1:]) if isinstance(shape, tuple) and None not in shape[1:] else None
+
+    def save(self, graph: Graph, plan: Plan, path: Path) -> Path:
+        from chipfit.frameworks.keras.saving import save
+
+        return save(graph, plan, path)
 
     def kernel_layout(self, node: Node, weight: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
         depthwise = "depthwise" in node.layer_type.lower() or weight.endswith("depthwise_kernel")

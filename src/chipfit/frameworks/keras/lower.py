@@ -98,7 +98,10 @@ class Builder:
         given = list(inputs.values())
         struct = inputs if spec["kwargs"] else given if spec["packed"] else given[0]
         outputs = ResultStructure(g)([self._output(o) for o in g.outputs])
-        model = QuantizedModel(struct, outputs, name=self._unique("quantized"))
+        return self._assemble(struct, outputs)
+
+    def _assemble(self, inputs: Any, outputs: Any) -> QuantizedModel:
+        model = QuantizedModel(inputs, outputs, name=self._unique("quantized"))
         self._set_weights(model)
         self.bounds_of(model).attach(model)
         return model
@@ -182,7 +185,7 @@ class Builder:
         layer = chosen[0](**chosen[1], name=self._unique(node.name)) if chosen else self._canonical(node)
         return layer(data if len(data) > 1 else data[0])
 
-    def _canonical(self, node: Node) -> CanonicalOperation:
+    def _canonical(self, node: Node) -> Any:
         if node.op not in LOWERINGS or LOWERINGS[node.op].kernel is None:
             hint = "export or verify the result, which needs no Keras model"
             raise UnsupportedError(f"{node.op} '{node.display_name}' has no Keras form", hint=hint)
@@ -191,7 +194,11 @@ class Builder:
             w = self.graph.weights.get(i or "")
             kind = [] if w is None else [str(w.dtype).removeprefix("torch."), i in self.graph.trainable, *w.shape]
             slots.append("-" if i is None else "x" if w is None else kind)
-        return CanonicalOperation(node.op, _jsonable(node.attrs), slots, name=self._unique(node.name))
+        return self._operation(node.op, _jsonable(node.attrs), slots, node.name)
+
+    def _operation(self, op: str, settings: dict[str, Any], slots: Sequence[Any], name: str) -> Any:
+        """Return a function of data that computes an operator."""
+        return CanonicalOperation(op, settings, slots, name=self._unique(name))
 
     def _call_layer(self, node: Node, data: list[Any]) -> Any:
         """Call the layer of a node with weights; all nodes with its weights share the layer."""
@@ -205,7 +212,7 @@ class Builder:
             extra["input_scale"] = self._scale_of[self.sharing.owner[self.sharing.products[bias][0]]]
         if _kind(node) == "conv" and not padding_word(node, self.graph):
             zeros = {"padding": [(0, 0), *node.attrs["padding"], (0, 0)], "mode": "constant", "value": 0.0}
-            data = [CanonicalOperation("Pad", zeros, ["x"], name=self._unique(f"{node.name}_padding"))(data[0])]
+            data = [self._operation("Pad", zeros, ["x"], f"{node.name}_padding")(data[0])]
         y = self._layers[key](data if len(data) > 1 else data[0], **extra)
         if getattr(self._layers[key], "gives_scale", ""):
             y, self._scale_of[node.weight] = y

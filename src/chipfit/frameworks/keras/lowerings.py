@@ -427,12 +427,12 @@ class CanonicalOperation(keras.layers.Layer):
         while operands and operands[-1] is None:
             operands.pop()
         kernel: Any = LOWERINGS[self.op].kernel  # `lower` makes such a layer only for operators with a kernel
-        return kernel(*operands, **{k: _tuples(v) for k, v in self.settings.items()})
+        return kernel(*operands, **{k: tuples_of(v) for k, v in self.settings.items()})
 
     def get_config(self) -> dict[str, Any]:
         return {**super().get_config(), "op": self.op, "settings": self.settings, "slots": self.slots}
 
 
-def _tuples(x: Any) -> Any:
+def tuples_of(x: Any) -> Any:
     """Convert lists, which JSON and Keras make of tuples, back to tuples."""
-    return tuple(_tuples(v) for v in x) if isinstance(x, (list, tuple)) else x
+    return tuple(tuples_of(v) for v in x) if isinstance(x, (list, tuple)) else x
