@@ -4,6 +4,8 @@ from typing import Any
 
 from chipfit import errors as errors
 from chipfit._version import __version__ as __version__
+from chipfit.channel_pruning.prune import Pruned as Pruned
+from chipfit.channel_pruning.prune import prune as prune
 from chipfit.errors import ChipfitError as ChipfitError
 from chipfit.frameworks import capture as capture
 from chipfit.generation.generate import generated as generated
@@ -50,8 +52,6 @@ from chipfit.pipeline import quantize as quantize
 from chipfit.plan.record import Plan as Plan
 from chipfit.platform.load import load_platform as load_platform
 from chipfit.platform.schema import Platform as Platform
-from chipfit.pruning.prune import Pruned as Pruned
-from chipfit.pruning.prune import prune as prune
 from chipfit.report.report import Report as Report
 from chipfit.result import Result as Result
 from chipfit.result import load as load

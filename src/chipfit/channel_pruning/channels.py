@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from chipfit.channel_pruning.labels import FIXED, Labels
+from chipfit.channel_pruning.resize import Axis, Kept, resized
 from chipfit.engine.kernels import execute
 from chipfit.engine.run import run
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import TRANSPOSED, channel_axis, is_linear
 from chipfit.operators.table import OPS
-from chipfit.pruning.labels import FIXED, Labels
-from chipfit.pruning.resize import Axis, Kept, resized
 
 #: classes of channels that are tried one by one on an operator that moves numbers
 _TRIALS = 8

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from chipfit.calibration.data import Batch
+from chipfit.channel_pruning.channels import Channels
+from chipfit.channel_pruning.labels import FIXED
 from chipfit.graph.ir import Node
 from chipfit.graph.linear import TRANSPOSED
 from chipfit.graph.placement import on_cpu, placed
-from chipfit.pruning.channels import Channels
-from chipfit.pruning.labels import FIXED
 from chipfit.rounding.fisher import gradients, squared_gradients
 from chipfit.rounding.moments import as_rows, from_rows
 

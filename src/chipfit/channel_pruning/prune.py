@@ -15,6 +15,12 @@ from torch import Tensor
 from chipfit import steps
 from chipfit.calibration.data import Batch, Call, Whole, count_samples, count_splittable, no_data
 from chipfit.calibration.source import CalibrationData
+from chipfit.channel_pruning.budget import Budget, budgets_of, counts_of
+from chipfit.channel_pruning.channels import Channels, channels_of
+from chipfit.channel_pruning.importance import METRICS
+from chipfit.channel_pruning.refit import refit
+from chipfit.channel_pruning.resize import kept_channels, stays, without
+from chipfit.channel_pruning.select import Selection, layers_of
 from chipfit.decision import Decision, decide
 from chipfit.engine.memory import memory_errors
 from chipfit.engine.process import preserve_random_state
@@ -26,12 +32,6 @@ from chipfit.graph.linear import is_linear, out_channels, products
 from chipfit.platform.builtin import DEFAULT
 from chipfit.platform.load import load_platform
 from chipfit.platform.schema import Platform
-from chipfit.pruning.budget import Budget, budgets_of, counts_of
-from chipfit.pruning.channels import Channels, channels_of
-from chipfit.pruning.importance import METRICS
-from chipfit.pruning.refit import refit
-from chipfit.pruning.resize import kept_channels, stays, without
-from chipfit.pruning.select import Selection, layers_of
 from chipfit.reading import read_model
 from chipfit.screen import Summary, SummaryRepr
 from chipfit.search.limits import Limits
@@ -109,9 +109,11 @@ class Options:
 
     importance: str = "fisher"
     keep: tuple[str, ...] = ()
-    simd: int | None = None
+    #: channels that are removed at a time, of all operators, or by operator for a graph; None: as the platform has them
+    simd: int | Callable[[Graph], dict[str, int]] | None = None
     repair: bool = True
     seed: int = 0
+    samples: int = SAMPLES  #: of the data
 
     def check(self, limits: Any) -> None:
         """Refuse options of the wrong kind.
@@ -158,7 +160,7 @@ def prune(
         platform: as for `quantize`; its SIMD widths are the numbers of channels that are removed at a time.
         limits: memory or operations of the smaller network; shares are of the network as it is. Sizes count 8 bits for
             each number: `Limits(bops="70%")`, `Limits(weights="50%")`.
-        importance: "fisher", "lfh" or "magnitude", see `chipfit.pruning.importance`.
+        importance: "fisher", "lfh" or "magnitude", see `chipfit.channel_pruning.importance`.
         keep: layers that keep all channels, by path or pattern ("features.0.*").
         simd: channels that are removed at a time, in place of the platform's widths.
         repair: fit what is left to what was, by least squares on the data.
@@ -192,7 +194,7 @@ def prune_to(
     source.keep()
     with memory_errors():
         whole = read_model(model, *call, of_data=of_data)
-        batches = _samples(whole, source.batches(whole))
+        batches = _samples(whole, source.batches(whole), options.samples)
         search = _Search(whole, load_platform(platform), options, batches)
         search.run(budgets)
     return Pruned(graph=search.small, _source=(model, (call[0], dict(call[1]))), **search.report())
@@ -273,9 +275,9 @@ class _Search:
         return {"layers": layers, "masks": masks, "importance": scores}
 
 
-def _samples(graph: Graph, batches: Iterable[Batch]) -> list[Batch]:
-    """Return the first `SAMPLES` samples in chunks; a batch that cannot be cut counts as a whole."""
-    out, left = list[Batch](), SAMPLES
+def _samples(graph: Graph, batches: Iterable[Batch], left: int) -> list[Batch]:
+    """Return the first `left` samples in chunks; a batch that cannot be cut counts as a whole."""
+    out = list[Batch]()
     for batch in batches:
         if isinstance(batch, Whole) or not count_splittable(graph, batch):
             out.append(batch)
@@ -290,10 +292,11 @@ def _samples(graph: Graph, batches: Iterable[Batch]) -> list[Batch]:
     return out
 
 
-def _simd_widths(graph: Graph, platform: Platform, simd: int | None) -> dict[str, int]:
+def _simd_widths(graph: Graph, platform: Platform, simd: Any) -> dict[str, int]:
     """Return for each linear operator how many channels one instruction of the platform computes."""
     if simd is not None:
-        return {n.name: simd for n in graph.nodes}
+        widths: dict[str, int] = simd(graph) if callable(simd) else {n.name: simd for n in graph.nodes}
+        return widths
     rewritten, _ = steps.rewrite(graph.copy(), platform, DEFAULT_SETTINGS)
     plans = decide(Decision(platform=platform, graph=rewritten)).assignment.nodes
     return {name: plan.simd for name, plan in plans.items() if plan.simd}

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from chipfit.channel_pruning.budget import Budget, counts_of, taken_by
+from chipfit.channel_pruning.channels import Channels
+from chipfit.channel_pruning.labels import FIXED
+from chipfit.channel_pruning.resize import Axis
 from chipfit.errors import PruningError
-from chipfit.pruning.budget import Budget, counts_of, taken_by
-from chipfit.pruning.channels import Channels
-from chipfit.pruning.labels import FIXED
-from chipfit.pruning.resize import Axis
 from chipfit.search.solve import format_amount
 
 

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from chipfit.calibration.data import Batch
+from chipfit.channel_pruning.resize import Kept
 from chipfit.engine.kernels import execute
 from chipfit.engine.run import done_after
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import is_linear
 from chipfit.graph.placement import inputs_on, on_cpu, placed
 from chipfit.passes.rewriting import Readers
-from chipfit.pruning.resize import Kept
 from chipfit.rounding.gptq import corrected_weights
 from chipfit.rounding.moments import Moments, as_rows, from_rows, patches, positions, targets
 

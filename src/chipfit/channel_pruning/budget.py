@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from chipfit.channel_pruning.channels import Channels
+from chipfit.channel_pruning.resize import Axis
 from chipfit.graph.linear import is_linear, places
 from chipfit.plan.record import Plan
-from chipfit.pruning.channels import Channels
-from chipfit.pruning.resize import Axis
 from chipfit.search.limits import Limits, parse_amount
 from chipfit.search.resources import live_values
 
