@@ -29,15 +29,24 @@ _MODULES = {
     "network_editor": "chipfit.core.network_editor",
 }
 
+#: names that MCT has at the top as well
+_TOP = {
+    "DefaultDict": "chipfit.target_platform",
+    "get_target_platform_capabilities": "chipfit.target_platform",
+    "keras_load_quantized_model": "chipfit.trainable_infrastructure",
+    "set_log_folder": "chipfit.mct.log",
+}
+
 __all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(_MODULES[name])
-    if name not in _HOMES:
-        raise AttributeError(f"module 'chipfit' has no attribute '{name}'")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    home = _HOMES.get(name) or _TOP.get(name)
+    if home is None:
+        raise importlib.import_module("chipfit.mct.names").missing_name("chipfit", name)
+    return getattr(importlib.import_module(home), name)
 
 
 def __dir__() -> list[str]:

@@ -7,7 +7,7 @@ import functools
 import inspect
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import field, fields
+from dataclasses import MISSING, field, fields
 from enum import Enum
 from typing import Annotated, Any, NamedTuple, TypeVar, dataclass_transform, get_args
 
@@ -143,6 +143,20 @@ def refuse_options(options: Any, names: str, hint: str) -> None:
     for name in names.split():
         if getattr(options, name) not in (None, False, {}):
             raise UnsupportedError(f"'{name}' of {type(options).__name__} is not supported", hint=hint)
+
+
+def without_effect(options: Any) -> list[str]:
+    """Return the options of a configuration that were set and have no effect, each with the reason.
+
+    They are those in `WITHOUT_EFFECT` of the class, a table of reasons.
+    """
+    out = []
+    for f in fields(options):
+        why = type(options).WITHOUT_EFFECT.get(f.name)
+        default = f.default if f.default_factory is MISSING else f.default_factory()
+        if why is not None and getattr(options, f.name) != default:
+            out.append(f"'{f.name}' of {type(options).__name__}: {why}")
+    return out
 
 
 def translate_errors(function: Any, failure: type[ChipfitError], owner: str, names: Mapping[str, bool]) -> Any:

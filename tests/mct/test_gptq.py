@@ -32,8 +32,16 @@ def test_names_and_defaults_are_those_of_mct():
     ]
     assert {m.name: m.value for m in gptq.RoundingType} == {"STE": 0, "SoftQuantizer": 1}
     config = gptq.get_pytorch_gptq_config(3)
-    assert list(vars(config))[:4] == ["n_epochs", "loss", "optimizer", "optimizer_rest"]
-    assert config.hessian_weights_config.per_sample and config.train_bias
+    assert list(vars(config))[:12] == [
+        *("n_epochs", "optimizer", "optimizer_rest", "loss", "log_function", "train_bias", "rounding_type"),
+        *("use_hessian_based_weights", "optimizer_quantization_parameter", "optimizer_bias", "regularization_factor"),
+        "hessian_weights_config",
+    ]
+    assert config.use_hessian_based_weights and config.train_bias
+    assert list(inspect.signature(gptq.keras_gradient_post_training_quantization).parameters) == [
+        *("in_model", "representative_data_gen", "gptq_config", "gptq_representative_data_gen"),
+        *("target_resource_utilization", "core_config", "target_platform_capabilities"),
+    ]
     policy = config.gradual_activation_quantization_config.q_fraction_scheduler_policy
     assert (policy.initial_q_fraction, policy.target_q_fraction, policy.start_step, policy.end_step) == (0, 1, 0, None)
 
@@ -48,29 +56,47 @@ def test_a_module_with_learned_rounding_is_exact():
 
 def test_options_are_translated_to_settings():
     make = gptq.get_pytorch_gptq_config
-    plain = make(2, use_hessian_based_weights=False, use_hessian_sample_attention=False, regularization_factor=0.1)
+    plain = make(2, use_hessian_based_weights=False, regularization_factor=0.1)
     plain.gradual_activation_quantization_config, plain.train_bias = None, False
-    off = dict.fromkeys(("reconstruct_biases", "reconstruct_fisher", "reconstruct_anneal"), False)
+    names = "biases fisher anneal straight_through".split()
+    off = dict.fromkeys((f"reconstruct_{name}" for name in names), False)
     numbers = {"reconstruct_steps": 10, "reconstruct_float": 0.0, "reconstruct_pull": 0.1}
     assert plain.to_steps(5) == {"reconstruct": "network", **numbers, **off}
     steps = make(1).to_steps(1)
     assert steps["reconstruct_fisher"] and steps["reconstruct_anneal"] and steps["reconstruct_float"] == 1
 
 
-@pytest.mark.parametrize(
-    "options, says",
-    [
-        ({"loss": print}, "'loss'"),
-        ({"log_function": print}, "'log_function'"),
-        ({"optimizer_bias": 1}, "'optimizer_bias'"),
-        ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, "Adam only. Got: SGD"),
-        ({"rounding_type": gptq.RoundingType.STE}, "SoftQuantizer"),
-        ({"gptq_quantizer_params_override": {"a": 1}}, "gptq_quantizer_params_override"),
-    ],
-)
-def test_unsupported_options_are_refused(options, says):
-    with pytest.raises(UnsupportedError, match=says):
-        learn(gptq.GradientPTQConfig(1, **options))
+def test_an_optimizer_other_than_adam_is_refused():
+    with pytest.raises(UnsupportedError, match="Adam only. Got: SGD"):
+        learn(gptq.GradientPTQConfig(1, optimizer=torch.optim.SGD([torch.zeros(1)], lr=0.1)))
+
+
+def test_options_without_effect_are_named_once_and_together():
+    scores = gptq.GPTQHessianScoresConfig(hessian_batch_size=4)
+    unused = {"loss": print, "optimizer_bias": 1, "gptq_quantizer_params_override": {"a": 1}}
+    named = "'loss' of GradientPTQConfig.*'optimizer_bias'.*'gptq_quantizer_params_override'.*'hessian_batch_size'"
+    with pytest.warns(UserWarning, match=named) as found:
+        learn(gptq.GradientPTQConfig(1, hessian_weights_config=scores, **unused))
+    assert len(found) == 1 and found[0].filename == __file__
+
+
+@pytest.mark.filterwarnings("ignore:Learned rounding was not taken")
+def test_straight_through_rounding_moves_codes_by_one_step_at_most():
+    steps = gptq.GradientPTQConfig(20, rounding_type=gptq.RoundingType.STE, train_bias=False)
+    _, info = learn(steps)
+    _, plain = chipfit.pytorch_post_training_quantization(net(), batches, target_platform_capabilities="ort_cpu")
+    plan = info.result.plan
+    assert info.gptq_info_dict["reconstruct_straight_through"] and info.result.verify([X]).exact
+    for name in (t.name for t in plan.tensors.values() if t.role == "weight"):
+        codes = [r.plan[name].quantize(r.graph.weights[name]).long() for r in (info.result, plain.result)]
+        assert (codes[0] - codes[1]).abs().max() <= 1
+
+
+def test_learned_weights_that_lose_more_on_held_out_images_are_not_taken_and_the_user_is_told():
+    dark = torch.cat([0.02 * X[:28], X[28:]])  # the last eighth is held out
+    data = lambda: iter([[dark[:16]], [dark[16:]]])
+    with pytest.warns(UserWarning, match="Learned rounding was not taken: weights keep the codes from before"):
+        gptq.pytorch_gradient_post_training_quantization(net(), data, target_platform_capabilities="ort_cpu")
 
 
 annealing = gptq.QFractionLinearAnnealingConfig
@@ -83,7 +109,10 @@ LATE = gptq.GradualActivationQuantizationConfig(annealing(0, 1, 3, None))
         (lambda: annealing(0.5, 0.5, 0, None), ConfigError, "must grow"),
         (lambda: annealing(0, 1, 5, 5), ConfigError, "must grow"),
         (lambda: annealing(-0.1, 1, 0, None), ConfigError, "initial_q_fraction"),
-        (lambda: gptq.get_pytorch_gptq_config(1, use_hessian_based_weights=False), ConfigError, "requires use_hessian"),
+        (
+            lambda: gptq.get_pytorch_gptq_config(1, use_hessian_based_weights=False, use_hessian_sample_attention=True),
+            *(ConfigError, "requires use_hessian"),
+        ),
         (lambda: gptq.get_pytorch_gptq_config(0), ConfigError, "n_epochs"),
         (
             lambda: learn(gptq.get_pytorch_gptq_config(1, gradual_activation_quantization=LATE)),

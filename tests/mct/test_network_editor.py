@@ -199,11 +199,11 @@ def test_a_function_of_the_user_computes_ranges(net):
     torch.testing.assert_close(result.plan.tensors["a.0.weight"].scale, 2 * w.amax(1) / 128)
     assert calls == [((8,), 8)] and result.plan.tensors["a.0.weight"].origin == "twice over the weights"
     pair = lambda sample, grid: {"range_min": -1.0, "range_max": 3.0}
-    result = fit(net, ranges(LINEAR, pair), platform="ort_cpu")
+    result = fit(net, ranges(LINEAR, None, pair), platform="ort_cpu")
     t = result.plan.tensors["linear"]
     assert float(t.scale) == pytest.approx(4 / 255) and int(t.zero_point) == 64
     assert result.verify([net[1]]).exact
-    named = fit(net, ranges(LINEAR, "percentile"))
+    named = fit(net, ranges(LINEAR, activation_quantization_params_fn="percentile"))
     assert named.plan.tensors["linear"].origin.startswith("percentile")
 
 
@@ -306,7 +306,7 @@ FOUR_BITS = ne.ChangeFinalWeightsQuantConfigAttr(weights_n_bits=4)
         (lambda: ne.ChangeCandidatesWeightsQuantConfigAttr("bias", weights_n_bits=4), ConfigError, "kernel"),
         (lambda: ne.ChangeQuantizationParamFunction(), ConfigError, "function"),
         (lambda: ne.ChangeQuantizationParamFunction(activation_quantization_params_fn=3), ConfigError, "function"),
-        (lambda: ne.ChangeQuantizationParamFunction("percntile"), UnknownNameError, "percentile"),
+        (lambda: ne.ChangeQuantizationParamFunction(None, "percntile"), UnknownNameError, "percentile"),
         (lambda: ne.ReplaceLayer(nn.Identity, None), ConfigError, "ReplaceLayer"),
         (lambda: ne.ReplaceLayer("Identity", unchanged), ConfigError, "ReplaceLayer"),
         (lambda: ne.EditRule("conv", FOUR_BITS), ConfigError, "filter"),
@@ -408,3 +408,21 @@ def test_a_consumer_of_8_bits_leaves_no_16_bit_candidates_to_its_producer():
     assert fit((linear, x), platform=chip).plan.tensors["conv2d"].grid.bits == 8
     with pytest.raises(UnsupportedError, match="8 bits"):
         fit((linear, x), platform=chip, widths=widths_of("activation", (CONV, 16)))
+
+
+def test_arguments_have_the_order_of_mct():
+    by_name = ne.ChangeFinalWeightsQuantizationMethod("kernel", POT)
+    assert by_name.choices == ne.ChangeFinalWeightsQuantizationMethod(POT).choices
+    assert ne.ChangeQuantizationParamFunction("kernel", weights_quantization_params_fn="mse").choices["weight_rule"]
+    with pytest.raises(ConfigError, match="kernels"):
+        ne.ChangeCandidatesWeightsQuantizationMethod("bias", POT)
+
+
+def test_attributes_of_all_layers_together_have_no_effect_on_one(net):
+    with pytest.warns(
+        UserWarning, match="without effect on single layers: min_threshold, shift_negative_ratio"
+    ) as found:
+        action = ne.ChangeCandidatesActivationQuantConfigAttr(min_threshold=0.1, shift_negative_ratio=0.2)
+    assert action.choices == {} and found[0].filename == __file__
+    with pytest.warns(UserWarning, match="simd_size"):
+        assert ne.ChangeFinalWeightsQuantConfigAttr("kernel", simd_size=16, weights_n_bits=4).choices == {"bits": 4}

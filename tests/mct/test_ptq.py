@@ -52,7 +52,7 @@ def test_options_have_the_defaults_of_mct():
     activation_channel_equalization shift_negative_threshold_recalculation shift_negative_params_search
     concat_threshold_update activation_bias_correction"""
     on = "weights_bias_correction shift_negative_activation_correction linear_collapsing residual_collapsing"
-    numbers = {"z_threshold": math.inf, "l_p_value": 2, "shift_negative_ratio": 0.05}
+    numbers = {"z_threshold": math.inf, "min_threshold": 2.0**-16, "l_p_value": 2, "shift_negative_ratio": 0.05}
     numbers |= {"activation_bias_correction_threshold": 0.0, "custom_tpc_opset_to_layer": None}
     methods = dict.fromkeys(("activation_error_method", "weights_error_method"), QuantizationErrorMethod.MSE)
     expected = {**dict.fromkeys(off.split(), False), **dict.fromkeys(on.split(), True), **numbers, **methods}
@@ -212,7 +212,8 @@ def test_limits_on_resources_start_a_search_of_widths(net):
     assert min(chosen.values()) < 8 and all(info.result.plan[w].grid.bits == b for w, b in chosen.items())
     layers = [n for n, m in model.named_modules() if f"{n}.weight" in chosen]
     # of 8, 4 and 2 bits, in the order of the network
-    assert info.mixed_precision_cfg == [(8, 4, 2).index(chosen[f"{n}.weight"]) for n in layers] != [0] * len(layers)
+    indices = [(8, 4, 2).index(chosen[f"{n}.weight"]) for n in layers]
+    assert all(info.mixed_precision_cfg == indices) and any(indices)
     used, default = info.final_resource_utilization, core.pytorch_resource_utilization_data(model, data_of(batch))
     assert used.activation_memory == default.activation_memory and used.bops < default.bops
     assert used.total_memory == used.weights_memory + used.activation_memory < default.total_memory
@@ -228,14 +229,14 @@ def test_candidates_are_pairs_of_a_layers_weight_and_result_widest_first():
     chosen = {"0.weight": 4, a: 4, relu: 8, x: 8, "2.weight": 4}
     plan = replace(result.plan, provenance={"widths": widths, "chosen": chosen})
     # x: 16, 8, 4; the first layer: 8/8, 8/4, 4/8, 4/4, 2/8, 2/4; the activation has no choice; the last layer: 4, 2
-    assert UserInformation(replace(result, plan=plan)).mixed_precision_cfg == [1, 3, 0]
+    assert UserInformation(replace(result, plan=plan)).mixed_precision_cfg.tolist() == [1, 3, 0]
 
 
 def test_options_of_the_search_have_the_order_and_defaults_of_mct():
     expected = {"compute_distance_fn": None, "distance_weighting_method": core.MpDistanceWeighting.AVG}
     expected |= {"num_of_images": 32, "configuration_overwrite": None, "num_interest_points_factor": 1.0}
     expected |= {"use_hessian_based_scores": False, "norm_scores": True, "refine_mp_solution": True}
-    expected |= {"metric_normalization_threshold": 1e10}
+    expected |= {"metric_normalization_threshold": 1e10, "hessian_batch_size": 32}
     assert list(vars(core.MixedPrecisionQuantizationConfig()).items()) == list(expected.items())
     for bad in ({"num_interest_points_factor": 0}, {"distance_weighting_method": "AVG"}, {"compute_distance_fn": 3}):
         with pytest.raises(errors.ConfigError, match=next(iter(bad))):
@@ -244,12 +245,7 @@ def test_options_of_the_search_have_the_order_and_defaults_of_mct():
 
 SEARCH = core.MixedPrecisionQuantizationConfig
 UNSUPPORTED = [
-    CoreConfig(QuantizationConfig(input_scaling=True)),
-    CoreConfig(QuantizationConfig(shift_negative_params_search=True)),
-    CoreConfig(debug_config=DebugConfig(analyze_similarity=True)),
-    CoreConfig(debug_config=DebugConfig(simulate_scheduler=True)),
     CoreConfig(mixed_precision_config=SEARCH(configuration_overwrite=[1])),
-    CoreConfig(mixed_precision_config=SEARCH(compute_distance_fn=max)),
 ]
 
 
@@ -265,3 +261,44 @@ UNSUPPORTED = [
 def test_unsupported_options_and_arguments_of_the_wrong_type_are_refused(net, arguments, error, says):
     with pytest.raises(error, match=says):
         ptq(net, **arguments)
+
+
+def test_options_without_effect_are_named_in_one_warning(net):
+    search = SEARCH(compute_distance_fn=max, num_of_images=4, hessian_batch_size=8)
+    options = QuantizationConfig(input_scaling=True, min_threshold=0.1, shift_negative_params_search=True)
+    with pytest.warns(UserWarning, match="Options without effect") as found:
+        ptq(net, config=CoreConfig(options, search, debug_config=DebugConfig(simulate_scheduler=True)))
+    assert len(found) == 1
+    for name in "input_scaling min_threshold compute_distance_fn num_of_images hessian_batch_size simulate_sch".split():
+        assert f"'{name}" in str(found[0].message)
+
+
+def test_an_infinite_ratio_shifts_nothing(net):
+    assert QuantizationConfig(shift_negative_ratio=math.inf).to_settings().shift_negative is None
+
+
+def test_resources_hold_limits():
+    limits = core.ResourceUtilization(weights_memory=100, bops=50)
+    assert limits.holds_constraints(core.ResourceUtilization(100, 7, 7, 50))
+    assert not limits.holds_constraints(core.ResourceUtilization(101, 7, 7, 50))
+    assert not limits.holds_constraints(core.ResourceUtilization()) and not limits.holds_constraints(None)
+    by_target = limits.get_resource_utilization_dict()
+    assert by_target[core.RUTarget.BOPS] == 50 and by_target[core.RUTarget.TOTAL] == math.inf
+    limits.set_resource_utilization_by_target({core.RUTarget.TOTAL: 3})
+    assert limits == core.KPI(total_memory=3)
+
+
+def test_a_log_folder_gets_text_and_numbers_for_tensorboard(net, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = chipfit.set_log_folder(str(tmp_path))
+    try:
+        _, info = ptq(net)
+    finally:
+        assert chipfit.set_log_folder(None) is None
+    text = (folder / "chipfit.log").read_text(encoding="utf-8")
+    assert "post_training_quantization" in text and all(note in text for note in info.result.plan.rewrites)
+    events = EventAccumulator(str(folder / "tensorboard_logs")).Reload()
+    name = next(t.name for t in info.result.plan.tensors.values() if t.role == "activation" and t.quantized)
+    (point,) = events.Scalars(f"scale/{name}")
+    assert point.value == pytest.approx(float(info.result.plan[name].scale))

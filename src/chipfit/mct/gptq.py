@@ -1,16 +1,18 @@
 """Learned weight rounding under the names of MCT: configurations, and functions that quantize and learn in one call."""
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import field
 from enum import Enum
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, InstanceOf
 
 from chipfit.errors import ConfigError, UnsupportedError
-from chipfit.mct.core.config import AtLeast0, CoreConfig, ResourceUtilization
-from chipfit.mct.ptq import DataGenerator, UserInformation, checked, first_batch_of, form_for_keras, quantize_model
-from chipfit.validation import Fraction, PositiveInt, arguments, by_name, record, refuse_options
+from chipfit.mct.core.config import AtLeast0, CoreConfig, ResourceUtilization, or_new
+from chipfit.mct.ptq import DataGenerator, UserInformation, checked, first_batch_of, quantize_model, say_without_effect
+from chipfit.rounding.methods.learned import REJECTED
+from chipfit.validation import Fraction, PositiveInt, arguments, by_name, record, without_effect
 
 __all__ = ["keras_gradient_post_training_quantization", "pytorch_gradient_post_training_quantization"]
 __all__ += ["GradientPTQConfig", "RoundingType", "get_keras_gptq_config", "get_pytorch_gptq_config"]
@@ -21,22 +23,34 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class RoundingType(Enum):
-    """Methods of learned rounding; STE is not supported."""
+    """Methods of learned rounding."""
 
-    STE = 0
-    SoftQuantizer = 1
+    STE = 0  #: weights are rounded in every step, and gradients pass through
+    SoftQuantizer = 1  #: weights lie between two quantized values, and move to one of them
 
 
 @record(ConfigError)
 class GPTQHessianScoresConfig:
-    """Options of weighting errors by their effect on the network's outputs, which is always by sample and channel."""
+    """Options of weighting errors by their effect on the network's outputs, which is always by sample and channel.
 
-    per_sample: bool = True  #: no effect: always
-    hessians_num_samples: PositiveInt | None = None  #: no effect: all of them
-    norm_scores: bool | None = None  #: no effect: errors are relative to those before training
-    log_norm: bool | None = None  #: no effect
-    scale_log_norm: bool = False  #: no effect
-    hessian_batch_size: PositiveInt = 32  #: no effect
+    None of them has an effect; a warning names those that are set.
+    """
+
+    WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
+        "hessians_num_samples": "all samples are used",
+        "norm_scores": "errors are relative to those before training",
+        "log_norm": "errors are relative to those before training",
+        "scale_log_norm": "errors are relative to those before training",
+        "hessian_batch_size": "gradients are those of whole batches",
+        "per_sample": "errors are always weighted by sample",
+    }
+
+    hessians_num_samples: PositiveInt | None = 16
+    norm_scores: bool | None = True
+    log_norm: bool | None = True
+    scale_log_norm: bool = False
+    hessian_batch_size: PositiveInt = 32
+    per_sample: bool = True
 
 
 @record(ConfigError)
@@ -69,28 +83,40 @@ class GradientPTQConfig:
         n_epochs: passes over the data.
         optimizer: an Adam of PyTorch or Keras that gives the learning rate; None: 0.2.
         train_bias: train biases as well.
-        hessian_weights_config: weights errors by the Hessian; None: equal weights.
-        gradual_activation_quantization_config: a random share of activations stays in float; None: no activation does.
+        rounding_type: see `RoundingType`.
+        use_hessian_based_weights: weight errors by the Hessian; otherwise equally.
         regularization_factor: of the pull towards quantized values; 1 when omitted.
+        hessian_weights_config: options of the Hessian; None: equal weights.
+        gradual_activation_quantization_config: a random share of activations stays in float; None: no activation does.
         loss, optimizer_rest, optimizer_quantization_parameter, optimizer_bias, log_function,
-            gptq_quantizer_params_override: not supported; the loss is the squared error, biases have their own rate.
+            gptq_quantizer_params_override: no effect; a warning names those that are set.
     """
 
+    WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
+        "loss": "the loss is the squared error of the network's outputs",
+        "log_function": "`information.result.plan.rewrites` has the errors before and after",
+        "optimizer_rest": "biases have a rate of their own",
+        "optimizer_bias": "biases have a rate of their own",
+        "optimizer_quantization_parameter": "scales stay",
+        "gptq_quantizer_params_override": "scales stay, and codes move by one step at most",
+    }
+
     n_epochs: PositiveInt
-    loss: Any = None
     optimizer: Any = None
     optimizer_rest: Any = None
+    loss: Any = None
+    log_function: Any = None
     train_bias: bool = True
+    rounding_type: Annotated[RoundingType, by_name(RoundingType)] = RoundingType.SoftQuantizer
+    use_hessian_based_weights: bool = True
+    optimizer_quantization_parameter: Any = None
+    optimizer_bias: Any = None
+    regularization_factor: AtLeast0 | None = None
     hessian_weights_config: GPTQHessianScoresConfig | None = field(default_factory=GPTQHessianScoresConfig)
+    gptq_quantizer_params_override: Annotated[InstanceOf[dict[str, Any]], or_new(dict)] = field(default_factory=dict)
     gradual_activation_quantization_config: GradualActivationQuantizationConfig | None = field(
         default_factory=GradualActivationQuantizationConfig
     )
-    regularization_factor: AtLeast0 | None = None
-    rounding_type: Annotated[RoundingType, by_name(RoundingType)] = RoundingType.SoftQuantizer
-    optimizer_quantization_parameter: Any = None
-    optimizer_bias: Any = None
-    log_function: Any = None
-    gptq_quantizer_params_override: InstanceOf[dict[str, Any]] = field(default_factory=dict)
 
     def to_steps(self, batches: int) -> dict[str, Any]:
         """Return the equivalent settings of `chipfit.quantize` for a number of batches.
@@ -98,10 +124,6 @@ class GradientPTQConfig:
         Raises:
             UnsupportedError: an option is not supported.
         """
-        refuse_options(self, "loss log_function gptq_quantizer_params_override", "leave it out")
-        refuse_options(self, "optimizer_rest optimizer_quantization_parameter optimizer_bias", "leave it out")
-        if self.rounding_type is RoundingType.STE:
-            raise UnsupportedError("RoundingType.STE is not supported", hint="RoundingType.SoftQuantizer")
         gradual = self.gradual_activation_quantization_config
         policy = gradual.q_fraction_scheduler_policy if gradual else None
         if policy and (policy.target_q_fraction, policy.start_step, policy.end_step) != (1, 0, None):
@@ -112,7 +134,8 @@ class GradientPTQConfig:
             "reconstruct": "network",
             "reconstruct_steps": self.n_epochs * batches,
             "reconstruct_biases": self.train_bias,
-            "reconstruct_fisher": self.hessian_weights_config is not None,
+            "reconstruct_fisher": self.use_hessian_based_weights and self.hessian_weights_config is not None,
+            "reconstruct_straight_through": self.rounding_type is RoundingType.STE,
             "reconstruct_float": 1.0 - policy.initial_q_fraction if policy else 0.0,
             "reconstruct_anneal": policy is not None,
             **({} if rate is None else {"reconstruct_rate": rate}),
@@ -141,27 +164,34 @@ def get_pytorch_gptq_config(
     use_hessian_based_weights: bool = True,
     regularization_factor: AtLeast0 | None = None,
     hessian_batch_size: PositiveInt = 32,
-    use_hessian_sample_attention: bool = True,
+    use_hessian_sample_attention: bool | None = None,
     gradual_activation_quantization: bool | GradualActivationQuantizationConfig = True,
 ) -> GradientPTQConfig:
     """Return a configuration with MCT's defaults.
 
     Args:
-        use_hessian_sample_attention: requires use_hessian_based_weights; errors are weighted by sample in any case.
+        use_hessian_sample_attention: no effect; errors that are weighted are weighted by sample.
         others: see `GradientPTQConfig`.
 
     Raises:
         ConfigError: an option has the wrong type, or attention lacks Hessian-based weights.
     """
     if use_hessian_sample_attention and not use_hessian_based_weights:
-        hint = "turn use_hessian_sample_attention off as well"
+        hint = "leave use_hessian_sample_attention out"
         raise ConfigError("use_hessian_sample_attention requires use_hessian_based_weights", hint=hint)
-    scores = GPTQHessianScoresConfig(use_hessian_sample_attention, hessian_batch_size=hessian_batch_size)
+    scores = GPTQHessianScoresConfig(hessian_batch_size=hessian_batch_size)
+    if use_hessian_sample_attention is not None:
+        scores.per_sample = use_hessian_sample_attention
     given = gradual_activation_quantization
     gradual = GradualActivationQuantizationConfig() if given is True else given or None
-    weighted = scores if use_hessian_based_weights else None
-    options = n_epochs, loss, optimizer, optimizer_rest, True, weighted, gradual, regularization_factor
-    return GradientPTQConfig(*options, log_function=log_function)
+    options = n_epochs, optimizer, optimizer_rest, loss, log_function
+    return GradientPTQConfig(
+        *options,
+        use_hessian_based_weights=use_hessian_based_weights,
+        regularization_factor=regularization_factor,
+        hessian_weights_config=scores,
+        gradual_activation_quantization_config=gradual,
+    )
 
 
 get_keras_gptq_config = get_pytorch_gptq_config
@@ -186,16 +216,37 @@ def pytorch_gradient_post_training_quantization(
     Raises:
         UnsupportedError: an option is not supported.
     """
-    config = checked(GradientPTQConfig, gptq_config, "gptq_config", _NAME, model)
-    if gptq_representative_data_gen is not None:
+    options = target_resource_utilization, core_config, target_platform_capabilities
+    return _learn(model, representative_data_gen, gptq_config, gptq_representative_data_gen, *options)
+
+
+def keras_gradient_post_training_quantization(
+    in_model: Any,
+    representative_data_gen: DataGenerator,
+    gptq_config: GradientPTQConfig | None = None,
+    gptq_representative_data_gen: Callable[..., Any] | None = None,
+    target_resource_utilization: ResourceUtilization | None = None,
+    core_config: CoreConfig | None = None,
+    target_platform_capabilities: Any = None,
+) -> tuple[Any, UserInformation]:
+    """Quantize a Keras 3 model with learned rounding; see `pytorch_gradient_post_training_quantization`."""
+    options = target_resource_utilization, core_config, target_platform_capabilities
+    return _learn(in_model, representative_data_gen, gptq_config, gptq_representative_data_gen, *options)
+
+
+def _learn(
+    model: Any, generator: Any, gptq_config: Any, own_generator: Any, limits: Any, core_config: Any, platform: Any
+) -> tuple[Any, UserInformation]:
+    config = checked(GradientPTQConfig, gptq_config, "gptq_config", _NAME, model) or GradientPTQConfig(5)
+    if own_generator is not None:
         hint = "yield those images from representative_data_gen"
         raise UnsupportedError("'gptq_representative_data_gen' is not supported", hint=hint)
-    first_batch_of(representative_data_gen)  # raises if there is none
-    steps = (config or GradientPTQConfig(5)).to_steps(sum(1 for _ in representative_data_gen()))
-    options = target_resource_utilization, core_config, target_platform_capabilities
-    return quantize_model(_NAME, model, representative_data_gen, *options, steps=steps)
-
-
-keras_gradient_post_training_quantization = form_for_keras(
-    pytorch_gradient_post_training_quantization, "Quantize a Keras 3 model with learned rounding"
-)
+    hessian = config.hessian_weights_config
+    say_without_effect([*without_effect(config), *(without_effect(hessian) if hessian else ())], stacklevel=4)
+    first_batch_of(generator)  # raises if there is none
+    steps = config.to_steps(sum(1 for _ in generator()))
+    quantized, information = quantize_model(_NAME, model, generator, limits, core_config, platform, steps=steps)
+    notes = information.result.plan.rewrites if information.result is not None else ()
+    if kept := [n.removeprefix("warning: ") for n in notes if REJECTED in n]:
+        warnings.warn(f"Learned rounding was not taken: {'; '.join(kept)}", stacklevel=3)
+    return quantized, information

@@ -3,10 +3,12 @@
 import inspect
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
+
+import numpy as np
 
 from chipfit import pipeline
 from chipfit.calibration.data import iterate, no_data
@@ -15,12 +17,13 @@ from chipfit.frameworks import facts_of, framework_of
 from chipfit.mct.core.config import CoreConfig, ResourceUtilization
 from chipfit.mct.core.network_editor import replace_layers, to_overrides
 from chipfit.mct.framework_info import FrameworkInfo
+from chipfit.mct.log import log_result
 from chipfit.mct.target_platform import capabilities
 from chipfit.mct.target_platform.model import TargetPlatformModel
 from chipfit.mct.target_platform.targets import get_target_platform_capabilities
 from chipfit.result import Result
 from chipfit.search.resources import resources
-from chipfit.validation import check_value
+from chipfit.validation import check_value, without_effect
 
 __all__ = ["DataGenerator", "UserInformation", "keras_post_training_quantization"]
 __all__ += ["pytorch_post_training_quantization"]
@@ -49,7 +52,7 @@ class UserInformation:
         return ResourceUtilization(weights, found.activations, weights + found.activations, found.bops)
 
     @property
-    def mixed_precision_cfg(self) -> list[int] | None:
+    def mixed_precision_cfg(self) -> np.ndarray | None:
         """The index of the chosen candidate, for each input and layer with several, in the order of the network.
 
         Candidates are pairs of widths of a layer's weight and result, widest first. None without a search.
@@ -64,7 +67,7 @@ class UserInformation:
             if tensors:
                 pairs = list(itertools.product(*(wide[t] for t in tensors)))
                 out.append(pairs.index(tuple(known["chosen"][t] for t in tensors)))
-        return out
+        return np.array(out)
 
     @property
     def fusions(self) -> list[list[str]]:
@@ -170,11 +173,12 @@ def quantize_model(
     config = checked(CoreConfig, config, "core_config", what, model) or CoreConfig()
     checked(ResourceUtilization, limits, "target_resource_utilization", what, model)
     config.debug_config.check()
+    parts = config.quantization_config, config.mixed_precision_config, config.debug_config
+    say_without_effect([option for part in parts for option in without_effect(part)], stacklevel=4)
     if config.debug_config.bypass:
         return model, UserInformation()
     searched = limits.to_limits() if limits is not None else None
-    if config.mixed_precision_config is not None:
-        config.mixed_precision_config.check()
+    config.mixed_precision_config.check()
     options = config.quantization_config.to_rules() | {"settings": config.quantization_config.to_settings(**steps)}
     of_layers = [] if fw_info is None else fw_info.overrides()
     overrides = [*of_layers, *config.bit_width_config.choices, *to_overrides(config.debug_config.network_editor)]
@@ -190,6 +194,7 @@ def quantize_model(
         warnings.warn(f"The model stays in float: {e}", stacklevel=4)
         return model, UserInformation()
     result = result if fw_info is None else fw_info.apply(result)
+    log_result(what, result)
     return attach_result(result), UserInformation(result, gptq_info_dict=dict(steps))
 
 
@@ -210,6 +215,12 @@ def attach_result(result: Result) -> Any:
     """Return the model of a result, with a link to the result."""
     result.model._chipfit = ResultLink(result)
     return result.model
+
+
+def say_without_effect(options: Sequence[str], stacklevel: int = 3) -> None:
+    """Warn of options without effect, if there are any."""
+    if options:
+        warnings.warn(f"Options without effect: {'; '.join(options)}", stacklevel=stacklevel)
 
 
 def checked(kind: type, value: Any, name: str, what: str, model: Any) -> Any:

@@ -66,7 +66,11 @@ class SoftWeight:
         gap = self.high - self.low
         share = ((wanted - self.low) / torch.where(gap > 0, gap, 1)).clamp(0, 1)
         share = torch.where(q > below, share.clamp_min(0.5 + 1e-6), share.clamp_max(0.5 - 1e-6))
-        self.v = inverse_sigmoid(share).requires_grad_()
+        self.v = self.variable(share).requires_grad_()
+
+    def variable(self, share: Tensor) -> Tensor:
+        """Return the variable to train for a share."""
+        return inverse_sigmoid(share)
 
     def share(self) -> Tensor:
         """Return the position between the two quantized values, in [0, 1]."""
@@ -80,3 +84,16 @@ class SoftWeight:
         """Return the weight on its grid: the upper value where the share is at least half and the grid allows it."""
         hard = torch.where(self.v.detach() >= 0, self.high, self.low)
         return hard if self.stored.grid.pair_limit is None else self.stored.round(hard)
+
+
+class StraightThroughWeight(SoftWeight):
+    """A weight that is one of two quantized values in each step; gradients pass as if it lay between them."""
+
+    SLOPE = 0.3  #: of the share, as that of the rectified sigmoid at 0
+
+    def variable(self, share: Tensor) -> Tensor:
+        return (share - 0.5) / self.SLOPE
+
+    def share(self) -> Tensor:
+        between = (0.5 + self.SLOPE * self.v).clamp(0, 1)
+        return between + ((self.v >= 0).to(between.dtype) - between).detach()

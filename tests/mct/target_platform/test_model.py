@@ -85,8 +85,16 @@ def test_clones_change_single_fields():
     assert edited.base.attr_weights_configs_mapping == {KERNEL_ATTR: kernel(5), BIAS_ATTR: FLOAT}
     with pytest.raises(AttributeError):
         config().activation_n_bits = 4
+
+
+def test_weight_attributes_can_be_edited_until_a_model_holds_them():
+    """As scripts for MCT do: change an entry, then clone the configuration."""
+    base = config()
+    base.attr_weights_configs_mapping[KERNEL_ATTR] = kernel(4)
+    assert base.clone_and_edit(activation_n_bits=4).attr_weights_configs_mapping[KERNEL_ATTR] == kernel(4)
+    tp.TargetPlatformModel(tp.QuantizationConfigOptions([base]), operator_set=[])
     with pytest.raises(TypeError):
-        config().attr_weights_configs_mapping["bias"] = FLOAT
+        base.attr_weights_configs_mapping[KERNEL_ATTR] = kernel(2)
 
 
 def test_sets_are_found_by_name():

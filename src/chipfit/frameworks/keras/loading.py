@@ -6,10 +6,11 @@ list here does not depend on the version: Keras's own building blocks, and what 
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,21 @@ def load(path: str | Path) -> Any:
             hint="save it again with model.save('model.keras'); for custom classes give module:factory instead; "
             "lambdas are never executed",
         ) from e
+
+
+def load_quantized(filepath: str | Path, custom_objects: Mapping[str, Any] | None = None, compile: bool = True) -> Any:
+    """Load a saved model with quantizers, as MCT's `keras_load_quantized_model` does.
+
+    Args:
+        filepath: of the saved model.
+        custom_objects: classes of the user by name.
+        compile: compile the model as it was.
+
+    Raises:
+        OSError, ValueError: Keras cannot read the file.
+    """
+    importlib.import_module("chipfit.frameworks.keras.layers")  # registers our layers
+    return keras.models.load_model(filepath, custom_objects=dict(custom_objects or {}), compile=compile)
 
 
 def _read_archive(path: str | Path) -> Any:

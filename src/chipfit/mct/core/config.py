@@ -1,24 +1,25 @@
 """MCT's configurations, with its names, order and defaults, and their translation to chipfit's settings."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import field
 from enum import Enum
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, InstanceOf
+from pydantic import BeforeValidator, Field, InstanceOf
 
 from chipfit.errors import ConfigError
 from chipfit.mct.core import network_editor as editor
 from chipfit.mct.core.network_editor import EditRule, ErrorMethod, NodeFilter, QuantizationErrorMethod
+from chipfit.mct.trainable.constants import MIN_THRESHOLD
 from chipfit.registry import OFF
 from chipfit.search.limits import Limits
 from chipfit.settings import Settings
-from chipfit.validation import Number, by_name, check_value, record, refuse_options
+from chipfit.validation import Number, PositiveInt, by_name, check_value, record, refuse_options
 
 __all__ = ["DEFAULTCONFIG", "BitWidthConfig", "CoreConfig", "DebugConfig", "QuantizationConfig"]
 __all__ += ["QuantizationErrorMethod"]
-__all__ += ["MixedPrecisionQuantizationConfig", "MpDistanceWeighting", "ResourceUtilization"]
+__all__ += ["KPI", "MixedPrecisionQuantizationConfig", "MpDistanceWeighting", "RUTarget", "ResourceUtilization"]
 
 
 AtLeast0 = Annotated[Number, Field(ge=0)]
@@ -36,22 +37,29 @@ class QuantizationConfig:
 
     activation_error_method: ErrorMethod = QuantizationErrorMethod.MSE
     weights_error_method: ErrorMethod = QuantizationErrorMethod.MSE
+    WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
+        "input_scaling": "inputs keep their scale",
+        "min_threshold": "ranges have no lower bound but the smallest float",
+        "shift_negative_threshold_recalculation": "ranges are always searched in the shifted statistics",
+        "shift_negative_params_search": "the shift is the least value",
+    }
+
     relu_bound_to_power_of_2: bool = False
     weights_bias_correction: bool = True
     weights_second_moment_correction: bool = False
-    input_scaling: bool = False  #: not supported: it would change the function of the model
+    input_scaling: bool = False  #: no effect: inputs keep their scale, and `input_scale` is 1
     softmax_shift: bool = False
     shift_negative_activation_correction: bool = True
     #: weights of neighbouring layers get equal ranges, channel by channel
     activation_channel_equalization: bool = False
     z_threshold: AtLeast0 = math.inf
+    min_threshold: AtLeast0 = MIN_THRESHOLD  #: no effect
     l_p_value: AtLeast1 = 2.0  #: exponent of the error method LP
     linear_collapsing: bool = True
     residual_collapsing: bool = True
-    shift_negative_ratio: AtLeast0 = 0.05
-    #: no effect: ranges are always searched in the shifted statistics
-    shift_negative_threshold_recalculation: bool = False
-    shift_negative_params_search: bool = False  #: not supported
+    shift_negative_ratio: AtLeast0 = 0.05  #: infinity: nothing is shifted
+    shift_negative_threshold_recalculation: bool = False  #: no effect
+    shift_negative_params_search: bool = False  #: no effect
     concat_threshold_update: bool = False
     activation_bias_correction: bool = False
     activation_bias_correction_threshold: AtLeast0 = 0.0  #: in percent of the mean of the operator's input
@@ -59,20 +67,15 @@ class QuantizationConfig:
     custom_tpc_opset_to_layer: InstanceOf[dict[str, Any]] | None = None
 
     def to_settings(self, **more: Any) -> Settings:
-        """Return the settings of `chipfit.quantize`, with further ones.
-
-        Raises:
-            UnsupportedError: an option is not supported.
-        """
-        refuse_options(self, "input_scaling", "scale the data, or fold the scale into the first layer")
-        refuse_options(self, "shift_negative_params_search", "leave it off")
+        """Return the settings of `chipfit.quantize`, with further ones."""
         percent = self.activation_bias_correction_threshold
+        shifts = self.shift_negative_activation_correction and math.isfinite(self.shift_negative_ratio)
         return Settings(
             collapse_linear=self.linear_collapsing,
             collapse_residual=self.residual_collapsing,
             relu_bound=self.relu_bound_to_power_of_2,
             equalize=self.activation_channel_equalization,
-            shift_negative=float(self.shift_negative_ratio) if self.shift_negative_activation_correction else None,
+            shift_negative=float(self.shift_negative_ratio) if shifts else None,
             softmax_shift=self.softmax_shift,
             concat_ranges=self.concat_threshold_update,
             correct_second_moment=self.weights_second_moment_correction,
@@ -149,6 +152,15 @@ def _paired(filters: Any, bit_widths: Any) -> list[tuple[NodeFilter, int]]:
     return list(zip(chosen, widths * len(chosen) if len(widths) == 1 else widths, strict=True))
 
 
+class RUTarget(Enum):
+    """The resources of `ResourceUtilization`."""
+
+    WEIGHTS = "weights"
+    ACTIVATION = "activation"
+    TOTAL = "total"
+    BOPS = "bops"
+
+
 @record(ConfigError)
 class ResourceUtilization:
     """Limits on the resources of a quantized model, or its actual resources (see `UserInformation`)."""
@@ -162,11 +174,33 @@ class ResourceUtilization:
         """Return whether any limit is finite."""
         return any(math.isfinite(v) for v in vars(self).values())
 
+    def get_resource_utilization_dict(self) -> dict[RUTarget, float]:
+        """Return the amounts by resource."""
+        return dict(zip(RUTarget, vars(self).values(), strict=True))
+
+    def set_resource_utilization_by_target(self, ru_mapping: Mapping[RUTarget, float]) -> None:
+        """Set all amounts; those that `ru_mapping` lacks become infinite."""
+        for name, target in zip(vars(self), RUTarget, strict=True):
+            setattr(self, name, ru_mapping.get(target, math.inf))
+
+    def holds_constraints(self, ru: Any) -> bool:
+        """Return whether the resources `ru` are within these limits; False for anything else than resources."""
+        if not isinstance(ru, ResourceUtilization):
+            return False
+        return all(used <= most for used, most in zip(vars(ru).values(), vars(self).values(), strict=True))
+
+    def __repr__(self) -> str:
+        names = (name.upper() if name == "bops" else name.capitalize() for name in vars(self))
+        return ", ".join(f"{name}: {v}" for name, v in zip(names, vars(self).values(), strict=True))
+
     def to_limits(self) -> Limits | None:
         """Return the limits for a search of bit widths; None if all are infinite."""
         given = zip(("weights", "activations", "total", "bops"), vars(self).values(), strict=True)
         finite = {name: v for name, v in given if math.isfinite(v)}
         return Limits(**finite) if finite else None
+
+
+KPI = ResourceUtilization  #: its first-generation name
 
 
 class MpDistanceWeighting(Enum):
@@ -180,18 +214,42 @@ class MpDistanceWeighting(Enum):
 
 @record(ConfigError)
 class MixedPrecisionQuantizationConfig:
-    """Options of the search of bit widths under MCT's names. The search itself is that of `chipfit.search`."""
+    """Options of the search of bit widths under MCT's names. The search itself is that of `chipfit.search`.
 
-    compute_distance_fn: Callable[..., Any] | None = None  #: not supported: losses are predicted, not measured
-    #: no effect: the loss compares the outputs
+    All but configuration_overwrite have no effect; a warning names those that are set.
+    """
+
+    WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
+        "compute_distance_fn": "the loss compares the network's outputs",
+        "distance_weighting_method": "the loss compares the network's outputs",
+        "num_of_images": "128 images, or all if there are fewer",
+        "num_interest_points_factor": "the loss compares the network's outputs",
+        "use_hessian_based_scores": "losses are always weighted by gradients",
+        "norm_scores": "losses are always normalized",
+        "refine_mp_solution": "the solution is optimal",
+        "metric_normalization_threshold": "the integer program is always normalized",
+        "hessian_batch_size": "gradients need no batches",
+    }
+
+    compute_distance_fn: Callable[..., Any] | None = None
     distance_weighting_method: Annotated[MpDistanceWeighting, by_name(MpDistanceWeighting)] = MpDistanceWeighting.AVG
-    num_of_images: int = 32  #: no effect: 128 images, or all if there are fewer
+    num_of_images: int = 32
     configuration_overwrite: InstanceOf[list[int]] | None = None  #: not supported: use BitWidthConfig
-    num_interest_points_factor: Annotated[Number, Field(gt=0, le=1)] = 1.0  #: no effect: the loss compares the outputs
-    use_hessian_based_scores: bool = False  #: no effect: losses are always weighted by gradients
-    norm_scores: bool = True  #: no effect
-    refine_mp_solution: bool = True  #: no effect: the solution is optimal
-    metric_normalization_threshold: AtLeast0 = 1e10  #: no effect: the integer program is always normalized
+    num_interest_points_factor: Annotated[Number, Field(gt=0, le=1)] = 1.0
+    use_hessian_based_scores: bool = False
+    norm_scores: bool = True
+    refine_mp_solution: bool = True
+    metric_normalization_threshold: AtLeast0 = 1e10
+    hessian_batch_size: PositiveInt = 32
+
+    @property
+    def mixed_precision_enable(self) -> bool:
+        """True if `set_mixed_precision_enable` was called; limits alone start a search in chipfit."""
+        return vars(self).get("_enabled", False)
+
+    def set_mixed_precision_enable(self) -> None:
+        """Note that bit widths are searched; no effect on the search."""
+        vars(self)["_enabled"] = True
 
     def check(self) -> None:
         """Check that all options are supported.
@@ -199,7 +257,6 @@ class MixedPrecisionQuantizationConfig:
         Raises:
             UnsupportedError: an option is not supported.
         """
-        refuse_options(self, "compute_distance_fn", "leave it out: losses at the outputs are predicted")
         refuse_options(self, "configuration_overwrite", "choose bit widths by name with BitWidthConfig")
 
 
@@ -208,11 +265,16 @@ class DebugConfig:
     """Options for debugging and manual changes.
 
     Args:
-        analyze_similarity: not supported; `Result.verify` and `Result.report` list the error of every layer.
+        analyze_similarity: no effect; `Result.verify` and `Result.report` list the error of every layer.
         network_editor: rules that change the quantization of single layers, in order.
-        simulate_scheduler: not supported.
+        simulate_scheduler: no effect.
         bypass: return the float model unchanged.
     """
+
+    WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
+        "analyze_similarity": "`information.result.verify(data)` compares every layer",
+        "simulate_scheduler": "operators run in the order of the graph",
+    }
 
     analyze_similarity: bool = False
     network_editor: InstanceOf[list[EditRule]] = field(default_factory=list)
@@ -220,22 +282,33 @@ class DebugConfig:
     bypass: bool = False
 
     def check(self) -> None:
-        """Check that all options are valid and supported.
+        """Check that the rules are valid.
 
         Raises:
             ConfigError: `network_editor` holds something other than an EditRule.
-            UnsupportedError: an option is not supported.
         """
         check_value(list[EditRule], self.network_editor, ConfigError, "DebugConfig", "network_editor")
-        refuse_options(self, "analyze_similarity", "information.result.verify(data) compares every layer")
-        refuse_options(self, "simulate_scheduler", "leave it off")
+
+
+def or_new(kind: type) -> BeforeValidator:
+    """Return a validator that makes a default configuration in place of None."""
+    return BeforeValidator(lambda given: kind() if given is None else given)
 
 
 @record(ConfigError)
 class CoreConfig:
-    """All options of one quantization."""
+    """All options of one quantization; None stands for the defaults."""
 
-    quantization_config: QuantizationConfig = field(default_factory=QuantizationConfig)
-    mixed_precision_config: MixedPrecisionQuantizationConfig | None = None
-    bit_width_config: BitWidthConfig = field(default_factory=BitWidthConfig)
-    debug_config: DebugConfig = field(default_factory=DebugConfig)
+    quantization_config: Annotated[QuantizationConfig, or_new(QuantizationConfig)] = field(
+        default_factory=QuantizationConfig
+    )
+    mixed_precision_config: Annotated[MixedPrecisionQuantizationConfig, or_new(MixedPrecisionQuantizationConfig)] = (
+        field(default_factory=MixedPrecisionQuantizationConfig)
+    )
+    bit_width_config: Annotated[BitWidthConfig, or_new(BitWidthConfig)] = field(default_factory=BitWidthConfig)
+    debug_config: Annotated[DebugConfig, or_new(DebugConfig)] = field(default_factory=DebugConfig)
+
+    @property
+    def mixed_precision_enable(self) -> bool:
+        """True if the search of bit widths was enabled by hand."""
+        return self.mixed_precision_config.mixed_precision_enable

@@ -6,6 +6,7 @@ Every rule is validated on construction and becomes an entry of `overrides`: see
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -167,8 +168,8 @@ def filters_of(given: Any) -> list[NodeFilter]:
 
 # ---------------------------------------------------------------- actions
 
-#: names of the main weight of a layer
-KERNELS = ("kernel", "kernel_attr", "weight", "depthwise_kernel")
+#: names of the main weight of a layer; None stands for it, too
+KERNELS = (None, "kernel", "kernel_attr", "weight", "depthwise_kernel")
 
 
 def check_kernel(attribute: Any) -> None:
@@ -178,7 +179,8 @@ def check_kernel(attribute: Any) -> None:
         ConfigError: it is another one.
     """
     if attribute not in KERNELS:
-        raise ConfigError("Only settings of kernels can be changed", got=repr(attribute), allowed=", ".join(KERNELS))
+        allowed = ", ".join(k for k in KERNELS if k is not None)
+        raise ConfigError("Only settings of kernels can be changed", got=repr(attribute), allowed=allowed)
 
 
 # types of attributes; validators convert a value to that of `overrides`
@@ -222,6 +224,8 @@ class _ByAttributes(Action):
 
     table: _Attributes = {}
     error_method: str
+    #: options of all layers together, which a rule about one layer cannot change
+    general: frozenset[str] = frozenset()
 
     def __init__(self, **kwargs: Any) -> None:
         if not kwargs:
@@ -233,7 +237,12 @@ class _ByAttributes(Action):
             hint = f"set {self.error_method} as well"
             raise ConfigError("l_p_value requires the error method LP", got=f"{self.error_method}={method}", hint=hint)
         choices = {}
+        if general := [attr for attr in kwargs if attr in self.general]:
+            why = "QuantizationConfig has them for all layers together"
+            warnings.warn(f"Attributes without effect on single layers: {', '.join(general)}; {why}", stacklevel=2)
         for attr, value in kwargs.items():
+            if attr in general:
+                continue
             if attr not in self.table:
                 raise UnknownNameError(f"attribute of {type(self).__name__}", attr, [*self.table, "l_p_value"])
             choice, kind = self.table[attr]
@@ -259,6 +268,11 @@ _ACTIVATIONS: _Attributes = {
 }
 
 
+_GENERAL = {"min_threshold", "weights_bias_correction", "weights_second_moment_correction", "simd_size"}
+_GENERAL |= {"activation_channel_equalization", "input_scaling", "concat_threshold_update"}
+_GENERAL |= {"shift_negative_activation_correction", "shift_negative_ratio", "shift_negative_threshold_recalculation"}
+
+
 class ChangeCandidatesWeightsQuantConfigAttr(_ByAttributes):
     """Change settings of the weights: weights_n_bits, enable_weights_quantization, weights_quantization_method,
     weights_error_method, weights_per_channel_threshold, l_p_value.
@@ -268,9 +282,9 @@ class ChangeCandidatesWeightsQuantConfigAttr(_ByAttributes):
         ConfigError: a value has the wrong type.
     """
 
-    table, error_method = _WEIGHTS, "weights_error_method"
+    table, error_method, general = _WEIGHTS, "weights_error_method", frozenset(_GENERAL)
 
-    def __init__(self, attr_name: str = "kernel", **kwargs: Any) -> None:
+    def __init__(self, attr_name: str | None = None, **kwargs: Any) -> None:
         check_kernel(attr_name)
         super().__init__(**kwargs)
 
@@ -290,7 +304,7 @@ class ChangeCandidatesActivationQuantConfigAttr(_ByAttributes):
         ConfigError: a value has the wrong type.
     """
 
-    table, error_method = _ACTIVATIONS, "activation_error_method"
+    table, error_method, general = _ACTIVATIONS, "activation_error_method", frozenset(_GENERAL)
 
 
 class ChangeFinalActivationQuantConfigAttr(ChangeCandidatesActivationQuantConfigAttr):
@@ -300,10 +314,21 @@ class ChangeFinalActivationQuantConfigAttr(ChangeCandidatesActivationQuantConfig
 
 
 class ChangeCandidatesWeightsQuantizationMethod(ChangeCandidatesWeightsQuantConfigAttr):
-    """Change the QuantizationMethod of the weights, to one that the chip's own method includes."""
+    """Change the QuantizationMethod of the weights, to one that the chip's own method includes.
 
-    def __init__(self, weights_quantization_method: QuantizationMethod) -> None:
-        super().__init__(weights_quantization_method=weights_quantization_method)
+    Args:
+        attr_name: of the weight; a method alone may be the first argument.
+        weights_quantization_method: the method.
+    """
+
+    def __init__(
+        self,
+        attr_name: str | QuantizationMethod | None = None,
+        weights_quantization_method: QuantizationMethod | None = None,
+    ) -> None:
+        if isinstance(attr_name, QuantizationMethod):
+            attr_name, weights_quantization_method = None, attr_name
+        super().__init__(attr_name, weights_quantization_method=weights_quantization_method)
 
 
 class ChangeFinalWeightsQuantizationMethod(ChangeCandidatesWeightsQuantizationMethod):
@@ -332,6 +357,7 @@ class ChangeQuantizationParamFunction(Action):
     """Change the range rule.
 
     Args:
+        attr_name: of the weight; only kernels have a range rule of their own.
         activation_quantization_params_fn, weights_quantization_params_fn: the name of a range rule, or a function
             `(sample, grid)` that returns `QParams`, {"threshold": t} or {"range_min": a, "range_max": b}; t, a and b
             are numbers, or tensors with one entry for each channel. `sample` is a `chipfit.ranges.search.Sample`
@@ -345,9 +371,11 @@ class ChangeQuantizationParamFunction(Action):
     @arguments(ConfigError)
     def __init__(
         self,
+        attr_name: str | None = None,
         activation_quantization_params_fn: _Rule | None = None,
         weights_quantization_params_fn: _Rule | None = None,
     ) -> None:
+        check_kernel(attr_name)
         given = {"rule": activation_quantization_params_fn, "weight_rule": weights_quantization_params_fn}
         given = {k: v if isinstance(v, str) else _ByFunction(v) for k, v in given.items() if v is not None}
         if not given:

@@ -22,9 +22,23 @@ from chipfit.platform.schema import Platform
 from chipfit.validation import allowed, arguments, record
 
 __all__ = ["LayerFilterParams", "OperationsSetToLayers", "OperationsToLayers", "TargetPlatformCapabilities"]
+__all__ += ["FrameworkQuantizationCapabilities", "get_current_tpc"]
 __all__ += ["AttributeFilter", "Contains", "DefaultDict", "Eq", "Greater", "GreaterEq", "NotEq", "Smaller", "SmallerEq"]
 
 _CURRENT: ContextVar[TargetPlatformCapabilities | None] = ContextVar("target_platform_capabilities", default=None)
+
+
+def get_current_tpc() -> TargetPlatformCapabilities:
+    """Return the capabilities whose `with` block is open.
+
+    Raises:
+        ModelingError: no block is open.
+    """
+    tpc = _CURRENT.get()
+    if tpc is None:
+        hint = "call it inside `with TargetPlatformCapabilities(...):`"
+        raise ModelingError("Target platform capabilities are not initialized.", hint=hint)
+    return tpc
 
 
 def _condition(attr: str, test: Any, value: Any) -> AttributeFilter:
@@ -293,7 +307,13 @@ class TargetPlatformCapabilities:
         """Return the options of a node, a layer object, or a call; filters take precedence over plain layers.
 
         An attribute mapping renames weight attributes to the framework's names.
+
+        Raises:
+            ModelingError: `node` is None.
         """
+        if node is None:
+            allowed = "a layer object, a call (function, keyword arguments), or a node of a graph"
+            raise ModelingError("There are no options for no node", got=None, allowed=allowed)
         attached = {o.name: o for o in self._entries}
         sets = self.tp_model.members({name: o.members for name, o in attached.items()})
         kind, op, name, config = _identity(node)
@@ -344,3 +364,6 @@ class TargetPlatformCapabilities:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.tp_model!r}, name={self.name!r}, version={self.version!r})"
+
+
+FrameworkQuantizationCapabilities = TargetPlatformCapabilities  #: its later name

@@ -109,7 +109,7 @@ class AttributeQuantizationConfig:
         return replace(self, **changes)
 
 
-Attributes = Annotated[Mapping[str, AttributeQuantizationConfig], AfterValidator(lambda v: MappingProxyType(dict(v)))]
+Attributes = Annotated[Mapping[str, AttributeQuantizationConfig], AfterValidator(dict)]
 _Edits = Mapping[str, Mapping[str, Any]] | None
 Scale = Annotated[float, Field(gt=0, strict=False, allow_inf_nan=False), allowed("a finite number above 0")]
 #: True stands for SIGNED, False for UNSIGNED
@@ -123,7 +123,7 @@ class OpQuantizationConfig:
 
     Args:
         default_weight_attr_config: for weight attributes without an entry of their own.
-        attr_weights_configs_mapping: weight attribute -> its configuration.
+        attr_weights_configs_mapping: weight attribute -> its configuration; read-only once a model is complete.
         activation_quantization_method: of the operator's result.
         activation_n_bits: of the operator's result.
         supported_input_activation_n_bits: supported input widths; a producer with a wider result uses another of its
@@ -158,9 +158,9 @@ class OpQuantizationConfig:
         """Return the fields for copies and pickles, which read-only mappings refuse."""
         return {**vars(self), "attr_weights_configs_mapping": dict(self.attr_weights_configs_mapping)}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        vars(self)["attr_weights_configs_mapping"] = MappingProxyType(state["attr_weights_configs_mapping"])
+    def freeze(self) -> None:
+        """Make the mapping of weight attributes read-only."""
+        vars(self)["attr_weights_configs_mapping"] = MappingProxyType(dict(self.attr_weights_configs_mapping))
 
     @property
     def max_input_activation_n_bits(self) -> int:
@@ -186,7 +186,7 @@ class OpQuantizationConfig:
                 near = UnknownNameError("weight attribute", name, attrs)
                 raise ModelingError(near.what, allowed=near.allowed)
             attrs[name] = attrs[name].clone_and_edit(**edits)
-        vars(clone)["attr_weights_configs_mapping"] = MappingProxyType(attrs)
+        vars(clone)["attr_weights_configs_mapping"] = attrs
         return clone
 
 

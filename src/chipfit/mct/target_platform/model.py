@@ -209,6 +209,11 @@ class TargetPlatformModel:
             raise ModelingError("Immutable class. Can't edit attributes.", got=name, hint="create a new model")
         object.__setattr__(self, name, value)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self._frozen:
+            self._freeze()
+
     def __enter__(self) -> TargetPlatformModel:
         if self._frozen:
             raise ModelingError(f"Model '{self.name}' can not be reinitialized", hint="create a new one")
@@ -247,7 +252,13 @@ class TargetPlatformModel:
         if twice is not None:
             allowed = "unique names"
             raise ModelingError(f"Two operator sets are named '{twice}'", where=f"model '{self.name}'", allowed=allowed)
-        self._frozen = True
+        self._freeze()
+
+    def _freeze(self) -> None:
+        options = [self.default_qco, *(o.qc_options for o in self.operator_set if o.qc_options is not None)]
+        for c in (c for o in options for c in (*o.quantization_config_list, o.base)):
+            c.freeze()
+        vars(self)["_frozen"] = True
 
     def _with_own_sets(self, fusing: Fusing) -> Fusing:
         """Return the fusion with the model's own set in place of each set of that name, whatever its options."""

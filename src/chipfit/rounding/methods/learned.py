@@ -26,7 +26,14 @@ from chipfit.plan.record import Plan
 from chipfit.quantizers.grids import shape_for
 from chipfit.quantizers.ops import TorchOps
 from chipfit.registry import Setting, option, register
-from chipfit.rounding.adaround import WARM_UP, SoftWeight, output_error, regularizer, regularizer_exponent
+from chipfit.rounding.adaround import (
+    WARM_UP,
+    SoftWeight,
+    StraightThroughWeight,
+    output_error,
+    regularizer,
+    regularizer_exponent,
+)
 from chipfit.rounding.compare import split_holdout, unrounded_outputs
 from chipfit.rounding.fisher import gradients
 from chipfit.rounding.method import STEP, RoundingContext, RoundingResult, apply_methods, keep_better
@@ -37,6 +44,8 @@ from chipfit.rounding.streams import SampleStreams, Stream
 #: learning rate of biases in the first step, as a share of that of weights, in units of the norm of their weights
 BIAS_RATE = 0.01
 SCOPES = ("layer", "block", "network")
+#: note of a guard that has dropped what was learned
+REJECTED = "weights keep the codes from before they were learned"
 #: linear operators in a chain without a branch that make a block
 IN_A_ROW = 3
 
@@ -52,6 +61,7 @@ class Learned:
     floats: float = option("reconstruct_float", 0.0, "probability that a value stays in float for a step")
     anneal: bool = option("reconstruct_anneal", False, "that probability falls linearly to 0")
     pull: float = option("reconstruct_pull", 1.0, "weight of the pull towards quantized values")
+    straight: bool = option("reconstruct_straight_through", False, "weights are rounded in every step (STE)")
     biases: bool = option("reconstruct_biases", True, "biases are learned as well")
     fisher: bool = option("reconstruct_fisher", False, "errors weigh as much as they change the network's outputs")
     guard: bool = option("rounding_guard", True, "an eighth of the images decides whether the plan before is better")
@@ -69,8 +79,7 @@ class Learned:
             if t.role == "weight" and t.quantized and learned.weights[name] is not graph.weights[name]
         }
         result = RoundingResult(learned, replace(plan, tensors={**plan.tensors, **tensors}), notes)
-        rejected = "weights keep the codes from before they were learned"
-        return keep_better(result, (graph, plan), context.original, held_out, "learned codes are kept", rejected)
+        return keep_better(result, (graph, plan), context.original, held_out, "learned codes are kept", REJECTED)
 
 
 _SETTING = Setting("reconstruct", None, "rounding is learned after all corrections, part by part", "scope", SCOPES)
@@ -194,7 +203,8 @@ class BlockReconstruction(SampleStreams):
             if why is not None:
                 continue
             w = self.graph.weights[n.weight].detach().float()
-            out.soft[n.weight] = SoftWeight(self.plan[n.weight], w, block.weights[n.weight])
+            kind = StraightThroughWeight if self.method.straight else SoftWeight
+            out.soft[n.weight] = kind(self.plan[n.weight], w, block.weights[n.weight])
             if n.bias is not None and self.method.biases:
                 norm = as_rows(n, w).norm(dim=2).flatten()
                 out.shifts[n.bias] = norm, torch.zeros_like(norm).requires_grad_()
