@@ -121,8 +121,8 @@ CROSSINGS = {
 }
 #: modules of the documents' names, and the package itself
 DOORS = set(
-    "__init__ _version constants core exporter framework_info gptq hardware_representation pruning ptq qat quantize_fx "
-    "target_platform target_platform_capabilities trainable_infrastructure".split()
+    "__init__ _version constants core data_generation exporter framework_info gptq hardware_representation pruning ptq "
+    "qat quantize_fx target_platform target_platform_capabilities trainable_infrastructure".split()
 )
 
 

@@ -21,8 +21,9 @@ _HOMES = {
 }
 #: modules that need no import of their own: users of MCT write `mct.core.QuantizationConfig`
 _DOORS = (
-    *("constants", "core", "exporter", "framework_info", "gptq", "hardware_representation", "pruning", "ptq"),
-    *("qat", "quantize_fx", "target_platform", "target_platform_capabilities", "trainable_infrastructure"),
+    *("constants", "core", "data_generation", "exporter", "framework_info", "gptq", "hardware_representation"),
+    *("pruning", "ptq", "qat", "quantize_fx"),
+    *("target_platform", "target_platform_capabilities", "trainable_infrastructure"),
 )
 _MODULES = {
     **{name: f"chipfit.{name}" for name in (*_DOORS, "training")},

@@ -1,0 +1,120 @@
+"""MCT's data generation: its options become those of `chipfit.generated`."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import chipfit as mct
+from chipfit.data_generation import (
+    BNLayerWeightingType,
+    DataInitType,
+    ImageGranularity,
+    ImageNormalizationType,
+    ImagePipelineType,
+    OutputLossType,
+    SchedulerType,
+    get_keras_data_generation_config,
+    get_pytorch_data_generation_config,
+    keras_data_generation_experimental,
+    pytorch_data_generation_experimental,
+)
+from chipfit.errors import ChipfitError
+from tests.build import keras_sequential, sequential, small_cnn
+
+
+def network() -> nn.Module:
+    """Return the network of MCT's documentation of this function."""
+    torch.manual_seed(0)
+    return sequential(nn.Conv2d(3, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(2 * 6 * 6, 10)).eval()
+
+
+def test_the_example_of_the_documentation_gives_one_tensor_an_image():
+    config = mct.data_generation.get_pytorch_data_generation_config(n_iter=1, data_gen_batch_size=2)
+    images = mct.data_generation.pytorch_data_generation_experimental(
+        model=network(), n_images=4, output_image_size=8, data_generation_config=config
+    )
+    assert [tuple(x.shape) for x in images] == [(1, 3, 8, 8)] * 4
+    limits = torch.tensor(
+        [[-0.485 / 0.229, -0.456 / 0.224, -0.406 / 0.225], [0.515 / 0.229, 0.544 / 0.224, 0.594 / 0.225]]
+    )
+    every = torch.cat(images)
+    assert (every.amin((0, 2, 3)) >= limits[0] - 1e-5).all() and (every.amax((0, 2, 3)) <= limits[1] + 1e-5).all()
+
+
+def test_images_calibrate_a_network():
+    config = get_pytorch_data_generation_config(n_iter=2, initial_lr=0.1, extra_pixels=2)
+    images = pytorch_data_generation_experimental(network(), 8, (8, 8), config)
+    model, _ = mct.ptq.pytorch_post_training_quantization(network(), lambda: ([x] for x in images))
+    assert model(images[0]).shape == (1, 10)
+
+
+def test_the_seed_of_torch_repeats_images():
+    def first() -> torch.Tensor:
+        torch.manual_seed(3)
+        config = get_pytorch_data_generation_config(n_iter=1, extra_pixels=0)
+        return pytorch_data_generation_experimental(network(), 1, 8, config)[0]
+
+    assert first().equal(first())
+
+
+KINDS = [
+    *itertools.product(["scheduler_type"], SchedulerType),
+    *itertools.product(["output_loss_type"], OutputLossType),
+    *itertools.product(["data_init_type"], DataInitType),
+    *itertools.product(["image_granularity"], ImageGranularity),
+    *itertools.product(["image_pipeline_type"], ImagePipelineType),
+    *itertools.product(["image_normalization_type"], ImageNormalizationType),
+    *itertools.product(["layer_weighting_type"], list(BNLayerWeightingType)[:2]),
+    ("extra_pixels", (1,)),
+    ("extra_pixels", (1, 3)),
+    ("output_loss_multiplier", 0),
+]
+
+
+@pytest.mark.parametrize(("option", "value"), KINDS, ids=str)
+def test_every_value_of_an_option_makes_images(option, value):
+    config = get_pytorch_data_generation_config(n_iter=2, data_gen_batch_size=3, initial_lr=0.1, **{option: value})
+    images = pytorch_data_generation_experimental(network(), 5, (8,), config)
+    assert len(images) == 5 and all(x.isfinite().all() for x in images)
+
+
+def test_keras_models_give_arrays_with_channels_last():
+    import keras  # noqa: TID251
+
+    layers = [keras.layers.Conv2D(3, 3), keras.layers.BatchNormalization(), keras.layers.GlobalAveragePooling2D()]
+    model = keras_sequential([8, 8, 3], *layers, keras.layers.Dense(4))
+    config = get_keras_data_generation_config(n_iter=2, optimizer=keras.optimizers.Adam, extra_pixels=1)
+    images = keras_data_generation_experimental(model, 3, (8, 8), config)
+    assert [x.shape for x in images] == [(1, 8, 8, 3)] * 3 and all(isinstance(x, np.ndarray) for x in images)
+
+
+def test_defaults_are_those_of_mct():
+    def defaults(function) -> dict:
+        return {k: getattr(p.default, "name", p.default) for k, p in inspect.signature(function).parameters.items()}
+
+    torchs, kerass = map(defaults, (get_pytorch_data_generation_config, get_keras_data_generation_config))
+    assert (torchs["n_iter"], torchs["initial_lr"], torchs["output_loss_multiplier"]) == (500, 16, 1e-5)
+    assert (torchs["image_granularity"], kerass["image_granularity"]) == ("AllImages", "BatchWise")
+    assert (kerass["initial_lr"], kerass["output_loss_multiplier"], kerass["image_clipping"]) == (1, 1e-3, False)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda c: pytorch_data_generation_experimental(small_cnn(), 1, 8, c()), "at least one BatchNorm layer"),
+        (lambda c: pytorch_data_generation_experimental(network(), 1, (8, 8, 8), c()), "height and a width"),
+        (lambda c: pytorch_data_generation_experimental(network(), 1, 8, {}), "get_pytorch_data_generation_config"),
+        (lambda c: c(layer_weighting_type=BNLayerWeightingType.GRAD).to_generation(), "GRAD"),
+        (lambda c: c(output_loss_type="none"), "output_loss_type"),
+        (lambda c: c(n_iter=0), "n_iter"),
+    ],
+)
+def test_what_is_wrong_is_named(call, words):
+    with pytest.raises(ChipfitError, match=words):
+        call(get_pytorch_data_generation_config)
