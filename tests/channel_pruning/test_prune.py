@@ -54,8 +54,20 @@ def joined() -> nn.Module:
 
 
 def grouped() -> nn.Module:
-    layers = [conv(3, 12), nn.PReLU(12), conv(12, 8, groups=4), nn.GroupNorm(2, 8), nn.ReLU()]
+    layers = [conv(3, 12), nn.PReLU(12), conv(12, 8, groups=4), norm(8), nn.ReLU()]
     return sequential(*layers, conv(8, 6, 1), nn.ReLU6(), nn.Flatten(), nn.Linear(6 * 64, 4))
+
+
+def normed() -> nn.Module:
+    """Return a network with norms over channels, whose statistics change with those that go."""
+
+    def forward(m, x):
+        x = m.group(m.a(x)).flatten(2).transpose(1, 2)
+        y = m.down(F.gelu(m.up(m.layer(x))))
+        return m.fc((x + y).mean(1))
+
+    parts = {"group": nn.GroupNorm(2, 8), "layer": nn.LayerNorm(8), "up": nn.Linear(8, 16), "down": nn.Linear(16, 8)}
+    return model_of(forward, a=conv(3, 8), fc=nn.Linear(8, 4), **parts)
 
 
 def depthwise() -> nn.Module:
@@ -80,7 +92,11 @@ def transposed() -> nn.Module:
     return sequential(conv(3, 8), nn.ReLU(), up, nn.ReLU(), wide, conv(6, 5, 1), *head)
 
 
-NETWORKS = [chain, residual, joined, grouped, depthwise, shuffled, transposed]
+NETWORKS = [chain, residual, joined, grouped, normed, depthwise, shuffled, transposed]
+
+
+def prune(model: nn.Module, batches: object, **options) -> chipfit.Pruned:
+    return chipfit.prune(model, batches, progress=False, **options)
 
 
 def data(count: int = 24) -> list[torch.Tensor]:
@@ -90,7 +106,7 @@ def data(count: int = 24) -> list[torch.Tensor]:
 @pytest.mark.parametrize("network", NETWORKS, ids=lambda f: f.__name__)
 def test_a_network_shrinks_to_its_limit(network):
     model = network()
-    pruned = chipfit.prune(model, data(), limits=Limits(bops="60%"))
+    pruned = prune(model, data(), limits=Limits(bops="60%"))
     assert pruned.products[1] <= 0.6 * pruned.products[0]
     out = pruned.model(images())
     assert out.shape == model(images()).shape and bool(out.isfinite().all())
@@ -99,37 +115,38 @@ def test_a_network_shrinks_to_its_limit(network):
     assert sum(p.numel() for p in pruned.model.parameters()) < 0.9 * before
 
 
-#: reader -> the layers whose channels it reads, one after another; the input of the model has three
-READERS = {
-    chain: {"3": ["0"], "8": ["3"]},
-    residual: {"a": ["stem"], "b": ["a"], "c": ["stem"], "down": ["stem"], "d": ["c"], "fc": ["d"]},
-    joined: {"c": ["a", "b", "x"]},
-    depthwise: {"6": ["3"]},
-}
+def kept_columns(whole: nn.Module, small: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """Return which columns of a layer's weight are left, found by their numbers."""
+    before, after = (m.weight.detach() for m in (whole, small))
+    if isinstance(whole, nn.ConvTranspose2d):
+        before, after = before.transpose(0, 1), after.transpose(0, 1)
+    before = before[rows]
+    equal = [(before[:, [j]] == after).view(*after.shape[:2], -1) for j in range(before.shape[1])]
+    return torch.stack([e.all(2).all(0).any() for e in equal])
 
 
-@pytest.mark.parametrize("network", READERS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("network", [f for f in NETWORKS if f is not normed], ids=lambda f: f.__name__)
 def test_without_repair_the_network_computes_what_the_whole_one_does_without_these_channels(network):
+    """Removed channels are cut where they are read: in the whole network, these columns of weights become 0."""
     model = network()
-    pruned = chipfit.prune(model, data(), limits=Limits(weights="70%"), repair=False)
-    masks = {**pruned.masks, "x": torch.ones(3, dtype=torch.bool)}
-    if network is depthwise:  # two outputs for each input; the last layer reads 64 places of each channel
-        masks["3"] = masks["0"].repeat_interleave(2)
-        with torch.no_grad():
-            model[8].weight[:, ~masks["6"].repeat_interleave(64)] = 0
-    if network is joined:  # the last layer reads parts of c, 64 places of each channel
-        parts = torch.cat([masks["c"][5:], masks["c"][1:4]])
-        with torch.no_grad():
-            model.fc.weight[:, ~parts.repeat_interleave(64)] = 0
-    for reader, producers in READERS[network].items():
-        with torch.no_grad():
-            model.get_submodule(reader).weight[:, ~torch.cat([masks[p] for p in producers])] = 0
+    pruned = prune(model, data(), limits=Limits(weights="60%"), repair=False)
+    cut = 0
+    for name, layer in model.named_modules():
+        reads = isinstance(layer, (nn.Conv2d, nn.Linear, nn.ConvTranspose2d))
+        if not reads or getattr(layer, "groups", 1) == getattr(layer, "in_channels", 0):
+            continue  # a depthwise convolution loses its own channels
+        rows = pruned.masks.get(name, slice(None))
+        kept = kept_columns(layer, pruned.model.get_submodule(name), rows)
+        w = layer.weight.detach()
+        (w.transpose(0, 1) if isinstance(layer, nn.ConvTranspose2d) else w)[:, ~kept] = 0
+        cut += int((~kept).sum())
     x = images(4, seed=9)
+    assert cut > 0
     torch.testing.assert_close(pruned.model(x), model(x), rtol=1e-4, atol=1e-5)
 
 
 def test_layers_of_a_sum_lose_the_same_channels():
-    pruned = chipfit.prune(residual(), data(), limits=Limits(bops="20%"))
+    pruned = prune(residual(), data(), limits=Limits(bops="20%"))
     masks = pruned.masks
     assert torch.equal(masks["stem"], masks["b"]) and torch.equal(masks["down"], masks["d"])
     assert pruned.model.stem.out_channels == pruned.model.b.out_channels == int(masks["stem"].sum()) < 8
@@ -141,7 +158,7 @@ def test_repair_brings_the_outputs_closer():
     want = model(x).detach()
     errors = []
     for repair in (False, True):
-        pruned = chipfit.prune(model, data(128), limits=Limits(bops="60%"), repair=repair, importance="magnitude")
+        pruned = prune(model, data(128), limits=Limits(bops="60%"), repair=repair, importance="magnitude")
         errors.append(float((pruned.model(x).detach() - want).square().mean()))
     assert errors[1] < 0.3 * errors[0]
 
@@ -153,55 +170,55 @@ def test_dead_channels_are_removed_first_and_cost_nothing():
         model[0].weight[[1, 4, 6]] = 0
     limit = Limits(bops=64 * (64 * 3 * 9 * 5 + 64 * 5 * 9 * 12 + 48))  # 64 places; 5 channels, then 12
     for metric in ("fisher", "lfh"):
-        pruned = chipfit.prune(model, data(), limits=limit, importance=metric, repair=False)
+        pruned = prune(model, data(), limits=limit, importance=metric, repair=False)
         assert (~pruned.masks["0"]).nonzero()[:, 0].tolist() == [1, 4, 6]
         torch.testing.assert_close(pruned.model(images()), model(images()), rtol=1e-4, atol=1e-5)
 
 
 def test_channels_go_in_groups_of_simd_width():
-    pruned = chipfit.prune(chain(), data(), limits=Limits(bops="60%"), simd=4)
+    pruned = prune(chain(), data(), limits=Limits(bops="60%"), simd=4)
     assert {int(m.sum()) % 4 for m in pruned.masks.values()} == {0}
     assert pruned.products[1] <= 0.6 * pruned.products[0]
 
 
 def test_the_platforms_simd_width_is_used():
     wide = sequential(conv(3, 96), nn.ReLU(), conv(96, 64), nn.ReLU(), nn.AvgPool2d(8), nn.Flatten(), nn.Linear(64, 4))
-    pruned = chipfit.prune(wide, data(8), "imx500", limits=Limits(bops="70%"), repair=False)
+    pruned = prune(wide, data(8), platform="imx500", limits=Limits(bops="70%"), repair=False)
     assert {int(m.sum()) % 32 for m in pruned.masks.values()} == {0}
 
 
 def test_memory_limits_hold():
     model = residual()
-    before = chipfit.prune(model, data(), limits=Limits(weights="100%"))
+    before = prune(model, data(), limits=Limits(weights="100%"))
     assert (
         before.parameters[0]
         == before.parameters[1]
         == sum(m.weight.numel() for m in model.modules() if hasattr(m, "weight"))
     )
-    assert chipfit.prune(model, data(), limits=Limits(weights=1500)).parameters[1] <= 1500
-    peak = chipfit.prune(model, data(), limits=Limits(activations="60%"))
+    assert prune(model, data(), limits=Limits(weights=1500)).parameters[1] <= 1500
+    peak = prune(model, data(), limits=Limits(activations="60%"))
     alive = 2 * 8 * 8  # of the stem's output [C, 8, 8] and what is computed from it
     assert int(peak.masks["stem"].sum()) * alive <= 0.6 * (8 + 10) * 64 + 64 * 8
 
 
 def test_a_limit_that_would_remove_a_layer_is_refused_by_name():
     with pytest.raises(PruningError, match=r"limit on bops cannot be kept without removing whole .*at least.*'8' \("):
-        chipfit.prune(chain(), data(), limits=Limits(bops="1%"))
+        prune(chain(), data(), limits=Limits(bops="1%"))
     with pytest.raises(PruningError, match="'0' \\(8 channels in groups of 32\\)"):
-        chipfit.prune(chain(), data(), limits=Limits(bops="50%"), simd=32)
+        prune(chain(), data(), limits=Limits(bops="50%"), simd=32)
 
 
 def test_a_network_of_which_nothing_can_go_is_refused_with_the_reason():
     one = sequential(nn.Flatten(), nn.Linear(192, 4))
     with pytest.raises(PruningError, match="'1' \\(it is an output of the model\\)"):
-        chipfit.prune(one, data(), limits=Limits(bops="50%"))
+        prune(one, data(), limits=Limits(bops="50%"))
 
 
 def test_named_layers_keep_their_channels():
-    pruned = chipfit.prune(chain(), data(), limits=Limits(bops="70%"), keep=["3"])
+    pruned = prune(chain(), data(), limits=Limits(bops="70%"), keep=["3"])
     assert bool(pruned.masks["3"].all()) and not bool(pruned.masks["0"].all())
     with pytest.raises(UnknownNameError, match="layer with channels named 'convolution'"):
-        chipfit.prune(chain(), data(), limits=Limits(bops="70%"), keep=["convolution"])
+        prune(chain(), data(), limits=Limits(bops="70%"), keep=["convolution"])
 
 
 @pytest.mark.parametrize(
@@ -215,11 +232,11 @@ def test_named_layers_keep_their_channels():
 )
 def test_wrong_options_are_refused_by_name(options, words):
     with pytest.raises((ConfigError, UnknownNameError), match=words):
-        chipfit.prune(chain(), data(), **options)
+        prune(chain(), data(), **options)
 
 
 def test_the_smaller_network_trains_and_is_quantized_as_usual():
-    pruned = chipfit.prune(chain(), data(), limits=Limits(bops="60%"))
+    pruned = prune(chain(), data(), limits=Limits(bops="60%"))
     net = pruned.model.train()
     mean = net[1].running_mean.clone()
     F.cross_entropy(net(images()), torch.zeros(8, dtype=torch.long)).backward()
@@ -233,12 +250,12 @@ def test_code_that_fixes_sizes_gets_a_module_of_the_graph():
         return m.b(m.a(x).relu().view(-1, 8 * 64))
 
     model = model_of(forward, a=conv(3, 8), b=nn.Linear(512, 4))
-    pruned = chipfit.prune(model, data(), limits=Limits(bops="60%"))
+    pruned = prune(model, data(), limits=Limits(bops="60%"))
     assert pruned.model(images()).shape == (8, 4) and type(pruned.model) is not type(model)
     assert {n for n, _ in pruned.model.named_parameters()} == {"a.weight", "a.bias", "b.weight", "b.bias"}
     assert pruned.model.a.weight.shape[0] == int(pruned.masks["a"].sum()) < 8
 
 
 def test_what_was_removed_is_shown():
-    text = str(chipfit.prune(chain(), data(), limits=Limits(bops="60%")))
+    text = str(prune(chain(), data(), limits=Limits(bops="60%")))
     assert "2 of 3 layers have fewer channels" in text and "it is an output of the model" in text

@@ -17,8 +17,9 @@ from chipfit.channel_pruning.labels import FIXED, Labels
 from chipfit.channel_pruning.resize import Axis, Kept, resized
 from chipfit.engine.kernels import execute
 from chipfit.engine.run import run
-from chipfit.graph.ir import Graph, Node
+from chipfit.graph.ir import CPU, Graph, Node
 from chipfit.graph.linear import TRANSPOSED, channel_axis, is_linear
+from chipfit.graph.placement import inputs_on
 from chipfit.operators.table import OPS
 
 #: classes of channels that are tried one by one on an operator that moves numbers
@@ -83,10 +84,11 @@ class _Reader:
                 see(name, x)
             return outputs
 
-        for name, x in zip(self.graph.inputs, self.graph.example, strict=True):
+        example = inputs_on(CPU, self.graph.example)
+        for name, x in zip(self.graph.inputs, example, strict=True):
             see(name, x)
         with torch.no_grad():
-            run(self.graph, self.graph.example, hook=hook)
+            run(self.graph, example, hook=hook)
 
     # ---- labels of operands
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from chipfit import steps
 from chipfit.calibration.data import Batch, Call, Whole, count_samples, count_splittable, no_data
+from chipfit.calibration.progress import Progress
 from chipfit.calibration.source import CalibrationData
 from chipfit.channel_pruning.budget import Budget, budgets_of, counts_of
 from chipfit.channel_pruning.channels import Channels, channels_of
@@ -148,6 +149,7 @@ def prune(
     repair: bool = True,
     example: Any = None,
     seed: int = 0,
+    progress: bool = True,
 ) -> Pruned:
     """Remove channels of a trained PyTorch or Keras 3 model, so that it shrinks, until it keeps the limits.
 
@@ -166,6 +168,7 @@ def prune(
         repair: fit what is left to what was, by least squares on the data.
         example: as for `quantize`.
         seed: of everything random.
+        progress: show what is being done, as `quantize` does.
 
     Raises:
         PruningError: a limit cannot be kept without removing whole layers; names it, and the layers that cannot shrink.
@@ -173,7 +176,8 @@ def prune(
     """
     options = Options(importance=importance, keep=tuple(keep), simd=simd, repair=repair, seed=seed)
     options.check(limits)
-    return prune_to(model, data, platform, lambda channels: budgets_of(channels, limits), options, example)
+    show = Progress(progress)
+    return prune_to(model, data, platform, lambda channels: budgets_of(channels, limits), options, example, show)
 
 
 def _is_whole(value: Any, least: int = -(2**63)) -> bool:
@@ -181,7 +185,13 @@ def _is_whole(value: Any, least: int = -(2**63)) -> bool:
 
 
 def prune_to(
-    model: Any, data: Any, platform: Any, budgets: Callable[[Channels], list[Budget]], options: Options, example: Any
+    model: Any,
+    data: Any,
+    platform: Any,
+    budgets: Callable[[Channels], list[Budget]],
+    options: Options,
+    example: Any,
+    progress: Progress,
 ) -> Pruned:
     """Remove channels until budgets are kept; see `prune`.
 
@@ -193,10 +203,11 @@ def prune_to(
     call, of_data = source.example_call(model), source.example is None
     source.keep()
     with memory_errors():
-        whole = read_model(model, *call, of_data=of_data)
-        batches = _samples(whole, source.batches(whole), options.samples)
-        search = _Search(whole, load_platform(platform), options, batches)
-        search.run(budgets)
+        with progress.stage("capture"):
+            whole = read_model(model, *call, of_data=of_data)
+            batches = _samples(whole, source.batches(whole), options.samples)
+            search = _Search(whole, load_platform(platform), options, batches)
+        search.run(budgets, progress)
     return Pruned(graph=search.small, _source=(model, (call[0], dict(call[1]))), **search.report())
 
 
@@ -212,7 +223,12 @@ class _Search:
         self.kept_whole = _named_layers(whole, options.keep)
         self.importance: dict[int, float] = {}
 
-    def run(self, budgets: Callable[[Channels], list[Budget]]) -> None:
+    def run(self, budgets: Callable[[Channels], list[Budget]], progress: Progress) -> None:
+        """Remove channels in rounds, so that importance is measured again with those that are left.
+
+        Raises:
+            PruningError: a budget cannot be kept.
+        """
         goals = budgets(self.channels)
         start = [b.used(counts_of(self.channels)) for b in goals]
         rounds = ROUNDS if self.options.repair else 1
@@ -221,7 +237,8 @@ class _Search:
             shares = (min(1.0, b.limit / max(used, 1e-9)) ** (k / rounds) for b, used in zip(goals, start, strict=True))
             limits = [used * share for used, share in zip(start, shares, strict=True)]
             stage = zip(budgets(self.channels), limits, goals, strict=True)
-            self._round([replace(b, limit=goal.limit if k == rounds else limit) for b, limit, goal in stage])
+            with progress.stage(f"prune, round {k} of {rounds}"):
+                self._round([replace(b, limit=goal.limit if k == rounds else limit) for b, limit, goal in stage])
 
     def _check_reachable(self, goals: list[Budget]) -> None:
         """Check before anything is measured that the budgets can be kept.

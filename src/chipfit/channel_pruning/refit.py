@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from chipfit.calibration.data import Batch
+from chipfit.calibration.source import MemoryLimit
 from chipfit.channel_pruning.resize import Kept
 from chipfit.engine.kernels import execute
 from chipfit.engine.run import done_after
@@ -25,6 +26,7 @@ from chipfit.graph.placement import inputs_on, on_cpu, placed
 from chipfit.passes.rewriting import Readers
 from chipfit.rounding.gptq import corrected_weights
 from chipfit.rounding.moments import Moments, as_rows, from_rows, patches, positions, targets
+from chipfit.rounding.streams import MEMORY, Stream
 
 #: output positions per operator, at least; of each sample at least one
 POSITIONS = 20_000
@@ -33,7 +35,7 @@ RIDGE = 0.003
 #: operators with more inputs for each output keep their weights, as their moments would fill the memory
 LARGEST = 6000
 
-Streams = dict[str, list[Any]]
+Streams = dict[str, Stream]
 
 
 @torch.no_grad()
@@ -42,7 +44,7 @@ def refit(whole: Graph, small: Graph, kept: Mapping[str, Kept], batches: Iterabl
 
     Args:
         kept: value -> the channels that `small` has of it.
-        batches: of graph inputs; all of them are held in memory, at each value that is still to be read.
+        batches: of graph inputs; all of them are kept at each value that is still to be read, on disk beyond a limit.
     """
     return _Refit(placed(whole), placed(small).copy(), kept, seed).run(small, batches)
 
@@ -54,14 +56,14 @@ class _Refit:
         self.wanted: Streams = {}
         self.given: Streams = {}
         self.changed = {name for name in kept if not bool(kept[name].mask.all())}
-        self.before, self.chunks = dict(small.weights), 0
+        self.before, self.chunks, self.memory = dict(small.weights), 0, MemoryLimit(MEMORY)
 
     def run(self, start: Graph, batches: Iterable[Batch]) -> Graph:
         for batch in batches:
             self.chunks += 1
             for name, x in zip(self.small.inputs, inputs_on(self.small.device, batch), strict=True):
-                self.wanted.setdefault(name, []).append(x)
-                self.given.setdefault(name, []).append(x)
+                self._keep(self.wanted, name, x)
+                self._keep(self.given, name, x)
         nodes = zip(self.whole.nodes, list(self.small.nodes), done_after(self.small), strict=True)
         for big, node, done in nodes:
             self._run(self.whole, big, self.wanted)
@@ -71,8 +73,9 @@ class _Refit:
                     self._fit(node)
             self._run(self.small, node, self.given)
             for name in done:
-                self.wanted.pop(name, None)
-                self.given.pop(name, None)
+                for streams in (self.wanted, self.given):
+                    if name in streams:
+                        streams.pop(name).free()
         names = [name for name, w in self.small.weights.items() if w is not self.before[name]]
         out = start.copy()
         for name in names:
@@ -83,7 +86,12 @@ class _Refit:
         for k in range(self.chunks):
             args = [None if i is None else streams[i][k] if i in streams else graph.weights[i] for i in node.inputs]
             for name, x in zip(node.outputs, execute(node, args), strict=False):
-                streams.setdefault(name, []).append(x)
+                self._keep(streams, name, x)
+
+    def _keep(self, streams: Streams, name: str, x: Any) -> None:
+        if name not in streams:
+            streams[name] = Stream(self.memory, expected=self.chunks or None)
+        streams[name].append(x)
 
     def _fits(self, node: Node) -> bool:
         if not is_linear(self.small, node) or self.small.is_weight(node.data) or self.readers.why_fixed(node):
@@ -118,7 +126,7 @@ class _Refit:
 
     def _moments(self, node: Node, rows: Tensor, w: Tensor) -> Moments:
         moments = Moments.empty(rows)
-        samples = sum(len(x) for x in self.given[node.data])
+        samples = sum(len(x) for x in self.given[node.data].chunks)
         each = max(1, -(-POSITIONS // max(1, samples)))
         inputs = zip(self.given[node.data], self._outputs(node), strict=True)
         for x, t in inputs:

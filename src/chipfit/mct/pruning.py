@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
+from chipfit.calibration.progress import Progress
 from chipfit.channel_pruning.budget import Budget, parameters
 from chipfit.channel_pruning.channels import Channels
 from chipfit.channel_pruning.prune import Options, prune_to
@@ -137,6 +138,6 @@ def _prune(what: str, model: Any, limits: Any, generator: Any, config: Any, plat
         repair=False,
         samples=config.num_score_approximations,
     )
-    pruned = prune_to(model, generator, platform, budgets, options, first_batch_of(generator))
+    pruned = prune_to(model, generator, platform, budgets, options, first_batch_of(generator), Progress(False))
     masks = {name: mask.numpy().astype(np.int64) for name, mask in pruned.masks.items()}
     return pruned.model, PruningInfo(masks, {name: x.numpy() for name, x in pruned.importance.items()})

@@ -34,6 +34,10 @@ class Keras(Framework):
     read_back = staticmethod(read_back)
     state_arrays = staticmethod(state_arrays)
 
+    def rebuilt(self, model: Any, graph: Graph, args: Any, kwargs: Any) -> Any:
+        made = lower(graph, Plan())
+        return keras.Model(made._inputs_struct, made._outputs_struct, name=model.name)
+
     def is_model(self, thing: Any) -> bool:
         return isinstance(thing, keras.Model)
 
