@@ -11,6 +11,7 @@ from chipfit.frameworks import adapter_of
 from chipfit.graph.ir import DYNAMIC, Graph
 from chipfit.operators.table import OPS
 from chipfit.plan.record import Plan
+from chipfit.plan.tables import with_integers
 from chipfit.platform.schema import Platform
 from chipfit.registry import entries, entry
 from chipfit.simulate.integer import Profile, float_kernel, float_results, kernel_groups, profile_for, simulate
@@ -31,6 +32,7 @@ def device_model(graph: Graph, plan: Plan, platform: Platform) -> Any:
         files = (f for f in formats if runtime.suffix in f.suffixes)
         kernels, part = runtime.kernels, next((f.part(graph) for f in files), None)
     profile = profile_for(platform, kernels)
+    graph, plan = with_integers(graph, plan)
     float_ops = float_operators(graph, plan, profile)
     floats = {*float_results(graph, plan, profile), *graph.outputs}
     if not platform.runtimes:

@@ -24,6 +24,7 @@ from chipfit.graph.edit import live_values
 from chipfit.graph.ir import CPU, DYNAMIC, Graph
 from chipfit.graph.placement import device_of, inputs_on
 from chipfit.plan.record import Plan
+from chipfit.plan.tables import with_integers
 from chipfit.platform.schema import Platform
 from chipfit.platform.support import simulates_arithmetic, unsupported_features
 from chipfit.quantizers.grids import Grid
@@ -140,6 +141,8 @@ class Comparator:
 
     def __post_init__(self) -> None:
         self.calibration = SampleHashes(self.plan.provenance.get("samples", ()))
+        self.of_user = self.graph  # with weights as they were before tables rounded them
+        self.graph, self.plan = with_integers(self.graph, self.plan)
         self.live = live_values(self.graph)
 
     def list_tensors(self, quantized: Sequence[str], inner: Sequence[str]) -> None:
@@ -247,7 +250,7 @@ class Comparator:
         self, inputs: list[Tensor], label: Tensor | None, codes: Values, free: Values, device: Tensor
     ) -> None:
         """Compare with the float network and the end-to-end simulation; `device` is the device's first output."""
-        floats = run(self.graph, inputs, keep=list(codes))
+        floats = run(self.of_user, inputs, keep=list(codes))
         for row in (r for r in self.out.rows if r.tensor in codes):
             name = row.tensor
             labels = output_labels(self.graph, name, floats[name]) if name in self.graph.outputs else None

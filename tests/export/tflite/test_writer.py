@@ -102,7 +102,7 @@ def test_sizes_beside_the_batch_are_known(shape):
     "grid, why",
     [
         ({"signed": False}, "the file holds signed integers only"),
-        ({"kind": "log", "table": (-1.0, 0.0, 1.0)}, "the file holds signed integers only"),
+        ({"kind": "log", "table": (-1.0, 0.0, 1.0)}, "its results are integers, not codes of a table"),
         ({"per": "row"}, "the file has no scales per row"),
     ],
 )

@@ -18,6 +18,7 @@ _DOMAIN = "mct_quantizers"
 class MctqBuilder(OnnxBuilder):
     """Nodes in float, with a quantizer behind each quantized result and weight; biases are rounded in the file."""
 
+    gathers = False  # its quantizers hold tables
     lowest_opset = 15  #: that of files of the Model Compression Toolkit
 
     def __init__(self, graph: Graph, plan: Plan, opset: int) -> None:

@@ -16,6 +16,8 @@ from chipfit.errors import UnsupportedError
 from chipfit.export.io_spec import QuantizedIO
 from chipfit.graph.ir import Graph, Node
 from chipfit.plan.record import Plan
+from chipfit.plan.tables import byte_tables, with_integers
+from chipfit.quantizers.grids import shape_for
 from chipfit.quantizers.stored import Stored
 
 #: operators that pass quantized values on: runtimes move the DequantizeLinear in front of them behind them
@@ -32,6 +34,7 @@ class OnnxBuilder:
     """
 
     lowest_opset = 13  #: opset without operators that need a later one
+    gathers = True  #: weights in look-up tables are written as codes, of which a Gather makes numbers
 
     @classmethod
     def check(cls, graph: Graph, plan: Plan) -> None:
@@ -40,19 +43,25 @@ class OnnxBuilder:
         Raises:
             UnsupportedError: some cannot.
         """
-        kinds = {t.stored.grid.kind for t in plan.tensors.values() if t.stored is not None} - {"int"}
-        if kinds:
+        held = {n for n in graph.weights if (s := plan.stored(n)) is not None and s.grid.table is not None}
+        other = [t for t in plan.tensors.values() if t.grid is not None and t.grid.kind != "int" and t.name not in held]
+        if other:
             hint = "export JSON encodings (`.json`) for this platform"
-            raise UnsupportedError("ONNX holds integer grids only", got=", ".join(sorted(kinds)), hint=hint)
+            what = "ONNX rounds results to integer grids only; it holds tables of weights"
+            got = ", ".join(f"{t.role} '{t.name}' ({t.format}: {t.grid.kind})" for t in other[:8] if t.grid is not None)
+            raise UnsupportedError(what, got=got, hint=hint)
 
     @classmethod
     def opset_of_formats(cls, plan: Plan) -> int:
         """Return the lowest opset with the integer types of a plan."""
-        bits = {t.stored.grid.bits for t in plan.tensors.values() if t.stored is not None}
+        bits = {t.grid.bits for t in plan.tensors.values() if t.grid is not None and t.grid.table is None}
         return 21 if any(b <= 4 or 8 < b <= 16 for b in bits) else cls.lowest_opset
 
     def __init__(self, graph: Graph, plan: Plan, opset: int) -> None:
-        self.graph, self.plan, self.opset = graph, plan, opset
+        #: weight -> its look-up table of bytes, from which the file gathers it
+        self.tables = byte_tables(graph, plan) if self.gathers else {}
+        self.graph, self.plan = with_integers(graph, plan) if self.gathers else (graph, plan)
+        self.opset = opset
         self.nodes: list[onnx.NodeProto] = []
         self.initialisers: dict[str, onnx.TensorProto] = {}
         self.before_quantizer: dict[str, str] = {}  #: value -> ONNX name before its quantizer
@@ -156,6 +165,8 @@ class OnnxBuilder:
         stored, w = self.plan.stored(name), self.graph.weights[name].detach()
         if raw or stored is None:
             return name if name in self.initialisers else self.const(w.numpy(), name)
+        if stored.grid.table is not None:
+            return self.once((name, "in float"), lambda: self._gathered_floats(name, stored, stored.grid.table or ()))
         if name in self.after_quantizer and not (stored.grid.signed and stored.grid.file_bits == 8 and w.dim()):
             return self.after_quantizer[name]
         integers, (scale, zero) = self.weight_integers(name, name, stored.quantize(w)), self.qparams(name, stored)
@@ -178,12 +189,32 @@ class OnnxBuilder:
         Where ONNX Runtime shifts signed weights to unsigned ones (session.x64quantprecision), no two readers may share
         them. It folds the slice when it loads the file; slices with equal ends would become one.
         """
-        integers = f"{name}_q"
-        if integers not in self.initialisers:
-            return self.integers(integers, values, weight)
+        table = self.tables.get(weight)
+        held = f"{name}_q" if table is None else f"{name}_q_codes"
+        if held not in self.initialisers:
+            if table is None:
+                return self.integers(held, values, weight)
+            codes = torch.searchsorted(torch.tensor(table), values.float())
+            self.const(codes.numpy().astype(np.uint8), held)
+            self.integers(f"{weight}_table", torch.tensor(table).to(torch.int8), weight)
+            return self._gathered(weight, held)
         self._readers += 1
         whole = [self.const(np.array([end], np.int64)) for end in (0, len(values) + self._readers, 0)]
-        return self.op("Slice", [integers, *whole])
+        part = self.op("Slice", [held, *whole])
+        return part if table is None else self._gathered(weight, part)
+
+    def _gathered(self, weight: str, codes: str) -> str:
+        """Add the entries of a weight's table by their codes; ONNX Runtime computes them when it loads the file."""
+        return self.op("Gather", [f"{weight}_table", self.op("Cast", [codes], to=tensor_type("int32"))])
+
+    def _gathered_floats(self, name: str, stored: Stored, table: tuple[float, ...]) -> str:
+        """Add a weight in a table of other numbers than bytes: its codes, entries and scale."""
+        w = self.graph.weights[name].detach()
+        kind = np.uint8 if len(table) <= 256 else np.int32
+        codes = self.const(stored.quantize(w).numpy().astype(kind), f"{name}_q_codes")
+        self.const(np.array(table, np.float32), f"{name}_table")
+        scale = self.const(shape_for(stored.scale, w, stored.axis).numpy(), f"{name}_scale")
+        return self.op("Mul", [self._gathered(name, codes), scale])
 
     def publish(self, value: str, name: str) -> None:
         """Give a value of the graph its ONNX tensor `name`, which is renamed to `value`, and add its quantizer."""

@@ -35,12 +35,13 @@ def read_back(path: Path) -> dict[str, FileTensor]:
     """
     graph = onnx.load(str(path)).graph
     constants = {i.name: numpy_helper.to_array(i) for i in graph.initializer}
+    in_tables = _in_tables(graph, constants)
     clipped = {n.input[0]: n.output[0] for n in graph.node if n.op_type == "Clip"}
     tables = {n.output[0]: n.input[0] for n in graph.node if n.op_type == "Gather"}
     tables |= _views(graph, constants)
     # quantized inputs have a scale and zero point of their own
     inputs = {i.name for i in graph.input if i.type.tensor_type.elem_type != onnx.TensorProto.FLOAT}
-    found = _scaled_constants(graph, constants)
+    found = {**in_tables, **_scaled_constants(graph, constants)}
     for n in graph.node:
         found |= _in_blocks(n, constants)
         if n.op_type in ("QuantizeLinear", "DequantizeLinear") and n.input[0] not in inputs:
@@ -51,6 +52,30 @@ def read_back(path: Path) -> dict[str, FileTensor]:
             scale = constants.get(n.input[1], _UNKNOWN)
             zero = constants.get(n.input[2], _UNKNOWN) if len(n.input) > 2 else np.zeros_like(scale)
             tensor.qparams.append((scale.astype(np.float32), zero.astype(np.float64)))
+    return found
+
+
+def _in_tables(graph: onnx.GraphProto, constants: dict[str, np.ndarray]) -> dict[str, FileTensor]:
+    """Return constants that are gathered from a table of floats and scaled, as floats.
+
+    Those gathered from a table of integers are entered into `constants`, in place of the Gather.
+    """
+    found, made, views = {}, {o: n for n in graph.node for o in n.output}, _views(graph, constants)
+    for n in graph.node:
+        cast = made.get(n.input[1]) if n.op_type == "Gather" and n.input[0] in constants else None
+        codes = "" if cast is None or cast.op_type != "Cast" else views.get(cast.input[0], cast.input[0])
+        if not codes.endswith("_q_codes"):
+            continue
+        name, table = codes.removesuffix("_codes"), constants[n.input[0]]
+        readers = [m for m in graph.node if n.output[0] in m.input]
+        if table.dtype.kind == "f":
+            scale = next((constants[m.input[1]] for m in readers if m.op_type == "Mul"), _UNKNOWN)
+            numbers = [(scale.reshape(-1), np.zeros(scale.size))]
+            found[name.removesuffix("_q")] = FileTensor(table[constants[codes]] * scale, numbers)
+            continue
+        constants[name] = table[constants[codes]]
+        for m in readers:
+            m.input[:] = [name if i == n.output[0] else i for i in m.input]
     return found
 
 

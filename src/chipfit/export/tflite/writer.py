@@ -272,12 +272,27 @@ def _in_front(graph: Graph) -> dict[str, int]:
     return found
 
 
+#: role of tensors in look-up tables -> reason against the file, and the formats that hold the plan
+_TABLES = {
+    "activation": ("its results are integers, not codes of a table", "export JSON encodings (`.json`)"),
+    "weight": ("the file holds integers, not codes of a table", "export `.onnx` or JSON encodings (`.json`)"),
+}
+
+
 def _unstorable(plan: Plan) -> list[tuple[str, str]]:
     """Return (tensor, reason) for formats that the file cannot hold."""
-    grids = [(f"tensor '{t.name}' ({t.format})", t.grid) for t in plan.tensors.values() if t.grid is not None]
-    return [(name, "the file holds signed integers only") for name, g in grids if g.kind != "int" or not g.signed] + [
-        (name, "the file has no scales per row") for name, g in grids if g.per == "row"
-    ]
+    found = []
+    for t in plan.tensors.values():
+        if t.grid is None:
+            continue
+        name = f"tensor '{t.name}' ({t.format})"
+        if t.grid.table is not None:
+            found.append((name, _TABLES[t.role][0]))
+        elif t.grid.kind != "int" or not t.grid.signed:
+            found.append((name, "the file holds signed integers only"))
+        if t.grid.per == "row":
+            found.append((name, "the file has no scales per row"))
+    return found
 
 
 def _all_in_one(refused: Sequence[tuple[str, str]], platform: str) -> UnsupportedError:
@@ -287,9 +302,12 @@ def _all_in_one(refused: Sequence[tuple[str, str]], platform: str) -> Unsupporte
         reasons.setdefault(why, []).append(what)
     got = "; ".join(f"{', '.join(names)}: {why}" for why, names in reasons.items())
     hint = "replace these layers, or export the part of the model without them"
+    of_tables = next((formats for why, formats in _TABLES.values() if why in reasons), "")
     loading = {name for name, e in entries("runtime").items() if e.declares.suffix == ".tflite"}
     fitting = [p for p in map(load, names()) if loading & {*p.runtimes}]
-    if platform not in {p.name for p in fitting}:
+    if of_tables:
+        hint = of_tables
+    elif platform not in {p.name for p in fitting}:
         base = Counter(p.extends for p in fitting if p.extends).most_common(1)[0][0]  # of most of these platforms
         hint += f", or quantize for a platform such as {base}"
     return UnsupportedError("TensorFlow Lite cannot hold all of this model", got=got, hint=hint)
