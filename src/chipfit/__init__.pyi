@@ -8,6 +8,7 @@ from chipfit.channel_pruning.prune import Pruned as Pruned
 from chipfit.channel_pruning.prune import prune as prune
 from chipfit.errors import ChipfitError as ChipfitError
 from chipfit.frameworks import capture as capture
+from chipfit.frameworks import load_model as load_model
 from chipfit.generation.generate import generated as generated
 from chipfit.generation.options import Generation as Generation
 from chipfit.linting import Lint as Lint

@@ -11,6 +11,7 @@ from chipfit.decide.overrides import Overrides
 from chipfit.decision import Decision, decide
 from chipfit.engine.process import preserve_random_state
 from chipfit.engine.torch_defaults import torch_defaults
+from chipfit.frameworks import load_model
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import NodePlan
 from chipfit.platform.builtin import DEFAULT
@@ -59,6 +60,7 @@ def lint(
         CaptureError, DataError, UnsupportedError, UnknownNameError: see `chipfit.errors`.
     """
     d = Decision(platform=load_platform(platform), overrides=overrides)
+    model = load_model(model)
     graph, rewrites = steps.rewrite(read_model(model, *as_call(example, model)), d.platform, d.settings)
     d = decide(replace(d, graph=graph))
     return Lint(d.graph, d.platform, d.assignment, (*rewrites, *d.notes))

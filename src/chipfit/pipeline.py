@@ -24,7 +24,7 @@ from chipfit.engine.memory import memory_errors
 from chipfit.engine.process import preserve_random_state
 from chipfit.engine.torch_defaults import torch_defaults
 from chipfit.errors import Interrupted, interruption_note
-from chipfit.frameworks import check
+from chipfit.frameworks import check, load_model
 from chipfit.plan.record import provenance_of
 from chipfit.plan.training import Training
 from chipfit.platform.builtin import DEFAULT
@@ -61,10 +61,10 @@ def quantize(
     seed: int = 0,
     progress: bool = True,
 ) -> Result:
-    """Fit a trained PyTorch or Keras 3 model to a chip.
+    """Fit a trained PyTorch or Keras 3 model, or the network of a file, to a chip.
 
     Args:
-        model: in any mode; it is copied, never changed.
+        model: in any mode; it is copied, never changed. Or the path of a file: `.tflite`, `.pt2`, `.keras`, `.h5`.
         data: calibration batches: an iterable of tensors, tuples, dicts or (input, label) pairs, or a callable
             that returns one. About a hundred samples are enough. Sizes in which batches differ stay open.
         platform: a built-in name ("ort_cpu", "tflite_int8@tag"), a YAML file, or a Platform.
@@ -97,7 +97,7 @@ def quantize(
     check_options(settings, rules, limits, seed)
     trained_by, source = Training.of(training), CalibrationData(data, example)
     request = Request(
-        model=model,
+        model=load_model(model),
         data=source,
         limits=limits,
         training=trained_by,

@@ -39,7 +39,7 @@ def test_weights_are_loaded_into_the_model_and_must_fit(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("MINE:number", "must provide a Keras or PyTorch model. Got: int"),
+        ("MINE:number", "must provide a Keras or TensorFlow Lite or PyTorch model. Got: int"),
         ("MINE:absent", "AttributeError: module"),
         ("MINE:broken", r"ValueError: no such depth.*Where: .*mine\.py:\d+, in broken"),
         ("bad_syntax:net", "SyntaxError"),

@@ -38,13 +38,18 @@ def _platform(text: str) -> chipfit.Platform:
     return load_target(text)
 
 
-Model = Annotated[str, Argument(help="a .pt2, .keras or .h5 file, module:factory, timm:NAME, or a transformers folder")]
+Model = Annotated[
+    str, Argument(help="a .pt2, .keras, .h5 or .tflite file, module:factory, timm:NAME, or a transformers folder")
+]
 Data = Annotated[str, Option("--data", help=".npz (x, and y for accuracy), a folder of images, or module:iterable")]
 _PLATFORM: dict[str, Any] = {"parser": _platform, "metavar": "PLATFORM"}
 _PLATFORM["help"] = "built-in name, NAME@REVISION, a YAML or JSON file, or module:chip in Python"
 Chip = Annotated[Any, Option("--platform", "-p", **_PLATFORM)]
 ChipArgument = Annotated[Any, Argument(**_PLATFORM)]
 Out = Annotated[Path, Option("--out", "-o", help="folder for plan, model file and report")]
+Requantize = Annotated[
+    bool, Option("--requantize", help="quantize a .tflite file again whose tensors are integers already")
+]
 Weights = Annotated[Path | None, Option("--weights", help="safetensors file with the weights of module:factory")]
 _INPUT_SIZE_HELP = "side length to which images are resized [pixels]"
 InputSize = Annotated[int, Option("--input-size", min=1, max=1 << 14, help=_INPUT_SIZE_HELP)]
@@ -203,6 +208,7 @@ def quantize(
     platform: Chip = DEFAULT,
     out: Out = Path("chipfit_out"),
     weights: Weights = None,
+    requantize: Requantize = False,
     rule: Rule = None,
     weight_rule: WeightRule = "mse",
     keep_float: KeepFloat = None,
@@ -230,7 +236,7 @@ def quantize(
     check_replaceable(out, _OUTPUT)
     _check_installed(platform, suffix, model, data, check)
     overrides: dict[str, Any] = {**dict.fromkeys(keep_float or (), "float"), **parse_bits(bits or [])}
-    network = load_model(model, weights, device)
+    network = load_model(model, weights, device, requantize=requantize)
     batches = load_data(data, input_size, mean, std, framework=framework_of(network))
     chosen: dict[str, Any] = {"rule": rule, "weight_rule": weight_rule, "settings": chipfit.Settings(rounding=rounding)}
     limits = parse_limits(limit) if limit else None

@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from chipfit import frameworks
 from chipfit.errors import CaptureError, ConfigError, DataError, PlanError, import_optional, short_message
 from chipfit.files import ARCHIVE_ERRORS, existing_file, wrap_read_errors
 from chipfit.frameworks import adapter_of, all_facts, facts_of, framework_of, framework_of_file, is_model, load
-from chipfit.frameworks.model_files import refused_file
-from chipfit.frameworks.torch.named import is_named, load_named
 from chipfit.import_by_name import call_factory, import_by_name, import_or_call
 from chipfit.reading import load_weights
 from chipfit.search.limits import Limits
@@ -27,10 +26,11 @@ _BATCH = 16
 _MOST_FILES = 200_000
 
 
-def load_model(text: str, weights: Path | None = None, device: str | None = None) -> Any:
+def load_model(text: str, weights: Path | None = None, device: str | None = None, *, requantize: bool = False) -> Any:
     """Load a model from a file, by name, or as the result of `module:factory`, with weights from a safetensors file.
 
     Args:
+        requantize: see `chipfit.load_model`.
         device: device that it is moved to, see `Framework.device_named`; None leaves it where it is.
 
     Raises:
@@ -39,18 +39,9 @@ def load_model(text: str, weights: Path | None = None, device: str | None = None
     """
     if device is not None:  # before any work
         adapter_of(framework_of_file(text) or "torch").device_named(device)
-    if framework_of_file(text):
-        model = load(text)
-    elif is_named(text):
-        model = load_named(text)
-    elif ":" in text and not os.path.exists(text):
-        model = import_or_call(text, "model", CaptureError, is_model)
-    else:
-        files = [f for f in all_facts().values() if f.suffix]
-        allowed = (
-            f"{', '.join(f'a {f.suffix} file' for f in files)}, module:factory, timm:NAME, or a transformers folder"
-        )
-        raise refused_file(text, allowed, "; ".join(f"{f.saving} writes a {f.suffix} file" for f in files))
+    imported = ":" in text and not text.startswith("timm:") and not os.path.exists(text)
+    model = import_or_call(text, "model", CaptureError, is_model) if imported else text
+    model = frameworks.load_model(model, requantize=requantize)
     if not is_model(model):
         known = " or ".join(f.title for f in all_facts().values())
         raise CaptureError(f"'{text}' must provide a {known} model", got=type(model).__name__)

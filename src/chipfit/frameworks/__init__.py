@@ -12,6 +12,7 @@ from typing import Any
 
 from chipfit.errors import CaptureError
 from chipfit.frameworks.adapter import Facts, Framework, all_facts, included
+from chipfit.frameworks.model_files import refused_file
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 from chipfit.plan.training import Training
@@ -24,12 +25,15 @@ def framework_of(model: Any) -> str:
     Raises:
         CaptureError: The model is of Keras 2.
     """
-    packages = {c.__module__.partition(".")[0] for c in type(model).__mro__}
-    if "tf_keras" in packages:
+    modules = [f"{c.__module__}." for c in type(model).__mro__]
+    if any(m.startswith("tf_keras.") for m in modules):
         got = type(model).__name__
         hint = "save it with model.save('model.h5') and load that file with Keras 3"
         raise CaptureError("This is a model of Keras 2 (tf_keras)", got=got, allowed="Keras 3 or PyTorch", hint=hint)
-    return next((name for name, facts in all_facts().items() if packages.intersection(facts.packages)), "torch")
+    found = all_facts().items()
+    return next(
+        (name for name, facts in found if any(m.startswith(f"{p}.") for p in facts.packages for m in modules)), "torch"
+    )
 
 
 def facts_of(framework: str) -> Facts:
@@ -119,6 +123,35 @@ def framework_of_file(path: str) -> str:
     """Return the framework whose models stand in files of this suffix; "" if there is none."""
     known = {name: tuple(filter(None, (f.suffix, *f.older_suffixes))) for name, f in all_facts().items()}
     return next((name for name, suffixes in known.items() if path.endswith(suffixes)), "")
+
+
+def load_model(model: Any, *, requantize: bool = False) -> Any:
+    """Return the model that a path, `timm:NAME` or a folder of transformers names; any other object as it is.
+
+    Args:
+        requantize: take the integers of a file that is quantized already for the floats that they stand for.
+
+    Raises:
+        CaptureError: There is no such file, or it holds no model that can be loaded.
+    """
+    found = _opened(os.fspath(model)) if isinstance(model, str | os.PathLike) else model
+    if requantize and not hasattr(found, "requantize"):
+        allowed = "a .tflite file"
+        raise CaptureError("Only files whose integers are read can be quantized again", got=str(model), allowed=allowed)
+    if requantize:
+        found.requantize = True
+    return found
+
+
+def _opened(text: str) -> Any:
+    if framework_of_file(text):
+        return load(text)
+    named = importlib.import_module("chipfit.frameworks.torch.named")
+    if named.is_named(text):
+        return named.load_named(text)
+    files = [f for f in all_facts().values() if f.suffix]
+    allowed = f"{', '.join(f'a {f.suffix} file' for f in files)}, timm:NAME, a transformers folder, or module:factory"
+    raise refused_file(text, allowed, "; ".join(f"{f.saving} writes a {f.suffix} file" for f in files))
 
 
 def load(path: str, framework: str = "") -> Any:

@@ -32,7 +32,7 @@ class Facts:
     """Facts about a framework that are known without importing it."""
 
     title: str  #: its name in messages
-    packages: Sequence[str]  #: top-level packages that the classes of its models come from
+    packages: Sequence[str]  #: packages that the classes of its models come from
     channels_last: bool = False  #: whether its images are [N, H, W, C] instead of [N, C, H, W]
     suffix: str = ""  #: suffix of files with a model, "" if it has none
     older_suffixes: Sequence[str] = ()  #: of files that it reads too

@@ -343,3 +343,13 @@ class _LayoutChanger:
 _RULES: dict[str, Callable[[_LayoutChanger, Node], None]] = {
     row.layout: getattr(_LayoutChanger, row.layout) for row in OPS.values()
 }
+
+
+def keep_constant_names(graph: Graph, copies: Mapping[str, tuple[str, object]]) -> None:
+    """Give the rearranged copy of a constant the constant's name if only the copy is read."""
+    users = graph.users()
+    for copy, (original, _) in copies.items():
+        if copy not in graph.weights or original in users or sum(o == original for o, _ in copies.values()) > 1:
+            continue
+        graph.weights[original] = graph.weights.pop(copy)
+        graph.nodes = [n.with_(inputs=tuple(original if i == copy else i for i in n.inputs)) for n in graph.nodes]

@@ -23,7 +23,7 @@ from chipfit.graph.builder import Origin
 from chipfit.graph.check import check
 from chipfit.graph.edit import drop_dead
 from chipfit.graph.ir import Graph, Value
-from chipfit.passes.layout import change_layout
+from chipfit.passes.layout import change_layout, keep_constant_names
 
 
 def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Sequence[Any] = ()) -> Graph:
@@ -263,16 +263,6 @@ def _finish(translator: Translator, results: Any, struct: Any, names: Sequence[s
     drop_dead(graph)
     check(graph, blame="capture")
     moved = change_layout(graph, "channels_first")
-    _keep_names(moved.graph, moved.copies)
+    keep_constant_names(moved.graph, moved.copies)
     check(moved.graph, blame="layout")
     return moved.graph
-
-
-def _keep_names(graph: Graph, copies: Mapping[str, tuple[str, Any]]) -> None:
-    """Give the rearranged copy of a constant the constant's name if only the copy is read."""
-    users = graph.users()
-    for copy, (original, _) in copies.items():
-        if copy not in graph.weights or original in users or sum(o == original for o, _ in copies.values()) > 1:
-            continue
-        graph.weights[original] = graph.weights.pop(copy)
-        graph.nodes = [n.with_(inputs=tuple(original if i == copy else i for i in n.inputs)) for n in graph.nodes]

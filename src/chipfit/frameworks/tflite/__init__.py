@@ -1,0 +1,1 @@
+"""TensorFlow Lite: networks in `.tflite` files."""

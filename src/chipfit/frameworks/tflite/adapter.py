@@ -1,0 +1,35 @@
+"""The adapter of `.tflite` files."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from chipfit.frameworks.adapter import Framework, included
+from chipfit.frameworks.tflite.capture import capture
+from chipfit.frameworks.tflite.model import TfliteModel, load
+from chipfit.registry import register
+
+
+@register("framework", "tflite")
+class Tflite(Framework):
+    """TensorFlow Lite: networks in `.tflite` files."""
+
+    facts = included()["tflite"]
+    capture = staticmethod(capture)
+    load = staticmethod(load)
+
+    def is_model(self, thing: Any) -> bool:
+        return isinstance(thing, TfliteModel)
+
+    def example(self, model: Any) -> Any:
+        shapes = [t.signature for t in model.inputs]
+        if len(shapes) != 1 or any(d < 1 for d in shapes[0][1:]):
+            return None
+        return torch.randn(max(shapes[0][0], 1), *shapes[0][1:])
+
+    def run(self, model: Any, inputs: Any) -> Any:
+        flat = list(inputs.values()) if isinstance(inputs, dict) else inputs
+        arrays = [np.asarray(x) for x in (flat if isinstance(flat, (list, tuple)) else [flat])]
+        out = [torch.from_numpy(np.array(y)) for y in model.run_batch(arrays)]
+        return out[0] if len(out) == 1 else tuple(out)

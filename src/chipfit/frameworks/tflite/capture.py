@@ -1,0 +1,121 @@
+"""Read a `.tflite` file into a Graph, operator by operator, and compare the graph with LiteRT's floats."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from chipfit.engine.run import first_deviation
+from chipfit.engine.trees import dump_call, dump_result
+from chipfit.errors import CaptureError, UnsupportedError
+from chipfit.frameworks.tflite.model import TfliteModel
+from chipfit.frameworks.tflite.read import Reading
+from chipfit.graph.check import check
+from chipfit.graph.edit import drop_dead
+from chipfit.graph.ir import FIXED_BATCH, Graph
+from chipfit.passes.layout import change_layout, keep_constant_names
+
+
+def capture(model: TfliteModel, args: Sequence[Any], kwargs: Any = None, others: Sequence[Any] = ()) -> Graph:
+    """Read the network of a file into a Graph with channels first; inputs and outputs keep their layout.
+
+    The batch is open if the network computes every sample by itself, whatever batch the file has.
+
+    Args:
+        args, kwargs: one batch of inputs, in the file's order or by name.
+        others: not used: a file has one size of everything but the batch.
+
+    Raises:
+        CaptureError: The file is quantized already, an operator has no reader, or the inputs do not fit.
+    """
+    refuse_quantized(model)
+    given = _inputs(model, args, kwargs or {})
+    first = [x[: t.shape[0] if t.shape else 1] for t, x in zip(model.inputs, given, strict=True)]
+    wanted = [torch.from_numpy(np.array(y)) for y in model.run([x.numpy() for x in first])]
+    shapes = model.shapes()
+    graph = _opened(model, shapes, given) or _read(model, shapes, given, open_batch=False)
+    if graph.shape(graph.inputs[0])[:1] != (None,):
+        graph.notes.append(f"{FIXED_BATCH}: the file computes {graph.shape(graph.inputs[0])[0]} samples together")
+    found = None if model.requantize else first_deviation(graph, first, wanted)
+    if found is not None:
+        what = "The graph that was read from the file computes something else than LiteRT"
+        raise CaptureError(what, where=f"{model.where}, output '{found[0]}'", got=f"deviation {found[1]}")
+    graph.example = tuple(given)
+    return graph
+
+
+def refuse_quantized(model: TfliteModel) -> None:
+    """Raise for a file whose tensors are integers already, unless it is to be quantized again.
+
+    Raises:
+        CaptureError: The file is quantized.
+    """
+    if model.quantized and not model.requantize:
+        what = f"The file is quantized already: {len(model.quantized)} of its {len(model.tensors)} tensors are integers"
+        hint = (
+            "give the float file; or chipfit.load_model(file, requantize=True) (--requantize), which keeps its losses"
+        )
+        raise CaptureError(what, where=model.where, got=f"for example '{model.quantized[0].name}'", hint=hint)
+
+
+def _inputs(model: TfliteModel, args: Sequence[Any], kwargs: Any) -> list[torch.Tensor]:
+    named = {t.name: t for t in model.inputs}
+    given = [kwargs[n] for n in named] if kwargs and kwargs.keys() >= named.keys() else list(args)
+    if len(given) == 1 and isinstance(given[0], (list, tuple)):
+        given = list(given[0])
+    if len(given) == 1 and isinstance(given[0], dict) and given[0].keys() >= named.keys():
+        given = [given[0][n] for n in named]
+    if len(given) != len(named) and len(given) > len(named):
+        given = given[: len(named)]  # a label behind the inputs
+    if len(given) != len(named) or not all(isinstance(x, torch.Tensor) for x in given):
+        allowed = ", ".join(f"{t.name} {list(t.signature)}" for t in model.inputs)
+        raise CaptureError(
+            "The inputs do not fit the file", where=model.where, got=f"{len(given)} inputs", allowed=allowed
+        )
+    out = []
+    for t, x in zip(model.inputs, given, strict=True):
+        fits = x.dim() == len(t.signature) and all(
+            a in (-1, b) for a, b in zip(t.signature[1:], x.shape[1:], strict=True)
+        )
+        if not fits:
+            got, allowed = f"{list(x.shape)}", f"{list(t.signature)}, with any batch"
+            hint = "images are [N, H, W, C] in these files" if x.dim() == 4 else ""
+            raise CaptureError(
+                f"Input '{t.name}' has another shape", where=model.where, got=got, allowed=allowed, hint=hint
+            )
+        out.append(x.detach().cpu().to(getattr(torch, t.dtype)))
+    return out
+
+
+def _opened(model: TfliteModel, shapes: Sequence[tuple[int, ...]], given: Sequence[torch.Tensor]) -> Graph | None:
+    """Read the network with an open batch; return None where its samples depend on each other, or on their number."""
+    if any(not t.shape or t.shape[0] != 1 for t in model.inputs):
+        return None
+    try:
+        graph = _read(model, shapes, given, open_batch=True)
+    except (CaptureError, UnsupportedError):
+        return None
+    if any(graph.shape(o)[:1] != (None,) for o in graph.outputs):
+        return None
+    two = [torch.cat((x[:1], x[-1:])) for x in given]
+    alone = [model.run([x[k : k + 1].numpy() for x in two]) for k in range(2)]
+    want = [torch.from_numpy(np.concatenate(ys)) for ys in zip(*alone, strict=True)]
+    return graph if model.requantize or first_deviation(graph, two, want) is None else None
+
+
+def _read(
+    model: TfliteModel, shapes: Sequence[tuple[int, ...]], given: Sequence[torch.Tensor], *, open_batch: bool
+) -> Graph:
+    reading = Reading(model, shapes, open_batch)
+    graph = reading.graph()
+    names = [t.name for t in model.inputs]
+    graph.in_spec = dump_call((0,) * len(names), {}, names)
+    outputs = list(range(len(graph.outputs)))
+    graph.out_spec = dump_result(tuple(outputs) if len(outputs) > 1 else 0, [{"output": k} for k in outputs])
+    drop_dead(graph)
+    check(graph, blame="capture")
+    moved = change_layout(graph, "channels_first")
+    keep_constant_names(moved.graph, moved.copies)
+    check(moved.graph, blame="layout")
+    return moved.graph

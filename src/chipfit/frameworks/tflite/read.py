@@ -1,0 +1,586 @@
+"""Readers of the operators in `.tflite` files: the `tflite` column of the table of operators in the other direction.
+
+A cell whose operator is written as it is (`write: plain`) is read as it is; for the others there is a function here.
+Values have channels last. What only computes shapes is not read: shapes are those of LiteRT's own run.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from chipfit.errors import CaptureError
+from chipfit.frameworks.reading import Unreadable
+from chipfit.frameworks.tflite.model import Operator, Tensor, TfliteModel
+from chipfit.graph.builder import GraphBuilder, Origin, Outputs
+from chipfit.graph.ir import Graph, Value
+from chipfit.operators.table import OPS, read_column
+
+#: operators of the schema -> reader
+READERS: dict[str, Callable[["Call"], Any]] = {}
+#: operators of the schema -> canonical operator of the same operands, without attributes
+PLAIN: dict[str, str] = {}
+#: activations of the schema, by number
+_FUSED: dict[int, tuple[str, dict[str, Any]]] = {
+    1: ("Relu", {}),
+    2: ("Clamp", {"min": -1.0, "max": 1.0}),
+    3: ("Relu6", {}),
+    4: ("Tanh", {}),
+}
+_SAME = 0
+
+
+def _enter_cell(op: str, name: str = "", write: Any = "plain", **_: Any) -> None:
+    if name and write in ("plain", "binary") and not OPS[op].attrs:
+        PLAIN.setdefault(name, op)
+
+
+read_column("tflite", _enter_cell, PLAIN)
+
+
+def _reads(kinds: str) -> Callable[[Callable[["Call"], Any]], Callable[["Call"], Any]]:
+    def enter(f: Callable[["Call"], Any]) -> Callable[["Call"], Any]:
+        READERS.update(dict.fromkeys(kinds.split(), f))
+        return f
+
+    return enter
+
+
+def _require(condition: bool, why: str = "") -> None:
+    if not condition:
+        raise Unreadable(why)
+
+
+class Reading:
+    """The graph of one file while it is read."""
+
+    def __init__(self, model: TfliteModel, shapes: Sequence[tuple[int, ...]], open_batch: bool) -> None:
+        """
+        Args:
+            shapes: of every tensor in a run of the batch that the file has.
+            open_batch: leave the first size of what is computed open.
+        """
+        self.model, self.shapes, self.open_batch = model, shapes, open_batch
+        self.builder = GraphBuilder(Graph([], [], [], {}, {}, data_format="channels_last", framework="tflite"))
+        self.values: dict[int, Value] = {}  #: tensor -> the value that it became
+        self.folded: dict[int, np.ndarray] = {}  #: tensors that are computed from constants -> their numbers
+        self._weights: dict[tuple[int, str], str] = {}
+
+    def graph(self) -> Graph:
+        """Read all operators that the outputs need, and return the graph with channels last."""
+        graph, producers = self.builder.graph, {o: op for op in self.model.operators for o in op.outputs}
+        for t in self.model.inputs:
+            self.values[t.index] = self.builder.value(t.name, self.shape(t), t.dtype)
+            graph.inputs.append(t.name)
+        needed, stack = set[int](), [t.index for t in self.model.outputs]
+        while stack:
+            op = producers.get(stack.pop())
+            if op is not None and id(op) not in needed:
+                needed.add(id(op))
+                stack += [i for i in _read_by(op) if i >= 0]
+        for op in self.model.operators:
+            if id(op) in needed:
+                self._read(op)
+        graph.outputs = [self.value(t.index).name for t in self.model.outputs]
+        return graph
+
+    def shape(self, t: Tensor) -> tuple[int | None, ...]:
+        shape = self.shapes[t.index]
+        return (None, *shape[1:]) if self.open_batch and shape else shape
+
+    def value(self, index: int) -> Value:
+        if index not in self.values:
+            raise CaptureError(f"Output '{self.model.tensors[index].name}' depends on no input", where=self.model.where)
+        return self.values[index]
+
+    def constant(self, index: int) -> np.ndarray | None:
+        """Return the numbers of a constant, or of what is computed from constants."""
+        return self.folded[index] if index in self.folded else self.model.tensors[index].constant
+
+    def weight(self, index: int, change: Callable[[np.ndarray], np.ndarray] = lambda a: a, how: str = "") -> str:
+        """Return the name of a constant as a weight of the graph.
+
+        Args:
+            change: what brings it into the canonical layout.
+            how: name of the change.
+        """
+        key = (index, how)
+        if key not in self._weights:
+            array = self.constant(index)
+            _require(array is not None, "a weight of it is computed")
+            name = self.builder.fresh(self.model.tensors[index].name)
+            self.builder.graph.weights[name] = torch.from_numpy(np.array(change(np.asarray(array))))
+            self._weights[key] = name
+        return self._weights[key]
+
+    def _read(self, op: Operator) -> None:
+        if op.inputs and all(i < 0 or i not in self.values for i in op.inputs):
+            self.folded |= {o: self.model.computed(o) for o in op.outputs}
+            return
+        call = Call(self, op)
+        mark = self.builder.mark()
+        try:
+            if op.kind in READERS:
+                found = READERS[op.kind](call)
+            elif op.kind in PLAIN:
+                found = call.emit(PLAIN[op.kind], [call.operand(k) for k in range(len(op.inputs))])
+            else:
+                raise Unreadable
+        except Unreadable as e:
+            self.builder.forget(mark)
+            what = f"The operator {op.kind} of '{call.name}' has no reader" + (f": {e}" if str(e) else "")
+            hint = "start from the model that the file was converted from"
+            raise CaptureError(what, where=self.model.where, hint=hint) from e
+        results = found if isinstance(found, list) else [found]
+        for index, result in zip(op.outputs, results, strict=True):
+            self.values[index] = call.activated(result)
+
+
+#: operators one of whose operands is the shape of the result, which is known
+_BY_SHAPE = "RESHAPE BROADCAST_TO EXPAND_DIMS SQUEEZE RESIZE_BILINEAR RESIZE_NEAREST_NEIGHBOR".split()
+
+
+def _read_by(op: Operator) -> list[int]:
+    """Return the operands that are read."""
+    return op.inputs[:1] if op.kind in _BY_SHAPE else op.inputs[1:] if op.kind == "TRANSPOSE_CONV" else op.inputs
+
+
+class Call:
+    """One operator of a file, and the nodes that it becomes."""
+
+    def __init__(self, reading: Reading, op: Operator) -> None:
+        self.reading, self.op, self.option = reading, op, op.option
+        tensors = reading.model.tensors
+        self.out = [tensors[k] for k in op.outputs]
+        self.name = self.out[0].name
+        self.origin = Origin(self.name, op.kind)
+        self.fused = op.option("fusedActivationFunction", 0) or 0
+        self._parts = 0
+
+    def has(self, k: int) -> bool:
+        return k < len(self.op.inputs) and self.op.inputs[k] >= 0
+
+    def value(self, k: int) -> Value:
+        """Return the operand that is computed."""
+        _require(self.op.inputs[k] in self.reading.values, "an operand of it is a constant")
+        return self.reading.values[self.op.inputs[k]]
+
+    def constant(self, k: int) -> np.ndarray:
+        array = self.reading.constant(self.op.inputs[k]) if self.has(k) else None
+        _require(array is not None, f"operand {k} of it is no constant")
+        return np.asarray(array)
+
+    def integers(self, k: int) -> tuple[int, ...]:
+        return tuple(int(v) for v in self.constant(k).ravel())
+
+    def is_constant(self, k: int) -> bool:
+        return self.has(k) and self.op.inputs[k] not in self.reading.values
+
+    def operand(self, k: int) -> str:
+        """Return the name of an operand, which may be a constant."""
+        return self.weight(k) if self.is_constant(k) else self.value(k).name
+
+    def weight(
+        self, k: int, change: Callable[[np.ndarray], np.ndarray] = lambda a: a, how: str = "", *, trains: bool = False
+    ) -> str:
+        name = self.reading.weight(self.op.inputs[k], change, how)
+        if trains:
+            self.reading.builder.graph.trainable.add(name)
+        return name
+
+    def bias(self, k: int) -> str | None:
+        return self.weight(k, np.ravel, "bias", trains=True) if self.has(k) else None
+
+    def added(self, value: Any) -> str:
+        """Add a constant of our own."""
+        builder = self.reading.builder
+        name = builder.fresh(f"{self.name}/constant")
+        builder.graph.weights[name] = torch.as_tensor(value)
+        return name
+
+    def shape(self, k: int = 0) -> tuple[int | None, ...]:
+        return self.reading.shape(self.out[k])
+
+    def emit(self, op: str, inputs: Sequence[str | Value | None], /, **attrs: Any) -> Value:
+        """Append the node that computes the result."""
+        return self.part(op, inputs, self.shape(), called=self.name, **attrs)
+
+    def part(
+        self,
+        op: str,
+        inputs: Sequence[str | Value | None],
+        shape: Sequence[int | None],
+        /,
+        *,
+        kind: str = "",
+        called: str = "",
+        **attrs: Any,
+    ) -> Value:
+        """Append a node in front of the one that computes the result.
+
+        Args:
+            kind: dtype of its value, by default that of the result.
+            called: its name.
+        """
+        return self.parts(op, inputs, [(shape, kind or self.out[0].dtype)], called, **attrs)[0]
+
+    def parts(
+        self, op: str, inputs: Sequence[str | Value | None], outs: Outputs, called: str = "", /, **attrs: Any
+    ) -> list[Value]:
+        """Append a node with several results."""
+        names = [i.name if isinstance(i, Value) else i for i in inputs]
+        return self.reading.builder.emit(self.origin, called or f"{self.name}/part", op, names, attrs, outs)
+
+    def activated(self, result: Value) -> Value:
+        """Apply the activation that is fused into the operator."""
+        if not self.fused:
+            return result
+        _require(self.fused in _FUSED, f"its activation has the number {self.fused}")
+        op, attrs = _FUSED[self.fused]
+        return self.part(op, [result], result.shape, called=f"{self.name}/{op.lower()}", **attrs)
+
+    def axis(self, name: str = "axis", rank: int | None = None) -> int:
+        axis = self.option(name, 0) or 0
+        return int(axis) % (len(self.shape()) if rank is None else rank)
+
+    def static(self, shape: Sequence[int | None] | None = None) -> tuple[int, ...]:
+        return tuple(-1 if d is None else d for d in (self.shape() if shape is None else shape))
+
+
+# ---------------------------------------------------------------- operators with weights
+
+
+def _windows(
+    c: Call, x: Value, kernel: Sequence[int], dilation: Sequence[int] = (1, 1)
+) -> tuple[tuple[int, int], tuple[tuple[int, int], ...]]:
+    """Return stride and padding of windows: SAME has the odd element behind."""
+    stride = (int(c.option("strideH")), int(c.option("strideW")))
+    if c.option("padding") != _SAME:
+        return stride, ((0, 0), (0, 0))
+    pads = []
+    for size, k, s, d in zip(x.shape[1:3], kernel, stride, dilation, strict=True):
+        _require(size is not None)
+        total = max((-(-(size or 0) // s) - 1) * s + (k - 1) * d + 1 - (size or 0), 0)
+        pads.append((total // 2, total - total // 2))
+    return stride, tuple(pads)
+
+
+@_reads("CONV_2D DEPTHWISE_CONV_2D")
+def _conv(c: Call) -> Value:
+    x, w = c.value(0), c.constant(1)
+    depthwise = c.op.kind == "DEPTHWISE_CONV_2D"
+    order = (3, 0, 1, 2) if depthwise else (0, 3, 1, 2)
+    channels = x.shape[-1] or 0
+    groups = channels if depthwise else channels // w.shape[3]
+    dilation = (int(c.option("dilationHFactor", 1)), int(c.option("dilationWFactor", 1)))
+    stride, padding = _windows(c, x, w.shape[1:3], dilation)
+    kernel = c.weight(1, lambda a: a.transpose(order), f"{order}", trains=True)
+    op = "DepthwiseConv2D" if groups == channels > 1 or depthwise else "Conv2D"
+    return c.emit(op, [x, kernel, c.bias(2)], stride=stride, padding=padding, dilation=dilation, groups=groups)
+
+
+@_reads("TRANSPOSE_CONV")
+def _transpose_conv(c: Call) -> Value:
+    x, w = c.value(2), c.constant(1)
+    kernel, stride = w.shape[1:3], (int(c.option("strideH")), int(c.option("strideW")))
+    _require(None not in (*x.shape[1:3], *c.shape()[1:3]), "its sizes are open")
+    sizes = zip(x.shape[1:3], c.shape()[1:3], kernel, stride, strict=True)
+    cut = [((i or 0) - 1) * s + k - (o or 0) for i, o, k, s in sizes]
+    padding = tuple((max(t, 0) // 2, max(t, 0) - max(t, 0) // 2) for t in cut)
+    more = tuple(max(-t, 0) for t in cut)
+    kernel_name = c.weight(1, lambda a: a.transpose(3, 0, 1, 2), "transposed", trains=True)
+    attrs = {"stride": stride, "padding": padding, "dilation": (1, 1), "groups": 1, "output_padding": more}
+    return c.emit("TransposeConv2D", [x, kernel_name, c.bias(3)], **attrs)
+
+
+@_reads("FULLY_CONNECTED")
+def _linear(c: Call) -> Value:
+    if not c.is_constant(1):
+        _require(not c.has(2) and len(c.value(1).shape) == 2, "its weight is computed")
+        wide = c.part("Transpose", [c.value(1)], c.value(1).shape[::-1], perm=(1, 0))
+        return c.emit("MatMul", [c.value(0), wide])
+    x, (out, width) = c.value(0), c.constant(1).shape
+    if (len(x.shape) != 2 and not c.option("keepNumDims", False)) or x.shape[-1] != width:
+        x = c.part("Reshape", [x], (c.shape()[0], width), shape=(-1, width))
+    y = c.part("Linear", [x, c.weight(1, trains=True), c.bias(2)], (*x.shape[:-1], out), called=c.name)
+    return y if y.shape == c.shape() else c.part("Reshape", [y], c.shape(), shape=c.static())
+
+
+@_reads("BATCH_MATMUL")
+def _mat_mul(c: Call) -> Value:
+    operands: list[str | Value] = [c.operand(0), c.operand(1)]
+    for k, flag in enumerate(("adjX", "adjY")):
+        if not c.option(flag, False):
+            continue
+        if c.is_constant(k):
+            operands[k] = c.weight(k, lambda a: a.swapaxes(-1, -2), "transposed")
+        else:
+            x = c.value(k)
+            perm = (*range(len(x.shape) - 2), len(x.shape) - 1, len(x.shape) - 2)
+            operands[k] = c.part("Transpose", [x], [x.shape[d] for d in perm], perm=perm)
+    return c.emit("MatMul", operands)
+
+
+@_reads("PRELU")
+def _prelu(c: Call) -> Value:
+    slopes = c.constant(1)
+    of_channels = all(d == 1 for d in slopes.shape[:-1])
+    change = np.ravel if of_channels else (lambda a: np.moveaxis(a, -1, 0))
+    return c.emit("PRelu", [c.value(0), c.weight(1, change, "slopes", trains=True)])
+
+
+# ---------------------------------------------------------------- element by element
+
+
+@_reads("RELU_N1_TO_1 RELU_0_TO_1")
+def _clamp(c: Call) -> Value:
+    return c.emit("Clamp", [c.value(0)], min=-1.0 if c.op.kind == "RELU_N1_TO_1" else 0.0, max=1.0)
+
+
+@_reads("LEAKY_RELU")
+def _leaky_relu(c: Call) -> Value:
+    return c.emit("LeakyRelu", [c.value(0)], negative_slope=float(c.option("alpha", 0.0)))
+
+
+@_reads("ELU")
+def _elu(c: Call) -> Value:
+    return c.emit("Elu", [c.value(0)], alpha=1.0)
+
+
+@_reads("GELU")
+def _gelu(c: Call) -> Value:
+    return c.emit("Gelu", [c.value(0)], approximate="tanh" if c.option("approximate", False) else "none")
+
+
+@_reads("SOFTMAX LOG_SOFTMAX L2_NORMALIZATION")
+def _softmax(c: Call) -> Value:
+    x, op = c.operand(0), {"SOFTMAX": "Softmax", "LOG_SOFTMAX": "LogSoftmax"}.get(c.op.kind, "L2Norm")
+    beta = float(c.option("beta", 1.0) or 1.0)
+    if beta != 1:
+        x = c.part("Mul", [x, c.added(beta)], c.shape()).name
+    more = {"eps": 1e-6} if op == "L2Norm" else {}
+    return c.emit(op, [x], axis=len(c.shape()) - 1, **more)
+
+
+@_reads("SQUARE")
+def _square(c: Call) -> Value:
+    return c.emit("Mul", [c.value(0), c.value(0)])
+
+
+@_reads("SQUARED_DIFFERENCE")
+def _squared_difference(c: Call) -> Value:
+    d = c.part("Sub", [c.operand(0), c.operand(1)], c.shape())
+    return c.emit("Mul", [d, d])
+
+
+@_reads("ADD_N")
+def _add_n(c: Call) -> Value:
+    total = c.operand(0)
+    for k in range(1, len(c.op.inputs)):
+        total = c.part("Add", [total, c.operand(k)], c.shape(), called=c.name if k + 1 == len(c.op.inputs) else "").name
+    return c.reading.builder.graph.values[total]
+
+
+@_reads("CAST")
+def _cast(c: Call) -> Value:
+    return c.emit("Cast", [c.operand(0)], dtype=c.out[0].dtype)
+
+
+@_reads("SELECT SELECT_V2")
+def _select(c: Call) -> Value:
+    return c.emit("Where", [c.operand(k) for k in range(3)])
+
+
+@_reads("QUANTIZE DEQUANTIZE")
+def _requantize(c: Call) -> Value:
+    """Read nothing: numbers are floats here, whether the file holds integers or 16 bits."""
+    return c.value(0)
+
+
+# ---------------------------------------------------------------- pools and reductions
+
+
+@_reads("AVERAGE_POOL_2D MAX_POOL_2D")
+def _pool(c: Call) -> Value:
+    kernel = (int(c.option("filterHeight")), int(c.option("filterWidth")))
+    stride, padding = _windows(c, c.value(0), kernel)
+    attrs = {"kernel": kernel, "stride": stride, "padding": padding, "ceil_mode": False}
+    if c.op.kind == "MAX_POOL_2D":
+        return c.emit("MaxPool", [c.value(0)], **attrs, dilation=(1, 1))
+    return c.emit("AvgPool", [c.value(0)], **attrs, count_include_pad=False)
+
+
+_REDUCTIONS = {
+    "MEAN": "Mean",
+    "SUM": "Sum",
+    "REDUCE_MAX": "ReduceMax",
+    "REDUCE_MIN": "ReduceMin",
+    "REDUCE_PROD": "ReduceProd",
+}
+
+
+@_reads(" ".join(_REDUCTIONS))
+def _reduce(c: Call) -> Value:
+    x, keep = c.value(0), bool(c.option("keepDims", False))
+    axes = tuple(sorted({a % len(x.shape) for a in c.integers(1)}))
+    if c.op.kind == "MEAN" and len(x.shape) == 4 and axes == (1, 2):
+        shape = (x.shape[0], 1, 1, x.shape[3])
+        y = c.part("GlobalAvgPool", [x], shape, called=c.name)
+        return y if keep else c.part("Reshape", [y], c.shape(), called=f"{c.name}/flat", shape=c.static())
+    return c.emit(_REDUCTIONS[c.op.kind], [x], axes=axes, keepdims=keep)
+
+
+@_reads("ARG_MAX ARG_MIN")
+def _arg_max(c: Call) -> Value:
+    x, (axis,) = c.value(0), c.integers(1)
+    op = "ArgMax" if c.op.kind == "ARG_MAX" else "ArgMin"
+    y = c.part(op, [x], c.shape(), kind="int64", called=f"{c.name}/index", axis=axis % len(x.shape), keepdims=False)
+    return y if c.out[0].dtype == "int64" else c.emit("Cast", [y], dtype=c.out[0].dtype)
+
+
+@_reads("CUMSUM")
+def _cum_sum(c: Call) -> Value:
+    _require(not c.option("exclusive", False) and not c.option("reverse", False), "it is exclusive or reversed")
+    return c.emit("CumSum", [c.value(0)], axis=c.integers(1)[0] % len(c.shape()))
+
+
+@_reads("TOPK_V2")
+def _top_k(c: Call) -> list[Value]:
+    (k,), x = c.integers(1), c.value(0)
+    outs = [(c.shape(0), c.out[0].dtype), (c.shape(1), "int64")]
+    values, index = c.parts("TopK", [x], outs, c.name, k=k, axis=len(x.shape) - 1, largest=True)
+    return [
+        values,
+        c.part("Cast", [index], index.shape, kind=c.out[1].dtype, called=c.out[1].name, dtype=c.out[1].dtype),
+    ]
+
+
+# ---------------------------------------------------------------- what moves numbers
+
+
+@_reads("CONCATENATION")
+def _concat(c: Call) -> Value:
+    return c.emit("Concat", [c.operand(k) for k in range(len(c.op.inputs))], axis=c.axis())
+
+
+@_reads("PACK")
+def _pack(c: Call) -> Value:
+    return c.emit("Stack", [c.operand(k) for k in range(len(c.op.inputs))], axis=c.axis())
+
+
+@_reads("UNPACK")
+def _unpack(c: Call) -> list[Value]:
+    outs = [(c.shape(k), t.dtype) for k, t in enumerate(c.out)]
+    return c.parts("Unstack", [c.value(0)], outs, c.name, axis=c.axis(rank=len(c.value(0).shape)))
+
+
+@_reads("SPLIT SPLIT_V")
+def _split(c: Call) -> list[Value]:
+    x, (axis,) = (c.value(1), c.integers(0)) if c.op.kind == "SPLIT" else (c.value(0), c.integers(2))
+    axis %= len(x.shape)
+    sizes = tuple(int(c.shape(k)[axis] or 0) for k in range(len(c.out)))
+    outs = [(c.shape(k), t.dtype) for k, t in enumerate(c.out)]
+    return c.parts("Split", [x], outs, c.name, axis=axis, sizes=sizes)
+
+
+@_reads("RESHAPE SQUEEZE EXPAND_DIMS")
+def _reshape(c: Call) -> Value:
+    return c.emit("Reshape", [c.value(0)], shape=c.static())
+
+
+@_reads("TRANSPOSE")
+def _transpose(c: Call) -> Value:
+    return c.emit("Transpose", [c.value(0)], perm=c.integers(1))
+
+
+@_reads("TILE")
+def _tile(c: Call) -> Value:
+    return c.emit("Tile", [c.value(0)], repeats=c.integers(1))
+
+
+@_reads("BROADCAST_TO")
+def _broadcast(c: Call) -> Value:
+    return c.emit("Expand", [c.value(0)], shape=c.static())
+
+
+@_reads("STRIDED_SLICE SLICE")
+def _slice(c: Call) -> Value:
+    y = c.value(0)
+    rank = len(y.shape)
+    begin, third = c.integers(1), c.integers(2)
+    if c.op.kind == "SLICE":
+        end = [None if n == -1 else b + n for b, n in zip(begin, third, strict=True)]
+        step, shrink, begin_mask, end_mask = (1,) * rank, 0, 0, 0
+    else:
+        end, step = list(third), c.integers(3)
+        masks = ("ellipsisMask", "newAxisMask")
+        _require(not any(c.option(m, 0) for m in masks) and all(s > 0 for s in step), "it adds axes or turns them")
+        shrink, begin_mask, end_mask = (int(c.option(m, 0)) for m in ("shrinkAxisMask", "beginMask", "endMask"))
+    for k in reversed(range(len(begin))):
+        size = y.shape[k]
+        if shrink >> k & 1:
+            y = c.part("Select", [y], (*y.shape[:k], *y.shape[k + 1 :]), kind=y.dtype, axis=k, index=begin[k])
+            continue
+        start = 0 if begin_mask >> k & 1 else begin[k]
+        stop = None if end_mask >> k & 1 else end[k]
+        if (
+            start == 0
+            and step[k] == 1
+            and (stop is None or (size is not None and stop >= size) or (size is None and stop == 1))
+        ):
+            continue
+        _require(size is not None, "it cuts the batch")
+        count = len(range(*slice(start, stop, step[k]).indices(size or 0)))
+        lo, hi, by = slice(start, stop, step[k]).indices(size or 0)
+        shape = (*y.shape[:k], count, *y.shape[k + 1 :])
+        y = c.part("Slice", [y], shape, kind=y.dtype, axis=k, start=lo, end=hi, step=by)
+    return y
+
+
+@_reads("GATHER")
+def _gather(c: Call) -> Value:
+    _require(not c.option("batchDims", 0), "it gathers within samples")
+    if c.is_constant(0) and not c.option("axis", 0) and c.constant(0).ndim == 2:
+        return c.emit("Embedding", [c.weight(0, trains=True), c.value(1)])
+    x = c.value(0)
+    return c.emit("Gather", [x, c.operand(1)], axis=c.axis(rank=len(x.shape)))
+
+
+@_reads("PAD PADV2 MIRROR_PAD")
+def _pad(c: Call) -> Value:
+    pairs = tuple((int(a), int(b)) for a, b in c.constant(1))
+    reflect = c.op.kind == "MIRROR_PAD"
+    _require(not reflect or c.option("mode", 0) == 0, "it repeats the border")
+    value = float(c.constant(2).ravel()[0]) if c.op.kind == "PADV2" else 0.0
+    return c.emit("Pad", [c.value(0)], padding=pairs, mode="reflect" if reflect else "constant", value=value)
+
+
+@_reads("RESIZE_BILINEAR RESIZE_NEAREST_NEIGHBOR")
+def _resize(c: Call) -> Value:
+    corners, half = (bool(c.option(f, False)) for f in ("alignCorners", "halfPixelCenters"))
+    if c.op.kind == "RESIZE_BILINEAR":
+        mode = "linear"
+        whole = all(
+            (o or 0) % (i or 1) == 0 and o == i for i, o in zip(c.value(0).shape[1:3], c.shape()[1:3], strict=True)
+        )
+        _require(corners or half or whole, "it takes the corners of pixels for their centres")
+    else:
+        mode = "nearest_exact" if half else "nearest"
+        _require(not corners, "it aligns corners")
+    size = tuple(int(d or 0) for d in c.shape()[1:3])
+    return c.emit("Resize", [c.value(0)], mode=mode, size=size, scale=None, align_corners=corners)
+
+
+@_reads("DEPTH_TO_SPACE SPACE_TO_DEPTH")
+def _depth(c: Call) -> Value:
+    """Change the order of channels: (row, column, channel) in the file, (channel, row, column) in the graph."""
+    k, x = int(c.option("blockSize")), c.value(0)
+    if c.op.kind == "DEPTH_TO_SPACE":
+        order = np.arange(x.shape[-1] or 0).reshape(k * k, -1).T.ravel()
+        index = c.added(torch.from_numpy(order.copy()))
+        moved = c.part("Gather", [x, index], x.shape, axis=len(x.shape) - 1)
+        return c.emit("DepthToSpace", [moved], block=k)
+    y = c.part("SpaceToDepth", [x], c.shape(), block=k)
+    order = np.arange(c.shape()[-1] or 0).reshape(-1, k * k).T.ravel()
+    return c.emit("Gather", [y, c.added(torch.from_numpy(order.copy()))], axis=len(y.shape) - 1)

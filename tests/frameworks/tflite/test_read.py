@@ -1,0 +1,249 @@
+"""`.tflite` files as models: their operators, the batch, files of other tools, and files that are refused."""
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import chipfit
+from chipfit.engine.run import run
+from chipfit.errors import CaptureError
+from chipfit.export import export
+from chipfit.frameworks.torch.capture import capture as capture_torch
+from chipfit.passes.fold_constants import fold_constants
+from chipfit.plan.record import NodePlan, Plan
+from chipfit.platform.load import load
+from tests.build import model_of, sequential
+from tests.exactness.test_litert_operators import CASES
+
+pytest.importorskip("ai_edge_litert")
+from chipfit.frameworks.tflite.capture import capture
+from chipfit.frameworks.tflite.model import TfliteModel
+from chipfit.frameworks.tflite.model import load as load_file
+
+OPERATORS = {k: v for k, v in CASES.items() if not v[2]}
+
+
+def float_file(model, x, path):
+    """Write a network of torch in float, with images channels last; return its graph."""
+    graph = fold_constants(capture_torch(model.eval(), tuple(x), {}))[0]
+    plan = Plan(tensors={}, nodes={n.name: NodePlan(name=n.name, op=n.op, exec="float") for n in graph.nodes})
+    export(graph, plan, path, load("tflite_int8"), keep_layout=True)
+    return graph
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_what_the_writer_writes_is_read_as_the_same_network(tmp_path, name):
+    make, inputs, _ = OPERATORS[name]
+    torch.manual_seed(0)
+    x = inputs()
+    graph = float_file(make(), x, tmp_path / "m.tflite")
+    read = capture(load_file(tmp_path / "m.tflite"), x)
+    want, got = run(graph, x, keep=graph.outputs), run(read, x, keep=read.outputs)
+    for a, b in zip(graph.outputs, read.outputs, strict=True):
+        torch.testing.assert_close(got[b].float(), want[a].float(), rtol=1e-5, atol=1e-5)
+    fixed = name.startswith("transposed")  # LiteRT's kernel has the batch among its operands
+    assert read.shape(read.inputs[0])[0] is None or fixed
+
+
+@pytest.fixture
+def network():
+    torch.manual_seed(0)
+    return sequential(
+        *(nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU6(), nn.Conv2d(8, 8, 3, 1, 1, groups=8), nn.Hardswish()),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)),
+    ).eval()
+
+
+@pytest.fixture
+def images():
+    return [torch.randn(8, 16, 16, 3, generator=torch.Generator().manual_seed(k)) for k in range(3)]
+
+
+@pytest.fixture
+def path(network, images, tmp_path):
+    float_file(network, [images[0].permute(0, 3, 1, 2)], tmp_path / "keep.tflite")
+    graph = fold_constants(capture_torch(network, (images[0].permute(0, 3, 1, 2),), {}))[0]
+    plan = Plan(tensors={}, nodes={n.name: NodePlan(name=n.name, op=n.op, exec="float") for n in graph.nodes})
+    return export(graph, plan, tmp_path / "m.tflite", load("tflite_int8"))
+
+
+@pytest.mark.parametrize(("platform", "suffix"), [("tflite_int8", "tflite"), ("ort_cpu", "onnx")])
+def test_a_file_is_quantized_to_the_integers_of_the_model_that_it_came_from(
+    network, images, path, tmp_path, platform, suffix
+):
+    result = chipfit.quantize(str(path), images, platform=platform, progress=False)
+    result.export(tmp_path / f"q.{suffix}")
+    assert result.verify(images[:1]).exact
+    source = chipfit.quantize(network, [x.permute(0, 3, 1, 2) for x in images], platform=platform, progress=False)
+    scales = [
+        {f"{float(s):.4g}" for t in r.plan.tensors.values() if t.quantized for s in t.scale.ravel()}
+        for r in (result, source)
+    ]
+    assert scales[0] == scales[1]
+    x = torch.randn(4, 16, 16, 3)
+    torch.testing.assert_close(result.model(x), source.model(x.permute(0, 3, 1, 2)), rtol=1e-4, atol=1e-4)
+
+
+def test_the_model_of_a_file_trains_and_is_saved(images, path, tmp_path):
+    result = chipfit.quantize(path, images, platform="tflite_int8", training="lsq", progress=False)
+    parameters = [p for p in result.model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(parameters, 0.1)
+    before = [p.detach().clone() for p in parameters]
+    result.model.train()(images[0]).square().mean().backward()
+    optimizer.step()
+    assert sum(not torch.equal(a, b) for a, b in zip(before, parameters, strict=True)) > 4
+    loaded = chipfit.load(result.trained().save(tmp_path / "out"))
+    torch.testing.assert_close(loaded.model(images[1]), result.model.eval()(images[1]), rtol=1e-4, atol=1e-4)
+
+
+def test_lint_reads_a_file(images, path):
+    assert all(row.exec != "float" for row in chipfit.lint(path, images[0], "tflite_int8").rows)
+
+
+def test_a_network_that_mixes_its_samples_keeps_the_batch_of_the_file(tmp_path):
+    x = torch.randn(3, 4)
+    float_file(model_of(lambda m, x: x - x.mean(0, keepdim=True)), [x], tmp_path / "m.tflite")
+    model = load_file(tmp_path / "m.tflite")
+    model.inputs[0].signature = model.inputs[0].shape = (3, 4)  # as a file has it that fixes the batch
+    graph = capture(model, [x])
+    assert graph.shape(graph.inputs[0]) == (3, 4) and "the batch size is fixed" in graph.notes[0]
+
+
+def test_a_quantized_file_is_refused_and_can_be_quantized_again(network, images, path, tmp_path):
+    first = chipfit.quantize(path, images, platform="tflite_int8", progress=False)
+    file = first.export(tmp_path / "q.tflite", io="int8")
+    with pytest.raises(CaptureError, match=r"quantized already.*requantize"):
+        chipfit.quantize(file, images, platform="tflite_int8", progress=False)
+    again = chipfit.quantize(chipfit.load_model(file, requantize=True), images, platform="tflite_int8", progress=False)
+    x = images[0]
+    noise = (again.model(x) - first.model(x)).std() / first.model(x).std()
+    assert noise < 0.05
+    with pytest.raises(CaptureError, match="can be quantized again"):
+        chipfit.load_model(network, requantize=True)
+
+
+# ---------------------------------------------------------------- files of TensorFlow's converter
+
+
+@pytest.fixture(scope="module")
+def converter():
+    """Return a function that makes a `.tflite` file of a function of TensorFlow, and its outputs."""
+    tf = pytest.importorskip("tensorflow")
+
+    def convert(function, x, *options):
+        signature = tf.TensorSpec([1, *x.shape[1:]], tf.float32)
+        concrete = tf.function(function, input_signature=[signature]).get_concrete_function()
+        made = tf.lite.TFLiteConverter.from_concrete_functions([concrete])
+        if options:
+            made.optimizations = [tf.lite.Optimize.DEFAULT]
+            made.target_spec.supported_types = list(options)
+        return made.convert(), np.concatenate([function(tf.constant(x[k : k + 1])).numpy() for k in range(len(x))])
+
+    return convert
+
+
+def functions():
+    """Return functions of TensorFlow whose operators chipfit does not write itself, by name."""
+    tf = pytest.importorskip("tensorflow")
+    rng = np.random.default_rng(0)
+    kernel, wide, rows = (rng.normal(size=s).astype("f4") for s in ((3, 3, 4, 6), (2, 2, 6, 4), (9 * 7 * 4, 3)))
+    return {
+        "same_padding": lambda x: tf.nn.conv2d(x, kernel, 2, "SAME"),
+        "transposed": lambda x: tf.nn.conv2d_transpose(x, wide, [1, 17, 13, 6], 2, "SAME"),
+        "squared_difference": lambda x: tf.math.squared_difference(x, 0.3),
+        "square": lambda x: tf.square(x) + tf.square(x[:, :1]),
+        "moments": lambda x: (
+            (x - tf.reduce_mean(x, -1, keepdims=True)) * tf.math.rsqrt(tf.reduce_mean(x * x, -1)[..., None])
+        ),
+        "slices": lambda x: tf.concat([x[:, ::2, 1:-1, 0], x[:, :5, 1:-1, -1]], 2),
+        "sliced": lambda x: tf.slice(x, [0, 1, 2, 0], [-1, 3, 4, -1]),
+        "space": lambda x: tf.nn.depth_to_space(x, 2) + tf.nn.depth_to_space(tf.nn.relu(x), 2),
+        "block": lambda x: tf.nn.space_to_depth(x[:, :8, :6], 2),
+        "flat": lambda x: tf.matmul(tf.reshape(x, [1, -1]), rows),
+        "attention": lambda x: tf.matmul(tf.nn.softmax(tf.matmul(x[:, 0], x[:, 1], transpose_b=True)), x[:, 2]),
+        "pools": lambda x: tf.nn.avg_pool2d(x, 3, 2, "SAME") + tf.nn.max_pool2d(x, 3, 2, "SAME"),
+        "resized": lambda x: tf.compat.v1.image.resize_bilinear(x, [17, 13], align_corners=True),
+        "nearest": lambda x: tf.image.resize(x, [18, 14], "nearest"),
+        "unit": lambda x: tf.nn.l2_normalize(x, -1, 1e-12),
+        "chosen": lambda x: tf.where(x > 0.2, x, tf.maximum(x * 0.1, -0.5)),
+        "mirrored": lambda x: tf.pad(x, [[0, 0], [1, 1], [2, 1], [0, 0]], "REFLECT"),
+        "stacked": lambda x: tf.reduce_sum(tf.stack(tf.unstack(x, axis=3), 1), 1),
+        "topped": lambda x: tf.math.top_k(x, 2).values,
+    }
+
+
+X = np.random.default_rng(1).normal(size=(3, 9, 7, 4)).astype("f4")
+NAMES = (
+    "same_padding transposed squared_difference square moments slices sliced space block flat attention pools resized "
+    "nearest unit chosen mirrored stacked topped"
+).split()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_tensorflow_converts_is_read_for_a_batch_of_any_size(converter, name):
+    content, want = converter(functions()[name], X)
+    graph = capture(TfliteModel(content), [torch.from_numpy(X)])
+    assert graph.shape(graph.inputs[0])[0] is None
+    got = run(graph, [torch.from_numpy(X)], keep=graph.outputs)[graph.outputs[0]]
+    np.testing.assert_allclose(got.detach().numpy(), want, rtol=1e-4, atol=1e-5)
+
+
+def test_weights_of_16_bits_are_read(converter):
+    tf = pytest.importorskip("tensorflow")
+    content, want = converter(functions()["same_padding"], X, tf.float16)
+    graph = capture(TfliteModel(content), [torch.from_numpy(X)])
+    got = run(graph, [torch.from_numpy(X)], keep=graph.outputs)[graph.outputs[0]]
+    assert {n.op for n in graph.nodes} <= {"Transpose", "Conv2D"}
+    np.testing.assert_allclose(got.detach().numpy(), want, atol=0.02)
+
+
+def test_an_operator_without_reader_is_named(converter):
+    tf = pytest.importorskip("tensorflow")
+    content, _ = converter(lambda x: tf.nn.local_response_normalization(x) + 0.0, X)
+    with pytest.raises(CaptureError, match="LOCAL_RESPONSE_NORMALIZATION of '.*' has no reader"):
+        capture(TfliteModel(content), [torch.from_numpy(X)])
+
+
+# ---------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize("content", [b"", b"TFL3", b"\x1c\0\0\0TFL3" + bytes(60)], ids=["nothing", "short", "zeros"])
+def test_a_damaged_file_is_refused(tmp_path, content):
+    (tmp_path / "m.tflite").write_bytes(content)
+    with pytest.raises(CaptureError, match="not a .tflite file that LiteRT can run"):
+        chipfit.load_model(tmp_path / "m.tflite")
+
+
+def test_a_truncated_file_is_refused(path, tmp_path):
+    content = path.read_bytes()
+    for end in range(0, len(content), len(content) // 40):
+        (tmp_path / "cut.tflite").write_bytes(content[:end])
+        with pytest.raises(CaptureError):
+            chipfit.load_model(tmp_path / "cut.tflite")
+
+
+def test_a_file_with_wrong_bytes_is_refused_or_read(path, tmp_path):
+    content, found = path.read_bytes(), Counter()
+    for seed in range(60):
+        draw, broken = random.Random(seed), bytearray(content)
+        for _ in range(draw.choice([1, 2, 5])):
+            broken[draw.randrange(max(len(broken) - 4000, 0), len(broken))] = draw.randrange(256)
+        try:
+            capture(TfliteModel(bytes(broken)), [torch.zeros(2, 16, 16, 3)])
+            found["read"] += 1
+        except CaptureError:
+            found["refused"] += 1
+    assert found["read"] > 5 and found["refused"] > 5
+
+
+def test_inputs_that_do_not_fit_are_refused_with_the_shapes_that_do(path):
+    with pytest.raises(CaptureError, match=r"another shape.*Got: \[., 3, 16, 16\].*\[-1, 16, 16, 3\].*\[N, H, W, C\]"):
+        chipfit.quantize(path, [torch.randn(8, 3, 16, 16)], platform="tflite_int8", progress=False)
+
+
+def test_the_float_network_is_what_litert_computes(network, images, path):
+    torch.testing.assert_close(load_file(path)(images[0]), network(images[0].permute(0, 3, 1, 2)), rtol=1e-4, atol=1e-5)
