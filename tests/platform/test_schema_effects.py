@@ -362,6 +362,7 @@ EFFECTS: dict[str, tuple[Any, Any, str]] = {
     "Platform.arch": (use(when={"arch": "B"}), both(use(when={"arch": "B"}), {"arch": ["B", "A"]}), "plan"),
     "Platform.deploy": (None, {"deploy": ["a file"]}, "report"),
     "Platform.metadata": (None, {"metadata": True}, "file"),
+    "Platform.simd_padding": (use(simd=64), both(use(simd=64), {"simd_padding": False}), "report"),
     "Platform.encodings": (None, {"encodings": "ncnn"}, "file"),
     "Platform.runtimes": (None, {"runtimes": ["litert"]}, "file"),
     "Platform.sets": (in_set(op=["Add"]), in_set(op=["Sigmoid"]), "plan"),

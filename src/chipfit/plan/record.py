@@ -95,7 +95,7 @@ class NodePlan:
     exec: Exec = "float"
     group: str = ""  #: name of the fused group's last node; "" when the node is alone
     why: str = ""  #: why it runs in float
-    simd: PositiveInt | None = None  #: output channels of one instruction; weights are padded to multiples
+    simd: PositiveInt | None = None  #: output channels of one instruction, where the platform names them
 
     @property
     def display_name(self) -> str:

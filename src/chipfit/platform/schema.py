@@ -260,7 +260,7 @@ class Option(_Record):
     w: str | None = Field(None, description="format of the weights; with in any, also of constant data inputs")
     b: str | None = None
     out: str | None = None
-    simd: Positive | None = Field(None, description="SIMD width, a cost hint")
+    simd: Positive | None = Field(None, description="SIMD width [output channels], a cost hint")
     when: Gate = Gate()
     #: the format to which the kernel quantizes its data at run time; `in_` is float then
     _dynamic: str | None = PrivateAttr(None)
@@ -506,6 +506,7 @@ class Platform(SummaryRepr, _Record):
     runtimes: tuple[str, ...] = Field((), description="runtimes verified to compute its integers, its own first")
     encodings: str = Field("generic", description="dialect of the JSON encodings that its tools read")
     metadata: bool = Field(False, description="exported files name the platform and chipfit's version")
+    simd_padding: bool = Field(True, description="weights take the room of whole instructions (`simd`) in memory")
     sources: dict[str, str] = Field({}, description="id -> where the facts come from")
     gaps: tuple[str, ...] = Field((), description="what is not known")
     arch_selected: str | None = Field(None, exclude=True)

@@ -32,6 +32,7 @@ class LayerRow:
     products: float = 0.0  #: multiplications of one sample
     weight_format: str = ""  #: "" without quantized weights
     weight_sqnr_db: float | None = None  #: of its stored weights; needs no data
+    simd: int | None = None  #: output channels of one instruction, where the platform names them
     bars: tuple[float, ...] = ()  #: share of calibration values in equal bins over [bars_low, bars_high)
     bars_low: float = 0.0
     bars_high: float = 0.0

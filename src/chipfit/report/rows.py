@@ -55,6 +55,7 @@ def build(
             exec=decided.exec,
             group=decided.group,
             why=decided.why,
+            simd=decided.simd,
             format="inside a kernel" if inside else t.format,
             scale=float(one.scale) if one else None,
             zero_point=int(one.zero_point) if one else None,
@@ -78,7 +79,7 @@ def build(
         platform=platform.name,
         title=platform.title,
         deploy=platform.deploy,
-        **_sizes(graph, plan),
+        **_sizes(graph, plan, platform.simd_padding),
         quantized_tensors=quantized,
         float_tensors=len(plan.tensors) - quantized,
         layers=tuple(nodes),
@@ -139,7 +140,7 @@ def _weights(graph: Graph, plan: Plan, node: Node) -> dict[str, Any]:
     return {"weight_format": text, "weight_sqnr_db": ratio}
 
 
-def _sizes(graph: Graph, plan: Plan) -> dict[str, Any]:
+def _sizes(graph: Graph, plan: Plan, pads: bool) -> dict[str, Any]:
     """Return bytes of the weights in float32, as stored, and as stored and padded; and the number of parameters."""
     readers = {n.inputs[1]: n for n in graph.nodes if len(n.inputs) > 1}
     read = {i for n in graph.nodes for i in n.inputs if i is not None and i in graph.weights}
@@ -148,7 +149,7 @@ def _sizes(graph: Graph, plan: Plan) -> dict[str, Any]:
         w, stored, reader = graph.weights[name], plan.stored(name), readers.get(name)
         bits = stored.grid.bits if stored is not None else 32
         simd, channels = 1, 1
-        if reader is not None and reader.name in plan.nodes and bits < 32 and w.dim():
+        if pads and reader is not None and reader.name in plan.nodes and bits < 32 and w.dim():
             simd = plan.nodes[reader.name].simd or 1
             channels = max(w.shape[OPS[reader.op].weight_axis if reader.op in OPS else 0], 1)
         parameters += w.numel()

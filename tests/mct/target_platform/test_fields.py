@@ -222,14 +222,19 @@ def test_configurations_beside_the_base_are_choices():
 # ---------------------------------------------------------------- memory and metadata
 
 
-def test_simd_size_pads_weights_in_memory_if_the_model_enables_it():
-    result = fit(conv=config(simd_size=16), is_simd_padding=True)
+@pytest.mark.parametrize("pads", [True, False])
+def test_simd_size_is_reported_and_pads_weights_in_memory_if_the_model_enables_it(pads, tmp_path):
+    result = fit(conv=config(simd_size=16), is_simd_padding=pads)
     node = next(n for n in result.graph.nodes if n.op == "Conv2D")
     assert result.plan.nodes[node.name].simd == 16
     report = result.report
-    assert report.padded_bytes - report.quantized_bytes == (16 - 6) * 3 * 3 * 3  # 6 output channels take the room of 16
-    for without in (fit(is_simd_padding=True), fit(conv=config(simd_size=16))):
-        assert without.report.padded_bytes == without.report.quantized_bytes
+    assert next(r.simd for r in report.layers if r.op == "Conv2D") == 16
+    wide = (16 - 6) * 3 * 3 * 3 if pads else 0  # 6 output channels take the room of 16
+    assert report.padded_bytes - report.quantized_bytes == wide
+    result.save(tmp_path / "saved")
+    again = chipfit.load(tmp_path / "saved")
+    assert again.plan.nodes[node.name].simd == 16 and again.report.padded_bytes == report.padded_bytes
+    assert fit(is_simd_padding=pads).report.padded_bytes == fit().report.quantized_bytes
 
 
 def test_metadata_is_written_into_files(tmp_path):

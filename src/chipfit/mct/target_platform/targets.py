@@ -151,7 +151,7 @@ def from_platform(platform: Platform) -> capabilities.TargetPlatformCapabilities
     words_of: dict[str, set[str]] = {}  # set -> every word that its rule matches
     layers: dict[str, list[Member]] = {}
     options = default, platform.metadata, platform.name
-    with model.TargetPlatformModel(*options, math=platform.math, is_simd_padding=True) as made:
+    with model.TargetPlatformModel(*options, math=platform.math, is_simd_padding=platform.simd_padding) as made:
         for rule in rules:
             label = ", ".join(w.removeprefix("@") if w.removeprefix("@") in platform.sets else w for w in rule.match)
             members = [m for w in rule.match for m in platform.sets.get(w.removeprefix("@"), ())]

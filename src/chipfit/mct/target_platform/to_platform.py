@@ -28,17 +28,16 @@ def build_platform(model: Any, attached: Mapping[str, tuple[Member, ...]]) -> Pl
     """
     formats: dict[str, Format] = {}
     sets = {label: members for label, members in model.members(attached).items() if members}
-    simd = model.is_simd_padding
     rules = []
     for label, members in list(sets.items()):
-        for part, rule in _rules(members, model.get_config_options_by_operators_set(label), formats, simd):
+        for part, rule in _rules(members, model.get_config_options_by_operators_set(label), formats):
             own = label if part is None else f"{label}: {', '.join(sorted(part))}"
             if part is not None:
                 inside = ((m, tuple(o for o in m.op if o in part)) for m in members)
                 sets[own] = tuple(m.model_copy(update={"op": ops}) for m, ops in inside if ops)
             rules.append(rule.model_copy(update={"match": (f"@{own}",)}))
     every = (Member(op=tuple(OPS)),)
-    for part, rule in _rules(every, model.default_qco, formats, simd):
+    for part, rule in _rules(every, model.default_qco, formats):
         rules.append(rule.model_copy(update={"match": ("*",) if part is None else tuple(sorted(part))}))
     fusings = []
     for f in model.fusing_patterns:
@@ -59,12 +58,13 @@ def build_platform(model: Any, attached: Mapping[str, tuple[Member, ...]]) -> Pl
         sources={"python": "described in Python"},
         file=f"<{model.name}>",
         metadata=model.add_metadata,
+        simd_padding=model.is_simd_padding,
         math=model.math,
     )
 
 
 def _rules(
-    members: tuple[Member, ...], options: configs.QuantizationConfigOptions, formats: dict[str, Format], simd: bool
+    members: tuple[Member, ...], options: configs.QuantizationConfigOptions, formats: dict[str, Format]
 ) -> Iterator[tuple[set[str] | None, OpRule]]:
     """Yield the rules of a set, each with its operators; None: all remaining operators.
 
@@ -75,7 +75,7 @@ def _rules(
     base, ops = configs[0], {o for m in members for o in m.op}
     use: list[Option] = []
     for c in configs:
-        option = _option(c, formats, simd)
+        option = _option(c, formats)
         use += [option] * (option not in use)
     weighted = {o for o in ops if any(option.w != "float" for option in use) and _holds_constants(o)}
     kernel = OpRule(match=("*",), use=tuple(use), rules=_fixed(base, formats), exec="int", **_COMMON)
@@ -100,7 +100,7 @@ def _holds_constants(op: str) -> bool:
     return OPS[op].weighted or (several and op not in _CARRYING)
 
 
-def _option(c: configs.OpQuantizationConfig, formats: dict[str, Format], simd: bool) -> Option:
+def _option(c: configs.OpQuantizationConfig, formats: dict[str, Format]) -> Option:
     kernel = _pick(c, configs.KERNEL_ATTR, "kernel", "weight", configs.POSITIONAL_ATTR)
     bias = _pick(c, configs.BIAS_ATTR, "bias")
     return Option(
@@ -109,7 +109,7 @@ def _option(c: configs.OpQuantizationConfig, formats: dict[str, Format], simd: b
         w=_weight(kernel, formats),
         b=_weight(bias, formats),
         out=_activation(c, formats) if c.enable_activation_quantization else "float",
-        simd=c.simd_size if simd else None,
+        simd=c.simd_size,
     )
 
 
