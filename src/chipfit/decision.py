@@ -18,7 +18,8 @@ from chipfit.correction.measured_bias import MeasuredBiases, Samples
 from chipfit.decide import scales
 from chipfit.decide.assignment import Assignment, assign
 from chipfit.decide.constraints import tie_groups
-from chipfit.decide.insertions import requantize, with_dynamic, without_insertions
+from chipfit.decide.formats import TooWide
+from chipfit.decide.insertions import narrowed, requantize, with_dynamic, without_insertions
 from chipfit.decide.legality import plan_limits
 from chipfit.decide.override_effects import unapplied_overrides, unmet_io_formats
 from chipfit.decide.overrides import Overrides, override_entries, resolve_overrides, with_results
@@ -142,6 +143,22 @@ def _requantized(d: Decision) -> tuple[Decision, list[str]]:
 
 
 def _assigned(d: Decision) -> Decision:
+    """Fuse and assign, after requantization of what is too wide for its consumers."""
+    insertions = list[str]()
+    while True:
+        try:
+            done = _assigned_once(d)
+        except TooWide as clash:
+            found = narrowed(d.graph, d.platform, clash)
+            if found is None:
+                raise
+            d = replace(d, graph=found[0])
+            insertions.append(found[1])
+        else:
+            return replace(done, notes=(*done.notes, *insertions))
+
+
+def _assigned_once(d: Decision) -> Decision:
     """Fuse and assign once, on the graph as it is."""
     graph, platform = d.graph, d.platform
     groups, notes = fuse(graph, fusions(platform), lambda n: sets_of(platform.sets, n.op, n.layer_type, n.config))

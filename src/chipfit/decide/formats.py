@@ -17,6 +17,14 @@ from chipfit.platform.schema import Exec, Option, Platform
 WEIGHTS_ONLY = "only its weights are quantized"
 
 
+class TooWide(UnsupportedError):
+    """A result is wider than one of its consumers can read."""
+
+    value: str  #: read by the consumer, perhaps behind pass-through operators
+    reader: str  #: the node that reads it
+    bits: int  #: widest format that the consumer reads
+
+
 def limit_to_consumers(platform: Platform, groups: Sequence[FusedGroup]) -> list[FusedGroup]:
     """Return the groups without the options whose result is wider than a consumer can read.
 
@@ -24,25 +32,26 @@ def limit_to_consumers(platform: Platform, groups: Sequence[FusedGroup]) -> list
     the least limit of its results on to all its data.
 
     Raises:
-        UnsupportedError: a group has no option left.
+        TooWide: a group has no option left.
     """
-    limits: dict[str, tuple[int, str]] = {}  # value -> (widest format that its consumers read [bit], the consumer)
+    #: value -> (widest format that its consumers read [bit], layer of the consumer, what it reads, the node that reads)
+    limits: dict[str, tuple[int, str, str, str]] = {}
     out: list[FusedGroup] = []
     for group in reversed(groups):
         limit = min((limits[o] for o in group.tail.outputs if o in limits), default=None)
-        own = limit
+        own = dict.fromkeys(group.data, limit) if limit is not None else {}
         if not group.is_pass_through:
             widths = [] if group.float_reason else [max(o.in_bits) for o in group.resolved.options if o.in_bits]
-            own = (max(widths), group.layer) if widths else None
+            reads = [r for r in group.operands if r.is_data and widths]
+            own = {r.tensor: (max(widths), group.layer, r.tensor, r.node.name) for r in reads}
             if limit is not None and not group.float_reason:
                 group = _limited(platform, group, *limit)
-        if own is not None:
-            limits |= {i: min(limits.get(i, own), own) for i in group.data}
+        limits |= {i: min(limits.get(i, new), new) for i, new in own.items()}
         out.append(group)
     return out[::-1]
 
 
-def _limited(platform: Platform, group: FusedGroup, bits: int, consumer: str) -> FusedGroup:
+def _limited(platform: Platform, group: FusedGroup, bits: int, consumer: str, value: str, reader: str) -> FusedGroup:
     """Return the group with the options whose result has at most so many bits."""
     options = group.resolved.options
     widths = {o.out: platform.formats[o.out].bits for o in options if o.out in platform.formats}
@@ -50,7 +59,9 @@ def _limited(platform: Platform, group: FusedGroup, bits: int, consumer: str) ->
     if options and not left:
         hint = "keep one of them in float with overrides"
         what = f"The result of '{group.layer}' is wider than its consumer '{consumer}' can read on '{platform.name}'"
-        raise UnsupportedError(what, got=sorted(set(widths.values())), allowed=f"at most {bits} bits", hint=hint)
+        error = TooWide(what, got=sorted(set(widths.values())), allowed=f"at most {bits} bits", hint=hint)
+        error.value, error.reader, error.bits = value, reader, bits
+        raise error
     return group.with_options(left)
 
 

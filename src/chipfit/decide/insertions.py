@@ -1,4 +1,4 @@
-"""Insert nodes that formats and scales call for: Requantize where scales clash, DynamicQuantize before dynamic kernels.
+"""Insert nodes that formats and scales call for: Requantize where they clash, DynamicQuantize before dynamic kernels.
 
 A sigmoid whose result always has the scale 1/256 may feed a concatenation that moves quantized values, and so has one
 scale for all that it joins. Forcing 1/256 on the other inputs would clip them. A chip that can requantize (it has a
@@ -10,11 +10,12 @@ from dataclasses import replace
 
 from chipfit.decide.assignment import Assignment
 from chipfit.decide.constraints import Constraint, tie_groups
+from chipfit.decide.formats import TooWide
 from chipfit.decide.groups import block_of
 from chipfit.graph.edit import new_name, replace_node
 from chipfit.graph.ir import DYNAMIC, Graph, Node
 from chipfit.platform.match import resolve_node
-from chipfit.platform.schema import Platform
+from chipfit.platform.schema import WIDEST, Platform
 
 
 def requantize(graph: Graph, platform: Platform, assignment: Assignment) -> tuple[Graph, list[str]]:
@@ -29,13 +30,31 @@ def requantize(graph: Graph, platform: Platform, assignment: Assignment) -> tupl
         return graph, []
     out, notes = graph.copy(), []
     for value, reader in edges:
-        node, name = out.node(reader), new_name(out, f"{value}_for_{reader}")
-        out.values[name] = replace(graph.values[value], name=name)
-        read = node.with_(inputs=tuple(name if i == value else i for i in node.inputs))
-        replace_node(out, node, Node(name, "Requantize", (value,), (name,), layer=node.display_name), read)
-        scale = f"keeps the scale that '{platform.name}' dictates"
-        notes.append(f"'{value}' {scale} and is requantized for '{node.display_name}'")
+        layer = _insert(out, value, reader)
+        notes.append(f"'{value}' keeps the scale that '{platform.name}' dictates and is requantized for '{layer}'")
     return out, notes
+
+
+def _insert(graph: Graph, value: str, reader: str) -> str:
+    """Insert a Requantize before a node that reads a value, in place; return the node's layer."""
+    node, name = graph.node(reader), new_name(graph, f"{value}_for_{reader}")
+    graph.values[name] = replace(graph.values[value], name=name)
+    read = node.with_(inputs=tuple(name if i == value else i for i in node.inputs))
+    replace_node(graph, node, Node(name, "Requantize", (value,), (name,), layer=node.display_name), read)
+    return node.display_name
+
+
+def narrowed(graph: Graph, platform: Platform, clash: TooWide) -> tuple[Graph, str] | None:
+    """Return a copy with a Requantize to fewer bits before the consumer of a clash, and a note of it.
+
+    None if the platform cannot requantize to so few bits, or the value is requantized already.
+    """
+    known = any(n.op == "Requantize" and (n.output == clash.value or n.name == clash.reader) for n in graph.nodes)
+    if known or not _can_requantize(graph, platform, clash.value, clash.bits):
+        return None
+    out = graph.copy()
+    layer = _insert(out, clash.value, clash.reader)
+    return out, f"'{clash.value}' is requantized for '{layer}', which reads at most {clash.bits} bits"
 
 
 def _clashes(graph: Graph, assignment: Assignment) -> list[tuple[str, str]]:
@@ -70,9 +89,13 @@ def _ties_inputs(constraint: Constraint) -> bool:
     return any(r.tie and r.hard and ("ins" in r.tie or {"in0", "in1"} <= set(r.tie)) for r in constraint.rules)
 
 
-def _can_requantize(graph: Graph, platform: Platform, value: str) -> bool:
-    probe = Node("probe", "Requantize", (value,), ())
-    return any(o.out in platform.formats for o in resolve_node(platform, graph, probe).options)
+def _can_requantize(graph: Graph, platform: Platform, value: str, bits: int = WIDEST) -> bool:
+    """Return whether the platform can requantize a value to a format of at most so many bits."""
+    options, formats = (
+        resolve_node(platform, graph, Node("probe", "Requantize", (value,), ())).options,
+        platform.formats,
+    )
+    return any(o.out in formats and formats[o.out].bits <= bits for o in options)
 
 
 def with_dynamic(graph: Graph, platform: Platform, assignment: Assignment) -> Graph:

@@ -3,6 +3,7 @@
 import json
 
 import onnx
+import onnxruntime
 import pytest
 import torch
 from onnx import numpy_helper
@@ -188,9 +189,27 @@ def test_supported_widths_apply_through_operators_that_preserve_the_scale():
         assert output(fit(conv=conv, tanh=choices, pool=pool, net=net), "Tanh").grid.bits == bits
 
 
-def test_a_producer_without_a_supported_width_is_an_error():
-    with pytest.raises(UnsupportedError, match="8"):
-        fit(tanh=config(FLOAT, activation_n_bits=16), pool=config(FLOAT, supported_input_activation_n_bits=8))
+def test_a_result_wider_than_a_consumer_reads_is_requantized_where_the_chip_can(tmp_path):
+    """The default configuration reads 16 bits and writes 8; without such a kernel the description is refused."""
+    x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    for between in (nn.Identity(), nn.MaxPool2d(2)):  # one moves values as they are
+        net = lambda b=between: nn.Sequential(nn.Conv2d(3, 4, 1), nn.Tanh(), b, nn.Conv2d(4, 4, 1))
+        kept = {"enable_activation_quantization": False, "quantization_preserving": True}
+        chips = {"tanh": config(FLOAT, activation_n_bits=16), "pool": config(FLOAT, **kept)}
+        result = fit(conv=config(supported_input_activation_n_bits=8), **chips, net=net)
+        steps = [n.op for n in result.graph.nodes]
+        assert steps[-2:] == ["Requantize", "Conv2D"]
+        bits = {n.op: result.plan[n.output].grid.bits for n in result.graph.nodes}
+        assert (bits["Tanh"], bits["Requantize"]) == (16, 8)
+        assert any("is requantized for '3', which reads at most 8 bits" in note for note in result.plan.rewrites)
+        read = result.plan[result.graph.nodes[-1].inputs[0]]
+        assert torch.equal(read.scale, result.plan[result.graph.nodes[-2].output].scale)
+        chips |= {"conv": config(supported_input_activation_n_bits=8)}
+        with pytest.raises(UnsupportedError, match="wider than its consumer"):
+            fit(default=config(FLOAT, supported_input_activation_n_bits=8), **chips, net=net)
+    session = onnxruntime.InferenceSession(result.export(tmp_path / "m.onnx"))
+    (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(y), result.model(x), rtol=0, atol=1e-4)
 
 
 # ---------------------------------------------------------------- weights
