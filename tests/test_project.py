@@ -122,7 +122,7 @@ CROSSINGS = {
 #: modules of the documents' names, and the package itself
 DOORS = set(
     "__init__ _version constants core data_generation exporter framework_info gptq hardware_representation pruning ptq "
-    "qat quantize_fx target_platform target_platform_capabilities trainable_infrastructure".split()
+    "qat quantize_fx target_platform target_platform_capabilities trainable_infrastructure xquant".split()
 )
 
 

@@ -23,7 +23,7 @@ _HOMES = {
 _DOORS = (
     *("constants", "core", "data_generation", "exporter", "framework_info", "gptq", "hardware_representation"),
     *("pruning", "ptq", "qat", "quantize_fx"),
-    *("target_platform", "target_platform_capabilities", "trainable_infrastructure"),
+    *("target_platform", "target_platform_capabilities", "trainable_infrastructure", "xquant"),
 )
 _MODULES = {
     **{name: f"chipfit.{name}" for name in (*_DOORS, "training")},

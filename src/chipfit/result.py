@@ -37,6 +37,7 @@ from chipfit.settings import Settings
 
 if TYPE_CHECKING:
     from chipfit.report.report import Report
+    from chipfit.report.similarity import Metric, Similarity
     from chipfit.verify import Verification
 
 
@@ -227,6 +228,32 @@ class Result(SummaryRepr):
         rounding = RoundingModel.of(d, self.corrections)
         self._sensitivity = sensitivity(d, plan, batches(data, d.graph), rounding)
         return self._sensitivity
+
+    @preserve_random_state
+    @torch_defaults()
+    def similarity(self, data: Any, metrics: Mapping[str, Metric] | None = None) -> Similarity:
+        """Compare what each kernel and the model return with the float network's, on your own data.
+
+        Mean squared error, cosine and signal-to-noise ratio [dB] are measured; `plot` draws them, `write` gives them to
+        TensorBoard. Each kernel reads what the quantized kernels before it return.
+
+        Args:
+            data: batches as for calibration; labels are left out.
+            metrics: more of them by name: functions of the float and the quantized value, [N, ...], to a number.
+
+        Raises:
+            ConfigError: a metric is no function, fails, or returns no number.
+            DataError: see `quantize`.
+            PlanError: `model` was trained since.
+        """
+        from chipfit.report.similarity import METRICS, measure
+
+        self.refuse_trained("the similarity")
+        floats = self.decision.graph
+        late = bool(self.corrections) and floats is self.graph
+        notes = ["the float network has the corrected weights, because it was loaded with them"] if late else []
+        read = batches(data, self.graph)
+        return measure(floats, self.graph, self.plan, read, {**METRICS, **(metrics or {})}, notes)
 
     @preserve_random_state
     @torch_defaults()

@@ -82,7 +82,10 @@ class SchedulerType(Enum):
 
 _GRANULARITY = dict(zip(ImageGranularity, ("image", "batch", "all"), strict=True))
 _OUTPUT = dict(zip(OutputLossType, ("none", "spread", "inverse_spread", "regularized_spread"), strict=True))
-_SCHEDULE = {None: "cosine"} | dict(zip(SchedulerType, ("plateau", "plateau_with_reset", "step"), strict=True))
+_SCHEDULE: dict[SchedulerType | None, str] = {
+    None: "cosine",
+    **dict(zip(SchedulerType, ("plateau", "plateau_with_reset", "step"), strict=True)),
+}
 #: means and deviations of the pixels of each channel
 _NORMALIZATION: dict[ImageNormalizationType | None, tuple[Sequence[float], Sequence[float]]] = {
     ImageNormalizationType.TORCHVISION: ((123.675, 116.28, 103.53), (58.395, 57.12, 57.375)),

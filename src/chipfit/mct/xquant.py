@@ -1,0 +1,162 @@
+"""Reports on a quantized model under the names of MCT's XQuant: similarity to the float model, and TensorBoard."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import field
+from typing import Any
+
+import torch
+from pydantic import InstanceOf
+
+from chipfit.calibration.data import batches, call_of, no_data
+from chipfit.engine.run import first_deviation, run
+from chipfit.errors import ConfigError, ExportError, PlanError
+from chipfit.files import path_of, write_atomically
+from chipfit.frameworks import facts_of, framework_of
+from chipfit.graph.ir import Graph
+from chipfit.graph.placement import inputs_on, placed
+from chipfit.mct.ptq import DataGenerator, ResultLink, first_batch_of, form_for_keras
+from chipfit.reading import read_model
+from chipfit.report.similarity import Similarity, cosine, measure, mse, sqnr
+from chipfit.report.tensorboard import write_graph, write_histograms
+from chipfit.result import Result
+from chipfit.training.scalars import writer
+from chipfit.validation import check_value, record
+
+__all__ = ["XQuantConfig", "xquant_report_keras_experimental", "xquant_report_pytorch_experimental"]
+
+_METRICS = {"mse": mse, "cs": cosine, "sqnr": sqnr}
+_FILE, _FOLDER = "quant_report.json", "xquant"  #: of a report's folder, as in MCT
+
+
+@record(ConfigError)
+class XQuantConfig:
+    """Options of a report.
+
+    Raises:
+        UnknownNameError: there is no such option.
+        ConfigError: a value has the wrong type.
+    """
+
+    report_dir: str  #: folder for `quant_report.json` and TensorBoard's events, in `xquant`
+    #: name -> function of the float and the quantized value, tensors of PyTorch or arrays for Keras, to a number
+    custom_similarity_metrics: InstanceOf[dict[str, Any]] | None = field(default=None)
+
+
+def xquant_report_pytorch_experimental(
+    float_model: Any,
+    quantized_model: Any,
+    repr_dataset: DataGenerator,
+    validation_dataset: DataGenerator,
+    xquant_config: XQuantConfig,
+) -> dict[str, Any]:
+    """Compare a quantized PyTorch module with the float one, layer by layer and at the outputs.
+
+    Args:
+        float_model: the module that was quantized.
+        quantized_model: what a facade of chipfit returned, perhaps trained since.
+        repr_dataset: function that yields lists of inputs, as for quantization.
+        validation_dataset: function that yields lists of inputs, or pairs of one and labels.
+        xquant_config: folder of the report, and more metrics.
+
+    Returns:
+        Mean "mse", "cs" (cosine), "sqnr" (as a ratio) and own metrics: `output_similarity_metrics_repr` and `..._val`
+        by metric, `intermediate_similarity_metrics_repr` and `..._val` by layer and metric.
+
+    Raises:
+        ConfigError: an argument is not understood, or a metric fails.
+        DataError: a function yields nothing.
+        RuntimeUnavailable: TensorBoard is not installed.
+    """
+    config: XQuantConfig = check_value(XQuantConfig, xquant_config, ConfigError, "xquant_report", "xquant_config")
+    result, folder = _result_of(quantized_model), path_of(config.report_dir, ExportError)
+    to = writer(folder / _FOLDER)
+    metrics = _METRICS | {k: _on_arrays(f, result.graph) for k, f in (config.custom_similarity_metrics or {}).items()}
+    reference = _reference(float_model, result, repr_dataset)
+    data = zip(_KINDS, (repr_dataset, validation_dataset), strict=True)
+    found = {kind: _measured(reference, result, d, metrics) for kind, d in data}
+    report: dict[str, Any] = {f"output_similarity_metrics_{k}": _of_outputs(s) for k, s in found.items()}
+    report |= {f"intermediate_similarity_metrics_{k}": s.layers for k, s in found.items()}
+    _show(to, result, found, report)
+    write_atomically(folder / _FILE, json.dumps(report, indent=4).encode())
+    return report
+
+
+xquant_report_keras_experimental = form_for_keras(
+    xquant_report_pytorch_experimental, "Compare a quantized Keras 3 model with the float one"
+)
+
+_KINDS = "repr", "val"  #: ends of the keys of a report
+
+
+def _result_of(model: Any) -> Result:
+    """Return the result that a model comes from, with what training has changed.
+
+    Raises:
+        ConfigError: no facade returned the model.
+    """
+    link = getattr(model, "_chipfit", None)
+    result = link.result if isinstance(link, ResultLink) else None
+    if result is None:
+        hint = "pass what pytorch_post_training_quantization or another facade returned; else Result.similarity(data)"
+        raise ConfigError("Argument 'quantized_model' is not understood", got=type(model).__name__, hint=hint)
+    try:
+        result.refuse_trained("the report")
+        return result
+    except PlanError:
+        return result.trained()
+
+
+def _reference(float_model: Any, result: Result, generator: Any) -> Graph:
+    """Return the float network whose values are compared.
+
+    This is the network after the rewrites of quantization if it computes what the float model does; else the float
+    model as it was captured, which lacks the values that rewrites have made.
+    """
+    if framework_of(float_model) != result.graph.framework:
+        got, allowed = (facts_of(f).title for f in (framework_of(float_model), result.graph.framework))
+        raise ConfigError("Argument 'float_model' is of another framework", got=got, allowed=allowed)
+    captured = read_model(float_model, *call_of(first_batch_of(generator), float_model), of_data=True)
+    for batch in batches(generator, captured):
+        inputs = inputs_on(captured.device, batch)
+        with torch.inference_mode():
+            values = run(placed(captured), inputs)
+        rewritten = result.decision.graph
+        agrees = first_deviation(rewritten, inputs, [values[o] for o in captured.outputs]) is None
+        return rewritten if agrees else captured
+    raise no_data()
+
+
+def _measured(reference: Graph, result: Result, generator: Any, metrics: Mapping[str, Any]) -> Similarity:
+    first_batch_of(generator)  # names what is no generator
+    return measure(reference, result.graph, result.plan, batches(generator, result.graph), metrics)
+
+
+def _of_outputs(found: Similarity) -> dict[str, float]:
+    """Return the mean of each metric over the outputs."""
+    rows = found.outputs.values()
+    return {m: sum(row[m] for row in rows) / len(rows) for m in found.metrics} if rows else {}
+
+
+def _on_arrays(metric: Any, graph: Graph) -> Any:
+    """Return a metric that gets arrays for a model of Keras, as in MCT, and tensors for one of PyTorch."""
+    if graph.framework == "torch" or not callable(metric):
+        return metric
+    return lambda x, y: metric(x.numpy(), y.numpy())
+
+
+def _show(to: Any, result: Result, found: Mapping[str, Similarity], report: Mapping[str, Any]) -> None:
+    """Write graph, scalars, histograms and texts to TensorBoard."""
+    makers, facts = result.graph.producers(), dict[str, dict[str, str]]()
+    for step, (kind, similarity) in enumerate(found.items()):
+        similarity.write(to, step)
+        for layer, row in similarity.layers.items():
+            facts.setdefault(makers[similarity.values[layer]].name, {})[f"xquant_{kind}"] = str(row)
+        to.add_text(f"output_similarity_metrics_{kind}", _lines(report[f"output_similarity_metrics_{kind}"].items()))
+    write_graph(to, result.graph, facts)
+    write_histograms(to, result.stats)
+    to.close()
+
+
+def _lines(numbers: Iterable[tuple[str, float]]) -> str:
+    return "  \n".join(f"{name}: {value:.4f}" for name, value in numbers)
