@@ -22,6 +22,7 @@ setup: .venv/.ready ## make .venv and install chipfit with every tool it is deve
 
 .venv/.ready: .venv/.torch pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[onnx,mct,openvino,litert,keras,backends,images,bench,dev]"
+	$(BIN)/pip install --quiet --no-deps --constraint constraints.txt tf-keras # with the TensorFlow that is there
 	touch $@
 
 demo: setup ## quantize a small network, export it, verify every integer, write a report to demo_out/

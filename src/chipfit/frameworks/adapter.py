@@ -160,13 +160,16 @@ class Framework:
         """
         return _torch().device(graph, run_flat, floats)
 
-    def save(self, graph: Graph, plan: Plan, path: Path) -> Path:
-        """Write the fake-quantized network as a file of this framework, which loads without chipfit.
+    def save(self, graph: Graph, plan: Plan, path: Path, form: str = "fake") -> Path:
+        """Write the quantized network as a file of this framework, which loads without chipfit.
+
+        Args:
+            form: "fake", with arithmetic that rounds, or "mctq", with quantizers of the package mct_quantizers.
 
         Raises:
             UnsupportedError: The framework has no file with this suffix, or no form for a part of the network.
         """
-        return _torch().save(graph, plan, path)
+        return _torch().save(graph, plan, path, form)
 
     def stepper(self, model: Any, rate: float, steps: int, probabilities: bool) -> Callable[[Tensors, Any], float]:
         """Return a function that trains one step on flat inputs and labels [N], and returns the loss.

@@ -4,7 +4,7 @@ A result y becomes (clip(round(y / s) + z, qmin, qmax) - z) s, as division, roun
 floats, which every runtime has, for any bits.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +19,8 @@ from chipfit.quantizers.grids import shape_for
 from chipfit.quantizers.stored import Stored
 
 
-def with_rounded_weights(graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
-    """Return the graph with rounded weights and biases, and a plan that quantizes its results alone.
+def with_rounded_weights(graph: Graph, plan: Plan, roles: Collection[str] = ("activation",)) -> tuple[Graph, Plan]:
+    """Return the graph with rounded weights and biases, and a plan that quantizes tensors of some roles alone.
 
     A weight that some operator reads unrounded is there twice.
 
@@ -40,7 +40,7 @@ def with_rounded_weights(graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
         out.nodes[k] = n.with_(inputs=tuple(read))
     out.outputs = [names.get(v, v) for v in graph.outputs]
     out.folds = {}
-    tensors = {name: t for name, t in plan.tensors.items() if t.role == "activation"}
+    tensors = {names.get(name, name): t for name, t in plan.tensors.items() if t.role in roles}
     edges = frozenset(edge for edge in plan.float_edges if edge[0] in tensors)
     start = Plan(platform=plan.platform, provenance=plan.provenance, groups=plan.groups)
     return out, replace(start, tensors=tensors, float_edges=edges)

@@ -6,11 +6,11 @@ import numpy as np
 from onnx import numpy_helper
 
 from chipfit.errors import UnsupportedError
-from chipfit.export.mctq.quantizers import VERSION, activation_quantizer, weights_quantizer
 from chipfit.export.onnx.builder import OnnxBuilder
 from chipfit.graph.ir import DYNAMIC, Graph
 from chipfit.plan.record import Plan
 from chipfit.plan.sharing import share_quantizers
+from chipfit.quantizers.mctq import VERSION, activation_quantizer, weights_quantizer
 
 _DOMAIN = "mct_quantizers"
 

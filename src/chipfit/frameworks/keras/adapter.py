@@ -1,6 +1,7 @@
 """The adapter of Keras 3, on any of its backends."""
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,9 @@ class Keras(Framework):
         shape = getattr(model, "input_shape", None)
         return torch.randn(2, *shape[1:]) if isinstance(shape, tuple) and None not in shape[1:] else None
 
-    def save(self, graph: Graph, plan: Plan, path: Path) -> Path:
-        from chipfit.frameworks.keras.saving import save
-
-        return save(graph, plan, path)
+    def save(self, graph: Graph, plan: Plan, path: Path, form: str = "fake") -> Path:
+        module = "chipfit.frameworks.keras.saving" if form == "fake" else "chipfit.frameworks.keras.mctq"
+        return import_module(module).save(graph, plan, path)  # type: ignore[no-any-return]
 
     def kernel_layout(self, node: Node, weight: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
         depthwise = "depthwise" in node.layer_type.lower() or weight.endswith("depthwise_kernel")

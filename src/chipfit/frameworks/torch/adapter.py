@@ -41,10 +41,10 @@ class Torch(Framework):
     def run(self, model: Any, inputs: Any) -> Any:
         return model(inputs)
 
-    def save(self, graph: Graph, plan: Plan, path: Path) -> Path:
+    def save(self, graph: Graph, plan: Plan, path: Path, form: str = "fake") -> Path:
         from chipfit.frameworks.torch.saving import save
 
-        return save(graph, plan, path)
+        return save(graph, plan, path, form)
 
     def load(self, path: str) -> Any:
         from chipfit.frameworks.torch.archive import load

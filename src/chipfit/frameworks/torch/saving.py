@@ -30,7 +30,7 @@ class _Program(nn.Module):
         return self.network._results(self.network.run_flat(inputs))
 
 
-def save(graph: Graph, plan: Plan, path: Path) -> Path:
+def save(graph: Graph, plan: Plan, path: Path, form: str) -> Path:
     """Write the fake-quantized network as a program that takes its inputs one after the other; open sizes stay open.
 
     Args:
@@ -39,8 +39,9 @@ def save(graph: Graph, plan: Plan, path: Path) -> Path:
     Raises:
         UnsupportedError: another suffix, or PyTorch cannot trace the network; see also `rounded_network`.
     """
-    if path.suffix not in (".pt2", ".pt"):
-        raise UnsupportedError("PyTorch has no such files", got=path.suffix, allowed=".pt2, .pt, .onnx, .tflite")
+    if form != "fake" or path.suffix not in (".pt2", ".pt"):
+        allowed = ".pt2, .pt, .onnx, .tflite" if form == "fake" else ".onnx"
+        raise UnsupportedError("PyTorch has no such files", got=path.suffix, allowed=allowed)
     rounded = rounded_network(graph, plan)
     program, inputs = _Program(QuantizedModule(rounded, Plan())).requires_grad_(False), tuple(example_inputs(rounded))
     with folder_beside(path) as folder, TRACING, quiet():
