@@ -48,8 +48,6 @@ _SETTINGS = Settings(repairs="off", rounding="off")
 _RULES = RangeRules(rule="no_clipping", weight_rule="no_clipping")
 
 
-@preserve_random_state
-@torch_defaults()
 def deploy(model: fx.GraphModule, data: Any, platform: Any) -> Result:
     """Return the result of a trained model on a platform, with the learned scales, for export and verification.
 
@@ -68,11 +66,21 @@ def deploy(model: fx.GraphModule, data: Any, platform: Any) -> Result:
     """
     if not isinstance(model, PreparedModule):
         raise PlanError("Model must come from prepare_qat_fx", got=type(model).__name__)
+    return deployed(model, data, load(platform))
+
+
+@preserve_random_state
+@torch_defaults()
+def deployed(model: PreparedModule, data: Any, target: Platform, strict: bool = True) -> Result:
+    """Return the result of a trained model on a platform.
+
+    Args:
+        strict: refuse scales that the platform's rules do not permit; False: move them, with a warning for each.
+    """
     where, trained = next(model.parameters()).device, Trained.of(model)
     call, data = first_batch(data, trained.plain)
-    result = _Deployment.of(trained, *tree_map_only(torch.Tensor, torch.Tensor.cpu, first_rows(call))).on(
-        load(platform), data
-    )
+    args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.cpu, first_rows(call))
+    result = _Deployment.of(trained, args, kwargs).on(target, data, strict)
     result.graph.device = where
     return result
 
@@ -97,7 +105,8 @@ class _Deployment:
         graph = read_model(trained.plain, args, kwargs)
         with torch.no_grad():
             interpreter, results = fx.Interpreter(trained.plain, garbage_collect_values=False), []
-            interpreter.run(*args, *kwargs.values())
+            own = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))  # a model may change its dictionaries
+            interpreter.run(*own[0], *own[1].values())
             values = {n.name: value for n, value in interpreter.env.items()}
             for node, quantizer in trained.results.items():
                 x, learned = values[node], Learned.of(quantizer, is_weight=False)
@@ -105,7 +114,7 @@ class _Deployment:
                 results.append((x, learned))
         return cls(trained, graph, args, kwargs, results)
 
-    def on(self, target: Platform, data: Any) -> Result:
+    def on(self, target: Platform, data: Any, strict: bool = True) -> Result:
         """Quantize the network for a platform, with the learned scales in place of calibrated ones."""
         plain = self.trained.plain
         source = CalibrationData(data, None)
@@ -117,19 +126,19 @@ class _Deployment:
         d = replace(d, overrides=_width_overrides(decide(d), known))
         for stage in (pipeline.assign_formats, pipeline.collect_statistics, pipeline.choose_ranges):
             d = stage(request, d)
-        given = self._stored(d, known)
+        given = self._stored(d, known, strict)
         plans = {name: d.tensors[name].with_(stored=s, origin="learned") for name, s in given.items()}
         ranges = {name: _range_of(s, d.stats[name]) for name, s in given.items() if name in d.stats}
         d = replace(d, stats={**d.stats, **ranges})
         d = replace(d, tensors=scales_of(d, d.graph, plans))
-        _check_kept(d, given)
+        moved = _moved(d, given, strict)
         result, specs = pipeline.make_plan(request, d)[0], d.assignment.tensors
         calibrated = [n for n in specs if n not in given and specs[n].role != "bias"]
         notes = [f"'{n}' was not quantized in training; it is calibrated" for n in calibrated]
         stored = {id(known[n]) for n in given if n in known}
         floats = [n for n in known if n not in specs and id(known[n]) not in stored]
         notes += [f"warning: '{n}' was quantized in training and stays in float" for n in floats]
-        return replace(result, plan=replace(result.plan, rewrites=(*result.plan.rewrites, *notes)))
+        return replace(result, plan=replace(result.plan, rewrites=(*result.plan.rewrites, *notes, *moved)))
 
     def _match_tensors(self, graph: Graph) -> dict[str, Learned]:
         """Return values of a graph -> what was learned, matched by equality of the tensors for the batch."""
@@ -147,7 +156,7 @@ class _Deployment:
                 out |= {o: out[n.data] for o in n.outputs if o not in out}
         return out
 
-    def _stored(self, d: Decision, known: Mapping[str, Learned]) -> dict[str, Stored]:
+    def _stored(self, d: Decision, known: Mapping[str, Learned], strict: bool) -> dict[str, Stored]:
         """Return the tensors that the platform quantizes, with the learned numbers; tied ones have those of one.
 
         Raises:
@@ -157,7 +166,7 @@ class _Deployment:
         specs, out = d.assignment.tensors, dict[str, Stored]()
         for name in (n for n in known if n in specs):
             shape = d.graph.weights[name].shape if name in d.graph.weights else torch.Size()
-            out[name] = known[name].stored(specs[name], shape, name_of)
+            out[name] = known[name].stored(specs[name], shape, name_of, strict)
             if (algorithm := known[name].algorithm) is not None:
                 check_deployable(algorithm, d.tensors[name].with_(stored=out[name]))
             if known[name].is_weight and not torch.equal(d.graph.weights[name], self.trained.plain.get_parameter(name)):
@@ -166,8 +175,8 @@ class _Deployment:
         for group in tie_groups(d.assignment.constraints):
             first = next((t for t in group if t in out), None)
             for t in (t for t in group if first is not None and t in specs):
-                mine = replace(known[first or t], is_weight=False).stored(specs[t], torch.Size(), name_of)
-                if not out.setdefault(t, mine).same_numbers(mine):
+                mine = replace(known[first or t], is_weight=False).stored(specs[t], torch.Size(), name_of, strict)
+                if not out.setdefault(t, mine).same_numbers(mine) and strict:
                     what = f"'{name_of}' requires one scale for '{first}' and '{t}', and training learned two"
                     got = f"{mine.scale.reshape(-1)[:4].tolist()} and {out[t].scale.reshape(-1)[:4].tolist()}"
                     raise UnsupportedError(what, got=got)
@@ -180,12 +189,17 @@ def _range_of(stored: Stored, seen: TensorStats) -> TensorStats:
     return replace(seen, low=low, high=max(seen.high, low))
 
 
-def _check_kept(d: Decision, given: Mapping[str, Stored]) -> None:
-    """Raise an UnsupportedError if the platform's rules have moved learned scales."""
+def _moved(d: Decision, given: Mapping[str, Stored], strict: bool) -> list[str]:
+    """Return one warning for each learned scale that the platform's rules have moved.
+
+    Raises:
+        UnsupportedError: there is one, and `strict`.
+    """
+    name_of = d.platform.name
     moved = [n for n, s in given.items() if (t := d.tensors[n].stored) is None or not t.same_numbers(s)]
-    if moved:
-        what = f"The rules of '{d.platform.name}' do not permit the learned scales"
-        raise UnsupportedError(what, got=", ".join(moved))
+    if moved and strict:
+        raise UnsupportedError(f"The rules of '{name_of}' do not permit the learned scales", got=", ".join(moved))
+    return [f"warning: the rules of '{name_of}' have moved the learned scale of '{name}'" for name in moved]
 
 
 @dataclass(frozen=True)

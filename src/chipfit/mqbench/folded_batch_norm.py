@@ -14,7 +14,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from chipfit.errors import UnsupportedError
 from chipfit.frameworks.torch.bn_fold import channels, is_recomputation, update_statistics
 from chipfit.plan.training import check_folds
-from chipfit.quantizers.bn_fold import Channels, Norm, folded, forward, strategy_of
+from chipfit.quantizers.bn_fold import Channels, Norm, folded, forward, strategy_of, times
 from chipfit.quantizers.ops import TorchOps
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]
@@ -96,6 +96,14 @@ class FoldedBatchNorm(nn.Module):
         """Return gamma / sqrt(var + eps), by which folding multiplies the output channels, [C]."""
         norm = self._norm()
         return (norm.gamma / (norm.var + norm.eps).sqrt()).detach()  # type: ignore[no-any-return]  # a tensor
+
+    @torch.no_grad()
+    def set_folded_weight(self, w: torch.Tensor) -> None:
+        """Change the weight so that it is w after folding; channels with the factor 0 become 0."""
+        if self.bn is not None:
+            k = self.factors()
+            w = times(TorchOps, w, torch.where(k == 0, 0.0, 1 / k), self._channels())
+        self.layer.weight.copy_(w)
 
     def _folded_layer(self) -> nn.Module:
         out: Any = copy.deepcopy(self.layer)

@@ -38,15 +38,20 @@ class Learned:
         scale, zero = (v.cpu() for v in q.numbers())
         algorithm = q.rounds.algorithm if isinstance(q, AlgorithmQuantizer) else None
         axis = q.ch_axis if q.ch_axis >= 0 else None
-        return cls(grid=q.grid, scale=scale, zero_point=zero, axis=axis, is_weight=is_weight, algorithm=algorithm)
+        grid = q.grid if algorithm is None else algorithm.grid(q.grid)
+        return cls(grid=grid, scale=scale, zero_point=zero, axis=axis, is_weight=is_weight, algorithm=algorithm)
 
-    def shift(self, at: Grid) -> int | str:
+    def shift(self, at: Grid, strict: bool = True) -> int | str:
         """Return the number to add to quantized values to store them on a chip's grid, or why it cannot store them.
 
-        An activation needs a grid with equal ends, where it saturates. A weight is constant: a wider grid holds it.
+        An activation needs a grid with equal ends, where it saturates, but for the lowest value if not `strict`. A
+        weight is constant: a wider grid holds it.
         """
         own = self.grid
-        if at.kind != "int" or at.levels < own.levels or (at.levels > own.levels and not self.is_weight):
+        if own.table is not None:
+            return 0 if set(own.table) <= set(at.table or ()) else "has not the levels of its table"
+        wider = at.levels - own.levels
+        if at.kind != "int" or at.levels < own.levels or (wider > (0 if strict else 1) and not self.is_weight):
             return f"has {at.levels} values of kind {at.kind}, not {own.levels}"
         zeros = at.zero if isinstance(at.zero, tuple) else (at.zero,)
         if own.zero == "any" and "any" not in zeros:
@@ -63,14 +68,14 @@ class Learned:
             return f"has no scale below {at.scale_min:g}"
         return "has one scale per tensor" if self.axis is not None and at.per == "tensor" else found[0]
 
-    def stored(self, spec: TensorSpec, shape: torch.Size, platform: str) -> Stored:
+    def stored(self, spec: TensorSpec, shape: torch.Size, platform: str, strict: bool = True) -> Stored:
         """Return the tensor, of this shape, as a platform stores it, with the same numbers.
 
         Raises:
             UnsupportedError: its format cannot hold them.
         """
         at = spec.grid(self.grid.signed) if spec.format.signed == "auto" else spec.grid()
-        shift: int | str = f"has {spec.format.gap}" if spec.format.gap else self.shift(at)
+        shift: int | str = f"has {spec.format.gap}" if spec.format.gap else self.shift(at, strict)
         if at.per not in ("tensor", "channel") or (self.axis is not None and self.axis != spec.axis):
             shift = f"has one scale per {at.per}, along axis {spec.axis}"
         if isinstance(shift, str):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import operator
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.utils._pytree import tree_map_only
 
 from chipfit.errors import CaptureError, ConfigError, UnknownNameError, raised_outside_chipfit, short_message
 from chipfit.frameworks.torch.modules import Checkpointed, FakeQuantizer
@@ -64,18 +65,45 @@ def prepare_qat_fx(
     if not isinstance(foldbn_config, FoldBN | None):
         allowed = "get_foldbn_config(...)"
         raise ConfigError("foldbn_config must be a folding strategy", got=repr(foldbn_config)[:120], allowed=allowed)
-    traced = _trace(model)
+    traced = trace(model)
     if example_inputs is not None:
         _check_trace(traced, model, example_inputs if isinstance(example_inputs, tuple) else (example_inputs,))
     strategy = qconfig.bnfold if foldbn_config is None else foldbn_config.strategy
-    graph = _Graph(traced)
+    return insert_quantizers(traced, qconfig, strategy).train(model.training)
+
+
+class Setting(Protocol):
+    """The quantizers of a model and their placement."""
+
+    @property
+    def graph(self) -> int: ...
+
+    @property
+    def outputs(self) -> bool: ...
+
+    def quantizer(self, role: str, end: bool, axis: int = 0, layers: Collection[str] = ()) -> QuantizeBase: ...
+
+    def quantizes(self, n: fx.Node, module: nn.Module | None) -> bool | None:
+        """Return whether a node is quantized, in weights and inputs; None: the graph decides."""
+        ...
+
+
+def insert_quantizers(traced: fx.GraphModule, setting: Setting, strategy: int) -> PreparedModule:
+    """Return a traced model, which is changed, with the quantizers of a setting.
+
+    Raises:
+        CaptureError: there is nothing to quantize.
+    """
+    graph = _Graph(traced, setting)
     if not graph.weighted:
-        raise CaptureError("The model has no convolution and no linear layer to quantize", got=type(model).__name__)
+        what = "The model has no convolution and no linear layer to quantize"
+        raise CaptureError(what, got=type(traced).__name__)
     ends = graph.ends()
     for node in graph.weighted:
-        _round_weight(graph, node, qconfig, strategy, any(n.target == node.target for n in ends))
-    for source, (readers, reached) in _Graph(traced).rounded(qconfig.graph).items():
-        quantizer = qconfig.quantizer("activation", bool(reached & ends))
+        _round_weight(graph, node, setting, strategy, any(n.target == node.target for n in ends))
+    for source, (readers, reached) in _Graph(traced, setting).rounded(setting.graph, setting.outputs).items():
+        layers = [str(n.target) for n in reached if n.op == "call_module"]
+        quantizer = setting.quantizer("activation", bool(reached & ends), layers=layers)
         quantizer.prepare(None)
         name = f"{source.name}_post_act_fake_quantizer"
         traced.add_submodule(name, quantizer.to(next(traced.parameters()).device))
@@ -86,7 +114,7 @@ def prepare_qat_fx(
     traced.delete_all_unused_submodules()
     traced.graph.lint()
     traced.recompile()
-    return PreparedModule(traced, 0).train(model.training)
+    return PreparedModule(traced, 0)
 
 
 class PreparedModule(Checkpointed, fx.GraphModule):
@@ -107,7 +135,16 @@ class PreparedModule(Checkpointed, fx.GraphModule):
         """
         if self.training:
             self.begin()
+        if "seen" not in self.meta:
+            self._remember(args, kwargs)
         return super().__call__(*args, **kwargs)
+
+    @torch.compiler.disable
+    def _remember(self, args: Any, kwargs: Any) -> None:
+        """Keep the first batch that quantizers observe, for tensors that a chip quantizes and training does not."""
+        if any(isinstance(m, QuantizeBase) and m.observing for m in self.modules()):
+            copied = tree_map_only(torch.Tensor, lambda x: x.detach().cpu().clone(), (args, kwargs))
+            self.meta["seen"] = [copied[1] or copied[0]]
 
     @torch.compiler.disable
     def begin(self) -> None:
@@ -133,10 +170,18 @@ def _unpickled(make: Any, given: Any, steps: int) -> PreparedModule:
     return PreparedModule(make(*given), steps)
 
 
-def _trace(model: nn.Module) -> fx.GraphModule:
-    """Trace a copy of a model; layers replace functions that would keep the training mode of the trace."""
+def trace(
+    model: nn.Module, tracer: fx.Tracer | None = None, concrete_args: Mapping[str, Any] | None = None
+) -> fx.GraphModule:
+    """Trace a copy of a model; layers replace functions that would keep the training mode of the trace.
+
+    Raises:
+        CaptureError: the model cannot be traced.
+    """
     try:
-        traced = fx.symbolic_trace(copy.deepcopy(model))
+        tracer, root = tracer or fx.Tracer(), copy.deepcopy(model)
+        found = tracer.trace(root, concrete_args=None if concrete_args is None else dict(concrete_args))
+        traced = fx.GraphModule(tracer.root, found, type(model).__name__)
     except Exception as e:  # the user's code, called with proxies, may raise anything
         if not raised_outside_chipfit(e):
             raise
@@ -168,7 +213,7 @@ def _check_trace(traced: nn.Module, model: nn.Module, inputs: tuple[Any, ...]) -
 class _Graph:
     """The operators of a trace and the tensors between them."""
 
-    def __init__(self, traced: fx.GraphModule) -> None:
+    def __init__(self, traced: fx.GraphModule, setting: Setting) -> None:
         self.traced, self.modules = traced, dict(traced.named_modules())
         self.nodes = list(traced.graph.nodes)
         self.ops = {n: self._op(n) for n in self.nodes}
@@ -178,20 +223,27 @@ class _Graph:
             of_sizes = n.op == "call_function" and n.all_input_nodes and self.sizes.issuperset(n.all_input_nodes)
             if of_sizes or n.target is getattr or (n.op == "call_method" and n.target in _SIZE_METHODS):
                 self.sizes.add(n)
-        weighted = [n for n in self.nodes if self.ops[n] in OPS and OPS[self.ops[n]].kind]
+        chosen = {n: setting.quantizes(n, self._layer(n)) for n in self.nodes if n.op.startswith("call")}
+        weighted = [n for n, how in chosen.items() if self.ops[n] in OPS and OPS[self.ops[n]].kind and how is not False]
         self.weighted = [n for n in weighted if n.op == "call_module"]
-        others = {n for n in self.nodes if self.ops[n] in _ROUNDED_OPERATORS and n not in self.sizes}
-        self.rounding = others | set(self.weighted)
+        others = {n for n, how in chosen.items() if how or (how is None and self.ops[n] in _ROUNDED_OPERATORS)}
+        self.rounding = (others - self.sizes) | set(self.weighted)
+        #: weighted layers, and what the setting names besides
+        self.always = set(self.weighted) | {n for n, how in chosen.items() if how}
         for n in set(weighted) - set(self.weighted):
             hint = "use the layer, not the function"
             raise CaptureError(f"Weight of '{n.name}' does not belong to a layer", got=n.target, hint=hint)
 
+    def _layer(self, n: fx.Node) -> nn.Module | None:
+        """Return the user's layer that a node calls."""
+        layer = self.modules.get(str(n.target)) if n.op == "call_module" else None
+        return layer.layer if isinstance(layer, FoldedBatchNorm) else layer
+
     def _op(self, n: fx.Node) -> str:
         """Return the canonical operator of a node; "" for others, as for the selection of a tuple's entry."""
         if n.op == "call_module":
-            layer = self.modules[str(n.target)]
-            return operator_named(type(layer.layer if isinstance(layer, FoldedBatchNorm) else layer).__name__)
-        index = n.target is operator.getitem and isinstance(n.args[1], int)
+            return operator_named(type(self._layer(n)).__name__)
+        index = n.target is operator.getitem and isinstance(n.args[1], int | str)
         is_call = n.op in ("call_function", "call_method") and not index
         return operator_named(n.target if isinstance(n.target, str) else n.target.__name__) if is_call else ""
 
@@ -235,7 +287,7 @@ class _Graph:
                 behind.add(n)
         return set(self.weighted) - (before & behind)
 
-    def rounded(self, kind: int) -> dict[fx.Node, tuple[list[fx.Node], set[fx.Node]]]:
+    def rounded(self, kind: int, outputs: bool) -> dict[fx.Node, tuple[list[fx.Node], set[fx.Node]]]:
         """Return quantized tensors -> (the nodes that read them quantized, the operators that their values reach)."""
         found: dict[fx.Node, tuple[list[fx.Node], set[fx.Node]]] = {}
         apart: set[tuple[fx.Node, fx.Node]] = set()
@@ -243,27 +295,27 @@ class _Graph:
             for add in (n for n in self.rounding if self.ops[n] == "Add"):
                 made = [x for x, reader in self.operands(add) if reader is add and self.of_convolution(x)]
                 apart |= {(x, add) for x in made[:1]}
-        for n in self.weighted if kind == 1 else [n for n in self.nodes if n in self.rounding]:
+        for n in (n for n in self.nodes if n in (self.always if kind == 1 else self.rounding)):
             for x, reader in self.operands(n):
                 if (x, reader) not in apart:
                     readers, reached = found.setdefault(x, ([], set()))
                     readers += [reader] if reader not in readers else []
                     reached.add(n)
             out = self.result(n)
-            if kind != 1 and not self.is_returned(out) and not any((out, u) in apart for u in out.users):
+            if kind != 1 and (outputs or not self.is_returned(out)) and not any((out, u) in apart for u in out.users):
                 found.setdefault(out, ([], set()))
         if kind != 1:  # a stored tensor is quantized for all its readers
             found = {x: ([u for u in x.users if (x, u) not in apart], reached) for x, (_, reached) in found.items()}
         return found
 
 
-def _round_weight(graph: _Graph, node: fx.Node, qconfig: QConfig, strategy: int, end: bool) -> None:
+def _round_weight(graph: _Graph, node: fx.Node, setting: Setting, strategy: int, end: bool) -> None:
     """Wrap a layer, with the batch norm behind it if that is folded, in a module that quantizes its weight."""
     path = str(node.target)
     layer, calls = graph.modules[path], Counter(n.target for n in graph.nodes if n.op == "call_module")
     if isinstance(layer, FoldedBatchNorm):  # the layer is called twice
         return
-    quantizer = qconfig.quantizer("weight", end, OPS[graph.ops[node]].weight_axis)
+    quantizer = setting.quantizer("weight", end, OPS[graph.ops[node]].weight_axis, layers=[path])
     quantizer.prepare(layer.weight)
     user = next(iter(node.users), node)
     folds = len(node.users) == 1 and graph.ops[user] == "BatchNorm" and calls[path] == calls[user.target] == 1

@@ -5,6 +5,7 @@ class Mine(QuantizeBase): ...
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,10 +20,12 @@ from chipfit.plan.training import algorithm_of, refusal
 from chipfit.quantizers.algorithm import Algorithm
 from chipfit.quantizers.grids import Grid, all_codes
 from chipfit.quantizers.stored import Stored
-from chipfit.registry import parse_call, registered
+from chipfit.quantizers.tables import log_table
+from chipfit.registry import parse_call, register, registered
 
 __all__ = ["AlgorithmQuantizer", "QuantizeBase"]
 __all__ += ["disable_all", "enable_all", "enable_calibration", "enable_quantization"]
+__all__ += ["enable_calibration_quantization", "enable_calibration_woquantization"]
 
 _TRAINS = "train a batch, or run one after enable_calibration(model)"
 
@@ -210,6 +213,23 @@ class AlgorithmQuantizer(QuantizeBase):
         self.rounds.grid = self.rounds.algorithm.grid(self.grid)
 
 
+@register("quantizer", "nnie_levels")
+class NNIEQuantizer(AlgorithmQuantizer):
+    """A quantizer to the logarithmic levels of HiSilicon's NNIE: the scale is the greatest magnitude.
+
+    Args:
+        observer_kwargs: with quantized values -1..1, so that the scale of symmetric ranges is their end.
+    """
+
+    def __init__(self, observer: str | Callable[..., ObserverBase] = "MinMax", **options: Any) -> None:
+        super().__init__(observer, algorithm="nnie_log", **options)
+
+    @property
+    def grid(self) -> Grid:
+        own = super().grid
+        return replace(own, kind="log", table=log_table(2.0 ** (1 / 16), own.bits))
+
+
 def quantizer_of(name: Any, allow_code: bool = False) -> Callable[..., QuantizeBase]:
     """Return the constructor of a method's quantizers.
 
@@ -252,7 +272,9 @@ def quantizer_of(name: Any, allow_code: bool = False) -> Callable[..., QuantizeB
 
 def _switch(model: nn.Module, observe: bool, quantize: bool, named: str) -> None:
     for name, m in model.named_modules():
-        if isinstance(m, QuantizeBase) and named in name:
+        if isinstance(m, QuantizeBase) and named in name.replace(
+            "weight_quantizer", "weight_quantizer.weight_fake_quant"
+        ):
             m.observer_enabled, m.fake_quant_enabled = observe, quantize
 
 
@@ -261,9 +283,34 @@ def enable_calibration(model: nn.Module, named: str = "") -> None:
     _switch(model, True, False, named)
 
 
-def enable_quantization(model: nn.Module, named: str = "") -> None:
-    """Make quantizers round; they observe only the first batch of training, if none was observed."""
+def enable_calibration_woquantization(model: nn.Module, quantizer_type: str = "fake_quant") -> None:
+    """Make the quantizers of a type observe without rounding, and turn all others off.
+
+    Args:
+        quantizer_type: "weight_fake_quant", "act_fake_quant", or other text in the names of quantizers.
+    """
+    disable_all(model)
+    _switch(model, True, False, quantizer_type)
+
+
+def enable_calibration_quantization(model: nn.Module, quantizer_type: str = "fake_quant") -> None:
+    """Make the quantizers of a type, as above, observe and round, and turn all others off."""
+    disable_all(model)
+    _switch(model, True, True, quantizer_type)
+
+
+def enable_quantization(
+    model: nn.Module, named: str = "", *, weight_cali_on: bool = False, act_cali_on: bool = False
+) -> None:
+    """Make quantizers round; they observe only the first batch of training, if none was observed.
+
+    Args:
+        weight_cali_on, act_cali_on: observe every batch besides, in quantizers of weights, of activations.
+    """
     _switch(model, False, True, named)
+    for on, kind in ((weight_cali_on, "weight_fake_quant"), (act_cali_on, "act_fake_quant")):
+        if on:
+            _switch(model, True, True, kind)
 
 
 def enable_all(model: nn.Module, named: str = "") -> None:

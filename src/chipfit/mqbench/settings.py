@@ -41,7 +41,12 @@ class QConfig:
     #: by role, in place of `weight` and `activation` in first and last layers
     ends: Mapping[str, Callable[..., QuantizeBase]] = field(default_factory=dict)
 
-    def quantizer(self, role: str, end: bool, axis: int = 0) -> QuantizeBase:
+    outputs = False  #: results of the network stay in float
+
+    def quantizes(self, n: Any, module: Any) -> None:
+        """Leave the choice of quantized operators to the kind of graph."""
+
+    def quantizer(self, role: str, end: bool, axis: int = 0, layers: Any = ()) -> QuantizeBase:
         """Return a quantizer of a "weight" (channels on `axis`) or an "activation"; `end`: of a first or last layer."""
         bits, per_channel = END_LAYER_BITS if end else self.bit, self.per_channel and role == "weight"
         low, high = all_codes(bits, self.symmetry)
@@ -134,11 +139,11 @@ def get_qconfig(
     if ada_sign and (not symmetry or pot_scale):
         what = "ada_sign is for academic settings only: no chip changes signedness at run time"
         raise ConfigError(what, allowed="with symmetry=True and pot_scale=False")
-    w = _quantizer_factory("weight", w_method, w_observer, allow_code)
-    a = _quantizer_factory("activation", a_method, a_observer, allow_code)
+    w = quantizer_factory("weight", w_method, w_observer, allow_code)
+    a = quantizer_factory("activation", a_method, a_observer, allow_code)
     known, given = _settings()["methods"], (("weight", w_method, w_observer), ("activation", a_method, a_observer))
     own = {role: known.get(_bare(method), {}).get("ends") for role, method, _ in given}
-    ends = {role: _quantizer_factory(role, own[role], o, allow_code) for role, _, o in given if own[role]}
+    ends = {role: quantizer_factory(role, own[role], o, allow_code) for role, _, o in given if own[role]}
     fold = get_foldbn_config(bnfold).strategy
     out = QConfig(a, w, bit, ada_sign, symmetry, per_channel, pot_scale, graph, fold, ends)
     for role in ("weight", "activation"):
@@ -152,12 +157,12 @@ def _bare(method: Any) -> str:
     return str(method).partition("(")[0]
 
 
-def _quantizer_factory(role: str, method: Any, observer: Any, allow_code: bool) -> Callable[..., QuantizeBase]:
+def quantizer_factory(role: str, method: Any, observer: Any, allow_code: bool = False) -> Callable[..., QuantizeBase]:
     """Return the constructor of the quantizers of one role."""
     own = _settings()["methods"].get(name := _bare(method), {})
     default = own.get(f"{role[0]}_observer", "MinMax" if role == "weight" else "EMAMinMax")
     method = own["algorithm"] + method.removeprefix(name) if "algorithm" in own else method
     make = partial(quantizer_of(method, allow_code), observer_of(observer or default))
-    if make.func is AlgorithmQuantizer:
+    if isinstance(make.func, type) and issubclass(make.func, AlgorithmQuantizer):
         make = partial(make, role=role, follows=own.get("follows", False))
     return make

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import chipfit
 from chipfit.errors import CaptureError
 from chipfit.frameworks.torch.capture import capture
 from tests.build import images, quantized, sequential
@@ -72,3 +73,22 @@ def test_a_layer_named_with_half_a_character_is_refused():
     model.add_module("\ud800", nn.Linear(4, 4))
     with pytest.raises(CaptureError, match="half a character"):
         quantized(model, torch.randn(4, 4))
+
+
+def test_a_model_may_change_the_dictionary_that_it_is_given():
+    """As the detectors of MQBench's tests do; the caller's dictionary has more keys afterwards."""
+
+    class Detector(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = torch.nn.Conv2d(3, 2, 3)
+
+        def forward(self, given):
+            given.update({"found": {"boxes": self.conv(given["image"])}})
+            return given
+
+    model, image = Detector().eval(), torch.randn(2, 3, 6, 6)
+    result = chipfit.quantize(model, [({"image": image},)], platform="ort_cpu", progress=False)
+    out = result.model({"image": image})
+    assert set(out) == {"image", "found"} and result.verify([({"image": image},)]).exact
+    torch.testing.assert_close(out["found"]["boxes"], model.conv(image), rtol=0, atol=0.1)

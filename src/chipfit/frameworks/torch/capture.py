@@ -134,9 +134,10 @@ def _capture_way(model: torch.nn.Module, calls: Sequence[Any], sizes: Sequence[T
         sizes = (batch, *sizes[1:])
     args, kwargs = call = pytree.tree_unflatten(leaves, tree)
     copied, cast = _eval_copy(model)
+    own: Any = pytree.tree_unflatten(leaves, tree)  # the model may change its dictionaries and lists
     try:
         with _without_compiler():
-            program, example_out = record(copied, args, kwargs, sizes)
+            program, example_out = record(copied, own[0], own[1], sizes)
         graph = translate(program, copied if cast else model, call, example_out)
     except Unrecordable as e:
         copied, cast = _eval_copy(model)

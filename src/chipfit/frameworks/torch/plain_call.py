@@ -62,16 +62,17 @@ def run_example(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         device = tensors[0].device if tensors else None
         with torch.no_grad(), memory_errors(device, [x.shape for x in tensors]):
-            out = model(*args, **kwargs)
+            given = pytree.tree_map(lambda x: x, (args, kwargs))  # the model may change its dictionaries and lists
+            out = model(*given[0], **given[1])
     except MemoryExceeded:
         raise
     except Exception as e:  # the user's code may raise anything
         if not raised_outside_chipfit(e):
             raise
-        given = [describe_value(a) for a in args] + [f"{k}={describe_value(v)}" for k, v in kwargs.items()]
+        shown = [describe_value(a) for a in args] + [f"{k}={describe_value(v)}" for k, v in kwargs.items()]
         hint = "call the model on this input yourself, in eval mode, and correct the input or the model"
         what = f"The model fails on the example input: {short_message(e)}"
-        raise RefusedCall(what, where=users_line(e), got=", ".join(given) or "no input", hint=hint) from e
+        raise RefusedCall(what, where=users_line(e), got=", ".join(shown) or "no input", hint=hint) from e
     register_dataclasses(out)
     return out
 

@@ -1,0 +1,321 @@
+"""prepare_by_platform, convert_deploy and ptq_reconstruction: scripts of MQBench with other imports."""
+
+from __future__ import annotations
+
+import copy
+import json
+from types import SimpleNamespace
+
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+
+from chipfit import quantize_fx as fx
+from chipfit.errors import CaptureError, ConfigError, PlanError, UnknownNameError, UnsupportedError
+from chipfit.mqbench.quantizers import QuantizeBase
+from chipfit.platform.load import load
+from chipfit.quantize_fx import (
+    BackendType,
+    convert_deploy,
+    convert_merge_bn,
+    enable_calibration,
+    enable_calibration_woquantization,
+    enable_quantization,
+    prepare_by_platform,
+    profiling,
+    ptq_reconstruction,
+)
+from tests.build import model_of
+from tests.mqbench.test_prepare import DATA, network, quantizers
+
+FOUR = {"bit": 4, "symmetry": True, "per_channel": False, "pot_scale": False}
+ACADEMIC = {
+    "w_observer": "MinMaxObserver",
+    "a_observer": "EMAMinMaxObserver",
+    "w_fakequantize": "FixedFakeQuantize",
+    "a_fakequantize": "LearnableFakeQuantize",
+    "w_qscheme": FOUR,
+    "a_qscheme": FOUR,
+}
+
+
+@pytest.fixture(scope="module")
+def net():
+    model = network()
+    for x in DATA:
+        model(x)
+    return model
+
+
+def prepared(net, backend, **config):
+    if "Academic" in backend.name:
+        config = {"extra_qconfig_dict": ACADEMIC, **config}
+    return prepare_by_platform(net, backend, config)
+
+
+def calibrated(model):
+    enable_calibration(model)
+    model(DATA[0])
+    enable_quantization(model)
+    return model
+
+
+@pytest.mark.parametrize("backend", BackendType)
+def test_every_backend_calibrates_trains_and_is_deployed(backend, net, tmp_path):
+    """As in test/backend/test_backend.py of MQBench, for all of its backends."""
+    model = calibrated(prepared(net, backend).train())
+    model(DATA[0]).sum().backward()
+    model.eval()
+    result = convert_deploy(model, backend, {"x": [1, 3, 8, 8]}, output_path=tmp_path, model_name="net")
+    torch.testing.assert_close(result.model(DATA[1]), model(DATA[1]), rtol=0, atol=0.02)
+    names = {p.name for p in tmp_path.iterdir()}
+    assert ("net.onnx" in names) == (backend is not BackendType.NNIE)  # its numbers are no integers
+    assert ("net_clip_ranges.json" in names) == (load(backend.setting["platform"]).encodings != "generic")
+    floats = [note for note in result.plan.rewrites if "stays in float" in note]
+    assert len(floats) == (backend is BackendType.NNIE)  # which does not round the inputs of global pools
+
+
+def test_a_proven_backend_runs_with_the_same_integers_on_its_runtime(net, tmp_path):
+    assert BackendType.QDQ.proven and not BackendType.Vitis.proven
+    model = calibrated(prepared(net, BackendType.QDQ).eval())
+    result = convert_deploy(model, BackendType.QDQ, {"x": [1, 3, 8, 8]}, output_path=tmp_path)
+    assert result.verify(DATA[:1]).exact
+    session = onnxruntime.InferenceSession(tmp_path / "mqbench_qmodel.onnx")
+    (y,) = session.run(None, {session.get_inputs()[0].name: DATA[1].numpy()})
+    assert abs(y - model(DATA[1]).detach().numpy()).max() < 0.02
+
+
+def test_ranges_for_tensorrt_are_scale_times_127(net, tmp_path):
+    """MQBench writes {tensorrt: {blob_range: {tensor: clip}}}."""
+    model = calibrated(prepared(net, BackendType.Tensorrt).eval())
+    convert_deploy(model, BackendType.Tensorrt, {"x": [1, 3, 8, 8]}, output_path=tmp_path, model_name="m")
+    ranges = json.loads((tmp_path / "m_clip_ranges.json").read_text())["tensorrt"]["blob_range"]
+    scale = float(model.x_post_act_fake_quantizer.numbers()[0])
+    assert ranges["x"] == pytest.approx(127 * scale, rel=0.01)
+
+
+QUANTIZERS = [
+    ("MinMaxObserver", "FixedFakeQuantize", "FixedFakeQuantize"),
+    ("MSEObserver", "LearnableFakeQuantize", "LearnableFakeQuantize"),
+    ("EMAQuantileObserver", "DoReFaFakeQuantize", "LearnableFakeQuantize"),
+    ("EMAMinMaxObserver", "FixedFakeQuantize", "PACTFakeQuantize"),
+    ("ClipStdObserver", "DSQFakeQuantize", "DSQFakeQuantize"),
+    ("LSQObserver", "AdaRoundFakeQuantize", "QDropFakeQuantize"),
+    ("EMAMSEObserver", "FixedFakeQuantize", "FixedFakeQuantize"),
+]
+
+
+@pytest.mark.parametrize("observer, weight, activation", QUANTIZERS)
+def test_quantizers_and_observers_have_the_class_names_of_mqbench(observer, weight, activation, net):
+    """As in test/fake_quant and test/observer of MQBench."""
+    given = {"w_observer": "MinMaxObserver", "a_observer": observer}
+    given |= {"w_fakequantize": weight, "a_fakequantize": activation}
+    model = calibrated(prepare_by_platform(net, BackendType.Tensorrt, {"extra_qconfig_dict": given}).train())
+    model(DATA[0]).sum().backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    assert grads and all(g.isfinite().all() for g in grads)
+
+
+def test_weights_and_activations_have_bits_of_their_own(net, tmp_path):
+    """W4A8 on a chip without 4-bit weights: MQBench stores them in 8 bits, too."""
+    scheme = {"bit": 4, "symmetry": True, "per_channel": True, "pot_scale": False}
+    model = calibrated(prepared(net, BackendType.QDQ, extra_qconfig_dict={"w_qscheme": scheme}).eval())
+    assert {q.bitwidth for n, q in quantizers(model).items() if "weight" in n} == {4}
+    assert {q.bitwidth for n, q in quantizers(model).items() if "weight" not in n} == {8}
+    result = convert_deploy(model, BackendType.QDQ, {"x": [1, 3, 8, 8]}, output_path=tmp_path)
+    weight = result.plan["block.conv1.weight"]
+    assert weight.quantize(result.graph.weights["block.conv1.weight"]).abs().max() <= 8
+    assert result.verify(DATA[:1]).exact
+
+
+def test_layers_can_have_settings_of_their_own(net):
+    given = {**ACADEMIC, "layers": {"block.*": {"w_qscheme": {"bit": 2, "symmetry": True}}}}
+    model = prepare_by_platform(net, BackendType.Academic, {"extra_qconfig_dict": given})
+    bits = {n: q.bitwidth for n, q in quantizers(model).items() if "weight" in n}
+    assert bits["block.conv1.weight_quantizer"] == bits["block.conv2.weight_quantizer"] == 2
+    assert bits["stem.0.weight_quantizer"] == bits["fc.weight_quantizer"] == 8
+
+
+def test_excluded_and_additional_layers(net):
+    def names(**choices):
+        model = prepare_by_platform(net, BackendType.Tensorrt, {"extra_quantizer_dict": choices})
+        return set(quantizers(model))
+
+    every = names()
+    left = names(exclude_module_name=["block.conv1"])
+    assert every - left == {"block.conv1.weight_quantizer"}
+    assert every - names(exclude_module_name=["block"]) == {
+        *(f"block.conv{k}.weight_quantizer" for k in (1, 2)),
+        "block_relu_post_act_fake_quantizer",
+    }
+    assert every - names(exclude_node_name=["add", "pool"]) == {"block_relu_1_post_act_fake_quantizer"}
+    assert names(additional_module_type=(nn.Dropout,)) >= every
+
+
+class Leaf(nn.Module):
+    def forward(self, x):
+        return x * 2 if x.sum() > 0 else x  # cannot be traced
+
+
+def test_leaf_modules_are_not_traced_and_attributes_are_preserved():
+    def forward(m, x, flip=False):
+        x = m.leaf(m.conv(x))
+        return m.head(x.flip(1) if flip else x)
+
+    net = model_of(forward, conv=nn.Conv2d(3, 4, 1), leaf=Leaf(), head=nn.Conv2d(4, 2, 1))
+    net.config, net.conv.classes = {"depth": 2}, 10
+    with pytest.raises(CaptureError):
+        prepared(net, BackendType.Tensorrt, concrete_args={"flip": False})
+    keep = {"": ["config", "forward_test"], "conv": ["classes"]}
+    type(net).forward_test = lambda self, x: self(x).sum()
+    config = {"leaf_module": [Leaf], "concrete_args": {"flip": False}, "preserve_attr": keep}
+    model = calibrated(prepared(net, BackendType.Tensorrt, **config).eval())
+    assert isinstance(model.leaf, Leaf) and model.config == {"depth": 2} and model.conv.classes == 10
+    assert torch.equal(model.forward_test(DATA[0]), model(DATA[0]).sum())
+
+
+def test_a_network_of_dictionaries(tmp_path):
+    """As in test/model/test_det_model.py of MQBench."""
+
+    def forward(m, given):
+        given.update({"y": {"z": m.conv(given["x"])}})
+        return given
+
+    model = prepare_by_platform(model_of(forward, conv=nn.Conv2d(3, 3, 3, 3)).train(), BackendType.PPLW8A16)
+    enable_calibration(model)
+    model({"x": DATA[0]})
+    enable_quantization(model)
+    model({"x": DATA[0]})["y"]["z"].sum().backward()
+    result = convert_deploy(model.eval(), BackendType.PPLW8A16, dummy_input={"x": DATA[0]}, output_path=tmp_path)
+    assert result.plan["conv.weight"].grid.bits == 8 and (tmp_path / "mqbench_qmodel.onnx").exists()
+
+
+def test_merged_batch_norms_compute_the_same(net):
+    """As in test/test_merge of MQBench."""
+    model = calibrated(prepared(net, BackendType.Tensorrt).eval())
+    before = model(DATA[1])
+    convert_merge_bn(model)
+    assert not [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+    torch.testing.assert_close(model(DATA[1]), before, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["standalone", "interaction"])
+def test_profiling_returns_similarities_to_the_float_network(kind, net):
+    model = calibrated(prepared(net, BackendType.Tensorrt).eval())
+    found = profiling(model, DATA, kind)
+    key = "stem.0.weight_quantizer" if kind == "standalone" else "stem_0"
+    assert 0.9 < found[key] <= 1 + 1e-9 and min(found.values()) > 0.5
+
+
+def test_a_state_dict_is_restored_in_a_model_prepared_anew(net):
+    """As in test/load_ckpt of MQBench."""
+    model = calibrated(prepared(net, BackendType.Tensorrt).eval())
+    fresh = prepared(network(), BackendType.Tensorrt).eval()
+    fresh.load_state_dict(model.state_dict())
+    enable_quantization(fresh)
+    assert torch.equal(fresh(DATA[1]), model(DATA[1]))
+
+
+def test_quantizers_of_one_type_are_calibrated_alone(net):
+    model = prepared(net, BackendType.Tensorrt).eval()
+    enable_calibration_woquantization(model, quantizer_type="act_fake_quant")
+    y = model(DATA[0])
+    torch.testing.assert_close(y, copy.deepcopy(net).eval()(DATA[0]))
+    observed = {n for n, q in quantizers(model).items() if q.activation_post_process.batches}
+    assert observed == {n for n in quantizers(model) if "weight" not in n}
+    enable_calibration_woquantization(model, quantizer_type="weight_fake_quant")
+    model(DATA[0])
+    assert all(q.activation_post_process.batches == 1 for q in quantizers(model).values())
+
+
+# ---------------------------------------------------------------- reconstruction
+
+LOW = {
+    "w_observer": "MSEObserver",
+    "a_observer": "EMAMSEObserver",
+    "w_fakequantize": "AdaRoundFakeQuantize",
+    "a_fakequantize": "QDropFakeQuantize",
+    "w_qscheme": {"bit": 2, "symmetry": False, "per_channel": True, "pot_scale": False, "p": 2.4},
+    "a_qscheme": {"bit": 4, "symmetry": False, "per_channel": False, "pot_scale": False, "p": 2.4},
+}
+RECIPE = {"scale_lr": 4e-5, "warm_up": 0.2, "weight": 0.01, "max_count": 150, "b_range": [20, 2], "keep_gpu": True}
+RECIPE |= {"round_mode": "learned_hard_sigmoid", "weight_lr": 0.01}
+
+
+@pytest.mark.parametrize("backend", [BackendType.Academic, BackendType.Tensorrt])
+@pytest.mark.parametrize("pattern, prob", [("layer", 1.0), ("block", 1.0), ("block", 0.5)])
+def test_reconstruction_lowers_the_error_of_two_bit_weights(pattern, prob, backend, net):
+    """AdaRound, BRECQ and QDrop, as in application/imagenet_example/PTQ of MQBench."""
+    model = prepare_by_platform(net, backend, {"extra_qconfig_dict": LOW}).eval()
+    for x in DATA:
+        enable_calibration_woquantization(model, quantizer_type="act_fake_quant")
+        model(x)
+    enable_calibration_woquantization(model, quantizer_type="weight_fake_quant")
+    model(DATA[0])
+    torch.manual_seed(0)
+    learned = ptq_reconstruction(model, DATA, SimpleNamespace(pattern=pattern, prob=prob, **RECIPE))
+    enable_quantization(model)
+    wanted = [copy.deepcopy(net).eval()(x) for x in DATA]
+    nearest, fitted = (sum((m(x) - y).square().mean() for x, y in zip(DATA, wanted)) for m in (model, learned))
+    assert fitted < 0.8 * nearest
+    name = "block.conv2.weight_quantizer"
+    weight = {n: q for n, q in learned.named_modules() if isinstance(q, QuantizeBase)}[name]
+    folded = learned.block.conv2.fold().weight
+    torch.testing.assert_close(weight(folded), folded, rtol=0, atol=1e-6)  # it is on the grid
+
+
+# ---------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    "config, error, says",
+    [
+        ({"extra_qconfig": {}}, UnknownNameError, "key of prepare_custom_config_dict.*'extra_qconfig_dict'"),
+        ({"extra_qconfig_dict": {"w_obs": "x"}}, UnknownNameError, "key of extra_qconfig_dict.*'w_observer'"),
+        ({"extra_qconfig_dict": {"w_observer": "MinMax0bserver"}}, UnknownNameError, "'MinMaxObserver'"),
+        ({"extra_qconfig_dict": {"a_fakequantize": "LSQFakeQuantize"}}, UnknownNameError, "quantizer in extra_qconfig"),
+        (
+            {"extra_qconfig_dict": {"w_qscheme": {"bit": "4"}}},
+            ConfigError,
+            "'bit' in 'w_qscheme' of extra_qconfig_dict",
+        ),
+        ({"extra_qconfig_dict": {"w_qscheme": {"bits": 4}}}, UnknownNameError, "'bits'"),
+        ({"extra_qconfig_dict": {"a_qscheme": {"per_channel": True}}}, ConfigError, "concerns weights"),
+        ({"extra_qconfig_dict": {"layers": {"fc": {"w_bit": 4}}}}, UnknownNameError, r"extra_qconfig_dict\['layers'\]"),
+        ({"extra_quantizer_dict": {"exclude_module": []}}, UnknownNameError, "'exclude_module_name'"),
+        ({"extra_fuse_dict": {"additional_fusion_pattern": {}}}, UnsupportedError, "additional_fusion_pattern"),
+        ({"leaf_module": ["Leaf"]}, ConfigError, "'leaf_module' must list types"),
+        ({"preserve_attr": {"stem": ["depth"]}}, UnknownNameError, "preserve_attr of 'stem'"),
+        ({"preserve_attr": ["depth"]}, ConfigError, "attributes by submodule"),
+        (True, ConfigError, "'prepare_custom_config_dict' must be a dictionary"),
+    ],
+)
+def test_invalid_dictionaries_are_refused_by_key_and_place(config, error, says, net):
+    with pytest.raises(error, match=says):
+        prepare_by_platform(net, BackendType.Tensorrt, config)
+
+
+def test_invalid_calls_are_refused(net, tmp_path):
+    with pytest.raises(ConfigError, match="BackendType"):
+        prepare_by_platform(net, "Tensorrt")
+    with pytest.raises(ConfigError, match="academic backend needs 'w_qscheme'"):
+        prepare_by_platform(net, BackendType.Academic)
+    with pytest.raises(PlanError, match="prepare_by_platform"):
+        convert_deploy(net, BackendType.Tensorrt, {"x": [1, 3, 8, 8]})
+    model = prepare_by_platform(net, BackendType.Tensorrt).eval()
+    with pytest.raises(PlanError, match="observed no data"):
+        ptq_reconstruction(model, DATA, {})
+    with pytest.raises(UnknownNameError, match="'pattern'"):
+        ptq_reconstruction(model, DATA, {"patern": "layer"})
+    calibrated(model)
+    model.meta.pop("seen")
+    with pytest.raises(ConfigError, match="input_shape_dict"):
+        convert_deploy(model, BackendType.Tensorrt, output_path=tmp_path)
+
+
+def test_names_that_only_mqbench_has_name_their_equivalent():
+    with pytest.raises(UnknownNameError, match="use prepare_by_platform"):
+        from chipfit.quantize_fx import prepare_qat_fx_by_platform  # noqa: F401
+    with pytest.raises(AttributeError):
+        _ = fx.nothing
