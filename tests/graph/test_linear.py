@@ -171,3 +171,22 @@ def test_multiplications_of_two_values(op, shapes, count):
     node = Node("n", op, ("x", "z"), ("y",))
     graph = Graph([node], ["x", "z"], ["y"], {k: Value(k, s) for k, s in shapes.items()}, {})
     assert products(graph, node) == count
+
+
+class ConstantInput(nn.Module):
+    """A transposed convolution of a constant, added to the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.ConvTranspose2d(4, 4, 1)
+        self.constant = torch.arange(64.0).reshape(1, 4, 4, 4)
+
+    def forward(self, x):
+        return x + self.up(self.constant)
+
+
+def test_an_operator_on_a_constant_has_its_products():
+    """16 weights at each of 16 positions."""
+    captured = capture(ConstantInput().eval(), torch.randn(1, 4, 4, 4))
+    (up,) = (n for n in captured.nodes if is_linear(captured, n))
+    assert captured.is_weight(up.data) and products(captured, up) == 256

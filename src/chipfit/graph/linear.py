@@ -100,8 +100,8 @@ def products(graph: Graph, node: Node) -> float:
         return float(made * inner if node.op == "MatMul" else (left + made) * keys)
     if not is_linear(graph, node):
         return 0.0
-    value = graph.values[node.data if node.op.startswith("Transpose") else node.output]
-    return float(graph.weights[node.weight].numel() * places(node, value.shape))
+    shape = graph.shape(node.data if node.op.startswith("Transpose") else node.output)
+    return float(graph.weights[node.weight].numel() * places(node, shape))
 
 
 def places(node: Node, shape: Sequence[int | None]) -> int:
