@@ -3,6 +3,7 @@
 from typing import Any
 
 from chipfit.mct.names import missing_name
+from chipfit.mct.target_platform.configs import FLOAT_BITWIDTH as FLOAT_BITWIDTH
 from chipfit.mct.trainable.constants import *  # noqa: F403 -- a door has what its room has
 
 

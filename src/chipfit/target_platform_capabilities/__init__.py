@@ -4,6 +4,7 @@ from typing import Any
 
 from chipfit import target_platform as target_platform
 from chipfit.mct.names import missing_name
+from chipfit.target_platform_capabilities import constants as constants
 
 
 def __getattr__(name: str) -> Any:

@@ -191,3 +191,19 @@ def test_simd_padding_is_set_inside_the_block_of_its_model(pads):
     assert m.is_simd_padding is pads
     with pytest.raises(ModelingError, match="Immutable"):
         m.set_simd_padding(is_simd_padding=True)
+
+
+def test_fields_without_a_meaning_may_be_none():
+    """As in MCT's tutorial of pruning."""
+    attribute = tp.AttributeQuantizationConfig(tp.QuantizationMethod.UNIFORM, None, None, None, None)
+    assert attribute == tp.AttributeQuantizationConfig(tp.QuantizationMethod.UNIFORM)
+    assert not config(enable_activation_quantization=None, quantization_preserving=None).quantization_preserving
+
+
+def test_the_open_capabilities_are_known_inside_their_block():
+    with pytest.raises(ModelingError, match="not initialized"):
+        tp.get_current_tpc()
+    with tp.TargetPlatformCapabilities(model()) as tpc:
+        assert tp.get_current_tpc() is tpc
+    with pytest.raises(ModelingError, match="no node"):
+        tpc.get_qco_by_node(None)

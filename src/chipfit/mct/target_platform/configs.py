@@ -16,11 +16,14 @@ from chipfit.quantizers.grids import Grid
 from chipfit.validation import allowed, by_name, check_value, record
 
 __all__ = ["AttributeQuantizationConfig", "OpQuantizationConfig", "QuantizationConfigOptions"]
+__all__ += ["BIAS", "KERAS_DEPTHWISE_KERNEL", "KERAS_KERNEL", "PYTORCH_KERNEL"]
 __all__ += ["BIAS_ATTR", "FLOAT_BITWIDTH", "KERNEL_ATTR", "POSITIONAL_ATTR", "QuantizationMethod", "Signedness"]
 
 FLOAT_BITWIDTH = 32
 #: generic names of weight attributes, mapped to a framework's own by `OperationsSetToLayers(attr_mapping=...)`
 KERNEL_ATTR, BIAS_ATTR, POSITIONAL_ATTR = "kernel_attr", "bias_attr", "pos_attr"
+#: the frameworks' own names
+PYTORCH_KERNEL, KERAS_KERNEL, KERAS_DEPTHWISE_KERNEL, BIAS = "weight", "kernel", "depthwise_kernel", "bias"
 
 
 class QuantizationMethod(Enum):
@@ -77,7 +80,9 @@ class Signedness(Enum):
 
 
 Bits = Annotated[int, Field(ge=1, le=64), allowed("an integer from 1 to 64")]
-Flag = Annotated[bool, Strict(False)]
+#: None, as scripts leave fields open that have no meaning for them
+_FALSE, _FLOAT = (BeforeValidator(lambda v, d=d: d if v is None else v) for d in (False, FLOAT_BITWIDTH))
+Flag = Annotated[bool, Strict(False), _FALSE]
 Method = Annotated[QuantizationMethod, by_name(QuantizationMethod)]
 _WIDTHS: TypeAdapter[tuple[int, ...]] = TypeAdapter(Annotated[tuple[Bits, ...], Field(min_length=1)])
 
@@ -95,7 +100,7 @@ class AttributeQuantizationConfig:
     """The quantization of one weight attribute of a layer."""
 
     weights_quantization_method: Method = QuantizationMethod.POWER_OF_TWO
-    weights_n_bits: Bits = FLOAT_BITWIDTH
+    weights_n_bits: Annotated[Bits, _FLOAT] = FLOAT_BITWIDTH
     weights_per_channel_threshold: Flag = False
     enable_weights_quantization: Flag = False
     lut_values_bitwidth: Bits | None = None  #: bits of the entries of a look-up table; None: 8
