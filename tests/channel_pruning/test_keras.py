@@ -62,3 +62,9 @@ def test_the_smaller_model_trains_and_is_quantized_as_usual():
     assert not np.allclose(before, keras.ops.convert_to_numpy(small.get_layer("norm").moving_mean))
     result = chipfit.quantize(small, data(), progress=False)
     assert result.verify(data()[:1]).exact
+
+
+def test_a_file_of_the_smaller_model_loads_without_chipfit(tmp_path):
+    pruned = chipfit.prune(residual(), data(), progress=False, limits=Limits(bops="60%"))
+    loaded = keras.models.load_model(pruned.save(tmp_path / "small.keras"), compile=False)
+    np.testing.assert_allclose(*(keras.ops.convert_to_numpy(m(data()[0])) for m in (loaded, pruned.model)), rtol=1e-5)

@@ -52,6 +52,13 @@ def test_quantize_verify_and_explain(folder):
     assert all(text in explained for text in ("Conv2D '0': runs in int", "scale", "input scale x weight scale"))
 
 
+def test_prune_writes_a_smaller_model_that_quantize_loads(folder):
+    shown = succeed("prune", f"{MINE}:net", "--data", "d.npz", "--limit", "bops=70%", "--out", "small.pt2")
+    assert "layers have fewer channels" in shown and "small.pt2" in shown
+    assert "0 of" in succeed("quantize", "small.pt2", "--data", "d.npz", "--out", "out")
+    assert "whole layers" in fail("prune", f"{MINE}:net", "--data", "d.npz", "--limit", "bops=0.001%")
+
+
 def test_ctrl_c_while_weights_are_rounded_writes_the_results_so_far(folder, monkeypatch):
     from chipfit.rounding import sequential_reconstruction
 

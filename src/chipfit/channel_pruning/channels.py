@@ -23,7 +23,7 @@ from chipfit.graph.placement import inputs_on
 from chipfit.operators.table import OPS
 
 #: classes of channels that are tried one by one on an operator that moves numbers
-_TRIALS = 8
+_TRIALS = 4
 
 
 @dataclass

@@ -15,10 +15,11 @@ class Labels:
     def __init__(self) -> None:
         self._parent = [FIXED]
         self._fixed = {FIXED: ""}  #: root -> why its channels must stay
+        self._table: Tensor | None = None  #: root of each label, until something changes
 
     def new(self, count: int) -> Tensor:
         """Return new labels, [count] int64."""
-        first = len(self._parent)
+        first, self._table = len(self._parent), None
         self._parent += range(first, first + count)
         return torch.arange(first, first + count)
 
@@ -37,8 +38,9 @@ class Labels:
 
     def roots(self, labels: Tensor) -> Tensor:
         """Return the root of each label, in the shape of `labels`."""
-        found, places = labels.unique(return_inverse=True)
-        return torch.tensor([self.root(k) for k in found.tolist()], dtype=torch.int64)[places]
+        if self._table is None:
+            self._table = torch.tensor([self.root(k) for k in range(len(self._parent))], dtype=torch.int64)
+        return self._table[labels]
 
     def tie(self, first: Iterable[int], second: Iterable[int], why: str = "") -> None:
         """Tie labels pairwise; `why` is the reason for those that are tied to `FIXED`."""
@@ -47,8 +49,10 @@ class Labels:
                 self._fix(max(a, b), why)
                 continue
             low, high = sorted((self._root(a), self._root(b)))
-            self._parent[high] = low
-            if low != high and high in self._fixed:
+            if low == high:
+                continue
+            self._parent[high], self._table = low, None
+            if high in self._fixed:
                 self._fixed.setdefault(low, self._fixed.pop(high))
 
     def fix(self, labels: Tensor, why: str) -> None:
@@ -58,6 +62,7 @@ class Labels:
 
     def _fix(self, label: int, why: str) -> None:
         self._fixed.setdefault(self._root(label), why)
+        self._table = None
 
     def why_fixed(self, labels: Tensor) -> str:
         """Return why some of these channels must stay; "" if none must."""

@@ -26,10 +26,12 @@ from chipfit.decision import Decision, decide
 from chipfit.engine.memory import memory_errors
 from chipfit.engine.process import preserve_random_state
 from chipfit.engine.torch_defaults import torch_defaults
-from chipfit.errors import ConfigError, UnknownNameError
-from chipfit.frameworks import check, rebuilt
+from chipfit.errors import ConfigError, ExportError, UnknownNameError
+from chipfit.files import path_of
+from chipfit.frameworks import adapter_of, check, rebuilt
 from chipfit.graph.ir import Graph
 from chipfit.graph.linear import is_linear, out_channels, products
+from chipfit.plan.record import Plan
 from chipfit.platform.builtin import DEFAULT
 from chipfit.platform.load import load_platform
 from chipfit.platform.schema import Platform
@@ -74,6 +76,17 @@ class Pruned(SummaryRepr):
         fixes sizes of its own, it is a module made from the graph, with these names.
         """
         return rebuilt(self._source[0], self.graph, *self._source[1])
+
+    def save(self, path: str | Path) -> Path:
+        """Write the smaller network as it was pruned, not trained since, as a file that `chipfit quantize` loads.
+
+        Args:
+            path: `.pt2` for a PyTorch model, `.keras` for a Keras model.
+
+        Raises:
+            UnsupportedError: another suffix, or the framework cannot write the network.
+        """
+        return adapter_of(self.graph.framework).save(self.graph, Plan(), path_of(path, ExportError))
 
     @property
     def parameters(self) -> tuple[int, int]:

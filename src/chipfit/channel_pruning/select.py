@@ -165,6 +165,7 @@ class Selection:
         fixed = [f"'{names[n]}' ({why})" for n, why in self.channels.fixed.items()]
         tight = [x for k, x in enumerate(self.layers) if len(x.units) == len(self.left[k])]
         small = [f"'{names[x.nodes[0]]}' ({len(x.units)} channels in groups of {x.step})" for x in tight]
+        fixed, small = list(dict.fromkeys(fixed)), list(dict.fromkeys(small))
         hint = "".join(
             f"{word} {', '.join(found[:3])}{f' and {len(found) - 3} more' if len(found) > 3 else ''}; "
             for word, found in (("channels must stay in", fixed), ("layers cannot shrink:", small))

@@ -249,6 +249,36 @@ def quantize(
 
 
 @app.command()
+def prune(
+    model: Model,
+    data: Data,
+    limit: Annotated[list[str], Option("--limit", help="remove channels until: bops=70%, weights=50% (repeatable)")],
+    platform: Chip = DEFAULT,
+    out: Annotated[Path | None, Option("--out", "-o", help="pruned.pt2, or pruned.keras for a Keras model")] = None,
+    weights: Weights = None,
+    keep: Annotated[list[str] | None, Option("--keep", help="layers that keep all channels (repeatable)")] = None,
+    importance: Annotated[str, Option("--importance", help="of channels: fisher, lfh or magnitude")] = "fisher",
+    simd: Annotated[int | None, Option("--simd", help="channels to remove at a time; the platform's")] = None,
+    input_size: InputSize = 224,
+    mean: Mean = MEAN,
+    std: Std = STD,
+    seed: Seed = 0,
+    device: Device = None,
+) -> None:
+    """Remove channels of a model until it keeps the limits, and write the smaller model, to quantize it."""
+    from chipfit.cli.inputs import load_data, load_model, parse_limits
+    from chipfit.frameworks import facts_of, framework_of
+
+    network = load_model(model, weights, device)
+    framework = framework_of(network)
+    batches, limits = load_data(data, input_size, mean, std, framework=framework), parse_limits(limit)
+    options: dict[str, Any] = {"importance": importance, "keep": keep or (), "simd": simd, "seed": seed}
+    pruned = chipfit.prune(network, batches, platform, limits=limits, **options)
+    _echo(str(pruned))
+    typer.echo(f"model   {pruned.save(out or Path(f'pruned{facts_of(framework).suffix}'))}")
+
+
+@app.command()
 def train(
     what: Annotated[str, Argument(help="folder that `quantize` wrote, or a model as for `quantize`")],
     data: Annotated[str, Option("--data", help=".npz with x and y (labels), or module:iterable of (input, label)")],

@@ -17,6 +17,7 @@ from chipfit.frameworks.keras.lower import DeviceModel, lower, read_back, state_
 from chipfit.graph.ir import Graph, Node
 from chipfit.operators.table import OPS
 from chipfit.plan.record import Plan
+from chipfit.plan.training import Training
 from chipfit.registry import register
 
 
@@ -36,8 +37,9 @@ class Keras(Framework):
     state_arrays = staticmethod(state_arrays)
 
     def rebuilt(self, model: Any, graph: Graph, args: Any, kwargs: Any) -> Any:
-        made = lower(graph, Plan())
-        return keras.Model(made._inputs_struct, made._outputs_struct, name=model.name)
+        from chipfit.frameworks.keras.saving import FloatBuilder
+
+        return FloatBuilder(graph, Plan(), Training()).build()
 
     def is_model(self, thing: Any) -> bool:
         return isinstance(thing, keras.Model)

@@ -217,7 +217,7 @@ def _program(archive: _Archive) -> nn.Module:
     this = make("self", make.POSITIONAL_ONLY)
     forward.__signature__ = inspect.Signature([this, *parameters])  # type: ignore[attr-defined]  # inspect reads it
     program: Program = type("Program", (Program,), {"forward": forward})()
-    program.inputs = inputs
+    program.operands = inputs
     count = sum(not weight for weight, _ in inputs)
     program.spec = {"args": len(positional), "kwargs": list(keywords), "leaves": count, "tensors": list(range(count))}
     program.spec["names"] = names[: len(positional)]
@@ -266,7 +266,7 @@ def _example(meta: Mapping[str, Any]) -> torch.Tensor:
 class Program(nn.Module):
     """A module that runs the calls of a program; `load` makes a subclass with the signature of each program."""
 
-    inputs: list[tuple[str, str]]
+    operands: list[tuple[str, str]]
     spec: dict[str, Any]
     out_tree: Any
     graph: fx.Graph
@@ -281,7 +281,7 @@ class Program(nn.Module):
         """
         leaves = iter([self._own(x) for x in flatten_call(self.spec, args, kwargs)])
         weights = {name: table[key] for name, (table, key) in self.places.items()}
-        given = [weights[weight] if weight else next(leaves) for weight, _ in self.inputs]
+        given = [weights[weight] if weight else next(leaves) for weight, _ in self.operands]
         with fx.traceback.preserve_node_meta():  # so that an export of this module has the original layers
             interpreter = _PlacedCalls(self, graph=self.graph)
             interpreter.extra_traceback = False  # it would stand in messages for the user
