@@ -104,3 +104,13 @@ def test_what_cannot_be_told_apart_is_refused(plain):
     flat = quantized(nn.Linear(4, 4), torch.randn(8, 4))
     with pytest.raises(UnsupportedError, match="no folded batch norm"):
         flat.trains(Training("lsq", bn_fold=1)).model
+
+
+@pytest.mark.parametrize("name", ["dorefa", "qil", "n2uq"])
+def test_strategy_4_is_refused_where_weights_have_no_scale(name, plain):
+    training = {"weights": name, "activations": "lsq"}
+    with pytest.raises(UnsupportedError, match=r"bn_fold=4 .* bn_fold 1 to 3"):
+        plain.trains({**training, "bn_fold": 4}).model
+    result = plain.trains({**training, "bn_fold": 2})
+    train(result.model, 3, 0.01)
+    assert result.trained().verify([2 * DATA[2]]).exact

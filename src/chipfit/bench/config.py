@@ -290,7 +290,11 @@ class Config(Record):
     def notes(self) -> list[str]:
         """Options of the file without effect."""
         has_none = self.bnfold is not None and self._keeps_batch_norms
-        return [f"bnfold has no effect: '{self.backend}' leaves batch norms as they are"] if has_none else []
+        if has_none:
+            return [f"bnfold has no effect: '{self.backend}' leaves batch norms as they are"]
+        if self.qparams is None or not self.setting().keeps_batch_norms:
+            return []
+        return [f"bnfold 4 keeps batch norms: weights of {self.qparams.w_method} have no scale that they could follow"]
 
     @property
     def resolved(self) -> dict[str, Any]:

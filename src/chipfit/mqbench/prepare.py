@@ -20,7 +20,7 @@ from chipfit.mct.target_platform.layers import operator_named
 from chipfit.mqbench.folded_batch_norm import FoldedBatchNorm
 from chipfit.mqbench.observers import ObserverBase
 from chipfit.mqbench.quantizers import QuantizeBase
-from chipfit.mqbench.settings import FoldBN, QConfig
+from chipfit.mqbench.settings import FoldBN, QConfig, is_scale_invariant
 from chipfit.operators.table import OPS
 
 __all__ = ["prepare_qat_fx"]
@@ -317,6 +317,7 @@ def _round_weight(graph: _Graph, node: fx.Node, setting: Setting, strategy: int,
         return
     quantizer = setting.quantizer("weight", end, OPS[graph.ops[node]].weight_axis, layers=[path])
     quantizer.prepare(layer.weight)
+    strategy = -1 if strategy == 4 and is_scale_invariant(quantizer) else strategy  # see `quantizers.bn_fold`
     user = next(iter(node.users), node)
     folds = len(node.users) == 1 and graph.ops[user] == "BatchNorm" and calls[path] == calls[user.target] == 1
     bn = graph.modules[str(user.target)] if folds and strategy != -1 else None

@@ -46,6 +46,11 @@ class QConfig:
     def quantizes(self, n: Any, module: Any) -> None:
         """Leave the choice of quantized operators to the kind of graph."""
 
+    @property
+    def keeps_batch_norms(self) -> bool:
+        """True if strategy 4 leaves batch norms behind weights without a scale of their own."""
+        return self.bnfold == 4 and is_scale_invariant(self.quantizer("weight", False))
+
     def quantizer(self, role: str, end: bool, axis: int = 0, layers: Any = ()) -> QuantizeBase:
         """Return a quantizer of a "weight" (channels on `axis`) or an "activation"; `end`: of a first or last layer."""
         bits, per_channel = END_LAYER_BITS if end else self.bit, self.per_channel and role == "weight"
@@ -64,6 +69,11 @@ class QConfig:
         )
         check_one_scale(quantizer, role)
         return quantizer
+
+
+def is_scale_invariant(quantizer: QuantizeBase) -> bool:
+    """Return whether multiplying a weight by a number does not change what it is rounded to."""
+    return isinstance(quantizer, AlgorithmQuantizer) and bool(getattr(quantizer.algorithm, "scale_invariant", False))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import field, replace
 from typing import Annotated, Any
 
@@ -131,11 +131,14 @@ def before_training(graph: Graph, plan: Plan, training: Training | None) -> tupl
     The plan is for folded weights; strategy -1 quantizes unfolded weights, whose scales are adapted to their range.
 
     Raises:
-        UnsupportedError: there is no batch norm to train, or its layer has changed since it was folded.
+        UnsupportedError: there is no batch norm to train, its layer has changed since it was folded, or an algorithm
+            cannot train with strategy 4.
     """
     if training is None or training.bn_fold == 0:
         return graph, plan
     apart, tensors = unfold_batch_norms(graph), dict(plan.tensors)
+    if training.bn_fold == 4:
+        _check_scales(training, [tensors[name] for name in graph.folds])
     if training.bn_fold != -1:
         return apart, plan
     for name in graph.folds:
@@ -145,6 +148,22 @@ def before_training(graph: Graph, plan: Plan, training: Training | None) -> tupl
             ratio = torch.where((now > 0) & (then > 0), now / then, 1.0)
             tensors[name] = tensors[name].with_(scale=(old.scale * ratio).to(old.scale.dtype))
     return apart, replace(plan, tensors=tensors, limits=(), sums=())  # the limits are for folded weights
+
+
+def _check_scales(training: Training, weights: Iterable[TensorPlan]) -> None:
+    """Check that strategy 4 can fold the batch norms behind these weights, see `quantizers.bn_fold`.
+
+    Raises:
+        UnsupportedError: an algorithm leaves layers without a scale of their own.
+    """
+    for t in weights:
+        algorithm = training.algorithm(t)
+        if algorithm is not None and algorithm.scale_invariant:
+            what = f"bn_fold=4 cannot fold a batch norm into a weight trained by {type(algorithm).__name__}"
+            why = "the weight has no scale of its own, which the statistics would have to follow"
+            raise UnsupportedError(
+                what, where=t.layer, got=why, hint="train with bn_fold 1 to 3, or with another algorithm"
+            )
 
 
 def check_folds(bn_fold: int) -> None:

@@ -41,6 +41,8 @@ class Algorithm:
     undeployable: Mapping[str, str] = {}
     #: parameters that are [N] for N levels, and do not broadcast against the tensor
     vectors: tuple[str, ...] = ()
+    #: what it rounds stays the same when a weight is multiplied by a number, so that a layer has no scale of its own
+    scale_invariant = False
     equal_steps = False  #: it quantizes in equal steps alone, and refuses look-up tables
 
     def refuses(self, grid: Grid, role: str) -> str:

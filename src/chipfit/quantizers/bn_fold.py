@@ -11,7 +11,8 @@ and sd = sqrt(var + eps) are the running statistics, m and s = sqrt(v + eps) tho
      3  conv(x, Q(w k)) sd / s + (b - m) gamma / s + beta
      4  BN(conv(x, Q(w k)) / k + b)
 
-In inference, strategies 1 to 4 all compute what 1 does.
+In inference, strategies 1 to 4 all compute what 1 does. 4 is of no use where Q(w k) does not grow with k
+(`Algorithm.scale_invariant`): its running variance is that of conv(x, Q(w k)) / k, follows itself, and drifts away.
 """
 
 from collections.abc import Callable

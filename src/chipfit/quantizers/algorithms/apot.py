@@ -43,6 +43,8 @@ class APoT(Scaled):
         activations: the form for activations.
     """
 
+    scale_invariant = True
+
     activations: bool = False
 
     def grid(self, grid: Grid) -> Grid:

@@ -32,6 +32,7 @@ class DoReFa(FixedGrid):
     """
 
     equal_steps = True
+    scale_invariant = True
 
     activations: bool = False
 

@@ -29,6 +29,7 @@ class N2UQ(Scaled):
     """
 
     equal_steps = True
+    scale_invariant = True
     undeployable = {"activation": "chips round in equal steps, and have no operator for its thresholds"}
 
     activations: bool = False

@@ -39,6 +39,7 @@ class QIL(Scaled):
     """
 
     equal_steps = True
+    scale_invariant = True
     undeployable = {"activation": "chips round in equal steps from 0, and have no operator for its interval"}
 
     activations: bool = False
@@ -82,6 +83,8 @@ class QILRescaled(QIL):
     changes, and no normalization is needed. C and D have no limit. With the range 2, C = 0.5 and D = 0.25,
     [0.2, 0.5, -0.75] becomes [0, 1, -2].
     """
+
+    scale_invariant = False
 
     def init(self, stored: Stored, x: Weight) -> Tensors:
         return super().init(stored, None)
