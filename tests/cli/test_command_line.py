@@ -59,6 +59,13 @@ def test_prune_writes_a_smaller_model_that_quantize_loads(folder):
     assert "whole layers" in fail("prune", f"{MINE}:net", "--data", "d.npz", "--limit", "bops=0.001%")
 
 
+def test_quantize_needs_no_data_where_the_network_has_batch_norms(folder):
+    done = succeed("quantize", f"{MINE}:normed", "--data", "generated:20", "--input-size", "8", "--out", "out")
+    assert "0 of" in done
+    assert "20 inputs generated from 1 batch norm (" in (folder / "out" / "report.html").read_text()
+    assert "at least one BatchNorm" in fail("quantize", f"{MINE}:net", "--data", "generated", "--input-size", "8")
+
+
 def test_ctrl_c_while_weights_are_rounded_writes_the_results_so_far(folder, monkeypatch):
     from chipfit.rounding import sequential_reconstruction
 

@@ -41,6 +41,10 @@ def _platform(text: str) -> chipfit.Platform:
 Model = Annotated[
     str, Argument(help="a .pt2, .keras, .h5 or .tflite file, module:factory, timm:NAME, or a transformers folder")
 ]
+Calibration = Annotated[
+    str,
+    Option("--data", help=".npz, a folder of images, module:iterable, or generated[:COUNT] without data"),
+]
 Data = Annotated[str, Option("--data", help=".npz (x, and y for accuracy), a folder of images, or module:iterable")]
 _PLATFORM: dict[str, Any] = {"parser": _platform, "metavar": "PLATFORM"}
 _PLATFORM["help"] = "built-in name, NAME@REVISION, a YAML or JSON file, or module:chip in Python"
@@ -204,7 +208,7 @@ def _runtimes(platform: chipfit.Platform, suffix: str) -> list[str]:
 @app.command()
 def quantize(
     model: Model,
-    data: Data,
+    data: Calibration,
     platform: Chip = DEFAULT,
     out: Out = Path("chipfit_out"),
     weights: Weights = None,
@@ -228,7 +232,7 @@ def quantize(
     check: Check = None,
 ) -> None:
     """Quantize a model for a platform; write model file, plan and report. Exit status 1 if the runtime differs."""
-    from chipfit.cli.inputs import load_data, load_model, parse_bits, parse_limits
+    from chipfit.cli.inputs import generated_data, load_data, load_model, parse_bits, parse_limits
     from chipfit.frameworks import framework_of
 
     # refuse before any work what cannot be written
@@ -237,7 +241,9 @@ def quantize(
     _check_installed(platform, suffix, model, data, check)
     overrides: dict[str, Any] = {**dict.fromkeys(keep_float or (), "float"), **parse_bits(bits or [])}
     network = load_model(model, weights, device, requantize=requantize)
-    batches = load_data(data, input_size, mean, std, framework=framework_of(network))
+    batches = generated_data(data, network, input_size, seed)
+    if batches is None:
+        batches = load_data(data, input_size, mean, std, framework=framework_of(network))
     chosen: dict[str, Any] = {"rule": rule, "weight_rule": weight_rule, "settings": chipfit.Settings(rounding=rounding)}
     limits = parse_limits(limit) if limit else None
     try:

@@ -76,6 +76,26 @@ def load_data(text: str, input_size: int = 224, mean: str = "0", std: str = "1",
     return list(thing) if isinstance(thing, Iterator) else thing  # read twice: calibration and verification
 
 
+def generated_data(text: str, model: Any, input_size: int = 224, seed: int = 0) -> Any:
+    """Return data made from a model's batch norms for the text "generated" or "generated:COUNT"; None for others.
+
+    Args:
+        input_size: side length of images, for a model that does not know its inputs [pixels].
+
+    Raises:
+        DataError: see `chipfit.generated`.
+    """
+    word, _, count = text.partition(":")
+    if word != "generated" or not (text == word or count.isdecimal()):
+        return None
+    from chipfit.generation.generate import generated
+
+    shape = (input_size, input_size, 3) if facts_of(framework_of(model)).channels_last else (3, input_size, input_size)
+    known = adapter_of(framework_of(model)).example(model)
+    example = torch.zeros(2, *shape) if known is None else known
+    return generated(model, _count(count or "128"), example=example, seed=seed)
+
+
 def _npz(path: Path) -> list[Any]:
     try:
         with wrap_read_errors(path, DataError, "The data file"), zipfile.ZipFile(path) as archive:

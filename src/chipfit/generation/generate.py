@@ -132,9 +132,10 @@ def _as_batch(graph: Graph, inputs: Sequence[Tensor]) -> Any:
 
 def _note(made: "_Generator", distance: float) -> str:
     """Return the warning of plans that are made with generated data."""
+    layers = f"{len(made.loss.targets)} batch norm{'s' * (len(made.loss.targets) > 1)}"
     stale = "; they have the statistics of an untrained network" if untrained(made.loss.targets) else ""
     return (
-        f"warning: the calibration data are {made.count} inputs generated from {len(made.loss.targets)} batch norms "
+        f"warning: the calibration data are {made.count} inputs generated from {layers} "
         f"({made.steps} steps), whose statistics they miss by {distance:.2g} of a deviation{stale}: measure the "
         "accuracy on real data before use"
     )
