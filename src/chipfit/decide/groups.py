@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from chipfit.decide.overrides import NodeOverrides, merge_overrides
+from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import Graph, Node
 from chipfit.operators.table import OPS
-from chipfit.platform.match import Resolved, as_tuple, resolve_node
-from chipfit.platform.schema import Format, Option, Platform, Rule
+from chipfit.platform.match import Resolved, as_tuple, resolve_node, sets_of
+from chipfit.platform.schema import Format, OpRule, Option, Platform, Rule
 
 NodeGroups = Sequence[tuple[str, ...]]  #: names of the nodes of each group
 #: words that may stand in an option where a format name may stand
@@ -127,7 +128,7 @@ def find_groups(graph: Graph, platform: Platform, fused: NodeGroups, overrides: 
     nodes = {n.name: n for n in graph.nodes}
     group_at = {names[-1]: names for names in fused}
     inner = {name for names in fused for name in names[:-1]}
-    users = graph.users()
+    users, results = graph.users(), _results_of_layers(graph, platform)
     order = {name: k for k, name in enumerate(overrides)}
     groups = []
     for node in graph.nodes:
@@ -141,8 +142,44 @@ def find_groups(graph: Graph, platform: Platform, fused: NodeGroups, overrides: 
         if _is_inner_step(graph, platform, group, users.get(group.tail.output, ())):
             rules = tuple(r for r in group.resolved.rules if r.fix not in ("out", "outs"))
             group = replace(group, resolved=replace(group.resolved, rules=rules))
+        if group.tail.name in results:
+            group = _with_result_of_layer(group, results[group.tail.name])
         groups.append(group)
     return _with_first_last_bits(platform, groups)
+
+
+def _results_of_layers(graph: Graph, platform: Platform) -> dict[str, OpRule]:
+    """Return the last nodes of layers that hold others -> the rule of the operator set that names the layer.
+
+    Raises:
+        UnsupportedError: the rule dictates the scale of the result, and no node of the layer is left to compute it.
+    """
+    named = [(m, f"@{name}") for name, members in platform.sets.items() for m in members if m.type and not m.op]
+    users = graph.users() if named else {}
+    out: dict[str, OpRule] = {}
+    for path, (kind, config) in graph.outer_layers.items() if named else ():
+        held = (s for m, s in named if m.type == kind and (m.where is None or m.where.match(config)))
+        own = next(held, None)
+        rule = next((r for r in platform.ops if own in r.match), None)
+        if own is None or rule is None:
+            continue
+        nodes = {n.name: n for n in graph.nodes_in(path)}
+        outside = {o for n in nodes.values() for o in n.outputs if any(u.name not in nodes for u in users.get(o, ()))}
+        last = [n for n in nodes.values() if not outside.union(graph.outputs).isdisjoint(n.outputs)]
+        if not last and any(r.fix == "out" for r in rule.rules):
+            what = f"The scale that '{platform.name}' dictates for '{path}' ({kind}) has no tensor: rewrites removed it"
+            raise UnsupportedError(what, hint="turn the rewrite off, or attach the operator set to another layer")
+        inside = (n for n in last if own not in sets_of(platform.sets, n.op, n.layer_type, n.config))
+        out |= dict.fromkeys((n.name for n in inside), rule)
+    return out
+
+
+def _with_result_of_layer(group: FusedGroup, rule: OpRule) -> FusedGroup:
+    """Return the group with the result that the rule of a layer around it wants."""
+    own = group.resolved
+    merged = with_result_of(own, Resolved(rule, tuple(rule.use), rule.rules, rule.how))
+    writers_quantize = bool(own.options) and own.options[0].in_ == "any"
+    return replace(group, resolved=merged if writers_quantize else replace(merged, options=own.options))
 
 
 def _group(graph: Graph, platform: Platform, nodes: tuple[Node, ...], choices: Mapping[str, Any]) -> FusedGroup:

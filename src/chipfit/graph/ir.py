@@ -145,6 +145,8 @@ class Graph:
     example: tuple[Any, ...] = ()  #: flat example inputs (tensors), used to re-trace; never serialised
     folds: dict[str, Fold] = field(default_factory=dict)  #: weight -> the batch norm that is folded into it
     notes: list[str] = field(default_factory=list)  #: notes of the reader, copied to `Plan.rewrites`
+    #: path of a layer that holds others, or that the user wrote -> its class, and its settings for filters
+    outer_layers: dict[str, tuple[str, dict[str, Any]]] = field(default_factory=dict)
     #: where the model was; weights are on the CPU, and `placement.placed` brings them there; never serialised
     device: torch.device = field(default=CPU, compare=False)
 
@@ -158,6 +160,19 @@ class Graph:
             if n.name == name:
                 return n
         raise UnknownNameError("node", name, [n.name for n in self.nodes])
+
+    def nodes_in(self, layer: str) -> list[Node]:
+        """Return the nodes of a layer and of all layers inside it, by its path."""
+        return [n for n in self.nodes if n.layer == layer or n.layer.startswith((f"{layer}.", f"{layer}/"))]
+
+    def drop_empty_layers(self) -> None:
+        """Remove the outer layers without nodes."""
+        paths = set[str]()  # of layers with nodes, and of the layers around them
+        for path in (n.layer for n in self.nodes):
+            while path and path not in paths:
+                paths.add(path)
+                path = path[: max(path.rfind("."), path.rfind("/"), 0)]
+        self.outer_layers = {path: layer for path, layer in self.outer_layers.items() if path in paths}
 
     def producers(self) -> dict[str, Node]:
         """Return value name -> the node that writes it."""

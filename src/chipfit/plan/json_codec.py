@@ -133,6 +133,7 @@ class _Graph(TypedDict):
     aliases: dict[str, str]
     trainable: set[str]
     folds: NotRequired[dict[str, Marked[Fold]]]  # newer than the schema
+    outer_layers: NotRequired[dict[str, tuple[str, dict[str, Any]]]]  # likewise
     inputs: list[str]
     outputs: list[str]
     in_spec: str
@@ -163,7 +164,7 @@ class _Results(TypedDict):
 
 _GRAPH, _CALL, _RESULTS = TypeAdapter(_Graph), TypeAdapter(_Call), TypeAdapter(_Results)
 #: fields that are JSON data already
-_AS_THEY_ARE = ("inputs", "outputs", "in_spec", "out_spec", "data_format", "framework")
+_AS_THEY_ARE = ("inputs", "outputs", "in_spec", "out_spec", "data_format", "framework", "outer_layers")
 
 
 def graph_to_json(graph: Graph) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

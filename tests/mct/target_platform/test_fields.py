@@ -309,3 +309,65 @@ def test_a_fixed_scale_of_a_layer_of_keras():
     assert fixed(result) == ["Mul", "Mul"]
     gates = [n.output for n in result.graph.nodes if n.layer_type == "Gate"]
     assert [o for o in gates if result.plan.tensors[o].origin.startswith("fixed")] == gates[3::4]
+
+
+class Block(nn.Module):
+    """A layer that holds others."""
+
+    def __init__(self, *inner):
+        super().__init__()
+        self.inner = nn.Sequential(*inner)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+class Residual(Block):
+    def forward(self, x):
+        return self.inner(x) + x
+
+
+@pytest.mark.parametrize(
+    ("block", "op"),
+    [
+        (Block(nn.Conv2d(4, 4, 1), nn.Tanh()), "Tanh"),
+        (Block(nn.Tanh(), nn.MaxPool2d(1)), "MaxPool"),
+        (Residual(nn.Tanh()), "Add"),
+        (Residual(nn.Conv2d(4, 4, 3, padding=1)), "Add"),
+        (Block(Block(nn.Conv2d(4, 4, 1), nn.Sigmoid()), nn.Tanh()), "Tanh"),
+    ],
+)
+@pytest.mark.parametrize("tail", [[], [nn.Softplus()]], ids=["last", "inside"])
+def test_a_fixed_scale_of_a_layer_that_holds_others(block, op, tail, tmp_path):
+    result = quantized(nn.Sequential(nn.Conv2d(3, 4, 1), block, *tail), torch.randn(4, 3, 8, 8), chip(type(block)))
+    by_op = {n.op: result.plan[n.output] for n in result.graph.nodes}
+    assert fixed(result)[-1] == op and float(by_op[op].scale) == 1 / 128
+    assert "Softplus" not in fixed(result)
+    result.save(tmp_path / "saved")
+    changed = chipfit.load(tmp_path / "saved").edit({"0": {"rule": "no_clipping"}})
+    assert fixed(changed) == fixed(result)
+
+
+def test_a_fixed_scale_of_a_layer_that_rewrites_remove_is_refused():
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), Block(nn.BatchNorm2d(4)), nn.Tanh())
+    with pytest.raises(UnsupportedError, match=r"dictates for '1' .Block. has no tensor: rewrites removed it"):
+        quantized(net, torch.randn(4, 3, 8, 8), chip(Block))
+
+
+def test_a_fixed_scale_of_a_layer_of_keras_that_holds_others():
+    keras = pytest.importorskip("keras")
+
+    @keras.saving.register_keras_serializable("composites")
+    class Pair(keras.layers.Layer):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.dense, self.act = keras.layers.Dense(8), keras.layers.Activation("tanh")
+
+        def call(self, x):
+            return self.act(self.dense(x))
+
+    given = keras.Input((8,))
+    inner = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8), keras.layers.Activation("sigmoid")])
+    for layer, kind, op in ((Pair(), Pair, "Tanh"), (inner, keras.Sequential, "Sigmoid")):
+        model = keras.Model(given, keras.layers.Dense(4)(layer(keras.layers.Dense(8)(given))))
+        assert fixed(quantized(model, torch.randn(8, 8) * 9, chip(kind))) == [op]

@@ -261,6 +261,7 @@ def _finish(translator: Translator, results: Any, struct: Any, names: Sequence[s
     graph.in_spec = dump_call(args, kwargs, () if by_name else names, packed=packed)
     graph.notes += translator.notes
     drop_dead(graph)
+    graph.drop_empty_layers()
     check(graph, blame="capture")
     moved = change_layout(graph, "channels_first")
     keep_constant_names(moved.graph, moved.copies)

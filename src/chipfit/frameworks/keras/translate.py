@@ -263,6 +263,7 @@ class Translator:
         if inner is None or given or len(args) != 1 or len(leaves(args)) != len(leaves(inner._inputs_struct)):
             return None
         env = {id(kt): t for kt, t in zip(leaves(inner._inputs_struct), leaves(args), strict=True)}
+        self.builder.graph.outer_layers[origin.path] = (origin.kind, {})
         return self.add_calls(leaves(inner._outputs_struct), env, f"{origin.path}/")
 
     def _opened(self, layer: Any, args: Any, kwargs: Any, outputs: Sequence[Any], origin: Origin) -> list[Value] | None:
@@ -273,6 +274,7 @@ class Translator:
         if len(flat) != len(outputs) or not all(isinstance(t, Value) for t in flat):
             return None
         self.refined |= any(_contradict(t.shape, kt.shape) for t, kt in zip(flat, outputs, strict=True))
+        self.builder.graph.outer_layers[origin.path] = (origin.kind, origin.config)
         alone = len(self.builder.graph.nodes) == before + 1 and len(flat) == 1
         return [self._renamed(flat[0], origin.path)] if alone else flat
 

@@ -9,6 +9,7 @@ import torch
 from chipfit.frameworks.reading import Unreadable
 from chipfit.frameworks.torch.program import OpenSize, SymbolicTensor, origin
 from chipfit.graph.builder import GraphBuilder
+from chipfit.graph.config import module_settings
 from chipfit.graph.edit import unique_name
 from chipfit.graph.ir import OPAQUE, Graph, Ref
 
@@ -36,6 +37,7 @@ class TorchGraphBuilder(GraphBuilder):
         self.returned: set[torch.fx.Node] = set()  #: calls whose results the model returns
         self.tied: dict[str, str] = {}  #: weight -> the first name of its tensor, which the nodes read
         self._modules = dict(model.named_modules())
+        self.graph.outer_layers = _outer_layers(self._modules)
         self._add_weights(model, weights)
         self.names |= set(self.graph.weights)
 
@@ -290,3 +292,14 @@ class TorchCall:
     def step(self, op: str, inputs: Sequence[str | None], like: Any, **attrs: Any) -> str:
         """Append a node before the final one; `like` has the shape and type of its result."""
         return self.builder.append(self.node, op, inputs, attrs, [like], f"{self.node.name}_{op.lower()}")[0]
+
+
+def _outer_layers(modules: Mapping[str, torch.nn.Module]) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return `Graph.outer_layers` of a model, given its modules by path."""
+    lists = torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict
+
+    def is_outer(m: torch.nn.Module) -> bool:
+        return not type(m).__module__.startswith("torch.") or any(True for _ in m.children())
+
+    named = ((path, m) for path, m in modules.items() if path and type(m) not in lists and is_outer(m))
+    return {path: (type(m).__name__, module_settings(m)) for path, m in named}

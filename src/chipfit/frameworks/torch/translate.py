@@ -49,6 +49,7 @@ def translate(program: Program, model: torch.nn.Module, call: Any, example_out: 
     graph.device = device_of(model)
     graph.example = tuple(inputs_on(CPU, (leaves[i] for i in translator.tensors)))
     drop_dead(graph)
+    graph.drop_empty_layers()
     return moved(graph, CPU)
 
 
