@@ -113,6 +113,25 @@ def test_rewritten_layers_of_pytorch_keep_their_class_and_get_the_sizes_of_their
     assert type(own) is nn.Module and own.weight.shape == (4, 6)
 
 
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"),
+        nn.Conv2d(3, 4, 3, padding="same", dilation=2),
+        nn.Conv2d(3, 6, 3, groups=3, bias=False),
+        nn.ConvTranspose2d(3, 6, 3, stride=2, padding=1, output_padding=1, groups=3),
+        nn.Linear(8, 3),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_a_wrapper_of_pytorch_runs_its_layer_with_rounded_weights(layer):
+    """Steps of 8 bits: the layer's own result, but for a few hundredths."""
+    model, _ = mct.pytorch_post_training_quantization(sequential(layer, nn.ReLU()), data)
+    wrapper, x = model.get_submodule("0"), randn(2, 3, 8, 8)
+    assert type(wrapper.layer) is type(layer)
+    torch.testing.assert_close(wrapper(x), layer(x), rtol=0, atol=0.03)
+
+
 @pytest.mark.parametrize("base", BASES)
 def test_trainable_quantizers_are_built_on_the_inferable_one(base):
     assert issubclass(base, ti.BaseInferableQuantizer)

@@ -42,7 +42,8 @@ def _settings(node: Node, weights: Mapping[str, Tensor]) -> dict[str, Any]:
         return {**settings, "out_features": w.shape[0], "in_features": w.shape[1]}
     groups = node.attrs["groups"]
     inputs, outputs = (w.shape[0], w.shape[1] * groups) if node.op in TRANSPOSED else (w.shape[1] * groups, w.shape[0])
-    padding = tuple(low for low, high in node.attrs["padding"] if low == high)
+    own = settings.get("padding_mode", "zeros") != "zeros"  # a node of its own pads
+    padding = () if own else tuple(low for low, high in node.attrs["padding"] if low == high)
     sizes = {"in_channels": inputs, "out_channels": outputs, "kernel_size": tuple(w.shape[2:]), "groups": groups}
     rest = {k: node.attrs[k] for k in ("stride", "dilation")}
     return {**settings, **sizes, **rest, **({"padding": padding} if len(padding) == w.dim() - 2 else {})}
