@@ -106,6 +106,7 @@ def noted(path, change):
         (lambda n: n.update(outputs=[[None, 4]]), "do not fit its tensors"),
         (lambda n: n.update(outputs=[[None, -1]]), "do not fit its tensors"),
         (lambda n: n.update(outputs=[[[0, 1, 2], 0]]), "do not fit its tensors"),
+        *((lambda n, s=s: n.update(images={"input": s}), "do not fit its tensors") for s in ([], [2], [-1, -4], [0])),
         (lambda n: n.update(inputs=3), "malformed"),
         (lambda n: n.update(more=3), "malformed"),
         (lambda n: n.pop("forms"), "malformed"),

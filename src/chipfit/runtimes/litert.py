@@ -33,12 +33,20 @@ class _Notes(TypedDict):
     batch_axis: dict[str, int]  #: tensor -> batch axis in the model's order
     in_front: NotRequired[dict[str, int]]  #: tensor -> L, where [L, samples] are merged into the batch axis
     lines: NotRequired[list[str]]  #: tensors of the file that are images of height 1, and lines in the model
+    #: tensor whose last axis is a flattened image, channels last -> sizes of the image's axes with channels first
+    images: NotRequired[dict[str, list[int]]]
     outputs: list[tuple[list[int] | None, int]]  #: form and batch axis of each
     provenance: dict[str, Any]
 
 
 #: number of an integer type in the schema (int8, uint8, int16, int4) -> its range, in which zero points must lie
 _RANGES = {9: (-128, 127), 3: (0, 255), 7: (-(1 << 15), (1 << 15) - 1), 17: (-8, 7)}
+
+
+def _unrolled(x: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
+    """Return flattened images, channels last along the last axis, with channels first; `sizes` are [C, ...]."""
+    image = x.reshape(*x.shape[:-1], -1, sizes[0])
+    return image.swapaxes(-1, -2).reshape(x.shape)
 
 
 def _away(x: Any) -> np.ndarray:
@@ -107,7 +115,11 @@ class LiteRt:
         ends = [*self.inputs, *self.interpreter.get_output_details()]
         ranks = [len(d["shape"]) - (d["name"] in self.lines) for d in ends]
         valid = [0 <= a < max(r, 1) and (f is None or sorted(f) == [*range(r)]) for (f, a), r in zip(noted, ranks)]
-        if len(noted) != len(ranks) or not all(valid):
+        self.images = self.notes.get("images", {})
+        shapes = {d["name"]: d["shape"] for d in ends}
+        known = [(s, [*shapes[n]][-1:]) for n, s in self.images.items() if n in shapes]
+        fitting = [s and min(s) > 0 and [math.prod(s)] == last for s, last in known]
+        if len(noted) != len(ranks) or not all((*valid, *fitting)):
             raise unfit_notes(str(path))
 
     @staticmethod
@@ -170,6 +182,7 @@ class LiteRt:
                 value = dequantize_output(value, *qparams[:2])
             if name in self.lines and value.shape[1:2] == (1,):
                 value = value.squeeze(1)
+            value = _unrolled(value, self.images[name]) if name in self.images else value
             out[name] = value.transpose(np.argsort(form)) if form else value
         return out | codes
 

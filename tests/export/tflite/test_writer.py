@@ -466,17 +466,7 @@ def test_layers_with_one_spatial_axis_hand_images_of_height_1_to_each_other(tmp_
     x = torch.randn(8, 4, 24)
     result = quantized(sequential(*layers), x, "tflite_int8")
     file = result.export(tmp_path / "m.tflite", io="int8")
-    # channels come first where the model flattens, so that they turn before it
-    one = [
-        "RESHAPE",
-        "CONV_2D",
-        "MAX_POOL_2D",
-        "DEPTHWISE_CONV_2D",
-        "RESHAPE",
-        "TRANSPOSE",
-        "RESHAPE",
-        "FULLY_CONNECTED",
-    ]
+    one = ["RESHAPE", "CONV_2D", "MAX_POOL_2D", "DEPTHWISE_CONV_2D", "RESHAPE", "FULLY_CONNECTED"]
     assert operators(file.read_bytes()) == one
     for runtime in ("litert", "litert_optimized", "litert_reference"):
         check = result.verify([torch.randn(8, 4, 24)], runtime=runtime)
@@ -514,3 +504,40 @@ def test_what_is_picked_and_repeated_is_what_torch_has(what, tmp_path):
 def test_heads_that_share_keys_are_written_without_copies_of_these():
     written = operators(content(alone("heads that share keys")[0], None))
     assert {"BATCH_MATMUL", "TILE", "BROADCAST_TO"} & set(written) == {"BATCH_MATMUL"}
+
+
+@pytest.mark.parametrize("platform", ["tflite_int8", "tflite_int16x8"])
+def test_linear_layers_read_images_as_they_lie_in_memory(platform, tmp_path):
+    """The model flattens channels first, the file channels last: columns of weights change places instead."""
+
+    def forward(m, x):
+        y = m.conv(x).relu().flatten(1)
+        return m.one(y), m.other(y)
+
+    net = model_of(forward, conv=nn.Conv2d(3, 4, 3), one=nn.Linear(80, 5), other=nn.Linear(80, 2))
+    result = quantized(net, randn(6, 3, 6, 7), platform)
+    file = result.export(tmp_path / "m.tflite")
+    assert [o for o in operators(file.read_bytes()) if "QUANTIZE" not in o] == [
+        "CONV_2D",
+        "RESHAPE",
+        "FULLY_CONNECTED",
+        "FULLY_CONNECTED",
+    ]
+    for runtime in ("litert", "litert_optimized", "litert_reference"):
+        check = result.verify([randn(5, 3, 6, 7, seed=4)], runtime=runtime)
+        assert check.exact and not check.not_compared and "100.00 % of all integers" in check.summary()
+
+
+@pytest.mark.parametrize("case", ["returned", "tied", "float", "elsewhere"])
+def test_images_turn_before_what_needs_their_channels_first(case, tmp_path):
+    def forward(m, x):
+        y = m.conv(x).relu()
+        flat = y.flatten(1)
+        more = {"returned": lambda: flat, "tied": lambda: m.fc.weight * 2.0, "elsewhere": lambda: flat * flat}
+        return (m.fc(flat), more[case]()) if case in more else m.fc(flat)
+
+    net, x = model_of(forward, conv=nn.Conv2d(3, 4, 3), fc=nn.Linear(64, 5)), randn(6, 3, 6, 6)
+    options = {"overrides": {"fc": "float"}} if case == "float" else {}
+    result = quantized(net, x, "tflite_int8", **options)
+    assert "TRANSPOSE" in operators(result.export(tmp_path / "m.tflite").read_bytes())
+    assert result.verify([x]).exact

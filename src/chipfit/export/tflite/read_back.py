@@ -1,5 +1,6 @@
 """Read back the tensors of a `.tflite` file: constants, scales and zero points."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,8 @@ def read_back(path: Path) -> dict[str, FileTensor]:
     model = schema.ModelT.InitFromObj(schema.Model.GetRootAs(path.read_bytes(), 0))
     found: dict[str, FileTensor] = {}
     tensors = model.subgraphs[0].tensors
+    notes = [bytes(model.buffers[m.buffer].data) for m in model.metadata or () if m.name == b"chipfit"]
+    images = json.loads(notes[0]).get("images", {}) if notes else {}
     for t in tensors:
         data, q = model.buffers[t.buffer].data, t.quantization
         qparams = [] if q is None or q.scale is None else [(np.asarray(q.scale), np.asarray(q.zeroPoint))]
@@ -21,7 +24,10 @@ def read_back(path: Path) -> dict[str, FileTensor]:
             scales = tensors[q.details.scales]
             scale = array_of(bytes(model.buffers[scales.buffer].data), scales).astype(np.float32)
             qparams = [(scale, np.zeros(scale.shape, np.int64))]
-        found[t.name.decode()] = FileTensor(None if data is None else array_of(bytes(data), t), qparams)
+        name, values = t.name.decode(), None if data is None else array_of(bytes(data), t)
+        if values is not None and name in images:
+            values = values.reshape(len(values), -1, images[name][0]).swapaxes(1, 2).reshape(values.shape)
+        found[name] = FileTensor(values, qparams)
     return found
 
 

@@ -33,6 +33,7 @@ from chipfit.graph.edit import drop_dead
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import TRANSPOSED
 from chipfit.passes.decompose import decompose
+from chipfit.passes.flattened import read_in_memory_order
 from chipfit.passes.layout import apply_layout, natural_layout, same_numbers
 from chipfit.plan.record import Plan
 from chipfit.platform.load import load, names
@@ -91,7 +92,7 @@ class Writer(TfliteBuilder):
         found = concrete_sizes(graph, batch or 1)
         graph = _with_shapes(graph, found)
         new, plan = apply_layout(graph, plan, "channels_last", change_io=not keep_layout)
-        self.forms = new.layouts
+        self.forms, self.flattened = new.layouts, read_in_memory_order(new, plan)
         sizes: dict[str, tuple[int, ...]] = {}
         for v in new.graph.values:
             old, form = new.copies.get(v) or (v, self.forms.get(v) or natural_layout(len(found[v])))
@@ -234,18 +235,19 @@ class Writer(TfliteBuilder):
         self.op("RESHAPE", [self.weight(name), self.ints(*shape)], y, newShape=list(shape))
         return y
 
+    def _tensors_of(self, name: str) -> list[str]:
+        """Return the tensors of the file that hold a value or weight."""
+        return [n for n in (name, f"{name}/float", f"{name}/dequantized") if n in self.index]
+
     def _notes(self, lines: Sequence[str]) -> dict[str, Any]:
         """Return what a runtime needs to read and write every value in the model's own layout; `lines` are images."""
         values = self.source.values
-        tensors = {
-            v: [n for n in (v, f"{v}/float", f"{v}/dequantized") if n in self.index]
-            for v in self.graph.values
-            if v in values
-        }
+        tensors = {v: self._tensors_of(v) for v in self.graph.values if v in values}
         batch_axis = {name: v.shape.index(None) for name, v in values.items() if None in v.shape}
+        images = {n: list(c) for v, c in self.flattened.items() for n in self._tensors_of(v)}
         inside = {n: k for v, k in _in_front(self.source).items() for n in tensors.get(v, ())}
         return {
-            **{key: v for key, v in {"in_front": inside, "lines": lines}.items() if v},
+            **{key: v for key, v in {"in_front": inside, "lines": lines, "images": images}.items() if v},
             "platform": self.plan.platform,
             "inputs": [self.forms.get(i) for i in self.source.inputs],
             "forms": {n: list(f) for v, f in self.forms.items() for n in tensors[v]},
