@@ -247,13 +247,18 @@ def test_the_smaller_network_trains_and_is_quantized_as_usual():
 
 def test_code_that_fixes_sizes_gets_a_module_of_the_graph():
     def forward(m, x):
-        return m.b(m.a(x).relu().view(-1, 8 * 64))
+        return m.b(m.n(m.a(x)).relu().view(-1, 8 * 64))
 
-    model = model_of(forward, a=conv(3, 8), b=nn.Linear(512, 4))
+    model = model_of(forward, a=conv(3, 8), n=norm(8), b=nn.Linear(512, 4))
     pruned = prune(model, data(), limits=Limits(bops="60%"))
     assert pruned.model(images()).shape == (8, 4) and type(pruned.model) is not type(model)
-    assert {n for n, _ in pruned.model.named_parameters()} == {"a.weight", "a.bias", "b.weight", "b.bias"}
-    assert pruned.model.a.weight.shape[0] == int(pruned.masks["a"].sum()) < 8
+    assert {n for n, _ in pruned.model.named_parameters()} == {n for n, _ in model.named_parameters()}
+    small, kept = pruned.model, pruned.masks["a"]
+    assert small.a.weight.shape[0] == int(kept.sum()) < 8
+    before = small.n.running_mean.clone()
+    batch = F.conv2d(images(), small.a.weight, small.a.bias, padding=1).mean((0, 2, 3)).detach()
+    small.train()(images())  # its batch norm follows the batch, as PyTorch's own does
+    torch.testing.assert_close(small.n.running_mean, 0.9 * before + 0.1 * batch)
 
 
 def test_what_was_removed_is_shown():

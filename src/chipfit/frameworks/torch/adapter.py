@@ -33,7 +33,10 @@ class Torch(Framework):
         from chipfit.frameworks.torch.resize import resized_module
 
         found = resized_module(model, graph, args, kwargs)
-        return self.lower(graph, Plan(), None) if found is None else found
+        if found is None:
+            found = self.lower(graph, Plan(), None)
+            found.batch_statistics = True
+        return found
 
     def is_model(self, thing: Any) -> bool:
         return isinstance(thing, torch.nn.Module)

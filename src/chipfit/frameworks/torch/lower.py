@@ -57,6 +57,11 @@ def lower(graph: Graph, plan: Plan, training: Training | None = None) -> Quantiz
     return made
 
 
+def _norm_of_batch(x: torch.Tensor, w: Any, b: Any, mean: Any, var: Any, *, eps: float) -> torch.Tensor:
+    """Normalize by the statistics of the batch, and move the running ones by a tenth, PyTorch's default."""
+    return nn.functional.batch_norm(x, mean, var, w, b, True, 0.1, eps)
+
+
 class QuantizedModule(Checkpointed):
     """A model as the chip computes it, in float: every stored tensor is rounded to its grid.
 
@@ -71,6 +76,8 @@ class QuantizedModule(Checkpointed):
     """
 
     segments = 1
+    #: batch norms use and update their statistics in training, as of a float network
+    batch_statistics = False
 
     def __init__(self, graph: Graph, plan: Plan, training: Training | None = None) -> None:
         super().__init__()
@@ -242,6 +249,8 @@ class QuantizedModule(Checkpointed):
             f, args, attrs = (self._run_with_batch_norm, [node, *xs], {}) if folds else call(node, xs)
             if node.op == "Dropout":
                 attrs = {**attrs, "training": self.training}
+            elif node.op == "BatchNorm" and self.batch_statistics and self.training:
+                f = _norm_of_batch
             elif "device" in attrs and where:  # a tensor created on the device of capture moves with the model
                 attrs = {**attrs, "device": where}
             out = f(*args, **attrs)
