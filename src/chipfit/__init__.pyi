@@ -60,5 +60,6 @@ from chipfit.search.limits import Limits as Limits
 from chipfit.settings import BEST as BEST
 from chipfit.settings import Settings as Settings
 from chipfit.verify import Verification as Verification
+from chipfit.verify.file import verify_file as verify_file
 
 def __getattr__(name: str) -> Any: ...

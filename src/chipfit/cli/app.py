@@ -60,7 +60,7 @@ InputSize = Annotated[int, Option("--input-size", min=1, max=1 << 14, help=_INPU
 Seed = Annotated[int, Option("--seed", min=-(1 << 63), max=(1 << 64) - 1, help="seed of all random numbers")]
 Mean = Annotated[str, Option("--mean", help="mean of images in 0..1, per channel")]
 Std = Annotated[str, Option("--std", help="standard deviation of images in 0..1, per channel")]
-Saved = Annotated[Path, Argument(help="folder that `quantize` or Result.save wrote")]
+Saved = Annotated[Path, Argument(help="folder that `quantize` or Result.save wrote; or a quantized .tflite file")]
 _DEVICE_HELP = "device of a PyTorch model: cpu, cuda, cuda:1, mps ..., or auto; by default where module:factory puts it"
 Device = Annotated[str | None, Option("--device", help=_DEVICE_HELP)]
 Rule = Annotated[str | None, Option("--rule", help="range rule for activations; the better of two when omitted")]
@@ -398,7 +398,7 @@ def verify(
     mean: Mean = MEAN,
     std: Std = STD,
 ) -> None:
-    """Run a saved result on its runtime and compare all integers.
+    """Run a saved result, or a quantized .tflite file of any tool, on its runtime and compare all integers.
 
     Exit status 1 if file or runtime differ, 3 if a runtime differs for which exactness is not claimed.
     """
@@ -407,6 +407,12 @@ def verify(
 
     if report is not None:
         check_suffix(report)
+    if saved.suffix == ".tflite":
+        if report is not None or file is not None:
+            raise typer.BadParameter("a file without a saved result has no report", param_hint="SAVED")
+        found = chipfit.verify_file(saved, load_data(data, input_size, mean, std, framework="tflite"), runtime=runtime)
+        _echo(str(found))
+        raise typer.Exit({"departs": 1, "unpromised": 3}.get(found.verdict, 0))
     result = _load(saved)
     batches = load_data(data, input_size, mean, std, framework=result.graph.framework)
     found = result.verify(batches, runtime=runtime, path=file)
@@ -454,6 +460,10 @@ def explain(
     from chipfit.cli.inputs import load_data
     from chipfit.decide.overrides import match_layers
 
+    if saved.suffix == ".tflite":
+        from chipfit.verify.file import read_quantized
+
+        return _echo(str(read_quantized(saved)[0].plan))
     result = _load(saved, device)
     if data is not None:
         images = load_data(data, input_size, mean, std, framework=result.graph.framework)

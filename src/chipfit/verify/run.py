@@ -4,7 +4,7 @@ import itertools
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,13 @@ def verify(
     return out
 
 
+def _with_float_biases(graph: Graph, plan: Plan) -> Graph:
+    """Return a graph whose biases are float32: those that were read from a file are float64, to hold 32 bits."""
+    wide = {k for k, t in plan.tensors.items() if t.role == "bias" and graph.weights[k].dtype == torch.float64}
+    weights = {k: w.float() if k in wide else w for k, w in graph.weights.items()}
+    return replace(graph, weights=weights) if wide else graph
+
+
 @dataclass
 class Comparator:
     """A comparison of simulation and device, batch after batch, whose results go to `out`."""
@@ -141,7 +148,8 @@ class Comparator:
 
     def __post_init__(self) -> None:
         self.calibration = SampleHashes(self.plan.provenance.get("samples", ()))
-        self.of_user = self.graph  # with weights as they were before tables rounded them
+        #: with weights as they were before tables rounded them, and biases in the type of the network
+        self.of_user = _with_float_biases(self.graph, self.plan)
         self.graph, self.plan = with_integers(self.graph, self.plan)
         self.live = live_values(self.graph)
 

@@ -28,11 +28,15 @@ OPERATORS = {k: v for k, v in CASES.items() if not v[2]}
 
 
 def float_file(model, x, path):
-    """Write a network of torch in float, with images channels last; return its graph."""
+    """Write a network of torch in float, in its own layout; return the file."""
+    return export_float(model, x, path, keep_layout=True)[1]
+
+
+def export_float(model, x, path, **options):
+    """Write a network of torch in float; return its graph and the file."""
     graph = fold_constants(capture_torch(model.eval(), tuple(x), {}))[0]
     plan = Plan(tensors={}, nodes={n.name: NodePlan(name=n.name, op=n.op, exec="float") for n in graph.nodes})
-    export(graph, plan, path, load("tflite_int8"), keep_layout=True)
-    return graph
+    return graph, export(graph, plan, path, load("tflite_int8"), **options)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -40,7 +44,7 @@ def test_what_the_writer_writes_is_read_as_the_same_network(tmp_path, name):
     make, inputs, _ = OPERATORS[name]
     torch.manual_seed(0)
     x = inputs()
-    graph = float_file(make(), x, tmp_path / "m.tflite")
+    graph, _ = export_float(make(), x, tmp_path / "m.tflite", keep_layout=True)
     read = capture(load_file(tmp_path / "m.tflite"), x)
     want, got = run(graph, x, keep=graph.outputs), run(read, x, keep=read.outputs)
     for a, b in zip(graph.outputs, read.outputs, strict=True):
@@ -65,10 +69,7 @@ def images():
 
 @pytest.fixture
 def path(network, images, tmp_path):
-    float_file(network, [images[0].permute(0, 3, 1, 2)], tmp_path / "keep.tflite")
-    graph = fold_constants(capture_torch(network, (images[0].permute(0, 3, 1, 2),), {}))[0]
-    plan = Plan(tensors={}, nodes={n.name: NodePlan(name=n.name, op=n.op, exec="float") for n in graph.nodes})
-    return export(graph, plan, tmp_path / "m.tflite", load("tflite_int8"))
+    return export_float(network, [images[0].permute(0, 3, 1, 2)], tmp_path / "m.tflite")[1]
 
 
 @pytest.mark.parametrize(("platform", "suffix"), [("tflite_int8", "tflite"), ("ort_cpu", "onnx")])

@@ -18,8 +18,10 @@ from chipfit.files import existing_file, wrap_read_errors
 
 _NAMES = {code: name for name, code in vars(schema.TensorType).items() if isinstance(code, int)}
 _OPERATORS = {code: name for name, code in vars(schema.BuiltinOperator).items() if isinstance(code, int)}
+#: types of biases
+_WIDE = ("INT32", "INT64")
 #: types of the integers that quantized tensors hold
-_CODES = ("INT4", "INT8", "UINT8", "INT16", "INT32", "INT64")
+_CODES = ("INT4", "INT8", "UINT8", "INT16", *_WIDE)
 
 
 class Tensor:
@@ -55,7 +57,8 @@ class Tensor:
         if self.scale.size > 1:
             sides[self.axis] = -1
         scale, zero = (v.reshape(sides if v.size > 1 else ()) for v in (self.scale, self.zero))
-        return ((codes.astype(np.int64) - zero) * scale.astype(np.float64)).astype(np.float32)
+        reals = (codes.astype(np.int64) - zero) * scale.astype(np.float64)
+        return reals if self.kind in _WIDE else reals.astype(np.float32)  # of 32 bits float32 has but 24
 
     def _codes(self, data: bytes) -> np.ndarray:
         if self.kind != "INT4":

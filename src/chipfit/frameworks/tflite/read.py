@@ -55,6 +55,8 @@ def _require(condition: bool, why: str = "") -> None:
 class Reading:
     """The graph of one file while it is read."""
 
+    one_value_each = False  #: every computing node has a tensor of the file as its result
+
     def __init__(self, model: TfliteModel, shapes: Sequence[tuple[int, ...]], open_batch: bool) -> None:
         """
         Args:
@@ -110,9 +112,16 @@ class Reading:
             array = self.constant(index)
             _require(array is not None, "a weight of it is computed")
             name = self.builder.fresh(self.model.tensors[index].name)
-            self.builder.graph.weights[name] = torch.from_numpy(np.array(change(np.asarray(array))))
+            self.builder.graph.weights[name] = self.numbers(torch.from_numpy(np.array(change(np.asarray(array)))))
             self._weights[key] = name
         return self._weights[key]
+
+    def numbers(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return a weight as the graph holds it."""
+        return weight.float() if weight.dtype == torch.float64 else weight
+
+    def call(self, op: Operator) -> "Call":
+        return Call(self, op)
 
     def _read(self, op: Operator) -> None:
         if op.inputs and all(i < 0 or i not in self.values for i in op.inputs):
@@ -424,7 +433,7 @@ _REDUCTIONS = {
 def _reduce(c: Call) -> Value:
     x, keep = c.value(0), bool(c.option("keepDims", False))
     axes = tuple(sorted({a % len(x.shape) for a in c.integers(1)}))
-    if c.op.kind == "MEAN" and len(x.shape) == 4 and axes == (1, 2):
+    if c.op.kind == "MEAN" and len(x.shape) == 4 and axes == (1, 2) and (keep or not c.reading.one_value_each):
         shape = (x.shape[0], 1, 1, x.shape[3])
         y = c.part("GlobalAvgPool", [x], shape, called=c.name)
         return y if keep else c.part("Reshape", [y], c.shape(), called=f"{c.name}/flat", shape=c.static())

@@ -1,0 +1,218 @@
+"""Read a quantized `.tflite` file into a Graph and the Plan that its scales and zero points amount to."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import flatbuffers
+import numpy as np
+import torch
+from ai_edge_litert import schema_py_generated as schema
+
+from chipfit.engine.trees import dump_call, dump_result
+from chipfit.errors import CaptureError
+from chipfit.frameworks.tflite.model import Operator, Tensor, TfliteModel
+from chipfit.frameworks.tflite.read import Reading
+from chipfit.graph.check import check
+from chipfit.graph.edit import drop_dead
+from chipfit.graph.ir import Graph, Node
+from chipfit.operators.table import OPS
+from chipfit.passes.layout import apply_layout
+from chipfit.plan.record import NodePlan, Plan, Role, TensorPlan
+from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.stored import Stored
+
+_BITS = {"INT4": (4, -8, 7), "INT8": (8, -128, 127), "UINT8": (8, 0, 255), "INT16": (16, -32768, 32767)}
+_WIDE = {"INT32": 32, "INT64": 64}
+#: operators beside those that move numbers whose kernels keep the grid of their operand
+_KEEP = ("AvgPool", "Resize")
+
+
+@dataclass(frozen=True)
+class QuantizedFile:
+    """The network of a quantized file."""
+
+    graph: Graph  #: with channels first
+    plan: Plan  #: formats, scales and zero points of the file
+    content: bytes  #: the file, whose tensors have the names of the graph, with chipfit's notes about layouts
+
+
+def read_quantized(model: TfliteModel, platform: str) -> QuantizedFile:
+    """Read a quantized file with the integers that it holds.
+
+    Args:
+        platform: name of the platform whose arithmetic the file is for.
+
+    Raises:
+        CaptureError: Nothing in the file is quantized, or an operator has no reader.
+    """
+    computed = [t for t in model.quantized if t.constant is None]
+    if not computed:
+        what = "Only weights of the file are integers" if model.quantized else "The file is not quantized"
+        raise CaptureError(what, where=model.where, hint="chipfit.quantize(file, data) quantizes a float file")
+    model.run([np.zeros([max(d, 1) for d in t.signature], np.float32) for t in model.inputs])
+    reading = _Codes(model, model.shapes(), all(t.shape[:1] == (1,) for t in model.inputs))
+    graph = reading.graph()
+    names = [t.name for t in model.inputs]
+    graph.in_spec = dump_call((0,) * len(names), {}, names)
+    outputs = list(range(len(graph.outputs)))
+    graph.out_spec = dump_result(tuple(outputs) if len(outputs) > 1 else 0, [{"output": k} for k in outputs])
+    drop_dead(graph)
+    check(graph, blame="capture")
+    live = {n.name for n in graph.nodes}
+    plan = Plan(
+        tensors={k: t for k, t in reading.stored.items() if k in graph.values or k in graph.weights},
+        nodes={n.name: reading.node_plan(n) for n in graph.nodes},
+        groups=tuple(g for g in reading.groups if live.issuperset(g)),
+        float_edges=frozenset(reading.float_edges),
+        platform=platform,
+    )
+    moved, plan = apply_layout(graph, plan, "channels_first")
+    check(moved.graph, blame="layout")
+    forms = {n: [int(d) for d in np.argsort(p)] for n, p in moved.layouts.items()}
+    notes = {
+        "platform": platform,
+        "inputs": [None] * len(names),
+        "forms": forms,
+        "batch_axis": {},
+        "outputs": [[None, 0]] * len(outputs),
+        "provenance": {},
+    }
+    return QuantizedFile(moved.graph, plan, _named(model, reading.names(), notes))
+
+
+class _Codes(Reading):
+    """The graph of a quantized file while it is read, and what is stored how."""
+
+    one_value_each = True
+
+    def __init__(self, model: TfliteModel, shapes: Any, open_batch: bool) -> None:
+        super().__init__(model, shapes, open_batch)
+        self.stored: dict[str, TensorPlan] = {}
+        self.groups: list[tuple[str, ...]] = []
+        self.float_edges: set[tuple[str, str]] = set()
+        self._first: dict[str, int] = {}  #: value -> the tensor with its integers
+
+    def graph(self) -> Graph:
+        for t in self.model.inputs:
+            if t.scale is not None:
+                self._keep(t.name, t)
+        return super().graph()
+
+    def numbers(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight  # biases stay in float64, which holds all integers of 32 bits
+
+    def _read(self, op: Operator) -> None:
+        tensors = self.model.tensors
+        if op.kind == "QUANTIZE" and op.inputs[0] in self.values and tensors[op.inputs[0]].scale is None:
+            value = self.values[op.inputs[0]]
+            self.values[op.outputs[0]] = value
+            self._keep(value.name, tensors[op.outputs[0]])
+            return
+        before = len(self.builder.graph.nodes)
+        if op.kind == "QUANTIZE" and op.inputs[0] in self.values:
+            x = self.values[op.inputs[0]]
+            call = self.call(op)
+            self.values[op.outputs[0]] = call.emit("Requantize", [x])
+        else:
+            super()._read(op)
+        new = self.builder.graph.nodes[before:]
+        for index in op.outputs:
+            if index in self.values and tensors[index].scale is not None:
+                self._keep(self.values[index].name, tensors[index])
+        self._inner(new)
+
+    def _keep(self, name: str, t: Tensor) -> None:
+        if name not in self.stored:
+            self._first[name] = t.index
+            self.stored[name] = TensorPlan(name=name, role="activation", stored=_stored(t), origin="the file")
+
+    def _inner(self, new: list[Node]) -> None:
+        """Store what lies between the nodes of one operator: moved numbers as their operand; fused sums nowhere."""
+        for n in new:
+            self._weights_of(n)
+        for n in reversed(new):  # behind a linear operator numbers are moved to the shape that the file has
+            self._tie(n, n.output, n.data)
+        for n in new:
+            self._tie(n, n.data, n.output)
+        clips = [n for n in new if n.op in ("Relu", "Relu6", "Clamp") and n.name != new[0].name]
+        if clips:
+            at = new.index(clips[0])
+            self.groups.append((new[at - 1].name, clips[0].name))
+
+    def _tie(self, n: Node, a: str, b: str) -> None:
+        if OPS[n.op].moves and a in self.stored and b not in self.stored and b in self.builder.graph.values:
+            self.stored[b] = self.stored[a].with_(name=b)
+
+    def _weights_of(self, n: Node) -> None:
+        """Store the constants of an operator as the file has them, with the axis of channels that the graph has."""
+        graph, tensors = self.builder.graph, {name: self.model.tensors[k] for (k, _), name in self._weights.items()}
+        for slot, name in zip(OPS[n.op].slots, n.inputs, strict=False):
+            if name not in tensors or name in self.stored or tensors[name].scale is None:
+                continue
+            role: Role = "bias" if slot.startswith("b") else "weight"
+            axis = OPS[n.op].weight_axis % max(graph.weights[name].dim(), 1) if role == "weight" else 0
+            stored = _stored(tensors[name], axis)
+            self.stored[name] = TensorPlan(name=name, role=role, stored=stored, origin="the file")
+
+    def node_plan(self, n: Node) -> NodePlan:
+        """Return where an operator runs: in integers if its operands and its result are integers."""
+        graph, group = self.builder.graph, next((g for g in self.groups if n.name in g), ())
+        data = [i for i in n.inputs if i is not None and graph.is_float(i)]
+        result = group[-1] if group else n.name
+        out = next(m for m in graph.nodes if m.name == result).output
+        fused = bool(group) and n.name != group[0]
+        held = all(i in self.stored for i in data) or fused
+        if not held or (graph.is_float(out) and out not in self.stored):
+            return NodePlan(name=n.name, op=n.op, layer=n.layer, exec="float", why="the file has floats here")
+        first = self.stored.get(data[0]) if data else None
+        same = first is not None and out in self.stored and _same(first, self.stored[out])
+        follows = same and (OPS[n.op].moves or n.op in _KEEP)
+        how = {"group": group[-1]} if group else {}
+        return NodePlan(name=n.name, op=n.op, layer=n.layer, exec="follow" if follows else "int", **how)  # type: ignore[arg-type]
+
+    def names(self) -> dict[int, str]:
+        """Return the name of every tensor: that of the value or weight which it holds."""
+        out = {index: name for name, index in self._first.items()}
+        out |= {index: name for (index, _), name in self._weights.items()}
+        taken = {*out.values()}
+        for t in self.model.tensors:
+            if t.index not in out:
+                value = self.values.get(t.index)
+                wanted = t.name if value is None else value.name
+                out[t.index] = wanted if wanted not in taken else f"{wanted}/file_{t.index}"
+                taken.add(out[t.index])
+        return out
+
+
+def _same(a: TensorPlan, b: TensorPlan) -> bool:
+    return a.stored is not None and b.stored is not None and a.stored.same_numbers(b.stored)
+
+
+def _stored(t: Tensor, axis: int = 0) -> Stored:
+    bits, low, high = _BITS.get(t.kind) or (_WIDE[t.kind], -(1 << _WIDE[t.kind] - 1), (1 << _WIDE[t.kind] - 1) - 1)
+    assert t.scale is not None
+    channels = t.scale.size > 1
+    symmetric = not t.zero.any()
+    grid = Grid(bits=bits, qmin=low, qmax=high, zero=0 if symmetric else "any", per="channel" if channels else "tensor")
+    shape = (-1,) if channels else ()
+    scale = torch.from_numpy(t.scale.astype(np.float32).reshape(shape).copy())
+    zero = torch.from_numpy(np.broadcast_to(t.zero.astype(np.int32), t.scale.shape).reshape(shape).copy())
+    return Stored(format=t.kind.lower(), grid=grid, scale=scale, zero_point=zero, axis=axis if channels else None)
+
+
+def _named(model: TfliteModel, names: dict[int, str], notes: dict[str, Any]) -> bytes:
+    """Return the file with other names of tensors and with notes."""
+    table = schema.ModelT.InitFromObj(schema.Model.GetRootAs(model.content, 0))
+    for k, t in enumerate(table.subgraphs[0].tensors):
+        t.name = names[k].encode()
+    entry, content = schema.MetadataT(), schema.BufferT()
+    content.data = np.frombuffer(json.dumps(notes).encode(), np.uint8)
+    table.buffers.append(content)
+    entry.name, entry.buffer = b"chipfit", len(table.buffers) - 1
+    table.metadata = [*(m for m in table.metadata or () if m.name != b"chipfit"), entry]
+    builder = flatbuffers.Builder(len(model.content))
+    builder.Finish(table.Pack(builder), file_identifier=b"TFL3")
+    return bytes(builder.Output())

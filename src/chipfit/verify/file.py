@@ -1,0 +1,63 @@
+"""Proof of a quantized file that another tool has written."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from chipfit.errors import CaptureError, RuntimeUnavailable
+from chipfit.files import package_data, path_of
+from chipfit.frameworks import framework_of, load, part
+from chipfit.platform.load import load_platform
+from chipfit.platform.schema import Platform
+from chipfit.verify.run import verify
+from chipfit.verify.verification import Verification
+
+
+def read_quantized(path: Any, platform: str | Path | Platform = "") -> Any:
+    """Read a quantized `.tflite` file of any tool: (its `graph`, `plan` and `content`; the platform that it is for).
+
+    Args:
+        platform: whose arithmetic the file is for; by default that of LiteRT for the bits of its activations.
+
+    Raises:
+        CaptureError: The file cannot be read, is not quantized, or has an operator without a reader.
+    """
+    file, known = path_of(path, CaptureError), package_data("chipfit.verify", "file.yaml")
+    if file.suffix not in known:
+        allowed = ", ".join(known)
+        raise CaptureError("Quantized files of other tools are read by their suffix", got=str(path), allowed=allowed)
+    model = load(str(file))
+    kinds = {t.kind for t in model.quantized if t.constant is None}
+    usual = next((name for kind, name in known[file.suffix].items() if kind in kinds), "")
+    chosen = load_platform(platform or usual or next(iter(known[file.suffix].values())))
+    return part(framework_of(model), "quantized").read_quantized(model, chosen.name), chosen
+
+
+def verify_file(
+    path: Any,
+    data: Any,
+    *,
+    platform: str | Path | Platform = "",
+    runtime: str | None = None,
+    batches: int | None = None,
+) -> Verification:
+    """Simulate the integers of a quantized `.tflite` file of any tool, and compare them with the runtime's.
+
+    The file runs as it is, but for the names of its tensors.
+
+    Args:
+        data: batches as the file takes them; floats for a file of integers are quantized as it says.
+        platform: whose arithmetic is simulated; by default LiteRT's for the bits of the file's activations.
+        runtime: a registered runtime for `.tflite` files; by default the platform's own.
+        batches: stop after this many.
+
+    Raises:
+        CaptureError: The file cannot be read, is not quantized, or has an operator without a reader.
+        RuntimeUnavailable: The runtime is not installed, or refuses the file.
+        DataError: There are no data.
+    """
+    found, chosen = read_quantized(path, platform)
+    with tempfile.TemporaryDirectory() as folder:
+        named = path_of(Path(folder) / "model.tflite", RuntimeUnavailable)
+        named.write_bytes(found.content)
+        return verify(found.graph, found.plan, chosen, data, runtime=runtime, path=named, batches=batches)

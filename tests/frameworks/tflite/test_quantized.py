@@ -1,0 +1,131 @@
+"""Quantized files of other tools: their integers are simulated and compared, and what differs is named."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import chipfit
+from chipfit.errors import CaptureError
+from tests.build import sequential
+from tests.frameworks.tflite.test_read import float_file
+
+pytest.importorskip("ai_edge_litert")
+from chipfit.frameworks.tflite.model import TfliteModel
+from chipfit.frameworks.tflite.quantized import read_quantized
+from chipfit.platform.load import load
+from chipfit.verify import verify
+from chipfit.verify.file import read_quantized as read_file
+
+RUNTIMES = ("litert_reference", "litert_optimized", "litert")
+IMAGES = np.random.default_rng(0).normal(size=(24, 12, 10, 3)).astype("f4")
+
+
+def kernel(*shape):
+    """Return weights that depend on their shape alone."""
+    drawn = np.random.default_rng(sum(shape)).normal(size=shape)
+    return (drawn / np.sqrt(np.prod(shape[:-1]))).astype("f4")
+
+
+def branches(tf, x):
+    y = tf.nn.relu(tf.nn.conv2d(x, kernel(3, 3, 3, 6), 1, "SAME") + kernel(6))
+    z = tf.nn.depthwise_conv2d(y, kernel(3, 3, 6, 1), [1, 1, 1, 1], "SAME") + kernel(6)
+    y = tf.nn.avg_pool2d(tf.concat([y + z, tf.nn.max_pool2d(y, 3, 1, "SAME")], 3), 2, 2, "VALID")
+    return tf.nn.softmax(tf.matmul(tf.reshape(y, [-1, 6 * 5 * 12]), kernel(6 * 5 * 12, 4)))
+
+
+def curves(tf, x):
+    y = tf.nn.relu6(tf.nn.conv2d(x, 3 * kernel(3, 3, 3, 5), 2, "VALID") + kernel(5))
+    y = tf.nn.leaky_relu(y * tf.sigmoid(tf.nn.conv2d(y, kernel(1, 1, 5, 5), 1, "VALID")), 0.2)
+    y = tf.tanh(tf.nn.conv2d_transpose(y, kernel(2, 2, 4, 5), [1, 10, 8, 4], 2, "VALID"))
+    y = tf.pad(y, [[0, 0], [1, 1], [1, 1], [0, 0]])
+    return tf.matmul(tf.reduce_mean(y, [1, 2]), kernel(4, 3)) + kernel(3)
+
+
+def resized(tf, x):
+    y = tf.nn.relu(tf.nn.conv2d(x, kernel(3, 3, 3, 4), 1, "VALID"))
+    y = tf.nn.conv2d(tf.image.resize(y, [20, 16]), kernel(1, 1, 4, 4), 1, "VALID") + kernel(4)
+    return y - tf.image.resize(tf.nn.conv2d(x, kernel(3, 3, 3, 4), 1, "VALID"), [20, 16], "nearest")
+
+
+NETWORKS = {"branches": branches, "curves": curves, "resized": resized}
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    """Return a function: name of a network, type of inputs and outputs -> file of TensorFlow's converter."""
+    tf = pytest.importorskip("tensorflow")
+
+    def convert(name, ends="float32"):
+        wanted = [tf.TensorSpec([1, *IMAGES.shape[1:]], tf.float32)]
+        concrete = tf.function(lambda x: NETWORKS[name](tf, x), input_signature=wanted).get_concrete_function()
+        made = tf.lite.TFLiteConverter.from_concrete_functions([concrete], tf.Module())
+        made.optimizations = [tf.lite.Optimize.DEFAULT]
+        made.representative_dataset = lambda: ([row[None]] for row in IMAGES)
+        made.target_spec.supported_ops = [tf.lite.OpsSet.TFLITE_BUILTINS_INT8]
+        made.inference_input_type = made.inference_output_type = getattr(tf, ends)
+        file = tmp_path_factory.mktemp("tf") / f"{name}.tflite"
+        with warnings.catch_warnings(action="ignore"):
+            file.write_bytes(made.convert())
+        return file
+
+    return convert
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize(("name", "ends"), [*((n, "float32") for n in NETWORKS), ("branches", "int8")])
+def test_a_file_of_tensorflows_converter_computes_the_simulated_integers(converted, name, ends, runtime):
+    found = chipfit.verify_file(converted(name, ends), [torch.from_numpy(IMAGES[:6])], runtime=runtime)
+    assert found.exact and found.exact_share > 0.7
+    assert all(not h.differing for h in found.held) and len(found.held) > 5
+
+
+def written(tmp_path, **options):
+    torch.manual_seed(0)
+    model = sequential(nn.Conv2d(3, 6, 3, 2, 1), nn.ReLU6(), nn.Flatten(), nn.Linear(180, 4)).eval()
+    data = [torch.randn(8, 3, 12, 10) for _ in range(3)]
+    result = chipfit.quantize(model, data, platform="tflite_int8", progress=False)
+    return result.export(tmp_path / "m.tflite", **options), data[0].permute(0, 2, 3, 1)
+
+
+@pytest.mark.parametrize("io", ["float", "int8"])
+def test_a_file_of_our_own_is_verified_without_its_result(tmp_path, io):
+    file, x = written(tmp_path, io=io)
+    assert chipfit.verify_file(file, [x]).exact
+
+
+def test_what_the_file_holds_is_shown(tmp_path):
+    found, platform = read_file(written(tmp_path)[0])
+    assert platform.name == "tflite_int8"
+    assert [p.exec for p in found.plan.nodes.values() if p.op in ("Conv2D", "Linear")] == ["int", "int"]
+    text = str(found.plan)
+    assert "conv2d" in text and "int8" in text and "the file" in text
+
+
+@pytest.mark.parametrize("what", ["weight", "bias", "scale"])
+def test_another_network_than_the_file_has_departs_and_is_named(tmp_path, what):
+    """A negative control: the simulation gets one number that the file has not."""
+    file, x = written(tmp_path)
+    found = read_quantized(TfliteModel(file.read_bytes()), "tflite_int8")
+    (tmp_path / "named.tflite").write_bytes(found.content)
+    name = next(k for k, t in found.plan.tensors.items() if t.role == (what if what != "scale" else "activation"))
+    if what == "scale":
+        stored = found.plan.tensors[name].stored
+        found.plan.tensors[name] = found.plan.tensors[name].with_(scale=stored.scale * 1.01)
+    else:
+        first = (0,) * found.graph.weights[name].dim()
+        found.graph.weights[name][first] += 40 * float(found.plan.tensors[name].scale.max())
+    check = verify(found.graph, found.plan, load("tflite_int8"), [x], path=tmp_path / "named.tflite")
+    assert check.verdict == "departs" and any(name in d for d in check.departures)
+
+
+def test_a_file_without_integers_is_refused(tmp_path):
+    with pytest.raises(CaptureError, match=r"read by their suffix.*\.tflite"):
+        chipfit.verify_file(tmp_path / "m.onnx", [])
+    file = float_file(nn.Linear(4, 3), [torch.randn(2, 4)], tmp_path / "float.tflite")
+    with pytest.raises(CaptureError, match=r"The file is not quantized.*chipfit\.quantize"):
+        chipfit.verify_file(file, [torch.randn(2, 4)])
