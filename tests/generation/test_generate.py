@@ -117,6 +117,16 @@ def test_models_of_vectors_and_of_several_inputs_are_served():
     assert quantized(two, batches).verify(batches).differing == 0
 
 
+def test_inputs_have_the_structure_of_the_models_call():
+    def forward(m, inputs):
+        return m.norm(inputs["image"]) * inputs["mask"]
+
+    model, example = model_of(forward, norm=nn.BatchNorm2d(3)), {"image": EXAMPLE, "mask": torch.zeros(2, 1, 8, 8)}
+    data = chipfit.generated(model.eval(), 4, example=[example], options=SHORT, progress=False)
+    assert {k: tuple(x.shape) for k, x in data[0].items()} == {"image": (4, 3, 8, 8), "mask": (4, 1, 8, 8)}
+    assert data.notes[0] in quantized(model, data).plan.rewrites
+
+
 def test_a_plan_warns_that_its_data_were_generated():
     model = network()
     data = chipfit.generated(model, 24, example=EXAMPLE, options=SHORT, progress=False)
@@ -165,6 +175,7 @@ def test_sizes_that_a_model_itself_tells_are_used():
     [
         (lambda: made(small_cnn()), r"at least one BatchNorm layer.*no batch norm.*real calibration data"),
         (lambda: made(network(), example=None), r"the shape of the inputs is unknown.*example=torch.zeros"),
+        (lambda: made(network(), options=Generation(steps=3, rate=1e25)), "diverged.*lower learning rate"),
         (lambda: made(network(), 0), r"whole number above 0.*Got: 0"),
         (lambda: made(network(), options={"steps": 3}), r"'options'.*Got: dict.*Generation"),
         (lambda: Generation(steps=0), "steps"),

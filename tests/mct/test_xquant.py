@@ -68,6 +68,7 @@ def test_tensorboard_shows_the_graph_with_the_metrics_of_each_kernel(tmp_path):
     (graph,) = (GraphDef.FromString(e.graph_def) for e in found if e.graph_def)
     measured = [n for n in graph.node if {"xquant_repr", "xquant_val"} <= set(n.attr)]
     assert len(measured) == 3 and b"'cs': " in measured[0].attr["xquant_repr"].s
+    assert measured[0].attr["runs"].s == b"int" and measured[0].attr["format"].s
     sources = {n.name for n in graph.node}
     assert all(i in sources for n in graph.node for i in n.input)
     tags = {v.tag for e in found for v in e.summary.value}

@@ -47,6 +47,16 @@ def flatten_call(spec: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[s
     return [leaves[i] for i in spec["tensors"]]
 
 
+def call_with(graph: Graph, inputs: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call with these inputs of the graph; arguments that are no tensors are None."""
+    spec = json.loads(graph.in_spec)
+    leaves: list[Any] = [None] * spec["leaves"]
+    for k, x in zip(spec["tensors"], inputs, strict=True):
+        leaves[k] = x
+    args, kwargs = pytree.tree_unflatten(leaves, load_tree(spec))
+    return args, kwargs
+
+
 def batch_axes(graph: Graph) -> dict[str, int]:
     """Return the axis of samples of each input that has one; it is axis 0 unless the capture found another."""
     spec = json.loads(graph.in_spec) if graph.in_spec else {}

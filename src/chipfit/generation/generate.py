@@ -1,6 +1,5 @@
 """Generate calibration data from the statistics of a network's batch norms."""
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -15,7 +14,7 @@ from chipfit.calibration.progress import Progress
 from chipfit.engine.process import preserve_random_state
 from chipfit.engine.run import run
 from chipfit.engine.torch_defaults import torch_defaults
-from chipfit.engine.trees import batch_axes
+from chipfit.engine.trees import batch_axes, call_with
 from chipfit.engine.types import dtype_of
 from chipfit.errors import ConfigError, DataError
 from chipfit.frameworks import adapter_of, check, framework_of
@@ -66,7 +65,7 @@ def generated(
         A list of batches, as a framework's model takes them, on the CPU; `notes` says where they come from.
 
     Raises:
-        DataError: the model has no batch norms, no known input shape, or inputs that are no floats.
+        DataError: the model has no batch norms, no known input shape, inputs that are no floats; or descent diverges.
         CaptureError: the model cannot be read.
         ConfigError: an option is invalid.
 
@@ -124,10 +123,8 @@ def _inputs(graph: Graph, options: Generation) -> list[Input]:
 
 def _as_batch(graph: Graph, inputs: Sequence[Tensor]) -> Any:
     """Return inputs as the model is called with them: a tensor, a tuple, or a dict."""
-    spec = json.loads(graph.in_spec)
-    if spec["kwargs"] and not spec["args"]:
-        return dict(zip(spec["kwargs"], inputs, strict=False))
-    return inputs[0] if len(inputs) == 1 else tuple(inputs)
+    args, kwargs = call_with(graph, inputs)
+    return kwargs if not args else args[0] if len(args) == 1 and not kwargs else args
 
 
 def _note(made: "_Generator", distance: float) -> str:
@@ -167,14 +164,18 @@ class _Generator:
         schedules = [schedule_of(o, self.options.schedule, self.steps) for o in optimizers]
         with closing(self.progress.count("generate", self._order(), self.steps * len(noise))) as order:
             for k in order:
-                total, apart = self._loss(noise[k], k, self.draw)
+                total, _ = self._loss(noise[k], k, self.draw)
                 optimizers[k].zero_grad()
                 total.backward()
                 optimizers[k].step()
                 schedules[k](float(total.detach()))
         with torch.no_grad():
-            apart = torch.stack([self._loss(batch, k, None)[1] for k, batch in enumerate(noise)]).mean()
-            return [on_cpu(self._made(batch, None)) for batch in noise], math.sqrt(float(apart) / 2)
+            apart = float(torch.stack([self._loss(batch, k, None)[1] for k, batch in enumerate(noise)]).mean())
+            made = [on_cpu(self._made(batch, None)) for batch in noise]
+        if not math.isfinite(apart) or not all(bool(x.isfinite().all()) for batch in made for x in batch):
+            got, hint = f"rate {self.options.rate:g}", "a lower learning rate: Generation(rate=...)"
+            raise DataError("Data generation has diverged", got=got, hint=hint)
+        return made, math.sqrt(apart / 2)
 
     def _order(self) -> Iterator[int]:
         """Yield the numbers of batches, all of them in each step in a new order."""

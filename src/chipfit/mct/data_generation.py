@@ -1,5 +1,6 @@
 """Data generation under the names of MCT: configurations, and functions that make images from batch norms."""
 
+import logging
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
@@ -239,6 +240,8 @@ def _generated(model: Any, count: int, example: torch.Tensor, config: Any) -> li
         raise ConfigError("Argument 'data_generation_config' is not understood", got=got, hint=hint)
     seed = int(torch.randint(1 << 62, ()))
     batches = generated(model, count, example=example, options=config.to_generation(), seed=seed)
+    for note in batches.notes:  # which the images lose with their list
+        logging.getLogger("chipfit").warning(note)
     return [image for batch in batches for image in batch.split(1)]
 
 

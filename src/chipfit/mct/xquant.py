@@ -147,7 +147,13 @@ def _on_arrays(metric: Any, graph: Graph) -> Any:
 
 def _show(to: Any, result: Result, found: Mapping[str, Similarity], report: Mapping[str, Any]) -> None:
     """Write graph, scalars, histograms and texts to TensorBoard."""
-    makers, facts = result.graph.producers(), dict[str, dict[str, str]]()
+    makers, plan = result.graph.producers(), result.plan
+    facts: dict[str, dict[str, str]] = {
+        n.name: {"runs": p.exec} for n in result.graph.nodes if (p := plan.nodes.get(n.name))
+    }
+    for name, t in plan.tensors.items():
+        if name in makers:
+            facts.setdefault(makers[name].name, {})["format"] = t.format
     for step, (kind, similarity) in enumerate(found.items()):
         similarity.write(to, step)
         for layer, row in similarity.layers.items():

@@ -56,6 +56,7 @@ class Torch(Framework):
 
     def example(self, model: Any) -> Any:
         """Return an example input that a loaded program, or a model of Lightning or timm, tells itself."""
-        shape = (getattr(model, "default_cfg", None) or {}).get("input_size")
+        known = getattr(model, "default_cfg", None)
+        shape = known.get("input_size") if isinstance(known, dict) else None
         told = getattr(model, "example", getattr(model, "example_input_array", None))
         return torch.randn(2, *shape) if told is None and shape is not None else told
