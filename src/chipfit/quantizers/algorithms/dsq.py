@@ -23,7 +23,8 @@ class DSQ(LearnedScale):
     and its middle. With alpha = 0.4, k = ln 4 and the slope is 1.1552 in the middle of a cell and 0.7394 at its ends.
 
     Args:
-        alpha: between 0 (a staircase: no gradient but at the ends) and 1 (straight-through).
+        alpha: between 0 (a staircase: no gradient but at the ends) and 1 (straight-through). It is fixed; in the
+            paper it trains, too.
         learn_range: train the scale, as sections 3.3 and 3.4 do with the ends of the range.
     """
 

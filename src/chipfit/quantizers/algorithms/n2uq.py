@@ -22,7 +22,8 @@ class N2UQ(Scaled):
     Activations: intervals a_1, a_2, ... from a start, which all train, hold one step each, whose threshold is in their
     middle; the gradient of x is 1 / a_i steps, and that of the a_i follows (generalized straight-through estimator).
     From 0 with intervals 1 and 3, 0.4 becomes code 0, 0.6 and 2.4 become 1, 2.6 becomes 2.
-    Weights: their mean magnitude stays where it started, so that as many as then take each code.
+    Weights: their mean magnitude stays where it started, so that as many as then take each code. Here the range is the
+    plan's; that of the authors ends at (2^b - 1) / 2^(b - 1) times the mean magnitude of a channel.
 
     Args:
         activations: the form for activations.

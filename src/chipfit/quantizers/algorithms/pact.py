@@ -19,7 +19,8 @@ class PACT(Algorithm):
 
     x is clipped to [0, alpha], [-alpha, alpha] or, on affine grids, [beta, alpha], and the codes cover that range. The
     gradient of an end is that of the values beyond it, and 0 inside. With alpha = 6 on 4 unsigned bits the scale is
-    0.4: [0.5, 3, 7, 9] becomes [0.4, 3.2, 6, 6], and of the sum dalpha = 2.
+    0.4: [0.5, 3, 7, 9] becomes [0.4, 3.2, 6, 6], and of the sum dalpha = 2. The paper decays alpha (weight decay), and
+    trains weights with DoReFa.
 
     Args:
         alpha: initial value of alpha and -beta, for example 6; 0: the ends of the plan's range.
