@@ -78,17 +78,23 @@ class Decision:
         """Return the decision to be made with further overrides, which win over those that it has."""
         return replace(self, overrides=[*self.all_overrides, *more.items()], widths=())
 
+    def _free_inputs(self) -> list[str]:
+        """Return the inputs of the model whose readers take data of any format."""
+        users, free = self.graph.users(), self.assignment.read_anything
+        return [v for v in self.graph.inputs if v in users and all(n.name in free for n in users[v])]
+
     def with_bits(self, bits: Mapping[str, int]) -> Decision:
         """Return the decision to be made with these bits.
 
         Args:
             bits: weight or activation -> bits; they replace what an earlier search chose.
         """
-        widths = list[tuple[str, Any]]()
+        widths: list[tuple[str, Any]] = [(v, {"activation_bits": bits[v]}) for v in self._free_inputs() if v in bits]
         for n in self.graph.nodes:
             choices = {"bits": bits[n.weight]} if is_linear(self.graph, n) and n.weight in bits else {}
             decided, weight = self.assignment.nodes.get(n.name), n.operand("w")
-            around = [bits[i] for i in (*n.inputs, *n.outputs) if i is not None and i in bits and i != weight]
+            reads = () if n.name in self.assignment.read_anything else n.inputs
+            around = [bits[i] for i in (*n.outputs, *reads) if i is not None and i in bits and i != weight]
             if around and decided is not None and decided.exec not in ("float", "follow"):
                 choices["activation_bits"] = around[0]
             widths += [(n.name, choices)] if choices else []

@@ -15,6 +15,7 @@ from chipfit import target_platform as tp
 from chipfit.core import CoreConfig, DebugConfig, QuantizationConfig, QuantizationErrorMethod
 from chipfit.platform.save import export_platform
 from chipfit.ptq import UserInformation
+from chipfit.search.resources import resources
 from tests.build import mlp, model_of, quantized
 from tests.zoo import make
 
@@ -302,3 +303,51 @@ def test_a_log_folder_gets_text_and_numbers_for_tensorboard(net, tmp_path):
     name = next(t.name for t in info.result.plan.tensors.values() if t.role == "activation" and t.quantized)
     (point,) = events.Scalars(f"scale/{name}")
     assert point.value == pytest.approx(float(info.result.plan[name].scale))
+
+
+def chip_with(widths, *more):
+    """A chip whose convolutions, and what else is named, have results of these widths and weights of 8 bits."""
+    w = tp.AttributeQuantizationConfig(tp.QuantizationMethod.SYMMETRIC, 8, True, True)
+    pot = tp.QuantizationMethod.POWER_OF_TWO
+    configs = [tp.OpQuantizationConfig(w, {}, pot, n, widths, True) for n in widths]
+    options = tp.QuantizationConfigOptions(configs, configs[0])
+    with tp.TargetPlatformModel(tp.QuantizationConfigOptions([configs[0]])) as made:
+        for name in ("Conv", *more):
+            tp.OperatorsSet(name, options)
+    return made
+
+
+TWO = nn.Sequential(nn.Conv2d(3, 3, 3), nn.Conv2d(3, 4, 5))
+IMAGES = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(("most", "expected"), [(3000, [1, 0, 0]), (1536, [1, 1, 1]), (768, [2, 2, 2])])
+def test_the_largest_value_has_the_bits_that_the_memory_of_activations_allows(most, expected):
+    """8, 4 or 2 bits of 3072, 2700 and 2704 numbers: data of 4 bits and results of 8 in the first case."""
+    platform = chip_with((8, 4, 2), "Input")
+    info = ptq((TWO, IMAGES), platform, core.ResourceUtilization(activation_memory=most))[1]
+    assert info.mixed_precision_cfg.tolist() == expected
+    used = max(n * (8, 4, 2)[k] / 8 for n, k in zip((3072, 2700, 2704), expected, strict=True))
+    assert info.final_resource_utilization.activation_memory == used <= most
+
+
+def test_both_measures_of_memory_are_available():
+    info = ptq((TWO, IMAGES), chip_with((8,)))[1]
+    found = resources(info.result.graph, info.result.plan)
+    assert found.largest == info.final_resource_utilization.activation_memory == 3072  # the input
+    assert found.activations == 3072 + 2700  # the input, and what the first convolution makes of it
+
+
+def test_bits_of_inputs_are_those_of_the_set_input_and_can_be_chosen_by_name():
+    widths = core.BitWidthConfig()
+    widths.set_manual_activation_bit_width(core.network_editor.NodeTypeFilter("InputLayer"), 4)
+    for platform, bits in ((chip_with((8, 4), "Input"), 4), (chip_with((8, 4)), None)):
+        how = {"core_config": CoreConfig(bit_width_config=widths), "target_platform_capabilities": platform}
+        if bits is None:
+            with pytest.raises(errors.UnsupportedError, match="Input '.*' cannot have 4 bits. Got: 4. Allowed: 8 bits"):
+                chipfit.pytorch_post_training_quantization(TWO, data_of(IMAGES), **how)
+        else:
+            result = chipfit.pytorch_post_training_quantization(TWO, data_of(IMAGES), **how)[1].result
+            (own,) = result.graph.inputs
+            others = {t.grid.bits for t in result.plan.tensors.values() if t.role == "activation" and t.name != own}
+            assert result.plan[own].grid.bits == bits and others == {8}

@@ -102,7 +102,7 @@ class Ptq(Record):
             **self.model_dump(include={"platform", "rule", "weight_rule"}),
             "overrides": {"*": widths} if widths else None,
             "settings": Settings(**self.settings),
-            "limits": Limits(**self.limits) if self.limits else None,
+            "limits": Limits(**dict[str, Any](self.limits)) if self.limits else None,
         }
 
 

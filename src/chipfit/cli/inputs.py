@@ -4,7 +4,6 @@ import os
 import struct
 import zipfile
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from chipfit.files import ARCHIVE_ERRORS, existing_file, wrap_read_errors
 from chipfit.frameworks import adapter_of, all_facts, facts_of, framework_of, framework_of_file, is_model, load
 from chipfit.import_by_name import call_factory, import_by_name, import_or_call
 from chipfit.reading import load_weights
-from chipfit.search.limits import Limits
+from chipfit.search.limits import Limits, amounts
 
 _IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".ppm", ".webp")
 _BATCH = 16
@@ -216,7 +215,7 @@ def parse_limits(texts: list[str]) -> Limits:
         ConfigError: a name or an amount is invalid.
     """
     pairs = [text.partition("=")[::2] for text in texts]
-    names = [f.name for f in fields(Limits)]
+    names = [f.name for f in amounts()]
     if bad := [name for name, _ in pairs if name not in names]:
         raise ConfigError(f"There is no limit on '{bad[0]}'", got=bad[0], allowed=", ".join(names))
-    return Limits(**dict(pairs))
+    return Limits(**dict[str, Any](pairs))

@@ -69,6 +69,7 @@ class Assignment:
     joins: Mapping[str, str] = field(default_factory=dict)
     #: nodes whose kernels quantize their data at run time -> the format
     dynamic: Mapping[str, str] = field(default_factory=dict)
+    read_anything: frozenset[str] = frozenset()  #: nodes whose kernels read data of any format
 
     def in_integers(self, n: Node) -> bool:
         """Return whether a node runs in integers and outputs quantized values, or passes them on inside its kernel."""
@@ -105,7 +106,7 @@ def assign(
     modes = {g.head.name: execution_modes(g) for g in found} if platform.place.at == "both" else {}
     # backwards, so that an error names the last of several layers with impossible bits
     found = [g if g.is_pass_through else limit_options(graph, platform, g, float_values) for g in reversed(found)][::-1]
-    formats = propagate_formats(graph, platform, found, float_values)
+    formats = propagate_formats(graph, platform, found, float_values, inputs)
     out, decisions = AssignmentBuilder(graph, platform, formats, inputs=inputs), formats.decisions
     for k, decision in enumerate(decisions):
         out.add(decision)
@@ -122,6 +123,7 @@ def assign(
         quantized_outputs=frozenset(formats.quantized_outputs),
         modes={d.group.head.name: m for d in decisions if d.integer and (m := modes.get(d.group.head.name))},
         joins=_joins(graph, platform, decisions),
+        read_anything=frozenset(n.name for d in decisions if d.group.reads_anything for n in d.group.nodes),
         dynamic={d.group.head.name: d.option.dynamic for d in decisions if d.option and d.option.dynamic},
     )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from chipfit.decide.groups import NO_FORMAT, FusedGroup, same_fields
 from chipfit.decide.options import first_compatible_option
@@ -108,16 +109,25 @@ class GroupDecision:
 
 
 def propagate_formats(
-    graph: Graph, platform: Platform, groups: Sequence[FusedGroup], float_values: Mapping[str, str]
+    graph: Graph,
+    platform: Platform,
+    groups: Sequence[FusedGroup],
+    float_values: Mapping[str, str],
+    inputs: Mapping[str, Mapping[str, Any]],
 ) -> FormatPropagation:
     """Decide every group.
 
     Args:
         groups: with the options that they can take (`options.limit_options`).
         float_values: values that stay float, whatever reads them -> why.
+        inputs: input of the model -> overrides.
+
+    Raises:
+        UnsupportedError: an input cannot have the bits that overrides want.
     """
     wanted = formats_wanted_by_consumers(graph, platform, groups)
-    out = FormatPropagation(graph, platform, {v: f for v, f in wanted.items() if v not in float_values}, float_values)
+    wanted = {v: f for v, f in wanted.items() if v not in float_values}
+    out = FormatPropagation(graph, platform, wanted, float_values, inputs)
     out.decisions += map(out.decide, groups)
     return out
 
@@ -135,6 +145,7 @@ class FormatPropagation:
     platform: Platform
     wanted: Mapping[str, str]  #: value -> the format that its consumers want
     float_values: Mapping[str, str]  #: values that stay float, whatever reads them -> why
+    inputs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  #: input of the model -> overrides
     formats: dict[str, str] = field(default_factory=dict)  #: value -> format name
     #: values that exist on the chip only as quantized values: their producer outputs them so
     quantized_outputs: set[str] = field(default_factory=set)
@@ -142,12 +153,19 @@ class FormatPropagation:
 
     def __post_init__(self) -> None:
         for value in self.graph.inputs:
-            name = self.wanted.get(value)
-            if name == "any":  # consumers read what is written, and nothing writes an input: the platform decides
-                name = next((f for f in self.platform.place.io_in if f not in NO_FORMAT), None)
-            self._set(value, name)
+            self._set(value, self._format_of_input(value))
             if value in self.formats and self.platform.place.at != "inputs":
                 self.quantized_outputs.add(value)
+
+    def _format_of_input(self, value: str) -> str | None:
+        """Return the format of an input: what consumers want; the platform decides if they read what is written."""
+        name, bits = self.wanted.get(value), self.inputs.get(value, {}).get("activation_bits")
+        listed = [f for f in (self.platform.place.io_in if name == "any" else (name,)) if f not in (*NO_FORMAT, None)]
+        widths = {f: self.platform.formats[f].bits for f in listed}
+        if isinstance(bits, int) and widths and bits not in widths.values():
+            allowed = ", ".join(map(str, sorted({*widths.values()}))) + " bits"
+            raise UnsupportedError(f"Input '{value}' cannot have {bits} bits", got=bits, allowed=allowed)
+        return next((f for f in listed if not isinstance(bits, int) or widths[f] == bits), None)
 
     def decide(self, group: FusedGroup) -> GroupDecision:
         """Decide how a group runs; all groups before it are decided."""

@@ -65,6 +65,12 @@ class FusedGroup:
         return self.resolved.exec == "follow"
 
     @property
+    def reads_anything(self) -> bool:
+        """True if it reads data of any format, so that its result may have other bits than its data."""
+        options = self.resolved.options
+        return bool(options) and all(f == "any" for o in options for f in as_tuple(o.in_))
+
+    @property
     def data(self) -> list[str]:
         """The tensors of its data operands."""
         return [r.tensor for r in self.operands if r.is_data]

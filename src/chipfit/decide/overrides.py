@@ -89,7 +89,7 @@ CHOICES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 OF_WEIGHTS = ("bits", "weight_method", "per", "weight_rule", "inputs")
 #: operator of the node that stands for an input of the model, and the choices about inputs
 INPUT = "Input"
-OF_INPUTS = ("float", "rule", "range", "z_threshold")
+OF_INPUTS = ("float", "activation_bits", "rule", "range", "z_threshold")
 
 
 class Layers:
@@ -117,7 +117,9 @@ class Layers:
     def match(self, pattern: str | LayerFilter) -> list[Node]:
         """Return the nodes that a pattern names; see `match_layers`."""
         if not isinstance(pattern, str):
-            nodes = [n for n in self.nodes if _chooses(pattern, n)]
+            inputs = [t[0] for v, t in self.tensors.items() if t and t[0].op == INPUT]
+            inputs = inputs if getattr(pattern, "of_inputs", False) else []
+            nodes = [n for n in (*inputs, *self.nodes) if _chooses(pattern, n)]
             if not nodes and not getattr(pattern, "optional", False):
                 wanted = getattr(pattern, "name", None) or pattern
                 names = self._names | {n.name for n in self.nodes}
@@ -264,7 +266,7 @@ def _check_input_choices(name: str, choices: Mapping[str, Any]) -> None:
     Raises:
         PlanError: a choice beside its range and float.
     """
-    if wrong := [k for k, v in choices.items() if k not in OF_INPUTS and (k, v) != ("activation_bits", "float")]:
+    if wrong := [k for k in choices if k not in OF_INPUTS]:
         allowed = f'"float", or a table with {", ".join(OF_INPUTS[1:])}, such as {{"range": (0.0, 1.0)}}'
         hint = "name the layers that read it"
         raise PlanError(f"'{wrong[0]}' is no choice for input '{name}'", got=wrong[0], allowed=allowed, hint=hint)

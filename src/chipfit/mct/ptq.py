@@ -49,7 +49,7 @@ class UserInformation:
         if self.result is None:
             return None
         found, weights = resources(self.result.graph, self.result.plan), self.result.report.quantized_bytes
-        return ResourceUtilization(weights, found.activations, weights + found.activations, found.bops)
+        return ResourceUtilization(weights, found.largest, weights + found.largest, found.bops)
 
     @property
     def mixed_precision_cfg(self) -> np.ndarray | None:

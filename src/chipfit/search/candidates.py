@@ -1,7 +1,7 @@
 """The bits that a search may choose for weights, and for activations that must have equal bits."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,21 +40,38 @@ def activation_choices(d: Decision, plan: Plan, by_hand: NodeOverrides) -> list[
     """
     groups = find_groups(d.graph, d.platform, plan.groups, by_hand)
     operands = [_quantized_operands(plan, g) for g in groups]
+    tied = [own for g, own in zip(groups, operands, strict=True) if not g.reads_anything]
     supported = _supported_bits(d, plan, by_hand)
     stored = {t.name for t in plan.tensors.values() if t.role == "activation" and t.stored is not None}
     out = []
-    for part in connected_components([*operands, *plan.ties, *([t] for t in stored)]):
+    for part in connected_components([*tied, *plan.ties, *([t] for t in stored)]):
         tensors, together = tuple(t for t in part if t in stored), set(part)
         kernels = [g for g, own in zip(groups, operands, strict=True) if not g.is_pass_through and together & {*own}]
         bits = {plan[t].grid.bits for t in tensors}
         free = all(plan[t].grid.kind == "int" for t in tensors) and together.isdisjoint(plan.fixed)
         if kernels and free and all(g.choices.get("activation_bits") is None for g in kernels):
-            possible = bits.union(set.intersection(*(supported[g.head.name] for g in kernels)))
+            around = [w for g in kernels for w in _around(d, g, together, supported[g.head.name])]
+            possible = bits.union(set.intersection(*around)) if around else bits
         else:
             possible = bits
         if len(bits) == 1:
             out.append(TiedChoice(tensors, tuple(sorted(possible))))
     return out
+
+
+def _around(d: Decision, group: FusedGroup, tensors: set[str], supported: set[int]) -> Iterator[set[int]]:
+    """Yield the bits that a group of operators supports for these tensors, some of its operands.
+
+    A kernel that reads whatever is written supports other bits for its data than for its result.
+    """
+    if not group.reads_anything or tensors.intersection(group.tail.outputs):
+        yield supported
+    if group.reads_anything and tensors.intersection(group.data):
+        widths = [b for o in group.resolved.options for b in o.in_bits or ()]
+        yield set(range(1, max(widths) + 1)) if widths else set(range(1, WIDEST + 1))
+        if tensors.intersection(d.graph.inputs):  # nothing writes an input: the platform has its formats
+            formats = (d.platform.formats.get(name) for name in d.platform.place.io_in)
+            yield {f.bits for f in formats if f is not None}
 
 
 def _supported_bits(d: Decision, plan: Plan, by_hand: NodeOverrides) -> dict[str, set[int]]:

@@ -18,7 +18,7 @@ from chipfit.rounding.fisher import IMAGES, first_samples
 from chipfit.search import candidates
 from chipfit.search.limits import Limits, parse_amount
 from chipfit.search.losses import NEAREST, Losses, RoundingModel, losses
-from chipfit.search.resources import bits_of, live_values, peak_bytes, value_bytes
+from chipfit.search.resources import bits_of, counted_values, peak_bytes, value_bytes
 from chipfit.search.solve import LOSS, Choice, format_amount, limit_of, solutions
 
 #: limits that depend on the bits of weights, and of activations
@@ -93,8 +93,9 @@ class SearchSpace:
 
     def _choices(self, limits: Limits) -> Iterator[ChosenWidths]:
         """Yield the choices inside the limits, the best first."""
-        most = {k: parse_amount(v, self._whole(k), k) for k, v in limits.to_record().items()}
-        moments = live_values(self.graph, self.plan)
+        largest = limits.largest_value
+        most = {k: parse_amount(v, self._whole(k, largest), k) for k, v in limits.to_record().items()}
+        moments = counted_values(self.graph, self.plan, largest)
         budgets = {k: v for k, v in most.items() if k in ("weights", "bops", LOSS)}
         during = {f"{k} while '{name}' runs": at for k in ("activations", "total") if k in most for name, at in moments}
         budgets |= {name: most[limit_of(name)] for name in during}
@@ -115,7 +116,7 @@ class SearchSpace:
         widths = self.weights | {t: p.widths for t, p in values.items()}
         return ChosenWidths(weights, activations, predicted, used, most, widths)
 
-    def _whole(self, name: str) -> float:
+    def _whole(self, name: str, largest: bool = False) -> float:
         """Return the amount that the tensors of a limit use in 8 bits, for limits given as a share."""
         searched = {t for p in self.parts for t in p.tensors}
         readers = [n for n in self.graph.nodes if n.name in self.pairs]
@@ -123,7 +124,7 @@ class SearchSpace:
             wide = {n.data: 8 if n.data in searched else bits_of(self.plan, n.data) for n in readers}
             return sum(products(self.graph, n) * 8 * wide[n.data] for n in readers)
         weights = sum(float(self.graph.weights[w].numel()) for w in self.weights)
-        values = 0.0 if name == "weights" else peak_bytes(self.graph, self.plan, 8.0)
+        values = 0.0 if name == "weights" else peak_bytes(self.graph, self.plan, 8.0, largest)
         return values + (0.0 if name == "activations" else weights)
 
     def _units(self, during: Mapping[str, frozenset[str]], bops: bool) -> list[Choice]:

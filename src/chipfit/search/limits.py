@@ -1,7 +1,7 @@
 """Limits on the memory, operations and loss of a quantized model."""
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, fields
 
 from chipfit.errors import ConfigError
 from chipfit.registry import is_number
@@ -29,16 +29,23 @@ class Limits:
     bops: Amount = None  #: multiplications x bits of weights x bits of their inputs, for one sample
     #: that the widths may add, as it is predicted: KL divergence for class scores [nat], else share of outputs' energy
     loss: Amount = None
+    #: memory of activations, here and in `total`, is that of the largest quantized value alone
+    largest_value: bool = False
 
     def __post_init__(self) -> None:
         if not self.to_record():
-            raise ConfigError("Limits need at least one limit", allowed=", ".join(f.name for f in fields(self)))
+            raise ConfigError("Limits need at least one limit", allowed=", ".join(f.name for f in amounts()))
         for name, value in self.to_record().items():
             parse_amount(value, 1.0, name)
 
     def to_record(self) -> dict[str, Amount]:
         """Return the limits as JSON data."""
-        return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) is not None}
+        return {f.name: v for f in amounts() if (v := getattr(self, f.name)) is not None}
+
+
+def amounts() -> tuple[Field[Amount], ...]:
+    """Return the fields of `Limits` that are amounts."""
+    return fields(Limits)[:-1]
 
 
 def parse_amount(value: Amount, whole: float, name: str) -> float:

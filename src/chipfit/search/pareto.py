@@ -77,7 +77,8 @@ def pareto(
     refused = None
     for share in sorted(shares):
         try:
-            c = choices.choose(Limits(**{over: f"{share}%"}))
+            limit: dict[str, Any] = {over: f"{share}%"}
+            c = choices.choose(Limits(**limit))
         except PlanError as e:
             refused = e
             continue

@@ -16,6 +16,7 @@ class Resources:
     weights: float  #: memory of the weights of linear operators [byte]
     activations: float  #: peak memory of values alive at one time [byte]
     bops: float  #: multiplications of linear operators x bits of weights x bits of their inputs
+    largest: float  #: memory of the largest quantized value [byte]
 
     @property
     def total(self) -> float:
@@ -27,16 +28,31 @@ def resources(graph: Graph, plan: Plan) -> Resources:
     linear = [n for n in graph.nodes if is_linear(graph, n)]
     weights = sum(graph.weights[w].numel() * bits_of(plan, w) / 8 for w in dict.fromkeys(n.weight for n in linear))
     bops = sum(products(graph, n) * bits_of(plan, n.data) * bits_of(plan, n.weight) for n in linear)
-    return Resources(weights, peak_bytes(graph, plan), bops)
+    return Resources(weights, peak_bytes(graph, plan), bops, peak_bytes(graph, plan, largest=True))
 
 
-def peak_bytes(graph: Graph, plan: Plan, bits: float | None = None) -> float:
+def peak_bytes(graph: Graph, plan: Plan, bits: float | None = None, largest: bool = False) -> float:
     """Return the peak memory of values alive at one time, in the order of the graph [byte].
 
     Args:
         bits: of every quantized value, in place of the plan's.
+        largest: see `counted_values`.
     """
-    return max(sum(value_bytes(graph, plan, name, bits) for name in names) for _, names in live_values(graph, plan))
+    counted = counted_values(graph, plan, largest)
+    return max((sum(value_bytes(graph, plan, name, bits) for name in names) for _, names in counted), default=0.0)
+
+
+def counted_values(graph: Graph, plan: Plan, largest: bool) -> list[tuple[str, frozenset[str]]]:
+    """Return operators with the values that count as memory of activations there.
+
+    Args:
+        largest: each quantized value alone counts, so that the peak is the largest of them.
+    """
+    moments = live_values(graph, plan)
+    if not largest:
+        return moments
+    names = sorted({name for _, names in moments for name in names if plan.quantized(name)})
+    return [(name, frozenset([name])) for name in names]
 
 
 def live_values(graph: Graph, plan: Plan) -> list[tuple[str, frozenset[str]]]:

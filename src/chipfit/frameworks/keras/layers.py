@@ -124,6 +124,11 @@ class KerasQuantizer(keras.layers.Layer):
             variable = getattr(self, name)
             variable.assign(value.astype("float32").reshape(tuple(variable.shape)))
 
+    @property
+    def num_bits(self) -> int:
+        """The bits of a quantized value."""
+        return self.grid.bits
+
     def trained_grid(self) -> Grid:
         """Return the grid with the levels that training gave it."""
         table = self.algorithm.table(KerasOps, self.algorithm_inputs(), self.grid)

@@ -200,6 +200,11 @@ class FakeQuantizer(nn.Module):
         s, z = self.algorithm.numbers(TorchOps, self.algorithm_inputs(), self.grid)
         return s, z
 
+    @property
+    def num_bits(self) -> int:
+        """The bits of a quantized value."""
+        return self.grid.bits
+
     def trained_grid(self) -> Grid:
         """Return the grid with the levels that training gave it."""
         table = self.algorithm.table(TorchOps, self.algorithm_inputs(), self.grid)

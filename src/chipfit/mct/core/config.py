@@ -163,7 +163,11 @@ class RUTarget(Enum):
 
 @record(ConfigError)
 class ResourceUtilization:
-    """Limits on the resources of a quantized model, or its actual resources (see `UserInformation`)."""
+    """Limits on the resources of a quantized model, or its actual resources (see `UserInformation`).
+
+    Memory of activations is that of the largest quantized value, as in MCT 2.2. `chipfit.Limits` counts all values that
+    are alive at one time, unless it has `largest_value`.
+    """
 
     weights_memory: Number = math.inf  #: [byte]
     activation_memory: Number = math.inf  #: [byte]
@@ -197,7 +201,7 @@ class ResourceUtilization:
         """Return the limits for a search of bit widths; None if all are infinite."""
         given = zip(("weights", "activations", "total", "bops"), vars(self).values(), strict=True)
         finite = {name: v for name, v in given if math.isfinite(v)}
-        return Limits(**finite) if finite else None
+        return Limits(**finite, largest_value=True) if finite else None
 
 
 KPI = ResourceUtilization  #: its first-generation name

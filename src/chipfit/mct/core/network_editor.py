@@ -10,12 +10,12 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf
 
-from chipfit.decide.overrides import check_choices
+from chipfit.decide.overrides import INPUT, check_choices
 from chipfit.errors import ConfigError, UnknownNameError, UnsupportedError, first_line
 from chipfit.frameworks import framework_of
 from chipfit.graph.config import module_settings
@@ -23,7 +23,7 @@ from chipfit.graph.ir import Node
 from chipfit.graph.placement import device_of
 from chipfit.mct.target_platform.capabilities import matches, members_of
 from chipfit.mct.target_platform.configs import QuantizationMethod, Signedness
-from chipfit.mct.target_platform.layers import member_of
+from chipfit.mct.target_platform.layers import layer_table, member_of
 from chipfit.quantizers.grids import Grid
 from chipfit.ranges.qparams import QParams, finish_scale, from_min_max
 from chipfit.ranges.search import Sample
@@ -57,6 +57,8 @@ class QuantizationErrorMethod(Enum):
 
 class NodeFilter:
     """A selection of layers. Combine filters with `&`, `|` and `~`."""
+
+    of_inputs: ClassVar[bool] = False  #: whether it may select inputs of the model as well
 
     def match(self, node: Node) -> bool:
         """Return whether the filter selects a layer."""
@@ -93,7 +95,11 @@ class NodeTypeFilter(NodeFilter):
     def __post_init__(self) -> None:
         object.__setattr__(self, "_member", members_of([self.node_type])[0])
 
+    of_inputs = True
+
     def match(self, node: Node) -> bool:
+        if node.op == INPUT:
+            return self.name in layer_table()["inputs"]
         return matches(self._member, node)  # type: ignore[attr-defined]  # of __post_init__
 
     @property
@@ -106,6 +112,7 @@ class NodeNameFilter(NodeFilter):
     """A filter of one layer by its name: module ("layer1.0.conv1", or with underscores), Keras layer, or node."""
 
     node_name: Name
+    of_inputs: ClassVar[bool] = True
 
     def match(self, node: Node) -> bool:
         return self.node_name in _names(node)

@@ -85,6 +85,8 @@ def member_of(entry: Any) -> Member:
         return entry
     name = entry if isinstance(entry, str) else getattr(entry, "__name__", "")
     key, package = normalize_name(name), package_of(entry)
+    if name in layer_table()["inputs"]:
+        return Member(type=name)
     if name in OPS:
         return Member(op=(name,))
     of_keras = _operators("keras_operators") if package in ("keras", "tensorflow", "tf_keras") else {}

@@ -5,6 +5,7 @@ from typing import Any
 
 from chipfit.errors import ModelingError
 from chipfit.mct.target_platform import configs
+from chipfit.mct.target_platform.layers import layer_table
 from chipfit.operators.table import OPS
 from chipfit.platform.filters import Member
 from chipfit.platform.schema import Format, Fuse, OpRule, Option, Placement, Platform, Rule
@@ -27,7 +28,9 @@ def build_platform(model: Any, attached: Mapping[str, tuple[Member, ...]]) -> Pl
         ModelingError: a fixed zero point is outside the quantized range.
     """
     formats: dict[str, Format] = {}
-    sets = {label: members for label, members in model.members(attached).items() if members}
+    members_of = model.members(attached)
+    of_inputs = [label for label, members in members_of.items() if _about_inputs(label, members)]
+    sets = {label: members for label, members in members_of.items() if members and label not in of_inputs}
     rules = []
     for label, members in list(sets.items()):
         for part, rule in _rules(members, model.get_config_options_by_operators_set(label), formats):
@@ -44,8 +47,10 @@ def build_platform(model: Any, attached: Mapping[str, tuple[Member, ...]]) -> Pl
         steps = tuple(tuple(f"@{m.name}" for m in g.members if m.name in sets) for g in f.operator_groups_list)
         if all(steps):
             fusings.append(Fuse(chain=steps, note=f.name or "", **_COMMON))
-    base = model.default_qco.base
-    given = (_activation(base, formats),) if base.enable_activation_quantization else ()
+    own = next(iter(of_inputs), None)
+    options = model.default_qco if own is None else model.get_config_options_by_operators_set(own)
+    ordered = [options.base, *options.quantization_config_list]
+    given = tuple(dict.fromkeys(_activation(c, formats) for c in ordered if c.enable_activation_quantization))
     return Platform(
         name=model.name,
         title=f"{model.name}, described in Python",
@@ -61,6 +66,12 @@ def build_platform(model: Any, attached: Mapping[str, tuple[Member, ...]]) -> Pl
         simd_padding=model.is_simd_padding,
         math=model.math,
     )
+
+
+def _about_inputs(label: str, members: tuple[Member, ...]) -> bool:
+    """Return whether an operator set stands for the inputs of a model, by its name or by its layers."""
+    names = layer_table()["inputs"]
+    return label in names or any(m.type in names for m in members)
 
 
 def _rules(
