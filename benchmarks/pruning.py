@@ -1,6 +1,6 @@
 """Measure what structured pruning costs in accuracy, on networks trained on procedural images.
 
-    python benchmarks/pruning.py [--networks resnet20 mobilenetv2] [--share 0.7] [--epochs 2] [--reference]
+    python benchmarks/pruning.py [--networks resnet20 mobilenetv2] [--share 0.7] [--epochs 2] [--seeds 2] [--reference]
 
 Removes channels with `chipfit.prune` until 30 % fewer multiplications are left, from 512 images without labels, and
 measures top-1 on 10,000 images that were not trained on: without training, and after two epochs of 16,000 images with
@@ -8,8 +8,10 @@ labels. `--reference` does so with the pruning of the Model Compression Toolkit,
 one channel, as here, at the limit on memory at which the same share of multiplications is left, with the same images
 and the same training.
 
-Limits in points below float: ResNet-20 4 and 1, the small MobileNetV2 6 and 2, and never below the reference. The float
-networks are trained first, minutes each, and kept below `.bench`.
+Training draws the order of images by a seed; figures are the mean of all seeds. Where the reference has no network of
+that share, since its smallest is larger, that one is shown and not compared. Limits in points below float: ResNet-20 4
+and 1, the small MobileNetV2 6 and 2, and never below the reference by more than `--noise`, twice the standard error of
+a difference. The float networks are trained first, minutes each, and kept below `.bench`.
 """
 
 from __future__ import annotations
@@ -60,9 +62,11 @@ def multiplications(model: nn.Module) -> int:
     return total
 
 
-def train(model: nn.Module, x: Tensor, y: Tensor, epochs: int) -> nn.Module:
-    """Train on labels for some epochs; return the model in evaluation mode."""
-    torch.manual_seed(0)
+def train(model: nn.Module, x: Tensor, y: Tensor, epochs: int, seed: int) -> nn.Module:
+    """Return a copy that was trained on labels for some epochs, in evaluation mode."""
+    torch.manual_seed(seed)
+    model = copy.deepcopy(model).to(memory_format=torch.channels_last)
+    x = x.contiguous(memory_format=torch.channels_last)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(parameters, RATE, momentum=0.9, nesterov=True, weight_decay=5e-4)
     steps = epochs * (len(x) // BATCH)
@@ -96,17 +100,22 @@ def reference(model: nn.Module, data: list[Tensor], share: float) -> nn.Module:
     text = re.sub(r'("simd_size": ?)\d+', r"\g<1>1", chip.model_dump_json())
     chip = type(chip).model_validate_json(text).model_copy(update={"is_simd_padding": False})
     low, high, best = 0.2, 1.0, model
-    for _ in range(5):
+    for _ in range(6):
         middle = (low + high) / 2
         limit = mct.core.ResourceUtilization(weights_memory=middle * numbers * 4)
-        small, _ = mct.pruning.pytorch_pruning_experimental(
-            copy.deepcopy(model), limit, lambda: ([x.numpy()] for x in data), target_platform_capabilities=chip
-        )
+        try:
+            small, _ = mct.pruning.pytorch_pruning_experimental(
+                copy.deepcopy(model), limit, lambda: ([x.numpy()] for x in data), target_platform_capabilities=chip
+            )
+        except Exception as e:  # it raises no other type
+            if "Insufficient memory" not in str(e):
+                raise
+            low = middle
+            continue
         small = small.cpu().eval()
-        if multiplications(small) <= share * whole:
-            low, best = middle, small
-        else:
-            high = middle
+        enough = multiplications(small) <= share * whole
+        low, high = (middle, high) if enough else (low, middle)
+        best = small if enough or multiplications(small) < multiplications(best) else best
     return best
 
 
@@ -115,7 +124,9 @@ def row(name: str, tool: str, small: nn.Module, whole: int, real: float, a: argp
     x_test, y_test = images(a.test, 1)
     share, begun = multiplications(small) / whole, time.perf_counter()
     before = real - accuracy(small, x_test, y_test)
-    after = real - accuracy(train(small, *images(16000, 1000), a.epochs), x_test, y_test)
+    x, y = images(16000, 1000)
+    trained_ones = (train(small, x, y, a.epochs, seed) for seed in range(a.seeds))
+    after = real - sum(accuracy(m, x_test, y_test) for m in trained_ones) / a.seeds
     seconds = time.perf_counter() - begun
     words = f"{share:.1%} of the multiplications, {before:.2f} points below float, trained {after:.2f} below"
     print(f"{name} {tool}: {words} ({seconds:.0f} s)", flush=True)
@@ -128,6 +139,8 @@ def main() -> bool:
     parser.add_argument("--networks", nargs="+", choices=list(SMALL), default=list(SMALL))
     parser.add_argument("--share", type=float, default=0.7)
     parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--noise", type=float, default=0.5, help="points")
     parser.add_argument("--test", type=int, default=10000)
     parser.add_argument("--reference", action="store_true", help="prune with the Model Compression Toolkit too")
     a = parser.parse_args()
@@ -137,18 +150,19 @@ def main() -> bool:
     table = Table("network", "float", "tool", "below float", "limit", "trained", "limit", "s to prune")
     for name in a.networks:
         model = trained(name)
-        real, whole, found = accuracy(model, *images(a.test, 1)), multiplications(model), {}
+        real, whole, found, shares = accuracy(model, *images(a.test, 1)), multiplications(model), {}, {}
         for tool, prune in tools.items():
             begun = time.perf_counter()
             small = prune(model, data, a.share)
             seconds = time.perf_counter() - begun
+            shares[tool] = multiplications(small) / whole
             before, after = found[tool] = row(name, tool, small, whole, real, a)
             limits = LIMITS[name] if tool == "chipfit" else (math.inf, math.inf)
             within &= before <= limits[0] and after <= limits[1]
             cells = (before, limits[0], after, limits[1], seconds)
             table.add_row(name, f"{real:.2f}", tool, *(f"{v:.2f}" for v in cells))
-        if a.reference:
-            within &= all(x <= y for x, y in zip(found["chipfit"], found["reference"], strict=True))
+        if a.reference and shares["reference"] <= 1.01 * a.share:
+            within &= all(x <= y + a.noise for x, y in zip(found["chipfit"], found["reference"], strict=True))
     Console().print(table)
     return within
 

@@ -218,3 +218,13 @@ def test_a_network_that_draws_on_the_device_leaves_the_callers_generators(accele
     torch.manual_seed(1)
     one, other = result.model(x), result.model(x)
     assert not torch.equal(one.cpu(), other.cpu())  # noise was captured as an operator, not as numbers
+
+
+def test_a_network_is_pruned_where_it_is(accelerator):
+    model = cnn()
+    limits = chipfit.Limits(bops="60%")
+    there, here = (chipfit.prune(moved(model, d), batches(), limits=limits, progress=False) for d in (accelerator, CPU))
+    assert {p.device for p in there.model.parameters()} == {accelerator}
+    assert {k: m.tolist() for k, m in there.masks.items()} == {k: m.tolist() for k, m in here.masks.items()}
+    x = images(8, seed=9)
+    torch.testing.assert_close(moved(there.model(moved(x)), CPU), here.model(x), rtol=1e-2, atol=1e-3)
