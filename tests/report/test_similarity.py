@@ -119,6 +119,12 @@ def test_models_of_keras_are_compared_too():
     assert all(row["cosine"] > 0.99 for row in found.layers.values()) and len(found.outputs) == 1
 
 
+def test_what_only_moves_numbers_is_left_out():
+    model = sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Unflatten(1, (12, 12)), nn.Softmax(-1))
+    r = quantized(model, images(), overrides={"3": "float"})
+    assert list(r.similarity([images()]).layers) == ["0", "3"]
+
+
 def test_operators_in_float_are_compared_with_the_noise_that_they_receive():
     model = sequential(nn.Conv2d(3, 4, 3), nn.Softplus(), nn.Flatten(), nn.Linear(144, 3))
     r = quantized(model, images(), overrides={"1": "float"})

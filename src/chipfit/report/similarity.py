@@ -14,8 +14,9 @@ from chipfit.engine.run import done_after, run
 from chipfit.errors import ConfigError, ExportError, UnknownNameError, import_optional, short_message
 from chipfit.export.io_spec import output_names
 from chipfit.files import path_of, write_atomically
-from chipfit.graph.ir import Graph
+from chipfit.graph.ir import Graph, Node
 from chipfit.graph.placement import inputs_on, on_cpu, placed
+from chipfit.operators.table import OPS
 from chipfit.plan.record import Plan
 from chipfit.registry import is_number
 from chipfit.rounding.compare import QuantizedRun, rounded_once, rounded_outputs
@@ -174,12 +175,17 @@ def kernels(graph: Graph, plan: Plan) -> dict[str, str]:
     out = dict[str, str]()
     for n in graph.nodes:
         group = groups.get(n.name, (n.name,))
-        decided = plan.nodes.get(n.name)
-        if n.name != group[-1] or not graph.is_float(n.output) or (decided and decided.exec == "follow"):
+        if n.name != group[-1] or not graph.activations(n) or not graph.is_float(n.output) or _moves(plan, n):
             continue
         label = by_name[group[0]].display_name
         out[label if label not in out else f"{label} ({n.name})"] = n.output
     return out
+
+
+def _moves(plan: Plan, n: Node) -> bool:
+    """Return whether an operator hands on numbers of its inputs as they are."""
+    follows = n.name in plan.nodes and plan.nodes[n.name].exec == "follow"
+    return follows or (n.op in OPS and OPS[n.op].moves and not plan.quantized(n.output))
 
 
 def checked_metrics(metrics: Mapping[str, Any]) -> Mapping[str, Metric]:
