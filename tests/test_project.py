@@ -236,12 +236,12 @@ def test_a_copy_between_devices_is_found(code):
 # ---------------------------------------------------------------- size
 
 #: lines of code that each part may have, with room: a change of design raises a budget, a change of code does not
-BUDGETS = {"core": 29_200, "channel_pruning": 1_200, "generation": 400, "mct": 3_400, "mqbench": 1_760, "bench": 1_800}
-BUDGETS |= {"chipfit": 37_500, "tests": 43_000}
+BUDGETS = {"core": 30_500, "channel_pruning": 1_200, "generation": 400, "mct": 3_400, "mqbench": 1_760, "bench": 1_800}
+BUDGETS |= {"chipfit": 39_500, "tests": 43_000}
 TOP_LEVEL = 17  #: modules beside the documents' doors
 #: number of operators that more than two files of the package name (their row, and a file with code of their own); a
 #: framework with files of its own adds those that it does not read by the table; otherwise the number only shrinks
-WIDELY_NAMED = 92
+WIDELY_NAMED = 98
 
 
 def lines_of_code(source: str) -> int:
@@ -324,14 +324,14 @@ def test_a_platform_in_a_message_is_found_and_one_in_a_docstring_is_not():
     assert naming({"ort_cpu"}, source) == [": ort_cpu@AVX2"]
 
 
-def test_only_the_writer_and_the_runtimes_know_onnx():
+def test_only_the_reader_the_writer_and_the_runtimes_know_onnx():
     allowed = {"export", "runtimes"}
     knows = [
         p.relative_to(PACKAGE)
         for p in MODULES
         if any(m.partition(".")[0] in ("onnx", "onnxruntime") for m in imports(p.read_text()))
     ]
-    assert [str(p) for p in knows if p.parts[0] not in allowed] == []
+    assert [str(p) for p in knows if p.parts[0] not in allowed and p.parts[:2] != ("frameworks", "onnx")] == []
 
 
 def test_every_module_has_a_docstring():

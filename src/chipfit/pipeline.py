@@ -61,10 +61,10 @@ def quantize(
     seed: int = 0,
     progress: bool = True,
 ) -> Result:
-    """Fit a trained PyTorch or Keras 3 model, or the network of a file, to a chip.
+    """Fit a trained PyTorch, Keras 3 or ONNX model, or the network of a file, to a chip.
 
     Args:
-        model: in any mode; it is copied, never changed. Or the path of a file: `.tflite`, `.pt2`, `.keras`, `.h5`.
+        model: in any mode; it is copied, never changed. Or a file: `.onnx`, `.tflite`, `.pt2`, `.keras`, `.h5`.
         data: calibration batches: an iterable of tensors, tuples, dicts or (input, label) pairs, or a callable
             that returns one. About a hundred samples are enough. Sizes in which batches differ stay open.
         platform: a built-in name ("ort_cpu", "tflite_int8@tag"), a YAML file, or a Platform.

@@ -126,7 +126,9 @@ def framework_of_file(path: str) -> str:
 
 
 def load_model(model: Any, *, requantize: bool = False) -> Any:
-    """Return the model that a path, `timm:NAME` or a folder of transformers names; any other object as it is.
+    """Return the model that a path, `timm:NAME` or a folder of transformers names; any other object as it is read.
+
+    Bytes are those of a `.onnx` file.
 
     Args:
         requantize: take the integers of a file that is quantized already for the floats that they stand for.
@@ -134,7 +136,12 @@ def load_model(model: Any, *, requantize: bool = False) -> Any:
     Raises:
         CaptureError: There is no such file, or it holds no model that can be loaded.
     """
-    found = _opened(os.fspath(model)) if isinstance(model, str | os.PathLike) else model
+    if isinstance(model, str | os.PathLike):
+        found = _opened(os.fspath(model))
+    elif isinstance(model, bytes):
+        found = adapter_of(next(name for name, f in all_facts().items() if f.in_bytes)).opened(model)
+    else:
+        found = model if isinstance(model, type) else adapter_of(framework_of(model)).opened(model)
     if requantize and not hasattr(found, "requantize"):
         allowed = "a .tflite file"
         raise CaptureError("Only files whose integers are read can be quantized again", got=str(model), allowed=allowed)

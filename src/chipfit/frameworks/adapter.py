@@ -36,6 +36,7 @@ class Facts:
     channels_last: bool = False  #: whether its images are [N, H, W, C] instead of [N, C, H, W]
     suffix: str = ""  #: suffix of files with a model, "" if it has none
     older_suffixes: Sequence[str] = ()  #: of files that it reads too
+    in_bytes: bool = False  #: whether the bytes of such a file are a model, too
     saving: str = ""  #: call that writes such a file
     install: str = ""  #: how to install it
     placing: str = ""  #: how to choose the device of its models, if the framework itself places them
@@ -72,6 +73,14 @@ class Framework:
     def is_model(self, thing: Any) -> bool:
         """Return whether an object is a model of this framework."""
         raise NotImplementedError
+
+    def opened(self, model: Any) -> Any:
+        """Return a model in the form in which it is read: by default itself.
+
+        Raises:
+            CaptureError: It is malformed.
+        """
+        return model
 
     def check(self, model: Any) -> None:
         """Check that a model can be read at all, before data are.

@@ -7,7 +7,7 @@ cell of a column: what a framework, the engine or a file format has for the oper
     keras        the Keras layers and operations that become it     `frameworks/keras/read.py`
     kernel       the function of torch that computes it             `engine/kernels.py`
     lowering     the function of keras.ops, and the Keras layer     `frameworks/keras/lowerings.py`
-    onnx         its operator in ONNX                               `export/onnx/ops.py`
+    onnx         its operator in ONNX                               `export/onnx/ops.py`, `frameworks/onnx/read.py`
     tflite       its operator in TensorFlow Lite                    `export/tflite/ops.py`
     decompose    the rule that replaces it by simpler operators     `passes/decompose.py`
     onnxruntime  the integer kernel of ONNX Runtime                 `simulate/onnxruntime.py`
@@ -78,8 +78,8 @@ _FILES = "products activations norms arithmetic windows reductions moves".split(
 _VOCABULARY = package_data("chipfit.operators", "vocabulary.yaml")
 #: column -> operator -> what stands in that column of its row
 CELLS: dict[str, dict[str, Any]] = {column: {} for column in _COLUMNS}
-_readers: dict[str, Callable[..., None]] = {}  #: column -> the function that reads it
-_filled: dict[str, tuple[dict[Any, Any], ...]] = {}  #: column -> what this function fills
+_readers: dict[str, list[Callable[..., None]]] = {}  #: column -> the functions that read it
+_filled: dict[str, list[dict[Any, Any]]] = {}  #: column -> what these functions fill
 
 OPS: dict[str, OpDef] = {}
 #: attribute -> the kind of its values, see `vocabulary.yaml`
@@ -119,7 +119,8 @@ def _add_operator(op: str, row: Mapping[str, Any]) -> None:
         raise ConfigError(f"An operator named '{op}' exists already", hint="give the new operator another name")
     OPS[op] = _definition(op, **{k: v for k, v in row.items() if k not in _COLUMNS})
     for column in row.keys() & _readers.keys():
-        _read(column, op, row[column])
+        for enter in _readers[column]:
+            _read(enter, column, op, row[column])
     for column in row.keys() & CELLS.keys():
         CELLS[column][op] = row[column]
 
@@ -146,18 +147,19 @@ def read_column(column: str, enter: Callable[..., None], *filled: dict[Any, Any]
     Raises:
         ConfigError: a cell has fields that `enter` does not take.
     """
-    _readers[column], _filled[column] = enter, filled
+    _readers.setdefault(column, []).append(enter)
+    _filled.setdefault(column, []).extend(filled)
     for op, cell in CELLS[column].items():
-        _read(column, op, cell)
+        _read(enter, column, op, cell)
 
 
-def _read(column: str, op: str, cell: Any) -> None:
+def _read(enter: Callable[..., None], column: str, op: str, cell: Any) -> None:
     for form in cell if isinstance(cell, list) else [cell]:
         given = form if isinstance(form, Mapping) else {"name": form}
         if "refused" in given:
             continue
         try:
-            _readers[column](op, **given)
+            enter(op, **given)
         except TypeError as e:
             raise ConfigError(f"Row of operator '{op}' does not fit column '{column}': {e}", got=repr(form)) from e
 

@@ -9,6 +9,7 @@ from onnx import numpy_helper
 
 from chipfit.engine.examples import example_inputs
 from chipfit.engine.kernels import execute
+from chipfit.engine.opaque import resolve_target
 from chipfit.engine.process import TRACING, quiet
 from chipfit.engine.run import run
 from chipfit.errors import UnsupportedError, first_line
@@ -62,6 +63,9 @@ def splice(builder: OnnxBuilder, node: Node) -> list[str]:
     values = builder.graph.values
     if all(values[o].dtype in _INSIDE for o in node.outputs):
         return [""] * len(node.outputs)
+    own = getattr(resolve_target(node.attrs["target"]), "node", None)
+    if own is not None:  # an operator of ONNX itself
+        return _copied(builder, own, [builder.read(v, node) for v in node.inputs])
     region = Region(builder.graph, node)
     if not region.inputs:  # a constant
         return [builder.const(t.detach().numpy()) for t in region()]
@@ -85,6 +89,15 @@ def splice(builder: OnnxBuilder, node: Node) -> list[str]:
         builder.initialisers[name(t.name)] = numpy_helper.from_array(numpy_helper.to_array(t), name(t.name))
     builder.nodes += [_renamed(n, name) for n in model.graph.node]
     return [name(o.name) for o in model.graph.output]
+
+
+def _copied(builder: OnnxBuilder, own: onnx.NodeProto, inputs: Sequence[str | None]) -> list[str]:
+    """Write an operator that was read from an ONNX file."""
+    given = dict(zip([i for i in own.input if i], inputs, strict=True))
+    prefix = builder.fresh("opaque")
+    copy = _renamed(own, lambda n: (given[n] or "") if n in given else f"{prefix}/{n}")
+    builder.nodes.append(copy)
+    return list(copy.output)
 
 
 def _renamed(node: onnx.NodeProto, name: Callable[[str], str]) -> onnx.NodeProto:

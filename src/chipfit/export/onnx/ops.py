@@ -64,9 +64,22 @@ _WINDOW = "kernel=kernel_shape stride=strides padding=pads ceil_mode"
 WRITERS: dict[str, Write] = {}
 
 
-def _enter_cell(op: str, name: str = "", write: Write | None = None, **form: Any) -> None:
-    """Enter a cell of the table of operators: fields of `OnnxOp`, or a function `write`."""
-    WRITERS[op] = write or OnnxOp(name, **form)
+def _enter_cell(
+    op: str,
+    name: str = "",
+    write: Write | None = None,
+    reads: str = "",
+    gate: str = "",
+    given: Any = None,
+    **form: Any,
+) -> None:
+    """Enter a cell of the table of operators: fields of `OnnxOp`, or a function `write`.
+
+    Args:
+        reads, gate, given: for the reader, see `frameworks.onnx.read`; what is read under another name has no writer.
+    """
+    if not reads:
+        WRITERS[op] = write or OnnxOp(name, **form)
 
 
 #: operators that cannot be written, and why

@@ -1,0 +1,45 @@
+"""The adapter of ONNX: models of files, whose trainable form is a PyTorch module."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from chipfit.frameworks.adapter import Framework, included
+from chipfit.frameworks.onnx.capture import capture
+from chipfit.frameworks.onnx.model import OnnxModel, load, opened
+from chipfit.frameworks.onnx.runtime import OnnxFunction, run
+from chipfit.registry import register
+
+
+@register("framework", "onnx")
+class Onnx(Framework):
+    """ONNX: a file, its bytes, an `onnx.ModelProto` or an `onnx_ir.Model`."""
+
+    facts = included()["onnx"]
+    load = staticmethod(load)
+    opened = staticmethod(opened)
+    capture = staticmethod(capture)
+    run = staticmethod(run)
+
+    def is_model(self, thing: Any) -> bool:
+        return type(thing).__name__ in ("ModelProto", "Model", "OnnxModel")
+
+    def check(self, model: Any) -> None:
+        opened(model)
+
+    def example(self, model: OnnxModel) -> Any:
+        """Return random inputs of the declared shapes, by name if there are several; None if a size is unknown."""
+        shapes = {v.name: [s if isinstance(s, int) else 0 for s in v.shape or [0]] for v in model.inputs}
+        if any(0 in s[1:] or v.shape is None for s, v in zip(shapes.values(), model.inputs, strict=True)):
+            return None
+        made = {v.name: _random([s or 2 for s in shapes[v.name]], v) for v in model.inputs}
+        return next(iter(made.values())) if len(made) == 1 else made
+
+    def opaque(self, target: str) -> Callable[..., Any]:
+        return OnnxFunction.of_target(target)
+
+
+def _random(shape: list[int], value: Any) -> torch.Tensor:
+    kind = value.dtype.numpy().kind if value.dtype is not None else "f"
+    return torch.randn(shape) if kind not in "iub" else torch.ones(shape, dtype=torch.int64)

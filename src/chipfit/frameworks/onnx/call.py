@@ -1,0 +1,377 @@
+"""An ONNX model while it is read: its tensors, the growing Graph, and the node that a reader is given.
+
+Every tensor is evaluated for several *variants* of the input sizes at once: tensors that depend on data by their shapes
+alone, on torch's meta device; those that depend on sizes and constants, in numbers. Sizes that differ between variants
+stay open. So shape arithmetic needs no symbols, and readers no inference of shapes.
+"""
+
+import ast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import torch
+
+from chipfit.engine.kernels import execute
+from chipfit.errors import CaptureError, ChipfitError, raised_outside_chipfit, short_message
+from chipfit.frameworks.onnx.model import domain_of
+from chipfit.frameworks.onnx.runtime import OnnxFunction, as_tensor
+from chipfit.frameworks.reading import Unreadable
+from chipfit.graph.builder import GraphBuilder, Origin
+from chipfit.graph.ir import OPAQUE, Graph, Node, Ref
+
+_META = torch.device("meta")
+
+
+@dataclass(eq=False, slots=True)
+class Operand:
+    """A tensor of the model, by variant of the input sizes."""
+
+    metas: tuple[torch.Tensor, ...]  #: shapes and types
+    name: str = ""  #: of the value or weight of the Graph; "" for numbers that are not in it
+    numbers: tuple[np.ndarray, ...] = ()  #: if they do not depend on data
+    source: str = ""  #: name of the initialiser that the numbers come from
+    change: str = ""  #: how they were computed from it
+    trainable: bool = False
+
+    @property
+    def shape(self) -> tuple[int | None, ...]:
+        """Shape, None where a size is open."""
+        sizes = zip(*(m.shape for m in self.metas), strict=True)
+        return tuple(s[0] if len({*s}) == 1 else None for s in sizes)
+
+    @property
+    def rank(self) -> int:
+        return self.metas[0].dim()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.metas[0].dtype
+
+    @property
+    def constant(self) -> np.ndarray | None:
+        """Numbers that are equal in all variants, or None."""
+        if not self.numbers or any(n is not self.numbers[0] and not _equal(n, self.numbers[0]) for n in self.numbers):
+            return None
+        return self.numbers[0]
+
+
+def _equal(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.shape == b.shape and bool((a == b).all())
+
+
+class OnnxGraphBuilder(GraphBuilder):
+    """The growing Graph, and what each tensor of the model became.
+
+    Args:
+        count: number of variants.
+    """
+
+    def __init__(self, model: ir.Model, count: int) -> None:
+        super().__init__(Graph([], [], [], {}, {}, framework="onnx"))
+        self.model, self.count = model, count
+        self.env: dict[str, Operand] = {}
+        self.places: dict[tuple[int, ...], tuple[str, int]] = {}  #: sizes by variant -> a value with them, and the axis
+        self.batch: tuple[int, ...] = ()  #: number of samples by variant
+        self.fixed = 0  #: the batch size that the model declares, although it is read with an open one
+        self.made: dict[tuple[str, str], str] = {}  #: (initialiser, form) -> the weight of the Graph
+
+    def input(self, name: str, metas: Sequence[torch.Tensor]) -> Operand:
+        """Add an input of the graph."""
+        operand = Operand(tuple(metas), name)
+        self.value(name, operand.shape, _name(operand.dtype))
+        self.graph.inputs.append(name)
+        self.remember(operand)
+        return operand
+
+    def remember(self, operand: Operand) -> None:
+        """Note where the open sizes of a value can be read."""
+        for axis, sizes in enumerate(zip(*(m.shape for m in operand.metas), strict=True)):
+            if len({*sizes}) > 1:
+                self.places.setdefault(sizes, (operand.name, axis))
+
+    def constants(self, numbers: Sequence[np.ndarray], source: str = "", trainable: bool = False) -> Operand:
+        """Return numbers by variant, or one array for all."""
+        every = tuple(numbers) if len(numbers) == self.count else tuple(numbers) * self.count
+        metas = [torch.empty(n.shape, dtype=_dtype(n), device=_META) for n in every]
+        return Operand(tuple(metas), numbers=every, source=source, trainable=trainable)
+
+    def weight(self, operand: Operand, wanted: str, form: str = "", change: Callable[[Any], Any] | None = None) -> str:
+        """Return the name of a weight with the numbers of an operand.
+
+        Args:
+            wanted: its name, if the numbers do not come from one initialiser.
+            form: name of `change`, a function that the tensor goes through.
+
+        Raises:
+            Unreadable: The numbers depend on an open size.
+        """
+        if (array := operand.constant) is None:
+            raise Unreadable
+        key = (operand.source, operand.change + form)
+        if operand.source and key in self.made:
+            return self.made[key]
+        tensor = as_tensor(array)
+        tensor = tensor if change is None else change(tensor).contiguous()
+        name = self.fresh(operand.source or wanted)
+        self.graph.weights[name] = tensor
+        if operand.trainable and tensor.is_floating_point():
+            self.graph.trainable.add(name)
+        if operand.source:
+            self.made[key] = name
+        return name
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(array: np.ndarray) -> torch.dtype:
+    kind = torch.float32 if array.dtype.kind not in "biu" else None
+    return kind or torch.from_numpy(np.empty(0, array.dtype)).dtype
+
+
+class OnnxCall:
+    """One ONNX node while it is read: its attributes and operands, its results as new nodes."""
+
+    def __init__(self, builder: OnnxGraphBuilder, node: ir.Node, opset: int) -> None:
+        self.builder, self.node, self.opset = builder, node, opset
+        self.inputs = [None if v is None or not v.name else builder.env[v.name] for v in node.inputs]
+        self.outputs = [v.name or "" for v in node.outputs]
+        self.name = next(filter(None, self.outputs))
+
+    # ---- attributes and operands
+
+    def attr(self, name: str) -> Any:
+        """Return an attribute, the default of the operator's definition if it is left out, or None."""
+        given = self.node.attributes.get(name)
+        if given is not None:
+            return _plain(given.value)
+        try:
+            schema = onnx.defs.get_schema(self.node.op_type, self.opset, domain_of(self.node))
+        except onnx.defs.SchemaError:
+            return None
+        default = schema.attributes[name].default_value if name in schema.attributes else None
+        found = None if default is None or not default.type else onnx.helper.get_attribute_value(default)
+        return _plain(found.decode() if isinstance(found, bytes) else found)
+
+    def operand(self, index: int) -> Operand:
+        """Return an operand.
+
+        Raises:
+            Unreadable: It is left out.
+        """
+        x = self.optional(index)
+        if x is None:
+            raise Unreadable
+        return x
+
+    def optional(self, index: int) -> Operand | None:
+        return self.inputs[index] if index < len(self.inputs) else None
+
+    def numbers(self, name: str, index: int) -> Any:
+        """Return an attribute that later versions have as an operand, as Python numbers; None if it is left out.
+
+        Raises:
+            Unreadable: The operand depends on data or open sizes.
+        """
+        if name in self.node.attributes:
+            return self.attr(name)
+        x = self.optional(index)
+        if x is None:
+            return None
+        if x.constant is None:
+            raise Unreadable
+        return _plain(x.constant.tolist())
+
+    def integers(self, name: str, index: int) -> tuple[int, ...] | None:
+        """Return an attribute or operand as integers."""
+        found = self.numbers(name, index)
+        return None if found is None else tuple(map(int, found)) if isinstance(found, (list, tuple)) else (int(found),)
+
+    def weight(self, index: int, form: str = "", change: Callable[[Any], Any] | None = None) -> Operand:
+        """Return a constant operand as a weight; see `OnnxGraphBuilder.weight`."""
+        x = self.operand(index)
+        if x.name and not form:
+            return x
+        name = self.builder.weight(x, f"{self.name}.{index}", form, change)
+        meta = self.builder.graph.weights[name].to(_META)
+        return Operand((meta,) * self.builder.count, name)
+
+    def new_weight(self, tensor: torch.Tensor, wanted: str) -> Operand:
+        """Return a new constant as a weight."""
+        name = self.builder.fresh(f"{self.name}.{wanted}")
+        self.builder.graph.weights[name] = tensor
+        return Operand((tensor.to(_META),) * self.builder.count, name)
+
+    def in_graph(self, x: Operand, wanted: str = "constant") -> Operand:
+        """Return an operand that has a name in the Graph.
+
+        Raises:
+            Unreadable: It depends on an open size that no value has.
+        """
+        if x.name:
+            return x
+        if x.constant is not None:
+            return Operand(x.metas, self.builder.weight(x, f"{self.name}.{wanted}"), x.numbers)
+        if x.rank == 0:
+            size = self.size(tuple(int(n) for n in x.numbers))
+            if x.dtype is torch.int64:
+                return size
+        elif x.rank == 1 and all(_equal(n, np.arange(len(n))) for n in x.numbers):
+            return self.index_range(x)
+        return self.expanded(x)
+
+    def expanded(self, x: Operand) -> Operand:
+        """Return numbers that are equal along all open axes, such as an initial state, as a constant that is repeated.
+
+        Raises:
+            Unreadable: They differ, or no value has one of these sizes.
+        """
+        here = [k for k, s in enumerate(x.shape) if s is None]
+        few = [n[tuple(slice(0, 1) if k in here else slice(None) for k in range(n.ndim))] for n in x.numbers]
+        if not here or any(not _equal(f, few[0]) or not (n == f).all() for n, f in zip(x.numbers, few, strict=True)):
+            raise Unreadable
+        sizes = [self.size(tuple(n.shape[k] for n in x.numbers)) for k in here]
+        shape = tuple(None if k in here else -1 for k in range(x.rank))
+        constant = self.new_weight(as_tensor(few[0]), "constant")
+        return self._append("Expand", [constant, *sizes], {"shape": shape}, [x.metas], f"{self.name}_expanded")[0]
+
+    def size(self, sizes: tuple[int, ...]) -> Operand:
+        """Return an open size as a value.
+
+        Raises:
+            Unreadable: No value has it.
+        """
+        if sizes not in self.builder.places:
+            raise Unreadable
+        name, axis = self.builder.places[sizes]
+        (made,) = self.builder.emit(self.origin, f"{self.name}_size", "Size", [name], {"axis": axis}, [((), "int")])
+        metas = tuple(torch.empty((), dtype=torch.int64, device=_META) for _ in sizes)
+        return Operand(metas, made.name, tuple(np.array(s) for s in sizes))
+
+    def index_range(self, x: Operand) -> Operand:
+        """Return 0, 1, 2 ... below an open size, as the running sum of ones minus one."""
+        one = self.new_weight(torch.ones(1, dtype=x.dtype), "one")
+        size = self.size(tuple(len(n) for n in x.numbers))
+        ones = self._append("Expand", [one, size], {"shape": (None,)}, [x.metas], f"{self.name}_ones")[0]
+        summed = self._append("CumSum", [ones], {"axis": 0}, [x.metas], f"{self.name}_sums")[0]
+        return self._append("Sub", [summed, one], {}, [x.metas], f"{self.name}_range")[0]
+
+    # ---- results
+
+    @property
+    def origin(self) -> Origin:
+        """The layer that the node belongs to: by the names of its weights, by PyTorch's metadata, or its own name."""
+        known = self.builder.model.graph.initializers
+        weights = [v.name or "" for v in self.node.inputs if v is not None and v.name in known]
+        path = next((w.rpartition(".")[0] for w in weights if w.endswith((".weight", ".bias", ".running_mean"))), None)
+        if path is None and (scopes := self.node.metadata_props.get("pkg.torch.onnx.name_scopes")):
+            path = _scope(scopes)
+        return Origin(self.node.name or "" if path is None else path, self.node.op_type)
+
+    def emit(self, op: str, inputs: Sequence[Operand | None], **attrs: Any) -> Operand:
+        """Append the final node, which is called like the result."""
+        return self.step(op, inputs, self.name, **attrs)
+
+    def step(self, op: str, inputs: Sequence[Operand | None], wanted: str = "", **attrs: Any) -> Operand:
+        """Append a node of one result."""
+        return self.steps(op, inputs, [wanted or f"{self.name}_{op.lower()}"], **attrs)[0]
+
+    def steps(self, op: str, inputs: Sequence[Operand | None], wanted: Sequence[str], **attrs: Any) -> list[Operand]:
+        """Append a node, with the wanted names of its results.
+
+        Raises:
+            Unreadable: The engine does not compute it.
+        """
+        operands = [None if x is None else self.in_graph(x) for x in inputs]
+        node = Node("", op, tuple(None if o is None else o.name for o in operands), tuple(wanted), attrs)
+        metas = []
+        for k in range(self.builder.count):
+            given = [None if o is None else _given(o, k) for o in operands]
+            try:
+                metas.append(execute(node, given))
+            except Exception as e:  # torch raises many types
+                if not raised_outside_chipfit(e) and not isinstance(
+                    e, (ChipfitError, RuntimeError, NotImplementedError)
+                ):
+                    raise
+                raise Unreadable(short_message(e)) from e
+        results = [tuple(m) for m in zip(*metas, strict=True)]
+        if not all(isinstance(m, torch.Tensor) for r in results for m in r):
+            raise Unreadable
+        return self._append(op, operands, attrs, results, *wanted)
+
+    def _append(
+        self, op: str, operands: Sequence[Any], attrs: Any, results: Sequence[Any], *wanted: str
+    ) -> list[Operand]:
+        made = [Operand(tuple(r)) for r in results]
+        outs = [(m.shape, _name(m.dtype)) for m in made]
+        inputs = [None if o is None else o.name for o in operands]
+        values = self.builder.emit(self.origin, _common(wanted) or f"{self.name}_{op.lower()}", op, inputs, attrs, outs)
+        for operand, value in zip(made, values, strict=True):
+            operand.name = value.name
+            self.builder.remember(operand)
+        return made
+
+    def opaque(self) -> list[Operand]:
+        """Append the node as an opaque one, which ONNX Runtime computes in float.
+
+        Raises:
+            CaptureError: It is control flow, or ONNX Runtime cannot compute it.
+        """
+        present = [(k, x) for k, x in enumerate(self.inputs) if x is not None]
+        operands = [self.in_graph(x, str(k)) for k, x in present]
+        target = OnnxFunction.target(self.node, self.opset, len(self.outputs))
+        function = OnnxFunction.of_target(target)
+        metas = []
+        for k in range(self.builder.count):
+            given = [_real(o, k, self.builder.graph) for o in operands]
+            try:
+                out = function(*given)
+            except Exception as e:  # ONNX Runtime's own types
+                if not raised_outside_chipfit(e) and not isinstance(e, CaptureError):
+                    raise
+                what = f"Operator '{self.node.op_type}' cannot be computed: {short_message(e)}"
+                raise CaptureError(what, where=self.node.name or self.name) from e
+            metas.append([y.to(_META) for y in (out if isinstance(out, tuple) else (out,))])
+        attrs = {"target": target, "args": [Ref(k) for k in range(len(operands))], "kwargs": {}}
+        wanted = [self.name] if len(self.outputs) == 1 else self.outputs
+        return self._append(OPAQUE, operands, attrs, [tuple(m) for m in zip(*metas, strict=True)], *wanted)
+
+
+def _common(names: Sequence[str]) -> str:
+    """Return the name of a node whose results have these names: theirs, without numbers; "" if there is none."""
+    base = names[0] if len(names) == 1 else names[0].removesuffix(".0")
+    return base if len(names) == 1 or list(names) == [f"{base}.{k}" for k in range(len(names))] else ""
+
+
+def _given(operand: Operand, k: int) -> Any:
+    """Return what a kernel is given for an operand: a meta tensor, or a size."""
+    size = operand.numbers and operand.rank == 0 and operand.dtype is torch.int64 and operand.constant is None
+    return int(operand.numbers[k]) if size else operand.metas[k]
+
+
+def _real(operand: Operand, k: int, graph: Graph) -> Any:
+    if operand.name in graph.weights:
+        return graph.weights[operand.name]
+    return _given(operand, k) if operand.numbers else torch.ones_like(operand.metas[k], device="cpu")
+
+
+def _plain(x: Any) -> Any:
+    """Return attributes as Python has them: float32 by its shortest decimal."""
+    if isinstance(x, float):
+        return float(str(np.float32(x)))
+    return [_plain(v) for v in x] if isinstance(x, (list, tuple)) else x
+
+
+def _scope(text: str) -> str | None:
+    """Return the path of the innermost module of PyTorch's metadata."""
+    try:
+        scopes = ast.literal_eval(text)
+        return str(scopes[-2]) if len(scopes) > 1 else ""
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return None

@@ -1,0 +1,700 @@
+"""Readers of ONNX operators: a cell of the table of operators where that suffices, else a short function.
+
+The cell is the one that files are written by (`export.onnx.ops`), read in the other direction. A function maps an
+`OnnxCall` to the result, or to a list of results. Either raises `Unreadable` for a node without canonical equivalent;
+that node becomes an opaque one.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from chipfit.frameworks.onnx.call import OnnxCall, Operand
+from chipfit.frameworks.onnx.model import domain_of
+from chipfit.frameworks.reading import Unreadable
+from chipfit.operators.table import ATTRIBUTES, OPS, attribute_words, read_column
+
+Reader = Callable[[OnnxCall], Any]
+
+#: ONNX operator -> readers of its nodes, of which the first that understands one counts
+READERS: dict[str, list[Reader]] = {}
+
+
+#: operator f -> the operator x f(x)
+GATED: dict[str, str] = {}
+
+
+def read(c: OnnxCall) -> list[Operand]:
+    """Read a node; raises Unreadable where it has no canonical equivalent."""
+    why: Unreadable | None = None
+    kind = f"{c.node.op_type}@{c.node.domain}" if domain_of(c.node) else c.node.op_type
+    for reader in READERS.get(kind, ()):
+        mark = c.builder.mark()
+        try:
+            found = reader(c)
+            return found if isinstance(found, list) else [found]
+        except Unreadable as e:
+            gone, why = c.builder.forget(mark), e
+            c.builder.made = {k: w for k, w in c.builder.made.items() if w not in gone}
+            c.builder.places = {k: p for k, p in c.builder.places.items() if p[0] not in gone}
+    raise why or Unreadable
+
+
+def _as_flag(v: Any) -> bool:
+    return bool(v)
+
+
+#: kind of an attribute -> its conversion from ONNX
+_KINDS: dict[str, Callable[[Any], Any]] = {"flag": _as_flag, "int*": tuple, "count*": tuple, "size*": tuple}
+#: form of a constant operand -> its conversion from numbers
+_FORMS: dict[str, Callable[[Any], Any]] = {"real": lambda v: None if v is None else float(v), "integer": int}
+
+
+def _enter_cell(
+    op: str,
+    name: str = "",
+    reads: str = "",
+    attrs: str = "",
+    constants: str = "",
+    fixed: Mapping[str, Any] | None = None,
+    given: Mapping[str, Any] | None = None,
+    gate: str = "",
+    write: Any = None,
+) -> None:
+    """Enter the reader of ONNX operators that become one node: a cell of the table of operators.
+
+    Args:
+        op: the canonical operator.
+        name, reads: its name in ONNX; `reads` if it is read but not written.
+        attrs: "ours=theirs" for each attribute.
+        constants: operands behind the data that are constants, as "attribute:form" or "number:form".
+        fixed: attributes that the node must have.
+        given: attributes of the canonical operator that ONNX does not have.
+        gate: operator f, if this one is x f(x).
+        write: see `export.onnx.ops`.
+    """
+    slots = OPS[op].slots
+    words = [
+        (ours, theirs, _KINDS.get(ATTRIBUTES.get(ours, ""), lambda v: v)) for ours, theirs, _ in attribute_words(attrs)
+    ]
+    behind = [(ours, _FORMS.get(form)) for ours, _, form in attribute_words(constants)]
+
+    def read_cell(c: OnnxCall) -> Any:
+        if any(c.attr(k) != v and not _close(c.attr(k), v) for k, v in (fixed or {}).items()):
+            raise Unreadable
+        many = slots[-1].endswith("*")
+        count = len(c.inputs) if many else len(slots)
+        operands = [c.optional(k) if not many and slots[k].endswith("?") else c.operand(k) for k in range(count)]
+        found = {ours: convert(c.attr(theirs)) for ours, theirs, convert in words}
+        if None in found.values() or any(x is not None for x in c.inputs[count + len(behind) :]):
+            raise Unreadable
+        for k, (ours, convert) in enumerate(behind, count):
+            if convert is None:
+                raise Unreadable
+            number = convert(c.numbers("", k))
+            if ours in OPS[op].attrs:
+                found[ours] = number
+            elif number != float(ours):
+                raise Unreadable
+        if sum(bool(o) for o in c.outputs) != 1:
+            raise Unreadable
+        return c.emit(op, operands, **found, **(given or {}))
+
+    if gate:
+        GATED[gate] = op
+    for word in (reads or name).split():
+        READERS.setdefault(word, []).append(read_cell)
+
+
+def _close(a: Any, b: Any) -> bool:
+    return isinstance(a, float) and isinstance(b, (int, float)) and bool(np.float32(a) == np.float32(b))
+
+
+def reads(names: str) -> Callable[[Reader], Reader]:
+    """Decorate a function as the first reader of ONNX operators, named with spaces between."""
+
+    def enter(f: Reader) -> Reader:
+        for name in names.split():
+            READERS.setdefault(name, []).insert(0, f)
+        return f
+
+    return enter
+
+
+read_column("onnx", _enter_cell, READERS, GATED)
+
+
+# ---------------------------------------------------------------- windows
+
+
+def _windows(c: OnnxCall, kernel: Sequence[Any], dilation: Sequence[int]) -> tuple[tuple[int, ...], Any]:
+    """Return strides and padding ((lo, hi), ...) of a node; `auto_pad` needs spatial axes of known size.
+
+    Raises:
+        Unreadable: The padding depends on an open size.
+    """
+    n = len(kernel)
+    stride, auto = tuple(c.attr("strides") or (1,) * n), c.attr("auto_pad") or "NOTSET"
+    if auto in ("NOTSET", "VALID"):
+        pads = c.attr("pads") if auto == "NOTSET" else None
+        pads = pads or [0] * 2 * n
+        return stride, tuple((pads[k], pads[k + n]) for k in range(n))
+    pairs = []
+    for k, sizes in enumerate(zip(*(m.shape[2:] for m in c.operand(0).metas), strict=True)):
+        total = {max((-(-s // stride[k]) - 1) * stride[k] + dilation[k] * (kernel[k] - 1) + 1 - s, 0) for s in sizes}
+        if len(total) > 1:
+            raise Unreadable
+        (t,) = total
+        pairs.append((t // 2, t - t // 2) if auto == "SAME_UPPER" else (t - t // 2, t // 2))
+    return stride, tuple(pairs)
+
+
+@reads("Conv")
+def _conv(c: OnnxCall) -> Any:
+    x, w = c.operand(0), c.weight(1)
+    n = w.rank - 2
+    if x.rank != w.rank or not 1 <= n <= 3:
+        raise Unreadable
+    dilation, groups = tuple(c.attr("dilations") or (1,) * n), c.attr("group")
+    stride, padding = _windows(c, w.shape[2:], dilation)
+    depthwise = n == 2 and groups > 1 and groups == x.shape[1]
+    bias = None if c.optional(2) is None else c.weight(2)
+    op = "DepthwiseConv2D" if depthwise else f"Conv{n}D"
+    return c.emit(op, [x, w, bias], stride=stride, padding=padding, dilation=dilation, groups=groups)
+
+
+@reads("ConvTranspose")
+def _conv_transpose(c: OnnxCall) -> Any:
+    x, w = c.operand(0), c.weight(1)
+    n = w.rank - 2
+    if x.rank != w.rank or not 1 <= n <= 3:
+        raise Unreadable
+    dilation, groups = tuple(c.attr("dilations") or (1,) * n), c.attr("group")
+    stride, more = tuple(c.attr("strides") or (1,) * n), tuple(c.attr("output_padding") or (0,) * n)
+    auto, sizes, wanted = c.attr("auto_pad") or "NOTSET", x.shape[2:], c.attr("output_shape")
+    if auto.startswith("SAME") or wanted:
+        if None in sizes:
+            raise Unreadable
+        wanted = wanted or [s * k for s, k in zip(sizes, stride, strict=True)]
+        reach = zip(sizes, stride, more, w.shape[2:], dilation, wanted, strict=True)
+        total = [max(s * (i - 1) + o + (k - 1) * d + 1 - size, 0) for i, s, o, k, d, size in reach]
+        lows = [t // 2 if auto != "SAME_LOWER" else t - t // 2 for t in total]
+        padding = tuple((lo, t - lo) for lo, t in zip(lows, total, strict=True))
+    else:
+        pads = (c.attr("pads") if auto == "NOTSET" else None) or [0] * 2 * n
+        padding = tuple((pads[k], pads[k + n]) for k in range(n))
+    bias = None if c.optional(2) is None else c.weight(2)
+    attrs = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "output_padding": more}
+    return c.emit(f"TransposeConv{n}D", [x, w, bias], **attrs)
+
+
+@reads("MaxPool AveragePool")
+def _pool(c: OnnxCall) -> Any:
+    kernel = tuple(c.attr("kernel_shape"))
+    dilation, ceil_mode = tuple(c.attr("dilations") or (1,) * len(kernel)), bool(c.attr("ceil_mode"))
+    if len(kernel) > 3 or sum(map(bool, c.outputs)) > 1 or c.operand(0).rank != len(kernel) + 2:
+        raise Unreadable
+    stride, padding = _windows(c, kernel, dilation)
+    attrs: dict[str, Any] = {"kernel": kernel, "stride": stride, "padding": padding, "ceil_mode": ceil_mode}
+    if c.node.op_type == "MaxPool":
+        return c.emit("MaxPool", [c.operand(0)], **attrs, dilation=dilation)
+    if any(d != 1 for d in dilation):
+        raise Unreadable
+    return c.emit("AvgPool", [c.operand(0)], **attrs, count_include_pad=bool(c.attr("count_include_pad")))
+
+
+@reads("GlobalMaxPool")
+def _global_max_pool(c: OnnxCall) -> Any:
+    return c.emit("ReduceMax", [c.operand(0)], axes=tuple(range(2, c.operand(0).rank)), keepdims=True)
+
+
+@reads("Pad")
+def _pad(c: OnnxCall) -> Any:
+    x, mode = c.operand(0), c.attr("mode") or "constant"
+    pads, axes = c.integers("pads", 1), c.integers("axes", 3)
+    value = c.numbers("value", 2)
+    modes = {"constant": "constant", "reflect": "reflect", "edge": "replicate"}
+    if mode not in modes or pads is None:
+        raise Unreadable
+    pairs = [(0, 0)] * x.rank
+    for k, axis in enumerate(range(x.rank) if axes is None else axes):
+        pairs[axis % x.rank] = (pads[k], pads[k + len(pads) // 2])
+    if mode != "constant" and any(lo < 0 or hi < 0 for lo, hi in pairs):
+        raise Unreadable
+    value = value[0] if isinstance(value, list) else value
+    return c.emit("Pad", [x], padding=tuple(pairs), mode=modes[mode], value=float(value or 0))
+
+
+# ---------------------------------------------------------------- products
+
+
+@reads("Gemm")
+def _gemm(c: OnnxCall) -> Any:
+    """Read alpha A B + beta C: a Linear if B is a constant, else a MatMul and the steps around it."""
+    a, b, alpha, beta = c.operand(0), c.operand(1), c.attr("alpha"), c.attr("beta")
+    if c.attr("transA"):
+        a = c.step("Transpose", [a], perm=(1, 0))
+    if b.constant is None or b.name:
+        return _scaled_product(c, a, b)
+    straight = bool(c.attr("transB"))
+    w = c.weight(
+        1, *_changed(straight and alpha == 1, f"gemm{straight}{alpha}", lambda t: _turned(t, straight) * alpha)
+    )
+    shift, rows = c.optional(2), w.shape[0]
+    if shift is None or beta == 0:
+        return c.emit("Linear", [a, w])
+    small = shift.constant is not None and shift.constant.size in (1, rows)
+    if small and (not shift.rank or shift.shape[-1] in (1, rows)):
+        same = beta == 1 and shift.shape == (rows,)
+        bias = c.weight(2, *_changed(same, f"{beta}x{rows}", lambda t: (t.reshape(-1) * beta).expand(rows)))
+        return c.emit("Linear", [a, w, bias])
+    y = c.step("Linear", [a, w])
+    return c.emit("Add", [y, shift if beta == 1 else c.step("Mul", [shift, _number(c, beta, "beta")])])
+
+
+def _scaled_product(c: OnnxCall, a: Operand, b: Operand) -> Operand:
+    """Read alpha A B + beta C of activations as MatMul, Mul and Add."""
+    b, addend = c.step("Transpose", [b], perm=(1, 0)) if c.attr("transB") else b, c.optional(2)
+    steps = [("Mul", c.attr("alpha")), ("Add", addend)]
+    todo = [(op, v) for op, v in steps if v is not None and (op == "Add" or v != 1)]
+    y = c.step("MatMul", [a, b]) if todo else c.emit("MatMul", [a, b])
+    for k, (op, v) in enumerate(todo):
+        other = _number(c, v, "alpha") if op == "Mul" else v
+        if op == "Add" and c.attr("beta") != 1:
+            other = c.step("Mul", [other, _number(c, c.attr("beta"), "beta")])
+        y = c.emit(op, [y, other]) if k == len(todo) - 1 else c.step(op, [y, other])
+    return y
+
+
+def _number(c: OnnxCall, value: float, name: str) -> Operand:
+    return c.new_weight(torch.tensor(value), name)
+
+
+def _changed(same: bool, form: str, change: Callable[[Any], Any]) -> tuple[Any, ...]:
+    """Return the form of a weight that is changed, for `OnnxCall.weight`; nothing if it is not."""
+    return () if same else (form, change)
+
+
+def _turned(w: torch.Tensor, straight: bool) -> torch.Tensor:
+    return w if straight else w.t()
+
+
+@reads("MatMul")
+def _mat_mul(c: OnnxCall) -> Any:
+    a, b = c.operand(0), c.operand(1)
+    if b.constant is not None and b.rank == 2 and not b.name and a.constant is None:
+        return c.emit("Linear", [a, c.weight(1, "t", lambda t: t.t())])
+    if min(a.rank, b.rank) < 2:
+        raise Unreadable
+    return c.emit("MatMul", [a, b])
+
+
+# ---------------------------------------------------------------- norms
+
+
+@reads("BatchNormalization")
+def _batch_norm(c: OnnxCall) -> Any:
+    if c.attr("training_mode") or c.attr("spatial") == 0 or sum(map(bool, c.outputs)) > 1 or c.operand(0).rank < 2:
+        raise Unreadable
+    statistics = [c.weight(3), c.weight(4)]
+    c.builder.graph.trainable -= {s.name for s in statistics}
+    return c.emit("BatchNorm", [c.operand(0), c.weight(1), c.weight(2), *statistics], eps=c.attr("epsilon"))
+
+
+@reads("LayerNormalization RMSNormalization SimplifiedLayerNormalization")
+def _layer_norm(c: OnnxCall) -> Any:
+    x = c.operand(0)
+    shape = x.shape[(c.attr("axis") if c.attr("axis") is not None else -1) % x.rank :]
+    operands = [c.weight(k) for k in (1, 2) if c.optional(k) is not None]
+    if None in shape or sum(map(bool, c.outputs)) > 1 or any(o.shape != shape for o in operands):
+        raise Unreadable
+    op = "LayerNorm" if c.node.op_type == "LayerNormalization" else "RMSNorm"
+    eps = c.attr("epsilon")
+    return c.emit(op, [x, *operands], normalized_shape=tuple(shape), eps=1e-5 if eps is None else eps)
+
+
+@reads("InstanceNormalization")
+def _instance_norm(c: OnnxCall) -> Any:
+    return c.emit("InstanceNorm", [c.operand(0), c.weight(1), c.weight(2)], eps=c.attr("epsilon"))
+
+
+@reads("GroupNormalization")
+def _group_norm(c: OnnxCall) -> Any:
+    groups, channels = c.attr("num_groups"), c.operand(0).shape[1]
+    if channels is None:
+        raise Unreadable
+    each = channels // groups if c.opset < 21 else 1
+    how = _changed(each == 1, f"each{each}", lambda t: t.repeat_interleave(each))
+    return c.emit(
+        "GroupNorm", [c.operand(0), c.weight(1, *how), c.weight(2, *how)], groups=groups, eps=c.attr("epsilon")
+    )
+
+
+@reads("LpNormalization")
+def _lp_norm(c: OnnxCall) -> Any:
+    if c.attr("p") != 2:
+        raise Unreadable
+    return c.emit("L2Norm", [c.operand(0)], axis=c.attr("axis"), eps=1e-12)
+
+
+@reads("Softmax LogSoftmax")
+def _softmax(c: OnnxCall) -> Any:
+    """Read softmax; before opset 13 it is over all axes from `axis` on."""
+    x, axis, op = c.operand(0), c.attr("axis"), c.node.op_type
+    if c.opset >= 13 or axis % x.rank == x.rank - 1:
+        return c.emit(op, [x], axis=axis)
+    axis %= x.rank
+    flat = c.step("Reshape", [x], **_reshaped(c, x, [[*m.shape[:axis], m.shape[axis:].numel()] for m in x.metas])[1])
+    y = c.step(op, [flat], axis=-1)
+    return _reshape_to(c, y, [[*m.shape] for m in x.metas])
+
+
+# ---------------------------------------------------------------- element by element
+
+
+@reads("Identity Dropout")
+def _identity(c: OnnxCall) -> Any:
+    if len([o for o in c.outputs if o]) > 1 or (c.node.op_type == "Dropout" and _training(c)):
+        raise Unreadable
+    return c.operand(0)
+
+
+def _training(c: OnnxCall) -> bool:
+    return bool(c.numbers("", 2)) and c.opset >= 12
+
+
+@reads("Cast CastLike")
+def _cast(c: OnnxCall) -> Any:
+    """Read a conversion; all float types are read as float32."""
+    import onnx_ir as ir
+
+    x = c.operand(0)
+    if c.node.op_type == "CastLike":
+        dtype = c.operand(1).dtype
+    else:
+        kind = ir.DataType(c.attr("to"))
+        if kind in (ir.DataType.STRING,) or kind.name.startswith(("FLOAT8", "FLOAT4", "INT4", "UINT4", "COMPLEX")):
+            raise Unreadable
+        dtype = torch.float32 if kind.is_floating_point() else getattr(torch, kind.name.lower())
+    if dtype is x.dtype:
+        return x
+    return c.emit("Cast", [x], dtype=str(dtype).removeprefix("torch."))
+
+
+@reads("Clip")
+def _clip(c: OnnxCall) -> Any:
+    ends = [c.numbers(name, k) for k, name in enumerate(("min", "max"), 1)]
+    low, high = (None if e is None or abs(e) > 3e38 else float(e) for e in ends)
+    if not c.operand(0).dtype.is_floating_point:
+        raise Unreadable
+    if (low, high) in ((0, 6), (0, None)):
+        return c.emit("Relu6" if high else "Relu", [c.operand(0)])
+    return c.operand(0) if low is high is None else c.emit("Clamp", [c.operand(0)], min=low, max=high)
+
+
+@reads("PRelu")
+def _prelu(c: OnnxCall) -> Any:
+    x, slope = c.operand(0), c.operand(1)
+    if slope.constant is None or x.rank < 2:
+        raise Unreadable
+    shape = (1,) * (x.rank - slope.rank) + tuple(slope.shape)
+    if shape[0] == 1 and shape[1] == x.shape[1] and set(shape[2:]) <= {1}:
+        return c.emit(
+            "PRelu", [x, c.weight(1, *_changed(slope.rank == 1 and x.rank == 2, "flat", lambda t: t.reshape(-1)))]
+        )
+    if slope.constant.size == 1:
+        return c.emit("PRelu", [x, c.weight(1, *_changed(slope.rank == 1, "flat", lambda t: t.reshape(-1)))])
+    if shape[0] != 1:
+        raise Unreadable
+    return c.emit("PRelu", [x, c.weight(1, "sample", lambda t: t.reshape(shape[1:]))])
+
+
+@reads("HardSigmoid")
+def _hard_sigmoid(c: OnnxCall) -> Any:
+    """Read max(0, min(1, alpha x + beta)); PyTorch's has alpha 1/6 and beta 1/2."""
+    alpha, beta = c.attr("alpha"), c.attr("beta")
+    if _close(alpha, 1 / 6) and beta == 0.5:
+        return c.emit("HardSigmoid", [c.operand(0)])
+    y = c.step("Mul", [c.operand(0), _number(c, alpha, "alpha")])
+    y = c.step("Add", [y, _number(c, beta, "beta")])
+    return c.emit("Clamp", [y], min=0.0, max=1.0)
+
+
+@reads("Gelu Gelu@com.microsoft FastGelu@com.microsoft BiasGelu@com.microsoft")
+def _gelu(c: OnnxCall) -> Any:
+    x = c.operand(0) if c.optional(1) is None else c.step("Add", [c.operand(0), c.operand(1)])
+    tanh = "tanh" if "Fast" in c.node.op_type else c.attr("approximate") or "none"
+    return c.emit("Gelu", [x], approximate=tanh)
+
+
+@reads("QuickGelu@com.microsoft")
+def _quick_gelu(c: OnnxCall) -> Any:
+    alpha = c.attr("alpha")
+    x = c.operand(0)
+    inner = x if alpha == 1 else c.step("Mul", [x, _number(c, 1.702 if alpha is None else alpha, "alpha")])
+    return c.emit("Mul", [x, c.step("Sigmoid", [inner])])
+
+
+@reads("Max Min Sum Mean")
+def _variadic(c: OnnxCall) -> Any:
+    """Read an operator of any number of operands as a chain of two each."""
+    op, (first, *rest) = {"Sum": "Add", "Mean": "Add"}.get(c.node.op_type, c.node.op_type), [*c.inputs]
+    if first is None or None in rest:
+        raise Unreadable
+    if not rest:
+        return first
+    mean = c.node.op_type == "Mean"
+    for k, x in enumerate(rest):
+        last = k == len(rest) - 1 and not mean
+        first = c.emit(op, [first, x]) if last else c.step(op, [first, x])
+    return c.emit("Mul", [first, _number(c, 1 / (len(rest) + 1), "share")]) if mean else first
+
+
+@reads("Div Mod Pow")
+def _arithmetic(c: OnnxCall) -> Any:
+    a, b = c.operand(0), c.operand(1)
+    op = c.node.op_type
+    if (op == "Div" and not a.dtype.is_floating_point) or (op == "Mod" and c.attr("fmod")) or a.dtype is not b.dtype:
+        if op != "Pow" or b.constant is None or not a.dtype.is_floating_point:
+            raise Unreadable
+        b = c.new_weight(torch.from_numpy(np.array(b.constant)).float(), "exponent")
+    return c.emit(op, [a, b])
+
+
+# ---------------------------------------------------------------- reductions
+
+
+@reads("ReduceMean ReduceSum ReduceL2 ReduceMax ReduceMin ReduceProd ReduceSumSquare ReduceL1")
+def _reduce(c: OnnxCall) -> Any:
+    x, axes, keepdims = c.operand(0), c.integers("axes", 1), bool(c.attr("keepdims"))
+    if not axes and c.attr("noop_with_empty_axes"):
+        if c.node.op_type in ("ReduceSumSquare", "ReduceL1", "ReduceL2"):
+            raise Unreadable
+        return x
+    axes = tuple(a % x.rank for a in axes) if axes else tuple(range(x.rank))
+    kind = c.node.op_type.removeprefix("Reduce")
+    if not axes or (not x.dtype.is_floating_point and kind in ("Mean", "L2", "SumSquare")):
+        raise Unreadable
+    if kind == "Mean" and keepdims and x.rank > 3 and sorted(axes) == [*range(2, x.rank)]:
+        return c.emit("GlobalAvgPool", [x])  # which exporters write so, and runtimes compute in integers
+    if kind in ("SumSquare", "L1"):
+        x = c.step("Mul", [x, x]) if kind == "SumSquare" else c.step("Abs", [x])
+        kind = "Sum"
+    return c.emit(kind if kind in ("Mean", "Sum") else f"Reduce{kind}", [x], axes=axes, keepdims=keepdims)
+
+
+@reads("ArgMax ArgMin")
+def _arg_max(c: OnnxCall) -> Any:
+    if c.attr("select_last_index"):
+        raise Unreadable
+    return c.emit(c.node.op_type, [c.operand(0)], axis=c.attr("axis"), keepdims=bool(c.attr("keepdims")))
+
+
+@reads("CumSum")
+def _cum_sum(c: OnnxCall) -> Any:
+    axis = c.integers("", 1)
+    if axis is None or c.attr("exclusive") or c.attr("reverse"):
+        raise Unreadable
+    return c.emit("CumSum", [c.operand(0)], axis=axis[0])
+
+
+# ---------------------------------------------------------------- moving data
+
+
+def _targets(c: OnnxCall, index: int, attribute: str = "") -> list[list[int]]:
+    """Return an operand with sizes, as a list for each variant.
+
+    Raises:
+        Unreadable: It depends on data.
+    """
+    if attribute in c.node.attributes:
+        return [list(c.attr(attribute))] * c.builder.count
+    x = c.operand(index)
+    if not x.numbers:
+        raise Unreadable
+    return [[int(s) for s in n.reshape(-1)] for n in x.numbers]
+
+
+@reads("Reshape")
+def _reshape(c: OnnxCall) -> Any:
+    x, targets = c.operand(0), _targets(c, 1, "shape")
+    if c.builder.fixed and all(t and t[0] == c.builder.fixed for t in targets) and _begins_with_batch(c, x):
+        # the size that the file declares stands for the number of samples
+        targets = [[rows, *t[1:]] for rows, t in zip(c.builder.batch, targets, strict=True)]
+    sizes = []
+    for m, target in zip(x.metas, targets, strict=True):
+        known = [m.shape[k] if s == 0 and not c.attr("allowzero") else s for k, s in enumerate(target)]
+        rest = int(np.prod([s for s in known if s != -1], dtype=object))
+        sizes.append([(m.numel() // rest if rest else 0) if s == -1 else s for s in known])
+    return _reshape_to(c, x, sizes)
+
+
+def _begins_with_batch(c: OnnxCall, x: Operand) -> bool:
+    return x.rank > 0 and tuple(m.shape[0] for m in x.metas) == c.builder.batch
+
+
+def _reshape_to(c: OnnxCall, x: Operand, sizes: Sequence[Sequence[int]]) -> Operand:
+    operands, attrs = _reshaped(c, x, sizes)
+    return c.emit("Reshape", operands, **attrs)
+
+
+def _reshaped(c: OnnxCall, x: Operand, sizes: Sequence[Sequence[int]]) -> tuple[list[Operand], dict[str, Any]]:
+    """Return operands and attributes of a Reshape to sizes by variant.
+
+    Of several open sizes the last becomes -1; the others become 0 where x has them in the same place, else an operand.
+    """
+    columns, operands = [*zip(*sizes, strict=True)], [x]
+    shape: list[int | None] = [s[0] if len({*s}) == 1 else -1 for s in columns]
+    if 0 in shape:
+        raise Unreadable
+    for k, s in enumerate(columns if shape.count(-1) > 1 else ()):
+        if shape[k] == -1 and -1 in shape[k + 1 :]:
+            unchanged = k < x.rank and tuple(m.shape[k] for m in x.metas) == s
+            shape[k] = 0 if unchanged else None
+            operands += [] if unchanged else [c.size(s)]
+    return operands, {"shape": tuple(shape)}
+
+
+@reads("Flatten")
+def _flatten(c: OnnxCall) -> Any:
+    x = c.operand(0)
+    axis = c.attr("axis")
+    axis = axis + x.rank if axis < 0 else axis
+    return _reshape_to(c, x, [[m.shape[:axis].numel(), m.shape[axis:].numel()] for m in x.metas])
+
+
+@reads("Transpose")
+def _transpose(c: OnnxCall) -> Any:
+    x, perm = c.operand(0), c.attr("perm")
+    perm = tuple(perm) if perm else tuple(reversed(range(x.rank)))
+    return x if perm == tuple(range(x.rank)) else c.emit("Transpose", [x], perm=perm)
+
+
+@reads("Squeeze Unsqueeze")
+def _squeeze(c: OnnxCall) -> Any:
+    x, axes, op = c.operand(0), c.integers("axes", 1), c.node.op_type
+    if axes is None:
+        axes = tuple(k for k, s in enumerate(x.shape) if s == 1)
+    rank = x.rank + (len(axes) if op == "Unsqueeze" else 0)
+    axes = tuple(sorted(a % rank for a in axes)) if rank else axes
+    return c.emit(op, [x], axes=axes) if axes else x
+
+
+@reads("Expand")
+def _expand(c: OnnxCall) -> Any:
+    x, targets = c.operand(0), _targets(c, 1)
+    results = [torch.broadcast_shapes(m.shape, t) for m, t in zip(x.metas, targets, strict=True)]
+    added = len(results[0]) - x.rank
+    shape: list[int | None] = []
+    operands = [x]
+    for k, s in enumerate(zip(*results, strict=True)):
+        if k >= added and tuple(m.shape[k - added] for m in x.metas) == s:
+            shape.append(-1)
+        elif len({*s}) == 1:
+            shape.append(s[0])
+        else:
+            shape.append(None)
+            operands.append(c.size(s))
+    return x if set(shape) <= {-1} else c.emit("Expand", operands, shape=tuple(shape))
+
+
+@reads("Slice")
+def _slice(c: OnnxCall) -> Any:
+    x = c.operand(0)
+    starts, ends = _targets(c, 1, "starts"), _targets(c, 2, "ends")
+    axes = c.integers("axes", 3) or tuple(range(len(starts[0])))
+    steps = c.integers("steps", 4) or (1,) * len(axes)
+    todo = list[dict[str, Any]]()
+    for k, (axis, step) in enumerate(zip(axes, steps, strict=True)):
+        sizes = [m.shape[axis] for m in x.metas]
+        start, end = (_end_of([e[k] for e in which], sizes) for which in (starts, ends))
+        if step < 0:
+            raise Unreadable
+        if (start, end, step) != (0, None, 1):
+            todo.append({"axis": axis % x.rank, "start": start or 0, "end": end, "step": step})
+    for k, attrs in enumerate(todo):
+        x = c.emit("Slice", [x], **attrs) if k == len(todo) - 1 else c.step("Slice", [x], **attrs)
+    return x
+
+
+def _end_of(ends: Sequence[int], sizes: Sequence[int]) -> int | None:
+    """Return an end of a slice: as it is, counted from behind, or None for the end of the axis.
+
+    Raises:
+        Unreadable: It depends on an open size in another way.
+    """
+    if len({*ends}) == 1:
+        return ends[0] if ends[0] < 2**31 - 1 else None
+    if all(e >= s for e, s in zip(ends, sizes, strict=True)):
+        return None
+    behind = {e - s for e, s in zip(ends, sizes, strict=True)}
+    if len(behind) > 1 or min(behind) >= 0:
+        raise Unreadable
+    return behind.pop()
+
+
+@reads("Split")
+def _split(c: OnnxCall) -> Any:
+    x, sizes, axis = c.operand(0), c.integers("split", 1), c.attr("axis")
+    if "split" not in c.node.attributes and c.optional(1) is None:
+        length, parts = x.shape[axis], len(c.outputs)
+        if length is None:
+            raise Unreadable
+        each = -(-length // parts)
+        sizes = tuple(min(each, length - k * each) for k in range(parts))
+    return c.steps("Split", [x], c.outputs, axis=axis, sizes=sizes)
+
+
+@reads("Gather")
+def _gather(c: OnnxCall) -> Any:
+    x, index, axis = c.operand(0), c.operand(1), c.attr("axis")
+    axis %= x.rank
+    if index.rank == 0 and index.constant is not None:
+        return c.emit("Select", [x], axis=axis, index=int(index.constant))
+    if x.constant is not None and not x.name and x.rank == 2 and axis == 0 and x.dtype.is_floating_point:
+        return c.emit("Embedding", [c.weight(0), index])
+    return c.emit("Gather", [x, index], axis=axis)
+
+
+@reads("TopK")
+def _top_k(c: OnnxCall) -> Any:
+    k = c.integers("k", 1)
+    if k is None or c.attr("sorted") == 0:
+        raise Unreadable
+    axis, largest = c.attr("axis"), c.attr("largest")
+    attrs = {"k": k[0], "axis": axis, "largest": largest is None or bool(largest)}
+    names = [o or f"{c.name}_{k}" for k, o in enumerate(c.outputs)]
+    return c.steps("TopK", [c.operand(0)], names, **attrs)
+
+
+@reads("Tile")
+def _tile(c: OnnxCall) -> Any:
+    repeats = c.integers("", 1)
+    if repeats is None:
+        raise Unreadable
+    return c.operand(0) if set(repeats) <= {1} else c.emit("Tile", [c.operand(0)], repeats=repeats)
+
+
+@reads("DepthToSpace")
+def _depth_to_space(c: OnnxCall) -> Any:
+    """Read the exchange of channels and space; DCR is CRD with another order of channels."""
+    x, block = c.operand(0), c.attr("blocksize")
+    channels = x.shape[1]
+    if c.attr("mode") != "CRD":
+        if channels is None:
+            raise Unreadable
+        order = torch.arange(channels).reshape(block * block, -1).t().reshape(-1)
+        x = c.step("Gather", [x, c.new_weight(order, "order")], axis=1)
+    return c.emit("DepthToSpace", [x], block=block)
+
+
+@reads("SpaceToDepth")
+def _space_to_depth(c: OnnxCall) -> Any:
+    x, block = c.operand(0), c.attr("blocksize")
+    if x.shape[1] is None:
+        raise Unreadable
+    y = c.step("SpaceToDepth", [x], block=block)
+    order = torch.arange(x.shape[1] * block * block).reshape(-1, block * block).t().reshape(-1)
+    return c.emit("Gather", [y, c.new_weight(order, "order")], axis=1)

@@ -1,0 +1,107 @@
+"""Readers of Resize and Upsample, in the modes that the engine has; other nearest modes become Gathers."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from chipfit.frameworks.onnx.call import OnnxCall, Operand
+from chipfit.frameworks.onnx.read import reads
+from chipfit.frameworks.reading import Unreadable
+
+
+@reads("Resize Upsample")
+def _resize(c: OnnxCall) -> Any:
+    x, mode = c.operand(0), c.attr("mode")
+    mode = {"bilinear": "linear"}.get(mode, mode)
+    old = c.node.op_type == "Upsample" or c.opset < 11
+    scales = c.numbers("scales", 1 if old else 2)
+    sizes = None if old else c.integers("sizes", 3)
+    axes = c.attr("axes")
+    axes = [a % x.rank for a in axes] if axes else [*range(x.rank)]
+    if c.attr("antialias") or c.attr("exclude_outside") or c.attr("keep_aspect_ratio_policy") not in (None, "stretch"):
+        raise Unreadable
+    shape = [*x.shape]
+    factors: list[float] = [1.0] * x.rank
+    for k, a in enumerate(axes):
+        if sizes:
+            factors[a] = 1.0 if shape[a] == sizes[k] else sizes[k] / shape[a] if shape[a] else math.nan
+        elif scales:
+            factors[a] = scales[k]
+    results = [
+        sizes[axes.index(a)] if sizes and a in axes else s and math.floor(s * factors[a]) for a, s in enumerate(shape)
+    ]
+    changed = [a for a in range(x.rank) if factors[a] != 1]
+    grid = "asymmetric" if old else c.attr("coordinate_transformation_mode") or "half_pixel"
+    if not changed:
+        return x
+    if mode == "nearest":
+        return _nearest(c, x, factors, results, changed, grid)
+    if min(changed) < 2 or x.rank not in (3, 4, 5) or (mode == "cubic" and x.rank != 4):
+        raise Unreadable
+    single = any(r == 1 for r in results[2:])
+    if grid not in ("align_corners", "half_pixel", "pytorch_half_pixel") or (single and grid == "half_pixel"):
+        raise Unreadable
+    if mode not in ("linear", "cubic") or (mode == "cubic" and c.attr("cubic_coeff_a") != -0.75):
+        raise Unreadable
+    return c.emit(
+        "Resize", [x], mode=mode, **_target(factors, results, bool(scales)), align_corners=grid == "align_corners"
+    )
+
+
+def _target(factors: Sequence[float], results: Sequence[Any], by_scale: bool) -> dict[str, Any]:
+    """Return size and scale of a Resize: the one that the file has."""
+    if not by_scale and None in results[2:]:
+        raise Unreadable
+    return {"size": None if by_scale else tuple(results[2:]), "scale": tuple(factors[2:]) if by_scale else None}
+
+
+def _nearest(
+    c: OnnxCall, x: Operand, factors: Sequence[float], results: Sequence[Any], changed: Sequence[int], grid: str
+) -> Any:
+    """Read a nearest mode: as Resize if that picks the same pixels of each axis, else as a Gather of each axis."""
+    rounding = c.attr("nearest_mode") or ("floor" if grid == "asymmetric" else "round_prefer_floor")
+    by_scale = c.node.op_type == "Upsample" or c.opset < 11 or not c.optional(3)
+    spatial = min(changed) >= 2 and x.rank in (3, 4, 5)
+    if spatial and (grid, rounding) == ("asymmetric", "floor"):
+        return c.emit("Resize", [x], mode="nearest", **_target(factors, results, by_scale), align_corners=False)
+    if any(x.shape[a] is None for a in changed):
+        raise Unreadable
+    picked = {a: _picked(x.shape[a] or 0, results[a], factors[a], grid, rounding) for a in changed}
+    for mode, offset in (("nearest", 0.0), ("nearest_exact", 0.5)):
+        if spatial and all(
+            np.array_equal(p, _engine(len(p), factors[a], offset, x.shape[a])) for a, p in picked.items()
+        ):
+            return c.emit("Resize", [x], mode=mode, **_target(factors, results, by_scale), align_corners=False)
+    for a in changed:
+        index = c.new_weight(torch.from_numpy(picked[a]), f"index{a}")
+        x = c.emit("Gather", [x, index], axis=a) if a == changed[-1] else c.step("Gather", [x, index], axis=a)
+    return x
+
+
+def _engine(size: int, factor: float, offset: float, most: Any) -> np.ndarray:
+    """Return the pixels that the engine picks."""
+    return np.minimum(np.floor((np.arange(size) + offset) / factor), most - 1).astype(np.int64)
+
+
+def _picked(old: int, new: int, factor: float, grid: str, rounding: str) -> np.ndarray:
+    """Return the pixels of an axis that ONNX picks."""
+    k = np.arange(new)
+    at: dict[str, Callable[[], np.ndarray]] = {
+        "asymmetric": lambda: k / factor,
+        "half_pixel": lambda: (k + 0.5) / factor - 0.5,
+        "pytorch_half_pixel": lambda: (k + 0.5) / factor - 0.5 if new > 1 else 0.0 * k,
+        "align_corners": lambda: k * (old - 1) / max(new - 1, 1),
+        "half_pixel_symmetric": lambda: old / 2 * (1 - new / (factor * old)) + (k + 0.5) / factor - 0.5,
+    }
+    how: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+        "floor": np.floor,
+        "ceil": np.ceil,
+        "round_prefer_floor": lambda v: np.ceil(v - 0.5),
+        "round_prefer_ceil": lambda v: np.floor(v + 0.5),
+    }
+    if grid not in at or rounding not in how:
+        raise Unreadable
+    return np.clip(how[rounding](at[grid]()), 0, old - 1).astype(np.int64)

@@ -1,0 +1,110 @@
+"""Rewrites of a graph that was read from ONNX: layers that exporters write in several nodes become one again."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+from chipfit.frameworks.onnx.read import GATED
+from chipfit.graph.edit import drop_dead, replace_node
+from chipfit.graph.ir import Graph, Node
+
+
+def tidy(graph: Graph, outputs: Sequence[str]) -> tuple[Graph, list[str]]:
+    """Return the graph with whole layers, and its outputs."""
+    graph.outputs = [*outputs]
+    layers = _Layers(graph)
+    for find in (layers.gates, layers.gelus, layers.biases, layers.flattened):
+        for old, whole in find():
+            replace_node(graph, old, whole)
+            layers.refresh()
+    drop_dead(graph)
+    return graph, graph.outputs
+
+
+class _Layers:
+    """The layers of a graph that stand in several nodes: each method yields (last node, the node in its place)."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.refresh()
+
+    def refresh(self) -> None:
+        self.users, self.made = self.graph.users(), self.graph.producers()
+
+    def alone(self, value: str) -> bool:
+        return len(self.users.get(value, ())) == 1 and value not in self.graph.outputs
+
+    def maker(self, value: str | None, *ops: str) -> Node | None:
+        """Return the node that makes a value, if it is one of these operators and has no other reader."""
+        n = self.made.get(value or "")
+        return n if n is not None and n.op in ops and self.alone(n.output) else None
+
+    def reader(self, node: Node, op: str) -> tuple[Node, str] | None:
+        """Return the only reader of a node's result, of this operator with two operands, and its other operand."""
+        n = self.users[node.output][0] if self.alone(node.output) else None
+        if n is None or n.op != op or len(n.inputs) != 2:
+            return None
+        a, b = n.inputs
+        return n, (b if a == node.output else a) or ""
+
+    def number(self, name: str) -> float:
+        """Return the number of a constant of one element, else NaN."""
+        w = self.graph.weights.get(name)
+        return float(w) if w is not None and w.numel() == 1 else math.nan
+
+    def named(self, *ops: str) -> list[Node]:
+        return [n for n in self.graph.nodes if n.op in ops]
+
+    def gates(self) -> Iterator[tuple[Node, Node]]:
+        """Find x f(x) of the gated operators."""
+        for n in self.named("Mul"):
+            for x, gate in (n.inputs, n.inputs[::-1]):
+                s = self.maker(gate, *GATED)
+                if s is not None and s.data == x:
+                    yield n, n.with_(op=GATED[s.op], inputs=(x,), layer_type=GATED[s.op])
+                    break
+
+    def gelus(self) -> Iterator[tuple[Node, Node]]:
+        """Find x / 2 (1 + erf(x / sqrt(2))), the factors in any order."""
+        for erf in self.named("Erf"):
+            scaled = self.maker(erf.data, "Div", "Mul")
+            one = self.reader(erf, "Add")
+            if scaled is None or one is None or self.number(one[1]) != 1:
+                continue
+            x, factor = scaled.inputs if scaled.inputs[1] in self.graph.weights else scaled.inputs[::-1]
+            by = self.number(factor or "")
+            last, factors = one[0], list[str]()
+            while len(factors) < 3 and (found := self.reader(last, "Mul")) is not None:
+                last, other = found
+                half = self.maker(other, "Mul") if other != x else None
+                factors += [other] if half is None else [i or "" for i in half.inputs]
+                if x in factors and any(self.number(f) == 0.5 for f in factors):
+                    break
+            numbers = [self.number(f) for f in factors if f != x]
+            if (
+                len(factors) == 2
+                and numbers == [0.5]
+                and math.isclose(by if scaled.op == "Mul" else 1 / by, 0.5**0.5, rel_tol=1e-5)
+            ):
+                yield last, last.with_(op="Gelu", inputs=(x,), attrs={"approximate": "none"}, layer_type="Gelu")
+
+    def biases(self) -> Iterator[tuple[Node, Node]]:
+        """Find a Linear without bias, and the sum with a constant of its channels."""
+        for n in self.named("Add"):
+            data = [i for i in n.inputs if i not in self.graph.weights]
+            layer = self.maker(data[0], "Linear") if len(data) == 1 else None
+            if layer is None or len(layer.inputs) > 2:
+                continue
+            bias = next(i for i in n.inputs if i in self.graph.weights)
+            if bias is not None and self.graph.shape(bias) == self.graph.shape(layer.weight)[:1]:
+                yield n, layer.with_(name=n.name, inputs=(*layer.inputs, bias), outputs=n.outputs)
+
+    def flattened(self) -> Iterator[tuple[Node, Node]]:
+        """Find a Linear between a Reshape to rows and the Reshape back."""
+        for n in self.named("Linear"):
+            before = self.made.get(n.data)
+            back = self.users[n.output][0] if self.alone(n.output) else None
+            if before is None or back is None or before.op != "Reshape" or back.op != "Reshape":
+                continue
+            shape, width = self.graph.shape(before.data), self.graph.shape(n.weight)
+            if shape[-1:] == width[1:] and self.graph.shape(back.output) == (*shape[:-1], width[0]):
+                yield back, n.with_(name=back.name, inputs=(before.data, *n.inputs[1:]), outputs=back.outputs)

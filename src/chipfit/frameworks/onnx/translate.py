@@ -1,0 +1,189 @@
+"""Translate the nodes of an ONNX model to a Graph; what depends on constants and sizes alone is computed."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import torch
+from onnx.reference import ReferenceEvaluator
+
+import chipfit.frameworks.onnx.resize  # noqa: F401 -- registers readers
+from chipfit.errors import CaptureError, raised_outside_chipfit, short_message
+from chipfit.frameworks.onnx.call import OnnxCall, OnnxGraphBuilder, Operand
+from chipfit.frameworks.onnx.model import OnnxModel, domain_of
+from chipfit.frameworks.onnx.read import read
+from chipfit.frameworks.onnx.tidy import tidy
+from chipfit.frameworks.reading import Unreadable
+from chipfit.graph.ir import Graph
+
+#: results of at most this many elements are computed while a model is read, further ones by the engine
+_FOLDED = 1 << 16
+_MOVES = "Reshape Transpose Squeeze Unsqueeze Flatten Identity".split()
+_RANDOM = "RandomNormal RandomUniform RandomNormalLike RandomUniformLike Bernoulli Multinomial".split()
+
+
+def translate(
+    model: OnnxModel, variants: Sequence[Sequence[tuple[int, ...]]], dtypes: Sequence[torch.dtype], fixed: int
+) -> tuple[Graph, list[str]]:
+    """Return a Graph and its outputs.
+
+    Args:
+        variants: shapes of the inputs; sizes in which they differ stay open.
+        dtypes: types of the data for each input.
+        fixed: the batch size that the file declares, if it is to be read with an open one; else 0.
+
+    Raises:
+        CaptureError: A node cannot be read.
+    """
+    t = _Translator(model, len(variants))
+    t.builder.fixed = fixed
+    for k, value in enumerate(model.inputs):
+        shapes = [v[k] for v in variants]
+        x = t.builder.input(value.name or "", [torch.empty(s, dtype=dtypes[k], device="meta") for s in shapes])
+        t.builder.env[value.name or ""] = t.cast(value, x)
+        if k == 0 and shapes[0]:
+            t.builder.batch = tuple(s[0] for s in shapes)
+    for name, value in model.graph.initializers.items():
+        t.builder.env[name] = t.initialiser(name, value)
+    t.nodes(model.graph)
+    outputs = [t.output(v.name or "") for v in model.graph.outputs]
+    return tidy(t.builder.graph, outputs)
+
+
+class _Translator:
+    """One pass over the nodes of a model."""
+
+    def __init__(self, model: OnnxModel, count: int) -> None:
+        self.model, self.builder = model, OnnxGraphBuilder(model, count)
+        opsets = model.graph.opset_imports
+        self.opsets = {"": opsets.get("", opsets.get("ai.onnx", 1)), "com.microsoft": 1}
+
+    def cast(self, value: ir.Value, x: Operand) -> Operand:
+        """Return an input in the type that the model declares; all float types are float32."""
+        if value.dtype is None or value.dtype.name in ("STRING", "UNDEFINED"):
+            return x
+        want = torch.float32 if value.dtype.is_floating_point() else getattr(torch, value.dtype.name.lower(), x.dtype)
+        if want is x.dtype:
+            return x
+        name = str(want).removeprefix("torch.")
+        from chipfit.graph.builder import Origin
+
+        (made,) = self.builder.emit(Origin(), f"{x.name}_cast", "Cast", [x.name], {"dtype": name}, [(x.shape, name)])
+        return Operand(tuple(m.to(want) for m in x.metas), made.name)
+
+    def initialiser(self, name: str, value: ir.Value) -> Operand:
+        """Return an initialiser, whose numbers are read now.
+
+        Raises:
+            CaptureError: They cannot be read.
+        """
+        try:
+            array = value.const_value.numpy()  # type: ignore[union-attr]  # an initialiser has one
+        except Exception as e:  # of files and types
+            if not raised_outside_chipfit(e):
+                raise
+            raise CaptureError(f"The data of '{name}' cannot be read: {short_message(e)}") from e
+        return self.builder.constants([_plain_type(array)], name, array.dtype.kind not in "biu" and array.ndim > 0)
+
+    def nodes(self, graph: ir.Graph) -> None:
+        for node in graph:
+            found = self.node(node)
+            for value, x in zip(node.outputs, found, strict=False):
+                if value.name:
+                    self.builder.env[value.name] = x
+
+    def node(self, node: ir.Node) -> list[Operand]:
+        """Return the results of a node."""
+        kind = node.op_type if not domain_of(node) else ""
+        missing = [v.name for v in node.inputs if v is not None and v.name and v.name not in self.builder.env]
+        if missing:
+            raise CaptureError(f"Nothing computes the input '{missing[0]}'", where=node.name or node.op_type)
+        inputs = [None if v is None or not v.name else self.builder.env[v.name] for v in node.inputs]
+        if kind in ("Shape", "Size"):
+            return [self.builder.constants(_sizes(node, inputs[0].metas))]  # type: ignore[union-attr]  # it has one
+        if kind == "If" and inputs[0] is not None and inputs[0].constant is not None:
+            return self.branch(node, bool(inputs[0].constant.reshape(-1)[0]))
+        known = kind not in _RANDOM and all(x is None or (x.numbers and not x.name) for x in inputs)
+        if known and (found := self.folded(node, inputs)) is not None:
+            return found
+        call = OnnxCall(self.builder, node, self.opsets[domain_of(node)])
+        try:
+            return read(call)
+        except Unreadable:
+            pass
+        try:
+            return call.opaque()
+        except Unreadable as e:
+            what = f"Operator '{node.op_type}' needs a size that is open as a number"
+            raise CaptureError(what, where=node.name or call.name, hint="give batches of one size") from e
+
+    def branch(self, node: ir.Node, condition: bool) -> list[Operand]:
+        """Read the branch of an If that a constant condition chooses."""
+        graph = node.attributes["then_branch" if condition else "else_branch"].as_graph()
+        for name, value in graph.initializers.items():
+            self.builder.env[name] = self.initialiser(name, value)
+        self.nodes(graph)
+        return [self.builder.env[v.name or ""] for v in graph.outputs]
+
+    def folded(self, node: ir.Node, inputs: Sequence[Operand | None]) -> list[Operand] | None:
+        """Return the results of a node whose inputs are numbers; None if they are many, or it cannot be computed."""
+        constant = all(x is None or x.constant is not None for x in inputs)
+        if sum(x.numbers[0].size for x in inputs if x is not None) > _FOLDED:
+            return None
+        try:
+            evaluator = _evaluator(node, self.opsets[domain_of(node)])
+            results = []
+            for k in range(1 if constant else self.builder.count):
+                feeds = {f"i{i}": x.numbers[k] for i, x in enumerate(inputs) if x is not None}
+                results.append([np.asarray(y) for y in evaluator.run(None, feeds)])
+        except Exception as e:  # evaluators of single operators raise anything
+            if not raised_outside_chipfit(e):
+                raise
+            return None
+        if any(y.dtype.kind not in "biuf" or y.size > 64 * _FOLDED for r in results for y in r):
+            return None
+        found = [self.builder.constants([_plain_type(y) for y in column]) for column in zip(*results, strict=True)]
+        sources = [x for x in inputs if x is not None and x.source and x.trainable]
+        if len(sources) == len(found) == 1 and node.op_type in _MOVES:  # a layer's weight in another order
+            found[0].source, found[0].trainable = sources[0].source, True
+            found[0].change = f"{sources[0].change}>{node.outputs[0].name}"
+        return found
+
+    def output(self, name: str) -> str:
+        """Return the value or weight that an output of the model became."""
+        if name not in self.builder.env:
+            raise CaptureError(f"Nothing computes the output '{name}'")
+        x = self.builder.env[name]
+        if x.name:
+            return x.name
+        if x.constant is None:
+            raise CaptureError(f"Output '{name}' depends on a size alone", hint="remove it from the outputs")
+        return self.builder.weight(x, name)
+
+
+def _sizes(node: ir.Node, metas: Sequence[torch.Tensor]) -> list[np.ndarray]:
+    """Return the results of Shape or Size, by variant."""
+    if node.op_type == "Size":
+        return [np.array(m.numel()) for m in metas]
+    start = node.attributes["start"].value if "start" in node.attributes else 0
+    end = node.attributes["end"].value if "end" in node.attributes else None
+    return [np.array(m.shape, np.int64)[start:end] for m in metas]
+
+
+def _plain_type(array: np.ndarray) -> np.ndarray:
+    """Return an array with floats as float32, so that the engine computes in one type."""
+    return array if array.dtype.kind in "biu" or array.dtype == np.float32 else array.astype(np.float32)
+
+
+def _evaluator(node: ir.Node, opset: int) -> Any:
+    """Return an object that computes one node, whose inputs are called "i0", "i1", ..."""
+    proto = ir.serde.serialize_node(node)
+    proto.input[:] = [f"i{k}" if n else "" for k, n in enumerate(proto.input)]
+    proto.output[:] = [f"o{k}" for k in range(len(proto.output))]
+    ins = [onnx.ValueInfoProto(name=i) for i in proto.input if i]
+    outs = [onnx.ValueInfoProto(name=o) for o in proto.output]
+    graph = onnx.helper.make_graph([proto], "node", ins, outs)
+    opsets = [onnx.helper.make_opsetid(domain_of(node), opset)]
+    return ReferenceEvaluator(onnx.helper.make_model(graph, opset_imports=opsets))

@@ -1,0 +1,215 @@
+"""ONNX models from files: read, quantized, exported and verified, and the same plan as from the source model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+
+import numpy as np
+import onnx
+import onnx_ir
+import onnxruntime
+import pytest
+import torch
+from onnx import helper, numpy_helper
+from torch import nn
+
+import chipfit
+from chipfit.errors import CaptureError
+from chipfit.export.onnx.writer import export_onnx
+from chipfit.frameworks import capture, load_model
+from tests.zoo import ZOO, make
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, groups=8), nn.Hardswish()
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)).eval()
+
+
+def batches(count: int = 3) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return [torch.randn(8, 3, 12, 12, generator=draw) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    path = tmp_path_factory.mktemp("onnx") / "net.onnx"
+    torch.onnx.export(network(), (batches(1)[0],), path, dynamo=True, verbose=False, external_data=False)
+    return path
+
+
+@pytest.mark.parametrize("platform, suffix", [("ort_cpu", ".onnx"), ("tflite_int8", ".tflite")])
+def test_a_file_of_the_torch_exporter_is_quantized_exported_and_exact(exported, platform, suffix, tmp_path):
+    result = chipfit.quantize(exported, batches(), platform=platform, progress=False)
+    result.export(tmp_path / f"net{suffix}")
+    assert result.verify(batches()).exact
+    assert chipfit.load(result.save(tmp_path / "saved")).verify(batches()).exact
+
+
+@pytest.mark.parametrize("form", [lambda p: p.read_bytes(), lambda p: onnx.load(p), lambda p: onnx_ir.load(p), str])
+def test_bytes_protos_and_models_of_onnx_ir_are_models(exported, form):
+    found = chipfit.lint(form(exported), batches(1)[0], platform="tflite_int8")
+    assert [n.op for n in found.graph.nodes][:2] == ["Conv2D", "Relu"]
+
+
+def test_the_trainable_model_has_the_names_of_the_initialisers_and_trains(exported):
+    result = chipfit.quantize(exported, batches(), platform="ort_cpu", progress=False)
+    names = {i.name for i in onnx.load(exported).graph.initializer}
+    weights = {n for n, _ in result.model.named_parameters() if n.endswith("weight")}
+    assert weights and {w for w in weights if w in names} == weights
+    before = result.model(batches(1)[0]).detach()
+    torch.optim.SGD(result.model.parameters(), 0.1).zero_grad()
+    result.model(batches(1)[0]).square().sum().backward()
+    torch.optim.SGD(result.model.parameters(), 0.01).step()
+    assert not torch.equal(before, result.model(batches(1)[0]))
+
+
+#: networks that are written in other operators or attributes than they have
+OTHERWISE = set("attention_fused attention_manual fire functional gru lstm pixel_shuffle_norms in_place_index".split())
+
+
+@pytest.mark.parametrize("name", sorted(ZOO))
+def test_a_float_file_of_chipfit_is_read_as_the_network_that_it_was_written_from(name, tmp_path):
+    model, batch = make(name)
+    args = batch if isinstance(batch, tuple) else (batch,)
+    source = capture(model, args)
+    file = export_onnx(source, None, tmp_path / "net.onnx")
+    tensors = dict(zip(source.inputs, source.example, strict=True))
+    graph = capture(load_model(str(file)), (), tensors)
+    session = onnxruntime.InferenceSession(file)
+    want = session.run(None, {k: v.numpy() for k, v in tensors.items()})
+    got = chipfit_outputs(graph, tensors)
+    for a, b in zip(want, got, strict=True):
+        np.testing.assert_allclose(b, a, atol=1e-5 * max(1.0, float(np.abs(a).max())))
+    if name not in OTHERWISE:
+        assert [(n.name, n.op, n.attrs) for n in graph] == [(n.name, n.op, n.attrs) for n in source]
+        assert all(torch.equal(graph.weights[k], source.weights[k]) for k in graph.weights)
+
+
+def chipfit_outputs(graph, tensors):
+    from chipfit.engine.run import run
+
+    env = run(graph, [tensors[i] for i in graph.inputs])
+    return [env[o].detach().numpy() for o in graph.outputs]
+
+
+# ---------------------------------------------------------------- operators without a row
+
+
+def small(nodes, inputs, outputs, constants=(), opset=17, domain=""):
+    ins = [helper.make_tensor_value_info(k, onnx.TensorProto.FLOAT, s) for k, s in inputs.items()]
+    outs = [helper.make_tensor_value_info(o, onnx.TensorProto.FLOAT, None) for o in outputs]
+    init = [numpy_helper.from_array(np.asarray(v), k) for k, v in dict(constants).items()]
+    graph = helper.make_graph(nodes, "small", ins, outs, init)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid(domain, opset)], ir_version=8)
+
+
+def test_an_operator_without_a_row_runs_in_float_on_onnx_runtime_and_is_written_again(tmp_path):
+    draw = np.random.default_rng(0)
+    constants = {"w": draw.standard_normal((4, 3, 3, 3)).astype("f4")}
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["a"], pads=[1, 1, 1, 1]),
+        helper.make_node("LRN", ["a"], ["b"], size=3),
+        helper.make_node("Relu", ["b"], ["y"]),
+    ]
+    result = chipfit.quantize(small(nodes, {"x": ["n", 3, 12, 12]}, ["y"], constants), batches(), progress=False)
+    assert [(n.op, n.called) for n in result.graph.nodes][1] == ("Opaque", "LRN")
+    file = result.export(tmp_path / "net.onnx")
+    assert "LRN" in [n.op_type for n in onnx.load(file).graph.node]
+    assert chipfit.load(result.save(tmp_path / "saved")).verify(batches()).exact
+
+
+def test_shape_arithmetic_is_folded_and_the_batch_stays_open():
+    """Shape, Gather, Unsqueeze, Concat: the target that exporters compute for x.view(len(x), -1)."""
+    nodes = [
+        helper.make_node("Shape", ["x"], ["s"]),
+        helper.make_node("Gather", ["s", "zero"], ["n"]),
+        helper.make_node("Unsqueeze", ["n", "axes"], ["m"]),
+        helper.make_node("Concat", ["m", "rest"], ["t"], axis=0),
+        helper.make_node("Reshape", ["x", "t"], ["y"]),
+    ]
+    constants = {"zero": np.int64(0), "axes": np.array([0]), "rest": np.array([-1])}
+    graph = capture(small(nodes, {"x": ["n", 3, 4]}, ["y"], constants), (torch.randn(2, 3, 4),))
+    assert [(n.op, n.attrs) for n in graph] == [("Reshape", {"shape": (-1, 12)})]
+
+
+def test_a_batch_that_the_file_fixes_is_opened_where_samples_are_independent():
+    nodes = [helper.make_node("Reshape", ["x", "t"], ["f"]), helper.make_node("Gemm", ["f", "w"], ["y"])]
+    constants = {"t": np.array([1, -1]), "w": np.ones((12, 2), "f4")}
+    graph = capture(small(nodes, {"x": [1, 3, 4]}, ["y"], constants), (torch.randn(4, 3, 4),))
+    assert graph.shape(graph.outputs[0]) == (None, 2) and not graph.notes
+
+
+def test_a_batch_that_the_file_mixes_stays_fixed():
+    nodes = [helper.make_node("ReduceMean", ["x"], ["m"], axes=[0]), helper.make_node("Sub", ["x", "m"], ["y"])]
+    graph = capture(small(nodes, {"x": [2, 3]}, ["y"]), (torch.randn(2, 3),))
+    assert graph.shape(graph.inputs[0]) == (2, 3) and "fixed" in graph.notes[0]
+
+
+# ---------------------------------------------------------------- bad input
+
+
+def refused(model, message, path=None):
+    with pytest.raises(CaptureError, match=message):
+        load_model(model)
+
+
+def relu(**more):
+    return small([helper.make_node("Relu", ["x"], ["y"], **more)], {"x": ["n", 3]}, ["y"])
+
+
+def test_truncated_files_are_refused():
+    data = relu().SerializeToString()
+    for end in range(0, len(data), 3):
+        with contextlib.suppress(CaptureError):
+            load_model(data[:end])
+
+
+def test_unknown_domains_opsets_and_cycles_are_refused():
+    refused(relu(domain="org.example"), "unknown domain.*org.example.Relu")
+    model = relu()
+    model.opset_import[0].version = 99
+    refused(model, "unknown opset.*99")
+    cycle = [helper.make_node("Relu", ["b"], ["a"]), helper.make_node("Relu", ["a"], ["b"])]
+    refused(small(cycle, {"x": ["n", 3]}, ["a"]), "cannot be read")
+    refused(b"", "not an ONNX model")
+
+
+def test_a_file_that_is_quantized_already_is_refused():
+    node = helper.make_node("DequantizeLinear", ["q", "s"], ["y"])
+    model = small([node], {"x": [1]}, ["y"], {"q": np.zeros(3, "i1"), "s": np.float32(1)})
+    refused(model, "quantized already.*DequantizeLinear")
+
+
+@pytest.mark.parametrize("location", ["../secret.bin", "/etc/hostname", "inner/../../secret.bin"])
+def test_external_data_outside_the_folder_are_refused(location, tmp_path):
+    (tmp_path / "secret.bin").write_bytes(bytes(12))
+    (folder := tmp_path / "model").mkdir()
+    tensor = onnx.TensorProto(name="w", data_type=1, dims=[3], data_location=onnx.TensorProto.EXTERNAL)
+    tensor.external_data.add(key="location", value=location)
+    model = small([helper.make_node("Add", ["x", "w"], ["y"])], {"x": ["n", 3]}, ["y"])
+    model.graph.initializer.append(tensor)
+    (folder / "net.onnx").write_bytes(model.SerializeToString())
+    refused(str(folder / "net.onnx"), "lie elsewhere")
+
+
+def test_bytes_that_do_not_match_the_shape_are_refused():
+    model = small([helper.make_node("Add", ["x", "w"], ["y"])], {"x": ["n", 3]}, ["y"], {"w": np.ones(3, "f4")})
+    model.graph.initializer[0].dims[0] = 400
+    refused(model, "'w' does not fit its shape.*12 bytes")
+
+
+def test_an_example_of_another_shape_is_refused_with_the_declared_one(exported):
+    with pytest.raises(CaptureError, match=r"another shape.*8, 12, 12, 3.*permute\(0, 3, 1, 2\)"):
+        chipfit.lint(str(exported), batches(1)[0].permute(0, 2, 3, 1))
+
+
+def test_the_target_of_an_opaque_node_is_json_of_one_operator(exported):
+    from chipfit.frameworks.onnx.runtime import OnnxFunction
+
+    node = onnx_ir.from_proto(helper.make_node("LRN", ["x"], ["y"], size=3))
+    target = OnnxFunction.target(node, 13, 1)
+    assert json.loads(target.removeprefix("onnx:"))[:3] == ["", "LRN", 13]
+    with pytest.raises(chipfit.errors.GraphError, match="not an operator of ONNX"):
+        OnnxFunction.of_target('onnx:["", "LRN"]')
