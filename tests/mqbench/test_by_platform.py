@@ -153,6 +153,14 @@ def test_excluded_and_additional_layers(net):
     assert names(additional_module_type=(nn.Dropout,)) >= every
 
 
+def test_an_excluded_layer_stays_in_float_on_the_chip(net, tmp_path):
+    choices = {"exclude_module_name": ["block.conv1"]}
+    model = calibrated(prepared(net, BackendType.QDQ, extra_quantizer_dict=choices).eval())
+    result = convert_deploy(copy.deepcopy(model), BackendType.QDQ, {"x": [1, 3, 8, 8]}, output_path=tmp_path)
+    assert not result.plan.quantized("block.conv1.weight") and result.plan.quantized("block.conv2.weight")
+    assert result.verify(DATA[:1]).exact
+
+
 class Leaf(nn.Module):
     def forward(self, x):
         return x * 2 if x.sum() > 0 else x  # cannot be traced
@@ -319,3 +327,42 @@ def test_names_that_only_mqbench_has_name_their_equivalent():
         from chipfit.quantize_fx import prepare_qat_fx_by_platform  # noqa: F401
     with pytest.raises(AttributeError):
         _ = fx.nothing
+
+
+class Encoder(nn.Module):
+    """An encoder layer with one head, [N, T] words to [N, 3]."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.norm = nn.Embedding(50, 16), nn.LayerNorm(16)
+        for name, (c_in, c_out) in {
+            "q": (16, 16),
+            "k": (16, 16),
+            "v": (16, 16),
+            "up": (16, 32),
+            "down": (32, 3),
+        }.items():
+            setattr(self, name, nn.Linear(c_in, c_out))
+
+    def forward(self, words):
+        x = self.words(words)
+        scores = torch.matmul(self.q(x), self.k(x).transpose(-1, -2)) * 0.25
+        x = self.norm(x + torch.matmul(torch.softmax(scores, -1), self.v(x)))
+        return self.down(torch.relu(self.up(x[:, 0])))
+
+
+@pytest.mark.parametrize("backend", [BackendType.Academic_NLP, BackendType.Tensorrt_NLP])
+def test_language_models_are_quantized_with_bits_of_their_own(backend, tmp_path):
+    """As in application/nlp_example of MQBench: 8 bits in all layers, calibration by quantiles."""
+    torch.manual_seed(0)
+    scheme = {"bit": 8, "symmetry": True, "per_channel": True, "pot_scale": False}
+    given = {**ACADEMIC, "a_observer": "EMAQuantileObserver", "w_qscheme": scheme}
+    given |= {"a_qscheme": {**scheme, "symmetry": backend is not BackendType.Academic_NLP, "per_channel": False}}
+    model = prepare_by_platform(Encoder().eval(), backend, {"extra_qconfig_dict": given})
+    words = torch.randint(0, 50, (4, 7))
+    enable_calibration(model)
+    model(words)
+    enable_quantization(model)
+    result = convert_deploy(model, backend, dummy_input=(words,), output_path=tmp_path)
+    assert {result.plan[f"{n}.weight"].grid.bits for n in ("q", "k", "v", "up", "down")} == {8}
+    torch.testing.assert_close(result.model(words), model(words), rtol=0, atol=0.02)

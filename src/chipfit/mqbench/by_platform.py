@@ -80,18 +80,9 @@ def _checked(given: Any, allowed: Collection[str], where: str) -> dict[str, Any]
     return dict(given)
 
 
-_CONFIG = (
-    "extra_qconfig_dict",
-    "extra_quantizer_dict",
-    "extra_fuse_dict",
-    "preserve_attr",
-    "leaf_module",
-    "concrete_args",
-)
-_QUANTIZER = (
-    *(f"additional_{kind}" for kind in ("function_type", "module_type", "node_name")),
-    *(f"exclude_{kind}" for kind in ("function_type", "module_name", "node_name")),
-)
+_CONFIG = "extra_qconfig_dict extra_quantizer_dict extra_fuse_dict preserve_attr leaf_module concrete_args".split()
+_QUANTIZER = "additional_function_type additional_module_type additional_node_name".split()
+_QUANTIZER += "exclude_function_type exclude_module_name exclude_node_name".split()
 _OF_ROLE = ("observer", "fakequantize", "fakeq_params", "observer_extra_args", "qscheme")
 _QCONFIG = tuple(f"{role}_{what}" for role in "wa" for what in _OF_ROLE)
 _SCHEME = ("bit", "symmetry", "per_channel", "pot_scale", "symmetric_range", "quant_min", "quant_max")
@@ -352,9 +343,9 @@ def convert_deploy(
     if not isinstance(backend_type, BackendType):
         allowed = ", ".join(b.name for b in BackendType)
         raise ConfigError("Backend must be a BackendType", got=repr(backend_type)[:120], allowed=allowed)
-    seen = data or model.meta.get("seen")
-    stand_in = None if seen else [_inputs(input_shape_dict, dummy_input)]
-    result = deployed(model, seen or stand_in, load(backend_type.setting["platform"]), strict=False)
+    seen = model.meta.get("seen") if data is None else data
+    stand_in = None if seen is not None else [_inputs(input_shape_dict, dummy_input)]
+    result = deployed(model, stand_in if seen is None else seen, load(backend_type.setting["platform"]), strict=False)
     if stand_in and (guessed := [n for n in result.plan.rewrites if n.endswith("it is calibrated")]):
         more = f"warning: the model has seen no data, and tensors are calibrated on dummy inputs: {'; '.join(guessed)}"
         result = replace(result, plan=replace(result.plan, rewrites=(*result.plan.rewrites, more)))

@@ -123,7 +123,8 @@ class _Deployment:
         d = Decision(platform=target, graph=graph, captured=self.graph, settings=_SETTINGS, rules=_RULES)
         d = replace(d, rewrites=tuple(rewrites))
         known = self._match_tensors(graph)
-        d = replace(d, overrides=_width_overrides(decide(d), known))
+        d = replace(d, overrides=[(layer, "float") for layer in self.trained.floats])
+        d = replace(d, overrides=[*d.all_overrides, *_width_overrides(decide(d), known)])
         for stage in (pipeline.assign_formats, pipeline.collect_statistics, pipeline.choose_ranges):
             d = stage(request, d)
         given = self._stored(d, known, strict)
@@ -238,7 +239,7 @@ def _width_overrides(found: Decision, known: Mapping[str, Learned]) -> list[tupl
 def _is_possible(found: Decision, overrides: Any) -> bool:
     """Return whether a platform accepts overrides."""
     try:
-        decide(replace(found, overrides=overrides))
+        decide(replace(found, overrides=[*found.all_overrides, *overrides]))
     except UnsupportedError:
         return False
     return True

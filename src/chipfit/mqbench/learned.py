@@ -110,6 +110,7 @@ class Trained:
     plain: fx.GraphModule
     results: dict[str, QuantizeBase]  #: quantizers of results, by node of the trace
     weights: dict[str, Learned]  #: by name
+    floats: tuple[str, ...] = ()  #: layers that the user left in float
 
     @classmethod
     def of(cls, model: fx.GraphModule) -> "Trained":
@@ -119,7 +120,8 @@ class Trained:
             UnsupportedError: a weight is not on a grid, or a batch norm behind it cannot be folded.
         """
         plain = copy.deepcopy(model).eval().cpu()
-        out, modules = cls(plain, {}, {}), dict(plain.named_modules())
+        out = cls(plain, {}, {}, tuple(model.meta.get("floats", ())))
+        modules = dict(plain.named_modules())
         for n in list(plain.graph.nodes):
             m: Any = modules[n.target] if n.op == "call_module" else None
             if isinstance(m, QuantizeBase):

@@ -114,7 +114,9 @@ def insert_quantizers(traced: fx.GraphModule, setting: Setting, strategy: int) -
     traced.delete_all_unused_submodules()
     traced.graph.lint()
     traced.recompile()
-    return PreparedModule(traced, 0)
+    prepared = PreparedModule(traced, 0)
+    prepared.meta["floats"] = graph.excluded
+    return prepared
 
 
 class PreparedModule(Checkpointed, fx.GraphModule):
@@ -162,12 +164,14 @@ class PreparedModule(Checkpointed, fx.GraphModule):
         check(self.meta["steps"], parameters, scales, later=True)
 
     def __reduce__(self) -> Any:
-        return _unpickled, (*super().__reduce__(), self.meta["steps"])
+        return _unpickled, (*super().__reduce__(), {k: self.meta[k] for k in ("steps", "floats") if k in self.meta})
 
 
-def _unpickled(make: Any, given: Any, steps: int) -> PreparedModule:
+def _unpickled(make: Any, given: Any, meta: dict[str, Any]) -> PreparedModule:
     """Build the model that `torch.load` returns."""
-    return PreparedModule(make(*given), steps)
+    prepared = PreparedModule(make(*given), meta["steps"])
+    prepared.meta.update(meta)
+    return prepared
 
 
 def trace(
@@ -226,6 +230,8 @@ class _Graph:
         chosen = {n: setting.quantizes(n, self._layer(n)) for n in self.nodes if n.op.startswith("call")}
         weighted = [n for n, how in chosen.items() if self.ops[n] in OPS and OPS[self.ops[n]].kind and how is not False]
         self.weighted = [n for n in weighted if n.op == "call_module"]
+        #: weighted layers that the setting leaves in float
+        self.excluded = [str(n.target) for n, how in chosen.items() if how is False and self._is_weighted_layer(n)]
         others = {n for n, how in chosen.items() if how or (how is None and self.ops[n] in _ROUNDED_OPERATORS)}
         self.rounding = (others - self.sizes) | set(self.weighted)
         #: weighted layers, and what the setting names besides
@@ -246,6 +252,9 @@ class _Graph:
         index = n.target is operator.getitem and isinstance(n.args[1], int | str)
         is_call = n.op in ("call_function", "call_method") and not index
         return operator_named(n.target if isinstance(n.target, str) else n.target.__name__) if is_call else ""
+
+    def _is_weighted_layer(self, n: fx.Node) -> bool:
+        return n.op == "call_module" and self.ops[n] in OPS and bool(OPS[self.ops[n]].kind)
 
     def moves(self, n: fx.Node) -> bool:
         """Return whether a node only moves values (pass-through operator)."""
