@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import onnxruntime
@@ -366,3 +368,24 @@ def test_language_models_are_quantized_with_bits_of_their_own(backend, tmp_path)
     result = convert_deploy(model, backend, dummy_input=(words,), output_path=tmp_path)
     assert {result.plan[f"{n}.weight"].grid.bits for n in ("q", "k", "v", "up", "down")} == {8}
     torch.testing.assert_close(result.model(words), model(words), rtol=0, atol=0.02)
+
+
+def test_quantizers_may_observe_while_they_round(net):
+    model = calibrated(prepared(net, BackendType.Tensorrt).eval())
+    enable_quantization(model, weight_cali_on=True)
+    model(DATA[1])
+    batches = {n: q.activation_post_process.batches for n, q in quantizers(model).items()}
+    assert {k for n, k in batches.items() if "weight" in n} == {2}
+    assert {k for n, k in batches.items() if "weight" not in n} == {1}
+    fx.enable_calibration_quantization(model, "act_fake_quant")
+    assert {q.fake_quant_enabled for n, q in quantizers(model).items() if "weight" in n} == {False}
+    assert {q.fake_quant_enabled for n, q in quantizers(model).items() if "weight" not in n} == {True}
+
+
+def test_the_page_has_every_backend_with_its_platform_and_whether_it_is_proven():
+    page = (Path(__file__).parents[2] / "docs/from-mqbench.md").read_text()
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| `([\w@]+)` \| (yes|no)", page, re.MULTILINE)
+    found = {
+        name: (platform, proven == "yes") for names, platform, proven in rows for name in re.findall(r"\w+", names)
+    }
+    assert found == {b.name: (b.setting["platform"], b.proven) for b in BackendType}
