@@ -66,6 +66,18 @@ def test_quantize_needs_no_data_where_the_network_has_batch_norms(folder):
     assert "at least one BatchNorm" in fail("quantize", f"{MINE}:net", "--data", "generated", "--input-size", "8")
 
 
+def test_a_tflite_file_is_quantized_explained_and_verified(folder):
+    pytest.importorskip("ai_edge_litert")
+    np.savez(folder / "nhwc.npz", x=np.load("d.npz")["x"].transpose(0, 2, 3, 1))
+    both = ("--platform", "tflite_int8")
+    succeed("quantize", f"{MINE}:net", "--data", "d.npz", *both, "--out", "first")
+    assert "int8" in succeed("explain", "first/model.tflite")
+    assert "0 of" in succeed("verify", "first/model.tflite", "--data", "nhwc.npz")
+    again = ("quantize", "first/model.tflite", "--data", "nhwc.npz", *both, "--out", "second")
+    assert "quantized already" in fail(*again)
+    assert "0 of" in succeed(*again, "--requantize")
+
+
 def test_ctrl_c_while_weights_are_rounded_writes_the_results_so_far(folder, monkeypatch):
     from chipfit.rounding import sequential_reconstruction
 
