@@ -109,6 +109,8 @@ CASES: dict[str, tuple[str, list[tuple], dict[str, Any]]] = {
     "softmax of channels": ("Softmax", [I], {"axis": 1}),
     "softmax of the first of three": ("Softmax", [(3, 5, 2)], {"axis": -3}),
     "softmax of the last": ("Softmax", [(3, 5, 2)], {"axis": -1}),
+    "unit length along channels": ("L2Norm", [I], {"axis": 1, "eps": 1e-12}),
+    "unit length of the last": ("L2Norm", [(3, 5, 2)], {"axis": -1, "eps": 1e-6}),
     "log softmax of the middle": ("LogSoftmax", [(3, 5, 2)], {"axis": 1}),
     "log softmax of the last": ("LogSoftmax", [(3, 5, 2)], {"axis": -1}),
     "slope for each channel": ("PRelu", [I, (4,)], {}),

@@ -156,7 +156,8 @@ def test_malformed_notes_are_refused(results, tmp_path, notes):
 
 
 VALUES = {"io": "int8", "labels": [*"abcde"], "mean": 0.5, "std": 0.25, "opset": 17, "batch": 2, "keep_layout": True}
-OPTIONS = [(s, o) for e in entries("format").values() for s in e.declares.suffixes for o in e.declares.options]
+BY_SUFFIX = [e.declares for e in entries("format").values() if not e.declares.named]
+OPTIONS = [(s, o) for declared in BY_SUFFIX for s in declared.suffixes for o in declared.options]
 
 
 @pytest.mark.parametrize("suffix, option", OPTIONS)

@@ -46,6 +46,7 @@ CASES: dict[str, tuple[list[tuple], dict]] = {
     "Elu": ([IMAGE], {"alpha": 1.0}),
     "Softplus": ([IMAGE], {"beta": 1.0, "threshold": 20.0}),
     "Gelu": ([IMAGE], {"approximate": "none"}),
+    "L2Norm": ([IMAGE], {"axis": 1, "eps": 1e-12}),
     **{op: ([IMAGE], {"axis": 1}) for op in ("Softmax", "LogSoftmax", "CumSum", "Unstack", "Size")},
     **{op: ([IMAGE, IMAGE], {"axis": 1}) for op in ("Concat", "Stack")},
     "Split": ([IMAGE], {"axis": 1, "sizes": (1, 3)}),
