@@ -3,6 +3,8 @@ channels."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ from torch import nn
 import chipfit
 from chipfit import Limits
 from chipfit.errors import ConfigError, PruningError, UnknownNameError
+from tests import zoo
 from tests.build import images, model_of, randn, sequential
 
 
@@ -93,6 +96,19 @@ def transposed() -> nn.Module:
 
 
 NETWORKS = [chain, residual, joined, grouped, normed, depthwise, shuffled, transposed]
+
+
+def of_zoo(name: str) -> Callable[[], nn.Module]:
+    """Return a function that makes a network of images that other tests share."""
+
+    def made() -> nn.Module:
+        return zoo.make(name)[0].eval()
+
+    made.__name__ = name
+    return made
+
+
+NETWORKS += [of_zoo(name) for name in ("fire", "squeeze_excite", "unet_bilinear", "unet_transposed", "split")]
 
 
 def prune(model: nn.Module, batches: object, **options) -> chipfit.Pruned:
