@@ -282,3 +282,13 @@ def test_weights_are_rounded_over_all_lengths(encoder):
     data = [sentences(4, 12), sentences(4, 7), sentences(3, 20)]
     result = quantized(encoder, data, settings=chipfit.Settings(rounding="gptq"))
     result.verify([sentences(2, 9)]).require(FLOAT)
+
+
+def test_a_model_may_return_the_size_of_its_input_which_follows_the_batch():
+    """What the model returns beside its tensors is an int of Python, as users of MCT measure sizes."""
+    model = model_of(lambda m, x: (F.relu(m.conv(x)), x.shape), conv=nn.Conv2d(3, 4, 3))
+    result = quantized(model, torch.randn(4, 3, 8, 8))
+    for count in (2, 5):
+        x = torch.randn(count, 3, 8, 8)
+        made, size = result.model(x)
+        assert tuple(size) == (count, 3, 8, 8) and made.shape == (count, 4, 6, 6)
