@@ -392,3 +392,12 @@ def test_a_scale_starts_from_the_weight_that_it_rounds(bn_fold, factor):
     (q,) = (v.weights_quantizers["kernel"] for v in made.layers if isinstance(v, KerasQuantizationWrapper))
     want = factor * 2 * np.abs(kernel).mean((0, 1, 2)) / q.grid.qmax**0.5
     np.testing.assert_allclose(numbers(q.numbers()[0]).ravel(), want, rtol=1e-5)
+
+
+def test_configurations_of_quantizers_have_their_bits_as_mct_names_them():
+    image = keras.Input((6, 6, 2))
+    model = keras.Model(image, keras.layers.Conv2D(3, 3, name="conv")(image))
+    made = chipfit.quantize(model, np.ones((2, 6, 6, 2), "float32"), platform="imx500", progress=False).model
+    quantizer = made.get_layer("conv").weights_quantizers["kernel"]
+    assert quantizer.get_config()["num_bits"] == quantizer.num_bits == 8
+    assert type(quantizer).from_config(quantizer.get_config()).num_bits == 8

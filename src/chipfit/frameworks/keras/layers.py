@@ -163,7 +163,16 @@ class KerasQuantizer(keras.layers.Layer):
         else:
             algorithm = algorithm_text(self.algorithm)
         train_scale = self.scale.trainable if hasattr(self, "scale") else False
-        return {**super().get_config(), **config, "train_scale": train_scale, "algorithm": algorithm}
+        own = {
+            "train_scale": train_scale,
+            "algorithm": algorithm,
+            "num_bits": self.num_bits,
+        }  # the last as MCT names it
+        return {**super().get_config(), **config, **own}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> KerasQuantizer:
+        return super().from_config({k: v for k, v in config.items() if k != "num_bits"})  # type: ignore[no-any-return]
 
     @classmethod
     def from_stored(
