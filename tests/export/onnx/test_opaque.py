@@ -17,7 +17,8 @@ from chipfit.export.onnx.writer import export_onnx
 from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.ir import OPAQUE, Graph, Value
 from chipfit.plan.record import Plan
-from tests.build import model_of
+from tests.build import model_of, quantized
+from tests.zoo import make
 
 
 def graph_of(f, *xs):
@@ -176,3 +177,12 @@ def test_the_body_of_a_loop_reads_the_names_of_the_file_that_it_is_spliced_into(
     session = onnxruntime.InferenceSession(path)
     (got,) = session.run(None, {session.get_inputs()[0].name: more.numpy()})
     np.testing.assert_allclose(got, model(more).detach().numpy(), atol=1e-6)
+
+
+def test_weights_of_opaque_operators_are_rounded_as_the_simulation_rounds_them(tmp_path):
+    model, batch = make("gru")
+    result = quantized(model, batch, "imx500")  # which stores them in 8 bits
+    path = result.export(tmp_path / "m.onnx")
+    session = onnxruntime.InferenceSession(str(path))
+    got = session.run(None, {session.get_inputs()[0].name: batch.numpy()})[0]
+    np.testing.assert_allclose(got, result.model(batch).detach().numpy(), atol=1e-5)
