@@ -120,7 +120,8 @@ def test_an_operator_without_a_row_runs_in_float_on_onnx_runtime_and_is_written_
     assert chipfit.load(result.save(tmp_path / "saved")).verify(batches()).exact
 
 
-def test_shape_arithmetic_is_folded_and_the_batch_stays_open():
+@pytest.mark.parametrize("batch", ["n", -1])
+def test_shape_arithmetic_is_folded_and_the_batch_stays_open(batch):
     """Shape, Gather, Unsqueeze, Concat: the target that exporters compute for x.view(len(x), -1)."""
     nodes = [
         helper.make_node("Shape", ["x"], ["s"]),
@@ -130,7 +131,7 @@ def test_shape_arithmetic_is_folded_and_the_batch_stays_open():
         helper.make_node("Reshape", ["x", "t"], ["y"]),
     ]
     constants = {"zero": np.int64(0), "axes": np.array([0]), "rest": np.array([-1])}
-    graph = capture(small(nodes, {"x": ["n", 3, 4]}, ["y"], constants), (torch.randn(2, 3, 4),))
+    graph = capture(small(nodes, {"x": [batch, 3, 4]}, ["y"], constants), (torch.randn(2, 3, 4),))
     assert [(n.op, n.attrs) for n in graph] == [("Reshape", {"shape": (-1, 12)})]
 
 

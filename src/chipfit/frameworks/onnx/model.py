@@ -74,6 +74,9 @@ def opened(model: Any, file: Path | None = None) -> OnnxModel:
         if read.functions:
             read = InlinePass()(read).model
         read.graph.sort()
+        for value in read.graph.inputs:  # some exporters write -1 for a size that is open
+            if value.shape is not None and any(isinstance(d, int) and d < 0 for d in value.shape):
+                value.shape = ir.Shape([None if isinstance(d, int) and d < 0 else d for d in value.shape])
     except Exception as e:  # parsers raise many types
         if not raised_outside_chipfit(e):
             raise
