@@ -76,7 +76,10 @@ def test_a_quantized_module_is_returned_with_information(net):
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert info.result.plan.platform == tp.get_target_platform_capabilities("pytorch", "default").to_platform().name
     assert info.result.model is quantized
-    assert info.final_resource_utilization.weights_memory == info.result.report.quantized_bytes
+    kernels = [t for t in info.result.plan.tensors.values() if t.role == "weight" and t.quantized]
+    assert info.final_resource_utilization.weights_memory == sum(
+        info.result.graph.weights[t.name].numel() for t in kernels
+    )
     assert ["stem.0", "stem.2"] in info.fusions
     assert (info.input_scale, info.gptq_info_dict, info.mixed_precision_cfg) == (1.0, {}, None)
 
@@ -218,6 +221,8 @@ def test_limits_on_resources_start_a_search_of_widths(net):
     used, default = info.final_resource_utilization, core.pytorch_resource_utilization_data(model, data_of(batch))
     assert used.activation_memory == default.activation_memory and used.bops < default.bops
     assert used.total_memory == used.weights_memory + used.activation_memory < default.total_memory
+    assert small.holds_constraints(used) and not small.holds_constraints(default)
+    assert default.weights_memory == sum(w.numel() for w in model.parameters() if w.dim() > 1)  # without biases
     for limit in ({"activation_memory": 10}, {"total_memory": 10}):
         with pytest.raises(errors.PlanError, match=next(iter(limit)).partition("_")[0]):
             ptq(net, None, core.ResourceUtilization(**limit))

@@ -45,11 +45,11 @@ class UserInformation:
 
     @property
     def final_resource_utilization(self) -> ResourceUtilization | None:
-        """Memory and bit operations of the model on the chip for one sample; weights include biases."""
+        """Memory and bit operations of the model on the chip for one sample; biases do not count, as under limits."""
         if self.result is None:
             return None
-        found, weights = resources(self.result.graph, self.result.plan), self.result.report.quantized_bytes
-        return ResourceUtilization(weights, found.largest, weights + found.largest, found.bops)
+        found = resources(self.result.graph, self.result.plan)
+        return ResourceUtilization(found.weights, found.largest, found.weights + found.largest, found.bops)
 
     @property
     def mixed_precision_cfg(self) -> np.ndarray | None:
