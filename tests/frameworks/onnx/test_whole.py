@@ -148,6 +148,26 @@ def test_a_batch_that_the_file_mixes_stays_fixed():
     assert graph.shape(graph.inputs[0]) == (2, 3) and "fixed" in graph.notes[0]
 
 
+def test_a_layer_norm_in_nine_nodes_is_one():
+    draw = np.random.default_rng(0)
+    steps = [
+        ("ReduceMean", ["x"], "m"),
+        ("Sub", ["x", "m"], "c"),
+        ("Pow", ["c", "two"], "q"),
+        ("ReduceMean", ["q"], "v"),
+        ("Add", ["v", "eps"], "s"),
+        ("Sqrt", ["s"], "r"),
+        ("Div", ["c", "r"], "n"),
+        ("Mul", ["n", "w"], "p"),
+        ("Add", ["p", "b"], "y"),
+    ]
+    nodes = [helper.make_node(k, i, [o], **({"axes": [-1]} if k == "ReduceMean" else {})) for k, i, o in steps]
+    constants = {"two": np.float32(2), "eps": np.float32(1e-5)}
+    constants |= {k: draw.standard_normal(6).astype("f4") for k in "wb"}
+    graph = capture(small(nodes, {"x": ["n", 5, 6]}, ["y"], constants), (torch.randn(2, 5, 6),))
+    assert [(n.op, n.inputs, n.attrs["eps"]) for n in graph] == [("LayerNorm", ("x", "w", "b"), pytest.approx(1e-5))]
+
+
 # ---------------------------------------------------------------- bad input
 
 

@@ -7,7 +7,7 @@ import torch
 
 from chipfit.frameworks.adapter import Framework, included
 from chipfit.frameworks.onnx.capture import capture
-from chipfit.frameworks.onnx.model import OnnxModel, load, opened
+from chipfit.frameworks.onnx.model import OnnxModel, dims_of, load, opened
 from chipfit.frameworks.onnx.runtime import OnnxFunction, run
 from chipfit.registry import register
 
@@ -30,7 +30,7 @@ class Onnx(Framework):
 
     def example(self, model: OnnxModel) -> Any:
         """Return random inputs of the declared shapes, by name if there are several; None if a size is unknown."""
-        shapes = {v.name: [s if isinstance(s, int) else 0 for s in v.shape or [0]] for v in model.inputs}
+        shapes = {v.name: [s or 0 for s in dims_of(v) or [0]] for v in model.inputs}
         if any(0 in s[1:] or v.shape is None for s, v in zip(shapes.values(), model.inputs, strict=True)):
             return None
         made = {v.name: _random([s or 2 for s in shapes[v.name]], v) for v in model.inputs}

@@ -73,8 +73,12 @@ class OnnxGraphBuilder(GraphBuilder):
     def __init__(self, model: ir.Model, count: int) -> None:
         super().__init__(Graph([], [], [], {}, {}, framework="onnx"))
         self.model, self.count = model, count
+        self.names = {
+            "output",
+            *(v.name or "" for v in model.graph.outputs),
+        }  # of outputs of the files that are written
         self.env: dict[str, Operand] = {}
-        self.places: dict[tuple[int, ...], tuple[str, int]] = {}  #: sizes by variant -> a value with them, and the axis
+        self.places: dict[tuple[int, ...], tuple[str, int]] = {}  #: sizes -> a value with them, and the axis
         self.batch: tuple[int, ...] = ()  #: number of samples by variant
         self.fixed = 0  #: the batch size that the model declares, although it is read with an open one
         self.made: dict[tuple[str, str], str] = {}  #: (initialiser, form) -> the weight of the Graph
@@ -140,7 +144,10 @@ class OnnxCall:
     def __init__(self, builder: OnnxGraphBuilder, node: ir.Node, opset: int) -> None:
         self.builder, self.node, self.opset = builder, node, opset
         self.inputs = [None if v is None or not v.name else builder.env[v.name] for v in node.inputs]
-        self.outputs = [v.name or "" for v in node.outputs]
+        #: names of the results, "" for those that nothing reads
+        self.outputs = [
+            (v.name or "") if k == 0 or v.uses() or v.is_graph_output() else "" for k, v in enumerate(node.outputs)
+        ]
         self.name = next(filter(None, self.outputs))
 
     # ---- attributes and operands
@@ -157,6 +164,13 @@ class OnnxCall:
         default = schema.attributes[name].default_value if name in schema.attributes else None
         found = None if default is None or not default.type else onnx.helper.get_attribute_value(default)
         return _plain(found.decode() if isinstance(found, bytes) else found)
+
+    def is_default(self, name: str) -> bool:
+        """Return whether an attribute has the default of the operator's definition."""
+        given = self.attr(name)
+        schema = onnx.defs.get_schema(self.node.op_type, self.opset, domain_of(self.node))
+        default = schema.attributes[name].default_value if name in schema.attributes else None
+        return default is not None and bool(default.type) and given == _plain(onnx.helper.get_attribute_value(default))
 
     def operand(self, index: int) -> Operand:
         """Return an operand.
@@ -301,7 +315,7 @@ class OnnxCall:
                     raise
                 raise Unreadable(short_message(e)) from e
         results = [tuple(m) for m in zip(*metas, strict=True)]
-        if not all(isinstance(m, torch.Tensor) for r in results for m in r):
+        if not all(isinstance(m, torch.Tensor) and m.dim() == r[0].dim() for r in results for m in r):
             raise Unreadable
         return self._append(op, operands, attrs, results, *wanted)
 

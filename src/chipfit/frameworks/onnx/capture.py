@@ -9,7 +9,7 @@ import torch
 from chipfit.engine.run import first_deviation
 from chipfit.engine.trees import dump_call, dump_result
 from chipfit.errors import CaptureError
-from chipfit.frameworks.onnx.model import OnnxModel, opened
+from chipfit.frameworks.onnx.model import OnnxModel, dims_of, opened
 from chipfit.frameworks.onnx.runtime import run_flat
 from chipfit.frameworks.onnx.translate import translate
 from chipfit.graph.check import check
@@ -36,29 +36,45 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Se
     inputs = _inputs(model, args, kwargs or {})
     shapes = [[tuple(x.shape) for x in inputs]]
     shapes += [[tuple(x.shape) for x in _inputs(model, a, k or {})] for a, k in others]
-    declared = {v.shape[0] for v in model.inputs if v.shape is not None and len(v.shape)}
-    fixed = next((s for s in declared if isinstance(s, int)), 0) if len(declared) == 1 else 0
-    tried = None
+    fixed = _fixed_batch(model, inputs)
+    tried: CaptureError | None = None
     for batch in (True, False):
         try:
             graph = _read(model, inputs, shapes, args, kwargs or {}, fixed if batch else 0, batch)
+            found = _compare(graph, model, inputs, fixed)
         except CaptureError as e:
-            if tried is not None or not batch:
-                raise tried or e from None
+            if not batch:
+                raise _of_fixed_batch(tried or e, inputs, fixed) from None
             tried = e
             continue
-        found = _compare(graph, model, inputs, fixed)
         if found is None or not batch:
             break
     if found is not None:
         name, off = found
-        distance = f"{off:.3g}" if isinstance(off, float) else off
-        graph.notes.append(f"{_OTHER}: output '{name}' is off by {distance}")
+        if not isinstance(off, float):
+            raise CaptureError(
+                f"Output '{name}' of the model cannot be computed: {off}", hint="float models of 32 bits"
+            )
+        graph.notes.append(f"{_OTHER}: output '{name}' is off by {off:.3g}")
     if not batch:
-        graph.notes.append(
-            f"{FIXED_BATCH}: {tried.what if tried else 'samples depend on each other, or shapes name it'}"
-        )
+        why = tried.what if tried else "the model computes something else for another number of samples"
+        graph.notes.append(f"{FIXED_BATCH}: {why}")
     return graph
+
+
+def _of_fixed_batch(e: CaptureError, inputs: Sequence[torch.Tensor], fixed: int) -> CaptureError:
+    """Return the error of a model that is read neither with an open batch nor with that of the example."""
+    if not fixed or len(inputs[0]) == fixed:
+        return e
+    what = f"The model computes batches of {fixed} only: {e.what}"
+    return CaptureError(what, got=len(inputs[0]), allowed=fixed, hint=f"give batches of {fixed}")
+
+
+def _fixed_batch(model: OnnxModel, inputs: Sequence[torch.Tensor]) -> int:
+    """Return the batch size that the file declares for the inputs that have as many rows as the first; 0 if open."""
+    rows = {tuple(x.shape[:1]) for x in inputs[:1]}
+    pairs = zip(model.inputs, inputs, strict=True)
+    return max((d[0] or 0 for v, x in pairs if (d := dims_of(v)) and tuple(x.shape[:1]) in rows), default=0)
 
 
 def _read(
@@ -113,10 +129,10 @@ def _input(value: ir.Value, x: Any) -> torch.Tensor:
     if not isinstance(x, torch.Tensor):
         what = f"Input '{value.name}' of the example is not a batch of numbers"
         raise CaptureError(what, got=type(x).__name__)
-    declared = list(value.shape) if value.shape is not None else [None] * x.dim()
+    declared = dims_of(value) or [None] * x.dim()
     sizes = zip(declared[1:], x.shape[1:], strict=False)
     if x.dim() != len(declared) or any(isinstance(d, int) and d != s for d, s in sizes):
-        allowed = f"[{', '.join(map(str, declared))}]"
+        allowed = f"[{', '.join('any' if d is None else str(d) for d in declared)}]"
         hint = _permuted(declared, x.shape)
         what = f"Input '{value.name}' of the example has another shape than the model declares"
         raise CaptureError(what, got=list(x.shape), allowed=allowed, hint=hint)

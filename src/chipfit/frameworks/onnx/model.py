@@ -18,7 +18,7 @@ from chipfit.files import existing_file, wrap_read_errors
 #: domains whose operators are known
 DOMAINS = ("", "com.microsoft")
 _NEWEST = onnx.defs.onnx_opset_version()
-_OLDEST = 7
+_OLDEST = 1
 _MOST_NODES = 500_000
 _QUANTIZED = "QuantizeLinear DequantizeLinear QLinearConv QLinearMatMul ConvInteger MatMulInteger".split()
 
@@ -157,6 +157,11 @@ def _check_nodes(graph: ir.Graph, where: str) -> None:
         hint = "start from the float model that it was made from"
         what = "The ONNX model is quantized already"
         raise CaptureError(what, where=where, got=_some(quantized), allowed="float models", hint=hint)
+
+
+def dims_of(value: ir.Value) -> list[int | None] | None:
+    """Return the declared sizes of a tensor, None where one is open; None if the file declares no shape."""
+    return None if value.shape is None else [d if isinstance(d, int) and d > 0 else None for d in value.shape]
 
 
 def domain_of(node: ir.Node) -> str:

@@ -81,13 +81,18 @@ def _enter_cell(
     ]
     behind = [(ours, _FORMS.get(form)) for ours, _, form in attribute_words(constants)]
 
+    named = {*(theirs for _, theirs, _ in words), *(fixed or {})}
+
     def read_cell(c: OnnxCall) -> Any:
         if any(c.attr(k) != v and not _close(c.attr(k), v) for k, v in (fixed or {}).items()):
             raise Unreadable
         many = slots[-1].endswith("*")
         count = len(c.inputs) if many else len(slots)
         operands = [c.optional(k) if not many and slots[k].endswith("?") else c.operand(k) for k in range(count)]
-        found = {ours: convert(c.attr(theirs)) for ours, theirs, convert in words}
+        if not all(k in named or c.is_default(k) for k in c.node.attributes):
+            raise Unreadable
+        values = [(ours, c.attr(theirs), convert) for ours, theirs, convert in words]
+        found = {ours: None if value is None else convert(value) for ours, value, convert in values}
         if None in found.values() or any(x is not None for x in c.inputs[count + len(behind) :]):
             raise Unreadable
         for k, (ours, convert) in enumerate(behind, count):
@@ -113,11 +118,10 @@ def _close(a: Any, b: Any) -> bool:
 
 
 def reads(names: str) -> Callable[[Reader], Reader]:
-    """Decorate a function as the first reader of ONNX operators, named with spaces between."""
+    """Decorate a function as the reader of ONNX operators, named with spaces between, in place of cells."""
 
     def enter(f: Reader) -> Reader:
-        for name in names.split():
-            READERS.setdefault(name, []).insert(0, f)
+        READERS.update((name, [f]) for name in names.split())
         return f
 
     return enter
@@ -179,7 +183,9 @@ def _conv_transpose(c: OnnxCall) -> Any:
             raise Unreadable
         wanted = wanted or [s * k for s, k in zip(sizes, stride, strict=True)]
         reach = zip(sizes, stride, more, w.shape[2:], dilation, wanted, strict=True)
-        total = [max(s * (i - 1) + o + (k - 1) * d + 1 - size, 0) for i, s, o, k, d, size in reach]
+        total = [s * (i - 1) + o + (k - 1) * d + 1 - size for i, s, o, k, d, size in reach]
+        more = tuple(o + max(-t, 0) for o, t in zip(more, total, strict=True))
+        total = [max(t, 0) for t in total]
         lows = [t // 2 if auto != "SAME_LOWER" else t - t // 2 for t in total]
         padding = tuple((lo, t - lo) for lo, t in zip(lows, total, strict=True))
     else:
@@ -385,6 +391,12 @@ def _cast(c: OnnxCall) -> Any:
 
 @reads("Clip")
 def _clip(c: OnnxCall) -> Any:
+    given = [(op, c.optional(k)) for k, op in enumerate(("Max", "Min"), 1)]
+    if any(x is not None and x.constant is None for _, x in given):  # ends that are computed
+        y = c.operand(0)
+        for op, end in given:
+            y = y if end is None else c.step(op, [y, end])
+        return y
     ends = [c.numbers(name, k) for k, name in enumerate(("min", "max"), 1)]
     low, high = (None if e is None or abs(e) > 3e38 else float(e) for e in ends)
     if not c.operand(0).dtype.is_floating_point:
@@ -577,6 +589,8 @@ def _squeeze(c: OnnxCall) -> Any:
     x, axes, op = c.operand(0), c.integers("axes", 1), c.node.op_type
     if axes is None:
         axes = tuple(k for k, s in enumerate(x.shape) if s == 1)
+    if op == "Squeeze" and any(x.shape[a] != 1 for a in axes):
+        raise Unreadable  # for another number of samples
     rank = x.rank + (len(axes) if op == "Unsqueeze" else 0)
     axes = tuple(sorted(a % rank for a in axes)) if rank else axes
     return c.emit(op, [x], axes=axes) if axes else x
@@ -693,6 +707,8 @@ def _depth_to_space(c: OnnxCall) -> Any:
 @reads("SpaceToDepth")
 def _space_to_depth(c: OnnxCall) -> Any:
     x, block = c.operand(0), c.attr("blocksize")
+    if c.attr("mode") == "CRD":
+        return c.emit("SpaceToDepth", [x], block=block)
     if x.shape[1] is None:
         raise Unreadable
     y = c.step("SpaceToDepth", [x], block=block)

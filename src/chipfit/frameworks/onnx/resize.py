@@ -42,7 +42,7 @@ def _resize(c: OnnxCall) -> Any:
     if min(changed) < 2 or x.rank not in (3, 4, 5) or (mode == "cubic" and x.rank != 4):
         raise Unreadable
     single = any(r == 1 for r in results[2:])
-    if grid not in ("align_corners", "half_pixel", "pytorch_half_pixel") or (single and grid == "half_pixel"):
+    if grid not in ("align_corners", "half_pixel", "pytorch_half_pixel") or (single and grid == "pytorch_half_pixel"):
         raise Unreadable
     if mode not in ("linear", "cubic") or (mode == "cubic" and c.attr("cubic_coeff_a") != -0.75):
         raise Unreadable

@@ -12,7 +12,7 @@ def tidy(graph: Graph, outputs: Sequence[str]) -> tuple[Graph, list[str]]:
     """Return the graph with whole layers, and its outputs."""
     graph.outputs = [*outputs]
     layers = _Layers(graph)
-    for find in (layers.gates, layers.gelus, layers.biases, layers.flattened):
+    for find in (layers.gates, layers.gelus, layers.norms, layers.biases, layers.flattened):
         for old, whole in find():
             replace_node(graph, old, whole)
             layers.refresh()
@@ -86,6 +86,44 @@ class _Layers:
                 and math.isclose(by if scaled.op == "Mul" else 1 / by, 0.5**0.5, rel_tol=1e-5)
             ):
                 yield last, last.with_(op="Gelu", inputs=(x,), attrs={"approximate": "none"}, layer_type="Gelu")
+
+    def norms(self) -> Iterator[tuple[Node, Node]]:
+        """Find (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) over the last axes, perhaps times w, plus b."""
+        for n in self.named("Div"):
+            centred, root = self.made.get(n.inputs[0] or ""), self.maker(n.inputs[1], "Sqrt")
+            shifted = self.maker(root.data, "Add") if root is not None else None
+            if centred is None or centred.op != "Sub" or shifted is None:
+                continue
+            variance, eps = (shifted.inputs if shifted.inputs[1] in self.graph.weights else shifted.inputs[::-1])[:2]
+            square = self._mean_of(self.made.get(variance or ""))
+            x = centred.data
+            squared = square is not None and (
+                (square.op == "Mul" and set(square.inputs) == {centred.output})
+                or (square.op == "Pow" and square.data == centred.output and self.number(square.inputs[1] or "") == 2)
+            )
+            mean = self.made.get(centred.inputs[1] or "")
+            if not squared or mean is None or mean.op != "Mean" or mean.data != x:
+                continue
+            axes = sorted(a % len(self.graph.shape(x)) for a in mean.attrs["axes"])
+            shape = self.graph.shape(x)[axes[0] :]
+            over = self.made[variance or ""].attrs["axes"]
+            if mean.attrs["axes"] == over and len(axes) == len(shape) and None not in shape:
+                yield self._scaled_norm(n, x, shape, self.number(eps or ""))
+
+    def _mean_of(self, mean: Node | None) -> Node | None:
+        """Return the node whose result a mean is taken of."""
+        return self.made.get(mean.data) if mean is not None and mean.op == "Mean" and mean.attrs["keepdims"] else None
+
+    def _scaled_norm(self, last: Node, x: str, shape: Sequence[int | None], eps: float) -> tuple[Node, Node]:
+        """Return the last node of a layer norm, with its weight and bias if they follow, and the norm."""
+        inputs = [x]
+        for op in ("Mul", "Add"):
+            found = self.reader(last, op)
+            if found is None or found[1] not in self.graph.weights or self.graph.shape(found[1]) != tuple(shape):
+                break
+            last, inputs = found[0], [*inputs, found[1]]
+        attrs = {"normalized_shape": tuple(shape), "eps": eps}
+        return last, last.with_(op="LayerNorm", inputs=tuple(inputs), attrs=attrs, layer_type="LayerNorm")
 
     def biases(self) -> Iterator[tuple[Node, Node]]:
         """Find a Linear without bias, and the sum with a constant of its channels."""

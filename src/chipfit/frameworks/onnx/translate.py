@@ -108,6 +108,14 @@ class _Translator:
         known = kind not in _RANDOM and all(x is None or (x.numbers and not x.name) for x in inputs)
         if known and (found := self.folded(node, inputs)) is not None:
             return found
+        try:
+            return self.read(node)
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
+            what = f"Operator '{node.op_type}' is malformed, or not for these sizes: {short_message(e)}"
+            raise CaptureError(what, where=node.name or node.op_type) from e
+
+    def read(self, node: ir.Node) -> list[Operand]:
+        """Read a node by its reader, or as an opaque one."""
         call = OnnxCall(self.builder, node, self.opsets[domain_of(node)])
         try:
             return read(call)
