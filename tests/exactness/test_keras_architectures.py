@@ -30,7 +30,6 @@ FLOAT_ON_ORT = {
 FLOAT_ON_LITERT = {
     "arithmetic": {"MatMul"},
     "heads": {"Mish", "Softplus"},
-    "norms": {"BatchNorm", "GroupNorm", "RMSNorm", "ReduceL2"},
 }
 NOT_ON_LITERT = {"recurrent"}  #: no LSTM in its files
 
