@@ -187,6 +187,21 @@ def test_truncated_files_are_refused():
             load_model(data[:end])
 
 
+def test_a_damaged_file_is_read_or_refused_by_a_typed_error(tmp_path):
+    """Bytes changed or left out at random places, 300 times."""
+    (batch,), draw = batches(1), np.random.default_rng(0)
+    whole = export_onnx(capture(network(), (batch,)), None, tmp_path / "net.onnx").read_bytes()
+    for k in range(300):
+        damaged = bytearray(whole)
+        at = int(draw.integers(len(whole)))
+        if k % 2:
+            damaged[at] = int(draw.integers(256))
+        else:
+            del damaged[at : at + int(draw.integers(1, 20))]
+        with contextlib.suppress(chipfit.errors.ChipfitError):
+            capture(load_model(bytes(damaged)), (batch,))
+
+
 def test_unknown_domains_opsets_and_cycles_are_refused():
     refused(relu(domain="org.example"), "unknown domain.*org.example.Relu")
     model = relu()

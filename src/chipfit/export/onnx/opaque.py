@@ -67,10 +67,10 @@ def splice(builder: OnnxBuilder, node: Node) -> list[str]:
     if own is not None:  # an operator of ONNX itself
         return _copied(builder, own, [builder.read(v, node) for v in node.inputs])
     region = Region(builder.graph, node)
-    for name in region.weights:
-        stored, raw = builder.plan.stored(name), {(name, n.name) for n in region.nodes} & builder.plan.float_edges
+    for weight in region.weights:
+        stored, raw = builder.plan.stored(weight), {(weight, n.name) for n in region.nodes} & builder.plan.float_edges
         if stored is not None and not raw:
-            region.weights[name] = stored.round(region.weights[name].detach())
+            region.weights[weight] = stored.round(region.weights[weight].detach())
     if not region.inputs:  # a constant
         return [builder.const(t.detach().numpy()) for t in region()]
     names = {v: builder.read(v, node) or "" for v in region.inputs}

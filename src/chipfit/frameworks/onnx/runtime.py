@@ -23,7 +23,10 @@ _IR_VERSION = 10
 def session_of(model: OnnxModel) -> Any:
     """Return the session of a model, which it keeps; raises as `session`."""
     if model.session is None:
-        proto = ir.to_proto(model)
+        try:
+            proto = ir.to_proto(model)
+        except ir.serde.SerdeError as e:
+            raise CaptureError(f"The ONNX model is malformed: {first_line(e.__cause__ or e)}") from e
         proto.ir_version = min(proto.ir_version, _IR_VERSION)
         model.session = session(proto, model.folder)
     return model.session
