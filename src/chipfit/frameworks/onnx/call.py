@@ -22,6 +22,7 @@ from chipfit.frameworks.onnx.runtime import OnnxFunction, as_tensor
 from chipfit.frameworks.reading import Unreadable
 from chipfit.graph.builder import GraphBuilder, Origin
 from chipfit.graph.ir import OPAQUE, Graph, Node, Ref
+from chipfit.operators.table import OPS
 
 _META = torch.device("meta")
 
@@ -239,6 +240,23 @@ class OnnxCall:
             return self.index_range(x)
         return self.expanded(x)
 
+    def thin(self, op: str, x: Operand, others: Sequence[Operand | None]) -> Operand:
+        """Return an operand without repetitions along open axes, where another one has these sizes too."""
+        if not x.numbers or x.name or x.constant is not None or op not in OPS or OPS[op].layout != "elementwise":
+            return x
+        shapes = [[m.shape for m in o.metas] for o in others if o is not None and not o.numbers]
+        if not any([*map(len, s)] == [n.ndim for n in x.numbers] for s in shapes):
+            return x
+        same = [
+            k
+            for k in range(x.rank)
+            if x.shape[k] is None
+            and any([t[k] for t in s] == [n.shape[k] for n in x.numbers] for s in shapes if len(s[0]) == x.rank)
+        ]
+        few = [n[tuple(slice(0, 1) if k in same else slice(None) for k in range(n.ndim))] for n in x.numbers]
+        alike = all(_equal(f, few[0]) and (n == f).all() for n, f in zip(x.numbers, few, strict=True))
+        return self.builder.constants(few[:1]) if alike else x
+
     def expanded(self, x: Operand) -> Operand:
         """Return numbers that are equal along all open axes, such as an initial state, as a constant that is repeated.
 
@@ -301,7 +319,7 @@ class OnnxCall:
         Raises:
             Unreadable: The engine does not compute it.
         """
-        operands = [None if x is None else self.in_graph(x) for x in inputs]
+        operands = [None if x is None else self.in_graph(self.thin(op, x, inputs)) for x in inputs]
         node = Node("", op, tuple(None if o is None else o.name for o in operands), tuple(wanted), attrs)
         metas = []
         for k in range(self.builder.count):

@@ -599,7 +599,11 @@ def _squeeze(c: OnnxCall) -> Any:
 @reads("Expand")
 def _expand(c: OnnxCall) -> Any:
     x, targets = c.operand(0), _targets(c, 1)
-    results = [torch.broadcast_shapes(m.shape, t) for m, t in zip(x.metas, targets, strict=True)]
+    return _expand_to(c, x, [torch.broadcast_shapes(m.shape, t) for m, t in zip(x.metas, targets, strict=True)])
+
+
+def _expand_to(c: OnnxCall, x: Operand, results: Sequence[Sequence[int]]) -> Operand:
+    """Repeat an operand along axes of size 1, up to sizes by variant."""
     added = len(results[0]) - x.rank
     shape: list[int | None] = []
     operands = [x]
@@ -670,6 +674,43 @@ def _gather(c: OnnxCall) -> Any:
     if x.constant is not None and not x.name and x.rank == 2 and axis == 0 and x.dtype.is_floating_point:
         return c.emit("Embedding", [c.weight(0), index])
     return c.emit("Gather", [x, index], axis=axis)
+
+
+@reads("GatherND")
+def _gather_nd(c: OnnxCall) -> Any:
+    """Read indices that count each axis of x along an axis of its own, as masks do: x with further axes, repeated."""
+    x, index = c.operand(0), c.operand(1)
+    if not index.numbers or c.attr("batch_dims") or any(n.shape[-1] != x.rank for n in index.numbers):
+        raise Unreadable
+    axes = [_counting(c, [n[..., k] for n in index.numbers], k) for k in range(x.rank)]
+    rank = index.rank - 1
+    if sorted({*axes}) != axes:
+        raise Unreadable
+    added = tuple(k for k in range(rank) if k not in axes)
+    y = c.step("Unsqueeze", [x], axes=added) if added else x
+    return _expand_to(c, y, [n.shape[:-1] for n in index.numbers])
+
+
+def _counting(c: OnnxCall, numbers: Sequence[np.ndarray], k: int) -> int:
+    """Return the axis along which indices of axis k of the operand are 0, 1, 2 ..., and on no other.
+
+    Raises:
+        Unreadable: There is none.
+    """
+    for axis in range(numbers[0].ndim):
+        sides = [[-1 if a == axis else 1 for a in range(n.ndim)] for n in numbers]
+        counted = [np.arange(m.shape[k]).reshape(s) for m, s in zip(c.operand(0).metas, sides, strict=True)]
+        pairs = [*zip(numbers, counted, strict=True)]
+        if all(n.shape[axis] == o.size and bool((n == o).all()) for n, o in pairs) and any(
+            o.size > 1 for _, o in pairs
+        ):
+            return axis
+    raise Unreadable
+
+
+@reads("IsNaN")
+def _is_nan(c: OnnxCall) -> Any:
+    return c.emit("NotEqual", [c.operand(0), c.operand(0)])
 
 
 @reads("TopK")
