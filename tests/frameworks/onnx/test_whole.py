@@ -168,6 +168,17 @@ def test_a_layer_norm_in_nine_nodes_is_one():
     assert [(n.op, n.inputs, n.attrs["eps"]) for n in graph] == [("LayerNorm", ("x", "w", "b"), pytest.approx(1e-5))]
 
 
+def test_a_vector_that_layers_of_several_kinds_share_is_one_for_each():
+    """Exporters store equal tensors once, here the zero biases of a linear layer and a norm."""
+    nodes = [
+        helper.make_node("Gemm", ["x", "w", "zero"], ["a"], transB=1),
+        helper.make_node("LayerNormalization", ["a", "one", "zero"], ["y"]),
+    ]
+    constants = {"w": np.eye(6, dtype="f4"), "zero": np.zeros(6, "f4"), "one": np.ones(6, "f4")}
+    graph = capture(small(nodes, {"x": ["n", 6]}, ["y"], constants), (torch.randn(2, 6),))
+    assert [n.inputs[2] for n in graph] == ["zero", "zero_1"]
+
+
 # ---------------------------------------------------------------- bad input
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from chipfit.frameworks.onnx.read import GATED
-from chipfit.graph.edit import drop_dead, replace_node
+from chipfit.graph.edit import drop_dead, new_name, replace_node
 from chipfit.graph.ir import Graph, Node
 
 
@@ -17,7 +17,27 @@ def tidy(graph: Graph, outputs: Sequence[str]) -> tuple[Graph, list[str]]:
             replace_node(graph, old, whole)
             layers.refresh()
     drop_dead(graph)
+    _separate_vectors(graph)
     return graph, graph.outputs
+
+
+def _separate_vectors(graph: Graph) -> None:
+    """Give layers with other weights or operators a vector of their own: exporters store equal biases once."""
+    names: dict[tuple[str, object], str] = {}
+    first: set[str] = set()
+    for n in list(graph.nodes):
+        inputs = list(n.inputs)
+        for k, i in enumerate(n.inputs):
+            if k and i in graph.weights and graph.weights[i].dim() == 1 and graph.weights[i].is_floating_point():
+                key = (i, (n.op, k, n.inputs[1] if n.inputs[1] != i else ""))
+                if key not in names:
+                    names[key] = new_name(graph, i) if i in first else i
+                    graph.weights[names[key]] = graph.weights[i]
+                    graph.trainable |= {names[key]} if i in graph.trainable else set()
+                first.add(i)
+                inputs[k] = names[key]
+        if inputs != list(n.inputs):
+            replace_node(graph, n, n.with_(inputs=tuple(inputs)))
 
 
 class _Layers:
