@@ -120,6 +120,26 @@ def test_an_operator_without_a_row_runs_in_float_on_onnx_runtime_and_is_written_
     assert chipfit.load(result.save(tmp_path / "saved")).verify(batches()).exact
 
 
+def test_an_operator_without_a_row_is_written_without_the_operands_that_it_lacks(tmp_path):
+    """An LSTM has an initial state, but no sequence lengths before it."""
+    draw = np.random.default_rng(0)
+    constants = {k: draw.standard_normal(s).astype("f4") for k, s in {"w": (1, 16, 6), "r": (1, 16, 4)}.items()}
+    constants |= {"b": np.zeros((1, 32), "f4"), "h": np.zeros((1, 8, 4), "f4")}
+    steps = [
+        helper.make_node("Relu", ["x"], ["a"]),
+        helper.make_node("LSTM", ["a", "w", "r", "b", "", "h", "h"], ["y", "", "z"], hidden_size=4),
+    ]
+    data = [torch.randn(5, 8, 6) for _ in range(3)]
+    model = small(steps, {"x": [5, 8, 6]}, ["y"], constants)
+    result = chipfit.quantize(model, data, progress=False)
+    file = result.export(tmp_path / "net.onnx")
+    (lstm,) = [n for n in onnx.load(file).graph.node if n.op_type == "LSTM"]
+    assert lstm.input[4] == ""
+    feeds = {"x": data[0].numpy()}
+    want, got = (onnxruntime.InferenceSession(f).run(None, feeds)[0] for f in (model.SerializeToString(), str(file)))
+    np.testing.assert_allclose(got, want, atol=0.05)
+
+
 @pytest.mark.parametrize("batch", ["n", -1])
 def test_shape_arithmetic_is_folded_and_the_batch_stays_open(batch):
     """Shape, Gather, Unsqueeze, Concat: the target that exporters compute for x.view(len(x), -1)."""

@@ -99,7 +99,7 @@ def _copied(builder: OnnxBuilder, own: onnx.NodeProto, inputs: Sequence[str | No
     """Write an operator that was read from an ONNX file."""
     given = dict(zip([i for i in own.input if i], inputs, strict=True))
     prefix = builder.fresh("opaque")
-    copy = _renamed(own, lambda n: (given[n] or "") if n in given else f"{prefix}/{n}")
+    copy = _renamed(own, lambda n: (given[n] or "") if n in given else n and f"{prefix}/{n}")
     builder.nodes.append(copy)
     return list(copy.output)
 
