@@ -67,7 +67,7 @@ FORESEEN: dict[str, tuple[type[BaseException], ...]] = {
     "engine/trees.py:read_tree": (ValueError, RecursionError),
     # a zip archive; names of values and weights that nothing has; raw bytes for torch
     "frameworks/torch/archive.py:load": (*_ZIP, LookupError, ValueError, RuntimeError),
-    "frameworks/keras/loading.py:_check_file": (*_ZIP, ValueError, KeyError, RecursionError),
+    "frameworks/keras/loading.py:_checked": (*_ZIP, ValueError, KeyError, RecursionError),
     "runtimes/onnxruntime.py:__init__": (UnicodeDecodeError, *_ORT),  # names in the file
     "runtimes/onnxruntime.py:read": (DecodeError, onnx.checker.ValidationError),
     "runtimes/litert.py:__init__": (ValueError, RuntimeError),

@@ -39,14 +39,16 @@ def test_weights_are_loaded_into_the_model_and_must_fit(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("MINE:number", "must provide a Keras or TensorFlow Lite or PyTorch model. Got: int"),
+        ("MINE:number", "must provide a Keras or ONNX or TensorFlow Lite or PyTorch model. Got: int"),
         ("MINE:absent", "AttributeError: module"),
         ("MINE:broken", r"ValueError: no such depth.*Where: .*mine\.py:\d+, in broken"),
         ("bad_syntax:net", "SyntaxError"),
-        ("net.onnx", "must be a file or module:factory"),
+        ("net.onnx", "does not exist"),
+        ("net.weights", "must be a file or module:factory"),
         ("gone.pt2", "does not exist"),
         (f"{'a' * 5000}.pt2", "does not exist"),  # a name that no disk can have
         (f"{'a' * 5000}.keras", "does not exist"),
+        ("a" * 5000, "must be a file or module:factory"),
         ("garbage.pt2", "not a program that torch.export.save wrote"),
     ],
 )

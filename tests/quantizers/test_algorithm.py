@@ -106,7 +106,7 @@ def test_quantizers_that_stand_alone_train_or_not():
         def __call__(self, x, training):
             return x, training
 
-    trainable, off = Trains(), SimpleNamespace(initialize_quantization=None, enabled=False)
+    trainable, off = Trains(), SimpleNamespace(convert2inferable=None, enabled=False)
     for quantizer in (trainable, off, abs):
         hosting.initialize(quantizer, (2,), "w", "host", "weights of torch")
     assert calls == [((2,), "w", "host")]

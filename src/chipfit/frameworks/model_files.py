@@ -3,6 +3,7 @@
 Nothing in the file is executed.
 """
 
+import os
 import pickletools
 import re
 import zipfile
@@ -55,7 +56,7 @@ def refused_file(text: str, allowed: str, hint: str) -> CaptureError:
         allowed, hint: what can be loaded, and how to make it, for texts of no known kind.
     """
     path = Path(text)
-    kind = _kind_of(path) if path.exists() else _BY_SUFFIX.get(path.suffix.lower())
+    kind = _kind_of(path) if os.path.exists(path) else _BY_SUFFIX.get(path.suffix.lower())
     if kind is None:
         return CaptureError("Model must be a file or module:factory", got=text, allowed=allowed, hint=hint)
     return CaptureError(f"'{text}' is {kind.what}", allowed=allowed, hint=kind.hint)

@@ -139,8 +139,8 @@ def _of_outputs(found: Similarity) -> dict[str, float]:
 
 
 def _on_arrays(metric: Any, graph: Graph) -> Any:
-    """Return a metric that gets arrays for a model of Keras, as in MCT, and tensors for one of PyTorch."""
-    if graph.framework == "torch" or not callable(metric):
+    """Return a metric that gets arrays where the framework's are, as in MCT, and tensors for PyTorch."""
+    if not facts_of(graph.framework).channels_last or not callable(metric):
         return metric
     return lambda x, y: metric(x.numpy(), y.numpy())
 

@@ -27,6 +27,7 @@ NOT_READ = {
     "InstanceNorm": "Keras has no such layer",
     "DynamicQuantize": "put in where a kernel rounds what it reads",
     "Requantize": "put in where a plan wants another grid",
+    "L2Norm": "made of its parts by `passes.unit_length`, on chips that have it",
     "Squeeze": "read as Reshape, whose target every shape of a Keras model tells",
     "Roll": "Keras's own stays opaque",
     "Size": "shapes are static in a Keras model, but for the batch",

@@ -461,6 +461,7 @@ def test_every_row_of_the_reader_has_cases_that_are_read_by_it(read):
 NEVER = {
     "DynamicQuantize": "inserted by `decide`, in front of kernels that quantize their own input",
     "Requantize": "inserted by `decide`, where a tensor changes its grid",
+    "L2Norm": "made of its parts by `passes.unit_length`, on chips that have it",
     "Identity": "torch.export leaves no identities; other readers keep them",
     **dict.fromkeys(("Round", "Mod", "FloorDiv", "ReduceProd"), "torch's stays opaque; Keras's is read"),
 }

@@ -278,6 +278,7 @@ def _in_front(graph: Graph) -> dict[str, int]:
 _TABLES = {
     "activation": ("its results are integers, not codes of a table", "export JSON encodings (`.json`)"),
     "weight": ("the file holds integers, not codes of a table", "export `.onnx` or JSON encodings (`.json`)"),
+    "bias": ("the file holds integers, not codes of a table", "export JSON encodings (`.json`)"),
 }
 
 

@@ -1,6 +1,6 @@
 """PyTorch models by their names in other libraries: `timm:NAME`, and folders that transformers saved."""
 
-from pathlib import Path
+import os
 from typing import Any
 
 from torch import nn
@@ -26,7 +26,7 @@ _HEADS = {
 
 def is_named(text: str) -> bool:
     """Return whether a text names a model of timm, or a folder with a model of transformers."""
-    return text.startswith(_TIMM) or (Path(text) / "config.json").is_file()
+    return text.startswith(_TIMM) or os.path.isfile(os.path.join(text, "config.json"))
 
 
 def load_named(text: str) -> nn.Module:
