@@ -159,7 +159,8 @@ def _method(name: Any, options: Mapping[str, Any], where: str) -> Any:
     for key in options:
         if key not in entry.get("options", {}):
             raise UnknownNameError(f"option of {name} in {where}", key, entry.get("options", {}))
-    text = ", ".join(f"{entry['options'][key]}={value!r}" for key, value in options.items())
+    chosen = {**entry.get("with", {}), **{entry["options"][key]: value for key, value in options.items()}}
+    text = ", ".join(f"{key}={value!r}" for key, value in chosen.items())
     return f"{entry['method']}({text})" if text else entry["method"]
 
 

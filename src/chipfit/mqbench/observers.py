@@ -267,7 +267,7 @@ class ObserverBase(nn.Module):
         """
         greatest = scale.max()
         usual = torch.where(greatest > LEAST_SCALE, greatest, HIGH_IF_ALL_ZERO / self._levels)
-        return torch.where(scale > LEAST_SCALE, scale, usual)
+        return torch.where(scale <= LEAST_SCALE, usual, scale)  # NaN stays, and is reported
 
     def get_extra_state(self) -> dict[str, Any]:
         return {key: getattr(self, attribute) for key, attribute in self._STATE.items()}
