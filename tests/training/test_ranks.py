@@ -39,7 +39,9 @@ if __name__ == "__main__":
         for steps in (1, 4):
             train(parallel, x[half].double(), y[half], steps)
             torch.save(model.state_dict(), f"{folder}/{sync}{rank}{steps}")
+    dist.barrier()
     dist.destroy_process_group()
+    os._exit(0)  # a thread of torch that still runs would abort the end of the interpreter
 """
 
 
