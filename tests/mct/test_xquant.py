@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import chipfit as mct
-from chipfit.errors import ChipfitError
+from chipfit.errors import ChipfitError, ConfigError
 from chipfit.xquant import XQuantConfig, xquant_report_keras_experimental, xquant_report_pytorch_experimental
 from tests.build import images, keras_sequential, model_of, small_cnn
 
@@ -137,3 +138,11 @@ def test_what_is_wrong_is_named(tmp_path, change, words):
     given |= {"repr_dataset": representative, "validation_dataset": validation} | change
     with pytest.raises(ChipfitError, match=f"(?s){words}"):
         xquant_report_pytorch_experimental(**given)
+
+
+def test_arguments_of_the_keras_report_have_mcts_names():
+    names = list(inspect.signature(xquant_report_keras_experimental).parameters)
+    assert names == ["float_model", "quantized_model", "repr_dataset", "validation_dataset", "xquant_config"]
+    named = dict.fromkeys(names[:4]) | {"xquant_config": 3}
+    with pytest.raises(ConfigError, match="xquant_config"):  # not a missing argument
+        xquant_report_keras_experimental(**named)

@@ -16,7 +16,7 @@ from chipfit.errors import ConfigError, UnsupportedError
 from chipfit.graph.ir import Graph
 from chipfit.graph.linear import is_linear
 from chipfit.mct.core.config import ResourceUtilization
-from chipfit.mct.ptq import DataGenerator, checked, first_batch_of
+from chipfit.mct.ptq import DataGenerator, checked, first_batch_of, form_for_keras
 from chipfit.mct.target_platform.capabilities import TargetPlatformCapabilities
 from chipfit.mct.target_platform.model import TargetPlatformModel
 from chipfit.mct.target_platform.targets import get_target_platform_capabilities
@@ -98,16 +98,9 @@ def pytorch_pruning_experimental(
     )
 
 
-def keras_pruning_experimental(
-    model: Any,
-    target_resource_utilization: ResourceUtilization,
-    representative_data_gen: DataGenerator,
-    pruning_config: PruningConfig | None = None,
-    target_platform_capabilities: Any = None,
-) -> tuple[Any, PruningInfo]:
-    """Remove output channels of a Keras 3 model; otherwise like `pytorch_pruning_experimental`."""
-    given = target_resource_utilization, representative_data_gen, pruning_config, target_platform_capabilities
-    return _prune("pruning_experimental", model, *given)
+keras_pruning_experimental = form_for_keras(
+    pytorch_pruning_experimental, "Remove output channels of a Keras 3 model", "model"
+)
 
 
 def _prune(what: str, model: Any, limits: Any, generator: Any, config: Any, platform: Any) -> tuple[Any, PruningInfo]:

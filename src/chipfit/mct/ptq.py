@@ -78,19 +78,22 @@ class UserInformation:
         return [[layers[n] for n in group] for group in self.result.plan.groups]
 
 
-def form_for_keras(function: Callable[..., Any], about: str) -> Callable[..., Any]:
-    """Return a facade for Keras 3 models, whose first argument is called in_model.
+def form_for_keras(function: Callable[..., Any], about: str, first: str = "in_model") -> Callable[..., Any]:
+    """Return a facade for Keras 3 models.
 
     Args:
         about: first sentence of its docstring.
+        first: name of its first argument.
     """
-
-    def call(in_model: Any, *args: Any, **options: Any) -> Any:
-        return function(in_model, *args, **options)
-
     own = inspect.signature(function)
-    first, *rest = own.parameters.values()
-    call.__signature__ = own.replace(parameters=[first.replace(name="in_model"), *rest])  # type: ignore[attr-defined]
+    model, *rest = own.parameters.values()
+    signature = own.replace(parameters=[model.replace(name=first), *rest])
+
+    def call(*args: Any, **options: Any) -> Any:
+        given = signature.bind(*args, **options)
+        return function(*given.args, **given.kwargs)
+
+    call.__signature__ = signature  # type: ignore[attr-defined]
     call.__name__ = call.__qualname__ = function.__name__.replace("pytorch", "keras")
     call.__doc__ = f"{about}; otherwise like `{function.__name__}`."
     return call

@@ -83,7 +83,7 @@ def xquant_report_pytorch_experimental(
 
 
 xquant_report_keras_experimental = form_for_keras(
-    xquant_report_pytorch_experimental, "Compare a quantized Keras 3 model with the float one"
+    xquant_report_pytorch_experimental, "Compare a quantized Keras 3 model with the float one", "float_model"
 )
 
 _KINDS = "repr", "val"  #: ends of the keys of a report
