@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from chipfit.frameworks.adapter import Framework, included
@@ -30,6 +29,4 @@ class Tflite(Framework):
 
     def run(self, model: Any, inputs: Any) -> Any:
         flat = list(inputs.values()) if isinstance(inputs, dict) else inputs
-        arrays = [np.asarray(x) for x in (flat if isinstance(flat, (list, tuple)) else [flat])]
-        out = [torch.from_numpy(np.array(y)) for y in model.run_batch(arrays)]
-        return out[0] if len(out) == 1 else tuple(out)
+        return model(*flat) if isinstance(flat, (list, tuple)) else model(flat)

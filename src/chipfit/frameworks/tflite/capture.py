@@ -7,12 +7,10 @@ import numpy as np
 import torch
 
 from chipfit.engine.run import first_deviation
-from chipfit.engine.trees import dump_call, dump_result
 from chipfit.errors import CaptureError, UnsupportedError
 from chipfit.frameworks.tflite.model import TfliteModel
 from chipfit.frameworks.tflite.read import Reading
 from chipfit.graph.check import check
-from chipfit.graph.edit import drop_dead
 from chipfit.graph.ir import FIXED_BATCH, Graph
 from chipfit.passes.layout import change_layout, keep_constant_names
 
@@ -66,8 +64,7 @@ def _inputs(model: TfliteModel, args: Sequence[Any], kwargs: Any) -> list[torch.
         given = list(given[0])
     if len(given) == 1 and isinstance(given[0], dict) and given[0].keys() >= named.keys():
         given = [given[0][n] for n in named]
-    if len(given) != len(named) and len(given) > len(named):
-        given = given[: len(named)]  # a label behind the inputs
+    given = given[: len(named)]  # without a label behind the inputs
     if len(given) != len(named) or not all(isinstance(x, torch.Tensor) for x in given):
         allowed = ", ".join(f"{t.name} {list(t.signature)}" for t in model.inputs)
         raise CaptureError(
@@ -107,15 +104,7 @@ def _opened(model: TfliteModel, shapes: Sequence[tuple[int, ...]], given: Sequen
 def _read(
     model: TfliteModel, shapes: Sequence[tuple[int, ...]], given: Sequence[torch.Tensor], *, open_batch: bool
 ) -> Graph:
-    reading = Reading(model, shapes, open_batch)
-    graph = reading.graph()
-    names = [t.name for t in model.inputs]
-    graph.in_spec = dump_call((0,) * len(names), {}, names)
-    outputs = list(range(len(graph.outputs)))
-    graph.out_spec = dump_result(tuple(outputs) if len(outputs) > 1 else 0, [{"output": k} for k in outputs])
-    drop_dead(graph)
-    check(graph, blame="capture")
-    moved = change_layout(graph, "channels_first")
+    moved = change_layout(Reading(model, shapes, open_batch).graph(), "channels_first")
     keep_constant_names(moved.graph, moved.copies)
     check(moved.graph, blame="layout")
     return moved.graph

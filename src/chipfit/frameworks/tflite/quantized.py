@@ -11,12 +11,10 @@ import numpy as np
 import torch
 from ai_edge_litert import schema_py_generated as schema
 
-from chipfit.engine.trees import dump_call, dump_result
 from chipfit.errors import CaptureError
 from chipfit.frameworks.tflite.model import Operator, Tensor, TfliteModel
-from chipfit.frameworks.tflite.read import Reading
+from chipfit.frameworks.tflite.read import Call, Reading
 from chipfit.graph.check import check
-from chipfit.graph.edit import drop_dead
 from chipfit.graph.ir import Graph, Node
 from chipfit.operators.table import OPS
 from chipfit.passes.layout import apply_layout
@@ -55,18 +53,11 @@ def read_quantized(model: TfliteModel, platform: str) -> QuantizedFile:
     model.run([np.zeros([max(d, 1) for d in t.signature], np.float32) for t in model.inputs])
     reading = _Codes(model, model.shapes(), all(t.shape[:1] == (1,) for t in model.inputs))
     graph = reading.graph()
-    names = [t.name for t in model.inputs]
-    graph.in_spec = dump_call((0,) * len(names), {}, names)
-    outputs = list(range(len(graph.outputs)))
-    graph.out_spec = dump_result(tuple(outputs) if len(outputs) > 1 else 0, [{"output": k} for k in outputs])
-    drop_dead(graph)
-    check(graph, blame="capture")
     live = {n.name for n in graph.nodes}
     plan = Plan(
         tensors={k: t for k, t in reading.stored.items() if k in graph.values or k in graph.weights},
         nodes={n.name: reading.node_plan(n) for n in graph.nodes},
         groups=tuple(g for g in reading.groups if live.issuperset(g)),
-        float_edges=frozenset(reading.float_edges),
         platform=platform,
     )
     moved, plan = apply_layout(graph, plan, "channels_first")
@@ -74,10 +65,10 @@ def read_quantized(model: TfliteModel, platform: str) -> QuantizedFile:
     forms = {n: [int(d) for d in np.argsort(p)] for n, p in moved.layouts.items()}
     notes = {
         "platform": platform,
-        "inputs": [None] * len(names),
+        "inputs": [None] * len(graph.inputs),
         "forms": forms,
         "batch_axis": {},
-        "outputs": [[None, 0]] * len(outputs),
+        "outputs": [[None, 0]] * len(graph.outputs),
         "provenance": {},
     }
     return QuantizedFile(moved.graph, plan, _named(model, reading.names(), notes))
@@ -92,7 +83,6 @@ class _Codes(Reading):
         super().__init__(model, shapes, open_batch)
         self.stored: dict[str, TensorPlan] = {}
         self.groups: list[tuple[str, ...]] = []
-        self.float_edges: set[tuple[str, str]] = set()
         self._first: dict[str, int] = {}  #: value -> the tensor with its integers
 
     def graph(self) -> Graph:
@@ -113,9 +103,7 @@ class _Codes(Reading):
             return
         before = len(self.builder.graph.nodes)
         if op.kind == "QUANTIZE" and op.inputs[0] in self.values:
-            x = self.values[op.inputs[0]]
-            call = self.call(op)
-            self.values[op.outputs[0]] = call.emit("Requantize", [x])
+            self.values[op.outputs[0]] = Call(self, op).emit("Requantize", [self.values[op.inputs[0]]])
         else:
             super()._read(op)
         new = self.builder.graph.nodes[before:]
@@ -170,8 +158,8 @@ class _Codes(Reading):
         first = self.stored.get(data[0]) if data else None
         same = first is not None and out in self.stored and _same(first, self.stored[out])
         follows = same and (OPS[n.op].moves or n.op in _KEEP)
-        how = {"group": group[-1]} if group else {}
-        return NodePlan(name=n.name, op=n.op, layer=n.layer, exec="follow" if follows else "int", **how)  # type: ignore[arg-type]
+        group_name = group[-1] if group else ""
+        return NodePlan(name=n.name, op=n.op, layer=n.layer, exec="follow" if follows else "int", group=group_name)
 
     def names(self) -> dict[int, str]:
         """Return the name of every tensor: that of the value or weight which it holds."""

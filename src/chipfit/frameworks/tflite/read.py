@@ -10,10 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from chipfit.engine.trees import dump_call, dump_result
 from chipfit.errors import CaptureError
 from chipfit.frameworks.reading import Unreadable
 from chipfit.frameworks.tflite.model import Operator, Tensor, TfliteModel
 from chipfit.graph.builder import GraphBuilder, Origin, Outputs
+from chipfit.graph.check import check
+from chipfit.graph.edit import drop_dead
 from chipfit.graph.ir import Graph, Value
 from chipfit.operators.table import OPS, read_column
 
@@ -85,6 +88,11 @@ class Reading:
             if id(op) in needed:
                 self._read(op)
         graph.outputs = [self.value(t.index).name for t in self.model.outputs]
+        outputs = list(range(len(graph.outputs)))
+        graph.in_spec = dump_call((0,) * len(graph.inputs), {}, graph.inputs)
+        graph.out_spec = dump_result(tuple(outputs) if len(outputs) > 1 else 0, [{"output": k} for k in outputs])
+        drop_dead(graph)
+        check(graph, blame="capture")
         return graph
 
     def shape(self, t: Tensor) -> tuple[int | None, ...]:
@@ -119,9 +127,6 @@ class Reading:
     def numbers(self, weight: torch.Tensor) -> torch.Tensor:
         """Return a weight as the graph holds it."""
         return weight.float() if weight.dtype == torch.float64 else weight
-
-    def call(self, op: Operator) -> "Call":
-        return Call(self, op)
 
     def _read(self, op: Operator) -> None:
         if op.inputs and all(i < 0 or i not in self.values for i in op.inputs):
@@ -165,7 +170,6 @@ class Call:
         self.name = self.out[0].name
         self.origin = Origin(self.name, op.kind)
         self.fused = op.option("fusedActivationFunction", 0) or 0
-        self._parts = 0
 
     def has(self, k: int) -> bool:
         return k < len(self.op.inputs) and self.op.inputs[k] >= 0
