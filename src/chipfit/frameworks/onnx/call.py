@@ -17,7 +17,7 @@ import torch
 
 from chipfit.engine.kernels import execute
 from chipfit.errors import CaptureError, ChipfitError, raised_outside_chipfit, short_message
-from chipfit.frameworks.onnx.model import domain_of
+from chipfit.frameworks.onnx.model import OnnxModel, domain_of
 from chipfit.frameworks.onnx.runtime import OnnxFunction, as_tensor
 from chipfit.frameworks.reading import Unreadable
 from chipfit.graph.builder import GraphBuilder, Origin
@@ -71,7 +71,7 @@ class OnnxGraphBuilder(GraphBuilder):
         count: number of variants.
     """
 
-    def __init__(self, model: ir.Model, count: int) -> None:
+    def __init__(self, model: OnnxModel, count: int) -> None:
         super().__init__(Graph([], [], [], {}, {}, framework="onnx"))
         self.model, self.count = model, count
         self.names = {
@@ -121,6 +121,8 @@ class OnnxGraphBuilder(GraphBuilder):
             return self.made[key]
         tensor = as_tensor(array)
         tensor = tensor if change is None else change(tensor).contiguous()
+        if operand.source in self.model.graph.initializers:
+            self.model.stored.release(self.model.graph.initializers[operand.source].const_value)
         name = self.fresh(operand.source or wanted)
         self.graph.weights[name] = tensor
         if operand.trainable and tensor.is_floating_point():

@@ -10,7 +10,7 @@ from chipfit.engine.run import first_deviation
 from chipfit.engine.trees import dump_call, dump_result
 from chipfit.errors import CaptureError
 from chipfit.frameworks.onnx.model import OnnxModel, dims_of, opened
-from chipfit.frameworks.onnx.runtime import run_flat
+from chipfit.frameworks.onnx.runtime import only_here, run_flat
 from chipfit.frameworks.onnx.translate import translate
 from chipfit.graph.check import check
 from chipfit.graph.edit import drop_dead
@@ -37,18 +37,21 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Se
     shapes = [[tuple(x.shape) for x in inputs]]
     shapes += [[tuple(x.shape) for x in _inputs(model, a, k or {})] for a, k in others]
     fixed = _fixed_batch(model, inputs)
-    tried: CaptureError | None = None
-    for batch in (True, False):
+    order, tried, why = list(kwargs or {}), None, ""
+    with model.stored.mapped():
         try:
-            graph = _read(model, inputs, shapes, args, kwargs or {}, fixed if batch else 0, batch)
-            found = _compare(graph, model, inputs, fixed)
+            graph, found = _compared(model, inputs, _variants(shapes, True), order, fixed)
+            if found is not None:
+                why = "the model computes something else for another number of samples"
+                del graph  # so that its weights are not held twice
         except CaptureError as e:
-            if not batch:
+            tried = e.with_traceback(None)  # whose frames hold weights
+            why = e.what
+        if why:
+            try:
+                graph, found = _compared(model, inputs, _variants(shapes, False), order, 0)
+            except CaptureError as e:
                 raise _of_fixed_batch(tried or e, inputs, fixed) from None
-            tried = e
-            continue
-        if found is None or not batch:
-            break
     if found is not None:
         name, off = found
         if not isinstance(off, float):
@@ -56,8 +59,7 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Se
                 f"Output '{name}' of the model cannot be computed: {off}", hint="float models of 32 bits"
             )
         graph.notes.append(f"{_OTHER}: output '{name}' is off by {off:.3g}")
-    if not batch:
-        why = tried.what if tried else "the model computes something else for another number of samples"
+    if why:
         graph.notes.append(f"{FIXED_BATCH}: {why}")
     return graph
 
@@ -77,28 +79,71 @@ def _fixed_batch(model: OnnxModel, inputs: Sequence[torch.Tensor]) -> int:
     return max((d[0] or 0 for v, x in pairs if (d := dims_of(v)) and tuple(x.shape[:1]) in rows), default=0)
 
 
+def _compared(
+    model: OnnxModel,
+    inputs: Sequence[torch.Tensor],
+    variants: Sequence[Sequence[tuple[int, ...]]],
+    order: Sequence[str],
+    fixed: int,
+) -> tuple[Graph, tuple[str, Any] | None]:
+    """Return the graph of a model, and where it differs from the runtime, see `first_deviation`.
+
+    The runtime runs first, so that its weights and those of the graph are not in memory at the same time.
+
+    Args:
+        variants, fixed: see `translate`.
+        order: names of the inputs of the call, if they are given by name.
+
+    Raises:
+        CaptureError: The model cannot be read, or the runtime cannot run it.
+    """
+    rows = [len({v[k][:1] for v in variants}) > 1 for k in range(len(inputs))]
+    few, parts = _few(inputs, rows, fixed)
+    failed, want = None, list[torch.Tensor]()
+    try:
+        with only_here(model):
+            found = [run_flat(model, p) for p in parts]
+        want = [torch.cat(p) if len(p) > 1 and p[0].dim() else p[0] for p in zip(*found, strict=True)]
+    except CaptureError as e:
+        failed = e  # a reader's error says more
+    graph = _read(model, inputs, variants, order, fixed)
+    if failed is not None:
+        raise failed
+    by_name = dict(zip(model.names(), few, strict=True))
+    return graph, first_deviation(graph, [by_name[n] for n in graph.inputs], want)
+
+
+def _few(
+    inputs: Sequence[torch.Tensor], rows: Sequence[bool], fixed: int
+) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
+    """Return a few samples, and the calls in which the runtime computes them: two if the file fixes the batch."""
+    if not fixed or not any(rows):
+        few = [x[:_SAMPLES] if has else x for x, has in zip(inputs, rows, strict=True)]
+        return few, [few]
+    first = [_rows(x, fixed) if has else x for x, has in zip(inputs, rows, strict=True)]
+    second = [x / 2 if has and x.is_floating_point() else x for x, has in zip(first, rows, strict=True)]
+    both = [torch.cat([x, y]) if has else x for x, y, has in zip(first, second, rows, strict=True)]
+    return both, [first, second]
+
+
 def _read(
     model: OnnxModel,
     inputs: Sequence[torch.Tensor],
-    shapes: Sequence[Any],
-    args: Any,
-    kwargs: Any,
+    variants: Sequence[Sequence[tuple[int, ...]]],
+    order: Sequence[str],
     fixed: int,
-    batch: bool,
 ) -> Graph:
-    graph, outputs = translate(model, _variants(shapes, batch), [x.dtype for x in inputs], fixed)
+    graph, outputs = translate(model, variants, [x.dtype for x in inputs], fixed)
     graph.outputs = outputs
     names = model.names()
-    call = (tuple(0 for _ in names), {}) if not kwargs else ((), dict.fromkeys(names, 0))
-    order = names if not kwargs else sorted(names, key=list(kwargs).index)
-    graph.inputs = order
-    call = call if not kwargs else ((), dict.fromkeys(order, 0))
+    graph.inputs = sorted(names, key=order.index) if order else names
+    call = ((), dict.fromkeys(graph.inputs, 0)) if order else (tuple(0 for _ in names), {})
     graph.in_spec = dump_call(*call, names[: len(call[0])])
     given = [v.name or str(k) for k, v in enumerate(model.graph.outputs)]
     several: Any = 0 if len(given) == 1 else dict.fromkeys(given, 0)
     graph.out_spec = dump_result(several, [{"output": k} for k in range(len(given))])
     by_name = dict(zip(names, inputs, strict=True))
-    graph.example = tuple(by_name[n].detach() for n in order)
+    graph.example = tuple(by_name[n].detach() for n in graph.inputs)
     drop_dead(graph)
     read = {i for n in graph.nodes for i in n.inputs} | {*outputs}
     graph.weights = {k: w for k, w in graph.weights.items() if k in read}
@@ -169,23 +214,6 @@ def _variants(shapes: Sequence[Sequence[tuple[int, ...]]], batch: bool) -> list[
             ]
         )
     return found
-
-
-def _compare(graph: Graph, model: OnnxModel, inputs: Sequence[torch.Tensor], fixed: int) -> tuple[str, Any] | None:
-    """Compare a graph with the runtime on a few samples; where the file fixes the batch, on two batches at once."""
-    names = model.names()
-    with_rows = [graph.shape(n)[:1] == (None,) for n in names]
-    if fixed and any(with_rows):
-        few = [_rows(x, fixed) if has else x for x, has in zip(inputs, with_rows, strict=True)]
-        others = [x / 2 if has and x.is_floating_point() else x for x, has in zip(few, with_rows, strict=True)]
-        parts = [run_flat(model, few), run_flat(model, others)]
-        want = [torch.cat(p) if p[0].dim() else p[0] for p in zip(*parts, strict=True)]
-        few = [torch.cat([x, y]) if has else x for x, y, has in zip(few, others, with_rows, strict=True)]
-    else:
-        few = [x[:_SAMPLES] if has else x for x, has in zip(inputs, with_rows, strict=True)]
-        want = run_flat(model, few)
-    by_name = dict(zip(names, few, strict=True))
-    return first_deviation(graph, [by_name[n] for n in graph.inputs], want)
 
 
 def _rows(x: torch.Tensor, count: int) -> torch.Tensor:

@@ -3,17 +3,20 @@
 Nothing in a file is executed. External data must lie in the folder of the file or below.
 """
 
+import math
+import mmap
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
 from chipfit.errors import CaptureError, raised_outside_chipfit, short_message
 from chipfit.files import existing_file, wrap_read_errors
+from chipfit.frameworks.onnx.stored import StoredWeights, without_weights
 
 #: domains whose operators are known
 DOMAINS = ("", "com.microsoft")
@@ -26,8 +29,13 @@ _QUANTIZED = "QuantizeLinear DequantizeLinear QLinearConv QLinearMatMul ConvInte
 class OnnxModel(ir.Model):
     """An ONNX model whose functions are inlined and whose nodes are in execution order."""
 
-    folder = ""  #: of external data
+    stored: StoredWeights  #: its files
     session: Any = None  #: runs it, see `runtime.session_of`
+
+    @property
+    def folder(self) -> str:
+        """The folder of external data; "" for a model that does not come from a file."""
+        return str(self.stored.folder or "")
 
     @property
     def inputs(self) -> Sequence[ir.Value]:
@@ -39,15 +47,18 @@ class OnnxModel(ir.Model):
 
 
 def load(path: str) -> OnnxModel:
-    """Load the model of a file; weights in external data are read when they are needed.
+    """Load the model of a file; its weights are read when they are needed.
 
     Raises:
         CaptureError: The file cannot be read, or the model cannot be understood, see `opened`.
     """
     file = existing_file(Path(path), CaptureError, "The model file")
-    with wrap_read_errors(file, CaptureError, "The model file"):
-        data = file.read_bytes()
-    return opened(data, file)
+    with wrap_read_errors(file, CaptureError, "The model file"), file.open("rb") as content:
+        empty = not content.seek(0, os.SEEK_END)
+        data = b"" if empty else mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ)
+    light, nodes = without_weights(data, file.name)
+    _check_count(nodes, str(file))
+    return opened(light, file)
 
 
 def opened(model: Any, file: Path | None = None) -> OnnxModel:
@@ -67,7 +78,7 @@ def opened(model: Any, file: Path | None = None) -> OnnxModel:
         if isinstance(model, ir.Model):
             model = ir.to_proto(model)
         proto = model if isinstance(model, onnx.ModelProto) else onnx.ModelProto.FromString(bytes(model))
-        _check_proto(proto, file)
+        _check_proto(proto, stored := StoredWeights(file and file.parent), where)
         read = ir.from_proto(proto)
         if file is not None:
             ir.external_data.set_base_dir(read.graph, file.parent)
@@ -86,13 +97,12 @@ def opened(model: Any, file: Path | None = None) -> OnnxModel:
     _check_nodes(read.graph, where)
     fields = ("producer_name", "producer_version", "domain", "model_version", "doc_string", "metadata_props")
     made = OnnxModel(read.graph, ir_version=read.ir_version, **{k: getattr(read, k) for k in fields})
-    made.folder = str(file.parent) if file is not None else ""
+    made.stored = stored
     return made
 
 
-def _check_proto(proto: onnx.ModelProto, file: Path | None) -> None:
+def _check_proto(proto: onnx.ModelProto, stored: StoredWeights, where: str) -> None:
     """Check versions, and that external data lie in the folder of the file."""
-    where = str(file or "")
     if not proto.HasField("graph") or not proto.opset_import:
         raise CaptureError("This is not an ONNX model, or it is cut off", where=where, allowed="a graph and its opset")
     opset = max((o.version for o in proto.opset_import if o.domain in ("", "ai.onnx")), default=_NEWEST)
@@ -100,53 +110,85 @@ def _check_proto(proto: onnx.ModelProto, file: Path | None) -> None:
         allowed = f"{_OLDEST} to {_NEWEST}"
         hint = "onnx.version_converter.convert_version(model, 18) changes the opset"
         raise CaptureError("The ONNX model has an unknown opset", where=where, got=opset, allowed=allowed, hint=hint)
-    for tensor in _tensors(proto.graph):
-        if tensor.data_location != onnx.TensorProto.EXTERNAL:
-            _check_size(tensor, where)
-            continue
-        entries = {e.key: e.value for e in tensor.external_data}
-        location, name = entries.get("location", ""), tensor.name
-        if file is None:
-            hint = "give the path of the file, or onnx.load(path), which loads them"
-            raise CaptureError(f"The data of '{name}' are in another file", got=location[:200], hint=hint)
-        folder = file.parent.resolve()
+    for tensor in _tensors(proto):
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            _check_external(tensor, stored, where)
+        elif tensor.HasField("raw_data"):
+            _check_size(tensor, len(tensor.raw_data), where)
+
+
+def _check_external(tensor: onnx.TensorProto, stored: StoredWeights, where: str) -> None:
+    """Check that the numbers of a tensor lie in the folder of the file, and that they fit its shape."""
+    entries = {e.key: e.value for e in tensor.external_data}
+    location, name = entries.get("location", ""), tensor.name
+    if stored.folder is None:
+        hint = "give the path of the file, or onnx.load(path), which loads them"
+        raise CaptureError(f"The data of '{name}' are in another file", got=location[:200], hint=hint)
+    folder = stored.folder.resolve()
+    try:
         beside = (folder / location).resolve()
-        if not location or not beside.is_relative_to(folder):
-            allowed = "files in the folder of the model"
-            raise CaptureError(f"The data of '{name}' lie elsewhere", where=where, got=location[:200], allowed=allowed)
-        existing_file(beside, CaptureError, f"The file with the data of '{name}'")
-        end = int(entries.get("offset", "0")) + int(entries.get("length", "0"))
-        if end > beside.stat().st_size:
-            got = f"{beside.stat().st_size:,} bytes"
-            raise CaptureError(f"The file with the data of '{name}' is cut off", where=str(beside), got=got)
+        inside = bool(location) and not Path(location).is_absolute() and beside.is_relative_to(folder)
+    except (OSError, RuntimeError, ValueError):  # a loop of links, a NUL
+        inside = False
+    if not inside:
+        allowed = "files in the folder of the model"
+        raise CaptureError(f"The data of '{name}' lie elsewhere", where=where, got=location[:200], allowed=allowed)
+    existing_file(beside, CaptureError, f"The file with the data of '{name}'")
+    numbers = [entries.get("offset", "0"), entries.get("length", "0")]
+    if not all(n.isascii() and n.isdigit() and len(n) < 19 for n in numbers):
+        got, allowed = ", ".join(numbers)[:200], "numbers of bytes"
+        raise CaptureError(f"The place of the data of '{name}' is malformed", where=where, got=got, allowed=allowed)
+    offset, length = map(int, numbers)
+    if "length" in entries:
+        _check_size(tensor, length, where)
+    end, size = offset + max(length, bytes_of(tensor) or 0), stored.note(location)
+    if end > size:
+        got, allowed = f"{size:,} bytes", f"at least {end:,}"
+        what = f"The file with the data of '{name}' is cut off"
+        raise CaptureError(what, where=str(beside), got=got, allowed=allowed)
 
 
-def _check_size(tensor: onnx.TensorProto, where: str) -> None:
+def bytes_of(tensor: onnx.TensorProto) -> int | None:
+    """Return the number of bytes that the numbers of a tensor take; None for a type without a fixed size."""
+    if tensor.data_type not in onnx.helper.get_all_tensor_dtypes() or tensor.data_type == onnx.TensorProto.STRING:
+        return None
+    bits = ir.DataType(tensor.data_type).bitwidth
+    return -(-math.prod(tensor.dims) * bits // 8)
+
+
+def _check_size(tensor: onnx.TensorProto, size: int, where: str) -> None:
     """Check that the bytes of a tensor are those of its shape."""
-    if tensor.HasField("raw_data") and tensor.data_type in onnx.helper.get_all_tensor_dtypes():
-        bits = 8 * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
-        count = int(np.prod(list(tensor.dims), dtype=object)) if tensor.dims else 1
-        packed = {"UINT4": 4, "INT4": 4, "FLOAT4E2M1": 4, "UINT2": 2, "INT2": 2}
-        bits = packed.get(onnx.TensorProto.DataType.Name(tensor.data_type), bits)
-        if len(tensor.raw_data) != -(-count * bits // 8):
-            got, allowed = f"{len(tensor.raw_data):,} bytes", f"{-(-count * bits // 8):,} for {list(tensor.dims)}"
-            raise CaptureError(f"Tensor '{tensor.name}' does not fit its shape", where=where, got=got, allowed=allowed)
+    wanted = bytes_of(tensor)
+    if wanted is not None and (size != wanted or any(d < 0 for d in tensor.dims)):
+        got, allowed = f"{size:,} bytes", f"{wanted:,} for {list(tensor.dims)}"
+        raise CaptureError(f"Tensor '{tensor.name}' does not fit its shape", where=where, got=got, allowed=allowed)
 
 
-def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
-    """Yield the tensors of a graph, and those in attributes and inner graphs."""
-    yield from graph.initializer
-    for attribute in (a for n in graph.node for a in n.attribute):
-        yield from (attribute.t, *attribute.tensors) if attribute.HasField("t") else attribute.tensors
-        for inner in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
-            yield from _tensors(inner)
+def _tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """Yield the tensors of a model: initialisers, and those in attributes, inner graphs and functions."""
+    graphs, nodes = [proto.graph], [n for f in proto.functions for n in f.node]
+    while graphs or nodes:
+        if graphs:
+            graph = graphs.pop()
+            yield from graph.initializer
+            for sparse in graph.sparse_initializer:
+                yield from (sparse.values, sparse.indices)
+            nodes += graph.node
+        for attribute in (a for n in nodes for a in n.attribute):
+            yield from (attribute.t, *attribute.tensors) if attribute.HasField("t") else attribute.tensors
+            graphs += (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs
+        nodes = []
+
+
+def _check_count(nodes: int, where: str) -> None:
+    if nodes > _MOST_NODES:
+        got, allowed = f"{nodes:,} nodes", f"at most {_MOST_NODES:,}"
+        raise CaptureError("The ONNX model is too large a graph", where=where, got=got, allowed=allowed)
 
 
 def _check_nodes(graph: ir.Graph, where: str) -> None:
-    nodes = list(graph.all_nodes()) if graph.num_nodes() <= _MOST_NODES else None
-    if nodes is None:
-        got, allowed = f"{graph.num_nodes():,} nodes", f"at most {_MOST_NODES:,}"
-        raise CaptureError("The ONNX model is too large a graph", where=where, got=got, allowed=allowed)
+    _check_count(graph.num_nodes(), where)
+    nodes = list(graph.all_nodes())
     unknown = sorted({f"{n.domain}.{n.op_type}" for n in nodes if domain_of(n) not in DOMAINS})
     if unknown:
         allowed = "operators of ONNX and com.microsoft, and functions that the file defines"

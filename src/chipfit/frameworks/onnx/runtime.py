@@ -1,7 +1,8 @@
 """Run ONNX models and single ONNX operators in float: by ONNX Runtime, else by ONNX's reference evaluator."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -23,20 +24,37 @@ _IR_VERSION = 10
 def session_of(model: OnnxModel) -> Any:
     """Return the session of a model, which it keeps; raises as `session`."""
     if model.session is None:
-        try:
-            proto = ir.to_proto(model)
-        except ir.serde.SerdeError as e:
-            raise CaptureError(f"The ONNX model is malformed: {first_line(e.__cause__ or e)}") from e
-        proto.ir_version = min(proto.ir_version, _IR_VERSION)
-        model.session = session(proto, model.folder)
+        model.session = _session_of(model)
     return model.session
 
 
-def session(proto: onnx.ModelProto, folder: str = "") -> Any:
+@contextmanager
+def only_here(model: OnnxModel) -> Iterator[None]:
+    """Run a model with the memory of its weights and activations alone, and give it back after the block."""
+    before = model.session
+    try:
+        if before is None:
+            model.session = _session_of(model, lean=True)
+        yield
+    finally:
+        model.session = before
+
+
+def _session_of(model: OnnxModel, *, lean: bool = False) -> Any:
+    try:
+        proto = ir.to_proto(model)
+    except ir.serde.SerdeError as e:
+        raise CaptureError(f"The ONNX model is malformed: {first_line(e.__cause__ or e)}") from e
+    proto.ir_version = min(proto.ir_version, _IR_VERSION)
+    return session(proto, model.folder, lean=lean)
+
+
+def session(proto: onnx.ModelProto, folder: str = "", *, lean: bool = False) -> Any:
     """Return an object whose `run(None, feeds)` computes a model.
 
     Args:
         folder: of external data.
+        lean: leave weights where they are, for one run: no copies of them in another order or folded.
 
     Raises:
         CaptureError: ONNX Runtime refuses the model.
@@ -45,20 +63,31 @@ def session(proto: onnx.ModelProto, folder: str = "") -> Any:
         import onnxruntime
     except ImportError:
         return ReferenceEvaluator(proto)
+    levels = onnxruntime.GraphOptimizationLevel
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = options.inter_op_num_threads = 1
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    options.graph_optimization_level = levels.ORT_DISABLE_ALL if lean else levels.ORT_ENABLE_BASIC
+    if lean:
+        options.enable_cpu_mem_arena = False
+        options.add_session_config_entry("session.disable_prepacking", "1")
     if folder:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
     try:
-        return onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        return onnxruntime.InferenceSession(_bytes_of(proto), options, providers=["CPUExecutionProvider"])
     except Exception as e:  # its exceptions derive from nothing else
         # newer than this ONNX Runtime, or an operand that it knows as a constant only
         if any(word in str(e) for word in ("NOT_IMPLEMENTED", "opset", "ShapeInference")):
             return ReferenceEvaluator(proto)
         hint = "onnx.checker.check_model(model, full_check=True) names the fault"
         raise CaptureError(f"ONNX Runtime refuses the model: {first_line(e)}", hint=hint) from e
+
+
+def _bytes_of(proto: onnx.ModelProto) -> bytes:
+    if proto.ByteSize() >= 1 << 31:
+        hint = "onnx.save(model, path, save_as_external_data=True), and give the path"
+        raise CaptureError("A model in memory is larger than 2 GB", got=f"{proto.ByteSize():,} bytes", hint=hint)
+    return proto.SerializeToString()
 
 
 def run(model: OnnxModel, inputs: Any) -> Any:

@@ -80,12 +80,13 @@ class _Translator:
             CaptureError: They cannot be read.
         """
         try:
-            array = value.const_value.numpy()  # type: ignore[union-attr]  # an initialiser has one
+            array = self.model.stored.array(value.const_value)
         except Exception as e:  # of files and types
             if not raised_outside_chipfit(e):
                 raise
             raise CaptureError(f"The data of '{name}' cannot be read: {short_message(e)}") from e
-        return self.builder.constants([_plain_type(array)], name, array.dtype.kind not in "biu" and array.ndim > 0)
+        array = _plain_type(array) if array.size <= _FOLDED else array  # larger ones are converted when they are read
+        return self.builder.constants([array], name, array.dtype.kind not in "biu" and array.ndim > 0)
 
     def nodes(self, graph: ir.Graph) -> None:
         for node in graph:
