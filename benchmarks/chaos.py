@@ -37,9 +37,7 @@ from chipfit.bench.store import Store
 
 WHOM = "driver", "worker", "all"
 #: modules that forked processes find imported
-_IMPORTED = (
-    "chipfit.bench.run chipfit.bench.matrix chipfit.bench.sweep chipfit.bench.commands onnxruntime sklearn.datasets"
-)
+_IMPORTED = "chipfit.bench.run chipfit.bench.matrix chipfit.bench.sweep chipfit.cli.bench onnxruntime sklearn.datasets"
 
 
 @dataclass
@@ -219,7 +217,7 @@ def work(nursery: Nursery, config: str, home: str, group: int, forgetful: bool) 
     import typer
 
     from chipfit.bench import train
-    from chipfit.bench.commands import run
+    from chipfit.cli.bench import run
 
     os.setpgid(0, group)  # fails if the driver is gone already
     log = os.open(Path(home).parent / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

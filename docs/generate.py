@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from chipfit.bench.config import Config
+from chipfit.cli.documents import schema
 from chipfit.export.onnx.ops import WRITERS as ONNX
 from chipfit.export.tflite.ops import OPERATORS as TFLITE
 from chipfit.operators.table import OPS
@@ -97,6 +98,11 @@ def experiment_schema() -> str:
     for table in schema["$defs"].values():
         table.pop("required", None)
     return json.dumps({**schema, "anyOf": [{"required": ["extends"]}, {"required": needs}]}, indent=1) + "\n"
+
+
+def documents_schema() -> str:
+    """The JSON Schema of what commands print with --json."""
+    return json.dumps(schema(), indent=1) + "\n"
 
 
 #: of four bits but the last
@@ -256,6 +262,7 @@ PAGES = {
     "platforms/support.md": support_table,
     "schema/platform.schema.json": json_schema,
     "schema/experiment.schema.json": experiment_schema,
+    "schema/command-line.schema.json": documents_schema,
     "operators.md": operator_table,
     "algorithms.md": algorithm_table,
     "zoo.md": zoo,

@@ -1,5 +1,6 @@
 """Objects that users name as "module:name". Loads no framework by itself."""
 
+import difflib
 import importlib
 import re
 import sys
@@ -19,8 +20,10 @@ def import_by_name(text: str, what: str, failure: type[ChipfitError]) -> Any:
         what: kind of the object, for messages.
     """
     module, _, name = text.partition(":")
-    if not (module and name) or module.startswith("."):
-        raise failure(f"The {what} must have the form module:name", got=text)
+    if not (module and name) or module.startswith(".") or module.endswith(".py") or "/" in module:
+        path = module.removesuffix(".py").removeprefix("./").replace("/", ".")
+        hint = f"{path}:{name or 'build'}, as in `import {path}`" if path.strip(".") else ""
+        raise failure(f"The {what} must have the form module:name", got=text, hint=hint)
     here = str(Path.cwd())
     sys.path.insert(0, here)
     try:
@@ -29,10 +32,23 @@ def import_by_name(text: str, what: str, failure: type[ChipfitError]) -> Any:
         if not raised_outside_chipfit(e):
             raise
         what = f"The {what} '{text}' cannot be imported: {short_message(e)}"
-        hint = "run from the folder that holds the module"
-        raise failure(what, where=_line(e), allowed="module:name", hint=hint) from e
+        raise failure(what, where=_line(e), allowed="module:name", hint=_near(module, name, here)) from e
     finally:
         sys.path.remove(here)
+
+
+def _near(module: str, name: str, folder: str) -> str:
+    """Return what to try: a name like this one in the module, a module like this one in the folder, or the folder."""
+    if module in sys.modules:
+        own = [n for n in vars(sys.modules[module]) if not n.startswith("_")]
+        near = difflib.get_close_matches(name, own, n=1)
+        if near:
+            return f"{module}:{near[0]}"
+    else:
+        near = difflib.get_close_matches(module, [p.stem for p in Path(folder).glob("*.py")], n=1)
+        if near and near[0] != module:
+            return f"{near[0]}:{name}"
+    return "run from the folder that holds the module"
 
 
 def import_or_call(text: str, what: str, failure: type[ChipfitError], is_one: Callable[[Any], bool]) -> Any:

@@ -7,6 +7,8 @@ import shutil
 import sys
 import textwrap
 import traceback
+from dataclasses import asdict
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -19,13 +21,15 @@ from rich.text import Text
 from typer import Argument, Option
 
 import chipfit
-from chipfit.bench.commands import bench
-from chipfit.errors import ChipfitError, ConfigError, Interrupted, UnsupportedError
+from chipfit.cli import documents
+from chipfit.cli.bench import bench
+from chipfit.cli.output import OUTPUT, command, error_facts, print_document, print_error
+from chipfit.errors import CaptureError, ChipfitError, ConfigError, DataError, Interrupted, UnsupportedError
 from chipfit.files import MANIFEST, check_replaceable, read_text, replace_folder
 from chipfit.platform.builtin import DEFAULT
 from chipfit.registry import entries, entry, require_all
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 platforms = typer.Typer(help="Descriptions of chips: built-in ones and your own.", invoke_without_command=True)
 app.add_typer(platforms, name="platforms")
 app.add_typer(bench, name="bench")
@@ -38,14 +42,30 @@ def _platform(text: str) -> chipfit.Platform:
     return load_target(text)
 
 
-Model = Annotated[
-    str, Argument(help="a .pt2, .keras, .h5 or .tflite file, module:factory, timm:NAME, or a transformers folder")
-]
+def _present(error: type[ChipfitError], what: str) -> Any:
+    """Return a check that an argument which can only be a path exists; it runs before anything heavy is imported."""
+
+    def check(text: str | None) -> str | None:
+        path = Path(text or "")
+        if text and ":" not in text and (path.suffix or os.sep in text) and not os.path.exists(text):
+            near = get_close_matches(path.name, os.listdir(path.parent) if path.parent.is_dir() else [], n=1)
+            hint = f"{path.parent / near[0]}" if near else "check the path"
+            raise error(f"{what} cannot be read: it does not exist", where=text, hint=hint)
+        return text
+
+    return {"callback": check, "is_eager": True}
+
+
+_MODEL = _present(CaptureError, "The model file")
+_DATA = _present(DataError, "The data file")
+_KINDS = "an .onnx, .pt2, .keras, .h5 or .tflite file, module:factory, timm:NAME, or a transformers folder"
+Model = Annotated[str, Argument(help=_KINDS, **_MODEL)]
 Calibration = Annotated[
     str,
-    Option("--data", help=".npz, a folder of images, module:iterable, or generated[:COUNT] without data"),
+    Option("--data", help=".npz, a folder of images, module:iterable, or generated[:COUNT] without data", **_DATA),
 ]
-Data = Annotated[str, Option("--data", help=".npz (x, and y for accuracy), a folder of images, or module:iterable")]
+_DATA_HELP = ".npz (x, and y for accuracy), a folder of images, or module:iterable"
+Data = Annotated[str, Option("--data", help=_DATA_HELP, **_DATA)]
 _PLATFORM: dict[str, Any] = {"parser": _platform, "metavar": "PLATFORM"}
 _PLATFORM["help"] = "built-in name, NAME@REVISION, a YAML or JSON file, or module:chip in Python"
 Chip = Annotated[Any, Option("--platform", "-p", **_PLATFORM)]
@@ -57,17 +77,20 @@ Requantize = Annotated[
 Weights = Annotated[Path | None, Option("--weights", help="safetensors file with the weights of module:factory")]
 _INPUT_SIZE_HELP = "side length to which images are resized [pixels]"
 InputSize = Annotated[int, Option("--input-size", min=1, max=1 << 14, help=_INPUT_SIZE_HELP)]
-Seed = Annotated[int, Option("--seed", min=-(1 << 63), max=(1 << 64) - 1, help="seed of all random numbers")]
+_SEED: dict[str, Any] = {"min": -(1 << 63), "max": (1 << 64) - 1, "help": "seed of all random numbers; 0 when omitted"}
+Seed = Annotated[int, Option("--seed", **_SEED)]
 Mean = Annotated[str, Option("--mean", help="mean of images in 0..1, per channel")]
 Std = Annotated[str, Option("--std", help="standard deviation of images in 0..1, per channel")]
 Saved = Annotated[Path, Argument(help="folder that `quantize` or Result.save wrote; or a quantized .tflite file")]
 _DEVICE_HELP = "device of a PyTorch model: cpu, cuda, cuda:1, mps ..., or auto; by default where module:factory puts it"
 Device = Annotated[str | None, Option("--device", help=_DEVICE_HELP)]
 Rule = Annotated[str | None, Option("--rule", help="range rule for activations; the better of two when omitted")]
-WeightRule = Annotated[str, Option("--weight-rule", help="range rule for weights")]
+WeightRule = Annotated[str | None, Option("--weight-rule", help="range rule for weights; mse when omitted")]
 KeepFloat = Annotated[list[str] | None, Option("--float", help="keep a layer in float (repeatable)")]
 Bits = Annotated[list[str] | None, Option("--bits", help="LAYER=BITS, bit width of a layer's weights (repeatable)")]
 _FORMAT_HELP = "format of the model file: onnx, tflite, h (C), or json for encodings; by default the platform's own"
+_CONFIG_HELP = "YAML with rule, weight_rule, settings, overrides, limits, seed; options here come first"
+Config = Annotated[Path | None, Option("--config", exists=True, help=_CONFIG_HELP)]
 Format = Annotated[str | None, Option("--format", help=_FORMAT_HELP)]
 _IO_HELP = "type of inputs and outputs: float, int8, uint8, int16 or uint16, or two as IN,OUT"
 IoTypes = Annotated[str | None, Option("--io", help=_IO_HELP)]
@@ -94,7 +117,7 @@ def main() -> None:
         finally:
             sys.stdout.flush()  # raise BrokenPipeError here rather than at Python's exit
     except ChipfitError as e:
-        _panel(e)
+        _refuse(e)
         raise SystemExit(2) from None
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -103,7 +126,7 @@ def main() -> None:
         raise SystemExit(INTERRUPTED_STATUS) from None
     except MemoryError:
         hint = "use smaller batches, fewer samples, or another machine"
-        _panel(ChipfitError("Not enough memory for this model and data", hint=hint))
+        _refuse(ChipfitError("Not enough memory for this model and data", hint=hint))
         raise SystemExit(2) from None
     except Exception:
         traceback.print_exc()
@@ -111,6 +134,16 @@ def main() -> None:
         hint = "please report it with the lines above, this command, and what is needed to reproduce it"
         _panel(ChipfitError(what, got=f"chipfit {chipfit.__version__}, {' '.join(sys.argv)}", hint=hint), "Bug")
         raise SystemExit(BUG_STATUS) from None
+
+
+def _refuse(e: ChipfitError) -> None:
+    """Show an error of the user, as the options demand."""
+    if OUTPUT.verbose:
+        traceback.print_exc()
+    if OUTPUT.json:
+        print_error(e)
+    else:
+        _panel(e)
 
 
 def _panel(e: ChipfitError, title: str = "") -> None:
@@ -128,6 +161,14 @@ def _echo(text: str) -> None:
     width = shutil.get_terminal_size((1 << 16, 0)).columns
     for line in text.splitlines():
         typer.echo(textwrap.fill(line, width, subsequent_indent="    ", break_on_hyphens=False))
+
+
+def _tell(text: str) -> None:
+    """Print progress, which is on the standard error if another program reads the output."""
+    if OUTPUT.json:
+        typer.echo(text, err=True)
+    elif not OUTPUT.quiet:
+        _echo(text)
 
 
 def _version(wanted: bool) -> None:
@@ -165,14 +206,14 @@ def _suffix(platform: chipfit.Platform, wanted: str | None) -> str:
         UnsupportedError: the platform cannot use such a file.
     """
     from chipfit.export import declared_format
+    from chipfit.platform.show import writes
 
-    runs = [entry("runtime", name).declares.suffix for name in platform.runtimes]
-    named = [s for e in entries("format").values() for s in e.declares.suffixes for d in platform.deploy if s in d]
+    own_files = writes(platform)
     if wanted is None:
-        return next(iter([*runs, *named, ".onnx"]))
+        return next(iter([*own_files, ".onnx"]))
     suffix = f".{wanted.removeprefix('.')}"
     declared_format(suffix)
-    own = dict.fromkeys([*runs, *named, ".onnx", ".json"])  # the last two are input of other tools
+    own = dict.fromkeys([*own_files, ".onnx", ".json"])  # the last two are input of other tools
     own |= {s: None for e in entries("format").values() for s in e.declares.suffixes if e.declares.wraps in own}
     if suffix not in own:
         got = f"--format {wanted}"
@@ -205,7 +246,7 @@ def _runtimes(platform: chipfit.Platform, suffix: str) -> list[str]:
     return [n for n in platform.runtimes if loads[n] in (suffix, declared_format(suffix).declares.wraps)]
 
 
-@app.command()
+@command(app)
 def quantize(
     model: Model,
     data: Calibration,
@@ -214,24 +255,27 @@ def quantize(
     weights: Weights = None,
     requantize: Requantize = False,
     rule: Rule = None,
-    weight_rule: WeightRule = "mse",
+    weight_rule: WeightRule = None,
     keep_float: KeepFloat = None,
     bits: Bits = None,
     limit: Annotated[
         list[str] | None, Option("--limit", help="search bit widths within: weights=50%, bops=1e9")
     ] = None,
     rounding: Annotated[str | None, Option("--rounding", help="rounding of weights: gptq, or nearest")] = None,
+    sets: Annotated[list[str] | None, Option("--set", help="NAME=VALUE, any of chipfit.Settings (repeatable)")] = None,
+    config: Config = None,
     wanted: Format = None,
     io: IoTypes = None,
     labels: Labels = None,
     input_size: InputSize = 224,
     mean: Mean = MEAN,
     std: Std = STD,
-    seed: Seed = 0,
+    seed: Annotated[int | None, Option("--seed", **_SEED)] = None,
     device: Device = None,
     check: Check = None,
 ) -> None:
     """Quantize a model for a platform; write model file, plan and report. Exit status 1 if the runtime differs."""
+    from chipfit.cli.choices import arguments, read_choices
     from chipfit.cli.inputs import generated_data, load_data, load_model, parse_bits, parse_limits
     from chipfit.frameworks import framework_of
 
@@ -240,21 +284,22 @@ def quantize(
     check_replaceable(out, _OUTPUT)
     _check_installed(platform, suffix, model, data, check)
     overrides: dict[str, Any] = {**dict.fromkeys(keep_float or (), "float"), **parse_bits(bits or [])}
+    own: dict[str, Any] = {"rule": rule, "weight_rule": weight_rule, "rounding": rounding, "seed": seed}
+    limits = parse_limits(limit) if limit else None
+    chosen = arguments(read_choices(config), sets or [], overrides, limits, **own)
     network = load_model(model, weights, device, requantize=requantize)
-    batches = generated_data(data, network, input_size, seed)
+    batches = generated_data(data, network, input_size, chosen["seed"])
     if batches is None:
         batches = load_data(data, input_size, mean, std, framework=framework_of(network))
-    chosen: dict[str, Any] = {"rule": rule, "weight_rule": weight_rule, "settings": chipfit.Settings(rounding=rounding)}
-    limits = parse_limits(limit) if limit else None
     try:
-        result = chipfit.quantize(network, batches, platform, **chosen, overrides=overrides, limits=limits, seed=seed)
+        result = chipfit.quantize(network, batches, platform, progress=not OUTPUT.quiet, **chosen)
     except Interrupted as e:
         typer.echo("interrupted: writing the results so far; press Ctrl-C again to stop this as well", err=True)
         _write_outputs(e.result, out, suffix, io_options, batches, False, INTERRUPTED_STATUS)
     _write_outputs(result, out, suffix, io_options, batches, check)
 
 
-@app.command()
+@command(app)
 def prune(
     model: Model,
     data: Data,
@@ -280,11 +325,14 @@ def prune(
     batches, limits = load_data(data, input_size, mean, std, framework=framework), parse_limits(limit)
     options: dict[str, Any] = {"importance": importance, "keep": keep or (), "simd": simd, "seed": seed}
     pruned = chipfit.prune(network, batches, platform, limits=limits, **options)
+    file = pruned.save(out or Path(f"pruned{facts_of(framework).suffix}"))
+    if OUTPUT.json:
+        return print_document({"file": str(file), "layers": [asdict(x) for x in pruned.layers]})
     _echo(str(pruned))
-    typer.echo(f"model   {pruned.save(out or Path(f'pruned{facts_of(framework).suffix}'))}")
+    typer.echo(f"model   {file}")
 
 
-@app.command()
+@command(app)
 def train(
     what: Annotated[str, Argument(help="folder that `quantize` wrote, or a model as for `quantize`")],
     data: Annotated[str, Option("--data", help=".npz with x and y (labels), or module:iterable of (input, label)")],
@@ -333,11 +381,13 @@ def train(
         batches = load_data(data, framework=framework_of(network))
         overrides: dict[str, Any] = {**dict.fromkeys(keep_float or (), "float"), **parse_bits(bits or [])}
         some = batches[:_CALIBRATION] if isinstance(batches, list) else batches
-        result = chipfit.quantize(network, some, target, overrides=overrides, training=training, seed=seed)
+        result = chipfit.quantize(
+            network, some, target, overrides=overrides, training=training, seed=seed, progress=not OUTPUT.quiet
+        )
     if loop is not None:
         train_with_loop(result, loop, batches)
     else:
-        train_classifier(result, batches, epochs, rate, batch_size, seed, _echo)
+        train_classifier(result, batches, epochs, rate, batch_size, seed, _tell)
     _write_outputs(result.trained(), out, suffix, io_options, batches, check)
 
 
@@ -375,19 +425,29 @@ def _write_outputs(
         result.export(new / file.name, **io_options)
         result.report.save(new / page.name)
         (new / MANIFEST).write_text(manifest(dict.fromkeys(os.listdir(new))), encoding="utf-8")
-    runtimes, departs = _runtimes(result.platform, suffix), False
+    runtimes, found = _runtimes(result.platform, suffix), None
     if check or (check is None and runtimes):
         runtime = next(iter(runtimes), "onnxruntime")
         delivered = file if entry("runtime", runtime).declares.suffix == suffix else None
         found = result.verify(batches, batches=4, runtime=runtime, path=delivered)
-        departs = found.verdict == "departs"
         result.report.save(page)
-    result.report.show()
-    typer.echo(f"model   {file}\nplan    {out / 'plan'}\nreport  {page}")
-    raise typer.Exit(status or int(departs))
+    files = {"model": file, "plan": out / "plan", "report": page}
+    _show(result, files, found)
+    raise typer.Exit(status or int(found is not None and found.verdict == "departs"))
 
 
-@app.command()
+def _show(result: chipfit.Result, files: dict[str, Path], found: Any) -> None:
+    """Print the report of a result, and where its files are."""
+    if OUTPUT.json:
+        return print_document(documents.quantized(result, files, found))
+    if not OUTPUT.quiet:
+        result.report.show()
+    if OUTPUT.verbose:
+        _echo("\n".join(f"note    {note}" for note in result.report.notes))
+    typer.echo("\n".join(f"{name:<8}{path}" for name, path in files.items()))
+
+
+@command(app)
 def verify(
     saved: Saved,
     data: Data,
@@ -411,18 +471,26 @@ def verify(
         if report is not None or file is not None:
             raise typer.BadParameter("a file without a saved result has no report", param_hint="SAVED")
         found = chipfit.verify_file(saved, load_data(data, input_size, mean, std, framework="tflite"), runtime=runtime)
-        _echo(str(found))
-        raise typer.Exit({"departs": 1, "unpromised": 3}.get(found.verdict, 0))
+        raise typer.Exit(_show_comparison(found, str(found)))
     result = _load(saved)
     batches = load_data(data, input_size, mean, std, framework=result.graph.framework)
     found = result.verify(batches, runtime=runtime, path=file)
-    _echo(found.summary())
-    if report is not None:
-        typer.echo(f"report  {result.report.save(report)}")
-    raise typer.Exit({"departs": 1, "unpromised": 3}.get(found.verdict, 0))
+    page = None if report is None else result.report.save(report)
+    raise typer.Exit(_show_comparison(found, found.summary(), page))
 
 
-@app.command()
+def _show_comparison(found: Any, text: str, page: Path | None = None) -> int:
+    """Print what a verification found, and return the exit status."""
+    if OUTPUT.json:
+        print_document({**documents.compared(found), **({} if page is None else {"report": str(page)})})
+    else:
+        _echo(text)
+        if page is not None:
+            typer.echo(f"report  {page}")
+    return {"departs": 1, "unpromised": 3}.get(found.verdict, 0)
+
+
+@command(app)
 def lint(model: Model, shape: Shape = None, platform: Chip = DEFAULT, weights: Weights = None) -> None:
     """Show where each operator runs on this platform and what is fused. Requires no data."""
     from chipfit.cli.inputs import example_of, load_model
@@ -431,6 +499,9 @@ def lint(model: Model, shape: Shape = None, platform: Chip = DEFAULT, weights: W
 
     network = load_model(model, weights)
     found = chipfit.lint(network, example_of(model, shape, network), platform)
+    notes = [*found.notes, *(f"not modelled: {words}" for words in unsupported_features(found.platform))]
+    if OUTPUT.json:
+        return print_document(documents.linted(found, notes))
     tails = {n.name: f"{n.op} '{n.display_name}'" for n in found.rows}
     table = Table("layer", "operator", "runs in", "one kernel with", "why float", show_edge=False, header_style="bold")
     for n in found.rows:
@@ -439,13 +510,13 @@ def lint(model: Model, shape: Shape = None, platform: Chip = DEFAULT, weights: W
         table.add_row(escape(n.display_name), n.op, runs, escape(into), escape(n.why))
     console = Console()
     console.print(table)
-    for note in (*found.notes, *(f"not modelled: {words}" for words in unsupported_features(found.platform))):
+    for note in notes:
         console.print(note, style="dim", markup=False)
     count = sum(n.exec != "float" for n in found.rows)
     console.print(f"{count} of {len(found.rows)} operators run in integers on {found.platform.name}", markup=False)
 
 
-@app.command()
+@command(app)
 def explain(
     saved: Saved,
     layer: Annotated[str | None, Argument(help="layer path, glob, operator, layer type; optional with --data")] = None,
@@ -463,16 +534,20 @@ def explain(
     if saved.suffix == ".tflite":
         from chipfit.verify.file import read_quantized
 
-        return _echo(str(read_quantized(saved)[0].plan))
-    result = _load(saved, device)
+        plan = read_quantized(saved)[0].plan
+        return print_document(documents.explained_file(plan)) if OUTPUT.json else _echo(str(plan))
+    if layer is None and data is None:
+        raise typer.BadParameter("name a layer, or pass --data", param_hint="LAYER")
+    result, searched = _load(saved, device), None
     if data is not None:
         images = load_data(data, input_size, mean, std, framework=result.graph.framework)
-        _echo(str(result.sensitivity(images) if curve is None else result.pareto(images, curve)))
-    if layer is None:
-        if data is None:
-            raise typer.BadParameter("name a layer, or pass --data", param_hint="LAYER")
-        return
-    for node in match_layers(result.graph, layer):
+        searched = result.sensitivity(images) if curve is None else result.pareto(images, curve)
+    nodes = [] if layer is None else match_layers(result.graph, layer)
+    if OUTPUT.json:
+        return print_document(documents.explained(result, nodes, searched))
+    if searched is not None:
+        _echo(str(searched))
+    for node in nodes:
         decided = result.plan.nodes[node.name]
         group = f", one kernel with '{decided.group}'" if decided.group and decided.group != node.name else ""
         why = f": {decided.why}" if decided.why else ""
@@ -488,23 +563,27 @@ def _platforms(context: typer.Context) -> None:
         platforms_list()
 
 
-@platforms.command("list")
+@command(platforms, "list")
 def platforms_list() -> None:
     """List the built-in platforms."""
     from chipfit.platform.show import overview
 
+    if OUTPUT.json:
+        return print_document({"platforms": documents.platform_rows()})
     Console().print(overview())
 
 
-@platforms.command("show")
+@command(platforms, "show")
 def platforms_show(platform: ChipArgument) -> None:
     """Show all facts about a platform with source and confidence."""
     from chipfit.platform.show import show
 
+    if OUTPUT.json:
+        return print_document({"platform": platform.model_dump(mode="json")})
     Console().print(show(platform))
 
 
-@platforms.command("export")
+@command(platforms, "export")
 def platforms_export(
     platform: ChipArgument,
     file: Annotated[Path, Argument(help="output: .yaml for a platform file, .json for target platform capabilities")],
@@ -512,16 +591,22 @@ def platforms_export(
     """Convert a chip described in Python to a platform file, or a platform to capabilities to edit in Python."""
     from chipfit.platform.save import export_platform
 
-    typer.echo(f"{export_platform(platform, file)} written")
+    written = export_platform(platform, file)
+    if OUTPUT.json:
+        return print_document({"file": str(written)})
+    typer.echo(f"{written} written")
 
 
-@platforms.command("check")
+@command(platforms, "check")
 def platforms_check(file: Annotated[Path, Argument(help="YAML file")]) -> None:
     """Check a platform file and report its problems."""
     from chipfit.platform.load import check, load
     from chipfit.platform.support import unsupported_features
 
     problems = check(file)
+    if OUTPUT.json:
+        print_document({"file": str(file), "problems": [error_facts(e) for e in problems]})
+        raise typer.Exit(2 if problems else 0)
     for problem in problems[:-1]:
         _panel(problem)
     if problems:
@@ -534,9 +619,22 @@ def platforms_check(file: Annotated[Path, Argument(help="YAML file")]) -> None:
         _echo(f"not modelled: {words}")
 
 
-@app.command()
+@command(app)
 def demo(out: Annotated[Path, Option("--out", "-o", help="folder for the files")] = Path("demo_out")) -> None:
     """Train a small network on handwritten digits, then quantize, export, run and verify it."""
     from chipfit.cli.demo import run
 
-    run(out)
+    result, files = run(out, quiet=OUTPUT.quiet or OUTPUT.json)
+    if OUTPUT.json:
+        print_document(documents.quantized(result, files, result.verification))
+
+
+@command(app)
+def doctor() -> None:
+    """Show versions, missing extras, the processor, and which runtimes can prove files on this machine."""
+    from chipfit.cli.doctor import diagnose, table
+
+    found = diagnose()
+    if OUTPUT.json:
+        return print_document(found)
+    Console().print(table(found))

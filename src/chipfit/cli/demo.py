@@ -36,14 +36,17 @@ def train(epochs: int, x: torch.Tensor, y: torch.Tensor) -> nn.Module:
     return model.eval()
 
 
-def run(out: Path, epochs: int = 12) -> Result:
-    """Run the demo, print its progress, and write files to `out`.
+def run(out: Path, epochs: int = 12, *, quiet: bool = False) -> tuple[Result, dict[str, Path]]:
+    """Run the demo, print its progress, and write files to `out`: (the result, the files).
+
+    Args:
+        quiet: print nothing.
 
     Raises:
         RuntimeUnavailable: scikit-learn, ONNX or ONNX Runtime is not installed; names all that are missing.
     """
     require_all({"chipfit demo": [(library, "demo") for library in ("sklearn", "onnx", "onnxruntime")]})
-    progress = Progress(True)
+    progress = Progress(not quiet)
     sets: Any = digits(Data())  # both halves are tensors
     threads = torch.get_num_threads()
     torch.set_num_threads(min(2, threads))  # more are slower on 8x8 images
@@ -61,6 +64,9 @@ def run(out: Path, epochs: int = 12) -> Result:
     result.save(out / "plan")
     report, console = result.report, Console()
     page = report.save(out / "report.html")
+    files = {"model": file, "plan": out / "plan", "report": page}
+    if quiet:
+        return result, files
     report.show()
     console.print(_table(report))
     for text in (
@@ -69,7 +75,7 @@ def run(out: Path, epochs: int = 12) -> Result:
         "      chipfit platforms\n      chipfit quantize your_model.pt2 --data your_images/",
     ):
         console.print(text, soft_wrap=True, markup=False)
-    return result
+    return result, files
 
 
 def _table(report: Report) -> Table:

@@ -1,5 +1,6 @@
 """Tables of a platform for the terminal: every fact with its source and confidence."""
 
+import re
 from collections.abc import Iterator
 
 from rich.console import Group, RenderableType
@@ -10,6 +11,7 @@ from rich.table import Column, Table
 from chipfit.platform.load import load, names
 from chipfit.platform.schema import Platform
 from chipfit.platform.support import unsupported_features
+from chipfit.registry import entries, entry
 
 CONFIDENCE = {"V": "verified in source", "D": "documented", "I": "inferred"}
 
@@ -72,11 +74,31 @@ def _facts(p: Platform) -> Iterator[tuple[str, str]]:
     yield from (("not modelled", words) for words in unsupported_features(p))
 
 
+def first_choice(p: Platform) -> str:
+    """Return the formats that its first operators with weights prefer; "" without any."""
+    return str(next((u for o in p.ops for u in o.use if u.w), ""))
+
+
+def writes(p: Platform) -> list[str]:
+    """Return the suffixes of its own files that chipfit writes, first those of its runtimes."""
+    runs = [entry("runtime", name).declares.suffix for name in p.runtimes]
+    formats = [e.declares for e in entries("format").values()]
+    named = [s for f in formats if not f.named for s in f.suffixes for d in p.deploy if s in d]
+    if any("ONNX" in d for d in p.deploy):
+        named.append(".onnx")
+    return list(dict.fromkeys([*runs, *named]))
+
+
 def overview() -> Table:
     """Return a table with one row for each built-in platform."""
-    table = _table("platform", "device", "weights x activations", "deploys as")
-    for name in names():
-        p = load(name)
-        first = next((u for o in p.ops for u in o.use if u.w), None)
-        table.add_row(name, p.title, str(first or ""), p.deploy[0] if p.deploy else "")
+    columns = (Column("platform", no_wrap=True), Column("device", overflow="fold", ratio=1))
+    files = (Column("chipfit writes", no_wrap=True), Column("proven by", no_wrap=True))
+    table = Table(*columns, *files, show_edge=False, box=None, header_style="bold", expand=True)
+    for p in map(load, names()):
+        table.add_row(
+            p.name,
+            escape(re.split(r" \(|, | via | through ", p.title)[0]),
+            " ".join(writes(p)) or "-",
+            p.runtimes[0] if p.runtimes else "-",
+        )
     return table

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
+from chipfit.cli.output import OUTPUT, command, print_document
+
 if TYPE_CHECKING:
     from chipfit.bench.train import Curves
 
@@ -24,7 +26,7 @@ Device = Annotated[str | None, Option("--device", help="cpu, cuda, cuda:1 ..., o
 OfStudy = Annotated[str | None, Option("--study", help="select runs of this study")]
 
 
-@bench.command()
+@command(bench)
 def run(
     config: Annotated[Path, Argument(help="an experiment, as YAML")],
     home: Home = HOME,
@@ -42,17 +44,23 @@ def run(
     experiment = configs.load(config).on(device)
     store = Store(home / "runs.sqlite")
     if not again and store.done([experiment.key]):
+        if OUTPUT.json:
+            return print_document({"name": experiment.name, "key": experiment.key, "state": "done before"})
         typer.echo(f"{experiment.name}: done before; use --again to run it once more")
         return
     should_stop = _median_stop_rule(store, experiment) if stop_early else None
     try:
-        outcome = run_one(experiment, home, typer.echo, should_stop)
+        say = (lambda text: None) if OUTPUT.quiet or OUTPUT.json else typer.echo
+        outcome = run_one(experiment, home, say, should_stop)
     except Busy as e:
         typer.echo(str(e), err=True)
         raise typer.Exit(BUSY) from None
     if outcome is not None:
         store.put(experiment.key, experiment.name, experiment.study, outcome.record)
         remove_checkpoint(experiment, home)
+        if OUTPUT.json:
+            done = {"name": experiment.name, "key": experiment.key, "state": "done"}
+            return print_document({**done, "top1": outcome.top1, "float_top1": outcome.float_top1})
         for d in outcome.deployed:
             found = f"{d.top1:.2f} %, {d.differing} of {d.integers} integers differ" if d.top1 is not None else d.why
             typer.echo(f"deployed on {d.platform}, {d.runtime}: {found}")
@@ -79,15 +87,18 @@ def _median_stop_rule(store: Any, experiment: Any) -> Any:
     return should_stop
 
 
-@bench.command()
+@command(bench)
 def generate(matrix: Matrix, study: StudyName = None) -> None:
     """Write the files of all experiments of a matrix."""
     from chipfit.bench.matrix import generate as write
 
-    typer.echo(f"{len(write(matrix, study)) // 2} experiments below {matrix.parent}")
+    count = len(write(matrix, study)) // 2
+    if OUTPUT.json:
+        return print_document({"experiments": count, "folder": str(matrix.parent)})
+    typer.echo(f"{count} experiments below {matrix.parent}")
 
 
-@bench.command()
+@command(bench)
 def sweep(
     matrix: Matrix,
     study: StudyName = None,
@@ -116,17 +127,22 @@ def sweep(
         "retries": retries,
         "stop_early": stop_early,
     }
-    with Progress(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), transient=True) as progress:
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, transient=True, disable=OUTPUT.quiet or OUTPUT.json) as progress:
         bar = progress.add_task("", total=len(experiments))
 
         def report(name: str, what: str) -> None:
             ended.update({name} if what in ("done", "done before", "done elsewhere", "failed") else ())
             progress.update(bar, completed=len(ended))
-            progress.console.print(f"{name}: {what}", markup=False, highlight=False, soft_wrap=True)
+            if not (OUTPUT.quiet or OUTPUT.json):
+                progress.console.print(f"{name}: {what}", markup=False, highlight=False, soft_wrap=True)
 
         failed = run_all(experiments, matrix, home, report=report, **options)
-    count = f"{len(experiments) - len(failed)} of {len(experiments)}"
-    typer.echo(f"{count} experiments have an outcome in {home / 'runs.sqlite'}")
+    store = home / "runs.sqlite"
+    if OUTPUT.json:
+        print_document({"experiments": len(experiments), "failed": sorted(failed), "store": str(store)})
+    else:
+        typer.echo(f"{len(experiments) - len(failed)} of {len(experiments)} experiments have an outcome in {store}")
     raise typer.Exit(int(bool(failed)))
 
 
@@ -142,16 +158,18 @@ def _runs(home: Path, study: str | None = None, *, curves: bool = True) -> list[
     return readable(Store(file).rows(study, curves=curves), curves=curves)
 
 
-@bench.command()
+@command(bench)
 def table(home: Home = HOME, study: OfStudy = None) -> None:
     """Show all runs, best first, with the columns that fit the terminal."""
     from chipfit.bench.board import as_text, row
 
     rows = sorted((row(r) for r in _runs(home, study, curves=False)), key=lambda r: (r["below"] is None, r["below"]))
+    if OUTPUT.json:
+        return print_document({"runs": rows})
     typer.echo(as_text(rows, shutil.get_terminal_size((1 << 16, 0)).columns))
 
 
-@bench.command()
+@command(bench)
 def compare(
     one: Annotated[str, Argument(help="name, or beginning of a key")],
     other: Annotated[str, Argument(help="name, or the beginning of a key")],
@@ -162,12 +180,16 @@ def compare(
 
     runs = _runs(home)
     a, b = find(runs, one), find(runs, other)
+    found = list(differences(a, b))
+    if OUTPUT.json:
+        both_keys = [{"name": r["name"], "key": r["key"]} for r in (a, b)]
+        return print_document({"runs": both_keys, "differences": [{"what": k, "values": v} for k, *v in found]})
     typer.echo(f"- {a['name']} {a['key'][:6]}\n+ {b['name']} {b['key'][:6]}")
-    for key, *both in differences(a, b):
+    for key, *both in found:
         typer.echo(f"{key}\n  - {both[0]}\n  + {both[1]}")
 
 
-@bench.command()
+@command(bench)
 def plot(
     path: Annotated[Path, Argument(help=".png, .svg or .pdf")] = Path("bench.png"),
     home: Home = HOME,
@@ -176,18 +198,21 @@ def plot(
     """Plot accuracy over steps, and over the size of the weights."""
     from chipfit.bench.board import plot as draw
 
-    typer.echo(f"plot  {draw(_runs(home, study), path)}")
+    _show_file("plot", draw(_runs(home, study), path))
 
 
-@bench.command()
+@command(bench)
 def track(to: Tracker, home: Home = HOME, study: OfStudy = None) -> None:
     """Export curves and results to TensorBoard or MLflow."""
     from chipfit.bench.board import track as write
 
-    typer.echo(f"{write(_runs(home, study), to)} runs  {to}")
+    count = write(_runs(home, study), to)
+    if OUTPUT.json:
+        return print_document({"runs": count, "to": to})
+    typer.echo(f"{count} runs  {to}")
 
 
-@bench.command()
+@command(bench)
 def board(
     path: Annotated[Path, Argument(help=".html, .csv, .md, or .json")] = Path("leaderboard.html"),
     home: Home = HOME,
@@ -196,4 +221,10 @@ def board(
     """Write the leaderboard as a page, a table, or data."""
     from chipfit.bench.board import write
 
-    typer.echo(f"board  {write(_runs(home, study), path)}")
+    _show_file("board", write(_runs(home, study), path))
+
+
+def _show_file(what: str, file: Path) -> None:
+    if OUTPUT.json:
+        return print_document({"file": str(file)})
+    typer.echo(f"{what}  {file}")

@@ -1,0 +1,88 @@
+"""Output of every command: text for people or, with --json, one JSON document."""
+
+import functools
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+import chipfit
+from chipfit.errors import ChipfitError
+
+
+@dataclass
+class Output:
+    """The choices of the options that every command has."""
+
+    json: bool = False
+    quiet: bool = False
+    verbose: bool = False
+
+
+#: the choices of the command that runs
+OUTPUT = Output()
+
+
+def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that adds a function as a command with the options --json, --quiet and --verbose."""
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(**options: Any) -> Any:
+            return function(**{k: v for k, v in options.items() if k not in _HELP})
+
+        signature = inspect.signature(function, eval_str=True)
+        kind = inspect.Parameter.KEYWORD_ONLY
+        more = [inspect.Parameter(k, kind, default=False, annotation=_flag(k, doc)) for k, doc in _HELP.items()]
+        vars(run)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), *more])
+        run.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
+        run.__annotations__ |= {p.name: p.annotation for p in more}
+        app.command(name)(run)
+        return function
+
+    return add
+
+
+_HELP = {
+    "json": "print one JSON document instead of text",
+    "quiet": "print results and errors only, no progress",
+    "verbose": "print more: all notes, and where an error arose",
+}
+
+
+def _flag(name: str, doc: str) -> Any:
+    def choose(value: bool) -> bool:
+        setattr(OUTPUT, name, value)
+        return value
+
+    # eager: an error in another option is printed as these demand
+    return Annotated[bool, typer.Option(f"--{name}", help=doc, callback=choose, is_eager=True)]
+
+
+def print_document(document: Mapping[str, Any]) -> None:
+    """Print a document, with the version of chipfit, as JSON. Numbers that JSON lacks become null."""
+    whole = {"chipfit": chipfit.__version__, **document}
+    typer.echo(json.dumps(_finite(whole), indent=1, default=str))
+
+
+def print_error(e: ChipfitError) -> None:
+    """Print an error as a JSON document."""
+    print_document({"error": error_facts(e)})
+
+
+def error_facts(e: ChipfitError) -> dict[str, str]:
+    """Return an error's type, its sentence, and its facts."""
+    kind = next((k for k in type(e).__mro__ if k.__module__ == "chipfit.errors"), type(e))
+    return {"type": kind.__name__, "what": e.what, **{k: str(v) for k, v in e.facts.items()}}
+
+
+def _finite(thing: Any) -> Any:
+    """Replace NaN and infinite numbers by None, and tuples and mappings by what JSON has."""
+    if isinstance(thing, float):
+        return thing if abs(thing) < float("inf") else None
+    if isinstance(thing, Mapping):
+        return {str(k): _finite(v) for k, v in thing.items()}
+    return [_finite(v) for v in thing] if isinstance(thing, list | tuple) else thing
