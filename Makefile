@@ -8,7 +8,7 @@ WORKERS ?= 2
 # Rooms whose networks `--device` moves.
 PLACED := $(addprefix tests/,calibration correction decide engine passes ranges rounding search simulate test_pipeline.py test_verify.py)
 
-.PHONY: help setup demo test test-all check format docs bench bench-accuracy bench-qat bench-algorithms bench-small snapshots fuzz random zoo
+.PHONY: help setup demo test test-all check format docs site bench bench-accuracy bench-qat bench-algorithms bench-small snapshots fuzz random zoo
 .PHONY: mutants kills chaos clean test-device gpu
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -21,7 +21,7 @@ setup: .venv/.ready ## make .venv and install chipfit with every tool it is deve
 	touch $@
 
 .venv/.ready: .venv/.torch pyproject.toml constraints.txt
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[onnx,mct,openvino,litert,keras,backends,images,bench,dev]"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[onnx,mct,openvino,litert,keras,backends,images,bench,docs,dev]"
 	$(BIN)/pip install --quiet --no-deps --constraint constraints.txt tf-keras # with the TensorFlow that is there
 	touch $@
 
@@ -55,6 +55,9 @@ test-all: check ## the same, with the slow tests: model zoo, many random network
 
 docs: setup ## write the generated pages again: support table, JSON Schema of platform files
 	$(BIN)/python docs/generate.py
+
+site: setup ## build the documentation as a site in site/, and refuse broken links
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 bench-small: setup ## a tenth of the small matrix of experiments, on procedural images, with its leaderboard
 	$(QUIET) $(BIN)/chipfit bench sweep qbench_zoo/matrix.yaml --study tenth --workers $(WORKERS)
@@ -97,6 +100,9 @@ random: setup ## prove COUNT random networks on each of ONNX Runtime and LiteRT,
 zoo: setup .venv/zoo ## 102 architectures on ONNX Runtime and LiteRT: those not yet in the table; ONLY= chooses
 	$(BIN)/python -m benchmarks.zoo $(if $(ONLY),--only $(ONLY))
 	$(BIN)/python docs/generate.py
+
+site: setup ## build the documentation as a site in site/, and refuse broken links
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 mutants: setup ## share of 300 small defects that the tests notice: SEED=, COUNT=, MINUTES= and WORKERS= choose others
 	$(QUIET) $(BIN)/python -m benchmarks.mutants --seed $(or $(SEED),0) --count $(or $(COUNT),300) --minutes $(or $(MINUTES),120) --workers $(WORKERS)

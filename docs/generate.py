@@ -9,6 +9,7 @@ import inspect
 import json
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ from chipfit.platform.support import kernels_of, simulates_arithmetic
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.tables import log_table
 from chipfit.registry import lookup, registered
+
+sys.path.insert(0, str(Path(__file__).parent))
+from pictures import forms
 
 
 def support_table() -> str:
@@ -103,6 +107,34 @@ def experiment_schema() -> str:
 def documents_schema() -> str:
     """The JSON Schema of what commands print with --json."""
     return json.dumps(schema(), indent=1) + "\n"
+
+
+#: heading -> public names of `chipfit`, in the order in which a reader meets them
+API = {
+    "Quantize": ("quantize", "Settings", "Limits", "load_model", "capture", "generated", "Generation"),
+    "Results": ("Result", "load", "Report", "Plan", "Verification", "verify_file"),
+    "Before quantization": ("lint", "Lint", "prune", "Pruned"),
+    "Platforms": ("load_platform", "Platform"),
+    "Errors": ("errors",),
+}
+
+
+def api() -> str:
+    """Markdown: the public names of `chipfit`, which the site fills from their docstrings."""
+    import chipfit
+
+    lines = [
+        "# Python",
+        "",
+        "`import chipfit` offers these names. The names of MCT are described in [Coming from MCT](from-mct.md),"
+        " those of MQBench in [Coming from MQBench](from-mqbench.md).",
+    ]
+    for heading, public in API.items():
+        lines += ["", f"## {heading}"]
+        for name in public:
+            path = "chipfit.errors" if name == "errors" else f"{getattr(chipfit, name).__module__}.{name}"
+            lines += ["", f"::: {path}", "    options:", "      heading_level: 3"]
+    return "\n".join(lines) + "\n"
 
 
 #: of four bits but the last
@@ -258,12 +290,14 @@ def _cell(figures: dict[str, Any], key: str) -> str:
 
 
 #: generated file below docs/ -> its text
-PAGES = {
+PAGES: dict[str, Callable[[], str]] = {
     "platforms/support.md": support_table,
     "schema/platform.schema.json": json_schema,
     "schema/experiment.schema.json": experiment_schema,
     "schema/command-line.schema.json": documents_schema,
     "operators.md": operator_table,
+    "api.md": api,
+    "forms.svg": forms,
     "algorithms.md": algorithm_table,
     "zoo.md": zoo,
     "converters.md": converters,

@@ -305,7 +305,8 @@ class Result(SummaryRepr):
             io: "float" (when omitted), "int8", "uint8", "int16" or "uint16": type of the inputs and outputs; or two of
                 them, for inputs and for outputs.
             labels: names of the classes.
-            mean, std: what an app subtracts from its pixels, and then divides by; a number, or one for each channel.
+            mean: what an app subtracts from its pixels; a number, or one for each channel.
+            std: what it then divides by; as `mean`.
             batch: size of a fixed batch (`.tflite`, `.h`).
             keep_layout: inputs and outputs have the layout of the model (`.tflite`, `.h`).
             opset: of ONNX; the least that holds everything when omitted.

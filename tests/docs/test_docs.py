@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+import runpy
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+import chipfit
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -77,3 +83,23 @@ def test_a_shell_line_names_a_command_that_exists(page, line):
         assert (ROOT / words[1]).is_file(), f"{page}: no such script"
     else:
         assert words[0] in {"pip", "git", "cd", "export", "sh"}, f"{page}: what is {words[0]}?"
+
+
+def test_the_site_builds_without_a_broken_link(tmp_path):
+    """Warnings of mkdocs, about links, anchors and docstrings, are errors."""
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    build = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(build, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = (tmp_path / "api/index.html").read_text()
+    assert "Fit a trained PyTorch" in page and "calibration" in page  # taken from docstrings
+
+
+def test_the_python_page_has_every_public_name():
+    listed = {name for names in runpy.run_path(str(ROOT / "docs/generate.py"))["API"].values() for name in names}
+    own = {n for n in chipfit.__all__ if n == "errors" or not home_of(n).startswith("chipfit.mct")}
+    assert listed == own - {"BEST", "ChipfitError", "__version__"}  # constants, and a class that `errors` has
+
+
+def home_of(name: str) -> str:
+    return getattr(getattr(chipfit, name), "__module__", "chipfit.constants")
