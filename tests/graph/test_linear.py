@@ -128,7 +128,15 @@ def test_where_channels_are():
     assert on_axis_1(graph, linear) and on_axis_1(graph, conv)
 
 
-@pytest.mark.parametrize("weight, name", [("layer.weight", "layer.bias"), ("kernel", "kernel.bias")])
+@pytest.mark.parametrize(
+    "weight, name",
+    [
+        ("layer.weight", "layer.bias"),
+        ("kernel", "bias"),
+        ("layer.weight_1", "layer.bias_1"),
+        ("layer.w", "layer.w_bias"),
+    ],
+)
 def test_a_new_bias_has_the_name_of_its_layer_and_the_type_of_its_weight(weight, name):
     graph, node = one("Linear", None, (2, 3))
     graph.weights[weight] = graph.weights.pop(W)

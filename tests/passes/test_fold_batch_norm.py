@@ -188,7 +188,7 @@ def test_linear_layers_fold_where_their_outputs_are_the_channels(shape, folds):
 
 
 @pytest.mark.parametrize(
-    "weight, bias", [("conv.weight", "conv.bias"), ("conv/kernel", "conv/bias"), ("table", "table.bias")]
+    "weight, bias", [("conv.weight", "conv.bias"), ("conv/kernel", "conv/bias"), ("table", "table_bias")]
 )
 def test_a_bias_is_called_as_its_weight_is(weight, bias):
     graph = normed(ins=("x", weight))

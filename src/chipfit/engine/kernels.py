@@ -239,6 +239,12 @@ def call(node: Node, inputs: Sequence[Any]) -> tuple[Kernel, Sequence[Any], dict
     return KERNELS[node.op], inputs, attrs
 
 
+def run_operator(op: str, *operands: Any, **attributes: Any) -> Any:
+    """Run an operator by its name; return its result, or a tuple of several."""
+    out = KERNELS[op](*operands, **attributes)
+    return out[0] if isinstance(out, (tuple, list)) and len(out) == 1 else out
+
+
 def execute(node: Node, inputs: Sequence[Any]) -> tuple[Any, ...]:
     """Run one node eagerly and return one result per output; absent inputs are None."""
     f, args, kwargs = call(node, inputs)

@@ -5,6 +5,7 @@ O/g output channels. Linear has one group and no kernel.
 """
 
 import math
+import re
 from collections.abc import Sequence
 
 import torch
@@ -69,10 +70,17 @@ def out_channels(node: Node, w: torch.Tensor) -> int:
     return parts.shape[0] * parts.shape[1]
 
 
+def bias_name(graph: Graph, weight: str) -> str:
+    """Return a free name for the bias of a layer without one, in the module of its weight."""
+    module, dot, leaf = weight.rpartition(".")
+    named = re.sub("weight|kernel", "bias", leaf)
+    return new_name(graph, module + dot + (named if named != leaf else f"{leaf}_bias"))
+
+
 def with_bias(graph: Graph, node: Node, bias: torch.Tensor) -> Node:
     """Return the node with this bias, [O], stored in `graph.weights` under the name of the old one or a new name."""
     w = node.weight
-    name = node.bias or new_name(graph, w[: -len("weight")] + "bias" if w.endswith("weight") else w + ".bias")
+    name = node.bias or bias_name(graph, w)
     graph.weights[name] = bias.detach().to(graph.weights[w].dtype)
     if w in graph.trainable:
         graph.trainable.add(name)

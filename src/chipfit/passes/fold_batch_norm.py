@@ -2,10 +2,9 @@
 
 import torch
 
-from chipfit.graph.edit import unique_name
 from chipfit.graph.folds import batch_norm_terms, checksum
 from chipfit.graph.ir import Fold, Graph, Node
-from chipfit.graph.linear import LINEAR, TRANSPOSED, bias_or_zero, scale_outputs
+from chipfit.graph.linear import LINEAR, TRANSPOSED, bias_name, bias_or_zero, scale_outputs
 from chipfit.passes.rewriting import Readers, Rewritten
 from chipfit.registry import register
 
@@ -73,7 +72,7 @@ def _refusal(readers: Readers, node: Node | None, bn: Node) -> str:
 
 def _fold(graph: Graph, node: Node, bn: Node) -> str:
     """Replace weight and bias in `graph.weights`; return the name of the bias."""
-    w_name, b_name = node.weight, node.bias or _bias_name(graph, node.weight)
+    w_name, b_name = node.weight, node.bias or bias_name(graph, node.weight)
     w, bias = graph.weights[w_name].detach(), bias_or_zero(graph, node)
     k, mean, beta = batch_norm_terms(graph, bn)  # [C_out]
     new_b = (bias - mean) * k + beta
@@ -93,8 +92,3 @@ def _fold(graph: Graph, node: Node, bn: Node) -> str:
         given = bn.attrs["eps"], node.bias is not None, check
         graph.folds[w_name] = Fold(b_name, scale, shift, average, spread, *given)
     return b_name
-
-
-def _bias_name(graph: Graph, weight: str) -> str:
-    stem = weight.removesuffix("weight").removesuffix("kernel")
-    return unique_name(stem + "bias" if stem != weight else weight + ".bias", graph.weights)

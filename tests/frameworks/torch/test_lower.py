@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from chipfit.errors import DataError, PlanError, UnknownNameError
+from chipfit.engine.kernels import run_operator
+from chipfit.errors import DataError, PlanError, UnknownNameError, UnsupportedError
 from chipfit.frameworks.torch.capture import capture
 from chipfit.frameworks.torch.lower import lower, read_back
 from chipfit.frameworks.torch.modules import (
@@ -301,6 +302,46 @@ def test_it_moves_to_another_device_with_the_tensors_that_it_creates():
 def test_it_exports_again(model):
     exported = torch.export.export(model, (X,)).module()
     assert torch.equal(exported(X)["logits"], model(X)["logits"])
+
+
+def test_parts_of_one_weight_get_biases_that_torchscript_can_name():
+    """Attention keeps three weights in one parameter, without biases, which the correction of biases adds."""
+    attention = nn.MultiheadAttention(8, 2, bias=False, batch_first=True)
+    given = torch.randn(4, 5, 8), torch.randn(4, 6, 8), torch.randn(4, 6, 8)
+    module = model_of(lambda m, q, k, v: m.a(q, k, v)[0], a=attention)
+    simulation = _fit(module, given, settings=Settings(correct_bias=True, rounding="off")).model
+    assert len([n for n in simulation.state_dict() if "bias" in n and "quant" not in n]) == 4
+    assert torch.equal(torch.jit.trace(simulation, given, check_trace=False)(*given), simulation(*given))
+
+
+def test_a_symbolic_trace_has_one_node_for_each_operator_quantizer_and_weight(result, model):
+    traced = torch.fx.symbolic_trace(model)
+    assert all(torch.equal(traced(X)[k], model(X)[k]) for k in ("logits", "features"))
+    nodes = traced.graph.nodes
+    assert {n.name for n in nodes if n.target is run_operator} == {n.name for n in result.graph.nodes}
+    assert {n.target for n in nodes if n.op == "call_module"} == {f"quant.{k}" for k, _ in model.quant.named_children()}
+    assert {n.target for n in nodes if n.op == "get_attr"} == {
+        f"{n}.{k}" for n in ("conv1", "conv2", "fc") for k in ("weight", "bias")
+    }
+    traced(X)["logits"].sum().backward()
+    assert traced.conv1.weight.grad.abs().max() > 0
+
+
+def test_inputs_by_name_lists_and_results_of_several_parts_are_traced():
+    def forward(m, x, *, y):
+        left, right = torch.split(m.a(x["image"][0]), 2, dim=1)
+        return left + right, torch.special.expm1(y)  # an operator without a canonical name
+
+    def batch(size):
+        return {"x": {"image": [torch.randn(size, 4)]}, "y": torch.randn(size, 2)}
+
+    small, call = _fit(model_of(forward, a=nn.Linear(4, 4)), batch(8)).model, batch(3)
+    assert all(map(torch.equal, torch.fx.symbolic_trace(small)(**call), small(**call)))
+
+
+def test_batch_norms_that_are_folded_in_each_step_are_not_traced():
+    with pytest.raises(UnsupportedError, match=r"torch\.fx cannot trace"):
+        torch.fx.symbolic_trace(_normed(True, method="lsq", bn_fold=1)[2])
 
 
 @pytest.mark.parametrize(

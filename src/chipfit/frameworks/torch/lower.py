@@ -28,6 +28,7 @@ from chipfit.frameworks.torch.modules import (
     register_weight,
 )
 from chipfit.frameworks.torch.step_checks import TorchScaleBounds
+from chipfit.frameworks.torch.symbolic import inputs_of, operator_node, weight_node
 from chipfit.frameworks.training import trained_plan
 from chipfit.graph.folds import refresh_checksums
 from chipfit.graph.ir import CPU, Graph, Node
@@ -193,11 +194,15 @@ class QuantizedModule(Checkpointed):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model with the arguments of the original one; in training mode, first count a step.
 
-        Floats of any type are taken, and results have the types that the original model returns.
+        Floats of any type are taken, and results have the types that the original model returns. A symbolic trace of
+        torch.fx has one node for each operator, quantizer and weight.
 
         Raises:
+            UnsupportedError: torch.fx traces a model whose batch norms are folded in each step.
             TrainingError: In training mode, a number is not finite or a scale not positive.
         """
+        if not isinstance(args, tuple):  # a proxy of torch.fx
+            return self._results(self._trace(args, kwargs))
         if self.training and not torch.compiler.is_exporting():  # in `forward`, where a compiler can continue after it
             self.begin_step()
         return self._results(self.run_flat(self.flatten_call(args, kwargs)))
@@ -227,6 +232,35 @@ class QuantizedModule(Checkpointed):
             env, floats = run(*state)
         return [self._load(env, floats, n) for n in (*self._outputs, *keep)]
 
+    def _trace(self, args: Any, kwargs: Any) -> list[Any]:
+        """Return the outputs of a call with proxies of torch.fx.
+
+        Raises:
+            UnsupportedError: Batch norms are folded in each step, which is no operator of the network.
+        """
+        if self._folding:
+            hint = "trace the model of the result, `result.model`, or train with bn_fold=0"
+            raise UnsupportedError("torch.fx cannot trace batch norms that are folded in each step", hint=hint)
+        env, floats = dict[str, Any](), dict[str, Any]()
+        for name, x in zip(self._inputs, inputs_of(self._in_spec, args, kwargs), strict=True):
+            self._store(env, floats, name, x)
+        for node in self._nodes:
+            for name in (i for i in node.inputs if i is not None and i not in env):
+                self._store(env, floats, name, weight_node(args, name))
+            attrs = {**node.attrs, "training": self.training} if node.op == "Dropout" else node.attrs
+            outputs = operator_node(args, node, self._operands(node, env, floats), attrs)
+            for name, x in zip(node.outputs, outputs, strict=True):
+                self._store(env, floats, name, x)
+        return [self._load(env, floats, n) for n in self._outputs]
+
+    def _operands(self, node: Node, env: dict[str, Any], floats: dict[str, Any], count: int | None = None) -> list[Any]:
+        """Return the first inputs of a node, rounded unless it reads them in float."""
+        xs: list[Any] = []
+        for i in node.inputs[:count]:
+            x = None if i is None else self._load(env, floats, i)
+            xs.append(floats[i] if i in floats and (i, node.name) in self._float_reads else x)
+        return xs
+
     def _store(self, env: dict[str, Any], floats: dict[str, Any], name: str, x: Any) -> None:
         if name in self._unrounded:
             floats[name] = x
@@ -241,11 +275,8 @@ class QuantizedModule(Checkpointed):
         """Run some nodes; return `env` and `floats` after them, as copies."""
         env, floats = dict(env), dict(floats)
         for node, done in part:
-            xs: list[Any] = []
             folds = node.name in self._folding
-            for i in node.inputs[:1] if folds else node.inputs:
-                x = None if i is None else self._load(env, floats, i)
-                xs.append(floats[i] if i in floats and (i, node.name) in self._float_reads else x)
+            xs = self._operands(node, env, floats, 1 if folds else None)
             f, args, attrs = (self._run_with_batch_norm, [node, *xs], {}) if folds else call(node, xs)
             if node.op == "Dropout":
                 attrs = {**attrs, "training": self.training}

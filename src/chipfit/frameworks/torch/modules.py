@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from chipfit.errors import PlanError, UnknownNameError
 from chipfit.frameworks.torch.layers import layer_like
+from chipfit.frameworks.torch.symbolic import module_node
 from chipfit.graph.ir import Node
 from chipfit.quantizers.algorithm import Algorithm, with_levels
 from chipfit.quantizers.algorithms.ste import STE
@@ -241,6 +243,8 @@ class FakeQuantizer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return floats [*dims] rounded to the grid, with the shape and dtype of x."""
+        if isinstance(x, Proxy):
+            return module_node(self, x)
         if self.function is not None:
             return _blended(x, self.function(x), self.share)
         y = _rounded(self.algorithm, x, self.algorithm_inputs(), self.grid, self.axis, self.training)
@@ -302,6 +306,8 @@ class BiasQuantizer(nn.Module):
 
     def forward(self, b: Tensor) -> Tensor:
         """Return a bias [C] rounded to the grid."""
+        if isinstance(b, Proxy):
+            return module_node(self, b)
         return _blended(b, fake_quantize_ste(b, *self.numbers(), self.grid, 0), self.share)
 
 
