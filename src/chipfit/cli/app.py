@@ -71,9 +71,7 @@ _PLATFORM["help"] = "built-in name, NAME@REVISION, a YAML or JSON file, or modul
 Chip = Annotated[Any, Option("--platform", "-p", **_PLATFORM)]
 ChipArgument = Annotated[Any, Argument(**_PLATFORM)]
 Out = Annotated[Path, Option("--out", "-o", help="folder for plan, model file and report")]
-Requantize = Annotated[
-    bool, Option("--requantize", help="quantize a .tflite file again whose tensors are integers already")
-]
+Requantize = Annotated[bool, Option("--requantize", help="quantize a file again that is quantized already")]
 Weights = Annotated[Path | None, Option("--weights", help="safetensors file with the weights of module:factory")]
 _INPUT_SIZE_HELP = "side length to which images are resized [pixels]"
 InputSize = Annotated[int, Option("--input-size", min=1, max=1 << 14, help=_INPUT_SIZE_HELP)]
@@ -81,7 +79,9 @@ _SEED: dict[str, Any] = {"min": -(1 << 63), "max": (1 << 64) - 1, "help": "seed 
 Seed = Annotated[int, Option("--seed", **_SEED)]
 Mean = Annotated[str, Option("--mean", help="mean of images in 0..1, per channel")]
 Std = Annotated[str, Option("--std", help="standard deviation of images in 0..1, per channel")]
-Saved = Annotated[Path, Argument(help="folder that `quantize` or Result.save wrote; or a quantized .tflite file")]
+Saved = Annotated[
+    Path, Argument(help="folder that `quantize` or Result.save wrote; or a quantized .tflite or .onnx file")
+]
 _DEVICE_HELP = "device of a PyTorch model: cpu, cuda, cuda:1, mps ..., or auto; by default where module:factory puts it"
 Device = Annotated[str | None, Option("--device", help=_DEVICE_HELP)]
 Rule = Annotated[str | None, Option("--rule", help="range rule for activations; the better of two when omitted")]
@@ -458,19 +458,22 @@ def verify(
     mean: Mean = MEAN,
     std: Std = STD,
 ) -> None:
-    """Run a saved result, or a quantized .tflite file of any tool, on its runtime and compare all integers.
+    """Run a saved result, or a quantized .tflite or .onnx file of any tool, on its runtime and compare all integers.
 
     Exit status 1 if file or runtime differ, 3 if a runtime differs for which exactness is not claimed.
     """
     from chipfit.cli.inputs import load_data
+    from chipfit.frameworks import framework_of_file
     from chipfit.report.report import check_suffix
+    from chipfit.verify.file import is_file
 
     if report is not None:
         check_suffix(report)
-    if saved.suffix == ".tflite":
+    if is_file(saved):
         if report is not None or file is not None:
             raise typer.BadParameter("a file without a saved result has no report", param_hint="SAVED")
-        found = chipfit.verify_file(saved, load_data(data, input_size, mean, std, framework="tflite"), runtime=runtime)
+        batches = load_data(data, input_size, mean, std, framework=framework_of_file(saved.name))
+        found = chipfit.verify_file(saved, batches, runtime=runtime)
         raise typer.Exit(_show_comparison(found, str(found)))
     result = _load(saved)
     batches = load_data(data, input_size, mean, std, framework=result.graph.framework)
@@ -530,10 +533,9 @@ def explain(
     """Show all decisions about a layer and their reasons; with data, the loss of each tensor at every bit width."""
     from chipfit.cli.inputs import load_data
     from chipfit.decide.overrides import match_layers
+    from chipfit.verify.file import is_file, read_quantized
 
-    if saved.suffix == ".tflite":
-        from chipfit.verify.file import read_quantized
-
+    if is_file(saved):
         plan = read_quantized(saved)[0].plan
         return print_document(documents.explained_file(plan)) if OUTPUT.json else _echo(str(plan))
     if layer is None and data is None:

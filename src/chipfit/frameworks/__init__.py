@@ -143,7 +143,7 @@ def load_model(model: Any, *, requantize: bool = False) -> Any:
     else:
         found = model if isinstance(model, type) else adapter_of(framework_of(model)).opened(model)
     if requantize and not hasattr(found, "requantize"):
-        allowed = "a .tflite file"
+        allowed = "a .tflite or .onnx file"
         raise CaptureError("Only files whose integers are read can be quantized again", got=str(model), allowed=allowed)
     if requantize:
         found.requantize = True

@@ -20,6 +20,8 @@ from chipfit.runtimes import dequantize_output, quantize_input, read_notes, unfi
 if TYPE_CHECKING:
     from chipfit.platform.schema import Platform
 
+#: note of a file that ONNX Runtime has optimised already, and that runs as it is
+OPTIMISED = "chipfit.optimised"
 #: exceptions of ONNX Runtime for damaged files; they share no base
 _REFUSALS = "Fail InvalidArgument InvalidGraph InvalidProtobuf NotImplemented RuntimeException EPFail".split()
 
@@ -48,6 +50,8 @@ class OnnxRuntime:
         options = ort.SessionOptions()
         options.log_severity_level = 3
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        if any(p.key == OPTIMISED for p in model.metadata_props):
+            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         with tempfile.TemporaryDirectory() as folder:
             optimised = Path(folder) / "optimised.onnx"
             options.optimized_model_filepath = str(optimised)

@@ -558,11 +558,18 @@ def dynamic_product(c: KernelCall) -> tuple[Tensor, Tensor, Tensor]:
     """Return a dynamic kernel's sums of products (int32 or float64), the scale of its input, and its bias, or 0."""
     q, s, z = c.run.dynamic[c.x]
     w, w_zero = c.code(c.second), c.zero(c.second)
+    if OPS[c.node.op].kind == "conv":
+        acc = execute(c.node.with_(inputs=c.node.inputs[:2]), [q.double() - z, c.centred(c.second)])[0]
+        bias = _float_bias(c)
+        return c.run.summed(acc), s, bias.reshape(-1, *[1] * (acc.dim() - 2)) if bias.dim() else bias
     rows = w if c.node.op == "Linear" else w.transpose(-1, -2)
     if w.dim() == 2 and sums.fits(q, z, rows, w_zero):
         acc = c.run.summed(sums.multiplied(q, z, rows))
     else:
         centred = c.centred(c.second)
         acc = c.run.summed((q.double() - z) @ (centred.transpose(-1, -2) if c.node.op == "Linear" else centred))
-    bias = c.node.bias
-    return acc, s, torch.zeros(()) if bias is None else c.run.graph.weights[bias].detach()
+    return acc, s, _float_bias(c)
+
+
+def _float_bias(c: KernelCall) -> Tensor:
+    return torch.zeros(()) if c.node.bias is None else c.run.graph.weights[c.node.bias].detach()

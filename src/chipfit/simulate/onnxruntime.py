@@ -8,7 +8,7 @@ import torch
 
 from chipfit.engine.kernels import execute
 from chipfit.graph.ir import Node
-from chipfit.operators.table import by_name, read_column, resolve
+from chipfit.operators.table import OPS, by_name, read_column, resolve
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import register
 from chipfit.simulate.integer import (
@@ -64,12 +64,19 @@ def _float_output(c: KernelCall) -> Tensor:
 
 
 def _dynamic(c: KernelCall) -> Tensor:
-    """Return float32(acc) * (s_x s_w) + b. MatMulInteger behind DynamicQuantizeLinear, as written and as fused.
+    """Return float32(acc) * (s_x s_w) + b. MatMulInteger and ConvInteger behind DynamicQuantizeLinear, also as fused.
 
     Source: ONNX Runtime, contrib_ops/cpu/quantization/dynamic_quantize_matmul.cc.
     """
     acc, s, b = dynamic_product(c)
-    return acc.float().mul_(s * c.scale(c.second)).add_(b)
+    w = c.scale(c.second)
+    if w.dim() and OPS[c.node.op].kind == "conv":
+        w = w.view(-1, *[1] * (acc.dim() - 2))
+    return acc.float().mul_(s * w).add_(b)
+
+
+#: operators whose dynamic kernels are modelled
+_DYNAMIC = ("Linear", "MatMul", *(op for op, row in OPS.items() if row.kind == "conv"))
 
 
 def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -201,7 +208,7 @@ register("kernels", "onnxruntime")(
         pass_through=_PASS_THROUGH,
         float_outputs={"Linear": _float_output, "MatMul": _float_output},
         functions={"Sigmoid": logistic},
-        dynamic={("Linear", "tensor", 8): _dynamic, ("MatMul", "tensor", 8): _dynamic},
+        dynamic={(op, "tensor", 8): _dynamic for op in _DYNAMIC},
         clip=absorbed_bounds,
         quantize=lambda run, name, x: run.stored(name).quantize(x),
         max_bits=8,

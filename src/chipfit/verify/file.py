@@ -7,17 +7,24 @@ from typing import Any
 from chipfit.errors import CaptureError, RuntimeUnavailable
 from chipfit.files import package_data, path_of
 from chipfit.frameworks import framework_of, load, part
+from chipfit.frameworks.quantized import QuantizedFile
 from chipfit.platform.load import load_platform
 from chipfit.platform.schema import Platform
 from chipfit.verify.run import verify
 from chipfit.verify.verification import Verification
 
 
-def read_quantized(path: Any, platform: str | Path | Platform = "") -> Any:
-    """Read a quantized `.tflite` file of any tool: (its `graph`, `plan` and `content`; the platform that it is for).
+def is_file(path: Path) -> bool:
+    """Return whether a path has the suffix of files that `read_quantized` reads."""
+    return path.suffix in package_data("chipfit.verify", "file.yaml")
+
+
+def read_quantized(path: Any, platform: str | Path | Platform = "") -> tuple[QuantizedFile, Platform]:
+    """Read a quantized `.tflite` or `.onnx` file of any tool; return it and the platform that it is for.
 
     Args:
-        platform: whose arithmetic the file is for; by default that of LiteRT for the bits of its activations.
+        platform: whose arithmetic the file is for; by default that of LiteRT for the bits of its activations, or of
+            ONNX Runtime.
 
     Raises:
         CaptureError: The file cannot be read, is not quantized, or has an operator without a reader.
@@ -27,10 +34,11 @@ def read_quantized(path: Any, platform: str | Path | Platform = "") -> Any:
         allowed = ", ".join(known)
         raise CaptureError("Quantized files of other tools are read by their suffix", got=str(path), allowed=allowed)
     model = load(str(file))
-    kinds = {t.kind for t in model.quantized if t.constant is None}
-    usual = next((name for kind, name in known[file.suffix].items() if kind in kinds), "")
-    chosen = load_platform(platform or usual or next(iter(known[file.suffix].values())))
-    return part(framework_of(model), "quantized").read_quantized(model, chosen.name), chosen
+    reader = part(framework_of(model), "quantized")
+    kinds, usual = reader.activation_types(model), known[file.suffix]
+    name = next((name for kind, name in usual.items() if kind in kinds), next(iter(usual.values())))
+    chosen = load_platform(platform or name)
+    return reader.read_quantized(model, chosen.name), chosen
 
 
 def verify_file(
@@ -41,14 +49,16 @@ def verify_file(
     runtime: str | None = None,
     batches: int | None = None,
 ) -> Verification:
-    """Simulate the integers of a quantized `.tflite` file of any tool, and compare them with the runtime's.
+    """Simulate the integers of a quantized `.tflite` or `.onnx` file of any tool, and compare them with the runtime's.
 
-    The file runs as it is, but for the names of its tensors.
+    A `.tflite` file runs as it is, but for the names of its tensors. An `.onnx` file runs as ONNX Runtime has optimised
+    it, with names of tensors too; the outputs of the file itself, in a plain session, are compared with those.
 
     Args:
         data: batches as the file takes them; floats for a file of integers are quantized as it says.
-        platform: whose arithmetic is simulated; by default LiteRT's for the bits of the file's activations.
-        runtime: a registered runtime for `.tflite` files; by default the platform's own.
+        platform: whose arithmetic is simulated; by default LiteRT's for the bits of the file's activations, or ONNX
+            Runtime's.
+        runtime: a registered runtime for such files; by default the platform's own.
         batches: stop after this many.
 
     Raises:
@@ -57,7 +67,8 @@ def verify_file(
         DataError: There are no data.
     """
     found, chosen = read_quantized(path, platform)
+    suffix = path_of(path, CaptureError).suffix
     with tempfile.TemporaryDirectory() as folder:
-        named = path_of(Path(folder) / "model.tflite", RuntimeUnavailable)
+        named = path_of(Path(folder) / f"model{suffix}", RuntimeUnavailable)
         named.write_bytes(found.content)
         return verify(found.graph, found.plan, chosen, data, runtime=runtime, path=named, batches=batches)

@@ -15,7 +15,8 @@ from torch import nn
 from chipfit.errors import ExportError, UnsupportedError
 from chipfit.export.io_spec import QuantizedIO
 from chipfit.export.onnx.builder import OnnxBuilder
-from chipfit.export.onnx.writer import export_onnx, live_nodes, lowest_opset, value_info
+from chipfit.export.onnx.writer import export_onnx, lowest_opset, value_info
+from chipfit.frameworks.onnx.live import live_nodes
 from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.ir import Graph, Value
 from chipfit.plan.record import NodePlan, Plan

@@ -243,12 +243,6 @@ def test_unknown_domains_opsets_and_cycles_are_refused():
     refused(b"", "not an ONNX model")
 
 
-def test_a_file_that_is_quantized_already_is_refused():
-    node = helper.make_node("DequantizeLinear", ["q", "s"], ["y"])
-    model = small([node], {"x": [1]}, ["y"], {"q": np.zeros(3, "i1"), "s": np.float32(1)})
-    refused(model, "quantized already.*DequantizeLinear")
-
-
 @pytest.mark.parametrize("location", ["../secret.bin", "/etc/hostname", "inner/../../secret.bin"])
 def test_external_data_outside_the_folder_are_refused(location, tmp_path):
     (tmp_path / "secret.bin").write_bytes(bytes(12))

@@ -125,7 +125,7 @@ def test_another_network_than_the_file_has_departs_and_is_named(tmp_path, what):
 
 def test_a_file_without_integers_is_refused(tmp_path):
     with pytest.raises(CaptureError, match=r"read by their suffix.*\.tflite"):
-        chipfit.verify_file(tmp_path / "m.onnx", [])
+        chipfit.verify_file(tmp_path / "m.h5", [])
     file = float_file(nn.Linear(4, 3), [torch.randn(2, 4)], tmp_path / "float.tflite")
     with pytest.raises(CaptureError, match=r"The file is not quantized.*chipfit\.quantize"):
         chipfit.verify_file(file, [torch.randn(2, 4)])

@@ -9,6 +9,7 @@ import onnx
 from onnx import numpy_helper
 
 from chipfit.export import FileTensor
+from chipfit.frameworks.onnx.integers import Expansion, NormalForm
 
 _UNKNOWN = np.array(np.nan)  #: a scale that is no constant
 
@@ -33,7 +34,10 @@ def read_back(path: Path) -> dict[str, FileTensor]:
 
     A tensor has the scale and zero point of every QuantizeLinear and DequantizeLinear that it passes.
     """
-    graph = onnx.load(str(path)).graph
+    model = onnx.load(str(path))
+    if any(p.key == "chipfit.optimised" for p in model.metadata_props):
+        return _of_normal_form(Expansion(model).run())
+    graph = model.graph
     constants = {i.name: numpy_helper.to_array(i) for i in graph.initializer}
     in_tables = _in_tables(graph, constants)
     clipped = {n.input[0]: n.output[0] for n in graph.node if n.op_type == "Clip"}
@@ -53,6 +57,14 @@ def read_back(path: Path) -> dict[str, FileTensor]:
             zero = constants.get(n.input[2], _UNKNOWN) if len(n.input) > 2 else np.zeros_like(scale)
             tensor.qparams.append((scale.astype(np.float32), zero.astype(np.float64)))
     return found
+
+
+def _of_normal_form(form: NormalForm) -> dict[str, FileTensor]:
+    """Return the tensors of a file with operators of integers."""
+    held = {k: FileTensor(None, [(n.scale, n.zero.astype(np.float64))]) for k, n in (form.made | form.given).items()}
+    for c in form.constants.values():
+        held[c.name] = FileTensor(c.integers, [(c.numbers.scale, c.numbers.zero.astype(np.float64))])
+    return {k.removesuffix("_q"): t for k, t in held.items()}
 
 
 def _in_tables(graph: onnx.GraphProto, constants: dict[str, np.ndarray]) -> dict[str, FileTensor]:

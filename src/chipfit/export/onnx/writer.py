@@ -1,7 +1,6 @@
 """Writer of ONNX files: a Graph under a Plan, with QuantizeLinear / DequantizeLinear and integer initialisers."""
 
 import json
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from chipfit.export.onnx.builder import OnnxBuilder, refuse, tensor_type
 from chipfit.export.onnx.opaque import splice
 from chipfit.export.onnx.ops import REFUSED, WRITERS
 from chipfit.files import write_atomically
+from chipfit.frameworks.onnx.live import live_nodes, reads_of
 from chipfit.graph.ir import OPAQUE, Graph
 from chipfit.passes.decompose import RULES, SMOOTH, decompose
 from chipfit.plan.record import Plan
@@ -122,7 +122,7 @@ def _model(b: OnnxBuilder, io: IOSpec) -> onnx.ModelProto:
             raise UnsupportedError(f"Output '{name}' has no ONNX form", got=got, allowed="real numbers", hint=hint)
         b.nodes.append(helper.make_node("Identity", [source], [name], name=f"output_{i}"))
     nodes = live_nodes(b.nodes, names)
-    read = {i for n in nodes for i in _reads(n)}
+    read = {i for n in nodes for i in reads_of(n)}
     inputs = [value_info(g, n, n, io.inputs.get(n)) for n in g.inputs]
     outputs = [value_info(g, name, value, io.outputs.get(value)) for name, value in zip(names, g.outputs, strict=True)]
     constants = [t for k, t in b.initialisers.items() if k in read]
@@ -139,22 +139,6 @@ def _model(b: OnnxBuilder, io: IOSpec) -> onnx.ModelProto:
     provenance = json.dumps(b.plan.published_provenance, default=str)
     helper.set_model_props(model, {"chipfit.platform": b.plan.platform, "chipfit.provenance": provenance, **notes})
     return model
-
-
-def live_nodes(nodes: list[onnx.NodeProto], outputs: Collection[str]) -> list[onnx.NodeProto]:
-    """Return the nodes that an output depends on, in order."""
-    live, kept = set(outputs), []
-    for n in reversed(nodes):
-        if live.intersection(n.output):
-            live.update(_reads(n))
-            kept.append(n)
-    return kept[::-1]
-
-
-def _reads(node: onnx.NodeProto) -> set[str]:
-    """Return the names that a node reads, those in the bodies of loops and branches included."""
-    bodies = [g for a in node.attribute for g in (a.g, *a.graphs)]
-    return {*node.input}.union(*(_reads(n) for g in bodies for n in g.node), (o.name for g in bodies for o in g.output))
 
 
 def value_info(g: Graph, name: str, value: str, io: QuantizedIO | None = None) -> onnx.ValueInfoProto:

@@ -7,7 +7,7 @@ import torch
 
 from chipfit.frameworks.adapter import Framework, included
 from chipfit.frameworks.onnx.capture import capture
-from chipfit.frameworks.onnx.model import OnnxModel, dims_of, load, opened
+from chipfit.frameworks.onnx.model import OnnxModel, dims_of, load, opened, refuse_quantized
 from chipfit.frameworks.onnx.runtime import OnnxFunction, run
 from chipfit.registry import register
 
@@ -26,7 +26,9 @@ class Onnx(Framework):
         return type(thing).__name__ in ("ModelProto", "Model", "OnnxModel")
 
     def check(self, model: Any) -> None:
-        opened(model)
+        model = opened(model)
+        if not model.requantize:
+            refuse_quantized(model)
 
     def example(self, model: OnnxModel) -> Any:
         """Return random inputs of the declared shapes, by name if there are several; None if a size is unknown."""

@@ -9,7 +9,8 @@ import torch
 from chipfit.engine.run import first_deviation
 from chipfit.engine.trees import dump_call, dump_result
 from chipfit.errors import CaptureError
-from chipfit.frameworks.onnx.model import OnnxModel, dims_of, opened
+from chipfit.frameworks.onnx.model import OnnxModel, dims_of, opened, refuse_quantized
+from chipfit.frameworks.onnx.requantize import float_network
 from chipfit.frameworks.onnx.runtime import only_here, run_flat
 from chipfit.frameworks.onnx.translate import translate
 from chipfit.graph.check import check
@@ -30,9 +31,12 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Se
         others: further batches, as (args, kwargs); sizes in which they differ stay open.
 
     Raises:
-        CaptureError: The model cannot be read, or the example does not fit it.
+        CaptureError: The model cannot be read, is quantized already, or the example does not fit it.
     """
     model = opened(model)
+    if model.requantize:
+        model = float_network(model)
+    refuse_quantized(model)
     inputs = _inputs(model, args, kwargs or {})
     shapes = [[tuple(x.shape) for x in inputs]]
     shapes += [[tuple(x.shape) for x in _inputs(model, a, k or {})] for a, k in others]

@@ -3,6 +3,8 @@
 Nothing in a file is executed. External data must lie in the folder of the file or below.
 """
 
+from __future__ import annotations
+
 import math
 import mmap
 import os
@@ -16,6 +18,7 @@ from onnx_ir.passes.common import InlinePass
 
 from chipfit.errors import CaptureError, raised_outside_chipfit, short_message
 from chipfit.files import existing_file, wrap_read_errors
+from chipfit.frameworks.onnx.integers import FOREIGN, is_quantized
 from chipfit.frameworks.onnx.stored import StoredWeights, without_weights
 
 #: domains whose operators are known
@@ -23,14 +26,24 @@ DOMAINS = ("", "com.microsoft")
 _NEWEST = onnx.defs.onnx_opset_version()
 _OLDEST = 1
 _MOST_NODES = 500_000
-_QUANTIZED = "QuantizeLinear DequantizeLinear QLinearConv QLinearMatMul ConvInteger MatMulInteger".split()
 
 
 class OnnxModel(ir.Model):
     """An ONNX model whose functions are inlined and whose nodes are in execution order."""
 
     stored: StoredWeights  #: its files
+    where = "the model"  #: what names it in messages
+    requantize = False  #: take the integers of a quantized file for the floats that they stand for
     session: Any = None  #: runs it, see `runtime.session_of`
+
+    @classmethod
+    def of_proto(cls, proto: onnx.ModelProto, where: str) -> OnnxModel:
+        """Return a model that was made from another one."""
+        read = ir.from_proto(proto)
+        made = cls(read.graph, ir_version=read.ir_version)
+        made.graph.sort()
+        made.stored, made.where = StoredWeights(None), where
+        return made
 
     @property
     def folder(self) -> str:
@@ -44,6 +57,27 @@ class OnnxModel(ir.Model):
 
     def names(self) -> list[str]:
         return [v.name or "" for v in self.inputs]
+
+    @property
+    def quantized(self) -> list[str]:
+        """The operators of integers, sorted."""
+        return sorted({n.op_type for n in self.graph.all_nodes() if is_quantized(n.op_type, n.domain)})
+
+    def proto(self) -> onnx.ModelProto:
+        """Return the model with the data of its tensors, and a name for every node.
+
+        Raises:
+            CaptureError: They cannot be read.
+        """
+        try:
+            proto = ir.to_proto(self)
+            with self.stored.mapped():  # which checks that the files are those that were loaded
+                onnx.external_data_helper.load_external_data_for_model(proto, self.folder)
+        except Exception as e:  # of files, types and values
+            if not raised_outside_chipfit(e):
+                raise
+            raise CaptureError(f"The ONNX model is malformed: {short_message(e)}", where=self.where) from e
+        return proto
 
 
 def load(path: str) -> OnnxModel:
@@ -69,7 +103,7 @@ def opened(model: Any, file: Path | None = None) -> OnnxModel:
         file: where it comes from.
 
     Raises:
-        CaptureError: The model is malformed, of an unknown version, quantized already, or has unknown operators.
+        CaptureError: The model is malformed, of an unknown version, or has unknown operators.
     """
     if isinstance(model, OnnxModel):
         return model
@@ -98,6 +132,7 @@ def opened(model: Any, file: Path | None = None) -> OnnxModel:
     fields = ("producer_name", "producer_version", "domain", "model_version", "doc_string", "metadata_props")
     made = OnnxModel(read.graph, ir_version=read.ir_version, **{k: getattr(read, k) for k in fields})
     made.stored = stored
+    made.where = where or made.where
     return made
 
 
@@ -188,17 +223,26 @@ def _check_count(nodes: int, where: str) -> None:
 
 def _check_nodes(graph: ir.Graph, where: str) -> None:
     _check_count(graph.num_nodes(), where)
-    nodes = list(graph.all_nodes())
-    unknown = sorted({f"{n.domain}.{n.op_type}" for n in nodes if domain_of(n) not in DOMAINS})
+    strange = [n for n in graph.all_nodes() if domain_of(n) not in DOMAINS and n.op_type not in FOREIGN]
+    unknown = sorted({f"{n.domain}.{n.op_type}" for n in strange})
     if unknown:
         allowed = "operators of ONNX and com.microsoft, and functions that the file defines"
         hint = "export the model with standard operators; trees, text and tables (ai.onnx.ml) are not quantized"
         what = "The ONNX model has operators of an unknown domain"
         raise CaptureError(what, where=where, got=_some(unknown), allowed=allowed, hint=hint)
-    if quantized := sorted({n.op_type for n in nodes if n.op_type in _QUANTIZED}):
-        hint = "start from the float model that it was made from"
+
+
+def refuse_quantized(model: OnnxModel) -> None:
+    """Raise for a model that has quantizers or operators of integers.
+
+    Raises:
+        CaptureError: It has.
+    """
+    if found := model.quantized:
+        hint = "give the float file; or chipfit.load_model(file, requantize=True) (--requantize), which drops its"
+        hint += " quantizers and keeps the losses of its weights"
         what = "The ONNX model is quantized already"
-        raise CaptureError(what, where=where, got=_some(quantized), allowed="float models", hint=hint)
+        raise CaptureError(what, where=model.where, got=_some(found), allowed="float models", hint=hint)
 
 
 def dims_of(value: ir.Value) -> list[int | None] | None:

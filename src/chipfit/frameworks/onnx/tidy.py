@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from chipfit.frameworks.onnx.read import GATED
 from chipfit.graph.edit import drop_dead, new_name, replace_node
 from chipfit.graph.ir import Graph, Node
+from chipfit.operators.table import OPS
 
 
 def tidy(graph: Graph, outputs: Sequence[str]) -> tuple[Graph, list[str]]:
@@ -146,15 +147,31 @@ class _Layers:
         return last, last.with_(op="LayerNorm", inputs=tuple(inputs), attrs=attrs, layer_type="LayerNorm")
 
     def biases(self) -> Iterator[tuple[Node, Node]]:
-        """Find a Linear without bias, and the sum with a constant of its channels."""
+        """Find a Linear or convolution without bias, and the sum with a constant of its channels."""
         for n in self.named("Add"):
             data = [i for i in n.inputs if i not in self.graph.weights]
-            layer = self.maker(data[0], "Linear") if len(data) == 1 else None
-            if layer is None or len(layer.inputs) > 2:
+            layer = self.made.get(data[0] or "") if len(data) == 1 and self.alone(data[0] or "") else None
+            kind = OPS[layer.op].kind if layer is not None and layer.op in OPS else ""
+            if layer is None or kind not in ("linear", "conv") or len(layer.inputs) > 2:
                 continue
-            bias = next(i for i in n.inputs if i in self.graph.weights)
-            if bias is not None and self.graph.shape(bias) == self.graph.shape(layer.weight)[:1]:
+            bias = next(i for i in n.inputs if i is not None and i in self.graph.weights)
+            channels, *behind = self.graph.shape(layer.weight)
+            shape = (channels,) if kind == "linear" else (1, channels, *(1 for _ in behind[1:]))
+            given = self.graph.shape(bias)
+            if given == shape or (kind == "conv" and given == shape[1:]):
+                if len(given) > 1:
+                    bias = self.flat(bias)
                 yield n, layer.with_(name=n.name, inputs=(*layer.inputs, bias), outputs=n.outputs)
+
+    def flat(self, weight: str) -> str:
+        """Return the name of a weight with one axis."""
+        if len(self.users[weight]) == 1:
+            self.graph.weights[weight] = self.graph.weights[weight].flatten()
+            return weight
+        name = new_name(self.graph, weight)
+        self.graph.weights[name] = self.graph.weights[weight].flatten()
+        self.graph.trainable |= {name} if weight in self.graph.trainable else set()
+        return name
 
     def flattened(self) -> Iterator[tuple[Node, Node]]:
         """Find a Linear between a Reshape to rows and the Reshape back."""

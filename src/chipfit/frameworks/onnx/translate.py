@@ -37,28 +37,32 @@ def translate(
     Raises:
         CaptureError: A node cannot be read.
     """
-    t = _Translator(model, len(variants))
+    t = Translator(model, len(variants))
     t.builder.fixed = fixed
-    for k, value in enumerate(model.inputs):
-        shapes = [v[k] for v in variants]
-        x = t.builder.input(value.name or "", [torch.empty(s, dtype=dtypes[k], device="meta") for s in shapes])
-        t.builder.env[value.name or ""] = t.cast(value, x)
-        if k == 0 and shapes[0]:
-            t.builder.batch = tuple(s[0] for s in shapes)
-    for name, value in model.graph.initializers.items():
-        t.builder.env[name] = t.initialiser(name, value)
+    t.inputs(variants, dtypes)
     t.nodes(model.graph)
     outputs = [t.output(v.name or "") for v in model.graph.outputs]
     return tidy(t.builder.graph, outputs)
 
 
-class _Translator:
+class Translator:
     """One pass over the nodes of a model."""
 
     def __init__(self, model: OnnxModel, count: int) -> None:
         self.model, self.builder = model, OnnxGraphBuilder(model, count)
         opsets = model.graph.opset_imports
         self.opsets = {"": opsets.get("", opsets.get("ai.onnx", 1)), "com.microsoft": 1}
+
+    def inputs(self, variants: Sequence[Sequence[tuple[int, ...]]], dtypes: Sequence[torch.dtype]) -> None:
+        """Add the inputs, see `translate`, and the initialisers."""
+        for k, value in enumerate(self.model.inputs):
+            shapes = [v[k] for v in variants]
+            metas = [torch.empty(s, dtype=dtypes[k], device="meta") for s in shapes]
+            self.builder.env[value.name or ""] = self.cast(value, self.builder.input(value.name or "", metas))
+            if k == 0 and shapes[0]:
+                self.builder.batch = tuple(s[0] for s in shapes)
+        for name, value in self.model.graph.initializers.items():
+            self.builder.env[name] = self.initialiser(name, value)
 
     def cast(self, value: ir.Value, x: Operand) -> Operand:
         """Return an input in the type that the model declares; all float types are float32."""

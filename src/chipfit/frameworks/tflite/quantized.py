@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import Any
 
 import flatbuffers
@@ -12,6 +11,7 @@ import torch
 from ai_edge_litert import schema_py_generated as schema
 
 from chipfit.errors import CaptureError
+from chipfit.frameworks.quantized import QuantizedFile, stored_as, tie_moved
 from chipfit.frameworks.tflite.model import Operator, Tensor, TfliteModel
 from chipfit.frameworks.tflite.read import Call, Reading
 from chipfit.graph.check import check
@@ -19,22 +19,15 @@ from chipfit.graph.ir import Graph, Node
 from chipfit.operators.table import OPS
 from chipfit.passes.layout import apply_layout
 from chipfit.plan.record import NodePlan, Plan, Role, TensorPlan
-from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
 
-_BITS = {"INT4": (4, -8, 7), "INT8": (8, -128, 127), "UINT8": (8, 0, 255), "INT16": (16, -32768, 32767)}
-_WIDE = {"INT32": 32, "INT64": 64}
 #: operators beside those that move numbers whose kernels keep the grid of their operand
 _KEEP = ("AvgPool", "Resize")
 
 
-@dataclass(frozen=True)
-class QuantizedFile:
-    """The network of a quantized file."""
-
-    graph: Graph  #: with channels first
-    plan: Plan  #: formats, scales and zero points of the file
-    content: bytes  #: the file, whose tensors have the names of the graph, with chipfit's notes about layouts
+def activation_types(model: TfliteModel) -> set[str]:
+    """Return the types of the integers that the file computes."""
+    return {t.kind for t in model.quantized if t.constant is None}
 
 
 def read_quantized(model: TfliteModel, platform: str) -> QuantizedFile:
@@ -121,18 +114,11 @@ class _Codes(Reading):
         """Store what lies between the nodes of one operator: moved numbers as their operand; fused sums nowhere."""
         for n in new:
             self._weights_of(n)
-        for n in reversed(new):  # behind a linear operator numbers are moved to the shape that the file has
-            self._tie(n, n.output, n.data)
-        for n in new:
-            self._tie(n, n.data, n.output)
+        tie_moved(self.builder.graph, new, self.stored)
         clips = [n for n in new if n.op in ("Relu", "Relu6", "Clamp") and n.name != new[0].name]
         if clips:
             at = new.index(clips[0])
             self.groups.append((new[at - 1].name, clips[0].name))
-
-    def _tie(self, n: Node, a: str, b: str) -> None:
-        if OPS[n.op].moves and a in self.stored and b not in self.stored and b in self.builder.graph.values:
-            self.stored[b] = self.stored[a].with_(name=b)
 
     def _weights_of(self, n: Node) -> None:
         """Store the constants of an operator as the file has them, with the axis of channels that the graph has."""
@@ -180,15 +166,10 @@ def _same(a: TensorPlan, b: TensorPlan) -> bool:
 
 
 def _stored(t: Tensor, axis: int = 0) -> Stored:
-    bits, low, high = _BITS.get(t.kind) or (_WIDE[t.kind], -(1 << _WIDE[t.kind] - 1), (1 << _WIDE[t.kind] - 1) - 1)
     assert t.scale is not None
-    channels = t.scale.size > 1
-    symmetric = not t.zero.any()
-    grid = Grid(bits=bits, qmin=low, qmax=high, zero=0 if symmetric else "any", per="channel" if channels else "tensor")
-    shape = (-1,) if channels else ()
-    scale = torch.from_numpy(t.scale.astype(np.float32).reshape(shape).copy())
-    zero = torch.from_numpy(np.broadcast_to(t.zero.astype(np.int32), t.scale.shape).reshape(shape).copy())
-    return Stored(format=t.kind.lower(), grid=grid, scale=scale, zero_point=zero, axis=axis if channels else None)
+    shape = (-1,) if t.scale.size > 1 else ()
+    zero = np.broadcast_to(t.zero, t.scale.shape).reshape(shape)
+    return stored_as(t.kind.lower(), t.scale.reshape(shape), zero, axis)
 
 
 def _named(model: TfliteModel, names: dict[int, str], notes: dict[str, Any]) -> bytes:

@@ -1,0 +1,562 @@
+"""The integers of an ONNX file: its quantized operators as float operators between QuantizeLinear and DequantizeLinear.
+
+Files hold integers in three forms: pairs of quantizers around float operators (QDQ), operators of integers
+(QLinearConv, QGemm, MatMulNBits, ...), and integers that are made at run time (DynamicQuantizeLinear and
+MatMulInteger). Here all become the first one, in which no operator reads integers, with a note of what ran in integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from chipfit.errors import CaptureError
+from chipfit.frameworks.onnx.live import live_nodes, reads_of
+
+#: type of integers -> lowest and highest one
+ENDS = {
+    "int2": (-2, 1),
+    "uint2": (0, 3),
+    "int4": (-8, 7),
+    "uint4": (0, 15),
+    "int8": (-128, 127),
+    "uint8": (0, 255),
+    "int16": (-32768, 32767),
+    "uint16": (0, 65535),
+    "int32": (-(1 << 31), (1 << 31) - 1),
+}
+#: operators that pass integers on, and those of their results that hold none
+_MOVES = dict.fromkeys(
+    "Reshape Transpose Squeeze Unsqueeze Flatten Identity Slice Split Gather GatherND GatherElements Concat Expand "
+    "Tile DepthToSpace SpaceToDepth Pad Resize ReduceMax ReduceMin Max Min Dropout".split(),
+    (),
+) | {"MaxPool": (1,), "TopK": (1,), "ArgMax": (0,), "ArgMin": (0,), "Shape": (0,), "Size": (0,)}
+#: quantizers of training tools, which have no runtime
+FOREIGN = frozenset(
+    "Quant BipolarQuant Trunc FakeQuantize FakeQuantizeLearnablePerTensorAffine FakeQuantizeLearnablePerchannelAffine "
+    "FixedPerTensorAffine FixedPerChannelAffine LearnablePerTensorAffine LearnedScale DoReFaQuantize PACTQuantize "
+    "FakeQuantizeDSQPerTensor FakeQuantizeDSQPerChannel FakeQuantizeTQTAffine".split()
+)
+_QUANTIZED = "QuantizeLinear DequantizeLinear ConvInteger MatMulInteger DynamicQuantizeLinear".split()
+
+
+def is_quantized(kind: str, domain: str) -> bool:
+    """Return whether an operator has integers, or stands for a quantizer."""
+    if not isinstance(kind, str):  # of a damaged file
+        return False
+    ours = domain in ("", "ai.onnx")
+    known = kind in _QUANTIZED or kind.startswith("QLinear") or (not ours and kind in _READERS) or kind in FOREIGN
+    return known or (domain == "com.microsoft" and kind.startswith(("QAttention", "QEmbed", "QOrdered", "DynamicQ")))
+
+
+@dataclass(frozen=True, eq=False)
+class Numbers:
+    """Scale and zero point of a tensor, [] or [C] along an axis, or one for each block along it."""
+
+    kind: str  #: type of the integers, such as "uint8"
+    scale: np.ndarray  #: float32
+    zero: np.ndarray  #: int64, same shape
+    axis: int = 0
+    block: int = 0  #: elements that share a scale along the axis; 0: all of a channel, or of the tensor
+    ends: tuple[int, int] | None = None  #: lowest and highest integer, if not those of the type
+
+    def spread(self, p: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+        """Return scales or zero points in a shape that broadcasts against a tensor."""
+        if self.block:
+            return np.repeat(p, self.block, self.axis)[tuple(slice(0, s) for s in shape)]
+        return p.reshape([-1 if k == self.axis else 1 for k in range(len(shape))]) if p.size > 1 else p.reshape(())
+
+
+@dataclass(frozen=True, eq=False)
+class Codes:
+    """The integers of a constant."""
+
+    name: str  #: of the constant in the file
+    integers: np.ndarray  #: int64
+    numbers: Numbers
+    turned: bool = False  #: the file has them in another order
+
+    def reals(self) -> np.ndarray:
+        """Return the floats that they stand for; of 32-bit integers in float64."""
+        n, shape = self.numbers, self.integers.shape
+        whole = (self.integers - n.spread(n.zero, shape)).astype(np.float64)
+        if n.kind == "int32":
+            return np.asarray(whole * n.spread(n.scale, shape).astype(np.float64))
+        return np.asarray(whole.astype(np.float32) * n.spread(n.scale, shape))
+
+
+@dataclass
+class NormalForm:
+    """A model in which float operators read and make floats, with quantizers of one operand between them."""
+
+    model: onnx.ModelProto
+    made: dict[str, Numbers] = field(default_factory=dict)  #: result of a QuantizeLinear -> how it is stored
+    constants: dict[str, Codes] = field(default_factory=dict)  #: float tensor that no node makes -> its integers
+    #: result of a float operator that the file computes otherwise -> "int", or "follow" where numbers are moved
+    runs: dict[str, str] = field(default_factory=dict)
+    given: dict[str, Numbers] = field(default_factory=dict)  #: input of integers -> how it is stored
+    taken: dict[str, Numbers] = field(default_factory=dict)  #: output of integers -> how it is stored
+
+
+def plain(name: str) -> str:
+    """Return the name of a tensor without the endings that tools give to its integers."""
+    for ending in ("_QuantizeLinear_Output", "_QuantizeLinear_Input", "_DequantizeLinear_Output", "_quantized", "_q"):
+        name = name.removesuffix(ending)
+    return name
+
+
+class Expansion:
+    """One pass over a model, which brings it into its normal form.
+
+    Args:
+        model: with the data of its initialisers.
+        where: what names it in messages.
+        names: node -> name of its float result.
+    """
+
+    def __init__(self, model: onnx.ModelProto, where: str = "", names: Mapping[str, str] | None = None) -> None:
+        self.source, self.where, self.names = model, where, names or {}
+        self.initialisers = {t.name: t for t in model.graph.initializer}
+        self.arrays: dict[str, np.ndarray] = {}
+        self.out = NormalForm(onnx.ModelProto())
+        self.nodes: list[onnx.NodeProto] = []
+        self.codes: dict[str, Numbers] = {}  #: tensor of integers -> how it is stored
+        self.dynamic: set[str] = set()  #: results of DynamicQuantizeLinear
+        self.floats: dict[str, str] = {}  #: tensor of integers -> the same numbers as floats
+        self.users: dict[str, list[onnx.NodeProto]] = {}
+        self.makers: dict[str, onnx.NodeProto] = {}
+        self.done: set[int] = set()  #: nodes that were read with an earlier one
+        self.taken = {*self.initialisers, *(v.name for v in model.graph.input)}
+        for n in model.graph.node:
+            self.makers |= dict.fromkeys(n.output, n)
+            self.taken |= {*n.output}
+            for i in dict.fromkeys(n.input):
+                self.users.setdefault(i, []).append(n)
+            if n.op_type == "Constant" and n.attribute and n.attribute[0].HasField("t"):
+                self.initialisers[n.output[0]] = n.attribute[0].t
+        self.ins = {v.name for v in model.graph.input} - {*self.initialisers}
+
+    def run(self) -> NormalForm:
+        """Return the normal form.
+
+        Raises:
+            CaptureError: A scale or zero point is malformed, or an operator of integers is not known.
+        """
+        for n in self.source.graph.node:
+            if id(n) not in self.done:
+                self.node(n)
+        graph = self.source.graph
+        for v in graph.output:
+            if v.name in self.codes:
+                self.out.taken[v.name] = self.codes[v.name]
+        model = self.out.model
+        model.CopyFrom(onnx.ModelProto(ir_version=self.source.ir_version, opset_import=self.source.opset_import))
+        model.graph.name = graph.name
+        for v in graph.input:
+            if v.name in self.ins:
+                made = model.graph.input.add()
+                made.CopyFrom(v)
+                if v.name in self.out.given:
+                    made.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
+        for v in graph.output:
+            model.graph.output.add().CopyFrom(onnx.ValueInfoProto(name=v.name))
+        model.graph.node.extend(live := live_nodes(self.nodes, [v.name for v in graph.output]))
+        read = {i for n in live for i in reads_of(n)}
+        model.graph.initializer.extend(t for k, t in self.initialisers.items() if k in read and k not in self.makers)
+        model.graph.initializer.extend(onnx.TensorProto(name=k, data_type=1, dims=[0]) for k in self.out.constants)
+        return self.out
+
+    def node(self, n: onnx.NodeProto) -> None:
+        reader = _READERS.get(n.op_type)
+        if reader is not None:
+            reader(self, n)
+        elif n.op_type in FOREIGN:
+            self._foreign(n)
+        elif is_quantized(n.op_type, n.domain):
+            raise self.unread(n)
+        elif any(i in self.codes for i in n.input):
+            self._moved(n)
+        else:
+            self.nodes.append(n)
+
+    # ---- constants, scales and zero points
+
+    def array(self, name: str) -> np.ndarray | None:
+        """Return the numbers of a constant; None for a tensor that is computed."""
+        if name not in self.arrays and name in self.initialisers:
+            array = numpy_helper.to_array(self.initialisers[name])
+            self.arrays[name] = array if array.dtype.kind in "biuf" else array.astype(np.int64)
+        return self.arrays.get(name)
+
+    def kind(self, name: str) -> str:
+        """Return the type of a constant."""
+        return onnx.TensorProto.DataType.Name(self.initialisers[name].data_type).lower()
+
+    def numbers(self, n: onnx.NodeProto, tensor: str, scale: str, zero: str, kind: str = "", rank: int = 0) -> Numbers:
+        """Return scale and zero point of an operand or result.
+
+        Args:
+            kind: type of the integers, if they are known.
+            rank: of the tensor, if it is known, for axes that count from behind.
+
+        Raises:
+            CaptureError: They are malformed, or computed.
+        """
+        s, z = self.array(scale), self.array(zero) if zero else None
+        if s is None or (zero and z is None):
+            raise self.fault(n, f"The scale or zero point of '{tensor}' is computed", "", "constants")
+        if s.dtype.kind != "f" or not np.isfinite(s).all() or not (s > 0).all():
+            raise self.fault(n, f"Scale of '{tensor}' must be positive", f"{s.reshape(-1)[:4].tolist()}", "floats > 0")
+        own = self.kind(zero) if zero else ""
+        kind = kind or own or "uint8"
+        if kind not in ENDS or (own and own != kind):
+            got = own if kind in ENDS else kind
+            raise self.fault(n, f"Zero point of '{tensor}' has another type than its integers", got, kind)
+        if z is not None and z.size not in (1, s.size):
+            got = f"zero point {list(z.shape)}, scale {list(s.shape)}"
+            raise self.fault(n, f"Scale and zero point of '{tensor}' have other shapes", got, "equal shapes")
+        one = s.size == 1
+        if n.op_type not in ("QuantizeLinear", "DequantizeLinear"):  # one for each channel, along the axis of channels
+            s = s.reshape(-1)
+        s = s.astype(np.float32).reshape(() if one else s.shape)
+        z = np.zeros(s.shape, np.int64) if z is None else np.broadcast_to(z.astype(np.int64).reshape(-1), s.size)
+        axis = next((a.i for a in n.attribute if a.name == "axis"), 1)
+        block = next((a.i for a in n.attribute if a.name == "block_size"), 0)
+        if rank and not one and not -rank <= axis < rank:
+            raise self.fault(n, f"Axis of '{tensor}' does not exist", str(axis), f"{-rank} to {rank - 1}")
+        return Numbers(kind, s, z.reshape(s.shape), axis % rank if rank else axis, 0 if one else block)
+
+    def constant(self, n: onnx.NodeProto, name: str, numbers: Numbers) -> str:
+        """Enter a constant of integers, and return the name of its floats."""
+        array = self.array(name)
+        assert array is not None
+        array, rows = array.astype(np.int64), numbers.scale.shape
+        if numbers.block:
+            want = [*array.shape]
+            want[numbers.axis] = -(-want[numbers.axis] // numbers.block)
+        else:
+            want = [array.shape[numbers.axis]] if rows and numbers.axis < array.ndim else []
+        if [*rows] != want and rows:
+            raise self.fault(n, f"Scale of '{name}' has another shape than its channels", str([*rows]), str(want))
+        return self.enter(Codes(name, array, numbers))
+
+    def enter(self, codes: Codes) -> str:
+        key = next((k for k, c in self.out.constants.items() if c.name == codes.name and _same(c, codes)), "")
+        if not key:
+            key = self.fresh(plain(codes.name))
+            self.out.constants[key] = codes
+        return key
+
+    def fresh(self, wanted: str) -> str:
+        name, count = wanted, 1
+        while name in self.taken:
+            count += 1
+            name = f"{wanted}_{count}"
+        self.taken.add(name)
+        return name
+
+    def fault(self, n: onnx.NodeProto, what: str, got: str, allowed: str) -> CaptureError:
+        place = f"{n.op_type} '{n.name or n.output[0]}'"
+        return CaptureError(what, where=f"{self.where}, {place}" if self.where else place, got=got, allowed=allowed)
+
+    def unread(self, n: onnx.NodeProto, why: str = "") -> CaptureError:
+        what = f"The operator {n.op_type} has no reader" + (f": {why}" if why else "")
+        place = f"{self.where}, '{n.name or n.output[0]}'" if self.where else n.name
+        return CaptureError(what, where=place, hint="start from the float model that it was made from")
+
+    # ---- pieces of the normal form
+
+    def dequantized(self, n: onnx.NodeProto, tensor: str, scale: str, zero: str) -> str:
+        """Return the name of an operand's floats."""
+        if tensor in self.initialisers:
+            array = self.array(tensor)
+            rank = 0 if array is None else array.ndim
+            numbers = self.numbers(n, tensor, scale, zero, self.kind(tensor), rank)
+            if (
+                numbers.scale.size > 1 and n.op_type != "DequantizeLinear"
+            ):  # of a weight: output channels of a convolution, else columns
+                numbers = Numbers(numbers.kind, numbers.scale, numbers.zero, _weight_axis(n, rank))
+            return self.constant(n, tensor, numbers)
+        if tensor in self.dynamic:
+            return tensor
+        self.read(n, tensor, scale, zero)
+        return self.float_of(tensor)
+
+    def read(self, n: onnx.NodeProto, tensor: str, scale: str, zero: str) -> None:
+        """Check that integers are read with the scale that they were made with."""
+        own = self.codes.get(tensor)
+        numbers = self.numbers(n, tensor, scale, zero, own.kind if own is not None else "")
+        if own is None:
+            if tensor not in self.ins:
+                raise self.unread(
+                    n, f"'{tensor}' is made by {self.makers[tensor].op_type}" if tensor in self.makers else ""
+                )
+            self.codes[tensor] = self.out.given[tensor] = numbers
+        elif not (np.array_equal(own.scale, numbers.scale) and np.array_equal(own.zero, numbers.zero)):
+            got = f"{numbers.scale.reshape(-1)[:2].tolist()}, made with {own.scale.reshape(-1)[:2].tolist()}"
+            raise self.fault(n, f"'{tensor}' is read with another scale than it was made with", got, "equal scales")
+
+    def float_of(self, tensor: str) -> str:
+        """Return the name of the floats that a tensor of integers stands for."""
+        if tensor not in self.floats:
+            self.floats[tensor] = self.fresh(f"{tensor}/float")
+            self.nodes.append(helper.make_node("DequantizeLinear", [tensor], [self.floats[tensor]]))
+        return self.floats[tensor]
+
+    def quantized(self, x: str, result: str, numbers: Numbers) -> None:
+        """Add a quantizer, which makes the integers `result`."""
+        self.nodes.append(helper.make_node("QuantizeLinear", [x], [result], name=result))
+        self.codes[result] = self.out.made[result] = numbers
+
+    def compute(
+        self, n: onnx.NodeProto, kind: str, inputs: Sequence[str], result: str, runs: str = "int", **attrs: Any
+    ) -> None:
+        """Add the float operator of a node, with those of the node's attributes that it has."""
+        made = helper.make_node(kind, inputs, [result], name=n.name, **attrs)
+        schema = onnx.defs.get_schema(kind, self.opset)
+        made.attribute.extend(a for a in n.attribute if a.name in schema.attributes and a.name not in attrs)
+        self.nodes.append(made)
+        self.out.runs[result] = runs
+
+    @property
+    def opset(self) -> int:
+        return max((o.version for o in self.source.opset_import if o.domain in ("", "ai.onnx")), default=13)
+
+    def result(self, n: onnx.NodeProto, k: int = 0) -> str:
+        """Return an unused name of the floats behind a result of integers."""
+        wanted = self.names.get(n.name, "") if not k else ""
+        return self.fresh(wanted or plain(n.output[k]))
+
+    # ---- nodes
+
+    def _moved(self, n: onnx.NodeProto) -> None:
+        """Read an operator that passes integers on, as one of floats."""
+        if n.op_type == "Clip":
+            return self._clip(n)
+        if n.op_type not in _MOVES:
+            raise self.unread(n, "it computes with integers")
+        data = [i for i in n.input if i in self.codes]
+        first = self.codes[data[0]]
+        if any(self.codes[i].scale.size > 1 or not _alike(self.codes[i], first) for i in data):
+            raise self.unread(n, "its operands have other scales")
+        inputs = [self.float_of(i) if i in self.codes else i for i in n.input]
+        if n.op_type == "Pad" and len(inputs) > 2 and inputs[2]:  # by an integer
+            value = self.array(inputs[2])
+            if value is None:
+                raise self.unread(n, "its padding is computed")
+            inputs[2] = self.enter(Codes(inputs[2], value.astype(np.int64), first))
+        none = _MOVES[n.op_type]
+        outs = [o if k in none or not o else self.result(n, k) for k, o in enumerate(n.output)]
+        made = onnx.NodeProto()
+        made.CopyFrom(n)
+        made.input[:], made.output[:] = inputs, outs
+        self.nodes.append(made)
+        for o, x in zip(n.output, outs, strict=True):
+            if x != o:
+                self.out.runs[x] = "follow"
+                self.quantized(x, o, first)
+
+    def _clip(self, n: onnx.NodeProto) -> None:
+        """Read a Clip of integers behind their quantizer, which makes the grid narrower."""
+        x, own = n.input[0], self.codes[n.input[0]]
+        ends = [self.array(i) for i in n.input[1:3]]
+        if x not in self.out.made or len(self.users.get(x, ())) > 1 or len(ends) < 2 or any(e is None for e in ends):
+            raise self.unread(n, "it computes with integers")
+        low, high = (int(e) for e in ends)  # type: ignore[arg-type]  # none is None
+        maker = next(m for m in self.nodes if m.output[0] == x)
+        maker.output[0] = n.output[0]
+        del self.out.made[x], self.codes[x]
+        numbers = Numbers(own.kind, own.scale, own.zero, own.axis, own.block, (low, high))
+        self.codes[n.output[0]] = self.out.made[n.output[0]] = numbers
+
+    def _foreign(self, n: onnx.NodeProto) -> None:
+        """Read the quantizer of a training tool as what it rounds."""
+        self.nodes.append(helper.make_node("Identity", [n.input[0]], [n.output[0]], name=n.name))
+
+
+def _alike(a: Numbers, b: Numbers) -> bool:
+    return a.kind == b.kind and np.array_equal(a.scale, b.scale) and np.array_equal(a.zero, b.zero)
+
+
+def _same(a: Codes, b: Codes) -> bool:
+    return _alike(a.numbers, b.numbers) and a.integers.shape == b.integers.shape
+
+
+def _weight_axis(n: onnx.NodeProto, rank: int) -> int:
+    """Return the axis of a weight's channels in an operator of integers."""
+    turned = any(a.name == "transB" and a.i for a in n.attribute)
+    return 0 if "Conv" in n.op_type or turned else rank - 1
+
+
+def _operand(n: onnx.NodeProto, k: int) -> str:
+    return n.input[k] if k < len(n.input) else ""
+
+
+# ---------------------------------------------------------------- readers
+
+
+def _quantize(e: Expansion, n: onnx.NodeProto) -> None:
+    x, y = n.input[0], n.output[0]
+    declared = next((a.i for a in n.attribute if a.name == "output_dtype"), 0)
+    kind = onnx.TensorProto.DataType.Name(declared).lower() if declared else ""
+    numbers = e.numbers(n, x, n.input[1], _operand(n, 2), kind)
+    array = e.array(x)
+    if array is None:
+        return e.quantized(x, y, numbers)
+    numbers = Numbers(numbers.kind, numbers.scale, numbers.zero, numbers.axis % max(array.ndim, 1), numbers.block)
+    low, high = ENDS[numbers.kind]
+    scale, zero = (numbers.spread(p, array.shape) for p in (numbers.scale, numbers.zero))
+    q = np.clip(np.rint(array / scale) + zero, low, high).astype(np.int64)
+    e.arrays[y], e.initialisers[y] = q, helper.make_tensor(y, getattr(onnx.TensorProto, numbers.kind.upper()), [0], [])
+
+
+def _dequantize(e: Expansion, n: onnx.NodeProto) -> None:
+    x, y = n.input[0], n.output[0]
+    found = e.dequantized(n, x, n.input[1], _operand(n, 2))
+    if x in e.initialisers:
+        e.out.constants[y] = e.out.constants[found]
+    else:
+        e.nodes.append(helper.make_node("DequantizeLinear", [x], [y], name=n.name))
+
+
+def _dynamic_quantize(e: Expansion, n: onnx.NodeProto) -> None:
+    e.nodes.append(helper.make_node("DynamicQuantizeLinear", [n.input[0]], [n.output[0]], name=n.name))
+    e.dynamic.add(n.output[0])
+
+
+def _bias(e: Expansion, n: onnx.NodeProto, name: str, *scales: str) -> str:
+    """Return the floats of a bias, whose integers are in steps of the accumulator."""
+    if not name:
+        return ""
+    a, b = (e.array(s) for s in scales)
+    array = e.array(name)
+    if a is None or b is None or array is None:
+        raise e.unread(n, "its bias is computed")
+    scale = np.asarray(a.reshape(-1) * b.reshape(-1), np.float32)
+    one = scale.size == 1
+    numbers = Numbers("int32", scale.reshape(()) if one else scale, np.zeros(() if one else scale.shape, np.int64))
+    return e.enter(Codes(name, array.astype(np.int64), numbers))
+
+
+def _product(e: Expansion, n: onnx.NodeProto) -> None:
+    """QLinearConv, QLinearMatMul, QGemm: x, w, each with scale and zero point, perhaps a bias, the result's numbers."""
+    x, w = (e.dequantized(n, *(_operand(n, k + j) for j in range(3))) for k in (0, 3))
+    gemm = n.op_type == "QGemm"
+    at_scale, at_bias = (7, 6) if gemm else (6, 8)
+    bias = _bias(e, n, _operand(n, at_bias), n.input[1], n.input[4])
+    kind = {"QGemm": "Gemm", "QLinearConv": "Conv"}.get(n.op_type, "MatMul")
+    inputs = [x, w, *([bias] if bias else [])]
+    scale = _operand(n, at_scale)
+    y = e.result(n) if scale else n.output[0]
+    e.compute(n, kind, inputs, y)
+    if scale:
+        e.quantized(y, n.output[0], e.numbers(n, n.output[0], scale, _operand(n, at_scale + 1)))
+
+
+def _element_wise(e: Expansion, n: onnx.NodeProto) -> None:
+    """QLinearAdd, QLinearMul: a, b, each with scale and zero point, the result's numbers."""
+    a, b = (e.dequantized(n, *(_operand(n, k + j) for j in range(3))) for k in (0, 3))
+    y = e.result(n)
+    e.compute(n, n.op_type.removeprefix("QLinear"), [a, b], y)
+    e.quantized(y, n.output[0], e.numbers(n, n.output[0], n.input[6], _operand(n, 7)))
+
+
+def _unary(e: Expansion, n: onnx.NodeProto) -> None:
+    """QLinearSigmoid, QLinearAveragePool, ...: x with scale and zero point, the result's numbers."""
+    if any(a.name == "channels_last" and a.i for a in n.attribute):
+        raise e.unread(n, "its images lie channels last")
+    x, y = e.dequantized(n, n.input[0], n.input[1], _operand(n, 2)), e.result(n)
+    more: dict[str, Any] = {}
+    inputs, kind = [x], n.op_type.removeprefix("QLinear")
+    if kind.startswith("Reduce") and e.opset >= 18:
+        axes = next((a.ints for a in n.attribute if a.name == "axes"), ())
+        inputs.append(e.fresh(f"{n.output[0]}_axes"))
+        e.initialisers[inputs[1]] = numpy_helper.from_array(np.array(axes, np.int64), inputs[1])
+    e.compute(n, kind, inputs, y, **more)
+    e.quantized(y, n.output[0], e.numbers(n, n.output[0], n.input[3], _operand(n, 4)))
+
+
+def _concat(e: Expansion, n: onnx.NodeProto) -> None:
+    """QLinearConcat: the result's numbers, then each operand with scale and zero point."""
+    inputs = [e.dequantized(n, *n.input[k : k + 3]) for k in range(2, len(n.input), 3)]
+    y = e.result(n)
+    e.compute(n, "Concat", inputs, y)
+    e.quantized(y, n.output[0], e.numbers(n, n.output[0], n.input[0], n.input[1]))
+
+
+def _where(e: Expansion, n: onnx.NodeProto) -> None:
+    """QLinearWhere: a condition, two operands with scale and zero point, the result's numbers."""
+    a, b = (e.dequantized(n, *n.input[k : k + 3]) for k in (1, 4))
+    y = e.result(n)
+    e.compute(n, "Where", [n.input[0], a, b], y)
+    e.quantized(y, n.output[0], e.numbers(n, n.output[0], n.input[7], _operand(n, 8)))
+
+
+def _integer_product(e: Expansion, n: onnx.NodeProto) -> None:
+    """ConvInteger, MatMulInteger: behind it a Cast to floats and a Mul by the product of both scales."""
+    cast = next((m for m in e.users.get(n.output[0], ()) if m.op_type == "Cast"), None)
+    mul = next((m for m in e.users.get(cast.output[0], ()) if m.op_type == "Mul"), None) if cast is not None else None
+    if cast is None or mul is None or len(e.users[n.output[0]]) > 1 or len(e.users[cast.output[0]]) > 1:
+        raise e.unread(n, "its sums are not scaled by a Cast and a Mul")
+    factor = next(i for i in mul.input if i != cast.output[0])
+    scales = [*e.makers[factor].input] if factor in e.makers and e.makers[factor].op_type == "Mul" else [factor]
+    weight = next((s for s in scales if e.array(s) is not None), "")
+    if not weight or n.input[1] not in e.initialisers:
+        raise e.unread(n, "its weight is computed")
+    x, zero = n.input[0], _operand(n, 2)
+    if x in e.dynamic:
+        a = x
+    else:
+        other = next((s for s in scales if s != weight), "")
+        if not other:
+            raise e.unread(n, "the scale of its data is not known")
+        a = e.dequantized(n, x, other, zero)
+    w = e.dequantized(n, n.input[1], weight, _operand(n, 3))
+    e.compute(n, n.op_type.removesuffix("Integer"), [a, w], mul.output[0])
+    e.done |= {id(cast), id(mul)}
+
+
+def _to_float(e: Expansion, n: onnx.NodeProto) -> None:
+    """MatMulIntegerToFloat: a, b, their scales, their zero points, a float bias."""
+    x, w, xs, ws, xz, wz, bias = (_operand(n, k) for k in range(7))
+    a = x if x in e.dynamic else e.dequantized(n, x, xs, xz)
+    _with_bias(e, n, [a, e.dequantized(n, w, ws, wz)], bias)
+
+
+def _dynamic_product(e: Expansion, n: onnx.NodeProto) -> None:
+    """DynamicQuantizeMatMul: floats, b with scale and zero point, a float bias."""
+    x, w, ws, wz, bias = (_operand(n, k) for k in range(5))
+    q = e.fresh(f"{n.output[0]}/dynamic")
+    e.nodes.append(helper.make_node("DynamicQuantizeLinear", [x], [q], name=q))
+    e.dynamic.add(q)
+    _with_bias(e, n, [q, e.dequantized(n, w, ws, wz)], bias)
+
+
+def _with_bias(e: Expansion, n: onnx.NodeProto, inputs: Sequence[str], bias: str) -> None:
+    y = e.fresh(f"{n.output[0]}/product") if bias else n.output[0]
+    e.compute(n, "MatMul", inputs, y)
+    if bias:
+        e.nodes.append(helper.make_node("Add", [y, bias], [n.output[0]], name=f"{n.name}/bias"))
+
+
+_READERS: dict[str, Callable[[Expansion, onnx.NodeProto], None]] = {
+    "QuantizeLinear": _quantize,
+    "DequantizeLinear": _dequantize,
+    "DynamicQuantizeLinear": _dynamic_quantize,
+    **dict.fromkeys(("QLinearConv", "QLinearMatMul", "QGemm"), _product),
+    **dict.fromkeys(("QLinearAdd", "QLinearMul"), _element_wise),
+    "QLinearConcat": _concat,
+    "QLinearWhere": _where,
+    **{
+        f"QLinear{kind}": _unary
+        for kind in ("AveragePool", "GlobalAveragePool", "LeakyRelu", "Sigmoid", "Softmax", "ReduceMean")
+    },
+    **dict.fromkeys(("ConvInteger", "MatMulInteger"), _integer_product),
+    "MatMulIntegerToFloat": _to_float,
+    "DynamicQuantizeMatMul": _dynamic_product,
+}

@@ -1,0 +1,336 @@
+"""Read a quantized ONNX file into a Graph and the Plan that its scales and zero points amount to.
+
+ONNX Runtime decides when it loads a file what it computes in integers: it replaces float operators between quantizers
+by integer ones. So the file is read as ONNX Runtime has optimised it, and runs in that form, where every tensor of
+integers can be returned without a change of what is computed.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import torch
+
+from chipfit.engine.trees import dump_call, dump_result
+from chipfit.errors import CaptureError, first_line
+from chipfit.frameworks.onnx.integers import Codes, Expansion, NormalForm, Numbers
+from chipfit.frameworks.onnx.model import OnnxModel
+from chipfit.frameworks.onnx.translate import Translator
+from chipfit.frameworks.quantized import QuantizedFile, stored_as, tie_moved
+from chipfit.graph.builder import Origin
+from chipfit.graph.check import check
+from chipfit.graph.edit import drop_dead
+from chipfit.graph.ir import DYNAMIC, Graph, Node
+from chipfit.operators.table import OPS
+from chipfit.plan.record import NodePlan, Plan, Role, TensorPlan
+
+#: attributes of what DynamicQuantizeLinear does
+_DYNAMIC = {"qmin": 0, "qmax": 255, "affine": True, "per": "tensor", "block": 1}
+#: sizes tried for those that a file leaves open, in two runs
+_SIZES = (((2, 3), (64, 96)), ((2, 3), (32, 48)), ((1, 2), (7, 11)), ((1, 1), (16, 16)))
+
+
+def activation_types(model: OnnxModel) -> set[str]:
+    """Return nothing: ONNX Runtime's arithmetic is one for all types of integers."""
+    return set()
+
+
+def read_quantized(model: OnnxModel, platform: str) -> QuantizedFile:
+    """Read a quantized file with the integers that it holds.
+
+    Args:
+        platform: name of the platform whose arithmetic the file is for.
+
+    Raises:
+        CaptureError: Nothing in the file is quantized, its scales are malformed, ONNX Runtime refuses it, or an
+            operator has no reader.
+    """
+    source = model.proto()
+    given = Expansion(source, model.where).run()
+    if not (given.made or given.constants or given.given):
+        hint = "chipfit.quantize(file, data) quantizes a float file"
+        raise CaptureError("The file is not quantized", where=model.where, hint=hint)
+    optimised = _optimised(source, model.where)
+    names = {n.name: n.output[0] for n in source.graph.node if n.name and n.output}
+    form = Expansion(optimised, model.where, names).run()
+    known = {c.name for c in form.constants.values()}
+    #: weights that the runtime dequantized when it loaded the file
+    unfolded = {k: c for k, c in given.constants.items() if k not in form.constants and c.name not in known}
+    reading = _read(form, unfolded, model)
+    graph, plan = reading.finish(platform)
+    return QuantizedFile(
+        graph, plan, _named(optimised, reading.tensor_names({o for n in optimised.graph.node for o in n.output}), form)
+    )
+
+
+def _optimised(source: onnx.ModelProto, where: str) -> onnx.ModelProto:
+    """Return a model as ONNX Runtime runs it, before the layout of images is changed.
+
+    Raises:
+        CaptureError: ONNX Runtime is missing, or refuses the model.
+    """
+    try:
+        import onnxruntime as ort
+    except ImportError as e:
+        raise CaptureError("Quantized ONNX files are read by ONNX Runtime", hint="pip install onnxruntime") from e
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "optimised.onnx"
+        options.optimized_model_filepath = str(file)
+        try:
+            ort.InferenceSession(source.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        except Exception as e:  # its exceptions derive from nothing else
+            raise CaptureError(f"ONNX Runtime refuses the model: {first_line(e)}", where=where) from e
+        return onnx.load(str(file))
+
+
+def _read(form: NormalForm, unfolded: dict[str, Codes], model: OnnxModel) -> _Codes:
+    """Translate the normal form, with sizes of our own where the file leaves them open.
+
+    Raises:
+        CaptureError: A node cannot be read.
+    """
+    read = OnnxModel.of_proto(form.model, model.where)
+    first: CaptureError | None = None
+    for batch, others in _SIZES:
+        variants = [_shapes(read, b, o) for b, o in zip(batch, others, strict=True)]
+        reading = _Codes(read, 1 if variants[0] == variants[1] else 2, form, unfolded)
+        try:
+            reading.translate(variants[: reading.builder.count])
+        except CaptureError as e:
+            first = first or e
+            continue
+        return reading
+    assert first is not None
+    raise CaptureError(first.what, where=first.where or model.where, got=first.got, hint=first.hint) from first
+
+
+def _shapes(model: OnnxModel, batch: int, other: int) -> list[tuple[int, ...]]:
+    """Return shapes of the inputs; sizes of one name are equal."""
+    named: dict[str, int] = {}
+
+    def size(dim: Any, axis: int) -> int:
+        if isinstance(dim, int) and dim > 0:
+            return dim
+        name = str(getattr(dim, "value", None) or "")
+        chosen = batch if axis == 0 else other
+        return named.setdefault(name, chosen) if name else chosen
+
+    return [tuple(size(d, k) for k, d in enumerate(v.shape or ())) for v in model.inputs]
+
+
+class _Codes(Translator):
+    """The graph of a quantized file while it is read, and what is stored how."""
+
+    def __init__(self, model: OnnxModel, count: int, form: NormalForm, unfolded: dict[str, Codes]) -> None:
+        super().__init__(model, count)
+        self.form = form
+        self.stored: dict[str, TensorPlan] = {}
+        self.runs: dict[str, str] = {}  #: node -> how it runs
+        self.tensors: dict[str, str] = {}  #: value or weight -> the tensor of its integers in the file
+        self.quantizers: set[str] = set()  #: nodes that stand for a QuantizeLinear
+        self.codes: dict[str, Codes] = {}  #: name of the source of a weight -> its integers
+        sources: dict[int, str] = {}
+        for name, c in {**form.constants, **unfolded}.items():
+            if id(c) not in sources:
+                sources[id(c)] = name
+                self.codes[name] = c
+            numbers = [c.reals().astype(np.float32)]
+            self.builder.env[name] = self.builder.constants(numbers, sources[id(c)], trainable=True)
+
+    def initialiser(self, name: str, value: ir.Value) -> Any:
+        return self.builder.env[name] if name in self.builder.env else super().initialiser(name, value)
+
+    def translate(self, variants: Sequence[Sequence[tuple[int, ...]]]) -> None:
+        """Read all nodes.
+
+        Raises:
+            CaptureError: One cannot be read.
+        """
+        builder = self.builder
+        self.inputs(variants, [_dtype(v) for v in self.model.inputs])
+        for name, numbers in self.form.given.items():
+            self._keep(builder.env[name].name, numbers, name)
+        self.nodes(self.model.graph)
+        builder.graph.outputs = [self.output(v.name or "") for v in self.model.graph.outputs]
+
+    def node(self, node: ir.Node) -> list[Any]:
+        """Return the results of a node; quantizers become copies, which `finish` drops where nothing else is read."""
+        if node.op_type == "DequantizeLinear":
+            return [self.builder.env[node.inputs[0].name]]  # type: ignore[union-attr, index]  # it has one
+        if node.op_type in ("QuantizeLinear", "DynamicQuantizeLinear"):
+            return [self._quantizer(node)]
+        before = len(self.builder.graph.nodes)
+        found = super().node(node)
+        new = self.builder.graph.nodes[before:]
+        how = self.form.runs.get(node.outputs[0].name or "", "float")
+        self.runs |= dict.fromkeys((n.name for n in new), how)
+        if how != "float" and len(new) > 1:
+            self.parts = [*getattr(self, "parts", []), new]
+        return found
+
+    def _quantizer(self, node: ir.Node) -> Any:
+        """Append a quantizer: a copy with a grid, or a DynamicQuantize."""
+        x, out = self.builder.env[node.inputs[0].name], node.outputs[0].name or ""  # type: ignore[union-attr, index]
+        x = self.in_graph(x, node)
+        dynamic = node.op_type.startswith("Dynamic")
+        op, attrs = (DYNAMIC, dict(_DYNAMIC)) if dynamic else ("Identity", {})
+        wanted = f"{x.name}_dynamic" if dynamic else f"{x.name}_quantized"
+        (made,) = self.builder.emit(Origin(), wanted, op, [x.name], attrs, [(x.shape, "float32")])
+        if dynamic:
+            self.runs[made.name] = "int"
+        else:
+            self.quantizers.add(made.name)
+            self._keep(made.name, self.form.made[out], out)
+        return type(x)(x.metas, made.name)
+
+    def in_graph(self, x: Any, node: ir.Node) -> Any:
+        if x.name:
+            return x
+        if x.constant is None:
+            raise CaptureError(f"'{node.inputs[0].name}' depends on a size alone")  # type: ignore[union-attr]
+        return type(x)(x.metas, self.builder.weight(x, node.outputs[0].name or ""))
+
+    def _keep(self, value: str, numbers: Numbers, tensor: str) -> None:
+        stored = stored_as(numbers.kind, numbers.scale, numbers.zero, numbers.axis, numbers.ends)
+        self.stored[value] = TensorPlan(name=value, role="activation", stored=stored, origin="the file")
+        self.tensors[value] = tensor
+
+    # ---- the finished graph
+
+    def finish(self, platform: str) -> tuple[Graph, Plan]:
+        graph = self.builder.graph
+        self._merge_quantizers()
+        names, count = self.model.names(), len(graph.outputs)
+        graph.in_spec = dump_call(tuple(0 for _ in names), {}, names)
+        given = [v.name or str(k) for k, v in enumerate(self.model.graph.outputs)]
+        several: Any = 0 if count == 1 else dict.fromkeys(given, 0)
+        graph.out_spec = dump_result(several, [{"output": k} for k in range(count)])
+        drop_dead(graph)
+        read = {i for n in graph.nodes for i in n.inputs} | {*graph.outputs}
+        graph.weights = {k: w for k, w in graph.weights.items() if k in read}
+        graph.trainable &= {*graph.weights}
+        self._weights()
+        for new in getattr(self, "parts", ()):
+            tie_moved(graph, [n for n in new if n in graph.nodes], self.stored)
+        check(graph, blame="capture")
+        nodes = {n.name: self._node_plan(n) for n in graph.nodes}
+        live = {k: t for k, t in self.stored.items() if k in graph.values or k in graph.weights}
+        return graph, Plan(tensors=live, nodes=nodes, platform=platform)
+
+    def _merge_quantizers(self) -> None:
+        """Quantize the results of operators themselves where nothing else reads them before."""
+        graph = self.builder.graph
+        users, makers, renamed = graph.users(), graph.producers(), dict[str, str]()
+        for n in [n for n in graph.nodes if n.name in self.quantizers]:
+            x = renamed.get(n.data, n.data)
+            alone = len(users[n.data]) == 1 and n.data not in graph.outputs and x not in self.stored
+            if alone and x in graph.values and (x in graph.inputs or x in makers):
+                renamed[n.output] = x
+                self.stored[x] = self.stored.pop(n.output).with_(name=x)
+                self.tensors[x] = self.tensors.pop(n.output)
+        graph.nodes = [
+            n.with_(inputs=tuple(renamed.get(i or "", i) for i in n.inputs))
+            for n in graph.nodes
+            if n.output not in renamed
+        ]
+        graph.outputs = [renamed.get(o, o) for o in graph.outputs]
+        graph.values = {k: v for k, v in graph.values.items() if k not in renamed}
+
+    def _weights(self) -> None:
+        """Store the weights as the file has them, with the axis of channels that the graph has."""
+        graph = self.builder.graph
+        biases = {i for n in graph.nodes if n.op in OPS for s, i in graph.slots(n) if s.startswith("b")}
+        for (source, _), name in self.builder.made.items():
+            if source not in self.codes or name not in graph.weights:
+                continue
+            codes = self.codes[source]
+            role: Role = "bias" if name in biases else "weight"
+            found = _fitting(codes, graph.weights[name])
+            if found is None:
+                continue
+            graph.weights[name], stored = found
+            self.stored[name] = TensorPlan(name=name, role=role, stored=stored, origin="the file")
+            self.tensors[name] = codes.name
+
+    def _node_plan(self, n: Node) -> NodePlan:
+        """Return where an operator runs, as the runtime's optimised file has it."""
+        how: Any = self.runs.get(n.name, "float")
+        data = [i for i in n.inputs if i is not None and self.builder.graph.is_float(i)]
+        held = [i for i in data if i in self.stored]
+        if how == "int" and n.op != DYNAMIC and not held:
+            how = "float"
+        why = "" if how != "float" else "the runtime computes it in float" if held else "the file has floats here"
+        return NodePlan(name=n.name, op=n.op, layer=n.layer, exec=how, why=why)
+
+    def tensor_names(self, computed: Collection[str]) -> dict[str, str]:
+        """Return tensor of the file -> its new name: that of the value or weight that it holds, with an ending."""
+        graph = self.builder.graph
+        live = {**graph.values, **graph.weights}
+        names = {t: f"{v}_q" for v, t in self.tensors.items() if v in live}
+        inner = {n.data for n in graph.nodes if n.op == DYNAMIC and n.data not in graph.inputs}
+        for tensor, x in self.builder.env.items():
+            own = tensor in computed and tensor not in self.form.made
+            if x.name in inner and own and tensor not in names and x.name not in names.values():
+                names[tensor] = x.name
+        return names
+
+
+def _dtype(value: ir.Value) -> torch.dtype:
+    kind = value.dtype
+    return torch.float32 if kind is None or kind.is_floating_point() else getattr(torch, kind.name.lower())
+
+
+def _fitting(codes: Codes, weight: torch.Tensor) -> Any:
+    """Return a weight and how it is stored, in the order of axes in which its integers make these floats, or None."""
+    n, scale, zero = codes.numbers, codes.numbers.scale, codes.numbers.zero
+    wide = n.kind == "int32"
+    weight = torch.from_numpy(codes.reals()).reshape(weight.shape) if wide and codes.integers.ndim < 2 else weight
+    if scale.ndim < 2:
+        axes = [k for k in range(weight.dim()) if scale.ndim and weight.shape[k] == scale.size] if scale.ndim else [0]
+        forms = [(scale, zero, k) for k in sorted(axes, key=lambda k: k != n.axis)]
+    else:
+        forms = [(scale, zero, n.axis), (scale.T, zero.T, codes.integers.ndim - 1 - n.axis)]
+    for s, z, axis in forms:
+        if s.ndim > 1 and (weight.dim() != s.ndim or weight.shape[axis] % s.shape[axis]):
+            continue
+        stored = stored_as(n.kind, s, z, axis, n.ends)
+        if torch.equal(stored.dequantize(stored.quantize(weight)), weight.to(torch.float32)) or wide:
+            return weight, stored
+    return None
+
+
+def _named(model: onnx.ModelProto, names: dict[str, str], form: NormalForm) -> bytes:
+    """Return the optimised file with other names of tensors, and with notes."""
+    graph, ends = model.graph, {v.name for v in (*model.graph.input, *model.graph.output)}
+    taken = {*names.values()}
+    known = {o for n in graph.node for o in (*n.output, *n.input)} | {t.name for t in graph.initializer}
+    names |= {t: f"{t}/file" for t in known if t in taken and t not in names and t not in ends}
+    inner = {k: v for k, v in names.items() if k not in ends}
+    for n in graph.node:
+        for field in (n.input, n.output):
+            field[:] = [inner.get(i, i) for i in field]
+    for t in graph.initializer:
+        t.name = inner.get(t.name, t.name)
+    del graph.value_info[:]
+    for tensor in (t for t in names if t in ends):  # integers that the file is given, or returns
+        graph.node.append(onnx.helper.make_node("Identity", [tensor], [names[tensor]], name=names[tensor]))
+    io = {
+        side: {k: _note(n) for k, n in found.items()}
+        for side, found in (("inputs", form.given), ("outputs", form.taken))
+    }
+    onnx.helper.set_model_props(model, {"chipfit.optimised": "1", "chipfit.io": json.dumps(io)})
+    return bytes(model.SerializeToString())
+
+
+def _note(numbers: Numbers) -> dict[str, Any]:
+    return {"type": numbers.kind, "scale": float(numbers.scale), "zero_point": int(numbers.zero), "own": True}

@@ -1,0 +1,52 @@
+"""Parts that the readers of quantized files share."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from chipfit.graph.ir import Graph, Node
+from chipfit.operators.table import OPS
+from chipfit.plan.record import Plan, TensorPlan
+from chipfit.quantizers.grids import Grid, all_codes
+from chipfit.quantizers.stored import Stored
+
+
+@dataclass(frozen=True)
+class QuantizedFile:
+    """The network of a quantized file."""
+
+    graph: Graph  #: with channels first
+    plan: Plan  #: formats, scales and zero points of the file
+    content: bytes  #: a file that computes the same, whose tensors have the names of the graph
+
+
+def stored_as(
+    kind: str, scale: np.ndarray, zero: np.ndarray, axis: int | None, ends: tuple[int, int] | None = None
+) -> Stored:
+    """Return how a file stores a tensor.
+
+    Args:
+        kind: type of its integers, such as "int8".
+        scale, zero: [], [C] along `axis`, or one for each block along it.
+        ends: lowest and highest integer, if not those of the type.
+    """
+    bits, per = int(kind.lstrip("uint")), ("tensor", "channel", "block")[min(scale.ndim, 2)]
+    low, high = ends or all_codes(bits, not kind.startswith("u"))
+    grid = Grid(bits=bits, qmin=low, qmax=high, zero="any" if zero.any() else 0, per=per)  # type: ignore[arg-type]
+    scales, zeros = (torch.from_numpy(np.array(p, t)) for p, t in ((scale, np.float32), (zero, np.int32)))
+    return Stored(format=kind, grid=grid, scale=scales, zero_point=zeros, axis=axis if scale.ndim else None)
+
+
+def tie_moved(graph: Graph, new: list[Node], stored: dict[str, TensorPlan]) -> None:
+    """Store moved numbers between the nodes of one operator as their operand or result is stored."""
+
+    def tie(n: Node, a: str, b: str) -> None:
+        if OPS[n.op].moves and a in stored and b not in stored and b in graph.values:
+            stored[b] = stored[a].with_(name=b)
+
+    known = [n for n in new if n.op in OPS]
+    for n in reversed(known):  # behind a linear operator numbers are moved to the shape that the file has
+        tie(n, n.output, n.data)
+    for n in known:
+        tie(n, n.data, n.output)

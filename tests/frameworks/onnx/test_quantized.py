@@ -1,0 +1,225 @@
+"""Quantized ONNX files of other tools: their integers are simulated and compared, and what differs is named."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from torch import nn
+
+import chipfit
+from chipfit.errors import CaptureError
+from chipfit.frameworks import load
+from chipfit.frameworks.onnx.quantized import read_quantized
+from chipfit.platform.load import load as load_platform
+from chipfit.verify import verify
+from chipfit.verify.file import read_quantized as read_file
+
+ort = pytest.importorskip("onnxruntime")
+with pytest.MonkeyPatch.context() as quiet:
+    quiet.setattr(logging.Logger, "warning", lambda *a, **k: None)
+    from onnxruntime import quantization
+    from onnxruntime.quantization import QuantFormat, QuantType
+
+U8, S8, U16, S16 = QuantType.QUInt8, QuantType.QInt8, QuantType.QUInt16, QuantType.QInt16
+IMAGES = np.random.default_rng(0).normal(size=(12, 3, 16, 16)).astype("f4")
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.depth = nn.Conv2d(3, 8, 3, 1, 1), nn.Conv2d(8, 8, 3, 1, 1, groups=8)
+        self.left, self.right = nn.Conv2d(8, 16, 1), nn.Conv2d(8, 16, 1)
+        self.hidden, self.last = nn.Linear(256, 10), nn.Linear(10, 10)
+
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        y = self.left(nn.functional.relu6(self.depth(x)))
+        x = nn.functional.max_pool2d(y + self.right(x), 2)
+        x = torch.cat([x * torch.sigmoid(x), x], 1)[:, 8:24]
+        x = nn.functional.leaky_relu(nn.functional.avg_pool2d(x, 2), 0.1)
+        return torch.softmax(self.last(self.hidden(x.flatten(1))), -1)
+
+
+@pytest.fixture(scope="module")
+def float_file(tmp_path_factory):
+    torch.manual_seed(0)
+    file = tmp_path_factory.mktemp("onnx") / "float.onnx"
+    options = {"input_names": ["x"], "output_names": ["y"], "dynamic_axes": {"x": {0: "n"}, "y": {0: "n"}}}
+    with warnings.catch_warnings(action="ignore"):
+        torch.onnx.export(Branches().eval(), (torch.from_numpy(IMAGES[:1]),), str(file), dynamo=False, **options)
+    return file
+
+
+class Reader(quantization.CalibrationDataReader):
+    def __init__(self):
+        self.rows = iter([{"x": IMAGES[k : k + 4]} for k in range(0, 12, 4)])
+
+    def get_next(self):
+        return next(self.rows, None)
+
+
+STATIC = {
+    "int8": {},
+    "int8 per channel": {"per_channel": True},
+    "u8s8": {"activation_type": U8, "weight_type": S8, "per_channel": True, "reduce_range": True},
+    "u8u8": {"activation_type": U8, "weight_type": U8},
+    "a16": {"activation_type": U16, "weight_type": S8},
+    "s16": {"activation_type": S16, "weight_type": S8},
+    "QOperator": {"quant_format": QuantFormat.QOperator},
+    "QOperator u8u8": {"quant_format": QuantFormat.QOperator, "activation_type": U8, "weight_type": U8},
+}
+DYNAMIC = {"int8": {}, "per channel": {"per_channel": True}, "u8": {"weight_type": U8}}
+
+
+@pytest.fixture(scope="module")
+def quantized(float_file):
+    """Return a function: "static" or "dynamic", name of settings -> file of ONNX Runtime's quantizer."""
+
+    def make(way, name):
+        file = float_file.parent / f"{way}_{name}.onnx".replace(" ", "_")
+        if not file.exists() and way == "static":
+            quantization.quantize_static(str(float_file), str(file), Reader(), **STATIC[name])
+        elif not file.exists():
+            quantization.quantize_dynamic(str(float_file), str(file), **{"reduce_range": True, **DYNAMIC[name]})
+        return file
+
+    return make
+
+
+@pytest.mark.parametrize("name", [n for n in STATIC if "16" not in n])
+def test_a_file_of_onnx_runtimes_static_quantizer_computes_the_simulated_integers(quantized, name):
+    found = chipfit.verify_file(quantized("static", name), [torch.from_numpy(IMAGES[:6])])
+    assert found.exact and found.differing == 0 and found.integers > 100_000
+    assert found.exact_share > (0.6 if name.startswith("int8") else 0.999)
+    assert all(not h.fault for h in found.held) and len(found.held) == 29
+
+
+@pytest.mark.parametrize("name", [n for n in STATIC if "16" in n])
+def test_integers_of_16_bits_run_in_float_between_their_quantizers(quantized, name):
+    found = chipfit.verify_file(quantized("static", name), [torch.from_numpy(IMAGES[:6])])
+    assert found.sound and "Conv2D" in found.float_ops
+    assert sum(r.op_differing for r in found.rows) < 1e-4 * found.integers
+
+
+@pytest.mark.parametrize("name", DYNAMIC)
+def test_a_file_of_onnx_runtimes_dynamic_quantizer_computes_the_simulated_numbers(quantized, name):
+    found = chipfit.verify_file(quantized("dynamic", name), [torch.from_numpy(IMAGES[:6])])
+    assert found.exact and sum(o.inner for o in found.outputs) == 4 and len(found.held) == 6
+
+
+def test_what_the_file_holds_is_shown(quantized):
+    found, platform = read_file(quantized("static", "u8s8"))
+    assert platform.name == "ort_cpu"
+    runs = {p.op: p.exec for p in found.plan.nodes.values()}
+    assert runs["Conv2D"] == runs["Add"] == runs["Linear"] == "int" and runs["MaxPool"] == "follow"
+    text = str(found.plan)
+    assert "uint8" in text and "int8" in text and "first.weight" in text and "the file" in text
+    found, _ = read_file(quantized("static", "a16"))
+    assert found.plan.nodes["/Add_output_0"].why == "the runtime computes it in float"
+
+
+@pytest.mark.parametrize("what", ["weight", "bias", "scale"])
+def test_another_network_than_the_file_has_departs_and_is_named(quantized, tmp_path, what):
+    """A negative control: the simulation gets one number that the file has not."""
+    found = read_quantized(load(str(quantized("static", "u8s8"))), "ort_cpu")
+    (tmp_path / "named.onnx").write_bytes(found.content)
+    name = next(k for k, t in found.plan.tensors.items() if t.role == (what if what != "scale" else "activation"))
+    if what == "scale":
+        stored = found.plan.tensors[name].stored
+        found.plan.tensors[name] = found.plan.tensors[name].with_(scale=stored.scale * 1.01)
+    else:
+        first = (0,) * found.graph.weights[name].dim()
+        weights = found.graph.weights[name] = found.graph.weights[name].clone()
+        weights[first] += 40 * float(found.plan.tensors[name].scale.max())
+    data = [torch.from_numpy(IMAGES[:4])]
+    check = verify(found.graph, found.plan, load_platform("ort_cpu"), data, path=tmp_path / "named.onnx")
+    assert check.verdict == "departs" and any(name in d for d in check.departures)
+
+
+@pytest.mark.parametrize("platform", ["ort_cpu", "ort_dynamic"])
+def test_a_file_of_our_own_is_verified_without_its_result(float_file, tmp_path, platform):
+    data = [torch.from_numpy(IMAGES[:6])]
+    file = chipfit.quantize(str(float_file), data, platform=platform, progress=False).export(tmp_path / "m.onnx")
+    assert chipfit.verify_file(file, data).exact
+
+
+@pytest.mark.parametrize("way, name", [("static", "int8"), ("static", "QOperator u8u8"), ("dynamic", "per channel")])
+def test_a_quantized_file_is_quantized_again_on_request_only(float_file, quantized, way, name):
+    data, file = [torch.from_numpy(IMAGES[:8])], quantized(way, name)
+    with pytest.raises(CaptureError, match=r"quantized already.*Linear.*--requantize"):
+        chipfit.quantize(str(file), data, progress=False)
+    model = chipfit.load_model(file, requantize=True)
+    result = chipfit.quantize(model, data, platform="ort_cpu", progress=False)
+    assert result.verify(data).exact
+    want = torch.from_numpy(ort.InferenceSession(str(float_file)).run(None, {"x": IMAGES[:8]})[0])
+    assert (result.model(data[0]) - want).abs().max() < 0.03
+    names = {n for n, _ in result.model.named_parameters()}
+    assert {"first.weight", "left.bias", "hidden.weight"} <= names
+
+
+def test_a_file_without_integers_is_refused(float_file):
+    with pytest.raises(CaptureError, match=r"The file is not quantized.*chipfit\.quantize"):
+        chipfit.verify_file(float_file, [torch.from_numpy(IMAGES)])
+
+
+def faulty(scale=(0.1,), zero=(3,), weight_zero=TensorProto.INT8, axis=1, weight_scale=0.2):
+    """Return a model: quantizers around a product with a quantized weight."""
+    numbers = [
+        numpy_helper.from_array(np.array(scale if len(scale) > 1 else scale[0], "f4"), "s"),
+        helper.make_tensor("z", TensorProto.UINT8, [len(zero)] if len(zero) > 1 else [], zero),
+        helper.make_tensor("w_z", weight_zero, np.shape(weight_scale), [0] * np.size(weight_scale)),
+        numpy_helper.from_array(np.arange(12, dtype="i1").reshape(4, 3), "w_q"),
+        numpy_helper.from_array(np.array(weight_scale, "f4"), "w_s"),
+    ]
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["x_q"], axis=axis),
+        helper.make_node("DequantizeLinear", ["x_q", "s", "z"], ["x_f"], axis=axis),
+        helper.make_node("DequantizeLinear", ["w_q", "w_s", "w_z"], ["w"], axis=axis),
+        helper.make_node("MatMul", ["x_f", "w"], ["y"]),
+    ]
+    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["n", d]) for n, d in (("x", 4), ("y", 3))]
+    graph = helper.make_graph(nodes, "faulty", ends[:1], ends[1:], numbers)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+FAULTS = [
+    ({"scale": (0.0,)}, r"Scale of 'x' must be positive.*0\.0"),
+    ({"scale": (float("nan"),)}, r"Scale of 'x' must be positive.*nan"),
+    ({"weight_scale": [0.1, 0.2]}, r"Scale of 'w_q' has another shape.*\[2\].*\[3\]"),
+    ({"weight_scale": [0.1, 0.2, 0.3], "axis": 5}, r"Axis of 'w_q' does not exist.*5.*-2 to 1"),
+    ({"scale": (0.1, 0.2, 0.3, 0.4), "zero": (1, 2)}, r"Scale and zero point of 'x' have other shapes"),
+    ({"weight_zero": TensorProto.UINT8}, r"Zero point of 'w_q' has another type.*uint8.*int8"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), FAULTS, ids=[str(c) for c, _ in FAULTS])
+def test_malformed_scales_are_named(tmp_path, change, words):
+    file, data = tmp_path / "faulty.onnx", [torch.randn(4, 4)]
+    onnx.save(faulty(**change), file)
+    with pytest.raises(CaptureError, match=words):
+        chipfit.verify_file(file, data)
+    again = chipfit.load_model(file, requantize=True)
+    with pytest.raises(CaptureError, match=words):
+        chipfit.quantize(again, data, progress=False)
+
+
+@pytest.mark.parametrize("name", ["u8s8", "QOperator"])
+def test_a_damaged_file_is_read_or_refused_by_a_typed_error(quantized, tmp_path, name):
+    """Bytes changed or left out at random places, outside the weights for the most part."""
+    whole, draw, file = quantized("static", name).read_bytes(), np.random.default_rng(0), tmp_path / "damaged.onnx"
+    for k in range(60):
+        damaged = bytearray(whole)
+        at = int(draw.integers(len(whole)))
+        damaged[at : at + (k % 2) * int(draw.integers(1, 20))] = bytes([int(draw.integers(256))])
+        file.write_bytes(damaged)
+        with contextlib.suppress(chipfit.errors.ChipfitError):
+            read_file(file)
+        with contextlib.suppress(chipfit.errors.ChipfitError):
+            chipfit.lint(chipfit.load_model(file, requantize=True), torch.from_numpy(IMAGES[:1]))
