@@ -8,7 +8,7 @@ WORKERS ?= 2
 # Rooms whose networks `--device` moves.
 PLACED := $(addprefix tests/,calibration correction decide engine passes ranges rounding search simulate test_pipeline.py test_verify.py)
 
-.PHONY: help setup demo test test-all check format docs site bench bench-accuracy bench-qat bench-algorithms bench-small snapshots fuzz random zoo
+.PHONY: help setup demo test test-all check format docs site wheel bench bench-accuracy bench-qat bench-algorithms bench-small snapshots fuzz random zoo
 .PHONY: mutants kills chaos clean test-device gpu
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -52,6 +52,10 @@ gpu: setup ## what needs a real accelerator: tests/device, and time, memory and 
 
 test-all: check ## the same, with the slow tests: model zoo, many random networks
 	$(QUIET) $(BIN)/pytest -q -n $(WORKERS)
+
+wheel: setup ## build wheel and source archive in dist/
+	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	$(BIN)/python -c "from setuptools import build_meta; build_meta.build_sdist('dist')"
 
 docs: setup ## write the generated pages again: support table, JSON Schema of platform files
 	$(BIN)/python docs/generate.py

@@ -80,7 +80,8 @@ def test_a_shell_line_names_a_command_that_exists(page, line):
         assert (ROOT / file).exists(), f"{page}: no such tests"
         assert not test or f"def {test}(" in (ROOT / file).read_text(), f"{page}: no such test"
     elif words[0] == "python":
-        assert (ROOT / words[1]).is_file(), f"{page}: no such script"
+        script = f"{words[2].replace('.', '/')}.py" if words[1] == "-m" else words[1]
+        assert (ROOT / script).is_file(), f"{page}: no such script"
     else:
         assert words[0] in {"pip", "git", "cd", "export", "sh"}, f"{page}: what is {words[0]}?"
 

@@ -1,0 +1,71 @@
+"""The wheel: what is in it, and that it works where nothing else of the repository is."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+NETS = """
+import torch
+from torch import nn
+
+def build():
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
+
+def data():
+    return iter([torch.randn(16, 8)])
+"""
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel, built without a network, with the files of the build outside the repository."""
+    folder = tmp_path_factory.mktemp("dist")
+    places = f"[build]\nbuild_base={folder / 'build'}\n[egg_info]\negg_base={folder}\n"
+    (folder / "setup.cfg").write_text(places)
+    code = f"from setuptools import build_meta; build_meta.build_wheel({str(folder)!r})"
+    env = {**os.environ, "DIST_EXTRA_CONFIG": str(folder / "setup.cfg")}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (file,) = folder.glob("*.whl")
+    return file
+
+
+def test_the_wheel_holds_the_package_and_its_data_alone(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    source = ROOT / "src"
+    kinds = {".py", ".pyi", ".yaml", ".json", ".j2", ".css", ".js", ".md", ".typed", ""}
+    files = (p for p in (source / "chipfit").rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+    wanted = {str(p.relative_to(source)) for p in files if p.suffix in kinds}
+    packed = {n for n in names if ".dist-info/" not in n}
+    assert packed == wanted
+    assert {n.rpartition("/")[2] for n in names - packed} >= {"METADATA", "LICENSE", "entry_points.txt"}
+
+
+def test_the_installed_wheel_quantizes_and_verifies(wheel, tmp_path):
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    (tmp_path / "nets.py").write_text(NETS)
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    code = f"import chipfit.cli; assert chipfit.__file__.startswith({str(tmp_path)!r}); chipfit.cli.main()"
+    words = "quantize nets:build --data nets:data --quiet --json".split()
+    done = subprocess.run([sys.executable, "-c", code, *words], env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and '"verdict": "exact"' in done.stdout, done.stdout + done.stderr
+
+
+def test_the_page_about_installing_names_every_extra_and_library():
+    rows = dict(
+        re.findall(r"^\| `?(\w+|\(none\))`? \| .* \| (.*) \|$", (ROOT / "docs/install.md").read_text(), re.MULTILINE)
+    )
+    wanted = {"(none)": PROJECT["dependencies"], **PROJECT["optional-dependencies"]}
+    wanted.pop("dev")
+    named = {extra: re.findall(r"([\w-]+) \(", libraries) for extra, libraries in rows.items() if extra != "extra"}
+    assert named == {extra: [re.match(r"[\w-]+", need)[0] for need in needs] for extra, needs in wanted.items()}
