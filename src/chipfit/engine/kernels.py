@@ -160,12 +160,25 @@ def slice_(x: Tensor, *, axis: int, start: int, end: int | None, step: int) -> T
 @kernel("Resize")
 def resize(x: Tensor, *, mode: str, size: Any, scale: Any, align_corners: bool) -> Tensor:
     """Resize spatial axes to `size` or by `scale`; the other one is None."""
+    if mode == "linear_corner":
+        return _interpolated_from_corners(x, size, scale)
     names = {"linear": ("linear", "bilinear", "trilinear")[x.dim() - 3], "cubic": "bicubic"}
     names |= {"nearest": "nearest", "nearest_exact": "nearest-exact"}
     corners = None if mode in ("nearest", "nearest_exact") else align_corners
     if size is not None:
         return F.interpolate(x, size, mode=names[mode], align_corners=corners)
     return F.interpolate(x, None, scale, names[mode], corners, recompute_scale_factor=False)
+
+
+def _interpolated_from_corners(x: Tensor, size: Any, scale: Any) -> Tensor:
+    """Interpolate linearly between corners of pixels: result k lies at k / scale."""
+    for axis, old in enumerate(x.shape[2:], 2):
+        factor = scale[axis - 2] if size is None else size[axis - 2] / old
+        at = torch.arange(math.floor(old * factor) if size is None else size[axis - 2], device=x.device) / factor
+        low = at.long().clamp_max(old - 1)
+        share = ((at - low).clamp_max(1)).reshape(-1, *[1] * (x.dim() - 1 - axis)).to(x.dtype)
+        x = x.index_select(axis, low) * (1 - share) + x.index_select(axis, (low + 1).clamp_max(old - 1)) * share
+    return x
 
 
 @kernel("Unsqueeze")

@@ -483,40 +483,46 @@ def _avg_pool(c: KernelCall) -> None:
     c.run.store(c.out, torch.where(total > 0, torch.floor((total + half) / n), -torch.floor((half - total) / n)))
 
 
-def source_positions(size: int, out: int, corners: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return, along one axis, two source positions for each result, and the second's share in 1024ths."""
+def source_positions(size: int, out: int, corners: bool, centres: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """Return, along one axis, two source positions for each result, and the second's share in 1024ths.
+
+    Args:
+        corners: outer pixels keep their places.
+        centres: positions are those of centres of pixels, else of corners.
+    """
     at = torch.arange(out)
     if corners and out > 1:
         fine = at * ((1024 * (size - 1) + (out - 1) // 2) // (out - 1))
     else:
         step = (1024 * size + out // 2) // out
-        fine = at * step + (0 if corners else step // 2 - 512)
+        fine = at * step + (step // 2 - 512 if centres and not corners else 0)
     low = torch.div(fine, 1024, rounding_mode="trunc").clamp_min(0)
     high = torch.div(fine + 1023, 1024, rounding_mode="trunc").clamp_max(size - 1)
     return low, high, fine - 1024 * low
 
 
-def source_positions_xnnpack(size: int, out: int, corners: bool) -> tuple[Tensor, Tensor, Tensor]:
+def source_positions_xnnpack(size: int, out: int, corners: bool, centres: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `source_positions` does, in 2048ths, from float32 positions."""
     less = int(corners and out > 1)
     step = _f32(size - less) / _f32(out - less)
     fine = torch.arange(out, dtype=torch.float32) * step
-    if not corners:
+    if centres and not corners:
         fine = (fine + (_f32(0.5) * step - _f32(0.5))).clamp(0, size - 1)
     low = fine.long()
     return low, (low + 1).clamp_max(size - 1), torch.round((fine - low) * 2048).long()
 
 
-def _resize(c: KernelCall, lines: Callable[[int, int, bool], tuple[Tensor, Tensor, Tensor]], one: int) -> None:
+def _resize(c: KernelCall, lines: Callable[[int, int, bool, bool], tuple[Tensor, Tensor, Tensor]], one: int) -> None:
     """Interpolate with fixed-point shares of `one`; halves away from zero for shares of 1024, else up."""
-    if c.attrs["mode"] != "linear":
+    if not c.attrs["mode"].startswith("linear"):
         return pass_through(c.run, c.nodes)
     q = c.code().long()
     (like,) = execute(c.node, [q.float()])
     shape = like.shape
     if len(shape) == 3:  # a row is an image of height 1
         q, like = q[:, :, None], like[:, :, None]
-    (top, low, v), (left, right, h) = (lines(q.shape[d], like.shape[d], bool(c.attrs["align_corners"])) for d in (2, 3))
+    how = bool(c.attrs["align_corners"]), c.attrs["mode"] == "linear"
+    (top, low, v), (left, right, h) = (lines(q.shape[d], like.shape[d], *how) for d in (2, 3))
     v = v[:, None]
     upper, lower = (q[:, :, row][..., left] * (one - h) + q[:, :, row][..., right] * h for row in (top, low))
     y, half, whole = (upper * (one - v) + lower * v).reshape(shape), one * one // 2, one * one

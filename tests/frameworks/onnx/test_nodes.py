@@ -12,17 +12,27 @@ from onnx.backend.test.loader import load_model_tests
 from chipfit.engine.run import run
 from chipfit.errors import CaptureError
 from chipfit.frameworks import capture, load_model
-from chipfit.frameworks.onnx.read import READERS
 
 #: operators with more than one operand of data; of others, operands behind the first are constants
-_SEVERAL = set("Add Sub Mul Div Pow Max Min Sum Mean Where MatMul Concat Equal Less Greater And Or Mod Gather".split())
-#: beginnings of names whose results are random, whose windows start in padding, or that lack a kernel on the CPU
+_SEVERAL = set(
+    "Add Sub Mul Div Pow Max Min Sum Mean Where MatMul Concat Equal Less Greater And Or Mod Gather Attention Xor "
+    "GridSample DeformConv ScatterElements ScatterND BitShift BitwiseAnd BitwiseOr BitwiseXor LinearAttention "
+    "TensorScatter NonMaxSuppression MaxUnpool RoiAlign CausalConvWithState".split()
+)
+#: beginnings of names of examples with random results, of windows that start in padding, of shapes that depend on
+#: data, and of sizes that ONNX Runtime computes otherwise
 _LEFT_OUT = (
     "test_training_dropout",
+    "test_bernoulli",
     "test_averagepool_2d_ceil_last_window_starts_on_pad",
     "test_resize_downsample_scales_linear_align_corners",  # ONNX Runtime and the engine take the rounded size
     "test_resize_downsample_scales_cubic_align_corners",
+    "test_roialign",  # ONNX Runtime takes another grid than ONNX
+    "test_gridsample_bicubic",
+    "test_maxunpool_export_with_output_shape",
 )
+#: operators for whole training steps, and types of floats that are read as float32
+_OTHER = set("Adagrad Adam Momentum Gradient BitCast".split())
 
 
 def cases():
@@ -30,25 +40,36 @@ def cases():
         found = load_model_tests(kind="node")
     for case in found:
         nodes = case.model.graph.node if case.model is not None else ()
-        kinds = [n.op_type for n in nodes]
-        if len(kinds) == 1 and kinds[0] in READERS and not case.name.startswith(_LEFT_OUT) and case.data_sets:
+        known = case.data_sets and not case.name.startswith(_LEFT_OUT)
+        if known and all(not n.domain and n.op_type not in _OTHER for n in nodes):
             yield case
 
 
 def arrays(values):
-    return [numpy_helper.to_array(v) if isinstance(v, onnx.TensorProto) else np.asarray(v) for v in values]
+    plain = [numpy_helper.to_array(v) if isinstance(v, onnx.TensorProto) else v for v in values]
+    return [np.asarray(v, object if isinstance(v, list) else None) for v in plain]
+
+
+def _largest(array):
+    return (
+        np.abs(array, where=np.isfinite(array), out=np.zeros(array.shape)).max(initial=0)
+        if array.dtype.kind == "f"
+        else 0
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_example_of_an_operator_gives_its_numbers_or_is_refused_with_a_reason():
-    passed, refused, wrong = [], [], []
-    for case in cases():
+@pytest.mark.parametrize("part", [0, *(pytest.param(k, marks=pytest.mark.slow) for k in range(1, 6))])
+def test_an_example_of_an_operator_gives_its_numbers_unless_it_is_control_flow_or_not_of_onnx_runtime(part):
+    passed, refused, wrong, opaque = [], [], [], 0
+    for case in [*cases()][part::6]:
         (inputs, outputs), *_ = [(arrays(i), arrays(o)) for i, o in case.data_sets]
         if any(a.dtype not in (np.float32, np.int64, np.int32, np.bool_) for a in (*inputs, *outputs)):
             continue
         model = onnx.ModelProto()
         model.CopyFrom(case.model)
-        count = len(inputs) if model.graph.node[0].op_type in _SEVERAL else 1
+        several = len(model.graph.node) == 1 and model.graph.node[0].op_type in _SEVERAL
+        count = len(inputs) if several else 1
         for value, array in [*zip(model.graph.input, inputs, strict=True)][count:]:
             model.graph.initializer.append(numpy_helper.from_array(array, value.name))
         del model.graph.input[count:]
@@ -60,9 +81,10 @@ def test_an_example_of_an_operator_gives_its_numbers_or_is_refused_with_a_reason
             continue
         env = {**graph.weights, **run(graph, given)}
         same = all(
-            np.allclose(env[o].numpy(), want, rtol=1e-4, atol=1e-5, equal_nan=True)
+            np.allclose(env[o].numpy(), want, rtol=1e-4, atol=1e-5 * max(1, _largest(want)), equal_nan=True)
             for o, want in zip(graph.outputs, outputs, strict=True)
         )
+        opaque += any(n.op == "Opaque" for n in graph.nodes)
         (passed if same else wrong).append(case.name)
-    assert wrong == []
-    assert len(passed) > 300 and len(refused) < 12, refused
+    assert wrong == [] and len(passed) > 150 and opaque < 50
+    assert [r for r in refused if "Control flow" not in r and "ONNXRuntimeError" not in r] == []

@@ -395,6 +395,7 @@ def _resize(w: OnnxBuilder, n: Node, x: Names) -> str:
         "nearest": {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"},
         "nearest_exact": {"coordinate_transformation_mode": "half_pixel", "nearest_mode": "round_prefer_ceil"},
         "linear": {"coordinate_transformation_mode": grid},
+        "linear_corner": {"coordinate_transformation_mode": "asymmetric"},
         "cubic": {"coordinate_transformation_mode": grid, "cubic_coeff_a": -0.75},
     }
     return w.op("Resize", [x[0], *extra], mode=a["mode"].partition("_")[0], **how[a["mode"]])

@@ -594,13 +594,13 @@ def _pad(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
 def _resize(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     a, b = w.shape(n.data)[1:-1], w.shape(n.output)[1:-1]
     mode, scale = n.attrs["mode"], n.attrs["scale"]
-    if len(a) > 2 or mode not in ("nearest", "nearest_exact", "linear"):
+    if len(a) > 2 or mode == "cubic":
         w.refuse(n, f"mode '{mode}' over {len(a)} axes")
     if scale is not None and any(i * s != o for i, s, o in zip(a, scale, b, strict=True)):
         w.refuse(n, "its factor does not give whole sizes; give the size instead")
-    kind = "RESIZE_BILINEAR" if mode == "linear" else "RESIZE_NEAREST_NEIGHBOR"
+    kind = "RESIZE_BILINEAR" if mode.startswith("linear") else "RESIZE_NEAREST_NEIGHBOR"
     corners = bool(n.attrs["align_corners"]) and mode == "linear"
-    half = mode != "nearest" and not corners
+    half = mode in ("nearest_exact", "linear") and not corners
 
     def write(_: Node, x: int, before: list[int], out: int, after: list[int]) -> None:
         w.op(kind, [x, w.ints(*after[1:3])], out, alignCorners=corners, halfPixelCenters=half)

@@ -201,7 +201,12 @@ def _zeros(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen | None
 
 def _up(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen | None:
     a, scale = node.attrs, node.attrs["scale"] or ()
-    if len(scale) != 2 or a["align_corners"] or a["mode"] == "cubic" or any(s != int(s) for s in scale):
+    if (
+        len(scale) != 2
+        or a["align_corners"]
+        or a["mode"] in ("cubic", "linear_corner")
+        or any(s != int(s) for s in scale)
+    ):
         return None
     config = {"size": tuple(int(s) for s in scale), "interpolation": _INTERPOLATION[a["mode"]]}
     return layers.UpSampling2D, {**config, "data_format": "channels_last"}

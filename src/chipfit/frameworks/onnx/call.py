@@ -98,6 +98,12 @@ class OnnxGraphBuilder(GraphBuilder):
             if len({*sizes}) > 1:
                 self.places.setdefault(sizes, (operand.name, axis))
 
+    def undo(self, mark: tuple[int, int]) -> None:
+        """Forget the nodes and weights since `mark`, and where they are."""
+        gone = self.forget(mark)
+        self.made = {k: w for k, w in self.made.items() if w not in gone}
+        self.places = {k: p for k, p in self.places.items() if p[0] not in gone}
+
     def constants(self, numbers: Sequence[np.ndarray], source: str = "", trainable: bool = False) -> Operand:
         """Return numbers by variant, or one array for all."""
         every = tuple(numbers) if len(numbers) == self.count else tuple(numbers) * self.count
@@ -367,7 +373,7 @@ class OnnxCall:
             try:
                 out = function(*given)
             except Exception as e:  # ONNX Runtime's own types
-                if not raised_outside_chipfit(e) and not isinstance(e, CaptureError):
+                if not raised_outside_chipfit(e) and not isinstance(e, ChipfitError):
                     raise
                 what = f"Operator '{self.node.op_type}' cannot be computed: {short_message(e)}"
                 raise CaptureError(what, where=self.node.name or self.name) from e

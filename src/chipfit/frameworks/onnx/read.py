@@ -36,9 +36,8 @@ def read(c: OnnxCall) -> list[Operand]:
             found = reader(c)
             return found if isinstance(found, list) else [found]
         except Unreadable as e:
-            gone, why = c.builder.forget(mark), e
-            c.builder.made = {k: w for k, w in c.builder.made.items() if w not in gone}
-            c.builder.places = {k: p for k, p in c.builder.places.items() if p[0] not in gone}
+            c.builder.undo(mark)
+            why = e
     raise why or Unreadable
 
 
@@ -300,6 +299,45 @@ def _mat_mul(c: OnnxCall) -> Any:
 # ---------------------------------------------------------------- norms
 
 
+@reads("Attention")
+def _attention(c: OnnxCall) -> Any:
+    """Read attention of queries, keys and values by head, or with all heads in one axis, [B, L, heads * size]."""
+    q, k, v, mask = (c.optional(i) for i in range(4))
+    known = {"is_causal", "kv_num_heads", "q_num_heads", "scale", "softcap", "qk_matmul_output_mode"}
+    causal, past = bool(c.attr("is_causal")), [c.optional(i) for i in (4, 5)]
+    if (
+        None in (q, k, v)
+        or set(c.node.attributes) - known
+        or c.attr("softcap")
+        or any(c.outputs[3:])
+        or c.optional(6) is not None
+        or (causal and (mask is not None or past != [None, None]))
+        or any(x.rank != q.rank for x in (k, v))  # type: ignore[union-attr]  # none is None
+    ):
+        raise Unreadable
+    flat, heads = q.rank == 3, (c.attr("q_num_heads"), *[c.attr("kv_num_heads")] * 2)  # type: ignore[union-attr]
+    parts = [_by_head(c, x, h) if x.rank == 3 else x for x, h in zip((q, k, v), heads, strict=True) if x is not None]
+    for i, before in enumerate(past, 1):
+        parts[i] = parts[i] if before is None else c.step("Concat", [before, parts[i]], axis=2)
+    scale, groups = c.attr("scale"), parts[0].shape[1] != parts[1].shape[1]
+    operands = parts if mask is None else [*parts, mask]
+    put = c.step if flat else c.emit
+    y = put("SDPA", operands, is_causal=causal, scale=scale, enable_gqa=groups)
+    if flat:
+        y = c.step("Transpose", [y], perm=(0, 2, 1, 3))
+        y = _reshape_to(c, y, [[*m.shape[:2], m.shape[2:].numel()] for m in y.metas])
+    return [y, parts[1], parts[2]][: len(c.outputs)]
+
+
+def _by_head(c: OnnxCall, x: Operand, heads: int) -> Operand:
+    """Return [B, heads, L, size] of [B, L, heads * size]."""
+    if not heads or any(m.shape[2] % heads for m in x.metas):
+        raise Unreadable
+    sizes = [[*m.shape[:2], heads, m.shape[2] // heads] for m in x.metas]
+    operands, attrs = _reshaped(c, x, sizes)
+    return c.step("Transpose", [c.step("Reshape", operands, **attrs)], perm=(0, 2, 1, 3))
+
+
 @reads("BatchNormalization")
 def _batch_norm(c: OnnxCall) -> Any:
     if c.attr("training_mode") or c.attr("spatial") == 0 or sum(map(bool, c.outputs)) > 1 or c.operand(0).rank < 2:
@@ -478,11 +516,13 @@ def _arithmetic(c: OnnxCall) -> Any:
 # ---------------------------------------------------------------- reductions
 
 
-@reads("ReduceMean ReduceSum ReduceL2 ReduceMax ReduceMin ReduceProd ReduceSumSquare ReduceL1")
+@reads(
+    "ReduceMean ReduceSum ReduceL2 ReduceMax ReduceMin ReduceProd ReduceSumSquare ReduceL1 ReduceLogSum ReduceLogSumExp"
+)
 def _reduce(c: OnnxCall) -> Any:
     x, axes, keepdims = c.operand(0), c.integers("axes", 1), bool(c.attr("keepdims"))
     if not axes and c.attr("noop_with_empty_axes"):
-        if c.node.op_type in ("ReduceSumSquare", "ReduceL1", "ReduceL2"):
+        if c.node.op_type in ("ReduceSumSquare", "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp"):
             raise Unreadable
         return x
     axes = tuple(a % x.rank for a in axes) if axes else tuple(range(x.rank))
@@ -491,6 +531,9 @@ def _reduce(c: OnnxCall) -> Any:
         raise Unreadable
     if kind == "Mean" and keepdims and x.rank > 3 and sorted(axes) == [*range(2, x.rank)]:
         return c.emit("GlobalAvgPool", [x])  # which exporters write so, and runtimes compute in integers
+    if kind in ("LogSum", "LogSumExp"):
+        x = c.step("Exp", [x]) if kind == "LogSumExp" else x
+        return c.emit("Log", [c.step("Sum", [x], axes=axes, keepdims=keepdims)])
     if kind in ("SumSquare", "L1"):
         x = c.step("Mul", [x, x]) if kind == "SumSquare" else c.step("Abs", [x])
         kind = "Sum"
@@ -667,13 +710,30 @@ def _split(c: OnnxCall) -> Any:
 
 @reads("Gather")
 def _gather(c: OnnxCall) -> Any:
-    x, index, axis = c.operand(0), c.operand(1), c.attr("axis")
-    axis %= x.rank
+    x, axis = c.operand(0), c.attr("axis") % c.operand(0).rank
+    index = _from_front(c, 1, axis)
     if index.rank == 0 and index.constant is not None:
         return c.emit("Select", [x], axis=axis, index=int(index.constant))
+    pairs = [*zip(x.metas, index.numbers, strict=False)]
+    if pairs and all(n.size == m.shape[axis] and (n.reshape(-1) == np.arange(n.size)).all() for m, n in pairs):
+        return _reshape_to(c, x, [[*m.shape[:axis], *n.shape, *m.shape[axis + 1 :]] for m, n in pairs])
     if x.constant is not None and not x.name and x.rank == 2 and axis == 0 and x.dtype.is_floating_point:
         return c.emit("Embedding", [c.weight(0), index])
     return c.emit("Gather", [x, index], axis=axis)
+
+
+@reads("GatherElements")
+def _gather_elements(c: OnnxCall) -> Any:
+    axis = c.attr("axis") % c.operand(0).rank
+    return c.emit("GatherElements", [c.operand(0), _from_front(c, 1, axis)], axis=axis)
+
+
+def _from_front(c: OnnxCall, index: int, axis: int) -> Operand:
+    """Return indices of an axis, of which constant ones below 0 count from its end in ONNX."""
+    x, size = c.operand(index), c.operand(0).shape[axis]
+    if x.constant is None or x.constant.min(initial=0) >= 0 or size is None:
+        return x
+    return c.builder.constants([np.where(x.constant < 0, x.constant + size, x.constant)])
 
 
 @reads("GatherND")
@@ -706,6 +766,17 @@ def _counting(c: OnnxCall, numbers: Sequence[np.ndarray], k: int) -> int:
         ):
             return axis
     raise Unreadable
+
+
+@reads("Trilu")
+def _trilu(c: OnnxCall) -> Any:
+    """Read a triangle as a product with ones and zeros."""
+    x, k, upper = c.operand(0), c.integers("", 1) or (0,), bool(c.attr("upper"))
+    if None in x.shape[-2:] or x.dtype is torch.bool:
+        raise Unreadable
+    ones = torch.ones(x.metas[0].shape[-2:], dtype=x.dtype)
+    kept = ones.triu(k[0]) if upper else ones.tril(k[0])
+    return c.emit("Mul", [x, c.new_weight(kept, "triangle")])
 
 
 @reads("IsNaN")

@@ -1,14 +1,19 @@
-"""Readers of Resize and Upsample, in the modes that the engine has; other nearest modes become Gathers."""
+"""Readers of Resize and Upsample, in the modes that the engine has.
+
+Other nearest modes become a Gather of each axis, other interpolations a linear layer along each axis.
+"""
 
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import torch
 
 from chipfit.frameworks.onnx.call import OnnxCall, Operand
 from chipfit.frameworks.onnx.read import reads
+from chipfit.frameworks.onnx.runtime import OnnxFunction
 from chipfit.frameworks.reading import Unreadable
 
 
@@ -21,7 +26,7 @@ def _resize(c: OnnxCall) -> Any:
     sizes = None if old else c.integers("sizes", 3)
     axes = c.attr("axes")
     axes = [a % x.rank for a in axes] if axes else [*range(x.rank)]
-    if c.attr("antialias") or c.attr("exclude_outside") or c.attr("keep_aspect_ratio_policy") not in (None, "stretch"):
+    if c.attr("keep_aspect_ratio_policy") not in (None, "stretch"):
         raise Unreadable
     shape = [*x.shape]
     factors: list[float] = [1.0] * x.rank
@@ -39,16 +44,47 @@ def _resize(c: OnnxCall) -> Any:
         return x
     if mode == "nearest":
         return _nearest(c, x, factors, results, changed, grid)
-    if min(changed) < 2 or x.rank not in (3, 4, 5) or (mode == "cubic" and x.rank != 4):
+    whole = {"align_corners": grid == "align_corners", **_target(factors, results, bool(scales))}
+    if min(changed) < 2 or x.rank not in (3, 4, 5) or (found := _mode(c, mode, grid, results)) is None:
+        return _by_matrices(c, x, changed, results, bool(scales) and factors)
+    return c.emit("Resize", [x], mode=found, **whole)
+
+
+def _mode(c: OnnxCall, mode: str, grid: str, results: Sequence[Any]) -> str | None:
+    """Return the engine's word for an interpolation, None if the engine does not have it."""
+    if c.attr("antialias") or c.attr("exclude_outside"):
+        return None
+    if grid == "asymmetric" and mode == "linear":
+        return "linear_corner"
+    centres = grid == "half_pixel" or (grid == "pytorch_half_pixel" and 1 not in results[2:])
+    if grid != "align_corners" and not centres:
+        return None
+    cubic = mode == "cubic" and c.operand(0).rank == 4 and c.attr("cubic_coeff_a") == -0.75
+    return mode if mode == "linear" or cubic else None
+
+
+def _by_matrices(c: OnnxCall, x: Operand, changed: Sequence[int], results: Sequence[Any], factors: Any) -> Any:
+    """Read an interpolation as a linear layer along each axis, whose weights ONNX Runtime computes from unit images."""
+    if c.attr("coordinate_transformation_mode") == "tf_crop_and_resize" or any(x.shape[a] is None for a in changed):
         raise Unreadable
-    single = any(r == 1 for r in results[2:])
-    if grid not in ("align_corners", "half_pixel", "pytorch_half_pixel") or (single and grid == "pytorch_half_pixel"):
-        raise Unreadable
-    if mode not in ("linear", "cubic") or (mode == "cubic" and c.attr("cubic_coeff_a") != -0.75):
-        raise Unreadable
-    return c.emit(
-        "Resize", [x], mode=mode, **_target(factors, results, bool(scales)), align_corners=grid == "align_corners"
-    )
+    for a in changed:
+        size = x.shape[a] or 0
+        units = torch.eye(size)[:, None, :, None]
+        ends = [ir.Value(name="x"), None, *([] if factors else [None]), ir.Value(name="to")]
+        node = ir.Node("", "Resize", ends, [v for k, v in c.node.attributes.items() if k != "axes"])
+        to = torch.tensor([1, 1, factors[a], 1.0]) if factors else torch.tensor([size, 1, results[a], 1])
+        function = OnnxFunction.of_target(OnnxFunction.target(node, c.opset, 1))
+        weights = function(units, to)[:, 0, :, 0].t().contiguous()
+        order = [k for k in range(x.rank) if k != a] + [a]
+        if a == x.rank - 1:
+            put = c.emit if a == changed[-1] else c.step
+            x = put("Linear", [x, c.new_weight(weights, f"axis{a}")])
+            continue
+        y = c.step("Transpose", [x], perm=tuple(order))
+        y = c.step("Linear", [y, c.new_weight(weights, f"axis{a}")])
+        back = tuple(order.index(k) for k in range(x.rank))
+        x = c.emit("Transpose", [y], perm=back) if a == changed[-1] else c.step("Transpose", [y], perm=back)
+    return x
 
 
 def _target(factors: Sequence[float], results: Sequence[Any], by_scale: bool) -> dict[str, Any]:

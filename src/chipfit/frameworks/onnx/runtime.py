@@ -13,7 +13,7 @@ import torch
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
 
-from chipfit.errors import CaptureError, GraphError, first_line
+from chipfit.errors import CaptureError, DataError, GraphError, first_line
 from chipfit.files import parse_json
 from chipfit.frameworks.onnx.model import OnnxModel, domain_of
 
@@ -77,7 +77,7 @@ def session(proto: onnx.ModelProto, folder: str = "", *, lean: bool = False) -> 
         return onnxruntime.InferenceSession(_bytes_of(proto), options, providers=["CPUExecutionProvider"])
     except Exception as e:  # its exceptions derive from nothing else
         # newer than this ONNX Runtime, or an operand that it knows as a constant only
-        if any(word in str(e) for word in ("NOT_IMPLEMENTED", "opset", "ShapeInference")):
+        if any(word in str(e) for word in ("NOT_IMPLEMENTED", "opset", "ShapeInference", "Unrecognized attribute")):
             return ReferenceEvaluator(proto)
         hint = "onnx.checker.check_model(model, full_check=True) names the fault"
         raise CaptureError(f"ONNX Runtime refuses the model: {first_line(e)}", hint=hint) from e
@@ -175,7 +175,11 @@ class OnnxFunction:
         types = tuple(f"{x.dtype}{x.ndim}" for x in feeds.values())
         if types not in self._sessions:
             self._sessions[types] = session(self._model(feeds))
-        out = [as_tensor(np.asarray(y)) for y in self._sessions[types].run(None, feeds)]
+        try:
+            out = [as_tensor(np.asarray(y)) for y in self._sessions[types].run(None, feeds)]
+        except Exception as e:  # its exceptions derive from nothing else
+            got = ", ".join(f"{x.dtype}{list(x.shape)}" for x in feeds.values())
+            raise DataError(f"Operator '{self.node.op_type}' of ONNX fails: {first_line(e)}", got=got) from e
         return out[0] if len(out) == 1 else tuple(out)
 
     def _model(self, feeds: Mapping[str, np.ndarray]) -> onnx.ModelProto:

@@ -1,6 +1,6 @@
 """Translate the nodes of an ONNX model to a Graph; what depends on constants and sizes alone is computed."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,14 +12,19 @@ from onnx.reference import ReferenceEvaluator
 import chipfit.frameworks.onnx.resize  # noqa: F401 -- registers readers
 from chipfit.errors import CaptureError, raised_outside_chipfit, short_message
 from chipfit.frameworks.onnx.call import OnnxCall, OnnxGraphBuilder, Operand
+from chipfit.frameworks.onnx.functions import body
+from chipfit.frameworks.onnx.fused import OPSET, definition
 from chipfit.frameworks.onnx.model import OnnxModel, domain_of
 from chipfit.frameworks.onnx.read import read
 from chipfit.frameworks.onnx.tidy import tidy
+from chipfit.frameworks.onnx.unroll import unrolled
 from chipfit.frameworks.reading import Unreadable
 from chipfit.graph.ir import Graph
 
 #: results of at most this many elements are computed while a model is read, further ones by the engine
 _FOLDED = 1 << 16
+#: weights of at most this many elements are moved while a model is read
+_MOVED = 1 << 28
 _MOVES = "Reshape Transpose Squeeze Unsqueeze Flatten Identity".split()
 _RANDOM = "RandomNormal RandomUniform RandomNormalLike RandomUniformLike Bernoulli Multinomial".split()
 
@@ -51,6 +56,7 @@ class Translator:
     def __init__(self, model: OnnxModel, count: int) -> None:
         self.model, self.builder = model, OnnxGraphBuilder(model, count)
         opsets = model.graph.opset_imports
+        self.inside = 0  #: number of definitions by simpler operators that are being read
         self.opsets = {"": opsets.get("", opsets.get("ai.onnx", 1)), "com.microsoft": 1}
 
     def inputs(self, variants: Sequence[Sequence[tuple[int, ...]]], dtypes: Sequence[torch.dtype]) -> None:
@@ -92,14 +98,14 @@ class Translator:
         array = _plain_type(array) if array.size <= _FOLDED else array  # larger ones are converted when they are read
         return self.builder.constants([array], name, array.dtype.kind not in "biu" and array.ndim > 0)
 
-    def nodes(self, graph: ir.Graph) -> None:
+    def nodes(self, graph: Iterable[ir.Node]) -> None:
         for node in graph:
             found = self.node(node)
             for value, x in zip(node.outputs, found, strict=False):
-                if value.name:
+                if value.name and x is not None:
                     self.builder.env[value.name] = x
 
-    def node(self, node: ir.Node) -> list[Operand]:
+    def node(self, node: ir.Node) -> Sequence[Operand | None]:
         """Return the results of a node."""
         kind = node.op_type if not domain_of(node) else ""
         missing = [v.name for v in node.inputs if v is not None and v.name and v.name not in self.builder.env]
@@ -108,8 +114,6 @@ class Translator:
         inputs = [None if v is None or not v.name else self.builder.env[v.name] for v in node.inputs]
         if kind in ("Shape", "Size"):
             return [self.builder.constants(_sizes(node, inputs[0].metas))]  # type: ignore[union-attr]  # it has one
-        if kind == "If" and inputs[0] is not None and inputs[0].constant is not None:
-            return self.branch(node, bool(inputs[0].constant.reshape(-1)[0]))
         known = kind not in _RANDOM and all(x is None or (x.numbers and not x.name) for x in inputs)
         if known and (found := self.folded(node, inputs)) is not None:
             return found
@@ -119,22 +123,47 @@ class Translator:
             what = f"Operator '{node.op_type}' is malformed, or not for these sizes: {short_message(e)}"
             raise CaptureError(what, where=node.name or node.op_type) from e
 
-    def read(self, node: ir.Node) -> list[Operand]:
+    def read(self, node: ir.Node) -> Sequence[Operand | None]:
         """Read a node by its reader, or as an opaque one."""
         call = OnnxCall(self.builder, node, self.opsets[domain_of(node)])
         try:
-            return read(call)
-        except Unreadable:
-            pass
+            found = unrolled(call, self.inner)
+            return read(call) if found is None else found
+        except Unreadable as e:
+            if (parts := self.parts(call)) is not None:
+                return parts
+            if self.inside:
+                raise e
         try:
             return call.opaque()
         except Unreadable as e:
             what = f"Operator '{node.op_type}' needs a size that is open as a number"
             raise CaptureError(what, where=node.name or call.name, hint="give batches of one size") from e
 
-    def branch(self, node: ir.Node, condition: bool) -> list[Operand]:
-        """Read the branch of an If that a constant condition chooses."""
-        graph = node.attributes["then_branch" if condition else "else_branch"].as_graph()
+    def parts(self, call: OnnxCall) -> list[Operand | None] | None:
+        """Read an operator that is defined by simpler ones as these; None if one of them has no reader."""
+        version, nodes = OPSET, definition(call)
+        if not nodes:
+            shapes = [None if x is None else x.metas[0] for x in call.inputs]
+            version, nodes = body(call.node, call.opset, shapes, call.outputs)
+        if not nodes:
+            return None
+        mark, opset = self.builder.mark(), self.opsets[""]
+        self.inside, self.opsets[""] = self.inside + 1, version
+        try:
+            self.nodes(nodes)
+            return [self.builder.env[o] if o else None for o in call.outputs]
+        except (Unreadable, CaptureError):
+            self.builder.undo(mark)
+            return None
+        finally:
+            self.inside, self.opsets[""] = self.inside - 1, opset
+            for value in (v for n in nodes for v in n.outputs):
+                self.builder.env.pop(value.name or "", None)
+
+    def inner(self, graph: ir.Graph, inputs: Sequence[Operand]) -> list[Operand]:
+        """Read a graph of control flow with these inputs; return its outputs."""
+        self.builder.env |= {v.name or "": x for v, x in zip(graph.inputs, inputs, strict=True)}
         for name, value in graph.initializers.items():
             self.builder.env[name] = self.initialiser(name, value)
         self.nodes(graph)
@@ -143,7 +172,8 @@ class Translator:
     def folded(self, node: ir.Node, inputs: Sequence[Operand | None]) -> list[Operand] | None:
         """Return the results of a node whose inputs are numbers; None if they are many, or it cannot be computed."""
         constant = all(x is None or x.constant is not None for x in inputs)
-        if sum(x.numbers[0].size for x in inputs if x is not None) > _FOLDED:
+        most = _MOVED if constant and node.op_type in (*_MOVES, "Slice", "Split") else _FOLDED
+        if sum(x.numbers[0].size for x in inputs if x is not None) > most:
             return None
         try:
             evaluator = _evaluator(node, self.opsets[domain_of(node)])
@@ -155,7 +185,7 @@ class Translator:
             if not raised_outside_chipfit(e):
                 raise
             return None
-        if any(y.dtype.kind not in "biuf" or y.size > 64 * _FOLDED for r in results for y in r):
+        if any(y.dtype.kind not in "biuf" or y.size > max(64 * _FOLDED, most) for r in results for y in r):
             return None
         found = [self.builder.constants([_plain_type(y) for y in column]) for column in zip(*results, strict=True)]
         sources = [x for x in inputs if x is not None and x.source and x.trainable]

@@ -573,11 +573,7 @@ def _pad(c: Call) -> Value:
 def _resize(c: Call) -> Value:
     corners, half = (bool(c.option(f, False)) for f in ("alignCorners", "halfPixelCenters"))
     if c.op.kind == "RESIZE_BILINEAR":
-        mode = "linear"
-        whole = all(
-            (o or 0) % (i or 1) == 0 and o == i for i, o in zip(c.value(0).shape[1:3], c.shape()[1:3], strict=True)
-        )
-        _require(corners or half or whole, "it takes the corners of pixels for their centres")
+        mode = "linear" if corners or half else "linear_corner"
     else:
         mode = "nearest_exact" if half else "nearest"
         _require(not corners, "it aligns corners")

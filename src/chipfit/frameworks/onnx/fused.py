@@ -1,0 +1,302 @@
+"""Fused operators that ONNX Runtime's optimizers write (domain com.microsoft), in terms of ONNX's own.
+
+A function enters the nodes that compute an operator, as ONNX defines functions; they are then read as others are. It
+raises `Unreadable` for a form that has no such nodes. Source: docs/ContribOperators.md of ONNX Runtime.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx import helper, numpy_helper
+
+from chipfit.frameworks.onnx.call import OnnxCall
+from chipfit.frameworks.onnx.read import READERS
+from chipfit.frameworks.reading import Unreadable
+
+#: version of ONNX's operators that the nodes below have
+OPSET = 23
+#: operator -> the function that enters its nodes
+_DEFINITIONS: dict[str, "Callable[[Body], None]"] = {}
+
+
+class Body:
+    """The nodes of one fused operator while they are entered: operands and results by name."""
+
+    def __init__(self, call: OnnxCall) -> None:
+        self.call = call
+        self.nodes = list[onnx.NodeProto]()
+        self.inputs = [v.name or "" if v is not None else "" for v in call.node.inputs]
+        self._results = dict[str, str]()
+
+    def given(self, index: int) -> str:
+        """Return the name of an operand, "" if it is absent."""
+        return self.inputs[index] if index < len(self.inputs) else ""
+
+    def rank(self, index: int) -> int:
+        return self.call.operand(index).rank
+
+    def attr(self, name: str, default: Any) -> Any:
+        found = self.call.attr(name)
+        return default if found is None else found
+
+    def op(self, kind: str, *inputs: str, **attrs: Any) -> str:
+        """Enter a node of one result; return its name."""
+        name = f"{self.call.name}/{kind}{len(self.nodes)}"
+        self.nodes.append(helper.make_node(kind, inputs, [name], self.call.node.name or "", **attrs))
+        return name
+
+    def constant(self, value: Any) -> str:
+        return self.op("Constant", value=numpy_helper.from_array(np.asarray(value)))
+
+    def add(self, x: str, *others: str) -> str:
+        """Return the sum of x and of those others that are present."""
+        for other in filter(None, others):
+            x = self.op("Add", x, other)
+        return x
+
+    def part(self, x: str, axis: int, start: int, end: int) -> str:
+        return self.op("Slice", x, *(self.constant([v]) for v in (start, end, axis)))
+
+    def result(self, index: int, name: str) -> None:
+        """Call a result of the nodes like one of the operator, if something reads that."""
+        if index < len(self.call.outputs) and self.call.outputs[index]:
+            self._results[name] = self.call.outputs[index]
+
+    def no_result(self, *indices: int) -> None:
+        """Check that nothing reads these results."""
+        if any(self.call.outputs[k : k + 1] not in ([], [""]) for k in indices):
+            raise Unreadable
+
+    def no_operand(self, *indices: int) -> None:
+        """Check that these operands are absent."""
+        if any(self.given(k) for k in indices):
+            raise Unreadable
+
+    def finish(self) -> list[ir.Node]:
+        for node in self.nodes:
+            node.input[:] = [self._results.get(i, i) for i in node.input]
+            node.output[:] = [self._results.get(o, o) for o in node.output]
+        ends = list(dict.fromkeys(filter(None, self.inputs))), list(self._results.values())
+        proto = helper.make_function("", "body", *ends, self.nodes, [helper.make_opsetid("", OPSET)])
+        return list(ir.serde.deserialize_function(proto))
+
+
+def definition(call: OnnxCall) -> list[ir.Node]:
+    """Return the nodes that compute a fused operator; none if it has no definition, or not in this form."""
+    define = _DEFINITIONS.get(call.node.op_type) if call.node.domain == "com.microsoft" else None
+    if define is None:
+        return []
+    body = Body(call)
+    try:
+        define(body)
+    except Unreadable:
+        return []
+    return body.finish()
+
+
+def _defines(names: str) -> Callable[[Callable[[Body], None]], Callable[[Body], None]]:
+    def enter(f: Callable[[Body], None]) -> Callable[[Body], None]:
+        _DEFINITIONS.update((name, f) for name in names.split())
+        return f
+
+    return enter
+
+
+# ---------------------------------------------------------------- products
+
+
+def _activated(f: Body, x: str, parameters: Sequence[float]) -> str:
+    """Return the activation that a product ends in."""
+    kind = f.attr("activation", "")
+    if not kind:
+        return x
+    if kind == "Clip" and len(parameters) == 2:
+        return f.op(kind, x, *(f.constant(np.float32(p)) for p in parameters))
+    if kind not in READERS or len(parameters) > 2:
+        raise Unreadable
+    return f.op(kind, x, **dict(zip(("alpha", "beta"), parameters, strict=False)))
+
+
+@_defines("FusedConv")
+def _conv(f: Body) -> None:
+    names = "auto_pad dilations group kernel_shape pads strides".split()
+    attrs = {k: v for k in names if (v := f.call.attr(k)) is not None}
+    y = f.op("Conv", *(f.given(k) for k in range(3)), **attrs)
+    f.result(0, _activated(f, f.add(y, f.given(3)), f.attr("activation_params", [])))
+
+
+@_defines("FusedGemm")
+def _gemm(f: Body) -> None:
+    attrs = {k: f.attr(k, d) for k, d in {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 0}.items()}
+    parameters = [f.call.attr(f"activation_{k}") for k in ("alpha", "beta", "gamma")]
+    y = f.op("Gemm", *(f.given(k) for k in range(3)), **attrs)
+    f.result(0, _activated(f, y, [p for p in parameters if p is not None]))
+
+
+@_defines("FusedMatMul TransposeMatMul")
+def _mat_mul(f: Body) -> None:
+    if f.attr("transBatchA", 0) or f.attr("transBatchB", 0):
+        raise Unreadable
+    operands = []
+    for k, flag in enumerate(("transA", "transB")):
+        turned = f.attr(flag, 0) and f.rank(k) > 1
+        order = [*range(f.rank(k) - 2), f.rank(k) - 1, f.rank(k) - 2] if turned else []
+        operands.append(f.op("Transpose", f.given(k), perm=order) if turned else f.given(k))
+    y, alpha = f.op("MatMul", *operands), f.attr("alpha", 1.0)
+    f.result(0, y if alpha == 1 else f.op("Mul", y, f.constant(np.float32(alpha))))
+
+
+# ---------------------------------------------------------------- norms
+
+
+@_defines("SkipLayerNormalization SkipSimplifiedLayerNormalization")
+def _skip_norm(f: Body) -> None:
+    """Enter norm(x + skip + bias), whose sum is a result too."""
+    f.no_result(1, 2)
+    simple = "Simplified" in f.call.node.op_type
+    beta, bias = ("", f.given(3)) if simple else (f.given(3), f.given(4))
+    total = f.add(f.given(0), bias, f.given(1)) if bias else f.add(f.given(0), f.given(1))
+    f.result(0, _norm(f, total, "RMSNormalization" if simple else "LayerNormalization", f.given(2), beta))
+    f.result(3, total)
+
+
+def _norm(f: Body, x: str, kind: str, gamma: str, beta: str) -> str:
+    operands = [gamma, beta] if beta else [gamma]
+    return f.op(kind, x, *operands, axis=-1, epsilon=f.attr("epsilon", 1e-12))
+
+
+@_defines("EmbedLayerNormalization")
+def _embed(f: Body) -> None:
+    """Enter norm(words[ids] + positions[0, 1, ...] + segments[ids])."""
+    ids, segments, positions = f.given(0), f.given(1), f.given(8)
+    if not positions:
+        zero, one = f.constant(np.int64(0)), f.constant(np.int64(1))
+        positions = f.op("Range", zero, f.op("Gather", f.op("Shape", ids), one), one)
+    rows = [f.op("Gather", f.given(2), ids, axis=0), f.op("Gather", f.given(3), positions, axis=0)]
+    if segments and f.given(4):
+        rows.append(f.op("Gather", f.given(4), segments, axis=0))
+    total = f.add(*rows)
+    f.result(0, _norm(f, total, "LayerNormalization", f.given(5), f.given(6)))
+    f.result(2, total)
+    if f.given(7):
+        f.result(1, f.op("ReduceSum", f.given(7), f.constant([1]), keepdims=0))
+    else:
+        f.no_result(1)
+
+
+# ---------------------------------------------------------------- attention
+
+
+def _mask(f: Body, index: int, data: int) -> str:
+    """Return a mask of keys as ONNX has it: true where a key counts, [B, 1, 1 or L, S].
+
+    Args:
+        index: of the mask, with 1 where a key counts [B, S] or [B, L, S]; or numbers of keys [B].
+        data: of an operand [B, S, ...].
+    """
+    if not f.given(index):
+        return ""
+    rank, mask = f.rank(index), f.given(index)
+    if rank == 1:
+        x, counts = f.call.operand(data), f.call.operand(index)
+        if any(m.shape[0] != n.shape[0] for m, n in zip(x.metas, counts.metas, strict=True)) or x.rank != 3:
+            raise Unreadable
+        zero, one = f.constant(np.int64(0)), f.constant(np.int64(1))
+        keys = f.op("Range", zero, f.op("Gather", f.op("Shape", f.given(data)), one), one)
+        counts_ = f.op("Unsqueeze", f.op("Cast", mask, to=onnx.TensorProto.INT64), f.constant([1]))
+        mask, rank = f.op("Less", keys, counts_), 2
+    if rank not in (2, 3):
+        raise Unreadable
+    return f.op("Unsqueeze", f.op("Cast", mask, to=onnx.TensorProto.BOOL), f.constant([1, 2] if rank == 2 else [1]))
+
+
+def _attend(f: Body, q: str, k: str, v: str, mask: str, bias: int) -> str:
+    """Return attention of [B, L, heads * size], or of keys and values by head, with an addend of the scores."""
+    if mask and f.given(bias):
+        mask = f.op("Where", mask, f.given(bias), f.constant(np.float32(f.attr("mask_filter_value", -10000.0))))
+    heads = f.attr("num_heads", 0)
+    attrs: dict[str, Any] = {"is_causal": f.attr("unidirectional", 0), "q_num_heads": heads, "kv_num_heads": heads}
+    attrs |= {"scale": f.call.attr("scale")} if f.call.attr("scale") else {}
+    return f.op("Attention", q, k, v, *filter(None, [mask or f.given(bias)]), **attrs)
+
+
+@_defines("Attention")
+def _attention(f: Body) -> None:
+    """Enter three products of x with parts of one weight, and attention of them."""
+    f.no_operand(4, 6)
+    f.no_result(1)
+    w = f.call.operand(1)
+    total = w.shape[1]
+    if total is None or f.attr("do_rotary", 0):
+        raise Unreadable
+    sizes = f.attr("qkv_hidden_sizes", [total // 3] * 3)
+    parts, start = list[str](), 0
+    for size in sizes:
+        y = f.op("MatMul", f.given(0), f.part(f.given(1), 1, start, start + size))
+        bias = f.given(2) and f.part(f.given(2), 0, start, start + size)
+        parts.append(f.add(y, bias))
+        start += size
+    f.result(0, _attend(f, parts[0], parts[1], parts[2], _mask(f, 3, 0), 5))
+
+
+@_defines("MultiHeadAttention")
+def _multi_head(f: Body) -> None:
+    f.no_operand(6, 7, 8, 9)
+    f.no_result(1, 2, 3)
+    q, k, v = (f.given(i) for i in range(3))
+    if not (k and v) or f.rank(0) != 3 or f.rank(1) != f.rank(2) or f.rank(1) not in (3, 4):
+        raise Unreadable
+    by_head = f.rank(1) == 4
+    if f.given(3):
+        if by_head:
+            raise Unreadable
+        start, made = 0, list[str]()
+        for i, x in enumerate((q, k, v)):
+            size = f.call.operand(i).shape[-1]
+            if size is None:
+                raise Unreadable
+            made.append(f.add(x, f.part(f.given(3), 0, start, start + size)))
+            start += size
+        q, k, v = made
+    mask = _mask(f, 4, 1)
+    if by_head:
+        shape = f.constant([0, 0, f.attr("num_heads", 0), -1])
+        q = f.op("Transpose", f.op("Reshape", q, shape), perm=[0, 2, 1, 3])
+        y = f.op("Transpose", _attend(f, q, k, v, mask, 5), perm=[0, 2, 1, 3])
+        f.result(0, f.op("Reshape", y, f.constant([0, 0, -1])))
+    else:
+        f.result(0, _attend(f, q, k, v, mask, 5))
+
+
+@_defines("RotaryEmbedding")
+def _rotary(f: Body) -> None:
+    """Enter ONNX's own operator, whose positions come last."""
+    table, x, positions = f.call.operand(2), f.call.operand(0), f.call.operand(1)
+    if f.attr("is_packed_batching", 0) or f.attr("scale", 1.0) != 1 or positions.rank != 2:
+        raise Unreadable
+    heads, rotated = f.attr("num_heads", 0), f.attr("rotary_embedding_dim", 0)
+    if x.rank == 3 and not heads:
+        width, half = x.shape[-1], table.shape[-1]
+        if width is None or half is None or rotated:
+            raise Unreadable
+        heads = width // (2 * half)
+    attrs = {"interleaved": f.attr("interleaved", 0), "num_heads": heads, "rotary_embedding_dim": rotated}
+    f.result(0, f.op("RotaryEmbedding", f.given(0), f.given(2), f.given(3), f.given(1), **attrs))
+
+
+# ---------------------------------------------------------------- older names of ONNX's own operators
+
+
+@_defines("Trilu Pad GatherND Range Unique")
+def _own(f: Body) -> None:
+    f.no_result(1, 2, 3)
+    attrs = {k: f.call.attr(k) for k in f.call.node.attributes}
+    f.result(0, f.op(f.call.node.op_type, *f.inputs, **attrs))
+
+
+@_defines("ExpandDims")
+def _expand_dims(f: Body) -> None:
+    f.result(0, f.op("Unsqueeze", f.given(0), f.op("Reshape", f.given(1), f.constant([1]))))

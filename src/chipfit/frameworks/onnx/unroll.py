@@ -1,0 +1,94 @@
+"""Control flow whose conditions and numbers of steps are known: a branch of an If, the steps of a Loop or a Scan."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from chipfit.frameworks.onnx.call import OnnxCall, Operand
+from chipfit.frameworks.reading import Unreadable
+
+#: reads the nodes of an inner graph, whose inputs are given, and returns its outputs
+Inner = Callable[[ir.Graph, Sequence[Operand]], list[Operand]]
+_MOST_STEPS = 1_000
+
+
+def unrolled(c: OnnxCall, inner: Inner) -> list[Operand] | None:
+    """Return the results of control flow; None if the node is no control flow, or depends on data.
+
+    Raises:
+        Unreadable: The steps give results of several shapes.
+    """
+    kinds = {"If": _branch, "Loop": _loop, "Scan": _scan}
+    return kinds[c.node.op_type](c, inner) if c.node.op_type in kinds and not c.node.domain else None
+
+
+def _constant(x: Operand | None, default: Any) -> Any:
+    """Return the number of an operand, the default if it is absent, or None if it depends on data."""
+    return default if x is None else None if x.constant is None or x.constant.size != 1 else x.constant.reshape(-1)[0]
+
+
+def _branch(c: OnnxCall, inner: Inner) -> list[Operand] | None:
+    condition = _constant(c.operand(0), None)
+    if condition is None:
+        return None
+    return inner(c.node.attributes["then_branch" if condition else "else_branch"].as_graph(), ())
+
+
+def _loop(c: OnnxCall, inner: Inner) -> list[Operand] | None:
+    graph, going = c.node.attributes["body"].as_graph(), _constant(c.optional(1), True)
+    most = _constant(c.optional(0), _MOST_STEPS + 1)
+    if most is None or going is None:
+        return None
+    carried, made = [c.operand(k) for k in range(2, len(c.inputs))], list[list[Operand]]()
+    for step in range(int(most)):
+        if not going:
+            break
+        if step == _MOST_STEPS:
+            return None
+        given = [c.builder.constants([np.asarray(v)]) for v in (np.int64(step), np.bool_(True))]
+        condition, *results = inner(graph, [*given, *carried])
+        carried = results[: len(carried)]
+        made.append(results[len(carried) :])
+        going = _constant(condition, None)
+        if going is None:
+            return None
+    return carried + [_stacked(c, column, 0) for column in zip(*made, strict=True)] if made else carried
+
+
+def _scan(c: OnnxCall, inner: Inner) -> list[Operand] | None:
+    graph, count = c.node.attributes["body"].as_graph(), c.attr("num_scan_inputs")
+    states = [c.operand(k) for k in range(len(c.inputs) - count)]
+    over = [c.operand(k) for k in range(len(states), len(c.inputs))]
+    axes = [a % x.rank for a, x in zip(c.attr("scan_input_axes") or [0] * count, over, strict=True)]
+    length = over[0].shape[axes[0]]
+    if c.opset < 9 or length is None or length > _MOST_STEPS:
+        return None
+    backwards, made = c.attr("scan_input_directions") or [0] * count, list[list[Operand]]()
+    for step in range(length):
+        at = [length - 1 - step if b else step for b in backwards]
+        parts = [_entry(c, x, axis, k) for x, axis, k in zip(over, axes, at, strict=True)]
+        results = inner(graph, [*states, *parts])
+        states = results[: len(states)]
+        made.append(results[len(states) :])
+    columns = [*zip(*made, strict=True)]
+    turned, out = (c.attr(f"scan_output_{k}") or [0] * len(columns) for k in ("directions", "axes"))
+    whole = [column[::-1] if t else column for t, column in zip(turned, columns, strict=True)]
+    return states + [_stacked(c, column, axis) for column, axis in zip(whole, out, strict=True)]
+
+
+def _entry(c: OnnxCall, x: Operand, axis: int, index: int) -> Operand:
+    if x.constant is not None and not x.name:
+        return c.builder.constants([np.take(x.constant, index, axis)])
+    return c.step("Select", [x], axis=axis, index=index)
+
+
+def _stacked(c: OnnxCall, parts: Sequence[Operand], axis: int) -> Operand:
+    if all(p.constant is not None for p in parts):
+        return c.builder.constants([np.stack([p.constant for p in parts], axis)])  # type: ignore[misc]  # none is None
+    rank = parts[0].rank
+    if any(p.rank != rank for p in parts):
+        raise Unreadable
+    axis %= rank + 1
+    return c.step("Concat", [c.step("Unsqueeze", [p], axes=(axis,)) for p in parts], axis=axis)

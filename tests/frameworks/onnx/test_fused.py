@@ -1,0 +1,255 @@
+"""Fused operators of ONNX Runtime's optimizers and functions of ONNX, against ONNX Runtime itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import helper, numpy_helper
+
+import chipfit
+from chipfit.engine.run import run
+from chipfit.frameworks import capture, load_model
+
+_RANDOM = np.random.default_rng(0)
+X, SKIP = (_RANDOM.standard_normal((2, 5, 8)).astype("f4") for _ in range(2))
+IMAGE, ADDEND = _RANDOM.standard_normal((2, 3, 6, 6)).astype("f4"), _RANDOM.standard_normal((2, 4, 6, 6)).astype("f4")
+MASK = np.array([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0]], "i4")
+IDS, SEGMENTS = _RANDOM.integers(0, 9, (2, 5)).astype("i4"), _RANDOM.integers(0, 2, (2, 5)).astype("i4")
+
+
+def weight(*shape: int) -> np.ndarray:
+    return (_RANDOM.standard_normal(shape) / 2).astype("f4")
+
+
+def table(function: Any) -> np.ndarray:
+    return function(np.arange(5)[:, None] / 10.0 ** (np.arange(2) / 2)).astype("f4")
+
+
+#: operator, operands (arrays of "data" are inputs), attributes, number of results
+CASES: list[tuple[str, list[Any], dict[str, Any], int]] = [
+    ("Gelu", ["x"], {}, 1),
+    ("FastGelu", ["x", weight(8)], {}, 1),
+    ("BiasGelu", ["x", weight(8)], {}, 1),
+    ("QuickGelu", ["x"], {"alpha": 1.702}, 1),
+    ("SkipLayerNormalization", ["x", "skip", weight(8), weight(8), weight(8)], {"epsilon": 1e-5}, 4),
+    ("SkipLayerNormalization", ["x", "skip", weight(8), weight(8)], {}, 1),
+    ("SkipSimplifiedLayerNormalization", ["x", "skip", weight(8), weight(8)], {"epsilon": 1e-6}, 4),
+    (
+        "EmbedLayerNormalization",
+        ["ids", "segments", weight(9, 8), weight(5, 8), weight(2, 8), weight(8), weight(8), "mask"],
+        {"epsilon": 1e-5, "mask_index_type": 0},
+        3,
+    ),
+    ("EmbedLayerNormalization", ["ids", "", weight(9, 8), weight(5, 8), "", weight(8), weight(8)], {}, 2),
+    ("Attention", ["x", weight(8, 24), weight(24), "mask"], {"num_heads": 2}, 1),
+    ("Attention", ["x", weight(8, 24), weight(24), "counts"], {"num_heads": 2}, 1),
+    ("Attention", ["x", weight(8, 24), weight(24)], {"num_heads": 2, "unidirectional": 1}, 1),
+    ("Attention", ["x", weight(8, 24), weight(24), "mask"], {"num_heads": 2, "unidirectional": 1, "scale": 0.3}, 1),
+    (
+        "Attention",
+        ["x", weight(8, 16), weight(16), "", "", weight(1, 2, 5, 5)],
+        {"num_heads": 2, "qkv_hidden_sizes": [4, 4, 8]},
+        1,
+    ),
+    ("MultiHeadAttention", ["x", "skip", "skip"], {"num_heads": 2}, 1),
+    ("MultiHeadAttention", ["x", "skip", "x", weight(24), "mask", weight(1, 2, 5, 5)], {"num_heads": 2}, 1),
+    ("FusedConv", ["image", weight(4, 3, 3, 3), weight(4)], {"pads": [1] * 4, "activation": "Relu"}, 1),
+    ("FusedConv", ["image", weight(4, 3, 3, 3), weight(4), "addend"], {"pads": [1] * 4, "activation": "Relu"}, 1),
+    (
+        "FusedConv",
+        ["image", weight(4, 3, 3, 3)],
+        {"activation": "LeakyRelu", "activation_params": [0.2], "strides": [2, 2]},
+        1,
+    ),
+    (
+        "FusedGemm",
+        ["flat", weight(4, 8), weight(4)],
+        {"activation": "LeakyRelu", "activation_alpha": 0.1, "transB": 1},
+        1,
+    ),
+    ("FusedMatMul", ["x", "skip"], {"alpha": 0.5, "transB": 1}, 1),
+    ("FusedMatMul", ["x", weight(8, 8)], {"transB": 1}, 1),
+    ("RotaryEmbedding", ["x", "positions", table(np.cos), table(np.sin)], {"num_heads": 2}, 1),
+    ("RotaryEmbedding", ["x", "positions", table(np.cos), table(np.sin)], {"interleaved": 1}, 1),
+    ("ExpandDims", ["x", np.int32(1)], {}, 1),
+]
+DATA = {
+    "x": X,
+    "skip": SKIP,
+    "image": IMAGE,
+    "addend": ADDEND,
+    "mask": MASK,
+    "ids": IDS,
+    "segments": SEGMENTS,
+    "flat": X[:, 0],
+    "counts": np.array([5, 3], "i4"),
+    "positions": np.tile(np.arange(5), (2, 1)),
+}
+
+
+def model(kind: str, operands: list[Any], attrs: dict[str, Any], results: int, domain: str, opset: int = 21) -> Any:
+    """Return a model of one operator, with a row of results, and its inputs."""
+    names = [o if isinstance(o, str) else f"c{k}" for k, o in enumerate(operands)]
+    init = [
+        numpy_helper.from_array(np.asarray(o), n) for n, o in zip(names, operands, strict=True) if n not in DATA and n
+    ]
+    given = {n: DATA[n] for n in names if n in DATA}
+    ins = [
+        helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(a.dtype), ["n", *a.shape[1:]])
+        for n, a in given.items()
+    ]
+    outs = {1: ["y"], 2: ["y", "unread"], 3: ["y", "mask_index", "total"], 4: ["y", "", "", "total"]}[results]
+    node = helper.make_node(kind, names, outs, domain=domain, **attrs)
+    ends = [onnx.ValueInfoProto(name=o) for o in outs if o not in ("", "unread")]
+    opsets = [helper.make_opsetid("", opset), *([helper.make_opsetid(domain, 1)] if domain else [])]
+    graph = helper.make_graph([node], "one", ins, ends, init)
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10), given
+
+
+def compared(proto: Any, given: dict[str, Any]) -> Any:
+    """Return the graph of a model, after comparison of its results with those of ONNX Runtime."""
+    want = onnxruntime.InferenceSession(proto.SerializeToString()).run(None, given)
+    tensors = {k: torch.from_numpy(np.array(v)) for k, v in given.items()}
+    graph = capture(load_model(proto), (), tensors)
+    env = {**graph.weights, **run(graph, [tensors[n] for n in graph.inputs])}
+    for name, array in zip(graph.outputs, want, strict=True):
+        np.testing.assert_allclose(env[name].numpy(), array, rtol=1e-4, atol=1e-5)
+    return graph
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c[0])
+def test_a_fused_operator_is_read_as_its_parts(case):
+    graph = compared(*model(*case, "com.microsoft"))
+    assert graph.nodes and "Opaque" not in [n.op for n in graph.nodes] and not graph.notes
+
+
+# ---------------------------------------------------------------- operators that ONNX defines by simpler ones
+
+
+@pytest.mark.parametrize(
+    "kind, operands, attrs, opset",
+    [
+        ("Celu", ["x"], {"alpha": 2.0}, 12),
+        ("ThresholdedRelu", ["x"], {"alpha": 0.5}, 10),
+        ("Shrink", ["x"], {"bias": 0.2, "lambd": 0.5}, 9),
+        ("Softsign", ["x"], {}, 13),
+        ("ReduceLogSumExp", ["x"], {"axes": [1]}, 13),
+        ("MeanVarianceNormalization", ["image"], {}, 13),
+        (
+            "RotaryEmbedding",
+            ["x", table(np.cos)[None].repeat(2, 0), table(np.sin)[None].repeat(2, 0)],
+            {"num_heads": 2},
+            23,
+        ),
+        ("Attention", ["x", "skip", "skip"], {"q_num_heads": 2, "kv_num_heads": 2, "softcap": 2.0}, 23),
+    ],
+)
+def test_a_function_of_onnx_is_read_as_its_body(kind, operands, attrs, opset):
+    graph = compared(*model(kind, operands, attrs, 1, "", opset))
+    assert graph.nodes and "Opaque" not in [n.op for n in graph.nodes]
+
+
+def test_attention_of_onnx_is_one_operator():
+    attrs = {"q_num_heads": 4, "kv_num_heads": 2, "is_causal": 1}
+    graph = compared(*model("Attention", ["x", weight(2, 5, 4), weight(2, 5, 4)], attrs, 1, "", 23))
+    assert [n.attrs["is_causal"] for n in graph.nodes if n.op == "SDPA"] == [True]
+
+
+@pytest.mark.parametrize("platform, suffix", [("ort_cpu", ".onnx"), ("tflite_int8", ".tflite")])
+def test_a_network_of_fused_operators_is_quantized_and_exact(platform, suffix, tmp_path):
+    """Attention with a mask, the sum with its input, and two layers with a GELU, as the optimizer writes it."""
+    names = {"w": weight(8, 24), "b": weight(24), "g": weight(8), "h": weight(8), "u": weight(8, 16), "v": weight(16)}
+    names |= {"d": weight(16, 8), "e": weight(8)}
+    ms: dict[str, Any] = {"domain": "com.microsoft"}
+    nodes = [
+        helper.make_node("Attention", ["x", "w", "b", "mask"], ["a"], num_heads=2, **ms),
+        helper.make_node("SkipLayerNormalization", ["a", "x", "g", "h"], ["s"], **ms),
+        helper.make_node("MatMul", ["s", "u"], ["m"]),
+        helper.make_node("BiasGelu", ["m", "v"], ["r"], **ms),
+        helper.make_node("FusedMatMul", ["r", "d"], ["o"], **ms),
+        helper.make_node("SkipLayerNormalization", ["o", "s", "g", "h", "e"], ["y"], **ms),
+    ]
+    ins = [helper.make_tensor_value_info("x", 1, ["n", 5, 8]), helper.make_tensor_value_info("mask", 6, ["n", 5])]
+    init = [numpy_helper.from_array(v, k) for k, v in names.items()]
+    graph = helper.make_graph(nodes, "bert", ins, [onnx.ValueInfoProto(name="y")], init)
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    draw = torch.Generator().manual_seed(0)
+    data = [{"x": torch.randn(2, 5, 8, generator=draw), "mask": torch.from_numpy(MASK)} for _ in range(3)]
+    result = chipfit.quantize(
+        helper.make_model(graph, opset_imports=opsets, ir_version=10), data, platform=platform, progress=False
+    )
+    result.export(tmp_path / f"net{suffix}")
+    assert [n.op for n in result.graph.nodes if n.op in ("Linear", "Opaque")] == ["Linear"] * 5
+    assert result.verify(data).exact
+
+
+# ---------------------------------------------------------------- control flow, interpolation, indices
+
+
+def test_a_loop_and_a_scan_with_a_known_number_of_steps_are_unrolled():
+    """Three steps of y = y + y, then running sums over the axis of five."""
+    number = helper.make_tensor_value_info
+    double = helper.make_node("Add", ["v", "v"], ["w"])
+    keep = helper.make_node("Identity", ["going"], ["more"])
+    twice = helper.make_graph(
+        [keep, double], "twice", [number("k", 7, []), number("going", 9, []), number("v", 1, None)],
+        [number("more", 9, []), number("w", 1, None)],
+    )  # fmt: skip
+    add = helper.make_node("Add", ["s", "e"], ["t"]), helper.make_node("Identity", ["t"], ["u"])
+    ends = (*[[number(n, 1, ["n", 8]) for n in names] for names in ("se", "tu")],)
+    nodes = [
+        helper.make_node("Loop", ["three", "", "x"], ["y"], body=twice),
+        helper.make_node("ReduceSum", ["y", "axis"], ["z"], keepdims=0),
+        helper.make_node("Sub", ["z", "z"], ["zero"]),
+        helper.make_node(
+            "Scan", ["zero", "y"], ["last", "sums"], body=helper.make_graph(add, "sum", *ends), num_scan_inputs=1,
+            scan_input_axes=[1], scan_output_axes=[1],
+        ),
+    ]  # fmt: skip
+    init = [numpy_helper.from_array(v, k) for k, v in {"three": np.int64(3), "axis": np.array([1])}.items()]
+    outs = [onnx.ValueInfoProto(name=n) for n in ("last", "sums")]
+    graph = helper.make_graph(nodes, "steps", [number("x", 1, ["n", 5, 8])], outs, init)
+    read = compared(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), {"x": X})
+    assert {n.op for n in read.nodes} == {"Add", "Sum", "Sub", "Select", "Unsqueeze", "Concat"}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"mode": "linear", "coordinate_transformation_mode": "asymmetric"},
+        {"mode": "linear", "coordinate_transformation_mode": "half_pixel_symmetric"},
+        {"mode": "linear", "antialias": 1},
+        {"mode": "cubic", "cubic_coeff_a": -0.5},
+        {"mode": "cubic", "exclude_outside": 1},
+    ],
+)
+@pytest.mark.parametrize("factor", [2.0, 0.5])
+def test_an_interpolation_is_read(how, factor):
+    operands = ["image", "", np.array([1, 1, factor, factor], "f4")]
+    graph = compared(*model("Resize", operands, how, 1, "", 19))
+    assert "Opaque" not in [n.op for n in graph.nodes]
+
+
+@pytest.mark.parametrize("platform, suffix", [("ort_cpu", ".onnx"), ("tflite_int8", ".tflite")])
+def test_interpolation_between_corners_of_pixels_is_exact(platform, suffix, tmp_path):
+    """Upsample of opset 9, and TensorFlow 1's bilinear resizing."""
+    names = {"w": weight(4, 3, 3, 3), "v": weight(3, 4, 3, 3), "scales": np.array([1, 1, 3, 2], "f4")}
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["a"]),
+        helper.make_node("Upsample", ["a", "scales"], ["b"], mode="linear"),
+        helper.make_node("Conv", ["b", "v"], ["y"]),
+    ]
+    init = [numpy_helper.from_array(v, k) for k, v in names.items()]
+    ins = [helper.make_tensor_value_info("x", 1, ["n", 3, 7, 9])]
+    graph = helper.make_graph(nodes, "upsampling", ins, [onnx.ValueInfoProto(name="y")], init)
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 9)], ir_version=8)
+    draw = torch.Generator().manual_seed(0)
+    data = [torch.randn(4, 3, 7, 9, generator=draw) for _ in range(3)]
+    result = chipfit.quantize(proto, data, platform=platform, progress=False)
+    result.export(tmp_path / f"net{suffix}")
+    assert result.verify(data).exact
