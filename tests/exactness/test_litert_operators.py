@@ -197,6 +197,26 @@ def test_every_family_of_kernels_computes_the_simulated_integers(tmp_path, name,
         assert found.exact and not found.float_operators
 
 
+#: operators of which TensorFlow Lite Micro has no kernel, or none for integers or for the types in the file
+NOT_MICRO = set("hardtanh sub_clip elu_slope gelu gelu_tanh exp log argmax argmin gather repeat expand".split())
+NOT_MICRO |= {"relu6", "embedding", "embedding_linear", "linear_4_bits", "linear_relu_4_bits", "linear_rows_4_bits"}
+SHORT = "mean_image sum_channels matmul average_padded bilinear_19_7 conv_dilated depthwise_12 transposed linear_relu"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in SHORT.split() else pytest.mark.slow) for n in CASES if n not in NOT_MICRO]
+)
+def test_tensorflow_lite_micro_computes_the_simulated_integers(tmp_path, name):
+    pytest.importorskip("tflite_micro")
+    layer, example, overrides = CASES[name]
+    model, x, new = layer(), example(), example()
+    result = quantized(model, [x], "tflite_int8", overrides=overrides)
+    for k, plan in enumerate((result.plan, with_biases(result.graph, power_of_two_scales(result.plan)))):
+        (tmp_path / str(k)).mkdir()
+        (found,) = prove(result.graph, plan, result.platform, [new], tmp_path / str(k), ("tflm",), float_ops=())
+        assert found.exact and not found.float_operators
+
+
 @pytest.mark.parametrize("stretch", [2.0**-9, 0.4, 2.5, 2.0**11])
 @pytest.mark.parametrize(
     "name", "add sub_row mul relu relu6 hardtanh leaky prelu abs exp gelu mean_channels matmul conv".split()

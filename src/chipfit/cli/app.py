@@ -97,7 +97,9 @@ IoTypes = Annotated[str | None, Option("--io", help=_IO_HELP)]
 Labels = Annotated[Path | None, Option("--labels", exists=True, help="class names for the model file, one a line")]
 _VERIFY_HELP = "run the file and compare integers; by default if the platform has a runtime"
 Check = Annotated[bool | None, Option("--verify/--no-verify", help=_VERIFY_HELP)]
-_RUNTIME_HELP = "onnxruntime, openvino, litert, litert_reference or litert_optimized; by default the platform's own"
+_RUNTIME_HELP = (
+    "a runtime such as onnxruntime, openvino, litert, litert_reference or tflm; by default the platform's own"
+)
 Runtime = Annotated[str | None, Option("--runtime", help=_RUNTIME_HELP)]
 Deployed = Annotated[Path | None, Option("--file", exists=True, help="deployed file; by default a new export")]
 ReportFile = Annotated[Path | None, Option("--report", help="write a report, as .html or .json")]

@@ -12,6 +12,7 @@ cell of a column: what a framework, the engine or a file format has for the oper
     decompose    the rule that replaces it by simpler operators     `passes/decompose.py`
     onnxruntime  the integer kernel of ONNX Runtime                 `simulate/onnxruntime.py`
     litert       the integer kernels of LiteRT, by family           `simulate/litert.py`
+    tflm         the kernel of TensorFlow Lite Micro where it differs from LiteRT's reference   `simulate/tflm.py`
     layers       names of layers that chips' descriptions may use   `mct/target_platform/layers.py`
 
 A cell is a name, if operands and attributes are those of the row; a mapping with the keyword arguments of the function
@@ -73,7 +74,7 @@ class OpDef:
         return any(s.startswith("w") for s in self.slots)
 
 
-_COLUMNS = "torch keras kernel lowering onnx tflite decompose onnxruntime litert layers".split()
+_COLUMNS = "torch keras kernel lowering onnx tflite decompose onnxruntime litert tflm layers".split()
 _FILES = "products activations norms arithmetic windows reductions moves".split()
 _VOCABULARY = package_data("chipfit.operators", "vocabulary.yaml")
 #: column -> operator -> what stands in that column of its row

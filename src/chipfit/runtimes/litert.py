@@ -87,15 +87,12 @@ class LiteRt:
         Raises:
             RuntimeUnavailable: LiteRT refuses the file.
         """
-        from ai_edge_litert.interpreter import Interpreter, OpResolverType
-
-        resolver = getattr(OpResolverType, self.resolver)
         raw = _content(Path(path))
         try:
-            Interpreter(model_content=raw, experimental_op_resolver_type=resolver)  # checks every offset in the file
+            self.make_interpreter(raw)  # checks every offset in the file
             prepared = _with_outputs(raw, str(path), tensors, self.block_scales)
             content, self._own_outputs, self.tensors, self.notes = prepared
-            self.interpreter = Interpreter(model_content=content, num_threads=1, experimental_op_resolver_type=resolver)
+            self.interpreter = self.make_interpreter(content)
             self.interpreter.allocate_tensors()
         except (RuntimeError, ValueError) as e:
             raise RuntimeUnavailable(
@@ -121,6 +118,13 @@ class LiteRt:
         fitting = [s and min(s) > 0 and [math.prod(s)] == last for s, last in known]
         if len(noted) != len(ranks) or not all((*valid, *fitting)):
             raise unfit_notes(str(path))
+
+    def make_interpreter(self, content: bytes) -> Any:
+        """Return an interpreter of a file, without memory for its tensors yet."""
+        from ai_edge_litert.interpreter import Interpreter, OpResolverType
+
+        resolver = getattr(OpResolverType, self.resolver)
+        return Interpreter(model_content=content, num_threads=1, experimental_op_resolver_type=resolver)
 
     @staticmethod
     def open(path: Path) -> None:

@@ -79,15 +79,15 @@ def reciprocal_of_one_plus(a: Tensor, width: int = 32) -> Tensor:
     return _up(_inverse(a, width), 1, width)
 
 
-def logistic16(a: Tensor) -> Tensor:
-    """Return 1 / (1 + exp(-a)), without integer bits, for 16-bit a with 3 integer bits."""
-    y = reciprocal_of_one_plus(exp_of_negative(-a.abs(), 3, 16), 16)
-    return torch.where(a == 0, 1 << 14, torch.where(a > 0, y, (1 << 15) - 1 - y))
+def logistic(a: Tensor, integers: int, width: int = 32) -> Tensor:
+    """Return 1 / (1 + exp(-a)), without integer bits, for a with some integer bits."""
+    y = reciprocal_of_one_plus(exp_of_negative(-a.abs(), integers, width), width)
+    return torch.where(a == 0, 1 << width - 2, torch.where(a > 0, y, (1 << width - 1) - 1 - y))
 
 
-def tanh16(a: Tensor) -> Tensor:
-    """Return tanh(a) = (1 - e) / (1 + e), e = exp(-2 |a|), without integer bits, for 16-bit a with 3 integer bits."""
-    y = _up(_inverse(exp_of_negative(-a.abs(), 4, 16), 16) - (1 << 13), 2, 16)
+def tanh(a: Tensor, integers: int, width: int = 32) -> Tensor:
+    """Return tanh(a) = (1 - e) / (1 + e), e = exp(-2 |a|), without integer bits, for a with some integer bits."""
+    y = _up(_inverse(exp_of_negative(-a.abs(), integers + 1, width), width) - (1 << width - 3), 2, width)
     return torch.sign(a) * y
 
 

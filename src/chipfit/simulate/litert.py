@@ -274,13 +274,13 @@ def _requantize_xnnpack(c: KernelCall) -> None:
     c.write_result(_by_256ths(c.centred(), s))
 
 
-def _prelu(c: KernelCall) -> None:
-    """Multiply by the slope's integer below zero."""
+def prelu(c: KernelCall, kind: torch.dtype = torch.float32) -> None:
+    """Multiply by the slope's integer below zero, with multipliers computed in floats of one type."""
     q = c.centred()
     slope = c.centred(c.second)
     slope = slope.view(-1, *[1] * (q.dim() - 2)) if slope.dim() < 2 else slope
-    below = fixed_point(q * slope, c.multiplier(c.x, c.second), "away")
-    c.write_result(torch.where(q >= 0, fixed_point(q, c.multiplier(), "away"), below))
+    below = fixed_point(q * slope, c.multiplier(c.x, c.second, kind=kind), "away")
+    c.write_result(torch.where(q >= 0, fixed_point(q, c.multiplier(kind=kind), "away"), below))
 
 
 def _rectifier(c: KernelCall) -> None:
@@ -338,12 +338,12 @@ def _table(
     c.write_result(nearest((y * (1.0 / result)).double())[codes - stored.grid.qmin])
 
 
-def _curve(near: Callable[[Tensor, Tensor], Tensor], fixed: Callable[[Tensor], Tensor], shifts: Sequence[int]) -> Any:
+def _curve(near: Callable[[Tensor, Tensor], Tensor], fixed: Callable[..., Tensor], shifts: Sequence[int]) -> Any:
     """Return a function of 16-bit integers: `fixed` with 3 integer bits if the scale allows a shift, else `near`."""
 
     def wide(q: Tensor, scale: Tensor) -> Tensor:
         by = 12 + float(torch.log2(scale.double()))
-        return fixed((q << int(by)).clamp(-(1 << 15), (1 << 15) - 1)) if by in shifts else near(q, scale)
+        return fixed(_saturated(q << int(by)), 3, 16) if by in shifts else near(q, scale)
 
     return wide
 
@@ -390,14 +390,24 @@ def _product16(a: Tensor, b: Tensor) -> Tensor:
     return _saturated(shift_up(a * b, 15))
 
 
-def _softmax(c: KernelCall, rows: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-    """Compute a softmax; `rows` maps (integers, their scale, result scale) to integers minus zero point, axis last."""
+def softmax(c: KernelCall, rows: Callable[[Tensor, Tensor, Tensor], Tensor], kind: torch.dtype = torch.float64) -> None:
+    """Compute a softmax.
+
+    Args:
+        rows: (8-bit integers, their scale, result scale) -> integers minus zero point, axis last.
+        kind: type of the floats in which tables for 16 bits are computed.
+    """
     axis, scale = c.attrs["axis"], c.scale(c.x)
     q = c.code().long().movedim(axis, -1)
     if c.wide:
-        c.run.store(c.out, tables16.softmax(q, scale).movedim(-1, axis))
+        c.run.store(c.out, tables16.softmax(q, scale, kind).movedim(-1, axis))
     else:
         c.write_result(rows(q, scale, c.scale(c.out)).movedim(-1, axis))
+
+
+def rows_in_fixed_point(q: Tensor, scale: Tensor, result: Tensor) -> Tensor:
+    """Return the softmax of integers over the last axis, in steps of 1/256."""
+    return gemmlowp.softmax(q - q.amax(-1, keepdim=True), scale, 8)
 
 
 def _exponentials(q: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -593,22 +603,22 @@ _FUNCTIONS: dict[str, Callable[..., None]] = {
     "sub": partial(_add, sign=-1),
     "sub_xnnpack": partial(_add_xnnpack, sign=-1),
     "sigmoid": partial(_table, f=_sigmoid, wide=tables16.sigmoid),
-    "sigmoid_optimized": partial(_table, f=_sigmoid, wide=_curve(tables16.sigmoid, gemmlowp.logistic16, (0,))),
+    "sigmoid_optimized": partial(_table, f=_sigmoid, wide=_curve(tables16.sigmoid, gemmlowp.logistic, (0,))),
     "sigmoid_xnnpack": partial(_table, f=lambda x, node: torch.sigmoid(x.double()).float(), nearest=torch.round),
     "tanh": partial(_table, wide=tables16.tanh),
-    "tanh_optimized": partial(_table, wide=_curve(tables16.tanh, gemmlowp.tanh16, (0, 1))),
+    "tanh_optimized": partial(_table, wide=_curve(tables16.tanh, gemmlowp.tanh, (0, 1))),
     "tanh_xnnpack": partial(_table, nearest=torch.round),
     "elu": partial(_table, f=_elu),
     "gelu": partial(_table, f=_gelu),
-    "softmax": partial(_softmax, rows=lambda q, s, _: gemmlowp.softmax(q - q.amax(-1, keepdim=True), s, 8)),
-    "softmax_optimized": partial(_softmax, rows=_rows_optimized),
-    "log_softmax": partial(_softmax, rows=lambda q, s, _: gemmlowp.log_softmax(q - q.amax(-1, keepdim=True), s)),
-    "log_softmax_optimized": partial(_softmax, rows=_log_rows_optimized),
+    "softmax": partial(softmax, rows=rows_in_fixed_point),
+    "softmax_optimized": partial(softmax, rows=_rows_optimized),
+    "log_softmax": partial(softmax, rows=lambda q, s, _: gemmlowp.log_softmax(q - q.amax(-1, keepdim=True), s)),
+    "log_softmax_optimized": partial(softmax, rows=_log_rows_optimized),
     "resize": partial(_resize, lines=source_positions, one=1024),
     "resize_xnnpack": partial(_resize, lines=source_positions_xnnpack, one=2048),
 } | by_name(
     *(_convolution, _linear, _mat_mul, _add, _add_optimized, _add_xnnpack, _mul, _rectifier, _leaky, _leaky_xnnpack),
-    *(_prelu, _table, _hard_swish, _abs, _rsqrt, _l2_norm, _requantize, _requantize_optimized, _requantize_xnnpack),
+    *(prelu, _table, _hard_swish, _abs, _rsqrt, _l2_norm, _requantize, _requantize_optimized, _requantize_xnnpack),
     *(_mean, _mean_optimized, _mean_xnnpack, _avg_pool, _rows),
 )
 Tables = tuple[dict[str, Kernel], dict[str, Kernel], dict[str, Kernel]]

@@ -4,9 +4,11 @@ Source: TensorFlow Lite, kernels/internal/common.h and reference/integer_ops/{lo
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
+from chipfit.simulate.libm import libm
 from chipfit.simulate.requantize import fixed_point, shift_up
 
 Tensor = torch.Tensor
@@ -89,10 +91,15 @@ def tanh(q: Tensor, scale: Tensor) -> Tensor:
     return torch.where(x >= 0, y - (1 << 23) + 128, (1 << 23) - y + 127) >> 8
 
 
-def softmax(q: Tensor, scale: Tensor) -> Tensor:
-    """Return a softmax over the last axis, of scale 1/32768: tables of exp on -10 .. 0 and of 1 / (1 + x) on 0 .. 1."""
-    part = torch.tensor(1.0 / 65535.0, dtype=torch.float64)
-    exp, inverse = _table(torch.exp, 10 * part, HIGH, 2 * part), _table(lambda x: 1.0 / (1.0 + x), part, LOW, 2 * part)
+def softmax(q: Tensor, scale: Tensor, kind: torch.dtype = torch.float64) -> Tensor:
+    """Return a softmax over the last axis, of scale 1/32768: tables of exp on -10 .. 0 and of 1 / (1 + x) on 0 .. 1.
+
+    Args:
+        kind: type of the floats that the tables are computed in.
+    """
+    one, ten, two = (torch.tensor(v, dtype=kind) / 65535 for v in (1.0, 10.0, 2.0))
+    exp = _table(torch.exp if kind == torch.float64 else partial(libm, "exp"), ten, HIGH, two)
+    inverse = _table(lambda x: 1.0 / (1.0 + x), one, LOW, two)
     diff = q - q.amax(-1, keepdim=True)
     e = _read(exp, (fixed_point(diff, scale.double() / (10.0 / 65535.0), "away") + HIGH).clamp(LOW, HIGH))
     total = e.sum(-1, keepdim=True)

@@ -1,0 +1,88 @@
+"""A runtime in a process of its own: one that crashes, hangs or prints does no harm to the user's process.
+
+The child runs a script beside this module, which answers pickled requests on its standard input one by one; whatever
+the runtime prints goes to a file, from which error messages quote.
+"""
+
+import contextlib
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from pathlib import Path
+from typing import IO, Any
+
+from chipfit.errors import RuntimeUnavailable
+
+_QUOTED_LINES = 4  #: number of the last printed lines that an error message quotes
+
+
+class Child:
+    """A child process with a runtime.
+
+    Args:
+        script: name of the script in this folder, or a path.
+        name: of the runtime, for messages.
+        limit_s: time for one answer [s].
+    """
+
+    def __init__(self, script: str, name: str, limit_s: float = 120.0) -> None:
+        self.name, self.limit_s = name, limit_s
+        self._printed: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 -- closed by `_end`
+        self._before = 0  #: size of what was printed before the last request
+        # -P: the modules beside the script have names of packages
+        command = [sys.executable, "-P", str(Path(__file__).parent / script)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._printed)
+        self.close = weakref.finalize(self, _end, self._process, self._printed)
+
+    def ask(self, function: str, *args: Any) -> Any:
+        """Call a function of the script.
+
+        Raises:
+            RuntimeUnavailable: the function raises an error, the process ends, or it gives no answer in time.
+        """
+        process, self._before = self._process, self._printed.seek(0, os.SEEK_END)
+        assert process.stdin is not None and process.stdout is not None
+        late = threading.Event()
+
+        def stop() -> None:
+            late.set()
+            process.kill()
+
+        timer = threading.Timer(self.limit_s, stop)
+        timer.start()
+        try:
+            pickle.dump((function, args), process.stdin, protocol=5)
+            process.stdin.flush()
+            error, answer = pickle.load(process.stdout)
+        except (EOFError, OSError, ValueError, pickle.UnpicklingError) as e:
+            code = process.wait()
+            what = f"gave no answer within {self.limit_s:g} s" if late.is_set() else f"ended with code {code}"
+            words = self._last_words()
+            raise RuntimeUnavailable(f"{self.name} {what}{words and f' ({words})'}") from e
+        finally:
+            timer.cancel()
+        if error:
+            raise RuntimeUnavailable(f"{self.name}: {self._last_words() or error}")
+        return answer
+
+    def printed(self) -> str:
+        """Return what the runtime has printed since the last request began."""
+        self._printed.seek(self._before)
+        return self._printed.read().decode(errors="replace")
+
+    def _last_words(self) -> str:
+        lines = list(dict.fromkeys(line.strip() for line in self.printed().splitlines() if line.strip()))
+        return "; ".join(lines[-_QUOTED_LINES:])
+
+
+def _end(process: subprocess.Popen[bytes], printed: IO[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout, printed):
+        if stream is not None:
+            with contextlib.suppress(OSError):  # the process may have ended with a request in the pipe
+                stream.close()

@@ -1,0 +1,54 @@
+"""The child process of TensorFlow Lite Micro: it answers the requests of `chipfit.runtimes.child`."""
+
+import os
+import pickle
+import sys
+
+_ARENA = 1 << 30  #: address space for tensors [bytes]; only what is used becomes memory
+
+
+class Interpreter:
+    """A loaded file. Numbers of tensors are those of inputs and outputs."""
+
+    def load(self, content, inputs, outputs, arena=0):
+        """Load a file; return shapes, types and quantization of its inputs and outputs."""
+        from tflite_micro.python.tflite_micro import runtime
+
+        self.outputs = outputs
+        self.tflm = runtime.Interpreter.from_bytes(content, arena_size=arena or _ARENA)
+        details = [self.tflm.get_input_details(k) for k in range(inputs)]
+        return details, [self.tflm.get_output_details(k) for k in range(outputs)]
+
+    def run(self, inputs):
+        """Run the network once; return all outputs."""
+        for k, x in enumerate(inputs):
+            self.tflm.set_input(x, k)
+        self.tflm.invoke()
+        return [self.tflm.get_output(k) for k in range(self.outputs)]
+
+    def print_allocations(self):
+        """Print what the memory is used for."""
+        self.tflm.print_allocations()
+
+
+def main():
+    """Answer until the input ends."""
+    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what the runtime prints must not disturb the answers
+    interpreter = Interpreter()
+    while True:
+        try:
+            function, args = pickle.load(requests)
+        except EOFError:
+            return
+        try:
+            answer = "", getattr(interpreter, function)(*args)
+        except Exception as e:  # any error of the runtime is an answer
+            answer = f"{type(e).__name__}: {e}", None
+        sys.stdout.flush()
+        pickle.dump(answer, answers, protocol=5)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()
