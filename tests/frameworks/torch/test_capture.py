@@ -92,3 +92,14 @@ def test_a_model_may_change_the_dictionary_that_it_is_given():
     out = result.model({"image": image})
     assert set(out) == {"image", "found"} and result.verify([({"image": image},)]).exact
     torch.testing.assert_close(out["found"]["boxes"], model.conv(image), rtol=0, atol=0.1)
+
+
+def test_a_program_of_torch_export_is_a_model():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4)).eval()
+    x = torch.randn(2, 3, 8, 8)
+    program = torch.export.export(model, (x,))
+    own, other = (chipfit.quantize(m, [x], platform="ort_cpu", progress=False) for m in (model, program))
+    assert [str(t) for t in own.plan.tensors.values()] == [str(t) for t in other.plan.tensors.values()]
+    assert set(dict(own.model.named_parameters())) == set(dict(other.model.named_parameters()))
+    assert other.verify(x).exact
+    assert len(chipfit.lint(program, x).rows) == 4

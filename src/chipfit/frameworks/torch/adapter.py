@@ -41,6 +41,10 @@ class Torch(Framework):
     def is_model(self, thing: Any) -> bool:
         return isinstance(thing, torch.nn.Module)
 
+    def opened(self, model: Any) -> Any:
+        """Return the module of a program of torch.export; anything else as it is."""
+        return model.module() if isinstance(model, torch.export.ExportedProgram) else model
+
     def run(self, model: Any, inputs: Any) -> Any:
         return model(inputs)
 
