@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from chipfit.report.report import Report
     from chipfit.report.similarity import Metric, Similarity
     from chipfit.verify import Verification
+    from chipfit.verify.timing import Timing
 
 
 @dataclass(repr=False)
@@ -57,6 +58,7 @@ class Result(SummaryRepr):
     _made: int = 0  #: checksum of the numbers of `model` when it was made
     _sensitivity: Sensitivity | None = None  #: from `sensitivity`, for the report
     _pareto: Pareto | None = None  #: from `pareto`, for the report
+    _timing: Timing | None = None  #: from `time`, for the report
 
     @property
     def platform(self) -> Platform:
@@ -107,6 +109,8 @@ class Result(SummaryRepr):
             other = self.as_calibrated()._edited(self.decision.with_overrides(more).overrides, None)
             return other.graph, other.plan
 
+        if self._timing is not None:
+            report = replace(report, speed=self._timing.to_dict())
         advice = tried(report, self.graph, self.plan, edit)
         if self._sensitivity is not None:
             report = replace(report, sensitivity=tuple(self._sensitivity.rows()))
@@ -342,6 +346,15 @@ class Result(SummaryRepr):
             self.graph, self.plan, self.platform, data, runtime=runtime, model=lambda: self.model, **options
         )
         return self.verification
+
+    @preserve_random_state
+    def time(self, data: Any, *, runtime: str | None = None, seconds: float = 2.0) -> Timing:
+        """Measure the float and the quantized file beside each other on a runtime; see `verify.timing.measure`."""
+        from chipfit.verify.timing import measure
+
+        self.refuse_trained("the file that is measured")
+        self._timing = measure(self.graph, self.plan, self.platform, data, runtime=runtime, seconds=seconds)
+        return self._timing
 
     @torch_defaults()
     def save(self, directory: str | Path) -> Path:

@@ -65,6 +65,8 @@ def test_a_result_is_quantized_verified_and_explained_as_json():
     found = document("verify", "out", "--data", "d.npz", "--report", "page.json")
     assert found["verdict"] == "exact" and found["samples"] == 20 and set(found["accuracy"]) >= {"float", "device"}
     assert os.path.isfile(found["report"])
+    timed = document("time", "out", "--data", "d.npz", "--seconds", "0")
+    assert timed["pairs"] >= 10 and timed["operators"][0]["products"] == 4 * 27 * 64
     (layer,) = document("explain", "out", "0")["layers"]
     assert (layer["name"], layer["operator"], layer["runs"]) == ("0", "Conv2D", "int")
     assert [t.split()[0] for t in layer["tensors"]] == ["activation", "weight", "bias"]

@@ -495,6 +495,27 @@ def _show_comparison(found: Any, text: str, page: Path | None = None) -> int:
     return {"departs": 1, "unpromised": 3}.get(found.verdict, 0)
 
 
+@command(app, "time")
+def time_(
+    saved: Annotated[Path, Argument(help="folder that `quantize` or Result.save wrote")],
+    data: Data,
+    runtime: Runtime = None,
+    seconds: Annotated[float, Option("--seconds", min=0, max=3600, help="time to measure for")] = 2.0,
+    input_size: InputSize = 224,
+    mean: Mean = MEAN,
+    std: Std = STD,
+) -> None:
+    """Measure the float and the quantized file in turns on a runtime of this machine; show each operator's work."""
+    from chipfit.cli.inputs import load_data
+
+    result = _load(saved)
+    batches = load_data(data, input_size, mean, std, framework=result.graph.framework)
+    found = result.time(batches, runtime=runtime, seconds=seconds)
+    if OUTPUT.json:
+        return print_document(found.to_dict())
+    _echo(str(found))
+
+
 @command(app)
 def lint(model: Model, shape: Shape = None, platform: Chip = DEFAULT, weights: Weights = None) -> None:
     """Show where each operator runs on this platform and what is fused. Requires no data."""

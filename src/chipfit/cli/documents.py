@@ -50,6 +50,23 @@ class Compared(TypedDict):
     report: NotRequired[str]
 
 
+class Timed(TypedDict):
+    """The float and the quantized file beside each other on a runtime."""
+
+    runtime: str
+    batch: int  #: samples of a call
+    pairs: int  #: pairs of calls
+    float_ms: float  #: processor time of a call
+    quantized_ms: float
+    float_wall_ms: float  #: time on the clock
+    quantized_wall_ms: float
+    ratio: float  #: quantized over float
+    float_file: int  #: bytes
+    quantized_file: int
+    operators: list[dict[str, Any]]  #: name, op, exec, products, float_bytes, quantized_bytes
+    warnings: list[str]
+
+
 class Layer(TypedDict):
     """An operator and how it runs."""
 
@@ -186,6 +203,7 @@ DOCUMENTS: dict[str, Any] = {
     **dict.fromkeys(("quantize", "train", "demo"), Quantized),
     "prune": Pruned,
     "verify": Compared,
+    "time": Timed,
     "lint": Linted,
     "explain": Explained,
     "doctor": Diagnosis,

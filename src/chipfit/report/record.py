@@ -94,6 +94,7 @@ class ReportData:
     pareto: tuple[Mapping[str, Any], ...] = ()
     inputs: tuple[LayerRow, ...] = ()  #: how the model's own inputs are stored
     verification: Mapping[str, Any] | None = None
+    speed: Mapping[str, Any] | None = None  #: the float and the quantized file side by side, see `Timing`
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -111,7 +112,8 @@ class ReportData:
     @property
     def warnings(self) -> list[str]:
         """Doubts about the result, to be read first."""
-        return [n.removeprefix(WARNING) for n in self.notes if n.startswith(WARNING)]
+        slow = self.speed["warnings"] if self.speed else ()
+        return [*(n.removeprefix(WARNING) for n in self.notes if n.startswith(WARNING)), *slow]
 
     @property
     def floats(self) -> dict[str, list[str]]:

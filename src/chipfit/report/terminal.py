@@ -106,6 +106,10 @@ def facts(report: ReportData) -> dict[str, str]:
     out["kernels"] = str(len(report.kernels))
     if report.merit is not None:
         out["outputs"] = merit_of(report.merit)
+    if report.speed is not None:
+        s = report.speed
+        both = f"{s['float_ms']:.3g} ms float, {s['quantized_ms']:.3g} ms quantized ({s['ratio']:.2f}x)"
+        out["speed"] = f"{both} of processor time on {s['runtime']}, {s['batch']} samples a call"
     if report.timings:
         out["time"] = ", ".join(f"{k} {v:.2f} s" for k, v in report.timings.items())
     return out

@@ -175,7 +175,7 @@ class _Codes(Translator):
         how = self.form.runs.get(node.outputs[0].name or "", "float")
         self.runs |= dict.fromkeys((n.name for n in new), how)
         if how != "float" and len(new) > 1:
-            self.parts = [*getattr(self, "parts", []), new]
+            self.opened = [*getattr(self, "opened", []), new]
         return found
 
     def _quantizer(self, node: ir.Node) -> Any:
@@ -220,7 +220,7 @@ class _Codes(Translator):
         graph.weights = {k: w for k, w in graph.weights.items() if k in read}
         graph.trainable &= {*graph.weights}
         self._weights()
-        for new in getattr(self, "parts", ()):
+        for new in getattr(self, "opened", ()):
             tie_moved(graph, [n for n in new if n in graph.nodes], self.stored)
         check(graph, blame="capture")
         nodes = {n.name: self._node_plan(n) for n in graph.nodes}
