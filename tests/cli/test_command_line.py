@@ -173,6 +173,22 @@ def test_the_format_is_that_of_the_platform_unless_another_is_chosen(platform, s
         assert (folder / f"out/model{written}").is_file()
 
 
+def test_a_named_format_is_written_with_the_suffix_of_the_platform_or_its_own(folder):
+    words = "quantize", f"{MINE}:net", "--data", "d.npz", "--out", "out", "--no-verify"
+    for chosen, written in (("int8", "model.onnx"), ("fake.pt2", "model.pt2"), ("fake", "model.onnx")):
+        succeed(*words, "--format", chosen)
+        assert (folder / "out" / written).is_file()
+    assert "int8.onnx, int8.tflite" in fail(*words, "--format", "int8.pt2")
+
+
+def test_the_layout_of_the_model_is_kept_on_demand(folder):
+    from ai_edge_litert.interpreter import Interpreter
+
+    for chosen, shape in (((), [1, 8, 8, 3]), (("--keep-layout",), [1, 3, 8, 8])):
+        succeed("quantize", f"{MINE}:net", "--data", "d.npz", "-p", "tflite_int8", "--out", "out", *chosen)
+        assert Interpreter("out/model.tflite").get_input_details()[0]["shape"].tolist() == shape
+
+
 def test_every_screen_fits_80_columns_without_cutting_text(folder):
     (folder / "p.yaml").write_text("name: p\nextends: tensorrt\n")
     (folder / "q.yaml").write_text("name: q\nextends: ort_cpu\n" + f"{'z' * 90}: 1\n" + "platz: 2\n")

@@ -14,6 +14,7 @@ from torch import nn
 from chipfit import files
 from chipfit.cli.inputs import example_of, load_data, load_model, parse_bits, parse_numbers
 from chipfit.errors import CaptureError, ConfigError, DataError, PlanError
+from chipfit.frameworks import load_model as load_model_proto
 from tests.build import Trap
 
 MINE = "tests.cli.mine"
@@ -96,7 +97,8 @@ def file_of(tmp_path, name):
         ("unknown.pt", "Model must be a file"),
     ],
 )
-def test_a_file_of_another_kind_is_named_with_what_makes_it_loadable(tmp_path, name, words):
+def test_a_file_of_another_kind_is_named_with_what_makes_it_loadable(tmp_path, monkeypatch, name, words):
+    monkeypatch.setitem(sys.modules, "tensorflow", None)
     with pytest.raises(CaptureError, match=words):
         load_model(str(file_of(tmp_path, name)))
 
@@ -141,7 +143,7 @@ def test_a_pt2_file_knows_its_own_input(tmp_path):
 )
 def test_the_input_shape_of_a_factory_is_positive_integers_that_memory_holds(text, says):
     with pytest.raises(DataError, match=says):
-        example_of("m:net", text)
+        example_of("m:net", None if text is None else [text])
 
 
 # ---------------------------------------------------------------- data
@@ -152,6 +154,44 @@ def test_an_npz_gives_batches_of_inputs_and_labels(tmp_path):
     batches = load_data(str(tmp_path / "d.npz"))
     assert [(tuple(x.shape), y.dtype) for x, y in batches] == [((16, 3), torch.int64), ((4, 3), torch.int64)]
     assert batches[0][0].dtype is torch.float32  # NumPy's float64 was nobody's choice
+
+
+def test_an_npz_gives_several_inputs_by_their_names(tmp_path):
+    """In the order of the model, whatever the order in the file; a dict where one before the last is left out."""
+    file, ids = tmp_path / "d.npz", np.arange(20)
+    np.savez(file, mask=np.ones((20, 3), bool), ids=ids.reshape(20, 1), y=ids, note=np.zeros(2))
+    (first, mask, y), _ = load_data(str(file), names=["ids", "mask"])
+    assert first.shape == (16, 1) and mask.dtype is torch.bool and torch.equal(y, torch.arange(16))
+    batch, _ = load_data(str(file), names=["ids", "positions", "mask"])
+    assert [*batch] == ["ids", "mask"]
+    np.savez(file, ids.reshape(20, 1), ids.reshape(20, 1) + 1)
+    assert [int(b[0]) for b in load_data(str(file))[0]] == [0, 1]
+    np.savez(file, ids=ids, mask=ids[:4])
+    with pytest.raises(DataError, match=r"different numbers of samples.*mask \[4\]"):
+        load_data(str(file), names=["ids", "mask"])
+
+
+def test_an_npy_gives_batches_of_one_input(tmp_path):
+    np.save(tmp_path / "d.npy", np.zeros((20, 3)))
+    assert [x.shape[0] for x in load_data(str(tmp_path / "d.npy"))] == [16, 4]
+    np.save(tmp_path / "d.npy", np.array(["a"]))
+    with pytest.raises(DataError, match="has no inputs"):
+        load_data(str(tmp_path / "d.npy"))
+
+
+def test_shapes_of_several_inputs_are_given_by_name_in_the_types_of_the_model():
+    from onnx import helper
+
+    nodes = [helper.make_node("Cast", ["ids"], ["f"], to=1), helper.make_node("Add", ["f", "x"], ["y"])]
+    ends = [helper.make_tensor_value_info(n, t, None) for n, t in (("ids", 7), ("x", 1), ("y", 1))]
+    network = load_model_proto(helper.make_model(helper.make_graph(nodes, "sum", ends[:2], ends[2:])))
+    found = example_of("net.onnx", ["x=2,3", "ids=2,3"], network)
+    assert {k: (v.dtype, *v.shape) for k, v in found.items()} == {
+        "x": (torch.float32, 2, 3),
+        "ids": (torch.int64, 2, 3),
+    }
+    with pytest.raises(DataError, match="names no input.*Allowed: ids, x"):
+        example_of("net.onnx", ["z=2,3"], network)
 
 
 @pytest.mark.parametrize(

@@ -62,9 +62,11 @@ _KINDS = "an .onnx, .pt2, .keras, .h5 or .tflite file, module:factory, timm:NAME
 Model = Annotated[str, Argument(help=_KINDS, **_MODEL)]
 Calibration = Annotated[
     str,
-    Option("--data", help=".npz, a folder of images, module:iterable, or generated[:COUNT] without data", **_DATA),
+    Option(
+        "--data", help=".npz, .npy, a folder of images, module:iterable, or generated[:COUNT] without data", **_DATA
+    ),
 ]
-_DATA_HELP = ".npz (x, and y for accuracy), a folder of images, or module:iterable"
+_DATA_HELP = ".npz (x, or inputs by name, and y for accuracy), .npy, a folder of images, or module:iterable"
 Data = Annotated[str, Option("--data", help=_DATA_HELP, **_DATA)]
 _PLATFORM: dict[str, Any] = {"parser": _platform, "metavar": "PLATFORM"}
 _PLATFORM["help"] = "built-in name, NAME@REVISION, a YAML or JSON file, or module:chip in Python"
@@ -88,12 +90,17 @@ Rule = Annotated[str | None, Option("--rule", help="range rule for activations; 
 WeightRule = Annotated[str | None, Option("--weight-rule", help="range rule for weights; mse when omitted")]
 KeepFloat = Annotated[list[str] | None, Option("--float", help="keep a layer in float (repeatable)")]
 Bits = Annotated[list[str] | None, Option("--bits", help="LAYER=BITS, bit width of a layer's weights (repeatable)")]
-_FORMAT_HELP = "format of the model file: onnx, tflite, h (C), or json for encodings; by default the platform's own"
+_FORMAT_HELP = (
+    "format of the model file: onnx, tflite, h (C), json (encodings), fake, int8 or mctq, the last three perhaps with "
+    "a suffix, as in fake.pt2; by default the platform's own"
+)
 _CONFIG_HELP = "YAML with rule, weight_rule, settings, overrides, limits, seed; options here come first"
 Config = Annotated[Path | None, Option("--config", exists=True, help=_CONFIG_HELP)]
 Format = Annotated[str | None, Option("--format", help=_FORMAT_HELP)]
 _IO_HELP = "type of inputs and outputs: float, int8, uint8, int16 or uint16, or two as IN,OUT"
 IoTypes = Annotated[str | None, Option("--io", help=_IO_HELP)]
+_LAYOUT_HELP = "inputs and outputs of a .tflite file keep the model's layout"
+KeepLayout = Annotated[bool, Option("--keep-layout", help=_LAYOUT_HELP)]
 Labels = Annotated[Path | None, Option("--labels", exists=True, help="class names for the model file, one a line")]
 _VERIFY_HELP = "run the file and compare integers; by default if the platform has a runtime"
 Check = Annotated[bool | None, Option("--verify/--no-verify", help=_VERIFY_HELP)]
@@ -103,7 +110,8 @@ _RUNTIME_HELP = (
 Runtime = Annotated[str | None, Option("--runtime", help=_RUNTIME_HELP)]
 Deployed = Annotated[Path | None, Option("--file", exists=True, help="deployed file; by default a new export")]
 ReportFile = Annotated[Path | None, Option("--report", help="write a report, as .html or .json")]
-Shape = Annotated[str | None, Option("--input-shape", help="batch first, as in 1,3,224,224; by default the file's")]
+_SHAPE_HELP = "batch first, as in 1,3,224,224, or ids=1,12 for each of several inputs; by default the file's"
+Shape = Annotated[list[str] | None, Option("--input-shape", help=_SHAPE_HELP)]
 _OUTPUT = "the output of `chipfit quantize`"
 _CALIBRATION = 16  #: number of training batches used for calibration
 MEAN, STD = "0.485,0.456,0.406", "0.229,0.224,0.225"  # of ImageNet, on which most vision models were trained
@@ -200,8 +208,8 @@ def _load(saved: Path, device: str | None = None) -> chipfit.Result:
     return result
 
 
-def _suffix(platform: chipfit.Platform, wanted: str | None) -> str:
-    """Return the suffix of the platform's model file, or of the format of --format.
+def _suffix(platform: chipfit.Platform, wanted: str | None) -> tuple[str, str | None]:
+    """Return the suffix of the platform's model file, or of the format of --format, and the name of a named format.
 
     Raises:
         UnknownNameError: no format has this suffix.
@@ -212,7 +220,15 @@ def _suffix(platform: chipfit.Platform, wanted: str | None) -> str:
 
     own_files = writes(platform)
     if wanted is None:
-        return next(iter([*own_files, ".onnx"]))
+        return next(iter([*own_files, ".onnx"])), None
+    name, _, end = wanted.removeprefix(".").partition(".")
+    named = {e.name: e.declares.suffixes for e in entries("format").values() if e.declares.named}
+    if name in named:
+        suffix = f".{end}" if end else next((s for s in own_files if s in named[name]), named[name][0])
+        if suffix not in named[name]:
+            allowed = ", ".join(f"{name}{s}" for s in named[name])
+            raise UnsupportedError(f"Format '{name}' has no such files", got=f"--format {wanted}", allowed=allowed)
+        return suffix, name
     suffix = f".{wanted.removeprefix('.')}"
     declared_format(suffix)
     own = dict.fromkeys([*own_files, ".onnx", ".json"])  # the last two are input of other tools
@@ -222,14 +238,16 @@ def _suffix(platform: chipfit.Platform, wanted: str | None) -> str:
         allowed = ", ".join(s.removeprefix(".") for s in own)
         hint = "omit --format"
         raise UnsupportedError(f"'{platform.name}' cannot use a {suffix} file", got=got, allowed=allowed, hint=hint)
-    return suffix
+    return suffix, None
 
 
-def _check_installed(platform: chipfit.Platform, suffix: str, model: str, data: str, check: bool | None) -> None:
+def _check_installed(
+    platform: chipfit.Platform, suffix: str, form: str | None, model: str, data: str, check: bool | None
+) -> None:
     """Raise a RuntimeUnavailable that names all missing libraries: of model, images, model file and runtime."""
     from chipfit.export import declared_format
 
-    written = declared_format(suffix)
+    written = entry("format", form) if form else declared_format(suffix)
     runtimes = _runtimes(platform, suffix) or (["onnxruntime"] if check else [])
     needed = [written, *(entry("runtime", name) for name in runtimes[: check is not False])]
     needs = {e.name: [(library, e.declares.extra) for library in e.declares.libraries] for e in needed}
@@ -245,6 +263,8 @@ def _runtimes(platform: chipfit.Platform, suffix: str) -> list[str]:
     from chipfit.export import declared_format
 
     loads = {n: entry("runtime", n).declares.suffix for n in platform.runtimes}
+    if suffix not in {s for e in entries("format").values() if not e.declares.named for s in e.declares.suffixes}:
+        return []
     return [n for n in platform.runtimes if loads[n] in (suffix, declared_format(suffix).declares.wraps)]
 
 
@@ -268,6 +288,7 @@ def quantize(
     config: Config = None,
     wanted: Format = None,
     io: IoTypes = None,
+    keep_layout: KeepLayout = False,
     labels: Labels = None,
     input_size: InputSize = 224,
     mean: Mean = MEAN,
@@ -278,13 +299,13 @@ def quantize(
 ) -> None:
     """Quantize a model for a platform; write model file, plan and report. Exit status 1 if the runtime differs."""
     from chipfit.cli.choices import arguments, read_choices
-    from chipfit.cli.inputs import generated_data, load_data, load_model, parse_bits, parse_limits
-    from chipfit.frameworks import framework_of
+    from chipfit.cli.inputs import generated_data, inputs_of, load_data, load_model, parse_bits, parse_limits
 
     # refuse before any work what cannot be written
-    suffix, io_options = _suffix(platform, wanted), _io_options(io, labels)
+    (suffix, form), io_options = _suffix(platform, wanted), _io_options(io, labels, keep_layout)
+    io_options["format"] = form
     check_replaceable(out, _OUTPUT)
-    _check_installed(platform, suffix, model, data, check)
+    _check_installed(platform, suffix, form, model, data, check)
     overrides: dict[str, Any] = {**dict.fromkeys(keep_float or (), "float"), **parse_bits(bits or [])}
     own: dict[str, Any] = {"rule": rule, "weight_rule": weight_rule, "rounding": rounding, "seed": seed}
     limits = parse_limits(limit) if limit else None
@@ -292,7 +313,7 @@ def quantize(
     network = load_model(model, weights, device, requantize=requantize)
     batches = generated_data(data, network, input_size, chosen["seed"])
     if batches is None:
-        batches = load_data(data, input_size, mean, std, framework=framework_of(network))
+        batches = load_data(data, input_size, mean, std, **inputs_of(network))
     try:
         result = chipfit.quantize(network, batches, platform, progress=not OUTPUT.quiet, **chosen)
     except Interrupted as e:
@@ -319,12 +340,12 @@ def prune(
     device: Device = None,
 ) -> None:
     """Remove channels of a model until it keeps the limits, and write the smaller model, to quantize it."""
-    from chipfit.cli.inputs import load_data, load_model, parse_limits
+    from chipfit.cli.inputs import inputs_of, load_data, load_model, parse_limits
     from chipfit.frameworks import facts_of, framework_of
 
     network = load_model(model, weights, device)
     framework = framework_of(network)
-    batches, limits = load_data(data, input_size, mean, std, framework=framework), parse_limits(limit)
+    batches, limits = load_data(data, input_size, mean, std, **inputs_of(network)), parse_limits(limit)
     options: dict[str, Any] = {"importance": importance, "keep": keep or (), "simd": simd, "seed": seed}
     pruned = chipfit.prune(network, batches, platform, limits=limits, **options)
     file = pruned.save(out or Path(f"pruned{facts_of(framework).suffix}"))
@@ -350,37 +371,40 @@ def train(
     bits: Bits = None,
     wanted: Format = None,
     io: IoTypes = None,
+    keep_layout: KeepLayout = False,
     labels: Labels = None,
     seed: Seed = 0,
     device: Device = None,
     check: Check = None,
 ) -> None:
     """Train a quantized model on labelled data or with your own loop; write the same files as `quantize`."""
-    from chipfit.cli.inputs import load_data, load_model, parse_bits
+    from chipfit.cli.inputs import inputs_of, load_data, load_model, parse_bits
     from chipfit.cli.train import parse_method, train_classifier, train_with_loop
-    from chipfit.frameworks import framework_of
     from chipfit.plan.training import Training
 
     if not 0 < rate < 1e38:  # steps are computed in float32
         raise ConfigError("Learning rate must be above 0 and below 1e38", got=rate)
     check_replaceable(out, _OUTPUT)
-    training, io_options = Training.of(parse_method(method)), _io_options(io, labels)  # before any work, as the suffix
+    training, io_options = (
+        Training.of(parse_method(method)),
+        _io_options(io, labels, keep_layout),
+    )  # before any work, as the suffix
     if os.path.isdir(what):
         for name, value in (("platform", platform), ("weights", weights), ("float", keep_float), ("bits", bits)):
             if value:
                 hint = "omit it, or pass the model instead of the folder"
                 raise ConfigError(f"--{name} does not apply to a saved result", got=what, hint=hint)
         result = _load(Path(what), device)
-        suffix = _suffix(result.platform, wanted)
-        _check_installed(result.platform, suffix, what, data, check)
-        batches = load_data(data, framework=result.graph.framework)
+        suffix, io_options["format"] = _suffix(result.platform, wanted)
+        _check_installed(result.platform, suffix, io_options["format"], what, data, check)
+        batches = load_data(data, **inputs_of(result.graph))
         result = result.trains(training)
     else:
         target = platform or _platform(DEFAULT)
-        suffix = _suffix(target, wanted)
-        _check_installed(target, suffix, what, data, check)
+        suffix, io_options["format"] = _suffix(target, wanted)
+        _check_installed(target, suffix, io_options["format"], what, data, check)
         network = load_model(what, weights, device)
-        batches = load_data(data, framework=framework_of(network))
+        batches = load_data(data, **inputs_of(network))
         overrides: dict[str, Any] = {**dict.fromkeys(keep_float or (), "float"), **parse_bits(bits or [])}
         some = batches[:_CALIBRATION] if isinstance(batches, list) else batches
         result = chipfit.quantize(
@@ -393,7 +417,7 @@ def train(
     _write_outputs(result.trained(), out, suffix, io_options, batches, check)
 
 
-def _io_options(io: str | None, labels: Path | None) -> dict[str, Any]:
+def _io_options(io: str | None, labels: Path | None, keep_layout: bool) -> dict[str, Any]:
     """Return the options of `Result.export` for inputs and outputs.
 
     Raises:
@@ -401,7 +425,7 @@ def _io_options(io: str | None, labels: Path | None) -> dict[str, Any]:
     """
     from chipfit.export.io_spec import io_types
 
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"keep_layout": True} if keep_layout else {}
     if io is not None:
         options["io"] = io_types(tuple(io.split(",")) if "," in io else io)
     if labels is not None:
@@ -430,7 +454,8 @@ def _write_outputs(
     runtimes, found = _runtimes(result.platform, suffix), None
     if check or (check is None and runtimes):
         runtime = next(iter(runtimes), "onnxruntime")
-        delivered = file if entry("runtime", runtime).declares.suffix == suffix else None
+        own = entry("runtime", runtime).declares.suffix == suffix and not io_options["format"]
+        delivered = file if own else None
         found = result.verify(batches, batches=4, runtime=runtime, path=delivered)
         result.report.save(page)
     files = {"model": file, "plan": out / "plan", "report": page}
@@ -464,8 +489,7 @@ def verify(
 
     Exit status 1 if file or runtime differ, 3 if a runtime differs for which exactness is not claimed.
     """
-    from chipfit.cli.inputs import load_data
-    from chipfit.frameworks import framework_of_file
+    from chipfit.cli.inputs import inputs_of, load_data, load_model
     from chipfit.report.report import check_suffix
     from chipfit.verify.file import is_file
 
@@ -474,11 +498,11 @@ def verify(
     if is_file(saved):
         if report is not None or file is not None:
             raise typer.BadParameter("a file without a saved result has no report", param_hint="SAVED")
-        batches = load_data(data, input_size, mean, std, framework=framework_of_file(saved.name))
+        batches = load_data(data, input_size, mean, std, **inputs_of(load_model(str(saved), requantize=True)))
         found = chipfit.verify_file(saved, batches, runtime=runtime)
         raise typer.Exit(_show_comparison(found, str(found)))
     result = _load(saved)
-    batches = load_data(data, input_size, mean, std, framework=result.graph.framework)
+    batches = load_data(data, input_size, mean, std, **inputs_of(result.graph))
     found = result.verify(batches, runtime=runtime, path=file)
     page = None if report is None else result.report.save(report)
     raise typer.Exit(_show_comparison(found, found.summary(), page))
@@ -554,7 +578,7 @@ def explain(
     std: Std = STD,
 ) -> None:
     """Show all decisions about a layer and their reasons; with data, the loss of each tensor at every bit width."""
-    from chipfit.cli.inputs import load_data
+    from chipfit.cli.inputs import inputs_of, load_data
     from chipfit.decide.overrides import match_layers
     from chipfit.verify.file import is_file, read_quantized
 
@@ -565,7 +589,7 @@ def explain(
         raise typer.BadParameter("name a layer, or pass --data", param_hint="LAYER")
     result, searched = _load(saved, device), None
     if data is not None:
-        images = load_data(data, input_size, mean, std, framework=result.graph.framework)
+        images = load_data(data, input_size, mean, std, **inputs_of(result.graph))
         searched = result.sensitivity(images) if curve is None else result.pareto(images, curve)
     nodes = [] if layer is None else match_layers(result.graph, layer)
     if OUTPUT.json:

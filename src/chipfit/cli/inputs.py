@@ -3,7 +3,7 @@
 import os
 import struct
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from chipfit import frameworks
 from chipfit.errors import CaptureError, ConfigError, DataError, PlanError, import_optional, short_message
 from chipfit.files import ARCHIVE_ERRORS, existing_file, wrap_read_errors
 from chipfit.frameworks import adapter_of, all_facts, facts_of, framework_of, framework_of_file, is_model, load
+from chipfit.graph.ir import Graph
 from chipfit.import_by_name import call_factory, import_by_name, import_or_call
 from chipfit.reading import load_weights
 from chipfit.search.limits import Limits, amounts
@@ -49,30 +50,49 @@ def load_model(text: str, weights: Path | None = None, device: str | None = None
     return model if device is None else model.to(adapter_of(framework_of(model)).device_named(device))
 
 
-def load_data(text: str, input_size: int = 224, mean: str = "0", std: str = "1", *, framework: str = "torch") -> Any:
-    """Load batches from an `.npz` file, a folder of images, or `module:iterable`.
+def load_data(
+    text: str,
+    input_size: int = 224,
+    mean: str = "0",
+    std: str = "1",
+    *,
+    framework: str = "torch",
+    names: Sequence[str] = (),
+) -> Any:
+    """Load batches from an `.npz` or `.npy` file, a folder of images, or `module:iterable`.
 
     Args:
         input_size: side length to which images are resized [pixels].
         mean, std: of images in 0..1: one number, or three separated by commas.
         framework: framework of the model, which decides between images [N, H, W, C] and [N, C, H, W].
+        names: of the model's inputs, under which an `.npz` file may have one array each.
 
     Raises:
         DataError: the data cannot be read.
     """
     path = Path(text)
     if text.endswith(".npz"):
-        return _npz(path)
+        return _npz(path, names)
+    if text.endswith(".npy"):
+        return list(_npy(path))
     if os.path.isdir(path):
         images = _images(path, input_size, parse_numbers(mean, "mean"), parse_numbers(std, "std"))
         return [x.permute(0, 2, 3, 1).contiguous() for x in images] if facts_of(framework).channels_last else images
     if ":" not in text:
-        allowed = "an .npz file, a folder of images, or module:iterable"
+        allowed = "an .npz or .npy file, a folder of images, or module:iterable"
         raise DataError("Data must be a file, a folder or module:iterable", got=text, allowed=allowed)
     thing = import_by_name(text, "data", DataError)
     if callable(thing) and not isinstance(thing, Iterable):
         return lambda: call_factory(thing, text, "data", DataError)  # called for each pass
     return list(thing) if isinstance(thing, Iterator) else thing  # read twice: calibration and verification
+
+
+def inputs_of(model: Any) -> dict[str, Any]:
+    """Return what `load_data` has to know of a model, or of a captured network."""
+    if isinstance(model, Graph):
+        return {"framework": model.framework, "names": model.inputs}
+    framework = framework_of(model)
+    return {"framework": framework, "names": adapter_of(framework).input_names(model)}
 
 
 def generated_data(text: str, model: Any, input_size: int = 224, seed: int = 0) -> Any:
@@ -95,25 +115,65 @@ def generated_data(text: str, model: Any, input_size: int = 224, seed: int = 0) 
     return generated(model, _count(count or "128"), example=example, seed=seed)
 
 
-def _npz(path: Path) -> list[Any]:
+def _npz(path: Path, names: Sequence[str]) -> list[Any]:
     try:
         with wrap_read_errors(path, DataError, "The data file"), zipfile.ZipFile(path) as archive:
             arrays = {k.removesuffix(".npy"): _array(archive, k) for k in archive.namelist() if k.endswith(".npy")}
     except (*ARCHIVE_ERRORS, ValueError, MemoryError, RuntimeError) as e:
         # truncated, pickled, larger than memory, damaged, encrypted, or with an unknown compression
         raise DataError(f"The data file cannot be read as .npz: {short_message(e)}", where=str(path)) from e
-    x = next((arrays[k] for k in ("x", "inputs", "images", "data") if k in arrays), None)
-    y = next((arrays[k] for k in ("y", "labels", "targets") if k in arrays), None)
-    if x is None or x.dtype.kind not in "fiub" or x.ndim == 0:
+    y = next((arrays[k] for k in ("y", "labels", "targets") if k in arrays and k not in names), None)
+    inputs = {k: v for k, v in arrays.items() if v.dtype.kind in "fiub" and v.ndim and v is not y}
+    given, by_name = _chosen(inputs, names)
+    if not given:
         got = ", ".join(f"{k} {v.dtype}{list(v.shape)}" for k, v in arrays.items()) or "nothing"
         allowed = "an array of numbers named x, batch first (and y for labels)"
+        allowed += f"; or {', '.join(names)}" if len(names) > 1 else ""
         raise DataError("Data file has no inputs", where=str(path), got=got, allowed=allowed)
-    if y is not None and (y.shape[:1] != x.shape[:1] or y.dtype.kind not in "iu"):
-        got, allowed = f"{y.dtype}{list(y.shape)}", f"{len(x)} integers"
+    first = next(iter(given.values()))
+    if other := next((k for k, v in given.items() if len(v) != len(first)), None):
+        got, allowed = f"{other} {list(given[other].shape)}", f"{len(first)} samples on axis 0"
+        what = "Arrays of the data file have different numbers of samples"
+        raise DataError(what, where=str(path), got=got, allowed=allowed)
+    if y is not None and (y.shape[:1] != first.shape[:1] or y.dtype.kind not in "iu"):
+        got, allowed = f"{y.dtype}{list(y.shape)}", f"{len(first)} integers"
         raise DataError("Labels do not fit the inputs", where=str(path), got=got, allowed=allowed)
+    columns = [_batches(v) for v in given.values()]
+    if by_name:
+        return [dict(zip(given, row, strict=True)) for row in zip(*columns, strict=True)]
+    if y is not None:
+        columns.append(torch.from_numpy(y.astype(np.int64)).split(_BATCH))
+    return list(columns[0]) if len(columns) == 1 else list(zip(*columns, strict=True))
+
+
+def _chosen(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> tuple[dict[str, np.ndarray], bool]:
+    """Return the inputs among arrays in order, and whether they are given by name because some inputs are left out.
+
+    They are those with the names of the inputs; one with a usual name; or arrays without names.
+    """
+    named = [n for n in names if n in arrays]
+    if len(named) > 1 or (named and len(names) == 1):
+        return {n: arrays[n] for n in named}, named != list(names[: len(named)])
+    usual = [k for k in ("x", "inputs", "images", "data") if k in arrays][:1]
+    places = sorted((k for k in arrays if k.startswith("arr_")), key=lambda k: (len(k), k))
+    return {k: arrays[k] for k in usual or places}, False
+
+
+def _batches(x: np.ndarray) -> Sequence[torch.Tensor]:
     # float64 is NumPy's default type, rarely a choice
-    batches = list(torch.from_numpy(x.astype(np.float32) if x.dtype == np.float64 else x).split(_BATCH))
-    return batches if y is None else list(zip(batches, torch.from_numpy(y.astype(np.int64)).split(_BATCH), strict=True))
+    return torch.from_numpy(x.astype(np.float32) if x.dtype == np.float64 else x).split(_BATCH)
+
+
+def _npy(path: Path) -> Sequence[torch.Tensor]:
+    try:
+        with wrap_read_errors(path, DataError, "The data file"):
+            x: np.ndarray = np.load(path, allow_pickle=False)
+    except (*ARCHIVE_ERRORS, ValueError, MemoryError, RuntimeError) as e:
+        raise DataError(f"The data file cannot be read as .npy: {short_message(e)}", where=str(path)) from e
+    if not isinstance(x, np.ndarray) or x.dtype.kind not in "fiub" or not x.ndim:
+        got = f"{x.dtype}{list(x.shape)}" if isinstance(x, np.ndarray) else "an archive"
+        raise DataError("Data file has no inputs", where=str(path), got=got, allowed="numbers, batch first")
+    return _batches(x)
 
 
 def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
@@ -162,29 +222,51 @@ def parse_numbers(text: str, what: str) -> torch.Tensor:
     return numbers.view(-1, 1, 1)
 
 
-def example_of(model: str, shape: str | None, network: Any = None) -> Any:
-    """Return an example input for capture: random numbers of shape "1,3,224,224", or of the shape in the file.
+def example_of(model: str, shapes: Sequence[str] | None, network: Any = None) -> Any:
+    """Return an example input for capture: random numbers of shapes like "1,3,224,224", or of the shapes in the file.
 
     Args:
+        shapes: one for each input, in order, or by name as "ids=1,12".
         network: the loaded model.
 
     Raises:
-        DataError: the shape is no list of positive integers, or is missing.
+        DataError: a shape is no list of positive integers, or is missing.
     """
-    if shape is None:
+    if not shapes:
         framework = framework_of_file(model)
         example = adapter_of(framework).example(load(model) if network is None else network) if framework else None
         if example is None:
-            raise DataError("Input shape is required", hint="--input-shape 1,3,224,224, batch first")
+            hint = "--input-shape 1,3,224,224, batch first; of several inputs --input-shape ids=1,12 for each"
+            raise DataError("Input shape is required", hint=hint)
         return example
-    sizes = [_count(p.strip()) for p in shape.split(",")]
+    pairs = [(name, _random(network, k, name, text)) for k, (name, _, text) in enumerate(map(_named, shapes))]
+    if all(name for name, _ in pairs):
+        return dict(pairs)
+    return pairs[0][1] if len(pairs) == 1 else tuple(x for _, x in pairs)
+
+
+def _named(text: str) -> tuple[str, str, str]:
+    return text.partition("=") if "=" in text else ("", "", text)
+
+
+def _random(network: Any, index: int, name: str, text: str) -> torch.Tensor:
+    """Return random numbers for an input, of a shape as text."""
+    sizes = [_count(p.strip()) for p in text.split(",")]
     if not all(sizes):
         allowed = "positive integers separated by commas, batch first: 1,3,224,224"
-        raise DataError("Input shape is invalid", got=shape, allowed=allowed)
+        raise DataError("Input shape is invalid", got=text, allowed=allowed)
     try:
-        return torch.randn(sizes)
+        return torch.randn(sizes) if network is None else _input_of(network, index, name, sizes)
     except RuntimeError as e:
-        raise DataError("Not enough memory for an input of this shape", got=shape) from e
+        raise DataError("Not enough memory for an input of this shape", got=text) from e
+
+
+def _input_of(network: Any, index: int, name: str, sizes: list[int]) -> torch.Tensor:
+    adapter = adapter_of(framework_of(network))
+    names = adapter.input_names(network)
+    if name and name not in names:
+        raise DataError("Input shape names no input of the model", got=name, allowed=", ".join(names))
+    return adapter.random_input(network, names.index(name) if name else index, sizes)
 
 
 def _count(text: str) -> int:

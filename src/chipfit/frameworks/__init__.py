@@ -153,6 +153,8 @@ def load_model(model: Any, *, requantize: bool = False) -> Any:
 def _opened(text: str) -> Any:
     if framework_of_file(text):
         return load(text)
+    if os.path.isfile(os.path.join(text, "saved_model.pb")):
+        return part("tflite", "saved_model").load_saved_model(text)
     named = importlib.import_module("chipfit.frameworks.torch.named")
     if named.is_named(text):
         return named.load_named(text)

@@ -113,6 +113,14 @@ class Framework:
         """Return an example input of a loaded model, or None if the model does not fix its shape."""
         return None
 
+    def input_names(self, model: Any) -> list[str]:
+        """Return the names of a model's inputs in order, as a batch that is a dict has them; [] if they are unknown."""
+        return []
+
+    def random_input(self, model: Any, index: int, sizes: Sequence[int]) -> torch.Tensor:
+        """Return random numbers of the type of an input."""
+        return torch.randn(tuple(sizes))
+
     def run(self, model: Any, inputs: Any) -> Any:
         """Return what a model computes for inputs in its own structure, as torch tensors."""
         raise NotImplementedError

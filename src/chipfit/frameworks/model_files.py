@@ -69,11 +69,6 @@ def _kind_of(path: Path) -> _Kind | None:
 
 
 def _kind_of_folder(path: Path) -> _Kind | None:
-    if (path / "saved_model.pb").exists():
-        convert = "tf.lite.TFLiteConverter.from_saved_model(folder).convert()"
-        return _Kind(
-            "a SavedModel of TensorFlow", f"model = keras.models.load_model(folder) where it is of Keras; or {convert}"
-        )
     if (path / "plan.json").exists():
         return _Kind("a saved result of chipfit", "chipfit.load(folder)")
     return None

@@ -48,6 +48,9 @@ class Keras(Framework):
         shape = getattr(model, "input_shape", None)
         return torch.randn(2, *shape[1:]) if isinstance(shape, tuple) and None not in shape[1:] else None
 
+    def input_names(self, model: Any) -> list[str]:
+        return [x.name for x in getattr(model, "inputs", None) or ()]
+
     def save(self, graph: Graph, plan: Plan, path: Path, form: str = "fake") -> Path:
         module = "chipfit.frameworks.keras.saving" if form == "fake" else "chipfit.frameworks.keras.mctq"
         return import_module(module).save(graph, plan, path)  # type: ignore[no-any-return]

@@ -1,6 +1,6 @@
 """The adapter of ONNX: models of files, whose trainable form is a PyTorch module."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,12 @@ class Onnx(Framework):
             return None
         made = {v.name: _random([s or 2 for s in shapes[v.name]], v) for v in model.inputs}
         return next(iter(made.values())) if len(made) == 1 else made
+
+    def input_names(self, model: OnnxModel) -> list[str]:
+        return opened(model).names()
+
+    def random_input(self, model: OnnxModel, index: int, sizes: Sequence[int]) -> torch.Tensor:
+        return _random(list(sizes), opened(model).inputs[index])
 
     def opaque(self, target: str) -> Callable[..., Any]:
         return OnnxFunction.of_target(target)

@@ -163,7 +163,7 @@ class _Codes(Translator):
         self.nodes(self.model.graph)
         builder.graph.outputs = [self.output(v.name or "") for v in self.model.graph.outputs]
 
-    def node(self, node: ir.Node) -> list[Any]:
+    def node(self, node: ir.Node) -> Sequence[Any]:
         """Return the results of a node; quantizers become copies, which `finish` drops where nothing else is read."""
         if node.op_type == "DequantizeLinear":
             return [self.builder.env[node.inputs[0].name]]  # type: ignore[union-attr, index]  # it has one

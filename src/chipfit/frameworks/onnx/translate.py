@@ -130,7 +130,7 @@ class Translator:
             found = unrolled(call, self.inner)
             return read(call) if found is None else found
         except Unreadable as e:
-            if (parts := self.parts(call)) is not None:
+            if (parts := self.by_definition(call)) is not None:
                 return parts
             if self.inside:
                 raise e
@@ -140,7 +140,7 @@ class Translator:
             what = f"Operator '{node.op_type}' needs a size that is open as a number"
             raise CaptureError(what, where=node.name or call.name, hint="give batches of one size") from e
 
-    def parts(self, call: OnnxCall) -> list[Operand | None] | None:
+    def by_definition(self, call: OnnxCall) -> list[Operand | None] | None:
         """Read an operator that is defined by simpler ones as these; None if one of them has no reader."""
         version, nodes = OPSET, definition(call)
         if not nodes:

@@ -21,6 +21,9 @@ class Tflite(Framework):
     def is_model(self, thing: Any) -> bool:
         return isinstance(thing, TfliteModel)
 
+    def input_names(self, model: Any) -> list[str]:
+        return list(model.names)
+
     def example(self, model: Any) -> Any:
         shapes = [t.signature for t in model.inputs]
         if len(shapes) != 1 or any(d < 1 for d in shapes[0][1:]):

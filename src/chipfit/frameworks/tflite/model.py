@@ -111,6 +111,8 @@ class TfliteModel:
         data = [b.data for b in table.buffers]
         self.tensors = [Tensor(k, t, _content(t, data[t.buffer])) for k, t in enumerate(graph.tensors)]
         self.operators = [Operator(o, table.operatorCodes[o.opcodeIndex]) for o in graph.operators]
+        named = {m.tensorIndex: m.name.decode() for s in (table.signatureDefs or ())[:1] for m in s.inputs or ()}
+        self.names = [named.get(int(i), self.tensors[int(i)].name) for i in graph.inputs]  #: of inputs, for callers
         self.inputs, self.outputs = ([self.tensors[int(i)] for i in ids] for ids in (graph.inputs, graph.outputs))
 
     @property

@@ -1,5 +1,6 @@
 """The adapter of PyTorch."""
 
+import inspect
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,10 @@ class Torch(Framework):
         from chipfit.frameworks.torch.archive import load
 
         return load(path)
+
+    def input_names(self, model: Any) -> list[str]:
+        parameters = inspect.signature(model.forward).parameters.values()
+        return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
     def example(self, model: Any) -> Any:
         """Return an example input that a loaded program, or a model of Lightning or timm, tells itself."""
