@@ -19,12 +19,15 @@ def is_file(path: Path) -> bool:
     return path.suffix in package_data("chipfit.verify", "file.yaml")
 
 
-def read_quantized(path: Any, platform: str | Path | Platform = "") -> tuple[QuantizedFile, Platform]:
+def read_quantized(
+    path: Any, platform: str | Path | Platform = "", example: Any = None
+) -> tuple[QuantizedFile, Platform]:
     """Read a quantized `.tflite` or `.onnx` file of any tool; return it and the platform that it is for.
 
     Args:
         platform: whose arithmetic the file is for; by default that of LiteRT for the bits of its activations, or of
             ONNX Runtime.
+        example: a batch of data, for networks that take inputs of a few sizes only.
 
     Raises:
         CaptureError: The file cannot be read, is not quantized, or has an operator without a reader.
@@ -38,7 +41,7 @@ def read_quantized(path: Any, platform: str | Path | Platform = "") -> tuple[Qua
     kinds, usual = reader.activation_types(model), known[file.suffix]
     name = next((name for kind, name in usual.items() if kind in kinds), next(iter(usual.values())))
     chosen = load_platform(platform or name)
-    return reader.read_quantized(model, chosen.name), chosen
+    return reader.read_quantized(model, chosen.name, example), chosen
 
 
 def verify_file(
@@ -66,7 +69,8 @@ def verify_file(
         RuntimeUnavailable: The runtime is not installed, or refuses the file.
         DataError: There are no data.
     """
-    found, chosen = read_quantized(path, platform)
+    example = data[0] if isinstance(data, (list, tuple)) and data else None
+    found, chosen = read_quantized(path, platform, example)
     suffix = path_of(path, CaptureError).suffix
     with tempfile.TemporaryDirectory() as folder:
         named = path_of(Path(folder) / f"model{suffix}", RuntimeUnavailable)

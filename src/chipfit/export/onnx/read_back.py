@@ -9,7 +9,7 @@ import onnx
 from onnx import numpy_helper
 
 from chipfit.export import FileTensor
-from chipfit.frameworks.onnx.integers import Expansion, NormalForm
+from chipfit.frameworks.onnx.integers import Expansion, NormalForm, from_bytes
 
 _UNKNOWN = np.array(np.nan)  #: a scale that is no constant
 
@@ -21,12 +21,6 @@ def to_bytes(values: Any, bits: int) -> np.ndarray:
         return q
     q = np.pad(q, [(0, 0)] * (q.ndim - 1) + [(0, q.shape[-1] % 2)])
     return q[..., ::2] | q[..., 1::2] << 4
-
-
-def from_bytes(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
-    """Unpack what `to_bytes` packed, [*dims, count]."""
-    halves = np.stack([packed & 15, packed >> 4], -1) if bits == 4 else packed
-    return halves.reshape(*packed.shape[:-1], -1)[..., :count].astype(np.int64)
 
 
 def read_back(path: Path) -> dict[str, FileTensor]:

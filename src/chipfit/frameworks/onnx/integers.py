@@ -79,7 +79,6 @@ class Codes:
     name: str  #: of the constant in the file
     integers: np.ndarray  #: int64
     numbers: Numbers
-    turned: bool = False  #: the file has them in another order
 
     def reals(self) -> np.ndarray:
         """Return the floats that they stand for; of 32-bit integers in float64."""
@@ -101,6 +100,14 @@ class NormalForm:
     runs: dict[str, str] = field(default_factory=dict)
     given: dict[str, Numbers] = field(default_factory=dict)  #: input of integers -> how it is stored
     taken: dict[str, Numbers] = field(default_factory=dict)  #: output of integers -> how it is stored
+    #: result of a DynamicQuantizeLinear -> attributes of the quantizer, where it is another one
+    rounded: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def from_bytes(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
+    """Unpack unsigned integers [*dims, count] of 4 or 8 bits from bytes; of 4 bits the first is in the low half."""
+    halves = np.stack([packed & 15, packed >> 4], -1) if bits == 4 else packed
+    return halves.reshape(*packed.shape[:-1], -1)[..., :count].astype(np.int64)
 
 
 def plain(name: str) -> str:
@@ -248,7 +255,7 @@ class Expansion:
     def enter(self, codes: Codes) -> str:
         key = next((k for k, c in self.out.constants.items() if c.name == codes.name and _same(c, codes)), "")
         if not key:
-            key = self.fresh(plain(codes.name))
+            key = self.fresh(plain(codes.name).removesuffix("_rows"))
             self.out.constants[key] = codes
         return key
 
@@ -544,6 +551,57 @@ def _with_bias(e: Expansion, n: onnx.NodeProto, inputs: Sequence[str], bias: str
         e.nodes.append(helper.make_node("Add", [y, bias], [n.output[0]], name=f"{n.name}/bias"))
 
 
+def _in_blocks(e: Expansion, n: onnx.NodeProto, at: Sequence[int]) -> tuple[Codes, dict[str, Any]]:
+    """Return a weight in blocks [rows, K], and the node's attributes.
+
+    Args:
+        at: places of its bytes, scales and zero points among the operands.
+    """
+    a = {x.name: helper.get_attribute_value(x) for x in n.attribute}
+    name, scale, zero = (_operand(n, k) for k in at)
+    packed, s, z = e.array(name), e.array(scale), e.array(zero) if zero else None
+    bits, block = a.get("bits", 4), a.get("block_size", 128)
+    if packed is None or s is None or s.dtype.kind != "f" or bits not in (4, 8) or (zero and z is None):
+        raise e.unread(n, "its weight is computed, or of another type")
+    packed = packed.reshape(len(packed), -1)
+    count = a.get("K") or packed.shape[1] * 8 // bits
+    blocks = -(-count // block)
+    s = s.astype(np.float32).reshape(len(packed), -1)
+    whole = packed.dtype == np.uint8 and s.shape[1] == blocks and packed.shape[1] * 8 // bits >= count
+    if not whole or not (s > 0).all() or (z is not None and z.dtype != np.uint8):
+        raise e.fault(n, f"'{name}' and its scales do not fit", f"{list(s.shape)}", f"{[len(packed), blocks]}, above 0")
+    middle = 0 if z is not None else 1 << bits - 1  # signed integers have no zero points
+    zeros = np.zeros(s.shape, np.int64)
+    if z is not None:
+        zeros = from_bytes(z.reshape(len(packed), -1), bits, blocks)
+    kind = f"{'int' if middle else 'uint'}{bits}"
+    return Codes(name, from_bytes(packed, bits, count) - middle, Numbers(kind, s, zeros, 1, block)), a
+
+
+def _product_in_blocks(e: Expansion, n: onnx.NodeProto) -> None:
+    """MatMulNBits: floats, rows of a weight in blocks, scales, zero points, order of columns, bias."""
+    if _operand(n, 4):
+        raise e.unread(n, "its columns have another order")
+    codes, a = _in_blocks(e, n, (1, 2, 3))
+    numbers = codes.numbers
+    turned = Numbers(numbers.kind, numbers.scale.T, numbers.zero.T, 0, numbers.block)
+    w, x = e.enter(Codes(codes.name, codes.integers.T, turned)), n.input[0]
+    if a.get("accuracy_level") == 4:
+        q = e.fresh(f"{n.output[0]}/dynamic")
+        e.nodes.append(helper.make_node("DynamicQuantizeLinear", [x], [q], name=q))
+        e.out.rounded[q] = {"qmin": -127, "qmax": 127, "affine": False, "per": "block", "block": numbers.block}
+        x = q
+    _with_bias(e, n, [x, w], _operand(n, 5))
+
+
+def _gather_in_blocks(e: Expansion, n: onnx.NodeProto) -> None:
+    """GatherBlockQuantized: rows of a weight in blocks, indices, scales, zero points."""
+    codes, a = _in_blocks(e, n, (0, 2, 3))
+    if a.get("gather_axis", 0) != 0 or a.get("quantize_axis", 1) % 2 != 1:
+        raise e.unread(n, "it gathers along another axis")
+    e.compute(n, "Gather", [e.enter(codes), n.input[1]], n.output[0], axis=0)
+
+
 _READERS: dict[str, Callable[[Expansion, onnx.NodeProto], None]] = {
     "QuantizeLinear": _quantize,
     "DequantizeLinear": _dequantize,
@@ -559,4 +617,6 @@ _READERS: dict[str, Callable[[Expansion, onnx.NodeProto], None]] = {
     **dict.fromkeys(("ConvInteger", "MatMulInteger"), _integer_product),
     "MatMulIntegerToFloat": _to_float,
     "DynamicQuantizeMatMul": _dynamic_product,
+    "MatMulNBits": _product_in_blocks,
+    "GatherBlockQuantized": _gather_in_blocks,
 }

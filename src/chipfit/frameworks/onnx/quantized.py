@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 
 from chipfit.engine.trees import dump_call, dump_result
 from chipfit.errors import CaptureError, first_line
+from chipfit.frameworks.onnx.call import OnnxCall
 from chipfit.frameworks.onnx.integers import Codes, Expansion, NormalForm, Numbers
 from chipfit.frameworks.onnx.model import OnnxModel
 from chipfit.frameworks.onnx.translate import Translator
@@ -34,7 +35,7 @@ from chipfit.plan.record import NodePlan, Plan, Role, TensorPlan
 #: attributes of what DynamicQuantizeLinear does
 _DYNAMIC = {"qmin": 0, "qmax": 255, "affine": True, "per": "tensor", "block": 1}
 #: sizes tried for those that a file leaves open, in two runs
-_SIZES = (((2, 3), (64, 96)), ((2, 3), (32, 48)), ((1, 2), (7, 11)), ((1, 1), (16, 16)))
+_SIZES = (((2, 3), (64, 96)), ((2, 3), (32, 48)), ((2, 3), (7, 11)), ((2, 3), (16, 16)))
 
 
 def activation_types(model: OnnxModel) -> set[str]:
@@ -42,11 +43,12 @@ def activation_types(model: OnnxModel) -> set[str]:
     return set()
 
 
-def read_quantized(model: OnnxModel, platform: str) -> QuantizedFile:
+def read_quantized(model: OnnxModel, platform: str, example: Any = None) -> QuantizedFile:
     """Read a quantized file with the integers that it holds.
 
     Args:
         platform: name of the platform whose arithmetic the file is for.
+        example: a batch of data, whose sizes are taken where the network cannot be read with others.
 
     Raises:
         CaptureError: Nothing in the file is quantized, its scales are malformed, ONNX Runtime refuses it, or an
@@ -57,13 +59,13 @@ def read_quantized(model: OnnxModel, platform: str) -> QuantizedFile:
     if not (given.made or given.constants or given.given):
         hint = "chipfit.quantize(file, data) quantizes a float file"
         raise CaptureError("The file is not quantized", where=model.where, hint=hint)
-    optimised = _optimised(source, model.where)
+    optimised = _separated(_optimised(source, model.where))
     names = {n.name: n.output[0] for n in source.graph.node if n.name and n.output}
     form = Expansion(optimised, model.where, names).run()
     known = {c.name for c in form.constants.values()}
     #: weights that the runtime dequantized when it loaded the file
     unfolded = {k: c for k, c in given.constants.items() if k not in form.constants and c.name not in known}
-    reading = _read(form, unfolded, model)
+    reading = _read(form, unfolded, model, example)
     graph, plan = reading.finish(platform)
     return QuantizedFile(
         graph, plan, _named(optimised, reading.tensor_names({o for n in optimised.graph.node for o in n.output}), form)
@@ -93,7 +95,20 @@ def _optimised(source: onnx.ModelProto, where: str) -> onnx.ModelProto:
         return onnx.load(str(file))
 
 
-def _read(form: NormalForm, unfolded: dict[str, Codes], model: OnnxModel) -> _Codes:
+def _separated(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Give each node an integer bias of its own: tools store equal ones once, although their scales differ."""
+    known, read = {t.name: t for t in model.graph.initializer if t.data_type == onnx.TensorProto.INT32}, set[str]()
+    for k, n in enumerate(model.graph.node):
+        for j, i in enumerate(n.input):
+            if i in read:
+                model.graph.initializer.add().CopyFrom(known[i])
+                n.input[j] = model.graph.initializer[-1].name = f"{i}/node_{k}"
+            elif i in known:
+                read.add(i)
+    return model
+
+
+def _read(form: NormalForm, unfolded: dict[str, Codes], model: OnnxModel, example: Any) -> _Codes:
     """Translate the normal form, with sizes of our own where the file leaves them open.
 
     Raises:
@@ -101,17 +116,46 @@ def _read(form: NormalForm, unfolded: dict[str, Codes], model: OnnxModel) -> _Co
     """
     read = OnnxModel.of_proto(form.model, model.where)
     first: CaptureError | None = None
-    for batch, others in _SIZES:
-        variants = [_shapes(read, b, o) for b, o in zip(batch, others, strict=True)]
-        reading = _Codes(read, 1 if variants[0] == variants[1] else 2, form, unfolded)
+    for variants in _variants(read, None if example is None else batch_shapes(read, example)):
+        reading = _Codes(read, len(variants), form, unfolded)
         try:
-            reading.translate(variants[: reading.builder.count])
+            reading.translate(variants)
         except CaptureError as e:
             first = first or e
             continue
         return reading
     assert first is not None
     raise CaptureError(first.what, where=first.where or model.where, got=first.got, hint=first.hint) from first
+
+
+def _variants(model: OnnxModel, given: list[tuple[int, ...]] | None) -> Iterator[list[list[tuple[int, ...]]]]:
+    """Yield shapes of the inputs, in two variants where sizes are open: of our own, then those of the data."""
+    if all(v.shape is not None for v in model.inputs):
+        for batch, others in _SIZES:
+            yield _alike([_shapes(model, b, o) for b, o in zip(batch, others, strict=True)])
+    if given is not None:
+        open_batch = any(v.shape is None or not isinstance(v.shape[0], int) for v in model.inputs[:1] if v.shape)
+        more = [(s[0] + 1, *s[1:]) if s and s[0] == given[0][0] else s for s in given]
+        if open_batch:
+            yield _alike([given, more])
+        yield [given]
+    elif any(v.shape is None for v in model.inputs):
+        raise CaptureError("The file does not declare the shapes of its inputs", where=model.where, hint="give data")
+
+
+def _alike(variants: list[list[tuple[int, ...]]]) -> list[list[tuple[int, ...]]]:
+    return variants[:1] if variants[0] == variants[1] else variants
+
+
+def batch_shapes(model: OnnxModel, batch: Any) -> list[tuple[int, ...]] | None:
+    """Return the shapes of the inputs in a batch of data; None if they are not understood."""
+    names = model.names()
+    rows: Any = batch if isinstance(batch, (tuple, list)) else (batch,)
+    if rows and isinstance(rows[0], Mapping):
+        rows = rows[0]
+    found = [rows.get(n) for n in names] if isinstance(rows, Mapping) else list(rows)[: len(names)]
+    shapes = [tuple(getattr(x, "shape", ())) for x in found]
+    return shapes if len(shapes) == len(names) and all(hasattr(x, "shape") for x in found) else None
 
 
 def _shapes(model: OnnxModel, batch: int, other: int) -> list[tuple[int, ...]]:
@@ -181,9 +225,9 @@ class _Codes(Translator):
     def _quantizer(self, node: ir.Node) -> Any:
         """Append a quantizer: a copy with a grid, or a DynamicQuantize."""
         x, out = self.builder.env[node.inputs[0].name], node.outputs[0].name or ""  # type: ignore[union-attr, index]
-        x = self.in_graph(x, node)
+        x = OnnxCall(self.builder, node, 1).in_graph(x)
         dynamic = node.op_type.startswith("Dynamic")
-        op, attrs = (DYNAMIC, dict(_DYNAMIC)) if dynamic else ("Identity", {})
+        op, attrs = (DYNAMIC, dict(self.form.rounded.get(out, _DYNAMIC))) if dynamic else ("Identity", {})
         wanted = f"{x.name}_dynamic" if dynamic else f"{x.name}_quantized"
         (made,) = self.builder.emit(Origin(), wanted, op, [x.name], attrs, [(x.shape, "float32")])
         if dynamic:
@@ -192,13 +236,6 @@ class _Codes(Translator):
             self.quantizers.add(made.name)
             self._keep(made.name, self.form.made[out], out)
         return type(x)(x.metas, made.name)
-
-    def in_graph(self, x: Any, node: ir.Node) -> Any:
-        if x.name:
-            return x
-        if x.constant is None:
-            raise CaptureError(f"'{node.inputs[0].name}' depends on a size alone")  # type: ignore[union-attr]
-        return type(x)(x.metas, self.builder.weight(x, node.outputs[0].name or ""))
 
     def _keep(self, value: str, numbers: Numbers, tensor: str) -> None:
         stored = stored_as(numbers.kind, numbers.scale, numbers.zero, numbers.axis, numbers.ends)

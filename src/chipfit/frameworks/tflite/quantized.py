@@ -30,11 +30,12 @@ def activation_types(model: TfliteModel) -> set[str]:
     return {t.kind for t in model.quantized if t.constant is None}
 
 
-def read_quantized(model: TfliteModel, platform: str) -> QuantizedFile:
+def read_quantized(model: TfliteModel, platform: str, example: Any = None) -> QuantizedFile:
     """Read a quantized file with the integers that it holds.
 
     Args:
         platform: name of the platform whose arithmetic the file is for.
+        example: not used: these files have sizes.
 
     Raises:
         CaptureError: Nothing in the file is quantized, or an operator has no reader.
