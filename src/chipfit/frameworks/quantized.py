@@ -29,10 +29,11 @@ def stored_as(
     Args:
         kind: type of its integers, such as "int8".
         scale, zero: [], [C] along `axis`, or one for each block along it.
-        ends: lowest and highest integer, if not those of the type.
+        ends: lowest and highest integer, if not those of the type; they may be twice as many.
     """
     bits, per = int(kind.lstrip("uint")), ("tensor", "channel", "block")[min(scale.ndim, 2)]
     low, high = ends or all_codes(bits, not kind.startswith("u"))
+    bits += low < all_codes(bits, low < 0)[0] or high > all_codes(bits, low < 0)[1]
     grid = Grid(bits=bits, qmin=low, qmax=high, zero="any" if zero.any() else 0, per=per)  # type: ignore[arg-type]
     scales, zeros = (torch.from_numpy(np.array(p, t)) for p, t in ((scale, np.float32), (zero, np.int32)))
     return Stored(format=kind, grid=grid, scale=scales, zero_point=zeros, axis=axis if scale.ndim else None)

@@ -89,6 +89,18 @@ class Codes:
         return np.asarray(whole.astype(np.float32) * n.spread(n.scale, shape))
 
 
+def _with_positive_scales(codes: Codes) -> Codes:
+    """Return a constant without negative scales, which tools use in blocks: (q - z) s = ((2 z - q) - z) (-s)."""
+    n, shape = codes.numbers, codes.integers.shape
+    if not (n.scale < 0).any():
+        return codes
+    zero, (low, high) = n.spread(n.zero, shape), ENDS[n.kind]
+    turned = np.where(n.spread(n.scale, shape) < 0, 2 * zero - codes.integers, codes.integers)
+    ends = min(low, int(turned.min())), max(high, int(turned.max()))
+    numbers = Numbers(n.kind, np.abs(n.scale), n.zero, n.axis, n.block, ends)
+    return Codes(codes.name, turned, numbers)
+
+
 @dataclass
 class NormalForm:
     """A model in which float operators read and make floats, with quantizers of one operand between them."""
@@ -217,7 +229,8 @@ class Expansion:
         s, z = self.array(scale), self.array(zero) if zero else None
         if s is None or (zero and z is None):
             raise self.fault(n, f"The scale or zero point of '{tensor}' is computed", "", "constants")
-        if s.dtype.kind != "f" or not np.isfinite(s).all() or not (s > 0).all():
+        signed = any(a.name == "block_size" and a.i for a in n.attribute)  # tools use negative scales of blocks
+        if s.dtype.kind != "f" or not np.isfinite(s).all() or not ((s != 0) if signed else (s > 0)).all():
             raise self.fault(n, f"Scale of '{tensor}' must be positive", f"{s.reshape(-1)[:4].tolist()}", "floats > 0")
         own = self.kind(zero) if zero else ""
         kind = kind or own or "uint8"
@@ -253,6 +266,8 @@ class Expansion:
         return self.enter(Codes(name, array, numbers))
 
     def enter(self, codes: Codes) -> str:
+        """Enter a constant, and return the name of its floats."""
+        codes = _with_positive_scales(codes)
         key = next((k for k, c in self.out.constants.items() if c.name == codes.name and _same(c, codes)), "")
         if not key:
             key = self.fresh(plain(codes.name).removesuffix("_rows"))
@@ -568,8 +583,8 @@ def _in_blocks(e: Expansion, n: onnx.NodeProto, at: Sequence[int]) -> tuple[Code
     blocks = -(-count // block)
     s = s.astype(np.float32).reshape(len(packed), -1)
     whole = packed.dtype == np.uint8 and s.shape[1] == blocks and packed.shape[1] * 8 // bits >= count
-    if not whole or not (s > 0).all() or (z is not None and z.dtype != np.uint8):
-        raise e.fault(n, f"'{name}' and its scales do not fit", f"{list(s.shape)}", f"{[len(packed), blocks]}, above 0")
+    if not whole or not (np.isfinite(s) & (s != 0)).all() or (z is not None and z.dtype != np.uint8):
+        raise e.fault(n, f"'{name}' and its scales do not fit", f"{list(s.shape)}", f"{[len(packed), blocks]}, not 0")
     middle = 0 if z is not None else 1 << bits - 1  # signed integers have no zero points
     zeros = np.zeros(s.shape, np.int64)
     if z is not None:

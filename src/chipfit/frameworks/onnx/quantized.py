@@ -294,6 +294,7 @@ class _Codes(Translator):
             role: Role = "bias" if name in biases else "weight"
             found = _fitting(codes, graph.weights[name])
             if found is None:
+                self.stored[name] = TensorPlan(name=name, role=role, why=f"{codes.numbers.kind} in another order")
                 continue
             graph.weights[name], stored = found
             self.stored[name] = TensorPlan(name=name, role=role, stored=stored, origin="the file")
@@ -303,7 +304,7 @@ class _Codes(Translator):
         """Return where an operator runs, as the runtime's optimised file has it."""
         how: Any = self.runs.get(n.name, "float")
         data = [i for i in n.inputs if i is not None and self.builder.graph.is_float(i)]
-        held = [i for i in data if i in self.stored]
+        held = [i for i in data if i in self.stored and self.stored[i].quantized]
         if how == "int" and n.op != DYNAMIC and not held:
             how = "float"
         why = "" if how != "float" else "the runtime computes it in float" if held else "the file has floats here"
@@ -338,12 +339,18 @@ def _fitting(codes: Codes, weight: torch.Tensor) -> Any:
     else:
         forms = [(scale, zero, n.axis), (scale.T, zero.T, codes.integers.ndim - 1 - n.axis)]
     for s, z, axis in forms:
-        if s.ndim > 1 and (weight.dim() != s.ndim or weight.shape[axis] % s.shape[axis]):
+        if s.ndim > 1 and not _in_blocks_of(s.shape, tuple(weight.shape), axis):
             continue
         stored = stored_as(n.kind, s, z, axis, n.ends)
         if torch.equal(stored.dequantize(stored.quantize(weight)), weight.to(torch.float32)) or wide:
             return weight, stored
     return None
+
+
+def _in_blocks_of(scales: tuple[int, ...], weight: tuple[int, ...], axis: int) -> bool:
+    """Return whether scales are those of whole blocks of a weight along an axis."""
+    same = len(scales) == len(weight) and all(a == b for k, (a, b) in enumerate(zip(scales, weight)) if k != axis)
+    return same and weight[axis] % scales[axis] == 0
 
 
 def _named(model: onnx.ModelProto, names: dict[str, str], form: NormalForm) -> bytes:
