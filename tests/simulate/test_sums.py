@@ -92,6 +92,38 @@ def saturating(a, b):
     return (pairs.clamp(-(1 << 15), (1 << 15) - 1).sum(1) - 128 * b.int().sum(0)).int()
 
 
+def pair_sums(x, w):
+    """Sums over K of rows of codes without a sign, [rows, O], each pair of products saturated to 16 bits."""
+    x, w = (np.pad(v.astype(int), ((0, 0), (0, v.shape[1] % 2))) for v in (x, w))
+    wide = x[:, None] * w
+    return wide.reshape(*wide.shape[:2], -1, 2).sum(-1).clip(-(1 << 15), (1 << 15) - 1).sum(-1)
+
+
+@pytest.mark.parametrize("k", [1, 2, 7, 64])
+def test_pairs_of_products_saturate_as_in_16_bits(k):
+    x, w = codes("uint8", 5, k, ends=True), codes("int8", 6, k, ends=True)
+    exact, want = x.numpy().astype(int) @ w.numpy().astype(int).T, pair_sums(x.numpy(), w.numpy())
+    lost = sums.lost_in_pairs(x, w)
+    assert (want == exact).all() if lost is None else np.array_equal(exact + lost.numpy(), want)
+    assert (lost is None) == (k < 2)
+    assert sums.lost_in_pairs(x.to(torch.int8), w) is None and sums.lost_in_pairs(x, w // 2) is None
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_neighbours_of_a_convolution_lie_by_position_then_by_channel(groups):
+    x, w = codes("uint8", 2, 6, 5, 4, ends=True), codes("int8", 4, 6 // groups, 3, 2, ends=True)
+    how = {"stride": (2, 1), "padding": ((1, 0), (0, 1)), "dilation": (1, 2), "groups": groups}
+    lies = np.pad(x.numpy(), ((0, 0), (0, 0), (1, 0), (0, 1)), constant_values=3)
+    want = torch.zeros(2, 4, 2, 3, dtype=torch.int32)
+    for n, o, i, j in np.ndindex(*want.shape):
+        g = o // (4 // groups) * (6 // groups)
+        seen = lies[n, g : g + 6 // groups, 2 * i : 2 * i + 3, j : j + 3 : 2].transpose(1, 2, 0).reshape(1, -1)
+        rows = w[o].numpy().transpose(1, 2, 0).reshape(1, -1)
+        want[n, o, i, j] = int((pair_sums(seen, rows) - seen.astype(int) @ rows.astype(int).T)[0, 0])
+    assert want.any() and torch.equal(sums.lost_in_windows(x, ZERO + 3, w, **how), want)
+    assert sums.lost_in_windows(x, ZERO, w[:, :1].repeat(2, 1, 1, 1)[:6], **how | {"groups": 6}) is None
+
+
 def elsewhere(a, b):
     """One number of many is another one."""
     acc = torch.tensor(a.numpy().astype(np.int32) @ b.numpy().astype(np.int32))

@@ -584,7 +584,12 @@ def explain(
 
     if is_file(saved):
         plan = read_quantized(saved)[0].plan
-        return print_document(documents.explained_file(plan)) if OUTPUT.json else _echo(str(plan))
+        if OUTPUT.json:
+            return print_document(documents.explained_file(plan))
+        _echo(str(plan))
+        for n in (n for n in plan.nodes.values() if n.exec == "float"):
+            _echo(f"{n.op} '{n.display_name}' runs in float: {n.why}")
+        return
     if layer is None and data is None:
         raise typer.BadParameter("name a layer, or pass --data", param_hint="LAYER")
     result, searched = _load(saved, device), None

@@ -19,6 +19,7 @@ class QuantizedFile:
     graph: Graph  #: with channels first
     plan: Plan  #: formats, scales and zero points of the file
     content: bytes  #: a file that computes the same, whose tensors have the names of the graph
+    given: bytes = b""  #: the file itself, where `content` is another network
 
 
 def stored_as(

@@ -91,6 +91,10 @@ class OnnxRuntime:
         """Return operator kinds of the optimised model, with counts: QLinearConv means integers, Conv means float."""
         return dict(sorted(Counter(n.op_type for n in self._optimised.graph.node).items()))
 
+    def in_pairs(self, platform: Platform) -> bool:
+        """Return whether products are added in pairs, in 16 bits, by this CPU and by the platform's."""
+        return platform.arch_selected != "VNNI" and saturates()
+
     def warnings(self, platform: Platform) -> list[str]:
         """Return a warning if this CPU saturates and the platform's does not."""
         if platform.arch_selected != "VNNI" or not saturates():

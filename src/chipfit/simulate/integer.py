@@ -84,6 +84,7 @@ class Simulation:
     profile: Profile
     math: Math
     part: int | None = None  #: samples that the device computes at once; None for all
+    in_pairs: bool = False  #: the processor adds pairs of u8 x s8 products in 16 bits, with saturation
     codes: dict[str, Tensor] = field(default_factory=dict)  #: quantized value -> integers
     floats: dict[str, Any] = field(default_factory=dict)  #: value -> float (or other) tensor, before its quantizer
     #: weight -> integers; "{weight} in float" -> the floats that they represent
@@ -263,6 +264,7 @@ def simulate(
     like: Mapping[str, Any] | None = None,
     each: Callable[[str, Any, Any], None] | None = None,
     part: int | None = None,
+    in_pairs: bool = False,
 ) -> dict[str, Any]:
     """Run the network in the platform's integers.
 
@@ -282,6 +284,7 @@ def simulate(
         each: called with every value as it is computed: name, integers or floats, and the floats before the quantizer
             if a float operator computed them, else None.
         part: number of samples that the device computes at once, if its file has a fixed batch size.
+        in_pairs: the processor adds pairs of u8 x s8 products in 16 bits, with saturation.
 
     Returns:
         Value name -> integers (integer dtype) if it is quantized, else its float tensor.
@@ -291,7 +294,7 @@ def simulate(
     """
     profile = profile_for(platform, kernels)
     run = Simulation(graph, widened_to_types(plan) if profile.saturate_to_type else plan, profile, platform.math, part)
-    run.weights = run.weights if weights is None else weights
+    run.weights, run.in_pairs = run.weights if weights is None else weights, in_pairs
     wanted = {*(graph.values if keep is None else keep), *graph.outputs}
     todo = kernel_groups(graph, plan)
     last = {i: k for k, group in enumerate(todo) for n in group for i in n.inputs if i is not None}
@@ -541,6 +544,25 @@ def _aligned_bias(run: Simulation, node: Node, bias: str) -> Tensor:
 
 
 def _products(run: Simulation, node: Node) -> Tensor:
+    """Return sums of products, less what is lost where the processor saturates."""
+    acc = _exact_products(run, node)
+    if not run.in_pairs:
+        return acc
+    lost = _lost(run.code(node.data), run.plan[node.data].zero_point, run.code(node.weight), node)
+    return acc if lost is None else acc + lost
+
+
+def _lost(x: Tensor, zero: Tensor, w: Tensor, node: Node) -> Tensor | None:
+    """Return what sums of products gain by saturation in pairs, see `sums.lost_in_windows`."""
+    if OPS[node.op].kind == "conv":
+        how = {k: node.attrs[k] for k in ("stride", "padding", "dilation", "groups")}
+        return sums.lost_in_windows(x, zero, w, **how)
+    rows = w if node.op == "Linear" else w.transpose(-1, -2)
+    lost = sums.lost_in_pairs(x.reshape(-1, x.shape[-1]), rows) if rows.dim() == 2 else None
+    return None if lost is None else lost.reshape(*x.shape[:-1], -1)
+
+
+def _exact_products(run: Simulation, node: Node) -> Tensor:
     x, w, a = run.code(node.data), run.code(node.weight), node.attrs
     zero, w_zero = (run.plan[name].zero_point for name in (node.data, node.weight))
     if sums.fits(x, zero, w, w_zero):
@@ -552,6 +574,13 @@ def _products(run: Simulation, node: Node) -> Tensor:
             return acc
     x, w = run.centred(node.data), run.centred(node.weight)
     return F.linear(x, w) if node.op == "Linear" else execute(node, [x, w])[0]
+
+
+def inner_product(c: KernelCall) -> Tensor:
+    """Return sums of products of two values, exact but for what the processor loses."""
+    acc = torch.matmul(c.centred(), c.centred(c.second))
+    lost = _lost(c.code(), c.zero(c.x), c.code(c.second), c.node) if c.run.in_pairs else None
+    return acc if lost is None else acc + lost
 
 
 def dynamic_product(c: KernelCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -568,7 +597,8 @@ def dynamic_product(c: KernelCall) -> tuple[Tensor, Tensor, Tensor]:
     else:
         centred = c.centred(c.second)
         acc = c.run.summed((q.double() - z) @ (centred.transpose(-1, -2) if c.node.op == "Linear" else centred))
-    return acc, s, _float_bias(c)
+    lost = _lost(q, z, w, c.node) if c.run.in_pairs else None  # none in a ConvInteger, whose weights come first
+    return acc if lost is None else acc + lost, s, _float_bias(c)
 
 
 def _float_bias(c: KernelCall) -> Tensor:

@@ -19,6 +19,7 @@ from chipfit.simulate.integer import (
     accumulate,
     activation_bounds,
     dynamic_product,
+    inner_product,
     kernel_of,
     pool_windows,
 )
@@ -49,8 +50,8 @@ def _product_sum(c: KernelCall) -> None:
 
 
 def _inner(c: KernelCall) -> Tensor:
-    """Return exact product sums of two values."""
-    return c.run.summed(torch.matmul(c.centred(), c.centred(c.second)))
+    """Return product sums of two values."""
+    return c.run.summed(inner_product(c))
 
 
 def _mat_mul(c: KernelCall) -> None:

@@ -5,6 +5,7 @@ result is checked, which costs little: r (X W^T) = (r X) W^T for a random r (Fre
 on the left torch adds whole rows, several times as fast as products along them.
 """
 
+import math
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
@@ -80,3 +81,65 @@ def convolved(
         cut: Any = (slice(None), *map(slice, starts, ends, stride))
         acc.addcmul_(reals[cut], factors[:, k])
     return acc.movedim(-1, 1)
+
+
+def lost_in_pairs(x: Tensor, w: Tensor) -> Tensor | None:
+    """Return what sums of products gain where two neighbours saturate in 16 bits, [rows, O] in int32; None if none can.
+
+    Processors without VNNI add the products of the elements 2j and 2j + 1 in 16 bits: u8 by s8, with saturation.
+
+    Args:
+        x: codes [rows, K]; signed ones are added in 32 bits.
+        w: codes [O, K].
+
+    Source: ONNX Runtime, core/mlas/lib/x86_64/QgemmU8X8KernelAvx2.S (vpmaddubsw).
+    """
+    if w.dtype != torch.int8 or x.dtype != torch.uint8 or w.shape[1] < 2:
+        return None
+    pairs = w[:, : w.shape[1] // 2 * 2].int().unflatten(1, (-1, 2))
+    risky = pairs.sum(2).abs() > 128  # 255 * 128 < 2^15; products of other signs stay below
+    if not risky.any():
+        return None
+    raw = x[:, : w.shape[1] // 2 * 2].int()
+    left, right = raw[:, ::2], raw[:, 1::2]
+    lost = torch.zeros(len(x), len(w), dtype=torch.int32)
+    for o in risky.any(1).nonzero().flatten().tolist():
+        at = risky[o].nonzero().flatten()
+        sums = left[:, at] * pairs[o, at, 0] + right[:, at] * pairs[o, at, 1]
+        lost[:, o] = (sums.clamp(-(1 << 15), (1 << 15) - 1) - sums).sum(1)
+    return lost
+
+
+def lost_in_windows(
+    x: Tensor,
+    zero: Tensor,
+    w: Tensor,
+    *,
+    stride: Sequence[int],
+    padding: Sequence[Sequence[int]],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor | None:
+    """Return what the sums of a convolution gain by saturation, [N, O, *out] in int32; None if none can.
+
+    Neighbours lie by position in the kernel, then by input channel. Depthwise kernels add no pairs.
+    """
+    kernel, each = w.shape[2:], w.shape[1]
+    rows = w.movedim(1, -1).reshape(len(w), -1)
+    if (groups > 1 and each == 1) or lost_in_pairs(x.new_zeros(0, rows.shape[1]), rows) is None:
+        return None
+    lies = pad(x, padding=padding, mode="constant", value=int(zero)).movedim(1, -1)
+    n, *size, _ = lies.shape
+    out = [(s - d * (k - 1) - 1) // t + 1 for s, k, t, d in zip(size, kernel, stride, dilation, strict=True)]
+    places = []
+    for place in product(*[range(k) for k in kernel]):
+        starts = [p * d for p, d in zip(place, dilation, strict=True)]
+        ends = [s + (o - 1) * t + 1 for s, o, t in zip(starts, out, stride, strict=True)]
+        cut: Any = (slice(None), *map(slice, starts, ends, stride))
+        places.append(lies[cut].unflatten(-1, (groups, each)))
+    windows = torch.stack(places, -2).flatten(-2)  # [N, *out, groups, K]
+    found = []
+    for g, its in enumerate(rows.chunk(groups)):
+        part = lost_in_pairs(windows[..., g, :].reshape(-1, rows.shape[1]), its)
+        found.append(torch.zeros(n * math.prod(out), len(its), dtype=torch.int32) if part is None else part)
+    return torch.cat(found, 1).reshape(n, *out, -1).movedim(-1, 1)

@@ -152,6 +152,8 @@ class Comparator:
         self.of_user = _with_float_biases(self.graph, self.plan)
         self.graph, self.plan = with_integers(self.graph, self.plan)
         self.live = live_values(self.graph)
+        in_pairs = getattr(self.device, "in_pairs", None)
+        self.in_pairs = in_pairs is not None and in_pairs(self.platform)
 
     def list_tensors(self, quantized: Sequence[str], inner: Sequence[str]) -> None:
         """Enter all tensors that are to be compared, with the operators that the runtime computes in float."""
@@ -283,6 +285,7 @@ class Comparator:
 
     def _simulated(self, inputs: list[Tensor], **how: Any) -> dict[str, Any]:
         how |= {"kernels": self.declares.kernels, "weights": self.weights, "part": getattr(self.device, "part", None)}
+        how["in_pairs"] = self.in_pairs
         return simulate(self.graph, self.plan, inputs, self.platform, **how)
 
     def _count_missing(self, row: TensorComparison, count: int) -> None:

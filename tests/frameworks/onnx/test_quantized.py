@@ -16,8 +16,10 @@ from torch import nn
 import chipfit
 from chipfit.errors import CaptureError
 from chipfit.frameworks import load
+from chipfit.frameworks.onnx import quantized as quantized_files
 from chipfit.frameworks.onnx.quantized import read_quantized
 from chipfit.platform.load import load as load_platform
+from chipfit.runtimes import onnxruntime
 from chipfit.verify import verify
 from chipfit.verify.file import read_quantized as read_file
 
@@ -69,6 +71,7 @@ STATIC = {
     "int8": {},
     "int8 per channel": {"per_channel": True},
     "u8s8": {"activation_type": U8, "weight_type": S8, "per_channel": True, "reduce_range": True},
+    "u8s8 of 8 bits": {"activation_type": U8, "weight_type": S8},
     "u8u8": {"activation_type": U8, "weight_type": U8},
     "a16": {"activation_type": U16, "weight_type": S8},
     "s16": {"activation_type": S16, "weight_type": S8},
@@ -112,6 +115,15 @@ def test_integers_of_16_bits_run_in_float_between_their_quantizers(quantized, na
 def test_a_file_of_onnx_runtimes_dynamic_quantizer_computes_the_simulated_numbers(quantized, name):
     found = chipfit.verify_file(quantized("dynamic", name), [torch.from_numpy(IMAGES[:6])])
     assert found.exact and sum(o.inner for o in found.outputs) == 4 and len(found.held) == 6
+
+
+def test_weights_of_8_bits_saturate_as_on_this_processor(quantized, monkeypatch):
+    data, file = [torch.from_numpy(3 * IMAGES[:6])], quantized("static", "u8s8 of 8 bits")
+    assert chipfit.verify_file(file, data).exact
+    other = not onnxruntime.saturates()
+    monkeypatch.setattr(onnxruntime, "saturates", lambda: other)
+    found = chipfit.verify_file(file, data)
+    assert found.verdict == "departs" and found.first_difference.op == "Conv2D"
 
 
 def test_what_the_file_holds_is_shown(quantized):
@@ -162,6 +174,100 @@ def test_a_quantized_file_is_quantized_again_on_request_only(float_file, quantiz
     assert (result.model(data[0]) - want).abs().max() < 0.03
     names = {n for n, _ in result.model.named_parameters()}
     assert {"first.weight", "left.bias", "hidden.weight"} <= names
+
+
+@pytest.fixture(scope="module")
+def products(tmp_path_factory):
+    """A file of two products with constants."""
+    draw = np.random.default_rng(0)
+    weights = [
+        numpy_helper.from_array((draw.normal(size=s) / 8).astype("f4"), f"w{s[1]}") for s in ((64, 96), (96, 32))
+    ]
+    nodes = [
+        helper.make_node("MatMul", ["x", "w96"], ["hidden"], name="first"),
+        helper.make_node("Relu", ["hidden"], ["positive"]),
+        helper.make_node("MatMul", ["positive", "w32"], ["y"], name="last"),
+    ]
+    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["n", d]) for n, d in (("x", 64), ("y", 32))]
+    graph = helper.make_graph(nodes, "products", ends[:1], ends[1:], weights)
+    file = tmp_path_factory.mktemp("products") / "float.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), file)
+    return file
+
+
+BLOCKS = [(4, QuantFormat.QOperator, None), (4, QuantFormat.QOperator, 4), (4, QuantFormat.QDQ, None)]
+
+
+@pytest.mark.parametrize(("bits", "form", "level"), [*BLOCKS, (8, QuantFormat.QOperator, 4)])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_weights_in_blocks_of_onnx_runtimes_tool_are_read(products, tmp_path, bits, form, level, symmetric):
+    """Its symmetric ones have scales of either sign."""
+    tool = pytest.importorskip("onnxruntime.quantization.matmul_nbits_quantizer").MatMulNBitsQuantizer
+    how = {"bits": bits, "block_size": 32, "accuracy_level": level, "quant_format": form, "is_symmetric": symmetric}
+    (made := tool(onnx.load(products), **how)).process()
+    made.model.save_model_to_file(str(tmp_path / "blocks.onnx"))
+    x = np.random.default_rng(1).normal(size=(5, 64)).astype("f4")
+    found = chipfit.verify_file(tmp_path / "blocks.onnx", [torch.from_numpy(x)])
+    assert found.exact and len(found.held) == 2 and all(h.elements for h in found.held)
+    want = torch.from_numpy(ort.InferenceSession(str(tmp_path / "blocks.onnx")).run(None, {"x": x})[0])
+    again = chipfit.load_model(tmp_path / "blocks.onnx", requantize=True)
+    result = chipfit.quantize(again, [torch.from_numpy(x)], platform="ort_dynamic", progress=False)
+    assert (result.model(torch.from_numpy(x)) - want).abs().max() < 0.05 * want.abs().max()
+
+
+def test_integers_that_a_cast_and_a_mul_make_floats_are_shown(products, tmp_path):
+    model = onnx.load(products)
+    scale = np.linspace(0.01, 0.02, 96, dtype="f4").reshape(1, 96)
+    codes = numpy_helper.from_array(np.arange(64 * 96).reshape(64, 96).astype("i1"), "w96_q")
+    del model.graph.initializer[0]
+    model.graph.initializer.extend([codes, numpy_helper.from_array(scale, "scale")])
+    cast = helper.make_node("Cast", ["w96_q"], ["cast"], to=TensorProto.FLOAT)
+    model.graph.node.insert(0, helper.make_node("Mul", ["cast", "scale"], ["w96"]))
+    model.graph.node.insert(0, cast)
+    onnx.save(model, tmp_path / "cast.onnx")
+    found, _ = read_file(tmp_path / "cast.onnx")
+    (stored,) = [t.stored for t in found.plan.tensors.values()]
+    assert stored.format == "int8" and np.array_equal(stored.scale, scale[0])
+    assert chipfit.verify_file(tmp_path / "cast.onnx", [torch.randn(5, 64)]).exact
+
+
+def test_biases_that_a_tool_stores_once_keep_their_own_scales(tmp_path):
+    """Two layers with the bias 0, whose integers are equal and whose scales are not."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3, bias=False)).eval()
+    net[0].bias.data.zero_()
+    with warnings.catch_warnings(action="ignore"):
+        torch.onnx.export(net, (torch.randn(1, 3, 16, 16),), str(tmp_path / "f.onnx"), dynamo=False, input_names=["x"])
+    model = onnx.load(tmp_path / "f.onnx")
+    model.graph.node[2].input.append(model.graph.node[0].input[2])
+    onnx.save(model, tmp_path / "f.onnx")
+
+    class One(quantization.CalibrationDataReader):
+        rows = iter([{"x": IMAGES[:1]}])
+
+        def get_next(self):
+            return next(self.rows, None)
+
+    how = {"quant_format": QuantFormat.QOperator, "activation_type": U8, "weight_type": U8}
+    quantization.quantize_static(str(tmp_path / "f.onnx"), str(tmp_path / "q.onnx"), One(), **how)
+    found = chipfit.verify_file(tmp_path / "q.onnx", [torch.from_numpy(IMAGES[:1])])
+    assert found.exact and sum(h.role == "bias" for h in found.held) == 2
+
+
+@pytest.mark.parametrize("kind", ["uint8", "int8"])
+def test_a_file_that_is_given_integers_is_verified_from_floats(float_file, tmp_path, kind):
+    data = [torch.from_numpy(IMAGES[:6])]
+    result = chipfit.quantize(str(float_file), data, platform="ort_cpu", progress=False)
+    found = chipfit.verify_file(result.export(tmp_path / "m.onnx", io=kind), data)
+    assert found.exact and found.rows[0].op == "Input" and found.rows[0].elements
+
+
+def test_outputs_of_the_file_itself_are_compared_too(quantized, monkeypatch):
+    """A negative control: the optimised form is another network than the file."""
+    other = quantized_files._optimised(onnx.load(quantized("static", "QOperator u8u8")), "")
+    monkeypatch.setattr(quantized_files, "_optimised", lambda *a: other)
+    found = chipfit.verify_file(quantized("static", "u8s8"), [torch.from_numpy(IMAGES[:2])])
+    assert found.verdict == "departs" and "in a plain session the file's outputs differ" in found.departures[0]
 
 
 def test_a_file_without_integers_is_refused(float_file):

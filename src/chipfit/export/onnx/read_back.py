@@ -9,7 +9,7 @@ import onnx
 from onnx import numpy_helper
 
 from chipfit.export import FileTensor
-from chipfit.frameworks.onnx.integers import Expansion, NormalForm, from_bytes
+from chipfit.frameworks.onnx.integers import OPTIMISED, Expansion, NormalForm, from_bytes
 
 _UNKNOWN = np.array(np.nan)  #: a scale that is no constant
 
@@ -29,8 +29,8 @@ def read_back(path: Path) -> dict[str, FileTensor]:
     A tensor has the scale and zero point of every QuantizeLinear and DequantizeLinear that it passes.
     """
     model = onnx.load(str(path))
-    if any(p.key == "chipfit.optimised" for p in model.metadata_props):
-        return _of_normal_form(Expansion(model).run())
+    if any(p.key == OPTIMISED for p in model.metadata_props):
+        return _of_normal_form(model, Expansion(model).run())
     graph = model.graph
     constants = {i.name: numpy_helper.to_array(i) for i in graph.initializer}
     in_tables = _in_tables(graph, constants)
@@ -53,11 +53,13 @@ def read_back(path: Path) -> dict[str, FileTensor]:
     return found
 
 
-def _of_normal_form(form: NormalForm) -> dict[str, FileTensor]:
-    """Return the tensors of a file with operators of integers."""
+def _of_normal_form(model: onnx.ModelProto, form: NormalForm) -> dict[str, FileTensor]:
+    """Return the tensors of a file with operators of integers; as floats those that are no integers any more."""
     held = {k: FileTensor(None, [(n.scale, n.zero.astype(np.float64))]) for k, n in (form.made | form.given).items()}
     for c in form.constants.values():
         held[c.name] = FileTensor(c.integers, [(c.numbers.scale, c.numbers.zero.astype(np.float64))])
+    floats = (t for t in model.graph.initializer if t.name.endswith("/float"))
+    held |= {t.name: FileTensor(numpy_helper.to_array(t), []) for t in floats}
     return {k.removesuffix("_q"): t for k, t in held.items()}
 
 

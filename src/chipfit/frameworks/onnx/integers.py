@@ -18,6 +18,8 @@ from onnx import helper, numpy_helper
 from chipfit.errors import CaptureError
 from chipfit.frameworks.onnx.live import live_nodes, reads_of
 
+#: note of a file that ONNX Runtime has optimised, which it runs as it is
+OPTIMISED = "chipfit.optimised"
 #: type of integers -> lowest and highest one
 ENDS = {
     "int2": (-2, 1),
@@ -167,6 +169,8 @@ class Expansion:
             CaptureError: A scale or zero point is malformed, or an operator of integers is not known.
         """
         for n in self.source.graph.node:
+            self._inputs_of_integers(n)
+        for n in self.source.graph.node:
             if id(n) not in self.done:
                 self.node(n)
         graph = self.source.graph
@@ -190,6 +194,16 @@ class Expansion:
         model.graph.initializer.extend(onnx.TensorProto(name=k, data_type=1, dims=[0]) for k in self.out.constants)
         return self.out
 
+    def _inputs_of_integers(self, n: onnx.NodeProto) -> None:
+        """Note how an input of the model is stored whose integers are read behind operators that move them."""
+        if not (n.op_type == "DequantizeLinear" or n.op_type in ("QLinearConv", "QLinearMatMul", "QGemm")):
+            return
+        tensor = n.input[0]
+        while tensor in self.makers and self.makers[tensor].op_type in _MOVES:
+            tensor = self.makers[tensor].input[0]
+        if tensor in self.ins and tensor not in self.codes and tensor != n.input[0]:
+            self.codes[tensor] = self.out.given[tensor] = self.numbers(n, tensor, n.input[1], _operand(n, 2))
+
     def node(self, n: onnx.NodeProto) -> None:
         reader = _READERS.get(n.op_type)
         if reader is not None:
@@ -200,10 +214,17 @@ class Expansion:
             raise self.unread(n)
         elif any(i in self.codes for i in n.input):
             self._moved(n)
+        elif n.op_type in ("Cast", "Gather") and _scaled_constant(self, n):
+            pass
         else:
             self.nodes.append(n)
 
     # ---- constants, scales and zero points
+
+    def only_user(self, tensor: str, kind: str) -> onnx.NodeProto | None:
+        """Return the only reader of a tensor, if it is of this operator."""
+        users = self.users.get(tensor, ())
+        return users[0] if len(users) == 1 and users[0].op_type == kind else None
 
     def array(self, name: str) -> np.ndarray | None:
         """Return the numbers of a constant; None for a tensor that is computed."""
@@ -252,7 +273,11 @@ class Expansion:
         return Numbers(kind, s, z.reshape(s.shape), axis % rank if rank else axis, 0 if one else block)
 
     def constant(self, n: onnx.NodeProto, name: str, numbers: Numbers) -> str:
-        """Enter a constant of integers, and return the name of its floats."""
+        """Enter a constant of integers, and return the name of its floats.
+
+        Raises:
+            CaptureError: The scale is not one of the constant.
+        """
         array = self.array(name)
         assert array is not None
         array, rows = array.astype(np.int64), numbers.scale.shape
@@ -263,14 +288,19 @@ class Expansion:
             want = [array.shape[numbers.axis]] if rows and numbers.axis < array.ndim else []
         if [*rows] != want and rows:
             raise self.fault(n, f"Scale of '{name}' has another shape than its channels", str([*rows]), str(want))
-        return self.enter(Codes(name, array, numbers))
+        return self.enter(Codes(name, array, numbers), n.output[0] if n.op_type == "DequantizeLinear" else "")
 
-    def enter(self, codes: Codes) -> str:
-        """Enter a constant, and return the name of its floats."""
+    def enter(self, codes: Codes, floats: str = "") -> str:
+        """Enter a constant, and return the name of its floats.
+
+        Args:
+            floats: their name in the file.
+        """
         codes = _with_positive_scales(codes)
         key = next((k for k, c in self.out.constants.items() if c.name == codes.name and _same(c, codes)), "")
         if not key:
-            key = self.fresh(plain(codes.name).removesuffix("_rows"))
+            wanted = plain(codes.name).removesuffix("_rows")
+            key = wanted if wanted == floats else self.fresh(wanted)
             self.out.constants[key] = codes
         return key
 
@@ -521,9 +551,9 @@ def _where(e: Expansion, n: onnx.NodeProto) -> None:
 
 def _integer_product(e: Expansion, n: onnx.NodeProto) -> None:
     """ConvInteger, MatMulInteger: behind it a Cast to floats and a Mul by the product of both scales."""
-    cast = next((m for m in e.users.get(n.output[0], ()) if m.op_type == "Cast"), None)
-    mul = next((m for m in e.users.get(cast.output[0], ()) if m.op_type == "Mul"), None) if cast is not None else None
-    if cast is None or mul is None or len(e.users[n.output[0]]) > 1 or len(e.users[cast.output[0]]) > 1:
+    cast = e.only_user(n.output[0], "Cast")
+    mul = None if cast is None else e.only_user(cast.output[0], "Mul")
+    if cast is None or mul is None:
         raise e.unread(n, "its sums are not scaled by a Cast and a Mul")
     factor = next(i for i in mul.input if i != cast.output[0])
     scales = [*e.makers[factor].input] if factor in e.makers and e.makers[factor].op_type == "Mul" else [factor]
@@ -557,6 +587,34 @@ def _dynamic_product(e: Expansion, n: onnx.NodeProto) -> None:
     e.nodes.append(helper.make_node("DynamicQuantizeLinear", [x], [q], name=q))
     e.dynamic.add(q)
     _with_bias(e, n, [q, e.dequantized(n, w, ws, wz)], bias)
+
+
+def _scaled_constant(e: Expansion, n: onnx.NodeProto) -> bool:
+    """Read a constant of integers that a Cast and a Mul dequantize, perhaps behind a Gather of its rows."""
+    name = n.input[0]
+    if name not in e.initialisers or e.kind(name) not in ("int8", "uint8", "int4", "uint4"):
+        return False
+    cast = n if n.op_type == "Cast" else e.only_user(n.output[0], "Cast")
+    mul = None if cast is None else e.only_user(cast.output[0], "Mul")
+    if cast is None or mul is None or next(a.i for a in cast.attribute if a.name == "to") != onnx.TensorProto.FLOAT:
+        return False
+    integers, scale = e.array(name), e.array(next(i for i in mul.input if i != cast.output[0]))
+    along = [] if scale is None else [k for k in range(-scale.ndim, 0) if scale.shape[k] > 1]
+    if integers is None or scale is None or len(along) > 1 or scale.ndim > integers.ndim or not (scale > 0).all():
+        return False
+    axis = integers.ndim + along[0] if along else 0
+    gathered = n.op_type == "Gather"
+    if integers.ndim == 0 or (along and scale.size != integers.shape[axis]) or (gathered and along and axis == 0):
+        return False
+    one = np.asarray(scale.reshape(-1) if along else scale.reshape(()), np.float32)
+    numbers = Numbers(e.kind(name), one, np.zeros(one.shape, np.int64), axis)
+    floats = e.enter(Codes(name, integers.astype(np.int64), numbers))
+    if gathered:
+        e.compute(n, "Gather", [floats, n.input[1]], mul.output[0], "float")
+    else:
+        e.out.constants[mul.output[0]] = e.out.constants[floats]
+    e.done |= {id(cast), id(mul)}
+    return True
 
 
 def _with_bias(e: Expansion, n: onnx.NodeProto, inputs: Sequence[str], bias: str) -> None:

@@ -21,7 +21,7 @@ import torch
 from chipfit.engine.trees import dump_call, dump_result
 from chipfit.errors import CaptureError, first_line
 from chipfit.frameworks.onnx.call import OnnxCall
-from chipfit.frameworks.onnx.integers import Codes, Expansion, NormalForm, Numbers
+from chipfit.frameworks.onnx.integers import ENDS, OPTIMISED, Codes, Expansion, NormalForm, Numbers
 from chipfit.frameworks.onnx.model import OnnxModel
 from chipfit.frameworks.onnx.translate import Translator
 from chipfit.frameworks.quantized import QuantizedFile, stored_as, tie_moved
@@ -59,17 +59,23 @@ def read_quantized(model: OnnxModel, platform: str, example: Any = None) -> Quan
     if not (given.made or given.constants or given.given):
         hint = "chipfit.quantize(file, data) quantizes a float file"
         raise CaptureError("The file is not quantized", where=model.where, hint=hint)
-    optimised = _separated(_optimised(source, model.where))
+    optimised = _separated(_optimised(source, model.where), given.constants)
     names = {n.name: n.output[0] for n in source.graph.node if n.name and n.output}
     form = Expansion(optimised, model.where, names).run()
     known = {c.name for c in form.constants.values()}
     #: weights that the runtime dequantized when it loaded the file
     unfolded = {k: c for k, c in given.constants.items() if k not in form.constants and c.name not in known}
+    for t in optimised.graph.initializer:
+        first, _, node = t.name.rpartition("/node_")
+        if node and first in unfolded:
+            unfolded[t.name] = unfolded[first]
     reading = _read(form, unfolded, model, example)
     graph, plan = reading.finish(platform)
-    return QuantizedFile(
-        graph, plan, _named(optimised, reading.tensor_names({o for n in optimised.graph.node for o in n.output}), form)
-    )
+    computed = {o for n in optimised.graph.node for o in n.output}
+    ends = _ends(form)
+    onnx.helper.set_model_props(source, {"chipfit.io": ends})
+    content = _named(optimised, reading.tensor_names(computed), {OPTIMISED: "1", "chipfit.io": ends})
+    return QuantizedFile(graph, plan, content, source.SerializeToString())
 
 
 def _optimised(source: onnx.ModelProto, where: str) -> onnx.ModelProto:
@@ -95,9 +101,15 @@ def _optimised(source: onnx.ModelProto, where: str) -> onnx.ModelProto:
         return onnx.load(str(file))
 
 
-def _separated(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Give each node an integer bias of its own: tools store equal ones once, although their scales differ."""
-    known, read = {t.name: t for t in model.graph.initializer if t.data_type == onnx.TensorProto.INT32}, set[str]()
+def _separated(model: onnx.ModelProto, others: Collection[str]) -> onnx.ModelProto:
+    """Give each node constants of integers of its own: tools store equal biases once, although their scales differ.
+
+    Args:
+        others: further constants.
+    """
+    kinds = {getattr(onnx.TensorProto, k.upper()) for k in ENDS}
+    known = {t.name: t for t in model.graph.initializer if t.dims and (t.data_type in kinds or t.name in others)}
+    read = set[str]()
     for k, n in enumerate(model.graph.node):
         for j, i in enumerate(n.input):
             if i in read:
@@ -130,17 +142,18 @@ def _read(form: NormalForm, unfolded: dict[str, Codes], model: OnnxModel, exampl
 
 def _variants(model: OnnxModel, given: list[tuple[int, ...]] | None) -> Iterator[list[list[tuple[int, ...]]]]:
     """Yield shapes of the inputs, in two variants where sizes are open: of our own, then those of the data."""
-    if all(v.shape is not None for v in model.inputs):
-        for batch, others in _SIZES:
+    declared = all(v.shape is not None for v in model.inputs)
+    if not declared and given is None:
+        raise CaptureError("The file does not declare the shapes of its inputs", where=model.where, hint="give data")
+    for batch, others in _SIZES if declared else ():
+        if given is None or len({*others}) > 1:
             yield _alike([_shapes(model, b, o) for b, o in zip(batch, others, strict=True)])
     if given is not None:
-        open_batch = any(v.shape is None or not isinstance(v.shape[0], int) for v in model.inputs[:1] if v.shape)
-        more = [(s[0] + 1, *s[1:]) if s and s[0] == given[0][0] else s for s in given]
-        if open_batch:
+        first = given[0][:1]
+        more = [(s[0] + 1, *s[1:]) if s and s[:1] == first else s for s in given]
+        if not any(v.shape and isinstance(v.shape[0], int) for v in model.inputs):
             yield _alike([given, more])
         yield [given]
-    elif any(v.shape is None for v in model.inputs):
-        raise CaptureError("The file does not declare the shapes of its inputs", where=model.where, hint="give data")
 
 
 def _alike(variants: list[list[tuple[int, ...]]]) -> list[list[tuple[int, ...]]]:
@@ -183,13 +196,13 @@ class _Codes(Translator):
         self.tensors: dict[str, str] = {}  #: value or weight -> the tensor of its integers in the file
         self.quantizers: set[str] = set()  #: nodes that stand for a QuantizeLinear
         self.codes: dict[str, Codes] = {}  #: name of the source of a weight -> its integers
+        self.unfolded = {*unfolded}
         sources: dict[int, str] = {}
         for name, c in {**form.constants, **unfolded}.items():
-            if id(c) not in sources:
-                sources[id(c)] = name
-                self.codes[name] = c
+            source = name if name in unfolded else sources.setdefault(id(c), name)
+            self.codes.setdefault(source, c)
             numbers = [c.reals().astype(np.float32)]
-            self.builder.env[name] = self.builder.constants(numbers, sources[id(c)], trainable=True)
+            self.builder.env[name] = self.builder.constants(numbers, source, trainable=True)
 
     def initialiser(self, name: str, value: ir.Value) -> Any:
         return self.builder.env[name] if name in self.builder.env else super().initialiser(name, value)
@@ -298,7 +311,7 @@ class _Codes(Translator):
                 continue
             graph.weights[name], stored = found
             self.stored[name] = TensorPlan(name=name, role=role, stored=stored, origin="the file")
-            self.tensors[name] = codes.name
+            self.tensors[name] = source if source in self.unfolded else codes.name
 
     def _node_plan(self, n: Node) -> NodePlan:
         """Return where an operator runs, as the runtime's optimised file has it."""
@@ -314,7 +327,7 @@ class _Codes(Translator):
         """Return tensor of the file -> its new name: that of the value or weight that it holds, with an ending."""
         graph = self.builder.graph
         live = {**graph.values, **graph.weights}
-        names = {t: f"{v}_q" for v, t in self.tensors.items() if v in live}
+        names = {t: f"{v}/float" if t in self.unfolded else f"{v}_q" for v, t in self.tensors.items() if v in live}
         inner = {n.data for n in graph.nodes if n.op == DYNAMIC and n.data not in graph.inputs}
         for tensor, x in self.builder.env.items():
             own = tensor in computed and tensor not in self.form.made
@@ -353,7 +366,7 @@ def _in_blocks_of(scales: tuple[int, ...], weight: tuple[int, ...], axis: int) -
     return same and weight[axis] % scales[axis] == 0
 
 
-def _named(model: onnx.ModelProto, names: dict[str, str], form: NormalForm) -> bytes:
+def _named(model: onnx.ModelProto, names: dict[str, str], notes: dict[str, str]) -> bytes:
     """Return the optimised file with other names of tensors, and with notes."""
     graph, ends = model.graph, {v.name for v in (*model.graph.input, *model.graph.output)}
     taken = {*names.values()}
@@ -367,13 +380,15 @@ def _named(model: onnx.ModelProto, names: dict[str, str], form: NormalForm) -> b
         t.name = inner.get(t.name, t.name)
     del graph.value_info[:]
     for tensor in (t for t in names if t in ends):  # integers that the file is given, or returns
-        graph.node.append(onnx.helper.make_node("Identity", [tensor], [names[tensor]], name=names[tensor]))
-    io = {
-        side: {k: _note(n) for k, n in found.items()}
-        for side, found in (("inputs", form.given), ("outputs", form.taken))
-    }
-    onnx.helper.set_model_props(model, {"chipfit.optimised": "1", "chipfit.io": json.dumps(io)})
+        graph.node.append(onnx.helper.make_node("Identity", [tensor], [names[tensor]]))
+    onnx.helper.set_model_props(model, notes)
     return bytes(model.SerializeToString())
+
+
+def _ends(form: NormalForm) -> str:
+    """Return the note of inputs and outputs of integers, see `chipfit.runtimes.onnxruntime`."""
+    sides = ("inputs", form.given), ("outputs", form.taken)
+    return json.dumps({side: {k: _note(n) for k, n in found.items()} for side, found in sides})
 
 
 def _note(numbers: Numbers) -> dict[str, Any]:
