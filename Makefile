@@ -9,7 +9,7 @@ WORKERS ?= 2
 PLACED := $(addprefix tests/,calibration correction decide engine passes ranges rounding search simulate test_pipeline.py test_verify.py)
 
 .PHONY: help setup demo test test-all check format docs site wheel bench bench-accuracy bench-qat bench-algorithms bench-small snapshots fuzz random zoo
-.PHONY: mutants kills chaos clean test-device gpu
+.PHONY: mutants kills chaos silicon clean test-device gpu
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -113,6 +113,9 @@ mutants: setup ## share of 300 small defects that the tests notice: SEED=, COUNT
 
 kills: setup ## kill 500 writers at random instants and load 300 times while others write: nothing may be lost
 	$(QUIET) $(BIN)/python benchmarks/kills.py
+
+silicon: setup ## the simulation beside what boards printed for MLPerf Tiny's keyword spotting; MIRRORS= names git directories
+	$(QUIET) $(BIN)/python benchmarks/silicon.py $(if $(MIRRORS),--mirrors $(MIRRORS))
 
 clean: ## remove what the targets above made, except .venv
 	rm -rf .mutants build dist site demo_out out .pytest_cache .ruff_cache .mypy_cache .hypothesis
