@@ -153,7 +153,8 @@ def _with_whole_composites(d: Decision) -> Decision:
     found = composites_in(d.graph)
     kept = {name for name in d.composites if not all(map(d.assignment.in_integers, found[name]))}  # by overrides
     given = d.graph, d.assignment, d.stats, d.settings.results
-    dear = whole_composites(*given, [name for name in d.composites if name not in kept])
+    open_ = [] if d.integers_only else [name for name in d.composites if name not in kept]
+    dear = whole_composites(*given, open_)
     notes = note_of_opened(d.graph, d.composites.keys() - kept - dear) + [
         f"{n.op} '{n.display_name}' stays whole, in float: its parts would round away more than integers save"
         for name, n in d.composites.items()

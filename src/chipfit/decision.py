@@ -20,6 +20,7 @@ from chipfit.decide.assignment import Assignment, assign
 from chipfit.decide.constraints import tie_groups
 from chipfit.decide.formats import TooWide
 from chipfit.decide.insertions import narrowed, requantize, with_dynamic, without_insertions
+from chipfit.decide.integers_only import require_integers
 from chipfit.decide.legality import plan_limits
 from chipfit.decide.override_effects import unapplied_overrides, unmet_io_formats
 from chipfit.decide.overrides import Overrides, override_entries, resolve_overrides, with_results
@@ -77,6 +78,22 @@ class Decision:
     def with_overrides(self, more: Mapping[Any, Any]) -> Decision:
         """Return the decision to be made with further overrides, which win over those that it has."""
         return replace(self, overrides=[*self.all_overrides, *more.items()], widths=())
+
+    @property
+    def integers_only(self) -> bool:
+        """No operator may compute in floats."""
+        return self.settings.integer_only or not self.platform.float_unit
+
+    def checked(self) -> Decision:
+        """Return the decision, checked.
+
+        Raises:
+            NothingQuantizedError: see `refuse_all_float`.
+            UnsupportedError: an operator computes in floats where only integers are allowed.
+        """
+        if self.integers_only:
+            require_integers(self.graph, self.platform, self.assignment)
+        return refuse_all_float(self)
 
     def _free_inputs(self) -> list[str]:
         """Return the inputs of the model whose readers take data of any format."""
@@ -260,6 +277,6 @@ def plan_of(d: Decision) -> Plan:
         float_edges=d.assignment.float_edges,
         ties=tie_groups(d.assignment.constraints),
         rewrites=(*d.warnings, *d.rewrites, *d.notes),
-        provenance=dict(d.provenance),
+        provenance={**d.provenance, **({"integer_only": True} if d.integers_only else {})},
         **plan_limits(d.graph, d.assignment.constraints, d.tensors),
     )

@@ -7,6 +7,7 @@ from typing import Any
 from chipfit import steps
 from chipfit.calibration.data import as_call
 from chipfit.decide.assignment import Assignment
+from chipfit.decide.integers_only import refusals
 from chipfit.decide.overrides import Overrides
 from chipfit.decision import Decision, decide
 from chipfit.engine.process import preserve_random_state
@@ -28,7 +29,9 @@ class Lint(SummaryRepr):
     graph: Graph
     platform: Platform
     assignment: Assignment
-    notes: tuple[str, ...]  #: rewrites made or refused, requantization inserted, overrides that a layer ignores
+    #: operators that `quantize` refuses, as they would compute in floats; rewrites made or refused, requantization
+    #: inserted, overrides that a layer ignores
+    notes: tuple[str, ...]
 
     def _summary(self) -> Summary:
         integers = sum(n.exec != "float" for n in self.rows)
@@ -63,4 +66,5 @@ def lint(
     model = load_model(model)
     graph, rewrites = steps.rewrite(read_model(model, *as_call(example, model)), d.platform, d.settings)
     d = decide(replace(d, graph=graph))
-    return Lint(d.graph, d.platform, d.assignment, (*rewrites, *d.notes))
+    refused = refusals(d.graph, d.platform, d.assignment) if d.integers_only else []
+    return Lint(d.graph, d.platform, d.assignment, (*refused, *rewrites, *d.notes))

@@ -19,7 +19,7 @@ from chipfit.calibration.sample_fingerprints import SampleHashes
 from chipfit.calibration.source import CalibrationData
 from chipfit.decide import statistics
 from chipfit.decide.overrides import Overrides, to_record
-from chipfit.decision import Decision, decide, plan_of, refuse_all_float
+from chipfit.decision import Decision, decide, plan_of
 from chipfit.engine.memory import memory_errors
 from chipfit.engine.process import preserve_random_state
 from chipfit.engine.torch_defaults import torch_defaults
@@ -104,10 +104,11 @@ def quantize(
         progress=Progress(progress),
         open_rule=rule is None,
     )
+    chip = load_platform(platform)
     decision = Decision(
-        platform=load_platform(platform),
+        platform=chip,
         overrides=overrides,
-        settings=settings_for(settings, trained_by),
+        settings=settings_for(settings, trained_by, chip),
         rules=rules,
         seed=int(seed),
     )
@@ -133,7 +134,7 @@ def capture_model(request: Request, d: Decision) -> Decision:
 def assign_formats(request: Request, d: Decision) -> Decision:
     """Choose a format for every tensor: all that can be decided without data."""
     with request.progress.timed("assign"):
-        return refuse_all_float(decide(d))
+        return decide(d).checked()
 
 
 def collect_statistics(request: Request, d: Decision) -> Decision:
@@ -190,8 +191,9 @@ def make_plan(request: Request, d: Decision) -> tuple[Result, Settings]:
 
     Raises:
         Interrupted: Ctrl-C ended the search of bits.
+        UnsupportedError: an operator computes in floats where only integers are allowed.
     """
-    data, plan = request.data, plan_of(d)
+    data, plan = request.data, plan_of(d.checked())
     bits, rule = bits_of_weights(plan), name_of(d.rules.weight_rule)
     settings, notes = steps.resolve_defaults(d.settings, bits, rule, not data.read_once)
     notes += lost_part_warnings(d.graph, plan, d.assignment, d.stats)

@@ -11,6 +11,7 @@ from chipfit.calibration.source import CalibrationData
 from chipfit.decide.statistics import RangeRules
 from chipfit.errors import ConfigError
 from chipfit.plan.training import Training
+from chipfit.platform.schema import Platform
 from chipfit.ranges import rule_of
 from chipfit.registry import OFF, is_number
 from chipfit.search.limits import Limits
@@ -52,8 +53,14 @@ def check_options(settings: Any, rules: RangeRules, limits: Any, seed: Any) -> N
     steps.enabled(settings, "correct")
 
 
-def settings_for(settings: Settings, training: Training | None) -> Settings:
-    """Return the settings, without rounding and repairs where training needs folded batch norms to stay separable."""
+def settings_for(settings: Settings, training: Training | None, platform: Platform) -> Settings:
+    """Return the settings.
+
+    Without rounding and repairs where training needs folded batch norms to stay separable; without kernels that output
+    floats where only integers are allowed.
+    """
+    if settings.results is None and (settings.integer_only or not platform.float_unit):
+        settings = Settings(**settings.to_record(), results="codes")
     if training is None or not training.bn_fold:
         return settings
     off = {name: OFF for name in ("rounding", "repairs") if getattr(settings, name) is None}

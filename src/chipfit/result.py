@@ -198,7 +198,7 @@ class Result(SummaryRepr):
             d = redecide(replace(self.decision, overrides=overrides, widths=(), calibrated=None), before, read)
             d = replace(d, stats={**self.stats, **{name: s for name, s in d.stats.items() if s.extras}})
             d = replace(d, warnings=(), rewrites=before.rewrites, notes=())
-        plan, rule = plan_of(d), name_of(d.rules.weight_rule)
+        plan, rule = plan_of(d.checked()), name_of(d.rules.weight_rule)
         settings, notes = steps.resolve_defaults(d.settings, bits_of_weights(plan), rule, data is not None)
         stale = [name for name in d.corrected if name != MEASURED]
         if (data is None and steps.rereads_data(settings)) or stale:

@@ -20,10 +20,17 @@ _REPAIRS = Setting(
 )
 
 
+_INTEGER_ONLY = Setting(
+    "integer_only",
+    False,
+    "an operator that would compute in floats is an error; platforms without a float unit have it on",
+)
+
+
 def known_settings() -> dict[str, Setting]:
-    """Return every setting by name, in the order in which the steps run, and `repairs`, which is about several."""
+    """Return every setting by name, in the order in which the steps run, and those about several."""
     steps = (entry.declares for stage in STAGES for entry in ordered(stage))
-    own = [*(s for step in steps for s in (step.setting, *step.options) if s is not None), _REPAIRS]
+    own = [*(s for step in steps for s in (step.setting, *step.options) if s is not None), _REPAIRS, _INTEGER_ONLY]
     # a setting that takes names of a kind is followed by the options that entries of the kind declare
     methods = {s.name: entries(s.kind).values() if s.kind else () for s in own}
     return {o.name: o for s in own for o in (s, *(o for e in methods[s.name] for o in options_of(e).values()))}

@@ -333,6 +333,7 @@ EFFECTS: dict[str, tuple[Any, Any, str]] = {
     "Fuse.when": (None, fuse(when={"arch": "A"}), "plan"),
     "Branches.nodes": (chain(["Conv2D", "Relu"]), chain(["Conv2D", "Add"]), "plan"),
     "Branches.edges": (chain(["Conv2D", "Relu"]), chain(["Relu", "Conv2D"]), "plan"),
+    "Platform.float_unit": (ops(1, exec="float"), both(ops(1, exec="float"), {"float_unit": False}), "refused"),
     # placement
     "Placement.at=inputs": (None, place(at="inputs"), "plan"),
     "Placement.at=outputs": (place(at="inputs"), None, "plan"),

@@ -38,7 +38,7 @@ class IOSpec(NamedTuple):
 def io_spec_of(
     graph: Graph,
     plan: Plan,
-    io: str | Sequence[str] = "float",
+    io: str | Sequence[str] | None = None,
     labels: Sequence[str] | None = None,
     mean: float | Sequence[float] | None = None,
     std: float | Sequence[float] | None = None,
@@ -47,7 +47,8 @@ def io_spec_of(
 
     Args:
         io: "float", "int8", "uint8", "int16" or "uint16" for inputs and outputs, or one for inputs and one for
-            outputs. Values that are not floats, such as token ids, stay as they are.
+            outputs. Values that are not floats, such as token ids, stay as they are. None: "float", or for plans
+            without operators in float the integers of the plan.
         labels: of the classes along an axis of the first output.
         mean, std: the app computes (pixel - mean) / std before it runs the model; a number, or one for each channel.
 
@@ -55,11 +56,22 @@ def io_spec_of(
         ConfigError: an unknown type; labels or numbers that fit no output or input.
         UnsupportedError: the plan does not quantize a value to such integers.
     """
+    notes = _notes(graph, labels, mean, std)
+    if io is None and plan.provenance.get("integer_only"):
+        return IOSpec(_own_io(graph, plan, graph.inputs), _own_io(graph, plan, graph.outputs), notes)
     inputs, outputs = (
         {v: _quantized_io(graph, plan, v, kind) for v in ends if kind != "float" and graph.is_float(v)}
-        for kind, ends in zip(io_types(io), (graph.inputs, graph.outputs), strict=True)
+        for kind, ends in zip(io_types(io or "float"), (graph.inputs, graph.outputs), strict=True)
     )
-    return IOSpec(inputs, outputs, _notes(graph, labels, mean, std))
+    return IOSpec(inputs, outputs, notes)
+
+
+def _own_io(graph: Graph, plan: Plan, ends: Sequence[str]) -> dict[str, QuantizedIO]:
+    """Return inputs or outputs with the plan's own quantized values."""
+    types = {v: k for k, v in TYPES.items()}
+    grids = {v: plan[v].grid for v in ends if v in graph.values and plan.quantized(v)}
+    kinds = {v: types.get((g.file_bits, g.signed), "") for v, g in grids.items() if g.kind == "int"}
+    return {v: _quantized_io(graph, plan, v, kind) for v, kind in kinds.items() if kind}
 
 
 def io_types(io: Any) -> tuple[str, str]:

@@ -22,6 +22,7 @@ Shape = tuple[int | None, ...]
 HIDDEN = -1e30
 #: offset from the largest score: its share of a softmax is lost in float32, but its exponential is no denormal number
 FAINT = -80.0
+_MOST_COPIES = 16  #: of an operand that a concatenation joins in place of a repetition
 SMOOTH = 17.0  #: from here on log(1 + exp(x)) equals x in float32
 
 
@@ -442,6 +443,22 @@ def _channel_shuffle(new: New, n: Node) -> str:
     return new.reshape(new.transpose(y, (*range(at), at + 1, at, *range(at + 2, len(shape) + 1))), new.shape(n.output))
 
 
+def _tile(new: New, n: Node) -> str:
+    """Join copies of the operand, axis by axis."""
+    x, sizes, out = n.data, list(new.shape(n.data)), new.shape(n.output)
+    if len(sizes) != len(out):
+        new.refuse("its result has another rank than its operand")
+    for axis, (have, want) in enumerate(zip(sizes, out, strict=True)):
+        if have == want:
+            continue
+        times = want // have if have and want else 0
+        if not 0 < times <= _MOST_COPIES:
+            new.refuse(f"it repeats axis {axis} more than {_MOST_COPIES} times, or as often as data decide")
+        sizes[axis] = want
+        x = new("Concat", *[x] * times, gives=tuple(sizes), axis=axis)
+    return x if x != n.data else new.reshape(x, out)
+
+
 def _stack(new: New, n: Node) -> str:
     axis, shape = n.attrs["axis"], list(new.shape(n.output))
     shape[axis] = 1
@@ -478,6 +495,7 @@ _BY_NAME: dict[str, Rule] = {
         _l2_norm,
     ),
     *(_layer_norm, _group_norm, _batch_norm, _attention, _roll, _space_to_depth, _channel_shuffle, _stack, _unstack),
+    _tile,
 )
 #: operator -> its rule
 RULES: dict[str, Rule] = {}

@@ -499,6 +499,7 @@ class Platform(SummaryRepr, _Record):
     sets: dict[str, tuple[Member, ...]] = Field({}, description="operators that rules and fusions name as @set")
     ops: tuple[OpRule, ...] = ()
     unlisted: Literal["float", "follow", "reject", "cpu"] = "float"
+    float_unit: bool = Field(True, description="false: no operator may be left in float")
     fuse: tuple[Fuse, ...] = ()
     place: Placement = Placement()
     math: Math = Math()

@@ -35,6 +35,7 @@ class _Notes(TypedDict):
     lines: NotRequired[list[str]]  #: tensors of the file that are images of height 1, and lines in the model
     #: tensor whose last axis is a flattened image, channels last -> sizes of the image's axes with channels first
     images: NotRequired[dict[str, list[int]]]
+    int64: NotRequired[list[str]]  #: tensors of the file with 32 bits that have 64 in the model
     outputs: list[tuple[list[int] | None, int]]  #: form and batch axis of each
     provenance: dict[str, Any]
 
@@ -108,7 +109,7 @@ class LiteRt:
         #: form of each input; their batch axis is the first
         self.forms: Sequence[list[int] | None] = self.notes.get("inputs") or [None] * len(self.inputs)
         noted = [*((f, 0) for f in self.forms), *self.layouts]
-        self.lines = {*self.notes.get("lines", ())}
+        self.lines, self.long = ({*self.notes.get(k, ())} for k in ("lines", "int64"))
         ends = [*self.inputs, *self.interpreter.get_output_details()]
         ranks = [len(d["shape"]) - (d["name"] in self.lines) for d in ends]
         valid = [0 <= a < max(r, 1) and (f is None or sorted(f) == [*range(r)]) for (f, a), r in zip(noted, ranks)]
@@ -177,6 +178,7 @@ class LiteRt:
                 x = quantize_input(x, *qparams, steps=steps)
                 if d["name"] in self._requested:
                     codes[d["name"]] = x.transpose(np.argsort(form)) if form else x
+            x = x.astype(np.int32) if d["name"] in self.long else x
             self.interpreter.set_tensor(d["index"], np.ascontiguousarray(x))
         self.interpreter.invoke()
         details = self.interpreter.get_output_details()
@@ -187,6 +189,7 @@ class LiteRt:
             if name in self.lines and value.shape[1:2] == (1,):
                 value = value.squeeze(1)
             value = _unrolled(value, self.images[name]) if name in self.images else value
+            value = value.astype(np.int64) if name in self.long else value
             out[name] = value.transpose(np.argsort(form)) if form else value
         return out | codes
 

@@ -52,7 +52,7 @@ def export_onnx(
         ExportError: the checker refuses the model or the disk refuses the file.
     """
     plan = plan or Plan()
-    io = io_spec_of(graph, plan, **ends)
+    io = io_spec_of(graph, plan, **{"io": "float", **ends})
     lowest = lowest_opset(graph, plan, form)
     if opset is not None and opset < lowest:
         hint = "leave `opset` out"

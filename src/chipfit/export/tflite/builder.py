@@ -27,6 +27,8 @@ class TfliteBuilder(File):
         self.integer = False  #: it is written with integer operands
         self.fused = 0  #: number of the activation that is fused into it
         self.dynamic: set[str] = set()  #: float values that their readers quantize dynamically
+        #: 64-bit integers of the model, such as indices, have 32 bits in the file: microcontrollers compute with these
+        self.short = bool(plan.provenance.get("integer_only"))
 
     def begin(self, node: Node, kind: str = "", integer: bool = False, fused: int = 0) -> None:
         """Start to write an operator."""
@@ -88,6 +90,7 @@ class TfliteBuilder(File):
             self.refuse(self.node, "its weight is computed at run time")
         w, stored = self.graph.weights[name].detach(), self.plan.stored(name)
         if stored is None or (name, self.node.name) in self.plan.float_edges:
+            w = w.int() if self.short and w.dtype == torch.int64 else w
             return self.constant(change(w.contiguous().numpy()), name)
         q = stored.quantize(w)
         planned, dynamic = self.plan.nodes.get(self.node.name), self.node.data in self.dynamic

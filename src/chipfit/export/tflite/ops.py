@@ -550,7 +550,7 @@ def _gather(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     """Write a GATHER; constant indices that count from the end are made positive."""
     x, index, axis = w.read(n.data), n.operand("index") or "", _axis(w, n, n.data)
     if index in w.graph.weights:
-        at = w.constant(w.graph.weights[index].remainder(w.shape(n.data)[axis]).numpy())
+        at = w.constant(w.graph.weights[index].remainder(w.shape(n.data)[axis]).int().numpy())
     else:
         at = w.read(index)
     w.op(w.kind, [x, at], y, axis=axis)

@@ -218,7 +218,8 @@ class Writer(TfliteBuilder):
             v = replace(v, dtype="float32")
         shape, open_shape = self.sizes[name], self.open_shape(name)
         if raw:
-            self.tensor(self.float_name(name), shape, TYPES[v.dtype], open_shape=open_shape)
+            kind = TYPES["int32" if self.short and v.dtype == "int64" else v.dtype]
+            self.tensor(self.float_name(name), shape, kind, open_shape=open_shape)
         if stored is not None:
             numbers = Quantization(stored.scale.numpy(), stored.zero_point.numpy())
             self.tensor(name, shape, code_type(self.plan.tensors[name]), numbers, open_shape=open_shape)
@@ -245,9 +246,10 @@ class Writer(TfliteBuilder):
         tensors = {v: self._tensors_of(v) for v in self.graph.values if v in values}
         batch_axis = {name: v.shape.index(None) for name, v in values.items() if None in v.shape}
         images = {n: list(c) for v, c in self.flattened.items() for n in self._tensors_of(v)}
+        long = [n for v, ns in tensors.items() if self.short and values[v].dtype == "int64" for n in ns]
         inside = {n: k for v, k in _in_front(self.source).items() for n in tensors.get(v, ())}
         return {
-            **{key: v for key, v in {"in_front": inside, "lines": lines, "images": images}.items() if v},
+            **{key: v for key, v in {"in_front": inside, "lines": lines, "images": images, "int64": long}.items() if v},
             "platform": self.plan.platform,
             "inputs": [self.forms.get(i) for i in self.source.inputs],
             "forms": {n: list(f) for v, f in self.forms.items() for n in tensors[v]},

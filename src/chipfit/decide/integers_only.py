@@ -1,0 +1,76 @@
+"""Check that no operator computes in floats, for chips without a float unit and `Settings(integer_only=True)`."""
+
+from collections.abc import Iterator
+
+from chipfit.decide.assignment import Assignment
+from chipfit.errors import UnsupportedError
+from chipfit.graph.ir import DYNAMIC, Graph
+from chipfit.plan.record import NodePlan
+from chipfit.platform.match import IntegerOperators
+from chipfit.platform.schema import Platform
+
+#: operator -> what often stands in for it at little loss, perhaps after some training: (words, operator that it needs)
+_STAND_INS = {
+    "Gelu": (("its form approximate='tanh'", "Tanh"), ("HardSwish", "HardSwish"), ("Relu", "Relu")),
+    "Swish": (("HardSwish", "HardSwish"), ("Relu6", "Relu6")),
+    "Mish": (("HardSwish", "HardSwish"), ("Relu", "Relu")),
+    "Softplus": (("Relu", "Relu"),),
+    "Selu": (("LeakyRelu", "LeakyRelu"), ("Relu", "Relu")),
+    "Elu": (("Elu with alpha 1", "Elu"), ("LeakyRelu", "LeakyRelu"), ("Relu", "Relu")),
+    "Erf": (("Tanh", "Tanh"),),
+    "LayerNorm": (("BatchNorm", "Conv2D"),),
+    "GroupNorm": (("BatchNorm", "Conv2D"),),
+    "Exp": (("Softmax, if it is a part of one", "Softmax"),),
+}
+_MOST_NAMED = 8
+
+
+def float_operators(graph: Graph, assignment: Assignment) -> list[NodePlan]:
+    """Return the operators that read or return floats that are not quantized, in execution order."""
+    found = []
+    for n in graph:
+        plan = assignment.nodes.get(n.name)
+        if plan is None:
+            continue
+        floats = [v for v in (*n.inputs, *n.outputs) if v is not None and graph.is_float(v)]
+        in_float = plan.exec == "float" and bool(floats)
+        if in_float or n.op == DYNAMIC:
+            found.append(plan)
+    return found
+
+
+def require_integers(graph: Graph, platform: Platform, assignment: Assignment) -> None:
+    """Raise an error that names all operators in float.
+
+    Raises:
+        UnsupportedError: an operator would compute in floats; the hint says what would help.
+    """
+    found = float_operators(graph, assignment)
+    if not found:
+        return
+    first, rest = found[0], len(found) - 1
+    more = f", nor can {rest} more" if rest else ""
+    got = "; ".join(f"{n.op} '{n.display_name}': {n.why or 'in float'}" for n in found[:_MOST_NAMED])
+    got += f"; and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+    what = f"{first.op} '{first.display_name}' cannot run in integers on '{platform.name}'{more}"
+    raise UnsupportedError(what, got=got, hint="; ".join(_help(platform, found)))
+
+
+def refusals(graph: Graph, platform: Platform, assignment: Assignment) -> list[str]:
+    """Return a warning about each operator that `require_integers` refuses."""
+    found = float_operators(graph, assignment)
+    hints = f"; {'; '.join(_help(platform, found))}" if found else ""
+    return [
+        f"warning: {n.op} '{n.display_name}' cannot run in integers on '{platform.name}': {n.why or 'in float'}{hints}"
+        for n in found
+    ]
+
+
+def _help(platform: Platform, found: list[NodePlan]) -> Iterator[str]:
+    """Yield what would help: other operators, fewer overrides, a part of the network that runs elsewhere."""
+    here = IntegerOperators(platform)
+    for op in dict.fromkeys(n.op for n in found):
+        if others := [words for words, needed in _STAND_INS.get(op, ()) if needed in here]:
+            yield f"replace {op} by {' or '.join(others)}"
+    yield f"`chipfit platforms show {platform.name}` lists what runs in integers"
+    yield "compute what comes first or last (such as a decoder of boxes) outside the file"
