@@ -5,23 +5,11 @@ from collections.abc import Iterator
 from chipfit.decide.assignment import Assignment
 from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import DYNAMIC, Graph
+from chipfit.operators.table import OPS
 from chipfit.plan.record import NodePlan
 from chipfit.platform.match import IntegerOperators
 from chipfit.platform.schema import Platform
 
-#: operator -> what often stands in for it at little loss, perhaps after some training: (words, operator that it needs)
-_STAND_INS = {
-    "Gelu": (("its form approximate='tanh'", "Tanh"), ("HardSwish", "HardSwish"), ("Relu", "Relu")),
-    "Swish": (("HardSwish", "HardSwish"), ("Relu6", "Relu6")),
-    "Mish": (("HardSwish", "HardSwish"), ("Relu", "Relu")),
-    "Softplus": (("Relu", "Relu"),),
-    "Selu": (("LeakyRelu", "LeakyRelu"), ("Relu", "Relu")),
-    "Elu": (("Elu with alpha 1", "Elu"), ("LeakyRelu", "LeakyRelu"), ("Relu", "Relu")),
-    "Erf": (("Tanh", "Tanh"),),
-    "LayerNorm": (("BatchNorm", "Conv2D"),),
-    "GroupNorm": (("BatchNorm", "Conv2D"),),
-    "Exp": (("Softmax, if it is a part of one", "Softmax"),),
-}
 _MOST_NAMED = 8
 
 
@@ -70,7 +58,8 @@ def _help(platform: Platform, found: list[NodePlan]) -> Iterator[str]:
     """Yield what would help: other operators, fewer overrides, a part of the network that runs elsewhere."""
     here = IntegerOperators(platform)
     for op in dict.fromkeys(n.op for n in found):
-        if others := [words for words, needed in _STAND_INS.get(op, ()) if needed in here]:
+        stand_ins = OPS[op].stand_ins if op in OPS else {}
+        if others := [words for needed, words in stand_ins.items() if needed in here]:
             yield f"replace {op} by {' or '.join(others)}"
     yield f"`chipfit platforms show {platform.name}` lists what runs in integers"
     yield "compute what comes first or last (such as a decoder of boxes) outside the file"

@@ -22,7 +22,7 @@ the column, a row that is added in Python may hold the function itself. A module
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -58,6 +58,8 @@ class OpDef:
     negative_tail: bool = False  #: a non-linearity that is bounded or flat on its negative side
     #: operators of which it is a special case, nearest first; a platform may list one of them instead
     case_of: tuple[str, ...] = ()
+    #: operator that a chip may have instead -> how it stands in for this one at little loss, perhaps after training
+    stand_ins: Mapping[str, str] = field(default_factory=dict)
 
     def slot(self, index: int) -> str:
         """Return the name of the input at `index`, without marks; those of "ins*" are "in0", "in1", ..."""
