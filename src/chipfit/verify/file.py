@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from chipfit.calibration.data import split_label
-from chipfit.errors import CaptureError, RuntimeUnavailable
+from chipfit.errors import CaptureError, RuntimeUnavailable, first_line
 from chipfit.files import package_data, path_of
 from chipfit.frameworks import framework_of, load, part
 from chipfit.frameworks.quantized import QuantizedFile
@@ -80,7 +80,11 @@ def verify_file(
     with tempfile.TemporaryDirectory() as folder:
         named = path_of(Path(folder) / f"model{suffix}", RuntimeUnavailable)
         named.write_bytes(found.content)
-        out = verify(found.graph, found.plan, chosen, data, runtime=runtime, path=named, batches=batches)
+        try:
+            out = verify(found.graph, found.plan, chosen, data, runtime=runtime, path=named, batches=batches)
+        except (RuntimeError, IndexError) as e:  # of torch, where a size was taken for a constant
+            what = f"The network that was read does not take these data: {first_line(e)}"
+            raise CaptureError(what, where=str(path), hint="give a list of batches of one size") from e
         if found.given and example is not None:
             itself = named.with_stem("given")
             itself.write_bytes(found.given)

@@ -231,6 +231,56 @@ def test_integers_that_a_cast_and_a_mul_make_floats_are_shown(products, tmp_path
     assert chipfit.verify_file(tmp_path / "cast.onnx", [torch.randn(5, 64)]).exact
 
 
+class FakeQuantized(nn.Module):
+    """As quantization-aware training leaves it; scales of weights are computed in the graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 8, 3), nn.Linear(8, 5)
+
+    def rounded(self, w):
+        scale = w.detach().abs().flatten(1).amax(1) / 127
+        return torch.fake_quantize_per_channel_affine(w, scale, torch.zeros(len(w), dtype=torch.int32), 0, -128, 127)
+
+    def forward(self, x):
+        x = torch.fake_quantize_per_tensor_affine(x, 0.04, 128, 0, 255)
+        x = torch.relu(torch.conv2d(x, self.rounded(self.conv.weight), self.conv.bias))
+        x = torch.fake_quantize_per_tensor_affine(x, 0.012, 0, 0, 255)
+        return nn.functional.linear(x.amax((2, 3)), self.rounded(self.fc.weight), self.fc.bias)
+
+
+def test_a_network_that_pytorch_trained_with_fake_quantizers_is_read(tmp_path):
+    torch.manual_seed(0)
+    net, x = FakeQuantized().eval(), torch.from_numpy(IMAGES[:4])
+    options = {"input_names": ["x"], "dynamic_axes": {"x": {0: "n"}}, "opset_version": 17}
+    with warnings.catch_warnings(action="ignore"):
+        torch.onnx.export(net, (x,), str(tmp_path / "fake.onnx"), dynamo=False, **options)
+    found = chipfit.verify_file(tmp_path / "fake.onnx", [x])
+    assert found.exact and {h.role for h in found.held} == {"activation", "weight", "bias"}
+    result = chipfit.quantize(chipfit.load_model(tmp_path / "fake.onnx", requantize=True), [x], progress=False)
+    assert (result.model(x) - net(x)).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("kind", ["Quant", "FakeQuantizeLearnablePerchannelAffine", "LearnedScale"])
+def test_quantizers_of_training_tools_are_named_and_dropped_on_request(tmp_path, kind):
+    weight = np.random.default_rng(0).normal(size=(4, 3)).astype("f4")
+    constants = [numpy_helper.from_array(np.float32(0.05), "s"), numpy_helper.from_array(weight, "w")]
+    nodes = [helper.make_node(kind, [i, "s"], [f"{i}_q"], domain="of.a.tool") for i in ("x", "w")]
+    nodes.append(helper.make_node("MatMul", ["x_q", "w_q"], ["y"]))
+    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["n", d]) for n, d in (("x", 4), ("y", 3))]
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("of.a.tool", 1)]
+    graph = helper.make_graph(nodes, "trained", ends[:1], ends[1:], constants)
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), tmp_path / "trained.onnx")
+    x = torch.randn(5, 4)
+    with pytest.raises(CaptureError, match=f"training tool.*{kind}.*--requantize"):
+        chipfit.verify_file(tmp_path / "trained.onnx", [x])
+    with pytest.raises(CaptureError, match=f"quantized already.*{kind}"):
+        chipfit.quantize(tmp_path / "trained.onnx", [x], progress=False)
+    again = chipfit.load_model(tmp_path / "trained.onnx", requantize=True)
+    result = chipfit.quantize(again, [x], progress=False)
+    assert (result.model(x) - x @ torch.from_numpy(weight)).abs().max() < 0.1
+
+
 def test_biases_that_a_tool_stores_once_keep_their_own_scales(tmp_path):
     """Two layers with the bias 0, whose integers are equal and whose scales are not."""
     torch.manual_seed(0)

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
 
-from chipfit.errors import CaptureError
+from chipfit.errors import CaptureError, raised_outside_chipfit
 from chipfit.frameworks.onnx.live import live_nodes, reads_of
 
 #: note of a file that ONNX Runtime has optimised, which it runs as it is
@@ -38,12 +39,8 @@ _MOVES = dict.fromkeys(
     "Tile DepthToSpace SpaceToDepth Pad Resize ReduceMax ReduceMin Max Min Dropout".split(),
     (),
 ) | {"MaxPool": (1,), "TopK": (1,), "ArgMax": (0,), "ArgMin": (0,), "Shape": (0,), "Size": (0,)}
-#: quantizers of training tools, which have no runtime
-FOREIGN = frozenset(
-    "Quant BipolarQuant Trunc FakeQuantize FakeQuantizeLearnablePerTensorAffine FakeQuantizeLearnablePerchannelAffine "
-    "FixedPerTensorAffine FixedPerChannelAffine LearnablePerTensorAffine LearnedScale DoReFaQuantize PACTQuantize "
-    "FakeQuantizeDSQPerTensor FakeQuantizeDSQPerChannel FakeQuantizeTQTAffine".split()
-)
+#: elements of a constant from which others are computed
+_MOST = 1 << 24
 _QUANTIZED = "QuantizeLinear DequantizeLinear ConvInteger MatMulInteger DynamicQuantizeLinear".split()
 
 
@@ -51,9 +48,18 @@ def is_quantized(kind: str, domain: str) -> bool:
     """Return whether an operator has integers, or stands for a quantizer."""
     if not isinstance(kind, str):  # of a damaged file
         return False
-    ours = domain in ("", "ai.onnx")
-    known = kind in _QUANTIZED or kind.startswith("QLinear") or (not ours and kind in _READERS) or kind in FOREIGN
-    return known or (domain == "com.microsoft" and kind.startswith(("QAttention", "QEmbed", "QOrdered", "DynamicQ")))
+    known = kind in _QUANTIZED or kind.startswith("QLinear") or (domain == "com.microsoft" and kind in _READERS)
+    others = domain == "com.microsoft" and kind.startswith(
+        ("QAttention", "QEmbed", "QOrdered", "DynamicQ", "MatMulBnb")
+    )
+    return known or others or is_foreign(kind, domain)
+
+
+def is_foreign(kind: str, domain: str) -> bool:
+    """Return whether an operator is a quantizer of a training tool, which has no runtime."""
+    words = ("quant", "perchannelaffine", "pertensoraffine", "learnedscale", "learnablescale")
+    own = isinstance(kind, str) and domain not in ("", "ai.onnx", "com.microsoft", "ai.onnx.ml")
+    return own and any(w in kind.lower() for w in words)
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,6 +157,7 @@ class Expansion:
         self.floats: dict[str, str] = {}  #: tensor of integers -> the same numbers as floats
         self.users: dict[str, list[onnx.NodeProto]] = {}
         self.makers: dict[str, onnx.NodeProto] = {}
+        self.foldable: set[str] = set()  #: tensors that depend on constants alone
         self.done: set[int] = set()  #: nodes that were read with an earlier one
         self.taken = {*self.initialisers, *(v.name for v in model.graph.input)}
         for n in model.graph.node:
@@ -160,6 +167,8 @@ class Expansion:
                 self.users.setdefault(i, []).append(n)
             if n.op_type == "Constant" and n.attribute and n.attribute[0].HasField("t"):
                 self.initialisers[n.output[0]] = n.attribute[0].t
+            if n.input and all(not i or i in self.initialisers or i in self.foldable for i in n.input):
+                self.foldable |= {*n.output}
         self.ins = {v.name for v in model.graph.input} - {*self.initialisers}
 
     def run(self) -> NormalForm:
@@ -208,7 +217,7 @@ class Expansion:
         reader = _READERS.get(n.op_type)
         if reader is not None:
             reader(self, n)
-        elif n.op_type in FOREIGN:
+        elif is_foreign(n.op_type, n.domain):
             self._foreign(n)
         elif is_quantized(n.op_type, n.domain):
             raise self.unread(n)
@@ -231,7 +240,30 @@ class Expansion:
         if name not in self.arrays and name in self.initialisers:
             array = numpy_helper.to_array(self.initialisers[name])
             self.arrays[name] = array if array.dtype.kind in "biuf" else array.astype(np.int64)
+        if (
+            name not in self.arrays
+            and name in self.foldable
+            and (found := self.computed(self.makers[name])) is not None
+        ):
+            self.arrays |= found
         return self.arrays.get(name)
+
+    def computed(self, n: onnx.NodeProto) -> dict[str, np.ndarray] | None:
+        """Return the results of a float operator on constants, such as scales that an exporter left to be computed."""
+        if n.domain not in ("", "ai.onnx") or n.op_type in _QUANTIZED or not n.input or any(_bodies(n)):
+            return None
+        arrays = {i: self.array(i) for i in n.input if i}
+        if any(a is None or a.size > _MOST for a in arrays.values()):
+            return None
+        ins, outs = ([onnx.ValueInfoProto(name=k) for k in names if k] for names in (arrays, n.output))
+        model = helper.make_model(helper.make_graph([n], "node", ins, outs), opset_imports=self.source.opset_import)
+        try:
+            evaluator = ReferenceEvaluator(model)
+            return dict(zip((o for o in n.output if o), evaluator.run(None, arrays), strict=False))
+        except Exception as e:  # evaluators of single operators raise anything
+            if not raised_outside_chipfit(e):
+                raise
+            return None
 
     def kind(self, name: str) -> str:
         """Return the type of a constant."""
@@ -429,6 +461,10 @@ class Expansion:
     def _foreign(self, n: onnx.NodeProto) -> None:
         """Read the quantizer of a training tool as what it rounds."""
         self.nodes.append(helper.make_node("Identity", [n.input[0]], [n.output[0]], name=n.name))
+
+
+def _bodies(n: onnx.NodeProto) -> list[bool]:
+    return [a.HasField("g") or bool(a.graphs) for a in n.attribute]
 
 
 def _alike(a: Numbers, b: Numbers) -> bool:

@@ -18,7 +18,7 @@ from onnx_ir.passes.common import InlinePass
 
 from chipfit.errors import CaptureError, raised_outside_chipfit, short_message
 from chipfit.files import existing_file, wrap_read_errors
-from chipfit.frameworks.onnx.integers import FOREIGN, is_quantized
+from chipfit.frameworks.onnx.integers import is_foreign, is_quantized
 from chipfit.frameworks.onnx.stored import StoredWeights, without_weights
 
 #: domains whose operators are known
@@ -223,7 +223,7 @@ def _check_count(nodes: int, where: str) -> None:
 
 def _check_nodes(graph: ir.Graph, where: str) -> None:
     _check_count(graph.num_nodes(), where)
-    strange = [n for n in graph.all_nodes() if domain_of(n) not in DOMAINS and n.op_type not in FOREIGN]
+    strange = [n for n in graph.all_nodes() if domain_of(n) not in DOMAINS and not is_foreign(n.op_type, n.domain)]
     unknown = sorted({f"{n.domain}.{n.op_type}" for n in strange})
     if unknown:
         allowed = "operators of ONNX and com.microsoft, and functions that the file defines"

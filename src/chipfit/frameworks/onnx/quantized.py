@@ -21,7 +21,7 @@ import torch
 from chipfit.engine.trees import dump_call, dump_result
 from chipfit.errors import CaptureError, first_line
 from chipfit.frameworks.onnx.call import OnnxCall
-from chipfit.frameworks.onnx.integers import ENDS, OPTIMISED, Codes, Expansion, NormalForm, Numbers
+from chipfit.frameworks.onnx.integers import ENDS, OPTIMISED, Codes, Expansion, NormalForm, Numbers, is_foreign
 from chipfit.frameworks.onnx.model import OnnxModel
 from chipfit.frameworks.onnx.translate import Translator
 from chipfit.frameworks.quantized import QuantizedFile, stored_as, tie_moved
@@ -56,6 +56,12 @@ def read_quantized(model: OnnxModel, platform: str, example: Any = None) -> Quan
     """
     source = model.proto()
     given = Expansion(source, model.where).run()
+    if foreign := sorted({n.op_type for n in source.graph.node if is_foreign(n.op_type, n.domain)}):
+        what = "The file has quantizers of a training tool, which ONNX Runtime does not run"
+        hint = (
+            "export with QuantizeLinear and DequantizeLinear; or quantize it again, with --requantize (requantize=True)"
+        )
+        raise CaptureError(what, where=model.where, got=", ".join(foreign), hint=hint)
     if not (given.made or given.constants or given.given):
         hint = "chipfit.quantize(file, data) quantizes a float file"
         raise CaptureError("The file is not quantized", where=model.where, hint=hint)
@@ -146,8 +152,9 @@ def _variants(model: OnnxModel, given: list[tuple[int, ...]] | None) -> Iterator
     if not declared and given is None:
         raise CaptureError("The file does not declare the shapes of its inputs", where=model.where, hint="give data")
     for batch, others in _SIZES if declared else ():
+        ours = [_shapes(model, b, o) for b, o in zip(batch, others, strict=True)]
         if given is None or len({*others}) > 1:
-            yield _alike([_shapes(model, b, o) for b, o in zip(batch, others, strict=True)])
+            yield _alike(ours if given is None else [given, ours[1]])
     if given is not None:
         first = given[0][:1]
         more = [(s[0] + 1, *s[1:]) if s and s[:1] == first else s for s in given]
