@@ -379,3 +379,25 @@ def test_a_damaged_file_is_read_or_refused_by_a_typed_error(quantized, tmp_path,
             read_file(file)
         with contextlib.suppress(chipfit.errors.ChipfitError):
             chipfit.lint(chipfit.load_model(file, requantize=True), torch.from_numpy(IMAGES[:1]))
+
+
+def test_nodes_of_integers_with_other_operands_are_refused_by_a_typed_error(quantized, tmp_path):
+    """Operands left out, exchanged or reshaped, 60 times."""
+    whole, draw, file = onnx.load(quantized("static", "QOperator")), np.random.default_rng(0), tmp_path / "other.onnx"
+    for k in range(60):
+        (model := onnx.ModelProto()).CopyFrom(whole)
+        nodes = [n for n in model.graph.node if n.input]
+        node, tensor = draw.choice(nodes), draw.choice(list(model.graph.initializer))
+        at = int(draw.integers(len(node.input)))
+        if k % 3 == 0:
+            del node.input[at]
+        elif k % 3 == 1:
+            node.input[at] = tensor.name
+        else:
+            array = numpy_helper.to_array(tensor)
+            tensor.CopyFrom(numpy_helper.from_array(np.concatenate([array.ravel(), array.ravel()]), tensor.name))
+        file.write_bytes(model.SerializeToString())
+        with contextlib.suppress(chipfit.errors.ChipfitError):
+            read_file(file)
+        with contextlib.suppress(chipfit.errors.ChipfitError):
+            chipfit.lint(chipfit.load_model(file, requantize=True), torch.from_numpy(IMAGES[:1]))

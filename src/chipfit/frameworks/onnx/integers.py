@@ -16,7 +16,7 @@ import onnx
 from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from chipfit.errors import CaptureError, raised_outside_chipfit
+from chipfit.errors import CaptureError, raised_outside_chipfit, short_message
 from chipfit.frameworks.onnx.live import live_nodes, reads_of
 
 #: note of a file that ONNX Runtime has optimised, which it runs as it is
@@ -177,11 +177,15 @@ class Expansion:
         Raises:
             CaptureError: A scale or zero point is malformed, or an operator of integers is not known.
         """
-        for n in self.source.graph.node:
-            self._inputs_of_integers(n)
-        for n in self.source.graph.node:
-            if id(n) not in self.done:
-                self.node(n)
+        for step in (self._inputs_of_integers, self.node):
+            for n in self.source.graph.node:
+                if id(n) in self.done:
+                    continue
+                try:
+                    step(n)
+                except (ArithmeticError, AttributeError, LookupError, StopIteration, TypeError, ValueError) as e:
+                    got = short_message(e) or type(e).__name__
+                    raise self.fault(n, "An operator of integers is malformed", got, "its operands") from e
         graph = self.source.graph
         for v in graph.output:
             if v.name in self.codes:
@@ -345,12 +349,12 @@ class Expansion:
         return name
 
     def fault(self, n: onnx.NodeProto, what: str, got: str, allowed: str) -> CaptureError:
-        place = f"{n.op_type} '{n.name or n.output[0]}'"
+        place = f"{n.op_type} '{n.name or next(iter(n.output), '')}'"
         return CaptureError(what, where=f"{self.where}, {place}" if self.where else place, got=got, allowed=allowed)
 
     def unread(self, n: onnx.NodeProto, why: str = "") -> CaptureError:
         what = f"The operator {n.op_type} has no reader" + (f": {why}" if why else "")
-        place = f"{self.where}, '{n.name or n.output[0]}'" if self.where else n.name
+        place = f"{self.where}, '{n.name or next(iter(n.output), '')}'" if self.where else n.name
         return CaptureError(what, where=place, hint="start from the float model that it was made from")
 
     # ---- pieces of the normal form
@@ -528,7 +532,7 @@ def _bias(e: Expansion, n: onnx.NodeProto, name: str, *scales: str) -> str:
     scale = np.asarray(a.reshape(-1) * b.reshape(-1), np.float32)
     one = scale.size == 1
     numbers = Numbers("int32", scale.reshape(()) if one else scale, np.zeros(() if one else scale.shape, np.int64))
-    return e.enter(Codes(name, array.astype(np.int64), numbers))
+    return e.constant(n, name, numbers)
 
 
 def _product(e: Expansion, n: onnx.NodeProto) -> None:
