@@ -261,6 +261,25 @@ def test_a_network_that_pytorch_trained_with_fake_quantizers_is_read(tmp_path):
     assert (result.model(x) - net(x)).abs().max() < 0.05
 
 
+class QuantizedTwice(FakeQuantized):
+    """One value has two quantizers, and is read in float too."""
+
+    def forward(self, x):
+        y = torch.relu(torch.conv2d(torch.fake_quantize_per_tensor_affine(x, 0.04, 128, 0, 255), self.conv.weight))
+        fine, coarse = (torch.fake_quantize_per_tensor_affine(y, s, 0, 0, 255) for s in (0.01, 0.02))
+        rows = self.rounded(self.fc.weight)[:, :, None, None]
+        return torch.conv2d(fine, rows) + torch.conv2d(coarse, rows, self.fc.bias), y.mean(), x.sum()
+
+
+def test_a_value_with_two_quantizers_that_is_read_in_float_too_is_verified(tmp_path):
+    torch.manual_seed(0)
+    net, x = QuantizedTwice().eval(), torch.from_numpy(IMAGES[:4])
+    with warnings.catch_warnings(action="ignore"):
+        torch.onnx.export(net, (x,), str(tmp_path / "twice.onnx"), dynamo=False, opset_version=17, input_names=["x"])
+    found = chipfit.verify_file(tmp_path / "twice.onnx", [x])
+    assert found.exact and sum(r.op == "Identity" and r.elements > 0 for r in found.rows) >= 2
+
+
 @pytest.mark.parametrize("kind", ["Quant", "FakeQuantizeLearnablePerchannelAffine", "LearnedScale"])
 def test_quantizers_of_training_tools_are_named_and_dropped_on_request(tmp_path, kind):
     weight = np.random.default_rng(0).normal(size=(4, 3)).astype("f4")
