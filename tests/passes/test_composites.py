@@ -185,6 +185,50 @@ def test_a_norm_that_ends_up_whole_has_the_statistics_of_its_result():
     assert "BatchNorm" in [n.op for n in result.graph.nodes] and result.plan.quantized("batch_norm")
 
 
+def norms(forward, **layers):
+    """Return a network with statistics of batch norms as after training: one factor is 0, one below 0."""
+    torch.manual_seed(0)
+    model = model_of(forward, **layers)
+    for m in model.modules():
+        if isinstance(m, nn.BatchNorm2d):
+            m.running_mean.uniform_(0, 20), m.running_var.uniform_(100, 5000)
+            m.weight.data.uniform_(0.5, 1.5), m.bias.data.uniform_(-0.5, 0.5)
+            m.weight.data[:2] = torch.tensor([0.0, -1.0])
+    return model
+
+
+def behind_an_activation():
+    """Return a network of convolution, ReLU and batch norm, as CREPE has it; the padding hinders its folding."""
+
+    def forward(m, x):
+        return m.b(F.max_pool2d(m.norm(m.a(x).relu()), 2))
+
+    return norms(forward, a=nn.Conv2d(3, 8, 3), norm=nn.BatchNorm2d(8), b=nn.Conv2d(8, 4, 3, padding=1))
+
+
+def in_front_of_an_activation():
+    """Return a layer of DenseNet: what is joined is normalised."""
+
+    def forward(m, x):
+        y = m.a(x)
+        return m.b(torch.cat([y, m.c(m.norm(y).relu())], 1))
+
+    layers = {"a": nn.Conv2d(3, 8, 3), "norm": nn.BatchNorm2d(8), "c": nn.Conv2d(8, 4, 1), "b": nn.Conv2d(12, 4, 1)}
+    return norms(forward, **layers)
+
+
+@pytest.mark.parametrize("make", [behind_an_activation, in_front_of_an_activation])
+@pytest.mark.parametrize("platform", [*LITERT[:2], "ort_cpu"])
+def test_a_batch_norm_that_nothing_absorbs_is_one_integer_operator_of_its_factors(platform, make):
+    model, data = make(), images()
+    result = chipfit.quantize(model, [data * 30], platform, progress=False)
+    (found,) = (n for n in result.graph.nodes if n.layer == "norm" and n.op != "Relu")
+    assert (found.op, result.plan.nodes[found.name].exec) == ("DepthwiseConv2D", "int")
+    factors = model.norm.weight / (model.norm.running_var + model.norm.eps).sqrt()
+    torch.testing.assert_close(result.graph.weights[found.weight].flatten(), factors.detach())
+    assert result.verify(images(4) * 30).exact
+
+
 def test_a_composite_with_a_part_without_integer_kernel_stays_whole():
     result = build(model=lambda: model_of(lambda m, x: m.a(F.mish(x)), a=nn.Conv2d(3, 4, 3)))
     assert [n.op for n in result.graph.nodes] == ["Mish", "Conv2D"]

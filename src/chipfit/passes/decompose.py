@@ -363,10 +363,20 @@ def _group_norm(new: New, n: Node) -> str:
 
 
 def _batch_norm(new: New, n: Node) -> str:
-    """Return x g + (beta - mean g) with g = gamma / sqrt(var + eps)."""
+    """Return x g + (beta - mean g) with g = gamma / sqrt(var + eps).
+
+    Of images it is a depthwise convolution of one element, where that is held: it rounds once, and its weights, one for
+    each channel and scale, not at all. A file with channels last holds float parts.
+    """
     if not all(i is None or i in new.graph.weights for i in n.inputs[1:]):
         new.refuse("a weight or statistic is computed at run time")
     k, mean, beta = batch_norm_terms(new.graph, n)
+    channels = new.shape(n.data)[1]
+    if "DepthwiseConv2D" in new.holds and len(new.shape(n.data)) == 4 and channels is not None and not new.channels_last:
+        terms = (k.expand(channels).reshape(-1, 1, 1, 1), (beta - mean * k).expand(channels))
+        weight, bias = (new.constant(v.float(), of=n.inputs[1:3], shared=False) for v in terms)
+        window: dict[str, Any] = {"stride": (1, 1), "padding": ((0, 0), (0, 0)), "dilation": (1, 1), "groups": channels}
+        return new("DepthwiseConv2D", n.data, weight, bias, gives=new.shape(n.output), **window)
     shape = (-1,) if new.channels_last else (-1, *[1] * (len(new.shape(n.data)) - 2))
     factor, shift = (new.constant(v.float().reshape(shape), of=n.inputs[1:3]) for v in (k, beta - mean * k))
     return new("Add", new("Mul", n.data, factor), shift)
