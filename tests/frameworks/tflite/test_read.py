@@ -151,9 +151,19 @@ def functions():
     """Return functions of TensorFlow whose operators chipfit does not write itself, by name."""
     tf = pytest.importorskip("tensorflow")
     rng = np.random.default_rng(0)
-    kernel, wide, rows = (rng.normal(size=s).astype("f4") for s in ((3, 3, 4, 6), (2, 2, 6, 4), (9 * 7 * 4, 3)))
+    shapes = ((3, 3, 4, 6), (2, 2, 6, 4), (9 * 7 * 4, 3), (3, 3, 4, 1))
+    kernel, wide, rows, each = (rng.normal(size=s).astype("f4") for s in shapes)
+
+    def apart(x, crops, layer=lambda y: tf.nn.conv2d(y, kernel, 1, "VALID")):
+        pads = [[2, 3], [2, 3]]  # sizes of 14 and 12, of which convolutions leave 5 and 4 in each batch
+        return tf.batch_to_space(layer(tf.space_to_batch(x, [2, 2], pads)), [2, 2], crops)
+
     return {
         "same_padding": lambda x: tf.nn.conv2d(x, kernel, 2, "SAME"),
+        "apart": lambda x: tf.nn.relu(apart(x, [[0, 1], [0, 1]])),
+        "apart_in_channels": lambda x: apart(
+            x, [[1, 0], [2, 1]], lambda y: tf.nn.depthwise_conv2d(y, each, [1, 1, 1, 1], "VALID") + 0.5
+        ),
         "transposed": lambda x: tf.nn.conv2d_transpose(x, wide, [1, 17, 13, 6], 2, "SAME"),
         "squared_difference": lambda x: tf.math.squared_difference(x, 0.3),
         "square": lambda x: tf.square(x) + tf.square(x[:, :1]),
@@ -179,7 +189,7 @@ def functions():
 
 X = np.random.default_rng(1).normal(size=(3, 9, 7, 4)).astype("f4")
 NAMES = (
-    "same_padding transposed squared_difference square moments slices sliced space block flat attention pools resized "
+    "same_padding apart apart_in_channels transposed squared_difference square moments slices sliced space block flat attention pools resized "
     "nearest unit chosen mirrored stacked topped"
 ).split()
 

@@ -70,6 +70,8 @@ class Reading:
         self.builder = GraphBuilder(Graph([], [], [], {}, {}, data_format="channels_last", framework="tflite"))
         self.values: dict[int, Value] = {}  #: tensor -> the value that it became
         self.folded: dict[int, np.ndarray] = {}  #: tensors that are computed from constants -> their numbers
+        #: result of SPACE_TO_BATCH_ND -> dilation and padding of the convolution behind it, result of BATCH_TO_SPACE_ND
+        self.spread: dict[int, tuple[tuple[int, ...], tuple[tuple[int, int], ...], int]] = {}
         self._weights: dict[tuple[int, str], str] = {}
 
     def graph(self) -> Graph:
@@ -287,10 +289,45 @@ def _conv(c: Call) -> Value:
     channels = x.shape[-1] or 0
     groups = channels if depthwise else channels // w.shape[3]
     dilation = (int(c.option("dilationHFactor", 1)), int(c.option("dilationWFactor", 1)))
-    stride, padding = _windows(c, x, w.shape[1:3], dilation)
+    spread = c.reading.spread.get(c.op.inputs[0])
+    if spread is None:
+        (stride, padding), shape = _windows(c, x, w.shape[1:3], dilation), c.shape()
+    else:
+        stride, (dilation, padding, result) = (1, 1), spread
+        shape = c.reading.shape(c.reading.model.tensors[result])
     kernel = c.weight(1, lambda a: a.transpose(order), f"{order}", trains=True)
     op = "DepthwiseConv2D" if groups == channels > 1 or depthwise else "Conv2D"
-    return c.emit(op, [x, kernel, c.bias(2)], stride=stride, padding=padding, dilation=dilation, groups=groups)
+    attrs = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    return c.part(op, [x, kernel, c.bias(2)], shape, called=c.name, **attrs)
+
+
+@_reads("SPACE_TO_BATCH_ND")
+def _space_to_batch(c: Call) -> Value:
+    """Read a convolution between batches of pixels far apart as the dilated convolution that it is.
+
+    A result at i reads x at i + k d - p: padding in front is that of SPACE_TO_BATCH_ND less what is cut off behind it.
+    """
+    _require(not c.reading.one_value_each, "its convolution has another shape in the file")
+    readers = {t: [o for o in c.reading.model.operators if t in o.inputs] for t in c.op.outputs}
+    (conv,) = readers[c.op.outputs[0]][:1] or [None]
+    plain = {"padding": 1, "strideH": 1, "strideW": 1, "dilationHFactor": 1, "dilationWFactor": 1}
+    between = conv is not None and conv.kind in ("CONV_2D", "DEPTHWISE_CONV_2D") and len(readers[c.op.outputs[0]]) == 1
+    _require(between and all(conv.option(k, 1) == v for k, v in plain.items()), "no convolution alone reads it")
+    back = [o for o in c.reading.model.operators if conv.outputs[0] in o.inputs]
+    _require([o.kind for o in back] == ["BATCH_TO_SPACE_ND"], "its convolution is not followed by BATCH_TO_SPACE_ND")
+    (block, pads), (same, cut) = (c.integers(1), c.constant(2)), map(c.reading.constant, back[0].inputs[1:])
+    _require(same is not None and cut is not None and tuple(same.ravel()) == block and len(block) == 2, "its sizes differ")
+    padding = tuple((int(a), int(b)) for a, b in pads - cut)
+    _require(min(p for pair in padding for p in pair) >= 0, "more is cut off than was added")
+    c.reading.spread[c.op.outputs[0]] = block, padding, back[0].outputs[0]
+    return c.value(0)
+
+
+@_reads("BATCH_TO_SPACE_ND")
+def _batch_to_space(c: Call) -> Value:
+    """Read nothing behind a dilated convolution, whose result has its pixels together."""
+    _require(c.out[0].index in [result for *_, result in c.reading.spread.values()], "it follows no convolution")
+    return c.value(0)
 
 
 @_reads("TRANSPOSE_CONV")
