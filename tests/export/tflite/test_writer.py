@@ -13,6 +13,7 @@ from ai_edge_litert import schema_py_generated as schema
 from ai_edge_litert.interpreter import Interpreter, OpResolverType
 from torch import nn
 
+import chipfit
 from chipfit.errors import ExportError, UnsupportedError
 from chipfit.export.tflite.builder import code_type
 from chipfit.export.tflite.file import INT4, TYPES
@@ -541,3 +542,19 @@ def test_images_turn_before_what_needs_their_channels_first(case, tmp_path):
     result = quantized(net, x, "tflite_int8", **options)
     assert "TRANSPOSE" in operators(result.export(tmp_path / "m.tflite").read_bytes())
     assert result.verify([x]).exact
+
+
+# ---------------------------------------------------------------- copies
+
+
+@pytest.mark.parametrize("platform", ["tflite_int8", "tflite_int16x8", "tflm_cmsis_nn"])
+def test_a_dropout_costs_no_operator(tmp_path, platform):
+    """Each was a RESHAPE, and one behind the flattening kept the transposition in front of it."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Dropout(), nn.Conv2d(8, 8, 3), nn.Identity(), nn.Dropout2d()]
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Dropout(), nn.Linear(8 * 36, 5), nn.Dropout(), nn.Softmax(1))
+    result = chipfit.quantize(model.eval(), [randn(4, 3, 10, 10)], platform, progress=False)
+    path = result.export(tmp_path / "m.tflite")
+    computes = [op for op in operators(path.read_bytes()) if op not in ("QUANTIZE", "DEQUANTIZE")]
+    assert computes == ["CONV_2D", "CONV_2D", "RESHAPE", "FULLY_CONNECTED", "SOFTMAX"]
+    assert result.verify(randn(4, 3, 10, 10, seed=1)).exact

@@ -34,6 +34,7 @@ class TfliteOp:
     integer: bool = False  #: it has an integer kernel; else it is written in float, between DEQUANTIZE and QUANTIZE
     fuses: bool = False  #: an activation can be fused into it
     clips: bool = False  #: an activation that only clips integers
+    same: bool = False  #: its result is its operand, so that the file has no operator for it
     #: bits -> scale and zero point that its integer kernel demands of its result
     output: Mapping[int, tuple[float, int]] = field(default_factory=dict)
 

@@ -90,7 +90,7 @@ class Writer(TfliteBuilder):
         self.source, self.io = graph, io
         self.refused = _unstorable(plan)  #: reasons why the file cannot be written
         found = concrete_sizes(graph, batch or 1)
-        graph = _with_shapes(graph, found)
+        graph = _without_copies(_with_shapes(graph, found), plan)
         new, plan = apply_layout(graph, plan, "channels_last", change_io=not keep_layout)
         self.forms, self.flattened = new.layouts, read_in_memory_order(new, plan)
         sizes: dict[str, tuple[int, ...]] = {}
@@ -316,6 +316,24 @@ def _all_in_one(refused: Sequence[tuple[str, str]], platform: str) -> Unsupporte
         base = Counter(p.extends for p in fitting if p.extends).most_common(1)[0][0]  # of most of these platforms
         hint += f", or quantize for a platform such as {base}"
     return UnsupportedError("TensorFlow Lite cannot hold all of this model", got=got, hint=hint)
+
+
+def _without_copies(graph: Graph, plan: Plan) -> Graph:
+    """Return the graph without operators that copy the integers of a value, such as dropouts."""
+    raw = {value for value, _ in plan.float_edges}
+    grouped, same = {name for group in plan.groups for name in group}, dict[str, str]()
+    for n in graph.nodes:
+        kept = n.op not in OPERATORS or not OPERATORS[n.op].same or n.name in grouped
+        if not kept and plan.quantized(n.output) and same_numbers(plan, n.data, n.output):
+            if raw.isdisjoint((n.data, n.output)) and n.output not in graph.outputs and n.data in graph.values:
+                same[n.output] = same.get(n.data, n.data)
+    if not same:
+        return graph
+    graph = graph.copy()
+    left = [n for n in graph.nodes if n.output not in same]
+    graph.nodes = [n.with_(inputs=tuple(same.get(i or "", i) for i in n.inputs)) for n in left]
+    graph.values = {name: v for name, v in graph.values.items() if name not in same}
+    return graph
 
 
 def _with_shapes(graph: Graph, sizes: Mapping[str, tuple[int, ...]]) -> Graph:
