@@ -155,6 +155,36 @@ def test_shape_arithmetic_is_folded_and_the_batch_stays_open(batch):
     assert [(n.op, n.attrs) for n in graph] == [("Reshape", {"shape": (-1, 12)})]
 
 
+def test_an_if_that_depends_on_data_chooses_between_the_results_of_both_branches(tmp_path):
+    """A verifier runs where a wake word is likely, as in the models of openWakeWord."""
+    draw = np.random.default_rng(0)
+    w, v = (numpy_helper.from_array(draw.normal(size=(6, 6)).astype("f4"), n) for n in ("w", "v"))
+    sizes = {"cond": [1, 1], "a": [1, 6], "b": [1, 6], "out": [1, 6]}
+    infos = {k: helper.make_tensor_value_info(k, onnx.TensorProto.FLOAT, s) for k, s in sizes.items()}
+    then = helper.make_graph([helper.make_node("MatMul", ["y", "v"], ["a"])], "then", [], [infos["a"]])
+    other = helper.make_graph([helper.make_node("Relu", ["y"], ["b"])], "else", [], [infos["b"]])
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["y"]),
+        helper.make_node("ReduceMax", ["y"], ["top"], axes=[1], keepdims=1),
+        helper.make_node("Greater", ["top", "limit"], ["cond"]),
+        helper.make_node("If", ["cond"], ["out"], then_branch=then, else_branch=other),
+    ]
+    x = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1, 6])
+    limit = numpy_helper.from_array(np.array([2.0], "f4"), "limit")
+    graph = helper.make_graph(nodes, "g", [x], [infos["out"]], [w, v, limit])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    tests = [draw.normal(size=(1, 6)).astype("f4") for _ in range(16)]
+    session = onnxruntime.InferenceSession(model.SerializeToString())
+    want = [session.run(None, {"x": t})[0] for t in tests]
+    read = capture(load_model(model), (torch.from_numpy(tests[0]),))
+    chosen = {bool((y < 0).any()) for y in want}
+    assert chosen == {True, False}  # both branches
+    for t, y in zip(tests, want, strict=True):
+        np.testing.assert_allclose(chipfit_outputs(read, {"x": torch.from_numpy(t)})[0], y, rtol=1e-5, atol=1e-6)
+    result = chipfit.quantize(model, [torch.from_numpy(t) for t in tests], platform="ort_cpu", progress=False)
+    assert result.verify([torch.from_numpy(t) for t in tests[:4]]).exact
+
+
 def test_a_batch_that_the_file_fixes_is_opened_where_samples_are_independent():
     nodes = [helper.make_node("Reshape", ["x", "t"], ["f"]), helper.make_node("Gemm", ["f", "w"], ["y"])]
     constants = {"t": np.array([1, -1]), "w": np.ones((12, 2), "f4")}

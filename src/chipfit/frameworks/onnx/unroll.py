@@ -1,4 +1,4 @@
-"""Control flow whose conditions and numbers of steps are known: a branch of an If, the steps of a Loop or a Scan."""
+"""Control flow without a jump at run time: branches of an If, known numbers of steps of a Loop or a Scan."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +12,7 @@ from chipfit.frameworks.reading import Unreadable
 #: reads the nodes of an inner graph, whose inputs are given, and returns its outputs
 Inner = Callable[[ir.Graph, Sequence[Operand]], list[Operand]]
 _MOST_STEPS = 1_000
+_BRANCHES = ("then", "else")  #: of an If
 
 
 def unrolled(c: OnnxCall, inner: Inner) -> list[Operand] | None:
@@ -30,10 +31,18 @@ def _constant(x: Operand | None, default: Any) -> Any:
 
 
 def _branch(c: OnnxCall, inner: Inner) -> list[Operand] | None:
-    condition = _constant(c.operand(0), None)
-    if condition is None:
+    """Return the results of the branch that is chosen; where data choose it, a choice between those of both.
+
+    None if a result has other sizes or another type in the other branch.
+    """
+    condition, graphs = _constant(c.operand(0), None), [c.node.attributes[f"{b}_branch"].as_graph() for b in _BRANCHES]
+    if condition is not None:
+        return inner(graphs[not condition], ())
+    pairs = [*zip(*(inner(graph, ()) for graph in graphs), strict=True)]
+    if any(m.shape != n.shape or m.dtype != n.dtype for a, b in pairs for m, n in zip(a.metas, b.metas, strict=True)):
         return None
-    return inner(c.node.attributes["then_branch" if condition else "else_branch"].as_graph(), ())
+    names = [v.name or "" for v in c.node.outputs]
+    return [c.step("Where", [c.operand(0), *pair], name) for pair, name in zip(pairs, names, strict=True)]
 
 
 def _loop(c: OnnxCall, inner: Inner) -> list[Operand] | None:
