@@ -47,7 +47,8 @@ def iterate(data: Any, fixed: int = 0) -> Iterator[Any]:
     """Return an iterator over the batches of an iterable, of one big array, or of what a callable returns.
 
     Args:
-        fixed: the batch size that the model fixes; an array is split into whole batches of it.
+        fixed: the batch size that the model fixes; an array is split into whole batches of it, and batches of several
+            samples into single ones where it is 1.
 
     Raises:
         DataError: `data` is none of these.
@@ -71,7 +72,20 @@ def iterate(data: Any, fixed: int = 0) -> Iterator[Any]:
             "or a callable that returns one",
             hint="wrap a single batch in a list: [batch]",
         )
-    return iter(data)
+    return (sample for batch in data for sample in _single_samples(batch)) if fixed == 1 else iter(data)
+
+
+def _single_samples(batch: Any) -> Iterator[Any]:
+    """Yield the samples of a batch whose tensors have equally many rows; the batch itself if they have not."""
+    from torch.utils._pytree import tree_leaves, tree_map_only
+
+    batch = as_tensors(batch)
+    rows = {len(x) if x.dim() else 0 for x in tree_leaves(batch) if isinstance(x, torch.Tensor)}
+    if len(rows) != 1 or max(rows) < 2:
+        yield batch
+        return
+    for k in range(max(rows)):
+        yield tree_map_only(torch.Tensor, lambda x, k=k: x[k : k + 1], batch)
 
 
 def _call_without_arguments(function: Callable[..., Any]) -> Any:

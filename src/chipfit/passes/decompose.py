@@ -372,7 +372,12 @@ def _batch_norm(new: New, n: Node) -> str:
         new.refuse("a weight or statistic is computed at run time")
     k, mean, beta = batch_norm_terms(new.graph, n)
     channels = new.shape(n.data)[1]
-    if "DepthwiseConv2D" in new.holds and len(new.shape(n.data)) == 4 and channels is not None and not new.channels_last:
+    if (
+        "DepthwiseConv2D" in new.holds
+        and len(new.shape(n.data)) == 4
+        and channels is not None
+        and not new.channels_last
+    ):
         terms = (k.expand(channels).reshape(-1, 1, 1, 1), (beta - mean * k).expand(channels))
         weight, bias = (new.constant(v.float(), of=n.inputs[1:3], shared=False) for v in terms)
         window: dict[str, Any] = {"stride": (1, 1), "padding": ((0, 0), (0, 0)), "dilation": (1, 1), "groups": channels}

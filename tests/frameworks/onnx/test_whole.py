@@ -198,6 +198,34 @@ def test_a_batch_that_the_file_mixes_stays_fixed():
     assert graph.shape(graph.inputs[0]) == (2, 3) and "fixed" in graph.notes[0]
 
 
+def test_larger_batches_are_data_for_a_file_that_computes_one_sample_at_a_time(tmp_path):
+    """Its channels are shuffled with the batch merged into them, as in exports of ShuffleNet."""
+    draw = np.random.default_rng(0)
+    w, back = (numpy_helper.from_array(draw.normal(size=(8, 8, 1, 1)).astype("f4"), n) for n in ("w", "back"))
+    numbers = {"halves": [2, 4, 36], "whole": [1, 8, 6, 6]}
+    shapes = [numpy_helper.from_array(np.array(v), k) for k, v in numbers.items()]
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["y"]),
+        helper.make_node("Reshape", ["y", "halves"], ["apart"]),
+        helper.make_node("Transpose", ["apart"], ["turned"], perm=[1, 0, 2]),
+        helper.make_node("Reshape", ["turned", "whole"], ["mixed"]),
+        helper.make_node("Conv", ["mixed", "back"], ["out"]),
+    ]
+    infos = [helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, [1, 8, 6, 6]) for n in ("x", "out")]
+    graph = helper.make_graph(nodes, "g", infos[:1], infos[1:], [w, back, *shapes])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    data = [torch.randn(6, 8, 6, 6, generator=torch.Generator().manual_seed(k)) for k in range(3)]
+    results = [
+        chipfit.quantize(model, batches, platform="ort_cpu", progress=False)
+        for batches in (data[:2], [x for batch in data[:2] for x in batch.split(1)])
+    ]
+    assert results[0].plan.tensors.keys() == results[1].plan.tensors.keys()
+    for name, t in results[0].plan.tensors.items():
+        assert t.scale is None or torch.equal(t.scale, results[1].plan.tensors[name].scale)
+    found = results[0].verify([data[2]], batches=6)
+    assert found.exact and found.samples == 6
+
+
 def test_a_layer_norm_in_nine_nodes_is_one():
     draw = np.random.default_rng(0)
     steps = [

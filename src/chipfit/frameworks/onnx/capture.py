@@ -52,6 +52,9 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Se
             tried = e.with_traceback(None)  # whose frames hold weights
             why = e.what
         if why:
+            if fixed == 1 and len(inputs[0]) > 1:  # the file computes samples one by one
+                inputs = [x[:1] if x.shape[:1] == inputs[0].shape[:1] else x for x in inputs]
+                shapes = [[tuple(x.shape) for x in inputs]]
             try:
                 graph, found = _compared(model, inputs, _variants(shapes, False), order, 0)
             except CaptureError as e:

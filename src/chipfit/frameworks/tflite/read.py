@@ -290,14 +290,15 @@ def _conv(c: Call) -> Value:
     groups = channels if depthwise else channels // w.shape[3]
     dilation = (int(c.option("dilationHFactor", 1)), int(c.option("dilationWFactor", 1)))
     spread = c.reading.spread.get(c.op.inputs[0])
+    attrs: dict[str, Any] = {"dilation": dilation, "groups": groups}
     if spread is None:
-        (stride, padding), shape = _windows(c, x, w.shape[1:3], dilation), c.shape()
+        (attrs["stride"], attrs["padding"]), shape = _windows(c, x, w.shape[1:3], dilation), c.shape()
     else:
-        stride, (dilation, padding, result) = (1, 1), spread
+        block, padding, result = spread
+        attrs |= {"stride": (1, 1), "padding": padding, "dilation": block}
         shape = c.reading.shape(c.reading.model.tensors[result])
     kernel = c.weight(1, lambda a: a.transpose(order), f"{order}", trains=True)
     op = "DepthwiseConv2D" if groups == channels > 1 or depthwise else "Conv2D"
-    attrs = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     return c.part(op, [x, kernel, c.bias(2)], shape, called=c.name, **attrs)
 
 
@@ -308,15 +309,16 @@ def _space_to_batch(c: Call) -> Value:
     A result at i reads x at i + k d - p: padding in front is that of SPACE_TO_BATCH_ND less what is cut off behind it.
     """
     _require(not c.reading.one_value_each, "its convolution has another shape in the file")
-    readers = {t: [o for o in c.reading.model.operators if t in o.inputs] for t in c.op.outputs}
-    (conv,) = readers[c.op.outputs[0]][:1] or [None]
+    readers = [o for o in c.reading.model.operators if c.out[0].index in o.inputs]
     plain = {"padding": 1, "strideH": 1, "strideW": 1, "dilationHFactor": 1, "dilationWFactor": 1}
-    between = conv is not None and conv.kind in ("CONV_2D", "DEPTHWISE_CONV_2D") and len(readers[c.op.outputs[0]]) == 1
-    _require(between and all(conv.option(k, 1) == v for k, v in plain.items()), "no convolution alone reads it")
-    back = [o for o in c.reading.model.operators if conv.outputs[0] in o.inputs]
+    layer = [o for o in readers if o.kind in ("CONV_2D", "DEPTHWISE_CONV_2D")]
+    fits = len(readers) == len(layer) == 1 and all(layer[0].option(k, 1) == v for k, v in plain.items())
+    _require(fits, "no convolution alone reads it")
+    back = [o for o in c.reading.model.operators if layer[0].outputs[0] in o.inputs]
     _require([o.kind for o in back] == ["BATCH_TO_SPACE_ND"], "its convolution is not followed by BATCH_TO_SPACE_ND")
     (block, pads), (same, cut) = (c.integers(1), c.constant(2)), map(c.reading.constant, back[0].inputs[1:])
-    _require(same is not None and cut is not None and tuple(same.ravel()) == block and len(block) == 2, "its sizes differ")
+    if same is None or cut is None or tuple(same.ravel()) != block or len(block) != 2:
+        raise Unreadable("its sizes differ")
     padding = tuple((int(a), int(b)) for a, b in pads - cut)
     _require(min(p for pair in padding for p in pair) >= 0, "more is cut off than was added")
     c.reading.spread[c.op.outputs[0]] = block, padding, back[0].outputs[0]
