@@ -189,8 +189,8 @@ def functions():
 
 X = np.random.default_rng(1).normal(size=(3, 9, 7, 4)).astype("f4")
 NAMES = (
-    "same_padding apart apart_in_channels transposed squared_difference square moments slices sliced space block flat attention pools resized "
-    "nearest unit chosen mirrored stacked topped"
+    "same_padding apart apart_in_channels transposed squared_difference square moments slices sliced space block flat "
+    "attention pools resized nearest unit chosen mirrored stacked topped"
 ).split()
 
 

@@ -323,10 +323,11 @@ def _without_copies(graph: Graph, plan: Plan) -> Graph:
     raw = {value for value, _ in plan.float_edges}
     grouped, same = {name for group in plan.groups for name in group}, dict[str, str]()
     for n in graph.nodes:
-        kept = n.op not in OPERATORS or not OPERATORS[n.op].same or n.name in grouped
-        if not kept and plan.quantized(n.output) and same_numbers(plan, n.data, n.output):
-            if raw.isdisjoint((n.data, n.output)) and n.output not in graph.outputs and n.data in graph.values:
-                same[n.output] = same.get(n.data, n.data)
+        if n.op not in OPERATORS or not OPERATORS[n.op].same or n.name in grouped or n.data not in graph.values:
+            continue
+        equal = plan.quantized(n.output) and same_numbers(plan, n.data, n.output)
+        if equal and n.output not in graph.outputs and raw.isdisjoint((n.data, n.output)):
+            same[n.output] = same.get(n.data, n.data)
     if not same:
         return graph
     graph = graph.copy()
