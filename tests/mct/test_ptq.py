@@ -228,6 +228,16 @@ def test_limits_on_resources_start_a_search_of_widths(net):
             ptq(net, None, core.ResourceUtilization(**limit))
 
 
+def test_resources_before_a_choice_of_bits_are_counted_at_8_bits_and_32_bit_products():
+    """As MCT 2.2: a layer from 6 to 4 numbers has 24 weights and 24 multiplications, whatever the chip's bits."""
+    data = {
+        "representative_data_gen": lambda: [[torch.randn(8, 6)]],
+        "target_platform_capabilities": "mqbench_academic",
+    }
+    found = core.pytorch_resource_utilization_data(nn.Linear(6, 4), **data)
+    assert vars(found) == {"weights_memory": 24, "activation_memory": 6, "total_memory": 30, "bops": 24 * 32 * 32}
+
+
 def test_candidates_are_pairs_of_a_layers_weight_and_result_widest_first():
     result = quantized(mlp(4, 4, 2), torch.randn(8, 4), "mqbench_academic")
     (x,), (a, relu, _) = result.graph.inputs, (n.output for n in result.graph.nodes)

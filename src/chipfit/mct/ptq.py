@@ -14,6 +14,7 @@ from chipfit import pipeline
 from chipfit.calibration.data import iterate, no_data
 from chipfit.errors import ConfigError, DataError, NothingQuantizedError
 from chipfit.frameworks import facts_of, framework_of
+from chipfit.graph.linear import is_linear, products
 from chipfit.mct.core.config import CoreConfig, ResourceUtilization
 from chipfit.mct.core.network_editor import replace_layers, to_overrides
 from chipfit.mct.framework_info import FrameworkInfo
@@ -22,7 +23,7 @@ from chipfit.mct.target_platform import capabilities
 from chipfit.mct.target_platform.model import TargetPlatformModel
 from chipfit.mct.target_platform.targets import get_target_platform_capabilities
 from chipfit.result import Result
-from chipfit.search.resources import resources
+from chipfit.search.resources import peak_bytes, resources
 from chipfit.validation import check_value, without_effect
 
 __all__ = ["DataGenerator", "UserInformation", "keras_post_training_quantization"]
@@ -138,7 +139,10 @@ def pytorch_resource_utilization_data(
     target_platform_capabilities: Any = None,
     fw_info: FrameworkInfo | None = None,
 ) -> ResourceUtilization:
-    """Return the resources of a model at the chip's default widths, as a base for limits.
+    """Return the resources of a model before a choice of bits, as a base for limits; counted as MCT 2.2 does.
+
+    Memory is that of 8 bits for each number of quantized weights, and of the largest quantized value; each
+    multiplication with a quantized weight counts as 32 x 32 bit operations.
 
     Arguments and errors are those of `pytorch_post_training_quantization`.
     """
@@ -146,9 +150,13 @@ def pytorch_resource_utilization_data(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the error below
         found = quantize_model("resource_utilization_data", in_model, representative_data_gen, *options)[1]
-    if found.final_resource_utilization is None:
+    if found.result is None:
         raise NothingQuantizedError("Resources of a model that is not quantized are not known")
-    return found.final_resource_utilization
+    graph, plan = found.result.graph, found.result.plan
+    linear = [n for n in graph.nodes if is_linear(graph, n) and plan.quantized(n.weight)]
+    weights = float(sum(graph.weights[name].numel() for name in {n.weight for n in linear}))
+    largest = peak_bytes(graph, plan, bits=8, largest=True)
+    return ResourceUtilization(weights, largest, weights + largest, sum(32 * 32 * products(graph, n) for n in linear))
 
 
 keras_post_training_quantization = form_for_keras(

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
+import numpy as np
 import torch
 
 from chipfit.errors import ConfigError
@@ -150,7 +151,7 @@ class InferableQuantizer(BaseInferableQuantizer):
             self.stored = uniform(bits, numbers["min_range"], numbers["max_range"], axis)
             ends = zip(("min_range", "max_range"), parameters(self.stored).values(), strict=True)
             given |= {name: end.reshape(-1).tolist() for name, end in ends}
-        self.__dict__ |= given
+        self.__dict__ |= given | {f"{name}_np": np.asarray(given[name]) for name in _LISTS & set(given)}
 
     def __call__(self, inputs: Any) -> Any:
         """Return floats on the grid, [*dims], for floats [*dims]."""
@@ -186,6 +187,8 @@ _ARGUMENTS = {
     "ActivationUniform": "num_bits min_range max_range",
     "ActivationLutPOT": "num_bits lut_values threshold signed lut_values_bitwidth",
 }
+#: all of them, and the forms as arrays
+ARGUMENTS = {a for row in _ARGUMENTS.values() for a in row.split()} | {f"{name}_np" for name in _LISTS}
 
 
 def _class(name: str, arguments: str) -> type[InferableQuantizer]:

@@ -304,6 +304,7 @@ def test_it_exports_again(model):
     assert torch.equal(exported(X)["logits"], model(X)["logits"])
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # a check of sizes is a constant of the trace
 def test_parts_of_one_weight_get_biases_that_torchscript_can_name():
     """Attention keeps three weights in one parameter, without biases, which the correction of biases adds."""
     attention = nn.MultiheadAttention(8, 2, bias=False, batch_first=True)

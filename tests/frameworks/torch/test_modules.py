@@ -37,6 +37,19 @@ def test_numbers_become_the_nearest_on_the_grid_halves_to_even():
     assert q.quantize(torch.tensor([torch.inf, -torch.inf])).tolist() == [7, -8]
 
 
+def test_a_quantizer_has_the_arguments_of_the_inferable_one_with_its_present_numbers():
+    """A signed grid of 4 bits covers 8 steps below 0; a uniform one of 8 bits at zero point 128 covers -128 to 127."""
+    weight = FakeQuantizer("t", _stored(torch.tensor([0.5, 0.25]), axis=0))
+    assert (weight.per_channel, weight.channel_axis, weight.num_bits) == (True, 0, 4)
+    assert weight.threshold == [4.0, 2.0] and weight.threshold_np.tolist() == [4.0, 2.0]
+    with torch.no_grad():
+        weight.scale.mul_(2)
+    assert weight.threshold == [8.0, 4.0] and not hasattr(weight, "min_range")
+    result = ActivationQuantizer("t", stored(0.5, 128, on=UINT8)).activation_holder_quantizer
+    assert (result.min_range, result.max_range) == ([-64.0], [63.5]) and not hasattr(result, "per_channel")
+    assert ActivationQuantizer("t", _stored(0.5)).signed is True
+
+
 def test_scalars_are_rounded_and_a_tensor_of_one_axis_may_leave_its_axis_out():
     assert [_quantizer(0.5, 0, INT4, axis)(torch.tensor(0.7)).item() for axis in (None, 0)] == [0.5, 0.5]
     assert _quantizer([0.5, 0.25], [0, 0], INT4)(torch.tensor([0.7, 0.7])).tolist() == [0.5, 0.75]

@@ -18,6 +18,7 @@ from chipfit.quantizers.algorithm import Algorithm, with_levels
 from chipfit.quantizers.algorithms.ste import STE
 from chipfit.quantizers.grids import Grid, quantize, shape_for
 from chipfit.quantizers.hosting import apply, initialize, to_inferable
+from chipfit.quantizers.inferable import ARGUMENTS, inferable_for
 from chipfit.quantizers.ops import TorchOps
 from chipfit.quantizers.pairs import bounded_codes, fake_bounded
 from chipfit.quantizers.stored import Stored, scales_per_output
@@ -261,6 +262,25 @@ class ActivationQuantizer(FakeQuantizer, PytorchActivationQuantizationHolder):
     def activation_holder_quantizer(self) -> Any:  # type: ignore[override]  # of other holders it is an attribute
         """The quantizer that rounds: the user's own, or this module."""
         return getattr(self.algorithm, "quantizer", self)
+
+
+def _of_inferable(name: str) -> property:
+    """Return the property that is an attribute of the inferable quantizer with the present numbers."""
+
+    def read(self: FakeQuantizer) -> Any:
+        s, z = (n.detach() for n in self.numbers())
+        stored = Stored(format="", grid=self.trained_grid(), scale=s, zero_point=z, axis=self.axis)
+        try:
+            fixed = inferable_for(stored, "activation" if isinstance(self, ActivationQuantizer) else "weight")
+        except KeyError:  # no inferable quantizer has this grid
+            raise AttributeError(name) from None
+        return getattr(fixed, name)
+
+    return property(read)
+
+
+for _name in ARGUMENTS - {"num_bits"}:
+    setattr(FakeQuantizer, _name, _of_inferable(_name))
 
 
 class LayerWeights(PytorchQuantizationWrapper):
