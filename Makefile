@@ -9,7 +9,7 @@ WORKERS ?= 2
 PLACED := $(addprefix tests/,calibration correction decide engine passes ranges rounding search simulate test_pipeline.py test_verify.py)
 
 .PHONY: help setup demo test test-all check format docs site wheel bench bench-accuracy bench-qat bench-algorithms bench-small snapshots fuzz random zoo
-.PHONY: mutants kills chaos silicon clean test-device gpu
+.PHONY: gallery mutants kills chaos silicon clean test-device gpu
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -107,6 +107,13 @@ zoo: setup .venv/zoo ## 102 architectures on ONNX Runtime and LiteRT: those not 
 
 site: setup ## build the documentation as a site in site/, and refuse broken links
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+.venv/gallery:
+	$(BIN)/pip install --quiet --no-deps --target $@ ai-edge-quantizer==0.10.0 immutabledict litert-lm-builder
+
+gallery: setup .venv/gallery ## trained networks, downloaded, beside the usual tools: ONLY=, REPOSITORIES=
+	PYTHONPATH=.:.venv/gallery $(QUIET) $(BIN)/python -m benchmarks.gallery $(if $(ONLY),--only $(ONLY)) $(if $(REPOSITORIES),--repositories $(REPOSITORIES))
+	$(BIN)/python docs/generate.py
 
 mutants: setup ## share of 300 small defects that the tests notice: SEED=, COUNT=, MINUTES= and WORKERS= choose others
 	$(QUIET) $(BIN)/python -m benchmarks.mutants --seed $(or $(SEED),0) --count $(or $(COUNT),300) --minutes $(or $(MINUTES),120) --workers $(WORKERS)

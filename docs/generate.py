@@ -289,6 +289,17 @@ def _cell(figures: dict[str, Any], key: str) -> str:
     return f"{figures[key]:.1f}" if key == "decibels" and key in figures else str(figures.get(key, "refused"))
 
 
+GALLERY = Path(__file__).parents[1] / "benchmarks" / "gallery" / "results.json"
+
+
+def gallery() -> str:
+    """Markdown: trained networks of package indexes and repositories, beside the usual tools."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from benchmarks.gallery.page import page
+
+    return page(json.loads(GALLERY.read_text()))
+
+
 #: generated file below docs/ -> its text
 PAGES: dict[str, Callable[[], str]] = {
     "platforms/support.md": support_table,
@@ -301,6 +312,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "algorithms.md": algorithm_table,
     "zoo.md": zoo,
     "converters.md": converters,
+    "gallery.md": gallery,
 }
 
 
