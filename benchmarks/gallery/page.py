@@ -35,7 +35,7 @@ def page(results: dict[str, Any]) -> str:
         "",
         summary(results) + ".",
         "",
-        "| network (samples) | task | platform | metric float | quantized | dB | bytes | integers | differing | limit |",
+        "| network (samples) | task | platform | metric float | quantized | dB | bytes | integers | differ | limit |",
         "|---" * 10 + "|",
     ]
     for name, of in results.items():
