@@ -264,7 +264,8 @@ class TargetPlatformCapabilities:
     def _add(self, entry: OperationsSetToLayers) -> None:
         if not self.tp_model.is_opset_in_model(entry.name):
             known = ", ".join(o.name for o in self.tp_model.operator_set) or "none"
-            what = "is not defined in the target platform model that is associated with these capabilities"
+            model = "the target platform model that is associated with the target platform capabilities"
+            what = f"is not defined in {model}"
             raise ModelingError(f"{entry.name} {what}", allowed=known)
         self.op_sets_to_layers.add(entry)
 

@@ -210,8 +210,8 @@ class QuantizationConfigOptions:
     def __post_init__(self) -> None:
         configs = self.quantization_config_list
         if self.base_config is None and len(configs) > 1:
-            what = f"base_config is required to select one of {len(configs)} options"
-            raise ModelingError(what, hint="base_config=...")
+            what = "For multiple configurations, a 'base_config' is required for non-mixed-precision optimization"
+            raise ModelingError(what, got=f"{len(configs)} configurations", hint="base_config=...")
         object.__setattr__(self, "base_config", self.base_config or configs[0])
         if self.base_config not in configs:
             raise ModelingError("base_config must be one of quantization_config_list", got=self.base_config)
