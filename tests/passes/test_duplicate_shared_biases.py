@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import chipfit
 from chipfit.graph.ir import Graph
 from chipfit.passes.duplicate_shared_biases import duplicate_shared_biases
 from tests.build import graph_of, model_of, quantized
@@ -47,7 +48,6 @@ def test_every_reader_after_the_first_gets_a_copy_under_the_next_number(trainabl
     "rows",
     [
         (("one", "Linear", "w b"), ("two", "Linear", "v -"), ("three", "Linear", "v")),  # a bias with one reader
-        (("one", "Linear", "w b"), ("two", "Add", "b")),  # an addition needs no scale of its own
         (("one", "LayerNorm", "b b"), ("two", "LayerNorm", "b b")),
         (("one", "Linear", "w b"), ("two", "Relu", ""), ("three", "Linear", "one b")),  # a computed weight
         (("one", "Linear", "w x"), ("two", "Linear", "v x")),  # a computed bias
@@ -57,6 +57,31 @@ def test_what_is_no_bias_of_several_linear_operators_stays(rows):
     before = graph(*rows)
     new, notes = duplicate_shared_biases(before)
     assert new.nodes == before.nodes and notes == [] and set(new.weights) == {"w", "v", "b"}
+
+
+def test_what_reads_a_bias_as_another_operand_gets_a_copy():
+    shared = graph(("one", "Linear", "w b"), ("two", "Add", "b"), ("three", "Mul", "b"), trainable=("b",))
+    new, notes = duplicate_shared_biases(shared)
+    assert inputs(new) == [("w", "b"), ("b_operand",), ("b_operand",)] and new.trainable == {"b", "b_operand"}
+    assert notes[0] == "bias 'b' is an operand of 'two' too, which now reads its own copy 'b_operand'"
+
+
+@pytest.mark.parametrize("platform", ["tflite_int8", "tflm_cmsis_nn", "ort_cpu"])
+def test_a_vector_that_is_a_bias_and_an_addend_is_exact_on_the_runtime(platform):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+            nn.init.zeros_(self.layer.bias)
+            self.norm.bias = self.layer.bias
+
+        def forward(self, x):
+            return self.norm(self.layer(x)) + self.layer.bias
+
+    torch.manual_seed(0)
+    data = [torch.randn(16, 8) for _ in range(2)]
+    result = chipfit.quantize(Tied().eval(), data, platform=platform, progress=False)
+    assert result.verify(data).exact
 
 
 def test_biases_are_counted_apart():
