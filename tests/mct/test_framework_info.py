@@ -42,6 +42,12 @@ def test_listed_kernels_and_results_are_quantized(kernels, results, expected):
     assert quantized(fit(FrameworkInfo(kernels, results, []))) == expected
 
 
+def test_layers_of_which_nothing_is_quantized_are_reported_in_float():
+    result = fit(FrameworkInfo([nn.Linear], [], []))
+    runs = {n.op: n.exec for n in result.plan.nodes.values()}
+    assert (runs["Conv2D"], runs["Relu"], runs["Linear"]) == ("float", "float", "int")
+
+
 def test_layers_without_quantization_take_precedence():
     with pytest.raises(ModelingError, match="no_quantization_ops"):
         FrameworkInfo([nn.Conv2d], [], [nn.Conv2d])

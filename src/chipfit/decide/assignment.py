@@ -190,6 +190,11 @@ class AssignmentBuilder:
             if written and len(group.nodes) == 1:
                 rules += file_rules(self.platform, head.op, rules, self.tensors[written[0]].format.bits)
             self.constraints.append(Constraint(op=head.op, rules=rules, slots=slots, attrs=dict(head.attrs)))
+        by_user = group.choices.get("activation_bits") == "float" and (
+            not bound or group.choices.get("bits") == "float"
+        )
+        if d.integer and not written and "w" not in bound and by_user:  # neither weights nor results are quantized
+            self.nodes |= {n.name: replace(self.nodes[n.name], exec="float", why=KEPT_BY_USER) for n in group.nodes}
 
     def add_inputs(self) -> None:
         """Add the model's inputs."""
