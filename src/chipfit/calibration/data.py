@@ -43,12 +43,13 @@ class NotedBatches(list[Any]):
         return NotedBatches(found, self.notes) if isinstance(index, slice) else found
 
 
-def iterate(data: Any, fixed: int = 0) -> Iterator[Any]:
+def iterate(data: Any, fixed: int = 0, *, single: bool = True) -> Iterator[Any]:
     """Return an iterator over the batches of an iterable, of one big array, or of what a callable returns.
 
     Args:
         fixed: the batch size that the model fixes; an array is split into whole batches of it, and batches of several
             samples into single ones where it is 1.
+        single: leave such batches whole if False: the graph of a model with a batch of 1 may take several samples.
 
     Raises:
         DataError: `data` is none of these.
@@ -72,7 +73,7 @@ def iterate(data: Any, fixed: int = 0) -> Iterator[Any]:
             "or a callable that returns one",
             hint="wrap a single batch in a list: [batch]",
         )
-    return (sample for batch in data for sample in _single_samples(batch)) if fixed == 1 else iter(data)
+    return (sample for batch in data for sample in _single_samples(batch)) if fixed == 1 and single else iter(data)
 
 
 def _single_samples(batch: Any) -> Iterator[Any]:
@@ -113,7 +114,7 @@ def first_batch(data: Any, model: Any) -> tuple[Call, Any]:
     Raises:
         DataError: the data are empty.
     """
-    rest = iterate(data, fixed_batch(model))
+    rest = iterate(data, fixed_batch(model), single=False)
     for first in rest:
         args, kwargs = call_of(first, model)
         if not _is_empty([x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]):
