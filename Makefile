@@ -21,7 +21,7 @@ setup: .venv/.ready ## make .venv and install chipfit with every tool it is deve
 	touch $@
 
 .venv/.ready: .venv/.torch pyproject.toml constraints.txt
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[onnx,mct,openvino,litert,tflm,keras,backends,images,bench,docs,dev]"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[onnx,mct,openvino,litert,tflm,keras,backends,images,bench,vela,docs,dev]"
 	$(BIN)/pip install --quiet --no-deps --constraint constraints.txt tf-keras # with the TensorFlow that is there
 	touch $@
 

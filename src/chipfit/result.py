@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from chipfit.report.report import Report
     from chipfit.report.similarity import Metric, Similarity
     from chipfit.verify import Verification
+    from chipfit.verify.npu import NpuReport
     from chipfit.verify.timing import Timing
 
 
@@ -355,6 +356,14 @@ class Result(SummaryRepr):
         self.refuse_trained("the file that is measured")
         self._timing = measure(self.graph, self.plan, self.platform, data, runtime=runtime, seconds=seconds)
         return self._timing
+
+    @torch_defaults()
+    def npu(self, accelerator: str = "ethos-u55-256") -> NpuReport:
+        """Compile the `.tflite` file for an Ethos-U NPU with Vela; see `verify.npu.compile_result`."""
+        from chipfit.verify.npu import compile_result
+
+        self.refuse_trained("the file that is compiled")
+        return compile_result(self.graph, self.plan, self.platform, accelerator)
 
     @torch_defaults()
     def save(self, directory: str | Path) -> Path:

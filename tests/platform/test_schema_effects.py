@@ -309,6 +309,7 @@ EFFECTS: dict[str, tuple[Any, Any, str]] = {
     "OpRule.when": (None, ops(1, when={"arch": "A"}), "plan"),
     "OpRule.use": (None, ops(1, use=[{"in": "a4", "out": "a4"}]), "plan"),
     "OpRule.rules": (None, rules(1, TIE), "plan"),
+    "OpRule.cpu": (None, ops(1, cpu=True), "plan"),
     "OpRule.exec=int": (ops(1, exec="float"), ops(1, exec="int"), "plan"),
     "OpRule.exec=float": (None, ops(1, exec="float"), "plan"),
     "OpRule.exec=table": (None, ops(1, exec="table"), "plan"),

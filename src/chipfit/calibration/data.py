@@ -85,8 +85,11 @@ def _single_samples(batch: Any) -> Iterator[Any]:
     if len(rows) != 1 or max(rows) < 2:
         yield batch
         return
-    for k in range(max(rows)):
-        yield tree_map_only(torch.Tensor, lambda x, k=k: x[k : k + 1], batch)
+
+    def row(k: int) -> Any:
+        return tree_map_only(torch.Tensor, lambda x: x[k : k + 1], batch)
+
+    yield from map(row, range(max(rows)))
 
 
 def _call_without_arguments(function: Callable[..., Any]) -> Any:

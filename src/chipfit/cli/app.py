@@ -540,6 +540,20 @@ def time_(
     _echo(str(found))
 
 
+@command(app, "check-npu")
+def check_npu(
+    saved: Annotated[Path, Argument(help="folder that `quantize` or Result.save wrote, or a quantized .tflite file")],
+    accelerator: Annotated[str, Option("--accelerator", help="ethos-u55-32 to ethos-u85-2048")] = "ethos-u55-256",
+) -> None:
+    """Compile for an Ethos-U NPU with Vela; show which operators run on it, memory and estimated time."""
+    from chipfit.verify.npu import compile_file
+
+    found = compile_file(saved, accelerator) if saved.suffix == ".tflite" else _load(saved).npu(accelerator)
+    if OUTPUT.json:
+        return print_document(found.to_dict())
+    _echo(str(found))
+
+
 @command(app)
 def lint(model: Model, shape: Shape = None, platform: Chip = DEFAULT, weights: Weights = None) -> None:
     """Show where each operator runs on this platform and what is fused. Requires no data."""

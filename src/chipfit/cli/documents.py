@@ -67,6 +67,21 @@ class Timed(TypedDict):
     warnings: list[str]
 
 
+class Npu(TypedDict):
+    """A network on an NPU, by its compiler's estimate."""
+
+    accelerator: str
+    operators: int
+    on_npu: int
+    on_cpu: list[dict[str, str]]  #: tensor, layer, op, why
+    sram: int  #: bytes
+    dram: int
+    flash: int
+    macs: int
+    cycles: int
+    inferences_per_second: float
+
+
 class Layer(TypedDict):
     """An operator and how it runs."""
 
@@ -205,6 +220,7 @@ DOCUMENTS: dict[str, Any] = {
     "verify": Compared,
     "time": Timed,
     "lint": Linted,
+    "check-npu": Npu,
     "explain": Explained,
     "doctor": Diagnosis,
     "platforms list": Platforms,

@@ -171,11 +171,14 @@ class AssignmentBuilder:
         """Add one group: its nodes, the tensors that it reads and writes, and the platform's rules about them."""
         group = d.group
         self._check_listed(d)
+        rule = group.resolved.rule
+        beside = self.platform.unlisted == "cpu" if rule is None else rule.cpu
+        on_cpu = f"the processor beside '{self.platform.name}' runs it, in integers" if beside and d.integer else ""
         for n in group.nodes:
             tail = group.tail.name if len(group.nodes) > 1 else ""
             simd = d.option.simd if d.option and n is group.head else None
             self.nodes[n.name] = NodePlan(
-                name=n.name, op=n.op, layer=n.display_name, exec=d.exec, group=tail, why=d.why, simd=simd
+                name=n.name, op=n.op, layer=n.display_name, exec=d.exec, group=tail, why=d.why or on_cpu, simd=simd
             )
         bound: dict[str, list[str]] = {}
         for r in group.operands:

@@ -94,7 +94,7 @@ class NodePlan:
     layer: str = ""
     exec: Exec = "float"
     group: str = ""  #: name of the fused group's last node; "" when the node is alone
-    why: str = ""  #: why it runs in float
+    why: str = ""  #: why it runs in float, or on the processor beside the chip's accelerator
     simd: PositiveInt | None = None  #: output channels of one instruction, where the platform names them
 
     @property

@@ -393,6 +393,7 @@ class OpRule(_Record):
     use: tuple[Option, ...] = Field((), description="joint choices, the first is the base one")
     rules: tuple[Rule, ...] = ()
     exec: Exec | None = None
+    cpu: bool = Field(False, description="the processor beside the accelerator computes it, in these formats")
     src: tuple[str, ...] = Field(min_length=1, description="source ids")
     confidence: Confidence = Field(alias="conf", description="V verified in source, D documented, I inferred")
     note: str = ""
