@@ -28,7 +28,7 @@ from chipfit.quantizers.tables import log_table
 from chipfit.registry import lookup, registered
 
 sys.path.insert(0, str(Path(__file__).parent))
-from pictures import forms
+from drawings import forms
 
 
 def support_table() -> str:

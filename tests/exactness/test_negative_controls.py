@@ -93,7 +93,7 @@ def test_an_honest_file_on_an_honest_runtime_is_said_to_be_so(proven, command):
     status, said = command(file)
     promised = runtime in result.platform.runtimes
     assert status in ((0,) if promised else (0, 3)), said
-    stored = 7 if "litert" in runtime else 6  # the others return the head's sums in float
+    stored = 7 if file.suffix == ".tflite" else 6  # the others return the head's sums in float
     assert "8 of 8 weights and biases read back" in said and f"compared {stored} of {stored} tensors" in said
     assert not promised or ("0 of" in said and "departs" not in said)
 
@@ -226,7 +226,8 @@ def test_the_file_of_another_model_is_noticed(proven, command, tmp_path, shape):
     model, x = other_net(*shape)
     other = quantized(model, x, result.platform).export(tmp_path / f"m{file.suffix}")
     status, said = command(other)
-    assert status in (1, 2) and ("departs: " in said or "is this the file" in said), (status, said)
+    hints = ("departs: ", "is this the file", "has fixed sizes")
+    assert status in (1, 2) and any(h in said for h in hints), (status, said)
 
 
 @pytest.mark.parametrize("platform", ["ort_cpu", "tflite_int16x8"])

@@ -80,7 +80,7 @@ def test_an_operator_of_its_own_stays_a_call_of_the_framework(toy, net):
 def test_the_command_line_finds_it_by_the_suffix_of_a_file(toy, tmp_path):
     with open(file := tmp_path / "net.toy", "wb") as f:
         np.savez(f, kernel=np.eye(3, dtype="f4"), bias=np.zeros(3, "f4"))
-    assert frameworks.is_model(load_model(str(file))) and example_of(str(file), "1,3").shape == (1, 3)
+    assert frameworks.is_model(load_model(str(file))) and example_of(str(file), ["1,3"]).shape == (1, 3)
     with pytest.raises(CaptureError, match="a .keras file, a .onnx file, a .tflite file, a .toy file, a .pt2 file"):
         load_model("net")
 

@@ -99,13 +99,21 @@ def test_the_shifted_statistics_are_those_of_a_new_calibration():
         (before(nn.Sigmoid(), nn.Conv2d(3, 3, 1)), (-80, 60), "Sigmoid '2' reads it"),
         (before(nn.ConvTranspose2d(3, 3, 2, 2)), (-80, 60), "another bias at every position"),
         (before(nn.AvgPool2d(2, padding=1), nn.Conv2d(3, 3, 1)), (-80, 60), "AvgPool '2' reads it"),
-        (net_of(nn.SiLU(), reads_its_bias), (-4, 7), "the bias of 'last' is read by several operators"),
     ],
 )
 def test_a_shift_that_does_not_help_or_cannot_be_undone_is_refused(net, span, why):
     steps = begin(net, spread(*span))
     new, _, notes = shift_negative(steps.graph, steps.assignment, steps.stats)
     assert new.nodes == steps.graph.nodes and len(notes) == 1 and why in notes[0]
+
+
+def test_a_bias_that_is_read_elsewhere_stays_there():
+    net = net_of(nn.SiLU(), reads_its_bias)
+    steps = begin(net, spread(-4, 7))
+    new, _, notes = shift_negative(steps.graph, steps.assignment, steps.stats)
+    assert notes == ["shifted 'act' by 0.28125, now unsigned, before 'last'"]
+    assert torch.equal(new.weights["last.bias_operand"], net.last.bias)
+    assert not torch.equal(new.weights["last.bias"], net.last.bias)
 
 
 WEIGHTS, BIAS = [1.0, 2.0, 3.0, 0.0, -4.0, 1.0], [1 - 6 * 0.28125, 1 + 3 * 0.28125]

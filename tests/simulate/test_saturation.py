@@ -108,7 +108,7 @@ def without_table(z: torch.Tensor) -> torch.Tensor:
         (narrowed("tflite_int8", -127, 127), 8, -128),
         (narrowed("tflite_int8", -32, 31), 8, -128),
         (narrowed("tflite_int16x8", -2048, 2047), 16, -32768),
-        (load("ethos_u"), 16, -32768),
+        (load("ethos_u").model_copy(update={"float_unit": True}), 16, -32768),
     ],
     ids=["without_the_lowest_of_8", "6_of_8", "12_of_16", "ethos_u"],
 )

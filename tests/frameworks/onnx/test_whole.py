@@ -124,9 +124,9 @@ def test_an_operator_without_a_row_is_written_without_the_operands_that_it_lacks
     """An LSTM has an initial state, but no sequence lengths before it."""
     draw = np.random.default_rng(0)
     constants = {k: draw.standard_normal(s).astype("f4") for k, s in {"w": (1, 16, 6), "r": (1, 16, 4)}.items()}
-    constants |= {"b": np.zeros((1, 32), "f4"), "h": np.zeros((1, 8, 4), "f4")}
+    constants |= {"m": np.eye(6, dtype="f4"), "b": np.zeros((1, 32), "f4"), "h": np.zeros((1, 8, 4), "f4")}
     steps = [
-        helper.make_node("Relu", ["x"], ["a"]),
+        helper.make_node("MatMul", ["x", "m"], ["a"]),
         helper.make_node("LSTM", ["a", "w", "r", "b", "", "h", "h"], ["y", "", "z"], hidden_size=4),
     ]
     data = [torch.randn(5, 8, 6) for _ in range(3)]
