@@ -109,6 +109,19 @@ class Tflm(LiteRtReference):
         with _where(path):
             _Interpreter(content).allocate_tensors()
 
+    @staticmethod
+    def arena(content: bytes) -> int:
+        """Return the least arena with which the interpreter loads a file [bytes].
+
+        Records of the interpreter hold addresses, which have 8 bytes here and 4 on most microcontrollers: there it
+        needs no more.
+
+        Raises:
+            RuntimeUnavailable: the runtime refuses the file, crashes or hangs.
+        """
+        size: int = Child("tflm_child.py", NAME).ask("arena", content)
+        return size
+
     def executed(self) -> Mapping[str, int]:
         """Return how often each operator of the file runs."""
         return dict(sorted(Counter(operator_names(self.interpreter._content)).items()))

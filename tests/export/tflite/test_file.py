@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 
 import numpy as np
 import pytest
+import torch
 from ai_edge_litert import schema_py_generated as schema
+from torch import nn
 
+import chipfit
 from chipfit.export.tflite.c_array import arena, header
 from chipfit.export.tflite.file import INT4, TYPES, File, Quantization, pack_4_bits
 from chipfit.export.tflite.metadata import metadata
@@ -70,10 +74,29 @@ def test_an_array_of_c_has_a_name_that_c_allows(name, taken):
     content = chain(16)
     text = header(content, name)
     assert f"static const unsigned char {taken}[] = {{" in text and f"#ifndef {taken.upper()}_H" in text
-    assert f"#define {taken.upper()}_TENSOR_ARENA 16\n" in text and "\nalignas(16)\n" in text
+    assert f"#define {taken.upper()}_TENSOR_ARENA " in text and "\nalignas(16)\n" in text
     assert f"static const unsigned int {taken}_len = {len(content)};" in text and "_Alignas(16)\n" in text
     rows = [line for line in text.splitlines() if line.startswith("    0x")]
     assert bytes(int(b, 16) for row in rows for b in row.replace("0x", "").strip(" ,").split(",")) == content
+
+
+def test_the_arena_of_an_array_of_c_is_the_least_with_which_the_interpreter_loads_it(tmp_path, monkeypatch):
+    micro = pytest.importorskip("tflite_micro.python.tflite_micro").runtime
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(1152, 4)).eval()
+    result = chipfit.quantize(net, torch.randn(8, 3, 16, 16), platform="tflm_cmsis_nn", progress=False)
+    content = result.export(tmp_path / "net.tflite", io="int8", batch=1).read_bytes()
+
+    def size() -> int:
+        text = result.export(tmp_path / "net.h", io="int8", batch=1).read_text()
+        return int(re.search(r"NET_TENSOR_ARENA (\d+)", text)[1])
+
+    needed = size()
+    micro.Interpreter.from_bytes(content, arena_size=needed)
+    with pytest.raises(RuntimeError):
+        micro.Interpreter.from_bytes(content, arena_size=needed - 16)
+    monkeypatch.setattr("chipfit.registry.importlib.util.find_spec", lambda name: None)
+    assert arena(content) == int(re.search(r"ARENA (\d+)", header(content, "net"))[1]) < needed  # of tensors alone
 
 
 def test_codes_of_4_bits_are_packed_and_read_with_their_sign():

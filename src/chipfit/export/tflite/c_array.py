@@ -1,11 +1,14 @@
 """A `.tflite` file as a C array, for microcontrollers without a file system, and the memory of its tensors."""
 
+import contextlib
 from typing import Any
 
 import numpy as np
 from ai_edge_litert import schema_py_generated as schema
 
+from chipfit.errors import RuntimeUnavailable
 from chipfit.export.tflite.file import INT4, NUMPY
+from chipfit.registry import entry, require
 
 ALIGNMENT = 16  #: of TensorFlow Lite Micro's tensors [bytes]
 _BYTES_PER_LINE = 16
@@ -21,12 +24,12 @@ def header(content: bytes, name: str) -> str:
     name = f"_{name}" if name[:1].isdigit() else name
     rows = (content[k : k + _BYTES_PER_LINE] for k in range(0, len(content), _BYTES_PER_LINE))
     body = "\n".join("    " + "".join(f"0x{byte:02x}," for byte in row) for row in rows)
+    size, comment = _arena_and_comment(content)
     return f"""#ifndef {name.upper()}_H
 #define {name.upper()}_H
 
-// Bytes of all computed tensors, placed to share memory. The runtime's own records and scratch buffers of kernels
-// come on top: TensorFlow Lite Micro reports the sum in arena_used_bytes().
-#define {name.upper()}_TENSOR_ARENA {arena(content)}
+{comment}
+#define {name.upper()}_TENSOR_ARENA {size}
 
 #ifdef __cplusplus
 alignas({ALIGNMENT})
@@ -40,6 +43,21 @@ static const unsigned int {name}_len = {len(content)};
 
 #endif
 """
+
+
+def _arena_and_comment(content: bytes) -> tuple[int, str]:
+    """Return what TensorFlow Lite Micro needs where it is installed, else what the tensors take; and what it is."""
+    runtime = entry("runtime", "tflm")
+    with contextlib.suppress(RuntimeUnavailable):  # not installed, or it lacks an operator, which `lint` names
+        require(runtime)
+        return runtime.thing.arena(content), (
+            "// The least arena with which TensorFlow Lite Micro loads the file, measured by its interpreter on a\n"
+            "// 64-bit processor; kernels of other libraries, such as CMSIS-NN, may need scratch buffers."
+        )
+    return arena(content), (
+        "// Bytes of all computed tensors, placed to share memory. The runtime's own records and scratch buffers of\n"
+        "// kernels come on top: TensorFlow Lite Micro reports the sum in arena_used_bytes()."
+    )
 
 
 def arena(content: bytes, aligned: int = ALIGNMENT) -> int:
