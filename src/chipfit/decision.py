@@ -96,9 +96,18 @@ class Decision:
         return refuse_all_float(self)
 
     def _free_inputs(self) -> list[str]:
-        """Return the inputs of the model whose readers take data of any format."""
+        """Return the inputs of the model whose readers, perhaps behind pass-through operators, take any format."""
         users, free = self.graph.users(), self.assignment.read_anything
-        return [v for v in self.graph.inputs if v in users and all(n.name in free for n in users[v])]
+        nodes = self.assignment.nodes
+
+        def is_free(value: str) -> bool:
+            readers = users.get(value, [])
+            return bool(readers) and all(n.name in free or passes(n) for n in readers)
+
+        def passes(n: Node) -> bool:
+            return n.name in nodes and nodes[n.name].exec == "follow" and all(map(is_free, n.outputs))
+
+        return [v for v in self.graph.inputs if is_free(v)]
 
     def with_bits(self, bits: Mapping[str, int]) -> Decision:
         """Return the decision to be made with these bits.

@@ -10,6 +10,7 @@ import sys
 import zipfile
 from dataclasses import replace
 
+import h5py
 import keras
 import numpy as np
 import pytest
@@ -118,3 +119,32 @@ def test_a_kernel_with_scales_along_two_axes_is_refused(tmp_path):
     result = quantized(model, [np.ones((2, 8, 8, 3), "float32")], "imx500")
     with pytest.raises(errors.UnsupportedError, match="scales along two axes"):
         result.export(tmp_path / "m.keras", format="mctq")
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_keras_3_reads_such_a_file_back(name, tmp_path):
+    model, batch = keras_zoo.make(name)
+    result = quantized(model, [batch], "imx500")
+    loaded = chipfit.keras_load_quantized_model(result.export(tmp_path / "m.keras", format="mctq"))
+    for got, want in zip(*(keras.tree.flatten(m(batch)) for m in (loaded, result.model)), strict=True):
+        np.testing.assert_array_equal(*map(keras.ops.convert_to_numpy, (got, want)))
+
+
+def test_a_file_with_an_unknown_class_or_without_a_weight_is_refused_by_name(tmp_path):
+    model, batch = small()
+    path = quantized(model, [batch], "imx500").export(tmp_path / "m.keras", format="mctq")
+    with zipfile.ZipFile(path) as archive:
+        config, weights = archive.read("config.json"), archive.read("model.weights.h5")
+    for old, new, group, message in (
+        (b"ActivationPOTInf", b"ActivationNewInf", "", "'ActivationNewInferableQuantizer' of mct_quantizers"),
+        (b"", b"", "layers/keras_quantization_wrapper/vars/0", "no weight 'layers/keras_quantization_wrapper/vars/0'"),
+    ):
+        (tmp_path / "w.h5").write_bytes(weights)
+        with h5py.File(tmp_path / "w.h5", "a") as store:
+            if group:
+                del store[group]
+        with zipfile.ZipFile(tmp_path / "bad.keras", "w") as archive:
+            archive.writestr("config.json", config.replace(old, new) if old else config)
+            archive.write(tmp_path / "w.h5", "model.weights.h5")
+        with pytest.raises(errors.CaptureError, match=message):
+            chipfit.keras_load_quantized_model(tmp_path / "bad.keras")

@@ -326,9 +326,11 @@ def chip_with(widths, *more):
     pot = tp.QuantizationMethod.POWER_OF_TWO
     configs = [tp.OpQuantizationConfig(w, {}, pot, n, widths, True) for n in widths]
     options = tp.QuantizationConfigOptions(configs, configs[0])
+    moves = configs[0].clone_and_edit(enable_activation_quantization=False)
     with tp.TargetPlatformModel(tp.QuantizationConfigOptions([configs[0]])) as made:
         for name in ("Conv", *more):
             tp.OperatorsSet(name, options)
+        tp.OperatorsSet("Transpose", tp.QuantizationConfigOptions([moves]))
     return made
 
 
@@ -344,6 +346,24 @@ def test_the_largest_value_has_the_bits_that_the_memory_of_activations_allows(mo
     assert info.mixed_precision_cfg.tolist() == expected
     used = max(n * (8, 4, 2)[k] / 8 for n, k in zip((3072, 2700, 2704), expected, strict=True))
     assert info.final_resource_utilization.activation_memory == used <= most
+
+
+class ChannelsLast(nn.Module):
+    """A network whose inputs have their channels on the last axis."""
+
+    def __init__(self):
+        super().__init__()
+        self.convs = TWO
+
+    def forward(self, x):
+        return self.convs(x.permute(0, 3, 1, 2))
+
+
+def test_an_input_behind_a_layout_change_has_the_bits_that_a_limit_allows():
+    given = ChannelsLast(), IMAGES.permute(0, 2, 3, 1).contiguous()
+    info = ptq(given, chip_with((8, 4), "Input"), core.ResourceUtilization(activation_memory=1536))[1]
+    tensors = info.result.plan.tensors.values()
+    assert {t.grid.bits for t in tensors if t.role == "activation"} == {4}
 
 
 def test_both_measures_of_memory_are_available():

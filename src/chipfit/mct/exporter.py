@@ -1,6 +1,7 @@
 """Export under the names of MCT: files with rounded floats, with integers, or with quantizers of mct_quantizers."""
 
 import tempfile
+import warnings
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
@@ -96,7 +97,9 @@ def keras_export_model(
     Args:
         serialization_format, quantization_format: `.keras` files are fakely quantized or MCTQ, `.tflite` files fakely
             quantized or INT8.
-        model, save_model_path, is_layer_exportable_fn: see `pytorch_export_model`, which has the same errors.
+        model: as of `pytorch_export_model`; a float model, which a chip without quantization leaves, gives a float
+            `.keras` file, with a warning.
+        save_model_path, is_layer_exportable_fn: see `pytorch_export_model`, which has the same errors.
 
     Returns:
         The custom objects that loading needs: none.
@@ -115,6 +118,10 @@ def _export(model: Any, path: Any, check: Any, form: Any, quantized: Any, **opti
         raise ConfigError(what, got=getattr(quantized, "name", repr(quantized)), allowed=allowed)
     suffix, name = formats[quantized]
     path = path_of(path, ExportError)
+    if form is KerasExportSerializationFormat.KERAS and not hasattr(model, "_chipfit") and hasattr(model, "save"):
+        warnings.warn("The model has no quantizers of a facade: its file is a float model", stacklevel=3)
+        model.save(path)
+        return
     result = result_of(model)
     for layer in (model.layers if hasattr(model, "layers") else model.children()) if check is not None else ():
         check(layer)

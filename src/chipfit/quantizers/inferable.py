@@ -92,12 +92,16 @@ def uniform(bits: int, low: Any, high: Any, axis: int | None = None) -> Stored:
 
 def parameters(s: Stored) -> dict[str, Any]:
     """Return "threshold", perhaps with "lut_values", or "range_min" and "range_max"; float32 tensors, [] or [C]."""
-    if not s.grid.symmetric:
-        low, high = ((end - s.zero_point) * s.scale for end in (s.grid.qmin, s.grid.qmax))
+    return _parameters(s.grid, s.scale, s.zero_point)
+
+
+def _parameters(grid: Grid, scale: torch.Tensor, zero_point: torch.Tensor) -> dict[str, Any]:
+    if not grid.symmetric:
+        low, high = ((end - zero_point) * scale for end in (grid.qmin, grid.qmax))
         return {"range_min": low, "range_max": high}
-    if s.grid.table is not None:
-        return {"threshold": s.scale * float(s.grid.qmax + 1), "lut_values": s.grid.table}
-    return {"threshold": s.scale * float(1 << s.grid.bits - int(s.grid.signed))}
+    if grid.table is not None:
+        return {"threshold": scale * float(grid.qmax + 1), "lut_values": grid.table}
+    return {"threshold": scale * float(1 << grid.bits - int(grid.signed))}
 
 
 class BaseInferableQuantizer:
@@ -210,16 +214,24 @@ def inferable_for(stored: Stored, role: str, classes: Mapping[str, Any] = CLASSE
         role: "weight" or "activation".
         classes: the framework's classes, by name.
     """
-    grid, words = stored.grid, parameters(stored)
-    given: dict[str, Any] = {k: v.reshape(-1).tolist() for k, v in words.items() if k != "lut_values"}
-    given = {{"range_min": "min_range", "range_max": "max_range"}.get(k, k): v for k, v in given.items()}
-    if role == "weight":
-        given |= {"per_channel": stored.axis is not None, "channel_axis": stored.axis}
-    elif grid.symmetric:
-        given["signed"] = grid.signed
+    grid, given = stored.grid, description(stored.grid, stored.scale, stored.zero_point, stored.axis)
+    dropped = {"signed"} if role == "weight" or not grid.symmetric else set()
+    dropped |= set() if role == "weight" else {"per_channel", "channel_axis"}
+    given = {name: value for name, value in given.items() if name not in dropped}
     kind = ("POT" if grid.pot else "Symmetric") if grid.symmetric else "Uniform"
     if grid.table is not None:
         kind = "LUT" + kind if role == "weight" else "Lut" + kind
-        given |= {"lut_values": list(grid.table), "lut_values_bitwidth": int(math.log2(grid.qmax - grid.qmin + 1))}
     name = f"{role.capitalize()}{'s' if role == 'weight' else ''}{kind}InferableQuantizer"
-    return classes[name](num_bits=grid.bits, **given)
+    return classes[name](**given)
+
+
+def description(grid: Grid, scale: torch.Tensor, zero_point: torch.Tensor, axis: int | None) -> dict[str, Any]:
+    """Return the arguments of inferable quantizers, for weights and for activations; shapes are those of `Stored`."""
+    numbers = _parameters(grid, scale, zero_point)
+    names = {"range_min": "min_range", "range_max": "max_range"}
+    lists = {names.get(k, k): v.reshape(-1).tolist() for k, v in numbers.items() if k != "lut_values"}
+    given = {"num_bits": grid.bits, **lists, "signed": grid.signed}
+    given |= {"per_channel": axis is not None, "channel_axis": axis}
+    if grid.table is not None:
+        given |= {"lut_values": list(grid.table), "lut_values_bitwidth": int(math.log2(grid.qmax - grid.qmin + 1))}
+    return given

@@ -20,7 +20,7 @@ from chipfit.core.network_editor import (  # noqa: E402  # noqa: E402
     ReplaceLayer,
 )
 from chipfit.engine.run import run  # noqa: E402
-from chipfit.errors import UnsupportedError  # noqa: E402
+from chipfit.errors import ConfigError, UnknownNameError, UnsupportedError  # noqa: E402
 
 REWRITES = {
     "linear_collapsing": True,
@@ -83,6 +83,68 @@ def test_rules_choose_keras_layers_by_type_and_by_name(net):
     _, info = fit(net, debug_config=DebugConfig(network_editor=rules))
     bits = {t.layer: t.grid.bits for t in info.result.plan.tensors.values() if t.role == "weight" and t.quantized}
     assert bits["wide"] == 2 and bits["head"] == 8 and {v for k, v in bits.items() if k.startswith("conv2d")} == {4}
-    rules = [EditRule(NodeNameFilter("head"), ReplaceLayer(layers.Dense, lambda w, **a: (w, a)))]
-    with pytest.raises(UnsupportedError, match="PyTorch"):
+
+
+def test_layers_of_keras_models_are_replaced(net):
+    model, images = net
+
+    def doubled(weights, **settings):
+        return {name: 2 * w for name, w in weights.items()}, settings
+
+    rules = [EditRule(NodeNameFilter("head"), ReplaceLayer(layers.Dense, doubled))]
+    rules += [
+        EditRule(
+            NodeTypeFilter(layers.Softmax), ReplaceLayer(layers.Identity, lambda w, name, **_: ({}, {"name": name}))
+        )
+    ]
+    quantized, _ = fit(net, debug_config=DebugConfig(network_editor=rules))
+    scores = keras.Model(model.input, model.get_layer("head").output)
+    got, want = numbers(quantized(images)), 2 * numbers(scores(images))
+    assert np.abs(got - want).max() < 0.05 * np.abs(want).max()
+    assert numbers(model(images)).sum(1) == pytest.approx(1, abs=1e-5)  # the model itself is as it was
+
+
+@pytest.mark.parametrize(
+    ("name", "new", "error", "message"),
+    [
+        ("heda", (layers.Dense, lambda w, **a: (w, a)), UnknownNameError, "'head'"),
+        ("head", (layers.Conv2D, lambda w, **a: (w, a)), ConfigError, "'head' cannot become a Conv2D"),
+        ("head", (layers.Dense, lambda w, **a: ({"other": 1}, a)), ConfigError, "'head' cannot become a Dense"),
+        ("head", (layers.Dense, lambda w, **a: ({"kernel": np.ones((1, 2))}, a)), ConfigError, "'head' cannot become"),
+    ],
+)
+def test_a_layer_that_cannot_be_replaced_is_named(net, name, new, error, message):
+    rules = [EditRule(NodeNameFilter(name), ReplaceLayer(*new))]
+    with pytest.raises(error, match=message):
         fit(net, debug_config=DebugConfig(network_editor=rules))
+
+
+def test_only_models_whose_calls_are_known_have_layers_replaced(net):
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.head = layers.Dense(2, name="head")
+
+        def call(self, x):
+            return self.head(x)
+
+    model, rules = Own(), [EditRule(NodeNameFilter("head"), ReplaceLayer(layers.Dense, lambda w, **a: (w, a)))]
+    model(np.ones((1, 3), "float32"))
+    with pytest.raises(UnsupportedError, match="Functional and Sequential"):
+        fit((model, np.ones((1, 3), "float32")), debug_config=DebugConfig(network_editor=rules))
+
+
+def test_a_trainable_model_is_saved_as_hdf5_and_read_back(net, tmp_path):
+    model, images = net
+    made, _, _ = chipfit.qat.keras_quantization_aware_training_init(model, lambda: iter([[images]]))
+    made.save(tmp_path / "m.h5")
+    loaded = chipfit.keras_load_quantized_model(tmp_path / "m.h5")
+    np.testing.assert_array_equal(numbers(loaded(images)), numbers(made(images)))
+
+
+def test_a_network_of_which_the_chip_quantizes_nothing_is_exported_in_float(net, tmp_path):
+    model, images = net
+    with pytest.warns(UserWarning, match="its file is a float model"):
+        chipfit.exporter.keras_export_model(model, tmp_path / "m.keras")
+    loaded = chipfit.keras_load_quantized_model(tmp_path / "m.keras")
+    np.testing.assert_array_equal(numbers(loaded(images)), numbers(model(images)))

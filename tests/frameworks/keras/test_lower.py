@@ -394,10 +394,18 @@ def test_a_scale_starts_from_the_weight_that_it_rounds(bn_fold, factor):
     np.testing.assert_allclose(numbers(q.numbers()[0]).ravel(), want, rtol=1e-5)
 
 
-def test_configurations_of_quantizers_have_their_bits_as_mct_names_them():
+def test_configurations_of_quantizers_describe_their_numbers_as_mct_names_them():
     image = keras.Input((6, 6, 2))
-    model = keras.Model(image, keras.layers.Conv2D(3, 3, name="conv")(image))
-    made = chipfit.quantize(model, np.ones((2, 6, 6, 2), "float32"), platform="imx500", progress=False).model
+    model = keras.Model(image, layers.Conv2D(3, 3, name="conv")(image))
+    kernel = np.zeros((3, 3, 2, 3), "float32")
+    kernel[0, 0, 0] = 127 / 128, 127 / 64, -127 / 32  # 127 steps of symmetric grids, whose thresholds are 128 steps
+    model.get_layer("conv").set_weights([kernel, np.zeros(3, "float32")])
+    made = chipfit.quantize(model, np.ones((2, 6, 6, 2), "float32"), platform="ort_cpu", progress=False).model
     quantizer = made.get_layer("conv").weights_quantizers["kernel"]
-    assert quantizer.get_config()["num_bits"] == quantizer.num_bits == 8
-    assert type(quantizer).from_config(quantizer.get_config()).num_bits == 8
+    found = quantizer.get_config()
+    np.testing.assert_allclose(found["threshold"], [1, 2, 4], rtol=1e-6)
+    assert (found["num_bits"], found["per_channel"], found["channel_axis"]) == (8, True, 3)
+    assert type(quantizer).from_config(found).num_bits == 8
+    holder = next(v for v in made.layers if isinstance(v, KerasActivationQuantizationHolder))
+    given = holder.get_config()["activation_holder_quantizer"]["config"]  # of the input, which is 1 everywhere
+    np.testing.assert_allclose([given["min_range"], given["max_range"]], [[0], [1]], rtol=1e-6)

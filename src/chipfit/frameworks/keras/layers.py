@@ -17,12 +17,17 @@ from chipfit.quantizers.algorithm import Algorithm, algorithm_text, with_levels
 from chipfit.quantizers.bn_fold import Channels, Norm, folded, forward, remembered
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.hosting import apply, initialize, to_inferable
+from chipfit.quantizers.inferable import description
 from chipfit.quantizers.pairs import fake_bounded, output_axes
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import create
 
 #: names of the variables of a batch norm
 NORM_VARIABLES = ("gamma", "beta", "moving_mean", "moving_variance")
+#: entries of a quantizer's configuration that describe its numbers under the names of MCT; a saved one has them beside
+_DESCRIBED = frozenset(
+    "num_bits signed threshold min_range max_range per_channel channel_axis lut_values lut_values_bitwidth".split()
+)
 #: a decorator of classes that Keras saves and loads
 registered = keras.saving.register_keras_serializable(package="chipfit")
 
@@ -163,16 +168,21 @@ class KerasQuantizer(keras.layers.Layer):
         else:
             algorithm = algorithm_text(self.algorithm)
         train_scale = self.scale.trainable if hasattr(self, "scale") else False
-        own = {
-            "train_scale": train_scale,
-            "algorithm": algorithm,
-            "num_bits": self.num_bits,
-        }  # the last as MCT names it
-        return {**super().get_config(), **config, **own}
+        own = {"train_scale": train_scale, "algorithm": algorithm}
+        return {**self._description(), **super().get_config(), **config, **own}
+
+    def _description(self) -> dict[str, Any]:
+        """Return the current numbers as arguments of MCT's inferable quantizers; nothing for a grid that has none."""
+        grid = self.trained_grid()
+        if grid.kind not in ("int", "lut") or grid.per == "block":
+            return {"num_bits": self.num_bits}
+        axis = next((k for k, size in enumerate(self.shape) if size > 1), 0) if self.shape else None
+        scale, zero = (torch.from_numpy(np.array(ops.convert_to_numpy(n))).flatten() for n in self.numbers())
+        return description(grid, scale, zero, axis)
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> KerasQuantizer:
-        return super().from_config({k: v for k, v in config.items() if k != "num_bits"})  # type: ignore[no-any-return]
+        return super().from_config({k: v for k, v in config.items() if k not in _DESCRIBED})  # type: ignore[no-any-return]
 
     @classmethod
     def from_stored(

@@ -10,6 +10,7 @@ import importlib
 import inspect
 import json
 import sys
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -160,15 +161,23 @@ def load_quantized(filepath: str | Path, custom_objects: Mapping[str, Any] | Non
     """Load a saved model with quantizers, as MCT's `keras_load_quantized_model` does.
 
     Args:
-        filepath: of the saved model.
+        filepath: of the saved model: `.keras` or `.h5` of chipfit's models, or `.keras` exported with format="mctq".
         custom_objects: classes of the user by name.
         compile: compile the model as it was.
 
     Raises:
         OSError, ValueError: Keras cannot read the file.
+        CaptureError: a file of mct_quantizers has objects that are not known.
     """
     importlib.import_module("chipfit.frameworks.keras.layers")  # registers our layers
-    return keras.models.load_model(filepath, custom_objects=dict(custom_objects or {}), compile=compile)
+    if zipfile.is_zipfile(filepath):
+        config, mctq = _read_archive(filepath), importlib.import_module("chipfit.frameworks.keras.mctq_reading")
+        if mctq.is_mctq(config):
+            return mctq.load(filepath, config, custom_objects or {})
+    registered = keras.saving.get_custom_objects().items()
+    ours = {name.partition(">")[2]: c for name, c in registered if name.startswith("chipfit>")}
+    known = {**ours, **(custom_objects or {})}  # .h5 files name classes without their packages
+    return keras.models.load_model(filepath, custom_objects=known, compile=compile)
 
 
 def _read_archive(path: str | Path) -> Any:

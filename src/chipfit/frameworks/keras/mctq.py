@@ -65,7 +65,7 @@ _SETTINGS = {
 _ACTIVATIONS = {a: a for a in "elu exponential gelu linear relu selu sigmoid softmax softplus softsign tanh".split()}
 _ACTIVATIONS |= {"silu": "swish", "swish": "swish"}
 #: name of a variable in Keras 3 -> that in Keras 2, by class of its layer
-_VARIABLES = {("DepthwiseConv2D", "kernel"): "depthwise_kernel"}
+VARIABLES = {("DepthwiseConv2D", "kernel"): "depthwise_kernel"}
 #: operators with a constant that are a Rescaling: number -> scale and offset
 _RESCALED: dict[str, Callable[[Any], tuple[Any, Any]]] = {
     "Mul": lambda c: (c, 0.0),
@@ -73,7 +73,7 @@ _RESCALED: dict[str, Callable[[Any], tuple[Any, Any]]] = {
     "Sub": lambda c: (1.0, -c),
     "Div": lambda c: (1 / c, 0.0),
 }
-_PLACE = "mct_quantizers.keras"
+PLACE = "mct_quantizers.keras"  #: package of the layers and quantizers
 _HINT = "export an `.onnx` file with format='mctq', or a `.keras` file with format='fake'"
 
 
@@ -192,7 +192,7 @@ class _Archive:
         return {"module": "keras.layers", "class_name": kind, "config": config, "registered_name": None}
 
     def _variable(self, wrapper: Any, name: str) -> str:
-        return _VARIABLES.get((type(wrapper.layer).__name__, name), name)
+        return VARIABLES.get((type(wrapper.layer).__name__, name), name)
 
     def _stored(self, layer: str, variable: str) -> tuple[str, Any]:
         tensor = self.tensors[layer, variable]
@@ -216,7 +216,7 @@ class _Archive:
     def _write_weights(self, store: Any, layer: Any, counts: Counter[str]) -> None:
         """Write the variables of a layer in the order of Keras 2; a wrapper holds those that it quantizes."""
         kind = type(layer).__name__
-        name = _snake_case(kind)
+        name = snake_case(kind)
         number = f"_{counts[name]}" if counts[name] else ""
         counts[name] += 1
         place = f"layers/{name}{number}"
@@ -245,7 +245,7 @@ def _settings(layer: Any, kind: str) -> dict[str, Any]:
 def _quantizer(target: str, quantizer: Quantizer) -> dict[str, Any]:
     """Return a quantizer of the package as Keras saves it."""
     kind, numbers, settings = quantizer
-    words = _snake_case(kind) if not kind.isupper() else kind.lower().replace("lut", "lut_")
+    words = snake_case(kind) if not kind.isupper() else kind.lower().replace("lut", "lut_")
     name = f"{target}{kind}InferableQuantizer"
     if "signed" in settings:
         settings = {**settings, "signed": bool(settings["signed"])}
@@ -256,7 +256,7 @@ def _quantizer(target: str, quantizer: Quantizer) -> dict[str, Any]:
 
 def _own(module: str, name: str, config: dict[str, Any]) -> dict[str, Any]:
     """Return an object of the package as Keras saves it."""
-    return {"module": f"{_PLACE}.{module}", "class_name": name, "config": config, "registered_name": name}
+    return {"module": f"{PLACE}.{module}", "class_name": name, "config": config, "registered_name": name}
 
 
 def _write(store: Any, place: str, values: Any) -> None:
@@ -269,7 +269,7 @@ def _numbers(variable: Any) -> np.ndarray:
     return np.asarray(keras.ops.convert_to_numpy(variable))
 
 
-def _snake_case(name: str) -> str:
+def snake_case(name: str) -> str:
     """Return the name of a class as Keras names groups of weights: "re_lu" for ReLU."""
     words = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", name)
     return re.sub(r"([a-z])([A-Z])", r"\1_\2", words).lower()

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Any, ClassVar
@@ -16,8 +17,8 @@ import torch
 from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf
 
 from chipfit.decide.overrides import INPUT, check_choices
-from chipfit.errors import ConfigError, UnknownNameError, UnsupportedError, first_line
-from chipfit.frameworks import framework_of
+from chipfit.errors import ChipfitError, ConfigError, UnknownNameError, UnsupportedError, first_line
+from chipfit.frameworks import framework_of, part
 from chipfit.graph.config import module_settings
 from chipfit.graph.ir import Node
 from chipfit.graph.placement import device_of
@@ -478,25 +479,30 @@ def to_overrides(rules: Iterable[EditRule]) -> list[tuple[NodeFilter, dict[str, 
 def replace_layers(model: Any, rules: Iterable[EditRule]) -> Any:
     """Return a copy of `model` with replaced layers; return `model` itself if no rule replaces any.
 
-    A rule's function receives weights as `{name: tensor}` on the CPU, and the constructor arguments that the module
-    keeps. The new layer is moved to the device of the model.
+    A rule's function receives weights as `{name: tensor}` on the CPU (of Keras layers as arrays), and the constructor
+    arguments that the module keeps, or the configuration of the Keras layer. A new module is moved to the device of the
+    model.
 
     Raises:
         UnknownNameError: a filter selects no module; lists similar names.
         ConfigError: a rule's function did not return weights and attributes that fit its layer type.
-        UnsupportedError: the model is not a PyTorch model.
+        UnsupportedError: the model is not a PyTorch module, nor a Functional or Sequential Keras model.
     """
     replacing = [(r.filter, r.action) for r in rules if isinstance(r.action, ReplaceLayer)]
     if not replacing:
         return model
-    if framework_of(model) != "torch":
-        hint = "replace the layer, then quantize"
-        raise UnsupportedError("ReplaceLayer supports PyTorch models only", got=type(model).__name__, hint=hint)
+    framework = framework_of(model)
+    if framework == "keras":
+        for layer_filter, action in replacing:
+            model = _replaced_in_keras(model, layer_filter, action)
+        return model
+    if framework != "torch":
+        raise UnsupportedError("ReplaceLayer supports PyTorch and Keras models only", got=type(model).__name__)
     model, device = copy.deepcopy(model), device_of(model)
     for layer_filter, action in replacing:
         named = model.named_modules(remove_duplicate=False)
         leaves = {name: m for name, m in named if name and not any(True for _ in m.children())}
-        selected = [name for name, m in leaves.items() if layer_filter.match(_node(name, m))]
+        selected = [name for name, m in leaves.items() if layer_filter.match(_node(name, type(m), module_settings(m)))]
         if not selected:
             raise UnknownNameError("module for the filter", layer_filter.name, leaves)
         new: dict[int, torch.nn.Module] = {}  # by id: a module under two names is replaced once
@@ -509,20 +515,49 @@ def replace_layers(model: Any, rules: Iterable[EditRule]) -> Any:
     return model
 
 
-def _node(name: str, module: torch.nn.Module) -> Node:
-    """Return a module as the node that it becomes in the graph, for filters."""
-    op = next(iter(member_of(type(module)).op), "")
-    return Node(name.replace(".", "_"), op, (), (), {}, name, type(module).__name__, "", module_settings(module))
+def _replaced_in_keras(model: Any, layer_filter: NodeFilter, action: ReplaceLayer) -> Any:
+    keras = part("keras", "replacing")
+    seen, selected = set[str](), list[str]()
+
+    def choose(layer: Any) -> tuple[Any, Mapping[str, Any]] | None:
+        seen.add(layer.name)
+        settings = layer.get_config()
+        if not layer_filter.match(_node(layer.name, type(layer), settings)):
+            return None
+        selected.append(layer.name)
+        weights, attributes = action.get_params_and_weights_fn(keras.weights_of(layer), **settings)
+        return action.layer_type(**attributes), weights
+
+    with _fitting(action, selected):
+        model = keras.with_other_layers(model, choose)
+    if not selected:
+        raise UnknownNameError("layer for the filter", layer_filter.name, seen)
+    return model
+
+
+def _node(name: str, kind: type, settings: dict[str, Any]) -> Node:
+    """Return a layer as the node that it becomes in the graph, for filters."""
+    op = next(iter(member_of(kind).op), "")
+    return Node(name.replace(".", "_"), op, (), (), {}, name, kind.__name__, "", settings)
+
+
+@contextmanager
+def _fitting(action: ReplaceLayer, names: Sequence[str]) -> Iterator[None]:
+    """Report weights and attributes that do not fit the new layer, of the last of the names."""
+    try:
+        yield
+    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as e:
+        if isinstance(e, ChipfitError):
+            raise
+        allowed = "get_params_and_weights_fn(weights, **attributes) returns (weights, attributes) that fit the layer"
+        what = f"'{names[-1] if names else ''}' cannot become a {action.layer_type.__name__}"
+        raise ConfigError(what, got=first_line(e), allowed=allowed) from e
 
 
 def _replacement(name: str, old: torch.nn.Module, action: ReplaceLayer, device: torch.device) -> torch.nn.Module:
     given = {k: v.detach().cpu().clone() for k, v in old.state_dict().items()}
-    try:
+    with _fitting(action, [name]):
         weights, attributes = action.get_params_and_weights_fn(given, **module_settings(old))
         new = action.layer_type(**attributes)
         new.load_state_dict({k: torch.as_tensor(v) for k, v in weights.items()})
-    except (TypeError, ValueError, RuntimeError, AttributeError) as e:
-        allowed = "get_params_and_weights_fn(weights, **attributes) returns (weights, attributes) that fit the layer"
-        what = f"'{name}' cannot become a {action.layer_type.__name__}"
-        raise ConfigError(what, got=first_line(e), allowed=allowed) from e
     return new.train(old.training).to(device)
