@@ -531,6 +531,8 @@ def _reduce(c: OnnxCall) -> Any:
         raise Unreadable
     if kind == "Mean" and keepdims and x.rank > 3 and sorted(axes) == [*range(2, x.rank)]:
         return c.emit("GlobalAvgPool", [x])  # which exporters write so, and runtimes compute in integers
+    if kind == "Mean" and x.rank == 4 and sorted(axes) == [2, 3]:
+        return _reshape_to(c, c.step("GlobalAvgPool", [x]), [m.shape[:2] for m in x.metas])
     if kind in ("LogSum", "LogSumExp"):
         x = c.step("Exp", [x]) if kind == "LogSumExp" else x
         return c.emit("Log", [c.step("Sum", [x], axes=axes, keepdims=keepdims)])

@@ -7,19 +7,53 @@ from chipfit.frameworks.onnx.read import GATED
 from chipfit.graph.edit import drop_dead, new_name, replace_node
 from chipfit.graph.ir import Graph, Node
 from chipfit.operators.table import OPS
+from chipfit.passes.attention import attention
 
 
 def tidy(graph: Graph, outputs: Sequence[str]) -> tuple[Graph, list[str]]:
     """Return the graph with whole layers, and its outputs."""
     graph.outputs = [*outputs]
     layers = _Layers(graph)
-    for find in (layers.gates, layers.gelus, layers.norms, layers.biases, layers.flattened):
+    norms = layers.norms, layers.group_norms
+    for find in (layers.gates, layers.gelus, *norms, layers.biases, layers.flattened, layers.swaps, layers.lines):
         for old, whole in find():
-            replace_node(graph, old, whole)
-            layers.refresh()
+            layers.replace(old, whole)
+        layers.apply()
     drop_dead(graph)
+    graph = attention(graph, _is_exported_attention).graph
+    _default_scales(graph)
     _separate_vectors(graph)
     return graph, graph.outputs
+
+
+def _is_exported_attention(graph: Graph, node: Node) -> bool:
+    """Check whether scores are products of q and k that are each scaled by the root of one factor.
+
+    So exporters write PyTorch's operator; other attention keeps its parts, as it does from PyTorch.
+    """
+    if len(node.inputs) > 1:  # of the operator that has been made
+        return True
+    made = graph.producers()
+    n = made.get(node.data)
+    while n is not None and n.op in ("Add", "Where"):
+        n = next((made[i] for i in n.inputs if i in made and made[i].op in ("MatMul", "Add", "Where")), None)
+    if n is None or n.op != "MatMul":
+        return False
+    factors = [made.get(i or "") for i in n.inputs]
+    scales = {f.inputs[1]: graph.weights.get(f.inputs[1] or "") for f in factors if f is not None and f.op == "Mul"}
+    pair = {float(s) for s in scales.values() if s is not None and s.numel() == 1}
+    found = len(pair) == 1 and all(f is not None and f.op == "Mul" for f in factors)
+    graph.trainable -= {*scales} if found else set()
+    return found
+
+
+def _default_scales(graph: Graph) -> None:
+    """Leave out the scale of attention where it is the operator's own."""
+    for n in graph.nodes:
+        if n.op == "SDPA" and n.attrs["scale"] is not None:
+            width = graph.shape(n.data)[-1]
+            if width and math.isclose(n.attrs["scale"], width**-0.5, rel_tol=1e-6):
+                replace_node(graph, n, n.with_(attrs={**n.attrs, "scale": None}))
 
 
 def _separate_vectors(graph: Graph) -> None:
@@ -46,10 +80,33 @@ class _Layers:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.refresh()
+        self.users, self.made = graph.users(), graph.producers()
+        self.now: dict[str, Node | None] = {}  #: nodes that are replaced, or that nothing reads any more
 
-    def refresh(self) -> None:
-        self.users, self.made = self.graph.users(), self.graph.producers()
+    def replace(self, old: Node, whole: Node) -> None:
+        """Put a node in place of another one, and remove what nothing reads then."""
+        for i in whole.inputs:
+            self.users.setdefault(i or "", []).append(whole)
+        self.now[old.name] = whole
+        self.made.update(dict.fromkeys(whole.outputs, whole))
+        gone, kept = [old], {*self.graph.outputs}
+        while gone:
+            n = gone.pop()
+            for i in {*filter(None, n.inputs)}:
+                self.users[i] = [u for u in self.users[i] if u is not n]
+                maker = self.made.get(i)
+                if maker is not None and not any(self.users.get(o) or o in kept for o in maker.outputs):
+                    self.now[maker.name] = None
+                    gone.append(maker)
+
+    def apply(self) -> None:
+        """Change the nodes of the graph."""
+        before = {o for n in self.graph.nodes for o in n.outputs} if self.now else set()
+        found = (self.now.get(n.name, n) for n in self.graph.nodes)
+        self.graph.nodes[:] = [n for n in found if n is not None]
+        for value in before.difference(*(n.outputs for n in self.graph.nodes)):
+            del self.graph.values[value]
+        self.now.clear()
 
     def alone(self, value: str) -> bool:
         return len(self.users.get(value, ())) == 1 and value not in self.graph.outputs
@@ -68,12 +125,13 @@ class _Layers:
         return n, (b if a == node.output else a) or ""
 
     def number(self, name: str) -> float:
-        """Return the number of a constant of one element, else NaN."""
+        """Return the number of a constant of one element, of float32 by its shortest decimal; else NaN."""
         w = self.graph.weights.get(name)
-        return float(w) if w is not None and w.numel() == 1 else math.nan
+        return float(str(w.numpy().reshape(())[()])) if w is not None and w.numel() == 1 else math.nan
 
-    def named(self, *ops: str) -> list[Node]:
-        return [n for n in self.graph.nodes if n.op in ops]
+    def named(self, *ops: str) -> Iterator[Node]:
+        """Yield the nodes of some operators that are still there."""
+        return (n for n in list(self.graph.nodes) if n.op in ops and self.now.get(n.name, n) is n)
 
     def gates(self) -> Iterator[tuple[Node, Node]]:
         """Find x f(x) of the gated operators."""
@@ -137,14 +195,45 @@ class _Layers:
 
     def _scaled_norm(self, last: Node, x: str, shape: Sequence[int | None], eps: float) -> tuple[Node, Node]:
         """Return the last node of a layer norm, with its weight and bias if they follow, and the norm."""
-        inputs = [x]
-        for op in ("Mul", "Add"):
-            found = self.reader(last, op)
-            if found is None or found[1] not in self.graph.weights or self.graph.shape(found[1]) != tuple(shape):
-                break
-            last, inputs = found[0], [*inputs, found[1]]
+        last, scales = self._scales(last, [s or 0 for s in shape])
         attrs = {"normalized_shape": tuple(shape), "eps": eps}
-        return last, last.with_(op="LayerNorm", inputs=tuple(inputs), attrs=attrs, layer_type="LayerNorm")
+        return last, last.with_(op="LayerNorm", inputs=(x, *scales), attrs=attrs, layer_type="LayerNorm")
+
+    def group_norms(self) -> Iterator[tuple[Node, Node]]:
+        """Find a norm of [N, groups, rest] without weights between two Reshapes, perhaps times w, plus b."""
+        for n in self.named("LayerNorm", "InstanceNorm"):
+            before, last = self.maker(n.data, "Reshape"), self.users[n.output][0] if self.alone(n.output) else None
+            if before is None or last is None or last.op != "Reshape" or not self._is_plain(n):
+                continue
+            shape, rows = self.graph.shape(before.data), self.graph.shape(n.data)
+            whole = n.op == "InstanceNorm" or len(n.attrs["normalized_shape"]) == len(rows) - 2
+            groups, channels = rows[1], shape[1] if len(shape) > 1 else None
+            if not whole or not groups or not channels or channels % groups or self.graph.shape(last.output) != shape:
+                continue
+            last, scales = self._scales(last, (1, channels, *[1] * (len(shape) - 2)))
+            attrs = {"groups": groups} if groups < channels or n.op == "InstanceNorm" else {}
+            op = "GroupNorm" if attrs else "InstanceNorm"
+            inputs = (before.data, *(self.flat(w) for w in scales))
+            yield last, last.with_(op=op, inputs=inputs, attrs={**attrs, "eps": n.attrs["eps"]}, layer_type=op)
+
+    def _is_plain(self, norm: Node) -> bool:
+        """Check that a norm has no weights but ones, and no biases but zeros."""
+        pairs = zip(norm.inputs[1:], (1, 0), strict=False)
+        return all(
+            w is None or (w in self.graph.weights and bool((self.graph.weights[w] == v).all())) for w, v in pairs
+        )
+
+    def _scales(self, last: Node, shape: Sequence[int]) -> tuple[Node, list[str]]:
+        """Follow products and sums with constants of this shape; return the last node, and the constants."""
+        found = list[str]()
+        allowed = [tuple(shape), tuple(shape[1:])] if shape[0] == 1 else [tuple(shape)]
+        for op in ("Mul", "Add"):
+            reader = self.reader(last, op)
+            sizes = None if reader is None else self.graph.shape(reader[1])
+            if reader is None or reader[1] not in self.graph.weights or sizes not in allowed:
+                break
+            last, found = reader[0], [*found, reader[1]]
+        return last, found
 
     def biases(self) -> Iterator[tuple[Node, Node]]:
         """Find a Linear or convolution without bias, and the sum with a constant of its channels."""
@@ -183,3 +272,25 @@ class _Layers:
             shape, width = self.graph.shape(before.data), self.graph.shape(n.weight)
             if shape[-1:] == width[1:] and self.graph.shape(back.output) == (*shape[:-1], width[0]):
                 yield back, n.with_(name=back.name, inputs=(before.data, *n.inputs[1:]), outputs=back.outputs)
+
+    def swaps(self) -> Iterator[tuple[Node, Node]]:
+        """Find a Transpose of the last two axes between Reshapes that merge and split the axes in front of them."""
+        for n in self.named("Transpose"):
+            before, back = self.maker(n.data, "Reshape"), self.users[n.output][0] if self.alone(n.output) else None
+            if before is None or back is None or back.op != "Reshape" or n.attrs["perm"] != (0, 2, 1):
+                continue
+            shape = self.graph.shape(before.data)
+            *lead, a, b = shape
+            if len(lead) > 1 and self.graph.shape(back.output) == (*lead, b, a) and lead.count(None) < 2 and a and b:
+                perm = (*range(len(lead)), len(lead) + 1, len(lead))
+                yield back, back.with_(op="Transpose", inputs=(before.data,), attrs={"perm": perm})
+
+    def lines(self) -> Iterator[tuple[Node, Node]]:
+        """Find the mean of images of one row that were lines of pixels and become lines again."""
+        for n in self.named("GlobalAvgPool"):
+            image, back = self.maker(n.data, "Unsqueeze"), self.users[n.output][0] if self.alone(n.output) else None
+            if image is None or back is None or back.op != "Squeeze" or len(self.graph.shape(n.data)) != 4:
+                continue
+            axes = [tuple(a % 4 for a in m.attrs["axes"]) for m in (image, back)]
+            if axes[0] == axes[1] and axes[0] in ((2,), (3,)):
+                yield back, n.with_(name=back.name, inputs=(image.data,), outputs=back.outputs)
