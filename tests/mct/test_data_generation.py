@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 
@@ -118,3 +119,50 @@ def test_defaults_are_those_of_mct():
 def test_what_is_wrong_is_named(call, words):
     with pytest.raises(ChipfitError, match=words):
         call(get_pytorch_data_generation_config)
+
+
+def generated_with(model: nn.Module, **options: object) -> torch.Tensor:
+    torch.manual_seed(3)
+    config = get_pytorch_data_generation_config(n_iter=3, extra_pixels=0, **options)
+    return torch.cat(pytorch_data_generation_experimental(model, 4, 8, config))
+
+
+def test_statistics_count_of_the_chosen_classes_of_batch_norms():
+    """The second batch norm has other statistics; only as a chosen class does it change the images."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.BatchNorm1d(144), nn.Linear(144, 5)
+    one = sequential(*layers).eval()
+    two = copy.deepcopy(one)
+    two[3].running_mean += 3
+    none = {"output_loss_type": OutputLossType.NONE}
+    first = {"bn_layer_types": [nn.BatchNorm2d], **none}
+    assert generated_with(one, **first).equal(generated_with(two, **first))
+    assert not generated_with(one, **none).equal(generated_with(two, **none))
+    both = {"bn_layer_types": [nn.BatchNorm2d, nn.BatchNorm1d], **none}
+    assert generated_with(two, **both).equal(generated_with(two, **none))
+
+
+def test_the_last_layer_is_that_of_the_chosen_classes():
+    spread = {"output_loss_type": OutputLossType.REGULARIZED_MIN_MAX_DIFF, "output_loss_multiplier": 1.0}
+    last = generated_with(network(), **spread)
+    assert generated_with(network(), last_layer_types=[nn.Linear], **spread).equal(last)
+    assert not generated_with(network(), last_layer_types=[nn.Conv2d], **spread).equal(last)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (
+            {"bn_layer_types": [nn.BatchNorm3d]},
+            "of these classes. Got: BatchNorm3d. Allowed: BatchNorm2d",
+        ),
+        ({"bn_layer_types": ["BatchNorm2d"]}, "must be classes. Got: 'BatchNorm2d'"),
+        (
+            {"last_layer_types": [nn.Conv3d], "output_loss_type": OutputLossType.REGULARIZED_MIN_MAX_DIFF},
+            "of these classes. Got: Conv3d. Allowed: layers of Conv2d, Linear",
+        ),
+    ],
+)
+def test_classes_that_the_model_lacks_are_named(option: dict[str, object], message: str):
+    with pytest.raises(ChipfitError, match=message):
+        generated_with(network(), **option)

@@ -1,6 +1,6 @@
 """The loss of generated images: distances from the statistics of batch norms, and terms of the outputs."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,11 +47,15 @@ class Target:
         return apart.mean()
 
 
-def targets(graph: Graph) -> list[Target]:
+def targets(graph: Graph, types: Collection[str] = ()) -> list[Target]:
     """Return the batch norms of a graph that have learned statistics.
+
+    Args:
+        types: class names of the user's layers; () for all.
 
     Raises:
         DataError: There are none.
+        ConfigError: None is of these classes.
     """
     found = [n for n in graph.nodes if n.op == "BatchNorm" and all(map(graph.is_weight, n.inputs[3:5]))]
     if not found:
@@ -59,7 +63,11 @@ def targets(graph: Graph) -> list[Target]:
         hint = "give real calibration data; or the network before its batch norms were folded into other layers"
         what = "Data generation requires a model with at least one BatchNorm layer"
         raise DataError(what, got=f"{len(graph.nodes)} operators, no batch norm", allowed=allowed, hint=hint)
-    return [_target(graph, n) for n in found]
+    chosen = [n for n in found if not types or n.layer_type in types]
+    if not chosen:
+        names = ", ".join(sorted({n.layer_type for n in found}))
+        raise ConfigError("The model has no batch norm of these classes", got=", ".join(types), allowed=names)
+    return [_target(graph, n) for n in chosen]
 
 
 def _target(graph: Graph, n: Node) -> Target:
@@ -87,8 +95,8 @@ class Loss:
     """The loss of one batch, and the statistics of the other batches where all images count together."""
 
     def __init__(self, graph: Graph, options: Generation) -> None:
-        self.options, self.targets = options, targets(graph)
-        self.last = last_linear(graph) if options.output == "regularized_spread" else None
+        self.options, self.targets = options, targets(graph, options.norms)
+        self.last = last_linear(graph, options.last) if options.output == "regularized_spread" else None
         self.weights = [options.first_weight, *(1.0 for _ in self.targets[1:])]
         self._others: dict[int, list[Moments]] = {}  #: by batch, one for each target
         self.weight = graph.weights[self.last.weight].detach() if self.last is not None else None
@@ -133,17 +141,19 @@ class Loss:
         return ((scores.amax(1).abs() - size / 2).abs() + (scores.amin(1).abs() - size / 2).abs()).mean()
 
 
-def last_linear(graph: Graph) -> Node:
-    """Return the last layer of a graph with a product of weights.
+def last_linear(graph: Graph, types: Collection[str] = ()) -> Node:
+    """Return the last layer of a graph with a product of weights, perhaps of some classes of the user's layers.
 
     Raises:
         ConfigError: There is none.
     """
-    found = [n for n in graph.nodes if is_linear(graph, n)]
+    linear = [n for n in graph.nodes if is_linear(graph, n)]
+    found = [n for n in linear if not types or n.layer_type in types]
     if not found:
-        raise ConfigError(
-            "output='regularized_spread' needs a convolution or a linear layer", allowed="output='spread'"
-        )
+        what = "output='regularized_spread' needs a convolution or a linear layer"
+        names = ", ".join(sorted({n.layer_type for n in linear}))
+        allowed = f"layers of {names}" if linear else "output='spread'"
+        raise ConfigError(f"{what} of these classes" if linear else what, got=", ".join(types) or None, allowed=allowed)
     return found[-1]
 
 

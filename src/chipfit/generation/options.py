@@ -30,10 +30,12 @@ class Generation:
     statistics: Literal["batch", "image", "all"] = "batch"
     #: squared differences in units of the learned deviation of a channel, or in the units of the tensor
     distance: Literal["relative", "absolute"] = "relative"
+    norms: tuple[str, ...] = ()  #: class names of batch norms whose statistics count; () for all
     first_weight: Positive = 1.0  #: weight of the first batch norm, relative to that of each other one
     #: term that makes the network certain of its output: none, or one of the spread of scores
     output: Literal["none", "spread", "inverse_spread", "regularized_spread"] = "none"
     output_weight: Positive = 1e-3
+    last: tuple[str, ...] = ()  #: class names of layers of which "regularized_spread" takes the last; () for any
     start: Literal["gaussian", "diverse"] = "gaussian"  #: noise, or noise with a mean and deviation of each image
     smooth: bool = True  #: filter images by 3 x 3 pixels
     flip: bool = True  #: mirror images at random in each step

@@ -119,8 +119,8 @@ class DataGenerationConfig:
     image_pipeline_type: ImagePipelineType | None = None
     image_normalization_type: ImageNormalizationType | None = None
     extra_pixels: int | tuple[int] | tuple[int, int] = 0
-    bn_layer_types: Sequence[Any] = ()  #: no effect: all batch norms with statistics
-    last_layer_types: Sequence[Any] = ()  #: no effect: the last convolution or linear layer
+    bn_layer_types: Sequence[Any] = ()  #: classes of batch norms whose statistics count; () for all
+    last_layer_types: Sequence[Any] = ()  #: classes of layers whose last is that of REGULARIZED_MIN_MAX_DIFF
     image_clipping: bool = True
 
     def to_generation(self) -> Generation:
@@ -140,6 +140,7 @@ class DataGenerationConfig:
         options |= {"optimizer": _of_torch(self.optimizer), "schedule": _SCHEDULE[self.scheduler_type]}
         options |= {"statistics": _GRANULARITY[self.image_granularity], "first_weight": _FIRST if first else 1.0}
         options |= {"distance": "relative" if relative else "absolute"}
+        options |= {"norms": _names(self.bn_layer_types), "last": _names(self.last_layer_types)}
         options |= {"output": output, "output_weight": multiplier or 1.0, "bounds": self._bounds() if treated else None}
         options |= {"start": "diverse" if self.data_init_type is DataInitType.Diverse else "gaussian"}
         options |= {"smooth": treated, "flip": treated, "extra_pixels": _pair(self.extra_pixels if treated else 0)}
@@ -243,6 +244,18 @@ def _generated(model: Any, count: int, example: torch.Tensor, config: Any) -> li
     for note in batches.notes:  # which the images lose with their list
         logging.getLogger("chipfit").warning(note)
     return [image for batch in batches for image in batch.split(1)]
+
+
+def _names(types: Sequence[Any]) -> tuple[str, ...]:
+    """Return the names of classes of layers.
+
+    Raises:
+        ConfigError: one is no class.
+    """
+    wrong = [t for t in types if not isinstance(t, type)]
+    if wrong:
+        raise ConfigError("Types of layers must be classes", got=repr(wrong[0]))
+    return tuple(t.__name__ for t in types)
 
 
 def _pair(size: int | Sequence[int]) -> tuple[int, int]:
