@@ -491,27 +491,31 @@ def replace_layers(model: Any, rules: Iterable[EditRule]) -> Any:
     replacing = [(r.filter, r.action) for r in rules if isinstance(r.action, ReplaceLayer)]
     if not replacing:
         return model
-    framework = framework_of(model)
-    if framework == "keras":
-        for layer_filter, action in replacing:
-            model = _replaced_in_keras(model, layer_filter, action)
-        return model
-    if framework != "torch":
+    known = {"torch": _replaced_in_torch, "keras": _replaced_in_keras}
+    replace = known.get(framework_of(model))
+    if replace is None:
         raise UnsupportedError("ReplaceLayer supports PyTorch and Keras models only", got=type(model).__name__)
-    model, device = copy.deepcopy(model), device_of(model)
+    model = copy.deepcopy(model) if isinstance(model, torch.nn.Module) else model
     for layer_filter, action in replacing:
-        named = model.named_modules(remove_duplicate=False)
-        leaves = {name: m for name, m in named if name and not any(True for _ in m.children())}
-        selected = [name for name, m in leaves.items() if layer_filter.match(_node(name, type(m), module_settings(m)))]
-        if not selected:
-            raise UnknownNameError("module for the filter", layer_filter.name, leaves)
-        new: dict[int, torch.nn.Module] = {}  # by id: a module under two names is replaced once
-        for name in selected:
-            old = leaves[name]
-            parent, _, own = name.rpartition(".")
-            if id(old) not in new:
-                new[id(old)] = _replacement(name, old, action, device)
-            setattr(model.get_submodule(parent), own, new[id(old)])
+        model = replace(model, layer_filter, action)
+    return model
+
+
+def _replaced_in_torch(model: torch.nn.Module, layer_filter: NodeFilter, action: ReplaceLayer) -> torch.nn.Module:
+    """Replace modules of a model in place."""
+    device = device_of(model)
+    named = model.named_modules(remove_duplicate=False)
+    leaves = {name: m for name, m in named if name and not any(True for _ in m.children())}
+    selected = [name for name, m in leaves.items() if layer_filter.match(_node(name, type(m), module_settings(m)))]
+    if not selected:
+        raise UnknownNameError("module for the filter", layer_filter.name, leaves)
+    new: dict[int, torch.nn.Module] = {}  # by id: a module under two names is replaced once
+    for name in selected:
+        old = leaves[name]
+        parent, _, own = name.rpartition(".")
+        if id(old) not in new:
+            new[id(old)] = _replacement(name, old, action, device)
+        setattr(model.get_submodule(parent), own, new[id(old)])
     return model
 
 
