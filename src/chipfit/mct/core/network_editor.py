@@ -495,15 +495,14 @@ def replace_layers(model: Any, rules: Iterable[EditRule]) -> Any:
     replace = known.get(framework_of(model))
     if replace is None:
         raise UnsupportedError("ReplaceLayer supports PyTorch and Keras models only", got=type(model).__name__)
-    model = copy.deepcopy(model) if isinstance(model, torch.nn.Module) else model
     for layer_filter, action in replacing:
         model = replace(model, layer_filter, action)
     return model
 
 
 def _replaced_in_torch(model: torch.nn.Module, layer_filter: NodeFilter, action: ReplaceLayer) -> torch.nn.Module:
-    """Replace modules of a model in place."""
-    device = device_of(model)
+    """Return a copy of a model in which modules are replaced."""
+    model, device = copy.deepcopy(model), device_of(model)
     named = model.named_modules(remove_duplicate=False)
     leaves = {name: m for name, m in named if name and not any(True for _ in m.children())}
     selected = [name for name, m in leaves.items() if layer_filter.match(_node(name, type(m), module_settings(m)))]
