@@ -1,6 +1,5 @@
 """The state of an installation: versions, extras, the processor, and which runtimes can prove files here."""
 
-import importlib.util
 import platform
 import re
 import sys
@@ -77,29 +76,23 @@ def _extras() -> dict[str, list[str]]:
 
 def _runtimes() -> list[RuntimeState]:
     from chipfit.platform.load import load, names
+    from chipfit.runtimes import installed
 
     platforms = {name: load(name).runtimes for name in names()}
     out: list[RuntimeState] = []
     for name, e in sorted(entries("runtime").items()):
-        missing = [lib for lib in e.declares.libraries if not _importable(lib)]
+        here = installed(e)
         proves = [p for p, runtimes in platforms.items() if name in runtimes]
         out.append(
             {
                 "name": name,
                 "suffix": e.declares.suffix,
-                "installed": not missing,
-                "install": f"pip install 'chipfit[{e.declares.extra}]'" if missing else "",
+                "installed": here,
+                "install": "" if here else f"pip install 'chipfit[{e.declares.extra}]'",
                 "proves": proves,
             }
         )
     return out
-
-
-def _importable(library: str) -> bool:
-    try:
-        return importlib.util.find_spec(library) is not None
-    except ModuleNotFoundError:  # of a parent package
-        return False
 
 
 def _cpuinfo() -> dict[str, str]:

@@ -42,7 +42,7 @@ def write_opened(write: Callable[[Path], Path], path: Path, names: Sequence[str]
     chosen = [known[n] for n in names if n in known]
     if not chosen and path.suffix == ".tflite":  # its kernels are those that other runtimes for such files repeat
         chosen = list(known.values())
-    found = next((e for e in chosen if hasattr(e.thing, "open") and _installed(e)), None)
+    found = next((e for e in chosen if hasattr(e.thing, "open") and installed(e)), None)
     if found is None:
         return write(path)
     with folder_beside(path) as folder:
@@ -61,7 +61,8 @@ def write_opened(write: Callable[[Path], Path], path: Path, names: Sequence[str]
         return write_atomically(path, made.read_bytes())
 
 
-def _installed(runtime: Entry) -> bool:
+def installed(runtime: Entry) -> bool:
+    """Return whether the libraries that a runtime declares are installed."""
     try:
         require(runtime)
     except RuntimeUnavailable:
