@@ -99,7 +99,7 @@ def test_the_pinned_versions_satisfy_the_package_metadata():
 
 #: rooms from the bottom up: each may import those before it
 LAYERS = (
-    "errors screen registry files validation quantizers operators graph engine calibration ranges platform "
+    "errors registry files validation screen quantizers operators graph engine calibration ranges platform "
     "import_by_name plan decide passes rounding correction settings steps decision adaptation search frameworks "
     "export simulate runtimes verify report reading generation linting channel_pruning result request pipeline "
     "training mct mqbench bench cli"

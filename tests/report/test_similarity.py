@@ -85,7 +85,8 @@ def test_data_without_a_batch_are_refused(result):
 def test_a_plot_has_a_bar_for_each_kernel_and_output(result, tmp_path):
     found = result.similarity([images()])
     for metric in found.metrics:
-        page = found.plot(tmp_path / f"{metric}.svg", metric).read_text()
+        found.plot(tmp_path / f"{metric}.svg", metric)
+        page = (tmp_path / f"{metric}.svg").read_text()
         assert all(f"<!-- {name} -->" in page for name in found.layers) and f"<!-- {metric}" in page
     with pytest.raises(UnknownNameError, match="mse"):
         found.plot(tmp_path / "a.svg", "msee")

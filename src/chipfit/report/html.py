@@ -44,9 +44,8 @@ def render(package: str, name: str, data: Any, **values: Any) -> str:
 def _columns(kernel: Kernel) -> dict[str, Any]:
     """Return a kernel's row of the table, as the page's script reads it."""
     r = kernel[-1]
-    weights = [k.weight_sqnr_db for k in kernel if k.weight_sqnr_db is not None]
     names = {"name": kernel.name, "ops": kernel.ops, "exec": kernel.exec}
-    noise = {"format": kernel.formats, "sqnr": r.sqnr_db, "wsqnr": min(weights, default=None)}
+    noise = {"format": kernel.formats, "sqnr": r.sqnr_db, "wsqnr": kernel.weight_sqnr_db}
     ends = {"clip": [r.clip_low, r.clip_high], "zero": r.zero_point, "ends": [r.bars_low, r.bars_high]}
     same = "why origin low high clipped scale bars differing".split()
     return {**names, **noise, **ends, **{field: getattr(r, field) for field in same}}

@@ -68,6 +68,11 @@ class Kernel(tuple[LayerRow, ...]):
         weights = dict.fromkeys(r.weight_format for r in self if r.weight_format)
         return ", ".join([self[-1].format, *weights])
 
+    @property
+    def weight_sqnr_db(self) -> float | None:
+        """The least signal-to-quantization-noise ratio of its stored weights [dB]."""
+        return min((r.weight_sqnr_db for r in self if r.weight_sqnr_db is not None), default=None)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportData:

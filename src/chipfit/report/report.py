@@ -3,11 +3,16 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from chipfit.errors import ExportError
 from chipfit.files import path_of, write_atomically
 from chipfit.report.record import ReportData
 from chipfit.screen import Summary, SummaryRepr
+from chipfit.screen.figures import drawn
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SUFFIXES = ".html", ".json"
 
@@ -35,6 +40,23 @@ class Report(SummaryRepr, ReportData):
         from chipfit.report.html import page
 
         return write_atomically(path, page(self).encode())
+
+    def plot(self, path: str | Path | None = None, measure: str | None = None, count: int = 48) -> "Figure":
+        """Return a matplotlib figure of the noise of the kernels, in execution order; weak ones are orange or red.
+
+        Args:
+            path: file to write as well, in a format that matplotlib writes.
+            measure: "results" (measured by `verify`) or "weights" (as they are stored); results if they are known.
+            count: number of kernels; of more, the weakest.
+
+        Raises:
+            UnknownNameError: `measure` is another.
+            PlanError: nothing was measured.
+            ExportError: matplotlib is not installed, or the file cannot be written.
+        """
+        from chipfit.report.plots import noise_of_kernels
+
+        return drawn(noise_of_kernels(self, measure, count), path)
 
     def _summary(self) -> Summary:
         from chipfit.report.terminal import accuracies, agreement, facts

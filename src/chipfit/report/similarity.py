@@ -4,16 +4,15 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from chipfit.calibration.data import Batch, count_samples, no_data
 from chipfit.engine.run import done_after, run
-from chipfit.errors import ConfigError, ExportError, UnknownNameError, import_optional, short_message
+from chipfit.errors import ConfigError, UnknownNameError, short_message
 from chipfit.export.io_spec import output_names
-from chipfit.files import path_of, write_atomically
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.placement import inputs_on, on_cpu, placed
 from chipfit.operators.table import OPS
@@ -21,6 +20,10 @@ from chipfit.plan.record import Plan
 from chipfit.registry import is_number
 from chipfit.rounding.compare import QuantizedRun, rounded_once, rounded_outputs
 from chipfit.screen import Summary, SummaryRepr
+from chipfit.screen.figures import BLUE, ORANGE, bars, drawn
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 #: function from a float value and the quantized one, [N, ...] each with channels first, to a number
 Metric = Callable[[Tensor, Tensor], float]
@@ -67,8 +70,11 @@ class Similarity(SummaryRepr):
         """Names of the metrics."""
         return list(next(iter([*self.outputs.values(), *self.layers.values()]), {}))
 
-    def plot(self, path: str | Path, metric: str = "sqnr_db") -> Path:
-        """Draw a metric of all kernels and outputs as bars, in a file of a format that matplotlib writes.
+    def plot(self, path: str | Path | None = None, metric: str = "sqnr_db") -> "Figure":
+        """Return a matplotlib figure of a metric of all kernels and outputs.
+
+        Args:
+            path: file to write as well, in a format that matplotlib writes.
 
         Raises:
             UnknownNameError: there is no such metric.
@@ -76,16 +82,9 @@ class Similarity(SummaryRepr):
         """
         if metric not in self.metrics:
             raise UnknownNameError("metric", metric, self.metrics)
-        drawing = import_optional("matplotlib.figure", "Drawing", ExportError, "matplotlib")
-        rows = {**self.layers, **{f"output '{name}'": row for name, row in self.outputs.items()}}
-        heights = [row[metric] if math.isfinite(row[metric]) else math.nan for row in rows.values()]
-        figure = drawing.Figure((8, 1 + 0.25 * len(rows)), layout="constrained")
-        axes = figure.subplots()
-        axes.barh(range(len(rows)), heights, color=["C0"] * len(self.layers) + ["C1"] * len(self.outputs))
-        axes.set_yticks(range(len(rows)), list(rows))
-        axes.invert_yaxis()
-        axes.set_xlabel(f"{metric}, mean of {self.samples} samples")
-        return _save(figure, path_of(path, ExportError))
+        rows = [(name, row[metric], BLUE) for name, row in self.layers.items()]
+        rows += [(f"output '{name}'", row[metric], ORANGE) for name, row in self.outputs.items()]
+        return drawn(bars(rows, f"{metric}, mean of {self.samples} samples")[0], path)
 
     def write(self, to: Any, step: int = 0) -> None:
         """Write every number as a scalar, `similarity/<metric>/<layer>` or `similarity/<metric>/output/<name>`.
@@ -107,17 +106,6 @@ class Similarity(SummaryRepr):
         title = f"Similarity to the float network on {self.samples} samples"
         facts = {"notes": "; ".join(self.notes), "next": "similarity.plot(path), .write(writer), .layers, .outputs"}
         return Summary(title, facts, ("layer", *self.metrics), rows, "similarity.layers")
-
-
-def _save(figure: Any, path: Path) -> Path:
-    import io
-
-    drawn = io.BytesIO()
-    try:
-        figure.savefig(drawn, format=path.suffix.removeprefix("."))
-    except ValueError as e:  # of matplotlib: it lists the formats
-        raise ExportError(f"The plot cannot be written: {short_message(e)}", got=str(path)) from e
-    return write_atomically(path, drawn.getvalue())
 
 
 def measure(

@@ -4,7 +4,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from chipfit.calibration.data import Batch
 from chipfit.decision import Decision, plan_of, redecide
@@ -13,10 +14,14 @@ from chipfit.plan.record import Plan
 from chipfit.rounding.compare import Reference
 from chipfit.rounding.fisher import first_samples
 from chipfit.screen import Summary, SummaryRepr
+from chipfit.screen.figures import BLUE, GREY, drawn, new_figure
 from chipfit.search.choose import search_space
 from chipfit.search.limits import Limits
 from chipfit.search.losses import RoundingModel
 from chipfit.search.solve import LOSS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 #: of what the limited tensors take in 8 bits [%]
 SHARES = (15, 20, 25, 30, 35, 40, 50, 60, 75, 100, 150, 200)
@@ -29,6 +34,26 @@ class Pareto(SummaryRepr):
     over: str  #: the limit
     #: size, share (of 8 bits), predicted, measured, bits (by tensor), height (0 to 1, of the logarithm of the loss)
     points: tuple[Mapping[str, Any], ...]
+
+    def plot(self, path: str | Path | None = None) -> "Figure":
+        """Return a matplotlib figure of the loss over the size, predicted and measured.
+
+        Args:
+            path: file to write as well, in a format that matplotlib writes.
+
+        Raises:
+            ExportError: matplotlib is not installed, or the file cannot be written.
+        """
+        figure = new_figure(7, 4)
+        axes = figure.subplots()
+        for key, color in (("predicted", GREY), ("measured", BLUE)):
+            axes.plot([100 * p["share"] for p in self.points], [p[key] for p in self.points], "o-", c=color, label=key)
+        axes.set(xlabel=f"{self.over}, of what 8 bits take [%]", ylabel="loss", title="Best widths for each size")
+        if all(p[key] > 0 for p in self.points for key in ("predicted", "measured")):
+            axes.set_yscale("log")
+        axes.grid(alpha=0.3)
+        axes.legend()
+        return drawn(figure, path)
 
     def _summary(self) -> Summary:
         def widths(p: Mapping[str, Any]) -> str:

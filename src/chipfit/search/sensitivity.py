@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from chipfit.calibration.data import Batch
 from chipfit.decision import Decision, plan_of, redecide
@@ -12,9 +13,13 @@ from chipfit.plan.record import Plan
 from chipfit.rounding.compare import Reference
 from chipfit.rounding.fisher import first_samples
 from chipfit.screen import Summary, SummaryRepr
+from chipfit.screen.figures import BLUE, bars, drawn
 from chipfit.search.candidates import activation_choices, kernel_widths, own_errors, weight_widths
 from chipfit.search.losses import NEAREST, Losses, RoundingModel, losses
 from chipfit.search.resources import resources
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 #: number of changes that are tried, and the share of the loss that one must recover to be advised
 TRIALS, GAIN = 2, 0.1
@@ -49,6 +54,28 @@ class Sensitivity(SummaryRepr):
             }
             for t, v in self.ranked()
         ]
+
+    def plot(self, path: str | Path | None = None, count: int = 32) -> "Figure":
+        """Return a matplotlib figure of the most sensitive tensors: a bar as they are, a dot at each other width.
+
+        Args:
+            path: file to write as well, in a format that matplotlib writes.
+            count: number of tensors.
+
+        Raises:
+            ExportError: matplotlib is not installed, or the file cannot be written.
+        """
+        rows = self.rows()[: max(count, 0)]
+        named = [(f"{r['tensor']}, {r['bits']} bits", r["loss"], BLUE) for r in rows]
+        left = len(self.losses) - len(rows)
+        title = "Loss that each tensor alone adds" + (f"; {left} more add less" if left else "")
+        figure, axes = bars(named, "predicted loss", title)
+        for bits in sorted({b for r in rows for b in r["others"]}):
+            places = [(r["others"][bits], k) for k, r in enumerate(rows) if bits in r["others"]]
+            axes.plot(*zip(*places, strict=True), "o", markersize=4, label=f"{bits} bits")
+        if axes.get_legend_handles_labels()[1]:
+            axes.legend(title="the same in", loc="lower right")
+        return drawn(figure, path)
 
     def _summary(self) -> Summary:
         others = (", ".join(f"{b}: {x:.2g}" for b, x in r["others"].items()) for r in self.rows())
