@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -258,3 +259,50 @@ def test_inputs_that_do_not_fit_are_refused_with_the_shapes_that_do(path):
 
 def test_the_float_network_is_what_litert_computes(network, images, path):
     torch.testing.assert_close(load_file(path)(images[0]), network(images[0].permute(0, 3, 1, 2)), rtol=1e-4, atol=1e-5)
+
+
+# ---------------------------------------------------------------- files on the disk
+
+
+def test_weights_behind_the_tables_are_read_as_files_of_more_than_2_gb_have_them(network, images, path):
+    import flatbuffers
+    from ai_edge_litert import schema_py_generated as schema
+
+    table = schema.ModelT.InitFromObj(schema.Model.GetRootAs(path.read_bytes(), 0))
+    moved = [b for b in table.buffers if b.data is not None and len(b.data) > 64]
+    data = [bytes(b.data) + bytes(-len(b.data) % 16) for b in moved]
+    for b in moved:
+        b.offset, b.size, b.data = 16, len(b.data), None
+
+    def packed():
+        builder = flatbuffers.Builder(1024)
+        builder.Finish(table.Pack(builder), file_identifier=b"TFL3")
+        return bytes(builder.Output())
+
+    at = -(-len(packed()) // 16) * 16
+    for b, d in zip(moved, data, strict=True):
+        b.offset, at = at, at + len(d)
+    start = packed()
+    path.write_bytes(start + bytes(-len(start) % 16) + b"".join(data))
+    graph = capture(load_file(path), [images[0]])
+    got = run(graph, [images[0]], keep=graph.outputs)[graph.outputs[0]]
+    torch.testing.assert_close(got, network(images[0].permute(0, 3, 1, 2)), rtol=1e-4, atol=1e-5)
+
+
+def test_a_file_is_not_mapped_into_memory_between_calls(images, path):
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("only Linux lists what is mapped")
+    model = load_file(path)
+    with model.session():
+        assert str(path) in maps.read_text()
+    graph = capture(model, [images[0]])
+    model(images[0])
+    assert graph.weights and str(path) not in maps.read_text()
+
+
+def test_a_file_that_has_changed_since_it_was_loaded_is_refused(images, path):
+    model = load_file(path)
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(CaptureError, match="has changed since it was loaded"):
+        capture(model, [images[0]])

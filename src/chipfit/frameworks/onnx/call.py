@@ -128,7 +128,7 @@ class OnnxGraphBuilder(GraphBuilder):
         tensor = as_tensor(array)
         tensor = tensor if change is None else change(tensor).contiguous()
         if operand.source in self.model.graph.initializers:
-            self.model.stored.release(self.model.graph.initializers[operand.source].const_value)
+            self.model.stored.release_tensor(self.model.graph.initializers[operand.source].const_value)
         name = self.fresh(operand.source or wanted)
         self.graph.weights[name] = tensor
         if operand.trainable and tensor.is_floating_point():

@@ -4,25 +4,20 @@ A file is read without its weights: the bytes of each large tensor become extern
 takes no memory beside the weights that are copied from it, and models larger than the memory can be looked into.
 """
 
-import mmap
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
-from chipfit.errors import CaptureError
-from chipfit.files import wrap_read_errors
+from chipfit.frameworks.mapped_files import MappedFiles
 
 #: tensors of fewer bytes stay in the model
 _SMALL = 1 << 13
 _GRAPH, _NODE, _INITIALIZER = 7, 1, 5  # numbers of fields in onnx.proto
 _FLOAT_DATA, _RAW_DATA = 4, 9
 _TYPE, _LOCATION = 2, 14
-_PAGE = mmap.ALLOCATIONGRANULARITY
 
 Span = tuple[int, int, int, int, int]  #: number and wire type of a field, and where it, its content and its end are
 
@@ -138,23 +133,8 @@ _WHOLE = {
 }
 
 
-class StoredWeights:
-    """The files of a model while it is read.
-
-    Args:
-        folder: of the model's file; None for a model that does not come from a file.
-    """
-
-    def __init__(self, folder: Path | None) -> None:
-        self.folder = folder
-        self._maps: dict[str, mmap.mmap] = {}
-        self._states: dict[str, tuple[int, int]] = {}
-
-    def note(self, location: str) -> int:
-        """Note the state of a file, and return its size [byte]."""
-        if location not in self._states:
-            self._states[location] = self._state(location)
-        return self._states[location][0]
+class StoredWeights(MappedFiles):
+    """The files of an ONNX model while it is read."""
 
     def array(self, tensor: Any) -> np.ndarray:
         """Return the numbers of a tensor, without copying those of whole bytes that are in a file.
@@ -166,41 +146,9 @@ class StoredWeights:
             found: np.ndarray = tensor.numpy()
             return found
         kind = tensor.dtype.numpy().newbyteorder("<")
-        mapped = self._mapped(str(tensor.location))
-        return np.frombuffer(mapped, kind, tensor.size, tensor.offset or 0).reshape(tensor.shape.numpy())
+        return self.numbers(str(tensor.location), kind, tensor.size, tensor.offset or 0).reshape(tensor.shape.numpy())
 
-    def release(self, tensor: Any) -> None:
+    def release_tensor(self, tensor: Any) -> None:
         """Give back the memory of a tensor that has been copied."""
-        if isinstance(tensor, ir.ExternalTensor) and (mapped := self._maps.get(str(tensor.location))) is not None:
-            start = (tensor.offset or 0) // _PAGE * _PAGE
-            if hasattr(mapped, "madvise"):  # not on Windows
-                mapped.madvise(mmap.MADV_DONTNEED, start, (tensor.offset or 0) + tensor.nbytes - start)
-
-    @contextmanager
-    def mapped(self) -> Iterator[None]:
-        """Keep files mapped inside the block only: a program that writes them anew later would end this one."""
-        try:
-            for location in self._states:
-                self._check(location)
-            yield
-        finally:
-            self._maps.clear()  # each is closed with its last array
-
-    def _mapped(self, location: str) -> mmap.mmap:
-        if location not in self._maps:
-            with self._path(location).open("rb") as file:
-                self._maps[location] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        return self._maps[location]
-
-    def _check(self, location: str) -> None:
-        if self._state(location) != self._states[location]:
-            hint = "load the model again"
-            raise CaptureError("The model's file has changed since it was loaded", got=location, hint=hint)
-
-    def _state(self, location: str) -> tuple[int, int]:
-        with wrap_read_errors(self._path(location), CaptureError, "The file with weights"):
-            found = self._path(location).stat()
-        return found.st_size, found.st_mtime_ns
-
-    def _path(self, location: str) -> Path:
-        return (self.folder or Path()) / location
+        if isinstance(tensor, ir.ExternalTensor):
+            self.release(str(tensor.location), tensor.offset or 0, tensor.nbytes)

@@ -8,7 +8,7 @@ import torch
 
 from chipfit.engine.run import first_deviation
 from chipfit.errors import CaptureError, UnsupportedError
-from chipfit.frameworks.tflite.model import TfliteModel
+from chipfit.frameworks.tflite.model import Facts, TfliteModel
 from chipfit.frameworks.tflite.read import Reading
 from chipfit.graph.check import check
 from chipfit.graph.ir import FIXED_BATCH, Graph
@@ -30,9 +30,13 @@ def capture(model: TfliteModel, args: Sequence[Any], kwargs: Any = None, others:
     refuse_quantized(model)
     given = _inputs(model, args, kwargs or {})
     first = [x[: t.shape[0] if t.shape else 1] for t, x in zip(model.inputs, given, strict=True)]
-    wanted = [torch.from_numpy(np.array(y)) for y in model.run([x.numpy() for x in first])]
-    shapes = model.shapes()
-    graph = _opened(model, shapes, given) or _read(model, shapes, given, open_batch=False)
+    two = [torch.cat((x[:1], x[-1:])) for x in given] if _single(model) else []
+    with model.session():  # which ends before weights are read, so that they are not in memory twice
+        wanted = _run(model, first)
+        facts = model.facts()
+        each = [_run(model, [x[k : k + 1] for x in two]) for k in range(2 if two else 0)]
+    with model.content.opened():
+        graph = (_opened(model, facts, two, each) if two else None) or _read(model, facts, open_batch=False)
     if graph.shape(graph.inputs[0])[:1] != (None,):
         graph.notes.append(f"{FIXED_BATCH}: the file computes {graph.shape(graph.inputs[0])[0]} samples together")
     found = None if model.requantize else first_deviation(graph, first, wanted)
@@ -85,26 +89,35 @@ def _inputs(model: TfliteModel, args: Sequence[Any], kwargs: Any) -> list[torch.
     return out
 
 
-def _opened(model: TfliteModel, shapes: Sequence[tuple[int, ...]], given: Sequence[torch.Tensor]) -> Graph | None:
-    """Read the network with an open batch; return None where its samples depend on each other, or on their number."""
-    if any(not t.shape or t.shape[0] != 1 for t in model.inputs):
-        return None
+def _single(model: TfliteModel) -> bool:
+    return all(t.shape and t.shape[0] == 1 for t in model.inputs)
+
+
+def _run(model: TfliteModel, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.from_numpy(np.array(y)) for y in model.run([x.numpy() for x in inputs])]
+
+
+def _opened(
+    model: TfliteModel, facts: Facts, two: Sequence[torch.Tensor], each: Sequence[Sequence[torch.Tensor]]
+) -> Graph | None:
+    """Read the network with an open batch; return None where its samples depend on each other, or on their number.
+
+    Args:
+        two: inputs of two samples.
+        each: their outputs, computed one at a time.
+    """
     try:
-        graph = _read(model, shapes, given, open_batch=True)
+        graph = _read(model, facts, open_batch=True)
     except (CaptureError, UnsupportedError):
         return None
     if any(graph.shape(o)[:1] != (None,) for o in graph.outputs):
         return None
-    two = [torch.cat((x[:1], x[-1:])) for x in given]
-    alone = [model.run([x[k : k + 1].numpy() for x in two]) for k in range(2)]
-    want = [torch.from_numpy(np.concatenate(ys)) for ys in zip(*alone, strict=True)]
+    want = [torch.cat(ys) for ys in zip(*each, strict=True)]
     return graph if model.requantize or first_deviation(graph, two, want) is None else None
 
 
-def _read(
-    model: TfliteModel, shapes: Sequence[tuple[int, ...]], given: Sequence[torch.Tensor], *, open_batch: bool
-) -> Graph:
-    moved = change_layout(Reading(model, shapes, open_batch).graph(), "channels_first")
+def _read(model: TfliteModel, facts: Facts, *, open_batch: bool) -> Graph:
+    moved = change_layout(Reading(model, facts, open_batch).graph(), "channels_first")
     keep_constant_names(moved.graph, moved.copies)
     check(moved.graph, blame="layout")
     return moved.graph

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +14,8 @@ from ai_edge_litert import schema_py_generated as schema
 from ai_edge_litert.interpreter import Interpreter, OpResolverType
 
 from chipfit.errors import CaptureError, first_line
-from chipfit.files import existing_file, wrap_read_errors
+from chipfit.files import existing_file
+from chipfit.frameworks.mapped_files import MappedFiles
 
 _NAMES = {code: name for name, code in vars(schema.TensorType).items() if isinstance(code, int)}
 _OPERATORS = {code: name for name, code in vars(schema.BuiltinOperator).items() if isinstance(code, int)}
@@ -23,12 +24,46 @@ _WIDE = ("INT32", "INT64")
 #: types of the integers that quantized tensors hold
 _CODES = ("INT4", "INT8", "UINT8", "INT16", *_WIDE)
 
+Span = tuple[int, int]  #: first byte and number of bytes
+
+
+class Content:
+    """The bytes of a `.tflite` file, which is mapped into memory inside blocks of `opened`, or bytes in memory."""
+
+    def __init__(self, source: bytes | Path) -> None:
+        self.path = source if isinstance(source, Path) else None
+        self._bytes = source if isinstance(source, bytes) else b""
+        self._files = MappedFiles(self.path and self.path.parent)
+        if self.path is not None:
+            self._files.note(self.path.name)
+
+    def opened(self) -> AbstractContextManager[None]:
+        """Check that the file is the one that was loaded, and keep it mapped inside the block."""
+        return self._files.mapped()
+
+    def everything(self) -> Any:
+        """Return all bytes, which are not copied."""
+        return self._bytes if self.path is None else self._files.map(self.path.name)
+
+    def numbers(self, span: Span) -> np.ndarray:
+        """Return bytes of the file, which are not copied."""
+        return np.frombuffer(self.everything(), np.uint8, span[1], span[0])
+
+    def release(self, span: Span) -> None:
+        """Give back the memory of bytes that have been copied."""
+        if self.path is not None:
+            self._files.release(self.path.name, *span)
+
 
 class Tensor:
-    """A tensor of a file."""
+    """A tensor of a file.
 
-    def __init__(self, index: int, table: Any, data: bytes | None) -> None:
-        self.index, self._data = index, data
+    Args:
+        span: where the numbers of a constant are; None for a tensor that is computed.
+    """
+
+    def __init__(self, index: int, table: Any, content: Content, span: Span | None) -> None:
+        self.index, self._content, self._span = index, content, span
         self.name = (table.name or b"").decode("utf-8", "replace").partition(";")[0] or f"tensor_{index}"
         self.kind = _NAMES.get(table.type, str(table.type))
         self.shape = tuple(int(d) for d in (table.shape if table.shape is not None else ()))
@@ -36,8 +71,8 @@ class Tensor:
         self.signature = self.shape if signature is None else tuple(int(d) for d in signature)
         q = table.quantization
         scaled = q is not None and q.scale is not None and len(q.scale) > 0 and self.kind in _CODES
-        self.scale = np.asarray(q.scale, np.float32) if scaled else None
-        self.zero = np.asarray(q.zeroPoint if scaled and q.zeroPoint is not None else 0, np.int64)
+        self.scale = np.array(q.scale, np.float32) if scaled else None
+        self.zero = np.array(q.zeroPoint if scaled and q.zeroPoint is not None else 0, np.int64)
         self.axis = int(q.quantizedDimension) if scaled else 0
 
     @property
@@ -45,12 +80,17 @@ class Tensor:
         """The type of the numbers that it stands for."""
         return "float32" if self.scale is not None or self.kind == "FLOAT16" else self.kind.lower()
 
-    @cached_property
+    @property
+    def is_constant(self) -> bool:
+        return self._span is not None
+
+    @property
     def constant(self) -> np.ndarray | None:
-        """The numbers that a constant stands for; None for a tensor that is computed."""
-        if self._data is None:
+        """The numbers that a constant stands for, not copied if it is of floats; None for a tensor that is computed."""
+        if self._span is None:
             return None
-        codes = self._codes(self._data)
+        with self._content.opened():
+            codes = self._codes(self._content.numbers(self._span))
         if self.scale is None:
             return codes.astype(np.float32) if codes.dtype == np.float16 else codes
         sides = [1] * codes.ndim
@@ -60,11 +100,15 @@ class Tensor:
         reals = (codes.astype(np.int64) - zero) * scale.astype(np.float64)
         return reals if self.kind in _WIDE else reals.astype(np.float32)  # of 32 bits float32 has but 24
 
-    def _codes(self, data: bytes) -> np.ndarray:
+    def release(self) -> None:
+        """Give back the memory of a constant that has been copied."""
+        if self._span is not None:
+            self._content.release(self._span)
+
+    def _codes(self, data: np.ndarray) -> np.ndarray:
         if self.kind != "INT4":
-            return np.frombuffer(data, np.dtype(self.kind.lower().replace("bool", "bool_"))).reshape(self.shape)
-        pairs = np.frombuffer(data, np.uint8)
-        flat = np.stack((pairs & 15, pairs >> 4), -1).ravel()[: int(np.prod(self.shape))].astype(np.int8)
+            return data.view(np.dtype(self.kind.lower().replace("bool", "bool_"))).reshape(self.shape)
+        flat = np.stack((data & 15, data >> 4), -1).ravel()[: int(np.prod(self.shape))].astype(np.int8)
         return np.where(flat > 7, flat - 16, flat).reshape(self.shape)
 
 
@@ -79,17 +123,27 @@ class Operator:
             [int(i) for i in (ids if ids is not None else ())] for ids in (table.inputs, table.outputs)
         )
         self._options = table.builtinOptions
+        for name, value in vars(self._options or object.__new__(schema.AddOptionsT)).items():
+            if isinstance(value, np.ndarray):
+                setattr(self._options, name, value.copy())  # not in the file, which is unmapped
 
     def option(self, name: str, default: Any = None) -> Any:
         """Return an option of the schema's table, or the default where the file leaves it out."""
         return getattr(self._options, name, default)
 
 
+class Facts(NamedTuple):
+    """The facts about a network that a run of LiteRT shows."""
+
+    shapes: list[tuple[int, ...]]  #: of every tensor
+    folded: dict[int, np.ndarray]  #: tensors that are computed from constants -> their numbers
+
+
 class TfliteModel:
     """The network of a `.tflite` file.
 
     Args:
-        content: the file's bytes.
+        source: the file's path, or its bytes.
         where: what names it in messages.
         requantize: take the integers of a quantized file for the floats that they stand for.
 
@@ -97,19 +151,23 @@ class TfliteModel:
         CaptureError: LiteRT refuses the file, or it is more than one network.
     """
 
-    def __init__(self, content: bytes, where: str = "the model", requantize: bool = False) -> None:
-        self.content, self.where, self.requantize = content, where, requantize
+    def __init__(self, source: bytes | Path, where: str = "the model", requantize: bool = False) -> None:
+        self.content, self.where, self.requantize = Content(source), where, requantize
+        self._interpreter: Any = None  #: open inside a session
         try:
-            self._interpreter = self._opened()
-            self._interpreter.allocate_tensors()
-            table = schema.ModelT.InitFromObj(schema.Model.GetRootAs(content, 0))
+            with self.session() as interpreter:
+                interpreter.allocate_tensors()
+                self._read(self.table())
         except (ValueError, RuntimeError, IndexError, TypeError, AttributeError, struct.error) as e:
             what = "The file is not a .tflite file that LiteRT can run"
             hint = "a file with custom operators needs the program that registers them"
             raise CaptureError(what, where=where, got=first_line(e), hint=hint) from e
+
+    def _read(self, table: Any) -> None:
         graph = table.subgraphs[0]
-        data = [b.data for b in table.buffers]
-        self.tensors = [Tensor(k, t, _content(t, data[t.buffer])) for k, t in enumerate(graph.tensors)]
+        whole = np.frombuffer(self.content.everything(), np.uint8)
+        spans = [_span(t, table.buffers[t.buffer], whole) for t in graph.tensors]
+        self.tensors = [Tensor(k, t, self.content, spans[k]) for k, t in enumerate(graph.tensors)]
         self.operators = [Operator(o, table.operatorCodes[o.opcodeIndex]) for o in graph.operators]
         named = {m.tensorIndex: m.name.decode() for s in (table.signatureDefs or ())[:1] for m in s.inputs or ()}
         self.names = [named.get(int(i), self.tensors[int(i)].name) for i in graph.inputs]  #: of inputs, for callers
@@ -120,10 +178,29 @@ class TfliteModel:
         """The tensors of integers with a scale."""
         return [t for t in self.tensors if t.scale is not None]
 
+    def table(self) -> Any:
+        """Return the file as the objects of its schema, whose numbers are not copied."""
+        return schema.ModelT.InitFromObj(schema.Model.GetRootAs(self.content.everything(), 0))
+
+    @contextmanager
+    def session(self) -> Iterator[Any]:
+        """Keep the file mapped and LiteRT's interpreter open inside the block."""
+        with self.content.opened():
+            first = self._interpreter is None
+            try:
+                if first:
+                    self._interpreter = self._opened()
+                yield self._interpreter
+            finally:
+                if first:
+                    self._interpreter = None
+
     def _opened(self) -> Any:
         kernels = OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES
         options = {"experimental_op_resolver_type": kernels, "experimental_preserve_all_tensors": True}
-        return Interpreter(model_content=self.content, num_threads=1, **options)
+        path = self.content.path
+        given = {"model_content": self.content.everything()} if path is None else {"model_path": str(path)}
+        return Interpreter(**given, num_threads=1, **options)
 
     def run(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return the outputs for one call, in the order of the file; quantized ones as the numbers they stand for.
@@ -132,35 +209,34 @@ class TfliteModel:
             CaptureError: LiteRT cannot run the network with these inputs.
         """
         try:
-            for t, x in zip(self.inputs, inputs, strict=True):
-                self._interpreter.resize_tensor_input(t.index, x.shape)
-            self._interpreter.allocate_tensors()
-            for t, x in zip(self.inputs, inputs, strict=True):
-                self._interpreter.set_tensor(t.index, _to_codes(t, x))
-            self._interpreter.invoke()
+            with self.session():
+                for t, x in zip(self.inputs, inputs, strict=True):
+                    self._interpreter.resize_tensor_input(t.index, x.shape)
+                self._interpreter.allocate_tensors()
+                for t, x in zip(self.inputs, inputs, strict=True):
+                    self._interpreter.set_tensor(t.index, _to_codes(t, x))
+                self._interpreter.invoke()
+                return [_to_reals(t, self._interpreter.get_tensor(t.index)) for t in self.outputs]
         except (RuntimeError, ValueError) as e:
             given = ", ".join(str(list(x.shape)) for x in inputs)
             what = f"LiteRT cannot run the file: {first_line(e)}"
             raise CaptureError(what, where=self.where, got=f"inputs {given}") from e
-        return [_to_reals(t, self._interpreter.get_tensor(t.index)) for t in self.outputs]
 
-    def computed(self, index: int) -> np.ndarray:
-        """Return what LiteRT computed for a tensor in the last call."""
-        return _to_reals(self.tensors[index], np.array(self._interpreter.get_tensor(index)))
+    def facts(self) -> Facts:
+        """Return what the last run of this session shows."""
+        found = {int(d["index"]): d["shape"] for d in self._interpreter.get_tensor_details()}
+        shapes = [tuple(map(int, found[t.index])) if t.index in found else t.shape for t in self.tensors]
+        computed, folded = {t.index for t in self.inputs}, dict[int, np.ndarray]()
+        for op in self.operators:
+            if not op.inputs or not computed.isdisjoint(op.inputs):
+                computed.update(op.outputs)
+            elif not self.restores(op):
+                folded |= {o: _to_reals(self.tensors[o], self._interpreter.get_tensor(o)) for o in op.outputs}
+        return Facts(shapes, folded)
 
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Return the shape of every tensor in the last call."""
-        return [
-            tuple(map(int, self._interpreter.get_tensor(t.index).shape)) if self._known(t) else t.shape
-            for t in self.tensors
-        ]
-
-    def _known(self, t: Tensor) -> bool:
-        try:
-            self._interpreter.get_tensor(t.index)
-        except ValueError:  # it is read by no operator, or inside one only
-            return False
-        return True
+    def restores(self, op: Operator) -> bool:
+        """Return whether an operator returns the numbers that a constant stands for."""
+        return op.kind == "DEQUANTIZE" and self.tensors[op.inputs[0]].is_constant
 
     def __call__(self, *inputs: Any) -> Any:
         """Return what LiteRT computes for arrays or tensors, one sample at a time where the file fixes the batch."""
@@ -174,13 +250,20 @@ class TfliteModel:
         fixed = [t.shape[0] if t.shape else 1 for t in self.inputs]
         if any(t.signature[:1] == (-1,) for t in self.inputs) or len({*fixed}) != 1 or count == fixed[0]:
             return self.run(arrays)
-        parts = [self.run([a[k : k + fixed[0]] for a in arrays]) for k in range(0, count, fixed[0])]
+        with self.session():
+            parts = [self.run([a[k : k + fixed[0]] for a in arrays]) for k in range(0, count, fixed[0])]
         return [np.concatenate(ys) for ys in zip(*parts, strict=True)]
 
 
-def _content(table: Any, data: Any) -> bytes | None:
-    """Return the content of a constant; None for a tensor that is computed, as dense ones are from sparse ones."""
-    return None if data is None or len(data) == 0 or table.sparsity is not None else bytes(data)
+def _span(table: Any, buffer: Any, whole: np.ndarray) -> Span | None:
+    """Return where the numbers of a constant are; None for a tensor that is computed, as dense ones are from sparse."""
+    if table.sparsity is not None:
+        return None
+    if buffer.offset > 1:  # files of more than 2 GB have them behind their tables
+        return int(buffer.offset), int(buffer.size)
+    if buffer.data is None or len(buffer.data) == 0:
+        return None
+    return buffer.data.ctypes.data - whole.ctypes.data, len(buffer.data)
 
 
 def _to_codes(t: Tensor, x: np.ndarray) -> np.ndarray:
@@ -204,6 +287,4 @@ def load(path: str | Path) -> TfliteModel:
         CaptureError: There is no such file, or LiteRT refuses it.
     """
     file = existing_file(path, CaptureError, "The model file")
-    with wrap_read_errors(file, CaptureError, "The model file"):
-        content = file.read_bytes()
-    return TfliteModel(content, str(path))
+    return TfliteModel(file, str(path))

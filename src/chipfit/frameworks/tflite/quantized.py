@@ -12,7 +12,7 @@ from ai_edge_litert import schema_py_generated as schema
 
 from chipfit.errors import CaptureError
 from chipfit.frameworks.quantized import QuantizedFile, stored_as, tie_moved
-from chipfit.frameworks.tflite.model import Operator, Tensor, TfliteModel
+from chipfit.frameworks.tflite.model import Facts, Operator, Tensor, TfliteModel
 from chipfit.frameworks.tflite.read import Call, Reading
 from chipfit.graph.check import check
 from chipfit.graph.ir import Graph, Node
@@ -27,7 +27,7 @@ _KEEP = ("AvgPool", "Resize")
 
 def activation_types(model: TfliteModel) -> set[str]:
     """Return the types of the integers that the file computes."""
-    return {t.kind for t in model.quantized if t.constant is None}
+    return {t.kind for t in model.quantized if not t.is_constant}
 
 
 def read_quantized(model: TfliteModel, platform: str, example: Any = None) -> QuantizedFile:
@@ -40,13 +40,16 @@ def read_quantized(model: TfliteModel, platform: str, example: Any = None) -> Qu
     Raises:
         CaptureError: Nothing in the file is quantized, or an operator has no reader.
     """
-    computed = [t for t in model.quantized if t.constant is None]
+    computed = [t for t in model.quantized if not t.is_constant]
     if not computed:
         what = "Only weights of the file are integers" if model.quantized else "The file is not quantized"
         raise CaptureError(what, where=model.where, hint="chipfit.quantize(file, data) quantizes a float file")
-    model.run([np.zeros([max(d, 1) for d in t.signature], np.float32) for t in model.inputs])
-    reading = _Codes(model, model.shapes(), all(t.shape[:1] == (1,) for t in model.inputs))
-    graph = reading.graph()
+    with model.session():
+        model.run([np.zeros([max(d, 1) for d in t.signature], np.float32) for t in model.inputs])
+        facts = model.facts()
+    with model.content.opened():
+        reading = _Codes(model, facts, all(t.shape[:1] == (1,) for t in model.inputs))
+        graph = reading.graph()
     live = {n.name for n in graph.nodes}
     plan = Plan(
         tensors={k: t for k, t in reading.stored.items() if k in graph.values or k in graph.weights},
@@ -73,8 +76,8 @@ class _Codes(Reading):
 
     one_value_each = True
 
-    def __init__(self, model: TfliteModel, shapes: Any, open_batch: bool) -> None:
-        super().__init__(model, shapes, open_batch)
+    def __init__(self, model: TfliteModel, facts: Facts, open_batch: bool) -> None:
+        super().__init__(model, facts, open_batch)
         self.stored: dict[str, TensorPlan] = {}
         self.groups: list[tuple[str, ...]] = []
         self._first: dict[str, int] = {}  #: value -> the tensor with its integers
@@ -175,14 +178,15 @@ def _stored(t: Tensor, axis: int = 0) -> Stored:
 
 def _named(model: TfliteModel, names: dict[int, str], notes: dict[str, Any]) -> bytes:
     """Return the file with other names of tensors and with notes."""
-    table = schema.ModelT.InitFromObj(schema.Model.GetRootAs(model.content, 0))
-    for k, t in enumerate(table.subgraphs[0].tensors):
-        t.name = names[k].encode()
-    entry, content = schema.MetadataT(), schema.BufferT()
-    content.data = np.frombuffer(json.dumps(notes).encode(), np.uint8)
-    table.buffers.append(content)
-    entry.name, entry.buffer = b"chipfit", len(table.buffers) - 1
-    table.metadata = [*(m for m in table.metadata or () if m.name != b"chipfit"), entry]
-    builder = flatbuffers.Builder(len(model.content))
-    builder.Finish(table.Pack(builder), file_identifier=b"TFL3")
+    with model.content.opened():
+        table = model.table()
+        for k, t in enumerate(table.subgraphs[0].tensors):
+            t.name = names[k].encode()
+        entry, content = schema.MetadataT(), schema.BufferT()
+        content.data = np.frombuffer(json.dumps(notes).encode(), np.uint8)
+        table.buffers.append(content)
+        entry.name, entry.buffer = b"chipfit", len(table.buffers) - 1
+        table.metadata = [*(m for m in table.metadata or () if m.name != b"chipfit"), entry]
+        builder = flatbuffers.Builder(len(model.content.everything()))
+        builder.Finish(table.Pack(builder), file_identifier=b"TFL3")
     return bytes(builder.Output())

@@ -13,7 +13,7 @@ import torch
 from chipfit.engine.trees import dump_call, dump_result
 from chipfit.errors import CaptureError
 from chipfit.frameworks.reading import Unreadable
-from chipfit.frameworks.tflite.model import Operator, Tensor, TfliteModel
+from chipfit.frameworks.tflite.model import Facts, Operator, Tensor, TfliteModel
 from chipfit.graph.builder import GraphBuilder, Origin, Outputs
 from chipfit.graph.check import check
 from chipfit.graph.edit import drop_dead
@@ -60,16 +60,16 @@ class Reading:
 
     one_value_each = False  #: every computing node has a tensor of the file as its result
 
-    def __init__(self, model: TfliteModel, shapes: Sequence[tuple[int, ...]], open_batch: bool) -> None:
+    def __init__(self, model: TfliteModel, facts: Facts, open_batch: bool) -> None:
         """
         Args:
-            shapes: of every tensor in a run of the batch that the file has.
+            facts: of a run of the batch that the file has.
             open_batch: leave the first size of what is computed open.
         """
-        self.model, self.shapes, self.open_batch = model, shapes, open_batch
+        self.model, self.facts, self.open_batch = model, facts, open_batch
         self.builder = GraphBuilder(Graph([], [], [], {}, {}, data_format="channels_last", framework="tflite"))
         self.values: dict[int, Value] = {}  #: tensor -> the value that it became
-        self.folded: dict[int, np.ndarray] = {}  #: tensors that are computed from constants -> their numbers
+        self._same: dict[int, int] = {}  #: tensors of the numbers that a constant stands for -> the constant
         #: result of SPACE_TO_BATCH_ND -> dilation and padding of the convolution behind it, result of BATCH_TO_SPACE_ND
         self.spread: dict[int, tuple[tuple[int, ...], tuple[tuple[int, int], ...], int]] = {}
         self._weights: dict[tuple[int, str], str] = {}
@@ -98,7 +98,7 @@ class Reading:
         return graph
 
     def shape(self, t: Tensor) -> tuple[int | None, ...]:
-        shape = self.shapes[t.index]
+        shape = self.facts.shapes[t.index]
         return (None, *shape[1:]) if self.open_batch and shape else shape
 
     def value(self, index: int) -> Value:
@@ -108,7 +108,9 @@ class Reading:
 
     def constant(self, index: int) -> np.ndarray | None:
         """Return the numbers of a constant, or of what is computed from constants."""
-        return self.folded[index] if index in self.folded else self.model.tensors[index].constant
+        if index in self.facts.folded:
+            return self.facts.folded[index]
+        return self.model.tensors[self._same.get(index, index)].constant
 
     def weight(self, index: int, change: Callable[[np.ndarray], np.ndarray] = lambda a: a, how: str = "") -> str:
         """Return the name of a constant as a weight of the graph.
@@ -123,6 +125,7 @@ class Reading:
             _require(array is not None, "a weight of it is computed")
             name = self.builder.fresh(self.model.tensors[index].name)
             self.builder.graph.weights[name] = self.numbers(torch.from_numpy(np.array(change(np.asarray(array)))))
+            self.model.tensors[self._same.get(index, index)].release()
             self._weights[key] = name
         return self._weights[key]
 
@@ -132,7 +135,8 @@ class Reading:
 
     def _read(self, op: Operator) -> None:
         if op.inputs and all(i < 0 or i not in self.values for i in op.inputs):
-            self.folded |= {o: self.model.computed(o) for o in op.outputs}
+            if self.model.restores(op):
+                self._same[op.outputs[0]] = op.inputs[0]
             return
         call = Call(self, op)
         mark = self.builder.mark()
@@ -185,6 +189,11 @@ class Call:
         array = self.reading.constant(self.op.inputs[k]) if self.has(k) else None
         _require(array is not None, f"operand {k} of it is no constant")
         return np.asarray(array)
+
+    def dims(self, k: int) -> tuple[int, ...]:
+        """Return the shape of a constant."""
+        _require(self.is_constant(k), f"operand {k} of it is no constant")
+        return self.reading.facts.shapes[self.op.inputs[k]]
 
     def integers(self, k: int) -> tuple[int, ...]:
         return tuple(int(v) for v in self.constant(k).ravel())
@@ -283,23 +292,23 @@ def _windows(
 
 @_reads("CONV_2D DEPTHWISE_CONV_2D")
 def _conv(c: Call) -> Value:
-    x, w = c.value(0), c.constant(1)
+    x, kernel = c.value(0), c.dims(1)
     depthwise = c.op.kind == "DEPTHWISE_CONV_2D"
     order = (3, 0, 1, 2) if depthwise else (0, 3, 1, 2)
     channels = x.shape[-1] or 0
-    groups = channels if depthwise else channels // w.shape[3]
+    groups = channels if depthwise else channels // kernel[3]
     dilation = (int(c.option("dilationHFactor", 1)), int(c.option("dilationWFactor", 1)))
     spread = c.reading.spread.get(c.op.inputs[0])
     attrs: dict[str, Any] = {"dilation": dilation, "groups": groups}
     if spread is None:
-        (attrs["stride"], attrs["padding"]), shape = _windows(c, x, w.shape[1:3], dilation), c.shape()
+        (attrs["stride"], attrs["padding"]), shape = _windows(c, x, kernel[1:3], dilation), c.shape()
     else:
         block, padding, result = spread
         attrs |= {"stride": (1, 1), "padding": padding, "dilation": block}
         shape = c.reading.shape(c.reading.model.tensors[result])
-    kernel = c.weight(1, lambda a: a.transpose(order), f"{order}", trains=True)
+    weight = c.weight(1, lambda a: a.transpose(order), f"{order}", trains=True)
     op = "DepthwiseConv2D" if groups == channels > 1 or depthwise else "Conv2D"
-    return c.part(op, [x, kernel, c.bias(2)], shape, called=c.name, **attrs)
+    return c.part(op, [x, weight, c.bias(2)], shape, called=c.name, **attrs)
 
 
 @_reads("SPACE_TO_BATCH_ND")
@@ -334,8 +343,8 @@ def _batch_to_space(c: Call) -> Value:
 
 @_reads("TRANSPOSE_CONV")
 def _transpose_conv(c: Call) -> Value:
-    x, w = c.value(2), c.constant(1)
-    kernel, stride = w.shape[1:3], (int(c.option("strideH")), int(c.option("strideW")))
+    x, kernel = c.value(2), c.dims(1)[1:3]
+    stride = (int(c.option("strideH")), int(c.option("strideW")))
     _require(None not in (*x.shape[1:3], *c.shape()[1:3]), "its sizes are open")
     sizes = zip(x.shape[1:3], c.shape()[1:3], kernel, stride, strict=True)
     cut = [((i or 0) - 1) * s + k - (o or 0) for i, o, k, s in sizes]
@@ -352,7 +361,7 @@ def _linear(c: Call) -> Value:
         _require(not c.has(2) and len(c.value(1).shape) == 2, "its weight is computed")
         wide = c.part("Transpose", [c.value(1)], c.value(1).shape[::-1], perm=(1, 0))
         return c.emit("MatMul", [c.value(0), wide])
-    x, (out, width) = c.value(0), c.constant(1).shape
+    x, (out, width) = c.value(0), c.dims(1)
     if (len(x.shape) != 2 and not c.option("keepNumDims", False)) or x.shape[-1] != width:
         x = c.part("Reshape", [x], (c.shape()[0], width), shape=(-1, width))
     y = c.part("Linear", [x, c.weight(1, trains=True), c.bias(2)], (*x.shape[:-1], out), called=c.name)
@@ -376,8 +385,7 @@ def _mat_mul(c: Call) -> Value:
 
 @_reads("PRELU")
 def _prelu(c: Call) -> Value:
-    slopes = c.constant(1)
-    of_channels = all(d == 1 for d in slopes.shape[:-1])
+    of_channels = all(d == 1 for d in c.dims(1)[:-1])
     change = np.ravel if of_channels else (lambda a: np.moveaxis(a, -1, 0))
     return c.emit("PRelu", [c.value(0), c.weight(1, change, "slopes", trains=True)])
 
@@ -593,7 +601,7 @@ def _slice(c: Call) -> Value:
 @_reads("GATHER")
 def _gather(c: Call) -> Value:
     _require(not c.option("batchDims", 0), "it gathers within samples")
-    if c.is_constant(0) and not c.option("axis", 0) and c.constant(0).ndim == 2:
+    if c.is_constant(0) and not c.option("axis", 0) and len(c.dims(0)) == 2:
         return c.emit("Embedding", [c.weight(0, trains=True), c.value(1)])
     x = c.value(0)
     return c.emit("Gather", [x, c.operand(1)], axis=c.axis(rank=len(x.shape)))
