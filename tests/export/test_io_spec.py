@@ -23,7 +23,7 @@ import chipfit
 from chipfit.cli.app import app
 from chipfit.errors import ChipfitError, ConfigError, RuntimeUnavailable, UnsupportedError
 from chipfit.export.io_spec import QuantizedIO, io_spec_of, io_types
-from chipfit.export.tflite.c_array import arena
+from chipfit.export.tflite.arena import tensor_memory
 from chipfit.graph.ir import Graph, Value
 from chipfit.registry import entries
 from tests.build import images, model_of, plan_of, quantized, stored
@@ -270,7 +270,7 @@ def test_litert_itself_takes_as_much(tmp_path):
     arrays = [interpreter.tensor(k)() for k in computed]
     begins = [a.__array_interface__["data"][0] for a in arrays]
     taken = max(at + a.nbytes for at, a in zip(begins, arrays)) - min(begins)
-    assert arena(content, 64) <= taken <= arena(content, 64) + arrays[0].nbytes
+    assert tensor_memory(content, 64) <= taken <= tensor_memory(content, 64) + arrays[0].nbytes
 
 
 # ---------------------------------------------------------------- bad input

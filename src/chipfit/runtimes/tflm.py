@@ -111,7 +111,7 @@ class Tflm(LiteRtReference):
 
     @staticmethod
     def arena(content: bytes) -> int:
-        """Return the least arena with which the interpreter loads a file [bytes].
+        """Return the least arena with which the interpreter loads a file, in steps of 16 [bytes].
 
         Records of the interpreter hold addresses, which have 8 bytes here and 4 on most microcontrollers: there it
         needs no more.
@@ -119,8 +119,24 @@ class Tflm(LiteRtReference):
         Raises:
             RuntimeUnavailable: the runtime refuses the file, crashes or hangs.
         """
-        size: int = Child("tflm_child.py", NAME).ask("arena", content)
-        return size
+        child = Child("tflm_child.py", NAME)
+        child.ask("load", content, 0, 0)  # raises what a larger arena does not mend
+
+        def loads(steps: int) -> bool:
+            nonlocal child
+            try:
+                return bool(child.ask("loads", content, 16 * steps))
+            except RuntimeUnavailable:  # a kernel that gets no memory may crash
+                child = Child("tflm_child.py", NAME)
+                return False
+
+        low, high = 0, 64  # in steps: too small, not tried yet
+        while not loads(high):
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if loads(middle) else (middle, high)
+        return 16 * high
 
     def executed(self) -> Mapping[str, int]:
         """Return how often each operator of the file runs."""

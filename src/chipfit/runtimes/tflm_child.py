@@ -26,24 +26,12 @@ class Interpreter:
         self.tflm.invoke()
         return [self.tflm.get_output(k) for k in range(self.outputs)]
 
-    def arena(self, content):
-        """Return the least arena with which a file loads, in steps of 16 bytes; it is found by trying."""
-        low, high = 0, 64  # in steps: too small, not tried yet
-        while not self._loads(content, high):
-            low, high = high, 2 * high
-            if 16 * high > _ARENA:
-                raise MemoryError("the file needs more memory than a microcontroller can address")
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._loads(content, middle) else (middle, high)
-        return 16 * high
-
-    @staticmethod
-    def _loads(content, steps):
+    def loads(self, content, arena):
+        """Return whether a file loads with an arena of so many bytes."""
         from tflite_micro.python.tflite_micro import runtime
 
         try:
-            runtime.Interpreter.from_bytes(content, arena_size=16 * steps)
+            runtime.Interpreter.from_bytes(content, arena_size=arena)
         except RuntimeError:
             return False
         return True
