@@ -112,7 +112,7 @@ def documents_schema() -> str:
 #: heading -> public names of `chipfit`, in the order in which a reader meets them
 API = {
     "Quantize": ("quantize", "Settings", "Limits", "load_model", "capture", "generated", "Generation"),
-    "Results": ("Result", "load", "Report", "Plan", "Verification", "verify_file"),
+    "Results": ("Result", "load", "Report", "Plan", "Verification", "verify_file", "compare", "Comparison"),
     "Before quantization": ("lint", "Lint", "prune", "Pruned"),
     "Platforms": ("load_platform", "Platform"),
     "Errors": ("errors",),

@@ -101,8 +101,8 @@ def test_the_pinned_versions_satisfy_the_package_metadata():
 LAYERS = (
     "errors registry files validation screen quantizers operators graph engine calibration ranges platform "
     "import_by_name plan decide passes rounding correction settings steps decision adaptation search frameworks "
-    "export simulate runtimes verify report reading generation linting channel_pruning result request pipeline "
-    "training mct mqbench bench cli"
+    "export simulate runtimes verify report reading generation linting channel_pruning result comparison request "
+    "pipeline training mct mqbench bench cli"
 ).split()
 #: room -> rooms below it that it must not import either
 STRANGERS = {

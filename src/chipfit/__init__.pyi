@@ -6,6 +6,7 @@ from chipfit import errors as errors
 from chipfit._version import __version__ as __version__
 from chipfit.channel_pruning.prune import Pruned as Pruned
 from chipfit.channel_pruning.prune import prune as prune
+from chipfit.comparison import compare as compare
 from chipfit.errors import ChipfitError as ChipfitError
 from chipfit.frameworks import capture as capture
 from chipfit.frameworks import load_model as load_model
@@ -53,6 +54,7 @@ from chipfit.pipeline import quantize as quantize
 from chipfit.plan.record import Plan as Plan
 from chipfit.platform.load import load_platform as load_platform
 from chipfit.platform.schema import Platform as Platform
+from chipfit.report.comparison import Comparison as Comparison
 from chipfit.report.report import Report as Report
 from chipfit.result import Result as Result
 from chipfit.result import load as load

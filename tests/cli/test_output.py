@@ -76,6 +76,18 @@ def test_a_result_is_quantized_verified_and_explained_as_json():
     assert document("explain", "out", "--data", "d.npz", "--curve", "weights")["pareto"]
 
 
+def test_two_results_are_compared_layer_by_layer():
+    document("quantize", f"{MINE}:net", "--data", "d.npz", "--out", "out")
+    document("quantize", f"{MINE}:net", "--data", "d.npz", "--out", "mixed", "--float", "0")
+    found = document("compare", "out", "mixed", "--data", "d.npz", "--report", "both.html")
+    assert (found["a"], found["b"], found["equal"]) == ("out", "mixed", False) and os.path.isfile(found["report"])
+    assert next(r["layer"] for r in found["layers"] if "runs in" in r["differs"]) == "0" and found["plan"]
+    facts = {f["what"]: (f["a"], f["b"]) for f in found["facts"]}
+    assert facts["weights [bytes]"][0] < facts["weights [bytes]"][1]
+    assert all(x.startswith("exact") for x in facts["device"])  # a saved result knows its verification
+    assert document("compare", "out", "out")["equal"] is True
+
+
 def test_other_commands_have_documents_too():
     lint = document("lint", f"{MINE}:net", "--input-shape", "1,3,8,8")
     assert lint["in_integers"] == len(lint["layers"]) == 4

@@ -6,8 +6,6 @@ import io
 import json
 import math
 import re
-import shutil
-import subprocess
 from dataclasses import replace
 
 import pytest
@@ -155,26 +153,6 @@ def test_the_page_loads_nothing_from_anywhere(result, tmp_path):
     text = result.report.save(tmp_path / "r.html").read_text()
     assert "default-src 'none'" in text
     assert not re.findall(r'(?:src|href)\s*=\s*["\']', text) and "@import" not in text and "url(" not in text
-
-
-@pytest.fixture(scope="module")
-def browse(tmp_path_factory):
-    """A function from HTML to (the DOM after scripts ran, what the console said)."""
-    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("no chromium is installed")
-    quiet = "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking "
-    quiet += "disable-component-update disable-sync"
-
-    def open_page(text):
-        folder = tmp_path_factory.mktemp("browser")
-        (folder / "r.html").write_text(text)
-        flags = [f"--{f}" for f in f"{quiet} enable-logging=stderr v=0 user-data-dir={folder / 'profile'}".split()]
-        command = [browser, *flags, "--virtual-time-budget=3000", "--dump-dom", (folder / "r.html").as_uri()]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-        return done.stdout, [x for x in done.stderr.splitlines() if "CONSOLE" in x]
-
-    return open_page
 
 
 @pytest.mark.chromium

@@ -112,6 +112,7 @@ Deployed = Annotated[Path | None, Option("--file", exists=True, help="deployed f
 ReportFile = Annotated[Path | None, Option("--report", help="write a report, as .html or .json")]
 _SHAPE_HELP = "batch first, as in 1,3,224,224, or ids=1,12 for each of several inputs; by default the file's"
 Shape = Annotated[list[str] | None, Option("--input-shape", help=_SHAPE_HELP)]
+_COMPARED = "folder that `quantize` wrote, a report in JSON, or a quantized .tflite or .onnx file"
 _OUTPUT = "the output of `chipfit quantize`"
 _CALIBRATION = 16  #: number of training batches used for calibration
 MEAN, STD = "0.485,0.456,0.406", "0.229,0.224,0.225"  # of ImageNet, on which most vision models were trained
@@ -458,6 +459,7 @@ def _write_outputs(
         delivered = file if own else None
         found = result.verify(batches, batches=4, runtime=runtime, path=delivered)
         result.report.save(page)
+        result.save(out / "plan")  # with a report that knows the verification
     files = {"model": file, "plan": out / "plan", "report": page}
     _show(result, files, found)
     raise typer.Exit(status or int(found is not None and found.verdict == "departs"))
@@ -552,6 +554,36 @@ def check_npu(
     if OUTPUT.json:
         return print_document(found.to_dict())
     _echo(str(found))
+
+
+@command(app)
+def compare(
+    first: Annotated[Path, Argument(help=_COMPARED)],
+    second: Annotated[Path, Argument(help=_COMPARED)],
+    data: Annotated[
+        str | None, Option("--data", help="as for verify; measures the noise of every layer in both")
+    ] = None,
+    report: ReportFile = None,
+    input_size: InputSize = 224,
+    mean: Mean = MEAN,
+    std: Std = STD,
+) -> None:
+    """Show two quantized networks beside each other: formats, scales, noise of each layer, size and time."""
+    from chipfit.cli.inputs import inputs_of, load_data
+    from chipfit.report.report import check_suffix
+
+    if report is not None:
+        check_suffix(report)
+    batches = None
+    if data is not None:
+        batches = load_data(data, input_size, mean, std, **inputs_of(_load(first).graph))
+    found = chipfit.compare(first, second, batches)
+    page = None if report is None else found.save(report)
+    if OUTPUT.json:
+        return print_document({**found.to_dict(), **({} if page is None else {"report": str(page)})})
+    _echo(str(found))
+    if page is not None:
+        typer.echo(f"report  {page}")
 
 
 @command(app)

@@ -125,6 +125,18 @@ class Explained(TypedDict):
     pareto: NotRequired[list[dict[str, Any]]]
 
 
+class Beside(TypedDict):
+    """Two quantized networks beside each other."""
+
+    a: str
+    b: str
+    equal: bool  #: every operator was decided equally; and the plans, where both sides have one
+    facts: list[dict[str, Any]]  #: what (with its unit), a, b
+    layers: list[dict[str, Any]]  #: layer, operator, differs (names of what was decided differently), a, b
+    plan: list[dict[str, str]] | None  #: where, field, a, b; None where a side has no plan
+    report: NotRequired[str]
+
+
 class Pruned(TypedDict):
     """A smaller network, and the channels that were removed."""
 
@@ -217,6 +229,7 @@ class Tracked(TypedDict):
 DOCUMENTS: dict[str, Any] = {
     **dict.fromkeys(("quantize", "train", "demo"), Quantized),
     "prune": Pruned,
+    "compare": Beside,
     "verify": Compared,
     "time": Timed,
     "lint": Linted,

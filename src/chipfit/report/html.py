@@ -10,6 +10,7 @@ from markupsafe import Markup
 
 from chipfit.report import terminal
 from chipfit.report.advice import advice
+from chipfit.report.pairs import DECIDED, ComparisonData, Pair, noise, shown
 from chipfit.report.record import Kernel, ReportData
 
 
@@ -29,6 +30,17 @@ def page(report: ReportData) -> str:
         terminal=terminal,
         advice=advice(report),
     )
+
+
+def comparison_page(c: ComparisonData) -> str:
+    """Return two reports beside each other as HTML that loads nothing."""
+
+    def cells(p: Pair) -> list[tuple[str, str]]:
+        return [(shown(getattr(p.a, f, None)), shown(getattr(p.b, f, None))) for f in DECIDED]
+
+    most = max((x for p in c.pairs for x in noise(p) if x is not None), default=1.0)
+    here = {"cells": cells, "noise": noise, "shown": shown, "columns": DECIDED.values(), "most": max(most, 1e-9)}
+    return render("chipfit.report", "comparison", None, c=c, **here)
 
 
 def render(package: str, name: str, data: Any, **values: Any) -> str:

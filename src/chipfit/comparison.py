@@ -1,0 +1,120 @@
+"""Two results, reports or quantized files beside each other."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import TypeAdapter
+
+from chipfit.errors import ConfigError, PlanError
+from chipfit.files import path_of, read_json
+from chipfit.plan.diff import diff
+from chipfit.plan.record import Plan
+from chipfit.report.comparison import Comparison, compare_reports
+from chipfit.report.record import ReportData
+from chipfit.report.rows import build
+from chipfit.result import Result, load
+from chipfit.validation import check_value
+from chipfit.verify.file import is_file, read_quantized
+
+_REPORT: TypeAdapter[ReportData] = TypeAdapter(ReportData)
+
+
+class _Side(NamedTuple):
+    report: ReportData
+    plan: Plan | None = None
+    result: Result | None = None
+    file_bytes: int | None = None  #: size of the model file
+
+
+def compare(a: Any, b: Any, data: Any = None, *, names: Sequence[str] = ()) -> Comparison:
+    """Return two quantized networks beside each other: formats, scales, noise of each layer, size, time.
+
+    Args:
+        a, b: each a `Result`, a `Report`, a folder that `Result.save` or `chipfit quantize` wrote, a report in JSON, or
+            a quantized `.tflite` or `.onnx` file of any tool.
+        data: batches on which the noise of every kernel is measured in both, if both are results.
+        names: two names to show; by default the paths, or "a" and "b".
+
+    Raises:
+        ConfigError: a side is something else, or `names` are not two.
+        PlanError: a folder or report cannot be read, or `data` are given for what is no result.
+        CaptureError: a file cannot be read, or is not quantized.
+        DataError: see `quantize`.
+    """
+    given = [a, b]
+    if names and len(names) != 2:
+        raise ConfigError("Two names are needed", got=", ".join(names))
+    labels = names or _names(given)
+    sides, outputs = [_side_of(x) for x in given], dict[str, Any]()
+    if data is not None:
+        measured = [_measured(side, data) for side in sides]
+        sides = [side for side, _ in measured]
+        found = [noise for _, noise in measured]
+        outputs = {what: (found[0].get(what), found[1].get(what)) for what in {**found[0], **found[1]}}
+    sizes = sides[0].file_bytes, sides[1].file_bytes
+    more = {**({} if sizes == (None, None) else {"model file [bytes]": sizes}), **outputs}
+    plans = [side.plan for side in sides]
+    both = diff(plans[0], plans[1]) if plans[0] is not None and plans[1] is not None else None
+    return compare_reports(sides[0].report, sides[1].report, (labels[0], labels[1]), both, more)
+
+
+def _names(given: Sequence[Any]) -> list[str]:
+    """Return the names of two paths, as short as they differ, or letters."""
+    paths = [Path(x) if isinstance(x, (str, Path)) else Path(letter) for x, letter in zip(given, "ab", strict=True)]
+    short = [p.name or str(p) for p in paths]
+    return short if short[0] != short[1] else [str(p) for p in paths]
+
+
+def _side_of(thing: Any) -> _Side:
+    """Return one side of a comparison, read if it is a path."""
+    if isinstance(thing, Result):
+        return _Side(thing.report, thing.plan, thing)
+    if isinstance(thing, ReportData):
+        return _Side(thing)
+    if not isinstance(thing, (str, Path)):
+        allowed = "a Result, a Report, a saved folder, a report in JSON, or a quantized file"
+        raise ConfigError("This cannot be compared", got=type(thing).__name__, allowed=allowed)
+    path = path_of(thing, PlanError)
+    if path.suffix == ".json" and not path.is_dir():
+        return _Side(read_report(path))
+    if is_file(path) and not path.is_dir():
+        found, platform = read_quantized(path)
+        return _Side(build(found.graph, found.plan, platform), found.plan, file_bytes=path.stat().st_size)
+    return _saved(path)
+
+
+def _saved(folder: Path) -> _Side:
+    """Return a saved result with the report that was saved with it, which knows times and verification."""
+    plan = folder / "plan" if (folder / "plan").is_dir() else folder
+    result = load(plan)
+    report = plan / "report.json"
+    known = read_report(report) if report.is_file() else result.report
+    models = sorted(folder.glob("model.*"))
+    return _Side(known, result.plan, result, models[0].stat().st_size if len(models) == 1 else None)
+
+
+def read_report(path: str | Path) -> ReportData:
+    """Read a report that `Report.save` wrote as JSON.
+
+    Raises:
+        PlanError: the file cannot be read, or is no report.
+    """
+    file = path_of(path, PlanError)
+    data: ReportData = check_value(_REPORT, read_json(file, PlanError), PlanError, str(file), json=True)
+    return data
+
+
+def _measured(side: _Side, data: Any) -> tuple[_Side, dict[str, float]]:
+    """Return a side with the noise of each kernel on data, and that of the model's outputs by label [dB]."""
+    if side.result is None:
+        hint = "quantize with chipfit, or leave the data out"
+        raise PlanError("Noise is measured of results only, which hold the float network as well", hint=hint)
+    found = side.result.similarity(data)
+    made = side.result.graph.producers()
+    noise = {made[v].name: found.layers[k]["sqnr_db"] for k, v in found.values.items() if v in made}
+    finite = {k: x for k, x in noise.items() if abs(x) < float("inf")}
+    layers = tuple(replace(r, sqnr_db=finite.get(r.node)) for r in side.report.layers)
+    outputs = {f"output '{name}' [dB]": row["sqnr_db"] for name, row in found.outputs.items()}
+    return side._replace(report=replace(side.report, layers=layers)), outputs
