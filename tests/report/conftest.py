@@ -17,10 +17,11 @@ def browse(tmp_path_factory):
     quiet = "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking "
     quiet += "disable-component-update disable-sync"
 
-    def open_page(text):
+    def open_page(text, width=1280):
         folder = tmp_path_factory.mktemp("browser")
         (folder / "r.html").write_text(text)
-        flags = [f"--{f}" for f in f"{quiet} enable-logging=stderr v=0 user-data-dir={folder / 'profile'}".split()]
+        own = f"enable-logging=stderr v=0 window-size={width},900 user-data-dir={folder / 'profile'}"
+        flags = [f"--{f}" for f in f"{quiet} {own}".split()]
         command = [browser, *flags, "--virtual-time-budget=3000", "--dump-dom", (folder / "r.html").as_uri()]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
         return done.stdout, [x for x in done.stderr.splitlines() if "CONSOLE" in x]

@@ -11,6 +11,7 @@ from markupsafe import Markup
 from chipfit.report import terminal
 from chipfit.report.advice import advice
 from chipfit.report.pairs import DECIDED, ComparisonData, Pair, noise, shown
+from chipfit.report.picture import picture
 from chipfit.report.record import Kernel, ReportData
 
 
@@ -18,6 +19,7 @@ def page(report: ReportData) -> str:
     """Return HTML with styles, drawings and script inside; its content policy forbids to load anything else."""
     kernels = [_columns(k) for k in report.kernels]
     data = {"inputs": [_columns(Kernel((r,))) for r in report.inputs], "kernels": kernels, "tensors": _tensors(report)}
+    data["readers"] = _readers(report)
     data["curve"] = [dict(p) for p in report.pareto]
     count, every = Counter(r.exec for r in report.layers), max(1, len(report.layers))
     return render(
@@ -28,6 +30,7 @@ def page(report: ReportData) -> str:
         kernels=kernels,
         share={runs: count[key] / every for key, runs in terminal.RUNS.items() if count[key]},
         terminal=terminal,
+        picture=picture(report),
         advice=advice(report),
     )
 
@@ -51,6 +54,16 @@ def render(package: str, name: str, data: Any, **values: Any) -> str:
     values |= {"css": Markup(css), "js": Markup(js)}
     values["data"] = Markup(json.dumps(data).replace("<", "\\u003c"))  # no tag can start inside the script element
     return env.from_string(text).render(**values)
+
+
+def _readers(report: ReportData) -> list[list[int]]:
+    """Return for each kernel the kernels that read its results, by position."""
+    owner = {r.node: n for n, k in enumerate(report.kernels) for r in k}
+    out: list[list[int]] = [[] for _ in report.kernels]
+    for n, k in enumerate(report.kernels):
+        for source in sorted({owner[name] for r in k for name in r.reads if name in owner} - {n}):
+            out[source].append(n)
+    return out
 
 
 def _columns(kernel: Kernel) -> dict[str, Any]:

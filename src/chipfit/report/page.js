@@ -1,6 +1,6 @@
 "use strict";
 const $ = id => document.getElementById(id), NS = "http://www.w3.org/2000/svg";
-const { kernels, inputs, tensors, curve } = JSON.parse($("data").textContent), tip = $("tip"), root = document.documentElement;
+const { kernels, inputs, tensors, curve, readers } = JSON.parse($("data").textContent), tip = $("tip"), root = document.documentElement;
 const html = (tag, props, ...kids) => { const e = Object.assign(document.createElement(tag), props); e.append(...kids); return e };
 const svg = (tag, attrs, ...kids) => { const e = document.createElementNS(NS, tag); for (const k in attrs) e.setAttribute(k, attrs[k]); e.append(...kids); return e };
 const num = x => x === null ? "" : x !== 0 && (Math.abs(x) >= 1e4 || Math.abs(x) < 1e-3) ? x.toExponential(2) : String(+x.toPrecision(4));
@@ -21,6 +21,43 @@ function explain(e, text) {
 addEventListener("keydown", e => { if (e.key === "Escape") tip.style.opacity = 0 });
 $("theme").onclick = () => root.dataset.theme = root.dataset.theme === "dark" ? "light" : "dark";
 
+/* a kernel's row of the table */
+function mark(i) { document.querySelectorAll("tr.mark").forEach(t => t.classList.remove("mark")); const t = $("k" + i); t.hidden = false; t.classList.add("mark"); t.scrollIntoView({ block: "center" }) }
+
+/* the network: select a kernel, see its facts and neighbours, change the size */
+const net = $("net"), canvas = $("canvas");
+if (net) {
+  const [wide, tall] = net.getAttribute("viewBox").split(" ").slice(2).map(Number), at = id => id[0] === "i" ? inputs[id.slice(1)] : kernels[id.slice(1)];
+  const write = r => [["operators", r.ops], ["runs in", r.exec], ["why", r.why], ["format", r.format], ["scale", r.scale === null ? "" : num(r.scale)], ["range", r.clip[0] === null ? "" : `${num(r.clip[0])} .. ${num(r.clip[1])}`],
+    ["noise of results", r.sqnr === null ? "" : `${r.sqnr.toFixed(1)} dB`], ["noise of weights", r.wsqnr === null ? "" : `${r.wsqnr.toFixed(1)} dB`], ["integers differing", r.differing === null ? "" : String(r.differing)], ["clipped", r.clipped ? `${(100 * r.clipped).toPrecision(2)} %` : ""]];
+  const links = (title, ids) => ids.length ? [html("p", { className: "soft", textContent: title }), ...ids.map(id => html("button", { type: "button", textContent: at(id).name, onclick: () => select(id, true) }))] : [];
+  let lines = [...net.querySelectorAll("path")], zoom = 1;
+  function select(id, look) {
+    net.querySelectorAll(".sel").forEach(g => g.classList.remove("sel"));
+    const g = $(id), r = at(id), list = html("dl");
+    g.classList.add("sel");
+    if (look) { const a = g.getBoundingClientRect(), b = canvas.getBoundingClientRect(); canvas.scrollBy(a.left - b.left - (b.width - a.width) / 2, a.top - b.top - (b.height - a.height) / 2) }
+    lines.forEach(p => p.classList.toggle("on", p.dataset.from === id || p.dataset.to === id));
+    for (const [what, x] of write(r)) if (x) list.append(html("dt", { textContent: what }), html("dd", { textContent: x }));
+    const row = id[0] === "g" ? [html("button", { type: "button", textContent: "row in the table", onclick: () => mark(id.slice(1)) })] : [];
+    const reads = lines.filter(p => p.dataset.to === id).map(p => p.dataset.from);
+    const readBy = id[0] === "g" ? readers[id.slice(1)].map(n => "g" + n) : lines.filter(p => p.dataset.from === id).map(p => p.dataset.to);
+    $("facts").replaceChildren(html("h3", { textContent: r.name }), list, ...row, ...links("reads", reads), ...links("is read by", readBy));
+  }
+  net.querySelectorAll("g").forEach(g => {
+    const r = at(g.id), db = r[canvas.dataset.colour];
+    g.setAttribute("aria-label", `${r.name}, ${r.ops}, ${r.exec}, ${r.format}` + (db === null ? "" : `, ${db.toFixed(1)} dB`));
+    g.onclick = () => select(g.id); g.onkeydown = e => { if (e.key === "Enter" || e.key === " ") { e.preventDefault(); select(g.id) } };
+  });
+  const scale = z => { zoom = Math.max(.15, Math.min(3, z)); net.setAttribute("width", wide * zoom); net.setAttribute("height", tall * zoom) };
+  const fit = () => scale(Math.max(.3, Math.min(1, (canvas.clientWidth - 22) / wide)));
+  const centre = () => { const a = net.querySelector("g").getBoundingClientRect(), b = canvas.getBoundingClientRect(); canvas.scrollLeft += a.left + a.width / 2 - b.left - b.width / 2 };
+  $("fit").onclick = () => { fit(); centre() }; $("larger").onclick = () => scale(zoom * 1.3); $("smaller").onclick = () => scale(zoom / 1.3);
+  const colours = document.querySelectorAll("button[data-colour]");
+  colours.forEach(b => b.onclick = () => { canvas.dataset.colour = b.dataset.colour; colours.forEach(o => o.setAttribute("aria-pressed", o === b)) });
+  fit(); centre();
+}
+
 /* the noise of every kernel */
 const show = { measure: document.querySelector("[data-measure]")?.dataset.measure, order: "" };
 function chart() {
@@ -38,7 +75,7 @@ function chart() {
     const x = left + j * w + (w - bar) / 2, fill = k.db < 15 ? "var(--bad)" : k.db < 25 ? "var(--warn)" : "var(--c1)";
     const r = svg("rect", { x, y: Math.min(y(k.db), y(0)), width: bar, height: Math.max(1, Math.abs(y(k.db) - y(0))), rx: Math.min(3, bar / 3), fill, tabindex: 0, role: "button" });
     explain(r, `${k.name}\n${k.ops}, ${k.format}\n${k.db.toFixed(1)} dB`);
-    const find = () => { document.querySelectorAll("tr.mark").forEach(t => t.classList.remove("mark")); const t = $("k" + k.i); t.hidden = false; t.classList.add("mark"); t.scrollIntoView({ block: "center" }) };
+    const find = () => mark(k.i);
     r.addEventListener("click", find); r.addEventListener("keydown", e => { if (e.key === "Enter" || e.key === " ") { e.preventDefault(); find() } });
     s.append(r);
     if (labels) {

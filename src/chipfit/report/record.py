@@ -33,6 +33,7 @@ class LayerRow:
     weight_format: str = ""  #: "" without quantized weights
     weight_sqnr_db: float | None = None  #: of its stored weights; needs no data
     simd: int | None = None  #: output channels of one instruction, where the platform names them
+    reads: tuple[str, ...] = ()  #: nodes and inputs of the model whose results it reads
     bars: tuple[float, ...] = ()  #: share of calibration values in equal bins over [bars_low, bars_high)
     bars_low: float = 0.0
     bars_high: float = 0.0

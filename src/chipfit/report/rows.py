@@ -39,6 +39,7 @@ def build(
     """Return the Report of a plan, with what is known about calibration, time and verification."""
     stats = stats or {}
     checked = {r.tensor: r for r in verification.rows} if verification else {}
+    makers = graph.producers()
     inner = {name for g in plan.groups for name in g[:-1]}  # their results stay inside the kernel
 
     def row(node: Node, decided: NodePlan) -> LayerRow:
@@ -56,6 +57,7 @@ def build(
             group=decided.group,
             why=decided.why,
             simd=decided.simd,
+            reads=tuple(dict.fromkeys(makers[v].name if v in makers else v for v in graph.activations(node))),
             format="inside a kernel" if inside else t.format,
             scale=float(one.scale) if one else None,
             zero_point=int(one.zero_point) if one else None,
