@@ -24,6 +24,7 @@ from chipfit.engine.memory import memory_errors
 from chipfit.engine.process import preserve_random_state
 from chipfit.engine.torch_defaults import torch_defaults
 from chipfit.errors import Interrupted, interruption_note
+from chipfit.export.tflite import footprint
 from chipfit.frameworks import check, load_model
 from chipfit.plan.record import provenance_of
 from chipfit.plan.training import Training
@@ -33,10 +34,11 @@ from chipfit.platform.schema import Platform
 from chipfit.ranges import Rule, name_of
 from chipfit.reading import read_model
 from chipfit.registry import OFF
-from chipfit.request import Request, check_options, settings_for
+from chipfit.request import Request, check_limits, check_options, settings_for
 from chipfit.result import Result, bits_of_weights, corrected
 from chipfit.rounding.lost_parts import lost_part_warnings
 from chipfit.search import repairs
+from chipfit.search.chip_memory import fit_widths, too_large
 from chipfit.search.choose import search_widths
 from chipfit.search.limits import Limits
 from chipfit.search.losses import RoundingModel
@@ -79,7 +81,8 @@ def quantize(
         settings: optional rewrites and corrections. Weights of fewer than 6 bits are rounded in closed form, which
             reads the data twice (an iterator's are kept), unless `Settings(rounding="off")` says otherwise.
         limits: memory or operations that the model may take (`chipfit.Limits(weights="50%")`): of the bits that the
-            platform has for weights, those with the least loss are chosen; reads the data twice.
+            platform has for weights, those with the least loss are chosen; reads the data twice. Or of the chip: `ram`
+            and `flash`.
         training: what trains the quantizers of `Result.model`: the name of an algorithm ("lsq"), a mapping ({"weights":
             "dorefa", "activations": "pact"}), or a `chipfit.plan.training.Training`. None: weights train, scales stay.
         seed: seed of everything random.
@@ -89,6 +92,7 @@ def quantize(
         CaptureError, DataError, UnsupportedError, UnknownNameError: see `chipfit.errors`.
         ConfigError: an option of the wrong kind.
         MemoryExceeded: the device of the model ran out of memory.
+        PlanError: limits that no choice of bits keeps; names what needs most.
         NothingQuantizedError: no tensor of this model can be quantized on this platform.
         Interrupted: Ctrl-C in the search of bits or in a correction; its `result` is usable all the same.
     """
@@ -105,6 +109,7 @@ def quantize(
         open_rule=rule is None,
     )
     chip = load_platform(platform)
+    check_limits(limits, chip)
     decision = Decision(
         platform=chip,
         overrides=overrides,
@@ -115,7 +120,7 @@ def quantize(
     with memory_errors():
         for stage in (capture_model, assign_formats, collect_statistics, choose_ranges, repair, search_bits):
             decision = stage(request, decision)
-        return correct(request, *make_plan(request, decision))
+        return kept_in_memory(request, correct(request, *make_plan(request, decision)))
 
 
 def capture_model(request: Request, d: Decision) -> Decision:
@@ -180,7 +185,10 @@ def search_bits(request: Request, d: Decision) -> Decision:
     rounding = RoundingModel.of(d, corrections or expected)
     try:
         with request.progress.stage("search"):
-            return search_widths(d, request.limits, lambda: request.data.batches(d.graph), rounding)
+            limits, read = request.limits, lambda: request.data.batches(d.graph)
+            if limits.of_file():
+                return fit_widths(d, limits, read, rounding, footprint)
+            return search_widths(d, limits, read, rounding)
     except KeyboardInterrupt:
         stopped = f"{Interrupted.NOTE}: the widths were not searched to the end, and no limit is kept"
         return replace(d, notes=(*d.notes, stopped))
@@ -217,6 +225,18 @@ def correct(request: Request, result: Result, settings: Settings) -> Result:
             return result
         merit = repairs.merit_of(result.decision, result.graph, result.plan)
     return replace(result, plan=replace(result.plan, provenance={**result.plan.provenance, **merit}))
+
+
+def kept_in_memory(request: Request, result: Result) -> Result:
+    """Return the result, whose file keeps the limits on the chip's memory after corrections too.
+
+    Raises:
+        PlanError: it does not.
+    """
+    most = request.limits.of_file() if request.limits is not None else {}
+    if most and (found := footprint(result.graph, result.plan)).over(most):
+        raise too_large(found, most)
+    return result
 
 
 def _provenance(d: Decision, samples: SampleHashes) -> dict[str, Any]:

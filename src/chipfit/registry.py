@@ -128,6 +128,7 @@ class DeviceRuntime:
     extra: str = ""
     kernels: str | None = None  #: simulator profile of the runtime's kernels if it is not the platform's own
     codes: str = "{}"  #: name of the tensor with the quantized values of a graph value
+    arena: bool = False  #: all its memory is one block, whose size its `arena` measures
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,8 @@ from chipfit.errors import ConfigError
 from chipfit.plan.training import Training
 from chipfit.platform.schema import Platform
 from chipfit.ranges import rule_of
-from chipfit.registry import OFF, is_number
-from chipfit.search.limits import Limits
+from chipfit.registry import OFF, entry, is_number
+from chipfit.search.limits import OF_FILE, Limits, amounts
 from chipfit.settings import Settings
 
 
@@ -51,6 +51,20 @@ def check_options(settings: Any, rules: RangeRules, limits: Any, seed: Any) -> N
     for rule in (rules.rule, rules.weight_rule):
         rule_of(rule)
     steps.enabled(settings, "correct")
+
+
+def check_limits(limits: Limits | None, platform: Platform) -> None:
+    """Refuse limits on a file that the platform does not have.
+
+    Raises:
+        ConfigError: naming the limit.
+    """
+    suffixes = {entry("runtime", name).declares.suffix for name in platform.runtimes}
+    if limits is None or not limits.of_file() or ".tflite" in suffixes:
+        return
+    what = f"'{platform.name}' has no .tflite file, whose memory could be limited"
+    allowed = ", ".join(f.name for f in amounts() if f.name not in OF_FILE)
+    raise ConfigError(what, got=", ".join(limits.of_file()), allowed=allowed)
 
 
 def settings_for(settings: Settings, training: Training | None, platform: Platform) -> Settings:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,8 @@ from chipfit.decide.statistics import RangeRules, notes_of_missing
 from chipfit.decision import Decision, plan_of, redecide, scales_of
 from chipfit.engine.process import preserve_random_state
 from chipfit.engine.torch_defaults import torch_defaults
-from chipfit.errors import ExportError, Interrupted, PlanError
+from chipfit.errors import ExportError, Interrupted, PlanError, UnsupportedError
+from chipfit.export.tflite import footprint
 from chipfit.files import path_of
 from chipfit.frameworks import adapter_of, checksum, lower
 from chipfit.graph.ir import Graph
@@ -27,8 +29,10 @@ from chipfit.plan.record import Plan
 from chipfit.plan.training import Training, check_folds, check_trainable
 from chipfit.platform.schema import Platform
 from chipfit.ranges import name_of
+from chipfit.registry import entry
 from chipfit.rounding.lost_parts import lost_part_warnings
 from chipfit.screen import Summary, SummaryRepr
+from chipfit.search.limits import OF_FILE, parse_amount
 from chipfit.search.losses import RoundingModel
 from chipfit.search.pareto import SHARES, Pareto, pareto
 from chipfit.search.repairs import biases_move, found_biases
@@ -105,6 +109,7 @@ class Result(SummaryRepr):
 
         shown, proof = (self.graph, self.plan, self.platform), self.verification
         report = build(*shown, stats=self.stats, timings=self.timings, verification=proof)
+        report = replace(report, memory=self._memory())
 
         def edit(more: Mapping[str, Any]) -> tuple[Graph, Plan]:
             other = self.as_calibrated()._edited(self.decision.with_overrides(more).overrides, None)
@@ -117,6 +122,16 @@ class Result(SummaryRepr):
             report = replace(report, sensitivity=tuple(self._sensitivity.rows()))
             advice = (*advice, *self._sensitivity.tried)
         return replace(report, tried=advice, pareto=self._pareto.points if self._pareto is not None else ())
+
+    def _memory(self) -> dict[str, Any] | None:
+        """Return the memories of the chip that the file takes, and their limits; None where it has no such file."""
+        record = self.plan.provenance.get("limits") or {}
+        limits = {k: parse_amount(v, 0.0, k) for k, v in record.items() if k in OF_FILE}
+        if not (limits or any(entry("runtime", name).declares.arena for name in self.platform.runtimes)):
+            return None
+        with contextlib.suppress(ExportError, UnsupportedError):  # `export` states why
+            return {**asdict(footprint(self.graph, self.plan)), "limits": limits}
+        return None
 
     # ------------------------------------------------------------------------------------------------------- training
 

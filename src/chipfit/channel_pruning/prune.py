@@ -37,11 +37,12 @@ from chipfit.platform.load import load_platform
 from chipfit.platform.schema import Platform
 from chipfit.reading import read_model
 from chipfit.screen import Summary, SummaryRepr
-from chipfit.search.limits import Limits
+from chipfit.search.limits import OF_FILE, Limits
 from chipfit.settings import DEFAULT_SETTINGS
 
 #: samples of the data that measure importance and fit the smaller network; samples at a time
 SAMPLES, CHUNK = 512, 32
+_NOT_OF_CHANNELS = {"loss": None, **OF_FILE}  #: limits that channels do not keep
 #: removals between which importance is measured again
 ROUNDS = 4
 
@@ -135,8 +136,9 @@ class Options:
         Raises:
             ConfigError, UnknownNameError: naming the option.
         """
+        known = isinstance(limits, Limits) and not limits.to_record().keys() & _NOT_OF_CHANNELS.keys()
         wrong = (
-            ("limits", limits, isinstance(limits, Limits) and limits.loss is None, "chipfit.Limits without `loss`"),
+            ("limits", limits, known, f"chipfit.Limits without {', '.join(_NOT_OF_CHANNELS)}"),
             ("simd", self.simd, self.simd is None or _is_whole(self.simd, 1), "None, or 1 or more"),
             ("repair", self.repair, isinstance(self.repair, bool), "True or False"),
             ("seed", self.seed, _is_whole(self.seed), "a whole number"),

@@ -282,7 +282,8 @@ def quantize(
     keep_float: KeepFloat = None,
     bits: Bits = None,
     limit: Annotated[
-        list[str] | None, Option("--limit", help="search bit widths within: weights=50%, bops=1e9")
+        list[str] | None,
+        Option("--limit", help="search bit widths within: weights=50%, bops=1e9, ram=256KiB, flash=1MiB"),
     ] = None,
     rounding: Annotated[str | None, Option("--rounding", help="rounding of weights: gptq, or nearest")] = None,
     sets: Annotated[list[str] | None, Option("--set", help="NAME=VALUE, any of chipfit.Settings (repeatable)")] = None,

@@ -101,6 +101,8 @@ class ReportData:
     inputs: tuple[LayerRow, ...] = ()  #: how the model's own inputs are stored
     verification: Mapping[str, Any] | None = None
     speed: Mapping[str, Any] | None = None  #: the float and the quantized file side by side, see `Timing`
+    #: a chip's memories that the `.tflite` file takes, and their limits, see `Footprint`
+    memory: Mapping[str, Any] | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     @property

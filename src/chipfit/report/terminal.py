@@ -110,9 +110,21 @@ def facts(report: ReportData) -> dict[str, str]:
         s = report.speed
         both = f"{s['float_ms']:.3g} ms float, {s['quantized_ms']:.3g} ms quantized ({s['ratio']:.2f}x)"
         out["speed"] = f"{both} of processor time on {s['runtime']}, {s['batch']} samples a call"
+    out |= chip_memory(report)
     if report.timings:
         out["time"] = ", ".join(f"{k} {v:.2f} s" for k, v in report.timings.items())
     return out
+
+
+def chip_memory(report: ReportData) -> dict[str, str]:
+    """Return the memories of the chip that the file takes, beside their limits."""
+    if (m := report.memory) is None:
+        return {}
+    kept = {k: f" of {v:,.0f}" if (v := m["limits"].get(k)) else "" for k in ("ram", "flash")}
+    most = f"most while '{m['ram_layer']}' runs, {m['ram_alive']:,} bytes of tensors and scratch buffers"
+    arena = f"{m['ram']:,}{kept['ram']} bytes of arena in TensorFlow Lite Micro; {most}"
+    weights = f"the largest weights are those of '{m['flash_layer']}', {m['flash_weights']:,} bytes"
+    return {"ram": arena, "flash": f"{m['flash']:,}{kept['flash']} bytes; {weights}"}
 
 
 def merit_of(merit: Mapping[str, Any]) -> str:

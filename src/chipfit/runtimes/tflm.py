@@ -78,6 +78,7 @@ class _Interpreter:
     libraries=("tflite_micro", "ai_edge_litert", "flatbuffers"),
     extra="tflm",
     kernels="tflm",
+    arena=True,
 )
 class Tflm(LiteRtReference):
     """A loaded file, run by the interpreter for microcontrollers; its batch size is that of the file."""

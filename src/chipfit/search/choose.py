@@ -16,7 +16,7 @@ from chipfit.plan.record import Plan
 from chipfit.rounding.compare import Reference
 from chipfit.rounding.fisher import IMAGES, first_samples
 from chipfit.search import candidates
-from chipfit.search.limits import Limits, parse_amount
+from chipfit.search.limits import Amount, Limits, parse_amount
 from chipfit.search.losses import NEAREST, Losses, RoundingModel, losses
 from chipfit.search.resources import bits_of, counted_values, peak_bytes, value_bytes
 from chipfit.search.solve import LOSS, Choice, format_amount, limit_of, solutions
@@ -209,6 +209,11 @@ def search_widths(
 
     limited = limits.to_record()
     choice = search_space(d, plan_of(d), limited, read(), rounding).choose(limits, None if rounding.fitted else loss)
+    return with_choice(d, choice, limited)
+
+
+def with_choice(d: Decision, choice: ChosenWidths, limited: Mapping[str, Amount]) -> Decision:
+    """Return the decision with the bits of a choice, the scales that go with them, and a note."""
     chosen = choose_scales(decide(d.with_bits(choice.bits)))
     widths = {tensor: list(bits) for tensor, bits in choice.widths.items()}
     provenance = {**d.provenance, "limits": limited, "chosen": choice.bits, "widths": widths}

@@ -7,6 +7,8 @@ from chipfit.errors import ConfigError
 from chipfit.registry import is_number
 
 _BYTES = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KIB": 1024.0, "MIB": 1024.0**2, "GIB": 1024.0**3}
+#: limit that is about a whole file -> the limit on the tensors in it
+OF_FILE = {"flash": "weights", "ram": "activations"}
 #: "50%", "120 KB", a number
 Amount = str | float | None
 
@@ -17,10 +19,11 @@ class Limits:
 
     Memory is a number of bytes, a text with a unit ("1.5 MB"), or a share ("50%") of what the same tensors take in 8
     bits; operations are a number or such a share. Inside these limits the bits with the least loss are chosen or, with
-    a limit on the loss, those with the least memory of weights.
+    a limit on the loss, those with the least memory of weights. `ram` and `flash` are a chip's own memories: bits
+    change only where the network as it is does not fit.
 
     Raises:
-        ConfigError: an amount is not understood, or there is no limit.
+        ConfigError: an amount is not understood, two limits are about the same memory, or there is no limit.
     """
 
     weights: Amount = None  #: memory of quantized weights [byte]
@@ -29,6 +32,8 @@ class Limits:
     bops: Amount = None  #: multiplications x bits of weights x bits of their inputs, for one sample
     #: that the widths may add, as it is predicted: KL divergence for class scores [nat], else share of outputs' energy
     loss: Amount = None
+    ram: Amount = None  #: arena that TensorFlow Lite Micro needs for the `.tflite` file, for one sample [byte]
+    flash: Amount = None  #: `.tflite` file [byte]
     #: memory of activations, here and in `total`, is that of the largest quantized value alone
     largest_value: bool = False
 
@@ -37,10 +42,21 @@ class Limits:
             raise ConfigError("Limits need at least one limit", allowed=", ".join(f.name for f in amounts()))
         for name, value in self.to_record().items():
             parse_amount(value, 1.0, name)
+        for name, tensors in OF_FILE.items():
+            if self.to_record().keys() >= {name} and (other := self.to_record().keys() & {tensors, "total"}):
+                got = " and ".join([name, *sorted(other)])
+                hint = f"`{name}` also holds what the file adds to the {tensors}"
+                raise ConfigError(
+                    f"The limit on {name} is one on {tensors} too", got=got, allowed="one of them", hint=hint
+                )
 
     def to_record(self) -> dict[str, Amount]:
         """Return the limits as JSON data."""
         return {f.name: v for f in amounts() if (v := getattr(self, f.name)) is not None}
+
+    def of_file(self) -> dict[str, float]:
+        """Return the limits that a file has to keep [byte]."""
+        return {k: parse_amount(v, 0.0, k) for k, v in self.to_record().items() if k in OF_FILE}
 
 
 def amounts() -> tuple[Field[Amount], ...]:
@@ -51,7 +67,11 @@ def amounts() -> tuple[Field[Amount], ...]:
 def parse_amount(value: Amount, whole: float, name: str) -> float:
     """Return an amount as a number; a share is one of `whole`."""
     number, unit = value, ""
-    units = {"": 1.0} | ({} if name == "loss" else {"%": whole / 100}) | ({} if name in ("loss", "bops") else _BYTES)
+    units = (
+        {"": 1.0}
+        | ({} if name in ("loss", *OF_FILE) else {"%": whole / 100})
+        | ({} if name in ("loss", "bops") else _BYTES)
+    )
     if isinstance(value, str):
         parts = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([A-Za-z]*|%)\s*", value)
         number, unit = (float(parts[1]), parts[2].upper()) if parts else (None, "")

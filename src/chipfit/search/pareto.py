@@ -16,7 +16,7 @@ from chipfit.rounding.fisher import first_samples
 from chipfit.screen import Summary, SummaryRepr
 from chipfit.screen.figures import BLUE, GREY, drawn, new_figure
 from chipfit.search.choose import search_space
-from chipfit.search.limits import Limits
+from chipfit.search.limits import OF_FILE, Limits
 from chipfit.search.losses import RoundingModel
 from chipfit.search.solve import LOSS
 
@@ -88,7 +88,7 @@ def pareto(
         PlanError: no budget can be kept.
         DataError: there is no batch.
     """
-    limits = [f.name for f in fields(Limits) if f.name != LOSS]
+    limits = [f.name for f in fields(Limits) if f.name not in (LOSS, *OF_FILE)]
     if over not in limits:
         raise UnknownNameError("limit", over, limits)
     images = list(first_samples(batches))

@@ -3,13 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-from chipfit.export import FileTensor
+from chipfit.export import FileTensor, format_of
 from chipfit.export.io_spec import OPTIONS
 from chipfit.export.tflite.batch import fixed_batch_size
 from chipfit.files import write_atomically
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 from chipfit.registry import register
+from chipfit.search.chip_memory import Footprint
 
 
 def _read_back(path: Path) -> dict[str, FileTensor]:
@@ -40,3 +41,16 @@ def export_c(graph: Graph, plan: Plan, path: Path, platform: Any = None, **optio
     from chipfit.export.tflite.writer import content
 
     return write_atomically(path, header(content(graph, plan, **options), path.stem).encode())
+
+
+def footprint(graph: Graph, plan: Plan) -> Footprint:
+    """Return the memory of a chip that the file takes for one sample; see `chipfit.export.tflite.footprint`.
+
+    Raises:
+        ExportError: the libraries of the file are not installed.
+        UnsupportedError: the file cannot hold a part of the network.
+    """
+    format_of(".tflite")
+    from chipfit.export.tflite.footprint import measure
+
+    return measure(graph, plan)
