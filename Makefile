@@ -8,7 +8,7 @@ WORKERS ?= 2
 # Rooms whose networks `--device` moves.
 PLACED := $(addprefix tests/,calibration correction decide engine passes ranges rounding search simulate test_pipeline.py test_verify.py)
 
-.PHONY: help setup demo test test-all check format docs site wheel bench bench-accuracy bench-qat bench-algorithms bench-small snapshots fuzz random zoo
+.PHONY: help setup demo test test-all check format docs notebooks site wheel bench bench-accuracy bench-qat bench-algorithms bench-small snapshots fuzz random zoo
 .PHONY: gallery mutants kills chaos silicon clean test-device gpu
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -60,6 +60,9 @@ wheel: setup ## build wheel and source archive in dist/
 docs: setup ## write the generated pages again: support table, JSON Schema of platform files
 	$(BIN)/python docs/generate.py
 
+notebooks: setup ## run the notebooks of the docs again and store what they show: ONLY= names some
+	$(QUIET) $(BIN)/python docs/notebooks.py $(ONLY)
+
 site: setup ## build the documentation as a site in site/, and refuse broken links
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
@@ -104,9 +107,6 @@ random: setup ## prove COUNT random networks on each of ONNX Runtime and LiteRT,
 zoo: setup .venv/zoo ## 102 architectures on ONNX Runtime and LiteRT: those not yet in the table; ONLY= chooses
 	$(BIN)/python -m benchmarks.zoo $(if $(ONLY),--only $(ONLY))
 	$(BIN)/python docs/generate.py
-
-site: setup ## build the documentation as a site in site/, and refuse broken links
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 .venv/gallery:
 	$(BIN)/pip install --quiet --no-deps --target $@ ai-edge-quantizer==0.10.0 immutabledict litert-lm-builder

@@ -18,7 +18,11 @@ from chipfit.report.record import Kernel, ReportData
 def page(report: ReportData) -> str:
     """Return HTML with styles, drawings and script inside; its content policy forbids to load anything else."""
     kernels = [_columns(k) for k in report.kernels]
-    data = {"inputs": [_columns(Kernel((r,))) for r in report.inputs], "kernels": kernels, "tensors": _tensors(report)}
+    data: dict[str, Any] = {
+        "inputs": [_columns(Kernel((r,))) for r in report.inputs],
+        "kernels": kernels,
+        "tensors": _tensors(report),
+    }
     data["readers"] = _readers(report)
     data["curve"] = [dict(p) for p in report.pareto]
     count, every = Counter(r.exec for r in report.layers), max(1, len(report.layers))

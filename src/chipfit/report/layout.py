@@ -47,7 +47,8 @@ def place(sizes: Sequence[tuple[float, float]], edges: Sequence[tuple[int, int]]
     for a, b in sorted(forward, key=lambda e: e[1]):
         ranks[b] = max(ranks[b], ranks[a] + 1)
     cells = [_Cell(rank, width) for rank, (width, _) in zip(ranks, sizes, strict=True)]
-    ways = {edge: _way(cells, lanes, *edge) for lanes in [{}] for edge in forward}
+    lanes = dict[tuple[int, int], int]()
+    ways = {edge: _way(cells, lanes, *edge) for edge in forward}
     rows: list[list[int]] = [[] for _ in range(max(ranks, default=0) + 1)]
     for k, c in enumerate(cells):
         rows[c.rank].append(k)
