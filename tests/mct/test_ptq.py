@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import nn
 import chipfit
 from chipfit import core, errors
 from chipfit import target_platform as tp
+from chipfit import trainable_infrastructure as trainable
 from chipfit.core import CoreConfig, DebugConfig, QuantizationConfig, QuantizationErrorMethod
 from chipfit.platform.save import export_platform
 from chipfit.ptq import UserInformation
@@ -113,6 +115,74 @@ def test_a_list_of_inputs_has_no_label():
     assert quantized(x, index).shape == (6, 3)
 
 
+class Named(nn.Module):
+    """A network of two inputs, with layers in folders, a batch norm, and functions."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU6())
+        self.drop, self.fc = nn.Dropout(), nn.Linear(4, 5)
+
+    def forward(self, x, y):
+        x = torch.relu(self.stem(x)) * 2 + y
+        return self.fc(self.drop(x.mean((2, 3))))
+
+
+def two_inputs():
+    torch.manual_seed(0)
+    for _ in range(2):
+        yield [torch.randn(4, 3, 8, 8), torch.randn(4, 4, 6, 6)]
+
+
+@pytest.fixture(scope="module")
+def named():
+    torch.manual_seed(0)
+    return chipfit.pytorch_post_training_quantization(Named().eval(), two_inputs)
+
+
+def test_parts_of_a_pytorch_model_have_the_names_that_mct_gives_them(named):
+    model, info = named
+    conv = model.stem_0_bn
+    assert conv is model.get_submodule("stem.0")
+    assert isinstance(conv, trainable.PytorchQuantizationWrapper) and isinstance(conv.layer, nn.Conv2d)
+    assert conv.is_weights_quantization and conv.num_weights_quantizers == 1
+    assert isinstance(model.stem_2, nn.ReLU6) and isinstance(model.drop, nn.Module)
+    for name, value in {"stem_2": "hardtanh", "add": "add", "mul": "mul", "x": "x", "fc": "linear"}.items():
+        holder = getattr(model, f"{name}_activation_holder_quantizer")
+        assert isinstance(holder, trainable.PytorchActivationQuantizationHolder)
+        assert torch.equal(holder.numbers()[0], info.result.plan[value].scale)
+    with pytest.raises(AttributeError, match="stem_1"):
+        _ = model.stem_1  # the batch norm, which is folded
+    assert pickle.loads(pickle.dumps(model)).stem_0_bn.node.layer == "stem.0"
+
+
+def test_quantizers_that_do_not_train_count_as_the_inferable_ones_with_their_grid(named):
+    model, inferable = named[0], trainable.pytorch_inferable_quantizers
+    weight, result = model.stem_0_bn.weights_quantizers["weight"], model.add_activation_holder_quantizer
+    quantizer = result.activation_holder_quantizer
+    assert isinstance(weight, inferable.WeightsSymmetricInferableQuantizer) and weight.input_rank == 4
+    assert isinstance(weight, trainable.BaseInferableQuantizer)
+    assert isinstance(quantizer, inferable.ActivationPOTInferableQuantizer)
+    assert not isinstance(weight, (inferable.WeightsPOTInferableQuantizer, inferable.ActivationPOTInferableQuantizer))
+    trained, _ = chipfit.pytorch_quantization_aware_training_init_experimental(
+        Named().eval(), two_inputs, qat_config=chipfit.qat.QATConfig("lsq", "lsq")
+    )
+    assert not isinstance(trained.add_activation_holder_quantizer, inferable.ActivationPOTInferableQuantizer)
+
+
+def test_a_quantized_model_takes_its_inputs_as_one_list_too(named):
+    x, y = next(two_inputs())
+    assert torch.equal(named[0]([x, y]), named[0](x, y))
+    with pytest.raises(errors.DataError, match="captured with other inputs"):
+        named[0]([x, y, y])
+
+
+def test_a_traced_model_is_saved_as_torchscript_and_computes_what_it_did(named, tmp_path):
+    batch = tuple(next(two_inputs()))
+    torch.jit.script(torch.jit.trace(named[0], batch)).save(tmp_path / "model.pt")
+    assert torch.equal(torch.jit.load(tmp_path / "model.pt")(*batch), named[0](*batch))
+
+
 def test_a_bypassed_model_is_returned_unchanged(net):
     got, info = ptq(net, config=CoreConfig(debug_config=DebugConfig(bypass=True)))
     assert got is net[0] and info.result is None and info.final_resource_utilization is None
@@ -129,7 +199,9 @@ def test_a_chip_that_quantizes_nothing_keeps_the_float_network_with_a_warning(ne
     facade = getattr(chipfit, f"pytorch_{step}")
     with pytest.warns(UserWarning, match="The model stays in float: Nothing in this model can be quantized on"):
         model, info = facade(net[0], data_of(net[1]), target_platform_capabilities=quiet_chip())
-    assert model is net[0] and info.result is None and info.fusions == []
+    assert type(model) is type(net[0]) and info.result is None and info.fusions == []
+    assert all(a is b for a, b in zip(model.parameters(), net[0].parameters(), strict=True))
+    assert torch.equal(model([net[1]]), net[0](net[1])) and torch.equal(model(net[1]), net[0](net[1]))
     with pytest.raises(errors.NothingQuantizedError):
         quantized(net[0], net[1], quiet_chip())
     resources, options = core.pytorch_resource_utilization_data, {"target_platform_capabilities": quiet_chip()}

@@ -100,7 +100,7 @@ def test_tables_that_are_none_are_refused(bits, table, signed, words):
 def test_entries_are_of_eight_bits_and_channels_are_those_of_the_tensor_by_default():
     assert float(symmetric(2, 1.0, True, table=[-128, 0, 127]).scale) == 1 / 128
     lut, pot = (str(inspect.signature(CLASSES[f"Weights{n}InferableQuantizer"])) for n in ("LUTSymmetric", "POT"))
-    assert lut.endswith("per_channel, channel_axis=None, input_rank=None, lut_values_bitwidth=8)")
+    assert lut.endswith("per_channel, channel_axis=None, input_rank=None, lut_values_bitwidth=8, eps=1e-08)")
     assert pot == "(num_bits, threshold, per_channel, channel_axis=None, input_rank=None)"
 
 

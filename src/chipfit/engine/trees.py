@@ -31,9 +31,11 @@ def flatten_inputs(graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any] 
 def flatten_call(spec: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """Return the tensors of a call for a parsed `in_spec`; raises as `flatten_inputs`.
 
-    Arguments that were captured by position may be passed by name.
+    Arguments that were captured by position may be passed by name, and several of them as one list.
     """
     args, kwargs = tuple(args), dict(kwargs)
+    if len(args) == 1 < spec["args"] and isinstance(args[0], (list, tuple)) and len(args[0]) == spec["args"]:
+        args = tuple(args[0])
     for name in spec["names"][len(args) : spec["args"]]:
         if name not in kwargs:
             break

@@ -1,10 +1,13 @@
 """Post-training quantization under the names of MCT: a model, a function that yields data, configurations."""
 
+import copy
 import inspect
 import itertools
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +21,7 @@ from chipfit.graph.linear import is_linear, products
 from chipfit.mct.core.config import CoreConfig, ResourceUtilization
 from chipfit.mct.core.network_editor import replace_layers, to_overrides
 from chipfit.mct.framework_info import FrameworkInfo
+from chipfit.mct.layer_names import give_layer_names
 from chipfit.mct.log import log_result
 from chipfit.mct.target_platform import capabilities
 from chipfit.mct.target_platform.model import TargetPlatformModel
@@ -121,7 +125,8 @@ def pytorch_post_training_quantization(
 
     Returns:
         The quantized module, which can be trained further, and information about it; its `result` exports and verifies.
-        The float module itself, with a warning, if the chip quantizes nothing of it.
+        The float module with its own parameters, with a warning, if the chip quantizes nothing of it. Both take their
+        inputs as one list too.
 
     Raises:
         ConfigError, UnknownNameError: an option is invalid, or a filter matches no layer.
@@ -203,10 +208,32 @@ def quantize_model(
         result = pipeline.quantize(model, generator, platform, **options, progress=False)
     except NothingQuantizedError as e:
         warnings.warn(f"The model stays in float: {e}", stacklevel=4)
-        return model, UserInformation()
+        return taking_lists(model, example), UserInformation()
     result = result if fw_info is None else fw_info.apply(result)
     log_result(what, result)
     return attach_result(result), UserInformation(result, gptq_info_dict=dict(steps))
+
+
+def taking_lists(model: Any, batch: Any) -> Any:
+    """Return a float model that takes its inputs as one list too, as quantized ones do; it shares its parts.
+
+    A Keras model, or one whose first input is a list, is returned as it is.
+
+    Args:
+        batch: a list of its inputs.
+    """
+    if framework_of(model) != "torch" or not isinstance(batch, (list, tuple)) or isinstance(batch[0], (list, tuple)):
+        return model
+    model = copy.copy(model)
+    model._forward_pre_hooks = OrderedDict(model._forward_pre_hooks)
+    model.register_forward_pre_hook(partial(_unpacked, len(batch)))
+    return model
+
+
+def _unpacked(count: int, _: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of a call: the items of one list of that many, or the arguments themselves."""
+    listed = len(args) == 1 and isinstance(args[0], (list, tuple)) and len(args[0]) == count
+    return tuple(args[0]) if listed else args
 
 
 class ResultLink:
@@ -223,8 +250,9 @@ class ResultLink:
 
 
 def attach_result(result: Result) -> Any:
-    """Return the model of a result, with a link to the result."""
+    """Return the model of a result, with a link to the result, and parts by MCT's names."""
     result.model._chipfit = ResultLink(result)
+    give_layer_names(result)
     return result.model
 
 

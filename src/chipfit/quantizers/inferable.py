@@ -8,6 +8,7 @@ for Keras.
 
 import inspect
 import math
+from abc import ABCMeta
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
@@ -104,7 +105,15 @@ def _parameters(grid: Grid, scale: torch.Tensor, zero_point: torch.Tensor) -> di
     return {"threshold": scale * float(1 << grid.bits - int(grid.signed))}
 
 
-class BaseInferableQuantizer:
+class QuantizerKind(ABCMeta):
+    """A class of quantizers, to which those of a quantized model belong that have the same grid and fixed numbers."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        alike = getattr(instance, "inferable_class", None)
+        return super().__instancecheck__(instance) or (isinstance(alike, type) and issubclass(alike, cls))
+
+
+class BaseInferableQuantizer(metaclass=QuantizerKind):
     """The base of all quantizers of a layer: those with fixed parameters, and trainable ones, which convert to them."""
 
     def initialize_quantization(self, tensor_shape: Any, name: str, layer: Any) -> Any:
@@ -122,7 +131,7 @@ class InferableQuantizer(BaseInferableQuantizer):
     """A quantizer with fixed parameters: it quantizes and dequantizes tensors to the grid `stored`.
 
     Its arguments are attributes. `threshold`, `min_range`, `max_range` and `lut_values` are lists; the attributes of a
-    range are its ends after the shift.
+    range are its ends after the shift. `eps` is without effect: thresholds are positive.
 
     Raises:
         ConfigError: an argument is not a list, or they do not describe a grid.
@@ -177,19 +186,19 @@ class InferableQuantizer(BaseInferableQuantizer):
 
 
 _LISTS = {"threshold", "min_range", "max_range", "lut_values"}
-_DEFAULTS = {"channel_axis": None, "input_rank": None, "lut_values_bitwidth": LUT_BITS}
+_DEFAULTS = {"channel_axis": None, "input_rank": None, "lut_values_bitwidth": LUT_BITS, "eps": 1e-8}
 _CHANNELS = "per_channel channel_axis input_rank"
 #: prefix of "InferableQuantizer" in the class name -> its arguments
 _ARGUMENTS = {
     "WeightsSymmetric": f"num_bits threshold {_CHANNELS}",
     "WeightsPOT": f"num_bits threshold {_CHANNELS}",
     "WeightsUniform": f"num_bits min_range max_range {_CHANNELS}",
-    "WeightsLUTSymmetric": f"num_bits lut_values threshold {_CHANNELS} lut_values_bitwidth",
-    "WeightsLUTPOT": f"num_bits lut_values threshold {_CHANNELS} lut_values_bitwidth",
+    "WeightsLUTSymmetric": f"num_bits lut_values threshold {_CHANNELS} lut_values_bitwidth eps",
+    "WeightsLUTPOT": f"num_bits lut_values threshold {_CHANNELS} lut_values_bitwidth eps",
     "ActivationSymmetric": "num_bits threshold signed",
     "ActivationPOT": "num_bits threshold signed",
     "ActivationUniform": "num_bits min_range max_range",
-    "ActivationLutPOT": "num_bits lut_values threshold signed lut_values_bitwidth",
+    "ActivationLutPOT": "num_bits lut_values threshold signed lut_values_bitwidth eps",
 }
 #: all of them, and the forms as arrays
 ARGUMENTS = {a for row in _ARGUMENTS.values() for a in row.split()} | {f"{name}_np" for name in _LISTS}
@@ -218,11 +227,15 @@ def inferable_for(stored: Stored, role: str, classes: Mapping[str, Any] = CLASSE
     dropped = {"signed"} if role == "weight" or not grid.symmetric else set()
     dropped |= set() if role == "weight" else {"per_channel", "channel_axis"}
     given = {name: value for name, value in given.items() if name not in dropped}
+    return classes[class_name(grid, role)](**given)
+
+
+def class_name(grid: Grid, role: str) -> str:
+    """Return the name of the inferable quantizer for a grid; `role` is "weight" or "activation"."""
     kind = ("POT" if grid.pot else "Symmetric") if grid.symmetric else "Uniform"
     if grid.table is not None:
         kind = "LUT" + kind if role == "weight" else "Lut" + kind
-    name = f"{role.capitalize()}{'s' if role == 'weight' else ''}{kind}InferableQuantizer"
-    return classes[name](**given)
+    return f"{role.capitalize()}{'s' if role == 'weight' else ''}{kind}InferableQuantizer"
 
 
 def description(grid: Grid, scale: torch.Tensor, zero_point: torch.Tensor, axis: int | None) -> dict[str, Any]:

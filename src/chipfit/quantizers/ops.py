@@ -64,6 +64,8 @@ class TorchOps(metaclass=_TorchFunctions):
     ) -> torch.Tensor:
         """Return `fake_quantize`, computed in few passes over memory when eager."""
         compiled = torch.compiler.is_compiling() or torch.compiler.is_exporting()
+        # a file of TorchScript holds no function of Python
+        compiled = compiled or torch.jit.is_tracing()  # type: ignore[no-untyped-call]  # torch has no types
         if compiled or grid.table is not None:  # plain operators, which a compiler fuses
             slow: torch.Tensor = fake_quantize(TorchOps, x, s, z, grid, clip_first)
             return slow

@@ -13,11 +13,12 @@ from keras import ops
 
 from chipfit.errors import PlanError, UnknownNameError
 from chipfit.frameworks.keras.backend import KerasOps
+from chipfit.frameworks.keras.inferable import CLASSES
 from chipfit.quantizers.algorithm import Algorithm, algorithm_text, with_levels
 from chipfit.quantizers.bn_fold import Channels, Norm, folded, forward, remembered
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.hosting import apply, initialize, to_inferable
-from chipfit.quantizers.inferable import description
+from chipfit.quantizers.inferable import class_name, description
 from chipfit.quantizers.pairs import fake_bounded, output_axes
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import create
@@ -48,6 +49,8 @@ class KerasQuantizer(keras.layers.Layer):
         constants: names of its other variables.
         kwargs: other fields of `quantizers.grids.Grid`, and arguments of every layer.
     """
+
+    role = "weight"  #: of the tensor that it rounds
 
     def __init__(
         self,
@@ -133,6 +136,12 @@ class KerasQuantizer(keras.layers.Layer):
     def num_bits(self) -> int:
         """The bits of a quantized value."""
         return self.grid.bits
+
+    @property
+    def inferable_class(self) -> type | None:
+        """The inferable quantizer that this one is like: None if it trains, or if there is none with this grid."""
+        like = self.planned.kind in ("int", "lut") and self.planned.per != "block" and not self.trainable_parameters()
+        return CLASSES.get(class_name(self.grid, self.role)) if like else None
 
     def trained_grid(self) -> Grid:
         """Return the grid with the levels that training gave it."""
@@ -229,6 +238,8 @@ class KerasActivationQuantizationHolder(keras.layers.Layer):
     def __init__(self, activation_holder_quantizer: Any, gives_scale: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.activation_holder_quantizer = activation_holder_quantizer
+        if isinstance(activation_holder_quantizer, KerasQuantizer):
+            activation_holder_quantizer.role = "activation"
         self.gives_scale = gives_scale
         initialize(activation_holder_quantizer, None, "activation_holder_quantizer", self, "activations of keras")
         self.built = True
@@ -292,6 +303,16 @@ class KerasQuantizationWrapper(keras.layers.Wrapper):
     def bias(self, use: int = 0) -> Any:
         """Return the unrounded bias of one of the uses."""
         return self.own_biases[use - 1] if use else self.layer.bias
+
+    @property
+    def is_weights_quantization(self) -> bool:
+        """Return whether any weight is rounded."""
+        return self.num_weights_quantizers > 0
+
+    @property
+    def num_weights_quantizers(self) -> int:
+        """The number of weights that are rounded."""
+        return len(self.weights_quantizers)
 
     def convert_to_inferable_quantizers(self) -> None:
         """End training: convert every trainable quantizer to its inferable one."""

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from chipfit.graph.ir import Node
@@ -23,7 +24,8 @@ def layer_like(node: Node | None, weights: Mapping[str, Tensor]) -> nn.Module:
     cls = getattr(nn, node.layer_type, None) if node is not None else None
     made, settings = nn.Module(), _settings(node, weights) if node is not None else {}
     if isinstance(cls, type) and settings.keys() <= inspect.signature(cls).parameters.keys():
-        whole = cls(**settings, device="meta")
+        with torch.device("meta"):
+            whole = cls(**settings)
         expected = {n: p.shape for n, p in (*whole.named_parameters(), *whole.named_buffers())}
         if all(n in weights and weights[n].shape == shape for n, shape in expected.items()):
             made = whole

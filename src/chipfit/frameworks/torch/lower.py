@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from chipfit.engine.run import done_after
 from chipfit.engine.trees import ResultStructure, flatten_call
 from chipfit.errors import PlanError, UnknownNameError, UnsupportedError
 from chipfit.frameworks.torch.bn_fold import SyncedOps, channels, is_recomputation, update_statistics
+from chipfit.frameworks.torch.layers import layer_like
 from chipfit.frameworks.torch.modules import (
     ActivationQuantizer,
     BiasQuantizer,
@@ -79,6 +81,8 @@ class QuantizedModule(Checkpointed):
     segments = 1
     #: batch norms use and update their statistics in training, as of a float network
     batch_statistics = False
+    #: further attributes, with other tools' names: a submodule by its path, or an operator as a layer without weights
+    aliases: Mapping[str, str | Node] = MappingProxyType({})
 
     def __init__(self, graph: Graph, plan: Plan, training: Training | None = None) -> None:
         super().__init__()
@@ -160,6 +164,17 @@ class QuantizedModule(Checkpointed):
         return key
 
     # ---- use
+
+    def __getattr__(self, name: str) -> Any:
+        part = self.__dict__.get("aliases", {}).get(name)
+        if part is None:
+            return super().__getattr__(name)
+        return self.get_submodule(part) if isinstance(part, str) else layer_like(part, {})
+
+    def path_of_quantizer(self, name: str) -> str:
+        """Return the path of the submodule that quantizes a tensor; raises as `quantizer_of`."""
+        self.quantizer_of(name)
+        return f"{self._prefix}.{self._keys[name]}"
 
     @property
     def quantizers(self) -> Iterable[Any]:

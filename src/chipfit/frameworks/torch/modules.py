@@ -18,7 +18,7 @@ from chipfit.quantizers.algorithm import Algorithm, with_levels
 from chipfit.quantizers.algorithms.ste import STE
 from chipfit.quantizers.grids import Grid, quantize, shape_for
 from chipfit.quantizers.hosting import apply, initialize, to_inferable
-from chipfit.quantizers.inferable import ARGUMENTS, inferable_for
+from chipfit.quantizers.inferable import ARGUMENTS, CLASSES, class_name, inferable_for
 from chipfit.quantizers.ops import TorchOps
 from chipfit.quantizers.pairs import bounded_codes, fake_bounded
 from chipfit.quantizers.stored import Stored, scales_per_output
@@ -53,6 +53,16 @@ class PytorchQuantizationWrapper(nn.Module):
     def weight_of(self, name: str) -> torch.Tensor:
         """Return a parameter of the layer, unrounded."""
         return self.layer.get_parameter(name)
+
+    @property
+    def is_weights_quantization(self) -> bool:
+        """Return whether any weight is rounded."""
+        return self.num_weights_quantizers > 0
+
+    @property
+    def num_weights_quantizers(self) -> int:
+        """The number of weights that are rounded."""
+        return len(self.weights_quantizers)
 
     def get_quantized_weights(self) -> dict[str, torch.Tensor]:
         """Return the rounded weights that the layer computes with, by name."""
@@ -145,6 +155,7 @@ class FakeQuantizer(nn.Module):
     """
 
     share = 1.0  #: the share of rounding in the result: y = (1 - share) x + share Q(x)
+    role = "weight"  #: of the tensor that it rounds
 
     scale: Tensor
     zero_point: Tensor
@@ -162,6 +173,7 @@ class FakeQuantizer(nn.Module):
         self._input_names = tuple(given)
         self.tensor, self.grid, self.axis, self.algorithm = tensor, algorithm.grid(stored.grid), stored.axis, algorithm
         algorithm.start(self)
+        self.input_rank = x.dim() if x is not None else None  #: dimensions of a weight
         #: replaces the algorithm, see FrameworkInfo.apply
         self.function: Callable[[Tensor], Tensor] | None = None
 
@@ -207,6 +219,12 @@ class FakeQuantizer(nn.Module):
     def num_bits(self) -> int:
         """The bits of a quantized value."""
         return self.grid.bits
+
+    @property
+    def inferable_class(self) -> type | None:
+        """The inferable quantizer that this one is like: None if it trains, or if there is none with this grid."""
+        like = self.grid.kind in ("int", "lut") and not self.trainable_parameters() and self.function is None
+        return CLASSES.get(class_name(self.grid, self.role)) if like else None
 
     def trained_grid(self) -> Grid:
         """Return the grid with the levels that training gave it."""
@@ -258,6 +276,8 @@ class FakeQuantizer(nn.Module):
 class ActivationQuantizer(FakeQuantizer, PytorchActivationQuantizationHolder):
     """A quantizer of the result of a layer."""
 
+    role = "activation"
+
     @property
     def activation_holder_quantizer(self) -> Any:  # type: ignore[override]  # of other holders it is an attribute
         """The quantizer that rounds: the user's own, or this module."""
@@ -271,7 +291,7 @@ def _of_inferable(name: str) -> property:
         s, z = (n.detach() for n in self.numbers())
         stored = Stored(format="", grid=self.trained_grid(), scale=s, zero_point=z, axis=self.axis)
         try:
-            fixed = inferable_for(stored, "activation" if isinstance(self, ActivationQuantizer) else "weight")
+            fixed = inferable_for(stored, self.role)
         except KeyError:  # no inferable quantizer has this grid
             raise AttributeError(name) from None
         return getattr(fixed, name)
@@ -279,7 +299,7 @@ def _of_inferable(name: str) -> property:
     return property(read)
 
 
-for _name in ARGUMENTS - {"num_bits"}:
+for _name in ARGUMENTS - {"num_bits", "input_rank"}:
     setattr(FakeQuantizer, _name, _of_inferable(_name))
 
 
