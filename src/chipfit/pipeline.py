@@ -19,7 +19,7 @@ from chipfit.calibration.sample_fingerprints import SampleHashes
 from chipfit.calibration.source import CalibrationData
 from chipfit.decide import statistics
 from chipfit.decide.overrides import Overrides, to_record
-from chipfit.decision import Decision, decide, plan_of
+from chipfit.decision import Decision, choose_scales, decide, plan_of
 from chipfit.engine.memory import memory_errors
 from chipfit.engine.process import preserve_random_state
 from chipfit.engine.torch_defaults import torch_defaults
@@ -121,6 +121,25 @@ def quantize(
         for stage in (capture_model, assign_formats, collect_statistics, choose_ranges, repair, search_bits):
             decision = stage(request, decision)
         return kept_in_memory(request, correct(request, *make_plan(request, decision)))
+
+
+@preserve_random_state
+@torch_defaults()
+def in_float(
+    model: Any, data: Any, platform: str | Path | Platform, settings: Settings = DEFAULT_SETTINGS, example: Any = None
+) -> Result:
+    """Return a network after the rewrites that need no data, such as folded batch norms, with every tensor in float.
+
+    Arguments and errors are those of `quantize`.
+    """
+    source, chip = CalibrationData(data, example), load_platform(platform)
+    request = Request(model=load_model(model), data=source, limits=None, training=None, progress=Progress(False))
+    rules = statistics.RangeRules(rule="mse", weight_rule="mse")
+    d = Decision(platform=chip, overrides=None, settings=settings_for(settings, None, chip), rules=rules)
+    with memory_errors():
+        d = capture_model(request, d)
+        d = choose_scales(decide(replace(d, overrides={n.name: "float" for n in d.graph.nodes})))
+    return Result(d.graph, plan_of(d), d, request.progress.seconds)
 
 
 def capture_model(request: Request, d: Decision) -> Decision:

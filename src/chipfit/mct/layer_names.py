@@ -1,31 +1,57 @@
 """The names that layers and quantizers have in MCT's quantized PyTorch models."""
 
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
 from chipfit.graph.ir import Node
 from chipfit.result import Result
 
 _HOLDER = "_activation_holder_quantizer"
 
 
-def give_layer_names(result: Result) -> None:
+class LayerNames(dict[str, Any]):
+    """Names of parts of a model; copies and pickles lack the user's own layers, whose classes may not be importable."""
+
+    def __reduce__(self) -> Any:
+        return LayerNames, ({k: v for k, v in self.items() if not isinstance(v, nn.Module)},)
+
+
+def give_layer_names(result: Result, of: Any = None) -> None:
     """Let the model of a result find its parts by MCT's names as well, if it is a PyTorch module.
 
     "features.0.0" is `features_0_0`, and `features_0_0_bn` if a batch norm was folded into it; a function has the name
-    of its operator, such as `add_1`. The quantizer of a result is `features_0_2_activation_holder_quantizer`.
+    of its operator, such as `add_1`. The quantizer of a result is `features_0_2_activation_holder_quantizer`. Layers
+    with neither weights nor quantizers are found too.
+
+    Args:
+        of: the float module, or an earlier model of the result; None: the user's own layers are not found.
     """
     model, graph = result.model, result.graph
     if not hasattr(model, "path_of_quantizer"):
         return
+    names = LayerNames(_layers_of(of))
     weights = {name.rpartition(".")[0] for name in graph.weights}
-    aliases: dict[str, str | Node] = {}
     makers = {o: _names_of(n, result) for n in graph.nodes for o in n.outputs}
     for node in graph.nodes:
+        wrapped = node.layer in weights and result.plan.quantized(node.operand("w"))
         for name in _names_of(node, result):
-            aliases.setdefault(name, node.layer if node.layer in weights else node)
+            names.setdefault(name, node.layer if wrapped else node)
     for value in (*graph.inputs, *makers):
         if result.plan.quantized(value):
             for name in makers.get(value, [value]):
-                aliases[name + _HOLDER] = model.path_of_quantizer(value)
-    model.aliases = {name: part for name, part in aliases.items() if name not in model._modules}
+                names[name + _HOLDER] = model.path_of_quantizer(value)
+    model.aliases = names
+
+
+def _layers_of(model: Any) -> Mapping[str, Any]:
+    """Return the layers without weights of classes of the user's own, by name."""
+    if hasattr(model, "aliases"):
+        return {k: v for k, v in model.aliases.items() if isinstance(v, nn.Module)}
+    modules = model.named_modules() if isinstance(model, nn.Module) else ()
+    own = {name.replace(".", "_"): m for name, m in modules if name and not hasattr(nn, type(m).__name__)}
+    return {name: m for name, m in own.items() if not any(True for _ in (*m.children(), *m.parameters()))}
 
 
 def _names_of(node: Node, result: Result) -> list[str]:

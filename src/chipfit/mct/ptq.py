@@ -1,13 +1,10 @@
 """Post-training quantization under the names of MCT: a model, a function that yields data, configurations."""
 
-import copy
 import inspect
 import itertools
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -42,11 +39,16 @@ DataGenerator = Callable[[], Iterable[Any]]
 class UserInformation:
     """Information about a quantized model."""
 
-    #: plan, report, `export`, `verify`, `save`; None if quantization was bypassed or nothing can be quantized
+    #: plan, report, `export`, `verify`, `save`; None if quantization was bypassed
     result: Result | None = None
     input_scale: float = 1.0  #: factor for the inputs of the quantized model
     #: settings of learned rounding; empty without it
     gptq_info_dict: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def quantizes(self) -> bool:
+        """Return whether any tensor is quantized."""
+        return self.result is not None and any(t.quantized for t in self.result.plan.tensors.values())
 
     @property
     def final_resource_utilization(self) -> ResourceUtilization | None:
@@ -125,8 +127,7 @@ def pytorch_post_training_quantization(
 
     Returns:
         The quantized module, which can be trained further, and information about it; its `result` exports and verifies.
-        The float module with its own parameters, with a warning, if the chip quantizes nothing of it. Both take their
-        inputs as one list too.
+        The module in float, with folded batch norms and a warning, if the chip quantizes nothing of it.
 
     Raises:
         ConfigError, UnknownNameError: an option is invalid, or a filter matches no layer.
@@ -155,7 +156,7 @@ def pytorch_resource_utilization_data(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the error below
         found = quantize_model("resource_utilization_data", in_model, representative_data_gen, *options)[1]
-    if found.result is None:
+    if found.result is None or not found.quantizes:
         raise NothingQuantizedError("Resources of a model that is not quantized are not known")
     graph, plan = found.result.graph, found.result.plan
     linear = [n for n in graph.nodes if is_linear(graph, n) and plan.quantized(n.weight)]
@@ -208,32 +209,11 @@ def quantize_model(
         result = pipeline.quantize(model, generator, platform, **options, progress=False)
     except NothingQuantizedError as e:
         warnings.warn(f"The model stays in float: {e}", stacklevel=4)
-        return taking_lists(model, example), UserInformation()
+        result = pipeline.in_float(model, generator, platform, options["settings"], example)
+        return attach_result(result, model), UserInformation(result)
     result = result if fw_info is None else fw_info.apply(result)
     log_result(what, result)
-    return attach_result(result), UserInformation(result, gptq_info_dict=dict(steps))
-
-
-def taking_lists(model: Any, batch: Any) -> Any:
-    """Return a float model that takes its inputs as one list too, as quantized ones do; it shares its parts.
-
-    A Keras model, or one whose first input is a list, is returned as it is.
-
-    Args:
-        batch: a list of its inputs.
-    """
-    if framework_of(model) != "torch" or not isinstance(batch, (list, tuple)) or isinstance(batch[0], (list, tuple)):
-        return model
-    model = copy.copy(model)
-    model._forward_pre_hooks = OrderedDict(model._forward_pre_hooks)
-    model.register_forward_pre_hook(partial(_unpacked, len(batch)))
-    return model
-
-
-def _unpacked(count: int, _: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of a call: the items of one list of that many, or the arguments themselves."""
-    listed = len(args) == 1 and isinstance(args[0], (list, tuple)) and len(args[0]) == count
-    return tuple(args[0]) if listed else args
+    return attach_result(result, model), UserInformation(result, gptq_info_dict=dict(steps))
 
 
 class ResultLink:
@@ -249,10 +229,14 @@ class ResultLink:
         return ResultLink, ()
 
 
-def attach_result(result: Result) -> Any:
-    """Return the model of a result, with a link to the result, and parts by MCT's names."""
+def attach_result(result: Result, of: Any = None) -> Any:
+    """Return the model of a result, with a link to the result, and parts by MCT's names.
+
+    Args:
+        of: the float model, or an earlier quantized one, whose layers without weights the new one names; None: none.
+    """
     result.model._chipfit = ResultLink(result)
-    give_layer_names(result)
+    give_layer_names(result, of)
     return result.model
 
 

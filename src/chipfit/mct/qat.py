@@ -106,10 +106,10 @@ def pytorch_quantization_aware_training_init(
     training = chosen.to_training(framework_of(in_model))  # before the work
     options = target_resource_utilization, core_config, target_platform_capabilities
     model, information = quantize_model(_NAME, in_model, representative_data_gen, *options)
-    if information.result is None:
+    if information.result is None or not information.quantizes:
         return model, information
     result = information.result.trains(training)
-    return attach_result(result), replace(information, result=result)
+    return attach_result(result, model), replace(information, result=result)
 
 
 @functools.wraps(pytorch_quantization_aware_training_init)
@@ -141,7 +141,7 @@ def pytorch_quantization_aware_training_finalize(in_model: Any, information: Use
         UnsupportedError: the trained model cannot be deployed.
     """
     origin = _result_behind(in_model, information)
-    return attach_result(replace(origin, _model=in_model).trained())
+    return attach_result(replace(origin, _model=in_model).trained(), in_model)
 
 
 def result_of(model: Any) -> Result:

@@ -81,8 +81,9 @@ class QuantizedModule(Checkpointed):
     segments = 1
     #: batch norms use and update their statistics in training, as of a float network
     batch_statistics = False
-    #: further attributes, with other tools' names: a submodule by its path, or an operator as a layer without weights
-    aliases: Mapping[str, str | Node] = MappingProxyType({})
+    #: further attributes, with other tools' names: a submodule by its path, an operator as the layer that it comes from
+    #: unless a quantizer is on it, or a module. Submodules that compute nothing give way to them.
+    aliases: Mapping[str, str | Node | nn.Module] = MappingProxyType({})
 
     def __init__(self, graph: Graph, plan: Plan, training: Training | None = None) -> None:
         super().__init__()
@@ -166,10 +167,17 @@ class QuantizedModule(Checkpointed):
     # ---- use
 
     def __getattr__(self, name: str) -> Any:
-        part = self.__dict__.get("aliases", {}).get(name)
-        if part is None:
+        part, own = self.__dict__.get("aliases", {}).get(name), self._modules.get(name)
+        if part is None or isinstance(own, LayerWeights) or (own is not None and own._modules):
             return super().__getattr__(name)
-        return self.get_submodule(part) if isinstance(part, str) else layer_like(part, {})
+        if isinstance(part, nn.Module):
+            return part
+        if isinstance(part, str):
+            return self.get_submodule(part)
+        held: Any = self  # the weights of the layer, if it has any
+        for step in part.layer.split("."):
+            held = held._modules.get(step) or nn.Module()
+        return layer_like(part, {**held._parameters, **held._buffers})
 
     def path_of_quantizer(self, name: str) -> str:
         """Return the path of the submodule that quantizes a tensor; raises as `quantizer_of`."""
