@@ -44,7 +44,8 @@ def test_the_plan_records_the_settings():
 
 def test_the_pages_about_settings_name_every_one_of_them():
     docs = Path(__file__).parents[1] / "docs"
-    page = (docs / "settings.md").read_text() + (docs / "few-bits.md").read_text()
+    pages = "settings", "few-bits", "activation-bits", "learned-rounding"
+    page = "".join((docs / f"{name}.md").read_text() for name in pages)
     named = [*known_settings(), *CHOICES, *vars(QuantizationConfig())]
     assert [n for n in named if f"`{n}`" not in page] == []
 

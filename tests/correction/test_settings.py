@@ -7,7 +7,8 @@ import pytest
 
 from chipfit.registry import entries, options_of, ordered
 
-PAGE = (Path(__file__).parents[2] / "docs/few-bits.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = "".join((DOCS / f"{name}.md").read_text() for name in ("few-bits", "activation-bits", "learned-rounding"))
 ROWS = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|$", PAGE, re.MULTILINE))
 OPTIONS = {o.name: o.default for e in entries("rounding").values() for o in options_of(e).values()}
 STEPS = {s.name: s.declares for s in ordered("correct")}

@@ -104,3 +104,21 @@ def test_the_python_page_has_every_public_name():
 
 def home_of(name: str) -> str:
     return getattr(getattr(chipfit, name), "__module__", "chipfit.constants")
+
+
+#: pages to look things up in, and tables that programs write; every other page is read from top to bottom
+REFERENCES = (
+    "converters files from-mct gallery glossary hardware-settings operators platforms/support settings zoo".split()
+)
+MOST_WORDS = 900
+
+
+def words_of(page: Path) -> int:
+    """Return the number of words of a page outside its blocks of code."""
+    return len(re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL).split())
+
+
+def test_no_page_is_longer_than_a_reader_has_patience_for():
+    docs = ROOT / "docs"
+    words = {str(p.relative_to(docs).with_suffix("")): words_of(p) for p in docs.rglob("*.md")}
+    assert {page: n for page, n in words.items() if n > MOST_WORDS and page not in REFERENCES} == {}
