@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("keras")
+pytest.importorskip("ai_edge_litert")
 
 from benchmarks.fuzz import sense
 from benchmarks.fuzz.__main__ import KINDS, plan, run, share

@@ -5,7 +5,8 @@
     python -m benchmarks.fuzz --seed 7 --only saved:1234        # one case again, with what was drawn and the traceback
 
 Kinds of input: saved results, calls with wrong operands in them, platform files, chips described in Python,
-calibration data, model files, command lines. `memory.py` probes operators for reads and writes outside of tensors.
+calibration data, model files, networks in `.onnx` and `.tflite` files, command lines.
+`memory.py` probes operators for reads and writes outside of tensors.
 A failure is
 
     untyped    an exception that is not a ChipfitError, or a ChipfitError caused by an unforeseen exception

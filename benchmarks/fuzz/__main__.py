@@ -16,16 +16,18 @@ from collections import Counter
 from benchmarks.fuzz.arguments import data, facade
 from benchmarks.fuzz.files import kept, model_files, models, operators, platforms, saved, saved_results
 from benchmarks.fuzz.lines import command_line
+from benchmarks.fuzz.networks import networks, sources
 from benchmarks.fuzz.run import Kind, Outcome, all_of, one
 
 #: kind -> its function, and its share of the cases
 KINDS: dict[str, tuple[Kind, float]] = {
-    "saved": (saved, 0.2),
+    "saved": (saved, 0.15),
     "operators": (operators, 0.1),
-    "platforms": (platforms, 0.2),
+    "platforms": (platforms, 0.15),
     "facade": (facade, 0.15),
     "data": (data, 0.15),
     "models": (models, 0.1),
+    "networks": (networks, 0.1),
     "command_line": (command_line, 0.1),
 }
 
@@ -45,6 +47,8 @@ def prepare(kinds: set[str]) -> None:
     saved_results()
     if kinds & {"models", "command_line"}:
         model_files()
+    if "networks" in kinds:
+        sources()
 
 
 def share(todo: list[tuple[str, int]], part: str, first: int) -> list[tuple[str, int]]:

@@ -10,6 +10,7 @@ import os
 import resource
 import shutil
 import signal
+import struct
 import sys
 import tempfile
 import traceback
@@ -32,6 +33,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state
 
 import chipfit
 from chipfit.errors import ChipfitError, raised_outside_chipfit
+from chipfit.frameworks.reading import Unreadable
 from chipfit.frameworks.torch.program import Unrecordable
 
 SOURCE = Path(chipfit.__file__).parent
@@ -40,6 +42,7 @@ MEMORY = 3 << 30
 
 _ORT = tuple(x for x in vars(onnxruntime_pybind11_state).values() if isinstance(x, type) and issubclass(x, Exception))
 _ZIP = (OSError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError)
+_MALFORMED = ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError
 #: function of chipfit -> exceptions that may cause its errors
 FORESEEN: dict[str, tuple[type[BaseException], ...]] = {
     "platform/yaml_file.py:__init__": (yaml.YAMLError,),
@@ -65,6 +68,12 @@ FORESEEN: dict[str, tuple[type[BaseException], ...]] = {
         AssertionError,
     ),
     "engine/trees.py:read_tree": (ValueError, RecursionError),
+    # attributes and operands of the wrong type or number, which readers take as the operator's definition has them
+    "frameworks/onnx/translate.py:node": _MALFORMED,
+    "frameworks/onnx/integers.py:run": (*_MALFORMED, StopIteration),
+    "frameworks/tflite/read.py:_read": (*_MALFORMED, Unreadable),
+    "frameworks/tflite/model.py:__init__": (*_MALFORMED, struct.error),
+    "verify/file.py:verify_file": (RuntimeError, IndexError),  # torch's, of sizes that do not fit the data
     # a zip archive; names of values and weights that nothing has; raw bytes for torch
     "frameworks/torch/archive.py:load": (*_ZIP, LookupError, ValueError, RuntimeError),
     "frameworks/keras/loading.py:_checked": (*_ZIP, ValueError, KeyError, RecursionError),
@@ -84,6 +93,16 @@ FOREIGN: tuple[str, ...] = (
     "frameworks/torch/plain_call.py:run_example",
     "frameworks/torch/record.py:watch",
     "frameworks/torch/capture.py:export",
+    "frameworks/onnx/model.py:opened",
+    "frameworks/onnx/model.py:proto",
+    "frameworks/onnx/quantized.py:_optimised",
+    "frameworks/onnx/runtime.py:_reference",
+    "frameworks/onnx/runtime.py:_session_of",
+    "frameworks/onnx/runtime.py:run_flat",
+    "frameworks/onnx/runtime.py:session",
+    "frameworks/onnx/translate.py:initialiser",
+    "frameworks/onnx/runtime.py:__call__",
+    "frameworks/tflite/model.py:run",
     "frameworks/keras/capture.py:_in_float32",
     "frameworks/keras/deviation.py:outputs_of",
     "frameworks/keras/loading.py:load",

@@ -252,6 +252,72 @@ def test_a_file_with_wrong_bytes_is_refused_or_read(path, tmp_path):
     assert found["read"] > 5 and found["refused"] > 5
 
 
+def first_layer(table):
+    """Return result, kernel and bias of the first convolution of a file."""
+    graph = table.subgraphs[0]
+    layer = next(o for o in graph.operators if len(o.inputs) == 3)
+    return [graph.tensors[k] for k in (layer.outputs[0], *layer.inputs[1:])]
+
+
+def written_into_a_constant(table):
+    y, _, bias = first_layer(table)
+    y.buffer, y.shape = bias.buffer, bias.shape
+
+
+def of_another_size(table):
+    first_layer(table)[1].shape[0] *= 2
+
+
+def of_negative_size(table):
+    first_layer(table)[0].shape[-1] = -3
+
+
+def read_before_it_is_computed(table):
+    table.subgraphs[0].operators.reverse()
+
+
+def computed_twice(table):
+    first, second = table.subgraphs[0].operators[:2]
+    second.outputs = first.outputs
+
+
+def of_another_file(table):
+    table.subgraphs[0].operators[0].inputs[0] = 1000
+
+
+def of_infinite_scale(table):
+    from ai_edge_litert import schema_py_generated as schema
+
+    q = schema.QuantizationParametersT()
+    q.scale, q.zeroPoint = [float("inf")], [0]
+    y = first_layer(table)[0]
+    y.type, y.quantization = schema.TensorType.INT8, q
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (written_into_a_constant, "is written although it has numbers already"),
+        (of_another_size, r"does not fit its shape.*Got: .* bytes|invalidly specified"),
+        (of_negative_size, "has an impossible shape|not a .tflite file"),
+        (read_before_it_is_computed, "before it is read"),
+        (computed_twice, "is written although"),
+        (of_another_file, "a tensor that the file does not have|not a .tflite file"),
+        (of_infinite_scale, "has an impossible scale"),
+    ],
+)
+def test_tables_that_would_crash_litert_or_read_garbage_are_refused(path, damage, message):
+    import flatbuffers
+    from ai_edge_litert import schema_py_generated as schema
+
+    table = schema.ModelT.InitFromObj(schema.Model.GetRootAs(bytearray(path.read_bytes()), 0))
+    damage(table)
+    builder = flatbuffers.Builder(1024)
+    builder.Finish(table.Pack(builder), file_identifier=b"TFL3")
+    with pytest.raises(CaptureError, match=message):
+        TfliteModel(bytes(builder.Output()))
+
+
 def test_inputs_that_do_not_fit_are_refused_with_the_shapes_that_do(path):
     with pytest.raises(CaptureError, match=r"another shape.*Got: \[., 3, 16, 16\].*\[-1, 16, 16, 3\].*\[N, H, W, C\]"):
         chipfit.quantize(path, [torch.randn(8, 3, 16, 16)], platform="tflite_int8", progress=False)

@@ -25,7 +25,7 @@ from chipfit.frameworks.onnx.stored import StoredWeights, without_weights
 DOMAINS = ("", "com.microsoft")
 _NEWEST = onnx.defs.onnx_opset_version()
 _OLDEST = 1
-_MOST_NODES = 500_000
+_MOST_NODES = 100_000
 
 
 class OnnxModel(ir.Model):
@@ -160,6 +160,8 @@ def _check_external(tensor: onnx.TensorProto, stored: StoredWeights, where: str)
         hint = "give the path of the file, or onnx.load(path), which loads them"
         raise CaptureError(f"The data of '{name}' are in another file", got=location[:200], hint=hint)
     folder = stored.folder.resolve()
+    if isinstance(location, bytes):  # protobuf returns those that are no text
+        location = repr(location)
     try:
         beside = (folder / location).resolve()
         inside = bool(location) and not Path(location).is_absolute() and beside.is_relative_to(folder)

@@ -13,7 +13,7 @@ import torch
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
 
-from chipfit.errors import CaptureError, DataError, GraphError, first_line
+from chipfit.errors import CaptureError, DataError, GraphError, first_line, raised_outside_chipfit
 from chipfit.files import parse_json
 from chipfit.frameworks.onnx.model import OnnxModel, domain_of
 
@@ -62,7 +62,7 @@ def session(proto: onnx.ModelProto, folder: str = "", *, lean: bool = False) -> 
     try:
         import onnxruntime
     except ImportError:
-        return ReferenceEvaluator(proto)
+        return _reference(proto)
     levels = onnxruntime.GraphOptimizationLevel
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
@@ -78,9 +78,18 @@ def session(proto: onnx.ModelProto, folder: str = "", *, lean: bool = False) -> 
     except Exception as e:  # its exceptions derive from nothing else
         # newer than this ONNX Runtime, or an operand that it knows as a constant only
         if any(word in str(e) for word in ("NOT_IMPLEMENTED", "opset", "ShapeInference", "Unrecognized attribute")):
-            return ReferenceEvaluator(proto)
+            return _reference(proto)
         hint = "onnx.checker.check_model(model, full_check=True) names the fault"
         raise CaptureError(f"ONNX Runtime refuses the model: {first_line(e)}", hint=hint) from e
+
+
+def _reference(proto: onnx.ModelProto) -> ReferenceEvaluator:
+    try:
+        return ReferenceEvaluator(proto)
+    except Exception as e:  # of many types
+        if not raised_outside_chipfit(e):
+            raise
+        raise CaptureError(f"No runtime can run the model: {first_line(e)}") from e
 
 
 def _bytes_of(proto: onnx.ModelProto) -> bytes:

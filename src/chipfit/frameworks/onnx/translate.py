@@ -108,6 +108,8 @@ class Translator:
     def node(self, node: ir.Node) -> Sequence[Operand | None]:
         """Return the results of a node."""
         kind = node.op_type if not domain_of(node) else ""
+        if not any(v.name for v in node.outputs):
+            return []
         missing = [v.name for v in node.inputs if v is not None and v.name and v.name not in self.builder.env]
         if missing:
             raise CaptureError(f"Nothing computes the input '{missing[0]}'", where=node.name or node.op_type)

@@ -16,6 +16,7 @@ from ai_edge_litert.interpreter import Interpreter, OpResolverType
 from chipfit.errors import CaptureError, first_line
 from chipfit.files import existing_file
 from chipfit.frameworks.mapped_files import MappedFiles
+from chipfit.frameworks.tflite.checks import MOST_OPERATORS, check_tables
 
 _NAMES = {code: name for name, code in vars(schema.TensorType).items() if isinstance(code, int)}
 _OPERATORS = {code: name for name, code in vars(schema.BuiltinOperator).items() if isinstance(code, int)}
@@ -155,18 +156,37 @@ class TfliteModel:
         self.content, self.where, self.requantize = Content(source), where, requantize
         self._interpreter: Any = None  #: open inside a session
         try:
-            with self.session() as interpreter:
-                interpreter.allocate_tensors()
+            self._check_start()
+            with self.session() as interpreter:  # which checks all offsets
                 self._read(self.table())
+                interpreter.allocate_tensors()
         except (ValueError, RuntimeError, IndexError, TypeError, AttributeError, struct.error) as e:
             what = "The file is not a .tflite file that LiteRT can run"
             hint = "a file with custom operators needs the program that registers them"
             raise CaptureError(what, where=where, got=first_line(e), hint=hint) from e
 
+    def _check_start(self) -> None:
+        """Check what LiteRT needs to look into a file."""
+        with self.content.opened():
+            content = self.content.everything()
+            if content[4:8] != b"TFL3" or schema.Model.GetRootAs(content, 0).SubgraphsIsNone():
+                raise ValueError("no network, or no mark of TensorFlow Lite")
+            count = max(schema.Model.GetRootAs(content, 0).Subgraphs(0).OperatorsLength(), 0)
+        if count > MOST_OPERATORS:
+            got, allowed = f"{count:,} operators", f"at most {MOST_OPERATORS:,}"
+            raise CaptureError("The network is too large a graph", where=self.where, got=got, allowed=allowed)
+
     def _read(self, table: Any) -> None:
+        """Keep what the tables of the file hold.
+
+        Raises:
+            CaptureError: They are malformed.
+        """
         graph = table.subgraphs[0]
         whole = np.frombuffer(self.content.everything(), np.uint8)
         spans = [_span(t, table.buffers[t.buffer], whole) for t in graph.tensors]
+        kinds = [_NAMES.get(t.type, str(t.type)) for t in graph.tensors]
+        check_tables(table, kinds, [None if s is None else s[1] for s in spans], self.where)
         self.tensors = [Tensor(k, t, self.content, spans[k]) for k, t in enumerate(graph.tensors)]
         self.operators = [Operator(o, table.operatorCodes[o.opcodeIndex]) for o in graph.operators]
         named = {m.tensorIndex: m.name.decode() for s in (table.signatureDefs or ())[:1] for m in s.inputs or ()}

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from chipfit.engine.trees import dump_call, dump_result
-from chipfit.errors import CaptureError
+from chipfit.errors import CaptureError, short_message
 from chipfit.frameworks.reading import Unreadable
 from chipfit.frameworks.tflite.model import Facts, Operator, Tensor, TfliteModel
 from chipfit.graph.builder import GraphBuilder, Origin, Outputs
@@ -141,20 +141,28 @@ class Reading:
         call = Call(self, op)
         mark = self.builder.mark()
         try:
-            if op.kind in READERS:
-                found = READERS[op.kind](call)
-            elif op.kind in PLAIN:
-                found = call.emit(PLAIN[op.kind], [call.operand(k) for k in range(len(op.inputs))])
-            else:
-                raise Unreadable
+            for index, result in zip(op.outputs, _results(call), strict=True):
+                self.values[index] = call.activated(result)
         except Unreadable as e:
             self.builder.forget(mark)
             what = f"The operator {op.kind} of '{call.name}' has no reader" + (f": {e}" if str(e) else "")
             hint = "start from the model that the file was converted from"
             raise CaptureError(what, where=self.model.where, hint=hint) from e
-        results = found if isinstance(found, list) else [found]
-        for index, result in zip(op.outputs, results, strict=True):
-            self.values[index] = call.activated(result)
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
+            what = f"The operator {op.kind} of '{call.name}' is malformed: {short_message(e)}"
+            raise CaptureError(what, where=self.model.where) from e
+
+
+def _results(call: "Call") -> list[Value]:
+    """Return the results of an operator before its activation."""
+    kind = call.op.kind
+    if kind in READERS:
+        found = READERS[kind](call)
+    elif kind in PLAIN:
+        found = call.emit(PLAIN[kind], [call.operand(k) for k in range(len(call.op.inputs))])
+    else:
+        raise Unreadable
+    return found if isinstance(found, list) else [found]
 
 
 #: operators one of whose operands is the shape of the result, which is known

@@ -1,0 +1,95 @@
+"""Checks of the tables of a `.tflite` file, for what LiteRT takes on trust: it would end the process, or read garbage.
+
+LiteRT itself checks offsets, and the operands of its kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from chipfit.errors import CaptureError
+
+#: bits of an element, by the name of its type
+_BITS = {"INT4": 4, "INT2": 2, "BOOL": 8, "INT8": 8, "UINT8": 8, "INT16": 16, "UINT16": 16, "FLOAT16": 16}
+_BITS |= {"BFLOAT16": 16, "INT32": 32, "UINT32": 32, "FLOAT32": 32, "INT64": 64, "UINT64": 64, "FLOAT64": 64}
+_BITS |= {"COMPLEX64": 64, "COMPLEX128": 128}
+#: integers in which zero points must lie, by the name of their type
+_CODES = {"INT4": (-8, 7), "INT8": (-128, 127), "UINT8": (0, 255), "INT16": (-(1 << 15), (1 << 15) - 1)}
+_MOST_BYTES = 1 << 34
+MOST_OPERATORS = 100_000
+
+
+def check_tables(table: Any, kinds: Sequence[str], sizes: Sequence[int | None], where: str) -> None:
+    """Check tensors and operators of a network.
+
+    Args:
+        table: its `ModelT`.
+        kinds: name of the type of each tensor.
+        sizes: bytes of each constant; None for a tensor that is computed.
+
+    Raises:
+        CaptureError: A tensor is malformed, or is computed twice, too late or by nothing.
+    """
+    graph = table.subgraphs[0]
+    names = [(t.name or b"").decode("utf-8", "replace") for t in graph.tensors]
+    for name, kind, size, t in zip(names, kinds, sizes, graph.tensors, strict=True):
+        for what, got, allowed in (*_faults(t, kind, size), *_scale_faults(t.quantization, kind, _items(t.shape))):
+            raise CaptureError(f"Tensor '{name}' {what}", where=where, got=got, allowed=allowed)
+    custom = {k for k, code in enumerate(table.operatorCodes) if code.customCode}  # LiteRT refuses unknown ones
+    _check_order(graph, names, [size is not None for size in sizes], custom, where)
+
+
+def _items(values: Any) -> list[Any]:
+    return [] if values is None else list(values)
+
+
+def _faults(t: Any, kind: str, size: int | None) -> Iterable[tuple[str, object, str]]:
+    dims = [int(d) for d in _items(t.shape)]
+    if any(d < 0 for d in dims) or math.prod(dims) * _BITS.get(kind, 8) > 8 * _MOST_BYTES:
+        yield "has an impossible shape", dims, f"sizes of at most {_MOST_BYTES:,} bytes together"
+    elif size is not None and kind in _BITS and size != (wanted := -(-math.prod(dims) * _BITS[kind] // 8)):
+        yield "does not fit its shape", f"{size:,} bytes", f"{wanted:,} for {dims} of {kind}"
+
+
+def _scale_faults(q: Any, kind: str, dims: Sequence[int]) -> Iterable[tuple[str, object, str]]:
+    scales, zeros = np.array(_items(q and q.scale), np.float64), np.array(_items(q and q.zeroPoint), np.float64)
+    if kind not in (*_CODES, "INT32", "INT64") or not scales.size:
+        return
+    low, high = _CODES.get(kind, (0, 0))
+    if not (np.isfinite(scales).all() and (scales >= 0).all()):
+        yield "has an impossible scale", scales[~(np.isfinite(scales) & (scales >= 0))][0], "finite positive numbers"
+    if zeros.size and not (low <= zeros.min() and zeros.max() <= high):
+        yield "has a zero point outside its type", int(zeros.max()), f"{low} to {high} for {kind}"
+    if scales.size > 1 and (not 0 <= q.quantizedDimension < len(dims) or dims[q.quantizedDimension] != scales.size):
+        yield "has scales that do not fit its channels", f"{scales.size} along axis {q.quantizedDimension}", f"{dims}"
+    if zeros.size not in (0, 1, scales.size):
+        yield "has zero points that do not fit its scales", zeros.size, f"{scales.size}"
+
+
+def _check_order(
+    graph: Any, names: Sequence[str], constant: Sequence[bool], custom: Collection[int], where: str
+) -> None:
+    """Check that every operand is there before its operator, and that no constant or tensor is written again."""
+    count, inputs = len(names), [int(i) for i in _items(graph.inputs)]
+    every = [[int(i) for i in (*_items(op.inputs), *_items(op.outputs))] for op in graph.operators]
+    ends = [*inputs, *map(int, _items(graph.outputs))]
+    if any(not -1 <= i < count for op in every for i in op) or any(not 0 <= i < count for i in ends):
+        raise CaptureError("An operator refers to a tensor that the file does not have", where=where, allowed=count)
+    absent = [not constant[k] and t.sparsity is None and not t.isVariable for k, t in enumerate(graph.tensors)]
+    known = {k for k in range(count) if not absent[k] or math.prod(_items(graph.tensors[k].shape)) == 0} | {*inputs}
+    written = {*inputs}
+    for op in graph.operators:
+        for i in map(int, _items(op.inputs)):
+            if i >= 0 and i not in known and op.opcodeIndex not in custom:
+                raise CaptureError(f"Nothing computes tensor '{names[i]}' before it is read", where=where)
+        for o in map(int, _items(op.outputs)):
+            if o < 0 or constant[o] or o in written:
+                raise CaptureError(f"Tensor '{names[o]}' is written although it has numbers already", where=where)
+            written.add(o)
+            known.add(o)
+    if missing := [names[int(o)] for o in _items(graph.outputs) if int(o) not in known]:
+        raise CaptureError(f"Nothing computes the output '{missing[0]}'", where=where)
