@@ -157,7 +157,7 @@ def _with_whole_composites(d: Decision) -> Decision:
     dear = whole_composites(*given, open_)
     notes = note_of_opened(d.graph, d.composites.keys() - kept - dear) + [
         f"{n.op} '{n.display_name}' stays whole, in float: its parts would round away more than integers save"
-        for name, n in d.composites.items()
+        for name, (n, _) in d.composites.items()
         if name in dear
     ]
     execution = {**d.execution, **dict.fromkeys(dear, "whole")}

@@ -28,7 +28,7 @@ from chipfit.decide.statistics import DEFAULT_RULES, RangeRules, declared
 from chipfit.errors import NothingQuantizedError
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import is_linear
-from chipfit.passes.composites import close_composites, composites_in, open_composites
+from chipfit.passes.composites import Whole, close_composites, composites_in, open_composites
 from chipfit.passes.fuse import fuse
 from chipfit.passes.shift_negative import fuse_shifts
 from chipfit.plan.record import Plan, TensorPlan
@@ -54,7 +54,9 @@ class Decision:
     settings: Settings = DEFAULT_SETTINGS
     rules: RangeRules = DEFAULT_RULES
     seed: int = 0
-    composites: Mapping[str, Node] = field(default_factory=dict)  #: composites that are opened into parts, as they were
+    composites: Mapping[str, Whole] = field(
+        default_factory=dict
+    )  #: composites that are opened into parts, as they were
     #: first node of a kernel with several ways to run -> the one that `passes.float_regions` has chosen
     execution: Mapping[str, str] = field(default_factory=dict)
     assignment: Assignment = field(default_factory=Assignment)  #: from `decide`
@@ -155,15 +157,15 @@ def _opened(d: Decision) -> Decision:
         return d
     assignment = _assigned(replace(d, graph=graph)).assignment
     found = composites_in(graph)
-    whole = {name: n for name, n in wholes.items() if not all(assignment.in_integers(p) for p in found[name])}
-    opened = {name: n for name, n in wholes.items() if name not in whole}
+    whole = {name: w for name, w in wholes.items() if not all(assignment.in_integers(p) for p in found[name])}
+    opened = {name: w for name, w in wholes.items() if name not in whole}
     return replace(d, graph=close_composites(graph, whole), composites={**d.composites, **opened})
 
 
 def with_whole(d: Decision, names: Collection[str]) -> Decision:
     """Return the decision with some opened composites whole, before checks."""
     wholes = {name: d.composites[name] for name in names}
-    rest = {name: n for name, n in d.composites.items() if name not in wholes}
+    rest = {name: w for name, w in d.composites.items() if name not in wholes}
     graph = close_composites(without_insertions(d.graph), wholes)
     return _requantized(_assigned(replace(d, graph=graph, composites=rest)))[0]
 

@@ -1,11 +1,12 @@
 """The platform's rules over named tensors: ties, storage types and dictated scales."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import Graph, Node
+from chipfit.graph.linear import LINEAR
 from chipfit.operators.table import OPS
 from chipfit.platform.schema import Rule
 
@@ -50,6 +51,20 @@ class Constraint:
 def hard_rules(constraints: Iterable[Constraint]) -> Iterator[tuple[Constraint, Rule]]:
     """Yield the rules that the hardware requires, each with its constraint; the others are preferences."""
     return ((c, r) for c in constraints for r in c.rules if r.hard)
+
+
+def shared_bias_ties(graph: Graph, stored: Container[str]) -> list[Constraint]:
+    """Return ties between the inputs of operators that read one stored bias, such as the steps of a recurrent layer.
+
+    A bias is stored in steps of input scale times weight scale, so that one copy serves inputs of one scale only.
+    """
+    inputs: dict[str, list[str]] = {}
+    for n in graph.nodes:
+        if n.op in LINEAR and n.bias and n.bias in stored and n.data in stored:
+            inputs.setdefault(n.bias, []).append(n.data)
+    rule = (Rule(tie=("ins",)),)
+    shared = (tuple(dict.fromkeys(names)) for names in inputs.values())
+    return [Constraint(op="Linear", rules=rule, slots={"ins": names}) for names in shared if len(names) > 1]
 
 
 def tie_groups(constraints: Iterable[Constraint]) -> tuple[tuple[str, ...], ...]:

@@ -77,7 +77,7 @@ class OpDef:
 
 
 _COLUMNS = "torch keras kernel lowering onnx tflite decompose onnxruntime litert tflm layers".split()
-_FILES = "products activations norms arithmetic windows reductions moves".split()
+_FILES = "products recurrent activations norms arithmetic windows reductions moves".split()
 _VOCABULARY = package_data("chipfit.operators", "vocabulary.yaml")
 #: column -> operator -> what stands in that column of its row
 CELLS: dict[str, dict[str, Any]] = {column: {} for column in _COLUMNS}

@@ -16,7 +16,7 @@ import torch
 from chipfit.graph.edit import drop_dead, new_name, replace_node
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.operators.table import OPS
-from chipfit.passes.decompose import broadcast
+from chipfit.passes.new_nodes import broadcast
 from chipfit.passes.rewriting import Readers, Rewritten
 from chipfit.registry import register
 

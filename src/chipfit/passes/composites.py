@@ -7,10 +7,20 @@ user's layer and the composite's name, so that the choice can be taken back: `cl
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
-from chipfit.graph.ir import Graph, Node
+from chipfit.graph.edit import live_values
+from chipfit.graph.ir import Graph, Node, Value
 from chipfit.operators.table import OPS
 from chipfit.passes.decompose import RULES, Decomposition
+
+
+class Whole(NamedTuple):
+    """A composite as it was before it was opened."""
+
+    node: Node
+    results: tuple[Value, ...]
+
 
 #: a fact about a node on the platform
 Test = Callable[[Graph, Node], bool]
@@ -21,7 +31,7 @@ _FEW = 2
 
 def open_composites(
     graph: Graph, has_kernel: Test, holds: Container[str], in_float: Test = lambda _graph, _node: False
-) -> tuple[Graph, dict[str, Node]]:
+) -> tuple[Graph, dict[str, Whole]]:
     """Decompose every composite without an integer kernel all of whose parts have one.
 
     Args:
@@ -31,9 +41,9 @@ def open_composites(
             composites of few parts, without weights, are decomposed.
 
     Returns:
-        The graph, and composite's name -> the node that it was. The graph itself if there are none.
+        The graph, and composite's name -> what it was. The graph itself if there are none.
     """
-    out, wholes, nodes, constants = graph.copy(), dict[str, Node](), list[Node](), dict[object, str]()
+    out, wholes, nodes, constants = graph.copy(), dict[str, Whole](), list[Node](), dict[object, str]()
     taken = {*graph.values, *graph.weights, *(n.name for n in graph.nodes)}
     for n in graph.nodes:
         nodes.append(n)
@@ -48,12 +58,23 @@ def open_composites(
             and all(has_kernel(trial.graph, m) for m in parts)
             and (few or not all(in_float(trial.graph, m) for m in computing))
         ):
-            constants, wholes[n.name], nodes[-1:] = trial.constants, n, parts
+            constants, nodes[-1:] = trial.constants, parts
+            wholes[n.name] = Whole(n, tuple(graph.values[o] for o in n.outputs))
             out.values |= trial.graph.values
             out.weights |= trial.graph.weights
             out.trainable |= trial.graph.trainable
     out.nodes = nodes
+    _drop_unread_parts(out, wholes)
     return (out if wholes else graph), wholes
+
+
+def _drop_unread_parts(graph: Graph, names: Container[str]) -> None:
+    """Remove parts of opened composites that only make results that nothing reads."""
+    live = live_values(graph)
+    dead = {n.name for n in graph.nodes if n.composite in names and live.isdisjoint(n.outputs)}
+    for value in (o for n in graph.nodes if n.name in dead for o in n.outputs):
+        del graph.values[value]
+    graph.nodes = [n for n in graph.nodes if n.name not in dead]
 
 
 def _alone(graph: Graph, node: Node, constants: Collection[str]) -> Graph:
@@ -64,11 +85,11 @@ def _alone(graph: Graph, node: Node, constants: Collection[str]) -> Graph:
     return replace(graph, nodes=[node], values=values, weights=weights, trainable=graph.trainable & weights.keys())
 
 
-def close_composites(graph: Graph, wholes: Mapping[str, Node]) -> Graph:
+def close_composites(graph: Graph, wholes: Mapping[str, Whole]) -> Graph:
     """Return the graph with whole composites in place of their parts.
 
     Args:
-        wholes: composite's name -> its node, from `open_composites`.
+        wholes: composite's name -> what it was, from `open_composites`.
     """
     out, nodes, placed = graph.copy(), list[Node](), set[str]()
     for n in graph.nodes:
@@ -77,10 +98,11 @@ def close_composites(graph: Graph, wholes: Mapping[str, Node]) -> Graph:
             continue
         if n.composite not in placed:
             placed.add(n.composite)
-            nodes.append(wholes[n.composite])
-        for v in {*n.outputs} - {*wholes[n.composite].outputs}:
+            nodes.append(wholes[n.composite].node)
+        for v in n.outputs:
             del out.values[v]
     out.nodes = nodes
+    out.values |= {v.name: v for name in placed for v in wholes[name].results}
     read = {i for n in nodes for i in n.inputs} | {*out.outputs}
     opened = {i for n in graph.nodes if n.composite in wholes for i in n.inputs if graph.is_weight(i)}
     out.weights = {k: w for k, w in out.weights.items() if k in read or k not in opened}

@@ -7,17 +7,17 @@ Rules support both layouts (`Graph.data_format`). Their nodes compute in float.
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from chipfit.graph.edit import unique_name
 from chipfit.graph.folds import batch_norm_terms
-from chipfit.graph.ir import Graph, Node, Value
-from chipfit.operators.table import OPS, by_name, read_column, resolve
+from chipfit.graph.ir import Graph, Node
+from chipfit.operators.table import by_name, read_column, resolve
+from chipfit.passes.new_nodes import New, Refusal, Shape
+from chipfit.passes.recurrent import gru, lstm, rnn
 from chipfit.plan.record import Plan
 
-Shape = tuple[int | None, ...]
 #: added to masked scores; unlike -inf it gives finite numbers for a row whose scores are all masked
 HIDDEN = -1e30
 #: offset from the largest score: its share of a softmax is lost in float32, but its exponential is no denormal number
@@ -78,7 +78,7 @@ class Decomposition:
         new = New(self.graph, node, self.holds, self._taken, self.constants)
         try:
             made = new.named(RULES[node.op](new, node))
-        except _Refusal as e:
+        except Refusal as e:
             self.reasons[node.name] = str(e)
             return [node]
         return [m for part in made for m in ([part] if part.op == node.op else self.parts(part))]
@@ -91,100 +91,6 @@ def _follow(plan: Plan, graph: Graph, became: dict[str, list[Node]]) -> Plan:
     edges = {(v, m.name) for v, reader in plan.float_edges for m in became.get(reader, ()) if v in m.inputs}
     groups = tuple(tuple(m.name for n in group for m in became[n]) for group in plan.groups)
     return replace(plan, nodes={**plan.nodes, **nodes}, groups=groups, float_edges=frozenset(edges))
-
-
-class _Refusal(Exception):
-    """The reason why a rule does not apply to a node."""
-
-
-class New:
-    """The nodes that replace one composite, in the order in which a rule creates them."""
-
-    def __init__(
-        self, graph: Graph, node: Node, holds: Container[str], taken: set[str], constants: dict[Any, str]
-    ) -> None:
-        self.graph, self.node, self.holds = graph, node, holds
-        self._taken, self._constants = taken, constants
-        self.channels_last = graph.data_format == "channels_last"
-        self.nodes: list[Node] = []
-
-    def __call__(self, op: str, *inputs: str | float | None, gives: Shape | None = None, **attrs: Any) -> str:
-        """Add a node; return the name of its value, which has the dtype of the composite's result.
-
-        Args:
-            inputs: names; numbers become constants.
-            gives: shape of the value; by default the broadcast shape of the operands.
-        """
-        shared = not OPS[op].moves  # whatever is moved together shares one scale
-        names = tuple(self.constant(torch.tensor(i), shared=shared) if isinstance(i, float) else i for i in inputs)
-        name = self._name(op.lower())
-        shape = broadcast([self.shape(i) for i in names if i is not None]) if gives is None else gives
-        self.graph.values[name] = Value(name, shape, self.graph.values[self.node.output].dtype)
-        whole = self.node.composite or self.node.name, self.node.composite_op or self.node.op
-        part = self.node.with_(name=name, op=op, inputs=names, outputs=(name,), attrs=attrs)
-        self.nodes.append(part.with_(composite=whole[0], composite_op=whole[1]))
-        return name
-
-    def reshape(self, x: str, shape: Shape) -> str:
-        return self("Reshape", x, gives=shape, shape=tuple(-1 if s is None else s for s in shape))
-
-    def transpose(self, x: str, perm: Sequence[int]) -> str:
-        shape = self.shape(x)
-        return self("Transpose", x, gives=tuple(shape[d] for d in perm), perm=tuple(perm))
-
-    def constant(self, value: torch.Tensor, of: Sequence[str | None] = (), shared: bool = True) -> str:
-        """Return a weight with this value.
-
-        Args:
-            of: weights that it was computed from; it is not shared, and trains, if one of them does.
-            shared: among all composites.
-        """
-        trains = not self.graph.trainable.isdisjoint(i for i in of if i is not None)
-        if trains or not shared:
-            name = self._name("weight" if trains else "constant")
-            self.graph.weights[name] = value.detach().clone()
-            self.graph.trainable |= {name} if trains else set()
-            return name
-        key = (value.dtype, value.shape, value.numpy().tobytes())
-        if key not in self._constants:
-            self._constants[key] = self._name("constant")
-            self.graph.weights[self._constants[key]] = value
-        return self._constants[key]
-
-    def shape(self, name: str) -> Shape:
-        return self.graph.shape(name)
-
-    def size(self, name: str, axis: int) -> int:
-        """Return a size; refuse the rule if it is only known at run time."""
-        size = self.shape(name)[axis]
-        return self.refuse("a size of it is only known at run time") if size is None else size
-
-    def sizes(self, name: str) -> tuple[int, ...]:
-        """Return all sizes but the batch."""
-        return tuple(self.size(name, k) for k in range(1, len(self.shape(name))))
-
-    def refuse(self, why: str) -> NoReturn:
-        raise _Refusal(why)
-
-    def named(self, results: str | Sequence[str]) -> list[Node]:
-        """Return the nodes; the last has the composite's name, and results have the names of its results."""
-        own = dict(zip([results] if isinstance(results, str) else results, self.node.outputs, strict=True))
-        for name in own:
-            del self.graph.values[name]
-        *first, last = (n.with_(outputs=tuple(own.get(o, o) for o in n.outputs)) for n in self.nodes)
-        return [*first, last.with_(name=self.node.name)]
-
-    def _name(self, what: str) -> str:
-        name = unique_name(f"{self.node.name}/{what}", self._taken)
-        self._taken.add(name)
-        return name
-
-
-def broadcast(shapes: Sequence[Shape]) -> Shape:
-    """Return the shape of an element-wise result."""
-    rank = max(len(s) for s in shapes)
-    columns = zip(*((1,) * (rank - len(s)) + s for s in shapes), strict=True)
-    return tuple(next((d for d in column if d != 1), 1) for column in columns)
 
 
 # ---------------------------------------------------------------- element by element
@@ -510,7 +416,7 @@ _BY_NAME: dict[str, Rule] = {
         _l2_norm,
     ),
     *(_layer_norm, _group_norm, _batch_norm, _attention, _roll, _space_to_depth, _channel_shuffle, _stack, _unstack),
-    _tile,
+    *(_tile, lstm, gru, rnn),
 )
 #: operator -> its rule
 RULES: dict[str, Rule] = {}

@@ -86,7 +86,7 @@ def _enter_cell(
 REFUSED = refused("onnx")
 
 
-def _writes(*names: str) -> Callable[[Write], Write]:
+def writes(*names: str) -> Callable[[Write], Write]:
     def enter(f: Write) -> Write:
         WRITERS.update(dict.fromkeys(names, f))
         return f
@@ -97,12 +97,12 @@ def _writes(*names: str) -> Callable[[Write], Write]:
 # ---------------------------------------------------------------- products
 
 
-@_writes("Conv1D", "Conv2D", "Conv3D", "DepthwiseConv2D")
+@writes("Conv1D", "Conv2D", "Conv3D", "DepthwiseConv2D")
 def _conv(w: OnnxBuilder, n: Node, x: Names) -> list[str]:
     return OnnxOp("Conv", _SUMS)(w, n, x, kernel_shape=list(w.shape(n, "w")[2:]))
 
 
-@_writes("DynamicQuantize")
+@writes("DynamicQuantize")
 def _dynamic_quantize(w: OnnxBuilder, n: Node, x: Names) -> str:
     """Write DynamicQuantizeLinear, whose integers its readers read; readers with weights in blocks quantize inside."""
     a = n.attrs
@@ -174,7 +174,7 @@ def _in_blocks(w: OnnxBuilder, n: Node, name: str) -> tuple[int, int, int, list[
     return codes.shape[1], grid.bits, block, rows
 
 
-@_writes("Linear")
+@writes("Linear")
 def _linear(w: OnnxBuilder, n: Node, x: Names) -> str:
     """Write a Gemm; inputs of more than two axes are flattened around it, so that runtimes see one integer product."""
     if (product := _dynamic_product(w, n, x)) is not None:
@@ -193,7 +193,7 @@ def _linear(w: OnnxBuilder, n: Node, x: Names) -> str:
     return y
 
 
-@_writes("MatMul")
+@writes("MatMul")
 def _mat_mul(w: OnnxBuilder, n: Node, x: Names) -> str:
     return _dynamic_product(w, n, x) or w.op("MatMul", x)
 
@@ -201,7 +201,7 @@ def _mat_mul(w: OnnxBuilder, n: Node, x: Names) -> str:
 # ---------------------------------------------------------------- pools
 
 
-@_writes("MaxPool", "AvgPool")
+@writes("MaxPool", "AvgPool")
 def _pool(w: OnnxBuilder, n: Node, x: Names) -> list[str]:
     """Write a pool; windows beyond the image (`ceil_mode`), on which runtimes disagree, become padding behind it.
 
@@ -233,7 +233,7 @@ def _pool(w: OnnxBuilder, n: Node, x: Names) -> list[str]:
 # ---------------------------------------------------------------- norms
 
 
-@_writes("BatchNorm")
+@writes("BatchNorm")
 def _batch_norm(w: OnnxBuilder, n: Node, x: Names) -> str:
     size = w.shape(n, "mean")[0]
     scale = x[1] or w.const(np.ones(size, np.float32))
@@ -241,12 +241,12 @@ def _batch_norm(w: OnnxBuilder, n: Node, x: Names) -> str:
     return w.op("BatchNormalization", [x[0], scale, shift, x[3], x[4]], epsilon=n.attrs["eps"])
 
 
-@_writes("LayerNorm")
+@writes("LayerNorm")
 def _layer_norm(w: OnnxBuilder, n: Node, x: Names) -> str:
     return w.op("LayerNormalization", x, axis=-len(n.attrs["normalized_shape"]), epsilon=n.attrs["eps"])
 
 
-@_writes("GroupNorm", "InstanceNorm")
+@writes("GroupNorm", "InstanceNorm")
 def _group_norm(w: OnnxBuilder, n: Node, x: Names) -> str:
     """Write the norm of [N, groups, rest]; the shape is restored at run time, so that images may have any size."""
     _, channels, *spatial = w.shape(n)
@@ -264,7 +264,7 @@ def _group_norm(w: OnnxBuilder, n: Node, x: Names) -> str:
 # ---------------------------------------------------------------- element by element
 
 
-@_writes("PRelu")
+@writes("PRelu")
 def _prelu(w: OnnxBuilder, n: Node, x: Names) -> str:
     rank = len(w.shape(n))
     of_channels = rank > 1 and len(w.graph.shape(n.weight)) < 2
@@ -272,7 +272,7 @@ def _prelu(w: OnnxBuilder, n: Node, x: Names) -> str:
     return w.op("PRelu", [x[0], slope])
 
 
-@_writes("Softmax")
+@writes("Softmax")
 def _softmax(w: OnnxBuilder, n: Node, x: Names) -> list[str] | str:
     """Write exp(log softmax) where ONNX Runtime would fuse Softmax into its quantized kernel and must not.
 
@@ -286,7 +286,7 @@ def _softmax(w: OnnxBuilder, n: Node, x: Names) -> list[str] | str:
     return OnnxOp("Softmax", "axis")(w, n, x)
 
 
-@_writes("Cast")
+@writes("Cast")
 def _cast(w: OnnxBuilder, n: Node, x: Names) -> str:
     return w.op("Cast", x, to=tensor_type(n.attrs["dtype"]))
 
@@ -294,13 +294,13 @@ def _cast(w: OnnxBuilder, n: Node, x: Names) -> str:
 # ---------------------------------------------------------------- pass-through
 
 
-@_writes("Stack")  # with one constant for all operands; decomposing it makes one for each
+@writes("Stack")  # with one constant for all operands; decomposing it makes one for each
 def _stack(w: OnnxBuilder, n: Node, x: Names) -> str:
     axis = w.const(_ints(n.attrs["axis"]))
     return w.op("Concat", [w.op("Unsqueeze", [i, axis]) for i in x], axis=n.attrs["axis"])
 
 
-@_writes("Embedding")
+@writes("Embedding")
 def _embedding(w: OnnxBuilder, n: Node, x: Names) -> str:
     """Write a Gather of integer rows, which are dequantized behind it (in front of it, the whole table would be)."""
     if (stored := w.plan.stored(n.weight)) is not None and stored.grid.per == "block":
@@ -324,21 +324,21 @@ def _embedding(w: OnnxBuilder, n: Node, x: Names) -> str:
     return w.op("DequantizeLinear", [rows, scale, zero], **({"axis": rank} if stored.scale.dim() else {}))
 
 
-@_writes("ArgMax", "ArgMin")
+@writes("ArgMax", "ArgMin")
 def _arg_max(w: OnnxBuilder, n: Node, x: Names) -> str:
     if n.attrs["axis"] is None:
         return w.op(n.op, [w.op("Reshape", [x[0], w.const(_ints(-1))])], axis=0, keepdims=0)
     return w.op(n.op, x, axis=n.attrs["axis"], keepdims=int(n.attrs["keepdims"]))
 
 
-@_writes("TopK")
+@writes("TopK")
 def _top_k(w: OnnxBuilder, n: Node, x: Names) -> list[str]:
     k, axis = n.attrs["k"], n.attrs["axis"]
     count = w.op("Gather", [w.op("Shape", x), w.const(_ints(axis))]) if k is None else w.const(_ints(k))
     return w.op_many("TopK", [x[0], count], 2, axis=axis, largest=int(n.attrs["largest"]), sorted=1)
 
 
-@_writes("Pad")
+@writes("Pad")
 def _pad(w: OnnxBuilder, n: Node, x: Names) -> str:
     mode = {"constant": "constant", "reflect": "reflect", "replicate": "edge"}[n.attrs["mode"]]
     ends = w.const(_ints(*onnx_attribute(n.attrs["padding"])))
@@ -346,13 +346,13 @@ def _pad(w: OnnxBuilder, n: Node, x: Names) -> str:
     return w.op("Pad", [x[0], ends, value], mode=mode)
 
 
-@_writes("Squeeze", "Unsqueeze")
+@writes("Squeeze", "Unsqueeze")
 def _squeeze(w: OnnxBuilder, n: Node, x: Names) -> str:
     axes = n.attrs["axes"]  # in ONNX, none means every axis of size 1
     return w.op(n.op, [x[0], w.const(_ints(*axes))]) if axes else w.op("Identity", x)
 
 
-@_writes("Expand", "Reshape")
+@writes("Expand", "Reshape")
 def _expand(w: OnnxBuilder, n: Node, x: Names) -> str:
     shape = [1 if s == -1 and n.op == "Expand" else s for s in n.attrs["shape"]]
     target = w.const(_ints(*(1 if s is None else s for s in shape)))
@@ -362,7 +362,7 @@ def _expand(w: OnnxBuilder, n: Node, x: Names) -> str:
     return w.op(n.op, [x[0], target])
 
 
-@_writes("Roll")
+@writes("Roll")
 def _roll(w: OnnxBuilder, n: Node, x: Names) -> str:
     """Write slices rather than an index, so that the axis may have any size."""
     y = x[0]
@@ -373,7 +373,7 @@ def _roll(w: OnnxBuilder, n: Node, x: Names) -> str:
     return y
 
 
-@_writes("Tile")
+@writes("Tile")
 def _tile(w: OnnxBuilder, n: Node, x: Names) -> str:
     repeats = n.attrs["repeats"]
     extra = len(repeats) - len(w.shape(n))
@@ -381,7 +381,7 @@ def _tile(w: OnnxBuilder, n: Node, x: Names) -> str:
     return w.op("Tile", [y, w.const(_ints(*repeats))])
 
 
-@_writes("Resize")
+@writes("Resize")
 def _resize(w: OnnxBuilder, n: Node, x: Names) -> str:
     a = n.attrs
     if a["scale"] is not None:
@@ -401,7 +401,7 @@ def _resize(w: OnnxBuilder, n: Node, x: Names) -> str:
     return w.op("Resize", [x[0], *extra], mode=a["mode"].partition("_")[0], **how[a["mode"]])
 
 
-@_writes("Size")
+@writes("Size")
 def _size_of(w: OnnxBuilder, n: Node, x: Names) -> str:
     return w.op("Gather", [w.op("Shape", [x[0]]), w.const(np.int64(n.attrs["axis"]))])
 

@@ -1,7 +1,7 @@
 """Convert kernels between Keras's layout and the canonical layout (output channels, input channels, then space).
 
-A layout is the `kind` of an operator in `graph.ops`, "depthwise" for Keras's depthwise convolutions, or "slopes" for
-those of a PReLU.
+A layout is the `kind` of an operator in `graph.ops`, "depthwise" for Keras's depthwise convolutions, "slopes" for
+those of a PReLU, "row_0" and "row_1" for the rows of a variable that holds two biases.
 """
 
 import torch
@@ -14,7 +14,8 @@ def to_canonical(layout: str, kernel: torch.Tensor) -> torch.Tensor:
 
     Convolutions: [*space, in / groups, out] becomes [out, in / groups, *space]; in transposed convolutions, "in" and
     "out" change places in both. Depthwise: [*space, C, M] becomes [C M, 1, *space], output channel c M + m. Linear:
-    [in, out] becomes [out, in]. Slopes: [*space, C] becomes [C, *space]. Other weights are unchanged.
+    [in, out] becomes [out, in]. Slopes: [*space, C] becomes [C, *space]. Of rows one is
+    left. Other weights are unchanged.
 
     >>> to_canonical("conv", torch.zeros(3, 5, 2, 7)).shape
     torch.Size([7, 2, 3, 5])
@@ -26,6 +27,8 @@ def to_canonical(layout: str, kernel: torch.Tensor) -> torch.Tensor:
         return kernel.permute(n + 1, n, *range(n)).contiguous()
     if layout == SLOPES:
         kernel = kernel.movedim(-1, 0).contiguous()
+    if layout.startswith("row_"):
+        return kernel[int(layout[-1])].contiguous()
     return kernel.t().contiguous() if layout == "linear" else kernel
 
 

@@ -31,7 +31,7 @@ ACTIVATED: set[Reader] = set()
 UNTRACEABLE: dict[Any, str] = {}
 
 
-def _reads(layers: str = "", operations: str = "", *, activated: bool = False) -> Callable[[Reader], Reader]:
+def reads(layers: str = "", operations: str = "", *, activated: bool = False) -> Callable[[Reader], Reader]:
     """Decorate the reader of these classes; "Conv*D" stands for "Conv1D Conv2D Conv3D"."""
 
     def enter(f: Reader) -> Reader:
@@ -114,7 +114,7 @@ def _enter_cell(
         }
         return r.emit_all(op, inputs, **given, **(fixed or {}))
 
-    _reads(layers, name)(read or read_cell)
+    reads(layers, name)(read or read_cell)
 
 
 def _number(v: Any) -> float:
@@ -280,27 +280,27 @@ def _conv(
     return r.emit(op, inputs, shape, part=part, **attrs)
 
 
-@_reads("Conv*D DepthwiseConv1D DepthwiseConv2D", activated=True)
+@reads("Conv*D DepthwiseConv1D DepthwiseConv2D", activated=True)
 def _conv_layer(r: KerasCall, x: Value) -> Value:
     return _conv(r, x, r.op.kernel, r.op.bias, depthwise=hasattr(r.op, "depth_multiplier"))
 
 
-@_reads("SeparableConv1D SeparableConv2D", activated=True)
+@reads("SeparableConv1D SeparableConv2D", activated=True)
 def _separable_layer(r: KerasCall, x: Value) -> Value:
     y = _conv(r, x, r.op.depthwise_kernel, None, depthwise=True, part="depthwise")
     return _conv(r, y, r.op.pointwise_kernel, r.op.bias, (1, "valid", 1), part="pointwise")
 
 
-@_reads("", "Conv")
+@reads("", "Conv")
 def _conv_operation(r: KerasCall, x: Value, kernel: Any, depthwise: bool = False) -> Value:
     _require(_channels_last(r, x))
     return _conv(r, x, kernel, None, depthwise=depthwise)
 
 
-_reads("", "DepthwiseConv")(partial(_conv_operation, depthwise=True))
+reads("", "DepthwiseConv")(partial(_conv_operation, depthwise=True))
 
 
-@_reads("Conv*DTranspose", activated=True)
+@reads("Conv*DTranspose", activated=True)
 def _transposed_layer(r: KerasCall, x: Value) -> Value:
     o = r.op
     n = len(o.kernel.shape) - 2
@@ -314,13 +314,13 @@ def _transposed_layer(r: KerasCall, x: Value) -> Value:
     return r.emit(f"TransposeConv{n}D", inputs, **attrs, padding=padding, output_padding=beyond)
 
 
-@_reads("Dense", activated=True)
+@reads("Dense", activated=True)
 def _dense(r: KerasCall, x: Value) -> Value:
     w, b = r.weight(r.op.kernel, "linear"), r.weight(r.op.bias)
     return r.emit("Linear", [r.operand(x, "float32"), w, b])
 
 
-@_reads("EinsumDense", activated=True)
+@reads("EinsumDense", activated=True)
 def _einsum_dense(r: KerasCall, x: Value) -> Value:
     """Read a linear layer: the kernel's axes are the summed axes, then the new ones, both innermost and in order.
 
@@ -352,7 +352,7 @@ def _einsum_dense(r: KerasCall, x: Value) -> Value:
 # ---------------------------------------------------------------- normalization, pooling, resizing, padding
 
 
-@_reads("", "Normalize")
+@reads("", "Normalize")
 def _normalize(r: KerasCall, x: Value) -> Value:
     axes, epsilon = per_axis(r.op.axis, 1), r.op.epsilon
     _require(r.op.order == 2)
@@ -363,7 +363,7 @@ def _normalize(r: KerasCall, x: Value) -> Value:
     return r.emit("Div", [x, length])
 
 
-@_reads("AveragePooling*D", "AveragePool")
+@reads("AveragePooling*D", "AveragePool")
 def _average_pool(r: KerasCall, x: Value) -> Value:
     _require(_channels_last(r, x))
     attrs = {name: value(r, x) if callable(value) else value for name, value in _POOL.items()}
@@ -376,7 +376,7 @@ def _average_pool(r: KerasCall, x: Value) -> Value:
     return r.emit("AvgPool", [x], count_include_pad=False, **attrs)
 
 
-@_reads("GlobalAveragePooling*D")
+@reads("GlobalAveragePooling*D")
 def _global_average(r: KerasCall, x: Value) -> Value:
     if r.op.keepdims:
         return r.emit("GlobalAvgPool", [x])
@@ -384,7 +384,7 @@ def _global_average(r: KerasCall, x: Value) -> Value:
     return r.emit("Reshape", [y], shape=_static(r.shape))
 
 
-@_reads("Resizing", "Resize")
+@reads("Resizing", "Resize")
 def _resize(r: KerasCall, x: Value) -> Value:
     o, mode = r.op, _interpolation(r, x)
     size = tuple(int(s) for s in ((o.height, o.width) if isinstance(o, keras.Layer) else per_axis(o.size, 2)))
@@ -415,13 +415,13 @@ def _to_aspect_ratio(r: KerasCall, x: Value, target: Sequence[int]) -> Value:
     return r.emit("Pad", [x], shape, part="border", padding=pairs, mode="constant", value=float(r.op.fill_value))
 
 
-@_reads("UpSampling*D")
+@reads("UpSampling*D")
 def _up_sampling(r: KerasCall, x: Value) -> Value:
     scale = tuple(float(s) for s in per_axis(r.op.size, len(x.shape) - 2))
     return r.emit("Resize", [x], mode=_interpolation(r, x), size=None, scale=scale, align_corners=False)
 
 
-@_reads("", "Pad")
+@reads("", "Pad")
 def _pad(r: KerasCall, x: Value, constant_values: Any = None) -> Value:
     pairs = tuple((int(lo), int(hi)) for lo, hi in r.op.pad_width)
     image = len(pairs) > 2 and not any((*pairs[0], *pairs[-1]))
@@ -446,10 +446,10 @@ def _comparison(op: str) -> Reader:
 
 
 for _name in "Equal NotEqual Less LessEqual Greater GreaterEqual".split():
-    _reads("", _name)(_comparison(_name))
+    reads("", _name)(_comparison(_name))
 
 
-@_reads("", "Clip")
+@reads("", "Clip")
 def _clip(r: KerasCall, x: Value) -> Value:
     lo, hi = _number(r.op.x_min), _number(r.op.x_max)
     if "float" in r.dtype:
@@ -459,12 +459,12 @@ def _clip(r: KerasCall, x: Value) -> Value:
     return r.emit("Min", [y, r.operand(int(hi))])
 
 
-@_reads("", "Square")
+@reads("", "Square")
 def _square(r: KerasCall, x: Value) -> Value:
     return r.emit("Mul", [x, x])
 
 
-@_reads("", "ReLU")
+@reads("", "ReLU")
 def _relu(r: KerasCall, x: Value) -> Value:
     """Read clip(x where x > threshold else 0, 0, max_value) - negative_slope max(threshold - x, 0)."""
     slope, high, threshold = (float(v) if v else v for v in (r.op.negative_slope, r.op.max_value, r.op.threshold))
@@ -491,26 +491,26 @@ def _relu_from(r: KerasCall, x: Value, slope: float, high: float | None, thresho
     return r.emit("Sub", [y, r.emit("Mul", [below, r.operand(slope)], part="slope")])
 
 
-@_reads("PReLU")
+@reads("PReLU")
 def _prelu(r: KerasCall, x: Value) -> Value:
     of_channels = all(d == 1 for d in r.op.alpha.shape[:-1])
     return r.emit("PRelu", [x, r.weight(r.op.alpha, SLOPES, shape=(-1,) if of_channels else None)])
 
 
-@_reads("Activation")
+@reads("Activation")
 def _activation_layer(r: KerasCall, x: Value) -> Value:
     _require(r.op.activation in UNTRACEABLE)
     return r.emit(UNTRACEABLE[r.op.activation], [x])
 
 
-@_reads("Rescaling")
+@reads("Rescaling")
 def _rescaling(r: KerasCall, x: Value) -> Value:
     scale, offset = (np.asarray(v) if isinstance(v, (list, tuple)) else v for v in (r.op.scale, r.op.offset))
     y = r.emit("Mul", [r.operand(x), r.operand(scale)], part="scale")
     return r.emit("Add", [y, r.operand(offset)])
 
 
-@_reads("Normalization")
+@reads("Normalization")
 def _normalization(r: KerasCall, x: Value) -> Value:
     _require(not r.op.invert)
     mean, variance = (keras.ops.convert_to_numpy(v) for v in (r.op.mean, r.op.variance))
@@ -518,12 +518,12 @@ def _normalization(r: KerasCall, x: Value) -> Value:
     return r.emit("Div", [y, r.operand(np.maximum(np.sqrt(variance), keras.backend.epsilon()))])
 
 
-@_reads("", "Cast ConvertToTensor")
+@reads("", "Cast ConvertToTensor")
 def _cast(r: KerasCall, x: Value) -> Value:
     return x if x.dtype == r.dtype else r.emit("Cast", [x], dtype=r.dtype)
 
 
-@_reads("", "Where")
+@reads("", "Where")
 def _where(r: KerasCall, condition: Value, x1: Any = None, x2: Any = None) -> Value:
     return r.emit("Where", [r.operand(condition, "bool"), r.operand(x1), r.operand(x2)])
 
@@ -531,13 +531,13 @@ def _where(r: KerasCall, condition: Value, x1: Any = None, x2: Any = None) -> Va
 # ---------------------------------------------------------------- products and attention
 
 
-@_reads("", "Matmul")
+@reads("", "Matmul")
 def _matmul(r: KerasCall, a: Any, b: Any) -> Value:
     _require(min(len(a.shape), len(b.shape)) >= 2)
     return r.emit("MatMul", [r.operand(a), r.operand(b)])
 
 
-@_reads("", "Einsum")
+@reads("", "Einsum")
 def _einsum(r: KerasCall, a: Any, b: Any) -> Value:
     """Read an einsum of two operands that is one matrix product."""
     product = as_product(r.op.subscripts)
@@ -551,7 +551,7 @@ def _einsum(r: KerasCall, a: Any, b: Any) -> Value:
     return r.emit("Transpose", [z], perm=product.result)
 
 
-@_reads("", "DotProductAttention")
+@reads("", "DotProductAttention")
 def _attention(
     r: KerasCall, query: Value, key: Value, value: Value, bias: Any = None, mask: Any = None, scale: Any = None
 ) -> Value:
@@ -573,14 +573,14 @@ def _permuted(r: KerasCall, x: Value, perm: Sequence[int], part: str) -> Value:
 # ---------------------------------------------------------------- moving and looking up values
 
 
-@_reads("", "Argmax Argmin")
+@reads("", "Argmax Argmin")
 def _arg_max(r: KerasCall, x: Value) -> Value:
     op = {"Argmax": "ArgMax", "Argmin": "ArgMin"}[type(r.op).__name__]
     y = r.emit(op, [x], None, "int64", part="index", axis=r.op.axis, keepdims=bool(r.op.keepdims))
     return r.emit("Cast", [y], dtype=r.dtype)
 
 
-@_reads("", "TopK Sort Argsort")
+@reads("", "TopK Sort Argsort")
 def _top_k(r: KerasCall, x: Value) -> list[Value] | Value:
     """Read `top_k`, `sort` and `argsort` as TopK, which orders equal values by their index as runtimes do."""
     kind = type(r.op).__name__
@@ -597,11 +597,11 @@ def _join(op: str) -> Reader:
     return lambda r, xs: r.emit(op, [r.operand(x) for x in xs], axis=r.op.axis)
 
 
-_reads("Concatenate", "Concatenate")(_join("Concat"))
-_reads("", "Stack")(_join("Stack"))
+reads("Concatenate", "Concatenate")(_join("Concat"))
+reads("", "Stack")(_join("Stack"))
 
 
-@_reads("", "GetItem")
+@reads("", "GetItem")
 def _get_item(r: KerasCall, x: Value, key: Any) -> Value:
     """Read `x[key]` as slices, then selections from the last axis to the first, then new axes.
 
@@ -645,20 +645,20 @@ def _slice(r: KerasCall, x: Value, axis: int, k: slice) -> Value:
     return r.emit("Slice", [x], shape, x.dtype, "slice", axis=axis, start=start, end=end, step=step)
 
 
-@_reads("", "OneHot")
+@reads("", "OneHot")
 def _one_hot(r: KerasCall, x: Value) -> Value:
     _require(not r.op.sparse)
     return _classes(r, x, r.op.num_classes, r.op.axis)
 
 
-@_reads("", "MultiHot")
+@reads("", "MultiHot")
 def _multi_hot(r: KerasCall, x: Value) -> Value:
     _require(r.op.axis == -1 and len(x.shape) > 1 and not r.op.sparse)
     each = _classes(r, x, r.op.num_classes, part="each")
     return r.emit("ReduceMax", [each], None, each.dtype, axes=(1,), keepdims=False)
 
 
-@_reads("CategoryEncoding")
+@reads("CategoryEncoding")
 def _category_encoding(r: KerasCall, x: Value) -> Value:
     """Read classes as their columns; several classes of a sample, on axis 1, are joined or counted."""
     mode, n = r.op.output_mode, r.op.num_tokens
@@ -684,7 +684,7 @@ def _classes(r: KerasCall, x: Value, n: int, axis: int = -1, part: str = "") -> 
     return r.emit("Cast", [same], shape, dtype, part=part, dtype=dtype)
 
 
-@_reads("", "Digitize")
+@reads("", "Digitize")
 def _digitize(r: KerasCall, x: Value, bins: Any) -> Value:
     """Read the number of bins that begin at or below each entry."""
     _require("float" in x.dtype and not isinstance(bins, Value))
@@ -695,7 +695,7 @@ def _digitize(r: KerasCall, x: Value, bins: Any) -> Value:
     return r.emit("Sum", [counted], axes=(len(x.shape),), keepdims=False)
 
 
-@_reads("", "Repeat")
+@reads("", "Repeat")
 def _repeat(r: KerasCall, x: Value) -> Value:
     """Read copies of each entry along an axis: an axis of size 1 is tiled, others get an axis for the copies."""
     repeats, axis = tuple(int(n) for n in np.atleast_1d(r.op.repeats)), r.op.axis
@@ -714,13 +714,13 @@ def _repeat(r: KerasCall, x: Value) -> Value:
     return r.emit("Reshape", [y], shape=_static(r.shape))
 
 
-@_reads("", "Take")
+@reads("", "Take")
 def _take(r: KerasCall, x: Any, indices: Any) -> Value:
     _require(isinstance(indices, Value) and r.op.axis is not None)
     return r.emit("Gather", [r.operand(x), indices.name], axis=r.op.axis)
 
 
-@_reads("Embedding")
+@reads("Embedding")
 def _embedding(r: KerasCall, x: Value) -> Value:
     _require(not r.op.mask_zero)
     index = x if x.dtype in ("int32", "int64") else r.emit("Cast", [x], x.shape, "int32", part="index", dtype="int32")

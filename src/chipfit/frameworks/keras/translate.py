@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import torch
 
+import chipfit.frameworks.keras.recurrent  # noqa: F401 -- registers readers and lowerings
 from chipfit.engine.opaque import Template
 from chipfit.errors import short_message
 from chipfit.frameworks.keras.call import KerasCall, KerasGraphBuilder

@@ -9,6 +9,7 @@ import onnx_ir as ir
 import torch
 from onnx.reference import ReferenceEvaluator
 
+import chipfit.frameworks.onnx.recurrent
 import chipfit.frameworks.onnx.resize  # noqa: F401 -- registers readers
 from chipfit.errors import CaptureError, raised_outside_chipfit, short_message
 from chipfit.frameworks.onnx.call import OnnxCall, OnnxGraphBuilder, Operand

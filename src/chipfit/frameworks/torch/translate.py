@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+import chipfit.frameworks.torch.recurrent  # noqa: F401 -- registers readers
 from chipfit.engine.opaque import Template, target_name
 from chipfit.engine.trees import dump_call, dump_result
 from chipfit.errors import CaptureError, GraphError

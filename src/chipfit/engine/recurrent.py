@@ -1,0 +1,134 @@
+"""Kernels of recurrent layers: one layer, one direction; see `operators/recurrent.yaml`.
+
+torch's own kernels compute them where they have the form; a GRU that resets its state before the product is a loop.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chipfit.engine.bounds import bounded
+
+
+def lstm(
+    x: Tensor,
+    w: Tensor,
+    r: Tensor,
+    b: Tensor | None = None,
+    rb: Tensor | None = None,
+    h: Tensor | None = None,
+    c: Tensor | None = None,
+    *,
+    gates: str,
+    reverse: bool,
+) -> tuple[Tensor, ...]:
+    """Run an LSTM."""
+    weights = [_ordered(t, gates, "ifgo") for t in (w, r, b, rb)]
+    steps, states = _steps(x, reverse), (_state(x, r, h), _state(x, r, c))
+    y, _, cell = _run(torch.ops.aten.lstm.input, steps, states, weights)
+    return *_results(y, x, reverse), cell[0]
+
+
+def gru(
+    x: Tensor,
+    w: Tensor,
+    r: Tensor,
+    b: Tensor | None = None,
+    rb: Tensor | None = None,
+    h: Tensor | None = None,
+    *,
+    gates: str,
+    reverse: bool,
+    reset_after: bool,
+) -> tuple[Tensor, ...]:
+    """Run a GRU."""
+    weights = [_ordered(t, gates, "rzn") for t in (w, r, b, rb)]
+    steps, state = _steps(x, reverse), _state(x, r, h)
+    if reset_after:
+        y, _ = _run(torch.ops.aten.gru.input, steps, state, weights)
+    else:
+        y = _reset_before(steps, state[0], *weights)
+    return _results(y, x, reverse)
+
+
+def rnn(
+    x: Tensor,
+    w: Tensor,
+    r: Tensor,
+    b: Tensor | None = None,
+    rb: Tensor | None = None,
+    h: Tensor | None = None,
+    *,
+    reverse: bool,
+    activation: str,
+) -> tuple[Tensor, ...]:
+    """Run a simple recurrent layer.
+
+    Raises:
+        ValueError: the activation has another name than "tanh" and "relu".
+    """
+    kinds = {"tanh": torch.ops.aten.rnn_tanh.input, "relu": torch.ops.aten.rnn_relu.input}
+    if activation not in kinds:
+        raise ValueError(f"a recurrent layer has no activation {activation!r}")
+    y, _ = _run(kinds[activation], _steps(x, reverse), _state(x, r, h), [w, r, b, rb])
+    return _results(y, x, reverse)
+
+
+def _ordered(t: Tensor | None, gates: str, order: str) -> Tensor | None:
+    """Return a weight with its gates in another order.
+
+    Raises:
+        ValueError: the letters are not those of the order.
+    """
+    if sorted(gates) != sorted(order):
+        raise ValueError(f"gates are {gates!r}, not the letters of {order!r}")
+    if t is None or gates == order:
+        return t
+    return t.reshape(len(order), -1, *t.shape[1:])[[gates.index(g) for g in order]].flatten(0, 1)
+
+
+def _steps(x: Tensor, reverse: bool) -> Tensor:
+    """Return the steps [N, T, F] in the order in which they run."""
+    x = x if x.dim() == 3 else x.unsqueeze(1)
+    return x.flip(1) if reverse else x
+
+
+def _state(x: Tensor, r: Tensor, state: Tensor | None) -> Tensor:
+    """Return a state as [1, N, H]."""
+    return x.new_zeros(1, x.shape[0], r.shape[1]) if state is None else state.unsqueeze(0)
+
+
+def _results(y: Tensor, x: Tensor, reverse: bool) -> tuple[Tensor, ...]:
+    """Return the states of all steps, in the order of the operand, and the last one; of one step only that."""
+    last = y[:, -1]
+    return ((y.flip(1) if reverse else y), last) if x.dim() == 3 else (last,)
+
+
+def _run(kernel: Any, x: Tensor, state: Any, weights: Sequence[Tensor | None]) -> Any:
+    """Call one of torch's kernels for one layer."""
+    w, r, b, rb = weights
+    biases = [] if b is None and rb is None else [_zeros_like(b, rb), _zeros_like(rb, b)]
+    function: Callable[..., Any] = bounded(kernel)
+    return function(x, state, [w, r, *biases], bool(biases), 1, 0.0, False, False, True)
+
+
+def _zeros_like(t: Tensor | None, other: Tensor | None) -> Tensor:
+    return t if t is not None else torch.zeros_like(other)  # type: ignore[arg-type]  # one of two is a tensor
+
+
+def _reset_before(
+    x: Tensor, h: Tensor, w: Tensor | None, r: Tensor | None, b: Tensor | None, rb: Tensor | None
+) -> Tensor:
+    """Run a GRU whose reset gate multiplies the state, as in Cho et al. 2014 (arXiv 1406.1078), equations 5 to 8."""
+    assert w is not None and r is not None
+    bias = b if rb is None else rb if b is None else b + rb
+    inputs, out, size = torch.nn.functional.linear(x, w, bias), [], h.shape[-1]
+    for step in inputs.unbind(1):
+        gates = torch.sigmoid(step[:, : 2 * size] + torch.nn.functional.linear(h, r[: 2 * size]))
+        reset, update = gates.chunk(2, -1)
+        new = torch.tanh(step[:, 2 * size :] + torch.nn.functional.linear(reset * h, r[2 * size :]))
+        h = new + update * (h - new)
+        out.append(h)
+    return torch.stack(out, 1)

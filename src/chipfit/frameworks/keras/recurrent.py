@@ -1,0 +1,179 @@
+"""Recurrent layers: their readers, and the functions of keras.ops that compute them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from chipfit.frameworks.keras.call import KerasCall
+from chipfit.frameworks.keras.lowerings import LOWERINGS, Lowering
+from chipfit.frameworks.keras.read import reads
+from chipfit.frameworks.reading import Unreadable
+from chipfit.graph.ir import Value
+
+_SIGMOID, _TANH, _RELU = (keras.activations.get(name) for name in ("sigmoid", "tanh", "relu"))
+Shape = Sequence[int | None]
+
+
+# ---------------------------------------------------------------- readers
+
+
+@reads("LSTM GRU SimpleRNN RNN")
+def _layer(r: KerasCall, sequences: Value, initial_state: Any = None) -> list[Value]:
+    """Read a layer of one direction, over all steps.
+
+    Raises:
+        Unreadable: it keeps its state between calls, its cell is an unusual one, or the number of steps is open.
+    """
+    y, last, *more = _one(r, r.op, sequences, initial_state, r.name)
+    if r.op.return_sequences and r.op.go_backwards:  # Keras returns the states in the order in which they are made
+        y = _flipped(r, y)
+    return [y if r.op.return_sequences else last, *([last, *more] if r.op.return_state else [])]
+
+
+@reads("Bidirectional")
+def _bidirectional(r: KerasCall, sequences: Value, initial_state: Any = None) -> list[Value]:
+    """Read a layer in both directions."""
+    o, states = r.op, [None, None] if initial_state is None else _halves(initial_state)
+    both = [
+        _one(r, layer, sequences, s, f"{r.name}/{layer.name}")
+        for layer, s in zip((o.forward_layer, o.backward_layer), states, strict=True)
+    ]
+    if [o.forward_layer.go_backwards, o.backward_layer.go_backwards] != [False, True]:
+        raise Unreadable
+    results = [y if o.return_sequences else last for y, last, *_ in both]
+    states = [s for _, *last in both for s in last] if o.return_state else []
+    return [*_merged(r, results), *states]
+
+
+def _halves(states: Sequence[Any]) -> list[Any]:
+    return [states[: len(states) // 2], states[len(states) // 2 :]]
+
+
+def _merged(r: KerasCall, results: list[Value]) -> list[Value]:
+    mode, shape = r.op.merge_mode, results[0].shape
+    if mode is None:
+        return results
+    if mode == "concat":
+        wide = (*shape[:-1], (shape[-1] or 0) * 2)
+        return [r.emit("Concat", results, wide, part="concat", axis=len(shape) - 1)]
+    merged = r.emit("Mul" if mode == "mul" else "Add", results, shape, part=mode)
+    return [r.emit("Mul", [merged, r.operand(0.5)], shape, part="half")] if mode == "ave" else [merged]
+
+
+def _one(r: KerasCall, layer: Any, x: Value, initial: Any, name: str) -> list[Value]:
+    """Append the node of one direction; return its results."""
+    cell: Any = getattr(layer, "cell", None)
+    if layer.stateful or x.dtype != "float32" or len(x.shape) != 3 or x.shape[1] is None:
+        raise Unreadable
+    op, attrs = _kind(cell)
+    states = [initial] if isinstance(initial, Value) else list(initial or ())
+    if not all(isinstance(s, Value) for s in states):
+        raise Unreadable
+    weights = [r.weight(cell.kernel, "linear"), r.weight(cell.recurrent_kernel, "linear"), *_biases(r, cell)]
+    n, t, units = x.shape[0], x.shape[1], cell.units
+    outs: list[tuple[Shape, str]] = [((n, t, units), x.dtype), *[((n, units), x.dtype)] * (2 if op == "LSTM" else 1)]
+    attrs = {**attrs, "reverse": bool(layer.go_backwards)}
+    return r.builder.emit(r.origin, name, op, [x.name, *weights, *(s.name for s in states)], attrs, outs)
+
+
+def _kind(cell: Any) -> tuple[str, dict[str, Any]]:
+    """Return operator and attributes of a cell.
+
+    Raises:
+        Unreadable: it is none of Keras's own, or has other activations than the kernels.
+    """
+    usual = getattr(cell, "recurrent_activation", _SIGMOID) is _SIGMOID
+    if type(cell) is keras.layers.SimpleRNNCell and cell.activation in (_TANH, _RELU):
+        return "RNN", {"activation": "tanh" if cell.activation is _TANH else "relu"}
+    if type(cell) is keras.layers.LSTMCell and usual and cell.activation is _TANH:
+        return "LSTM", {"gates": "ifgo"}
+    if type(cell) is keras.layers.GRUCell and usual and cell.activation is _TANH:
+        return "GRU", {"gates": "zrn", "reset_after": bool(cell.reset_after)}
+    raise Unreadable
+
+
+def _biases(r: KerasCall, cell: Any) -> list[str | None]:
+    """Return both biases; Keras has one, or the two rows of one variable."""
+    if cell.bias is None or len(cell.bias.shape) == 1:
+        return [r.weight(cell.bias), None]
+    return [r.weight(cell.bias, "row_0", "bias"), r.weight(cell.bias, "row_1", "recurrent_bias")]
+
+
+def _flipped(r: KerasCall, y: Value) -> Value:
+    return r.emit("Gather", [y, r.operand(np.arange(y.shape[1] or 0)[::-1], "int64")], y.shape, part="flip", axis=1)
+
+
+# ---------------------------------------------------------------- computation
+
+
+def _lstm(x: Any, w: Any, r: Any, *rest: Any, gates: str, reverse: bool) -> tuple[Any, ...]:
+    bias, h, c = _bias(*rest[:2]), *_filled(rest[2:], 2)
+
+    def step(states: Any, x_t: Any) -> Any:
+        h, c = states
+        of = dict(zip(gates, ops.split(x_t + h @ ops.transpose(r), 4, -1), strict=True))
+        c = ops.sigmoid(of["f"]) * c + ops.sigmoid(of["i"]) * ops.tanh(of["g"])
+        h = ops.sigmoid(of["o"]) * ops.tanh(c)
+        return (h, c), h
+
+    return _scan(step, x, _product(x, w, bias), (_state(x, r, h), _state(x, r, c)), reverse)
+
+
+def _gru(x: Any, w: Any, r: Any, *rest: Any, gates: str, reverse: bool, reset_after: bool) -> tuple[Any, ...]:
+    b, rb, h = _filled(rest, 3)
+    bias, size = b if reset_after else _bias(b, rb), r.shape[1]
+    own = rb if reset_after else None
+
+    def step(states: Any, x_t: Any) -> Any:
+        (h,) = states
+        y = _product(h, r, own)
+        of = dict(zip(gates, ops.split(ops.sigmoid(x_t[:, : 2 * size] + y[:, : 2 * size]), 2, -1), strict=False))
+        y_new = of["r"] * y[:, 2 * size :] if reset_after else _product(of["r"] * h, r[2 * size :], None)
+        new = ops.tanh(x_t[:, 2 * size :] + y_new)
+        h = new + of["z"] * (h - new)
+        return (h,), h
+
+    return _scan(step, x, _product(x, w, bias), (_state(x, r, h),), reverse)
+
+
+def _rnn(x: Any, w: Any, r: Any, *rest: Any, reverse: bool, activation: str) -> tuple[Any, ...]:
+    (b, rb, h), f = _filled(rest, 3), ops.tanh if activation == "tanh" else ops.relu
+
+    def step(states: Any, x_t: Any) -> Any:
+        h = f(x_t + states[0] @ ops.transpose(r))
+        return (h,), h
+
+    return _scan(step, x, _product(x, w, _bias(b, rb)), (_state(x, r, h),), reverse)
+
+
+def _filled(given: Sequence[Any], count: int) -> list[Any]:
+    return [*given, *[None] * (count - len(given))]
+
+
+def _bias(b: Any = None, rb: Any = None) -> Any:
+    return rb if b is None else b if rb is None else b + rb
+
+
+def _product(x: Any, w: Any, bias: Any) -> Any:
+    y = x @ ops.transpose(w)
+    return y if bias is None else y + bias
+
+
+def _state(x: Any, r: Any, state: Any) -> Any:
+    return ops.zeros((ops.shape(x)[0], r.shape[1]), x.dtype) if state is None else state
+
+
+def _scan(step: Callable[..., Any], x: Any, products: Any, states: Any, reverse: bool) -> tuple[Any, ...]:
+    """Run the steps over the products of the operand with the weight; return the results of the operator."""
+    if len(x.shape) == 2:
+        return step(states, products)[0]
+    order, made = range(x.shape[1]), {}
+    for t in reversed(order) if reverse else order:
+        states, made[t] = step(states, products[:, t])
+    return ops.stack([made[t] for t in order], 1), *states
+
+
+LOWERINGS.update(LSTM=Lowering(_lstm), GRU=Lowering(_gru), RNN=Lowering(_rnn))

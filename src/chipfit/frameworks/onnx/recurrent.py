@@ -1,0 +1,91 @@
+"""Readers of LSTM, GRU and RNN; each direction becomes a node of its own."""
+
+from typing import Any
+
+import numpy as np
+
+from chipfit.frameworks.onnx.call import OnnxCall, Operand
+from chipfit.frameworks.onnx.read import reads
+from chipfit.frameworks.reading import Unreadable
+
+#: order of the gates, and the activations that the kernels have
+_KINDS: dict[str, tuple[str, list[str]]] = {
+    "LSTM": ("iofg", ["sigmoid", "tanh", "tanh"]),
+    "GRU": ("zrn", ["sigmoid", "tanh"]),
+    "RNN": ("", ["tanh"]),
+}
+_KNOWN = {"activations", "direction", "hidden_size", "layout", "linear_before_reset"}
+
+
+@reads("LSTM GRU RNN")
+def _recurrent(c: OnnxCall) -> Any:
+    """Read a layer in one or both directions.
+
+    Raises:
+        Unreadable: its sequences have lengths of their own, weights are computed, or activations are unusual.
+    """
+    others = {k for k in c.node.attributes if k not in _KNOWN and not c.is_default(k)}
+    if others or c.optional(4) is not None or (c.optional(7) is not None and not _is_zero(c.operand(7))):
+        raise Unreadable
+    op, batch_first = c.node.op_type, bool(c.attr("layout"))
+    directions = {"forward": [False], "reverse": [True], "bidirectional": [False, True]}[c.attr("direction")]
+    x = c.operand(0) if batch_first else c.step("Transpose", [c.operand(0)], perm=(1, 0, 2))
+    made = []
+    for k, reverse in enumerate(directions):
+        attrs = {**_attributes(c, k, len(directions)), "reverse": reverse}
+        wanted = [f"{c.name}.{k}.{i}" for i in range(3 if op == "LSTM" else 2)]
+        made.append(c.steps(op, [x, *_weights(c, k), *_states(c, k, batch_first)], wanted, **attrs))
+    y, *last = zip(*made, strict=True)
+    if not batch_first:
+        y = tuple(c.step("Transpose", [i], perm=(1, 0, 2)) for i in y)
+    results = [_joined(c, y, 2 if batch_first else 1), *(_joined(c, i, 1 if batch_first else 0) for i in last)]
+    return results[: len(c.outputs)]
+
+
+def _attributes(c: OnnxCall, k: int, count: int) -> dict[str, Any]:
+    """Return the attributes of one direction of `count`."""
+    op = c.node.op_type
+    gates, usual = _KINDS[op]
+    given = [_text(a).lower() for a in c.attr("activations") or []] or usual * count
+    own = given[k * len(usual) : (k + 1) * len(usual)]
+    if op == "RNN":
+        if own not in (["tanh"], ["relu"]):
+            raise Unreadable
+        return {"activation": own[0]}
+    if own != usual:
+        raise Unreadable
+    return {"gates": gates} if op == "LSTM" else {"gates": gates, "reset_after": bool(c.attr("linear_before_reset"))}
+
+
+def _text(a: Any) -> str:
+    return a.decode() if isinstance(a, bytes) else str(a)
+
+
+def _weights(c: OnnxCall, k: int) -> list[Operand | None]:
+    """Return weight, recurrent weight and both biases of one direction."""
+    if c.optional(3) is None:
+        return [c.weight(i, f"[{k}]", lambda t: t[k]) for i in (1, 2)] + [None, None]
+    size = c.operand(3).shape[1]
+    if size is None:
+        raise Unreadable
+    first = c.weight(3, f"[{k}, : {size // 2}]", lambda t: t[k, : size // 2])
+    second = c.weight(3, f"[{k}, {size // 2} :]", lambda t: t[k, size // 2 :])
+    return [*(c.weight(i, f"[{k}]", lambda t: t[k]) for i in (1, 2)), first, second]
+
+
+def _states(c: OnnxCall, k: int, batch_first: bool) -> list[Operand | None]:
+    """Return the states of one direction before the first step; None for zeros."""
+    states = [c.optional(i) for i in ((5, 6) if c.node.op_type == "LSTM" else (5,))]
+    axis = 1 if batch_first else 0
+    return [None if s is None or _is_zero(s) else c.step("Select", [s], axis=axis, index=k) for s in states]
+
+
+def _is_zero(x: Operand) -> bool:
+    return bool(x.numbers) and not any(np.any(n) for n in x.numbers)
+
+
+def _joined(c: OnnxCall, parts: tuple[Operand, ...], axis: int) -> Operand:
+    """Return the results of all directions along an axis of their own."""
+    if len(parts) == 1:
+        return c.step("Unsqueeze", [parts[0]], axes=(axis,))
+    return c.step("Stack", list(parts), axis=axis)

@@ -1,0 +1,34 @@
+"""Read the state after the last step from the recurrent layer, not from the states of all steps."""
+
+from chipfit.graph.ir import Graph, Node
+from chipfit.passes.rewriting import Rewritten
+from chipfit.registry import register
+
+RECURRENT = ("LSTM", "GRU", "RNN")
+
+
+@register("pass", "last_steps", stage="rewrite")
+def last_steps(graph: Graph) -> Rewritten:
+    """Replace y[:, -1], or y[:, 0] of a layer that runs backwards, by the layer's last state."""
+    made = {n.outputs[0]: n for n in graph.nodes if n.op in RECURRENT and len(graph.shape(n.outputs[0])) == 3}
+    taken = {n.output: made[n.data].outputs[1] for n in graph.nodes if n.data in made and _takes_last(graph, n, made)}
+    if not taken:
+        return Rewritten(graph, [])
+    graph = graph.copy()
+    graph.nodes = [
+        n.with_(inputs=tuple(taken.get(i or "", i) for i in n.inputs)) for n in graph.nodes if n.output not in taken
+    ]
+    graph.outputs = [taken.get(o, o) for o in graph.outputs]
+    for value in taken:
+        del graph.values[value]
+    return Rewritten(graph, [])
+
+
+def _takes_last(graph: Graph, n: Node, made: dict[str, Node]) -> bool:
+    """Return whether a node selects the step that its recurrent layer computes last."""
+    if n.op != "Select" or n.attrs["axis"] != 1:
+        return False
+    last = 0 if made[n.data].attrs["reverse"] else -1
+    size = graph.shape(n.data)[1]
+    places = {last} if size is None else {last % size, last % size - size}
+    return n.attrs["index"] in places

@@ -1,0 +1,160 @@
+"""Decomposition of recurrent layers into their steps, which integer kernels compute.
+
+The product with the operand is one linear layer over all steps; each step adds the product with the state. Weights
+are the layer's own, read once a step.
+"""
+
+from collections.abc import Sequence
+
+from chipfit.graph.ir import Node
+from chipfit.passes.new_nodes import New, Shape
+
+#: a recurrent layer with more steps stays whole: each step becomes about ten operators
+MOST_STEPS = 512
+
+
+class _Layer:
+    """One layer whose steps are being made.
+
+    Raises:
+        Refusal: the number of steps is only known at run time, or too large.
+    """
+
+    def __init__(self, new: New, n: Node) -> None:
+        self.new, self.n = new, n
+        x, self.r = n.data, n.operand("r") or ""
+        self.b, self.rb, self.h = (n.operand(k) for k in ("b", "rb", "h"))
+        self.size = new.size(self.r, 1)
+        self.samples = new.shape(x)[0]
+        self.one_step = len(new.shape(x)) == 2
+        self.count = 1 if self.one_step else new.size(x, 1)
+        if self.count > MOST_STEPS:
+            new.refuse(f"it has {self.count} steps, and at most {MOST_STEPS} are computed one by one")
+
+    def products(self, bias: str | None) -> list[str]:
+        """Return the product of each step's operand with the weight, in the order in which the steps run."""
+        new, wide = self.new, self.new.size(self.n.weight, 0)
+        inputs = [self.n.data, self.n.weight, *([bias] if bias else [])]
+        y = new("Linear", *inputs, gives=(*new.shape(self.n.data)[:-1], wide))
+        if self.one_step:
+            return [y]
+        steps = self.new.several("Unstack", y, gives=[(self.samples, wide)] * self.count, axis=1)
+        return steps[::-1] if self.n.attrs["reverse"] else steps
+
+    def product(self, h: str, weight: str = "", bias: str | None = None) -> str:
+        """Return the product of a state with the recurrent weight, or another one."""
+        weight = weight or self.r
+        gives = (self.samples, self.new.size(weight, 0))
+        return self.new("Linear", h, weight, *([bias] if bias else []), gives=gives)
+
+    def split(self, x: str, parts: Sequence[int]) -> list[str]:
+        """Return ranges of columns of x, so many states wide each."""
+        sizes = tuple(p * self.size for p in parts)
+        return self.new.several("Split", x, gives=[(self.samples, s) for s in sizes], axis=1, sizes=sizes)
+
+    def joint_bias(self) -> str | None:
+        """Return the sum of both biases."""
+        both = [i for i in (self.b, self.rb) if i is not None]
+        if len(both) < 2:
+            return both[0] if both else None
+        one, other = (self.new.graph.weights[i].detach() for i in both)
+        return self.new.constant(one + other, of=both)
+
+    def results(self, states: list[str]) -> list[str]:
+        """Return the states of all steps, in the order of the operand, and the last one; of one step only that."""
+        if self.one_step:
+            return states
+        one: Shape = (self.samples, 1, self.size)
+        steps = [self.new("Unsqueeze", h, gives=one, axes=(1,)) for h in states]
+        if len(steps) == 1:
+            return [steps[0], states[-1]]
+        steps = steps[::-1] if self.n.attrs["reverse"] else steps
+        return [self.new("Concat", *steps, gives=(self.samples, self.count, self.size), axis=1), states[-1]]
+
+
+def lstm(new: New, n: Node) -> list[str]:
+    """c' = f c + i g, h' = o tanh(c').
+
+    Source: Hochreiter and Schmidhuber 1997 with forget gates, as in PyTorch's `nn.LSTM`.
+    """
+    layer, h, c, states = _Layer(new, n), n.operand("h"), n.operand("c"), list[str]()
+    for step in layer.products(layer.joint_bias()):
+        gates = step if h is None else new("Add", step, layer.product(h))
+        of = dict(zip(n.attrs["gates"], layer.split(gates, (1, 1, 1, 1)), strict=True))
+        i, f, o = (new("Sigmoid", of[k]) for k in "ifo")
+        added = new("Mul", i, new("Tanh", of["g"]))
+        c = added if c is None else new("Add", new("Mul", f, c), added)
+        h = new("Mul", o, new("Tanh", c))
+        states.append(h)
+    assert c is not None
+    return [*layer.results(states), c]
+
+
+def gru(new: New, n: Node) -> list[str]:
+    """h' = n + z (h - n), with n = tanh(x W + b + r (h R + rb)), or tanh(x W + b + (r h) R + rb).
+
+    Source: Cho et al. 2014 (arXiv 1406.1078), equations 5 to 8, and PyTorch's `nn.GRU`.
+    """
+    if sorted(n.attrs["gates"][:2]) != ["r", "z"]:
+        new.refuse("its gates stand in another order")
+    layer, h, states = _Gru(new, n), n.operand("h"), list[str]()
+    for step in layer.products(layer.b if layer.after else layer.joint_bias()):
+        h = layer.next(h, *layer.split(step, (2, 1)))
+        states.append(h)
+    return layer.results(states)
+
+
+class _Gru(_Layer):
+    """A GRU; what belongs to the gates comes before what belongs to the candidate."""
+
+    def __init__(self, new: New, n: Node) -> None:
+        super().__init__(new, n)
+        self.after: bool = n.attrs["reset_after"]
+        self._parts: dict[str, list[str]] = {}  #: weight -> its parts
+
+    def next(self, h: str | None, x_gates: str, x_new: str) -> str:
+        """Return the next state, given the products with the operand."""
+        new, resets = self.new, self._reset_after if self.after else self._reset_before
+        update, candidate = resets(h, x_gates, x_new)
+        if h is None:  # n + z (0 - n)
+            return new("Sub", candidate, new("Mul", update, candidate))
+        return new("Add", candidate, new("Mul", update, new("Sub", h, candidate)))
+
+    def _reset_after(self, h: str | None, x_gates: str, x_new: str) -> tuple[str, str]:
+        """Return update gate and candidate of a layer that resets the product with the state."""
+        h_parts = self.parts(self.rb) if h is None else self.split(self.product(h, bias=self.rb), (2, 1))
+        reset, update = self._gates(x_gates, *h_parts[:1])
+        reset_parts = [self.new("Mul", reset, p) for p in h_parts[1:]]
+        return update, self.new("Tanh", self._sum(x_new, *reset_parts))
+
+    def _reset_before(self, h: str | None, x_gates: str, x_new: str) -> tuple[str, str]:
+        """Return update gate and candidate of a layer that resets the state before the product."""
+        weights = () if h is None else self.parts(self.r)
+        reset, update = self._gates(x_gates, *(self.product(h, w) for w in weights[:1] if h))
+        products = [self.product(self.new("Mul", reset, h), w) for w in weights[1:] if h]
+        return update, self.new("Tanh", self._sum(x_new, *products))
+
+    def _gates(self, *addends: str) -> list[str]:
+        """Return reset and update gate."""
+        both = self.split(self.new("Sigmoid", self._sum(*addends)), (1, 1))
+        return [both[self.n.attrs["gates"].index(k)] for k in "rz"]
+
+    def _sum(self, first: str, *others: str) -> str:
+        return self.new("Add", first, *others) if others else first
+
+    def parts(self, weight: str | None) -> list[str]:
+        """Return the rows of gates and candidate of a weight; nothing if there is none."""
+        if weight is not None and weight not in self._parts:
+            rows = self.new.graph.weights[weight].detach().split([2 * self.size, self.size])
+            self._parts[weight] = [self.new.constant(p.clone(), of=(weight,)) for p in rows]
+        return self._parts[weight] if weight is not None else []
+
+
+def rnn(new: New, n: Node) -> list[str]:
+    """h' = tanh(x W + b + h R + rb), or the ReLU of it. Source: Elman 1990."""
+    layer, h, states = _Layer(new, n), n.operand("h"), list[str]()
+    kind = {"tanh": "Tanh", "relu": "Relu"}[n.attrs["activation"]]
+    for step in layer.products(layer.joint_bias()):
+        h = new(kind, step if h is None else new("Add", step, layer.product(h)))
+        states.append(h)
+    return layer.results(states)

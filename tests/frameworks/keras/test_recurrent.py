@@ -1,0 +1,81 @@
+"""Recurrent layers of Keras compute what Keras computes, in the graph and in the model that is built from it."""
+
+import keras
+import numpy as np
+import pytest
+import torch
+from keras import layers
+
+import chipfit
+from chipfit.engine.run import run
+from chipfit.frameworks.keras.capture import capture
+
+X = np.random.default_rng(0).normal(size=(3, 5, 4)).astype("float32")
+
+LAYERS = {
+    "lstm": lambda: layers.LSTM(6),
+    "lstm_sequence": lambda: layers.LSTM(6, return_sequences=True, return_state=True, use_bias=False),
+    "lstm_backwards": lambda: layers.LSTM(6, return_sequences=True, go_backwards=True),
+    "gru": lambda: layers.GRU(6),
+    "gru_before": lambda: layers.GRU(6, reset_after=False, return_sequences=True),
+    "simple": lambda: layers.SimpleRNN(6, activation="relu", return_state=True),
+    "cell": lambda: layers.RNN(layers.GRUCell(6), return_sequences=True),
+    "bidirectional": lambda: layers.Bidirectional(layers.LSTM(6, return_sequences=True)),
+    "bidirectional_last": lambda: layers.Bidirectional(layers.GRU(6), merge_mode="ave"),
+    "bidirectional_states": lambda: layers.Bidirectional(layers.LSTM(6, return_state=True), merge_mode="mul"),
+}
+
+
+def network(name):
+    keras.utils.set_random_seed(0)
+    x = keras.Input((5, 4))
+    model = keras.Model(x, LAYERS[name]()(x))
+    rng = np.random.default_rng(1)
+    for w in model.weights:
+        w.assign(rng.normal(0, 0.4, w.shape))
+    return model
+
+
+def flat(y):
+    return [np.asarray(keras.ops.convert_to_numpy(v)) for v in (y if isinstance(y, (list, tuple)) else [y])]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_is_read_as_keras_computes_it(name):
+    model = network(name)
+    graph = capture(model, [torch.from_numpy(X)])
+    assert {n.op for n in graph.nodes} & {"LSTM", "GRU", "RNN"} and "Opaque" not in {n.op for n in graph.nodes}
+    values = run(graph, [torch.from_numpy(X)], keep=graph.outputs)
+    for w, o in zip(flat(model(X)), graph.outputs, strict=True):
+        np.testing.assert_allclose(values[o].numpy(), w, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["lstm_sequence", "gru", "gru_before", "simple", "bidirectional_last"])
+def test_the_model_that_stays_in_float_has_the_layers_of_the_graph(name):
+    keras.utils.set_random_seed(0)
+    x = keras.Input((5, 4))
+    y = LAYERS[name]()(layers.Dense(4)(x))
+    model = keras.Model(x, y)
+    result = chipfit.quantize(model, [X], platform="ort_cpu", progress=False)
+    assert {n.op for n in result.graph.nodes} & {"LSTM", "GRU", "RNN"}
+    for got, want in zip(flat(result.model(X)), flat(model(X)), strict=True):
+        np.testing.assert_allclose(got, want, atol=0.05)
+
+
+@pytest.mark.parametrize("name", ["lstm", "bidirectional", "gru_before"])
+def test_the_steps_are_integers_and_exact_on_litert(name, tmp_path):
+    keras.utils.set_random_seed(0)
+    x = keras.Input((5, 4))
+    model = keras.Model(x, layers.Dense(3)(LAYERS[name]()(x)))
+    result = chipfit.quantize(model, [X], platform="tflite_int8", progress=False)
+    assert all(result.plan.quantized(v) for n in result.graph.nodes for v in n.outputs)
+    result.export(tmp_path / "m.tflite", io="int8", batch=1)
+    assert result.verify([X]).exact
+
+
+def test_an_activation_that_the_kernels_do_not_have_leaves_the_layer_as_it_is():
+    keras.utils.set_random_seed(0)
+    x = keras.Input((5, 4))
+    layer = layers.LSTM(6, recurrent_activation="hard_sigmoid")
+    graph = capture(keras.Model(x, layer(x)), [torch.from_numpy(X)])
+    assert [n.op for n in graph.nodes] == ["Opaque"]
