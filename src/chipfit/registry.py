@@ -28,7 +28,7 @@ class Setting(NamedTuple):
     """An entry of `chipfit.Settings`: it enables a step, or is one of its parameters."""
 
     name: str
-    default: bool | float | None  #: bool: on or off; otherwise None (off) or a number of at least 0
+    default: bool | float | str | None  #: bool: on or off; a word of `choices`; None (off) or a number of at least 0
     doc: str
     argument: str = ""  #: keyword argument of the step that receives the value
     choices: tuple[str | bool, ...] = ()  #: words that are allowed instead of numbers
@@ -36,9 +36,9 @@ class Setting(NamedTuple):
     kind: str = ""  #: names of this kind of addition are allowed, such as "gptq" or "gptq + learned(steps=100)"
 
 
-def option(setting: str, default: bool | float | None, doc: str) -> Any:
+def option(setting: str, default: bool | float | str | None, doc: str, choices: tuple[str, ...] = ()) -> Any:
     """Declare a field of a registered dataclass that `chipfit.Settings` has under another name."""
-    return field(default=default, metadata={"setting": Setting(setting, default, doc)})
+    return field(default=default, metadata={"setting": Setting(setting, default, doc, choices=choices)})
 
 
 class Repair(NamedTuple):

@@ -454,6 +454,11 @@ def load(directory: str | Path) -> Result:
     from chipfit.plan.saved import load as load_files
 
     graph, plan, platform, *_ = load_files(directory)
+    return of_plan(graph, plan, platform)
+
+
+def of_plan(graph: Graph, plan: Plan, platform: Platform) -> Result:
+    """Return the result of a plan; the decision that it followed is known as far as its provenance tells."""
     known = plan.provenance
     chosen = known.get("settings", {})
     rules = {k: chosen[k] for k in ("rule", "weight_rule", "z_threshold") if k in chosen}

@@ -66,9 +66,41 @@ def test_options_are_translated_to_settings():
     assert steps["reconstruct_fisher"] and steps["reconstruct_anneal"] and steps["reconstruct_float"] == 1
 
 
-def test_an_optimizer_other_than_adam_is_refused():
-    with pytest.raises(UnsupportedError, match="Adam only. Got: SGD"):
-        learn(gptq.GradientPTQConfig(1, optimizer=torch.optim.SGD([torch.zeros(1)], lr=0.1)))
+@pytest.mark.filterwarnings("ignore:Learned rounding was not taken")
+@pytest.mark.parametrize("name", ["RMSprop", "SGD", "AdamW"])
+def test_an_optimizer_gives_its_class_and_learning_rate(name, monkeypatch):
+    made, cls = [], getattr(torch.optim, name)
+    monkeypatch.setattr(torch.optim, name, lambda *args, **kwargs: made.append(kwargs) or cls(*args, **kwargs))
+    _, info = learn(gptq.GradientPTQConfig(1, optimizer=cls([torch.zeros(1)], lr=0.1)))
+    assert made == [{"lr": 0.1}] and info.gptq_info_dict["reconstruct_optimizer"] == name
+    assert info.result.verify([X]).exact
+
+
+def test_an_optimizer_of_another_class_is_refused():
+    with pytest.raises(UnsupportedError, match="does not know this optimizer. Got: LBFGS. Allowed: Adam, AdamW"):
+        learn(gptq.GradientPTQConfig(1, optimizer=torch.optim.LBFGS([torch.zeros(1)], lr=0.1)))
+
+
+@pytest.mark.filterwarnings("ignore:Learned rounding was not taken")
+def test_rounding_is_learned_on_data_of_its_own():
+    read = []
+
+    def own():
+        for _ in range(3):
+            read.append(1)
+            yield [X[:16] * 0.5]
+
+    options = {"gptq_config": gptq.GradientPTQConfig(2), "target_platform_capabilities": "ort_cpu"}
+    function = chipfit.gptq.pytorch_gradient_post_training_quantization
+    quantized, info = function(net(), batches, gptq_representative_data_gen=own, **options)
+    plain = chipfit.pytorch_post_training_quantization(net(), batches, target_platform_capabilities="ort_cpu")[1]
+    _, usual = function(net(), batches, **options)
+    assert read and info.gptq_info_dict["reconstruct_steps"] == 6 and quantized is info.result.model
+    assert torch.equal(
+        info.result.plan["input"].scale, plain.result.plan["input"].scale
+    )  # ranges are those of calibration
+    assert any("codes" in n for n in info.result.plan.rewrites) and info.result.verify([X]).exact
+    assert info.result.plan.rewrites != usual.result.plan.rewrites
 
 
 def test_options_without_effect_are_named_once_and_together():
@@ -118,7 +150,6 @@ LATE = gptq.GradualActivationQuantizationConfig(annealing(0, 1, 3, None))
             lambda: learn(gptq.get_pytorch_gptq_config(1, gradual_activation_quantization=LATE)),
             *(UnsupportedError, "from the first step"),
         ),
-        (lambda: learn(gptq_representative_data_gen=batches), UnsupportedError, "gptq_representative_data_gen"),
         (lambda: gptq.pytorch_gradient_post_training_quantization(net(), [X]), DataError, "function without arguments"),
     ],
 )

@@ -32,6 +32,32 @@ def init(**options):
     return chipfit.pytorch_quantization_aware_training_init_experimental(net(), batches, **platform)
 
 
+def from_file(model, path):
+    torch.save(model, path)
+    return torch.load(path, weights_only=False)
+
+
+def test_a_model_from_a_file_of_torch_is_finalized_exported_and_verified(tmp_path):
+    model, _ = init(qat_config=QATConfig("lsq", "lsq"))
+    train(model)
+    want = model(X)
+    loaded = from_file(model, tmp_path / "trainable.pt")
+    final = from_file(chipfit.pytorch_quantization_aware_training_finalize_experimental(loaded), tmp_path / "final.pt")
+    assert torch.equal(final(X), chipfit.pytorch_quantization_aware_training_finalize_experimental(model)(X))
+    torch.testing.assert_close(final(X), want.detach(), rtol=0, atol=1e-5)
+    result = result_of(final)
+    result.export(tmp_path / "model.onnx")
+    assert result.verify([X]).exact and (tmp_path / "model.onnx").exists()
+
+
+def test_a_file_of_a_model_that_was_trained_since_is_no_result(tmp_path):
+    model, _ = chipfit.pytorch_post_training_quantization(net(), batches, target_platform_capabilities="ort_cpu")
+    assert result_of(from_file(model, tmp_path / "calibrated.pt")).plan.tensors.keys()
+    train(model)
+    with pytest.raises(PlanError, match="has changed since it was made"):
+        result_of(from_file(model, tmp_path / "trained.pt"))
+
+
 def test_train_finalize_export_and_verify(tmp_path):
     config = QATConfig(TrainingMethod.LSQ, TrainingMethod.LSQ, {"use_grad_scaling": False})
     model, information = init(qat_config=config)

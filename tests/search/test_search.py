@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import pickle
 import re
 from dataclasses import replace
 
@@ -340,3 +341,12 @@ def test_an_activation_at_fault_is_advised_with_the_layers_on_both_sides_of_it()
     after = float(found.tried[0].split(" to ")[1].split(" ")[0])
     other = result.edit({"1": "float", "2": "float"})
     assert reference_of(result.graph).loss(other.graph, other.plan) == pytest.approx(after, rel=0.01)
+
+
+def test_time_and_names_that_are_no_limit_are_refused_with_what_there_is():
+    with pytest.raises(UnknownNameError, match="no limit named 'latency'.*Try: limit 'bops', and measure a file"):
+        chipfit.prune(net(), DATA, limits=chipfit.Limits(latency=5.0))
+    with pytest.raises(UnknownNameError, match="no limit named 'weigths'.*did you mean 'weights'"):
+        chipfit.Limits(weigths="50%")
+    limits = chipfit.Limits(weights="50%")
+    assert replace(limits, weights="60%").weights == "60%" and pickle.loads(pickle.dumps(limits)) == limits

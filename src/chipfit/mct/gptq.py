@@ -2,16 +2,30 @@
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from enum import Enum
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, InstanceOf
 
+from chipfit import pipeline
+from chipfit.calibration.progress import Progress
+from chipfit.calibration.source import CalibrationData
 from chipfit.errors import ConfigError, UnsupportedError
 from chipfit.mct.core.config import AtLeast0, CoreConfig, ResourceUtilization, or_new
-from chipfit.mct.ptq import DataGenerator, UserInformation, checked, first_batch_of, quantize_model, say_without_effect
-from chipfit.rounding.methods.learned import REJECTED
+from chipfit.mct.ptq import (
+    DataGenerator,
+    UserInformation,
+    attach_result,
+    checked,
+    first_batch_of,
+    quantize_model,
+    say_without_effect,
+)
+from chipfit.request import Request
+from chipfit.result import Result
+from chipfit.rounding.methods.learned import OPTIMIZERS, REJECTED
+from chipfit.settings import Settings
 from chipfit.validation import Fraction, PositiveInt, arguments, by_name, record, without_effect
 
 __all__ = ["keras_gradient_post_training_quantization", "pytorch_gradient_post_training_quantization"]
@@ -81,7 +95,7 @@ class GradientPTQConfig:
 
     Args:
         n_epochs: passes over the data.
-        optimizer: an Adam of PyTorch or Keras that gives the learning rate; None: 0.2.
+        optimizer: of PyTorch or Keras, which gives its class and learning rate; None: Adam with 0.2.
         train_bias: train biases as well.
         rounding_type: see `RoundingType`.
         use_hessian_based_weights: weight errors by the Hessian; otherwise equally.
@@ -129,7 +143,7 @@ class GradientPTQConfig:
         if policy and (policy.target_q_fraction, policy.start_step, policy.end_step) != (1, 0, None):
             what = "The share of quantized values must grow to 1 from the first step to the last"
             raise UnsupportedError(what, got=repr(policy), allowed="another initial_q_fraction")
-        rate, pull = _rate(self.optimizer), self.regularization_factor
+        pull = self.regularization_factor
         return {
             "reconstruct": "network",
             "reconstruct_steps": self.n_epochs * batches,
@@ -138,20 +152,29 @@ class GradientPTQConfig:
             "reconstruct_straight_through": self.rounding_type is RoundingType.STE,
             "reconstruct_float": 1.0 - policy.initial_q_fraction if policy else 0.0,
             "reconstruct_anneal": policy is not None,
-            **({} if rate is None else {"reconstruct_rate": rate}),
+            **_optimizer(self.optimizer),
             **({} if pull is None else {"reconstruct_pull": float(pull)}),
         }
 
 
-def _rate(optimizer: Any) -> float | None:
-    """Return the learning rate of an Adam; None without an optimizer."""
+def _optimizer(optimizer: Any) -> dict[str, Any]:
+    """Return class and learning rate of an optimizer as settings; none without one.
+
+    Raises:
+        UnsupportedError: it is of another class.
+    """
     if optimizer is None:
-        return None
-    if type(optimizer).__name__ != "Adam":
-        got = type(optimizer).__name__
-        raise UnsupportedError("Learned rounding supports Adam only", got=got, hint="omit 'optimizer', or pass an Adam")
+        return {}
+    known = {name.lower(): name for name in OPTIMIZERS}  # Keras writes "Nadam"
+    name = type(optimizer).__name__
+    if name.lower() not in known:
+        hint = "omit 'optimizer', or pass one of these"
+        raise UnsupportedError(
+            "Learned rounding does not know this optimizer", got=name, allowed=", ".join(OPTIMIZERS), hint=hint
+        )
     groups = getattr(optimizer, "param_groups", None)
-    return float(groups[0]["lr"] if groups else optimizer.learning_rate)
+    rate = float(groups[0]["lr"] if groups else optimizer.learning_rate)
+    return {"reconstruct_rate": rate, "reconstruct_optimizer": known[name.lower()]}
 
 
 @arguments(ConfigError)
@@ -210,7 +233,7 @@ def pytorch_gradient_post_training_quantization(
 
     Args:
         gptq_config: options of learned rounding; 5 epochs when omitted.
-        gptq_representative_data_gen: not supported; rounding is learned on the calibration data.
+        gptq_representative_data_gen: data on which rounding is learned; None: those of representative_data_gen.
         others: see `pytorch_post_training_quantization`, also for the result and the errors.
 
     Raises:
@@ -238,15 +261,30 @@ def _learn(
     model: Any, generator: Any, gptq_config: Any, own_generator: Any, limits: Any, core_config: Any, platform: Any
 ) -> tuple[Any, UserInformation]:
     config = checked(GradientPTQConfig, gptq_config, "gptq_config", _NAME, model) or GradientPTQConfig(5)
-    if own_generator is not None:
-        hint = "yield those images from representative_data_gen"
-        raise UnsupportedError("'gptq_representative_data_gen' is not supported", hint=hint)
     hessian = config.hessian_weights_config
     say_without_effect([*without_effect(config), *(without_effect(hessian) if hessian else ())], stacklevel=4)
-    first_batch_of(generator)  # raises if there is none
-    steps = config.to_steps(sum(1 for _ in generator()))
-    quantized, information = quantize_model(_NAME, model, generator, limits, core_config, platform, steps=steps)
+    own = generator if own_generator is None else own_generator
+    first_batch_of(own)  # raises if there is none
+    steps = config.to_steps(sum(1 for _ in own()))
+    options = limits, core_config, platform
+    if own_generator is None:
+        quantized, information = quantize_model(_NAME, model, generator, *options, steps=steps)
+    else:
+        quantized, information = quantize_model(_NAME, model, generator, *options)
+        if information.quantizes:
+            result = _learned_on(own_generator, information.result, steps)
+            quantized = attach_result(result, quantized)
+            information = replace(information, result=result, gptq_info_dict=steps)
     notes = information.result.plan.rewrites if information.result is not None else ()
     if kept := [n.removeprefix("warning: ") for n in notes if REJECTED in n]:
         warnings.warn(f"Learned rounding was not taken: {'; '.join(kept)}", stacklevel=3)
     return quantized, information
+
+
+def _learned_on(generator: Any, result: Any, steps: Mapping[str, Any]) -> Result:
+    """Return a result with corrections that other data than those of calibration give."""
+    d = result.decision
+    settings = Settings.from_record({**d.settings.to_record(), **steps})
+    data = CalibrationData(generator, first_batch_of(generator))
+    request = Request(model=None, data=data, limits=None, training=None, progress=Progress(False))
+    return pipeline.correct(request, Result(d.graph, result.uncorrected or result.plan, d, result.timings), settings)

@@ -20,6 +20,7 @@ from chipfit.mct.core.network_editor import replace_layers, to_overrides
 from chipfit.mct.framework_info import FrameworkInfo
 from chipfit.mct.layer_names import give_layer_names
 from chipfit.mct.log import log_result
+from chipfit.mct.result_link import ResultLink
 from chipfit.mct.target_platform import capabilities
 from chipfit.mct.target_platform.model import TargetPlatformModel
 from chipfit.mct.target_platform.targets import get_target_platform_capabilities
@@ -214,19 +215,6 @@ def quantize_model(
     result = result if fw_info is None else fw_info.apply(result)
     log_result(what, result)
     return attach_result(result, model), UserInformation(result, gptq_info_dict=dict(steps))
-
-
-class ResultLink:
-    """A link from a model to its result; copies of the model share it, and a pickled model does not hold it."""
-
-    def __init__(self, result: Result | None = None) -> None:
-        self.result = result
-
-    def __deepcopy__(self, memo: Any) -> "ResultLink":
-        return self
-
-    def __reduce__(self) -> Any:
-        return ResultLink, ()
 
 
 def attach_result(result: Result, of: Any = None) -> Any:

@@ -13,7 +13,8 @@ from pydantic import InstanceOf
 from chipfit.errors import ConfigError, PlanError, UnknownNameError
 from chipfit.frameworks import framework_of, part
 from chipfit.mct.core.config import CoreConfig, ResourceUtilization
-from chipfit.mct.ptq import DataGenerator, ResultLink, UserInformation, attach_result, checked, quantize_model
+from chipfit.mct.ptq import DataGenerator, UserInformation, attach_result, checked, quantize_model
+from chipfit.mct.result_link import ResultLink
 from chipfit.mct.trainable import base
 from chipfit.mct.trainable.user_quantizers import UserQuantizers
 from chipfit.plan.training import Training, algorithm_of
@@ -131,7 +132,7 @@ def pytorch_quantization_aware_training_finalize(in_model: Any, information: Use
 
     Args:
         in_model: the model that `..._init` returned, or a copy of it.
-        information: the information that `..._init` returned; required for a model loaded from a file.
+        information: the information that `..._init` returned; required for a Keras model loaded from a file.
 
     Returns:
         A module like that of post-training quantization; its `result_of` exports, verifies and saves.
@@ -165,7 +166,8 @@ keras_quantization_aware_training_finalize_experimental = keras_quantization_awa
 
 def _result_behind(model: Any, information: UserInformation | None) -> Result:
     origin = getattr(model, "_chipfit", None)
-    result = origin.result if isinstance(origin, ResultLink) else information.result if information else None
+    result = origin.of(model) if isinstance(origin, ResultLink) else None
+    result = information.result if result is None and information is not None else result
     if result is None:
         allowed = "a model of a facade, or a copy of it"
         hint = "pass the information as well: finalize(model, information)"

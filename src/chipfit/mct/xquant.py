@@ -15,7 +15,8 @@ from chipfit.files import path_of, write_atomically
 from chipfit.frameworks import facts_of, framework_of
 from chipfit.graph.ir import Graph
 from chipfit.graph.placement import inputs_on, placed
-from chipfit.mct.ptq import DataGenerator, ResultLink, first_batch_of, form_for_keras
+from chipfit.mct.ptq import DataGenerator, first_batch_of, form_for_keras
+from chipfit.mct.result_link import ResultLink
 from chipfit.reading import read_model
 from chipfit.report.similarity import Similarity, cosine, measure, mse, sqnr
 from chipfit.report.tensorboard import write_graph, write_histograms
@@ -96,7 +97,7 @@ def _result_of(model: Any) -> Result:
         ConfigError: no facade returned the model.
     """
     link = getattr(model, "_chipfit", None)
-    result = link.result if isinstance(link, ResultLink) else None
+    result = link.of(model) if isinstance(link, ResultLink) else None
     if result is None:
         hint = "pass what pytorch_post_training_quantization or another facade returned; else Result.similarity(data)"
         raise ConfigError("Argument 'quantized_model' is not understood", got=type(model).__name__, hint=hint)

@@ -1,14 +1,18 @@
 """Limits on the memory, operations and loss of a quantized model."""
 
+from __future__ import annotations
+
 import re
 from dataclasses import Field, dataclass, fields
+from typing import Any
 
-from chipfit.errors import ConfigError
+from chipfit.errors import ConfigError, UnknownNameError
 from chipfit.registry import is_number
 
 _BYTES = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KIB": 1024.0, "MIB": 1024.0**2, "GIB": 1024.0**3}
 #: limit that is about a whole file -> the limit on the tensors in it
 OF_FILE = {"flash": "weights", "ram": "activations"}
+_OF_TIME = "latency", "time", "cycles", "seconds"
 #: "50%", "120 KB", a number
 Amount = str | float | None
 
@@ -24,6 +28,7 @@ class Limits:
 
     Raises:
         ConfigError: an amount is not understood, two limits are about the same memory, or there is no limit.
+        UnknownNameError: there is no such limit. Time is none, because platforms do not state it.
     """
 
     weights: Amount = None  #: memory of quantized weights [byte]
@@ -36,6 +41,12 @@ class Limits:
     flash: Amount = None  #: `.tflite` file [byte]
     #: memory of activations, here and in `total`, is that of the largest quantized value alone
     largest_value: bool = False
+
+    def __new__(cls, **given: Any) -> Limits:
+        for name in given.keys() - {f.name for f in fields(cls)}:
+            hint = "limit 'bops', and measure a file with Result.time(data)" if name in _OF_TIME else ""
+            raise UnknownNameError("limit", name, [f.name for f in fields(cls)], hint=hint)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if not self.to_record():

@@ -46,6 +46,8 @@ BIAS_RATE = 0.01
 SCOPES = ("layer", "block", "network")
 #: note of a guard that has dropped what was learned
 REJECTED = "weights keep the codes from before they were learned"
+#: classes of `torch.optim` with which rounding is learned, with their defaults
+OPTIMIZERS = "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "SGD"
 #: linear operators in a chain without a branch that make a block
 IN_A_ROW = 3
 
@@ -57,7 +59,8 @@ class Learned:
 
     scope: str = "block"  #: part of the network whose outputs are kept: one of `SCOPES`
     steps: int = option("reconstruct_steps", 1000, "gradient steps for each part, on 32 images each")
-    rate: float = option("reconstruct_rate", 0.2, "step size of Adam; that of biases falls linearly to 0")
+    rate: float = option("reconstruct_rate", 0.2, "learning rate; that of biases falls linearly to 0")
+    optimizer: str = option("reconstruct_optimizer", "Adam", "class of torch.optim", choices=OPTIMIZERS)
     floats: float = option("reconstruct_float", 0.0, "probability that a value stays in float for a step")
     anneal: bool = option("reconstruct_anneal", False, "that probability falls linearly to 0")
     pull: float = option("reconstruct_pull", 1.0, "weight of the pull towards quantized values")
@@ -239,7 +242,7 @@ class BlockReconstruction(SampleStreams):
         method, share = self.method, self.method.floats
         soft = variables.soft.values()
         groups = [[s.v for s in soft], [d for _, d in variables.shifts.values()]]
-        optimizer = torch.optim.Adam([{"params": g} for g in groups if g], lr=method.rate)
+        optimizer = getattr(torch.optim, method.optimizer)([{"params": g} for g in groups if g], lr=method.rate)
         numbers = sum(s.v.numel() for s in soft)
 
         def rounding(name: str, x: Tensor) -> Tensor:
