@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import chipfit as mct
+from chipfit.calibration.data import SizeMismatch
 from chipfit.errors import ChipfitError, ConfigError
 from chipfit.xquant import XQuantConfig, xquant_report_keras_experimental, xquant_report_pytorch_experimental
 from tests.build import images, keras_sequential, model_of, small_cnn
@@ -146,3 +147,27 @@ def test_arguments_of_the_keras_report_have_mcts_names():
     named = dict.fromkeys(names[:4]) | {"xquant_config": 3}
     with pytest.raises(ConfigError, match="xquant_config"):  # not a missing argument
         xquant_report_keras_experimental(**named)
+
+
+def of_size(size):
+    return lambda: iter([[[images(4, size, seed=3)], torch.zeros(4)]])
+
+
+def test_validation_data_may_have_another_size_than_calibration_data(tmp_path):
+    layers = nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 4)
+    model = nn.Sequential(*layers).eval()
+    own = quantized(model)
+    config = XQuantConfig(report_dir=str(tmp_path))
+    found = xquant_report_pytorch_experimental(model, own, representative, of_size(12), config)
+    with torch.no_grad():
+        want, got = (m(images(4, 12, seed=3)).double() for m in (model, own))
+    assert found["output_similarity_metrics_val"]["mse"] == pytest.approx(float(F.mse_loss(got, want)), rel=1e-3)
+
+
+def test_data_of_a_size_that_the_network_cannot_take_are_refused(tmp_path):
+    fixed = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.Flatten(), nn.Linear(6 * 64, 4)).eval()
+    pooled = model_of(lambda m, x: F.avg_pool2d(m.conv(x), x.shape[-1]), conv=nn.Conv2d(3, 6, 3, padding=1))
+    for model in (fixed, pooled):  # the second is captured with a window of 8
+        own, config = quantized(model), XQuantConfig(report_dir=str(tmp_path))
+        with pytest.raises(SizeMismatch, match="Input '.*' has the wrong shape"):
+            xquant_report_pytorch_experimental(model, own, representative, of_size(12), config)

@@ -2,15 +2,16 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Any
 
 import torch
 from pydantic import InstanceOf
 
-from chipfit.calibration.data import batches, call_of, no_data
+from chipfit.calibration.data import SizeMismatch, batches, call_of, no_data
 from chipfit.engine.run import first_deviation, run
-from chipfit.errors import ConfigError, ExportError, PlanError
+from chipfit.engine.trees import call_with
+from chipfit.errors import ChipfitError, ConfigError, ExportError, PlanError
 from chipfit.files import path_of, write_atomically
 from chipfit.frameworks import facts_of, framework_of
 from chipfit.graph.ir import Graph
@@ -66,7 +67,7 @@ def xquant_report_pytorch_experimental(
 
     Raises:
         ConfigError: an argument is not understood, or a metric fails.
-        DataError: a function yields nothing.
+        DataError: a function yields nothing, or sizes at which the quantized network is another than the float model.
         RuntimeUnavailable: TensorBoard is not installed.
     """
     config: XQuantConfig = check_value(XQuantConfig, xquant_config, ConfigError, "xquant_report", "xquant_config")
@@ -75,7 +76,7 @@ def xquant_report_pytorch_experimental(
     metrics = _METRICS | {k: _on_arrays(f, result.graph) for k, f in (config.custom_similarity_metrics or {}).items()}
     reference = _reference(float_model, result, repr_dataset)
     data = zip(_KINDS, (repr_dataset, validation_dataset), strict=True)
-    found = {kind: _measured(reference, result, d, metrics) for kind, d in data}
+    found = {kind: _measured(float_model, reference, result, d, metrics) for kind, d in data}
     report: dict[str, Any] = {f"output_similarity_metrics_{k}": _of_outputs(s) for k, s in found.items()}
     report |= {f"intermediate_similarity_metrics_{k}": s.layers for k, s in found.items()}
     _show(to, result, found, report)
@@ -128,9 +129,41 @@ def _reference(float_model: Any, result: Result, generator: Any) -> Graph:
     raise no_data()
 
 
-def _measured(reference: Graph, result: Result, generator: Any, metrics: Mapping[str, Any]) -> Similarity:
+def _measured(
+    float_model: Any, reference: Graph, result: Result, generator: Any, metrics: Mapping[str, Any]
+) -> Similarity:
+    """Compare the networks on data, perhaps of another size than those of calibration.
+
+    Raises:
+        SizeMismatch: the networks do not compute what the float model does for that size.
+    """
     first_batch_of(generator)  # names what is no generator
-    return measure(reference, result.graph, result.plan, batches(generator, result.graph), metrics)
+    try:
+        return measure(reference, result.graph, result.plan, batches(generator, result.graph), metrics)
+    except SizeMismatch as e:
+        own, mine = _of_any_size(reference), _of_any_size(result.graph)
+        inputs = next(iter(batches(generator, mine)))
+        if not _agree(float_model, own, inputs):
+            raise e from None
+    return measure(own, mine, result.plan, batches(generator, mine), metrics)
+
+
+def _agree(float_model: Any, graph: Graph, inputs: Any) -> bool:
+    """Return whether a graph computes what the float model does for inputs of their size."""
+    try:
+        there = read_model(float_model, *call_with(graph, inputs))
+        given = inputs_on(there.device, inputs)
+        with torch.inference_mode():
+            values = run(placed(there), given)
+        return first_deviation(graph, given, [values[o] for o in there.outputs]) is None
+    except (ChipfitError, RuntimeError):
+        return False
+
+
+def _of_any_size(graph: Graph) -> Graph:
+    """Return a graph whose inputs may have any sizes."""
+    given = {i: replace(graph.values[i], shape=(None,) * len(graph.shape(i))) for i in graph.inputs}
+    return replace(graph, values={**graph.values, **given})
 
 
 def _of_outputs(found: Similarity) -> dict[str, float]:
