@@ -8,7 +8,7 @@ WORKERS ?= 2
 # Rooms whose networks `--device` moves.
 PLACED := $(addprefix tests/,calibration correction decide engine passes ranges rounding search simulate test_pipeline.py test_verify.py)
 
-.PHONY: help setup demo test test-all check format docs notebooks site wheel bench bench-accuracy bench-qat bench-algorithms bench-small snapshots fuzz random zoo
+.PHONY: help setup demo test test-all check format docs captures notebooks site wheel bench bench-accuracy bench-qat bench-algorithms bench-small snapshots fuzz random zoo
 .PHONY: gallery mutants kills chaos silicon clean test-device gpu
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -59,6 +59,9 @@ wheel: setup ## build wheel and source archive in dist/
 
 docs: setup ## write the generated pages again: support table, JSON Schema of platform files
 	$(BIN)/python docs/generate.py
+
+captures: setup ## run the commands of the tutorial and draw what they print, and the report, for the docs
+	$(QUIET) $(BIN)/python docs/captures.py
 
 notebooks: setup ## run the notebooks of the docs again and store what they show: ONLY= names some
 	$(QUIET) $(BIN)/python docs/notebooks.py $(ONLY)

@@ -11,6 +11,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -110,6 +111,11 @@ def on_files(files: Any, config: Any) -> Any:
         text = page(read(path), path.name)
         files.append(File.generated(config, f"notebooks/{path.stem}.md", content=text))
     return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Let links to notebooks, which are files in the repository, lead to their pages; called by mkdocs."""
+    return re.sub(r"\(((?:\.\./)*notebooks/\w+)\.ipynb\)", r"(\1.md)", markdown)
 
 
 def main(names: list[str]) -> None:
