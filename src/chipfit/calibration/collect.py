@@ -15,6 +15,7 @@ from chipfit.calibration.histogram import Histogram, in_memory_order
 from chipfit.engine.memory import memory_errors
 from chipfit.engine.run import run
 from chipfit.errors import DataError, first_line
+from chipfit.graph.hidden_scores import hidden_scores
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.placement import inputs_on, on_cpu, placed
 from chipfit.operators.table import OPS
@@ -41,6 +42,7 @@ class Need:
     weights: torch.Tensor | None = None
     channel_axis: int | None = None  #: collect sum, minimum and maximum of every channel along this axis
     squares: bool = False  #: and its sum of squares
+    bits: int = 8  #: of the format; scores that a mask hides count as numbers whose softmax is 0 in so many bits
 
 
 def with_channel_stats(needs: Mapping[str, Need], axes: Mapping[str, int], *, squares: bool = False) -> dict[str, Need]:
@@ -271,6 +273,7 @@ class _Observer:
     def __init__(self, graph: Graph, needs: Mapping[str, Need]) -> None:
         self.graph, self.needs = graph, needs
         self.stats = {name: TensorStats(name) for name in needs}
+        self.hidden = {v: h for h in hidden_scores(graph) for v in h.values}
         self.batch = 0
         self.valid: ValidTokens | None = None
         self.waiting = list[tuple[str, Seen, torch.Tensor]]()
@@ -285,7 +288,9 @@ class _Observer:
         """Take what is needed of a value, if anything is."""
         if name not in self.stats or not x.numel():
             return
-        seen = Seen.of(without_padding(x, self.valid).float(), self.needs[name])
+        x = without_padding(x, self.valid).float()
+        x = self.hidden[name].bounded(x, self.needs[name].bits) if name in self.hidden else x
+        seen = Seen.of(x, self.needs[name])
         if x.device.type == "cpu":
             self._add(self.batch, name, seen)
         else:

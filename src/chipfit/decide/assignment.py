@@ -17,10 +17,12 @@ from chipfit.decide.options import KEPT_BY_USER, execution_modes, is_overridden,
 from chipfit.decide.overrides import NodeOverrides, constrain_format
 from chipfit.errors import UnsupportedError
 from chipfit.graph.float_only import float_only_values
+from chipfit.graph.hidden_scores import HiddenScores, hidden_scores
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.joins import output_joins
 from chipfit.operators.table import OPS
 from chipfit.plan.record import NodePlan, Role
+from chipfit.platform.match import runs_in_integers
 from chipfit.platform.schema import Format, Platform
 from chipfit.quantizers.grids import Grid
 from chipfit.ranges import Rule
@@ -101,7 +103,7 @@ def assign(
     inputs = _input_choices(graph, overrides or {})
     by_user = [o for g in found if g.choices.get("activation_bits") == "float" for o in g.tail.outputs]
     by_user += [v for v, c in inputs.items() if "float" in (*c, c.get("activation_bits"))]
-    float_values = float_only_values(graph) | dict.fromkeys(by_user, KEPT_BY_USER)
+    float_values = float_only_values(graph, _saturating(graph, platform)) | dict.fromkeys(by_user, KEPT_BY_USER)
     # if quantizers belong to readers alone or to writers alone, no kernel can choose what suits its neighbours
     modes = {g.head.name: execution_modes(g) for g in found} if platform.place.at == "both" else {}
     # backwards, so that an error names the last of several layers with impossible bits
@@ -126,6 +128,12 @@ def assign(
         read_anything=frozenset(n.name for d in decisions if d.group.reads_anything for n in d.group.nodes),
         dynamic={d.group.head.name: d.option.dynamic for d in decisions if d.option and d.option.dynamic},
     )
+
+
+def _saturating(graph: Graph, platform: Platform) -> list[HiddenScores]:
+    """Return the scores of which the platform hides some by moving quantized values."""
+    found = hidden_scores(graph)
+    return [h for h in found if all(runs_in_integers(platform, graph, n) for n in (*h.selections, h.reader))]
 
 
 def _input_choices(graph: Graph, overrides: NodeOverrides) -> NodeOverrides:

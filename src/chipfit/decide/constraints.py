@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from chipfit.errors import UnsupportedError
+from chipfit.graph.hidden_scores import hidden_scores
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import LINEAR
 from chipfit.operators.table import OPS
@@ -103,16 +104,17 @@ def copies(graph: Graph, group: Collection[str]) -> set[str]:
 
 
 def bounded(graph: Graph, groups: Iterable[Collection[str]]) -> set[str]:
-    """Return the tensors of ties that are only read by Max and Min with a constant, and such constants.
+    """Return the tensors of ties that are only read by Max and Min with a constant, such constants, and hidden scores.
 
     A tie's grid need only cover the results: numbers beyond them saturate at its ends, which changes no result.
     """
+    fills = {fill for h in hidden_scores(graph) for fill in h.fills}
     tie = {t: k for k, group in enumerate(groups) for t in group}
     limits = [n for n in graph.nodes if n.op in ("Max", "Min") and any(graph.is_weight(i) for i in n.inputs if i)]
     limits = [n for n in limits if n.output in tie and all(tie.get(i or "") == tie[n.output] for i in n.inputs)]
     users = graph.users() if limits else {}
     read = {i for n in limits for i in n.inputs if i is not None}
-    return {i for i in read if i not in graph.outputs and all(n in limits for n in users[i])}
+    return fills | {i for i in read if i not in graph.outputs and all(n in limits for n in users[i])}
 
 
 def dictated_qparams(constraints: Sequence[Constraint]) -> dict[str, FixedQParams]:

@@ -31,7 +31,7 @@ def needs(assignment: Assignment, rules: RangeRules = DEFAULT_RULES) -> dict[str
     for s in assignment.tensors.values():
         if s.role == "activation" and s.range is None:
             searched = needs_histogram(s.rule or rules.rule) or bool(s.z_threshold or rules.z_threshold)
-            out[s.name] = Need(histogram=searched and s.name not in dictated)
+            out[s.name] = Need(histogram=searched and s.name not in dictated, bits=s.format.bits)
     return out
 
 

@@ -1,7 +1,8 @@
 """Find the float values that must not be quantized: indices, masks, compared values, and divisors near zero."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 
+from chipfit.graph.hidden_scores import HiddenScores
 from chipfit.graph.ir import Graph, Node
 from chipfit.operators.table import OPS
 
@@ -25,10 +26,14 @@ MASKED_WHY = "a mask of extreme range is in it, which would set its grid"
 GUARD_WHY = "it is kept away from 0, which is a code of every grid"
 
 
-def float_only_values(graph: Graph) -> dict[str, str]:
-    """Return the float values that must not be quantized, with the reason; all others may be."""
+def float_only_values(graph: Graph, hidden: Iterable[HiddenScores] = ()) -> dict[str, str]:
+    """Return the float values that must not be quantized, with the reason; all others may be.
+
+    Args:
+        hidden: scores whose grid need not hold the numbers that hide some.
+    """
     given, producers = _given(graph), graph.producers()
-    masked, masks = _masks(graph, given, producers)
+    masked, masks = _masks(graph, given, producers, {n.name for h in hidden for n in h.selections})
     use = dict.fromkeys(graph.outputs, _REAL)
     whole = set[str]()  # values that determine an index or a cast to integers
     for n in reversed(graph.nodes):
@@ -98,8 +103,13 @@ def _given(graph: Graph) -> set[str]:
     return out
 
 
-def _masks(graph: Graph, given: set[str], producers: Mapping[str, Node]) -> tuple[dict[str, str], set[tuple[str, str]]]:
+def _masks(
+    graph: Graph, given: set[str], producers: Mapping[str, Node], saturating: Container[str]
+) -> tuple[dict[str, str], set[tuple[str, str]]]:
     """Find masks that are added to scores or replace them.
+
+    Args:
+        saturating: names of selections whose masks saturate.
 
     Returns:
         Values that hold masked scores, with the reason; (node, operand) pairs whose operand is a mask.
@@ -121,7 +131,8 @@ def _masks(graph: Graph, given: set[str], producers: Mapping[str, Node]) -> tupl
             return False
         data = [i for slot, i in graph.slots(n) if slot.startswith("in") and slot != "index"]
         scores = [i for i in data if i not in given]
-        here = [i for i in data if n.op in ("Add", "Sub", "Where", "Max", "Min") and scores and is_mask(i, bound)]
+        adds = n.op in ("Add", "Sub", "Where", "Max", "Min") and scores and n.name not in saturating
+        here = [i for i in data if adds and is_mask(i, bound)]
         operands.update((n.name, i) for i in here)
         before = [masked(i, bound) for i in scores]  # each is recorded
         if here or any(before):

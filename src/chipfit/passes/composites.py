@@ -49,7 +49,7 @@ def open_composites(
         nodes.append(n)
         if n.op not in RULES or OPS[n.op].kind or not graph.is_float(n.output) or has_kernel(graph, n):
             continue  # weights of convolutions stay whole: their layer's bits, ranges and rounding are about them
-        trial = Decomposition(_alone(out, n, constants.values()), holds, has_kernel, constants, taken)
+        trial = Decomposition(_alone(out, n, constants.values()), holds, has_kernel, constants, taken, integers=True)
         parts = trial.parts(n)
         computing = [m for m in parts if not OPS[m.op].moves]
         few = len(computing) <= _FEW and not OPS[n.op].weighted

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 
 from chipfit.graph.folds import batch_norm_terms
+from chipfit.graph.hidden_scores import HIDDEN, split_mask
 from chipfit.graph.ir import Graph, Node
 from chipfit.operators.table import by_name, read_column, resolve
 from chipfit.passes.new_nodes import New, Refusal, Shape
 from chipfit.passes.recurrent import gru, lstm, rnn
 from chipfit.plan.record import Plan
 
-#: added to masked scores; unlike -inf it gives finite numbers for a row whose scores are all masked
-HIDDEN = -1e30
 #: offset from the largest score: its share of a softmax is lost in float32, but its exponential is no denormal number
 FAINT = -80.0
 _MOST_COPIES = 16  #: of an operand that a concatenation joins in place of a repetition
@@ -58,15 +57,18 @@ class Decomposition:
         stays: Callable[[Graph, Node], bool],
         constants: Mapping[Any, str] | None = None,
         taken: set[str] | None = None,
+        integers: bool = False,
     ) -> None:
         """
         Args:
             holds: operators that rules may choose between.
+            integers: the new nodes shall compute in integers.
             stays: whether a node needs no decomposition.
             constants: constants of earlier decompositions, by their numbers.
             taken: names that are not free, to which new ones are added; those of the graph when omitted.
         """
         self.graph, self.holds, self.stays, self.constants = graph, holds, stays, dict(constants or {})
+        self.integers = integers
         self.reasons: dict[str, str] = {}  #: node -> why its rule does not apply
         own = {*graph.values, *graph.weights, *(n.name for n in graph.nodes)}
         self._taken = own if taken is None else taken
@@ -75,7 +77,7 @@ class Decomposition:
         """Return the nodes that replace a node; the node alone if it stays or its rule does not apply."""
         if node.op not in RULES or self.stays(self.graph, node):
             return [node]
-        new = New(self.graph, node, self.holds, self._taken, self.constants)
+        new = New(self.graph, node, self.holds, self._taken, self.constants, self.integers)
         try:
             made = new.named(RULES[node.op](new, node))
         except Refusal as e:
@@ -305,16 +307,29 @@ def _attention(new: New, n: Node) -> str:
         rows, columns = scores[-2:]
         if rows is None or columns is None:
             new.refuse("a causal mask needs a fixed sequence length")
-        s = new("Add", s, new.constant(torch.full((rows, columns), -math.inf).triu(1)))
+        s = new("Where", new.constant(torch.ones(rows, columns, dtype=torch.bool).tril()), s, HIDDEN)
     mask = n.operand("mask")
     if mask is not None:
-        s = new("Add", s, mask if new.graph.is_float(mask) else new("Where", mask, 0.0, HIDDEN))
-    if "Softmax" in new.holds and not new.channels_last and (n.attrs["is_causal"] or _hides(new.graph, mask)):
+        s = _masked(new, s, mask)
+    in_float = "Softmax" in new.holds and not new.channels_last and not new.integers
+    if in_float and (n.attrs["is_causal"] or _hides(new.graph, mask)):
         # for masked scores ONNX Runtime's softmax computes denormal numbers, which take processors seven times as long;
         # LiteRT's, whose files have channels last, computes zeros
         most = new("ReduceMax", s, gives=(*new.shape(s)[:-1], 1), axes=(-1,), keepdims=True)
         s = new("Max", s, new("Add", most, FAINT))
     return _by_heads(new, new("Softmax", s, axis=-1), v, new.shape(n.output))
+
+
+def _masked(new: New, scores: str, mask: str) -> str:
+    """Return scores with a mask: a condition, or a term; a constant term selects where it hides scores."""
+    known = new.graph.weights.get(mask) if mask not in new.graph.trainable else None
+    if not new.graph.is_float(mask):
+        return new("Where", mask, scores, HIDDEN)
+    if known is None or (parts := split_mask(known)) is None:
+        return new("Add", scores, mask)
+    kept, bias = parts
+    biased = new("Add", scores, new.constant(bias)) if bool(bias.any()) else scores
+    return new("Where", new.constant(kept), biased, HIDDEN)
 
 
 def _hides(graph: Graph, mask: str | None) -> bool:

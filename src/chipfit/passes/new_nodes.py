@@ -20,9 +20,15 @@ class New:
     """The nodes that replace one composite, in the order in which a rule creates them."""
 
     def __init__(
-        self, graph: Graph, node: Node, holds: Container[str], taken: set[str], constants: dict[Any, str]
+        self,
+        graph: Graph,
+        node: Node,
+        holds: Container[str],
+        taken: set[str],
+        constants: dict[Any, str],
+        integers: bool = False,
     ) -> None:
-        self.graph, self.node, self.holds = graph, node, holds
+        self.graph, self.node, self.holds, self.integers = graph, node, holds, integers
         self._taken, self._constants = taken, constants
         self.channels_last = graph.data_format == "channels_last"
         self.nodes: list[Node] = []

@@ -241,3 +241,17 @@ def test_layers_that_are_an_operator_or_two(layer, shape, want):
 @pytest.mark.parametrize("shared", [None, [1], [2], [1, 2], [1, 2, 3], [3], [2, 3]])
 def test_slopes_of_every_shape_are_one_operator(shared):
     assert [op for op in ops_of(layers.PReLU(shared_axes=shared), 4, 5, 3) if op != "Transpose"] == ["PRelu"]
+
+
+def test_masks_of_attention_are_read():
+    """A row of tokens that are all hidden gives the mean of all values, as in Keras."""
+    graph = read(lambda x: layers.MultiHeadAttention(2, 4)(x, x, attention_mask=x[..., :1] > x[..., 0][:, None]), 6, 8)
+    assert OPAQUE not in {n.op for n in graph.nodes} and "SDPA" in {n.op for n in graph.nodes}
+
+
+def test_attention_hides_what_an_embedding_masks():
+    words = layers.Embedding(4, 8, mask_zero=True)
+    graph = read(
+        lambda ids: layers.MultiHeadAttention(2, 4)(words(ops.abs(ids) % 4), words(ops.abs(ids) % 4)), 6, dtype="int32"
+    )
+    assert {"Embedding", "LogicalAnd"} <= {n.op for n in graph.nodes}

@@ -18,6 +18,7 @@ from chipfit.frameworks.keras.call import KerasCall
 from chipfit.frameworks.keras.kernel_layout import DEPTHWISE, SLOPES
 from chipfit.frameworks.reading import Unreadable, per_axis
 from chipfit.graph.einsum import as_product
+from chipfit.graph.hidden_scores import HIDDEN
 from chipfit.graph.ir import Value
 from chipfit.operators.table import OPS, attribute_words, read_column
 
@@ -556,11 +557,18 @@ def _attention(
     r: KerasCall, query: Value, key: Value, value: Value, bias: Any = None, mask: Any = None, scale: Any = None
 ) -> Value:
     """Read attention: [N, T, heads, D] in Keras, [N, heads, T, D] in the canonical operator."""
-    _require(bias is None and mask is None and r.op.attn_logits_soft_cap is None)
+    _require((bias is None or mask is None) and r.op.attn_logits_soft_cap is None)
     _require(query.shape[2] == key.shape[2] and isinstance(scale, (float, int, type(None))))
-    qkv = [_permuted(r, x, (0, 2, 1, 3), part) for x, part in ((query, "query"), (key, "key"), (value, "value"))]
+    operands: list[Value | str]
+    operands = [_permuted(r, x, (0, 2, 1, 3), part) for x, part in ((query, "query"), (key, "key"), (value, "value"))]
     n, t, h, d = r.shape
-    y = r.emit("SDPA", qkv, (n, h, t, d), part="product", is_causal=bool(r.op.is_causal), scale=scale, enable_gqa=False)
+    if mask is not None:  # a row that is hidden throughout gives the mean of all values, as in Keras
+        numbers = [r.operand(x) for x in (0.0, HIDDEN)]
+        bias = r.emit("Where", [r.operand(mask, "bool"), *numbers], mask.shape, part="mask")
+    operands += [] if bias is None else [r.operand(bias)]
+    y = r.emit(
+        "SDPA", operands, (n, h, t, d), part="product", is_causal=bool(r.op.is_causal), scale=scale, enable_gqa=False
+    )
     return r.emit("Transpose", [y], perm=(0, 2, 1, 3))
 
 
@@ -722,7 +730,6 @@ def _take(r: KerasCall, x: Any, indices: Any) -> Value:
 
 @reads("Embedding")
 def _embedding(r: KerasCall, x: Value) -> Value:
-    _require(not r.op.mask_zero)
     index = x if x.dtype in ("int32", "int64") else r.emit("Cast", [x], x.shape, "int32", part="index", dtype="int32")
     return r.emit("Embedding", [r.weight(r.op.embeddings), index])
 

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import keras
@@ -180,6 +180,8 @@ class Translator:
         self.refined = refined  #: whether all shapes are computed again, because the inputs have others than recorded
         self.notes: list[str] = []
         self.last_failure = ""  #: why the last trace failed
+        #: value -> the mask that Keras keeps with it, and how to add the calls that compute it
+        self.masks: dict[str, tuple[Any, Callable[[Sequence[Any]], list[Any]]]] = {}
 
     def add_calls(
         self, outputs: Sequence[Any], env: dict[int, Value], prefix: str, within: Origin | None = None
@@ -195,7 +197,10 @@ class Translator:
         def current(x: Any) -> Any:
             return env[id(x)] if isinstance(x, keras.KerasTensor) else x
 
+        add = partial(self.add_calls, env=env, prefix=prefix, within=within)
         for node in calls_before(outputs, env):
+            masks = {id(kt): keras.src.backend.get_keras_mask(kt) for kt in node.input_tensors}
+            self.masks |= {env[i].name: (m, add) for i, m in masks.items() if m is not None}
             args = keras.tree.map_structure(current, node.arguments.args)
             given = keras.tree.map_structure(current, node.arguments.kwargs)
             results = self.call(node.operation, args, given, node.outputs, prefix, within)
@@ -297,6 +302,9 @@ class Translator:
             if x.name not in symbols:
                 symbols[x.name] = _symbol(x)
                 env[id(symbols[x.name])] = x
+                if x.name in self.masks:
+                    mask, add = self.masks[x.name]
+                    keras.src.backend.set_keras_mask(symbols[x.name], symbol(*add([mask])))
             return symbols[x.name]
 
         with unrecorded(owner):
@@ -304,8 +312,9 @@ class Translator:
                 given = keras.tree.map_structure(symbol, kwargs)
                 if "training" in inspect.signature(function).parameters:
                     given["training"] = False
+                tensors = keras.tree.map_structure(symbol, args)
                 with keras.StatelessScope(), on_symbols(owner):
-                    out = function(*keras.tree.map_structure(symbol, args), **given)
+                    out = function(*tensors, **_with_masks(function, tensors, given))
                 if not all(isinstance(x, keras.KerasTensor) for x in leaves(out)):
                     return None
                 calls_before(leaves(out), env)
@@ -360,6 +369,14 @@ def _refined(operation: Any, args: Any, kwargs: Any) -> Sequence[Any] | None:
         return leaves(operation.compute_output_spec(*symbols, **named))
     except Exception:  # foreign code may raise anything; the recorded shapes are used
         return None
+
+
+def _with_masks(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a `call` by name, with the masks of tensors that Keras gives to a running layer."""
+    signature = inspect.signature(function)
+    symbols = {k: x for k, x in signature.bind(*args, **kwargs).arguments.items() if isinstance(x, keras.KerasTensor)}
+    masks = {f"{k}_mask": keras.src.backend.get_keras_mask(x) for k, x in symbols.items()}
+    return {**{k: m for k, m in masks.items() if m is not None and k in signature.parameters}, **kwargs}
 
 
 def _accepts(reader: Callable[..., Any], args: Any, kwargs: Any) -> bool:
