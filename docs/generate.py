@@ -28,7 +28,7 @@ from chipfit.quantizers.tables import log_table
 from chipfit.registry import lookup, registered
 
 sys.path.insert(0, str(Path(__file__).parent))
-from drawings import forms
+from drawings import beside_tools, few_bits, forms, time
 
 
 def support_table() -> str:
@@ -309,6 +309,9 @@ PAGES: dict[str, Callable[[], str]] = {
     "operators.md": operator_table,
     "api.md": api,
     "forms.svg": forms,
+    "plots/few-bits.svg": few_bits,
+    "plots/time.svg": time,
+    "plots/beside-tools.svg": beside_tools,
     "algorithms.md": algorithm_table,
     "zoo.md": zoo,
     "converters.md": converters,

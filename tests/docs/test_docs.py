@@ -122,3 +122,11 @@ def test_no_page_is_longer_than_a_reader_has_patience_for():
     docs = ROOT / "docs"
     words = {str(p.relative_to(docs).with_suffix("")): words_of(p) for p in docs.rglob("*.md")}
     assert {page: n for page, n in words.items() if n > MOST_WORDS and page not in REFERENCES} == {}
+
+
+def test_plots_show_the_figures_of_the_benchmarks():
+    drawn = runpy.run_path(str(ROOT / "docs/drawings.py"))
+    bits, hours, tools = drawn["few_bits"](), drawn["time"](), drawn["beside_tools"]()
+    assert all(f">{x}<" in bits for x in ("ResNet-20, 3 bits", "39.01", "0.39", "81.16", "3.22"))
+    assert all(f">{x}<" in hours for x in ("MobileNetV2", "0.78x", "1.50x"))
+    assert tools.count("<circle") == 2 + 2 * 60
