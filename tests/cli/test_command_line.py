@@ -64,6 +64,9 @@ def test_quantize_needs_no_data_where_the_network_has_batch_norms(folder):
     assert "0 of" in done
     assert "20 inputs generated from 1 batch norm (" in (folder / "out" / "report.html").read_text()
     assert "at least one BatchNorm" in fail("quantize", f"{MINE}:net", "--data", "generated", "--input-size", "8")
+    shaped = ("quantize", f"{MINE}:normed", "--input-shape", "2,3,8,8", "--data")
+    succeed(*shaped, "generated:20", "--out", "shaped")
+    assert "for generated data" in fail(*shaped, "d.npz")
 
 
 def test_a_tflite_file_is_quantized_explained_and_verified(folder):

@@ -112,6 +112,7 @@ Deployed = Annotated[Path | None, Option("--file", exists=True, help="deployed f
 ReportFile = Annotated[Path | None, Option("--report", help="write a report, as .html or .json")]
 _SHAPE_HELP = "batch first, as in 1,3,224,224, or ids=1,12 for each of several inputs; by default the file's"
 Shape = Annotated[list[str] | None, Option("--input-shape", help=_SHAPE_HELP)]
+GeneratedShape = Annotated[list[str] | None, Option("--input-shape", help=f"of generated data: {_SHAPE_HELP}")]
 _COMPARED = "folder that `quantize` wrote, a report in JSON, or a quantized .tflite or .onnx file"
 _OUTPUT = "the output of `chipfit quantize`"
 _CALIBRATION = 16  #: number of training batches used for calibration
@@ -293,6 +294,7 @@ def quantize(
     keep_layout: KeepLayout = False,
     labels: Labels = None,
     input_size: InputSize = 224,
+    shape: GeneratedShape = None,
     mean: Mean = MEAN,
     std: Std = STD,
     seed: Annotated[int | None, Option("--seed", **_SEED)] = None,
@@ -313,7 +315,7 @@ def quantize(
     limits = parse_limits(limit) if limit else None
     chosen = arguments(read_choices(config), sets or [], overrides, limits, **own)
     network = load_model(model, weights, device, requantize=requantize)
-    batches = generated_data(data, network, input_size, chosen["seed"])
+    batches = generated_data(data, network, input_size, chosen["seed"], shape)
     if batches is None:
         batches = load_data(data, input_size, mean, std, **inputs_of(network))
     try:

@@ -95,22 +95,30 @@ def inputs_of(model: Any) -> dict[str, Any]:
     return {"framework": framework, "names": adapter_of(framework).input_names(model)}
 
 
-def generated_data(text: str, model: Any, input_size: int = 224, seed: int = 0) -> Any:
+def generated_data(
+    text: str, model: Any, input_size: int = 224, seed: int = 0, shapes: Sequence[str] | None = None
+) -> Any:
     """Return data made from a model's batch norms for the text "generated" or "generated:COUNT"; None for others.
 
     Args:
         input_size: side length of images, for a model that does not know its inputs [pixels].
+        shapes: of the inputs, see `example_of`.
 
     Raises:
-        DataError: see `chipfit.generated`.
+        DataError: see `chipfit.generated`; or shapes are given for data that have shapes.
     """
     word, _, count = text.partition(":")
     if word != "generated" or not (text == word or count.isdecimal()):
+        if shapes:
+            hint = "leave it out, or give --data generated"
+            raise DataError(
+                "--input-shape is for generated data, and these have shapes", got=f"--data {text}", hint=hint
+            )
         return None
     from chipfit.generation.generate import generated
 
     shape = (input_size, input_size, 3) if facts_of(framework_of(model)).channels_last else (3, input_size, input_size)
-    known = adapter_of(framework_of(model)).example(model)
+    known = example_of("", shapes, model) if shapes else adapter_of(framework_of(model)).example(model)
     example = torch.zeros(2, *shape) if known is None else known
     return generated(model, _count(count or "128"), example=example, seed=seed)
 

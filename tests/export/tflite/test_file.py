@@ -307,3 +307,26 @@ def test_labels_belong_to_the_first_output():
     assert [k for k in range(5) if file.has(k)] == [0, 2]
     assert file.text(0) == "labels.txt" and file.byte(2) == 2  # TENSOR_AXIS_LABELS
     assert not z.has(6) and not x.has(6) and not x.has(4) and x.table(3).byte(0) == 1
+
+
+def test_selections_one_after_the_other_are_merged_and_those_of_everything_in_order_are_left_out():
+    def gathers(*orders: list[int]) -> int:
+        file = File()
+        made = [file.tensor(f"x{k}", (1, 4), INT8) for k in range(len(orders) + 1)]
+        for k, order in enumerate(orders):
+            file.pick(made[k], np.array(order), 1, made[k + 1])
+        y = file.tensor("y", (1, 4), INT8)
+        file.op("LOGISTIC", [made[-1]], y)
+        file.merge_picks([y])
+        content = file.content({"x": made[0]}, {"y": y}, {})
+        return len(read(content).subgraphs[0].operators) - 1
+
+    turned, back = [1, 2, 3, 0], [3, 0, 1, 2]
+    assert [gathers(turned), gathers(turned, turned), gathers(turned, back)] == [1, 1, 0]
+    assert gathers(turned, back, turned) == 1
+    file = File()
+    x, y, z = (file.tensor(n, (1, 4), INT8) for n in "xyz")
+    file.pick(x, np.array(turned), 1, y)  # an output of the network stays
+    file.pick(y, np.array(back), 1, z)
+    file.merge_picks([y, z])
+    assert len(file.operators) == 2

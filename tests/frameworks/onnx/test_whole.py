@@ -94,6 +94,20 @@ def chipfit_outputs(graph, tensors):
     return [env[o].detach().numpy() for o in graph.outputs]
 
 
+@pytest.mark.filterwarnings("ignore:You are using the legacy")
+@pytest.mark.parametrize("kind", ["float16", "float64"])
+def test_a_file_of_other_floats_is_read_in_float32_and_a_note_says_so(kind, tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(4, 6)
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU()).to(getattr(torch, kind)).eval()
+    given = x.to(getattr(torch, kind))
+    torch.onnx.export(model, (given,), str(tmp_path / "m.onnx"), dynamo=False, opset_version=17)
+    result = chipfit.quantize(tmp_path / "m.onnx", [x, x], platform="ort_cpu", progress=False)
+    assert {w.dtype for w in result.graph.weights.values()} == {torch.float32}
+    word = {"float16": "float16", "float64": "double"}[kind]
+    assert any(f"warning: the model computes in {word}; it was read" in n for n in result.graph.notes)
+
+
 # ---------------------------------------------------------------- operators without a row
 
 

@@ -220,6 +220,25 @@ def test_an_operator_without_reader_is_named(converter):
         capture(TfliteModel(content), [torch.from_numpy(X)])
 
 
+@pytest.mark.parametrize("kind, shape", [("DEPTH_TO_SPACE", (1, 8, 10, 2)), ("SPACE_TO_DEPTH", (1, 2, 2, 32))])
+def test_channels_and_space_are_exchanged_by_one_operator_as_in_the_file(tmp_path, kind, shape):
+    from chipfit.export.tflite.file import TYPES, File
+
+    file = File()
+    x, y, z = (file.tensor(n, s, TYPES["float32"]) for n, s in (("x", (1, 4, 5, 8)), ("y", shape), ("z", shape)))
+    if kind == "SPACE_TO_DEPTH":
+        file.tensors[x].shape = np.array([1, 4, 4, 8], np.int32)
+    file.op(kind, [x], y, blockSize=2)
+    file.op("LOGISTIC", [y], z)
+    (tmp_path / "m.tflite").write_bytes(file.content({"x": x}, {"z": z}, {}))
+    data = [torch.randn(2, 4, 5 if kind == "DEPTH_TO_SPACE" else 4, 8) for _ in range(2)]
+    result = chipfit.quantize(tmp_path / "m.tflite", data, platform="tflite_int8", progress=False)
+    result.export(tmp_path / "q.tflite")
+    operators = [o.kind for o in load_file(tmp_path / "q.tflite").operators]
+    assert kind in operators and "GATHER" not in operators
+    assert result.verify(data[0], path=tmp_path / "q.tflite").exact
+
+
 # ---------------------------------------------------------------- bad input
 
 

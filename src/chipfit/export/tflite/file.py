@@ -40,6 +40,7 @@ class File:
         self.scope = "io"  #: first part of the names of unnamed tensors
         #: tensor [N, L, C] -> the image [N, 1, L, C] of its numbers, which kernels of images read or have made
         self.images: dict[int, int] = {}
+        self._picks: dict[int, tuple[int, int, np.ndarray]] = {}  #: result of GATHER -> its operand, axis and indices
         self._buffers: list[_Buffer] = [_Buffer()]
         self._codes: list[Any] = []
         self._constants: dict[Any, int] = {}
@@ -118,6 +119,44 @@ class File:
                 raise AttributeError(f"{table or kind} has no field {key}")
             setattr(o.builtinOptions, key, value)
         self.operators.append(o)
+
+    def pick(self, x: int, index: np.ndarray, axis: int, y: int) -> None:
+        """Add a GATHER with constant indices, which are not negative."""
+        if index.ndim == 1:
+            self._picks[y] = x, axis, index
+        self.op("GATHER", [x, self.constant(index.astype(np.int32))], y, axis=axis)
+
+    def merge_picks(self, outputs: Collection[int]) -> None:
+        """Merge each GATHER with one before it, and drop those that move nothing or that nothing reads."""
+        same: dict[int, int] = {}
+        for o in self.operators:
+            o.inputs = np.array([same.get(int(i), int(i)) for i in o.inputs], np.int32)
+            y = int(o.outputs[0])
+            if y not in self._picks:
+                continue
+            (_, axis, index), x = self._picks[y], int(o.inputs[0])
+            before = self._picks.get(x)
+            if before is not None and before[1] == axis and self._alike(before[0], x):
+                x, index = before[0], before[2][index]
+                o.inputs = np.array([x, self.constant(index.astype(np.int32))], np.int32)
+            self._picks[y] = x, axis, index
+            size = self.tensors[x].shape[axis]
+            if y not in outputs and np.array_equal(index, np.arange(size)) and self._alike(x, y):
+                same[y] = x
+        reads = Counter(int(i) for o in self.operators for i in o.inputs) + Counter(outputs)
+        for o in reversed(self.operators):
+            if int(o.outputs[0]) in self._picks and not reads[int(o.outputs[0])]:
+                reads.subtract(int(i) for i in o.inputs)
+                self.operators.remove(o)
+
+    def _alike(self, a: int, b: int) -> bool:
+        """Return whether the integers of two tensors stand for the same numbers."""
+        first, second = (self.tensors[k] for k in (a, b))
+        pair = [
+            None if t.quantization is None else (list(t.quantization.scale), list(t.quantization.zeroPoint))
+            for t in (first, second)
+        ]
+        return first.type == second.type and pair[0] == pair[1]
 
     def drop_unread_lines(self, outputs: Collection[int]) -> list[str]:
         """Drop the reshapes of images to lines that nothing reads; return the lines' names, which the images get."""

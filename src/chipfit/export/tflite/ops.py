@@ -64,10 +64,6 @@ def _permute(w: TfliteBuilder, x: int, perm: Sequence[int], y: int) -> None:
     w.op("TRANSPOSE", [x, w.ints(*perm)], y)
 
 
-def _pick(w: TfliteBuilder, x: int, index: Any, axis: int, y: int) -> None:
-    w.op("GATHER", [x, w.constant(np.asarray(index, np.int32))], y, axis=axis)
-
-
 def _open(w: TfliteBuilder, shape: Sequence[int]) -> list[int]:
     """Return a shape whose first size is the batch, with -1 for an open batch."""
     return list(shape) if w.batch else [-1, *shape[1:]]
@@ -551,10 +547,9 @@ def _gather(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     """Write a GATHER; constant indices that count from the end are made positive."""
     x, index, axis = w.read(n.data), n.operand("index") or "", _axis(w, n, n.data)
     if index in w.graph.weights:
-        at = w.constant(w.graph.weights[index].remainder(w.shape(n.data)[axis]).int().numpy())
+        w.pick(x, w.graph.weights[index].remainder(w.shape(n.data)[axis]).numpy(), axis, y[0])
     else:
-        at = w.read(index)
-    w.op(w.kind, [x, at], y, axis=axis)
+        w.op(w.kind, [x, w.read(index)], y, axis=axis)
 
 
 def _gather_elements(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
@@ -614,17 +609,17 @@ def _depth(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     x, a, b, k = w.read(n.data), w.shape(n.data), w.shape(n.output), n.attrs["block"]
     if n.op == "DepthToSpace":
         order, moved = np.arange(a[3]).reshape(b[3], k * k), w.temporary(a, x)
-        _pick(w, x, order.T.ravel(), 3, moved)
+        w.pick(x, order.T.ravel(), 3, moved)
         w.op(w.kind, [moved], y, blockSize=k)
     else:
         order, moved = np.arange(b[3]).reshape(k * k, a[3]), w.temporary(b, x)
         w.op(w.kind, [x], moved, blockSize=k)
-        _pick(w, moved, order.T.ravel(), 3, y[0])
+        w.pick(moved, order.T.ravel(), 3, y[0])
 
 
 def _shuffle(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     order = np.arange(w.shape(n.data)[3]).reshape(n.attrs["groups"], -1)
-    _pick(w, w.read(n.data), order.T.ravel(), 3, y[0])
+    w.pick(w.read(n.data), order.T.ravel(), 3, y[0])
 
 
 # ---------------------------------------------------------------- cells of the table

@@ -119,6 +119,7 @@ class Writer(TfliteBuilder):
             raise _all_in_one(self.refused, self.plan.platform)
         self.begin(Node("io", "", (), ()))
         outputs = [self._output(name, own) for name, own in zip(g.outputs, self.source.outputs, strict=True)]
+        self.merge_picks(outputs)
         lines = self.drop_unread_lines(outputs)
         ins, outs = dict(zip(self.source.inputs, inputs)), dict(zip(output_names(self.source), outputs))
         notes = {"chipfit": json.dumps(self._notes(lines), default=str, separators=(",", ":")).encode()}

@@ -68,7 +68,17 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Se
         graph.notes.append(f"{_OTHER}: output '{name}' is off by {off:.3g}")
     if why:
         graph.notes.append(f"{FIXED_BATCH}: {why}")
+    if types := _other_floats(model):
+        graph.notes.append(f"warning: the model computes in {types}; it was read, and is simulated, in float32")
     return graph
+
+
+def _other_floats(model: OnnxModel) -> str:
+    """Return the types of floats beside float32 of inputs and weights."""
+    weights = [v.const_value for v in model.graph.initializers.values() if v.const_value is not None]
+    kinds = {v.dtype for v in model.inputs} | {w.dtype for w in weights if w.size > 1}
+    found = {k.name.lower() for k in kinds if k is not None and k.is_floating_point()}
+    return " and ".join(sorted(found - {"float"}))
 
 
 def _of_fixed_batch(e: CaptureError, inputs: Sequence[torch.Tensor], fixed: int) -> CaptureError:
