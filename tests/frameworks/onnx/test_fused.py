@@ -26,9 +26,12 @@ def weight(*shape: int) -> np.ndarray:
     return (_RANDOM.standard_normal(shape) / 2).astype("f4")
 
 
-def table(function: Any) -> np.ndarray:
-    return function(np.arange(5)[:, None] / 10.0 ** (np.arange(2) / 2)).astype("f4")
+def table(function: Any, width: int = 2) -> np.ndarray:
+    return function(np.arange(5)[:, None] / 10.0 ** (np.arange(width) / width)).astype("f4")
 
+
+LENGTHS = ["lengths", np.int32(5)]
+_OTHER = np.random.default_rng(1)
 
 #: operator, operands (arrays of "data" are inputs), attributes, number of results
 CASES: list[tuple[str, list[Any], dict[str, Any], int]] = [
@@ -58,6 +61,13 @@ CASES: list[tuple[str, list[Any], dict[str, Any], int]] = [
     ),
     ("MultiHeadAttention", ["x", "skip", "skip"], {"num_heads": 2}, 1),
     ("MultiHeadAttention", ["x", "skip", "x", weight(24), "mask", weight(1, 2, 5, 5)], {"num_heads": 2}, 1),
+    ("GroupQueryAttention", ["wide", "keys", "values", "", "", *LENGTHS], {"num_heads": 2, "kv_num_heads": 1}, 3),
+    (
+        "GroupQueryAttention",
+        ["joined", "", "", "", "", *LENGTHS, table(np.cos, 8), table(np.sin, 8)],
+        {"num_heads": 2, "kv_num_heads": 1, "do_rotary": 1, "scale": 0.2},
+        3,
+    ),
     ("FusedConv", ["image", weight(4, 3, 3, 3), weight(4)], {"pads": [1] * 4, "activation": "Relu"}, 1),
     ("FusedConv", ["image", weight(4, 3, 3, 3), weight(4), "addend"], {"pads": [1] * 4, "activation": "Relu"}, 1),
     (
@@ -87,6 +97,11 @@ DATA = {
     "ids": IDS,
     "segments": SEGMENTS,
     "flat": X[:, 0],
+    "wide": _OTHER.standard_normal((2, 5, 16)).astype("f4"),
+    "keys": _OTHER.standard_normal((2, 5, 8)).astype("f4"),
+    "values": _OTHER.standard_normal((2, 5, 8)).astype("f4"),
+    "joined": _OTHER.standard_normal((2, 5, 64)).astype("f4"),
+    "lengths": np.array([4, 4], "i4"),
     "counts": np.array([5, 3], "i4"),
     "positions": np.tile(np.arange(5), (2, 1)),
 }

@@ -213,12 +213,17 @@ def _mask(f: Body, index: int, data: int) -> str:
     return f.op("Unsqueeze", f.op("Cast", mask, to=onnx.TensorProto.BOOL), f.constant([1, 2] if rank == 2 else [1]))
 
 
-def _attend(f: Body, q: str, k: str, v: str, mask: str, bias: int) -> str:
-    """Return attention of [B, L, heads * size], or of keys and values by head, with an addend of the scores."""
+def _attend(f: Body, q: str, k: str, v: str, mask: str, bias: int, *, groups: int = 0, causal: int = 0) -> str:
+    """Return attention of [B, L, heads * size], or of keys and values by head, with an addend of the scores.
+
+    Args:
+        groups: number of heads of keys and values, if it differs.
+    """
     if mask and f.given(bias):
         mask = f.op("Where", mask, f.given(bias), f.constant(np.float32(f.attr("mask_filter_value", -10000.0))))
     heads = f.attr("num_heads", 0)
-    attrs: dict[str, Any] = {"is_causal": f.attr("unidirectional", 0), "q_num_heads": heads, "kv_num_heads": heads}
+    attrs: dict[str, Any] = {"is_causal": causal or f.attr("unidirectional", 0)}
+    attrs |= {"q_num_heads": heads, "kv_num_heads": groups or heads}
     attrs |= {"scale": f.call.attr("scale")} if f.call.attr("scale") else {}
     return f.op("Attention", q, k, v, *filter(None, [mask or f.given(bias)]), **attrs)
 
@@ -269,6 +274,45 @@ def _multi_head(f: Body) -> None:
         f.result(0, f.op("Reshape", y, f.constant([0, 0, -1])))
     else:
         f.result(0, _attend(f, q, k, v, mask, 5))
+
+
+@_defines("GroupQueryAttention")
+def _grouped(f: Body) -> None:
+    """Enter causal attention of whole sequences, whose keys and values are results too, by head.
+
+    Lengths of sequences change nothing before their ends: later keys are hidden anyway, and what follows is padding.
+    """
+    f.no_operand(3, 4, 9, 10, 11)
+    heads, groups = f.attr("num_heads", 0), f.attr("kv_num_heads", 0)
+    others = {"local_window_size": -1, "softcap": 0.0, "smooth_softmax": 0, "k_quant_type": "NONE"}
+    if f.rank(0) != 3 or any(
+        f.attr(k, v) not in (v, v.encode() if isinstance(v, str) else v) for k, v in others.items()
+    ):
+        raise Unreadable
+    q, k, v = (f.given(i) for i in range(3))
+    if not k:
+        width = f.call.operand(0).shape[-1]
+        if width is None:
+            raise Unreadable
+        size, start, made = width // (heads + 2 * groups), 0, list[str]()
+        for count in (heads, groups, groups):
+            made.append(f.part(q, 2, start, start + count * size))
+            start += count * size
+        q, k, v = made
+    if f.attr("do_rotary", 0):
+        q, k = (_turned(f, x, count) for x, count in ((q, heads), (k, groups)))
+    f.result(0, _attend(f, q, k, v, "", 10, groups=groups, causal=1))
+    shape = f.constant([0, 0, groups, -1])
+    for index, x in ((1, k), (2, v)):
+        f.result(index, f.op("Transpose", f.op("Reshape", x, shape), perm=[0, 2, 1, 3]))
+
+
+def _turned(f: Body, x: str, heads: int) -> str:
+    """Return queries or keys with the rotary embedding of positions 0, 1, ..."""
+    sizes, zero, one = f.op("Shape", x, end=2), f.constant(np.int64(0)), f.constant(np.int64(1))
+    positions = f.op("Expand", f.op("Range", zero, f.op("Gather", sizes, one), one), sizes)
+    attrs = {"interleaved": f.attr("rotary_interleaved", 0), "num_heads": heads}
+    return f.op("RotaryEmbedding", x, f.given(7), f.given(8), positions, **attrs)
 
 
 @_defines("RotaryEmbedding")
