@@ -51,6 +51,24 @@ def test_the_graph_computes_what_the_model_computes(name):
         np.testing.assert_array_equal(keras.ops.convert_to_numpy(v), old)
 
 
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda a, b: keras.layers.Dot(axes=1)([a, b]),
+        lambda a, b: keras.layers.Dot(axes=[2, 1], normalize=True)([a, b]),
+        lambda a, b: keras.ops.split(a + b, 1, axis=0)[0],
+    ],
+)
+def test_products_and_parts_of_batches_of_open_size_compute_what_keras_computes(made):
+    a, b = keras.Input((4, 4, 3)), keras.Input((4, 4, 3))
+    model = keras.Model([a, b], made(a, b))
+    batch = [np.random.default_rng(k).normal(size=(2, 4, 4, 3)).astype("float32") for k in (1, 2)]
+    graph = captured(model, batch)
+    env = run(graph, [torch.from_numpy(x) for x in batch])
+    want = forward(model, [torch.from_numpy(x) for x in batch])
+    torch.testing.assert_close(env[graph.outputs[0]], want)
+
+
 def test_a_layer_without_canonical_operator_is_opaque_and_its_weights_are_the_graphs():
     model, batch = make("recurrent")
     graph = captured(model, batch)

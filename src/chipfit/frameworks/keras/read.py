@@ -129,6 +129,26 @@ def _static(shape: Sequence[int | None]) -> tuple[int, ...]:
     return tuple(-1 if d is None else d for d in shape)
 
 
+def _result(r: KerasCall, x: Value) -> tuple[int, ...]:
+    """Return the shape of a result, with -1 for the unknown size.
+
+    A layer that was called with an unknown batch may have (None, -1, n) as the shape of a reshape: the batch stays, and
+    -1 follows from the sizes of x.
+    """
+    shape, given = r.shape, getattr(r.op, "newshape", ())
+    if [d for d in given if d is None or d < 0] == [None, -1] and given[0] is None and None not in x.shape[1:]:
+        rest = math.prod(d for d in given[1:] if d > 0)
+        shape = [math.prod(x.shape[1:]) // rest if d == -1 else d for d in given]
+    return _static(shape)
+
+
+def _sizes(r: KerasCall, x: Value) -> tuple[int, ...]:
+    """Return the sizes of the parts of a split, which are known."""
+    sizes = [o.shape[r.op.axis % len(x.shape)] for o in r.outputs]
+    _require(None not in sizes)
+    return tuple(sizes)
+
+
 def _channels_last(r: KerasCall, x: Value) -> bool:
     return r.op.data_format in (None, "channels_last")
 
@@ -238,8 +258,8 @@ _FUNCTIONS: dict[str, Callable[[KerasCall, Value], Any]] = {
     "pool_padding": _pool_padding,
     "reduced": _reduced,
     "repeats": _repeats,
-    "result": lambda r, x: _static(r.shape),
-    "sizes": lambda r, x: tuple(o.shape[r.op.axis % len(x.shape)] for o in r.outputs),
+    "result": _result,
+    "sizes": _sizes,
     "steps": _steps,
     "swapped": _swapped,
     "undilated": lambda r, x: (1,) * (len(x.shape) - 2),
