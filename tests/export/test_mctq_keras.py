@@ -46,6 +46,14 @@ def small(seed=0):
     return keras_sequential((8, 8, 3), *layers), batch
 
 
+def reused():
+    """Return a network that calls one convolution three times, whose bias is corrected for the inputs of each call."""
+    keras.utils.set_random_seed(0)
+    conv, x = LAYERS.Conv2D(4, 3, padding="same"), keras.Input((6, 6, 4))
+    model = keras.Model(x, LAYERS.Add()([conv(conv(x)), conv(LAYERS.ReLU()(x))]))
+    return model, np.random.default_rng(1).normal(size=(4, 6, 6, 4)).astype("float32")
+
+
 @pytest.fixture(scope="module")
 def read_back(tmp_path_factory):
     """Files that one process of Keras 2 has read: name -> (result, batch, kinds of quantizers of weights, outputs)."""
@@ -56,6 +64,8 @@ def read_back(tmp_path_factory):
     model, batch = small()
     chip = chipfit.get_target_platform_capabilities("tensorflow", "imx500", "v3_lut")
     found["lut"] = quantized(model, [batch], chip, overrides={"*": {"bits": 4}}), batch
+    made = chipfit.keras_post_training_quantization(reused()[0], lambda: iter([[reused()[1]]]))[1]
+    found["reused"] = made.result, reused()[1]
     for name, (result, batch) in found.items():
         result.export(folder / f"{name}.keras", format="mctq")
         np.savez(folder / f"{name}.npz", *map(np.asarray, keras.tree.flatten(batch)))
@@ -83,6 +93,7 @@ def as_tensorflow_rounds(result, batch):
     [
         *((name, "WeightsSymmetricInferableQuantizer") for name in ZOO),
         ("lut", "WeightsLUTSymmetricInferableQuantizer"),
+        ("reused", "WeightsSymmetricInferableQuantizer"),
     ],
 )
 def test_the_package_computes_what_the_simulation_computes(read_back, name, kinds):
@@ -90,6 +101,20 @@ def test_the_package_computes_what_the_simulation_computes(read_back, name, kind
     assert found == kinds
     for got, want in zip(outputs, as_tensorflow_rounds(result, batch), strict=True):
         assert np.mean(np.abs(got - want) > 1e-5) <= 0.02
+
+
+def test_calls_with_another_bias_are_layers_of_their_own(tmp_path):
+    model, batch = reused()
+    result = chipfit.keras_post_training_quantization(model, lambda: iter([[batch]]))[1].result
+    assert len({n.bias for n in result.graph.nodes if n.op == "Conv2D"}) == 3
+    path = result.export(tmp_path / "m.keras", format="mctq")
+    loaded = chipfit.keras_load_quantized_model(path)
+    np.testing.assert_allclose(
+        *map(keras.ops.convert_to_numpy, (loaded(batch), result.model(batch))), rtol=0, atol=1e-6
+    )
+    with zipfile.ZipFile(path) as archive:
+        layers = json.loads(archive.read("config.json"))["config"]["layers"]
+    assert [x["class_name"] for x in layers].count("KerasQuantizationWrapper") == 3
 
 
 def test_the_names_of_mct_write_such_a_file_by_default(tmp_path):

@@ -12,6 +12,7 @@ import re
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def save(graph: Graph, plan: Plan, path: Path) -> Path:
         UnsupportedError: Keras 2 has no layer for an operator, or the package no quantizer for a tensor.
     """
     start, plan = with_rounded_weights(graph, plan, ("activation", "weight"))
-    builder = _Builder(_with_equal_biases_once(start), plan, Training())
+    builder = _Builder(*_with_a_layer_for_each_bias(_with_equal_biases_once(start), plan), Training())
     archive = _Archive(builder, builder.build())
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as file:
@@ -105,6 +106,23 @@ def _with_equal_biases_once(graph: Graph) -> Graph:
             name = first.setdefault((n.inputs[1], values.tobytes()), bias)
             out.nodes[k] = n.with_(inputs=tuple(name if i == bias else i for i in n.inputs))
     return out
+
+
+def _with_a_layer_for_each_bias(graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
+    """Return the network with a copy of a layer for calls that add another bias than its first call, and its plan."""
+    out, tensors, layers = graph.copy(), dict(plan.tensors), dict[str, dict[str, str]]()
+    for k, n in enumerate(graph.nodes):
+        weight, bias = n.operand("w"), n.bias
+        if weight not in graph.weights or bias not in graph.weights:
+            continue
+        copies = layers.setdefault(weight, {})
+        own = copies.setdefault(bias, f"{weight}_{n.name}" if copies else weight)
+        if own not in out.weights:
+            out.weights[own] = graph.weights[weight].clone()
+            out.trainable |= {own} if weight in graph.trainable else set()
+            tensors[own] = replace(plan.tensors[weight], name=own)
+        out.nodes[k] = n.with_(inputs=tuple(own if i == weight else i for i in n.inputs))
+    return out, replace(plan, tensors=tensors)
 
 
 class _Builder(Builder):
@@ -177,8 +195,6 @@ class _Archive:
             config |= {"activation_holder_quantizer": _quantizer("Activation", quantizer), "mctq_version": VERSION}
             return _own("activation_quantization_holder", "KerasActivationQuantizationHolder", config)
         if isinstance(layer, KerasQuantizationWrapper):
-            if layer.uses > 1:
-                raise _refused(f"'{layer.name}', which adds another bias in each call")
             quantizers = {self._variable(layer, name): self._weights(layer, name) for name in layer.weights_quantizers}
             config |= {"layer": self._layer(layer.layer), "weights_quantizer": quantizers, "mctq_version": VERSION}
             return _own("quantize_wrapper", "KerasQuantizationWrapper", config)

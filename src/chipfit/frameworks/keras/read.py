@@ -135,18 +135,21 @@ def _result(r: KerasCall, x: Value) -> tuple[int, ...]:
     A layer that was called with an unknown batch may have (None, -1, n) as the shape of a reshape: the batch stays, and
     -1 follows from the sizes of x.
     """
-    shape, given = r.shape, getattr(r.op, "newshape", ())
-    if [d for d in given if d is None or d < 0] == [None, -1] and given[0] is None and None not in x.shape[1:]:
-        rest = math.prod(d for d in given[1:] if d > 0)
-        shape = [math.prod(x.shape[1:]) // rest if d == -1 else d for d in given]
-    return _static(shape)
+    given: Any = getattr(r.op, "newshape", ())
+    known = [d for d in x.shape[1:] if d is not None]
+    open_, rest = [d for d in given if d is None or d < 0], [d for d in given[1:] if d is not None and d > 0]
+    if open_ == [None, -1] and given[0] is None and len(known) == len(x.shape) - 1:
+        sizes = {None: -1, -1: math.prod(known) // math.prod(rest)}
+        return tuple(sizes.get(d, d) for d in given)
+    return _static(r.shape)
 
 
 def _sizes(r: KerasCall, x: Value) -> tuple[int, ...]:
     """Return the sizes of the parts of a split, which are known."""
     sizes = [o.shape[r.op.axis % len(x.shape)] for o in r.outputs]
-    _require(None not in sizes)
-    return tuple(sizes)
+    known = tuple(s for s in sizes if s is not None)
+    _require(len(known) == len(sizes))
+    return known
 
 
 def _channels_last(r: KerasCall, x: Value) -> bool:
