@@ -23,11 +23,15 @@ def lstm(
     *,
     gates: str,
     reverse: bool,
+    cell_clip: float | None = None,
 ) -> tuple[Tensor, ...]:
     """Run an LSTM."""
     weights = [_ordered(t, gates, "ifgo") for t in (w, r, b, rb)]
     steps, states = _steps(x, reverse), (_state(x, r, h), _state(x, r, c))
-    y, _, cell = _run(torch.ops.aten.lstm.input, steps, states, weights)
+    if cell_clip is None:
+        y, _, cell = _run(torch.ops.aten.lstm.input, steps, states, weights)
+    else:
+        y, cell = _run_clipped(steps, states, weights, cell_clip)
     return *_results(y, x, reverse), cell[0]
 
 
@@ -97,7 +101,7 @@ def _steps(x: Tensor, reverse: bool) -> Tensor:
 
 def _state(x: Tensor, r: Tensor, state: Tensor | None) -> Tensor:
     """Return a state as [1, N, H]."""
-    return x.new_zeros(1, x.shape[0], r.shape[1]) if state is None else state.unsqueeze(0)
+    return x.new_zeros(1, x.shape[0], r.shape[1]) if state is None else state.expand(x.shape[0], -1).unsqueeze(0)
 
 
 def _results(y: Tensor, x: Tensor, reverse: bool) -> tuple[Tensor, ...]:
@@ -112,6 +116,20 @@ def _run(kernel: Any, x: Tensor, state: Any, weights: Sequence[Tensor | None]) -
     biases = [] if b is None and rb is None else [_zeros_like(b, rb), _zeros_like(rb, b)]
     function: Callable[..., Any] = bounded(kernel)
     return function(x, state, [w, r, *biases], bool(biases), 1, 0.0, False, False, True)
+
+
+def _run_clipped(
+    x: Tensor, states: tuple[Tensor, Tensor], weights: Sequence[Tensor | None], most: float
+) -> tuple[Tensor, Tensor]:
+    """Run an LSTM whose cell state is clipped to -most .. most; return h after each step and c after the last one."""
+    (w, r, b, rb), (h, c), out = weights, (states[0][0], states[1][0]), []
+    assert w is not None and r is not None
+    for gates in torch.nn.functional.linear(x, w, b).unbind(1):
+        i, f, g, o = (gates + torch.nn.functional.linear(h, r, rb)).chunk(4, -1)
+        c = (torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)).clamp(-most, most)
+        h = torch.sigmoid(o) * torch.tanh(c)
+        out.append(h)
+    return torch.stack(out, 1), c.unsqueeze(0)
 
 
 def _zeros_like(t: Tensor | None, other: Tensor | None) -> Tensor:
@@ -132,3 +150,14 @@ def _reset_before(
         h = new + update * (h - new)
         out.append(h)
     return torch.stack(out, 1)
+
+
+def svdf(x: Tensor, w: Tensor, w_time: Tensor, b: Tensor | None, state: Tensor, *, rank: int) -> Tensor:
+    """Filter features, then each filter's last values in time.
+
+    Source: Nakkiran et al. 2015, Compressing Deep Neural Networks using a Rank-Constrained Topology.
+    """
+    before, features = state.reshape(w_time.shape).t()[1:], torch.nn.functional.linear(x, w)
+    y = (torch.cat((before, features)).unfold(0, w_time.shape[1], 1) * w_time).sum(-1)
+    y = y.unflatten(-1, (-1, rank)).sum(-1)
+    return y if b is None else y + b

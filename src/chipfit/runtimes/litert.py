@@ -36,12 +36,14 @@ class _Notes(TypedDict):
     #: tensor whose last axis is a flattened image, channels last -> sizes of the image's axes with channels first
     images: NotRequired[dict[str, list[int]]]
     int64: NotRequired[list[str]]  #: tensors of the file with 32 bits that have 64 in the model
+    stream: NotRequired[bool]  #: samples are steps of one sequence: states stay from one to the next
+    joined: NotRequired[dict[str, list[str]]]  #: tensor of the model -> tensors of the file that it holds one after another
     outputs: list[tuple[list[int] | None, int]]  #: form and batch axis of each
     provenance: dict[str, Any]
 
 
-#: number of an integer type in the schema (int8, uint8, int16, int4) -> its range, in which zero points must lie
-_RANGES = {9: (-128, 127), 3: (0, 255), 7: (-(1 << 15), (1 << 15) - 1), 17: (-8, 7)}
+#: number of an integer type in the schema (int8, uint8, int16, int32, int4) -> its range, in which zero points must lie
+_RANGES = {9: (-128, 127), 3: (0, 255), 7: (-(1 << 15), (1 << 15) - 1), 2: (-(1 << 31), (1 << 31) - 1), 17: (-8, 7)}
 
 
 def _unrolled(x: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
@@ -93,6 +95,7 @@ class LiteRt:
             self.make_interpreter(raw)  # checks every offset in the file
             prepared = _with_outputs(raw, str(path), tensors, self.block_scales)
             content, self._own_outputs, self.tensors, self.notes = prepared
+            self.has_states = bool(_states(raw))
             self.interpreter = self.make_interpreter(content)
             self.interpreter.allocate_tensors()
         except (RuntimeError, ValueError) as e:
@@ -155,14 +158,24 @@ class LiteRt:
         split = [len(d["shape"]) > 0 and not fits_tensor(x, d) for x, d in zip(given, self.inputs, strict=True)]
         if not any(split):
             self.part = None
+            self._reset()
             return self._once(given)
         samples = max(len(x) for x, s in zip(given, split) if s)
         self.part = size = next(int(d["shape"][0]) for d, s in zip(self.inputs, split) if s)
         starts = range(0, samples, size)
-        parts = [self._once([x[k : k + size] if s else x for x, s in zip(given, split)]) for k in starts]
+        parts = []
+        for k in starts:
+            if k == 0 or not self.notes.get("stream"):
+                self._reset()
+            parts.append(self._once([x[k : k + size] if s else x for x, s in zip(given, split)]))
         axes = {n: axis for n, (_, axis) in zip(self.tensors, self.layouts, strict=True)}
         front = self.notes.get("in_front", {})
         return {n: join_parts([p[n] for p in parts], axes.get(n, 0), front.get(n, 1)) for n in parts[0]}
+
+    def _reset(self) -> None:
+        """Bring states back to those of the file."""
+        if self.has_states:
+            self.interpreter.reset_all_variables()
 
     def _once(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         resized = [(x, d) for x, d in zip(inputs, self.inputs, strict=True) if tuple(x.shape) != tuple(d["shape"])]
@@ -265,6 +278,15 @@ def _quantization(tensor: Any, key: str) -> Any:
     return tensor.quantization and getattr(tensor.quantization, key)
 
 
+def _states(content: bytes) -> set[int]:
+    """Return the types, as numbers of the schema, of the tensors that keep their numbers between calls."""
+    from ai_edge_litert import schema_py_generated as schema
+
+    graph = schema.Model.GetRootAs(content, 0).Subgraphs(0)
+    tensors = [graph.Tensors(k) for k in range(graph.TensorsLength())]
+    return {t.Type() for t in tensors if t.IsVariable()}
+
+
 def _items(vector: Any) -> Any:
     """Return a vector of the file; () if the file leaves it out."""
     return () if vector is None else vector
@@ -309,6 +331,7 @@ def _with_outputs(
             if not 0 <= held_by < len(graph.tensors):
                 raise RuntimeUnavailable("The block scales of a tensor are missing from the file", where=path)
     computed = {int(o) for op in _items(graph.operators) for o in _items(op.outputs)}
+    computed |= {k for k, t in enumerate(graph.tensors) if t.isVariable}
     names = {t.name.decode(): k for k, t in enumerate(graph.tensors)}
     notes: Any = {}
     for m in _items(model.metadata):

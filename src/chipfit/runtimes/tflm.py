@@ -66,6 +66,11 @@ class _Interpreter:
         assert self._child is not None
         self._results = self._child.ask("run", [self._given[k] for k in sorted(self._given)])
 
+    def reset_all_variables(self) -> None:
+        """Bring states back to those of the file."""
+        assert self._child is not None
+        self._child.ask("reset")
+
     def get_tensor(self, index: int) -> np.ndarray:
         """Return an output of the last run."""
         return self._results[index]

@@ -26,6 +26,10 @@ class Interpreter:
         self.tflm.invoke()
         return [self.tflm.get_output(k) for k in range(self.outputs)]
 
+    def reset(self):
+        """Bring variable tensors back to their first numbers."""
+        self.tflm.reset()
+
     def loads(self, content, arena):
         """Return whether a file loads with an arena of so many bytes."""
         from tflite_micro.python.tflite_micro import runtime

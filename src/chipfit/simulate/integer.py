@@ -404,8 +404,8 @@ def float_kernel(
 
 def _kernel(
     graph: Graph, plan: Plan, group: Sequence[Node], profile: Profile
-) -> tuple[Kernel, list[tuple[int, int]]] | None:
-    """Return the integer kernel of a group and its clips; None if the runtime computes the group in float."""
+) -> tuple[Kernel, list[tuple[int, int] | Node]] | None:
+    """Return the integer kernel of a group, and its clips and moves; None if the runtime computes it in float."""
     head, out = group[0], plan.stored(group[-1].output)
     decided = plan.nodes.get(head.name)
     if decided is None or decided.exec == "float" or out is None or out.grid.table is not None:
@@ -416,7 +416,7 @@ def _kernel(
     reads = [i for n in group for i in n.inputs if i is not None and i not in made]
     if not all(plan.quantized(i) and plan[i].grid.table is None for i in reads if graph.is_float(i)):
         return None
-    clips = [bounds for act in group[1:] if (bounds := profile.clip(act, out)) is not None]
+    clips = [end for act in group[1:] if (end := act if OPS[act.op].moves else profile.clip(act, out)) is not None]
     kernel = profile.kernels.get(head.op)
     if decided.exec == "follow":
         data = [i for i in reads if graph.is_float(i)]
@@ -440,10 +440,11 @@ def is_pass_through(node: Node) -> bool:
 def _compute(run: Simulation, group: Sequence[Node]) -> None:
     found = _kernel(run.graph, run.plan, group, run.profile)
     if found is not None:
-        kernel, clips = found
+        kernel, behind = found
         kernel(run, group)
-        for low, high in clips:
-            run.codes[group[-1].output] = run.codes[group[-1].output].clamp(low, high)
+        for end in behind:
+            q = run.codes[group[-1].output]
+            run.codes[group[-1].output] = execute(end, [q])[0] if isinstance(end, Node) else q.clamp(*end)
         return
     if group[0].op == DYNAMIC:
         (node,) = group

@@ -23,7 +23,7 @@ from chipfit.quantizers.dynamic import Codes
 from chipfit.quantizers.rounding import half_away as round_away
 from chipfit.quantizers.stored import Stored, scales_per_output
 from chipfit.registry import register
-from chipfit.simulate import gemmlowp, tables16
+from chipfit.simulate import gemmlowp, recurrent, tables16
 from chipfit.simulate.integer import (
     CellFunction,
     Kernel,
@@ -406,8 +406,8 @@ def softmax(c: KernelCall, rows: Callable[[Tensor, Tensor, Tensor], Tensor], kin
 
 
 def rows_in_fixed_point(q: Tensor, scale: Tensor, result: Tensor) -> Tensor:
-    """Return the softmax of integers over the last axis, in steps of 1/256."""
-    return gemmlowp.softmax(q - q.amax(-1, keepdim=True), scale, 8)
+    """Return the softmax of integers over the last axis, in steps of 1/256 or 1/65536."""
+    return gemmlowp.softmax(q - q.amax(-1, keepdim=True), scale, round(-math.log2(float(result))))
 
 
 def _exponentials(q: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -548,6 +548,11 @@ def _index(c: KernelCall) -> Tensor:
     return found
 
 
+def _copied(c: KernelCall) -> None:
+    """Copy integers, whatever the scales of operand and result: files of TensorFlow's converter may have two."""
+    c.run.store(c.out, execute(c.node, [c.code(), *(c.run.graph.weights[i] for i in c.node.inputs[1:] if i)])[0])
+
+
 def _rows(c: KernelCall) -> None:
     """Move rows of quantized values."""
     pass_through(c.run, c.nodes)
@@ -619,8 +624,8 @@ _FUNCTIONS: dict[str, Callable[..., None]] = {
 } | by_name(
     *(_convolution, _linear, _mat_mul, _add, _add_optimized, _add_xnnpack, _mul, _rectifier, _leaky, _leaky_xnnpack),
     *(prelu, _table, _hard_swish, _abs, _rsqrt, _l2_norm, _requantize, _requantize_optimized, _requantize_xnnpack),
-    *(_mean, _mean_optimized, _mean_xnnpack, _avg_pool, _rows),
-)
+    *(_mean, _mean_optimized, _mean_xnnpack, _avg_pool, _rows, _copied),
+) | recurrent.FUNCTIONS["litert"]
 Tables = tuple[dict[str, Kernel], dict[str, Kernel], dict[str, Kernel]]
 #: kernels of the reference family, of the optimised one, and of XNNPACK
 _KERNELS: Tables = ({}, {}, {})

@@ -86,7 +86,11 @@ def sigmoid(q: Tensor, scale: Tensor) -> Tensor:
 
 def tanh(q: Tensor, scale: Tensor) -> Tensor:
     """Return integers of scale 1/32768."""
-    x = in_12288ths(q, scale, (0, 1))
+    return tanh_of_12288ths(in_12288ths(q, scale, (0, 1)))
+
+
+def tanh_of_12288ths(x: Tensor) -> Tensor:
+    """Return integers of scale 1/32768, given those of scale 1/12288."""
     y = _line(x, 8, 65535 << 8)
     return torch.where(x >= 0, y - (1 << 23) + 128, (1 << 23) - y + 127) >> 8
 

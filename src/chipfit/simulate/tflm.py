@@ -15,7 +15,7 @@ import torch
 
 from chipfit.operators.table import by_name, read_column, resolve
 from chipfit.registry import lookup, register
-from chipfit.simulate import gemmlowp
+from chipfit.simulate import gemmlowp, recurrent
 from chipfit.simulate.integer import CellFunction, Kernel, KernelCall, Profile, accumulate, kernel_of
 from chipfit.simulate.litert import prelu, rows_in_fixed_point, softmax
 from chipfit.simulate.requantize import fixed_point, multiplier_and_shift, scale_by, shift_away
@@ -66,7 +66,7 @@ _FUNCTIONS: dict[str, Callable[..., None]] = {
     "softmax": partial(softmax, rows=rows_in_fixed_point, kind=torch.float32),
     "sigmoid": partial(_curve, function=gemmlowp.logistic, bits=8),
     "tanh": partial(_curve, function=gemmlowp.tanh, bits=7),
-} | by_name(_linear, _mul, _relu6)
+} | by_name(_linear, _mul, _relu6) | recurrent.FUNCTIONS["tflm"]
 _KERNELS: dict[str, Kernel] = {}  #: operator -> kernel, of those that differ from LiteRT's reference kernels
 _PASS_THROUGH: dict[str, Kernel] = {}
 

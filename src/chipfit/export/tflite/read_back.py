@@ -15,8 +15,9 @@ def read_back(path: Path) -> dict[str, FileTensor]:
     model = schema.ModelT.InitFromObj(schema.Model.GetRootAs(path.read_bytes(), 0))
     found: dict[str, FileTensor] = {}
     tensors = model.subgraphs[0].tensors
-    notes = [bytes(model.buffers[m.buffer].data) for m in model.metadata or () if m.name == b"chipfit"]
-    images = json.loads(notes[0]).get("images", {}) if notes else {}
+    written = [bytes(model.buffers[m.buffer].data) for m in model.metadata or () if m.name == b"chipfit"]
+    notes = json.loads(written[0]) if written else {}
+    images = notes.get("images", {})
     for t in tensors:
         data, q = model.buffers[t.buffer].data, t.quantization
         qparams = [] if q is None or q.scale is None else [(np.asarray(q.scale), np.asarray(q.zeroPoint))]
@@ -25,10 +26,27 @@ def read_back(path: Path) -> dict[str, FileTensor]:
             scale = array_of(bytes(model.buffers[scales.buffer].data), scales).astype(np.float32)
             qparams = [(scale, np.zeros(scale.shape, np.int64))]
         name, values = t.name.decode(), None if data is None else array_of(bytes(data), t)
+        values = _reset(t, qparams) if t.isVariable else values
         if values is not None and name in images:
             values = values.reshape(len(values), -1, images[name][0]).swapaxes(1, 2).reshape(values.shape)
         found[name] = FileTensor(values, qparams)
+    for name, parts in notes.get("joined", {}).items():
+        found[name] = _joined([found.pop(p) for p in parts])
     return found
+
+
+def _reset(tensor: schema.TensorT, qparams: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+    """Return what a variable tensor holds before the first call."""
+    zero = qparams[0][1].ravel()[0] if qparams else 0
+    return np.full(tuple(tensor.shape), zero, NUMPY[tensor.type])
+
+
+def _joined(parts: list[FileTensor]) -> FileTensor:
+    """Return tensors that are one weight, one after another."""
+    values = np.concatenate([p.values for p in parts if p.values is not None])
+    pairs = zip(*(p.qparams for p in parts), strict=True)
+    spread = [[np.concatenate([np.broadcast_to(q, len(p.values)) for p, q in zip(parts, qs)]) for qs in zip(*pair)] for pair in pairs]
+    return FileTensor(values, [(scale, zero) for scale, zero in spread])
 
 
 def array_of(data: bytes, tensor: schema.TensorT) -> np.ndarray:

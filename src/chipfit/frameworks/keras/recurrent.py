@@ -89,7 +89,7 @@ def _kind(cell: Any) -> tuple[str, dict[str, Any]]:
     if type(cell) is keras.layers.SimpleRNNCell and cell.activation in (_TANH, _RELU):
         return "RNN", {"activation": "tanh" if cell.activation is _TANH else "relu"}
     if type(cell) is keras.layers.LSTMCell and usual and cell.activation is _TANH:
-        return "LSTM", {"gates": "ifgo"}
+        return "LSTM", {"gates": "ifgo", "cell_clip": None}
     if type(cell) is keras.layers.GRUCell and usual and cell.activation is _TANH:
         return "GRU", {"gates": "zrn", "reset_after": bool(cell.reset_after)}
     raise Unreadable

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+import chipfit.frameworks.tflite.recurrent  # noqa: F401 -- registers readers
 from chipfit.engine.run import first_deviation
 from chipfit.errors import CaptureError, UnsupportedError
 from chipfit.frameworks.tflite.model import Facts, TfliteModel
@@ -30,11 +31,11 @@ def capture(model: TfliteModel, args: Sequence[Any], kwargs: Any = None, others:
     refuse_quantized(model)
     given = _inputs(model, args, kwargs or {})
     first = [x[: t.shape[0] if t.shape else 1] for t, x in zip(model.inputs, given, strict=True)]
-    two = [torch.cat((x[:1], x[-1:])) for x in given] if _single(model) else []
+    two = [torch.cat((x[:1], x[-1:])) for x in given] if model.opens else []
     with model.session():  # which ends before weights are read, so that they are not in memory twice
         wanted = _run(model, first)
         facts = model.facts()
-        each = [_run(model, [x[k : k + 1] for x in two]) for k in range(2 if two else 0)]
+        each = [_run(model, [x[k : k + 1] for x in two], model.streams and k > 0) for k in range(2 if two else 0)]
     with model.content.opened():
         graph = (_opened(model, facts, two, each) if two else None) or _read(model, facts, open_batch=False)
     if graph.shape(graph.inputs[0])[:1] != (None,):
@@ -89,12 +90,8 @@ def _inputs(model: TfliteModel, args: Sequence[Any], kwargs: Any) -> list[torch.
     return out
 
 
-def _single(model: TfliteModel) -> bool:
-    return all(t.shape and t.shape[0] == 1 for t in model.inputs)
-
-
-def _run(model: TfliteModel, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [torch.from_numpy(np.array(y)) for y in model.run([x.numpy() for x in inputs])]
+def _run(model: TfliteModel, inputs: Sequence[torch.Tensor], follows: bool = False) -> list[torch.Tensor]:
+    return [torch.from_numpy(np.array(y)) for y in model.run([x.numpy() for x in inputs], follows)]
 
 
 def _opened(

@@ -21,9 +21,10 @@ from chipfit.frameworks.tflite.checks import MOST_OPERATORS, check_tables
 _NAMES = {code: name for name, code in vars(schema.TensorType).items() if isinstance(code, int)}
 _OPERATORS = {code: name for name, code in vars(schema.BuiltinOperator).items() if isinstance(code, int)}
 #: types of biases
-_WIDE = ("INT32", "INT64")
+WIDE = ("INT32", "INT64")
 #: types of the integers that quantized tensors hold
-_CODES = ("INT4", "INT8", "UINT8", "INT16", *_WIDE)
+_CODES = ("INT4", "INT8", "UINT8", "INT16", *WIDE)
+LSTM = "UNIDIRECTIONAL_SEQUENCE_LSTM"
 
 Span = tuple[int, int]  #: first byte and number of bytes
 
@@ -69,6 +70,7 @@ class Tensor:
         self.kind = _NAMES.get(table.type, str(table.type))
         self.shape = tuple(int(d) for d in (table.shape if table.shape is not None else ()))
         signature = table.shapeSignature
+        self.variable = bool(table.isVariable)  #: it keeps its numbers between calls
         self.signature = self.shape if signature is None else tuple(int(d) for d in signature)
         q = table.quantization
         scaled = q is not None and q.scale is not None and len(q.scale) > 0 and self.kind in _CODES
@@ -99,7 +101,7 @@ class Tensor:
             sides[self.axis] = -1
         scale, zero = (v.reshape(sides if v.size > 1 else ()) for v in (self.scale, self.zero))
         reals = (codes.astype(np.int64) - zero) * scale.astype(np.float64)
-        return reals if self.kind in _WIDE else reals.astype(np.float32)  # of 32 bits float32 has but 24
+        return reals if self.kind in WIDE else reals.astype(np.float32)  # of 32 bits float32 has but 24
 
     def release(self) -> None:
         """Give back the memory of a constant that has been copied."""
@@ -123,6 +125,7 @@ class Operator:
         self.inputs, self.outputs = (
             [int(i) for i in (ids if ids is not None else ())] for ids in (table.inputs, table.outputs)
         )
+        self.intermediates = [int(i) for i in (table.intermediates if table.intermediates is not None else ())]
         self._options = table.builtinOptions
         for name, value in vars(self._options or object.__new__(schema.AddOptionsT)).items():
             if isinstance(value, np.ndarray):
@@ -222,17 +225,42 @@ class TfliteModel:
         given = {"model_content": self.content.everything()} if path is None else {"model_path": str(path)}
         return Interpreter(**given, num_threads=1, **options)
 
-    def run(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+    @cached_property
+    def streams(self) -> bool:
+        """Each call computes the next step of a sequence: it has SVDF, or LSTMs for one sequence with one step a call."""
+        shapes = {self.tensors[o.inputs[0]].shape[:2] for o in self.operators if o.kind == LSTM}
+        return any(o.kind == "SVDF" for o in self.operators) or shapes == {(1, 1)}
+
+    @property
+    def opens(self) -> bool:
+        """The first axis of inputs may count any number of samples, computed one at a time."""
+        major = any(o.kind == LSTM and o.option("timeMajor", False) for o in self.operators)
+        return all(t.shape[:1] == (1,) for t in self.inputs) and (self.streams or not major)
+
+    @property
+    def unrunnable(self) -> str:
+        """What LiteRT would crash at, although it opens the file; "" if there is nothing."""
+        states = {self.tensors[o.inputs[4]].kind for o in self.operators if o.kind == "SVDF"}
+        return "SVDF with a state of 8 bits" if "INT8" in states else ""
+
+    def run(self, inputs: Sequence[np.ndarray], follows: bool = False) -> list[np.ndarray]:
         """Return the outputs for one call, in the order of the file; quantized ones as the numbers they stand for.
+
+        Args:
+            follows: begin with the states that the call before left in this session, not with those of the file.
 
         Raises:
             CaptureError: LiteRT cannot run the network with these inputs.
         """
+        if self.unrunnable:
+            raise CaptureError(f"LiteRT has no kernel for {self.unrunnable}", where=self.where)
         try:
             with self.session():
                 for t, x in zip(self.inputs, inputs, strict=True):
                     self._interpreter.resize_tensor_input(t.index, x.shape)
                 self._interpreter.allocate_tensors()
+                if not follows:
+                    self._interpreter.reset_all_variables()
                 for t, x in zip(self.inputs, inputs, strict=True):
                     self._interpreter.set_tensor(t.index, _to_codes(t, x))
                 self._interpreter.invoke()
@@ -271,7 +299,8 @@ class TfliteModel:
         if any(t.signature[:1] == (-1,) for t in self.inputs) or len({*fixed}) != 1 or count == fixed[0]:
             return self.run(arrays)
         with self.session():
-            parts = [self.run([a[k : k + fixed[0]] for a in arrays]) for k in range(0, count, fixed[0])]
+            starts = range(0, count, fixed[0])
+            parts = [self.run([a[k : k + fixed[0]] for a in arrays], self.streams and k > 0) for k in starts]
         return [np.concatenate(ys) for ys in zip(*parts, strict=True)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import flatbuffers
@@ -10,9 +11,10 @@ import numpy as np
 import torch
 from ai_edge_litert import schema_py_generated as schema
 
+import chipfit.frameworks.tflite.recurrent  # noqa: F401 -- registers readers
 from chipfit.errors import CaptureError
 from chipfit.frameworks.quantized import QuantizedFile, stored_as, tie_moved
-from chipfit.frameworks.tflite.model import Facts, Operator, Tensor, TfliteModel
+from chipfit.frameworks.tflite.model import WIDE, Facts, Operator, Tensor, TfliteModel
 from chipfit.frameworks.tflite.read import Call, Reading
 from chipfit.graph.check import check
 from chipfit.graph.ir import Graph, Node
@@ -45,10 +47,11 @@ def read_quantized(model: TfliteModel, platform: str, example: Any = None) -> Qu
         what = "Only weights of the file are integers" if model.quantized else "The file is not quantized"
         raise CaptureError(what, where=model.where, hint="chipfit.quantize(file, data) quantizes a float file")
     with model.session():
-        model.run([np.zeros([max(d, 1) for d in t.signature], np.float32) for t in model.inputs])
+        if not model.unrunnable:
+            model.run([np.zeros([max(d, 1) for d in t.signature], np.float32) for t in model.inputs])
         facts = model.facts()
     with model.content.opened():
-        reading = _Codes(model, facts, all(t.shape[:1] == (1,) for t in model.inputs))
+        reading = _Codes(model, facts, model.opens)
         graph = reading.graph()
     live = {n.name for n in graph.nodes}
     plan = Plan(
@@ -67,8 +70,11 @@ def read_quantized(model: TfliteModel, platform: str, example: Any = None) -> Qu
         "batch_axis": {},
         "outputs": [[None, 0]] * len(graph.outputs),
         "provenance": {},
+        "stream": model.streams,
     }
-    return QuantizedFile(moved.graph, plan, _named(model, reading.names(), notes))
+    names = reading.names()
+    notes["joined"] = {name: [names[k] for k in indices] for name, indices in reading.parts.items()}
+    return QuantizedFile(moved.graph, plan, _named(model, names, notes))
 
 
 class _Codes(Reading):
@@ -81,6 +87,7 @@ class _Codes(Reading):
         self.stored: dict[str, TensorPlan] = {}
         self.groups: list[tuple[str, ...]] = []
         self._first: dict[str, int] = {}  #: value -> the tensor with its integers
+        self.parts: dict[str, list[int]] = {}  #: weight -> the tensors that it holds one after another
 
     def graph(self) -> Graph:
         for t in self.model.inputs:
@@ -90,6 +97,22 @@ class _Codes(Reading):
 
     def numbers(self, weight: torch.Tensor) -> torch.Tensor:
         return weight  # biases stay in float64, which holds all integers of 32 bits
+
+    def joined(self, wanted: str, indices: Sequence[int]) -> str:
+        name, tensors = super().joined(wanted, indices), [self.model.tensors[k] for k in indices]
+        self.parts[name] = [*indices]
+        grids = [(t.scale, t.zero) for t in tensors if t.scale is not None and t.scale.size == 1]
+        if len(grids) == len(tensors):
+            sizes = [t.shape[0] for t in tensors]
+            scale, zero = (np.repeat([float(v.ravel()[0]) for v in vs], sizes) for vs in zip(*grids, strict=True))
+            role: Role = "bias" if tensors[0].kind in WIDE else "weight"
+            stored = stored_as(tensors[0].kind.lower(), scale, zero, 0)
+            self.stored[name] = TensorPlan(name=name, role=role, stored=stored, origin="the file")
+        return name
+
+    def record_grid(self, name: str, index: int) -> None:
+        if self.model.tensors[index].scale is not None:
+            self._keep(name, self.model.tensors[index])
 
     def _read(self, op: Operator) -> None:
         tensors = self.model.tensors
@@ -119,6 +142,9 @@ class _Codes(Reading):
         for n in new:
             self._weights_of(n)
         tie_moved(self.builder.graph, new, self.stored)
+        for at, n in enumerate(new[:-1]):
+            if n.op == "LSTM":  # it writes the integers that are moved behind it
+                self.groups.append(tuple(m.name for m in new[at:]))
         clips = [n for n in new if n.op in ("Relu", "Relu6", "Clamp") and n.name != new[0].name]
         if clips:
             at = new.index(clips[0])

@@ -42,7 +42,7 @@ def _enter_cell(op: str, name: str = "", write: Any = "plain", **_: Any) -> None
 read_column("tflite", _enter_cell, PLAIN)
 
 
-def _reads(kinds: str) -> Callable[[Callable[["Call"], Any]], Callable[["Call"], Any]]:
+def reads(kinds: str) -> Callable[[Callable[["Call"], Any]], Callable[["Call"], Any]]:
     def enter(f: Callable[["Call"], Any]) -> Callable[["Call"], Any]:
         READERS.update(dict.fromkeys(kinds.split(), f))
         return f
@@ -50,7 +50,7 @@ def _reads(kinds: str) -> Callable[[Callable[["Call"], Any]], Callable[["Call"],
     return enter
 
 
-def _require(condition: bool, why: str = "") -> None:
+def require(condition: bool, why: str = "") -> None:
     if not condition:
         raise Unreadable(why)
 
@@ -122,7 +122,7 @@ class Reading:
         key = (index, how)
         if key not in self._weights:
             array = self.constant(index)
-            _require(array is not None, "a weight of it is computed")
+            require(array is not None, "a weight of it is computed")
             name = self.builder.fresh(self.model.tensors[index].name)
             self.builder.graph.weights[name] = self.numbers(torch.from_numpy(np.array(change(np.asarray(array)))))
             self.model.tensors[self._same.get(index, index)].release()
@@ -132,6 +132,22 @@ class Reading:
     def numbers(self, weight: torch.Tensor) -> torch.Tensor:
         """Return a weight as the graph holds it."""
         return weight.float() if weight.dtype == torch.float64 else weight
+
+    def joined(self, wanted: str, indices: Sequence[int]) -> str:
+        """Return the name of a weight that holds constants of the file one after another, along their first axis.
+
+        Args:
+            wanted: its name, if that is free.
+        """
+        arrays = [np.asarray(a) for k in indices if (a := self.constant(k)) is not None]
+        require(len(arrays) == len(indices), "a weight of it is computed")
+        name = self.builder.fresh(wanted)
+        self.builder.graph.weights[name] = self.numbers(torch.from_numpy(np.concatenate(arrays)))
+        self.builder.graph.trainable.add(name)
+        return name
+
+    def record_grid(self, name: str, index: int) -> None:
+        """Take note that a value or weight is stored as a tensor of the file is."""
 
     def _read(self, op: Operator) -> None:
         if op.inputs and all(i < 0 or i not in self.values for i in op.inputs):
@@ -190,17 +206,21 @@ class Call:
 
     def value(self, k: int) -> Value:
         """Return the operand that is computed."""
-        _require(self.op.inputs[k] in self.reading.values, "an operand of it is a constant")
+        require(self.op.inputs[k] in self.reading.values, "an operand of it is a constant")
         return self.reading.values[self.op.inputs[k]]
+
+    def tensor(self, k: int) -> Tensor:
+        """Return the tensor of the file that is an operand."""
+        return self.reading.model.tensors[self.op.inputs[k]]
 
     def constant(self, k: int) -> np.ndarray:
         array = self.reading.constant(self.op.inputs[k]) if self.has(k) else None
-        _require(array is not None, f"operand {k} of it is no constant")
+        require(array is not None, f"operand {k} of it is no constant")
         return np.asarray(array)
 
     def dims(self, k: int) -> tuple[int, ...]:
         """Return the shape of a constant."""
-        _require(self.is_constant(k), f"operand {k} of it is no constant")
+        require(self.is_constant(k), f"operand {k} of it is no constant")
         return self.reading.facts.shapes[self.op.inputs[k]]
 
     def integers(self, k: int) -> tuple[int, ...]:
@@ -268,7 +288,7 @@ class Call:
         """Apply the activation that is fused into the operator."""
         if not self.fused:
             return result
-        _require(self.fused in _FUSED, f"its activation has the number {self.fused}")
+        require(self.fused in _FUSED, f"its activation has the number {self.fused}")
         op, attrs = _FUSED[self.fused]
         return self.part(op, [result], result.shape, called=f"{self.name}/{op.lower()}", **attrs)
 
@@ -292,13 +312,13 @@ def _windows(
         return stride, ((0, 0), (0, 0))
     pads = []
     for size, k, s, d in zip(x.shape[1:3], kernel, stride, dilation, strict=True):
-        _require(size is not None)
+        require(size is not None)
         total = max((-(-(size or 0) // s) - 1) * s + (k - 1) * d + 1 - (size or 0), 0)
         pads.append((total // 2, total - total // 2))
     return stride, tuple(pads)
 
 
-@_reads("CONV_2D DEPTHWISE_CONV_2D")
+@reads("CONV_2D DEPTHWISE_CONV_2D")
 def _conv(c: Call) -> Value:
     x, kernel = c.value(0), c.dims(1)
     depthwise = c.op.kind == "DEPTHWISE_CONV_2D"
@@ -319,41 +339,41 @@ def _conv(c: Call) -> Value:
     return c.part(op, [x, weight, c.bias(2)], shape, called=c.name, **attrs)
 
 
-@_reads("SPACE_TO_BATCH_ND")
+@reads("SPACE_TO_BATCH_ND")
 def _space_to_batch(c: Call) -> Value:
     """Read a convolution between batches of pixels far apart as the dilated convolution that it is.
 
     A result at i reads x at i + k d - p: padding in front is that of SPACE_TO_BATCH_ND less what is cut off behind it.
     """
-    _require(not c.reading.one_value_each, "its convolution has another shape in the file")
+    require(not c.reading.one_value_each, "its convolution has another shape in the file")
     readers = [o for o in c.reading.model.operators if c.out[0].index in o.inputs]
     plain = {"padding": 1, "strideH": 1, "strideW": 1, "dilationHFactor": 1, "dilationWFactor": 1}
     layer = [o for o in readers if o.kind in ("CONV_2D", "DEPTHWISE_CONV_2D")]
     fits = len(readers) == len(layer) == 1 and all(layer[0].option(k, 1) == v for k, v in plain.items())
-    _require(fits, "no convolution alone reads it")
+    require(fits, "no convolution alone reads it")
     back = [o for o in c.reading.model.operators if layer[0].outputs[0] in o.inputs]
-    _require([o.kind for o in back] == ["BATCH_TO_SPACE_ND"], "its convolution is not followed by BATCH_TO_SPACE_ND")
+    require([o.kind for o in back] == ["BATCH_TO_SPACE_ND"], "its convolution is not followed by BATCH_TO_SPACE_ND")
     (block, pads), (same, cut) = (c.integers(1), c.constant(2)), map(c.reading.constant, back[0].inputs[1:])
     if same is None or cut is None or tuple(same.ravel()) != block or len(block) != 2:
         raise Unreadable("its sizes differ")
     padding = tuple((int(a), int(b)) for a, b in pads - cut)
-    _require(min(p for pair in padding for p in pair) >= 0, "more is cut off than was added")
+    require(min(p for pair in padding for p in pair) >= 0, "more is cut off than was added")
     c.reading.spread[c.op.outputs[0]] = block, padding, back[0].outputs[0]
     return c.value(0)
 
 
-@_reads("BATCH_TO_SPACE_ND")
+@reads("BATCH_TO_SPACE_ND")
 def _batch_to_space(c: Call) -> Value:
     """Read nothing behind a dilated convolution, whose result has its pixels together."""
-    _require(c.out[0].index in [result for *_, result in c.reading.spread.values()], "it follows no convolution")
+    require(c.out[0].index in [result for *_, result in c.reading.spread.values()], "it follows no convolution")
     return c.value(0)
 
 
-@_reads("TRANSPOSE_CONV")
+@reads("TRANSPOSE_CONV")
 def _transpose_conv(c: Call) -> Value:
     x, kernel = c.value(2), c.dims(1)[1:3]
     stride = (int(c.option("strideH")), int(c.option("strideW")))
-    _require(None not in (*x.shape[1:3], *c.shape()[1:3]), "its sizes are open")
+    require(None not in (*x.shape[1:3], *c.shape()[1:3]), "its sizes are open")
     sizes = zip(x.shape[1:3], c.shape()[1:3], kernel, stride, strict=True)
     cut = [((i or 0) - 1) * s + k - (o or 0) for i, o, k, s in sizes]
     padding = tuple((max(t, 0) // 2, max(t, 0) - max(t, 0) // 2) for t in cut)
@@ -363,10 +383,10 @@ def _transpose_conv(c: Call) -> Value:
     return c.emit("TransposeConv2D", [x, kernel_name, c.bias(3)], **attrs)
 
 
-@_reads("FULLY_CONNECTED")
+@reads("FULLY_CONNECTED")
 def _linear(c: Call) -> Value:
     if not c.is_constant(1):
-        _require(not c.has(2) and len(c.value(1).shape) == 2, "its weight is computed")
+        require(not c.has(2) and len(c.value(1).shape) == 2, "its weight is computed")
         wide = c.part("Transpose", [c.value(1)], c.value(1).shape[::-1], perm=(1, 0))
         return c.emit("MatMul", [c.value(0), wide])
     x, (out, width) = c.value(0), c.dims(1)
@@ -376,7 +396,7 @@ def _linear(c: Call) -> Value:
     return y if y.shape == c.shape() else c.part("Reshape", [y], c.shape(), shape=c.static())
 
 
-@_reads("BATCH_MATMUL")
+@reads("BATCH_MATMUL")
 def _mat_mul(c: Call) -> Value:
     operands: list[str | Value] = [c.operand(0), c.operand(1)]
     for k, flag in enumerate(("adjX", "adjY")):
@@ -391,7 +411,7 @@ def _mat_mul(c: Call) -> Value:
     return c.emit("MatMul", operands)
 
 
-@_reads("PRELU")
+@reads("PRELU")
 def _prelu(c: Call) -> Value:
     of_channels = all(d == 1 for d in c.dims(1)[:-1])
     change = np.ravel if of_channels else (lambda a: np.moveaxis(a, -1, 0))
@@ -401,27 +421,27 @@ def _prelu(c: Call) -> Value:
 # ---------------------------------------------------------------- element by element
 
 
-@_reads("RELU_N1_TO_1 RELU_0_TO_1")
+@reads("RELU_N1_TO_1 RELU_0_TO_1")
 def _clamp(c: Call) -> Value:
     return c.emit("Clamp", [c.value(0)], min=-1.0 if c.op.kind == "RELU_N1_TO_1" else 0.0, max=1.0)
 
 
-@_reads("LEAKY_RELU")
+@reads("LEAKY_RELU")
 def _leaky_relu(c: Call) -> Value:
     return c.emit("LeakyRelu", [c.value(0)], negative_slope=float(c.option("alpha", 0.0)))
 
 
-@_reads("ELU")
+@reads("ELU")
 def _elu(c: Call) -> Value:
     return c.emit("Elu", [c.value(0)], alpha=1.0)
 
 
-@_reads("GELU")
+@reads("GELU")
 def _gelu(c: Call) -> Value:
     return c.emit("Gelu", [c.value(0)], approximate="tanh" if c.option("approximate", False) else "none")
 
 
-@_reads("SOFTMAX LOG_SOFTMAX L2_NORMALIZATION")
+@reads("SOFTMAX LOG_SOFTMAX L2_NORMALIZATION")
 def _softmax(c: Call) -> Value:
     x, op = c.operand(0), {"SOFTMAX": "Softmax", "LOG_SOFTMAX": "LogSoftmax"}.get(c.op.kind, "L2Norm")
     beta = float(c.option("beta", 1.0) or 1.0)
@@ -431,18 +451,18 @@ def _softmax(c: Call) -> Value:
     return c.emit(op, [x], axis=len(c.shape()) - 1, **more)
 
 
-@_reads("SQUARE")
+@reads("SQUARE")
 def _square(c: Call) -> Value:
     return c.emit("Mul", [c.value(0), c.value(0)])
 
 
-@_reads("SQUARED_DIFFERENCE")
+@reads("SQUARED_DIFFERENCE")
 def _squared_difference(c: Call) -> Value:
     d = c.part("Sub", [c.operand(0), c.operand(1)], c.shape())
     return c.emit("Mul", [d, d])
 
 
-@_reads("ADD_N")
+@reads("ADD_N")
 def _add_n(c: Call) -> Value:
     total = c.operand(0)
     for k in range(1, len(c.op.inputs)):
@@ -450,17 +470,17 @@ def _add_n(c: Call) -> Value:
     return c.reading.builder.graph.values[total]
 
 
-@_reads("CAST")
+@reads("CAST")
 def _cast(c: Call) -> Value:
     return c.emit("Cast", [c.operand(0)], dtype=c.out[0].dtype)
 
 
-@_reads("SELECT SELECT_V2")
+@reads("SELECT SELECT_V2")
 def _select(c: Call) -> Value:
     return c.emit("Where", [c.operand(k) for k in range(3)])
 
 
-@_reads("QUANTIZE DEQUANTIZE")
+@reads("QUANTIZE DEQUANTIZE")
 def _requantize(c: Call) -> Value:
     """Read nothing: numbers are floats here, whether the file holds integers or 16 bits."""
     return c.value(0)
@@ -469,7 +489,7 @@ def _requantize(c: Call) -> Value:
 # ---------------------------------------------------------------- pools and reductions
 
 
-@_reads("AVERAGE_POOL_2D MAX_POOL_2D")
+@reads("AVERAGE_POOL_2D MAX_POOL_2D")
 def _pool(c: Call) -> Value:
     kernel = (int(c.option("filterHeight")), int(c.option("filterWidth")))
     stride, padding = _windows(c, c.value(0), kernel)
@@ -488,7 +508,7 @@ _REDUCTIONS = {
 }
 
 
-@_reads(" ".join(_REDUCTIONS))
+@reads(" ".join(_REDUCTIONS))
 def _reduce(c: Call) -> Value:
     x, keep = c.value(0), bool(c.option("keepDims", False))
     axes = tuple(sorted({a % len(x.shape) for a in c.integers(1)}))
@@ -499,7 +519,7 @@ def _reduce(c: Call) -> Value:
     return c.emit(_REDUCTIONS[c.op.kind], [x], axes=axes, keepdims=keep)
 
 
-@_reads("ARG_MAX ARG_MIN")
+@reads("ARG_MAX ARG_MIN")
 def _arg_max(c: Call) -> Value:
     x, (axis,) = c.value(0), c.integers(1)
     op = "ArgMax" if c.op.kind == "ARG_MAX" else "ArgMin"
@@ -507,13 +527,13 @@ def _arg_max(c: Call) -> Value:
     return y if c.out[0].dtype == "int64" else c.emit("Cast", [y], dtype=c.out[0].dtype)
 
 
-@_reads("CUMSUM")
+@reads("CUMSUM")
 def _cum_sum(c: Call) -> Value:
-    _require(not c.option("exclusive", False) and not c.option("reverse", False), "it is exclusive or reversed")
+    require(not c.option("exclusive", False) and not c.option("reverse", False), "it is exclusive or reversed")
     return c.emit("CumSum", [c.value(0)], axis=c.integers(1)[0] % len(c.shape()))
 
 
-@_reads("TOPK_V2")
+@reads("TOPK_V2")
 def _top_k(c: Call) -> list[Value]:
     (k,), x = c.integers(1), c.value(0)
     outs = [(c.shape(0), c.out[0].dtype), (c.shape(1), "int64")]
@@ -527,23 +547,23 @@ def _top_k(c: Call) -> list[Value]:
 # ---------------------------------------------------------------- what moves numbers
 
 
-@_reads("CONCATENATION")
+@reads("CONCATENATION")
 def _concat(c: Call) -> Value:
     return c.emit("Concat", [c.operand(k) for k in range(len(c.op.inputs))], axis=c.axis())
 
 
-@_reads("PACK")
+@reads("PACK")
 def _pack(c: Call) -> Value:
     return c.emit("Stack", [c.operand(k) for k in range(len(c.op.inputs))], axis=c.axis())
 
 
-@_reads("UNPACK")
+@reads("UNPACK")
 def _unpack(c: Call) -> list[Value]:
     outs = [(c.shape(k), t.dtype) for k, t in enumerate(c.out)]
     return c.parts("Unstack", [c.value(0)], outs, c.name, axis=c.axis(rank=len(c.value(0).shape)))
 
 
-@_reads("SPLIT SPLIT_V")
+@reads("SPLIT SPLIT_V")
 def _split(c: Call) -> list[Value]:
     x, (axis,) = (c.value(1), c.integers(0)) if c.op.kind == "SPLIT" else (c.value(0), c.integers(2))
     axis %= len(x.shape)
@@ -552,27 +572,27 @@ def _split(c: Call) -> list[Value]:
     return c.parts("Split", [x], outs, c.name, axis=axis, sizes=sizes)
 
 
-@_reads("RESHAPE SQUEEZE EXPAND_DIMS")
+@reads("RESHAPE SQUEEZE EXPAND_DIMS")
 def _reshape(c: Call) -> Value:
     return c.emit("Reshape", [c.value(0)], shape=c.static())
 
 
-@_reads("TRANSPOSE")
+@reads("TRANSPOSE")
 def _transpose(c: Call) -> Value:
     return c.emit("Transpose", [c.value(0)], perm=c.integers(1))
 
 
-@_reads("TILE")
+@reads("TILE")
 def _tile(c: Call) -> Value:
     return c.emit("Tile", [c.value(0)], repeats=c.integers(1))
 
 
-@_reads("BROADCAST_TO")
+@reads("BROADCAST_TO")
 def _broadcast(c: Call) -> Value:
     return c.emit("Expand", [c.value(0)], shape=c.static())
 
 
-@_reads("STRIDED_SLICE SLICE")
+@reads("STRIDED_SLICE SLICE")
 def _slice(c: Call) -> Value:
     y = c.value(0)
     rank = len(y.shape)
@@ -583,7 +603,7 @@ def _slice(c: Call) -> Value:
     else:
         end, step = list(third), c.integers(3)
         masks = ("ellipsisMask", "newAxisMask")
-        _require(not any(c.option(m, 0) for m in masks) and all(s > 0 for s in step), "it adds axes or turns them")
+        require(not any(c.option(m, 0) for m in masks) and all(s > 0 for s in step), "it adds axes or turns them")
         shrink, begin_mask, end_mask = (int(c.option(m, 0)) for m in ("shrinkAxisMask", "beginMask", "endMask"))
     for k in reversed(range(len(begin))):
         size = y.shape[k]
@@ -598,7 +618,7 @@ def _slice(c: Call) -> Value:
             and (stop is None or (size is not None and stop >= size) or (size is None and stop == 1))
         ):
             continue
-        _require(size is not None, "it cuts the batch")
+        require(size is not None, "it cuts the batch")
         count = len(range(*slice(start, stop, step[k]).indices(size or 0)))
         lo, hi, by = slice(start, stop, step[k]).indices(size or 0)
         shape = (*y.shape[:k], count, *y.shape[k + 1 :])
@@ -606,37 +626,37 @@ def _slice(c: Call) -> Value:
     return y
 
 
-@_reads("GATHER")
+@reads("GATHER")
 def _gather(c: Call) -> Value:
-    _require(not c.option("batchDims", 0), "it gathers within samples")
+    require(not c.option("batchDims", 0), "it gathers within samples")
     if c.is_constant(0) and not c.option("axis", 0) and len(c.dims(0)) == 2:
         return c.emit("Embedding", [c.weight(0, trains=True), c.value(1)])
     x = c.value(0)
     return c.emit("Gather", [x, c.operand(1)], axis=c.axis(rank=len(x.shape)))
 
 
-@_reads("PAD PADV2 MIRROR_PAD")
+@reads("PAD PADV2 MIRROR_PAD")
 def _pad(c: Call) -> Value:
     pairs = tuple((int(a), int(b)) for a, b in c.constant(1))
     reflect = c.op.kind == "MIRROR_PAD"
-    _require(not reflect or c.option("mode", 0) == 0, "it repeats the border")
+    require(not reflect or c.option("mode", 0) == 0, "it repeats the border")
     value = float(c.constant(2).ravel()[0]) if c.op.kind == "PADV2" else 0.0
     return c.emit("Pad", [c.value(0)], padding=pairs, mode="reflect" if reflect else "constant", value=value)
 
 
-@_reads("RESIZE_BILINEAR RESIZE_NEAREST_NEIGHBOR")
+@reads("RESIZE_BILINEAR RESIZE_NEAREST_NEIGHBOR")
 def _resize(c: Call) -> Value:
     corners, half = (bool(c.option(f, False)) for f in ("alignCorners", "halfPixelCenters"))
     if c.op.kind == "RESIZE_BILINEAR":
         mode = "linear" if corners or half else "linear_corner"
     else:
         mode = "nearest_exact" if half else "nearest"
-        _require(not corners, "it aligns corners")
+        require(not corners, "it aligns corners")
     size = tuple(int(d or 0) for d in c.shape()[1:3])
     return c.emit("Resize", [c.value(0)], mode=mode, size=size, scale=None, align_corners=corners)
 
 
-@_reads("DEPTH_TO_SPACE SPACE_TO_DEPTH")
+@reads("DEPTH_TO_SPACE SPACE_TO_DEPTH")
 def _depth(c: Call) -> Value:
     """Change the order of channels: (row, column, channel) in the file, (channel, row, column) in the graph."""
     k, x = int(c.option("blockSize")), c.value(0)

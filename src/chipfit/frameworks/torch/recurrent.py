@@ -10,7 +10,7 @@ from chipfit.frameworks.torch.read import reads
 
 #: ATen operator -> canonical operator, and attributes that do not depend on the call
 _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "lstm": ("LSTM", {"gates": "ifgo"}),
+    "lstm": ("LSTM", {"gates": "ifgo", "cell_clip": None}),
     "gru": ("GRU", {"gates": "rzn", "reset_after": True}),
     "rnn_tanh": ("RNN", {"activation": "tanh"}),
     "rnn_relu": ("RNN", {"activation": "relu"}),
