@@ -84,6 +84,8 @@ def lstm(new: New, n: Node) -> list[str]:
         i, f, o = (new("Sigmoid", of[k]) for k in "ifo")
         added = new("Mul", i, new("Tanh", of["g"]))
         c = added if c is None else new("Add", new("Mul", f, c), added)
+        if (clip := n.attrs["cell_clip"]) is not None:
+            c = new("Clamp", c, min=-clip, max=clip)
         h = new("Mul", o, new("Tanh", c))
         states.append(h)
     assert c is not None

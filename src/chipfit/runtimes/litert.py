@@ -37,7 +37,9 @@ class _Notes(TypedDict):
     images: NotRequired[dict[str, list[int]]]
     int64: NotRequired[list[str]]  #: tensors of the file with 32 bits that have 64 in the model
     stream: NotRequired[bool]  #: samples are steps of one sequence: states stay from one to the next
-    joined: NotRequired[dict[str, list[str]]]  #: tensor of the model -> tensors of the file that it holds one after another
+    joined: NotRequired[
+        dict[str, list[str]]
+    ]  #: tensor of the model -> tensors of the file that it holds one after another
     outputs: list[tuple[list[int] | None, int]]  #: form and batch axis of each
     provenance: dict[str, Any]
 
@@ -81,6 +83,7 @@ class LiteRt:
     resolver = "AUTO"  #: LiteRT's name of the choice of kernels
     hint = ""  #: what to do about a file that it refuses
     block_scales = True  #: its kernels support weights with one scale per block
+    narrow_states = False  #: its kernels support SVDF with a state of 8 bits
     #: (x, scale) -> x / scale as rounded by its kernels that quantize floats, to 8 bits and to wider integers
     steps, wide_steps = staticmethod(_times_inverse), staticmethod(_by_eights)
 
@@ -95,7 +98,7 @@ class LiteRt:
             self.make_interpreter(raw)  # checks every offset in the file
             prepared = _with_outputs(raw, str(path), tensors, self.block_scales)
             content, self._own_outputs, self.tensors, self.notes = prepared
-            self.has_states = bool(_states(raw))
+            self.has_states = _states(raw, str(path), self.narrow_states)
             self.interpreter = self.make_interpreter(content)
             self.interpreter.allocate_tensors()
         except (RuntimeError, ValueError) as e:
@@ -278,13 +281,26 @@ def _quantization(tensor: Any, key: str) -> Any:
     return tensor.quantization and getattr(tensor.quantization, key)
 
 
-def _states(content: bytes) -> set[int]:
-    """Return the types, as numbers of the schema, of the tensors that keep their numbers between calls."""
+def _states(content: bytes, path: str, narrow: bool) -> bool:
+    """Return whether a file keeps numbers between calls.
+
+    Args:
+        narrow: SVDF may have a state of 8 bits.
+
+    Raises:
+        RuntimeUnavailable: it has one, and may not.
+    """
     from ai_edge_litert import schema_py_generated as schema
 
-    graph = schema.Model.GetRootAs(content, 0).Subgraphs(0)
-    tensors = [graph.Tensors(k) for k in range(graph.TensorsLength())]
-    return {t.Type() for t in tensors if t.IsVariable()}
+    model = schema.Model.GetRootAs(content, 0)
+    graph = model.Subgraphs(0)
+    for op in (graph.Operators(k) for k in range(graph.OperatorsLength())):
+        if model.OperatorCodes(op.OpcodeIndex()).BuiltinCode() != schema.BuiltinOperator.SVDF or narrow:
+            continue
+        if graph.Tensors(op.Inputs(4)).Type() == schema.TensorType.INT8:  # LiteRT would crash
+            what, hint = "LiteRT has no kernel for SVDF with a state of 8 bits", "choose runtime='tflm'"
+            raise RuntimeUnavailable(what, where=path, hint=hint)
+    return any(graph.Tensors(k).IsVariable() for k in range(graph.TensorsLength()))
 
 
 def _items(vector: Any) -> Any:

@@ -88,6 +88,7 @@ class _Interpreter:
 class Tflm(LiteRtReference):
     """A loaded file, run by the interpreter for microcontrollers; its batch size is that of the file."""
 
+    narrow_states = True
     hint = "chipfit.lint(model, data, platform='tflm_cmsis_nn') lists operators that it lacks"
 
     def make_interpreter(self, content: bytes) -> Any:

@@ -2,8 +2,8 @@
 
 The gates of an LSTM have 3 integer bits before their curves and none behind them; the scale of its cell state is a
 power of two. LiteRT computes the curves in fixed point, TensorFlow Lite Micro by tables.
-Sources: TensorFlow Lite, kernels/lstm_eval.cc, kernels/unidirectional_sequence_lstm.cc and
-kernels/internal/reference/svdf.h; TensorFlow Lite Micro, micro/kernels/lstm_eval.cc, lstm_eval_common.cc, svdf_common.cc.
+Sources: TensorFlow Lite, kernels/lstm_eval.cc and kernels/internal/reference/svdf.h; TensorFlow Lite Micro,
+micro/kernels/lstm_eval.cc, lstm_eval_common.cc and svdf_common.cc; experiments.
 """
 
 from collections.abc import Callable

@@ -45,7 +45,10 @@ def _joined(parts: list[FileTensor]) -> FileTensor:
     """Return tensors that are one weight, one after another."""
     values = np.concatenate([p.values for p in parts if p.values is not None])
     pairs = zip(*(p.qparams for p in parts), strict=True)
-    spread = [[np.concatenate([np.broadcast_to(q, len(p.values)) for p, q in zip(parts, qs)]) for qs in zip(*pair)] for pair in pairs]
+    spread = [
+        [np.concatenate([np.broadcast_to(q, len(p.values)) for p, q in zip(parts, qs)]) for qs in zip(*pair)]
+        for pair in pairs
+    ]
     return FileTensor(values, [(scale, zero) for scale, zero in spread])
 
 

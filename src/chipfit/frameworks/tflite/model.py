@@ -225,9 +225,9 @@ class TfliteModel:
         given = {"model_content": self.content.everything()} if path is None else {"model_path": str(path)}
         return Interpreter(**given, num_threads=1, **options)
 
-    @cached_property
+    @property
     def streams(self) -> bool:
-        """Each call computes the next step of a sequence: it has SVDF, or LSTMs for one sequence with one step a call."""
+        """Each call computes the next step of one sequence: it has SVDF, or LSTMs with one step a call."""
         shapes = {self.tensors[o.inputs[0]].shape[:2] for o in self.operators if o.kind == LSTM}
         return any(o.kind == "SVDF" for o in self.operators) or shapes == {(1, 1)}
 

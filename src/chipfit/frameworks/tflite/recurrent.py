@@ -51,7 +51,9 @@ def _sequences(c: Call) -> Value:
     if c.reading.model.streams:
         first, second, width = x.shape
         count = first * second if first is not None and second is not None else None
-        require(count is not None or second == 1 or not c.option("timeMajor", False), "it runs several sequences at once")
+        require(
+            count is not None or second == 1 or not c.option("timeMajor", False), "it runs several sequences at once"
+        )
         return c.part("Reshape", [x], (1, count, width), shape=(1, -1, width))
     if c.option("timeMajor", False):
         return c.part("Transpose", [x], (x.shape[1], x.shape[0], x.shape[2]), perm=(1, 0, 2))
@@ -59,7 +61,7 @@ def _sequences(c: Call) -> Value:
 
 
 def _hidden(c: Call) -> Tensor:
-    """Return a tensor with the grid to which LiteRT rounds h; files of TensorFlow's converter may have another result."""
+    """Return a tensor with the grid to which LiteRT rounds h; TensorFlow's converter may give the result another one."""
     found = c.op.intermediates[_HIDDEN] if len(c.op.intermediates) > _HIDDEN else -1
     tensor = c.reading.model.tensors[found] if found >= 0 else c.out[0]
     return tensor if tensor.scale is not None else c.out[0]
