@@ -159,5 +159,5 @@ def svdf(x: Tensor, w: Tensor, w_time: Tensor, b: Tensor | None, state: Tensor, 
     """
     before, features = state.reshape(w_time.shape).t()[1:], torch.nn.functional.linear(x, w)
     y = (torch.cat((before, features)).unfold(0, w_time.shape[1], 1) * w_time).sum(-1)
-    y = y.unflatten(-1, (-1, rank)).sum(-1)
+    y = y.reshape(len(y), -1, rank).sum(-1)
     return y if b is None else y + b

@@ -37,9 +37,7 @@ class _Notes(TypedDict):
     images: NotRequired[dict[str, list[int]]]
     int64: NotRequired[list[str]]  #: tensors of the file with 32 bits that have 64 in the model
     stream: NotRequired[bool]  #: samples are steps of one sequence: states stay from one to the next
-    joined: NotRequired[
-        dict[str, list[str]]
-    ]  #: tensor of the model -> tensors of the file that it holds one after another
+    joined: NotRequired[dict[str, list[str]]]  #: tensor of the model -> tensors of the file in it
     outputs: list[tuple[list[int] | None, int]]  #: form and batch axis of each
     provenance: dict[str, Any]
 

@@ -604,43 +604,29 @@ def _quantize_xnnpack(run: Simulation, name: str, x: Tensor) -> Tensor:
 # ---------------------------------------------------------------- families of kernels
 
 
-_FUNCTIONS: dict[str, Callable[..., None]] = (
-    {
-        "sub": partial(_add, sign=-1),
-        "sub_xnnpack": partial(_add_xnnpack, sign=-1),
-        "sigmoid": partial(_table, f=_sigmoid, wide=tables16.sigmoid),
-        "sigmoid_optimized": partial(_table, f=_sigmoid, wide=_curve(tables16.sigmoid, gemmlowp.logistic, (0,))),
-        "sigmoid_xnnpack": partial(_table, f=lambda x, node: torch.sigmoid(x.double()).float(), nearest=torch.round),
-        "tanh": partial(_table, wide=tables16.tanh),
-        "tanh_optimized": partial(_table, wide=_curve(tables16.tanh, gemmlowp.tanh, (0, 1))),
-        "tanh_xnnpack": partial(_table, nearest=torch.round),
-        "elu": partial(_table, f=_elu),
-        "gelu": partial(_table, f=_gelu),
-        "softmax": partial(softmax, rows=rows_in_fixed_point),
-        "softmax_optimized": partial(softmax, rows=_rows_optimized),
-        "log_softmax": partial(softmax, rows=lambda q, s, _: gemmlowp.log_softmax(q - q.amax(-1, keepdim=True), s)),
-        "log_softmax_optimized": partial(softmax, rows=_log_rows_optimized),
-        "resize": partial(_resize, lines=source_positions, one=1024),
-        "resize_xnnpack": partial(_resize, lines=source_positions_xnnpack, one=2048),
-    }
-    | by_name(
-        *(
-            _convolution,
-            _linear,
-            _mat_mul,
-            _add,
-            _add_optimized,
-            _add_xnnpack,
-            _mul,
-            _rectifier,
-            _leaky,
-            _leaky_xnnpack,
-        ),
-        *(prelu, _table, _hard_swish, _abs, _rsqrt, _l2_norm, _requantize, _requantize_optimized, _requantize_xnnpack),
-        *(_mean, _mean_optimized, _mean_xnnpack, _avg_pool, _rows, _copied),
-    )
-    | recurrent.FUNCTIONS["litert"]
+_FUNCTIONS: dict[str, Callable[..., None]] = {
+    "sub": partial(_add, sign=-1),
+    "sub_xnnpack": partial(_add_xnnpack, sign=-1),
+    "sigmoid": partial(_table, f=_sigmoid, wide=tables16.sigmoid),
+    "sigmoid_optimized": partial(_table, f=_sigmoid, wide=_curve(tables16.sigmoid, gemmlowp.logistic, (0,))),
+    "sigmoid_xnnpack": partial(_table, f=lambda x, node: torch.sigmoid(x.double()).float(), nearest=torch.round),
+    "tanh": partial(_table, wide=tables16.tanh),
+    "tanh_optimized": partial(_table, wide=_curve(tables16.tanh, gemmlowp.tanh, (0, 1))),
+    "tanh_xnnpack": partial(_table, nearest=torch.round),
+    "elu": partial(_table, f=_elu),
+    "gelu": partial(_table, f=_gelu),
+    "softmax": partial(softmax, rows=rows_in_fixed_point),
+    "softmax_optimized": partial(softmax, rows=_rows_optimized),
+    "log_softmax": partial(softmax, rows=lambda q, s, _: gemmlowp.log_softmax(q - q.amax(-1, keepdim=True), s)),
+    "log_softmax_optimized": partial(softmax, rows=_log_rows_optimized),
+    "resize": partial(_resize, lines=source_positions, one=1024),
+    "resize_xnnpack": partial(_resize, lines=source_positions_xnnpack, one=2048),
+} | by_name(
+    *(_convolution, _linear, _mat_mul, _add, _add_optimized, _add_xnnpack, _mul, _rectifier, _leaky, _leaky_xnnpack),
+    *(prelu, _table, _hard_swish, _abs, _rsqrt, _l2_norm, _requantize, _requantize_optimized, _requantize_xnnpack),
+    *(_mean, _mean_optimized, _mean_xnnpack, _avg_pool, _rows, _copied),
 )
+_FUNCTIONS |= recurrent.FUNCTIONS["litert"]
 Tables = tuple[dict[str, Kernel], dict[str, Kernel], dict[str, Kernel]]
 #: kernels of the reference family, of the optimised one, and of XNNPACK
 _KERNELS: Tables = ({}, {}, {})

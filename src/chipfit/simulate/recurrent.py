@@ -177,7 +177,8 @@ def _wrapped(x: Tensor, bits: int) -> Tensor:
     return torch.remainder(x + half, 2 * half) - half
 
 
-FUNCTIONS = {
+#: functions of the columns "litert" and "tflm", by name
+FUNCTIONS: dict[str, dict[str, Callable[..., None]]] = {
     "litert": {"lstm": partial(lstm, cell=LITERT), "svdf": svdf},
     "tflm": {"lstm": partial(lstm, cell=TFLM), "svdf": svdf},
 }

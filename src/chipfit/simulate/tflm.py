@@ -61,16 +61,13 @@ def _curve(c: KernelCall, function: Callable[[Tensor, int], Tensor], bits: int) 
     c.write_result(torch.where(q <= -radius, least, torch.where(q >= radius, most, y)))
 
 
-_FUNCTIONS: dict[str, Callable[..., None]] = (
-    {
-        "prelu": partial(prelu, kind=torch.float64),
-        "softmax": partial(softmax, rows=rows_in_fixed_point, kind=torch.float32),
-        "sigmoid": partial(_curve, function=gemmlowp.logistic, bits=8),
-        "tanh": partial(_curve, function=gemmlowp.tanh, bits=7),
-    }
-    | by_name(_linear, _mul, _relu6)
-    | recurrent.FUNCTIONS["tflm"]
-)
+_FUNCTIONS: dict[str, Callable[..., None]] = {
+    "prelu": partial(prelu, kind=torch.float64),
+    "softmax": partial(softmax, rows=rows_in_fixed_point, kind=torch.float32),
+    "sigmoid": partial(_curve, function=gemmlowp.logistic, bits=8),
+    "tanh": partial(_curve, function=gemmlowp.tanh, bits=7),
+} | by_name(_linear, _mul, _relu6)
+_FUNCTIONS |= recurrent.FUNCTIONS["tflm"]
 _KERNELS: dict[str, Kernel] = {}  #: operator -> kernel, of those that differ from LiteRT's reference kernels
 _PASS_THROUGH: dict[str, Kernel] = {}
 

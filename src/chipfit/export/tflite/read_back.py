@@ -43,13 +43,11 @@ def _reset(tensor: schema.TensorT, qparams: list[tuple[np.ndarray, np.ndarray]])
 
 def _joined(parts: list[FileTensor]) -> FileTensor:
     """Return tensors that are one weight, one after another."""
-    values = np.concatenate([p.values for p in parts if p.values is not None])
-    pairs = zip(*(p.qparams for p in parts), strict=True)
-    spread = [
-        [np.concatenate([np.broadcast_to(q, len(p.values)) for p, q in zip(parts, qs)]) for qs in zip(*pair)]
-        for pair in pairs
-    ]
-    return FileTensor(values, [(scale, zero) for scale, zero in spread])
+    values = [np.asarray(p.values) for p in parts]
+    scale, zero = (
+        np.concatenate([np.broadcast_to(p.qparams[0][k], len(v)) for p, v in zip(parts, values)]) for k in (0, 1)
+    )
+    return FileTensor(np.concatenate(values), [(scale, zero)])
 
 
 def array_of(data: bytes, tensor: schema.TensorT) -> np.ndarray:

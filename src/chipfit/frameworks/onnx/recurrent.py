@@ -54,11 +54,8 @@ def _attributes(c: OnnxCall, k: int, count: int) -> dict[str, Any]:
         return {"activation": own[0]}
     if own != usual:
         raise Unreadable
-    return (
-        {"gates": gates, "cell_clip": None}
-        if op == "LSTM"
-        else {"gates": gates, "reset_after": bool(c.attr("linear_before_reset"))}
-    )
+    after = bool(c.attr("linear_before_reset"))
+    return {"gates": gates, **({"cell_clip": None} if op == "LSTM" else {"reset_after": after})}
 
 
 def _text(a: Any) -> str:

@@ -70,7 +70,6 @@ class Tensor:
         self.kind = _NAMES.get(table.type, str(table.type))
         self.shape = tuple(int(d) for d in (table.shape if table.shape is not None else ()))
         signature = table.shapeSignature
-        self.variable = bool(table.isVariable)  #: it keeps its numbers between calls
         self.signature = self.shape if signature is None else tuple(int(d) for d in signature)
         q = table.quantization
         scaled = q is not None and q.scale is not None and len(q.scale) > 0 and self.kind in _CODES

@@ -61,7 +61,7 @@ def _sequences(c: Call) -> Value:
 
 
 def _hidden(c: Call) -> Tensor:
-    """Return a tensor with the grid to which LiteRT rounds h; TensorFlow's converter may give the result another one."""
+    """Return a tensor with the grid to which LiteRT rounds h; TensorFlow's converter may give the result another."""
     found = c.op.intermediates[_HIDDEN] if len(c.op.intermediates) > _HIDDEN else -1
     tensor = c.reading.model.tensors[found] if found >= 0 else c.out[0]
     return tensor if tensor.scale is not None else c.out[0]
