@@ -238,7 +238,7 @@ class TfliteModel:
 
     @property
     def unrunnable(self) -> str:
-        """What LiteRT would crash at, although it opens the file; "" if there is nothing."""
+        """The operator at which LiteRT would crash, although it opens the file; "" if there is none."""
         states = {self.tensors[o.inputs[4]].kind for o in self.operators if o.kind == "SVDF"}
         return "SVDF with a state of 8 bits" if "INT8" in states else ""
 
