@@ -143,6 +143,43 @@ def test_a_fused_operator_is_read_as_its_parts(case):
     assert graph.nodes and "Opaque" not in [n.op for n in graph.nodes] and not graph.notes
 
 
+@pytest.mark.parametrize("negated", [True, False])
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("pooled", [True, False])
+def test_a_layer_norm_as_tensorflow_has_it_is_one_layer(negated, scaled, pooled):
+    """x k + (b - mean k) with k = w / sqrt(variance + eps), as converters of Keras models write it."""
+    init = {
+        "eps": np.float32(1e-3),
+        "w": _OTHER.standard_normal((1, 1, 8)).astype("f4"),
+        "b": _OTHER.standard_normal((1, 1, 8)).astype("f4"),
+        "axes": np.array([2]),
+    }
+
+    def mean(x: str, y: str) -> Any:
+        return (
+            helper.make_node("GlobalAveragePool", [x], [y])
+            if pooled
+            else helper.make_node("ReduceMean", [x, "axes"], [y])
+        )
+
+    steps = [
+        "Sub x m d, Mul d d q",
+        "Add v eps a, Sqrt a r, Reciprocal r i",
+        "Mul i w k, Mul x k p" if scaled else "Mul x i p",
+        f"Neg m n, Mul n {'k' if scaled else 'i'} t" if negated else f"Mul m {'k' if scaled else 'i'} t",
+        ("Add t b s, Add p s y" if negated else "Sub b t s, Add p s y")
+        if scaled
+        else ("Add p t y" if negated else "Sub p t y"),
+    ]
+    nodes = [helper.make_node(op, ins, [out]) for s in ", ".join(steps).split(", ") for op, *ins, out in [s.split()]]
+    nodes = [mean("x", "m"), *nodes[:2], mean("q", "v"), *nodes[2:]]
+    x = helper.make_tensor_value_info("x", 1, ["n", 5, 8])
+    weights = [numpy_helper.from_array(np.asarray(v), k) for k, v in init.items()]
+    graph = helper.make_graph(nodes, "norm", [x], [onnx.ValueInfoProto(name="y")], weights)
+    read = compared(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), {"x": X})
+    assert [n.op for n in read.nodes] == ["LayerNorm"] and len(read.nodes[0].inputs) == (3 if scaled else 1)
+
+
 # ---------------------------------------------------------------- operators that ONNX defines by simpler ones
 
 

@@ -307,6 +307,11 @@ def test_a_damaged_file_is_read_or_refused_by_a_typed_error(tmp_path):
 
 def test_unknown_domains_opsets_and_cycles_are_refused():
     refused(relu(domain="org.example"), "unknown domain.*org.example.Relu")
+    trees = relu(domain="ai.onnx.ml")
+    trees.graph.output[0].type.Clear()
+    trees.graph.output[0].type.sequence_type.elem_type.map_type.key_type = 7  # labels of classes, as tools for trees do
+    trees.graph.output[0].type.sequence_type.elem_type.map_type.value_type.tensor_type.elem_type = 1
+    refused(trees, "unknown domain.*ai.onnx.ml.Relu")
     model = relu()
     model.opset_import[0].version = 99
     refused(model, "unknown opset.*99")

@@ -113,6 +113,8 @@ def opened(model: Any, file: Path | None = None) -> OnnxModel:
             model = ir.to_proto(model)
         proto = model if isinstance(model, onnx.ModelProto) else onnx.ModelProto.FromString(bytes(model))
         _check_proto(proto, stored := StoredWeights(file and file.parent), where)
+        own = {f.domain for f in proto.functions}
+        _check_domains([n for n in proto.graph.node if n.domain not in own], where)  # their types may be unreadable
         read = ir.from_proto(proto)
         if file is not None:
             ir.external_data.set_base_dir(read.graph, file.parent)
@@ -225,7 +227,11 @@ def _check_count(nodes: int, where: str) -> None:
 
 def _check_nodes(graph: ir.Graph, where: str) -> None:
     _check_count(graph.num_nodes(), where)
-    strange = [n for n in graph.all_nodes() if domain_of(n) not in DOMAINS and not is_foreign(n.op_type, n.domain)]
+    _check_domains(graph.all_nodes(), where)
+
+
+def _check_domains(nodes: Iterable[Any], where: str) -> None:
+    strange = [n for n in nodes if domain_of(n) not in DOMAINS and not is_foreign(n.op_type, n.domain)]
     unknown = sorted({f"{n.domain}.{n.op_type}" for n in strange})
     if unknown:
         allowed = "operators of ONNX and com.microsoft, and functions that the file defines"
@@ -252,7 +258,7 @@ def dims_of(value: ir.Value) -> list[int | None] | None:
     return None if value.shape is None else [d if isinstance(d, int) and d > 0 else None for d in value.shape]
 
 
-def domain_of(node: ir.Node) -> str:
+def domain_of(node: Any) -> str:
     return "" if node.domain == "ai.onnx" else node.domain
 
 

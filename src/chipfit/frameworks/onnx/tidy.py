@@ -14,7 +14,7 @@ def tidy(graph: Graph, outputs: Sequence[str]) -> tuple[Graph, list[str]]:
     """Return the graph with whole layers, and its outputs."""
     graph.outputs = [*outputs]
     layers = _Layers(graph)
-    norms = layers.norms, layers.group_norms
+    norms = layers.norms, layers.shifted_norms, layers.group_norms
     for find in (layers.gates, layers.gelus, *norms, layers.biases, layers.flattened, layers.swaps, layers.lines):
         for old, whole in find():
             layers.replace(old, whole)
@@ -170,28 +170,89 @@ class _Layers:
         """Find (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) over the last axes, perhaps times w, plus b."""
         for n in self.named("Div"):
             centred, root = self.made.get(n.inputs[0] or ""), self.maker(n.inputs[1], "Sqrt")
-            shifted = self.maker(root.data, "Add") if root is not None else None
-            if centred is None or centred.op != "Sub" or shifted is None:
-                continue
-            variance, eps = (shifted.inputs if shifted.inputs[1] in self.graph.weights else shifted.inputs[::-1])[:2]
-            square = self._mean_of(self.made.get(variance or ""))
-            x = centred.data
-            squared = square is not None and (
-                (square.op == "Mul" and set(square.inputs) == {centred.output})
-                or (square.op == "Pow" and square.data == centred.output and self.number(square.inputs[1] or "") == 2)
-            )
-            mean = self.made.get(centred.inputs[1] or "")
-            if not squared or mean is None or mean.op != "Mean" or mean.data != x:
-                continue
-            axes = sorted(a % len(self.graph.shape(x)) for a in mean.attrs["axes"])
-            shape = self.graph.shape(x)[axes[0] :]
-            over = self.made[variance or ""].attrs["axes"]
-            if mean.attrs["axes"] == over and len(axes) == len(shape) and None not in shape:
-                yield self._scaled_norm(n, x, shape, self.number(eps or ""))
+            found = self._variance(root)
+            if found is not None and centred is not None and centred.op == "Sub" and centred.data == found[0]:
+                x, mean, shape, eps = found
+                if centred.inputs[1] == mean:
+                    yield self._scaled_norm(n, x, shape, eps)
 
-    def _mean_of(self, mean: Node | None) -> Node | None:
-        """Return the node whose result a mean is taken of."""
-        return self.made.get(mean.data) if mean is not None and mean.op == "Mean" and mean.attrs["keepdims"] else None
+    def shifted_norms(self) -> Iterator[tuple[Node, Node]]:
+        """Find x k + (b - mean(x) k) with k = w / sqrt(mean((x - mean(x))^2) + eps), as TensorFlow has layer norms."""
+        for n in self.named("Reciprocal", "Rsqrt"):
+            found = self._variance(self.maker(n.data, "Sqrt") if n.op == "Reciprocal" else n)
+            scaled = self.reader(n, "Mul")
+            if found is None:
+                continue
+            (x, mean, shape, eps), k = found, n
+            vectors: list[str | None] = [None, None]
+            if scaled is not None and scaled[1] in self.graph.weights:
+                k, vectors[0] = scaled
+            products = [u for u in self.users[k.output] if u.op == "Mul" and len(u.inputs) == 2]
+            of_x = [u for u in products if {*u.inputs} == {x, k.output}]
+            moved = [u for u in products if u not in of_x]
+            if len(products) != len(self.users[k.output]) or len(of_x) != 1 or len(moved) != 1:
+                continue
+            last, vectors[1] = self._shifted(of_x[0], moved[0], mean, k.output)
+            if last is not None and all(v is None or self._is_row(v, shape[-1]) for v in vectors):
+                scales = [None if v is None else self.flat(v) for v in vectors]
+                attrs = {"normalized_shape": (shape[-1],), "eps": eps}
+                inputs = (x, *scales) if any(scales) else (x,)
+                if len(shape) == 1:
+                    yield last, last.with_(op="LayerNorm", inputs=inputs, attrs=attrs, layer_type="LayerNorm")
+
+    def _is_row(self, weight: str, size: int | None) -> bool:
+        """Return whether a weight has one element for each place along the last axis."""
+        w = self.graph.weights[weight]
+        return w.dim() > 0 and w.numel() == w.shape[-1] == size
+
+    def _shifted(self, of_x: Node, moved: Node, mean: str, k: str) -> tuple[Node | None, str | None]:
+        """Return the node of x k + (b - mean k), and b; no node for anything else."""
+        (other,) = [i for i in moved.inputs if i != k] or [""]
+        negative = self.made.get(other or "")
+        minus = negative is not None and negative.op == "Neg" and negative.data == mean
+        if (not minus and other != mean) or not self.alone(of_x.output) or not self.alone(moved.output):
+            return None, None
+        last, bias = self.users[moved.output][0], None
+        if of_x.output not in last.inputs:
+            (bias,) = [i for i in last.inputs if i != moved.output] or [None]
+            fits = last.op == ("Add" if minus else "Sub") and bias in self.graph.weights and self.alone(last.output)
+            if not fits or (not minus and last.data != bias):
+                return None, None
+            last, minus, moved = self.users[last.output][0], True, last
+        if {*last.inputs} != {of_x.output, moved.output} or last.op != ("Add" if minus else "Sub"):
+            return None, None
+        return (last, bias) if minus or last.data == of_x.output else (None, None)
+
+    def _variance(self, root: Node | None) -> tuple[str, str, list[int | None], float] | None:
+        """Return x, its mean, the sizes of its last axes and eps of the root of mean((x - mean(x))^2) + eps."""
+        shifted = self.maker(root.data, "Add") if root is not None else None
+        if shifted is None:
+            return None
+        variance, eps = (shifted.inputs if shifted.inputs[1] in self.graph.weights else shifted.inputs[::-1])[:2]
+        over, square = self._mean_of(self.made.get(variance or ""))
+        if square is None:
+            return None
+        centred = self.made.get(square.data)
+        squared = (square.op == "Mul" and {*square.inputs} == {square.data}) or (
+            square.op == "Pow" and self.number(square.inputs[1] or "") == 2
+        )
+        if not squared or centred is None or centred.op != "Sub":
+            return None
+        x, mean = centred.data, centred.inputs[1] or ""
+        axes, source = self._mean_of(self.made.get(mean), kept=False)
+        shape = list(self.graph.shape(x)[axes[0] :]) if axes else []
+        takes = source is self.made.get(x) and mean in self.made and self.made[mean].data == x
+        fits = takes and bool(axes) and axes == over and len(axes) == len(shape) and None not in shape
+        return (x, mean, shape, self.number(eps or "")) if fits else None
+
+    def _mean_of(self, mean: Node | None, *, kept: bool = True) -> tuple[list[int], Node | None]:
+        """Return the axes of a mean, and the node whose result it is taken of."""
+        if mean is None or mean.op not in ("Mean", "GlobalAvgPool"):
+            return [], None
+        rank = len(self.graph.shape(mean.data))
+        axes = sorted(a % rank for a in mean.attrs["axes"]) if mean.op == "Mean" else [*range(2, rank)]
+        keeps = mean.op != "Mean" or mean.attrs["keepdims"] or not kept
+        return axes, self.made.get(mean.data) if keeps else None
 
     def _scaled_norm(self, last: Node, x: str, shape: Sequence[int | None], eps: float) -> tuple[Node, Node]:
         """Return the last node of a layer norm, with its weight and bias if they follow, and the norm."""
