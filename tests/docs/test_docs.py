@@ -94,6 +94,9 @@ def test_the_site_builds_without_a_broken_link(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     page = (tmp_path / "api/index.html").read_text()
     assert "Fit a trained PyTorch" in page and "calibration" in page  # taken from docstrings
+    home = (tmp_path / "index.html").read_text()
+    assert 'data-prompt="$ "' in home and not re.search(r'class="gp">\s*\$', home)  # the copy button leaves it out
+    assert (tmp_path / "notebooks/quickstart/index.html").is_file() and "notebooks/quickstart/" in home
 
 
 def test_the_python_page_has_every_public_name():

@@ -116,7 +116,7 @@ def test_a_report_is_kept_with_it(result, tmp_path):
     "name, words",
     [
         (".", "it has no manifest"),
-        ("nowhere", "nowhere"),
+        ("nowhere", "nowhere.*it does not exist"),
         ("no\0where", "no\0where"),
         ("a" * 300, "cannot be read.*OSErr"),
     ],

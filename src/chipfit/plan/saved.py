@@ -166,8 +166,8 @@ def _files(home: Path, root: Path) -> dict[str, bytes]:
         root: the name of that folder in messages.
     """
     if not _guarded(root / MANIFEST, (home / MANIFEST).is_file):
-        what = f"'{root}' is not a saved result: it has no {MANIFEST}"
-        raise PlanError(what, hint="pass the directory that Result.save wrote")
+        lack = f"it has no {MANIFEST}" if home.exists() else "it does not exist"
+        raise PlanError(f"'{root}' is not a saved result: {lack}", hint="pass the directory that Result.save wrote")
     listing = read_json(home / MANIFEST, PlanError)
     codec.check_schema(listing, f"'{root / MANIFEST}'")
     listed = listing.get("files")
