@@ -23,6 +23,7 @@ setup: .venv/.ready ## make .venv and install chipfit with every tool it is deve
 .venv/.ready: .venv/.torch pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[onnx,mct,openvino,litert,tflm,keras,backends,images,bench,vela,docs,dev]"
 	$(BIN)/pip install --quiet --no-deps --constraint constraints.txt tf-keras # with the TensorFlow that is there
+	$(BIN)/pip install --quiet --no-deps --constraint constraints.txt executorch torchao pytorch-tokenizers expecttest mpmath ruamel.yaml tabulate
 	touch $@
 
 demo: setup ## quantize a small network, export it, verify every integer, write a report to demo_out/

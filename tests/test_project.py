@@ -99,7 +99,7 @@ def test_the_pinned_versions_satisfy_the_package_metadata():
 
 #: rooms from the bottom up: each may import those before it
 LAYERS = (
-    "errors registry files validation screen quantizers operators graph engine calibration ranges platform "
+    "errors registry files pte_file validation screen quantizers operators graph engine calibration ranges platform "
     "import_by_name plan decide passes rounding correction settings steps decision adaptation search frameworks "
     "export simulate runtimes verify report reading generation linting channel_pruning result comparison request "
     "pipeline training mct mqbench bench cli"
@@ -236,7 +236,7 @@ def test_a_copy_between_devices_is_found(code):
 # ---------------------------------------------------------------- size
 
 #: lines of code that each part may have, with room: a change of design raises a budget, a change of code does not
-BUDGETS = {"core": 37_000, "channel_pruning": 1_200, "generation": 400, "mct": 3_400, "mqbench": 1_760, "bench": 1_800}
+BUDGETS = {"core": 37_500, "channel_pruning": 1_200, "generation": 400, "mct": 3_400, "mqbench": 1_760, "bench": 1_800}
 BUDGETS |= {"chipfit": 46_000, "tests": 50_000}
 TOP_LEVEL = 17  #: modules beside the documents' doors
 #: number of operators that more than two files of the package name (their row, and a file with code of their own); a

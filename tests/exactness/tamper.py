@@ -1,4 +1,4 @@
-"""Ways in which a file or a runtime can be something else than the plan says, for both file formats."""
+"""Ways in which a file or a runtime can be something else than the plan says, for each file format."""
 
 from __future__ import annotations
 
@@ -76,8 +76,51 @@ class TfLite:
         self.path.write_bytes(bytes(builder.Output()))
 
 
+class Pte:
+    """A `.pte` file in hand."""
+
+    def __init__(self, path: Path) -> None:
+        from chipfit.pte_file.container import Container, tensor_of
+
+        self.path, self.file = path, Container(path.read_bytes())
+        notes, self.graphs = self.file.notes(), [self.file.graph(k) for k in range(len(self.file.calls))]
+        places = {k: v[0] for k, v in notes["constants"].items()} | notes["tensors"]
+        values = [{tensor_of(v).idOut: v for v in graph.xvalues} for graph in self.graphs]
+        self.values = {name: (place[0], values[place[0]][place[1]].xvalueUnion) for name, place in places.items()}
+
+    def change(self, tensor: str, index: int, how: Callable[[bytes], bytes]) -> None:
+        key = self.graphs[self.values[tensor][0]].constantData[index].namedKey
+        (held,) = (d for d in self.file.program.namedData if d.key == key)
+        self.file.segments[held.segmentIndex] = how(self.file.segments[held.segmentIndex])
+
+    def codes(self, tensor: str, how: Callable[[np.ndarray], np.ndarray]) -> None:
+        kind = np.int32 if tensor.endswith("bias") else np.int8
+        new = lambda raw: how(np.frombuffer(raw, kind).copy()).astype(kind).tobytes()
+        self.change(tensor, self.values[tensor][1].tensorValue.constantBufferIdx, new)
+
+    def scale(self, tensor: str, by: float) -> None:
+        numbers = self.values[tensor][1].quantParams
+        if hasattr(numbers, "zeroPoint"):
+            numbers.scale *= by
+        else:
+            new = lambda raw: (np.frombuffer(raw, np.float32) * np.float32(by)).tobytes()
+            self.change(tensor, numbers.scaleBufferIdx, new)
+
+    def zero(self, tensor: str) -> None:
+        self.values[tensor][1].quantParams.zeroPoint += 1
+
+    def swap(self, a: str, b: str) -> None:
+        one, other = (self.values[name][1].tensorValue for name in (a, b))
+        one.constantBufferIdx, other.constantBufferIdx = other.constantBufferIdx, one.constantBufferIdx
+
+    def save(self) -> None:
+        for call, graph in enumerate(self.graphs):
+            self.file.set_graph(call, graph)
+        self.path.write_bytes(self.file.to_bytes())
+
+
 def opened(path: Path) -> Any:
-    return {".onnx": Onnx, ".tflite": TfLite}[path.suffix](path)
+    return {".onnx": Onnx, ".tflite": TfLite, ".pte": Pte}[path.suffix](path)
 
 
 def bump(q: np.ndarray) -> np.ndarray:

@@ -1,0 +1,121 @@
+"""Where an ExecuTorch program holds the tensors of a plan: notes that the file carries as named data.
+
+A delegate's graph numbers its values and knows no names. ExecuTorch gives each operator a handle, in the order of the
+program that `torch.export` returns; nodes of a delegate's graph have that of the operator that they compute.
+"""
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from chipfit.export.pte.program import QuantizedProgram
+from chipfit.pte_file.container import graph_of, kind_of, tensor_of
+
+#: fields with the operands of nodes without weights, and with them
+_OPERANDS = ("input1Id", "input2Id"), ("input1Id", "filterId", "biasId")
+_NO_HANDLE = 65535  #: of nodes that only change the layout
+_IMAGES = "XNNConv2d XNNDepthwiseConv2d XNNConvTranspose2d XNNMaxPooling2d XNNAvgPooling2d XNNGlobalAvgPooling2d"
+#: kinds of nodes whose 4-dimensional results lie channels last
+_CHANNELS_LAST = frozenset(f"{_IMAGES} XNNStaticResizeBilinear2D XNNArgMaxPooling2d".split())
+
+
+def notes_of(lowered: Any, program: QuantizedProgram, rounded: Collection[str], batch: int) -> dict[str, Any]:
+    """Return the notes of a program.
+
+    Args:
+        lowered: its graph module, which calls delegates.
+        rounded: values that it rounds, to one scale or row by row, in order.
+
+    Returns:
+        "tensors": quantized value, or float one that is rounded row by row -> [call of a delegate, number of the value
+        in its graph, whether it lies channels last, shape for one call, batch axis];
+        "constants": weight or bias -> [[call, number], ...];
+        "batch": number of samples in one call.
+    """
+    found: list[tuple[int, Any]] = [(_handle(n), None) for n in lowered.graph.nodes if _is_quantize(n)]
+    constants: dict[str, list[list[int]]] = {}
+    names = {key: name for name, key in program.names.items()}
+    for call, module in enumerate(_delegates(lowered)):
+        inside = _Delegate(module)
+        rounding = (n for n in module.original_module.graph.nodes if _is_quantize(n))
+        found += [(_handle(n), (call, *inside.value_of(n), [*n.meta["val"].shape])) for n in rounding]
+        for key, number in inside.constants():
+            if key in names:
+                constants.setdefault(names[key], []).append([call, number])
+    places = [place for _, place in sorted(found, key=lambda r: r[0])]
+    tensors = {}
+    if len(places) == len(rounded):
+        for name, place in zip(rounded, places, strict=True):
+            if place is not None and place[1] is not None:
+                shape = program.graph.shape(name)
+                tensors[name] = [*place, shape.index(None) if None in shape else 0]
+    return {"tensors": tensors, "constants": constants, "batch": batch}
+
+
+def _delegates(lowered: Any) -> Iterator[Any]:
+    """Return the lowered modules, in the order of their calls."""
+    for n in lowered.graph.nodes:
+        if n.op == "call_function" and n.target.__name__ == "executorch_call_delegate":
+            yield getattr(lowered, n.args[0].target)
+
+
+def _handle(node: Any) -> int:
+    return int(node.meta.get("debug_handle") or 0)
+
+
+def _is_quantize(node: Any) -> bool:
+    return node.op == "call_function" and "decomposed.quantize_per_t" in str(node.target)  # per_tensor, per_token
+
+
+class _Delegate:
+    """The graph of a lowered module, beside the operators that it was made from."""
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.graph = module.original_module, graph_of(module.processed_bytes)
+        self.made: dict[int, Any] = {}  #: value -> its node
+        self.nodes: dict[int, list[Any]] = {}  #: handle -> nodes
+        for n in self.graph.xnodes:
+            self.made[n.xnodeUnion.outputId] = n
+            self.nodes.setdefault(n.debugHandle, []).append(n)
+        self.quantized = {tensor_of(v).idOut for v in self.graph.xvalues if hasattr(v.xvalueUnion, "quantParams")}
+
+    def value_of(self, quantize: Any) -> tuple[int | None, bool]:
+        """Return the value that an operator rounds, and whether it lies channels last; None if there is none.
+
+        The value of one that rounds row by row is still in float. Any other is a node of its own, or part of the node
+        that computes what it rounds.
+        """
+        node = quantize
+        if "per_token" in str(node.target):
+            read = [n.xnodeUnion.inputId for n in self.nodes.get(_handle(node), ())]
+            return (read[0], self._channels_last(read[0])) if read else (None, False)
+        while getattr(node, "op", "") == "call_function":
+            found = [n.xnodeUnion.outputId for n in self.nodes.get(_handle(node), ()) if _handle(node) != _NO_HANDLE]
+            found = [k for k in found if k in self.quantized]
+            if found:
+                return found[-1], self._channels_last(found[-1])
+            node = node.args[0]
+        return None, False
+
+    def _channels_last(self, number: int) -> bool:
+        while (node := self.made.get(number)) is not None:
+            kind, of = kind_of(node), node.xnodeUnion
+            if kind == "XNNStaticTranspose":
+                return node.debugHandle == _NO_HANDLE and [*of.perm] == [0, 2, 3, 1]
+            if kind in _CHANNELS_LAST or kind in ("XNNStaticReshape", "XNNFullyConnected"):
+                return kind in _CHANNELS_LAST
+            number = of.inputId if hasattr(of, "inputId") else of.input1Id
+        return False
+
+    def constants(self) -> Iterator[tuple[str, int]]:
+        """Return keys of constants that operators read, each with the number of its value.
+
+        A constant is a placeholder: "b_" and the name of a buffer, which begins with the key.
+        """
+        for node in self.module.graph.nodes:
+            for made in self.nodes.get(_handle(node), ()) if node.op == "call_function" else ():
+                fields = _OPERANDS[hasattr(made.xnodeUnion, "filterId")]
+                for operand, field in zip(node.args, fields, strict=False):
+                    while getattr(operand, "op", "") == "call_function" and "dequantize" in str(operand.target):
+                        operand = operand.args[0]
+                    if getattr(operand, "op", "") == "placeholder" and hasattr(made.xnodeUnion, field):
+                        yield operand.name.removeprefix("b_").partition("_")[0], getattr(made.xnodeUnion, field)

@@ -1,0 +1,1 @@
+"""Files of ExecuTorch, which the writer and the runtime share."""

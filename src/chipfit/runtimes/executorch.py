@@ -1,0 +1,114 @@
+"""ExecuTorch with XNNPACK, in a process of its own. Tensors inside its delegates are made outputs of the file."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from chipfit.errors import RuntimeUnavailable
+from chipfit.files import wrap_read_errors
+from chipfit.pte_file.container import PROGRAM, Container, classes, kind_of, malformed, tensor_of
+from chipfit.registry import register
+from chipfit.runtimes.child import Child
+
+NAME = "ExecuTorch"
+#: XNNPACK's number of a type, of float32 and of quantized int8 -> ExecuTorch's number, and bytes of an element
+_TYPES = {1: (6, 4), 3: (1, 1)}
+_OUTPUT = 2  #: flag of values that leave a delegate
+_EXTERNAL = 1 | _OUTPUT
+
+
+@register("runtime", "executorch", suffix=".pte", libraries=("executorch", "flatbuffers"), extra="executorch")
+class ExecuTorch:
+    """A loaded program; its batch size is that of the file."""
+
+    def __init__(self, path: str | Path, tensors: Sequence[str] = ()) -> None:
+        """Load `path` and make the tensors named in `tensors` readable.
+
+        Raises:
+            RuntimeUnavailable: ExecuTorch refuses the file, crashes or hangs.
+        """
+        with wrap_read_errors(path, RuntimeUnavailable):
+            content = Path(path).read_bytes()
+        self.file, self._child = Container(content), Child("executorch_child.py", NAME)
+        notes = self.file.notes()
+        self._own, places = len(self.file.plan.outputs), notes.get("tensors", {})
+        #: tensor -> its position among the outputs, whether it lies channels last, its shape, and its batch axis
+        self._shown = show(self.file, {name: places[name] for name in tensors if name in places})
+        try:
+            self._shapes: list[list[int]] = self._child.ask("load", self.file.to_bytes() if self._shown else content)
+        except RuntimeUnavailable as e:
+            raise RuntimeUnavailable(f"ExecuTorch refuses the file: {e.what}", where=str(path)) from e
+        self.part: int | None = notes.get("batch", 1)  #: number of samples that it computes at once
+
+    def run(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+        """Run one batch in parts of the file's batch size; return outputs and the requested tensors by name."""
+        if [list(x.shape[1:]) for x in inputs] != [s[1:] for s in self._shapes]:
+            got, hint = [list(x.shape) for x in inputs], "is this the file that was written for this model?"
+            raise RuntimeUnavailable("The inputs do not fit the file", got=got, allowed=self._shapes, hint=hint)
+        size = self.part or len(inputs[0])
+        parts = [[np.ascontiguousarray(x[k : k + size]) for x in inputs] for k in range(0, len(inputs[0]), size)]
+        results = [self._child.ask("run", part) for part in parts]
+        out = {f"output_{k}/float": np.concatenate([r[k] for r in results]) for k in range(self._own)}
+        for name, (k, channels_last, shape, axis) in self._shown.items():
+            values = (r[k].transpose(0, 3, 1, 2) if channels_last and r[k].ndim == 4 else r[k] for r in results)
+            out[name] = np.concatenate([v.reshape(shape) for v in values], axis)
+        return out
+
+    def executed(self) -> Mapping[str, int]:
+        """Return how often each operator runs: "XNNConv2d" and others in a delegate, "aten::elu" outside of them."""
+        calls = range(len(self.file.calls))
+        inside = (kind_of(n) for call in calls for n in self.file.graph(call).xnodes)
+        outside = (o.name.decode() for o in self.file.kernels)
+        return dict(sorted(Counter([*inside, *outside]).items()))
+
+
+def show(file: Container, places: Mapping[str, Sequence[Any]]) -> dict[str, tuple[int, bool, list[int], int]]:
+    """Make tensors inside delegates outputs of a file.
+
+    Args:
+        places: tensor -> where it is, see `chipfit.export.pte.notes`.
+
+    Returns:
+        tensor -> its position among the outputs, whether it lies channels last, its shape, and its batch axis.
+
+    Raises:
+        RuntimeUnavailable: a place does not exist.
+    """
+    found, outputs = {}, dict[tuple[int, int], int]()  # (call, value) -> position
+    for call in {place[0] for place in places.values()}:
+        graph = file.graph(call)
+        tensors = {tensor_of(v).idOut: tensor_of(v) for v in graph.xvalues}
+        for number in {place[1] for place in places.values() if place[0] == call}:
+            if number not in tensors:
+                raise malformed(f"a delegate has no value {number}")
+            outputs[call, number] = len(file.plan.outputs)
+            file.plan.outputs = [*file.plan.outputs, _value(file, call, graph, tensors[number])]
+        file.set_graph(call, graph)
+    for name, (call, number, *form) in places.items():
+        found[name] = outputs[call, number], *form
+    return found
+
+
+def _value(file: Container, call: int, graph: Any, tensor: Any) -> int:
+    """Return the index of a program's value that holds a delegate's tensor, in memory of its own."""
+    if not tensor.flags & _EXTERNAL:
+        tensor.flags |= _OUTPUT
+        tensor.externalId, graph.numExterns = graph.numExterns, graph.numExterns + 1
+        graph.outputIds = [*graph.outputIds, tensor.idOut]
+        file.calls[call].args = [*file.calls[call].args, len(file.plan.values)]
+        made = classes(PROGRAM[0])
+        value = made.EValueT()
+        value.valType, value.val = made.KernelTypes.Tensor, made.TensorT()
+        value.val.scalarType, value.val.sizes = _TYPES[tensor.datatype][0], [int(d) for d in tensor.dims]
+        value.val.dimOrder, value.val.allocationInfo = [*range(len(tensor.dims))], made.AllocationDetailsT()
+        value.val.allocationInfo.memoryId = 1
+        file.plan.values.append(value)
+    index = int(file.calls[call].args[tensor.externalId])
+    where, sizes = file.plan.values[index].val.allocationInfo, [*file.plan.nonConstBufferSizes]
+    where.memoryOffsetLow, where.memoryOffsetHigh = sizes[1] & 0xFFFFFFFF, sizes[1] >> 32
+    sizes[1] += -(-int(np.prod(tensor.dims)) * _TYPES[tensor.datatype][1] // 64) * 64
+    file.plan.nonConstBufferSizes = sizes
+    return index

@@ -1,0 +1,49 @@
+"""The child process of ExecuTorch: it answers the requests of `chipfit.runtimes.child`."""
+
+import os
+import pickle
+import sys
+
+
+class Program:
+    """A loaded file."""
+
+    def load(self, content):
+        """Load a file; return the shapes of its inputs."""
+        import torch  # noqa: F401 -- the bindings need its libraries
+        from executorch.extension.pybindings import _C
+
+        self.content = content  # the module reads it
+        self.module = _C._load_for_executorch_from_buffer(content)
+        meta = self.module.method_meta("forward")
+        return [list(meta.input_tensor_meta(k).sizes()) for k in range(meta.num_inputs())]
+
+    def run(self, inputs):
+        """Run the network once; return all outputs as arrays."""
+        import torch
+
+        results = self.module.forward([torch.from_numpy(x) for x in inputs])
+        return [x.numpy().copy() for x in results]
+
+
+def main():
+    """Answer until the input ends."""
+    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what the runtime prints must not disturb the answers
+    program = Program()
+    while True:
+        try:
+            function, args = pickle.load(requests)
+        except EOFError:
+            return
+        try:
+            answer = "", getattr(program, function)(*args)
+        except Exception as e:  # any error of the runtime is an answer
+            answer = f"{type(e).__name__}: {e}", None
+        sys.stdout.flush()
+        pickle.dump(answer, answers, protocol=5)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

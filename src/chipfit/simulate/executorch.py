@@ -1,0 +1,51 @@
+"""XNNPACK as ExecuTorch's delegate calls it: LiteRT's profile of XNNPACK, except for what is listed here.
+
+No other integer kernels stand behind it: what the delegate does not take is computed in float.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from chipfit.graph.ir import Node
+from chipfit.quantizers.stored import Stored
+from chipfit.registry import lookup, register
+from chipfit.simulate.integer import KernelCall, Profile, activation_bounds, kernel_of
+from chipfit.simulate.litert import quantize_by_inverse
+
+Tensor = torch.Tensor
+
+
+def _bounds(act: Node, t: Stored) -> tuple[int, int] | None:
+    """Return the activation's bounds as integers, halves to even."""
+    reals, grid = activation_bounds(act), t.grid
+    if reals is None or reals == (None, None):
+        return None
+    low, high = (
+        end if v is None else int(t.zero_point) + int(torch.round(torch.tensor(v, dtype=torch.float32) / t.scale))
+        for v, end in zip(reals, (grid.qmin, grid.qmax), strict=True)
+    )
+    return min(max(grid.qmin, low), grid.qmax), min(max(grid.qmin, high), grid.qmax)
+
+
+def _clamp(c: KernelCall) -> None:
+    """Clip integers; the result keeps the operand's scale."""
+    q, ends = c.code().long(), _bounds(c.node, c.run.stored(c.out))
+    c.run.store(c.out, q if ends is None else q.clamp(*ends))
+
+
+_XNNPACK: Any = lookup("kernels", "litert_xnnpack")
+_TAKEN = "Conv1D Conv2D DepthwiseConv2D TransposeConv2D Linear Add Sub Mul Mean GlobalAvgPool".split()
+_CLAMPS = dict.fromkeys(("Relu", "Relu6", "Clamp"), kernel_of(_clamp))
+_PROFILE: Profile = replace(
+    _XNNPACK,
+    kernels={op: _XNNPACK.kernels[op] for op in _TAKEN},
+    pass_through=_CLAMPS,
+    float_outputs={},
+    clip=_bounds,
+    quantize=quantize_by_inverse,
+    supported_math=("float 1 half_even", "half_even"),
+    max_bits=8,
+)
+register("kernels", "executorch")(_PROFILE)
