@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError, to_json
 from typing_extensions import get_type_hints, is_typeddict
 
-from chipfit.errors import ChipfitError, ConfigError, UnknownNameError, UnsupportedError
+from chipfit.errors import ChipfitError, ConfigError, UnknownNameError
 from chipfit.files import package_data
 
 C = TypeVar("C")
@@ -129,20 +129,6 @@ def json_default(thing: Any) -> Any:
     if isinstance(thing, Enum):
         return thing.name
     return thing.tolist() if hasattr(thing, "tolist") else dict(thing) if isinstance(thing, Mapping) else vars(thing)
-
-
-def refuse_options(options: Any, names: str, hint: str) -> None:
-    """Check that unsupported options of a configuration are unset.
-
-    Args:
-        names: of the options, separated by spaces.
-
-    Raises:
-        UnsupportedError: one of them is set.
-    """
-    for name in names.split():
-        if getattr(options, name) not in (None, False, {}):
-            raise UnsupportedError(f"'{name}' of {type(options).__name__} is not supported", hint=hint)
 
 
 def without_effect(options: Any) -> list[str]:

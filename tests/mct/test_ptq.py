@@ -367,15 +367,15 @@ def test_options_of_the_search_have_the_order_and_defaults_of_mct():
 
 
 SEARCH = core.MixedPrecisionQuantizationConfig
-UNSUPPORTED = [
-    CoreConfig(mixed_precision_config=SEARCH(configuration_overwrite=[1])),
-]
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "says"),
     [
-        *(({"config": config}, errors.UnsupportedError, "is not supported") for config in UNSUPPORTED),
+        (
+            {"config": CoreConfig(mixed_precision_config=SEARCH(configuration_overwrite=[1]))},
+            *(errors.ConfigError, "requires a search. Try: pass target_resource_utilization"),
+        ),
         ({"config": QuantizationConfig()}, errors.ConfigError, "CoreConfig"),
         ({"target_resource_utilization": 1000}, errors.ConfigError, "ResourceUtilization"),
         ({"platform": 8}, errors.PlatformError, "platform is not understood"),
@@ -388,12 +388,46 @@ def test_unsupported_options_and_arguments_of_the_wrong_type_are_refused(net, ar
 
 def test_options_without_effect_are_named_in_one_warning(net):
     search = SEARCH(compute_distance_fn=max, num_of_images=4, hessian_batch_size=8)
-    options = QuantizationConfig(input_scaling=True, min_threshold=0.1, shift_negative_params_search=True)
+    options = QuantizationConfig(input_scaling=True, shift_negative_params_search=True)
     with pytest.warns(UserWarning, match="Options without effect") as found:
         ptq(net, config=CoreConfig(options, search, debug_config=DebugConfig(simulate_scheduler=True)))
     assert len(found) == 1
-    for name in "input_scaling min_threshold compute_distance_fn num_of_images hessian_batch_size simulate_sch".split():
+    for name in "input_scaling compute_distance_fn num_of_images hessian_batch_size simulate_sch".split():
         assert f"'{name}" in str(found[0].message)
+
+
+def test_candidates_are_chosen_by_index(net):
+    limits = core.ResourceUtilization(weights_memory=0.7 * resources(*searched(net)).weights)
+    _, usual = ptq(net, "imx500", limits)
+    found = usual.mixed_precision_cfg
+    other = [0 if k else 1 for k in found.tolist()]
+    config = CoreConfig(mixed_precision_config=SEARCH(configuration_overwrite=other))
+    _, info = ptq(net, "imx500", limits, config=config)
+    assert info.mixed_precision_cfg.tolist() == other != found.tolist()
+    widths, plan = info.result.plan.provenance["widths"], info.result.plan
+    for name in (t for t, b in widths.items() if len(b) > 1):
+        assert plan[name].grid.bits == plan.provenance["chosen"][name]
+    for bad in (other[:-1], [9] * len(other)):
+        config = CoreConfig(mixed_precision_config=SEARCH(configuration_overwrite=bad))
+        with pytest.raises(errors.ConfigError, match="'configuration_overwrite' does not fit the candidates"):
+            ptq(net, "imx500", limits, config=config)
+
+
+def searched(net):
+    result = ptq(net, "imx500")[1].result
+    return result.graph, result.plan
+
+
+def test_thresholds_are_at_least_the_minimum():
+    model = sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
+    with torch.no_grad():
+        model[2].weight.mul_(0.001)
+    data = data_of(0.1 * torch.randn(16, 3, generator=torch.Generator().manual_seed(0)))
+    for least in (0.5, 4.0):
+        config = CoreConfig(QuantizationConfig(min_threshold=least))
+        _, info = chipfit.pytorch_post_training_quantization(model, data, core_config=config)
+        thresholds = [t.scale.max() * 128 for t in info.result.plan.tensors.values() if t.quantized]
+        assert min(thresholds) >= least / 2 and info.result.plan["2.weight"].scale.tolist() == [least / 128] * 3
 
 
 def test_an_infinite_ratio_shifts_nothing(net):

@@ -1,7 +1,6 @@
 """Post-training quantization under the names of MCT: a model, a function that yields data, configurations."""
 
 import inspect
-import itertools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from chipfit.calibration.data import iterate, no_data
 from chipfit.errors import ConfigError, DataError, NothingQuantizedError
 from chipfit.frameworks import facts_of, framework_of
 from chipfit.graph.linear import is_linear, products
+from chipfit.mct.candidates import candidates_of, chosen_by_index
 from chipfit.mct.core.config import CoreConfig, ResourceUtilization
 from chipfit.mct.core.network_editor import replace_layers, to_overrides
 from chipfit.mct.framework_info import FrameworkInfo
@@ -68,14 +68,8 @@ class UserInformation:
         known = self.result.plan.provenance if self.result is not None else {}
         if self.result is None or "widths" not in known:
             return None
-        wide = {name: sorted(bits, reverse=True) for name, bits in known["widths"].items() if len(bits) > 1}
-        graph, out = self.result.graph, list[int]()
-        for own in [*([i] for i in graph.inputs), *((n.operand("w"), *n.outputs) for n in graph.nodes)]:
-            tensors = [t for t in own if t in wide]
-            if tensors:
-                pairs = list(itertools.product(*(wide[t] for t in tensors)))
-                out.append(pairs.index(tuple(known["chosen"][t] for t in tensors)))
-        return np.array(out)
+        found = candidates_of(self.result)
+        return np.array([pairs.index(tuple(known["chosen"][t] for t in tensors)) for tensors, pairs in found])
 
     @property
     def fusions(self) -> list[list[str]]:
@@ -196,7 +190,10 @@ def quantize_model(
     if config.debug_config.bypass:
         return model, UserInformation()
     searched = limits.to_limits() if limits is not None else None
-    config.mixed_precision_config.check()
+    overwrite = config.mixed_precision_config.configuration_overwrite
+    if overwrite is not None and searched is None:
+        hint = "pass target_resource_utilization, which starts a search of widths"
+        raise ConfigError("'configuration_overwrite' requires a search", hint=hint)
     options = config.quantization_config.to_rules() | {"settings": config.quantization_config.to_settings(**steps)}
     of_layers = [] if fw_info is None else fw_info.overrides()
     overrides = [*of_layers, *config.bit_width_config.choices, *to_overrides(config.debug_config.network_editor)]
@@ -212,6 +209,8 @@ def quantize_model(
         warnings.warn(f"The model stays in float: {e}", stacklevel=4)
         result = pipeline.in_float(model, generator, platform, options["settings"], example)
         return attach_result(result, model), UserInformation(result)
+    if overwrite is not None:
+        result = chosen_by_index(result, overwrite, generator, example)
     result = result if fw_info is None else fw_info.apply(result)
     log_result(what, result)
     return attach_result(result, model), UserInformation(result, gptq_info_dict=dict(steps))

@@ -10,12 +10,13 @@ from pydantic import BeforeValidator, Field, InstanceOf
 
 from chipfit.errors import ConfigError
 from chipfit.mct.core import network_editor as editor
+from chipfit.mct.core.least_threshold import AtLeast
 from chipfit.mct.core.network_editor import EditRule, ErrorMethod, NodeFilter, QuantizationErrorMethod
 from chipfit.mct.trainable.constants import MIN_THRESHOLD
 from chipfit.registry import OFF
 from chipfit.search.limits import Limits
 from chipfit.settings import Settings
-from chipfit.validation import Number, PositiveInt, by_name, check_value, record, refuse_options
+from chipfit.validation import Number, PositiveInt, by_name, check_value, record
 
 __all__ = ["DEFAULTCONFIG", "BitWidthConfig", "CoreConfig", "DebugConfig", "QuantizationConfig"]
 __all__ += ["QuantizationErrorMethod"]
@@ -39,7 +40,6 @@ class QuantizationConfig:
     weights_error_method: ErrorMethod = QuantizationErrorMethod.MSE
     WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
         "input_scaling": "inputs keep their scale",
-        "min_threshold": "ranges have no lower bound but the smallest float",
         "shift_negative_threshold_recalculation": "ranges are always searched in the shifted statistics",
         "shift_negative_params_search": "the shift is the least value",
     }
@@ -53,7 +53,8 @@ class QuantizationConfig:
     #: weights of neighbouring layers get equal ranges, channel by channel
     activation_channel_equalization: bool = False
     z_threshold: AtLeast0 = math.inf
-    min_threshold: AtLeast0 = MIN_THRESHOLD  #: no effect
+    #: least threshold of symmetric grids; the default leaves those of smaller tensors as they are
+    min_threshold: AtLeast0 = MIN_THRESHOLD
     l_p_value: AtLeast1 = 2.0  #: exponent of the error method LP
     linear_collapsing: bool = True
     residual_collapsing: bool = True
@@ -88,9 +89,12 @@ class QuantizationConfig:
 
     def to_rules(self) -> dict[str, Any]:
         """Return the range rules as keywords of `chipfit.quantize`."""
+        methods = self.activation_error_method, self.weights_error_method
+        rules: list[Any] = [m.rule(self.l_p_value) for m in methods]
+        if self.min_threshold != MIN_THRESHOLD:
+            rules = [AtLeast(rule, self.min_threshold) for rule in rules]
         return {
-            "rule": self.activation_error_method.rule(self.l_p_value),
-            "weight_rule": self.weights_error_method.rule(self.l_p_value),
+            **dict(zip(("rule", "weight_rule"), rules, strict=True)),
             "z_threshold": None if math.isinf(self.z_threshold) else self.z_threshold,
         }
 
@@ -238,7 +242,8 @@ class MixedPrecisionQuantizationConfig:
     compute_distance_fn: Callable[..., Any] | None = None
     distance_weighting_method: Annotated[MpDistanceWeighting, by_name(MpDistanceWeighting)] = MpDistanceWeighting.AVG
     num_of_images: int = 32
-    configuration_overwrite: InstanceOf[list[int]] | None = None  #: not supported: use BitWidthConfig
+    #: indices of candidates in place of those that the search chooses, as in `UserInformation.mixed_precision_cfg`
+    configuration_overwrite: InstanceOf[list[int]] | None = None
     num_interest_points_factor: Annotated[Number, Field(gt=0, le=1)] = 1.0
     use_hessian_based_scores: bool = False
     norm_scores: bool = True
@@ -254,14 +259,6 @@ class MixedPrecisionQuantizationConfig:
     def set_mixed_precision_enable(self) -> None:
         """Note that bit widths are searched; no effect on the search."""
         vars(self)["_enabled"] = True
-
-    def check(self) -> None:
-        """Check that all options are supported.
-
-        Raises:
-            UnsupportedError: an option is not supported.
-        """
-        refuse_options(self, "configuration_overwrite", "choose bit widths by name with BitWidthConfig")
 
 
 @record(ConfigError)
