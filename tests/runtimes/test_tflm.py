@@ -63,6 +63,23 @@ def test_sizes_of_a_file_are_fixed(tmp_path):
         device.run([np.zeros((5, 3, 7, 6), np.float32)])
 
 
+class ManyParts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(46, 5)
+
+    def forward(self, x):
+        parts = [x[:, k : k + 2] for k in range(23)]
+        return self.linear(torch.cat(parts[::-1], 1))
+
+
+def test_more_operands_than_it_concatenates_are_concatenated_in_parts(tmp_path):
+    data = [torch.randn(8, 46) for _ in range(2)]
+    result = quantized(sequential(ManyParts()), data, "tflm_cmsis_nn")
+    found = result.verify(data)
+    assert found.exact and found.executed["CONCATENATION"] == 4  # 10, 10 and 3 of them, and these
+
+
 def test_a_file_that_is_not_one_is_refused(tmp_path):
     (tmp_path / "bad.tflite").write_bytes(b"not a network at all")
     with pytest.raises(RuntimeUnavailable, match="identifier TFL3 is missing"):

@@ -85,6 +85,7 @@ def verify_file(
         except (RuntimeError, IndexError) as e:  # of torch, where a size was taken for a constant
             what = f"The network that was read does not take these data: {first_line(e)}"
             raise CaptureError(what, where=str(path), hint="give a list of batches of one size") from e
+        out.warnings += [n.removeprefix("warning: ") for n in found.graph.notes if n.startswith("warning: ")]
         if found.given and example is not None:
             itself = named.with_stem("given")
             itself.write_bytes(found.given)

@@ -109,6 +109,14 @@ def test_an_svdf_computes_the_simulated_integers(tmp_path, runtime, state):
     assert found.exact and not found.float_ops and found.integers == 3 * 20 * (6 + 8)
 
 
+def test_states_that_change_their_meaning_are_a_warning(tmp_path):
+    how = LAYERS["states of other scales"]
+    check = chipfit.verify_file(lstm_file(tmp_path / "lstm.tflite", **how), [draw(2, 7, 9)])
+    assert any("rounded to scale 0.008, and read in the next step with 0.006" in w for w in check.warnings)
+    assert any("rounded to scale 0.008, and read behind it with 0.0085" in w for w in check.warnings)
+    assert not any("rounded" in w for w in proof(lstm_file(tmp_path / "b.tflite"), [draw(2, 7, 9)], "litert").warnings)
+
+
 def test_litert_refuses_an_svdf_at_which_it_would_crash(tmp_path):
     file = svdf_file(tmp_path / "svdf.tflite", state="i1")
     with pytest.raises(RuntimeUnavailable, match=r"no kernel for SVDF with a state of 8 bits.*tflm"):

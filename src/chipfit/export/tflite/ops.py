@@ -483,9 +483,24 @@ def _top_k(w: TfliteBuilder, n: Node, y: Sequence[int], data: int | None = None)
 # ---------------------------------------------------------------- pass-through
 
 
+#: number of operands that TensorFlow Lite Micro concatenates at most
+_MOST_OPERANDS = 10
+
+
 def _join(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
-    how = {"valuesCount": len(n.inputs)} if w.kind == "PACK" else {}
-    w.op(w.kind, w.reads(n), y, axis=_axis(w, n, n.output), **how)
+    """Join operands; of many that are concatenated, some at a time first."""
+    parts, axis = w.reads(n), _axis(w, n, n.output)
+    if w.kind == "PACK":
+        return w.op(w.kind, parts, y, axis=axis, valuesCount=len(n.inputs))
+    sizes, shape = [w.shape(i)[axis] for i in n.inputs if i is not None], list(w.shape(n.output))
+    while len(parts) > _MOST_OPERANDS:
+        starts = range(0, len(parts), _MOST_OPERANDS)
+        chunks = [parts[k : k + _MOST_OPERANDS] for k in starts]
+        sizes = [sum(sizes[k : k + _MOST_OPERANDS]) for k in starts]
+        parts = [w.temporary([*shape[:axis], s, *shape[axis + 1 :]], y[0]) for s in sizes]
+        for chunk, part in zip(chunks, parts, strict=True):
+            w.op(w.kind, chunk, part, axis=axis)
+    w.op(w.kind, parts, y, axis=axis)
 
 
 def _unstack(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:

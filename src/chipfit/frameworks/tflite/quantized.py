@@ -59,6 +59,7 @@ def read_quantized(model: TfliteModel, platform: str, example: Any = None) -> Qu
         nodes={n.name: reading.node_plan(n) for n in graph.nodes},
         groups=tuple(g for g in reading.groups if live.issuperset(g)),
         platform=platform,
+        rewrites=tuple(graph.notes),
     )
     moved, plan = apply_layout(graph, plan, "channels_first")
     check(moved.graph, blame="layout")

@@ -146,6 +146,10 @@ class Reading:
         self.builder.graph.trainable.add(name)
         return name
 
+    def warn(self, what: str) -> None:
+        """Add a warning about the file to the notes of the graph."""
+        self.builder.graph.notes.append(f"warning: {what}")
+
     def record_grid(self, name: str, index: int) -> None:
         """Take note that a value or weight is stored as a tensor of the file is."""
 

@@ -33,6 +33,7 @@ def _lstm(c: Call) -> Value:
     out, hidden, state = c.out[0], _hidden(c), c.tensor(_STATE)
     if not _same_grid(hidden, state):
         inputs += [None, _zeros(c, "state", _STATE, state.shape)]
+    _warn_of_other_grids(c, hidden, state)
     clip = float(c.option("cellClip", 0.0) or 0.0) or None
     outs = [((*x.shape[:2], size), out.dtype), *[((x.shape[0], size), out.dtype)] * 2]
     y, _, cell = c.parts("LSTM", inputs, outs, c.name, gates="ifgo", reverse=False, cell_clip=clip)
@@ -43,6 +44,17 @@ def _lstm(c: Call) -> Value:
     if c.option("timeMajor", False) and not c.reading.model.streams:
         return c.part("Transpose", [y], c.shape(), perm=(1, 0, 2))
     return c.part("Reshape", [y], c.shape(), shape=c.static())
+
+
+def _warn_of_other_grids(c: Call, hidden: Tensor, state: Tensor) -> None:
+    """Take note of an LSTM whose numbers change their meaning, as TensorFlow's converter writes one before a concat."""
+    if not _same_grid(hidden, state):
+        grids = f"scale {float(hidden.scale[0]):.5g}, and read in the next step with {float(state.scale[0]):.5g}"
+        where = "TensorFlow Lite Micro rounds them to the latter, and so gives other numbers than LiteRT"
+        c.reading.warn(f"states of '{c.name}' are rounded to {grids}; {where}")
+    if not _same_grid(hidden, c.out[0]):
+        grids = f"to scale {float(hidden.scale[0]):.5g}, and read behind it with {float(c.out[0].scale[0]):.5g}"
+        c.reading.warn(f"results of '{c.name}' are rounded {grids}")
 
 
 def _sequences(c: Call) -> Value:
@@ -95,7 +107,10 @@ def _svdf(c: Call) -> Value:
 
 @reads("REVERSE_V2")
 def _reverse(c: Call) -> Value:
-    x = c.value(0)
+    x, grids = c.value(0), [t.scale for t in (c.tensor(0), c.out[0]) if t.scale is not None]
+    if not _same_grid(c.tensor(0), c.out[0]) and len(grids) == 2:
+        scales = " and ".join(f"{float(s[0]):.5g}" for s in grids)
+        c.reading.warn(f"REVERSE_V2 '{c.name}' copies integers between tensors of the scales {scales}")
     for axis in (a % len(x.shape) for a in c.integers(1)):
         require(x.shape[axis] is not None, "it turns the batch")
         x = c.emit("Gather", [x, c.added(torch.arange(x.shape[axis] or 0).flip(0))], axis=axis)
