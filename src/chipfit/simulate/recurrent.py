@@ -80,8 +80,20 @@ def _curves(cell: Cell, integers: int) -> tuple[Tensor, Tensor]:
     return cell.sigmoid(q), cell.tanh(q, integers)
 
 
+def _require_state(c: KernelCall, name: str) -> None:
+    """Raise if a state is not quantized.
+
+    Raises:
+        UnsupportedError: it is not.
+    """
+    if not c.run.plan.quantized(name):
+        what = f"The plan states no scale for the state of {c.node.op} '{c.node.display_name}'"
+        raise UnsupportedError(what, hint="only native layers of quantized .tflite files have one")
+
+
 def lstm(c: KernelCall, cell: Cell) -> None:
     """Compute an LSTM with 8-bit activations and weights and 16-bit cell state, all steps of a sequence."""
+    _require_state(c, c.node.outputs[-1])
     steps = _Lstm(c, cell)
     x = c.centred()
     x = (x if x.dim() == 3 else x.unsqueeze(1)).double()
@@ -158,6 +170,7 @@ def svdf(c: KernelCall) -> None:
     Multipliers are computed in float32. The activation of the file's operator is not applied.
     """
     w, time, state = c.node.weight, c.node.inputs[2] or "", c.node.inputs[4] or ""
+    _require_state(c, state)
     scale = c.scale(state)
     features = fixed_point(c.centred() @ c.centred(w).t(), (c.scale(c.x) * c.scale(w) / scale).double(), "away")
     grid = c.run.plan[state].grid

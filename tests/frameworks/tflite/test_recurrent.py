@@ -13,6 +13,8 @@ import chipfit
 from chipfit.errors import CaptureError, RuntimeUnavailable
 
 pytest.importorskip("ai_edge_litert")
+from chipfit.engine.run import run
+from chipfit.frameworks.tflite.capture import capture
 from chipfit.simulate.integer import simulate
 from chipfit.verify.file import read_quantized
 from tests.frameworks.tflite.recurrent_files import lstm_file, svdf_file
@@ -130,6 +132,34 @@ def test_an_lstm_with_peephole_weights_is_refused_by_name(tmp_path):
         CaptureError, match="UNIDIRECTIONAL_SEQUENCE_LSTM of 'y' has no reader: it has peephole weights"
     ):
         read_quantized(lstm_file(tmp_path / "lstm.tflite", peephole=True))
+
+
+@pytest.mark.parametrize("how", [{}, {"batch": 2}, {"batch": 3, "steps": 2, "major": True}, {"steps": 1}])
+def test_a_float_lstm_computes_what_litert_computes(tmp_path, how):
+    """Capture compares the graph with LiteRT, on several samples where the batch is open."""
+    model = chipfit.load_model(lstm_file(tmp_path / "lstm.tflite", quantized=False, clip=0.2, **how))
+    x = draw(5 if model.opens else model.inputs[0].shape[0], *model.inputs[0].shape[1:])
+    graph = capture(model, [x])
+    assert [n.op for n in graph.nodes].count("LSTM") == 1
+    assert torch.allclose(run(graph, [x])[graph.outputs[0]], model(x), atol=2e-6)
+
+
+def test_a_float_svdf_computes_what_litert_computes_step_by_step(tmp_path):
+    model = chipfit.load_model(svdf_file(tmp_path / "svdf.tflite", quantized=False))
+    x = draw(20, 8)
+    graph = capture(model, [x])
+    assert [n.op for n in graph.nodes] == ["SVDF", "Relu"]
+    y = run(graph, [x])[graph.outputs[0]]
+    assert torch.allclose(y, model(x), atol=1e-5) and not torch.allclose(y[5:], run(graph, [x[5:]])[graph.outputs[0]])
+
+
+@pytest.mark.parametrize("runtime", ["litert", pytest.param("tflm", marks=MICRO)])
+def test_a_float_file_with_an_lstm_is_quantized_step_by_step(tmp_path, runtime):
+    model = chipfit.load_model(lstm_file(tmp_path / "lstm.tflite", quantized=False, steps=12, gain=0.3))
+    data = [draw(8, 12, 9, seed=s) for s in range(3)]
+    platform = "tflm_cmsis_nn" if runtime == "tflm" else "tflite_int8"
+    found = chipfit.quantize(model, data, platform=platform, progress=False).verify(data[:1], runtime=runtime)
+    assert found.exact and not found.float_ops and found.rows[-1].sqnr_db > 10
 
 
 # ---------------------------------------------------------------- files of TensorFlow's converter

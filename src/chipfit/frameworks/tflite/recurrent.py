@@ -25,6 +25,7 @@ def _lstm(c: Call) -> Value:
         require(not any(c.has(k) for k in operands), f"it has {what}")
     require(c.has(1), "its input gate is that of the forget gate")
     require(c.fused == _TANH, f"its activation has the number {c.fused}")
+    require(c.out[0].kind in ("FLOAT32", "INT8"), f"its activations are {c.out[0].kind}")
     c.fused = 0
     weights = [c.reading.joined(f"{c.name}/{slot}", [c.op.inputs[k] for k in ks]) for slot, ks in _WEIGHTS.items()]
     x = _sequences(c)
