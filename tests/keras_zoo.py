@@ -227,9 +227,9 @@ def norms() -> Any:
 
 
 def recurrent() -> Any:
-    """Return a network whose LSTM has no canonical operator, so that the layer itself is called."""
+    """Return a network whose LSTM has gates that no canonical operator has, so that the layer itself is called."""
     x = steps = keras.Input((5, 6), name="steps")
-    x = layers.LSTM(8, name="lstm")(layers.Dense(6, activation="relu")(x))
+    x = layers.LSTM(8, recurrent_activation="hard_sigmoid", name="lstm")(layers.Dense(6, activation="relu")(x))
     return keras.Model(steps, layers.Dense(3)(x))
 
 

@@ -70,6 +70,18 @@ CASES: dict[str, tuple[str, list[tuple], dict[str, Any]]] = {
     "transposed volume": ("TransposeConv3D", [(1, 2, 2, 3, 2), (2, 3, 2, 3, 3), None], transposed(3, **VOLUME)),
     "linear of rows": ("Linear", [(2, 3, 5), (4, 5), (4,)], {}),
     "linear of images": ("Linear", [(2, 3, 4, 5), (6, 5), None], {}),
+    "a layer of states in other orders": (
+        "LSTM",
+        [(2, 3, 5), (8, 5), (8, 2), (8,), None, (2, 2), None],
+        {"gates": "iofg", "reverse": True, "cell_clip": None},
+    ),
+    "one step": ("LSTM", [(2, 5), (8, 5), (8, 2), None, (8,)], {"gates": "ifgo", "reverse": False, "cell_clip": None}),
+    "a state that is reset before": (
+        "GRU",
+        [(2, 3, 5), (6, 5), (6, 2), (6,), (6,), None],
+        {"gates": "zrn", "reverse": True, "reset_after": False},
+    ),
+    "states above zero": ("RNN", [(2, 3, 5), (2, 5), (2, 2)], {"reverse": True, "activation": "relu"}),
     "max": ("MaxPool", [I], pool(2, 3, stride=(1, 2), padding=((0, 0), (1, 1)), dilation=(1, 1))),
     "max beyond the image": ("MaxPool", [(2, 4, 6, 5)], pool(3, 2, stride=(2, 2), dilation=(1, 1), ceil_mode=True)),
     "max with gaps": ("MaxPool", [I], pool(2, 3, dilation=(2, 1))),
@@ -221,7 +233,7 @@ def alone(name: str) -> tuple[Graph, list[torch.Tensor], list[torch.Tensor]]:
     for k, (i, x) in enumerate(zip(node.inputs, tensors, strict=True)):
         if x is None:
             continue
-        if OPS[node.op].slot(k) in ("w", "b", "mean", "var") or (node.op == "Embedding" and k == 0):
+        if OPS[node.op].slot(k) in ("w", "r", "b", "rb", "mean", "var") or (node.op == "Embedding" and k == 0):
             graph.weights[i] = x
         else:
             graph.inputs.append(i)

@@ -24,6 +24,11 @@ def conv(n: int, **more):
     return {"stride": (1,) * n, "padding": ((1, 1),) * n, "dilation": (1,) * n, "groups": 1, **more}
 
 
+def cell(gates: int):
+    """Shapes of the weights and biases of a recurrent layer."""
+    return [(gates * 4, 3), (gates * 4, 4), (gates * 4,), (gates * 4,)]
+
+
 #: operator -> (shapes of its inputs, attributes); every other operator takes one image, or as many as it has data slots
 CASES: dict[str, tuple[list[tuple], dict]] = {
     **{f"Conv{n}D": ([(2, 4, *[6] * n), (5, 4, *[3] * n), (5,)], conv(n)) for n in (1, 2, 3)},
@@ -40,9 +45,9 @@ CASES: dict[str, tuple[list[tuple], dict]] = {
     "GroupNorm": ([IMAGE, (4,), (4,)], {"groups": 2, "eps": 1e-3}),
     "InstanceNorm": ([IMAGE, (4,), (4,)], {"eps": 1e-3}),
     "SDPA": ([IMAGE, IMAGE, IMAGE], {"is_causal": False, "scale": None, "enable_gqa": False}),
-    "LSTM": ([(2, 3, 4), (12, 4), (12, 3)], {"gates": "ifgo", "reverse": False, "cell_clip": 0.5}),
-    "GRU": ([(2, 3, 4), (9, 4), (9, 3)], {"gates": "rzn", "reverse": False, "reset_after": True}),
-    "RNN": ([(2, 3, 4), (3, 4), (3, 3)], {"reverse": False, "activation": "tanh"}),
+    "LSTM": ([(2, 5, 3), *cell(4), (2, 4), (2, 4)], {"gates": "ifgo", "reverse": False, "cell_clip": 0.5}),
+    "GRU": ([(2, 5, 3), *cell(3), (2, 4)], {"gates": "rzn", "reverse": False, "reset_after": True}),
+    "RNN": ([(2, 5, 3), *cell(1), (2, 4)], {"reverse": False, "activation": "tanh"}),
     "SVDF": ([(5, 4), (6, 4), (6, 3), (6,), (1, 18)], {"rank": 1}),
     "Clamp": ([IMAGE], {"min": -0.5, "max": 0.5}),
     "LeakyRelu": ([IMAGE], {"negative_slope": 0.1}),

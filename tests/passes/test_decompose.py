@@ -25,6 +25,10 @@ def conv(stride, padding, dilation, groups, output_padding):
     return {**out, "groups": groups, "output_padding": tuple(output_padding)}
 
 
+def cell(gates):
+    return {"w": (gates * 4, 3), "r": (gates * 4, 4), "b": (gates * 4,), "rb": (gates * 4,)}
+
+
 def attend(causal=False, scale=None, shared=False):
     """Return the attributes of attention."""
     return {"is_causal": causal, "scale": scale, "enable_gqa": shared}
@@ -85,6 +89,21 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], dict, dict]]] = {
         ([(2, 3, 4, 8), (2, 3, 5, 8), (2, 3, 5, 6)], attend(causal=True, scale=0.3), {}),
         ([(2, 4, 8), (2, 5, 8), (2, 5, 6)], attend(), {}),
         ([(2, 6, 4, 8), (2, 3, 5, 8), (2, 3, 5, 7)], attend(causal=True, shared=True), {}),
+    ],
+    "LSTM": [
+        ([(2, 5, 3)], {"gates": "ifgo", "reverse": False, "cell_clip": None}, {**cell(4), "h": (2, 4), "c": (2, 4)}),
+        ([(2, 5, 3)], {"gates": "iofg", "reverse": True, "cell_clip": 0.3}, {"w": (16, 3), "r": (16, 4)}),
+        ([(2, 3)], {"gates": "ifgo", "reverse": False, "cell_clip": None}, cell(4)),
+    ],
+    "GRU": [
+        ([(2, 5, 3)], {"gates": "rzn", "reverse": False, "reset_after": True}, cell(3)),
+        ([(2, 5, 3)], {"gates": "zrn", "reverse": True, "reset_after": False}, cell(3)),
+        ([(2, 1, 3)], {"gates": "zrn", "reverse": False, "reset_after": True}, {"w": (12, 3), "r": (12, 4)}),
+        ([(2, 3)], {"gates": "rzn", "reverse": False, "reset_after": False}, {**cell(3), "h": (2, 4)}),
+    ],
+    "RNN": [
+        ([(2, 5, 3)], {"reverse": False, "activation": "tanh"}, cell(1)),
+        ([(2, 5, 3)], {"reverse": True, "activation": "relu"}, {**cell(1), "h": (2, 4)}),
     ],
     "Roll": [([X], {"shifts": (1, -2), "axes": (2, 3)}, {}), ([UNEQUAL], {"shifts": (3, -7), "axes": (1, 3)}, {})],
     "SpaceToDepth": [([UNEQUAL], {"block": 2}, {}), ([(2, 5, 6, 9)], {"block": 3}, {})],

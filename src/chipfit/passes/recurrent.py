@@ -57,7 +57,10 @@ class _Layer:
         both = [i for i in (self.b, self.rb) if i is not None]
         if len(both) < 2:
             return both[0] if both else None
-        one, other = (self.new.graph.weights[i].detach() for i in both)
+        known = self.new.graph.weights
+        if not known.keys() >= {*both}:
+            return self.new("Add", *both)
+        one, other = (known[i].detach() for i in both)
         return self.new.constant(one + other, of=both)
 
     def results(self, states: list[str]) -> list[str]:
@@ -147,8 +150,13 @@ class _Gru(_Layer):
     def parts(self, weight: str | None) -> list[str]:
         """Return the rows of gates and candidate of a weight; nothing if there is none."""
         if weight is not None and weight not in self._parts:
-            rows = self.new.graph.weights[weight].detach().split([2 * self.size, self.size])
-            self._parts[weight] = [self.new.constant(p.clone(), of=(weight,)) for p in rows]
+            sizes, known = (2 * self.size, self.size), self.new.graph.weights.get(weight)
+            if known is None:
+                gives = [(s, *self.new.shape(weight)[1:]) for s in sizes]
+                self._parts[weight] = self.new.several("Split", weight, gives=gives, axis=0, sizes=sizes)
+            else:
+                rows = known.detach().split(sizes)
+                self._parts[weight] = [self.new.constant(p.clone(), of=(weight,)) for p in rows]
         return self._parts[weight] if weight is not None else []
 
 

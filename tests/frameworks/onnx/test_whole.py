@@ -141,7 +141,7 @@ def test_an_operator_without_a_row_is_written_without_the_operands_that_it_lacks
     constants |= {"m": np.eye(6, dtype="f4"), "b": np.zeros((1, 32), "f4"), "h": np.zeros((1, 8, 4), "f4")}
     steps = [
         helper.make_node("MatMul", ["x", "m"], ["a"]),
-        helper.make_node("LSTM", ["a", "w", "r", "b", "", "h", "h"], ["y", "", "z"], hidden_size=4),
+        helper.make_node("LSTM", ["a", "w", "r", "b", "", "h", "h"], ["y", "", "z"], hidden_size=4, input_forget=1),
     ]
     data = [torch.randn(5, 8, 6) for _ in range(3)]
     model = small(steps, {"x": [5, 8, 6]}, ["y"], constants)

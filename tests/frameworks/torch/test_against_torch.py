@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,31 @@ odd6 = _rand(6)
 some = torch.tensor([True, False, True, True])
 triangle = torch.ones(6, 6, dtype=torch.bool).tril()
 index, more = torch.tensor([3, 0, -1]), torch.tensor([[1, 0], [2, 2]])
+
+
+def zeros(x):
+    """A state [1, B, 5] of zeros, which is computed."""
+    return x[None, :, 0, 0, :5] * 0
+
+
+def state(x, layers):
+    """A state [layers, B, 5]."""
+    return torch.stack([x[:, 0, k, :5] for k in range(layers)])
+
+
+@cache
+def cells(gates, layers=1, ways=1, biased=True):
+    """Weights of recurrent layers over 6 features with 5 states, in the order of PyTorch."""
+    made = []
+    for layer in range(layers):
+        for _ in range(ways):
+            made += [_rand(gates * 5, 5 * ways if layer else 6), _rand(gates * 5, 5)]
+            made += [_rand(gates * 5), _rand(gates * 5)] if biased else []
+    return made
+
+
+for _form in ((4,), (4, 2, 2, False), (3,), (3, 1, 2), (3, 1, 1, False), (1,), (1, 1, 2)):
+    cells(*_form)  # before a program is recorded, in which they would be random numbers
 
 
 def signed(x):
@@ -274,8 +300,10 @@ def difference(a, b):
     return f"off by {d}"
 
 
-#: torch raises to a number by other functions than to a tensor, and has one kernel for means of parts of any size
-_LAST_BIT = ("pow", "celu", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+#: torch raises to a number by other functions than to a tensor, and has one kernel for means of parts of any size; cells
+#: are computed by the kernels of layers
+_LAST_BIT = ("pow", "celu", "adaptive_avg_pool2d", "adaptive_avg_pool3d", *(f"{k}_cell" for k in _RECURRENT))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -483,6 +511,15 @@ ONE_VALUE = {
     ("scaled_dot_product_attention", "SDPA", "enable_gqa"): "copies are made before it",
     ("scaled_dot_product_attention", "Unsqueeze", "axes"): "heads are the second axis",
     ("scaled_dot_product_attention", "Reshape", "shape"): "as many heads as queries have",
+    **{("lstm", op, "gates"): "the order of PyTorch" for op in ("LSTM", "GRU")},
+    **{(name, "LSTM", "cell_clip"): "PyTorch has none" for name in ("lstm", "lstm_cell")},
+    **{("lstm_cell", op, "gates"): "the order of PyTorch" for op in ("LSTM", "GRU")},
+    **{("lstm_cell", op, "reverse"): "one step" for op in ("LSTM", "GRU", "RNN")},
+    **{(name, "GRU", "reset_after"): "PyTorch has no other" for name in ("lstm", "lstm_cell")},
+    ("lstm", "Transpose", "perm"): "steps and samples change places",
+    ("lstm", "Concat", "axis"): "both directions stand side by side",
+    ("lstm", "Stack", "axis"): "layers come first in a state",
+    ("lstm", "Select", "axis"): "layers come first in a state",
     ("pad", "Slice", "step"): "what a circle repeats lies together",
     ("slice_scatter", "Slice", "step"): "what is kept lies together",
     **{(name, "Size", "axis"): "the first axis alone is open" for name in ("expand", "repeat", "zeros", "copy")},
@@ -510,6 +547,7 @@ TOLD_BY_THE_RESULT = {
     "zeros": "self size dtype layout device pin_memory memory_format",
     "copy": "self non_blocking",
     "im2col": "output_size",
+    "lstm": "dropout train",
     "clone": "memory_format",
     "lift_fresh_copy": "memory_format",
     "cumsum": "dtype",
@@ -536,11 +574,12 @@ def test_every_argument_of_every_overload_is_looked_at(read, refused):
     assert unseen == {}
 
 
-#: overloads that `torch.export` never leaves in a program, that a CPU does not have, or whose shapes depend on values
+#: overloads that `torch.export` never leaves in a program, that a CPU does not have, whose shapes depend on values, or
+#: that take packed sequences
 NOT_IN_PROGRAMS = """
     to.prim_Device to.prim_dtype to.prim_other index.Tensor_hacked_twin numpy_T.a
     bmm.dtype mm.dtype copy.Dict_Tensor split.default tensor_split.tensor_indices_or_sections
-    arange.start arange.start_step
+    arange.start arange.start_step lstm.data gru.data rnn_tanh.data rnn_relu.data
 """
 
 

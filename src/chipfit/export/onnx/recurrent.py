@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from chipfit.export.onnx.builder import OnnxBuilder, refuse
+from chipfit.export.onnx.builder import OnnxBuilder
 from chipfit.export.onnx.ops import Names, writes
 from chipfit.graph.ir import Node
 
@@ -17,13 +17,13 @@ def _recurrent(w: OnnxBuilder, n: Node, x: Names) -> list[str]:
     sequence, size = len(w.shape(n)) == 3, w.shape(n, "r")[1]
     x = [*x, *[None] * (7 - len(x))]
     steps = w.op("Transpose", [x[0]], perm=[1, 0, 2]) if sequence else w.op("Unsqueeze", [x[0], _ints(w, 0)])
-    weights = [_weight(w, n, n.inputs[k]) for k in (1, 2)]
+    weights = [_weight(w, n, k, x) for k in (1, 2)]
     states = [None if s is None else w.op("Unsqueeze", [s, _ints(w, 0)]) for s in x[5 : 7 if n.op == "LSTM" else 6]]
     more: dict[str, Any] = {"linear_before_reset": int(n.attrs["reset_after"])} if n.op == "GRU" else {}
     if n.op == "RNN":
         more = {"activations": [n.attrs["activation"].capitalize()]}
     direction = "reverse" if n.attrs["reverse"] else "forward"
-    inputs = [steps, *weights, _bias(w, n), None, *states]
+    inputs = [steps, *weights, _bias(w, n, x), None, *states]
     results = w.op_many(n.op, inputs, 3 if n.op == "LSTM" else 2, hidden_size=size, direction=direction, **more)
     last = [w.op("Squeeze", [r, _ints(w, 0)]) for r in results[1:]]
     if not sequence:
@@ -35,26 +35,20 @@ def _ints(w: OnnxBuilder, *v: int) -> str:
     return w.const(np.array(v, np.int64))
 
 
-def _weight(w: OnnxBuilder, n: Node, name: str | None) -> str:
-    return w.const(_values(w, n, name)[None])
+def _weight(w: OnnxBuilder, n: Node, k: int, x: Names) -> str:
+    """Return weight `k` with the gates in the order of ONNX, and an axis of directions."""
+    known, gates = w.graph.weights.get(n.inputs[k] or ""), n.attrs.get("gates", "")
+    order = [gates.index(g) for g in _ORDER.get(n.op, "")] or [0]
+    rows = np.arange(w.graph.shape(n.inputs[k] or "")[0] or 0).reshape(len(order), -1)[order].reshape(-1)
+    if known is not None and not w.plan.quantized(n.inputs[k] or ""):
+        return w.const(known.detach().numpy()[rows][None])
+    return w.op("Unsqueeze", [w.op("Gather", [x[k], w.const(rows)], axis=0), _ints(w, 0)])
 
 
-def _bias(w: OnnxBuilder, n: Node) -> str | None:
+def _bias(w: OnnxBuilder, n: Node, x: Names) -> str | None:
     """Return both biases behind one another."""
-    both = [_values(w, n, n.operand(k)) if n.operand(k) else None for k in ("b", "rb")]
-    known = [v for v in both if v is not None]
-    if not known:
+    if x[3] is None and x[4] is None:
         return None
-    return w.const(np.concatenate([np.zeros_like(known[0]) if v is None else v for v in both])[None])
-
-
-def _values(w: OnnxBuilder, n: Node, name: str | None) -> np.ndarray:
-    """Return a weight with its gates in the order of ONNX."""
-    if name not in w.graph.weights:
-        refuse(n, "its weights are computed at run time")
-    if w.plan.quantized(name):
-        refuse(n, f"'{name}' is quantized, and the operator takes floats")
-    t, gates = w.graph.weights[name].detach(), n.attrs.get("gates", "")
-    order = [gates.index(g) for g in _ORDER.get(n.op, "")]
-    values: np.ndarray = (t.reshape(len(order), -1, *t.shape[1:])[order].flatten(0, 1) if order else t).numpy()
-    return values
+    present = 3 if x[3] is not None else 4
+    zeros = w.const(np.zeros((1, w.graph.shape(n.inputs[present] or "")[0] or 0), np.float32))
+    return w.op("Concat", [zeros if x[k] is None else _weight(w, n, k, x) for k in (3, 4)], axis=1)

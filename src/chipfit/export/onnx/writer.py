@@ -76,10 +76,11 @@ def _writable(graph: Graph, plan: Plan, form: type[OnnxBuilder]) -> tuple[Graph,
     Raises:
         UnsupportedError: ONNX has no form for some operators or grids.
     """
-    lacking = {  # ONNX needs a weight, and has one beta and no threshold
+    lacking = {  # ONNX needs a weight, has one beta and no threshold, and clips no cell
         n.name
         for n in graph.nodes
         if (n.op == "LayerNorm" and n.operand("w") is None)
+        or (n.op == "LSTM" and n.attrs["cell_clip"] is not None)
         or (n.op == "Softplus" and (n.attrs["beta"] != 1.0 or n.attrs["threshold"] < SMOOTH))
     }
     graph, plan, reasons = decompose(graph, plan, WRITERS, besides=lacking)

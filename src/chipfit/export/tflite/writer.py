@@ -383,4 +383,4 @@ def _add_sizes(graph: Graph, sizes: dict[str, tuple[int, ...]]) -> None:
             sizes[n.output] = tuple(sizes[n.data][0] if s is None else s for s in graph.shape(n.output))
         elif n.output not in sizes:
             operands = [graph.weights[i] if i in graph.weights else torch.zeros(sizes[i or ""]) for i in n.inputs]
-            sizes[n.output] = tuple(execute(n, operands)[0].shape)
+            sizes |= {o: tuple(x.shape) for o, x in zip(n.outputs, execute(n, operands), strict=True)}
