@@ -301,8 +301,8 @@ def difference(a, b):
 
 
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-#: torch raises to a number by other functions than to a tensor, and has one kernel for means of parts of any size; cells
-#: are computed by the kernels of layers
+#: torch raises to a number by other functions than to a tensor, and has one kernel for means of parts of any size;
+#: the kernels of layers compute cells
 _LAST_BIT = ("pow", "celu", "adaptive_avg_pool2d", "adaptive_avg_pool3d", *(f"{k}_cell" for k in _RECURRENT))
 
 
@@ -490,6 +490,7 @@ NEVER = {
     "DynamicQuantize": "inserted by `decide`, in front of kernels that quantize their own input",
     "Requantize": "inserted by `decide`, where a tensor changes its grid",
     "L2Norm": "made of its parts by `passes.unit_length`, on chips that have it",
+    "SVDF": "TensorFlow Lite's own; its files are read",
     "Identity": "torch.export leaves no identities; other readers keep them",
     **dict.fromkeys(("Round", "Mod", "FloorDiv", "ReduceProd"), "torch's stays opaque; Keras's is read"),
 }
