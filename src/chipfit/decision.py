@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -35,14 +36,15 @@ from chipfit.plan.record import Plan, TensorPlan
 from chipfit.platform.match import IntegerOperators, fusions, lists_in_float, runs_in_integers, sets_of
 from chipfit.platform.schema import Platform
 from chipfit.registry import lookup
+from chipfit.screen import Summary, SummaryRepr
 from chipfit.settings import DEFAULT_SETTINGS, Settings
 
 #: reasons that a refusal to quantize lists
 _MOST_REASONS = 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class Decision:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Decision(SummaryRepr):
     """Everything that is decided about a network on a platform; each function of the chain fills in its part."""
 
     platform: Platform
@@ -71,6 +73,16 @@ class Decision:
     measured: MeasuredBiases | None = None  #: what they have shown of the network and the tensors at that time
     #: the decision with its statistics, before the rewrites that follow them: where other overrides start from
     calibrated: Decision | None = None
+
+    def _summary(self) -> Summary:
+        runs, known = Counter(n.exec for n in self.assignment.nodes.values()), dict[str, str]()
+        known["operators"] = ", ".join(f"{count} {how}" for how, count in runs.items())
+        known["overrides"] = ", ".join(f"{where}: {what}" for where, what in self.all_overrides)
+        known["settings"] = repr(self.settings)
+        known["warnings"], known["notes"] = "; ".join(self.warnings), "; ".join(self.notes)
+        rows = [(t.name, t.role, t.format, t.origin or t.why) for t in self.tensors.values()]
+        header = ("tensor", "role", "format", "origin")
+        return Summary(f"Decision for {self.platform.name}", known, header, rows, "decision.tensors")
 
     @property
     def all_overrides(self) -> list[tuple[Any, Any]]:

@@ -128,3 +128,29 @@ def test_a_difference_between_plans_fits_80_columns(result):
     assert 5 < len(lines) <= LINES and max(map(len, lines)) <= COLUMNS
     assert len(found._repr_html_()) <= CHARACTERS
     assert repr(diff(result.plan, result.plan)) == "The plans are equal"
+
+
+def test_a_graph_and_a_decision_fit_a_screen_whatever_their_weights(result):
+    assert f"Graph of torch: {len(result.graph.nodes)} operators" in repr(result.graph)
+    assert "torch.Size" not in repr(result.graph)
+    for shown in (result.graph, result.decision):
+        assert len(repr(shown).splitlines()) <= LINES and len(shown._repr_html_()) <= CHARACTERS
+    assert "3" in repr(result.decision) and "Decision for ort_cpu" in repr(result.decision)
+
+
+def test_a_result_of_a_measurement_is_a_screen_and_not_its_fields(result):
+    timing = result.time([torch.randn(4, 3, 8, 8)], seconds=0)
+    assert not repr(timing).startswith("Timing(") and repr(timing) == str(timing)
+
+
+def test_every_class_with_a_screen_prints_it():
+    """A dataclass with a `__repr__` of its own hides that of its base."""
+    import chipfit.verify.npu
+    import chipfit.verify.timing  # noqa: F401
+    from chipfit.screen import SummaryRepr
+
+    found, left = set(), [SummaryRepr]
+    while left:
+        found |= set(more := left.pop().__subclasses__())
+        left += more
+    assert len(found) >= 12 and {c.__name__ for c in found if c.__repr__ is not SummaryRepr.__repr__} == set()

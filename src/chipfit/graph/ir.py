@@ -18,6 +18,7 @@ import torch
 
 from chipfit.errors import GraphError, UnknownNameError
 from chipfit.operators.table import OPS
+from chipfit.screen import Summary, SummaryRepr
 
 #: quantizes the input of a dynamic kernel to a range found at each call; `decide` inserts it
 DYNAMIC = "DynamicQuantize"
@@ -128,8 +129,8 @@ class Fold:
 Users = dict[str, list[Node]]  #: value or weight -> the nodes that read it
 
 
-@dataclass(slots=True)
-class Graph:
+@dataclass(slots=True, repr=False)
+class Graph(SummaryRepr):
     """A network as data. Treat as immutable outside `passes/`; `copy()` before a rewrite."""
 
     nodes: list[Node]
@@ -154,6 +155,17 @@ class Graph:
         """Return a copy whose nodes, values and weight table can be edited; tensors are shared and never modified."""
         edited = ("nodes", "inputs", "outputs", "values", "weights", "trainable", "folds")
         return replace(self, **{name: copy.copy(getattr(self, name)) for name in edited})
+
+    def _summary(self) -> Summary:
+        def shown(value: str) -> str:
+            return f"{value} {list(self.values[value].shape)} {self.values[value].dtype}"
+
+        count, what = sum(w.numel() for w in self.weights.values()), f"Graph of {self.framework}"
+        known = {"inputs": ", ".join(map(shown, self.inputs)), "outputs": ", ".join(map(shown, self.outputs))}
+        known |= {"weights": f"{count:,} numbers in {len(self.weights)} tensors", "notes": "; ".join(self.notes)}
+        rows = [(n.display_name, n.op, shown(n.outputs[0]) if n.outputs else "") for n in self.nodes]
+        title = f"{what}: {len(self.nodes)} operators"
+        return Summary(title, known, ("layer", "operator", "result"), rows, "graph.nodes")
 
     def node(self, name: str) -> Node:
         for n in self.nodes:

@@ -43,7 +43,7 @@ class CpuOperator:
     why: str  #: Vela's reason
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class NpuReport(SummaryRepr):
     """A network on an NPU, by its compiler's own estimate."""
 

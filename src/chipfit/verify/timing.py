@@ -40,7 +40,7 @@ class OperatorWork:
     quantized_bytes: int  #: of the same as they are stored
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Timing(SummaryRepr):
     """The time of one call of the float file and of the quantized one, and the work of each operator."""
 
