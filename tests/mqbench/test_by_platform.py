@@ -201,6 +201,15 @@ def test_a_network_of_dictionaries(tmp_path):
     assert result.plan["conv.weight"].grid.bits == 8 and (tmp_path / "mqbench_qmodel.onnx").exists()
 
 
+def test_arguments_may_have_the_order_of_mqbenchs_first_releases(net):
+    config = {"extra_qconfig_dict": {**ACADEMIC, "w_qscheme": {**FOUR, "bit": 3}}}
+    old = prepare_by_platform(net, BackendType.Tensorrt, True, config, None, False)
+    new = prepare_by_platform(net, BackendType.Tensorrt, config, freeze_bn=False)
+    assert [str(q) for q in quantizers(old)] == [str(q) for q in quantizers(new)]
+    assert str(old) == str(new) != str(prepare_by_platform(net, BackendType.Tensorrt))
+    assert prepare_by_platform(net, BackendType.Tensorrt, False, None, None, True) is not net
+
+
 def test_merged_batch_norms_compute_the_same(net):
     """As in test/test_merge of MQBench."""
     model = calibrated(prepared(net, BackendType.Tensorrt).eval())
@@ -298,7 +307,7 @@ def test_reconstruction_lowers_the_error_of_two_bit_weights(pattern, prob, backe
         ({"leaf_module": ["Leaf"]}, ConfigError, "'leaf_module' must list types"),
         ({"preserve_attr": {"stem": ["depth"]}}, UnknownNameError, "preserve_attr of 'stem'"),
         ({"preserve_attr": ["depth"]}, ConfigError, "attributes by submodule"),
-        (True, ConfigError, "'prepare_custom_config_dict' must be a dictionary"),
+        (3, ConfigError, "'prepare_custom_config_dict' must be a dictionary"),
     ],
 )
 def test_invalid_dictionaries_are_refused_by_key_and_place(config, error, says, net):

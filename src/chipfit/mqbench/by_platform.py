@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import fx, nn
@@ -260,16 +260,18 @@ def prepare_by_platform(
             `leaf_module` (types that are not traced), `preserve_attr` (submodule, "" for the model -> attributes) and
             `concrete_args` (arguments that are constant).
         custom_tracer: in place of the tracer that knows `leaf_module`.
-        is_qat: True; False is accepted, as the copy is the same.
+        is_qat: True; False is accepted, as the copy is the same. It may also stand before the dictionary, its place in
+            MQBench's first releases.
         freeze_bn: statistics of folded batch norms stay (strategy 1); False: they train (strategy 4).
 
     Raises:
         ConfigError, UnknownNameError: a key or value of the dictionary is wrong; the message says where.
         CaptureError: the model cannot be traced.
     """
-    config = _checked(
-        {} if prepare_custom_config_dict is None else prepare_custom_config_dict, _CONFIG, "prepare_custom_config_dict"
-    )
+    given, tracer = cast(Any, prepare_custom_config_dict), custom_tracer
+    if isinstance(given, bool):
+        given, tracer = tracer, None if isinstance(is_qat, bool) else is_qat
+    config = _checked({} if given is None else given, _CONFIG, "prepare_custom_config_dict")
     if not isinstance(deploy_backend, BackendType):
         got, allowed = repr(deploy_backend)[:120], ", ".join(b.name for b in BackendType)
         raise ConfigError("Backend must be a BackendType", got=got, allowed=allowed, hint="BackendType.Tensorrt")
@@ -281,7 +283,7 @@ def prepare_by_platform(
     if not isinstance(leaves, (list, tuple)) or not all(isinstance(t, type) for t in leaves):
         raise ConfigError("'leaf_module' must list types of modules", got=repr(leaves)[:120])
     kept = _attributes(model, config.get("preserve_attr", {}))
-    traced = trace(model, custom_tracer or _Tracer(tuple(leaves)), config.get("concrete_args"))
+    traced = trace(model, tracer or _Tracer(tuple(leaves)), config.get("concrete_args"))
     strategy = -1 if not deploy_backend.setting["fold"] else 1 if freeze_bn else 4
     prepared = insert_quantizers(traced, setting, strategy).train(model.training)
     for path, name, value in kept:
