@@ -5,8 +5,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+import chipfit
 from chipfit.passes.concat_ranges import concat_ranges
-from tests.build import model_of
+from tests.build import model_of, quantized, randn
 from tests.steps import Steps, begin
 
 
@@ -47,3 +48,13 @@ def test_what_is_stored_otherwise_or_not_at_all_stays_out_of_a_group():
     assert tied(steps) == [[inner, b], [outer, inner]]
     del steps.assignment.tensors[b]
     assert tied(steps) == [[outer, inner]]
+
+
+def test_parts_of_very_different_size_share_the_grid_too_where_that_is_asked_for():
+    net = model_of(lambda m, x: torch.cat([m.a(x), 8 * m.b(x)], 1), a=nn.Conv2d(3, 3, 1), b=nn.Conv2d(3, 3, 1))
+    data, chip = randn(8, 3, 6, 6), chipfit.get_target_platform_capabilities("pytorch")
+    settings = {on: chipfit.Settings(concat_ranges=on, repairs="off") for on in (False, True)}
+    apart, together = (quantized(net, [data], chip, settings=s) for s in settings.values())
+    (join,) = (n for n in together.graph.nodes if n.op == "Concat")
+    assert not apart.plan.quantized(join.output)
+    assert len({float(together.plan[v].scale) for v in (*join.inputs, join.output)}) == 1
