@@ -50,7 +50,7 @@ def _measured(entry: Entry, platform: str, folder: Path) -> dict[str, Any]:
     batches, unseen = runs.samples(calibration, bare), runs.samples(tests, bare)
     in_float = runs.floats_of(network)
     floats = runs.joined([in_float(x) for x in unseen])
-    done = _quantized(network, platform, batches, len(calibration) == 1 and not bare, entry.options, folder)
+    done = quantized(network, platform, batches, len(calibration) == 1 and not bare, entry.options, folder)
     if done.returncode:
         said = [line.strip(" │\n") for line in done.stderr.splitlines() if line.startswith("│")]
         kind = "bug" if done.returncode == 70 or not said else "refused"
@@ -75,7 +75,7 @@ def _measured(entry: Entry, platform: str, folder: Path) -> dict[str, Any]:
     return out
 
 
-def _quantized(
+def quantized(
     network: str, platform: str, batches: list[Any], single: bool, options: tuple[str, ...], folder: Path
 ) -> subprocess.CompletedProcess[str]:
     """Run `chipfit quantize` on calibration samples in a file, or in a module where a network has several inputs."""

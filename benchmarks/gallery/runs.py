@@ -102,14 +102,14 @@ def _tflite(path: Path) -> Run:
         for entry, part in zip(entries, x, strict=True):
             if tuple(entry["shape"]) != part.shape and tuple(entry["shape"]) == _last(part.shape):
                 part = part.transpose(0, 2, 3, 1)
-            interpreter.set_tensor(entry["index"], _codes(part, entry))
+            interpreter.set_tensor(entry["index"], codes(part, entry))
         interpreter.invoke()
-        return [_reals(interpreter.get_tensor(e["index"]), e) for e in ends]
+        return [reals(interpreter.get_tensor(e["index"]), e) for e in ends]
 
     return run
 
 
-def _codes(x: np.ndarray, entry: dict[str, Any]) -> np.ndarray:
+def codes(x: np.ndarray, entry: dict[str, Any]) -> np.ndarray:
     scale, zero = entry["quantization"]
     if scale and np.issubdtype(entry["dtype"], np.integer):
         limits = np.iinfo(entry["dtype"])
@@ -117,6 +117,6 @@ def _codes(x: np.ndarray, entry: dict[str, Any]) -> np.ndarray:
     return np.ascontiguousarray(x.astype(entry["dtype"]))
 
 
-def _reals(y: np.ndarray, entry: dict[str, Any]) -> np.ndarray:
+def reals(y: np.ndarray, entry: dict[str, Any]) -> np.ndarray:
     scale, zero = entry["quantization"]
     return (y.astype(np.float32) - zero) * np.float32(scale) if scale and y.dtype.kind in "iu" else y

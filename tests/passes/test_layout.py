@@ -286,3 +286,26 @@ def test_a_transposition_of_the_models_own_stays_where_it_stores_other_numbers(s
     new, _ = apply_layout(graph, plan(edges, x=0.5, **scales), "channels_last")
     assert ("t" in [n.name for n in new.graph.nodes]) is stays
     assert [n.op for n in new.graph.nodes if n.name in "cr"] == ["Conv2D", "Relu"]
+
+
+def image_of_one_channel():
+    """As read from a file for channels last: the image becomes [N, 1, H, W] by a Reshape."""
+    shapes = {"x": (None, 4, 5, 1), "a": (None, 1, 4, 5), "y": (None, 3, 4, 5)}
+    nodes = node("a = Reshape(x)", {"shape": (-1, 1, 4, 5)}), node("y = Conv2D(a, w)", CONV)
+    return graph_of(*nodes, shapes=shapes, weights={"w": torch.randn(3, 1, 1, 1)})
+
+
+def test_a_reshape_that_only_moves_axes_of_size_1_is_undone_like_a_transposition():
+    graph = image_of_one_channel()
+    new = change_layout(graph, "channels_last").graph
+    assert kinds(new) == ["Conv2D", "Transpose"] and new.nodes[0].data == "x"
+    x = (torch.randn(2, 4, 5, 1),)
+    back = change_layout(new, "channels_first").graph
+    assert torch.equal(run(back, x)[back.outputs[0]], run(graph, x)["y"])
+
+
+@pytest.mark.parametrize("scale, ops", [(0.5, ["Conv2D"]), (0.25, ["Reshape", "Reshape", "Conv2D"])])
+def test_a_reshape_stays_where_it_stores_other_numbers(scale, ops):
+    plan = plan_of(x=stored(0.5), a=stored(scale), y=stored(0.5))
+    new, _ = apply_layout(image_of_one_channel(), plan, "channels_last")
+    assert kinds(new.graph) == [*ops, "Transpose"]

@@ -131,3 +131,19 @@ def test_activations_get_fewer_bits_until_what_is_measured_fits():
     for more in (0, 100):  # what the file adds to its tensors is not in the search's budget
         _, d = searched(0.98 * free, more)
         assert measure(d.graph, plan_of(d)).ram + more <= 0.98 * free
+
+
+def test_one_scale_for_fully_connected_layers_comes_before_fewer_bits():
+    free = fitted()
+    needs = footprint(free.graph, free.plan)
+    result = fitted(ram=needs.ram - 16, flash=needs.flash)
+    head = result.plan.stored("head.weight")
+    assert head.scale.numel() == 1 and head.grid.bits == 8 and result.plan.stored("deep.weight").scale.numel() == 32
+    found = footprint(result.graph, result.plan)
+    assert found.ram == needs.ram - 2 * 48  # a multiplier and a shift for each of 10 outputs, aligned
+    assert any("share one scale" in note for note in result.plan.rewrites) and result.verify(DATA[:2]).exact
+
+
+def test_weights_with_one_scale_keep_8_bits():
+    result = quantized(net(), DATA, "tflm_cmsis_nn", overrides={"Linear": {"per": "tensor"}})
+    assert result.plan.stored("head.weight").grid.bits == 8 and result.plan.stored("head.weight").scale.numel() == 1

@@ -69,7 +69,7 @@ def change_layout(
 def apply_layout(graph: Graph, plan: Plan, target: str, *, change_io: bool = False) -> tuple[LayoutChange, Plan]:
     """Change the layout of a graph that has a plan; inserted values are stored like the values that they rearrange."""
     read_in_float = {v for v, _ in plan.float_edges}  # these hold more than their operand in another order
-    moved = [n for n in graph.nodes if n.op == "Transpose"]
+    moved = [n for n in graph.nodes if n.op in ("Transpose", "Reshape") and n.data in graph.values]
     kept_transposes = {n.name for n in moved if n.output in read_in_float or not same_numbers(plan, n.data, n.output)}
     new = change_layout(graph, target, plan.float_edges, kept_transposes, change_io=change_io)
     tensors, nodes = dict(plan.tensors), dict(plan.nodes)
@@ -108,6 +108,20 @@ def keeps_memory_order(shape: Sequence[int | None], perm: Layout) -> bool:
     """Check whether permuting a tensor of this shape leaves its memory as it is: only axes of size 1 move."""
     kept = [d for d in perm if shape[d] != 1]
     return kept == sorted(kept)
+
+
+def moved_units(graph: Graph, node: Node) -> Layout | None:
+    """Return the permutation that a Reshape is, which moves axes of size 1 and no other; None if it is none."""
+    if node.data in graph.weights:
+        return None
+    before, after = graph.shape(node.data), graph.shape(node.output)
+    kinds = [([d for d, n in enumerate(s) if n == 1], [d for d, n in enumerate(s) if n != 1]) for s in (before, after)]
+    (units, others), (new_units, new_others) = kinds
+    same = [before[d] for d in others] == [after[d] for d in new_others]
+    if len(before) != len(after) or before == after or not same or before.count(None) > 1:
+        return None
+    source = dict(zip([*new_units, *new_others], [*units, *others], strict=True))
+    return tuple(source[d] for d in range(len(after)))
 
 
 def remove_axes(layout: Layout, axes: Collection[int]) -> Layout:
@@ -323,7 +337,13 @@ class _LayoutChanger:
         self.emit(node, [x], [layout], axes=tuple(layout.index(a % len(layout)) for a in node.attrs["axes"]))
 
     def reshape(self, node: Node) -> None:
-        """Read the operand as it lies in memory if that is the natural order."""
+        """Read the operand as it lies in memory if that is the natural order.
+
+        One that only moves axes of size 1 is a Transpose.
+        """
+        perm = moved_units(self.source, node)
+        if perm is not None and node.name not in self.kept_transposes:
+            return self.relabel(node, perm)
         layout = self.layout(node.data)
         if node.data in self.source.weights or not keeps_memory_order(self.source.shape(node.data), layout):
             return self.natural(node)
@@ -333,7 +353,9 @@ class _LayoutChanger:
         """Relabel the axes: the result is the operand in another layout."""
         if node.data in self.source.weights or node.name in self.kept_transposes:
             return self.natural(node)
-        perm = [d % self.rank(node.data) for d in node.attrs["perm"]]
+        self.relabel(node, [d % self.rank(node.data) for d in node.attrs["perm"]])
+
+    def relabel(self, node: Node, perm: Sequence[int]) -> None:
         tensor, layout = self.held[node.data]
         self.held[node.output] = (tensor, tuple(perm.index(d) for d in layout))
         self.pending[node.output] = node

@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from chipfit.calibration.data import Batch
-from chipfit.decision import Decision, plan_of
+from chipfit.decide.overrides import to_record
+from chipfit.decision import Decision, choose_scales, decide, plan_of
 from chipfit.errors import PlanError
 from chipfit.graph.ir import Graph
+from chipfit.graph.linear import is_linear
 from chipfit.plan.record import Plan
 from chipfit.search.choose import ChosenWidths, SearchSpace, search_space, search_widths, with_choice
 from chipfit.search.limits import OF_FILE, Amount, Limits
@@ -44,7 +46,9 @@ Measure = Callable[[Graph, Plan], Footprint]
 def fit_widths(
     d: Decision, limits: Limits, read: Callable[[], Iterable[Batch]], rounding: RoundingModel, measure: Measure
 ) -> Decision:
-    """Return the decision with bits with which the file fits; as it is, apart from other limits, if it fits already.
+    """Return the decision with which the file fits; as it is, apart from other limits, if it fits already.
+
+    First the weights of fully connected layers get one scale each, then weights or activations get fewer bits.
 
     Args:
         d, limits, read, rounding: see `chipfit.search.choose.search_widths`.
@@ -59,16 +63,40 @@ def fit_widths(
     now = search_widths(d, _limits(rest, limits), read, rounding) if rest else d
     now = replace(now, provenance={**now.provenance, "limits": record})
     found = measure(now.graph, plan_of(now))
+    if not found.over(most):
+        return now
+    if (coarser := with_one_scale(now)) is not None:
+        d = now = coarser
+        found = measure(now.graph, plan_of(now))
     if not (over := found.over(most)):
         return now
     tensors = {OF_FILE[k]: getattr(resources(now.graph, plan_of(now)), OF_FILE[k]) for k in over}
     space = search_space(d, plan_of(d), {*rest, *tensors}, read(), rounding)
+    tried = [found]
     for more in _budgets(space, tensors, rest, limits, lambda: over):
         now = with_choice(d, more, record)
-        found = measure(now.graph, plan_of(now))
-        if not (over := found.over(most)):
+        tried.append(measure(now.graph, plan_of(now)))
+        if not (over := tried[-1].over(most)):
             return now
-    raise too_large(found, most)
+    raise too_large(min(tried, key=lambda f: max(getattr(f, k) / v for k, v in most.items())), most)
+
+
+def with_one_scale(d: Decision) -> Decision | None:
+    """Return the decision in which the weights of each fully connected layer share one scale; None if they do already.
+
+    A file stores every scale and zero point, also of the bias, and TensorFlow Lite Micro keeps a multiplier and a shift
+    for each in its arena; those of convolutions it keeps anyway.
+    """
+    plan = plan_of(d)
+    layers = [n for n in d.graph.nodes if n.op == "Linear" and is_linear(d.graph, n)]
+    found = [n.name for n in layers if (t := plan.stored(n.weight)) is not None and t.scale.numel() > 1]
+    if not found:
+        return None
+    overrides: list[tuple[Any, Any]] = [("Linear", {"per": "tensor"}), *d.all_overrides]
+    other = choose_scales(decide(replace(d, overrides=overrides, widths=())))
+    note = f"the weights of {len(found)} fully connected layers share one scale each, to keep the limits"
+    provenance = {**other.provenance, "edited": to_record(overrides)}
+    return replace(other, notes=(*other.notes, note), provenance=provenance)
 
 
 def _budgets(
@@ -109,7 +137,7 @@ def too_large(found: Footprint, most: Mapping[str, float]) -> PlanError:
     part, why = reasons[name]
     return PlanError(
         f"The {part} does not keep the limit on {name}",
-        got=f"{getattr(found, name):,} bytes at the least widths that were tried",
+        got=f"{getattr(found, name):,} bytes, the least of all choices that were tried",
         allowed=f"{most[name]:,.0f} bytes",
         hint=f"{why}; smaller inputs or fewer channels (`chipfit.prune`) need less",
     )

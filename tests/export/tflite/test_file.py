@@ -330,3 +330,19 @@ def test_selections_one_after_the_other_are_merged_and_those_of_everything_in_or
     file.pick(y, np.array(back), 1, z)
     file.merge_picks([y, z])
     assert len(file.operators) == 2
+
+
+def test_constants_of_equal_bytes_share_a_buffer_whatever_their_scales():
+    file = File()
+    x = file.tensor("x", (1, 40), INT32)
+    one, half = (
+        file.constant(np.zeros(40, np.int32), name, INT32, Quantization(np.float32(s), np.int64(0)))
+        for name, s in (("a", 1.0), ("b", 0.5))
+    )
+    y, z = file.tensor("y", (1, 40), INT32), file.tensor("z", (1, 40), INT32)
+    file.op("ADD", [x, one], y)
+    file.op("ADD", [y, half], z)
+    model = read(file.content({"x": x}, {"z": z}, {}))
+    found = {t.name: t for t in model.subgraphs[0].tensors}
+    assert one != half and found[b"a"].buffer == found[b"b"].buffer
+    assert [float(found[n].quantization.scale[0]) for n in (b"a", b"b")] == [1.0, 0.5]

@@ -219,7 +219,7 @@ def test_the_file_says_how_values_lie_and_where_their_batch_is():
     assert said["platform"] == "chip" and said["provenance"] == {"seed": 7}
     assert said["inputs"] == [[0, 2, 3, 1]] and said["forms"]["x"] == said["forms"]["v"] == [0, 2, 3, 1]
     assert said["outputs"] == [[[0, 2, 3, 1], 0], [None, 0], [None, 1], [None, 0]]
-    assert said["batch_axis"] == {"x": 0, "v": 0, "m": 0, "t": 1}
+    assert said["batch_axis"] == {"t": 1}  # 0 where it is not named
     whole = content(graph, plan, keep_layout=True)
     said = json.loads(entry(whole, "chipfit"))
     assert said["inputs"] == [None] and said["outputs"][0] == [None, 0]
@@ -227,9 +227,11 @@ def test_the_file_says_how_values_lie_and_where_their_batch_is():
 
 
 def test_all_tensors_of_a_value_are_noted():
-    plan = Plan(tensors={"x": tensor("x")}, nodes={"n_y": NodePlan(name="n_y", op="Relu")})
-    said = json.loads(entry(content(RELU, plan), "chipfit"))
-    assert said["batch_axis"] == dict.fromkeys(["x", "x/float", "x/dequantized", "y"], 0)
+    moved, relu = node("Transpose", "x", "t", perm=(1, 0)), node("Relu", "t", "y")
+    graph = network(moved, relu, x=(None, 4), t=(4, None), y=(4, None))
+    plan = Plan(tensors={"t": tensor("t")}, nodes={n.name: NodePlan(name=n.name, op=n.op) for n in (moved, relu)})
+    said = json.loads(entry(content(graph, plan), "chipfit"))
+    assert said["batch_axis"] == dict.fromkeys(["t", "t/float", "t/dequantized", "y"], 1)
 
 
 def test_a_constant_that_comes_out_is_a_copy():

@@ -42,6 +42,7 @@ class File:
         self.images: dict[int, int] = {}
         self._picks: dict[int, tuple[int, int, np.ndarray]] = {}  #: result of GATHER -> its operand, axis and indices
         self._buffers: list[_Buffer] = [_Buffer()]
+        self._by_bytes: dict[bytes, int] = {}
         self._codes: list[Any] = []
         self._constants: dict[Any, int] = {}
 
@@ -208,8 +209,11 @@ class File:
         return unique_name(name, self.index)
 
     def _buffer(self, data: bytes) -> int:
-        self._buffers.append(_Buffer(data))
-        return len(self._buffers) - 1
+        """Return the number of the buffer with these bytes; tensors with equal bytes share one."""
+        if data not in self._by_bytes:
+            self._by_bytes[data] = len(self._buffers)
+            self._buffers.append(_Buffer(data))
+        return self._by_bytes[data]
 
     def _code(self, kind: str, inputs: Sequence[int], outputs: Sequence[int], options: Mapping[str, Any]) -> int:
         """Return the index of an operator code, in the least version that these tensors and options need."""

@@ -254,7 +254,7 @@ class Writer(TfliteBuilder):
             "platform": self.plan.platform,
             "inputs": [self.forms.get(i) for i in self.source.inputs],
             "forms": {n: list(f) for v, f in self.forms.items() for n in tensors[v]},
-            "batch_axis": {n: batch_axis[v] for v, ns in tensors.items() if v in batch_axis for n in ns},
+            "batch_axis": {n: batch_axis[v] for v, ns in tensors.items() if batch_axis.get(v) for n in ns},  # others: 0
             "outputs": [  # each with its batch axis in the model's own layout
                 (self.forms.get(o) if o == own else None, batch_axis.get(own, 0))
                 for o, own in zip(self.graph.outputs, self.source.outputs, strict=True)
