@@ -5,20 +5,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import TypeAdapter
-
 from chipfit.errors import ConfigError, PlanError
-from chipfit.files import path_of, read_json
+from chipfit.files import path_of
 from chipfit.plan.diff import diff
 from chipfit.plan.record import Plan
 from chipfit.report.comparison import Comparison, compare_reports
 from chipfit.report.record import ReportData
+from chipfit.report.report import Report
 from chipfit.report.rows import build
 from chipfit.result import Result, load
-from chipfit.validation import check_value
 from chipfit.verify.file import is_file, read_quantized
-
-_REPORT: TypeAdapter[ReportData] = TypeAdapter(ReportData)
 
 
 class _Side(NamedTuple):
@@ -78,7 +74,7 @@ def _side_of(thing: Any) -> _Side:
         raise ConfigError("This cannot be compared", got=type(thing).__name__, allowed=allowed)
     path = path_of(thing, PlanError)
     if path.suffix == ".json" and not path.is_dir():
-        return _Side(read_report(path))
+        return _Side(Report.load(path))
     if is_file(path) and not path.is_dir():
         found, platform = read_quantized(path)
         return _Side(build(found.graph, found.plan, platform), found.plan, file_bytes=path.stat().st_size)
@@ -90,20 +86,9 @@ def _saved(folder: Path) -> _Side:
     plan = folder / "plan" if (folder / "plan").is_dir() else folder
     result = load(plan)
     report = plan / "report.json"
-    known = read_report(report) if report.is_file() else result.report
+    known = Report.load(report) if report.is_file() else result.report
     models = sorted(folder.glob("model.*"))
     return _Side(known, result.plan, result, models[0].stat().st_size if len(models) == 1 else None)
-
-
-def read_report(path: str | Path) -> ReportData:
-    """Read a report that `Report.save` wrote as JSON.
-
-    Raises:
-        PlanError: the file cannot be read, or is no report.
-    """
-    file = path_of(path, PlanError)
-    data: ReportData = check_value(_REPORT, read_json(file, PlanError), PlanError, str(file), json=True)
-    return data
 
 
 def _measured(side: _Side, data: Any) -> tuple[_Side, dict[str, float]]:

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from chipfit import Report
 from chipfit.errors import ExportError, PlanError, UnknownNameError
+from chipfit.search.sensitivity import Sensitivity
 from tests.build import quantized, sequential
 
 
@@ -101,3 +103,16 @@ def test_matplotlib_is_imported_by_the_first_plot_only():
 
     code = "import chipfit, sys; chipfit.quantize; chipfit.Report; assert 'matplotlib' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_report_that_was_saved_is_read_printed_and_drawn_again(result, tmp_path):
+    again = Report.load(result.report.save(tmp_path / "r.json"))
+    assert again.layers == result.report.layers and repr(again) == repr(result.report)
+    assert lengths(again.plot()) == pytest.approx(lengths(result.report.plot()))
+    (tmp_path / "r.json").write_text("[]")
+    with pytest.raises(PlanError, match=r"r\.json"):
+        Report.load(tmp_path / "r.json")
+
+
+def test_a_sensitivity_without_tensors_is_an_empty_figure():
+    assert lengths(Sensitivity({}, {}, {}).plot()) == {}

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from chipfit.errors import ExportError
-from chipfit.files import path_of, write_atomically
+from chipfit.errors import ExportError, PlanError
+from chipfit.files import path_of, read_json, write_atomically
 from chipfit.report.record import ReportData
 from chipfit.screen import Summary, SummaryRepr
 from chipfit.screen.figures import drawn
+from chipfit.validation import check_value
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,6 +27,17 @@ def check_suffix(path: Path) -> None:
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Report(SummaryRepr, ReportData):
     """A report on how a quantized model runs, how large it is, and how accurate."""
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Report":
+        """Read a report that `save` wrote as JSON.
+
+        Raises:
+            PlanError: the file cannot be read, or is no report.
+        """
+        file = path_of(path, PlanError)
+        report: Report = check_value(cls, read_json(file, PlanError), PlanError, str(file), json=True)
+        return report
 
     def save(self, path: str | Path) -> Path:
         """Write the report: a self-contained page for `.html`, data for `.json`.
