@@ -23,6 +23,7 @@ from chipfit.operators.table import OPS
 from chipfit.plan.record import TensorPlan
 from chipfit.platform.schema import Rule
 from chipfit.quantizers.scale_bounds import ScaleBound
+from chipfit.quantizers.grids import in_16_bits
 from chipfit.quantizers.stored import Stored
 
 #: an equality holds up to this much in log2: two roundings of float32
@@ -125,6 +126,7 @@ def project(wanted: Mapping[str, Stored], constraints: Sequence[Constraint]) -> 
         if new is not None and np.any(np.abs(new - now) > _EQUAL):
             moved = torch.from_numpy(np.asarray(np.exp2(new))).to(torch.float32).reshape(v.scale.shape)
             stays = torch.from_numpy(np.asarray(np.abs(new - now) <= _EQUAL)).reshape(v.scale.shape)
+            moved = in_16_bits(moved) if v.grid.short_scale else moved
             out[t] = v.with_(scale=torch.where(stays, v.scale, moved))
     return out
 

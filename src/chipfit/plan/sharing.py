@@ -8,7 +8,7 @@ from chipfit.errors import TrainingError
 from chipfit.graph.ir import Graph, Node
 from chipfit.operators.table import OPS
 from chipfit.plan.record import Plan, TensorPlan
-from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.grids import Grid, in_16_bits
 from chipfit.quantizers.scale_bounds import ScaleBound
 from chipfit.quantizers.stored import Stored, scales_per_output
 
@@ -121,6 +121,7 @@ def with_trained_numbers(
         got = float(scale.min())
         hint = "lower the learning rate of the scales, or keep this one frozen"
         raise TrainingError(f"The trained scale of '{t.name}' must be positive", where=t.layer, got=got, hint=hint)
+    scale = in_16_bits(scale) if old.grid.short_scale else scale
     zero = old.zero_point
     if zero_point is not None:
         zero = zero_point.detach().to(zero.device).round().to(zero.dtype).expand_as(zero).clone()

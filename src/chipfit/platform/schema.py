@@ -132,7 +132,9 @@ class Format(_Record):
     kind: Literal["int", "lut", "log", "float", "bfp"] = "int"
     signed: bool | Literal["auto"] = Field(True, description="auto: decided per tensor from its data")
     range: Literal["full", "narrow"] | tuple[int, int] = Field("full", description="narrow drops the lowest value")
-    scale: Literal["any", "pot", "bf16"] = Field("any", description="pot: powers of two only; bf16: of blocks")
+    scale: Literal["any", "pot", "bf16", "s16"] = Field(
+        "any", description="pot: powers of two only; bf16: of blocks; s16: 16 significant bits"
+    )
     scale_min: float | None = Field(None, ge=SCALES[0], le=SCALES[1], description="least scale of the hardware")
     pair_limit: Positive | None = Field(None, description="greatest |sum| of two neighbours, of weights of one sign")
     zero: int | Literal["any"] | tuple[int, ...] = Field(0, description="zero point: fixed, any, or one of a set")
@@ -217,6 +219,7 @@ class Format(_Record):
             raise ValueError("the format's signedness is decided per tensor: pass signed=")
         common: dict[str, Any] = {k: getattr(self, k) for k in ("bits", "per", "kind", "scale_min", "pair_limit")}
         common |= {"pot": self.scale == "pot", "bf16": self.scale == "bf16", "rounding": rounding or "half_even"}
+        common["short_scale"] = self.scale == "s16"
         if self.kind == "float":
             table = float_table(self.float_ or "")
             return Grid(qmin=int(table[0]), qmax=int(table[-1]), table=table, **common)
@@ -244,7 +247,7 @@ class Format(_Record):
             words[0] += f"[{self.range[0]},{self.range[1]}]"
         words.append("affine" if self.zero == "any" else "sym" if self.zero == 0 else f"zp{self.zero}")
         words += [f"pairs<={self.pair_limit}"] if self.pair_limit is not None else []
-        words += {"any": [], "pot": ["PoT"], "bf16": ["bf16"]}[self.scale] + [f"/{self.per}"] * (self.per != "tensor")
+        words += {"pot": ["PoT"], "bf16": ["bf16"]}.get(self.scale, []) + [f"/{self.per}"] * (self.per != "tensor")
         return " ".join(words + ["dynamic"] * self.dynamic)
 
 

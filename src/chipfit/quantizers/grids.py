@@ -24,6 +24,12 @@ def all_codes(bits: int, signed: bool) -> tuple[int, int]:
     return (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
 
 
+def in_16_bits(scale: torch.Tensor) -> torch.Tensor:
+    """Return the nearest numbers with 16 significant bits."""
+    mantissa, exponent = torch.frexp(scale)
+    return torch.ldexp(torch.round(mantissa * 2.0**16), exponent - 16)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
     """The quantization grid of one tensor, with all choices of its format made (including signedness)."""
@@ -39,6 +45,8 @@ class Grid:
     scale_min: float | None = None  #: least scale that the hardware represents
     #: greatest magnitude of the sum of two neighbours, see `quantizers.pairs`; not in the text, which checkpoints hold
     pair_limit: int | None = field(default=None, repr=False)
+    #: the scale has 16 significant bits, so that its products with 8-bit integers are exact in float32
+    short_scale: bool = field(default=False, repr=False)
     entries: int | None = None  #: "lut": size of the table that is fitted to each tensor
     table: tuple[float, ...] | None = None  #: entries, ascending, in units of the scale; codes are indices into it
     rounding: str = "half_even"  #: rule of `rounding.ROUNDINGS`; a table uses the nearest entry

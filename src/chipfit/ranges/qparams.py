@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.grids import Grid, in_16_bits
 
 #: least and greatest scale: kernels multiply scales by each other and by 2^20, which must not overflow or vanish in
 #: float32; `finish_scale` raises smaller scales, larger ones are refused when scales are decided
@@ -37,7 +37,8 @@ def wide(x: torch.Tensor) -> torch.Tensor:
 
 def finish_scale(scale: torch.Tensor, grid: Grid) -> torch.Tensor:
     """Return a legal float32 scale near `scale`: at least the hardware's minimum and, where the grid demands it, the
-    next power of two, the nearest bfloat16 or, for a logarithmic grid, the next power of the ratio of its entries.
+    next power of two, the nearest number of 8 (bfloat16) or 16 significant bits or, for a logarithmic grid, the next
+    power of the ratio of its entries.
     """
     least = max(LEAST_SCALE, grid.scale_min or 0.0)
     scale = wide(scale).clamp_min(least)
@@ -45,6 +46,8 @@ def finish_scale(scale: torch.Tensor, grid: Grid) -> torch.Tensor:
         scale = torch.exp2(torch.ceil(torch.log2(scale) - 1e-9))
     elif grid.bf16:
         scale = scale.bfloat16()
+    elif grid.short_scale:
+        scale = in_16_bits(scale)
     elif grid.kind == "log" and grid.table is not None:
         # codes are logarithms in units of `step`; the hardware multiplies by adding them, also to that of the scale
         step = math.log2(grid.table[-1] / grid.table[-2])

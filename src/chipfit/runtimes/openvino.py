@@ -1,8 +1,11 @@
-"""OpenVINO on the CPU: compared with the simulation, never promised to be equal."""
+"""OpenVINO on the CPU: its low-precision kernels, in a plain session; intermediate tensors come from further sessions."""
+
+from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -10,10 +13,26 @@ from chipfit.errors import RuntimeUnavailable, first_line
 from chipfit.registry import register
 from chipfit.runtimes.onnxruntime import read
 
+#: float layers stay in float32: they would run in bfloat16 on CPUs that have it
+_OPTIONS = {"INFERENCE_PRECISION_HINT": "f32"}
 
-@register("runtime", "openvino", suffix=".onnx", libraries=("onnx", "openvino"), extra="openvino", codes="{}_q")
+
+@register(
+    "runtime",
+    "openvino",
+    suffix=".onnx",
+    libraries=("onnx", "openvino"),
+    extra="openvino",
+    kernels="openvino",
+    codes="{}_q",
+)
 class OpenVino:
-    """A loaded ONNX file, with float layers kept in float32 (they would run in bfloat16 on CPUs that have it)."""
+    """A loaded ONNX file, run as `Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})` runs it.
+
+    An output in the middle of a network changes what OpenVINO fuses. So the outputs come from the file as it is, and
+    integers from models that fuse as it does: one returns dequantized tensors, except for operands of additions, which
+    a convolution then could not overwrite: each of these comes from a model of its own.
+    """
 
     def __init__(self, path: str | Path, tensors: Sequence[str] = ()) -> None:
         """Load `path` and make the ONNX values named in `tensors` readable.
@@ -21,28 +40,89 @@ class OpenVino:
         Raises:
             RuntimeUnavailable: OpenVINO refuses the file.
         """
+        model = read(path)
+        self.path, self.outputs = str(path), [o.name for o in model.graph.output]
+        self.model = self._compiled(model, self.outputs)
+        self.inputs = [i.get_any_name() for i in self.model.inputs]
+        self._more: list[tuple[Any, list[_Tap]]] = []
+        for taps in _in_sessions(model, [t for t in dict.fromkeys(tensors) if t not in self.outputs]):
+            self._more.append((self._compiled(model, [*self.outputs, *(t.read for t in taps)]), taps))
+
+    def _compiled(self, model: Any, outputs: Sequence[str]) -> Any:
+        """Return the model, with these outputs, compiled for the CPU."""
+        import onnx
         import openvino
 
-        model = read(path, tensors)
-        self.outputs = [o.name for o in model.graph.output]
-        how = {"INFERENCE_PRECISION_HINT": "f32"}
+        cut = onnx.ModelProto()
+        cut.CopyFrom(model)
+        del cut.graph.output[:]
+        known = {o.name: o for o in model.graph.output}
+        cut.graph.output.extend(known.get(o, onnx.ValueInfoProto(name=o)) for o in outputs)
         try:
             core = openvino.Core()
-            self.model = core.compile_model(core.read_model(model.SerializeToString()), "CPU", how)
+            return core.compile_model(core.read_model(cut.SerializeToString()), "CPU", _OPTIONS)
         except RuntimeError as e:
-            raise RuntimeUnavailable(f"OpenVINO refuses the file: {first_line(e)}", where=str(path)) from e
-        self.inputs = [i.get_any_name() for i in self.model.inputs]
+            raise RuntimeUnavailable(f"OpenVINO refuses the file: {_reason(e)}", where=self.path) from e
 
     def run(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """Run one batch, in the model's order; return outputs and the requested tensors by ONNX name."""
-        results = self.model([np.ascontiguousarray(x) for x in inputs[: len(self.inputs)]])
-        return {name: results[k] for k, name in enumerate(self.outputs)}
+        given = {name: np.ascontiguousarray(x) for name, x in zip(self.inputs, inputs, strict=False)}
+        try:
+            results = self.model([given[i] for i in self.inputs])
+        except RuntimeError as e:
+            raise RuntimeUnavailable(f"OpenVINO cannot run the file: {_reason(e)}", where=self.path) from e
+        out = {name: np.array(results[k]) for k, name in enumerate(self.outputs)}
+        for model, taps in self._more:
+            results = model({i.get_any_name(): given[i.get_any_name()] for i in model.inputs})
+            out |= {t.name: t.integers(np.array(results[k])) for k, t in enumerate(taps, len(self.outputs))}
+        return out
 
     def executed(self) -> Mapping[str, int]:
         """Return layer kinds of the compiled model with the type they run in, and counts."""
         nodes = [n.get_rt_info() for n in self.model.get_runtime_model().get_ordered_ops()]
         kinds = Counter(f"{_text(n, 'layerType')} {_text(n, 'runtimePrecision')}" for n in nodes)
         return dict(sorted(kinds.items()))
+
+
+def _reason(e: Exception) -> str:
+    """Return the first line of a message that is not a place in OpenVINO's source."""
+    lines = [line.strip() for line in str(e).splitlines() if line.strip()]
+    return next((line for line in lines if not line.startswith("Exception from")), first_line(e))
+
+
+class _Tap:
+    """A tensor to read: its name, the output that carries it, and, if that is dequantized, scale and zero point."""
+
+    def __init__(self, name: str, read: str = "", scale: Any = None, zero_point: Any = None) -> None:
+        self.name, self.read, self.scale, self.zero_point = name, read or name, scale, zero_point
+
+    def integers(self, x: np.ndarray) -> np.ndarray:
+        """Return the tensor's integers, or floats if it has none."""
+        if self.scale is None:
+            return x
+        ends = np.iinfo(self.zero_point.dtype)
+        q = np.rint(x / self.scale) + self.zero_point.astype(np.float32)
+        return np.clip(q, ends.min, ends.max).astype(self.zero_point.dtype)
+
+
+def _in_sessions(model: Any, tensors: Iterable[str]) -> list[list[_Tap]]:
+    """Return the tensors of a model that can be read, by the session that reads them."""
+    from onnx import numpy_helper
+
+    constants = {i.name: i for i in model.graph.initializer}
+    made = {o for n in model.graph.node for o in n.output} | {i.name for i in model.graph.input}
+    reals = {n.input[0]: n for n in model.graph.node if n.op_type == "DequantizeLinear" and len(n.input) > 2}
+    added = {i for n in model.graph.node if n.op_type == "Add" for i in n.input}
+    together, alone = [], []
+    for name in (t for t in tensors if t in made):
+        tap, real = _Tap(name), reals.get(name)
+        if real is not None and all(i in constants for i in real.input[1:3]):
+            tap = _Tap(name, real.output[0], *(numpy_helper.to_array(constants[i]) for i in real.input[1:3]))
+        if tap.read in added:
+            alone.append([tap])
+        else:
+            together.append(tap)
+    return [*([together] if together else []), *alone]
 
 
 def _text(info: Mapping[str, object], key: str) -> str:

@@ -73,6 +73,7 @@ class Profile:
     #: rounding and requantization that a platform with these kernels may state; empty if they compute as it states
     supported_math: Collection[str] = ()
     max_bits: int = 64  #: of integers that the kernels compute with; wider ones are computed in float
+    float_biases: bool = False  #: kernels add biases that are not quantized
 
 
 @dataclass
@@ -384,7 +385,7 @@ def float_kernel(
     head, decided = group[0], plan.nodes.get(group[0].name)
     if decided is None or decided.exec == "float" or plan.quantized(group[-1].output):
         return None
-    reads = [i for i in head.inputs if i is not None and graph.is_float(i)]
+    reads = [i for i in head.inputs if i is not None and graph.is_float(i) and i != _free_bias(head, profile)]
     exact = all(n.op in OPS and OPS[n.op].ieee for n in group[1:])
     if reads[:1] == [head.data] and not plan.quantized(head.data):
         rounded = next((n for n in graph.nodes if n.op == DYNAMIC and n.output == head.data), None)
@@ -414,6 +415,7 @@ def _kernel(
     if plan.before_rounding(made):
         return None
     reads = [i for n in group for i in n.inputs if i is not None and i not in made]
+    reads = [i for i in reads if i != _free_bias(head, profile)]
     if not all(plan.quantized(i) and plan[i].grid.table is None for i in reads if graph.is_float(i)):
         return None
     clips = [end for act in group[1:] if (end := act if OPS[act.op].moves else profile.clip(act, out)) is not None]
@@ -430,6 +432,11 @@ def _kernel(
     if kernel is not pass_through and max(widths, default=0) > profile.max_bits:
         return None
     return (kernel, clips) if kernel is not None and len(clips) == len(group) - 1 else None
+
+
+def _free_bias(head: Node, profile: Profile) -> str | None:
+    """Return the bias of a kernel that adds it quantized or not."""
+    return head.bias if profile.float_biases else None
 
 
 def is_pass_through(node: Node) -> bool:

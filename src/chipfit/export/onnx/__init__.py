@@ -22,6 +22,8 @@ _DECLARED: dict[str, Any] = {"suffixes": (".onnx",), "libraries": ("onnx",), "ex
 @register("format", "onnx", **_DECLARED, options=(*OPTIONS, "opset"))
 def export(graph: Graph, plan: Plan, path: Path, platform: Any = None, **options: Any) -> Path:
     """Write a `.onnx` file; see `chipfit.export.onnx.writer.export_onnx` for the options."""
+    from chipfit.export.onnx.builder import OnnxBuilder, Unflattened
     from chipfit.export.onnx.writer import export_onnx
 
-    return export_onnx(graph, plan, path, **options)
+    plain = platform is not None and platform.math.kernels == "openvino"
+    return export_onnx(graph, plan, path, form=Unflattened if plain else OnnxBuilder, **options)

@@ -35,6 +35,7 @@ class OnnxBuilder:
 
     lowest_opset = 13  #: opset without operators that need a later one
     gathers = True  #: weights in look-up tables are written as codes, of which a Gather makes numbers
+    flattens = True  #: linear layers of more than two axes are a Gemm of rows, which ONNX Runtime computes in integers
 
     @classmethod
     def check(cls, graph: Graph, plan: Plan) -> None:
@@ -332,3 +333,9 @@ def tensor_type(dtype: str) -> int:
     names = {"float32": "FLOAT", "float64": "DOUBLE", "int": "INT64"}
     number: int = TensorProto.DataType.Value(names.get(dtype, dtype.upper()))
     return number
+
+
+class Unflattened(OnnxBuilder):
+    """Operators as the network has them, for OpenVINO, which moves scales behind operators that change shapes."""
+
+    flattens = False

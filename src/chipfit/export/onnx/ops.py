@@ -176,13 +176,16 @@ def _in_blocks(w: OnnxBuilder, n: Node, name: str) -> tuple[int, int, int, list[
 
 @writes("Linear")
 def _linear(w: OnnxBuilder, n: Node, x: Names) -> str:
-    """Write a Gemm; inputs of more than two axes are flattened around it, so that runtimes see one integer product."""
+    """Write a Gemm; for inputs of more than two axes, of their rows, or a MatMul."""
     if (product := _dynamic_product(w, n, x)) is not None:
         return product
     *outer, _ = shape = w.shape(n)
     out, k = w.shape(n, "w")
     if len(shape) == 2:
         return w.op("Gemm", x, transB=1)
+    if not w.flattens:
+        y = w.op("MatMul", [x[0], w.op("Transpose", [x[1] or ""], perm=[1, 0])])
+        return y if len(x) < 3 or x[2] is None else w.op("Add", [y, x[2]])
     flat = w.once((x[0], "rows"), lambda: w.pass_through("Reshape", [x[0], w.const(_ints(-1, k))], n))
     y = w.op("Gemm", [flat, *x[1:]], transB=1)
     target = w.const(_ints(*(-1 if s is None else s for s in outer), out))
@@ -205,9 +208,15 @@ def _mat_mul(w: OnnxBuilder, n: Node, x: Names) -> str:
 def _pool(w: OnnxBuilder, n: Node, x: Names) -> list[str]:
     """Write a pool; windows beyond the image (`ceil_mode`), on which runtimes disagree, become padding behind it.
 
-    That padding does not count in an average. Where other padding counts, that one becomes a Pad of its own.
+    That padding does not count in an average. Where other padding counts, that one becomes a Pad of its own; in files
+    for OpenVINO, which pads integers with 0 whatever their zero point, always.
     """
     a, sizes = n.attrs, w.shape(n)[2:]
+    if not w.flattens and a.get("count_include_pad") and any(p for pair in a["padding"] for p in pair):
+        low, high = zip(*a["padding"], strict=True)
+        x = [w.pass_through("Pad", [x[0], w.const(_ints(0, 0, *low, 0, 0, *high))], n)]
+        a = {**a, "padding": ((0, 0),) * len(low), "count_include_pad": False}
+        n = n.with_(attrs=a)
     results = [s or 0 for s in w.graph.shape(n.output)[2:]]
     if a["ceil_mode"] and None not in sizes and all(results):
         low, high = zip(*a["padding"], strict=True)
