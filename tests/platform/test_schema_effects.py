@@ -272,6 +272,7 @@ EFFECTS: dict[str, tuple[Any, Any, str]] = {
     "Format.range=narrow": (FULL, None, "plan"),
     "Format.scale=any": (fmt("w8", scale="pot"), None, "plan"),
     "Format.scale=pot": (None, fmt("w8", scale="pot"), "plan"),
+    "Format.scale=s16": (None, fmt("a8", scale="s16"), "plan"),
     "Format.scale=bf16": (blocks(16), blocks(16, scale="bf16"), "plan"),
     "Format.scale_min": (None, fmt("a8", scale_min=0.5), "plan"),
     "Format.pair_limit": (None, fmt("w8", pair_limit=100), "plan"),

@@ -70,7 +70,8 @@ def record(result: Result, inputs: Sequence[torch.Tensor], suffix: str, spelled:
     kinds = [[at[t.name], t.role, t.format, t.axis, bool(t.why), t.layer in layers] for t in tensors]
     for kind, t in zip(kinds, tensors):
         if t.grid is not None:
-            kind.append({k: v for k, v in asdict(t.grid).items() if k != "table" and (k, v) != ("pair_limit", None)})
+            absent = ("pair_limit", None), ("short_scale", False)
+            kind.append({k: v for k, v in asdict(t.grid).items() if k != "table" and (k, v) not in absent})
     by_format = Counter(f"{t.role[0]}:{t.format}" for t in tensors)
     out: dict[str, Any] = {
         "nodes": f"{_counts(Counter(n.op for n in graph.nodes))} {digest(nodes)}",

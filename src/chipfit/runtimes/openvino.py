@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from chipfit.errors import RuntimeUnavailable, first_line
 from chipfit.registry import register
-from chipfit.runtimes.onnxruntime import read
+from chipfit.runtimes.onnxruntime import read, saturates
+
+if TYPE_CHECKING:
+    from chipfit.platform.schema import Platform
 
 #: float layers stay in float32: they would run in bfloat16 on CPUs that have it
 _OPTIONS = {"INFERENCE_PRECISION_HINT": "f32"}
@@ -76,6 +79,13 @@ class OpenVino:
             results = model({i.get_any_name(): given[i.get_any_name()] for i in model.inputs})
             out |= {t.name: t.integers(np.array(results[k])) for k, t in enumerate(taps, len(self.outputs))}
         return out
+
+    def warnings(self, platform: Platform) -> list[str]:
+        """Return a warning if this CPU saturates and the platform's does not."""
+        if platform.arch_selected not in ("VNNI", "AMX") or not saturates():
+            return []
+        what = f"this CPU has no VNNI: it adds two 8-bit products in 16 bits, with saturation, as '{platform.name}' expects"
+        return [f"{what} and '{platform.name}@{platform.arch_selected}' does not"]
 
     def executed(self) -> Mapping[str, int]:
         """Return layer kinds of the compiled model with the type they run in, and counts."""
