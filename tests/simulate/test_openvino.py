@@ -1,4 +1,4 @@
-"""OpenVINO's kernels: every integer of small networks, on several instruction sets; ties; what a plain session returns."""
+"""OpenVINO's kernels: integers of small networks, on several instruction sets; ties; outputs of a plain session."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ from chipfit.graph.ir import Graph
 from chipfit.operators.table import OPS
 from chipfit.plan.record import TensorPlan
 from chipfit.platform.schema import Rule
-from chipfit.quantizers.scale_bounds import ScaleBound
 from chipfit.quantizers.grids import in_16_bits
+from chipfit.quantizers.scale_bounds import ScaleBound
 from chipfit.quantizers.stored import Stored
 
 #: an equality holds up to this much in log2: two roundings of float32

@@ -1,4 +1,4 @@
-"""OpenVINO on the CPU: its low-precision kernels, in a plain session; intermediate tensors come from further sessions."""
+"""OpenVINO on the CPU: its low-precision kernels in a plain session; integers come from further sessions."""
 
 from __future__ import annotations
 
@@ -84,8 +84,11 @@ class OpenVino:
         """Return a warning if this CPU saturates and the platform's does not."""
         if platform.arch_selected not in ("VNNI", "AMX") or not saturates():
             return []
-        what = f"this CPU has no VNNI: it adds two 8-bit products in 16 bits, with saturation, as '{platform.name}' expects"
-        return [f"{what} and '{platform.name}@{platform.arch_selected}' does not"]
+        what = (
+            "this CPU has no VNNI: it adds two 8-bit products in 16 bits, with saturation: integers differ from"
+        )
+        hint = f"quantize for '{platform.name}', whose weights saturate nowhere"
+        return [f"{what} those of '{platform.name}@{platform.arch_selected}'; {hint}"]
 
     def executed(self) -> Mapping[str, int]:
         """Return layer kinds of the compiled model with the type they run in, and counts."""

@@ -315,7 +315,7 @@ register("kernels", "openvino")(
         kernels={op: kernel_of(_product_sum) for op in _PRODUCTS}
         | {op: kernel_of(_quantized_mean) for op in _MEANS}
         | {"Add": kernel_of(_add)},
-        float_outputs={op: _product for op in _PRODUCTS} | {op: _mean_in_float for op in _MEANS},
+        float_outputs=dict.fromkeys(_PRODUCTS, _product) | dict.fromkeys(_MEANS, _mean_in_float),
         clip=_clip,
         quantize=_quantize,
         max_bits=8,
