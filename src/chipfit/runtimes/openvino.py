@@ -84,9 +84,7 @@ class OpenVino:
         """Return a warning if this CPU saturates and the platform's does not."""
         if platform.arch_selected not in ("VNNI", "AMX") or not saturates():
             return []
-        what = (
-            "this CPU has no VNNI: it adds two 8-bit products in 16 bits, with saturation: integers differ from"
-        )
+        what = "this CPU has no VNNI: it adds two 8-bit products in 16 bits, with saturation: integers differ from"
         hint = f"quantize for '{platform.name}', whose weights saturate nowhere"
         return [f"{what} those of '{platform.name}@{platform.arch_selected}'; {hint}"]
 
