@@ -355,6 +355,13 @@ def test_candidates_are_pairs_of_a_layers_weight_and_result_widest_first():
     assert UserInformation(replace(result, plan=plan)).mixed_precision_cfg.tolist() == [1, 3, 0]
 
 
+def test_information_is_a_screen_in_consoles_and_notebooks():
+    result = quantized(mlp(4, 4, 2), torch.randn(8, 4), "mqbench_academic")
+    found = UserInformation(result, input_scale=0.5)
+    assert "Information about a quantized model" in repr(found) and "input scale  0.5" in repr(found)
+    assert "<td>Linear</td>" in found._repr_html_() and "not quantized" in repr(UserInformation())
+
+
 def test_options_of_the_search_have_the_order_and_defaults_of_mct():
     expected = {"compute_distance_fn": None, "distance_weighting_method": core.MpDistanceWeighting.AVG}
     expected |= {"num_of_images": 32, "configuration_overwrite": None, "num_interest_points_factor": 1.0}

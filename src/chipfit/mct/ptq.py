@@ -25,6 +25,7 @@ from chipfit.mct.target_platform import capabilities
 from chipfit.mct.target_platform.model import TargetPlatformModel
 from chipfit.mct.target_platform.targets import get_target_platform_capabilities
 from chipfit.result import Result
+from chipfit.screen import Summary, SummaryRepr
 from chipfit.search.resources import peak_bytes, resources
 from chipfit.validation import check_value, without_effect
 
@@ -36,8 +37,8 @@ __all__ += ["keras_resource_utilization_data", "pytorch_resource_utilization_dat
 DataGenerator = Callable[[], Iterable[Any]]
 
 
-@dataclass(frozen=True)
-class UserInformation:
+@dataclass(frozen=True, repr=False)
+class UserInformation(SummaryRepr):
     """Information about a quantized model."""
 
     #: plan, report, `export`, `verify`, `save`; None if quantization was bypassed
@@ -45,6 +46,17 @@ class UserInformation:
     input_scale: float = 1.0  #: factor for the inputs of the quantized model
     #: settings of learned rounding; empty without it
     gptq_info_dict: Mapping[str, Any] = field(default_factory=dict)
+
+    def _summary(self) -> Summary:
+        used = self.final_resource_utilization
+        if self.result is None or used is None:
+            return Summary("Information about a model that was not quantized")
+        known = {"memory": f"weights {used.weights_memory:,.0f} bytes, activations {used.activation_memory:,.0f} bytes"}
+        known["choice"] = "" if self.mixed_precision_cfg is None else str(self.mixed_precision_cfg.tolist())
+        known["input scale"] = "" if self.input_scale == 1 else f"{self.input_scale:g}"
+        rows = [(n.display_name, n.op, n.exec, n.why) for n in self.result.plan.nodes.values()]
+        header = ("layer", "operator", "runs", "why float")
+        return Summary("Information about a quantized model", known, header, rows, "information.result")
 
     @property
     def quantizes(self) -> bool:

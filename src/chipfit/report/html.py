@@ -11,7 +11,7 @@ from markupsafe import Markup
 from chipfit.report import terminal
 from chipfit.report.advice import advice
 from chipfit.report.pairs import DECIDED, ComparisonData, Pair, noise, shown
-from chipfit.report.picture import picture
+from chipfit.report.picture import MOST, picture
 from chipfit.report.record import Kernel, ReportData
 
 
@@ -35,6 +35,7 @@ def page(report: ReportData) -> str:
         share={runs: count[key] / every for key, runs in terminal.RUNS.items() if count[key]},
         terminal=terminal,
         picture=picture(report),
+        most=MOST,
         advice=advice(report),
     )
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 LINES, COLUMNS = 40, 80  #: of a terminal: nothing is longer or wider
 CHARACTERS = 4000  #: of a page: nothing is longer
 Cell = str | int | float | None
+#: notebooks align cells to the right, which is for numbers
+STYLE = "<style>.chipfit td, .chipfit th {text-align: left}</style>"
 
 
 def shorten(text: str, width: int) -> str:
@@ -52,16 +54,16 @@ class Summary:
 
         known = {html.escape(k): html.escape(shorten(v, 160)) for k, v in [*self.facts.items()][:9] if v}
         table = "".join(f"<tr><th>{k}</th><td>{v}</td></tr>" for k, v in known.items())
-        head = f"<b>{html.escape(shorten(self.title, 160))}</b><table>{table}</table>"
+        head = f"<div class='chipfit'>{STYLE}<b>{html.escape(shorten(self.title, 160))}</b><table>{table}</table>"
         rows = [row(self.header, "th"), *map(row, self.rows[: LINES // 2])] if self.rows else []
 
         def page(count: int) -> str:
             left = len(self.rows) - count
             more = f"… and {left} more: {html.escape(self.rest)}" if left > 0 else ""
-            return f"{head}<table>{''.join(rows[: 1 + count])}</table>{more}"
+            return f"{head}<table>{''.join(rows[: 1 + count])}</table>{more}</div>"
 
         fitting = (k for k in range(len(rows) - 1, 0, -1) if len(page(k)) <= CHARACTERS)
-        return page(next(fitting, 0)) if rows else head
+        return page(next(fitting, 0)) if rows else f"{head}</div>"
 
 
 class SummaryRepr:
