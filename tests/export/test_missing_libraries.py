@@ -55,12 +55,13 @@ def test_onnx_files_without_onnx_name_the_extra(results, without, tmp_path, suff
 
 
 @pytest.mark.parametrize(
-    "library, extra", [("onnxruntime", "onnx"), ("openvino", "openvino"), ("ai_edge_litert", "litert")]
+    "library, extra",
+    [("onnxruntime", "onnx"), ("openvino", "openvino"), ("ai_edge_litert", "litert"), ("onnxruntime_qnn", "qnn")],
 )
 def test_verification_without_its_runtime_names_the_extra(results, without, library, extra):
     fit, batch = results
     without(library)
-    runtime = "litert" if library == "ai_edge_litert" else library
+    runtime = {"ai_edge_litert": "litert", "onnxruntime_qnn": "qnn"}.get(library, library)
     result = fit["tflite_int8" if runtime == "litert" else "ort_cpu"]
     with pytest.raises(RuntimeUnavailable, match=rf"needs {library}, which is not installed.*'chipfit\[{extra}\]'"):
         result.verify([batch], runtime=runtime)

@@ -105,7 +105,7 @@ Labels = Annotated[Path | None, Option("--labels", exists=True, help="class name
 _VERIFY_HELP = "run the file and compare integers; by default if the platform has a runtime"
 Check = Annotated[bool | None, Option("--verify/--no-verify", help=_VERIFY_HELP)]
 _RUNTIME_HELP = (
-    "a runtime such as onnxruntime, openvino, litert, litert_reference or tflm; by default the platform's own"
+    "a runtime such as onnxruntime, openvino, qnn, litert, litert_reference or tflm; by default the platform's own"
 )
 Runtime = Annotated[str | None, Option("--runtime", help=_RUNTIME_HELP)]
 Deployed = Annotated[Path | None, Option("--file", exists=True, help="deployed file; by default a new export")]

@@ -28,6 +28,8 @@ from chipfit.simulate.requantize import requantize
 
 Tensor = torch.Tensor
 
+_RULE = {"form": "float", "round": "half_even"}  #: its own requantization, where a platform states none
+
 
 def absorbed_bounds(act: Node, t: Stored) -> tuple[int, int] | None:
     """Return the whole grid if saturation in its type does what the activation does; None to compute it in float."""
@@ -46,7 +48,7 @@ def _product_sum(c: KernelCall) -> None:
     acc, m = accumulate(c.run, c.node), c.multiplier(c.x, c.second)
     if m.dim() and c.node.op != "Linear":
         m = m.view(-1, *[1] * (acc.dim() - 2))
-    c.write_result(requantize(acc, m, c.run.math.requant or {}))
+    c.write_result(requantize(acc, m, c.run.math.requant or _RULE))
 
 
 def _inner(c: KernelCall) -> Tensor:
@@ -55,7 +57,7 @@ def _inner(c: KernelCall) -> Tensor:
 
 
 def _mat_mul(c: KernelCall) -> None:
-    c.write_result(requantize(_inner(c), c.multiplier(c.x, c.second), c.run.math.requant or {}))
+    c.write_result(requantize(_inner(c), c.multiplier(c.x, c.second), c.run.math.requant or _RULE))
 
 
 def _float_output(c: KernelCall) -> Tensor:

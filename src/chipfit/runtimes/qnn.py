@@ -1,0 +1,59 @@
+"""Qualcomm's QNN for the HTP, emulated on x86 by a plugin of ONNX Runtime: measured, not promised to be equal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from chipfit.errors import RuntimeUnavailable
+from chipfit.registry import register
+from chipfit.runtimes.child import Child
+from chipfit.runtimes.onnxruntime import read
+
+NAME = "QNN"
+
+
+@register(
+    "runtime",
+    "qnn",
+    suffix=".onnx",
+    libraries=("onnx", "onnxruntime", "onnxruntime_qnn"),
+    extra="qnn",
+    kernels="onnxruntime",
+    codes="{}_q",
+)
+class Qnn:
+    """A loaded ONNX file, in a process of its own; nodes that the HTP does not take run on ONNX Runtime's CPU."""
+
+    def __init__(self, path: str | Path, tensors: Sequence[str] = ()) -> None:
+        """Load `path` and make the ONNX values named in `tensors` readable.
+
+        Raises:
+            RuntimeUnavailable: the library refuses the file, crashes or hangs.
+        """
+        self._path, self._child = str(path), Child("qnn_child.py", NAME)
+        content = read(path, tensors).SerializeToString()
+        try:
+            self.inputs: list[str] = self._child.ask("load", content)
+            self._nodes: list[tuple[str, str]] = self._child.ask("executed")
+        except RuntimeUnavailable as e:
+            raise RuntimeUnavailable(f"The file does not load: {e.what}", where=self._path) from e
+
+    def run(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+        """Run one batch, in the model's order; return outputs and the requested tensors by ONNX name.
+
+        Raises:
+            RuntimeUnavailable: the library refuses the inputs, crashes or hangs.
+        """
+        given = [np.ascontiguousarray(x) for x in inputs[: len(self.inputs)]]
+        results: dict[str, np.ndarray] = self._child.ask("run", given)
+        return results
+
+    def executed(self) -> Mapping[str, int]:
+        """Return the operators that run on the HTP, and on the CPU, with counts."""
+        places = {True: "CPU", False: "HTP"}
+        kinds = Counter(f"{op} {places['CPU' in provider]}" for op, provider in self._nodes)
+        return dict(sorted(kinds.items()))
