@@ -18,7 +18,7 @@ from tests.zoo import ZOO, make, unseen
 
 #: networks whose file states less than the model: other operators or constants
 LESS = {
-    "chipfit": {"attention_fused", "attention_manual", "functional", "gru", "in_place_index", "lstm", "dict_out"}
+    "chipfit": {"functional", "gru", "in_place_index", "lstm", "dict_out"}
     | {"transformer", "VisionTransformer"},  # attention is written in parts
     # pads in front of convolutions, biases of zeros and parts of no effect are left out; loops are unrolled
     "torch": {"dict_out", "dataclass_out", "functional", "gru", "in_place_index", "lstm", "padding_modes", "shapes"}
@@ -26,7 +26,7 @@ LESS = {
     | {"ds_cnn"},  # batch norms that are folded before differ in the last bit, which decides between range rules
 }
 FAST = {
-    "chipfit": "residual inverted_residual squeeze_excite unet_bilinear shared_and_tied conv1d split mlp".split(),
+    "chipfit": "residual inverted_residual squeeze_excite unet_bilinear conv1d split mlp attention_manual".split(),
     "torch": "residual residual_silu squeeze_excite conv1d attention_fused pixel_shuffle_norms group_norm".split(),
 }
 NAMES = sorted({*ZOO, *torch_networks.NETWORKS})

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from chipfit.frameworks.onnx.read import GATED
 from chipfit.graph.edit import drop_dead, new_name, replace_node
@@ -324,15 +325,29 @@ class _Layers:
         return name
 
     def flattened(self) -> Iterator[tuple[Node, Node]]:
-        """Find a Linear between a Reshape to rows and the Reshape back."""
+        """Find a Linear between a Reshape to rows and another one, which may be merged with their neighbours.
+
+        So exporters write a Linear of more than two axes; a merged Reshape splits or joins features too.
+        """
         for n in self.named("Linear"):
             before = self.made.get(n.data)
             back = self.users[n.output][0] if self.alone(n.output) else None
             if before is None or back is None or before.op != "Reshape" or back.op != "Reshape":
                 continue
-            shape, width = self.graph.shape(before.data), self.graph.shape(n.weight)
-            if shape[-1:] == width[1:] and self.graph.shape(back.output) == (*shape[:-1], width[0]):
+            shape, width, end = self.graph.shape(before.data), self.graph.shape(n.weight), self.graph.shape(back.output)
+            if shape[-1:] == width[1:] and end == (*shape[:-1], width[0]):
                 yield back, n.with_(name=back.name, inputs=(before.data, *n.inputs[1:]), outputs=back.outputs)
+            elif shape[-1:] == width[1:] and len(shape) > 2:
+                self._reshape(n.output, (*shape[:-1], width[0]))
+                yield n, n.with_(inputs=(before.data, *n.inputs[1:]))
+            elif end[-1:] == width[:1] and len(end) > 2 and self.alone(before.output):
+                self._reshape(before.output, (*end[:-1], width[1]))
+                target = (*back.attrs["shape"][:-1], width[1])
+                yield before, (joined := before.with_(attrs={**before.attrs, "shape": target}))
+                yield back, n.with_(name=back.name, inputs=(joined.output, *n.inputs[1:]), outputs=back.outputs)
+
+    def _reshape(self, value: str, shape: Sequence[int | None]) -> None:
+        self.graph.values[value] = replace(self.graph.values[value], shape=tuple(shape))
 
     def swaps(self) -> Iterator[tuple[Node, Node]]:
         """Find a Transpose of the last two axes between Reshapes that merge and split the axes in front of them."""
