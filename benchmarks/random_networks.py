@@ -41,7 +41,9 @@ from chipfit.registry import entry
 from chipfit.verify import Verification, verify
 
 #: kinds of runtimes -> suffix of their files
-RUNTIMES = {"onnxruntime": ".onnx", "litert": ".tflite"}
+RUNTIMES = {"onnxruntime": ".onnx", "litert": ".tflite", "executorch": ".pte"}
+#: those that run if none is named; lowering for the others takes long
+USUAL = "onnxruntime", "litert"
 #: largest share of networks that may be unsupported
 REFUSED = 0.05
 #: least share of all integers that are compared without tolerance
@@ -558,7 +560,9 @@ def _reason(text: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runtime", choices=sorted(RUNTIMES), action="append", help="all when omitted")
+    parser.add_argument(
+        "--runtime", choices=sorted(RUNTIMES), action="append", help=f"of {', '.join(USUAL)} if omitted"
+    )
     parser.add_argument("--count", type=int, default=500, help="networks for each")
     parser.add_argument("--seed", type=int, default=0, help="the first network is number seed * 1,000,000")
     parser.add_argument("--first", type=int, default=0, help="skip this many networks, to share the work")
@@ -567,7 +571,7 @@ def main() -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     bad = 0
-    for runtime in args.runtime or RUNTIMES:
+    for runtime in args.runtime or USUAL:
         start, tally = time.perf_counter(), Tally()
         for k in range(args.first, args.first + args.count):
             if time.perf_counter() - start > 60 * args.minutes:

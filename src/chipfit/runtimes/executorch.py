@@ -35,7 +35,7 @@ class ExecuTorch:
         self.file, self._child = Container(content), Child("executorch_child.py", NAME)
         notes = self.file.notes()
         self._own, places = len(self.file.plan.outputs), notes.get("tensors", {})
-        #: tensor -> its position among the outputs, whether it lies channels last, its shape, and its batch axis
+        #: tensor -> see `show`
         self._shown = show(self.file, {name: places[name] for name in tensors if name in places})
         try:
             self._shapes: list[list[int]] = self._child.ask("load", self.file.to_bytes() if self._shown else content)
@@ -52,8 +52,8 @@ class ExecuTorch:
         parts = [[np.ascontiguousarray(x[k : k + size]) for x in inputs] for k in range(0, len(inputs[0]), size)]
         results = [self._child.ask("run", part) for part in parts]
         out = {f"output_{k}/float": np.concatenate([r[k] for r in results]) for k in range(self._own)}
-        for name, (k, channels_last, shape, axis) in self._shown.items():
-            values = (r[k].transpose(0, 3, 1, 2) if channels_last and r[k].ndim == 4 else r[k] for r in results)
+        for name, (k, form, shape, axis) in self._shown.items():
+            values = (r[k].transpose(form) if form and len(form) == r[k].ndim else r[k] for r in results)
             out[name] = np.concatenate([v.reshape(shape) for v in values], axis)
         return out
 
@@ -65,14 +65,14 @@ class ExecuTorch:
         return dict(sorted(Counter([*inside, *outside]).items()))
 
 
-def show(file: Container, places: Mapping[str, Sequence[Any]]) -> dict[str, tuple[int, bool, list[int], int]]:
+def show(file: Container, places: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, ...]]:
     """Make tensors inside delegates outputs of a file.
 
     Args:
         places: tensor -> where it is, see `chipfit.export.pte.notes`.
 
     Returns:
-        tensor -> its position among the outputs, whether it lies channels last, its shape, and its batch axis.
+        tensor -> its position among the outputs, its axes in the program's order or None, its shape, its batch axis.
 
     Raises:
         RuntimeUnavailable: a place does not exist.

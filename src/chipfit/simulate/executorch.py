@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from chipfit.graph.ir import Node
-from chipfit.quantizers.stored import Stored
+from chipfit.quantizers.stored import Stored, scales_per_output
 from chipfit.registry import lookup, register
-from chipfit.simulate.integer import KernelCall, Profile, activation_bounds, kernel_of
+from chipfit.simulate.integer import KernelCall, Profile, accumulate, activation_bounds, kernel_of
 from chipfit.simulate.litert import quantize_by_inverse
 
 Tensor = torch.Tensor
@@ -35,12 +35,21 @@ def _clamp(c: KernelCall) -> None:
     c.run.store(c.out, q if ends is None else q.clamp(*ends))
 
 
+def _product_sum(c: KernelCall) -> None:
+    """acc -> rne(float32(acc) * float32(s_x s_w / s_y)) + z."""
+    acc, m = accumulate(c.run, c.node), c.multiplier(c.x, c.second)
+    if c.node.op != "Linear":
+        m = scales_per_output(m.reshape(-1), acc.shape[1]).view(-1, *[1] * (acc.dim() - 2))
+    c.write_result(torch.round(acc.float() * m).double())
+
+
 _XNNPACK: Any = lookup("kernels", "litert_xnnpack")
-_TAKEN = "Conv1D Conv2D DepthwiseConv2D TransposeConv2D Linear Add Sub Mul Mean GlobalAvgPool".split()
+_PRODUCTS = dict.fromkeys("Conv1D Conv2D DepthwiseConv2D TransposeConv2D Linear".split(), kernel_of(_product_sum))
+_SHARED = {op: _XNNPACK.kernels[op] for op in ("Add", "Sub", "Mul", "GlobalAvgPool")}
 _CLAMPS = dict.fromkeys(("Relu", "Relu6", "Clamp"), kernel_of(_clamp))
 _PROFILE: Profile = replace(
     _XNNPACK,
-    kernels={op: _XNNPACK.kernels[op] for op in _TAKEN},
+    kernels={**_PRODUCTS, **_SHARED},
     pass_through=_CLAMPS,
     float_outputs={},
     clip=_bounds,

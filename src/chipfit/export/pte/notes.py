@@ -12,6 +12,7 @@ from chipfit.pte_file.container import graph_of, kind_of, tensor_of
 
 #: fields with the operands of nodes without weights, and with them
 _OPERANDS = ("input1Id", "input2Id"), ("input1Id", "filterId", "biasId")
+_FIRST = [0, 3, 1, 2]  #: axes of a value that lies channels last, channels first
 _NO_HANDLE = 65535  #: of nodes that only change the layout
 _IMAGES = "XNNConv2d XNNDepthwiseConv2d XNNConvTranspose2d XNNMaxPooling2d XNNAvgPooling2d XNNGlobalAvgPooling2d"
 #: kinds of nodes whose 4-dimensional results lie channels last
@@ -27,7 +28,7 @@ def notes_of(lowered: Any, program: QuantizedProgram, rounded: Collection[str], 
 
     Returns:
         "tensors": quantized value, or float one that is rounded row by row -> [call of a delegate, number of the value
-        in its graph, whether it lies channels last, shape for one call, batch axis];
+        in its graph, its axes in the program's order or None, shape for one call, batch axis];
         "constants": weight or bias -> [[call, number], ...];
         "batch": number of samples in one call.
     """
@@ -78,33 +79,43 @@ class _Delegate:
             self.nodes.setdefault(n.debugHandle, []).append(n)
         self.quantized = {tensor_of(v).idOut for v in self.graph.xvalues if hasattr(v.xvalueUnion, "quantParams")}
 
-    def value_of(self, quantize: Any) -> tuple[int | None, bool]:
-        """Return the value that an operator rounds, and whether it lies channels last; None if there is none.
+    def value_of(self, quantize: Any) -> tuple[int | None, list[int] | None]:
+        """Return the value that an operator rounds, and its form; None if there is none.
 
         The value of one that rounds row by row is still in float. Any other is a node of its own, or part of the node
-        that computes what it rounds.
+        that computes what it rounds. A permutation that only undoes a change of layout has no node.
         """
-        node = quantize
+        node, undone = quantize, list[int]()
         if "per_token" in str(node.target):
             read = [n.xnodeUnion.inputId for n in self.nodes.get(_handle(node), ())]
-            return (read[0], self._channels_last(read[0])) if read else (None, False)
+            return (read[0], self._form(read[0])) if read else (None, None)
         while getattr(node, "op", "") == "call_function":
             found = [n.xnodeUnion.outputId for n in self.nodes.get(_handle(node), ()) if _handle(node) != _NO_HANDLE]
             found = [k for k in found if k in self.quantized]
             if found:
-                return found[-1], self._channels_last(found[-1])
+                form = self._form(found[-1]) or [*range(len(undone))]
+                return found[-1], [form[axis] for axis in undone] if undone else self._form(found[-1])
+            if "permute" in str(node.target):
+                undone = [node.args[1][axis] for axis in undone] if undone else [*node.args[1]]
             node = node.args[0]
-        return None, False
+        return None, None
 
-    def _channels_last(self, number: int) -> bool:
+    def _form(self, number: int) -> list[int] | None:
+        """Return the program's axes of a value in the order of the graph's; None if they are equal."""
         while (node := self.made.get(number)) is not None:
             kind, of = kind_of(node), node.xnodeUnion
-            if kind == "XNNStaticTranspose":
-                return node.debugHandle == _NO_HANDLE and [*of.perm] == [0, 2, 3, 1]
+            if kind == "XNNStaticTranspose" and node.debugHandle == _NO_HANDLE:
+                return _FIRST if [*of.perm] == [0, 2, 3, 1] else None
             if kind in _CHANNELS_LAST or kind in ("XNNStaticReshape", "XNNFullyConnected"):
-                return kind in _CHANNELS_LAST
+                return _FIRST if kind in _CHANNELS_LAST else None
             number = of.inputId if hasattr(of, "inputId") else of.input1Id
-        return False
+        return None
+
+    def _source(self, number: int) -> int:
+        """Return the constant of which a value is another layout."""
+        while number in self.made and kind_of(self.made[number]) in ("XNNStaticTranspose", "XNNStaticReshape"):
+            number = self.made[number].xnodeUnion.inputId
+        return number
 
     def constants(self) -> Iterator[tuple[str, int]]:
         """Return keys of constants that operators read, each with the number of its value.
@@ -118,4 +129,5 @@ class _Delegate:
                     while getattr(operand, "op", "") == "call_function" and "dequantize" in str(operand.target):
                         operand = operand.args[0]
                     if getattr(operand, "op", "") == "placeholder" and hasattr(made.xnodeUnion, field):
-                        yield operand.name.removeprefix("b_").partition("_")[0], getattr(made.xnodeUnion, field)
+                        number = self._source(getattr(made.xnodeUnion, field))
+                        yield operand.name.removeprefix("b_").partition("_")[0], number
