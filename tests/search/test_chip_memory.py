@@ -147,3 +147,10 @@ def test_one_scale_for_fully_connected_layers_comes_before_fewer_bits():
 def test_weights_with_one_scale_keep_8_bits():
     result = quantized(net(), DATA, "tflm_cmsis_nn", overrides={"Linear": {"per": "tensor"}})
     assert result.plan.stored("head.weight").grid.bits == 8 and result.plan.stored("head.weight").scale.numel() == 1
+
+
+def test_what_the_file_adds_to_a_layer_is_named_like_the_layer():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 3, 2, 1, groups=4), nn.BatchNorm2d(4), nn.ReLU()).eval()
+    result = quantized(model, DATA, "tflm_cmsis_nn")  # the second is padded by an operator of its own
+    assert footprint(result.graph, result.plan).ram_layer in ("0", "1")

@@ -29,10 +29,10 @@ def measure(graph: Graph, plan: Plan) -> Footprint:
 
 
 def _layers(graph: Graph, plan: Plan) -> dict[str, str]:
-    """Return value -> the layer that computes it: of a kernel, its linear operator."""
+    """Return value or node -> the layer that computes it: of a kernel, its linear operator."""
     nodes = {n.name: n for n in graph.nodes}
     names = {n.name: n.display_name for n in graph.nodes}
     for group in plan.groups:
         linear = next((name for name in group if name in nodes and is_linear(graph, nodes[name])), None)
         names |= dict.fromkeys(group, names[linear]) if linear else {}
-    return {o: names[n.name] for n in graph.nodes for o in n.outputs}
+    return {o: names[n.name] for n in graph.nodes for o in (n.name, *n.outputs)}
