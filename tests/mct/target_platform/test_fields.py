@@ -231,6 +231,10 @@ def test_bits_of_the_entries_of_look_up_tables(method, value_bits):
     assert entries.abs().max() <= 1 << value_bits - 1 and (entries == entries.round()).all()
 
 
+def test_entries_of_zero_bits_have_the_default_width():
+    assert kernel(3, LUTS[0], lut_values_bitwidth=0).lut_values_bitwidth is None
+
+
 def test_configurations_beside_the_base_are_choices():
     result = fit(conv=options(*CHOICES))
     assert weight(result.edit({"conv": {"bits": 2}})).grid.bits == 2

@@ -103,7 +103,8 @@ class AttributeQuantizationConfig:
     weights_n_bits: Annotated[Bits, _FLOAT] = FLOAT_BITWIDTH
     weights_per_channel_threshold: Flag = False
     enable_weights_quantization: Flag = False
-    lut_values_bitwidth: Bits | None = None  #: bits of the entries of a look-up table; None: 8
+    #: bits of the entries of a look-up table; None, or 0 as in MCT: 8
+    lut_values_bitwidth: Annotated[Bits | None, BeforeValidator(lambda bits: None if bits == 0 else bits)] = None
 
     def clone_and_edit(self, **changes: Any) -> AttributeQuantizationConfig:
         """Return a copy with other fields.
