@@ -160,6 +160,13 @@ def test_a_network_without_operators_is_returned_in_float():
     assert torch.equal(model(torch.ones(2, 3)), torch.ones(2, 3)) and not information.quantizes
 
 
+class Identity(nn.Module):
+    """A layer of the user's own with the name of one of PyTorch's."""
+
+    def forward(self, x):
+        return x
+
+
 class Doubled(nn.Module):
     """A layer of the user's own."""
 
@@ -169,9 +176,10 @@ class Doubled(nn.Module):
 
 def test_a_layer_of_the_users_own_without_weights_is_found_under_its_name():
     model, _ = chipfit.pytorch_post_training_quantization(
-        sequential(nn.Linear(3, 3), Doubled()), data_of(torch.ones(4, 3))
+        sequential(nn.Linear(3, 3), Doubled(), Identity()), data_of(torch.ones(4, 3))
     )
     assert isinstance(getattr(model, "1"), Doubled) and "1" not in model._modules
+    assert isinstance(getattr(model, "2"), Identity)
     with pytest.raises(AttributeError):
         _ = getattr(pickle.loads(pickle.dumps(model)), "2")
 

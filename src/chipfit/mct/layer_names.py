@@ -50,7 +50,7 @@ def _layers_of(model: Any) -> Mapping[str, Any]:
     if hasattr(model, "aliases"):
         return {k: v for k, v in model.aliases.items() if isinstance(v, nn.Module)}
     modules = model.named_modules() if isinstance(model, nn.Module) else ()
-    own = {name.replace(".", "_"): m for name, m in modules if name and not hasattr(nn, type(m).__name__)}
+    own = {n.replace(".", "_"): m for n, m in modules if n and getattr(nn, type(m).__name__, None) is not type(m)}
     return {name: m for name, m in own.items() if not any(True for _ in (*m.children(), *m.parameters()))}
 
 
