@@ -73,7 +73,9 @@ class OpenVino:
         try:
             results = self.model([given[i] for i in self.inputs])
         except RuntimeError as e:
-            raise RuntimeUnavailable(f"OpenVINO cannot run the file: {_reason(e)}", where=self.path) from e
+            what = f"OpenVINO cannot run the file on these inputs: {_reason(e)}"
+            hint = "is this the file that was written for this model?"
+            raise RuntimeUnavailable(what, where=self.path, hint=hint) from e
         out = {name: np.array(results[k]) for k, name in enumerate(self.outputs)}
         for model, taps in self._more:
             results = model({i.get_any_name(): given[i.get_any_name()] for i in model.inputs})
