@@ -92,3 +92,13 @@ def test_repetitions_become_concatenations_where_the_runtime_has_no_kernel_for_t
     )
     found = result.verify([torch.randn(2, 3, 4, 4)])
     assert found.exact and dict(found.executed)["CONCATENATION"] == 2, found.executed
+
+
+def test_a_size_that_is_read_is_no_float_operator():
+    def forward(m, x):
+        return m.head(torch.relu(m.body(x)) + m.shift.expand(x.size(0), -1))
+
+    model = model_of(forward, body=nn.Linear(8, 8), head=nn.Linear(8, 4))
+    model.shift = nn.Parameter(torch.randn(1, 8))
+    with pytest.raises(UnsupportedError, match=r"^Expand '[^']*' cannot run in integers on 'tflm_cmsis_nn'\. Got"):
+        chipfit.quantize(model.eval(), torch.randn(8, 8), platform="tflm_cmsis_nn", progress=False)
