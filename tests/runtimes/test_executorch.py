@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import chipfit
-from chipfit.errors import RuntimeUnavailable, UnsupportedError
+from chipfit.errors import ExportError, RuntimeUnavailable, UnsupportedError
 from chipfit.registry import lookup
 from tests.build import model_of, quantized, sequential
 
@@ -127,6 +127,17 @@ def test_a_network_of_onnx_is_written_as_well(tmp_path):
     data = [draw.standard_normal((4, 3, 8, 8)).astype(np.float32) for _ in range(2)]
     found = chipfit.quantize(str(tmp_path / "net.onnx"), data[:1], platform=PLATFORM, progress=False).verify(data[1:])
     assert found.exact and not found.float_ops, found.summary()
+
+
+def test_a_program_that_does_not_run_is_not_written(proven, tmp_path, monkeypatch):
+    def run(self, inputs):
+        assert [x.shape for x in inputs] == [(1, 3, 12, 12)] and not inputs[0].any()
+        raise RuntimeUnavailable("ExecuTorch: arg 1 with type id 8")
+
+    monkeypatch.setattr(lookup("runtime", "executorch"), "run", run)
+    with pytest.raises(ExportError, match=r"The file was not written: ExecuTorch: arg 1"):
+        proven[0].export(tmp_path / "net.pte")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_that_is_not_one_is_refused(proven, tmp_path):

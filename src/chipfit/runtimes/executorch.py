@@ -16,6 +16,7 @@ from chipfit.runtimes.child import Child
 NAME = "ExecuTorch"
 #: XNNPACK's number of a type, of float32 and of quantized int8 -> ExecuTorch's number, and bytes of an element
 _TYPES = {1: (6, 4), 3: (1, 1)}
+_INPUTS = {1: np.int8, 3: np.int32, 4: np.int64, 11: np.bool_}  #: ExecuTorch's number of a type -> type; else float32
 _OUTPUT = 2  #: flag of values that leave a delegate
 _EXTERNAL = 1 | _OUTPUT
 
@@ -38,10 +39,23 @@ class ExecuTorch:
         #: tensor -> see `show`
         self._shown = show(self.file, {name: places[name] for name in tensors if name in places})
         try:
-            self._shapes: list[list[int]] = self._child.ask("load", self.file.to_bytes() if self._shown else content)
+            found = self._child.ask("load", self.file.to_bytes() if self._shown else content)
         except RuntimeUnavailable as e:
             raise RuntimeUnavailable(f"ExecuTorch refuses the file: {e.what}", where=str(path)) from e
+        self._shapes, self._types = [s for s, _ in found], [t for _, t in found]
         self.part: int | None = notes.get("batch", 1)  #: number of samples that it computes at once
+
+    @classmethod
+    def open(cls, path: Path) -> None:
+        """Open a file and run it once on zeros: some kernels refuse their operands only then.
+
+        Raises:
+            RuntimeUnavailable: ExecuTorch refuses the file, crashes or hangs.
+        """
+        device = cls(path)
+        device.run(
+            [np.zeros(s, _INPUTS.get(t, np.float32)) for s, t in zip(device._shapes, device._types, strict=True)]
+        )
 
     def run(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """Run one batch in parts of the file's batch size; return outputs and the requested tensors by name."""

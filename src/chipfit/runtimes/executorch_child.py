@@ -9,14 +9,15 @@ class Program:
     """A loaded file."""
 
     def load(self, content):
-        """Load a file; return the shapes of its inputs."""
+        """Load a file; return the shapes and types of its inputs, types by ExecuTorch's numbers."""
         import torch  # noqa: F401 -- the bindings need its libraries
         from executorch.extension.pybindings import _C
 
         self.content = content  # the module reads it
         self.module = _C._load_for_executorch_from_buffer(content)
         meta = self.module.method_meta("forward")
-        return [list(meta.input_tensor_meta(k).sizes()) for k in range(meta.num_inputs())]
+        inputs = [meta.input_tensor_meta(k) for k in range(meta.num_inputs())]
+        return [(list(i.sizes()), int(i.dtype())) for i in inputs]
 
     def run(self, inputs):
         """Run the network once; return all outputs as arrays."""
