@@ -6,8 +6,10 @@ import functools
 import inspect
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import islice, permutations, product
 from typing import Any
 
 import torch
@@ -42,6 +44,8 @@ from chipfit.graph.placement import device_of
 _SURROGATES = frozenset(map(chr, range(0xD800, 0xE000)))
 
 _FIXED_HINT = "let batches differ in the sizes that may vary, all that belong together at once"
+_LONGER = 2, 8, 32  #: how much longer other sizes are that leave the same remainders by most strides
+_MOST_ORDERS = 16  #: of calls of several sizes, until two of them show all that the model computes
 _DEPENDS_ON_SIZE = "The model computes something else for other sizes, in which the batches differ"
 
 
@@ -75,12 +79,45 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Any = None, oth
     with_rows = [x for x in pytree.tree_leaves(calls[0]) if isinstance(x, torch.Tensor) and x.dim()]
     if with_rows and not any(map(len, with_rows)):
         raise CaptureError("The example holds no sample", allowed="a batch of one or more")
-    graph = _capture_first_way(model, calls)
-    check(graph, blame="capture")
+    graph = _capture_first_order(model, calls)
     compare_with_plain_call(graph, _eval_copy(model, cast=False)[0], given[0])
-    if others:
-        _check_open_sizes(graph, _eval_copy(model)[0], [*calls[1:], pytree.tree_map(_longer, *calls)])
     return graph
+
+
+def _capture_first_order(model: torch.nn.Module, calls: Sequence[Any]) -> Graph:
+    """Read a model with the first order of the calls of which the first two show what it computes for all.
+
+    Torch leaves out slices of all elements, so that only two calls with sizes that a slice shortens show it.
+
+    Raises:
+        CaptureError: No order does; the error is that of the first one.
+    """
+    first: CaptureError | None = None
+    for order in islice(_orders(calls), _MOST_ORDERS):
+        try:
+            graph = _capture_first_way(model, order)
+            check(graph, blame="capture")
+            if len(order) > 1:
+                _check_open_sizes(graph, _eval_copy(model)[0], order[1:], pytree.tree_map(_longer, *order))
+        except CaptureError as e:
+            first = first or e
+            if _DEPENDS_ON_SIZE not in str(e):
+                break
+        else:
+            return graph
+    raise first or AssertionError  # there is an order
+
+
+def _orders(calls: Sequence[Any]) -> Iterator[list[Any]]:
+    """Yield the calls as they are; with any two of other shapes first; with one and a longer one of its remainders."""
+    yield [*calls]
+    shapes = [str([getattr(x, "shape", x) for x in pytree.tree_leaves(c)]) for c in calls]
+    distinct = [calls[shapes.index(s)] for s in dict.fromkeys(shapes)]
+    for pair in list(permutations(distinct, 2))[1:]:
+        yield [*pair, *(c for c in calls if all(c is not p for p in pair))]
+    for by, c in product(_LONGER, distinct if len(distinct) > 1 else []):
+        others = [other for other in calls if other is not c]
+        yield [c, pytree.tree_map(partial(_longer, by=by), c, *others), *others]
 
 
 def check_model(model: Any) -> None:
@@ -198,20 +235,22 @@ def _agrees(graph: Graph, call: Any, out: Any) -> bool:
     return first_deviation(graph, flatten_inputs(graph, *call), want) is None
 
 
-def _longer(x: Any, *others: Any) -> Any:
-    """Return a tensor with one more element along each axis in which others differ from it."""
+def _longer(x: Any, *others: Any, by: int = 1) -> Any:
+    """Return a tensor with more elements along each axis in which others differ from it."""
     for k in varied_axes(x, others):
-        x = torch.cat([x, x.narrow(k, -1, 1)], k)
+        x = x.index_select(k, torch.arange(x.shape[k] + by, device=x.device) % x.shape[k])
     return x
 
 
-def _check_open_sizes(graph: Graph, model: torch.nn.Module, calls: Sequence[Any]) -> None:
+def _check_open_sizes(graph: Graph, model: torch.nn.Module, calls: Sequence[Any], longer: Any) -> None:
     """Compare a graph with open sizes with the model on calls of other sizes; sizes that the model refuses are skipped.
+
+    A graph that fails for the longer call, of a size that no batch has, gets a note.
 
     Raises:
         CaptureError: They compute something else.
     """
-    for args, kwargs in calls:
+    for args, kwargs in (*calls, longer):
         try:
             out = run_in_float32(model, args, kwargs)
         except RefusedCall:
@@ -219,6 +258,11 @@ def _check_open_sizes(graph: Graph, model: torch.nn.Module, calls: Sequence[Any]
         inputs = flatten_inputs(graph, args, kwargs)
         if found := first_deviation(graph, inputs, [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]):
             given = ", ".join(map(describe_value, inputs))
+            if kwargs is longer[1] and isinstance(found[1], str):
+                graph.notes.append(
+                    f"warning: sizes that no batch has may fail, as do {given}: give batches of such sizes"
+                )
+                continue
             raise CaptureError(_DEPENDS_ON_SIZE, got=f"{found[0]}: {found[1]}, of {given}")
 
 
