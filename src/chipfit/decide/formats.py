@@ -71,20 +71,24 @@ def formats_wanted_by_consumers(graph: Graph, platform: Platform, groups: Sequen
 
     Of several consumers the last in execution order decides, unless it reads "any". Outputs of the model are wanted in
     the first format of `place.io_out`, if that lists no float. A pass-through operator passes the format wanted of its
-    result on to its data, unless other nodes read them too: then the data keep the format of their producer.
+    result on to its data, unless other nodes read them too, which do not all do so: then the data keep the format of
+    their producer.
 
     Args:
         groups: with the options that they can take (`options.limit_options`).
     """
     given = () if platform.unlisted == "cpu" else platform.place.io_out  # the CPU may return outputs in any format
     out = dict.fromkeys(graph.outputs if given and "float" not in given else (), next(iter(given), ""))
-    users, inputs = graph.users(), set(graph.inputs)
+    users, inputs, passed = graph.users(), set(graph.inputs), dict[tuple[str, str], set[str]]()
     for group in reversed(groups):
         if group.is_pass_through:
             wanted = next((out[o] for o in group.tail.outputs if o in out), None)
             if wanted is None or group.float_reason:
                 continue
-            formats = {i: wanted for i in group.data if len(users.get(i, ())) == 1 or i in inputs}
+            for i in group.data:
+                passed.setdefault((i, wanted), set()).update(n.name for n in group.nodes if i in n.inputs)
+            agreed = [i for i in group.data if passed[i, wanted] == {n.name for n in users.get(i, ())}]
+            formats = {i: wanted for i in group.data if i in agreed or i in inputs}
         else:
             option = first_compatible_option(platform, group, {})
             formats = {} if option is None else group.data_formats(option)

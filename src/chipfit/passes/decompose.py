@@ -395,6 +395,24 @@ def _tile(new: New, n: Node) -> str:
     return x if x != n.data else new.reshape(x, out)
 
 
+def _pad(new: New, n: Node) -> str:
+    """Join copies of the first and the last element of each padded axis."""
+    if n.attrs["mode"] != "replicate":
+        new.refuse("its padding is no copy of the ends")
+    x, sizes = n.data, list(new.shape(n.data))
+    for axis, (low, high) in enumerate(n.attrs["padding"]):
+        if not (low or high):
+            continue
+        if not 0 <= min(low, high) <= max(low, high) <= _MOST_COPIES:
+            new.refuse(f"it cuts axis {axis}, or adds more than {_MOST_COPIES} elements to it")
+        size, one = new.size(x, axis), (*sizes[:axis], 1, *sizes[axis + 1 :])
+        ends = (new("Slice", x, gives=one, axis=axis, start=k, end=k + 1, step=1) for k in (0, size - 1))
+        first, last = ends
+        sizes[axis] = size + low + high
+        x = new("Concat", *[first] * low, x, *[last] * high, gives=tuple(sizes), axis=axis)
+    return x if x != n.data else new.reshape(x, new.shape(n.output))
+
+
 def _stack(new: New, n: Node) -> str:
     axis, shape = n.attrs["axis"], list(new.shape(n.output))
     shape[axis] = 1
@@ -431,7 +449,7 @@ _BY_NAME: dict[str, Rule] = {
         _l2_norm,
     ),
     *(_layer_norm, _group_norm, _batch_norm, _attention, _roll, _space_to_depth, _channel_shuffle, _stack, _unstack),
-    *(_tile, lstm, gru, rnn),
+    *(_pad, _tile, lstm, gru, rnn),
 )
 #: operator -> its rule
 RULES: dict[str, Rule] = {}
