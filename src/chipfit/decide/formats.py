@@ -13,6 +13,7 @@ from chipfit.decide.groups import NO_FORMAT, FusedGroup, same_fields
 from chipfit.decide.options import first_compatible_option
 from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import Graph
+from chipfit.operators.table import OPS
 from chipfit.platform.schema import Exec, Option, Platform
 
 WEIGHTS_ONLY = "only its weights are quantized"
@@ -86,9 +87,11 @@ def formats_wanted_by_consumers(graph: Graph, platform: Platform, groups: Sequen
             if wanted is None or group.float_reason:
                 continue
             for i in group.data:
-                passed.setdefault((i, wanted), set()).update(n.name for n in group.nodes if i in n.inputs)
-            agreed = [i for i in group.data if passed[i, wanted] == {n.name for n in users.get(i, ())}]
-            formats = {i: wanted for i in group.data if i in agreed or i in inputs}
+                moving = {n.name for n in group.nodes if i in n.inputs and n.op in OPS and OPS[n.op].moves}
+                passed.setdefault((i, wanted), set()).update(moving)
+            alone = {i for i in group.data if len(users.get(i, ())) == 1 or i in inputs}
+            agreed = {i for i in group.data if passed[i, wanted] == {n.name for n in users.get(i, ())}}
+            formats = dict.fromkeys(alone | agreed, wanted)
         else:
             option = first_compatible_option(platform, group, {})
             formats = {} if option is None else group.data_formats(option)
