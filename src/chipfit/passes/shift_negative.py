@@ -61,7 +61,7 @@ def shift_negative(graph: Graph, assignment: Assignment, stats: Stats, *, ratio:
         readers = Readers(graph)
         found = readers.linear_behind(act.output, keeps_shift)
         c, why = shift_constant(slot.format, seen, ratio)
-        why = why or found.refusal or _why_shift_stays(readers, found.ends)
+        why = why or found.refusal or _why_shift_stays(found.ends)
         if why:
             notes.append(f"'{act.display_name}' is not shifted: {why}")
             continue
@@ -113,13 +113,11 @@ def keeps_shift(node: Node) -> bool:
     return node.op in OPS and OPS[node.op].shifts
 
 
-def _why_shift_stays(readers: Readers, ends: list[Node]) -> str:
+def _why_shift_stays(ends: list[Node]) -> str:
     """Return why the bias of some linear operator cannot take the shift back; "" if all can."""
     for end in ends:
         if end.op not in CONVS | {"Linear"}:
             return f"{end.op} '{end.display_name}' would need another bias at every position"
-        if end.bias and len(readers.of(end.bias)) > 1:
-            return f"the bias of '{end.display_name}' is read by several operators"
     return ""
 
 
