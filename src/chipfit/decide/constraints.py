@@ -55,14 +55,16 @@ def hard_rules(constraints: Iterable[Constraint]) -> Iterator[tuple[Constraint, 
 
 
 def shared_bias_ties(graph: Graph, stored: Container[str]) -> list[Constraint]:
-    """Return ties between the inputs of operators that read one stored bias, such as the steps of a recurrent layer.
+    """Return ties between the inputs of operators that read one stored bias, or are steps of one recurrent layer.
 
-    A bias is stored in steps of input scale times weight scale, so that one copy serves inputs of one scale only.
+    A bias is stored in steps of input scale times weight scale, so that one copy serves inputs of one scale only. Steps
+    without a bias share the one of zeros that a file format asks for.
     """
     inputs: dict[str, list[str]] = {}
     for n in graph.nodes:
-        if n.op in LINEAR and n.bias and n.bias in stored and n.data in stored:
-            inputs.setdefault(n.bias, []).append(n.data)
+        shared = n.bias or (n.weight if n.composite else None) if n.op in LINEAR else None
+        if shared is not None and shared in stored and n.data in stored:
+            inputs.setdefault(shared, []).append(n.data)
     rule = (Rule(tie=("ins",)),)
     shared = (tuple(dict.fromkeys(names)) for names in inputs.values())
     return [Constraint(op="Linear", rules=rule, slots={"ins": names}) for names in shared if len(names) > 1]
