@@ -102,7 +102,7 @@ LAYERS = (
     "errors registry files pte_file validation screen quantizers operators graph engine calibration ranges platform "
     "import_by_name plan decide passes rounding correction settings steps decision adaptation search frameworks "
     "export simulate runtimes verify report reading generation linting channel_pruning result comparison request "
-    "pipeline training mct mqbench bench cli"
+    "pipeline streams training mct mqbench bench cli"
 ).split()
 #: room -> rooms below it that it must not import either
 STRANGERS = {

@@ -61,6 +61,10 @@ from chipfit.result import load as load
 from chipfit.search.limits import Limits as Limits
 from chipfit.settings import BEST as BEST
 from chipfit.settings import Settings as Settings
+from chipfit.streams import Drift as Drift
+from chipfit.streams import Streaming as Streaming
+from chipfit.streams import drift as drift
+from chipfit.streams import streaming as streaming
 from chipfit.verify import Verification as Verification
 from chipfit.verify.file import verify_file as verify_file
 

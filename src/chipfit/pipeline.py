@@ -5,6 +5,7 @@ its own part filled in; `Result` then makes the model, the file, the report and 
 """
 
 import logging
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from chipfit.decision import Decision, choose_scales, decide, plan_of
 from chipfit.engine.memory import memory_errors
 from chipfit.engine.process import preserve_random_state
 from chipfit.engine.torch_defaults import torch_defaults
+from chipfit.engine.trees import with_states
 from chipfit.errors import Interrupted, interruption_note
 from chipfit.export.tflite import footprint
 from chipfit.frameworks import check, load_model
@@ -60,6 +62,7 @@ def quantize(
     settings: Settings = DEFAULT_SETTINGS,
     limits: Limits | None = None,
     training: Any = None,
+    states: Sequence[str] = (),
     seed: int = 0,
     progress: bool = True,
 ) -> Result:
@@ -85,6 +88,8 @@ def quantize(
             and `flash`.
         training: what trains the quantizers of `Result.model`: the name of an algorithm ("lsq"), a mapping ({"weights":
             "dorefa", "activations": "pact"}), or a `chipfit.plan.training.Training`. None: weights train, scales stay.
+        states: names of inputs that hold the states of a network of one step. Its last outputs are their next values,
+            in the same order, and get their scales; see `chipfit.streaming`.
         seed: seed of everything random.
         progress: show what is being done: a bar with the time left on a terminal, one line per stage elsewhere.
 
@@ -105,6 +110,7 @@ def quantize(
         data=source,
         limits=limits,
         training=trained_by,
+        states=tuple(states),
         progress=Progress(progress),
         open_rule=rule is None,
     )
@@ -147,7 +153,7 @@ def capture_model(request: Request, d: Decision) -> Decision:
     with request.progress.stage("capture"):
         check(request.model)
         call, of_data = request.data.example_call(request.model), request.data.example is None
-        graph = read_model(request.model, *call, request.other_sizes, of_data=of_data)
+        graph = with_states(read_model(request.model, *call, request.other_sizes, of_data=of_data), request.states)
         warnings = [] if request.data.example is not None else check_input_scale(graph)
         captured = graph
         graph, rewrites = steps.rewrite(graph, d.platform, d.settings)

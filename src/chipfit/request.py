@@ -27,6 +27,7 @@ class Request:
     limits: Limits | None
     training: Training | None
     progress: Progress
+    states: tuple[str, ...] = ()  #: inputs that hold states
     open_rule: bool = False  #: the range rule of activations was left open
     other_sizes: tuple[SizeMismatch, ...] = ()  #: batches of other sizes than the example's: these sizes stay open
 

@@ -4,6 +4,7 @@ from collections.abc import Collection, Container, Iterable, Iterator, Mapping, 
 from dataclasses import dataclass, field
 from typing import Any
 
+from chipfit.engine.trees import state_pairs
 from chipfit.errors import UnsupportedError
 from chipfit.graph.hidden_scores import hidden_scores
 from chipfit.graph.ir import Graph, Node
@@ -66,8 +67,15 @@ def shared_bias_ties(graph: Graph, stored: Container[str]) -> list[Constraint]:
         if shared is not None and shared in stored and n.data in stored:
             inputs.setdefault(shared, []).append(n.data)
     rule = (Rule(tie=("ins",)),)
-    shared = (tuple(dict.fromkeys(names)) for names in inputs.values())
-    return [Constraint(op="Linear", rules=rule, slots={"ins": names}) for names in shared if len(names) > 1]
+    groups = (tuple(dict.fromkeys(names)) for names in inputs.values())
+    return [Constraint(op="Linear", rules=rule, slots={"ins": names}) for names in groups if len(names) > 1]
+
+
+def state_ties(graph: Graph, stored: Container[str]) -> list[Constraint]:
+    """Return ties between states of a network of one step and their next values, which become the states."""
+    rule = (Rule(tie=("ins",)),)
+    pairs = [pair for pair in state_pairs(graph) if pair[0] in stored and pair[1] in stored]
+    return [Constraint(op="State", rules=rule, slots={"ins": pair}) for pair in pairs]
 
 
 def tie_groups(constraints: Iterable[Constraint]) -> tuple[tuple[str, ...], ...]:

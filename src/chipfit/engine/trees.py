@@ -67,6 +67,41 @@ def batch_axes(graph: Graph) -> dict[str, int]:
     return {i: 0 for i in graph.inputs if graph.shape(i)[:1] == (None,)}
 
 
+def state_pairs(graph: Graph) -> list[tuple[str, str]]:
+    """Return the states of a network of one step: (input, the output that is its next value)."""
+    spec = json.loads(graph.in_spec) if graph.in_spec else {}
+    return [(graph.inputs[i], graph.outputs[o]) for i, o in spec.get("states", ())]
+
+
+def with_states(graph: Graph, names: Sequence[str]) -> Graph:
+    """Return a graph that knows which of its inputs hold states; the last outputs are their next values.
+
+    Raises:
+        DataError: there is no such input, there are too few outputs, or a state and its next value differ in shape.
+    """
+    if not names:
+        return graph
+    unknown = [n for n in names if n not in graph.inputs]
+    if unknown:
+        what = f"'{unknown[0]}' is not an input of the model, and was given as a state"
+        raise DataError(what, allowed=", ".join(graph.inputs))
+    if len(names) > len(graph.outputs):
+        what = f"The model has {len(graph.outputs)} outputs, and {len(names)} states"
+        raise DataError(what, hint="return the next states as the last outputs, in the order of `states`")
+    first = len(graph.outputs) - len(names)
+    for name, k in zip(names, range(first, len(graph.outputs)), strict=True):
+        have, want = graph.shape(graph.outputs[k]), graph.shape(name)
+        if len(have) != len(want) or any(
+            None not in pair and len({*pair}) > 1 for pair in zip(have, want, strict=True)
+        ):
+            what = f"State '{name}' and its next value, output {k} of the model, differ in shape"
+            raise DataError(what, got=f"{list(want)} and {list(have)}")
+    graph = graph.copy()
+    pairs = [[graph.inputs.index(n), first + k] for k, n in enumerate(names)]
+    graph.in_spec = json.dumps({**json.loads(graph.in_spec), "states": pairs})
+    return graph
+
+
 def dump_call(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],

@@ -153,6 +153,7 @@ class _Call(TypedDict):
     captured: NotRequired[str]
     packed: NotRequired[bool]
     batch: NotRequired[list[list[int]]]
+    states: NotRequired[list[list[int]]]
 
 
 @with_config(_STRICT)
@@ -270,6 +271,9 @@ def _check_call(graph: Graph) -> None:
             len(place) == 2 and 0 <= place[0] < len(places) and 0 <= place[1] < len(graph.shape(graph.inputs[place[0]]))
         ):
             raise GraphError("No input has this axis of samples", got=str(place)[:80])
+    for pair in call.get("states", ()):
+        if not (len(pair) == 2 and 0 <= pair[0] < len(graph.inputs) and 0 <= pair[1] < len(graph.outputs)):
+            raise GraphError("A state is no input of the graph, or its next value no output", got=str(pair)[:80])
     check_value(_RESULTS, results, PlanError, "out_spec of the graph")
     leaves, known = results["leaves"], {str({"output": k}) for k in range(len(graph.outputs))}
     typed = [(x, {k: v for k, v in x.items() if k != "dtype"}) for x in leaves]

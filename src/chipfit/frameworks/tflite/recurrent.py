@@ -49,6 +49,8 @@ def _lstm(c: Call) -> Value:
 
 def _warn_of_other_grids(c: Call, hidden: Tensor, state: Tensor) -> None:
     """Take note of an LSTM whose numbers change their meaning, as TensorFlow's converter writes one before a concat."""
+    if hidden.scale is None or state.scale is None or c.out[0].scale is None:
+        return  # a float operator has none
     if not _same_grid(hidden, state):
         grids = f"scale {float(hidden.scale[0]):.5g}, and read in the next step with {float(state.scale[0]):.5g}"
         where = "TensorFlow Lite Micro rounds them to the latter, and so gives other numbers than LiteRT"

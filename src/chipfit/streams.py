@@ -1,0 +1,174 @@
+"""Networks that run one step at a time: their states are inputs, and their next states outputs."""
+
+import inspect
+import keyword
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from chipfit.calibration.data import iterate
+from chipfit.engine.run import run
+from chipfit.engine.torch_defaults import torch_defaults
+from chipfit.engine.trees import dump_call, dump_result, state_pairs, with_states
+from chipfit.errors import DataError
+from chipfit.frameworks import capture, load_model, lower
+from chipfit.graph.edit import unique_name
+from chipfit.graph.ir import Graph
+from chipfit.passes.one_step import one_step
+from chipfit.plan.record import Plan
+
+Step = Callable[[list[Tensor]], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """A network of one step.
+
+    `model` takes the inputs of one step, without their axis of steps, and then the states [N, size]; it returns the
+    outputs of the network, and then the next states in a tuple of all of them.
+    """
+
+    model: nn.Module
+    states: tuple[str, ...]  #: names of the inputs that hold states, for `chipfit.quantize(..., states=)`
+    graph: Graph
+
+    def calls(self, sequences: Any) -> list[tuple[Tensor, ...]]:
+        """Return the calls of the model that compute sequences step by step in float: calibration data.
+
+        Args:
+            sequences: batches of inputs [N, T, ...] of the network over sequences.
+        """
+        graph = self.graph
+        step: Step = lambda call: [run(graph, call)[o] for o in graph.outputs]  # noqa: E731
+        return [tuple(call) for batch in iterate(sequences) for call, _ in _walk(graph, batch, step)]
+
+
+@torch_defaults()
+def streaming(model: Any, example: Any) -> Streaming:
+    """Turn a trained network over sequences into one that computes one step of them.
+
+    LSTM, GRU and simple recurrent layers start from zeros and keep their states as inputs and outputs. Everything else
+    must compute each step by itself.
+
+    Args:
+        model: a PyTorch model, or an ONNX file or model, with inputs [N, T, ...]; or a Keras model.
+        example: a batch of its inputs.
+
+    Raises:
+        UnsupportedError: a layer runs backwards, has a given initial state, or joins several steps.
+        CaptureError: see `chipfit.quantize`.
+    """
+    batch = example if isinstance(example, (tuple, list)) else (example,)
+    captured = capture(load_model(model), tuple(torch.as_tensor(x) for x in batch))
+    graph, states = one_step(captured)
+    _rename_inputs(graph, states)
+    results = [{"output": k} for k in range(len(graph.outputs))]
+    inputs = tuple(torch.zeros(0) for _ in graph.inputs)
+    graph.in_spec, graph.out_spec = (
+        dump_call(inputs, {}, graph.inputs),
+        dump_result(tuple(range(len(results))), results),
+    )
+    graph.framework, graph.example, graph.notes = "torch", (), []
+    names = tuple(name for name, _ in states)
+    return Streaming(_with_names(lower(graph, Plan()), graph.inputs), names, with_states(graph, names))
+
+
+def _with_names(module: nn.Module, names: Sequence[str]) -> nn.Module:
+    """Return the module with parameters of these names, by which readers call the inputs of a graph."""
+    base: Any = type(module)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return base.forward(self, *args, **kwargs)
+
+    parameters = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in ("self", *names)]
+    setattr(forward, "__signature__", inspect.Signature(parameters))  # noqa: B010 -- functions declare no such field
+    module.__class__ = type("StepModule", (base,), {"forward": forward})
+    return module
+
+
+def _rename_inputs(graph: Graph, states: list[tuple[str, str]]) -> None:
+    """Give the inputs names that Python's parameters may have."""
+    taken, names = {*graph.values, *graph.weights, *(n.name for n in graph.nodes)}, dict[str, str]()
+    for name in graph.inputs:
+        wanted = re.sub(r"\W", "_", name)
+        wanted = wanted if wanted.isidentifier() and not keyword.iskeyword(wanted) else f"x_{wanted}"
+        names[name] = name if wanted == name else unique_name(wanted, taken)
+        graph.values[names[name]] = replace(graph.values.pop(name), name=names[name])
+    graph.nodes = [n.with_(inputs=tuple(names.get(i or "", i) for i in n.inputs)) for n in graph.nodes]
+    graph.inputs = [names[i] for i in graph.inputs]
+    graph.outputs = [names.get(o, o) for o in graph.outputs]
+    states[:] = [(names[i], o) for i, o in states]
+
+
+@dataclass(frozen=True)
+class Drift:
+    """How far the states of the quantized network move away from those in float while it runs on its own."""
+
+    outputs: tuple[float, ...]  #: signal-to-noise ratio of the outputs of each step [dB]
+    states: tuple[float, ...]  #: of the next states [dB]
+
+    def __str__(self) -> str:
+        places = sorted({0, len(self.outputs) // 4, len(self.outputs) // 2, len(self.outputs) - 1})
+        rows = [f"{k + 1:>6} {self.outputs[k]:>9.1f} {self.states[k]:>9.1f}" for k in places]
+        return "\n".join([f"{'step':>6} {'outputs':>9} {'states':>9}  [dB]", *rows])
+
+
+@torch_defaults()
+def drift(result: Any, sequences: Any) -> Drift:
+    """Run a quantized network of one step and its float network over sequences, each on its own states.
+
+    Args:
+        result: of `chipfit.quantize(..., states=)`.
+        sequences: batches of inputs [N, T, ...], as `Streaming.calls` takes them.
+
+    Raises:
+        DataError: the network has no states, or inputs do not fit it.
+    """
+    graph, model = result.graph, result.model
+    if not state_pairs(graph):
+        raise DataError("The network has no states", hint="name them: chipfit.quantize(..., states=)")
+    signal, noise = dict[tuple[int, bool], float](), dict[tuple[int, bool], float]()
+    last = {o for _, o in state_pairs(graph)}
+    for batch in iterate(sequences):
+        floats = _walk(graph, batch, lambda call: [run(graph, call)[o] for o in graph.outputs])
+        rounded = _walk(graph, batch, model.run_flat)
+        for t, ((_, want), (_, got)) in enumerate(zip(floats, rounded, strict=True)):
+            for name, x, y in zip(graph.outputs, want, got, strict=True):
+                key = t, name in last
+                signal[key] = signal.get(key, 0.0) + float(x.double().square().sum())
+                noise[key] = noise.get(key, 0.0) + float((x.double() - y.double()).square().sum())
+    steps = range(1 + max(t for t, _ in signal))
+    return Drift(*(tuple(_decibels(signal[t, k], noise[t, k]) for t in steps) for k in (False, True)))
+
+
+def _decibels(signal: float, noise: float) -> float:
+    return 10 * math.log10(signal / noise) if signal and noise else math.inf
+
+
+def _walk(graph: Graph, batch: Any, step: Step) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Yield inputs and outputs of each step of a batch of sequences; states start from zeros.
+
+    Raises:
+        DataError: the inputs have no axis of steps, or not as many as the network has.
+    """
+    pairs = state_pairs(graph)
+    count = len(graph.inputs) - len(pairs)
+    given = [torch.as_tensor(x) for x in (batch if isinstance(batch, (tuple, list)) else (batch,))]
+    wanted = [len(graph.shape(i)) + 1 for i in graph.inputs[:count]]
+    if [x.dim() for x in given] != wanted:
+        got = ", ".join(str(list(x.shape)) for x in given)
+        raise DataError("Sequences do not fit the network", got=got, allowed=f"{count} inputs [N, T, ...]")
+    sizes = [[s or len(given[0]) for s in graph.shape(i)] for i, _ in pairs]
+    states = [given[0].new_zeros(size) for size in sizes]
+    for inputs in zip(*(x.unbind(1) for x in given), strict=True):
+        call = [*inputs, *states]
+        with torch.no_grad():  # not around `yield`, where the caller's code runs
+            outputs = step(call)
+        yield call, outputs
+        by_name = dict(zip(graph.outputs, outputs, strict=True))
+        states = [by_name[o] for _, o in pairs]

@@ -1,0 +1,158 @@
+"""A network of one step keeps its states as inputs and outputs of one scale, and computes what the sequence does."""
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from torch import nn
+
+import chipfit
+from chipfit.errors import DataError, UnsupportedError
+from tests.passes.test_recurrent import KINDS
+
+
+class Network(nn.Module):
+    """A layer of each step, two recurrent ones, and a classifier of each step."""
+
+    def __init__(self, kind, **settings):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inside, self.norm = nn.Linear(3, 6), nn.LayerNorm(6)
+        self.layers = kind(6, 8, num_layers=2, batch_first=True, **settings)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return torch.softmax(self.head(self.layers(self.norm(torch.relu(self.inside(x))))[0]), -1)
+
+
+X = torch.randn(4, 6, 3, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_steps_give_what_the_sequence_gives(kind):
+    model = Network(kind).eval()
+    step = chipfit.streaming(model, X)
+    assert len(step.states) == (4 if kind is nn.LSTM else 2)
+    calls = step.calls([X])
+    assert len(calls) == X.shape[1]
+    with torch.no_grad():
+        outputs = torch.stack([step.model(*call)[0] for call in calls], 1)
+        torch.testing.assert_close(outputs, model(X), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("platform", ["tflm_cmsis_nn", "tflite_int8"])
+def test_states_and_their_next_values_share_a_scale_and_the_file_is_exact(platform, tmp_path):
+    step = chipfit.streaming(Network(nn.LSTM).eval(), X)
+    calls = step.calls([X])
+    result = chipfit.quantize(step.model, calls, platform=platform, states=step.states, progress=False)
+    for name, following in zip(step.states, result.graph.outputs[-4:], strict=True):
+        assert result.plan[name].same_numbers(result.plan[following])
+    result.export(tmp_path / "step.tflite", batch=1, io="int8" if platform == "tflm_cmsis_nn" else None)
+    assert result.verify(calls).exact
+    loaded = chipfit.load(result.save(tmp_path / "saved"))
+    assert chipfit.drift(loaded, [X]) == chipfit.drift(result, [X])
+
+
+def test_the_drift_is_what_the_steps_lose_on_their_own_states():
+    step = chipfit.streaming(Network(nn.GRU).eval(), X)
+    result = chipfit.quantize(step.model, step.calls([X]), platform="tflite_int8", states=step.states, progress=False)
+    found = chipfit.drift(result, [X])
+    states, floats = [torch.zeros(4, 8)] * 2, [torch.zeros(4, 8)] * 2
+    with torch.no_grad():
+        for t in range(6):
+            got, *states = result.model(X[:, t], *states)
+            want, *floats = step.model(X[:, t], *floats)
+            ratio = 10 * torch.log10(want.square().sum() / (want - got).square().sum())
+            assert found.outputs[t] == pytest.approx(float(ratio), abs=0.3)  # biases are corrected
+    assert "step   outputs    states  [dB]" in str(found)
+
+
+def test_a_cell_of_the_user_has_states_too(tmp_path):
+    class Cell(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell, self.head = nn.GRUCell(3, 5), nn.Linear(5, 2)
+
+        def forward(self, x, memory):
+            memory = self.cell(x, memory)
+            return self.head(memory), memory
+
+    data = [(torch.randn(4, 3), torch.rand(4, 5) - 0.5) for _ in range(3)]
+    result = chipfit.quantize(Cell().eval(), data, platform="tflm_cmsis_nn", states=["memory"], progress=False)
+    assert result.plan["memory"].same_numbers(result.plan[result.graph.outputs[1]])
+    result.export(tmp_path / "cell.tflite", io="int8", batch=1)
+    assert result.verify(data).exact
+
+
+def test_an_onnx_file_becomes_a_network_of_one_step(tmp_path):
+    """ONNX has steps first, and an axis of directions."""
+    draw = np.random.default_rng(0)
+    sizes = {"W": (1, 24, 3), "R": (1, 24, 6), "B": (1, 48)}
+    init = [numpy_helper.from_array(draw.normal(0, 0.4, s).astype("f4"), k) for k, s in sizes.items()]
+    init.append(numpy_helper.from_array(np.array([1], "i8"), "one"))
+    nodes = [
+        helper.make_node("Transpose", ["steps/in"], ["x"], perm=[1, 0, 2]),
+        helper.make_node("LSTM", ["x", "W", "R", "B"], ["y"], hidden_size=6),
+        helper.make_node("Squeeze", ["y", "one"], ["z"]),
+        helper.make_node("Transpose", ["z"], ["out"], perm=[1, 0, 2]),
+    ]
+    x = helper.make_tensor_value_info("steps/in", TensorProto.FLOAT, ["n", 6, 3])
+    y = helper.make_tensor_value_info("out", TensorProto.FLOAT, None)
+    made = helper.make_model(
+        helper.make_graph(nodes, "g", [x], [y], init), opset_imports=[helper.make_opsetid("", 17)], ir_version=8
+    )
+    onnx.save(made, tmp_path / "m.onnx")
+    step = chipfit.streaming(tmp_path / "m.onnx", X)
+    with torch.no_grad():
+        outputs = torch.stack([step.model(*call)[0].flatten(1) for call in step.calls([X])], 1)
+    session = onnxruntime.InferenceSession(tmp_path / "m.onnx")
+    (want,) = session.run(None, {"steps/in": X.numpy()})
+    np.testing.assert_allclose(outputs.numpy(), want, rtol=1e-4, atol=1e-6)
+    assert step.graph.inputs[0] == "steps_in"
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: Network(nn.GRU, bidirectional=True), "runs from the last step to the first"),
+        (lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU()), "no recurrent layer"),
+        (lambda: nn.Sequential(nn.Softmax(1), nn.GRU(3, 4, batch_first=True)), "along the axis of steps"),
+        (lambda: nn.Sequential(nn.Conv1d(6, 2, 1), nn.GRU(3, 4, batch_first=True)), "Conv1D '0'"),
+    ],
+)
+def test_what_joins_several_steps_is_refused_by_name(make, why):
+    model = make().eval()
+    if isinstance(model, Network):
+        model.head = nn.Linear(16, 4)
+    with pytest.raises(UnsupportedError, match=why):
+        chipfit.streaming(model, X)
+
+
+@pytest.mark.parametrize(
+    ("states", "why"),
+    [
+        (["z"], "'z' is not an input of the model.*Allowed: x, h"),
+        (["x"], "State 'x' and its next value, output 1 of the model, differ in shape"),
+        (["h", "h", "h"], "The model has 2 outputs, and 3 states"),
+    ],
+)
+def test_wrong_states_are_refused_by_name(states, why):
+    class Cell(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = nn.RNNCell(3, 5)
+
+        def forward(self, x, h):
+            h = self.cell(x, h)
+            return h * 2, h
+
+    with pytest.raises(DataError, match=why):
+        chipfit.quantize(Cell().eval(), [(torch.randn(2, 3), torch.randn(2, 5))], states=states, progress=False)
+
+
+def test_a_network_without_states_does_not_drift():
+    result = chipfit.quantize(nn.Linear(3, 4), [torch.randn(4, 3)], progress=False)
+    with pytest.raises(DataError, match="no states"):
+        chipfit.drift(result, [X])
