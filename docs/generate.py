@@ -114,6 +114,7 @@ API = {
     "Quantize": ("quantize", "Settings", "Limits", "load_model", "capture", "generated", "Generation"),
     "Results": ("Result", "load", "Report", "Plan", "Verification", "verify_file", "compare", "Comparison"),
     "Before quantization": ("lint", "Lint", "prune", "Pruned"),
+    "Networks of one step": ("streaming", "Streaming", "drift", "Drift"),
     "Platforms": ("load_platform", "Platform"),
     "Errors": ("errors",),
 }
