@@ -107,7 +107,7 @@ def _rename_inputs(graph: Graph, states: list[tuple[str, str]]) -> None:
 
 @dataclass(frozen=True)
 class Drift:
-    """How far the states of the quantized network move away from those in float while it runs on its own."""
+    """The loss of a quantized network of one step, which adds up in its states, over the steps of a sequence."""
 
     outputs: tuple[float, ...]  #: signal-to-noise ratio of the outputs of each step [dB]
     states: tuple[float, ...]  #: of the next states [dB]
