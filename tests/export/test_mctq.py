@@ -12,7 +12,7 @@ from torch import nn
 from chipfit import errors
 from chipfit import target_platform as tp
 from chipfit.export import export
-from tests.build import graph_of, plan_of, quantized, randn, sequential, stored
+from tests.build import graph_of, grid, plan_of, quantized, randn, sequential, stored
 
 mctq = pytest.importorskip("mct_quantizers")
 
@@ -73,11 +73,13 @@ def test_operators_have_the_attributes_of_the_packages_own_files(net, tmp_path):
 @pytest.mark.parametrize(
     "how, kind, settings",
     [
-        ({"zero": 0}, "Symmetric", {"threshold": 16.0, "signed": 1, "num_bits": 8}),  # 0.125 * 2^7
-        ({"signed": False}, "Symmetric", {"threshold": 32.0, "signed": 0, "num_bits": 8}),
-        ({"pot": True, "bits": 4}, "POT", {"threshold": 1.0, "signed": 1, "num_bits": 4}),
+        ({"on": grid(8, zero=0)}, "Symmetric", {"threshold": 16.0, "signed": 1, "num_bits": 8}),  # 0.125 * 2^7
+        ({"on": grid(8, zero=0, signed=False)}, "Symmetric", {"threshold": 32.0, "signed": 0, "num_bits": 8}),
+        ({"on": grid(4, zero=0, pot=True)}, "POT", {"threshold": 1.0, "signed": 1, "num_bits": 4}),
         ({"zero": 28}, "Uniform", {"min_range": -19.5, "max_range": 12.375, "num_bits": 8}),  # (-128 - 28) / 8
-        ({"zero": 0, "bits": 16}, "Symmetric", {"threshold": 4096.0, "signed": 1, "num_bits": 16}),
+        ({"zero": 0}, "Uniform", {"min_range": -16.0, "max_range": 15.875, "num_bits": 8}),  # as with other zero points
+        ({"zero": 0, "bits": 2}, "Uniform", {"min_range": -0.25, "max_range": 0.125, "num_bits": 2}),
+        ({"on": grid(16, zero=0)}, "Symmetric", {"threshold": 4096.0, "signed": 1, "num_bits": 16}),
     ],
 )
 def test_ranges_follow_from_scales(how, kind, settings, tmp_path):
@@ -89,10 +91,11 @@ def test_ranges_follow_from_scales(how, kind, settings, tmp_path):
     np.testing.assert_allclose(run(path, x), plan["x"].round(x).relu().numpy(), atol=1e-5)
 
 
-def test_a_weight_with_zero_points_stays_on_its_grid(tmp_path):
+@pytest.mark.parametrize("zeros", [[3, -5, 7, 0], [0, 0, 0, 0]])
+def test_a_weight_whose_format_has_free_zero_points_stays_on_its_grid(zeros, tmp_path):
     torch.manual_seed(0)
     w, b = torch.randn(4, 4), torch.randn(4)
-    plan = plan_of(w=stored([0.1, 0.2, 0.03, 0.04], [3, -5, 7, 0], bits=4, axis=0), b=stored(0.25, bits=32, zero=0))
+    plan = plan_of(w=stored([0.1, 0.2, 0.03, 0.04], zeros, bits=4, axis=0), b=stored(0.25, bits=32, zero=0))
     graph = graph_of("y = Linear(x, w, b)", weights={"w": w, "b": b})
     path = export(graph, plan, tmp_path / "m.onnx", None, format="mctq")
     assert operators(path)["WeightsUniformQuantizer"]["num_bits"] == 4

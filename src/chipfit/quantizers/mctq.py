@@ -1,7 +1,8 @@
 """Quantizers of the package mct_quantizers, by name and arguments, for the grids of a plan.
 
 They have no zero points and no integers: thresholds t stand for the range [-t, t - s], or [0, t - s] of unsigned ones,
-with t = 2^(n-1) s or 2^n s, and a uniform quantizer has the ends of its range. Source: mct_quantizers 1.7.0.
+with t = 2^(n-1) s or 2^n s, and a uniform quantizer has the ends of its range. A format with free zero points has
+uniform quantizers, whatever its zero points are. Source: mct_quantizers 1.7.0.
 """
 
 from typing import Any, NamedTuple, NoReturn
@@ -40,7 +41,7 @@ def weights_quantizer(name: str, stored: Stored, rank: int) -> Quantizer:
         return _table(name, grid, scale, channel | {"input_rank": rank})
     _check_integers(name, grid)
     settings = {"num_bits": grid.bits, **channel}
-    if grid.signed and not zero.any():
+    if grid.symmetric and grid.signed and not zero.any():
         return Quantizer("POT" if grid.pot else "Symmetric", {"threshold": scale * 2.0 ** (grid.bits - 1)}, settings)
     return Quantizer("Uniform", _ends(grid, scale, np.atleast_1d(zero.numpy())), settings)
 
@@ -61,7 +62,7 @@ def activation_quantizer(name: str, stored: Stored) -> Quantizer:
     if grid.rounding != "half_even":
         _refuse(name, f"rounds by the rule {grid.rounding}", "half_even")
     scale, settings = np.atleast_1d(stored.scale.numpy()), {"num_bits": grid.bits}
-    if zero:
+    if zero or not grid.symmetric:
         return Quantizer("Uniform", _ends(grid, scale, zero.numpy()), settings)
     settings["signed"] = int(grid.signed)
     threshold = scale * 2.0 ** (grid.bits - int(grid.signed))
