@@ -16,6 +16,11 @@ def normed():
     ).eval()
 
 
+def spotter():
+    torch.manual_seed(0)
+    return nn.GRU(3, 4, batch_first=True).eval()
+
+
 def broken():
     raise ValueError("no such depth")
 

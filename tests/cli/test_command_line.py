@@ -69,6 +69,17 @@ def test_quantize_needs_no_data_where_the_network_has_batch_norms(folder):
     assert "for generated data" in fail(*shaped, "d.npz")
 
 
+def test_a_recurrent_network_is_quantized_as_one_step(folder):
+    pytest.importorskip("ai_edge_litert")
+    np.savez("s.npz", x=np.random.default_rng(0).normal(size=(8, 5, 3)).astype("float32"))
+    given = ("--data", "s.npz", "--platform", "tflite_int8", "--stream", "--out")
+    assert "0 of" in succeed("quantize", f"{MINE}:spotter", *given, "out")
+    graph = chipfit.load(folder / "out" / "plan").graph
+    assert [graph.shape(i) for i in graph.inputs] == [(None, 3), (None, 4)]
+    np.savez("s.npz", x=np.ones((8, 5, 2), "float32"))
+    assert "no recurrent layer" in fail("quantize", f"{MINE}:ready", *given, "none")
+
+
 def test_a_tflite_file_is_quantized_explained_and_verified(folder):
     pytest.importorskip("ai_edge_litert")
     np.savez(folder / "nhwc.npz", x=np.load("d.npz")["x"].transpose(0, 2, 3, 1))

@@ -287,6 +287,9 @@ def quantize(
         Option("--limit", help="search bit widths within: weights=50%, bops=1e9, ram=256KiB, flash=1MiB"),
     ] = None,
     rounding: Annotated[str | None, Option("--rounding", help="rounding of weights: gptq, or nearest")] = None,
+    stream: Annotated[
+        bool, Option("--stream", help="one step of a recurrent network over sequences, states in and out")
+    ] = False,
     sets: Annotated[list[str] | None, Option("--set", help="NAME=VALUE, any of chipfit.Settings (repeatable)")] = None,
     config: Config = None,
     wanted: Format = None,
@@ -318,6 +321,10 @@ def quantize(
     batches = generated_data(data, network, input_size, chosen["seed"], shape)
     if batches is None:
         batches = load_data(data, input_size, mean, std, **inputs_of(network))
+    if stream:
+        sequences = list(batches)
+        step = chipfit.streaming(network, sequences[0])
+        network, batches, chosen["states"] = step.model, step.calls(sequences), step.states
     try:
         result = chipfit.quantize(network, batches, platform, progress=not OUTPUT.quiet, **chosen)
     except Interrupted as e:
