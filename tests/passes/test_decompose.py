@@ -93,6 +93,7 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], dict, dict]]] = {
     "LSTM": [
         ([(2, 5, 3)], {"gates": "ifgo", "reverse": False, "cell_clip": None}, {**cell(4), "h": (2, 4), "c": (2, 4)}),
         ([(2, 5, 3)], {"gates": "iofg", "reverse": True, "cell_clip": 0.3}, {"w": (16, 3), "r": (16, 4)}),
+        ([(2, 5, 3)], {"gates": "ifgo", "reverse": True, "cell_clip": None}, {**cell(4), "mask": (2, 5)}),
         ([(2, 3)], {"gates": "ifgo", "reverse": False, "cell_clip": None}, cell(4)),
     ],
     "GRU": [
@@ -103,7 +104,12 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], dict, dict]]] = {
     ],
     "RNN": [
         ([(2, 5, 3)], {"reverse": False, "activation": "tanh"}, cell(1)),
+        ([(2, 5, 3)], {"reverse": False, "activation": "tanh"}, {**cell(1), "h": (2, 4), "mask": (2, 5)}),
         ([(2, 5, 3)], {"reverse": True, "activation": "relu"}, {**cell(1), "h": (2, 4)}),
+    ],
+    "Pad": [
+        ([UNEQUAL], {"padding": ((0, 0), (0, 0), (1, 2), (0, 1)), "mode": "replicate", "value": 0.0}, {}),
+        ([X], {"padding": ((0, 0), (0, 0), (0, 0), (3, 0)), "mode": "replicate", "value": 0.0}, {}),
     ],
     "Roll": [([X], {"shifts": (1, -2), "axes": (2, 3)}, {}), ([UNEQUAL], {"shifts": (3, -7), "axes": (1, 3)}, {})],
     "SpaceToDepth": [([UNEQUAL], {"block": 2}, {}), ([(2, 5, 6, 9)], {"block": 3}, {})],

@@ -4,6 +4,7 @@ torch's own kernels compute them where they have the form; a GRU that resets its
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,12 +21,16 @@ def lstm(
     rb: Tensor | None = None,
     h: Tensor | None = None,
     c: Tensor | None = None,
+    mask: Tensor | None = None,
     *,
     gates: str,
     reverse: bool,
     cell_clip: float | None = None,
 ) -> tuple[Tensor, ...]:
     """Run an LSTM."""
+    if mask is not None:
+        one = partial(lstm, gates=gates, reverse=False, cell_clip=cell_clip)
+        return _masked(one, x, [w, r, b, rb], [_state(x, r, h)[0], _state(x, r, c)[0]], mask, reverse)
     weights = [_ordered(t, gates, "ifgo") for t in (w, r, b, rb)]
     steps, states = _steps(x, reverse), (_state(x, r, h), _state(x, r, c))
     if cell_clip is None:
@@ -42,12 +47,16 @@ def gru(
     b: Tensor | None = None,
     rb: Tensor | None = None,
     h: Tensor | None = None,
+    mask: Tensor | None = None,
     *,
     gates: str,
     reverse: bool,
     reset_after: bool,
 ) -> tuple[Tensor, ...]:
     """Run a GRU."""
+    if mask is not None:
+        one = partial(gru, gates=gates, reverse=False, reset_after=reset_after)
+        return _masked(one, x, [w, r, b, rb], [_state(x, r, h)[0]], mask, reverse)
     weights = [_ordered(t, gates, "rzn") for t in (w, r, b, rb)]
     steps, state = _steps(x, reverse), _state(x, r, h)
     if reset_after:
@@ -64,6 +73,7 @@ def rnn(
     b: Tensor | None = None,
     rb: Tensor | None = None,
     h: Tensor | None = None,
+    mask: Tensor | None = None,
     *,
     reverse: bool,
     activation: str,
@@ -76,6 +86,9 @@ def rnn(
     kinds = {"tanh": torch.ops.aten.rnn_tanh.input, "relu": torch.ops.aten.rnn_relu.input}
     if activation not in kinds:
         raise ValueError(f"a recurrent layer has no activation {activation!r}")
+    if mask is not None:
+        one = partial(rnn, reverse=False, activation=activation)
+        return _masked(one, x, [w, r, b, rb], [_state(x, r, h)[0]], mask, reverse)
     y, _ = _run(kinds[activation], _steps(x, reverse), _state(x, r, h), [w, r, b, rb])
     return _results(y, x, reverse)
 
@@ -108,6 +121,18 @@ def _results(y: Tensor, x: Tensor, reverse: bool) -> tuple[Tensor, ...]:
     """Return the states of all steps, in the order of the operand, and the last one; of one step only that."""
     last = y[:, -1]
     return ((y.flip(1) if reverse else y), last) if x.dim() == 3 else (last,)
+
+
+def _masked(
+    step: Callable[..., Any], x: Tensor, weights: Sequence[Any], states: list[Tensor], mask: Tensor, reverse: bool
+) -> tuple[Tensor, ...]:
+    """Run a layer step by step; states stay as they are where the mask is false."""
+    order, made = range(x.shape[1]), dict[int, Tensor]()
+    for t in reversed(order) if reverse else order:
+        new = step(x[:, t], *weights, *states)
+        states = [torch.where(mask[:, t : t + 1], n, s) for n, s in zip(new, states, strict=True)]
+        made[t] = states[0]
+    return torch.stack([made[t] for t in order], 1), *states
 
 
 def _run(kernel: Any, x: Tensor, state: Any, weights: Sequence[Tensor | None]) -> Any:

@@ -111,10 +111,10 @@ def close_composites(graph: Graph, wholes: Mapping[str, Whole]) -> Graph:
 
 
 def composites_in(graph: Graph) -> dict[str, list[Node]]:
-    """Return the parts of every opened composite, by its name."""
+    """Return the parts of every opened composite whose results are numbers, not masks; by its name."""
     out: dict[str, list[Node]] = {}
     for n in graph.nodes:
-        if n.composite:
+        if n.composite and graph.is_float(n.output):
             out.setdefault(n.composite, []).append(n)
     return out
 

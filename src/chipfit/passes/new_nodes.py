@@ -53,7 +53,9 @@ class New:
         self, op: str, inputs: tuple[str | None, ...], shapes: Sequence[Shape], attrs: dict[str, Any]
     ) -> list[str]:
         """Add a node; a single result has its name, several have a number behind it."""
-        name, dtype = self._name(op.lower()), self.graph.values[self.node.output].dtype
+        at = OPS[op].index("in0") if OPS[op].moves else None  # what moves has the type of its operand
+        source = None if at is None else self.graph.values.get(inputs[at] or "")
+        name, dtype = self._name(op.lower()), (source or self.graph.values[self.node.output]).dtype
         results = [name] if len(shapes) == 1 else [self._name(f"{op.lower()}_{k}") for k in range(len(shapes))]
         for result, shape in zip(results, shapes, strict=True):
             self.graph.values[result] = Value(result, shape, dtype)

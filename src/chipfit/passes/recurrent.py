@@ -41,6 +41,15 @@ class _Layer:
         steps = self.new.several("Unstack", y, gives=[(self.samples, wide)] * self.count, axis=1)
         return steps[::-1] if self.n.attrs["reverse"] else steps
 
+    def kept(self, t: int, new: str, old: str | None) -> str:
+        """Return the next state of the step that runs as number `t`: the old one where the mask is false."""
+        mask, n, one = self.n.operand("mask"), self.count, self.new
+        if mask is None:
+            return new
+        at = n - 1 - t if self.n.attrs["reverse"] else t
+        step = one("Slice", mask, gives=(self.samples, 1), axis=1, start=at, end=at + 1, step=1)
+        return one("Where", step, new, 0.0 if old is None else old, gives=(self.samples, self.size))
+
     def product(self, h: str, weight: str = "", bias: str | None = None) -> str:
         """Return the product of a state with the recurrent weight, or another one."""
         weight = weight or self.r
@@ -81,15 +90,15 @@ def lstm(new: New, n: Node) -> list[str]:
     Source: Hochreiter and Schmidhuber 1997 with forget gates, as in PyTorch's `nn.LSTM`.
     """
     layer, h, c, states = _Layer(new, n), n.operand("h"), n.operand("c"), list[str]()
-    for step in layer.products(layer.joint_bias()):
+    for t, step in enumerate(layer.products(layer.joint_bias())):
         gates = step if h is None else new("Add", step, layer.product(h))
         of = dict(zip(n.attrs["gates"], layer.split(gates, (1, 1, 1, 1)), strict=True))
         i, f, o = (new("Sigmoid", of[k]) for k in "ifo")
         added = new("Mul", i, new("Tanh", of["g"]))
-        c = added if c is None else new("Add", new("Mul", f, c), added)
+        cell = added if c is None else new("Add", new("Mul", f, c), added)
         if (clip := n.attrs["cell_clip"]) is not None:
-            c = new("Clamp", c, min=-clip, max=clip)
-        h = new("Mul", o, new("Tanh", c))
+            cell = new("Clamp", cell, min=-clip, max=clip)
+        h, c = layer.kept(t, new("Mul", o, new("Tanh", cell)), h), layer.kept(t, cell, c)
         states.append(h)
     assert c is not None
     return [*layer.results(states), c]
@@ -103,8 +112,8 @@ def gru(new: New, n: Node) -> list[str]:
     if sorted(n.attrs["gates"][:2]) != ["r", "z"]:
         new.refuse("its gates stand in another order")
     layer, h, states = _Gru(new, n), n.operand("h"), list[str]()
-    for step in layer.products(layer.b if layer.after else layer.joint_bias()):
-        h = layer.next(h, *layer.split(step, (2, 1)))
+    for t, step in enumerate(layer.products(layer.b if layer.after else layer.joint_bias())):
+        h = layer.kept(t, layer.next(h, *layer.split(step, (2, 1))), h)
         states.append(h)
     return layer.results(states)
 
@@ -164,7 +173,7 @@ def rnn(new: New, n: Node) -> list[str]:
     """h' = tanh(x W + b + h R + rb), or the ReLU of it. Source: Elman 1990."""
     layer, h, states = _Layer(new, n), n.operand("h"), list[str]()
     kind = {"tanh": "Tanh", "relu": "Relu"}[n.attrs["activation"]]
-    for step in layer.products(layer.joint_bias()):
-        h = new(kind, step if h is None else new("Add", step, layer.product(h)))
+    for t, step in enumerate(layer.products(layer.joint_bias())):
+        h = layer.kept(t, new(kind, step if h is None else new("Add", step, layer.product(h))), h)
         states.append(h)
     return layer.results(states)

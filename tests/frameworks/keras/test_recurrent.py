@@ -79,3 +79,30 @@ def test_an_activation_that_the_kernels_do_not_have_leaves_the_layer_as_it_is():
     layer = layers.LSTM(6, recurrent_activation="hard_sigmoid")
     graph = capture(keras.Model(x, layer(x)), [torch.from_numpy(X)])
     assert [n.op for n in graph.nodes] == ["Opaque"]
+
+
+MASKED = {
+    "lstm": lambda: layers.LSTM(6),
+    "gru_sequence": lambda: layers.GRU(6, return_sequences=True),
+    "simple_backwards": lambda: layers.SimpleRNN(6, go_backwards=True),
+    "bidirectional": lambda: layers.Bidirectional(layers.LSTM(6)),
+    "bidirectional_sequence": lambda: layers.Bidirectional(layers.GRU(6, return_sequences=True)),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_a_masked_step_leaves_the_state_as_it_is_in_integers_too(name, tmp_path):
+    keras.utils.set_random_seed(0)
+    ids = np.random.default_rng(0).integers(1, 9, (4, 5)).astype("int32")
+    ids[:, 4:], ids[1, 2:], ids[2, 0] = 0, 0, 0
+    x = keras.Input((5,), dtype="int32")
+    model = keras.Model(x, layers.Dense(3)(MASKED[name]()(layers.Embedding(9, 4, mask_zero=True)(x))))
+    graph = capture(model, [torch.from_numpy(ids)])
+    assert "Opaque" not in {n.op for n in graph.nodes}
+    values = run(graph, [torch.from_numpy(ids)], keep=graph.outputs)
+    np.testing.assert_allclose(values[graph.outputs[0]].numpy(), flat(model(ids))[0], rtol=1e-4, atol=1e-6)
+    result = chipfit.quantize(model, [ids], platform="tflite_int8", progress=False)
+    result.export(tmp_path / "m.tflite", batch=1)
+    assert result.verify([ids]).exact
+    whole = chipfit.quantize(model, [ids], platform="ort_cpu", progress=False)
+    np.testing.assert_allclose(flat(whole.model(ids))[0], flat(model(ids))[0], atol=0.05)

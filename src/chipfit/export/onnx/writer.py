@@ -21,6 +21,7 @@ from chipfit.graph.ir import OPAQUE, Graph
 from chipfit.passes.decompose import RULES, SMOOTH, decompose
 from chipfit.plan.record import Plan
 
+_ORDERED = ("LSTM", "GRU", "RNN")
 _OPSETS = {"LayerNorm": 17, OPAQUE: 18}  #: operators that need a later opset
 #: opset -> version of the file format that came with it, and the version of other opsets
 _IR_VERSIONS, _IR_VERSION = {13: 7, 17: 8, 18: 8, 21: 10}, 10
@@ -76,11 +77,12 @@ def _writable(graph: Graph, plan: Plan, form: type[OnnxBuilder]) -> tuple[Graph,
     Raises:
         UnsupportedError: ONNX has no form for some operators or grids.
     """
-    lacking = {  # ONNX needs a weight, has one beta and no threshold, and clips no cell
+    lacking = {  # ONNX needs a weight, has one beta and no threshold, clips no cell and masks no step
         n.name
         for n in graph.nodes
         if (n.op == "LayerNorm" and n.operand("w") is None)
         or (n.op == "LSTM" and n.attrs["cell_clip"] is not None)
+        or (n.op in _ORDERED and n.operand("mask") is not None)
         or (n.op == "Softplus" and (n.attrs["beta"] != 1.0 or n.attrs["threshold"] < SMOOTH))
     }
     graph, plan, reasons = decompose(graph, plan, WRITERS, besides=lacking)

@@ -382,5 +382,10 @@ def _add_sizes(graph: Graph, sizes: dict[str, tuple[int, ...]]) -> None:
         if n.output not in sizes and n.op in TRANSPOSED:
             sizes[n.output] = tuple(sizes[n.data][0] if s is None else s for s in graph.shape(n.output))
         elif n.output not in sizes:
-            operands = [graph.weights[i] if i in graph.weights else torch.zeros(sizes[i or ""]) for i in n.inputs]
+            kinds = {i: dtype_of(graph.values[i].dtype) for i in n.inputs if i in graph.values}
+            operands = [graph.weights.get(i or "") for i in n.inputs]
+            operands = [
+                torch.zeros(sizes[i or ""], dtype=kinds[i or ""]) if w is None else w
+                for i, w in zip(n.inputs, operands, strict=True)
+            ]
             sizes |= {o: tuple(x.shape) for o, x in zip(n.outputs, execute(n, operands), strict=True)}

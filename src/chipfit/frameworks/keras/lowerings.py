@@ -119,7 +119,7 @@ def _rms_norm(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen | N
 
 def _embedding(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen:
     rows, width = graph.weights[variables["embeddings"]].shape
-    return layers.Embedding, {"input_dim": rows, "output_dim": width}
+    return layers.Embedding, {"input_dim": rows, "output_dim": width, "mask_zero": False}  # masks are operands
 
 
 def _prelu(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen:

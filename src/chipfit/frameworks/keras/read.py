@@ -745,6 +745,16 @@ def _repeat(r: KerasCall, x: Value) -> Value:
     return r.emit("Reshape", [y], shape=_static(r.shape))
 
 
+@reads("", "Flip")
+def _flip(r: KerasCall, x: Value) -> Value:
+    """Read the reversal of one axis, whose size is known, as a Gather."""
+    axes = range(len(x.shape)) if r.op.axis is None else per_axis(r.op.axis, 1)
+    _require(len(axes) == 1)
+    axis = axes[0]
+    backwards = np.arange(_integer(x.shape[axis]))[::-1]
+    return r.emit("Gather", [x, r.operand(backwards, "int64")], axis=axis % len(x.shape))
+
+
 @reads("", "Take")
 def _take(r: KerasCall, x: Any, indices: Any) -> Value:
     _require(isinstance(indices, Value) and r.op.axis is not None)

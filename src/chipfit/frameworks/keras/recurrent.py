@@ -21,13 +21,16 @@ Shape = Sequence[int | None]
 
 
 @reads("LSTM GRU SimpleRNN RNN")
-def _layer(r: KerasCall, sequences: Value, initial_state: Any = None) -> list[Value]:
+def _layer(r: KerasCall, sequences: Value, initial_state: Any = None, mask: Any = None) -> list[Value]:
     """Read a layer of one direction, over all steps.
 
     Raises:
         Unreadable: it keeps its state between calls, its cell is an unusual one, or the number of steps is open.
     """
-    y, last, *more = _one(r, r.op, sequences, initial_state, r.name)
+    y, last, *more = _one(r, r.op, sequences, initial_state, r.name, mask)
+    if mask is not None and r.op.return_sequences and getattr(r.op, "zero_output_for_mask", False):
+        wide = r.emit("Unsqueeze", [mask], (*mask.shape, 1), "bool", part="mask", axes=(2,))
+        y = r.emit("Where", [wide, y, r.operand(0.0)], y.shape, part="hidden")
     if r.op.return_sequences and r.op.go_backwards:  # Keras returns the states in the order in which they are made
         y = _flipped(r, y)
     return [y if r.op.return_sequences else last, *([last, *more] if r.op.return_state else [])]
@@ -63,20 +66,22 @@ def _merged(r: KerasCall, results: list[Value]) -> list[Value]:
     return [r.emit("Mul", [merged, r.operand(0.5)], shape, part="half")] if mode == "ave" else [merged]
 
 
-def _one(r: KerasCall, layer: Any, x: Value, initial: Any, name: str) -> list[Value]:
+def _one(r: KerasCall, layer: Any, x: Value, initial: Any, name: str, mask: Any = None) -> list[Value]:
     """Append the node of one direction; return its results."""
     cell: Any = getattr(layer, "cell", None)
     if layer.stateful or x.dtype != "float32" or len(x.shape) != 3 or x.shape[1] is None:
         raise Unreadable
     op, attrs = _kind(cell)
     states = [initial] if isinstance(initial, Value) else list(initial or ())
-    if not all(isinstance(s, Value) for s in states):
+    if not all(isinstance(s, Value) for s in states) or not (mask is None or isinstance(mask, Value)):
         raise Unreadable
     weights = [r.weight(cell.kernel, "linear"), r.weight(cell.recurrent_kernel, "linear"), *_biases(r, cell)]
     n, t, units = x.shape[0], x.shape[1], cell.units
     outs: list[tuple[Shape, str]] = [((n, t, units), x.dtype), *[((n, units), x.dtype)] * (2 if op == "LSTM" else 1)]
     attrs = {**attrs, "reverse": bool(layer.go_backwards)}
-    return r.builder.emit(r.origin, name, op, [x.name, *weights, *(s.name for s in states)], attrs, outs)
+    given = [s.name for s in states] or [None] * len(outs[1:])
+    inputs: list[str | None] = [x.name, *weights, *given, None if mask is None else mask.name]
+    return r.builder.emit(r.origin, name, op, inputs, attrs, outs)
 
 
 def _kind(cell: Any) -> tuple[str, dict[str, Any]]:
@@ -109,21 +114,22 @@ def _flipped(r: KerasCall, y: Value) -> Value:
 # ---------------------------------------------------------------- computation
 
 
-def _lstm(x: Any, w: Any, r: Any, *rest: Any, gates: str, reverse: bool) -> tuple[Any, ...]:
-    bias, h, c = _bias(*rest[:2]), *_filled(rest[2:], 2)
+def _lstm(x: Any, w: Any, r: Any, *rest: Any, gates: str, reverse: bool, cell_clip: float | None) -> tuple[Any, ...]:
+    b, rb, h, c, mask = _filled(rest, 5)
 
     def step(states: Any, x_t: Any) -> Any:
         h, c = states
         of = dict(zip(gates, ops.split(x_t + h @ ops.transpose(r), 4, -1), strict=True))
         c = ops.sigmoid(of["f"]) * c + ops.sigmoid(of["i"]) * ops.tanh(of["g"])
+        c = c if cell_clip is None else ops.clip(c, -cell_clip, cell_clip)
         h = ops.sigmoid(of["o"]) * ops.tanh(c)
         return (h, c), h
 
-    return _scan(step, x, _product(x, w, bias), (_state(x, r, h), _state(x, r, c)), reverse)
+    return _scan(step, x, _product(x, w, _bias(b, rb)), (_state(x, r, h), _state(x, r, c)), mask, reverse)
 
 
 def _gru(x: Any, w: Any, r: Any, *rest: Any, gates: str, reverse: bool, reset_after: bool) -> tuple[Any, ...]:
-    b, rb, h = _filled(rest, 3)
+    b, rb, h, mask = _filled(rest, 4)
     bias, size = b if reset_after else _bias(b, rb), r.shape[1]
     own = rb if reset_after else None
 
@@ -136,17 +142,17 @@ def _gru(x: Any, w: Any, r: Any, *rest: Any, gates: str, reverse: bool, reset_af
         h = new + of["z"] * (h - new)
         return (h,), h
 
-    return _scan(step, x, _product(x, w, bias), (_state(x, r, h),), reverse)
+    return _scan(step, x, _product(x, w, bias), (_state(x, r, h),), mask, reverse)
 
 
 def _rnn(x: Any, w: Any, r: Any, *rest: Any, reverse: bool, activation: str) -> tuple[Any, ...]:
-    (b, rb, h), f = _filled(rest, 3), ops.tanh if activation == "tanh" else ops.relu
+    (b, rb, h, mask), f = _filled(rest, 4), ops.tanh if activation == "tanh" else ops.relu
 
     def step(states: Any, x_t: Any) -> Any:
         h = f(x_t + states[0] @ ops.transpose(r))
         return (h,), h
 
-    return _scan(step, x, _product(x, w, _bias(b, rb)), (_state(x, r, h),), reverse)
+    return _scan(step, x, _product(x, w, _bias(b, rb)), (_state(x, r, h),), mask, reverse)
 
 
 def _filled(given: Sequence[Any], count: int) -> list[Any]:
@@ -166,13 +172,17 @@ def _state(x: Any, r: Any, state: Any) -> Any:
     return ops.zeros((ops.shape(x)[0], r.shape[1]), x.dtype) if state is None else state
 
 
-def _scan(step: Callable[..., Any], x: Any, products: Any, states: Any, reverse: bool) -> tuple[Any, ...]:
+def _scan(step: Callable[..., Any], x: Any, products: Any, states: Any, mask: Any, reverse: bool) -> tuple[Any, ...]:
     """Run the steps over the products of the operand with the weight; return the results of the operator."""
     if len(x.shape) == 2:
         return step(states, products)[0]
     order, made = range(x.shape[1]), {}
     for t in reversed(order) if reverse else order:
-        states, made[t] = step(states, products[:, t])
+        new, _ = step(states, products[:, t])
+        states = (
+            new if mask is None else [ops.where(mask[:, t : t + 1], n, s) for n, s in zip(new, states, strict=True)]
+        )
+        made[t] = states[0]
     return ops.stack([made[t] for t in order], 1), *states
 
 
