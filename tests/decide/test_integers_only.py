@@ -94,11 +94,92 @@ def test_repetitions_become_concatenations_where_the_runtime_has_no_kernel_for_t
     assert found.exact and dict(found.executed)["CONCATENATION"] == 2, found.executed
 
 
-def test_a_size_that_is_read_is_no_float_operator():
-    def forward(m, x):
-        return m.head(torch.relu(m.body(x)) + m.shift.expand(x.size(0), -1))
+#: name -> function of a module's parts and an image: a constant is repeated for each sample
+REPEATED = {
+    "a token before the others": lambda m, x: torch.cat([m.token.expand(x.shape[0], -1, -1), m.patches(x)], 1),
+    "a token after the others": lambda m, x: torch.cat([m.patches(x), m.token.repeat(x.shape[0], 2, 1)], 1),
+    "two tokens, 100 times apart": lambda m, x: torch.cat(
+        [m.token.expand(len(x), -1, -1), (m.token * 100).expand(len(x), -1, -1), m.patches(x)], 1
+    ),
+    "positions": lambda m, x: m.patches(x) + m.positions.expand(x.shape[0], -1, -1),
+    "factors of channels": lambda m, x: m.patches(x) * m.token.expand_as(m.patches(x)),
+    "a token that is joined and added": lambda m, x: torch.cat(
+        [token := m.token.expand(x.shape[0], -1, -1), m.patches(x) + token], 1
+    ),
+    "queries": lambda m, x: m.token.expand(x.shape[0], -1, -1) @ m.patches(x).mT,
+}
 
-    model = model_of(forward, body=nn.Linear(8, 8), head=nn.Linear(8, 4))
-    model.shift = nn.Parameter(torch.randn(1, 8))
-    with pytest.raises(UnsupportedError, match=r"^Expand '[^']*' cannot run in integers on 'tflm_cmsis_nn'\. Got"):
-        chipfit.quantize(model.eval(), torch.randn(8, 8), platform="tflm_cmsis_nn", progress=False)
+
+def tokens_of(forward):
+    torch.manual_seed(0)
+    patches = nn.Sequential(nn.Conv2d(3, 8, 4, 4), nn.Flatten(2), Swapped())
+    numbers = {"token": nn.Parameter(torch.randn(1, 1, 8)), "positions": nn.Parameter(torch.randn(1, 4, 8))}
+    return model_of(forward, patches=patches, **numbers)
+
+
+class Swapped(nn.Module):
+    def forward(self, x):
+        return x.mT
+
+
+@pytest.mark.parametrize("platform", ["tflm_cmsis_nn", "ethos_u", "tflite_int8", "tflite_int16x8"])
+@pytest.mark.parametrize("what", REPEATED)
+def test_a_constant_is_repeated_for_each_sample_in_integers(what, platform, tmp_path):
+    net = tokens_of(lambda m, x: torch.relu(REPEATED[what](m, x)))
+    result = quantized(net, [torch.randn(4, 3, 8, 8) for _ in range(3)], platform)
+    assert {n.exec for n in result.plan.nodes.values() if n.op in ("Expand", "Concat")} <= {"int", "follow"}
+    path = result.export(tmp_path / "net.tflite")
+    assert "TILE" not in operator_names(path.read_bytes())
+    found = result.verify([torch.randn(4, 3, 8, 8)], path=path)
+    assert found.exact, found.summary()
+
+
+class ImageTransformer(nn.Module):
+    """Patches, a class token, positions, one block of attention, and a head that reads the token."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Conv2d(3, 16, 4, 4)
+        self.token, self.positions = nn.Parameter(torch.randn(1, 1, 16)), nn.Parameter(torch.randn(1, 5, 16))
+        self.norm, self.qkv, self.out, self.head = (
+            nn.LayerNorm(16),
+            nn.Linear(16, 48),
+            nn.Linear(16, 16),
+            nn.Linear(16, 5),
+        )
+
+    def forward(self, x):
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1) + self.positions
+        q, k, v = self.qkv(self.norm(x)).reshape(-1, 5, 3, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
+        y = (q @ k.transpose(-1, -2) * 8**-0.5).softmax(-1) @ v
+        x = x + self.out(y.transpose(1, 2).reshape(-1, 5, 16))
+        return self.head(x[:, 0])
+
+
+@pytest.mark.parametrize("platform", ["tflm_cmsis_nn", "tflite_int8"])
+def test_an_image_transformer_computes_in_integers_alone(platform, tmp_path):
+    torch.manual_seed(0)
+    net, x = ImageTransformer().eval(), torch.randn(4, 3, 8, 8)
+    result = quantized(net, [torch.randn(4, 3, 8, 8) for _ in range(3)], platform, settings=Settings(integer_only=True))
+    path = result.export(tmp_path / "net.tflite")
+    assert types_in(path) <= {schema.TensorType.INT8, schema.TensorType.INT32}
+    assert result.verify([x], path=path).exact
+    token = result.plan.tensors["token"].stored
+    assert torch.equal(token.scale, result.plan.tensors["cat"].stored.scale)
+    assert (token.dequantize(token.quantize(net.token)) - net.token).abs().max() <= token.scale / 2 * 1.001
+    assert torch.nn.functional.cosine_similarity(result.model(x).flatten(), net(x).flatten(), dim=0) > 0.98
+
+
+@pytest.mark.parametrize("copies", [3, 20])
+def test_a_row_of_each_sample_is_repeated_where_the_runtime_has_no_tile(copies, tmp_path):
+    """A BROADCAST_TO holds the size of the batch; with an open one copies are joined, as far as these are few."""
+    net = tokens_of(lambda m, x: m.patches(x)[:, :1].expand(-1, copies, -1).relu())
+    result = quantized(net, [torch.randn(4, 3, 8, 8), torch.randn(2, 3, 8, 8)], "tflm_cmsis_nn")
+    path = tmp_path / "net.tflite"
+    if copies > 16:
+        with pytest.raises(UnsupportedError, match="so many copies need a TILE"):
+            result.export(path)
+    options = {"batch": 1} if copies > 16 else {}
+    found = result.verify([torch.randn(2, 3, 8, 8)], path=result.export(path, **options))
+    assert found.exact, found.summary()

@@ -168,3 +168,24 @@ def test_a_constant_that_two_operators_read_is_one_weight():
     new, notes = fold_constants(graph)
     assert [n.inputs for n in new.nodes] == [("x", "n"), ("b", "n")] and set(new.weights) == {"v", "n"}
     assert notes == ["'n' of 'a' depends on no input: computed once"]
+
+
+@pytest.mark.parametrize(
+    "forward, ops",
+    [
+        (lambda m, x: x + m.rows.expand(x.shape[0], -1, -1), ["Add"]),
+        (lambda m, x: (x * m.rows.expand_as(x)).relu() - m.rows, ["Mul", "Relu", "Sub"]),
+        (lambda m, x: torch.where(x > 0, x, m.rows.expand_as(x)), ["Greater", "Where"]),
+        (lambda m, x: m.rows.expand(x.shape[0], -1, -1) + m.rows, ["Size", "Expand", "Add"]),  # the batch would be lost
+        (
+            lambda m, x: torch.cat([m.rows.expand(x.shape[0], -1, -1), x.relu()], 1),
+            ["Size", "Relu", "Expand", "Concat"],
+        ),
+    ],
+)
+def test_a_constant_is_repeated_for_each_sample_only_where_a_reader_does_not_broadcast(forward, ops):
+    model = model_of(forward, rows=nn.Parameter(torch.randn(1, 4, 8)))
+    graph = fold_constants(capture(model, (torch.randn(2, 4, 8),))).graph
+    assert [n.op for n in graph] == ops
+    x = torch.randn(3, 4, 8)
+    torch.testing.assert_close(run(graph, [x])[graph.outputs[0]], model(x).detach(), rtol=0, atol=0)

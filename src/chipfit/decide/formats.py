@@ -201,9 +201,24 @@ class FormatPropagation:
         stays_float = not self.float_values.keys().isdisjoint((*data, result))
         if group.float_reason or stays_float or not self.graph.is_float(result):
             return None
+        if data and all(map(self.graph.is_weight, data)):
+            return self._format_of_moved_constant(group)
         wanted = any(self.wanted.get(o, "any") != "any" for o in group.tail.outputs)
         names = {self.formats[i] for i in data if i in self.formats and (i in self.quantized_outputs or wanted)}
         return names.pop() if len(names) == 1 else None
+
+    def _format_of_moved_constant(self, group: FusedGroup) -> str | None:
+        """Return the format in which a constant is moved, such as a token that is repeated for each sample.
+
+        It is what consumers want, or what values have that an operator joins it with; without a float unit, the first.
+        """
+        if not group.resolved.options:
+            return None
+        readers = [n for n in self.graph.users().get(group.tail.output, ()) if n.op in OPS and OPS[n.op].moves]
+        joined = (self.formats[i] for n in readers for i in n.inputs if i in self.quantized_outputs)
+        names = [self.wanted.get(group.tail.output), next(joined, None)]
+        names += [] if self.platform.float_unit else [group.resolved.options[0].out]
+        return next((name for name in names if name in self.platform.formats), None)
 
     def _kernel(self, group: FusedGroup) -> GroupDecision:
         option = first_compatible_option(self.platform, group, self.formats)

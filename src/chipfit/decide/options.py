@@ -136,7 +136,9 @@ def _obstacle(
         return why
     if needs_weight(head.op) and not graph.is_weight(head.operand("w")):
         return "its weights are computed at run time"
-    if all(graph.is_weight(i) for i in group.data):
+    # a constant may be moved, to where the batch size decides: it is stored as the codes of the result
+    moved = head.op in OPS and OPS[head.op].moves and not all(map(graph.is_weight, filter(None, head.inputs)))
+    if all(graph.is_weight(i) for i in group.data) and not moved:
         return "all its inputs are constant"
     if not all(graph.is_float(i) for i in group.data) and any(o.ins for o in group.resolved.options):
         return "an input is not a float tensor"

@@ -9,8 +9,10 @@ import torch
 
 from chipfit.engine.kernels import execute
 from chipfit.engine.opaque import repeatable
-from chipfit.graph.edit import new_name
+from chipfit.graph.edit import drop_dead, new_name
 from chipfit.graph.ir import OPAQUE, Graph, Node
+from chipfit.operators.table import OPS
+from chipfit.passes.new_nodes import broadcast
 from chipfit.passes.rewriting import Rewritten
 from chipfit.registry import register
 
@@ -28,6 +30,7 @@ def fold_constants(graph: Graph) -> Rewritten:
     A result that a layer reads as its weight or bias is named "layer.weight" or "layer.bias", any other keeps its name.
     It is trainable if one of the weights that it was computed from is; those weights stay in `graph.weights`, even if
     nothing reads them. Operators that draw random numbers, compute model outputs or have large results are not folded.
+    A constant that is repeated for each sample is read as it is where all readers broadcast it.
     """
     graph, notes = graph.copy(), list[str]()
     limit = max(_ALWAYS_FOLDED, sum(w.numel() for w in graph.weights.values()) // _PARTS_OF_WEIGHTS)
@@ -58,7 +61,31 @@ def fold_constants(graph: Graph) -> Rewritten:
     for value in folded:
         graph.values.pop(value, None)
     graph.nodes = [n.with_(inputs=tuple(names.get(i or "", i) for i in n.inputs)) for n in kept]
+    for n in [n for n in graph.nodes if n.op == "Expand" and n.data in graph.weights and n.output not in graph.outputs]:
+        _repeat_late(graph, n)
     return Rewritten(graph, notes)
+
+
+def _repeat_late(graph: Graph, expand: Node) -> None:
+    """Let readers broadcast a constant themselves; if one cannot, repeat the constant right before its first reader.
+
+    What it is joined with is computed by then, and its format is known.
+    """
+    readers = [n for n in graph.nodes if expand.output in n.inputs]
+    read = {n.name: n.with_(inputs=tuple(expand.data if i == expand.output else i for i in n.inputs)) for n in readers}
+    broadcasting = (
+        n.op in OPS
+        and OPS[n.op].layout == "elementwise"
+        and broadcast([graph.shape(i) for i in n.inputs if i is not None]) == graph.shape(n.output)
+        for n in read.values()
+    )
+    if all(broadcasting):
+        graph.nodes = [read.get(n.name, n) for n in graph.nodes if n.name != expand.name]
+        graph.values.pop(expand.output)
+        drop_dead(graph)
+    else:
+        graph.nodes.remove(expand)
+        graph.nodes.insert(graph.nodes.index(readers[0]), expand)
 
 
 def _compute(graph: Graph, n: Node, constants: dict[str, Any]) -> tuple[torch.Tensor, ...]:

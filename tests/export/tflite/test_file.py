@@ -193,6 +193,8 @@ C4, K4 = (1, 4, 4, 4), (8, 3, 3, 4)  # an image and a kernel of four channels
         ("MEAN", [(INT16, C4), (INT32, (2,))], {}, 3),
         ("PRELU", [(INT8, C4), (INT8, (4,))], {}, 1),
         ("RESHAPE", [(INT8, C4), (INT32, (2,))], {}, 1),
+        ("BROADCAST_TO", [(FLOAT, C4), (INT32, (4,))], {}, 2),
+        ("BROADCAST_TO", [(INT8, C4), (INT32, (4,))], {}, 3),
         ("FLOOR_DIV", [(FLOAT, C4), (FLOAT, C4)], {}, 2),
     ],
 )

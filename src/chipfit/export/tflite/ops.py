@@ -533,13 +533,18 @@ def _transpose(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
 
 
 def _expand(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
+    """Write a BROADCAST_TO, which microcontrollers have too, or a TILE, which leaves sizes open."""
     x, a, b = w.read(n.data), w.shape(n.data), w.shape(n.output)
+    if n.op == "Expand" and -1 not in w.open_shape(n.output):
+        return w.op(w.kind, [x, w.ints(*b)], y)
     if len(a) < len(b):
         a = (1,) * (len(b) - len(a)) + a
         lifted = w.temporary(a, x)
         _reshape(w, x, a if a[0] == 1 else _open(w, a), lifted)
         x = lifted
-    w.op(w.kind, [x, w.ints(*(q // p for p, q in zip(a, b, strict=True)))], y)
+    if w.short and n.op == "Expand":
+        w.refuse(n, "so many copies need a TILE, which microcontrollers lack, unless `batch` is given")
+    w.op("TILE", [x, w.ints(*(q // p for p, q in zip(a, b, strict=True)))], y)
 
 
 def _slice(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:

@@ -99,6 +99,8 @@ class Writer(TfliteBuilder):
             sizes[v] = tuple(found[old][d] for d in form)
         grouped = [n.name for n in new.graph if n.op in TRANSPOSED and n.attrs["groups"] > 1]
         grouped += [n.name for n in new.graph if n.op == "SDPA" and n.attrs["enable_gqa"]]
+        if batch is None and plan.provenance.get("integer_only"):  # a TILE has no kernel there
+            grouped += [n.name for n in new.graph if n.op == "Expand" and None in new.graph.shape(n.output)]
         simple, plan, self.reasons = decompose(new.graph, plan, OPERATORS, grouped)
         _add_sizes(simple, sizes)
         super().__init__(simple, plan, sizes, batch)
