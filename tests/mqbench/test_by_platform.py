@@ -88,6 +88,23 @@ def test_a_proven_backend_runs_with_the_same_integers_on_its_runtime(net, tmp_pa
     assert abs(y - model(DATA[1]).detach().numpy()).max() < 0.02
 
 
+@pytest.mark.parametrize("factor, count", [(1.0, 0), (1e-5, 0), (1e-10, 2)])
+def test_values_too_small_to_be_quantized_are_a_warning(factor, count, caplog, tmp_path):
+    """Quantized values of less than 2^-25 are 0 with every scale that chips hold; those of 1e-5 are not."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.ReLU(), nn.Conv2d(4, 4, 3, bias=False), nn.Flatten())
+    with torch.no_grad():
+        net[0].weight.mul_(factor)
+    model = calibrated(prepared(net, BackendType.Tensorrt).eval())
+    x, y = net(DATA[0]).flatten(), model(DATA[0]).flatten()
+    assert bool(y.any()) == (count == 0)
+    assert count or torch.nn.functional.cosine_similarity(x, y, dim=0) > 0.99
+    notes = [r.message for r in caplog.records if "too small to be quantized" in r.message]
+    assert len(notes) == bool(count) and all("'_1_post_act_fake_quantizer' (" in n for n in notes)
+    result = convert_deploy(model, BackendType.Tensorrt, {"input": [1, 3, 8, 8]}, output_path=tmp_path)
+    assert [n for n in result.plan.rewrites if "too small" in n] == notes
+
+
 def test_ranges_for_tensorrt_are_scale_times_127(net, tmp_path):
     """MQBench writes {tensorrt: {blob_range: {tensor: clip}}}."""
     model = calibrated(prepared(net, BackendType.Tensorrt).eval())

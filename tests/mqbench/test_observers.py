@@ -17,7 +17,9 @@ from chipfit.registry import register, registered
 S4 = {"quant_min": -8, "quant_max": 7}
 A4 = {"quant_min": 0, "quant_max": 15, "qscheme": torch.per_tensor_affine}
 A8 = {"quant_min": 0, "quant_max": 255, "qscheme": torch.per_tensor_affine}
+S8 = {"quant_min": -128, "quant_max": 127}
 C4 = S4 | {"qscheme": torch.per_channel_symmetric, "ch_axis": 0}
+C8 = C4 | S8
 NORMAL = torch.randn(4096, generator=torch.Generator().manual_seed(0))
 
 
@@ -124,6 +126,26 @@ def test_clip_std_is_limited_to_the_extremes():
     many = torch.zeros(100)
     many[0] = 10.0
     assert ends(observed("ClipStd", many)) == pytest.approx([0, 0.1 + 2.6 * float(many.std())])
+
+
+@pytest.mark.parametrize("name", ["MinMax", "EMAMinMax", "Quantile", "MSE", "KL"])
+@pytest.mark.parametrize("options", [S8, A8, C8], ids=["symmetric", "affine", "per channel"])
+def test_the_least_scale_rounds_values_of_a_smaller_range(name, options):
+    """A range of 6e-6 has 8-bit steps of 5e-8; the least scale, 2^-24 = 6e-8, is at most half a step of itself away."""
+    x = torch.linspace(-6e-6, 6e-6, 400).reshape(4, 100)
+    observer = observed(name, x, **options)
+    s, z = observer.calculate_qparams()
+    assert s.reshape(-1).tolist() == [2.0**-24] * s.numel()
+    rounded = fake_quantize(x, s, z, observer.grid, None if observer.ch_axis < 0 else 0)
+    assert float((rounded - x).abs().max()) <= 2.0**-25 * 1.001 and not observer.vanishing
+
+
+def test_a_range_that_the_least_scale_rounds_to_zero_counts_as_zero():
+    small = observed("MinMax", [-1e-9, 2e-9], **S8)
+    assert float(small.calculate_qparams()[0]) == pytest.approx(1 / 127.5) and small.vanishing == pytest.approx(2e-9)
+    channels = observed("MinMax", torch.tensor([[-1e-9, 2e-9], [-1.0, 0.5], [-6e-6, 0.0]]), **C8)
+    assert channels.calculate_qparams()[0].tolist() == pytest.approx([1 / 127.5, 1 / 127.5, 2.0**-24])
+    assert observed("MinMax", [0.0], **S8).vanishing == channels.vanishing == 0
 
 
 @pytest.mark.parametrize("options", [S4, A4])

@@ -28,7 +28,7 @@ from chipfit.errors import ChipfitError, ConfigError, PlanError, UnsupportedErro
 from chipfit.graph.ir import Graph, Node
 from chipfit.mqbench.learned import TOLERANCE, Learned, Trained, check_on_grid
 from chipfit.mqbench.prepare import PreparedModule, prepare_qat_fx
-from chipfit.mqbench.quantizers import QuantizeBase, enable_calibration, enable_quantization
+from chipfit.mqbench.quantizers import QuantizeBase, enable_calibration, enable_quantization, vanishing_note
 from chipfit.mqbench.settings import QConfig
 from chipfit.operators.table import OPS
 from chipfit.plan.training import check_deployable
@@ -81,6 +81,8 @@ def deployed(model: PreparedModule, data: Any, target: Platform, strict: bool = 
     call, data = first_batch(data, trained.plain)
     args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.cpu, first_rows(call))
     result = _Deployment.of(trained, args, kwargs).on(target, data, strict)
+    if note := vanishing_note(model):
+        result = replace(result, plan=replace(result.plan, rewrites=(*result.plan.rewrites, note)))
     result.graph.device = where
     return result
 

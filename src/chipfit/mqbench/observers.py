@@ -252,7 +252,8 @@ class ObserverBase(nn.Module):
             hint = "run a batch after enable_calibration(model)"
             raise DataError(f"{type(self).__name__} has observed no batch", hint=hint)
         low, high = self.statistics[0].clamp_max(0), self.statistics[1].clamp_min(0)
-        scale = finish_scale(self._revived(self.step(low, high, *self.statistics[2:])), Grid(bits=1, qmin=0, qmax=1))
+        scale = self._revived(self.step(low, high, *self.statistics[2:]), low, high)
+        scale = finish_scale(scale, Grid(bits=1, qmin=0, qmax=1))
         scale = to_pot(scale) if self.pot_scale else scale
         zero = torch.zeros_like(low)
         if not self.symmetric:
@@ -260,14 +261,21 @@ class ObserverBase(nn.Module):
         pair = scale, zero.to(torch.int32)
         return pair if self.ch_axis >= 0 else (pair[0][0], pair[1][0])
 
-    def _revived(self, scale: torch.Tensor) -> torch.Tensor:
-        """Return scales [C] with those of channels that were all 0 replaced by the greatest, or by that of [0, 1].
+    def _revived(self, scale: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+        """Return scales [C] with those of channels that the least scale rounds to 0 replaced by the greatest, or by
+        that of [0, 1] if all are so small.
 
         So small a scale as theirs would clip whatever comes later, and no gradient might lead away from it.
         """
-        greatest = scale.max()
-        usual = torch.where(greatest > LEAST_SCALE, greatest, HIGH_IF_ALL_ZERO / self._levels)
-        return torch.where(scale <= LEAST_SCALE, usual, scale)  # NaN stays, and is reported
+        small = (scale <= LEAST_SCALE) & (torch.maximum(-low, high) <= LEAST_SCALE / 2)
+        usual = torch.where(small.all(), HIGH_IF_ALL_ZERO / self._levels, scale.max())
+        return torch.where(small, usual, scale)  # NaN stays, and is reported
+
+    @property
+    def vanishing(self) -> float:
+        """The greatest magnitude observed if it is not 0 but rounds to 0 with the least legal scale; else 0."""
+        greatest = float(self.statistics[:2].abs().max()) if self.batches else 0.0
+        return greatest if greatest <= LEAST_SCALE / 2 else 0.0
 
     def get_extra_state(self) -> dict[str, Any]:
         return {key: getattr(self, attribute) for key, attribute in self._STATE.items()}

@@ -4,6 +4,7 @@
 class Mine(QuantizeBase): ...
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -278,6 +279,14 @@ def _switch(model: nn.Module, observe: bool, quantize: bool, named: str) -> None
             m.observer_enabled, m.fake_quant_enabled = observe, quantize
 
 
+def vanishing_note(model: nn.Module) -> str:
+    """Return a warning of quantizers that round all they have observed to 0, though it is not; "" if there are none."""
+    found = {n: m.activation_post_process.vanishing for n, m in model.named_modules() if isinstance(m, QuantizeBase)}
+    small = [f"'{n}' ({greatest:.1e})" for n, greatest in found.items() if greatest]
+    what = "warning: values are too small to be quantized and become 0 (greatest magnitude)"
+    return f"{what}: {', '.join(small[:3])}{f' and {len(small) - 3} more' * (len(small) > 3)}" if small else ""
+
+
 def enable_calibration(model: nn.Module, named: str = "") -> None:
     """Make quantizers observe without rounding; `named` selects those with this text in their names."""
     _switch(model, True, False, named)
@@ -304,10 +313,14 @@ def enable_quantization(
 ) -> None:
     """Make quantizers round; they observe only the first batch of training, if none was observed.
 
+    A warning names tensors whose values have become too small to be quantized, as in deep networks before training.
+
     Args:
         weight_cali_on, act_cali_on: observe every batch besides, in quantizers of weights, of activations.
     """
     _switch(model, False, True, named)
+    if note := vanishing_note(model):
+        logging.getLogger("chipfit").warning(note)
     for on, kind in ((weight_cali_on, "weight_fake_quant"), (act_cali_on, "act_fake_quant")):
         if on:
             _switch(model, True, True, kind)
