@@ -167,3 +167,14 @@ def test_a_norm_of_zeros_does_not_divide_by_the_zero_of_a_grid(platform):
 def test_a_part_of_a_split_that_nobody_reads_does_not_keep_the_others_in_float():
     result = quantized(model_of(lambda m, x: torch.split(x, 2, 1)[0] + 1), torch.randn(2, 4, 8, 8))
     assert result.plan.quantized(result.graph.nodes[0].outputs[0])
+
+
+@pytest.mark.parametrize(("least", "stays"), [(1.0, True), (1e3, False)])
+def test_a_divisor_whose_least_number_a_grid_would_round_to_0_stays_float(least, stays):
+    divisor = torch.logspace(math.log10(least), 4, 8)
+    model = model_of(lambda m, x: m.b((m.a(x) / m.by).sin()), a=nn.Linear(8, 8), b=nn.Linear(8, 4))
+    model.register_buffer("by", divisor)
+    result = quantized(model, x := torch.randn(6, 8) * 1e3, "openvino_cpu")
+    name = next(n.inputs[1] for n in result.graph if n.op == "Div")
+    assert (not result.plan.quantized(name)) == stays
+    assert torch.isfinite(result.model(x)).all()

@@ -119,3 +119,40 @@ def test_a_file_with_a_fixed_batch_size_gives_the_same_integers():
     data = [torch.randn(2, 4, 8, 8) for _ in range(4)]
     check = chipfit.quantize(Fixed().eval(), data[:2], platform="openvino_cpu", progress=False).verify(data[2:])
     assert check.differing == 0 and not check.departures
+
+
+class Tokens(nn.Module):
+    """Convolutions and what a network makes of their pixels as a sequence."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.first, self.second, self.head = kind, nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1), nn.Linear(8, 5)
+        self.token, self.places, self.norm = torch.randn(1, 1, 8), torch.randn(1, 16, 8), nn.BatchNorm1d(8)
+        nn.init.uniform_(self.norm.weight, 0.5, 1.5)
+        nn.init.uniform_(self.norm.running_var, 0.5, 2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[0]
+        y = self.second(torch.relu(self.first(x))).flatten(2).transpose(1, 2)
+        if self.kind == "class token":
+            y = torch.cat([self.token.expand(n, -1, -1), self.first(x).flatten(2).transpose(1, 2)], 1)
+        elif self.kind == "joined":
+            y = torch.cat([y.sin(), y], 1)
+        elif self.kind == "places of each sample":
+            y = y + self.places.expand(n, -1, -1)
+        elif self.kind == "counted":
+            y = y * torch.ones(n, 16, 8).cumsum(1)
+        else:
+            made = {"mean": lambda: y.mean(1), "largest": lambda: y.amax(1), "sum": lambda: y.sum(1) * self.token[0]}
+            y = self.norm(made[self.kind]())
+        return self.head(y)
+
+
+@pytest.mark.parametrize(
+    "kind", ["class token", "joined", "places of each sample", "counted", "mean", "largest", "sum"]
+)
+def test_no_integer_of_a_sequence_of_pixels_differs_where_openvino_alone_would_compute_another(kind):
+    torch.manual_seed(0)
+    data = [torch.randn(4, 3, 4, 4) for _ in range(3)]
+    check = chipfit.quantize(Tokens(kind).eval(), data[:2], platform="openvino_cpu", progress=False).verify(data[2:])
+    assert check.exact and not check.departures and not check.not_compared

@@ -12,6 +12,8 @@ _EXACT, _COMPARED, _REAL = range(3)
 #: least |number| of a mask: in front of a softmax, a term of this size makes a score vanish (e^-32 = 1e-14); elsewhere
 #: only a number that no network computes counts as a mask
 _GONE, _EXTREME = 32.0, 1e4
+#: largest ratio of the numbers of a divisor that all are on an 8-bit grid with 0
+_WIDE = 510.0
 #: largest number whose only purpose as an addend or bound is to prevent a division by 0
 _GUARD = 1e-2
 _ARG = ("ArgMax", "ArgMin")
@@ -23,6 +25,7 @@ _BETWEEN = ("Add", "Sub", "Mul", "Div", "Clamp", "Cast")
 EXACT_WHY = "it is only read as an index, a mask or a shape, compared, or cast to integers"
 WHOLE_WHY = "beside its use as a number it is given as an index or cast to integers, where no rounding may move it"
 MASKED_WHY = "a mask of extreme range is in it, which would set its grid"
+DIVISOR_WHY = "it divides, and a grid that holds its largest number has 0 for its smallest"
 GUARD_WHY = "it is kept away from 0, which is a code of every grid"
 
 
@@ -46,7 +49,14 @@ def float_only_values(graph: Graph, hidden: Iterable[HiddenScores] = ()) -> dict
                 whole.add(i)
     real = {v: use[v] > (_COMPARED if v in given else _EXACT) for v in graph.values if v in use and graph.is_float(v)}
     exact = {v: WHOLE_WHY if is_real else EXACT_WHY for v, is_real in real.items() if not is_real or v in given & whole}
-    return exact | masked | _guarded(graph, producers)
+    return exact | masked | _guarded(graph, producers) | _wide_divisors(graph)
+
+
+def _wide_divisors(graph: Graph) -> dict[str, str]:
+    """Return constant divisors without 0 of which an 8-bit grid would round a number to 0."""
+    divisors = [i for n in graph if n.op == "Div" and (i := n.inputs[1]) in graph.weights]
+    sizes = {v: graph.weights[v].abs() for v in divisors if graph.is_float(v)}
+    return {v: DIVISOR_WHY for v, w in sizes.items() if 0 < float(w.min()) < float(w.max()) / _WIDE}
 
 
 def _guarded(graph: Graph, producers: Mapping[str, Node]) -> dict[str, str]:

@@ -152,6 +152,10 @@ class OnnxBuilder:
             return self.weight(value, raw)
         return self.before_quantizer[value] if raw else self.after_quantizer[value]
 
+    def for_size(self, x: str, axis: int, rank: int) -> str:
+        """Return the tensor whose size along an axis is read for that of x."""
+        return x
+
     def computed_in_float(self, name: str | None) -> bool:
         """Return whether an ONNX value is the result of float arithmetic, not of dequantizing or passing it on."""
         maker = self._maker(name)
@@ -335,7 +339,54 @@ def tensor_type(dtype: str) -> int:
     return number
 
 
+#: operators through which OpenVINO moves quantizers
+_MOVES = tuple("BatchNormalization Mul Div Add Sub Neg Relu Clip Reshape Transpose Squeeze Unsqueeze Flatten".split())
+
+
 class Unflattened(OnnxBuilder):
     """Operators as the network has them, for OpenVINO, which moves scales behind operators that change shapes."""
 
     flattens = False
+
+    def for_size(self, x: str, axis: int, rank: int) -> str:
+        """Return x cut to one element along the other axes.
+
+        OpenVINO reads the size of x itself from another tensor that has it, and where that is the result of a
+        convolution, it leaves the convolution's bias out.
+        """
+        ends = [1] * rank
+        ends[axis] = np.iinfo(np.int64).max
+        return self.op("Slice", [x, self.const(np.zeros(rank, np.int64)), self.const(np.array(ends, np.int64))])
+
+    def publish(self, value: str, name: str) -> None:
+        """Give a value its tensor; a reduction keeps its axes, which are squeezed behind it.
+
+        OpenVINO fuses factors for each channel into a reduction that drops axes, along the axis of its operand.
+        """
+        made = self._maker(name)
+        if made is not None and made.op_type.startswith("Reduce") and self.graph.is_float(value):
+            n = self.graph.producers()[value]
+            axes, keeps = n.attrs.get("axes"), [a for a in made.attribute if a.name == "keepdims" and not a.i]
+            if axes and keeps and not (len(self.shape(n)) == 4 and {a % 4 for a in axes} == {2, 3}):
+                keeps[0].i = 1
+                name = self.op("Squeeze", [name, self.const(np.array(axes, np.int64))])
+        super().publish(value, name)
+
+    def _maximum(self, x: str) -> str:
+        """Return x by way of an operator that OpenVINO neither removes nor moves a quantizer through."""
+        return self.op("Max", [x, self.const(np.finfo(np.float32).min)])
+
+    def _shielded(self, x: str) -> str:
+        """Return what a quantizer reads for x: a maximum of it, if it is a concatenation, moved or scaled.
+
+        OpenVINO would move the quantizer in front of it, and refuses some files then. It gets those of images right.
+        """
+        n = self._maker(x)
+        while n is not None and n.op_type in _MOVES:
+            n = self._maker(next((i for i in n.input if self._maker(i) is not None), None))
+        if n is None or n.op_type != "Concat":
+            return super()._shielded(x)
+        images = len(getattr(self.graph.values.get(n.output[0]), "shape", ())) == 4
+        if images and all(getattr(self._maker(i), "op_type", "") == "DequantizeLinear" for i in n.input):
+            return super()._shielded(x)
+        return self._maximum(x)

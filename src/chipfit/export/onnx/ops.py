@@ -412,7 +412,9 @@ def _resize(w: OnnxBuilder, n: Node, x: Names) -> str:
 
 @writes("Size")
 def _size_of(w: OnnxBuilder, n: Node, x: Names) -> str:
-    return w.op("Gather", [w.op("Shape", [x[0]]), w.const(np.int64(n.attrs["axis"]))])
+    axis, rank = n.attrs["axis"], len(w.shape(n, "in0"))
+    shape = w.op("Shape", [w.for_size(str(x[0]), axis % rank, rank)])
+    return w.op("Gather", [shape, w.const(np.int64(axis))])
 
 
 read_column("onnx", _enter_cell, WRITERS)
