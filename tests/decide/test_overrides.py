@@ -65,6 +65,37 @@ def test_an_unknown_layer_lists_near_names():
         ov.match_layers(GRAPH, "stem.cnv")
 
 
+@pytest.mark.parametrize("platform", ["ort_cpu", "tflite_int8"])
+def test_every_name_that_sensitivity_prints_names_a_layer(platform):
+    """Also those of functions, concatenations and sums, and of the parts of a layer norm that the chip divides."""
+
+    def forward(m, x):
+        q = m.q(x)
+        y = m.norm(F.softmax(q @ x.transpose(1, 2), -1) @ x + x)
+        return m.out(torch.cat([F.gelu(y), F.linear(x, m.out.weight[:, :8].T @ m.out.weight[:, 8:])], -1))
+
+    torch.manual_seed(0)
+    net = model_of(forward, q=nn.Linear(8, 8), norm=nn.LayerNorm(8), out=nn.Linear(16, 4)).eval()
+    data = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(1))
+    result = quantized(net, data, platform)
+    found = result.sensitivity(data)
+    names = {t for t, _ in found.ranked()} | {row["layer"] for row in found.rows()}
+    assert any("/" in n for n in names) == (platform == "tflite_int8")
+    for name in names:
+        left = result.edit({name: "float"}).plan.tensors  # a name that is no layer's is refused
+        whole = name.rpartition("/")[0]
+        assert not whole or not any(n.startswith(f"{whole}/") for n in left)
+
+
+@pytest.mark.parametrize("name", ["layer_norm/add", "layer_norm/mul_2"])
+def test_a_part_of_a_divided_node_stands_for_the_node(name):
+    graph = graph_of("layer_norm = LayerNorm(x)", "y = Relu(layer_norm)")
+    assert [n.op for n in ov.match_layers(graph, name)] == ["LayerNorm"]
+    for wrong in (name.replace("norm", "form"), "layer_norm/kernel", "layer_norm/add_x", "/add"):
+        with pytest.raises(UnknownNameError):
+            ov.match_layers(graph, wrong)
+
+
 def test_a_later_override_wins_and_bits_add_up():
     found = ov.resolve_overrides(GRAPH, {"Conv2D": {"bits": 4, "activation_bits": 16}, "stem": {"bits": 8}})
     assert found["conv2d"] == {"bits": 8, "activation_bits": 16}

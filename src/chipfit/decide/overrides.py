@@ -2,6 +2,7 @@
 
 import fnmatch
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -129,10 +130,16 @@ class Layers:
         globbed = [n for n in self.nodes if fnmatch.fnmatchcase(n.display_name, pattern)] if is_glob else []
         by_name = self.exact.get(pattern) or self.inside.get(pattern) or self.tensors.get(pattern) or globbed
         requantized_for = self.exact.get(pattern.rpartition("_for_")[2])  # see `insertions.requantize`
-        nodes = by_name or self.ops.get(pattern) or self.types.get(pattern) or requantized_for or []
+        nodes = by_name or self.ops.get(pattern) or self.types.get(pattern) or requantized_for or self._divided(pattern)
         if not nodes:
             raise UnknownNameError("layer", pattern, self._names, hint=_LISTS)
         return nodes
+
+    def _divided(self, part: str) -> list[Node]:
+        """Return the node that the chip divides, for the name of a part, "NODE/mean_1"; see `passes.new_nodes`."""
+        whole, _, op = part.rpartition("/")
+        known = re.sub(r"_\d+$", "", op) in {name.lower() for name in OPS}
+        return [n for n in self.nodes if known and n.name == whole]
 
     @property
     def _names(self) -> set[str]:
@@ -157,7 +164,8 @@ def match_layers(graph: Graph, pattern: str | LayerFilter) -> list[Node]:
 
     A name is tried in this order: exact layer path or node name; every layer inside that path; a tensor, which stands
     for the node that makes it, for the nodes that read a weight, or for an input of the model (operator `INPUT`); a
-    glob over paths; canonical operator ("Conv2D"); class of the user's layer ("LayerNorm").
+    glob over paths; canonical operator ("Conv2D"); class of the user's layer ("LayerNorm"); a part of a node that the
+    chip divides, which stands for the whole node.
 
     Raises:
         UnknownNameError: nothing matches; lists near names.
