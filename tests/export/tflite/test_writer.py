@@ -400,13 +400,17 @@ def test_everything_that_the_file_cannot_hold_is_named_in_one_error_and_no_file_
     assert not list(tmp_path.iterdir())
 
 
+#: operators with integer kernels that files of others have; ours are written step by step
+READ_ONLY = {"LSTM", "SVDF"}
+
+
 def test_what_is_written_in_integers_is_simulated_in_integers():
     integer = {op for op, row in OPERATORS.items() if row.integer}
     moving = {op for op in integer if OPERATORS[op].moves}
     for kernels in ("litert_reference", "litert_optimized", "litert_xnnpack"):
         profile = lookup("kernels", kernels)
         assert {*profile.kernels, *profile.float_outputs} >= integer - moving
-        assert set(profile.kernels) <= integer
+        assert set(profile.kernels) <= integer | READ_ONLY
         assert set(profile.pass_through) <= moving
 
 
