@@ -16,6 +16,8 @@ STEPS = {s.name: s.declares for s in ordered("correct")}
 
 def told(row: str) -> object:
     """The default with which a row of the page begins, as in `8192: positions ...`; None where it names none."""
+    if name := re.match(r'`"(\w+)"`: ', row):
+        return name[1]
     first = re.match(r"(on|[\d.]+): ", row)
     return None if first is None else True if first[1] == "on" else float(first[1])
 

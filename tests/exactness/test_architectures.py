@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import chipfit
-from chipfit.errors import NothingQuantizedError, UnsupportedError
+from chipfit.errors import NothingQuantizedError
 from tests.build import quantized
 from tests.exactness.litert_proof import few_bits, prove
 from tests.zoo import ZOO, make, unseen
@@ -15,9 +15,9 @@ FLOAT = {
     "attention_fused": {"Gelu", "LayerNorm", "Mean", "SDPA"},
     "attention_manual": {"Gelu", "LayerNorm", "Mean"},
     "conv1d": {"TransposeConv1D"},
-    "gru": {"aten.gru.input"},
+    "gru": {"GRU"},
     "inverted_residual_hardswish": {"HardSwish"},
-    "lstm": {"aten.lstm.input"},
+    "lstm": {"LSTM"},
     "pixel_shuffle_norms": {"GroupNorm", "InstanceNorm"},
     "residual_elu": {"Elu"},
     "residual_gelu": {"Gelu"},
@@ -50,8 +50,8 @@ def test_every_integer_equals_the_runtimes(name, results):
 
 # ---------------------------------------------------------------- LiteRT
 
-#: networks of operators that TensorFlow Lite has no form for here, and one whose operators all run in float
-WITHOUT_FORM = {"gru": UnsupportedError, "lstm": UnsupportedError, "conv3d": NothingQuantizedError}
+#: a network whose operators all run in float
+WITHOUT_FORM = {"conv3d": NothingQuantizedError}
 
 #: the same of LiteRT
 ON_LITERT = {"pixel_shuffle_norms": {"GroupNorm", "InstanceNorm"}}

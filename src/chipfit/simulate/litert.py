@@ -550,7 +550,8 @@ def _index(c: KernelCall) -> Tensor:
 
 def _copied(c: KernelCall) -> None:
     """Copy integers, whatever the scales of operand and result: files of TensorFlow's converter may have two."""
-    c.run.store(c.out, execute(c.node, [c.code(), *(c.run.graph.weights[i] for i in c.node.inputs[1:] if i)])[0])
+    others = [c.run.float_value(i, c.node) for i in c.node.inputs[1:] if i is not None]
+    c.run.store(c.out, execute(c.node, [c.code(), *others])[0])
 
 
 def _rows(c: KernelCall) -> None:

@@ -296,6 +296,8 @@ ONE_VALUE = {
     "AvgPool": "ceil_mode count_include_pad",
     "Resize": "align_corners",
     "SDPA": "enable_gqa",
+    "LSTM": "cell_clip gates",
+    "GRU": "gates",
     **dict.fromkeys(("TransposeConv1D", "TransposeConv2D", "TransposeConv3D"), "groups"),
 }
 

@@ -82,6 +82,27 @@ CASES = [
     ("GroupNorm", [IMAGE, W(4), W(4)], {"groups": 2, "eps": 1e-5}),
     ("InstanceNorm", [IMAGE, W(4), W(4)], {"eps": 1e-5}),
     ("RMSNorm", [ROWS, W(8)], {"normalized_shape": (8,), "eps": 1e-6}),
+    (
+        "LSTM",
+        [(2, 5, 3), ("weight", 16, 3), ("weight", 16, 4), ("weight", 16)],
+        {"gates": "ifgo", "reverse": False, "cell_clip": 0.4},
+    ),
+    ("LSTM", [(2, 3), ("weight", 16, 3), ("weight", 16, 4)], {"gates": "iofg", "reverse": False, "cell_clip": None}),
+    (
+        "GRU",
+        [(2, 5, 3), ("weight", 12, 3), ("weight", 12, 4), ("weight", 12), ("weight", 12)],
+        {"gates": "zrn", "reverse": True, "reset_after": True},
+    ),
+    (
+        "GRU",
+        [(2, 5, 3), ("weight", 12, 3), ("weight", 12, 4), ("weight", 12), ("weight", 12)],
+        {"gates": "rzn", "reverse": False, "reset_after": False},
+    ),
+    (
+        "RNN",
+        [(2, 5, 3), ("weight", 4, 3), ("weight", 4, 4), ("weight", 4), ("weight", 4), (2, 4)],
+        {"reverse": True, "activation": "relu"},
+    ),
     ("SDPA", [(2, 3, 5, 4), (2, 3, 6, 4), (2, 3, 6, 4)], {"is_causal": False, "scale": None, "enable_gqa": False}),
     ("SDPA", [(2, 3, 5, 4), (2, 3, 5, 4), (2, 3, 5, 4)], {"is_causal": True, "scale": 0.3, "enable_gqa": False}),
     ("Concat", [IMAGE, IMAGE], {"axis": 1}),

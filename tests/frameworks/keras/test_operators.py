@@ -25,6 +25,7 @@ RESHUFFLES = "DepthToSpace", "SpaceToDepth", "ChannelShuffle"
 #: operator -> why no Keras model is read as it
 NOT_READ = {
     "InstanceNorm": "Keras has no such layer",
+    "SVDF": "TensorFlow Lite's own",
     "DynamicQuantize": "put in where a kernel rounds what it reads",
     "Requantize": "put in where a plan wants another grid",
     "L2Norm": "made of its parts by `passes.unit_length`, on chips that have it",
@@ -38,6 +39,7 @@ NOT_READ = {
 }
 #: operators that no graph of a Keras model holds, and no Keras model computes
 NO_LOWERING = {"Size", "AdaptiveAvgPool", "AdaptiveMaxPool", "GatherElements", "SpaceToDepth", "ChannelShuffle"}
+NO_LOWERING |= {"SVDF"}
 #: first expressions of each class that is read
 EXPRESSIONS = {" ".join(key): cases[0] for key, cases in CASES.items()}
 READ = set()  #: operators of their graphs
