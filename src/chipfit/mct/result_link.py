@@ -35,7 +35,7 @@ class ResultLink:
 
     def __reduce__(self) -> Any:
         result = self.result
-        if result is None or not isinstance(result.model, torch.nn.Module) or not hasattr(result.model, "weight"):
+        if result is None or not hasattr(result.model, "weight"):  # which holds the weights by name
             return ResultLink, ()
         shapes = {name: torch.empty_like(w, device="meta") for name, w in result.graph.weights.items()}
         return _unpickled, (replace(result.graph, weights=shapes), result.plan, result.platform, result._made)

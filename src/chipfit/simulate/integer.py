@@ -375,7 +375,7 @@ def kernel_groups(graph: Graph, plan: Plan) -> list[list[Node]]:
 def float_results(graph: Graph, plan: Plan, profile: Profile) -> set[str]:
     """Return quantized results that the runtime computes in float."""
     tails = [group[-1] for group in kernel_groups(graph, plan) if _kernel(graph, plan, group, profile) is None]
-    return {o for n in tails if plan.quantized(n.output) for o in n.outputs}
+    return {o for n in tails for o in n.outputs if plan.quantized(o)}
 
 
 def float_kernel(
