@@ -14,6 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import chipfit.export.onnx.writer  # noqa: F401 -- registers writers
 from chipfit.bench.config import Config
 from chipfit.cli.documents import schema
 from chipfit.export.onnx.ops import WRITERS as ONNX
