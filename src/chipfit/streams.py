@@ -43,9 +43,8 @@ class Streaming:
         Args:
             sequences: batches of inputs [N, T, ...] of the network over sequences.
         """
-        graph = self.graph
-        step: Step = lambda call: [run(graph, call)[o] for o in graph.outputs]  # noqa: E731
-        return [tuple(call) for batch in iterate(sequences) for call, _ in _walk(graph, batch, step)]
+        step = _in_float(self.graph)
+        return [tuple(call) for batch in iterate(sequences) for call, _ in _walk(self.graph, batch, step)]
 
 
 @torch_defaults()
@@ -135,7 +134,7 @@ def drift(result: Any, sequences: Any) -> Drift:
     signal, noise = dict[tuple[int, bool], float](), dict[tuple[int, bool], float]()
     last = {o for _, o in state_pairs(graph)}
     for batch in iterate(sequences):
-        floats = _walk(graph, batch, lambda call: [run(graph, call)[o] for o in graph.outputs])
+        floats = _walk(graph, batch, _in_float(graph))
         rounded = _walk(graph, batch, model.run_flat)
         for t, ((_, want), (_, got)) in enumerate(zip(floats, rounded, strict=True)):
             for name, x, y in zip(graph.outputs, want, got, strict=True):
@@ -148,6 +147,16 @@ def drift(result: Any, sequences: Any) -> Drift:
 
 def _decibels(signal: float, noise: float) -> float:
     return 10 * math.log10(signal / noise) if signal and noise else math.inf
+
+
+def _in_float(graph: Graph) -> Step:
+    """Return the function that runs one step of a graph in float."""
+
+    def step(call: list[Tensor]) -> list[Tensor]:
+        values = run(graph, call)
+        return [values[o] for o in graph.outputs]
+
+    return step
 
 
 def _walk(graph: Graph, batch: Any, step: Step) -> Iterator[tuple[list[Tensor], list[Tensor]]]:

@@ -1,4 +1,4 @@
-"""A headless browser that opens pages."""
+"""A verified network of the zoo, and a headless browser that opens pages."""
 
 from __future__ import annotations
 
@@ -6,6 +6,17 @@ import shutil
 import subprocess
 
 import pytest
+
+from tests.build import quantized
+from tests.zoo import make
+
+
+@pytest.fixture(scope="module")
+def result():
+    model, batch = make("residual_gelu")
+    result = quantized(model, batch)
+    result.verify([batch])
+    return result
 
 
 @pytest.fixture(scope="session")

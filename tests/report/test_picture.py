@@ -16,15 +16,6 @@ from chipfit.report.html import page
 from chipfit.report.layout import place
 from chipfit.report.picture import MOST, picture
 from tests.build import quantized, sequential
-from tests.zoo import make
-
-
-@pytest.fixture(scope="module")
-def result():
-    model, batch = make("residual_gelu")
-    result = quantized(model, batch)
-    result.verify([batch])
-    return result
 
 
 def drawn(report):

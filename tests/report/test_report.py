@@ -22,14 +22,6 @@ from tests.zoo import make
 
 
 @pytest.fixture(scope="module")
-def result():
-    model, batch = make("residual_gelu")
-    result = quantized(model, batch)
-    result.verify([batch])
-    return result
-
-
-@pytest.fixture(scope="module")
 def line():
     """One linear layer whose numbers are worked out on paper."""
     model = nn.Linear(2, 1, bias=False)

@@ -1,10 +1,9 @@
 """Read the state after the last step from the recurrent layer, not from the states of all steps."""
 
 from chipfit.graph.ir import Graph, Node
+from chipfit.passes.recurrent import RECURRENT
 from chipfit.passes.rewriting import Rewritten
 from chipfit.registry import register
-
-RECURRENT = ("LSTM", "GRU", "RNN")
 
 
 @register("pass", "last_steps", stage="rewrite")

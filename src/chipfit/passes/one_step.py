@@ -10,8 +10,8 @@ from chipfit.errors import UnsupportedError
 from chipfit.graph.edit import drop_dead, new_name
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.operators.table import OPS
+from chipfit.passes.recurrent import RECURRENT
 
-RECURRENT = ("LSTM", "GRU", "RNN")
 _MOVES = ("Transpose", "Squeeze", "Unsqueeze")
 #: further operators that compute each step by itself, if the axis of steps is none of theirs
 _PER_STEP = tuple("Linear Dropout Identity Cast LayerNorm RMSNorm Softmax LogSoftmax Concat Split Slice".split())

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from chipfit.graph.ir import Node
 from chipfit.passes.new_nodes import New, Shape
 
+#: operators with states
+RECURRENT = ("LSTM", "GRU", "RNN")
 #: a recurrent layer with more steps stays whole: each step becomes about ten operators
 MOST_STEPS = 512
 

@@ -1,6 +1,5 @@
 """Two reports beside each other: what differs, operator by operator."""
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,12 +7,10 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from chipfit.errors import ExportError
-from chipfit.files import path_of, write_atomically
 from chipfit.plan.diff import Differences
 from chipfit.report.pairs import ComparisonData, Pair, noise, shown
 from chipfit.report.record import LayerRow, ReportData
-from chipfit.report.report import check_suffix
+from chipfit.report.report import write_shown
 from chipfit.screen import Summary, SummaryRepr
 from chipfit.screen.figures import BLUE, ORANGE, drawn, new_figure
 
@@ -31,13 +28,9 @@ class Comparison(SummaryRepr, ComparisonData):
         Raises:
             ExportError: the suffix is another, or the file cannot be written; nothing is left behind.
         """
-        path = path_of(path, ExportError)
-        check_suffix(path)
-        if path.suffix == ".json":
-            return write_atomically(path, json.dumps(self.to_dict(), indent=1, default=str).encode())
         from chipfit.report.html import comparison_page
 
-        return write_atomically(path, comparison_page(self).encode())
+        return write_shown(self, path, comparison_page)
 
     def plot(self, path: str | Path | None = None, count: int = 48) -> "Figure":
         """Return a matplotlib figure of the noise of each operator in both reports.

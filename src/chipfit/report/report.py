@@ -1,9 +1,10 @@
 """The Report that users hold: its data, and the forms in which it is shown."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from chipfit.errors import ExportError, PlanError
 from chipfit.files import path_of, read_json, write_atomically
@@ -22,6 +23,19 @@ def check_suffix(path: Path) -> None:
     """Raise an ExportError unless a report can be written to a file of this name."""
     if path.suffix not in SUFFIXES:
         raise ExportError("The form of the report is not understood", got=str(path), allowed=" or ".join(SUFFIXES))
+
+
+def write_shown(shown: Any, path: str | Path, page: Callable[[Any], str]) -> Path:
+    """Write a report or a comparison: the page that `page` makes of it for `.html`, its data for `.json`.
+
+    Raises:
+        ExportError: the suffix is another, or the file cannot be written; nothing is left behind.
+    """
+    path = path_of(path, ExportError)
+    check_suffix(path)
+    as_data = path.suffix == ".json"
+    text = json.dumps(shown.to_dict(), indent=1, default=str) if as_data else page(shown)
+    return write_atomically(path, text.encode())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -45,13 +59,9 @@ class Report(SummaryRepr, ReportData):
         Raises:
             ExportError: the suffix is another, or the file cannot be written; nothing is left behind.
         """
-        path = path_of(path, ExportError)
-        check_suffix(path)
-        if path.suffix == ".json":
-            return write_atomically(path, json.dumps(self.to_dict(), indent=1, default=str).encode())
         from chipfit.report.html import page
 
-        return write_atomically(path, page(self).encode())
+        return write_shown(self, path, page)
 
     def plot(self, path: str | Path | None = None, measure: str | None = None, count: int = 48) -> "Figure":
         """Return a matplotlib figure of the noise of the kernels, in execution order; weak ones are orange or red.

@@ -1,8 +1,7 @@
 """The child process of ExecuTorch: it answers the requests of `chipfit.runtimes.child`."""
 
-import os
-import pickle
-import sys
+import runpy
+from pathlib import Path
 
 
 class Program:
@@ -27,24 +26,5 @@ class Program:
         return [x.numpy().copy() for x in results]
 
 
-def main():
-    """Answer until the input ends."""
-    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what the runtime prints must not disturb the answers
-    program = Program()
-    while True:
-        try:
-            function, args = pickle.load(requests)
-        except EOFError:
-            return
-        try:
-            answer = "", getattr(program, function)(*args)
-        except Exception as e:  # any error of the runtime is an answer
-            answer = f"{type(e).__name__}: {e}", None
-        sys.stdout.flush()
-        pickle.dump(answer, answers, protocol=5)
-        answers.flush()
-
-
 if __name__ == "__main__":
-    main()
+    runpy.run_path(str(Path(__file__).with_name("serve.py")))["serve"](Program())

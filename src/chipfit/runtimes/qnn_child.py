@@ -1,8 +1,7 @@
 """The child process of Qualcomm's QNN: it answers the requests of `chipfit.runtimes.child`."""
 
-import os
-import pickle
-import sys
+import runpy
+from pathlib import Path
 
 _NAME = "QNNExecutionProvider"
 
@@ -51,26 +50,5 @@ class Sessions:
         return [(n.op_type, s.ep_name) for s in info for n in s.get_nodes()]
 
 
-def main():
-    """Answer until the input ends."""
-    requests, answers, errors = sys.stdin.buffer, os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(2), "w")
-    silent = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):  # the library prints about itself, and would hide its errors
-        os.dup2(silent, stream)
-    sessions = Sessions()
-    while True:
-        try:
-            function, args = pickle.load(requests)
-        except EOFError:
-            return
-        try:
-            answer = "", getattr(sessions, function)(*args)
-        except Exception as e:  # any error of the runtime is an answer
-            answer = f"{type(e).__name__}: {e}", None
-            print(answer[0], file=errors, flush=True)
-        pickle.dump(answer, answers, protocol=5)
-        answers.flush()
-
-
 if __name__ == "__main__":
-    main()
+    runpy.run_path(str(Path(__file__).with_name("serve.py")))["serve"](Sessions(), silent=True)

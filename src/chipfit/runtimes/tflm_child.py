@@ -1,8 +1,7 @@
 """The child process of TensorFlow Lite Micro: it answers the requests of `chipfit.runtimes.child`."""
 
-import os
-import pickle
-import sys
+import runpy
+from pathlib import Path
 
 _ARENA = 1 << 30  #: address space for tensors [bytes]; only what is used becomes memory
 
@@ -45,24 +44,5 @@ class Interpreter:
         self.tflm.print_allocations()
 
 
-def main():
-    """Answer until the input ends."""
-    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what the runtime prints must not disturb the answers
-    interpreter = Interpreter()
-    while True:
-        try:
-            function, args = pickle.load(requests)
-        except EOFError:
-            return
-        try:
-            answer = "", getattr(interpreter, function)(*args)
-        except Exception as e:  # any error of the runtime is an answer
-            answer = f"{type(e).__name__}: {e}", None
-        sys.stdout.flush()
-        pickle.dump(answer, answers, protocol=5)
-        answers.flush()
-
-
 if __name__ == "__main__":
-    main()
+    runpy.run_path(str(Path(__file__).with_name("serve.py")))["serve"](Interpreter())

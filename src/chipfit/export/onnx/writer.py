@@ -19,9 +19,9 @@ from chipfit.files import write_atomically
 from chipfit.frameworks.onnx.live import live_nodes, reads_of
 from chipfit.graph.ir import OPAQUE, Graph
 from chipfit.passes.decompose import RULES, SMOOTH, decompose
+from chipfit.passes.recurrent import RECURRENT
 from chipfit.plan.record import Plan
 
-_ORDERED = ("LSTM", "GRU", "RNN")
 _OPSETS = {"LayerNorm": 17, OPAQUE: 18}  #: operators that need a later opset
 #: opset -> version of the file format that came with it, and the version of other opsets
 _IR_VERSIONS, _IR_VERSION = {13: 7, 17: 8, 18: 8, 21: 10}, 10
@@ -82,7 +82,7 @@ def _writable(graph: Graph, plan: Plan, form: type[OnnxBuilder]) -> tuple[Graph,
         for n in graph.nodes
         if (n.op == "LayerNorm" and n.operand("w") is None)
         or (n.op == "LSTM" and n.attrs["cell_clip"] is not None)
-        or (n.op in _ORDERED and n.operand("mask") is not None)
+        or (n.op in RECURRENT and n.operand("mask") is not None)
         or (n.op == "Softplus" and (n.attrs["beta"] != 1.0 or n.attrs["threshold"] < SMOOTH))
     }
     graph, plan, reasons = decompose(graph, plan, WRITERS, besides=lacking)

@@ -123,7 +123,7 @@ def _lstm(x: Any, w: Any, r: Any, *rest: Any, gates: str, reverse: bool, cell_cl
         c = ops.sigmoid(of["f"]) * c + ops.sigmoid(of["i"]) * ops.tanh(of["g"])
         c = c if cell_clip is None else ops.clip(c, -cell_clip, cell_clip)
         h = ops.sigmoid(of["o"]) * ops.tanh(c)
-        return (h, c), h
+        return h, c
 
     return _scan(step, x, _product(x, w, _bias(b, rb)), (_state(x, r, h), _state(x, r, c)), mask, reverse)
 
@@ -140,7 +140,7 @@ def _gru(x: Any, w: Any, r: Any, *rest: Any, gates: str, reverse: bool, reset_af
         y_new = of["r"] * y[:, 2 * size :] if reset_after else _product(of["r"] * h, r[2 * size :], None)
         new = ops.tanh(x_t[:, 2 * size :] + y_new)
         h = new + of["z"] * (h - new)
-        return (h,), h
+        return (h,)
 
     return _scan(step, x, _product(x, w, bias), (_state(x, r, h),), mask, reverse)
 
@@ -150,7 +150,7 @@ def _rnn(x: Any, w: Any, r: Any, *rest: Any, reverse: bool, activation: str) -> 
 
     def step(states: Any, x_t: Any) -> Any:
         h = f(x_t + states[0] @ ops.transpose(r))
-        return (h,), h
+        return (h,)
 
     return _scan(step, x, _product(x, w, _bias(b, rb)), (_state(x, r, h),), mask, reverse)
 
@@ -175,10 +175,10 @@ def _state(x: Any, r: Any, state: Any) -> Any:
 def _scan(step: Callable[..., Any], x: Any, products: Any, states: Any, mask: Any, reverse: bool) -> tuple[Any, ...]:
     """Run the steps over the products of the operand with the weight; return the results of the operator."""
     if len(x.shape) == 2:
-        return step(states, products)[0]
+        return tuple(step(states, products))
     order, made = range(x.shape[1]), {}
     for t in reversed(order) if reverse else order:
-        new, _ = step(states, products[:, t])
+        new = step(states, products[:, t])
         states = (
             new if mask is None else [ops.where(mask[:, t : t + 1], n, s) for n, s in zip(new, states, strict=True)]
         )
