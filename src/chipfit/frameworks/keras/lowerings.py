@@ -12,6 +12,7 @@ from keras import ops
 from chipfit.frameworks.keras import padding as paddings
 from chipfit.frameworks.keras.backend import KerasOps, dtype_here
 from chipfit.frameworks.keras.kernel_layout import SLOPES, to_keras
+from chipfit.frameworks.keras.recurrent_kernels import gru, lstm, rnn
 from chipfit.graph.ir import Graph, Node
 from chipfit.operators.table import OPS, attribute_words, read_column, renamed
 from chipfit.quantizers.dynamic import dynamic_quantize
@@ -360,6 +361,9 @@ LOWERINGS: dict[str, Lowering] = {
     **{f"TransposeConv{n}D": Lowering(None, _transposed, "kernel bias") for n in (1, 2, 3)},
     "Linear": Lowering(_linear, _dense, "kernel bias"),
     "SDPA": Lowering(_sdpa),
+    "LSTM": Lowering(lstm),
+    "GRU": Lowering(gru),
+    "RNN": Lowering(rnn),
     "Embedding": Lowering(lambda w, index: ops.take(w, index, 0), _embedding, "embeddings"),
     "BatchNorm": Lowering(None, _norm(layers.BatchNormalization), "gamma beta moving_mean moving_variance"),
     "LayerNorm": Lowering(_layer_norm, _norm(layers.LayerNormalization), "gamma beta"),

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import torch
 
-import chipfit.frameworks.keras.recurrent  # noqa: F401 -- registers readers and lowerings
+import chipfit.frameworks.keras.recurrent  # noqa: F401 -- registers readers
 from chipfit.engine.opaque import Template
 from chipfit.errors import short_message
 from chipfit.frameworks.keras.call import KerasCall, KerasGraphBuilder
