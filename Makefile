@@ -41,7 +41,6 @@ format: setup ## let ruff repair what it can
 # A process in which an accelerator has computed gradients cannot be forked, which other tests do.
 test: check ## what every change must pass
 	$(QUIET) $(BIN)/pytest -q -n $(WORKERS) -m "not slow" --ignore tests/device
-	$(QUIET) $(BIN)/pytest -q tests/docs/test_docs.py -k site_builds
 	$(QUIET) $(BIN)/pytest -q -n $(WORKERS) -m "not slow" --device fake tests/device
 
 test-device: setup ## networks of torch on an accelerator in host memory, whose rules are those of CUDA: DEVICE= names a real one

@@ -88,8 +88,6 @@ def test_a_shell_line_names_a_command_that_exists(page, line):
 
 def test_the_site_builds_without_a_broken_link(tmp_path):
     """Warnings of mkdocs, about links, anchors and docstrings, are errors."""
-    if os.environ.get("PYTEST_XDIST_WORKER"):
-        pytest.skip("`make test` builds the site in a process of its own; workers with many runtimes loaded die here")
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     build = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(build, cwd=ROOT, env=env, capture_output=True, text=True)

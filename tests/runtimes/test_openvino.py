@@ -1,4 +1,7 @@
-"""OpenVINO: a file that it does not take."""
+"""OpenVINO: a file that it does not take, and what it leaves behind."""
+
+import subprocess
+import sys
 
 import numpy as np
 import onnx
@@ -24,3 +27,21 @@ def test_a_file_with_an_operator_that_openvino_does_not_know_is_refused_by_name(
     path = file_of("NoSuchOperator", tmp_path / "bad.onnx")
     with pytest.raises(RuntimeUnavailable, match=r"^OpenVINO refuses the file: .+ Where: .*bad\.onnx"):
         OpenVino(path)
+
+
+SIGNAL_AFTER_TWO_SESSIONS = """
+import faulthandler, gc, os, signal, sys
+faulthandler.enable()  # signals are handled on an alternate stack
+signal.signal(signal.SIGUSR1, lambda *_: print("handled"))
+from chipfit.runtimes.openvino import OpenVino
+first, second = OpenVino(sys.argv[1]), OpenVino(sys.argv[1])
+del first; gc.collect()
+del second; gc.collect()
+os.kill(os.getpid(), signal.SIGUSR1)
+"""
+
+
+def test_a_signal_after_sessions_have_ended_is_handled(tmp_path):
+    path = file_of("Relu", tmp_path / "m.onnx")
+    done = subprocess.run([sys.executable, "-c", SIGNAL_AFTER_TWO_SESSIONS, path], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "handled\n"), done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +55,6 @@ class OpenVino:
     def _compiled(self, model: Any, outputs: Sequence[str]) -> Any:
         """Return the model, with these outputs, compiled for the CPU."""
         import onnx
-        import openvino
 
         cut = onnx.ModelProto()
         cut.CopyFrom(model)
@@ -62,7 +62,7 @@ class OpenVino:
         known = {o.name: o for o in model.graph.output}
         cut.graph.output.extend(known.get(o, onnx.ValueInfoProto(name=o)) for o in outputs)
         try:
-            core = openvino.Core()
+            core = _core()
             return core.compile_model(core.read_model(cut.SerializeToString()), "CPU", _OPTIONS)
         except RuntimeError as e:
             raise RuntimeUnavailable(f"OpenVINO refuses the file: {_reason(e)}", where=self.path) from e
@@ -95,6 +95,18 @@ class OpenVino:
         nodes = [n.get_rt_info() for n in self.model.get_runtime_model().get_ordered_ops()]
         kinds = Counter(f"{_text(n, 'layerType')} {_text(n, 'runtimePrecision')}" for n in nodes)
         return dict(sorted(kinds.items()))
+
+
+@cache
+def _core() -> Any:
+    """Return the one OpenVINO core of the process, which is never released.
+
+    A core moves the stack of signal handlers to memory of its own. Where two are released in the order in which they
+    were made, the stack stays in memory that is gone, and the next signal (a child has ended) ends the process.
+    """
+    import openvino
+
+    return openvino.Core()
 
 
 def _reason(e: Exception) -> str:
