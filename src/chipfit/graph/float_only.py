@@ -2,16 +2,13 @@
 
 from collections.abc import Container, Iterable, Mapping
 
-from chipfit.graph.hidden_scores import HiddenScores
+from chipfit.graph.hidden_scores import ALWAYS_HIDES, HIDES_IN_SOFTMAX, HiddenScores
 from chipfit.graph.ir import Graph, Node
 from chipfit.operators.table import OPS
 
 #: uses of a value, by how much rounding it matters. An index is wrong when it changes at all. A compared value may be
 #: rounded where the network computed it, not where it is an input or a constant
 _EXACT, _COMPARED, _REAL = range(3)
-#: least |number| of a mask: in front of a softmax, a term of this size makes a score vanish (e^-32 = 1e-14); elsewhere
-#: only a number that no network computes counts as a mask
-_GONE, _EXTREME = 32.0, 1e4
 #: largest ratio of the numbers of a divisor that all are on an 8-bit grid with 0
 _WIDE = 510.0
 #: largest number whose only purpose as an addend or bound is to prevent a division by 0
@@ -131,8 +128,8 @@ def _masks(
         """Check for a constant beyond the bound, or, in front of a softmax, a value that follows from inputs alone."""
         w = graph.weights.get(value)
         if w is None:
-            return value in given and bound == _GONE
-        return w.is_floating_point() and not bool((w.abs() < bound).all())
+            return value in given and bound == HIDES_IN_SOFTMAX
+        return w.is_floating_point() and not bool((w.abs() < -bound).all())
 
     def masked(value: str, bound: float) -> bool:
         """Check whether a value holds masked scores; record it, and all values between the mask and it."""
@@ -151,5 +148,5 @@ def _masks(
 
     for n in graph.nodes:
         if n.op in _SOFT + _HARD or (n.op in OPS and OPS[n.op].moves and OPS[n.op].layout == "spatial"):
-            masked(n.data, _GONE if n.op in _SOFT else _EXTREME)
+            masked(n.data, HIDES_IN_SOFTMAX if n.op in _SOFT else ALWAYS_HIDES)
     return found, operands

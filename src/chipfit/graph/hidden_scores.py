@@ -12,11 +12,11 @@ from chipfit.graph.ir import Graph, Node
 from chipfit.operators.table import OPS
 
 #: takes the place of a hidden score; unlike -inf it gives finite numbers for a row whose scores are all hidden
-HIDDEN = -1e30
+HIDDEN_SCORE = -1e30
 #: no network computes scores this small: such a number only hides
-SURELY = -1e4
+ALWAYS_HIDES = -1e4
 #: in front of a softmax, a number this small hides too where all others are 0 (e^-32 = 1e-14)
-GONE = -32.0
+HIDES_IN_SOFTMAX = -32.0
 #: rows without calibration samples may have scores that are smaller by so much
 _ROOM = 2.0
 
@@ -38,7 +38,7 @@ class HiddenScores(NamedTuple):
         """
         softmax = self.reader.op != "ReduceMax"
         tops = x.amax(self.axes) if softmax else x
-        visible = torch.where(tops <= SURELY, math.inf, tops).amin()
+        visible = torch.where(tops <= ALWAYS_HIDES, math.inf, tops).amin()
         below = (bits + 1) * math.log(2) + _ROOM if softmax else 0.0
         return torch.maximum(x, (torch.where(torch.isinf(visible), 0.0, visible) - below).to(x.dtype))
 
@@ -46,9 +46,9 @@ class HiddenScores(NamedTuple):
 def split_mask(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return where a mask, which is added to scores, keeps them, bool, and its bias there; None if it hides none."""
     mask = mask.detach()
-    hidden = mask <= SURELY
-    if not bool(mask.masked_fill(mask <= GONE, 0.0).any()):
-        hidden = mask <= GONE
+    hidden = mask <= ALWAYS_HIDES
+    if not bool(mask.masked_fill(mask <= HIDES_IN_SOFTMAX, 0.0).any()):
+        hidden = mask <= HIDES_IN_SOFTMAX
     return (~hidden, mask.masked_fill(hidden, 0.0)) if bool(hidden.any()) else None
 
 
@@ -101,4 +101,4 @@ def fill_of(graph: Graph, n: Node) -> str | None:
     if len(constants) != 1 or constants[0] in graph.trainable:
         return None
     w = graph.weights[constants[0]]
-    return constants[0] if w.numel() == 1 and float(w) <= SURELY else None
+    return constants[0] if w.numel() == 1 and float(w) <= ALWAYS_HIDES else None

@@ -21,7 +21,7 @@ from chipfit.passes.rewriting import Readers, Rewritten
 from chipfit.registry import register
 
 Shape = tuple[int | None, ...]
-Listed = Callable[[Graph, Node], bool]
+NodeTest = Callable[[Graph, Node], bool]
 
 #: a number at most this large may as well be added to a score as replace it: the sum equals it in float32
 _NEVER = -1e9
@@ -51,7 +51,7 @@ class _Scores:
 
 
 @register("pass", "attention", stage="rewrite", after=("fold_constants",), needs=("listed",))
-def attention(graph: Graph, listed: Listed) -> Rewritten:
+def attention(graph: Graph, listed: NodeTest) -> Rewritten:
     """Replace written-out attention by SDPA, if the platform names that operator.
 
     A row whose scores are all replaced gives the mean of v, as before, if its scores differ by less than 32. Dropout

@@ -1,6 +1,6 @@
 """Decompose composite operators into simpler ones, for file formats without an operator of that kind.
 
-A rule receives a `New`, which creates nodes, and the composite; it returns the name of the result, or of each result.
+A rule receives a `NewNodes`, which creates nodes, and the composite; it returns the name of the result, or of each.
 Rules support both layouts (`Graph.data_format`). Their nodes compute in float.
 """
 
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from chipfit.graph.folds import batch_norm_terms
-from chipfit.graph.hidden_scores import HIDDEN, split_mask
+from chipfit.graph.hidden_scores import HIDDEN_SCORE, split_mask
 from chipfit.graph.ir import Graph, Node
 from chipfit.operators.table import by_name, read_column, resolve
-from chipfit.passes.new_nodes import New, Refusal, Shape
+from chipfit.passes.new_nodes import NewNodes, Refusal, Shape
 from chipfit.passes.recurrent import gru, lstm, rnn
 from chipfit.plan.record import Plan
 
@@ -77,7 +77,7 @@ class Decomposition:
         """Return the nodes that replace a node; the node alone if it stays or its rule does not apply."""
         if node.op not in RULES or self.stays(self.graph, node):
             return [node]
-        new = New(self.graph, node, self.holds, self._taken, self.constants, self.integers)
+        new = NewNodes(self.graph, node, self.holds, self._taken, self.constants, self.integers)
         try:
             made = new.named(RULES[node.op](new, node))
         except Refusal as e:
@@ -98,7 +98,7 @@ def _follow(plan: Plan, graph: Graph, became: dict[str, list[Node]]) -> Plan:
 # ---------------------------------------------------------------- element by element
 
 
-def _softplus(new: New, n: Node) -> str:
+def _softplus(new: NewNodes, n: Node) -> str:
     """Return log(1 + exp(beta x)) / beta, and x where beta x is above the threshold."""
     beta, threshold = n.attrs["beta"], n.attrs["threshold"]
     x = new("Mul", n.data, beta)
@@ -109,37 +109,37 @@ def _softplus(new: New, n: Node) -> str:
     return new("Add", new("Mul", above, n.data), new("Mul", new("Sub", 1.0, above), soft))
 
 
-def _log_one_plus_exp(new: New, x: str) -> str:
+def _log_one_plus_exp(new: NewNodes, x: str) -> str:
     """Return max(x, 0) + log(1 + exp(-|x|)), which does not overflow."""
     tail = new("Log", new("Add", new("Exp", new("Neg", new("Abs", x))), 1.0))
     return new("Add", new("Relu", x), tail)
 
 
-def _mish(new: New, n: Node) -> str:
+def _mish(new: NewNodes, n: Node) -> str:
     held = "Softplus" in new.holds
     soft = new("Softplus", n.data, beta=1.0, threshold=20.0) if held else _log_one_plus_exp(new, n.data)
     return new("Mul", n.data, new("Tanh", soft))
 
 
-def _elu(new: New, n: Node) -> str:
+def _elu(new: NewNodes, n: Node) -> str:
     """Return scale (max(x, 0) + alpha (exp(min(x, 0)) - 1))."""
     alpha, scale = (n.attrs["alpha"], 1.0) if n.op == "Elu" else (1.6732632423543772, 1.0507009873554805)
     below = new("Mul", new("Sub", new("Exp", new("Min", n.data, 0.0)), 1.0), alpha * scale)
     return new("Add", new("Mul", new("Relu", n.data), scale), below)
 
 
-def _clamp(new: New, n: Node) -> str:
+def _clamp(new: NewNodes, n: Node) -> str:
     x, (low, high) = n.data, (n.attrs["min"], n.attrs["max"])
     if low is not None:
         x = new("Relu", x) if low == 0 else new("Max", x, low)
     return x if high is None else new("Min", x, high)
 
 
-def _hard_sigmoid(new: New, n: Node) -> str:
+def _hard_sigmoid(new: NewNodes, n: Node) -> str:
     return new("Mul", new("Relu6", new("Add", n.data, 3.0)), 1.0 / 6.0)
 
 
-def _gelu(new: New, n: Node) -> str:
+def _gelu(new: NewNodes, n: Node) -> str:
     x = n.data
     if n.attrs["approximate"] == "tanh":
         cube = new("Mul", new("Mul", x, x), x)
@@ -149,7 +149,7 @@ def _gelu(new: New, n: Node) -> str:
     return new("Mul", new("Mul", x, new("Add", gate, 1.0)), 0.5)
 
 
-def _erf(new: New, n: Node) -> str:
+def _erf(new: NewNodes, n: Node) -> str:
     """Return sign(x) (1 - (a1 t + ... + a5 t^5) exp(-x^2)) with t = 1 / (1 + p |x|); the error is below 1.5e-7.
 
     Source: Abramowitz and Stegun 1964, 7.1.26.
@@ -163,7 +163,7 @@ def _erf(new: New, n: Node) -> str:
     return new("Mul", new("Sign", n.data), new("Sub", 1.0, tail))
 
 
-def _divide(new: New, n: Node) -> str:
+def _divide(new: NewNodes, n: Node) -> str:
     """Return the product with the reciprocal of a constant."""
     by = new.graph.weights.get(n.inputs[1] or "")
     if n.data not in new.graph.values or by is None or not by.is_floating_point() or bool((by == 0).any()):
@@ -171,11 +171,11 @@ def _divide(new: New, n: Node) -> str:
     return new("Mul", n.data, new.constant((1 / by.detach().double()).to(by.dtype)), gives=new.shape(n.output))
 
 
-def _reduce_l2(new: New, n: Node) -> str:
+def _reduce_l2(new: NewNodes, n: Node) -> str:
     return new("Sqrt", new("Sum", new("Mul", n.data, n.data), gives=new.shape(n.output), **n.attrs))
 
 
-def _l2_norm(new: New, n: Node) -> str:
+def _l2_norm(new: NewNodes, n: Node) -> str:
     shape = list(new.shape(n.data))
     shape[n.attrs["axis"]] = 1
     length = new("ReduceL2", n.data, gives=tuple(shape), axes=(n.attrs["axis"],), keepdims=True)
@@ -185,7 +185,7 @@ def _l2_norm(new: New, n: Node) -> str:
 # ---------------------------------------------------------------- windows and groups
 
 
-def _adaptive(new: New, n: Node) -> str:
+def _adaptive(new: NewNodes, n: Node) -> str:
     """Pool windows of different sizes: gather the elements of every window along each axis, then reduce them."""
     x, shape = n.data, [new.shape(n.data)[0], *new.sizes(n.data)]
     for axis, count in enumerate(n.attrs["output_size"], 1 if new.channels_last else 2):
@@ -203,7 +203,7 @@ def _adaptive(new: New, n: Node) -> str:
     return x
 
 
-def _one_by_one(new: New, n: Node) -> str:
+def _one_by_one(new: NewNodes, n: Node) -> str:
     """Compute the groups of a transposed convolution one by one."""
     if not all(i is None or i in new.graph.weights for i in n.inputs[1:]):
         new.refuse("its weight is computed at run time")
@@ -223,7 +223,7 @@ def _one_by_one(new: New, n: Node) -> str:
 # ---------------------------------------------------------------- norms and attention
 
 
-def _normalised(new: New, x: str, axes: Sequence[int], eps: float, centre: bool = True) -> str:
+def _normalised(new: NewNodes, x: str, axes: Sequence[int], eps: float, centre: bool = True) -> str:
     """Return (x - mean) / sqrt(variance + eps) over `axes`, which count from the end."""
     full = new.shape(x)
     small = tuple(1 if k - len(full) in axes else s for k, s in enumerate(full))
@@ -239,7 +239,7 @@ def _normalised(new: New, x: str, axes: Sequence[int], eps: float, centre: bool 
     return new("Div", x, new("Sqrt", variance))
 
 
-def _affine(new: New, n: Node, y: str, inner: int = 0) -> str:
+def _affine(new: NewNodes, n: Node, y: str, inner: int = 0) -> str:
     """Return y times weight plus bias, as far as they exist; `inner` axes follow their channel axis."""
     for op, p in (("Mul", n.operand("w")), ("Add", n.operand("b"))):
         if p is not None and inner and p in new.graph.weights:
@@ -251,13 +251,13 @@ def _affine(new: New, n: Node, y: str, inner: int = 0) -> str:
     return y
 
 
-def _layer_norm(new: New, n: Node) -> str:
+def _layer_norm(new: NewNodes, n: Node) -> str:
     eps = torch.finfo(torch.float32).eps if n.attrs["eps"] is None else n.attrs["eps"]
     axes = range(-len(n.attrs["normalized_shape"]), 0)
     return _affine(new, n, _normalised(new, n.data, axes, eps, centre=n.op == "LayerNorm"))
 
 
-def _group_norm(new: New, n: Node) -> str:
+def _group_norm(new: NewNodes, n: Node) -> str:
     """Normalise groups: rows and columns are one axis, behind the groups (channels first) or before them."""
     batch, sizes = new.shape(n.data)[0], new.sizes(n.data)
     channels = sizes[-1] if new.channels_last else sizes[0]
@@ -270,7 +270,7 @@ def _group_norm(new: New, n: Node) -> str:
     return _affine(new, n, new.reshape(y, (batch, *sizes)), inner=0 if new.channels_last else len(sizes) - 1)
 
 
-def _batch_norm(new: New, n: Node) -> str:
+def _batch_norm(new: NewNodes, n: Node) -> str:
     """Return x g + (beta - mean g) with g = gamma / sqrt(var + eps).
 
     Of images it is a depthwise convolution of one element, where that is held: it rounds once, and its weights, one for
@@ -295,7 +295,7 @@ def _batch_norm(new: New, n: Node) -> str:
     return new("Add", new("Mul", n.data, factor), shift)
 
 
-def _attention(new: New, n: Node) -> str:
+def _attention(new: NewNodes, n: Node) -> str:
     """Return softmax(scale q k^T + mask) v."""
     q, k, v = (i or "" for i in n.inputs[:3])
     *others, row, column = range(len(new.shape(k)))
@@ -307,7 +307,7 @@ def _attention(new: New, n: Node) -> str:
         rows, columns = scores[-2:]
         if rows is None or columns is None:
             new.refuse("a causal mask needs a fixed sequence length")
-        s = new("Where", new.constant(torch.ones(rows, columns, dtype=torch.bool).tril()), s, HIDDEN)
+        s = new("Where", new.constant(torch.ones(rows, columns, dtype=torch.bool).tril()), s, HIDDEN_SCORE)
     mask = n.operand("mask")
     if mask is not None:
         s = _masked(new, s, mask)
@@ -320,16 +320,16 @@ def _attention(new: New, n: Node) -> str:
     return _by_heads(new, new("Softmax", s, axis=-1), v, new.shape(n.output))
 
 
-def _masked(new: New, scores: str, mask: str) -> str:
+def _masked(new: NewNodes, scores: str, mask: str) -> str:
     """Return scores with a mask: a condition, or a term; a constant term selects where it hides scores."""
     known = new.graph.weights.get(mask) if mask not in new.graph.trainable else None
     if not new.graph.is_float(mask):
-        return new("Where", mask, scores, HIDDEN)
+        return new("Where", mask, scores, HIDDEN_SCORE)
     if known is None or (parts := split_mask(known)) is None:
         return new("Add", scores, mask)
     kept, bias = parts
     biased = new("Add", scores, new.constant(bias)) if bool(bias.any()) else scores
-    return new("Where", new.constant(kept), biased, HIDDEN)
+    return new("Where", new.constant(kept), biased, HIDDEN_SCORE)
 
 
 def _hides(graph: Graph, mask: str | None) -> bool:
@@ -338,7 +338,7 @@ def _hides(graph: Graph, mask: str | None) -> bool:
     return mask is not None and (known is None or known.dtype == torch.bool or float(known.detach().min()) < FAINT)
 
 
-def _by_heads(new: New, x: str, y: str, gives: Shape) -> str:
+def _by_heads(new: NewNodes, x: str, y: str, gives: Shape) -> str:
     """Return x y. Heads of x that share one of y are rows of one product: [.., H, T, D] becomes [.., K, T H/K, D]."""
     *lead, rows, columns = new.shape(x)
     if not new.node.attrs["enable_gqa"]:
@@ -354,7 +354,7 @@ def _by_heads(new: New, x: str, y: str, gives: Shape) -> str:
 # ---------------------------------------------------------------- order
 
 
-def _roll(new: New, n: Node) -> str:
+def _roll(new: NewNodes, n: Node) -> str:
     x = n.data
     for shift, axis in zip(n.attrs["shifts"], n.attrs["axes"], strict=True):
         size = new.size(x, axis)
@@ -363,7 +363,7 @@ def _roll(new: New, n: Node) -> str:
     return x
 
 
-def _space_to_depth(new: New, n: Node) -> str:
+def _space_to_depth(new: NewNodes, n: Node) -> str:
     """Order the new channels by (channel, row, column), as torch does."""
     b, batch, sizes = n.attrs["block"], new.shape(n.data)[0], new.sizes(n.data)
     h, w = sizes[:2] if new.channels_last else sizes[1:]
@@ -372,14 +372,14 @@ def _space_to_depth(new: New, n: Node) -> str:
     return new.reshape(new.transpose(y, (0, 1, 3, 5, 2, 4)), new.shape(n.output))
 
 
-def _channel_shuffle(new: New, n: Node) -> str:
+def _channel_shuffle(new: NewNodes, n: Node) -> str:
     shape, groups = (new.shape(n.data)[0], *new.sizes(n.data)), n.attrs["groups"]
     at = len(shape) - 1 if new.channels_last else 1
     y = new.reshape(n.data, (*shape[:at], groups, (shape[at] or 0) // groups, *shape[at + 1 :]))
     return new.reshape(new.transpose(y, (*range(at), at + 1, at, *range(at + 2, len(shape) + 1))), new.shape(n.output))
 
 
-def _tile(new: New, n: Node) -> str:
+def _tile(new: NewNodes, n: Node) -> str:
     """Join copies of the operand, axis by axis."""
     x, sizes, out = n.data, list(new.shape(n.data)), new.shape(n.output)
     if len(sizes) != len(out):
@@ -395,7 +395,7 @@ def _tile(new: New, n: Node) -> str:
     return x if x != n.data else new.reshape(x, out)
 
 
-def _pad(new: New, n: Node) -> str:
+def _pad(new: NewNodes, n: Node) -> str:
     """Join copies of the first and the last element of each padded axis."""
     if n.attrs["mode"] != "replicate":
         new.refuse("its padding is no copy of the ends")
@@ -413,20 +413,20 @@ def _pad(new: New, n: Node) -> str:
     return x if x != n.data else new.reshape(x, new.shape(n.output))
 
 
-def _stack(new: New, n: Node) -> str:
+def _stack(new: NewNodes, n: Node) -> str:
     axis, shape = n.attrs["axis"], list(new.shape(n.output))
     shape[axis] = 1
     return new("Concat", *(new("Unsqueeze", i, gives=tuple(shape), axes=(axis,)) for i in n.inputs), axis=axis)
 
 
-def _unstack(new: New, n: Node) -> list[str]:
+def _unstack(new: NewNodes, n: Node) -> list[str]:
     axis = n.attrs["axis"]
     return [new("Select", n.data, gives=new.shape(o), axis=axis, index=k) for k, o in enumerate(n.outputs)]
 
 
 # ---------------------------------------------------------------- rules by name
 
-Rule = Callable[[New, Node], str | Sequence[str]]
+Rule = Callable[[NewNodes, Node], str | Sequence[str]]
 _BY_NAME: dict[str, Rule] = {
     "swish": lambda new, n: new("Mul", n.data, new("Sigmoid", n.data)),
     "hard_swish": lambda new, n: new("Mul", n.data, new("HardSigmoid", n.data)),

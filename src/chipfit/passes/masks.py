@@ -13,17 +13,17 @@ import torch
 
 from chipfit.engine.types import dtype_of
 from chipfit.graph.edit import drop_dead, new_name, replace_node
-from chipfit.graph.hidden_scores import GONE, HIDDEN, SURELY, fill_of, leading_to, split_mask
+from chipfit.graph.hidden_scores import ALWAYS_HIDES, HIDDEN_SCORE, HIDES_IN_SOFTMAX, fill_of, leading_to, split_mask
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.operators.table import OPS
-from chipfit.passes.attention import Listed
+from chipfit.passes.attention import NodeTest
 from chipfit.passes.new_nodes import broadcast
 from chipfit.passes.rewriting import Rewritten
 from chipfit.registry import register
 
 
 @register("pass", "masks", stage="rewrite", after=("attention",), needs=("in_integers",))
-def masks(graph: Graph, in_integers: Listed) -> Rewritten:
+def masks(graph: Graph, in_integers: NodeTest) -> Rewritten:
     """Turn the masks of scores into selections, if the platform computes selection and softmax in integers.
 
     A mask is a constant of zeros, perhaps with a bias, and large negative numbers; or such numbers chosen by a
@@ -87,7 +87,7 @@ class _Selections:
                 kept, bias = self._constant(parts[0]), parts[1]
             if kept is not None:
                 biased = self._add("Add", scores, self._constant(bias)) if bool(bias.any()) else scores
-                hidden = self._constant(torch.tensor(HIDDEN))
+                hidden = self._constant(torch.tensor(HIDDEN_SCORE))
                 return self._replace(n.with_(op="Where", inputs=(kept, biased, hidden), attrs={}))
         return False
 
@@ -98,9 +98,9 @@ class _Selections:
             if made is None or made.op not in ("Add", "Sub") or scores not in made.inputs:
                 continue
             number = self._number(made.inputs[made.inputs[0] == scores])
-            if number is not None and (number if made.op == "Add" else -number) <= SURELY:
+            if number is not None and (number if made.op == "Add" else -number) <= ALWAYS_HIDES:
                 self.node, self.new = n, []
-                hidden = self._constant(torch.tensor(HIDDEN))
+                hidden = self._constant(torch.tensor(HIDDEN_SCORE))
                 return self._replace(n.with_(inputs=tuple(hidden if i == x else i for i in n.inputs)))
         return False
 
@@ -109,7 +109,7 @@ class _Selections:
         for n in leading_to(self.graph, reader, ("Where",)):
             if fill := fill_of(self.graph, n):
                 self.node, self.new = n, []
-                hidden = self._constant(torch.tensor(HIDDEN))
+                hidden = self._constant(torch.tensor(HIDDEN_SCORE))
                 self._replace(n.with_(inputs=tuple(hidden if i == fill else i for i in n.inputs)))
 
     def _replace(self, n: Node) -> bool:
@@ -144,7 +144,7 @@ class _Selections:
             case "Add" | "Min", [None, None] if plus == 0:
                 both = [self._condition(i, times, 0.0) for i in (first, last)]
                 return None if None in both else self._add("LogicalAnd", *map(str, both))
-            case "Max", [_, float(c)] if times * c + plus <= GONE:
+            case "Max", [_, float(c)] if times * c + plus <= HIDES_IN_SOFTMAX:
                 return self._condition(first, times, plus)
             case "Cast", _:
                 return self._condition(first, times, plus)
@@ -176,7 +176,7 @@ class _Selections:
             one, zero: the mask where the value is 1, or holds, and where it is 0.
         """
         kept = [abs(x) < 1e-6 for x in (one, zero)]
-        if kept[0] == kept[1] or min(one, zero) > GONE or value not in self.graph.values:
+        if kept[0] == kept[1] or min(one, zero) > HIDES_IN_SOFTMAX or value not in self.graph.values:
             return None
         dtype = self.graph.values[value].dtype
         if dtype == "bool":

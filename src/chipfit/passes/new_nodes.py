@@ -16,7 +16,7 @@ class Refusal(Exception):
     """The reason why a rule does not apply to a node."""
 
 
-class New:
+class NewNodes:
     """The nodes that replace one composite, in the order in which a rule creates them."""
 
     def __init__(

@@ -7,7 +7,7 @@ are the layer's own, read once a step.
 from collections.abc import Sequence
 
 from chipfit.graph.ir import Node
-from chipfit.passes.new_nodes import New, Shape
+from chipfit.passes.new_nodes import NewNodes, Shape
 
 #: operators with states
 RECURRENT = ("LSTM", "GRU", "RNN")
@@ -22,7 +22,7 @@ class _Layer:
         Refusal: the number of steps is only known at run time, or too large.
     """
 
-    def __init__(self, new: New, n: Node) -> None:
+    def __init__(self, new: NewNodes, n: Node) -> None:
         self.new, self.n = new, n
         x, self.r = n.data, n.operand("r") or ""
         self.b, self.rb, self.h = (n.operand(k) for k in ("b", "rb", "h"))
@@ -43,14 +43,15 @@ class _Layer:
         steps = self.new.several("Unstack", y, gives=[(self.samples, wide)] * self.count, axis=1)
         return steps[::-1] if self.n.attrs["reverse"] else steps
 
-    def kept(self, t: int, new: str, old: str | None) -> str:
+    def masked(self, t: int, new: str, old: str | None) -> str:
         """Return the next state of the step that runs as number `t`: the old one where the mask is false."""
-        mask, n, one = self.n.operand("mask"), self.count, self.new
+        mask = self.n.operand("mask")
         if mask is None:
             return new
-        at = n - 1 - t if self.n.attrs["reverse"] else t
-        step = one("Slice", mask, gives=(self.samples, 1), axis=1, start=at, end=at + 1, step=1)
-        return one("Where", step, new, 0.0 if old is None else old, gives=(self.samples, self.size))
+        at = self.count - 1 - t if self.n.attrs["reverse"] else t
+        column = self.new("Slice", mask, gives=(self.samples, 1), axis=1, start=at, end=at + 1, step=1)
+        before = 0.0 if old is None else old
+        return self.new("Where", column, new, before, gives=(self.samples, self.size))
 
     def product(self, h: str, weight: str = "", bias: str | None = None) -> str:
         """Return the product of a state with the recurrent weight, or another one."""
@@ -86,7 +87,7 @@ class _Layer:
         return [self.new("Concat", *steps, gives=(self.samples, self.count, self.size), axis=1), states[-1]]
 
 
-def lstm(new: New, n: Node) -> list[str]:
+def lstm(new: NewNodes, n: Node) -> list[str]:
     """c' = f c + i g, h' = o tanh(c').
 
     Source: Hochreiter and Schmidhuber 1997 with forget gates, as in PyTorch's `nn.LSTM`.
@@ -100,13 +101,13 @@ def lstm(new: New, n: Node) -> list[str]:
         cell = added if c is None else new("Add", new("Mul", f, c), added)
         if (clip := n.attrs["cell_clip"]) is not None:
             cell = new("Clamp", cell, min=-clip, max=clip)
-        h, c = layer.kept(t, new("Mul", o, new("Tanh", cell)), h), layer.kept(t, cell, c)
+        h, c = layer.masked(t, new("Mul", o, new("Tanh", cell)), h), layer.masked(t, cell, c)
         states.append(h)
     assert c is not None
     return [*layer.results(states), c]
 
 
-def gru(new: New, n: Node) -> list[str]:
+def gru(new: NewNodes, n: Node) -> list[str]:
     """h' = n + z (h - n), with n = tanh(x W + b + r (h R + rb)), or tanh(x W + b + (r h) R + rb).
 
     Source: Cho et al. 2014 (arXiv 1406.1078), equations 5 to 8, and PyTorch's `nn.GRU`.
@@ -115,7 +116,7 @@ def gru(new: New, n: Node) -> list[str]:
         new.refuse("its gates stand in another order")
     layer, h, states = _Gru(new, n), n.operand("h"), list[str]()
     for t, step in enumerate(layer.products(layer.b if layer.after else layer.joint_bias())):
-        h = layer.kept(t, layer.next(h, *layer.split(step, (2, 1))), h)
+        h = layer.masked(t, layer.next(h, *layer.split(step, (2, 1))), h)
         states.append(h)
     return layer.results(states)
 
@@ -123,7 +124,7 @@ def gru(new: New, n: Node) -> list[str]:
 class _Gru(_Layer):
     """A GRU; what belongs to the gates comes before what belongs to the candidate."""
 
-    def __init__(self, new: New, n: Node) -> None:
+    def __init__(self, new: NewNodes, n: Node) -> None:
         super().__init__(new, n)
         self.after: bool = n.attrs["reset_after"]
         self._parts: dict[str, list[str]] = {}  #: weight -> its parts
@@ -171,11 +172,11 @@ class _Gru(_Layer):
         return self._parts[weight] if weight is not None else []
 
 
-def rnn(new: New, n: Node) -> list[str]:
+def rnn(new: NewNodes, n: Node) -> list[str]:
     """h' = tanh(x W + b + h R + rb), or the ReLU of it. Source: Elman 1990."""
     layer, h, states = _Layer(new, n), n.operand("h"), list[str]()
     kind = {"tanh": "Tanh", "relu": "Relu"}[n.attrs["activation"]]
     for t, step in enumerate(layer.products(layer.joint_bias())):
-        h = layer.kept(t, new(kind, step if h is None else new("Add", step, layer.product(h))), h)
+        h = layer.masked(t, new(kind, step if h is None else new("Add", step, layer.product(h))), h)
         states.append(h)
     return layer.results(states)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from chipfit.graph.edit import drop_dead, replace_node
 from chipfit.graph.ir import Graph, Node
-from chipfit.passes.attention import Listed
+from chipfit.passes.attention import NodeTest
 from chipfit.passes.rewriting import Rewritten
 from chipfit.registry import register
 
@@ -16,7 +16,7 @@ _NONE = 1e-12
 
 
 @register("pass", "unit_length", stage="rewrite", after=("fold_constants",), needs=("listed",))
-def unit_length(graph: Graph, listed: Listed) -> Rewritten:
+def unit_length(graph: Graph, listed: NodeTest) -> Rewritten:
     """Replace x / |x| and x rsqrt(sum x^2), along one axis, by L2Norm, if the platform names that operator.
 
     The length may have a lower bound of at most 1e-6. `decompose` is the inverse.

@@ -18,7 +18,7 @@ from chipfit.frameworks.keras.call import KerasCall
 from chipfit.frameworks.keras.kernel_layout import DEPTHWISE, SLOPES
 from chipfit.frameworks.reading import Unreadable, per_axis
 from chipfit.graph.einsum import as_product
-from chipfit.graph.hidden_scores import HIDDEN
+from chipfit.graph.hidden_scores import HIDDEN_SCORE
 from chipfit.graph.ir import Value
 from chipfit.operators.table import OPS, attribute_words, read_column
 
@@ -586,7 +586,7 @@ def _attention(
     operands = [_permuted(r, x, (0, 2, 1, 3), part) for x, part in ((query, "query"), (key, "key"), (value, "value"))]
     n, t, h, d = r.shape
     if mask is not None:  # a row that is hidden throughout gives the mean of all values, as in Keras
-        numbers = [r.operand(x) for x in (0.0, HIDDEN)]
+        numbers = [r.operand(x) for x in (0.0, HIDDEN_SCORE)]
         bias = r.emit("Where", [r.operand(mask, "bool"), *numbers], mask.shape, part="mask")
     operands += [] if bias is None else [r.operand(bias)]
     y = r.emit(
