@@ -19,6 +19,7 @@ from chipfit.errors import DataError
 from chipfit.frameworks import capture, load_model, lower
 from chipfit.graph.edit import unique_name
 from chipfit.graph.ir import Graph
+from chipfit.graph.placement import device_of, inputs_on, on_cpu, placed
 from chipfit.passes.one_step import one_step
 from chipfit.plan.record import Plan
 
@@ -38,13 +39,13 @@ class Streaming:
     graph: Graph
 
     def calls(self, sequences: Any) -> list[tuple[Tensor, ...]]:
-        """Return the calls of the model that compute sequences step by step in float: calibration data.
+        """Return the calls of the model that compute sequences step by step in float: calibration data, on its device.
 
         Args:
             sequences: batches of inputs [N, T, ...] of the network over sequences.
         """
-        step = _in_float(self.graph)
-        return [tuple(call) for batch in iterate(sequences) for call, _ in _walk(self.graph, batch, step)]
+        graph, step = self.graph, _in_float(self.graph)
+        return [tuple(call) for batch in iterate(sequences) for call, _ in _walk(graph, batch, step, graph.device)]
 
 
 @torch_defaults()
@@ -132,12 +133,12 @@ def drift(result: Any, sequences: Any) -> Drift:
     if not state_pairs(graph):
         raise DataError("The network has no states", hint="name them: chipfit.quantize(..., states=)")
     signal, noise = dict[tuple[int, bool], float](), dict[tuple[int, bool], float]()
-    last = {o for _, o in state_pairs(graph)}
+    last, step = {o for _, o in state_pairs(graph)}, _in_float(graph)
     for batch in iterate(sequences):
-        floats = _walk(graph, batch, _in_float(graph))
-        rounded = _walk(graph, batch, model.run_flat)
+        floats = _walk(graph, batch, step, graph.device)
+        rounded = _walk(graph, batch, model.run_flat, device_of(model))
         for t, ((_, want), (_, got)) in enumerate(zip(floats, rounded, strict=True)):
-            for name, x, y in zip(graph.outputs, want, got, strict=True):
+            for name, x, y in zip(graph.outputs, on_cpu(want), on_cpu(got), strict=True):
                 key = t, name in last
                 signal[key] = signal.get(key, 0.0) + float(x.double().square().sum())
                 noise[key] = noise.get(key, 0.0) + float((x.double() - y.double()).square().sum())
@@ -150,7 +151,8 @@ def _decibels(signal: float, noise: float) -> float:
 
 
 def _in_float(graph: Graph) -> Step:
-    """Return the function that runs one step of a graph in float."""
+    """Return the function that runs one step of a graph in float, on the device of the graph."""
+    graph = placed(graph)
 
     def step(call: list[Tensor]) -> list[Tensor]:
         values = run(graph, call)
@@ -159,8 +161,8 @@ def _in_float(graph: Graph) -> Step:
     return step
 
 
-def _walk(graph: Graph, batch: Any, step: Step) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Yield inputs and outputs of each step of a batch of sequences; states start from zeros.
+def _walk(graph: Graph, batch: Any, step: Step, device: torch.device) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Yield inputs and outputs, on a device, of each step of a batch of sequences; states start from zeros.
 
     Raises:
         DataError: the inputs have no axis of steps, or not as many as the network has.
@@ -172,6 +174,7 @@ def _walk(graph: Graph, batch: Any, step: Step) -> Iterator[tuple[list[Tensor], 
     if [x.dim() for x in given] != wanted:
         got = ", ".join(str(list(x.shape)) for x in given)
         raise DataError("Sequences do not fit the network", got=got, allowed=f"{count} inputs [N, T, ...]")
+    given = inputs_on(device, given)
     sizes = [[s or len(given[0]) for s in graph.shape(i)] for i, _ in pairs]
     states = [given[0].new_zeros(size) for size in sizes]
     for inputs in zip(*(x.unbind(1) for x in given), strict=True):

@@ -314,6 +314,59 @@ Three batch_norm(const Tensor& x, const Maybe& w, const Maybe& b, const Maybe& m
                                          eps), x.device());
 }
 
+// The cells of recurrent layers, which are operators of their own on every device but the CPU.
+Tensor gates_of(const Tensor& x, const Maybe& bias) {
+  return bias && bias->defined() ? host(x) + host(*bias) : host(x);
+}
+
+Tensor bias_of(const Tensor& gates, bool biased) { return biased ? gates.sum(0) : Tensor(); }
+
+Three lstm_cell(const Tensor& x, const Tensor& h, const Tensor& c, const Maybe& x_bias, const Maybe& h_bias) {
+  launch("aten::_thnn_fused_lstm_cell", {x, h, c, x_bias, h_bias});
+  Inside inside;
+  const auto parts = (gates_of(x, x_bias) + gates_of(h, h_bias)).chunk(4, -1);
+  const Tensor i = parts[0].sigmoid(), f = parts[1].sigmoid(), g = parts[2].tanh(), o = parts[3].sigmoid();
+  const Tensor cell = f * host(c) + i * g;
+  return to_device({o * cell.tanh(), cell, at::cat({i, f, g, o}, -1)}, x.device());
+}
+
+Three lstm_cell_backward(const Maybe& dh, const Maybe& dc, const Tensor& before, const Tensor& after,
+                         const Tensor& gates, bool biased) {
+  launch("aten::_thnn_fused_lstm_cell_backward", {gates, dh, dc, before, after});
+  Inside inside;
+  const auto parts = host(gates).chunk(4, -1);
+  const Tensor &i = parts[0], &f = parts[1], &g = parts[2], &o = parts[3], out = host(after).tanh();
+  const Tensor by_h = dh && dh->defined() ? host(*dh) : at::zeros_like(out);
+  Tensor by_c = by_h * o * (1 - out * out);
+  if (dc && dc->defined()) by_c = by_c + host(*dc);
+  const Tensor all = at::cat({by_c * g * i * (1 - i), by_c * host(before) * f * (1 - f), by_c * i * (1 - g * g),
+                              by_h * out * o * (1 - o)}, -1);
+  return to_device({all, by_c * f, bias_of(all, biased)}, gates.device());
+}
+
+std::tuple<Tensor, Tensor> gru_cell(const Tensor& x, const Tensor& h, const Tensor& before, const Maybe& x_bias,
+                                    const Maybe& h_bias) {
+  launch("aten::_thnn_fused_gru_cell", {x, h, before, x_bias, h_bias});
+  Inside inside;
+  const auto given = gates_of(x, x_bias).chunk(3, -1), states = gates_of(h, h_bias).chunk(3, -1);
+  const Tensor r = (given[0] + states[0]).sigmoid(), z = (given[1] + states[1]).sigmoid();
+  const Tensor n = (given[2] + r * states[2]).tanh(), state = host(before);
+  return {(n + z * (state - n)).to(x.device()), at::cat({r, z, n, state, states[2]}, -1).to(x.device())};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gru_cell_backward(const Tensor& dh, const Tensor& kept, bool biased) {
+  launch("aten::_thnn_fused_gru_cell_backward", {kept, dh});
+  Inside inside;
+  const auto parts = host(kept).chunk(5, -1);
+  const Tensor &r = parts[0], &z = parts[1], &n = parts[2], &state = parts[3], &hidden = parts[4], by = host(dh);
+  const Tensor by_n = by * (1 - z) * (1 - n * n), by_z = by * (state - n) * z * (1 - z);
+  const Tensor by_r = by_n * hidden * r * (1 - r);
+  const Tensor given = at::cat({by_r, by_z, by_n}, -1), states = at::cat({by_r, by_z, by_n * r}, -1);
+  const auto [x, h, before] = to_device({given, states, by * z}, kept.device());
+  const auto [x_bias, h_bias, none] = to_device({bias_of(given, biased), bias_of(states, biased), {}}, kept.device());
+  return {x, h, before, x_bias, h_bias};
+}
+
 int64_t attention(const Tensor&, const Tensor&, const Tensor&, const Maybe&, double, bool, std::optional<double>, bool) {
   return static_cast<int64_t>(sdp::SDPBackend::math);
 }
@@ -340,6 +393,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);
   m.impl("native_batch_norm", batch_norm);
+  m.impl("_thnn_fused_lstm_cell", lstm_cell);
+  m.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);
+  m.impl("_thnn_fused_gru_cell", gru_cell);
+  m.impl("_thnn_fused_gru_cell_backward", gru_cell_backward);
   m.impl("_fused_sdp_choice", attention);
 }
 

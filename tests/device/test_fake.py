@@ -114,6 +114,22 @@ def test_gradients_of_convolutions_are_those_of_the_cpu(transposed, groups, fake
         torch.testing.assert_close(b.grad.cpu(), a.grad)
 
 
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_and_their_gradients_are_those_of_the_cpu(kind, biased, fake):
+    torch.manual_seed(0)
+    layer = kind(4, 5, batch_first=True, bias=biased, num_layers=2, bidirectional=True)
+    twin, batch = copy.deepcopy(layer).to(D), torch.randn(3, 6, 4)
+    there, inputs = batch.to(D).requires_grad_(), batch.requires_grad_()
+    (want, states), (got, there_states) = layer(inputs), twin(there)
+    torch.testing.assert_close(got.cpu(), want)
+    for out, state in ((want, states), (got, there_states)):
+        (out.square().sum() + sum(s.sum() for s in (state if kind is nn.LSTM else (state,)))).backward()
+    torch.testing.assert_close(there.grad.cpu(), inputs.grad)
+    for a, b in zip(layer.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(b.grad.cpu(), a.grad, rtol=1e-4, atol=1e-5)
+
+
 def test_attention_and_norms_run(fake):
     q = torch.randn(2, 4, 8, 8)
     attend = F.scaled_dot_product_attention

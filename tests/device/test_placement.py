@@ -114,6 +114,20 @@ def test_batches_may_come_from_several_devices(accelerator):
     assert not diff(quantized(small_cnn(), IMAGES).plan, result.plan)
 
 
+@pytest.mark.parametrize("there", [0, 1])
+def test_inputs_of_one_batch_may_lie_on_several_devices(there, accelerator):
+    net = model_of(lambda m, x, y: m.fc(x) * y + m.fc(y), fc=nn.Linear(4, 4))
+    batches = [(randn(8, 4, seed=k), randn(8, 4, seed=k + 5)) for k in range(3)]
+    mixed = [tuple(moved(x) if k == there else x for k, x in enumerate(pair)) for pair in batches]
+    result, want = quantized(moved(net), mixed, rule="hmse"), quantized(net, batches, rule="hmse")
+    assert not diff(want.plan, result.plan)
+    assert (
+        result.verify(mixed).exact
+        and result.sensitivity(mixed).losses.keys() == want.sensitivity(batches).losses.keys()
+    )
+    assert torch.equal(result.device_model(*mixed[0]).cpu(), want.device_model(*batches[0]))
+
+
 def test_a_default_device_changes_nothing(accelerator):
     def forward(m, x):
         return m.fc(x) + torch.arange(4) * 0.1

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import chipfit
 from tests import zoo
 from tests.accelerators import CPU, chosen, moved
-from tests.build import images, mlp, randn, small_cnn
+from tests.build import images, mlp, model_of, randn, small_cnn
 
 #: where the model and the batches are: "there" is the accelerator
 PLACES = {"all there": ("there", "there"), "data here": ("there", "here"), "model here": ("here", "there")}
@@ -38,11 +38,20 @@ def batches() -> list[Tensor]:
     return [images(8, seed=k) for k in range(3)]
 
 
+def recurrent(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return model_of(lambda m, x: m.head(m.layer(x)[0][:, -1]), layer=kind(4, 6, batch_first=True), head=nn.Linear(6, 3))
+
+
+def sequences() -> list[Tensor]:
+    return [randn(8, 5, 4, seed=k) for k in range(2)]
+
+
 def settings(**given) -> dict:
     return {"settings": chipfit.Settings(**given)}
 
 
-#: without recurrent and tied networks: the fake has no GRU cell, and torch unties weights that it moves there
+#: without tied networks, whose weights torch unties when it moves them there
 #: name -> (model, batches, platform, options of `quantize`)
 QUANTIZED: dict[str, tuple] = {
     **{name: (cnn, batches, name, {}) for name in "tflite_int8 imx500 coreml tflite_dynamic k210 nnie".split()},
@@ -63,6 +72,10 @@ QUANTIZED: dict[str, tuple] = {
         for name, s in STEPS.items()
     },
     "limits": (cnn, batches, "tflite_int8", {"limits": chipfit.Limits(weights="60%")}),
+    **{
+        f"recurrent: {kind.__name__}": (lambda kind=kind: recurrent(kind), sequences, platform, {})
+        for kind, platform in ((nn.LSTM, "ort_cpu"), (nn.GRU, "tflm_cmsis_nn"), (nn.RNN, "tflite_int8"))
+    },
     "half precision": (lambda: cnn().half(), lambda: [x.half() for x in batches()], "ort_cpu", {}),
 }
 
@@ -154,6 +167,15 @@ def test_files_reports_and_proofs_are_those_of_the_cpu(result, tmp_path):
     assert quantized.report.save(tmp_path / "report.html")
 
 
+def test_files_are_measured_and_verified_on_data_of_a_device(result, tmp_path):
+    quantized, data = result
+    timing = quantized.time(data, seconds=0.01)
+    assert timing.batch == len(data[0]) and timing.operators == quantized.time(batches(), seconds=0.01).operators
+    path = quantized.export(tmp_path / "net.onnx")
+    found, want = chipfit.verify_file(path, data, batches=1), chipfit.verify_file(path, batches(), batches=1)
+    assert found.exact and found.rows == want.rows and found.warnings == want.warnings
+
+
 def test_the_device_model_returns_where_its_input_is(result, accelerator):
     quantized, data = result
     there, here = quantized.device_model(data[0]), quantized.device_model(data[0].cpu())
@@ -218,6 +240,23 @@ def test_a_network_that_draws_on_the_device_leaves_the_callers_generators(accele
     torch.manual_seed(1)
     one, other = result.model(x), result.model(x)
     assert not torch.equal(one.cpu(), other.cpu())  # noise was captured as an operator, not as numbers
+
+
+@pytest.mark.parametrize("kind, place", [(nn.LSTM, "there"), (nn.GRU, "here")])
+def test_a_network_of_one_step_runs_where_the_network_over_sequences_was(kind, place, accelerator):
+    net, data = moved(recurrent(kind)), [on(place, x) for x in sequences()]
+    step, on_cpu = chipfit.streaming(net, data[0]), chipfit.streaming(recurrent(kind), sequences()[0])
+    calls = step.calls(data)
+    assert {x.device for call in calls for x in call} == {accelerator}
+    assert step.model(*calls[0])[0].device == accelerator
+    result = quantize(step.model, calls, "tflm_cmsis_nn", states=step.states)
+    want = quantize(on_cpu.model, on_cpu.calls(sequences()), "tflm_cmsis_nn", states=step.states)
+    same(result, want)
+    lost, expected = chipfit.drift(result, data), chipfit.drift(want, sequences())
+    assert lost.outputs == pytest.approx(expected.outputs, abs=0.5)
+    want.model.to(accelerator)
+    assert chipfit.drift(want, data).states == pytest.approx(expected.states, abs=0.5)
+    assert result.verify(calls[:2]).exact
 
 
 def test_a_network_is_pruned_where_it_is(accelerator):

@@ -55,7 +55,7 @@ class Samples(NamedTuple):
             if isinstance(batch, Whole) or count < 2 or any(not x.dim() or len(x) != count for x in batch):
                 (held if k % _HELD_OUT == 1 else fit).append(batch)
                 continue
-            chosen = torch.arange(count, device=batch[0].device) % _HELD_OUT == 1
+            chosen = torch.arange(count) % _HELD_OUT == 1  # on the CPU: the inputs may lie on several devices
             fit.append([x[~chosen] for x in batch])
             held.append([x[chosen] for x in batch])
         return cls(tuple(fit), tuple(held))

@@ -18,9 +18,10 @@ _HERE = {"torch": "device:cpu"}
 _AT_ONCE = 1 << 24
 
 
-def device_of(model: torch.nn.Module) -> torch.device:
-    """Return the device of a model: that of its first parameter, else of its first buffer, else the CPU."""
-    return next((t.device for t in chain(model.parameters(), model.buffers())), CPU)
+def device_of(model: Any) -> torch.device:
+    """Return the device of a module: that of its first parameter, else of its first buffer, else the CPU."""
+    tensors = chain(model.parameters(), model.buffers()) if isinstance(model, torch.nn.Module) else ()
+    return next((t.device for t in tensors), CPU)
 
 
 def placed(graph: Graph) -> Graph:

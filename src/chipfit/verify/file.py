@@ -11,7 +11,8 @@ from chipfit.errors import CaptureError, RuntimeUnavailable, first_line
 from chipfit.files import package_data, path_of
 from chipfit.frameworks import framework_of, load, part
 from chipfit.frameworks.quantized import QuantizedFile
-from chipfit.graph.ir import Graph
+from chipfit.graph.ir import CPU, Graph
+from chipfit.graph.placement import inputs_on
 from chipfit.platform.load import load_platform
 from chipfit.platform.schema import Platform
 from chipfit.registry import entry
@@ -98,7 +99,7 @@ def _compare_outputs(out: Verification, files: list[Path], graph: Graph, batch: 
 
     Where something runs in float, the last bit may be another one in each; that is said, and no fault.
     """
-    inputs = [x.numpy() for x in split_label(batch, graph)[0]]
+    inputs = [x.numpy() for x in inputs_on(CPU, split_label(batch, graph)[0])]
     found = [list(entry("runtime", out.runtime).thing(f, ()).run(inputs).values()) for f in files]
     gaps = []
     for a, b in zip(*found, strict=True):

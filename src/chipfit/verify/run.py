@@ -302,8 +302,7 @@ class Comparator:
         model = self.model and self.model()
         run_flat: Any = getattr(model, "run_flat", None)  # modules that chipfit made have it
         if run_flat is not None:
-            here = device_of(model) if isinstance(model, torch.nn.Module) else CPU
-            results["simulated"] = run_flat(inputs_on(here, inputs))[0].cpu()
+            results["simulated"] = run_flat(inputs_on(device_of(model), inputs))[0].cpu()
         self.out.labelled += label.shape[0]
         if not self.out.labelled:  # a batch without samples
             return

@@ -16,8 +16,9 @@ from chipfit.engine.run import run
 from chipfit.engine.torch_defaults import torch_defaults
 from chipfit.errors import DataError
 from chipfit.export import export
-from chipfit.graph.ir import Graph
+from chipfit.graph.ir import CPU, Graph
 from chipfit.graph.linear import products
+from chipfit.graph.placement import inputs_on
 from chipfit.plan.record import Plan
 from chipfit.platform.schema import Platform
 from chipfit.registry import entry, require
@@ -104,7 +105,7 @@ def measure(
     first = next(iter(iterate(data, fixed_batch_of(graph))), None)
     if first is None:
         raise DataError("There are no data to measure on", hint="give at least one batch")
-    flat, _ = split_label(first, graph)
+    flat = inputs_on(CPU, split_label(first, graph)[0])
     inputs = [x.numpy() for x in flat]
     with tempfile.TemporaryDirectory() as folder:
         suffix = found.declares.suffix
