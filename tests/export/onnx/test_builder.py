@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, numpy_helper
@@ -14,6 +15,7 @@ from chipfit.errors import UnsupportedError
 from chipfit.export.io_spec import QuantizedIO
 from chipfit.export.onnx.builder import OnnxBuilder
 from chipfit.export.onnx.ops import WRITERS
+from chipfit.export.onnx.writer import export_onnx
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.plan.record import NodePlan
 from chipfit.runtimes.onnxruntime import OnnxRuntime
@@ -421,3 +423,46 @@ def test_an_operator_that_onnx_has_is_not_taken_apart(tmp_path, name, want):
 
     nodes = onnx.load(export_onnx(alone(name)[0], None, tmp_path / "m.onnx")).graph.node
     assert [n.op_type for n in nodes if n.op_type != "Identity"] == want
+
+
+# ---------------------------------------------------------------- numbers that stay in float
+
+
+def decoder(first, second):
+    """A sum of two products, as a detector decodes boxes; its constants have 1,024 numbers each."""
+    nodes = [build.node("p = Mul(x, a)"), build.node("q = Mul(p, b)")]
+    return build.graph_of(*nodes, shape=(None, 1024), weights={"a": torch.tensor(first), "b": torch.tensor(second)})
+
+
+def same_in_ort(graph, path, x):
+    export_onnx(graph, None, path)
+    want = x * graph.weights["a"].numpy() * graph.weights["b"].numpy()
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return np.array_equal(session.run(None, {"x": x})[0], want)
+
+
+def test_equal_numbers_are_written_once(tmp_path):
+    numbers = np.random.default_rng(0).standard_normal(1024).astype(np.float32)
+    x = np.random.default_rng(1).standard_normal((3, 1024)).astype(np.float32)
+    assert same_in_ort(decoder(numbers, numbers), tmp_path / "m.onnx", x)
+    assert (tmp_path / "m.onnx").stat().st_size < 1.2 * numbers.nbytes
+
+
+def test_few_distinct_numbers_are_written_in_one_byte_each(tmp_path):
+    rng = np.random.default_rng(0)
+    table = np.array([-0.0, 0.0, *rng.standard_normal(254)], np.float32)  # both zeros keep their signs
+    anchors, others = rng.choice(table, 1024), rng.choice(np.append(table, np.float32(3)), 1024)
+    x = rng.standard_normal((3, 1024)).astype(np.float32)
+    assert same_in_ort(decoder(anchors, np.sort(anchors)), tmp_path / "few.onnx", x)
+    assert (tmp_path / "few.onnx").stat().st_size < 2 * (1024 + 4 * 256) + 1000
+    others[:257] = np.append(table, np.float32(3))  # 257 distinct ones stay as they are
+    assert same_in_ort(decoder(others, anchors), tmp_path / "more.onnx", x)
+    held = {i.name: i for i in onnx.load(tmp_path / "more.onnx").graph.initializer}
+    assert np.array_equal(numpy_helper.to_array(held["a"]), others) and "b" not in held
+
+
+def test_few_distinct_numbers_of_a_kernel_stay_as_they_are(tmp_path):
+    w = torch.tensor([1.0, 2.0]).repeat(64, 32)
+    graph = build.graph_of(build.node("y = Linear(x, w)"), shape=(None, 64), weights={"w": w})
+    held = {i.name: i for i in onnx.load(export_onnx(graph, None, tmp_path / "m.onnx")).graph.initializer}
+    assert np.array_equal(numpy_helper.to_array(held["w"]), w)

@@ -348,3 +348,23 @@ def test_constants_of_equal_bytes_share_a_buffer_whatever_their_scales():
     found = {t.name: t for t in model.subgraphs[0].tensors}
     assert one != half and found[b"a"].buffer == found[b"b"].buffer
     assert [float(found[n].quantization.scale[0]) for n in (b"a", b"b")] == [1.0, 0.5]
+
+
+def test_equal_zero_points_and_texts_are_written_once():
+    def size(layers: int) -> int:
+        file, n = File(), 1000
+        x = file.tensor("x", (1, n), INT8)
+        for k in range(layers):
+            scales = Quantization(np.arange(1, n + 1, dtype=np.float32) + k, np.zeros(n, np.int64))
+            w = file.constant(np.zeros(n, np.int8), f"w{k}", INT8, scales)
+            y = file.tensor(f"y{k}", (1, n), INT8)
+            file.op("ADD", [x, w], y)
+            x = y
+        content = file.content({"x": 0}, {f"y{layers - 1}": x}, {})
+        tensors = read(content).subgraphs[0].tensors
+        found = {t.name.decode(): t.quantization for t in tensors}
+        assert [float(found[f"w{k}"].scale[0]) for k in range(layers)] == [1.0 + k for k in range(layers)]
+        assert all(len(found[f"w{k}"].zeroPoint) == n and not any(found[f"w{k}"].zeroPoint) for k in range(layers))
+        return len(content)
+
+    assert size(5) - size(4) < 4 * 1000 + 500  # the scales of a layer, no zero points of 8 bytes

@@ -35,7 +35,7 @@ class MctqBuilder(OnnxBuilder):
     def opset_of_formats(cls, plan: Plan) -> int:
         return cls.lowest_opset
 
-    def weight(self, name: str, raw: bool) -> str:
+    def weight(self, name: str, raw: bool, few: bool = False) -> str:
         stored, w = self.plan.stored(name), self.graph.weights[name].detach()
         if raw or stored is None:
             return super().weight(name, raw)

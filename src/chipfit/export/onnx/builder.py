@@ -4,6 +4,7 @@ Names: graph value `v` is `v` before its quantizer, its integers are `v_q`; inpu
 arguments. All else is called after the node of the graph that is being written, with a running number.
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -15,6 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 from chipfit.errors import UnsupportedError
 from chipfit.export.io_spec import QuantizedIO
 from chipfit.graph.ir import Graph, Node
+from chipfit.operators.table import OPS
 from chipfit.plan.record import Plan
 from chipfit.plan.tables import byte_tables, with_integers
 from chipfit.quantizers.grids import shape_for
@@ -25,6 +27,10 @@ _PASS_THROUGH = frozenset(
     "DequantizeLinear Cast Concat Expand Flatten Gather Identity Pad Reshape Slice Split Squeeze Tile Transpose "
     "Unsqueeze MaxPool Relu Clip".split()
 )
+
+
+#: size from which a weight in float is compared with others [bytes]
+_LARGE = 1024
 
 
 class OnnxBuilder:
@@ -149,7 +155,7 @@ class OnnxBuilder:
             return None
         raw = (value, node.name) in self.plan.float_edges or value in self.inner
         if value in self.graph.weights:
-            return self.weight(value, raw)
+            return self.weight(value, raw, few=node.op in OPS and OPS[node.op].ieee)
         return self.before_quantizer[value] if raw else self.after_quantizer[value]
 
     def for_size(self, x: str, axis: int, rank: int) -> str:
@@ -165,11 +171,15 @@ class OnnxBuilder:
         """Return the node so far that makes an ONNX value; None for inputs and initialisers."""
         return next((n for n in reversed(self.nodes) if name in n.output), None)
 
-    def weight(self, name: str, raw: bool) -> str:
-        """Return the ONNX name of a weight in float: dequantized, unless `raw` or not quantized."""
+    def weight(self, name: str, raw: bool, few: bool = False) -> str:
+        """Return the ONNX name of a weight in float: dequantized, unless `raw` or not quantized.
+
+        Args:
+            few: write a weight that is not quantized and has few distinct numbers as codes.
+        """
         stored, w = self.plan.stored(name), self.graph.weights[name].detach()
         if raw or stored is None:
-            return name if name in self.initialisers else self.const(w.numpy(), name)
+            return self._in_float(name, w.numpy(), few)
         if stored.grid.table is not None:
             return self.once((name, "in float"), lambda: self._gathered_floats(name, stored, stored.grid.table or ()))
         if name in self.after_quantizer and not (stored.grid.signed and stored.grid.file_bits == 8 and w.dim()):
@@ -183,6 +193,30 @@ class OnnxBuilder:
         dequantized = self.op("DequantizeLinear", [integers, scale, zero], **attrs)
         self.after_quantizer.setdefault(name, dequantized)
         return dequantized
+
+    def _in_float(self, name: str, value: np.ndarray, few: bool) -> str:
+        """Add numbers as they are; large ones that are equal to another weight's are written once.
+
+        Those of at most 256 distinct ones, such as the anchors of a detector, are gathered from a table if `few`.
+        ONNX Runtime does that when it loads the file, and the result is the same to the bit.
+        """
+        few = few and value.dtype == np.float32
+        if value.nbytes < _LARGE:
+            return name if name in self.initialisers else self.const(value, name)
+        content = hashlib.sha256(np.ascontiguousarray(value).data).hexdigest()
+        key = f"{value.dtype} {value.shape} {few}", content
+        return self.once(key, lambda: (few and self._from_table(name, value)) or self.const(value, name))
+
+    def _from_table(self, name: str, value: np.ndarray) -> str:
+        """Add numbers as codes and a table, and return their name; "" where there are too many distinct ones."""
+        table, codes = np.unique(value.view(np.int32), return_inverse=True)  # 0 and -0 differ
+        if len(table) > 256:
+            return ""
+        index = self.const(codes.reshape(value.shape).astype(np.uint8), f"{name}_codes")
+        entries = self.const(table.view(value.dtype), f"{name}_table")
+        self.op("Gather", [entries, self.op("Cast", [index], to=tensor_type("int32"))])
+        self.nodes[-1].output[0] = name
+        return name
 
     def weight_integers(self, weight: str, name: str, values: torch.Tensor) -> str:
         """Return the ONNX name of a weight's integers for one reader, without a copy in the file for the next one.

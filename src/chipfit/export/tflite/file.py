@@ -1,7 +1,8 @@
 """A `.tflite` file under construction: its tensors, its operators, and the tables of the schema around them."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import flatbuffers
@@ -201,7 +202,7 @@ class File:
         m = schema.ModelT()
         m.version, m.description, m.operatorCodes, m.subgraphs = 3, f"chipfit {__version__}".encode(), self._codes, [g]
         m.metadata, m.buffers, m.signatureDefs = entries, self._buffers, [signature]
-        builder = flatbuffers.Builder(1024)
+        builder = _Builder(1024)
         builder.Finish(m.Pack(builder), file_identifier=b"TFL3")
         return bytes(builder.Output())
 
@@ -235,6 +236,25 @@ def quantization(numbers: Quantization) -> Any:
     p.zeroPoint = np.broadcast_to(np.atleast_1d(np.asarray(numbers.zero, np.int64)), p.scale.shape).copy()
     p.quantizedDimension = numbers.axis
     return p
+
+
+class _Builder(flatbuffers.Builder):
+    """A builder that writes equal vectors and texts once, such as the zero points of layers of equal width."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self._written: dict[Any, int] = {}  #: type and content -> offset
+
+    def _once(self, key: Any, write: Callable[[], int]) -> int:
+        if key not in self._written:
+            self._written[key] = write()
+        return self._written[key]
+
+    def CreateNumpyVector(self, x: np.ndarray) -> int:  # noqa: N802 -- called by generated code
+        return self._once((x.dtype.str, x.tobytes()), partial(super().CreateNumpyVector, x))
+
+    def CreateString(self, s: Any, *more: Any) -> int:  # noqa: N802 -- called by generated code
+        return self._once((s, more), partial(super().CreateString, s, *more))
 
 
 class _Buffer:
