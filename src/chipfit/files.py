@@ -7,12 +7,14 @@ killed one left behind.
 
 import ctypes
 import errno
+import importlib
 import json
 import os
 import re
 import secrets
 import shutil
 import stat
+import sys
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -25,6 +27,8 @@ import yaml
 
 from chipfit.errors import ChipfitError, ExportError
 
+#: Windows opens no folders, renames no open file, and has locks of bytes in the place of flock(2)
+WINDOWS = sys.platform == "win32"
 #: file that lists the content of a folder, which proves that chipfit wrote it
 MANIFEST = "manifest.json"
 _UNFINISHED = re.compile(r"\.chipfit-[0-9a-f]{16}")
@@ -131,7 +135,7 @@ def lock_folder(folder: Path, *, wait: bool) -> Iterator[bool]:
     """
     with _typed(folder, ExportError, "The folder cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("w")
+        lock = (folder / "lock").open("ab")
     with lock:
         yield _lock(lock.fileno(), wait=wait)
 
@@ -228,6 +232,8 @@ def exchange_folders(a: Path, b: Path) -> bool:
     Raises:
         OSError: the system call fails.
     """
+    if WINDOWS:
+        return False
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is None:
         return False
@@ -256,9 +262,16 @@ def locked_temporary(parent: Path, *, folder: bool) -> Iterator[Path]:
 
 
 def _create_locked(path: Path, handles: list[int], *, folder: bool) -> bool:
-    """Create and lock a file or folder; return False if another writer removed it in between."""
+    """Create and lock a file or folder; return False if another writer removed it in between.
+
+    On Windows it stays unlocked, and writers leave the temporary files of others alone.
+    """
     if folder:
         path.mkdir()
+    if WINDOWS:
+        if not folder:
+            path.touch(exist_ok=False)
+        return True
     try:
         handles.append(os.open(path, os.O_RDONLY if folder else os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     except FileNotFoundError:
@@ -277,7 +290,7 @@ def temporaries_in(folder: Path) -> list[Path]:
 
 def _sweep(folder: Path) -> None:
     """Remove temporary files of killed writers; a folder that one had moved gets its name back."""
-    for path in temporaries_in(folder):
+    for path in [] if WINDOWS else temporaries_in(folder):
         try:
             lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError:  # gone, or owned by another user
@@ -294,15 +307,27 @@ def _sweep(folder: Path) -> None:
 
 def _lock(handle: int, *, wait: bool) -> bool:
     """Lock an open file or folder for this process; return False if a living writer holds it."""
-    try:
-        import fcntl
-    except ImportError:  # no locks on this system: own files count as locked, files of others stay untouched
-        return wait
+    if WINDOWS:
+        return _lock_byte(handle, wait=wait)
+    import fcntl
+
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         return False
     return True
+
+
+def _lock_byte(handle: int, *, wait: bool) -> bool:
+    """Lock the first byte of an open file on Windows; return False if another process holds it."""
+    msvcrt = importlib.import_module("msvcrt")
+    while True:
+        try:
+            msvcrt.locking(handle, msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)
+            return True
+        except OSError:  # LK_LOCK gives up after ten seconds
+            if not wait:
+                return False
 
 
 def _remove(path: Path) -> None:
@@ -322,7 +347,9 @@ def _remove(path: Path) -> None:
 
 def _sync(path: Path) -> None:
     """Sync a file, or the entries of a folder, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
+    if WINDOWS and path.is_dir():
+        return
+    handle = os.open(path, os.O_RDWR if WINDOWS else os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -378,6 +405,15 @@ def open_zip(path: str | Path) -> zipfile.ZipFile:
 
 
 # ----------------------------------------------------------------------------------------------- reading
+
+
+def names_object(text: str) -> bool:
+    r"""Return whether a text has the form module:name; the colon after a drive of Windows does not count.
+
+    >>> names_object("nets:build"), names_object(r"C:\\nets\\net.onnx")
+    (True, False)
+    """
+    return ":" in re.sub(r"^[A-Za-z]:(?=[\\/])", "", text)
 
 
 def path_of(given: Any, failure: type[ChipfitError]) -> Path:

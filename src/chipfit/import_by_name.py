@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from chipfit.errors import ChipfitError, PlatformError, raised_outside_chipfit, short_message
+from chipfit.files import names_object
 from chipfit.platform.schema import Platform
 
 
@@ -19,9 +20,10 @@ def import_by_name(text: str, what: str, failure: type[ChipfitError]) -> Any:
     Args:
         what: kind of the object, for messages.
     """
-    module, _, name = text.partition(":")
-    if not (module and name) or module.startswith(".") or module.endswith(".py") or "/" in module:
-        path = module.removesuffix(".py").removeprefix("./").replace("/", ".")
+    module, _, name = text.rpartition(":") if names_object(text) else (text, "", "")
+    if not (module and name) or module.startswith(".") or module.endswith(".py") or re.search(r"[\\/]", module):
+        path = module.replace("\\", "/").removesuffix(".py").removeprefix("./")
+        path = (path.rpartition("/")[2] if ":" in path else path).replace("/", ".")
         hint = f"{path}:{name or 'build'}, as in `import {path}`" if path.strip(".") else ""
         raise failure(f"The {what} must have the form module:name", got=text, hint=hint)
     here = str(Path.cwd())

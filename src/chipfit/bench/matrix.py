@@ -119,7 +119,7 @@ def generate(path: Path, study: str | None = None) -> list[Path]:
     if study is None:
         mark = MADE.partition("{")[0]
         for old in path.parent.glob("*/*/config.yaml"):
-            if old.relative_to(path.parent) not in wanted and old.read_text().startswith(mark):
+            if old.relative_to(path.parent) not in wanted and old.read_text(encoding="utf-8").startswith(mark):
                 old.unlink()
                 old.with_name("run.sh").unlink(missing_ok=True)
     return sorted(wanted)
@@ -134,7 +134,7 @@ def configs(path: Path, study: str | None = None) -> dict[str, Config]:
     wanted = files(path, study)
     for name, text in wanted.items():
         there = path.parent / name
-        if not there.is_file() or there.read_text() != text:
+        if not there.is_file() or there.read_text(encoding="utf-8") != text:
             hint = f"chipfit bench generate {path}"
             raise ConfigError("Generated file is missing or outdated", where=str(there), hint=hint)
     return {str(n.parent): load(path.parent / n) for n in wanted if n.name == "config.yaml"}

@@ -5,7 +5,6 @@ import hashlib
 import importlib.metadata
 import json
 import platform as machine
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -82,7 +81,7 @@ class Outcome:
     stopped: int = 0  #: step at which training stopped early; 0: it did not
     seconds: float = 0.0  #: wall time of the last call
     cpu_seconds: float = 0.0
-    memory: int = 0  #: greatest resident size [byte]
+    memory: int | None = 0  #: greatest resident size [byte]; None on Windows
 
     @property
     def record(self) -> dict[str, Any]:
@@ -97,6 +96,16 @@ def remove_checkpoint(config: Config, home: Path) -> None:
 
 class Busy(ChipfitError):
     """Another process runs the experiment."""
+
+
+def peak_memory() -> int | None:
+    """Return the greatest resident size of this process [byte]; None on Windows."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def run(config: Config, home: Path, log: Log = print, should_stop: StopRule | None = None) -> Outcome | None:
@@ -119,7 +128,7 @@ def run(config: Config, home: Path, log: Log = print, should_stop: StopRule | No
         if not worker.is_leader:
             return None
     out.seconds, out.cpu_seconds = time.perf_counter() - begun, time.process_time() - cpu
-    out.memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    out.memory = peak_memory()
     return out
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
-from signal import SIGKILL, Signals
+from signal import Signals
 from typing import Any
 
 from chipfit.bench.config import Config
@@ -30,16 +30,18 @@ def run_in_process(config: str, home: str, early: bool, device: str) -> tuple[in
     command = [sys.executable, "-m", "chipfit.cli", "bench", "run", config, "--home", home, "--device", device]
     command += ["--stop-early"] if early else []
     environment = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    return done.returncode, (done.stdout + done.stderr + _signal_text(done.returncode))[-_KEPT_OUTPUT:]
+    done = subprocess.run(command, capture_output=True, env=environment, check=False)
+    printed = (done.stdout + done.stderr).decode(errors="replace")
+    return done.returncode, (printed + _signal_text(done.returncode))[-_KEPT_OUTPUT:]
 
 
 def _signal_text(status: int) -> str:
     """Return a text about the signal that ended a process; "" if none did."""
     if status >= 0:
         return ""
-    cure = ", perhaps for lack of memory: use fewer workers, or a smaller data.batch_size" if status == -SIGKILL else ""
-    return f"The process was ended by {Signals(-status).name}{cure}"
+    name = Signals(-status).name
+    cure = ", perhaps for lack of memory: use fewer workers, or a smaller data.batch_size" if name == "SIGKILL" else ""
+    return f"The process was ended by {name}{cure}"
 
 
 def sweep(

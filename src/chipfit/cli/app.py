@@ -25,7 +25,7 @@ from chipfit.cli import documents
 from chipfit.cli.bench import bench
 from chipfit.cli.output import OUTPUT, command, error_facts, print_document, print_error
 from chipfit.errors import CaptureError, ChipfitError, ConfigError, DataError, Interrupted, UnsupportedError
-from chipfit.files import MANIFEST, check_replaceable, read_text, replace_folder
+from chipfit.files import MANIFEST, check_replaceable, names_object, read_text, replace_folder
 from chipfit.platform.builtin import DEFAULT
 from chipfit.registry import entries, entry, require_all
 
@@ -47,7 +47,7 @@ def _present(error: type[ChipfitError], what: str) -> Any:
 
     def check(text: str | None) -> str | None:
         path = Path(text or "")
-        if text and ":" not in text and (path.suffix or os.sep in text) and not os.path.exists(text):
+        if text and not names_object(text) and (path.suffix or os.sep in text) and not os.path.exists(text):
             near = get_close_matches(path.name, os.listdir(path.parent) if path.parent.is_dir() else [], n=1)
             hint = f"{path.parent / near[0]}" if near else "check the path"
             raise error(f"{what} cannot be read: it does not exist", where=text, hint=hint)

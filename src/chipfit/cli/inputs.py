@@ -13,7 +13,7 @@ import torch
 
 from chipfit import frameworks
 from chipfit.errors import CaptureError, ConfigError, DataError, PlanError, import_optional, short_message
-from chipfit.files import ARCHIVE_ERRORS, existing_file, wrap_read_errors
+from chipfit.files import ARCHIVE_ERRORS, existing_file, names_object, wrap_read_errors
 from chipfit.frameworks import adapter_of, all_facts, facts_of, framework_of, framework_of_file, is_model, load
 from chipfit.graph.ir import Graph
 from chipfit.import_by_name import call_factory, import_by_name, import_or_call
@@ -39,7 +39,7 @@ def load_model(text: str, weights: Path | None = None, device: str | None = None
     """
     if device is not None:  # before any work
         adapter_of(framework_of_file(text) or "torch").device_named(device)
-    imported = ":" in text and not text.startswith("timm:") and not os.path.exists(text)
+    imported = names_object(text) and not text.startswith("timm:") and not os.path.exists(text)
     model = import_or_call(text, "model", CaptureError, is_model) if imported else text
     model = frameworks.load_model(model, requantize=requantize)
     if not is_model(model):
@@ -78,7 +78,7 @@ def load_data(
     if os.path.isdir(path):
         images = _images(path, input_size, parse_numbers(mean, "mean"), parse_numbers(std, "std"))
         return [x.permute(0, 2, 3, 1).contiguous() for x in images] if facts_of(framework).channels_last else images
-    if ":" not in text:
+    if not names_object(text):
         allowed = "an .npz or .npy file, a folder of images, or module:iterable"
         raise DataError("Data must be a file, a folder or module:iterable", got=text, allowed=allowed)
     thing = import_by_name(text, "data", DataError)

@@ -128,6 +128,6 @@ def _export(model: Any, path: Any, check: Any, form: Any, quantized: Any, **opti
     if path.suffix == suffix:
         result.export(path, format=name, **options)
         return
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         made = result.export(Path(folder) / f"model{suffix}", format=name, **options)
         write_atomically(path, made.read_bytes())

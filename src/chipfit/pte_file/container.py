@@ -31,12 +31,12 @@ def classes(path: str) -> ModuleType:
     found = find_spec("executorch")
     package = Path(next(iter(found.submodule_search_locations or ()))) if found else Path()
     made = ModuleType(Path(path).stem)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         compiler = package / "data" / "bin" / "flatc"
         how = ("--python", "--gen-object-api", "--gen-onefile", "-o", folder)  # "." would write /__init__.py
         subprocess.run([str(compiler), *how, str(package / path)], check=True, capture_output=True)
         (source,) = Path(folder).glob("*_generated.py")
-        text = source.read_text()
+        text = source.read_text(encoding="utf-8")
         exec(compile(text, str(source), "exec"), vars(made))
     defined = {name.lower(): f for name, f in vars(made).items()}
     for name in {*re.findall(r"\w+Creator", text)}:  # the compiler defines some in another spelling than it calls

@@ -52,7 +52,7 @@ class OnnxRuntime:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         if any(p.key == OPTIMISED for p in model.metadata_props):
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             optimised = Path(folder) / "optimised.onnx"
             options.optimized_model_filepath = str(optimised)
             try:
@@ -152,7 +152,7 @@ def read(path: str | Path, tensors: Sequence[str] = ()) -> Any:
 def saturates() -> bool:
     """Return whether this CPU adds pairs of u8 x s8 products in 16 bits; False if unknown."""
     try:
-        flags = Path("/proc/cpuinfo").read_text()
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
     return "flags" in flags and "vnni" not in flags

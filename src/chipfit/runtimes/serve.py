@@ -15,7 +15,11 @@ def serve(server: Any, silent: bool = False) -> None:
     Args:
         silent: drop what the runtime prints, and print errors alone; a library that prints about itself hides them.
     """
-    requests, answers, errors = sys.stdin.buffer, os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(2), "w")
+    requests, answers, errors = (
+        sys.stdin.buffer,
+        os.fdopen(os.dup(1), "wb"),
+        os.fdopen(os.dup(2), "w", encoding="utf-8", errors="replace"),
+    )
     if silent:
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, 2)

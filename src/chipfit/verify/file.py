@@ -78,7 +78,7 @@ def verify_file(
     example = data[0] if isinstance(data, (list, tuple)) and data else None
     found, chosen = read_quantized(path, platform, example)
     suffix = path_of(path, CaptureError).suffix
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         named = path_of(Path(folder) / f"model{suffix}", RuntimeUnavailable)
         named.write_bytes(found.content)
         try:

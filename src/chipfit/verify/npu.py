@@ -87,7 +87,7 @@ def compile_result(graph: Graph, plan: Plan, platform: Platform, accelerator: st
     """
     _check(accelerator)
     makers = {o: n.display_name for n in graph.nodes for o in n.outputs}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         path = Path(folder) / "model.tflite"
         try:
             export(graph, plan, path, platform, batch=1, io="int8")
@@ -111,7 +111,7 @@ def compile_file(path: str | Path, accelerator: str, layers: dict[str, str] | No
     file = path_of(path, RuntimeUnavailable).absolute()
     with wrap_read_errors(file, RuntimeUnavailable):
         content = file.read_bytes()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         shown = _run(file, accelerator, folder)
         found = next(Path(folder).glob("out/*summary*.csv"), None)
         if found is None:
@@ -154,7 +154,7 @@ def _run(file: Path, accelerator: str, folder: str) -> str:
     words = ["--accelerator-config", accelerator, "--output-dir", "out", "--show-cpu-operations"]
     command = [sys.executable, "-m", "ethosu.vela", str(file), *words]
     try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT)
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=TIMEOUT)
     except subprocess.TimeoutExpired as e:
         raise RuntimeUnavailable(f"Vela did not end within {TIMEOUT} s", where=str(file)) from e
     if done.returncode:

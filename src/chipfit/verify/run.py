@@ -96,7 +96,7 @@ def verify(
     quantized = [v for v in (*graph.inputs, *(o for n in graph.nodes for o in n.outputs)) if plan.quantized(v)]
     read_in_float = (n.data for n in graph.nodes if n.op == DYNAMIC)
     inner = [*dict.fromkeys(v for v in read_in_float if v not in graph.inputs and not plan.quantized(v))]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         suffix = found.declares.suffix
         file = given or export(graph, plan, Path(folder) / f"model{suffix}", platform)
         device = found.thing(file, [*(found.declares.codes.format(v) for v in quantized), *inner])

@@ -107,7 +107,7 @@ def measure(
         raise DataError("There are no data to measure on", hint="give at least one batch")
     flat = inputs_on(CPU, split_label(first, graph)[0])
     inputs = [x.numpy() for x in flat]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         suffix = found.declares.suffix
         plans = {"float": Plan(), "quantized": plan}
         files = {k: export(graph, p, Path(folder) / f"{k}{suffix}", platform) for k, p in plans.items()}

@@ -97,7 +97,7 @@ def _optimised(source: onnx.ModelProto, where: str) -> onnx.ModelProto:
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         file = Path(folder) / "optimised.onnx"
         options.optimized_model_filepath = str(file)
         try:
