@@ -101,8 +101,8 @@ def test_the_pinned_versions_satisfy_the_package_metadata():
 LAYERS = (
     "errors registry files pte_file validation screen quantizers operators graph engine calibration ranges platform "
     "import_by_name plan decide passes rounding correction settings steps decision adaptation search frameworks "
-    "export simulate runtimes verify report reading generation linting channel_pruning result comparison request "
-    "pipeline streams training mct mqbench bench cli"
+    "export simulate runtimes verify report reading generation linting channel_pruning streams result comparison "
+    "request pipeline training mct mqbench bench cli"
 ).split()
 #: room -> rooms below it that it must not import either
 STRANGERS = {
@@ -237,7 +237,7 @@ def test_a_copy_between_devices_is_found(code):
 
 #: lines of code that each part may have, with room: a change of design raises a budget, a change of code does not
 BUDGETS = {"core": 38_600, "channel_pruning": 1_200, "generation": 400, "mct": 3_400, "mqbench": 1_800, "bench": 1_800}
-BUDGETS |= {"chipfit": 46_500, "tests": 50_000}
+BUDGETS |= {"chipfit": 46_900, "tests": 50_000}
 TOP_LEVEL = 18  #: modules beside the documents' doors
 #: number of operators that more than two files of the package name (their row, and a file with code of their own); a
 #: framework with files of its own adds those that it does not read by the table; otherwise the number only shrinks

@@ -154,5 +154,110 @@ def test_wrong_states_are_refused_by_name(states, why):
 
 def test_a_network_without_states_does_not_drift():
     result = chipfit.quantize(nn.Linear(3, 4), [torch.randn(4, 3)], progress=False)
-    with pytest.raises(DataError, match="no states"):
+    with pytest.raises(UnsupportedError, match="no recurrent layer"):
         chipfit.drift(result, [X])
+
+
+# ---------------------------------------------------------------- the step of a quantized network
+
+
+class Last(Network):
+    """A network that returns the scores after the last step."""
+
+    def forward(self, x):
+        return super().forward(x)[:, -1]
+
+
+def on_litert(file, inputs):
+    """Return what LiteRT's kernels give for inputs as they lie in the file."""
+    from ai_edge_litert.interpreter import Interpreter, OpResolverType
+
+    interpreter = Interpreter(str(file), experimental_op_resolver_type=OpResolverType.BUILTIN_REF)
+    interpreter.allocate_tensors()
+
+    def run(*given):
+        for detail, x in zip(interpreter.get_input_details(), given, strict=True):
+            interpreter.set_tensor(detail["index"], x)
+        interpreter.invoke()
+        return [interpreter.get_tensor(d["index"]) for d in interpreter.get_output_details()]
+
+    zeros = [d["quantization"][1] for d in interpreter.get_input_details()]
+    return run(*inputs) if inputs is not None else (run, zeros)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model", [Network, Last])
+def test_the_step_file_of_a_whole_result_gives_the_integers_of_the_whole_file_on_litert(kind, model, tmp_path):
+    result = chipfit.quantize(model(kind).eval(), [X], platform="tflm_cmsis_nn", progress=False)
+    whole = result.export(tmp_path / "whole.tflite", batch=1, io="int8")
+    file = result.export(tmp_path / "step.tflite", batch=1, io="int8", stream=True)
+    steps = np.random.default_rng(0).integers(-128, 128, (1, 6, 3)).astype(np.int8)
+    (want,) = on_litert(whole, [steps])
+    run, zeros = on_litert(file, None)
+    states, outputs = [np.full((1, 8), z, np.int8) for z in zeros[1:]], []
+    for t in range(6):
+        output, *states = run(steps[:, t], *states)
+        outputs.append(output)
+    got = outputs[-1] if model is Last else np.stack(outputs, 1)
+    np.testing.assert_array_equal(got, want)
+    assert len({*want.ravel()}) > 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_step_file_with_a_layer_in_float_gives_what_the_whole_file_gives_on_onnx_runtime(kind, tmp_path):
+    result = chipfit.quantize(Network(kind).eval(), [X], platform="ort_cpu", progress=False)
+    whole, step = (
+        onnxruntime.InferenceSession(
+            result.export(tmp_path / f"{s}.onnx", stream=s), providers=["CPUExecutionProvider"]
+        )
+        for s in (False, True)
+    )
+    (want,) = whole.run(None, {whole.get_inputs()[0].name: X.numpy()})
+    names, states = [i.name for i in step.get_inputs()], [np.zeros((4, 8), "f4")] * (len(step.get_inputs()) - 1)
+    for t in range(6):
+        output, *states = step.run(None, dict(zip(names, [X[:, t].numpy(), *states], strict=True)))
+        np.testing.assert_allclose(output, want[:, t], atol=1e-6)
+
+
+def test_the_step_of_a_result_is_verified_saved_and_a_step_itself(tmp_path):
+    result = chipfit.quantize(Network(nn.GRU).eval(), [X], platform="tflm_cmsis_nn", progress=False)
+    step = result.stream()
+    assert step.verify(chipfit.streams.calls(step, [X])).exact
+    assert step.stream() is step
+    loaded = chipfit.load(result.save(tmp_path / "whole"))
+    assert chipfit.drift(loaded, [X]) == chipfit.drift(result, [X]) == chipfit.drift(step, [X])
+    assert min(chipfit.drift(result, [X]).outputs) > 20
+
+
+def test_all_steps_of_a_layer_read_and_write_tensors_of_one_scale():
+    result = chipfit.quantize(Network(nn.LSTM).eval(), [X], platform="tflm_cmsis_nn", progress=False)
+    steps = [[n for n in result.graph.nodes if n.composite == "lstm" and n.step == t] for t in range(6)]
+    assert [n.op for n in steps[0]] == [n.op for n in steps[5]]
+    for nodes in zip(*steps, strict=True):
+        assert len({float(result.plan[n.output].scale) for n in nodes}) == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: Layer(nn.LSTM, bidirectional=True), "another step than the last"),
+        (lambda: Layer(nn.GRU, first=True), "Select 'select' cannot run one step at a time"),
+        (lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU()), "no recurrent layer"),
+    ],
+)
+def test_a_result_that_joins_several_steps_has_no_step(make, why, tmp_path):
+    result = chipfit.quantize(make().eval(), [X], platform="tflm_cmsis_nn", progress=False)
+    with pytest.raises(UnsupportedError, match=why):
+        result.export(tmp_path / "step.tflite", stream=True)
+
+
+class Layer(nn.Module):
+    """A recurrent layer that returns its states, or the first of them."""
+
+    def __init__(self, kind, first=False, **settings):
+        super().__init__()
+        self.layer, self.first = kind(3, 8, batch_first=True, **settings), first
+
+    def forward(self, x):
+        y = self.layer(x)[0]
+        return y[:, 0] if self.first else y

@@ -20,6 +20,7 @@ from chipfit.decide.statistics import RangeRules, notes_of_missing
 from chipfit.decision import Decision, plan_of, redecide, scales_of
 from chipfit.engine.process import preserve_random_state
 from chipfit.engine.torch_defaults import torch_defaults
+from chipfit.engine.trees import state_pairs
 from chipfit.errors import ExportError, Interrupted, PlanError, UnsupportedError
 from chipfit.export.tflite import footprint
 from chipfit.files import path_of
@@ -38,6 +39,7 @@ from chipfit.search.pareto import SHARES, Pareto, pareto
 from chipfit.search.repairs import biases_move, found_biases
 from chipfit.search.sensitivity import Sensitivity, sensitivity
 from chipfit.settings import Settings
+from chipfit.streams import step_of
 
 if TYPE_CHECKING:
     from chipfit.report.report import Report
@@ -296,6 +298,20 @@ class Result(SummaryRepr):
         self._pareto = pareto(d, plan, batches(data, d.graph), over, shares, RoundingModel.of(d, ()))
         return self._pareto
 
+    @torch_defaults()
+    def stream(self) -> Result:
+        """Return the network of one step of this network over sequences, whose states are inputs and outputs.
+
+        Its numbers are those of this result: on the steps of a sequence, it computes the integers that this one does.
+        A network that has states is one of one step, and stays.
+
+        Raises:
+            UnsupportedError: a layer runs backwards, has a given initial state, or joins several steps.
+            PlanError: a state and its next value differ in scale, or `model` was trained since.
+        """
+        self.refuse_trained("the network of one step")
+        return self if state_pairs(self.graph) else of_plan(*step_of(self.graph, self.plan), self.platform)
+
     # ----------------------------------------------------------------------------------------------- files and proof
 
     @preserve_random_state
@@ -312,6 +328,7 @@ class Result(SummaryRepr):
         batch: int | None = None,
         keep_layout: bool | None = None,
         opset: int | None = None,
+        stream: bool = False,
         **others: Any,
     ) -> Path:
         """Write the file that the chip's runtime loads. Where that is installed, it opens the file once.
@@ -330,6 +347,7 @@ class Result(SummaryRepr):
             batch: size of a fixed batch (`.tflite`, `.h`).
             keep_layout: inputs and outputs have the layout of the model (`.tflite`, `.h`).
             opset: of ONNX; the least that holds everything when omitted.
+            stream: write the network of one step, with states in and out; see `stream`.
             others: options of formats of your own.
 
         Raises:
@@ -345,10 +363,10 @@ class Result(SummaryRepr):
         self.refuse_trained("the file")
         named: dict[str, Any] = {"io": io, "labels": labels, "mean": mean, "std": std}
         named |= {"batch": batch, "keep_layout": keep_layout, "opset": opset, "format": format}
-        path = path_of(path, ExportError)
+        path, shown = path_of(path, ExportError), self.stream() if stream else self
 
         def write(to: Path) -> Path:
-            return export(self.graph, self.plan, to, self.platform, **named, **others)
+            return export(shown.graph, shown.plan, to, self.platform, **named, **others)
 
         return write(path) if format is not None else write_opened(write, path, self.platform.runtimes)
 

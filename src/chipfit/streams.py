@@ -15,13 +15,13 @@ from chipfit.calibration.data import iterate
 from chipfit.engine.run import run
 from chipfit.engine.torch_defaults import torch_defaults
 from chipfit.engine.trees import dump_call, dump_result, state_pairs, with_states
-from chipfit.errors import DataError
+from chipfit.errors import DataError, PlanError
 from chipfit.frameworks import capture, load_model, lower
 from chipfit.graph.edit import unique_name
 from chipfit.graph.ir import Graph
 from chipfit.graph.placement import device_of, inputs_on, on_cpu, placed
 from chipfit.passes.one_step import one_step
-from chipfit.plan.record import Plan
+from chipfit.plan.record import NodePlan, Plan
 
 Step = Callable[[list[Tensor]], list[Tensor]]
 
@@ -44,8 +44,18 @@ class Streaming:
         Args:
             sequences: batches of inputs [N, T, ...] of the network over sequences.
         """
-        graph, step = self.graph, _in_float(self.graph)
-        return [tuple(call) for batch in iterate(sequences) for call, _ in _walk(graph, batch, step, graph.device)]
+        return calls(self, sequences)
+
+
+def calls(network: Any, sequences: Any) -> list[tuple[Tensor, ...]]:
+    """Return the calls of a network of one step that compute sequences step by step in float.
+
+    Args:
+        network: a `Streaming`, or a result of one step, as `Result.stream` returns it.
+        sequences: batches of inputs [N, T, ...] of the network over sequences.
+    """
+    graph, step = network.graph, _in_float(network.graph)
+    return [tuple(call) for batch in iterate(sequences) for call, _ in _walk(graph, batch, step, graph.device)]
 
 
 @torch_defaults()
@@ -65,17 +75,63 @@ def streaming(model: Any, example: Any) -> Streaming:
     """
     batch = example if isinstance(example, (tuple, list)) else (example,)
     captured = capture(load_model(model), tuple(torch.as_tensor(x) for x in batch))
-    graph, states = one_step(captured)
+    step = one_step(captured)
+    graph, states = step.graph, step.states
     _rename_inputs(graph, states)
+    graph = _as_model(graph, [name for name, _ in states])
+    graph.notes = []
+    names = tuple(name for name, _ in states)
+    return Streaming(_with_names(lower(graph, Plan()), graph.inputs), names, graph)
+
+
+def step_of(graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
+    """Return the network of one step of a quantized network over sequences, with the same numbers, and its plan.
+
+    Step by step it computes the integers that the network over sequences computes.
+
+    Raises:
+        UnsupportedError: a layer runs backwards, has a given initial state, or joins several steps.
+        PlanError: a state and its next value differ in scale, because the plan was edited or is of an older version.
+    """
+    step = one_step(graph, {name for name, t in plan.tensors.items() if t.quantized})
+    out, nodes = step.graph, {n.name: n for n in step.graph.nodes}
+    read = {*out.values, *(i for n in out.nodes for i in n.inputs if i is not None)}
+    tensors = {name: t for name, t in plan.tensors.items() if name in read}
+    for name, source in step.stored.items():
+        if source in plan.tensors:
+            tensors[name] = replace(plan.tensors[source], name=name, layer="", op="")
+    for name, following in step.states:
+        before, after = (tensors[v].stored if v in tensors else None for v in (name, following))
+        if (before is None) != (after is None) or (before and after and not before.same_numbers(after)):
+            what = f"State '{name}' and its next value differ in scale, so that no step can follow another"
+            raise PlanError(what, hint="quantize the network over sequences again")
+    planned = {name: plan.nodes.get(name) or NodePlan(name=name, op=n.op, layer=n.layer) for name, n in nodes.items()}
+    kept = replace(
+        plan,
+        tensors=tensors,
+        nodes=planned,
+        groups=tuple(g for g in plan.groups if nodes.keys() >= {*g}),
+        float_edges=frozenset(e for e in plan.float_edges if e[1] in nodes),
+        ties=tuple(g for group in plan.ties if len(g := tuple(t for t in group if t in tensors)) > 1)
+        + tuple(pair for pair in step.states if pair[0] in tensors),
+        limits=tuple(b for b in plan.limits if all(t in tensors for t, _ in b.terms)),
+        fixed=tuple(t for t in plan.fixed if t in tensors),
+        zeros=tuple(t for t in plan.zeros if t in tensors),
+        sums=tuple(s for s in plan.sums if s[0] in tensors),
+    )
+    return _as_model(out, [name for name, _ in step.states]), kept
+
+
+def _as_model(graph: Graph, states: Sequence[str]) -> Graph:
+    """Return the graph of a model that takes its inputs in their order, and returns a tuple of its outputs."""
     results = [{"output": k} for k in range(len(graph.outputs))]
     inputs = tuple(torch.zeros(0) for _ in graph.inputs)
     graph.in_spec, graph.out_spec = (
         dump_call(inputs, {}, graph.inputs),
         dump_result(tuple(range(len(results))), results),
     )
-    graph.framework, graph.example, graph.notes = "torch", (), []
-    names = tuple(name for name, _ in states)
-    return Streaming(_with_names(lower(graph, Plan()), graph.inputs), names, with_states(graph, names))
+    graph.framework, graph.example = "torch", ()
+    return with_states(graph, states)
 
 
 def _with_names(module: nn.Module, names: Sequence[str]) -> nn.Module:
@@ -123,15 +179,15 @@ def drift(result: Any, sequences: Any) -> Drift:
     """Run a quantized network of one step and its float network over sequences, each on its own states.
 
     Args:
-        result: of `chipfit.quantize(..., states=)`.
+        result: of a network over sequences, or of one step (`states` of `chipfit.quantize`).
         sequences: batches of inputs [N, T, ...], as `Streaming.calls` takes them.
 
     Raises:
-        DataError: the network has no states, or inputs do not fit it.
+        DataError: inputs do not fit the network.
+        UnsupportedError, PlanError: it is no network of one step, and cannot become one; see `Result.stream`.
     """
+    result = result.stream()
     graph, model = result.graph, result.model
-    if not state_pairs(graph):
-        raise DataError("The network has no states", hint="name them: chipfit.quantize(..., states=)")
     signal, noise = dict[tuple[int, bool], float](), dict[tuple[int, bool], float]()
     last, step = {o for _, o in state_pairs(graph)}, _in_float(graph)
     for batch in iterate(sequences):

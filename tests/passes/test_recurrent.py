@@ -128,7 +128,7 @@ def test_one_stored_bias_serves_all_steps(tmp_path):
     """The bias is a multiple of the input's scale, so that all steps read states of one scale."""
     result = chipfit.quantize(Last(nn.GRU).eval(), [torch.randn(8, 5, 4)], platform="tflite_int8", progress=False)
     steps = [n for n in result.graph.nodes if n.bias == "layer.bias_hh_l0"]
-    assert len(steps) == 4
+    assert len(steps) == 5
     assert len({float(result.plan[n.data].scale) for n in steps}) == 1
 
 

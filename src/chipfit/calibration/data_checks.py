@@ -59,7 +59,8 @@ def check_sample_count(graph: Graph, stats: Mapping[str, TensorStats], samples: 
     inputs = [f"'{i}' was {still[i]:g} throughout" for i in graph.inputs if i in still]
     if inputs:
         return [*out, f"warning: the calibration data hold one number only: input {', '.join(inputs)}"]
-    dead = [f"{n.op} '{n.display_name}' ({still[o]:g})" for n in graph.nodes for o in n.outputs if o in still]
+    nodes = [n for n in graph.nodes if n.step is None or n.step > 0]  # a recurrent layer starts from zeros
+    dead = [f"{n.op} '{n.display_name}' ({still[o]:g})" for n in nodes for o in n.outputs if o in still]
     more = f" and {len(dead) - _NAMED} more" if len(dead) > _NAMED else ""
     if dead:
         out.append(f"warning: one number only, on all calibration data, comes from {', '.join(dead[:_NAMED])}{more}")

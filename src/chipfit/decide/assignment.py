@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from chipfit.decide.constraints import Constraint, shared_bias_ties, state_ties
+from chipfit.decide.constraints import Constraint, shared_bias_ties, state_ties, step_ties
 from chipfit.decide.file_rules import file_rules
 from chipfit.decide.formats import FormatPropagation, GroupDecision, limit_to_consumers, propagate_formats
 from chipfit.decide.groups import NO_FORMAT, NodeGroups, Operand, blocks_of, find_groups, format_of
@@ -29,6 +29,8 @@ from chipfit.ranges import Rule
 
 #: activations of so many bits or fewer get grids, and rewrites, chosen by what their errors do to the output
 FEW_BITS = 6
+#: what shares a scale because of the network, not of the platform
+_TIES = (shared_bias_ties, step_ties, state_ties)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +121,7 @@ def assign(
         tensors=out.tensors,
         floats=out.floats,
         nodes=out.nodes,
-        constraints=(*out.constraints, *shared_bias_ties(graph, out.tensors), *state_ties(graph, out.tensors)),
+        constraints=(*out.constraints, *(c for ties in _TIES for c in ties(graph, out.tensors))),
         float_edges=frozenset(out.float_edges),
         groups=tuple(groups),
         quantized_outputs=frozenset(formats.quantized_outputs),

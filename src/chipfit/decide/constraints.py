@@ -1,5 +1,6 @@
 """The platform's rules over named tensors: ties, storage types and dictated scales."""
 
+from collections import Counter
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,6 +77,19 @@ def state_ties(graph: Graph, stored: Container[str]) -> list[Constraint]:
     rule = (Rule(tie=("ins",)),)
     pairs = [pair for pair in state_pairs(graph) if pair[0] in stored and pair[1] in stored]
     return [Constraint(op="State", rules=rule, slots={"ins": pair}) for pair in pairs]
+
+
+def step_ties(graph: Graph, stored: Container[str]) -> list[Constraint]:
+    """Return ties between what the steps of one recurrent layer read and write: all of them compute alike."""
+    alike: dict[tuple[str, str, int], list[Node]] = {}
+    counts = Counter[tuple[str, str, int]]()
+    for n in graph.nodes:
+        if n.step is not None and n.step >= 0:
+            alike.setdefault((n.composite, n.op, counts[n.composite, n.op, n.step]), []).append(n)
+            counts[n.composite, n.op, n.step] += 1
+    sets = (names for nodes in alike.values() for names in zip(*((*n.inputs, *n.outputs) for n in nodes), strict=True))
+    groups = (tuple(dict.fromkeys(t for t in names if t in stored and t in graph.values)) for names in sets)
+    return [Constraint(op="Step", rules=(Rule(tie=("ins",)),), slots={"ins": g}) for g in groups if len(g) > 1]
 
 
 def tie_groups(constraints: Iterable[Constraint]) -> tuple[tuple[str, ...], ...]:

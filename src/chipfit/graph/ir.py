@@ -60,6 +60,8 @@ class Node:
     config: dict[str, Any] = field(default_factory=dict)
     composite: str = ""  #: name of the composite node that it is a part of; "" for others
     composite_op: str = ""  #: operator of that node
+    #: number of the recurrent layer's step that it is a part of, as steps run; -1: what comes before the first
+    step: int | None = None
 
     @property
     def output(self) -> str:

@@ -32,6 +32,7 @@ class NewNodes:
         self._taken, self._constants = taken, constants
         self.channels_last = graph.data_format == "channels_last"
         self.nodes: list[Node] = []
+        self.step = node.step  #: of the nodes to come
 
     def __call__(self, op: str, *inputs: str | float | None, gives: Shape | None = None, **attrs: Any) -> str:
         """Add a node; return the name of its value, which has the dtype of the composite's result.
@@ -61,7 +62,7 @@ class NewNodes:
             self.graph.values[result] = Value(result, shape, dtype)
         whole = self.node.composite or self.node.name, self.node.composite_op or self.node.op
         part = self.node.with_(name=name, op=op, inputs=tuple(inputs), outputs=tuple(results), attrs=attrs)
-        self.nodes.append(part.with_(composite=whole[0], composite_op=whole[1]))
+        self.nodes.append(part.with_(composite=whole[0], composite_op=whole[1], step=self.step))
         return results
 
     def reshape(self, x: str, shape: Shape) -> str:

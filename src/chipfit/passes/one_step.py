@@ -1,9 +1,12 @@
 """Turn a network over sequences into one of a single step, with the states of recurrent layers as inputs and outputs.
 
-Axis 1 of what depends on the sequence is removed. Every operator on the way must compute each step by itself.
+Axis 1 of what depends on the sequence is removed. Every operator on the way must compute each step by itself. Of a
+recurrent layer that is decomposed into steps, the last step is taken; what it reads of the step before is the state.
 """
 
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Container
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from chipfit.errors import UnsupportedError
@@ -14,32 +17,76 @@ from chipfit.passes.recurrent import RECURRENT
 
 _MOVES = ("Transpose", "Squeeze", "Unsqueeze")
 #: further operators that compute each step by itself, if the axis of steps is none of theirs
-_PER_STEP = tuple("Linear Dropout Identity Cast LayerNorm RMSNorm Softmax LogSoftmax Concat Split Slice".split())
+_PER_STEP = tuple("Linear Dropout Identity Cast LayerNorm RMSNorm Softmax LogSoftmax Concat Split Slice Select".split())
 _HINT = "write the step as a model of its own, with its states as arguments and results"
 
 
-def one_step(graph: Graph) -> tuple[Graph, list[tuple[str, str]]]:
-    """Return the network of one step, and its states: (input, the output that is its next value).
+@dataclass(frozen=True)
+class OneStep:
+    """A network of one step."""
+
+    graph: Graph
+    states: list[tuple[str, str]]  #: (input, the output that is its next value)
+    stored: dict[str, str]  #: new value -> the value of the network over sequences with whose numbers it is stored
+
+
+def one_step(graph: Graph, rounded: Container[str] = ()) -> OneStep:
+    """Return the network of one step.
 
     Args:
         graph: over inputs [N, T, ...]; it is not changed.
+        rounded: values that are stored in integers.
 
     Raises:
         UnsupportedError: a layer runs backwards or joins several steps, or no layer has a state.
     """
-    builder = _Steps(graph)
+    builder = _Steps(graph, rounded)
     for n in graph.nodes:
         builder.add(n)
     if not builder.states:
-        raise UnsupportedError("The network has no recurrent layer, whose state a step would keep", hint=_HINT)
-    return builder.finished(), builder.states
+        raise UnsupportedError(
+            "The network has no recurrent layer over several steps, whose state a step would keep", hint=_HINT
+        )
+    return OneStep(builder.finished(), builder.states, builder.stored)
+
+
+class _Unrolled:
+    """The steps of recurrent layers that are decomposed."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.last: dict[str, int] = {}  #: layer -> number of its last step
+        counts, self._at, self._outputs = (
+            Counter[tuple[str, int, str]](),
+            dict[str, Any](),
+            dict[Any, tuple[str, ...]](),
+        )
+        for n in graph.nodes:
+            if n.step is not None:
+                self.last[n.composite] = max(n.step, self.last.get(n.composite, -1))
+        for n in graph.nodes:
+            if n.step is not None:
+                place = counts[n.composite, n.step, n.op]
+                counts[n.composite, n.step, n.op] += 1
+                self._outputs[n.composite, n.step, n.op, place] = n.outputs
+                self._at |= {o: (n.composite, n.step, n.op, place, k) for k, o in enumerate(n.outputs)}
+        self.parts = {n.name for n in graph.nodes if n.composite in self.last}
+        self.made: dict[str, Node] = {}  #: value of a step that is left out -> its node
+
+    def next_value(self, name: str) -> str | None:
+        """Return what the next step makes in the place of a value; None if it is not of the step before the last."""
+        if name not in self._at:
+            return None
+        layer, step, op, place, k = self._at[name]
+        found = self._outputs.get((layer, step + 1, op, place))
+        return found[k] if found is not None and step + 1 == self.last[layer] else None
 
 
 class _Steps:
     """The network of one step in the making."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, rounded: Container[str] = ()) -> None:
         self.graph, self.out, self.states = graph, graph.copy(), list[tuple[str, str]]()
+        self.rounded, self.stored, self.unrolled = rounded, dict[str, str](), _Unrolled(graph)
         self.out.nodes, self.renamed = [], dict[str, str]()
         self.timed: dict[str, int] = {}  #: value -> its axis of steps
         for name in graph.inputs:
@@ -48,6 +95,9 @@ class _Steps:
 
     def add(self, n: Node) -> None:
         """Add the step of a node."""
+        if self._is_taken_apart(n):
+            return
+        n = n.with_(inputs=tuple(self._state(n, i) for i in n.inputs))
         axes = {self.timed[i] for i in n.inputs if i in self.timed}
         if len(axes) > 1:
             self._refuse(n, "its operands have their steps on different axes")
@@ -63,7 +113,58 @@ class _Steps:
         else:
             self.out.nodes.append(n.with_(attrs=self._attributes(before)))
             for o in n.outputs:
-                self._without_steps(o, *axes)
+                self._without_steps(o, self._axis_of_result(before, *axes))
+
+    def _axis_of_result(self, n: Node, axis: int) -> int:
+        """Return the axis of steps of a result that may lack axes of its operand."""
+        if n.op == "Select" or not n.attrs.get("keepdims", True):
+            rank, given = len(self.graph.shape(n.data)), n.attrs.get("axes", (n.attrs.get("axis"),))
+            return axis - sum(a % rank < axis for a in given)
+        return axis
+
+    def _is_taken_apart(self, n: Node) -> bool:
+        """Return whether a node belongs to another step than the last, or joins or separates steps; leave it out."""
+        if n.name not in self.unrolled.parts:
+            return False
+        data = self.renamed.get(n.data, n.data)
+        if n.op == "Unstack":
+            for o in n.outputs[:-1]:
+                self.unrolled.made[o] = n
+            self.renamed[n.outputs[-1]] = data
+        elif n.step is not None and n.step < self.unrolled.last[n.composite]:
+            self.unrolled.made |= dict.fromkeys(n.outputs, n)
+        elif n.op == "Unsqueeze":
+            self.renamed[n.output] = data
+        elif n.op == "Concat":
+            last = n.inputs[-1] or ""
+            self.renamed[n.output], self.timed[n.output] = self.renamed.get(last, last), 1
+        else:
+            return False
+        for o in n.outputs:
+            self.out.values.pop(o)
+        return True
+
+    def _state(self, n: Node, name: str | None) -> str | None:
+        """Return the input that holds a value of the step before; other operands as they are."""
+        made = self.unrolled.made.get(name or "")
+        if made is None or name is None:
+            return name
+        following = self.unrolled.next_value(name)
+        if following is None or n.composite != made.composite:
+            self._refuse(n, f"it reads '{name}', which is of another step than the last")
+        known = {o: i for i, o in self.states}
+        if following not in known:
+            what = "cell" if any(i.startswith(f"{n.composite}_state") for i, _ in self.states) else "state"
+            known[following] = self._add_state(f"{n.composite}_{what}", self.graph.values[name], following)
+            self.stored[known[following]] = name
+        return known[following]
+
+    def _add_state(self, wanted: str, like: Value, following: str) -> str:
+        name = new_name(self.out, wanted)
+        self.out.values[name] = replace(like, name=name)
+        self.out.inputs.append(name)
+        self.states.append((name, following))
+        return name
 
     def _takes_last(self, n: Node) -> bool:
         axis, index, size = n.attrs["axis"], n.attrs["index"], self.graph.shape(n.data)[self.timed[n.data]]
@@ -85,16 +186,23 @@ class _Steps:
             self._refuse(n, "it has an initial state, or its samples do not come first")
         y, last, *cell = n.outputs
         size, inputs = self.graph.shape(n.inputs[2] or "")[1], [*n.inputs, *[None] * (5 + count - len(n.inputs))]
-        for k, result in enumerate((y, *cell)):
-            name = new_name(self.out, f"{n.name}_state" if k == 0 else f"{n.name}_cell")
-            self.out.values[name] = Value(name, (None, size), self.graph.values[y].dtype)
-            self.out.inputs.append(name)
-            inputs[5 + k] = name
-            self.states.append((name, result))
-        self.out.nodes.append(n.with_(inputs=tuple(inputs), outputs=(y, *cell)))
-        self.renamed[last] = y
-        del self.out.values[last]
+        like = Value("", (None, size), self.graph.values[y].dtype)
+        state, rounds = y, any(v in self.rounded for v in (y, last))
+        if rounds:  # readers get it rounded, the next step as it is
+            state = new_name(self.out, f"{n.name}_float")
+            self.out.values[state] = replace(like, name=state)
+        for k, (what, result) in enumerate(zip(("state", "cell"), (state, *cell))):
+            inputs[5 + k] = self._add_state(f"{n.name}_{what}", like, result)
+        self.out.nodes.append(n.with_(inputs=tuple(inputs), outputs=(state, *cell)))
         self._without_steps(y, 1)
+        if rounds:
+            copies = (
+                Node(new_name(self.out, f"{v}_rounded"), "Identity", (state,), (v,), layer=n.layer) for v in (y, last)
+            )
+            self.out.nodes += copies
+        else:
+            self.renamed[last] = y
+            del self.out.values[last]
 
     def _add_move(self, before: Node, n: Node, axis: int) -> None:
         """Add a change of the order or the number of axes, without the axis of steps; nothing where none is left."""
@@ -131,7 +239,7 @@ class _Steps:
         timed = next(i for i in n.inputs if i in self.timed)
         rank, axis = len(self.graph.shape(timed)), self.timed[timed]
         layout = OPS[n.op].layout if n.op in OPS else ""
-        if layout not in ("elementwise", "along") and n.op not in _PER_STEP:
+        if layout not in ("elementwise", "along", "reduce") and n.op not in _PER_STEP:
             self._refuse(n, "it may join several steps")
         for i in n.inputs if n.op != "Linear" else ():
             shape = self.graph.shape(i) if i is not None and i not in self.timed else ()

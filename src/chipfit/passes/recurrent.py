@@ -4,7 +4,9 @@ The product with the operand is one linear layer over all steps; each step adds 
 are the layer's own, read once a step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+import torch
 
 from chipfit.graph.ir import Node
 from chipfit.passes.new_nodes import NewNodes, Shape
@@ -43,6 +45,22 @@ class _Layer:
         steps = self.new.several("Unstack", y, gives=[(self.samples, wide)] * self.count, axis=1)
         return steps[::-1] if self.n.attrs["reverse"] else steps
 
+    def state(self, slot: str, steps: list[str]) -> str | None:
+        """Return the state before the first of several steps: zeros where none is given, as all steps are alike."""
+        given = self.n.operand(slot)
+        if given is not None or len(steps) < 2:
+            return given
+        self.new.step, gives = -1, (self.samples, self.size)
+        some = self.new("Slice", steps[0], gives=gives, axis=1, start=0, end=self.size, step=1)
+        return self.new("Mul", some, self.new.constant(torch.tensor(0.0), shared=False), gives=gives)
+
+    def numbered(self, steps: list[str]) -> Iterator[tuple[int, str]]:
+        """Yield steps with their numbers, which the nodes that are made meanwhile have."""
+        for t, step in enumerate(steps):
+            self.new.step = t
+            yield t, step
+        self.new.step = None
+
     def masked(self, t: int, new: str, old: str | None) -> str:
         """Return the next state of the step that runs as number `t`: the old one where the mask is false."""
         mask = self.n.operand("mask")
@@ -80,7 +98,7 @@ class _Layer:
         if self.one_step:
             return states
         one: Shape = (self.samples, 1, self.size)
-        steps = [self.new("Unsqueeze", h, gives=one, axes=(1,)) for h in states]
+        steps = [self.new("Unsqueeze", h, gives=one, axes=(1,)) for _, h in self.numbered(states)]
         if len(steps) == 1:
             return [steps[0], states[-1]]
         steps = steps[::-1] if self.n.attrs["reverse"] else steps
@@ -92,8 +110,10 @@ def lstm(new: NewNodes, n: Node) -> list[str]:
 
     Source: Hochreiter and Schmidhuber 1997 with forget gates, as in PyTorch's `nn.LSTM`.
     """
-    layer, h, c, states = _Layer(new, n), n.operand("h"), n.operand("c"), list[str]()
-    for t, step in enumerate(layer.products(layer.joint_bias())):
+    layer, states = _Layer(new, n), list[str]()
+    steps = layer.products(layer.joint_bias())
+    h, c = layer.state("h", steps), layer.state("c", steps)
+    for t, step in layer.numbered(steps):
         gates = step if h is None else new("Add", step, layer.product(h))
         of = dict(zip(n.attrs["gates"], layer.split(gates, (1, 1, 1, 1)), strict=True))
         i, f, o = (new("Sigmoid", of[k]) for k in "ifo")
@@ -114,8 +134,10 @@ def gru(new: NewNodes, n: Node) -> list[str]:
     """
     if sorted(n.attrs["gates"][:2]) != ["r", "z"]:
         new.refuse("its gates stand in another order")
-    layer, h, states = _Gru(new, n), n.operand("h"), list[str]()
-    for t, step in enumerate(layer.products(layer.b if layer.after else layer.joint_bias())):
+    layer, states = _Gru(new, n), list[str]()
+    steps = layer.products(layer.b if layer.after else layer.joint_bias())
+    h = layer.state("h", steps)
+    for t, step in layer.numbered(steps):
         h = layer.masked(t, layer.next(h, *layer.split(step, (2, 1))), h)
         states.append(h)
     return layer.results(states)
@@ -174,9 +196,11 @@ class _Gru(_Layer):
 
 def rnn(new: NewNodes, n: Node) -> list[str]:
     """h' = tanh(x W + b + h R + rb), or the ReLU of it. Source: Elman 1990."""
-    layer, h, states = _Layer(new, n), n.operand("h"), list[str]()
+    layer, states = _Layer(new, n), list[str]()
     kind = {"tanh": "Tanh", "relu": "Relu"}[n.attrs["activation"]]
-    for t, step in enumerate(layer.products(layer.joint_bias())):
+    steps = layer.products(layer.joint_bias())
+    h = layer.state("h", steps)
+    for t, step in layer.numbered(steps):
         h = layer.masked(t, new(kind, step if h is None else new("Add", step, layer.product(h))), h)
         states.append(h)
     return layer.results(states)

@@ -70,6 +70,9 @@ class _CompositeCut(Cut):
 
     def _noise_of_part(self, n: Node, value: str) -> float:
         """Return the rounding error of a factor inside a composite, summed over the numbers that a part reads."""
+        seen = self.stats.get(value)
+        if n.step == 0 and seen is not None and seen.low == seen.high == 0:
+            return 0.0  # a recurrent layer starts from zeros, which every grid holds
         size = min(self.size(value), self.size(n.output))  # a mean averages rounding errors out
         noise = size * self.noise(value, partial(relative_noise, centred=False))
         return noise + (self.size(n.composite) * self.noise(value, noise_of_inverse) if n.op in _INVERSE else 0.0)
