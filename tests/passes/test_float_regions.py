@@ -4,6 +4,8 @@ import itertools
 import random
 from types import SimpleNamespace
 
+import onnx
+import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
@@ -180,6 +182,20 @@ def test_the_file_computes_what_was_promised():
     pytest.importorskip("onnxruntime")
     checked = build(block).verify([torch.randn(16, 6, 24)])
     assert checked.sound, checked.departures
+
+
+@pytest.mark.parametrize("rows", [(16,), (16, 5)])
+@pytest.mark.parametrize("bound", [F.relu, F.relu6, lambda x: x.clamp(max=1.0)])
+def test_a_product_that_is_bounded_in_float_is_one_of_integers(bound, rows, tmp_path):
+    """A norm behind the layer reads floats, so that the layer outputs its sums in float."""
+    model, x = model_of(lambda m, x: m.norm(bound(m.a(x))), a=nn.Linear(6, 24), norm=nn.LayerNorm(24)), randn(*rows, 6)
+    result = quantized(model, [x])
+    result.export(tmp_path / "m.onnx")
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
+    onnxruntime.InferenceSession(str(tmp_path / "m.onnx"), options)
+    assert "QGemm" in {n.op_type for n in onnx.load(tmp_path / "optimised.onnx").graph.node}
+    assert result.verify([x]).exact
 
 
 def test_an_embedding_is_stored_and_gathered_in_codes(tmp_path):

@@ -193,7 +193,7 @@ class LiteRt:
                 if d["name"] in self._requested:
                     codes[d["name"]] = x.transpose(np.argsort(form)) if form else x
             x = x.astype(np.int32) if d["name"] in self.long else x
-            self.interpreter.set_tensor(d["index"], np.ascontiguousarray(x))
+            self.interpreter.set_tensor(d["index"], np.asarray(x, order="C"))
         self.interpreter.invoke()
         details = self.interpreter.get_output_details()
         for k, (name, (form, _), d) in enumerate(zip(self.tensors, self.layouts, details, strict=True)):

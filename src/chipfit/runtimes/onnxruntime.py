@@ -82,7 +82,7 @@ class OnnxRuntime:
     def run(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """Run one batch, in the model's order; return outputs and the requested tensors by ONNX name."""
         names, (taken, given) = [o.name for o in self.session.get_outputs()], self._io
-        feed = {i: np.ascontiguousarray(x) for i, x in zip(self.inputs, inputs, strict=False)}
+        feed = {i: np.asarray(x, order="C") for i, x in zip(self.inputs, inputs, strict=False)}
         feed |= {i: quantize_input(feed[i], c["scale"], c["zero_point"], np.dtype(c["type"])) for i, c in taken.items()}
         got = dict(zip(names, self.session.run(names, feed), strict=True))
         return got | {o: dequantize_output(got[o], c["scale"], c["zero_point"]) for o, c in given.items()}

@@ -69,7 +69,7 @@ class OpenVino:
 
     def run(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """Run one batch, in the model's order; return outputs and the requested tensors by ONNX name."""
-        given = {name: np.ascontiguousarray(x) for name, x in zip(self.inputs, inputs, strict=False)}
+        given = {name: np.asarray(x, order="C") for name, x in zip(self.inputs, inputs, strict=False)}
         try:
             results = self.model([given[i] for i in self.inputs])
         except RuntimeError as e:

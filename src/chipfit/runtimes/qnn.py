@@ -48,7 +48,7 @@ class Qnn:
         Raises:
             RuntimeUnavailable: the library refuses the inputs, crashes or hangs.
         """
-        given = [np.ascontiguousarray(x) for x in inputs[: len(self.inputs)]]
+        given = [np.asarray(x, order="C") for x in inputs[: len(self.inputs)]]
         results: dict[str, np.ndarray] = self._child.ask("run", given)
         return results
 

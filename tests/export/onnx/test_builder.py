@@ -414,6 +414,8 @@ def test_a_pool_of_images_of_any_size_rounds_up_when_it_runs(tmp_path):
         ("batch norm", ["BatchNormalization"]),
         ("batch norm without gain", ["BatchNormalization"]),
         ("layer norm of two axes", ["LayerNormalization"]),
+        ("InstanceNorm", ["InstanceNormalization"]),
+        ("GroupNorm", ["Reshape", "InstanceNormalization", "Shape", "Reshape", "Reshape", "Mul", "Reshape", "Add"]),
         ("stack behind", ["Unsqueeze"] * 3 + ["Concat"]),
         ("index of the largest of all", ["Reshape", "ArgMax"]),
     ],

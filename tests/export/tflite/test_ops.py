@@ -224,7 +224,7 @@ def test_slopes_have_the_axes_of_a_sample(shape, slopes):
     assert w.shape.tolist() == slopes and x.shape.tolist() == [1, *shape[2:], 4]
 
 
-@pytest.mark.parametrize("shape, kept", [((None, 5), False), ((None, 3, 5), True), ((None, 2, 3, 5), True)])
+@pytest.mark.parametrize("shape, kept", [((None, 5), False), ((5,), True), ((None, 3, 5), True), ((2, 3, 5), True)])
 def test_a_linear_layer_of_rows_keeps_their_axes(shape, kept):
     shapes, weights = {"x": shape, "y": (*shape[:-1], 4)}, {"w": torch.ones(4, 5)}
     graph = graph_of("y = Linear(x, w, -)", weights=weights, shapes=shapes, data_format="channels_last")

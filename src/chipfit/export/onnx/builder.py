@@ -167,6 +167,13 @@ class OnnxBuilder:
         maker = self._maker(name)
         return maker is not None and maker.op_type not in _PASS_THROUGH
 
+    def _dequantized(self, name: str) -> bool:
+        """Return whether an ONNX value is dequantized, perhaps in another shape."""
+        maker = self._maker(name)
+        while maker is not None and maker.op_type == "Reshape":
+            maker = self._maker(maker.input[0])
+        return maker is not None and maker.op_type == "DequantizeLinear"
+
     def _maker(self, name: str | None) -> onnx.NodeProto | None:
         """Return the node so far that makes an ONNX value; None for inputs and initialisers."""
         return next((n for n in reversed(self.nodes) if name in n.output), None)
@@ -257,6 +264,8 @@ class OnnxBuilder:
 
     def publish(self, value: str, name: str) -> None:
         """Give a value of the graph its ONNX tensor `name`, which is renamed to `value`, and add its quantizer."""
+        if not self._is_quantized(value) and value not in self.inner:
+            name = self._unclipped_product(name)
         if name and any(name in n.output for n in self.nodes[self._start :]):
             self._rename(name, value)
             name = value
@@ -290,6 +299,23 @@ class OnnxBuilder:
             return x
         data, *constants = (getattr(self._maker(i), "op_type", "") == "DequantizeLinear" for i in n.input if i)
         return self.op("Max", [x]) if data and not all(constants) else x
+
+    def _unclipped_product(self, x: str) -> str:
+        """Return x by way of Max and Min, if it is a product of integers that Relu or Clip bounds in float.
+
+        ONNX Runtime leaves a product to integer kernels only if a quantizer follows its Relu or Clip.
+        """
+        n = self.nodes[-1] if self.nodes and x in self.nodes[-1].output else None
+        if n is None or n.op_type not in ("Relu", "Clip"):
+            return x
+        y, *bounds = n.input
+        made = self._maker(y)
+        if made is None or made.op_type not in ("Gemm", "MatMul") or not self._dequantized(made.input[0]):
+            return x
+        self.nodes.pop()
+        for kind, bound in zip(("Max", "Min"), bounds or [self.const(np.float32(0))], strict=False):
+            y = self.op(kind, [y, bound]) if bound else y
+        return y
 
     def quantized_input(self, value: str, io: QuantizedIO) -> None:
         """Add an input of quantized values: the plan's pass as they are, others are quantized anew."""

@@ -255,14 +255,23 @@ def _layer_norm(w: OnnxBuilder, n: Node, x: Names) -> str:
     return w.op("LayerNormalization", x, axis=-len(n.attrs["normalized_shape"]), epsilon=n.attrs["eps"])
 
 
-@writes("GroupNorm", "InstanceNorm")
+@writes("InstanceNorm")
+def _instance_norm(w: OnnxBuilder, n: Node, x: Names) -> str:
+    channels = w.shape(n)[1]
+    scale, shift = (
+        p or w.const(np.full(channels, of, np.float32)) for p, of in zip([*x[1:], None, None], (1, 0), strict=False)
+    )
+    return w.op("InstanceNormalization", [x[0], scale, shift], epsilon=n.attrs["eps"])
+
+
+@writes("GroupNorm")
 def _group_norm(w: OnnxBuilder, n: Node, x: Names) -> str:
     """Write the norm of [N, groups, rest]; the shape is restored at run time, so that images may have any size."""
     _, channels, *spatial = w.shape(n)
-    y = w.op("Reshape", [x[0], w.const(_ints(0, n.attrs.get("groups", channels), -1))])
-    y = w.op("Sub", [y, w.op("ReduceMean", [y], axes=[2], keepdims=1)])
-    variance = w.op("ReduceMean", [w.op("Mul", [y, y])], axes=[2], keepdims=1)
-    y = w.op("Div", [y, w.op("Sqrt", [w.op("Add", [variance, w.const(np.float32(n.attrs["eps"]))])])])
+    groups = n.attrs["groups"]
+    y = w.op("Reshape", [x[0], w.const(_ints(0, groups, -1))])
+    ones, zeros = (w.const(np.full(groups, neutral, np.float32)) for neutral in (1, 0))
+    y = w.op("InstanceNormalization", [y, ones, zeros], epsilon=n.attrs["eps"])
     y = w.op("Reshape", [y, w.op("Shape", [x[0]])])
     for op, p in zip(("Mul", "Add"), x[1:], strict=False):
         if p is not None:

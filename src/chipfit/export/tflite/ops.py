@@ -246,7 +246,7 @@ def _dynamic_quantize(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
 
 def _linear(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     ins = [w.read(n.data), w.weight(n.weight), _bias(w, n, w.shape(n.weight)[0])]
-    w.op(w.kind, ins, y, fusedActivationFunction=w.fused, keepNumDims=len(w.shape(n.output)) > 2)
+    w.op(w.kind, ins, y, fusedActivationFunction=w.fused, keepNumDims=len(w.shape(n.output)) != 2)
 
 
 def _mat_mul(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
