@@ -21,7 +21,6 @@ from chipfit.calibration.source import CalibrationData
 from chipfit.decide import statistics
 from chipfit.decide.overrides import Overrides, to_record
 from chipfit.decision import Decision, choose_scales, decide, plan_of
-from chipfit.engine.memory import memory_errors
 from chipfit.engine.process import preserve_random_state
 from chipfit.engine.torch_defaults import torch_defaults
 from chipfit.engine.trees import with_states
@@ -123,10 +122,9 @@ def quantize(
         rules=rules,
         seed=int(seed),
     )
-    with memory_errors():
-        for stage in (capture_model, assign_formats, collect_statistics, choose_ranges, repair, search_bits):
-            decision = stage(request, decision)
-        return kept_in_memory(request, correct(request, *make_plan(request, decision)))
+    for stage in (capture_model, assign_formats, collect_statistics, choose_ranges, repair, search_bits):
+        decision = stage(request, decision)
+    return kept_in_memory(request, correct(request, *make_plan(request, decision)))
 
 
 @preserve_random_state
@@ -142,9 +140,8 @@ def in_float(
     request = Request(model=load_model(model), data=source, limits=None, training=None, progress=Progress(False))
     rules = statistics.RangeRules(rule="mse", weight_rule="mse")
     d = Decision(platform=chip, overrides=None, settings=settings_for(settings, None, chip), rules=rules)
-    with memory_errors():
-        d = capture_model(request, d)
-        d = choose_scales(decide(replace(d, overrides={n.name: "float" for n in d.graph.nodes})))
+    d = capture_model(request, d)
+    d = choose_scales(decide(replace(d, overrides={n.name: "float" for n in d.graph.nodes})))
     return Result(d.graph, plan_of(d), d, request.progress.seconds)
 
 

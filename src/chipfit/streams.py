@@ -38,6 +38,7 @@ class Streaming:
     states: tuple[str, ...]  #: names of the inputs that hold states, for `chipfit.quantize(..., states=)`
     graph: Graph
 
+    @torch_defaults()
     def calls(self, sequences: Any) -> list[tuple[Tensor, ...]]:
         """Return the calls of the model that compute sequences step by step in float: calibration data, on its device.
 

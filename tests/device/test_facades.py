@@ -83,6 +83,20 @@ def test_a_model_trains_on_the_device_and_is_finalized(accelerator, data):
     assert result_of(final).verify(list(IMAGES)).exact
 
 
+@pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.parametrize("float_there", [True, False])
+def test_a_report_compares_models_that_lie_on_different_devices(float_there, changed, accelerator, data, tmp_path):
+    compare, config = chipfit.xquant.xquant_report_pytorch_experimental, chipfit.xquant.XQuantConfig
+    where, model = [accelerator, "cpu"] if float_there else ["cpu", accelerator], net()
+    if changed:  # the network after the rewrites of quantization computes something else
+        model[-1].bias.data += 1
+    quantized, _ = chipfit.pytorch_post_training_quantization(moved(net(), where[1]), generator("cpu"))
+    found = compare(moved(model, where[0]), quantized, data, data, config(str(tmp_path / "there")))
+    quantized, _ = chipfit.pytorch_post_training_quantization(net(), generator("cpu"))
+    want = compare(model, quantized, generator("cpu"), generator("cpu"), config(str(tmp_path / "here")))
+    assert found["output_similarity_metrics_val"] == pytest.approx(want["output_similarity_metrics_val"], rel=1e-2)
+
+
 def halved(weights, **attributes):
     return {k: v.numpy() / 2 for k, v in weights.items()}, attributes
 

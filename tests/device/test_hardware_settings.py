@@ -71,6 +71,52 @@ def test_a_step_waits_at_most_once_however_many_layers_there_are(method, fake):
         assert max(found[1:]) <= 1
 
 
+def calibrated(device, **quantizers):
+    """Return a model of `prepare_by_platform` whose quantizers have observed data."""
+    qscheme = {"bit": 4, "symmetry": True, "per_channel": True, "pot_scale": False}
+    setting = {"w_observer": "MSEObserver", "a_observer": "EMAMSEObserver", **quantizers}
+    setting |= {"w_qscheme": qscheme, "a_qscheme": {**qscheme, "per_channel": False}}
+    net = copy.deepcopy(Net()).eval().to(device)
+    model = fx.prepare_by_platform(net, fx.BackendType.Academic, {"extra_qconfig_dict": setting}).eval()
+    fx.enable_calibration(model)
+    with torch.no_grad():
+        run(model, DATA, device)
+    fx.enable_quantization(model)
+    return model
+
+
+LSQ = {"w_fakequantize": "FixedFakeQuantize", "a_fakequantize": "LearnableFakeQuantize"}
+
+
+@pytest.mark.parametrize("place", ["there", "here"])
+@pytest.mark.parametrize("kind", ["interaction", "standalone"])
+def test_profiles_are_those_of_the_cpu_wherever_the_data_are(kind, place, accelerator):
+    data = [x.to(accelerator) for x in DATA] if place == "there" else DATA
+    found, want = (fx.profiling(calibrated(d, **LSQ), x, kind) for d, x in ((accelerator, data), ("cpu", DATA)))
+    assert found == pytest.approx(want, abs=1e-3) and found.keys() == want.keys()
+
+
+@pytest.mark.parametrize("place", ["there", "here"])
+def test_rounding_is_learned_there_wherever_the_data_are(place, accelerator):
+    data = [x.to(accelerator) for x in DATA] if place == "there" else DATA
+    learned = {"w_fakequantize": "AdaRoundFakeQuantize", "a_fakequantize": "QDropFakeQuantize"}
+    options = {"pattern": "block", "max_count": 4, "prob": 1.0, "warm_up": 0.2, "weight": 0.01, "b_range": [20, 2]}
+    models = []
+    for device, given in ((accelerator, data), ("cpu", DATA)):
+        model = calibrated(device, **learned)
+        torch.manual_seed(0)
+        models.append(fx.ptq_reconstruction(model, given, {**options, "scale_lr": 4e-5}))
+    for found, want in zip(*(m.parameters() for m in models), strict=True):
+        assert found.device == accelerator
+        torch.testing.assert_close(found.cpu(), want, rtol=0, atol=1e-2)
+
+
+def test_platforms_of_a_model_there_are_those_of_the_cpu(accelerator):
+    there, here = (fx.platforms_of(calibrated(d, **LSQ), DATA[0].to(d)) for d in (accelerator, "cpu"))
+    assert there == here
+    assert fx.platforms_of(prepared(accelerator), DATA[0]) == fx.platforms_of(prepared("cpu"), DATA[0].to(accelerator))
+
+
 def run(model, batches, device):
     for x in batches:
         model(x.to(device))

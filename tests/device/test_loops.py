@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from chipfit import Limits, Settings, quantize
+from chipfit import Generation, Limits, Settings, generated, quantize
 from chipfit.calibration.collect import Need, collect
 from chipfit.calibration.data import batches
 from chipfit.calibration.source import MemoryLimit
@@ -178,6 +178,21 @@ def test_a_step_of_learning_uploads_nothing_and_does_not_wait(fake):
     first, few, many = learned(2), learned(2), learned(12)
     assert many["launches"] > few["launches"] and first["uploads"] >= few["uploads"]
     assert all(many[kind] == few[kind] for kind in ("uploads", "downloads", "scalars"))
+
+
+def test_a_step_of_generated_data_waits_as_often_for_many_norms_as_for_few(fake):
+    def norms(depth: int) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(m for _ in range(depth) for m in (nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)))).eval()
+
+    def waits(depth: int, steps: int) -> int:
+        options, example = Generation(steps=steps, bounds=(0.0, 1.0)), torch.zeros(2, 3, 8, 8)
+        model = moved(norms(depth))
+        found = counted(fake, lambda: generated(model, 8, example=example, options=options, progress=False))
+        return found["scalars"] + found["downloads"] + found["uploads"]
+
+    waits(2, 3)
+    assert waits(2, 13) - waits(2, 3) == waits(6, 13) - waits(6, 3) == 10
 
 
 def test_tables_are_uploaded_once(fake):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -49,8 +51,33 @@ def test_calibration_keeps_no_more_than_a_few_batches_on_the_device(fake):
 
 def test_a_result_keeps_no_more_than_a_batch_on_the_device_beside_its_model(fake):
     model = moved(small_cnn())
+    gc.collect()  # of errors in other tests, whose frames hold batches
     before = fake.counts()["allocated"]
     result = quantize(model, [images(8)])
     kept = fake.counts()["allocated"] - before
     assert kept < 2 * 8 * 3 * 8 * 8 * 4  # bytes of two batches
     assert next(result.model.parameters()).device == chosen.device and fake.counts()["allocated"] > before + kept
+
+
+def test_memory_that_runs_out_in_any_loop_over_data_is_an_error_of_the_device(fake):
+    """Wherever it happens: in a copy of weights or batches, a product, a sum, or the gradients."""
+    model, data, seen = moved(small_cnn(norm=True)), [images(64, seed=k) for k in range(2)], {}
+    result, example = quantize(model, data), torch.zeros(2, 3, 8, 8)
+    loops = {
+        "sensitivity": lambda: result.sensitivity(data),
+        "pareto": lambda: result.pareto(data),
+        "similarity": lambda: result.similarity(data),
+        "generated": lambda: chipfit.generated(model, 32, example=example, options=chipfit.Generation(steps=2)),
+        "lint": lambda: chipfit.lint(model, data[0]),
+        "prune": lambda: chipfit.prune(model, data, limits=chipfit.Limits(bops="60%"), progress=False),
+    }
+    for bytes_left in (1_000, 30_000, 100_000, 200_000):
+        for name, loop in loops.items():
+            fake.limit_memory(fake.counts()["allocated"] + bytes_left)
+            try:
+                loop()
+            except MemoryExceeded as e:
+                seen[name] = str(e)
+            finally:
+                fake.limit_memory(0)
+    assert seen.keys() == loops.keys() and all("evice" in text for text in seen.values())

@@ -259,6 +259,21 @@ def test_a_network_of_one_step_runs_where_the_network_over_sequences_was(kind, p
     assert result.verify(calls[:2]).exact
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"bounds": (0.0, (0.5, 1.0, 1.5)), "output": "regularized_spread"}, {"statistics": "all", "start": "diverse"}],
+    ids=["plain", "in bounds", "of all batches"],
+)
+def test_data_are_generated_where_the_model_is(options, accelerator):
+    model, how = cnn(), chipfit.Generation(steps=3, batch=8, **options)
+    example = torch.zeros(2, 3, 8, 8)
+    here = chipfit.generated(model, 16, example=example, options=how, progress=False)
+    there = chipfit.generated(moved(model), 16, example=moved(example), options=how, progress=False)
+    assert {x.device for x in there} == {CPU} and there.notes == here.notes
+    for x, y in zip(here, there, strict=True):
+        torch.testing.assert_close(y, x, rtol=1e-2, atol=1e-2)  # Adam divides by what gradients are
+
+
 def test_a_network_is_pruned_where_it_is(accelerator):
     model = cnn()
     limits = chipfit.Limits(bops="60%")

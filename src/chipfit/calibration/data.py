@@ -10,6 +10,7 @@ import torch
 
 from chipfit.calibration.input_errors import LABELS, fixed_batch, wrong_layout
 from chipfit.calibration.signature import expected_inputs, is_optional, names_label
+from chipfit.engine.memory import memory_errors
 from chipfit.engine.trees import batch_axes, flatten_inputs
 from chipfit.engine.types import dtype_of
 from chipfit.errors import DataError
@@ -368,7 +369,9 @@ class batches:  # noqa: N801 -- reads as a verb where it is used: for x in batch
                 continue
             if self.note is not None:
                 self.note(flat)
-            yield as_batch(self.graph, inputs_on(self.graph.device, flat))
+            with memory_errors(self.graph.device, [x.shape for x in flat]):
+                flat = inputs_on(self.graph.device, flat)
+            yield as_batch(self.graph, flat)
 
     def __len__(self) -> int:
         return len(self.data)

@@ -23,7 +23,6 @@ from chipfit.channel_pruning.refit import refit
 from chipfit.channel_pruning.resize import kept_channels, stays, without
 from chipfit.channel_pruning.select import Selection, layers_of
 from chipfit.decision import Decision, decide
-from chipfit.engine.memory import memory_errors
 from chipfit.engine.process import preserve_random_state
 from chipfit.engine.torch_defaults import torch_defaults
 from chipfit.errors import ConfigError, ExportError, UnknownNameError
@@ -217,12 +216,11 @@ def prune_to(
     source = CalibrationData(data, example)
     call, of_data = source.example_call(model), source.example is None
     source.keep()
-    with memory_errors():
-        with progress.stage("capture"):
-            whole = read_model(model, *call, of_data=of_data)
-            batches = _samples(whole, source.batches(whole), options.samples)
-            search = _Search(whole, load_platform(platform), options, batches)
-        search.run(budgets, progress)
+    with progress.stage("capture"):
+        whole = read_model(model, *call, of_data=of_data)
+        batches = _samples(whole, source.batches(whole), options.samples)
+        search = _Search(whole, load_platform(platform), options, batches)
+    search.run(budgets, progress)
     return Pruned(graph=search.small, _source=(model, (call[0], dict(call[1]))), **search.report())
 
 

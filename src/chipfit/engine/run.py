@@ -10,7 +10,7 @@ from chipfit.engine.kernels import execute
 from chipfit.engine.memory import memory_errors
 from chipfit.errors import DataError, first_line
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.placement import placed
+from chipfit.graph.placement import inputs_on, placed
 from chipfit.operators.table import OPS
 
 Hook = Callable[[Node, tuple[Any, ...]], tuple[Any, ...]]
@@ -82,12 +82,12 @@ def first_deviation(
     """Return the first output that deviates from the model's and its distance, shape or error; None if all agree.
 
     Args:
-        inputs: on the device of the graph.
+        inputs: on any device, as what follows.
         want: the model's outputs.
     """
     try:
         with torch.inference_mode():
-            env = run(placed(graph), inputs)
+            env = run(placed(graph), inputs_on(graph.device, inputs))
     except (RuntimeError, LookupError, DataError) as e:
         return graph.outputs[0], first_line(e)
     for name, a in zip(graph.outputs, want, strict=True):

@@ -1,4 +1,4 @@
-"""Switches of torch that change what functions compute; chipfit computes with torch's defaults, and then restores them.
+"""Where chipfit computes: with torch's defaults, which are restored afterwards, and typed errors about memory.
 
 TF32, which convolutions of CUDA use unless told otherwise, and bfloat16 of oneDNN keep 10 and 7 bits of a factor, so
 that sums of codes which are exact in float32 become wrong. Autocast does the same. A default device or number type
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from chipfit.engine.memory import memory_errors
 from chipfit.graph.ir import CPU
 
 _LOCK = threading.Lock()
@@ -25,6 +26,9 @@ def torch_defaults() -> Iterator[None]:
     """Compute float32 products in float32 and create tensors on the CPU inside the block, without autocast.
 
     If several threads are inside, the last one to leave restores the switches that they share.
+
+    Raises:
+        MemoryExceeded: a device ran out of memory.
     """
     users = torch.get_default_device(), torch.get_default_dtype()
     outer = getattr(_THREAD, "users", None)
@@ -32,6 +36,7 @@ def torch_defaults() -> Iterator[None]:
         _INSIDE.append(_INSIDE[0] if _INSIDE else _switch_off())
     try:
         with ExitStack() as stack:
+            stack.enter_context(memory_errors())
             _THREAD.users = outer or users
             for kind in {"cpu", _accelerator()}:
                 if torch.is_autocast_enabled(kind):

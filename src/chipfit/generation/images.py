@@ -9,7 +9,7 @@ from torch import Tensor
 
 from chipfit.generation.options import Generation
 from chipfit.graph.ir import Graph
-from chipfit.graph.placement import inputs_on
+from chipfit.quantizers.tables import constant
 
 #: (offset, deviation) that inputs may have: standardised, -1..1, 0..1 and 0..255
 RANGES = ((0.0, 1.0), (0.0, 0.5), (0.5, 0.25), (127.5, 64.0))
@@ -75,16 +75,16 @@ class Input:
 
 def smoothed(x: Tensor) -> Tensor:
     """Return images [N, C, H, W] averaged over 3 x 3 pixels with binomial weights; edges continue outwards."""
-    row = x.new_tensor(_BINOMIAL)
+    row = constant(_BINOMIAL, x)
     kernel = (row[:, None] * row).expand(x.shape[1], 1, 3, 3).contiguous()
     return F.conv2d(F.pad(x, (1, 1, 1, 1), mode="replicate"), kernel, groups=x.shape[1])
 
 
 def _per_channel(bound: Any, x: Tensor) -> Tensor:
     """Return a bound that broadcasts against inputs with channels on axis 1."""
-    values = torch.as_tensor(bound, dtype=x.dtype)
-    (values,) = inputs_on(x.device, [values])
-    return values.reshape(-1, *(1 for _ in x.shape[2:])) if values.dim() else values
+    numbers = torch.as_tensor(bound, dtype=x.dtype)
+    values = constant(tuple(numbers.reshape(-1).tolist()), x)
+    return values.reshape(-1, *(1 for _ in x.shape[2:])) if numbers.dim() else values
 
 
 def is_channels_last(graph: Graph, name: str) -> bool:

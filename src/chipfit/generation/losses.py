@@ -11,6 +11,7 @@ from chipfit.errors import ConfigError, DataError
 from chipfit.generation.options import Generation
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import is_linear
+from chipfit.graph.placement import inputs_on, placed
 
 #: least deviation of a channel in the relative distance, as a share of the layer's: dead channels have almost none
 _LEAST = 0.1
@@ -28,6 +29,7 @@ class Target:
     value: str  #: its input in the graph
     mean: Tensor  #: [C]
     deviation: Tensor  #: [C], with the epsilon of the layer
+    unit: Tensor  #: [C], what a relative distance is counted in
 
     def distance(self, moments: Moments, kind: str) -> Tensor:
         """Return the mean over channels of the squared differences of mean and deviation.
@@ -40,15 +42,13 @@ class Target:
         """
         mean, square = moments
         deviation = (square - mean.square()).clamp(min=0).add(_TINY).sqrt()
-        unit: Any = 1.0
-        if kind == "relative":
-            unit = self.deviation.clamp(min=_LEAST * float(self.deviation.square().mean().sqrt()))
+        unit: Any = self.unit if kind == "relative" else 1.0
         apart = ((mean - self.mean) / unit).square() + ((deviation - self.deviation) / unit).square()
         return apart.mean()
 
 
 def targets(graph: Graph, types: Collection[str] = ()) -> list[Target]:
-    """Return the batch norms of a graph that have learned statistics.
+    """Return the batch norms of a graph that have learned statistics, which are on the device of the graph.
 
     Args:
         types: class names of the user's layers; () for all.
@@ -72,7 +72,9 @@ def targets(graph: Graph, types: Collection[str] = ()) -> list[Target]:
 
 def _target(graph: Graph, n: Node) -> Target:
     mean, variance = (graph.weights[i].detach().float() for i in n.inputs[3:5] if i is not None)
-    return Target(n.display_name, n.data, mean, (variance + n.attrs["eps"]).sqrt())
+    deviation = (variance + n.attrs["eps"]).sqrt()
+    unit = deviation.clamp(min=_LEAST * float(deviation.square().mean().sqrt()))
+    return Target(n.display_name, n.data, *inputs_on(graph.device, [mean, deviation, unit]))
 
 
 def untrained(found: list[Target]) -> bool:
@@ -99,7 +101,7 @@ class Loss:
         self.last = last_linear(graph, options.last) if options.output == "regularized_spread" else None
         self.weights = [options.first_weight, *(1.0 for _ in self.targets[1:])]
         self._others: dict[int, list[Moments]] = {}  #: by batch, one for each target
-        self.weight = graph.weights[self.last.weight].detach() if self.last is not None else None
+        self.weight = placed(graph).weights[self.last.weight].detach() if self.last is not None else None
 
     @property
     def values(self) -> list[str]:

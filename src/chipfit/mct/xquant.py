@@ -124,6 +124,7 @@ def _reference(float_model: Any, result: Result, generator: Any) -> Graph:
         with torch.inference_mode():
             values = run(placed(captured), inputs)
         rewritten = result.decision.graph
+        captured.device = rewritten.device  # where both networks run
         agrees = first_deviation(rewritten, inputs, [values[o] for o in captured.outputs]) is None
         return rewritten if agrees else captured
     raise no_data()

@@ -20,12 +20,13 @@ from torch import fx, nn
 from chipfit.calibration.data import as_call
 from chipfit.errors import ConfigError, PlanError, UnknownNameError, UnsupportedError
 from chipfit.files import package_data
+from chipfit.graph.placement import device_of
 from chipfit.mqbench.deployment import deployed
 from chipfit.mqbench.folded_batch_norm import FoldedBatchNorm
 from chipfit.mqbench.observers import observer_of
 from chipfit.mqbench.prepare import PreparedModule, insert_quantizers, trace
 from chipfit.mqbench.quantizers import QuantizeBase, disable_all, enable_quantization
-from chipfit.mqbench.reconstruction import values_of
+from chipfit.mqbench.reconstruction import call_on, values_of
 from chipfit.mqbench.settings import quantizer_factory
 from chipfit.platform.load import load
 from chipfit.quantizers.grids import all_codes
@@ -395,7 +396,8 @@ def profiling(
     """
     if profiling_type not in ("standalone", "interaction"):
         raise ConfigError("Type of profiling is unknown", got=repr(profiling_type), allowed="standalone, interaction")
-    exact, rounded, calls = copy.deepcopy(model).eval(), copy.deepcopy(model).eval(), [as_call(x, model) for x in data]
+    exact, rounded = copy.deepcopy(model).eval(), copy.deepcopy(model).eval()
+    calls = [call_on(device_of(model), as_call(x, model)) for x in data]
     disable_all(exact)
     enable_quantization(rounded)
     if profiling_type == "interaction":
@@ -418,6 +420,7 @@ def _similarities(pairs: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]) 
     for a, b in pairs:
         for name, x in a.items():
             if isinstance(x, torch.Tensor) and x.is_floating_point():
-                cosine = nn.functional.cosine_similarity(x.flatten().double(), b[name].flatten().double(), dim=0)
+                x, y = (v.cpu().flatten().double() for v in (x, b[name]))  # not every device has float64
+                cosine = nn.functional.cosine_similarity(x, y, dim=0)
                 found.setdefault(name, []).append(float(cosine))
     return {name: sum(values) / len(values) for name, values in found.items()}

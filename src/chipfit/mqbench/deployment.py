@@ -25,10 +25,11 @@ from chipfit.engine.run import run
 from chipfit.engine.torch_defaults import torch_defaults
 from chipfit.engine.trees import flatten_call
 from chipfit.errors import ChipfitError, ConfigError, PlanError, UnsupportedError
-from chipfit.graph.ir import Graph, Node
+from chipfit.graph.ir import CPU, Graph, Node
 from chipfit.mqbench.learned import TOLERANCE, Learned, Trained, check_on_grid
 from chipfit.mqbench.prepare import PreparedModule, prepare_qat_fx
 from chipfit.mqbench.quantizers import QuantizeBase, enable_calibration, enable_quantization, vanishing_note
+from chipfit.mqbench.reconstruction import call_on
 from chipfit.mqbench.settings import QConfig
 from chipfit.operators.table import OPS
 from chipfit.plan.training import check_deployable
@@ -79,7 +80,7 @@ def deployed(model: PreparedModule, data: Any, target: Platform, strict: bool = 
     """
     where, trained = next(model.parameters()).device, Trained.of(model)
     call, data = first_batch(data, trained.plain)
-    args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.cpu, first_rows(call))
+    args, kwargs = call_on(CPU, first_rows(call))
     result = _Deployment.of(trained, args, kwargs).on(target, data, strict)
     if note := vanishing_note(model):
         result = replace(result, plan=replace(result.plan, rewrites=(*result.plan.rewrites, note)))
@@ -284,8 +285,8 @@ def platforms_of(setting: QConfig | fx.GraphModule, example_inputs: Any = None) 
         raise ConfigError(
             "platforms_of needs a setting, or a model with inputs", got=type(setting).__name__, allowed=allowed
         )
-    setting = copy.deepcopy(setting).eval()
-    args, kwargs = as_call(example_inputs, setting)
+    setting = copy.deepcopy(setting).eval().cpu()
+    args, kwargs = call_on(CPU, as_call(example_inputs, setting))
     if not all(m.activation_post_process.batches for m in setting.modules() if isinstance(m, QuantizeBase)):
         enable_calibration(setting)
         setting(*args, **kwargs)

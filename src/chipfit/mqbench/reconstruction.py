@@ -11,9 +11,11 @@ from typing import Any, Literal
 
 import torch
 from torch import fx, nn
+from torch.utils._pytree import tree_map_only
 
 from chipfit.calibration.data import as_call
 from chipfit.errors import ConfigError, DataError, PlanError, UnknownNameError
+from chipfit.graph.placement import device_of
 from chipfit.mqbench.folded_batch_norm import FoldedBatchNorm
 from chipfit.mqbench.learned import Learned
 from chipfit.mqbench.prepare import PreparedModule
@@ -187,11 +189,16 @@ def _mixed(y: Any, x: Any, share: float) -> Any:
     return torch.where(torch.rand_like(x) < share, y, x) if isinstance(x, torch.Tensor) and x.is_floating_point() else y
 
 
+def call_on(device: torch.device, call: Any) -> Any:
+    """Return (args, kwargs) with their tensors on a device."""
+    return tree_map_only(torch.Tensor, lambda x: x.to(device), call)
+
+
 def values_of(model: fx.GraphModule, names: Sequence[str], call: Any) -> dict[str, Any]:
-    """Return the values of nodes for a batch."""
-    runner = fx.Interpreter(model, garbage_collect_values=False)
+    """Return the values of nodes for a batch, which may lie anywhere."""
+    runner, (args, kwargs) = fx.Interpreter(model, garbage_collect_values=False), call_on(device_of(model), call)
     with torch.no_grad():
-        runner.run(*call[0], *call[1].values())
+        runner.run(*args, *kwargs.values())
     return {n.name: value for n, value in runner.env.items() if n.name in names}
 
 
