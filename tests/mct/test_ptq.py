@@ -445,8 +445,15 @@ def test_thresholds_are_at_least_the_minimum():
         assert min(thresholds) >= least / 2 and info.result.plan["2.weight"].scale.tolist() == [least / 128] * 3
 
 
-def test_an_infinite_ratio_shifts_nothing(net):
-    assert QuantizationConfig(shift_negative_ratio=math.inf).to_settings().shift_negative is None
+def test_an_infinite_ratio_shifts_every_tail_that_gains_a_finer_step():
+    # SiLU of [-3.5, 3.5] is in [-0.2785, 3.397]: a signed step of 4 / 128; lifted by 18 steps of 4 / 256 it is unsigned
+    model = nn.Sequential(nn.SiLU(), nn.Linear(4, 2))
+    data = data_of(torch.linspace(-3.5, 3.5, 400).reshape(100, 4))
+    for ratio, lift in ((0.05, 0.0), (math.inf, 18 * 4 / 256)):
+        config = CoreConfig(QuantizationConfig(weights_bias_correction=False, shift_negative_ratio=ratio))
+        _, info = chipfit.pytorch_post_training_quantization(model, data, core_config=config)
+        bias = model[1].bias - lift * model[1].weight.sum(1)
+        torch.testing.assert_close(info.result.graph.weights["1.bias"], bias.detach())
 
 
 def test_resources_hold_limits():

@@ -165,6 +165,7 @@ def seen(low, high):
         (-0.25, 12.7, 0.019, "more than 0.019 of the threshold 12.8"),
         (-12.0, 12.7, 1.0, None),
         (-12.8, 12.7, 1.0, "would not fall"),  # both grids hold 25.5 in 255 steps
+        (-12.8, 12.7, 1.1, 12.8),  # is shifted nevertheless: 25.5 / 255 = 0.1
     ],
 )
 def test_the_constant_and_why_none_helps(low, high, ratio, c):

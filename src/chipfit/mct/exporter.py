@@ -99,7 +99,9 @@ def keras_export_model(
             quantized or INT8.
         model: as of `pytorch_export_model`; a float model, which a chip without quantization leaves, gives a float
             `.keras` file, with a warning.
-        save_model_path, is_layer_exportable_fn: see `pytorch_export_model`, which has the same errors.
+        save_model_path: the file, with any suffix; Keras itself reads `.keras` files alone, and
+            `keras_load_quantized_model` files of other suffixes, too.
+        is_layer_exportable_fn: see `pytorch_export_model`, which has the same errors.
 
     Returns:
         The custom objects that loading needs: none.
@@ -118,7 +120,8 @@ def _export(model: Any, path: Any, check: Any, form: Any, quantized: Any, **opti
         raise ConfigError(what, got=getattr(quantized, "name", repr(quantized)), allowed=allowed)
     suffix, name = formats[quantized]
     path = path_of(path, ExportError)
-    if form is KerasExportSerializationFormat.KERAS and not hasattr(model, "_chipfit") and hasattr(model, "save"):
+    known = hasattr(model, "_chipfit") or getattr(model, "origin", None) is not None
+    if form is KerasExportSerializationFormat.KERAS and not known and hasattr(model, "save"):
         warnings.warn("The model has no quantizers of a facade: its file is a float model", stacklevel=3)
         model.save(path)
         return

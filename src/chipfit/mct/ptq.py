@@ -234,7 +234,9 @@ def attach_result(result: Result, of: Any = None) -> Any:
     Args:
         of: the float model, or an earlier quantized one, whose layers without weights the new one names; None: none.
     """
-    result.model._chipfit = ResultLink(result)
+    result.model._chipfit = link = ResultLink(result)
+    if hasattr(result.model, "origin"):
+        result.model.origin = link.packed
     give_layer_names(result, of)
     return result.model
 

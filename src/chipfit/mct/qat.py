@@ -14,7 +14,7 @@ from chipfit.errors import ConfigError, PlanError, UnknownNameError
 from chipfit.frameworks import framework_of, part
 from chipfit.mct.core.config import CoreConfig, ResourceUtilization
 from chipfit.mct.ptq import DataGenerator, UserInformation, attach_result, checked, quantize_model
-from chipfit.mct.result_link import ResultLink
+from chipfit.mct.result_link import ResultLink, unpacked
 from chipfit.mct.trainable import base
 from chipfit.mct.trainable.user_quantizers import UserQuantizers
 from chipfit.plan.training import Training, algorithm_of
@@ -132,7 +132,7 @@ def pytorch_quantization_aware_training_finalize(in_model: Any, information: Use
 
     Args:
         in_model: the model that `..._init` returned, or a copy of it.
-        information: the information that `..._init` returned; required for a Keras model loaded from a file.
+        information: the information that `..._init` returned; required for a model that does not know its result.
 
     Returns:
         A module like that of post-training quantization; its `result_of` exports, verifies and saves.
@@ -167,6 +167,8 @@ keras_quantization_aware_training_finalize_experimental = keras_quantization_awa
 def _result_behind(model: Any, information: UserInformation | None) -> Result:
     origin = getattr(model, "_chipfit", None)
     result = origin.of(model) if isinstance(origin, ResultLink) else None
+    if result is None and isinstance(packed := getattr(model, "origin", None), dict):
+        result = unpacked(packed, model)
     result = information.result if result is None and information is not None else result
     if result is None:
         allowed = "a model of a facade, or a copy of it"

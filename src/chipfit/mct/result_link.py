@@ -1,11 +1,18 @@
 """The link from a model of the facades to its result."""
 
+import base64
+import io
+import zipfile
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
+from chipfit.frameworks import adapter_of
 from chipfit.graph.ir import Graph
+from chipfit.plan import saved
 from chipfit.plan.record import Plan
 from chipfit.platform.schema import Platform
 from chipfit.result import Result, of_plan
@@ -14,12 +21,14 @@ from chipfit.result import Result, of_plan
 class ResultLink:
     """A link from a model to its result, which copies of the model share.
 
-    A pickled PyTorch model holds plan and network without weights, which are those of the model.
+    A pickled PyTorch model and the file of a Keras model hold plan and network without weights, which are those of the
+    model.
     """
 
     def __init__(self, result: Result | None = None) -> None:
         self.result = result
         self._pickled: tuple[Graph, Plan, Platform, int] | None = None
+        self._packed: dict[str, Any] | None = None
 
     def of(self, model: Any) -> Result | None:
         """Return the result of a model that has this link; None if a pickle did not hold it."""
@@ -29,6 +38,19 @@ class ResultLink:
             found = of_plan(replace(graph, weights=weights), plan, platform)
             self.result = replace(found, _model=model, _made=made)
         return self.result
+
+    def packed(self) -> dict[str, Any]:
+        """Return plan and network, with zeros for weights in floats, as JSON data that `unpacked` reads."""
+        if self._packed is None and self.result is not None:
+            graph, plan, platform = self.result.graph, self.result.plan, self.result.platform
+            empty = {name: torch.zeros_like(w) if w.is_floating_point() else w for name, w in graph.weights.items()}
+            file = io.BytesIO()
+            with TemporaryDirectory() as folder, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+                saved.save(Path(folder) / "result", replace(graph, weights=empty), plan, platform)
+                for path in sorted(Path(folder).rglob("*")):
+                    archive.write(path, path.relative_to(folder))
+            self._packed = {"made": self.result._made, "files": base64.b64encode(file.getvalue()).decode()}
+        return self._packed or {}
 
     def __deepcopy__(self, memo: Any) -> "ResultLink":
         return self
@@ -45,3 +67,23 @@ def _unpickled(*parts: Any) -> ResultLink:
     link = ResultLink()
     link._pickled = parts  # type: ignore[assignment]  # of `__reduce__`
     return link
+
+
+def unpacked(data: Any, model: Any) -> Result | None:
+    """Return the result of a Keras model that was loaded from a file; None if the model lacks some weight.
+
+    Args:
+        data: what `ResultLink.packed` returned.
+
+    Raises:
+        PlanError: the data are malformed.
+    """
+    with TemporaryDirectory() as folder:
+        with zipfile.ZipFile(io.BytesIO(base64.b64decode(data["files"]))) as archive:
+            archive.extractall(folder)
+        graph, plan, platform, *_ = saved.load(Path(folder) / "result")
+    read = adapter_of(graph.framework).read_back(model, graph, plan)[0]
+    needed = {i for n in read.nodes for i in n.inputs if i in read.weights}
+    if any(read.weights[i] is graph.weights[i] and read.weights[i].is_floating_point() for i in needed):
+        return None
+    return replace(of_plan(read, plan, platform), _model=model, _made=data["made"])

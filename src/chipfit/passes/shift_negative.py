@@ -46,7 +46,8 @@ def shift_negative(graph: Graph, assignment: Assignment, stats: Stats, *, ratio:
         graph: before its tensors are planned.
         assignment: the format of each activation; only formats whose sign follows the data can gain.
         stats: of the same graph; not modified.
-        ratio: |least value| over the threshold, the half range of the signed grid; above it nothing is shifted.
+        ratio: |least value| over the threshold, the half range of the signed grid; above it nothing is shifted. With a
+            ratio above 1 every tail is shifted, also where its scale does not fall.
 
     Returns:
         The graph, the statistics with those of shifted values, and one note per shift or refusal. Fusions must be found
@@ -102,7 +103,7 @@ def shift_constant(fmt: Format, seen: TensorStats, ratio: float) -> tuple[float,
         return 0.0, f"its least value {seen.low:.3g} is more than {ratio:g} of the threshold {threshold:.3g}"
     after = step(fmt, 0.0, seen.high - seen.low)
     after = step(fmt, 0.0, seen.high + after * math.ceil(-seen.low / after))
-    if after > before * (1 - 1e-6):
+    if ratio <= 1 and after > before * (1 - 1e-6):
         return 0.0, f"its step of {before:.3g} would not fall"
     return after * math.ceil(-seen.low / after), ""
 

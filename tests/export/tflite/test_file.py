@@ -146,7 +146,7 @@ def test_only_tensors_that_something_needs_are_in_the_file():
     model = read(content)
     (g,), (signature,) = model.subgraphs, model.signatureDefs
     names = [t.name for t in g.tensors]
-    assert sorted(names) == [b"held", b"x", b"y"] and unused != x
+    assert names == [b"x", b"held", b"y"] and unused != x  # as TFLiteConverter orders them: inputs, constants, results
     assert [names[k] for k in (*g.inputs, *g.outputs, *g.operators[0].inputs)] == [b"x", b"y", b"x", b"held"]
     ends = [(t.name, names[t.tensorIndex]) for t in (*signature.inputs, *signature.outputs)]
     assert ends == [(b"in", b"x"), (b"out", b"y")] and signature.signatureKey == b"serving_default"

@@ -20,7 +20,7 @@ from chipfit.core.network_editor import (  # noqa: E402  # noqa: E402
     ReplaceLayer,
 )
 from chipfit.engine.run import run  # noqa: E402
-from chipfit.errors import ConfigError, UnknownNameError, UnsupportedError  # noqa: E402
+from chipfit.errors import ConfigError, PlanError, UnknownNameError, UnsupportedError  # noqa: E402
 
 REWRITES = {
     "linear_collapsing": True,
@@ -148,3 +148,42 @@ def test_a_network_of_which_the_chip_quantizes_nothing_is_exported_in_float(net,
         chipfit.exporter.keras_export_model(model, tmp_path / "m.keras")
     loaded = chipfit.keras_load_quantized_model(tmp_path / "m.keras")
     np.testing.assert_array_equal(numbers(loaded(images)), numbers(model(images)))
+
+
+@pytest.mark.parametrize("suffix", [".keras", ".h5"])
+def test_a_trained_model_from_a_file_is_finalized_and_exported_without_information(net, tmp_path, suffix):
+    images = net[1]
+    model, information, _ = chipfit.keras_quantization_aware_training_init(
+        net[0], lambda: iter([[images]]), target_platform_capabilities="tflite_int8"
+    )
+    kernel = model.get_layer("head").layer.kernel
+    kernel.assign(kernel * 0.5)  # a training step
+    want = chipfit.keras_quantization_aware_training_finalize(model, information)
+    model.save(tmp_path / f"trainable{suffix}")
+    loaded = chipfit.keras_load_quantized_model(tmp_path / f"trainable{suffix}")
+    final = chipfit.keras_quantization_aware_training_finalize(loaded)
+    np.testing.assert_array_equal(numbers(final(images)), numbers(want(images)))
+    final.save(tmp_path / f"final{suffix}")
+    again = chipfit.keras_load_quantized_model(tmp_path / f"final{suffix}")
+    form = {"serialization_format": chipfit.exporter.KerasExportSerializationFormat.TFLITE}
+    form |= {"quantization_format": chipfit.exporter.QuantizationFormat.INT8}
+    for name, exported in (("want", want), ("again", again)):
+        chipfit.exporter.keras_export_model(exported, tmp_path / f"{name}.tflite", **form)
+    assert (tmp_path / "again.tflite").read_bytes() == (tmp_path / "want.tflite").read_bytes()
+
+
+def test_an_exported_file_is_read_back_under_any_suffix(net, tmp_path):
+    model, images = fit(net)[0], net[1]
+    form = chipfit.exporter.QuantizationFormat.FAKELY_QUANT
+    chipfit.exporter.keras_export_model(model, tmp_path / "m.h5", quantization_format=form)
+    loaded = chipfit.keras_load_quantized_model(tmp_path / "m.h5")
+    np.testing.assert_allclose(numbers(loaded(images)), numbers(model(images)), atol=1e-5)
+
+
+def test_a_loaded_model_that_was_trained_since_is_not_exported_before_it_is_finalized(net, tmp_path):
+    fit(net)[0].save(tmp_path / "m.keras")
+    loaded = chipfit.keras_load_quantized_model(tmp_path / "m.keras")
+    kernel = loaded.get_layer("head").layer.kernel
+    kernel.assign(kernel * 0.5)
+    with pytest.raises(PlanError, match="has changed since it was made"):
+        chipfit.exporter.keras_export_model(loaded, tmp_path / "m.tflite")

@@ -182,7 +182,8 @@ class File:
         used.discard(-1)  # operands that are left out
         blocks = [q.details for i in sorted(used) if (q := self.tensors[i].quantization) and q.details]
         used |= {b.scales for b in blocks}
-        keep = sorted(used)  # a fused activation leaves tensors behind that nothing reads
+        # a fused activation leaves tensors behind that nothing reads; order as in files of TFLiteConverter
+        keep = sorted(used, key=lambda i: (i not in inputs.values(), not self.tensors[i].buffer, i))
         new = {old: k for k, old in enumerate(keep)} | {-1: -1}
         for o in self.operators:
             o.inputs, o.outputs = (np.array([new[int(i)] for i in ids], np.int32) for ids in (o.inputs, o.outputs))

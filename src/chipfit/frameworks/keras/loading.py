@@ -9,7 +9,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import shutil
 import sys
+import tempfile
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -161,7 +163,8 @@ def load_quantized(filepath: str | Path, custom_objects: Mapping[str, Any] | Non
     """Load a saved model with quantizers, as MCT's `keras_load_quantized_model` does.
 
     Args:
-        filepath: of the saved model: `.keras` or `.h5` of chipfit's models, or `.keras` exported with format="mctq".
+        filepath: of the saved model: `.keras` or `.h5` of chipfit's models, or `.keras` exported with format="fake" or
+            "mctq"; `.keras` files may have any suffix.
         custom_objects: classes of the user by name.
         compile: compile the model as it was.
 
@@ -174,6 +177,9 @@ def load_quantized(filepath: str | Path, custom_objects: Mapping[str, Any] | Non
         config, mctq = _read_archive(filepath), importlib.import_module("chipfit.frameworks.keras.mctq_reading")
         if mctq.is_mctq(config):
             return mctq.load(filepath, config, custom_objects or {})
+        if Path(filepath).suffix != ".keras":  # by which Keras tells its formats apart
+            with tempfile.TemporaryDirectory() as folder:
+                return load_quantized(shutil.copy(filepath, Path(folder) / "model.keras"), custom_objects, compile)
     registered = keras.saving.get_custom_objects().items()
     ours = {name.partition(">")[2]: c for name, c in registered if name.startswith("chipfit>")}
     known = {**ours, **(custom_objects or {})}  # .h5 files name classes without their packages

@@ -170,6 +170,8 @@ class QuantizedModel(keras.Model):
 
     #: conditions on each step; None in a clone of `keras.models.clone_model`, which cannot train
     bounds: KerasScaleBounds | None = None
+    #: JSON data of the caller that are saved with the model, or a function that returns them
+    origin: dict[str, Any] | Callable[[], dict[str, Any]] | None = None
     train_function: Any  #: set by Keras
     _stepping = False  #: a step of Keras's own loop runs, which is checked after it
     _steps = 0  #: steps of other loops
@@ -240,11 +242,15 @@ class QuantizedModel(keras.Model):
         return self.bounds
 
     def get_config(self) -> dict[str, Any]:
-        return {**super().get_config(), **({"bounds": self.bounds.to_config()} if self.bounds else {})}
+        origin = self.origin() if callable(self.origin) else self.origin
+        own = {"bounds": self.bounds.to_config() if self.bounds else None, "origin": origin}
+        return {**super().get_config(), **{name: value for name, value in own.items() if value}}
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> QuantizedModel:
-        model: QuantizedModel = super().from_config({k: v for k, v in config.items() if k != "bounds"}, custom_objects)
+        inner = {k: v for k, v in config.items() if k not in ("bounds", "origin")}
+        model: QuantizedModel = super().from_config(inner, custom_objects)
+        model.origin = config.get("origin")
         if "bounds" in config:
             KerasScaleBounds.from_config(model, config["bounds"]).attach(model)
         return model

@@ -23,6 +23,8 @@ __all__ += ["QuantizationErrorMethod"]
 __all__ += ["KPI", "MixedPrecisionQuantizationConfig", "MpDistanceWeighting", "RUTarget", "ResourceUtilization"]
 
 
+_ANY_TAIL = 2.0  #: no least value lies this many thresholds below zero
+
 AtLeast0 = Annotated[Number, Field(ge=0)]
 AtLeast1 = Annotated[Number, Field(ge=1)]
 
@@ -58,7 +60,7 @@ class QuantizationConfig:
     l_p_value: AtLeast1 = 2.0  #: exponent of the error method LP
     linear_collapsing: bool = True
     residual_collapsing: bool = True
-    shift_negative_ratio: AtLeast0 = 0.05  #: infinity: nothing is shifted
+    shift_negative_ratio: AtLeast0 = 0.05  #: above 1: every tail is shifted
     shift_negative_threshold_recalculation: bool = False  #: no effect
     shift_negative_params_search: bool = False  #: no effect
     concat_threshold_update: bool = False
@@ -70,13 +72,13 @@ class QuantizationConfig:
     def to_settings(self, **more: Any) -> Settings:
         """Return the settings of `chipfit.quantize`, with further ones."""
         percent = self.activation_bias_correction_threshold
-        shifts = self.shift_negative_activation_correction and math.isfinite(self.shift_negative_ratio)
+        ratio = min(float(self.shift_negative_ratio), _ANY_TAIL)
         return Settings(
             collapse_linear=self.linear_collapsing,
             collapse_residual=self.residual_collapsing,
             relu_bound=self.relu_bound_to_power_of_2,
             equalize=self.activation_channel_equalization,
-            shift_negative=float(self.shift_negative_ratio) if shifts else None,
+            shift_negative=ratio if self.shift_negative_activation_correction else None,
             softmax_shift=self.softmax_shift,
             concat_ranges=self.concat_threshold_update,
             correct_second_moment=self.weights_second_moment_correction,
