@@ -10,6 +10,7 @@ from torch import nn
 
 import chipfit
 from chipfit.errors import DataError, UnsupportedError
+from chipfit.streams import calls
 from tests.passes.test_recurrent import KINDS
 
 
@@ -35,22 +36,22 @@ def test_the_steps_give_what_the_sequence_gives(kind):
     model = Network(kind).eval()
     step = chipfit.streaming(model, X)
     assert len(step.states) == (4 if kind is nn.LSTM else 2)
-    calls = step.calls([X])
-    assert len(calls) == X.shape[1]
+    data = step.calls([X])
+    assert len(data) == X.shape[1]
     with torch.no_grad():
-        outputs = torch.stack([step.model(*call)[0] for call in calls], 1)
+        outputs = torch.stack([step.model(*call)[0] for call in data], 1)
         torch.testing.assert_close(outputs, model(X), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("platform", ["tflm_cmsis_nn", "tflite_int8"])
 def test_states_and_their_next_values_share_a_scale_and_the_file_is_exact(platform, tmp_path):
     step = chipfit.streaming(Network(nn.LSTM).eval(), X)
-    calls = step.calls([X])
-    result = chipfit.quantize(step.model, calls, platform=platform, states=step.states, progress=False)
+    data = step.calls([X])
+    result = chipfit.quantize(step.model, data, platform=platform, states=step.states, progress=False)
     for name, following in zip(step.states, result.graph.outputs[-4:], strict=True):
         assert result.plan[name].same_numbers(result.plan[following])
     result.export(tmp_path / "step.tflite", batch=1, io="int8" if platform == "tflm_cmsis_nn" else None)
-    assert result.verify(calls).exact
+    assert result.verify(data).exact
     loaded = chipfit.load(result.save(tmp_path / "saved"))
     assert chipfit.drift(loaded, [X]) == chipfit.drift(result, [X])
 
@@ -185,6 +186,87 @@ def on_litert(file, inputs):
     return run(*inputs) if inputs is not None else (run, zeros)
 
 
+class Dilated(nn.Module):
+    """Causal convolutions, with zeros added before them, or by them and cut off, and a sum around the second one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Conv1d(3, 5, 3), nn.BatchNorm1d(5)
+        self.second, self.head = nn.Conv1d(5, 5, 2, dilation=2, padding=2), nn.Linear(5, 4)
+
+    def forward(self, x):
+        y = torch.relu(self.norm(self.first(nn.functional.pad(x.transpose(1, 2), (2, 0)))))
+        return self.head((y + torch.relu(self.second(y)[:, :, :-2])).transpose(1, 2))
+
+
+class Pictures(nn.Module):
+    """Convolutions and a pool over steps and features, and a recurrent layer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.pool = nn.Conv2d(1, 4, 3, padding=(0, 1)), nn.MaxPool2d((1, 2))
+        self.second, self.layer = nn.Conv2d(4, 4, (3, 1), groups=4), nn.GRU(4, 4, batch_first=True)
+
+    def forward(self, x):
+        y = self.pool(torch.relu(self.first(nn.functional.pad(x.unsqueeze(1), (0, 0, 2, 0)))))
+        return self.layer(self.second(nn.functional.pad(y, (0, 0, 2, 0))).transpose(1, 2).flatten(2))[0]
+
+
+@pytest.mark.parametrize("model", [Dilated, Pictures])
+def test_a_causal_convolution_keeps_the_steps_that_it_reads_again(model, tmp_path):
+    model, states = model().eval(), [2, 2]
+    step = chipfit.streaming(model, X)
+    assert [s for name in step.states for s in step.graph.shape(name) if s in states][:2] == states
+    with torch.no_grad():
+        outputs = torch.stack([step.model(*call)[0] for call in step.calls([X])], 1)
+        torch.testing.assert_close(outputs, model(X), rtol=1e-5, atol=1e-6)
+    result = chipfit.quantize(model, [X], platform="tflm_cmsis_nn", progress=False)
+    one = result.stream()
+    whole = result.export(tmp_path / "whole.tflite", batch=1, io="int8", keep_layout=True)
+    file = one.export(tmp_path / "step.tflite", batch=1, io="int8", keep_layout=True)
+    steps = np.random.default_rng(0).integers(-128, 128, (1, 6, 3)).astype(np.int8)
+    (want,) = on_litert(whole, [steps])
+    run, zeros = on_litert(file, None)
+    shapes = [one.graph.shape(i)[1:] for i in one.graph.inputs[1:]]
+    states, outputs = [np.full((1, *s), z, np.int8) for s, z in zip(shapes, zeros[1:], strict=True)], []
+    for t in range(6):
+        output, *states = run(steps[:, t], *states)
+        outputs.append(output)
+    np.testing.assert_array_equal(np.stack(outputs, 1), want)
+    assert one.verify(calls(one, [X])).exact
+
+
+class Turned(nn.Module):
+    """A convolution over steps."""
+
+    def __init__(self, layer, padding=(0, 0), mode="constant"):
+        super().__init__()
+        self.layer, self.padding, self.mode = layer, padding, mode
+
+    def forward(self, x):
+        return self.layer(nn.functional.pad(x.transpose(1, 2), self.padding, self.mode))
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: Turned(nn.Conv1d(3, 2, 3, padding=1)), "Conv1D 'layer'.*reads later steps"),
+        (lambda: Turned(nn.Conv1d(3, 2, 3)), "reads later steps, or begins later"),
+        (lambda: Turned(nn.Conv1d(3, 2, 3, stride=2), (2, 0)), "skips steps"),
+        (lambda: Turned(nn.Conv1d(3, 2, 3), (2, 0), "replicate"), "adds other steps than zeros"),
+        (lambda: Turned(nn.Conv1d(3, 2, 3), (4, 0)), "adds more zeros"),
+        (lambda: Turned(nn.Conv1d(3, 2, 3, padding=2)), "An output has zeros that were added"),
+        (lambda: Turned(nn.Sequential(nn.Conv1d(3, 2, 3, padding=2), nn.ReLU())), "Relu 'layer.1'.*reads zeros"),
+        (lambda: Turned(nn.AvgPool1d(2)), "AvgPool 'layer'"),
+    ],
+)
+def test_a_convolution_that_is_not_causal_is_refused_by_name(make, why):
+    with pytest.raises(UnsupportedError, match=why):
+        chipfit.streaming(make().eval(), X)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model", [Network, Last])
 def test_the_step_file_of_a_whole_result_gives_the_integers_of_the_whole_file_on_litert(kind, model, tmp_path):
@@ -222,7 +304,7 @@ def test_the_step_file_with_a_layer_in_float_gives_what_the_whole_file_gives_on_
 def test_the_step_of_a_result_is_verified_saved_and_a_step_itself(tmp_path):
     result = chipfit.quantize(Network(nn.GRU).eval(), [X], platform="tflm_cmsis_nn", progress=False)
     step = result.stream()
-    assert step.verify(chipfit.streams.calls(step, [X])).exact
+    assert step.verify(calls(step, [X])).exact
     assert step.stream() is step
     loaded = chipfit.load(result.save(tmp_path / "whole"))
     assert chipfit.drift(loaded, [X]) == chipfit.drift(result, [X]) == chipfit.drift(step, [X])

@@ -4,7 +4,7 @@ import inspect
 import keyword
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,10 +18,10 @@ from chipfit.engine.trees import dump_call, dump_result, state_pairs, with_state
 from chipfit.errors import DataError, PlanError
 from chipfit.frameworks import capture, load_model, lower
 from chipfit.graph.edit import unique_name
-from chipfit.graph.ir import Graph
+from chipfit.graph.ir import Graph, Node
 from chipfit.graph.placement import device_of, inputs_on, on_cpu, placed
 from chipfit.passes.one_step import one_step
-from chipfit.plan.record import NodePlan, Plan
+from chipfit.plan.record import NodePlan, Plan, TensorPlan
 
 Step = Callable[[list[Tensor]], list[Tensor]]
 
@@ -106,7 +106,7 @@ def step_of(graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
         if (before is None) != (after is None) or (before and after and not before.same_numbers(after)):
             what = f"State '{name}' and its next value differ in scale, so that no step can follow another"
             raise PlanError(what, hint="quantize the network over sequences again")
-    planned = {name: plan.nodes.get(name) or NodePlan(name=name, op=n.op, layer=n.layer) for name, n in nodes.items()}
+    planned = {name: plan.nodes.get(name) or _plan_of_new(n, tensors) for name, n in nodes.items()}
     kept = replace(
         plan,
         tensors=tensors,
@@ -121,6 +121,12 @@ def step_of(graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
         sums=tuple(s for s in plan.sums if s[0] in tensors),
     )
     return _as_model(out, [name for name, _ in step.states]), kept
+
+
+def _plan_of_new(n: Node, tensors: Mapping[str, TensorPlan]) -> NodePlan:
+    """Return the plan of a node that only one step has: it moves numbers, in the format of its operand."""
+    moves = n.data in tensors and tensors[n.data].quantized
+    return NodePlan(name=n.name, op=n.op, layer=n.layer, exec="follow" if moves else "float")
 
 
 def _as_model(graph: Graph, states: Sequence[str]) -> Graph:

@@ -1,6 +1,7 @@
-"""Turn a network over sequences into one of a single step, with the states of recurrent layers as inputs and outputs.
+"""Turn a network over sequences into one of a single step, with the states of its layers as inputs and outputs.
 
-Axis 1 of what depends on the sequence is removed. Every operator on the way must compute each step by itself. Of a
+The states of recurrent layers are their own, that of a causal convolution is the steps that it reads again. Axis 1 of
+what depends on the sequence is removed. Every operator on the way must compute each step by itself. Of a
 recurrent layer that is decomposed into steps, the last step is taken; what it reads of the step before is the state.
 """
 
@@ -17,7 +18,9 @@ from chipfit.passes.recurrent import RECURRENT
 
 _MOVES = ("Transpose", "Squeeze", "Unsqueeze")
 #: further operators that compute each step by itself, if the axis of steps is none of theirs
-_PER_STEP = tuple("Linear Dropout Identity Cast LayerNorm RMSNorm Softmax LogSoftmax Concat Split Slice Select".split())
+_PER_STEP = tuple(
+    "Linear Dropout Identity Cast BatchNorm LayerNorm RMSNorm Softmax LogSoftmax Concat Split Slice Select".split()
+)
 _HINT = "write the step as a model of its own, with its states as arguments and results"
 
 
@@ -45,7 +48,8 @@ def one_step(graph: Graph, rounded: Container[str] = ()) -> OneStep:
         builder.add(n)
     if not builder.states:
         raise UnsupportedError(
-            "The network has no recurrent layer over several steps, whose state a step would keep", hint=_HINT
+            "The network has no recurrent layer or convolution over several steps, whose state a step would keep",
+            hint=_HINT,
         )
     return OneStep(builder.finished(), builder.states, builder.stored)
 
@@ -89,6 +93,9 @@ class _Steps:
         self.rounded, self.stored, self.unrolled = rounded, dict[str, str](), _Unrolled(graph)
         self.out.nodes, self.renamed = [], dict[str, str]()
         self.timed: dict[str, int] = {}  #: value -> its axis of steps
+        self.surplus: dict[str, tuple[int, int]] = {}  #: value -> how many zeros it has before and behind the steps
+        self.wide: set[str] = set()  #: values that keep the axis of steps, of size 1
+        self.narrow: dict[str, str] = {}  #: such a value -> the same without the axis
         for name in graph.inputs:
             if len(graph.shape(name)) > 1:
                 self._without_steps(name, 1)
@@ -101,7 +108,9 @@ class _Steps:
         axes = {self.timed[i] for i in n.inputs if i in self.timed}
         if len(axes) > 1:
             self._refuse(n, "its operands have their steps on different axes")
-        before, n = n, n.with_(inputs=tuple(self.renamed.get(i or "", i) for i in n.inputs))
+        if axes and self._add_window(n, *axes):
+            return
+        before, n = n, n.with_(inputs=tuple(self._narrow(self.renamed.get(i or "", i)) for i in n.inputs))
         if not axes:
             self.out.nodes.append(n)
         elif n.op in RECURRENT:
@@ -110,10 +119,19 @@ class _Steps:
             self._rename(n, None)
         elif n.op in _MOVES:
             self._add_move(before, n, *axes)
+        elif n.op == "Reshape" and self._keeps_steps(before):
+            sizes = tuple(-1 if s is None else s for s in self.graph.shape(n.output))
+            self.out.nodes.append(n.with_(attrs={"shape": (sizes[0], *sizes[2:])}))
+            self._without_steps(n.output, 1)
         else:
             self.out.nodes.append(n.with_(attrs=self._attributes(before)))
             for o in n.outputs:
                 self._without_steps(o, self._axis_of_result(before, *axes))
+
+    def _keeps_steps(self, n: Node) -> bool:
+        """Return whether a change of shape is one of the axes behind that of steps."""
+        old, new = self.graph.shape(n.data), self.graph.shape(n.output)
+        return self.timed[n.data] == 1 and old[:2] == new[:2] and None not in new[2:]
 
     def _axis_of_result(self, n: Node, axis: int) -> int:
         """Return the axis of steps of a result that may lack axes of its operand."""
@@ -166,13 +184,133 @@ class _Steps:
         self.states.append((name, following))
         return name
 
+    # ------------------------------------------------------------------------- causal convolutions
+
+    def _add_window(self, n: Node, axis: int) -> bool:
+        """Add a node that reads several steps, or that keeps the axis of steps, of size 1; return whether it is one.
+
+        Zeros may be added to the steps before a convolution, or by it and cut off again behind it.
+        """
+        if n.op == "Pad":
+            self._add_padding(n, axis)
+            return True
+        before, behind = self.surplus.get(n.data, (0, 0))
+        if n.op == "Slice" and (before or behind) and n.attrs["axis"] % len(self.graph.shape(n.data)) == axis:
+            left = -(n.attrs["end"] or 0) if (n.attrs["end"] or 0) <= 0 else self._size(n.data, axis) - n.attrs["end"]
+            if n.attrs["start"] != before or left != behind or n.attrs["step"] != 1:
+                self._refuse(n, "it does not cut off the zeros that were added to the steps")
+            self._rename(n, axis)
+            return True
+        if n.op in OPS and OPS[n.op].kind == "conv" and "output_padding" not in n.attrs and axis >= 2:
+            self._add_convolution(n, axis, before, behind)
+            return True
+        if any(i in self.surplus for i in n.inputs):
+            self._refuse(n, "it reads zeros that were added to the steps")
+        if "kernel" in n.attrs and axis >= 2 and self._is_alone(n, axis - 2):
+            self._add_wide(n, axis)
+            return True
+        timed = [self.renamed.get(i, i) for i in n.inputs if i in self.timed]
+        alone = n.op == "BatchNorm" or (n.op in OPS and OPS[n.op].layout == "elementwise")
+        if not alone or not self.wide.issuperset(timed):
+            return False
+        self._attributes(n)
+        self.out.nodes.append(n.with_(inputs=tuple(self.renamed.get(i or "", i) for i in n.inputs)))
+        for o in n.outputs:
+            self._keep_axis(o, axis)
+        return True
+
+    def _add_padding(self, n: Node, axis: int) -> None:
+        padding = list(n.attrs["padding"])
+        added, padding[axis] = padding[axis], (0, 0)
+        if any(added) and (n.attrs["mode"] != "constant" or n.attrs["value"] != 0 or n.data in self.surplus):
+            self._refuse(n, "it adds other steps than zeros")
+        self.surplus |= {n.output: added} if any(added) else {}
+        if any(map(any, padding)):
+            self._add_wide(n, axis, padding=tuple(padding))
+        else:
+            self._rename(n, axis)
+
+    def _add_wide(self, n: Node, axis: int, **attrs: Any) -> None:
+        """Add a node that works along other axes than that of steps, which it keeps."""
+        x = self._widened(n, self.renamed.get(n.data, n.data), axis)
+        self.out.nodes.append(n.with_(inputs=(x, *n.inputs[1:]), attrs={**n.attrs, **attrs}))
+        self._keep_axis(n.output, axis)
+
+    def _widened(self, n: Node, x: str, axis: int) -> str:
+        """Return a value with the axis of steps, of size 1."""
+        if x in self.wide:
+            return x
+        shape = (*self.out.shape(x)[:axis], 1, *self.out.shape(x)[axis:])
+        return self._move(n, "Unsqueeze", (x,), shape, axes=(axis,))
+
+    def _add_convolution(self, n: Node, axis: int, before: int, behind: int) -> None:
+        """Add a convolution over the steps so far; the last inputs are a state."""
+        k, weight = axis - 2, self.graph.shape(n.weight)
+        reach = ((weight[axis] or 0) - 1) * n.attrs["dilation"][k]
+        (low, high), x = n.attrs["padding"][k], self.renamed.get(n.data, n.data)
+        if n.attrs["stride"][k] != 1 or before + low < reach:
+            self._refuse(n, "it skips steps" if n.attrs["stride"][k] != 1 else "it reads later steps, or begins later")
+        if before + low > reach or (behind + high not in (0, reach)):
+            self._refuse(n, "it adds more zeros to the steps than it reads")
+        x = self._widened(n, x, axis)
+        if reach:
+            x = self._with_ring(n, x, axis, reach)
+        padding = tuple((0, 0) if j == k else p for j, p in enumerate(n.attrs["padding"]))
+        self.out.nodes.append(n.with_(inputs=(x, *n.inputs[1:]), attrs={**n.attrs, "padding": padding}))
+        self._keep_axis(n.output, axis)
+        if behind + high:
+            self.surplus[n.output] = 0, behind + high
+
+    def _with_ring(self, n: Node, x: str, axis: int, reach: int) -> str:
+        """Return a step behind the last ones, which are the state."""
+        shape, value = self.out.shape(x), self.graph.values[n.data]
+        ring = self._add_state(f"{n.name}_state", replace(value, shape=(*shape[:axis], reach, *shape[axis + 1 :])), "")
+        self.stored[ring] = n.data
+        longer = (*shape[:axis], reach + 1, *shape[axis + 1 :])
+        both = self._move(n, "Concat", (ring, x), longer, axis=axis)
+        cut = {"axis": axis, "start": 1, "end": reach + 1, "step": 1}
+        self.states[-1] = ring, self._move(n, "Slice", (both,), self.out.shape(ring), **cut)
+        return both
+
+    def _move(self, n: Node, op: str, inputs: tuple[str, ...], shape: tuple[int | None, ...], **attrs: Any) -> str:
+        """Add a node that moves numbers of the operand of `n`; return its result."""
+        name = new_name(self.out, f"{n.name}_{op.lower()}")
+        self.out.values[name] = replace(self.graph.values[n.data], name=name, shape=shape)
+        self.out.nodes.append(Node(name, op, inputs, (name,), attrs, layer=n.layer))
+        self.stored[name] = n.data
+        return name
+
+    def _is_alone(self, n: Node, k: int) -> bool:
+        """Return whether a window covers one step at a time, along spatial axis k."""
+        return (n.attrs["kernel"][k], n.attrs["stride"][k], n.attrs["padding"][k]) == (1, 1, (0, 0))
+
+    def _keep_axis(self, name: str, axis: int) -> None:
+        v = self.graph.values[name]
+        self.timed[name], self.out.values[name] = axis, replace(v, shape=(*v.shape[:axis], 1, *v.shape[axis + 1 :]))
+        self.wide.add(name)
+
+    def _narrow(self, name: str | None) -> str | None:
+        """Return a value without the axis of steps, where it has one of size 1."""
+        if name is None or name not in self.wide:
+            return name
+        if name not in self.narrow:
+            axis, v = self.timed[name], self.out.values[name]
+            result = self.narrow[name] = new_name(self.out, f"{name}_step")
+            self.out.values[result] = replace(v, name=result, shape=(*v.shape[:axis], *v.shape[axis + 1 :]))
+            self.out.nodes.append(Node(result, "Squeeze", (name,), (result,), {"axes": (axis,)}))
+            self.stored[result] = name
+        return self.narrow[name]
+
+    def _size(self, name: str, axis: int) -> int:
+        return self.graph.shape(name)[axis] or 0
+
     def _takes_last(self, n: Node) -> bool:
         axis, index, size = n.attrs["axis"], n.attrs["index"], self.graph.shape(n.data)[self.timed[n.data]]
         return axis % len(self.graph.shape(n.data)) == self.timed[n.data] and index in (-1, (size or 0) - 1)
 
     def _rename(self, n: Node, axis: int | None) -> None:
         """Let the readers of a node read its operand; its result has its steps on `axis`, or none."""
-        self.renamed[n.output] = n.data
+        self.renamed[n.output] = self.renamed.get(n.data, n.data)
         del self.out.values[n.output]
         if axis is not None:
             self.timed[n.output] = axis
@@ -241,7 +379,7 @@ class _Steps:
         layout = OPS[n.op].layout if n.op in OPS else ""
         if layout not in ("elementwise", "along", "reduce") and n.op not in _PER_STEP:
             self._refuse(n, "it may join several steps")
-        for i in n.inputs if n.op != "Linear" else ():
+        for i in n.inputs if n.op not in ("Linear", "BatchNorm") else ():
             shape = self.graph.shape(i) if i is not None and i not in self.timed else ()
             if len(shape) >= rank - axis and shape[len(shape) - (rank - axis)] != 1:
                 self._refuse(n, f"'{i}' differs from step to step")
@@ -253,7 +391,7 @@ class _Steps:
                     self._refuse(n, "it works along the axis of steps")
                 found = tuple(a % rank - (a % rank > axis) for a in given)
                 attrs[key] = found if isinstance(attrs[key], tuple) else found[0]
-        if len(attrs.get("normalized_shape", ())) >= rank - axis:
+        if len(attrs.get("normalized_shape", ())) >= rank - axis or (n.op == "BatchNorm" and axis == 1):
             self._refuse(n, "it works along the axis of steps")
         return attrs
 
@@ -263,6 +401,10 @@ class _Steps:
     def finished(self) -> Graph:
         """Return the network, with the next states behind its outputs."""
         out = self.out
-        out.outputs = [self.renamed.get(o, o) for o in out.outputs] + [result for _, result in self.states]
+        if any(o in self.surplus for o in out.outputs):
+            raise UnsupportedError("An output has zeros that were added to the steps", hint=_HINT)
+        out.outputs = [self._narrow(self.renamed.get(o, o)) or o for o in out.outputs] + [
+            result for _, result in self.states
+        ]
         drop_dead(out)
         return out
