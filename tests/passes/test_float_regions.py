@@ -198,16 +198,26 @@ def test_a_product_that_is_bounded_in_float_is_one_of_integers(bound, rows, tmp_
     assert result.verify([x]).exact
 
 
-def test_an_embedding_is_stored_and_gathered_in_codes(tmp_path):
-    onnx, _ = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
-    net = model_of(lambda m, ids: m.a(m.words(ids)), words=nn.Embedding(500, 16), a=nn.Linear(16, 4))
+@pytest.mark.parametrize("in_float", [False, True])
+def test_an_embedding_is_gathered_in_the_format_of_its_reader(tmp_path, in_float):
+    torch.manual_seed(0)
+    between = nn.LayerNorm(16) if in_float else nn.Identity()
+    net = model_of(lambda m, i: m.a(m.n(m.words(i))), words=nn.Embedding(500, 16), n=between, a=nn.Linear(16, 4))
     ids = [torch.randint(500, (32, 7), generator=torch.Generator().manual_seed(0))]
-    result = build(lambda: net, ids)
+    result = build(lambda: net.eval(), ids)
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
     file = result.export(tmp_path / "words.onnx")
-    graph = onnx.load(str(file)).graph
-    (table,) = (i for i in graph.initializer if i.name == "words.weight_q")
-    assert onnx.numpy_helper.to_array(table).dtype == "int8" and graph.node[0].op_type == "Gather"
-    assert result.plan["words.weight"].scale.shape == (16,)  # one for each column, which the rows share
+    onnxruntime.InferenceSession(str(file), options)
+    (table,) = (i for i in onnx.load(str(file)).graph.initializer if i.name == "words.weight_q")
+    rows, reader = onnx.load(options.optimized_model_filepath).graph.node[:2]
+    assert rows.op_type == "Gather" and reader.input[0] == rows.output[0]
+    if in_float:  # one scale for each column, which the rows share
+        assert onnx.numpy_helper.to_array(table).dtype == "int8" and reader.op_type == "Cast"
+        assert result.plan["words.weight"].scale.shape == (16,)
+    else:  # the reader's own integers
+        assert onnx.numpy_helper.to_array(table).dtype == "uint8" and reader.op_type not in ("Cast", "DequantizeLinear")
+        assert result.plan["words.weight"].scale == result.plan["embedding"].scale
     assert result.verify(ids, path=file).exact
 
 

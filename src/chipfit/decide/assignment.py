@@ -13,7 +13,7 @@ from chipfit.decide.constraints import Constraint, shared_bias_ties, state_ties,
 from chipfit.decide.file_rules import file_rules
 from chipfit.decide.formats import FormatPropagation, GroupDecision, limit_to_consumers, propagate_formats
 from chipfit.decide.groups import NO_FORMAT, NodeGroups, Operand, blocks_of, find_groups, format_of
-from chipfit.decide.options import KEPT_BY_USER, execution_modes, is_overridden, limit_options
+from chipfit.decide.options import KEPT_BY_USER, execution_modes, is_overridden, limit_options, without_shared_moves
 from chipfit.decide.overrides import NodeOverrides, constrain_format
 from chipfit.errors import UnsupportedError
 from chipfit.graph.float_only import float_only_values
@@ -102,6 +102,7 @@ def assign(
     widths = [c.get(k) for c in (overrides or {}).values() for k in ("bits", "activation_bits")]
     platform = platform.with_widths({n for n in widths if isinstance(n, int)})
     found = limit_to_consumers(platform, find_groups(graph, platform, groups, overrides or {}))
+    found = [without_shared_moves(graph, g) for g in found]
     inputs = _input_choices(graph, overrides or {})
     by_user = [o for g in found if g.choices.get("activation_bits") == "float" for o in g.tail.outputs]
     by_user += [v for v, c in inputs.items() if "float" in (*c, c.get("activation_bits"))]
@@ -195,7 +196,7 @@ class AssignmentBuilder:
             for slot in self._read(d, r):
                 bound.setdefault(slot, []).append(r.tensor)
         written = [o for o in group.tail.outputs if self._write(d, o)]
-        if written:
+        if written and not (d.option and d.option.out == "float"):  # else its readers quantize it, free of its rules
             bound |= {"outs": written, "out": written[:1]}
         if d.integer and bound:
             slots, head = {slot: tuple(tensors) for slot, tensors in bound.items()}, group.head

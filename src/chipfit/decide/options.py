@@ -50,11 +50,29 @@ def execution_modes(group: FusedGroup) -> tuple[str, ...]:
     first = next((o for o in options if o.out != "float"), None)
     if group.resolved.exec == "float" or is_overridden(group) or first is None:
         return ()
-    float_result = any(o.out == "float" and _quantizes(o) and (o.in_, o.w) == (first.in_, first.w) for o in options)
+    moved = _moves_rows(group) and first.w not in NO_FORMAT  # the table has a format for each kind of result
+    results = [o for o in options if o.out == "float" and _quantizes(o)]
+    float_result = any(o.in_ == first.in_ and (moved or o.w == first.w) for o in results)
     # a product with weights would cost far more in float than any conversion
     whole = not any(r.slot == "w" for r in group.operands) and not all(map(_quantizes, options))
     modes = ("float",) * float_result + ("whole",) * whole
     return ("codes", *modes) if modes else ()
+
+
+def without_shared_moves(graph: Graph, group: FusedGroup) -> FusedGroup:
+    """Return the group without options that move rows of a table as quantized values, if others read the table too.
+
+    Each may need it in another format. Options stay where there are no others.
+    """
+    if not _moves_rows(group) or len(graph.users().get(group.head.operand("w") or "", ())) < 2:
+        return group
+    left = [o for o in group.resolved.options if o.w in NO_FORMAT or o.out in NO_FORMAT]
+    return group.with_options(left) if left else group
+
+
+def _moves_rows(group: FusedGroup) -> bool:
+    """Return whether a group gathers rows of a table."""
+    return group.head.op in OPS and OPS[group.head.op].moves and OPS[group.head.op].weighted
 
 
 def is_overridden(group: FusedGroup) -> bool:
@@ -148,7 +166,7 @@ def _obstacle(
 def _table_read_elsewhere(graph: Graph, group: FusedGroup, options: Sequence[Option]) -> str:
     """Return why rows of a table cannot be moved as quantized values: a layer multiplies by it, in its own format."""
     head = group.head
-    if head.op not in OPS or not OPS[head.op].moves or all(o.w in NO_FORMAT or o.out in NO_FORMAT for o in options):
+    if not _moves_rows(group) or all(o.w in NO_FORMAT or o.out in NO_FORMAT for o in options):
         return ""
     others = [n for n in graph.users().get(head.operand("w") or "", ()) if n.op in OPS and not OPS[n.op].moves]
     return f"its table is also the weight of '{others[0].display_name}'" if others else ""
