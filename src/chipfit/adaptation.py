@@ -21,8 +21,9 @@ from chipfit.decision import (
 from chipfit.graph.check import check
 from chipfit.graph.ir import Graph
 from chipfit.passes.composites import close_composites, composites_in, note_of_opened
-from chipfit.passes.whole_composites import whole_composites
+from chipfit.passes.whole_composites import exact_kernels, whole_composites
 from chipfit.plan.record import Plan
+from chipfit.platform.match import dictated_scale
 from chipfit.ranges import name_of
 from chipfit.registry import ordered
 from chipfit.rounding.compare import compare_plans, split_holdout, without_weight_rounding
@@ -147,13 +148,19 @@ def _rewritten(d: Decision, batches: steps.Batches) -> tuple[Decision, list[str]
 
 
 def _with_whole_composites(d: Decision) -> Decision:
-    """Close the opened composites that stay in float, by overrides or by cost, and decide again; note both kinds."""
+    """Close the opened composites that stay in float, by overrides or by cost, or have a kernel that is more exact.
+
+    Notes are added about those that stay open and those in float.
+    """
     if not d.composites:
         return d
     found = composites_in(d.graph)
     kept = {name for name in d.composites if not all(map(d.assignment.in_integers, found[name]))}  # by overrides
     given = d.graph, d.assignment, d.stats, d.settings.results
-    open_ = [] if d.integers_only else [name for name in d.composites if name not in kept]
+    scales = {name: dictated_scale(d.platform, d.graph, whole.node) for name, whole in d.composites.items()}
+    own = {name: scale for name, scale in scales.items() if scale is not None and name not in kept}
+    kept |= exact_kernels(*given, own)
+    open_ = [] if d.integers_only else [name for name in d.composites if name not in kept | own.keys()]
     dear = whole_composites(*given, open_)
     notes = note_of_opened(d.graph, d.composites.keys() - kept - dear) + [
         f"{n.op} '{n.display_name}' stays whole, in float: its parts would round away more than integers save"

@@ -33,7 +33,14 @@ from chipfit.passes.composites import Whole, close_composites, composites_in, op
 from chipfit.passes.fuse import fuse
 from chipfit.passes.shift_negative import fuse_shifts
 from chipfit.plan.record import Plan, TensorPlan
-from chipfit.platform.match import IntegerOperators, fusions, lists_in_float, runs_in_integers, sets_of
+from chipfit.platform.match import (
+    IntegerOperators,
+    dictated_scale,
+    fusions,
+    lists_in_float,
+    runs_in_integers,
+    sets_of,
+)
 from chipfit.platform.schema import Platform
 from chipfit.registry import lookup
 from chipfit.screen import Summary, SummaryRepr
@@ -164,7 +171,7 @@ def _opened(d: Decision) -> Decision:
         return d
     platform = d.platform
     tests = partial(runs_in_integers, platform), IntegerOperators(platform), partial(lists_in_float, platform)
-    graph, wholes = open_composites(d.graph, *tests)
+    graph, wholes = open_composites(d.graph, *tests, coarse=lambda g, n: dictated_scale(platform, g, n) is not None)
     if not wholes:
         return d
     assignment = _assigned(replace(d, graph=graph)).assignment

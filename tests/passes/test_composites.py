@@ -1,5 +1,7 @@
 """Composites become parts with integer kernels before formats are decided, where their rounding costs little."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -246,3 +248,42 @@ def test_closed_parts_are_the_whole_again():
     assert [n.op for n in some.nodes] == ["HardSigmoid", "Sigmoid", "Mul", "Add", "Relu6", "Mul"]
     closed = close_composites(opened, wholes)
     assert (closed.nodes, closed.values, closed.weights) == (graph.nodes, graph.values, graph.weights)
+
+
+def vectors(size, exponent=0.0):
+    """Return the embeddings of a small network with unit length, and data; `exponent` spreads the lengths."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(4))
+    lengths = torch.linspace(-exponent, exponent, len(x)).exp().unsqueeze(1)
+    return model_of(lambda m, x: F.normalize(m.a(x), dim=1), a=nn.Linear(8, size, bias=False)).eval(), x * lengths
+
+
+def decibels(want, got):
+    return float(10 * torch.log10(want.square().sum() / (want - got).square().sum()))
+
+
+@pytest.mark.parametrize("size", [128, 256])
+def test_long_unit_vectors_are_more_exact_than_the_scale_of_the_kernel_allows(size):
+    model, x = vectors(size)
+    result = quantized(model, x, "tflite_int8")
+    assert [n.op for n in result.graph.nodes if n.composite] == ["Mul", "Sum", "Max", "Rsqrt", "Mul"]
+    assert in_float(result) == []
+    of_kernel = 10 * math.log10(12 * 128**2 / size)  # rounding errors of L2_NORMALIZATION, whose scale is 1/128
+    with torch.no_grad():
+        want = model(x)
+    assert decibels(want, result.device_model(x)) > of_kernel + 3
+    assert result.verify(x).exact
+
+
+@pytest.mark.parametrize(("size", "exponent"), [(2, 0.0), (16, 2.5)])  # codes are used up; some lengths are lost
+def test_unit_vectors_keep_the_kernel_where_parts_are_no_more_exact(size, exponent):
+    model, x = vectors(size, exponent)
+    result = quantized(model, x, "tflite_int8")
+    assert [n.op for n in result.graph.nodes][-1] == "L2Norm"
+    assert result.verify(x).exact
+
+
+def test_results_in_float_on_request_leave_kernels_with_a_scale_of_their_own():
+    model, x = vectors(128)
+    result = quantized(model, x, "tflite_int8", settings=chipfit.Settings(results="float"))
+    assert [n.op for n in result.graph.nodes][-1] == "L2Norm" and in_float(result) == []

@@ -7,6 +7,7 @@ user's layer and the composite's name, so that the choice can be taken back: `cl
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from chipfit.graph.edit import live_values
@@ -30,15 +31,20 @@ _FEW = 2
 
 
 def open_composites(
-    graph: Graph, has_kernel: Test, holds: Container[str], in_float: Test = lambda _graph, _node: False
+    graph: Graph,
+    has_kernel: Test,
+    holds: Container[str],
+    in_float: Test = lambda _graph, _node: False,
+    coarse: Test = lambda _graph, _node: False,
 ) -> tuple[Graph, dict[str, Whole]]:
-    """Decompose every composite without an integer kernel all of whose parts have one.
+    """Decompose every composite without an integer kernel, or with a coarse one, all of whose parts have one.
 
     Args:
         has_kernel: whether the platform has an integer kernel for a node, or moves quantized values with it.
         holds: operators with integer kernels, between which rules choose.
         in_float: whether the platform lists a node's operator in float too. Where it lists all parts so, only
             composites of few parts, without weights, are decomposed.
+        coarse: whether the integer kernel of a node dictates a scale, so that parts may be more exact.
 
     Returns:
         The graph, and composite's name -> what it was. The graph itself if there are none.
@@ -47,9 +53,12 @@ def open_composites(
     taken = {*graph.values, *graph.weights, *(n.name for n in graph.nodes)}
     for n in graph.nodes:
         nodes.append(n)
-        if n.op not in RULES or OPS[n.op].kind or not graph.is_float(n.output) or has_kernel(graph, n):
+        if n.op not in RULES or OPS[n.op].kind or not graph.is_float(n.output):
             continue  # weights of convolutions stay whole: their layer's bits, ranges and rounding are about them
-        trial = Decomposition(_alone(out, n, constants.values()), holds, has_kernel, constants, taken, integers=True)
+        if has_kernel(graph, n) and not coarse(graph, n):
+            continue
+        stays, alone = partial(_is_kernel, has_kernel, n), _alone(out, n, constants.values())
+        trial = Decomposition(alone, holds, stays, constants, taken, integers=True)
         parts = trial.parts(n)
         computing = [m for m in parts if not OPS[m.op].moves]
         few = len(computing) <= _FEW and not OPS[n.op].weighted
@@ -66,6 +75,11 @@ def open_composites(
     out.nodes = nodes
     _drop_unread_parts(out, wholes)
     return (out if wholes else graph), wholes
+
+
+def _is_kernel(has_kernel: Test, composite: Node, graph: Graph, n: Node) -> bool:
+    """Return whether a node has an integer kernel and is not the composite that shall be decomposed."""
+    return n is not composite and has_kernel(graph, n)
 
 
 def _drop_unread_parts(graph: Graph, names: Container[str]) -> None:

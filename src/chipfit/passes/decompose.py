@@ -176,8 +176,12 @@ def _reduce_l2(new: NewNodes, n: Node) -> str:
 
 
 def _l2_norm(new: NewNodes, n: Node) -> str:
+    """Return x / max(|x|, eps); in integers without division x rsqrt(max(sum x^2, eps^2))."""
     shape = list(new.shape(n.data))
     shape[n.attrs["axis"]] = 1
+    if new.integers and "Div" not in new.holds:
+        square = new("Sum", new("Mul", n.data, n.data), gives=tuple(shape), axes=(n.attrs["axis"],), keepdims=True)
+        return new("Mul", n.data, new("Rsqrt", new("Max", square, float(n.attrs["eps"]) ** 2)))
     length = new("ReduceL2", n.data, gives=tuple(shape), axes=(n.attrs["axis"],), keepdims=True)
     return new("Div", n.data, new("Clamp", length, gives=tuple(shape), min=n.attrs["eps"], max=None))
 

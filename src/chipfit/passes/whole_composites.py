@@ -18,6 +18,8 @@ from chipfit.ranges import choose
 
 #: operators whose result grows without limit near 0
 _INVERSE = ("Rsqrt",)
+#: least ratio of errors for which parts replace one kernel
+_WORTHWHILE = 2.0
 
 
 def whole_composites(
@@ -42,6 +44,50 @@ def whole_composites(
     chosen = _CompositeCut(graph, assignment, stats, joint).modes()
     whole = {c for c, ks in free.items() if all(chosen[k] == "whole" for k in ks)}
     return whole | {c for c in joint if chosen[c] == "whole"}
+
+
+def exact_kernels(
+    graph: Graph,
+    assignment: Assignment,
+    stats: Mapping[str, TensorStats],
+    asked: str | None,
+    scales: Mapping[str, float],
+) -> set[str]:
+    """Return the opened composites that their own kernels round about as little as their parts do, or less.
+
+    Args:
+        asked: see `float_regions`; no composite is left open for "float".
+        scales: composite's name -> the scale that its kernel dictates for the result.
+    """
+    cut, out = Cut(graph, assignment, stats), set[str]()
+    for name, parts in composites_in(graph).items():
+        if name in scales:
+            whole = cut.noise(parts[-1].output, partial(_noise_on_scale, scale=scales[name]))
+            by_parts = cut.noise(parts[-1].output, partial(relative_noise, centred=False))
+            by_parts += sum(_noise_by_value(cut, parts).values())
+            out |= {name} if asked == "float" or whole < _WORTHWHILE * by_parts else set()
+    return out
+
+
+def _noise_by_value(cut: Cut, parts: Collection[Node]) -> dict[str, float]:
+    """Return inner value of a composite -> the relative error of the result of a part that its rounding makes."""
+    made, out = {n.output for n in parts}, dict[str, float]()
+    for n in parts:
+        for value in made & {*n.inputs} if cut.assignment.nodes[n.name].exec != "follow" else ():
+            if n.op in _INVERSE:
+                noise = cut.noise(value, noise_of_inverse)
+            else:  # sums average rounding errors out
+                share = min(1.0, cut.size(n.output) / cut.size(value))
+                noise = share * cut.noise(value, partial(relative_noise, centred=False))
+            out[value] = max(noise, out.get(value, 0.0))
+    return out
+
+
+def _noise_on_scale(seen: TensorStats, grid: Grid, scale: float) -> float:
+    """Return the mean squared rounding error of a value on a scale, relative to its mean square."""
+    assert seen.histogram is not None
+    power = (seen.histogram.centers.square() * seen.histogram.counts).sum() / seen.histogram.counts.sum()
+    return scale**2 / 12 / float(power) if power > 0 else 0.0
 
 
 class _CompositeCut(Cut):

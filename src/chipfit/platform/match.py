@@ -92,6 +92,13 @@ def _has_integer_kernel(platform: Platform, resolved: Resolved) -> bool:
     return any(o.out in formats and o.ins[0] in formats for o in resolved.options if o.input_mode == "codes")
 
 
+def dictated_scale(platform: Platform, graph: Graph, node: Node) -> float | None:
+    """Return the scale that a platform's integer kernel of a node dictates for the result; None if it is free."""
+    if not runs_in_integers(platform, graph, node):
+        return None
+    return next((r.scale for r in resolve_node(platform, graph, node).rules if r.fix == "out" and r.hard), None)
+
+
 def lists_in_float(platform: Platform, graph: Graph, node: Node) -> bool:
     """Return whether the platform lists a kernel for a node that reads and writes floats, beside integer ones."""
     return any(o.input_mode == "float" and o.out == "float" for o in resolve_node(platform, graph, node).options)
