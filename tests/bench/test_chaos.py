@@ -11,7 +11,7 @@ from tests.bench.test_sweep import matrix
 ROOT = Path(__file__).parents[2]
 #: many checkpoints, so that many kills are followed by training that goes on
 LONG = {
-    "deploy": ["ort_cpu"],
+    "deploy": ["ort_cpu@VNNI"],
     "lr_scheduler": {"kwargs": {"base_lr": 0.01, "warmup_steps": 2, "max_iter": 40}},
     "saver": {"print_freq": 1, "val_freq": 2, "pretrain": {"epochs": 2, "lr": 0.1}},
 }

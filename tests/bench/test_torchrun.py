@@ -21,7 +21,7 @@ def trained(folder: Path, batch: int, processes: int, **over):
     """Outcome of an experiment whose processes take `batch` images each, and the weights of its float network."""
     folder.mkdir()
     data = {**config()["data"], "batch_size": batch}
-    asked = config(**{"model": {"type": "tests.bench.tiny:plain"}, "data": data, "deploy": ["ort_cpu"], **over})
+    asked = config(**{"model": {"type": "tests.bench.tiny:plain"}, "data": data, "deploy": ["ort_cpu@VNNI"], **over})
     (folder / "config.yaml").write_text(yaml.safe_dump(asked))
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command = [sys.executable, *(torchrun if processes > 1 else []), *SOLVER]
