@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import chipfit
 from chipfit.errors import DataError, RuntimeUnavailable, UnknownNameError, VerificationError
 from chipfit.export import FileTensor
 from chipfit.graph.ir import Graph
@@ -621,3 +622,13 @@ def test_unsigned_integers_of_16_bits_are_compared():
     assert {(g.bits, g.signed) for g in grids} == {(16, False)}
     proof = found.verify([torch.randn(4, 3, 6, 6)], runtime="onnxruntime")
     assert proof.integers == 4 * (3 * 36 + 4 * 16 + 4 + 4) and not proof.departures
+
+
+@pytest.mark.parametrize("in_float", ["0", "2"])
+def test_a_constant_of_parts_in_integers_and_of_parts_in_float_is_found_in_the_file(in_float):
+    pytest.importorskip("ai_edge_litert")
+    model = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 4)).eval()
+    *data, other = (torch.randn(8, 6, 16) for _ in range(3))
+    result = chipfit.quantize(model, data, "tflite_int8", overrides={in_float: "float"}, progress=False)
+    check = result.verify([other])
+    assert check.exact and check.departures == []

@@ -87,7 +87,8 @@ class NewNodes:
             return name
         key = (value.dtype, value.shape, value.numpy().tobytes())
         if key not in self._constants:
-            self._constants[key] = self._name("constant")
+            # two words: `X_1`, where `X` is taken, would be read as a copy of X
+            self._constants[key] = self._name("constant" if self.integers else "float_constant")
             self.graph.weights[self._constants[key]] = value
         return self._constants[key]
 
