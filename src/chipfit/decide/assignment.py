@@ -253,7 +253,7 @@ class AssignmentBuilder:
             if not self.graph.is_float(r.tensor) or not (self._constant if constant else self._activation)(d, r):
                 return ()
             return ("ins",) if inner else (r.slot, "ins")
-        if r.slot in ("w", "b") and not inner:
+        if (r.slot in ("w", "b") or (r.slot == "r" and constant)) and not inner:
             return (r.slot,) if self._weight(d, r) else ()
         if constant:
             self.float_edges.add((r.tensor, r.node.name))

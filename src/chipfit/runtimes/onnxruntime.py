@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 #: note of a file that ONNX Runtime has optimised already, and that runs as it is
 OPTIMISED = "chipfit.optimised"
+#: an operator that on several threads computes parts of a batch, each with ranges of its own
+_SPLITS_BATCHES = "DynamicQuantizeLSTM"
 #: exceptions of ONNX Runtime for damaged files; they share no base
 _REFUSALS = "Fail InvalidArgument InvalidGraph InvalidProtobuf NotImplemented RuntimeException EPFail".split()
 
@@ -35,7 +37,10 @@ def _refusals() -> tuple[type[Exception], ...]:
 
 @register("runtime", "onnxruntime", suffix=".onnx", libraries=("onnx", "onnxruntime"), extra="onnx", codes="{}_q")
 class OnnxRuntime:
-    """A loaded file, run as a plain `onnxruntime.InferenceSession(path)` runs it: no option changes a result."""
+    """A loaded file, run as a plain `onnxruntime.InferenceSession(path)` runs it: no option changes a result.
+
+    Files with dynamic LSTMs, whose results depend on the number of threads, run on one thread.
+    """
 
     def __init__(self, path: str | Path, tensors: Sequence[str] = ()) -> None:
         """Load `path` and make the ONNX values named in `tensors` readable.
@@ -50,6 +55,9 @@ class OnnxRuntime:
         options = ort.SessionOptions()
         options.log_severity_level = 3
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        self._one_thread = any(n.op_type == _SPLITS_BATCHES for n in model.graph.node)
+        if self._one_thread:
+            options.intra_op_num_threads = 1
         if any(p.key == OPTIMISED for p in model.metadata_props):
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -96,12 +104,18 @@ class OnnxRuntime:
         return platform.arch_selected != "VNNI" and saturates()
 
     def warnings(self, platform: Platform) -> list[str]:
-        """Return a warning if this CPU saturates and the platform's does not."""
+        """Return warnings: this CPU alone saturates, or results depend on the number of threads."""
+        threads = (
+            f"{_SPLITS_BATCHES} is compared on one thread; on several, each computes part of a batch, in which it "
+        )
+        threads += "rounds states by the range of that part"
+        found = [threads] * self._one_thread
         if platform.arch_selected != "VNNI" or not saturates():
-            return []
+            return found
         return [
+            *found,
             f"this CPU has no VNNI: it adds two 8-bit products in 16 bits, with saturation, so its integers differ "
-            f"from those of '{platform.name}@VNNI'; quantize for '{platform.name}', whose weights saturate nowhere"
+            f"from those of '{platform.name}@VNNI'; quantize for '{platform.name}', whose weights saturate nowhere",
         ]
 
 

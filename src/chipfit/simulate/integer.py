@@ -58,7 +58,9 @@ class Profile:
     #: quantized
     float_outputs: Mapping[str, Callable[[KernelCall], Tensor]] = field(default_factory=dict)
     #: as `float_outputs`, for dynamic kernels; keyed by (operator, granularity of the input's ranges, weight bits)
-    dynamic: Mapping[tuple[str, str, int], Callable[[KernelCall], Tensor]] = field(default_factory=dict)
+    dynamic: Mapping[tuple[str, str, int], Callable[[KernelCall], Tensor | tuple[Tensor, ...]]] = field(
+        default_factory=dict
+    )
     #: operator -> its float32 function as the runtime computes it; other operators in float compute as torch does
     functions: Mapping[str, Callable[..., Tensor]] = field(default_factory=dict)
     #: quantizes the input of dynamic kernels: (floats, whether weights are in `blocks`, attributes of DynamicQuantize)
@@ -380,7 +382,7 @@ def float_results(graph: Graph, plan: Plan, profile: Profile) -> set[str]:
 
 def float_kernel(
     graph: Graph, plan: Plan, group: Sequence[Node], profile: Profile
-) -> Callable[[KernelCall], Tensor] | None:
+) -> Callable[[KernelCall], Tensor | tuple[Tensor, ...]] | None:
     """Return the function of a kernel from integers to exact floats; None if it outputs integers or reads floats."""
     head, decided = group[0], plan.nodes.get(group[0].name)
     if decided is None or decided.exec == "float" or plan.quantized(group[-1].output):
@@ -445,9 +447,9 @@ def is_pass_through(node: Node) -> bool:
 
 
 def _compute(run: Simulation, group: Sequence[Node]) -> None:
-    found = _kernel(run.graph, run.plan, group, run.profile)
-    if found is not None:
-        kernel, behind = found
+    integer = _kernel(run.graph, run.plan, group, run.profile)
+    if integer is not None:
+        kernel, behind = integer
         kernel(run, group)
         for end in behind:
             q = run.codes[group[-1].output]
@@ -463,7 +465,8 @@ def _compute(run: Simulation, group: Sequence[Node]) -> None:
     env: dict[str, Any] = {}
     float_output = float_kernel(run.graph, run.plan, group, run.profile)
     if float_output is not None:
-        env[group[0].output] = float_output(KernelCall(run, group))
+        found = float_output(KernelCall(run, group))
+        env.update(zip(group[0].outputs, found if isinstance(found, tuple) else (found,), strict=True))
     for n in group if float_output is None else group[1:]:
         args = [None if i is None else env[i] if i in env else run.float_value(i, n) for i in n.inputs]
         function = run.profile.functions.get(n.op)

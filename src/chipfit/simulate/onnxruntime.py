@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,6 +10,7 @@ import torch
 from chipfit.engine.kernels import execute
 from chipfit.graph.ir import Node
 from chipfit.operators.table import OPS, by_name, read_column, resolve
+from chipfit.quantizers.dynamic import dynamic_codes
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import register
 from chipfit.simulate.integer import (
@@ -177,9 +179,16 @@ _BELOW = (6.10247389755681e-13, 5.76102136993427e-09, 6.29106785017040e-06, 1.70
 _CONSTANT = 9.93151921023180e-01
 
 
-def logistic(x: torch.Tensor) -> torch.Tensor:
-    """Return the runtime's float32 1 / (1 + exp(-x)), bit for bit: 1/2 + x p(x^2) / q(x^2) in fused multiply-adds."""
-    x = x.clamp(-18, 18)
+#: those of the hyperbolic tangent
+_TANH_ABOVE = (
+    *(-2.76076847742355e-16, 2.00018790482477e-13, -8.60467152213735e-11, 5.12229709037114e-08),
+    *(1.48572235717979e-05, 6.37261928875436e-04, 4.89352455891786e-03),
+)
+_TANH_BELOW = (1.19825839466702e-06, 1.18534705686654e-04, 2.26843463243900e-03, 4.89352518554385e-03)
+
+
+def _ratio(x: torch.Tensor, above: Sequence[float], below: Sequence[float]) -> torch.Tensor:
+    """Return x p(x^2) / q(x^2), in fused multiply-adds."""
     square = (x * x).double()
 
     def horner(coefficients: Sequence[float]) -> torch.Tensor:
@@ -189,7 +198,48 @@ def logistic(x: torch.Tensor) -> torch.Tensor:
             total = (total * square + c).float().double()  # fused: rounded once
         return total.float()
 
-    return (x * horner(_ABOVE) / horner((*_BELOW, _CONSTANT)) + 0.5).clamp(0, 1)
+    return x * horner(above) / horner(below)
+
+
+def logistic(x: torch.Tensor) -> torch.Tensor:
+    """Return the runtime's float32 1 / (1 + exp(-x)), bit for bit."""
+    return (_ratio(x.clamp(-18, 18), _ABOVE, (*_BELOW, _CONSTANT)) + 0.5).clamp(0, 1)
+
+
+def tanh(x: torch.Tensor) -> torch.Tensor:
+    """Return the runtime's float32 hyperbolic tangent, bit for bit."""
+    return _ratio(x.clamp(-9, 9), _TANH_ABOVE, _TANH_BELOW)
+
+
+def _dynamic_lstm(c: KernelCall) -> tuple[Tensor, ...]:
+    """Compute an LSTM that quantizes its data, of all steps at once, and its state, anew in each step; the rest floats.
+
+    Source: ONNX Runtime, core/providers/cpu/rnn/uni_directional_lstm.cc and rnn_helpers.cc; its kernel on one thread.
+    """
+    (q, s, z), n = c.run.dynamic[c.x], c.node
+    w, r = n.inputs[1] or "", n.inputs[2] or ""
+
+    def product(q: Tensor, s: Tensor, z: Tensor, weight: str) -> Tensor:
+        return ((q.double() - z) @ c.centred(weight).t()).float() * (s.reshape(()) * c.scale(weight))
+
+    x = product(q, s, z, w)
+    steps = list((x if x.dim() == 3 else x.unsqueeze(1)).unbind(1))
+    biases = [c.run.graph.weights[b].detach() for b in n.inputs[3:5] if b is not None]
+    given = [c.run.float_value(i, n) if i is not None else None for i in (n.operand("h"), n.operand("c"))]
+    start = steps[0].new_zeros(len(x), c.code(r).shape[1])
+    h, cell = (start if state is None else state.expand_as(start) for state in given)
+    states = []
+    how: dict[str, Any] = {"qmin": 0, "qmax": 255, "affine": True, "per": "tensor", "block": 1}
+    for step in steps[::-1] if c.attrs["reverse"] else steps:
+        gates = step + product(*dynamic_codes(torch, h, **how), r)
+        gates = gates + sum(biases[1:], biases[0]) if biases else gates
+        of = dict(zip(c.attrs["gates"], gates.chunk(4, -1), strict=True))
+        cell = logistic(of["f"]) * cell + logistic(of["i"]) * tanh(of["g"])
+        h = tanh(cell) * logistic(of["o"])
+        states.append(h)
+    if x.dim() == 2:
+        return h, cell
+    return torch.stack(states[::-1] if c.attrs["reverse"] else states, 1), h, cell
 
 
 _FUNCTIONS = by_name(_product_sum, _mat_mul, _add, _mul, _global_average, _average, _concat, _table, _softmax)
@@ -211,7 +261,7 @@ register("kernels", "onnxruntime")(
         pass_through=_PASS_THROUGH,
         float_outputs={"Linear": _float_output, "MatMul": _float_output},
         functions={"Sigmoid": logistic},
-        dynamic={(op, "tensor", 8): _dynamic for op in _DYNAMIC},
+        dynamic={**{(op, "tensor", 8): _dynamic for op in _DYNAMIC}, ("LSTM", "tensor", 8): _dynamic_lstm},
         clip=absorbed_bounds,
         quantize=lambda run, name, x: run.stored(name).quantize(x),
         max_bits=8,

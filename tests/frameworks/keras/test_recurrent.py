@@ -106,3 +106,6 @@ def test_a_masked_step_leaves_the_state_as_it_is_in_integers_too(name, tmp_path)
     assert result.verify([ids]).exact
     whole = chipfit.quantize(model, [ids], platform="ort_cpu", progress=False)
     np.testing.assert_allclose(flat(whole.model(ids))[0], flat(model(ids))[0], atol=0.05)
+    assert (
+        chipfit.quantize(model, [ids], platform="ort_dynamic", progress=False).verify([ids]).exact
+    )  # masked: in float

@@ -79,6 +79,7 @@ class OnnxBuilder:
         self.inner = {by_name[name].output for group in plan.groups for name in group[:-1]}
         #: dynamically quantized value -> names of its integers, scale and zero point
         self.dynamic: dict[str, tuple[str, str, str]] = {}
+        self.floats: dict[str, str] = {}  #: dynamically quantized value -> name of its floats
         self._deferred: dict[str, Callable[[str], str]] = {}  #: value -> what follows its quantizer
         self._readers = 0  #: readers so far of integers that have another reader
         self._reshaped: dict[str, str] = {}  #: ONNX value -> the value that it is a reshape of

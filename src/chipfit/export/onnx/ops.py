@@ -104,8 +104,9 @@ def _conv(w: OnnxBuilder, n: Node, x: Names) -> list[str]:
 
 @writes("DynamicQuantize")
 def _dynamic_quantize(w: OnnxBuilder, n: Node, x: Names) -> str:
-    """Write DynamicQuantizeLinear, whose integers its readers read; readers with weights in blocks quantize inside."""
+    """Write DynamicQuantizeLinear, whose integers its readers read; some readers quantize inside."""
     a = n.attrs
+    w.floats[n.output] = str(x[0])
     if a["per"] == "block" and (a["qmin"], a["qmax"], a["affine"]) == (-127, 127, False):
         w.dynamic[n.output] = ("", "", "")
         return str(x[0])

@@ -119,7 +119,7 @@ def _integers(q: np.ndarray) -> np.ndarray:
 
 
 def _scaled_constants(graph: onnx.GraphProto, constants: dict[str, np.ndarray]) -> dict[str, FileTensor]:
-    """Return constants that a Mul scales behind a MatMulInteger or Gather, with that scale and zero point 0.
+    """Return constants that a Mul scales behind a MatMulInteger, Gather or LSTM, with that scale and zero point 0.
 
     MatMulInteger(x, w): the scale of w multiplies that of x, and the product of both the sums. Gather(w, index): the
     scales are of w's columns, or gathered with its rows.
@@ -140,7 +140,15 @@ def _scaled_constants(graph: onnx.GraphProto, constants: dict[str, np.ndarray]) 
                 if constants[maker.input[0]].dtype.kind != "f":
                     yield maker.input[0], scale
 
-    for name, scale in scaled():
+    def source(name: str) -> str:
+        """Return the constant whose rows are moved or gathered."""
+        while name not in constants and name in makers:
+            name = makers[name].input[0]
+        return name
+
+    lstms = [n.input for n in graph.node if n.op_type == "DynamicQuantizeLSTM"]
+    of_lstms = [(source(i[k]), source(i[scale])) for i in lstms for k, scale in ((1, 8), (2, 10))]
+    for name, scale in (*scaled(), *of_lstms):
         numbers = constants.get(scale, _UNKNOWN)
         zero = np.zeros(numbers.shape, np.float64)
         found[name.removesuffix("_q")] = FileTensor(_integers(constants[name]), [(numbers, zero)])
