@@ -171,6 +171,17 @@ def test_an_npz_gives_several_inputs_by_their_names(tmp_path):
         load_data(str(file), names=["ids", "mask"])
 
 
+def test_the_only_array_is_the_only_input_whatever_its_name(tmp_path):
+    """A tensor `serving_default_x:0` of a file is called x by its signature."""
+    np.savez(tmp_path / "d.npz", **{"serving_default_x:0": np.zeros((20, 3)), "y": np.arange(20)})
+    assert [len(x) for x, _ in load_data(str(tmp_path / "d.npz"), names=["features"])] == [16, 4]
+    with pytest.raises(DataError, match="has no inputs"):
+        load_data(str(tmp_path / "d.npz"), names=["ids", "mask"])
+    np.savez(tmp_path / "d.npz", a=np.zeros((20, 3)), b=np.zeros((20, 3)))
+    with pytest.raises(DataError, match="has no inputs"):
+        load_data(str(tmp_path / "d.npz"), names=["features"])
+
+
 def test_an_npy_gives_batches_of_one_input(tmp_path):
     np.save(tmp_path / "d.npy", np.zeros((20, 3)))
     assert [x.shape[0] for x in load_data(str(tmp_path / "d.npy"))] == [16, 4]

@@ -157,14 +157,16 @@ def _npz(path: Path, names: Sequence[str]) -> list[Any]:
 def _chosen(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> tuple[dict[str, np.ndarray], bool]:
     """Return the inputs among arrays in order, and whether they are given by name because some inputs are left out.
 
-    They are those with the names of the inputs; one with a usual name; or arrays without names.
+    They are those with the names of the inputs; one with a usual name; arrays without names; or the only one, whatever
+    its name, of a model with one input.
     """
     named = [n for n in names if n in arrays]
     if len(named) > 1 or (named and len(names) == 1):
         return {n: arrays[n] for n in named}, named != list(names[: len(named)])
     usual = [k for k in ("x", "inputs", "images", "data") if k in arrays][:1]
     places = sorted((k for k in arrays if k.startswith("arr_")), key=lambda k: (len(k), k))
-    return {k: arrays[k] for k in usual or places}, False
+    only = list(arrays) if len(arrays) == len(names) == 1 else []
+    return {k: arrays[k] for k in usual or places or only}, False
 
 
 def _batches(x: np.ndarray) -> Sequence[torch.Tensor]:

@@ -1,12 +1,14 @@
 """Proof of a quantized file that another tool has written."""
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from chipfit.calibration.data import split_label
+from chipfit.calibration.data import fixed_batch_of, iterate, split_label
 from chipfit.errors import CaptureError, RuntimeUnavailable, first_line
 from chipfit.files import package_data, path_of
 from chipfit.frameworks import framework_of, load, part
@@ -64,7 +66,8 @@ def verify_file(
     it, with names of tensors too; the outputs of the file itself, in a plain session, are compared with those.
 
     Args:
-        data: batches as the file takes them; floats for a file of integers are quantized as it says.
+        data: batches as the file takes them; floats for an input of integers are quantized as it says, and integers of
+            its type are taken as they are.
         platform: whose arithmetic is simulated; by default LiteRT's for the bits of the file's activations, or ONNX
             Runtime's.
         runtime: a registered runtime for such files; by default the platform's own.
@@ -77,12 +80,14 @@ def verify_file(
     """
     example = data[0] if isinstance(data, (list, tuple)) and data else None
     found, chosen = read_quantized(path, platform, example)
+    example = None if example is None else _in_numbers(example, found)
+    numbers = (_in_numbers(x, found) for x in iterate(data, fixed_batch_of(found.graph)))
     suffix = path_of(path, CaptureError).suffix
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         named = path_of(Path(folder) / f"model{suffix}", RuntimeUnavailable)
         named.write_bytes(found.content)
         try:
-            out = verify(found.graph, found.plan, chosen, data, runtime=runtime, path=named, batches=batches)
+            out = verify(found.graph, found.plan, chosen, numbers, runtime=runtime, path=named, batches=batches)
         except (RuntimeError, IndexError) as e:  # of torch, where a size was taken for a constant
             what = f"The network that was read does not take these data: {first_line(e)}"
             raise CaptureError(what, where=str(path), hint="give a list of batches of one size") from e
@@ -92,6 +97,24 @@ def verify_file(
             itself.write_bytes(found.given)
             _compare_outputs(out, [named, itself], found.graph, example)
     return out
+
+
+def _in_numbers(batch: Any, found: QuantizedFile) -> Any:
+    """Return a batch in the numbers that the integers of an input's type stand for."""
+
+    def of(name: str, x: Any) -> Any:
+        stored = found.plan.stored(name)
+        if stored is None or not isinstance(x, (np.ndarray, torch.Tensor)):
+            return x
+        kind = f"{'int' if stored.grid.signed else 'uint'}{stored.grid.file_bits}"
+        return stored.dequantize(torch.as_tensor(x)) if str(x.dtype).removeprefix("torch.") == kind else x
+
+    if isinstance(batch, Mapping):
+        return {name: of(name, x) for name, x in batch.items()}
+    names = found.graph.inputs
+    if isinstance(batch, (list, tuple)):  # labels may follow
+        return (*map(of, names, batch), *batch[len(names) :])
+    return of(names[0], batch)
 
 
 def _compare_outputs(out: Verification, files: list[Path], graph: Graph, batch: Any) -> None:

@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 import chipfit
-from chipfit.errors import CaptureError
+from chipfit.errors import CaptureError, DataError
 from tests.build import sequential
 from tests.frameworks.tflite.test_read import float_file
 
 pytest.importorskip("ai_edge_litert")
+from ai_edge_litert.interpreter import Interpreter
+
 from chipfit.frameworks.tflite.model import TfliteModel
 from chipfit.frameworks.tflite.quantized import read_quantized
 from chipfit.platform.load import load
@@ -52,7 +54,16 @@ def resized(tf, x):
     return y - tf.image.resize(tf.nn.conv2d(x, kernel(3, 3, 3, 4), 1, "VALID"), [20, 16], "nearest")
 
 
-NETWORKS = {"branches": branches, "curves": curves, "resized": resized}
+def shuffled(tf, x):
+    """Samples are mixed with channels where they are shuffled: the batch of such a file is fixed."""
+    y = tf.nn.relu(tf.nn.conv2d(tf.pad(x, [[0, 0], [1, 1], [1, 1], [0, 0]]), kernel(3, 3, 3, 8), 2, "VALID"))
+    y = tf.transpose(tf.reshape(tf.transpose(y, [0, 3, 1, 2]), [4, 2, 30]), [1, 0, 2])
+    first, second = tf.unstack(tf.reshape(y, [2, 1, 4, 6, 5]))
+    y = tf.concat([tf.transpose(first, [0, 2, 3, 1]), tf.nn.relu6(tf.transpose(second, [0, 2, 3, 1]))], 3)
+    return tf.matmul(tf.reduce_mean(y * kernel(8), [1, 2]) + kernel(8), kernel(8, 4))
+
+
+NETWORKS = {"shuffled": shuffled, "branches": branches, "curves": curves, "resized": resized}
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +93,28 @@ def test_a_file_of_tensorflows_converter_computes_the_simulated_integers(convert
     found = chipfit.verify_file(converted(name, ends), [torch.from_numpy(IMAGES[:6])], runtime=runtime)
     assert found.exact and found.exact_share > 0.7
     assert all(not h.differing for h in found.held) and len(found.held) > 5
+
+
+@pytest.mark.parametrize("ends", ["int8", "uint8"])
+def test_integers_of_the_inputs_type_are_taken_as_they_are(converted, ends):
+    """As the file's own runtime takes them; floats of the same numbers have the same results."""
+    file = converted("branches", ends)
+    scale, zero = Interpreter(str(file)).get_input_details()[0]["quantization"]
+    low, high = np.iinfo(ends).min, np.iinfo(ends).max
+    codes = np.clip(np.rint(IMAGES[:4] / scale) + zero, low, high).astype(ends)
+    reals = (codes.astype("f4") - zero) * np.float32(scale)
+    one, other = (chipfit.verify_file(file, [torch.from_numpy(x)]) for x in (codes, reals))
+    labelled = chipfit.verify_file(file, [(torch.from_numpy(codes), torch.arange(4))])
+    assert one.exact and labelled.exact and one.integers == other.integers
+    assert [r.sqnr_db for r in one.rows] == [r.sqnr_db for r in other.rows]
+    with pytest.raises(DataError, match="holds integers"):
+        chipfit.verify_file(file, [torch.from_numpy(codes.astype("int16"))])
+
+
+def test_padding_of_a_file_is_computed_in_integers(converted):
+    found = chipfit.verify_file(converted("shuffled"), [torch.from_numpy(IMAGES[:2])])
+    assert not [n for n in found.float_operators if "Pad" in n] and any(r.op == "Pad" for r in found.rows)
+    assert not [d for d in found.departures if "missing from the file" in d]
 
 
 def written(tmp_path, **options):

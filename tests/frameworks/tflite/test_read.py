@@ -204,6 +204,26 @@ def test_what_tensorflow_converts_is_read_for_a_batch_of_any_size(converter, nam
     np.testing.assert_allclose(got.detach().numpy(), want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["dilated", "repeated", "filled", "chosen"])
+def test_what_a_file_with_open_sizes_computes_of_its_sizes_is_folded(name):
+    tf = pytest.importorskip("tensorflow")
+    kernel = np.random.default_rng(0).normal(size=(3, 3, 4, 6)).astype("f4")
+    function = {
+        "dilated": lambda x: tf.nn.conv2d(x, kernel, 1, "SAME", dilations=2),
+        "repeated": lambda x: x + tf.tile(x[:, :1], [1, tf.shape(x)[1], 1, 1]),
+        "filled": lambda x: tf.concat([x, tf.fill([1, tf.shape(x)[1], tf.shape(x)[2], 2], 0.5)], 3),
+        "chosen": lambda x: tf.gather(x, tf.range(tf.shape(x)[1]) // 2, axis=1),
+    }[name]
+    signature = tf.TensorSpec([1, None, None, 4], tf.float32)
+    concrete = tf.function(function, input_signature=[signature]).get_concrete_function()
+    content = tf.lite.TFLiteConverter.from_concrete_functions([concrete]).convert()
+    operators = {o.kind for o in TfliteModel(content).operators}
+    graph = capture(TfliteModel(content), [torch.from_numpy(X)])
+    got = run(graph, [torch.from_numpy(X[:1])], keep=graph.outputs)[graph.outputs[0]]
+    assert name == "dilated" or "SHAPE" in operators
+    np.testing.assert_allclose(got.detach().numpy(), function(tf.constant(X[:1])).numpy(), rtol=1e-4, atol=1e-5)
+
+
 def test_weights_of_16_bits_are_read(converter):
     tf = pytest.importorskip("tensorflow")
     content, want = converter(functions()["same_padding"], X, tf.float16)

@@ -31,7 +31,8 @@ def read_back(path: Path) -> dict[str, FileTensor]:
             values = values.reshape(len(values), -1, images[name][0]).swapaxes(1, 2).reshape(values.shape)
         found[name] = FileTensor(values, qparams)
     for name, parts in notes.get("joined", {}).items():
-        found[name] = _joined([found.pop(p) for p in parts])
+        # one part is the same constant with other axes, which other operators read as it is
+        found[name] = _joined([found.pop(p) if len(parts) > 1 else found[p] for p in parts])
     return found
 
 

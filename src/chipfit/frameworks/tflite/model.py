@@ -24,6 +24,8 @@ _OPERATORS = {code: name for name, code in vars(schema.BuiltinOperator).items() 
 WIDE = ("INT32", "INT64")
 #: types of the integers that quantized tensors hold
 _CODES = ("INT4", "INT8", "UINT8", "INT16", *WIDE)
+#: operators whose results depend on the shapes of their operands only
+_OF_SHAPES = ("SHAPE", "RANK")
 LSTM = "UNIDIRECTIONAL_SEQUENCE_LSTM"
 
 Span = tuple[int, int]  #: first byte and number of bytes
@@ -139,7 +141,7 @@ class Facts(NamedTuple):
     """The facts about a network that a run of LiteRT shows."""
 
     shapes: list[tuple[int, ...]]  #: of every tensor
-    folded: dict[int, np.ndarray]  #: tensors that are computed from constants -> their numbers
+    folded: dict[int, np.ndarray]  #: tensors that are computed from constants and sizes -> their numbers
 
 
 class TfliteModel:
@@ -275,7 +277,7 @@ class TfliteModel:
         shapes = [tuple(map(int, found[t.index])) if t.index in found else t.shape for t in self.tensors]
         computed, folded = {t.index for t in self.inputs}, dict[int, np.ndarray]()
         for op in self.operators:
-            if not op.inputs or not computed.isdisjoint(op.inputs):
+            if not op.inputs or (op.kind not in _OF_SHAPES and not computed.isdisjoint(op.inputs)):
                 computed.update(op.outputs)
             elif not self.restores(op):
                 folded |= {o: _to_reals(self.tensors[o], self._interpreter.get_tensor(o)) for o in op.outputs}

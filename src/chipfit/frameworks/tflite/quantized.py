@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import flatbuffers
@@ -12,19 +13,20 @@ import torch
 from ai_edge_litert import schema_py_generated as schema
 
 import chipfit.frameworks.tflite.recurrent  # noqa: F401 -- registers readers
-from chipfit.errors import CaptureError
+from chipfit.engine.run import first_deviation, run
+from chipfit.errors import CaptureError, DataError
 from chipfit.frameworks.quantized import QuantizedFile, stored_as, tie_moved
 from chipfit.frameworks.tflite.model import WIDE, Facts, Operator, Tensor, TfliteModel
 from chipfit.frameworks.tflite.read import Call, Reading
 from chipfit.graph.check import check
-from chipfit.graph.ir import Graph, Node
+from chipfit.graph.ir import FIXED_BATCH, Graph, Node
 from chipfit.operators.table import OPS
-from chipfit.passes.layout import apply_layout
+from chipfit.passes.layout import LayoutChange, apply_layout, keep_constant_names
 from chipfit.plan.record import NodePlan, Plan, Role, TensorPlan
 from chipfit.quantizers.stored import Stored
 
 #: operators beside those that move numbers whose kernels keep the grid of their operand
-_KEEP = ("AvgPool", "Resize")
+_KEEP = ("AvgPool", "Pad", "Resize")
 
 
 def activation_types(model: TfliteModel) -> set[str]:
@@ -51,20 +53,13 @@ def read_quantized(model: TfliteModel, platform: str, example: Any = None) -> Qu
             model.run([np.zeros([max(d, 1) for d in t.signature], np.float32) for t in model.inputs])
         facts = model.facts()
     with model.content.opened():
-        reading = _Codes(model, facts, model.opens)
-        graph = reading.graph()
-    live = {n.name for n in graph.nodes}
-    plan = Plan(
-        tensors={k: t for k, t in reading.stored.items() if k in graph.values or k in graph.weights},
-        nodes={n.name: reading.node_plan(n) for n in graph.nodes},
-        groups=tuple(g for g in reading.groups if live.issuperset(g)),
-        platform=platform,
-        rewrites=tuple(graph.notes),
-    )
-    moved, plan = apply_layout(graph, plan, "channels_first")
-    check(moved.graph, blame="layout")
+        reading, moved, plan = _read(model, facts, model.opens, platform)
+        if model.opens and not model.streams and not _is_separate(model, moved.graph):
+            reading, moved, plan = _read(model, facts, False, platform)
+            moved.graph.notes.append(f"{FIXED_BATCH}: the file computes one sample at a time")
+    graph = moved.graph
     forms = {n: [int(d) for d in np.argsort(p)] for n, p in moved.layouts.items()}
-    notes = {
+    notes: dict[str, Any] = {
         "platform": platform,
         "inputs": [None] * len(graph.inputs),
         "forms": forms,
@@ -75,7 +70,42 @@ def read_quantized(model: TfliteModel, platform: str, example: Any = None) -> Qu
     }
     names = reading.names()
     notes["joined"] = {name: [names[k] for k in indices] for name, indices in reading.parts.items()}
-    return QuantizedFile(moved.graph, plan, _named(model, names, notes))
+    copies = {copy: source for copy, (source, _) in moved.copies.items() if {copy, source} <= graph.weights.keys()}
+    notes["joined"] |= {copy: [source] for copy, source in copies.items()}  # with other axes for some readers
+    return QuantizedFile(graph, plan, _named(model, names, notes))
+
+
+def _read(model: TfliteModel, facts: Facts, open_batch: bool, platform: str) -> tuple[_Codes, LayoutChange, Plan]:
+    """Return what was read, its graph with channels first, and the plan of its integers."""
+    reading = _Codes(model, facts, open_batch)
+    graph = reading.graph()
+    live = {n.name for n in graph.nodes}
+    plan = Plan(
+        tensors={k: t for k, t in reading.stored.items() if k in graph.values or k in graph.weights},
+        nodes={n.name: reading.node_plan(n) for n in graph.nodes},
+        groups=tuple(g for g in reading.groups if live.issuperset(g)),
+        platform=platform,
+        rewrites=tuple(graph.notes),
+    )
+    moved, plan = apply_layout(graph, plan, "channels_first")
+    keep_constant_names(moved.graph, moved.copies)
+    check(moved.graph, blame="layout")
+    return reading, moved, plan
+
+
+def _is_separate(model: TfliteModel, graph: Graph) -> bool:
+    """Return whether a graph with an open batch computes of two samples what it computes of each by itself."""
+    floats = {k: w.float() if w.dtype == torch.float64 else w for k, w in graph.weights.items()}  # of biases
+    graph, rng = replace(graph, weights=floats), torch.Generator().manual_seed(0)
+    two = [torch.rand(2, *(max(d, 1) for d in t.signature[1:]), generator=rng) for t in model.inputs]
+    two = [(x * 256).to(getattr(torch, t.dtype)) for t, x in zip(model.inputs, two, strict=True)]
+    try:
+        with torch.inference_mode():
+            each = [run(graph, [x[k : k + 1] for x in two], keep=graph.outputs) for k in range(2)]
+            want = [torch.cat([found[o] for found in each]) for o in graph.outputs]
+    except (RuntimeError, LookupError, DataError):
+        return False
+    return first_deviation(graph, two, want) is None
 
 
 class _Codes(Reading):

@@ -158,6 +158,8 @@ class Reading:
             if self.model.restores(op):
                 self._same[op.outputs[0]] = op.inputs[0]
             return
+        if self.facts.folded.keys() >= {*op.outputs}:  # a size of a value
+            return
         call = Call(self, op)
         mark = self.builder.mark()
         try:
