@@ -322,7 +322,7 @@ def test_invalid_rules_are_refused(make, error, says):
     ("wrong", "platform", "error", "says"),
     [
         (weights("head", weights_quantization_method=UNIFORM), None, UnsupportedError, "symmetric, "),
-        (weights("head", weights_n_bits=9), None, UnsupportedError, "2, 4, 8 bits"),
+        (weights("head", weights_n_bits=9), "ort_cpu", UnsupportedError, "Allowed: 8 bits"),
         (weights("head", weights_per_channel_threshold=True), "qnnpack", UnsupportedError, "tensor"),
         (weights(ne.NodeTypeFilter(nn.ReLU), weights_n_bits=4), None, PlanError, "no weights"),
     ],
@@ -331,6 +331,13 @@ def test_invalid_rules_are_refused(make, error, says):
 def test_an_option_that_the_chip_lacks_is_refused_with_its_options(net, wrong, platform, error, says):
     with pytest.raises(error, match=says):
         fit(net, wrong, platform=platform)
+
+
+def test_rules_give_widths_that_a_chip_without_a_runtime_has_not_for_a_study(net, plain):
+    with pytest.warns(UserWarning, match="'head' cannot have 9-bit weights on 'imx500_v1'; the network editor"):
+        found = fit(net, weights("head", weights_n_bits=9), results("head", activation_n_bits=7))
+    assert bits(found) == {**bits(plain), "head.weight": 9}
+    assert found.plan["head.weight"].grid.qmax == 2**8 - 1
 
 
 # ---------------------------------------------------------------- bit widths

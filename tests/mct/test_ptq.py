@@ -3,6 +3,7 @@
 import inspect
 import math
 import pickle
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -549,3 +550,15 @@ def test_bits_of_inputs_are_those_of_the_set_input_and_can_be_chosen_by_name():
             (own,) = result.graph.inputs
             others = {t.grid.bits for t in result.plan.tensors.values() if t.role == "activation" and t.name != own}
             assert result.plan[own].grid.bits == bits and others == {8}
+
+
+def test_items_that_the_model_does_not_take_are_ignored_with_a_warning():
+    model, images = mlp(4, 8, 3), torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    results = []
+    for batch in ([images], [images, torch.full((8, 9), 100.0)]):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            _, info = chipfit.pytorch_post_training_quantization(model, lambda batch=batch: iter([batch]))
+        assert [str(w.message)[:22] for w in said] == ["Batches hold 2 items: "] * (len(batch) - 1)
+        results.append({n: t.scale.tolist() for n, t in info.result.plan.tensors.items() if t.quantized})
+    assert results[0] == results[1]

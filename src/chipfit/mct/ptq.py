@@ -11,12 +11,13 @@ import numpy as np
 
 from chipfit import pipeline
 from chipfit.calibration.data import iterate, no_data
-from chipfit.errors import ConfigError, DataError, NothingQuantizedError
+from chipfit.calibration.signature import expected_inputs
+from chipfit.errors import ConfigError, DataError, NothingQuantizedError, UnsupportedError
 from chipfit.frameworks import facts_of, framework_of
 from chipfit.graph.linear import is_linear, products
 from chipfit.mct.candidates import candidates_of, chosen_by_index
 from chipfit.mct.core.config import CoreConfig, ResourceUtilization
-from chipfit.mct.core.network_editor import replace_layers, to_overrides
+from chipfit.mct.core.network_editor import EditRule, replace_layers, to_overrides
 from chipfit.mct.framework_info import FrameworkInfo
 from chipfit.mct.layer_names import give_layer_names
 from chipfit.mct.log import log_result
@@ -24,6 +25,8 @@ from chipfit.mct.result_link import ResultLink
 from chipfit.mct.target_platform import capabilities
 from chipfit.mct.target_platform.model import TargetPlatformModel
 from chipfit.mct.target_platform.targets import get_target_platform_capabilities
+from chipfit.platform.load import load_platform
+from chipfit.platform.schema import WIDEST, Platform
 from chipfit.result import Result
 from chipfit.screen import Summary, SummaryRepr
 from chipfit.search.resources import peak_bytes, resources
@@ -210,13 +213,14 @@ def quantize_model(
     of_layers = [] if fw_info is None else fw_info.overrides()
     overrides = [*of_layers, *config.bit_width_config.choices, *to_overrides(config.debug_config.network_editor)]
     model = replace_layers(model, config.debug_config.network_editor)
-    example = first_batch_of(generator)  # a list of inputs without a label
+    first = first_batch_of(generator)  # a list of inputs without a label
+    generator, example = _without_more_items(generator, first, expected_inputs(model))
     platform = get_target_platform_capabilities(_framework(model)) if platform is None else platform
     if config.quantization_config.custom_tpc_opset_to_layer:
         platform = _with_layers(platform, config.quantization_config.custom_tpc_opset_to_layer)
     options |= {"overrides": overrides, "example": example, "limits": searched}
     try:
-        result = pipeline.quantize(model, generator, platform, **options, progress=False)
+        result = _quantized(model, generator, platform, config.debug_config.network_editor, options)
     except NothingQuantizedError as e:
         warnings.warn(f"The model stays in float: {e}", stacklevel=4)
         result = pipeline.in_float(model, generator, platform, options["settings"], example)
@@ -278,6 +282,40 @@ def _with_layers(platform: Any, custom: Mapping[str, Any]) -> capabilities.Targe
     added = [capabilities.OperationsSetToLayers(name, list(layers)) for name, layers in custom.items()]
     layers = capabilities.OperationsToLayers([*own, *added])
     return capabilities.TargetPlatformCapabilities(tpc.tp_model, tpc.name, tpc.version, op_sets_to_layers=layers)
+
+
+def _quantized(model: Any, generator: Any, platform: Any, rules: Sequence[EditRule], options: dict[str, Any]) -> Result:
+    """Return the result; with a warning at widths that the network editor gives and the chip has not.
+
+    Raises:
+        UnsupportedError: the chip has not what rules ask for, and a runtime computes what it has; see also `quantize`.
+    """
+    try:
+        return pipeline.quantize(model, generator, platform, **options, progress=False)
+    except UnsupportedError as refusal:
+        edited = {r.action.choices.get(k) for r in rules for k in ("bits", "activation_bits")} - {None, "float"}
+        chip = load_platform(platform)
+        if not edited or options["limits"] is not None or chip.runtimes:
+            raise
+        result = pipeline.quantize(model, generator, _of_any_width(chip), **options, progress=False)
+        warnings.warn(f"{refusal.what}; the network editor sets these bits for a study all the same", stacklevel=5)
+        return result
+
+
+def _of_any_width(chip: Platform) -> Platform:
+    """Return a chip with all its formats of integers at any width."""
+    wide = {k: f for k, f in chip.formats.items() if f.kind == "int" and f.bits <= WIDEST and isinstance(f.range, str)}
+    free = {k: f.model_copy(update={"free": True}) for k, f in wide.items()}
+    return chip.model_copy(update={"formats": {**chip.formats, **free}})
+
+
+def _without_more_items(generator: Any, first: Any, count: int | None) -> tuple[Any, Any]:
+    """Return a generator function and its first batch without items that the model does not take, with a warning."""
+    if not count or not isinstance(first, (list, tuple)) or len(first) <= count:
+        return generator, first
+    message = f"Batches hold {len(first)} items: the model takes the first {count}, the others are ignored"
+    warnings.warn(message, stacklevel=5)
+    return (lambda: (batch[:count] for batch in iterate(generator))), first[:count]
 
 
 def first_batch_of(generator: Any) -> Any:
