@@ -31,3 +31,27 @@ def test_lint_has_the_notes_of_the_plan():
     x = torch.randn(2, 3, 8, 8)
     noted, plan = chipfit.lint(model, x, "tflite_int8").notes, fit(model, [x], "tflite_int8").plan
     assert set(noted) == {n for n in plan.rewrites if not n.startswith("warning: ")}
+
+
+def test_of_many_operators_those_of_a_layer_stand_in_one_row_and_floats_come_first():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.rnn, self.head = nn.Linear(4, 4), nn.GRU(4, 3, batch_first=True), nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.head(self.rnn(self.first(x))[0][:, -1])
+
+    lint = chipfit.lint(Net().eval(), torch.randn(2, 9, 4), "tflite_int8", overrides={"head": "float"})
+    rows = lint._summary().rows
+    assert [row[0] for row in rows] == ["head", "first", "rnn"]
+    inside = [n.op for n in lint.rows if n.layer == "rnn"]
+    assert rows[2][1].startswith(f"{len(inside)}: ") and len(inside) > 90 and rows[2][2] == "int"
+
+
+def test_notes_name_batch_norms_as_the_model_does():
+    model = nn.Sequential()
+    model.add_module("act", nn.Tanh())
+    model.add_module("norm", nn.BatchNorm2d(3))
+    notes = chipfit.lint(model.eval(), torch.randn(2, 3, 4, 4), "tflite_int8").notes
+    assert "batch norm 'norm' stays: it follows Tanh, which has no weights" in notes

@@ -46,7 +46,7 @@ def test_a_result_shows_float_operators_first_and_the_format_of_each_output():
     split = next(n for n in result.graph.nodes if len(n.outputs) > 1)
     assert result.plan.tensors[split.outputs[0]].quantized
     stored = sum(t.quantized for t in result.plan.tensors.values())
-    assert screen.facts["tensors"] == f"{stored} of {len(result.plan.tensors)} stored in codes"
+    assert screen.facts["tensors"] == f"{stored} of {len(result.plan.tensors)} quantized"
     assert screen.facts["verified"] == "not yet: result.verify(data)"
     assert screen.facts["time"] == ", ".join(f"{k} {s:.2f} s" for k, s in result.timings.items())
 

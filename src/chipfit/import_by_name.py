@@ -56,6 +56,9 @@ def _near(module: str, name: str, folder: str) -> str:
 def import_or_call(text: str, what: str, failure: type[ChipfitError], is_one: Callable[[Any], bool]) -> Any:
     """Import "module:name"; return the object if `is_one` accepts it, else the result of calling it."""
     thing = import_by_name(text, what, failure)
+    if not callable(thing) and not is_one(thing):
+        allowed = f"a {what}, or a function without arguments that returns one"
+        raise failure(f"'{text}' is not a {what}", got=type(thing).__name__, allowed=allowed)
     return thing if is_one(thing) else call_factory(thing, text, what, failure)
 
 

@@ -19,7 +19,7 @@ from chipfit.platform.builtin import DEFAULT
 from chipfit.platform.load import load_platform
 from chipfit.platform.schema import Platform
 from chipfit.reading import read_model
-from chipfit.screen import Summary, SummaryRepr
+from chipfit.screen import MANY, Summary, SummaryRepr, joined
 
 
 @dataclass(frozen=True, repr=False)
@@ -36,7 +36,8 @@ class Lint(SummaryRepr):
     def _summary(self) -> Summary:
         integers = sum(n.exec != "float" for n in self.rows)
         title = f"{integers} of {len(self.rows)} operators run in integers on {self.platform.name}"
-        rows = [(n.display_name, n.op, n.exec, n.why) for n in self.rows]
+        floats_first = sorted(self.rows, key=lambda n: n.exec != "float") if len(self.rows) > MANY else self.rows
+        rows = joined([(n.display_name, n.op, n.exec, n.why) for n in floats_first])
         header = ("layer", "operator", "runs", "why float")
         return Summary(title, {"notes": "; ".join(self.notes)}, header, rows, "lint.rows")
 

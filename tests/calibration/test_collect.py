@@ -106,7 +106,7 @@ def test_what_is_no_number_is_refused(bad):
     with pytest.raises(ValueError, match="NaN or infinite"):
         seen([torch.tensor([0.0, bad])])
     graph = capture(mlp(2, 2), (torch.ones(2, 2),))
-    with pytest.raises(DataError, match="Batch 1 makes NaN or infinite values in input"):
+    with pytest.raises(DataError, match="Batch 1 holds NaN or infinite values for input"):
         collect(graph, [[torch.ones(2, 2)], [torch.full((2, 2), bad)]], tensors={graph.inputs[0]: Need()})
 
 

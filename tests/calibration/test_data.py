@@ -49,12 +49,12 @@ def test_iterables_are_walked_and_what_has_items_and_a_length_is_read_in_order()
     "data, words",
     [
         (torch.tensor(1.0), "a single number"),
-        ("text", "not calibration data. Got: str"),
-        (b"text", "not calibration data. Got: bytes"),
-        ({"x": X}, "not calibration data. Got: dict"),
-        (nn.ReLU(), "not calibration data. Got: ReLU"),
-        (nn.Sequential(nn.ReLU()), "not calibration data. Got: Sequential"),
-        (7, "not calibration data. Got: int"),
+        ("text", "not batches of inputs. Got: str"),
+        (b"text", "not batches of inputs. Got: bytes"),
+        ({"x": X}, "not batches of inputs. Got: dict"),
+        (nn.ReLU(), "not batches of inputs. Got: ReLU"),
+        (nn.Sequential(nn.ReLU()), "not batches of inputs. Got: Sequential"),
+        (7, "not batches of inputs. Got: int"),
         (lambda x: x, "needs arguments"),
     ],
 )

@@ -92,11 +92,11 @@ def test_the_site_builds_without_a_broken_link(tmp_path):
     build = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(build, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    page = (tmp_path / "api/index.html").read_text()
+    page = (tmp_path / "api.html").read_text()
     assert "Fit a trained PyTorch" in page and "calibration" in page  # taken from docstrings
     home = (tmp_path / "index.html").read_text()
     assert 'data-prompt="$ "' in home and not re.search(r'class="gp">\s*\$', home)  # the copy button leaves it out
-    assert (tmp_path / "notebooks/quickstart/index.html").is_file() and "notebooks/quickstart/" in home
+    assert (tmp_path / "notebooks/quickstart.html").is_file() and "notebooks/quickstart.html" in home
 
 
 def test_the_python_page_has_every_public_name():

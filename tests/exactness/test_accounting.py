@@ -33,7 +33,7 @@ def test_the_summary_says_what_a_person_asks_in_lines():
     assert found.summary().splitlines()[:8] == [
         "chip: 3 of 2200 integers differ over 4 samples",
         "compared 11 of 11 tensors; 1 of 2 weights and biases read back from the file; "
-        "81.82 % of all integers compared at 0",  # 9 of 11 tensors are without fault
+        "81.82 % of all integers compared without tolerance",  # 9 of 11 tensors are without fault
         "departs: weight 'v' in the file: 2 of its 9 quantized values are not the plan's; and 2 more",
         "first difference: Conv2D 'c', 1.5000 % of its integers, at most 2",
         "each operator by itself, given the device's inputs: 1 of 2200 differ over 4 samples, largest difference 1",
@@ -94,7 +94,8 @@ def test_calibration_data_are_told_in_other_batches_and_after_saving(fitted, tmp
     assert found.calibrated == 3 and "3 of the 7 samples are calibration data" in found.summary()
     assert result.verify([x[12:]]).calibrated == 0
     loaded = chipfit.load(result.save(tmp_path / "saved"))
-    assert loaded.verify([x[:4]]).calibrated == 4
+    found = loaded.verify([x[:4]])
+    assert found.calibrated == 4 and "\nall samples are calibration data: " in found.summary()
 
 
 def test_accuracy_comes_with_its_number_of_samples(fitted):

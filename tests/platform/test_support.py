@@ -12,7 +12,7 @@ from torch import nn
 from chipfit.platform.load import load, names
 from chipfit.platform.save import to_yaml
 from chipfit.platform.schema import OpRule
-from chipfit.platform.support import kernels_of, simulates_arithmetic, unsupported_features
+from chipfit.platform.support import kernels_of, simulates_arithmetic, unmodelled_features, unsupported_features
 from chipfit.report.html import page
 from chipfit.report.terminal import render
 from chipfit.simulate.integer import simulate
@@ -89,3 +89,9 @@ def test_a_runtime_proves_no_chip_whose_arithmetic_is_unknown():
     chips = ("tflite_int8", "edgetpu")
     promised = {name: quantized(nn.Linear(4, 2), x, name).verify([x], runtime="litert").promised for name in chips}
     assert promised == {"tflite_int8": True, "edgetpu": False}
+
+
+def test_options_that_are_never_chosen_are_listed_with_the_platform_and_not_with_results():
+    chip = load("tflm_cmsis_nn")
+    assert any(words.endswith("the gate stays closed") for words in unsupported_features(chip))
+    assert unmodelled_features(chip) == ()

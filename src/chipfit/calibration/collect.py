@@ -325,9 +325,12 @@ class _Observer:
             self.stats[name].add(seen, self.needs[name])
         except ValueError:
             node = self.graph.producers().get(name)
-            source = f"layer '{node.display_name}' ({node.op})" if node else f"input '{name}'"
             hint = "check the weights of that layer and the scaling of the inputs"
-            what = f"Batch {batch} makes NaN or infinite values in {source}"
+            what = f"Batch {batch} holds NaN or infinite values for input '{name}'"
+            if node:
+                what = f"Batch {batch} makes NaN or infinite values in layer '{node.display_name}' ({node.op})"
+            else:
+                hint = "check how the data are read and scaled"
             raise DataError(what, where=node.source if node else "", hint=hint) from None
 
 

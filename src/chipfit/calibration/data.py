@@ -3,6 +3,7 @@
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -66,13 +67,14 @@ def iterate(data: Any, fixed: int = 0, *, single: bool = True) -> Iterator[Any]:
             raise DataError("Calibration data is a single number", got=str(data), allowed="batches of inputs")
         parts = torch.split(data, fixed or ROWS)
         return iter(p for p in parts if len(p) == fixed) if fixed and len(data) >= fixed else iter(parts)
-    if isinstance(data, (str, bytes, Mapping, torch.nn.Module)) or not isinstance(data, Iterable):
+    if isinstance(data, (str, bytes, Path, Mapping, torch.nn.Module)) or not isinstance(data, Iterable):
+        from_file = "load the file, as np.load(path)['x'] does; the command line reads files: --data"
         raise DataError(
-            "This is not calibration data",
+            "The data are not batches of inputs",
             got=type(data).__name__,
             allowed="an iterable of batches (tensors, tuples, dicts), an array with the batch on axis 0, "
             "or a callable that returns one",
-            hint="wrap a single batch in a list: [batch]",
+            hint=from_file if isinstance(data, (str, Path)) else "wrap a single batch in a list: [batch]",
         )
     return (sample for batch in data for sample in _single_samples(batch)) if fixed == 1 and single else iter(data)
 

@@ -62,8 +62,14 @@ def explain_error(refusal: ChipfitError, model: Any, args: Sequence[Any], kwargs
             hint="rename them, or yield tuples in the order of the inputs",
         )
     if count is not None and len(args) > count:
-        got = _shapes(args)
-        return DataError(f"A batch holds {len(args)} items, and the model takes {count}", got=got, hint=LABELS)
+        sizes = ", ".join(map(str, args))
+        hint = f"torch.randn({sizes}) has this shape" if all(isinstance(a, int) for a in args) else LABELS
+        what = f"A batch holds {len(args)} items, and the model takes {count}"
+        return DataError(what, got=_shapes(args), hint=hint)
+    text = next((a for a in args if isinstance(a, str)), None)
+    if text is not None and isinstance(model, torch.nn.Module):
+        what = "A batch holds text in the place of numbers"
+        return DataError(what, got=text[:120], hint="read the files, as with PIL or numpy, and give tensors")
     x, want = next((a for a in args if isinstance(a, torch.Tensor)), None), _expected(model)
     if x is None or not args:
         return refusal

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from chipfit.channel_pruning.channels import Channels
 from chipfit.channel_pruning.resize import Axis
+from chipfit.errors import ConfigError
 from chipfit.graph.linear import is_linear, places
 from chipfit.plan.record import Plan
 from chipfit.search.limits import Limits, parse_amount
@@ -56,7 +57,12 @@ def budgets_of(channels: Channels, limits: Limits) -> list[Budget]:
     counts, out = counts_of(channels), list[Budget]()
     for name, value in limits.to_record().items():
         sums = found[name]()
-        out.append(Budget(name, sums, parse_amount(value, Budget(name, sums, 0.0).used(counts), name)))
+        whole = Budget(name, sums, 0.0).used(counts)
+        limit = parse_amount(value, whole, name)
+        if limit > whole and str(value).strip().endswith("%"):
+            what = f"The limit on {name} is more than the network takes"
+            raise ConfigError(what, got=value, allowed="a share of the network, at most 100%")
+        out.append(Budget(name, sums, limit))
     return out
 
 

@@ -600,12 +600,12 @@ def compare(
 def lint(model: Model, shape: Shape = None, platform: Chip = DEFAULT, weights: Weights = None) -> None:
     """Show where each operator runs on this platform and what is fused. Requires no data."""
     from chipfit.cli.inputs import example_of, load_model
-    from chipfit.platform.support import unsupported_features
+    from chipfit.platform.support import unmodelled_features
     from chipfit.report.terminal import RUNS
 
     network = load_model(model, weights)
     found = chipfit.lint(network, example_of(model, shape, network), platform)
-    notes = [*found.notes, *(f"not modelled: {words}" for words in unsupported_features(found.platform))]
+    notes = [*found.notes, *(f"not modelled: {words}" for words in unmodelled_features(found.platform))]
     if OUTPUT.json:
         return print_document(documents.linted(found, notes))
     tails = {n.name: f"{n.op} '{n.display_name}'" for n in found.rows}

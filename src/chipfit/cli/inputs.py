@@ -120,7 +120,14 @@ def generated_data(
     shape = (input_size, input_size, 3) if facts_of(framework_of(model)).channels_last else (3, input_size, input_size)
     known = example_of("", shapes, model) if shapes else adapter_of(framework_of(model)).example(model)
     example = torch.zeros(2, *shape) if known is None else known
-    return generated(model, _count(count or "128"), example=example, seed=seed)
+    try:
+        return generated(model, _count(count or "128"), example=example, seed=seed)
+    except CaptureError as e:
+        if shapes or known is not None:
+            raise
+        what = f"The model does not take generated images of {input_size} x {input_size} pixels"
+        hint = "--input-size 32, or the shape of the inputs as in --input-shape 1,3,32,32"
+        raise DataError(what, got=e.what, hint=hint) from e
 
 
 def _npz(path: Path, names: Sequence[str]) -> list[Any]:
@@ -246,8 +253,12 @@ def example_of(model: str, shapes: Sequence[str] | None, network: Any = None) ->
         framework = framework_of_file(model)
         example = adapter_of(framework).example(load(model) if network is None else network) if framework else None
         if example is None:
-            hint = "--input-shape 1,3,224,224, batch first; of several inputs --input-shape ids=1,12 for each"
-            raise DataError("Input shape is required", hint=hint)
+            names = adapter_of(framework).input_names(load(model) if network is None else network) if framework else []
+            first = " ".join(f"--input-shape {name}=1,12" for name in names[:3])
+            hint = first if names[1:] else "--input-shape 1,3,224,224, batch first"
+            hint += "" if framework else "; of several inputs --input-shape ids=1,12 for each"
+            got = f"a file that leaves sizes of {', '.join(names)} open" if names else None
+            raise DataError("Input shape is required", where=model, got=got, hint=hint)
         return example
     pairs = [(name, _random(network, k, name, text)) for k, (name, _, text) in enumerate(map(_named, shapes))]
     if all(name for name, _ in pairs):

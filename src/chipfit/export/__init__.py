@@ -46,6 +46,9 @@ def export(
         allowed = ", ".join(sorted(s for f in formats if name in f.options for s in f.suffixes))
         form = f"A {path.suffix} file" if format is None else f"A '{format}' file"
         raise ConfigError(f"{form} has no option `{name}`", got=given[name], allowed=allowed)
+    known = found.declares.options
+    if known and (other := next((name for name in given if name not in known), None)):
+        raise UnknownNameError(f"option of {path.suffix} files", other, known)
     return found.thing(graph, plan, path, platform, **given)
 
 
@@ -70,7 +73,11 @@ def declared_format(suffix: str) -> Entry:
 
     Raises:
         UnknownNameError: no format has this suffix.
+        ConfigError: there is no suffix.
     """
+    if not suffix:
+        allowed = ", ".join(s for e in entries("format").values() if not e.declares.named for s in e.declares.suffixes)
+        raise ConfigError("The name of the file has no suffix, which chooses the format", allowed=allowed)
     by_suffix = {s: e for e in entries("format").values() if not e.declares.named for s in e.declares.suffixes}
     if suffix not in by_suffix:
         raise UnknownNameError("file format", suffix, by_suffix)

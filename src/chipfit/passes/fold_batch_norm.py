@@ -21,13 +21,13 @@ def fold_batch_norm(graph: Graph) -> Rewritten:
     graph = graph.copy()
     readers, producers, notes = Readers(graph), graph.producers(), list[str]()
     followers: dict[str, Node] = {}  # node name -> the batch norm that follows it
-    refused: dict[str, str] = {}
+    refused: dict[str, str] = {}  # name of a batch norm in the model -> why it stays
     for bn in graph.nodes:
         if bn.op == "BatchNorm":
             before = producers.get(bn.data)
             why = _refusal(readers, before, bn)
             if before is None or why:
-                refused[bn.name] = why
+                refused[bn.display_name] = why
             else:
                 followers[before.name] = bn
 
@@ -39,7 +39,7 @@ def fold_batch_norm(graph: Graph) -> Rewritten:
         bn, weight = followers[node.name], node.weight
         sharing = readers.of(weight) + (readers.of(node.bias) if node.bias else [])
         if any(r.name not in followers or _key(followers[r.name]) != _key(bn) for r in sharing):
-            refused[bn.name] = f"weight '{weight}' is also read elsewhere, folding would change that reader"
+            refused[bn.display_name] = f"weight '{weight}' is also read elsewhere, folding would change that reader"
             continue
         if weight not in folded:
             folded[weight] = _fold(graph, node, bn)

@@ -8,6 +8,7 @@ report.json          only if a report was given
 """
 
 import contextlib
+import difflib
 import hashlib
 import json
 import os
@@ -166,8 +167,14 @@ def _files(home: Path, root: Path) -> dict[str, bytes]:
         root: the name of that folder in messages.
     """
     if not _guarded(root / MANIFEST, (home / MANIFEST).is_file):
-        lack = f"it has no {MANIFEST}" if home.exists() else "it does not exist"
-        raise PlanError(f"'{root}' is not a saved result: {lack}", hint="pass the directory that Result.save wrote")
+        lack = "it does not exist"
+        if home.exists():
+            lack = f"it has no {MANIFEST}" if home.is_dir() else "it is a file"
+        folder = root.parent
+        others = [p.parent.name for p in folder.glob(f"*/{MANIFEST}")] if folder.is_dir() else []
+        near = difflib.get_close_matches(root.name, others, n=1)
+        hint = f"'{folder / near[0]}'" if near else "pass the folder that `chipfit quantize` or Result.save wrote"
+        raise PlanError(f"'{root}' is not a saved result: {lack}", hint=hint)
     listing = read_json(home / MANIFEST, PlanError)
     codec.check_schema(listing, f"'{root / MANIFEST}'")
     listed = listing.get("files")

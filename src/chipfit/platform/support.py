@@ -7,6 +7,8 @@ from chipfit.registry import lookup
 
 #: forms of `math.requant` that need no more than an accumulator and a multiplier
 FORMS = ("float", "q31", "shift")
+#: what chipfit does instead of two settings on which no result depends
+_NEVER_CHOSEN = ("the gate stays closed", "options with it are skipped")
 Gap = tuple[str, object, str]  #: field, its value in the file, what chipfit does instead
 
 
@@ -14,6 +16,11 @@ def unsupported_features(platform: Platform) -> tuple[str, ...]:
     """Return the unsupported settings of a platform: "math.act_table pwl: activations are computed exactly"."""
     gaps = (*_formats(platform), *_operators(platform), *_fusions(platform), *_math(platform))
     return tuple(dict.fromkeys(f"{field} {value}: {instead}" for field, value, instead in gaps))
+
+
+def unmodelled_features(platform: Platform) -> tuple[str, ...]:
+    """Return the unsupported settings on which results depend: without options that are never chosen."""
+    return tuple(text for text in unsupported_features(platform) if not text.endswith(_NEVER_CHOSEN))
 
 
 def kernels_of(platform: Platform) -> str | None:
@@ -33,7 +40,7 @@ def simulates_arithmetic(platform: Platform) -> bool:
 def _formats(p: Platform) -> Iterator[Gap]:
     for name, f in p.formats.items():
         if f.gap:
-            yield f"formats.{name}", f, f"{f.gap} not supported: options with it are skipped"
+            yield f"formats.{name}", f, f"{f.gap} not supported: {_NEVER_CHOSEN[1]}"
         elif f.is_float and f.float_ not in ("fp32", None):
             yield f"formats.{name}", f, "computed in float32"
 
@@ -44,7 +51,7 @@ def _operators(p: Platform) -> Iterator[Gap]:
             yield f"ops.{i}.where.fused_activation", op.where["fused_activation"], "counts as satisfied"
         for at, when in ((f"ops.{i}", op.when), *((f"ops.{i}.use.{k}", u.when) for k, u in enumerate(op.use))):
             if "runtime" in when:
-                yield f"{at}.when.runtime", when["runtime"], "the gate stays closed"
+                yield f"{at}.when.runtime", when["runtime"], _NEVER_CHOSEN[0]
         for k, rule in enumerate(op.rules):
             slots = {*(rule.tie or ()), rule.fix, rule.zero, *(rule.scale_product or ())}
             if not rule.hard:

@@ -13,7 +13,7 @@ from chipfit.graph.linear import products
 from chipfit.operators.table import OPS
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from chipfit.platform.schema import Platform
-from chipfit.platform.support import simulates_arithmetic, unsupported_features
+from chipfit.platform.support import simulates_arithmetic, unmodelled_features
 from chipfit.quantizers.stored import Stored
 from chipfit.report.record import LayerRow
 from chipfit.report.report import Report
@@ -89,7 +89,7 @@ def build(
         timings=dict(timings or {}),
         notes=plan.rewrites,
         simulated=simulates_arithmetic(platform),
-        not_modelled=unsupported_features(platform),
+        not_modelled=unmodelled_features(platform),
         provenance=plan.published_provenance,
         verification={**verification.to_dict(), "summary": verification.summary()} if verification else None,
     )

@@ -1,11 +1,13 @@
 """Summaries that objects show in a console and in notebooks: facts and a table on one screen."""
 
 import html
+import itertools
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 LINES, COLUMNS = 40, 80  #: of a terminal: nothing is longer or wider
+MANY = 32  #: rows of a table that fit together with the facts above it
 CHARACTERS = 4000  #: of a page: nothing is longer
 Cell = str | int | float | None
 #: notebooks align cells to the right, which is for numbers
@@ -64,6 +66,32 @@ class Summary:
 
         fitting = (k for k in range(len(rows) - 1, 0, -1) if len(page(k)) <= CHARACTERS)
         return page(next(fitting, 0)) if rows else f"{head}</div>"
+
+
+def joined(rows: Sequence[Sequence[str]]) -> list[Sequence[str]]:
+    """Return rows of layer, operator, exec and more; of more than `MANY` the operators of a layer stand in one row.
+
+    Rows are joined that follow each other and differ in the operator alone; "follow" counts as "int".
+
+    >>> joined([("gru", f"Op{k}", "int") for k in range(40)])
+    [('gru', '40: Op0, Op1, Op2, …', 'int')]
+    """
+    if len(rows) <= MANY:
+        return list(rows)
+    runs = (list(run) for _, run in itertools.groupby(rows, key=lambda r: (r[0], r[2] == "float", *r[3:])))
+    return [_row_of_layer(run) for run in runs]
+
+
+def _row_of_layer(run: Sequence[Sequence[str]]) -> Sequence[str]:
+    layer, _, *rest = next((r for r in run if r[2] != "follow"), run[0])
+    return layer, _operators([r[1] for r in run]), *rest
+
+
+def _operators(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return names[0]
+    distinct = [*dict.fromkeys(names)]
+    return f"{len(names)}: {', '.join(distinct[:3])}{', …' if distinct[3:] else ''}"
 
 
 class SummaryRepr:

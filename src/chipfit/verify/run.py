@@ -26,7 +26,7 @@ from chipfit.graph.placement import device_of, inputs_on
 from chipfit.plan.record import Plan
 from chipfit.plan.tables import with_integers
 from chipfit.platform.schema import Platform
-from chipfit.platform.support import simulates_arithmetic, unsupported_features
+from chipfit.platform.support import simulates_arithmetic, unmodelled_features
 from chipfit.quantizers.grids import Grid
 from chipfit.registry import DeviceRuntime, entries, entry, require
 from chipfit.rounding.outputs import output_labels
@@ -53,6 +53,9 @@ _OTHER_FILE = "is this the file that was written for this model?"
 def default_runtime(platform: Platform, suffix: str = "") -> str:
     """Return the runtime that the platform's files are for; if none loads files of this suffix, one that does."""
     loading = [name for name, e in entries("runtime").items() if suffix in ("", e.declares.suffix)]
+    if not loading:
+        known = ", ".join(sorted({e.declares.suffix for e in entries("runtime").values()}))
+        raise RuntimeUnavailable("No runtime loads files with this suffix", got=suffix, allowed=known)
     preferred = [name for name in (*platform.runtimes, _DEFAULT_RUNTIME) if name in loading]
     return [*preferred, *loading, _DEFAULT_RUNTIME][0]
 
@@ -104,7 +107,7 @@ def verify(
         in_file = read_back(file) if read_back is not None else {}
     out = Verification(runtime, runtime in platform.runtimes and simulates_arithmetic(platform))
     out.other_rule = bool(platform.math.requant) and not out.promised
-    out.executed, out.not_modelled = dict(device.executed()), [*unsupported_features(platform)]
+    out.executed, out.not_modelled = dict(device.executed()), [*unmodelled_features(platform)]
     comparator = Comparator(graph, plan, platform, device, found.declares, model, out, set(in_file), freely)
     comparator.list_tensors(quantized, inner)
     if read_back is not None:
@@ -118,8 +121,8 @@ def verify(
     if out.samples == 0:
         raise DataError("There are no data to verify on", hint="give at least one batch")
     if out.calibrated:
-        share = f"{out.calibrated} of the {out.samples} samples are calibration data"
-        out.warnings.append(f"{share}: accuracy and noise on them are better than on new data")
+        share = "all samples" if out.calibrated == out.samples else f"{out.calibrated} of the {out.samples} samples"
+        out.warnings.append(f"{share} are calibration data: accuracy and noise on them are better than on new data")
     return out
 
 
@@ -270,6 +273,20 @@ class Comparator:
             own = output(self.graph, self.plan, free, self.graph.outputs[0])
             found = {"float": first, "integer": own, "device": device}
             self._count_hits(inputs, label, {k: y for k, y in found.items() if y.shape == first.shape})
+        if label is not None:
+            self._check_labels(label, first)
+
+    def _check_labels(self, label: Tensor, first: Tensor) -> None:
+        """Add a warning about labels that are not classes of the first output."""
+        shapes = f"labels {list(label.shape)}, first output {list(first.shape)}"
+        if first.dim() != 2 or label.shape[:1] != first.shape[:1]:
+            text = f"accuracy is not measured: the labels are not one class for each row of scores ({shapes})"
+        elif label.numel() and not 0 <= float(label.min()) <= float(label.max()) < first.shape[1]:
+            text = f"label {label.max():g} is none of the {first.shape[1]} classes of the first output"
+        else:
+            return
+        if text not in self.out.warnings:
+            self.out.warnings.append(text)
 
     def _run(self, inputs: list[np.ndarray]) -> dict[str, Tensor]:
         """Return the device's outputs, in the model's order, and then its integers, by name."""

@@ -11,6 +11,14 @@ from chipfit.errors import VerificationError
 from chipfit.screen import Summary, SummaryRepr
 from chipfit.verify.comparisons import ConstantComparison, OutputComparison, TensorComparison
 
+#: verdict -> what it says
+MEANING = {
+    "exact": "the device computes the integers of the simulation",
+    "sound": "the device computes the integers of the simulation, except behind operators in float: docs/verify.md",
+    "departs": "the file or its runtime computes something else than the simulation",
+    "unpromised": "the runtime computes something else, and its arithmetic is not this platform's",
+}
+
 
 @dataclass(repr=False)
 class Verification(SummaryRepr):
@@ -161,7 +169,8 @@ class Verification(SummaryRepr):
         line += f"; {right} of {len(constants)} weights and biases read back from the file" if constants else ""
         inner = [not o.fault for o in self.outputs if o.inner]
         line += f"; {sum(inner)} of {len(inner)} float inputs of dynamic kernels" if inner else ""
-        return f"{line}; {100 * self.exact_share:.2f} % of all integers compared at 0" if self.rows else line
+        share = f"{100 * self.exact_share:.2f} % of all integers compared without tolerance"
+        return f"{line}; {share}" if self.rows else line
 
     def summary(self) -> str:
         """Return the result in a few lines."""
@@ -195,7 +204,7 @@ class Verification(SummaryRepr):
 
     def _summary(self) -> Summary:
         found, coverage, *more = self.summary().splitlines()
-        facts = {"integers": found, "coverage": coverage, "and": "; ".join(more)}
+        facts = {"meaning": MEANING[self.verdict], "integers": found, "coverage": coverage, "notes": "; ".join(more)}
         order = sorted(self.rows, key=lambda r: (not r.fault, -r.differing, -r.op_differing, r.why != ""))
         rows = [(r.tensor, r.op, r.elements, r.differing, r.largest, r.op_differing, r.fault or r.why) for r in order]
         header = ("tensor", "operator", "integers", "differ", "by", "alone", "note")
