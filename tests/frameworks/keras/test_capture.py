@@ -10,6 +10,7 @@ keras = pytest.importorskip("keras")
 
 from keras import layers, ops  # noqa: E402 -- after the import that may skip
 
+import chipfit  # noqa: E402
 from chipfit.engine.run import run  # noqa: E402
 from chipfit.engine.trees import ResultStructure  # noqa: E402
 from chipfit.errors import CaptureError  # noqa: E402
@@ -205,3 +206,41 @@ def test_an_example_of_another_structure_is_refused():
     model, _ = make("many_in_and_out")
     with pytest.raises(CaptureError, match=r"does not fit the model.*2 inputs"):
         capture(model, (torch.zeros(2, 6),))
+
+
+class Token(layers.Layer):
+    """A learned token in front of each sequence, as image transformers have it."""
+
+    def __init__(self, repeated):
+        super().__init__()
+        self.repeated = repeated
+
+    def build(self, shape):
+        self.token = self.add_weight(shape=(1, 1, shape[-1]), initializer="random_normal", name="token")
+
+    def call(self, x):
+        return ops.concatenate([self.repeated(self.token, ops.shape(x)[0]), x], axis=1)
+
+
+REPEATED = {
+    "broadcast_to": lambda token, n: ops.broadcast_to(token, (n, 1, token.shape[-1])),
+    "tile": lambda token, n: ops.tile(token, (n, 1, 1)),
+    "repeat": lambda token, n: ops.repeat(token, n, axis=0),
+}
+
+
+@pytest.mark.parametrize("how", REPEATED)
+def test_a_token_that_is_repeated_for_each_sample_stays_in_integers(how, tmp_path):
+    keras.utils.set_random_seed(0)
+    given = keras.Input((6, 8))
+    x = Token(REPEATED[how])(layers.Dense(8)(given))
+    model = keras.Model(given, layers.Dense(4)(x[:, 0] + ops.mean(x, axis=1)))
+    data = torch.randn(16, 6, 8, generator=torch.Generator().manual_seed(0))
+    result = chipfit.quantize(model, [data[:8], data[8:]], "tflite_int8", progress=False)
+    assert [n.op for n in result.graph.nodes][:4] == ["Linear", "Size", "Expand", "Concat"]
+    assert [n.op for n in result.plan.nodes.values() if n.exec == "float"] == ["Size"]
+    other = data[:3]  # another number of samples
+    want, got = (ops.convert_to_numpy(m(ops.convert_to_tensor(other.numpy()))) for m in (model, result.model))
+    assert np.square(got - want).mean() < 1e-3 * np.square(want).mean()
+    assert result.verify(other).exact
+    result.export(tmp_path / "token.tflite", io="int8", batch=1)

@@ -31,14 +31,14 @@ NOT_READ = {
     "L2Norm": "made of its parts by `passes.unit_length`, on chips that have it",
     "Squeeze": "read as Reshape, whose target every shape of a Keras model tells",
     "Roll": "Keras's own stays opaque",
-    "Size": "shapes are static in a Keras model, but for the batch",
+    "Size": "read where a constant is repeated for each sample, see `test_capture`",
     "AdaptiveAvgPool": "Keras's own stays opaque",
     "AdaptiveMaxPool": "Keras's own stays opaque",
     "GatherElements": "Keras's own stays opaque",
     **dict.fromkeys(RESHUFFLES, "Keras has no such layer; models reshape and transpose"),
 }
 #: operators that no graph of a Keras model holds, and no Keras model computes
-NO_LOWERING = {"Size", "AdaptiveAvgPool", "AdaptiveMaxPool", "GatherElements", "SpaceToDepth", "ChannelShuffle"}
+NO_LOWERING = {"AdaptiveAvgPool", "AdaptiveMaxPool", "GatherElements", "SpaceToDepth", "ChannelShuffle"}
 NO_LOWERING |= {"SVDF"}
 #: first expressions of each class that is read
 EXPRESSIONS = {" ".join(key): cases[0] for key, cases in CASES.items()}

@@ -275,10 +275,15 @@ def _sdpa(q: Any, k: Any, v: Any, mask: Any = None, *, is_causal: bool, scale: f
     return ops.matmul(ops.softmax(scores, axis=-1), v)
 
 
-def _expand(x: Any, *, shape: Any) -> Any:
-    have = [1] * (len(shape) - len(x.shape)) + list(ops.shape(x))
-    x = ops.reshape(x, have)
-    return ops.broadcast_to(x, [h if s == -1 else s for h, s in zip(have, shape, strict=True)])
+def _line(x: Any, *, axis: int) -> Any:
+    """Return a vector whose length is a size: symbolic calls have no number where a size is open."""
+    return x[tuple(slice(None) if k == axis else 0 for k in range(len(x.shape)))]
+
+
+def _expand(x: Any, *sizes: Any, shape: Any) -> Any:
+    have, left = [1] * (len(shape) - len(x.shape)) + list(ops.shape(x)), iter(sizes)
+    wanted = [h if s == -1 else ops.shape(next(left))[0] if s is None else s for h, s in zip(have, shape, strict=True)]
+    return ops.broadcast_to(ops.reshape(x, have), wanted)
 
 
 def _top_k(x: Any, *, k: int | None, axis: int, largest: bool) -> Any:
@@ -389,6 +394,7 @@ LOWERINGS: dict[str, Lowering] = {
     "Transpose": Lowering(renamed(ops.transpose, {"perm": "axes"}), _permute),
     "Unsqueeze": Lowering(_unsqueeze),
     "Expand": Lowering(_expand),
+    "Size": Lowering(_line),
     "TopK": Lowering(_top_k),
     "Slice": Lowering(_slice),
     "Select": Lowering(lambda x, *, axis, index: ops.take(x, index if index >= 0 else x.shape[axis] + index, axis)),

@@ -236,11 +236,6 @@ def _repeats(r: KerasCall, x: Value) -> tuple[int, ...]:
     return (1,) * (rank - len(repeats)) + repeats
 
 
-def _broadcast(r: KerasCall, x: Value) -> tuple[int, ...]:
-    _require(None not in r.shape[1:])
-    return _static(r.shape)
-
-
 #: conditions that cells name
 _CONDITIONS: dict[str, Callable[[KerasCall, Value], bool]] = {
     "bare": _bare,
@@ -252,7 +247,6 @@ _CONDITIONS: dict[str, Callable[[KerasCall, Value], bool]] = {
 #: functions of the call and its first tensor that cells name
 _FUNCTIONS: dict[str, Callable[[KerasCall, Value], Any]] = {
     "border": _border,
-    "broadcast": _broadcast,
     "last_shape": _last_shape,
     "moved": _moved,
     "new_axis": lambda r, x: (_integer(r.op.axis) % len(r.shape),),
@@ -759,6 +753,16 @@ def _flip(r: KerasCall, x: Value) -> Value:
 def _take(r: KerasCall, x: Any, indices: Any) -> Value:
     _require(isinstance(indices, Value) and r.op.axis is not None)
     return r.emit("Gather", [r.operand(x), indices.name], axis=r.op.axis)
+
+
+@reads("", "BroadcastTo")
+def _broadcast_to(r: KerasCall, x: Any, batch_of: Value | None = None) -> Value:
+    """Repeat a tensor, or a constant for each sample of `batch_of`, which `translate` records."""
+    _require(None not in r.shape[1:])
+    if batch_of is None:
+        return r.emit("Expand", [r.operand(x)], shape=_static(r.shape))
+    size = r.emit("Size", [batch_of], (), "int", part="size", axis=0)
+    return r.emit("Expand", [r.operand(x), size], shape=(None, *r.shape[1:]))
 
 
 @reads("Embedding")

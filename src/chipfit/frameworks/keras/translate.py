@@ -10,6 +10,8 @@ from typing import Any
 import keras
 import numpy as np
 import torch
+from keras.src.ops.node import Node
+from keras.src.ops.numpy import BroadcastTo
 
 import chipfit.frameworks.keras.recurrent  # noqa: F401 -- registers readers
 from chipfit.engine.opaque import Template
@@ -120,6 +122,47 @@ def on_symbols(owner: Any) -> Iterator[None]:
     finally:
         for settings, backend in own:
             settings["backend"] = backend
+
+
+@contextmanager
+def repeated_constants(given: Sequence[Any]) -> Iterator[None]:
+    """Let constants be repeated for each sample of a traced layer's first input, whose number is not known.
+
+    `broadcast_to`, `tile` and `repeat` of keras.ops compute with constants at once, and need numbers for that.
+    """
+    own = {name: getattr(keras.ops, name) for name in ("broadcast_to", "tile", "repeat")}
+    like = next((x for x in given if isinstance(x, keras.KerasTensor) and x.shape and x.shape[0] is None), None)
+
+    def for_each_sample(x: Any, shape: Sequence[Any]) -> Any:
+        out = keras.KerasTensor((None, *shape[1:]), dtype=keras.backend.standardize_dtype(x.dtype))
+        Node(BroadcastTo(out.shape), call_args=(x,), call_kwargs={"batch_of": like}, outputs=[out])
+        return out
+
+    def is_constant(x: Any) -> bool:
+        return like is not None and not isinstance(x, keras.KerasTensor) and hasattr(x, "shape")
+
+    def broadcast_to(x: Any, shape: Any) -> Any:
+        shape = tuple(shape)
+        per_sample = is_constant(x) and shape and shape[0] is None and None not in shape[1:]
+        return for_each_sample(x, shape) if per_sample else own["broadcast_to"](x, shape)
+
+    def tile(x: Any, repeats: Any) -> Any:
+        times = tuple(repeats) if isinstance(repeats, (list, tuple)) else (repeats,)
+        per_sample = is_constant(x) and len(times) == len(x.shape) and x.shape[:1] == (1,) and times[0] is None
+        if not per_sample or None in times[1:]:
+            return own["tile"](x, repeats)
+        rest = own["tile"](x, (1, *times[1:])) if any(t != 1 for t in times[1:]) else x
+        return for_each_sample(rest, rest.shape)
+
+    def repeat(x: Any, repeats: Any, axis: int | None = None) -> Any:
+        per_sample = is_constant(x) and repeats is None and axis == 0 and x.shape[:1] == (1,)
+        return for_each_sample(x, x.shape) if per_sample else own["repeat"](x, repeats, axis)
+
+    vars(keras.ops).update(broadcast_to=broadcast_to, tile=tile, repeat=repeat)
+    try:
+        yield
+    finally:
+        vars(keras.ops).update(own)
 
 
 def origin_of(operation: Any, args: Any, kwargs: Any, prefix: str, within: Origin | None) -> tuple[Origin, str]:
@@ -313,7 +356,7 @@ class Translator:
                 if "training" in inspect.signature(function).parameters:
                     given["training"] = False
                 tensors = keras.tree.map_structure(symbol, args)
-                with keras.StatelessScope(), on_symbols(owner):
+                with keras.StatelessScope(), on_symbols(owner), repeated_constants(leaves(tensors)):
                     out = function(*tensors, **_with_masks(function, tensors, given))
                 if not all(isinstance(x, keras.KerasTensor) for x in leaves(out)):
                     return None
