@@ -184,6 +184,7 @@ CASES: dict[str, tuple[str, list[tuple], dict[str, Any]]] = {
     "blocks to pixels": ("DepthToSpace", [(2, 18, 3, 2)], {"block": 3}),
     "pixels to blocks": ("SpaceToDepth", [(2, 2, 9, 6)], {"block": 3}),
     "shuffled channels": ("ChannelShuffle", [(2, 6, 3, 5)], {"groups": 3}),
+    "shuffled channels of lines": ("ChannelShuffle", [(2, 6, 5)], {"groups": 2}),
     "batch norm": ("BatchNorm", [I, (4,), (4,), (4,), (4,)], {"eps": 0.1}),
     "batch norm without gain": ("BatchNorm", [I, None, None, (4,), (4,)], {"eps": 0.1}),
     "layer norm of two axes": ("LayerNorm", [(2, 3, 4, 5), (4, 5), (4, 5)], {"normalized_shape": (4, 5), "eps": 0.1}),

@@ -304,6 +304,9 @@ _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 #: torch raises to a number by other functions than to a tensor, and has one kernel for means of parts of any size;
 #: the kernels of layers compute cells
 _LAST_BIT = ("pow", "celu", "adaptive_avg_pool2d", "adaptive_avg_pool3d", *(f"{k}_cell" for k in _RECURRENT))
+#: read as several operators
+_LAST_BIT += "var", "std", "var_mean", "std_mean", "logsumexp", "lerp", "log1p", "expm1", "log_sigmoid"
+_LAST_BIT += "cosine_similarity", "linalg_vector_norm", "pairwise_distance"
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -508,6 +511,11 @@ ONE_VALUE = {
     ("adaptive_max_pool1d", "AvgPool", "count_include_pad"): "no padding",
     ("adaptive_max_pool1d", "MaxPool", "ceil_mode"): "windows that cover all",
     ("celu", "Elu", "alpha"): "the other alphas are factors around it",
+    ("cosine_similarity", "Clamp", "max"): "lengths have a lower bound only",
+    ("cosine_similarity", "ReduceL2", "keepdims"): "operands are divided by it",
+    ("cosine_similarity", "Sum", "keepdims"): "PyTorch has no other",
+    **{("log1p", "Softplus", k): "PyTorch has no other" for k in ("beta", "threshold")},
+    **{("logsumexp", op, "keepdims"): "operands are compared with it" for op in ("ReduceMax", "Sum")},
     ("index", "GatherElements", "axis"): "the first axis behind the samples",
     ("scaled_dot_product_attention", "SDPA", "enable_gqa"): "copies are made before it",
     ("scaled_dot_product_attention", "Unsqueeze", "axes"): "heads are the second axis",

@@ -638,8 +638,9 @@ def _depth(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
 
 
 def _shuffle(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
-    order = np.arange(w.shape(n.data)[3]).reshape(n.attrs["groups"], -1)
-    w.pick(w.read(n.data), order.T.ravel(), 3, y[0])
+    *outer, channels = w.shape(n.data)
+    order = np.arange(channels).reshape(n.attrs["groups"], -1)
+    w.pick(w.read(n.data), order.T.ravel(), len(outer), y[0])
 
 
 # ---------------------------------------------------------------- cells of the table

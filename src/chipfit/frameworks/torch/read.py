@@ -170,6 +170,8 @@ def _add(c: TorchCall) -> Any:
 
 @reads("hardtanh clamp clamp_min clamp_max clip")
 def _clamp(c: TorchCall) -> Any:
+    if any(isinstance(c.args.get(end), torch.fx.Node) for end in ("min", "max")):
+        return _bounded(c)
     lo, hi = (c.static(f"{end}_val" if f"{end}_val" in c.args else end) for end in ("min", "max"))
     if not c.tensor("self").dtype.is_floating_point:  # Clamp is for floats; Max and Min promote types as torch does
         limits = [(op, c.constant(v)) for op, v in (("Max", lo), ("Min", hi)) if v is not None]
@@ -181,6 +183,35 @@ def _clamp(c: TorchCall) -> Any:
         return c.emit("Relu" if hi is None else "Relu6", [c.value("self")])
     bounds = {end: None if v is None else float(v) for end, v in (("min", lo), ("max", hi))}
     return c.emit("Clamp", [c.value("self")], **bounds)
+
+
+def _bounded(c: TorchCall) -> Any:
+    """Read a clamp between tensors."""
+    x = c.cast_to_result("self")
+    *first, (op, end) = [(op, end) for op, end in (("Max", "min"), ("Min", "max")) if c.args.get(end) is not None]
+    for step, bound in first:
+        x = c.step(step, [x, c.number_or_value(bound)], c.result)
+    return c.emit(op, [x, c.number_or_value(end)])
+
+
+@reads("lerp")
+def _lerp(c: TorchCall) -> Any:
+    """Read lerp(a, b, w) as a + w (b - a)."""
+    start = c.value("self")
+    gap = c.step("Sub", [c.value("end"), start], c.result)
+    return c.emit("Add", [start, c.step("Mul", [gap, c.number_or_value("weight")], c.result)])
+
+
+@reads("log1p expm1 log_sigmoid")
+def _near_zero(c: TorchCall) -> Any:
+    """Read functions that PyTorch has for small results by the operators that they stand for."""
+    x, like = c.cast_to_result("self"), c.result
+    if c.name == "log_sigmoid":  # -softplus(-x)
+        soft = c.step("Softplus", [c.step("Neg", [x], like)], like, beta=1.0, threshold=20.0)
+        return c.emit("Neg", [soft])
+    if c.name == "log1p":
+        return c.emit("Log", [c.step("Add", [x, c.constant(1.0)], like)])
+    return c.emit("Sub", [c.step("Exp", [x], like), c.constant(1.0)])
 
 
 @reads("masked_fill")
@@ -235,14 +266,98 @@ def _reduce(c: TorchCall) -> Any:
     return c.emit("Reshape", [pooled], shape=_reshape_target(c.result))
 
 
+_NORMS = {1: "Sum", 2: "ReduceL2", math.inf: "ReduceMax"}
+
+
 @reads("linalg_vector_norm")
 def _vector_norm(c: TorchCall) -> Any:
-    if c.static("ord") != 2 or c.static("dtype") is not None:
+    if c.static("ord") not in _NORMS or c.static("dtype") is not None:
         raise Unreadable
-    axes = range(c.rank) if c.static("dim") is None else per_axis(c.static("dim"), 1)
-    return c.emit(
-        "ReduceL2", [c.value("self")], axes=tuple(a % c.rank for a in axes), keepdims=bool(c.static("keepdim"))
-    )
+    x, op = c.value("self"), _NORMS[c.static("ord")]
+    x = x if op == "ReduceL2" else c.step("Abs", [x], c.tensor("self"))
+    return c.emit(op, [x], axes=_axes(c), keepdims=bool(c.static("keepdim")))
+
+
+@reads("cosine_similarity")
+def _cosine_similarity(c: TorchCall) -> Any:
+    """Read the sum of products of two operands, each divided by its length."""
+    unit, rank = list[str](), c.result.dim() + 1
+    axis = c.static("dim") % rank
+    for key in ("x1", "x2"):
+        x, like = c.value(key), c.tensor(key)
+        if like.dim() != rank:
+            raise Unreadable
+        kept = like.new_empty([1 if k == axis else d for k, d in enumerate(like.shape)])
+        length = c.step("ReduceL2", [x], kept, axes=(axis,), keepdims=True)
+        length = c.step("Clamp", [length], kept, min=float(c.static("eps")), max=None)
+        unit.append(c.step("Div", [x, length], like))
+    size = max(c.tensor(key).shape[axis] for key in ("x1", "x2"))
+    product = c.step("Mul", unit, c.result.new_empty([*c.result.shape[:axis], size, *c.result.shape[axis:]]))
+    return c.emit("Sum", [product], axes=(axis,), keepdims=False)
+
+
+@reads("pairwise_distance")
+def _pairwise_distance(c: TorchCall) -> Any:
+    keep, operands = bool(c.static("keepdim")), [c.tensor("x1"), c.tensor("x2")]
+    features = [x.shape[-1] for x in operands]
+    if c.static("p") != 2 or not all(isinstance(s, int) for s in features):
+        raise Unreadable
+    gap = c.result.new_empty([*(c.result.shape[:-1] if keep else c.result.shape), max(features)])
+    away = c.step("Sub", [c.value("x1"), c.value("x2")], gap)
+    away = c.step("Add", [away, c.constant(c.static("eps"))], gap)
+    return c.emit("ReduceL2", [away], axes=(gap.dim() - 1,), keepdims=keep)
+
+
+def _axes(c: TorchCall) -> tuple[int, ...]:
+    """Return the axes of a reduction; all of them where the call leaves them out."""
+    dim = c.static("dim")
+    return tuple(range(c.rank)) if dim in (None, ()) else tuple(a % c.rank for a in per_axis(dim, 1))
+
+
+def _kept(c: TorchCall, axes: Sequence[int]) -> Any:
+    """Return a tensor like the operand with axes of size 1."""
+    x = c.tensor("self")
+    return x.new_empty([1 if k in axes else d for k, d in enumerate(x.shape)])
+
+
+@reads("var std var_mean std_mean")
+def _spread(c: TorchCall) -> Any:
+    """Read variances and standard deviations as means of squared deviations from the mean."""
+    axes, keep, (deviation, *mean) = _axes(c), bool(c.static("keepdim")), c.name.split("_")
+    correction = c.static("correction" if "correction" in c.args else "unbiased")
+    correction = 1 if correction is None else float(correction)
+    x, sizes = c.value("self"), [c.tensor("self").shape[a] for a in axes]
+    if correction and not all(isinstance(s, int) for s in sizes):
+        raise Unreadable
+    centre = c.step("Mean", [x], _kept(c, axes), axes=axes, keepdims=True)
+    gap = c.step("Sub", [x, centre], c.tensor("self"))
+    like, y = (c.result[0] if mean else c.result), c.step("Mul", [gap, gap], c.tensor("self"))
+    steps: list[tuple[str, list[str], dict[str, Any]]] = [("Mean", [], {"axes": axes, "keepdims": keep})]
+    if correction:
+        count = math.prod(sizes)
+        if count <= correction:
+            raise Unreadable
+        steps.append(("Mul", [c.builder.scalar(c.node.name, count / (count - correction), like)], {}))
+    steps += [("Sqrt", [], {})] if deviation == "std" else []
+    *first, (op, others, attrs) = steps
+    for step, more, how in first:
+        y = c.step(step, [y, *more], like, **how)
+    if not mean:
+        return c.emit(op, [y, *others], **attrs)
+    return c.step(op, [y, *others], like, **attrs), c.step("Mean", [x], c.result[1], axes=axes, keepdims=keep)
+
+
+@reads("logsumexp")
+def _log_sum_exp(c: TorchCall) -> Any:
+    """Read log(sum(exp(x))) as m + log(sum(exp(x - m))), m being the maximum."""
+    axes, x, kept = _axes(c), c.cast_to_result("self"), _kept(c, _axes(c)).to(c.result.dtype)
+    top = c.step("ReduceMax", [x], kept, axes=axes, keepdims=True)
+    like = c.tensor("self").to(c.result.dtype)
+    powers = c.step("Exp", [c.step("Sub", [x, top], like)], like)
+    logs = c.step("Log", [c.step("Sum", [powers], kept, axes=axes, keepdims=True)], kept)
+    if c.static("keepdim"):
+        return c.emit("Add", [logs, top])
+    return c.emit("Squeeze", [c.step("Add", [logs, top], kept)], axes=axes)
 
 
 @reads("softmax _softmax log_softmax _log_softmax")
@@ -387,10 +502,16 @@ def _unbind(c: TorchCall) -> Any:
     return c.emit_all("Unstack", axis=c.static("dim") % c.rank)
 
 
-@reads("cat concat concatenate stack")
+_STACKS = {"vstack": 0, "hstack": 1, "column_stack": 1, "dstack": 2}
+
+
+@reads(f"cat concat concatenate stack {' '.join(_STACKS)}")
 def _concat(c: TorchCall) -> Any:
-    tensors = c.builder.arg(c.args["tensors"])
-    axis = c.static("dim" if "dim" in c.args else "axis") % c.result.dim()
+    tensors, axis = c.builder.arg(c.args["tensors"]), _STACKS.get(c.name)
+    if axis is None:
+        axis = c.static("dim" if "dim" in c.args else "axis") % c.result.dim()
+    elif any(x.meta["val"].dim() <= max(axis, 1) for x in c.args["tensors"]):  # they get further axes
+        raise Unreadable
     return c.emit("Stack" if c.name == "stack" else "Concat", tensors, axis=axis)
 
 
