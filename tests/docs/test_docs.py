@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import chipfit
+from chipfit.registry import entries
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -45,6 +46,13 @@ def test_the_python_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatc
             (tmp_path / title[1]).write_text(text)
         elif language == "python":
             exec(compile("\n" * line + text, str(page), "exec", dont_inherit=True), namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_range_rules_that_a_page_names_exist(page):
+    said = re.findall(r'\brule="(\w+)"((?:`, `"\w+")*)', page.read_text())
+    named = {rule for first, more in said for rule in (first, *re.findall(r"\w+", more))}
+    assert named <= {*entries("range")}, f"{page}: no such range rule"
 
 
 def shell_lines() -> list[tuple[str, str]]:
