@@ -3,9 +3,11 @@
 import subprocess
 import sys
 
+import pytest
 import torch
 from torch import nn
 
+import chipfit
 from tests.build import quantized
 from tests.training.small import DATA, LABELS
 
@@ -13,7 +15,17 @@ SCRIPT = """
 import datetime, os, sys
 import torch, torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import chipfit
+
+def sharded(model):
+    for layer in model.children() if LAYERS else ():
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer)
+    return fully_shard(model)
+
+def whole(state):
+    return {k: x.full_tensor() if hasattr(x, "full_tensor") else x for k, x in state.items()}
 
 def train(model, x, y, steps):
     model.train()
@@ -26,7 +38,7 @@ def train(model, x, y, steps):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    folder = sys.argv[1]
+    folder, LAYERS = sys.argv[1], sys.argv[2] == "fsdp of layers"
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=40))
     rank = dist.get_rank()
     x, y = torch.load(f"{folder}/data")
@@ -34,11 +46,27 @@ if __name__ == "__main__":
     for sync in (True, False):
         training = {"weights": "lsq", "activations": "lsq(use_grad_scaling=False)", "bn_fold": 4, "bn_sync": sync}
         # in single precision, sums in another order let numbers round to the other side
-        model = chipfit.load(f"{folder}/result").trains(training).model.double()
-        parallel = nn.parallel.DistributedDataParallel(model)
+        result = chipfit.load(f"{folder}/result").trains(training)
+        model = result.model.double()
+        parallel = nn.parallel.DistributedDataParallel(model) if sys.argv[2] == "ddp" else sharded(model)
         for steps in (1, 4):
             train(parallel, x[half].double(), y[half], steps)
-            torch.save(model.state_dict(), f"{folder}/{sync}{rank}{steps}")
+            torch.save(whole(model.state_dict()), f"{folder}/{sync}{rank}{steps}")
+        trained = result.trained()
+        if rank == 0:
+            trained.save(f"{folder}/trained{sync}")
+    if sys.argv[2] == "fsdp":  # a policy of short floats is for weights alone
+        for apart in (False, True):
+            result = chipfit.load(f"{folder}/result").trains("lsq")
+            if apart:
+                fully_shard(result.model.quant)
+            fully_shard(result.model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+            try:
+                train(result.model, x[half], y[half], 1)
+            except chipfit.errors.ConfigError as e:
+                assert not apart and "fully_shard(model.quant)" in str(e)
+            else:
+                assert apart and result.trained().plan.tensors
     dist.barrier()
     dist.destroy_process_group()
     os._exit(0)  # a thread of torch that still runs would abort the end of the interpreter
@@ -58,13 +86,14 @@ class Net(nn.Module):
         return self.head(torch.relu(self.bn2(self.body(x)) + x).mean((2, 3)))
 
 
-def test_two_processes_train_what_one_does_on_the_whole_batch(tmp_path):
+@pytest.mark.parametrize("how", ["ddp", "fsdp", "fsdp of layers"])
+def test_two_processes_train_what_one_does_on_the_whole_batch(how, tmp_path):
     plain = quantized(Net(), DATA)
     plain.save(tmp_path / "result")
     torch.save((DATA[0], LABELS), tmp_path / "data")
     (tmp_path / "ranks.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [str(tmp_path / "ranks.py"), str(tmp_path)]
+    command += [str(tmp_path / "ranks.py"), str(tmp_path), how]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     namespace = {"__name__": "one"}
@@ -81,3 +110,8 @@ def test_two_processes_train_what_one_does_on_the_whole_batch(tmp_path):
             assert off <= 1e-4 * way, name
             if steps == 1 and name in ("stem.weight", "body.weight", "bn1.weight"):
                 assert other > 0.3 * way > 0, name  # where each trains with what its own half shows
+    one, both = result.trained(), chipfit.load(tmp_path / "trainedTrue")
+    for name, t in one.plan.tensors.items():
+        if t.stored is not None:
+            torch.testing.assert_close(both.plan[name].scale, t.stored.scale, rtol=1e-5, atol=0)
+    assert both.verify(DATA).exact

@@ -29,6 +29,7 @@ from chipfit.frameworks.torch.modules import (
     LayerWeights,
     register_weight,
 )
+from chipfit.frameworks.torch.sharding import check_precision, gather, is_sharded, whole, whole_tensor
 from chipfit.frameworks.torch.step_checks import TorchScaleBounds
 from chipfit.frameworks.torch.symbolic import inputs_of, operator_node, weight_node
 from chipfit.frameworks.training import trained_plan
@@ -226,6 +227,8 @@ class QuantizedModule(Checkpointed):
         """
         if not isinstance(args, tuple):  # a proxy of torch.fx
             return self._results(self._trace(args, kwargs))
+        if is_sharded(self):  # layers with a group of their own, whose `forward` does not run
+            gather(self)
         if self.training and not torch.compiler.is_exporting():  # in `forward`, where a compiler can continue after it
             self.begin_step()
         return self._results(self.run_flat(self.flatten_call(args, kwargs)))
@@ -323,8 +326,10 @@ class QuantizedModule(Checkpointed):
 
         Raises:
             TrainingError: See `enforce_bounds`.
+            ConfigError: FSDP2 casts the scales.
         """
         if not is_recomputation():
+            check_precision(self, (q.scale for q in self.quantizers if isinstance(q, FakeQuantizer)))
             self._bounds.steps += 1
             self.enforce_bounds(begins=True)
 
@@ -339,7 +344,8 @@ class QuantizedModule(Checkpointed):
             TrainingError: A number is not finite or a scale not positive; names layer and step.
         """
         if self._bounds.quantizers:
-            self._bounds.enforce({n: self.weight(n) for n in self._trainable}, self.weight_to_round, begins)
+            with whole(self):
+                self._bounds.enforce({n: self.weight(n) for n in self._trainable}, self.weight_to_round, begins)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         self._bounds.settled = False
@@ -478,7 +484,7 @@ def state_arrays(model: torch.nn.Module) -> Iterator[np.ndarray]:
     """Yield the bytes of everything that training may change; tensors on the meta device have none."""
     for t in model.state_dict().values():
         if not t.is_meta:
-            yield t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            yield whole_tensor(t).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def as_quantized_module(model: torch.nn.Module) -> QuantizedModule:
@@ -512,6 +518,12 @@ def read_back(model: torch.nn.Module, graph: Graph, plan: Plan) -> tuple[Graph, 
         UnsupportedError: An algorithm trained something that cannot be deployed.
     """
     model = as_quantized_module(model)
+    with whole(model):
+        return _read_back(model, graph, plan)
+
+
+def _read_back(model: QuantizedModule, graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
+    """Read a model whose parameters are whole back; see `read_back`."""
     if (share := min((q.share for q in model.quantizers), default=1.0)) < 1:
         what = "The trained model cannot be deployed: it is not fully rounded yet"
         raise UnsupportedError(what, got=f"a share of {share:g}", hint="`finish()` the schedule, and train on")

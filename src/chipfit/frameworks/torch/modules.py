@@ -151,7 +151,8 @@ def register_weight(
 class FakeQuantizer(nn.Module):
     """A module that rounds a tensor to the grid of its plan, y = (clip(round(x / s) + z) - z) s, by its algorithm.
 
-    The numbers that the algorithm trains are parameters; a `scale` that it does not train is a frozen parameter.
+    The numbers that the algorithm trains are parameters; a `scale` that it does not train is a frozen parameter. One
+    number is a parameter [1], because FSDP2 shards no scalars.
     """
 
     share = 1.0  #: the share of rounding in the result: y = (1 - share) x + share Q(x)
@@ -166,11 +167,11 @@ class FakeQuantizer(nn.Module):
         given = {**algorithm.constants(stored, x), **trains}
         for name, value in given.items():
             if name in trains or name == "scale":
-                value = nn.Parameter(value.detach().clone(), requires_grad=name in trains)
+                value = nn.Parameter(torch.atleast_1d(value.detach()).clone(), requires_grad=name in trains)
                 self.register_parameter(name, value)
             else:
                 self.register_buffer(name, value.clone(), persistent=name != "least")
-        self._input_names = tuple(given)
+        self._input_names, self._single = tuple(given), {name for name, value in given.items() if value.dim() == 0}
         self.tensor, self.grid, self.axis, self.algorithm = tensor, algorithm.grid(stored.grid), stored.axis, algorithm
         algorithm.start(self)
         self.input_rank = x.dim() if x is not None else None  #: dimensions of a weight
@@ -204,11 +205,15 @@ class FakeQuantizer(nn.Module):
         if local_metadata.get("grid", repr(self.grid)) != repr(self.grid):
             grids = {"got": local_metadata["grid"], "allowed": repr(self.grid)}
             raise PlanError(f"This checkpoint is of another plan: the grid of '{self.tensor}' differs", **grids)
+        for name in self._single & self._parameters.keys():
+            if (key := prefix + name) in state_dict:  # a scalar in checkpoints of MQBench and others
+                state_dict[key] = torch.atleast_1d(state_dict[key])
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def algorithm_inputs(self) -> dict[str, Tensor]:
         """Return the inputs of the algorithm by name, each [] or [C]."""
-        return {name: getattr(self, name) for name in self._input_names}
+        given = {name: getattr(self, name) for name in self._input_names}
+        return {name: x.reshape(()) if name in self._single else x for name, x in given.items()}
 
     def numbers(self) -> tuple[Tensor, Tensor]:
         """Return the current scale and zero point, [] or [C]; gradients flow to the parameters that train."""

@@ -171,7 +171,7 @@ class TorchScaleBounds(ScaleBounds):
         """Enlarge the scale of a weight until its sums satisfy their bound."""
         q = self.quantizers[name]
         while (
-            factor := growth(self._sums(name, rounded).cpu(), self.sums[name], q.grid.pot, q.scale.dim() > 0)
+            factor := growth(self._sums(name, rounded).cpu(), self.sums[name], q.grid.pot, q.numbers()[0].dim() > 0)
         ) is not None:
             q.rescale(factor)
 
@@ -183,7 +183,7 @@ class TorchScaleBounds(ScaleBounds):
         """
         moves = self.moves()
         for order in (moves, moves[::-1]):  # backwards, if an algorithm could not reach its scale
-            log = {t: s.log2().reshape(self.quantizers[t].scale.shape) for t, s in scales.items()}
+            log = {t: s.log2().reshape(self.quantizers[t].numbers()[0].shape) for t, s in scales.items()}
             for t, new in clip_to_bounds(TorchOps, self.bounds, log, order, self.pot).items():
                 if not torch.equal(new, log[t]):
                     self.quantizers[t].rescale(torch.exp2(new - log[t]))
