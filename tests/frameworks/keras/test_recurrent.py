@@ -109,3 +109,18 @@ def test_a_masked_step_leaves_the_state_as_it_is_in_integers_too(name, tmp_path)
     assert (
         chipfit.quantize(model, [ids], platform="ort_dynamic", progress=False).verify([ids]).exact
     )  # masked: in float
+
+
+def test_steps_that_a_masking_layer_finds_leave_the_state_as_it_is(tmp_path):
+    keras.utils.set_random_seed(0)
+    sequences = np.random.default_rng(0).normal(size=(4, 6, 3)).astype("float32")
+    sequences[:, 4:], sequences[1, 2] = 0, 0
+    x = keras.Input((6, 3))
+    model = keras.Model(x, layers.Dense(3)(layers.LSTM(6)(layers.Masking(0.0)(x))))
+    graph = capture(model, [torch.from_numpy(sequences)])
+    assert "Opaque" not in {n.op for n in graph.nodes}
+    values = run(graph, [torch.from_numpy(sequences)], keep=graph.outputs)
+    np.testing.assert_allclose(values[graph.outputs[0]].numpy(), flat(model(sequences))[0], rtol=1e-4, atol=1e-6)
+    result = chipfit.quantize(model, [sequences], platform="tflite_int8", progress=False)
+    result.export(tmp_path / "m.tflite", batch=1)
+    assert result.verify([sequences]).exact

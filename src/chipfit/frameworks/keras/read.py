@@ -467,6 +467,17 @@ for _name in "Equal NotEqual Less LessEqual Greater GreaterEqual".split():
     reads("", _name)(_comparison(_name))
 
 
+@reads("", "Any")
+@reads("", "All")
+def _any(r: KerasCall, x: Value) -> Value:
+    """Read whether any, or all, of some conditions hold: the largest, or least, of zeros and ones is above a half."""
+    _require(x.dtype == "bool" and bool(x.shape))
+    kind, keep = "ReduceMax" if type(r.op).__name__ == "Any" else "ReduceMin", bool(r.op.keepdims)
+    ones = r.emit("Cast", [x], x.shape, "float32", part="ones", dtype="float32")
+    most = r.emit(kind, [ones], r.shape, "float32", part="most", axes=_reduced(r, x), keepdims=keep)
+    return r.emit("Greater", [most, r.operand(0.5, "float32")])
+
+
 @reads("", "Clip")
 def _clip(r: KerasCall, x: Value) -> Value:
     lo, hi = _number(r.op.x_min), _number(r.op.x_max)

@@ -266,6 +266,19 @@ def _reduce(c: TorchCall) -> Any:
     return c.emit("Reshape", [pooled], shape=_reshape_target(c.result))
 
 
+@reads("any all")
+def _any(c: TorchCall) -> Any:
+    """Read whether any, or all, of some conditions hold: the largest, or least, of zeros and ones is above a half."""
+    x, dim = c.tensor("self"), c.args.get("dim")
+    if x.dtype is not torch.bool or x.dim() == 0:
+        raise Unreadable
+    axes = tuple(range(x.dim())) if dim is None else tuple(a % x.dim() for a in per_axis(c.static("dim"), 1))
+    ones = c.step("Cast", [c.value("self")], x.to(torch.float32), dtype="float32")
+    kind, like = "ReduceMax" if c.name == "any" else "ReduceMin", c.result.to(torch.float32)
+    most = c.step(kind, [ones], like, axes=axes, keepdims=bool(c.args.get("keepdim")))
+    return c.emit("Greater", [most, c.builder.scalar(c.node.name, 0.5, like)])
+
+
 _NORMS = {1: "Sum", 2: "ReduceL2", math.inf: "ReduceMax"}
 
 
