@@ -41,6 +41,11 @@ _MOVES = dict.fromkeys(
 ) | {"MaxPool": (1,), "TopK": (1,), "ArgMax": (0,), "ArgMin": (0,), "Shape": (0,), "Size": (0,)}
 #: elements of a constant from which others are computed
 _MOST = 1 << 24
+_FROM_FLOAT = "start from the float model that it was made from"
+_WITHOUT = dict.fromkeys(
+    ("DynamicQuantizeLSTM", "QAttention"),
+    f"{_FROM_FLOAT}; or quantize the file again (--requantize), which takes the floats that its weights stand for",
+)
 _QUANTIZED = "QuantizeLinear DequantizeLinear ConvInteger MatMulInteger DynamicQuantizeLinear".split()
 
 
@@ -355,7 +360,7 @@ class Expansion:
     def unread(self, n: onnx.NodeProto, why: str = "") -> CaptureError:
         what = f"The operator {n.op_type} has no reader" + (f": {why}" if why else "")
         place = f"{self.where}, '{n.name or next(iter(n.output), '')}'" if self.where else n.name
-        return CaptureError(what, where=place, hint="start from the float model that it was made from")
+        return CaptureError(what, where=place, hint=_WITHOUT.get(n.op_type, _FROM_FLOAT))
 
     # ---- pieces of the normal form
 
