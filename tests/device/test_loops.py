@@ -20,7 +20,7 @@ from chipfit.rounding.gptq import round_columns
 from chipfit.rounding.methods.learned import BlockReconstruction, Learned, network_blocks
 from chipfit.rounding.streams import Stream
 from tests.accelerators import moved
-from tests.build import randn
+from tests.build import model_of, randn
 
 quantized = partial(quantize, progress=False)  # where the model is: `tests.build.quantized` moves it
 FOUR = {"*": {"bits": 4}}
@@ -119,6 +119,22 @@ def test_calibration_waits_once_for_each_batch_however_many_layers_there_are(fak
         found = counted(fake, lambda graph=graph, needs=needs: collect(graph, batches(data(), graph), tensors=needs))
         waits.append((found["downloads"], found["scalars"], found["uploads"] - len(graph.weights)))
     assert waits == [(4, 0, 4)] * 2  # of 4 batches; weights go there once
+
+
+def test_calibration_waits_once_for_each_batch_however_many_steps_a_recurrent_layer_has(fake):
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        return model_of(lambda m, x: m.head(m.layer(x)[0]), layer=nn.GRU(4, 6, batch_first=True), head=nn.Linear(6, 3))
+
+    waits = []
+    for steps in (3, 9):
+        sequences = list(randn(16, steps, 4, seed=1).split(4))
+        graph = quantized(moved(net()), sequences, "tflm_cmsis_nn").graph
+        needs = dict.fromkeys(graph.values, Need())
+        read = batches(sequences, graph)
+        found = counted(fake, lambda graph=graph, read=read, needs=needs: collect(graph, read, tensors=needs))
+        waits.append((found["downloads"], found["scalars"], found["uploads"] - len({*map(id, graph.weights.values())})))
+    assert waits == [(4, 0, 4)] * 2  # of 4 batches
 
 
 def test_statistics_of_a_device_are_exactly_those_of_the_cpu(accelerator):
