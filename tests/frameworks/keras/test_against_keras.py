@@ -239,18 +239,18 @@ def note(reading):
                 TRIED[n.op, attr].add(repr(v))
 
 
-#: what Keras itself cannot compute on JAX: windows without a batch axis, products in float64
-NOT_ON_JAX = {("operation", "MaxPool"), ("operation", "AveragePool"), ("operation", "Prod")}
+#: what Keras itself cannot compute on JAX: windows without a batch axis, products in float64, norms of a list of axes
+NOT_ON_JAX = {("operation", name) for name in ("MaxPool", "AveragePool", "Prod", "Norm")}
 
 
-def _skip_what_keras_cannot(key):
+def skip_what_keras_cannot(key):
     if keras.backend.backend() == "jax" and key in NOT_ON_JAX:
         pytest.skip("Keras fails on it with JAX")
 
 
 @pytest.mark.parametrize("key", [pytest.param(k, marks=on_others(pytest.mark.slow)) for k in CASES], ids=" ".join)
 def test_the_graph_computes_what_keras_does(key):
-    _skip_what_keras_cannot(key)
+    skip_what_keras_cannot(key)
     for k, case in enumerate(CASES[key]):
         reading = Reading(case)
         assert [n.attrs["target"] for n in reading.graph.nodes if n.op == OPAQUE and "Flip" not in str(n)] == [], k
@@ -262,7 +262,7 @@ def test_the_graph_computes_what_keras_does(key):
 
 @pytest.mark.parametrize("key", [pytest.param(k, marks=on_others(pytest.mark.slow)) for k in REFUSED], ids=" ".join)
 def test_a_form_without_canonical_operator_is_not_read_as_one(key):
-    _skip_what_keras_cannot(key)
+    skip_what_keras_cannot(key)
     for case in REFUSED[key]:
         reading = Reading(case)
         assert key not in {r[:2] for r in reading.read}

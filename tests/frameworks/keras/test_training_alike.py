@@ -25,10 +25,10 @@ Y = np.arange(4)
 #: with levels: at 0.003 a weight goes to another level in step 12 of one backend, in step 13 of another.
 CASES = {
     "ste": (8, "w", "b", "ste", 0.01),
-    "lsq of 8 bits": (8, "w", "b", "lsq", 0.001),
+    "lsq of 8 bits": (8, "w", "b", "lsq", 0.0003),
     "lsq of 4 bits": (4, "w", "b", "lsq", 0.01),
     "apot": (8, "table", "bt", {"weights": "apot", "activations": "lsq"}, 0.003),
-    "lut": (8, "table", "bt", {"weights": "lut", "activations": "lsq"}, 0.001),
+    "lut": (8, "table", "bt", {"weights": "lut", "activations": "lsq"}, 0.0003),
     "dorefa and pact": (8, "w", "b", {"weights": "dorefa", "activations": "pact"}, 0.01),
     "lsq_plus, norms folded": (4, "w", "b", {"method": "lsq_plus", "bn_fold": 4}, 0.003),
 }
@@ -81,7 +81,7 @@ def test_it_trains_as_on_another_backend(name):
     folder = Path(os.environ["CHIPFIT_SAVED"])
     expected = np.load(folder / f"{name}.npy")
     np.testing.assert_allclose(
-        losses(keras.saving.load_model(folder / f"{name}.keras"), CASES[name][-1]), expected, 2e-6
+        losses(keras.saving.load_model(folder / f"{name}.keras"), CASES[name][-1]), expected, 1e-5
     )
     assert expected[-1] < 0.998 * expected[0]
 

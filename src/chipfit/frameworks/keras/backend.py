@@ -61,15 +61,24 @@ def forward(model: Any, inputs: Any) -> Any:
         Torch tensors in the structure that the model returns.
     """
     given = keras.tree.map_structure(to_backend, inputs)
-    if keras.backend.backend() != "jax":
-        with torch.no_grad():
-            return keras.tree.map_structure(to_torch, model(given, training=False))
-    if model not in _COMPILED:
+    compiled = _compiled(model) if keras.backend.backend() == "jax" else None
+    if compiled is not None:
+        variables = [v.value for v in model.variables]
+        try:
+            return keras.tree.map_structure(to_torch, compiled(variables, given))
+        except Exception:  # code that cannot be compiled, such as branches on values, may raise anything
+            _COMPILED[model] = None
+    with torch.no_grad():
+        return keras.tree.map_structure(to_torch, model(given, training=False))
+
+
+def _compiled(model: Any) -> Callable[..., Any] | None:
+    """Return a model as a compiled function of its variables and inputs; None where it cannot be one."""
+    if model not in _COMPILED and getattr(model, "built", True):
         import jax
 
         _COMPILED[model] = jax.jit(_stateless(model))
-    variables = ([v.value for v in group] for group in (model.trainable_variables, model.non_trainable_variables))
-    return keras.tree.map_structure(to_torch, _COMPILED[model](*variables, given))
+    return _COMPILED.get(model)
 
 
 def _stateless(model: Any) -> Callable[..., Any]:
@@ -77,8 +86,11 @@ def _stateless(model: Any) -> Callable[..., Any]:
 
     reference: Any = ref(model)  # the compiled function must not keep its own key alive
 
-    def call(trainable: Any, others: Any, x: Any) -> Any:
-        return reference().stateless_call(trainable, others, x, training=False)[0]
+    def call(values: Any, x: Any) -> Any:
+        model = reference()
+        # not `stateless_call`, which passes `training` to models that do not take it
+        with keras.StatelessScope(state_mapping=list(zip(model.variables, values, strict=True))):
+            return model(x, training=False)
 
     return call
 
