@@ -175,6 +175,8 @@ class TensorStats:
                 self.histogram = Histogram()
             weights = None if need.weights is None else _some(need.weights.expand(seen.shape).reshape(-1))
             self.histogram.add(seen.counted, max(-low, high), weights)
+            if weights is None and seen.counted.numel() < seen.shape.numel():  # which may have left out the extremes
+                self.histogram.add_extremes(low, high, seen.counted.numel() / seen.shape.numel())
 
 
 class Seen(NamedTuple):

@@ -51,6 +51,13 @@ class Histogram:
             zeros = part.numel() - int(torch.count_nonzero(part))
             self.zeros += zeros if weight is None or not zeros else float(weight[part == 0].sum(dtype=torch.float64))
 
+    def add_extremes(self, low: float, high: float, count: float) -> None:
+        """Count the least and the greatest number of values of which `add` has seen a part."""
+        for value in (low, high):
+            if value != 0:  # every grid has zero
+                bin_ = int(value * (BINS / (2 * self.reach)) + BINS / 2)
+                self.counts[min(max(bin_, 0), BINS - 1)] += count
+
     def grow(self, largest: float) -> None:
         """Double the reach until it exceeds `largest`."""
         if largest < self.reach:
