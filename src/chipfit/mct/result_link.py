@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from chipfit.errors import PlanError, first_line
+from chipfit.files import ARCHIVE_ERRORS, open_zip
 from chipfit.frameworks import adapter_of
 from chipfit.graph.ir import Graph
 from chipfit.plan import saved
@@ -79,11 +81,17 @@ def unpacked(data: Any, model: Any) -> Result | None:
         PlanError: the data are malformed.
     """
     with TemporaryDirectory() as folder:
-        with zipfile.ZipFile(io.BytesIO(base64.b64decode(data["files"]))) as archive:
-            archive.extractall(folder)
+        try:
+            made, packed = int(data["made"]), Path(folder) / "result.zip"
+            packed.write_bytes(base64.b64decode(data["files"], validate=True))
+            with open_zip(packed) as archive:
+                archive.extractall(folder)
+        except (*ARCHIVE_ERRORS, LookupError, RuntimeError, TypeError, ValueError) as e:
+            what = f"The model's own record of how it was quantized is damaged: {first_line(e)}"
+            raise PlanError(what, hint="pass the information that the quantization returned") from e
         graph, plan, platform, *_ = saved.load(Path(folder) / "result")
     read = adapter_of(graph.framework).read_back(model, graph, plan)[0]
     needed = {i for n in read.nodes for i in n.inputs if i in read.weights}
     if any(read.weights[i] is graph.weights[i] and read.weights[i].is_floating_point() for i in needed):
         return None
-    return replace(of_plan(read, plan, platform), _model=model, _made=data["made"])
+    return replace(of_plan(read, plan, platform), _model=model, _made=made)

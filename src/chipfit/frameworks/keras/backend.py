@@ -14,8 +14,9 @@ from keras import ops
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.ops import fake_quantize
 
-#: models on JAX -> their compiled forward pass; uncompiled, JAX would compile each operation by itself
-_COMPILED: WeakKeyDictionary[Any, Callable[..., Any]] = WeakKeyDictionary()
+#: models on JAX -> their compiled forward pass, None where they cannot be compiled; uncompiled, JAX would compile each
+#: operation by itself
+_COMPILED: WeakKeyDictionary[Any, Callable[..., Any] | None] = WeakKeyDictionary()
 
 
 def dtype_here(dtype: str) -> str:
