@@ -105,3 +105,15 @@ def test_of_many_layers_that_never_change_four_are_named(count, end):
     (text,) = check_sample_count(graph, {f"y{k}": stats(f"y{k}", 0.5, 0.5) for k in range(count)}, 9)
     assert text.endswith(end) and text.count("Relu") == min(count, 4)
     assert text.startswith("warning: one number only, on all calibration data, comes from Relu 'r0' (0.5)")
+
+
+def test_zeros_that_a_network_starts_from_are_not_doubted():
+    nodes = [
+        Node("n", "Size", ("a",), ("n",), {"axis": 0}),
+        Node("zeros", "Expand", ("zero", "n"), ("zeros",)),
+        Node("r", "Relu", ("a",), ("r",)),
+    ]
+    graph = Graph(nodes, ["a"], ["r"], {}, {"zero": torch.zeros(1)})
+    known = {name: stats(name, 0.0, 0.0) for name in ("zeros", "r")}
+    (text,) = check_sample_count(graph, known, 9)
+    assert text.endswith("comes from Relu 'r' (0)")

@@ -59,9 +59,21 @@ def check_sample_count(graph: Graph, stats: Mapping[str, TensorStats], samples: 
     inputs = [f"'{i}' was {still[i]:g} throughout" for i in graph.inputs if i in still]
     if inputs:
         return [*out, f"warning: the calibration data hold one number only: input {', '.join(inputs)}"]
+    meant = _constants(graph)
     nodes = [n for n in graph.nodes if n.step is None or n.step > 0]  # a recurrent layer starts from zeros
-    dead = [f"{n.op} '{n.display_name}' ({still[o]:g})" for n in nodes for o in n.outputs if o in still]
+    dead = [
+        f"{n.op} '{n.display_name}' ({still[o]:g})" for n in nodes for o in n.outputs if o in still and o not in meant
+    ]
     more = f" and {len(dead) - _NAMED} more" if len(dead) > _NAMED else ""
     if dead:
         out.append(f"warning: one number only, on all calibration data, comes from {', '.join(dead[:_NAMED])}{more}")
     return out
+
+
+def _constants(graph: Graph) -> set[str]:
+    """Return the values that follow from weights and sizes alone, such as the zeros of a first state."""
+    found = set(graph.weights)
+    for n in graph.nodes:
+        if n.op == "Size" or all(i is None or i in found for i in n.inputs):
+            found |= {*n.outputs}
+    return found
