@@ -222,3 +222,11 @@ def test_an_error_of_the_users_own_data_is_passed_on_as_it_is():
 
     with pytest.raises(TimeoutError, match="unplugged"):
         quantized(NET, broken())
+
+
+def test_a_model_that_adds_the_batch_itself_takes_single_images():
+    model = model_of(lambda m, image: m.net(image[None]), net=NET)
+    result = quantized(model, [X[0], X[1]], "ort_cpu")
+    assert torch.allclose(result.model(X[0]), NET(X[:1]), atol=0.01)
+    with pytest.raises(DataError, match="one sample"):
+        quantized(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval(), [X[0], X[1]], "ort_cpu")

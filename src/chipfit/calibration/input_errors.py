@@ -1,5 +1,6 @@
 """Messages for common mistakes with input data: extra labels, wrong names, no batch axis, wrong layout or type."""
 
+import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -87,11 +88,29 @@ def refuse_one_sample(model: Any, args: Sequence[Any]) -> None:
     """Check that a call which fixes the batch size has a batch axis at all.
 
     Raises:
-        DataError: The first input is one sample of what the model's first convolution takes.
+        DataError: The first input is one sample of what the model's first convolution takes, and reaches it as such.
     """
     x, want = next((a for a in args if isinstance(a, torch.Tensor)), None), _expected(model)
-    if x is not None and want is not None and wrong_layout(tuple(x.shape), want) == ONE_SAMPLE:
+    if x is None or want is None or wrong_layout(tuple(x.shape), want) != ONE_SAMPLE:
+        return
+    if not isinstance(model, torch.nn.Module) or _first_rank(model, args) != len(want):
         raise _wrong_shape(args, want, ONE_SAMPLE)
+
+
+def _first_rank(model: torch.nn.Module, args: Sequence[Any]) -> int:
+    """Return the number of axes of what the model gives to its first convolution."""
+    ranks: list[int] = []
+    model = copy.deepcopy(model).eval()  # the user's stays as it is
+    first = _first_convolution(model)
+    assert first is not None
+    first.register_forward_pre_hook(lambda _, inputs: ranks.append(inputs[0].dim()))
+    with torch.no_grad():
+        model(*args)
+    return ranks[0] if ranks else 0
+
+
+def _first_convolution(model: torch.nn.Module) -> torch.nn.Module | None:
+    return next((m for m in model.modules() if isinstance(m, tuple(_RANKS))), None)
 
 
 def _wrong_shape(args: Sequence[Any], want: Sequence[int | None], hint: str) -> DataError:
@@ -107,7 +126,7 @@ def _expected(model: Any) -> tuple[int | None, ...] | None:
         return known
     if not isinstance(model, torch.nn.Module):
         return None
-    first: Any = next((m for m in model.modules() if isinstance(m, tuple(_RANKS))), None)
+    first: Any = _first_convolution(model)
     rank = next((r for kind, r in _RANKS.items() if isinstance(first, kind)), 0)
     return (None, int(first.in_channels), *[None] * (rank - 2)) if rank else None
 
