@@ -532,7 +532,7 @@ class Tally:
         if len(self.refused) > REFUSED * len(self.outcomes):
             found.append(f"{len(self.refused)} of {len(self.outcomes)} networks were refused")
         if self.share < self.least:
-            found.append(f"only {100 * self.share:.2f} % of all integers are compared at 0")
+            found.append(f"only {100 * self.share:.2f} % of all integers are compared without tolerance")
         return found
 
     def report(self) -> str:

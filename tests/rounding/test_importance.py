@@ -158,11 +158,11 @@ def test_what_no_gradient_reaches_is_named_and_placed_by_its_errors_alone(tmp_pa
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 4)).eval()
     data = [torch.arange(9).view(3, 3)]
-    result = fitted("hmse", "ort_cpu", None, model, data)
+    result = fitted("hmse", "ort_dynamic", None, model, data)
     said = "no importance is known of '0.weight': their range rules ran without it"
     assert said in result.plan.rewrites
     assert result.plan.tensors["1.weight"].origin == "hmse over the weights"
-    assert not any("no importance" in n for n in fitted("mse", "ort_cpu", None, model, data).plan.rewrites)
+    assert not any("no importance" in n for n in fitted("mse", "ort_dynamic", None, model, data).plan.rewrites)
     loaded = chipfit.load(result.save(tmp_path / "saved"))
     edited = loaded.edit({"1": {"weight_rule": "HMSE"}})
     assert any("'0.weight', '1.weight'" in note for note in edited.plan.rewrites)  # there are no data any more

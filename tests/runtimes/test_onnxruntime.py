@@ -55,7 +55,7 @@ def shared(kind=np.int8):
     ],
 )
 def test_a_cpu_without_vnni_saturates(monkeypatch, flags, found):
-    def read_text(self):
+    def read_text(self, **_):
         if flags is None:
             raise FileNotFoundError
         return flags
@@ -64,10 +64,12 @@ def test_a_cpu_without_vnni_saturates(monkeypatch, flags, found):
     assert saturates() is found
 
 
-def test_a_warning_is_for_platforms_that_do_not_saturate_on_machines_that_do(monkeypatch):
+def test_a_warning_is_for_platforms_that_do_not_saturate_on_machines_that_do(monkeypatch, tmp_path):
+    onnx.save(shared(), path := tmp_path / "m.onnx")
+    runtime = OnnxRuntime(path)
     for selected, saturating, count in (("VNNI", True, 1), ("VNNI", False, 0), ("AVX2", True, 0), ("AVX2", False, 0)):
         monkeypatch.setattr(module, "saturates", lambda s=saturating: s)
-        said = OnnxRuntime.warnings(None, load(f"ort_cpu@{selected}"))
+        said = runtime.warnings(load(f"ort_cpu@{selected}"))
         assert len(said) == count and all("'ort_cpu@VNNI'; quantize for 'ort_cpu'" in s for s in said)
 
 

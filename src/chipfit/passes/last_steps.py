@@ -10,7 +10,7 @@ from chipfit.registry import register
 def last_steps(graph: Graph) -> Rewritten:
     """Replace y[:, -1], or y[:, 0] of a layer that runs backwards, by the layer's last state."""
     made = {n.outputs[0]: n for n in graph.nodes if n.op in RECURRENT and len(graph.shape(n.outputs[0])) == 3}
-    taken = {n.output: made[n.data].outputs[1] for n in graph.nodes if n.data in made and _takes_last(graph, n, made)}
+    taken = {n.output: made[n.data].outputs[1] for n in graph.nodes if _takes_last(graph, n, made)}
     if not taken:
         return Rewritten(graph, [])
     graph = graph.copy()
@@ -25,7 +25,7 @@ def last_steps(graph: Graph) -> Rewritten:
 
 def _takes_last(graph: Graph, n: Node, made: dict[str, Node]) -> bool:
     """Return whether a node selects the step that its recurrent layer computes last."""
-    if n.op != "Select" or n.attrs["axis"] != 1:
+    if n.op != "Select" or n.attrs["axis"] != 1 or n.data not in made:
         return False
     last = 0 if made[n.data].attrs["reverse"] else -1
     size = graph.shape(n.data)[1]
