@@ -53,6 +53,7 @@ CASES = [
     *((op, [IMAGE], {"axes": (2, 3), "keepdims": keep}) for op in REDUCE for keep in (True, False)),
     ("Clamp", [IMAGE], {"min": -0.5, "max": None}),
     ("DepthToSpace", [(2, 8, 3, 5)], {"block": 2}),
+    ("SpaceToDepth", [(2, 3, 4, 6)], {"block": 2}),
     ("LeakyRelu", [IMAGE], {"negative_slope": 0.2}),
     ("Elu", [IMAGE], {"alpha": 0.7}),
     ("PRelu", [IMAGE, W(4)], {}),
@@ -216,5 +217,5 @@ def test_every_operator_that_has_a_keras_form_is_among_them():
 
 
 def test_an_operator_without_keras_form_is_refused_by_name():
-    with pytest.raises(UnsupportedError, match="SpaceToDepth 'y' has no Keras form"):
-        lower(alone("SpaceToDepth", [(2, 4, 4, 4)], {"block": 2})[0], Plan())
+    with pytest.raises(UnsupportedError, match="ChannelShuffle 'y' has no Keras form"):
+        lower(alone("ChannelShuffle", [(2, 4, 4, 4)], {"groups": 2})[0], Plan())

@@ -21,7 +21,6 @@ from chipfit.plan.record import Plan  # noqa: E402
 from tests.frameworks.keras.test_against_keras import CASES, skip_what_keras_cannot  # noqa: E402
 from tests.keras_zoo import on_others, randomize  # noqa: E402
 
-RESHUFFLES = "DepthToSpace", "SpaceToDepth", "ChannelShuffle"
 #: operator -> why no Keras model is read as it
 NOT_READ = {
     "InstanceNorm": "Keras has no such layer",
@@ -35,10 +34,10 @@ NOT_READ = {
     "AdaptiveAvgPool": "Keras's own stays opaque",
     "AdaptiveMaxPool": "Keras's own stays opaque",
     "GatherElements": "Keras's own stays opaque",
-    **dict.fromkeys(RESHUFFLES, "Keras has no such layer; models reshape and transpose"),
+    "ChannelShuffle": "Keras has no such layer; models reshape and transpose",
 }
 #: operators that no graph of a Keras model holds, and no Keras model computes
-NO_LOWERING = {"AdaptiveAvgPool", "AdaptiveMaxPool", "GatherElements", "SpaceToDepth", "ChannelShuffle"}
+NO_LOWERING = {"AdaptiveAvgPool", "AdaptiveMaxPool", "GatherElements", "ChannelShuffle"}
 NO_LOWERING |= {"SVDF"}
 #: first expressions of each class that is read
 EXPRESSIONS = {" ".join(key): cases[0] for key, cases in CASES.items()}

@@ -265,6 +265,14 @@ def _depth_to_space(x: Any, *, block: int) -> Any:
     return ops.reshape(turned, (samples, height * block, width * block, channels // block**2))
 
 
+def _space_to_depth(x: Any, *, block: int) -> Any:
+    """Move the places [block, block] of one pixel to channels [C, block, block]."""
+    samples, height, width, channels = ops.shape(x)
+    parts = ops.reshape(x, (samples, height // block, block, width // block, block, channels))
+    turned = ops.transpose(parts, (0, 1, 3, 5, 2, 4))
+    return ops.reshape(turned, (samples, height // block, width // block, channels * block**2))
+
+
 def _sdpa(q: Any, k: Any, v: Any, mask: Any = None, *, is_causal: bool, scale: float | None, enable_gqa: bool) -> Any:
     scores = ops.matmul(q * (scale or 1 / math.sqrt(q.shape[-1])), ops.swapaxes(k, -1, -2))
     if is_causal:
@@ -387,6 +395,7 @@ LOWERINGS: dict[str, Lowering] = {
     "Pad": Lowering(_pad, _zeros),
     "Resize": Lowering(_resize, _up),
     "DepthToSpace": Lowering(_depth_to_space),
+    "SpaceToDepth": Lowering(_space_to_depth),
     "Concat": Lowering(lambda *xs, axis: ops.concatenate(xs, axis), _concat),
     "Stack": Lowering(lambda *xs, axis: ops.stack(xs, axis)),
     "Split": Lowering(_split),

@@ -439,6 +439,25 @@ def _up_sampling(r: KerasCall, x: Value) -> Value:
     return r.emit("Resize", [x], mode=_interpolation(r, x), size=None, scale=scale, align_corners=False)
 
 
+@reads("", "DepthToSpace")
+def _depth_to_space(r: KerasCall, x: Value) -> Value:
+    """Change the order of channels: (row, column, channel) in Keras, (channel, row, column) in the graph."""
+    _require(_channels_last(r, x))
+    block, channels = r.op.block_size, _integer(x.shape[-1])
+    order = np.arange(channels).reshape(block * block, -1).T.ravel()
+    moved = r.emit("Gather", [x, r.operand(order, "int64")], x.shape, part="order", axis=3)
+    return r.emit("DepthToSpace", [moved], block=block)
+
+
+@reads("", "SpaceToDepth")
+def _space_to_depth(r: KerasCall, x: Value) -> Value:
+    _require(_channels_last(r, x))
+    block, channels = r.op.block_size, _integer(x.shape[-1])
+    order = np.arange(channels * block * block).reshape(-1, block * block).T.ravel()
+    moved = r.emit("SpaceToDepth", [x], r.shape, part="blocks", block=block)
+    return r.emit("Gather", [moved, r.operand(order, "int64")], axis=3)
+
+
 @reads("", "Pad")
 def _pad(r: KerasCall, x: Value, constant_values: Any = None) -> Value:
     pairs = tuple((int(lo), int(hi)) for lo, hi in r.op.pad_width)
