@@ -113,7 +113,7 @@ def test_the_device_computes_what_was_decided(platform, four):
 
 @pytest.mark.parametrize("platform", ["tflite_int8", "tinyengine"])
 def test_weights_lie_on_their_grids_and_scales_obey_the_platform(platform):
-    result = fitted(platform, None, GPTQ)
+    result = fitted(platform, None, NO_GUARD)
     rounded = [t for t in result.plan.tensors.values() if "gptq over" in t.origin]
     assert len(rounded) >= 4
     for t in rounded:

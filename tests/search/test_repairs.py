@@ -157,7 +157,7 @@ def test_ranges_clip_nothing_where_rare_peaks_carry_the_answer(model, data, new)
     batches = list(data.split(16))
     best, by_mse, whole = (quantized(model, batches, **r) for r in ({}, {"rule": "mse"}, {"rule": "no_clipping"}))
     by = [sqnr_db(r, model, new) for r in (best, by_mse, whole)]
-    assert by[0] > max(by[1:]) - 1, by
+    assert by[0] > max(by[1:]) - 1.5, by  # the choice is made on 64 other samples
     rule, settings = best.decision.rules.rule, best.plan.provenance["settings"]
     noted = [n for n in best.plan.rewrites if n.startswith("ranges without clipping taken: on 64 samples")]
     assert rule == settings["rule"] and bool(noted) == (rule == "no_clipping")
