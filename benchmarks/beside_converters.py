@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the tools below stand beside this file
 RESULTS = Path(__file__).parent / "converters" / "results.json"
-CALIBRATION, BATCH, HELD_OUT = 64, 16, 32
+CALIBRATION, BATCH, HELD_OUT = 64, 16, 256
 
 
 def compared(name: str) -> dict[str, Any]:
