@@ -205,7 +205,7 @@ def behind_an_activation():
     def forward(m, x):
         return m.b(F.max_pool2d(m.norm(m.a(x).relu()), 2))
 
-    return norms(forward, a=nn.Conv2d(3, 8, 3), norm=nn.BatchNorm2d(8), b=nn.Conv2d(8, 4, 3, padding=1))
+    return norms(forward, a=nn.Conv2d(3, 16, 3), norm=nn.BatchNorm2d(16), b=nn.Conv2d(16, 4, 3, padding=1))
 
 
 def in_front_of_an_activation():
@@ -215,7 +215,7 @@ def in_front_of_an_activation():
         y = m.a(x)
         return m.b(torch.cat([y, m.c(m.norm(y).relu())], 1))
 
-    layers = {"a": nn.Conv2d(3, 8, 3), "norm": nn.BatchNorm2d(8), "c": nn.Conv2d(8, 4, 1), "b": nn.Conv2d(12, 4, 1)}
+    layers = {"a": nn.Conv2d(3, 16, 3), "norm": nn.BatchNorm2d(16), "c": nn.Conv2d(16, 4, 1), "b": nn.Conv2d(20, 4, 1)}
     return norms(forward, **layers)
 
 
@@ -229,6 +229,14 @@ def test_a_batch_norm_that_nothing_absorbs_is_one_integer_operator_of_its_factor
     factors = model.norm.weight / (model.norm.running_var + model.norm.eps).sqrt()
     torch.testing.assert_close(result.graph.weights[found.weight].flatten(), factors.detach())
     assert result.verify(images(4) * 30).exact
+
+
+@pytest.mark.parametrize("platform, op", [("ort_cpu", "BatchNorm"), ("tflite_int8", "DepthwiseConv2D")])
+def test_a_batch_norm_of_few_channels_stays_whole_where_its_integer_kernel_is_slow(platform, op):
+    layers = {"norm": nn.BatchNorm2d(3), "b": nn.Conv2d(3, 4, 3, padding=1)}
+    result = chipfit.quantize(norms(lambda m, x: m.b(m.norm(x)), **layers), [images() * 30], platform, progress=False)
+    (found,) = (n for n in result.graph.nodes if n.layer == "norm")
+    assert found.op == op and result.verify(images(4) * 30).exact
 
 
 def test_a_composite_with_a_part_without_integer_kernel_stays_whole():
