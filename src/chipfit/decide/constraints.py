@@ -1,6 +1,5 @@
 """The platform's rules over named tensors: ties, storage types and dictated scales."""
 
-from collections import Counter
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +9,7 @@ from chipfit.errors import UnsupportedError
 from chipfit.graph.hidden_scores import hidden_scores
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import LINEAR
+from chipfit.graph.steps import places_in_steps
 from chipfit.operators.table import OPS
 from chipfit.platform.schema import Rule
 
@@ -81,12 +81,10 @@ def state_ties(graph: Graph, stored: Container[str]) -> list[Constraint]:
 
 def step_ties(graph: Graph, stored: Container[str]) -> list[Constraint]:
     """Return ties between what the steps of one recurrent layer read and write: all of them compute alike."""
-    alike: dict[tuple[str, str, int], list[Node]] = {}
-    counts = Counter[tuple[str, str, int]]()
-    for n in graph.nodes:
-        if n.step is not None and n.step >= 0:
-            alike.setdefault((n.composite, n.op, counts[n.composite, n.op, n.step]), []).append(n)
-            counts[n.composite, n.op, n.step] += 1
+    alike: dict[Any, list[Node]] = {}
+    for n, layer, step, place in places_in_steps(graph):
+        if step >= 0:
+            alike.setdefault((layer, place), []).append(n)
     sets = (names for nodes in alike.values() for names in zip(*((*n.inputs, *n.outputs) for n in nodes), strict=True))
     groups = (tuple(dict.fromkeys(t for t in names if t in stored and t in graph.values)) for names in sets)
     return [Constraint(op="Step", rules=(Rule(tie=("ins",)),), slots={"ins": g}) for g in groups if len(g) > 1]

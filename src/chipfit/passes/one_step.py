@@ -5,7 +5,6 @@ what depends on the sequence is removed. Every operator on the way must compute 
 recurrent layer that is decomposed into steps, the last step is taken; what it reads of the step before is the state.
 """
 
-from collections import Counter
 from collections.abc import Container
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -13,6 +12,7 @@ from typing import Any, NoReturn
 from chipfit.errors import UnsupportedError
 from chipfit.graph.edit import drop_dead, new_name
 from chipfit.graph.ir import Graph, Node, Value
+from chipfit.graph.steps import places_in_steps
 from chipfit.operators.table import OPS
 from chipfit.passes.recurrent import RECURRENT
 
@@ -59,20 +59,11 @@ class _Unrolled:
 
     def __init__(self, graph: Graph) -> None:
         self.last: dict[str, int] = {}  #: layer -> number of its last step
-        counts, self._at, self._outputs = (
-            Counter[tuple[str, int, str]](),
-            dict[str, Any](),
-            dict[Any, tuple[str, ...]](),
-        )
-        for n in graph.nodes:
-            if n.step is not None:
-                self.last[n.composite] = max(n.step, self.last.get(n.composite, -1))
-        for n in graph.nodes:
-            if n.step is not None:
-                place = counts[n.composite, n.step, n.op]
-                counts[n.composite, n.step, n.op] += 1
-                self._outputs[n.composite, n.step, n.op, place] = n.outputs
-                self._at |= {o: (n.composite, n.step, n.op, place, k) for k, o in enumerate(n.outputs)}
+        self._at, self._outputs = dict[str, Any](), dict[Any, tuple[str, ...]]()
+        for n, layer, step, place in places_in_steps(graph):
+            self.last[layer] = max(step, self.last.get(layer, -1))
+            self._outputs[layer, step, place] = n.outputs
+            self._at |= {o: (layer, step, place, k) for k, o in enumerate(n.outputs)}
         self.parts = {n.name for n in graph.nodes if n.composite in self.last}
         self.made: dict[str, Node] = {}  #: value of a step that is left out -> its node
 
@@ -80,8 +71,8 @@ class _Unrolled:
         """Return what the next step makes in the place of a value; None if it is not of the step before the last."""
         if name not in self._at:
             return None
-        layer, step, op, place, k = self._at[name]
-        found = self._outputs.get((layer, step + 1, op, place))
+        layer, step, place, k = self._at[name]
+        found = self._outputs.get((layer, step + 1, place))
         return found[k] if found is not None and step + 1 == self.last[layer] else None
 
 

@@ -90,6 +90,17 @@ MASKED = {
 }
 
 
+def computes_what_keras_does_exactly_on_litert(model, batch, tmp_path):
+    """Check that a network with masks is read whole, computes the same, and is exact as a file of one sample."""
+    graph = capture(model, [torch.from_numpy(batch)])
+    assert "Opaque" not in {n.op for n in graph.nodes}
+    values = run(graph, [torch.from_numpy(batch)], keep=graph.outputs)
+    np.testing.assert_allclose(values[graph.outputs[0]].numpy(), flat(model(batch))[0], rtol=1e-4, atol=1e-6)
+    result = chipfit.quantize(model, [batch], platform="tflite_int8", progress=False)
+    result.export(tmp_path / "m.tflite", batch=1)
+    assert result.verify([batch]).exact
+
+
 @pytest.mark.parametrize("name", MASKED)
 def test_a_masked_step_leaves_the_state_as_it_is_in_integers_too(name, tmp_path):
     keras.utils.set_random_seed(0)
@@ -97,13 +108,7 @@ def test_a_masked_step_leaves_the_state_as_it_is_in_integers_too(name, tmp_path)
     ids[:, 4:], ids[1, 2:], ids[2, 0] = 0, 0, 0
     x = keras.Input((5,), dtype="int32")
     model = keras.Model(x, layers.Dense(3)(MASKED[name]()(layers.Embedding(9, 4, mask_zero=True)(x))))
-    graph = capture(model, [torch.from_numpy(ids)])
-    assert "Opaque" not in {n.op for n in graph.nodes}
-    values = run(graph, [torch.from_numpy(ids)], keep=graph.outputs)
-    np.testing.assert_allclose(values[graph.outputs[0]].numpy(), flat(model(ids))[0], rtol=1e-4, atol=1e-6)
-    result = chipfit.quantize(model, [ids], platform="tflite_int8", progress=False)
-    result.export(tmp_path / "m.tflite", batch=1)
-    assert result.verify([ids]).exact
+    computes_what_keras_does_exactly_on_litert(model, ids, tmp_path)
     whole = chipfit.quantize(model, [ids], platform="ort_cpu", progress=False)
     np.testing.assert_allclose(flat(whole.model(ids))[0], flat(model(ids))[0], atol=0.05)
     assert (
@@ -117,10 +122,4 @@ def test_steps_that_a_masking_layer_finds_leave_the_state_as_it_is(tmp_path):
     sequences[:, 4:], sequences[1, 2] = 0, 0
     x = keras.Input((6, 3))
     model = keras.Model(x, layers.Dense(3)(layers.LSTM(6)(layers.Masking(0.0)(x))))
-    graph = capture(model, [torch.from_numpy(sequences)])
-    assert "Opaque" not in {n.op for n in graph.nodes}
-    values = run(graph, [torch.from_numpy(sequences)], keep=graph.outputs)
-    np.testing.assert_allclose(values[graph.outputs[0]].numpy(), flat(model(sequences))[0], rtol=1e-4, atol=1e-6)
-    result = chipfit.quantize(model, [sequences], platform="tflite_int8", progress=False)
-    result.export(tmp_path / "m.tflite", batch=1)
-    assert result.verify([sequences]).exact
+    computes_what_keras_does_exactly_on_litert(model, sequences, tmp_path)
