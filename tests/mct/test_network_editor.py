@@ -10,12 +10,15 @@ from chipfit import target_platform as tp
 from chipfit.core import BitWidthConfig, CoreConfig, DebugConfig, QuantizationConfig, QuantizationErrorMethod
 from chipfit.core import network_editor as ne
 from chipfit.errors import ConfigError, ModelingError, PlanError, UnknownNameError, UnsupportedError
+from chipfit.trainable_infrastructure import pytorch_inferable_quantizers as iq
 from tests.build import sequential
 from tests.zoo import make
 
 BY_NAME = ne.NodeNameFilter, ne.NodeNameScopeFilter
 CONV, LINEAR = ne.NodeTypeFilter(nn.Conv2d), ne.NodeTypeFilter(nn.Linear)
 POT, UNIFORM = tp.QuantizationMethod.POWER_OF_TWO, tp.QuantizationMethod.UNIFORM
+LUT = tp.QuantizationMethod.LUT_POT_QUANTIZER
+KINDS = {LUT: iq.WeightsLUTPOTInferableQuantizer, UNIFORM: iq.WeightsUniformInferableQuantizer}
 METHOD = QuantizationErrorMethod
 
 
@@ -321,7 +324,7 @@ def test_invalid_rules_are_refused(make, error, says):
 @pytest.mark.parametrize(
     ("wrong", "platform", "error", "says"),
     [
-        (weights("head", weights_quantization_method=UNIFORM), None, UnsupportedError, "symmetric, "),
+        (weights("head", weights_quantization_method=UNIFORM), "ort_cpu", UnsupportedError, "symmetric, "),
         (weights("head", weights_n_bits=9), "ort_cpu", UnsupportedError, "Allowed: 8 bits"),
         (weights("head", weights_per_channel_threshold=True), "qnnpack", UnsupportedError, "tensor"),
         (weights(ne.NodeTypeFilter(nn.ReLU), weights_n_bits=4), None, PlanError, "no weights"),
@@ -338,6 +341,20 @@ def test_rules_give_widths_that_a_chip_without_a_runtime_has_not_for_a_study(net
         found = fit(net, weights("head", weights_n_bits=9), results("head", activation_n_bits=7))
     assert bits(found) == {**bits(plain), "head.weight": 9}
     assert found.plan["head.weight"].grid.qmax == 2**8 - 1
+
+
+@pytest.mark.parametrize("method", [LUT, UNIFORM])
+def test_rules_give_methods_that_a_chip_without_a_runtime_has_not_for_a_study(net, plain, method):
+    rules = weights("head", weights_quantization_method=method), weights("head", weights_n_bits=4)
+    with pytest.warns(UserWarning, match="'head' cannot have this method; the network editor sets it"):
+        found = fit(net, *rules)
+    quantizer = found.model.head.weights_quantizers["weight"]
+    assert isinstance(quantizer, KINDS[method]) and differences(plain, found) == {"head.weight"}
+    values = quantizer(found.model.head.weight)
+    assert all(len(row.unique()) <= 16 for row in values)
+    if method is LUT:  # entries are eighths of bits of a power of two
+        codes = values / torch.tensor(quantizer.threshold)[:, None] * 128
+        assert torch.equal(codes, codes.round()) and set(codes.unique().tolist()) == set(quantizer.lut_values)
 
 
 # ---------------------------------------------------------------- bit widths

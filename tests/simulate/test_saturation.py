@@ -126,6 +126,19 @@ def test_litert_saturates_at_the_ends_of_its_types(platform, bits, least):
     assert int(codes.min()) == least < stored.grid.qmin
 
 
+@pytest.mark.parametrize("bits", [7, 5])
+def test_values_of_other_widths_on_a_chip_made_free_for_a_study_saturate_at_the_ends_of_their_type(bits):
+    chip = load("tflite_int8")
+    free = {name: f.model_copy(update={"free": True}) for name, f in chip.formats.items() if f.bits <= 8}
+    chip = chip.model_copy(update={"formats": {**chip.formats, **free}})
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3)).eval(), torch.randn(4, 3, 8, 8)
+    result = build.quantized(net, x, chip, overrides={"0": {"activation_bits": bits}})
+    assert bits in {t.grid.bits for t in result.plan.tensors.values() if t.quantized}
+    found = result.verify([3 * x], runtime="litert")
+    assert found.integers and not [r.fault for r in found.rows if r.fault], found.summary()
+
+
 def test_the_members_of_a_fused_group_are_one_kernel_and_no_others():
     graph = graph_of("a = Relu(x)", "b = Relu(a)", "c = Relu(b)", "d = Relu(c)")
     found = kernel_groups(graph, Plan(groups=(("a", "b", "c"),)))

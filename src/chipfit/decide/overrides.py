@@ -316,7 +316,8 @@ def constrain_format(
 ) -> Format:
     """Return `fmt` with one zero point, power-of-two scales, a given sign, or one scale for all channels.
 
-    The result holds some of the numbers that the chip's format holds, never others.
+    The result holds some of the numbers that the chip's format holds, never others, unless its width is free: then it
+    is of any method.
 
     Args:
         layer: its name, for messages.
@@ -331,9 +332,11 @@ def constrain_format(
     have = method_of(fmt)
     if method is not None and method != have:
         allowed = METHODS[have] if have else ()
-        if method not in allowed:
+        if method not in allowed and fmt.free:
+            changes |= _other_method(method)
+        elif method not in allowed:
             raise _not_held(layer, "method", method, allowed)
-        if have == "uniform":
+        elif have == "uniform":
             changes["zero"] = (0, 1 << fmt.bits - 1) if fmt.signed is False else 0
         if method.endswith("power_of_two"):
             changes["scale"] = "pot"
@@ -346,6 +349,14 @@ def constrain_format(
             raise _not_held(layer, "scale per", per, (fmt.per,))
         changes["per"] = per
     return fmt.model_copy(update=changes)
+
+
+def _other_method(method: str) -> dict[str, Any]:
+    """Return the fields of a format that make it one of a method."""
+    if method == "uniform":
+        return {"zero": "any", "scale": "any", "pair_limit": None}
+    table = {"kind": "lut", "free": False, "range": "full", "lut": {"value_bits": 8}}
+    return {"zero": 0, "scale": "any", "pair_limit": None, **(table if method.startswith("lut") else {})}
 
 
 def _not_held(layer: str, what: str, got: Any, allowed: tuple[Any, ...]) -> UnsupportedError:

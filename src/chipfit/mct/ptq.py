@@ -284,8 +284,12 @@ def _with_layers(platform: Any, custom: Mapping[str, Any]) -> capabilities.Targe
     return capabilities.TargetPlatformCapabilities(tpc.tp_model, tpc.name, tpc.version, op_sets_to_layers=layers)
 
 
+#: choices that change the format of a layer
+_OF_FORMATS = "bits", "activation_bits", "weight_method", "method"
+
+
 def _quantized(model: Any, generator: Any, platform: Any, rules: Sequence[EditRule], options: dict[str, Any]) -> Result:
-    """Return the result; with a warning at widths that the network editor gives and the chip has not.
+    """Return the result; with a warning at widths and methods that the network editor gives and the chip has not.
 
     Raises:
         UnsupportedError: the chip has not what rules ask for, and a runtime computes what it has; see also `quantize`.
@@ -293,12 +297,12 @@ def _quantized(model: Any, generator: Any, platform: Any, rules: Sequence[EditRu
     try:
         return pipeline.quantize(model, generator, platform, **options, progress=False)
     except UnsupportedError as refusal:
-        edited = {r.action.choices.get(k) for r in rules for k in ("bits", "activation_bits")} - {None, "float"}
+        edited = {r.action.choices.get(k) for r in rules for k in _OF_FORMATS} - {None, "float"}
         chip = load_platform(platform)
         if not edited or options["limits"] is not None or chip.runtimes:
             raise
         result = pipeline.quantize(model, generator, _of_any_width(chip), **options, progress=False)
-        warnings.warn(f"{refusal.what}; the network editor sets these bits for a study all the same", stacklevel=5)
+        warnings.warn(f"{refusal.what}; the network editor sets it for a study all the same", stacklevel=5)
         return result
 
 

@@ -131,7 +131,8 @@ class InferableQuantizer(BaseInferableQuantizer):
     """A quantizer with fixed parameters: it quantizes and dequantizes tensors to the grid `stored`.
 
     Its arguments are attributes. `threshold`, `min_range`, `max_range` and `lut_values` are lists; the attributes of a
-    range are its ends after the shift. `eps` is without effect: thresholds are positive.
+    range are its ends after the shift, as numbers for activations in PyTorch. `eps` is without effect: thresholds are
+    positive.
 
     Raises:
         ConfigError: an argument is not a list, or they do not describe a grid.
@@ -139,6 +140,8 @@ class InferableQuantizer(BaseInferableQuantizer):
 
     ops: Any = TorchOps
     pot = False  #: thresholds are powers of two
+    #: the ends of a range of activations are numbers, and lists of one number otherwise
+    ends_are_numbers = True
     __signature__: inspect.Signature
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -162,9 +165,12 @@ class InferableQuantizer(BaseInferableQuantizer):
             self.stored = symmetric(bits, numbers["threshold"], given.get("signed", True), axis, **how)
         else:
             self.stored = uniform(bits, numbers["min_range"], numbers["max_range"], axis)
-            ends = zip(("min_range", "max_range"), parameters(self.stored).values(), strict=True)
-            given |= {name: end.reshape(-1).tolist() for name, end in ends}
+            given |= {n: v.reshape(-1).tolist() for n, v in zip(_ENDS, parameters(self.stored).values(), strict=True)}
         self.__dict__ |= given | {f"{name}_np": np.asarray(given[name]) for name in _LISTS & set(given)}
+        ends = {name: given[name] for name in _ENDS if name in given}
+        self.__dict__ |= {f"adjusted_{name}_np": np.asarray(v) for name, v in ends.items()}
+        if self.ends_are_numbers and "per_channel" not in given:
+            self.__dict__ |= {name: v[0] for name, v in ends.items()}
 
     def __call__(self, inputs: Any) -> Any:
         """Return floats on the grid, [*dims], for floats [*dims]."""
@@ -185,7 +191,8 @@ class InferableQuantizer(BaseInferableQuantizer):
         return cls(**config)
 
 
-_LISTS = {"threshold", "min_range", "max_range", "lut_values"}
+_ENDS = "min_range", "max_range"
+_LISTS = {"threshold", *_ENDS, "lut_values"}
 _DEFAULTS = {"channel_axis": None, "input_rank": None, "lut_values_bitwidth": LUT_BITS, "eps": 1e-8}
 _CHANNELS = "per_channel channel_axis input_rank"
 #: prefix of "InferableQuantizer" in the class name -> its arguments
@@ -202,6 +209,7 @@ _ARGUMENTS = {
 }
 #: all of them, and the forms as arrays
 ARGUMENTS = {a for row in _ARGUMENTS.values() for a in row.split()} | {f"{name}_np" for name in _LISTS}
+ARGUMENTS |= {f"adjusted_{name}_np" for name in _ENDS}
 
 
 def _class(name: str, arguments: str) -> type[InferableQuantizer]:

@@ -362,7 +362,7 @@ def widened_to_types(plan: Plan) -> Plan:
         if t.role == "activation" and t.grid is not None and t.grid.kind == "int":
             low, high = t.grid.file_ends
             if (low, high) != (t.grid.qmin, t.grid.qmax):
-                wide[name] = t.with_(grid=replace(t.grid, qmin=low, qmax=high))
+                wide[name] = t.with_(grid=replace(t.grid, bits=(high - low).bit_length(), qmin=low, qmax=high))
     return replace(plan, tensors={**plan.tensors, **wide}) if wide else plan
 
 

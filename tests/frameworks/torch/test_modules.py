@@ -46,7 +46,7 @@ def test_a_quantizer_has_the_arguments_of_the_inferable_one_with_its_present_num
         weight.scale.mul_(2)
     assert weight.threshold == [8.0, 4.0] and not hasattr(weight, "min_range")
     result = ActivationQuantizer("t", stored(0.5, 128, on=UINT8)).activation_holder_quantizer
-    assert (result.min_range, result.max_range) == ([-64.0], [63.5]) and not hasattr(result, "per_channel")
+    assert (result.min_range, result.max_range) == (-64.0, 63.5) and not hasattr(result, "per_channel")
     assert ActivationQuantizer("t", _stored(0.5)).signed is True
 
 

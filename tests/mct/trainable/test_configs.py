@@ -31,7 +31,7 @@ def test_a_uniform_grid_from_a_threshold(signed, low):
     q = iq.inferable_for(stored, "activation")
     step = (2 - low) / 3
     assert stored.scale.item() == pytest.approx(step)
-    assert q.min_range[0] == pytest.approx(round(low / step) * step, abs=1e-6)
+    assert q.min_range == pytest.approx(round(low / step) * step, abs=1e-6)
 
 
 @pytest.mark.parametrize(

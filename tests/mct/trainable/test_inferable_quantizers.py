@@ -1,5 +1,6 @@
 """Inferable quantizers under MCT's names: worked numbers; their grids: tests/quantizers/test_inferable.py."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,7 +30,8 @@ def test_halves_are_rounded_to_even():
 )
 def test_ranges_move_so_that_zero_is_on_the_grid(low, high, bits, want):
     q = iq.ActivationUniformInferableQuantizer(bits, [low], [high])
-    assert (*q.min_range, *q.max_range) == pytest.approx(want, abs=1e-6)
+    assert (q.min_range, q.max_range) == pytest.approx(want, abs=1e-6)  # numbers, as in mct_quantizers for PyTorch
+    assert np.allclose([*q.get_config()["min_range"], *q.adjusted_max_range_np], want, atol=1e-6)
     assert q(numbers([0.0])).item() == 0
 
 

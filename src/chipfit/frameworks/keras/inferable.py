@@ -10,6 +10,7 @@ from chipfit.quantizers import inferable
 
 class _OnKeras:
     ops = KerasOps
+    ends_are_numbers = False
 
     def __call__(self, inputs: Any) -> Any:
         return super().__call__(keras.ops.convert_to_tensor(inputs, "float32"))  # type: ignore[misc]
