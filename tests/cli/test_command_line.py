@@ -49,7 +49,7 @@ def test_quantize_verify_and_explain(folder):
     assert "Predicted loss" in succeed("explain", "out", "--data", "d.npz")
     assert "best choices by weights" in succeed("explain", "out", "--data", "d.npz", "--curve", "weights")
     explained = succeed("explain", "out", "0")
-    assert all(text in explained for text in ("Conv2D '0': runs in int", "scale", "input scale x weight scale"))
+    assert all(text in explained for text in ("Conv2D '0': runs in integers, ", "scale", "input scale x weight scale"))
 
 
 def test_prune_writes_a_smaller_model_that_quantize_loads(folder):

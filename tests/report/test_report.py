@@ -131,6 +131,13 @@ def test_lost_accuracy_is_to_be_trained_back(result):
     assert "5.0 points" in advice(report)[0] and "result.trained()" in advice(report)[0]
 
 
+def test_the_cause_of_float_operators_is_not_that_they_move_floats(result):
+    moved = [replace(r, exec="float", why="it moves values that are not quantized") for r in result.report.layers[:3]]
+    kept = replace(result.report.layers[3], exec="float", why="'ort_cpu' lists no rule for Gelu")
+    found = next(a for a in advice(replace(result.report, layers=(*moved, kept))) if "stay in float" in a)
+    assert found.startswith("4 of 4 operators") and "cause (1): 'ort_cpu' lists no rule for Gelu" in found
+
+
 def test_of_a_long_network_the_terminal_shows_the_weakest_kernels(result):
     r = result.report.layers[-1]
     many = [replace(r, node=f"n{i}", layer=f"layer{i}", group="", sqnr_db=float(i)) for i in range(100)]

@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from rich.console import Console
+from rich.table import Table
 from torch import nn
 
 import chipfit
@@ -16,6 +17,7 @@ from chipfit.platform.load import load, names
 from chipfit.platform.show import overview, show
 from chipfit.report.terminal import render
 from chipfit.screen import CHARACTERS, COLUMNS, LINES, Summary
+from chipfit.screen.breakable import Breakable
 from tests.build import model_of, quantized, sequential
 
 
@@ -106,6 +108,16 @@ def test_a_report_fits_80_columns_with_every_figure(result):
     assert len(measured) > 15 and all(m in text for m in measured)
     ranges = re.findall(r"\S+\.\.\S+", at_80(render(result.report), 400))
     assert len(ranges) > 15 and [r for r in ranges if r not in text] == []
+
+
+def test_a_long_layer_name_breaks_behind_its_dots_and_keeps_its_end():
+    name = "distilbert.transformer.layer.0.attention.output.dense"
+    table = Table.grid(padding=(0, 2))
+    table.add_row(Breakable(name), "a sentence that needs most of the width of a terminal, so that the name gives way")
+    lines = [line.split(" ")[0] for line in at_80(table, 60).splitlines()]
+    assert "".join(lines) == name and all(line.endswith(".") for line in lines[:-1] if line)
+    cut = Summary("t", header=("layer", "why"), rows=[(name, "why " * 20), (name[:-5] + "query", "")]).text()
+    assert ".output.dense" in cut and ".output.query" in cut
 
 
 @pytest.mark.parametrize("name", ["ort_cpu", "tflite_int8", "qnn_htp", "imx500"])

@@ -602,6 +602,7 @@ def lint(model: Model, shape: Shape = None, platform: Chip = DEFAULT, weights: W
     from chipfit.cli.inputs import example_of, load_model
     from chipfit.platform.support import unmodelled_features
     from chipfit.report.terminal import RUNS
+    from chipfit.screen.breakable import Breakable
 
     network = load_model(model, weights)
     found = chipfit.lint(network, example_of(model, shape, network), platform)
@@ -613,7 +614,7 @@ def lint(model: Model, shape: Shape = None, platform: Chip = DEFAULT, weights: W
     for n in found.rows:
         runs = f"[yellow]{RUNS[n.exec]}[/]" if n.exec == "float" else RUNS[n.exec]
         into = tails[n.group] if n.group and n.group != n.name else ""
-        table.add_row(escape(n.display_name), n.op, runs, escape(into), escape(n.why))
+        table.add_row(Breakable(n.display_name), n.op, runs, Breakable(into), escape(n.why))
     console = Console()
     console.print(table)
     for note in notes:
@@ -653,6 +654,7 @@ def explain(
         images = load_data(data, input_size, mean, std, **inputs_of(result.graph))
         searched = result.sensitivity(images) if curve is None else result.pareto(images, curve)
     nodes = [] if layer is None else match_layers(result.graph, layer)
+    how = {"int": "runs in integers", "follow": "moves integers", "table": "is a table", "float": "runs in float"}
     if OUTPUT.json:
         return print_document(documents.explained(result, nodes, searched))
     if searched is not None:
@@ -661,7 +663,7 @@ def explain(
         decided = result.plan.nodes[node.name]
         group = f", one kernel with '{decided.group}'" if decided.group and decided.group != node.name else ""
         why = f": {decided.why}" if decided.why else ""
-        _echo(f"{node.op} '{node.display_name}': runs in {decided.exec}{group}{why}")
+        _echo(f"{node.op} '{node.display_name}': {how[decided.exec]}{group}{why}")
         for name in dict.fromkeys((*node.inputs, *node.outputs)):
             if name in result.plan.tensors:
                 _echo(f"  {result.plan.tensors[name]}")

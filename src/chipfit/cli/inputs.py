@@ -151,8 +151,9 @@ def _npz(path: Path, names: Sequence[str]) -> list[Any]:
         what = "Arrays of the data file have different numbers of samples"
         raise DataError(what, where=str(path), got=got, allowed=allowed)
     if y is not None and (y.shape[:1] != first.shape[:1] or y.dtype.kind not in "iu"):
-        got, allowed = f"{y.dtype}{list(y.shape)}", f"{len(first)} integers"
-        raise DataError("Labels do not fit the inputs", where=str(path), got=got, allowed=allowed)
+        got, allowed = f"{y.dtype}{list(y.shape)}", f"{len(first)} integers, the numbers of classes"
+        hint = "leave the labels out of the file, or keep them under another name: they only serve to measure accuracy"
+        raise DataError("Labels do not fit the inputs", where=str(path), got=got, allowed=allowed, hint=hint)
     columns = [_batches(v) for v in given.values()]
     if by_name:
         return [dict(zip(given, row, strict=True)) for row in zip(*columns, strict=True)]

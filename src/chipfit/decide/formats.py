@@ -11,6 +11,7 @@ from typing import Any
 
 from chipfit.decide.groups import NO_FORMAT, FusedGroup, same_fields
 from chipfit.decide.options import first_compatible_option
+from chipfit.decide.overrides import MOVES_FLOATS
 from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import Graph
 from chipfit.operators.table import OPS
@@ -192,7 +193,7 @@ class FormatPropagation:
         for value in group.tail.outputs:
             self._set(value, name or self.wanted.get(value))
         if name is None:
-            return GroupDecision(group, None, "float", group.float_reason or "it moves values that are not quantized")
+            return GroupDecision(group, None, "float", group.float_reason or MOVES_FLOATS)
         return GroupDecision(group, None, group.resolved.exec)
 
     def _moved_format(self, group: FusedGroup) -> str | None:

@@ -16,6 +16,7 @@ from chipfit.platform.schema import Format
 from chipfit.ranges import name_of, rule_of
 from chipfit.registry import is_number
 
+MOVES_FLOATS = "it moves values that are not quantized"
 PARTS_ARE_LOST = "on the grid that all parts of its result share, a part would be lost"
 FLOAT_IS_CHEAPER = (
     "integers would cost more than they save, by conversions where its inputs or consumers are in float, or by rounding"

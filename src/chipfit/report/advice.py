@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from chipfit.decide.overrides import MOVES_FLOATS
 from chipfit.errors import ChipfitError
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
@@ -49,10 +50,12 @@ def advice(report: ReportData) -> list[str]:
         out.append(f"Weakest result: '{name}' with {worst:.1f} dB{more}.")
     out += report.tried
     if report.floats:
-        reason, layers = max(report.floats.items(), key=lambda item: len(item[1]))
+        causes = {why: names for why, names in report.floats.items() if why != MOVES_FLOATS} or report.floats
+        reason, layers = max(causes.items(), key=lambda item: len(item[1]))
         out.append(
-            f"{sum(map(len, report.floats.values()))} of {len(report.layers)} operators stay in float, most often "
-            f"because {reason} ({len(layers)}); `chipfit platforms show {report.platform}` lists what runs in integers."
+            f"{sum(map(len, report.floats.values()))} of {len(report.layers)} operators stay in float. The most "
+            f"frequent cause ({len(layers)}): {reason}. `chipfit platforms show {report.platform}` lists what runs in "
+            "integers."
         )
     return out or [
         "Nothing to repair: deploy the file, or try fewer bits with overrides={'<layer>': {'bits': 4}} "

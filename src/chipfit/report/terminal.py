@@ -12,6 +12,7 @@ from rich.text import Text
 
 from chipfit.report.advice import advice
 from chipfit.report.record import Kernel, ReportData
+from chipfit.screen.breakable import Breakable
 
 #: longest table that is printed whole; of a longer one the weakest kernels are printed
 KERNELS = 40
@@ -73,8 +74,9 @@ def render(report: ReportData) -> Group:
     """Return the report: a summary, a line per kernel, what stays in float, what to try next."""
     why = Table.grid(padding=(0, 2))
     for reason, layers in report.floats.items():
-        names = ", ".join(layers[:5]) + (f" and {len(layers) - 5} more" if len(layers) > 5 else "")
-        why.add_row(f"[yellow]{len(layers)}[/]", escape(names), f"[dim]{escape(reason)}[/]")
+        different = list(dict.fromkeys(layers))
+        names = ", ".join(different[:5]) + (f" and {len(different) - 5} more" if len(different) > 5 else "")
+        why.add_row(f"[yellow]{len(layers)}[/]", Breakable(names), f"[dim]{escape(reason)}[/]")
     todo = Table.grid(padding=(0, 1))
     for line in advice(report):
         todo.add_row("[cyan]>[/]", escape(line))
@@ -166,7 +168,7 @@ def _table(kernels: list[Kernel]) -> Table:
         reach = "" if r.clip_low is None or r.clip_high is None else f"{r.clip_low:.3g}..{r.clip_high:.3g}"
         runs = f"[yellow]{RUNS[kernel.exec]}[/]" if kernel.exec == "float" else RUNS[kernel.exec]
         noise = "" if r.sqnr_db is None else f"{r.sqnr_db:.1f} dB"
-        table.add_row(escape(kernel.name), escape(kernel.ops), runs, kernel.formats, reach, noise)
+        table.add_row(Breakable(kernel.name), escape(kernel.ops), runs, kernel.formats, reach, noise)
     return table
 
 

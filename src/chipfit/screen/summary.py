@@ -24,6 +24,19 @@ def shorten(text: str, width: int) -> str:
     return text if len(text) <= width else text[: max(width - 1, 0)] + "…"
 
 
+def shorten_cell(text: str, width: int) -> str:
+    """Return a cell of at most `width` characters: of a name the end, in which layers differ, of a sentence the start.
+
+    >>> shorten_cell("encoder.layer.1.attention", 20)
+    '…layer.1.attention'
+    """
+    if len(text) <= width or " " in text or width < 2:
+        return shorten(text, width)
+    end = text[1 - width :]
+    at_a_dot = end.partition(".")[2]
+    return "…" + (at_a_dot if 2 * len(at_a_dot) > width else end)
+
+
 @dataclass(frozen=True, slots=True)
 class Summary:
     """A title, facts by label, and the first rows of a table."""
@@ -52,7 +65,7 @@ class Summary:
         """Return the summary as HTML of at most `CHARACTERS`."""
 
         def row(cells: Sequence[Cell], tag: str = "td") -> str:
-            return f"<tr>{''.join(f'<{tag}>{html.escape(shorten(_cell(c), 48))}</{tag}>' for c in cells)}</tr>"
+            return f"<tr>{''.join(f'<{tag}>{html.escape(shorten_cell(_cell(c), 48))}</{tag}>' for c in cells)}</tr>"
 
         known = {html.escape(k): html.escape(shorten(v, 160)) for k, v in [*self.facts.items()][:9] if v}
         table = "".join(f"<tr><th>{k}</th><td>{v}</td></tr>" for k, v in known.items())
@@ -127,5 +140,5 @@ def _aligned(header: Sequence[str], rows: list[list[str]], numbers: Sequence[boo
     while sum(widths) + 2 * (len(widths) - 1) > COLUMNS:
         widths[max((k for k in range(len(widths)) if not numbers[k]), key=widths.__getitem__)] -= 1
     align = [str.rjust if n else str.ljust for n in numbers]
-    cells = ([shorten(c, w) for c, w in zip(r, widths, strict=True)] for r in (header, *rows))
+    cells = ([shorten_cell(c, w) for c, w in zip(r, widths, strict=True)] for r in (header, *rows))
     return ["  ".join(f(c, w) for f, c, w in zip(align, r, widths, strict=True)).rstrip() for r in cells]

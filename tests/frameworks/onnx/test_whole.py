@@ -351,3 +351,21 @@ def test_the_target_of_an_opaque_node_is_json_of_one_operator(exported):
     assert json.loads(target.removeprefix("onnx:"))[:3] == ["", "LRN", 13]
     with pytest.raises(chipfit.errors.GraphError, match="not an operator of ONNX"):
         OnnxFunction.of_target('onnx:["", "LRN"]')
+
+
+def test_equal_weights_that_the_exporter_stores_once_keep_the_names_of_both_layers(tmp_path):
+    """Weights of untrained norms are equal: the file has them once, under the name of the first."""
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8)).eval()
+    torch.onnx.export(model, (torch.rand(2, 8),), tmp_path / "n.onnx", dynamo=True, verbose=False, external_data=False)
+    graph = capture(load_model(tmp_path / "n.onnx"), (torch.rand(2, 8),))
+    assert [(n.layer, n.op) for n in graph.nodes] == [("0", "LayerNorm"), ("1", "Linear"), ("2", "LayerNorm")]
+
+
+@pytest.mark.parametrize("shape, ops", [((1, 4), ["Linear"]), ((4,), ["Linear"]), ((2, 4), ["Linear", "Add"])])
+def test_a_sum_with_one_row_of_constants_is_the_bias_of_a_linear_layer(shape, ops):
+    """Converters of scikit-learn write biases of shape [1, outputs]."""
+    weights = [numpy_helper.from_array(np.ones((3, 4), "f4"), "w"), numpy_helper.from_array(np.ones(shape, "f4"), "b")]
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["a"]), helper.make_node("Add", ["a", "b"], ["y"])]
+    infos = [helper.make_tensor_value_info(n, 1, s) for n, s in (("x", (2, 3)), ("y", (2, 4)))]
+    model = helper.make_model(helper.make_graph(nodes, "g", infos[:1], infos[1:], weights))
+    assert [n.op for n in capture(load_model(model), (torch.rand(2, 3),)).nodes] == ops

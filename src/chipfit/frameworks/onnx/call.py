@@ -305,12 +305,17 @@ class OnnxCall:
 
     @property
     def origin(self) -> Origin:
-        """The layer that the node belongs to: by the names of its weights, by PyTorch's metadata, or its own name."""
+        """The layer that the node belongs to: by the names of its weights, by PyTorch's metadata, or its own name.
+
+        PyTorch stores equal weights once, under the name of the first layer: a weight of another module does not count.
+        """
         known = self.builder.model.graph.initializers
         weights = [v.name or "" for v in self.node.inputs if v is not None and v.name in known]
         path = next((w.rpartition(".")[0] for w in weights if w.endswith((".weight", ".bias", ".running_mean"))), None)
-        if path is None and (scopes := self.node.metadata_props.get("pkg.torch.onnx.name_scopes")):
-            path = _scope(scopes)
+        scopes = self.node.metadata_props.get("pkg.torch.onnx.name_scopes")
+        scope = None if scopes is None else _scope(scopes)
+        if scope is not None and (path is None or not f"{path}.".startswith(f"{scope}." if scope else "")):
+            path = scope
         return Origin(self.node.name or "" if path is None else path, self.node.op_type)
 
     def emit(self, op: str, inputs: Sequence[Operand | None], **attrs: Any) -> Operand:

@@ -308,8 +308,12 @@ class _Layers:
             bias = next(i for i in n.inputs if i is not None and i in self.graph.weights)
             channels, *behind = self.graph.shape(layer.weight)
             shape = (channels,) if kind == "linear" else (1, channels, *(1 for _ in behind[1:]))
-            given = self.graph.shape(bias)
-            if given == shape or (kind == "conv" and given == shape[1:]):
+            given, rank = self.graph.shape(bias), len(self.graph.shape(layer.output))
+            rows = kind == "linear" and given == (
+                *(1 for _ in given[1:]),
+                channels,
+            )
+            if (rows and len(given) <= rank) or given == shape or (kind == "conv" and given == shape[1:]):
                 if len(given) > 1:
                     bias = self.flat(bias)
                 yield n, layer.with_(name=n.name, inputs=(*layer.inputs, bias), outputs=n.outputs)
