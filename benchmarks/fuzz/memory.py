@@ -64,7 +64,27 @@ _LETTERS = {
     "u": torch.uint8,
     "b": torch.bool,
 }
-_INTEGERS = 0, 1, -1, 2, 3, 5, 7, 64, 1000, -2, -7, 1 << 16, 2**31 - 1, 2**31, -(2**31), 1 << 40, 1 << 62, -(1 << 62)
+_INTEGERS = (
+    0,
+    1,
+    -1,
+    2,
+    3,
+    5,
+    7,
+    64,
+    1000,
+    -2,
+    -7,
+    1 << 16,
+    2**31 - 1,
+    2**31,
+    -(2**31),
+    1 << 40,
+    1 << 62,
+    -(1 << 62),
+    -(1 << 63),
+)
 _REALS = 0.0, -1.0, 0.5, 2.0, 1e-30, 1e30, float("inf"), float("-inf"), float("nan")
 _WORDS = "sum", "mean", "prod", "amax", "reflect", "constant", "circular", "replicate", "tanh", "floor", "none"
 
@@ -240,7 +260,7 @@ def _other(random: Random, x: Any) -> Any:
     if isinstance(x, bool):
         return not x
     if isinstance(x, int):
-        return random.choice(_INTEGERS)
+        return random.choice((*_INTEGERS, x + (1 << random.randrange(30, 63))))
     if isinstance(x, float):
         return random.choice(_REALS)
     if isinstance(x, str):
@@ -267,6 +287,8 @@ def _other_tensor(random: Random, x: Operand) -> Operand:
     if x.dtype in (torch.bool, torch.complex64):
         return replace(x, values=(True, False, True))
     values = list(x.values or [1 if exact else 0.5])
+    if x.dtype is torch.int64 and how == 6:  # four such numbers add up to what they did, in 64 bits
+        return replace(x, values=tuple(v + (1 << 62) if abs(v) < 1 << 62 else v for v in values))
     values[random.randrange(len(values))] = random.choice(_INTEGERS if exact else _REALS)
     bits = 8 * x.dtype.itemsize - 1
     least, most = (0, (2 << bits) - 1) if x.dtype is torch.uint8 else (-(1 << bits), (1 << bits) - 1)

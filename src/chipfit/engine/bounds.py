@@ -18,7 +18,7 @@ from chipfit.errors import OutOfBoundsError
 MOST_ELEMENTS, LARGEST = 1 << 31, 1 << 62
 #: arguments whose integers are sizes of the result, or factors of its sizes
 _SIZES = frozenset(
-    "size output_size repeats sizes dims n m row col steps num_classes window_length output_shape".split()
+    "size output_size repeats sizes shape dims n m row col steps num_classes window_length output_shape".split()
 )
 #: arguments that count results or steps -> greatest integer in them
 _COUNTS = {"chunks": 1 << 16, "sections": 1 << 16, "r": 64, "padding": 1 << 24, "kernel_size": 1 << 24}
@@ -133,6 +133,40 @@ def _batch_norm(a: Arguments) -> str:
     return "" if x.is_floating_point() and len(types) < 2 and types <= {x.dtype, torch.float32} else f"types {types}"
 
 
+@check_of("native_group_norm")
+def _group_norm(a: Arguments) -> str:
+    """Check the sizes, whose product torch computes in 64 bits."""
+    x, sizes = a["input"], [a["N"], a["C"], a["HxW"]]
+    return "" if min(sizes) >= 0 and math.prod(sizes) == x.numel() else f"N, C and HxW are {sizes} of {list(x.shape)}"
+
+
+@check_of("repeat_interleave")
+def _repeated(a: Arguments) -> str:
+    """Check the number of results, which torch adds up in 64 bits."""
+    repeats = a.get("repeats")
+    if not isinstance(repeats, torch.Tensor) or repeats.dtype not in (torch.int64, torch.int32):
+        return ""  # an integer, or refused by torch
+    with _disable_current_modes(), torch.no_grad():
+        numbers = _numbers(repeats)
+        total = float(numbers.double().sum()) if numbers is not None else 0.0
+        return f"repeats add up to {total:.3g}" if total > MOST_ELEMENTS else ""
+
+
+@check_of("div divide")
+def _divided(a: Arguments) -> str:
+    """Check integers that are divided with rounding towards zero: processors trap on the least one by -1."""
+    operands = [a["self"], a["other"]]
+    dtype = torch.result_type(*operands)
+    if a.get("rounding_mode", "trunc") != "trunc" or dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
+        return ""
+    with _disable_current_modes(), torch.no_grad():
+        numbers = [_numbers(x) if isinstance(x, torch.Tensor) else torch.tensor(x) for x in operands]
+        if any(x is None for x in numbers):
+            return ""
+        traps = (numbers[0] == torch.iinfo(dtype).min).any() and (numbers[1] == -1).any()
+        return f"the least integer of {dtype} is divided by -1" if traps else ""
+
+
 @check_of("_fft_c2c _fft_r2c _fft_c2r")
 def _fft(a: Arguments) -> str:
     x, axes = a["self"], list(a["dim"])
@@ -219,6 +253,10 @@ def _bags(a: Arguments) -> str:
     indices, offsets, scales = a["indices"], a["offsets"], a.get("per_sample_weights")
     if indices.dim() != 1 or offsets.dim() != 1 or a.get("mode") not in (0, 1, 2):
         return f"indices have {indices.dim()} axes, offsets {offsets.dim()}, and the mode is {a.get('mode')}"
+    if not {indices.dtype, offsets.dtype} <= {torch.int32, torch.int64}:
+        return f"indices are {indices.dtype}, and offsets {offsets.dtype}"
+    if a.get("include_last_offset") and len(offsets) < 2:
+        return f"the end of the last bag is included in {len(offsets)} offsets"
     if scales is not None and (scales.shape != indices.shape or scales.dtype != a["weight"].dtype):
         return "per_sample_weights do not fit the indices"
     with _disable_current_modes(), torch.no_grad():
@@ -258,11 +296,26 @@ def _regions(a: Arguments) -> str:
         if numbers is None or not numbers.numel():
             return ""
         inside = (numbers[:, 0] >= 0) & (numbers[:, 0] < x.shape[0]) & (numbers.abs() < 1e6).all(1)
-        return "" if bool(inside.all()) else f"a region is outside of the {x.shape[0]} images, or has no numbers"
+        if not bool(inside.all()):
+            return f"a region is outside of the {x.shape[0]} images, or has no numbers"
+        return _fault_of_samples(a, numbers)
+
+
+def _fault_of_samples(a: Arguments, rois: torch.Tensor) -> str:
+    """Check the number of points that are read of a region, which torchvision computes in 32 bits."""
+    bins, scale = (a["pooled_height"], a["pooled_width"]), float(a["spatial_scale"])
+    if min(bins) < 1 or not 0 <= scale < 1e6:
+        return f"the scale is {scale}, and the bins are {list(bins)}"
+    largest = (rois[:, 1:].abs().amax().item() * scale * 2 + 1) if len(rois) else 0.0
+    points = [max(a.get("sampling_ratio") or 0, largest / b + 1, 1) * b for b in bins]
+    return f"{math.prod(points):.3g} points are read of a region" if math.prod(points) >= MOST_ELEMENTS else ""
 
 
 @check_of("deform_conv2d")
 def _deformed(a: Arguments) -> str:
+    groups = [a[k] for k in ("groups", "offset_groups") if k in a]
+    if any(g < 1 for g in groups):
+        return f"the numbers of groups are {groups}"
     with _disable_current_modes(), torch.no_grad():
         numbers = _numbers(a["offset"])
         far = numbers is not None and numbers.numel() > 0 and not bool((numbers.abs() < 1e6).all())
