@@ -1,5 +1,6 @@
 """Parts that the readers of quantized files share."""
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,14 @@ from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.grids import Grid, all_codes
 from chipfit.quantizers.stored import Stored
 
+#: endings by which the files that are written here name copies of a tensor: numbered, transposed, in float
+_COPY = re.compile(r"(_t\d+)?(/float)?(_t\d+)?(_\d+)?$")
+
+
+def original_of(name: str) -> str:
+    """Return the name of the tensor that a tensor of a file is a copy of; its own name if it is none."""
+    return _COPY.sub("", name)
+
 
 @dataclass(frozen=True)
 class QuantizedFile:
@@ -20,6 +29,8 @@ class QuantizedFile:
     plan: Plan  #: formats, scales and zero points of the file
     content: bytes  #: a file that computes the same, whose tensors have the names of the graph
     given: bytes = b""  #: the file itself, where `content` is another network
+    #: operator and name of nodes that quantize at run time what no tensor holds, such as the state of an LSTM
+    not_simulated: tuple[tuple[str, str], ...] = ()
 
 
 def stored_as(

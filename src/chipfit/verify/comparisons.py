@@ -1,7 +1,6 @@
 """Comparisons of single tensors: device against simulation, output against simulation, file against plan."""
 
 import itertools
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from chipfit.export import FileTensor
+from chipfit.frameworks.quantized import original_of
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 from chipfit.quantizers.stored import Stored
@@ -245,7 +245,7 @@ def by_tensor(names: Collection[str], stored: Mapping[str, FileTensor]) -> dict[
     """Group the tensors of a file by the plan's names: a tensor, its float side, and copies (numbered, transposed)."""
     groups: dict[str, list[FileTensor]] = {}
     for name in sorted(stored, key=len):
-        own = name if name in names else re.sub(r"(_t\d+)?(/float)?(_t\d+)?(_\d+)?$", "", name)
+        own = name if name in names else original_of(name)
         groups.setdefault(own, []).append(stored[name])
     return groups
 

@@ -1,4 +1,4 @@
-"""Fused operators of integers that ONNX Runtime's quantizer makes: their weights are read as floats."""
+"""Fused operators of integers that ONNX Runtime's quantizer makes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from onnx import helper, numpy_helper
 
 import chipfit
 from chipfit.engine.run import run
-from chipfit.errors import CaptureError
+from chipfit.errors import UnsupportedError
 from chipfit.frameworks.onnx.capture import capture
+from chipfit.verify import verify
+from chipfit.verify.file import read_quantized
 
 onnxruntime_quantization = pytest.importorskip("onnxruntime.quantization")
 
@@ -61,8 +63,6 @@ def quantized(path, per_channel):
 def test_a_file_of_onnx_runtimes_quantizer_is_quantized_again(tmp_path, make, kind, shape, per_channel):
     file = quantized(make(tmp_path / "net.onnx"), per_channel)
     assert kind in {n.op_type for n in onnx.load(file).graph.node}
-    with pytest.raises(CaptureError, match=rf"{kind} has no reader.*--requantize"):
-        chipfit.verify_file(file, [torch.zeros(shape)])
     model, x = chipfit.load_model(file, requantize=True), 2 * drawn(*shape, seed=5)
     want = ort.InferenceSession(file, providers=["CPUExecutionProvider"]).run(None, {"x": x})[0]
     exact = ort.InferenceSession(tmp_path / "net.onnx", providers=["CPUExecutionProvider"]).run(None, {"x": x})[0]
@@ -73,3 +73,72 @@ def test_a_file_of_onnx_runtimes_quantizer_is_quantized_again(tmp_path, make, ki
     data = [torch.from_numpy(drawn(*shape, seed=k)) for k in range(4)]
     result = chipfit.quantize(model, data, platform="tflite_int8", progress=False)
     assert result.verify(data[:1]).exact
+
+
+def embedding(path):
+    rows = {"words": drawn(20, 16), "places": drawn(8, 16, seed=1), "kinds": drawn(2, 16, seed=2)}
+    weights = rows | {"gamma": np.ones(16, "f4"), "beta": drawn(16, seed=3), "w": drawn(16, 48), "b": drawn(48, seed=4)}
+    first, second = (
+        helper.make_node("EmbedLayerNormalization", ["ids", "kind", *[*weights][:5], "mask"], ["e", "counts"], "e"),
+        helper.make_node("Attention", ["e", "w", "b", "counts"], ["y"], "a", num_heads=4),
+    )
+    first.domain = second.domain = "com.microsoft"
+    ends = [dict.fromkeys(("ids", "kind", "mask"), ("batch", 5)), {"y": ("batch", 5, 16)}]
+    saved(path, [first, second], weights, ends, ("", "com.microsoft"))
+    model = onnx.load(path)
+    for v in model.graph.input:
+        v.type.tensor_type.elem_type = onnx.TensorProto.INT32
+    onnx.save(model, path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["QInt8", "QUInt8"])
+@pytest.mark.parametrize("make", [attention, embedding])
+def test_attention_of_integers_is_shown_and_computes_the_simulated_numbers(tmp_path, make, kind):
+    out = tmp_path / "quantized.onnx"
+    kind = getattr(onnxruntime_quantization.QuantType, kind)
+    onnxruntime_quantization.quantize_dynamic(str(make(tmp_path / "net.onnx")), str(out), weight_type=kind)
+    ids = torch.randint(0, 20, (3, 5), generator=torch.Generator().manual_seed(0)).int()
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0]]).int()
+    tokens = {"ids": ids, "kind": torch.zeros_like(ids), "mask": mask}
+    x = {"x": torch.from_numpy(drawn(1, 5, 16))} if make is attention else tokens
+    plan = read_quantized(out)[0].plan
+    held = [t.stored.format for t in plan.tensors.values()]  # tables are uint8 in any case
+    assert held[-1] == ("int8" if "QInt8" in str(kind) else "uint8") and len(held) == (1 if make is attention else 5)
+    check = chipfit.verify_file(out, [x])
+    assert check.exact and not check.warnings and len(check.held) == len(plan.tensors), str(check)
+
+
+@pytest.mark.parametrize("directions", [1, 2])
+def test_an_lstm_that_quantizes_its_state_is_shown_and_not_simulated(tmp_path, directions):
+    file = quantized(lstm(tmp_path / "net.onnx", directions), directions == 2)
+    plan = read_quantized(file)[0].plan
+    assert sum(t.role == "weight" for t in plan.tensors.values()) == 2 * directions
+    assert all(t.stored.format == "int8" for t in plan.tensors.values())
+    assert any("at run time" in n.why for n in plan.nodes.values() if n.op == "LSTM")
+    with pytest.raises(UnsupportedError, match=r"DynamicQuantizeLSTM quantizes its state.*chipfit explain"):
+        chipfit.verify_file(file, [torch.zeros(10, 1, 6)])
+
+
+@pytest.mark.parametrize("directions", [1, 2])
+def test_the_parts_of_one_constant_that_an_lstm_reads_are_compared(tmp_path, directions):
+    """A bias of both products, and weights of both directions, are one constant of the file each."""
+    file, x = lstm(tmp_path / "net.onnx", directions), [drawn(10, 1, 6, seed=k) for k in range(3)]
+
+    class Reader(onnxruntime_quantization.CalibrationDataReader):
+        rows = iter([{"x": r} for r in x])
+
+        def get_next(self):
+            return next(self.rows, None)
+
+    out = tmp_path / "qdq.onnx"
+    options = {"op_types_to_quantize": ["LSTM"], "quant_format": onnxruntime_quantization.QuantFormat.QDQ}
+    onnxruntime_quantization.quantize_static(str(file), str(out), Reader(), **options)
+    check = chipfit.verify_file(out, [torch.from_numpy(x[0])])
+    assert check.exact and sum(h.elements > 0 for h in check.held) == 4 * directions, str(check)
+    found, platform = read_quantized(out)  # a negative control: the simulation holds what the file does not
+    bias = next(k for k, t in found.plan.tensors.items() if t.role == "bias")
+    found.graph.weights[bias][3] += 10 * float(found.plan.tensors[bias].scale.max())
+    out.write_bytes(found.content)
+    check = verify(found.graph, found.plan, platform, [torch.from_numpy(x[0])], path=out)
+    assert any(bias in d for d in check.departures)

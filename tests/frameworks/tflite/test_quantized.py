@@ -15,6 +15,8 @@ from tests.build import sequential
 from tests.frameworks.tflite.test_read import float_file
 
 pytest.importorskip("ai_edge_litert")
+import flatbuffers
+from ai_edge_litert import schema_py_generated as schema
 from ai_edge_litert.interpreter import Interpreter
 
 from chipfit.frameworks.tflite.model import TfliteModel
@@ -123,6 +125,23 @@ def written(tmp_path, **options):
     data = [torch.randn(8, 3, 12, 10) for _ in range(3)]
     result = chipfit.quantize(model, data, platform="tflite_int8", progress=False)
     return result.export(tmp_path / "m.tflite", **options), data[0].permute(0, 2, 3, 1)
+
+
+def test_names_of_constants_do_not_decide_what_they_are(tmp_path):
+    file, x = written(tmp_path)
+    table = schema.ModelT.InitFromObj(schema.Model.GetRootAs(file.read_bytes(), 0))
+    tensors = table.subgraphs[0].tensors
+    sums = [t for t in tensors if t.type == schema.TensorType.INT32 and t.quantization]
+    sizes = [t for t in tensors if t.type == schema.TensorType.INT32 and not t.quantization]
+    assert len(sums) == 2 and sizes
+    for names, found in (("Const Const_2_3", sums), ("Const_1 Const_t1 Const_7", sizes)):
+        for name, t in zip(names.split(), found, strict=False):
+            t.name = name.encode()
+    builder = flatbuffers.Builder(1 << 16)
+    builder.Finish(table.Pack(builder), file_identifier=b"TFL3")
+    (tmp_path / "named.tflite").write_bytes(builder.Output())
+    found = chipfit.verify_file(tmp_path / "named.tflite", [x])
+    assert found.exact and found.integers, str(found)
 
 
 @pytest.mark.parametrize("io", ["float", "int8"])

@@ -1,5 +1,6 @@
 """Read back the quantized tensors of a QDQ ONNX file: constants, scales and zero points."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import onnx
 from onnx import numpy_helper
 
 from chipfit.export import FileTensor
-from chipfit.frameworks.onnx.integers import OPTIMISED, Expansion, NormalForm, from_bytes
+from chipfit.frameworks.onnx.integers import OPTIMISED, PARTS, Expansion, NormalForm, from_bytes
 
 _UNKNOWN = np.array(np.nan)  #: a scale that is no constant
 
@@ -60,6 +61,13 @@ def _of_normal_form(model: onnx.ModelProto, form: NormalForm) -> dict[str, FileT
         held[c.name] = FileTensor(c.integers, [(c.numbers.scale, c.numbers.zero.astype(np.float64))])
     floats = (t for t in model.graph.initializer if t.name.endswith("/float"))
     held |= {t.name: FileTensor(numpy_helper.to_array(t), []) for t in floats}
+    parts = json.loads(next((p.value for p in model.metadata_props if p.key == PARTS), "{}"))
+    everything = {t.name: t for t in model.graph.initializer}
+    for name, (tensor, start, stop) in parts.items():
+        array = numpy_helper.to_array(everything[tensor])
+        values = array.reshape(-1)[start:stop]
+        values = values.reshape(array.shape[1:]) if values.size == array[0].size else values
+        held[name] = FileTensor(values if array.dtype.kind == "f" else _integers(values), [])
     return {k.removesuffix("_q"): t for k, t in held.items()}
 
 

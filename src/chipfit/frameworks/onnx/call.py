@@ -83,6 +83,7 @@ class OnnxGraphBuilder(GraphBuilder):
         self.batch: tuple[int, ...] = ()  #: number of samples by variant
         self.fixed = 0  #: the batch size that the model declares, although it is read with an open one
         self.made: dict[tuple[str, str], str] = {}  #: (initialiser, form) -> the weight of the Graph
+        self.changes: dict[str, Callable[[Any], Any]] = {}  #: weight -> what its initialiser went through
 
     def input(self, name: str, metas: Sequence[torch.Tensor]) -> Operand:
         """Add an input of the graph."""
@@ -135,6 +136,8 @@ class OnnxGraphBuilder(GraphBuilder):
             self.graph.trainable.add(name)
         if operand.source:
             self.made[key] = name
+        if change is not None and not operand.change:
+            self.changes[name] = change
         return name
 
 

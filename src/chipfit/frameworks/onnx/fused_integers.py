@@ -1,76 +1,84 @@
-"""Fused operators of ONNX Runtime with weights of integers, as the float operators that they were made from."""
+"""Readers of fused operators of ONNX Runtime with weights of integers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import helper
 
-from chipfit.errors import CaptureError
+from chipfit.frameworks.onnx.integers import Codes, Expansion, Numbers, reads_integers
 
-#: operator -> the float operator, its domain
-_FLOAT = {
-    "DynamicQuantizeLSTM": ("LSTM", ""),
-    "QAttention": ("Attention", "com.microsoft"),
-}
+#: operands of QEmbedLayerNormalization with integers
+_EMBEDDED = (2, 3, 4, 5, 6)
+# ---------------------------------------------------------------- readers
 
 
-def in_float(model: onnx.ModelProto, where: str = "") -> onnx.ModelProto:
-    """Return a model in which these operators are float ones, with the floats that their weights stand for.
+@reads_integers("QAttention")
+def _attention(e: Expansion, n: onnx.NodeProto) -> None:
+    """Read one product of integers, whose three parts are attended to in float."""
+    x, w, bias, scale, w_scale, mask, zero, w_zero, past = [*n.input, *[""] * 9][:9]
+    if past or any(n.output[1:]):
+        raise e.unread(n, "it has states")
+    if any(a.name == "do_rotary" and a.i for a in n.attribute):
+        raise e.unread(n, "it turns positions")
+    y = n.output[0]
+    product, total = e.fresh(f"{y}/product"), e.fresh(f"{y}/qkv")
+    a = x if x in e.dynamic else e.dequantized(n, x, scale, zero)
+    e.compute(n, "MatMul", [a, e.dequantized(n, w, w_scale, w_zero)], product)
+    e.nodes.append(helper.make_node("Add", [product, bias], [total], name=f"{n.name}/bias"))
+    parts = [e.fresh(f"{y}/{k}") for k in ("query", "key", "value")]
+    more: dict[str, Any] = {"num_outputs": 3} if e.opset >= 18 else {}
+    e.nodes.append(helper.make_node("Split", [total], parts, name=f"{n.name}/parts", axis=2, **more))
+    made = helper.make_node("MultiHeadAttention", [*parts, *(["", mask] if mask else [])], [y], domain=n.domain)
+    known = ("num_heads", "unidirectional", "mask_filter_value", "scale")
+    made.attribute.extend(a for a in n.attribute if a.name in known)
+    e.nodes.append(made)
 
-    Raises:
-        CaptureError: A weight, scale or zero point of them is computed or malformed.
-    """
-    if not any(n.op_type in _FLOAT and n.domain == "com.microsoft" for n in model.graph.node):
-        return model
-    reader, nodes = _Reader(model, where), list(model.graph.node)
-    del model.graph.node[:]
-    for n in nodes:
-        if n.op_type in _FLOAT and n.domain == "com.microsoft":
-            reader.replace(n)
-        model.graph.node.append(n)
-    return model
+
+@reads_integers("DynamicQuantizeLSTM")
+def _lstm(e: Expansion, n: onnx.NodeProto) -> None:
+    """Read a float LSTM with weights of integers, whose kernel quantizes its input and state at run time."""
+    ins = [*n.input, *[""] * 12]
+    weights = [_of_directions(e, n, *(ins[k] for k in at)) for at in ((1, 8, 9), (2, 10, 11))]
+    inputs = [ins[0], *weights, *ins[3:8]]
+    while not inputs[-1]:
+        inputs.pop()
+    made = helper.make_node("LSTM", inputs, n.output, name=n.name)
+    made.attribute.extend(n.attribute)
+    e.nodes.append(made)
+    e.out.runs |= dict.fromkeys(filter(None, n.output), "dynamic")
+    e.out.not_simulated.append((n.op_type, n.name or n.output[0]))
 
 
-class _Reader:
-    """The constants of a model, to which those in float are added."""
+def _of_directions(e: Expansion, n: onnx.NodeProto, name: str, scale: str, zero: str) -> str:
+    """Return the floats of a weight of an LSTM, which lies [directions, inputs, gates] as no other LSTM's does."""
+    array = e.array(name)
+    if array is None or array.ndim != 3:
+        raise e.unread(n, "its weight is computed")
+    numbers = e.numbers(n, name, scale, zero, e.kind(name))
+    count, gates = len(array), array.shape[2]
+    if numbers.scale.size not in (1, count, count * gates):
+        got, allowed = str(numbers.scale.size), f"1, {count} or {count * gates}"
+        raise e.fault(n, f"Scale of '{name}' has another shape than its directions and gates", got, allowed)
+    turned = Numbers(numbers.kind, numbers.scale, numbers.zero)  # for each direction
+    if numbers.scale.size == count * gates > 1:  # for each gate of each direction: blocks of all inputs
+        scales, zeros = (p.reshape(count, gates, 1) for p in (numbers.scale, numbers.zero))
+        turned = Numbers(numbers.kind, scales, zeros, 2, array.shape[1], numbers.ends)
+    return e.enter(Codes(name, array.astype(np.int64).transpose(0, 2, 1), turned))
 
-    def __init__(self, model: onnx.ModelProto, where: str) -> None:
-        self.graph, self.where = model.graph, where
-        self.constants = {t.name: t for t in model.graph.initializer}
 
-    def replace(self, n: onnx.NodeProto) -> None:
-        """Turn a node into the float operator."""
-        ins = [*n.input, *[""] * 20]
-        try:
-            if n.op_type == "DynamicQuantizeLSTM":  # weights lie [directions, inputs, gates], as no other LSTM's
-                w, r = (self.floats(ins[k], ins[s], ins[s + 1], (0, 2, 1)) for k, s in ((1, 8), (2, 10)))
-                inputs = [ins[0], w, r, *ins[3:8]]
-            else:
-                x = f"{n.output[0]}/input"
-                given = [i for i in (ins[0], ins[3], ins[6]) if i]
-                self.graph.node.append(helper.make_node("DequantizeLinear", given, [x]))
-                inputs = [x, self.floats(ins[1], ins[4], ins[7]), ins[2], ins[5], ins[8]]
-        except (KeyError, ValueError, TypeError) as e:
-            what = f"Weights of the operator {n.op_type} are computed or malformed: {e}"
-            raise CaptureError(what, where=f"{self.where}, '{n.name or n.output[0]}'") from e
-        while not inputs[-1]:
-            inputs.pop()
-        n.op_type, n.domain = _FLOAT[n.op_type]
-        n.input[:] = inputs
-
-    def floats(self, name: str, scale: str, zero: str, order: Sequence[int] = ()) -> str:
-        """Add the floats that the integers of a constant stand for, and return their name."""
-        held = f"{name}/float"
-        if held not in self.constants:
-            q, s = (numpy_helper.to_array(self.constants[k]) for k in (name, scale))
-            z = numpy_helper.to_array(self.constants[zero]) if zero else np.zeros((), q.dtype)
-            if q.ndim == 3:  # one scale for each direction, or for each of its gates
-                s, z = (p.reshape(len(q), 1, -1) if p.size > 1 else p.reshape(()) for p in (s, z))
-            w = (q.astype(np.int64) - z.astype(np.int64)).astype(np.float32) * s
-            w = np.ascontiguousarray(w.transpose(order) if order else w, np.float32)
-            self.constants[held] = numpy_helper.from_array(w, held)
-            self.graph.initializer.append(self.constants[held])
-        return held
+@reads_integers("QEmbedLayerNormalization")
+def _embedding(e: Expansion, n: onnx.NodeProto) -> None:
+    """Read the float operator; its tables and weights of integers have scales [8..12] and zero points [13..17]."""
+    ins = [*n.input, *[""] * 18]
+    for k in _EMBEDDED:
+        if ins[k]:
+            ins[k] = e.dequantized(n, ins[k], n.input[k + 6], n.input[k + 11])
+    inputs = ins[:8]
+    while not inputs[-1]:
+        inputs.pop()
+    made = helper.make_node("EmbedLayerNormalization", inputs, n.output, n.name, domain=n.domain)
+    made.attribute.extend(n.attribute)
+    e.nodes.append(made)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import torch
 from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
@@ -21,6 +22,8 @@ from chipfit.frameworks.onnx.live import live_nodes, reads_of
 
 #: note of a file that ONNX Runtime has optimised, which it runs as it is
 OPTIMISED = "chipfit.optimised"
+#: note of the parts of constants that operators read: {part: [constant, first element, last element + 1]}
+PARTS = "chipfit.parts"
 #: type of integers -> lowest and highest one
 ENDS = {
     "int2": (-2, 1),
@@ -42,10 +45,6 @@ _MOVES = dict.fromkeys(
 #: elements of a constant from which others are computed
 _MOST = 1 << 24
 _FROM_FLOAT = "start from the float model that it was made from"
-_WITHOUT = dict.fromkeys(
-    ("DynamicQuantizeLSTM", "QAttention"),
-    f"{_FROM_FLOAT}; or quantize the file again (--requantize), which takes the floats that its weights stand for",
-)
 _QUANTIZED = "QuantizeLinear DequantizeLinear ConvInteger MatMulInteger DynamicQuantizeLinear".split()
 
 
@@ -102,6 +101,23 @@ class Codes:
         return np.asarray(whole.astype(np.float32) * n.spread(n.scale, shape))
 
 
+def part_of(codes: Codes, change: Callable[[torch.Tensor], torch.Tensor]) -> Codes | None:
+    """Return a part of a constant with its scales; None if they lie along several axes of it.
+
+    Args:
+        change: a function of tensors, such as one that takes the first row.
+    """
+    n, shape = codes.numbers, codes.integers.shape
+    spread = (np.broadcast_to(n.spread(p, shape), shape) for p in (n.scale, n.zero))
+    integers, scale, zero = (change(torch.from_numpy(np.array(p))).numpy() for p in (codes.integers, *spread))
+    axes = [k for k in range(scale.ndim) if any((p != p.take([0], k)).any() for p in (scale, zero))]
+    if len(axes) > 1:
+        return None
+    first = tuple(slice(None) if k in axes else 0 for k in range(scale.ndim))
+    numbers = Numbers(n.kind, scale[first], zero[first], axes[0] if axes else 0, 0, n.ends)
+    return Codes(codes.name, integers, numbers)
+
+
 def _with_positive_scales(codes: Codes) -> Codes:
     """Return a constant without negative scales, which tools use in blocks: (q - z) s = ((2 z - q) - z) (-s)."""
     n, shape = codes.numbers, codes.integers.shape
@@ -127,6 +143,8 @@ class NormalForm:
     taken: dict[str, Numbers] = field(default_factory=dict)  #: output of integers -> how it is stored
     #: result of a DynamicQuantizeLinear -> attributes of the quantizer, where it is another one
     rounded: dict[str, dict[str, Any]] = field(default_factory=dict)
+    #: operator and name of nodes that quantize at run time what no tensor holds
+    not_simulated: list[tuple[str, str]] = field(default_factory=list)
 
 
 def from_bytes(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
@@ -360,7 +378,7 @@ class Expansion:
     def unread(self, n: onnx.NodeProto, why: str = "") -> CaptureError:
         what = f"The operator {n.op_type} has no reader" + (f": {why}" if why else "")
         place = f"{self.where}, '{n.name or next(iter(n.output), '')}'" if self.where else n.name
-        return CaptureError(what, where=place, hint=_WITHOUT.get(n.op_type, _FROM_FLOAT))
+        return CaptureError(what, where=place, hint=_FROM_FLOAT)
 
     # ---- pieces of the normal form
 
@@ -472,6 +490,10 @@ class Expansion:
         self.nodes.append(helper.make_node("Identity", [n.input[0]], [n.output[0]], name=n.name))
 
 
+#: enters the nodes of an operator of integers
+Reader = Callable[[Expansion, onnx.NodeProto], None]
+
+
 def _bodies(n: onnx.NodeProto) -> list[bool]:
     return [a.HasField("g") or bool(a.graphs) for a in n.attribute]
 
@@ -495,6 +517,16 @@ def _operand(n: onnx.NodeProto, k: int) -> str:
 
 
 # ---------------------------------------------------------------- readers
+
+
+def reads_integers(name: str) -> Callable[[Reader], Reader]:
+    """Register the reader of an operator of integers."""
+
+    def enter(f: Reader) -> Reader:
+        _READERS[name] = f
+        return f
+
+    return enter
 
 
 def _quantize(e: Expansion, n: onnx.NodeProto) -> None:
@@ -720,7 +752,7 @@ def _gather_in_blocks(e: Expansion, n: onnx.NodeProto) -> None:
     e.compute(n, "Gather", [e.enter(codes), n.input[1]], n.output[0], axis=0)
 
 
-_READERS: dict[str, Callable[[Expansion, onnx.NodeProto], None]] = {
+_READERS: dict[str, Reader] = {
     "QuantizeLinear": _quantize,
     "DequantizeLinear": _dequantize,
     "DynamicQuantizeLinear": _dynamic_quantize,

@@ -18,13 +18,24 @@ import onnx
 import onnx_ir as ir
 import torch
 
+import chipfit.frameworks.onnx.fused_integers  # noqa: F401 -- registers readers
 from chipfit.engine.trees import dump_call, dump_result
 from chipfit.errors import CaptureError, first_line
 from chipfit.frameworks.onnx.call import OnnxCall
-from chipfit.frameworks.onnx.integers import ENDS, OPTIMISED, Codes, Expansion, NormalForm, Numbers, is_foreign
+from chipfit.frameworks.onnx.integers import (
+    ENDS,
+    OPTIMISED,
+    PARTS,
+    Codes,
+    Expansion,
+    NormalForm,
+    Numbers,
+    is_foreign,
+    part_of,
+)
 from chipfit.frameworks.onnx.model import OnnxModel
 from chipfit.frameworks.onnx.translate import Translator
-from chipfit.frameworks.quantized import QuantizedFile, stored_as, tie_moved
+from chipfit.frameworks.quantized import QuantizedFile, original_of, stored_as, tie_moved
 from chipfit.graph.builder import Origin
 from chipfit.graph.check import check
 from chipfit.graph.edit import drop_dead
@@ -80,8 +91,11 @@ def read_quantized(model: OnnxModel, platform: str, example: Any = None) -> Quan
     computed = {o for n in optimised.graph.node for o in n.output}
     ends = _ends(form)
     onnx.helper.set_model_props(source, {"chipfit.io": ends})
-    content = _named(optimised, reading.tensor_names(computed), {OPTIMISED: "1", "chipfit.io": ends})
-    return QuantizedFile(graph, plan, content, source.SerializeToString())
+    parts, names = reading.parts, reading.tensor_names(computed)
+    names |= {tensor: f"{tensor}/whole" for tensor, *_ in parts.values()}
+    held = {part: [names[tensor], *ends_of_it] for part, (tensor, *ends_of_it) in parts.items()}
+    content = _named(optimised, names, {OPTIMISED: "1", "chipfit.io": ends, PARTS: json.dumps(held)})
+    return QuantizedFile(graph, plan, content, source.SerializeToString(), tuple(form.not_simulated))
 
 
 def _optimised(source: onnx.ModelProto, where: str) -> onnx.ModelProto:
@@ -203,6 +217,7 @@ class _Codes(Translator):
         self.tensors: dict[str, str] = {}  #: value or weight -> the tensor of its integers in the file
         self.quantizers: set[str] = set()  #: nodes that stand for a QuantizeLinear
         self.codes: dict[str, Codes] = {}  #: name of the source of a weight -> its integers
+        self.parts: dict[str, tuple[str, int, int]] = {}  #: weight -> the tensor of which it is a part, and its ends
         self.unfolded = {*unfolded}
         sources: dict[int, str] = {}
         for name, c in {**form.constants, **unfolded}.items():
@@ -310,19 +325,29 @@ class _Codes(Translator):
         for (source, _), name in self.builder.made.items():
             if source not in self.codes or name not in graph.weights:
                 continue
-            codes = self.codes[source]
+            whole, change = self.codes[source], self.builder.changes.get(name)
+            is_part = change is not None and graph.weights[name].numel() < whole.integers.size
+            codes = part_of(whole, change) if is_part and change is not None else whole
             role: Role = "bias" if name in biases else "weight"
-            found = _fitting(codes, graph.weights[name])
+            found = None if codes is None else _fitting(codes, graph.weights[name])
             if found is None:
-                self.stored[name] = TensorPlan(name=name, role=role, why=f"{codes.numbers.kind} in another order")
+                self.stored[name] = TensorPlan(name=name, role=role, why=f"{whole.numbers.kind} in another order")
                 continue
             graph.weights[name], stored = found
             self.stored[name] = TensorPlan(name=name, role=role, stored=stored, origin="the file")
-            self.tensors[name] = source if source in self.unfolded else codes.name
+            tensor = source if source in self.unfolded else whole.name
+            if is_part and change is not None:
+                places = change(torch.arange(whole.integers.size).reshape(whole.integers.shape))
+                self.parts[name] = tensor, int(places.min()), int(places.max()) + 1
+            else:
+                self.tensors[name] = tensor
 
     def _node_plan(self, n: Node) -> NodePlan:
         """Return where an operator runs, as the runtime's optimised file has it."""
         how: Any = self.runs.get(n.name, "float")
+        if how == "dynamic":
+            why = "its kernel quantizes its input and its state in each step at run time"
+            return NodePlan(name=n.name, op=n.op, layer=n.layer, exec="float", why=why)
         data = [i for i in n.inputs if i is not None and self.builder.graph.is_float(i)]
         held = [i for i in data if i in self.stored and self.stored[i].quantized]
         if how == "int" and n.op != DYNAMIC and not held:
@@ -378,7 +403,9 @@ def _named(model: onnx.ModelProto, names: dict[str, str], notes: dict[str, str])
     graph, ends = model.graph, {v.name for v in (*model.graph.input, *model.graph.output)}
     taken = {*names.values()}
     known = {o for n in graph.node for o in (*n.output, *n.input)} | {t.name for t in graph.initializer}
-    names |= {t: f"{t}/file" for t in known if t in taken and t not in names and t not in ends}
+    held = {n.removesuffix("_q").removesuffix("/float") for n in taken}
+    alike = (t for t in known if t in taken or original_of(t.removesuffix("_q")) in held)  # but no copies
+    names |= {t: f"{t}/file" for t in alike if t not in names and t not in ends}
     inner = {k: v for k, v in names.items() if k not in ends}
     for n in graph.node:
         for field in (n.input, n.output):

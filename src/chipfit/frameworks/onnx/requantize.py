@@ -4,7 +4,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from chipfit.frameworks.onnx.fused_integers import in_float
+import chipfit.frameworks.onnx.fused_integers  # noqa: F401 -- registers readers
 from chipfit.frameworks.onnx.integers import Expansion, plain
 from chipfit.frameworks.onnx.model import OnnxModel
 
@@ -17,7 +17,7 @@ def float_network(model: OnnxModel) -> OnnxModel:
     Raises:
         CaptureError: Its scales are malformed, or an operator of integers is not known.
     """
-    form = Expansion(in_float(model.proto(), model.where), model.where).run()
+    form = Expansion(model.proto(), model.where).run()
     proto, names = form.model, dict[str, str]()
     taken = {o for n in proto.graph.node for o in n.output} | {v.name for v in proto.graph.input}
     read = {i for n in proto.graph.node for i in n.input} | {v.name for v in proto.graph.output}

@@ -15,7 +15,7 @@ from ai_edge_litert import schema_py_generated as schema
 import chipfit.frameworks.tflite.recurrent  # noqa: F401 -- registers readers
 from chipfit.engine.run import first_deviation, run
 from chipfit.errors import CaptureError, DataError
-from chipfit.frameworks.quantized import QuantizedFile, stored_as, tie_moved
+from chipfit.frameworks.quantized import QuantizedFile, original_of, stored_as, tie_moved
 from chipfit.frameworks.tflite.model import WIDE, Facts, Operator, Tensor, TfliteModel
 from chipfit.frameworks.tflite.read import Call, Reading
 from chipfit.graph.check import check
@@ -217,7 +217,8 @@ class _Codes(Reading):
             if t.index not in out:
                 value = self.values.get(t.index)
                 wanted = t.name if value is None else value.name
-                out[t.index] = wanted if wanted not in taken else f"{wanted}/file_{t.index}"
+                alike = wanted in taken or (value is None and original_of(wanted) in taken)  # but no copy of it
+                out[t.index] = f"{wanted}/file_{t.index}" if alike else wanted
                 taken.add(out[t.index])
         return out
 
