@@ -54,4 +54,4 @@ def test_notes_name_batch_norms_as_the_model_does():
     model.add_module("act", nn.Tanh())
     model.add_module("norm", nn.BatchNorm2d(3))
     notes = chipfit.lint(model.eval(), torch.randn(2, 3, 4, 4), "tflite_int8").notes
-    assert "batch norm 'norm' stays: it follows Tanh, which has no weights" in notes
+    assert "batch norm 'norm' does not fold backwards: it follows Tanh, which has no weights" in notes

@@ -54,12 +54,65 @@ def test_a_batch_norm_of_the_input_folds_into_the_layer_behind_it(layers, x):
     assert ops in (["Conv2D"], ["Linear"]) and error < 1e-5
 
 
+BEHIND = {
+    "a dropout": ((nn.ReLU(), norm(4), nn.Dropout(0.5), nn.Conv2d(4, 2, 3)), "Conv2D Relu Dropout Conv2D"),
+    "a maximum": ((nn.ReLU(), norm(4), nn.MaxPool2d(2, 1, 1), nn.Conv2d(4, 2, 3)), "Conv2D Relu MaxPool Conv2D"),
+    "a mean": ((nn.ReLU(), norm(4), nn.AvgPool2d(2), nn.Conv2d(4, 2, 2)), "Conv2D Relu AvgPool Conv2D"),
+    "groups": ((nn.ReLU(), norm(4), nn.MaxPool2d(2), nn.Conv2d(4, 4, 2, groups=2)), "Conv2D Relu MaxPool Conv2D"),
+    "a flattening": (
+        (nn.ReLU(), norm(4), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 3)), "Conv2D Relu MaxPool Reshape Linear",
+    ),
+    "a mean of all": (
+        (nn.ReLU(), norm(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)),
+        "Conv2D Relu GlobalAvgPool Reshape Linear",
+    ),
+    "two of them": (
+        (nn.ReLU(), norm(4), nn.MaxPool2d(2), norm(4), nn.Flatten(), nn.Linear(36, 3)),
+        "Conv2D Relu MaxPool Reshape Linear",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("platform", ["tflite_int8", "ort_cpu"])
+@pytest.mark.parametrize("name", BEHIND)
+def test_a_batch_norm_folds_through_what_pools_or_moves_its_channels(name, platform):
+    layers, left = BEHIND[name]
+    ops, error = ops_and_error(nn.Sequential(nn.Conv2d(3, 4, 3), *layers).eval(), X, platform)
+    assert ops == left.split() and error < 1e-5
+
+
+def test_a_difference_from_an_image_folds_through_a_flattening():
+    mean = randn(3, 8, 8, seed=2) / 8
+    ops, error = ops_and_error(model_of(lambda m, x: m.f((x - mean).flatten(1)), f=nn.Linear(192, 5)), X, "tflite_int8")
+    assert ops == ["Reshape", "Linear"] and error < 1e-5
+
+
+def negative(layer: nn.Module) -> nn.Module:
+    layer.weight.data[1] = -1.0
+    return layer
+
+
+KEPT_BEHIND = {
+    "a negative factor turns a maximum round": (nn.ReLU(), negative(norm(4)), nn.MaxPool2d(2), nn.Conv2d(4, 2, 3)),
+    "a mean counts padding": (nn.ReLU(), norm(4), nn.AvgPool2d(2, padding=1), nn.Conv2d(4, 2, 3)),
+    "padding is added": (nn.ReLU(), norm(4), nn.ZeroPad2d(1), nn.Conv2d(4, 2, 3)),
+    "channels are mixed": (nn.ReLU(), norm(4), nn.PixelShuffle(2), nn.Conv2d(1, 2, 3)),
+    "it is not linear": (nn.ReLU(), norm(4), nn.ReLU(), nn.Conv2d(4, 2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", KEPT_BEHIND)
+def test_a_batch_norm_stays_before_what_it_cannot_cross(name):
+    ops, error = ops_and_error(nn.Sequential(nn.Conv2d(3, 4, 3), *KEPT_BEHIND[name]).eval(), X, "tflite_int8")
+    assert len(ops) > 4 and error < 1e-5
+
+
 KEPT = {
     "padding lies behind an addend": (lambda m, x: m.f(x + 0.3), nn.Conv2d(3, 4, 3, padding=1), "tflite_int8"),
     "channels lie far apart": (
         lambda m, x: m.f(x * torch.tensor([0.1, 1.0, 9.0]).view(3, 1, 1)), nn.Conv2d(3, 4, 3), "tflite_int8",
     ),
-    "the data lie to one side": (lambda m, x: m.f(x - 2.0), nn.Conv2d(3, 4, 3), "tflite_int8"),
+    "the data lie to one side": (lambda m, x: m.f(x - 5.0), nn.Conv2d(3, 4, 3), "tflite_int8"),
     "it is read elsewhere": (lambda m, x: m.f(x * 0.5) + (x * 0.5).sum(), nn.Conv2d(3, 4, 3), "tflite_int8"),
     "the platform subtracts in float": (lambda m, x: m.f(x - 0.3), nn.Conv2d(3, 4, 3), "ort_cpu"),
 }  # fmt: skip

@@ -97,7 +97,7 @@ SEQUENCES = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
 @pytest.mark.parametrize(
     "model, shape, why",
     [
-        (RETURNED, (2, 2, 3, 3), "stays: the output of 'conv' is also read elsewhere"),
+        (RETURNED, (2, 2, 3, 3), "does not fold backwards: the output of 'conv' is also read elsewhere"),
         (SEQUENCES, (2, 3, 3), "its channel axis is not the axis of the linear layer's outputs"),
         (nn.Sequential(nn.ReLU(), nn.BatchNorm2d(2)), (2, 2, 3, 3), "it follows Relu, which has no weights"),
         (nn.Sequential(nn.BatchNorm2d(2)), (2, 2, 3, 3), "it follows the input, which has no weights"),
@@ -171,7 +171,7 @@ def test_what_is_computed_is_not_folded(computed):
     graph.values[computed] = Value(computed, tuple(graph.weights.pop(computed).shape))
     new, notes = fold_batch_norm(graph)
     assert new.nodes == graph.nodes
-    assert notes == ["batch norm 'n' stays: a weight or statistic is computed at run time"]
+    assert notes == ["batch norm 'n' does not fold backwards: a weight or statistic is computed at run time"]
 
 
 def test_a_bias_that_another_operator_reads_stays():

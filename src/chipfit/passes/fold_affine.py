@@ -1,25 +1,30 @@
 """Fold factors and addends of channels into the linear operator that reads the result: W (k x + c) + b."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from chipfit.graph.folds import batch_norm_terms
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import TRANSPOSED, bias_or_zero, channel_axis, in_groups, is_linear, scale_inputs, with_bias
-from chipfit.passes.rewriting import Readers, Rewritten
+from chipfit.operators.table import OPS
+from chipfit.passes.rewriting import Readers, Rewritten, keeps_shift, scales_by_channel
 from chipfit.registry import register
 
 #: largest ratio of the factors of two channels: rounding a weight loses as much more where its factor is smallest
 _SPREAD = 8.0
 
-#: largest addend: where features have a deviation near 1, a greater one means that the data lie to one side of 0, and
-#: rounded weights times their mean would shift every result
-_OFF_CENTRE = 1.0
+#: largest addend: where features have a deviation near 1, a greater one means that the data lie far to one side of 0,
+#: and rounded weights times their mean would shift every result; those behind a ReLU lie 1 or 2 above it
+_OFF_CENTRE = 3.0
 #: operators that compute a step where the platform does not list it
 _PARTS = {"Div": ("Mul",), "BatchNorm": ("Mul", "Add")}
 Test = Callable[[Graph, Node], bool]
-Affine = tuple[torch.Tensor, torch.Tensor]  #: factor and addend, [] or [C] float64
+Affine = tuple[torch.Tensor, torch.Tensor]  #: factor and addend of each input channel of the layer, [] or [I] float64
+#: axis of a value -> index on it of the numbers that become each input channel of the layer, [I]; on other axes, the
+#: numbers at all indices become the same channels
+Places = Mapping[int, torch.Tensor]
 
 
 @register("pass", "fold_affine", stage="rewrite", after=("fold_batch_norm",), needs=("in_integers",))
@@ -27,9 +32,10 @@ def fold_affine(graph: Graph, in_integers: Test) -> Rewritten:
     """Fold products with constants, sums with constants and batch norms into the linear operator that alone reads them.
 
     W' = W k and b' = b + W c, for each input channel: x / 255 in front of a convolution costs neither an operator nor a
-    rounding. Padding that a convolution adds is 0 in both networks only if c is 0. Steps that the platform does not
-    compute in integers stay: it rounds their result, which may need fewer bits than their operand. So do steps whose
-    factors or addends would make the rounding of weights cost more.
+    rounding. A batch norm crosses a pool, a dropout or a flattening on its way to the linear operator. Padding that a
+    convolution adds is 0 in both networks only if c is 0. Steps that the platform does not compute in integers stay
+    where it does not compute their operand either: it rounds their result alone, which may need fewer bits than their
+    operand. So do steps whose factors or addends would make the rounding of weights cost more.
     """
     graph, notes = graph.copy(), list[str]()
     for layer in [n for n in graph.nodes if is_linear(graph, n) and n.op not in TRANSPOSED]:
@@ -39,7 +45,7 @@ def fold_affine(graph: Graph, in_integers: Test) -> Rewritten:
             continue
         w = graph.weights[layer.weight].detach()
         channels = in_groups(layer, w)
-        k, c = (v.expand(channels.shape[0] * channels.shape[2]) for v in (k, c))
+        k, c = (v.expand(_in_channels(graph, layer)) for v in (k, c))
         sums = channels.double().reshape(*channels.shape[:3], -1).sum(3)  # [g, O/g, I/g]
         bias = bias_or_zero(graph, layer) + (sums @ c.reshape(len(sums), -1, 1)).flatten()
         graph.weights[layer.weight] = scale_inputs(layer, w.double(), k).to(w.dtype)
@@ -53,36 +59,71 @@ def fold_affine(graph: Graph, in_integers: Test) -> Rewritten:
 
 
 def _steps(readers: Readers, makers: Mapping[str, Node], layer: Node, in_integers: Test) -> tuple[list[Node], Affine]:
-    """Return the steps in front of a linear operator that fold into it, and k and c of all; transpositions stay."""
-    graph, value = readers.graph, layer.data
-    rank = len(graph.shape(value))
-    axis, steps = channel_axis(layer) % rank, list[Node]()
+    """Return the steps in front of a linear operator that fold into it, and k and c of all.
+
+    Between them may be operators that move numbers, and behind factors above 0 those that pool each channel.
+    """
+    graph, value, steps, pooled = readers.graph, layer.data, list[Node](), False
+    places: Places = {channel_axis(layer) % len(graph.shape(value)): torch.arange(_in_channels(graph, layer))}
     factor, addend = torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     found: tuple[list[Node], Affine] = [], (factor, addend)
     while (n := makers.get(value)) is not None and readers.only(value) is not None:
-        if n.op == "Transpose":
-            axis, value = n.attrs["perm"][axis] % rank, n.data
+        if (before := _across(graph, n, places)) is not None:
+            places, value, pooled = before, n.data, pooled or not OPS[n.op].view
             continue
-        step, parts = _affine(graph, n, axis), [n.with_(op=op) for op in _PARTS.get(n.op, (n.op,))]
-        if step is None or not all(in_integers(graph, part) for part in parts):
+        step = _affine(graph, n, places)
+        if step is None:
+            break
+        (data,) = graph.activations(n)
+        if not (_computed(graph, n, in_integers) or _computed(graph, makers.get(data), in_integers)):
+            break
+        if pooled and not bool((step[0] > 0).all()):
             break
         factor, addend = factor * step[0], factor * step[1] + addend
         steps.append(n)
-        (value,) = graph.activations(n)
+        value = data
         if _folds(layer, factor, addend):
             found = [*steps], (factor, addend)
     return found
 
 
-def _affine(graph: Graph, n: Node, axis: int) -> Affine | None:
-    """Return k and c of a node that computes k x + c for each channel on an axis; None for others."""
-    if n.op == "BatchNorm" and axis == 1 and all(i is None or graph.is_weight(i) for i in n.inputs[1:]):
+def _computed(graph: Graph, n: Node | None, in_integers: Test) -> bool:
+    """Return whether the platform computes a node, or all its parts, in integers."""
+    return n is not None and all(in_integers(graph, n.with_(op=op)) for op in _PARTS.get(n.op, (n.op,)))
+
+
+def _across(graph: Graph, n: Node, places: Places) -> Places | None:
+    """Return the places in the data of a node that k x + c of its data crosses unchanged; None for other nodes."""
+    if n.op == "Transpose":
+        return {n.attrs["perm"][axis]: at for axis, at in places.items()}
+    if n.op == "Reshape":
+        batch, *sizes = graph.shape(n.data)
+        known = [s for s in sizes if s is not None]
+        flat = len(known) == len(sizes) and graph.shape(n.output) == (batch, math.prod(known))
+        return _unraveled(places[1], known) if flat and 1 in places else None
+    if not (scales_by_channel(n) and keeps_shift(n) and OPS[n.op].by_channel):
+        return None
+    return places if OPS[n.op].view else {axis: at for axis, at in places.items() if axis == 1}
+
+
+def _unraveled(at: torch.Tensor, sizes: Sequence[int]) -> Places:
+    """Return the indices on axes 1, 2, ... of elements that have the indices `at` behind a flattening."""
+    out = dict[int, torch.Tensor]()
+    for axis in range(len(sizes), 0, -1):
+        at, out[axis] = at // sizes[axis - 1], at % sizes[axis - 1]
+    return out
+
+
+def _affine(graph: Graph, n: Node, places: Places) -> Affine | None:
+    """Return k and c of a node that computes k x + c, by input channel of the layer; None for others."""
+    if n.op == "BatchNorm" and 1 in places and all(i is None or graph.is_weight(i) for i in n.inputs[1:]):
         k, mean, beta = batch_norm_terms(graph, n)
-        return k, beta - mean * k
+        return k[places[1]], (beta - mean * k)[places[1]]
     data = graph.activations(n)
     if n.op not in ("Add", "Sub", "Mul", "Div") or len(data) != 1 or graph.shape(data[0]) != graph.shape(n.output):
         return None
-    constant = _by_channel(graph, next((i for i in n.inputs if i != data[0]), None), len(graph.shape(data[0])), axis)
+    operand = next((i for i in n.inputs if i != data[0]), None)
+    constant = _by_channel(graph, operand, len(graph.shape(data[0])), places)
     first, one, none = n.inputs[0] == data[0], torch.ones(()).double(), torch.zeros(()).double()
     if constant is None or (n.op == "Div" and not (first and bool((constant != 0).all()))):
         return None
@@ -94,14 +135,20 @@ def _affine(graph: Graph, n: Node, axis: int) -> Affine | None:
     }[n.op]
 
 
-def _by_channel(graph: Graph, name: str | None, rank: int, axis: int) -> torch.Tensor | None:
-    """Return a constant operand, [] or [C] float64, if it differs along an axis of the data at most."""
+def _by_channel(graph: Graph, name: str | None, rank: int, places: Places) -> torch.Tensor | None:
+    """Return a constant operand, [] or [I] float64, if it has one number for each input channel of the layer."""
     if name is None or not graph.is_weight(name) or not graph.is_float(name):
         return None
     w = graph.weights[name].detach().double()
-    shape = [1] * (rank - w.dim()) + list(w.shape)
-    fits = all(size == 1 for k, size in enumerate(shape) if k != axis) and len(shape) == rank
-    return (w.reshape(-1) if w.numel() > 1 else w.reshape(())) if fits else None
+    w = w.reshape([1] * (rank - w.dim()) + list(w.shape))
+    if w.dim() != rank or any(size > 1 and axis not in places for axis, size in enumerate(w.shape)):
+        return None
+    return w[tuple(places[axis] if size > 1 else 0 for axis, size in enumerate(w.shape))]
+
+
+def _in_channels(graph: Graph, layer: Node) -> int:
+    parts = in_groups(layer, graph.weights[layer.weight])
+    return parts.shape[0] * parts.shape[2]
 
 
 def _folds(layer: Node, k: torch.Tensor, c: torch.Tensor) -> bool:

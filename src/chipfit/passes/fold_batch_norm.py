@@ -48,7 +48,7 @@ def fold_batch_norm(graph: Graph) -> Rewritten:
         new[bn.name] = None
         del graph.values[node.output]
     graph.nodes = [m for n in graph.nodes if (m := new.get(n.name, n)) is not None]
-    notes += [f"batch norm '{name}' stays: {why}" for name, why in refused.items()]
+    notes += [f"batch norm '{name}' does not fold backwards: {why}" for name, why in refused.items()]
     return Rewritten(graph, notes)
 
 

@@ -111,6 +111,13 @@ def scales_by_channel(node: Node) -> bool:
     return node.op in OPS and OPS[node.op].homogeneous and OPS[node.op].by_channel
 
 
+def keeps_shift(node: Node) -> bool:
+    """Check whether f(x + c) = f(x) + c holds."""
+    if node.op == "AvgPool":
+        return not node.attrs["count_include_pad"] or not any(p for pair in node.attrs["padding"] for p in pair)
+    return node.op in OPS and OPS[node.op].shifts
+
+
 def adds_equal_shapes(graph: Graph, node: Node) -> bool:
     """Check whether a node adds two activations of one shape."""
     data = graph.activations(node)

@@ -13,7 +13,7 @@ from chipfit.graph.edit import insert_behind, new_name, replace_node
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.graph.linear import CONVS, bias_or_zero, in_groups, with_bias
 from chipfit.operators.table import OPS
-from chipfit.passes.rewriting import Adapted, LinearReaders, Readers, Stats
+from chipfit.passes.rewriting import Adapted, LinearReaders, Readers, Stats, keeps_shift
 from chipfit.ranges.qparams import from_min_max
 from chipfit.registry import Repair, Setting, register
 
@@ -106,12 +106,6 @@ def shift_constant(fmt: Format, seen: TensorStats, ratio: float) -> tuple[float,
     if ratio <= 1 and after > before * (1 - 1e-6):
         return 0.0, f"its step of {before:.3g} would not fall"
     return after * math.ceil(-seen.low / after), ""
-
-
-def keeps_shift(node: Node) -> bool:
-    if node.op == "AvgPool":
-        return not node.attrs["count_include_pad"] or not any(p for pair in node.attrs["padding"] for p in pair)
-    return node.op in OPS and OPS[node.op].shifts
 
 
 def _why_shift_stays(ends: list[Node]) -> str:
