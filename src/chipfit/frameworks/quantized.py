@@ -29,8 +29,6 @@ class QuantizedFile:
     plan: Plan  #: formats, scales and zero points of the file
     content: bytes  #: a file that computes the same, whose tensors have the names of the graph
     given: bytes = b""  #: the file itself, where `content` is another network
-    #: operator and name of nodes that quantize at run time what no tensor holds, such as the state of an LSTM
-    not_simulated: tuple[tuple[str, str], ...] = ()
 
 
 def stored_as(

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from chipfit.calibration.data import fixed_batch_of, iterate, split_label
-from chipfit.errors import CaptureError, RuntimeUnavailable, UnsupportedError, first_line
+from chipfit.errors import CaptureError, RuntimeUnavailable, first_line
 from chipfit.files import package_data, path_of
 from chipfit.frameworks import framework_of, load, part
 from chipfit.frameworks.quantized import QuantizedFile
@@ -80,7 +80,6 @@ def verify_file(
     """
     example = data[0] if isinstance(data, (list, tuple)) and data else None
     found, chosen = read_quantized(path, platform, example)
-    _check_simulated(found, path)
     example = None if example is None else _in_numbers(example, found)
     numbers = (_in_numbers(x, found) for x in iterate(data, fixed_batch_of(found.graph)))
     suffix = path_of(path, CaptureError).suffix
@@ -98,19 +97,6 @@ def verify_file(
             itself.write_bytes(found.given)
             _compare_outputs(out, [named, itself], found.graph, example)
     return out
-
-
-def _check_simulated(found: QuantizedFile, path: Any) -> None:
-    """Check that no kernel quantizes at run time what no tensor holds.
-
-    Raises:
-        UnsupportedError: One does.
-    """
-    if found.not_simulated:
-        op, name = found.not_simulated[0]
-        what = f"The kernel of {op} quantizes its state in each step at run time, which is not simulated"
-        hint = "`chipfit explain` shows its formats; to verify, quantize the file again with --requantize"
-        raise UnsupportedError(what, where=f"{path}, '{name}'", got=f"{len(found.not_simulated)} such", hint=hint)
 
 
 def _in_numbers(batch: Any, found: QuantizedFile) -> Any:

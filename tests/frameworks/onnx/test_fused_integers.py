@@ -11,7 +11,6 @@ from onnx import helper, numpy_helper
 
 import chipfit
 from chipfit.engine.run import run
-from chipfit.errors import UnsupportedError
 from chipfit.frameworks.onnx.capture import capture
 from chipfit.verify import verify
 from chipfit.verify.file import read_quantized
@@ -109,15 +108,15 @@ def test_attention_of_integers_is_shown_and_computes_the_simulated_numbers(tmp_p
     assert check.exact and not check.warnings and len(check.held) == len(plan.tensors), str(check)
 
 
+@pytest.mark.parametrize("per_channel", [False, True])
 @pytest.mark.parametrize("directions", [1, 2])
-def test_an_lstm_that_quantizes_its_state_is_shown_and_not_simulated(tmp_path, directions):
-    file = quantized(lstm(tmp_path / "net.onnx", directions), directions == 2)
+def test_an_lstm_that_quantizes_its_state_computes_the_simulated_numbers(tmp_path, directions, per_channel):
+    file = quantized(lstm(tmp_path / "net.onnx", directions), per_channel)
     plan = read_quantized(file)[0].plan
-    assert sum(t.role == "weight" for t in plan.tensors.values()) == 2 * directions
-    assert all(t.stored.format == "int8" for t in plan.tensors.values())
-    assert any("at run time" in n.why for n in plan.nodes.values() if n.op == "LSTM")
-    with pytest.raises(UnsupportedError, match=r"DynamicQuantizeLSTM quantizes its state.*chipfit explain"):
-        chipfit.verify_file(file, [torch.zeros(10, 1, 6)])
+    assert [t.stored.format for t in plan.tensors.values()] == ["int8"] * 2 * directions
+    check = chipfit.verify_file(file, [torch.from_numpy(drawn(10, 1, 6, seed=k)) for k in range(2)])
+    assert check.exact and len(check.held) == 2 * directions, str(check)
+    assert [o.fault for o in check.outputs if o.inner] == [""]
 
 
 @pytest.mark.parametrize("directions", [1, 2])

@@ -58,7 +58,9 @@ def _of_normal_form(model: onnx.ModelProto, form: NormalForm) -> dict[str, FileT
     """Return the tensors of a file with operators of integers; as floats those that are no integers any more."""
     held = {k: FileTensor(None, [(n.scale, n.zero.astype(np.float64))]) for k, n in (form.made | form.given).items()}
     for c in form.constants.values():
-        held[c.name] = FileTensor(c.integers, [(c.numbers.scale, c.numbers.zero.astype(np.float64))])
+        numbers = (c.numbers.scale, c.numbers.zero.astype(np.float64))
+        scale, zero = (p.reshape(-1) if p.ndim > 2 else p for p in numbers)  # of gates of one direction
+        held[c.name] = FileTensor(c.integers, [(scale, zero)])
     floats = (t for t in model.graph.initializer if t.name.endswith("/float"))
     held |= {t.name: FileTensor(numpy_helper.to_array(t), []) for t in floats}
     parts = json.loads(next((p.value for p in model.metadata_props if p.key == PARTS), "{}"))

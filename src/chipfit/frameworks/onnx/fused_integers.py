@@ -39,17 +39,28 @@ def _attention(e: Expansion, n: onnx.NodeProto) -> None:
 
 @reads_integers("DynamicQuantizeLSTM")
 def _lstm(e: Expansion, n: onnx.NodeProto) -> None:
-    """Read a float LSTM with weights of integers, whose kernel quantizes its input and state at run time."""
+    """Read an LSTM of data that are quantized for all steps at once, as the graph has them: with batches first."""
     ins = [*n.input, *[""] * 12]
     weights = [_of_directions(e, n, *(ins[k] for k in at)) for at in ((1, 8, 9), (2, 10, 11))]
-    inputs = [ins[0], *weights, *ins[3:8]]
+    x = _turned(e, ins[0])
+    e.out.returned.append(e.nodes[-1])
+    q = e.fresh(f"{x}/dynamic")
+    e.nodes.append(helper.make_node("DynamicQuantizeLinear", [x], [q], name=q))
+    e.dynamic.add(q)
+    inputs = [_turned(e, q), *weights, *ins[3:8]]
     while not inputs[-1]:
         inputs.pop()
     made = helper.make_node("LSTM", inputs, n.output, name=n.name)
     made.attribute.extend(n.attribute)
     e.nodes.append(made)
-    e.out.runs |= dict.fromkeys(filter(None, n.output), "dynamic")
-    e.out.not_simulated.append((n.op_type, n.name or n.output[0]))
+    e.out.runs |= dict.fromkeys(filter(None, n.output), "int")
+
+
+def _turned(e: Expansion, x: str) -> str:
+    """Enter a tensor with steps and batches exchanged."""
+    y = e.fresh(f"{x}/turned")
+    e.nodes.append(helper.make_node("Transpose", [x], [y], name=y, perm=(1, 0, 2)))
+    return y
 
 
 def _of_directions(e: Expansion, n: onnx.NodeProto, name: str, scale: str, zero: str) -> str:

@@ -143,8 +143,8 @@ class NormalForm:
     taken: dict[str, Numbers] = field(default_factory=dict)  #: output of integers -> how it is stored
     #: result of a DynamicQuantizeLinear -> attributes of the quantizer, where it is another one
     rounded: dict[str, dict[str, Any]] = field(default_factory=dict)
-    #: operator and name of nodes that quantize at run time what no tensor holds
-    not_simulated: list[tuple[str, str]] = field(default_factory=list)
+    #: nodes to add to the file, whose results are compared with the simulation's
+    returned: list[onnx.NodeProto] = field(default_factory=list)
 
 
 def from_bytes(packed: np.ndarray, bits: int, count: int) -> np.ndarray:

@@ -79,6 +79,7 @@ def read_quantized(model: OnnxModel, platform: str, example: Any = None) -> Quan
     optimised = _separated(_optimised(source, model.where), given.constants)
     names = {n.name: n.output[0] for n in source.graph.node if n.name and n.output}
     form = Expansion(optimised, model.where, names).run()
+    optimised.graph.node.extend(form.returned)
     known = {c.name for c in form.constants.values()}
     #: weights that the runtime dequantized when it loaded the file
     unfolded = {k: c for k, c in given.constants.items() if k not in form.constants and c.name not in known}
@@ -95,7 +96,7 @@ def read_quantized(model: OnnxModel, platform: str, example: Any = None) -> Quan
     names |= {tensor: f"{tensor}/whole" for tensor, *_ in parts.values()}
     held = {part: [names[tensor], *ends_of_it] for part, (tensor, *ends_of_it) in parts.items()}
     content = _named(optimised, names, {OPTIMISED: "1", "chipfit.io": ends, PARTS: json.dumps(held)})
-    return QuantizedFile(graph, plan, content, source.SerializeToString(), tuple(form.not_simulated))
+    return QuantizedFile(graph, plan, content, source.SerializeToString())
 
 
 def _optimised(source: onnx.ModelProto, where: str) -> onnx.ModelProto:
@@ -326,8 +327,8 @@ class _Codes(Translator):
             if source not in self.codes or name not in graph.weights:
                 continue
             whole, change = self.codes[source], self.builder.changes.get(name)
-            is_part = change is not None and graph.weights[name].numel() < whole.integers.size
-            codes = part_of(whole, change) if is_part and change is not None else whole
+            alike = change is None or graph.weights[name].dim() == whole.integers.ndim
+            codes = whole if change is None or alike else part_of(whole, change)
             role: Role = "bias" if name in biases else "weight"
             found = None if codes is None else _fitting(codes, graph.weights[name])
             if found is None:
@@ -336,7 +337,7 @@ class _Codes(Translator):
             graph.weights[name], stored = found
             self.stored[name] = TensorPlan(name=name, role=role, stored=stored, origin="the file")
             tensor = source if source in self.unfolded else whole.name
-            if is_part and change is not None:
+            if change is not None and graph.weights[name].numel() < whole.integers.size:
                 places = change(torch.arange(whole.integers.size).reshape(whole.integers.shape))
                 self.parts[name] = tensor, int(places.min()), int(places.max()) + 1
             else:
@@ -345,9 +346,6 @@ class _Codes(Translator):
     def _node_plan(self, n: Node) -> NodePlan:
         """Return where an operator runs, as the runtime's optimised file has it."""
         how: Any = self.runs.get(n.name, "float")
-        if how == "dynamic":
-            why = "its kernel quantizes its input and its state in each step at run time"
-            return NodePlan(name=n.name, op=n.op, layer=n.layer, exec="float", why=why)
         data = [i for i in n.inputs if i is not None and self.builder.graph.is_float(i)]
         held = [i for i in data if i in self.stored and self.stored[i].quantized]
         if how == "int" and n.op != DYNAMIC and not held:

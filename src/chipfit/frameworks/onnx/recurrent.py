@@ -29,7 +29,7 @@ def _recurrent(c: OnnxCall) -> Any:
         raise Unreadable
     op, batch_first = c.node.op_type, bool(c.attr("layout"))
     directions = {"forward": [False], "reverse": [True], "bidirectional": [False, True]}[c.attr("direction")]
-    x = c.operand(0) if batch_first else c.step("Transpose", [c.operand(0)], perm=(1, 0, 2))
+    x = c.operand(0) if batch_first else _turned(c, c.operand(0))
     made = []
     for k, reverse in enumerate(directions):
         attrs = {**_attributes(c, k, len(directions)), "reverse": reverse}
@@ -40,6 +40,15 @@ def _recurrent(c: OnnxCall) -> Any:
         y = tuple(c.step("Transpose", [i], perm=(1, 0, 2)) for i in y)
     results = [_joined(c, y, 2 if batch_first else 1), *(_joined(c, i, 1 if batch_first else 0) for i in last)]
     return results[: len(c.outputs)]
+
+
+def _turned(c: OnnxCall, x: Operand) -> Operand:
+    """Return data with batches first; where a node has turned them before, its operand."""
+    order = (1, 0, 2)
+    maker = next((n for n in c.builder.graph.nodes if n.output == x.name and n.op == "Transpose"), None)
+    if maker is None or maker.attrs["perm"] != order:
+        return c.step("Transpose", [x], perm=order)
+    return Operand(tuple(m.permute(order) for m in x.metas), maker.data)
 
 
 def _attributes(c: OnnxCall, k: int, count: int) -> dict[str, Any]:
