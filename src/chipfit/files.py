@@ -154,6 +154,21 @@ def check_replaceable(
         raise refusal(message, hint="choose a new directory, or remove it yourself")
 
 
+def check_writable(directory: Path) -> None:
+    """Check that a folder can be made at a path, before long work is done for its content.
+
+    Raises:
+        ExportError: the disk refuses it.
+    """
+    target = Path(os.path.realpath(directory))
+    there = next(p for p in target.parents if os.path.lexists(p))
+    with (
+        _typed(directory, ExportError, "The folder cannot be written", kinds=(OSError,)),
+        locked_temporary(there, folder=True),
+    ):
+        pass
+
+
 def why_not_replaceable(folder: Path) -> str:
     """Return why a path may not be replaced; "" if it is free, an empty folder, or a folder that chipfit wrote."""
     if not os.path.lexists(folder):

@@ -230,3 +230,15 @@ def test_a_model_that_adds_the_batch_itself_takes_single_images():
     assert torch.allclose(result.model(X[0]), NET(X[:1]), atol=0.01)
     with pytest.raises(DataError, match="one sample"):
         quantized(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval(), [X[0], X[1]], "ort_cpu")
+
+
+def test_data_of_another_model_are_told_from_a_sample_without_a_batch():
+    model = nn.Sequential(nn.Conv1d(40, 8, 3), nn.ReLU()).eval()
+    wanted = "these data have 2 axes, and the model takes 3: are they of another model"
+    with pytest.raises(DataError, match=wanted):
+        chipfit.quantize(model, [torch.randn(16, 13)], progress=False)
+    with pytest.raises(DataError, match="this is one sample"):
+        chipfit.quantize(model, [torch.randn(40, 13)], progress=False)
+    result = chipfit.quantize(model, [torch.randn(4, 40, 13)], progress=False)
+    with pytest.raises(DataError, match=wanted):
+        result.verify([torch.randn(16, 13)])

@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import chipfit
 from chipfit.cli import app as command_line
@@ -86,6 +87,9 @@ def test_a_tflite_file_is_quantized_explained_and_verified(folder):
     both = ("--platform", "tflite_int8")
     succeed("quantize", f"{MINE}:net", "--data", "d.npz", *both, "--out", "first")
     assert "int8" in succeed("explain", "first/model.tflite")
+    layer = succeed("explain", "first/model.tflite", "Conv2D")
+    assert layer.startswith("Conv2D 'relu': runs in integers") and "weight 0.weight" in layer and "Linear" not in layer
+    assert "did you mean" in fail("explain", "first/model.tflite", "Conv2")
     assert "0 of" in succeed("verify", "first/model.tflite", "--data", "nhwc.npz")
     again = ("quantize", "first/model.tflite", "--data", "nhwc.npz", *both, "--out", "second")
     assert "quantized already" in fail(*again)
@@ -160,6 +164,8 @@ def test_platforms_check_reports_every_problem_with_its_line(folder, panels):
     ("args", "words"),
     [
         ("quantize nothing.pt2 --data d.npz", "does not exist"),
+        ("verify nothing --data d.npz", "does not exist"),
+        ("compare d.npy d.npz", "Try: d.npz"),
         ("quantize nomodule:net --data d.npz", "cannot be imported"),
         ("quantize what --data d.npz", "module:factory"),
         ("quantize MOD:net --data missing.npz", "cannot be read"),
@@ -169,7 +175,7 @@ def test_platforms_check_reports_every_problem_with_its_line(folder, panels):
         ("quantize nomodule:net --data d.npz --format onxn", "no file format named '.onxn'"),
         ("lint MOD:net --input-shape 1,x", "positive integers"),
         ("verify nowhere --data d.npz", "nowhere"),
-        ("verify nothing --data d.npz --report found.pdf", "The form of the report"),
+        ("verify d.npz --data d.npz --report found.pdf", "The form of the report"),
     ],
 )
 def test_a_mistake_is_a_typed_error(folder, args, words):
@@ -226,6 +232,20 @@ def test_every_screen_fits_80_columns_without_cutting_text(folder):
         assert "…" not in done.output, words
     wide = command("explain", "o", "*", columns=300).output
     assert max(map(len, wide.splitlines())) > 100  # a wide terminal is used
+
+
+@pytest.mark.parametrize("words", ["quantize n.onnx --platform tflite_i", "platforms show tflite_i"])
+def test_the_shell_completes_names_of_platforms(words):
+    count = str(len(words.split()))
+    env = {"_CHIPFIT_COMPLETE": "complete_bash", "COMP_WORDS": f"chipfit {words}", "COMP_CWORD": count}
+    done = CliRunner().invoke(command_line.app, [], prog_name="chipfit", env=env)
+    assert done.output.split() == ["tflite_int16x8", "tflite_int8"]
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_the_model_is_loaded(folder):
+    (folder / "file").write_text("")
+    assert "The folder cannot be written" in fail("quantize", "nomodule:net", "--data", "d.npz", "--out", "file/out")
+    assert sorted(p.name for p in folder.iterdir()) == ["d.npz", "file"]
 
 
 def test_without_a_terminal_lines_are_not_wrapped(folder, monkeypatch):

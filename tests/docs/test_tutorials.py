@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from chipfit.cli.app import app
+from chipfit.cli.output import EXAMPLES
 
 ROOT = Path(__file__).parents[2]
 TOOLS = runpy.run_path(str(ROOT / "docs/captures.py"))
@@ -27,6 +28,26 @@ def test_the_commands_of_the_tutorial_run_in_their_order(tmp_path, monkeypatch, 
         done = CliRunner().invoke(app, command.split()[1:])
         assert done.exit_code == 0, f"{command}\n{done.output}"
     assert {"fitted", "mixed", "both.html"} <= {p.name for p in tmp_path.iterdir()}
+
+
+def test_the_examples_of_help_run_in_their_order(tmp_path, monkeypatch, drop_ins):
+    TOOLS["prepare"](tmp_path)
+    (tmp_path / "test.npz").rename(tmp_path / "train.npz")
+    (tmp_path / "test.npz").write_bytes((tmp_path / "train.npz").read_bytes())
+    monkeypatch.chdir(tmp_path)
+    for name, lines in EXAMPLES.items():
+        assert all(line.startswith(f"chipfit {name}") for line in lines)
+        for line in lines if not name.startswith(("bench", "demo")) else ():
+            done = CliRunner().invoke(app, line.split()[1:])
+            assert done.exit_code == 0, f"{line}\n{done.output}\n{done.exception}"
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_help_shows_examples_whose_options_exist(name):
+    shown = " ".join(CliRunner().invoke(app, [*name.split(), "--help"], env={"COLUMNS": "200"}).output.split())
+    for line in EXAMPLES[name]:
+        assert line in shown
+        assert {w for w in line.split() if w.startswith("--")} <= set(re.findall(r"--[a-z-]+", shown))
 
 
 @pytest.mark.parametrize("file", CAPTURES, ids=lambda p: p.stem)

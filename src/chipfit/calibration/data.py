@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from chipfit.calibration.input_errors import LABELS, fixed_batch, wrong_layout
+from chipfit.calibration.input_errors import LABELS, axes_differ, fixed_batch, wrong_layout
 from chipfit.calibration.signature import expected_inputs, is_optional, names_label
 from chipfit.engine.memory import memory_errors
 from chipfit.engine.trees import batch_axes, flatten_inputs
@@ -328,6 +328,8 @@ def _fit(graph: Graph, name: str, x: Any, batch: Any) -> torch.Tensor:
         sizes = [d or ("any" if k else "batch") for k, d in enumerate(want.shape)]
         empty = "an axis of size 0 holds nothing: leave such batches out" if 0 in (*x.shape, *want.shape) else ""
         hint = empty or wrong_layout(tuple(x.shape), want.shape)
+        if not hint and len(x.shape) != len(want.shape):
+            hint = axes_differ(len(x.shape), len(want.shape))
         what, got = f"Input '{name}' has the wrong shape", str(list(x.shape))
         fixed = next((note for note in graph.notes if note.startswith(FIXED_BATCH)), "")
         error = SizeMismatch(

@@ -80,7 +80,7 @@ def explain_error(refusal: ChipfitError, model: Any, args: Sequence[Any], kwargs
         return DataError(what, got=_shapes(args), allowed="float32", hint=hint)
     hint = wrong_layout(tuple(x.shape), want) if want is not None else ""
     if want is not None and not hint and x.dim() == len(want) - 1:  # axis 0 of the example is not the batch
-        hint = ONE_SAMPLE
+        hint = ONE_SAMPLE if x.dim() > 2 or x.shape[0] == want[1] else axes_differ(x.dim(), len(want))
     return refusal if not hint or want is None else _wrong_shape(args, want, hint)
 
 
@@ -95,6 +95,11 @@ def refuse_one_sample(model: Any, args: Sequence[Any]) -> None:
         return
     if not isinstance(model, torch.nn.Module) or _first_rank(model, args) != len(want):
         raise _wrong_shape(args, want, ONE_SAMPLE)
+
+
+def axes_differ(given: int, wanted: int) -> str:
+    """Return a hint about data with another number of axes than an input."""
+    return f"these data have {given} axes, and the model takes {wanted}: are they of another model?"
 
 
 def _first_rank(model: torch.nn.Module, args: Sequence[Any]) -> int:

@@ -7,6 +7,7 @@ import shutil
 import sys
 import textwrap
 import traceback
+from collections.abc import Iterable
 from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
@@ -24,13 +25,14 @@ import chipfit
 from chipfit.cli import documents
 from chipfit.cli.bench import bench
 from chipfit.cli.output import OUTPUT, command, error_facts, print_document, print_error
-from chipfit.errors import CaptureError, ChipfitError, ConfigError, DataError, Interrupted, UnsupportedError
-from chipfit.files import MANIFEST, check_replaceable, names_object, read_text, replace_folder
-from chipfit.platform.builtin import DEFAULT
+from chipfit.errors import CaptureError, ChipfitError, ConfigError, DataError, Interrupted, PlanError, UnsupportedError
+from chipfit.files import MANIFEST, check_replaceable, check_writable, names_object, read_text, replace_folder
+from chipfit.platform.builtin import DEFAULT, built_in
 from chipfit.registry import entries, entry, require_all
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
-platforms = typer.Typer(help="Descriptions of chips: built-in ones and your own.", invoke_without_command=True)
+_ABOUT_PLATFORMS = "Descriptions of chips: built-in ones and your own."
+platforms = typer.Typer(name="platforms", help=_ABOUT_PLATFORMS, invoke_without_command=True)
 app.add_typer(platforms, name="platforms")
 app.add_typer(bench, name="bench")
 
@@ -42,16 +44,17 @@ def _platform(text: str) -> chipfit.Platform:
     return load_target(text)
 
 
-def _present(error: type[ChipfitError], what: str) -> Any:
+def _present(error: type[ChipfitError], what: str, hint: str = "check the path") -> Any:
     """Return a check that an argument which can only be a path exists; it runs before anything heavy is imported."""
 
-    def check(text: str | None) -> str | None:
-        path = Path(text or "")
-        if text and not names_object(text) and (path.suffix or os.sep in text) and not os.path.exists(text):
+    def check(given: Any) -> Any:
+        path, text = Path(given or ""), str(given or "")
+        named = isinstance(given, Path) or (not names_object(text) and (path.suffix or os.sep in text))
+        if text and named and not os.path.exists(text):
             near = get_close_matches(path.name, os.listdir(path.parent) if path.parent.is_dir() else [], n=1)
-            hint = f"{path.parent / near[0]}" if near else "check the path"
-            raise error(f"{what} cannot be read: it does not exist", where=text, hint=hint)
-        return text
+            found = f"{path.parent / near[0]}" if near else hint
+            raise error(f"{what} cannot be read: it does not exist", where=text, hint=found)
+        return given
 
     return {"callback": check, "is_eager": True}
 
@@ -68,7 +71,7 @@ Calibration = Annotated[
 ]
 _DATA_HELP = ".npz (x, or inputs by name, and y for accuracy), .npy, a folder of images, or module:iterable"
 Data = Annotated[str, Option("--data", help=_DATA_HELP, **_DATA)]
-_PLATFORM: dict[str, Any] = {"parser": _platform, "metavar": "PLATFORM"}
+_PLATFORM: dict[str, Any] = {"parser": _platform, "metavar": "PLATFORM", "autocompletion": built_in}
 _PLATFORM["help"] = "built-in name, NAME@REVISION, a YAML or JSON file, or module:chip in Python"
 Chip = Annotated[Any, Option("--platform", "-p", **_PLATFORM)]
 ChipArgument = Annotated[Any, Argument(**_PLATFORM)]
@@ -81,9 +84,11 @@ _SEED: dict[str, Any] = {"min": -(1 << 63), "max": (1 << 64) - 1, "help": "seed 
 Seed = Annotated[int, Option("--seed", **_SEED)]
 Mean = Annotated[str, Option("--mean", help="mean of images in 0..1, per channel")]
 Std = Annotated[str, Option("--std", help="standard deviation of images in 0..1, per channel")]
-Saved = Annotated[
-    Path, Argument(help="folder that `quantize` or Result.save wrote; or a quantized .tflite or .onnx file")
-]
+_SAVED = _present(
+    PlanError, "The saved result", "pass the folder that `chipfit quantize` or Result.save wrote, or a quantized file"
+)
+_SAVED_HELP = "folder that `quantize` or Result.save wrote; or a quantized .tflite or .onnx file"
+Saved = Annotated[Path, Argument(help=_SAVED_HELP, **_SAVED)]
 _DEVICE_HELP = "device of a PyTorch model: cpu, cuda, cuda:1, mps ..., or auto; by default where module:factory puts it"
 Device = Annotated[str | None, Option("--device", help=_DEVICE_HELP)]
 Rule = Annotated[str | None, Option("--rule", help="range rule for activations; the better of two when omitted")]
@@ -312,6 +317,7 @@ def quantize(
     (suffix, form), io_options = _suffix(platform, wanted), _io_options(io, labels, keep_layout)
     io_options["format"] = form
     check_replaceable(out, _OUTPUT)
+    check_writable(out)
     _check_installed(platform, suffix, form, model, data, check)
     overrides: dict[str, Any] = {**dict.fromkeys(keep_float or (), "float"), **parse_bits(bits or [])}
     own: dict[str, Any] = {"rule": rule, "weight_rule": weight_rule, "rounding": rounding, "seed": seed}
@@ -396,6 +402,7 @@ def train(
     if not 0 < rate < 1e38:  # steps are computed in float32
         raise ConfigError("Learning rate must be above 0 and below 1e38", got=rate)
     check_replaceable(out, _OUTPUT)
+    check_writable(out)
     training, io_options = (
         Training.of(parse_method(method)),
         _io_options(io, labels, keep_layout),
@@ -533,7 +540,7 @@ def _show_comparison(found: Any, text: str, page: Path | None = None) -> int:
 
 @command(app, "time")
 def time_(
-    saved: Annotated[Path, Argument(help="folder that `quantize` or Result.save wrote")],
+    saved: Annotated[Path, Argument(help="folder that `quantize` or Result.save wrote", **_SAVED)],
     data: Data,
     runtime: Runtime = None,
     seconds: Annotated[float, Option("--seconds", min=0, max=3600, help="time to measure for")] = 2.0,
@@ -554,7 +561,7 @@ def time_(
 
 @command(app, "check-npu")
 def check_npu(
-    saved: Annotated[Path, Argument(help="folder that `quantize` or Result.save wrote, or a quantized .tflite file")],
+    saved: Annotated[Path, Argument(help="a folder that `quantize` wrote, or a quantized .tflite file", **_SAVED)],
     accelerator: Annotated[str, Option("--accelerator", help="ethos-u55-32 to ethos-u85-2048")] = "ethos-u55-256",
 ) -> None:
     """Compile for an Ethos-U NPU with Vela; show which operators run on it, memory and estimated time."""
@@ -568,8 +575,8 @@ def check_npu(
 
 @command(app)
 def compare(
-    first: Annotated[Path, Argument(help=_COMPARED)],
-    second: Annotated[Path, Argument(help=_COMPARED)],
+    first: Annotated[Path, Argument(help=_COMPARED, **_SAVED)],
+    second: Annotated[Path, Argument(help=_COMPARED, **_SAVED)],
     data: Annotated[
         str | None, Option("--data", help="as for verify; measures the noise of every layer in both")
     ] = None,
@@ -640,9 +647,12 @@ def explain(
     from chipfit.verify.file import is_file, read_quantized
 
     if is_file(saved):
-        plan = read_quantized(saved)[0].plan
+        quantized = read_quantized(saved)[0]
+        plan, chosen = quantized.plan, None if layer is None else match_layers(quantized.graph, layer)
         if OUTPUT.json:
-            return print_document(documents.explained_file(plan))
+            return print_document(documents.explained_file(plan, chosen))
+        if chosen is not None:
+            return _show_decisions(plan, chosen)
         _echo(str(plan))
         for n in (n for n in plan.nodes.values() if n.exec == "float"):
             _echo(f"{n.op} '{n.display_name}' runs in float: {n.why}")
@@ -654,19 +664,24 @@ def explain(
         images = load_data(data, input_size, mean, std, **inputs_of(result.graph))
         searched = result.sensitivity(images) if curve is None else result.pareto(images, curve)
     nodes = [] if layer is None else match_layers(result.graph, layer)
-    how = {"int": "runs in integers", "follow": "moves integers", "table": "is a table", "float": "runs in float"}
     if OUTPUT.json:
         return print_document(documents.explained(result, nodes, searched))
     if searched is not None:
         _echo(str(searched))
+    _show_decisions(result.plan, nodes)
+
+
+def _show_decisions(plan: Any, nodes: Iterable[Any]) -> None:
+    """Print what was decided about operators, and about the tensors that they read and write."""
+    how = {"int": "runs in integers", "follow": "moves integers", "table": "is a table", "float": "runs in float"}
     for node in nodes:
-        decided = result.plan.nodes[node.name]
+        decided = plan.nodes[node.name]
         group = f", one kernel with '{decided.group}'" if decided.group and decided.group != node.name else ""
         why = f": {decided.why}" if decided.why else ""
         _echo(f"{node.op} '{node.display_name}': {how[decided.exec]}{group}{why}")
         for name in dict.fromkeys((*node.inputs, *node.outputs)):
-            if name in result.plan.tensors:
-                _echo(f"  {result.plan.tensors[name]}")
+            if name in plan.tensors:
+                _echo(f"  {plan.tensors[name]}")
 
 
 @platforms.callback()

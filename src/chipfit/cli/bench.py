@@ -15,7 +15,8 @@ from chipfit.cli.output import OUTPUT, command, print_document
 if TYPE_CHECKING:
     from chipfit.bench.train import Curves
 
-bench = typer.Typer(help="Experiments: algorithms x hardware x models, from files.", no_args_is_help=True)
+_ABOUT = "Experiments: algorithms x hardware x models, from files."
+bench = typer.Typer(name="bench", help=_ABOUT, no_args_is_help=True)
 
 Home = Annotated[Path, Option("--home", help="folder for results, float networks and checkpoints")]
 HOME = Path("bench_runs")

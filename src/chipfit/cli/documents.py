@@ -335,9 +335,11 @@ def explained(result: "Result", nodes: Iterable["Node"], searched: Any = None) -
     return out
 
 
-def explained_file(plan: "Plan") -> Explained:
-    """Return how a quantized file of any tool runs."""
+def explained_file(plan: "Plan", chosen: Iterable["Node"] | None = None) -> Explained:
+    """Return how a quantized file of any tool runs, or some of its operators."""
     names = {n.name: n.display_name for n in plan.nodes.values()}
+    if chosen is not None:
+        return {"layers": [layer_of(plan.nodes[n.name], names, plan, (*n.inputs, *n.outputs)) for n in chosen]}
     return {"layers": [layer_of(n, names, plan, (n.name,)) for n in plan.nodes.values()]}
 
 

@@ -11,6 +11,10 @@ import typer
 
 import chipfit
 from chipfit.errors import ChipfitError
+from chipfit.files import package_data
+
+#: command -> examples that its help shows; the tests run them
+EXAMPLES: dict[str, list[str]] = package_data("chipfit.cli", "examples.yaml")
 
 
 @dataclass
@@ -40,7 +44,9 @@ def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[...
         vars(run)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), *more])
         run.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
         run.__annotations__ |= {p.name: p.annotation for p in more}
-        app.command(name)(run)
+        group = f"{app.info.name} " if isinstance(app.info.name, str) else ""
+        own = name or function.__name__.removeprefix(f"{app.info.name}_")
+        app.command(name, epilog="\n\n".join(["Examples:", *EXAMPLES[group + own]]))(run)
         return function
 
     return add

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from chipfit.errors import PlatformError, UnknownNameError
 from chipfit.files import existing_file, package_data
 from chipfit.operators.table import ALIASES, FOREIGN, OPS
+from chipfit.platform.builtin import built_in
 from chipfit.platform.predicates import ATTRIBUTES, TESTS
 from chipfit.platform.schema import WORDS, Gate, Option, Platform
 from chipfit.platform.yaml_file import YamlFile, well_formed
@@ -32,7 +33,7 @@ def groups() -> dict[str, tuple[str, ...]]:
 @lru_cache(maxsize=1)
 def names() -> list[str]:
     """Return the names of the built-in platforms."""
-    return sorted(p.name.removesuffix(".yaml") for p in _BUILTIN.iterdir() if p.name.endswith(".yaml"))
+    return built_in()
 
 
 #: a name, a file, a Platform, or a chip described with the classes of `chipfit.target_platform`

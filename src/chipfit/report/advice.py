@@ -58,8 +58,8 @@ def advice(report: ReportData) -> list[str]:
             "integers."
         )
     return out or [
-        "Nothing to repair: deploy the file, or try fewer bits with overrides={'<layer>': {'bits': 4}} "
-        "where the chip has them."
+        "Nothing to repair: deploy the file, or try fewer bits where the chip has them, with "
+        "overrides={'<layer>': {'bits': 4}} or --bits '<layer>=4'."
     ]
 
 

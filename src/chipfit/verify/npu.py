@@ -146,7 +146,7 @@ def _layer(tensor: str, layers: dict[str, str]) -> str:
 def _check(accelerator: str) -> None:
     if accelerator not in ACCELERATORS:
         raise UnknownNameError("accelerator", accelerator, ACCELERATORS)
-    require_all({"an NPU's compiler": [("ethosu", "vela")]})
+    require_all({"Result.npu": [("ethosu", "vela")]})
 
 
 def _run(file: Path, accelerator: str, folder: str) -> str:
