@@ -404,11 +404,11 @@ def test_unsupported_options_and_arguments_of_the_wrong_type_are_refused(net, ar
 
 def test_options_without_effect_are_named_in_one_warning(net):
     search = SEARCH(compute_distance_fn=max, num_of_images=4, hessian_batch_size=8)
-    options = QuantizationConfig(input_scaling=True, shift_negative_params_search=True)
+    options = QuantizationConfig(shift_negative_params_search=True)
     with pytest.warns(UserWarning, match="Options without effect") as found:
         ptq(net, config=CoreConfig(options, search, debug_config=DebugConfig(simulate_scheduler=True)))
     assert len(found) == 1
-    for name in "input_scaling compute_distance_fn num_of_images hessian_batch_size simulate_sch".split():
+    for name in "shift_negative_params_search compute_distance_fn num_of_images hessian_batch_size simulate_sch".split():
         assert f"'{name}" in str(found[0].message)
 
 

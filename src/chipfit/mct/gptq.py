@@ -13,6 +13,7 @@ from chipfit.calibration.progress import Progress
 from chipfit.calibration.source import CalibrationData
 from chipfit.errors import ConfigError, UnsupportedError
 from chipfit.mct.core.config import AtLeast0, CoreConfig, ResourceUtilization, or_new
+from chipfit.mct.input_scaling import ScaledInput
 from chipfit.mct.ptq import (
     DataGenerator,
     UserInformation,
@@ -272,7 +273,8 @@ def _learn(
     else:
         quantized, information = quantize_model(_NAME, model, generator, *options)
         if information.quantizes:
-            result = _learned_on(own_generator, information.result, steps)
+            scaled = ScaledInput(information.input_scale).data(own_generator)
+            result = _learned_on(scaled, information.result, steps)
             quantized = attach_result(result, quantized)
             information = replace(information, result=result, gptq_info_dict=steps)
     notes = information.result.plan.rewrites if information.result is not None else ()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from chipfit import pipeline
-from chipfit.calibration.data import iterate, no_data
+from chipfit.calibration.data import call_of, iterate, no_data
 from chipfit.calibration.signature import expected_inputs
 from chipfit.errors import ConfigError, DataError, NothingQuantizedError, UnsupportedError
 from chipfit.frameworks import facts_of, framework_of
@@ -19,6 +19,7 @@ from chipfit.mct.candidates import candidates_of, chosen_by_index
 from chipfit.mct.core.config import CoreConfig, ResourceUtilization
 from chipfit.mct.core.network_editor import EditRule, replace_layers, to_overrides
 from chipfit.mct.framework_info import FrameworkInfo
+from chipfit.mct.input_scaling import ScaledInput
 from chipfit.mct.layer_names import give_layer_names
 from chipfit.mct.log import log_result
 from chipfit.mct.result_link import ResultLink
@@ -27,6 +28,7 @@ from chipfit.mct.target_platform.model import TargetPlatformModel
 from chipfit.mct.target_platform.targets import get_target_platform_capabilities
 from chipfit.platform.load import load_platform
 from chipfit.platform.schema import WIDEST, Platform
+from chipfit.reading import read_model
 from chipfit.result import Result
 from chipfit.screen import Summary, SummaryRepr
 from chipfit.search.resources import peak_bytes, resources
@@ -46,7 +48,8 @@ class UserInformation(SummaryRepr):
 
     #: plan, report, `export`, `verify`, `save`; None if quantization was bypassed
     result: Result | None = None
-    input_scale: float = 1.0  #: factor for the inputs of the quantized model
+    #: factor for the inputs of the quantized model, also in `result.verify`; other than 1 by `input_scaling` alone
+    input_scale: float = 1.0
     #: settings of learned rounding; empty without it
     gptq_info_dict: Mapping[str, Any] = field(default_factory=dict)
 
@@ -219,8 +222,11 @@ def quantize_model(
     if config.quantization_config.custom_tpc_opset_to_layer:
         platform = _with_layers(platform, config.quantization_config.custom_tpc_opset_to_layer)
     options |= {"overrides": overrides, "example": example, "limits": searched}
+    rules, scale = config.debug_config.network_editor, 1.0
+    if config.quantization_config.input_scaling:
+        model, generator, options, scale = _with_scaled_inputs(model, generator, platform, config, options)
     try:
-        result = _quantized(model, generator, platform, config.debug_config.network_editor, options)
+        result = _quantized(model, generator, platform, rules, options)
     except NothingQuantizedError as e:
         warnings.warn(f"The model stays in float: {e}", stacklevel=4)
         result = pipeline.in_float(model, generator, platform, options["settings"], example)
@@ -229,7 +235,7 @@ def quantize_model(
         result = chosen_by_index(result, overwrite, generator, example)
     result = result if fw_info is None else fw_info.apply(result)
     log_result(what, result)
-    return attach_result(result, model), UserInformation(result, gptq_info_dict=dict(steps))
+    return attach_result(result, model), UserInformation(result, scale, gptq_info_dict=dict(steps))
 
 
 def attach_result(result: Result, of: Any = None) -> Any:
@@ -282,6 +288,32 @@ def _with_layers(platform: Any, custom: Mapping[str, Any]) -> capabilities.Targe
     added = [capabilities.OperationsSetToLayers(name, list(layers)) for name, layers in custom.items()]
     layers = capabilities.OperationsToLayers([*own, *added])
     return capabilities.TargetPlatformCapabilities(tpc.tp_model, tpc.name, tpc.version, op_sets_to_layers=layers)
+
+
+def _with_scaled_inputs(
+    model: Any, generator: Any, platform: Any, config: CoreConfig, options: dict[str, Any]
+) -> tuple[Any, Any, dict[str, Any], float]:
+    """Return a model for inputs that fill their range, its data and options, and the factor of its inputs.
+
+    They are those given, with a warning, where inputs cannot be scaled.
+    """
+    unchanged = model, generator, options, 1.0
+    plain = {**options, "limits": None, "settings": config.quantization_config.to_settings()}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # repeated by what follows
+            result = _quantized(model, generator, platform, config.debug_config.network_editor, plain)
+    except NothingQuantizedError:
+        return unchanged
+    found = ScaledInput.of(read_model(model, *call_of(options["example"], model), of_data=True), result)
+    scaled = found.model(model) if found.layers else None
+    refusal = found.refusal or ("a weight behind it is not that of one layer" if found.layers else "")
+    if scaled is None:
+        if refusal:
+            warnings.warn(f"Inputs are not scaled: {refusal}", stacklevel=5)
+        return unchanged
+    example = found.batch(options["example"])
+    return scaled, found.data(generator), {**options, "example": example}, found.factor
 
 
 #: choices that change the format of a layer

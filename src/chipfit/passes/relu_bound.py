@@ -35,7 +35,7 @@ def relu_bound_to_power_of_two(graph: Graph) -> Rewritten:
         if math.isclose(bound, high):
             continue
         readers, before = Readers(graph), graph.producers().get(clip.data)
-        found = readers.linear_behind(clip.output, _is_homogeneous)
+        found = readers.linear_behind(clip.output, is_homogeneous)
         if before is None or not is_linear(graph, before):
             why = "no linear operator with constant weights is in front of it"
         elif readers.only(before.output) is None:
@@ -63,5 +63,5 @@ def bounds(node: Node) -> tuple[float | None, float | None]:
     return (node.attrs["min"], node.attrs["max"]) if node.op == "Clamp" else (0.0, None)
 
 
-def _is_homogeneous(node: Node) -> bool:
+def is_homogeneous(node: Node) -> bool:
     return node.op in OPS and OPS[node.op].homogeneous and node.attrs.get("value", 0) == 0

@@ -41,7 +41,6 @@ class QuantizationConfig:
     activation_error_method: ErrorMethod = QuantizationErrorMethod.MSE
     weights_error_method: ErrorMethod = QuantizationErrorMethod.MSE
     WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
-        "input_scaling": "inputs keep their scale",
         "shift_negative_threshold_recalculation": "ranges are always searched in the shifted statistics",
         "shift_negative_params_search": "the shift is the least value",
     }
@@ -49,7 +48,8 @@ class QuantizationConfig:
     relu_bound_to_power_of_2: bool = False
     weights_bias_correction: bool = True
     weights_second_moment_correction: bool = False
-    input_scaling: bool = False  #: no effect: inputs keep their scale, and `input_scale` is 1
+    #: the input fills a range whose end is a power of two; the model then takes inputs times `input_scale`
+    input_scaling: bool = False
     softmax_shift: bool = False
     shift_negative_activation_correction: bool = True
     #: weights of neighbouring layers get equal ranges, channel by channel
