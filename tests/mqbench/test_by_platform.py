@@ -172,6 +172,14 @@ def test_excluded_and_additional_layers(net):
     assert names(additional_module_type=(nn.Dropout,)) >= every
 
 
+def test_one_name_or_type_of_choices_may_stand_alone(net):
+    def names(**choices):
+        return set(quantizers(prepare_by_platform(net, BackendType.Tensorrt, {"extra_quantizer_dict": choices})))
+
+    assert names(exclude_module_name="block.conv1") == names(exclude_module_name=["block.conv1"]) < names()
+    assert names(additional_module_type=(nn.ReLU)) == names(additional_module_type=[nn.ReLU]) > names()
+
+
 def test_an_excluded_layer_stays_in_float_on_the_chip(net, tmp_path):
     choices = {"exclude_module_name": ["block.conv1"]}
     model = calibrated(prepared(net, BackendType.QDQ, extra_quantizer_dict=choices).eval())
@@ -320,6 +328,8 @@ def test_reconstruction_lowers_the_error_of_two_bit_weights(pattern, prob, backe
         ({"extra_qconfig_dict": {"a_qscheme": {"per_channel": True}}}, ConfigError, "concerns weights"),
         ({"extra_qconfig_dict": {"layers": {"fc": {"w_bit": 4}}}}, UnknownNameError, r"extra_qconfig_dict\['layers'\]"),
         ({"extra_quantizer_dict": {"exclude_module": []}}, UnknownNameError, "'exclude_module_name'"),
+        ({"extra_quantizer_dict": {"additional_module_type": ["Upsample"]}}, ConfigError, "types of modules"),
+        ({"extra_quantizer_dict": {"exclude_node_name": [nn.ReLU]}}, ConfigError, "'exclude_node_name' .* names"),
         ({"extra_fuse_dict": {"additional_fusion_pattern": {}}}, UnsupportedError, "additional_fusion_pattern"),
         ({"leaf_module": ["Leaf"]}, ConfigError, "'leaf_module' must list types"),
         ({"preserve_attr": {"stem": ["depth"]}}, UnknownNameError, "preserve_attr of 'stem'"),
@@ -352,7 +362,7 @@ def test_invalid_calls_are_refused(net, tmp_path):
 
 def test_names_that_only_mqbench_has_name_their_equivalent():
     with pytest.raises(UnknownNameError, match="use prepare_by_platform"):
-        from chipfit.quantize_fx import prepare_qat_fx_by_platform  # noqa: F401
+        from chipfit.quantize_fx import get_qconfig_by_platform  # noqa: F401
     with pytest.raises(AttributeError):
         _ = fx.nothing
 

@@ -33,7 +33,8 @@ from chipfit.quantizers.grids import all_codes
 from chipfit.registry import registered
 from chipfit.result import Result
 
-__all__ = ["BackendType", "convert_deploy", "convert_merge_bn", "prepare_by_platform", "profiling"]
+__all__ = ["BackendType", "convert_deploy", "convert_merge_bn", "prepare_by_platform", "prepare_qat_fx_by_platform"]
+__all__ += ["profiling"]
 
 
 @lru_cache(maxsize=1)
@@ -136,7 +137,8 @@ class _Role:
         low, high = s.get("quant_min", low + bool(s["symmetry"] and s["symmetric_range"])), s.get("quant_max", high)
         per_channel = s["per_channel"]
         if per_channel and self.role == "activation":
-            raise ConfigError("Activations have one scale: per_channel concerns weights", where="a_qscheme")
+            hint = "'per_channel': False; MQBench's scales would be those of single samples"
+            raise ConfigError("Activations have one scale: per_channel concerns weights", where="a_qscheme", hint=hint)
         kind = f"per_{'channel' if per_channel else 'tensor'}_{'symmetric' if s['symmetry'] else 'affine'}"
         return self.make(
             quant_min=low,
@@ -202,7 +204,7 @@ class BackendSetting:
         of_function = n.op != "call_module" and any(w in given.get("exclude_function_type", ()) for w in words)
         if excluded or of_function or n.name in given.get("exclude_node_name", ()):
             return False
-        added = isinstance(module, tuple(given.get("additional_module_type", ())) or ())
+        added = isinstance(module, given.get("additional_module_type", ()))
         added |= n.op != "call_module" and any(w in given.get("additional_function_type", ()) for w in words)
         return True if added else None
 
@@ -221,7 +223,7 @@ def _setting(backend: BackendType, config: Mapping[str, Any]) -> BackendSetting:
         ends=row.get("ends"),
         roles={role: _Role.of(row, given, role, place) for role in ("weight", "activation")},
         layers=layers,
-        choices=_checked(config.get("extra_quantizer_dict", {}), _QUANTIZER, "extra_quantizer_dict"),
+        choices=_checked_choices(config.get("extra_quantizer_dict", {})),
     )
 
 
@@ -230,6 +232,18 @@ def _checked_layers(given: Any) -> dict[str, Any]:
         allowed = "{'layer1.*': {'w_qscheme': {'bit': 4, ...}}}"
         raise ConfigError("'layers' of extra_qconfig_dict must be a dictionary", got=repr(given)[:120], allowed=allowed)
     return dict(given)
+
+
+def _checked_choices(given: Any) -> dict[str, tuple[Any, ...]]:
+    """Return `extra_quantizer_dict` with a tuple for each key; one name or type may stand alone."""
+    place, out = "extra_quantizer_dict", dict[str, tuple[Any, ...]]()
+    for key, value in _checked(given, _QUANTIZER, place).items():
+        out[key] = tuple(value) if isinstance(value, (list, tuple, set)) else (value,)
+        kind = type if key == "additional_module_type" else str if key.endswith("_name") else object
+        if not all(isinstance(v, kind) for v in out[key]):
+            allowed = "types of modules" if kind is type else "names"
+            raise ConfigError(f"'{key}' of {place} is invalid", got=repr(value)[:120], allowed=allowed)
+    return out
 
 
 class _Tracer(fx.Tracer):
@@ -293,6 +307,9 @@ def prepare_by_platform(
             value = types.MethodType(value.__func__, owner)
         setattr(owner, name, value)
     return prepared
+
+
+prepare_qat_fx_by_platform = prepare_by_platform  # its name in MQBench's first release
 
 
 def _attributes(model: nn.Module, given: Any) -> list[tuple[str, str, Any]]:
