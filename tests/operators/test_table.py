@@ -142,6 +142,13 @@ def shifts(node: Node, inputs: list[torch.Tensor]) -> bool:
     return same(results(there, [x + 2.5, *rest]), [y + 2.5 for y in results(node, inputs)])
 
 
+def clips(node: Node, inputs: list[torch.Tensor]) -> bool:
+    """The operator clips its data to the range of its row; without a row, to any range."""
+    low, high = node.clip_range or (float(results(node, inputs)[0].min()), float(results(node, inputs)[0].max()))
+    (y, *_), x = results(node, inputs), inputs[0]
+    return y.shape == x.shape and not torch.equal(x, y) and torch.equal(y, x.clamp(low, high))
+
+
 def by_channel(node: Node, inputs: list[torch.Tensor]) -> bool:
     other = [x.clone() for x in inputs]
     for x in other:
@@ -182,6 +189,8 @@ def wrong(op: str, row: OpDef) -> list[str]:
         out += [f.__name__ for f in (homogeneous, shifts) if f(node, inputs) != getattr(row, f.__name__)]
     if row.by_channel and not by_channel(node, inputs):
         out.append("by_channel")
+    if one_data_input(node, inputs) and clips(node, inputs) != bool(row.clips):
+        out.append("clips")
     if not row.view and not fresh(node, inputs):
         out.append("view")
     if row.ieee and not ieee(node, inputs):
@@ -216,10 +225,30 @@ def test_the_table_says_what_the_kernel_does(op):
         ("Mean", "ieee", True),
         ("LeakyRelu", "ieee", True),
         ("TransposeConv2D", "weight_axis", 0),
+        ("Clamp", "clips", ()),
+        ("LeakyRelu", "clips", (0.0, None)),
     ],
 )
 def test_a_wrong_fact_is_noticed(op, fact, value):
     assert fact in wrong(op, replace(OPS[op], **{fact: value}))
+
+
+@pytest.mark.parametrize(
+    ("op", "attrs"),
+    [
+        ("AvgPool", {"count_include_pad": True, "padding": ((0, 0), (0, 0))}),
+        ("AvgPool", {"count_include_pad": True, "padding": ((0, 0), (1, 0))}),
+        ("AvgPool", {"count_include_pad": False, "padding": ((1, 1), (0, 1))}),
+        ("Pad", {"value": 0.0}),
+        ("Pad", {"value": 1.5}),
+    ],
+)
+def test_facts_hold_for_the_attributes_of_a_node(op, attrs):
+    node, inputs = made(op)
+    node = node.with_(attrs=node.attrs | attrs)
+    assert node.facts.homogeneous == homogeneous(node, inputs)
+    if op == "AvgPool":  # a shifted Pad pads with another value
+        assert node.facts.shifts == shifts(node, inputs)
 
 
 def test_every_fact_of_a_row_is_read_somewhere():

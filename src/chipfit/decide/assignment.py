@@ -176,7 +176,7 @@ class AssignmentBuilder:
     tables: set[str] = field(default_factory=set)  #: readers of weights that only move rows of them
 
     def __post_init__(self) -> None:
-        self.tables = {n.name for n in self.graph if n.op in OPS and OPS[n.op].moves and n.operand("w")}
+        self.tables = {n.name for n in self.graph if n.facts.moves and n.operand("w")}
 
     def add(self, d: GroupDecision) -> None:
         """Add one group: its nodes, the tensors that it reads and writes, and the platform's rules about them."""
@@ -304,8 +304,8 @@ class AssignmentBuilder:
 
     def _channel_axis(self, r: Operand) -> int:
         """Return the channel axis of a weight; if an embedding shares it with a linear layer, that of the layer."""
-        readers = [n for n in self.graph if n.operand("w") == r.tensor] if OPS[r.node.op].moves else [r.node]
-        op = next((n.op for n in readers if not OPS[n.op].moves), r.node.op)
+        readers = [n for n in self.graph if n.operand("w") == r.tensor] if r.node.facts.moves else [r.node]
+        op = next((n.op for n in readers if not n.facts.moves), r.node.op)
         return OPS[op].weight_axis % len(self.graph.shape(r.tensor))
 
     def _write(self, d: GroupDecision, value: str) -> bool:

@@ -10,7 +10,6 @@ from chipfit.graph.hidden_scores import hidden_scores
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import LINEAR
 from chipfit.graph.steps import places_in_steps
-from chipfit.operators.table import OPS
 from chipfit.platform.schema import Rule
 
 #: a scale and a zero point
@@ -120,7 +119,7 @@ def copies(graph: Graph, group: Collection[str]) -> set[str]:
 
     def moves(n: Node) -> bool:
         data = [i for i in n.inputs if i is not None and graph.is_float(i)]
-        return n.op in OPS and OPS[n.op].moves and all(i in group for i in data)
+        return n.facts.moves and all(i in group for i in data)
 
     return {o for n in graph.nodes if moves(n) for o in n.outputs if o in group}
 

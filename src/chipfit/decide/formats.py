@@ -14,7 +14,6 @@ from chipfit.decide.options import first_compatible_option
 from chipfit.decide.overrides import MOVES_FLOATS
 from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import Graph
-from chipfit.operators.table import OPS
 from chipfit.platform.schema import Exec, Option, Platform
 
 WEIGHTS_ONLY = "only its weights are quantized"
@@ -88,7 +87,7 @@ def formats_wanted_by_consumers(graph: Graph, platform: Platform, groups: Sequen
             if wanted is None or group.float_reason:
                 continue
             for i in group.data:
-                moving = {n.name for n in group.nodes if i in n.inputs and n.op in OPS and OPS[n.op].moves}
+                moving = {n.name for n in group.nodes if i in n.inputs and n.facts.moves}
                 passed.setdefault((i, wanted), set()).update(moving)
             alone = {i for i in group.data if len(users.get(i, ())) == 1 or i in inputs}
             agreed = {i for i in group.data if passed[i, wanted] == {n.name for n in users.get(i, ())}}
@@ -215,7 +214,7 @@ class FormatPropagation:
         """
         if not group.resolved.options:
             return None
-        readers = [n for n in self.graph.users().get(group.tail.output, ()) if n.op in OPS and OPS[n.op].moves]
+        readers = [n for n in self.graph.users().get(group.tail.output, ()) if n.facts.moves]
         joined = (self.formats[i] for n in readers for i in n.inputs if i in self.quantized_outputs)
         names = [self.wanted.get(group.tail.output), next(joined, None)]
         names += [] if self.platform.float_unit else [group.resolved.options[0].out]

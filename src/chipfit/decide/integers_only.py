@@ -20,7 +20,7 @@ def float_operators(graph: Graph, assignment: Assignment) -> list[NodePlan]:
         plan = assignment.nodes.get(n.name)
         if plan is None:
             continue
-        sized = n.op in OPS and OPS[n.op].layout == "size"  # it reads a shape, and no number
+        sized = n.facts.layout == "size"  # it reads a shape, and no number
         floats = [v for v in (*n.inputs, *n.outputs) if v is not None and graph.is_float(v) and not sized]
         in_float = plan.exec == "float" and bool(floats)
         if in_float or n.op == DYNAMIC:

@@ -72,7 +72,7 @@ def without_shared_moves(graph: Graph, group: FusedGroup) -> FusedGroup:
 
 def _moves_rows(group: FusedGroup) -> bool:
     """Return whether a group gathers rows of a table."""
-    return group.head.op in OPS and OPS[group.head.op].moves and OPS[group.head.op].weighted
+    return group.head.facts.moves and group.head.facts.weighted
 
 
 def is_overridden(group: FusedGroup) -> bool:
@@ -155,7 +155,7 @@ def _obstacle(
     if needs_weight(head.op) and not graph.is_weight(head.operand("w")):
         return "its weights are computed at run time"
     # a constant may be moved, to where the batch size decides: it is stored as the codes of the result
-    moved = head.op in OPS and OPS[head.op].moves and not all(map(graph.is_weight, filter(None, head.inputs)))
+    moved = head.facts.moves and not all(map(graph.is_weight, filter(None, head.inputs)))
     if all(graph.is_weight(i) for i in group.data) and not moved:
         return "all its inputs are constant"
     if not all(graph.is_float(i) for i in group.data) and any(o.ins for o in group.resolved.options):
@@ -168,7 +168,7 @@ def _table_read_elsewhere(graph: Graph, group: FusedGroup, options: Sequence[Opt
     head = group.head
     if not _moves_rows(group) or all(o.w in NO_FORMAT or o.out in NO_FORMAT for o in options):
         return ""
-    others = [n for n in graph.users().get(head.operand("w") or "", ()) if n.op in OPS and not OPS[n.op].moves]
+    others = [n for n in graph.users().get(head.operand("w") or "", ()) if n.op in OPS and not n.facts.moves]
     return f"its table is also the weight of '{others[0].display_name}'" if others else ""
 
 

@@ -111,7 +111,7 @@ def _check_node(n: Node, graph: Graph) -> None:
     if n.op in OPS:
         check_value(attributes_of(n.op), n.attrs, PlanError, f"attributes of {n.op} '{n.display_name}'")
     faults = [*_faults_of_axes(n, graph), *(_faults_of_attributes(n) if n.op in OPS else ())]
-    faults += _faults_of_operands(n, graph) if n.op in OPS and OPS[n.op].weighted else ()
+    faults += _faults_of_operands(n, graph) if n.facts.weighted else ()
     if faults:
         raise ValueError(f"{faults[0]} ({n.op} '{n.display_name}')")
 
@@ -129,7 +129,7 @@ def _faults_of_axes(n: Node, graph: Graph) -> Iterator[str]:
 def _faults_of_attributes(n: Node) -> Iterator[str]:
     """Yield attributes that their types do not show to be wrong."""
     a = n.attrs
-    if OPS[n.op].layout == "spatial":
+    if n.facts.layout == "spatial":
         counted = {k: len(v) for k, v in a.items() if isinstance(v, tuple)}
         if len(set(counted.values())) > 1:
             yield f"it has numbers for so many spatial axes: {counted}"
@@ -146,7 +146,7 @@ def _faults_of_operands(n: Node, graph: Graph) -> Iterator[str]:
     types = {graph.weights[i].dtype if i in graph.weights else dtype_of(graph.values[i].dtype) for i in names}
     if len({t for t in types if t.is_floating_point}) > 1:
         yield f"it reads {' and '.join(sorted(map(str, types)))}"
-    kind, axes = OPS[n.op].kind, len(graph.shape(names[0])) - 2
+    kind, axes = n.facts.kind, len(graph.shape(names[0])) - 2
     if kind and n.bias is not None:
         count = graph.shape(n.output)[-1 if kind == "linear" else 1]
         if count is not None and tuple(graph.shape(n.bias)) != (count,):

@@ -11,7 +11,6 @@ from chipfit.engine.memory import memory_errors
 from chipfit.errors import DataError, first_line
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.placement import inputs_on, placed
-from chipfit.operators.table import OPS
 
 Hook = Callable[[Node, tuple[Any, ...]], tuple[Any, ...]]
 
@@ -123,7 +122,7 @@ _OVERWRITE: dict[str, Callable[..., tuple[Any, ...]]] = {
 
 def _overwrites(graph: Graph, keep: Collection[str]) -> set[str]:
     """Return the nodes that may overwrite: their first operand has no other consumer and shares no memory."""
-    certain = [n.op in OPS and not OPS[n.op].view for n in graph.nodes]  # the result shares no memory with operands
+    certain = [not n.facts.view for n in graph.nodes]  # the result shares no memory with operands
     fresh = {o for n, new in zip(graph.nodes, certain, strict=True) if new for o in n.outputs}
     fresh -= {i for n, new in zip(graph.nodes, certain, strict=True) if not new for i in n.inputs}
     out = set()

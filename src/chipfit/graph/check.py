@@ -25,7 +25,7 @@ def check(graph: Graph, blame: str = "") -> None:
         for i in n.inputs:
             if i is not None and i not in known:
                 raise GraphError(f"Node '{n.name}' reads '{i}' before it is written", where=where)
-        slots = OPS[n.op].slots if n.op in OPS else ("*",)
+        slots = n.facts.slots
         least = sum(not s.endswith(("?", "*")) for s in slots)
         if len(n.inputs) < least or (len(n.inputs) > len(slots) and not any(s.endswith("*") for s in slots)):
             allowed = " ".join(slots)

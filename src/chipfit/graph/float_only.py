@@ -4,7 +4,6 @@ from collections.abc import Container, Iterable, Mapping
 
 from chipfit.graph.hidden_scores import ALWAYS_HIDES, HIDES_IN_SOFTMAX, HiddenScores
 from chipfit.graph.ir import Graph, Node
-from chipfit.operators.table import OPS
 
 #: uses of a value, by how much rounding it matters. An index is wrong when it changes at all. A compared value may be
 #: rounded where the network computed it, not where it is an input or a constant
@@ -98,7 +97,7 @@ def _to_integers(n: Node) -> bool:
 
 def _computes(n: Node) -> bool:
     """Check whether a node computes features: sums of products, or a norm."""
-    return n.op in ("MatMul", "SDPA") or (n.op in OPS and OPS[n.op].weighted)
+    return n.op in ("MatMul", "SDPA") or n.facts.weighted
 
 
 def _given(graph: Graph) -> set[str]:
@@ -134,7 +133,7 @@ def _masks(
     def masked(value: str, bound: float) -> bool:
         """Check whether a value holds masked scores; record it, and all values between the mask and it."""
         n = producers.get(value)
-        if n is None or not (n.op in _BETWEEN or (n.op in OPS and OPS[n.op].moves)) or not graph.is_float(value):
+        if n is None or not (n.op in _BETWEEN or n.facts.moves) or not graph.is_float(value):
             return False
         data = [i for slot, i in graph.slots(n) if slot.startswith("in") and slot != "index"]
         scores = [i for i in data if i not in given]
@@ -147,6 +146,6 @@ def _masks(
         return value in found
 
     for n in graph.nodes:
-        if n.op in _SOFT + _HARD or (n.op in OPS and OPS[n.op].moves and OPS[n.op].layout == "spatial"):
+        if n.op in _SOFT + _HARD or (n.facts.moves and n.facts.layout == "spatial"):
             masked(n.data, HIDES_IN_SOFTMAX if n.op in _SOFT else ALWAYS_HIDES)
     return found, operands

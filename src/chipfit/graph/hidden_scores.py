@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 
 from chipfit.graph.ir import Graph, Node
-from chipfit.operators.table import OPS
 
 #: takes the place of a hidden score; unlike -inf it gives finite numbers for a row whose scores are all hidden
 HIDDEN_SCORE = -1e30
@@ -57,7 +56,7 @@ def leading_to(graph: Graph, reader: Node, ops: Collection[str]) -> Iterator[Nod
     producers, waiting = graph.producers(), [reader.data]
     while waiting:
         n = producers.get(waiting.pop())
-        if n is None or not (n.op in ops or (n.op in OPS and OPS[n.op].moves)):
+        if n is None or not (n.op in ops or n.facts.moves):
             continue
         if n.op in ops:
             yield n
@@ -83,7 +82,7 @@ def _in_front_of(graph: Graph, reader: Node) -> HiddenScores:
             fills.append(fill)
             values, between = values + between, []
             value = next(i for i in n.inputs[1:] if i is not None and i != fill)
-        elif n.op in OPS and OPS[n.op].view and OPS[n.op].moves:
+        elif n.facts.view and n.facts.moves:
             value = n.data
         else:
             break

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from chipfit.errors import GraphError, UnknownNameError
-from chipfit.operators.table import OPS
+from chipfit.operators.table import OpDef, facts_of
 from chipfit.screen import Summary, SummaryRepr
 
 #: quantizes the input of a dynamic kernel to a range found at each call; `decide` inserts it
@@ -64,6 +64,17 @@ class Node:
     step: int | None = None
 
     @property
+    def facts(self) -> OpDef:
+        """The facts about the operator with these attributes; `UNKNOWN` for an opaque node."""
+        return facts_of(self.op, self.attrs)
+
+    @property
+    def clip_range(self) -> tuple[float | None, float | None] | None:
+        """The least and greatest result of an operator that only clips, None for no bound; None for other operators."""
+        ends = tuple(self.attrs.get(end) if isinstance(end, str) else end for end in self.facts.clips)
+        return None if not ends else (ends[0], ends[1])
+
+    @property
     def output(self) -> str:
         return self.outputs[0]
 
@@ -80,7 +91,7 @@ class Node:
 
     def operand(self, slot: str) -> str | None:
         """Return the operand in a slot of the operator ("in0", "w", "b", "mask"); None if there is none."""
-        at = OPS[self.op].index(slot) if self.op in OPS else None
+        at = self.facts.index(slot)
         return self.inputs[at] if at is not None and at < len(self.inputs) else None
 
     @property
@@ -210,8 +221,7 @@ class Graph(SummaryRepr):
 
     def slots(self, node: Node) -> list[tuple[str, str]]:
         """Return (slot, tensor) of every operand: "in0", "in1", ... for data, "w" and "b" for weights."""
-        row = OPS.get(node.op)
-        named = [(row.slot(k) if row else f"in{k}", i) for k, i in enumerate(node.inputs) if i is not None]
+        named = [(node.facts.slot(k), i) for k, i in enumerate(node.inputs) if i is not None]
         constant = node.op == "MatMul" and self.is_weight(node.inputs[1])  # then in1 is its weight
         return [("w" if constant and slot == "in1" else slot, i) for slot, i in named]
 

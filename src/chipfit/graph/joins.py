@@ -7,17 +7,16 @@ import math
 from collections.abc import Mapping
 
 from chipfit.graph.ir import Graph, Node
-from chipfit.operators.table import OPS
 
 
 def is_join(node: Node) -> bool:
     """Check for an operator whose result holds all numbers of any number of operands, as of Concat."""
-    return node.op in OPS and OPS[node.op].moves and OPS[node.op].slots == ("ins*",)
+    return node.facts.moves and node.facts.slots == ("ins*",)
 
 
 def moved_from(graph: Graph, node: Node) -> str | None:
     """Return the only float operand of an operator that moves its numbers or copies them; None for other operators."""
-    moves = node.op == "Requantize" or (node.op in OPS and OPS[node.op].moves)
+    moves = node.op == "Requantize" or node.facts.moves
     data = [i for i in node.inputs if i is not None and graph.is_float(i)]
     return data[0] if moves and len(data) == 1 and not is_join(node) else None
 

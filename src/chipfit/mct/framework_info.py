@@ -221,7 +221,7 @@ class FrameworkInfo:
 
 def _layout(graph: Graph, t: TensorPlan) -> tuple[_Relayout, _Relayout]:
     """Return functions that convert a weight from the graph's layout to the framework's, and back."""
-    node = next((n for n in graph.nodes if t.name in n.inputs and n.op in OPS and OPS[n.op].kind), None)
+    node = next((n for n in graph.nodes if t.name in n.inputs and n.facts.kind), None)
     return adapter_of(graph.framework).kernel_layout(node, t.name) if node else ((lambda w: w), (lambda w: w))
 
 

@@ -15,7 +15,6 @@ import torch
 from chipfit.calibration.data import iterate
 from chipfit.frameworks import framework_of, part
 from chipfit.graph.ir import Graph, Node
-from chipfit.passes.relu_bound import is_homogeneous
 from chipfit.passes.rewriting import Readers
 from chipfit.result import Result
 
@@ -41,7 +40,7 @@ class ScaledInput:
         if not plan.quantized(name) or name not in stats:
             return cls(refusal=f"'{name}' is not quantized")
         readers = Readers(graph)
-        found = readers.linear_behind(name, is_homogeneous)
+        found = readers.linear_behind(name, lambda n: n.facts.homogeneous)
         if why := found.refusal or readers.why_fixed(*found.ends):
             return cls(refusal=why)
         grid, step, seen = plan[name].grid, float(plan[name].scale), stats[name]

@@ -31,7 +31,6 @@ from chipfit.mqbench.prepare import PreparedModule, prepare_qat_fx
 from chipfit.mqbench.quantizers import QuantizeBase, enable_calibration, enable_quantization, vanishing_note
 from chipfit.mqbench.reconstruction import call_on
 from chipfit.mqbench.settings import QConfig
-from chipfit.operators.table import OPS
 from chipfit.plan.training import check_deployable
 from chipfit.platform.load import load, names
 from chipfit.platform.match import as_tuple, resolve_node
@@ -156,7 +155,7 @@ class _Deployment:
                 if alike and float((x - y).abs().max()) <= TOLERANCE * float(x.abs().max()):
                     out[name] = learned
         for n in graph.nodes:  # a chip may quantize a value after it was moved
-            if n.op in OPS and OPS[n.op].moves and n.data in out and n.data not in graph.weights:
+            if n.facts.moves and n.data in out and n.data not in graph.weights:
                 out |= {o: out[n.data] for o in n.outputs if o not in out}
         return out
 

@@ -21,8 +21,8 @@ attributes are "ours=theirs:conversion", see `attribute_words`. Where a cell nam
 the column, a row that is added in Python may hold the function itself. A module reads its column when it is imported.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -51,9 +51,13 @@ class OpDef:
     #: rounded: every machine computes the same float32
     ieee: bool = False
     view: bool = False  #: its result may share memory with an input
-    homogeneous: bool = False  #: f(k x) = k f(x) for k > 0, of one data input; of Pad where it pads with 0
-    #: f(x + c) = f(x) + c, of one data input; of AvgPool where it counts no padding, of Pad where it pads c
-    shifts: bool = False
+    homogeneous: bool = False  #: f(k x) = k f(x) for k > 0, of one data input
+    shifts: bool = False  #: f(x + c) = f(x) + c, of one data input; of Pad where it pads c
+    #: least and greatest result of an operator that only clips: numbers or names of attributes, None for no bound
+    clips: tuple[float | str | None, ...] = ()
+    #: fact -> alternative values of attributes; the fact is false where none of the alternatives is met. A number also
+    #: stands for a tuple of only that number
+    holds_if: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     by_channel: bool = False  #: each channel of its result depends on that channel of its inputs only
     negative_tail: bool = False  #: a non-linearity that is bounded or flat on its negative side
     #: operators of which it is a special case, nearest first; a platform may list one of them instead
@@ -74,6 +78,25 @@ class OpDef:
     def weighted(self) -> bool:
         """True if the operator may have weights of its own."""
         return any(s.startswith("w") for s in self.slots)
+
+
+#: facts about an operator without a row: none, and its result may share memory with any input
+UNKNOWN = OpDef(slots=("ins*",), view=True)
+
+
+def facts_of(op: str, attrs: Mapping[str, Any]) -> OpDef:
+    """Return the facts that hold for an operator with these attributes; `UNKNOWN` for one without a row."""
+    row = OPS.get(op, UNKNOWN)
+    untrue: dict[str, Any] = {f: False for f, ways in row.holds_if.items() if not any(_met(way, attrs) for way in ways)}
+    return replace(row, **untrue) if untrue else row
+
+
+def _met(wanted: Mapping[str, Any], attrs: Mapping[str, Any]) -> bool:
+    return all(_equal(attrs.get(name), value) for name, value in wanted.items())
+
+
+def _equal(given: Any, wanted: Any) -> bool:
+    return all(_equal(v, wanted) for v in given) if isinstance(given, tuple) else bool(given == wanted)
 
 
 _COLUMNS = "torch keras kernel lowering onnx tflite decompose onnxruntime litert tflm layers".split()
@@ -136,6 +159,7 @@ def _definition(op: str, takes: str = "in0", attrs: str = "", case_of: str = "",
     if unknown := more.keys() - known:
         allowed = ", ".join(sorted({"takes", "facts", *known - {"slots"}, *_COLUMNS}))
         raise ConfigError(f"Row of operator '{op}' has unknown fields", got=", ".join(sorted(unknown)), allowed=allowed)
+    more["clips"] = tuple(more.get("clips", ()))
     return OpDef(slots=tuple(takes.split()), attrs=tuple(attrs.split()), case_of=tuple(case_of.split()), **more)
 
 

@@ -15,7 +15,6 @@ import torch
 
 from chipfit.graph.edit import drop_dead, new_name, replace_node
 from chipfit.graph.ir import Graph, Node, Value
-from chipfit.operators.table import OPS
 from chipfit.passes.new_nodes import broadcast
 from chipfit.passes.rewriting import Readers, Rewritten
 from chipfit.registry import register
@@ -211,7 +210,7 @@ class _Attention:
                     other = reader.with_(inputs=(value, *reader.inputs[1:]))
                     replace_node(self.graph, reader, other)
                     self.producers[other.output] = reader = other
-            elif n.op in OPS and OPS[n.op].view and OPS[n.op].moves and n.inputs[0] == n.data:
+            elif n.facts.view and n.facts.moves and n.inputs[0] == n.data:
                 reader, value = n, n.data
             else:
                 break

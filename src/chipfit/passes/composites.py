@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from chipfit.graph.edit import live_values
 from chipfit.graph.ir import Graph, Node, Value
-from chipfit.operators.table import OPS
 from chipfit.passes.decompose import RULES, Decomposition
 
 
@@ -53,15 +52,15 @@ def open_composites(
     taken = {*graph.values, *graph.weights, *(n.name for n in graph.nodes)}
     for n in graph.nodes:
         nodes.append(n)
-        if n.op not in RULES or OPS[n.op].kind or not graph.is_float(n.output):
+        if n.op not in RULES or n.facts.kind or not graph.is_float(n.output):
             continue  # weights of convolutions stay whole: their layer's bits, ranges and rounding are about them
         if has_kernel(graph, n) and not coarse(graph, n):
             continue
         stays, alone = partial(_is_kernel, has_kernel, n), _alone(out, n, constants.values())
         trial = Decomposition(alone, holds, stays, constants, taken, integers=True)
         parts = trial.parts(n)
-        computing = [m for m in parts if not OPS[m.op].moves]
-        few = len(computing) <= _FEW and not OPS[n.op].weighted
+        computing = [m for m in parts if not m.facts.moves]
+        few = len(computing) <= _FEW and not n.facts.weighted
         if (
             parts != [n]
             and all(has_kernel(trial.graph, m) for m in parts)

@@ -4,8 +4,6 @@ import torch
 
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import in_groups, is_linear
-from chipfit.operators.table import OPS
-from chipfit.passes.relu_bound import bounds
 from chipfit.passes.rewriting import Readers, Rewritten, scale_between, scales_by_channel
 from chipfit.registry import Repair, Setting, register
 
@@ -49,7 +47,7 @@ def equalize(graph: Graph, *, sweeps: int = 40, tolerance: float = 1e-3) -> Rewr
     for first, ends in pairs:
         if first.name in touched:
             notes.append(f"equalized '{first.display_name}' with {', '.join(repr(e.display_name) for e in ends)}")
-    if not pairs and any(bounds(n)[1] is not None for n in graph.nodes):
+    if not pairs and any((n.clip_range or (None, None))[1] is not None for n in graph.nodes):
         hint = "Settings(equalize_groups='always') scales channels through clipped activations"
         notes.append(f"warning: equalize has changed nothing, every pair of layers is refused; {hint}")
     return Rewritten(graph, notes)
@@ -69,4 +67,4 @@ def _scales(graph: Graph, first: Node, ends: list[Node]) -> torch.Tensor:
 
 def _elementwise(node: Node) -> bool:
     """Check whether an operator commutes with a factor for each channel, whatever axis the channels are on."""
-    return scales_by_channel(node) and (OPS[node.op].layout == "elementwise" or OPS[node.op].activation)
+    return scales_by_channel(node) and (node.facts.layout == "elementwise" or node.facts.activation)

@@ -12,7 +12,6 @@ from chipfit.decide.constraints import connected_components
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import is_depthwise, is_linear
 from chipfit.operators.table import OPS
-from chipfit.passes.relu_bound import bounds
 from chipfit.passes.rewriting import Adapted, Readers, Stats, adds_equal_shapes, scale_between, scales_by_channel
 from chipfit.registry import OFF, Repair, Setting, entries_in, register
 
@@ -135,8 +134,8 @@ def groups(graph: Graph) -> list[Group]:
                 refuse(v, f"{n.op} '{n.display_name}' reads it")
             for v in n.outputs:
                 refuse(v, f"{n.op} '{n.display_name}' makes it")
-        elif (bound := bounds(n)[1]) is not None:
-            of[n.output].clips.append((n.output, bound))
+        elif n.clip_range is not None and n.clip_range[1] is not None:
+            of[n.output].clips.append((n.output, n.clip_range[1]))
     for v in graph.inputs:
         refuse(v, f"'{v}' is an input of the model")
     for v in graph.outputs:
@@ -151,7 +150,7 @@ def keeps_channels(graph: Graph, node: Node) -> bool:
     An upper bound of f is allowed."""
     if len(node.outputs) != 1 or node.op not in OPS or is_linear(graph, node):
         return False
-    low, high = bounds(node)
+    low, high = node.clip_range or (None, None)
     clips_above = high is not None and high > 0 and low in (0, None)
     if clips_above or scales_by_channel(node) or adds_equal_shapes(graph, node):
         return True

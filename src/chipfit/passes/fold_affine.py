@@ -9,7 +9,7 @@ from chipfit.graph.folds import batch_norm_terms
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import TRANSPOSED, bias_or_zero, channel_axis, in_groups, is_linear, scale_inputs, with_bias
 from chipfit.operators.table import OPS
-from chipfit.passes.rewriting import Readers, Rewritten, keeps_shift, scales_by_channel
+from chipfit.passes.rewriting import Readers, Rewritten, scales_by_channel
 from chipfit.registry import register
 
 #: largest ratio of the factors of two channels: rounding a weight loses as much more where its factor is smallest
@@ -101,7 +101,7 @@ def _across(graph: Graph, n: Node, places: Places) -> Places | None:
         known = [s for s in sizes if s is not None]
         flat = len(known) == len(sizes) and graph.shape(n.output) == (batch, math.prod(known))
         return _unraveled(places[1], known) if flat and 1 in places else None
-    if not (scales_by_channel(n) and keeps_shift(n) and OPS[n.op].by_channel):
+    if not (scales_by_channel(n) and n.facts.shifts and n.facts.by_channel):
         return None
     return places if OPS[n.op].view else {axis: at for axis, at in places.items() if axis == 1}
 

@@ -11,7 +11,6 @@ from chipfit.engine.kernels import execute
 from chipfit.engine.opaque import repeatable
 from chipfit.graph.edit import drop_dead, new_name
 from chipfit.graph.ir import OPAQUE, Graph, Node
-from chipfit.operators.table import OPS
 from chipfit.passes.new_nodes import broadcast
 from chipfit.passes.rewriting import Rewritten
 from chipfit.registry import register
@@ -74,8 +73,7 @@ def _repeat_late(graph: Graph, expand: Node) -> None:
     readers = [n for n in graph.nodes if expand.output in n.inputs]
     read = {n.name: n.with_(inputs=tuple(expand.data if i == expand.output else i for i in n.inputs)) for n in readers}
     broadcasting = (
-        n.op in OPS
-        and OPS[n.op].layout == "elementwise"
+        n.facts.layout == "elementwise"
         and broadcast([graph.shape(i) for i in n.inputs if i is not None]) == graph.shape(n.output)
         for n in read.values()
     )

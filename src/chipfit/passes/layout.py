@@ -157,7 +157,7 @@ class _LayoutChanger:
 
     def run(self) -> LayoutChange:
         for node in self.source.nodes:
-            _RULES[OPS[node.op].layout if node.op in OPS else "natural"](self, node)
+            _RULES[node.facts.layout](self, node)
         self.out.outputs = [self.result_of(o) for o in self.source.outputs]
         for name in self.pending:
             del self.out.values[name]

@@ -15,7 +15,6 @@ from chipfit.engine.types import dtype_of
 from chipfit.graph.edit import drop_dead, new_name, replace_node
 from chipfit.graph.hidden_scores import ALWAYS_HIDES, HIDDEN_SCORE, HIDES_IN_SOFTMAX, fill_of, leading_to, split_mask
 from chipfit.graph.ir import Graph, Node, Value
-from chipfit.operators.table import OPS
 from chipfit.passes.attention import NodeTest
 from chipfit.passes.new_nodes import broadcast
 from chipfit.passes.rewriting import Rewritten
@@ -163,7 +162,7 @@ class _Selections:
             case "Expand", _ if (inner := self._condition(first, times, plus)) is not None:
                 sizes = [s or 1 for s in self.graph.shape(value)]
                 return self._add("LogicalAnd", inner, self._constant(torch.ones(sizes, dtype=torch.bool)))
-            case _ if made.op in OPS and OPS[made.op].moves and first == made.data:
+            case _ if made.facts.moves and first == made.data:
                 inner = self._condition(first, times, plus)
                 if inner is not None and self.graph.shape(inner) == self.graph.shape(first):
                     return self._add(made.op, inner, *map(str, made.inputs[1:]), gives=value, **made.attrs)

@@ -13,7 +13,6 @@ from chipfit.errors import UnsupportedError
 from chipfit.graph.edit import drop_dead, new_name
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.graph.steps import places_in_steps
-from chipfit.operators.table import OPS
 from chipfit.passes.recurrent import RECURRENT
 
 _MOVES = ("Transpose", "Squeeze", "Unsqueeze")
@@ -192,7 +191,7 @@ class _Steps:
                 self._refuse(n, "it does not cut off the zeros that were added to the steps")
             self._rename(n, axis)
             return True
-        if n.op in OPS and OPS[n.op].kind == "conv" and "output_padding" not in n.attrs and axis >= 2:
+        if n.facts.kind == "conv" and "output_padding" not in n.attrs and axis >= 2:
             self._add_convolution(n, axis, before, behind)
             return True
         if any(i in self.surplus for i in n.inputs):
@@ -201,7 +200,7 @@ class _Steps:
             self._add_wide(n, axis)
             return True
         timed = [self.renamed.get(i, i) for i in n.inputs if i in self.timed]
-        alone = n.op == "BatchNorm" or (n.op in OPS and OPS[n.op].layout == "elementwise")
+        alone = n.op == "BatchNorm" or n.facts.layout == "elementwise"
         if not alone or not self.wide.issuperset(timed):
             return False
         self._attributes(n)
@@ -367,7 +366,7 @@ class _Steps:
         """
         timed = next(i for i in n.inputs if i in self.timed)
         rank, axis = len(self.graph.shape(timed)), self.timed[timed]
-        layout = OPS[n.op].layout if n.op in OPS else ""
+        layout = n.facts.layout
         if layout not in ("elementwise", "along", "reduce") and n.op not in _PER_STEP:
             self._refuse(n, "it may join several steps")
         for i in n.inputs if n.op not in ("Linear", "BatchNorm") else ():

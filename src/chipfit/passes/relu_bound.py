@@ -3,9 +3,8 @@
 import math
 from typing import Any
 
-from chipfit.graph.ir import Graph, Node
+from chipfit.graph.ir import Graph
 from chipfit.graph.linear import bias_or_zero, is_linear, with_bias
-from chipfit.operators.table import OPS
 from chipfit.passes.rewriting import Readers, Rewritten
 from chipfit.registry import Repair, Setting, register
 
@@ -28,14 +27,14 @@ def relu_bound_to_power_of_two(graph: Graph) -> Rewritten:
     """
     graph, notes = graph.copy(), list[str]()
     for clip in list(graph.nodes):
-        low, high = bounds(clip)
+        low, high = clip.clip_range or (None, None)
         if high is None or not 0 < high < math.inf or (low is not None and low > 0):
             continue
         bound = 2.0 ** math.ceil(math.log2(high) - 1e-9)
         if math.isclose(bound, high):
             continue
         readers, before = Readers(graph), graph.producers().get(clip.data)
-        found = readers.linear_behind(clip.output, is_homogeneous)
+        found = readers.linear_behind(clip.output, lambda n: n.facts.homogeneous)
         if before is None or not is_linear(graph, before):
             why = "no linear operator with constant weights is in front of it"
         elif readers.only(before.output) is None:
@@ -54,14 +53,3 @@ def relu_bound_to_power_of_two(graph: Graph) -> Rewritten:
         graph.nodes[graph.nodes.index(clip)] = clip.with_(op="Clamp", attrs=attrs)
         notes.append(f"the bound of '{clip.display_name}' moved from {high:g} to {bound:g}")
     return Rewritten(graph, notes)
-
-
-def bounds(node: Node) -> tuple[float | None, float | None]:
-    """Return (low, high) of a clipping activation; high is None for every other operator."""
-    if node.op == "Relu6":
-        return 0.0, 6.0
-    return (node.attrs["min"], node.attrs["max"]) if node.op == "Clamp" else (0.0, None)
-
-
-def is_homogeneous(node: Node) -> bool:
-    return node.op in OPS and OPS[node.op].homogeneous and node.attrs.get("value", 0) == 0

@@ -12,7 +12,6 @@ import torch
 from chipfit.calibration.collect import TensorStats
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import bias_or_zero, is_linear, on_axis_1, scale_inputs, scale_outputs, with_bias
-from chipfit.operators.table import OPS
 
 Stats = Mapping[str, TensorStats]  #: value -> its statistics
 
@@ -106,16 +105,8 @@ class Readers:
 
 def scales_by_channel(node: Node) -> bool:
     """Check whether f(s x) = s f(x) holds with one s > 0 for each channel on axis 1."""
-    if node.op == "Pad":
-        return node.attrs["value"] == 0 and tuple(node.attrs["padding"][1]) == (0, 0)
-    return node.op in OPS and OPS[node.op].homogeneous and OPS[node.op].by_channel
-
-
-def keeps_shift(node: Node) -> bool:
-    """Check whether f(x + c) = f(x) + c holds."""
-    if node.op == "AvgPool":
-        return not node.attrs["count_include_pad"] or not any(p for pair in node.attrs["padding"] for p in pair)
-    return node.op in OPS and OPS[node.op].shifts
+    by_channel = node.facts.by_channel or (node.op == "Pad" and tuple(node.attrs["padding"][1]) == (0, 0))
+    return by_channel and node.facts.homogeneous
 
 
 def adds_equal_shapes(graph: Graph, node: Node) -> bool:

@@ -12,8 +12,7 @@ from chipfit.calibration.collect import TensorStats
 from chipfit.graph.edit import insert_behind, new_name, replace_node
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.graph.linear import CONVS, bias_or_zero, in_groups, with_bias
-from chipfit.operators.table import OPS
-from chipfit.passes.rewriting import Adapted, LinearReaders, Readers, Stats, keeps_shift
+from chipfit.passes.rewriting import Adapted, LinearReaders, Readers, Stats
 from chipfit.ranges.qparams import from_min_max
 from chipfit.registry import Repair, Setting, register
 
@@ -55,12 +54,12 @@ def shift_negative(graph: Graph, assignment: Assignment, stats: Stats, *, ratio:
     """
     graph, stats, notes = graph.copy(), dict(stats), list[str]()
     for act in list(graph.nodes):
-        slot = assignment.tensors.get(act.output) if act.op in OPS and OPS[act.op].negative_tail else None
+        slot = assignment.tensors.get(act.output) if act.facts.negative_tail else None
         seen = stats.get(act.output)
         if slot is None or seen is None or slot.format.signed != "auto" or seen.low >= 0:
             continue
         readers = Readers(graph)
-        found = readers.linear_behind(act.output, keeps_shift)
+        found = readers.linear_behind(act.output, lambda n: n.facts.shifts)
         c, why = shift_constant(slot.format, seen, ratio)
         why = why or found.refusal or _why_shift_stays(found.ends)
         if why:

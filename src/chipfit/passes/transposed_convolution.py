@@ -16,7 +16,6 @@ from chipfit.passes.rewriting import Readers, Rewritten
 from chipfit.registry import register
 
 Test = Callable[[Graph, Node], bool]
-_CLIPS = ("Relu", "Relu6", "Clamp")
 
 
 @register("pass", "subpixel", stage="rewrite", after=("fold_affine",), needs=("in_integers",))
@@ -74,7 +73,7 @@ def _replaced(graph: Graph, n: Node) -> list[Node]:
     channels = graph.weights[n.weight].shape[0]
     _add_value(graph, conv.output, n, channels, grown)
     act = Readers(graph).only(n.output)
-    if act is not None and act.op in _CLIPS:
+    if act is not None and act.clip_range is not None:
         clip = act.with_(inputs=(conv.output,), outputs=(new_name(graph, f"{act.output}_parts"),))
         _add_value(graph, clip.output, n, channels, grown)
         graph.nodes.remove(act)

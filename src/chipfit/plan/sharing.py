@@ -6,7 +6,6 @@ import torch
 
 from chipfit.errors import TrainingError
 from chipfit.graph.ir import Graph, Node
-from chipfit.operators.table import OPS
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.grids import Grid, in_16_bits
 from chipfit.quantizers.scale_bounds import ScaleBound
@@ -76,7 +75,7 @@ def share_quantizers(graph: Graph, plan: Plan) -> QuantizerSharing:
 
 def _skip_moved(out: QuantizerSharing, sharing: dict[str, list[str]], graph: Graph, plan: Plan, n: Node) -> None:
     """Let results that only move rounded numbers share the quantizer of their source and not round again."""
-    if n.op not in OPS or not OPS[n.op].moves:
+    if not n.facts.moves:
         return
     data = [i for i in n.inputs if i is not None and graph.is_float(i)]
     owners = {out.owner.get(i) for i in data}

@@ -67,7 +67,7 @@ def facts(graph: Graph, node: Node) -> dict[str, Any]:
         out["weight_elements"] = math.prod(graph.shape(w)) if graph.is_weight(w) else None
         if "stride" in node.attrs:
             out["kernel"] = graph.shape(w)[2:]
-    if "mask?" in (OPS[node.op].slots if node.op in OPS else ()):
+    if "mask?" in node.facts.slots:
         out["masked"] = node.operand("mask") is not None
     return out
 

@@ -10,7 +10,6 @@ import torch
 
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import products
-from chipfit.operators.table import OPS
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from chipfit.platform.schema import Platform
 from chipfit.platform.support import simulates_arithmetic, unmodelled_features
@@ -153,7 +152,7 @@ def _sizes(graph: Graph, plan: Plan, pads: bool) -> dict[str, Any]:
         simd, channels = 1, 1
         if pads and reader is not None and reader.name in plan.nodes and bits < 32 and w.dim():
             simd = plan.nodes[reader.name].simd or 1
-            channels = max(w.shape[OPS[reader.op].weight_axis if reader.op in OPS else 0], 1)
+            channels = max(w.shape[reader.facts.weight_axis], 1)
         parameters += w.numel()
         quantized += _bytes(w.numel(), bits)
         padded += _bytes(w.numel() // channels * -(-channels // simd) * simd, bits)

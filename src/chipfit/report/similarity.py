@@ -15,7 +15,6 @@ from chipfit.errors import ConfigError, UnknownNameError, short_message
 from chipfit.export.io_spec import output_names
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.placement import inputs_on, on_cpu, placed
-from chipfit.operators.table import OPS
 from chipfit.plan.record import Plan
 from chipfit.registry import is_number
 from chipfit.rounding.compare import QuantizedRun, rounded_once, rounded_outputs
@@ -173,7 +172,7 @@ def kernels(graph: Graph, plan: Plan) -> dict[str, str]:
 def _moves(plan: Plan, n: Node) -> bool:
     """Return whether an operator hands on numbers of its inputs as they are."""
     follows = n.name in plan.nodes and plan.nodes[n.name].exec == "follow"
-    return follows or (n.op in OPS and OPS[n.op].moves and not plan.quantized(n.output))
+    return follows or (n.facts.moves and not plan.quantized(n.output))
 
 
 def checked_metrics(metrics: Mapping[str, Any]) -> Mapping[str, Metric]:

@@ -9,7 +9,6 @@ import torch
 
 from chipfit.frameworks import adapter_of
 from chipfit.graph.ir import DYNAMIC, Graph
-from chipfit.operators.table import OPS
 from chipfit.plan.record import Plan
 from chipfit.plan.tables import with_integers
 from chipfit.platform.schema import Platform
@@ -95,7 +94,7 @@ def float_operators(graph: Graph, plan: Plan, profile: Profile) -> Callable[[str
             if group_of[v][0].op == DYNAMIC:  # integers again
                 continue
             for n in group_of[v]:
-                found |= set() if n.op in OPS and (OPS[n.op].moves or OPS[n.op].ieee) else {n.called}
+                found |= set() if (n.facts.moves or n.facts.ieee) else {n.called}
                 reads = [i for i in n.inputs if i in graph.values and graph.is_float(i)]
                 todo += [i for i in reads if not plan.quantized(i) or (i, n.name) in plan.float_edges]
         return tuple(sorted(found))

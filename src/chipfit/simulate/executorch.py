@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from chipfit.graph.ir import Node
+from chipfit.operators.table import OPS
 from chipfit.quantizers.stored import Stored, scales_per_output
 from chipfit.registry import lookup, register
-from chipfit.simulate.integer import KernelCall, Profile, accumulate, activation_bounds, kernel_of
+from chipfit.simulate.integer import KernelCall, Profile, accumulate, integer_clip_range, kernel_of
 from chipfit.simulate.litert import quantize_by_inverse
 
 Tensor = torch.Tensor
@@ -19,14 +20,7 @@ Tensor = torch.Tensor
 
 def _bounds(act: Node, t: Stored) -> tuple[int, int] | None:
     """Return the activation's bounds as integers, halves to even."""
-    reals, grid = activation_bounds(act), t.grid
-    if reals is None or reals == (None, None):
-        return None
-    low, high = (
-        end if v is None else int(t.zero_point) + int(torch.round(torch.tensor(v, dtype=torch.float32) / t.scale))
-        for v, end in zip(reals, (grid.qmin, grid.qmax), strict=True)
-    )
-    return min(max(grid.qmin, low), grid.qmax), min(max(grid.qmin, high), grid.qmax)
+    return integer_clip_range(act, t, torch.round)
 
 
 def _clamp(c: KernelCall) -> None:
@@ -46,7 +40,7 @@ def _product_sum(c: KernelCall) -> None:
 _XNNPACK: Any = lookup("kernels", "litert_xnnpack")
 _PRODUCTS = dict.fromkeys("Conv1D Conv2D DepthwiseConv2D TransposeConv2D Linear".split(), kernel_of(_product_sum))
 _SHARED = {op: _XNNPACK.kernels[op] for op in ("Add", "Sub", "Mul", "GlobalAvgPool")}
-_CLAMPS = dict.fromkeys(("Relu", "Relu6", "Clamp"), kernel_of(_clamp))
+_CLAMPS = {op: kernel_of(_clamp) for op, row in OPS.items() if row.clips}
 _PROFILE: Profile = replace(
     _XNNPACK,
     kernels={**_PRODUCTS, **_SHARED},

@@ -22,7 +22,6 @@ from chipfit.engine.kernels import execute, pad
 from chipfit.engine.torch_defaults import torch_defaults
 from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import DYNAMIC, Graph, Node
-from chipfit.operators.table import OPS
 from chipfit.passes.layout import Layout, apply_layout
 from chipfit.plan.record import Plan
 from chipfit.platform.builtin import DEFAULT
@@ -388,7 +387,7 @@ def float_kernel(
     if decided is None or decided.exec == "float" or plan.quantized(group[-1].output):
         return None
     reads = [i for i in head.inputs if i is not None and graph.is_float(i) and i != _free_bias(head, profile)]
-    exact = all(n.op in OPS and OPS[n.op].ieee for n in group[1:])
+    exact = all(n.facts.ieee for n in group[1:])
     if reads[:1] == [head.data] and not plan.quantized(head.data):
         rounded = next((n for n in graph.nodes if n.op == DYNAMIC and n.output == head.data), None)
         weight = plan.stored(reads[1]) if len(reads) > 1 else None
@@ -420,7 +419,7 @@ def _kernel(
     reads = [i for i in reads if i != _free_bias(head, profile)]
     if not all(plan.quantized(i) and plan[i].grid.table is None for i in reads if graph.is_float(i)):
         return None
-    clips = [end for act in group[1:] if (end := act if OPS[act.op].moves else profile.clip(act, out)) is not None]
+    clips = [end for act in group[1:] if (end := act if act.facts.moves else profile.clip(act, out)) is not None]
     kernel = profile.kernels.get(head.op)
     if decided.exec == "follow":
         data = [i for i in reads if graph.is_float(i)]
@@ -443,7 +442,7 @@ def _free_bias(head: Node, profile: Profile) -> str | None:
 
 def is_pass_through(node: Node) -> bool:
     """Return whether a node's result holds values of its operands only, or one that its attributes state."""
-    return OPS[node.op].moves or node.op == "Pad" or node.attrs.get("mode") in ("nearest", "nearest_exact")
+    return node.facts.moves or node.op == "Pad" or node.attrs.get("mode") in ("nearest", "nearest_exact")
 
 
 def _compute(run: Simulation, group: Sequence[Node]) -> None:
@@ -478,10 +477,19 @@ def _compute(run: Simulation, group: Sequence[Node]) -> None:
 # ---------------------------------------------------------------- kernels of every profile
 
 
-def activation_bounds(act: Node) -> tuple[float | None, float | None] | None:
-    """Return the floats between which an activation clips, None for no bound; None if it does something else."""
-    known = {"Relu": (0.0, None), "Relu6": (0.0, 6.0), "Clamp": (act.attrs.get("min"), act.attrs.get("max"))}
-    return known.get(act.op)
+def integer_clip_range(act: Node, t: Stored, rounded: Callable[[Tensor], Tensor]) -> tuple[int, int] | None:
+    """Return the integers between which an activation clips the results of a kernel; None if it has no bound.
+
+    Args:
+        rounded: how bounds divided by the scale are rounded.
+    """
+    ends, grid = act.clip_range or (None, None), t.grid
+    if ends == (None, None):
+        return None
+    units = (e if e is None else torch.tensor(e, dtype=torch.float32) / t.scale for e in ends)
+    whole = [e if e is None else int(t.zero_point) + int(rounded(e)) for e in units]
+    low, high = (end if e is None else e for e, end in zip(whole, (grid.qmin, grid.qmax), strict=True))
+    return min(max(grid.qmin, low), grid.qmax), min(max(grid.qmin, high), grid.qmax)
 
 
 def pass_through(run: Simulation, group: Sequence[Node]) -> None:
@@ -565,7 +573,7 @@ def _products(run: Simulation, node: Node) -> Tensor:
 
 def _lost(x: Tensor, zero: Tensor, w: Tensor, node: Node) -> Tensor | None:
     """Return what sums of products gain by saturation in pairs, see `sums.lost_in_windows`."""
-    if OPS[node.op].kind == "conv":
+    if node.facts.kind == "conv":
         how = {k: node.attrs[k] for k in ("stride", "padding", "dilation", "groups")}
         return sums.lost_in_windows(x, zero, w, **how)
     rows = w if node.op == "Linear" else w.transpose(-1, -2)
@@ -579,7 +587,7 @@ def _exact_products(run: Simulation, node: Node) -> Tensor:
     if sums.fits(x, zero, w, w_zero):
         if node.op == "Linear":
             return sums.multiplied(x, zero, w)
-        plain = OPS[node.op].kind != "transposed"
+        plain = node.facts.kind != "transposed"
         how = {k: a[k] for k in ("stride", "padding", "dilation", "groups")}
         if plain and (acc := sums.convolved(x, zero, w, **how)) is not None:
             return acc
@@ -598,7 +606,7 @@ def dynamic_product(c: KernelCall) -> tuple[Tensor, Tensor, Tensor]:
     """Return a dynamic kernel's sums of products (int32 or float64), the scale of its input, and its bias, or 0."""
     q, s, z = c.run.dynamic[c.x]
     w, w_zero = c.code(c.second), c.zero(c.second)
-    if OPS[c.node.op].kind == "conv":
+    if c.node.facts.kind == "conv":
         acc = execute(c.node.with_(inputs=c.node.inputs[:2]), [q.double() - z, c.centred(c.second)])[0]
         bias = _float_bias(c)
         return c.run.summed(acc), s, bias.reshape(-1, *[1] * (acc.dim() - 2)) if bias.dim() else bias

@@ -31,8 +31,8 @@ from chipfit.simulate.integer import (
     Profile,
     Simulation,
     accumulate,
-    activation_bounds,
     dynamic_product,
+    integer_clip_range,
     kernel_of,
     pass_through,
     pool_windows,
@@ -113,7 +113,7 @@ def _convolution(c: KernelCall, how: str) -> None:
     head, w = c.node, c.second
     plain = head.op.startswith("Conv") and not (head.op == "Conv1D" and is_depthwise(c.run.graph, head))
     kernel = c.code(w).shape[2:]
-    gaps = OPS[head.op].kind == "transposed" and any(s > k for s, k in zip(c.attrs["stride"], kernel, strict=True))
+    gaps = head.facts.kind == "transposed" and any(s > k for s, k in zip(c.attrs["stride"], kernel, strict=True))
     if how == "float" and (gaps or c.bits(w) <= 4):  # XNNPACK leaves these to LiteRT
         how = "up"
     if how == "up" and plain and c.attrs["groups"] > 1:  # no optimised kernel
@@ -564,14 +564,7 @@ def _rows(c: KernelCall) -> None:
 
 def fused_bounds(act: Node, t: Stored) -> tuple[int, int] | None:
     """Return the activation's bounds as integers, halves away from zero."""
-    reals, grid = activation_bounds(act), t.grid
-    if reals is None or reals == (None, None):
-        return None
-    low, high = (
-        end if v is None else int(t.zero_point) + int(round_away((_f32(v) / t.scale).double()))
-        for v, end in zip(reals, (grid.qmin, grid.qmax), strict=True)
-    )
-    return min(max(grid.qmin, low), grid.qmax), min(max(grid.qmin, high), grid.qmax)
+    return integer_clip_range(act, t, lambda x: round_away(x.double()))
 
 
 def _stored(q: Tensor, t: Stored) -> Tensor:

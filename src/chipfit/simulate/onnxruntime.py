@@ -19,7 +19,6 @@ from chipfit.simulate.integer import (
     KernelCall,
     Profile,
     accumulate,
-    activation_bounds,
     dynamic_product,
     inner_product,
     kernel_of,
@@ -35,10 +34,9 @@ _RULE = {"form": "float", "round": "half_even"}  #: its own requantization, wher
 
 def absorbed_bounds(act: Node, t: Stored) -> tuple[int, int] | None:
     """Return the whole grid if saturation in its type does what the activation does; None to compute it in float."""
-    reals = activation_bounds(act)
-    if reals is None:
+    if act.clip_range is None:
         return None
-    low, high = reals
+    low, high = act.clip_range
     least, most = (float((end - t.zero_point.float()) * t.scale) for end in t.grid.file_ends)
     below = low is not None and least < low - 1.2e-7
     above = high is not None and most > high + 1.2e-7
@@ -75,7 +73,7 @@ def _dynamic(c: KernelCall) -> Tensor:
     """
     acc, s, b = dynamic_product(c)
     w = c.scale(c.second)
-    if w.dim() and OPS[c.node.op].kind == "conv":
+    if w.dim() and c.node.facts.kind == "conv":
         w = w.view(-1, *[1] * (acc.dim() - 2))
     return acc.float().mul_(s * w).add_(b)
 

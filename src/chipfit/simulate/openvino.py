@@ -22,7 +22,6 @@ from chipfit.simulate.integer import (
     Profile,
     Simulation,
     accumulate,
-    activation_bounds,
     kernel_of,
     pool_windows,
 )
@@ -32,8 +31,6 @@ Tensor = torch.Tensor
 #: products of quantized data and quantized weights
 _PRODUCTS = ("Linear", *(op for op, row in OPS.items() if row.kind == "conv"))
 _MEANS = ("AvgPool", "GlobalAvgPool", "Mean")
-#: operators behind a kernel that clip its float results
-_CLIPS = ("Relu", "Relu6", "Clamp")
 
 
 def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -101,7 +98,7 @@ def _is_static(run: Simulation) -> bool:
 def _clipped(nodes: list[Node], y: Tensor, by: Tensor | None) -> Tensor:
     """Return what activations clip, in units of `by`."""
     for n in nodes:
-        low, high = activation_bounds(n) or (None, None)
+        low, high = n.clip_range or (None, None)
         unit = torch.tensor(1.0) if by is None else by
         y = y if low is None else torch.maximum(y, low / unit)
         y = y if high is None else torch.minimum(y, high / unit)
@@ -277,7 +274,7 @@ def _quantized_mean(c: KernelCall) -> None:
 
 def _clip(act: Node, t: Stored) -> tuple[int, int] | None:
     """Return the whole grid for what a kernel itself computes behind its sums; None for other operators."""
-    return (t.grid.qmin, t.grid.qmax) if act.op in (*_CLIPS, "Add") else None
+    return (t.grid.qmin, t.grid.qmax) if act.clip_range is not None or act.op == "Add" else None
 
 
 def _quantize(run: Simulation, name: str, x: Tensor) -> Tensor:
@@ -305,7 +302,7 @@ def _product_before(run: Simulation, name: str) -> KernelCall | None:
             return KernelCall(run, nodes) if whole else None
         value = n.data
         alone = len(users.get(value, ())) == 1 and value not in run.graph.outputs and not run.plan.quantized(value)
-        if n.op not in _CLIPS or not alone:
+        if n.clip_range is None or not alone:
             return None
     return None
 

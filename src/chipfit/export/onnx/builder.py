@@ -16,7 +16,6 @@ from onnx import TensorProto, helper, numpy_helper
 from chipfit.errors import UnsupportedError
 from chipfit.export.io_spec import QuantizedIO
 from chipfit.graph.ir import Graph, Node
-from chipfit.operators.table import OPS
 from chipfit.plan.record import Plan
 from chipfit.plan.tables import byte_tables, with_integers
 from chipfit.quantizers.grids import shape_for
@@ -156,7 +155,7 @@ class OnnxBuilder:
             return None
         raw = (value, node.name) in self.plan.float_edges or value in self.inner
         if value in self.graph.weights:
-            return self.weight(value, raw, few=node.op in OPS and OPS[node.op].ieee)
+            return self.weight(value, raw, few=node.facts.ieee)
         return self.before_quantizer[value] if raw else self.after_quantizer[value]
 
     def for_size(self, x: str, axis: int, rank: int) -> str:

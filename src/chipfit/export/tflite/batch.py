@@ -1,7 +1,6 @@
 """The batch size of a file."""
 
 from chipfit.graph.ir import Graph, Node
-from chipfit.operators.table import OPS
 
 
 def depends_on_batch(node: Node) -> bool:
@@ -14,5 +13,5 @@ def fixed_batch_size(graph: Graph) -> int | None:
 
     A transposed convolution has its output size as an operand, which the schema cannot leave open.
     """
-    kinds = (OPS[n.op].kind for n in graph.nodes if n.op in OPS)
+    kinds = (n.facts.kind for n in graph.nodes)
     return 1 if "transposed" in kinds or any(map(depends_on_batch, graph.nodes)) else None

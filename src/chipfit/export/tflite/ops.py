@@ -33,7 +33,6 @@ class TfliteOp:
     moves: bool  #: its integer kernel is pass-through: operands and results have equal scales and zero points
     integer: bool = False  #: it has an integer kernel; else it is written in float, between DEQUANTIZE and QUANTIZE
     fuses: bool = False  #: an activation can be fused into it
-    clips: bool = False  #: an activation that only clips integers
     same: bool = False  #: its result is its operand, so that the file has no operator for it
     #: bits -> scale and zero point that its integer kernel demands of its result
     output: Mapping[int, tuple[float, int]] = field(default_factory=dict)
@@ -166,7 +165,7 @@ def _kernel(w: TfliteBuilder, n: Node) -> tuple[int, list[int]]:
     def change(a: np.ndarray) -> np.ndarray:
         return (a[:, :, None] if a.ndim == 3 else a).transpose(order)
 
-    return w.weight(n.weight, change, order.index(OPS[n.op].weight_axis)), [*[1] * (2 - len(sizes)), *sizes]
+    return w.weight(n.weight, change, order.index(n.facts.weight_axis)), [*[1] * (2 - len(sizes)), *sizes]
 
 
 def _bias(w: TfliteBuilder, n: Node, channels: int) -> int:
@@ -329,7 +328,7 @@ _RECTIFIERS = {(0.0, None): "RELU", (0.0, 6.0): "RELU6", (-1.0, 1.0): "RELU_N1_T
 
 def fused_code(act: Node) -> int:
     """Return the number of an activation that can be fused into another operator; that of NONE for others."""
-    if act.op not in OPERATORS or not OPERATORS[act.op].clips:
+    if act.clip_range is None or act.op not in OPERATORS:
         return schema.ActivationFunctionType.NONE
     kind = OPERATORS[act.op].kind or _RECTIFIERS.get((act.attrs["min"], act.attrs["max"]), "NONE")
     return getattr(schema.ActivationFunctionType, kind, schema.ActivationFunctionType.NONE)

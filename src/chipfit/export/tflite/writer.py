@@ -199,9 +199,7 @@ class Writer(TfliteBuilder):
         planned = plan.nodes.get(head.name)
         if head.op not in OPERATORS or not OPERATORS[head.op].integer or planned is None or planned.exec == "float":
             return False
-        if any(
-            m.op not in OPERATORS or not OPERATORS[m.op].clips for m in others
-        ):  # nothing quantizes what lies between
+        if any(m.clip_range is None for m in others):  # nothing quantizes what lies between
             return False
         made = {o for m in members for o in m.outputs}
         reads = [i for m in members for i in m.inputs if i is not None and i not in made and self.graph.is_float(i)]

@@ -15,7 +15,6 @@ from chipfit.frameworks.keras.kernel_layout import DEPTHWISE, to_canonical, to_k
 from chipfit.frameworks.keras.loading import function_of, load
 from chipfit.frameworks.keras.lower import DeviceModel, lower, read_back, state_arrays, stepper
 from chipfit.graph.ir import Graph, Node
-from chipfit.operators.table import OPS
 from chipfit.plan.record import Plan
 from chipfit.plan.training import Training
 from chipfit.registry import register
@@ -57,5 +56,5 @@ class Keras(Framework):
 
     def kernel_layout(self, node: Node, weight: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
         depthwise = "depthwise" in node.layer_type.lower() or weight.endswith("depthwise_kernel")
-        layout = DEPTHWISE if depthwise else OPS[node.op].kind
+        layout = DEPTHWISE if depthwise else node.facts.kind
         return (lambda w: to_keras(layout, w, len(w))), (lambda w: to_canonical(layout, w))

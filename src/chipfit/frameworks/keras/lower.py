@@ -28,7 +28,6 @@ from chipfit.frameworks.training import trained_plan
 from chipfit.graph.edit import unique_name
 from chipfit.graph.folds import refresh_checksums
 from chipfit.graph.ir import OPAQUE, Graph, Node
-from chipfit.operators.table import OPS
 from chipfit.passes.layout import apply_layout
 from chipfit.plan.record import Plan
 from chipfit.plan.sharing import share_quantizers
@@ -267,7 +266,7 @@ class Builder:
         self, node: Node, inner: Any, layout: str, quantizers: dict[str, Any], follows: str, uses: int
     ) -> KerasBatchNormWrapper:
         """Create the wrapper of a layer whose batch norm trains."""
-        fold, axis, groups = self._folds[node.weight], OPS[node.op].weight_axis, node.attrs.get("groups", 1)
+        fold, axis, groups = self._folds[node.weight], node.facts.weight_axis, node.attrs.get("groups", 1)
         factor = self._broadcast(node.weight, axis, len(self.graph.weights[fold.mean]), layout, groups)
         names = dict(zip(NORM_VARIABLES, (fold.gamma, fold.beta, fold.mean, fold.var), strict=True))
         for variable, name in names.items():
@@ -351,7 +350,7 @@ def _clean(name: str) -> str:
 
 
 def _kind(node: Node) -> str:
-    return OPS[node.op].kind if node.op in OPS else ""
+    return node.facts.kind
 
 
 def _jsonable(attrs: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from chipfit.frameworks.keras.backend import KerasOps, dtype_here
 from chipfit.frameworks.keras.kernel_layout import SLOPES, to_keras
 from chipfit.frameworks.keras.recurrent_kernels import gru, lstm, rnn
 from chipfit.graph.ir import Graph, Node
-from chipfit.operators.table import OPS, attribute_words, read_column, renamed
+from chipfit.operators.table import attribute_words, read_column, renamed
 from chipfit.quantizers.dynamic import dynamic_quantize
 
 layers = keras.layers
@@ -46,7 +46,7 @@ def layer_of(node: Node, graph: Graph) -> tuple[Any, dict[str, Any], dict[str, s
     ):
         return None
     variables = {}
-    slots = [s for s in OPS[node.op].slots if not s.startswith("in")]
+    slots = [s for s in node.facts.slots if not s.startswith("in")]
     for slot, variable in zip(slots, lowering.variables.split(), strict=False):
         given = node.operand(slot.rstrip("?"))
         if given is not None and given in graph.weights:

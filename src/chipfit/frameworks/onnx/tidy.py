@@ -7,7 +7,6 @@ from dataclasses import replace
 from chipfit.frameworks.onnx.read import GATED
 from chipfit.graph.edit import drop_dead, new_name, replace_node
 from chipfit.graph.ir import Graph, Node
-from chipfit.operators.table import OPS
 from chipfit.passes.attention import attention
 
 
@@ -302,7 +301,7 @@ class _Layers:
         for n in self.named("Add"):
             data = [i for i in n.inputs if i not in self.graph.weights]
             layer = self.made.get(data[0] or "") if len(data) == 1 and self.alone(data[0] or "") else None
-            kind = OPS[layer.op].kind if layer is not None and layer.op in OPS else ""
+            kind = layer.facts.kind if layer is not None else ""
             if layer is None or kind not in ("linear", "conv") or len(layer.inputs) > 2:
                 continue
             bias = next(i for i in n.inputs if i is not None and i in self.graph.weights)

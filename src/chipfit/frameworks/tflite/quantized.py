@@ -20,7 +20,6 @@ from chipfit.frameworks.tflite.model import WIDE, Facts, Operator, Tensor, Tflit
 from chipfit.frameworks.tflite.read import Call, Reading
 from chipfit.graph.check import check
 from chipfit.graph.ir import FIXED_BATCH, Graph, Node
-from chipfit.operators.table import OPS
 from chipfit.passes.layout import LayoutChange, apply_layout, keep_constant_names
 from chipfit.plan.record import NodePlan, Plan, Role, TensorPlan
 from chipfit.quantizers.stored import Stored
@@ -176,7 +175,7 @@ class _Codes(Reading):
         for at, n in enumerate(new[:-1]):
             if n.op == "LSTM":  # it writes the integers that are moved behind it
                 self.groups.append(tuple(m.name for m in new[at:]))
-        clips = [n for n in new if n.op in ("Relu", "Relu6", "Clamp") and n.name != new[0].name]
+        clips = [n for n in new if n.clip_range is not None and n.name != new[0].name]
         if clips:
             at = new.index(clips[0])
             self.groups.append((new[at - 1].name, clips[0].name))
@@ -184,11 +183,11 @@ class _Codes(Reading):
     def _weights_of(self, n: Node) -> None:
         """Store the constants of an operator as the file has them, with the axis of channels that the graph has."""
         graph, tensors = self.builder.graph, {name: self.model.tensors[k] for (k, _), name in self._weights.items()}
-        for slot, name in zip(OPS[n.op].slots, n.inputs, strict=False):
+        for slot, name in zip(n.facts.slots, n.inputs, strict=False):
             if name not in tensors or name in self.stored or tensors[name].scale is None:
                 continue
             role: Role = "bias" if slot.startswith("b") else "weight"
-            axis = OPS[n.op].weight_axis % max(graph.weights[name].dim(), 1) if role == "weight" else 0
+            axis = n.facts.weight_axis % max(graph.weights[name].dim(), 1) if role == "weight" else 0
             stored = _stored(tensors[name], axis)
             self.stored[name] = TensorPlan(name=name, role=role, stored=stored, origin="the file")
 
@@ -204,7 +203,7 @@ class _Codes(Reading):
             return NodePlan(name=n.name, op=n.op, layer=n.layer, exec="float", why="the file has floats here")
         first = self.stored.get(data[0]) if data else None
         same = first is not None and out in self.stored and _same(first, self.stored[out])
-        follows = same and (OPS[n.op].moves or n.op in _KEEP)
+        follows = same and (n.facts.moves or n.op in _KEEP)
         group_name = group[-1] if group else ""
         return NodePlan(name=n.name, op=n.op, layer=n.layer, exec="follow" if follows else "int", group=group_name)
 
