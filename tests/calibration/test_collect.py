@@ -149,6 +149,16 @@ def test_means_of_terms_that_cancel_are_zeros_whatever_rounding_left_of_them():
     assert seen["Linear"].low < seen["Linear"].high, "its biases"
 
 
+def test_rounding_errors_padded_with_another_number_than_zero_are_data():
+    def forward(m, x):
+        return m.head(torch.nn.functional.pad(m.norm(x).mean((2, 3)), (0, 1), value=1.5))
+
+    x = randn(4, 3, 16, 16) * 3 + 1
+    graph = capture(model_of(forward, norm=nn.InstanceNorm2d(3), head=nn.Linear(4, 2)), (x,))
+    pad = next(n.output for n in graph.nodes if n.op == "Pad")
+    assert collect(graph, [(x,)], tensors={v: Need() for n in graph.nodes for v in n.outputs})[pad].high == 1.5
+
+
 def test_a_small_mean_is_data():
     """2^-17 of the greatest term is 64 times as much as rounding leaves."""
     seen = balanced(mean=-4 * 2.0**-17)

@@ -18,7 +18,6 @@ from chipfit.errors import DataError, first_line
 from chipfit.graph.hidden_scores import hidden_scores
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.placement import inputs_on, on_cpu, placed
-from chipfit.operators.table import OPS
 
 #: a histogram counts all elements of a batch up to `_SMALL`; of larger tensors it counts a block of 32 in each period
 #: of elements in memory order. The period is the first that leaves at most `_COUNTED` elements, or the last. Periods
@@ -344,7 +343,7 @@ def without_noise(graph: Graph, stats: Mapping[str, TensorStats]) -> dict[str, T
     """
     out, noise = dict(stats), set[str]()
     for n in graph.nodes:
-        if n.op not in OPS or not (OPS[n.op].homogeneous or OPS[n.op].moves):
+        if not (n.facts.homogeneous or n.facts.moves):
             continue
         data = [i for i in n.inputs if i is not None and graph.is_float(i)]
         seen = [stats[v] for v in (n.data, *n.outputs) if v in stats]
