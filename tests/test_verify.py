@@ -45,15 +45,15 @@ def test_batches_add_up_and_the_largest_difference_stays():
     assert (found.fraction, found.sqnr_db, found.fault) == (0.0, math.inf, "")
     found.add(ints(4, 2, -1), ints(3, 2, -1), stored(0.5, 1))
     assert (found.elements, found.op_differing, found.op_largest) == (3, 1, 1)
-    assert (found.freely, found.differing, found.largest, found.ties, found.astray) == (0, 0, 0, 0, 0)
-    found.add_free(ints(4, 2, -1), ints(3, 5, -1), floats, stored(0.5, 1))
-    assert (found.elements, found.freely, found.differing, found.largest) == (3, 3, 2, 3)
+    assert (found.end_to_end_elements, found.differing, found.largest, found.ties, found.astray) == (0, 0, 0, 0, 0)
+    found.add_end_to_end(ints(4, 2, -1), ints(3, 5, -1), floats, stored(0.5, 1))
+    assert (found.elements, found.end_to_end_elements, found.differing, found.largest) == (3, 3, 2, 3)
     assert found.signal == 1 + 4 + 1 and found.noise == 0.5**2 + 1.5**2
     assert found.sqnr_db == pytest.approx(10 * math.log10(6 / 2.5))
     found.add(ints(3), ints(5), stored(0.5, 1))
-    found.add_free(ints(3), ints(3), torch.tensor([1.0]), stored(0.5, 1))
+    found.add_end_to_end(ints(3), ints(3), torch.tensor([1.0]), stored(0.5, 1))
     assert (found.elements, found.differing, found.largest, found.op_differing, found.op_largest) == (4, 2, 3, 2, 2)
-    assert (found.freely, found.signal, found.noise, found.fraction) == (4, 7.0, 2.5, 0.5)
+    assert (found.end_to_end_elements, found.signal, found.noise, found.fraction) == (4, 7.0, 2.5, 0.5)
 
 
 def test_without_noise_the_ratio_is_infinite_and_without_signal_it_is_far_below_zero():
@@ -236,8 +236,8 @@ def test_a_verification_counts_integers_floats_and_what_was_not_compared():
 
 
 @pytest.mark.parametrize("facts, count", [({}, 9), ({"differing": 1}, 4), ({"op_differing": 1}, 4)])
-def test_differences_are_counted_among_the_integers_of_the_samples_that_ran_freely(facts, count):
-    assert verification(row(elements=9, freely=4, **facts)).out_of == count
+def test_differences_are_counted_among_the_integers_of_the_samples_that_ran_end_to_end(facts, count):
+    assert verification(row(elements=9, end_to_end_elements=4, **facts)).out_of == count
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,9 @@ def test_a_summary_names_what_is_not_modelled_and_accuracies():
 
 @pytest.mark.parametrize("in_float, how", [(True, ", computed in float by the runtime"), (False, "")])
 def test_a_summary_names_the_first_difference_and_how_it_came_about(in_float, how):
-    text = verification(row("a"), row("b", elements=8, freely=4, differing=1, largest=2, in_float=in_float)).summary()
+    text = verification(
+        row("a"), row("b", elements=8, end_to_end_elements=4, differing=1, largest=2, in_float=in_float)
+    ).summary()
     assert f"first difference: Relu 'b', 25.0000 % of its integers, at most 2{how}\n" in text
     assert ("computed in float by the runtime: Relu 'b'" in text) is in_float
 
@@ -474,11 +476,11 @@ def comparator(device, graph, plan, platform="ort_cpu", suffix=".onnx", model=No
     return Comparator(graph, plan, load(platform), device, declared, model, Verification("chip", True), **more)
 
 
-def compared(results, label=None, filed=(), model=None, x=X, groups=(), freely=None, times=1) -> Verification:
+def compared(results, label=None, filed=(), model=None, x=X, groups=(), limit=None, times=1) -> Verification:
     graph, plan = network()
     found = comparator(
         Device(**results), graph, replace(plan, groups=groups), "tflite_int8", ".tflite", model,
-        in_file=set(filed), freely=freely,
+        in_file=set(filed), end_to_end_samples=limit,
     )  # fmt: skip
     found.out.rows = [row("x", "Input"), row("y", "Relu"), row("z", "Reshape")]
     found.out.outputs = [comparisons.OutputComparison("output", "z", span=127.5)]
@@ -489,16 +491,16 @@ def compared(results, label=None, filed=(), model=None, x=X, groups=(), freely=N
 
 
 @pytest.mark.parametrize(
-    "freely, label, own", [(0, None, 0), (1, None, 2), (3, None, 4), (None, None, 8), (0, ints(2, 0), 8)]
+    "limit, label, own", [(0, None, 0), (1, None, 2), (3, None, 4), (None, None, 8), (0, ints(2, 0), 8)]
 )
-def test_behind_the_first_samples_without_labels_each_operator_is_compared_by_itself(freely, label, own):
+def test_behind_the_first_samples_without_labels_each_operator_is_compared_by_itself(limit, label, own):
     """Four batches of two samples, of three integers each."""
-    found = compared(result(), label, freely=freely, times=4)
-    assert (found.samples, found.freely) == (8, own) and found.exact
-    assert [(r.elements, r.freely) for r in found.rows] == [(24, 3 * own)] * 3
+    found = compared(result(), label, end_to_end_samples=limit, times=4)
+    assert (found.samples, found.end_to_end_samples) == (8, own) and found.exact
+    assert [(r.elements, r.end_to_end_elements) for r in found.rows] == [(24, 3 * own)] * 3
     assert (found.outputs[0].elements, found.labelled) == (24, 0 if label is None else 8)
     assert found.accuracy.keys() == (set() if label is None else {"float", "integer", "device"})
-    off = compared(one_code_off(), label, freely=freely, times=4)
+    off = compared(one_code_off(), label, end_to_end_samples=limit, times=4)
     assert [(r.differing, r.op_differing) for r in off.rows] == [(0, 0), (own // 2, 4), (own // 2, 0)]
     assert off.outputs[0].gap == (0.5 if own else 0.0) and off.outputs[0].op_gap == 0
     assert not off.exact and "by itself" in off.summary()
@@ -531,16 +533,18 @@ def test_a_batch_is_cut_where_the_samples_end_that_run_on_their_own_results(runt
     fit = quantized(nn.Linear(4, 3), data, platform)
     whole = runtime == "litert"  # its file has a fixed batch size
     cuts = [(MAX_SIMULATED_SAMPLES, 40 if whole else 16), (50, 80 if whole else 50), (0, 0), (80, 80), (None, 80)]
-    for freely, own in cuts:
-        found = fit.verify(data, freely=freely)
-        assert (found.samples, found.freely) == (80, own) and found.sound
-        assert {(r.elements, r.freely) for r in found.rows} == {(80 * n, own * n) for n in ((4, 3) if whole else (4,))}
+    for limit, own in cuts:
+        found = fit.verify(data, end_to_end_samples=limit)
+        assert (found.samples, found.end_to_end_samples) == (80, own) and found.sound
+        assert {(r.elements, r.end_to_end_elements) for r in found.rows} == {
+            (80 * n, own * n) for n in ((4, 3) if whole else (4,))
+        }
     labelled = fit.verify([(x, torch.zeros(40, dtype=torch.long)) for x in data])
-    assert (labelled.samples, labelled.freely, labelled.labelled) == (80, 80, 80)
+    assert (labelled.samples, labelled.end_to_end_samples, labelled.labelled) == (80, 80, 80)
 
 
 def test_a_batch_whose_inputs_differ_in_size_or_are_fixed_is_not_cut():
-    found, x = comparator(Device(), *network(), freely=4), randn(6, 3)
+    found, x = comparator(Device(), *network(), end_to_end_samples=4), randn(6, 3)
     assert [len(part[0]) for part, _ in found.parts([x], None)] == [4, 2]
     assert [len(part[0]) for part, _ in found.parts([x[:4]], None)] == [4]
     assert len(found.parts([x, x[:1]], None)) == 1 and len(found.parts([x[0, 0]], None)) == 1

@@ -19,7 +19,7 @@ from tests.zoo import make, unseen
 
 
 def row(name, elements=200, **facts):
-    return TensorComparison(name, name, "Conv2D", elements=elements, **{"freely": elements, **facts})
+    return TensorComparison(name, name, "Conv2D", elements=elements, **{"end_to_end_elements": elements, **facts})
 
 
 def test_the_summary_says_what_a_person_asks_in_lines():
@@ -45,16 +45,18 @@ def test_the_summary_says_what_a_person_asks_in_lines():
     assert found.summary().endswith("Conv2D 'f5' and 1 more")
     found.rows = floats[:6]
     assert found.summary().endswith("Conv2D 'f5'")
-    found = Verification("chip", True, 9, 4, rows=[row("a"), row("c", freely=100, differing=3, op_differing=2)])
+    found = Verification(
+        "chip", True, 9, 4, rows=[row("a"), row("c", end_to_end_elements=100, differing=3, op_differing=2)]
+    )
     assert found.summary().splitlines()[0] == "chip: 3 of 300 integers differ over the first 4 of 9 samples"
     assert "given the device's inputs: 2 of 400 differ over 9 samples" in found.summary()
-    found.rows = [row("a", freely=100)]
+    found.rows = [row("a", end_to_end_elements=100)]
     assert found.summary().splitlines()[0] == "chip: 0 of 200 integers differ over 9 samples" and found.exact
 
 
 def test_integers_that_differ_behind_the_first_samples_are_sound_and_not_exact():
-    off = row("tanh", freely=100, op_differing=1, op_largest=1, ties=1, float_ops=("Tanh",))
-    found = Verification("chip", True, 9, 4, rows=[row("a", freely=100), off])
+    off = row("tanh", end_to_end_elements=100, op_differing=1, op_largest=1, ties=1, float_ops=("Tanh",))
+    found = Verification("chip", True, 9, 4, rows=[row("a", end_to_end_elements=100), off])
     assert found.differing == 0 and found.verdict == "sound" and found.first_difference is off
     assert (found.integers, found.out_of) == (400, 200)
     assert "first difference: Conv2D 'tanh', 0.0000 %" in found.summary()

@@ -37,7 +37,7 @@ def test_a_runtime_reads_a_narrow_bias_at_its_own_scale(tmp_path):
 
 def test_other_rounding_is_told_from_a_departure():
     row = TensorComparison(
-        "y", "fc", "Linear", elements=100, differing=3, largest=1, op_differing=3, op_largest=1, freely=100
+        "y", "fc", "Linear", elements=100, differing=3, largest=1, op_differing=3, op_largest=1, end_to_end_elements=100
     )
     other = Verification("onnxruntime", promised=False, rows=[row], other_rule=True)
     assert (

@@ -104,14 +104,21 @@ def test_a_departure_names_the_first_operator_and_what_to_try(result):
 def test_integers_that_differ_behind_the_first_samples_alone_are_shown(result):
     """A tensor with no difference on own results, on the first samples, and one given the device's inputs."""
     v = result.report.verification
-    rows = [row | {"freely": row["elements"] // 2} for row in v["rows"]]
+    rows = [row | {"end_to_end_elements": row["elements"] // 2} for row in v["rows"]]
     at = next(k for k, row in enumerate(rows) if not row["differing"] and not row["why"])
     rows[at] |= {"layer": "behind", "op_differing": 7, "op_largest": 1}
-    differing, freely = (sum(r[k] for r in rows) for k in ("differing", "freely"))
-    few = {"samples": 8, "freely": 4, "among": freely, "integers": 2 * freely, "rows": rows, "verdict": "sound"}
+    differing, elements = (sum(r[k] for r in rows) for k in ("differing", "end_to_end_elements"))
+    few = {
+        "samples": 8,
+        "end_to_end_samples": 4,
+        "among": elements,
+        "integers": 2 * elements,
+        "rows": rows,
+        "verdict": "sound",
+    }
     report = verified(result.report, **few)
     assert report.first_departure["layer"] == "behind" or report.first_departure["differing"]
-    said = f"{differing:,} of {freely:,} integers differ from onnxruntime on the first 4 of 8 samples"
+    said = f"{differing:,} of {elements:,} integers differ from onnxruntime on the first 4 of 8 samples"
     assert said in " ".join(text_of(report).split())
     alone = verified(report, rows=[rows[at]])
     assert "first in" in text_of(alone) and "'behind', by at most 1" in text_of(alone)

@@ -284,7 +284,7 @@ def run_on_device(result: Result, tests: Reader) -> Iterator[Deployed]:
         out = Deployed(result.platform.name, runtime=name)
         try:
             images = [in_layout_of(x, framework) for x in _first_images(tests, COMPARED_IMAGES)]
-            found = result.verify(images, runtime=name, freely=None)
+            found = result.verify(images, runtime=name, end_to_end_samples=None)
             out.exact, out.integers, out.differing = found.exact, found.integers, found.differing
             with TemporaryDirectory() as folder:
                 runtime = entry("runtime", name)

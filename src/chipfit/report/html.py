@@ -83,5 +83,5 @@ def _columns(kernel: Kernel) -> dict[str, Any]:
 
 def _tensors(report: ReportData) -> list[dict[str, Any]]:
     """Return, for each tensor, how many integers differ and by how much."""
-    keys = "tensor layer op elements freely differing largest op_differing op_largest in_float why fault".split()
-    return [{k: row[k] for k in keys} for row in report.verification["rows"]] if report.verification else []
+    keys = "tensor layer op elements end_to_end_elements differing largest op_differing op_largest in_float why fault"
+    return [{k: row[k] for k in keys.split()} for row in report.verification["rows"]] if report.verification else []

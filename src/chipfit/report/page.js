@@ -113,7 +113,7 @@ if (curve.length) {
 /* one square for each quantized tensor */
 for (const t of tensors) {
   const cell = html("span", { className: t.fault ? "off" : t.why ? "none" : t.differing || t.op_differing ? "some" : "", tabIndex: 0, role: "listitem" });
-  explain(cell, `${t.layer || t.tensor} (${t.op})\n${t.differing.toLocaleString("en")} of ${t.freely.toLocaleString("en")} integers differ` +
+  explain(cell, `${t.layer || t.tensor} (${t.op})\n${t.differing.toLocaleString("en")} of ${t.end_to_end_elements.toLocaleString("en")} integers differ` +
     (t.differing ? `, by at most ${t.largest}` : "") + (t.differing || t.op_differing ? `\ngiven the device's inputs: ${t.op_differing.toLocaleString("en")} of ${t.elements.toLocaleString("en")}` : "") + (t.in_float ? "\ncomputed in float by the runtime" : "") + (t.why ? `\nnot compared: ${t.why}` : "") + (t.fault ? `\n${t.fault}` : ""));
   $("strip").append(cell);
 }

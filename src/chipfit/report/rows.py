@@ -67,7 +67,7 @@ def build(
             clip_low=clip_low,
             clip_high=clip_high,
             clipped=_clipped(seen, one),
-            sqnr_db=found.sqnr_db if found and found.freely and math.isfinite(found.sqnr_db) else None,
+            sqnr_db=found.sqnr_db if found and found.end_to_end_elements and math.isfinite(found.sqnr_db) else None,
             differing=max(found.differing, found.op_differing) if found and not found.why else None,
             **_weights(graph, plan, node),
             **_bars(seen),

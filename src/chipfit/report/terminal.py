@@ -41,7 +41,9 @@ def agreement(report: ReportData) -> Text:
         return Text("not verified yet: result.verify(data)" if report.simulated else unproven, style="yellow")
     style = {"exact": "bold green", "departs": "bold red"}.get(report.verdict, "yellow")
     text = Text(f"{v['differing']:,} of {v['among']:,} integers differ from {v['runtime']}", style=style)
-    text.append(f" on the first {v['freely']} of {v['samples']} samples" if v["among"] < v["integers"] else "")
+    text.append(
+        f" on the first {v['end_to_end_samples']} of {v['samples']} samples" if v["among"] < v["integers"] else ""
+    )
     text.append(f"\n{v['coverage']}", style="dim")
     if v["departures"]:
         text.append(f"\ndeparts: {v['departures'][0]}")

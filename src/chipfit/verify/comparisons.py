@@ -38,11 +38,11 @@ class TensorComparison:
     layer: str
     op: str
     elements: int = 0  #: integers compared, the operator reading the device's own integers
-    differing: int = 0  #: of `freely`: integers that differ, each side running on its own results
+    differing: int = 0  #: of `end_to_end_elements`: integers that differ, each side running on its own results
     largest: int = 0  #: largest of these differences
     op_differing: int = 0  #: of `elements`: integers that differ
     op_largest: int = 0
-    freely: int = 0  #: integers compared on samples on which the simulation also ran on its own results
+    end_to_end_elements: int = 0  #: integers compared on samples on which the simulation also ran on its own results
     ties: int = 0  #: differing integers of a float operator whose float values lie half way between two integers
     astray: int = 0  #: differing integers of a float operator whose float values do not lie near to half way
     in_float: bool = False  #: the runtime computes this operator in float
@@ -56,19 +56,19 @@ class TensorComparison:
     #: signal and noise of each part of an output that joins several, see `rounding.outputs.output_labels`
     parts: dict[int, tuple[float, float]] = field(default_factory=dict)
 
-    def add(self, device: Tensor, alone: Tensor, stored: Stored, before: Tensor | None = None) -> None:
+    def add(self, device: Tensor, from_device: Tensor, stored: Stored, before: Tensor | None = None) -> None:
         """Count one batch of the operator by itself.
 
         Args:
             device: the runtime's integers.
-            alone: the simulated operator's integers, computed from the runtime's.
+            from_device: the simulated operator's integers, computed from the runtime's.
             stored: how the tensor is stored.
             before: the float result of the simulated operator before it is quantized, where it runs in float.
         """
-        off = differing_places(alone, device)
+        off = differing_places(from_device, device)
         self.elements += device.numel()
         self.op_differing += len(off)
-        self.op_largest = max(self.op_largest, largest_difference(alone, device, off))
+        self.op_largest = max(self.op_largest, largest_difference(from_device, device, off))
         if before is not None and len(off):
             place = before.flatten()[off].double() / stored.scale.double()
             off_half = (place - place.floor() - 0.5).abs()
@@ -76,21 +76,21 @@ class TensorComparison:
             near = off_half <= max(BORDER * (stored.grid.qmax - stored.grid.qmin), 1 / TIE)
             self.astray += int((~near).sum())
 
-    def add_free(
-        self, device: Tensor, free: Tensor, floats: Tensor, stored: Stored, labels: Tensor | None = None
+    def add_end_to_end(
+        self, device: Tensor, simulated: Tensor, floats: Tensor, stored: Stored, labels: Tensor | None = None
     ) -> None:
         """Count one batch on which each side runs on its own results.
 
         Args:
-            device, free: integers of the runtime and of the simulation.
+            device, simulated: integers of the runtime and of the simulation.
             floats: values of the float network.
             stored: how the tensor is stored.
             labels: the part that each number of a sample belongs to, [*floats.shape[1:]].
         """
-        off = differing_places(free, device)
-        self.freely += device.numel()
+        off = differing_places(simulated, device)
+        self.end_to_end_elements += device.numel()
         self.differing += len(off)
-        self.largest = max(self.largest, largest_difference(free, device, off))
+        self.largest = max(self.largest, largest_difference(simulated, device, off))
         error = floats - stored.dequantize(device)
         self.signal += _energy(floats)
         self.noise += _energy(error)
@@ -101,7 +101,7 @@ class TensorComparison:
     @property
     def fraction(self) -> float:
         """Share of integers that differ, each side running on its own results."""
-        return self.differing / self.freely if self.freely else 0.0
+        return self.differing / self.end_to_end_elements if self.end_to_end_elements else 0.0
 
     @property
     def allowed(self) -> int:
@@ -172,26 +172,26 @@ class OutputComparison:
     inner: bool = False  #: no output of the model, but the float input of a dynamic kernel
     _real: bool = field(default=True, repr=False)
 
-    def add(self, device: Tensor | None, alone: Tensor, free: Tensor | None = None) -> None:
+    def add(self, device: Tensor | None, from_device: Tensor, end_to_end: Tensor | None = None) -> None:
         """Count one batch.
 
         Args:
             device: the device's numbers.
-            alone: the simulation's, computed from the device's integers.
-            free: the simulation's, computed from its own results.
+            from_device: the simulation's, computed from the device's integers.
+            end_to_end: the simulation's, computed from its own results.
         """
-        self.wrong = self.wrong or not_comparable(device, alone, dtype_name(alone))
+        self.wrong = self.wrong or not_comparable(device, from_device, dtype_name(from_device))
         if self.wrong or device is None or not device.numel():
             return
-        differing, gap = _gap(device, alone)
+        differing, gap = _gap(device, from_device)
         self.elements += device.numel()
         self.differing += differing
-        if free is not None:
-            self.gap = max(self.gap, _gap(device, free)[1])
+        if end_to_end is not None:
+            self.gap = max(self.gap, _gap(device, end_to_end)[1])
         if differing:
-            size = self.span or max(float(alone.float().abs().nan_to_num(0.0, 0.0).max()), 1e-30)
+            size = self.span or max(float(from_device.float().abs().nan_to_num(0.0, 0.0).max()), 1e-30)
             self.op_gap = max(self.op_gap, gap / size)
-        self._real = alone.is_floating_point()
+        self._real = from_device.is_floating_point()
 
     @property
     def fault(self) -> str:

@@ -71,7 +71,7 @@ def verify(
     path: str | Path | None = None,
     model: Callable[[], Any] | None = None,
     batches: int | None = None,
-    freely: int | None = MAX_SIMULATED_SAMPLES,
+    end_to_end_samples: int | None = MAX_SIMULATED_SAMPLES,
 ) -> Verification:
     """Run everything on the same inputs and compare integer by integer, the file's own constants included.
 
@@ -84,8 +84,8 @@ def verify(
         path: the deployed file; exported to a temporary one when omitted.
         model: makes the fake-quantized module, whose accuracy is measured if the data have labels.
         batches: stop after this many.
-        freely: number of unlabelled samples used for the float run and the end-to-end simulation; whole batches if
-            the file has a fixed batch size; None: all.
+        end_to_end_samples: number of unlabelled samples used for the float run and the end-to-end simulation; whole
+            batches if the file has a fixed batch size; None: all.
 
     Raises:
         RuntimeUnavailable: the runtime is not installed, refuses the file or the inputs, or returns nothing that can be
@@ -108,7 +108,7 @@ def verify(
     out = Verification(runtime, runtime in platform.runtimes and simulates_arithmetic(platform))
     out.other_rule = bool(platform.math.requant) and not out.promised
     out.executed, out.not_modelled = dict(device.executed()), [*unmodelled_features(platform)]
-    comparator = Comparator(graph, plan, platform, device, found.declares, model, out, set(in_file), freely)
+    comparator = Comparator(graph, plan, platform, device, found.declares, model, out, set(in_file), end_to_end_samples)
     comparator.list_tensors(quantized, inner)
     if read_back is not None:
         comparator.compare_file(quantized, in_file)
@@ -145,7 +145,7 @@ class Comparator:
     model: Callable[[], Any] | None
     out: Verification
     in_file: set[str] = field(default_factory=set)  #: tensors that the file is known to hold
-    freely: int | None = None  #: see `verify`
+    end_to_end_samples: int | None = None  #: see `verify`
     weights: dict[str, Tensor] = field(default_factory=dict)  #: integers of weights
     hits: Counter[str] = field(default_factory=Counter)  #: right answers of each side
 
@@ -184,9 +184,10 @@ class Comparator:
     def parts(self, inputs: list[Tensor], label: Tensor | None) -> list[tuple[list[Tensor], Tensor | None]]:
         """Cut a batch, if it may be cut, behind the last sample of the end-to-end simulation; parts are on the CPU."""
         inputs, label = inputs_on(CPU, inputs), None if label is None else label.cpu()
-        if label is not None or self.freely is None or hasattr(self.device, "part"):  # a file may cut batches itself
+        cuts_itself = hasattr(self.device, "part")  # as some files do
+        if label is not None or self.end_to_end_samples is None or cuts_itself:
             return [(inputs, label)]
-        first = self.freely - self.out.freely
+        first = self.end_to_end_samples - self.out.end_to_end_samples
         if not 0 < first < count_splittable(self.graph, inputs):
             return [(inputs, label)]
         return [([x[:first] for x in inputs], None), ([x[first:] for x in inputs], None)]
@@ -194,7 +195,8 @@ class Comparator:
     def add(self, inputs: list[Tensor], label: Tensor | None) -> None:
         """Run one batch everywhere and compare."""
         samples = count_samples(self.graph, inputs)
-        freely = label is not None or self.freely is None or self.out.freely < self.freely
+        limited = label is None and self.end_to_end_samples is not None
+        end_to_end = not limited or self.out.end_to_end_samples < self.end_to_end_samples
         self.out.samples += samples
         self.out.calibrated += self.calibration.count_known(inputs)
         try:
@@ -202,21 +204,21 @@ class Comparator:
         except RuntimeUnavailable:
             self._simulated(inputs, keep=())  # raises if no network could run on these inputs
             raise
-        before: Values | None = {} if freely else None
-        free = self._simulated(inputs, floats=before) if freely else None
+        floats_before: Values | None = {} if end_to_end else None
+        simulated = self._simulated(inputs, floats=floats_before) if end_to_end else None
         floats = {o.tensor: got[o.tensor] for o in self.out.outputs if o.inner and o.tensor in got}
-        codes, alone = self._compare_tensors(inputs, got, floats, before, free)
+        codes, from_device = self._compare_tensors(inputs, got, floats, floats_before, simulated)
         if self.out.rows and not codes:
             what = f"'{self.out.runtime}' returned none of the {len(self.out.rows)} tensors that were requested"
             raise RuntimeUnavailable(what, got=", ".join(list(got)[:8]) or "nothing", hint=_OTHER_FILE)
         returned = list(got.values())
-        self._compare_outputs(returned, alone | codes, free, floats)
-        if free is not None:
-            self.out.freely += samples
-            self._add_free(inputs, label, codes, free, returned[0])
+        self._compare_outputs(returned, from_device | codes, simulated, floats)
+        if simulated is not None:
+            self.out.end_to_end_samples += samples
+            self._compare_end_to_end(inputs, label, codes, simulated, returned[0])
 
     def _compare_tensors(
-        self, inputs: list[Tensor], got: Values, floats: Values, before: Values | None, free: Values | None
+        self, inputs: list[Tensor], got: Values, floats: Values, floats_before: Values | None, simulated: Values | None
     ) -> tuple[Values, Values]:
         """Compare each operator by itself; return the device's integers and what the operators compute from them."""
         given = {r.tensor: got.get(self.declares.codes.format(r.tensor)) for r in self.out.rows}
@@ -244,33 +246,37 @@ class Comparator:
             codes.pop(name, None)
 
         ends = [o.tensor for o in self.out.outputs]
-        alone = self._simulated(inputs, force=codes | floats, floats=before, like=free, keep=ends, each=compare)
+        from_device = self._simulated(
+            inputs, force=codes | floats, floats=floats_before, like=simulated, keep=ends, each=compare
+        )
         for row in remaining.values():
             row.why = "inside a fused kernel"
             codes.pop(row.tensor, None)
-        return codes, alone
+        return codes, from_device
 
-    def _compare_outputs(self, returned: Sequence[Tensor], alone: Values, free: Values | None, floats: Values) -> None:
+    def _compare_outputs(
+        self, returned: Sequence[Tensor], from_device: Values, simulated: Values | None, floats: Values
+    ) -> None:
         """Compare the outputs, and the float inputs of dynamic kernels."""
         for k, o in enumerate(self.out.outputs):
-            want = output(self.graph, self.plan, alone, o.tensor)
+            want = output(self.graph, self.plan, from_device, o.tensor)
             device = returned[k] if not o.inner and k < len(returned) else floats.get(o.tensor)
             if o.inner and device is not None:
                 device = device.reshape(want.shape) if device.numel() == want.numel() else None
-            o.add(device, want, None if free is None else output(self.graph, self.plan, free, o.tensor))
+            o.add(device, want, None if simulated is None else output(self.graph, self.plan, simulated, o.tensor))
 
-    def _add_free(
-        self, inputs: list[Tensor], label: Tensor | None, codes: Values, free: Values, device: Tensor
+    def _compare_end_to_end(
+        self, inputs: list[Tensor], label: Tensor | None, codes: Values, simulated: Values, device: Tensor
     ) -> None:
         """Compare with the float network and the end-to-end simulation; `device` is the device's first output."""
         floats = run(self.of_user, inputs, keep=list(codes))
         for row in (r for r in self.out.rows if r.tensor in codes):
             name = row.tensor
             labels = output_labels(self.graph, name, floats[name]) if name in self.graph.outputs else None
-            row.add_free(codes[name], free[name], floats[name], self.plan[name], labels)
+            row.add_end_to_end(codes[name], simulated[name], floats[name], self.plan[name], labels)
         first = floats[self.graph.outputs[0]]
         if label is not None and first.dim() == 2 and label.shape[:1] == first.shape[:1]:
-            own = output(self.graph, self.plan, free, self.graph.outputs[0])
+            own = output(self.graph, self.plan, simulated, self.graph.outputs[0])
             found = {"float": first, "integer": own, "device": device}
             self._count_hits(inputs, label, {k: y for k, y in found.items() if y.shape == first.shape})
         if label is not None:

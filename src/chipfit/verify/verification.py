@@ -27,7 +27,7 @@ class Verification(SummaryRepr):
     runtime: str
     promised: bool  #: this runtime's arithmetic is a verified profile of this platform
     samples: int = 0
-    freely: int = 0  #: number of first samples on which the float network and the end-to-end simulation ran
+    end_to_end_samples: int = 0  #: number of first samples on which the float network and the end-to-end simulation ran
     rows: list[TensorComparison] = field(default_factory=list)  #: every quantized tensor of the plan, compared or not
     executed: dict[str, int] = field(default_factory=dict)  #: operator kinds that the runtime ran, with counts
     accuracy: dict[str, float] = field(default_factory=dict)  #: top-1 of float, simulated, integer, device
@@ -62,7 +62,7 @@ class Verification(SummaryRepr):
     def out_of(self) -> int:
         """Number of integers that `differing` counts among: all, if none differs given the device's inputs."""
         alike = not any(r.differing or r.op_differing for r in self.rows)
-        return self.integers if alike else sum(r.freely for r in self.rows)
+        return self.integers if alike else sum(r.end_to_end_elements for r in self.rows)
 
     @property
     def exact_share(self) -> float:
@@ -92,8 +92,8 @@ class Verification(SummaryRepr):
     def exact(self) -> bool:
         """Not one integer of any tensor differs, and the file and its outputs are those of the plan.
 
-        For samples beyond `freely` this follows by induction: the first operator reads the same inputs, and each
-        operator computes the device's integers from the device's.
+        For samples beyond `end_to_end_samples` this follows by induction: the first operator reads the same inputs, and
+        each operator computes the device's integers from the device's.
         """
         return self.sound and self.differing == 0 and not any(r.op_differing for r in self.rows)
 
@@ -175,7 +175,7 @@ class Verification(SummaryRepr):
     def summary(self) -> str:
         """Return the result in a few lines."""
         few = self.out_of < self.integers
-        over = f"the first {self.freely} of {self.samples} samples" if few else f"{self.samples} samples"
+        over = f"the first {self.end_to_end_samples} of {self.samples} samples" if few else f"{self.samples} samples"
         found = f"{self.differing} of {self.out_of} integers differ" if self.rows else "no value is quantized"
         lines = [f"{self.runtime}: {found} over {over}", self.coverage()]
         if self.departures:
