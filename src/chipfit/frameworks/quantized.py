@@ -49,6 +49,11 @@ def stored_as(
     return Stored(format=kind, grid=grid, scale=scales, zero_point=zeros, axis=axis if scale.ndim else None)
 
 
+def dequantized(integers: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
+    """Return (q - z) s of integers, in the type of the scale; scale and zero point broadcast against them."""
+    return np.asarray((integers.astype(np.int64) - zero).astype(scale.dtype) * scale)
+
+
 def tie_moved(graph: Graph, new: list[Node], stored: dict[str, TensorPlan]) -> None:
     """Store moved numbers between the nodes of one operator as their operand or result is stored."""
 

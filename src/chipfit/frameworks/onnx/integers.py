@@ -19,6 +19,7 @@ from onnx.reference import ReferenceEvaluator
 
 from chipfit.errors import CaptureError, raised_outside_chipfit, short_message
 from chipfit.frameworks.onnx.live import live_nodes, reads_of
+from chipfit.frameworks.quantized import dequantized
 
 #: note of a file that ONNX Runtime has optimised, which it runs as it is
 OPTIMISED = "chipfit.optimised"
@@ -92,13 +93,11 @@ class Codes:
     integers: np.ndarray  #: int64
     numbers: Numbers
 
-    def reals(self) -> np.ndarray:
-        """Return the floats that they stand for; of 32-bit integers in float64."""
+    def dequantize(self) -> np.ndarray:
+        """Return the float values; those of 32-bit integers in float64."""
         n, shape = self.numbers, self.integers.shape
-        whole = (self.integers - n.spread(n.zero, shape)).astype(np.float64)
-        if n.kind == "int32":
-            return np.asarray(whole * n.spread(n.scale, shape).astype(np.float64))
-        return np.asarray(whole.astype(np.float32) * n.spread(n.scale, shape))
+        scale = n.scale.astype(np.float64 if n.kind == "int32" else np.float32)
+        return dequantized(self.integers, n.spread(scale, shape), n.spread(n.zero, shape))
 
 
 def part_of(codes: Codes, change: Callable[[torch.Tensor], torch.Tensor]) -> Codes | None:

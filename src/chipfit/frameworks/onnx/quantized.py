@@ -224,7 +224,7 @@ class _Codes(Translator):
         for name, c in {**form.constants, **unfolded}.items():
             source = name if name in unfolded else sources.setdefault(id(c), name)
             self.codes.setdefault(source, c)
-            numbers = [c.reals().astype(np.float32)]
+            numbers = [c.dequantize().astype(np.float32)]
             self.builder.env[name] = self.builder.constants(numbers, source, trainable=True)
 
     def initialiser(self, name: str, value: ir.Value) -> Any:
@@ -375,7 +375,7 @@ def _fitting(codes: Codes, weight: torch.Tensor) -> Any:
     """Return a weight and how it is stored, in the order of axes in which its integers make these floats, or None."""
     n, scale, zero = codes.numbers, codes.numbers.scale, codes.numbers.zero
     wide = n.kind == "int32"
-    weight = torch.from_numpy(codes.reals()).reshape(weight.shape) if wide and codes.integers.ndim < 2 else weight
+    weight = torch.from_numpy(codes.dequantize()).reshape(weight.shape) if wide and codes.integers.ndim < 2 else weight
     if scale.ndim < 2:
         axes = [k for k in range(weight.dim()) if scale.ndim and weight.shape[k] == scale.size] if scale.ndim else [0]
         forms = [(scale, zero, k) for k in sorted(axes, key=lambda k: k != n.axis)]

@@ -26,7 +26,7 @@ def float_network(model: OnnxModel) -> OnnxModel:
         wanted = plain(codes.name)
         names[name] = wanted if wanted not in taken else name
         taken.add(names[name])
-    floats = {names[k]: c.reals().astype(np.float32) for k, c in constants.items()}
+    floats = {names[k]: c.dequantize().astype(np.float32) for k, c in constants.items()}
     others = [t for t in proto.graph.initializer if t.name not in form.constants]
     del proto.graph.initializer[:]
     proto.graph.initializer.extend([*others, *(numpy_helper.from_array(x, k) for k, x in floats.items())])

@@ -16,6 +16,7 @@ from ai_edge_litert.interpreter import Interpreter, OpResolverType
 from chipfit.errors import CaptureError, first_line
 from chipfit.files import existing_file
 from chipfit.frameworks.mapped_files import MappedFiles
+from chipfit.frameworks.quantized import dequantized
 from chipfit.frameworks.tflite.checks import MOST_OPERATORS, check_tables
 
 _NAMES = {code: name for name, code in vars(schema.TensorType).items() if isinstance(code, int)}
@@ -101,8 +102,8 @@ class Tensor:
         if self.scale.size > 1:
             sides[self.axis] = -1
         scale, zero = (v.reshape(sides if v.size > 1 else ()) for v in (self.scale, self.zero))
-        reals = (codes.astype(np.int64) - zero) * scale.astype(np.float64)
-        return reals if self.kind in WIDE else reals.astype(np.float32)  # of 32 bits float32 has but 24
+        wide = self.kind in WIDE  # float32 cannot hold 32 bits
+        return dequantized(codes, scale.astype(np.float64 if wide else np.float32), zero)
 
     def release(self) -> None:
         """Give back the memory of a constant that has been copied."""
