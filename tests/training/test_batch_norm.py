@@ -22,7 +22,7 @@ def rounded(model):
     state = {k: v for k, v in model.state_dict().items() if not k.startswith("quant")}
     net.load_state_dict(state, strict=False)
     for layer, bn in (("stem", "bn1"), ("body", "bn2"), ("up", "bn3"), ("fc", "bn4")):
-        norm, _ = model._norm(f"{layer}.weight")
+        norm = model.normalized_layer(f"{layer}.weight").norm
         k = norm.gamma / torch.sqrt(norm.var + norm.eps)
         k = torch.where(k == 0, 1 / torch.sqrt(norm.var + norm.eps), k)
         shape = (1, -1, 1, 1) if layer == "up" else (-1, *[1] * (model.weight(f"{layer}.weight").dim() - 1))
@@ -67,5 +67,5 @@ def test_what_cannot_be_estimated_is_refused_and_changes_nothing(plain):
     with pytest.raises(DataError, match="more than one number"):
         reestimate(result, [DATA[0], DATA[0][:1]])
     assert all(torch.equal(v, before[k]) for k, v in result.model.state_dict().items())
-    assert result.model._momentum == 0.1 and not result.model.training
+    assert result.model.bn_momentum == 0.1 and not result.model.training
     assert isinstance(result.model, nn.Module)

@@ -104,8 +104,8 @@ def test_frozen_weights_keep_their_codes_through_training_and_are_deployed(bn_fo
     held = {}
     train(model, 4, 0.1, momentum=0.9, after=tracker.step)
     for name, track in zip(tracker.frequency, tracker.tracks):  # as if all had oscillated
-        folds = bn_fold and name in model._folds
-        track.frozen |= model._norm(name)[0].gamma.reshape(track_shape(model, name)) != 0 if folds else True
+        folds = model.folds_in_each_step(name)
+        track.frozen |= model.normalized_layer(name).norm.gamma.reshape(track_shape(model, name)) != 0 if folds else True
         held[name] = track.codes.clone()
     train(model, 2, 0.1, momentum=0.9, after=tracker.step)
     for steps in (4, 2):
@@ -123,7 +123,7 @@ def test_frozen_weights_keep_their_codes_through_training_and_are_deployed(bn_fo
 
 def track_shape(model, name):
     """[C] as it broadcasts against a weight."""
-    at = model._norm(name)[1]
+    at = model.normalized_layer(name).at
     return at.factor if len(at.factor) == len(model.weight(name).shape) else (1, at.factor[2], 1, 1)
 
 

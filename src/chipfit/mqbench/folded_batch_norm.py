@@ -14,7 +14,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from chipfit.errors import UnsupportedError
 from chipfit.frameworks.torch.bn_fold import channels, is_recomputation, update_statistics
 from chipfit.plan.training import check_folds
-from chipfit.quantizers.bn_fold import Channels, Norm, folded, forward, strategy_of, times
+from chipfit.quantizers.bn_fold import Norm, NormalizedLayer, scale_channels, strategy_of
 from chipfit.quantizers.ops import TorchOps
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]
@@ -67,12 +67,13 @@ class FoldedBatchNorm(nn.Module):
             return _call(layer, x, self.weight_quantizer(layer.weight), layer.bias)
         training, again = self.training and bn.training, is_recomputation()
         updates = training and self.strategy != 1
-        bias = layer.bias if layer.bias is not None else torch.zeros_like(bn.running_mean)
-        norm = replace(self._norm(), **self._previous) if again and updates else self._norm()
-        given = (layer.weight, bias, norm, self._channels(), self.weight_quantizer, _identity)
-        y, batch = forward(TorchOps, self.strategy, training, lambda w, b: _call(layer, x, w, b), *given)
+        own = self._normalized()
+        if again and updates:
+            own = replace(own, norm=replace(own.norm, **self._previous))
+        rounded = self.weight_quantizer, _identity
+        y, batch = own.run(self.strategy, training, lambda w, b: _call(layer, x, w, b), *rounded)
         if batch is not None and not again:
-            self._previous = {"mean": norm.mean.clone(), "var": norm.var.clone()}
+            self._previous = {"mean": own.norm.mean.clone(), "var": own.norm.var.clone()}
             update_statistics(bn.running_mean, bn.running_var, batch, self._momentum(), y.numel())
         return y
 
@@ -94,7 +95,7 @@ class FoldedBatchNorm(nn.Module):
 
     def factors(self) -> torch.Tensor:
         """Return gamma / sqrt(var + eps), by which folding multiplies the output channels, [C]."""
-        norm = self._norm()
+        norm = self._normalized().norm
         return (norm.gamma / (norm.var + norm.eps).sqrt()).detach()  # type: ignore[no-any-return]  # a tensor
 
     @torch.no_grad()
@@ -102,24 +103,24 @@ class FoldedBatchNorm(nn.Module):
         """Change the weight so that it is w after folding; channels with the factor 0 become 0."""
         if self.bn is not None:
             k = self.factors()
-            w = times(TorchOps, w, torch.where(k == 0, 0.0, 1 / k), self._channels())
+            w = scale_channels(TorchOps, w, torch.where(k == 0, 0.0, 1 / k), self._normalized().at)
         self.layer.weight.copy_(w)
 
     def _folded_layer(self) -> nn.Module:
         out: Any = copy.deepcopy(self.layer)
-        bias = self.layer.bias if self.layer.bias is not None else torch.zeros_like(self.bn.running_mean)
         with torch.no_grad():
-            w, b = folded(TorchOps, self.layer.weight, bias, self._norm(), self._channels())
+            w, b = self._normalized().folded()
         out.weight, out.bias = nn.Parameter(w), nn.Parameter(b)
         return out  # type: ignore[no-any-return]  # of the class of the layer
 
-    def _norm(self) -> Norm:
-        bn, one = self.bn, torch.ones_like(self.bn.running_var)
+    def _normalized(self) -> NormalizedLayer:
+        layer, bn, one = self.layer, self.bn, torch.ones_like(self.bn.running_var)
         gamma, beta = (one, one - one) if bn.weight is None else (bn.weight, bn.bias)
-        return Norm(gamma, beta, bn.running_mean, bn.running_var, bn.eps)
-
-    def _channels(self) -> Channels:
-        return channels(self.layer.weight, self.layer.groups if isinstance(self.layer, _ConvTransposeNd) else None)
+        at = channels(layer.weight, layer.groups if isinstance(layer, _ConvTransposeNd) else None)
+        bias = layer.bias if layer.bias is not None else torch.zeros_like(bn.running_mean)
+        return NormalizedLayer(
+            TorchOps, layer.weight, bias, Norm(gamma, beta, bn.running_mean, bn.running_var, bn.eps), at
+        )
 
     def _momentum(self) -> Any:
         """Count a step, and return its momentum; without a momentum, all steps have the same weight."""

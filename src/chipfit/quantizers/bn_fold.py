@@ -22,6 +22,7 @@ from typing import Any
 from chipfit.errors import ConfigError
 
 STRATEGIES = (-1, 0, 1, 2, 3, 4)
+Moments = tuple[Any, Any, Any]  #: mean [C], variance [C] and the number of values in each channel
 #: reason why the result of strategy -1 is not exported
 UNFOLDED = "bn_fold=-1 rounds weights without their batch norm, which a chip folds into them before it rounds"
 
@@ -57,77 +58,93 @@ class Channels:
     axis: int  #: channel axis of results
 
 
-def times(ops: Any, w: Any, k: Any, at: Channels) -> Any:
-    """Return the weight with output channel c multiplied by k[c]."""
+def scale_channels(ops: Any, w: Any, k: Any, at: Channels) -> Any:
+    """Return a weight with output channel c multiplied by k[c]."""
     return ops.reshape(ops.reshape(w, at.weight) * ops.reshape(k, at.factor), tuple(w.shape))
 
 
-def folded(ops: Any, w: Any, b: Any, bn: Norm, at: Channels) -> tuple[Any, Any]:
-    """Return weight and bias [C] of the layer with its batch norm folded in (Jacob et al. 2018, eq. 14)."""
-    k = bn.gamma / ops.sqrt(bn.var + bn.eps)
-    return times(ops, w, k, at), (b - bn.mean) * k + bn.beta
-
-
-def moments(ops: Any, y: Any, at: Channels) -> tuple[Any, Any, Any]:
-    """Return mean and variance of each channel [C], and the number of values in each."""
-    axes = tuple(a for a in range(len(y.shape)) if a != at.axis % len(y.shape))
-    m = ops.mean(y, axes)
-    return m, ops.mean(ops.square(y - _along(ops, m, y, at)), axes), ops.size(y) / y.shape[at.axis]
-
-
-def remembered(running: Norm, batch: tuple[Any, Any, Any], momentum: float) -> tuple[Any, Any]:
+def updated_statistics(running: Norm, batch: Moments, momentum: float) -> tuple[Any, Any]:
     """Return the running mean and (unbiased) variance after a step."""
     m, v, n = batch
     unbiased = v * (n / (n - 1))
     return running.mean + momentum * (m - running.mean), running.var + momentum * (unbiased - running.var)
 
 
-def forward(
-    ops: Any,
-    strategy: int,
-    training: bool,
-    call: Callable[[Any, Any], Any],
-    w: Any,
-    b: Any,
-    bn: Norm,
-    at: Channels,
-    weight: Callable[[Any], Any],
-    bias: Callable[[Any], Any],
-) -> tuple[Any, tuple[Any, Any, Any] | None]:
-    """Return the result of layer and batch norm, and the batch's `moments` to update running statistics, or None.
+@dataclass(frozen=True, slots=True)
+class NormalizedLayer:
+    """A linear layer with a batch norm behind it, and their tensors in one step of training."""
 
-    Args:
-        strategy: any except 0.
-        call: (weight, bias [C] or None) -> result of the layer for the input of this step.
-        w, b: weight and bias [C] of the layer, unfolded.
-        weight, bias: their quantizers.
-    """
-    if strategy != -1 and (strategy == 1 or not training):
-        w_folded, b_folded = folded(ops, w, b, bn, at)
-        return call(weight(w_folded), bias(b_folded)), None
-    sd = ops.sqrt(bn.var + bn.eps)
-    if strategy in (-1, 4):
+    ops: Any
+    weight: Any  #: unfolded
+    bias: Any  #: [C], unfolded
+    norm: Norm
+    at: Channels
+
+    def folded(self) -> tuple[Any, Any]:
+        """Return weight and bias [C] of the layer with its batch norm folded in (Jacob et al. 2018, eq. 14)."""
+        k = self.norm.gamma / self._deviation(self.norm.var)
+        return self._scaled(k), (self.bias - self.norm.mean) * k + self.norm.beta
+
+    def unfolded(self, w: Any) -> Any:
+        """Return the weight that becomes w when the batch norm is folded in."""
+        return scale_channels(self.ops, w, self._deviation(self.norm.var) / self.norm.gamma, self.at)
+
+    def run(
+        self,
+        strategy: int,
+        training: bool,
+        call: Callable[[Any, Any], Any],
+        round_weight: Callable[[Any], Any],
+        round_bias: Callable[[Any], Any],
+    ) -> tuple[Any, Moments | None]:
+        """Return the result of layer and batch norm, and the moments of the batch if they are to be remembered.
+
+        Args:
+            strategy: any except 0.
+            call: (weight, bias [C] or None) -> result of the layer for the input of this step.
+        """
         if strategy == -1:
-            y = call(weight(w), b)
-        else:  # if gamma is 0, any factor will do: the result does not depend on the weight
-            k = ops.where(bn.gamma == 0, ops.ones_like(bn.gamma), bn.gamma) / sd
-            y = call(weight(times(ops, w, k, at)), None)
-            y = y / _along(ops, k, y, at) + _along(ops, b, y, at)
-        batch = moments(ops, y, at) if training else None
-        m, s = (bn.mean, sd) if batch is None else (batch[0], ops.sqrt(batch[1] + bn.eps))
-        y = (y - _along(ops, m, y, at)) * _along(ops, bn.gamma / s, y, at)
-        return y + _along(ops, bn.beta, y, at), batch
-    batch = moments(ops, call(w, b), at)
-    s = ops.sqrt(batch[1] + bn.eps)
-    shift = (b - batch[0]) * bn.gamma / s + bn.beta
-    if strategy == 2:
-        return call(weight(times(ops, w, bn.gamma / s, at)), bias(shift)), batch
-    y = call(weight(times(ops, w, bn.gamma / sd, at)), None)
-    return y * _along(ops, sd / s, y, at) + _along(ops, shift, y, at), batch
+            return self._normalized(call(round_weight(self.weight), self.bias), training)
+        if strategy == 1 or not training:
+            w, b = self.folded()
+            return call(round_weight(w), round_bias(b)), None
+        if strategy == 4:
+            # if gamma is 0, any factor will do: the result does not depend on the weight
+            gamma = self.ops.where(self.norm.gamma == 0, self.ops.ones_like(self.norm.gamma), self.norm.gamma)
+            k = gamma / self._deviation(self.norm.var)
+            y = call(round_weight(self._scaled(k)), None)
+            return self._normalized(y / self._along(k, y) + self._along(self.bias, y), training)
+        batch = self._moments(call(self.weight, self.bias))
+        s = self._deviation(batch[1])
+        shift = (self.bias - batch[0]) * self.norm.gamma / s + self.norm.beta
+        if strategy == 2:
+            return call(round_weight(self._scaled(self.norm.gamma / s)), round_bias(shift)), batch
+        sd = self._deviation(self.norm.var)
+        y = call(round_weight(self._scaled(self.norm.gamma / sd)), None)
+        return y * self._along(sd / s, y) + self._along(shift, y), batch
 
+    def _normalized(self, y: Any, training: bool) -> tuple[Any, Moments | None]:
+        """Return the batch norm's result, with statistics of the batch in training, and these statistics."""
+        batch = self._moments(y) if training else None
+        m, v = (self.norm.mean, self.norm.var) if batch is None else batch[:2]
+        y = (y - self._along(m, y)) * self._along(self.norm.gamma / self._deviation(v), y)
+        return y + self._along(self.norm.beta, y), batch
 
-def _along(ops: Any, v: Any, y: Any, at: Channels) -> Any:
-    """Return v [C] in a shape that broadcasts against y."""
-    shape = [1] * len(y.shape)
-    shape[at.axis] = -1
-    return ops.reshape(v, tuple(shape))
+    def _deviation(self, variance: Any) -> Any:
+        return self.ops.sqrt(variance + self.norm.eps)
+
+    def _scaled(self, k: Any) -> Any:
+        return scale_channels(self.ops, self.weight, k, self.at)
+
+    def _moments(self, y: Any) -> Moments:
+        """Return mean and variance of each channel [C], and the number of values in each."""
+        axes = tuple(a for a in range(len(y.shape)) if a != self.at.axis % len(y.shape))
+        m = self.ops.mean(y, axes)
+        variance = self.ops.mean(self.ops.square(y - self._along(m, y)), axes)
+        return m, variance, self.ops.size(y) / y.shape[self.at.axis]
+
+    def _along(self, v: Any, y: Any) -> Any:
+        """Return v [C] in a shape that broadcasts against y."""
+        shape = [1] * len(y.shape)
+        shape[self.at.axis] = -1
+        return self.ops.reshape(v, tuple(shape))

@@ -12,7 +12,7 @@ from chipfit.result import Result
 
 @torch.no_grad()
 def reestimate(result: Result, data: Any) -> None:
-    """Set the statistics of every batch norm of `result.model` that folds in each step to those of its layer on data.
+    """Set the running statistics of every batch norm that trains to those of its layer's outputs on data.
 
     The outputs of a layer with rounded weights differ from the moving averages of training, above all where weights
     oscillate (Nagel et al. 2022, arXiv:2203.11086, section 2.3). Like `torch.optim.swa_utils.update_bn`, this takes the
@@ -29,27 +29,28 @@ def reestimate(result: Result, data: Any) -> None:
         PlanError: the model is not of PyTorch.
     """
     model = as_quantized_module(result.model)
-    running = [model.weight(name) for f in model._folds.values() for name in (f.mean, f.var)]
+    running = model.running_statistics()
     if not running:
         hint = "train with bn_fold 1 to 4; batch norms that were folded before have no statistics any more"
         raise UnsupportedError("No batch norm of this model trains", hint=hint)
-    start, found, count = [t.clone() for t in running], [torch.zeros_like(t) for t in running], 0
-    kept = model.bn_fold, model._momentum, model.training
-    model.bn_fold, model._momentum = -1 if kept[0] == -1 else 4, 1.0  # 4: statistics of what is rounded
+    start, totals, count = [t.clone() for t in running], [torch.zeros_like(t) for t in running], 0
+    strategy, momentum, training = model.bn_fold, model.bn_momentum, model.training
+    # strategy 4 takes the statistics of rounded weights; with momentum 1 they replace the running ones
+    model.bn_fold, model.bn_momentum = -1 if strategy == -1 else 4, 1.0
     try:
         model.train()
         for inputs in batches(data, result.graph):
             count += 1
             model.run_flat([x.to(running[0].device) for x in inputs])
-            for total, t, before in zip(found, running, start, strict=True):
+            for total, t, before in zip(totals, running, start, strict=True):
                 total += t
                 t.copy_(before)
     finally:
         for t, before in zip(running, start, strict=True):
             t.copy_(before)
-        model.bn_fold, model._momentum = kept[:2]
-        model.train(kept[2])
+        model.bn_fold, model.bn_momentum = strategy, momentum
+        model.train(training)
     if not count:
         raise DataError("There is no batch to estimate statistics from")
-    for t, total in zip(running, found, strict=True):
+    for t, total in zip(running, totals, strict=True):
         t.copy_(total / count)

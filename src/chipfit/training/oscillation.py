@@ -12,7 +12,6 @@ from chipfit.errors import ConfigError, UnsupportedError
 from chipfit.frameworks.torch.lower import as_quantized_module
 from chipfit.frameworks.torch.modules import FakeQuantizer
 from chipfit.quantizers.algorithm import Algorithm
-from chipfit.quantizers.bn_fold import times
 from chipfit.quantizers.grids import shape_for
 from chipfit.quantizers.ops import TorchOps
 from chipfit.quantizers.pairs import bounded
@@ -147,9 +146,8 @@ class Oscillations(nn.Module):
             track.step(self._codes(name, q), self.momentum, self.threshold)
             if self.threshold is not None:
                 w, held, keep = model.weight(name), *_held(q, track, q.reals(model.weight_to_round(name)))
-                if name in model._folds and model.bn_fold != -1:
-                    norm, at = model._norm(name)
-                    held = times(TorchOps, held, torch.sqrt(norm.var + norm.eps) / norm.gamma, at)
+                if model.folds_in_each_step(name):
+                    held = model.normalized_layer(name).unfolded(held)
                 w.copy_(torch.where(keep, held.to(w.dtype), w))
 
     @torch.no_grad()

@@ -195,8 +195,8 @@ class Comparator:
     def add(self, inputs: list[Tensor], label: Tensor | None) -> None:
         """Run one batch everywhere and compare."""
         samples = count_samples(self.graph, inputs)
-        limited = label is None and self.end_to_end_samples is not None
-        end_to_end = not limited or self.out.end_to_end_samples < self.end_to_end_samples
+        limit = None if label is not None else self.end_to_end_samples
+        end_to_end = limit is None or self.out.end_to_end_samples < limit
         self.out.samples += samples
         self.out.calibrated += self.calibration.count_known(inputs)
         try:

@@ -15,7 +15,7 @@ from chipfit.errors import PlanError, UnknownNameError
 from chipfit.frameworks.keras.backend import KerasOps
 from chipfit.frameworks.keras.inferable import CLASSES
 from chipfit.quantizers.algorithm import Algorithm, algorithm_text, with_levels
-from chipfit.quantizers.bn_fold import Channels, Norm, folded, forward, remembered
+from chipfit.quantizers.bn_fold import Channels, Norm, NormalizedLayer, updated_statistics
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.hosting import apply, initialize, to_inferable
 from chipfit.quantizers.inferable import class_name, description
@@ -418,10 +418,11 @@ class KerasBatchNormWrapper(KerasQuantizationWrapper):
             variable = self.add_weight(name=name, shape=shape, initializer=start, trainable=name in self.trains)
             setattr(self, name, variable)
 
-    def _norm(self) -> tuple[Any, Any, Norm, Channels]:
+    def _normalized(self) -> NormalizedLayer:
         w, b = (ops.convert_to_tensor(v) for v in (self.layer.kernel, self.layer.bias))
         gamma, beta, mean, variance = (ops.convert_to_tensor(v) for v in self.norm_variables)
-        return w, b, Norm(gamma, beta, mean, variance, self.epsilon), Channels(tuple(w.shape), self.factor, -1)
+        norm, at = Norm(gamma, beta, mean, variance, self.epsilon), Channels(tuple(w.shape), self.factor, -1)
+        return NormalizedLayer(KerasOps, w, b, norm, at)
 
     @property
     def norm_variables(self) -> tuple[Any, ...]:
@@ -429,21 +430,20 @@ class KerasBatchNormWrapper(KerasQuantizationWrapper):
 
     def folded(self) -> tuple[Any, Any]:
         """Return the folded kernel and bias."""
-        return folded(KerasOps, *self._norm())
+        return self._normalized().folded()
 
     def call(self, inputs: Any, input_scale: Any = None, use: int = 0, training: Any = None) -> Any:
-        w, b, norm, at = self._norm()
+        own = self._normalized()
 
         def layer(kernel: Any, bias: Any) -> Any:
-            return self._run(inputs, {"kernel": kernel, "bias": ops.zeros_like(b) if bias is None else bias})
+            return self._run(inputs, {"kernel": kernel, "bias": ops.zeros_like(own.bias) if bias is None else bias})
 
         def rounding_of(name: str) -> Any:
             return lambda x: self._rounded(name, x, input_scale, training)
 
-        given = (layer, w, b, norm, at, rounding_of("kernel"), rounding_of("bias"))
-        y, batch = forward(KerasOps, self.bn_fold, bool(training), *given)
+        y, batch = own.run(self.bn_fold, bool(training), layer, rounding_of("kernel"), rounding_of("bias"))
         if batch is not None:
-            mean, variance = remembered(norm, batch, self.bn_momentum)
+            mean, variance = updated_statistics(own.norm, batch, self.bn_momentum)
             self.moving_mean.assign(ops.stop_gradient(mean))
             self.moving_variance.assign(ops.stop_gradient(variance))
         return y

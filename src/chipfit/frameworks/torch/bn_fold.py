@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from chipfit.errors import DataError
-from chipfit.quantizers.bn_fold import Channels, Norm, remembered
+from chipfit.quantizers.bn_fold import Channels, Moments, Norm, updated_statistics
 from chipfit.quantizers.ops import TorchOps
 
 
@@ -27,13 +27,11 @@ def is_recomputation() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def update_statistics(
-    mean: torch.Tensor, var: torch.Tensor, batch: tuple[Any, Any, Any], momentum: float, count: int
-) -> None:
+def update_statistics(mean: torch.Tensor, var: torch.Tensor, batch: Moments, momentum: float, count: int) -> None:
     """Update running statistics with those of a batch, in place.
 
     Args:
-        batch: `moments` of the batch, of all processes.
+        batch: moments of the batch, of all processes.
         count: size of the result in this process.
 
     Raises:
@@ -42,7 +40,7 @@ def update_statistics(
     if count < 2 * mean.numel() and batch[2] < 2:  # the total may be on a device, which is not awaited without need
         raise DataError("The statistics of a batch norm in training need more than one number for each channel")
     with torch.no_grad():
-        new_mean, new_var = remembered(Norm(None, None, mean, var, 0.0), batch, momentum)
+        new_mean, new_var = updated_statistics(Norm(None, None, mean, var, 0.0), batch, momentum)
         mean.copy_(new_mean)
         var.copy_(new_var)
 

@@ -41,7 +41,7 @@ from chipfit.plan.sharing import QuantizerSharing, share_quantizers
 from chipfit.plan.training import Training, before_training, check_folds
 from chipfit.quantizers.algorithm import revived
 from chipfit.quantizers.algorithms.ste import STE
-from chipfit.quantizers.bn_fold import Channels, Norm, folded, forward
+from chipfit.quantizers.bn_fold import Norm, NormalizedLayer
 from chipfit.quantizers.ops import TorchOps
 
 
@@ -122,7 +122,7 @@ class QuantizedModule(Checkpointed):
         self._folding = frozenset(n.name for n in folding)  #: nodes whose batch norm is folded in each step
         #: weights of these nodes -> groups, None unless transposed
         self._groups = {n.weight: n.attrs["groups"] if n.op in TRANSPOSED else None for n in folding}
-        self._momentum, self._ops = training.bn_momentum, SyncedOps if training.bn_sync else TorchOps
+        self.bn_momentum, self._ops = training.bn_momentum, SyncedOps if training.bn_sync else TorchOps
         self._previous: dict[str, dict[str, torch.Tensor]] = {}  #: weight -> running statistics one step before
         self._nodes, self._done = tuple(graph.nodes), done_after(graph)
         self._in_spec, self._results = json.loads(graph.in_spec), ResultStructure(graph)
@@ -368,33 +368,41 @@ class QuantizedModule(Checkpointed):
             f, args, attrs = call(node, [x, w, b])
             return f(*args, **attrs)
 
-        w, bias = node.weight, self._folds[node.weight].bias
-        (norm, at), again = self._norm(w), is_recomputation()
+        w, again = node.weight, is_recomputation()
+        own = replace(self.normalized_layer(w), ops=self._ops)
         if again and self.training and self.bn_fold != 1 and w in self._previous:
-            norm = replace(norm, **self._previous[w])
-        given = (layer, self.weight(w), self.weight(bias), norm, at, rounding_of(w), rounding_of(node.bias))
-        y, batch = forward(self._ops, self.bn_fold, self.training, *given)
+            own = replace(own, norm=replace(own.norm, **self._previous[w]))
+        y, batch = own.run(self.bn_fold, self.training, layer, rounding_of(w), rounding_of(node.bias))
         if batch is not None and not again:
-            self._previous[w] = {"mean": norm.mean.clone(), "var": norm.var.clone()}
-            update_statistics(norm.mean, norm.var, batch, self._momentum, y.numel())
-        return y  # type: ignore[no-any-return]  # the result of `forward` has no type
+            mean, var = own.norm.mean, own.norm.var
+            self._previous[w] = {"mean": mean.clone(), "var": var.clone()}
+            update_statistics(mean, var, batch, self.bn_momentum, y.numel())
+        return y  # type: ignore[no-any-return]  # the result of `run` has no type
 
-    def _norm(self, weight: str) -> tuple[Norm, Channels]:
-        """Return the batch norm behind a weight, and where the weight has its channels."""
+    def folds_in_each_step(self, weight: str) -> bool:
+        """Return whether a batch norm is folded into a weight in each step."""
+        return weight in self._folds and self.bn_fold != -1
+
+    def running_statistics(self) -> list[torch.Tensor]:
+        """Return mean and variance of every batch norm that trains."""
+        return [self.weight(name) for f in self._folds.values() for name in (f.mean, f.var)]
+
+    def normalized_layer(self, weight: str) -> NormalizedLayer:
+        """Return the layer of a weight with the batch norm behind it, which trains."""
         fold = self._folds[weight]
         mean, var = self.weight(fold.mean), self.weight(fold.var)
         with_default = (fold.gamma, 1.0), (fold.beta, 0.0)
         gamma, beta = (torch.full_like(mean, n) if name is None else self.weight(name) for name, n in with_default)
-        return Norm(gamma, beta, mean, var, fold.eps), channels(self.weight(weight), self._groups[weight])
+        w, norm = self.weight(weight), Norm(gamma, beta, mean, var, fold.eps)
+        return NormalizedLayer(TorchOps, w, self.weight(fold.bias), norm, channels(w, self._groups[weight]))
 
     def folded(self, weight: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the folded weight and bias of a layer whose batch norm trains."""
-        norm, at = self._norm(weight)
-        return folded(TorchOps, self.weight(weight), self.weight(self._folds[weight].bias), norm, at)
+        return self.normalized_layer(weight).folded()
 
     def weight_to_round(self, name: str) -> torch.Tensor:
         """Return the tensor that the quantizer of a weight rounds: the folded weight where a batch norm trains."""
-        return self.folded(name)[0] if name in self._folds and self.bn_fold != -1 else self.weight(name)
+        return self.folded(name)[0] if self.folds_in_each_step(name) else self.weight(name)
 
     def scale(self, name: str) -> torch.Tensor:
         """Return the current scale of a quantized tensor; the scale of a bias follows from its input and its weight."""
