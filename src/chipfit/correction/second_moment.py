@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -46,55 +46,72 @@ def correct_second_moment(
     Raises:
         DataError: no batch at all.
     """
-    graph, notes, readers = graph.copy(), [], Readers(graph)
-    nodes: dict[str, Node] = {}
+    graph, notes, nodes = graph.copy(), list[str](), dict[str, Node]()
+    readers = Readers(graph)
     for node, why in quantized_linear(graph, plan):
         why = why or readers.why_fixed(node)
         if why:
             notes.append(f"'{node.display_name}' keeps its second moment: {why}")
         else:
             nodes[node.output] = node
-    names = [n.weight for n, _ in quantized_linear(graph, plan)]
-    there = placed(graph)
-    weights = there.weights | {name: plan[name].round(there.weights[name].detach()) for name in names}
-    moments = {o: (_Moments(), _Moments()) for o in nodes}
-    waiting = list[tuple[str, _Moments, _Moments]]()
-
-    def hook(node: Node, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        if node.output not in nodes:
-            return outputs
-        axis = channel_axis(node)
-        (y,), reference = outputs, floats[node.output]
-        here, wanted = (_Moments.of(x, axis) for x in (y, reference))
-        waiting.append((node.output, wanted, here))
-        shape = [1] * y.dim()
-        shape[axis] = -1
-        k = _ratio(wanted, here, limit)
-        return (((y - here.mean.view(shape)) * k.view(shape) + wanted.mean.view(shape)).to(y.dtype),)
-
-    count = 0
-    with torch.inference_mode():
-        for batch in batches:
-            batch = inputs_on(graph.device, batch)
-            floats = run(there, batch, keep=set(nodes))
-            run(there, batch, weights=weights, hook=hook)
-            for output, *new in _read(waiting):
-                for total, more in zip(moments[output], new, strict=True):
-                    total.merge(more)
-            waiting.clear()
-            count += 1
-    if not count:
+    measured = _Measurement(graph, plan, nodes, limit)
+    for batch in batches:
+        measured.add(batch)
+    if not measured.batches:
         raise no_data()
     for output, node in nodes.items():
-        wanted, here = moments[output]
+        wanted, here = measured.moments[output]
         k = _ratio(wanted, here, limit)
         bias = k * (bias_or_zero(graph, node) - here.mean) + wanted.mean
-        name = node.weight
-        graph.weights[name] = scale_outputs(node, graph.weights[name].detach(), k)
+        graph.weights[node.weight] = scale_outputs(node, graph.weights[node.weight].detach(), k)
         with_bias(graph, node, bias)
         by = f"{float(k.min()):.3g} to {float(k.max()):.3g}"
         notes.append(f"corrected the second moment of '{node.display_name}' by {by}")
     return graph, notes
+
+
+class _Measurement:
+    """Moments of the outputs of linear operators, in float and in the network with rounded weights.
+
+    Args:
+        nodes: the operators, by their outputs.
+    """
+
+    def __init__(self, graph: Graph, plan: Plan, nodes: Mapping[str, Node], limit: float) -> None:
+        self.device, self.placed, self.nodes, self.limit = graph.device, placed(graph), nodes, limit
+        rounded = {n.weight for n, _ in quantized_linear(graph, plan)}
+        own = self.placed.weights
+        self.weights = own | {name: plan[name].round(own[name].detach()) for name in rounded}
+        #: output -> its moments in float, and with rounded weights
+        self.moments = {o: (_Moments(), _Moments()) for o in nodes}
+        self.batches = 0
+        self._floats: Mapping[str, torch.Tensor] = {}  #: outputs of the batch in float
+        self._unread: list[tuple[str, _Moments, _Moments]] = []  #: moments of the batch, perhaps on a device
+
+    @torch.inference_mode()
+    def add(self, batch: Sequence[torch.Tensor]) -> None:
+        """Add the moments of one batch."""
+        inputs = inputs_on(self.device, batch)
+        self._floats = run(self.placed, inputs, keep=set(self.nodes))
+        run(self.placed, inputs, weights=self.weights, hook=self._normalize)
+        for output, *new in _read(self._unread):
+            for total, more in zip(self.moments[output], new, strict=True):
+                total.merge(more)
+        self._unread.clear()
+        self.batches += 1
+
+    def _normalize(self, node: Node, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Measure the output of an operator, and return it normalized to its moments in float."""
+        if node.output not in self.nodes:
+            return outputs
+        axis = channel_axis(node)
+        (y,), reference = outputs, self._floats[node.output]
+        here, wanted = (_Moments.of(x, axis) for x in (y, reference))
+        self._unread.append((node.output, wanted, here))
+        shape = [1] * y.dim()
+        shape[axis] = -1
+        k = _ratio(wanted, here, self.limit)
+        return (((y - here.mean.view(shape)) * k.view(shape) + wanted.mean.view(shape)).to(y.dtype),)
 
 
 @dataclass(slots=True)
