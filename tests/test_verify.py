@@ -495,12 +495,12 @@ def compared(results, label=None, filed=(), model=None, x=X, groups=(), limit=No
 )
 def test_behind_the_first_samples_without_labels_each_operator_is_compared_by_itself(limit, label, own):
     """Four batches of two samples, of three integers each."""
-    found = compared(result(), label, end_to_end_samples=limit, times=4)
+    found = compared(result(), label, limit=limit, times=4)
     assert (found.samples, found.end_to_end_samples) == (8, own) and found.exact
     assert [(r.elements, r.end_to_end_elements) for r in found.rows] == [(24, 3 * own)] * 3
     assert (found.outputs[0].elements, found.labelled) == (24, 0 if label is None else 8)
     assert found.accuracy.keys() == (set() if label is None else {"float", "integer", "device"})
-    off = compared(one_code_off(), label, end_to_end_samples=limit, times=4)
+    off = compared(one_code_off(), label, limit=limit, times=4)
     assert [(r.differing, r.op_differing) for r in off.rows] == [(0, 0), (own // 2, 4), (own // 2, 0)]
     assert off.outputs[0].gap == (0.5 if own else 0.0) and off.outputs[0].op_gap == 0
     assert not off.exact and "by itself" in off.summary()

@@ -105,7 +105,9 @@ def test_frozen_weights_keep_their_codes_through_training_and_are_deployed(bn_fo
     train(model, 4, 0.1, momentum=0.9, after=tracker.step)
     for name, track in zip(tracker.frequency, tracker.tracks):  # as if all had oscillated
         folds = model.folds_in_each_step(name)
-        track.frozen |= model.normalized_layer(name).norm.gamma.reshape(track_shape(model, name)) != 0 if folds else True
+        track.frozen |= (
+            model.normalized_layer(name).norm.gamma.reshape(track_shape(model, name)) != 0 if folds else True
+        )
         held[name] = track.codes.clone()
     train(model, 2, 0.1, momentum=0.9, after=tracker.step)
     for steps in (4, 2):

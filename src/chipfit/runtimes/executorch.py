@@ -35,7 +35,7 @@ class ExecuTorch:
             content = Path(path).read_bytes()
         self.file, self._child = Container(content), Child("executorch_child.py", NAME)
         notes = self.file.notes()
-        self._own, places = len(self.file.plan.outputs), notes.get("tensors", {})
+        self._own, places = len(self.file.method.outputs), notes.get("tensors", {})
         #: tensor -> see `show`
         self._shown = show(self.file, {name: places[name] for name in tensors if name in places})
         try:
@@ -98,8 +98,8 @@ def show(file: Container, places: Mapping[str, Sequence[Any]]) -> dict[str, tupl
         for number in {place[1] for place in places.values() if place[0] == call}:
             if number not in tensors:
                 raise malformed(f"a delegate has no value {number}")
-            outputs[call, number] = len(file.plan.outputs)
-            file.plan.outputs = [*file.plan.outputs, _value(file, call, graph, tensors[number])]
+            outputs[call, number] = len(file.method.outputs)
+            file.method.outputs = [*file.method.outputs, _value(file, call, graph, tensors[number])]
         file.set_graph(call, graph)
     for name, (call, number, *form) in places.items():
         found[name] = outputs[call, number], *form
@@ -112,17 +112,17 @@ def _value(file: Container, call: int, graph: Any, tensor: Any) -> int:
         tensor.flags |= _OUTPUT
         tensor.externalId, graph.numExterns = graph.numExterns, graph.numExterns + 1
         graph.outputIds = [*graph.outputIds, tensor.idOut]
-        file.calls[call].args = [*file.calls[call].args, len(file.plan.values)]
+        file.calls[call].args = [*file.calls[call].args, len(file.method.values)]
         made = classes(PROGRAM[0])
         value = made.EValueT()
         value.valType, value.val = made.KernelTypes.Tensor, made.TensorT()
         value.val.scalarType, value.val.sizes = _TYPES[tensor.datatype][0], [int(d) for d in tensor.dims]
         value.val.dimOrder, value.val.allocationInfo = [*range(len(tensor.dims))], made.AllocationDetailsT()
         value.val.allocationInfo.memoryId = 1
-        file.plan.values.append(value)
+        file.method.values.append(value)
     index = int(file.calls[call].args[tensor.externalId])
-    where, sizes = file.plan.values[index].val.allocationInfo, [*file.plan.nonConstBufferSizes]
+    where, sizes = file.method.values[index].val.allocationInfo, [*file.method.nonConstBufferSizes]
     where.memoryOffsetLow, where.memoryOffsetHigh = sizes[1] & 0xFFFFFFFF, sizes[1] >> 32
     sizes[1] += -(-int(np.prod(tensor.dims)) * _TYPES[tensor.datatype][1] // 64) * 64
-    file.plan.nonConstBufferSizes = sizes
+    file.method.nonConstBufferSizes = sizes
     return index
