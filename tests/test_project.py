@@ -365,6 +365,18 @@ def test_an_error_says_what_is_wrong_and_not_that_something_is_none():
     assert [text for p in MODULES for text in texts(p.read_text()) if cryptic.match(text)] == []
 
 
+#: "is no number" for "is not a number"; "there is no number" is English
+FOREIGN_NEGATION = re.compile(r"(?<!here )\b(is|are) no (?!(operators|such|longer|less)\b)[a-z]")
+
+
+def test_docstrings_and_messages_negate_the_verb():
+    both = {p: [*docstrings(p.read_text()), *texts(p.read_text())] for p in MODULES}
+    assert [
+        f"{p.relative_to(PACKAGE)}: {t}" for p, found in both.items() for t in found if FOREIGN_NEGATION.search(t)
+    ] == []
+    assert FOREIGN_NEGATION.search("'x' is no tensor") and not FOREIGN_NEGATION.search("There is no tensor 'x'")
+
+
 def test_a_docstring_and_an_error_that_break_the_rules_are_found():
     source = 'def f():\n    """Whether it is so."""\n    raise ValueError("A bound on scales is none")'
     assert NOT_FIRST.match(docstrings(source)[1]) and not NOT_FIRST.match("Offer a value.")

@@ -35,7 +35,7 @@ def compare(a: Any, b: Any, data: Any = None, *, names: Sequence[str] = ()) -> C
 
     Raises:
         ConfigError: a side is something else, or `names` are not two.
-        PlanError: a folder or report cannot be read, or `data` are given for what is no result.
+        PlanError: a folder or report cannot be read, or `data` are given for what is not a result.
         CaptureError: a file cannot be read, or is not quantized.
         DataError: see `quantize`.
     """

@@ -518,7 +518,7 @@ def parse_json(text: str, failure: type[ChipfitError], *, where: str) -> Any:
     """Return the data of a JSON text; raises as `read_json`."""
 
     def refuse(name: str) -> Any:
-        raise ValueError(f"{name} is no number in JSON")
+        raise ValueError(f"{name} is not a number in JSON")
 
     try:
         if _SURROGATES.search(text):

@@ -264,7 +264,7 @@ class Result(SummaryRepr):
             metrics: more of them by name: functions of the float and the quantized value, [N, ...], to a number.
 
         Raises:
-            ConfigError: a metric is no function, fails, or returns no number.
+            ConfigError: a metric is not a function, fails, or returns no number.
             DataError: see `quantize`.
             PlanError: `model` was trained since.
         """

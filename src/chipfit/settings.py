@@ -46,7 +46,7 @@ def _allowed_instead(setting: Setting, value: Any) -> str:
         return "" if isinstance(value, bool) else "True or False"
     words = (*(entries(setting.kind) if setting.kind else ()), *setting.choices)
     numbers = ["a number of at least 0"] if setting.numbers or not words else []
-    listed = isinstance(value, str | bool) and value in words  # 1 is no switch
+    listed = isinstance(value, str | bool) and value in words  # 1 is not a switch
     if value is None or listed or (numbers and is_number(value) and value >= 0):
         return ""
     if setting.kind and isinstance(value, str):

@@ -191,7 +191,7 @@ def drift(result: Any, sequences: Any) -> Drift:
 
     Raises:
         DataError: inputs do not fit the network.
-        UnsupportedError, PlanError: it is no network of one step, and cannot become one; see `Result.stream`.
+        UnsupportedError, PlanError: it is not a network of one step, and cannot become one; see `Result.stream`.
     """
     result = result.stream()
     graph, model = result.graph, result.model

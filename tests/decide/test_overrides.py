@@ -438,5 +438,5 @@ def test_an_input_has_a_range_of_its_own():
     assert result.plan.tensors["x"].origin == "known beforehand"
     kept = quantized(functional(), [images(8, 8)], "ort_cpu", overrides={"x": "float"})
     assert not kept.plan.quantized("x") and kept.plan.nodes["conv2d"].exec == "float"
-    with pytest.raises(PlanError, match="'bits' is no choice for input 'x'.*name the layers that read it"):
+    with pytest.raises(PlanError, match="'bits' is not a choice for input 'x'.*name the layers that read it"):
         quantized(functional(), [images(8, 8)], "ort_cpu", overrides={"x": {"bits": 4}})

@@ -24,7 +24,7 @@ from tests.steps import assert_same
 H, T, D = 3, 5, 4
 LEAST = torch.finfo(torch.float32).min
 FUTURE = torch.ones(T, T, dtype=torch.bool).triu(1)
-NO_SCORES = "its scores are no product, scaled and masked, that the softmax alone reads"
+NO_SCORES = "its scores are not a product, scaled and masked, that the softmax alone reads"
 
 
 def spelled(function) -> nn.Module:

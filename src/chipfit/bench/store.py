@@ -36,7 +36,7 @@ class Store:
     """The outcomes of experiments by key; several processes may read and write concurrently.
 
     Raises:
-        ConfigError: the file is no store, or has a newer version.
+        ConfigError: the file is not a store, or has a newer version.
         ExportError: the folder cannot be written.
     """
 

@@ -248,7 +248,7 @@ def example_of(model: str, shapes: Sequence[str] | None, network: Any = None) ->
         network: the loaded model.
 
     Raises:
-        DataError: a shape is no list of positive integers, or is missing.
+        DataError: a shape is not a list of positive integers, or is missing.
     """
     if not shapes:
         framework = framework_of_file(model)

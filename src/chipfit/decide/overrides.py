@@ -278,7 +278,7 @@ def _check_input_choices(name: str, choices: Mapping[str, Any]) -> None:
     if wrong := [k for k in choices if k not in OF_INPUTS]:
         allowed = f'"float", or a table with {", ".join(OF_INPUTS[1:])}, such as {{"range": (0.0, 1.0)}}'
         hint = "name the layers that read it"
-        raise PlanError(f"'{wrong[0]}' is no choice for input '{name}'", got=wrong[0], allowed=allowed, hint=hint)
+        raise PlanError(f"'{wrong[0]}' is not a choice for input '{name}'", got=wrong[0], allowed=allowed, hint=hint)
 
 
 def has_weights(op: str) -> bool:

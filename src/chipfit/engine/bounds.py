@@ -319,4 +319,4 @@ def _deformed(a: Arguments) -> str:
     with _disable_current_modes(), torch.no_grad():
         numbers = _numbers(a["offset"])
         far = numbers is not None and numbers.numel() > 0 and not bool((numbers.abs() < 1e6).all())
-        return "an offset is no number, or too large" if far else ""
+        return "an offset is not a number, or too large" if far else ""

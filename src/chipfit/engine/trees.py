@@ -50,7 +50,7 @@ def flatten_call(spec: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[s
 
 
 def call_with(graph: Graph, inputs: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call with these inputs of the graph; arguments that are no tensors are None."""
+    """Return the arguments of a call with these inputs of the graph; arguments that are not tensors are None."""
     spec = json.loads(graph.in_spec)
     leaves: list[Any] = [None] * spec["leaves"]
     for k, x in zip(spec["tensors"], inputs, strict=True):

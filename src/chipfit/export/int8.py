@@ -1,4 +1,4 @@
-"""Files with integers of a network whose chip leaves biases in float, or has unsigned results, for other runtimes."""
+"""Format "int8": integer files, for other runtimes, of plans whose chip has float biases or unsigned results."""
 
 from collections import Counter
 from dataclasses import replace
@@ -26,12 +26,11 @@ _BIAS = Grid(bits=32, qmin=all_codes(32, True)[0], qmax=all_codes(32, True)[1], 
 def export_int8(graph: Graph, plan: Plan, path: Path, platform: Platform, **options: Any) -> Path:
     """Write the `.onnx` or `.tflite` file of a plan whose layers compute in integers throughout.
 
-    A float bias behind quantized data and weights becomes an integer of 32 bits with the scale s_in s_w: at most half
-    of a step of the sums is lost. Unsigned results of 8 bits are stored signed in `.tflite` files: q - 128 stands for
-    the same number.
+    A float bias of a layer with quantized data and weights becomes a 32-bit integer with the scale s_in s_w: its error
+    is at most half of that scale. Unsigned 8-bit results are stored signed in `.tflite` files, as q - 128.
 
     Args:
-        options: those of files without `format`.
+        options: the options of the same file type without `format`.
 
     Raises:
         see `export`.
@@ -41,7 +40,7 @@ def export_int8(graph: Graph, plan: Plan, path: Path, platform: Platform, **opti
 
 
 def with_signed_results(plan: Plan) -> Plan:
-    """Return the plan with unsigned results of 8 bits as signed ones, which stand for the same numbers."""
+    """Return the plan with signed grids for unsigned 8-bit results; their float values stay the same."""
     low = all_codes(8, True)[0]
 
     def signed(t: TensorPlan) -> TensorPlan:
@@ -55,7 +54,7 @@ def with_signed_results(plan: Plan) -> Plan:
 
 
 def with_integer_biases(graph: Graph, plan: Plan) -> Plan:
-    """Return the plan with integers for float biases behind quantized data and weights; shared ones stay in float."""
+    """Return the plan with integer biases for layers with quantized data and weights; shared biases stay in float."""
     readers = Counter(i for n in graph.nodes for i in n.inputs)
     found = {n.bias: _bias(graph, plan, n) for n in graph.nodes if n.bias is not None and is_linear(graph, n)}
     made = {name: t for name, t in found.items() if t is not None and readers[name] == 1}
@@ -64,7 +63,7 @@ def with_integer_biases(graph: Graph, plan: Plan) -> Plan:
 
 
 def _bias(graph: Graph, plan: Plan, n: Node) -> TensorPlan | None:
-    """Return how the bias of a node is stored in integers; None where it is already, or cannot be."""
+    """Return how the float bias of a node is stored as an integer; None if it is one already, or cannot be one."""
     x, w, name = plan.stored(n.data), plan.stored(n.weight), n.bias or ""
     raw = {(i, n.name) for i in (n.data, n.weight)} & plan.float_edges
     if x is None or w is None or raw or plan.quantized(name) or name not in graph.weights:

@@ -65,7 +65,7 @@ def generated(
         A list of batches, as a framework's model takes them, on the CPU; `notes` says where they come from.
 
     Raises:
-        DataError: the model has no batch norms, no known input shape, inputs that are no floats; or descent diverges.
+        DataError: the model has no batch norm, no known input shape, or inputs that are not floats; descent diverges.
         CaptureError: the model cannot be read.
         ConfigError: an option is invalid.
 
@@ -105,7 +105,7 @@ def _inputs(graph: Graph, options: Generation) -> list[Input]:
     """Return what is made for each input of a graph.
 
     Raises:
-        DataError: an input is no float, or has its samples elsewhere than on axis 0.
+        DataError: an input does not hold floats, or has its samples elsewhere than on axis 0.
     """
     out, axes = [], batch_axes(graph)
     for name, x in zip(graph.inputs, graph.example, strict=True):

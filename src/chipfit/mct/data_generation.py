@@ -250,7 +250,7 @@ def _names(types: Sequence[Any]) -> tuple[str, ...]:
     """Return the names of classes of layers.
 
     Raises:
-        ConfigError: one is no class.
+        ConfigError: one is not a class.
     """
     wrong = [t for t in types if not isinstance(t, type)]
     if wrong:

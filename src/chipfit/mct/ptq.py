@@ -276,7 +276,7 @@ def _with_layers(platform: Any, custom: Mapping[str, Any]) -> capabilities.Targe
 
     Raises:
         ConfigError: the platform has no operator sets to attach layers to.
-        ModelingError: the platform has no such set, or a layer is no known operator.
+        ModelingError: the platform has no such set, or a layer is not a known operator.
     """
     tpc = capabilities.TargetPlatformCapabilities(platform) if isinstance(platform, TargetPlatformModel) else platform
     if not isinstance(tpc, capabilities.TargetPlatformCapabilities):
@@ -358,7 +358,7 @@ def first_batch_of(generator: Any) -> Any:
     """Return the first batch of a generator function.
 
     Raises:
-        DataError: `generator` is no function without arguments, or yields nothing.
+        DataError: `generator` is not a function without arguments, or yields nothing.
     """
     if not callable(generator):
         what = "representative_data_gen must be a function without arguments that yields batches"

@@ -54,7 +54,7 @@ class QATConfig:
 
         Raises:
             UnknownNameError: there is no such method, or it has no such option.
-            ConfigError: a value is no method.
+            ConfigError: a value is not a method.
         """
         weights, results = self.weight_quantizer_params_override or {}, self.activation_quantizer_params_override or {}
         w = _algorithm(self.weight_training_method, weights, base.QuantizationTarget.Weights, framework)

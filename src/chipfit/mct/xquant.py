@@ -138,7 +138,7 @@ def _measured(
     Raises:
         SizeMismatch: the networks do not compute what the float model does for that size.
     """
-    first_batch_of(generator)  # names what is no generator
+    first_batch_of(generator)  # names what is not a generator
     try:
         return measure(reference, result.graph, result.plan, batches(generator, result.graph), metrics)
     except SizeMismatch as e:

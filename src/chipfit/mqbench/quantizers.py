@@ -240,7 +240,7 @@ def quantizer_of(name: Any, allow_code: bool = False) -> Callable[..., QuantizeB
 
     Raises:
         UnknownNameError: there is no method of that name; lists similar names.
-        ConfigError: "module:Class" is not permitted or is no quantizer, or a name is registered as both kinds.
+        ConfigError: "module:Class" is not permitted or is not a quantizer, or a name is registered as both kinds.
     """
     if isinstance(name, str) and ":" in name:
         if not allow_code:

@@ -217,7 +217,7 @@ def resolve(function: str | Callable[..., Any], functions: Mapping[str, Callable
         return function
     name, *options = function.split()
     if name not in functions:
-        raise TypeError(f"'{name}' is no function of this column; it has {', '.join(sorted(functions))}")
+        raise TypeError(f"'{name}' is not a function of this column; it has {', '.join(sorted(functions))}")
     return partial(functions[name], **dict(o.split("=") for o in options)) if options else functions[name]
 
 

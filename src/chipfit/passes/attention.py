@@ -97,7 +97,7 @@ class _Attention:
         if scores is None and last is None:
             raise _Refusal
         if scores is None:
-            raise _Refusal("its scores are no product, scaled and masked, that the softmax alone reads")
+            raise _Refusal("its scores are not a product, scaled and masked, that the softmax alone reads")
         if last is None:
             raise _Refusal("its weights are not read by one product alone")
         if softmax.attrs["axis"] % len(shape) != len(shape) - 1:

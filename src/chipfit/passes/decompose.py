@@ -19,7 +19,7 @@ from chipfit.passes.new_nodes import NewNodes, Refusal, Shape
 from chipfit.passes.recurrent import gru, lstm, rnn
 from chipfit.plan.record import Plan
 
-#: offset from the largest score: its share of a softmax is lost in float32, but its exponential is no denormal number
+#: offset from the largest score: its share of a softmax is lost in float32, but its exponential is a normal number
 FAINT = -80.0
 _MOST_COPIES = 16  #: of an operand that a concatenation joins in place of a repetition
 SMOOTH = 17.0  #: from here on log(1 + exp(x)) equals x in float32
@@ -167,7 +167,7 @@ def _divide(new: NewNodes, n: Node) -> str:
     """Return the product with the reciprocal of a constant."""
     by = new.graph.weights.get(n.inputs[1] or "")
     if n.data not in new.graph.values or by is None or not by.is_floating_point() or bool((by == 0).any()):
-        new.refuse("its divisor is no constant, or holds 0")
+        new.refuse("its divisor is not a constant, or holds 0")
     return new("Mul", n.data, new.constant((1 / by.detach().double()).to(by.dtype)), gives=new.shape(n.output))
 
 
@@ -402,7 +402,7 @@ def _tile(new: NewNodes, n: Node) -> str:
 def _pad(new: NewNodes, n: Node) -> str:
     """Join copies of the first and the last element of each padded axis."""
     if n.attrs["mode"] != "replicate":
-        new.refuse("its padding is no copy of the ends")
+        new.refuse("its padding is not a copy of the ends")
     x, sizes = n.data, list(new.shape(n.data))
     for axis, (low, high) in enumerate(n.attrs["padding"]):
         if not (low or high):

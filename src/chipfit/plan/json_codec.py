@@ -273,7 +273,9 @@ def _check_call(graph: Graph) -> None:
             raise GraphError("No input has this axis of samples", got=str(place)[:80])
     for pair in call.get("states", ()):
         if not (len(pair) == 2 and 0 <= pair[0] < len(graph.inputs) and 0 <= pair[1] < len(graph.outputs)):
-            raise GraphError("A state is no input of the graph, or its next value no output", got=str(pair)[:80])
+            raise GraphError(
+                "A state is not an input of the graph, or its next value is not an output", got=str(pair)[:80]
+            )
     check_value(_RESULTS, results, PlanError, "out_spec of the graph")
     leaves, known = results["leaves"], {str({"output": k}) for k in range(len(graph.outputs))}
     typed = [(x, {k: v for k, v in x.items() if k != "dtype"}) for x in leaves]
@@ -378,7 +380,7 @@ def plan_from_json(data: Any, numbers: Mapping[str, torch.Tensor]) -> Plan:
     """Invert `plan_to_json`.
 
     Raises:
-        PlanError: the data are no plan, have another schema version, or name unknown fields or numbers.
+        PlanError: the data are not a plan, have another schema version, or name unknown fields or numbers.
     """
     check_schema(data, "the plan")
     parts = check_value(_PLAN, data, PlanError, "the plan", json=True, context=numbers)

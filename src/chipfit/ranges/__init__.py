@@ -136,7 +136,7 @@ def _check_returned(q: Any, channels: int, rule: str) -> None:
 def _has_two_parameters(rule: Callable[..., Any]) -> bool:
     try:
         inspect.signature(rule).bind(None, None)
-    except (TypeError, ValueError):  # a C function without a signature is no rule
+    except (TypeError, ValueError):  # a C function without a signature is not a rule
         return False
     return True
 

@@ -47,7 +47,7 @@ class Report(SummaryRepr, ReportData):
         """Read a report that `save` wrote as JSON.
 
         Raises:
-            PlanError: the file cannot be read, or is no report.
+            PlanError: the file cannot be read, or is not a report.
         """
         file = path_of(path, PlanError)
         report: Report = check_value(cls, read_json(file, PlanError), PlanError, str(file), json=True)

@@ -124,7 +124,7 @@ def measure(
 
     Raises:
         DataError: there is no batch.
-        ConfigError: a metric is no function, fails, or returns no number.
+        ConfigError: a metric is not a function, fails, or returns no number.
     """
     asked, found = checked_metrics(metrics), kernels(graph, plan)
     known = {k: v for k, v in found.items() if reference.values.get(v) and reference.is_float(v)}
@@ -179,7 +179,7 @@ def checked_metrics(metrics: Mapping[str, Any]) -> Mapping[str, Metric]:
     """Return metrics by name.
 
     Raises:
-        ConfigError: one is no function.
+        ConfigError: one is not a function.
     """
     wrong = next((k for k, f in metrics.items() if not callable(f)), None)
     if wrong is not None:

@@ -115,7 +115,7 @@ class _Lstm:
     """The states of an LSTM, and the step that changes them.
 
     Raises:
-        UnsupportedError: the scale of the cell state is no power of two.
+        UnsupportedError: the scale of the cell state is not a power of two.
     """
 
     def __init__(self, c: KernelCall, cell: Cell) -> None:

@@ -32,7 +32,7 @@ class EMA(nn.Module):
         super().__init__()
         if not 0 <= decay < 1:
             raise ConfigError("Decay must be a share", got=decay, allowed="0 to 1, without 1")
-        self._model = (as_quantized_module(model),)  # in a tuple, so that it is no part of this module
+        self._model = (as_quantized_module(model),)  # in a tuple, so that it is not part of this module
         self.decay = decay
         self.trained = [p for p in model.parameters() if p.requires_grad]
         self.averages = nn.ParameterList(nn.Parameter(p.detach().clone(), False) for p in self.trained)

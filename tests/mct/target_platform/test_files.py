@@ -101,7 +101,7 @@ def test_invalid_arguments_are_refused(tmp_path):
         ("name: café".encode("latin-1"), "not text in UTF-8"),
         (b"", "not JSON"),
         (b"[" * 100_000, "nest too deep"),
-        (b'{"SCHEMA_VERSION": NaN}', "NaN is no number"),
+        (b'{"SCHEMA_VERSION": NaN}', "NaN is not a number"),
         (b'{"SCHEMA_VERSION": 1, "name": "\\ud800"}', "surrogates not allowed"),
         (b'{"SCHEMA_VERSION": ' + b"9" * 5000 + b"}", "not understood"),
         (b'{"SCHEMA_VERSION": 1}', "'name' is missing"),

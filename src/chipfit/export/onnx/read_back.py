@@ -12,7 +12,7 @@ from onnx import numpy_helper
 from chipfit.export import FileTensor
 from chipfit.frameworks.onnx.integers import OPTIMISED, PARTS, Expansion, NormalForm, from_bytes
 
-_UNKNOWN = np.array(np.nan)  #: a scale that is no constant
+_UNKNOWN = np.array(np.nan)  #: a scale that is not a constant
 
 
 def to_bytes(values: Any, bits: int) -> np.ndarray:
@@ -55,7 +55,7 @@ def read_back(path: Path) -> dict[str, FileTensor]:
 
 
 def _of_normal_form(model: onnx.ModelProto, form: NormalForm) -> dict[str, FileTensor]:
-    """Return the tensors of a file with operators of integers; as floats those that are no integers any more."""
+    """Return the tensors of a file with operators of integers; as floats those that are not integers any more."""
     held = {k: FileTensor(None, [(n.scale, n.zero.astype(np.float64))]) for k, n in (form.made | form.given).items()}
     for c in form.constants.values():
         numbers = (c.numbers.scale, c.numbers.zero.astype(np.float64))

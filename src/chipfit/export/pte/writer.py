@@ -55,7 +55,7 @@ def _check(graph: Graph, plan: Plan) -> None:
     wrong = [t for t in plan.tensors.values() if t.grid is not None and not _holds(t.role, t.grid, t.scale)]
     if wrong:
         got = ", ".join(f"{t.role} '{t.name}' ({t.format})" for t in wrong[:8])
-        allowed = "signed integers of at most 8 bits, and one scale for each value that is no weight"
+        allowed = "signed integers of at most 8 bits, and one scale for each value that is not a weight"
         hint = "quantize for a platform whose runtime is ExecuTorch"
         raise UnsupportedError("An ExecuTorch program cannot hold these tensors", got=got, allowed=allowed, hint=hint)
 

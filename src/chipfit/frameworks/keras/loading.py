@@ -210,7 +210,7 @@ def _checked(path: str | Path, read: Callable[[str | Path], Any]) -> dict[str, A
     try:
         config = read(path)
         if not isinstance(config, dict):
-            raise ValueError("its configuration is no table")
+            raise ValueError("its configuration is not a table")
         check_registered({k: v for k, v in config.items() if k != "compile_config"})  # compile_config is not loaded
     except (*ARCHIVE_ERRORS, ValueError, KeyError, RecursionError) as e:
         what, got = "The file is not a Keras model that can be loaded here", f"{type(e).__name__}: {str(e)[:300]}"

@@ -162,7 +162,7 @@ def _check_external(tensor: onnx.TensorProto, stored: StoredWeights, where: str)
         hint = "give the path of the file, or onnx.load(path), which loads them"
         raise CaptureError(f"The data of '{name}' are in another file", got=location[:200], hint=hint)
     folder = stored.folder.resolve()
-    if isinstance(location, bytes):  # protobuf returns those that are no text
+    if isinstance(location, bytes):  # protobuf returns those that are not text
         location = repr(location)
     try:
         beside = (folder / location).resolve()

@@ -16,7 +16,7 @@ _BRANCHES = ("then", "else")  #: of an If
 
 
 def unrolled(c: OnnxCall, inner: Inner) -> list[Operand] | None:
-    """Return the results of control flow; None if the node is no control flow, or depends on data.
+    """Return the results of control flow; None if the node is not control flow, or depends on data.
 
     Raises:
         Unreadable: The steps give results of several shapes.

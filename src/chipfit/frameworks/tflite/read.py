@@ -221,12 +221,12 @@ class Call:
 
     def constant(self, k: int) -> np.ndarray:
         array = self.reading.constant(self.op.inputs[k]) if self.has(k) else None
-        require(array is not None, f"operand {k} of it is no constant")
+        require(array is not None, f"operand {k} is not a constant")
         return np.asarray(array)
 
     def dims(self, k: int) -> tuple[int, ...]:
         """Return the shape of a constant."""
-        require(self.is_constant(k), f"operand {k} of it is no constant")
+        require(self.is_constant(k), f"operand {k} is not a constant")
         return self.reading.facts.shapes[self.op.inputs[k]]
 
     def integers(self, k: int) -> tuple[int, ...]:

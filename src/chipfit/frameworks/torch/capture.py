@@ -124,7 +124,7 @@ def check_model(model: Any) -> None:
     """Check that a model can be read at all.
 
     Raises:
-        CaptureError: It is no module, a scripted one, lies on several devices, or a layer's name is not valid text.
+        CaptureError: It is not a module, is scripted, lies on several devices, or a layer's name is not valid text.
     """
     if isinstance(model, torch.jit.ScriptModule):
         allowed = "a torch.nn.Module, or the module() of a program of torch.export"

@@ -88,7 +88,7 @@ class NodeTypeFilter(NodeFilter):
         node_type: a class or function of a framework, a `LayerFilterParams`, or the name of an operator.
 
     Raises:
-        ModelingError: node_type is no known layer or operator.
+        ModelingError: node_type is not a known layer or operator.
     """
 
     node_type: Any
@@ -440,7 +440,7 @@ class ReplaceLayer(Action):
             constructor arguments, to the pair (weights, attributes) of the new one.
 
     Raises:
-        ConfigError: layer_type is no class, or get_params_and_weights_fn no function.
+        ConfigError: layer_type is not a class, or get_params_and_weights_fn is not a function.
     """
 
     @arguments(ConfigError)

@@ -137,7 +137,7 @@ def members_of(layers: Iterable[Any]) -> tuple[Member, ...]:
     """Return members of an operator set for classes, functions, names and LayerFilterParams.
 
     Raises:
-        ModelingError: a layer is no known operator; lists similar names.
+        ModelingError: a layer is not a known operator; lists similar names.
     """
     return tuple(x.member if isinstance(x, LayerFilterParams) else member_of(x) for x in layers)
 
@@ -210,7 +210,7 @@ class OperationsToLayers:
         """Append the layers of one set.
 
         Raises:
-            ModelingError: the set or a layer was added before, or `entry` is no OperationsSetToLayers.
+            ModelingError: the set or a layer was added before, or `entry` is not an OperationsSetToLayers.
         """
         if entry.name in [other.name for other in self.op_sets_to_layers]:
             raise ModelingError(f"Layers of operator set '{entry.name}' are defined twice")

@@ -79,7 +79,7 @@ def member_of(entry: Any) -> Member:
             `tf.nn.relu`, `keras.ops.add`, `operator.add`, `torch.Tensor.add`), or a name.
 
     Raises:
-        ModelingError: a function or name is no known operator; lists similar names.
+        ModelingError: a function or name is not a known operator; lists similar names.
     """
     if isinstance(entry, Member):
         return entry
@@ -107,7 +107,7 @@ def members_of_set(name: str) -> tuple[Member, ...]:
     """Return the members of a set without attached layers by its name (Conv, FullyConnected, Add ...).
 
     Raises:
-        ModelingError: the name is no known operator.
+        ModelingError: the name is not a known operator.
     """
     ops = operators_of_set(name)
     if ops is not None:
@@ -115,5 +115,5 @@ def members_of_set(name: str) -> tuple[Member, ...]:
     try:
         return (member_of(name),)
     except ModelingError as e:
-        what = f"Operator set '{name}' has no layers attached, and its name is no known operator"
+        what = f"Operator set '{name}' has no layers attached, and its name is not a known operator"
         raise ModelingError(what, allowed=e.allowed, hint=f"OperationsSetToLayers('{name}', [...])") from None

@@ -316,7 +316,7 @@ class TargetPlatformModel:
             attached: see `to_platform`.
 
         Raises:
-            ModelingError: a set has no layers attached, and its name is no known operator.
+            ModelingError: a set has no layers attached, and its name is not a known operator.
         """
         sets = {o.name: attached.get(o.name) or members_of_set(o.name) for o in self.operator_set if o.members == (o,)}
         owners = defaultdict[str, set[str]](set)

@@ -107,7 +107,7 @@ class UserQuantizers(Algorithm):
         if len(scale) not in (1, channels):
             self._refuse("it converts to a quantizer of other channels", f"{len(scale)} of {channels}")
         if grid.pot and bool((scale.log2() != scale.log2().round()).any()):
-            self._refuse("it converts to scales that are no powers of two", scale.tolist()[:4])
+            self._refuse("it converts to scales that are not powers of two", scale.tolist()[:4])
         if not grid.symmetric:
             zero = zero + grid.qmin  # quantized values of inferable quantizers start at 0
         return Stored(format="", grid=grid, scale=scale.expand(channels), zero_point=zero.expand(channels), axis=0)
