@@ -6,9 +6,8 @@ on the left torch adds whole rows, several times as fast as products along them.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -65,22 +64,36 @@ def convolved(
     kernel, count = w.shape[2:], w[0].numel()
     if groups > 1 and not (groups == x.shape[1] == len(w) and count <= _IN_FLOAT):
         return None
-    lies = pad(x, padding=padding, mode="constant", value=int(zero)).movedim(1, -1).contiguous()
-    n, *size, c = lies.shape
-    out = [(s - d * (k - 1) - 1) // t + 1 for s, k, t, d in zip(size, kernel, stride, dilation, strict=True)]
+    padded = pad(x, padding=padding, mode="constant", value=int(zero)).movedim(1, -1).contiguous()
+    n, *size, c = padded.shape
+    out = _output_size(size, kernel, stride, dilation)
     if groups == 1:
-        batch, *steps, one = lies.stride()
-        walk = [s * t for s, t in zip(steps, stride, strict=True)]
+        batch, *steps, one = padded.stride()
+        between = [s * t for s, t in zip(steps, stride, strict=True)]
         inside = [s * d for s, d in zip(steps, dilation, strict=True)]
-        windows = lies.as_strided((n, *out, *kernel, c), (batch, *walk, *inside, one)).reshape(n, *out, -1)
+        windows = padded.as_strided((n, *out, *kernel, c), (batch, *between, *inside, one)).reshape(n, *out, -1)
         return multiplied(windows, zero, w.movedim(1, -1).reshape(len(w), -1)).movedim(-1, 1)
-    acc, reals, factors = torch.zeros(n, *out, c), lies.float() - float(zero), w.float().flatten(1)
-    for k, place in enumerate(product(*[range(k) for k in kernel])):
-        starts = [p * d for p, d in zip(place, dilation, strict=True)]
-        ends = [s + (o - 1) * t + 1 for s, o, t in zip(starts, out, stride, strict=True)]
-        cut: Any = (slice(None), *map(slice, starts, ends, stride))
-        acc.addcmul_(reals[cut], factors[:, k])
+    acc, centred, factors = torch.zeros(n, *out, c), padded.float() - float(zero), w.float().flatten(1)
+    for k, elements in enumerate(_by_kernel_position(centred, kernel, stride, dilation)):
+        acc.addcmul_(elements, factors[:, k])
     return acc.movedim(-1, 1)
+
+
+def _output_size(
+    size: Sequence[int], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+) -> list[int]:
+    return [(s - d * (k - 1) - 1) // t + 1 for s, k, t, d in zip(size, kernel, stride, dilation, strict=True)]
+
+
+def _by_kernel_position(
+    x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+) -> Iterator[Tensor]:
+    """Yield, for each position in the kernel, the elements [N, *out, C] of x [N, *S, C] that its weight multiplies."""
+    out = _output_size(x.shape[1:-1], kernel, stride, dilation)
+    for position in product(*[range(k) for k in kernel]):
+        starts = [p * d for p, d in zip(position, dilation, strict=True)]
+        ends = [s + (o - 1) * t + 1 for s, o, t in zip(starts, out, stride, strict=True)]
+        yield x[(slice(None), *map(slice, starts, ends, stride))]
 
 
 def lost_in_pairs(x: Tensor, w: Tensor) -> Tensor | None:
@@ -128,18 +141,12 @@ def lost_in_windows(
     rows = w.movedim(1, -1).reshape(len(w), -1)
     if (groups > 1 and each == 1) or lost_in_pairs(x.new_zeros(0, rows.shape[1]), rows) is None:
         return None
-    lies = pad(x, padding=padding, mode="constant", value=int(zero)).movedim(1, -1)
-    n, *size, _ = lies.shape
-    out = [(s - d * (k - 1) - 1) // t + 1 for s, k, t, d in zip(size, kernel, stride, dilation, strict=True)]
-    places = []
-    for place in product(*[range(k) for k in kernel]):
-        starts = [p * d for p, d in zip(place, dilation, strict=True)]
-        ends = [s + (o - 1) * t + 1 for s, o, t in zip(starts, out, stride, strict=True)]
-        cut: Any = (slice(None), *map(slice, starts, ends, stride))
-        places.append(lies[cut].unflatten(-1, (groups, each)))
-    windows = torch.stack(places, -2).flatten(-2)  # [N, *out, groups, K]
-    found = []
-    for g, its in enumerate(rows.chunk(groups)):
-        part = lost_in_pairs(windows[..., g, :].reshape(-1, rows.shape[1]), its)
-        found.append(torch.zeros(n * math.prod(out), len(its), dtype=torch.int32) if part is None else part)
-    return torch.cat(found, 1).reshape(n, *out, -1).movedim(-1, 1)
+    padded = pad(x, padding=padding, mode="constant", value=int(zero)).movedim(1, -1)
+    positions = _by_kernel_position(padded, kernel, stride, dilation)
+    windows = torch.stack([p.unflatten(-1, (groups, each)) for p in positions], -2).flatten(-2)  # [N, *out, groups, K]
+    n, *out = windows.shape[:-2]
+    gains = []
+    for g, weights in enumerate(rows.chunk(groups)):
+        gain = lost_in_pairs(windows[..., g, :].reshape(-1, rows.shape[1]), weights)
+        gains.append(torch.zeros(n * math.prod(out), len(weights), dtype=torch.int32) if gain is None else gain)
+    return torch.cat(gains, 1).reshape(n, *out, -1).movedim(-1, 1)
