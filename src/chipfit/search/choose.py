@@ -29,6 +29,11 @@ _OF_WEIGHTS, _OF_ACTIVATIONS = {"weights", "total", "bops", LOSS}, {"activations
 TRIES, WORK = 8, 2e9
 
 
+def count_widths(bits: Mapping[str, int]) -> str:
+    """Return the number of tensors with each width, such as "2 of 4 bits, 5 of 8 bits"."""
+    return ", ".join(f"{n} of {b} bits" for b, n in sorted(Counter(bits.values()).items()))
+
+
 @dataclass(frozen=True)
 class ChosenWidths:
     """The outcome of a search."""
@@ -49,16 +54,13 @@ class ChosenWidths:
     def __str__(self) -> str:
         """Return a line: the number of tensors with each width, the amounts used, and the loss."""
 
-        def counted(bits: Mapping[str, int]) -> str:
-            return ", ".join(f"{n} of {b} bits" for b, n in sorted(Counter(bits.values()).items()))
-
-        more = f"; of activations: {counted(self.activations)}" if self.activations else ""
+        more = f"; of activations: {count_widths(self.activations)}" if self.activations else ""
         amounts = ((name, format_amount(self.used[name]), format_amount(most)) for name, most in self.most.items())
         takes = ", ".join(f"{name} {used} of {most}" for name, used, most in amounts)
         loss = f"predicted loss {self.predicted:.3g}"
         if self.measured is not None:
             loss += f", measured {self.measured:.3g}, the least of {self.tries} choices"
-        return f"widths of weights chosen: {counted(self.weights)}{more}; {takes}; {loss}"
+        return f"widths of weights chosen: {count_widths(self.weights)}{more}; {takes}; {loss}"
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Size against loss: the best widths for several budgets of one limit."""
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,7 +14,7 @@ from chipfit.rounding.compare import Reference
 from chipfit.rounding.fisher import first_samples
 from chipfit.screen import Summary, SummaryRepr
 from chipfit.screen.figures import BLUE, GREY, drawn, new_figure
-from chipfit.search.choose import search_space
+from chipfit.search.choose import count_widths, search_space
 from chipfit.search.limits import OF_FILE, Limits
 from chipfit.search.losses import RoundingModel
 from chipfit.search.solve import LOSS
@@ -56,12 +55,9 @@ class Pareto(SummaryRepr):
         return drawn(figure, path)
 
     def _summary(self) -> Summary:
-        def widths(p: Mapping[str, Any]) -> str:
-            return ", ".join(f"{n} of {b} bits" for b, n in sorted(Counter(p["bits"].values()).items()))
-
         bars = ("#" * round(12 * p["height"]) for p in self.points)
         rows = [
-            (f"{100 * p['share']:.0f} %", p["size"], p["predicted"], p["measured"], bar, widths(p))
+            (f"{100 * p['share']:.0f} %", p["size"], p["predicted"], p["measured"], bar, count_widths(p["bits"]))
             for p, bar in zip(self.points, bars, strict=True)
         ]
         unit = "KL divergence to the float model for class scores, else share of the outputs' energy"
