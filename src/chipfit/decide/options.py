@@ -120,7 +120,7 @@ def _with_input_mode(group: FusedGroup, options: list[Option]) -> list[Option]:
 def _fits_blocks(graph: Graph, platform: Platform, group: FusedGroup, option: Option) -> bool:
     """Return whether the blocks of the option's weight format, if it has any, divide the weight."""
     fmt = platform.formats.get(option.w or "")
-    w = group.head.operand("in1" if group.head.op == "MatMul" else "w")
+    w = group.head.weight_operand
     return fmt is None or fmt.per != "block" or (w is not None and bool(blocks_of(fmt, group.head.op, graph.shape(w))))
 
 

@@ -113,6 +113,11 @@ class Node:
         return self._present("w", self.operand("w"))
 
     @property
+    def weight_operand(self) -> str | None:
+        """The operand that is or may be a weight: that in slot "w", or the second one of MatMul; None without one."""
+        return self.operand("in1" if self.op == "MatMul" else "w")
+
+    @property
     def bias(self) -> str | None:
         return self.operand("b")
 
@@ -222,8 +227,8 @@ class Graph(SummaryRepr):
     def slots(self, node: Node) -> list[tuple[str, str]]:
         """Return (slot, tensor) of every operand: "in0", "in1", ... for data, "w" and "b" for weights."""
         named = [(node.facts.slot(k), i) for k, i in enumerate(node.inputs) if i is not None]
-        constant = node.op == "MatMul" and self.is_weight(node.inputs[1])  # then in1 is its weight
-        return [("w" if constant and slot == "in1" else slot, i) for slot, i in named]
+        weight = node.weight_operand if self.is_weight(node.weight_operand) else None
+        return [("w" if slot == "in1" and i == weight else slot, i) for slot, i in named]
 
     def shape(self, name: str) -> tuple[int | None, ...]:
         return tuple(self.weights[name].shape) if name in self.weights else self.values[name].shape

@@ -102,7 +102,7 @@ def _read(text: Any, file: str, below: tuple[str, ...] = ()) -> Platform:
     source = YamlFile(text, file)
     data = source.data
     if data.get("extends") is not None:
-        data = _merge(_parent(text, source, (*below, file)), data, source)
+        data = _merge(_parent(text, source, (*below, file)), data)
     problems: list[Problem] = [Problem((k,), f"Key '{k}' is unknown", {}) for k in _INTERNAL if k in data]
     try:
         platform = Platform.model_validate({**data, "file": file})
@@ -151,7 +151,7 @@ def _parent(text: Any, source: YamlFile, below: tuple[str, ...]) -> dict[str, An
     return platform.model_dump(mode="json", by_alias=True, exclude_defaults=True)
 
 
-def _merge(parent: dict[str, Any], child: dict[str, Any], source: YamlFile) -> dict[str, Any]:
+def _merge(parent: dict[str, Any], child: dict[str, Any]) -> dict[str, Any]:
     """Return the child's keys over the parent's: tables by key, rules and fusions in front, the rest replaced."""
     out = dict(parent)
     for key, value in child.items():

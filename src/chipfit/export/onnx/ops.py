@@ -12,8 +12,9 @@ import numpy as np
 
 from chipfit.export.onnx.builder import OnnxBuilder, refuse, tensor_type
 from chipfit.export.onnx.read_back import to_bytes
-from chipfit.graph.ir import Node
+from chipfit.graph.ir import OPAQUE, Node
 from chipfit.operators.table import attribute_words, read_column, refused
+from chipfit.passes.decompose import SMOOTH
 
 Names = Sequence[Any]  # None for an operand that is left out
 
@@ -86,9 +87,23 @@ def _enter_cell(
 REFUSED = refused("onnx")
 
 
-def writes(*names: str) -> Callable[[Write], Write]:
+#: operator -> whether ONNX has a form of a node; it has one of every node of the other operators in `WRITERS`
+CONDITIONS: dict[str, Callable[[Node], bool]] = {
+    "Softplus": lambda n: n.attrs["beta"] == 1.0 and n.attrs["threshold"] >= SMOOTH
+}
+#: operator -> the first opset that has it, if that is later than the lowest one of the files
+OPSETS = {OPAQUE: 18}
+
+
+def writes(
+    *names: str, condition: Callable[[Node], bool] | None = None, opset: int | None = None
+) -> Callable[[Write], Write]:
+    """Decorate a function as the writer of operators; `condition` and `opset` as in `CONDITIONS` and `OPSETS`."""
+
     def enter(f: Write) -> Write:
         WRITERS.update(dict.fromkeys(names, f))
+        CONDITIONS.update(dict.fromkeys(names if condition else (), condition))  # type: ignore[arg-type]
+        OPSETS.update(dict.fromkeys(names if opset else (), opset or 0))
         return f
 
     return enter
@@ -120,7 +135,7 @@ def _dynamic_quantize(w: OnnxBuilder, n: Node, x: Names) -> str:
 
 def _dynamic_product(w: OnnxBuilder, n: Node, x: Names) -> str | None:
     """Write a product of dynamically quantized data or of weights in blocks; return None for any other."""
-    name = n.operand("in1" if n.op == "MatMul" else "w") or ""
+    name = n.weight_operand or ""
     stored, dynamic = w.plan.stored(name), w.dynamic.get(n.data)
     raw = stored is None or (name, n.name) in w.plan.float_edges
     if stored is None or raw or (dynamic is None and stored.grid.per != "block"):
@@ -251,7 +266,7 @@ def _batch_norm(w: OnnxBuilder, n: Node, x: Names) -> str:
     return w.op("BatchNormalization", [x[0], scale, shift, x[3], x[4]], epsilon=n.attrs["eps"])
 
 
-@writes("LayerNorm")
+@writes("LayerNorm", condition=lambda n: n.operand("w") is not None, opset=17)
 def _layer_norm(w: OnnxBuilder, n: Node, x: Names) -> str:
     return w.op("LayerNormalization", x, axis=-len(n.attrs["normalized_shape"]), epsilon=n.attrs["eps"])
 

@@ -11,7 +11,11 @@ from chipfit.graph.ir import Node
 _ORDER = {"LSTM": "iofg", "GRU": "zrn"}
 
 
-@writes("LSTM", "GRU", "RNN")
+def _has_form(n: Node) -> bool:
+    return n.operand("mask") is None and n.attrs.get("cell_clip") is None
+
+
+@writes("LSTM", "GRU", "RNN", condition=_has_form)
 def _recurrent(w: OnnxBuilder, n: Node, x: Names) -> list[str]:
     """Write a layer in one direction, over a sequence or one step."""
     sequence, size = len(w.shape(n)) == 3, w.shape(n, "r")[1]

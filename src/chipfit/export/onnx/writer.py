@@ -14,15 +14,13 @@ from chipfit.errors import ExportError, UnsupportedError, first_line
 from chipfit.export.io_spec import IOSpec, QuantizedIO, io_spec_of, output_names
 from chipfit.export.onnx.builder import OnnxBuilder, refuse, tensor_type
 from chipfit.export.onnx.opaque import splice
-from chipfit.export.onnx.ops import REFUSED, WRITERS
+from chipfit.export.onnx.ops import CONDITIONS, OPSETS, REFUSED, WRITERS
 from chipfit.files import write_atomically
 from chipfit.frameworks.onnx.live import live_nodes, reads_of
 from chipfit.graph.ir import OPAQUE, Graph
-from chipfit.passes.decompose import RULES, SMOOTH, decompose
-from chipfit.passes.recurrent import RECURRENT
+from chipfit.passes.decompose import RULES, decompose
 from chipfit.plan.record import Plan
 
-_OPSETS = {"LayerNorm": 17, OPAQUE: 18}  #: operators that need a later opset
 #: opset -> version of the file format that came with it, and the version of other opsets
 _IR_VERSIONS, _IR_VERSION = {13: 7, 17: 8, 18: 8, 21: 10}, 10
 
@@ -68,7 +66,7 @@ def export_onnx(
 
 
 def lowest_opset(graph: Graph, plan: Plan, form: type[OnnxBuilder] = OnnxBuilder) -> int:
-    return max([form.opset_of_formats(plan), *(_OPSETS[n.op] for n in graph.nodes if n.op in _OPSETS)])
+    return max([form.opset_of_formats(plan), *(OPSETS[n.op] for n in graph.nodes if n.op in OPSETS)])
 
 
 def _writable(graph: Graph, plan: Plan, form: type[OnnxBuilder]) -> tuple[Graph, Plan]:
@@ -77,15 +75,8 @@ def _writable(graph: Graph, plan: Plan, form: type[OnnxBuilder]) -> tuple[Graph,
     Raises:
         UnsupportedError: ONNX has no form for some operators or grids.
     """
-    lacking = {  # ONNX needs a weight, has one beta and no threshold, clips no cell and masks no step
-        n.name
-        for n in graph.nodes
-        if (n.op == "LayerNorm" and n.operand("w") is None)
-        or (n.op == "LSTM" and n.attrs["cell_clip"] is not None)
-        or (n.op in RECURRENT and n.operand("mask") is not None)
-        or (n.op == "Softplus" and (n.attrs["beta"] != 1.0 or n.attrs["threshold"] < SMOOTH))
-    }
-    graph, plan, reasons = decompose(graph, plan, WRITERS, besides=lacking)
+    without_form = {n.name for n in graph.nodes if n.op in CONDITIONS and not CONDITIONS[n.op](n)}
+    graph, plan, reasons = decompose(graph, plan, WRITERS, besides=without_form)
     unknown = [n for n in graph.nodes if n.op != OPAQUE and n.op not in WRITERS]
     for n in unknown:
         if n.name in reasons:
