@@ -142,7 +142,7 @@ def test_a_program_that_does_not_run_is_not_written(proven, tmp_path, monkeypatc
 
 def test_a_file_that_is_not_one_is_refused(proven, tmp_path):
     (tmp_path / "bad.pte").write_bytes(b"not a program at all, and long enough to be one")
-    with pytest.raises(RuntimeUnavailable, match="no ExecuTorch program"):
+    with pytest.raises(RuntimeUnavailable, match="not an ExecuTorch program"):
         lookup("runtime", "executorch")(tmp_path / "bad.pte")
     content = proven[2].read_bytes()
     (tmp_path / "cut.pte").write_bytes(content[: len(content) // 2])
