@@ -25,7 +25,7 @@ class _Call:
         return () if quantization is None or quantization.scale is None else quantization.scale
 
     def grows(self) -> bool:
-        """Return whether the product of the operands' scales is no smaller than the result's scale."""
+        """Return whether the product of the operands' scales is at least the result's scale."""
         scales = [self.scale(0), self.scale(1), self.scale(-1)]
         return all(len(s) == 1 for s in scales) and math.prod(float(s[0]) for s in scales[:2]) >= float(scales[2][0])
 

@@ -262,7 +262,7 @@ class QuantizedModule(Checkpointed):
         """Return the outputs of a call with proxies of torch.fx.
 
         Raises:
-            UnsupportedError: Batch norms are folded in each step, which is no operator of the network.
+            UnsupportedError: Batch norms are folded in each step, which is not an operator of the network.
         """
         if self._folding:
             hint = "trace the model of the result, `result.model`, or train with bn_fold=0"
