@@ -171,6 +171,32 @@ def test_an_npz_gives_several_inputs_by_their_names(tmp_path):
         load_data(str(file), names=["ids", "mask"])
 
 
+def test_an_npz_with_a_state_is_one_call_and_a_folder_of_them_is_several(tmp_path):
+    """Silero's network takes a state [2, batch, 128] and the rate of samples as a scalar."""
+    call = {"input": np.zeros((3, 576)), "state": np.zeros((2, 3, 128), "f4"), "sr": np.array(16000)}
+    sizes = {"input": (None, None), "state": (2, None, 128), "sr": ()}
+    for k in range(2):
+        np.savez(tmp_path / f"{k}.npz", **{**call, "input": call["input"] + k})
+    for place, count in (("0.npz", 1), ("", 2)):
+        batches = load_data(str(tmp_path / place), names=[*call], sizes=sizes)
+        assert [float(x.mean()) for x, *_ in batches] == [*range(count)]
+        shapes = [[tuple(x.shape) for x in b] for b in batches]
+        assert shapes == [[(3, 576), (2, 3, 128), ()]] * count and batches[0][2].dtype is torch.int64
+    np.savez(tmp_path / "0.npz", **{**call, "state": call["state"][:1]})
+    with pytest.raises(DataError, match=r"different numbers of samples.*state \[1, 3, 128\].*declares"):
+        load_data(str(tmp_path / "0.npz"), names=[*call], sizes=sizes)
+
+
+def test_batches_have_the_size_that_the_model_declares(tmp_path):
+    np.savez(tmp_path / "d.npz", a=np.zeros((40, 3)), b=np.zeros((40, 2)), y=np.arange(40))
+    sizes = {"a": (20, 3), "b": (20, 2)}
+    batches = load_data(str(tmp_path / "d.npz"), names=["a", "b"], sizes=sizes)
+    assert [[len(x) for x in b] for b in batches] == [[20] * 3] * 2
+    np.save(tmp_path / "wave.npy", np.zeros(5360, "f4"))
+    assert [len(x) for x in load_data(str(tmp_path / "wave.npy"), sizes={"wave": (5360,)})] == [5360]
+    assert len(load_data(str(tmp_path / "wave.npy"), sizes={"wave": (1,)})[0]) == 16
+
+
 def test_the_only_array_is_the_only_input_whatever_its_name(tmp_path):
     """A tensor `serving_default_x:0` of a file is called x by its signature."""
     np.savez(tmp_path / "d.npz", **{"serving_default_x:0": np.zeros((20, 3)), "y": np.arange(20)})

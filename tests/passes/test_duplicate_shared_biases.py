@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import chipfit
+from chipfit.graph.check import check
 from chipfit.graph.ir import Graph
 from chipfit.passes.duplicate_shared_biases import duplicate_shared_biases
 from tests.build import graph_of, model_of, quantized
@@ -89,6 +90,16 @@ def test_biases_are_counted_apart():
     before.weights["c"] = torch.tensor([5.0, 6.0])
     new, _ = duplicate_shared_biases(before)
     assert inputs(new) == [("w", "b"), ("w", "c"), ("w", "c_1")] and new.weights["c_1"].tolist() == [5.0, 6.0]
+
+
+def test_a_copy_does_not_take_the_name_of_a_result():
+    """Files of TensorFlow number results and constants alike."""
+    shared = graph(("one", "Linear", "w b"), ("b_1", "Linear", "v b"), ("b_2", "Linear", "w b"))
+    new, _ = duplicate_shared_biases(shared)
+    check(new, blame="unshare_biases")
+    biases = [n.bias for n in new.nodes]
+    assert len({*biases, "b_1", "b_2"}) == 5
+    assert all(new.weights[b or ""].tolist() == [1.0, 2.0] for b in biases)
 
 
 @pytest.mark.parametrize("platform", ["ort_cpu", "ort_dynamic"])

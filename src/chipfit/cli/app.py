@@ -66,7 +66,9 @@ Model = Annotated[str, Argument(help=_KINDS, **_MODEL)]
 Calibration = Annotated[
     str,
     Option(
-        "--data", help=".npz, .npy, a folder of images, module:iterable, or generated[:COUNT] without data", **_DATA
+        "--data",
+        help=".npz, .npy, a folder of images or .npz, module:iterable, or generated[:COUNT] without data",
+        **_DATA,
     ),
 ]
 _DATA_HELP = ".npz (x, or inputs by name, and y for accuracy), .npy, a folder of images, or module:iterable"

@@ -58,24 +58,29 @@ def load_data(
     *,
     framework: str = "torch",
     names: Sequence[str] = (),
+    sizes: Mapping[str, Sequence[int | None]] | None = None,
 ) -> Any:
-    """Load batches from an `.npz` or `.npy` file, a folder of images, or `module:iterable`.
+    """Load batches from an `.npz` or `.npy` file, a folder of images or of `.npz` files, or `module:iterable`.
 
     Args:
         input_size: side length to which images are resized [pixels].
         mean, std: of images in 0..1: one number, or three separated by commas.
         framework: framework of the model, which decides between images [N, H, W, C] and [N, C, H, W].
         names: of the model's inputs, under which an `.npz` file may have one array each.
+        sizes: of the model's inputs by name, None for open ones: where an input has no axis of samples, or not as its
+            first, an `.npz` file holds one call.
 
     Raises:
         DataError: the data cannot be read.
     """
     path = Path(text)
     if text.endswith(".npz"):
-        return _npz(path, names)
+        return _npz(path, names, sizes or {})
     if text.endswith(".npy"):
-        return list(_npy(path))
+        return list(_npy(path, sizes or {}))
     if os.path.isdir(path):
+        if archives := sorted(islice(path.glob("*.npz"), _MOST_FILES)):
+            return [batch for file in archives for batch in _npz(file, names, sizes or {})]
         images = _images(path, input_size, parse_numbers(mean, "mean"), parse_numbers(std, "std"))
         return [x.permute(0, 2, 3, 1).contiguous() for x in images] if facts_of(framework).channels_last else images
     if not names_object(text):
@@ -90,9 +95,11 @@ def load_data(
 def inputs_of(model: Any) -> dict[str, Any]:
     """Return what `load_data` has to know of a model, or of a captured network."""
     if isinstance(model, Graph):
-        return {"framework": model.framework, "names": model.inputs}
+        shapes = {name: model.shape(name) for name in model.inputs}
+        return {"framework": model.framework, "names": model.inputs, "sizes": shapes}
     framework = framework_of(model)
-    return {"framework": framework, "names": adapter_of(framework).input_names(model)}
+    adapter = adapter_of(framework)
+    return {"framework": framework, "names": adapter.input_names(model), "sizes": adapter.input_sizes(model)}
 
 
 def generated_data(
@@ -130,7 +137,7 @@ def generated_data(
         raise DataError(what, got=e.what, hint=hint) from e
 
 
-def _npz(path: Path, names: Sequence[str]) -> list[Any]:
+def _npz(path: Path, names: Sequence[str], sizes: Mapping[str, Sequence[int | None]]) -> list[Any]:
     try:
         with wrap_read_errors(path, DataError, "The data file"), zipfile.ZipFile(path) as archive:
             arrays = {k.removesuffix(".npy"): _array(archive, k) for k in archive.namelist() if k.endswith(".npy")}
@@ -138,28 +145,55 @@ def _npz(path: Path, names: Sequence[str]) -> list[Any]:
         # truncated, pickled, larger than memory, damaged, encrypted, or with an unknown compression
         raise DataError(f"The data file cannot be read as .npz: {short_message(e)}", where=str(path)) from e
     y = next((arrays[k] for k in ("y", "labels", "targets") if k in arrays and k not in names), None)
-    inputs = {k: v for k, v in arrays.items() if v.dtype.kind in "fiub" and v.ndim and v is not y}
+    scalars = {k for k, s in sizes.items() if not s}
+    inputs = {k: v for k, v in arrays.items() if v.dtype.kind in "fiub" and (v.ndim or k in scalars) and v is not y}
     given, by_name = _chosen(inputs, names)
     if not given:
         got = ", ".join(f"{k} {v.dtype}{list(v.shape)}" for k, v in arrays.items()) or "nothing"
         allowed = "an array of numbers named x, batch first (and y for labels)"
         allowed += f"; or {', '.join(names)}" if len(names) > 1 else ""
         raise DataError("Data file has no inputs", where=str(path), got=got, allowed=allowed)
-    first = next(iter(given.values()))
-    if other := next((k for k, v in given.items() if len(v) != len(first)), None):
-        got, allowed = f"{other} {list(given[other].shape)}", f"{len(first)} samples on axis 0"
-        what = "Arrays of the data file have different numbers of samples"
-        raise DataError(what, where=str(path), got=got, allowed=allowed)
+    counted = _with_samples(path, given, sizes)
+    first, whole = given[counted[0]], len(counted) < len(given)
     if y is not None and (y.shape[:1] != first.shape[:1] or y.dtype.kind not in "iu"):
         got, allowed = f"{y.dtype}{list(y.shape)}", f"{len(first)} integers, the numbers of classes"
         hint = "leave the labels out of the file, or keep them under another name: they only serve to measure accuracy"
         raise DataError("Labels do not fit the inputs", where=str(path), got=got, allowed=allowed, hint=hint)
-    columns = [_batches(v) for v in given.values()]
+    count = len(first) if whole else _batch_of(given, sizes)
+    columns = [torch.split(x, count) if k in counted else (x,) for k, x in _tensors(given).items()]
     if by_name:
         return [dict(zip(given, row, strict=True)) for row in zip(*columns, strict=True)]
     if y is not None:
-        columns.append(torch.from_numpy(y.astype(np.int64)).split(_BATCH))
+        columns.append(torch.from_numpy(y.astype(np.int64)).split(count))
     return list(columns[0]) if len(columns) == 1 else list(zip(*columns, strict=True))
+
+
+def _with_samples(path: Path, given: Mapping[str, np.ndarray], sizes: Mapping[str, Sequence[int | None]]) -> list[str]:
+    """Return the names of arrays whose first axis counts samples: all, or those without another size in the model.
+
+    Raises:
+        DataError: they have different numbers of samples.
+    """
+    if all(v.ndim for v in given.values()) and len({len(v) for v in given.values()}) == 1:
+        return [*given]
+    counted = [k for k, v in given.items() if v.ndim and (k not in sizes or tuple(sizes[k][:1]) != v.shape[:1])]
+    counted = counted or [k for k, v in given.items() if v.ndim][:1] or [*given]
+    first = given[counted[0]]
+    if other := next((k for k in counted if given[k].shape[:1] != first.shape[:1]), None):
+        got, allowed = f"{other} {list(given[other].shape)}", f"{len(first)} samples on axis 0"
+        what = "Arrays of the data file have different numbers of samples"
+        hint = (
+            "only an input whose first axis the model declares with another size may differ; the file is one call then"
+        )
+        raise DataError(what, where=str(path), got=got, allowed=allowed, hint=hint)
+    return counted
+
+
+def _batch_of(given: Mapping[str, np.ndarray], sizes: Mapping[str, Sequence[int | None]]) -> int:
+    """Return the number of samples in a call that all inputs of a model declare, or a usual one."""
+    declared = {(*sizes.get(k, ()), None)[0] for k in given}
+    (fixed,) = declared if len(declared) == 1 else (None,)
+    return fixed if fixed is not None and fixed > 1 else _BATCH
 
 
 def _chosen(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> tuple[dict[str, np.ndarray], bool]:
@@ -177,12 +211,13 @@ def _chosen(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> tuple[dic
     return {k: arrays[k] for k in usual or places or only}, False
 
 
-def _batches(x: np.ndarray) -> Sequence[torch.Tensor]:
-    # float64 is NumPy's default type, rarely a choice
-    return torch.from_numpy(x.astype(np.float32) if x.dtype == np.float64 else x).split(_BATCH)
+def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    """Return arrays as tensors; float64 is NumPy's default type, rarely a choice, and becomes float32."""
+    found = {k: torch.from_numpy(np.asarray(x)) for k, x in arrays.items()}
+    return {k: x.float() if x.dtype is torch.float64 else x for k, x in found.items()}
 
 
-def _npy(path: Path) -> Sequence[torch.Tensor]:
+def _npy(path: Path, sizes: Mapping[str, Sequence[int | None]]) -> Sequence[torch.Tensor]:
     try:
         with wrap_read_errors(path, DataError, "The data file"):
             x: np.ndarray = np.load(path, allow_pickle=False)
@@ -191,7 +226,8 @@ def _npy(path: Path) -> Sequence[torch.Tensor]:
     if not isinstance(x, np.ndarray) or x.dtype.kind not in "fiub" or not x.ndim:
         got = f"{x.dtype}{list(x.shape)}" if isinstance(x, np.ndarray) else "an archive"
         raise DataError("Data file has no inputs", where=str(path), got=got, allowed="numbers, batch first")
-    return _batches(x)
+    (whole,) = _tensors({"x": x}).values()
+    return whole.split(_batch_of(dict.fromkeys(sizes, x), sizes) if len(sizes) == 1 else _BATCH)
 
 
 def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:

@@ -117,6 +117,10 @@ class Framework:
         """Return the names of a model's inputs in order, as a batch that is a dict has them; [] if they are unknown."""
         return []
 
+    def input_sizes(self, model: Any) -> dict[str, tuple[int | None, ...]]:
+        """Return the declared sizes of a model's inputs by name, None for open ones; {} if they are unknown."""
+        return {}
+
     def random_input(self, model: Any, index: int, sizes: Sequence[int]) -> torch.Tensor:
         """Return random numbers of the type of an input."""
         return torch.randn(tuple(sizes))

@@ -22,7 +22,7 @@ def duplicate_shared_biases(graph: Graph) -> Rewritten:
             continue
         count = copies[bias] = copies.get(bias, -1) + 1
         if count:
-            name = f"{bias}_{count}"
+            name = new_name(graph, f"{bias}_{count}")
             graph.weights[name] = graph.weights[bias].clone()
             if bias in graph.trainable:
                 graph.trainable.add(name)
@@ -58,7 +58,7 @@ def _unshare_transposed(graph: Graph) -> list[str]:
     for index, node in enumerate(graph.nodes):
         shared = [i for i in node.inputs if i in linear] if node.op == "MatMul" else []
         for weight in shared:
-            name = f"{weight}_{node.name}"
+            name = new_name(graph, f"{weight}_{node.name}")
             graph.weights[name] = graph.weights[weight].clone()
             if weight in graph.trainable:
                 graph.trainable.add(name)

@@ -204,7 +204,7 @@ def test_what_tensorflow_converts_is_read_for_a_batch_of_any_size(converter, nam
     np.testing.assert_allclose(got.detach().numpy(), want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["dilated", "repeated", "filled", "chosen"])
+@pytest.mark.parametrize("name", ["dilated", "repeated", "filled", "chosen", "window"])
 def test_what_a_file_with_open_sizes_computes_of_its_sizes_is_folded(name):
     tf = pytest.importorskip("tensorflow")
     kernel = np.random.default_rng(0).normal(size=(3, 3, 4, 6)).astype("f4")
@@ -213,6 +213,7 @@ def test_what_a_file_with_open_sizes_computes_of_its_sizes_is_folded(name):
         "repeated": lambda x: x + tf.tile(x[:, :1], [1, tf.shape(x)[1], 1, 1]),
         "filled": lambda x: tf.concat([x, tf.fill([1, tf.shape(x)[1], tf.shape(x)[2], 2], 0.5)], 3),
         "chosen": lambda x: tf.gather(x, tf.range(tf.shape(x)[1]) // 2, axis=1),
+        "window": lambda x: tf.nn.conv2d(x, kernel, 1, "VALID"),  # of more than the size 1 that stands for open ones
     }[name]
     signature = tf.TensorSpec([1, None, None, 4], tf.float32)
     concrete = tf.function(function, input_signature=[signature]).get_concrete_function()
@@ -220,7 +221,7 @@ def test_what_a_file_with_open_sizes_computes_of_its_sizes_is_folded(name):
     operators = {o.kind for o in TfliteModel(content).operators}
     graph = capture(TfliteModel(content), [torch.from_numpy(X)])
     got = run(graph, [torch.from_numpy(X[:1])], keep=graph.outputs)[graph.outputs[0]]
-    assert name == "dilated" or "SHAPE" in operators
+    assert name in ("dilated", "window") or "SHAPE" in operators
     np.testing.assert_allclose(got.detach().numpy(), function(tf.constant(X[:1])).numpy(), rtol=1e-4, atol=1e-5)
 
 

@@ -41,6 +41,9 @@ class Onnx(Framework):
     def input_names(self, model: OnnxModel) -> list[str]:
         return opened(model).names()
 
+    def input_sizes(self, model: OnnxModel) -> dict[str, tuple[int | None, ...]]:
+        return {v.name or "": tuple(dims_of(v) or ()) for v in opened(model).inputs if v.shape is not None}
+
     def random_input(self, model: OnnxModel, index: int, sizes: Sequence[int]) -> torch.Tensor:
         return _random(list(sizes), opened(model).inputs[index])
 

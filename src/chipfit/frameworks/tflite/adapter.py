@@ -24,6 +24,9 @@ class Tflite(Framework):
     def input_names(self, model: Any) -> list[str]:
         return list(model.names)
 
+    def input_sizes(self, model: Any) -> dict[str, tuple[int | None, ...]]:
+        return {n: tuple(None if d < 0 else d for d in t.signature) for n, t in zip(model.names, model.inputs)}
+
     def example(self, model: Any) -> Any:
         shapes = [t.signature for t in model.inputs]
         if len(shapes) != 1 or any(d < 1 for d in shapes[0][1:]):
