@@ -270,6 +270,27 @@ def test_a_loop_and_a_scan_with_a_known_number_of_steps_are_unrolled():
     assert {n.op for n in read.nodes} == {"Add", "Sum", "Sub", "Select", "Unsqueeze", "Concat"}
 
 
+def test_a_branch_that_inputs_of_these_sizes_cannot_take_is_left_out():
+    """As in a network of speech that takes windows of one size at 16 kHz and of another one at 8 kHz."""
+    number = helper.make_tensor_value_info
+    branches = {
+        f"{name}_branch": helper.make_graph(
+            [helper.make_node("MatMul", ["x", w], [w + "y"])], name, [], [number(w + "y", 1, None)]
+        )
+        for name, w in (("then", "wide"), ("else", "narrow"))
+    }
+    nodes = [
+        helper.make_node("Equal", ["rate", "usual"], ["fits"]),
+        helper.make_node("If", ["fits"], ["y"], name="choice", **branches),
+    ]
+    init = {"wide": weight(8, 3), "narrow": weight(4, 3), "usual": np.array(16000)}
+    ends = [number("x", 1, ["n", None]), number("rate", 7, [])], [number("y", 1, ["n", 3])]
+    graph = helper.make_graph(nodes, "rates", *ends, [numpy_helper.from_array(v, k) for k, v in init.items()])
+    given = {"x": X[:, 0], "rate": np.array(16000)}
+    read = compared(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), given)
+    assert any("else branch of If 'choice' is left out" in n for n in read.notes) and len(read.nodes) == 1
+
+
 @pytest.mark.parametrize(
     "how",
     [

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from chipfit.errors import CaptureError
 from chipfit.frameworks.onnx.call import OnnxCall, Operand
 from chipfit.frameworks.reading import Unreadable
 
@@ -33,16 +34,41 @@ def _constant(x: Operand | None, default: Any) -> Any:
 def _branch(c: OnnxCall, inner: Inner) -> list[Operand] | None:
     """Return the results of the branch that is chosen; where data choose it, a choice between those of both.
 
-    None if a result has other sizes or another type in the other branch.
+    A branch that inputs of these sizes cannot take is left out, with a warning. None if a result has other sizes or
+    another type in the other branch.
+
+    Raises:
+        CaptureError: Neither can be computed.
     """
     condition, graphs = _constant(c.operand(0), None), [c.node.attributes[f"{b}_branch"].as_graph() for b in _BRANCHES]
     if condition is not None:
         return inner(graphs[not condition], ())
-    pairs = [*zip(*(inner(graph, ()) for graph in graphs), strict=True)]
+    read, failed = dict[str, list[Operand]](), dict[str, CaptureError]()
+    for branch, graph in zip(_BRANCHES, graphs, strict=True):
+        mark = c.builder.mark()
+        try:
+            read[branch] = inner(graph, ())
+        except CaptureError as e:
+            c.builder.undo(mark)
+            failed[branch] = e
+    if failed:
+        return _only_branch(c, read, failed)
+    pairs = [*zip(*read.values(), strict=True)]
     if any(m.shape != n.shape or m.dtype != n.dtype for a, b in pairs for m, n in zip(a.metas, b.metas, strict=True)):
         return None
     names = [v.name or "" for v in c.node.outputs]
     return [c.step("Where", [c.operand(0), *pair], name) for pair, name in zip(pairs, names, strict=True)]
+
+
+def _only_branch(c: OnnxCall, read: dict[str, list[Operand]], failed: dict[str, CaptureError]) -> list[Operand]:
+    """Return the results of the only branch that can be computed."""
+    branch, why = next(iter(failed.items()))
+    if not read:
+        raise why
+    which = f"the {branch} branch of If '{c.node.name or c.name}'"
+    note = f"warning: {which} is left out, which inputs of these sizes cannot take: {why.what}"
+    c.builder.graph.notes.append(note)
+    return next(iter(read.values()))
 
 
 def _loop(c: OnnxCall, inner: Inner) -> list[Operand] | None:
