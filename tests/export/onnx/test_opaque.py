@@ -92,7 +92,7 @@ def test_an_operator_that_cannot_be_translated_is_refused_with_the_exporters_wor
     graph, monkeypatch, error, target, who, way
 ):
     def fails(*args):
-        raise error("no decomposition\nand a long story")
+        raise error("This is step 2/3 of the export") from ValueError("no decomposition\nand a long story")
 
     monkeypatch.setattr(opaque, "translate", fails)
     node = opaque_node(graph).with_(layer="head", layer_type="Special", source="net.py:7")
@@ -186,3 +186,17 @@ def test_weights_of_opaque_operators_are_rounded_as_the_simulation_rounds_them(t
     session = onnxruntime.InferenceSession(str(path))
     got = session.run(None, {session.get_inputs()[0].name: batch.numpy()})[0]
     np.testing.assert_allclose(got, result.model(batch).detach().numpy(), atol=1e-5)
+
+
+def test_an_operand_may_be_a_view_of_another_size(tmp_path):
+    """The zeros are expanded from a single one; the batch of the file stays open."""
+
+    def greatest(m, x):
+        values, at = torch.topk(m.f(x), 2, dim=-1)
+        return torch.zeros(1).expand(x.size(0), 5).scatter_reduce(1, at, values, reduce="amax")
+
+    result = quantized(model_of(greatest, f=nn.Linear(5, 5)), [torch.rand(4, 5) + k / 4 for k in range(3)], "ort_cpu")
+    x = torch.rand(7, 5)
+    path = result.export(tmp_path / "m.onnx")
+    (got,) = onnxruntime.InferenceSession(path).run(None, {result.graph.inputs[0]: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(got), result.model(x))

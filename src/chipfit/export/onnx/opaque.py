@@ -82,7 +82,7 @@ def splice(builder: OnnxBuilder, node: Node) -> list[str]:
         way = "set KERAS_BACKEND=torch, on which many layers have one" if keras else "export without it"
         what = f"Operator '{node.called}' of '{node.display_name}' has no ONNX form"
         hint = f"replace it by standard operators, or {way}"
-        raise UnsupportedError(what, where=node.source, got=first_line(e), hint=hint) from e
+        raise UnsupportedError(what, where=node.source, got=first_line(e.__cause__ or e), hint=hint) from e
     prefix = builder.fresh("opaque")
     outside = {i.name: names[v] for i, v in zip(model.graph.input, region.inputs, strict=True)}
 
@@ -134,7 +134,8 @@ def translate(
 ) -> onnx.ModelProto:
     dynamic = tuple({k: torch.export.Dim.AUTO for k, s in enumerate(shape) if s is None} for shape in shapes)
     with TRACING, quiet():
-        program = torch.export.export(region, tuple(example), dynamic_shapes=(dynamic,), strict=False)
+        own = tuple(t.clone() for t in example)  # of a view, torch would check the size of what it is a view of
+        program = torch.export.export(region, own, dynamic_shapes=(dynamic,), strict=False)
         made = torch.onnx.export(program, (), dynamo=True, opset_version=opset, verbose=False, optimize=True)
     if made is None:  # torch returns None only when it writes the file itself
         raise RuntimeError("torch.onnx.export returned nothing")
