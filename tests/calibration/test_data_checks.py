@@ -111,9 +111,10 @@ def test_zeros_that_a_network_starts_from_are_not_doubted():
     nodes = [
         Node("n", "Size", ("a",), ("n",), {"axis": 0}),
         Node("zeros", "Expand", ("zero", "n"), ("zeros",)),
+        Node("decayed", "Mul", ("zeros", "a"), ("decayed",)),
         Node("r", "Relu", ("a",), ("r",)),
     ]
     graph = Graph(nodes, ["a"], ["r"], {}, {"zero": torch.zeros(1)})
-    known = {name: stats(name, 0.0, 0.0) for name in ("zeros", "r")}
+    known = {name: stats(name, 0.0, 0.0) for name in ("zeros", "decayed", "r")}
     (text,) = check_sample_count(graph, known, 9)
     assert text.endswith("comes from Relu 'r' (0)")

@@ -71,9 +71,11 @@ def check_sample_count(graph: Graph, stats: Mapping[str, TensorStats], samples: 
 
 
 def _constants(graph: Graph) -> set[str]:
-    """Return the values that follow from weights and sizes alone, such as the zeros of a first state."""
-    found = set(graph.weights)
+    """Return the values that follow from weights and sizes alone: zeros of a first state, and products with them."""
+    found, zeros = set(graph.weights), {name for name, w in graph.weights.items() if not bool(w.any())}
     for n in graph.nodes:
-        if n.op == "Size" or all(i is None or i in found for i in n.inputs):
+        if (n.op in ("Expand", "Reshape") and n.data in zeros) or (n.op == "Mul" and not zeros.isdisjoint(n.inputs)):
+            zeros.add(n.output)
+        if n.op == "Size" or n.output in zeros or all(i is None or i in found for i in n.inputs):
             found |= {*n.outputs}
     return found

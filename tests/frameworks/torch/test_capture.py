@@ -9,7 +9,7 @@ from torch import nn
 import chipfit
 from chipfit.errors import CaptureError
 from chipfit.frameworks.torch.capture import capture
-from tests.build import images, quantized, sequential
+from tests.build import images, model_of, quantized, sequential
 
 X = images(4)
 MODEL = sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
@@ -103,3 +103,12 @@ def test_a_program_of_torch_export_is_a_model():
     assert set(dict(own.model.named_parameters())) == set(dict(other.model.named_parameters()))
     assert other.verify(x).exact
     assert len(chipfit.lint(program, x).rows) == 4
+
+
+def test_sizes_that_the_tracer_reads_belong_to_no_layer():
+    def turned(m, x):
+        return nn.functional.affine_grid(m.f(x.mean((2, 3))).view(-1, 2, 3), x.size(), align_corners=False)
+
+    graph = capture(model_of(turned, f=nn.Linear(3, 6)), (X,))
+    (size,) = (n for n in graph.nodes if n.op == "Size")
+    assert size.layer == "" and size.display_name == size.name

@@ -174,6 +174,8 @@ def aten_name(op: Any) -> str:
 
 
 TORCH = str(Path(torch.__file__).parent)
+#: module of a call that a pass of torch's own has added
+_NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"
 #: arguments of PyTorch's functions that ATen calls otherwise: function -> ATen's name -> PyTorch's
 _RENAMED = package_data("chipfit.frameworks.torch", "aten.yaml")["renamed"]
 #: NumPy's names of arguments, which PyTorch's functions accept
@@ -210,7 +212,7 @@ def origin(n: torch.fx.Node, modules: Mapping[str, torch.nn.Module]) -> Origin:
 
 def _layer(n: torch.fx.Node, modules: Mapping[str, torch.nn.Module]) -> tuple[str, str]:
     stack = n.meta.get("nn_module_stack") or {}
-    path = next(reversed(stack.values()))[0] if stack else ""
+    path = next((path for path, _ in reversed(stack.values()) if path != _NO_MODULE), "")
     path = path.replace("L['self'].", "").replace("L['self']", "").partition("@")[0]  # "@1" marks a second call
     module = modules.get(path)
     kind = type(module).__name__ if module is not None else ""
