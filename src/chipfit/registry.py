@@ -115,8 +115,8 @@ class FileFormat:
     options: tuple[str, ...] = ()  #: options of `Result.export` that it supports; others are refused
     #: (path) -> tensor -> `export.FileTensor`, as a file stores it; None for a format without a reader
     stored: Callable[[Path], Mapping[str, Any]] | None = None
-    #: (graph) -> default batch size of its runtime; None for any size
-    part: Callable[[Any], int | None] = lambda graph: None
+    #: (graph, plan) -> default batch size of its runtime; None for any size
+    part: Callable[[Any, Any], int | None] = lambda graph, plan: None
 
 
 @dataclass(frozen=True, kw_only=True)

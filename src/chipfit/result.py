@@ -20,12 +20,12 @@ from chipfit.decide.statistics import RangeRules, notes_of_missing
 from chipfit.decision import Decision, plan_of, redecide, scales_of
 from chipfit.engine.process import preserve_random_state
 from chipfit.engine.torch_defaults import torch_defaults
-from chipfit.engine.trees import state_pairs
 from chipfit.errors import ExportError, Interrupted, PlanError, UnsupportedError
 from chipfit.export.tflite import footprint
 from chipfit.files import path_of
 from chipfit.frameworks import adapter_of, checksum, lower
 from chipfit.graph.ir import Graph
+from chipfit.graph.states import state_pairs
 from chipfit.plan.record import Plan
 from chipfit.plan.training import Training, check_folds, check_trainable
 from chipfit.platform.schema import Platform

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from chipfit.calibration.data import iterate
 from chipfit.engine.run import run
 from chipfit.engine.torch_defaults import torch_defaults
-from chipfit.engine.trees import dump_call, dump_result, state_pairs, with_states
+from chipfit.engine.trees import dump_call, dump_result, with_states
 from chipfit.errors import DataError, PlanError
 from chipfit.frameworks import capture, load_model, lower
 from chipfit.graph.edit import unique_name
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.placement import device_of, inputs_on, on_cpu, placed
+from chipfit.graph.states import state_pairs
 from chipfit.passes.one_step import one_step
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
 

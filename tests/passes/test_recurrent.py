@@ -141,8 +141,8 @@ def test_the_whole_layer_stays_in_float_where_the_runtime_has_it(tmp_path):
 
 
 def test_a_layer_of_many_steps_is_refused_with_its_number_where_only_integers_are_allowed():
-    with pytest.raises(UnsupportedError, match="LSTM 'layer'"):
-        chipfit.quantize(Last(nn.LSTM).eval(), [torch.randn(2, 600, 4)], platform="tflm_cmsis_nn", progress=False)
+    with pytest.raises(UnsupportedError, match="GRU 'layer'"):
+        chipfit.quantize(Last(nn.GRU).eval(), [torch.randn(2, 600, 4)], platform="tflm_cmsis_nn", progress=False)
 
 
 def test_weights_of_the_steps_train_under_their_own_names():

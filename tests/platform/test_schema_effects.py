@@ -275,6 +275,7 @@ EFFECTS: dict[str, tuple[Any, Any, str]] = {
     "Format.scale=s16": (None, fmt("a8", scale="s16"), "plan"),
     "Format.scale=bf16": (blocks(16), blocks(16, scale="bf16"), "plan"),
     "Format.scale_min": (None, fmt("a8", scale_min=0.5), "plan"),
+    "Format.scale_max": (None, fmt("a8", scale_max=0.001), "plan"),
     "Format.pair_limit": (None, fmt("w8", pair_limit=100), "plan"),
     "Format.zero=any": (fmt("a8", zero=0), None, "plan"),
     "Format.grid": (None, fmt("w8", grid=0.5), "plan"),
@@ -440,6 +441,7 @@ ALWAYS: dict[str, Any] = {
 }
 #: word -> the test elsewhere that shows what it does
 ELSEWHERE = {"Platform.extends": "test_load.py: a child overrides its parent", "Format.free": "decide/test_options.py"}
+ELSEWHERE |= dict.fromkeys(("Option.state", "Format.per=gate"), "exactness/test_native_lstm.py")
 
 
 def test_every_word_of_the_schema_is_done_or_named_as_not_done():

@@ -13,11 +13,13 @@ import torch
 from chipfit.calibration.data import no_data
 from chipfit.calibration.histogram import Histogram, in_memory_order
 from chipfit.engine.memory import memory_errors
+from chipfit.engine.recurrent import cell_states
 from chipfit.engine.run import run
 from chipfit.errors import DataError, first_line
 from chipfit.graph.hidden_scores import hidden_scores
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.placement import inputs_on, on_cpu, placed
+from chipfit.graph.states import keeps_states
 
 #: a histogram counts all elements of a batch up to `_SMALL`; of larger tensors it counts a block of 32 in each period
 #: of elements in memory order. The period is the first that leaves at most `_COUNTED` elements, or the last. Periods
@@ -239,7 +241,7 @@ def collect(
     seen, count = _Observer(graph, tensors), 0
 
     def hook(node: Node, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        for o, x in zip(node.outputs, outputs, strict=False):
+        for o, x in zip(node.outputs, seen.with_all_cells(node, outputs), strict=False):
             seen.see(o, x)
         return outputs
 
@@ -275,6 +277,11 @@ class _Observer:
         self.graph, self.needs = graph, needs
         self.stats = {name: TensorStats(name) for name in needs}
         self.hidden = {v: h for h in hidden_scores(graph) for v in h.values}
+        #: LSTMs that keep their states, and what they read -> what it holds in this batch
+        self.lstms = {
+            n.name for n in graph.nodes if n.op == "LSTM" and n.outputs[-1] in needs and keeps_states(graph, n)
+        }
+        self.read = {i: torch.empty(0) for n in graph.nodes if n.name in self.lstms for i in graph.activations(n)}
         self.batch = 0
         self.valid: ValidTokens | None = None
         self.waiting = list[tuple[str, Seen, torch.Tensor]]()
@@ -287,6 +294,8 @@ class _Observer:
 
     def see(self, name: str, x: torch.Tensor) -> None:
         """Take what is needed of a value, if anything is."""
+        if name in self.read:
+            self.read[name] = x
         if name not in self.stats or not x.numel():
             return
         x = without_padding(x, self.valid).float()
@@ -296,6 +305,14 @@ class _Observer:
             self._add(self.batch, name, seen)
         else:
             self.waiting.append((name, seen, seen.packed()))
+
+    def with_all_cells(self, n: Node, results: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the results of a node; of an LSTM that keeps its states, those of the cell after every step."""
+        if n.name not in self.lstms:
+            return results
+        x, w, r, *others = (None if i is None else self.read.get(i, self.graph.weights.get(i)) for i in n.inputs)
+        assert x is not None and w is not None and r is not None
+        return *results[:-1], cell_states(x, w, r, *others, **n.attrs)
 
     def end(self) -> None:
         """Read what has been seen on a device, and begin to add it."""

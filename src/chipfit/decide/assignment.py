@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from chipfit.decide.constraints import Constraint, shared_bias_ties, state_ties, step_ties
+from chipfit.decide.constraints import Constraint, result_ties, shared_bias_ties, state_ties, step_ties
 from chipfit.decide.file_rules import file_rules
 from chipfit.decide.formats import FormatPropagation, GroupDecision, limit_to_consumers, propagate_formats
 from chipfit.decide.groups import NO_FORMAT, NodeGroups, Operand, blocks_of, find_groups, format_of
@@ -30,7 +30,7 @@ from chipfit.ranges import Rule
 #: activations of so many bits or fewer get grids, and rewrites, chosen by what their errors do to the output
 FEW_BITS = 6
 #: what shares a scale because of the network, not of the platform
-_TIES = (shared_bias_ties, step_ties, state_ties)
+_TIES = (shared_bias_ties, step_ties, state_ties, result_ties)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,7 @@ class TensorSpec:
     format: Format
     axis: int | None = None  #: axis of the channels or blocks, if the format is per channel or per block
     block: int | None = None  #: numbers along it that share a scale, if the format is per block
+    gates: int | None = None  #: equal parts of the channel axis that share a scale, if the format is per gate
     node: str = ""  #: node that makes (activation) or reads (weight, bias) it; "" for an input of the model
     rule: Rule | None = None  #: range rule that the user chose for it
     z_threshold: float | None = None
@@ -293,13 +294,15 @@ class AssignmentBuilder:
             return False
         fmt = self.platform.formats[name]
         fmt = constrain_format(fmt, layer=d.group.layer, method=choices.get("weight_method"), per=choices.get("per"))
-        axis = block = None
+        axis = block = gates = None
         if fmt.per == "channel":
             axis = 0 if is_bias else self._channel_axis(r)
+        elif fmt.per == "gate":
+            axis, gates = 0, len(node.attrs["gates"])
         elif fmt.per == "block" and (blocks := blocks_of(fmt, node.op, self.graph.shape(r.tensor))):
             axis, block = blocks
         role: Role = "bias" if is_bias else "weight"
-        facts = {"axis": axis, "block": block, "rule": choices.get("weight_rule")}
+        facts = {"axis": axis, "block": block, "gates": gates, "rule": choices.get("weight_rule")}
         return self._store(r.tensor, role, name, fmt, node=node.name, **facts)
 
     def _channel_axis(self, r: Operand) -> int:
@@ -316,6 +319,8 @@ class AssignmentBuilder:
                 why = self.formats.float_values.get(value) or d.why
                 self.floats[value] = why or "the platform keeps this result in float"
             return False
+        if d.option is not None and d.option.state and value == d.group.tail.outputs[-1]:
+            return self._store(value, "activation", name, node=d.group.tail.name, rule="no_clipping")
         facts = _range_choices(choices)
         fmt = self.platform.formats[name]
         fmt = constrain_format(fmt, layer=d.group.layer, method=choices.get("method"), signed=choices.get("signed"))

@@ -4,11 +4,11 @@ from collections.abc import Collection, Container, Iterable, Iterator, Mapping, 
 from dataclasses import dataclass, field
 from typing import Any
 
-from chipfit.engine.trees import state_pairs
 from chipfit.errors import UnsupportedError
 from chipfit.graph.hidden_scores import hidden_scores
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import LINEAR
+from chipfit.graph.states import state_pairs
 from chipfit.graph.steps import places_in_steps
 from chipfit.platform.schema import Rule
 
@@ -64,6 +64,7 @@ def shared_bias_ties(graph: Graph, stored: Container[str]) -> list[Constraint]:
     inputs: dict[str, list[str]] = {}
     for n in graph.nodes:
         shared = n.bias or (n.weight if n.composite else None) if n.op in LINEAR else None
+        shared = n.operand("b") if n.op == "LSTM" else shared
         if shared is not None and shared in stored and n.data in stored:
             inputs.setdefault(shared, []).append(n.data)
     rule = (Rule(tie=("ins",)),)
@@ -76,6 +77,14 @@ def state_ties(graph: Graph, stored: Container[str]) -> list[Constraint]:
     rule = (Rule(tie=("ins",)),)
     pairs = [pair for pair in state_pairs(graph) if pair[0] in stored and pair[1] in stored]
     return [Constraint(op="State", rules=rule, slots={"ins": pair}) for pair in pairs]
+
+
+def result_ties(graph: Graph, stored: Container[str]) -> list[Constraint]:
+    """Return ties between the states after all steps of a recurrent layer and that after the last one, one of them."""
+    rule = (Rule(tie=("ins",)),)
+    pairs = [n.outputs[:2] for n in graph.nodes if n.op == "LSTM" and len(n.outputs) == 3]
+    pairs = [pair for pair in pairs if pair[0] in stored and pair[1] in stored]
+    return [Constraint(op="LSTM", rules=rule, slots={"ins": pair}) for pair in pairs]
 
 
 def step_ties(graph: Graph, stored: Container[str]) -> list[Constraint]:

@@ -241,6 +241,8 @@ class FormatPropagation:
             self.quantized_outputs.update(group.tail.outputs)
         for value in group.tail.outputs:
             name = option.out if option else None
+            if option and option.state and value == group.tail.outputs[-1]:
+                name = option.state
             if in_float:
                 wanted = self.wanted.get(value)
                 name = wanted if option is None or self._keeps_one_type(group, wanted) else None

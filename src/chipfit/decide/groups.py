@@ -81,6 +81,9 @@ class FusedGroup:
         for r in self.operands:
             if r.is_data:
                 out.setdefault(r.tensor, format_of(option, r.slot))
+        if option.state:  # the states of a layer that keeps its own, where they are inputs of the model
+            given = {"h": option.out, "c": option.state}
+            out |= {r.tensor: given[r.slot] for r in self.operands if r.slot in given}
         return out
 
     def with_options(self, options: Sequence[Option], **changes: Any) -> FusedGroup:

@@ -268,7 +268,11 @@ class QParamsSource:
         if s.role == "weight":
             rule = s.rule or (self.rules.weight_rule if s.axis is not None or grid.symmetric else "no_clipping")
             w = self.graph.weights[s.name].detach()
-            q = choose_qparams(w, grid, rule=rule, axis=s.axis, block=s.block, extras=self._extras(s.name))
+            parts = w if s.gates is None else w.reshape(s.gates, -1)
+            q = choose_qparams(parts, grid, rule=rule, axis=s.axis, block=s.block, extras=self._extras(s.name))
+            if s.gates is not None:
+                size = len(w) // s.gates
+                q = QParams(q.scale.repeat_interleave(size), q.zero_point.repeat_interleave(size))
             how = "look-up table fitted to" if grid.kind == "lut" else f"{name_of(rule)} over"
             return q, f"{how} the weights" + self._missing(s, rule)
         if s.range is not None:
@@ -315,7 +319,8 @@ def with_biases(
     biases = [(c, name, _in_accumulator(c, plan, grids[name])) for c in assignment.constraints for name in c.of("b")]
     for c, name, accumulated in biases:
         if accumulated:
-            _make_room(plan, c, graph.weights[name].detach(), grids[name])
+            [w] = c.of("w")
+            _make_room(plan, c, graph.weights[name].detach(), grids[name], assignment.tensors[w].gates)
     for c, name, accumulated in biases:
         spec, values = assignment.tensors[name], graph.weights[name].detach()
         if accumulated:
@@ -342,12 +347,14 @@ def _in_accumulator(constraint: Constraint, plan: Plan, grid: Grid) -> bool:
     return any(r.eq is not None for r in products) or (not products and grid.bits >= 16)
 
 
-def _make_room(plan: Plan, constraint: Constraint, bias: torch.Tensor, grid: Grid) -> None:
-    """Enlarge the weight scales of the channels whose bias would not fit its format."""
+def _make_room(plan: Plan, constraint: Constraint, bias: torch.Tensor, grid: Grid, gates: int | None) -> None:
+    """Enlarge the weight scales of the channels whose bias would not fit its format, and of the rest of a gate."""
     [x], [name] = constraint.of("in0"), constraint.of("w")
     s_in, w = plan[x].scale, plan[name]
     least = bias.abs() / (s_in * grid.qmax * _SHARE)  # [C_out]
     least = least.view(-1, w.scale.numel()).amax(0).view(w.scale.shape)
+    if gates is not None:
+        least = least.view(gates, -1).amax(1).repeat_interleave(len(least) // gates)
     if w.grid.pot:
         least = torch.exp2(torch.ceil(torch.log2(least)))
     if bool((w.scale < least).any()):

@@ -40,6 +40,21 @@ def lstm(
     return *_results(y, x, reverse), cell[0]
 
 
+def cell_states(x: Tensor, w: Tensor, r: Tensor, *others: Tensor | None, reverse: bool, **attrs: Any) -> Tensor:
+    """Return the cell state of an LSTM after each step [N, T, H], in the order in which the steps run.
+
+    Args:
+        others: biases and states, as of `lstm`.
+        attrs: further attributes of `lstm`.
+    """
+    b, rb, h, c = (*others, None, None, None, None)[:4]
+    found = list[Tensor]()
+    for step in _steps(x, reverse).unbind(1):
+        h, c = lstm(step, w, r, b, rb, h, c, reverse=False, **attrs)
+        found.append(c)
+    return torch.stack(found, 1)
+
+
 def gru(
     x: Tensor,
     w: Tensor,

@@ -67,12 +67,6 @@ def batch_axes(graph: Graph) -> dict[str, int]:
     return {i: 0 for i in graph.inputs if graph.shape(i)[:1] == (None,)}
 
 
-def state_pairs(graph: Graph) -> list[tuple[str, str]]:
-    """Return the states of a network of one step: (input, the output that is its next value)."""
-    spec = json.loads(graph.in_spec) if graph.in_spec else {}
-    return [(graph.inputs[i], graph.outputs[o]) for i, o in spec.get("states", ())]
-
-
 def with_states(graph: Graph, names: Sequence[str]) -> Graph:
     """Return a graph that knows which of its inputs hold states; the last outputs are their next values.
 

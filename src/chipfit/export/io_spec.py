@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from chipfit.decide.overrides import PARTS_ARE_LOST
 from chipfit.errors import ConfigError, UnsupportedError
 from chipfit.graph.ir import Graph
+from chipfit.graph.states import state_pairs
 from chipfit.plan.record import Plan
 from chipfit.registry import is_number
 
@@ -57,13 +58,27 @@ def io_spec_of(
         UnsupportedError: the plan does not quantize a value to such integers.
     """
     notes = _notes(graph, labels, mean, std)
+    states = _kept_states(graph, plan)
     if io is None and plan.provenance.get("integer_only"):
         return IOSpec(_own_io(graph, plan, graph.inputs), _own_io(graph, plan, graph.outputs), notes)
     inputs, outputs = (
-        {v: _quantized_io(graph, plan, v, kind) for v in ends if kind != "float" and graph.is_float(v)}
+        {
+            v: _quantized_io(graph, plan, v, kind)
+            for v in ends
+            if kind != "float" and v not in states and graph.is_float(v)
+        }
         for kind, ends in zip(io_types(io or "float"), (graph.inputs, graph.outputs), strict=True)
     )
+    of_states = (_own_io(graph, plan, [v for v in ends if v in states]) for ends in (graph.inputs, graph.outputs))
+    inputs, outputs = (given | kept for given, kept in zip((inputs, outputs), of_states, strict=True))
     return IOSpec(inputs, outputs, notes)
+
+
+def _kept_states(graph: Graph, plan: Plan) -> set[str]:
+    """Return the states that an integer kernel of a network of one step keeps: they stay integers between calls."""
+    pairs = state_pairs(graph)
+    kept = {i for n in graph.nodes if n.op == "LSTM" and plan.nodes[n.name].exec == "int" for i in n.inputs}
+    return {v for pair in pairs if pair[0] in kept for v in pair}
 
 
 def _own_io(graph: Graph, plan: Plan, ends: Sequence[str]) -> dict[str, QuantizedIO]:

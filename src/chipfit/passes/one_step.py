@@ -315,12 +315,14 @@ class _Steps:
         y, last, *cell = n.outputs
         size, inputs = self.graph.shape(n.inputs[2] or "")[1], [*n.inputs, *[None] * (5 + count - len(n.inputs))]
         like = Value("", (None, size), self.graph.values[y].dtype)
-        state, rounds = y, any(v in self.rounded for v in (y, last))
+        integer = any(v in self.rounded for v in cell)  # its kernel rounds the states themselves
+        state, rounds = y, not integer and any(v in self.rounded for v in (y, last))
         if rounds:  # readers get it rounded, the next step as it is
             state = new_name(self.out, f"{n.name}_float")
             self.out.values[state] = replace(like, name=state)
         for k, (what, result) in enumerate(zip(("state", "cell"), (state, *cell))):
-            inputs[5 + k] = self._add_state(f"{n.name}_{what}", like, result)
+            name = inputs[5 + k] = self._add_state(f"{n.name}_{what}", like, result)
+            self.stored |= {name: result} if integer else {}
         self.out.nodes.append(n.with_(inputs=tuple(inputs), outputs=(state, *cell)))
         self._without_steps(y, 1)
         if rounds:

@@ -215,7 +215,7 @@ def _names(p: Platform) -> Iterator[tuple[Keys, str, str, Iterable[str]]]:
             tests = want if isinstance(want, dict) else ()
             yield from (((*at, "where", attribute, test), "test", test, TESTS) for test in tests)
         for k, use in enumerate(rule.use):
-            slots = {"in": use.ins, "w": (use.w,), "b": (use.b,), "out": (use.out,)}
+            slots = {"in": use.ins, "w": (use.w,), "b": (use.b,), "out": (use.out,), "state": (use.state,)}
             used = [(slot, name) for slot, stored in slots.items() for name in stored if name is not None]
             yield from (((*at, "use", k, slot), "format", name, formats[slot]) for slot, name in used)
             yield from gate((*at, "use", k, "when"), use.when, "arch", "bits", "runtime")

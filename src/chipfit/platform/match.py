@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chipfit.graph.ir import DYNAMIC, Graph, Node
+from chipfit.graph.states import keeps_states
 from chipfit.operators.table import OPS, words_of
 from chipfit.platform.filters import Member
 from chipfit.platform.load import groups
@@ -69,6 +70,8 @@ def facts(graph: Graph, node: Node) -> dict[str, Any]:
             out["kernel"] = graph.shape(w)[2:]
     if "mask?" in node.facts.slots:
         out["masked"] = node.operand("mask") is not None
+    if "c?" in node.facts.slots:
+        out["own_states"] = keeps_states(graph, node)
     return out
 
 
@@ -182,7 +185,7 @@ def as_tuple(name: Any) -> tuple[Any, ...]:
 
 
 def _names(option: Option) -> tuple[str | None, ...]:
-    return (*as_tuple(option.in_), option.w, option.b, option.out)
+    return (*as_tuple(option.in_), option.w, option.b, option.out, option.state)
 
 
 def _gap(platform: Platform, op: str, option: Option) -> str:

@@ -73,7 +73,8 @@ DERIVED: dict[str, Callable[[Mapping[str, Any]], Any]] = {
 }
 #: attributes that matching adds from the graph, and one that only a fused kernel has
 _GIVEN = (
-    "in_shape out_shape channels in_channels static_shape const_weights weights weight_elements masked fused_activation"
+    "in_shape out_shape channels in_channels static_shape const_weights weights weight_elements masked own_states "
+    "fused_activation"
 )
 #: every attribute that a `where` may name
 ATTRIBUTES = frozenset({a for op in OPS.values() for a in op.attrs} | set(DERIVED) | set(_GIVEN.split()))

@@ -20,6 +20,7 @@ from chipfit.screen import Summary, SummaryRepr
 
 #: slot of an option, or place -> words that may stand there instead of a format name
 WORDS = {slot: {"float", "none"} for slot in ("w", "b", "inner", "io_in", "io_out")}
+WORDS["state"] = set()
 WORDS |= {"in": {"float", "none", "any"}, "out": {"float", "none", "same"}}
 Rounding = Literal["half_even", "half_away", "half_up", "floor", "trunc"]
 #: how an operator runs: in integers, in floats, by a look-up table, or moving values without arithmetic
@@ -124,6 +125,10 @@ class Accumulator(TypedDict):
     when: NotRequired[Gate]  #: revisions that have this stage
 
 
+#: fields that a grid has from its format
+_GRID_FIELDS = ("bits", "per", "kind", "scale_min", "scale_max", "pair_limit")
+
+
 class Format(_Record):
     """A number format of stored tensors."""
 
@@ -136,10 +141,13 @@ class Format(_Record):
         "any", description="pot: powers of two only; bf16: of blocks; s16: 16 significant bits"
     )
     scale_min: float | None = Field(None, ge=SCALES[0], le=SCALES[1], description="least scale of the hardware")
+    scale_max: float | None = Field(None, ge=SCALES[0], le=SCALES[1], description="greatest scale of the hardware")
     pair_limit: Positive | None = Field(None, description="greatest |sum| of two neighbours, of weights of one sign")
     zero: int | Literal["any"] | tuple[int, ...] = Field(0, description="zero point: fixed, any, or one of a set")
     grid_offset: float = Field(0, alias="grid", description="offset of quantized values before scaling")
-    per: Literal["tensor", "channel", "block", "row"] = Field("tensor", description="what shares one scale")
+    per: Literal["tensor", "channel", "gate", "block", "row"] = Field(
+        "tensor", description="what shares one scale; gate: the rows of one gate of a recurrent layer"
+    )
     axis: Literal["out", "in", "last"] | int = Field("out", description="role of the channel axis")
     block: int | tuple[int, ...] | None = None
     scale_bits: int | None = Field(None, description="width of an integer second-level scale")
@@ -217,7 +225,8 @@ class Format(_Record):
         s = self.signed if self.signed != "auto" else signed
         if s is None:
             raise ValueError("the format's signedness is decided per tensor: pass signed=")
-        common: dict[str, Any] = {k: getattr(self, k) for k in ("bits", "per", "kind", "scale_min", "pair_limit")}
+        common: dict[str, Any] = {k: getattr(self, k) for k in _GRID_FIELDS}
+        common |= {"per": "channel"} if self.per == "gate" else {}
         common |= {"pot": self.scale == "pot", "bf16": self.scale == "bf16", "rounding": rounding or "half_even"}
         common["short_scale"] = self.scale == "s16"
         if self.kind == "float":
@@ -263,6 +272,7 @@ class Option(_Record):
     w: str | None = Field(None, description="format of the weights; with in any, also of constant data inputs")
     b: str | None = None
     out: str | None = None
+    state: str | None = Field(None, description="format of the last result: the state of a layer that keeps its own")
     simd: Positive | None = Field(None, description="SIMD width [output channels], a cost hint")
     when: Gate = Gate()
     #: the format to which the kernel quantizes its data at run time; `in_` is float then

@@ -43,6 +43,7 @@ class Grid:
     per: Literal["tensor", "channel", "block", "row"] = "tensor"  #: what shares one scale
     kind: Literal["int", "offset", "lut", "log", "float"] = "int"  #: all except "int" store indices into `table`
     scale_min: float | None = None  #: least scale that the hardware represents
+    scale_max: float | None = field(default=None, repr=False)  #: greatest scale, at which numbers beyond saturate
     #: greatest magnitude of the sum of two neighbours, see `quantizers.pairs`; not in the text, which checkpoints hold
     pair_limit: int | None = field(default=None, repr=False)
     #: the scale has 16 significant bits, so that its products with 8-bit integers are exact in float32

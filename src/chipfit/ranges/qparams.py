@@ -36,12 +36,12 @@ def wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def finish_scale(scale: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """Return a legal float32 scale near `scale`: at least the hardware's minimum and, where the grid demands it, the
+    """Return a legal float32 scale near `scale`: within the hardware's limits and, where the grid demands it, the
     next power of two, the nearest number of 8 (bfloat16) or 16 significant bits or, for a logarithmic grid, the next
     power of the ratio of its entries.
     """
     least = max(LEAST_SCALE, grid.scale_min or 0.0)
-    scale = wide(scale).clamp_min(least)
+    scale = wide(scale).clamp(least, grid.scale_max)
     if grid.pot:
         scale = torch.exp2(torch.ceil(torch.log2(scale) - 1e-9))
     elif grid.bf16:

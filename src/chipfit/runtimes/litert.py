@@ -38,6 +38,7 @@ class _Notes(TypedDict):
     int64: NotRequired[list[str]]  #: tensors of the file with 32 bits that have 64 in the model
     stream: NotRequired[bool]  #: samples are steps of one sequence: states stay from one to the next
     joined: NotRequired[dict[str, list[str]]]  #: tensor of the model -> tensors of the file in it
+    kept: NotRequired[dict[str, str]]  #: state of the model that is an input -> its next value, in the same tensor
     outputs: list[tuple[list[int] | None, int]]  #: form and batch axis of each
     provenance: dict[str, Any]
 
@@ -356,11 +357,14 @@ def _with_outputs(
     # a quantized output is returned as floats under the name "output/float", and on request also as codes
     ints = [k for k in own if graph.tensors[k].type in _RANGES]
     quantized = {k for k in ints if len(_items(_quantization(graph.tensors[k], "scale")))}
+    kept = notes.get("kept", {})
+    names |= {after: names.pop(before) for before, after in kept.items() if before in names}
     extra = [names[t] for t in tensors if t in names and names[t] in computed and names[t] not in {*own} - quantized]
     graph.outputs = np.array([*own, *extra], np.int32)
     returned: list[str] = []
     for n, k in enumerate((*own, *extra)):  # one tensor may be several outputs
-        name = graph.tensors[k].name.decode() + ("/float" if n < len(own) and k in quantized else "")
+        name = graph.tensors[k].name.decode()
+        name = kept.get(name, name) + ("/float" if n < len(own) and k in quantized else "")
         returned.append(f"{name}:{len(returned)}" if name in returned else name)
     builder = flatbuffers.Builder(len(raw))
     builder.Finish(model.Pack(builder), file_identifier=b"TFL3")

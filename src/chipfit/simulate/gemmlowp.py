@@ -45,6 +45,8 @@ def exp_of_negative(a: Tensor, integers: int = 5, width: int = 32) -> Tensor:
     rest = low - a
     for k, power in enumerate(_POWERS[: integers + 2]):
         y = torch.where((rest >> digits + k) & 1 == 1, product(y, constant(power)), y)
+    if integers > 5:  # below -32
+        y = torch.where(a < -(1 << width + 4 - integers), 0, y)
     return torch.where(a == 0, (1 << width - 1) - 1, y)
 
 

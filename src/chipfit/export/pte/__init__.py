@@ -15,7 +15,7 @@ def _read_back(path: Path) -> dict[str, FileTensor]:
     return read_back(path)
 
 
-def _batch_of_one(graph: Graph) -> int:
+def _batch_of_one(graph: Graph, plan: Plan) -> int:
     return 1
 
 

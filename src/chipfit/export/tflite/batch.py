@@ -1,6 +1,7 @@
 """The batch size of a file."""
 
 from chipfit.graph.ir import Graph, Node
+from chipfit.plan.record import Plan
 
 
 def depends_on_batch(node: Node) -> bool:
@@ -8,10 +9,18 @@ def depends_on_batch(node: Node) -> bool:
     return node.op in ("Expand", "Reshape") and None in node.attrs["shape"]
 
 
-def fixed_batch_size(graph: Graph) -> int | None:
+def keeps_states(plan: Plan, node: Node) -> bool:
+    """Return whether a node is written as a kernel that keeps its states in tensors of the file."""
+    planned = plan.nodes.get(node.name)
+    return node.op == "LSTM" and planned is not None and planned.exec == "int"
+
+
+def fixed_batch_size(graph: Graph, plan: Plan) -> int | None:
     """Return the batch size of a file if the user gave none; None if the batch stays open.
 
-    A transposed convolution has its output size as an operand, which the schema cannot leave open.
+    A transposed convolution has its output size as an operand, which the schema cannot leave open; states lie in
+    tensors of one size.
     """
     kinds = (n.facts.kind for n in graph.nodes)
-    return 1 if "transposed" in kinds or any(map(depends_on_batch, graph.nodes)) else None
+    fixed = any(depends_on_batch(n) or keeps_states(plan, n) for n in graph.nodes)
+    return 1 if "transposed" in kinds or fixed else None

@@ -26,6 +26,8 @@ class TfliteBuilder(File):
         self.kind = ""  #: its name in the schema, if it has one name
         self.integer = False  #: it is written with integer operands
         self.fused = 0  #: number of the activation that is fused into it
+        self.joined: dict[str, list[str]] = {}  #: weight -> the tensors that hold it one after another
+        self.kept: dict[str, str] = {}  #: state -> its next value, which takes its place in one tensor
         self.dynamic: set[str] = set()  #: float values that their readers quantize dynamically
         #: 64-bit integers of the model, such as indices, have 32 bits in the file: microcontrollers compute with these
         self.short = bool(plan.provenance.get("integer_only"))

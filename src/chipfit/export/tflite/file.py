@@ -178,6 +178,7 @@ class File:
             notes: metadata entries, by name.
         """
         used = {int(i) for o in self.operators for i in (*o.inputs, *o.outputs)}
+        used |= {int(i) for o in self.operators for i in (() if o.intermediates is None else o.intermediates)}
         used |= {*inputs.values(), *outputs.values()}
         used.discard(-1)  # operands that are left out
         blocks = [q.details for i in sorted(used) if (q := self.tensors[i].quantization) and q.details]
@@ -187,6 +188,8 @@ class File:
         new = {old: k for k, old in enumerate(keep)} | {-1: -1}
         for o in self.operators:
             o.inputs, o.outputs = (np.array([new[int(i)] for i in ids], np.int32) for ids in (o.inputs, o.outputs))
+            if o.intermediates is not None:
+                o.intermediates = np.array([new[int(i)] for i in o.intermediates], np.int32)
         for b in blocks:
             b.scales = new[b.scales]
         signature = schema.SignatureDefT()

@@ -15,6 +15,7 @@ from ai_edge_litert import schema_py_generated as schema
 
 from chipfit.export.tflite.builder import TfliteBuilder
 from chipfit.export.tflite.file import Quantization, quantization
+from chipfit.export.tflite.recurrent import lstm
 from chipfit.graph.ir import Node
 from chipfit.graph.linear import is_depthwise
 from chipfit.operators.table import OPS, by_name, dictated_outputs, read_column, refused, resolve
@@ -650,7 +651,7 @@ _FUNCTIONS = by_name(
     *(_hard_sigmoid, _leaky_relu, _elu, _gelu, _clamp, _softmax, _cast, _pool, _reduce, _sum),
     *(_arg_max, _cum_sum, _top_k, _join),
     *(_unstack, _split, _as_shape, _requantize, _transpose, _expand, _slice, _gather, _gather_elements, _pad),
-    *(_resize, _depth, _shuffle),
+    *(_resize, _depth, _shuffle, lstm),
 )
 OPERATORS: dict[str, TfliteOp] = {}
 

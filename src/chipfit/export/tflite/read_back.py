@@ -30,6 +30,7 @@ def read_back(path: Path) -> dict[str, FileTensor]:
         if values is not None and name in images:
             values = values.reshape(len(values), -1, images[name][0]).swapaxes(1, 2).reshape(values.shape)
         found[name] = FileTensor(values, qparams)
+    found |= {after: found[before] for before, after in notes.get("kept", {}).items()}
     for name, parts in notes.get("joined", {}).items():
         # one part is the same constant with other axes, which other operators read as it is
         found[name] = _joined([found.pop(p) if len(parts) > 1 else found[p] for p in parts])

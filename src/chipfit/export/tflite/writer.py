@@ -22,7 +22,7 @@ from chipfit.engine.run import run
 from chipfit.engine.types import dtype_of
 from chipfit.errors import ExportError, UnsupportedError, first_line
 from chipfit.export.io_spec import IOSpec, QuantizedIO, io_spec_of, output_names
-from chipfit.export.tflite.batch import depends_on_batch, fixed_batch_size
+from chipfit.export.tflite.batch import depends_on_batch, fixed_batch_size, keeps_states
 from chipfit.export.tflite.builder import Refused, TfliteBuilder, code_type
 from chipfit.export.tflite.file import TYPES, Quantization
 from chipfit.export.tflite.metadata import labels_archive, metadata
@@ -71,7 +71,7 @@ def content(
         what = "Only the batch size can be open in the file, and other sizes of this model are open"
         shown, hint = ", ".join(f"'{i}' {list(graph.shape(i))}" for i in unsized), "quantize with batches of one size"
         raise UnsupportedError(what, got=shown, hint=f"{hint}: pad, cut or resize them")
-    if batch is None and (batch := fixed_batch_size(graph)):
+    if batch is None and (batch := fixed_batch_size(graph, plan or Plan())):
         across = [v.name for v in graph.values.values() if v.shape.count(None) > 1]
         if across:
             what = "The batch size must be fixed at 1, and this model compares samples with each other"
@@ -99,6 +99,7 @@ class Writer(TfliteBuilder):
             sizes[v] = tuple(found[old][d] for d in form)
         grouped = [n.name for n in new.graph if n.op in TRANSPOSED and n.attrs["groups"] > 1]
         grouped += [n.name for n in new.graph if n.op == "SDPA" and n.attrs["enable_gqa"]]
+        grouped += [n.name for n in new.graph if n.op == "LSTM" and not keeps_states(plan, n)]
         if batch is None and plan.provenance.get("integer_only"):  # a TILE has no kernel there
             grouped += [n.name for n in new.graph if n.op == "Expand" and None in new.graph.shape(n.output)]
         simple, plan, self.reasons = decompose(new.graph, plan, OPERATORS, grouped)
@@ -249,8 +250,16 @@ class Writer(TfliteBuilder):
         images = {n: list(c) for v, c in self.flattened.items() for n in self._tensors_of(v)}
         long = [n for v, ns in tensors.items() if self.short and values[v].dtype == "int64" for n in ns]
         inside = {n: k for v, k in _in_front(self.source).items() for n in tensors.get(v, ())}
+        odd = {
+            "in_front": inside,
+            "lines": lines,
+            "images": images,
+            "int64": long,
+            "joined": self.joined,
+            "kept": self.kept,
+        }
         return {
-            **{key: v for key, v in {"in_front": inside, "lines": lines, "images": images, "int64": long}.items() if v},
+            **{key: v for key, v in odd.items() if v},
             "platform": self.plan.platform,
             "inputs": [self.forms.get(i) for i in self.source.inputs],
             "forms": {n: list(f) for v, f in self.forms.items() for n in tensors[v]},

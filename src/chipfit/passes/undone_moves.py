@@ -1,0 +1,51 @@
+"""Remove moves that change nothing, or that the next one undoes, such as the axis of layers around a state."""
+
+from collections.abc import Mapping
+
+from chipfit.graph.ir import Graph, Node
+from chipfit.passes.rewriting import Rewritten
+from chipfit.registry import register
+
+
+@register("pass", "undone_moves", stage="rewrite")
+def undone_moves(graph: Graph) -> Rewritten:
+    """Replace an Expand to the shape that a value has, and a Select of the axis that was added to it, by the value."""
+    producers, same = graph.producers(), dict[str, str]()
+    for n in graph.nodes:
+        source = _source(graph, n, producers, same)
+        ends = n.output in graph.outputs and source in {*graph.inputs, *graph.outputs, *same.values()}
+        if source is not None and not ends:
+            same[n.output] = source
+    if not same:
+        return Rewritten(graph, [])
+    graph = graph.copy()
+    graph.nodes = [
+        n.with_(inputs=tuple(same.get(i or "", i) for i in n.inputs)) for n in graph.nodes if n.output not in same
+    ]
+    graph.outputs = [same.get(o, o) for o in graph.outputs]
+    for value in same:
+        del graph.values[value]
+    read = {i for n in graph.nodes for i in n.inputs} | {*graph.outputs}
+    dead = [n for n in graph.nodes if n.op in ("Unsqueeze", "Stack") and read.isdisjoint(n.outputs)]
+    graph.nodes = [n for n in graph.nodes if n not in dead]
+    for n in dead:
+        del graph.values[n.output]
+    return Rewritten(graph, [])
+
+
+def _source(graph: Graph, n: Node, producers: Mapping[str, Node], same: Mapping[str, str]) -> str | None:
+    """Return the value that the result of a move equals; None if it is another one."""
+    data = n.inputs[0] if n.inputs else None
+    if data is None or data not in graph.values:
+        return None
+    if n.op == "Expand" and len(n.inputs) == 1 and len(n.attrs["shape"]) == len(graph.shape(data)):
+        alike = all(want in (-1, have) for want, have in zip(n.attrs["shape"], graph.shape(data), strict=True))
+        return same.get(data, data) if alike else None
+    maker = producers.get(data)
+    if n.op != "Select" or maker is None or n.attrs["index"] not in (0, -1):
+        return None
+    axis = n.attrs["axis"] % len(graph.shape(data))
+    added = maker.attrs["axes"] if maker.op == "Unsqueeze" else ()
+    added = (maker.attrs["axis"],) if maker.op == "Stack" and len(maker.inputs) == 1 else added
+    undoes = tuple(a % len(graph.shape(data)) for a in added) == (axis,)
+    return same.get(maker.inputs[0] or "", maker.inputs[0]) if undoes else None
