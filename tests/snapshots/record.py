@@ -70,7 +70,7 @@ def record(result: Result, inputs: Sequence[torch.Tensor], suffix: str, spelled:
     kinds = [[at[t.name], t.role, t.format, t.axis, bool(t.why), t.layer in layers] for t in tensors]
     for kind, t in zip(kinds, tensors):
         if t.grid is not None:
-            absent = ("pair_limit", None), ("short_scale", False)
+            absent = ("pair_limit", None), ("short_scale", False), ("scale_max", None)
             kind.append({k: v for k, v in asdict(t.grid).items() if k != "table" and (k, v) not in absent})
     by_format = Counter(f"{t.role[0]}:{t.format}" for t in tensors)
     out: dict[str, Any] = {
