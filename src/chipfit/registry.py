@@ -54,11 +54,11 @@ OFF = "off"
 #: stages in which steps run, in this order; see `Step`
 STAGES = ("rewrite", "formats", "adapt", "results", "correct")
 #: stage -> keyword arguments that its steps may need: "listed" (whether the platform lists the operator of a node),
-#: "in_integers" (whether it computes a node in integers), "batches" (the data again), "changed" (nodes with changed
-#: weights), "choose" (scales), "original" (uncorrected graph)
+#: "in_integers" (whether it computes a node in integers), "integer_operators" (those that it may), "batches" (the data
+#: again), "changed" (nodes with changed weights), "choose" (scales), "original" (uncorrected graph)
 CONTEXT = {
     **dict.fromkeys(STAGES, ("platform",)),
-    "rewrite": ("platform", "listed", "in_integers"),
+    "rewrite": ("platform", "listed", "in_integers", "integer_operators"),
     "correct": ("stats", "batches", "changed", "choose", "original", "settings"),
 }
 

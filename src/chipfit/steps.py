@@ -14,7 +14,7 @@ from chipfit.graph.check import check
 from chipfit.graph.ir import Graph
 from chipfit.graph.linear import is_linear
 from chipfit.plan.record import Plan, TensorPlan
-from chipfit.platform.match import names_operator, runs_in_integers
+from chipfit.platform.match import IntegerOperators, names_operator, runs_in_integers
 from chipfit.platform.schema import Platform
 from chipfit.registry import OFF, Entry, ordered
 from chipfit.settings import Settings
@@ -90,7 +90,7 @@ def rewrite(graph: Graph, platform: Platform, settings: Settings) -> tuple[Graph
     """
     captured, notes = graph, list(graph.notes)
     tests = {"listed": partial(names_operator, platform), "in_integers": partial(runs_in_integers, platform)}
-    context = {"platform": platform, **tests}
+    context = {"platform": platform, "integer_operators": IntegerOperators(platform), **tests}
     for step in enabled(settings, "rewrite"):
         graph, more = take(step, settings, graph, **context)
         check(graph, blame=step.name)

@@ -137,6 +137,7 @@ CASES: dict[str, tuple[str, list[tuple], dict[str, Any]]] = {
     "rectifier as a clamp": ("Clamp", [I], {"min": 0.0, "max": None}),
     "clamp of six": ("Clamp", [I], {"min": 0.0, "max": 6.0}),
     "hard sigmoid": ("HardSigmoid", [I], {}),
+    "curve": ("Curve", [I], {"steps": '[["Abs", ["0"], {}], ["Add", ["1", 1.0], {}], ["Div", ["0", "2"], {}]]'}),
     "hyperbolic gelu": ("Gelu", [I], {"approximate": "tanh"}),
     "concat from the end": ("Concat", [(2, 3, 4), (2, 3, 5)], {"axis": -1}),
     "concat of three": ("Concat", [(2, 3, 4), (2, 1, 4), (2, 2, 4)], {"axis": 1}),

@@ -85,6 +85,7 @@ CASES: dict[str, tuple[list[tuple], dict]] = {
     "SpaceToDepth": ([IMAGE], {"block": 2}),
     "ChannelShuffle": ([IMAGE], {"groups": 2}),
     "Cast": ([IMAGE], {"dtype": "int32"}),
+    "Curve": ([IMAGE], {"steps": '[["Exp", ["0"], {}], ["Add", ["1", 1.0], {}]]'}),
     "Dropout": ([IMAGE], {"p": 0.5}),
     "DynamicQuantize": ([IMAGE], {"qmin": 0, "qmax": 255, "affine": True, "per": "tensor", "block": 1}),
     **{op: ([(*IMAGE, BOOL)] * 2, {}) for op in ("LogicalAnd", "LogicalOr")},

@@ -6,6 +6,7 @@ Calibration, simulation and the trainable model use the same kernels; autograd, 
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from chipfit.engine.curves import compute
 from chipfit.engine.opaque import fill, resolve_target
 from chipfit.engine.types import dtype_of
 from chipfit.errors import DataError
@@ -97,6 +99,13 @@ def conv_transpose(
 def prelu(x: Tensor, w: Tensor) -> Tensor:
     """Multiply by a slope below zero; slopes [1], [C], or those of one sample, channels first."""
     return F.prelu(x, w) if w.dim() < 2 else torch.where(x > 0, x, x * w)
+
+
+@kernel("Curve")
+def curve(x: Tensor, *, steps: str) -> Tensor:
+    """Compute a function of each element by its steps."""
+    result: Tensor = compute(steps, x, KERNELS.__getitem__, partial(torch.tensor, dtype=x.dtype, device=x.device))
+    return result
 
 
 # ---------------------------------------------------------------- pooling and reduction

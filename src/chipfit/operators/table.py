@@ -59,6 +59,7 @@ class OpDef:
     #: stands for a tuple of only that number
     holds_if: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     by_channel: bool = False  #: each channel of its result depends on that channel of its inputs only
+    condition: bool = False  #: its result is true or false
     negative_tail: bool = False  #: a non-linearity that is bounded or flat on its negative side
     #: operators of which it is a special case, nearest first; a platform may list one of them instead
     case_of: tuple[str, ...] = ()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from chipfit.engine.curves import steps_of
 from chipfit.graph.folds import batch_norm_terms
 from chipfit.graph.hidden_scores import HIDDEN_SCORE, split_mask
 from chipfit.graph.ir import Graph, Node
@@ -184,6 +185,15 @@ def _l2_norm(new: NewNodes, n: Node) -> str:
         return new("Mul", n.data, new("Rsqrt", new("Max", square, float(n.attrs["eps"]) ** 2)))
     length = new("ReduceL2", n.data, gives=tuple(shape), axes=(n.attrs["axis"],), keepdims=True)
     return new("Div", n.data, new("Clamp", length, gives=tuple(shape), min=n.attrs["eps"], max=None))
+
+
+def _curve(new: NewNodes, n: Node) -> str:
+    """Return the steps of a curve as nodes."""
+    results = {"0": n.data}
+    for k, step in enumerate(steps_of(n.attrs["steps"]), 1):
+        operands = (results[x] if isinstance(x, str) else x for x in step.operands)
+        results[str(k)] = new(step.op, *operands, **step.attrs)
+    return results[str(len(results) - 1)]
 
 
 # ---------------------------------------------------------------- windows and groups
@@ -439,6 +449,7 @@ _BY_NAME: dict[str, Rule] = {
     "not_equal": lambda new, n: new("LogicalNot", new("Equal", *n.inputs)),
 } | by_name(
     *(
+        _curve,
         _softplus,
         _mish,
         _elu,

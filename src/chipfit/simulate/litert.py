@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from chipfit.engine.curve_table import table_of
 from chipfit.engine.kernels import execute
 from chipfit.graph.ir import Node
 from chipfit.graph.linear import is_depthwise
@@ -338,6 +339,12 @@ def _table(
     c.write_result(nearest((y * (1.0 / result)).double())[codes - stored.grid.qmin])
 
 
+def _lookup(c: KernelCall) -> None:
+    """Look up the table of a curve."""
+    x, y = c.run.plan[c.x], c.run.plan[c.out]
+    c.run.store(c.out, table_of(c.node, x, y)[c.code().long() - x.grid.qmin])
+
+
 def _curve(near: Callable[[Tensor, Tensor], Tensor], fixed: Callable[..., Tensor], shifts: Sequence[int]) -> Any:
     """Return a function of 16-bit integers: `fixed` with 3 integer bits if the scale allows a shift, else `near`."""
 
@@ -617,8 +624,19 @@ _FUNCTIONS: dict[str, Callable[..., None]] = {
     "resize_xnnpack": partial(_resize, lines=source_positions_xnnpack, one=2048),
 } | by_name(
     *(_convolution, _linear, _mat_mul, _add, _add_optimized, _add_xnnpack, _mul, _rectifier, _leaky, _leaky_xnnpack),
-    *(prelu, _table, _hard_swish, _abs, _rsqrt, _l2_norm, _requantize, _requantize_optimized, _requantize_xnnpack),
-    *(_mean, _mean_optimized, _mean_xnnpack, _avg_pool, _rows, _copied),
+    *(
+        prelu,
+        _lookup,
+        _table,
+        _hard_swish,
+        _abs,
+        _rsqrt,
+        _l2_norm,
+        _requantize,
+        _requantize_optimized,
+        _requantize_xnnpack,
+    ),
+    *(_mean, _mean_optimized, _mean_xnnpack, _avg_pool, _lookup, _rows, _copied),
 )
 _FUNCTIONS |= recurrent.FUNCTIONS["litert"]
 Tables = tuple[dict[str, Kernel], dict[str, Kernel], dict[str, Kernel]]

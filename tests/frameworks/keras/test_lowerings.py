@@ -141,6 +141,7 @@ CASES = [
     ("Roll", [IMAGE], {"shifts": (1, -2), "axes": (2, 3)}),
     ("Tile", [ROWS], {"repeats": (1, 3)}),
     ("Cast", [ROWS], {"dtype": "int32"}),
+    ("Curve", [IMAGE], {"steps": '[["Greater", ["0", 0.5], {}], ["Where", ["1", "0", 0.0], {}]]'}),
     ("Resize", [IMAGE], {"mode": "nearest", "size": None, "scale": (2.0, 3.0), "align_corners": False}),
     ("Resize", [IMAGE], {"mode": "linear", "size": (9, 5), "scale": None, "align_corners": False}),
     ("Resize", [SIGNAL], {"mode": "nearest", "size": None, "scale": (2.0,), "align_corners": False}),

@@ -25,6 +25,7 @@ from tests.keras_zoo import on_others, randomize  # noqa: E402
 NOT_READ = {
     "InstanceNorm": "Keras has no such layer",
     "SVDF": "TensorFlow Lite's own",
+    "Curve": "made by a pass from several operators",
     "DynamicQuantize": "put in where a kernel rounds what it reads",
     "Requantize": "put in where a plan wants another grid",
     "L2Norm": "made of its parts by `passes.unit_length`, on chips that have it",

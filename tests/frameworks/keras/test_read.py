@@ -157,6 +157,62 @@ def test_an_einsum_with_a_constant_is_computed_by_keras():
     assert ops_of(lambda x: ops.einsum("bij,jk->bik", x, matrix), 5, 4) == ["Opaque"]
 
 
+FORMULAS = {
+    "softsign": ops.softsign,
+    "tanh_shrink": ops.tanh_shrink,
+    "soft_shrink": lambda x: ops.soft_shrink(x, 0.7),
+    "hard_shrink": lambda x: ops.hard_shrink(x, 0.7),
+    "log_sigmoid": ops.log_sigmoid,
+    "celu": lambda x: ops.celu(x, 0.7),
+    "sparse_plus": ops.sparse_plus,
+    "squareplus": ops.squareplus,
+    "sparse_sigmoid": ops.sparse_sigmoid,
+    "threshold": lambda x: ops.threshold(x, 0.5, -2.0),
+    "glu": ops.glu,
+    "std": lambda x: ops.std(x, axis=1),
+    "var": lambda x: ops.var(x, axis=(1, 2), keepdims=True),
+    "logsumexp": lambda x: ops.logsumexp(x, axis=-1),
+    "logaddexp": lambda x: ops.logaddexp(x, 2 * x + 1),
+    "tril": lambda x: ops.tril(x, -1),
+    "triu": ops.triu,
+    "take": lambda x: ops.take(x, np.array([3, -1, 0]), axis=2),
+    "log1p": lambda x: ops.log1p(ops.abs(x)),
+    "expm1": ops.expm1,
+    "log2": lambda x: ops.log2(ops.abs(x) + 1),
+    "exp2": ops.exp2,
+    "hypot": lambda x: ops.hypot(x, x + 1),
+    "ptp": lambda x: ops.ptp(x, axis=1),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_functions_of_keras_are_read_as_the_operators_that_compute_them(name):
+    assert OPAQUE not in ops_of(FORMULAS[name], 4, 6)
+
+
+@pytest.mark.parametrize("filled, number", [(ops.zeros_like, 0.0), (ops.ones_like, 1.0)])
+def test_a_tensor_filled_like_another_is_a_constant_for_each_sample(filled, number):
+    x = keras.Input((2, 3))
+    graph = capture(keras.Model(x, x * 0.5 + filled(x)))
+    assert OPAQUE not in {n.op for n in graph.nodes}
+    data = torch.rand(4, 2, 3)
+    torch.testing.assert_close(run(graph, [data])[graph.outputs[0]], data / 2 + number)
+
+
+def test_additive_attention_with_its_scale_is_read_as_operators():
+    assert OPAQUE not in ops_of(lambda x: layers.AdditiveAttention()([x, 2 * x]), 5, 4)
+
+
+@pytest.mark.parametrize("layer", [layers.Dense(3), layers.Conv1D(2, 3, padding="same")])
+def test_a_layer_on_every_step_is_called_once(layer):
+    shape = (5, 4) if isinstance(layer, layers.Dense) else (5, 6, 4)
+    x = keras.Input(shape)
+    model = keras.Model(x, layers.TimeDistributed(layer)(x))
+    graph, data = capture(model), torch.rand(3, *shape)
+    assert len([n for n in graph.nodes if n.op in ("Linear", "Conv1D")]) == 1 and len(graph.nodes) <= 5
+    torch.testing.assert_close(run(graph, [data])[graph.outputs[0]], torch.as_tensor(forward(model, data)))
+
+
 def test_comparisons_are_of_one_type():
     assert ops_of(lambda x: ops.cast(x > 1.5, "float32"), 5) == ["Greater", "Cast"]
     graph = read(lambda x: ops.cast(x > 1.5, "float32"), 5, dtype="int32")

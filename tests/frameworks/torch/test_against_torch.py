@@ -490,6 +490,7 @@ def test_every_row_of_the_reader_has_cases_that_are_read_by_it(read):
 
 #: canonical operators that no ATen operator becomes
 NEVER = {
+    "Curve": "made by a pass from several operators",
     "DynamicQuantize": "inserted by `decide`, in front of kernels that quantize their own input",
     "Requantize": "inserted by `decide`, where a tensor changes its grid",
     "L2Norm": "made of its parts by `passes.unit_length`, on chips that have it",

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from ai_edge_litert import schema_py_generated as schema
 
+from chipfit.engine.curve_table import table_of
 from chipfit.export.tflite.builder import TfliteBuilder
 from chipfit.export.tflite.file import Quantization, quantization
 from chipfit.export.tflite.recurrent import lstm
@@ -34,6 +35,7 @@ class TfliteOp:
     moves: bool  #: its integer kernel is pass-through: operands and results have equal scales and zero points
     integer: bool = False  #: it has an integer kernel; else it is written in float, between DEQUANTIZE and QUANTIZE
     fuses: bool = False  #: an activation can be fused into it
+    alone: bool = False  #: it has an integer form only
     same: bool = False  #: its result is its operand, so that the file has no operator for it
     #: bits -> scale and zero point that its integer kernel demands of its result
     output: Mapping[int, tuple[float, int]] = field(default_factory=dict)
@@ -321,6 +323,22 @@ def _elu(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
 
 def _gelu(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     w.op(w.kind, w.reads(n), y, approximate=n.attrs["approximate"] == "tanh")
+
+
+def _curve(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
+    """Write the table of a function of 8-bit integers as a GATHER: place = integer - the least one."""
+    if w.kind and not w.integer:
+        return _plain(w, n, y)
+    x, (operand, result) = w.read(n.data), (w.plan[v] for v in (n.data, n.output))
+    if not w.integer or operand.grid.bits > 8:
+        w.refuse(n, "it is a table of 8-bit integers")
+    shape, low = w.shape(n.output), w.constant(np.int32(-operand.grid.qmin))
+    q, place = w.temporary(shape, low), w.temporary(shape, low)
+    w.op("CAST", [x], q, inDataType=w.tensors[x].type, outDataType=w.tensors[q].type)
+    w.op("ADD", [q, low], place, fusedActivationFunction=0, potScaleInt16=False)
+    numbers = Quantization(result.scale.numpy(), result.zero_point.numpy())
+    table = w.constant(table_of(n, operand, result).numpy(), kind=w.tensors[y[0]].type, numbers=numbers)
+    w.op("GATHER", [table, place], y, axis=0)
 
 
 #: bounds -> rectifier of the schema
@@ -648,7 +666,7 @@ def _shuffle(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
 #: the functions that cells of the table name
 _FUNCTIONS = by_name(
     *(_plain, _conv, _transpose_conv, _dynamic_quantize, _linear, _mat_mul, _prelu, _attention, _binary),
-    *(_hard_sigmoid, _leaky_relu, _elu, _gelu, _clamp, _softmax, _cast, _pool, _reduce, _sum),
+    *(_hard_sigmoid, _leaky_relu, _elu, _gelu, _curve, _clamp, _softmax, _cast, _pool, _reduce, _sum),
     *(_arg_max, _cum_sum, _top_k, _join),
     *(_unstack, _split, _as_shape, _requantize, _transpose, _expand, _slice, _gather, _gather_elements, _pad),
     *(_resize, _depth, _shuffle, lstm),

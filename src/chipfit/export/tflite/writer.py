@@ -102,6 +102,8 @@ class Writer(TfliteBuilder):
         grouped += [n.name for n in new.graph if n.op == "LSTM" and not keeps_states(plan, n)]
         if batch is None and plan.provenance.get("integer_only"):  # a TILE has no kernel there
             grouped += [n.name for n in new.graph if n.op == "Expand" and None in new.graph.shape(n.output)]
+        alone = {op for op, row in OPERATORS.items() if row.alone}
+        grouped += [n.name for n in new.graph if n.op in alone and not _has_codes(plan, n)]
         simple, plan, self.reasons = decompose(new.graph, plan, OPERATORS, grouped)
         _add_sizes(simple, sizes)
         super().__init__(simple, plan, sizes, batch)
@@ -270,6 +272,13 @@ class Writer(TfliteBuilder):
             ],
             "provenance": self.plan.published_provenance,
         }
+
+
+def _has_codes(plan: Plan, n: Node) -> bool:
+    """Check that a node of one operand is planned in integers, and that operand and result are."""
+    planned = plan.nodes.get(n.name)
+    computed = planned is not None and planned.exec != "float" and not plan.before_rounding({n.output})
+    return computed and plan.quantized(n.data) and plan.quantized(n.output)
 
 
 def _in_front(graph: Graph) -> dict[str, int]:

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from chipfit.engine.curves import compute
 from chipfit.frameworks.keras import padding as paddings
 from chipfit.frameworks.keras.backend import KerasOps, dtype_here
 from chipfit.frameworks.keras.kernel_layout import SLOPES, to_keras
@@ -363,12 +364,22 @@ def _enter_cell(
         LOWERINGS[op] = Lowering(renamed(function, words) if words else function)
 
 
+def _curve(x: Any, *, steps: str) -> Any:
+    def kernel(op: str) -> Kernel:
+        found = LOWERINGS[op].kernel
+        assert found is not None  # of every element-wise operator
+        return found
+
+    return compute(steps, x, kernel, float)
+
+
 LOWERINGS: dict[str, Lowering] = {
     "Mish": Lowering(lambda x: x * ops.tanh(ops.softplus(x))),
     "PRelu": Lowering(lambda x, w: ops.maximum(x, 0.0) + w * ops.minimum(x, 0.0), _prelu, "alpha"),
     "Gelu": Lowering(lambda x, *, approximate: ops.gelu(x, approximate == "tanh"), _gelu),
     "Softplus": Lowering(lambda x, *, beta, threshold: ops.softplus(x * beta) / beta),
     "Clamp": Lowering(_clamp),
+    "Curve": Lowering(_curve),
     **{f"Conv{n}D": Lowering(None, _conv, "kernel bias") for n in (1, 2, 3)},
     "DepthwiseConv2D": Lowering(None, _conv, "kernel bias"),
     **{f"TransposeConv{n}D": Lowering(None, _transposed, "kernel bias") for n in (1, 2, 3)},

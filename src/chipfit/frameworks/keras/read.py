@@ -781,8 +781,13 @@ def _flip(r: KerasCall, x: Value) -> Value:
 
 @reads("", "Take")
 def _take(r: KerasCall, x: Any, indices: Any) -> Value:
-    _require(isinstance(indices, Value) and r.op.axis is not None)
-    return r.emit("Gather", [r.operand(x), indices.name], axis=r.op.axis)
+    _require(r.op.axis is not None)
+    if isinstance(indices, Value):
+        return r.emit("Gather", [r.operand(x), indices.name], axis=r.op.axis)
+    places = keras.ops.convert_to_numpy(indices)
+    _require(np.issubdtype(places.dtype, np.integer))
+    places = places % _integer(x.shape[r.op.axis])
+    return r.emit("Gather", [x, r.operand(places, "int64")], axis=r.op.axis % len(x.shape))
 
 
 @reads("", "BroadcastTo")

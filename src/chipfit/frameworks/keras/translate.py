@@ -17,6 +17,7 @@ import chipfit.frameworks.keras.recurrent  # noqa: F401 -- registers readers
 from chipfit.engine.opaque import Template
 from chipfit.errors import short_message
 from chipfit.frameworks.keras.call import KerasCall, KerasGraphBuilder
+from chipfit.frameworks.keras.formulas import FORMULAS
 from chipfit.frameworks.keras.loading import target_of
 from chipfit.frameworks.keras.read import ACTIVATED, READERS, UNTRACEABLE
 from chipfit.frameworks.reading import Unreadable
@@ -165,6 +166,24 @@ def repeated_constants(given: Sequence[Any]) -> Iterator[None]:
         vars(keras.ops).update(own)
 
 
+@contextmanager
+def symbols_first() -> Iterator[None]:
+    """Let symbolic tensors compute operators whose first operand is a variable, which knows numbers only."""
+    names = ("__add__", "__sub__", "__mul__", "__truediv__", "__matmul__", "__pow__")
+    own = {name: getattr(keras.Variable, name) for name in names}
+
+    def giving_way(f: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        return lambda a, b: NotImplemented if isinstance(b, keras.KerasTensor) else f(a, b)
+
+    for name, f in own.items():
+        setattr(keras.Variable, name, giving_way(f))
+    try:
+        yield
+    finally:
+        for name, f in own.items():
+            setattr(keras.Variable, name, f)
+
+
 def origin_of(operation: Any, args: Any, kwargs: Any, prefix: str, within: Origin | None) -> tuple[Origin, str]:
     """Return the layer that a call belongs to, and the name of its nodes.
 
@@ -269,7 +288,8 @@ class Translator:
         return (
             self._read(KerasCall(self.builder, operation, outputs, origin, name), args, given)
             or self._nested(operation, args, given, origin)
-            or (self._opened(operation, args, kwargs, outputs, origin) if layer else None)
+            or self._by_formula(operation, args, given, outputs, origin)
+            or (self._opened(operation, operation.call, args, kwargs, outputs, origin) if layer else None)
             or self._opaque(operation, args, kwargs, outputs, origin, name)
         )
 
@@ -315,10 +335,21 @@ class Translator:
         self.builder.graph.outer_layers[origin.path] = (origin.kind, {})
         return self.add_calls(leaves(inner._outputs_struct), env, f"{origin.path}/")
 
-    def _opened(self, layer: Any, args: Any, kwargs: Any, outputs: Sequence[Any], origin: Origin) -> list[Value] | None:
-        """Add the operations of a layer's `call`; a layer that becomes one node gives it its name."""
+    def _by_formula(
+        self, operation: Any, args: Any, given: Any, outputs: Sequence[Any], origin: Origin
+    ) -> list[Value] | None:
+        """Add the operations of a formula; return None for operations without one."""
+        formula = FORMULAS.get(keras_class(operation))
+        if formula is None:
+            return None
+        return self._opened(operation, partial(formula, operation), args, given, outputs, origin)
+
+    def _opened(
+        self, owner: Any, function: Any, args: Any, kwargs: Any, outputs: Sequence[Any], origin: Origin
+    ) -> list[Value] | None:
+        """Add the operations of a function, such as a layer's `call`; one that becomes one node gives it its name."""
         before = len(self.builder.graph.nodes)
-        opened = self.open(layer, layer.call, args, kwargs, origin)
+        opened = self.open(owner, function, args, kwargs, origin)
         flat = [] if opened is None else leaves(opened)
         if len(flat) != len(outputs) or not all(isinstance(t, Value) for t in flat):
             return None
@@ -356,7 +387,8 @@ class Translator:
                 if "training" in inspect.signature(function).parameters:
                     given["training"] = False
                 tensors = keras.tree.map_structure(symbol, args)
-                with keras.StatelessScope(), on_symbols(owner), repeated_constants(leaves(tensors)):
+                repeated = repeated_constants(leaves(tensors))
+                with keras.StatelessScope(), on_symbols(owner), repeated, symbols_first():
                     out = function(*tensors, **_with_masks(function, tensors, given))
                 if not all(isinstance(x, keras.KerasTensor) for x in leaves(out)):
                     return None
