@@ -320,6 +320,32 @@ def test_unknown_domains_opsets_and_cycles_are_refused():
     refused(b"", "not an ONNX model")
 
 
+def test_functions_that_call_functions_are_counted_before_they_are_inlined():
+    ways = [onnx.helper.make_opsetid(d, 1) for d in ("own",)] + [onnx.helper.make_opsetid("", 17)]
+
+    def body(k):
+        inner = ("Relu", {}) if k == 0 else (f"F{k - 1}", {"domain": "own"})
+        nodes = [onnx.helper.make_node(inner[0], [a], [b], **inner[1]) for a, b in (("a", "m"), ("m", "b"))]
+        return onnx.helper.make_function("own", f"F{k}", ["a"], ["b"], nodes, ways)
+
+    value = onnx.helper.make_tensor_value_info
+    call = [onnx.helper.make_node("F39", ["x"], ["y"], domain="own")]
+    graph = onnx.helper.make_graph(call, "g", [value("x", 1, ["n", 4])], [value("y", 1, None)])
+    proto = onnx.helper.make_model(graph, opset_imports=ways, functions=[body(k) for k in range(40)], ir_version=9)
+    with pytest.raises(CaptureError, match=r"too large a graph\. Got: 1,099,511,627,776 nodes"):
+        load_model(proto)
+
+
+def test_a_size_that_no_memory_holds_is_refused_by_a_typed_error():
+    value = onnx.helper.make_tensor_value_info
+    nodes = [onnx.helper.make_node("Resize", ["x", "", "by"], ["y"], mode="nearest")]
+    by = onnx.helper.make_tensor("by", 1, [4], [1.0, 1.0, 1e15, 1e15])
+    graph = onnx.helper.make_graph(nodes, "g", [value("x", 1, ["n", 1, 3, 3])], [value("y", 1, None)], [by])
+    proto = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=9)
+    with pytest.raises(CaptureError, match="Resize"):
+        capture(load_model(proto), torch.randn(2, 1, 3, 3))
+
+
 @pytest.mark.parametrize("location", ["../secret.bin", "/etc/hostname", "inner/../../secret.bin"])
 def test_external_data_outside_the_folder_are_refused(location, tmp_path):
     (tmp_path / "secret.bin").write_bytes(bytes(12))

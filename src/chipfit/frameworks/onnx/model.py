@@ -115,6 +115,7 @@ def opened(model: Any, file: Path | None = None) -> OnnxModel:
         _check_proto(proto, stored := StoredWeights(file and file.parent), where)
         own = {f.domain for f in proto.functions}
         _check_domains([n for n in proto.graph.node if n.domain not in own], where)  # their types may be unreadable
+        _check_functions(proto, where)
         read = ir.from_proto(proto)
         if file is not None:
             ir.external_data.set_base_dir(read.graph, file.parent)
@@ -152,6 +153,23 @@ def _check_proto(proto: onnx.ModelProto, stored: StoredWeights, where: str) -> N
             _check_external(tensor, stored, where)
         elif tensor.HasField("raw_data"):
             _check_size(tensor, len(tensor.raw_data), where)
+
+
+def _check_functions(proto: onnx.ModelProto, where: str) -> None:
+    """Check the number of nodes that are left after functions are inlined, which can grow with 2^depth."""
+    bodies = {(f.domain, f.name): f.node for f in proto.functions}
+    sizes: dict[tuple[str, str], int] = {}
+
+    def size_of(nodes: Any) -> int:
+        total = 0
+        for key in ((n.domain, n.op_type) for n in nodes):
+            if key in bodies and key not in sizes:
+                sizes[key] = 0  # while it is counted: the inliner refuses a function that calls itself
+                sizes[key] = size_of(bodies[key])
+            total += sizes.get(key, 1)
+        return total
+
+    _check_count(size_of(proto.graph.node), where)
 
 
 def _check_external(tensor: onnx.TensorProto, stored: StoredWeights, where: str) -> None:

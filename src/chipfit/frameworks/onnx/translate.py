@@ -122,7 +122,7 @@ class Translator:
             return found
         try:
             return self.read(node)
-        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
+        except (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as e:
             what = f"Operator '{node.op_type}' is malformed, or not for these sizes: {short_message(e)}"
             raise CaptureError(what, where=node.name or node.op_type) from e
 
