@@ -105,6 +105,21 @@ def test_linear_layers_that_round_their_data_at_run_time_give_the_runtimes_numbe
     assert blocks or not any(o.differing for o in found.outputs)
 
 
+def test_samples_that_are_merged_behind_another_axis_are_compared_in_their_place():
+    """As in attention of torch, which computes rows [length * batch, features] of sequences."""
+
+    def forward(m, x):
+        rows = m.first(x).transpose(0, 1).reshape(-1, 8)
+        return m.second(rows).view(6, -1, 8).transpose(0, 1).relu()
+
+    torch.manual_seed(0)
+    result = quantized(
+        model_of(forward, first=nn.Linear(4, 8), second=nn.Linear(8, 8)), [torch.randn(4, 6, 4)] * 2, PLATFORM
+    )
+    found = result.verify([torch.randn(3, 6, 4)])
+    assert found.exact and not found.not_compared, found.summary()
+
+
 def test_a_network_of_onnx_is_written_as_well(tmp_path):
     onnx = pytest.importorskip("onnx")
     from onnx import helper, numpy_helper

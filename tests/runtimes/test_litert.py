@@ -15,8 +15,8 @@ from chipfit.export.tflite.file import TYPES, File, Quantization
 from chipfit.export.tflite.writer import export_tflite
 from chipfit.frameworks.torch.capture import capture
 from chipfit.registry import lookup
-from chipfit.runtimes import dequantize_output, divided, quantize_input
-from chipfit.runtimes.litert import LiteRt, LiteRtOptimized, LiteRtReference, join_parts
+from chipfit.runtimes import dequantize_output, divided, join_parts, quantize_input
+from chipfit.runtimes.litert import LiteRt, LiteRtOptimized, LiteRtReference
 from tests.build import graph_of, model_of
 from tests.simulate.one_operator import Codes, one
 

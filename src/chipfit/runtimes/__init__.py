@@ -104,3 +104,14 @@ def unfit_notes(path: str = "", what: str = "tensors") -> RuntimeUnavailable:
     """Return the error for notes that do not belong to the file's tensors or outputs."""
     message = f"The chipfit notes in the file do not fit its {what}"
     return RuntimeUnavailable(message, where=path, hint="export it again")
+
+
+def join_parts(parts: Sequence[np.ndarray], axis: int, front: int = 1) -> np.ndarray:
+    """Join parts of a batch along `axis`, into which [front, samples] are merged."""
+    if front == 1:
+        return np.concatenate(parts, axis)
+    if front < 1 or any(p.ndim == 0 or p.shape[axis] % front for p in parts):
+        raise unfit_notes()
+    shape = parts[0].shape
+    split = [p.reshape(*shape[:axis], front, -1, *shape[axis + 1 :]) for p in parts]
+    return np.concatenate(split, axis + 1).reshape(*shape[:axis], -1, *shape[axis + 1 :])

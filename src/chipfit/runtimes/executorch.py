@@ -11,6 +11,7 @@ from chipfit.errors import RuntimeUnavailable
 from chipfit.files import wrap_read_errors
 from chipfit.pte_file.container import PROGRAM, Container, classes, kind_of, malformed, tensor_of
 from chipfit.registry import register
+from chipfit.runtimes import join_parts
 from chipfit.runtimes.child import Child
 
 NAME = "ExecuTorch"
@@ -66,9 +67,9 @@ class ExecuTorch:
         parts = [[np.ascontiguousarray(x[k : k + size]) for x in inputs] for k in range(0, len(inputs[0]), size)]
         results = [self._child.ask("run", part) for part in parts]
         out = {f"output_{k}/float": np.concatenate([r[k] for r in results]) for k in range(self._own)}
-        for name, (k, form, shape, axis) in self._shown.items():
+        for name, (k, form, shape, axis, *front) in self._shown.items():
             values = (r[k].transpose(form) if form and len(form) == r[k].ndim else r[k] for r in results)
-            out[name] = np.concatenate([v.reshape(shape) for v in values], axis)
+            out[name] = join_parts([v.reshape(shape) for v in values], axis, *front)
         return out
 
     def executed(self) -> Mapping[str, int]:
@@ -86,7 +87,7 @@ def show(file: Container, places: Mapping[str, Sequence[Any]]) -> dict[str, tupl
         places: tensor -> where it is, see `chipfit.export.pte.notes`.
 
     Returns:
-        tensor -> its position among the outputs, its axes in the program's order or None, its shape, its batch axis.
+        tensor -> its position among the outputs, and the rest of its place.
 
     Raises:
         RuntimeUnavailable: a place does not exist.

@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 from chipfit.errors import RuntimeUnavailable, first_line
 from chipfit.files import wrap_read_errors
 from chipfit.registry import register
-from chipfit.runtimes import dequantize_output, quantize_input, read_notes, unfit_notes
+from chipfit.runtimes import dequantize_output, join_parts, quantize_input, read_notes, unfit_notes
 
 _DECLARED: dict[str, Any] = {"suffix": ".tflite", "libraries": ("ai_edge_litert", "flatbuffers"), "extra": "litert"}
 
@@ -305,17 +305,6 @@ def _states(content: bytes, path: str, narrow: bool) -> bool:
 def _items(vector: Any) -> Any:
     """Return a vector of the file; () if the file leaves it out."""
     return () if vector is None else vector
-
-
-def join_parts(parts: Sequence[np.ndarray], axis: int, front: int) -> np.ndarray:
-    """Join parts of a batch along `axis`, into which [front, samples] are merged."""
-    if front == 1:
-        return np.concatenate(parts, axis)
-    if front < 1 or any(p.ndim == 0 or p.shape[axis] % front for p in parts):
-        raise unfit_notes()
-    shape = parts[0].shape
-    split = [p.reshape(*shape[:axis], front, -1, *shape[axis + 1 :]) for p in parts]
-    return np.concatenate(split, axis + 1).reshape(*shape[:axis], -1, *shape[axis + 1 :])
 
 
 def _with_outputs(

@@ -343,7 +343,7 @@ def test_a_size_that_no_memory_holds_is_refused_by_a_typed_error():
     graph = onnx.helper.make_graph(nodes, "g", [value("x", 1, ["n", 1, 3, 3])], [value("y", 1, None)], [by])
     proto = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=9)
     with pytest.raises(CaptureError, match="Resize"):
-        capture(load_model(proto), torch.randn(2, 1, 3, 3))
+        capture(load_model(proto), (torch.randn(2, 1, 3, 3),))
 
 
 @pytest.mark.parametrize("location", ["../secret.bin", "/etc/hostname", "inner/../../secret.bin"])

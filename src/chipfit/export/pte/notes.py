@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from chipfit.export.pte.program import QuantizedProgram
+from chipfit.graph.merged import sizes_in_front
 from chipfit.pte_file.container import graph_of, kind_of, tensor_of
 
 #: fields with the operands of nodes without weights, and with them
@@ -28,7 +29,8 @@ def notes_of(lowered: Any, program: QuantizedProgram, rounded: Collection[str], 
 
     Returns:
         "tensors": quantized value, or float one that is rounded row by row -> [call of a delegate, number of the value
-        in its graph, its axes in the program's order or None, shape for one call, batch axis];
+        in its graph, its axes in the program's order or None, shape for one call, batch axis, and L if that axis
+        holds [L, samples]];
         "constants": weight or bias -> [[call, number], ...];
         "batch": number of samples in one call.
     """
@@ -43,12 +45,13 @@ def notes_of(lowered: Any, program: QuantizedProgram, rounded: Collection[str], 
             if key in names:
                 constants.setdefault(names[key], []).append([call, number])
     places = [place for _, place in sorted(found, key=lambda r: r[0])]
-    tensors = {}
+    tensors, front = {}, sizes_in_front(program.graph)
     if len(places) == len(rounded):
         for name, place in zip(rounded, places, strict=True):
             if place is not None and place[1] is not None:
                 shape = program.graph.shape(name)
-                tensors[name] = [*place, shape.index(None) if None in shape else 0]
+                inside = [front[name]] if name in front else []
+                tensors[name] = [*place, shape.index(None) if None in shape else 0, *inside]
     return {"tensors": tensors, "constants": constants, "batch": batch}
 
 

@@ -7,7 +7,6 @@ QUANTIZE.
 """
 
 import json
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -32,6 +31,7 @@ from chipfit.frameworks import facts_of
 from chipfit.graph.edit import drop_dead
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import TRANSPOSED
+from chipfit.graph.merged import sizes_in_front
 from chipfit.passes.decompose import decompose
 from chipfit.passes.flattened import read_in_memory_order
 from chipfit.passes.layout import apply_layout, natural_layout, same_numbers
@@ -251,7 +251,7 @@ class Writer(TfliteBuilder):
         batch_axis = {name: v.shape.index(None) for name, v in values.items() if None in v.shape}
         images = {n: list(c) for v, c in self.flattened.items() for n in self._tensors_of(v)}
         long = [n for v, ns in tensors.items() if self.short and values[v].dtype == "int64" for n in ns]
-        inside = {n: k for v, k in _in_front(self.source).items() for n in tensors.get(v, ())}
+        inside = {n: k for v, k in sizes_in_front(self.source).items() for n in tensors.get(v, ())}
         odd = {
             "in_front": inside,
             "lines": lines,
@@ -279,20 +279,6 @@ def _has_codes(plan: Plan, n: Node) -> bool:
     planned = plan.nodes.get(n.name)
     computed = planned is not None and planned.exec != "float" and not plan.before_rounding({n.output})
     return computed and plan.quantized(n.data) and plan.quantized(n.output)
-
-
-def _in_front(graph: Graph) -> dict[str, int]:
-    """Return values whose batch axis holds other axes in front of the samples, [L, N] in one, and their size L."""
-    found: dict[str, int] = {}
-    for n in graph.nodes:
-        carried = max((found[i] for i in n.inputs if i in found), default=1)
-        shapes = [graph.shape(n.data), graph.shape(n.output)] if n.op == "Reshape" else []
-        if shapes and all(None in s for s in shapes):
-            before, after = (math.prod(s or 1 for s in shape[: shape.index(None)]) for shape in shapes)
-            carried = max(carried * before // after, 1)
-        if carried > 1:
-            found |= {o: carried for o in n.outputs if None in graph.shape(o)}
-    return found
 
 
 #: role of tensors in look-up tables -> reason against the file, and the formats that hold the plan

@@ -1,0 +1,19 @@
+"""Axes that are merged with the batch."""
+
+import math
+
+from chipfit.graph.ir import Graph
+
+
+def sizes_in_front(graph: Graph) -> dict[str, int]:
+    """Return values whose batch axis holds other axes in front of the samples, [L, N] in one, and their size L."""
+    found: dict[str, int] = {}
+    for n in graph.nodes:
+        carried = max((found[i] for i in n.inputs if i in found), default=1)
+        shapes = [graph.shape(n.data), graph.shape(n.output)] if n.op == "Reshape" else []
+        if shapes and all(None in s for s in shapes):
+            before, after = (math.prod(s or 1 for s in shape[: shape.index(None)]) for shape in shapes)
+            carried = max(carried * before // after, 1)
+        if carried > 1:
+            found |= {o: carried for o in n.outputs if None in graph.shape(o)}
+    return found
