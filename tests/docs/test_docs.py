@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
@@ -104,6 +105,8 @@ def test_the_site_builds_without_a_broken_link(tmp_path):
     assert "Fit a trained PyTorch" in page and "calibration" in page  # taken from docstrings
     home = (tmp_path / "index.html").read_text()
     assert 'data-prompt="$ "' in home and not re.search(r'class="gp">\s*\$', home)  # the copy button leaves it out
+    assert "search_on_disk.js" in home and (tmp_path / "search_on_disk.js").is_file()  # search without a server
+    assert json.loads((tmp_path / "search/search_index.js").read_text().removeprefix("var __index = "))["docs"]
     assert (tmp_path / "notebooks/quickstart.html").is_file() and "notebooks/quickstart.html" in home
 
 
