@@ -201,6 +201,18 @@ def test_the_chart_sorts_the_table_filters_and_the_theme_turns(result, browse):
 
 
 @pytest.mark.chromium
+def test_a_long_layer_name_stays_inside_its_card(result, browse):
+    rows = [
+        r | {"layer": "distilbert.transformer.layer.0.output_layer_norm"} for r in result.report.verification["rows"]
+    ]
+    report = verified(result.report, rows=[rows[3] | {"differing": 5, "largest": 2}], differing=5, verdict="departs")
+    script = "[...document.querySelectorAll('.card, .todo')].filter(c => c.scrollWidth > c.clientWidth).length"
+    probe = f"<script>document.documentElement.dataset.wide = {script}</script>"
+    dom, _ = browse(page(report).replace("</body>", f"{probe}</body>"))
+    assert dom.count("output_layer_norm") >= 2 and 'data-wide="0"' in dom
+
+
+@pytest.mark.chromium
 def test_a_layer_name_cannot_become_markup(result, browse):
     evil = "</script><script>document.documentElement.dataset.evil = 1</script><b>"
     layers = [replace(r, layer=evil, why=evil) for r in result.report.layers]
