@@ -20,7 +20,8 @@ def test_lint_shows_how_many_operators_run_in_integers():
     screen = lint._summary()
     runs = [n.exec for n in lint.rows]
     assert [row[1] for row in screen.rows] == [n.op for n in lint.graph.nodes]
-    assert screen.title == f"{len(runs) - runs.count('float')} of {len(runs)} operators run in integers on tflite_int8"
+    count = f"{len(runs) - runs.count('float')} of {len(runs)}"
+    assert screen.title == f"{count} operators can run in integers on tflite_int8"
     assert [(row[2], bool(row[3])) for row in screen.rows] == [(r, r == "float") for r in runs]
     assert screen.facts["notes"] == "; ".join(lint.notes)
 

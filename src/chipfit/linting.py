@@ -35,7 +35,7 @@ class Lint(SummaryRepr):
 
     def _summary(self) -> Summary:
         integers = sum(n.exec != "float" for n in self.rows)
-        title = f"{integers} of {len(self.rows)} operators run in integers on {self.platform.name}"
+        title = f"{integers} of {len(self.rows)} operators can run in integers on {self.platform.name}"
         floats_first = sorted(self.rows, key=lambda n: n.exec != "float") if len(self.rows) > MANY else self.rows
         rows = joined([(n.display_name, n.op, n.exec, n.why) for n in floats_first])
         header = ("layer", "operator", "runs", "why float")

@@ -629,7 +629,7 @@ def lint(model: Model, shape: Shape = None, platform: Chip = DEFAULT, weights: W
     for note in notes:
         console.print(note, style="dim", markup=False)
     count = sum(n.exec != "float" for n in found.rows)
-    console.print(f"{count} of {len(found.rows)} operators run in integers on {found.platform.name}", markup=False)
+    console.print(f"{count} of {len(found.rows)} operators can run in integers on {found.platform.name}", markup=False)
 
 
 @command(app)
