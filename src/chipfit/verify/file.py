@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from chipfit.calibration.data import fixed_batch_of, iterate, split_label
-from chipfit.errors import CaptureError, RuntimeUnavailable, first_line
+from chipfit.errors import CaptureError, RuntimeUnavailable, UnsupportedError, first_line
 from chipfit.files import package_data, path_of
 from chipfit.frameworks import framework_of, load, part
 from chipfit.frameworks.quantized import QuantizedFile
@@ -76,10 +76,14 @@ def verify_file(
     Raises:
         CaptureError: The file cannot be read, is not quantized, or has an operator without a reader.
         RuntimeUnavailable: The runtime is not installed, or refuses the file.
+        UnsupportedError: Its kernels quantize at run time in a way that has no simulation.
         DataError: There are no data.
     """
     example = data[0] if isinstance(data, (list, tuple)) and data else None
     found, chosen = read_quantized(path, platform, example)
+    if found.not_simulated:
+        hint = "`chipfit explain` shows its formats; quantize it again (--requantize) for integers throughout"
+        raise UnsupportedError(f"{found.not_simulated}, which is not simulated", where=str(path), hint=hint)
     example = None if example is None else _in_numbers(example, found)
     numbers = (_in_numbers(x, found) for x in iterate(data, fixed_batch_of(found.graph)))
     suffix = path_of(path, CaptureError).suffix

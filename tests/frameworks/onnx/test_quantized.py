@@ -231,6 +231,34 @@ def test_integers_that_a_cast_and_a_mul_make_floats_are_shown(products, tmp_path
     assert chipfit.verify_file(tmp_path / "cast.onnx", [torch.randn(5, 64)]).exact
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_rows_that_are_gathered_as_integers_are_read(tmp_path, turned):
+    """ONNX Runtime's quantizer gathers rows of integers and dequantizes them, perhaps moved, behind."""
+    rng = np.random.default_rng(0)
+    weights = {"table": rng.normal(size=(20, 8)).astype("f4"), "w": rng.normal(size=(8, 4)).astype("f4")}
+    kinds = ("Gather", ["table", "ids"], ["rows"]), ("Relu", ["rows"], ["r"]), ("MatMul", ["r", "w"], ["y"])
+    nodes = [helper.make_node(*k) for k in kinds]
+    ends = (
+        [helper.make_tensor_value_info("ids", TensorProto.INT64, ["n", 5])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 5, 4])],
+    )
+    graph = helper.make_graph(nodes, "net", *ends, [numpy_helper.from_array(v, k) for k, v in weights.items()])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "f.onnx")
+    tool = pytest.importorskip("onnxruntime.quantization")
+    tool.quantize_dynamic(str(tmp_path / "f.onnx"), str(tmp_path / "q.onnx"))
+    model = onnx.load(tmp_path / "q.onnx")
+    gather = next(n for n in model.graph.node if n.op_type == "Gather")
+    if turned:
+        moved = [helper.make_node("Transpose", ["g"], ["t"], perm=[1, 0, 2])]
+        moved.append(helper.make_node("Transpose", ["t"], [gather.output[0]], perm=[1, 0, 2]))
+        gather.output[0] = "g"
+        for k, n in enumerate(moved):
+            model.graph.node.insert([*model.graph.node].index(gather) + 1 + k, n)
+    onnx.save(model, tmp_path / "q.onnx")
+    check = chipfit.verify_file(tmp_path / "q.onnx", [torch.randint(0, 20, (3, 5))])
+    assert check.exact and check.integers and all(h.elements for h in check.held if h.role == "weight"), str(check)
+
+
 class FakeQuantized(nn.Module):
     """As quantization-aware training leaves it; scales of weights are computed in the graph."""
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import chipfit
-from chipfit.errors import CaptureError, DataError
+from chipfit.errors import CaptureError, DataError, UnsupportedError
 from tests.build import sequential
 from tests.frameworks.tflite.test_read import float_file
 
@@ -173,6 +173,21 @@ def test_another_network_than_the_file_has_departs_and_is_named(tmp_path, what):
         found.graph.weights[name][first] += 40 * float(found.plan.tensors[name].scale.max())
     check = verify(found.graph, found.plan, load("tflite_int8"), [x], path=tmp_path / "named.tflite")
     assert check.verdict == "departs" and any(name in d for d in check.departures)
+
+
+def test_a_file_whose_weights_alone_are_integers_is_shown_and_not_simulated(tmp_path):
+    torch.manual_seed(0)
+    model = sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)).eval()
+    data = [torch.randn(8, 32) for _ in range(3)]
+    result = chipfit.quantize(model, data, platform="tflite_dynamic", progress=False)
+    file = result.export(tmp_path / "weights.tflite")
+    plan = read_file(file)[0].plan
+    formats = {t.role: t.stored.format for t in plan.tensors.values()}
+    assert formats == {"weight": "int8"} and sum("at run time" in n.why for n in plan.nodes.values()) == 2
+    with pytest.raises(UnsupportedError, match=r"Only weights.*at run time.*not simulated.*--requantize"):
+        chipfit.verify_file(file, data)
+    again = chipfit.load_model(file, requantize=True)
+    assert chipfit.quantize(again, data, platform="tflite_int8", progress=False).verify(data[:1]).exact
 
 
 def test_a_file_without_integers_is_refused(tmp_path):

@@ -230,14 +230,22 @@ class Expansion:
         return self.out
 
     def _inputs_of_integers(self, n: onnx.NodeProto) -> None:
-        """Note how an input of the model is stored whose integers are read behind operators that move them."""
+        """Note how an input or a constant is stored whose integers are read behind operators that move them."""
         if not (n.op_type == "DequantizeLinear" or n.op_type in ("QLinearConv", "QLinearMatMul", "QGemm")):
             return
         tensor = n.input[0]
         while tensor in self.makers and self.makers[tensor].op_type in _MOVES:
             tensor = self.makers[tensor].input[0]
-        if tensor in self.ins and tensor not in self.codes and tensor != n.input[0]:
+        if tensor == n.input[0] or tensor in self.codes:
+            return
+        if tensor in self.ins:
             self.codes[tensor] = self.out.given[tensor] = self.numbers(n, tensor, n.input[1], _operand(n, 2))
+        elif tensor in self.initialisers and self.kind(tensor) in ENDS:  # such as a table whose rows are gathered
+            numbers = self.numbers(n, tensor, n.input[1], _operand(n, 2), self.kind(tensor))
+            array = self.array(tensor)
+            if numbers.scale.size == 1 and array is not None:
+                self.codes[tensor] = numbers
+                self.floats[tensor] = self.enter(Codes(tensor, array.astype(np.int64), numbers))
 
     def node(self, n: onnx.NodeProto) -> None:
         reader = _READERS.get(n.op_type)

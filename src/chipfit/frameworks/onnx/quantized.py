@@ -46,7 +46,7 @@ from chipfit.plan.record import NodePlan, Plan, Role, TensorPlan
 #: attributes of what DynamicQuantizeLinear does
 _DYNAMIC = {"qmin": 0, "qmax": 255, "affine": True, "per": "tensor", "block": 1}
 #: sizes tried for those that a file leaves open, in two runs
-_SIZES = (((2, 3), (64, 96)), ((2, 3), (32, 48)), ((2, 3), (7, 11)), ((2, 3), (16, 16)))
+_SIZES = (((2, 3), (64, 96)), ((2, 3), (32, 48)), ((2, 3), (7, 11)), ((2, 3), (16, 16)), ((64, 96), (64, 96)))
 
 
 def activation_types(model: OnnxModel) -> set[str]:

@@ -24,6 +24,7 @@ from chipfit.passes.layout import LayoutChange, apply_layout, keep_constant_name
 from chipfit.plan.record import NodePlan, Plan, Role, TensorPlan
 from chipfit.quantizers.stored import Stored
 
+_AT_RUN_TIME = "Only weights of the file are integers: its kernels quantize their input at run time"
 #: operators beside those that move numbers whose kernels keep the grid of their operand
 _KEEP = ("AvgPool", "Pad", "Resize")
 
@@ -43,10 +44,10 @@ def read_quantized(model: TfliteModel, platform: str, example: Any = None) -> Qu
     Raises:
         CaptureError: Nothing in the file is quantized, or an operator has no reader.
     """
-    computed = [t for t in model.quantized if not t.is_constant]
-    if not computed:
-        what = "Only weights of the file are integers" if model.quantized else "The file is not quantized"
-        raise CaptureError(what, where=model.where, hint="chipfit.quantize(file, data) quantizes a float file")
+    if not model.quantized:
+        half = "weights of float16" if any(t.kind == "FLOAT16" for t in model.tensors) else None
+        hint = "chipfit.quantize(file, data) quantizes a float file"
+        raise CaptureError("The file is not quantized", where=model.where, got=half, hint=hint)
     with model.session():
         if not model.unrunnable:
             model.run([np.zeros([max(d, 1) for d in t.signature], np.float32) for t in model.inputs])
@@ -71,7 +72,8 @@ def read_quantized(model: TfliteModel, platform: str, example: Any = None) -> Qu
     notes["joined"] = {name: [names[k] for k in indices] for name, indices in reading.parts.items()}
     copies = {copy: source for copy, (source, _) in moved.copies.items() if {copy, source} <= graph.weights.keys()}
     notes["joined"] |= {copy: [source] for copy, source in copies.items()}  # with other axes for some readers
-    return QuantizedFile(graph, plan, _named(model, names, notes))
+    computed = any(not t.is_constant for t in model.quantized)
+    return QuantizedFile(graph, plan, _named(model, names, notes), not_simulated="" if computed else _AT_RUN_TIME)
 
 
 def _read(model: TfliteModel, facts: Facts, open_batch: bool, platform: str) -> tuple[_Codes, LayoutChange, Plan]:
@@ -200,7 +202,9 @@ class _Codes(Reading):
         fused = bool(group) and n.name != group[0]
         held = all(i in self.stored for i in data) or fused
         if not held or (graph.is_float(out) and out not in self.stored):
-            return NodePlan(name=n.name, op=n.op, layer=n.layer, exec="float", why="the file has floats here")
+            weights = any(self.stored[i].role == "weight" for i in n.inputs if i in self.stored)
+            why = "the file has floats here" + (", which its kernel may quantize at run time" if weights else "")
+            return NodePlan(name=n.name, op=n.op, layer=n.layer, exec="float", why=why)
         first = self.stored.get(data[0]) if data else None
         same = first is not None and out in self.stored and _same(first, self.stored[out])
         follows = same and (n.facts.moves or n.op in _KEEP)
