@@ -55,9 +55,9 @@ def train_classifier(
     probabilities = result.graph.outputs[0] in {o for n in result.graph.nodes if n.op == "Softmax" for o in n.outputs}
     steps = -(-len(labels) // batch_size)
     step = adapter_of(result.graph.framework).stepper(result.model, rate, epochs * steps, probabilities)
-    before, shown, draw = _top1(result, inputs, labels), Progress(True), torch.Generator().manual_seed(seed)
+    before, shown, generator = _top1(result, inputs, labels), Progress(True), torch.Generator().manual_seed(seed)
     for epoch in range(1, epochs + 1):
-        order = torch.randperm(len(labels), generator=draw).split(batch_size)
+        order = torch.randperm(len(labels), generator=generator).split(batch_size)
         total = 0.0
         for k, rows in enumerate(shown.count(f"epoch {epoch} of {epochs}", order, steps), 1):
             loss = step([x[rows].to(device) for x in inputs], labels[rows].to(device))

@@ -163,7 +163,8 @@ def _divided(a: Arguments) -> str:
         numbers = [_numbers(x) if isinstance(x, torch.Tensor) else torch.tensor(x) for x in operands]
         if any(x is None for x in numbers):
             return ""
-        traps = (numbers[0] == torch.iinfo(dtype).min).any() and (numbers[1] == -1).any()
+        left, right = (torch.as_tensor(x) for x in numbers)
+        traps = bool((left == torch.iinfo(dtype).min).any() and (right == -1).any())
         return f"the least integer of {dtype} is divided by -1" if traps else ""
 
 

@@ -144,7 +144,7 @@ class _Generator:
     def __init__(self, graph: Graph, options: Generation, count: int, seed: int, progress: Progress) -> None:
         self.loss, self.options, self.progress = Loss(graph, options), options, progress
         self.inputs, self.outputs = _inputs(graph, options), list(graph.outputs) if options.output != "none" else []
-        self.draw = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator().manual_seed(seed)
         fixed = fixed_batch_of(graph)
         size = fixed or min(options.batch, count)
         self.sizes = [size] * -(-count // size) if fixed else [min(size, count - k) for k in range(0, count, size)]
@@ -164,14 +164,14 @@ class _Generator:
         schedules = [schedule_of(o, self.options.schedule, self.steps) for o in optimizers]
         with closing(self.progress.count("generate", self._order(), self.steps * len(noise))) as order:
             for k in order:
-                total, _ = self._loss(noise[k], k, self.draw)
+                total, _ = self._loss(noise[k], k, self.generator)
                 optimizers[k].zero_grad()
                 total.backward()
                 optimizers[k].step()
                 schedules[k](float(total.detach()))
         with torch.no_grad():
             apart = float(torch.stack([self._loss(batch, k, None)[1] for k, batch in enumerate(noise)]).mean())
-            made = [on_cpu(self._made(batch, None)) for batch in noise]
+            made = [on_cpu(self._images(batch, None)) for batch in noise]
         if not math.isfinite(apart) or not all(bool(x.isfinite().all()) for batch in made for x in batch):
             got, hint = f"rate {self.options.rate:g}", "a lower learning rate: Generation(rate=...)"
             raise DataError("Data generation has diverged", got=got, hint=hint)
@@ -180,16 +180,16 @@ class _Generator:
     def _order(self) -> Iterator[int]:
         """Yield the numbers of batches, all of them in each step in a new order."""
         for _ in range(self.steps):
-            yield from torch.randperm(len(self.sizes), generator=self.draw).tolist()
+            yield from torch.randperm(len(self.sizes), generator=self.generator).tolist()
 
     def _start(self, size: int) -> list[Tensor]:
-        return inputs_on(self.graph.device, [i.start(size, self.draw) for i in self.inputs])
+        return inputs_on(self.graph.device, [i.start(size, self.generator) for i in self.inputs])
 
-    def _made(self, noise: Sequence[Tensor], draw: torch.Generator | None) -> list[Tensor]:
-        return [make(x, draw) for make, x in zip(self.inputs, noise, strict=True)]
+    def _images(self, noise: Sequence[Tensor], generator: torch.Generator | None) -> list[Tensor]:
+        return [make(x, generator) for make, x in zip(self.inputs, noise, strict=True)]
 
-    def _loss(self, noise: Sequence[Tensor], batch: int, draw: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        env = run(self.graph, self._made(noise, draw), weights=self.weights)
+    def _loss(self, noise: Sequence[Tensor], batch: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+        env = run(self.graph, self._images(noise, generator), weights=self.weights)
         return self.loss(env, [env[o] for o in self.outputs], batch)
 
     def _choose_ranges(self) -> None:

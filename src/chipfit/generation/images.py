@@ -1,4 +1,4 @@
-"""Images as trainable noise: where they start, and how noise becomes an input of the network."""
+"""Inputs of the network made from trainable noise: its start, and the operations that make an image of it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +19,9 @@ _BINOMIAL = (1 / 4, 1 / 2, 1 / 4)
 
 @dataclass(frozen=True)
 class Input:
-    """One input of a graph, as images are made for it."""
+    """The description of one input of a graph, which makes its values from noise."""
 
-    shape: tuple[int, ...]  #: of one sample, as the network takes it
+    shape: tuple[int, ...]  #: shape of one sample, in the layout of the network
     dtype: torch.dtype
     channels_last: bool
     options: Generation
@@ -33,42 +33,43 @@ class Input:
         """True if a sample has channels and two spatial axes."""
         return len(self.shape) == 3
 
-    def start(self, count: int, draw: torch.Generator) -> Tensor:
+    def start(self, count: int, generator: torch.Generator) -> Tensor:
         """Return noise for a number of images, [count, C, H + extra, W + extra], or [count, *shape] if not images."""
         shape = list(self.shape)
         if self.is_image:
             shape = [shape[-1], *shape[:-1]] if self.channels_last else shape
             shape[1:] = [s + extra for s, extra in zip(shape[1:], self.options.extra_pixels, strict=True)]
-        noise = torch.randn(count, *shape, generator=draw)
+        noise = torch.randn(count, *shape, generator=generator)
         if self.options.start == "diverse":
             own = (count, shape[0], *(1 for _ in shape[1:]))
-            noise = noise * torch.randn(own, generator=draw) + torch.randn(own, generator=draw)
+            noise = noise * torch.randn(own, generator=generator) + torch.randn(own, generator=generator)
         return noise
 
-    def __call__(self, noise: Tensor, draw: torch.Generator | None = None) -> Tensor:
-        """Return the images of noise, as the network takes them.
+    def __call__(self, noise: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Return images made of noise, in the layout and type of the network.
 
         Args:
-            draw: mirrors and cuts at random; None: the image as it is, of the middle.
+            generator: for random mirroring and cropping; None crops the centre and does not mirror.
         """
-        x = self._filtered(noise, draw) if self.is_image else noise
+        x = self._filtered(noise, generator) if self.is_image else noise
         x = self.offset + self.deviation * x
         if self.options.bounds is not None:
             low, high = (_per_channel(b, x) for b in self.options.bounds)
             inside = x.clamp(low, high)
-            x = inside if draw is None else x + (inside - x).detach()  # beyond the bounds, gradients still lead back
+            # in training gradients pass the bounds, so that values beyond them can return
+            x = inside if generator is None else x + (inside - x).detach()
         if self.is_image and self.channels_last:
             x = x.permute(0, 2, 3, 1)
         return x.to(self.dtype)
 
-    def _filtered(self, x: Tensor, draw: torch.Generator | None) -> Tensor:
+    def _filtered(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         """Return images smoothed, mirrored and cut to their size."""
         if self.options.smooth:
             x = smoothed(x)
-        if draw is not None and self.options.flip and torch.rand((), generator=draw) < 0.5:
+        if generator is not None and self.options.flip and torch.rand((), generator=generator) < 0.5:
             x = x.flip(-1)
         for axis, extra in zip((2, 3), self.options.extra_pixels, strict=True):
-            first = extra // 2 if draw is None else int(torch.randint(extra + 1, (), generator=draw))
+            first = extra // 2 if generator is None else int(torch.randint(extra + 1, (), generator=generator))
             x = x.narrow(axis, first, x.shape[axis] - extra)
         return x
 

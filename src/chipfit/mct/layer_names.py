@@ -12,26 +12,26 @@ _HOLDER = "_activation_holder_quantizer"
 
 
 class LayerNames(dict[str, Any]):
-    """Names of parts of a model; copies and pickles lack the user's own layers, whose classes may not be importable."""
+    """A table of parts of a model by name; copies of it lack the user's layers, whose classes may not be importable."""
 
     def __reduce__(self) -> Any:
         return LayerNames, ({k: v for k, v in self.items() if not isinstance(v, nn.Module)},)
 
 
-def give_layer_names(result: Result, of: Any = None) -> None:
-    """Let the model of a result find its parts by MCT's names as well, if it is a PyTorch module.
+def give_layer_names(result: Result, float_model: Any = None) -> None:
+    """Give the PyTorch model of a result aliases by which its parts have the names of MCT, too.
 
     "features.0.0" is `features_0_0`, and `features_0_0_bn` if a batch norm was folded into it; a function has the name
     of its operator, such as `add_1`. The quantizer of a result is `features_0_2_activation_holder_quantizer`. Layers
     with neither weights nor quantizers are found too.
 
     Args:
-        of: the float module, or an earlier model of the result; None: the user's own layers are not found.
+        float_model: the float module, or an earlier model of the result; None: the user's own layers get no names.
     """
     model, graph = result.model, result.graph
     if not hasattr(model, "path_of_quantizer"):
         return
-    names = LayerNames(_layers_of(of))
+    names = LayerNames(_own_layers(float_model))
     weights = {name.rpartition(".")[0] for name in graph.weights}
     makers = {o: _names_of(n, result) for n in graph.nodes for o in n.outputs}
     for node in graph.nodes:
@@ -45,7 +45,7 @@ def give_layer_names(result: Result, of: Any = None) -> None:
     model.aliases = names
 
 
-def _layers_of(model: Any) -> Mapping[str, Any]:
+def _own_layers(model: Any) -> Mapping[str, Any]:
     """Return the layers without weights of classes of the user's own, by name."""
     if hasattr(model, "aliases"):
         return {k: v for k, v in model.aliases.items() if isinstance(v, nn.Module)}

@@ -238,16 +238,16 @@ def quantize_model(
     return attach_result(result, model), UserInformation(result, scale, gptq_info_dict=dict(steps))
 
 
-def attach_result(result: Result, of: Any = None) -> Any:
-    """Return the model of a result, with a link to the result, and parts by MCT's names.
+def attach_result(result: Result, float_model: Any = None) -> Any:
+    """Return the model of a result, with a link to the result and the names that MCT gives to its parts.
 
     Args:
-        of: the float model, or an earlier quantized one, whose layers without weights the new one names; None: none.
+        float_model: the float model, or an earlier quantized one, whose layers without weights get names, too.
     """
     result.model._chipfit = link = ResultLink(result)
     if hasattr(result.model, "origin"):
         result.model.origin = link.packed
-    give_layer_names(result, of)
+    give_layer_names(result, float_model)
     return result.model
 
 

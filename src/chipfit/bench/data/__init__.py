@@ -33,7 +33,7 @@ class Images(Protocol):
 
     def __len__(self) -> int: ...
 
-    def read(self, index: int, draw: torch.Generator) -> tuple[Tensor, int] | None:
+    def read(self, index: int, generator: torch.Generator) -> tuple[Tensor, int] | None:
         """Return an image float32 [C, H, W] and its class; None if it cannot be read."""
 
     def digest(self) -> str:
@@ -64,12 +64,12 @@ class Tensors:
     def __len__(self) -> int:
         return len(self.y)
 
-    def read(self, index: int, draw: torch.Generator) -> tuple[Tensor, int]:
+    def read(self, index: int, generator: torch.Generator) -> tuple[Tensor, int]:
         x, (height, width) = self.x[index], self.x.shape[2:]
         if self.transforms == "STANDARD":
-            top, left = torch.randint(9, (2,), generator=draw).tolist()
+            top, left = torch.randint(9, (2,), generator=generator).tolist()
             x = torch.nn.functional.pad(x, (4, 4, 4, 4))[:, top : top + height, left : left + width]
-            x = x.flip(2) if float(torch.rand((), generator=draw)) < 0.5 else x
+            x = x.flip(2) if float(torch.rand((), generator=generator)) < 0.5 else x
         return x, int(self.y[index])
 
     def digest(self) -> str:
@@ -85,8 +85,8 @@ class _SeededImages(Dataset[Any]):
 
     def __getitem__(self, at: tuple[int, int]) -> Any:
         digest = hashlib.sha256(f"{self.seed}:{at[0]}:{at[1]}".encode()).digest()
-        draw = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-        return at[1], self.images.read(at[1], draw)
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        return at[1], self.images.read(at[1], generator)
 
 
 def _collate(read: list[tuple[int, tuple[Tensor, int] | None]]) -> tuple[Tensor, Tensor, list[int]]:
@@ -121,8 +121,8 @@ class Reader:
             DataError: too many images cannot be read, or no image of a shuffled batch.
         """
         n, size = len(self.images), self.config.batch_size
-        draw = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-        order = torch.randperm(n, generator=draw) if shuffled else torch.arange(n)
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        order = torch.randperm(n, generator=generator) if shuffled else torch.arange(n)
         parts = [p[self.rank :: self.world] for p in order.split(size * self.world)]
         parts = [p for p in parts[first:] if len(p) == size or not shuffled]
         keys = [[(epoch, int(i)) for i in part] for part in parts]

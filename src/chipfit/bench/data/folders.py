@@ -36,19 +36,19 @@ class Folder:
     def __len__(self) -> int:
         return len(self.files)
 
-    def read(self, index: int, draw: torch.Generator) -> tuple[Tensor, int] | None:
+    def read(self, index: int, generator: torch.Generator) -> tuple[Tensor, int] | None:
         from PIL import Image
 
         path, label = self.files[index]
         try:
             with Image.open(path) as image:
-                pixels = self._transformed(image.convert("RGB"), draw)
+                pixels = self._transformed(image.convert("RGB"), generator)
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
             return None
         x = torch.from_numpy(np.array(pixels, dtype=np.float32) / 255)
         return ((x - torch.tensor(MEAN)) / torch.tensor(STD)).permute(2, 0, 1), label
 
-    def _transformed(self, image: Any, draw: torch.Generator) -> Any:
+    def _transformed(self, image: Any, generator: torch.Generator) -> Any:
         if self.transforms == "PLAIN":
             return image.resize((self.size, self.size))
         if self.transforms == "ONECROP":
@@ -56,7 +56,7 @@ class Folder:
             image = image.resize([max(round(side * short), self.size) for side in image.size])
             left, top = ((side - self.size) // 2 for side in image.size)
             return image.crop((left, top, left + self.size, top + self.size))
-        return _color_jitter(_random_crop(image, self.size, draw), draw)
+        return _color_jitter(_random_crop(image, self.size, generator), generator)
 
     def digest(self) -> str:
         """Return a hash of names and sizes; hashing all of ImageNet would take longer than an experiment."""
@@ -64,11 +64,11 @@ class Folder:
         return hashlib.sha256(listing.encode()).hexdigest()[:16]
 
 
-def _uniform(draw: torch.Generator, low: float, high: float) -> float:
-    return low + (high - low) * float(torch.rand((), generator=draw))
+def _uniform(generator: torch.Generator, low: float, high: float) -> float:
+    return low + (high - low) * float(torch.rand((), generator=generator))
 
 
-def _random_crop(image: Any, size: int, draw: torch.Generator) -> Any:
+def _random_crop(image: Any, size: int, generator: torch.Generator) -> Any:
     """Return a random crop (8 to 100 % of the area, aspect ratio 3:4 to 4:3) at `size`, perhaps mirrored.
 
     Source: Szegedy et al. 2015, arXiv:1409.4842, section 6.
@@ -77,26 +77,26 @@ def _random_crop(image: Any, size: int, draw: torch.Generator) -> Any:
 
     width, height = image.size
     for _ in range(10):
-        area = width * height * _uniform(draw, 0.08, 1.0)
-        ratio = math.exp(_uniform(draw, math.log(3 / 4), math.log(4 / 3)))
+        area = width * height * _uniform(generator, 0.08, 1.0)
+        ratio = math.exp(_uniform(generator, math.log(3 / 4), math.log(4 / 3)))
         w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < w <= width and 0 < h <= height:
             break
     else:
         w, h = min(width, round(height * 4 / 3)), min(height, round(width * 4 / 3))
-    left, top = round(_uniform(draw, 0, width - w)), round(_uniform(draw, 0, height - h))
+    left, top = round(_uniform(generator, 0, width - w)), round(_uniform(generator, 0, height - h))
     image = image.resize((size, size), box=(left, top, left + w, top + h))
-    return ImageOps.mirror(image) if _uniform(draw, 0, 1) < 0.5 else image
+    return ImageOps.mirror(image) if _uniform(generator, 0, 1) < 0.5 else image
 
 
-def _color_jitter(image: Any, draw: torch.Generator) -> Any:
+def _color_jitter(image: Any, generator: torch.Generator) -> Any:
     """Return an image with random changes of brightness, contrast, saturation and hue."""
     from PIL import Image, ImageEnhance
 
     for change in (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color):
-        image = change(image).enhance(_uniform(draw, 1 - JITTER, 1 + JITTER))
+        image = change(image).enhance(_uniform(generator, 1 - JITTER, 1 + JITTER))
     turned = np.array(image.convert("HSV"))
-    turned[..., 0] += np.uint8(round(_uniform(draw, -HUE, HUE) * 256) % 256)  # the circle has 256 parts
+    turned[..., 0] += np.uint8(round(_uniform(generator, -HUE, HUE) * 256) % 256)  # the circle has 256 parts
     return Image.fromarray(turned, "HSV").convert("RGB")
 
 

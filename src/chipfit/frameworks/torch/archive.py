@@ -259,8 +259,10 @@ def _input(spec: Mapping[str, Any]) -> tuple[str, str]:
 def _example(meta: Mapping[str, Any]) -> torch.Tensor:
     """Return a tensor of the shape that an input had: random floats, or ones."""
     shape = [d["as_int"] if "as_int" in d else d["as_expr"]["hint"]["as_int"] for d in meta["sizes"]]
-    dtype, draw = dtype_of(_DTYPES[meta["dtype"]]), torch.Generator().manual_seed(0)
-    return torch.randn(shape, generator=draw).to(dtype) if dtype.is_floating_point else torch.ones(shape, dtype=dtype)
+    dtype, generator = dtype_of(_DTYPES[meta["dtype"]]), torch.Generator().manual_seed(0)
+    return (
+        torch.randn(shape, generator=generator).to(dtype) if dtype.is_floating_point else torch.ones(shape, dtype=dtype)
+    )
 
 
 class Program(nn.Module):
