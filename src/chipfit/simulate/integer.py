@@ -298,56 +298,80 @@ def simulate(
     run = Simulation(graph, widened_to_types(plan) if profile.saturate_to_type else plan, profile, platform.math, part)
     run.weights, run.in_pairs = run.weights if weights is None else weights, in_pairs
     wanted = {*(graph.values if keep is None else keep), *graph.outputs}
-    todo = kernel_groups(graph, plan)
-    last = {i: k for k, group in enumerate(todo) for n in group for i in n.inputs if i is not None}
+    results = _Results(run, wanted, force or {}, floats, like, each)
+    groups = kernel_groups(graph, plan)
+    last = {i: k for k, group in enumerate(groups) for n in group for i in n.inputs if i is not None}
     for o in graph.outputs:
         last.pop(o, None)
-    done: dict[str, Any] = {}
-    changed: set[str] = set()  #: values that differ from `like`
-    again: set[str] = set()  #: values that were computed again: their floats may differ even if their integers do not
-
-    def record_results(names: Sequence[str], other: bool = False) -> None:
-        """Record results, computed anew (`other`) or reused; later operators read the device's values if given."""
-        for o in names:
-            if o in wanted:
-                run.decode(o)
-            own, behind = run.codes.get(o, run.floats.get(o)), run.floats.get(o) if o in run.codes else None
-            if o in wanted and own is not None:
-                done[o] = own
-            if floats is not None and behind is not None:
-                floats[o] = behind
-            if each is not None and own is not None:
-                each(o, own, behind)
-            given = _fitting(force, o, own)
-            if given is not None:
-                (run.codes if o in run.codes else run.floats)[o] = given
-                if like is not None and bool((given != like[o]).any()):
-                    changed.add(o)
-            elif other:
-                changed.add(o)
-
     for name, x in zip(graph.inputs, inputs, strict=True):
         run.publish(name, x)
-    record_results(graph.inputs)
-    for k, group in enumerate(todo):
-        results = group[-1].outputs
-        reads = {(i, n.name) for n in group for i in n.inputs if i is not None}
-        other = like is None or any(i in changed or (i in again and (i, n) in plan.float_edges) for i, n in reads)
-        if other or group[0].op == DYNAMIC:  # its integers are kept nowhere else
-            _compute(run, group)
-        if other:
-            again.update(results)
-        elif group[0].op != DYNAMIC:
-            run.reuse(results, like or {}, floats or {})
-        record_results(results, other)
-        for i in {i for i, _ in reads if last.get(i) == k}:
+    results.record(graph.inputs)
+    for k, group in enumerate(groups):
+        results.advance(group)
+        for i in {i for n in group for i in n.inputs if i is not None and last.get(i) == k}:
             run.drop(i)
-    return done
+    return results.values
 
 
-def _fitting(force: Mapping[str, Tensor] | None, name: str, simulated: Any) -> Tensor | None:
+@dataclass(eq=False)
+class _Results:
+    """The values of a simulation, recorded as the operators run; see the arguments of `simulate`."""
+
+    run: Simulation
+    wanted: Collection[str]  #: values to return
+    force: Mapping[str, Tensor]
+    floats: dict[str, Any] | None
+    like: Mapping[str, Any] | None
+    each: Callable[[str, Any, Any], None] | None
+    values: dict[str, Any] = field(default_factory=dict)  #: what `simulate` returns
+    changed: set[str] = field(default_factory=set)  #: values that differ from `like`
+    #: values that were computed again: their floats may differ even if their integers do not
+    recomputed: set[str] = field(default_factory=set)
+
+    def advance(self, group: Sequence[Node]) -> None:
+        """Run a kernel, or take its results from `like` if its operands are those of that call."""
+        results, anew = group[-1].outputs, self._reads_changes(group)
+        dynamic = group[0].op == DYNAMIC  # its integers are kept nowhere else
+        if anew or dynamic:
+            _compute(self.run, group)
+        if anew:
+            self.recomputed.update(results)
+        elif not dynamic:
+            self.run.reuse(results, self.like or {}, self.floats or {})
+        self.record(results, anew)
+
+    def _reads_changes(self, group: Sequence[Node]) -> bool:
+        reads = ((i, n.name) for n in group for i in n.inputs if i is not None)
+        in_float = self.run.plan.float_edges
+        return self.like is None or any(
+            i in self.changed or (i in self.recomputed and (i, n) in in_float) for i, n in reads
+        )
+
+    def record(self, names: Sequence[str], anew: bool = False) -> None:
+        """Record results, computed anew or reused; later operators read the device's values if given."""
+        run = self.run
+        for o in names:
+            if o in self.wanted:
+                run.decode(o)
+            own, unrounded = run.codes.get(o, run.floats.get(o)), run.floats.get(o) if o in run.codes else None
+            if o in self.wanted and own is not None:
+                self.values[o] = own
+            if self.floats is not None and unrounded is not None:
+                self.floats[o] = unrounded
+            if self.each is not None and own is not None:
+                self.each(o, own, unrounded)
+            given = _fitting(self.force, o, own)
+            if given is not None:
+                (run.codes if o in run.codes else run.floats)[o] = given
+                if self.like is not None and bool((given != self.like[o]).any()):
+                    self.changed.add(o)
+            elif anew:
+                self.changed.add(o)
+
+
+def _fitting(force: Mapping[str, Tensor], name: str, simulated: Any) -> Tensor | None:
     """Return the device's value in place of a simulated one, None if there is none; floats may be reshaped."""
-    given = None if force is None or simulated is None else force.get(name)
+    given = None if simulated is None else force.get(name)
     if given is None or given.shape == simulated.shape:
         return given
     alike = given.is_floating_point() and given.numel() == simulated.numel()
