@@ -37,5 +37,35 @@ def to_inferable(quantizer: Any) -> Any:
     return quantizer.convert2inferable() if _trains(quantizer) and getattr(quantizer, "enabled", True) else quantizer
 
 
+class WeightsHost:
+    """The base of layers that round weights of another layer, under the names that MCT's wrappers have."""
+
+    weights_quantizers: dict[str, Any]  #: name of a weight -> its quantizer
+
+    @property
+    def is_weights_quantization(self) -> bool:
+        """Return whether any weight is rounded."""
+        return self.num_weights_quantizers > 0
+
+    @property
+    def num_weights_quantizers(self) -> int:
+        """The number of weights that are rounded."""
+        return len(self.weights_quantizers)
+
+    def convert_to_inferable_quantizers(self) -> None:
+        """End training: convert every trainable quantizer to its inferable one."""
+        self.weights_quantizers = {n: to_inferable(q) for n, q in self.weights_quantizers.items()}
+
+
+class ActivationHost:
+    """The base of layers that round the result of another layer, under the names that MCT's holders have."""
+
+    activation_holder_quantizer: Any
+
+    def convert_to_inferable_quantizers(self) -> None:
+        """End training: convert a trainable quantizer to its inferable one."""
+        self.activation_holder_quantizer = to_inferable(self.activation_holder_quantizer)
+
+
 def _trains(quantizer: Any) -> bool:
     return hasattr(quantizer, "convert2inferable")

@@ -17,7 +17,7 @@ from chipfit.frameworks.keras.inferable import CLASSES
 from chipfit.quantizers.algorithm import Algorithm, algorithm_text, with_levels
 from chipfit.quantizers.bn_fold import Channels, Norm, NormalizedLayer, updated_statistics
 from chipfit.quantizers.grids import Grid
-from chipfit.quantizers.hosting import apply, initialize, to_inferable
+from chipfit.quantizers.hosting import ActivationHost, WeightsHost, apply, initialize
 from chipfit.quantizers.inferable import class_name, description
 from chipfit.quantizers.pairs import fake_bounded, output_axes
 from chipfit.quantizers.stored import Stored
@@ -225,7 +225,7 @@ def _plain(value: Any) -> Any:
 
 
 @registered
-class KerasActivationQuantizationHolder(keras.layers.Layer):
+class KerasActivationQuantizationHolder(ActivationHost, keras.layers.Layer):
     """A layer that rounds the result of another layer, as the chip stores it.
 
     Tied tensors pass through one holder.
@@ -243,10 +243,6 @@ class KerasActivationQuantizationHolder(keras.layers.Layer):
         self.gives_scale = gives_scale
         initialize(activation_holder_quantizer, None, "activation_holder_quantizer", self, "activations of keras")
         self.built = True
-
-    def convert_to_inferable_quantizers(self) -> None:
-        """End training: convert a trainable quantizer to its inferable one."""
-        self.activation_holder_quantizer = to_inferable(self.activation_holder_quantizer)
 
     def call(self, inputs: Any, training: Any = None) -> Any:
         y = apply(self.activation_holder_quantizer, inputs, training)
@@ -267,7 +263,7 @@ class KerasActivationQuantizationHolder(keras.layers.Layer):
 
 
 @registered
-class KerasQuantizationWrapper(keras.layers.Wrapper):
+class KerasQuantizationWrapper(WeightsHost, keras.layers.Wrapper):
     """A layer that computes with rounded weights; its unrounded weights stay its variables, and train.
 
     Args:
@@ -303,20 +299,6 @@ class KerasQuantizationWrapper(keras.layers.Wrapper):
     def bias(self, use: int = 0) -> Any:
         """Return the unrounded bias of one of the uses."""
         return self.own_biases[use - 1] if use else self.layer.bias
-
-    @property
-    def is_weights_quantization(self) -> bool:
-        """Return whether any weight is rounded."""
-        return self.num_weights_quantizers > 0
-
-    @property
-    def num_weights_quantizers(self) -> int:
-        """The number of weights that are rounded."""
-        return len(self.weights_quantizers)
-
-    def convert_to_inferable_quantizers(self) -> None:
-        """End training: convert every trainable quantizer to its inferable one."""
-        self.weights_quantizers = {n: to_inferable(q) for n, q in self.weights_quantizers.items()}
 
     def get_quantized_weights(self, input_scale: Any = None, use: int = 0, training: Any = None) -> dict[str, Any]:
         """Return the rounded weights that the layer computes with, by variable name.

@@ -17,7 +17,7 @@ from chipfit.graph.ir import Node
 from chipfit.quantizers.algorithm import Algorithm, with_levels
 from chipfit.quantizers.algorithms.ste import STE
 from chipfit.quantizers.grids import Grid, quantize, shape_for
-from chipfit.quantizers.hosting import apply, initialize, to_inferable
+from chipfit.quantizers.hosting import ActivationHost, WeightsHost, apply, initialize
 from chipfit.quantizers.inferable import ARGUMENTS, CLASSES, class_name, inferable_for
 from chipfit.quantizers.ops import TorchOps
 from chipfit.quantizers.pairs import bounded_codes, fake_bounded
@@ -25,7 +25,7 @@ from chipfit.quantizers.stored import Stored, scales_per_output
 from chipfit.quantizers.tables import constant
 
 
-class PytorchQuantizationWrapper(nn.Module):
+class PytorchQuantizationWrapper(WeightsHost, nn.Module):
     """A layer that computes with rounded weights; its unrounded weights stay its parameters, and train.
 
     Args:
@@ -54,29 +54,15 @@ class PytorchQuantizationWrapper(nn.Module):
         """Return a parameter of the layer, unrounded."""
         return self.layer.get_parameter(name)
 
-    @property
-    def is_weights_quantization(self) -> bool:
-        """Return whether any weight is rounded."""
-        return self.num_weights_quantizers > 0
-
-    @property
-    def num_weights_quantizers(self) -> int:
-        """The number of weights that are rounded."""
-        return len(self.weights_quantizers)
-
     def get_quantized_weights(self) -> dict[str, torch.Tensor]:
         """Return the rounded weights that the layer computes with, by name."""
         return {n: apply(q, self.weight_of(n), self.training) for n, q in self.weights_quantizers.items()}
-
-    def convert_to_inferable_quantizers(self) -> None:
-        """End training: convert every trainable quantizer to its inferable one."""
-        self.weights_quantizers = {n: to_inferable(q) for n, q in self.weights_quantizers.items()}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return torch.func.functional_call(self.layer, self.get_quantized_weights(), args, kwargs)
 
 
-class PytorchActivationQuantizationHolder(nn.Module):
+class PytorchActivationQuantizationHolder(ActivationHost, nn.Module):
     """A module that rounds the result of a layer, as the chip stores it.
 
     Args:
@@ -87,10 +73,6 @@ class PytorchActivationQuantizationHolder(nn.Module):
         super().__init__()
         self.activation_holder_quantizer = activation_holder_quantizer
         initialize(activation_holder_quantizer, None, "activation_holder_quantizer", self, "activations of torch")
-
-    def convert_to_inferable_quantizers(self) -> None:
-        """End training: convert a trainable quantizer to its inferable one."""
-        self.activation_holder_quantizer = to_inferable(self.activation_holder_quantizer)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return apply(self.activation_holder_quantizer, inputs, self.training)
