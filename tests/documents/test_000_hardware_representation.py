@@ -1,10 +1,5 @@
 """Statements of the document "hardware_representation Module", sentence by sentence."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -297,63 +292,3 @@ def test_a_framework_model_requires_a_model_and_has_the_name_base():
     assert (chip.name, FrameworkHardwareModel(chip.tp_model, name="keras").name) == ("base", "keras")
     with pytest.raises(ModelingError, match="Softmax is not defined"), chip:
         OperationsSetToLayers("Softmax", [nn.Softmax])
-
-
-SCRIPT = """
-import tensorflow as tf
-from keras.layers import Conv2D, DepthwiseConv2D, Dense, Conv2DTranspose, Reshape, ZeroPadding2D, Dropout
-from keras.layers import MaxPooling2D, Activation, ReLU, Add, PReLU, Flatten, Cropping2D, BatchNormalization
-import keras, numpy as np
-import chipfit as mct
-from tests.documents.test_000_hardware_representation import default_hardware_model, four_bits_of_add
-hwm = mct.hardware_representation
-Filter = hwm.LayerFilterParams
-default_hwm_keras = hwm.FrameworkHardwareModel(default_hardware_model(), name='default_hwm_keras')
-with default_hwm_keras:
-    hwm.OperationsSetToLayers("NoQuantization", [Reshape, tf.reshape, Flatten, Cropping2D, ZeroPadding2D, Dropout,
-        MaxPooling2D, tf.split, tf.quantization.fake_quant_with_min_max_vars, BatchNormalization])
-    hwm.OperationsSetToLayers("Conv", [Conv2D, DepthwiseConv2D, tf.nn.conv2d, tf.nn.depthwise_conv2d])
-    hwm.OperationsSetToLayers("FullyConnected", [Dense])
-    hwm.OperationsSetToLayers("ConvTranspose", [Conv2DTranspose, tf.nn.conv2d_transpose])
-    hwm.OperationsSetToLayers("AnyReLU", [tf.nn.relu, tf.nn.relu6, Filter(ReLU, negative_slope=0.0),
-        Filter(Activation, activation="relu")])
-    hwm.OperationsSetToLayers("Add", [tf.add, Add])
-    hwm.OperationsSetToLayers("PReLU", [PReLU])
-    hwm.OperationsSetToLayers("Swish", [tf.nn.swish, Filter(Activation, activation="swish")])
-    hwm.OperationsSetToLayers("Sigmoid", [tf.nn.sigmoid, Filter(Activation, activation="sigmoid")])
-    hwm.OperationsSetToLayers("Tanh", [tf.nn.tanh, Filter(Activation, activation="tanh")])
-
-x = keras.Input((8, 8, 3))
-a = ReLU(name="relu")(BatchNormalization()(Conv2D(4, 3, padding="same", name="conv")(x)))
-b = Activation("swish", name="swish")(DepthwiseConv2D(3, padding="same", name="depthwise")(a))
-y = Dense(5, activation="sigmoid", name="dense")(Flatten()(MaxPooling2D()(Add(name="add")([a, b]))))
-data = lambda: iter([[np.random.default_rng(0).standard_normal((4, 8, 8, 3)).astype("float32")]])
-net = keras.Model(x, y)
-_, info = mct.keras_post_training_quantization(net, data, target_platform_capabilities=default_hwm_keras)
-result = info.result
-fused = [tuple(result.graph.node(n).op for n in g) for g in result.plan.groups]
-assert fused == [("Conv2D", "Relu"), ("DepthwiseConv2D", "Swish"), ("Linear", "Sigmoid")], fused
-weights = {t.layer: (t.grid.bits, t.scale.numel(), t.grid.pot) for t in result.plan.tensors.values()
-           if t.role == "weight" and t.quantized}
-assert weights == {"conv": (8, 4, True), "depthwise": (8, 4, True), "dense": (8, 5, True)}, weights
-for name, bits in (("conv", 2), ("dense", 4)):
-    assert result.edit({name: {"bits": bits}}).plan[f"{name}/kernel"].grid.bits == bits
-
-chip = four_bits_of_add([tf.add, Add])
-x = keras.Input((6,))
-y = keras.ops.tanh(Add()([x, Dense(6)(x)]) * 2.0)
-result = mct.quantize(keras.Model(x, y), [np.ones((4, 6), "float32") / 3], chip, progress=False)
-found = {n.op: result.plan[n.output].grid.bits for n in result.graph.nodes}
-assert found == {"Linear": 8, "Add": 4, "Mul": 8, "Tanh": 8}, found
-for call in ((tf.add, {}), Add()):
-    assert chip.get_qco_by_node(call).base_config.activation_n_bits == 4
-"""
-
-
-def test_the_examples_of_layers_quantize_a_network_of_tensorflow():
-    """The example of a framework model with its layers and functions of TensorFlow, in a process of its own."""
-    pytest.importorskip("tensorflow")
-    env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow"}
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, cwd=root, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]

@@ -1,9 +1,6 @@
 """Statements of the document "FrameworkInfo Class"; effects of its lists: tests/mct/test_framework_info.py."""
 
 import inspect
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -90,47 +87,3 @@ def test_a_method_is_mapped_to_the_function_that_quantizes():
     result = information(kernel_ops, [nn.Softmax], [], *mappings, kernel_channels_mapping)
     assert set((result.graph.weights["conv.weight"] * 2 % 1).unique().tolist()) == {0.0}
     assert torch.equal(result.model(randn(2, 3, 8, 8)), torch.ones(2, 5))
-
-
-SCRIPT = """
-import keras, numpy as np
-import tensorflow as tf
-import chipfit as mct
-from chipfit import DefaultDict, FrameworkInfo
-kernel_ops = [tf.keras.layers.Conv2D]
-kernel_channels_mapping = DefaultDict({tf.keras.layers.Conv2D: (3, 2)})
-activation_ops = [tf.keras.layers.ReLU]
-no_quantization_ops = [tf.keras.layers.Reshape]
-activation_min_max_mapping = {"softmax": (0, 1)}
-layer_min_max_mapping = {tf.keras.layers.Softmax: (0, 1)}
-infos = [
-    FrameworkInfo(kernel_ops, [], [], kernel_channels_mapping, {}, {}),
-    FrameworkInfo(kernel_ops, activation_ops, [], kernel_channels_mapping, {}, {}),
-    FrameworkInfo(kernel_ops, activation_ops, no_quantization_ops, kernel_channels_mapping, {}, {}),
-    FrameworkInfo(kernel_ops, activation_ops, no_quantization_ops, kernel_channels_mapping,
-                  activation_min_max_mapping, {}),
-    FrameworkInfo(kernel_ops, [*activation_ops, tf.keras.layers.Activation], no_quantization_ops,
-                  kernel_channels_mapping, activation_min_max_mapping, layer_min_max_mapping),
-]
-layers = keras.layers
-x = keras.Input((8, 8, 3))
-y = layers.ReLU(name="relu")(layers.Conv2D(4, 3, name="conv")(x))
-y = layers.Activation("softmax", name="out")(layers.Dense(5, name="fc")(layers.Reshape((144,))(y)))
-net = keras.Model(x, y)
-data = lambda: iter([[np.random.default_rng(0).standard_normal((4, 8, 8, 3)).astype("float32")]])
-wanted = [{"conv"}, *[{"conv", "relu"}] * 3, {"conv", "relu", "out"}]
-for info, layers in zip(infos, wanted):
-    _, found = mct.keras_post_training_quantization(net, data, fw_info=info)
-    plan = found.result.plan
-    stored = {t.layer for t in plan.tensors.values() if t.quantized and t.op not in ("Input", "Reshape", "Transpose")}
-    assert stored == layers, (stored, layers)
-assert "out" not in found.result.stats
-"""
-
-
-def test_the_examples_select_layers_of_a_keras_network():
-    """The document's examples, in a process of their own."""
-    pytest.importorskip("tensorflow")
-    env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
