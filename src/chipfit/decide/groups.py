@@ -184,7 +184,7 @@ def _results_of_layers(graph: Graph, platform: Platform) -> dict[str, OpRule]:
 
 
 def _with_result_of_layer(group: FusedGroup, rule: OpRule) -> FusedGroup:
-    """Return the group with the result that the rule of a layer around it wants."""
+    """Return the group with the result that the rule of a layer around it demands."""
     own = group.resolved
     merged = with_result_of(own, Resolved(rule, tuple(rule.use), rule.rules, rule.how))
     writers_quantize = bool(own.options) and own.options[0].in_ == "any"

@@ -96,7 +96,7 @@ def first_compatible_option(platform: Platform, group: FusedGroup, formats: Mapp
 
 
 def _with_result(platform: Platform, group: FusedGroup, options: list[Option]) -> list[Option]:
-    """Return the options with the kind of result that an override wants: "codes" or "float"."""
+    """Return the options with the kind of result that an override asks for: "codes" or "float"."""
     wanted = group.choices.get("result")
     left = [o for o in options if wanted is None or (o.out == "float") is (wanted == "float")]
     if not left:
@@ -107,7 +107,7 @@ def _with_result(platform: Platform, group: FusedGroup, options: list[Option]) -
 
 
 def _with_input_mode(group: FusedGroup, options: list[Option]) -> list[Option]:
-    """Return the options that read data as an override wants.
+    """Return the options whose input mode an override asks for.
 
     Without an override dynamic options are left out, unless the first option is one.
     """

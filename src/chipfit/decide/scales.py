@@ -35,7 +35,7 @@ from chipfit.ranges.qparams import GREATEST_SCALE, QParams, from_min_max
 
 #: an int32 bias leaves this share of the accumulator to the products
 _SHARE = 0.5
-#: what the origin of numbers says that the platform's rules have determined
+#: origin of numbers that the platform's rules determine
 _FIXED, _MOVED, _ENLARGED = (
     "fixed by the platform",
     ", moved to satisfy the platform's rules",

@@ -137,7 +137,7 @@ class Cut:
         return {kernel: mode(kernel, can) for kernel, can in self.can.items()}
 
     def _sums(self) -> set[str]:
-        """Return values that a kernel of integers hands over in float at no cost: its sums, and copies of them."""
+        """Return values that an integer kernel can output in float at no cost: its sums, and copies of them."""
         out, parts = set[str](), Counter(map(self.kernel, self.graph.nodes))
         for n in self.graph.nodes:
             can = self.can.get(n.name, ())

@@ -208,7 +208,7 @@ class _Sums:
 
 
 def _number(name: str, metric: Metric, x: Tensor, y: Tensor, key: Any) -> float:
-    """Return what a metric says of two values.
+    """Return the metric of two values.
 
     Raises:
         ConfigError: the user's function fails, or returns no number.

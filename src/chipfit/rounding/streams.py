@@ -38,7 +38,7 @@ def _fits_half(x: Tensor) -> bool:
 
 @dataclass
 class Stream:
-    """One value for every chunk of samples: quantized if the plan says so, else in half precision if it is large."""
+    """One value for every chunk of samples: quantized as planned, else in half precision if it is large."""
 
     memory: MemoryLimit
     stored: Stored | None = None

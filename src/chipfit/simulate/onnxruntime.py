@@ -1,4 +1,4 @@
-"""ONNX Runtime's integer kernels on the CPU; product sums requantize as the platform's `math.requant` says."""
+"""ONNX Runtime's integer kernels on the CPU; sums of products are requantized by the platform's `math.requant`."""
 
 import math
 from collections.abc import Sequence
