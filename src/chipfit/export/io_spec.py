@@ -77,7 +77,8 @@ def io_spec_of(
 def _kept_states(graph: Graph, plan: Plan) -> set[str]:
     """Return the states that an integer kernel of a network of one step keeps: they stay integers between calls."""
     pairs = state_pairs(graph)
-    kept = {i for n in graph.nodes if n.op == "LSTM" and plan.nodes[n.name].exec == "int" for i in n.inputs}
+    integer = {name for name, n in plan.nodes.items() if n.op == "LSTM" and n.exec == "int"}
+    kept = {i for n in graph.nodes if n.name in integer for i in n.inputs}
     return {v for pair in pairs if pair[0] in kept for v in pair}
 
 
