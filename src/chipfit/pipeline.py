@@ -27,6 +27,7 @@ from chipfit.engine.trees import with_states
 from chipfit.errors import Interrupted, interruption_note
 from chipfit.export.tflite import footprint
 from chipfit.frameworks import check, load_model
+from chipfit.graph.edit import with_weights_of
 from chipfit.plan.record import provenance_of
 from chipfit.plan.training import Training
 from chipfit.platform.builtin import DEFAULT
@@ -134,13 +135,15 @@ def in_float(
 ) -> Result:
     """Return a network after the rewrites that need no data, such as folded batch norms, with every tensor in float.
 
-    Arguments and errors are those of `quantize`.
+    Weights that no rewrite changed have the memory format of the model's own, with which an operator computes the same
+    bits; those that nothing reads any more are left out. Arguments and errors are those of `quantize`.
     """
     source, chip = CalibrationData(data, example), load_platform(platform)
     request = Request(model=load_model(model), data=source, limits=None, training=None, progress=Progress(False))
     rules = statistics.RangeRules(rule="mse", weight_rule="mse")
     d = Decision(platform=chip, overrides=None, settings=settings_for(settings, None, chip), rules=rules)
     d = capture_model(request, d)
+    d = replace(d, graph=with_weights_of(d.graph, d.captured))
     d = choose_scales(decide(replace(d, overrides={n.name: "float" for n in d.graph.nodes})))
     return Result(d.graph, plan_of(d), d, request.progress.seconds)
 

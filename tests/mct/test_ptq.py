@@ -562,3 +562,23 @@ def test_items_that_the_model_does_not_take_are_ignored_with_a_warning():
         assert [str(w.message)[:22] for w in said] == ["Batches hold 2 items: "] * (len(batch) - 1)
         results.append({n: t.scale.tolist() for n, t in info.result.plan.tensors.items() if t.quantized})
     assert results[0] == results[1]
+
+
+def float_model(model, images):
+    options = {"target_platform_capabilities": quiet_chip()}
+    with pytest.warns(UserWarning, match="stays in float"):
+        return chipfit.pytorch_post_training_quantization(model, lambda: iter([[images]]), **options)[0]
+
+
+def test_a_network_that_stays_in_float_computes_the_same_bits():
+    images = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(0))
+    model = sequential(nn.Conv2d(3, 16, 3, bias=False), nn.ReLU(), nn.Conv2d(16, 8, 1), nn.ReLU())
+    assert torch.equal(float_model(model, images)(images), model(images))
+
+
+def test_a_network_that_stays_in_float_has_no_layers_that_rewrites_have_removed():
+    images = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(0))
+    model = sequential(nn.Conv2d(3, 16, 3), nn.Conv2d(16, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 3), nn.BatchNorm2d(2))
+    found = float_model(model, images)
+    assert {name.partition(".")[0] for name in found.state_dict()} == {"0", "3", "4"}  # 1 is part of 0
+    torch.testing.assert_close(found(images), model(images))

@@ -72,3 +72,21 @@ def live_values(graph: Graph) -> set[str]:
         if live.intersection(n.outputs):
             live.update(i for i in n.inputs if i is not None)
     return live
+
+
+def with_weights_of(graph: Graph, captured: Graph) -> Graph:
+    """Return a graph whose unchanged weights have the memory format of `captured`, without layers that nothing reads.
+
+    Batch norms that were folded are kept.
+    """
+    graph, read = graph.copy(), {i for n in graph.nodes for i in n.inputs} | set(graph.outputs)
+    for f in graph.folds.values():
+        read |= {f.bias, f.gamma, f.beta, f.mean, f.var}
+    layers = {name.rpartition(".")[0] for name in graph.weights.keys() & read}
+    copies: dict[int, torch.Tensor] = {}  # tied names stay tied
+    for name, w in tuple(graph.weights.items()):
+        if name.rpartition(".")[0] not in layers:
+            del graph.weights[name]
+        elif (own := captured.weights.get(name)) is not None and torch.equal(own, w):
+            graph.weights[name] = copies.setdefault(id(own), own.detach().clone(memory_format=torch.preserve_format))
+    return graph
