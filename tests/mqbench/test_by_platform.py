@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -250,6 +251,30 @@ def test_profiling_returns_similarities_to_the_float_network(kind, net):
     found = profiling(model, DATA, kind)
     key = "stem.0.weight_quantizer" if kind == "standalone" else "stem_0"
     assert 0.9 < found[key] <= 1 + 1e-9 and min(found.values()) > 0.5
+
+
+@pytest.mark.parametrize("backend", [BackendType.Tensorrt, BackendType.SNPE])
+def test_a_model_that_is_wrapped_for_parallel_training_is_calibrated_and_trains(net, backend, tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
+    try:
+        plain = prepare_by_platform(net, backend)
+        parallel = nn.parallel.DistributedDataParallel(copy.deepcopy(plain))
+        for model in (parallel, plain):
+            calibrated(model.eval())
+            torch.manual_seed(0)  # of dropout
+            model.train()(DATA[0]).square().sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    for (name, p), q in zip(plain.named_parameters(), parallel.parameters(), strict=True):
+        assert p.shape == q.shape and (p.grad is None or torch.equal(p.grad, q.grad)), name
+
+
+def test_a_state_dict_holds_tensors_so_that_a_model_is_traced_and_averaged(net):
+    model = calibrated(prepare_by_platform(net, BackendType.Tensorrt).eval())
+    assert all(isinstance(v, torch.Tensor) for v in model.state_dict().values())
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # of a trace: the sizes of this call become constants
+        torch.testing.assert_close(torch.jit.trace(model, DATA[0])(DATA[1]), model(DATA[1]))
 
 
 def test_a_state_dict_is_restored_in_a_model_prepared_anew(net):

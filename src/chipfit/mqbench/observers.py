@@ -8,8 +8,9 @@ batch; scales are never averaged. Register a new observer in any file of this pa
 """
 
 import inspect
+import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -277,16 +278,32 @@ class ObserverBase(nn.Module):
         greatest = float(self.statistics[:2].abs().max()) if self.batches else 0.0
         return greatest if greatest <= LEAST_SCALE / 2 else 0.0
 
-    def get_extra_state(self) -> dict[str, Any]:
-        return {key: getattr(self, attribute) for key, attribute in self._STATE.items()}
+    def get_extra_state(self) -> torch.Tensor:
+        return packed_state({key: getattr(self, attribute) for key, attribute in self._STATE.items()})
 
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        for key, value in state.items():
-            setattr(self, self._STATE[key], value)
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        for key, value in unpacked_state(state).items():
+            old = getattr(self, self._STATE[key])
+            setattr(self, self._STATE[key], value.to(old.device) if isinstance(old, torch.Tensor) else value)
         self.nonzero = bool((self.statistics != 0).any())
 
     def extra_repr(self) -> str:
         return f"{self.quant_min}..{self.quant_max}, {self.qscheme}, {self.over} of {self.batches} batches"
+
+
+def packed_state(state: Mapping[str, Any]) -> torch.Tensor:
+    """Return the bytes of a state, [N] uint8, because tracers and averages of models read a state dict of tensors."""
+    file = io.BytesIO()
+    torch.save(dict(state), file)
+    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+
+
+def unpacked_state(state: Any) -> dict[str, Any]:
+    """Invert `packed_state`; a dictionary is as it is."""
+    if isinstance(state, Mapping):
+        return dict(state)
+    file = io.BytesIO(state.cpu().numpy().tobytes())
+    return torch.load(file, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]  # what was packed
 
 
 def variant(name: str, base: type[ObserverBase], **defaults: Any) -> type[ObserverBase]:

@@ -16,7 +16,7 @@ from torch import nn
 from chipfit.errors import ConfigError, DataError, UnknownNameError, UnsupportedError
 from chipfit.frameworks.torch.modules import FakeQuantizer
 from chipfit.import_by_name import import_by_name
-from chipfit.mqbench.observers import ObserverBase, observer_of, reduced, to_pot
+from chipfit.mqbench.observers import ObserverBase, observer_of, packed_state, reduced, to_pot, unpacked_state
 from chipfit.plan.training import algorithm_of, refusal
 from chipfit.quantizers.algorithm import Algorithm
 from chipfit.quantizers.grids import Grid, all_codes
@@ -101,11 +101,11 @@ class QuantizeBase(nn.Module):
         """The current quantization grid."""
         return self.activation_post_process.grid
 
-    def get_extra_state(self) -> dict[str, Any]:
-        return {"quant_min": self.quant_min, "quant_max": self.quant_max}
+    def get_extra_state(self) -> torch.Tensor:
+        return packed_state({"quant_min": self.quant_min, "quant_max": self.quant_max})
 
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
+    def set_extra_state(self, state: Any) -> None:
+        for name, value in unpacked_state(state).items():
             setattr(self, name, value)
 
     def extra_repr(self) -> str:
@@ -194,8 +194,8 @@ class AlgorithmQuantizer(QuantizeBase):
         where = self.rounds.scale.device
         scale, zero = (n.to(where) for n in self.activation_post_process.calculate_qparams())
         fresh = self._made(scale, zero, None if x is None else x.detach())
-        for name, value in fresh.algorithm_inputs().items():
-            getattr(self.rounds, name).data = value.data
+        for name in fresh.algorithm_inputs():
+            getattr(self.rounds, name).data = getattr(fresh, name).data  # of one shape throughout, which DDP expects
         self.rounds.grid, self.rounds.algorithm = fresh.grid, fresh.algorithm
 
     def numbers(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -205,12 +205,13 @@ class AlgorithmQuantizer(QuantizeBase):
     def reals(self, w: torch.Tensor) -> torch.Tensor:
         return self.rounds.reals(w)
 
-    def get_extra_state(self) -> dict[str, Any]:
-        return {**super().get_extra_state(), "least": self.rounds.least}
+    def get_extra_state(self) -> torch.Tensor:
+        return packed_state({**unpacked_state(super().get_extra_state()), "least": self.rounds.least})
 
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        self.rounds.least = state.pop("least").to(self.rounds.least.device)
-        super().set_extra_state(state)
+    def set_extra_state(self, state: Any) -> None:
+        own = unpacked_state(state)
+        self.rounds.least = own.pop("least").to(self.rounds.least.device)
+        super().set_extra_state(own)
         self.rounds.grid = self.rounds.algorithm.grid(self.grid)
 
 
