@@ -20,6 +20,7 @@ POT, UNIFORM = tp.QuantizationMethod.POWER_OF_TWO, tp.QuantizationMethod.UNIFORM
 LUT = tp.QuantizationMethod.LUT_POT_QUANTIZER
 KINDS = {LUT: iq.WeightsLUTPOTInferableQuantizer, UNIFORM: iq.WeightsUniformInferableQuantizer}
 METHOD = QuantizationErrorMethod
+FEW = ne.ChangeCandidatesWeightsQuantConfigAttr(weights_n_bits=2)
 
 
 @pytest.fixture(scope="module")
@@ -355,6 +356,27 @@ def test_rules_give_methods_that_a_chip_without_a_runtime_has_not_for_a_study(ne
     if method is LUT:  # entries are eighths of bits of a power of two
         codes = values / torch.tensor(quantizer.threshold)[:, None] * 128
         assert torch.equal(codes, codes.round()) and set(codes.unique().tolist()) == set(quantizer.lut_values)
+
+
+def test_a_layer_is_left_out_of_bias_correction(net):
+    """The mean of its outputs then differs from that of the float layer, as its weights are rounded to 2 bits."""
+    model, batch = net
+
+    def biases(*rules):
+        few = ne.EditRule(CONV | LINEAR, FEW)
+        config = CoreConfig(debug_config=DebugConfig(network_editor=[few, *rules]))
+        found = chipfit.pytorch_post_training_quantization(model, lambda: iter([[batch]]), core_config=config)[1].result
+        names = {n.bias for n in found.graph.nodes if n.bias}
+        return {n: found.graph.weights[n] for n in names}, [n for n in found.plan.rewrites if "bias of 'head'" in n]
+
+    (usual, corrected), (other, note) = biases(), biases(weights("head", weights_bias_correction=False))
+    assert torch.equal(other["head.bias"], model.head.bias) and not torch.equal(usual["head.bias"], model.head.bias)
+    assert [n for n in usual if not torch.equal(usual[n], other[n])] == ["head.bias"]
+    assert corrected[0].startswith("corrected") and note == [
+        "the bias of 'head' is not corrected: a rule of the network editor"
+    ]
+    with pytest.raises(UnknownNameError, match="'haed'"):
+        biases(weights("haed", weights_bias_correction=False))
 
 
 # ---------------------------------------------------------------- bit widths

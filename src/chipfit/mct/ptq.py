@@ -17,6 +17,7 @@ from chipfit.frameworks import facts_of, framework_of
 from chipfit.graph.linear import is_linear, products
 from chipfit.mct.candidates import candidates_of, chosen_by_index
 from chipfit.mct.core.config import CoreConfig, ResourceUtilization
+from chipfit.mct.core.layer_biases import with_own_biases
 from chipfit.mct.core.network_editor import EditRule, replace_layers, to_overrides
 from chipfit.mct.framework_info import FrameworkInfo
 from chipfit.mct.input_scaling import ScaledInput
@@ -234,6 +235,7 @@ def quantize_model(
     if overwrite is not None:
         result = chosen_by_index(result, overwrite, generator, example)
     result = result if fw_info is None else fw_info.apply(result)
+    result = with_own_biases(result, rules)
     log_result(what, result)
     return attach_result(result, model), UserInformation(result, scale, gptq_info_dict=dict(steps))
 

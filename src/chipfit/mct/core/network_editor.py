@@ -213,6 +213,7 @@ class Action:
     """A change to the layers of a rule."""
 
     final = False  #: applied last, so that it takes precedence
+    bias_correction: bool | None = None  #: of the layer; None: as all layers
 
     def __init_subclass__(cls) -> None:
         if not cls.__name__.startswith("_"):
@@ -276,14 +277,17 @@ _ACTIVATIONS: _Attributes = {
 }
 
 
-_GENERAL = {"min_threshold", "weights_bias_correction", "weights_second_moment_correction", "simd_size"}
+_GENERAL = {"min_threshold", "weights_second_moment_correction", "simd_size"}
 _GENERAL |= {"activation_channel_equalization", "input_scaling", "concat_threshold_update"}
 _GENERAL |= {"shift_negative_activation_correction", "shift_negative_ratio", "shift_negative_threshold_recalculation"}
 
 
+_BIAS_CORRECTION = "weights_bias_correction"
+
+
 class ChangeCandidatesWeightsQuantConfigAttr(_ByAttributes):
     """Change settings of the weights: weights_n_bits, enable_weights_quantization, weights_quantization_method,
-    weights_error_method, weights_per_channel_threshold, l_p_value.
+    weights_error_method, weights_per_channel_threshold, l_p_value, weights_bias_correction (False: not of this layer).
 
     Raises:
         UnknownNameError: there is no such attribute.
@@ -294,7 +298,13 @@ class ChangeCandidatesWeightsQuantConfigAttr(_ByAttributes):
 
     def __init__(self, attr_name: str | None = None, **kwargs: Any) -> None:
         check_kernel(attr_name)
-        super().__init__(**kwargs)
+        own = kwargs.pop(_BIAS_CORRECTION, None)
+        if own is not None:
+            self.bias_correction = check_value(bool, own, ConfigError, type(self).__name__, _BIAS_CORRECTION)
+        if kwargs or own is None:
+            super().__init__(**kwargs)
+        else:
+            Action.__init__(self, {})
 
 
 class ChangeFinalWeightsQuantConfigAttr(ChangeCandidatesWeightsQuantConfigAttr):

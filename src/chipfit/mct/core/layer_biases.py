@@ -1,0 +1,33 @@
+"""Bias correction of single layers, by rules of the network editor."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from chipfit.decide.overrides import Layers
+from chipfit.mct.core.network_editor import EditRule
+from chipfit.result import Result
+
+
+def with_own_biases(result: Result, rules: Sequence[EditRule]) -> Result:
+    """Return a result in which layers that rules leave out of bias correction have the biases from before it.
+
+    Raises:
+        UnknownNameError: a filter selects no layer.
+    """
+    corrects = dict[str, bool]()
+    for rule in sorted(rules, key=lambda r: r.action.final):
+        if rule.action.bias_correction is not None:
+            nodes = Layers(result.graph).match(rule.filter)
+            corrects |= dict.fromkeys((n.name for n in nodes), rule.action.bias_correction)
+    graph, before, notes = result.graph.copy(), result.decision.graph, list(result.plan.rewrites)
+    for node in (n for n in graph.nodes if corrects.get(n.name) is False and n.bias in before.weights):
+        if torch.equal(graph.weights[node.weight], before.weights[node.weight]):
+            fold = before.folds.get(node.weight)
+            names = [node.bias, fold.beta if fold else None]
+            graph.weights |= {name: before.weights[name] for name in names if name in before.weights}
+            graph.folds |= {node.weight: fold} if fold else {}
+            notes = [n for n in notes if not n.startswith(f"corrected the bias of '{node.display_name}' ")]
+            notes.append(f"the bias of '{node.display_name}' is not corrected: a rule of the network editor")
+    return replace(result, graph=graph, plan=replace(result.plan, rewrites=tuple(notes)))
