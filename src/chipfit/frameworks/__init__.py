@@ -3,7 +3,8 @@
 A framework is one folder here, or one file outside that registers an adapter; see `frameworks.adapter`.
 """
 
-import importlib
+import importlib.util
+import json
 import os
 import zlib
 from collections.abc import Sequence
@@ -174,10 +175,18 @@ def load(path: str, framework: str = "") -> Any:
         allowed = ", ".join(f.suffix for f in all_facts().values() if f.suffix)
         raise CaptureError(f"'{path}' is a file of no framework", allowed=allowed)
     facts = facts_of(framework)
-    if not any(Path(os.path.expandvars(file)).expanduser().is_file() for file in facts.configured):
+    if not any(_names_backend(Path(os.path.expandvars(file)).expanduser()) for file in facts.configured):
         for name, value in facts.environment.items():
             os.environ.setdefault(name, value)
     return adapter_of(framework).load(path)
+
+
+def _names_backend(file: Path) -> bool:
+    """Return whether a file of JSON names a backend that is installed: Keras writes one that names TensorFlow."""
+    try:
+        return importlib.util.find_spec(json.loads(file.read_text(encoding="utf-8"))["backend"]) is not None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError):
+        return False
 
 
 def load_torch(path: str) -> Any:

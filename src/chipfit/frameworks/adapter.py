@@ -40,7 +40,8 @@ class Facts:
     saving: str = ""  #: call that writes such a file
     install: str = ""  #: how to install it
     placing: str = ""  #: how to choose the device of its models, if the framework itself places them
-    #: variables that are set while it is imported for a file, unless they are set or a file of `configured` exists
+    #: variables that are set while it is imported for a file, unless they are set, or a file of `configured` names a
+    #: backend that is installed
     environment: Mapping[str, str] = field(default_factory=dict)
     configured: Sequence[str] = ()
 

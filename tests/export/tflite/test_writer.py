@@ -125,6 +125,14 @@ def test_reasons_are_told_once_each_for_all_that_they_concern():
     assert told in str(e.value) and str(e.value).rstrip(".").endswith("quantize for a platform such as tflite_int8")
 
 
+def test_a_plan_for_another_file_format_is_refused_in_a_few_lines():
+    plan = Plan(tensors={f"t{k}": tensor(f"t{k}", signed=False) for k in range(40)}, platform="ort_cpu")
+    with pytest.raises(UnsupportedError) as e:
+        content(RELU, plan)
+    assert "tensor 't5' (a8) and 34 more: the file holds" in str(e.value)
+    assert str(e.value).endswith("Try: quantize for a platform such as tflite_int8.")
+
+
 @pytest.mark.parametrize("platform", ["tflite_int8", "ethos_u", "xnnpack"])
 def test_a_refusal_does_not_recommend_the_platform_in_use_or_one_of_its_kind(platform):
     plan = Plan(tensors={"x": tensor("x", signed=False)}, platform=platform)

@@ -233,3 +233,19 @@ except Exception as e: print(type(e).__name__, e)
         said.startswith("CaptureError Keras cannot be imported")
         and "set KERAS_BACKEND to a backend that is installed" in said
     )
+
+
+@pytest.mark.skipif(not on("torch"), reason="the backend does not matter")
+def test_a_file_is_loaded_on_torch_unless_the_configured_backend_is_installed(tmp_path):
+    """Keras writes such a file when it is first imported: it names TensorFlow, installed or not."""
+    make("residual")[0].save(tmp_path / "model.keras")
+    (tmp_path / "keras.json").write_text('{"backend": "absent"}')
+    code = f"""
+import os
+del os.environ["KERAS_BACKEND"]
+from chipfit.frameworks import load
+load({str(tmp_path / "model.keras")!r})
+import keras
+print(keras.backend.backend())
+"""
+    assert python(code, KERAS_HOME=str(tmp_path), HOME=str(tmp_path)) == "torch"

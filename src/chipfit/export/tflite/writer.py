@@ -282,6 +282,8 @@ def _has_codes(plan: Plan, n: Node) -> bool:
 
 
 #: role of tensors in look-up tables -> reason against the file, and the formats that hold the plan
+MANY = 6  #: tensors of one reason that a refusal names
+_SIGNED_ONLY = "the file holds signed integers only"
 _TABLES = {
     "activation": ("its results are integers, not codes of a table", "export JSON encodings (`.json`)"),
     "weight": ("the file holds integers, not codes of a table", "export `.onnx` or JSON encodings (`.json`)"),
@@ -299,10 +301,14 @@ def _unstorable(plan: Plan) -> list[tuple[str, str]]:
         if t.grid.table is not None:
             found.append((name, _TABLES[t.role][0]))
         elif t.grid.kind != "int" or not t.grid.signed:
-            found.append((name, "the file holds signed integers only"))
+            found.append((name, _SIGNED_ONLY))
         if t.grid.per == "row":
             found.append((name, "the file has no scales per row"))
     return found
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:MANY]) + (f" and {len(names) - MANY} more" if len(names) > MANY else "")
 
 
 def _all_in_one(refused: Sequence[tuple[str, str]], platform: str) -> UnsupportedError:
@@ -310,7 +316,7 @@ def _all_in_one(refused: Sequence[tuple[str, str]], platform: str) -> Unsupporte
     reasons: dict[str, list[str]] = {}
     for what, why in refused:
         reasons.setdefault(why, []).append(what)
-    got = "; ".join(f"{', '.join(names)}: {why}" for why, names in reasons.items())
+    got = "; ".join(f"{_few(names)}: {why}" for why, names in reasons.items())
     hint = "replace these layers, or export the part of the model without them"
     of_tables = next((formats for why, formats in _TABLES.values() if why in reasons), "")
     loading = {name for name, e in entries("runtime").items() if e.declares.suffix == ".tflite"}
@@ -319,7 +325,8 @@ def _all_in_one(refused: Sequence[tuple[str, str]], platform: str) -> Unsupporte
         hint = of_tables
     elif platform not in {p.name for p in fitting}:
         base = Counter(p.extends for p in fitting if p.extends).most_common(1)[0][0]  # of most of these platforms
-        hint += f", or quantize for a platform such as {base}"
+        only_formats = set(reasons) <= {_SIGNED_ONLY}
+        hint = f"{'' if only_formats else f'{hint}, or '}quantize for a platform such as {base}"
     return UnsupportedError("TensorFlow Lite cannot hold all of this model", got=got, hint=hint)
 
 
