@@ -101,6 +101,15 @@ def one(
     return One(graph, Plan(tensors=tensors, nodes={"n": NodePlan(name="n", op=op, exec=exec)}), inputs)
 
 
+def square(x: Codes, result: Codes) -> One:
+    """A value times itself."""
+    made = one("Mul", [x, x], result)
+    made.graph.nodes = [n.with_(inputs=("x0", "x0")) for n in made.graph.nodes]
+    made.graph.inputs, made.inputs = ["x0"], made.inputs[:1]
+    del made.graph.values["x1"]
+    return made
+
+
 def every(bits: int = 8, *shape: int) -> torch.Tensor:
     """All codes in order, in rows of 16 if no shape is given."""
     low, high = all_codes(bits, True)

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from tests.simulate.one_operator import Codes, drawn, every, one, pairs
+from tests.simulate.one_operator import Codes, drawn, every, one, pairs, square
 
 pytest.importorskip("executorch", reason="executorch is not installed: pip install 'chipfit[executorch]'")
 A, B = (x.reshape(1, -1) for x in pairs())
@@ -28,6 +28,11 @@ def test_every_pair_of_codes_gives_the_runtimes_code(tmp_path, op):
     draw = random.Random(op)
     scale = 0.05 if op != "Mul" else 0.4
     check(one(op, [Codes(A, **numbers(draw)), Codes(B, **numbers(draw))], Codes(A, scale, 3)), tmp_path)
+
+
+def test_a_square_is_looked_up_in_a_table_of_floats(tmp_path):
+    """Two of its numbers lie just beside the middle between two codes."""
+    check(square(Codes(every(), 0.0044157849624753), Codes(A, 0.0028892531991004944, -128)), tmp_path)
 
 
 def test_convolutions_with_a_scale_for_each_channel_round_as_the_runtime(tmp_path):

@@ -12,7 +12,7 @@ from chipfit.simulate.litert import (
     quantize_dynamic_by_row,
     quantize_dynamic_xnnpack,
 )
-from tests.simulate.one_operator import LITERT, Codes, drawn, every, one, pairs
+from tests.simulate.one_operator import LITERT, Codes, drawn, every, one, pairs, square
 from tests.simulate.test_rounding import proved, quantized, restored
 
 A, B = pairs()
@@ -116,6 +116,15 @@ def test_every_pair_of_codes_is_multiplied_as_the_kernels_multiply(tmp_path, rat
     one("Mul", [Codes(A, 0.25, 3), Codes(B, 0.5, -7)], Codes(A, 0.125 / ratio, 5)).prove(tmp_path, runtimes=runtimes)
 
 
+#: scales of operand and square with which a square lies just beside the middle between two codes
+NEAR_TIES = [(0.0044157849624753, 0.0028892531991004944), (0.021449919790029526, 0.06664863228797913), (0.25, 0.125)]
+
+
+@pytest.mark.parametrize("scale, result", NEAR_TIES)
+def test_xnnpack_squares_by_a_table_of_floats(tmp_path, scale, result):
+    square(Codes(every(), scale), Codes(A, result, -128)).prove(tmp_path)
+
+
 SLOPES = [0.3, -0.3, 2.0**-8, 2.0**-8 * 0.99, -(2.0**-8), -(2.0**-8) * 0.99, -0.25, -0.5, 0.0, 1.7]
 SLOPES = [(slope / ratio, ratio, ONE, -4) for slope in SLOPES for ratio in (1.0, 0.37)]
 SLOPES += [(0.9, ratio, ONE, -4) for ratio in (2.0**-8, 2.0**-8 * 0.99, 128.0, 128.5)]  # the ends of XNNPACK's range
@@ -151,6 +160,12 @@ def test_every_code_of_a_function_of_one_operand(tmp_path, name, ratio):
     op = name.split()[0]
     result = {"Sigmoid": Codes(A, 1 / 256, -128), "Tanh": Codes(A, 1 / 128)}.get(op, Codes(A, ONE / 2, -4))
     one(op, [Codes(every(), ONE * ratio / 2, 3)], result, UNARY[name]).prove(tmp_path)
+
+
+@pytest.mark.parametrize("scale", [0.016811072826385498, 0.04053322598338127, 0.0161430686712265])
+def test_xnnpack_adds_the_zero_point_of_a_sigmoid_in_float32(tmp_path, scale):
+    """A number just below the middle between two codes is rounded to it when 128 is subtracted."""
+    one("Sigmoid", [Codes(every(), scale)], Codes(A, 1 / 256, -128)).prove(tmp_path)
 
 
 # ---------------------------------------------------------------- layers, means, windows

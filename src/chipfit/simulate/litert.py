@@ -231,6 +231,8 @@ def _add_xnnpack(c: KernelCall, sign: int = 1) -> None:
 def _mul(c: KernelCall, how: str) -> None:
     real = c.multiplier(c.x, c.second)
     near = 2.0**-16 <= real < 256
+    if near and how == "float" and c.x == c.second:  # XNNPACK squares by a table
+        return _table(c, lambda x, node: x * x, how="float")
     c.write_result(_scaled(c.centred() * c.centred(c.second), real, how if near else "away"))
 
 
@@ -317,14 +319,14 @@ def _table(
     c: KernelCall,
     f: Callable[[Tensor, Node], Tensor] | None = None,
     wide: Any = None,
-    nearest: Callable[[Tensor], Tensor] = round_away,
+    how: str = "away",
 ) -> None:
-    """Look up a table over all integers: y = round(f(s (q - z)) / s_y), computed in float32.
+    """Look up a table over all integers: y = round(f(s (q - z)) / s_y) + z_y, computed in float32.
 
     Args:
         f: the function in the kernel's own steps; the C library's when omitted.
         wide: (integers, scale) -> integers, for 16 bits; a table too when omitted.
-        nearest: rounds 8-bit results.
+        how: 8-bit results are rounded: halves "away" from zero, or in "float", to even after z_y is added in float32.
     """
     codes, scale, result = c.code().long(), c.scale(c.x), c.scale(c.out)
 
@@ -335,8 +337,10 @@ def _table(
         c.run.store(c.out, wide(codes, scale) if wide else tables16.apply(function, codes, scale, result))
         return
     stored = c.run.plan[c.x]
-    y = function(stored.dequantize(torch.arange(stored.grid.qmin, stored.grid.qmax + 1)))
-    c.write_result(nearest((y * (1.0 / result)).double())[codes - stored.grid.qmin])
+    y = function(stored.dequantize(torch.arange(stored.grid.qmin, stored.grid.qmax + 1))) * (1.0 / result)
+    zero = c.zero(c.out).float()
+    rounded = (torch.round(y + zero) - zero).double() if how == "float" else round_away(y.double())
+    c.write_result(rounded[codes - stored.grid.qmin])
 
 
 def _lookup(c: KernelCall) -> None:
@@ -610,10 +614,10 @@ _FUNCTIONS: dict[str, Callable[..., None]] = {
     "sub_xnnpack": partial(_add_xnnpack, sign=-1),
     "sigmoid": partial(_table, f=_sigmoid, wide=tables16.sigmoid),
     "sigmoid_optimized": partial(_table, f=_sigmoid, wide=_curve(tables16.sigmoid, gemmlowp.logistic, (0,))),
-    "sigmoid_xnnpack": partial(_table, f=lambda x, node: torch.sigmoid(x.double()).float(), nearest=torch.round),
+    "sigmoid_xnnpack": partial(_table, f=lambda x, node: torch.sigmoid(x.double()).float(), how="float"),
     "tanh": partial(_table, wide=tables16.tanh),
     "tanh_optimized": partial(_table, wide=_curve(tables16.tanh, gemmlowp.tanh, (0, 1))),
-    "tanh_xnnpack": partial(_table, nearest=torch.round),
+    "tanh_xnnpack": partial(_table, how="float"),
     "elu": partial(_table, f=_elu),
     "gelu": partial(_table, f=_gelu),
     "softmax": partial(softmax, rows=rows_in_fixed_point),
