@@ -331,6 +331,13 @@ def test_a_closed_pipe_ends_a_command_quietly():
     assert done.returncode == 1 and done.stderr == b""
 
 
+@pytest.mark.parametrize("words, said", [((), "chipfit: loading PyTorch\n"), (("--quiet",), "")])
+def test_a_command_says_at_once_that_it_loads_pytorch(words, said, tmp_path):
+    run = [sys.executable, "-m", "chipfit.cli", "lint", "nomodule:net", "--input-shape", "1,3", *words]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith(said + "\u256d")  # then the error in its box
+
+
 def test_ctrl_c_ends_a_process_with_130_and_no_traceback(tmp_path):
     (tmp_path / "slow.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(60)\n")
     words = [sys.executable, "-m", "chipfit.cli", "platforms", "show", "slow:chip"]

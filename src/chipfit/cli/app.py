@@ -39,9 +39,16 @@ app.add_typer(bench, name="bench")
 
 def _platform(text: str) -> chipfit.Platform:
     """Load the platform that an option names."""
+    _announce()
     from chipfit.import_by_name import load_target
 
     return load_target(text)
+
+
+def _announce() -> None:
+    """Print that PyTorch is imported, which takes seconds, before it is."""
+    if "torch" not in sys.modules and not (OUTPUT.quiet or OUTPUT.json):
+        typer.echo("chipfit: loading PyTorch", err=True)
 
 
 def _present(error: type[ChipfitError], what: str, hint: str = "check the path") -> Any:
@@ -209,6 +216,7 @@ def _load(saved: Path, device: str | None = None) -> chipfit.Result:
     Raises:
         ConfigError: there is no such device, or the framework itself places its models.
     """
+    _announce()
     from chipfit.frameworks import adapter_of
 
     result = chipfit.load(saved / "plan" if os.path.isdir(saved / "plan") else saved)
