@@ -138,6 +138,13 @@ def test_no_page_is_longer_than_a_reader_has_patience_for():
     assert {page: n for page, n in words.items() if n > MOST_WORDS and page not in REFERENCES} == {}
 
 
+def test_an_entry_of_the_changelog_is_one_line_and_a_release_at_most_sixty():
+    lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
+    released = lines[lines.index("## 1.0.0") :]
+    assert 20 < len(released) <= 60 and [line for line in lines if line[:1].isspace()] == []
+    assert len(entries := [line for line in lines if line.startswith("- ")]) == len(set(entries)) > 20
+
+
 def test_plots_show_the_figures_of_the_benchmarks():
     drawn = runpy.run_path(str(ROOT / "docs/drawings.py"))
     bits, hours, tools = drawn["few_bits"](), drawn["time"](), drawn["beside_tools"]()
