@@ -28,6 +28,9 @@ FLOAT = {
 }
 
 
+#: networks with padding that the file has in its convolutions
+PADDED = {"padding_modes", "shapes"}
+
 #: what hands over floats besides, where the cheapest islands have it so; with `results="codes"` nothing does
 ISLANDS = {
     "inverted_residual_hardswish": {"GlobalAvgPool"},
@@ -44,7 +47,7 @@ def test_every_integer_equals_the_runtimes(name, results):
     found = result.verify([unseen(batch)]).require(floats)
     assert found.float_ops == floats
     assert found.exact or found.float_ops
-    assert not found.not_compared and not found.calibrated
+    assert set(found.not_compared) == ({"elided by the runtime"} if name in PADDED else set()) and not found.calibrated
     assert all(h.elements == result.graph.weights[h.tensor].numel() for h in found.held if h.role != "activation")
 
 

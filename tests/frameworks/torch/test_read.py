@@ -228,3 +228,8 @@ def test_every_value_has_the_shape_and_type_that_it_has_when_the_graph_runs(name
         if value in found and isinstance(found[value], torch.Tensor):
             shape = tuple(3 if s is None else s for s in said.shape)
             assert (tuple(found[value].shape), str(found[value].dtype)) == (shape, f"torch.{said.dtype}"), value
+
+
+@pytest.mark.parametrize("function", [lambda x: sum([x, x * 2]), lambda x: x + 2 * x - 0, lambda x: 0.0 + x + x * 2])
+def test_the_number_zero_is_not_added(function):
+    assert [n.op for n in nodes(function, torch.randn(2, 3))] == ["Mul", "Add"]

@@ -15,6 +15,7 @@ from chipfit.export.io_spec import IOSpec, QuantizedIO, io_spec_of, output_names
 from chipfit.export.onnx.builder import OnnxBuilder, refuse, tensor_type
 from chipfit.export.onnx.opaque import splice
 from chipfit.export.onnx.ops import CONDITIONS, OPSETS, REFUSED, WRITERS
+from chipfit.export.onnx.padding import in_convolutions
 from chipfit.files import write_atomically
 from chipfit.frameworks.onnx.live import live_nodes, reads_of
 from chipfit.graph.ir import OPAQUE, Graph
@@ -87,7 +88,7 @@ def _writable(graph: Graph, plan: Plan, form: type[OnnxBuilder]) -> tuple[Graph,
         hint = "replace them in the model, or export the part without them"
         raise UnsupportedError("These operators have no ONNX writer", got=got, allowed=allowed, hint=hint)
     form.check(graph, plan)
-    return graph, plan
+    return (in_convolutions(graph, plan) if form is OnnxBuilder else graph), plan
 
 
 def _build(b: OnnxBuilder, io: IOSpec) -> OnnxBuilder:

@@ -157,6 +157,8 @@ def _matmul(c: TorchCall) -> Any:
 
 @reads("add sub")
 def _add(c: TorchCall) -> Any:
+    if (x := _plus_nothing(c)) is not None:
+        return x
     alpha, a = c.static("alpha"), c.number_or_value("self")
     if alpha in (None, 1):
         b = c.number_or_value("other")
@@ -166,6 +168,15 @@ def _add(c: TorchCall) -> Any:
     else:
         b = c.builder.scalar(c.node.name, c.static("other") * alpha, c.result)
     return c.emit(c.name.capitalize(), [a, b])
+
+
+def _plus_nothing(c: TorchCall) -> str | None:
+    """Return the operand to which the number 0 is added, as Python's `sum` does first; None for other calls."""
+    for tensor, number in (("self", "other"), ("other", "self"))[: 2 if c.name == "add" else 1]:
+        zero, x = c.args.get(number), c.args.get(tensor)
+        if isinstance(zero, (int, float)) and zero == 0 and isinstance(x, torch.fx.Node):
+            return c.value(tensor) if c.tensor(tensor).dtype is c.result.dtype else None
+    return None
 
 
 @reads("hardtanh clamp clamp_min clamp_max clip")
