@@ -50,8 +50,8 @@ def notes_of(lowered: Any, program: QuantizedProgram, rounded: Collection[str], 
         for name, place in zip(rounded, places, strict=True):
             if place is not None and place[1] is not None:
                 shape = program.graph.shape(name)
-                inside = [front[name]] if name in front else []
-                tensors[name] = [*place, shape.index(None) if None in shape else 0, *inside]
+                in_front = [front[name]] if name in front else []
+                tensors[name] = [*place, shape.index(None) if None in shape else 0, *in_front]
     return {"tensors": tensors, "constants": constants, "batch": batch}
 
 
