@@ -52,7 +52,7 @@ class Lint(SummaryRepr):
 def lint(
     model: Any, example: Any, platform: str | Path | Platform = DEFAULT, overrides: Overrides | None = None
 ) -> Lint:
-    """Say which operators would run in integers, which fuse, and why the rest stays float. Needs no data.
+    """Find which operators would run in integers, which fuse, and why the others stay float, without data.
 
     Args:
         model: as for `quantize`.

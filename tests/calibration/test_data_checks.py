@@ -60,7 +60,7 @@ def test_a_single_sample_and_inputs_of_one_number_are_said():
     seen = {s.name: s for s in (stats("a", 0.5, 0.5), stats("b", 1.0, 2.0), stats("c", 3.0, 3.0), stats("y", 0.5, 0.5))}
     one, never = check_sample_count(graph, seen, 1)
     assert "a single sample" in one
-    assert never.endswith("one number only: input 'a' was 0.5 throughout, 'c' was 3 throughout")  # and not its readers
+    assert never.endswith("a single number: input 'a' was 0.5 throughout, 'c' was 3 throughout")  # and not its readers
     for fine in (seen["b"], stats("a", 0.5, 0.5, count=1)):
         assert check_sample_count(graph, {fine.name: fine}, 2) == []
     assert len(check_sample_count(graph, {"a": stats("a", 0.5, 0.5, count=2)}, 2)) == 1
@@ -104,7 +104,7 @@ def test_of_many_layers_that_never_change_four_are_named(count, end):
     graph = Graph(nodes, ["a"], ["y0"], {}, {})
     (text,) = check_sample_count(graph, {f"y{k}": stats(f"y{k}", 0.5, 0.5) for k in range(count)}, 9)
     assert text.endswith(end) and text.count("Relu") == min(count, 4)
-    assert text.startswith("warning: one number only, on all calibration data, comes from Relu 'r0' (0.5)")
+    assert text.startswith("warning: the same number on all calibration data comes from Relu 'r0' (0.5)")
 
 
 def test_zeros_that_a_network_starts_from_are_not_doubted():

@@ -73,7 +73,7 @@ def test_an_input_that_never_changes_names_itself(value):
 def test_a_layer_that_is_dead_on_all_data_is_named():
     model = net()
     model[1].bias.data.fill_(-1e3)
-    said = [w for w in warnings([IMAGES], model) if "one number only" in w]
+    said = [w for w in warnings([IMAGES], model) if "the same number" in w]
     assert len(said) == 1 and "Relu '2' (0)" in said[0]
 
 

@@ -9,10 +9,11 @@ from chipfit.engine.run import run
 from chipfit.graph.edit import drop_dead
 from chipfit.graph.ir import Graph
 
-#: factor by which the scale of data may differ from the learned statistics of a batch norm, both ways; and values of a
-#: channel from which its spread is estimated
-_FAR, _ENOUGH = 30.0, 8
-#: layers that a message names at most
+#: largest factor, in both directions, between the scale of data and the learned statistics of a batch norm
+_FAR = 30.0
+#: least number of values of a channel from which its spread is estimated
+_ENOUGH = 8
+#: largest number of layers that a message names
 _NAMED = 4
 
 
@@ -54,11 +55,11 @@ def check_sample_count(graph: Graph, stats: Mapping[str, TensorStats], samples: 
     Args:
         samples: number of different samples in the calibration data.
     """
-    out = ["warning: calibration saw a single sample; about a hundred tell the ranges"] if samples == 1 else []
+    out = ["warning: calibration saw a single sample; ranges need about a hundred"] if samples == 1 else []
     still = {t.name: t.low for t in stats.values() if t.count > 1 and t.low == t.high}
     inputs = [f"'{i}' was {still[i]:g} throughout" for i in graph.inputs if i in still]
     if inputs:
-        return [*out, f"warning: the calibration data hold one number only: input {', '.join(inputs)}"]
+        return [*out, f"warning: the calibration data hold a single number: input {', '.join(inputs)}"]
     meant = _constants(graph)
     nodes = [n for n in graph.nodes if n.step is None or n.step > 0]  # a recurrent layer starts from zeros
     dead = [
@@ -66,7 +67,7 @@ def check_sample_count(graph: Graph, stats: Mapping[str, TensorStats], samples: 
     ]
     more = f" and {len(dead) - _NAMED} more" if len(dead) > _NAMED else ""
     if dead:
-        out.append(f"warning: one number only, on all calibration data, comes from {', '.join(dead[:_NAMED])}{more}")
+        out.append(f"warning: the same number on all calibration data comes from {', '.join(dead[:_NAMED])}{more}")
     return out
 
 

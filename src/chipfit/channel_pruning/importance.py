@@ -16,7 +16,7 @@ from torch import Tensor
 from chipfit.calibration.data import Batch
 from chipfit.channel_pruning.channels import Channels
 from chipfit.channel_pruning.labels import FIXED
-from chipfit.graph.ir import Node
+from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import TRANSPOSED
 from chipfit.graph.placement import on_cpu, placed
 from chipfit.rounding.fisher import gradients, squared_gradients
@@ -28,56 +28,66 @@ Metric = Callable[[Channels, Iterable[Batch], int], dict[int, float]]
 
 def fisher(channels: Channels, batches: Iterable[Batch], seed: int) -> dict[int, float]:
     """Return the loss of the outputs without each unit, to second order [nat, or share of energy]."""
-    graph, reads = channels.graph.copy(), dict[str, tuple[str, int]]()
+    graph, copies = _with_copies(channels)
+    column = {unit: k for k, unit in enumerate(channels.removable)}
+    total, samples = torch.zeros(len(column), dtype=torch.float64), 0
+    columns = {name: _columns(channels.units[source], column) for name, source in copies.items()}
+    on_device, generator = placed(graph), torch.Generator().manual_seed(seed)
+    for batch in batches:
+        values, slopes = gradients(graph, batch, set(copies), (), generator, on_device)
+        count = max((len(g) for g in slopes.values()), default=0)
+        sums = torch.zeros(count, len(column) + 1)
+        for name, g in slopes.items():
+            change, (_, axis) = g * values[name], copies[name]
+            change = change.movedim(axis, 1).flatten(2).sum(2) if g.dim() > 2 else change
+            sums.index_add_(1, columns[name], on_cpu([change.float()])[0])
+        total += sums[:, :-1].double().square().sum(0)
+        samples += count
+    return {unit: float(total[k]) / (2 * max(samples, 1)) for unit, k in column.items()}
+
+
+def _with_copies(channels: Channels) -> tuple[Graph, dict[str, tuple[str, int]]]:
+    """Return the graph in which each reader of removable channels reads a copy, so that each has a gradient of its own.
+
+    Also return the copies: name -> the value and the axis of its channels.
+    """
+    graph, copies = channels.graph.copy(), dict[str, tuple[str, int]]()
     for node in graph.nodes[:]:
         if node.name in channels.sinks and channels.sinks[node.name] in channels.units:
             value, axis = channels.sinks[node.name]
-            reads[f"{value} in {node.name}"] = (value, axis)
-            own = f"{value} in {node.name}"
-            graph.values[own] = replace(graph.values[value], name=own)
-            place = graph.nodes.index(node)
-            inputs = tuple(own if i == value and s == 0 else i for s, i in enumerate(node.inputs))
-            graph.nodes[place : place + 1] = [Node(own, "Identity", (value,), (own,)), node.with_(inputs=inputs)]
-    places = {unit: k for k, unit in enumerate(channels.removable)}
-    total, count = torch.zeros(len(places), dtype=torch.float64), 0
-    columns = {own: _columns(channels.units[at], places) for own, at in reads.items()}
-    there, random = placed(graph), torch.Generator().manual_seed(seed)
-    for batch in batches:
-        values, found = gradients(graph, batch, set(reads), (), random, there)
-        rows = max((len(g) for g in found.values()), default=0)
-        sums = torch.zeros(rows, len(places) + 1)
-        for own, g in found.items():
-            axis = reads[own][1]
-            slopes = (g * values[own]).movedim(axis, 1).flatten(2).sum(2) if g.dim() > 2 else g * values[own]
-            sums.index_add_(1, columns[own], on_cpu([slopes.float()])[0])
-        total += sums[:, :-1].double().square().sum(0)
-        count += rows
-    return {unit: float(total[k]) / (2 * max(count, 1)) for unit, k in places.items()}
+            name = f"{value} in {node.name}"
+            copies[name] = (value, axis)
+            graph.values[name] = replace(graph.values[value], name=name)
+            inputs = tuple(name if i == value and s == 0 else i for s, i in enumerate(node.inputs))
+            at = graph.nodes.index(node)
+            graph.nodes[at : at + 1] = [Node(name, "Identity", (value,), (name,)), node.with_(inputs=inputs)]
+    return graph, copies
 
 
-def _columns(units: Tensor, places: dict[int, int]) -> Tensor:
-    """Return the column of each channel's unit; those that stay share the last."""
-    return torch.tensor([places.get(u, len(places)) for u in units.tolist()])
+def _columns(units: Tensor, column: dict[int, int]) -> Tensor:
+    """Return the column of each channel's unit; units that cannot be removed share the last column."""
+    return torch.tensor([column.get(u, len(column)) for u in units.tolist()])
 
 
 def lfh(channels: Channels, batches: Iterable[Batch], seed: int) -> dict[int, float]:
     """Return trace of the Hessian x squared norm / number of weights, of each unit's output channels."""
     graph, nodes = channels.graph, {n.name: n for n in channels.graph.nodes}
-    made = [nodes[name] for name in channels.producers if nodes[name].op != "MatMul"]
-    there, random = placed(graph), torch.Generator().manual_seed(seed)
-    traces = {n.name: torch.zeros_like(as_rows(n, there.weights[n.weight].detach().float())) for n in made}
+    linear = [nodes[name] for name in channels.producers if nodes[name].op != "MatMul"]
+    on_device, generator = placed(graph), torch.Generator().manual_seed(seed)
+    traces = {n.name: torch.zeros_like(as_rows(n, on_device.weights[n.weight].detach().float())) for n in linear}
     for batch in batches:
-        values, found = gradients(graph, batch, {n.output for n in made}, {n.data for n in made}, random, there)
-        for n in (n for n in made if n.output in found):
-            w = there.weights[n.weight]
-            traces[n.name] += squared_gradients(n, values[n.data], found[n.output], w)
+        outputs, inputs = {n.output for n in linear}, {n.data for n in linear}
+        values, slopes = gradients(graph, batch, outputs, inputs, generator, on_device)
+        for n in (n for n in linear if n.output in slopes):
+            w = on_device.weights[n.weight]
+            traces[n.name] += squared_gradients(n, values[n.data], slopes[n.output], w)
 
     def score(n: Node) -> Tensor:
         w = graph.weights[n.weight].detach().float()
         trace = _by_output(n, from_rows(n, on_cpu([traces[n.name]])[0], w))
         return trace.sum(1) * _by_output(n, w).square().mean(1)
 
-    return _by_unit(channels, made, score)
+    return _by_unit(channels, linear, score)
 
 
 def magnitude(channels: Channels, batches: Iterable[Batch], seed: int) -> dict[int, float]:
