@@ -77,7 +77,8 @@ def file_of(tmp_path, name):
         path.mkdir()
         (path / "saved_model.pb").write_bytes(b"")
     else:
-        path.write_bytes(b"")
+        start = {"lfs": b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "page": b"\n<!DOCTYPE html><html>"}
+        path.write_bytes(start.get(path.stem, b""))
     return path
 
 
@@ -94,6 +95,12 @@ def file_of(tmp_path, name):
         ("saved_model", "is a SavedModel of TensorFlow.*from_saved_model"),
         ("frozen.pb", "is a frozen graph of TensorFlow 1"),
         ("net.engine", "is a TensorRT engine"),
+        ("bundle.task", r"is a bundle of MediaPipe.*unzip it"),
+        ("net.ort", "is a model in ONNX Runtime's own format"),
+        ("net.gguf", "is a language model of llama.cpp"),
+        ("data.npz", "is arrays of numbers, not a model.*--data"),
+        *[(f"lfs.{k}", "is a pointer of Git LFS.*git lfs pull") for k in ("onnx", "tflite", "pt2", "pt", "gguf")],
+        *[(f"page.{k}", "is a web page.*download") for k in ("onnx", "tflite", "keras", "bin")],
         ("unknown.pt", "Model must be a file"),
     ],
 )

@@ -667,9 +667,9 @@ def explain(
         for n in (n for n in plan.nodes.values() if n.exec == "float"):
             _echo(f"{n.op} '{n.display_name}' runs in float: {n.why}")
         return
+    result, searched = _load(saved, device), None
     if layer is None and data is None:
         raise typer.BadParameter("name a layer, or pass --data", param_hint="LAYER")
-    result, searched = _load(saved, device), None
     if data is not None:
         images = load_data(data, input_size, mean, std, **inputs_of(result.graph))
         searched = result.sensitivity(images) if curve is None else result.pareto(images, curve)

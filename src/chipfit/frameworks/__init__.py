@@ -13,7 +13,7 @@ from typing import Any
 
 from chipfit.errors import CaptureError
 from chipfit.frameworks.adapter import Facts, Framework, all_facts, included
-from chipfit.frameworks.model_files import refused_file
+from chipfit.frameworks.model_files import check_downloaded, refused_file
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 from chipfit.plan.training import Training
@@ -174,6 +174,7 @@ def load(path: str, framework: str = "") -> Any:
     if not framework:
         allowed = ", ".join(f.suffix for f in all_facts().values() if f.suffix)
         raise CaptureError(f"'{path}' is a file of no framework", allowed=allowed)
+    check_downloaded(Path(path))
     facts = facts_of(framework)
     if not any(_names_backend(Path(os.path.expandvars(file)).expanduser()) for file in facts.configured):
         for name, value in facts.environment.items():

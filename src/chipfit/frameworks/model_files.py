@@ -31,6 +31,9 @@ _SCRIPT = _Kind(
     "a TorchScript program, which cannot be captured",
     f"build the module in Python: model = Net(); model.load_state_dict(torch.jit.load(file).state_dict()); {_FACTORY}",
 )
+_CONVERTED = "start from the model that it was converted from"
+_POINTER = _Kind("a pointer of Git LFS, not the file itself", "git lfs pull, or download the file from its web page")
+_PAGE = _Kind("a web page, perhaps of an error, not the file itself", "download the file again")
 _BY_SUFFIX = {
     ".safetensors": _Kind(
         "weights without a model",
@@ -38,8 +41,21 @@ _BY_SUFFIX = {
     ),
     ".pb": _Kind("a frozen graph of TensorFlow 1", "convert it to a float .tflite or .onnx file with TensorFlow"),
     ".ckpt": _Kind("a checkpoint: weights without a model", f"model = Net(); load its state dictionary; {_FACTORY}"),
-    ".mlmodel": _Kind("a Core ML model", "start from the model that it was converted from"),
+    ".mlmodel": _Kind("a Core ML model", _CONVERTED),
+    ".mlpackage": _Kind("a Core ML model", _CONVERTED),
     ".engine": _Kind("a TensorRT engine, which is compiled", "start from the model that it was built from"),
+    ".ort": _Kind("a model in ONNX Runtime's own format, which is optimised for one machine", _CONVERTED),
+    ".task": _Kind("a bundle of MediaPipe", "unzip it: the .tflite files inside are models"),
+    ".gguf": _Kind("a language model of llama.cpp, with weights in blocks", _CONVERTED),
+    ".pte": _Kind("a program of ExecuTorch, which is compiled", _CONVERTED),
+    ".xml": _Kind("a model of OpenVINO", _CONVERTED),
+    ".param": _Kind("a model of ncnn", _CONVERTED),
+    ".mnn": _Kind("a model of MNN", _CONVERTED),
+    ".rknn": _Kind("a model for Rockchip NPUs, which is compiled", _CONVERTED),
+    ".caffemodel": _Kind("a Caffe model", "convert it to a float .onnx file"),
+    ".pdmodel": _Kind("a Paddle model", "paddle2onnx writes it as a float .onnx file"),
+    ".joblib": _Kind("a pickled object, which could run any code when it is loaded", _CONVERTED),
+    **dict.fromkeys((".npz", ".npy"), _Kind("arrays of numbers, not a model", "give it as --data")),
 }
 _PICKLES = (".pt", ".pth", ".bin", ".pkl", ".ckpt")
 #: names in a pickle of tensors and their containers
@@ -65,9 +81,33 @@ def refused_file(text: str, allowed: str, hint: str) -> CaptureError:
     return CaptureError(f"'{text}' is {kind.what}", allowed=allowed, hint=kind.hint)
 
 
+def check_downloaded(path: Path) -> None:
+    """Check that a file is not what stands in its place where a download went wrong.
+
+    Raises:
+        CaptureError: It is a pointer of Git LFS, or a web page.
+    """
+    kind = _kind_of_placeholder(path)
+    if kind is not None:
+        raise CaptureError(f"'{path}' is {kind.what}", hint=kind.hint)
+
+
+def _kind_of_placeholder(path: Path) -> _Kind | None:
+    try:
+        with path.open("rb") as file:
+            start = file.read(64).lstrip().lower()
+    except OSError:
+        return None
+    if start.startswith(b"version https://git-lfs"):
+        return _POINTER
+    return _PAGE if start.startswith((b"<!doctype html", b"<html")) else None
+
+
 def _kind_of(path: Path) -> _Kind | None:
     if path.is_dir():
         return _kind_of_folder(path)
+    if (placeholder := _kind_of_placeholder(path)) is not None:
+        return placeholder
     return (_kind_of_pickle(path) if path.suffix.lower() in _PICKLES else None) or _BY_SUFFIX.get(path.suffix.lower())
 
 

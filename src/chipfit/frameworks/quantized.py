@@ -29,7 +29,7 @@ class QuantizedFile:
     plan: Plan  #: formats, scales and zero points of the file
     content: bytes  #: a file that computes the same, whose tensors have the names of the graph
     given: bytes = b""  #: the file itself, where `content` is another network
-    not_simulated: str = ""  #: why its arithmetic has no simulation, if it has none
+    not_simulated: str = ""  #: why its integers are not compared with a simulation, if they are not
 
 
 def stored_as(

@@ -83,7 +83,7 @@ def verify_file(
     found, chosen = read_quantized(path, platform, example)
     if found.not_simulated:
         hint = "`chipfit explain` shows its formats; quantize it again (--requantize) for integers throughout"
-        raise UnsupportedError(f"{found.not_simulated}, which is not simulated", where=str(path), hint=hint)
+        raise UnsupportedError(found.not_simulated, where=str(path), hint=hint)
     example = None if example is None else _in_numbers(example, found)
     numbers = (_in_numbers(x, found) for x in iterate(data, fixed_batch_of(found.graph)))
     suffix = path_of(path, CaptureError).suffix

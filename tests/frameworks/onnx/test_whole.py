@@ -315,6 +315,9 @@ def test_unknown_domains_opsets_and_cycles_are_refused():
     model = relu()
     model.opset_import[0].version = 99
     refused(model, "unknown opset.*99")
+    del model.opset_import[:]
+    model.ir_version = 1
+    refused(model, "older than opsets.*IR version 1")
     cycle = [helper.make_node("Relu", ["b"], ["a"]), helper.make_node("Relu", ["a"], ["b"])]
     refused(small(cycle, {"x": ["n", 3]}, ["a"]), "cannot be read")
     refused(b"", "not an ONNX model")

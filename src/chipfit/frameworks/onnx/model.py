@@ -141,6 +141,10 @@ def opened(model: Any, file: Path | None = None) -> OnnxModel:
 
 def _check_proto(proto: onnx.ModelProto, stored: StoredWeights, where: str) -> None:
     """Check versions, and that external data lie in the folder of the file."""
+    if proto.HasField("graph") and not proto.opset_import and 0 < proto.ir_version < 3:
+        what, got = "The ONNX model is older than opsets, of 2017", f"IR version {proto.ir_version}"
+        hint = "export it again from the model that it was made from"
+        raise CaptureError(what, where=where, got=got, allowed="3 or newer", hint=hint)
     if not proto.HasField("graph") or not proto.opset_import:
         raise CaptureError("This is not an ONNX model, or it is cut off", where=where, allowed="a graph and its opset")
     opset = max((o.version for o in proto.opset_import if o.domain in ("", "ai.onnx")), default=_NEWEST)

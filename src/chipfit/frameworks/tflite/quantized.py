@@ -24,7 +24,9 @@ from chipfit.passes.layout import LayoutChange, apply_layout, keep_constant_name
 from chipfit.plan.record import NodePlan, Plan, Role, TensorPlan
 from chipfit.quantizers.stored import Stored
 
-_AT_RUN_TIME = "Only weights of the file are integers: its kernels quantize their input at run time"
+_WEIGHTS = "Only weights of the file are integers"
+_AT_RUN_TIME = f"{_WEIGHTS}: its kernels quantize their input at run time, which is not simulated"
+_IN_FLOAT = f"{_WEIGHTS}, which it dequantizes: no operator computes with integers that could be compared"
 #: operators beside those that move numbers whose kernels keep the grid of their operand
 _KEEP = ("AvgPool", "Pad", "Resize")
 
@@ -72,8 +74,16 @@ def read_quantized(model: TfliteModel, platform: str, example: Any = None) -> Qu
     notes["joined"] = {name: [names[k] for k in indices] for name, indices in reading.parts.items()}
     copies = {copy: source for copy, (source, _) in moved.copies.items() if {copy, source} <= graph.weights.keys()}
     notes["joined"] |= {copy: [source] for copy, source in copies.items()}  # with other axes for some readers
-    computed = any(not t.is_constant for t in model.quantized)
-    return QuantizedFile(graph, plan, _named(model, names, notes), not_simulated="" if computed else _AT_RUN_TIME)
+    return QuantizedFile(graph, plan, _named(model, names, notes), not_simulated=_not_simulated(model))
+
+
+def _not_simulated(model: TfliteModel) -> str:
+    """Return why a file has no integers to compare; "" if it has some."""
+    if any(not t.is_constant for t in model.quantized):
+        return ""
+    held = {t.index for t in model.quantized}
+    dynamic = any(not held.isdisjoint(op.inputs) for op in model.operators if op.kind != "DEQUANTIZE")
+    return _AT_RUN_TIME if dynamic else _IN_FLOAT
 
 
 def _read(model: TfliteModel, facts: Facts, open_batch: bool, platform: str) -> tuple[_Codes, LayoutChange, Plan]:
