@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from chipfit.errors import CaptureError
-from chipfit.files import ARCHIVE_ERRORS
+from chipfit.files import ARCHIVE_ERRORS, package_data
 
 _FACTORY = "write its two lines as a factory, `def build(): ...` in net.py, and give net:build"
 _WEIGHTS = "model = Net(); model.load_state_dict(torch.load(file, weights_only=True))"
@@ -31,7 +31,6 @@ _SCRIPT = _Kind(
     "a TorchScript program, which cannot be captured",
     f"build the module in Python: model = Net(); model.load_state_dict(torch.jit.load(file).state_dict()); {_FACTORY}",
 )
-_CONVERTED = "start from the model that it was converted from"
 _POINTER = _Kind("a pointer of Git LFS, not the file itself", "git lfs pull, or download the file from its web page")
 _PAGE = _Kind("a web page, perhaps of an error, not the file itself", "download the file again")
 _BY_SUFFIX = {
@@ -41,21 +40,7 @@ _BY_SUFFIX = {
     ),
     ".pb": _Kind("a frozen graph of TensorFlow 1", "convert it to a float .tflite or .onnx file with TensorFlow"),
     ".ckpt": _Kind("a checkpoint: weights without a model", f"model = Net(); load its state dictionary; {_FACTORY}"),
-    ".mlmodel": _Kind("a Core ML model", _CONVERTED),
-    ".mlpackage": _Kind("a Core ML model", _CONVERTED),
-    ".engine": _Kind("a TensorRT engine, which is compiled", "start from the model that it was built from"),
-    ".ort": _Kind("a model in ONNX Runtime's own format, which is optimised for one machine", _CONVERTED),
-    ".task": _Kind("a bundle of MediaPipe", "unzip it: the .tflite files inside are models"),
-    ".gguf": _Kind("a language model of llama.cpp, with weights in blocks", _CONVERTED),
-    ".pte": _Kind("a program of ExecuTorch, which is compiled", _CONVERTED),
-    ".xml": _Kind("a model of OpenVINO", _CONVERTED),
-    ".param": _Kind("a model of ncnn", _CONVERTED),
-    ".mnn": _Kind("a model of MNN", _CONVERTED),
-    ".rknn": _Kind("a model for Rockchip NPUs, which is compiled", _CONVERTED),
-    ".caffemodel": _Kind("a Caffe model", "convert it to a float .onnx file"),
-    ".pdmodel": _Kind("a Paddle model", "paddle2onnx writes it as a float .onnx file"),
-    ".joblib": _Kind("a pickled object, which could run any code when it is loaded", _CONVERTED),
-    **dict.fromkeys((".npz", ".npy"), _Kind("arrays of numbers, not a model", "give it as --data")),
+    **{suffix: _Kind(*texts) for suffix, texts in package_data(__package__, "other_files.yaml").items()},
 }
 _PICKLES = (".pt", ".pth", ".bin", ".pkl", ".ckpt")
 #: names in a pickle of tensors and their containers
