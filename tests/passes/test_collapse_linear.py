@@ -41,6 +41,11 @@ def test_the_product_of_two_weights_on_paper():
     assert new.weights[node.inputs[2]].tolist() == [-83.0]  # 10 - 100 + 7
 
 
+def test_two_layers_without_a_bias_become_one_without():
+    new, _ = collapsed(nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 4, bias=False)), torch.randn(2, 8))
+    assert [len(n.inputs) for n in new.nodes] == [2]
+
+
 @pytest.mark.parametrize("second", [nn.Conv2d(8, 4, 3), nn.Sequential(nn.ReLU(), nn.Conv2d(8, 4, 1))])
 def test_larger_kernels_and_activations_between_make_no_pair(second):
     new, notes = collapsed(nn.Sequential(nn.Conv2d(4, 8, 3), second), torch.randn(2, 4, 5, 5))

@@ -32,7 +32,7 @@ def _collapse_one(graph: Graph, notes: dict[str, None]) -> bool:
         second = readers.only(first.output) if is_linear(graph, first) else None
         if second is None:
             continue
-        merged = _with_constant(readers, first, second) or _with_product(readers, first, second, notes)
+        merged = with_constant(readers, first, second) or _with_product(readers, first, second, notes)
         if merged is not None:
             notes[f"collapsed '{second.display_name}' into '{first.display_name}'"] = None
             graph.nodes[graph.nodes.index(first)] = merged.with_(outputs=second.outputs)
@@ -68,10 +68,10 @@ def _with_product(readers: Readers, first: Node, second: Node, notes: dict[str, 
     bias = outer @ bias_or_zero(graph, first) + bias_or_zero(graph, second)
     weight = torch.tensordot(outer, w1.detach().double(), 1)  # [O2, I, *kernel]
     graph.weights[first.weight] = weight.to(w1.dtype)
-    return with_bias(graph, first, bias)
+    return first if first.bias is None and second.bias is None else with_bias(graph, first, bias)
 
 
-def _with_constant(readers: Readers, first: Node, add: Node) -> Node | None:
+def with_constant(readers: Readers, first: Node, add: Node) -> Node | None:
     """Return `first` with the constant that `add` adds to its result in its bias."""
     graph, other = readers.graph, next((i for i in add.inputs if i != first.output), None)
     adds = add.op == "Add" or (add.op == "Sub" and add.inputs[0] == first.output)

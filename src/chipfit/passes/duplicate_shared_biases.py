@@ -29,7 +29,6 @@ def duplicate_shared_biases(graph: Graph) -> Rewritten:
             graph.nodes[index] = node.with_(inputs=(*node.inputs[:2], name))
             notes.append(f"bias '{bias}' is used again by '{node.name}', which now reads its own copy '{name}'")
     notes += _unshare_operands(graph, {*copies})
-    notes += _unshare_transposed(graph)
     return Rewritten(graph, notes)
 
 
@@ -48,24 +47,4 @@ def _unshare_operands(graph: Graph, biases: set[str]) -> list[str]:
             node = node.with_(inputs=(*node.inputs[:k], copies[i], *node.inputs[k + 1 :]))
             graph.nodes[index] = node
             notes.append(f"bias '{i}' is an operand of '{node.name}' too, which now reads its own copy '{copies[i]}'")
-    return notes
-
-
-def _unshare_transposed(graph: Graph) -> list[str]:
-    """Give products x @ w a copy of a weight that a linear layer reads along its other axis; return notes."""
-    linear = {n.weight: n.layer for n in graph.nodes if n.op in LINEAR and graph.is_weight(n.weight)}
-    notes = list[str]()
-    for index, node in enumerate(graph.nodes):
-        shared = [i for i in node.inputs if i in linear] if node.op == "MatMul" else []
-        for weight in shared:
-            name = new_name(graph, f"{weight}_{node.name}")
-            graph.weights[name] = graph.weights[weight].clone()
-            if weight in graph.trainable:
-                graph.trainable.add(name)
-            node = node.with_(inputs=tuple(name if i == weight else i for i in node.inputs))
-            graph.nodes[index] = node
-            notes.append(
-                f"weight '{weight}' of '{linear[weight]}' is read along its other axis by '{node.layer}', which now "
-                f"reads its own copy '{name}'"
-            )
     return notes
