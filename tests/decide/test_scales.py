@@ -131,6 +131,16 @@ def test_a_range_known_beforehand_counts_though_it_was_zero_and_copies_have_it()
     assert step(free["y"]) == pytest.approx(18.0, rel=0.01)
 
 
+@pytest.mark.parametrize("choice", [{"rule": "percentile"}, {"z_threshold": 1.0}])
+def test_a_rule_for_a_tensor_is_the_rule_for_its_copies(choice):
+    """What a reshape copies had its own search before, whose wider range won."""
+    seen, move = {"x": (-1.0, 1.0), "y": (-9.0, 9.0)}, {"nodes": ["y = Reshape(x)"], "op": "Reshape"}
+    made = chosen(seen, TIE, slots=[slot("x", **choice)], **move)
+    assert step(made["x"]) == step(made["y"]) == pytest.approx(2.0, rel=0.01)
+    both = chosen(seen, TIE, slots=[slot("x", **choice), slot("y", **choice)], **move)
+    assert step(both["y"]) == pytest.approx(18.0, rel=0.01)
+
+
 def test_beyond_a_constant_bound_codes_may_saturate_unless_something_else_reads_them():
     graph = graph_of("y = Max(x, c)", "z = Min(d, y)", weights={"c": torch.tensor(-1.0), "d": torch.tensor(9.0)})
     tie = ("x", "c", "y", "d", "z")

@@ -21,7 +21,7 @@ from chipfit.rounding.compare import Reference
 from chipfit.search import candidates, choose
 from chipfit.search.losses import losses
 from chipfit.search.resources import peak_bytes, resources
-from tests.build import NEAREST, mlp, model_of, quantized, randn, sequential
+from tests.build import NEAREST, mlp, model_of, platform_of, quantized, randn, sequential
 
 
 def net():
@@ -350,3 +350,17 @@ def test_time_and_names_that_are_no_limit_are_refused_with_what_there_is():
         chipfit.Limits(weigths="50%")
     limits = chipfit.Limits(weights="50%")
     assert replace(limits, weights="60%").weights == "60%" and pickle.loads(pickle.dumps(limits)) == limits
+
+
+def test_a_result_of_known_range_is_searched_with_that_range():
+    """Its statistics are not collected, and it had the chip's width alone before."""
+    a8, a4 = ({"bits": bits, "signed": "auto", "zero": 0} for bits in (8, 4))
+    use = [{"in": "any", "w": "w8", "out": out} for out in ("a8", "a4")]
+    chip = platform_of({"match": ["*"], "use": use}, formats={"a8": a8, "a4": a4, "w8": {"bits": 8}})
+    model = model_of(lambda m, x: torch.sigmoid(m.a(x)) * 3, a=nn.Linear(16, 32))
+    known = {
+        "overrides": {"sigmoid": {"range": (0.0, 1.0)}},
+        "limits": chipfit.Limits(activations=31, largest_value=True),
+    }
+    t = quantized(model, [randn(64, 16)], chip, **known).plan.tensors["sigmoid"]
+    assert t.grid.bits == 4 and t.origin.startswith("known beforehand") and float(t.scale) == 1 / 16

@@ -72,9 +72,9 @@ def choose(
     saturated = bounded(graph, groups)
     for group in groups:
         members = {name: found[name] for name in group if name in found}
-        given = any(assignment.tensors[name].range is not None for name in members)
+        chosen = {name for name in members if _is_chosen(assignment.tensors[name])}
         zeros = {name for name in members if assignment.tensors[name].range is None and _is_zero(name, graph, stats)}
-        found |= _tied(members, dictated.keys(), zeros | (copies(graph, group) if given else saturated))
+        found |= _tied(members, dictated.keys(), zeros | (copies(graph, group) - chosen if chosen else saturated))
     wanted = limit_weight_sums(graph, assignment.constraints, {name: stored for name, (stored, _) in found.items()})
     legal = project(wanted, assignment.constraints)
     _check_moderate(legal)
@@ -276,8 +276,7 @@ class QParamsSource:
             how = "look-up table fitted to" if grid.kind == "lut" else f"{name_of(rule)} over"
             return q, f"{how} the weights" + self._missing(s, rule)
         if s.range is not None:
-            given = TensorStats(s.name, low=float(s.range[0]), high=float(s.range[1]), batches=1)
-            return choose_qparams(given, grid, rule="no_clipping", expand=False), "known beforehand"
+            return of_known_range(s.range, grid), "known beforehand"
         if s.name not in self.stats:
             hint = "quantize again with these overrides: `chipfit.quantize(model, data, overrides=...)`"
             raise PlanError(f"Tensor '{s.name}' was not calibrated as a quantized one", hint=hint)
@@ -295,10 +294,21 @@ class QParamsSource:
         return without(statistic) if statistic and statistic not in self._extras(s.name) else ""
 
 
+def of_known_range(ends: tuple[float, float], grid: Grid) -> QParams:
+    """Return the parameters of a grid for a range that an override gives; a symmetric threshold is its larger end."""
+    given = TensorStats("", low=float(ends[0]), high=float(ends[1]), batches=1)
+    return choose_qparams(given, grid, rule="no_clipping", expand=False)
+
+
 def _still_holds(earlier: Stored, s: TensorSpec, grid: Grid) -> bool:
     """Return whether an earlier decision has this format, but for a fitted table, and no override changes it."""
     same = (earlier.format, earlier.axis, replace(earlier.grid, table=grid.table)) == (s.format_name, s.axis, grid)
-    return same and (s.rule, s.z_threshold, s.range) == (None, None, None)
+    return same and not _is_chosen(s)
+
+
+def _is_chosen(s: TensorSpec) -> bool:
+    """Return whether an override chooses the range of a tensor, or the rule for it."""
+    return (s.rule, s.z_threshold, s.range) != (None, None, None)
 
 
 def with_biases(

@@ -175,7 +175,8 @@ def search_space(
     Raises:
         DataError: there is no batch.
     """
-    by_hand, known = resolve_overrides(d.graph, d.overrides), d.stats.keys()
+    by_hand = resolve_overrides(d.graph, d.overrides)
+    known = d.stats.keys() | {t.name for t in d.assignment.tensors.values() if t.range is not None}
     parts: list[candidates.TiedChoice] = []
     if _OF_ACTIVATIONS.intersection(limited):
         found = (p for p in candidates.activation_choices(d, plan, by_hand) if len(p.widths) > 1)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from chipfit.calibration.data import Batch, no_data
+from chipfit.decide.scales import of_known_range
 from chipfit.decision import Decision
 from chipfit.graph.ir import Node
 from chipfit.graph.linear import is_linear, places
@@ -188,10 +189,10 @@ def at_width(grid: Grid, bits: int) -> Grid:
 
 def _at_widths(d: Decision, stored: Stored, name: str, widths: Iterable[int]) -> dict[int, Stored]:
     """Return how an activation is stored with each number of bits, with a range of its own if its values are known."""
-    out = dict.fromkeys(widths, stored)
-    for bits in out if name in d.stats else ():
+    out, ends = dict.fromkeys(widths, stored), d.assignment.tensors[name].range
+    for bits in out if name in d.stats or ends else ():
         if bits != stored.grid.bits:
             grid = at_width(stored.grid, bits)
-            q = choose(d.stats[name], grid, rule=d.rules.rule)
+            q = of_known_range(ends, grid) if ends else choose(d.stats[name], grid, rule=d.rules.rule)
             out[bits] = replace(stored, grid=grid, scale=q.scale, zero_point=q.zero_point)
     return out
