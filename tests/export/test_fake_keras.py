@@ -41,7 +41,7 @@ def test_a_file_gives_the_numbers_of_the_simulation(name, platform, tmp_path):
 
 
 def test_a_file_needs_no_chipfit(tmp_path):
-    layers = LAYERS.Conv2D(4, 3, activation="relu"), LAYERS.Multiply(name="multiply"), LAYERS.Flatten(), LAYERS.Dense(3)
+    layers = LAYERS.Conv2D(4, 3, activation="relu"), LAYERS.Multiply(name="divide"), LAYERS.Flatten(), LAYERS.Dense(3)
     x = inputs = keras.Input((8, 8, 3))
     x = layers[0](x)
     x = layers[1]([x, x]) * 0.5  # the name of a layer is also that of the function that rounds
@@ -53,6 +53,18 @@ def test_a_file_needs_no_chipfit(tmp_path):
     elsewhere = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     subprocess.run([sys.executable, "-c", LOAD, path, given, got], check=True, env=elsewhere, cwd=tmp_path)
     np.testing.assert_allclose(np.load(got), numbers(result.model(batch))[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("platform", ["imx500", "tflite_int8"])
+def test_a_layer_that_is_called_twice_needs_no_chipfit(platform, tmp_path):
+    """Its calls have different biases, corrected or of different scales; a layer of Keras has one."""
+    conv, inputs = LAYERS.Conv2D(3, 3), keras.Input((8, 8, 3))
+    model = keras.Model(inputs, conv(keras.ops.relu(conv(inputs))))
+    batch = np.random.default_rng(0).normal(size=(4, 8, 8, 3)).astype("float32")
+    result = quantized(model, [batch], platform, settings=chipfit.Settings(correct_bias=True))
+    loaded = keras.saving.load_model(result.export(tmp_path / "m.keras", format="fake"))
+    assert {type(layer).__module__.partition(".")[0] for layer in loaded.layers} == {"keras"}
+    assert np.mean(np.abs(numbers(loaded(batch))[0] - numbers(result.model(batch))[0]) > 1e-4) <= 0.02
 
 
 def test_the_names_of_mct_write_keras_and_tflite_files(tmp_path):

@@ -305,12 +305,14 @@ class Builder:
         bias = self._bias(node)
         weights = [i for i in node.inputs if i is not None and i in self.graph.weights and i != bias]
         raw = [(i, node.name) in self.plan.float_edges for i in node.inputs]
-        bias_key = bias
+        how = [weights or node.name, self._bias_key(bias), raw, _jsonable(node.attrs)]
+        return json.dumps([node.op, *how], sort_keys=True)
+
+    def _bias_key(self, bias: str | None) -> str | None:
+        """Return a key that is equal for biases which one layer may have."""
         if bias in self.sharing.products:
-            bias_key = "follows"
-        elif bias and bias not in self.sharing.rounded:
-            bias_key = "float"
-        return json.dumps([node.op, weights or node.name, bias_key, raw, _jsonable(node.attrs)], sort_keys=True)
+            return "follows"
+        return "float" if bias and bias not in self.sharing.rounded else bias
 
     def _biases_by_layer(self) -> dict[str, list[str | None]]:
         by_layer: dict[str, list[str | None]] = {}

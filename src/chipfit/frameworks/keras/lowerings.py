@@ -77,7 +77,8 @@ def _conv_settings(node: Node, graph: Graph, variables: dict[str, str]) -> dict[
 def _conv(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen:
     a, w = node.attrs, graph.weights[variables["kernel"]]
     config = {**_conv_settings(node, graph, variables), "padding": padding_word(node, graph) or "valid"}
-    if node.op == "DepthwiseConv2D" and len(set(a["stride"])) == 1:  # TensorFlow supports no other
+    one = node.layer_type == "DepthwiseConv2D" and w.shape[:2] == (1, 1)  # read as a plain convolution
+    if (one or node.op == "DepthwiseConv2D") and len(set(a["stride"])) == 1:  # TensorFlow supports no other
         return layers.DepthwiseConv2D, {**config, "depth_multiplier": w.shape[0] // a["groups"]}
     return _of_rank("Conv{}D", w.dim()), {**config, "filters": w.shape[0], "groups": a["groups"]}
 

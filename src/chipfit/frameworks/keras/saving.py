@@ -45,6 +45,9 @@ class FloatBuilder(Builder):
         self._set_weights(model)
         return model
 
+    def _bias_key(self, bias: str | None) -> str | None:
+        return bias  # a layer of Keras has one bias
+
     def _add_value(self, name: str, x: Any) -> None:
         self._unquantized[name] = self._quantized[name] = x
         if name in self.sharing.rounded:
