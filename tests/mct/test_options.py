@@ -74,6 +74,25 @@ def test_the_error_method_decides_how_much_of_a_heavy_tail_is_kept(side):
     assert fit(model, HEAVY, "qnnpack", **{f"{side}_error_method": METHODS.KL}).plan
 
 
+@pytest.mark.parametrize(
+    "function, ends", [(torch.softmax, (0, 1)), (torch.sigmoid, (0, 1)), (torch.tanh, (-1, 1)), (F.hardsigmoid, (0, 1))]
+)
+def test_results_of_bounded_functions_have_their_known_range(function, ends):
+    """As in MCT's default information about frameworks, in which the data of a calibration do not count."""
+    given = {"dim": -1} if function is torch.softmax else {}
+    result = fit(model_of(lambda m, x: function(x * 0.01, **given) * 2), randn(16, 4))
+    (t,) = (t for t in result.plan.tensors.values() if t.origin == "known beforehand")
+    assert float(t.scale) * (128 if ends[0] else 256) == 1.0 and t.grid.signed is (ends[0] < 0)
+
+
+def test_the_threshold_without_clipping_is_the_largest_number():
+    """Powers of two: 2 is on no grid of threshold 2, and MCT takes it all the same."""
+    x = torch.full((8, 4), 0.2)
+    x[0, 0] = 2.0
+    result = fit(nn.Linear(4, 2), x, activation_error_method=METHODS.NOCLIPPING)
+    assert float(result.plan.tensors[result.graph.inputs[0]].scale) * 256 == 2.0
+
+
 def test_outliers_are_cut_by_their_z_score_and_thresholds_are_powers_of_two_above_the_rest():
     x = randn(4000, 4)
     x[7, 1] = 1000.0

@@ -65,6 +65,18 @@ class _Layers:
         return self.name
 
 
+#: operators with results between two known numbers
+BOUNDED = {"Softmax": (0.0, 1.0), "Sigmoid": (0.0, 1.0), "HardSigmoid": (0.0, 1.0), "Tanh": (-1.0, 1.0)}
+
+
+def known_ranges() -> list[tuple[Any, Any]]:
+    """Return the ranges of `BOUNDED` as overrides of `chipfit.quantize`."""
+    return [
+        (_Layers(f"results of {op}", lambda n, op=op: n.op == op), {"range": ends})  # type: ignore[misc]
+        for op, ends in BOUNDED.items()
+    ]
+
+
 @record(ModelingError)
 class FrameworkInfo:
     """The selection of layers to quantize: weights of `kernel_ops`, results of `activation_ops`, and known ranges.

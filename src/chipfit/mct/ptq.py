@@ -19,7 +19,7 @@ from chipfit.mct.candidates import candidates_of, chosen_by_index
 from chipfit.mct.core.config import CoreConfig, ResourceUtilization
 from chipfit.mct.core.layer_biases import with_own_biases
 from chipfit.mct.core.network_editor import EditRule, replace_layers, to_overrides
-from chipfit.mct.framework_info import FrameworkInfo
+from chipfit.mct.framework_info import FrameworkInfo, known_ranges
 from chipfit.mct.input_scaling import ScaledInput
 from chipfit.mct.layer_names import give_layer_names
 from chipfit.mct.log import log_result
@@ -214,7 +214,7 @@ def quantize_model(
         hint = "pass target_resource_utilization, which starts a search of widths"
         raise ConfigError("'configuration_overwrite' requires a search", hint=hint)
     options = config.quantization_config.to_rules() | {"settings": config.quantization_config.to_settings(**steps)}
-    of_layers = [] if fw_info is None else fw_info.overrides()
+    of_layers = known_ranges() if fw_info is None else fw_info.overrides()
     overrides = [*of_layers, *config.bit_width_config.choices, *to_overrides(config.debug_config.network_editor)]
     model = replace_layers(model, config.debug_config.network_editor)
     first = first_batch_of(generator)  # a list of inputs without a label

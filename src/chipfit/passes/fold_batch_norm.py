@@ -77,7 +77,7 @@ def _fold(graph: Graph, node: Node, bn: Node) -> str:
     k, mean, beta = batch_norm_terms(graph, bn)  # [C_out]
     new_b = (bias - mean) * k + beta
     if node.op in TRANSPOSED:
-        new_w = scale_outputs(node, w.double(), k)
+        new_w = scale_outputs(node, w, k)
     else:
         # written straight into the layout in which CPUs convolve fastest: no temporary of the weight's size
         new_w = torch.empty_like(w, memory_format=torch.channels_last if w.dim() == 4 else torch.preserve_format)

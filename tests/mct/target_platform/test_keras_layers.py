@@ -143,3 +143,32 @@ def test_filters_on_functions_of_keras_ops(function, given, bits):
     steps = [n for n in result.graph.nodes if n.layer_type == function and n.config]
     assert {tpc.get_qco_by_node(n).base.activation_n_bits for n in steps} == {bits}
     assert result.plan.tensors[steps[-1].output].grid.bits == bits
+
+
+@pytest.mark.parametrize(
+    "layer, variables", [(layers.BatchNormalization, ("gamma", "beta")), (layers.PReLU, ("alpha",))]
+)
+def test_weights_of_layers_without_a_kernel_are_quantized_by_their_names(layer, variables):
+    """The model of a batch norm with quantized factors could not be built, and the names had no effect."""
+    eight = tp.AttributeQuantizationConfig(weights_n_bits=8, enable_weights_quantization=True)
+    base = {"enable_activation_quantization": False, "activation_n_bits": 8, "supported_input_activation_n_bits": 8}
+    base |= {"activation_quantization_method": tp.QuantizationMethod.POWER_OF_TWO, "quantization_preserving": False}
+    base |= {"fixed_scale": None, "fixed_zero_point": None, "simd_size": 1, "signedness": tp.Signedness.AUTO}
+    base |= {"default_weight_attr_config": tp.AttributeQuantizationConfig()}
+    plain = tp.OpQuantizationConfig(**base, attr_weights_configs_mapping={})
+    own = tp.OpQuantizationConfig(**base, attr_weights_configs_mapping=dict.fromkeys(variables, eight))
+    described = tp.TargetPlatformModel(tp.QuantizationConfigOptions([plain]))
+    with described:
+        tp.OperatorsSet("Own", tp.QuantizationConfigOptions([own]))
+    capabilities = tp.TargetPlatformCapabilities(described)
+    with capabilities:
+        tp.OperationsSetToLayers("Own", [layer])
+    made = layer(**{f"{v}_initializer": keras.initializers.RandomUniform(0.1, 0.9, seed=0) for v in variables})
+    model = keras.Sequential([keras.Input((6, 6, 3)), layers.ReLU(), made])
+    result = quantized(model, randn(4, 6, 6, 3), capabilities)
+    found = {name.rpartition("/")[2]: t for name, t in result.plan.tensors.items() if t.role != "activation"}
+    assert {v for v, t in found.items() if t.quantized} == set(variables)
+    rounded = {k: keras.ops.convert_to_numpy(v) for k, v in result.model.layers[-1].get_quantized_weights().items()}
+    for v in variables:
+        codes = rounded[v] / float(found[v].scale)
+        assert abs(codes - codes.round()).max() < 1e-4

@@ -16,7 +16,12 @@ from keras import ops
 from chipfit.engine.trees import ResultStructure, flatten_call
 from chipfit.errors import PlanError, TrainingError
 from chipfit.frameworks.keras.backend import KerasOps, forward, to_backend, to_torch
-from chipfit.frameworks.keras.layers import NORM_VARIABLES, KerasQuantizationWrapper, KerasQuantizer
+from chipfit.frameworks.keras.layers import (
+    NORM_VARIABLES,
+    KerasBatchNormWrapper,
+    KerasQuantizationWrapper,
+    KerasQuantizer,
+)
 from chipfit.frameworks.training import ScaleBounds, check_numbers
 from chipfit.graph.ir import Graph
 from chipfit.plan.json_codec import Marked, record_to_json
@@ -40,7 +45,7 @@ class WeightSlot:
         if isinstance(layer, KerasQuantizationWrapper):
             if self.use:
                 return layer.bias(self.use)
-            if self.variable in NORM_VARIABLES:
+            if self.variable in NORM_VARIABLES and isinstance(layer, KerasBatchNormWrapper):
                 return getattr(layer, self.variable)
             layer = layer.layer
         if self.variable.isdigit():

@@ -49,8 +49,9 @@ class QuantizationErrorMethod(Enum):
     HMSE = 6  #: squared error weighted by the Hessian; also for weights without gradient tuning
 
     def rule(self, p: float = 2.0) -> str:
-        """Return the name of the range rule; `p` is the exponent of LP."""
-        return {"NOCLIPPING": "no_clipping", "LP": f"lp(p={p})"}.get(self.name, self.name.lower())
+        """Return the name of the range rule; `p` is the exponent of LP. The threshold without clipping is max|x|."""
+        rules = {"NOCLIPPING": "no_clipping(expand=False)", "LP": f"lp(p={p})"}
+        return rules.get(self.name, self.name.lower())
 
 
 # ---------------------------------------------------------------- filters

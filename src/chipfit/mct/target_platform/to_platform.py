@@ -111,9 +111,13 @@ def _holds_constants(op: str) -> bool:
     return OPS[op].weighted or (several and op not in _CARRYING)
 
 
+#: Keras's names of the weights of layers without a kernel: norms, PReLU, embeddings
+_FACTORS = ("gamma", "alpha", "embeddings")
+
+
 def _option(c: configs.OpQuantizationConfig, formats: dict[str, Format]) -> Option:
-    kernel = _pick(c, configs.KERNEL_ATTR, "kernel", "weight", configs.POSITIONAL_ATTR)
-    bias = _pick(c, configs.BIAS_ATTR, "bias")
+    kernel = _pick(c, configs.KERNEL_ATTR, "kernel", "weight", configs.POSITIONAL_ATTR, *_FACTORS)
+    bias = _pick(c, configs.BIAS_ATTR, "bias", "beta")
     return Option(
         in_="any",
         in_bits=c.supported_input_activation_n_bits,

@@ -119,7 +119,7 @@ class BaseTrainableQuantizer(BaseInferableQuantizer, ABC):
             what = f"Expected {role} quantization configuration; received {other} quantization configuration"
             raise ConfigError(what, where=owner)
         if (method := config.field_ending("_method")) not in cls.quantization_method:
-            expected = ", ".join(map(str, cls.quantization_method))
+            expected = ", ".join(map(repr, cls.quantization_method))
             what = f"Quantization method mismatch. Expected methods: [{expected}], received: {method}"
             raise ConfigError(what, where=owner)
 
