@@ -25,7 +25,7 @@ from chipfit.data_generation import (
     keras_data_generation_experimental,
     pytorch_data_generation_experimental,
 )
-from chipfit.errors import ChipfitError
+from chipfit.errors import ChipfitError, ConfigError
 from tests.build import keras_sequential, sequential, small_cnn
 
 
@@ -83,6 +83,24 @@ def test_every_value_of_an_option_makes_images(option, value):
     config = get_pytorch_data_generation_config(n_iter=2, data_gen_batch_size=3, initial_lr=0.1, **{option: value})
     images = pytorch_data_generation_experimental(network(), 5, (8,), config)
     assert len(images) == 5 and all(x.isfinite().all() for x in images)
+
+
+@pytest.mark.parametrize("channels", [1, 4])
+def test_images_of_keras_models_have_the_channels_of_the_input(channels):
+    """They had three, so that models of grey images failed on them."""
+    import keras  # noqa: TID251
+
+    model = keras_sequential([8, 8, channels], keras.layers.Conv2D(3, 3), keras.layers.BatchNormalization())
+    config = get_keras_data_generation_config(n_iter=2)
+    assert [x.shape for x in keras_data_generation_experimental(model, 2, 8, config)] == [(1, 8, 8, channels)] * 2
+
+
+def test_a_keras_model_of_sequences_gets_no_images():
+    import keras  # noqa: TID251
+
+    model = keras_sequential([40, 12], keras.layers.Conv1D(3, 3), keras.layers.BatchNormalization())
+    with pytest.raises(ConfigError, match=r"Images cannot be generated.*\(None, 40, 12\).*chipfit.generated"):
+        keras_data_generation_experimental(model, 2, (40, 12), get_keras_data_generation_config(n_iter=2))
 
 
 def test_keras_models_give_arrays_with_channels_last():

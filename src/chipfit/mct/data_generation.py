@@ -225,13 +225,22 @@ def keras_data_generation_experimental(
     output_image_size: int | tuple[int] | tuple[int, int],
     data_generation_config: DataGenerationConfig,
 ) -> list[Any]:
-    """Make images of three channels from the batch norms of a Keras model; `torch.manual_seed` repeats them.
+    """Make images from the batch norms of a Keras model; `torch.manual_seed` repeats them.
+
+    Images have the channels of the model's input, or three if the model does not declare it.
 
     Returns:
-        One array [1, H, W, 3] for each image; the rest is as in `pytorch_data_generation_experimental`.
+        One array [1, H, W, C] for each image; the rest is as in `pytorch_data_generation_experimental`.
+
+    Raises:
+        ConfigError: the model takes something else than one image.
     """
-    size = _pair(output_image_size)
-    return [x.numpy() for x in _generated(model, n_images, torch.zeros(2, *size, 3), data_generation_config)]
+    shape = getattr(model, "input_shape", (None, None, None, 3))
+    if not isinstance(shape, tuple) or len(shape) != 4:
+        what, allowed = "Images cannot be generated for the input of this model", "one image (None, height, width, C)"
+        raise ConfigError(what, got=repr(shape), allowed=allowed, hint="chipfit.generated(model, count, example=...)")
+    example = torch.zeros(2, *_pair(output_image_size), shape[-1] or 3)
+    return [x.numpy() for x in _generated(model, n_images, example, data_generation_config)]
 
 
 def _generated(model: Any, count: int, example: torch.Tensor, config: Any) -> list[torch.Tensor]:
