@@ -144,6 +144,15 @@ def test_a_network_of_onnx_is_written_as_well(tmp_path):
     assert found.exact and not found.float_ops, found.summary()
 
 
+def test_a_quantized_layer_that_xnnpack_leaves_out_is_named_and_can_be_kept_in_float(tmp_path):
+    """XNNPACK has no convolution from integers to floats, which `nxp_neutron` computes in front of a sigmoid."""
+    model = sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1), nn.Sigmoid())
+    result = quantized(model, [torch.randn(4, 3, 6, 6)], "nxp_neutron")
+    with pytest.raises(ExportError, match=r"XNNPACK leaves '2' to kernels .* keep this layer in float"):
+        result.export(tmp_path / "net.pte")
+    assert result.edit({"2": "float"}).export(tmp_path / "net.pte").exists()
+
+
 def test_a_program_that_does_not_run_is_not_written(proven, tmp_path, monkeypatch):
     def run(self, inputs):
         assert [x.shape for x in inputs] == [(1, 3, 12, 12)] and not inputs[0].any()

@@ -90,11 +90,25 @@ def _lowered(graph: Graph, plan: Plan, inputs: Sequence[torch.Tensor]) -> bytes:
     try:
         with torch.no_grad():
             edge = to_edge_transform_and_lower(torch.export.export(program, tuple(inputs)), **how)
+        _check_delegated(edge.exported_program().graph, program)
         notes = notes_of(edge.exported_program().graph_module, program, rounded, len(inputs[0]))
         edge._named_data_store.add_named_data(KEY, json.dumps(notes).encode())
         return bytes(edge.to_executorch().buffer)
+    except ExportError:
+        raise
     except Exception as e:  # the errors of both share no base
         raise ExportError(f"ExecuTorch cannot write the model: {first_line(_cause(e))}") from e
+
+
+def _check_delegated(lowered: torch.fx.Graph, program: QuantizedProgram) -> None:
+    """Check that no weight with a scale for each channel is read outside of XNNPACK: no kernel there can."""
+    names = {key: name for name, key in program.names.items()}
+    for n in lowered.nodes:
+        if "dequantize_per_channel" in str(n.target):
+            key = n.args[0].name.removeprefix("b_").partition("_")[0]
+            layer = next((k for k in program.graph.nodes if names.get(key) in k.inputs), None)
+            what = f"XNNPACK leaves '{layer.display_name if layer else key}' to kernels that read no quantized weights"
+            raise ExportError(what, hint="keep this layer in float with overrides, or export another format")
 
 
 def _cause(e: BaseException) -> BaseException:
