@@ -163,7 +163,7 @@ def _rename_inputs(graph: Graph, states: list[tuple[str, str]]) -> None:
         wanted = wanted if wanted.isidentifier() and not keyword.iskeyword(wanted) else f"x_{wanted}"
         names[name] = name if wanted == name else unique_name(wanted, taken)
         graph.values[names[name]] = replace(graph.values.pop(name), name=names[name])
-    graph.nodes = [n.with_(inputs=tuple(names.get(i or "", i) for i in n.inputs)) for n in graph.nodes]
+    graph.nodes = [n.reading(names) for n in graph.nodes]
     graph.inputs = [names[i] for i in graph.inputs]
     graph.outputs = [names.get(o, o) for o in graph.outputs]
     states[:] = [(names[i], o) for i, o in states]

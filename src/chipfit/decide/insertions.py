@@ -127,5 +127,5 @@ def without_insertions(graph: Graph, ops: Collection[str] = (DYNAMIC, "Requantiz
     out = graph.copy()
     out.values = {k: v for k, v in graph.values.items() if k not in before}
     nodes = (n for n in graph.nodes if n.output not in before)
-    out.nodes = [n.with_(inputs=tuple(before.get(i or "", i) for i in n.inputs)) for n in nodes]
+    out.nodes = [n.reading(before) for n in nodes]
     return out

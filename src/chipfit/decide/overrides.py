@@ -11,7 +11,7 @@ import torch
 
 from chipfit.errors import PlanError, UnknownNameError, UnsupportedError, raised_outside_chipfit, short_message
 from chipfit.graph.ir import Graph, Node
-from chipfit.operators.table import OPS
+from chipfit.operators.table import OPS, facts_of
 from chipfit.platform.schema import Format
 from chipfit.ranges import name_of, rule_of
 from chipfit.registry import is_number
@@ -283,7 +283,7 @@ def _check_input_choices(name: str, choices: Mapping[str, Any]) -> None:
 
 def has_weights(op: str) -> bool:
     """Return whether an operator may have weights of its own."""
-    return op == "MatMul" or (op in OPS and OPS[op].weighted)
+    return op == "MatMul" or facts_of(op, {}).weighted
 
 
 def to_record(overrides: Overrides | None) -> dict[str, Any]:

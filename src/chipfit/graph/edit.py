@@ -1,6 +1,6 @@
 """Functions that edit a graph: free names, inserted, replaced and removed nodes."""
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,16 @@ def replace_node(graph: Graph, old: Node, *new: Node) -> None:
     """Replace `old` by `new`."""
     at = next(k for k, n in enumerate(graph.nodes) if n.name == old.name)
     graph.nodes[at : at + 1] = new
+
+
+def replace_values(graph: Graph, others: Mapping[str, str]) -> Graph:
+    """Return a graph without some nodes of one result each: result -> the value that takes its place."""
+    graph = graph.copy()
+    graph.nodes = [n.reading(others) for n in graph.nodes if n.output not in others]
+    graph.outputs = [others.get(o, o) for o in graph.outputs]
+    for value in others:
+        del graph.values[value]
+    return graph
 
 
 def insert_behind(

@@ -10,7 +10,7 @@ Layout is the source's own: PyTorch graphs are channels-first with OIHW kernels.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -128,6 +128,10 @@ class Node:
 
     def with_(self, **changes: Any) -> Node:
         return replace(self, **changes)
+
+    def reading(self, others: Mapping[str, str]) -> Node:
+        """Return the node with other operands: tensor -> the one that is read instead of it."""
+        return self.with_(inputs=tuple(others.get(i or "", i) for i in self.inputs))
 
 
 @dataclass(frozen=True, slots=True)

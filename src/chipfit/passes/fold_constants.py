@@ -59,7 +59,7 @@ def fold_constants(graph: Graph) -> Rewritten:
                 notes.append(f"'{names[i]}' of '{n.display_name}' depends on no input: computed once")
     for value in folded:
         graph.values.pop(value, None)
-    graph.nodes = [n.with_(inputs=tuple(names.get(i or "", i) for i in n.inputs)) for n in kept]
+    graph.nodes = [n.reading(names) for n in kept]
     for n in [n for n in graph.nodes if n.op == "Expand" and n.data in graph.weights and n.output not in graph.outputs]:
         _repeat_late(graph, n)
     return Rewritten(graph, notes)

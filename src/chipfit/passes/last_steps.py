@@ -1,5 +1,6 @@
 """Read the state after the last step from the recurrent layer, not from the states of all steps."""
 
+from chipfit.graph.edit import replace_values
 from chipfit.graph.ir import Graph, Node
 from chipfit.passes.recurrent import RECURRENT
 from chipfit.passes.rewriting import Rewritten
@@ -13,14 +14,7 @@ def last_steps(graph: Graph) -> Rewritten:
     taken = {n.output: made[n.data].outputs[1] for n in graph.nodes if _takes_last(graph, n, made)}
     if not taken:
         return Rewritten(graph, [])
-    graph = graph.copy()
-    graph.nodes = [
-        n.with_(inputs=tuple(taken.get(i or "", i) for i in n.inputs)) for n in graph.nodes if n.output not in taken
-    ]
-    graph.outputs = [taken.get(o, o) for o in graph.outputs]
-    for value in taken:
-        del graph.values[value]
-    return Rewritten(graph, [])
+    return Rewritten(replace_values(graph, taken), [])
 
 
 def _takes_last(graph: Graph, n: Node, made: dict[str, Node]) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from chipfit.graph.edit import replace_values
 from chipfit.graph.ir import Graph, Node
 from chipfit.passes.rewriting import Rewritten
 from chipfit.registry import register
@@ -18,13 +19,7 @@ def undone_moves(graph: Graph) -> Rewritten:
             same[n.output] = source
     if not same:
         return Rewritten(graph, [])
-    graph = graph.copy()
-    graph.nodes = [
-        n.with_(inputs=tuple(same.get(i or "", i) for i in n.inputs)) for n in graph.nodes if n.output not in same
-    ]
-    graph.outputs = [same.get(o, o) for o in graph.outputs]
-    for value in same:
-        del graph.values[value]
+    graph = replace_values(graph, same)
     read = {i for n in graph.nodes for i in n.inputs} | {*graph.outputs}
     dead = [n for n in graph.nodes if n.op in ("Unsqueeze", "Stack") and read.isdisjoint(n.outputs)]
     graph.nodes = [n for n in graph.nodes if n not in dead]

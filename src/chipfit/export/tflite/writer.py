@@ -344,7 +344,7 @@ def _without_copies(graph: Graph, plan: Plan) -> Graph:
         return graph
     graph = graph.copy()
     left = [n for n in graph.nodes if n.output not in same]
-    graph.nodes = [n.with_(inputs=tuple(same.get(i or "", i) for i in n.inputs)) for n in left]
+    graph.nodes = [n.reading(same) for n in left]
     graph.values = {name: v for name, v in graph.values.items() if name not in same}
     return graph
 

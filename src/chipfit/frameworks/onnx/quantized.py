@@ -311,11 +311,7 @@ class _Codes(Translator):
                 renamed[n.output] = x
                 self.stored[x] = self.stored.pop(n.output).with_(name=x)
                 self.tensors[x] = self.tensors.pop(n.output)
-        graph.nodes = [
-            n.with_(inputs=tuple(renamed.get(i or "", i) for i in n.inputs))
-            for n in graph.nodes
-            if n.output not in renamed
-        ]
+        graph.nodes = [n.reading(renamed) for n in graph.nodes if n.output not in renamed]
         graph.outputs = [renamed.get(o, o) for o in graph.outputs]
         graph.values = {k: v for k, v in graph.values.items() if k not in renamed}
 
