@@ -143,7 +143,7 @@ def in_float(
     rules = statistics.RangeRules(rule="mse", weight_rule="mse")
     d = Decision(platform=chip, overrides=None, settings=settings_for(settings, None, chip), rules=rules)
     d = capture_model(request, d)
-    d = replace(d, graph=with_weights_of(d.graph, d.captured))
+    d = replace(d, graph=with_weights_of(d.graph, d.captured or d.graph))
     d = choose_scales(decide(replace(d, overrides={n.name: "float" for n in d.graph.nodes})))
     return Result(d.graph, plan_of(d), d, request.progress.seconds)
 
