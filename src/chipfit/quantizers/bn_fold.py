@@ -65,9 +65,8 @@ def scale_channels(ops: Any, w: Any, k: Any, at: Channels) -> Any:
 
 def updated_statistics(running: Norm, batch: Moments, momentum: float) -> tuple[Any, Any]:
     """Return the running mean and (unbiased) variance after a step."""
-    m, v, n = batch
-    unbiased = v * (n / (n - 1))
-    return running.mean + momentum * (m - running.mean), running.var + momentum * (unbiased - running.var)
+    m, v, n = batch  # v (n / (n - 1)) is the unbiased variance
+    return running.mean + momentum * (m - running.mean), running.var + momentum * (v * (n / (n - 1)) - running.var)
 
 
 @dataclass(frozen=True, slots=True)

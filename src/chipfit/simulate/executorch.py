@@ -4,13 +4,13 @@ No other integer kernels stand behind it: what the delegate does not take is com
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from chipfit.graph.ir import Node
 from chipfit.operators.table import OPS
-from chipfit.quantizers.stored import Stored, scales_per_output
+from chipfit.quantizers.stored import scales_per_output
 from chipfit.registry import lookup, register
 from chipfit.simulate.integer import KernelCall, Profile, accumulate, integer_clip_range, kernel_of
 from chipfit.simulate.litert import quantize_by_inverse
@@ -18,9 +18,7 @@ from chipfit.simulate.litert import quantize_by_inverse
 Tensor = torch.Tensor
 
 
-def _bounds(act: Node, t: Stored) -> tuple[int, int] | None:
-    """Return the activation's bounds as integers, halves to even."""
-    return integer_clip_range(act, t, torch.round)
+_bounds = partial(integer_clip_range, rounded=torch.round)  #: halves to even
 
 
 def _clamp(c: KernelCall) -> None:

@@ -573,9 +573,7 @@ def _rows(c: KernelCall) -> None:
 # ---------------------------------------------------------------- quantization of floats, and fused activations
 
 
-def fused_bounds(act: Node, t: Stored) -> tuple[int, int] | None:
-    """Return the activation's bounds as integers, halves away from zero."""
-    return integer_clip_range(act, t, lambda x: round_away(x.double()))
+fused_bounds = partial(integer_clip_range, rounded=lambda x: round_away(x.double()))  #: halves away from zero
 
 
 def _stored(q: Tensor, t: Stored) -> Tensor:

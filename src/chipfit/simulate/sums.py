@@ -8,6 +8,7 @@ on the left torch adds whole rows, several times as fast as products along them.
 import math
 from collections.abc import Iterator, Sequence
 from itertools import product
+from typing import TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -42,16 +43,16 @@ def multiplied(x: Tensor, zero: Tensor, w: Tensor) -> Tensor:
     return acc.add_(offset).reshape(*x.shape[:-1], len(w))
 
 
-def convolved(
-    x: Tensor,
-    zero: Tensor,
-    w: Tensor,
-    *,
-    stride: Sequence[int],
-    padding: Sequence[Sequence[int]],
-    dilation: Sequence[int],
-    groups: int,
-) -> Tensor | None:
+class Windows(TypedDict):
+    """The attributes of a convolution, one number or pair for each spatial axis."""
+
+    stride: Sequence[int]
+    padding: Sequence[Sequence[int]]
+    dilation: Sequence[int]
+    groups: int
+
+
+def convolved(x: Tensor, zero: Tensor, w: Tensor, **how: Unpack[Windows]) -> Tensor | None:
     """Return a convolution's sums of (x - zero) w, [N, O, *out] in int32 or (exact) float32.
 
     One group: windows become rows of a matrix. Depthwise: products are added kernel position by kernel position. Other
@@ -61,10 +62,11 @@ def convolved(
         x: [N, C, *S].
         w: [O, C / groups, *k].
     """
+    stride, dilation, groups = how["stride"], how["dilation"], how["groups"]
     kernel, count = w.shape[2:], w[0].numel()
     if groups > 1 and not (groups == x.shape[1] == len(w) and count <= _IN_FLOAT):
         return None
-    padded = pad(x, padding=padding, mode="constant", value=int(zero)).movedim(1, -1).contiguous()
+    padded = pad(x, padding=how["padding"], mode="constant", value=int(zero)).movedim(1, -1).contiguous()
     n, *size, c = padded.shape
     out = _output_size(size, kernel, stride, dilation)
     if groups == 1:
@@ -123,26 +125,17 @@ def lost_in_pairs(x: Tensor, w: Tensor) -> Tensor | None:
     return lost
 
 
-def lost_in_windows(
-    x: Tensor,
-    zero: Tensor,
-    w: Tensor,
-    *,
-    stride: Sequence[int],
-    padding: Sequence[Sequence[int]],
-    dilation: Sequence[int],
-    groups: int,
-) -> Tensor | None:
+def lost_in_windows(x: Tensor, zero: Tensor, w: Tensor, **how: Unpack[Windows]) -> Tensor | None:
     """Return what the sums of a convolution gain by saturation, [N, O, *out] in int32; None if none can.
 
     Neighbours lie by position in the kernel, then by input channel. Depthwise kernels add no pairs.
     """
-    kernel, each = w.shape[2:], w.shape[1]
+    kernel, each, groups = w.shape[2:], w.shape[1], how["groups"]
     rows = w.movedim(1, -1).reshape(len(w), -1)
     if (groups > 1 and each == 1) or lost_in_pairs(x.new_zeros(0, rows.shape[1]), rows) is None:
         return None
-    padded = pad(x, padding=padding, mode="constant", value=int(zero)).movedim(1, -1)
-    positions = _by_kernel_position(padded, kernel, stride, dilation)
+    padded = pad(x, padding=how["padding"], mode="constant", value=int(zero)).movedim(1, -1)
+    positions = _by_kernel_position(padded, kernel, how["stride"], how["dilation"])
     windows = torch.stack([p.unflatten(-1, (groups, each)) for p in positions], -2).flatten(-2)  # [N, *out, groups, K]
     n, *out = windows.shape[:-2]
     gains = []
