@@ -219,3 +219,17 @@ def test_a_cell_beyond_the_range_of_the_kernel_saturates(tmp_path):
     (cell,) = (v for n in result.graph.nodes if n.op == "LSTM" for v in n.outputs[2:])
     assert float(result.plan[cell].scale) == 2.0**-9
     assert result.verify(data).exact
+
+
+@pytest.mark.parametrize("algorithm", ["lsq", {"weights": "dorefa", "activations": "pact"}])
+def test_training_keeps_one_scale_for_each_gate(algorithm):
+    data = [sequences(), sequences(seed=2)]
+    result = quantized(Spotter(), data, "tflite_int8", training=algorithm)
+    before = result.model(data[0]).detach()
+    optimizer = torch.optim.SGD(result.model.parameters(), 0.05)
+    for x in data * 2:
+        optimizer.zero_grad()
+        result.model(x).square().mean().backward()
+        optimizer.step()
+    assert (result.model(data[0]) != before).any()
+    assert result.trained().verify(data[:1]).exact

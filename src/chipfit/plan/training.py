@@ -21,6 +21,7 @@ from chipfit.validation import Number, record
 
 #: roles of tensors -> the word for them in options
 _WORDS = {"weight": "weights", "activation": "activations"}
+_GATES = 4  #: of an LSTM
 
 
 @record(ConfigError, frozen=True)
@@ -63,12 +64,12 @@ class Training:
             algorithm_of(chosen)  # raises if it is unknown
 
     def algorithm(self, t: TensorPlan) -> Algorithm | None:
-        """Return the algorithm that trains a quantized tensor; None if its scale stays.
+        """Return the algorithm that trains a quantized tensor; None if its scale stays, as the one of a gate does.
 
         Raises:
             UnsupportedError: the algorithm cannot round to the tensor's grid.
         """
-        if t.stored is None or t.role not in _WORDS:
+        if t.stored is None or t.role not in _WORDS or _shares_by_gate(t):
             return None
         role = getattr(self, _WORDS[t.role])
         chosen = [self.only[key] for key in (t.name, t.layer) if key in self.only]
@@ -78,6 +79,14 @@ class Training:
             what = f"{type(found).__name__} cannot train {t.role} '{t.name}': {why}"
             raise UnsupportedError(what, where=t.layer, got=f"format {t.format}", hint=hint)
         return found
+
+
+def _shares_by_gate(t: TensorPlan) -> bool:
+    """Return whether the rows of each gate of an LSTM share one scale."""
+    if t.op != "LSTM" or t.role != "weight" or t.stored is None or t.stored.scale.dim() != 1:
+        return False
+    gates = t.stored.scale.reshape(_GATES, -1)
+    return bool((gates == gates[:, :1]).all())
 
 
 def check_trainable(training: Training | None, plan: Plan) -> None:
