@@ -23,7 +23,7 @@ from chipfit.engine.torch_defaults import torch_defaults
 from chipfit.errors import ExportError, Interrupted, PlanError, UnsupportedError
 from chipfit.export.tflite import footprint
 from chipfit.files import path_of
-from chipfit.frameworks import adapter_of, checksum, lower
+from chipfit.frameworks import adapter_of, checksum, choose_backend, lower
 from chipfit.graph.ir import Graph
 from chipfit.graph.states import state_pairs
 from chipfit.plan.record import Plan
@@ -472,6 +472,7 @@ def load(directory: str | Path) -> Result:
     from chipfit.plan.saved import load as load_files
 
     graph, plan, platform, *_ = load_files(directory)
+    choose_backend(graph.framework)
     return of_plan(graph, plan, platform)
 
 

@@ -175,11 +175,16 @@ def load(path: str, framework: str = "") -> Any:
         allowed = ", ".join(f.suffix for f in all_facts().values() if f.suffix)
         raise CaptureError(f"'{path}' is a file of no framework", allowed=allowed)
     check_downloaded(Path(path))
+    choose_backend(framework)
+    return adapter_of(framework).load(path)
+
+
+def choose_backend(framework: str) -> None:
+    """Set what a framework reads when it is imported for a file, unless the user chose; see `Facts.environment`."""
     facts = facts_of(framework)
     if not any(_names_backend(Path(os.path.expandvars(file)).expanduser()) for file in facts.configured):
         for name, value in facts.environment.items():
             os.environ.setdefault(name, value)
-    return adapter_of(framework).load(path)
 
 
 def _names_backend(file: Path) -> bool:

@@ -239,13 +239,15 @@ except Exception as e: print(type(e).__name__, e)
 def test_a_file_is_loaded_on_torch_unless_the_configured_backend_is_installed(tmp_path):
     """Keras writes such a file when it is first imported: it names TensorFlow, installed or not."""
     make("residual")[0].save(tmp_path / "model.keras")
+    quantized("residual")[0].save(tmp_path / "saved")
     (tmp_path / "keras.json").write_text('{"backend": "absent"}')
-    code = f"""
+    for name, call in (("model.keras", "chipfit.load_model"), ("saved", "chipfit.load")):
+        code = f"""
 import os
 del os.environ["KERAS_BACKEND"]
-from chipfit.frameworks import load
-load({str(tmp_path / "model.keras")!r})
+import chipfit
+{call}({str(tmp_path / name)!r})
 import keras
 print(keras.backend.backend())
 """
-    assert python(code, KERAS_HOME=str(tmp_path), HOME=str(tmp_path)) == "torch"
+        assert python(code, KERAS_HOME=str(tmp_path), HOME=str(tmp_path)) == "torch", name
