@@ -241,6 +241,13 @@ def test_an_operator_without_reader_is_named(converter):
         capture(TfliteModel(content), [torch.from_numpy(X)])
 
 
+def test_a_fourier_transform_is_refused_with_what_helps(converter):
+    tf = pytest.importorskip("tensorflow")
+    content, _ = converter(lambda x: tf.abs(tf.signal.rfft(x, [4])), X)
+    with pytest.raises(CaptureError, match="RFFT2D of '.*' has no reader.*behind its Fourier transform"):
+        capture(TfliteModel(content), [torch.from_numpy(X)])
+
+
 @pytest.mark.parametrize("kind, shape", [("DEPTH_TO_SPACE", (1, 8, 10, 2)), ("SPACE_TO_DEPTH", (1, 2, 2, 32))])
 def test_channels_and_space_are_exchanged_by_one_operator_as_in_the_file(tmp_path, kind, shape):
     from chipfit.export.tflite.file import TYPES, File

@@ -168,8 +168,7 @@ class Reading:
         except Unreadable as e:
             self.builder.forget(mark)
             what = f"The operator {op.kind} of '{call.name}' has no reader" + (f": {e}" if str(e) else "")
-            hint = "start from the model that the file was converted from"
-            raise CaptureError(what, where=self.model.where, hint=hint) from e
+            raise CaptureError(what, where=self.model.where, hint=_WITHOUT.get(op.kind, _SOURCE)) from e
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
             what = f"The operator {op.kind} of '{call.name}' is malformed: {short_message(e)}"
             raise CaptureError(what, where=self.model.where) from e
@@ -194,6 +193,16 @@ _BY_SHAPE = "RESHAPE BROADCAST_TO EXPAND_DIMS SQUEEZE RESIZE_BILINEAR RESIZE_NEA
 def _read_by(op: Operator) -> list[int]:
     """Return the operands that are read."""
     return op.inputs[:1] if op.kind in _BY_SHAPE else op.inputs[1:] if op.kind == "TRANSPOSE_CONV" else op.inputs
+
+
+_SOURCE = "start from the model that the file was converted from"
+_VARIABLES = f"{_SOURCE}, without streaming; chipfit.streaming makes its states inputs and outputs"
+#: operator without a reader -> what helps
+_WITHOUT = {
+    "TFLite_Detection_PostProcess": f"{_SOURCE}, up to boxes and scores; the boxes are selected behind the network",
+    **dict.fromkeys(("VAR_HANDLE", "READ_VARIABLE", "ASSIGN_VARIABLE", "CALL_ONCE"), _VARIABLES),
+    "RFFT2D": f"{_SOURCE}, behind its Fourier transform; give it spectra",
+}
 
 
 class Call:
