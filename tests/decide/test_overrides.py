@@ -367,6 +367,15 @@ def test_a_format_is_narrowed_to_grids_that_it_holds_and_no_others(have, method)
     assert ov.method_of(made) == method and made.bits == fmt.bits and (made == fmt) is (method == have)
 
 
+@pytest.mark.parametrize("method", ["symmetric", "power_of_two"])
+def test_a_table_with_an_entry_for_each_code_holds_evenly_spaced_values(method):
+    table = Format(bits=4, kind="lut", lut={"value_bits": 8})
+    made = ov.constrain_format(table, layer="conv", method=method)
+    assert (made.kind, made.lut, made.bits, ov.method_of(made)) == ("int", None, 4, method)
+    with pytest.raises(UnsupportedError, match="method"):
+        ov.constrain_format(table, layer="conv", method="uniform")
+
+
 @pytest.mark.parametrize("signed, zero", [(True, 0), ("auto", 0), (False, (0, 128))])
 def test_zero_is_in_the_middle_of_unsigned_values_or_at_their_end(signed, zero):
     """Of 8 bits 128 stands for 0 where values have both signs."""

@@ -27,8 +27,9 @@ METHODS = {
     "uniform": ("uniform", "symmetric", "power_of_two"),
     "symmetric": ("symmetric", "power_of_two"),
     "power_of_two": ("power_of_two",),
-    "lut_symmetric": ("lut_symmetric", "lut_power_of_two"),
-    "lut_power_of_two": ("lut_power_of_two",),
+    # a table with one entry for each code may as well hold the values of an evenly spaced grid
+    "lut_symmetric": ("lut_symmetric", "lut_power_of_two", "symmetric", "power_of_two"),
+    "lut_power_of_two": ("lut_power_of_two", "power_of_two"),
 }
 
 
@@ -333,10 +334,14 @@ def constrain_format(
     have = method_of(fmt)
     if method is not None and method != have:
         allowed = METHODS[have] if have else ()
+        if fmt.lut and fmt.lut.get("entries", 1 << fmt.bits) < 1 << fmt.bits:
+            allowed = tuple(m for m in allowed if m.startswith("lut"))
         if method not in allowed and fmt.free:
             changes |= _other_method(method)
         elif method not in allowed:
             raise _not_held(layer, "method", method, allowed)
+        elif fmt.kind == "lut" and not method.startswith("lut"):
+            changes |= {"kind": "int", "lut": None}
         elif have == "uniform":
             changes["zero"] = (0, 1 << fmt.bits - 1) if fmt.signed is False else 0
         if method.endswith("power_of_two"):
