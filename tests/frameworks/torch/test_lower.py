@@ -506,3 +506,18 @@ def test_a_weight_whose_numbers_the_plan_keeps_does_not_train_its_scale(result):
     assert not trained.quantizer_of("fc.weight").scale.requires_grad
     assert trained.quantizer_of("conv1.weight").scale.requires_grad
     assert not lower(result.graph, result.plan).quantizer_of("conv1.weight").scale.requires_grad
+
+
+def test_layers_in_float_are_modules_of_their_classes():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.BatchNorm2d(4), nn.Tanh(), nn.Flatten(), nn.Linear(144, 2))
+    net.eval()
+    x = torch.randn(8, 3, 8, 8)
+    r = _fit(net, x, overrides={"2": "float", "5": "float"})
+    kinds = {name: type(m) for name, m in r.model.named_modules()}
+    assert (kinds["2"], kinds["5"]) == (nn.BatchNorm2d, nn.Linear)
+    assert r.model.get_submodule("5").weight is r.model.weight("5.weight")
+    assert net.state_dict().keys() <= r.model.state_dict().keys()
+    r.model.train()(x).square().sum().backward()
+    assert all(r.model.get_parameter(name).grad is not None for name in ("2.weight", "5.weight"))
+    r.model.load_state_dict(copy.deepcopy(r.model).state_dict())

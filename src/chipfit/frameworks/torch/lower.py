@@ -115,6 +115,8 @@ class QuantizedModule(Checkpointed):
                 layer.weights_quantizers[leaf] = self.quantizer_of(f"{path}.{leaf}")
                 layer.node = next((n for n in graph.nodes if f"{path}.{leaf}" in n.inputs), layer.node)
 
+        self._name_float_layers(graph)
+
         self._inputs, self._outputs = tuple(graph.inputs), tuple(graph.outputs)
         self._float_reads = frozenset(plan.float_edges)
         self._unrounded = frozenset(name for name, _ in plan.float_edges) & self._rounded
@@ -147,6 +149,19 @@ class QuantizedModule(Checkpointed):
                 registered[id(tensor)] = nn.Parameter(copy, requires_grad=id(tensor) in live) if trains else copy
             register_weight(self, name, registered[id(tensor)], layers)
 
+    def _name_float_layers(self, graph: Graph) -> None:
+        """Let layers without quantizers be modules of their classes, with the same tensors; none of them is called."""
+        for node in graph.nodes:
+            own = {i.rpartition(".")[0] for i in node.inputs if i in graph.weights}
+            if not node.layer or own != {node.layer}:
+                continue
+            *path, name = node.layer.split(".")
+            modules = self._module(path)._modules
+            held = modules[name]
+            if type(held) is nn.Module and not held._modules:
+                layer = layer_like(node, {**held._parameters, **held._buffers})
+                modules[name] = held if isinstance(layer, nn.RNNBase) else layer  # which keeps lists of its weights
+
     def tie(self, graph: Graph) -> None:
         """Let tied weights be one tensor again, which `to` makes two for devices that live outside PyTorch."""
         first: dict[int, str] = {}
@@ -169,7 +184,7 @@ class QuantizedModule(Checkpointed):
 
     def __getattr__(self, name: str) -> Any:
         part, own = self.__dict__.get("aliases", {}).get(name), self._modules.get(name)
-        if part is None or isinstance(own, LayerWeights) or (own is not None and own._modules):
+        if part is None or (own is not None and (type(own) is not nn.Module or own._modules)):
             return super().__getattr__(name)
         if isinstance(part, nn.Module):
             return part
