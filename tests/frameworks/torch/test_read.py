@@ -233,3 +233,25 @@ def test_every_value_has_the_shape_and_type_that_it_has_when_the_graph_runs(name
 @pytest.mark.parametrize("function", [lambda x: sum([x, x * 2]), lambda x: x + 2 * x - 0, lambda x: 0.0 + x + x * 2])
 def test_the_number_zero_is_not_added(function):
     assert [n.op for n in nodes(function, torch.randn(2, 3))] == ["Mul", "Add"]
+
+
+POINTS = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0))
+MATRIX = torch.tensor([[[0.2, float("nan"), 3.0, -0.4], [float("inf"), 0.5, -float("inf"), 1.0]]])
+IN_PARTS = {
+    "a lower triangle": (lambda x: x.tril(-1), POINTS),
+    "an upper triangle": (lambda x: torch.triu(x, 1), POINTS),
+    "numbers in place of others": (lambda x: torch.nan_to_num(x, 0.25), MATRIX),
+    "logit": (lambda x: torch.logit(x, 1e-3), POINTS.sigmoid()),
+    "logit without a bound": (lambda x: torch.logit(x), POINTS.sigmoid()),
+    "remainder": (lambda x: torch.remainder(x, 0.7), POINTS),
+    "remainder of a negative number": (lambda x: torch.remainder(x, -1.0), POINTS),
+    "an index for each element": (lambda x: torch.take_along_dim(x, x.argsort(-1)[..., :2], -1), POINTS),
+    "distances": (lambda x: torch.cdist(x, 2 * x[:, :3]), POINTS),
+    "rounding": (lambda x: torch.round(3 * x), POINTS),
+}
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_functions_of_torch_are_read_as_the_operators_that_compute_them(name):
+    function, x = IN_PARTS[name]
+    assert OPAQUE not in {n.op for n in nodes(function, x)}

@@ -232,6 +232,75 @@ def _masked_fill(c: TorchCall) -> Any:
     return c.emit("Where", [c.value("mask"), value, c.value("self")])
 
 
+@reads("tril triu")
+def _triangle(c: TorchCall) -> Any:
+    """Read a triangle of matrices as a choice by a constant condition."""
+    rows, columns = c.tensor("self").shape[-2:]
+    if not (isinstance(rows, int) and isinstance(columns, int)):
+        raise Unreadable
+    kept = getattr(torch.ones(rows, columns, dtype=torch.bool), c.name)(c.static("diagonal") or 0)
+    return c.emit("Where", [c.builder.constant(f"{c.node.name}.kept", kept), c.value("self"), c.constant(0)])
+
+
+@reads("nan_to_num")
+def _nan_to_num(c: TorchCall) -> Any:
+    """Read `nan_to_num` as a choice of numbers that equal themselves, and a clamp between the largest floats."""
+    x, most = c.cast_to_result("self"), torch.finfo(torch.float32).max
+    if c.result.dtype is not torch.float32:
+        raise Unreadable
+    number = c.step("Equal", [x, x], c.result.to(torch.bool))
+    kept = c.step("Where", [number, x, c.constant(float(c.static("nan") or 0.0))], c.result)
+    low, high = (c.static(end) for end in ("neginf", "posinf"))
+    if not all(end is None or abs(end) == most for end in (low, high)):
+        raise Unreadable
+    return c.emit("Clamp", [kept], min=-most, max=most)
+
+
+@reads("logit")
+def _logit(c: TorchCall) -> Any:
+    """Read log(x / (1 - x)), of x between eps and 1 - eps."""
+    x, eps, like = c.cast_to_result("self"), c.static("eps"), c.result
+    if eps is not None:
+        x = c.step("Clamp", [x], like, min=float(eps), max=1.0 - float(eps))
+    rest = c.step("Sub", [c.constant(1.0), x], like)
+    return c.emit("Log", [c.step("Div", [x, rest], like)])
+
+
+@reads("remainder")
+def _remainder(c: TorchCall) -> Any:
+    """Read x - d floor(x / d) for a number d."""
+    x, d = c.cast_to_result("self"), c.static("other")
+    if not c.result.dtype.is_floating_point or not d:
+        raise Unreadable
+    whole = c.step("Floor", [c.step("Mul", [x, c.constant(1.0 / d)], c.result)], c.result)
+    return c.emit("Sub", [x, c.step("Mul", [whole, c.constant(d)], c.result)])
+
+
+@reads("take_along_dim")
+def _take_along(c: TorchCall) -> Any:
+    """Read an index for each element, where data and indices have as many elements along the other axes."""
+    x, index, dim = c.tensor("self"), c.tensor("indices"), c.static("dim")
+    if dim is None or x.dim() != index.dim():
+        raise Unreadable
+    others = [k for k in range(x.dim()) if k != dim % x.dim()]
+    if not all(c.builder.same_size(x.shape[k], index.shape[k]) for k in others):
+        raise Unreadable
+    return c.emit("GatherElements", [c.value("self"), c.value("indices")], axis=dim % x.dim())
+
+
+@reads("cdist")
+def _distances(c: TorchCall) -> Any:
+    """Read the lengths of all differences between two sets of vectors, [.., P, D] and [.., R, D]."""
+    a, b = c.tensor("x1"), c.tensor("x2")
+    if c.static("p") != 2 or a.dim() != b.dim():
+        raise Unreadable
+    apart = [c.step("Unsqueeze", [c.value("x1")], a.new_empty((*a.shape[:-1], 1, a.shape[-1])), axes=(a.dim() - 1,))]
+    wide = b.new_empty((*b.shape[:-2], 1, *b.shape[-2:]))
+    apart.append(c.step("Unsqueeze", [c.value("x2")], wide, axes=(b.dim() - 2,)))
+    gap = c.step("Sub", apart, c.result.new_empty((*c.result.shape, a.shape[-1])))
+    return c.emit("ReduceL2", [gap], axes=(c.result.dim(),), keepdims=False)
+
+
 @reads("celu")
 def _celu(c: TorchCall) -> Any:
     """Read celu(x) as alpha elu(x / alpha)."""
