@@ -189,7 +189,8 @@ def at_width(grid: Grid, bits: int) -> Grid:
 
 def _at_widths(d: Decision, stored: Stored, name: str, widths: Iterable[int]) -> dict[int, Stored]:
     """Return how an activation is stored with each number of bits, with a range of its own if its values are known."""
-    out, ends = dict.fromkeys(widths, stored), d.assignment.tensors[name].range
+    out, wanted = dict.fromkeys(widths, stored), d.assignment.tensors.get(name)  # None in a loaded result
+    ends = None if wanted is None else wanted.range
     for bits in out if name in d.stats or ends else ():
         if bits != stored.grid.bits:
             grid = at_width(stored.grid, bits)
