@@ -41,6 +41,9 @@ MOMENTS = {"mean": (C,), "var": (C,)}
 #: operator -> shapes of its data operands (unequal along every axis), attributes, shapes of its weights by slot
 CASES: dict[str, list[tuple[list[tuple[int, ...]], dict, dict]]] = {
     "Softplus": [([X], {"beta": 2.0, "threshold": 20.0}, {}), ([UNEQUAL], {"beta": 0.5, "threshold": 0.7}, {})],
+    "Curve": [
+        ([UNEQUAL], {"steps": '[["Greater", ["0", 0.5], {}], ["Abs", ["0"], {}], ["Where", ["1", "2", 0.25], {}]]'}, {})
+    ],
     "Clamp": [([X], {"min": a, "max": b}, {}) for a, b in ((0.0, 0.5), (-0.3, 0.4), (None, 0.2), (-0.1, None))],
     "Elu": [([UNEQUAL], {"alpha": 1.9}, {})],
     "Gelu": [([X], {"approximate": "none"}, {}), ([X], {"approximate": "tanh"}, {})],
