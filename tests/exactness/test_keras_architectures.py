@@ -26,11 +26,7 @@ FLOAT_ON_ORT = {
     "transposed": {"TransposeConv2D"},
     "unet": {"Resize"},
 }
-#: the same of LiteRT
-FLOAT_ON_LITERT = {
-    "arithmetic": {"MatMul"},
-    "heads": {"Mish", "Softplus"},
-}
+PADDED = {"concat_pools"}  #: its file has the padding in a convolution
 NOT_ON_LITERT = {"recurrent"}  #: no LSTM in its files
 
 
@@ -54,7 +50,7 @@ def test_every_integer_equals_onnx_runtimes(name, results):
     found = result.verify([batch_for(model, seed=1)]).require(floats)
     assert found.float_ops == floats
     assert found.exact or found.float_ops
-    assert not found.not_compared and not found.calibrated
+    assert set(found.not_compared) == ({"elided by the runtime"} if name in PADDED else set()) and not found.calibrated
 
 
 @pytest.mark.parametrize("name", sorted(set(ZOO) - NOT_ON_LITERT))
@@ -63,6 +59,5 @@ def test_every_integer_equals_litert(name, tmp_path):
     model, batch = make(name)
     result = quantized(model, [batch], "tflite_int8")
     new = [batch_for(model, seed=1)]
-    allowed = FLOAT_ON_LITERT.get(name, set())
-    for found in prove(result.graph, result.plan, result.platform, new, tmp_path, float_ops=allowed):
-        assert found.float_ops == allowed
+    for found in prove(result.graph, result.plan, result.platform, new, tmp_path, float_ops=set()):
+        assert not found.float_ops
