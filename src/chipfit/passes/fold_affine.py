@@ -43,19 +43,24 @@ def fold_affine(graph: Graph, in_integers: Test) -> Rewritten:
         steps, (k, c) = _steps(readers, makers, layer, in_integers)
         if not steps or readers.why_fixed(layer):
             continue
-        w = graph.weights[layer.weight].detach()
-        channels = in_groups(layer, w)
-        k, c = (v.expand(_in_channels(graph, layer)) for v in (k, c))
-        sums = channels.double().reshape(*channels.shape[:3], -1).sum(3)  # [g, O/g, I/g]
-        bias = bias_or_zero(graph, layer) + (sums @ c.reshape(len(sums), -1, 1)).flatten()
-        graph.weights[layer.weight] = scale_inputs(layer, w.double(), k).to(w.dtype)
-        folded = with_bias(graph, layer, bias) if layer.bias is not None or bool(c.any()) else layer
-        graph.nodes[graph.nodes.index(layer)] = folded
+        fold_into(graph, layer, k, c)
         for n in steps:  # the last one first: what read its result then reads that of the step before it
-            _remove(graph, n)
+            remove_step(graph, n)
         names = ", ".join(dict.fromkeys(f"'{n.display_name}'" for n in steps))
         notes.append(f"folded {names} into '{layer.display_name}'")
     return Rewritten(graph, notes)
+
+
+def fold_into(graph: Graph, layer: Node, k: torch.Tensor, c: torch.Tensor) -> None:
+    """Let a linear operator read x where it read k x + c; k and c are [] or [I], of its input channels."""
+    w = graph.weights[layer.weight].detach()
+    channels = in_groups(layer, w)
+    k, c = (v.expand(_in_channels(graph, layer)) for v in (k, c))
+    sums = channels.double().reshape(*channels.shape[:3], -1).sum(3)  # [g, O/g, I/g]
+    bias = bias_or_zero(graph, layer) + (sums @ c.reshape(len(sums), -1, 1)).flatten()
+    graph.weights[layer.weight] = scale_inputs(layer, w.double(), k).to(w.dtype)
+    folded = with_bias(graph, layer, bias) if layer.bias is not None or bool(c.any()) else layer
+    graph.nodes[graph.nodes.index(layer)] = folded
 
 
 def _steps(readers: Readers, makers: Mapping[str, Node], layer: Node, in_integers: Test) -> tuple[list[Node], Affine]:
@@ -71,7 +76,7 @@ def _steps(readers: Readers, makers: Mapping[str, Node], layer: Node, in_integer
         if (before := _across(graph, n, places)) is not None:
             places, value, pooled = before, n.data, pooled or not OPS[n.op].view
             continue
-        step = _affine(graph, n, places)
+        step = affine(graph, n, places)
         if step is None:
             break
         (data,) = graph.activations(n)
@@ -82,7 +87,7 @@ def _steps(readers: Readers, makers: Mapping[str, Node], layer: Node, in_integer
         factor, addend = factor * step[0], factor * step[1] + addend
         steps.append(n)
         value = data
-        if _folds(layer, factor, addend):
+        if folds(layer, factor, addend):
             found = [*steps], (factor, addend)
     return found
 
@@ -114,7 +119,7 @@ def _unraveled(at: torch.Tensor, sizes: Sequence[int]) -> Places:
     return out
 
 
-def _affine(graph: Graph, n: Node, places: Places) -> Affine | None:
+def affine(graph: Graph, n: Node, places: Places) -> Affine | None:
     """Return k and c of a node that computes k x + c, by input channel of the layer; None for others."""
     if n.op == "BatchNorm" and 1 in places and all(i is None or graph.is_weight(i) for i in n.inputs[1:]):
         k, mean, beta = batch_norm_terms(graph, n)
@@ -151,16 +156,16 @@ def _in_channels(graph: Graph, layer: Node) -> int:
     return parts.shape[0] * parts.shape[2]
 
 
-def _folds(layer: Node, k: torch.Tensor, c: torch.Tensor) -> bool:
+def folds(layer: Node, k: torch.Tensor, c: torch.Tensor, spread: float = _SPREAD) -> bool:
     """Return whether k x + c can be folded into a linear operator that reads it, without loss."""
     if bool(c.any()) and any(p for pair in layer.attrs.get("padding", ()) for p in pair):
         return False  # the padding is added behind it
     if not bool(torch.isfinite(k).all() and torch.isfinite(c).all() and (k != 0).all()):
         return False
-    return float(k.abs().max() / k.abs().min()) <= _SPREAD and float(c.abs().max()) <= _OFF_CENTRE
+    return float(k.abs().max() / k.abs().min()) <= spread and float(c.abs().max()) <= _OFF_CENTRE
 
 
-def _remove(graph: Graph, n: Node) -> None:
+def remove_step(graph: Graph, n: Node) -> None:
     """Remove a step; what read its result reads its data."""
     (data,) = graph.activations(n)
     left = [m for m in graph.nodes if m.name != n.name]

@@ -1,0 +1,86 @@
+"""Scales and shifts of norms in parts, folded into the linear layers behind them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import chipfit
+from chipfit.engine.run import run
+from tests.build import model_of, quantized, randn
+
+X = randn(16, 5, 12)
+SETTINGS = chipfit.Settings(integer_only=True)
+
+
+def norm(kind: type = nn.LayerNorm) -> nn.Module:
+    layer = kind(12)
+    layer.weight.data.copy_(torch.linspace(0.2, 3.0, 12))
+    if kind is nn.LayerNorm:
+        layer.bias.data.copy_(torch.linspace(-0.5, 0.5, 12))
+    return layer
+
+
+def three(m, x):
+    """What reads a norm in front of an attention."""
+    y = m.norm(m.first(x))
+    return m.q(y) * m.k(y) + m.v(m.drop(y))
+
+
+def branches(kind: type = nn.LayerNorm) -> nn.Module:
+    layers = {name: nn.Linear(12, 12) for name in ("first", "q", "k", "v")}
+    return model_of(three, norm=norm(kind), drop=nn.Dropout(0.1), **layers)
+
+
+def parts(result) -> list[str]:
+    """The operators of a norm that are left, in order."""
+    return [n.op for n in result.graph.nodes if n.composite_op in ("LayerNorm", "RMSNorm")]
+
+
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
+@pytest.mark.parametrize("platform", ["tflite_int8", "tflm_cmsis_nn"])
+def test_a_norm_that_linear_layers_read_ends_with_its_product_by_the_deviation(kind, platform):
+    model = branches(kind)
+    result = quantized(model, [X], platform, settings=SETTINGS)
+    assert parts(result)[-2:] == ["Rsqrt", "Mul"]
+    float_results = run(result.decision.graph, [X])[result.graph.outputs[0]]
+    torch.testing.assert_close(float_results, model(X), rtol=1e-4, atol=1e-4)
+    assert result.verify([randn(16, 5, 12, seed=3)]).exact
+
+
+KEPT = {
+    "a sum reads it too": lambda m, x: m.q(y := m.norm(m.first(x))) + y,
+    "it is returned": lambda m, x: (m.q(y := m.norm(m.first(x))), y),
+    "it is no linear layer": lambda m, x: torch.relu(m.norm(m.first(x))),
+}
+
+
+def kept(f, **layers):
+    """The operators that end a norm in integers, in a network in which f reads it."""
+    model = model_of(f, norm=norm(), first=nn.Linear(12, 12), **layers)
+    return parts(quantized(model, [X], "tflite_int8", settings=SETTINGS))[-2:]
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_norm_that_others_read_keeps_its_scale_and_shift(name):
+    assert kept(KEPT[name], q=nn.Linear(12, 12)) == ["Mul", "Add"]
+
+
+def test_weights_that_another_layer_reads_stay():
+    def twice(m, x):
+        return m.q(m.norm(m.first(x))) + m.q(m.first(x))
+
+    assert kept(twice, q=nn.Linear(12, 12)) == ["Mul", "Add"]
+
+
+def test_weights_of_few_bits_keep_their_spread():
+    result = quantized(branches(), [X], "tflite_int8", settings=SETTINGS, overrides={"k": {"bits": 4}})
+    assert parts(result)[-2:] == ["Mul", "Add"]
+
+
+def test_an_edit_to_few_bits_brings_scale_and_shift_back():
+    result = quantized(branches(), [X], "tflite_int8", settings=SETTINGS)
+    edited = result.edit({"k": {"bits": 4}})
+    assert parts(result)[-2:] == ["Rsqrt", "Mul"] and parts(edited)[-2:] == ["Mul", "Add"]
+    assert edited.verify([X]).exact
