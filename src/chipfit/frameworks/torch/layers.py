@@ -23,15 +23,21 @@ def layer_like(node: Node | None, weights: Mapping[str, Tensor]) -> nn.Module:
     """
     cls = getattr(nn, node.layer_type, None) if node is not None else None
     made, settings = nn.Module(), _settings(node, weights) if node is not None else {}
-    if isinstance(cls, type) and settings.keys() <= inspect.signature(cls).parameters.keys():
-        with torch.device("meta"):
-            whole = cls(**settings)
-        expected = {n: p.shape for n, p in (*whole.named_parameters(), *whole.named_buffers())}
-        if all(n in weights and weights[n].shape == shape for n, shape in expected.items()):
-            made = whole
+    if isinstance(cls, type) and not issubclass(cls, nn.RNNBase):  # whose arguments are *args and **kwargs
+        made = _whole(cls, settings, weights) or made
     for name, w in weights.items():
         (made.register_parameter if isinstance(w, nn.Parameter) else made.register_buffer)(name, w)  # type: ignore[operator]  # either
     return made
+
+
+def _whole(cls: type[nn.Module], settings: Mapping[str, Any], weights: Mapping[str, Tensor]) -> nn.Module | None:
+    """Return a layer of a class with these settings; None if it takes others, or has other weights."""
+    if not settings.keys() <= inspect.signature(cls).parameters.keys():
+        return None
+    with torch.device("meta"):
+        whole = cls(**settings)
+    expected = {n: p.shape for n, p in (*whole.named_parameters(), *whole.named_buffers())}
+    return whole if all(n in weights and weights[n].shape == shape for n, shape in expected.items()) else None
 
 
 def _settings(node: Node, weights: Mapping[str, Tensor]) -> dict[str, Any]:

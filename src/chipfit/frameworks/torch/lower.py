@@ -159,8 +159,8 @@ class QuantizedModule(Checkpointed):
             modules = self._module(path)._modules
             held = modules[name]
             if type(held) is nn.Module and not held._modules:
-                layer = layer_like(node, {**held._parameters, **held._buffers})
-                modules[name] = held if isinstance(layer, nn.RNNBase) else layer  # which keeps lists of its weights
+                tensors = [*held._parameters.items(), *held._buffers.items()]
+                modules[name] = layer_like(node, {leaf: t for leaf, t in tensors if t is not None})
 
     def tie(self, graph: Graph) -> None:
         """Let tied weights be one tensor again, which `to` makes two for devices that live outside PyTorch."""
