@@ -218,7 +218,8 @@ def biased(bias, scale, *, bias_grid=WIDE, rules=(), on=CODES, slots="in0 w b", 
         specs[b] = TensorSpec(name=b, role="bias", format_name="b32", format=fmt, axis=axis, node="y")
     graph = graph_of(node("y = Linear(x, w, b)", layer="fc"), weights={n: torch.tensor(v) for n, v in biases.items()})
     plan = {n: t.with_(origin="mse over the weights") for n, t in tensors.tensors.items()}
-    assignment = Assignment(tensors=specs, constraints=tuple(constraints))
+    w = TensorSpec(name="w", role="weight", format_name="w8", format=Format(bits=8), node="y")
+    assignment = Assignment(tensors={**specs, "w": w}, constraints=tuple(constraints))
     return with_biases(graph, assignment, dict.fromkeys(specs, bias_grid), plan)
 
 

@@ -213,4 +213,4 @@ def test_a_split_of_which_one_part_stays_in_float():
         x = torch.randn(4, 4, 6, 6)
         result = quantized(f, (x,), platform, nn.Conv2d(4, 8, 1), nn.Conv2d(4, 4, 1), overrides={"Sin": "float"})
         for runtime in runtimes:
-            result.verify([torch.randn(4, 4, 6, 6)], runtime=runtime).require({"Sin", "Add"})
+            result.verify([torch.randn(4, 4, 6, 6)], runtime=runtime).require({"Sin", "Add", "Curve"})

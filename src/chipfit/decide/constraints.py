@@ -123,14 +123,15 @@ def connected_components(lists: Iterable[Sequence[str]]) -> tuple[tuple[str, ...
     return tuple(sorted(tuple(sorted(g)) for g in groups.values()))
 
 
-def copies(graph: Graph, group: Collection[str]) -> set[str]:
-    """Return the tensors of a tie that only hold numbers of others in it, and so have the range of those."""
-
-    def moves(n: Node) -> bool:
-        data = [i for i in n.inputs if i is not None and graph.is_float(i)]
-        return n.facts.moves and all(i in group for i in data)
-
-    return {o for n in graph.nodes if moves(n) for o in n.outputs if o in group}
+def copies(graph: Graph, *groups: Collection[str]) -> set[str]:
+    """Return the tensors of ties that only hold numbers of others in their tie, and so have the range of those."""
+    tie = {t: k for k, group in enumerate(groups) for t in group}
+    found = set[str]()
+    for n in graph.nodes:
+        if n.facts.moves:
+            data = {tie.get(i) for i in n.inputs if i is not None and graph.is_float(i)}
+            found |= {o for o in n.outputs if o in tie and data <= {tie[o]}}
+    return found
 
 
 def bounded(graph: Graph, groups: Iterable[Collection[str]]) -> set[str]:

@@ -69,12 +69,12 @@ def choose(
     grids = _grids(graph, assignment, stats, groups)
     sources = QParamsSource(graph, stats, dictated, known or {}, rules)
     found = {s.name: sources.qparams_of(s, grids[s.name]) for s in assignment.tensors.values() if s.role != "bias"}
-    saturated = bounded(graph, groups)
+    saturated, copied = bounded(graph, groups), copies(graph, *groups)
     for group in groups:
         members = {name: found[name] for name in group if name in found}
         chosen = {name for name in members if _is_chosen(assignment.tensors[name])}
         zeros = {name for name in members if assignment.tensors[name].range is None and _is_zero(name, graph, stats)}
-        found |= _tied(members, dictated.keys(), zeros | (copies(graph, group) - chosen if chosen else saturated))
+        found |= _tied(members, dictated.keys(), zeros | (copied - chosen if chosen else saturated))
     wanted = limit_weight_sums(graph, assignment.constraints, {name: stored for name, (stored, _) in found.items()})
     legal = project(wanted, assignment.constraints)
     _check_moderate(legal)
