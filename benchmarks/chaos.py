@@ -59,7 +59,7 @@ class Kills:
         self.starts += 1
         if self.nursery is not None:
             return self.nursery(drive, self.matrix, self.study, home, self.workers, forgetful)
-        command = [sys.executable, "-m", "chipfit.cli", "bench", "sweep", str(self.matrix), "--home", str(home)]
+        command = [sys.executable, "-m", "chipfit", "bench", "sweep", str(self.matrix), "--home", str(home)]
         command += ["--workers", str(self.workers), *(["--study", self.study] if self.study else [])]
         with (home.parent / "log").open("a") as log:
             child = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)

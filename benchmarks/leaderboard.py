@@ -82,7 +82,7 @@ def best(act: Callable[[], Any], times: int = 3) -> float:
 
 def command(*words: str) -> Callable[[], Any]:
     """Run `chipfit bench` as a process of its own."""
-    whole = [sys.executable, "-m", "chipfit.cli", "bench", *words]
+    whole = [sys.executable, "-m", "chipfit", "bench", *words]
     return lambda: subprocess.run(whole, check=True, stdout=subprocess.DEVNULL)
 
 

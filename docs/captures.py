@@ -73,7 +73,7 @@ def main() -> None:
         folder = Path(name)
         prepare(folder)
         for command in commands():
-            run = [sys.executable, "-m", "chipfit.cli", *command.split()[1:]]
+            run = [sys.executable, "-m", "chipfit", *command.split()[1:]]
             done = subprocess.run(run, cwd=folder, env=env, check=True, capture_output=True, text=True)
             if (key := command.split()[1]) in shown:
                 shown.remove(key)  # the first of its kind

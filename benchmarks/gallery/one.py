@@ -85,7 +85,7 @@ def quantized(
     else:
         np.savez(data, **{f"{k}.{j}": part for k, x in enumerate(batches) for j, part in enumerate(x)})
     given = str(data) if single else "benchmarks.gallery.runs:stored"
-    command = [sys.executable, "-m", "chipfit.cli", "quantize", network, "--data", given, "--platform", platform]
+    command = [sys.executable, "-m", "chipfit", "quantize", network, "--data", given, "--platform", platform]
     command += ["--out", str(folder / "out"), "--no-verify", *options]
     environment = {**os.environ, "GALLERY_SAMPLES": str(data), "COLUMNS": "4000"}
     try:

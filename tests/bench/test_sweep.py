@@ -133,7 +133,7 @@ def test_resources_that_ray_lacks_are_refused(tmp_path, wants, error, words):
 @pytest.mark.slow
 def test_two_drivers_on_one_store_share_the_work(tmp_path):
     path = matrix(tmp_path, (4, 6, 8), deploy=[])
-    command = [sys.executable, "-m", "chipfit.cli", "bench", "sweep", str(path), "--home", str(tmp_path / "home")]
+    command = [sys.executable, "-m", "chipfit", "bench", "sweep", str(path), "--home", str(tmp_path / "home")]
     drivers = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     for driver in drivers:
         said, _ = driver.communicate()
@@ -148,7 +148,7 @@ def test_a_tenth_of_the_small_matrix_runs_as_make_bench_small_does(tmp_path):
     line = next(x for x in (ROOT / "Makefile").read_text().splitlines() if "--study tenth" in x)
     words = line.strip().replace("$(WORKERS)", "2").partition("chipfit ")[2].split()
     for given in (words, ["bench", "board", str(tmp_path / "page.html")]):
-        command = [sys.executable, "-m", "chipfit.cli", *given, "--home", str(tmp_path / "home")]
+        command = [sys.executable, "-m", "chipfit", *given, "--home", str(tmp_path / "home")]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
     found = Store(tmp_path / "home/runs.sqlite").rows()

@@ -325,7 +325,7 @@ def test_a_module_without_a_model_is_refused(panels, words, tmp_path, monkeypatc
 def test_a_closed_pipe_ends_a_command_quietly():
     reading, writing = os.pipe()
     os.close(reading)
-    words = [sys.executable, "-m", "chipfit.cli", "platforms", "list"]
+    words = [sys.executable, "-m", "chipfit", "platforms", "list"]
     done = subprocess.run(words, stdout=writing, stderr=subprocess.PIPE)
     os.close(writing)
     assert done.returncode == 1 and done.stderr == b""
@@ -333,14 +333,14 @@ def test_a_closed_pipe_ends_a_command_quietly():
 
 @pytest.mark.parametrize("words, said", [((), "chipfit: loading PyTorch\n"), (("--quiet",), "")])
 def test_a_command_says_at_once_that_it_loads_pytorch(words, said, tmp_path):
-    run = [sys.executable, "-m", "chipfit.cli", "lint", "nomodule:net", "--input-shape", "1,3", *words]
+    run = [sys.executable, "-m", "chipfit", "lint", "nomodule:net", "--input-shape", "1,3", *words]
     done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith(said + "\u256d")  # then the error in its box
 
 
 def test_ctrl_c_ends_a_process_with_130_and_no_traceback(tmp_path):
     (tmp_path / "slow.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(60)\n")
-    words = [sys.executable, "-m", "chipfit.cli", "platforms", "show", "slow:chip"]
+    words = [sys.executable, "-m", "chipfit", "platforms", "show", "slow:chip"]
     default = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a background process ignores SIGINT otherwise
     running = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path, preexec_fn=default)
     assert running.stdout.readline() == b"here\n"

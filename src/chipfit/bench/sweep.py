@@ -27,7 +27,7 @@ _KEPT_OUTPUT = 2000  #: number of characters of a failed process's output to kee
 
 def run_in_process(config: str, home: str, early: bool, device: str) -> tuple[int, str]:
     """Run an experiment in a process of its own; return exit status and the end of its output."""
-    command = [sys.executable, "-m", "chipfit.cli", "bench", "run", config, "--home", home, "--device", device]
+    command = [sys.executable, "-m", "chipfit", "bench", "run", config, "--home", home, "--device", device]
     command += ["--stop-early"] if early else []
     environment = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
     done = subprocess.run(command, capture_output=True, env=environment, check=False)

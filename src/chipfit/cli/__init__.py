@@ -1,4 +1,4 @@
-"""The command line; `chipfit` and `python -m chipfit.cli` start it."""
+"""The command line; `chipfit` and `python -m chipfit` start it."""
 
 
 def main() -> None:

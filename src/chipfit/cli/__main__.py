@@ -1,5 +1,0 @@
-"""`python -m chipfit.cli`."""
-
-from chipfit.cli import main
-
-main()
