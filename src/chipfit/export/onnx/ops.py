@@ -396,6 +396,15 @@ def _expand(w: OnnxBuilder, n: Node, x: Names) -> str:
     return w.op(n.op, [x[0], target])
 
 
+@writes("Mod")
+def _mod(w: OnnxBuilder, n: Node, x: Names) -> str:
+    """Write the remainder with the sign of the divisor; ONNX has that of floats with the sign of the dividend only."""
+    rest, zero = w.op("Mod", x, fmod=1), w.const(np.zeros((), w.graph.values[n.output].dtype))
+    differ = w.op("Xor", [w.op("Less", [rest, zero]), w.op("Less", [x[1], zero])])
+    wraps = w.op("And", [differ, w.op("Not", [w.op("Equal", [rest, zero])])])
+    return w.op("Where", [wraps, w.op("Add", [rest, x[1]]), rest])
+
+
 @writes("Roll")
 def _roll(w: OnnxBuilder, n: Node, x: Names) -> str:
     """Write slices rather than an index, so that the axis may have any size."""

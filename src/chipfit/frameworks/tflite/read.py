@@ -35,7 +35,7 @@ _SAME = 0
 
 
 def _enter_cell(op: str, name: str = "", write: Any = "plain", **_: Any) -> None:
-    if name and write in ("plain", "binary") and not OPS[op].attrs:
+    if name and write in ("plain", "binary", "curve") and not OPS[op].attrs:
         PLAIN.setdefault(name, op)
 
 

@@ -244,36 +244,31 @@ def _triangle(c: TorchCall) -> Any:
 
 @reads("nan_to_num")
 def _nan_to_num(c: TorchCall) -> Any:
-    """Read `nan_to_num` as a choice of numbers that equal themselves, and a clamp between the largest floats."""
-    x, most = c.cast_to_result("self"), torch.finfo(torch.float32).max
-    if c.result.dtype is not torch.float32:
+    """Read `nan_to_num` as choices of what equals itself and of what lies beyond the largest floats."""
+    x, most, like = c.cast_to_result("self"), torch.finfo(torch.float32).max, c.result
+    if like.dtype is not torch.float32:
         raise Unreadable
-    number = c.step("Equal", [x, x], c.result.to(torch.bool))
-    kept = c.step("Where", [number, x, c.constant(float(c.static("nan") or 0.0))], c.result)
-    low, high = (c.static(end) for end in ("neginf", "posinf"))
-    if not all(end is None or abs(end) == most for end in (low, high)):
-        raise Unreadable
-    return c.emit("Clamp", [kept], min=-most, max=most)
+    number, nan = c.step("Equal", [x, x], like.to(torch.bool)), c.static("nan")
+    x = c.step("Where", [number, x, c.constant(float(nan or 0.0))], like)
+    low, high = (end if v is None else v for v, end in ((c.static("neginf"), -most), (c.static("posinf"), most)))
+    if (low, high) == (-most, most):
+        return c.emit("Clamp", [x], min=-most, max=most)
+    below = c.step("Less", [x, c.constant(-most)], like.to(torch.bool))
+    x = c.step("Where", [below, c.constant(low), x], like)
+    above = c.step("Greater", [x, c.constant(most)], like.to(torch.bool))
+    return c.emit("Where", [above, c.constant(high), x])
 
 
 @reads("logit")
 def _logit(c: TorchCall) -> Any:
     """Read log(x / (1 - x)), of x between eps and 1 - eps."""
     x, eps, like = c.cast_to_result("self"), c.static("eps"), c.result
-    if eps is not None:
+    if eps is not None and eps > 0.5:  # the bounds would change places
+        raise Unreadable
+    if eps is not None and eps >= 0:  # PyTorch ignores negative ones
         x = c.step("Clamp", [x], like, min=float(eps), max=1.0 - float(eps))
     rest = c.step("Sub", [c.constant(1.0), x], like)
     return c.emit("Log", [c.step("Div", [x, rest], like)])
-
-
-@reads("remainder")
-def _remainder(c: TorchCall) -> Any:
-    """Read x - d floor(x / d) for a number d."""
-    x, d = c.cast_to_result("self"), c.static("other")
-    if not c.result.dtype.is_floating_point or not d:
-        raise Unreadable
-    whole = c.step("Floor", [c.step("Mul", [x, c.constant(1.0 / d)], c.result)], c.result)
-    return c.emit("Sub", [x, c.step("Mul", [whole, c.constant(d)], c.result)])
 
 
 @reads("take_along_dim")
