@@ -563,6 +563,7 @@ TOLD_BY_THE_RESULT = {
     "clone": "memory_format",
     "lift_fresh_copy": "memory_format",
     "cumsum": "dtype",
+    "cdist": "compute_mode",
     "dropout": "train",
     "to": "dtype device layout pin_memory non_blocking copy memory_format other",
 }
