@@ -12,7 +12,7 @@ from chipfit.decide.assignment import Assignment
 from chipfit.decide.constraints import Constraint, tie_groups
 from chipfit.decide.formats import TooWide
 from chipfit.decide.groups import block_of
-from chipfit.graph.edit import new_name, replace_node
+from chipfit.graph.edit import new_name, replace_node, replace_values
 from chipfit.graph.ir import DYNAMIC, Graph, Node
 from chipfit.platform.match import resolve_node
 from chipfit.platform.schema import WIDEST, Platform
@@ -122,10 +122,4 @@ def with_dynamic(graph: Graph, platform: Platform, assignment: Assignment) -> Gr
 def without_insertions(graph: Graph, ops: Collection[str] = (DYNAMIC, "Requantize")) -> Graph:
     """Return the graph without the nodes of `ops`, which were inserted here; the graph itself if it has none."""
     before = {n.output: n.data for n in graph.nodes if n.op in ops}
-    if not before:
-        return graph
-    out = graph.copy()
-    out.values = {k: v for k, v in graph.values.items() if k not in before}
-    nodes = (n for n in graph.nodes if n.output not in before)
-    out.nodes = [n.reading(before) for n in nodes]
-    return out
+    return replace_values(graph, before) if before else graph

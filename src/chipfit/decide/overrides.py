@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from chipfit.engine.curves import steps_of
+from chipfit.engine.curves import steps_in
 from chipfit.errors import PlanError, UnknownNameError, UnsupportedError, raised_outside_chipfit, short_message
 from chipfit.graph.ir import Graph, Node
 from chipfit.operators.table import OPS, facts_of
@@ -114,8 +114,7 @@ class Layers:
                 self.exact[name].append(n)
             for k in (k for k, c in enumerate(n.layer) if c == "."):
                 self.inside[n.layer[:k]].append(n)
-            inside = [step.op for step in steps_of(n.attrs["steps"])] if n.op == "Curve" else []
-            for op in {n.op, n.composite_op or n.op, *inside}:
+            for op in {n.op, n.composite_op or n.op, *(step.op for step in steps_in(n))}:
                 self.ops[op].append(n)
             self.types[n.layer_type].append(n)
 

@@ -9,7 +9,7 @@ import torch
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
-from chipfit.engine.curves import steps_of
+from chipfit.engine.curves import steps_in
 from chipfit.engine.run import run
 from chipfit.engine.types import dtype_of
 from chipfit.errors import PlanError, first_line
@@ -130,7 +130,7 @@ def _faults_of_axes(n: Node, graph: Graph) -> Iterator[str]:
 def _faults_of_attributes(n: Node) -> Iterator[str]:
     """Yield attributes that their types do not show to be wrong."""
     a = n.attrs
-    for step in steps_of(a["steps"]) if n.op == "Curve" else ():
+    for step in steps_in(n):
         check_value(attributes_of(step.op), dict(step.attrs), PlanError, f"attributes of {step.op} in a curve")
     if n.facts.layout == "spatial":
         counted = {k: len(v) for k, v in a.items() if isinstance(v, tuple)}

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
+from chipfit.graph.ir import Node
 from chipfit.operators.table import OPS
 
 #: layout of the operators that a curve may consist of
@@ -45,6 +46,11 @@ def steps_of(text: str) -> tuple[Step, ...]:
     if not steps:
         raise ValueError("a curve has no step")
     return tuple(steps)
+
+
+def steps_in(node: Node) -> tuple[Step, ...]:
+    """Return the steps of a node that is a curve; none of any other node."""
+    return steps_of(node.attrs["steps"]) if node.op == "Curve" else ()
 
 
 def compute(text: str, x: Any, kernel: Callable[[str], Callable[..., Any]], number: Callable[[float], Any]) -> Any:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from chipfit.graph.edit import replace_values
 from chipfit.graph.folds import batch_norm_terms
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import TRANSPOSED, bias_or_zero, channel_axis, in_groups, is_linear, scale_inputs, with_bias
@@ -44,8 +45,7 @@ def fold_affine(graph: Graph, in_integers: Test) -> Rewritten:
         if not steps or readers.why_fixed(layer):
             continue
         fold_into(graph, layer, k, c)
-        for n in steps:  # the last one first: what read its result then reads that of the step before it
-            remove_step(graph, n)
+        graph = without_steps(graph, steps)
         names = ", ".join(dict.fromkeys(f"'{n.display_name}'" for n in steps))
         notes.append(f"folded {names} into '{layer.display_name}'")
     return Rewritten(graph, notes)
@@ -165,9 +165,8 @@ def folds(layer: Node, k: torch.Tensor, c: torch.Tensor, spread: float = _SPREAD
     return float(k.abs().max() / k.abs().min()) <= spread and float(c.abs().max()) <= _OFF_CENTRE
 
 
-def remove_step(graph: Graph, n: Node) -> None:
-    """Remove a step; what read its result reads its data."""
-    (data,) = graph.activations(n)
-    left = [m for m in graph.nodes if m.name != n.name]
-    graph.nodes = [m.with_(inputs=tuple(data if i == n.output else i for i in m.inputs)) for m in left]
-    del graph.values[n.output]
+def without_steps(graph: Graph, steps: Sequence[Node]) -> Graph:
+    """Return a graph without steps, the last one first: what read the result of one reads its operand."""
+    for n in steps:
+        graph = replace_values(graph, {n.output: graph.activations(n)[0]})
+    return graph

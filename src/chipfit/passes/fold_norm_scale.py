@@ -4,7 +4,7 @@ import torch
 
 from chipfit.decide.assignment import Assignment
 from chipfit.graph.ir import Graph, Node
-from chipfit.passes.fold_affine import Affine, affine, fold_into, folds, remove_step
+from chipfit.passes.fold_affine import Affine, affine, fold_into, folds, without_steps
 from chipfit.passes.rewriting import Adapted, Readers, Stats
 from chipfit.registry import register
 
@@ -41,8 +41,8 @@ def fold_norm_scale(graph: Graph, assignment: Assignment, stats: Stats) -> Adapt
             continue
         for layer in found.ends:
             fold_into(graph, layer, scale, shift)
+        graph = without_steps(graph, steps)
         for n in steps:
-            remove_step(graph, n)
             stats.pop(n.output, None)
         names = ", ".join(f"'{n.display_name}'" for n in found.ends)
         notes.append(f"folded scale and shift of '{last.display_name}' into {names}")

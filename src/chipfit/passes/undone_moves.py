@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from chipfit.graph.edit import replace_values
+from chipfit.graph.edit import drop_dead, replace_values
 from chipfit.graph.ir import Graph, Node
 from chipfit.passes.rewriting import Rewritten
 from chipfit.registry import register
@@ -20,11 +20,7 @@ def undone_moves(graph: Graph) -> Rewritten:
     if not same:
         return Rewritten(graph, [])
     graph = replace_values(graph, same)
-    read = {i for n in graph.nodes for i in n.inputs} | {*graph.outputs}
-    dead = [n for n in graph.nodes if n.op in ("Unsqueeze", "Stack") and read.isdisjoint(n.outputs)]
-    graph.nodes = [n for n in graph.nodes if n not in dead]
-    for n in dead:
-        del graph.values[n.output]
+    drop_dead(graph)
     return Rewritten(graph, [])
 
 

@@ -1,5 +1,6 @@
 """Padding with zeros as an attribute of the convolutions that read it: runtimes have no integer kernel for it alone."""
 
+from chipfit.graph.edit import replace_values
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import CONVS
 from chipfit.passes.layout import same_numbers
@@ -23,8 +24,8 @@ def in_convolutions(graph: Graph, plan: Plan) -> Graph:
     if not folded:
         return graph
     graph = graph.copy()
-    graph.nodes = [_padded(m, folded) for m in graph.nodes if m.output not in folded]
-    return graph
+    graph.nodes = [_padded(n, folded[n.data]) if n.op in CONVS and n.data in folded else n for n in graph.nodes]
+    return replace_values(graph, {value: pad.data for value, pad in folded.items()})
 
 
 def _adds_zeros(n: Node) -> bool:
@@ -33,10 +34,7 @@ def _adds_zeros(n: Node) -> bool:
     return plain and min(end for pair in ends for end in pair) >= 0
 
 
-def _padded(n: Node, folded: dict[str, Node]) -> Node:
-    pad = folded.get(n.inputs[0] or "") if n.inputs else None
-    if pad is None:
-        return n
+def _padded(n: Node, pad: Node) -> Node:
     both = zip(n.attrs["padding"], pad.attrs["padding"][2:], strict=True)
     padding = tuple((a + c, b + d) for (a, b), (c, d) in both)
-    return n.with_(inputs=(pad.data, *n.inputs[1:]), attrs={**n.attrs, "padding": padding})
+    return n.with_(attrs={**n.attrs, "padding": padding})

@@ -28,7 +28,7 @@ from chipfit.export.tflite.metadata import labels_archive, metadata
 from chipfit.export.tflite.ops import NO_FORM, OPERATORS, REFUSED, fused_code
 from chipfit.files import write_atomically
 from chipfit.frameworks import facts_of
-from chipfit.graph.edit import drop_dead
+from chipfit.graph.edit import drop_dead, replace_values
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import TRANSPOSED
 from chipfit.graph.merged import sizes_in_front
@@ -340,13 +340,7 @@ def _without_copies(graph: Graph, plan: Plan) -> Graph:
         equal = plan.quantized(n.output) and same_numbers(plan, n.data, n.output)
         if equal and n.output not in graph.outputs and raw.isdisjoint((n.data, n.output)):
             same[n.output] = same.get(n.data, n.data)
-    if not same:
-        return graph
-    graph = graph.copy()
-    left = [n for n in graph.nodes if n.output not in same]
-    graph.nodes = [n.reading(same) for n in left]
-    graph.values = {name: v for name, v in graph.values.items() if name not in same}
-    return graph
+    return replace_values(graph, same) if same else graph
 
 
 def _with_shapes(graph: Graph, sizes: Mapping[str, tuple[int, ...]]) -> Graph:
