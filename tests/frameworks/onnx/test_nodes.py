@@ -11,7 +11,11 @@ from onnx.backend.test.loader import load_model_tests
 
 from chipfit.engine.run import run
 from chipfit.errors import CaptureError
+from chipfit.export.onnx.ops import REFUSED
+from chipfit.export.onnx.writer import export_onnx
 from chipfit.frameworks import capture, load_model
+from chipfit.operators.table import OPS
+from tests.export.operators import CASES, alone
 
 #: operators with more than one operand of data; of others, operands behind the first are constants
 _SEVERAL = set(
@@ -88,3 +92,32 @@ def test_an_example_of_an_operator_gives_its_numbers_unless_it_is_control_flow_o
         (passed if same else wrong).append(case.name)
     assert wrong == [] and len(passed) > 150 and opaque < 50
     assert [r for r in refused if "Control flow" not in r and "ONNXRuntimeError" not in r] == []
+
+
+@pytest.mark.parametrize("name", sorted({*OPS, *CASES} - {*REFUSED, "DynamicQuantize"}))
+def test_an_operator_that_is_written_is_read_again_as_canonical_operators(name, tmp_path):
+    graph, inputs, want = alone(name)
+    read = capture(load_model(export_onnx(graph, None, tmp_path / "m.onnx")), inputs)
+    env = {**read.weights, **run(read, inputs, keep=read.outputs)}
+    assert "Opaque" not in {n.op for n in read.nodes}
+    for output, y in zip(read.outputs, want, strict=True):
+        torch.testing.assert_close(env[output], y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.int32])
+def test_a_remainder_with_the_sign_of_the_dividend_is_that_of_onnx_runtime(kind):
+    """fmod(-5, 3) is -2, fmod(5, -3) is 2."""
+    import onnxruntime
+
+    a, b = np.array([[-5, 5, -6, 6, 0, 7]], kind), np.array([[3, -3, 3, 4, -4, 8]], kind)
+    of = [onnx.helper.make_tensor_value_info(n, onnx.helper.np_dtype_to_tensor_dtype(a.dtype), [1, 6]) for n in "aby"]
+    node = onnx.helper.make_node("Mod", ["a", "b"], ["y"], fmod=1)
+    graph = onnx.helper.make_graph([node], "g", of[:2], of[2:])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=9)
+    session = onnxruntime.InferenceSession(model.SerializeToString())
+    (want,) = session.run(None, {"a": a, "b": b})
+    assert want.tolist() == [[-2, 2, 0, 2, 0, 7]]
+    given = [torch.from_numpy(a), torch.from_numpy(b)]
+    read = capture(load_model(model), given)
+    assert {n.op for n in read.nodes} == {"Abs", "Mod", "Sign", "Mul"}
+    assert run(read, given, keep=read.outputs)[read.outputs[0]].tolist() == want.tolist()

@@ -13,12 +13,17 @@ import chipfit
 from chipfit.engine.run import run
 from chipfit.errors import CaptureError
 from chipfit.export import export
+from chipfit.export.tflite.writer import export_tflite
 from chipfit.frameworks.torch.capture import capture as capture_torch
+from chipfit.operators.table import OPS
 from chipfit.passes.fold_constants import fold_constants
 from chipfit.plan.record import NodePlan, Plan
 from chipfit.platform.load import load
 from tests.build import model_of, sequential
 from tests.exactness.test_litert_operators import CASES
+from tests.export.operators import CASES as ALONE
+from tests.export.operators import alone
+from tests.export.tflite.test_ops import REASONS
 
 pytest.importorskip("ai_edge_litert")
 from chipfit.frameworks.tflite.capture import capture
@@ -52,6 +57,52 @@ def test_what_the_writer_writes_is_read_as_the_same_network(tmp_path, name):
         torch.testing.assert_close(got[b].float(), want[a].float(), rtol=1e-5, atol=1e-5)
     fixed = name.startswith("transposed")  # LiteRT's kernel has the batch among its operands
     assert read.shape(read.inputs[0])[0] is None or fixed
+
+
+@pytest.mark.parametrize("name", [*OPS, *ALONE])
+def test_an_operator_that_is_written_is_read_again(name, tmp_path):
+    graph, inputs, want = alone(name)
+    if REASONS.get(name) or REASONS.get(graph.nodes[0].op):
+        pytest.skip("the file cannot hold it")
+    read = capture(load_file(export_tflite(graph, None, tmp_path / "m.tflite", keep_layout=True)), inputs)
+    env = {**read.weights, **run(read, inputs, keep=read.outputs)}
+    for output, y in zip(read.outputs, want, strict=True):
+        torch.testing.assert_close(env[output].to(y.dtype), y, rtol=1e-5, atol=1e-5)
+
+
+def tensorflow_file(function, shape, path, kind="float32"):
+    """Write a file of TensorFlow's converter; return its path."""
+    tf = pytest.importorskip("tensorflow")
+    made = tf.function(function, input_signature=[tf.TensorSpec(shape, kind)]).get_concrete_function()
+    path.write_bytes(tf.lite.TFLiteConverter.from_concrete_functions([made]).convert())
+    return path
+
+
+ROWS = np.random.default_rng(0).standard_normal((1, 6, 3), np.float32)
+KERNEL = np.random.default_rng(1).standard_normal((2, 3, 3, 2, 4), np.float32)
+PICKS = {
+    "pixels of images": (lambda tf, x: tf.gather_nd(x, [[[0, 1, 2], [0, 3, 0]]]), (1, 4, 5, 3)),
+    "pixels of given places": (
+        lambda tf, x: tf.gather_nd(ROWS, tf.cast(tf.stack([x[..., 0] * 0, x[..., 1]], -1), tf.int32)),
+        (1, 4, 2),
+    ),
+    "rows of samples": (lambda tf, x: tf.gather(ROWS, tf.cast(x, tf.int32), batch_dims=1), (1, 4)),
+    "numbers of rows": (lambda tf, x: tf.gather(x, tf.cast(x[..., :2] + 1, tf.int32), batch_dims=2), (1, 4, 5)),
+    "a volume": (lambda tf, x: tf.nn.conv3d(x, KERNEL, [1, 1, 2, 2, 1], "SAME"), (1, 4, 5, 6, 2)),
+}
+
+
+@pytest.mark.parametrize("name", PICKS)
+def test_picks_and_volumes_of_tensorflow_are_read(name, tmp_path):
+    tf = pytest.importorskip("tensorflow")
+    function, shape = PICKS[name]
+    made = tf.function(lambda x: function(tf, x), input_signature=[tf.TensorSpec(shape)]).get_concrete_function()
+    path = tmp_path / "m.tflite"
+    path.write_bytes(tf.lite.TFLiteConverter.from_concrete_functions([made]).convert())
+    x = torch.randint(0, 4, shape, generator=torch.Generator().manual_seed(0)).float()
+    read = capture(load_file(path), [x])  # which compares it with LiteRT
+    (got,) = (run(read, [x], keep=read.outputs)[o] for o in read.outputs)
+    np.testing.assert_allclose(got.numpy(), function(tf, x.numpy()).numpy(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.fixture

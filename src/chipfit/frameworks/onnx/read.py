@@ -447,10 +447,10 @@ def _clip(c: OnnxCall) -> Any:
 @reads("PRelu")
 def _prelu(c: OnnxCall) -> Any:
     x, slope = c.operand(0), c.operand(1)
-    if slope.constant is None or x.rank < 2:
+    if slope.constant is None or (x.rank < 2 and slope.constant.size != 1):
         raise Unreadable
     shape = (1,) * (x.rank - slope.rank) + tuple(slope.shape)
-    if shape[0] == 1 and shape[1] == x.shape[1] and set(shape[2:]) <= {1}:
+    if x.rank > 1 and shape[0] == 1 and shape[1] == x.shape[1] and set(shape[2:]) <= {1}:
         return c.emit(
             "PRelu", [x, c.weight(1, *_changed(slope.rank == 1 and x.rank == 2, "flat", lambda t: t.reshape(-1)))]
         )
@@ -502,11 +502,28 @@ def _variadic(c: OnnxCall) -> Any:
     return c.emit("Mul", [first, _number(c, 1 / (len(rest) + 1), "share")]) if mean else first
 
 
-@reads("Div Mod Pow")
+@reads("Mod")
+def _mod(c: OnnxCall) -> Any:
+    """Read a remainder; with fmod it has the sign of the dividend: sign(a) (|a| mod |b|)."""
+    a, b = c.operand(0), c.operand(1)
+    if a.dtype is not b.dtype:
+        raise Unreadable
+    if not c.attr("fmod"):
+        return c.emit("Mod", [a, b])
+    rest = c.step("Mod", [c.step("Abs", [a], f"{c.name}_dividend"), c.step("Abs", [b], f"{c.name}_divisor")])
+    return c.emit("Mul", [rest, c.step("Sign", [a])])
+
+
+@reads("Xor")
+def _xor(c: OnnxCall) -> Any:
+    return c.emit("LogicalNot", [c.step("Equal", [c.operand(0), c.operand(1)])])
+
+
+@reads("Div Pow")
 def _arithmetic(c: OnnxCall) -> Any:
     a, b = c.operand(0), c.operand(1)
     op = c.node.op_type
-    if (op == "Div" and not a.dtype.is_floating_point) or (op == "Mod" and c.attr("fmod")) or a.dtype is not b.dtype:
+    if (op == "Div" and not a.dtype.is_floating_point) or a.dtype is not b.dtype:
         if op != "Pow" or b.constant is None or not a.dtype.is_floating_point:
             raise Unreadable
         b = c.new_weight(torch.from_numpy(np.array(b.constant)).float(), "exponent")

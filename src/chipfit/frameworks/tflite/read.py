@@ -320,13 +320,13 @@ class Call:
 
 def _windows(
     c: Call, x: Value, kernel: Sequence[int], dilation: Sequence[int] = (1, 1)
-) -> tuple[tuple[int, int], tuple[tuple[int, int], ...]]:
+) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
     """Return stride and padding of windows: SAME has the odd element behind."""
-    stride = (int(c.option("strideH")), int(c.option("strideW")))
+    stride = tuple(int(c.option(f"stride{axis}")) for axis in "DHW"[-len(kernel) :])
     if c.option("padding") != _SAME:
-        return stride, ((0, 0), (0, 0))
+        return stride, ((0, 0),) * len(kernel)
     pads = []
-    for size, k, s, d in zip(x.shape[1:3], kernel, stride, dilation, strict=True):
+    for size, k, s, d in zip(x.shape[1:-1], kernel, stride, dilation, strict=True):
         require(size is not None)
         total = max((-(-(size or 0) // s) - 1) * s + (k - 1) * d + 1 - (size or 0), 0)
         pads.append((total // 2, total - total // 2))
@@ -352,6 +352,17 @@ def _conv(c: Call) -> Value:
     weight = c.weight(1, lambda a: a.transpose(order), f"{order}", trains=True)
     op = "DepthwiseConv2D" if groups == channels > 1 or depthwise else "Conv2D"
     return c.part(op, [x, weight, c.bias(2)], shape, called=c.name, **attrs)
+
+
+@reads("CONV_3D")
+def _conv_3d(c: Call) -> Value:
+    x, kernel = c.value(0), c.dims(1)
+    dilation = tuple(int(c.option(f"dilation{axis}Factor", 1)) for axis in "DHW")
+    stride, padding = _windows(c, x, kernel[:3], dilation)
+    weight = c.weight(1, lambda a: a.transpose(4, 3, 0, 1, 2), "volume", trains=True)
+    attrs: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "groups": 1}
+    require((x.shape[-1] or 0) == kernel[3], "it has groups")
+    return c.part("Conv3D", [x, weight, c.bias(2)], c.shape(), called=c.name, **attrs)
 
 
 @reads("SPACE_TO_BATCH_ND")
@@ -643,11 +654,54 @@ def _slice(c: Call) -> Value:
 
 @reads("GATHER")
 def _gather(c: Call) -> Value:
-    require(not c.option("batchDims", 0), "it gathers within samples")
+    if batched := int(c.option("batchDims", 0) or 0):
+        return _gather_within(c, batched)
     if c.is_constant(0) and not c.option("axis", 0) and len(c.dims(0)) == 2:
         return c.emit("Embedding", [c.weight(0, trains=True), c.value(1)])
     x = c.value(0)
     return c.emit("Gather", [x, c.operand(1)], axis=c.axis(rank=len(x.shape)))
+
+
+def _gather_within(c: Call, batched: int) -> Value:
+    """Read indices for each of the first axes: [*batch, *picked] picks of [*batch, size, *inner]."""
+    (x, of), (index, at) = (_named_with_shape(c, k) for k in range(2))
+    batched = batched % len(at)
+    require(c.axis(rank=len(of)) == batched, "it gathers within samples, of an axis behind others")
+    picked, inner = at[batched:], of[batched + 1 :]
+    require(None not in (*picked, *inner), "its sizes are open")
+    if len(picked) == 1 and not inner:
+        return c.emit("GatherElements", [x, index], axis=batched)
+    count = int(np.prod([d or 0 for d in picked]))
+    thin, wide = (*at[:batched], count, *(1 for _ in inner)), (*at[:batched], count, *inner)
+    kind = c.tensor(1).dtype
+    rows: Value = c.part("Reshape", [index], thin, kind=kind, shape=c.static(thin))
+    rows = c.part("Expand", [rows], wide, kind=kind, shape=c.static(wide)) if inner else rows
+    y = c.part("GatherElements", [x, rows], wide, axis=batched)
+    return c.emit("Reshape", [y], shape=c.static())
+
+
+def _named_with_shape(c: Call, k: int) -> tuple[str, tuple[int | None, ...]]:
+    """Return the name and the shape of an operand, which may be a constant."""
+    return (c.weight(k), c.dims(k)) if c.is_constant(k) else (c.value(k).name, c.value(k).shape)
+
+
+@reads("GATHER_ND")
+def _gather_nd(c: Call) -> Value:
+    """Read indices [*picked, axes] of the first axes as indices of one axis that holds these axes."""
+    (x, of), (index, at) = (_named_with_shape(c, k) for k in range(2))
+    axes = at[-1] or 0
+    sizes = [d or 0 for d in of[:axes]]
+    require(None not in of[:axes] and axes > 0, "it picks whole samples")
+    steps = np.cumprod([1, *sizes[:0:-1]])[::-1].astype(np.int64)
+    rows = (int(np.prod(sizes)), *of[axes:])
+    flat = c.part("Reshape", [x], rows, shape=c.static(rows)).name if axes > 1 else x
+    if c.is_constant(1):
+        places = torch.from_numpy((c.constant(1).astype(np.int64) * steps).sum(-1))
+        return c.emit("Gather", [flat, c.added(places)], axis=0)
+    kind = c.tensor(1).dtype
+    scaled = c.part("Mul", [index, c.added(torch.from_numpy(steps.copy()).to(getattr(torch, kind)))], at, kind=kind)
+    where = c.part("Sum", [scaled], at[:-1], kind=kind, axes=(len(at) - 1,), keepdims=False)
+    return c.emit("Gather", [flat, where], axis=0)
 
 
 @reads("PAD PADV2 MIRROR_PAD")
