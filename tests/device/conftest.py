@@ -6,6 +6,8 @@ import pytest
 
 from tests.accelerators import CPU, chosen
 
+collect_ignore = ["fake.py"]  # doctests would import it, and torch fails with a fake device beside a real one
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run each test with float64, and without it, as on MPS, where the device can refuse it."""

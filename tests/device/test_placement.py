@@ -10,8 +10,7 @@ from torch import nn
 
 import chipfit
 from chipfit.errors import CaptureError
-from chipfit.plan.diff import diff
-from tests.accelerators import moved
+from tests.accelerators import assert_same_plan, chosen, moved
 from tests.build import model_of, randn, sequential, small_cnn
 
 IMAGES = [randn(8, 3, 8, 8, seed=k) for k in range(3)]
@@ -20,6 +19,11 @@ CPU = torch.device("cpu")
 
 def quantized(model, data, platform="ort_cpu", **options):
     return chipfit.quantize(model, data, platform, progress=False, **options)
+
+
+def step_of_a_code(result: chipfit.Result) -> float:
+    """Return the largest scale of a result: outputs differ by so much where scales differ in their last digits."""
+    return max(float(t.stored.scale.max()) for t in result.plan.tensors.values() if t.stored is not None)
 
 
 def positions() -> nn.Module:
@@ -48,7 +52,7 @@ def test_weights_and_plan_are_on_the_cpu_and_the_simulation_where_the_model_was(
 def test_tensors_that_a_model_makes_follow_it(accelerator):
     batches = [randn(4, 5, 6, seed=k) for k in range(2)]
     want, result = quantized(positions(), batches), quantized(moved(positions()), batches)
-    assert not diff(want.plan, result.plan)
+    assert_same_plan(result.plan, want.plan)
     got = result.model(batches[0].to(accelerator)).cpu()
     torch.testing.assert_close(got, want.model(batches[0]), rtol=0, atol=1e-4)
     assert result.verify(moved(batches)).exact
@@ -100,18 +104,19 @@ def test_a_buffer_elsewhere_is_the_models_own_affair(accelerator):
     net.register_buffer("gain", torch.linspace(0.5, 2, 4))
     plain, net = copy.deepcopy(net), moved(net)
     net.gain = net.gain.cpu()
-    assert not diff(quantized(net, [randn(8, 4)]).plan, quantized(plain, [randn(8, 4)]).plan)
+    assert_same_plan(quantized(net, [randn(8, 4)]).plan, quantized(plain, [randn(8, 4)]).plan)
 
 
 def test_float64_batches_calibrate_a_float32_model(accelerator):
     batches = [x.double() for x in IMAGES]
     result = quantized(moved(small_cnn()), batches, example=batches[0])
-    assert not diff(quantized(small_cnn(), IMAGES).plan, result.plan) and result.verify(batches).exact
+    assert_same_plan(result.plan, quantized(small_cnn(), IMAGES).plan)
+    assert result.verify(batches).exact
 
 
 def test_batches_may_come_from_several_devices(accelerator):
     result = quantized(moved(small_cnn()), [IMAGES[0], moved(IMAGES[1]), IMAGES[2].numpy()])
-    assert not diff(quantized(small_cnn(), IMAGES).plan, result.plan)
+    assert_same_plan(result.plan, quantized(small_cnn(), IMAGES).plan)
 
 
 @pytest.mark.parametrize("there", [0, 1])
@@ -120,12 +125,13 @@ def test_inputs_of_one_batch_may_lie_on_several_devices(there, accelerator):
     batches = [(randn(8, 4, seed=k), randn(8, 4, seed=k + 5)) for k in range(3)]
     mixed = [tuple(moved(x) if k == there else x for k, x in enumerate(pair)) for pair in batches]
     result, want = quantized(moved(net), mixed, rule="hmse"), quantized(net, batches, rule="hmse")
-    assert not diff(want.plan, result.plan)
+    assert_same_plan(result.plan, want.plan)
     assert (
         result.verify(mixed).exact
         and result.sensitivity(mixed).losses.keys() == want.sensitivity(batches).losses.keys()
     )
-    assert torch.equal(result.device_model(*mixed[0]).cpu(), want.device_model(*batches[0]))
+    got, expected = result.device_model(*mixed[0]).cpu(), want.device_model(*batches[0])
+    torch.testing.assert_close(got, expected, rtol=0, atol=step_of_a_code(want) * (not chosen.fake))
 
 
 def test_a_default_device_changes_nothing(accelerator):
@@ -136,7 +142,7 @@ def test_a_default_device_changes_nothing(accelerator):
     want = quantized(net, batches)
     with torch.device(accelerator):
         result = quantized(moved(net), batches)
-        assert not diff(want.plan, result.plan)
+        assert_same_plan(result.plan, want.plan)
         assert result.verify(batches).exact and result.report.to_dict() and result.sensitivity(batches)
         got = result.model(batches[0].to(accelerator))
     torch.testing.assert_close(got.cpu(), want.model(batches[0]), rtol=0, atol=1e-5)
@@ -146,7 +152,7 @@ def test_autocast_around_the_call_changes_nothing(accelerator):
     want = quantized(small_cnn(), IMAGES)
     with torch.autocast(accelerator.type, torch.bfloat16):
         result = quantized(moved(small_cnn()), IMAGES)
-    assert not diff(want.plan, result.plan)
+    assert_same_plan(result.plan, want.plan)
 
 
 def test_a_model_that_draws_on_the_device_is_told_apart(accelerator):

@@ -125,12 +125,8 @@ def _outside(view: memoryview, begin: int, end: int, location: str) -> bytes | N
     return b"".join(rest) + tensor.SerializeToString()
 
 
-#: types whose numbers are whole bytes
-_WHOLE = {
-    t
-    for t in onnx.helper.get_all_tensor_dtypes()
-    if t not in (onnx.TensorProto.STRING, onnx.TensorProto.UNDEFINED) and ir.DataType(t).bitwidth % 8 == 0
-}
+#: types whose numbers are whole bytes, of those that onnx-ir knows: it may be older than onnx
+_WHOLE = {int(t) for t in ir.DataType if t not in (ir.DataType.STRING, ir.DataType.UNDEFINED) and t.bitwidth % 8 == 0}
 
 
 class StoredWeights(MappedFiles):
