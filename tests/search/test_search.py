@@ -217,7 +217,7 @@ def test_chosen_widths_are_nearly_the_best_of_all_and_beat_one_width_of_the_same
     measured = reference.loss(mixed.graph, mixed.plan)
     assert measured <= 1.1 * min(best) and (not uniform or measured <= min(uniform))
     told, tries = re.search(r"measured (\S+), the least of (\d+) choices$", mixed.plan.rewrites[-1]).groups()
-    assert float(told) == pytest.approx(measured, rel=0.01) and tries == "8"
+    assert float(told) == pytest.approx(measured, rel=0.01) and 1 <= int(tries) <= 8  # not those with fewer bits only
     monkeypatch.setattr(choose, "WORK", 0.0)
     by_sum = searched()
     chosen = by_sum.plan.provenance["chosen"]

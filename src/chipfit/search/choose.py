@@ -51,6 +51,10 @@ class ChosenWidths:
     def bits(self) -> dict[str, int]:
         return {**self.weights, **self.activations}
 
+    def has_no_more_bits(self, than: "ChosenWidths") -> bool:
+        """Return whether no tensor has more bits than in another choice."""
+        return all(bits <= than.bits[name] for name, bits in self.bits.items())
+
     def __str__(self) -> str:
         """Return a line: the number of tensors with each width, the amounts used, and the loss."""
 
@@ -79,7 +83,8 @@ class SearchSpace:
 
         Args:
             measure: the loss of the network with these widths. Of a small network it decides among the choices with the
-                least predicted losses: few bits in several tensors lose more, or less, than each of them alone.
+                least predicted losses: few bits in several tensors lose more, or less, than each of them alone. Bits
+                that no limit asks for are not taken away: what a narrower choice gains so is chance.
 
         Raises:
             PlanError: there is none.
@@ -89,8 +94,12 @@ class SearchSpace:
         tries = int(min(TRIES, WORK / max(work, 1.0)))
         if measure is None or limits.loss is not None or tries < 2:
             return next(found)
-        measured = [(measure(c.bits), c) for c in islice(found, tries)]
-        loss, best = min(measured, key=itemgetter(0))
+        tried = list[ChosenWidths]()
+        for c in islice(found, tries):
+            if not any(c.has_no_more_bits(than=other) for other in tried):
+                tried.append(c)
+        measured = [(measure(c.bits), -sum(c.bits.values()), c) for c in tried]
+        loss, _, best = min(measured, key=itemgetter(0, 1))
         return replace(best, measured=loss, tries=len(measured))
 
     def _choices(self, limits: Limits) -> Iterator[ChosenWidths]:

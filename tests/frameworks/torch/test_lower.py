@@ -521,3 +521,24 @@ def test_layers_in_float_are_modules_of_their_classes():
     r.model.train()(x).square().sum().backward()
     assert all(r.model.get_parameter(name).grad is not None for name in ("2.weight", "5.weight"))
     r.model.load_state_dict(copy.deepcopy(r.model).state_dict())
+
+
+@pytest.mark.parametrize("in_float", [["batch_norm"], ["batch_norm", "conv2d", "linear"]], ids=len)
+def test_modules_whose_tensors_a_function_reads_are_of_the_class_that_computes_it(in_float):
+    torch.manual_seed(0)
+
+    def forward(m, x):
+        y = F.conv2d(x, m.conv.weight, m.conv.bias, padding=1)
+        z = F.batch_norm(y, m.bn.running_mean, m.bn.running_var, m.bn.weight, m.bn.bias, eps=1e-2)
+        return m.last(F.linear((y * z).mean((2, 3)), m.fc.weight, m.fc.bias))
+
+    layers = {"conv": nn.Conv2d(3, 4, 3), "bn": nn.BatchNorm2d(4), "fc": nn.Linear(4, 2), "last": nn.Linear(2, 2)}
+    net = model_of(forward, **layers).eval()
+    x = torch.randn(8, 3, 8, 8)
+    model = _fit(net, x, overrides=dict.fromkeys(in_float, "float")).model
+    kinds = dict(model.named_modules())
+    assert type(kinds["bn"]) is nn.BatchNorm2d and kinds["bn"].eps == 1e-2
+    assert net.state_dict().keys() <= model.state_dict().keys()
+    conv, fc = (kinds[k] if "linear" in in_float else kinds[k].layer for k in ("conv", "fc"))
+    assert (type(conv), type(fc)) == (nn.Conv2d, nn.Linear) and conv.padding == (1, 1)
+    torch.testing.assert_close(conv(x), F.conv2d(x, model.conv.weight, model.conv.bias, padding=1))

@@ -11,23 +11,34 @@ from chipfit.graph.ir import Node
 from chipfit.graph.linear import LINEAR, TRANSPOSED
 
 
-def layer_like(node: Node | None, weights: Mapping[str, Tensor]) -> nn.Module:
+def layer_like(node: Node | None, weights: Mapping[str, Tensor], rank: int | None = None) -> nn.Module:
     """Return the layer that a node comes from, with these weights.
 
-    A layer of PyTorch has its class and settings, with the sizes, strides and padding that rewrites gave the node. A
-    layer of another class, or one that these weights do not fit, is a plain module that holds them.
+    A layer of PyTorch has its class and settings, with the sizes, strides and padding that rewrites gave the node; a
+    function that reads weights is the layer that computes it. A layer of another class, or one that these weights do
+    not fit, is a plain module that holds them.
 
     Args:
         node: an operator that reads the weights; None if none does.
         weights: parameters and buffers by name; they are shared.
+        rank: number of axes of the data, if it is known.
     """
-    cls = getattr(nn, node.layer_type, None) if node is not None else None
+    cls = getattr(nn, _class_name(node, rank), None) if node is not None else None
     made, settings = nn.Module(), _settings(node, weights) if node is not None else {}
     if isinstance(cls, type) and not issubclass(cls, nn.RNNBase):  # whose arguments are *args and **kwargs
         made = _whole(cls, settings, weights) or made
     for name, w in weights.items():
         (made.register_parameter if isinstance(w, nn.Parameter) else made.register_buffer)(name, w)  # type: ignore[operator]  # either
     return made
+
+
+def _class_name(node: Node, rank: int | None) -> str:
+    """Return the name of the class of the layer that a node comes from, or would come from if it is a function."""
+    if node.layer:
+        return node.layer_type
+    if node.op == "BatchNorm":
+        return "" if rank is None else f"BatchNorm{max(rank - 2, 1)}d"
+    return node.op.replace("TransposeConv", "ConvTranspose").replace("D", "d") if node.op in LINEAR else ""
 
 
 def _whole(cls: type[nn.Module], settings: Mapping[str, Any], weights: Mapping[str, Tensor]) -> nn.Module | None:
@@ -42,8 +53,10 @@ def _whole(cls: type[nn.Module], settings: Mapping[str, Any], weights: Mapping[s
 
 def _settings(node: Node, weights: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the constructor arguments of a layer of PyTorch."""
-    settings, w = dict(node.config), weights.get("weight")
-    settings |= {"bias": "bias" in weights} if "bias" in settings else {}
+    settings, w = dict(node.config) if node.layer else {}, weights.get("weight")
+    if node.op == "BatchNorm" and not node.layer:
+        return {"num_features": len(weights["running_mean"]), "eps": node.attrs["eps"], "affine": w is not None}
+    settings |= {"bias": "bias" in weights} if "bias" in settings or not node.layer else {}
     if w is None or node.op not in LINEAR:
         return settings
     if node.op == "Linear":

@@ -150,17 +150,21 @@ class QuantizedModule(Checkpointed):
             register_weight(self, name, registered[id(tensor)], layers)
 
     def _name_float_layers(self, graph: Graph) -> None:
-        """Let layers without quantizers be modules of their classes, with the same tensors; none of them is called."""
+        """Let layers without quantizers be modules of their classes, with the same tensors; none of them is called.
+
+        The tensors of a module may be arguments of a function: that module has the class of a layer that computes it.
+        """
         for node in graph.nodes:
             own = {i.rpartition(".")[0] for i in node.inputs if i in graph.weights}
-            if not node.layer or own != {node.layer}:
+            if len(own) != 1 or own & {""} or node.layer not in {"", *own}:
                 continue
-            *path, name = node.layer.split(".")
+            *path, name = own.pop().split(".")
             modules = self._module(path)._modules
             held = modules[name]
             if type(held) is nn.Module and not held._modules:
                 tensors = [*held._parameters.items(), *held._buffers.items()]
-                modules[name] = layer_like(node, {leaf: t for leaf, t in tensors if t is not None})
+                known = {leaf: t for leaf, t in tensors if t is not None}
+                modules[name] = layer_like(node, known, len(graph.shape(node.data)))
 
     def tie(self, graph: Graph) -> None:
         """Let tied weights be one tensor again, which `to` makes two for devices that live outside PyTorch."""
