@@ -129,6 +129,33 @@ def test_a_clip_in_front_of_a_sum_keeps_what_calibration_saw():
     same(before, after, X)
 
 
+def normed(norm: nn.Module) -> nn.Module:
+    """A norm whose channels have deviations of 4 and 1/4, and its reader, a convolution with weights of 1."""
+    with torch.no_grad():
+        norm.weight.copy_(torch.tensor([4.0, 0.25]))
+        norm.bias.copy_(torch.tensor([-8.0, 0.0]))
+    layers = {"a": nn.Conv2d(2, 2, 1), "n": norm, "c": set_layer(nn.Conv2d(2, 1, 1), [1.0, 1.0])}
+    addend = nn.Parameter(torch.tensor([12.0, 0.0]).view(2, 1, 1))
+    return model_of(lambda m, x: m.c(torch.relu(m.n(m.a(x)) + m.p)), p=addend, **layers)
+
+
+@pytest.mark.parametrize("norm", [nn.GroupNorm(1, 2), nn.InstanceNorm2d(2, affine=True)])
+@pytest.mark.parametrize("platform", ["ort_cpu", "tflite_int8"])  # whole, and opened into parts
+def test_scale_and_shift_of_a_norm_and_an_addend_take_the_scales_of_channels(norm, platform):
+    torch.manual_seed(0)
+    x = torch.randn(4, 2, 5, 5)
+    net = normed(norm)
+    before, after, _ = equalized(net, x, platform)
+    same(before, after, x)
+    high = torch.relu(net.n(net.a(x)) + net.p).detach().amax((0, 2, 3))  # what the convolution reads
+    grows = [1.0, float((high[0] / high[1]) ** 0.75)]
+    assert after.graph.weights["c.weight"].flatten().tolist() == pytest.approx([1 / k for k in grows], rel=1e-4)
+    constants = [w.flatten().tolist() for w in after.graph.weights.values() if w.numel() == 2]
+    assert all(
+        any(w == pytest.approx(c, rel=1e-4) for w in constants) for c in ([4, 0.25 * grows[1]], [-8, 0], [12, 0])
+    )
+
+
 @pytest.mark.parametrize("between", [nn.SiLU(), nn.Hardtanh(-1.0, 1.0), nn.ChannelShuffle(2), nn.Softmax(1)])
 def test_what_does_not_scale_with_its_channels_ends_a_group(between):
     torch.manual_seed(0)

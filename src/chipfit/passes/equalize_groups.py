@@ -12,7 +12,15 @@ from chipfit.decide.constraints import connected_components
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import is_depthwise, is_linear
 from chipfit.operators.table import OPS
-from chipfit.passes.rewriting import Adapted, Readers, Stats, adds_equal_shapes, scale_between, scales_by_channel
+from chipfit.passes.rewriting import (
+    Adapted,
+    Readers,
+    Stats,
+    adds_equal_shapes,
+    channel_constants,
+    scale_between,
+    scales_by_channel,
+)
 from chipfit.registry import OFF, Repair, Setting, entries_in, register
 
 _DOES = "channels that share a grid get magnitudes alike. None: where few bits gain by it"
@@ -25,7 +33,7 @@ _FLOOR = 0.01
 
 @dataclass(slots=True)
 class Group:
-    """Values with the same channels on axis 1, and the linear operators around them."""
+    """Values with the same channels on axis 1, and the operators around them whose constants scale these."""
 
     values: list[str] = field(default_factory=list)
     producers: list[Node] = field(default_factory=list)
@@ -70,7 +78,8 @@ def equalize_groups(graph: Graph, assignment: Assignment, stats: Stats) -> Adapt
     """Divide channel c of every value of a group by s_c = (t_c / max t)^alpha, without changing the network.
 
     t_c is the largest magnitude of the channel in the values that the group's readers read, at least 0.01 max t;
-    producers get W' = W / s, b' = b / s, readers W' = W s. alpha is 1 where only depthwise convolutions read, which
+    producers, which are linear operators, norms, factors and addends of channels, get W' = W / s, b' = b / s, readers
+    W' = W s. alpha is 1 where only depthwise convolutions read, which
     then have in effect a scale for each channel, and 0.75 elsewhere. A channel that is always 0 keeps its scale.
 
     A clip at b, like that of ReLU6, stays at b and thus clips channel c of the original value at b s_c: s_c is raised
@@ -94,7 +103,7 @@ def equalize_groups(graph: Graph, assignment: Assignment, stats: Stats) -> Adapt
                 why = why or f"'{v}' is clipped at {bound:g} and stored on no grid"
         if not why and not {*read, *(v for v, _ in group.clips)} <= set(seen):
             why = "its channels were not collected"
-        producers = ", ".join(repr(n.display_name) for n in group.producers)
+        producers = ", ".join(dict.fromkeys(repr(n.display_name) for n in group.producers))
         if why:
             notes.append(f"the channels of {producers} keep their magnitudes: {why}")
             continue
@@ -111,7 +120,7 @@ def equalize_groups(graph: Graph, assignment: Assignment, stats: Stats) -> Adapt
 
 
 def groups(graph: Graph) -> list[Group]:
-    """Return every group that a linear operator computes and a linear operator reads."""
+    """Return every group that operators with constants of channels compute and linear operators read."""
     joined = ([n.output, *graph.activations(n)] for n in graph.nodes if keeps_channels(graph, n))
     parts = connected_components([*joined, *([v] for v in graph.values)])
     of = {v: group for part in parts for group in [Group()] for v in part}
@@ -129,6 +138,12 @@ def groups(graph: Graph) -> list[Group]:
             if why := readers.why_channels_fixed(n):
                 refuse(n.data, why)
                 refuse(n.output, why)
+        elif constants := channel_constants(graph, n):
+            of[n.output].producers.append(n)
+            if why := readers.why_shared(*constants):
+                refuse(n.output, why)
+            if n.op != "Add":
+                refuse(graph.activations(n)[0], f"{n.op} '{n.display_name}' reads it")
         elif not keeps_channels(graph, n):
             for v in graph.activations(n):
                 refuse(v, f"{n.op} '{n.display_name}' reads it")
@@ -153,6 +168,8 @@ def keeps_channels(graph: Graph, node: Node) -> bool:
     low, high = node.clip_range or (None, None)
     clips_above = high is not None and high > 0 and low in (0, None)
     if clips_above or scales_by_channel(node) or adds_equal_shapes(graph, node):
+        return True
+    if node.op == "Add" and channel_constants(graph, node):
         return True
     before, after, row = graph.shape(node.data), graph.shape(node.output), OPS[node.op]
     if row.layout == "reduce":

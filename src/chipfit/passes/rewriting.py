@@ -15,6 +15,9 @@ from chipfit.graph.linear import bias_or_zero, is_linear, on_axis_1, scale_input
 
 Stats = Mapping[str, TensorStats]  #: value -> its statistics
 
+#: operators with scale and shift of the channels on axis 1
+_NORMS = ("BatchNorm", "GroupNorm", "InstanceNorm")
+
 
 class Rewritten(NamedTuple):
     """A changed graph."""
@@ -64,7 +67,11 @@ class Readers:
 
     def why_fixed(self, *layers: Node) -> str:
         """Return why weights and biases of layers cannot be changed for these layers alone; "" when they can."""
-        for name in (name for n in layers for name in (n.inputs[1], n.bias) if name is not None):
+        return self.why_shared(*(name for n in layers for name in (n.inputs[1], n.bias) if name is not None))
+
+    def why_shared(self, *constants: str) -> str:
+        """Return why constants cannot be changed for the one operator that reads them; "" when they can."""
+        for name in constants:
             if len(self.of(name)) > 1:
                 return f"'{name}' is read by several operators"
             if name in self.graph.outputs:
@@ -115,9 +122,40 @@ def adds_equal_shapes(graph: Graph, node: Node) -> bool:
     return node.op == "Add" and len(data) == 2 and graph.shape(data[0]) == graph.shape(data[1])
 
 
+def channel_constants(graph: Graph, node: Node) -> tuple[str, ...]:
+    """Return the constants that multiply the channels of a result by k, on axis 1, if they are multiplied by k [C].
+
+    They are the scale and shift of a norm, a factor, or an addend, whose operand is multiplied too. None of others.
+    """
+    shape = graph.shape(node.output)
+    if node.op in _NORMS:
+        names, full = node.inputs[1:3], shape[1:2]
+    elif node.op in ("Mul", "Add") and len(graph.activations(node)) == 1:
+        names, full = [i for i in node.inputs if i not in graph.values], (1, *shape[1:2], *[1] * len(shape[2:]))
+    else:
+        return ()
+    found = tuple(i for i in names if i is not None)
+    fits = all(graph.is_weight(i) and graph.is_float(i) and _padded(graph, i, len(full)) == full for i in found)
+    return found if found[:1] == tuple(names[:1]) and fits and len(shape) > 1 else ()
+
+
+def _padded(graph: Graph, constant: str, rank: int) -> tuple[int, ...]:
+    """Return the shape of a constant as it meets a value of this rank."""
+    shape = tuple(graph.weights[constant].shape)
+    return (1,) * (rank - len(shape)) + shape
+
+
 def scale_between(graph: Graph, producers: Iterable[Node], readers: Iterable[Node], s: torch.Tensor) -> None:
-    """Divide the output channels of linear operators by s [C], and multiply the input channels of readers by s."""
+    """Divide the channels of the results of producers by s [C], and multiply the input channels of readers by s.
+
+    Producers are linear operators, or have `channel_constants`; readers are linear operators.
+    """
     for n in producers:
+        for name in channel_constants(graph, n):
+            w = graph.weights[name].detach()
+            graph.weights[name] = (w.double() / s.view(w.shape)).to(w.dtype)
+        if not is_linear(graph, n):
+            continue
         graph.weights[n.weight] = scale_outputs(n, graph.weights[n.weight].detach(), 1 / s)
         if n.bias:
             with_bias(graph, n, bias_or_zero(graph, n) / s)
