@@ -76,6 +76,8 @@ def _show(u: Any, other: Any) -> str:
         alike = isinstance(other, torch.Tensor) and other.shape == u.shape
         changed = f", {int((u != other).sum())} differ" if alike else ""
         return f"[{u.numel()}] in {u.min().item():.9g}..{u.max().item():.9g}{changed}" if u.numel() else "[0]"
+    if u is None or u == "":
+        return "-"
     if isinstance(u, Grid):
         return f"{u.bits} bit {u.qmin}..{u.qmax}"
     return repr(u) if isinstance(u, str) else str(u)

@@ -63,7 +63,8 @@ const show = { measure: document.querySelector("[data-measure]")?.dataset.measur
 function chart() {
   let list = kernels.map((k, i) => ({ ...k, i, db: k[show.measure] })).filter(k => k.db !== null);
   if (show.order) list.sort((a, b) => a.db - b.db);
-  const labels = list.length <= 48, left = 34, foot = labels ? 96 : 12, tall = 210, wide = Math.max(1120, left + list.length * 3.5);
+  const labels = list.length <= 48, left = labels ? Math.max(34, 104 - 540 / list.length) : 34, // room for the first label, which leans to the left
+     foot = labels ? 96 : 12, tall = 210, wide = Math.max(1120, left + list.length * 3.5);
   const top = Math.max(50, Math.ceil(Math.max(...list.map(k => k.db)) / 10) * 10), low = Math.min(0, ...list.map(k => k.db));
   const y = db => 8 + (top - db) / (top - low) * tall, w = (wide - left) / list.length, bar = Math.max(1, Math.min(w - 2, w * .8));
   const s = svg("svg", { viewBox: `0 0 ${wide} ${tall + foot + 8}`, width: wide > 1120 ? wide : "100%", role: "group", "aria-label": "Signal over noise of each kernel [dB]" });
@@ -128,7 +129,7 @@ function histogram(k) {
     const l = a + i * step, h = Math.max(1, Math.sqrt(n) / peak * (H - 6)), m = l + step / 2;
     paths[+(k.clipped > 0 && (m < c - slack || m > d + slack))] += `M${X(l).toFixed(1)} ${H}v${-h.toFixed(1)}h${Math.max(.8, X(l + step) - X(l) - .4).toFixed(1)}v${h.toFixed(1)}z`;
   });
-  const s = svg("svg", { viewBox: `0 0 ${W} ${H + 14}`, role: "img", tabindex: 0 }, svg("path", { d: paths[0], fill: "var(--hist)" }), svg("path", { d: paths[1], fill: "var(--cut)" }), svg("line", { x1: 0, x2: W, y1: H, y2: H, stroke: "var(--line)" }));
+  const s = svg("svg", { viewBox: `0 0 ${W} ${H + 17}`, role: "img", tabindex: 0 }, svg("path", { d: paths[0], fill: "var(--hist)" }), svg("path", { d: paths[1], fill: "var(--cut)" }), svg("line", { x1: 0, x2: W, y1: H, y2: H, stroke: "var(--line)" }));
   for (const [v, anchor] of [[c, "start"], [d, "end"]]) {
     const x = X(v);
     s.append(svg("line", { x1: x, x2: x, y1: 2, y2: H, stroke: "var(--accent)", "stroke-width": 1.6, "stroke-dasharray": "4 3" }), svg("text", { x: anchor === "end" ? Math.max(x, 60) : Math.min(x, W - 60), y: H + 12, "text-anchor": anchor }, num(v)));
