@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
 import chipfit
+from chipfit._version import PYTHON, TORCH
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("name", chipfit.__all__)
@@ -29,3 +35,30 @@ def test_neither_the_import_nor_help_loads_torch(arguments):
     probe += f"print('LOADED', sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout.strip().endswith("LOADED []")
+
+
+def imported(change: str) -> subprocess.CompletedProcess[str]:
+    """Import chipfit twice after a change of the interpreter."""
+    code = f"import sys\nfrom importlib import metadata\n{change}\nimport chipfit\nimport chipfit.errors"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+def test_the_import_refuses_a_python_that_is_too_old():
+    done = imported("sys.version_info = (3, 10, 4, 'final', 0)")
+    assert done.returncode == 1
+    assert done.stderr.endswith("ImportError: chipfit needs Python 3.11 or newer (this is Python 3.10.4)\n")
+
+
+def test_the_import_names_a_torch_that_is_too_old_once():
+    done = imported("metadata.version = {'torch': '2.8.1+cpu'}.__getitem__")
+    assert done.returncode == 0 and done.stderr.count("chipfit needs torch 2.9 or newer (torch 2.8.1+cpu") == 1
+    assert "pip install 'torch>=2.9'" in done.stderr and "<string>:4: RuntimeWarning" in done.stderr
+    for version in ("2.9.0", "2.13.0+cpu", "3.0.0a1"):
+        assert imported(f"metadata.version = {{'torch': {version!r}}}.__getitem__").stderr == ""
+
+
+def test_the_oldest_versions_are_those_of_the_package():
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    project = tomllib.loads(text)["project"]
+    assert project["requires-python"] == f">={'.'.join(map(str, PYTHON))}"
+    assert re.search(r"torch>=([\d.]+)", text)[1] == ".".join(map(str, TORCH))

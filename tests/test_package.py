@@ -1,5 +1,6 @@
 """The wheel: what is in it, and that it works where nothing else of the repository is."""
 
+import json
 import os
 import re
 import subprocess
@@ -20,6 +21,36 @@ def build():
 
 def data():
     return iter([torch.randn(16, 8)])
+"""
+#: commands without the libraries that an extra installs -> the extra
+LACKING = {
+    "demo": "demo",
+    "quantize nets:build --data nets:data": "onnx",
+    "quantize nets:build --data nets:data --platform tflite_int8": "litert",
+    "quantize nets:build --data nets:data --platform executorch_xnnpack": "executorch",
+    "quantize nets:build --data . --platform tflite_int8": "litert,images",
+    "quantize net.keras --data nets:data --no-verify": "onnx,keras",
+    "quantize net.h5 --data nets:data --no-verify": "onnx,keras",
+    "train nets:build --data nets:data": "onnx",
+    "lint net.onnx": "onnx",
+    "lint net.tflite": "litert",
+    "verify net.onnx --data nets:data": "onnx",
+    "explain net.tflite": "litert",
+    "compare net.onnx net.tflite": "onnx",
+    "check-npu net.tflite": "vela",
+    "bench run config.yaml": "bench",
+    "bench sweep matrix.yaml": "bench",
+    "bench table --home .": "bench",
+}
+BLOCKED = """
+import json
+import sys
+from typer.testing import CliRunner
+from chipfit.cli.app import app
+for name in {modules}:
+    sys.modules[name] = None
+for line in {lines}:
+    print(json.dumps([line, str(CliRunner().invoke(app, line.split()).exception)]))
 """
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -69,3 +100,19 @@ def test_the_page_about_installing_names_every_extra_and_library():
     wanted.pop("dev")
     named = {extra: re.findall(r"([\w-]+) \(", libraries) for extra, libraries in rows.items() if extra != "extra"}
     assert named == {extra: [re.match(r"[\w-]+", need)[0] for need in needs] for extra, needs in wanted.items()}
+
+
+def test_a_command_without_the_libraries_of_an_extra_names_the_extra(tmp_path):
+    """Imports are blocked in a process of its own, as where only `pip install chipfit` was run."""
+    (tmp_path / "nets.py").write_text(NETS)
+    for name in ("net.keras", "net.h5", "net.onnx", "net.tflite", "config.yaml", "matrix.yaml", "runs.sqlite"):
+        (tmp_path / name).write_bytes(b"")
+    modules = "onnx onnx_ir onnxruntime onnxscript keras h5py ai_edge_litert flatbuffers tflite_micro executorch PIL "
+    modules += "sklearn ethosu sqlalchemy ray matplotlib tensorboard openvino"
+    script = BLOCKED.format(modules=modules.split(), lines=list(LACKING))
+    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{tmp_path}"}
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = dict(json.loads(line) for line in done.stdout.splitlines())
+    named = {line: re.findall(r"pip install 'chipfit\[([\w,]+)\]'", text) for line, text in said.items()}
+    assert named == {line: [extra] for line, extra in LACKING.items()}, said

@@ -57,11 +57,13 @@ def short_message(e: BaseException) -> str:
     return line if line == kind else f"{kind}: {line}"
 
 
-def import_optional(module: str, what: str, failure: type[ChipfitError], package: str = "") -> Any:
+def import_optional(module: str, what: str, failure: type[ChipfitError], package: str = "", *, extra: str = "") -> Any:
     """Import a module of an optional library.
 
     Args:
         what: what needs it, as the subject of the message.
+        package: the package that has it, if its name differs from the library's.
+        extra: the extra of chipfit that installs it.
 
     Raises:
         failure: the import fails; the hint names the package to install.
@@ -70,7 +72,8 @@ def import_optional(module: str, what: str, failure: type[ChipfitError], package
         return importlib.import_module(module)
     except ImportError as e:
         library = module.partition(".")[0]
-        raise failure(f"{what} needs {library}: {short_message(e)}", hint=f"pip install {package or library}") from e
+        needed = f"'chipfit[{extra}]'" if extra else package or library
+        raise failure(f"{what} needs {library}: {short_message(e)}", hint=f"pip install {needed}") from e
 
 
 class PlatformError(ChipfitError):

@@ -73,5 +73,5 @@ def test_what_cannot_be_written_is_refused(result, monkeypatch, tmp_path):
         with pytest.raises(ConfigError, match="add_histogram"):
             write_scales(to, model, 0)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(RuntimeUnavailable, match="pip install tensorboard"):
+    with pytest.raises(RuntimeUnavailable, match=r"pip install 'chipfit\[track\]'"):
         writer(tmp_path)

@@ -208,7 +208,7 @@ def plot(runs: Sequence[Mapping[str, Any]], path: Path) -> Path:
         ConfigError: matplotlib is not installed, or does not support the format.
         ExportError: the file cannot be written.
     """
-    drawing = import_optional("matplotlib.figure", "Drawing", ConfigError)
+    drawing = import_optional("matplotlib.figure", "Drawing", ConfigError, extra="plots")
     figure = drawing.Figure(figsize=(11, 4.5), layout="constrained")
     curves, sizes = figure.subplots(1, 2)
     for run in runs:
@@ -282,7 +282,7 @@ def track(runs: Sequence[Mapping[str, Any]], to: str) -> int:
 
 def _mlflow(runs: Sequence[Mapping[str, Any]], uri: str) -> None:
     """Send runs to MLflow, where a study becomes an experiment; skip runs sent before."""
-    library, entities = (import_optional(m, "Sending runs", ConfigError, "mlflow-skinny") for m in _MODULES)
+    library, entities = (import_optional(m, "Sending runs", ConfigError, extra="track") for m in _MODULES)
     try:
         client = library.MlflowClient(uri)
         for run in runs:

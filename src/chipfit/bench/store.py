@@ -7,12 +7,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import sqlalchemy as sql
-from sqlalchemy.dialects.sqlite import insert
-from sqlalchemy.exc import DatabaseError
-
-from chipfit.errors import ConfigError, short_message
+from chipfit.errors import ConfigError, RuntimeUnavailable, short_message
 from chipfit.files import lock_folder
+
+try:
+    import sqlalchemy as sql
+    from sqlalchemy.dialects.sqlite import insert
+    from sqlalchemy.exc import DatabaseError
+except ImportError as e:
+    raise RuntimeUnavailable(
+        f"Experiments need sqlalchemy: {short_message(e)}", hint="pip install 'chipfit[bench]'"
+    ) from e
 
 #: version of the tables, recorded in the store
 VERSION = 1

@@ -143,7 +143,7 @@ def _executor(
         with ThreadPoolExecutor(workers) as pool:
             yield lambda _, *given: pool.submit(run_in_process, *given)
         return
-    cluster = import_optional("ray", "A sweep on a cluster", RuntimeUnavailable)
+    cluster = import_optional("ray", "A sweep on a cluster", RuntimeUnavailable, extra="bench")
     own = {"num_cpus": workers} if ray == "local" else {"address": ray}
     try:
         cluster.init(**own, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)

@@ -238,7 +238,7 @@ def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
 
 
 def _images(folder: Path, side: int, mean: torch.Tensor, std: torch.Tensor) -> list[torch.Tensor]:
-    Image = import_optional("PIL.Image", "A folder of images", DataError, "pillow")
+    Image = import_optional("PIL.Image", "A folder of images", DataError, extra="images")
     entries = list(islice(folder.rglob("*"), _MOST_FILES + 1))  # skips unreadable folders
     if len(entries) > _MOST_FILES:
         allowed = f"at most {_MOST_FILES:,} files; about a hundred images are enough"

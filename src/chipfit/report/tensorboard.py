@@ -19,7 +19,7 @@ def write_graph(to: Any, graph: Graph, facts: Mapping[str, Mapping[str, str]]) -
         RuntimeUnavailable: TensorBoard is not installed.
     """
     parts = {
-        kind: import_optional(f"tensorboard.compat.proto.{kind}_pb2", "A graph", RuntimeUnavailable, "tensorboard")
+        kind: import_optional(f"tensorboard.compat.proto.{kind}_pb2", "A graph", RuntimeUnavailable, extra="track")
         for kind in ("graph", "event", "attr_value")
     }
     made, makers = parts["graph"].GraphDef(), graph.producers()

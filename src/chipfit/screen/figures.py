@@ -25,7 +25,7 @@ def new_figure(width: float, height: float) -> "Figure":
     Raises:
         ExportError: matplotlib is not installed.
     """
-    import_optional("matplotlib.figure", "A plot", ExportError, "'chipfit[plots]'")
+    import_optional("matplotlib.figure", "A plot", ExportError, extra="plots")
     from chipfit.screen.notebook_figure import NotebookFigure
 
     return NotebookFigure((width, height), layout="constrained")

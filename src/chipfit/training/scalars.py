@@ -14,7 +14,7 @@ def writer(folder: str | Path) -> Any:
     Raises:
         RuntimeUnavailable: TensorBoard is not installed.
     """
-    library = import_optional("torch.utils.tensorboard", "A writer of scalars", RuntimeUnavailable, "tensorboard")
+    library = import_optional("torch.utils.tensorboard", "A writer of scalars", RuntimeUnavailable, extra="track")
     return library.SummaryWriter(str(folder))
 
 

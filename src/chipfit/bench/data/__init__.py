@@ -183,7 +183,7 @@ def procedural(config: Data) -> Sets:
 @register("data", "digits")
 def digits(config: Data) -> Sets:
     """Return scikit-learn's 1,797 gray digits as [N, 3, 8, 8] in 0..1, 10 classes; every fourth is a test image."""
-    x, y = import_optional("sklearn.datasets", "This data set", DataError, "scikit-learn").load_digits(return_X_y=True)
+    x, y = import_optional("sklearn.datasets", "This data set", DataError, extra="demo").load_digits(return_X_y=True)
     pixels = torch.tensor(x / 16, dtype=torch.float32).view(-1, 1, 8, 8).repeat(1, 3, 1, 1)
     classes = torch.tensor(y)
     held = torch.arange(len(classes)) % 4 == 3

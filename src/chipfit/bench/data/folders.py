@@ -119,7 +119,7 @@ def imagenet(config: Data) -> Sets:
     Raises:
         DataError: Pillow, a folder or images are missing, or the halves have different classes.
     """
-    import_optional("PIL", "A folder of images", DataError, "pillow")
+    import_optional("PIL", "A folder of images", DataError, extra="images")
     if config.root is None and "CHIPFIT_DATA" not in os.environ and not (config.train.root and config.test.root):
         hint = "CHIPFIT_DATA=FOLDER with train/ and val/ in it, or data.root"
         raise DataError("The folder of images is not configured", hint=hint)

@@ -197,7 +197,7 @@ def _read_hdf5(path: str | Path) -> Any:
     Raises:
         CaptureError: It has weights alone.
     """
-    h5py = import_optional("h5py", "An .h5 file", CaptureError, "h5py")
+    h5py = import_optional("h5py", "An .h5 file", CaptureError, extra="keras")
     with h5py.File(path, "r") as file:
         config = file.attrs.get("model_config")
     if config is None:

@@ -108,7 +108,7 @@ def _optimised(source: onnx.ModelProto, where: str) -> onnx.ModelProto:
     try:
         import onnxruntime as ort
     except ImportError as e:
-        raise CaptureError("Quantized ONNX files are read by ONNX Runtime", hint="pip install onnxruntime") from e
+        raise CaptureError("Quantized ONNX files are read by ONNX Runtime", hint="pip install 'chipfit[onnx]'") from e
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
