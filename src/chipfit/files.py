@@ -19,6 +19,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -445,6 +446,14 @@ def path_of(given: Any, failure: type[ChipfitError]) -> Path:
         ) from None
 
 
+def near_path(path: Path) -> str:
+    """Return the path beside this one whose name resembles it most; "" if there is none."""
+    with suppress(OSError, ValueError):
+        if near := get_close_matches(path.name, os.listdir(path.parent), n=1):
+            return str(path.parent / near[0])
+    return ""
+
+
 def existing_file(given: Any, failure: type[ChipfitError], what: str) -> Path:
     """Return the path of an existing file.
 
@@ -453,8 +462,10 @@ def existing_file(given: Any, failure: type[ChipfitError], what: str) -> Path:
     """
     path = path_of(given, failure)
     if not os.path.isfile(path):  # also False for a path that cannot exist
-        why = "is a folder, a device or a pipe" if os.path.exists(path) else "does not exist"
-        raise failure(f"{what} cannot be read: it {why}", where=str(path), hint="check the path")
+        there = os.path.exists(path)
+        why = "is a folder, a device or a pipe" if there else "does not exist"
+        hint = ("" if there else near_path(path)) or "check the path"
+        raise failure(f"{what} cannot be read: it {why}", where=str(path), hint=hint)
     check_not_sparse(path, os.stat(path), failure)
     return path
 

@@ -175,6 +175,13 @@ def test_platforms_check_reports_every_problem_with_its_line(folder, panels):
         ("quantize nomodule:net --data d.npz --format onxn", "no file format named '.onxn'"),
         ("lint MOD:net --input-shape 1,x", "positive integers"),
         ("verify nowhere --data d.npz", "nowhere"),
+        ("quantize MOD:net --data dnpz", "Try: d.npz"),
+        ("quantize MOD:net --data d.npz --mean 0.5", "--mean is for a folder of images"),
+        ("prune MOD:net --data d.npz --limit bobs=70%", "did you mean 'bops'"),
+        ("quantize nomodule:net --data d.npz --config dd.npz", "The file of --config cannot be read"),
+        ("quantize nomodule:net --data d.npz --labels d.np", "Try: d.npz"),
+        ("bench run d.np", "Try: d.npz"),
+        ("demo --out d.npz/x", "The folder cannot be written"),
         ("verify d.npz --data d.npz --report found.pdf", "The form of the report"),
     ],
 )

@@ -208,7 +208,8 @@ def test_a_long_layer_name_stays_inside_its_card(result, browse):
     report = verified(result.report, rows=[rows[3] | {"differing": 5, "largest": 2}], differing=5, verdict="departs")
     kernels = [replace(r, layer=f"a_long_name_of_a_backbone_block.{r.layer}") for r in report.layers * 4]
     report = replace(report, layers=tuple(kernels))
-    script = """[...document.querySelectorAll('.card, .todo, .mini h3')].filter(c => c.scrollWidth > c.clientWidth).length
+    script = """[...document.querySelectorAll('.card, .todo, .mini h3')]
+        .filter(c => c.scrollWidth > c.clientWidth).length
       + [...document.querySelectorAll('#sqnr text')].filter(t => t.getBoundingClientRect().left
         < t.ownerSVGElement.getBoundingClientRect().left).length"""
     probe = f"<script>document.documentElement.dataset.wide = {script}</script>"

@@ -9,7 +9,6 @@ import textwrap
 import traceback
 from collections.abc import Iterable
 from dataclasses import asdict
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -22,11 +21,19 @@ from rich.text import Text
 from typer import Argument, Option
 
 import chipfit
-from chipfit.cli import documents
+from chipfit.cli import MEAN, SIDE, STD, documents
 from chipfit.cli.bench import bench
 from chipfit.cli.output import OUTPUT, command, error_facts, print_document, print_error
 from chipfit.errors import CaptureError, ChipfitError, ConfigError, DataError, Interrupted, PlanError, UnsupportedError
-from chipfit.files import MANIFEST, check_replaceable, check_writable, names_object, read_text, replace_folder
+from chipfit.files import (
+    MANIFEST,
+    check_replaceable,
+    check_writable,
+    names_object,
+    near_path,
+    read_text,
+    replace_folder,
+)
 from chipfit.platform.builtin import DEFAULT, built_in
 from chipfit.registry import entries, entry, require_all
 
@@ -58,9 +65,7 @@ def _present(error: type[ChipfitError], what: str, hint: str = "check the path")
         path, text = Path(given or ""), str(given or "")
         named = isinstance(given, Path) or (not names_object(text) and (path.suffix or os.sep in text))
         if text and named and not os.path.exists(text):
-            near = get_close_matches(path.name, os.listdir(path.parent) if path.parent.is_dir() else [], n=1)
-            found = f"{path.parent / near[0]}" if near else hint
-            raise error(f"{what} cannot be read: it does not exist", where=text, hint=found)
+            raise error(f"{what} cannot be read: it does not exist", where=text, hint=near_path(path) or hint)
         return given
 
     return {"callback": check, "is_eager": True}
@@ -88,11 +93,14 @@ Out = Annotated[Path, Option("--out", "-o", help="folder for plan, model file an
 Requantize = Annotated[bool, Option("--requantize", help="quantize a file again that is quantized already")]
 Weights = Annotated[Path | None, Option("--weights", help="safetensors file with the weights of module:factory")]
 _INPUT_SIZE_HELP = "side length to which images are resized [pixels]"
-InputSize = Annotated[int, Option("--input-size", min=1, max=1 << 14, help=_INPUT_SIZE_HELP)]
+InputSize = Annotated[
+    int | None, Option("--input-size", min=1, max=1 << 14, show_default=str(SIDE), help=_INPUT_SIZE_HELP)
+]
 _SEED: dict[str, Any] = {"min": -(1 << 63), "max": (1 << 64) - 1, "help": "seed of all random numbers; 0 when omitted"}
 Seed = Annotated[int, Option("--seed", **_SEED)]
-Mean = Annotated[str, Option("--mean", help="mean of images in 0..1, per channel")]
-Std = Annotated[str, Option("--std", help="standard deviation of images in 0..1, per channel")]
+Mean = Annotated[str | None, Option("--mean", show_default=MEAN, help="mean of images in 0..1, per channel")]
+_STD_HELP = "standard deviation of images in 0..1, per channel"
+Std = Annotated[str | None, Option("--std", show_default=STD, help=_STD_HELP)]
 _SAVED = _present(
     PlanError, "The saved result", "pass the folder that `chipfit quantize` or Result.save wrote, or a quantized file"
 )
@@ -109,20 +117,22 @@ _FORMAT_HELP = (
     "a suffix, as in fake.pt2; by default the platform's own"
 )
 _CONFIG_HELP = "YAML with rule, weight_rule, settings, overrides, limits, seed; options here come first"
-Config = Annotated[Path | None, Option("--config", exists=True, help=_CONFIG_HELP)]
+Config = Annotated[Path | None, Option("--config", help=_CONFIG_HELP, **_present(ConfigError, "The file of --config"))]
 Format = Annotated[str | None, Option("--format", help=_FORMAT_HELP)]
 _IO_HELP = "type of inputs and outputs: float, int8, uint8, int16 or uint16, or two as IN,OUT"
 IoTypes = Annotated[str | None, Option("--io", help=_IO_HELP)]
 _LAYOUT_HELP = "inputs and outputs of a .tflite file keep the model's layout"
 KeepLayout = Annotated[bool, Option("--keep-layout", help=_LAYOUT_HELP)]
-Labels = Annotated[Path | None, Option("--labels", exists=True, help="class names for the model file, one a line")]
+_LABELS_HELP = "class names for the model file, one a line"
+Labels = Annotated[Path | None, Option("--labels", help=_LABELS_HELP, **_present(ConfigError, "The file of --labels"))]
 _VERIFY_HELP = "run the file and compare integers; by default if the platform has a runtime"
 Check = Annotated[bool | None, Option("--verify/--no-verify", help=_VERIFY_HELP)]
 _RUNTIME_HELP = (
     "a runtime such as onnxruntime, openvino, qnn, litert, litert_reference or tflm; by default the platform's own"
 )
 Runtime = Annotated[str | None, Option("--runtime", help=_RUNTIME_HELP)]
-Deployed = Annotated[Path | None, Option("--file", exists=True, help="deployed file; by default a new export")]
+_DEPLOYED_HELP = "deployed file; by default a new export"
+Deployed = Annotated[Path | None, Option("--file", help=_DEPLOYED_HELP, **_present(ConfigError, "The deployed file"))]
 ReportFile = Annotated[Path | None, Option("--report", help="write a report, as .html or .json")]
 _SHAPE_HELP = "batch first, as in 1,3,224,224, or ids=1,12 for each of several inputs; by default the file's"
 Shape = Annotated[list[str] | None, Option("--input-shape", help=_SHAPE_HELP)]
@@ -130,7 +140,6 @@ GeneratedShape = Annotated[list[str] | None, Option("--input-shape", help=f"of g
 _COMPARED = "folder that `quantize` wrote, a report in JSON, or a quantized .tflite or .onnx file"
 _OUTPUT = "the output of `chipfit quantize`"
 _CALIBRATION = 16  #: number of training batches used for calibration
-MEAN, STD = "0.485,0.456,0.406", "0.229,0.224,0.225"  # of ImageNet, on which most vision models were trained
 #: exit status of an internal error (EX_SOFTWARE of sysexits.h), and of Ctrl-C (as in shells)
 BUG_STATUS, INTERRUPTED_STATUS = 70, 130
 
@@ -311,10 +320,10 @@ def quantize(
     io: IoTypes = None,
     keep_layout: KeepLayout = False,
     labels: Labels = None,
-    input_size: InputSize = 224,
+    input_size: InputSize = None,
     shape: GeneratedShape = None,
-    mean: Mean = MEAN,
-    std: Std = STD,
+    mean: Mean = None,
+    std: Std = None,
     seed: Annotated[int | None, Option("--seed", **_SEED)] = None,
     device: Device = None,
     check: Check = None,
@@ -334,7 +343,7 @@ def quantize(
     limits = parse_limits(limit) if limit else None
     chosen = arguments(read_choices(config), sets or [], overrides, limits, **own)
     network = load_model(model, weights, device, requantize=requantize)
-    batches = generated_data(data, network, input_size, chosen["seed"], shape)
+    batches = generated_data(data, network, input_size or SIDE, chosen["seed"], shape)
     if batches is None:
         batches = load_data(data, input_size, mean, std, **inputs_of(network))
     if stream:
@@ -360,9 +369,9 @@ def prune(
     keep: Annotated[list[str] | None, Option("--keep", help="layers that keep all channels (repeatable)")] = None,
     importance: Annotated[str, Option("--importance", help="of channels: fisher, lfh or magnitude")] = "fisher",
     simd: Annotated[int | None, Option("--simd", help="channels to remove at a time; the platform's")] = None,
-    input_size: InputSize = 224,
-    mean: Mean = MEAN,
-    std: Std = STD,
+    input_size: InputSize = None,
+    mean: Mean = None,
+    std: Std = None,
     seed: Seed = 0,
     device: Device = None,
 ) -> None:
@@ -510,9 +519,9 @@ def verify(
     runtime: Runtime = None,
     file: Deployed = None,
     report: ReportFile = None,
-    input_size: InputSize = 224,
-    mean: Mean = MEAN,
-    std: Std = STD,
+    input_size: InputSize = None,
+    mean: Mean = None,
+    std: Std = None,
 ) -> None:
     """Run a saved result, or a quantized .tflite or .onnx file of any tool, on its runtime and compare all integers.
 
@@ -554,9 +563,9 @@ def time_(
     data: Data,
     runtime: Runtime = None,
     seconds: Annotated[float, Option("--seconds", min=0, max=3600, help="time to measure for")] = 2.0,
-    input_size: InputSize = 224,
-    mean: Mean = MEAN,
-    std: Std = STD,
+    input_size: InputSize = None,
+    mean: Mean = None,
+    std: Std = None,
 ) -> None:
     """Measure the float and the quantized file in turns on a runtime of this machine; show each operator's work."""
     from chipfit.cli.inputs import load_data
@@ -591,9 +600,9 @@ def compare(
         str | None, Option("--data", help="as for verify; measures the noise of every layer in both")
     ] = None,
     report: ReportFile = None,
-    input_size: InputSize = 224,
-    mean: Mean = MEAN,
-    std: Std = STD,
+    input_size: InputSize = None,
+    mean: Mean = None,
+    std: Std = None,
 ) -> None:
     """Show two quantized networks beside each other: formats, scales, noise of each layer, size and time."""
     from chipfit.cli.inputs import inputs_of, load_data
@@ -647,9 +656,9 @@ def explain(
     data: Annotated[str | None, Option("--data", help="as for quantize; ranks tensors by effect on accuracy")] = None,
     curve: Annotated[str | None, Option("--curve", help="show loss over size: weights, total or bops")] = None,
     device: Device = None,
-    input_size: InputSize = 224,
-    mean: Mean = MEAN,
-    std: Std = STD,
+    input_size: InputSize = None,
+    mean: Mean = None,
+    std: Std = None,
 ) -> None:
     """Show all decisions about a layer and their reasons; with data, the loss of each tensor at every bit width."""
     from chipfit.cli.inputs import inputs_of, load_data

@@ -13,6 +13,7 @@ from chipfit.bench.config import Data
 from chipfit.bench.data import digits
 from chipfit.bench.networks.papers import InvertedResiduals
 from chipfit.calibration.progress import Progress
+from chipfit.files import check_writable
 from chipfit.pipeline import quantize
 from chipfit.platform.builtin import DEFAULT
 from chipfit.registry import require_all
@@ -43,9 +44,11 @@ def run(out: Path, epochs: int = 12, *, quiet: bool = False) -> tuple[Result, di
         quiet: print nothing.
 
     Raises:
+        ExportError: files cannot be written there.
         RuntimeUnavailable: scikit-learn, ONNX or ONNX Runtime is not installed; names all that are missing.
     """
     require_all({"chipfit demo": [(library, "demo") for library in ("sklearn", "onnx", "onnxruntime")]})
+    check_writable(out)
     progress = Progress(not quiet)
     sets: Any = digits(Data())  # both halves are tensors
     threads = torch.get_num_threads()

@@ -12,8 +12,17 @@ import numpy as np
 import torch
 
 from chipfit import frameworks
-from chipfit.errors import CaptureError, ConfigError, DataError, PlanError, import_optional, short_message
-from chipfit.files import ARCHIVE_ERRORS, existing_file, names_object, wrap_read_errors
+from chipfit.cli import MEAN, SIDE, STD
+from chipfit.errors import (
+    CaptureError,
+    ConfigError,
+    DataError,
+    PlanError,
+    UnknownNameError,
+    import_optional,
+    short_message,
+)
+from chipfit.files import ARCHIVE_ERRORS, existing_file, names_object, near_path, wrap_read_errors
 from chipfit.frameworks import adapter_of, all_facts, facts_of, framework_of, framework_of_file, is_model, load
 from chipfit.graph.ir import Graph
 from chipfit.import_by_name import call_factory, import_by_name, import_or_call
@@ -52,9 +61,9 @@ def load_model(text: str, weights: Path | None = None, device: str | None = None
 
 def load_data(
     text: str,
-    input_size: int = 224,
-    mean: str = "0",
-    std: str = "1",
+    input_size: int | None = None,
+    mean: str | None = None,
+    std: str | None = None,
     *,
     framework: str = "torch",
     names: Sequence[str] = (),
@@ -63,8 +72,8 @@ def load_data(
     """Load batches from an `.npz` or `.npy` file, a folder of images or of `.npz` files, or `module:iterable`.
 
     Args:
-        input_size: side length to which images are resized [pixels].
-        mean, std: of images in 0..1: one number, or three separated by commas.
+        input_size: side length to which images are resized [pixels]; None for `SIDE`.
+        mean, std: of images in 0..1: one number, or three separated by commas; None for `MEAN` and `STD`.
         framework: framework of the model, which decides between images [N, H, W, C] and [N, C, H, W].
         names: of the model's inputs, under which an `.npz` file may have one array each.
         sizes: of the model's inputs by name, None for open ones: where an input has no axis of samples, or not as its
@@ -72,24 +81,36 @@ def load_data(
 
     Raises:
         DataError: the data cannot be read.
+        ConfigError: an option of images is given for other data.
     """
     path = Path(text)
-    if text.endswith(".npz"):
-        return _npz(path, names, sizes or {})
+    archives = [path] if text.endswith(".npz") else sorted(islice(path.glob("*.npz"), _MOST_FILES))
+    if os.path.isdir(path) and not archives:
+        center = parse_numbers(MEAN if mean is None else mean, "mean")
+        spread = parse_numbers(STD if std is None else std, "std")
+        images = _images(path, input_size or SIDE, center, spread)
+        return [x.permute(0, 2, 3, 1).contiguous() for x in images] if facts_of(framework).channels_last else images
+    _check_options({"--input-size": input_size, "--mean": mean, "--std": std}, text)
+    if archives:
+        return [batch for file in archives for batch in _npz(file, names, sizes or {})]
     if text.endswith(".npy"):
         return list(_npy(path, sizes or {}))
-    if os.path.isdir(path):
-        if archives := sorted(islice(path.glob("*.npz"), _MOST_FILES)):
-            return [batch for file in archives for batch in _npz(file, names, sizes or {})]
-        images = _images(path, input_size, parse_numbers(mean, "mean"), parse_numbers(std, "std"))
-        return [x.permute(0, 2, 3, 1).contiguous() for x in images] if facts_of(framework).channels_last else images
     if not names_object(text):
         allowed = "an .npz or .npy file, a folder of images, or module:iterable"
-        raise DataError("Data must be a file, a folder or module:iterable", got=text, allowed=allowed)
+        raise DataError(
+            "Data must be a file, a folder or module:iterable", got=text, allowed=allowed, hint=near_path(path)
+        )
     thing = import_by_name(text, "data", DataError)
     if callable(thing) and not isinstance(thing, Iterable):
         return lambda: call_factory(thing, text, "data", DataError)  # called for each pass
     return list(thing) if isinstance(thing, Iterator) else thing  # read twice: calibration and verification
+
+
+def _check_options(given: Mapping[str, Any], text: str) -> None:
+    """Raise a ConfigError for an option of images: other data are not resized or normalized."""
+    if named := [name for name, value in given.items() if value is not None]:
+        hint = "leave the option out: arrays are taken as they are"
+        raise ConfigError(f"{named[0]} is for a folder of images", got=f"--data {text}", hint=hint)
 
 
 def inputs_of(model: Any) -> dict[str, Any]:
@@ -352,10 +373,11 @@ def parse_limits(texts: list[str]) -> Limits:
     """Parse NAME=AMOUNT pairs to limits.
 
     Raises:
-        ConfigError: a name or an amount is invalid.
+        UnknownNameError: there is no such limit.
+        ConfigError: an amount is invalid.
     """
     pairs = [text.partition("=")[::2] for text in texts]
     names = [f.name for f in amounts()]
     if bad := [name for name, _ in pairs if name not in names]:
-        raise ConfigError(f"There is no limit on '{bad[0]}'", got=bad[0], allowed=", ".join(names))
+        raise UnknownNameError("limit", bad[0], names)
     return Limits(**dict[str, Any](pairs))
