@@ -21,8 +21,9 @@ from rich.text import Text
 from typer import Argument, Option
 
 import chipfit
-from chipfit.cli import MEAN, SIDE, STD, documents
+from chipfit.cli import documents
 from chipfit.cli.bench import bench
+from chipfit.cli.images import MEAN, SIDE, STD
 from chipfit.cli.output import OUTPUT, command, error_facts, print_document, print_error
 from chipfit.errors import CaptureError, ChipfitError, ConfigError, DataError, Interrupted, PlanError, UnsupportedError
 from chipfit.files import (

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from chipfit import frameworks
-from chipfit.cli import MEAN, SIDE, STD
+from chipfit.cli.images import MEAN, SIDE, STD
 from chipfit.errors import (
     CaptureError,
     ConfigError,
