@@ -162,19 +162,15 @@ def with_best_ranges(d: Decision, before: MeasuredBiases, rounded: RoundedWeight
     """Return the decision, with activations that are not clipped where the outputs then lose less, and its errors."""
     weights = {k: t for k, t in d.tensors.items() if t.role == "weight" and t.quantized}
     other = choose_scales(replace(d, rules=replace(d.rules, rule="no_clipping")), keep=weights)
-    given = before.reference, *judged(other), rounded
-    if before.gain:
-        errors = measure_biases(*given, before=before.before).after
-    else:
-        errors = before.reference.errors_of_batches(*given[1:])
-    was, now = before.errors.sqnr_db, OutputErrors.merged(errors).sqnr_db
+    after = measured(other, before.reference, rounded)  # each with biases where these gain
+    was, now = before.errors.sqnr_db, after.errors.sqnr_db
     if not now >= was + RANGE_GAIN_DB:
         return d, before
     samples = count_samples(before.reference.batches)
     why = f"on {samples} samples the outputs have {now:.1f} dB, {was:.1f} dB without"
     settings = {**d.provenance.get("settings", {}), "rule": "no_clipping"}
     notes, origin = (*d.rewrites, f"ranges without clipping taken: {why}"), {**d.provenance, "settings": settings}
-    return replace(other, rewrites=notes, provenance=origin), measured(other, before.reference, rounded)
+    return replace(other, rewrites=notes, provenance=origin), after
 
 
 def found_biases(d: Decision, plan: Plan) -> MeasuredBiases | None:
