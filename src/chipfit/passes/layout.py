@@ -290,6 +290,11 @@ class _LayoutChanger:
 
         self.emit(node, self.operands(node, of), [layout])
 
+    def ranges(self, node: Node) -> None:
+        """Find ranges of rows in the natural layout, of channels in that of the graph, others in any."""
+        by_layout = {"row": self.natural, "block": self.natural, "pixel": self.spatial}
+        by_layout.get(node.attrs["per"], self.elementwise)(node)
+
     def concat(self, node: Node) -> None:
         rank = self.rank(node.output)
         layout = self.agreed(node, rank)

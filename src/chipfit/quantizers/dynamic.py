@@ -1,16 +1,17 @@
-"""Dynamic quantization: the range is computed at run time, of a whole tensor, of each row, or of blocks of a row."""
+"""Dynamic quantization: ranges are found at run time, of a tensor, of samples, pixels or rows, or of blocks of rows."""
 
 from typing import Any, Literal
 
 from chipfit.quantizers.ops import ste
 
+#: what shares a range
+Per = Literal["tensor", "sample", "pixel", "row", "block"]
+
 #: quantized values, scale and zero point, all float32; scale and zero point broadcast against the values
 Codes = tuple[Any, Any, Any]
 
 
-def dynamic_codes(
-    ops: Any, x: Any, *, qmin: int, qmax: int, affine: bool, per: Literal["tensor", "row", "block"], block: int
-) -> Codes:
+def dynamic_codes(ops: Any, x: Any, *, qmin: int, qmax: int, affine: bool, per: Per, block: int) -> Codes:
     """Quantize x as a dynamic kernel does.
 
     Affine, for a range widened to contain 0: s = (max - min) / (qmax - qmin), z = clip(round(qmin - min / s)), q =
@@ -22,7 +23,8 @@ def dynamic_codes(
         x: floats [N, *dims, K], float32.
         qmin, qmax: lowest and highest quantized value.
         affine: with a zero point; otherwise it is 0.
-        per: what shares a range: the tensor, each row of K elements, or each block of a row.
+        per: what shares a range: the tensor, each of N samples, the channels (axis 1) of each pixel, each row of K
+            elements, or each block of a row.
         block: elements of a block, a divisor of K.
 
     Source: ONNX DynamicQuantizeLinear-11; ONNX Runtime, MatMulNBits with accuracy_level 4.
@@ -33,7 +35,7 @@ def dynamic_codes(
     ([[0.0, 50.0, 255.0]], 0.02, 50.0)
     """
     parts = ops.reshape(x, (-1, x.shape[-1] // block, block)) if per == "block" else x
-    axes = tuple(range(len(x.shape))) if per == "tensor" else -1
+    axes = axes_of(per, len(x.shape))
     low, high = ops.amin(parts, axis=axes, keepdims=True), ops.amax(parts, axis=axes, keepdims=True)
     zeros = ops.zeros_like(high)
     if affine:
@@ -51,6 +53,12 @@ def dynamic_codes(
         shape = (-1, *x.shape[1:])
         q, s, z = (ops.reshape(p + ops.zeros_like(parts), shape) for p in (q, s, z))
     return q, s, z
+
+
+def axes_of(per: Per, rank: int) -> tuple[int, ...]:
+    """Return the axes of a tensor along which a range is shared; of blocks, the one after the split."""
+    whole = tuple(range(rank))
+    return {"tensor": whole, "sample": whole[1:], "pixel": (1,)}.get(per, (-1,))
 
 
 def dynamic_quantize(ops: Any, x: Any, **how: Any) -> Any:

@@ -10,7 +10,7 @@ platform names its family in `math.kernels`; a runtime may name the one that it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -38,7 +38,7 @@ from chipfit.simulate.requantize import requantize
 Tensor = torch.Tensor
 
 
-def _quantize_dynamic(x: Tensor, blocks: bool = False, **how: Any) -> Codes:
+def _quantize_dynamic(x: Tensor, blocks: bool = False, readers: Set[str] = frozenset(), **how: Any) -> Codes:
     return dynamic_codes(TorchOps, x, **how)
 
 
@@ -62,8 +62,8 @@ class Profile:
     )
     #: operator -> its float32 function as the runtime computes it; other operators in float compute as torch does
     functions: Mapping[str, Callable[..., Tensor]] = field(default_factory=dict)
-    #: quantizes the input of dynamic kernels: (floats, whether weights are in `blocks`, attributes of DynamicQuantize)
-    #: -> integers, scale, zero point
+    #: quantizes the input of dynamic kernels: (floats, whether weights are in `blocks`, operators that are its
+    #: `readers`, attributes of DynamicQuantize) -> integers, scale, zero point
     quantize_dynamic: Callable[..., Codes] = _quantize_dynamic
     #: (fused activation, how its result is stored) -> bounds to which it clips the integers; None if the kernel cannot,
     #: and the whole group is computed in float
@@ -480,9 +480,13 @@ def _compute(run: Simulation, group: Sequence[Node]) -> None:
         return
     if group[0].op == DYNAMIC:
         (node,) = group
-        others = [run.plan.stored(i) for n in run.graph.users().get(node.output, ()) for i in n.inputs if i is not None]
-        blocks = any(s is not None and s.grid.per == "block" for s in others)
-        q, s, z = run.profile.quantize_dynamic(run.float_value(node.data, node).float(), blocks=blocks, **node.attrs)
+        readers = run.graph.users().get(node.output, ())
+        others = [run.plan.stored(i) for n in readers for i in n.inputs if i is not None]
+        how = {
+            "blocks": any(s is not None and s.grid.per == "block" for s in others),
+            "readers": {n.op for n in readers},
+        }
+        q, s, z = run.profile.quantize_dynamic(run.float_value(node.data, node).float(), **how, **node.attrs)
         run.dynamic[node.output] = q.to(torch.int8 if bool((q < 0).any()) else torch.uint8), s, z
         return
     env: dict[str, Any] = {}

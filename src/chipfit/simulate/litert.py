@@ -7,7 +7,7 @@ Sources: TensorFlow Lite, kernels/internal; XNNPACK, src/microparams-init.c and 
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from chipfit.engine.kernels import execute
 from chipfit.graph.ir import Node
 from chipfit.graph.linear import is_depthwise
 from chipfit.operators.table import OPS, by_name, read_column, resolve
-from chipfit.quantizers.dynamic import Codes
+from chipfit.quantizers.dynamic import Codes, Per, axes_of
 from chipfit.quantizers.rounding import half_away as round_away
 from chipfit.quantizers.stored import Stored, scales_per_output
 from chipfit.registry import register
@@ -51,18 +51,36 @@ def _f32(v: float) -> Tensor:
 # ---------------------------------------------------------------- products
 
 
-def quantize_dynamic_xnnpack(x: Tensor, **how: Any) -> Codes:
-    """Quantize rows dynamically as XNNPACK: q = rne(x m) + z with m = 255 / (max - min), 0 in the range.
+def quantize_dynamic_xnnpack(x: Tensor, per: Per = "row", readers: Set[str] = frozenset(), **how: Any) -> Codes:
+    """Quantize parts of a tensor dynamically as XNNPACK: q = rne(x m) + z with m = 255 / (max - min), 0 in the range.
 
-    z is computed from the end that has the smaller error, and the scale is 1 / m.
+    z is computed from the end that has the smaller error, and the scale is 1 / m. Depthwise convolutions are left to
+    the built-in kernel.
     Source: XNNPACK, xnn_f32_qd8_asymmetric_quantization_params.
     """
-    low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
+    if "DepthwiseConv2D" in readers:
+        return _quantize_dynamic_with_zero(x)
+    axes = axes_of(per, x.dim())
+    low, high = x.amin(axes, keepdim=True).clamp(max=0), x.amax(axes, keepdim=True).clamp(min=0)
     span, one = high - low, torch.ones_like(high)
     m = torch.where(span > 0, _f32(255.0) * one / torch.where(span > 0, span, one), one)
     z = torch.where((low * m - 128) + (high * m + 127) > 0, -128 - low * m, 127 - high * m)
     z = torch.round(z.clamp(-128, 127))
     return (torch.round(x * m) + z).clamp(-128, 127), one / m, z
+
+
+def _quantize_dynamic_with_zero(x: Tensor) -> Codes:
+    """Quantize samples dynamically as built-in kernels with a zero point: q = round(z + x / s), halves away from zero.
+
+    Source: TensorFlow Lite, kernels/internal/reference/portable_tensor_utils.cc, PortableAsymmetricQuantizeFloats.
+    """
+    axes = axes_of("sample", x.dim())
+    low, high = (v.double() for v in (x.amin(axes, keepdim=True).clamp(max=0), x.amax(axes, keepdim=True).clamp(min=0)))
+    s = torch.where(high > low, (high - low) / 255, 1.0)
+    first = 128 + (low / s).abs() < 127 + (high / s).abs()
+    z = round_away(torch.where(first, -128 - low / s, 127 - high / s)).clamp(-128, 127)
+    z, s = torch.where(high > low, z, 0.0).float(), s.float()
+    return round_away(z + x * (1 / s)).clamp(-128, 127), s, z
 
 
 def quantize_dynamic_by_row(x: Tensor, blocks: bool = False, **how: Any) -> Codes:
@@ -83,7 +101,19 @@ def quantize_dynamic_by_row(x: Tensor, blocks: bool = False, **how: Any) -> Code
 def _dynamic_xnnpack(c: KernelCall) -> Tensor:
     """Return fma(float32(acc) s_x, s_w, b)."""
     acc, s, b = dynamic_product(c)
-    return ((acc.float() * s).double() * c.scale(c.second).double() + b.double()).float()
+    return ((acc.float() * s).double() * _by_channel(c, acc).double() + b.double()).float()
+
+
+def _dynamic_depthwise(c: KernelCall) -> Tensor:
+    """Return float32(acc) s_w s_x + b."""
+    acc, s, b = dynamic_product(c)
+    return acc.float().mul_(_by_channel(c, acc)).mul_(s).add_(b)
+
+
+def _by_channel(c: KernelCall, acc: Tensor) -> Tensor:
+    """Return the scales of a layer's weights, which broadcast against its sums."""
+    s = c.scale(c.second)
+    return s.reshape(-1, *[1] * (acc.dim() - 2)) if c.node.facts.kind == "conv" and s.dim() else s
 
 
 def _dynamic(c: KernelCall) -> Tensor:
@@ -712,7 +742,11 @@ _PROFILES["litert_xnnpack"] = replace(
     _PROFILES["litert_reference"],
     kernels=_KERNELS[2],
     pass_through=_PASS_THROUGH[2],
-    dynamic=_dynamic_linear(_dynamic_xnnpack, 4, 8),
+    dynamic={
+        **_dynamic_linear(_dynamic_xnnpack, 4, 8),
+        **dict.fromkeys((("Conv2D", per, 8) for per in ("pixel", "sample")), _dynamic_xnnpack),
+        ("DepthwiseConv2D", "sample", 8): _dynamic_depthwise,
+    },
     quantize_dynamic=quantize_dynamic_xnnpack,
     quantize=_quantize_xnnpack,
     supported_math=("float 1 half_even", *_SUPPORTED_MATH),

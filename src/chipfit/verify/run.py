@@ -97,7 +97,7 @@ def verify(
     found = entry("runtime", runtime)
     require(found)
     quantized = [v for v in (*graph.inputs, *(o for n in graph.nodes for o in n.outputs)) if plan.quantized(v)]
-    read_in_float = (n.data for n in graph.nodes if n.op == DYNAMIC)
+    read_in_float = (_before_transpositions(graph, n.data) for n in graph.nodes if n.op == DYNAMIC)
     inner = [*dict.fromkeys(v for v in read_in_float if v not in graph.inputs and not plan.quantized(v))]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         suffix = found.declares.suffix
@@ -124,6 +124,14 @@ def verify(
         share = "all samples" if out.calibrated == out.samples else f"{out.calibrated} of the {out.samples} samples"
         out.warnings.append(f"{share} are calibration data: accuracy and noise on them are better than on new data")
     return out
+
+
+def _before_transpositions(graph: Graph, value: str) -> str:
+    """Return the value of which this one is a transposition, which the file may not hold."""
+    made = graph.producers()
+    while value in made and made[value].op == "Transpose":
+        value = made[value].data
+    return value
 
 
 def _with_float_biases(graph: Graph, plan: Plan) -> Graph:

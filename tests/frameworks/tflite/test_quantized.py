@@ -175,7 +175,8 @@ def test_another_network_than_the_file_has_departs_and_is_named(tmp_path, what):
     assert check.verdict == "departs" and any(name in d for d in check.departures)
 
 
-def test_a_file_whose_weights_alone_are_integers_is_shown_and_not_simulated(tmp_path):
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_a_file_of_our_own_whose_weights_alone_are_integers_computes_the_simulated_floats(tmp_path, runtime):
     torch.manual_seed(0)
     model = sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)).eval()
     data = [torch.randn(8, 32) for _ in range(3)]
@@ -183,11 +184,60 @@ def test_a_file_whose_weights_alone_are_integers_is_shown_and_not_simulated(tmp_
     file = result.export(tmp_path / "weights.tflite")
     plan = read_file(file)[0].plan
     formats = {t.role: t.stored.format for t in plan.tensors.values()}
-    assert formats == {"weight": "int8"} and sum("at run time" in n.why for n in plan.nodes.values()) == 2
-    with pytest.raises(UnsupportedError, match=r"Only weights.*at run time.*not simulated.*--requantize"):
-        chipfit.verify_file(file, data)
+    assert formats == {"weight": "int8"} and sum("when it runs" in n.why for n in plan.nodes.values()) == 2
+    found = chipfit.verify_file(file, data, runtime=runtime)
+    assert found.exact and read_file(file)[1].name == "tflite_dynamic" and len(found.outputs) == 2
     again = chipfit.load_model(file, requantize=True)
     assert chipfit.quantize(again, data, platform="tflite_int8", progress=False).verify(data[:1]).exact
+
+
+def pixels(tf, x):
+    """Convolutions of single pixels from an input and from inner values, strides, and a depthwise one."""
+    y = tf.nn.relu6(tf.nn.conv2d(x, kernel(1, 1, 32, 40), 1, "VALID") + kernel(40))
+    y = tf.nn.conv2d(y, kernel(3, 3, 40, 32), 2, "SAME") + kernel(32)
+    y = tf.nn.relu(tf.nn.depthwise_conv2d(y, kernel(3, 3, 32, 4), [1, 1, 1, 1], "SAME") + kernel(128))
+    y = (
+        tf.nn.conv2d(y, kernel(1, 1, 128, 24), 2, "VALID")
+        + tf.nn.conv2d(y, kernel(1, 1, 128, 24), 1, "VALID")[:, ::2, ::2]
+    )
+    return tf.matmul(tf.reduce_mean(y, [1, 2]), kernel(24, 64)) + kernel(64)
+
+
+def rows(tf, x):
+    y = tf.nn.relu(tf.matmul(tf.reshape(x, [-1, 32]), kernel(32, 64)) + kernel(64))
+    return tf.matmul(tf.reshape(y, [-1, 35 * 64]), kernel(35 * 64, 8))
+
+
+def turned(tf, x):
+    return tf.nn.conv2d_transpose(x, kernel(3, 3, 40, 32), [1, 16, 12, 40], 2, "SAME")
+
+
+def dynamic_file(tmp_path, network, *shape):
+    """Return a file of TensorFlow's converter whose weights alone are integers."""
+    tf = pytest.importorskip("tensorflow")
+    wanted = [tf.TensorSpec([1, *shape], tf.float32)]
+    concrete = tf.function(lambda x: network(tf, x), input_signature=wanted).get_concrete_function()
+    made = tf.lite.TFLiteConverter.from_concrete_functions([concrete], tf.Module())
+    made.optimizations = [tf.lite.Optimize.DEFAULT]
+    file = tmp_path / "dynamic.tflite"
+    file.write_bytes(made.convert())
+    return file
+
+
+@pytest.mark.parametrize("network", [pixels, rows])
+def test_integers_that_kernels_find_at_run_time_are_simulated_as_xnnpack_finds_them(network, tmp_path):
+    file = dynamic_file(tmp_path, network, 7, 5, 32)
+    x = np.random.default_rng(3).normal(size=(3, 7, 5, 32)).astype("f4") + np.arange(3, dtype="f4").reshape(3, 1, 1, 1)
+    found = chipfit.verify_file(file, [torch.from_numpy(x)])
+    assert found.exact and sum(o.inner for o in found.outputs) == (4 if network is pixels else 1)
+    per = {n.attrs["per"] for n in read_file(file)[0].graph.nodes if n.op == "DynamicQuantize"}
+    assert per == ({"pixel", "sample", "row"} if network is pixels else {"row"})
+
+
+def test_a_kernel_that_finds_integers_in_another_way_is_named(tmp_path):
+    file = dynamic_file(tmp_path, turned, 8, 6, 32)
+    with pytest.raises(UnsupportedError, match=r"Only weights.*TRANSPOSE_CONV.*not simulated.*--requantize"):
+        chipfit.verify_file(file, [torch.randn(1, 8, 6, 32)])
 
 
 def test_a_file_without_integers_is_refused(tmp_path):

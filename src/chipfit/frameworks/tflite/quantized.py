@@ -19,21 +19,25 @@ from chipfit.frameworks.quantized import QuantizedFile, original_of, stored_as, 
 from chipfit.frameworks.tflite.model import WIDE, Facts, Operator, Tensor, TfliteModel
 from chipfit.frameworks.tflite.read import Call, Reading
 from chipfit.graph.check import check
-from chipfit.graph.ir import FIXED_BATCH, Graph, Node
+from chipfit.graph.ir import DYNAMIC, FIXED_BATCH, Graph, Node, Value
 from chipfit.passes.layout import LayoutChange, apply_layout, keep_constant_names
 from chipfit.plan.record import NodePlan, Plan, Role, TensorPlan
 from chipfit.quantizers.stored import Stored
 
 _WEIGHTS = "Only weights of the file are integers"
-_AT_RUN_TIME = f"{_WEIGHTS}: its kernels quantize their input at run time, which is not simulated"
+_AT_RUN_TIME = f"{_WEIGHTS}: kernels of {{}} quantize their input at run time, which is not simulated"
 _IN_FLOAT = f"{_WEIGHTS}, which it dequantizes: no operator computes with integers that could be compared"
+#: operators whose kernels find integers at run time, for each row or sample of their input; XNNPACK computes a
+#: convolution of single pixels as a linear layer
+_DYNAMIC = {"FULLY_CONNECTED": "row", "CONV_2D": "sample", "DEPTHWISE_CONV_2D": "sample"}
+_FOUND = {"qmin": -128, "qmax": 127, "affine": True, "block": 1}
 #: operators beside those that move numbers whose kernels keep the grid of their operand
 _KEEP = ("AvgPool", "Pad", "Resize")
 
 
 def activation_types(model: TfliteModel) -> set[str]:
-    """Return the types of the integers that the file computes."""
-    return {t.kind for t in model.quantized if not t.is_constant}
+    """Return the types of the integers that the file computes; that of floats if only weights are integers."""
+    return {t.kind for t in model.quantized if not t.is_constant} or {"FLOAT32"}
 
 
 def read_quantized(model: TfliteModel, platform: str, example: Any = None) -> QuantizedFile:
@@ -82,8 +86,9 @@ def _not_simulated(model: TfliteModel) -> str:
     if any(not t.is_constant for t in model.quantized):
         return ""
     held = {t.index for t in model.quantized}
-    dynamic = any(not held.isdisjoint(op.inputs) for op in model.operators if op.kind != "DEQUANTIZE")
-    return _AT_RUN_TIME if dynamic else _IN_FLOAT
+    dynamic = {op.kind for op in model.operators if op.kind != "DEQUANTIZE" and not held.isdisjoint(op.inputs)}
+    others = sorted(dynamic - {*_DYNAMIC})
+    return _AT_RUN_TIME.format(", ".join(others)) if others else "" if dynamic else _IN_FLOAT
 
 
 def _read(model: TfliteModel, facts: Facts, open_batch: bool, platform: str) -> tuple[_Codes, LayoutChange, Plan]:
@@ -152,6 +157,14 @@ class _Codes(Reading):
             self.stored[name] = TensorPlan(name=name, role=role, stored=stored, origin="the file")
         return name
 
+    def rounded(self, c: Call, x: Value) -> Value:
+        """Return the data in floats of a layer with integer weights as integers that its kernel finds at run time."""
+        if c.tensor(1).scale is None or x.name in self.stored:
+            return x
+        by_pixel = c.op.kind == "CONV_2D" and (*c.dims(1)[1:3], c.option("strideH"), c.option("strideW")) == (1,) * 4
+        per = "pixel" if by_pixel else _DYNAMIC[c.op.kind]
+        return c.part(DYNAMIC, [x], x.shape, kind=x.dtype, called=f"{c.name}/rounded", **_FOUND, per=per)
+
     def record_grid(self, name: str, index: int) -> None:
         if self.model.tensors[index].scale is not None:
             self._keep(name, self.model.tensors[index])
@@ -205,11 +218,15 @@ class _Codes(Reading):
 
     def node_plan(self, n: Node) -> NodePlan:
         """Return where an operator runs: in integers if its operands and its result are integers."""
+        if n.op == DYNAMIC:
+            return NodePlan(name=n.name, op=n.op, layer=n.layer, exec="float", why="its range is found when it runs")
         graph, group = self.builder.graph, next((g for g in self.groups if n.name in g), ())
         data = [i for i in n.inputs if i is not None and graph.is_float(i)]
         result = group[-1] if group else n.name
         out = next(m for m in graph.nodes if m.name == result).output
         fused = bool(group) and n.name != group[0]
+        if self._rounds(next((m for m in graph.nodes if group and m.name == group[0]), n)):
+            return NodePlan(name=n.name, op=n.op, layer=n.layer, exec="int", group=group[-1] if group else "")
         held = all(i in self.stored for i in data) or fused
         if not held or (graph.is_float(out) and out not in self.stored):
             weights = any(self.stored[i].role == "weight" for i in n.inputs if i in self.stored)
@@ -220,6 +237,10 @@ class _Codes(Reading):
         follows = same and (n.facts.moves or n.op in _KEEP)
         group_name = group[-1] if group else ""
         return NodePlan(name=n.name, op=n.op, layer=n.layer, exec="follow" if follows else "int", group=group_name)
+
+    def _rounds(self, n: Node) -> bool:
+        """Return whether the kernel of a layer quantizes its input at run time."""
+        return any(m.op == DYNAMIC and m.output in n.inputs for m in self.builder.graph.nodes)
 
     def names(self) -> dict[int, str]:
         """Return the name of every tensor: that of the value or weight which it holds."""

@@ -150,6 +150,10 @@ class Reading:
         """Add a warning about the file to the notes of the graph."""
         self.builder.graph.notes.append(f"warning: {what}")
 
+    def rounded(self, c: "Call", x: Value) -> Value:
+        """Return the data of a layer as its kernel reads them."""
+        return x
+
     def record_grid(self, name: str, index: int) -> None:
         """Take note that a value or weight is stored as a tensor of the file is."""
 
@@ -335,7 +339,7 @@ def _windows(
 
 @reads("CONV_2D DEPTHWISE_CONV_2D")
 def _conv(c: Call) -> Value:
-    x, kernel = c.value(0), c.dims(1)
+    x, kernel = c.reading.rounded(c, c.value(0)), c.dims(1)
     depthwise = c.op.kind == "DEPTHWISE_CONV_2D"
     order = (3, 0, 1, 2) if depthwise else (0, 3, 1, 2)
     channels = x.shape[-1] or 0
@@ -418,6 +422,7 @@ def _linear(c: Call) -> Value:
     x, (out, width) = c.value(0), c.dims(1)
     if (len(x.shape) != 2 and not c.option("keepNumDims", False)) or x.shape[-1] != width:
         x = c.part("Reshape", [x], (c.shape()[0], width), shape=(-1, width))
+    x = c.reading.rounded(c, x)
     y = c.part("Linear", [x, c.weight(1, trains=True), c.bias(2)], (*x.shape[:-1], out), called=c.name)
     return y if y.shape == c.shape() else c.part("Reshape", [y], c.shape(), shape=c.static())
 
