@@ -96,7 +96,7 @@ def test_a_copy_does_not_take_the_name_of_a_result():
     """Files of TensorFlow number results and constants alike."""
     shared = graph(("one", "Linear", "w b"), ("b_1", "Linear", "v b"), ("b_2", "Linear", "w b"))
     new, _ = duplicate_shared_biases(shared)
-    check(new, blame="unshare_biases")
+    check(new, blame="duplicate_shared_biases")
     biases = [n.bias for n in new.nodes]
     assert len({*biases, "b_1", "b_2"}) == 5
     assert all(new.weights[b or ""].tolist() == [1.0, 2.0] for b in biases)

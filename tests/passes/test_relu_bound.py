@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from chipfit.passes.relu_bound import relu_bound_to_power_of_two
+from chipfit.passes.relu_bound import relu_bound
 from tests.build import graph_of, model_of, node
 from tests.steps import assert_same, captured
 
@@ -14,7 +14,7 @@ from tests.steps import assert_same, captured
 def test_relu6_becomes_a_clamp_at_8_and_the_weights_around_it_take_the_factor():
     x = torch.randn(2, 3, 6, 6) * 5
     graph = captured(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU6(), nn.MaxPool2d(2), nn.Conv2d(4, 2, 1)), x)
-    new, notes = relu_bound_to_power_of_two(graph)
+    new, notes = relu_bound(graph)
     clip = next(n for n in new.nodes if n.op == "Clamp")
     assert clip.attrs == {"min": 0.0, "max": 8.0}
     assert torch.allclose(new.weights["0.weight"], graph.weights["0.weight"] * 4 / 3)
@@ -35,7 +35,7 @@ def test_relu6_becomes_a_clamp_at_8_and_the_weights_around_it_take_the_factor():
     ],
 )
 def test_a_bound_that_cannot_be_undone_behind_stays(net, why):
-    new, notes = relu_bound_to_power_of_two(captured(net, torch.randn(2, 3, 4, 4)))
+    new, notes = relu_bound(captured(net, torch.randn(2, 3, 4, 4)))
     assert "Relu6" in {n.op for n in new.nodes} and len(notes) == 1 and why in notes[0]
 
 
@@ -68,7 +68,7 @@ def clipped(low, high, *, bias=True, shared="", outputs="z"):
 )
 def test_the_bound_is_the_next_power_of_two(low, high, new):
     graph = clipped(low, high)
-    after, notes = relu_bound_to_power_of_two(graph)
+    after, notes = relu_bound(graph)
     if new is None:
         assert after.nodes == graph.nodes and notes == []
         return
@@ -94,7 +94,7 @@ def test_the_bound_is_the_next_power_of_two(low, high, new):
 )
 def test_what_others_read_keeps_its_numbers(given, why):
     graph = clipped(0.0, 3.0, **given)
-    new, notes = relu_bound_to_power_of_two(graph)
+    new, notes = relu_bound(graph)
     assert notes == [f"'clip' keeps its bound 3: {why}" if why else "the bound of 'clip' moved from 3 to 4"]
     assert (new.nodes[1].attrs["max"] == 4.0) is (why is None)
 
@@ -106,7 +106,7 @@ def test_a_clip_that_stays_keeps_no_other_from_moving():
     net = model_of(lambda m, x: (m.rest(y := m.first(x)), y), first=nn.Sequential(*parts[:6]))
     net.rest = nn.Sequential(*parts[6:], nn.Linear(2, 2))
     graph = captured(net, torch.randn(2, 2))
-    new, notes = relu_bound_to_power_of_two(graph)
+    new, notes = relu_bound(graph)
     kept = f"'first.5' keeps its bound 6: '{graph.outputs[1]}' is an output of the model"
     assert notes == [kept, "the bound of 'rest.1' moved from 6 to 8"]
     assert [n.attrs["max"] for n in new.nodes if n.op == "Clamp"][-1] == 8.0

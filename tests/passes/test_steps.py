@@ -9,7 +9,7 @@ from chipfit.decide.constraints import Constraint
 from chipfit.errors import RegistrationError
 from chipfit.passes.rewriting import Adapted, Rewritten
 from chipfit.platform.schema import Rule
-from chipfit.registry import STAGES, Setting, ordered, register
+from chipfit.registry import STAGES, Setting, entries, ordered, origin_of, register
 from tests.build import model_of, quantized, randn
 
 DATA = randn(16, 3, 6, 6)
@@ -95,7 +95,9 @@ def test_an_adapt_pass_rewrites_by_statistics_that_it_collects(result):
 
 
 def test_a_results_pass_chooses_what_a_kernel_outputs_by_statistics_that_it_collects(result):
-    @with_pass("results", after=("islands",), collects=lambda graph, needs: {"conv2d": Need(histogram=False), **needs})
+    @with_pass(
+        "results", after=("float_regions",), collects=lambda graph, needs: {"conv2d": Need(histogram=False), **needs}
+    )
     def mine(graph, assignment, stats):
         last = graph.producers()[graph.outputs[0]].name
         assert stats["conv2d"].low > 0 and "float" in assignment.modes[last]
@@ -117,10 +119,15 @@ def test_a_rewrite_with_a_setting_of_its_name_is_off_unless_it_is_requested(name
     assert setting.name == name and not setting.default
 
 
+def test_a_pass_has_the_name_of_its_file_and_of_its_function():
+    found = {name: origin_of(e.thing) for name, e in entries("pass").items()}
+    assert found == {name: f"chipfit.passes.{name}.{name}" for name in found}
+
+
 def test_rewrites_run_one_behind_the_other():
     """A network is folded, then merged, then scaled; biases are given last."""
-    order = "fold_constants fold_batch_norm unshare_biases collapse_linear collapse_residual relu_bound equalize "
-    order += "give_biases channels_last shift_negative softmax_shift centre equalize_groups"
+    order = "fold_constants fold_batch_norm fold_affine duplicate_shared_biases collapse_linear collapse_residual "
+    order += "relu_bound equalize add_missing_bias channels_last shift_negative softmax_shift centre equalize_groups"
     names = list(STEPS)
     assert sorted(order.split(), key=names.index) == order.split()
     assert names.index("fold_constants") < names.index("attention")

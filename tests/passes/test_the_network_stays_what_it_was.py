@@ -22,7 +22,7 @@ from chipfit.passes.equalize import equalize
 from chipfit.passes.equalize_groups import equalize_groups, with_channels
 from chipfit.passes.fold_batch_norm import fold_batch_norm
 from chipfit.passes.fuse import fuse
-from chipfit.passes.relu_bound import relu_bound_to_power_of_two
+from chipfit.passes.relu_bound import relu_bound
 from chipfit.passes.shift_negative import fuse_shifts, shift_negative
 from chipfit.passes.softmax_shift import softmax_shift
 from chipfit.platform.load import load
@@ -101,7 +101,7 @@ def _calibrated(rewrite, collects=lambda graph, needs: needs):
 REWRITES = {
     "collapse_linear": lambda g, x: collapse_linear(g),
     "collapse_residual": lambda g, x: collapse_residual(g),
-    "relu_bound": lambda g, x: relu_bound_to_power_of_two(g),
+    "relu_bound": lambda g, x: relu_bound(g),
     "equalize": lambda g, x: equalize(g),
     "shift_negative": _calibrated(shift_negative),
     "shift_negative_always": _calibrated(lambda *a: shift_negative(*a, ratio=1e9)),

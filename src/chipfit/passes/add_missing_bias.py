@@ -8,7 +8,7 @@ from chipfit.platform.schema import Platform
 from chipfit.registry import register
 
 
-@register("pass", "give_biases", stage="rewrite", after=("equalize",), needs=("platform",), if_any_in="correct")
+@register("pass", "add_missing_bias", stage="rewrite", after=("equalize",), needs=("platform",), if_any_in="correct")
 def add_missing_bias(graph: Graph, platform: Platform) -> Rewritten:
     """Add a zero bias to the linear operators without one, if the platform stores biases for them."""
     graph, notes = graph.copy(), list[str]()

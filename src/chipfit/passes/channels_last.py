@@ -8,7 +8,7 @@ from chipfit.passes.rewriting import Rewritten
 from chipfit.registry import register
 
 
-@register("pass", "channels_last", stage="rewrite", after=("give_biases",))
+@register("pass", "channels_last", stage="rewrite", after=("add_missing_bias",))
 def channels_last(graph: Graph) -> Rewritten:
     """Change the memory format of convolution weights; values and shapes stay as they are."""
     graph = graph.copy()

@@ -12,7 +12,7 @@ from chipfit.registry import Setting, register
 _SETTING = Setting("collapse_linear", False, "two linear operators in a row become one")
 
 
-@register("pass", "collapse_linear", stage="rewrite", after=("unshare_biases",), setting=_SETTING)
+@register("pass", "collapse_linear", stage="rewrite", after=("duplicate_shared_biases",), setting=_SETTING)
 def collapse_linear(graph: Graph) -> Rewritten:
     """Merge W2 (W1 x + b1) + b2 into (W2 W1) x + (W2 b1 + b2), and (W x + b) + c into W x + (b + c).
 

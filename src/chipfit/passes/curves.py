@@ -22,7 +22,7 @@ _FEW = 3
 
 
 #: passes that leave less to look up
-_AFTER = ("fold_affine", "masks", "unit_length")
+_AFTER = ("collapse_linear", "masks", "unit_length")
 _NEEDS = ("listed", "in_integers", "integer_operators")
 
 

@@ -7,7 +7,7 @@ from chipfit.passes.rewriting import Rewritten
 from chipfit.registry import register
 
 
-@register("pass", "unshare_biases", stage="rewrite", after=("fold_batch_norm",))
+@register("pass", "duplicate_shared_biases", stage="rewrite", after=("fold_affine",))
 def duplicate_shared_biases(graph: Graph) -> Rewritten:
     """Give every reader of a shared bias after the first a copy of its own (`name_1`, `name_2`, ...).
 
@@ -28,11 +28,11 @@ def duplicate_shared_biases(graph: Graph) -> Rewritten:
                 graph.trainable.add(name)
             graph.nodes[index] = node.with_(inputs=(*node.inputs[:2], name))
             notes.append(f"bias '{bias}' is used again by '{node.name}', which now reads its own copy '{name}'")
-    notes += _unshare_operands(graph, {*copies})
+    notes += _duplicate_operands(graph, {*copies})
     return Rewritten(graph, notes)
 
 
-def _unshare_operands(graph: Graph, biases: set[str]) -> list[str]:
+def _duplicate_operands(graph: Graph, biases: set[str]) -> list[str]:
     """Give readers that take a bias for something else, such as an addend, one copy of it; return notes."""
     copies, notes = dict[str, str](), list[str]()
     for index, node in enumerate(graph.nodes):

@@ -46,7 +46,7 @@ _DOC = "output of kernels that can output integers or floats, instead of what is
 _SETTING = Setting("results", None, _DOC, argument="asked", choices=("codes", "float"))
 
 
-@register("pass", "islands", stage="results", options=(_SETTING,))
+@register("pass", "float_regions", stage="results", options=(_SETTING,))
 def float_regions(
     graph: Graph, assignment: Assignment, stats: Mapping[str, TensorStats], asked: str | None
 ) -> tuple[dict[str, str], list[str]]:

@@ -19,7 +19,7 @@ _REPAIR = Repair(True, _on_powers_of_two)
 
 
 @register("pass", "relu_bound", stage="rewrite", after=("collapse_residual",), setting=_SETTING, repair=_REPAIR)
-def relu_bound_to_power_of_two(graph: Graph) -> Rewritten:
+def relu_bound(graph: Graph) -> Rewritten:
     """Scale linear -> clip(., low, high) -> linear by k = 2^ceil(log2 high) / high without changing the network.
 
     W1' = k W1, b1' = k b1, clip' = clip(., k low, k high), W2' = W2 / k: a power-of-two grid then ends at the clip.

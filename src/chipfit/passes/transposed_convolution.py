@@ -18,8 +18,8 @@ from chipfit.registry import register
 Test = Callable[[Graph, Node], bool]
 
 
-@register("pass", "subpixel", stage="rewrite", after=("fold_affine",), needs=("in_integers",))
-def replace_transposed_convolutions(graph: Graph, in_integers: Test) -> Rewritten:
+@register("pass", "transposed_convolution", stage="rewrite", after=("collapse_linear",), needs=("in_integers",))
+def transposed_convolution(graph: Graph, in_integers: Test) -> Rewritten:
     """Replace transposed convolutions without an integer kernel where convolutions and DepthToSpace have one.
 
     With stride s and a kernel of k <= s M elements, y[s q + r - p] = sum over m of W[s m + r] x[q - m]: each r is an
