@@ -208,7 +208,7 @@ def test_a_circle_through_a_function_is_found():
 COPIES_BETWEEN_DEVICES = set(
     """calibration/sample_fingerprints calibration/source calibration/spread_samples engine/check_runs engine/run
     graph/folds graph/placement
-    plan/sharing quantizers/stored rounding/gptq rounding/methods/learned rounding/moments rounding/outputs
+    plan/sharing quantizers/stored rounding/gptq_solver rounding/methods/learned rounding/moments rounding/outputs
     rounding/sequential_reconstruction rounding/streams verify/run""".split()
 )
 #: rooms whose tensors are the user's own, wherever they are

@@ -79,10 +79,10 @@ def check_limits(limits: Limits | None, platform: Platform) -> None:
 
 
 def settings_for(settings: Settings, training: Training | None, platform: Platform) -> Settings:
-    """Return the settings.
+    """Return the settings with defaults that depend on training and platform.
 
-    Without rounding and repairs where training needs folded batch norms to stay separable; without kernels that output
-    floats where only integers are allowed.
+    Rounding and repairs are off if training needs folded batch norms to stay separable. Kernels output no floats if
+    only integers are allowed.
     """
     if settings.results is None and (settings.integer_only or not platform.float_unit):
         settings = Settings(**settings.to_record(), results="codes")

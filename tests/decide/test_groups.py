@@ -178,7 +178,7 @@ def test_the_format_of_another_width(name, bits, found):
     [(4, 8, 4), (4, 6, None), (4, None, None), (4, 0, None), (None, 8, None), ((3, 4, 2), 8, 4), ((3, 2, 4), 8, 2)],
 )
 def test_the_first_size_of_blocks_that_divides_an_axis(block, size, found):
-    assert grouping.block_of(Format(bits=8, per="block", axis="in", block=block), size) == found
+    assert grouping.block_length(Format(bits=8, per="block", axis="in", block=block), size) == found
 
 
 @pytest.mark.parametrize(

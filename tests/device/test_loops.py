@@ -17,7 +17,7 @@ from chipfit.calibration.source import MemoryLimit
 from chipfit.engine.torch_defaults import torch_defaults
 from chipfit.errors import DataError
 from chipfit.quantizers.grids import Grid
-from chipfit.rounding.gptq import round_columns
+from chipfit.rounding.gptq_solver import round_columns
 from chipfit.rounding.methods.learned import BlockReconstruction, Learned, network_blocks
 from chipfit.rounding.streams import Stream
 from tests.accelerators import moved

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from chipfit.quantizers.scale_bounds import ScaleBound
-from chipfit.rounding.gptq import scale_bounds, scale_is_allowed, weight_rows
+from chipfit.rounding.gptq_solver import scale_bounds, scale_is_allowed, weight_rows
 from tests.build import grid, node, plan_of, stored
 
 N4 = grid(4, low=-7)

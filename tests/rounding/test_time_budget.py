@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from chipfit import Settings
-from chipfit.rounding.gptq import LONG_ROW
+from chipfit.rounding.gptq_solver import LONG_ROW
 from chipfit.rounding.methods import gptq
 from chipfit.rounding.methods.gptq import count_multiplications, fit_to_time
 from tests.build import graph_of, plan_of, quantized, randn, sequential, stored

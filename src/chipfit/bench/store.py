@@ -21,7 +21,7 @@ except ImportError as e:
 
 #: version of the tables, recorded in the store
 VERSION = 1
-_AWAY = "move it away and run the experiments again"
+_START_ANEW = "move it away and run the experiments again"
 _METADATA = sql.MetaData()
 RUNS = sql.Table(
     "runs",
@@ -49,7 +49,7 @@ class Store:
         self.path = path
         self.engine = sql.create_engine(f"sqlite:///{path}", connect_args={"timeout": 60})
         sql.event.listen(self.engine, "connect", lambda c, _: c.execute("PRAGMA journal_mode=WAL"))
-        with lock_folder(path.parent, wait=True), self._transaction("read", _AWAY) as db:  # creates tables once
+        with lock_folder(path.parent, wait=True), self._transaction("read", _START_ANEW) as db:  # creates tables once
             version = db.execute(sql.text("PRAGMA user_version")).scalar_one()
             if version > VERSION:
                 hint = "use the version of chipfit that wrote it, or a newer one"
@@ -94,13 +94,13 @@ class Store:
         outcome = sql.type_coerce(stored if curves else plain, sql.String).label("outcome")
         columns = [outcome if c.name == "outcome" else c for c in RUNS.c]
         query = sql.select(*columns).order_by(RUNS.c.name, RUNS.c.key)
-        with self._transaction("read", _AWAY) as db:
+        with self._transaction("read", _START_ANEW) as db:
             found = db.execute(query if study is None else query.where(RUNS.c.study == study))
             return [{**r, "outcome": _data(r["outcome"])} for r in found.mappings()]
 
     def done(self, keys: Iterable[str]) -> set[str]:
         """Return the keys of experiments with an outcome."""
-        with self._transaction("read", _AWAY) as db:
+        with self._transaction("read", _START_ANEW) as db:
             return set(db.execute(sql.select(RUNS.c.key).where(RUNS.c.status == "done")).scalars()) & set(keys)
 
 

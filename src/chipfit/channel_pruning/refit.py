@@ -24,7 +24,7 @@ from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import is_linear
 from chipfit.graph.placement import inputs_on, on_cpu, placed
 from chipfit.passes.rewriting import Readers
-from chipfit.rounding.gptq import corrected_weights
+from chipfit.rounding.gptq_solver import corrected_weights
 from chipfit.rounding.moments import Moments, as_rows, from_rows, patches, positions, targets
 from chipfit.rounding.streams import MEMORY, Stream
 

@@ -148,6 +148,11 @@ def sweep(
 
 
 def _runs(home: Path, study: str | None = None, *, curves: bool = True) -> list[dict[str, Any]]:
+    """Return the runs in the store of a folder.
+
+    Raises:
+        ConfigError: there is no store.
+    """
     from chipfit.bench.board import readable
     from chipfit.bench.store import Store
     from chipfit.errors import ConfigError
@@ -226,6 +231,7 @@ def board(
 
 
 def _show_file(what: str, file: Path) -> None:
+    """Print the path of a file that was written."""
     if OUTPUT.json:
         return print_document({"file": str(file)})
     typer.echo(f"{what}  {file}")

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from chipfit.errors import UnsupportedError
+from chipfit.graph.decomposed_steps import places_in_steps
 from chipfit.graph.hidden_scores import hidden_scores
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import LINEAR
 from chipfit.graph.states import state_pairs
-from chipfit.graph.steps import places_in_steps
 from chipfit.platform.schema import Rule
 
 #: a scale and a zero point

@@ -51,12 +51,12 @@ class FusedGroup:
 
     @property
     def layer(self) -> str:
-        """The name of its first node, as the user knows it."""
+        """The name of the group's first node, as the user knows it."""
         return self.head.display_name
 
     @property
     def float_reason(self) -> str:
-        """Why the user keeps it in float; "" for all other groups."""
+        """The reason why the user keeps the group in float; "" for all other groups."""
         return str(self.choices.get("float", ""))
 
     @property
@@ -98,11 +98,11 @@ def blocks_of(fmt: Format, op: str, shape: Sequence[int | None]) -> tuple[int, i
     if len(shape) != 2:
         return None
     axis = 1 if OPS[op].moves else 1 - OPS[op].weight_axis % 2
-    block = block_of(fmt, shape[axis])
+    block = block_length(fmt, shape[axis])
     return (axis, block) if block else None
 
 
-def block_of(fmt: Format, size: int | None) -> int | None:
+def block_length(fmt: Format, size: int | None) -> int | None:
     """Return the first block length of a format that divides an axis of this size; None if there is none."""
     lengths = fmt.block if isinstance(fmt.block, tuple) else (fmt.block,)
     return next((b for b in lengths if b and size and size % b == 0), None)
@@ -137,7 +137,7 @@ def find_groups(graph: Graph, platform: Platform, fused: NodeGroups, overrides: 
     nodes = {n.name: n for n in graph.nodes}
     group_at = {names[-1]: names for names in fused}
     inner = {name for names in fused for name in names[:-1]}
-    users, results = graph.users(), _results_of_layers(graph, platform)
+    users, outer_rules = graph.users(), _rules_of_outer_layers(graph, platform)
     order = {name: k for k, name in enumerate(overrides)}
     groups = []
     for node in graph.nodes:
@@ -151,13 +151,13 @@ def find_groups(graph: Graph, platform: Platform, fused: NodeGroups, overrides: 
         if _is_inner_step(graph, platform, group, users.get(group.tail.output, ())):
             rules = tuple(r for r in group.resolved.rules if r.fix not in ("out", "outs"))
             group = replace(group, resolved=replace(group.resolved, rules=rules))
-        if group.tail.name in results:
-            group = _with_result_of_layer(group, results[group.tail.name])
+        if group.tail.name in outer_rules:
+            group = _with_result_of_layer(group, outer_rules[group.tail.name])
         groups.append(group)
     return _with_first_last_bits(platform, groups)
 
 
-def _results_of_layers(graph: Graph, platform: Platform) -> dict[str, OpRule]:
+def _rules_of_outer_layers(graph: Graph, platform: Platform) -> dict[str, OpRule]:
     """Return the last nodes of layers that hold others -> the rule of the operator set that names the layer.
 
     Raises:
@@ -203,7 +203,7 @@ def _group(graph: Graph, platform: Platform, nodes: tuple[Node, ...], choices: M
 
 
 def _is_inner_step(graph: Graph, platform: Platform, group: FusedGroup, readers: Sequence[Node]) -> bool:
-    """Return whether it is a step inside a layer that an operator set names as a whole, not the layer's last step."""
+    """Return whether a group is an inner step of a layer that an operator set names as a whole, not its last one."""
     rule, here = group.resolved.rule, (group.head.layer, group.head.layer_type, group.head.source)
     sets = [platform.sets[m[1:]] for m in (rule.match if rule else ()) if m[1:] in platform.sets]
     named = any(m.op == () and m.type == group.head.layer_type for members in sets for m in members)

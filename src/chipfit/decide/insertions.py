@@ -11,7 +11,7 @@ from dataclasses import replace
 from chipfit.decide.assignment import Assignment
 from chipfit.decide.constraints import Constraint, tie_groups
 from chipfit.decide.formats import TooWide
-from chipfit.decide.groups import block_of
+from chipfit.decide.groups import block_length
 from chipfit.graph.edit import new_name, replace_node, replace_values
 from chipfit.graph.ir import DYNAMIC, Graph, Node
 from chipfit.platform.match import resolve_node
@@ -104,7 +104,7 @@ def with_dynamic(graph: Graph, platform: Platform, assignment: Assignment) -> Gr
     for n in graph.nodes:
         if n.name in assignment.dynamic:
             fmt = platform.formats[assignment.dynamic[n.name]]
-            block = block_of(fmt, graph.shape(n.data)[-1]) or 1
+            block = block_length(fmt, graph.shape(n.data)[-1]) or 1
             key = n.data, assignment.dynamic[n.name], block
             if key not in shared:
                 shared[key] = name = new_name(out, f"{n.data}_dynamic")

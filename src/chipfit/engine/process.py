@@ -14,11 +14,37 @@ import torch
 
 #: lock while torch.export, torch.onnx or Keras trace: they temporarily change warning filters, loggers and tables
 TRACING = threading.RLock()
-_LOCK = threading.Lock()
 _LARGEST_SEED = (1 << 63) - 1  #: largest seed that every generator supports
-_RESTORE: list[Callable[[], None]] = []  #: for each running call, the function that restores the caller's generators
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class SharedState:
+    """State that all threads share, and that calls change: the first to begin saves it, the last to end restores it.
+
+    Args:
+        save: returns the function that restores the present state.
+    """
+
+    def __init__(self, save: Callable[[], Callable[[], None]]) -> None:
+        self._save, self._lock, self._running = save, threading.Lock(), 0
+
+    @contextmanager
+    def changed(self, change: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Change the state for the block; calls in other threads see the change."""
+        with self._lock:
+            if not self._running:
+                self._restore = self._save()
+            self._running += 1
+        try:
+            with self._lock:
+                change()
+            yield
+        finally:
+            with self._lock:
+                self._running -= 1
+                if not self._running:
+                    self._restore()
 
 
 @contextmanager
@@ -38,23 +64,18 @@ def quiet() -> Iterator[None]:
 def seeded(seed: int) -> Iterator[None]:
     """Seed all random generators inside the block, and restore the caller's states afterwards.
 
-    If several threads are inside, the last one to leave restores them. Only models that draw random numbers when they
-    run are affected by other threads.
+    Only models that draw random numbers when they run are affected by other threads.
     """
-    with _LOCK:
-        _RESTORE.append(_RESTORE[0] if _RESTORE else _save_states())
-        torch.default_generator.manual_seed(seed)
-        if (device := _used_accelerator()) is not None:
-            (getattr(device, "manual_seed_all", None) or device.manual_seed)(seed)
-        random.seed(seed)
-        np.random.seed(seed & 0xFFFFFFFF)
-    try:
+    with _GENERATORS.changed(functools.partial(_seed, seed)):
         yield
-    finally:
-        with _LOCK:
-            restore = _RESTORE.pop()
-            if not _RESTORE:
-                restore()
+
+
+def _seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    if (device := _used_accelerator()) is not None:
+        (getattr(device, "manual_seed_all", None) or device.manual_seed)(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
 
 
 def torch_states() -> list[torch.Tensor]:
@@ -98,6 +119,9 @@ def _save_states() -> Callable[[], None]:
         set_torch_states(states)
 
     return restore
+
+
+_GENERATORS = SharedState(_save_states)
 
 
 def preserve_random_state(f: F) -> F:

@@ -1,4 +1,4 @@
-"""Where chipfit computes: with torch's defaults, which are restored afterwards, and typed errors about memory.
+"""Computation with torch's defaults, whatever the caller has set; the caller's settings are restored afterwards.
 
 TF32, which convolutions of CUDA use unless told otherwise, and bfloat16 of oneDNN keep 10 and 7 bits of a factor, so
 that sums of codes which are exact in float32 become wrong. Autocast does the same. A default device or number type
@@ -13,11 +13,9 @@ from typing import Any
 import torch
 
 from chipfit.engine.memory import memory_errors
+from chipfit.engine.process import SharedState
 from chipfit.graph.ir import CPU
 
-_LOCK = threading.Lock()
-#: for each running call, the function that restores the switches that all threads share
-_INSIDE: list[Callable[[], None]] = []
 _THREAD = threading.local()  #: `users`: default device and type of the thread's caller
 
 
@@ -25,17 +23,14 @@ _THREAD = threading.local()  #: `users`: default device and type of the thread's
 def torch_defaults() -> Iterator[None]:
     """Compute float32 products in float32 and create tensors on the CPU inside the block, without autocast.
 
-    If several threads are inside, the last one to leave restores the switches that they share.
-
     Raises:
         MemoryExceeded: a device ran out of memory.
     """
     users = torch.get_default_device(), torch.get_default_dtype()
     outer = getattr(_THREAD, "users", None)
-    with _LOCK:
-        _INSIDE.append(_INSIDE[0] if _INSIDE else _switch_off())
     try:
         with ExitStack() as stack:
+            stack.enter_context(_SWITCHES.changed())
             stack.enter_context(memory_errors())
             _THREAD.users = outer or users
             for kind in {"cpu", _accelerator()}:
@@ -46,10 +41,6 @@ def torch_defaults() -> Iterator[None]:
             yield
     finally:
         _THREAD.users = outer
-        with _LOCK:
-            restore = _INSIDE.pop()
-            if not _INSIDE:
-                restore()
 
 
 @contextmanager
@@ -104,6 +95,9 @@ def _switch_off() -> Callable[[], None]:
     _set(new, [p if p in ("none", "ieee") else "ieee" for p in (switch.fp32_precision for switch in new)])
     torch.set_default_dtype(torch.float32)
     return restore
+
+
+_SWITCHES = SharedState(_switch_off)
 
 
 def _set(switches: Any, values: list[str]) -> None:

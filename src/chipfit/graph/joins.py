@@ -1,6 +1,6 @@
-"""Operators that join values into one tensor, and the parts of a tensor that they leave: values of any magnitude.
+"""Operators that join values into one tensor, and the parts of such a tensor, which may differ in magnitude.
 
-A constant behind the join, as of a head that turns shares of an image into pixels, changes the magnitude of each part.
+A constant behind the join changes the magnitude of each part, as in a head that turns shares of an image into pixels.
 """
 
 import math
@@ -23,14 +23,10 @@ def moved_from(graph: Graph, node: Node) -> str | None:
 
 def rescaled_from(graph: Graph, node: Node) -> str | None:
     """Return the operand that an operator multiplies, divides or shifts by a constant, number by number; or None."""
-    if node.op not in ("Mul", "Div", "Add", "Sub") or graph.is_weight(node.inputs[0]) == graph.is_weight(
-        node.inputs[1]
-    ):
+    data = graph.activations(node) if node.op in ("Mul", "Div", "Add", "Sub") else []
+    if len(data) != 1 or (node.op == "Div" and data[0] != node.inputs[0]):  # a reciprocal is another function
         return None
-    (data,) = graph.activations(node)
-    reciprocal = node.op == "Div" and data != node.inputs[0]
-    same = graph.is_float(data) and graph.shape(data) == graph.shape(node.output)
-    return data if same and not reciprocal else None
+    return data[0] if graph.is_float(data[0]) and graph.shape(data[0]) == graph.shape(node.output) else None
 
 
 def parts(graph: Graph, value: str, producers: Mapping[str, Node]) -> list[str]:
@@ -60,7 +56,7 @@ def _size(graph: Graph, value: str) -> int:
     return math.prod(d or 1 for d in graph.shape(value))
 
 
-def sets_parts(graph: Graph, node: Node, producers: Mapping[str, Node]) -> bool:
+def makes_parts(graph: Graph, node: Node, producers: Mapping[str, Node]) -> bool:
     """Check for an operator that joins parts, or applies constants to joined ones: its result needs a wider grid."""
     return is_join(node) or (rescaled_from(graph, node) is not None and len(parts(graph, node.output, producers)) > 1)
 
@@ -72,7 +68,7 @@ def output_joins(graph: Graph) -> list[Node]:
         node = producers.get(left.pop())
         if node is None or node.name in out:
             continue
-        if sets_parts(graph, node, producers):
+        if makes_parts(graph, node, producers):
             out[node.name] = node
             left += graph.activations(node)
         elif before := moved_from(graph, node):

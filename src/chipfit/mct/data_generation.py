@@ -137,7 +137,7 @@ class DataGenerationConfig:
         output = _OUTPUT[self.output_loss_type or OutputLossType.NONE] if multiplier else "none"
         relative = self.bn_alignment_loss_type is not BatchNormAlignemntLossType.L2_SQUARE
         options: dict[str, Any] = {"steps": self.n_iter, "batch": self.data_gen_batch_size, "rate": self.initial_lr}
-        options |= {"optimizer": _of_torch(self.optimizer), "schedule": _SCHEDULE[self.scheduler_type]}
+        options |= {"optimizer": _torch_optimizer(self.optimizer), "schedule": _SCHEDULE[self.scheduler_type]}
         options |= {"statistics": _GRANULARITY[self.image_granularity], "first_weight": _FIRST if first else 1.0}
         options |= {"distance": "relative" if relative else "absolute"}
         options |= {"norms": _names(self.bn_layer_types), "last": _names(self.last_layer_types)}
@@ -268,10 +268,10 @@ def _names(types: Sequence[Any]) -> tuple[str, ...]:
 
 
 def _pair(size: int | Sequence[int]) -> tuple[int, int]:
-    """Return a height and a width of one number or of two.
+    """Return height and width, from one number for both or from two.
 
     Raises:
-        ConfigError: there are more, or none.
+        ConfigError: there are more than two numbers, or none.
     """
     both = (size, size) if isinstance(size, int) else tuple(size) * (3 - len(size))
     if len(both) != 2:
@@ -279,8 +279,8 @@ def _pair(size: int | Sequence[int]) -> tuple[int, int]:
     return both[0], both[1]
 
 
-def _of_torch(optimizer: Callable[..., Any]) -> Any:
-    """Return the optimizer of torch that is called as one of Keras; others as they are.
+def _torch_optimizer(optimizer: Callable[..., Any]) -> Any:
+    """Return the optimizer of torch with the name of a Keras one; other optimizers unchanged.
 
     Raises:
         ConfigError: torch has no such optimizer.

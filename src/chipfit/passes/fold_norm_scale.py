@@ -5,10 +5,9 @@ import torch
 from chipfit.decide.assignment import Assignment
 from chipfit.graph.ir import Graph, Node
 from chipfit.passes.fold_affine import Affine, affine, fold_into, folds, without_steps
-from chipfit.passes.rewriting import Adapted, Readers, Stats
+from chipfit.passes.rewriting import IDENTITIES, VECTOR_NORMS, Adapted, Readers, Stats
 from chipfit.registry import register
 
-_NORMS = ("LayerNorm", "RMSNorm")
 #: least bits of weights; with fewer, channels of one deviation gain less than weights lose that differ more
 _BITS = 8
 #: largest ratio of the scales of two channels
@@ -31,9 +30,9 @@ def fold_norm_scale(graph: Graph, assignment: Assignment, stats: Stats) -> Adapt
         The graph, the statistics, and one note for each norm.
     """
     graph, stats, notes = graph.copy(), dict(stats), list[str]()
-    for last in [n for n in graph.nodes if n.composite_op in _NORMS and n.name == n.composite]:
+    for last in [n for n in graph.nodes if n.composite_op in VECTOR_NORMS and n.name == n.composite]:
         readers = Readers(graph)
-        found = readers.linear_behind(last.output, lambda n: n.op in ("Identity", "Dropout"))
+        found = readers.linear_behind(last.output, lambda n: n.op in IDENTITIES)
         steps, (scale, shift) = _steps(readers, last)
         if not steps or found.refusal or readers.why_fixed(*found.ends):
             continue

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from chipfit.errors import UnsupportedError
+from chipfit.graph.decomposed_steps import places_in_steps
 from chipfit.graph.edit import drop_dead, new_name
 from chipfit.graph.ir import Graph, Node, Value
-from chipfit.graph.steps import places_in_steps
 from chipfit.passes.recurrent import RECURRENT
 
 _MOVES = ("Transpose", "Squeeze", "Unsqueeze")

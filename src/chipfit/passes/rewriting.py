@@ -14,6 +14,10 @@ from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import bias_or_zero, is_linear, on_axis_1, scale_inputs, scale_outputs, with_bias
 
 Stats = Mapping[str, TensorStats]  #: value -> its statistics
+#: operators whose result is their operand, once training is over
+IDENTITIES = ("Identity", "Dropout")
+#: operators that normalise each vector by its own statistics, then scale its channels
+VECTOR_NORMS = ("LayerNorm", "RMSNorm")
 
 #: operators with scale and shift of the channels on axis 1
 _NORMS = ("BatchNorm", "GroupNorm", "InstanceNorm")
@@ -61,7 +65,7 @@ class Readers:
     def after_identities(self, node: Node) -> tuple[str, list[Node]]:
         """Return the result of a node behind any Identity or Dropout that alone reads it, and its readers."""
         value = node.output
-        while len(self.of(value)) == 1 and self.of(value)[0].op in ("Identity", "Dropout"):
+        while len(self.of(value)) == 1 and self.of(value)[0].op in IDENTITIES:
             value = self.of(value)[0].output
         return value, self.of(value)
 

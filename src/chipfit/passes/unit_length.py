@@ -9,10 +9,10 @@ from chipfit.passes.attention import NodeTest
 from chipfit.passes.rewriting import Rewritten
 from chipfit.registry import register
 
-#: largest bound of a length that kernels without one may leave out: shorter vectors are noise in 8 bits
-_LEAST = 1e-6
-#: bound of a written-out length without one, as `torch.nn.functional.normalize` has it
-_NONE = 1e-12
+#: largest lower bound of a length that a kernel without a bound may leave out: shorter vectors are noise in 8 bits
+_MAX_EPS = 1e-6
+#: lower bound given to a length that has none, as `torch.nn.functional.normalize` has it
+_DEFAULT_EPS = 1e-12
 
 
 @register("pass", "unit_length", stage="rewrite", after=("fold_constants",), needs=("listed",))
@@ -28,9 +28,9 @@ def unit_length(graph: Graph, listed: NodeTest) -> Rewritten:
     lengths = _Lengths(graph)
     for n in list(graph.nodes):
         found = lengths.divided_by(n)
-        if found is None or found.eps > _LEAST:
+        if found is None or found.eps > _MAX_EPS:
             continue
-        attrs = {"axis": found.axis, "eps": max(found.eps, _NONE)}
+        attrs = {"axis": found.axis, "eps": max(found.eps, _DEFAULT_EPS)}
         fused = n.with_(op="L2Norm", inputs=(found.of,), attrs=attrs)
         if listed(graph, fused):
             replace_node(graph, n, fused)
@@ -48,7 +48,7 @@ class _Length(NamedTuple):
 
 
 class _Lengths:
-    """Finds lengths, or their squares, among the values of a graph."""
+    """A search for lengths of vectors, and their squares, among the values of a graph."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph, self.producers = graph, graph.producers()
@@ -59,10 +59,10 @@ class _Lengths:
         if n.op == "Div":
             found = {n.data: self._length(n.inputs[1])}
         elif n.op == "Mul":
-            found = {x: self._of_inverse(y) for x, y in (n.inputs, n.inputs[::-1])}
+            found = {x: self._length_in_reciprocal(y) for x, y in (n.inputs, n.inputs[::-1])}
         return next((length for x, length in found.items() if length is not None and length.of == x), None)
 
-    def _of_inverse(self, value: str | None) -> _Length | None:
+    def _length_in_reciprocal(self, value: str | None) -> _Length | None:
         n = self.producers.get(value or "")
         return self._length(n.data, squared=True) if n is not None and n.op == "Rsqrt" else None
 
@@ -83,11 +83,11 @@ class _Lengths:
         reduced = n.op in ("Sum", "ReduceL2") and n.attrs["keepdims"] and len(n.attrs["axes"]) == 1
         if not reduced or squared != (n.op == "Sum"):
             return None
-        of = n.data if n.op == "ReduceL2" else self._root(n.data)
+        of = n.data if n.op == "ReduceL2" else self._squared(n.data)
         return None if of is None else _Length(of, n.attrs["axes"][0] % len(self.graph.shape(of)))
 
-    def _root(self, value: str) -> str | None:
-        """Return x where a value is x times x."""
+    def _squared(self, value: str) -> str | None:
+        """Return x if a value is x times x, else None."""
         n = self.producers.get(value)
         return n.data if n is not None and n.op == "Mul" and n.inputs[0] == n.inputs[1] else None
 

@@ -13,7 +13,7 @@ from chipfit.calibration.data import as_batch
 from chipfit.decide.assignment import Assignment
 from chipfit.decide.part_noise import parts_on_grid
 from chipfit.graph.ir import Graph
-from chipfit.graph.joins import sets_parts
+from chipfit.graph.joins import makes_parts
 from chipfit.graph.placement import inputs_on
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.ranges.qparams import QParams
@@ -58,7 +58,7 @@ def _suspects(
 ) -> Iterator[tuple[str, tuple[str, float]]]:
     """Yield tensors, joined ones first, each with its part of fewest levels, and these levels, if they are few."""
     producers = graph.producers()
-    joins = (n for n in graph.nodes if sets_parts(graph, n, producers))
+    joins = (n for n in graph.nodes if makes_parts(graph, n, producers))
     joined = {n.output for n in joins if plan.nodes[n.name].exec != "float"}
     tied = {name for group in plan.ties for name in group}
     for name in sorted(tied | joined, key=lambda name: name not in joined):

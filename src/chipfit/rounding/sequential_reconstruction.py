@@ -26,7 +26,7 @@ from chipfit.quantizers.stored import Stored
 from chipfit.ranges.qparams import QParams, from_min_max
 from chipfit.registry import option
 from chipfit.rounding import gptq
-from chipfit.rounding.gptq import scale_bounds, scale_is_allowed, weight_rows
+from chipfit.rounding.gptq_solver import scale_bounds, scale_is_allowed, weight_rows
 from chipfit.rounding.moments import Moments, as_rows, from_rows, patches, positions, targets
 from chipfit.rounding.streams import MEMORY, Pick, SampleStreams, Stream
 

@@ -23,7 +23,7 @@ from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
 from chipfit.ranges import choose
 from chipfit.rounding.fisher import IMAGES, first_samples, gradients, split_float_readers
-from chipfit.rounding.gptq import round_rows, weight_rows
+from chipfit.rounding.gptq_solver import round_rows, weight_rows
 from chipfit.rounding.method import default_method, fits_weights
 from chipfit.rounding.moments import Moments, as_rows, patches, positions, targets
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from chipfit.export.pte.program import QuantizedProgram
-from chipfit.graph.merged import sizes_in_front
+from chipfit.graph.merged_batch import sizes_in_front
 from chipfit.pte_file.container import graph_of, kind_of, tensor_of
 
 #: fields with the operands of nodes without weights, and with them

@@ -31,7 +31,7 @@ from chipfit.frameworks import facts_of
 from chipfit.graph.edit import drop_dead, replace_values
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import TRANSPOSED
-from chipfit.graph.merged import sizes_in_front
+from chipfit.graph.merged_batch import sizes_in_front
 from chipfit.passes.decompose import decompose
 from chipfit.passes.flattened import read_in_memory_order
 from chipfit.passes.layout import apply_layout, natural_layout, same_numbers

@@ -20,9 +20,9 @@ def _layer(r: KerasCall, sequences: Value, initial_state: Any = None, mask: Any 
     """Read a layer of one direction, over all steps.
 
     Raises:
-        Unreadable: it keeps its state between calls, its cell is an unusual one, or the number of steps is open.
+        Unreadable: the layer keeps its state between calls, its cell has no kernel, or the number of steps is open.
     """
-    y, last, *more = _one(r, r.op, sequences, initial_state, r.name, mask)
+    y, last, *more = _one_direction(r, r.op, sequences, initial_state, r.name, mask)
     if mask is not None and r.op.return_sequences and getattr(r.op, "zero_output_for_mask", False):
         wide = r.emit("Unsqueeze", [mask], (*mask.shape, 1), "bool", part="mask", axes=(2,))
         y = r.emit("Where", [wide, y, r.operand(0.0)], y.shape, part="hidden")
@@ -36,7 +36,7 @@ def _bidirectional(r: KerasCall, sequences: Value, initial_state: Any = None) ->
     """Read a layer in both directions."""
     o, states = r.op, [None, None] if initial_state is None else _halves(initial_state)
     both = [
-        _one(r, layer, sequences, s, f"{r.name}/{layer.name}")
+        _one_direction(r, layer, sequences, s, f"{r.name}/{layer.name}")
         for layer, s in zip((o.forward_layer, o.backward_layer), states, strict=True)
     ]
     if [o.forward_layer.go_backwards, o.backward_layer.go_backwards] != [False, True]:
@@ -61,7 +61,7 @@ def _merged(r: KerasCall, results: list[Value]) -> list[Value]:
     return [r.emit("Mul", [merged, r.operand(0.5)], shape, part="half")] if mode == "ave" else [merged]
 
 
-def _one(r: KerasCall, layer: Any, x: Value, initial: Any, name: str, mask: Any = None) -> list[Value]:
+def _one_direction(r: KerasCall, layer: Any, x: Value, initial: Any, name: str, mask: Any = None) -> list[Value]:
     """Append the node of one direction; return its results."""
     cell: Any = getattr(layer, "cell", None)
     if layer.stateful or x.dtype != "float32" or len(x.shape) != 3 or x.shape[1] is None:
@@ -83,7 +83,7 @@ def _kind(cell: Any) -> tuple[str, dict[str, Any]]:
     """Return operator and attributes of a cell.
 
     Raises:
-        Unreadable: it is none of Keras's own, or has other activations than the kernels.
+        Unreadable: the cell is not one of Keras, or its activations are not those of the kernels.
     """
     usual = getattr(cell, "recurrent_activation", _SIGMOID) is _SIGMOID
     if type(cell) is keras.layers.SimpleRNNCell and cell.activation in (_TANH, _RELU):
@@ -96,7 +96,7 @@ def _kind(cell: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _biases(r: KerasCall, cell: Any) -> list[str | None]:
-    """Return both biases; Keras has one, or the two rows of one variable."""
+    """Return the bias of the inputs and that of the states; Keras has one bias, or both as rows of one variable."""
     if cell.bias is None or len(cell.bias.shape) == 1:
         return [r.weight(cell.bias), None]
     return [r.weight(cell.bias, "row_0", "bias"), r.weight(cell.bias, "row_1", "recurrent_bias")]

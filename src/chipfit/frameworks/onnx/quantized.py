@@ -76,7 +76,7 @@ def read_quantized(model: OnnxModel, platform: str, example: Any = None) -> Quan
     if not (given.made or given.constants or given.given):
         hint = "chipfit.quantize(file, data) quantizes a float file"
         raise CaptureError("The file is not quantized", where=model.where, hint=hint)
-    optimised = _separated(_optimised(source, model.where), given.constants)
+    optimised = _with_own_constants(_optimised(source, model.where), given.constants)
     names = {n.name: n.output[0] for n in source.graph.node if n.name and n.output}
     form = Expansion(optimised, model.where, names).run()
     optimised.graph.node.extend(form.returned)
@@ -122,11 +122,11 @@ def _optimised(source: onnx.ModelProto, where: str) -> onnx.ModelProto:
         return onnx.load(str(file))
 
 
-def _separated(model: onnx.ModelProto, others: Collection[str]) -> onnx.ModelProto:
-    """Give each node constants of integers of its own: tools store equal biases once, although their scales differ.
+def _with_own_constants(model: onnx.ModelProto, others: Collection[str]) -> onnx.ModelProto:
+    """Give each node copies of the integer constants that it shares: tools store equal biases of different scales once.
 
     Args:
-        others: further constants.
+        others: names of further constants to copy.
     """
     kinds = {getattr(onnx.TensorProto, k.upper()) for k in ENDS}
     known = {t.name: t for t in model.graph.initializer if t.dims and (t.data_type in kinds or t.name in others)}
@@ -141,7 +141,7 @@ def _separated(model: onnx.ModelProto, others: Collection[str]) -> onnx.ModelPro
     return model
 
 
-def _read(form: NormalForm, unfolded: dict[str, Codes], model: OnnxModel, example: Any) -> _Codes:
+def _read(form: NormalForm, unfolded: dict[str, Codes], model: OnnxModel, example: Any) -> _QuantizedTranslator:
     """Translate the normal form, with sizes of our own where the file leaves them open.
 
     Raises:
@@ -150,7 +150,7 @@ def _read(form: NormalForm, unfolded: dict[str, Codes], model: OnnxModel, exampl
     read = OnnxModel.of_proto(form.model, model.where)
     first: CaptureError | None = None
     for variants in _variants(read, None if example is None else batch_shapes(read, example)):
-        reading = _Codes(read, len(variants), form, unfolded)
+        reading = _QuantizedTranslator(read, len(variants), form, unfolded)
         try:
             reading.translate(variants)
         except CaptureError as e:
@@ -169,16 +169,17 @@ def _variants(model: OnnxModel, given: list[tuple[int, ...]] | None) -> Iterator
     for batch, others in _SIZES if declared else ():
         ours = [_shapes(model, b, o) for b, o in zip(batch, others, strict=True)]
         if given is None or len({*others}) > 1:
-            yield _alike(ours if given is None else [given, ours[1]])
+            yield _without_repetition(ours if given is None else [given, ours[1]])
     if given is not None:
         first = given[0][:1]
         more = [(s[0] + 1, *s[1:]) if s and s[:1] == first else s for s in given]
         if not any(v.shape and isinstance(v.shape[0], int) for v in model.inputs):
-            yield _alike([given, more])
+            yield _without_repetition([given, more])
         yield [given]
 
 
-def _alike(variants: list[list[tuple[int, ...]]]) -> list[list[tuple[int, ...]]]:
+def _without_repetition(variants: list[list[tuple[int, ...]]]) -> list[list[tuple[int, ...]]]:
+    """Return two variants of shapes, or the first one if both are equal."""
     return variants[:1] if variants[0] == variants[1] else variants
 
 
@@ -207,8 +208,8 @@ def _shapes(model: OnnxModel, batch: int, other: int) -> list[tuple[int, ...]]:
     return [tuple(size(d, k) for k, d in enumerate(v.shape or ())) for v in model.inputs]
 
 
-class _Codes(Translator):
-    """The graph of a quantized file while it is read, and what is stored how."""
+class _QuantizedTranslator(Translator):
+    """The translation of a quantized file: its graph so far, and how each of its tensors is stored."""
 
     def __init__(self, model: OnnxModel, count: int, form: NormalForm, unfolded: dict[str, Codes]) -> None:
         super().__init__(model, count)
@@ -219,6 +220,7 @@ class _Codes(Translator):
         self.quantizers: set[str] = set()  #: nodes that stand for a QuantizeLinear
         self.codes: dict[str, Codes] = {}  #: name of the source of a weight -> its integers
         self.parts: dict[str, tuple[str, int, int]] = {}  #: weight -> the tensor of which it is a part, and its ends
+        self.decomposed: list[list[Node]] = []  #: nodes of each integer operator that became several
         self.unfolded = {*unfolded}
         sources: dict[int, str] = {}
         for name, c in {**form.constants, **unfolded}.items():
@@ -239,7 +241,7 @@ class _Codes(Translator):
         builder = self.builder
         self.inputs(variants, [_dtype(v) for v in self.model.inputs])
         for name, numbers in self.form.given.items():
-            self._keep(builder.env[name].name, numbers, name)
+            self._store(builder.env[name].name, numbers, name)
         self.nodes(self.model.graph)
         builder.graph.outputs = [self.output(v.name or "") for v in self.model.graph.outputs]
 
@@ -255,7 +257,7 @@ class _Codes(Translator):
         how = self.form.runs.get(node.outputs[0].name or "", "float")
         self.runs |= dict.fromkeys((n.name for n in new), how)
         if how != "float" and len(new) > 1:
-            self.opened = [*getattr(self, "opened", []), new]
+            self.decomposed.append(new)
         return found
 
     def _quantizer(self, node: ir.Node) -> Any:
@@ -270,10 +272,11 @@ class _Codes(Translator):
             self.runs[made.name] = "int"
         else:
             self.quantizers.add(made.name)
-            self._keep(made.name, self.form.made[out], out)
+            self._store(made.name, self.form.made[out], out)
         return type(x)(x.metas, made.name)
 
-    def _keep(self, value: str, numbers: Numbers, tensor: str) -> None:
+    def _store(self, value: str, numbers: Numbers, tensor: str) -> None:
+        """Store a value as a tensor of the file is stored."""
         stored = stored_as(numbers.kind, numbers.scale, numbers.zero, numbers.axis, numbers.ends)
         self.stored[value] = TensorPlan(name=value, role="activation", stored=stored, origin="the file")
         self.tensors[value] = tensor
@@ -281,6 +284,7 @@ class _Codes(Translator):
     # ---- the finished graph
 
     def finish(self, platform: str) -> tuple[Graph, Plan]:
+        """Return the graph and the plan, once all nodes are read."""
         graph = self.builder.graph
         self._merge_quantizers()
         names, count = self.model.names(), len(graph.outputs)
@@ -292,8 +296,8 @@ class _Codes(Translator):
         read = {i for n in graph.nodes for i in n.inputs} | {*graph.outputs}
         graph.weights = {k: w for k, w in graph.weights.items() if k in read}
         graph.trainable &= {*graph.weights}
-        self._weights()
-        for new in getattr(self, "opened", ()):
+        self._store_weights()
+        for new in self.decomposed:
             tie_moved(graph, [n for n in new if n in graph.nodes], self.stored)
         check(graph, blame="capture")
         nodes = {n.name: self._node_plan(n) for n in graph.nodes}
@@ -315,7 +319,7 @@ class _Codes(Translator):
         graph.outputs = [renamed.get(o, o) for o in graph.outputs]
         graph.values = {k: v for k, v in graph.values.items() if k not in renamed}
 
-    def _weights(self) -> None:
+    def _store_weights(self) -> None:
         """Store the weights as the file has them, with the axis of channels that the graph has."""
         graph = self.builder.graph
         biases = {i for n in graph.nodes if n.op in OPS for s, i in graph.slots(n) if s.startswith("b")}
@@ -326,7 +330,7 @@ class _Codes(Translator):
             alike = change is None or graph.weights[name].dim() == whole.integers.ndim
             codes = whole if change is None or alike else part_of(whole, change)
             role: Role = "bias" if name in biases else "weight"
-            found = None if codes is None else _fitting(codes, graph.weights[name])
+            found = None if codes is None else _weight_in_file_order(codes, graph.weights[name])
             if found is None:
                 self.stored[name] = TensorPlan(name=name, role=role, why=f"{whole.numbers.kind} in another order")
                 continue
@@ -340,7 +344,7 @@ class _Codes(Translator):
                 self.tensors[name] = tensor
 
     def _node_plan(self, n: Node) -> NodePlan:
-        """Return where an operator runs, as the runtime's optimised file has it."""
+        """Return the plan of an operator: integers or float, as in the file that the runtime has optimised."""
         how: Any = self.runs.get(n.name, "float")
         data = [i for i in n.inputs if i is not None and self.builder.graph.is_float(i)]
         held = [i for i in data if i in self.stored and self.stored[i].quantized]
@@ -367,7 +371,7 @@ def _dtype(value: ir.Value) -> torch.dtype:
     return torch.float32 if kind is None or kind.is_floating_point() else getattr(torch, kind.name.lower())
 
 
-def _fitting(codes: Codes, weight: torch.Tensor) -> Any:
+def _weight_in_file_order(codes: Codes, weight: torch.Tensor) -> Any:
     """Return a weight and how it is stored, in the order of axes in which its integers make these floats, or None."""
     n, scale, zero = codes.numbers, codes.numbers.scale, codes.numbers.zero
     wide = n.kind == "int32"

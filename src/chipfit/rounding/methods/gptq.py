@@ -21,7 +21,7 @@ from chipfit.ranges.search import Sample, search
 from chipfit.registry import option, register
 from chipfit.rounding.compare import count_samples, limit_samples, split_holdout
 from chipfit.rounding.fisher import IMAGES, importance
-from chipfit.rounding.gptq import CANDIDATES, CANDIDATES_OF_LONG_ROWS, LONG_ROW, scale_bounds, scale_is_allowed
+from chipfit.rounding.gptq_solver import CANDIDATES, CANDIDATES_OF_LONG_ROWS, LONG_ROW, scale_bounds, scale_is_allowed
 from chipfit.rounding.method import RoundingContext, RoundingResult, keep_better
 from chipfit.rounding.moments import as_rows
 from chipfit.rounding.sequential_reconstruction import GptqSettings, SequentialReconstruction
@@ -41,7 +41,7 @@ EFFICIENCY = 0.25
 class Gptq(GptqSettings):
     """Rounding column by column, where the error of each column moves to the columns that are still to be rounded.
 
-    Source: Frantar et al. 2022, arXiv:2210.17323; see `rounding.gptq`.
+    Source: Frantar et al. 2022, arXiv:2210.17323; see `rounding.gptq_solver`.
     """
 
     images: float | None = option("rounding_images", None, "images that are used, the first ones; None: all")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from chipfit.rounding import gptq
-from chipfit.rounding.gptq import WeightRows, corrected_weights, error_feedback, round_rows, search_scales
+from chipfit.rounding.gptq_solver import WeightRows, corrected_weights, error_feedback, round_rows, search_scales
 from tests.build import grid, randn
 
 GRID = grid(3)
