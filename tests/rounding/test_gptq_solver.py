@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from chipfit.rounding import gptq
+from chipfit.rounding import gptq_solver
 from chipfit.rounding.gptq_solver import WeightRows, corrected_weights, error_feedback, round_rows, search_scales
 from tests.build import grid, randn
 
@@ -49,7 +49,7 @@ def test_gptq_is_near_the_best_of_all_roundings_and_better_than_the_nearest():
 
 
 def test_columns_beyond_the_first_block_take_earlier_errors():
-    k = gptq.BLOCK + 6
+    k = gptq_solver.BLOCK + 6
     h, w = moments(k=k, n=4 * k), randn(1, 2, k, seed=5)
     q, nearest = (round_rows(w, h, rows_of(2, k), feedback=f)[0] for f in (True, False))
     u = torch.linalg.cholesky(torch.linalg.inv(h + 0.01 * h.diagonal(dim1=1, dim2=2).mean() * torch.eye(k)), upper=True)
@@ -63,7 +63,7 @@ def test_columns_beyond_the_first_block_take_earlier_errors():
 
 
 def test_errors_move_by_the_triangular_factor(monkeypatch):
-    monkeypatch.setattr(gptq, "DAMPING", 1e-6)
+    monkeypatch.setattr(gptq_solver, "DAMPING", 1e-6)
     """H = R R' of an upper triangular R: here [[2, 1], [0, 1]], so that R_12 / R_22 = 1."""
     h = torch.tensor([[[5.0, 1.0], [1.0, 1.0]]])
     assert torch.allclose(error_feedback(h), torch.tensor([[[1.0, 1.0], [0.0, 1.0]]]), atol=1e-4)
@@ -120,8 +120,8 @@ def best_of_36(w, h, damping):
 
 @pytest.mark.parametrize("at_once", [1, 50, 1 << 17])
 def test_a_search_takes_the_best_of_36_scales_between_a_quarter_and_a_tenth_more_than_all(at_once, monkeypatch):
-    monkeypatch.setattr(gptq, "NUMBERS_AT_ONCE", at_once)
-    monkeypatch.setattr(gptq, "DAMPING", 0.5)
+    monkeypatch.setattr(gptq_solver, "NUMBERS_AT_ONCE", at_once)
+    monkeypatch.setattr(gptq_solver, "DAMPING", 0.5)
     w, h = randn(2, 3, 6, seed=7) * torch.tensor([1.0, 4.0, 0.1]).view(1, 3, 1), moments(2, 6)
     found = search_scales(w, h, rows_of(3, 6, g=2, free=True))
     want = [float(best_of_36(w[g, o : o + 1], h[g], 0.5)) for g in range(2) for o in range(3)]
@@ -152,14 +152,16 @@ def test_scales_stay_between_bounds_and_powers_of_two_where_the_platform_says():
     assert scale[0] == 5 and scale[1] == torch.tensor(0.01) and 0.1 < scale[2] < 1
     _, scale, _ = round_rows(w, h, rows_of(free=True, on=POWERS))
     assert torch.equal(scale.log2(), scale.log2().round())
-    nearest = gptq.within_bounds(torch.tensor([[1.0], [1.4], [1.42], [3.0], [0.1]]), rows_of(1, free=True, on=POWERS))
+    nearest = gptq_solver.within_bounds(
+        torch.tensor([[1.0], [1.4], [1.42], [3.0], [0.1]]), rows_of(1, free=True, on=POWERS)
+    )
     assert nearest.flatten().tolist() == [1, 1, 2, 4, 0.125]
 
 
 def test_each_row_takes_the_candidate_that_loses_least():
     w, h, rows = randn(2, 4, 6, seed=7), moments(2, 6), rows_of(4, 6, g=2, free=True)
     q, entries, _ = round_rows(w, h, rows)
-    alone = [round_rows(w, h, rows, candidates=(r,)) for r in gptq.CANDIDATES]
+    alone = [round_rows(w, h, rows, candidates=(r,)) for r in gptq_solver.CANDIDATES]
     winner = torch.stack([error(other, w, h) for other, *_ in alone]).argmin(0)
     assert len(winner.unique()) > 1
     for g, o in itertools.product(range(2), range(4)):
@@ -169,9 +171,9 @@ def test_each_row_takes_the_candidate_that_loses_least():
 
 @pytest.mark.parametrize("k, tries", [(4, 5), (5, 1)])
 def test_long_rows_try_one_scale(k, tries, monkeypatch):
-    monkeypatch.setattr(gptq, "LONG_ROW", 4)
-    tried, old = [], gptq.round_columns
-    monkeypatch.setattr(gptq, "round_columns", lambda w, *rest: tried.append(w.shape[1]) or old(w, *rest))
+    monkeypatch.setattr(gptq_solver, "LONG_ROW", 4)
+    tried, old = [], gptq_solver.round_columns
+    monkeypatch.setattr(gptq_solver, "round_columns", lambda w, *rest: tried.append(w.shape[1]) or old(w, *rest))
     w, h = randn(1, 3, k, seed=7), moments(1, k)
     q, scale, _ = round_rows(w, h, rows_of(3, k, scale=7.0, free=True))
     assert tried == [3 * tries] and bool((scale < 2).all())

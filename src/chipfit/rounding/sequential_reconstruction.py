@@ -25,7 +25,7 @@ from chipfit.quantizers.grids import fake_quantize
 from chipfit.quantizers.stored import Stored
 from chipfit.ranges.qparams import QParams, from_min_max
 from chipfit.registry import option
-from chipfit.rounding import gptq
+from chipfit.rounding import gptq_solver
 from chipfit.rounding.gptq_solver import scale_bounds, scale_is_allowed, weight_rows
 from chipfit.rounding.moments import Moments, as_rows, from_rows, patches, positions, targets
 from chipfit.rounding.streams import MEMORY, Pick, SampleStreams, Stream
@@ -166,8 +166,8 @@ class SequentialReconstruction(SampleStreams):
         rows = as_rows(node, w)
         h, c = moments.about(rows.new_zeros(rows.shape[:2])) if node.bias is None else moments.centred()
         if settings.ridge is not None:
-            rows = gptq.corrected_weights(rows, h, c, settings.ridge)
-        q, entries, inverted = gptq.round_rows(rows, h, weight_rows(plan, node, w), feedback=settings.feedback)
+            rows = gptq_solver.corrected_weights(rows, h, c, settings.ridge)
+        q, entries, inverted = gptq_solver.round_rows(rows, h, weight_rows(plan, node, w), feedback=settings.feedback)
         if moments.count < rows.shape[2]:
             few = f"{moments.count} positions for {rows.shape[2]} weights of one output"
             self.notes.append(f"warning: '{node.display_name}' is fitted to {few}: more images make it better")
