@@ -63,9 +63,8 @@ class Decision(SummaryRepr):
     settings: Settings = DEFAULT_SETTINGS
     rules: RangeRules = DEFAULT_RULES
     seed: int = 0
-    composites: Mapping[str, Whole] = field(
-        default_factory=dict
-    )  #: composites that are opened into parts, as they were
+    #: composites that are opened into parts, as they were
+    composites: Mapping[str, Whole] = field(default_factory=dict)
     #: first node of a kernel with several ways to run -> the one that `passes.float_regions` has chosen
     execution: Mapping[str, str] = field(default_factory=dict)
     assignment: Assignment = field(default_factory=Assignment)  #: from `decide`
@@ -106,7 +105,7 @@ class Decision(SummaryRepr):
         return self.settings.integer_only or not self.platform.float_unit
 
     def checked(self) -> Decision:
-        """Return the decision, checked.
+        """Return the decision if it quantizes something and keeps to integers where only these are allowed.
 
         Raises:
             NothingQuantizedError: see `refuse_all_float`.

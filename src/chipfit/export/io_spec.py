@@ -139,8 +139,9 @@ def _quantized_io(graph: Graph, plan: Plan, value: str, kind: str) -> QuantizedI
 
 
 def _notes(graph: Graph, labels: Any, mean: Any, std: Any) -> dict[str, Any]:
-    notes: dict[str, Any] = {} if labels is None else {"labels": _labels(graph, labels)}
-    notes |= {key: _numbers(key, v) for key, v in (("mean", mean), ("std", std)) if v is not None}
+    """Return the notes for the app that runs the file: labels of the output, normalisation of the input."""
+    notes: dict[str, Any] = {} if labels is None else {"labels": _checked_labels(graph, labels)}
+    notes |= {key: _checked_numbers(key, v) for key, v in (("mean", mean), ("std", std)) if v is not None}
     if ("mean" in notes) != ("std" in notes) or len(notes.get("mean", ())) != len(notes.get("std", ())):
         got = f"mean {mean}, std {std}"
         raise ConfigError("`mean` and `std` go together", got=got, allowed="one of each a channel")
@@ -151,7 +152,8 @@ def _notes(graph: Graph, labels: Any, mean: Any, std: Any) -> dict[str, Any]:
     return notes
 
 
-def _labels(graph: Graph, labels: Any) -> list[str]:
+def _checked_labels(graph: Graph, labels: Any) -> list[str]:
+    """Return the labels if they are lines of text, one for each class of the first output."""
     sizes = {s for s in graph.shape(graph.outputs[0])[1:] if s is not None}
     lines = isinstance(labels, (list, tuple)) and all(isinstance(n, str) and n and "\n" not in n for n in labels)
     if not lines:
@@ -162,7 +164,8 @@ def _labels(graph: Graph, labels: Any) -> list[str]:
     return list(labels)
 
 
-def _numbers(key: str, value: Any) -> list[float]:
+def _checked_numbers(key: str, value: Any) -> list[float]:
+    """Return means or deviations as a list; deviations must be positive."""
     numbers = list(value) if isinstance(value, (list, tuple)) else [value]
     low = -math.inf if key == "mean" else 0.0
     if not numbers or not all(is_number(v) and low < v for v in numbers):

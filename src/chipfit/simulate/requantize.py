@@ -91,14 +91,15 @@ def shift(x: torch.Tensor, by: torch.Tensor, rounding: str) -> torch.Tensor:
     >>> [shift(torch.tensor([-3, -1, 1, 3]), torch.tensor(1), r).tolist() for r in ("half_away", "half_even", "trunc")]
     [[-2, -1, 1, 2], [-2, 0, 0, 2], [-1, 0, 0, 1]]
     """
+    if rounding in _SHIFTS:
+        return _SHIFTS[rounding](x, by)
     below = x >> by
-    rest = 2 * (x - (below << by)) - (1 << by)  # of a half: negative, 0 or positive
+    rest = x - (below << by)
+    beyond_half = 2 * rest - (1 << by)
     up = {
         "floor": torch.zeros_like(rest, dtype=torch.bool),
-        "trunc": (x < 0) & (below << by != x),
-        "half_up": rest >= 0,
-        "half_away": (rest > 0) | ((rest == 0) & (x > 0)),
-        "half_even": (rest > 0) | ((rest == 0) & (below % 2 == 1)),
+        "trunc": (x < 0) & (rest != 0),
+        "half_even": (beyond_half > 0) | ((beyond_half == 0) & (below % 2 == 1)),
     }[rounding]
     return below + up.long()
 
@@ -117,3 +118,7 @@ def shift_away(x: torch.Tensor, by: torch.Tensor | int) -> torch.Tensor:
     """Return x / 2^by, halves rounded away from zero; int64."""
     mask = (1 << by) - 1
     return (x >> by) + ((x & mask) > (mask >> 1) + (x < 0).long()).long()
+
+
+#: rounding rule -> the shift that rounds so, for those of which kernels have one
+_SHIFTS = {"half_up": shift_up, "half_away": shift_away}

@@ -9,8 +9,8 @@ import onnx_ir as ir
 import torch
 from onnx import helper
 
-#: functions whose bodies quantize, draw random numbers or work on sequences
-_KEPT = "DynamicQuantizeLinear Bernoulli SequenceMap CastLike".split()
+#: functions that are not replaced by their bodies, which quantize, draw random numbers or work on sequences
+_NOT_EXPANDED = "DynamicQuantizeLinear Bernoulli SequenceMap CastLike".split()
 
 
 def body(
@@ -27,7 +27,7 @@ def body(
         The version of ONNX's operators in the body, and its nodes in execution order; no nodes if the operator is not
         defined as a function, not for these types, or by control flow.
     """
-    if node.domain not in ("", "ai.onnx") or node.op_type in _KEPT:
+    if node.domain not in ("", "ai.onnx") or node.op_type in _NOT_EXPANDED:
         return 0, []
     proto = onnx.NodeProto()
     proto.CopyFrom(ir.serde.serialize_node(node))

@@ -12,17 +12,18 @@ from chipfit.frameworks.onnx.integers import Codes, Expansion, Numbers, reads_in
 
 #: operands of QEmbedLayerNormalization with integers
 _EMBEDDED = (2, 3, 4, 5, 6)
+
 # ---------------------------------------------------------------- readers
 
 
 @reads_integers("QAttention")
 def _attention(e: Expansion, n: onnx.NodeProto) -> None:
-    """Read one product of integers, whose three parts are attended to in float."""
+    """Read it as one product of integers for query, key and value, and attention in float."""
     x, w, bias, scale, w_scale, mask, zero, w_zero, past = [*n.input, *[""] * 9][:9]
     if past or any(n.output[1:]):
         raise e.unread(n, "it has states")
     if any(a.name == "do_rotary" and a.i for a in n.attribute):
-        raise e.unread(n, "it turns positions")
+        raise e.unread(n, "it applies rotary embeddings")
     y = n.output[0]
     product, total = e.fresh(f"{y}/product"), e.fresh(f"{y}/qkv")
     a = x if x in e.dynamic else e.dequantized(n, x, scale, zero)
@@ -41,13 +42,13 @@ def _attention(e: Expansion, n: onnx.NodeProto) -> None:
 def _lstm(e: Expansion, n: onnx.NodeProto) -> None:
     """Read an LSTM of data that are quantized for all steps at once, as the graph has them: with batches first."""
     ins = [*n.input, *[""] * 12]
-    weights = [_of_directions(e, n, *(ins[k] for k in at)) for at in ((1, 8, 9), (2, 10, 11))]
-    x = _turned(e, ins[0])
+    weights = [_lstm_weight(e, n, *(ins[k] for k in at)) for at in ((1, 8, 9), (2, 10, 11))]
+    x = _with_axes_exchanged(e, ins[0])
     e.out.returned.append(e.nodes[-1])
     q = e.fresh(f"{x}/dynamic")
     e.nodes.append(helper.make_node("DynamicQuantizeLinear", [x], [q], name=q))
     e.dynamic.add(q)
-    inputs = [_turned(e, q), *weights, *ins[3:8]]
+    inputs = [_with_axes_exchanged(e, q), *weights, *ins[3:8]]
     while not inputs[-1]:
         inputs.pop()
     made = helper.make_node("LSTM", inputs, n.output, name=n.name)
@@ -56,14 +57,14 @@ def _lstm(e: Expansion, n: onnx.NodeProto) -> None:
     e.out.runs |= dict.fromkeys(filter(None, n.output), "int")
 
 
-def _turned(e: Expansion, x: str) -> str:
-    """Enter a tensor with steps and batches exchanged."""
+def _with_axes_exchanged(e: Expansion, x: str) -> str:
+    """Add a transpose that exchanges the axes of steps and batches; return its result."""
     y = e.fresh(f"{x}/turned")
     e.nodes.append(helper.make_node("Transpose", [x], [y], name=y, perm=(1, 0, 2)))
     return y
 
 
-def _of_directions(e: Expansion, n: onnx.NodeProto, name: str, scale: str, zero: str) -> str:
+def _lstm_weight(e: Expansion, n: onnx.NodeProto, name: str, scale: str, zero: str) -> str:
     """Return the floats of a weight of an LSTM, which lies [directions, inputs, gates] as no other LSTM's does."""
     array = e.array(name)
     if array is None or array.ndim != 3:
@@ -82,7 +83,7 @@ def _of_directions(e: Expansion, n: onnx.NodeProto, name: str, scale: str, zero:
 
 @reads_integers("QEmbedLayerNormalization")
 def _embedding(e: Expansion, n: onnx.NodeProto) -> None:
-    """Read the float operator; its tables and weights of integers have scales [8..12] and zero points [13..17]."""
+    """Read it as EmbedLayerNormalization; scales of tables and weights are operands 8..12, zero points 13..17."""
     ins = [*n.input, *[""] * 18]
     for k in _EMBEDDED:
         if ins[k]:

@@ -156,7 +156,7 @@ def fit_to_time(graph: Graph, plan: Plan, images: int, seconds: float) -> tuple[
 
 
 def _count_of_fit(graph: Graph, node: Node, images: int, positions: int) -> float:
-    """Return those of one operator: moments, two factorizations, and the columns of every scale that is tried."""
+    """Return the multiplications for one operator: moments, two factorizations, and all columns at each tried scale."""
     g, o, k = as_rows(node, graph.weights[node.weight].detach()).shape
     read = min(max(positions, 2 * k), images * places(node, graph.values[node.output].shape))
     tries = len(CANDIDATES_OF_LONG_ROWS if k > LONG_ROW else CANDIDATES)
