@@ -230,6 +230,11 @@ def platform_file(folder: Path, text: str, name: str = "chip.yaml") -> Path:
     return folder / name
 
 
+def sqnr_db(want: Tensor, got: Tensor) -> float:
+    """Return the power of numbers over that of their error [dB]."""
+    return float(10 * torch.log10(want.double().square().sum() / (want - got).double().square().sum()))
+
+
 def quantized(model: Any, data: Any, platform: Any = "ort_cpu", **options: Any) -> chipfit.Result:
     """Return `chipfit.quantize` of a model (torch's are put in eval mode), without a progress bar.
 

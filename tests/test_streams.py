@@ -11,6 +11,7 @@ from torch import nn
 import chipfit
 from chipfit.errors import DataError, UnsupportedError
 from chipfit.streams import calls
+from tests.build import sqnr_db
 from tests.passes.test_recurrent import KINDS
 
 
@@ -65,8 +66,7 @@ def test_the_drift_is_what_the_steps_lose_on_their_own_states():
         for t in range(6):
             got, *states = result.model(X[:, t], *states)
             want, *floats = step.model(X[:, t], *floats)
-            ratio = 10 * torch.log10(want.square().sum() / (want - got).square().sum())
-            assert found.outputs[t] == pytest.approx(float(ratio), abs=0.3)  # biases are corrected
+            assert found.outputs[t] == pytest.approx(sqnr_db(want, got), abs=0.3)  # biases are corrected
     assert "step   outputs    states  [dB]" in str(found)
 
 

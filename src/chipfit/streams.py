@@ -2,7 +2,6 @@
 
 import inspect
 import keyword
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from chipfit.graph.placement import device_of, inputs_on, on_cpu, placed
 from chipfit.graph.states import state_pairs
 from chipfit.passes.one_step import one_step
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
+from chipfit.quantizers.noise import decibels
 
 Step = Callable[[list[Tensor]], list[Tensor]]
 
@@ -207,11 +207,7 @@ def drift(result: Any, sequences: Any) -> Drift:
                 signal[key] = signal.get(key, 0.0) + float(x.double().square().sum())
                 noise[key] = noise.get(key, 0.0) + float((x.double() - y.double()).square().sum())
     steps = range(1 + max(t for t, _ in signal))
-    return Drift(*(tuple(_decibels(signal[t, k], noise[t, k]) for t in steps) for k in (False, True)))
-
-
-def _decibels(signal: float, noise: float) -> float:
-    return 10 * math.log10(signal / noise) if signal and noise else math.inf
+    return Drift(*(tuple(decibels(signal[t, k], noise[t, k]) for t in steps) for k in (False, True)))
 
 
 def _in_float(graph: Graph) -> Step:

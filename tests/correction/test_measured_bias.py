@@ -1,14 +1,12 @@
 """Biases that follow measured mean errors by default, where the outputs of held-out samples gain by it."""
 
-import math
-
 import pytest
 import torch
 from torch import nn
 
 import chipfit
 from chipfit import Settings
-from tests.build import quantized, randn, sequential
+from tests.build import quantized, randn, sequential, sqnr_db
 
 DATA = list((randn(64, 3, 12, 12, seed=1) + 0.5).split(16))
 NEW = randn(64, 3, 12, 12, seed=2) + 0.5
@@ -30,10 +28,9 @@ def separable(seed=0):
 
 
 @torch.no_grad()
-def sqnr_db(result, model, x=NEW):
+def result_sqnr_db(result, model, x=NEW):
     """Return signal over noise of the simulation's outputs on new samples."""
-    want = model(x)
-    return 10 * math.log10(float(want.square().sum() / (result.model.eval()(x) - want).square().sum()))
+    return sqnr_db(model(x), result.model.eval()(x))
 
 
 def biases(result):
@@ -55,10 +52,10 @@ def test_new_samples_lose_less_by_default_and_the_plan_has_a_note(platform):
     model = separable()
     result, left = quantized(model, DATA, platform), quantized(model, DATA, platform, settings=OFF)
     if platform != "ort_dynamic":  # errors of inputs have no mean there
-        assert sqnr_db(result, model) > sqnr_db(left, model) + 1
+        assert result_sqnr_db(result, model) > result_sqnr_db(left, model) + 1
         (note,) = noted(result)
         assert " on 21 held-out samples outputs have " in note and not noted(left)
-    assert sqnr_db(result, model) > sqnr_db(left, model) - 0.1
+    assert result_sqnr_db(result, model) > result_sqnr_db(left, model) - 0.1
     assert platform == "vitis_dpu" or result.verify(NEW[:8]).exact  # no runtime of that chip is here
 
 
@@ -82,7 +79,7 @@ def test_grouped_and_transposed_layers_get_their_means_back(kind, options):
     first, layer, last = nn.Conv2d(3, 8, 3), kind(8, 6, 3, groups=2, **options), nn.Conv2d(6, 4, 1)
     model = sequential(first, nn.ReLU(), layer, nn.ReLU(), last)
     result, left = quantized(model, DATA, chip), quantized(model, DATA, chip, settings=OFF)
-    assert noted(result)[0].startswith("3 biases ") and sqnr_db(result, model) > sqnr_db(left, model)
+    assert noted(result)[0].startswith("3 biases ") and result_sqnr_db(result, model) > result_sqnr_db(left, model)
 
 
 @pytest.mark.parametrize("settings", [OFF, Settings(correct_bias=False)])
@@ -117,7 +114,9 @@ def test_an_edit_gives_the_biases_of_a_call_with_the_same_override():
 def test_the_merit_is_that_of_the_corrected_network():
     model = separable()
     result = quantized(model, DATA)
-    assert result.plan.provenance["merit"]["sqnr_db"] == pytest.approx(sqnr_db(result, model, torch.cat(DATA)), abs=0.1)
+    assert result.plan.provenance["merit"]["sqnr_db"] == pytest.approx(
+        result_sqnr_db(result, model, torch.cat(DATA)), abs=0.1
+    )
 
 
 def test_a_loaded_result_keeps_its_biases_and_an_edit_of_it_warns(tmp_path):

@@ -11,7 +11,7 @@ import chipfit
 from chipfit.engine.run import run
 from chipfit.graph.check import check
 from chipfit.passes.composites import close_composites, open_composites
-from tests.build import graph_of, model_of, quantized
+from tests.build import graph_of, model_of, quantized, sqnr_db
 
 LITERT = ["tflite_int8", "tflm_cmsis_nn", "ethos_u", "edgetpu"]
 
@@ -266,10 +266,6 @@ def vectors(size, exponent=0.0):
     return model_of(lambda m, x: F.normalize(m.a(x), dim=1), a=nn.Linear(8, size, bias=False)).eval(), x * lengths
 
 
-def decibels(want, got):
-    return float(10 * torch.log10(want.square().sum() / (want - got).square().sum()))
-
-
 @pytest.mark.parametrize("size", [128, 256])
 def test_long_unit_vectors_are_more_exact_than_the_scale_of_the_kernel_allows(size):
     model, x = vectors(size)
@@ -279,7 +275,7 @@ def test_long_unit_vectors_are_more_exact_than_the_scale_of_the_kernel_allows(si
     of_kernel = 10 * math.log10(12 * 128**2 / size)  # rounding errors of L2_NORMALIZATION, whose scale is 1/128
     with torch.no_grad():
         want = model(x)
-    assert decibels(want, result.device_model(x)) > of_kernel + 3
+    assert sqnr_db(want, result.device_model(x)) > of_kernel + 3
     assert result.verify(x).exact
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from chipfit.graph.hidden_scores import hidden_scores, split_mask
-from tests.build import model_of, quantized, randn
+from tests.build import model_of, quantized, randn, sqnr_db
 
 N, T, D, HEADS = 4, 12, 16, 2
 LEAST = torch.finfo(torch.float32).min
@@ -54,10 +54,6 @@ CAUSAL = {
 }
 
 
-def decibels(want, got) -> float:
-    return float(10 * torch.log10(want.square().mean() / (want - got).square().mean()))
-
-
 def in_integers(result) -> bool:
     """Return whether every operator with a float result in the plan's sense has quantized ones."""
     nodes = result.plan.nodes
@@ -74,14 +70,14 @@ def test_later_tokens_change_no_integer_of_earlier_ones(how):
     other = torch.cat([x[:, :-1], randn(N, 1, D, seed=10)], 1)
     got = [result.device_model(b) for b in (x, other)]
     assert torch.equal(got[0][:, :-1], got[1][:, :-1]) and not torch.equal(got[0], got[1])
-    assert decibels(model(x).detach(), got[0]) > 25
+    assert sqnr_db(model(x).detach(), got[0]) > 25
 
 
 def test_microcontrollers_compute_causal_attention_in_integers():
     model, batches = attending(CAUSAL["is_causal"]), [randn(N, T, D, seed=k) for k in range(4)]
     result = quantized(model, batches, "tflm_cmsis_nn")
     assert result.verify(batches[0]).exact
-    assert decibels(model(batches[1]).detach(), result.device_model(batches[1])) > 30
+    assert sqnr_db(model(batches[1]).detach(), result.device_model(batches[1])) > 30
 
 
 #: masks of padding: 1 keeps a token
@@ -120,7 +116,7 @@ def test_padding_changes_no_integer_of_what_is_kept(how):
     noisy = torch.where(mask.bool()[..., None], x, randn(N, T, D, seed=9))
     got, kept = [result.device_model(b, mask) for b in (x, noisy)], mask.bool()
     assert torch.equal(got[0][kept], got[1][kept]) and not torch.equal(got[0], got[1])
-    assert decibels(model(x, mask).detach()[kept], got[0][kept]) > 25
+    assert sqnr_db(model(x, mask).detach()[kept], got[0][kept]) > 25
 
 
 def test_a_maximum_of_valid_tokens_is_one_of_quantized_values():
@@ -132,7 +128,7 @@ def test_a_maximum_of_valid_tokens_is_one_of_quantized_values():
     batches = [(randn(N, T, D, seed=k), torch.rand(N, T) > 0.5) for k in range(4)]
     result = quantized(model, batches, "tflite_int8")
     assert in_integers(result) and result.verify([batches[0]]).exact
-    assert decibels(model(*batches[1]).detach(), result.device_model(*batches[1])) > 30
+    assert sqnr_db(model(*batches[1]).detach(), result.device_model(*batches[1])) > 30
 
 
 def test_a_grid_reaches_no_further_than_half_a_step_of_the_softmax_needs():

@@ -11,7 +11,7 @@ from torch import nn
 
 import chipfit
 from chipfit.report.advice import advice, most_added_noise, output_sqnr, tried
-from tests.build import quantized, sequential
+from tests.build import quantized, sequential, sqnr_db
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_an_override_that_helps_is_advised_with_its_gain_and_the_gain_is_true(sp
         x, want = data[0][:2], model(data[0][:2]).detach()
         with torch.no_grad():
             got = r.model(x)
-        return float(10 * torch.log10(want.square().sum() / (got - want).square().sum()))
+        return sqnr_db(want, got)
 
     other = quantized(model, data, rule="no_clipping", overrides={weakest.name: "float"})
     assert sqnr(result) == pytest.approx(before, abs=0.2) and sqnr(other) == pytest.approx(after, abs=0.2)

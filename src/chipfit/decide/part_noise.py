@@ -3,7 +3,6 @@
 Scores between 0 and 1 beside pixels up to 640 keep two of 256 levels, which the error of the whole does not show.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from chipfit.decide.assignment import Assignment
 from chipfit.engine.parts import Gain, part_gains
 from chipfit.graph.ir import Graph
 from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.noise import decibels
 from chipfit.ranges import choose
 from chipfit.ranges.qparams import QParams
 
@@ -56,8 +56,7 @@ def _before_gain(q: QParams, gain: Gain) -> QParams:
 
 def describe(part: PartOnGrid) -> str:
     """Return a clause on a part that a joined tensor's grid would lose."""
-    ratio = 10 * math.log10(1 / part.noise)
-    return f"'{part.name}' would keep {part.levels:.3g} levels of one grid, {ratio:.1f} dB"
+    return f"'{part.name}' would keep {part.levels:.3g} levels of one grid, {decibels(1.0, part.noise):.1f} dB"
 
 
 def squared_errors(seen: Histogram, q: QParams, grid: Grid) -> Tensor:

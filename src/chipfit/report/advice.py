@@ -8,6 +8,7 @@ from chipfit.decide.overrides import MOVES_FLOATS
 from chipfit.errors import ChipfitError
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
+from chipfit.quantizers.noise import decibels
 from chipfit.report.record import ReportData
 from chipfit.rounding.compare import Reference
 
@@ -96,8 +97,7 @@ def most_added_noise(report: ReportData, graph: Graph) -> tuple[float, float, st
         shares |= dict.fromkeys(n.outputs, after)
         worst = max(worst, (after - before, after, before, names.get(n.name, n.name)))
     _, after, before, name = worst
-    after_db, before_db = (-10 * math.log10(share) if share else math.inf for share in (after, before))
-    return after_db, before_db, name
+    return decibels(1.0, after), decibels(1.0, before), name
 
 
 def candidates(report: ReportData, graph: Graph) -> list[tuple[dict[str, Any], str]]:

@@ -13,6 +13,7 @@ from chipfit.graph.linear import products
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from chipfit.platform.schema import Platform
 from chipfit.platform.support import simulates_arithmetic, unmodelled_features
+from chipfit.quantizers.noise import decibels
 from chipfit.quantizers.stored import Stored
 from chipfit.report.record import LayerRow
 from chipfit.report.report import Report
@@ -137,8 +138,7 @@ def _weights(graph: Graph, plan: Plan, node: Node) -> dict[str, Any]:
             w = graph.weights[name].detach().float()
             signal += float(w.square().sum())
             noise += float((w - stored.round(w)).square().sum())
-    ratio = 10 * math.log10(signal / noise) if signal and noise else None
-    return {"weight_format": text, "weight_sqnr_db": ratio}
+    return {"weight_format": text, "weight_sqnr_db": decibels(signal, noise) if signal and noise else None}
 
 
 def _sizes(graph: Graph, plan: Plan, pads: bool) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Similarity of the quantized network to the float one, kernel by kernel and at the outputs, on the user's data."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from chipfit.export.io_spec import output_names
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.placement import inputs_on, on_cpu, placed
 from chipfit.plan.record import Plan
+from chipfit.quantizers.noise import decibels
 from chipfit.registry import is_number
 from chipfit.rounding.compare import QuantizedRun, rounded_once, rounded_outputs
 from chipfit.screen import Summary, SummaryRepr
@@ -39,16 +39,9 @@ def cosine(x: Tensor, y: Tensor) -> float:
     return 1.0 if a.equal(b) else float(a @ b / (a.norm() * b.norm()).clamp(min=1e-300))
 
 
-def sqnr(x: Tensor, y: Tensor) -> float:
-    """Return the power of a value over that of the error; infinite without an error."""
-    noise = float((x.double() - y.double()).square().mean())
-    return float(x.double().square().mean()) / noise if noise else math.inf
-
-
 def sqnr_db(x: Tensor, y: Tensor) -> float:
     """Return the signal-to-quantization-noise ratio [dB]."""
-    ratio = sqnr(x, y)
-    return 10 * math.log10(ratio) if ratio else -math.inf
+    return decibels(float(x.double().square().mean()), mse(x, y))
 
 
 METRICS: dict[str, Metric] = {"mse": mse, "cosine": cosine, "sqnr_db": sqnr_db}

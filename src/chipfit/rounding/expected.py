@@ -1,9 +1,8 @@
 """The signal-to-noise ratio of the outputs that the bits of a plan explain."""
 
-import math
-
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
+from chipfit.quantizers.noise import decibels
 from chipfit.quantizers.stored import Stored
 
 #: half range of a grid in standard deviations of well spread values
@@ -23,8 +22,7 @@ def expected_sqnr_db(graph: Graph, plan: Plan) -> float:
         weights = sum(_share(plan.stored(i)) for i in n.inputs if i in graph.weights and i != n.bias)
         for o in n.outputs:
             shares[o] = max(reads, default=0.0) + weights + _share(plan.stored(o))
-    worst = max((shares[o] for o in graph.outputs if o in shares and graph.is_float(o)), default=0.0)
-    return -10 * math.log10(worst) if worst else math.inf
+    return decibels(1.0, max((shares[o] for o in graph.outputs if o in shares and graph.is_float(o)), default=0.0))
 
 
 def _share(stored: Stored | None) -> float:

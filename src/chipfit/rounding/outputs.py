@@ -6,7 +6,6 @@ of what differs, as a share of their own. Every choice by the loss at the output
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +17,7 @@ from chipfit.calibration.collect import ValidTokens, without_padding
 from chipfit.engine.parts import part_labels
 from chipfit.graph.ir import Graph
 from chipfit.graph.joins import parts
+from chipfit.quantizers.noise import decibels
 
 
 def parts_of(graph: Graph, values: Mapping[str, Any], valid: ValidTokens | None = None) -> dict[str, Tensor]:
@@ -94,8 +94,7 @@ class OutputErrors:
     def sqnr_db(self) -> float:
         """Signal over noise [dB] of the mean part, each part's noise as a share of its own signal."""
         shares = [noise / signal for _, _, noise, signal in self.sums.values() if signal]
-        share = sum(shares) / max(1, len(shares))
-        return -10 * math.log10(share) if share else math.inf
+        return decibels(1.0, sum(shares) / max(1, len(shares)))
 
 
 def sampled_loss(y: Tensor, random: Generator) -> Tensor:

@@ -12,6 +12,7 @@ from chipfit.export import FileTensor
 from chipfit.frameworks.quantized import original_of
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
+from chipfit.quantizers.noise import decibels
 from chipfit.quantizers.stored import Stored
 
 #: Where the runtime computes in float, the last bit of a sum is its own and decides how a value half way between two
@@ -124,9 +125,8 @@ class TensorComparison:
     @property
     def sqnr_db(self) -> float:
         """Signal-to-quantization-noise ratio [dB], of the worst part if it has parts; infinite without noise."""
-        energies = [(signal, noise) for signal, noise in (self.parts or {0: (self.signal, self.noise)}).values()]
-        ratios = (max(signal, 1e-300) / noise for signal, noise in energies if noise)
-        return min((float(10 * np.log10(r)) for r in ratios), default=float("inf"))
+        energies = (self.parts or {0: (self.signal, self.noise)}).values()
+        return min(decibels(max(signal, 1e-300), noise) for signal, noise in energies)  # -inf has no form in JSON
 
 
 def differing_places(a: Tensor, b: Tensor) -> Tensor:

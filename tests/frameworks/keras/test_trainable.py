@@ -35,6 +35,7 @@ from chipfit.trainable_infrastructure import (  # noqa: E402
     pytorch_inferable_quantizers,
 )
 from tests.build import keras_sequential  # noqa: E402
+from tests.mct.trainable.quantizers_of_a_user import activation, weights  # noqa: E402
 
 iq = keras_inferable_quantizers
 RNG = np.random.default_rng(0)
@@ -142,24 +143,8 @@ def test_thresholds_of_channels_run_along_their_axis():
 
 @pytest.mark.parametrize("made", [KerasWeightsQuantizer, OurWeights])
 def test_the_documents_configurations_train_a_layer(made):
-    config = TrainableQuantizerWeightsConfig(
-        weights_quantization_method=QuantizationMethod.SYMMETRIC,
-        weights_n_bits=8,
-        weights_quantization_params={THRESHOLD: 2.0},
-        enable_weights_quantization=True,
-        weights_channels_axis=3,
-        weights_per_channel_threshold=True,
-        min_threshold=MIN_THRESHOLD,
-    )
-    results = TrainableQuantizerActivationConfig(
-        activation_quantization_method=QuantizationMethod.UNIFORM,
-        activation_n_bits=8,
-        activation_quantization_params={THRESHOLD: 2.0},
-        enable_activation_quantization=True,
-        min_threshold=MIN_THRESHOLD,
-    )
-    wrapper = KerasQuantizationWrapper(layers.Conv2D(4, 3, name="conv"), {"kernel": made(config)}, name="wrapped")
-    holder = KerasActivationQuantizationHolder(KerasActivationQuantizer(results), name="holder")
+    wrapper = KerasQuantizationWrapper(layers.Conv2D(4, 3, name="conv"), {"kernel": made(weights())}, name="wrapped")
+    holder = KerasActivationQuantizationHolder(KerasActivationQuantizer(activation()), name="holder")
     model = keras_sequential((6, 6, 2), wrapper, holder, layers.Flatten(), layers.Dense(3))
     before = [numbers(v).copy() for v in model.trainable_variables]
     assert len(before) == 6  # kernels and biases, and what both quantizers train
