@@ -1,6 +1,7 @@
 """Reports on a quantized model under the names of MCT's XQuant: similarity to the float model, and TensorBoard."""
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import field, replace
 from typing import Any
@@ -19,7 +20,7 @@ from chipfit.graph.placement import inputs_on, placed
 from chipfit.mct.ptq import DataGenerator, first_batch_of, form_for_keras
 from chipfit.mct.result_link import ResultLink
 from chipfit.reading import read_model
-from chipfit.report.similarity import Similarity, cosine, measure, mse, sqnr
+from chipfit.report.similarity import Similarity, cosine, measure, mse
 from chipfit.report.tensorboard import write_graph, write_histograms
 from chipfit.result import Result
 from chipfit.training.scalars import writer
@@ -27,7 +28,14 @@ from chipfit.validation import check_value, record
 
 __all__ = ["XQuantConfig", "xquant_report_keras_experimental", "xquant_report_pytorch_experimental"]
 
-_METRICS = {"mse": mse, "cs": cosine, "sqnr": sqnr}
+
+def _sqnr(x: torch.Tensor, y: torch.Tensor) -> float:
+    """Return the power of a value over that of the error, as a ratio; infinite without an error."""
+    noise = mse(x, y)
+    return float(x.double().square().mean()) / noise if noise else math.inf
+
+
+_METRICS = {"mse": mse, "cs": cosine, "sqnr": _sqnr}
 _FILE, _FOLDER = "quant_report.json", "xquant"  #: of a report's folder, as in MCT
 
 
