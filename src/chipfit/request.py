@@ -40,20 +40,11 @@ def check_options(settings: Any, rules: RangeRules, limits: Any, seed: Any) -> N
     """
     z = rules.z_threshold
     whole = isinstance(seed, Integral) and -(2**63) <= int(seed) < 2**63
+    are_settings, are_limits = isinstance(settings, Settings), limits is None or isinstance(limits, Limits)
     options: tuple[tuple[str, Any, bool, str], ...] = (
-        (
-            "settings",
-            settings,
-            isinstance(settings, Settings),
-            "chipfit.Settings(...), as in Settings(rounding='gptq')",
-        ),
+        ("settings", settings, are_settings, "chipfit.Settings(...), as in Settings(rounding='gptq')"),
         ("z_threshold", z, z is None or (is_number(z) and z > 0), "None, or above 0"),
-        (
-            "limits",
-            limits,
-            limits is None or isinstance(limits, Limits),
-            "None, or chipfit.Limits(...), as in Limits(weights='60%')",
-        ),
+        ("limits", limits, are_limits, "None, or chipfit.Limits(...), as in Limits(weights='60%')"),
         ("seed", seed, whole, "an integer of 64 bits"),
     )
     for name, value, fits, allowed in options:

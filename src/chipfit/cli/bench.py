@@ -120,14 +120,8 @@ def sweep(
     from chipfit.bench.sweep import sweep as run_all
 
     experiments, ended = {name: c.on(device) for name, c in configs(matrix, study).items()}, set[str]()
-    resources: dict[str, Any] = {"cpus": cpus, "gpus": gpus, "memory": memory}
-    options: dict[str, Any] = {
-        **resources,
-        "workers": workers,
-        "ray": ray,
-        "retries": retries,
-        "stop_early": stop_early,
-    }
+    options: dict[str, Any] = {"workers": workers, "ray": ray, "retries": retries, "stop_early": stop_early}
+    options |= {"cpus": cpus, "gpus": gpus, "memory": memory}
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, transient=True, disable=OUTPUT.quiet or OUTPUT.json) as progress:
         bar = progress.add_task("", total=len(experiments))
