@@ -1,4 +1,4 @@
-"""Quantize and train on the CPU and on the accelerator at hand; print times, memory, and how far the plans differ.
+"""Quantize and train on the CPU and on the accelerator at hand; print times, memory, and how good the results are.
 
 python benchmarks/accelerator.py            all figures
 python benchmarks/accelerator.py --name     the accelerator's name, as `--device` of the tests has it
@@ -6,6 +6,7 @@ python benchmarks/accelerator.py --name     the accelerator's name, as `--device
 
 import argparse
 import copy
+import math
 import time
 from functools import partial
 
@@ -14,17 +15,29 @@ from torch import nn
 
 import chipfit
 
-SETTINGS = {"8 bits": {}, "4 bits": {"overrides": {"Conv2D": {"bits": 4}, "Linear": {"bits": 4}}}}
+FOUR = {"Conv2D": {"bits": 4}, "Linear": {"bits": 4}}
+SETTINGS = {
+    "8 bits": {},
+    "4 bits": {"overrides": FOUR},
+    "learned": {"overrides": FOUR, "settings": chipfit.Settings(reconstruct="block", reconstruct_steps=200)},
+}
+#: (channels of the first layer, height and width of images, settings)
+NETWORKS = [(64, 64, ["8 bits", "4 bits", "learned"]), (128, 128, ["8 bits", "4 bits"])]
 
 
 def network(channels: int = 64) -> nn.Module:
-    """Return a residual-free classifier of images [N, 3, 64, 64] with six convolutions."""
+    """Return a classifier of images [N, 3, height, width] with six convolutions."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for i, o, stride in ((3, 1, 2), (1, 1, 1), (1, 2, 2), (2, 2, 1), (2, 4, 2), (4, 4, 1)):
         inputs = 3 if i == 3 else i * channels
         layers += [nn.Conv2d(inputs, o * channels, 3, stride, 1), nn.BatchNorm2d(o * channels), nn.ReLU()]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * channels, 100)).eval()
+
+
+def images(size: int, seed: int) -> torch.Tensor:
+    """Return random images [32, 3, size, size]."""
+    return torch.randn(32, 3, size, size, generator=torch.Generator().manual_seed(seed))
 
 
 def accelerator() -> torch.device:
@@ -63,10 +76,12 @@ def train(result: chipfit.Result, data: list[torch.Tensor], device: torch.device
         optimizer.step()
 
 
-def difference(a: chipfit.Result, b: chipfit.Result) -> float:
-    """Return the largest relative difference of scales."""
-    pairs = [(t.stored, b.plan.tensors[name].stored) for name, t in a.plan.tensors.items()]
-    return max(float((s.scale / o.scale - 1).abs().max()) for s, o in pairs if s is not None and o is not None)
+@torch.no_grad()
+def signal_to_noise(result: chipfit.Result, model: nn.Module, x: torch.Tensor) -> float:
+    """Return the signal-to-noise ratio of the outputs for images that calibration has not seen, in dB."""
+    want = model.cpu()(x)
+    noise = result.model.eval().cpu()(x) - want
+    return 10 * math.log10(float(want.square().sum() / noise.square().sum()))
 
 
 def main() -> None:
@@ -78,23 +93,28 @@ def main() -> None:
     if options.name:
         print(there.type)
         return
-    data = [torch.randn(32, 3, 64, 64, generator=torch.Generator().manual_seed(i)) for i in range(8)]
-    print(f"torch {torch.__version__}, {there}, 8 batches of 32 images of 64 x 64; seconds, and MiB of the device")
-    for name, settings in SETTINGS.items():
-        results = []
-        for device in (torch.device("cpu"), there):
-            model = copy.deepcopy(network()).to(device)
-            chipfit.quantize(model, data[:1], "tflite_int8", progress=False, **settings)  # loads kernels
-            work = partial(chipfit.quantize, model, data, "tflite_int8", progress=False, **settings)
-            result, seconds, memory = measured(device, work)
-            results.append(result)
-            print(f"{name:8} quantize  {device.type:6} {seconds:8.2f} s {memory:8.0f} MiB")
-        print(f"{name:8} largest relative difference of scales: {difference(*results):.1e}")
-        for device, result in zip((torch.device("cpu"), there), results, strict=True):
-            trained = result.trains("lsq")
-            train(trained, data[:1], device)
-            _, seconds, memory = measured(device, partial(train, trained, data, device))
-            print(f"{name:8} train lsq {device.type:6} {seconds:8.2f} s {memory:8.0f} MiB")
+    title = getattr(torch.get_device_module(there), "get_device_name", lambda: there.type)()
+    print(f"torch {torch.__version__}, {title}, {torch.get_num_threads()} threads; 8 batches of 32 images")
+    print("network    settings  device   quantize    memory   training    memory   unseen images")
+    for channels, size, names in NETWORKS:
+        data = [images(size, k) for k in range(8)]
+        for name in names:
+            for device in (torch.device("cpu"), there):
+                compare(f"{channels} x {size}", name, device, network(channels), data)
+
+
+def compare(title: str, name: str, device: torch.device, model: nn.Module, data: list[torch.Tensor]) -> None:
+    """Print a line: seconds and MiB of quantizing and of one epoch of training with LSQ, and the quality."""
+    there = copy.deepcopy(model).to(device)
+    quantize = partial(chipfit.quantize, there, platform="tflite_int8", progress=False, **SETTINGS[name])
+    quantize(data[:1])  # loads kernels
+    result, seconds, memory = measured(device, partial(quantize, data))
+    quality = signal_to_noise(result, copy.deepcopy(model), images(data[0].shape[-1], 99))
+    trained = result.trains("lsq")
+    train(trained, data[:1], device)
+    _, epoch, more = measured(device, partial(train, trained, data, device))
+    row = f"{title:10} {name:9} {device.type:6} {seconds:8.2f} s {memory:6.0f} MiB {epoch:8.2f} s {more:6.0f} MiB"
+    print(f"{row} {quality:8.1f} dB", flush=True)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ class Student(lightning.LightningModule):
         self.ema.step()
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([p for p in self.distill.parameters() if p.requires_grad], 0.02, momentum=0.9)
+        return torch.optim.SGD([p for p in self.distill.parameters() if p.requires_grad], 0.01, momentum=0.9)
 
 
 def main() -> dict[str, float | bool]:

@@ -56,6 +56,14 @@ def assert_same_plan(got: Plan, want: Plan) -> None:
             torch.testing.assert_close(a.zero_point, b.zero_point, rtol=0, atol=1)
 
 
+def tolerance(same_kernels: float, other_kernels: float) -> float:
+    """Return by how much numbers may differ from those of the CPU: on the fake device, or on a real one.
+
+    Kernels of a real device add in another order, after which now and then another code is the nearest one.
+    """
+    return same_kernels if chosen.fake or chosen.device == CPU else other_kernels
+
+
 def moved(x: Any, device: torch.device | str | None = None) -> Any:
     """Return a copy of a model on a device, or a structure of data there; the chosen device unless one is given."""
     device = device or chosen.device

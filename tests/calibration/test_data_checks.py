@@ -79,7 +79,7 @@ def test_fewer_than_eight_values_of_a_channel_tell_no_spread(values, doubted):
 
 def test_the_first_batch_norm_that_learned_is_looked_at_with_what_reaches_it():
     """100 z, where z has a mean square of 1: as the second learned a deviation of 1, or of 100."""
-    parts = nn.BatchNorm1d(3, track_running_stats=False), nn.BatchNorm1d(3, eps=0.0), nn.BatchNorm1d(3)
+    parts = nn.BatchNorm1d(3, track_running_stats=False), nn.BatchNorm1d(3, eps=1e-30), nn.BatchNorm1d(3)
     parts[2].running_mean.fill_(1e6)  # it would be doubted
     model = model_of(lambda m, x: m.third(m.second(m.first(x) * 100)), **dict(zip(("first", "second", "third"), parts)))
     x = torch.tensor([[1.0], [-1.0]]).repeat(10, 3)

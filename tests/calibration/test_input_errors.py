@@ -73,7 +73,7 @@ def test_what_looks_like_a_slip_and_is_none(data, result):
 
 
 def test_a_model_that_fails_by_itself_keeps_its_own_error():
-    broken = model_of(lambda m, x: m.conv(x) @ torch.ones(7), conv=nn.Conv2d(3, 4, 3))
+    broken = model_of(lambda m, x: m.conv(x) @ torch.ones(7, device=x.device), conv=nn.Conv2d(3, 4, 3))
     with pytest.raises(chipfit.errors.CaptureError, match="size mismatch|mat1|must match|shape"):
         quantized(broken, [X])
 

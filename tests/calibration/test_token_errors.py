@@ -1,12 +1,15 @@
 """Bad input of networks that read tokens: each is a typed error that says what would be right."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
+from chipfit import quantize
 from chipfit.errors import CaptureError, DataError, UnsupportedError
-from tests.build import quantized
 
+quantized = partial(quantize, progress=False)  # on the CPU: elsewhere such ids stop the device
 IDS, MASK = torch.arange(24).reshape(4, 6) % 20, torch.ones(4, 6, dtype=torch.long)
 LONG, LONG_MASK = torch.arange(48).reshape(4, 12) % 20, torch.ones(4, 12, dtype=torch.long)
 

@@ -351,7 +351,7 @@ def test_an_archive_that_ends_before_it_says_is_refused_by_name(tmp_path, suffix
     at = raw.rindex(b"PK\1\2") + 20  # its sizes, packed and not, in the directory
     raw[at : at + 8] = struct.pack("<II", 10_000, 10_000)
     path.write_bytes(raw)
-    with pytest.raises(EOFError), zipfile.ZipFile(path) as z:
+    with pytest.raises((EOFError, zipfile.BadZipFile)), zipfile.ZipFile(path) as z:  # the second since Python 3.12
         z.read(z.namelist()[0])
     with pytest.raises(CaptureError):
         load_model(str(path))

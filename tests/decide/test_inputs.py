@@ -11,6 +11,7 @@ from chipfit.errors import PlanError, UnsupportedError
 from chipfit.graph.ir import DYNAMIC
 from chipfit.platform.schema import Format
 from chipfit.ranges import choose
+from tests.accelerators import moved
 from tests.build import NEAREST, quantized, sequential
 
 DATA = torch.randn(8, 64)
@@ -39,10 +40,10 @@ def test_a_layer_reads_its_input_as_the_user_chooses():
 def test_an_edit_takes_dynamic_inputs_back():
     before = fit()
     result = before.edit({"*": {"inputs": "dynamic"}})
-    assert torch.equal(result.model(DATA), fit({"*": {"inputs": "dynamic"}}).model(DATA))
+    assert torch.equal(moved(result.model, "cpu")(DATA), fit({"*": {"inputs": "dynamic"}}).model(DATA))
     back = result.edit({})
     assert DYNAMIC in {n.op for n in result.graph.nodes} and DYNAMIC not in {n.op for n in back.graph.nodes}
-    assert torch.equal(back.model(DATA), before.model(DATA))
+    assert torch.equal(moved(back.model, "cpu")(DATA), before.model(DATA))
 
 
 def test_a_saved_result_rounds_as_before(tmp_path):

@@ -20,7 +20,7 @@ from chipfit.quantizers.grids import Grid
 from chipfit.rounding.gptq_solver import round_columns
 from chipfit.rounding.methods.learned import BlockReconstruction, Learned, network_blocks
 from chipfit.rounding.streams import Stream
-from tests.accelerators import moved
+from tests.accelerators import moved, tolerance
 from tests.build import model_of, randn
 
 quantized = partial(quantize, progress=False)  # where the model is: `tests.build.quantized` moves it
@@ -95,7 +95,7 @@ def test_what_is_decided_is_what_the_cpu_decides(platform, options, accelerator)
             torch.testing.assert_close(stored.scale, t.stored.scale, rtol=1e-5, atol=0)  # and its device: the CPU
             assert torch.equal(stored.zero_point, t.stored.zero_point), name
     for name, w in want.graph.weights.items():
-        torch.testing.assert_close(got.graph.weights[name], w, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(got.graph.weights[name], w, rtol=1e-4, atol=tolerance(1e-6, 1e-4))
 
 
 def test_losses_of_tensors_are_those_of_the_cpu(accelerator):

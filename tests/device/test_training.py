@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 import chipfit
 from chipfit.errors import TrainingError
 from chipfit.training import EMA, Distillation, Oscillations, dampening, reestimate
+from tests.accelerators import tolerance
 from tests.training.small import DATA, LABELS, Net, NormedNet
 
 PLATFORMS = ("ort_cpu", "tflite_int8")
@@ -63,7 +64,7 @@ def close(a, b):
     """Check that parameters and buffers agree, up to the order of sums."""
     for name, x in a.state_dict().items():
         y = b.state_dict()[name].cpu()
-        assert torch.allclose(x, y, rtol=2e-3, atol=1e-6), (name, x, y)
+        assert torch.allclose(x, y, rtol=tolerance(2e-3, 0.05), atol=tolerance(1e-6, 2e-3)), (name, x, y)
 
 
 ALGORITHMS = [
@@ -91,9 +92,9 @@ def test_every_algorithm_trains_and_is_deployed_as_on_the_cpu(platform, algorith
     a, b = here.trained(), there.trained()
     for name, t in a.plan.tensors.items():
         if t.stored is not None:
-            assert torch.allclose(t.stored.scale, b.plan[name].scale, rtol=2e-3), name
+            assert torch.allclose(t.stored.scale, b.plan[name].scale, rtol=tolerance(2e-3, 0.05)), name
     for name, w in a.graph.weights.items():
-        assert torch.allclose(w, b.graph.weights[name], atol=1e-5), name
+        assert torch.allclose(w, b.graph.weights[name], atol=tolerance(1e-5, 2e-3)), name
     x = DATA[1].to(accelerator)
     assert torch.allclose(there.model(x), b.model.to(accelerator)(x), atol=1e-5)
 
@@ -207,7 +208,7 @@ def test_a_teacher_follows_the_student(plain, accelerator):
         _, loss = both(DATA[0].to(device))
         loss.backward()
         losses.append(loss.item())
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4, abs=tolerance(0, 1e-6))
 
 
 def test_bounds_on_sums_hold_there(accelerator):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import chipfit
 from tests import zoo
-from tests.accelerators import CPU, chosen, moved
+from tests.accelerators import CPU, chosen, moved, tolerance
 from tests.build import images, mlp, model_of, randn, small_cnn
 
 #: where the model and the batches are: "there" is the accelerator
@@ -100,8 +100,12 @@ def same(result: chipfit.Result, want: chipfit.Result, rtol: float = 2e-3) -> No
     got, wanted = scales(result), scales(want)
     assert got.keys() == wanted.keys() and {s.device for s in got.values()} <= {CPU}
     assert {w.device for w in result.graph.weights.values()} == {CPU}
+    # of factors of a range with nearly equal errors, a real device may take another one
     for name, scale in got.items():
-        torch.testing.assert_close(scale, wanted[name], rtol=rtol, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+        most = tolerance(rtol, 0.5)
+        torch.testing.assert_close(scale, wanted[name], rtol=most, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+    differ = torch.cat([(s / wanted[name] - 1).abs().flatten() for name, s in got.items()]) > rtol
+    assert differ.float().mean() <= tolerance(0, 0.1)
 
 
 def quantize(model, data, platform="ort_cpu", **options) -> chipfit.Result:

@@ -57,6 +57,14 @@ def test_products_are_exact_inside_and_the_switches_as_before_outside(setting, s
     assert state() == before
 
 
+def test_kernels_are_those_that_give_the_same_numbers_each_time(monkeypatch):
+    monkeypatch.setattr(BACKENDS.cudnn, "deterministic", False)
+    monkeypatch.setattr(BACKENDS.cudnn, "benchmark", True)
+    with torch_defaults():
+        assert BACKENDS.cudnn.deterministic and not BACKENDS.cudnn.benchmark
+    assert not BACKENDS.cudnn.deterministic and BACKENDS.cudnn.benchmark
+
+
 def test_switches_are_restored_after_an_error(switches):
     BACKENDS.cuda.matmul.allow_tf32 = True
     with pytest.raises(ZeroDivisionError), torch_defaults():

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from chipfit import quantize
 from chipfit.passes.constant_products import constant_products
 from tests.build import model_of, quantized, randn
 from tests.steps import assert_same, captured
@@ -83,7 +84,7 @@ def test_a_layer_of_the_user_in_keras_has_integer_weights():
 
     model = keras.Sequential([keras.Input((6,)), Projection()])
     model.set_weights([W.numpy(), B.numpy()])
-    result = quantized(model, X, "imx500")
+    result = quantize(model, [X], "imx500", progress=False)
     (node,) = [n for n in result.graph.nodes if n.op == "Linear"]
     stored = result.plan.tensors[node.weight]
     assert stored.grid.bits == 8 and stored.axis is not None

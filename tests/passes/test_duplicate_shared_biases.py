@@ -10,7 +10,7 @@ import chipfit
 from chipfit.graph.check import check
 from chipfit.graph.ir import Graph
 from chipfit.passes.duplicate_shared_biases import duplicate_shared_biases
-from tests.build import graph_of, model_of, quantized
+from tests.build import graph_of, model_of
 
 
 def graph(*rows: tuple[str, str, str], trainable: tuple[str, ...] = ()) -> Graph:
@@ -114,6 +114,6 @@ def test_a_weight_that_is_read_along_two_axes_is_as_accurate_as_two_weights(plat
         return model_of(lambda m, x: m.l(x).relu() @ other, l=layer)
 
     data = [torch.randn(8, 8) for _ in range(2)]
-    tied, apart = (quantized(coder(t), data, platform) for t in (True, False))
+    tied, apart = (chipfit.quantize(coder(t), data, platform, progress=False) for t in (True, False))
     assert torch.equal(tied.device_model(data[0]), apart.device_model(data[0]))
     assert any("'l.weight' of 'l' is read along its other axis too" in note for note in tied.plan.rewrites)

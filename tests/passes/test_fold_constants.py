@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from chipfit import quantize
 from chipfit.engine.run import run
 from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.ir import Graph, Node
@@ -54,7 +55,7 @@ def test_a_layer_whose_weight_is_computed_from_others_runs_in_integers(kind, pla
 def test_tensors_with_history_that_weight_norm_of_old_keeps_are_no_obstacle():
     with pytest.warns(FutureWarning):
         model = nn.Sequential(nn.Flatten(), nn.utils.weight_norm(nn.Linear(8 * 16, 5)))
-    result = quantized(model, torch.randn(4, 8, 16))
+    result = quantize(model.eval(), [torch.randn(4, 8, 16)], progress=False)  # no copy: torch cannot copy such a model
     assert result.plan.nodes["linear"].exec == "int" and result.plan.quantized("1.weight")
 
 

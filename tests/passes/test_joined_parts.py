@@ -58,7 +58,7 @@ def shares_times(constant):
 
     def forward(m, a, b):
         shares = torch.cat([a.sigmoid().flatten(2), (4 * b).sigmoid().flatten(2)], 1)
-        return constant(shares, pixels)
+        return constant(shares, pixels.to(shares.device))
 
     return heads(forward)
 
@@ -181,7 +181,7 @@ def test_a_constant_that_brings_parts_to_one_magnitude_keeps_the_result_in_integ
     """Pixels and scores are joined in float, and divided by 640 and 1 afterwards: [0, 1] in all channels."""
     pixels = torch.tensor([640.0] * 10 + [1.0] * 5).reshape(1, 15, 1)
     joined = lambda a, b: torch.cat([(a.sigmoid() * 640).flatten(2), (4 * b).sigmoid().flatten(2)], 1)
-    result = quantized(heads(lambda m, a, b: joined(a, b) / pixels), DATA, "ort_cpu")
+    result = quantized(heads(lambda m, a, b: joined(a, b) / pixels.to(a.device)), DATA, "ort_cpu")
     assert not any("'div' is computed in float" in n for n in result.plan.rewrites)
 
 

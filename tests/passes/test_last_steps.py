@@ -25,5 +25,5 @@ def test_the_last_of_all_steps_is_the_last_state(index, taken):
 
 
 def test_a_network_that_draws_random_numbers_is_read():
-    model = model_of(lambda m, x: m.layer(x) + torch.randn([3]) * 0, layer=nn.Linear(4, 3))
+    model = model_of(lambda m, x: m.layer(x) + torch.randn([3], device=x.device) * 0, layer=nn.Linear(4, 3))
     assert quantized(model, [X]).report.integer_share == 1

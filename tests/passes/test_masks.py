@@ -35,6 +35,10 @@ def scores(q, k):
     return q @ k.mT / math.sqrt(D // HEADS)
 
 
+def earlier(x):
+    return EARLIER.to(x.device)
+
+
 def with_mask(q, k, v, mask):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
@@ -42,15 +46,19 @@ def with_mask(q, k, v, mask):
 #: ways in which people write that positions see only earlier ones
 CAUSAL = {
     "is_causal": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-    "a condition": lambda q, k, v: with_mask(q, k, v, EARLIER),
-    "-inf is added": lambda q, k, v: with_mask(q, k, v, torch.zeros(T, T).masked_fill(~EARLIER, -math.inf)),
-    "filled with -inf": lambda q, k, v: scores(q, k).masked_fill(~EARLIER, -math.inf).softmax(-1) @ v,
-    "filled with -1e9": lambda q, k, v: scores(q, k).masked_fill(~EARLIER, -1e9).softmax(-1) @ v,
-    "-1e4 is added": lambda q, k, v: (scores(q, k) + (1 - EARLIER.float()) * -1e4).softmax(-1) @ v,
-    "1e9 is subtracted": lambda q, k, v: (scores(q, k) - (~EARLIER).float() * 1e9).softmax(-1) @ v,
-    "the least number": lambda q, k, v: torch.where(EARLIER, scores(q, k), LEAST).softmax(-1) @ v,
-    "with a bias": lambda q, k, v: with_mask(q, k, v, (-0.2 * DISTANCE).masked_fill(~EARLIER, -math.inf)),
-    "large scores": lambda q, k, v: scores(3 * q, k).masked_fill(~EARLIER, -math.inf).softmax(-1) @ v,
+    "a condition": lambda q, k, v: with_mask(q, k, v, earlier(q)),
+    "-inf is added": lambda q, k, v: with_mask(
+        q, k, v, torch.zeros_like(earlier(q), dtype=q.dtype).masked_fill(~earlier(q), -math.inf)
+    ),
+    "filled with -inf": lambda q, k, v: scores(q, k).masked_fill(~earlier(q), -math.inf).softmax(-1) @ v,
+    "filled with -1e9": lambda q, k, v: scores(q, k).masked_fill(~earlier(q), -1e9).softmax(-1) @ v,
+    "-1e4 is added": lambda q, k, v: (scores(q, k) + (1 - earlier(q).float()) * -1e4).softmax(-1) @ v,
+    "1e9 is subtracted": lambda q, k, v: (scores(q, k) - (~earlier(q)).float() * 1e9).softmax(-1) @ v,
+    "the least number": lambda q, k, v: torch.where(earlier(q), scores(q, k), LEAST).softmax(-1) @ v,
+    "with a bias": lambda q, k, v: with_mask(
+        q, k, v, (-0.2 * DISTANCE.to(q.device)).masked_fill(~earlier(q), -math.inf)
+    ),
+    "large scores": lambda q, k, v: scores(3 * q, k).masked_fill(~earlier(q), -math.inf).softmax(-1) @ v,
 }
 
 
@@ -93,15 +101,17 @@ PADDING = {
 
 
 def both(mask):
-    filled = torch.zeros(len(mask), 1, 1, T).masked_fill(mask == 0, LEAST)
-    return torch.maximum(torch.full((T, T), LEAST).triu(1) + filled, torch.tensor(LEAST))
+    filled = torch.zeros(len(mask), 1, 1, T, device=mask.device).masked_fill(mask == 0, LEAST)
+    hidden = torch.full((T, T), LEAST, device=mask.device).triu(1)
+    return torch.maximum(hidden + filled, torch.tensor(LEAST, device=mask.device))
 
 
 def by_head(mask):
     """Return what `nn.MultiheadAttention` makes of masks of padding and of the future."""
     added = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, -math.inf)
     added = added.view(-1, 1, 1, T).expand(-1, HEADS, -1, -1).reshape(-1, 1, T)
-    return (torch.zeros(1, T, T).masked_fill(~EARLIER, -math.inf) + added).view(-1, HEADS, T, T)
+    hidden = torch.zeros(1, T, T, device=mask.device).masked_fill(~earlier(mask), -math.inf)
+    return (hidden + added).view(-1, HEADS, T, T)
 
 
 @pytest.mark.parametrize("how", PADDING)

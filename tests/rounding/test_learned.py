@@ -13,6 +13,7 @@ from chipfit.rounding.adaround import output_error
 from chipfit.rounding.compare import Reference, run_quantized, unrounded_outputs
 from chipfit.rounding.methods import learned
 from chipfit.rounding.methods.learned import SCOPES, BlockReconstruction, Learned, network_blocks
+from tests.accelerators import moved
 from tests.build import NEAREST, graph_of, mlp, model_of, quantized, randn
 
 
@@ -206,7 +207,7 @@ def state(**options):
 
 @pytest.mark.parametrize("share, lost", [(0.0, 0.0), (1.0, 1.0), (0.25, 0.25)])
 def test_39_as_many_values_stay_in_float_as_are_asked_for(share, lost):
-    rounded, real = torch.zeros(100_000), torch.ones(100_000)
+    rounded, real = moved(torch.zeros(100_000)), moved(torch.ones(100_000))
     assert float(state().mixed(rounded, real, share).mean()) == pytest.approx(lost, abs=0.01)
     for x, other in ((torch.arange(9), torch.zeros(9)), (7, 8)):  # integers, and what is no tensor
         assert state().mixed(x, other, 1.0) is x
@@ -297,8 +298,9 @@ def test_biases_move_in_units_of_the_norm_of_their_weights(adam, monkeypatch):
     assert all(not d.any() for d in adam[0][2][1])
     for k, shift in zip((0, 2), adam[1][2][1], strict=True):
         name, norm = f"{k}.bias", weights[f"{k}.weight"].norm(dim=1)
-        assert torch.equal(given[0][name], weights[name]) and shift.any()
-        torch.testing.assert_close(given[1][name], weights[name] + norm * shift)
+        shift, shifted = shift.cpu(), given[1][name].cpu()
+        assert torch.equal(given[0][name].cpu(), weights[name]) and shift.any()
+        torch.testing.assert_close(shifted, weights[name] + norm * shift)
         assert not torch.equal(new.weights[name], weights[name])
 
 

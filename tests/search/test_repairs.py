@@ -9,6 +9,7 @@ from torch import nn
 import chipfit
 from chipfit import Settings
 from chipfit.rounding.expected import expected_sqnr_db
+from tests.accelerators import moved
 from tests.build import graph_of, plan_of, quantized, randn, sequential, sqnr_db, stored
 
 DATA = list(randn(64, 4, 8, 8, seed=1).split(16))
@@ -43,7 +44,7 @@ def unequal_mlp(act=nn.ReLU, seed=0):
 @torch.no_grad()
 def result_sqnr_db(result, model, x=NEW):
     """Return signal over noise of the simulation's outputs on new samples."""
-    return sqnr_db(model(x), result.model.eval()(x))
+    return sqnr_db(model(x), moved(result.model.eval(), "cpu")(x))
 
 
 def said(result):

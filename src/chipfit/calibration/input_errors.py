@@ -10,6 +10,7 @@ import torch
 from chipfit.calibration.signature import expected_inputs
 from chipfit.engine.types import describe_value
 from chipfit.errors import ChipfitError, DataError
+from chipfit.graph.placement import device_of, inputs_on
 
 _RANKS: dict[Any, int] = {torch.nn.Conv1d: 3, torch.nn.Conv2d: 4, torch.nn.Conv3d: 5}
 ONE_SAMPLE = "this is one sample: give batches, as torch.stack(samples) or sample[None] make them"
@@ -109,8 +110,9 @@ def _first_rank(model: torch.nn.Module, args: Sequence[Any]) -> int:
     first = _first_convolution(model)
     assert first is not None
     first.register_forward_pre_hook(lambda _, inputs: ranks.append(inputs[0].dim()))
+    device = device_of(model)
     with torch.no_grad():
-        model(*args)
+        model(*(inputs_on(device, [a])[0] if isinstance(a, torch.Tensor) else a for a in args))
     return ranks[0] if ranks else 0
 
 

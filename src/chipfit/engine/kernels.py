@@ -221,7 +221,10 @@ def _filled(x: Tensor, shape: Sequence[int | None], sizes: Sequence[int]) -> lis
 
 KERNELS |= {
     "Embedding": lambda w, index: _rows(w, index, axis=0),
-    "BatchNorm": lambda x, w, b, mean, var, *, eps: F.batch_norm(x, mean, var, w, b, False, 0.0, eps),
+    # not the one of `torch.nn.functional`, which refuses an eps of 0 in some versions
+    "BatchNorm": lambda x, w, b, mean, var, *, eps: torch.batch_norm(
+        x, w, b, mean, var, False, 0.0, eps, torch.backends.cudnn.enabled
+    ),
     "LayerNorm": lambda x, w=None, b=None, *, normalized_shape, eps: F.layer_norm(x, normalized_shape, w, b, eps),
     # in channels-last layout, torch computes E[x^2] - E[x]^2, which loses small deviations from a large mean
     "GroupNorm": lambda x, w=None, b=None, *, groups, eps: F.group_norm(x.contiguous(), groups, w, b, eps),

@@ -1,8 +1,8 @@
 """Computation with torch's defaults, whatever the caller has set; the caller's settings are restored afterwards.
 
 TF32, which convolutions of CUDA use unless told otherwise, and bfloat16 of oneDNN keep 10 and 7 bits of a factor, so
-that sums of codes which are exact in float32 become wrong. Autocast does the same. A default device or number type
-decides where and how new tensors are made.
+that sums of codes which are exact in float32 become wrong. Autocast does the same. Some kernels of cuDNN add in an
+order that changes from call to call. A default device or number type decides where and how new tensors are made.
 """
 
 import threading
@@ -62,7 +62,7 @@ def _accelerator() -> str:
 
 
 def _switch_off() -> Callable[[], None]:
-    """Switch TF32, bfloat16 and another default type off; return a function that restores the switches.
+    """Switch off what makes sums inexact or changes their order, and another default type; return what restores it.
 
     Torch has two sets of switches for products. Reading one of the old set raises a RuntimeError after the new one was
     used, so that the old one is used as far as it answers.
@@ -86,7 +86,11 @@ def _switch_off() -> Callable[[], None]:
     except RuntimeError:
         pass
 
+    algorithms = cudnn.deterministic, cudnn.benchmark
+    cudnn.deterministic, cudnn.benchmark = True, False  # the same call learns the same weights
+
     def restore() -> None:
+        cudnn.deterministic, cudnn.benchmark = algorithms
         for f in undo:
             f()
         _set(new, before)

@@ -72,6 +72,12 @@ class TorchOps(metaclass=_TorchFunctions):
         return _FakeQuantize.apply(x, s, z, grid, clip_first)  # type: ignore[no-untyped-call, no-any-return]  # torch has no types
 
 
+_SHARED = "abs amax amin ceil clip exp floor log2 max maximum mean minimum ones_like reshape round sign sqrt square sum"
+# torch.compile of torch 2.11 does not ask a metaclass for attributes
+for _name in [*_SHARED.split(), "tanh", "trunc", "where", "zeros_like"]:
+    setattr(TorchOps, _name, staticmethod(getattr(torch, _name)))
+
+
 def ste(ops: Any, x: Any, y: Any) -> Any:
     """Return exactly y, with the gradient of x: a straight-through estimator (Bengio et al. 2013, arXiv:1308.3432).
 

@@ -604,7 +604,7 @@ def test_every_overload_that_takes_a_tensor_was_tried(read, refused):
         for overload in packet.overloads():
             schema = getattr(packet, overload)._schema
             makes = all("Tensor" in str(v.type) for v in schema.returns) and schema.returns
-            plain = not schema.is_mutable and not any("Dimname" in str(a.type) for a in schema.arguments)
+            plain = not schema.is_mutable and "name" not in overload.lower()  # names of dimensions
             if makes and plain and f"{name}.{overload}" not in tried:
                 missing.append(f"{name}.{overload}")
     assert " ".join(sorted(missing)) == " ".join(sorted(NOT_IN_PROGRAMS.split()))

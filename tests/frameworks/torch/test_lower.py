@@ -454,7 +454,7 @@ def test_a_model_in_training_mode_exports_and_that_is_no_step():
 
 def _normed(affine, **how):
     """A convolution whose batch norm multiplies by 4: var + eps is 1 / 16."""
-    bn = nn.BatchNorm2d(3, eps=0.0, affine=affine)
+    bn = nn.BatchNorm2d(3, eps=1e-30, affine=affine)
     bn.running_var.fill_(1 / 16)
     bn.running_mean.copy_(torch.tensor([0.5, -0.25, 0.0]))
     module = model_of(lambda m, x: m.bn(m.conv(x)), conv=nn.Conv2d(2, 3, 1, bias=False), bn=bn)
