@@ -11,7 +11,7 @@ from chipfit.core import BitWidthConfig, CoreConfig, DebugConfig, QuantizationCo
 from chipfit.core import network_editor as ne
 from chipfit.errors import ConfigError, ModelingError, PlanError, UnknownNameError, UnsupportedError
 from chipfit.trainable_infrastructure import pytorch_inferable_quantizers as iq
-from tests.build import sequential
+from tests.build import model_of, sequential
 from tests.zoo import make
 
 BY_NAME = ne.NodeNameFilter, ne.NodeNameScopeFilter
@@ -356,6 +356,19 @@ def test_rules_give_methods_that_a_chip_without_a_runtime_has_not_for_a_study(ne
     if method is LUT:  # entries are eighths of bits of a power of two
         codes = values / torch.tensor(quantizer.threshold)[:, None] * 128
         assert torch.equal(codes, codes.round()) and set(codes.unique().tolist()) == set(quantizer.lut_values)
+
+
+def test_a_layer_without_a_bias_gets_none_where_it_is_left_out_of_bias_correction():
+    torch.manual_seed(0)
+    layers = {"a": nn.Conv2d(3, 4, 1, bias=False), "b": nn.Conv2d(4, 4, 1, bias=False)}
+    model, data = model_of(lambda m, x: m.b(torch.relu(m.a(x))), **layers), torch.randn(8, 3, 6, 6)
+    debug = DebugConfig(network_editor=[weights("b", weights_bias_correction=False)])
+    found = chipfit.pytorch_post_training_quantization(
+        model, lambda: iter([[data]]), core_config=CoreConfig(debug_config=debug)
+    )
+    assert found[0].a.bias is not None and "b.bias" not in found[0].state_dict()
+    assert not any("b.bias" in n.inputs for n in found[1].result.graph.nodes)
+    assert (found[0](data) - model(data)).abs().mean() < 0.02
 
 
 def test_a_layer_is_left_out_of_bias_correction(net):

@@ -27,6 +27,7 @@ from chipfit.mct.result_link import ResultLink
 from chipfit.mct.target_platform import capabilities
 from chipfit.mct.target_platform.model import TargetPlatformModel
 from chipfit.mct.target_platform.targets import get_target_platform_capabilities
+from chipfit.mct.whole_layers import whole_layers
 from chipfit.platform.load import load_platform
 from chipfit.platform.schema import WIDEST, Platform
 from chipfit.reading import read_model
@@ -226,12 +227,13 @@ def quantize_model(
     rules, scale = config.debug_config.network_editor, 1.0
     if config.quantization_config.input_scaling:
         model, generator, options, scale = _with_scaled_inputs(model, generator, platform, config, options)
-    try:
-        result = _quantized(model, generator, platform, rules, options)
-    except NothingQuantizedError as e:
-        warnings.warn(f"The model stays in float: {e}", stacklevel=4)
-        result = pipeline.in_float(model, generator, platform, options["settings"], example)
-        return attach_result(result, model), UserInformation(result)
+    with whole_layers(model, rules, platform):
+        try:
+            result = _quantized(model, generator, platform, rules, options)
+        except NothingQuantizedError as e:
+            warnings.warn(f"The model stays in float: {e}", stacklevel=4)
+            result = pipeline.in_float(model, generator, platform, options["settings"], example)
+            return attach_result(result, model), UserInformation(result)
     if overwrite is not None:
         result = chosen_by_index(result, overwrite, generator, example)
     result = result if fw_info is None else fw_info.apply(result)

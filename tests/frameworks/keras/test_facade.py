@@ -11,6 +11,7 @@ keras = pytest.importorskip("keras")
 from keras import layers  # noqa: E402 -- after the import that may skip
 
 import chipfit  # noqa: E402
+from chipfit import target_platform as tp  # noqa: E402
 from chipfit.core import CoreConfig, DebugConfig, QuantizationConfig  # noqa: E402
 from chipfit.core.network_editor import (  # noqa: E402  # noqa: E402
     ChangeFinalWeightsQuantConfigAttr,
@@ -21,6 +22,8 @@ from chipfit.core.network_editor import (  # noqa: E402  # noqa: E402
 )
 from chipfit.engine.run import run  # noqa: E402
 from chipfit.errors import ConfigError, PlanError, UnknownNameError, UnsupportedError  # noqa: E402
+from tests.mct.target_platform.chips import FLOAT, config, options  # noqa: E402
+from tests.mct.target_platform.chips import model as chip_model  # noqa: E402
 
 REWRITES = {
     "linear_collapsing": True,
@@ -102,6 +105,54 @@ def test_layers_of_keras_models_are_replaced(net):
     got, want = numbers(quantized(images)), 2 * numbers(scores(images))
     assert np.abs(got - want).max() < 0.05 * np.abs(want).max()
     assert numbers(model(images)).sum(1) == pytest.approx(1, abs=1e-5)  # the model itself is as it was
+
+
+class Scaled(layers.Layer):
+    """A layer of a user, with a variable."""
+
+    def __init__(self, start, **kwargs):
+        super().__init__(**kwargs)
+        self.start = start
+
+    def build(self, shape):
+        self.factor = self.add_weight(name="factor", initializer=keras.initializers.Constant(self.start))
+
+    def call(self, x):
+        return x * self.factor
+
+    def get_config(self):
+        return {**super().get_config(), "start": self.start}
+
+
+def test_layers_of_a_users_class_that_replace_others_are_layers_of_the_quantized_model(net):
+    model, images = net
+    rules = [
+        EditRule(NodeTypeFilter(layers.Softmax), ReplaceLayer(Scaled, lambda w, **_: ({}, {"start": 3.0, "name": "s"})))
+    ]
+    quantized, _ = fit(net, debug_config=DebugConfig(network_editor=rules))
+    (own,) = (layer for layer in quantized.layers if isinstance(layer, Scaled))
+    assert own.start == 3.0
+    scores = keras.Model(model.input, model.get_layer("head").output)
+    got, want = numbers(quantized(images)), 3 * numbers(scores(images))
+    assert np.abs(got - want).max() < 0.05 * np.abs(want).max()
+
+
+def test_layers_of_a_users_class_that_a_chip_does_not_quantize_stay_whole():
+    keras.utils.set_random_seed(0)
+    given = keras.Input((6, 6, 3))
+    x = Scaled(2.0, name="once")(layers.Conv2D(4, 1)(given))
+    model = keras.Model(given, layers.Conv2D(2, 1)(Scaled(1.0, name="again")(x)))
+    in_float = options(config(kernel=FLOAT, enable_activation_quantization=False))
+    tpc = tp.TargetPlatformCapabilities(chip_model(tp.OperatorsSet("Own", in_float)))
+    with tpc:
+        tp.OperationsSetToLayers("Own", [tp.LayerFilterParams(Scaled, start=2.0)])
+    images = np.random.default_rng(0).standard_normal((16, 6, 6, 3)).astype(np.float32)
+    quantized, info = chipfit.keras_post_training_quantization(
+        model, lambda: iter([[images]]), target_platform_capabilities=tpc
+    )
+    assert [layer.start for layer in quantized.layers if isinstance(layer, Scaled)] == [2.0]
+    assert ("again", "Mul") in {(n.layer, n.op) for n in info.result.graph.nodes}  # the filter is not about it
+    assert np.abs(numbers(quantized(images)) - numbers(model(images))).mean() < 0.03
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,16 @@ def test_options_of_a_layer_have_the_frameworks_attribute_names():
     assert tpc.get_qco_by_node(nn.ReLU(inplace=True)) == tpc.get_qco_by_node(nn.Softmax(-1)) == m.default_qco
 
 
+def test_the_configuration_of_kernels_is_not_that_of_other_weights():
+    """It is an attribute of linear layers; slopes, scales and constants have the one for weights without their own."""
+    torch.manual_seed(0)
+    parts = {"conv": nn.Conv2d(3, 4, 1), "slope": nn.PReLU(4), "norm": nn.LayerNorm(6), "head": nn.Linear(6, 2)}
+    net = model_of(lambda m, x: m.head(m.norm(m.slope(m.conv(x)) * torch.full((4, 1, 1), 0.7))), **parts)
+    result = quantized(net, torch.randn(4, 3, 6, 6), tp.TargetPlatformCapabilities(model()))
+    weights = {name for name in result.plan.tensors if result.plan.quantized(name) and name in result.graph.weights}
+    assert weights == {"conv.weight", "head.weight"}
+
+
 def test_a_filter_takes_precedence_over_a_plain_layer():
     six = options(activation_n_bits=6)
     m = model("plain", tp.OperatorsSet("filtered", six))

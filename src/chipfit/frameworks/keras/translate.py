@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -24,6 +25,19 @@ from chipfit.frameworks.reading import Unreadable
 from chipfit.graph.builder import Origin
 from chipfit.graph.config import plain
 from chipfit.graph.ir import OPAQUE, Value
+
+#: test of a layer of a user's class, which then is one node that calls it
+_WHOLE: ContextVar[Callable[[Any], bool]] = ContextVar("whole", default=lambda _: False)
+
+
+@contextmanager
+def whole_layers(test: Callable[[Any], bool]) -> Iterator[None]:
+    """Read the layers of users' classes that pass a test whole, instead of opening them into operators."""
+    token = _WHOLE.set(test)
+    try:
+        yield
+    finally:
+        _WHOLE.reset(token)
 
 
 def functional(model: Any) -> Any:
@@ -285,6 +299,8 @@ class Translator:
         if self.refined or any(None in kt.shape[1:] for kt in outputs):
             outputs = _refined(operation, args, kwargs) or outputs
         given = {k: v for k, v in kwargs.items() if v is not None}
+        if layer and any(True for _ in users_classes(operation)) and _WHOLE.get()(operation):
+            return self._opaque(operation, args, given, outputs, origin, name)
         return (
             self._read(KerasCall(self.builder, operation, outputs, origin, name), args, given)
             or self._nested(operation, args, given, origin)

@@ -6,12 +6,15 @@ from dataclasses import replace
 import torch
 
 from chipfit.decide.overrides import Layers
+from chipfit.graph.ir import Graph, Node
 from chipfit.mct.core.network_editor import EditRule
 from chipfit.result import Result
 
 
 def with_own_biases(result: Result, rules: Sequence[EditRule]) -> Result:
     """Return a result in which layers that rules leave out of bias correction have the biases from before it.
+
+    A layer without a bias, which got one of zeros to be corrected, has none.
 
     Raises:
         UnknownNameError: a filter selects no layer.
@@ -22,6 +25,7 @@ def with_own_biases(result: Result, rules: Sequence[EditRule]) -> Result:
             nodes = Layers(result.graph).match(rule.filter)
             corrects |= dict.fromkeys((n.name for n in nodes), rule.action.bias_correction)
     graph, before, notes = result.graph.copy(), result.decision.graph, list(result.plan.rewrites)
+    tensors = dict(result.plan.tensors)
     for node in (n for n in graph.nodes if corrects.get(n.name) is False and n.bias in before.weights):
         if torch.equal(graph.weights[node.weight], before.weights[node.weight]):
             fold = before.folds.get(node.weight)
@@ -30,4 +34,15 @@ def with_own_biases(result: Result, rules: Sequence[EditRule]) -> Result:
             graph.folds |= {node.weight: fold} if fold else {}
             notes = [n for n in notes if not n.startswith(f"corrected the bias of '{node.display_name}' ")]
             notes.append(f"the bias of '{node.display_name}' is not corrected: a rule of the network editor")
-    return replace(result, graph=graph, plan=replace(result.plan, rewrites=tuple(notes)))
+            if _has_no_bias_of_its_own(graph, node):
+                graph.nodes[graph.nodes.index(node)] = node.with_(inputs=node.inputs[:2])
+                graph.trainable.discard(node.bias or "")
+                del graph.weights[node.bias or ""]
+                tensors.pop(node.bias or "", None)
+    return replace(result, graph=graph, plan=replace(result.plan, tensors=tensors, rewrites=tuple(notes)))
+
+
+def _has_no_bias_of_its_own(graph: Graph, node: Node) -> bool:
+    """Return whether a layer was made without a bias, and nothing added to the zeros that stand for it."""
+    without = False in (node.config.get("bias"), node.config.get("use_bias"))
+    return without and not graph.weights[node.bias or ""].any() and len(graph.users()[node.bias or ""]) == 1

@@ -1,6 +1,6 @@
 """Conversion of a target platform model to a `Platform`, the record of platform files."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from chipfit.errors import ModelingError
@@ -80,29 +80,39 @@ def _rules(
     """Yield the rules of a set, each with its operators; None: all remaining operators.
 
     A set whose results are quantized needs one rule. Otherwise pass-through operators, operators with weights to
-    quantize, and the others have different rules.
+    quantize, and the others have different rules. So have linear operators, whose weights are kernels, and others.
     """
     configs = [options.base, *(c for c in options.quantization_config_list if c is not options.base)]
-    base, ops = configs[0], {o for m in members for o in m.op}
-    use: list[Option] = []
-    for c in configs:
-        option = _option(c, formats)
-        use += [option] * (option not in use)
-    weighted = {o for o in ops if any(option.w != "float" for option in use) and _holds_constants(o)}
-    kernel = OpRule(match=("*",), use=tuple(use), rules=_fixed(base, formats), exec="int", **_COMMON)
-    follow = OpRule(match=("*",), exec="follow", rules=(Rule(tie=("ins", "outs")),), **_COMMON)
+    ops = {o for m in members for o in m.op}
+    linear = {o for o in ops if OPS[o].kind}
+    kernels, others = (_distinct([_option(c, formats, w) for c in configs]) for w in (_KERNELS, _FACTORS))
+    apart = bool(linear) and kernels != others
+    parts = [*_parts(linear, kernels, options.base, formats)] if apart else []
+    parts += _parts(ops - linear if apart else ops, kernels if ops == linear else others, options.base, formats)
     alone = all(m.op for m in members)  # every layer has known operators
+    parts = [p for k, p in enumerate(parts) if p[0] or (k == len(parts) - 1 and not alone)]
+    yield from ((None if p is parts[-1] else p[0], p[1]) for p in parts)
+
+
+def _distinct(options: Sequence[Option]) -> tuple[Option, ...]:
+    return tuple(o for k, o in enumerate(options) if o not in options[:k])
+
+
+def _parts(
+    ops: set[str], use: tuple[Option, ...], base: configs.OpQuantizationConfig, formats: dict[str, Format]
+) -> list[tuple[set[str], OpRule]]:
+    """Return operators and their rules, of those that have these options for their results and weights."""
+    weighted = {o for o in ops if any(option.w != "float" for option in use) and _holds_constants(o)}
+    kernel = OpRule(match=("*",), use=use, rules=_fixed(base, formats), exec="int", **_COMMON)
+    follow = OpRule(match=("*",), exec="follow", rules=(Rule(tie=("ins", "outs")),), **_COMMON)
     if base.quantization_preserving:
         same = tuple(o.model_copy(update={"out": "same"}) for o in use)
         preserving = OpRule(match=("*",), use=same, rules=(Rule(tie=("in0", "out")),), exec="int", **_COMMON)
-        parts = [(weighted, preserving), (ops - weighted, follow)]
-    elif base.enable_activation_quantization:
-        parts = [(ops, kernel)]
-    else:
-        plain = OpRule(match=("*",), exec="float", note="the platform does not quantize its result", **_COMMON)
-        parts = [(weighted, kernel), (ops & _CARRYING - weighted, follow), (ops - weighted - _CARRYING, plain)]
-    parts = [p for k, p in enumerate(parts) if p[0] or (k == len(parts) - 1 and not alone)]
-    yield from ((None if p is parts[-1] else p[0], p[1]) for p in parts)
+        return [(weighted, preserving), (ops - weighted, follow)]
+    if base.enable_activation_quantization:
+        return [(ops, kernel)]
+    plain = OpRule(match=("*",), exec="float", note="the platform does not quantize its result", **_COMMON)
+    return [(weighted, kernel), (ops & _CARRYING - weighted, follow), (ops - weighted - _CARRYING, plain)]
 
 
 def _holds_constants(op: str) -> bool:
@@ -111,17 +121,17 @@ def _holds_constants(op: str) -> bool:
     return OPS[op].weighted or (several and op not in _CARRYING)
 
 
-#: Keras's names of the weights of layers without a kernel: norms, PReLU, embeddings
-_FACTORS = ("gamma", "alpha", "embeddings")
+#: names of the weights of linear operators, and of others: constant operands, norms, PReLU and embeddings
+_KERNELS = (configs.KERNEL_ATTR, "kernel", "weight")
+_FACTORS = (configs.POSITIONAL_ATTR, "weight", "gamma", "alpha", "embeddings")
 
 
-def _option(c: configs.OpQuantizationConfig, formats: dict[str, Format]) -> Option:
-    kernel = _pick(c, configs.KERNEL_ATTR, "kernel", "weight", configs.POSITIONAL_ATTR, *_FACTORS)
+def _option(c: configs.OpQuantizationConfig, formats: dict[str, Format], weights: tuple[str, ...]) -> Option:
     bias = _pick(c, configs.BIAS_ATTR, "bias", "beta")
     return Option(
         in_="any",
         in_bits=c.supported_input_activation_n_bits,
-        w=_weight(kernel, formats),
+        w=_weight(_pick(c, *weights), formats),
         b=_weight(bias, formats),
         out=_activation(c, formats) if c.enable_activation_quantization else "float",
         simd=c.simd_size,
