@@ -20,6 +20,7 @@ from chipfit.decision import (
 )
 from chipfit.graph.check import check
 from chipfit.graph.ir import Graph
+from chipfit.graph.removed import remember_removed
 from chipfit.passes.composites import close_composites, composites_in, note_of_opened
 from chipfit.passes.whole_composites import exact_kernels, whole_composites
 from chipfit.plan.record import Plan
@@ -138,8 +139,9 @@ def _rewritten(d: Decision, batches: steps.Batches) -> tuple[Decision, list[str]
     graph, stats, notes = d.graph, d.stats, list[str]()
     before = {n for n, s in stats.items() if s.histogram is None}
     for step in steps.enabled(d.settings, "adapt"):
-        graph, stats, more = steps.take(step, d.settings, graph, d.assignment, stats, platform=d.platform)
-        check(graph, blame=step.name)
+        rewritten, stats, more = steps.take(step, d.settings, graph, d.assignment, stats, platform=d.platform)
+        check(rewritten, blame=step.name)
+        graph = remember_removed(graph, rewritten)
         notes += more
     if stale := {n: Need(weights=s.error_weights) for n, s in stats.items() if s.histogram is None and n not in before}:
         seen = collect(graph, first_samples(batches), tensors=stale)

@@ -13,6 +13,7 @@ from chipfit.errors import ConfigError, Interrupted, interruption_note
 from chipfit.graph.check import check
 from chipfit.graph.ir import Graph
 from chipfit.graph.linear import is_linear
+from chipfit.graph.removed import remember_removed
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.platform.match import IntegerOperators, names_operator, runs_in_integers
 from chipfit.platform.schema import Platform
@@ -92,8 +93,9 @@ def rewrite(graph: Graph, platform: Platform, settings: Settings) -> tuple[Graph
     tests = {"listed": partial(names_operator, platform), "in_integers": partial(runs_in_integers, platform)}
     context = {"platform": platform, "integer_operators": IntegerOperators(platform), **tests}
     for step in enabled(settings, "rewrite"):
-        graph, more = take(step, settings, graph, **context)
-        check(graph, blame=step.name)
+        rewritten, more = take(step, settings, graph, **context)
+        check(rewritten, blame=step.name)
+        graph = remember_removed(graph, rewritten)
         notes += more
     return _with_own_weights(graph, captured), notes
 

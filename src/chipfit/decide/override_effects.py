@@ -1,5 +1,6 @@
 """Check that every override had an effect: refuse one that changes nothing, and report the layers that ignored one."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from chipfit.decide.assignment import Assignment
@@ -8,6 +9,7 @@ from chipfit.decide.overrides import (
     CHOICES,
     OF_WEIGHTS,
     Layers,
+    Named,
     Overrides,
     for_other_readers,
     method_of,
@@ -32,20 +34,21 @@ def unapplied_overrides(graph: Graph, assignment: Assignment, overrides: Overrid
         PlanError: a choice had no effect on any of the layers that its entry names.
     """
     layers, effects, notes = Layers(graph), _Effects(graph, assignment), list[str]()
-    entries = [(p, {} if c == "float" else dict(c), layers.match(p)) for p, c in override_entries(overrides)]
+    entries = [(p, {} if c == "float" else dict(c), layers.find(p)) for p, c in override_entries(overrides)]
     last = {
         (n.name, k): at
-        for at, (_, own, nodes) in enumerate(entries)
-        for n, given in [*((n, own or CHOICES) for n in nodes), *for_other_readers(layers, nodes, own)]
+        for at, (_, own, found) in enumerate(entries)
+        for n, given in [*((f.node, own or CHOICES) for f in found), *for_other_readers(layers, found, own)]
         for k in given
     }
-    for at, (pattern, choices, nodes) in enumerate(entries):
+    for at, (pattern, choices, found) in enumerate(entries):
+        notes += _held_by_others(pattern, [f for f in found if not choices or any(map(f.takes, choices))])
         for choice, wanted in choices.items():
             value, reasons = tuple(wanted) if isinstance(wanted, list) else wanted, dict[str, str]()
-            for n in nodes if wanted is not None else ():
-                why = effects.why_ignored(n, choice, value) if last[n.name, choice] == at else None
+            for f in found if wanted is not None else ():
+                why = effects.why_ignored(f.node, choice, value) if last[f.node.name, choice] == at else None
                 if why is not None:
-                    reasons[n.display_name] = why
+                    reasons[f.name] = why if f.takes(choice) else f"it is a part of {f.node.op} '{f.node.display_name}'"
             ignored = [f"'{layer}' ({why})" for layer, why in reasons.items() if why]
             if ignored:
                 more = f" and {len(ignored) - _NAMED} more" if len(ignored) > _NAMED else ""
@@ -54,6 +57,16 @@ def unapplied_overrides(graph: Graph, assignment: Assignment, overrides: Overrid
             if ignored and isinstance(pattern, str) and len(ignored) == len(reasons):
                 raise PlanError("T" + notes[-1][1:], hint="leave it out, or name a layer that can take it")
     return notes
+
+
+def _held_by_others(pattern: Any, found: Sequence[Named]) -> list[str]:
+    """Return a note if other layers follow an override, in place of the named ones."""
+    others = [f for f in found if f.removed is not None and f.node.display_name != f.name]
+    if not others:
+        return []
+    more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+    held = ", ".join(f"'{f.name}' is a part of {f.node.op} '{f.node.display_name}'" for f in others[:_NAMED])
+    return [f"the override of '{pattern}' holds for what its layers became: {held}{more}"]
 
 
 class _Effects:

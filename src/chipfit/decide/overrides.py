@@ -4,14 +4,14 @@ import fnmatch
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from chipfit.engine.curves import steps_in
 from chipfit.errors import PlanError, UnknownNameError, UnsupportedError, raised_outside_chipfit, short_message
-from chipfit.graph.ir import Graph, Node
+from chipfit.graph.ir import Graph, Node, Removed
 from chipfit.operators.table import OPS, facts_of
 from chipfit.platform.schema import Format
 from chipfit.ranges import name_of, rule_of
@@ -96,57 +96,138 @@ INPUT = "Input"
 OF_INPUTS = ("float", "activation_bits", "rule", "range", "z_threshold")
 
 
+class Named(NamedTuple):
+    """A node that a pattern names."""
+
+    node: Node
+    removed: Removed | None = None  #: the node that was meant, where a rewrite put `node` in its place
+
+    @property
+    def name(self) -> str:
+        """The user's name for what was meant."""
+        return self.node.display_name if self.removed is None else self.removed.node.display_name
+
+    @property
+    def op(self) -> str:
+        return self.node.op if self.removed is None else self.removed.node.op
+
+    def takes(self, choice: str) -> bool:
+        """Return whether a choice about what was meant is one about the node.
+
+        Float is always one; a choice about weights if there are any, one about a result if it is that of the node.
+        """
+        of_weight = choice in OF_WEIGHTS and has_weights(self.op)
+        return self.removed is None or choice == "float" or (of_weight if choice in OF_WEIGHTS else self.removed.same)
+
+
+class _Names:
+    """Nodes by every name that a user may give them."""
+
+    def __init__(self) -> None:
+        #: names of each kind -> nodes; of tensors: the node that makes an activation, the nodes that read a weight
+        self.exact, self.inside, self.tensors, self.paths, self.ops, self.types = (
+            defaultdict[str, list[Named]](list) for _ in range(6)
+        )
+
+    def add(self, n: Node, found: Sequence[Named], tensors: Iterable[str | None]) -> None:
+        """Let the names of a node name others, or itself."""
+        for name in {*tensors} - {None}:
+            self.tensors[str(name)] += found
+        for name in {n.layer, n.name, n.composite or n.name}:
+            self.exact[name] += found
+        for k in (k for k, c in enumerate(n.layer) if c == "."):
+            self.inside[n.layer[:k]] += found
+        for op in {n.op, n.composite_op or n.op, *(step.op for step in steps_in(n))}:
+            self.ops[op] += found
+        self.paths[n.display_name] += found
+        self.types[n.layer_type] += found
+
+    def by_name(self, pattern: str) -> list[Named]:
+        """Return what a name, a path or a glob over paths stands for."""
+        is_glob = any(c in pattern for c in "*?[")
+        globbed = [f for p in self.paths if fnmatch.fnmatchcase(p, pattern) for f in self.paths[p]] if is_glob else []
+        return self.exact.get(pattern) or self.inside.get(pattern) or self.tensors.get(pattern) or globbed
+
+    def by_kind(self, pattern: str) -> list[Named]:
+        """Return what a canonical operator, or a class of layers, stands for."""
+        return self.ops.get(pattern) or self.types.get(pattern) or []
+
+    @property
+    def known(self) -> set[str]:
+        """The paths, operators and classes of layers."""
+        return {*self.paths, *self.ops, *self.types} - {""}
+
+
 class Layers:
-    """The nodes of a graph by every name that a user may give them."""
+    """The nodes of a graph by every name that a user may give them, or may give to nodes that rewrites took out.
+
+    What stands for a node that was joined with others is found by each of its names. Where a node was folded into the
+    weights of another, or left out, only a name or path leads to that other one, where no node that computes has it: no
+    class of layers does.
+    """
 
     def __init__(self, graph: Graph) -> None:
-        self.nodes = tuple(graph.nodes)
-        #: names of each kind -> nodes; of tensors: the node that makes an activation, the nodes that read a weight
-        self.exact, self.inside, self.tensors, self.ops, self.types = (
-            defaultdict[str, list[Node]](list) for _ in range(5)
-        )
+        self.nodes, self._order = tuple(graph.nodes), {n.name: k for k, n in enumerate(graph.nodes)}
+        self._names, self._folded, by = _Names(), _Names(), defaultdict[str, list[Node]](list)
         for v in graph.inputs:
-            self.tensors[v].append(Node(v, INPUT, (), (v,)))
+            self._names.tensors[v].append(Named(Node(v, INPUT, (), (v,))))
         for n in self.nodes:
-            for name in {*n.outputs, *(i for i in n.inputs if i is not None and i in graph.weights)}:
-                self.tensors[name].append(n)
-            for name in {n.layer, n.name, n.composite or n.name}:
-                self.exact[name].append(n)
-            for k in (k for k, c in enumerate(n.layer) if c == "."):
-                self.inside[n.layer[:k]].append(n)
-            for op in {n.op, n.composite_op or n.op, *(step.op for step in steps_in(n))}:
-                self.ops[op].append(n)
-            self.types[n.layer_type].append(n)
+            weights = [i for i in n.inputs if i is not None and i in graph.weights]
+            owners = (w[: max(w.rfind("."), w.rfind("/"), 0)] for w in weights)  # layers that are read, not called
+            self._names.add(n, [Named(n)], (*n.outputs, *weights, *filter(None, owners)))
+            for name in {n.name, n.composite or n.name}:
+                by[name].append(n)
+        self._removed = [(r, [Named(n, r) for n in by[r.by]]) for r in graph.removed.values()]
+        for r, found in self._removed:
+            (self._names if r.joined else self._folded).add(r.node, found, r.node.outputs)
 
     def match(self, pattern: str | LayerFilter) -> list[Node]:
         """Return the nodes that a pattern names; see `match_layers`."""
-        if not isinstance(pattern, str):
-            inputs = [t[0] for v, t in self.tensors.items() if t and t[0].op == INPUT]
-            inputs = inputs if getattr(pattern, "of_inputs", False) else []
-            nodes = [n for n in (*inputs, *self.nodes) if _chooses(pattern, n)]
-            if not nodes and not getattr(pattern, "optional", False):
-                wanted = getattr(pattern, "name", None) or pattern
-                names = self._names | {n.name for n in self.nodes}
-                raise UnknownNameError("layer for the filter", str(wanted), names, hint=_LISTS)
-            return nodes
-        is_glob = any(c in pattern for c in "*?[")
-        globbed = [n for n in self.nodes if fnmatch.fnmatchcase(n.display_name, pattern)] if is_glob else []
-        by_name = self.exact.get(pattern) or self.inside.get(pattern) or self.tensors.get(pattern) or globbed
-        requantized_for = self.exact.get(pattern.rpartition("_for_")[2])  # see `insertions.requantize`
-        nodes = by_name or self.ops.get(pattern) or self.types.get(pattern) or requantized_for or self._divided(pattern)
-        if not nodes:
-            raise UnknownNameError("layer", pattern, self._names, hint=_LISTS)
-        return nodes
+        return [found.node for found in self.find(pattern)]
 
-    def _divided(self, part: str) -> list[Node]:
+    def find(self, pattern: str | LayerFilter) -> list[Named]:
+        """Return the nodes that a pattern names, each once, with what was meant."""
+        found = self._of_name(pattern) if isinstance(pattern, str) else self._of_filter(pattern)
+        best = dict[str, Named]()
+        for f in sorted(found, key=lambda f: f.removed is not None and not f.removed.same):
+            best.setdefault(f.node.name, f)
+        return sorted(best.values(), key=lambda f: self._order.get(f.node.name, -1))
+
+    def readers(self, weight: str) -> list[Node]:
+        """Return the nodes that read a weight."""
+        return [f.node for f in self._names.tensors.get(weight, ()) if f.removed is None]
+
+    def _of_filter(self, layers: LayerFilter) -> list[Named]:
+        known = self._names.tensors.values() if getattr(layers, "of_inputs", False) else ()
+        inputs = [t[0] for t in known if t and t[0].op == INPUT]
+        found = [f for f in (*inputs, *map(Named, self.nodes)) if _chooses(layers, f.node)]
+        found += [f for r, by in self._removed if r.joined and _chooses(layers, r.node) for f in by]
+        if not found and not getattr(layers, "optional", False):
+            wanted = getattr(layers, "name", None) or layers
+            names = self._names.known | {n.name for n in self.nodes}
+            raise UnknownNameError("layer for the filter", str(wanted), names, hint=_LISTS)
+        return found
+
+    def _of_name(self, pattern: str) -> list[Named]:
+        names = self._names
+        requantized_for = names.exact.get(pattern.rpartition("_for_")[2])  # see `insertions.requantize`
+        found = names.by_name(pattern) or names.by_kind(pattern)
+        if all(f.node.facts.moves for f in found):  # it computes nothing here
+            found = [*found, *self._folded.by_name(pattern)]
+        if found := found or requantized_for or self._divided(pattern):
+            return found
+        if pattern and (pattern in self._folded.known or pattern in self._folded.exact):
+            by = {f.name: f.node.display_name for f in self._folded.by_kind(pattern)}
+            folded = ", ".join(f"'{name}' is a part of '{other}'" for name, other in by.items())
+            hint = "name one of those" if by else "leave it out: it computes nothing that an output needs"
+            raise PlanError(f"Nothing is left of '{pattern}' in the network", got=folded or None, hint=hint)
+        raise UnknownNameError("layer", pattern, names.known | self._folded.known, hint=_LISTS)
+
+    def _divided(self, part: str) -> list[Named]:
         """Return the node that the chip divides, for the name of a part, "NODE/mean_1"; see `passes.new_nodes`."""
         whole, _, op = part.rpartition("/")
         known = re.sub(r"_\d+$", "", op) in {name.lower() for name in OPS}
-        return [n for n in self.nodes if known and n.name == whole]
-
-    @property
-    def _names(self) -> set[str]:
-        return {name for n in self.nodes for name in (n.display_name, n.op, n.composite_op, n.layer_type) if name}
+        return [Named(n) for n in self.nodes if known and n.name == whole]
 
 
 def _chooses(layer_filter: LayerFilter, node: Node) -> bool:
@@ -168,10 +249,12 @@ def match_layers(graph: Graph, pattern: str | LayerFilter) -> list[Node]:
     A name is tried in this order: exact layer path or node name; every layer inside that path; a tensor, which stands
     for the node that makes it, for the nodes that read a weight, or for an input of the model (operator `INPUT`); a
     glob over paths; canonical operator ("Conv2D"); class of the user's layer ("LayerNorm"); a part of a node that the
-    chip divides, which stands for the whole node.
+    chip divides, which stands for the whole node. A layer that a rewrite joined with others or folded into another
+    still has its names, see `Layers`.
 
     Raises:
         UnknownNameError: nothing matches; lists near names.
+        PlanError: every layer of that kind was folded into others, or left out.
     """
     return Layers(graph).match(pattern)
 
@@ -204,7 +287,8 @@ def resolve_overrides(graph: Graph, overrides: Overrides | None) -> dict[str, di
 
     Raises:
         UnknownNameError: a pattern that names no layer, a choice or a range rule that does not exist.
-        PlanError: a value that is neither "float" nor a table of choices; a choice about weights for layers without.
+        PlanError: a value that is neither "float" nor a table of choices; a choice about weights for layers without; a
+            pattern that names only layers of which nothing is left.
     """
     out: dict[str, dict[str, Any]] = {}
     layers = Layers(graph)
@@ -213,17 +297,16 @@ def resolve_overrides(graph: Graph, overrides: Overrides | None) -> dict[str, di
             choices = {"float": f"overrides keep '{pattern}' in float"}
         else:
             check_choices(pattern, choices)
-        nodes = layers.match(pattern)
-        if any(n.op == INPUT for n in nodes):
+        found = layers.find(pattern)
+        if any(f.op == INPUT for f in found):
             _check_input_choices(str(pattern), choices)
         about_weights = [k for k in choices if k in OF_WEIGHTS]
-        if about_weights and nodes and not any(has_weights(n.op) for n in nodes):
+        if about_weights and found and not any(has_weights(f.op) for f in found):
             hint = "name a layer with weights, or choose activation_bits, rule or method for its result"
             what = f"'{pattern}' has no weights, so that '{about_weights[0]}' has no meaning for it"
-            raise PlanError(
-                what, got=", ".join(dict.fromkeys(f"{n.op} '{n.display_name}'" for n in nodes[:8])), hint=hint
-            )
-        for node, own in [*((n, choices) for n in nodes), *for_other_readers(layers, nodes, choices)]:
+            raise PlanError(what, got=", ".join(dict.fromkeys(f"{f.op} '{f.name}'" for f in found[:8])), hint=hint)
+        of_each = [(f.node, {k: v for k, v in choices.items() if f.takes(k)}) for f in found]
+        for node, own in [*of_each, *for_other_readers(layers, found, choices)]:
             merged = merge_overrides(out.pop(node.name, {}), own)
             # in a group that shares one kernel, choices about weights go to the layer that has them
             out[node.name] = {k: v for k, v in merged.items() if k not in OF_WEIGHTS or has_weights(node.op)}
@@ -231,13 +314,13 @@ def resolve_overrides(graph: Graph, overrides: Overrides | None) -> dict[str, di
 
 
 def for_other_readers(
-    layers: Layers, nodes: Collection[Node], choices: Mapping[str, Any]
+    layers: Layers, found: Collection[Named], choices: Mapping[str, Any]
 ) -> Iterator[tuple[Node, dict[str, Any]]]:
     """Yield the other nodes that read a weight of these, with the choices that are about the weight as it is stored."""
     of_weight = {k: v for k, v in choices.items() if k in OF_WEIGHTS and k != "inputs" and v != "float"}
-    weights = dict.fromkeys(n.operand("w") for n in nodes if of_weight)
-    readers = {n.name: n for w in weights if w is not None for n in layers.tensors.get(w, ()) if n.operand("w") == w}
-    own = {n.name for n in nodes}
+    weights = dict.fromkeys(f.node.operand("w") for f in found if any(map(f.takes, of_weight)))
+    readers = {n.name: n for w in weights if w is not None for n in layers.readers(w) if n.operand("w") == w}
+    own = {f.node.name for f in found}
     yield from ((n, of_weight) for name, n in readers.items() if name not in own)
 
 

@@ -148,6 +148,17 @@ class Fold:
     checksum: int  #: of weight and bias after folding, see `folds.checksum`
 
 
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """A node that a rewrite took out of the graph."""
+
+    node: Node  #: as it was, without inputs and attributes
+    by: str  #: name of the node, or composite, that does its work or reads what it read; "" for none
+    #: the other was made for its work, or does other work than before; else it changed at most its weights
+    joined: bool
+    same: bool  #: the value that it made is still there
+
+
 Users = dict[str, list[Node]]  #: value or weight -> the nodes that read it
 
 
@@ -170,6 +181,8 @@ class Graph(SummaryRepr):
     notes: list[str] = field(default_factory=list)  #: notes of the reader, copied to `Plan.rewrites`
     #: path of a layer that holds others, or that the user wrote -> its class, and its settings for filters
     outer_layers: dict[str, tuple[str, dict[str, Any]]] = field(default_factory=dict)
+    #: name -> a node that a rewrite took out, see `removed.remember_removed`
+    removed: dict[str, Removed] = field(default_factory=dict)
     #: where the model was; weights are on the CPU, and `placement.placed` brings them there; never serialised
     device: torch.device = field(default=CPU, compare=False)
 
@@ -201,12 +214,17 @@ class Graph(SummaryRepr):
 
     def drop_empty_layers(self) -> None:
         """Remove the outer layers without nodes."""
-        paths = set[str]()  # of layers with nodes, and of the layers around them
+        paths = self.layer_paths()
+        self.outer_layers = {path: layer for path, layer in self.outer_layers.items() if path in paths}
+
+    def layer_paths(self) -> set[str]:
+        """Return the paths of layers with nodes, and of the layers around them."""
+        paths = set[str]()
         for path in (n.layer for n in self.nodes):
             while path and path not in paths:
                 paths.add(path)
                 path = path[: max(path.rfind("."), path.rfind("/"), 0)]
-        self.outer_layers = {path: layer for path, layer in self.outer_layers.items() if path in paths}
+        return paths
 
     def producers(self) -> dict[str, Node]:
         """Return value name -> the node that writes it."""

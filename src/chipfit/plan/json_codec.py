@@ -26,7 +26,7 @@ from chipfit.engine.types import dtype_of
 from chipfit.errors import GraphError, PlanError
 from chipfit.files import parse_json
 from chipfit.graph.check import check
-from chipfit.graph.ir import OPAQUE, Fold, Graph, Node, Ref, Value
+from chipfit.graph.ir import OPAQUE, Fold, Graph, Node, Ref, Removed, Value
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.scale_bounds import ScaleBound
@@ -39,7 +39,7 @@ T = TypeVar("T")
 SCHEMA = 1
 _STRICT = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True)
 _OPEN = ConfigDict(strict=True, extra="allow")
-for _record in (Value, Node, Fold, NodePlan, TensorPlan, Stored, Grid, ScaleBound):
+for _record in (Value, Node, Fold, Removed, NodePlan, TensorPlan, Stored, Grid, ScaleBound):
     with_config(_STRICT)(_record)
 
 # ------------------------------------------------------------------------------------------------------------- values
@@ -134,6 +134,7 @@ class _Graph(TypedDict):
     trainable: set[str]
     folds: NotRequired[dict[str, Marked[Fold]]]  # newer than the schema
     outer_layers: NotRequired[dict[str, tuple[str, dict[str, Any]]]]  # likewise
+    removed: NotRequired[list[Marked[Removed]]]  # likewise
     inputs: list[str]
     outputs: list[str]
     in_spec: str
@@ -196,6 +197,9 @@ def graph_to_json(graph: Graph) -> tuple[dict[str, Any], dict[str, torch.Tensor]
         "aliases": aliases,
         "trainable": sorted(graph.trainable),
         "folds": {name: record_to_json(f) for name, f in graph.folds.items()},
+        "removed": [
+            {**record_to_json(r, leave_out=("node",)), "node": record_to_json(r.node)} for r in graph.removed.values()
+        ],
         **{name: getattr(graph, name) for name in _AS_THEY_ARE},
     }, weights
 
@@ -215,6 +219,7 @@ def graph_from_json(data: Any, weights: dict[str, torch.Tensor]) -> Graph:
         got = ", ".join(sorted(absent or aliases))[:80]
         raise PlanError("Weights of the graph are missing from the file, or aliases name missing weights", got=got)
     weights.update({name: weights[original] for name, original in aliases.items()})
+    parts["removed"] = {r.node.name: r for r in parts.pop("removed", ())}
     graph = Graph(weights={name: weights.pop(name) for name in owned}, **parts)
     try:
         _check_parts(graph)

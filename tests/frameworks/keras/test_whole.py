@@ -17,7 +17,7 @@ from typer.testing import CliRunner  # noqa: E402
 
 import chipfit  # noqa: E402
 from chipfit.cli.app import app  # noqa: E402
-from chipfit.errors import CaptureError, UnsupportedError  # noqa: E402
+from chipfit.errors import CaptureError, PlanError, UnsupportedError  # noqa: E402
 from chipfit.plan.diff import diff  # noqa: E402
 from tests.frameworks.keras.test_lower import flat, quantized  # noqa: E402
 from tests.keras_zoo import make  # noqa: E402
@@ -251,3 +251,22 @@ import keras
 print(keras.backend.backend())
 """
         assert python(code, KERAS_HOME=str(tmp_path), HOME=str(tmp_path)) == "torch", name
+
+
+def test_every_layer_can_be_named_although_it_is_joined_folded_or_computes_nothing():
+    image = keras.Input((8, 8, 3))
+    x = layers.Rescaling(1 / 255, name="scale")(image)
+    x = layers.BatchNormalization(name="norm")(layers.Conv2D(4, 3, name="conv", use_bias=False)(x))
+    x = layers.Multiply(name="gate")([x, layers.Activation("tanh", name="tanh")(layers.Activation("softplus")(x))])
+    x = layers.GaussianNoise(0.1, name="noise")(layers.Identity(name="same")(x))
+    model = keras.Model(image, layers.Dense(2, name="head")(layers.Flatten(name="flat")(x)))
+    data = [255 * np.random.default_rng(0).random((4, 8, 8, 3), dtype=np.float32)]
+    result = chipfit.quantize(model, data, "tflite_int8", progress=False)
+    (curve,) = [n.layer for n in result.graph.nodes if n.op == "Curve"]
+    for name, kept in {"scale": "conv", "norm": "conv", "tanh": curve, "gate": curve, "activation*": curve}.items():
+        edited = result.edit({name: "float"})
+        floats = [n for n in edited.graph.nodes if edited.plan.nodes[n.name].exec == "float"]
+        assert {n.layer for n in floats if not n.facts.moves} == {kept}
+    for name in ("noise", "same"):
+        with pytest.raises(PlanError, match=f"Nothing is left of '{name}'"):
+            result.edit({name: "float"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import warnings
 
 import numpy as np
 import onnx
@@ -15,6 +16,7 @@ from onnx import helper, numpy_helper
 from torch import nn
 
 import chipfit
+from chipfit.decide.overrides import match_layers
 from chipfit.errors import CaptureError
 from chipfit.export.onnx.writer import export_onnx
 from chipfit.frameworks import capture, load_model
@@ -399,3 +401,42 @@ def test_a_sum_with_one_row_of_constants_is_the_bias_of_a_linear_layer(shape, op
     infos = [helper.make_tensor_value_info(n, 1, s) for n, s in (("x", (2, 3)), ("y", (2, 4)))]
     model = helper.make_model(helper.make_graph(nodes, "g", infos[:1], infos[1:], weights))
     assert [n.op for n in capture(load_model(model), (torch.rand(2, 3),)).nodes] == ops
+
+
+class GatedBlock(nn.Module):
+    """Layers that exporters write in several nodes, and some that rewrites join or fold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.nn.functional.gelu(self.norm(self.conv(x / 255)))
+        return self.head(torch.nn.functional.softsign(x * torch.sigmoid(x)).mean((2, 3)))
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["dynamo", "torchscript"])
+def gated(request, tmp_path_factory):
+    """A file of an exporter, and the result of it."""
+    path = tmp_path_factory.mktemp("onnx") / "gated.onnx"
+    more = {"external_data": False} if request.param else {}
+    with warnings.catch_warnings():  # PyTorch's, of its older exporter
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.onnx.export(GatedBlock().eval(), (batches(1)[0],), path, dynamo=request.param, verbose=False, **more)
+    return onnx.load(path).graph.node, chipfit.quantize(path, batches(), platform="tflite_int8", progress=False)
+
+
+def test_every_node_of_the_file_that_computes_on_data_can_be_named(gated):
+    nodes, result = gated
+    nodes = [n for n in nodes if n.op_type not in ("Constant", "Identity")]
+    assert len(nodes) >= 10
+    for name in {name for n in nodes for name in (n.name, n.output[0])}:
+        assert match_layers(result.graph, name), name
+
+
+@pytest.mark.parametrize("op, kept", [("Sigmoid", "Swish"), ("Abs", "Curve"), ("Div", "Conv2D")])
+def test_the_name_of_a_node_that_was_joined_or_folded_keeps_the_whole_operator_in_float(op, kept, gated):
+    nodes, result = gated
+    edited = result.edit({next(n.name for n in nodes if n.op_type == op): "float"})
+    assert kept in {n.op for n in edited.graph.nodes if edited.plan.nodes[n.name].exec == "float"}

@@ -23,6 +23,7 @@ from chipfit.graph.builder import Origin
 from chipfit.graph.check import check
 from chipfit.graph.edit import drop_dead
 from chipfit.graph.ir import Graph, Value
+from chipfit.graph.removed import remember_layers_without_nodes
 from chipfit.passes.layout import change_layout, keep_constant_names
 
 
@@ -49,6 +50,7 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Se
     examples = [_floats_as(struct, x) for x in examples]
     wanted = [outputs_of(model, x) for x in examples]  # before tracing, which leaves random states as they are
     graph = _with_open_batch(model, struct, examples, wanted) or _read(model, struct, examples)
+    remember_layers_without_nodes(graph, _layer_classes(model))
     if cast:
         graph.notes.append(f"warning: the model computes in {cast}; it was read, and is simulated, in float32")
     if examples:
@@ -87,6 +89,15 @@ def _read(model: Any, struct: Any, examples: Sequence[Any], refined: bool = Fals
         env = {id(kt): t for kt, t in zip(leaves(inner._inputs_struct), tensors, strict=True)}
         results = keras.tree.pack_sequence_as(outputs, translator.add_calls(leaves(outputs), env, ""))
     return _finish(translator, results, struct, names)
+
+
+def _layer_classes(model: Any, path: str = "") -> dict[str, str]:
+    """Return path of each layer of a model, and of the models inside it -> its class."""
+    out = dict[str, str]()
+    for layer in (x for x in model.layers if not isinstance(x, keras.layers.InputLayer)):
+        out[f"{path}{layer.name}"] = type(layer).__name__
+        out |= _layer_classes(layer, f"{path}{layer.name}/") if isinstance(layer, keras.Model) else {}
+    return out
 
 
 def _read_part(example: Any, part: Any) -> Graph:

@@ -21,6 +21,7 @@ from chipfit.frameworks.onnx.tidy import tidy
 from chipfit.frameworks.onnx.unroll import unrolled
 from chipfit.frameworks.reading import Unreadable
 from chipfit.graph.ir import Graph
+from chipfit.graph.removed import remember_aliases, remember_removed
 
 #: results of at most this many elements are computed while a model is read, further ones by the engine
 _FOLDED = 1 << 16
@@ -48,7 +49,12 @@ def translate(
     t.inputs(variants, dtypes)
     t.nodes(model.graph)
     outputs = [t.output(v.name or "") for v in model.graph.outputs]
-    return tidy(t.builder.graph, outputs)
+    before = t.builder.graph.copy()
+    before.outputs = outputs
+    graph, outputs = tidy(t.builder.graph, outputs)
+    graph = remember_removed(before, graph)
+    remember_aliases(graph, t.names, before)
+    return graph, outputs
 
 
 class Translator:
@@ -57,6 +63,7 @@ class Translator:
     def __init__(self, model: OnnxModel, count: int) -> None:
         self.model, self.builder = model, OnnxGraphBuilder(model, count)
         opsets = model.graph.opset_imports
+        self.names: dict[str, tuple[str, str]] = {}  #: node -> its first result, and the value that it became
         self.inside = 0  #: number of definitions by simpler operators that are being read
         self.opsets = {"": opsets.get("", opsets.get("ai.onnx", 1)), "com.microsoft": 1}
 
@@ -105,6 +112,8 @@ class Translator:
             for value, x in zip(node.outputs, found, strict=False):
                 if value.name and x is not None:
                     self.builder.env[value.name] = x
+                    if x.name and not self.inside:
+                        self.names.setdefault(node.name or value.name, (value.name, x.name))
 
     def node(self, node: ir.Node) -> Sequence[Operand | None]:
         """Return the results of a node."""

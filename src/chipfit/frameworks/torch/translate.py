@@ -28,6 +28,7 @@ from chipfit.frameworks.torch.read import READERS, SYNONYMS
 from chipfit.graph.edit import drop_dead
 from chipfit.graph.ir import CPU, OPAQUE, Graph
 from chipfit.graph.placement import device_of, inputs_on, moved
+from chipfit.graph.removed import remember_layers_without_nodes
 
 
 def translate(program: Program, model: torch.nn.Module, call: Any, example_out: Any) -> Graph:
@@ -51,6 +52,7 @@ def translate(program: Program, model: torch.nn.Module, call: Any, example_out: 
     graph.example = tuple(inputs_on(CPU, (leaves[i] for i in translator.tensors)))
     drop_dead(graph)
     graph.drop_empty_layers()
+    remember_layers_without_nodes(graph, {path: type(m).__name__ for path, m in model.named_modules()})
     return moved(graph, CPU)
 
 
