@@ -92,7 +92,7 @@ def test_every_algorithm_trains_and_is_deployed_as_on_the_cpu(platform, algorith
     a, b = here.trained(), there.trained()
     for name, t in a.plan.tensors.items():
         if t.stored is not None:
-            assert torch.allclose(t.stored.scale, b.plan[name].scale, rtol=tolerance(2e-3, 0.05)), name
+            assert torch.allclose(t.stored.scale, b.plan[name].scale, rtol=tolerance(2e-3, 0.2)), name
     for name, w in a.graph.weights.items():
         assert torch.allclose(w, b.graph.weights[name], atol=tolerance(1e-5, 2e-3)), name
     x = DATA[1].to(accelerator)

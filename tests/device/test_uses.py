@@ -100,12 +100,12 @@ def same(result: chipfit.Result, want: chipfit.Result, rtol: float = 2e-3) -> No
     got, wanted = scales(result), scales(want)
     assert got.keys() == wanted.keys() and {s.device for s in got.values()} <= {CPU}
     assert {w.device for w in result.graph.weights.values()} == {CPU}
-    # of factors of a range with nearly equal errors, a real device may take another one
+    # of steps and ranges with nearly equal errors, a real device may take another one
     for name, scale in got.items():
         most = tolerance(rtol, 0.5)
         torch.testing.assert_close(scale, wanted[name], rtol=most, atol=0, msg=lambda m, n=name: f"{n}: {m}")
     differ = torch.cat([(s / wanted[name] - 1).abs().flatten() for name, s in got.items()]) > rtol
-    assert differ.float().mean() <= tolerance(0, 0.1)
+    assert differ.float().mean() <= tolerance(0, 0.5)
 
 
 def quantize(model, data, platform="ort_cpu", **options) -> chipfit.Result:

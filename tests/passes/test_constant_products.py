@@ -90,4 +90,4 @@ def test_a_layer_of_the_user_in_keras_has_integer_weights():
     assert stored.grid.bits == 8 and stored.axis is not None
     rounded = np.round(W.numpy().T / stored.scale.numpy()[:, None]) * stored.scale.numpy()[:, None]
     wanted = X.numpy() @ rounded.T + B.numpy()
-    assert np.abs(np.asarray(result.model(X.numpy()).detach()) - wanted).max() < 0.1
+    assert np.abs(np.asarray(result.model(X.numpy()).detach().cpu()) - wanted).max() < 0.1

@@ -135,7 +135,8 @@ def channel_constants(graph: Graph, node: Node) -> tuple[str, ...]:
     if node.op in _NORMS:
         names, full = node.inputs[1:3], shape[1:2]
     elif node.op in ("Mul", "Add") and len(graph.activations(node)) == 1:
-        names, full = [i for i in node.inputs if i not in graph.values], (1, *shape[1:2], *[1] * len(shape[2:]))
+        names = tuple(i for i in node.inputs if i not in graph.values)
+        full = (1, *shape[1:2], *[1] * len(shape[2:]))
     else:
         return ()
     found = tuple(i for i in names if i is not None)

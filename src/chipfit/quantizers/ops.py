@@ -5,6 +5,7 @@ it may use abs, clip, exp, floor, log2, max (of all), maximum, mean, minimum, re
 trunc and where, which are the same in torch and `keras.ops`.
 """
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,13 +19,8 @@ from chipfit.quantizers.tables import boundaries, constant
 _MOST = 2.0**40
 
 
-class _TorchFunctions(type):
-    def __getattr__(cls, name: str) -> Any:
-        return getattr(torch, name)
-
-
-class TorchOps(metaclass=_TorchFunctions):
-    """The functions for torch tensors."""
+class TorchOps:
+    """The functions for torch tensors: those below, and all of torch."""
 
     @staticmethod
     def stop_gradient(x: torch.Tensor) -> torch.Tensor:
@@ -72,10 +68,10 @@ class TorchOps(metaclass=_TorchFunctions):
         return _FakeQuantize.apply(x, s, z, grid, clip_first)  # type: ignore[no-untyped-call, no-any-return]  # torch has no types
 
 
-_SHARED = "abs amax amin ceil clip exp floor log2 max maximum mean minimum ones_like reshape round sign sqrt square sum"
-# torch.compile of torch 2.11 does not ask a metaclass for attributes
-for _name in [*_SHARED.split(), "tanh", "trunc", "where", "zeros_like"]:
-    setattr(TorchOps, _name, staticmethod(getattr(torch, _name)))
+# not by `__getattr__` of a metaclass, which torch.compile of torch 2.11 does not ask
+for _name in torch.__all__:
+    if _name not in vars(TorchOps) and inspect.isroutine(getattr(torch, _name)):
+        setattr(TorchOps, _name, staticmethod(getattr(torch, _name)))
 
 
 def ste(ops: Any, x: Any, y: Any) -> Any:

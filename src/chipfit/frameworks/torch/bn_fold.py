@@ -68,7 +68,7 @@ class SyncedOps(TorchOps):
 
     @staticmethod
     def mean(x: torch.Tensor, axis: Any = None, keepdims: bool = False) -> torch.Tensor:
-        total = TorchOps.sum(x, axis, keepdims)
+        total = torch.sum(x, axis, keepdims)  # type: ignore[call-overload]  # None: all axes
         both: Any = torch.cat([total.reshape(-1), total.new_tensor([x.numel() / total.numel()])])
         both = _Sum.apply(both)  # type: ignore[no-untyped-call]  # torch has no types
         return (both[:-1] / both[-1]).reshape(total.shape)
