@@ -175,11 +175,10 @@ def test_numbers_of_nodes_and_edges_are_open_where_they_vary(axis, sizes):
     assert [result.graph.shape(i) for i in result.graph.inputs] == [
         (nodes, 8), (2, edges) if axis == 0 else (edges, 2)
     ]  # fmt: skip
-    for n, e in [sizes[0], (nodes or 12, edges or 33), (nodes or 30, edges or 80)]:
-        new = network(n, e, axis)
-        assert result.verify([new]).sound
-        with torch.no_grad():
-            assert near(result.model(*new), model(*new))
+    new = [network(n, e, axis) for n, e in [sizes[0], (nodes or 12, edges or 33), (nodes or 30, edges or 80)]]
+    assert result.verify(new).sound
+    with torch.no_grad():
+        assert all(near(result.model(*x), model(*x)) for x in new)
 
 
 class Dense(Messages):
