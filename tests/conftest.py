@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -28,6 +30,17 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[NO_DEVICE] = str(e)
     except ValueError as e:
         raise pytest.UsageError(str(e)) from e
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Leave modules and collected tests out of garbage collection: walks over them took a tenth of all tests' time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
