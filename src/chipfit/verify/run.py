@@ -97,7 +97,7 @@ def verify(
     found = entry("runtime", runtime)
     require(found)
     quantized = [v for v in (*graph.inputs, *(o for n in graph.nodes for o in n.outputs)) if plan.quantized(v)]
-    read_in_float = (_before_transpositions(graph, n.data) for n in graph.nodes if n.op == DYNAMIC)
+    read_in_float = (_before_moves(graph, n.data) for n in graph.nodes if n.op == DYNAMIC)
     inner = [*dict.fromkeys(v for v in read_in_float if v not in graph.inputs and not plan.quantized(v))]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         suffix = found.declares.suffix
@@ -126,10 +126,10 @@ def verify(
     return out
 
 
-def _before_transpositions(graph: Graph, value: str) -> str:
-    """Return the value of which this one is a transposition, which the file may not hold."""
+def _before_moves(graph: Graph, value: str) -> str:
+    """Return the value of which this one holds the numbers in another order or shape, which the file may not have."""
     made = graph.producers()
-    while value in made and made[value].op == "Transpose":
+    while value in made and made[value].op in ("Transpose", "Reshape"):
         value = made[value].data
     return value
 

@@ -470,3 +470,25 @@ def test_a_file_that_has_changed_since_it_was_loaded_is_refused(images, path):
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(CaptureError, match="has changed since it was loaded"):
         capture(model, [images[0]])
+
+
+def test_samples_whose_axis_a_file_takes_apart_and_makes_are_computed_together(tmp_path):
+    """As steps in time of one sample, which lie first: [1, 1, 8] of any order is one reshape in the file."""
+    tf = pytest.importorskip("tensorflow")
+    kernel = np.random.default_rng(2).standard_normal((8, 6), np.float32)
+
+    def steps(x):
+        (first,) = tf.unstack(tf.transpose(x, [1, 0, 2]))
+        return tf.stack([tf.nn.relu(tf.matmul(first, kernel))])
+
+    made = tf.function(steps, input_signature=[tf.TensorSpec((1, 1, 8))]).get_concrete_function()
+    path = tmp_path / "m.tflite"
+    path.write_bytes(tf.lite.TFLiteConverter.from_concrete_functions([made]).convert())
+    data = [torch.randn(4, 1, 8, generator=torch.Generator().manual_seed(k)) for k in range(3)]
+    result = chipfit.quantize(str(path), data, platform="tflite_int8", progress=False)
+    assert result.graph.shape(result.graph.inputs[0])[0] is None
+    want = torch.relu(data[0] @ torch.from_numpy(kernel))
+    read = capture(load_file(path), [data[0]])
+    torch.testing.assert_close(run(read, [data[0]], keep=read.outputs)[read.outputs[0]], want)
+    result.export(tmp_path / "int8.tflite")
+    assert result.verify(data[:1]).exact

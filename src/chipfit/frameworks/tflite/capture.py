@@ -83,6 +83,9 @@ def _inputs(model: TfliteModel, args: Sequence[Any], kwargs: Any) -> list[torch.
         if not fits:
             got, allowed = f"{list(x.shape)}", f"{list(t.signature)}, with any batch"
             hint = "images are [N, H, W, C] in these files" if x.dim() == 4 else ""
+            if x.shape[1:] == t.signature:
+                allowed = f"{list(t.signature)}"
+                hint = "the file computes one sample, without an axis for a batch: give a list of samples"
             raise CaptureError(
                 f"Input '{t.name}' has another shape", where=model.where, got=got, allowed=allowed, hint=hint
             )

@@ -583,13 +583,27 @@ def _concat(c: Call) -> Value:
     return c.emit("Concat", [c.operand(k) for k in range(len(c.op.inputs))], axis=c.axis())
 
 
+def _of_one_sample(c: Call, parts: int, axis: int) -> bool:
+    """Return whether parts along the first axis are a single one, the sample that the file computes.
+
+    Raises:
+        Unreadable: They are several, and the first axis is open.
+    """
+    require(axis != 0 or parts == 1 or not c.reading.open_batch, "it takes the batch apart or makes one")
+    return axis == 0 and c.reading.open_batch
+
+
 @reads("PACK")
 def _pack(c: Call) -> Value:
+    if _of_one_sample(c, len(c.op.inputs), c.axis()):
+        return c.emit("Reshape", [c.value(0)], shape=c.static())
     return c.emit("Stack", [c.operand(k) for k in range(len(c.op.inputs))], axis=c.axis())
 
 
 @reads("UNPACK")
 def _unpack(c: Call) -> list[Value]:
+    if _of_one_sample(c, len(c.out), c.axis(rank=len(c.value(0).shape))):
+        return [c.emit("Reshape", [c.value(0)], shape=c.static())]
     outs = [(c.shape(k), t.dtype) for k, t in enumerate(c.out)]
     return c.parts("Unstack", [c.value(0)], outs, c.name, axis=c.axis(rank=len(c.value(0).shape)))
 
