@@ -140,10 +140,14 @@ def test_doctor_says_what_is_here(monkeypatch):
         ("quantize gone.pt2 --data d.npz", "CaptureError", {"where": "gone.pt2"}),
         ("verify out --data dd.npz", "DataError", {"where": "dd.npz", "try": "d.npz"}),
         ("lint x --platform ort_cpuu", "UnknownNameError", {}),
+        ("verify out --dta d.npz", "ConfigError", {}),
+        ("verifi out", "ConfigError", {}),
+        ("quantize x --data d.npz --seed one", "ConfigError", {}),
     ],
 )
 def test_an_error_is_a_document_with_its_type_and_facts(monkeypatch, capsys, words, kind, facts):
     monkeypatch.setattr(sys, "argv", ["chipfit", *words.split(), "--json"])
+    monkeypatch.setattr(command_line.OUTPUT, "json", False)  # as in a process of its own
     with pytest.raises(SystemExit) as e:
         command_line.main()
     out, err = capsys.readouterr()

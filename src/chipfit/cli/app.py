@@ -143,13 +143,16 @@ _OUTPUT = "the output of `chipfit quantize`"
 _CALIBRATION = 16  #: number of training batches used for calibration
 #: exit status of an internal error (EX_SOFTWARE of sysexits.h), and of Ctrl-C (as in shells)
 BUG_STATUS, INTERRUPTED_STATUS = 70, 130
+_USAGE_ERROR = typer.BadParameter.__bases__[0]  # `click.UsageError`, of which recent versions of typer have their own
 
 
 def main() -> None:
     """Run the command line. Exit status 2 with a panel for an error of the user, 70 for a bug of chipfit."""
+    for name in vars(OUTPUT):  # before an option is read: an error in one is printed as these demand
+        setattr(OUTPUT, name, f"--{name}" in sys.argv[1:])
     try:
         try:
-            app()
+            _run()
         finally:
             sys.stdout.flush()  # raise BrokenPipeError here rather than at Python's exit
     except ChipfitError as e:
@@ -170,6 +173,22 @@ def main() -> None:
         hint = "please report it with the lines above, this command, and what is needed to reproduce it"
         _panel(ChipfitError(what, got=f"chipfit {chipfit.__version__}, {' '.join(sys.argv)}", hint=hint), "Bug")
         raise SystemExit(BUG_STATUS) from None
+
+
+def _run() -> None:
+    """Run the command; with --json, a mistake in its options is raised as a ConfigError, to be printed as a document.
+
+    Raises:
+        ConfigError: an option or a command does not exist, or has a wrong value.
+    """
+    if not OUTPUT.json:
+        return app()
+    try:
+        raise SystemExit(app(standalone_mode=False) or 0)
+    except _USAGE_ERROR as e:
+        raise ConfigError(e.format_message(), hint="--help lists commands and options") from None
+    except typer.Abort:
+        raise KeyboardInterrupt from None
 
 
 def _refuse(e: ChipfitError) -> None:

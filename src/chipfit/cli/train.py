@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -30,8 +30,18 @@ def parse_method(text: str) -> Any:
     return name + options if name else thing
 
 
+class _Passes:
+    """The batches of a function without arguments, which is called for each pass over them."""
+
+    def __init__(self, make: Callable[[], Iterable[Any]]) -> None:
+        self._make = make
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._make())
+
+
 def train_with_loop(result: Result, text: str, data: Any) -> None:
-    """Train the model with the user's `function(model, data)`.
+    """Train the model with the user's `function(model, data)`; `data` can be iterated once for each epoch.
 
     Raises:
         ConfigError: there is no such function, or it fails.
@@ -39,7 +49,8 @@ def train_with_loop(result: Result, text: str, data: Any) -> None:
     loop = import_by_name(text, "training loop", ConfigError)
     if not callable(loop):
         raise ConfigError("Training loop must be a function(model, data)", got=type(loop).__name__)
-    call_factory(functools.partial(loop, result.model, data), text, "training loop", ConfigError)
+    batches = _Passes(data) if callable(data) and not isinstance(data, Iterable) else data
+    call_factory(functools.partial(loop, result.model, batches), text, "training loop", ConfigError)
 
 
 def train_classifier(
