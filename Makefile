@@ -38,10 +38,11 @@ format: setup ## let ruff repair what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# A process in which an accelerator has computed gradients cannot be forked, which other tests do.
+# A process in which an accelerator has computed gradients cannot be forked, which other tests do. With worksteal,
+# most tests of a file run in one worker, which makes the fixtures of the file once.
 test: check ## what every change must pass
-	$(QUIET) $(BIN)/pytest -q -n $(WORKERS) -m "not slow" --ignore tests/device
-	$(QUIET) $(BIN)/pytest -q -n $(WORKERS) -m "not slow" --device fake tests/device
+	$(QUIET) $(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m "not slow" --ignore tests/device
+	$(QUIET) $(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m "not slow" --device fake tests/device
 
 test-device: setup ## networks of torch on an accelerator in host memory, whose rules are those of CUDA: DEVICE= names a real one
 	$(QUIET) $(BIN)/pytest -q -n $(WORKERS) --device $(or $(DEVICE),fake) tests/device

@@ -38,35 +38,35 @@ def train(model, x, y, steps):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    folder, LAYERS = sys.argv[1], sys.argv[2] == "fsdp of layers"
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=40))
     rank = dist.get_rank()
-    x, y = torch.load(f"{folder}/data")
+    x, y = torch.load(f"{sys.argv[1]}/data")
     half = slice(4 * rank, 4 * rank + 4)
-    for sync in (True, False):
-        training = {"weights": "lsq", "activations": "lsq(use_grad_scaling=False)", "bn_fold": 4, "bn_sync": sync}
-        # in single precision, sums in another order let numbers round to the other side
-        result = chipfit.load(f"{folder}/result").trains(training)
-        model = result.model.double()
-        parallel = nn.parallel.DistributedDataParallel(model) if sys.argv[2] == "ddp" else sharded(model)
-        for steps in (1, 4):
-            train(parallel, x[half].double(), y[half], steps)
-            torch.save(whole(model.state_dict()), f"{folder}/{sync}{rank}{steps}")
-        trained = result.trained()
-        if rank == 0:
-            trained.save(f"{folder}/trained{sync}")
-    if sys.argv[2] == "fsdp":  # a policy of short floats is for weights alone
-        for apart in (False, True):
-            result = chipfit.load(f"{folder}/result").trains("lsq")
-            if apart:
-                fully_shard(result.model.quant)
-            fully_shard(result.model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-            try:
-                train(result.model, x[half], y[half], 1)
-            except chipfit.errors.ConfigError as e:
-                assert not apart and "fully_shard(model.quant)" in str(e)
-            else:
-                assert apart and result.trained().plan.tensors
+    for how in sys.argv[2:]:
+        folder, LAYERS = f"{sys.argv[1]}/{how}", how == "fsdp of layers"
+        for sync in (True, False):
+            training = {"weights": "lsq", "activations": "lsq(use_grad_scaling=False)", "bn_fold": 4, "bn_sync": sync}
+            # in single precision, sums in another order let numbers round to the other side
+            result = chipfit.load(f"{sys.argv[1]}/result").trains(training)
+            model = result.model.double()
+            parallel = nn.parallel.DistributedDataParallel(model) if how == "ddp" else sharded(model)
+            for steps in (1, 4):
+                train(parallel, x[half].double(), y[half], steps)
+                torch.save(whole(model.state_dict()), f"{folder}/{sync}{rank}{steps}")
+            trained = result.trained()
+            if rank == 0:
+                trained.save(f"{folder}/trained{sync}")
+    for apart in (False, True):  # a policy of short floats is for weights alone
+        result = chipfit.load(f"{sys.argv[1]}/result").trains("lsq")
+        if apart:
+            fully_shard(result.model.quant)
+        fully_shard(result.model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        try:
+            train(result.model, x[half], y[half], 1)
+        except chipfit.errors.ConfigError as e:
+            assert not apart and "fully_shard(model.quant)" in str(e)
+        else:
+            assert apart and result.trained().plan.tensors
     dist.barrier()
     dist.destroy_process_group()
     os._exit(0)  # a thread of torch that still runs would abort the end of the interpreter
@@ -86,31 +86,48 @@ class Net(nn.Module):
         return self.head(torch.relu(self.bn2(self.body(x)) + x).mean((2, 3)))
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp", "fsdp of layers"])
-def test_two_processes_train_what_one_does_on_the_whole_batch(how, tmp_path):
+WAYS = "ddp", "fsdp", "fsdp of layers"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """What two processes have trained in each way, as files in a folder, and what one process trains."""
+    folder = tmp_path_factory.mktemp("ranks")
     plain = quantized(Net(), DATA)
-    plain.save(tmp_path / "result")
-    torch.save((DATA[0], LABELS), tmp_path / "data")
-    (tmp_path / "ranks.py").write_text(SCRIPT)
+    plain.save(folder / "result")
+    torch.save((DATA[0], LABELS), folder / "data")
+    (folder / "ranks.py").write_text(SCRIPT)
+    for how in WAYS:
+        (folder / how).mkdir()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [str(tmp_path / "ranks.py"), str(tmp_path), how]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    command += [str(folder / "ranks.py"), str(folder), *WAYS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    namespace = {"__name__": "one"}
+    namespace, states = {"__name__": "one"}, []
     exec(SCRIPT, namespace)
-    result = plain.trains({"weights": "lsq", "activations": "lsq(use_grad_scaling=False)", "bn_fold": 4})
-    result.model.double()
+    one = plain.trains({"weights": "lsq", "activations": "lsq(use_grad_scaling=False)", "bn_fold": 4})
+    one.model.double()
     for steps in (1, 4):
-        start = {k: v.clone() for k, v in result.model.state_dict().items()}
-        namespace["train"](result.model, DATA[0].double(), LABELS, steps)
-        both, apart = ([torch.load(tmp_path / f"{sync}{rank}{steps}") for rank in range(2)] for sync in (True, False))
-        for name, expected in result.model.state_dict().items():
+        start = {k: v.clone() for k, v in one.model.state_dict().items()}
+        namespace["train"](one.model, DATA[0].double(), LABELS, steps)
+        states.append((steps, start, {k: v.clone() for k, v in one.model.state_dict().items()}))
+    return folder, states, one.trained()
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_two_processes_train_what_one_does_on_the_whole_batch(trained, how):
+    folder, states, one = trained
+    for steps, start, after in states:
+        both, apart = (
+            [torch.load(folder / how / f"{sync}{rank}{steps}") for rank in range(2)] for sync in (True, False)
+        )
+        for name, expected in after.items():
             assert torch.equal(both[0][name], both[1][name]), name
             way, off, other = ((x[name] - expected).abs().max() for x in (start, both[0], apart[0]))
             assert off <= 1e-4 * way, name
             if steps == 1 and name in ("stem.weight", "body.weight", "bn1.weight"):
                 assert other > 0.3 * way > 0, name  # where each trains with what its own half shows
-    one, both = result.trained(), chipfit.load(tmp_path / "trainedTrue")
+    both = chipfit.load(folder / how / "trainedTrue")
     for name, t in one.plan.tensors.items():
         if t.stored is not None:
             torch.testing.assert_close(both.plan[name].scale, t.stored.scale, rtol=1e-5, atol=0)
