@@ -26,10 +26,11 @@ class GraphBuilder:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.names: set[str] = set()  #: of nodes, values and weights
+        self._counts: dict[str, int] = {}  #: name -> the last number behind it
 
     def fresh(self, wanted: str) -> str:
         """Reserve and return an unused name like `wanted`."""
-        name = unique_name(wanted, self.names)
+        name = unique_name(wanted, self.names, self._counts)
         self.names.add(name)
         return name
 
@@ -70,6 +71,7 @@ class GraphBuilder:
             graph.values.pop(name, None)
             graph.weights.pop(name, None)
         self.names -= gone
+        self._counts.clear()
         graph.trainable -= gone
         del graph.nodes[nodes:]
         return gone

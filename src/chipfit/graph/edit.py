@@ -9,12 +9,19 @@ import torch
 from chipfit.graph.ir import Graph, Node
 
 
-def unique_name(wanted: str, taken: Container[str]) -> str:
-    """Return `wanted`, or the first of `wanted_1`, `wanted_2`, ... that is not taken."""
-    name, count = wanted, 0
+def unique_name(wanted: str, taken: Container[str], counts: dict[str, int] | None = None) -> str:
+    """Return `wanted`, or the first of `wanted_1`, `wanted_2`, ... that is not taken.
+
+    Args:
+        counts: the last number tried for each name, from which the search goes on, while no name becomes free.
+    """
+    counts = {} if counts is None else counts
+    count = counts.get(wanted, 0)
+    name = f"{wanted}_{count}" if count else wanted
     while name in taken:
         count += 1
         name = f"{wanted}_{count}"
+    counts[wanted] = count
     return name
 
 

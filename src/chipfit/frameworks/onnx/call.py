@@ -17,6 +17,7 @@ import torch
 
 from chipfit.engine.kernels import execute
 from chipfit.errors import CaptureError, ChipfitError, raised_outside_chipfit, short_message
+from chipfit.frameworks.onnx.limits import check_shape
 from chipfit.frameworks.onnx.model import OnnxModel, domain_of
 from chipfit.frameworks.onnx.runtime import OnnxFunction, as_tensor
 from chipfit.frameworks.reading import Unreadable
@@ -25,6 +26,7 @@ from chipfit.graph.ir import OPAQUE, Graph, Node, Ref
 from chipfit.operators.table import OPS
 
 _META = torch.device("meta")
+_MOST_AXES = 64  #: of a tensor of torch
 
 
 @dataclass(eq=False, slots=True)
@@ -51,6 +53,10 @@ class Operand:
     @property
     def dtype(self) -> torch.dtype:
         return self.metas[0].dtype
+
+    def known(self, k: int) -> Any:
+        """Return what is known in a variant without data: the numbers, or type and shape."""
+        return self.numbers[k] if self.numbers else (_name(self.dtype), tuple(self.metas[k].shape))
 
     @property
     def constant(self) -> np.ndarray | None:
@@ -84,6 +90,10 @@ class OnnxGraphBuilder(GraphBuilder):
         self.fixed = 0  #: the batch size that the model declares, although it is read with an open one
         self.made: dict[tuple[str, str], str] = {}  #: (initialiser, form) -> the weight of the Graph
         self.changes: dict[str, Callable[[Any], Any]] = {}  #: weight -> what its initialiser went through
+
+    def rows(self, k: int) -> int:
+        """Return the number of samples in a variant."""
+        return self.batch[k] if self.batch else 1
 
     def input(self, name: str, metas: Sequence[torch.Tensor]) -> Operand:
         """Add an input of the graph."""
@@ -214,8 +224,14 @@ class OnnxCall:
         return _plain(x.constant.tolist())
 
     def integers(self, name: str, index: int) -> tuple[int, ...] | None:
-        """Return an attribute or operand as integers."""
+        """Return an attribute or operand as integers.
+
+        Raises:
+            Unreadable: It depends on data or open sizes, or lists more axes than a tensor has.
+        """
         found = self.numbers(name, index)
+        if name == "axes" and isinstance(found, list) and len(found) > _MOST_AXES:
+            raise Unreadable
         return None if found is None else tuple(map(int, found)) if isinstance(found, (list, tuple)) else (int(found),)
 
     def weight(self, index: int, form: str = "", change: Callable[[Any], Any] | None = None) -> Operand:
@@ -356,6 +372,8 @@ class OnnxCall:
     def _append(
         self, op: str, operands: Sequence[Any], attrs: Any, results: Sequence[Any], *wanted: str
     ) -> list[Operand]:
+        for k, meta in ((k, m) for r in results for k, m in enumerate(r)):
+            check_shape(meta.shape, self.builder.rows(k), op, self.name)
         made = [Operand(tuple(r)) for r in results]
         outs = [(m.shape, _name(m.dtype)) for m in made]
         inputs = [None if o is None else o.name for o in operands]

@@ -6,17 +6,20 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from chipfit.engine.run import first_deviation
+from chipfit.engine.run import first_deviation, run
 from chipfit.engine.trees import dump_call, dump_result
-from chipfit.errors import CaptureError
+from chipfit.errors import CaptureError, DataError, first_line
+from chipfit.frameworks.onnx.limits import TRAPPING, traps
 from chipfit.frameworks.onnx.model import OnnxModel, dims_of, opened, refuse_quantized
 from chipfit.frameworks.onnx.requantize import float_network
-from chipfit.frameworks.onnx.runtime import only_here, run_flat
+from chipfit.frameworks.onnx.runtime import OnnxFunction, only_here, run_flat
 from chipfit.frameworks.onnx.translate import translate
 from chipfit.graph.check import check
 from chipfit.graph.edit import drop_dead
-from chipfit.graph.ir import FIXED_BATCH, Graph
+from chipfit.graph.ir import FIXED_BATCH, OPAQUE, Graph, Node
 
+#: bytes of weights that may be in memory twice while a model is read
+_LIGHT = 1 << 24
 #: samples on which graph and model are compared
 _SAMPLES = 2
 _OTHER = "warning: ONNX Runtime computes other numbers from the file than the captured network"
@@ -105,7 +108,8 @@ def _compared(
 ) -> tuple[Graph, tuple[str, Any] | None]:
     """Return the graph of a model, and where it differs from the runtime, see `first_deviation`.
 
-    The runtime runs first, so that its weights and those of the graph are not in memory at the same time.
+    The model is read first, which finds operators that would crash the runtime or take all memory. The runtime runs
+    first where there are many weights, so that its weights and those of the graph are not in memory at the same time.
 
     Args:
         variants, fixed: see `translate`.
@@ -116,18 +120,59 @@ def _compared(
     """
     rows = [len({v[k][:1] for v in variants}) > 1 for k in range(len(inputs))]
     few, parts = _few(inputs, rows, fixed)
+    graph = _read(model, inputs, variants, order, fixed) if model.bytes_of_weights <= _LIGHT else None
     failed, want = None, list[torch.Tensor]()
     try:
+        if graph is not None:
+            _check_divisions(graph, _in_order(graph, model, few))
         with only_here(model):
             found = [run_flat(model, p) for p in parts]
         want = [torch.cat(p) if len(p) > 1 and p[0].dim() else p[0] for p in zip(*found, strict=True)]
     except CaptureError as e:
         failed = e  # a reader's error says more
-    graph = _read(model, inputs, variants, order, fixed)
+    if graph is None:
+        graph = _read(model, inputs, variants, order, fixed)
     if failed is not None:
         raise failed
-    by_name = dict(zip(model.names(), few, strict=True))
-    return graph, first_deviation(graph, [by_name[n] for n in graph.inputs], want)
+    return graph, first_deviation(graph, _in_order(graph, model, few), want)
+
+
+def _check_divisions(graph: Graph, inputs: Sequence[torch.Tensor]) -> None:
+    """Check divisions of integers on the example, which end the process where the processor traps on one.
+
+    Raises:
+        CaptureError: One divides the least integer by -1.
+    """
+    found = [(kind, n) for n in graph.nodes if (kind := _kind(n)) in TRAPPING and _reads_integers(n, graph)]
+    if not found:
+        return
+    read = {i for _, n in found for i in n.inputs if i is not None}
+    try:
+        with torch.inference_mode():
+            values = run(graph, inputs, keep=read)
+    except (RuntimeError, LookupError, DataError) as e:
+        raise CaptureError(f"The model fails on the example input: {first_line(e)}") from e
+    for kind, n in found:
+        if traps(kind, *(torch.as_tensor(values[i]).numpy() for i in n.inputs if i is not None)):
+            raise CaptureError(f"Operator '{kind}' divides the least integer by -1", where=n.display_name)
+
+
+def _kind(n: Node) -> str:
+    """Return the operator of a node, of an opaque one that of the file."""
+    return OnnxFunction.of_target(n.attrs["target"]).node.op_type if n.op == OPAQUE else n.op
+
+
+def _reads_integers(n: Node, graph: Graph) -> bool:
+    first = n.inputs[0]
+    return first is not None and (
+        not graph.weights[first].is_floating_point() if first in graph.weights else "int" in graph.values[first].dtype
+    )
+
+
+def _in_order(graph: Graph, model: OnnxModel, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the inputs of the model in the order of the graph's."""
+    by_name = dict(zip(model.names(), inputs, strict=True))
+    return [by_name[n] for n in graph.inputs]
 
 
 def _few(

@@ -18,6 +18,7 @@ from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from chipfit.errors import CaptureError, raised_outside_chipfit, short_message
+from chipfit.frameworks.onnx.limits import check_results
 from chipfit.frameworks.onnx.live import live_nodes, reads_of
 from chipfit.frameworks.quantized import dequantized
 
@@ -289,6 +290,8 @@ class Expansion:
         arrays = {i: self.array(i) for i in n.input if i}
         if any(a is None or a.size > _MOST for a in arrays.values()):
             return None
+        opset = max((o.version for o in self.source.opset_import if o.domain in ("", "ai.onnx")), default=1)
+        check_results(n, opset, arrays, 1, n.name or n.op_type)
         ins, outs = ([onnx.ValueInfoProto(name=k) for k in names if k] for names in (arrays, n.output))
         model = helper.make_model(helper.make_graph([n], "node", ins, outs), opset_imports=self.source.opset_import)
         try:

@@ -26,6 +26,8 @@ DOMAINS = ("", "com.microsoft")
 _NEWEST = onnx.defs.onnx_opset_version()
 _OLDEST = 1
 _MOST_NODES = 100_000
+#: fields of a tensor that hold numbers, and how many numbers of few bits one entry holds at most
+_NUMBERS, _PACKED = "float_data int32_data string_data int64_data double_data uint64_data".split(), 4
 
 
 class OnnxModel(ir.Model):
@@ -54,6 +56,11 @@ class OnnxModel(ir.Model):
     def inputs(self) -> Sequence[ir.Value]:
         """The inputs that a caller gives: those without an initial value."""
         return [v for v in self.graph.inputs if v.name not in self.graph.initializers]
+
+    @property
+    def bytes_of_weights(self) -> int:
+        values = (v.const_value for v in self.graph.initializers.values())
+        return sum(w.nbytes for w in values if w is not None)
 
     def names(self) -> list[str]:
         return [v.name or "" for v in self.inputs]
@@ -157,6 +164,9 @@ def _check_proto(proto: onnx.ModelProto, stored: StoredWeights, where: str) -> N
             _check_external(tensor, stored, where)
         elif tensor.HasField("raw_data"):
             _check_size(tensor, len(tensor.raw_data), where)
+        elif math.prod(tensor.dims) > _PACKED * (count := sum(len(getattr(tensor, k)) for k in _NUMBERS)):
+            got, allowed = f"{count:,} numbers", f"{math.prod(tensor.dims):,} for {list(tensor.dims)}"
+            raise CaptureError(f"Tensor '{tensor.name}' does not fit its shape", where=where, got=got, allowed=allowed)
 
 
 def _check_functions(proto: onnx.ModelProto, where: str) -> None:

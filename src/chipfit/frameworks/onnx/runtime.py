@@ -15,6 +15,7 @@ from onnx.reference import ReferenceEvaluator
 
 from chipfit.errors import CaptureError, DataError, GraphError, first_line, raised_outside_chipfit
 from chipfit.files import parse_json
+from chipfit.frameworks.onnx.limits import traps
 from chipfit.frameworks.onnx.model import OnnxModel, domain_of
 
 #: version of the file format that every ONNX Runtime reads; opsets count by themselves
@@ -181,6 +182,8 @@ class OnnxFunction:
     def __call__(self, *inputs: Any) -> Any:
         tensors = [torch.as_tensor(x).detach().cpu() for x in inputs]
         feeds = {i: x.numpy() for i, x in zip([i for i in self.node.input if i], tensors, strict=True)}
+        if traps(self.node.op_type, *feeds.values()):
+            raise DataError(f"Operator '{self.node.op_type}' of ONNX divides the least integer by -1")
         types = tuple(f"{x.dtype}{x.ndim}" for x in feeds.values())
         if types not in self._sessions:
             self._sessions[types] = session(self._model(feeds))

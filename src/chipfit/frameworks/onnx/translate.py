@@ -15,10 +15,11 @@ from chipfit.errors import CaptureError, raised_outside_chipfit, short_message
 from chipfit.frameworks.onnx.call import OnnxCall, OnnxGraphBuilder, Operand
 from chipfit.frameworks.onnx.functions import body
 from chipfit.frameworks.onnx.fused import OPSET, definition
+from chipfit.frameworks.onnx.limits import check_attributes, check_results
 from chipfit.frameworks.onnx.model import OnnxModel, domain_of
 from chipfit.frameworks.onnx.read import read
 from chipfit.frameworks.onnx.tidy import tidy
-from chipfit.frameworks.onnx.unroll import unrolled
+from chipfit.frameworks.onnx.unroll import CONTROL_FLOW, unrolled
 from chipfit.frameworks.reading import Unreadable
 from chipfit.graph.ir import Graph
 from chipfit.graph.removed import remember_aliases, remember_removed
@@ -27,6 +28,8 @@ from chipfit.graph.removed import remember_aliases, remember_removed
 _FOLDED = 1 << 16
 #: weights of at most this many elements are moved while a model is read
 _MOVED = 1 << 28
+#: nodes that the steps of all loops may have
+_MOST_UNROLLED = 10_000
 _MOVES = "Reshape Transpose Squeeze Unsqueeze Flatten Identity".split()
 _RANDOM = "RandomNormal RandomUniform RandomNormalLike RandomUniformLike Bernoulli Multinomial".split()
 
@@ -64,6 +67,7 @@ class Translator:
         self.model, self.builder = model, OnnxGraphBuilder(model, count)
         opsets = model.graph.opset_imports
         self.names: dict[str, tuple[str, str]] = {}  #: node -> its first result, and the value that it became
+        self.unrolled_nodes = 0  #: number of nodes of loops and branches that were read, once for each step
         self.inside = 0  #: number of definitions by simpler operators that are being read
         self.opsets = {"": opsets.get("", opsets.get("ai.onnx", 1)), "com.microsoft": 1}
 
@@ -126,14 +130,25 @@ class Translator:
         inputs = [None if v is None or not v.name else self.builder.env[v.name] for v in node.inputs]
         if kind in ("Shape", "Size"):
             return [self.builder.constants(_sizes(node, inputs[0].metas))]  # type: ignore[union-attr]  # it has one
-        known = kind not in _RANDOM and all(x is None or (x.numbers and not x.name) for x in inputs)
-        if known and (found := self.folded(node, inputs)) is not None:
-            return found
+        numbers = [x is None or bool(x.numbers and not x.name) for x in inputs]
+        known = all(numbers) and kind not in _RANDOM and node.op_type not in CONTROL_FLOW
         try:
+            check_attributes(node)
+            if any(numbers) or not inputs:
+                self.check(node, inputs)
+            if known and (found := self.folded(node, inputs)) is not None:
+                return found
             return self.read(node)
         except (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as e:
             what = f"Operator '{node.op_type}' is malformed, or not for these sizes: {short_message(e)}"
             raise CaptureError(what, where=node.name or node.op_type) from e
+
+    def check(self, node: ir.Node, inputs: Sequence[Operand | None]) -> None:
+        """Check the sizes of a node's results before they are computed; raises as `check_results`."""
+        proto, opset = _single(node), self.opsets[domain_of(node)]
+        for k in range(self.builder.count):
+            operands = {f"i{i}": x.known(k) for i, x in enumerate(inputs) if x is not None}
+            check_results(proto, opset, operands, self.builder.rows(k), node.name or node.op_type)
 
     def read(self, node: ir.Node) -> Sequence[Operand | None]:
         """Read a node by its reader, or as an opaque one."""
@@ -175,6 +190,10 @@ class Translator:
 
     def inner(self, graph: ir.Graph, inputs: Sequence[Operand]) -> list[Operand]:
         """Read a graph of control flow with these inputs; return its outputs."""
+        self.unrolled_nodes += len(graph)
+        if self.unrolled_nodes > _MOST_UNROLLED:
+            what, allowed = "The steps of the model's loops have too many nodes", f"at most {_MOST_UNROLLED:,}"
+            raise CaptureError(what, where=self.model.where, allowed=allowed, hint="shorten the loops")
         self.builder.env |= {v.name or "": x for v, x in zip(graph.inputs, inputs, strict=True)}
         for name, value in graph.initializers.items():
             self.builder.env[name] = self.initialiser(name, value)
@@ -188,7 +207,7 @@ class Translator:
         if sum(x.numbers[0].size for x in inputs if x is not None) > most:
             return None
         try:
-            evaluator = _evaluator(node, self.opsets[domain_of(node)])
+            evaluator = _evaluator(_single(node), self.opsets[domain_of(node)])
             results = []
             for k in range(1 if constant else self.builder.count):
                 feeds = {f"i{i}": x.numbers[k] for i, x in enumerate(inputs) if x is not None}
@@ -232,13 +251,19 @@ def _plain_type(array: np.ndarray) -> np.ndarray:
     return array if array.dtype.kind in "biu" or array.dtype == np.float32 else array.astype(np.float32)
 
 
-def _evaluator(node: ir.Node, opset: int) -> Any:
-    """Return an object that computes one node, whose inputs are called "i0", "i1", ..."""
+def _single(node: ir.Node) -> onnx.NodeProto:
+    """Return a node whose inputs are called "i0", "i1", ..., and its results "o0", "o1", ..."""
     proto = ir.serde.serialize_node(node)
     proto.input[:] = [f"i{k}" if n else "" for k, n in enumerate(proto.input)]
     proto.output[:] = [f"o{k}" for k in range(len(proto.output))]
+    proto.domain = domain_of(node)
+    return proto
+
+
+def _evaluator(proto: onnx.NodeProto, opset: int) -> Any:
+    """Return an object that computes one node."""
     ins = [onnx.ValueInfoProto(name=i) for i in proto.input if i]
     outs = [onnx.ValueInfoProto(name=o) for o in proto.output]
     graph = onnx.helper.make_graph([proto], "node", ins, outs)
-    opsets = [onnx.helper.make_opsetid(domain_of(node), opset)]
+    opsets = [onnx.helper.make_opsetid(proto.domain, opset)]
     return ReferenceEvaluator(onnx.helper.make_model(graph, opset_imports=opsets))

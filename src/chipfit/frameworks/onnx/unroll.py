@@ -22,8 +22,7 @@ def unrolled(c: OnnxCall, inner: Inner) -> list[Operand] | None:
     Raises:
         Unreadable: The steps give results of several shapes.
     """
-    kinds = {"If": _branch, "Loop": _loop, "Scan": _scan}
-    return kinds[c.node.op_type](c, inner) if c.node.op_type in kinds and not c.node.domain else None
+    return CONTROL_FLOW[c.node.op_type](c, inner) if c.node.op_type in CONTROL_FLOW and not c.node.domain else None
 
 
 def _constant(x: Operand | None, default: Any) -> Any:
@@ -127,3 +126,11 @@ def _stacked(c: OnnxCall, parts: Sequence[Operand], axis: int) -> Operand:
         raise Unreadable
     axis %= rank + 1
     return c.step("Concat", [c.step("Unsqueeze", [p], axes=(axis,)) for p in parts], axis=axis)
+
+
+#: operators of control flow
+CONTROL_FLOW: dict[str, Callable[[OnnxCall, Inner], list[Operand] | None]] = {
+    "If": _branch,
+    "Loop": _loop,
+    "Scan": _scan,
+}

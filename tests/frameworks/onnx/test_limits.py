@@ -1,0 +1,137 @@
+"""Files of a few bytes that would end the process, hang it or take all memory are refused by typed errors."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+
+from chipfit.errors import CaptureError
+from chipfit.frameworks import capture, load_model
+
+INT32, INT64 = np.iinfo(np.int32), np.iinfo(np.int64)
+IMAGE = torch.ones(2, 1, 2, 2)
+
+
+def node(kind, inputs, output="y", **attributes):
+    return helper.make_node(kind, inputs, [output], **attributes)
+
+
+def model(nodes, constants=None, shape=("n", 4), opset=20):
+    """Return a network from `x` to `y`."""
+    weights = [numpy_helper.from_array(np.asarray(v), k) for k, v in (constants or {}).items()]
+    x, y = helper.make_tensor_value_info("x", 1, shape), helper.make_tensor_value_info("y", 1, None)
+    graph = helper.make_graph(nodes, "g", [x], [y], weights)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
+
+
+def refused(proto, message, x=None):
+    with pytest.raises(CaptureError, match=message):
+        capture(load_model(proto), (torch.ones(2, 4) if x is None else x,))
+
+
+@pytest.mark.parametrize("kind", ["Div", "Mod"])
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.int64])
+def test_a_division_of_the_least_integer_by_minus_one_is_refused_in_constants(kind, dtype):
+    numbers = {"a": np.full(4, np.iinfo(dtype).min, dtype), "b": np.array([-1], dtype)}
+    added = [node(kind, ["a", "b"], "c"), node("Cast", ["c"], "f", to=1), node("Add", ["x", "f"])]
+    refused(model(added, numbers), f"{kind}' divides the least integer by -1")
+
+
+@pytest.mark.parametrize("kind", ["Div", "Mod"])
+def test_a_division_of_the_least_integer_by_minus_one_is_refused_in_data(kind):
+    """A float below the range of integers becomes the least one."""
+    whole = [node("Cast", ["x"], "i", to=TensorProto.INT32), node(kind, ["i", "b"], "c"), node("Cast", ["c"], to=1)]
+    refused(model(whole, {"b": np.array([-1], np.int32)}), "least integer by -1", torch.full((2, 4), -1e20))
+    graph = capture(load_model(model(whole, {"b": np.array([-1], np.int32)})), (torch.full((2, 4), 5.0),))
+    assert graph.outputs
+
+
+HUGE = np.array([1, 1 << 30])
+SUM = node("ReduceSum", ["c"], "s", keepdims=0), node("Add", ["x", "s"])
+
+
+@pytest.mark.parametrize(
+    "nodes, constants",
+    [
+        ([node("Range", ["a", "b", "d"], "r"), node("Cast", ["r"], "c", to=1), *SUM], {"a": 0, "b": 1 << 30, "d": 1}),
+        ([node("Tile", ["x", "n"], "c"), *SUM], {"n": HUGE}),
+        ([node("Expand", ["x", "n"], "c"), *SUM], {"n": np.array([1 << 30, 1, 1])}),
+        ([node("ConstantOfShape", ["n"], "c"), *SUM], {"n": np.array([1 << 30])}),
+        ([node("Pad", ["x", "n"], "c"), *SUM], {"n": np.array([0, 0, 0, 1 << 30])}),
+        ([node("HannWindow", ["n"], "c"), *SUM], {"n": 1 << 30}),
+        ([node("CenterCropPad", ["x", "n"], "c"), *SUM], {"n": np.array([2, 1 << 30])}),
+        ([node("Concat", [f"d{k}"] * 2, f"d{k + 1}", axis=0) for k in range(60)] + [node("Add", ["x", "d60"])],
+         {"d0": np.ones(1, np.float32)}),
+        ([node("Concat", ["x", "x"], "d0", axis=1)]
+         + [node("Concat", [f"d{k}"] * 2, f"d{k + 1}", axis=1) for k in range(60)]
+         + [node("Relu", ["d60"])], {}),
+    ],
+    ids="range tile expand constant pad window crop constants doubled".split(),
+)  # fmt: skip
+def test_results_that_memory_does_not_hold_are_refused_before_they_are_computed(nodes, constants):
+    refused(model(nodes, constants), "makes too large a tensor")
+
+
+@pytest.mark.parametrize("by", [{"s": "sizes"}, {"f": "scales"}], ids=["sizes", "scales"])
+def test_an_image_that_memory_does_not_hold_is_not_resized(by):
+    numbers = {"s": np.array([2, 1, 2, 1 << 30]), "f": np.array([1, 1, 1, 1 << 29], np.float32)}
+    (name,) = by
+    inputs = ["x", "", "", "s"] if name == "s" else ["x", "", "f"]
+    whole = [node("Resize", inputs, "c"), node("ReduceSum", ["c"])]
+    refused(model(whole, {name: numbers[name]}, ("n", 1, 2, 2)), "makes too large a tensor", IMAGE)
+
+
+@pytest.mark.parametrize(
+    "kind, attributes, opset, message",
+    [
+        ("DepthToSpace", {"blocksize": 1 << 40}, 20, "blocksize of operator 'DepthToSpace'.*Got: 1099511627776"),
+        ("DepthToSpace", {"blocksize": 0}, 20, "blocksize of operator 'DepthToSpace'.*Got: 0"),
+        ("AveragePool", {"kernel_shape": [1, 1 << 30], "pads": [0, 1 << 29] * 2}, 20, "kernel_shape.*Got: 1073741824"),
+        ("RandomNormalLike", {"dtype": 1 << 40}, 20, "dtype of operator"),
+    ],
+)
+def test_attributes_beyond_all_bounds_are_refused(kind, attributes, opset, message):
+    refused(model([node(kind, ["x"], **attributes)], shape=("n", 1, 2, 2), opset=opset), message, IMAGE)
+
+
+def test_attention_without_heads_is_refused():
+    whole = model([node("Attention", ["x"] * 3, q_num_heads=0, kv_num_heads=1)], shape=("n", 3, 4), opset=23)
+    refused(whole, "q_num_heads.*Got: 0", torch.ones(2, 3, 4))
+
+
+def looped(inner, state, result):
+    """Return a loop of "m" steps whose state runs through a node from "v" to "w"."""
+    values = [helper.make_tensor_value_info("k", 7, []), helper.make_tensor_value_info("go", 9, [])]
+    outs = [onnx.ValueInfoProto(name=n) for n in ("on", "w")]
+    nodes = [node("Identity", ["go"], "on"), inner]
+    body = helper.make_graph(nodes, "body", [*values, onnx.ValueInfoProto(name="v")], outs)
+    return node("Loop", ["m", "", state], result, body=body)
+
+
+@pytest.mark.parametrize("state", ["x", "c"], ids=["data", "constant"])
+def test_a_loop_of_2_to_the_60_steps_is_refused_before_it_runs(state):
+    begun = time.monotonic()
+    loop = looped(node("Identity", ["v"], "w"), state, "l")
+    constants = {"m": 1 << 60, "c": np.ones(1, np.float32)}
+    refused(model([loop, node("Add", ["x", "l"])], constants), "Loop' depends on data")
+    assert time.monotonic() - begun < 60
+
+
+def test_loops_in_loops_are_refused_after_ten_thousand_nodes():
+    inner = looped(node("Neg", ["v"], "w"), "v", "w")
+    refused(model([looped(inner, "x", "y")], {"m": 1000}), r"too many nodes.*at most 10,000")
+
+
+def test_a_constant_without_numbers_is_refused():
+    proto = model([node("Add", ["x", "w"])])
+    proto.graph.initializer.append(onnx.TensorProto(name="w", data_type=1, dims=[1 << 30]))
+    refused(proto, r"Tensor 'w' does not fit its shape. Got: 0 numbers")
+
+
+def test_more_axes_than_a_tensor_has_are_refused():
+    refused(model([node("Unsqueeze", ["x", "a"])], {"a": np.arange(100_000)}), "Unsqueeze' cannot be computed")
