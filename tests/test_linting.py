@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import chipfit
+from chipfit.report.terminal import RUNS
 from tests.build import halves, mlp, quantized
 
 DATA = list(torch.randn(16, 3, generator=torch.Generator().manual_seed(3)).split(8))
@@ -22,7 +23,7 @@ def test_lint_shows_how_many_operators_run_in_integers():
     assert [row[1] for row in screen.rows] == [n.op for n in lint.graph.nodes]
     count = f"{len(runs) - runs.count('float')} of {len(runs)}"
     assert screen.title == f"{count} operators can run in integers on tflite_int8"
-    assert [(row[2], bool(row[3])) for row in screen.rows] == [(r, r == "float") for r in runs]
+    assert [(row[2], bool(row[3])) for row in screen.rows] == [(RUNS[r], r == "float") for r in runs]
     assert screen.facts["notes"] == "; ".join(lint.notes)
 
 
@@ -47,7 +48,7 @@ def test_of_many_operators_those_of_a_layer_stand_in_one_row_and_floats_come_fir
     rows = lint._summary().rows
     assert [row[0] for row in rows] == ["head", "first", "rnn"]
     inside = [n.op for n in lint.rows if n.layer == "rnn"]
-    assert rows[2][1].startswith(f"{len(inside)}: ") and len(inside) > 90 and rows[2][2] == "int"
+    assert rows[2][1].startswith(f"{len(inside)}: ") and len(inside) > 90 and rows[2][2] == "integers"
 
 
 def test_notes_name_batch_norms_as_the_model_does():

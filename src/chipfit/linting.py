@@ -19,6 +19,7 @@ from chipfit.platform.builtin import DEFAULT
 from chipfit.platform.load import load_platform
 from chipfit.platform.schema import Platform
 from chipfit.reading import read_model
+from chipfit.report.terminal import RUNS
 from chipfit.screen import MANY, Summary, SummaryRepr, joined
 
 
@@ -37,7 +38,7 @@ class Lint(SummaryRepr):
         integers = sum(n.exec != "float" for n in self.rows)
         title = f"{integers} of {len(self.rows)} operators can run in integers on {self.platform.name}"
         floats_first = sorted(self.rows, key=lambda n: n.exec != "float") if len(self.rows) > MANY else self.rows
-        rows = joined([(n.display_name, n.op, n.exec, n.why) for n in floats_first])
+        rows = joined([(n.display_name, n.op, RUNS[n.exec], n.why) for n in floats_first])
         header = ("layer", "operator", "runs", "why float")
         return Summary(title, {"notes": "; ".join(self.notes)}, header, rows, "lint.rows")
 
