@@ -41,6 +41,7 @@ FUNCTIONS = {
     "parts chosen by a condition": (lambda x: torch.where(x > 0.3, x.clamp(-1, 0.8), 0.1 * x), None),
     "steps": (lambda x: torch.round(4 * x) / 4, None),
     "a signed root": (lambda x: torch.sign(x) * torch.sqrt(torch.abs(x) + 1e-3), None),
+    "a root with others around it": (lambda x: (x + torch.sqrt(x * x + 4)) / 2, ["Mul", "Add", "Sqrt", "Add"]),
     "remainder": (lambda x: x - torch.floor(x), ["Floor", "Sub"]),
     "sine": (lambda x: torch.sin(3 * x), None),
 }

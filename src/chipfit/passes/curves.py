@@ -17,6 +17,8 @@ from chipfit.registry import register
 
 #: element-wise operators that are not functions of numbers alone, or end in another type
 _OTHERS = frozenset("Cast Curve Dropout DynamicQuantize Identity Requantize".split())
+#: operators whose kernel is the look-up of a table itself: others around them cost nothing there
+_LOOKED_UP = frozenset({"Sqrt"})
 #: kernels that take no longer than the look-up of a table
 _FEW = 3
 
@@ -28,7 +30,7 @@ _NEEDS = ("listed", "in_integers", "integer_operators")
 
 @register("pass", "curves", stage="rewrite", after=_AFTER, needs=_NEEDS)
 def curves(graph: Graph, listed: NodeTest, in_integers: NodeTest, integer_operators: Container[str]) -> Rewritten:
-    """Replace element-wise operators without an integer kernel, with others around them, by one Curve.
+    """Replace element-wise operators without an integer kernel other than a table, with others around them, by a Curve.
 
     Operators around them join where the whole still has one operand: its other operands are single numbers.
 
@@ -41,13 +43,16 @@ def curves(graph: Graph, listed: NodeTest, in_integers: NodeTest, integer_operat
         return Rewritten(graph, [])
     found, notes, graph = _Regions(graph), list[str](), graph.copy()
     for n in found.graph.nodes:
-        if n.name in found.taken or not found.fits(n) or in_integers(graph, n):
+        whole = in_integers(graph, n)
+        if n.name in found.taken or not found.fits(n) or (whole and n.op not in _LOOKED_UP):
             continue
         if _opens(graph, n, in_integers, integer_operators):
             continue
         region = found.around(n)
-        curve = found.curve_of(region) if region else n
-        if region and listed(graph, curve) and in_integers(graph, curve):
+        if len(region) <= whole:
+            continue
+        curve = found.curve_of(region)
+        if listed(graph, curve) and in_integers(graph, curve):
             replace_node(graph, region[-1], curve)
             notes.append(f"'{n.display_name}' became a table ({', '.join(m.op for m in region)})")
     drop_dead(graph)
