@@ -49,6 +49,21 @@ def test_a_norm_that_linear_layers_read_ends_with_its_product_by_the_deviation(k
     assert result.verify([randn(16, 5, 12, seed=3)]).exact
 
 
+def test_a_large_shift_becomes_a_bias_that_costs_no_accuracy():
+    """Channels of 0.1 to 10, with means of as much: linear layers that read them as they are lose 20 dB."""
+    torch.manual_seed(0)
+    scale = torch.logspace(-1, 1, 12)
+    layers = {"norm": nn.LayerNorm(12), "first": nn.Linear(12, 12), "q": nn.Linear(12, 12)}
+    model = model_of(lambda m, x: m.q(m.norm(m.first(x))), **layers)
+    model.norm.weight.data.copy_(scale)
+    model.norm.bias.data.copy_(scale * torch.randn(12))
+    model.q.weight.data.div_(scale)
+    result = quantized(model, [X], "tflite_int8", settings=SETTINGS)
+    assert parts(result)[-2:] == ["Rsqrt", "Mul"]
+    want, got = model(X), result.device_model(X)
+    assert 10 * torch.log10(want.square().sum() / (want - got).square().sum()) > 28
+
+
 KEPT = {
     "a sum reads it too": lambda m, x: m.q(y := m.norm(m.first(x))) + y,
     "it is returned": lambda m, x: (m.q(y := m.norm(m.first(x))), y),

@@ -156,13 +156,15 @@ def _in_channels(graph: Graph, layer: Node) -> int:
     return parts.shape[0] * parts.shape[2]
 
 
-def folds(layer: Node, k: torch.Tensor, c: torch.Tensor, spread: float = _SPREAD) -> bool:
+def folds(
+    layer: Node, k: torch.Tensor, c: torch.Tensor, spread: float = _SPREAD, off_centre: float = _OFF_CENTRE
+) -> bool:
     """Return whether k x + c can be folded into a linear operator that reads it, without loss."""
     if bool(c.any()) and any(p for pair in layer.attrs.get("padding", ()) for p in pair):
         return False  # the padding is added behind it
     if not bool(torch.isfinite(k).all() and torch.isfinite(c).all() and (k != 0).all()):
         return False
-    return float(k.abs().max() / k.abs().min()) <= spread and float(c.abs().max()) <= _OFF_CENTRE
+    return float(k.abs().max() / k.abs().min()) <= spread and float(c.abs().max()) <= off_centre
 
 
 def without_steps(graph: Graph, steps: Sequence[Node]) -> Graph:

@@ -1,5 +1,7 @@
 """Fold the scale and shift of a norm in parts into the linear layers that read it: W (g n + b) + c."""
 
+import math
+
 import torch
 
 from chipfit.decide.assignment import Assignment
@@ -19,7 +21,8 @@ def fold_norm_scale(graph: Graph, assignment: Assignment, stats: Stats) -> Adapt
     """Fold scale and shift of norms that are computed in parts into the linear layers, where only these read them.
 
     W' = W g and c' = c + W b for each input channel. The channels that the layers read then have one deviation, so that
-    one grid suits them all, and there are two kernels and two roundings fewer.
+    one grid suits them all, and there are two kernels and two roundings fewer. A shift may be large: without it, what
+    the layers read is centred.
 
     Args:
         graph: before its tensors are planned.
@@ -36,7 +39,7 @@ def fold_norm_scale(graph: Graph, assignment: Assignment, stats: Stats) -> Adapt
         steps, (scale, shift) = _steps(readers, last)
         if not steps or found.refusal or readers.why_fixed(*found.ends):
             continue
-        if not all(_takes(assignment, n) and folds(n, scale, shift, _SPREAD) for n in found.ends):
+        if not all(_takes(assignment, n) and folds(n, scale, shift, _SPREAD, math.inf) for n in found.ends):
             continue
         for layer in found.ends:
             fold_into(graph, layer, scale, shift)
