@@ -469,3 +469,5 @@ _BY_NAME: dict[str, Rule] = {
 #: operator -> its rule
 RULES: dict[str, Rule] = {}
 read_column("decompose", lambda op, name: RULES.update({op: resolve(name, _BY_NAME)}), RULES)
+#: the operator x * sigmoid(x)
+SWISH = next(op for op, rule in RULES.items() if rule is _BY_NAME["swish"])
