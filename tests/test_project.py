@@ -241,7 +241,7 @@ BUDGETS |= {"chipfit": 49_800, "tests": 50_000}
 TOP_LEVEL = 18  #: modules beside the documents' doors
 #: number of operators that more than two files of the package name (their row, and a file with code of their own); a
 #: framework with files of its own adds those that it does not read by the table; otherwise the number only shrinks
-WIDELY_NAMED = 100
+WIDELY_NAMED = 101
 
 
 def lines_of_code(source: str) -> int:

@@ -256,6 +256,21 @@ def test_a_verdict_is_a_word(facts, verdict, unpromised):
     assert found.verdict == unpromised
 
 
+@pytest.mark.parametrize("promised", [True, False])
+def test_integers_within_what_a_runtime_promises_are_bounded(promised):
+    kernel = {"elements": 5, "op_differing": 4, "within": 2}
+    found = verification(row("a", **kernel, op_largest=2), row("b", elements=15, within=0))
+    found.promised = promised
+    assert (found.verdict, found.departures, found.exact_share) == ("bounded", [], 0.75)
+    assert "within what is promised of chip" in found.summary()
+    over = verification(row("a", **kernel, op_largest=3))
+    assert over.verdict == "departs" and over.departures == [
+        "Relu 'a': 4 of 5 integers differ by up to 3 given the device's inputs, at most 2 is promised"
+    ]
+    assert verification(row(elements=5, within=2)).verdict == "exact"
+    assert not verification(row(elements=5, within=0, op_differing=1, op_largest=1)).sound
+
+
 def test_departures_are_of_the_file_of_tensors_and_of_outputs():
     found = verification(
         row("a", elements=5, op_differing=2, op_largest=1),

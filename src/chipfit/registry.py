@@ -128,6 +128,9 @@ class DeviceRuntime:
     extra: str = ""
     kernels: str | None = None  #: simulator profile of the runtime's kernels if it is not the platform's own
     codes: str = "{}"  #: name of the tensor with the quantized values of a graph value
+    #: operator -> largest difference that is promised of its integers from those of `kernels`, given its operands
+    #: [codes]; "*": others, but for inputs and pass-through operators, of which none differs. None: no operator differs
+    within: Mapping[str, int] | None = None
     arena: bool = False  #: all its memory is one block, whose size its `arena` measures
 
 

@@ -112,8 +112,11 @@ def test_tensors_that_stay_float_have_a_reason():
 
 def test_an_unlisted_operator_on_floats_is_refused_if_the_platform_rejects_it():
     graph = graph_of("e = Erf(x)")
-    with pytest.raises(UnsupportedError, match="Erf 'e' cannot run on 'npu'"):
+    with pytest.raises(UnsupportedError, match="Erf 'e' cannot run on 'npu'.* Got: 'npu' lists no rule for Erf"):
         assign(graph, chip(LINEAR, unlisted="reject"))
+    short = {**rule("Erf", "a8", "a8"), "where": {"rank": {"min": 3}}}
+    with pytest.raises(UnsupportedError, match="Got: 'npu' runs Erf only with rank at least 3"):
+        assign(graph, chip(LINEAR, short, unlisted="reject"))
     assert assign(graph, chip(LINEAR, unlisted="float")).nodes["e"].exec == "float"
     graph.values["e"] = Value("e", (None, 4), "int64")  # integers are computed anywhere
     assert assign(graph, chip(LINEAR, unlisted="reject")).nodes["e"].exec == "float"

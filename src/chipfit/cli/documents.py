@@ -34,7 +34,7 @@ class Compared(TypedDict):
     """Results of a runtime beside those of the simulation."""
 
     runtime: str
-    verdict: str  #: exact, sound, departs or unpromised
+    verdict: str  #: exact, sound, bounded, departs or unpromised
     promised: bool
     samples: int
     integers: int

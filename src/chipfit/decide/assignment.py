@@ -235,7 +235,7 @@ class AssignmentBuilder:
         allowed = "the operators that `chipfit platforms show` lists"
         hint = "replace the operator, or choose a platform that runs unlisted ones in float"
         what = f"{head.op} '{head.display_name}' cannot run on '{self.platform.name}'"
-        raise UnsupportedError(what, where=head.source, allowed=allowed, hint=hint)
+        raise UnsupportedError(what, where=head.source, got=d.group.resolved.why, allowed=allowed, hint=hint)
 
     def _store(self, name: str, role: Role, format_name: str, fmt: Format | None = None, **facts: Any) -> bool:
         """Add a tensor to be quantized; of several readers of a weight the first one decides how, tables last."""

@@ -84,7 +84,8 @@ def writes(p: Platform) -> list[str]:
     runs = [entry("runtime", name).declares.suffix for name in p.runtimes]
     formats = [e.declares for e in entries("format").values()]
     named = [s for f in formats if not f.named for s in f.suffixes for d in p.deploy if s in d]
-    if any("ONNX" in d for d in p.deploy):
+    data = {p.formats[d].kind for o in p.ops for u in o.use for d in (*u.ins, u.out) if d in p.formats}
+    if any("ONNX" in d for d in p.deploy) and (not data or "int" in data):  # activations have integer grids there
         named.append(".onnx")
     return list(dict.fromkeys([*runs, *named]))
 

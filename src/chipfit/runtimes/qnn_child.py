@@ -19,7 +19,7 @@ class Sessions:
         onnxruntime.set_default_logger_severity(4)
         onnxruntime.register_execution_provider_library(_NAME, onnxruntime_qnn.get_library_path())
         self.device = next(d for d in onnxruntime.get_ep_devices() if d.ep_name == _NAME)
-        self.options = {"backend_path": onnxruntime_qnn.get_qnn_htp_path()}
+        self.options = {"backend_path": onnxruntime_qnn.get_qnn_htp_path(), "soc_model": "57"}
         graph = onnx.load_model_from_string(content).graph
         self.inputs = [i.name for i in graph.input]
         self.free = {d.dim_param for i in graph.input for d in i.type.tensor_type.shape.dim[:1] if d.dim_param}

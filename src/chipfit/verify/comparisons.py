@@ -49,6 +49,7 @@ class TensorComparison:
     in_float: bool = False  #: the runtime computes this operator in float
     #: operators that it computes in float since it last read integers, without pass-through operators
     float_ops: tuple[str, ...] = ()
+    within: int | None = None  #: largest difference that is promised of the runtime; None: see `allowed`
     why: str = ""  #: why nothing of it was compared
     missed: int = 0  #: integers that were not compared for that reason
     wrong: str = ""  #: what is wrong besides integers that differ
@@ -106,12 +107,18 @@ class TensorComparison:
 
     @property
     def allowed(self) -> int:
-        """Number of integers that may differ by 1, given the device's inputs."""
+        """Number of integers that may differ by 1, given the device's inputs; all may by `within`."""
+        if self.within is not None:
+            return self.elements if self.within else 0
         return self.ties + max(1, int(FLOAT_SHARE * self.elements)) if self.float_ops else 0
 
     @property
     def fault(self) -> str:
         """A description of the fault, "" if there is none."""
+        if self.within is not None:
+            few = f"{self.op_differing} of {self.elements} integers differ by up to {self.op_largest}"
+            over = self.op_largest > self.within
+            return f"{few} given the device's inputs, at most {self.within} is promised" if over else self.wrong
         if self.astray or self.op_differing > self.allowed or self.op_largest > min(self.allowed, 1):
             found = f"{self.op_differing} of {self.elements} integers differ by up to {self.op_largest}"
             how = f" by 1, half way between two integers; {self.astray} lie elsewhere" if self.allowed else ""

@@ -31,7 +31,7 @@ from chipfit.quantizers.grids import Grid
 from chipfit.registry import DeviceRuntime, entries, entry, require
 from chipfit.rounding.outputs import output_labels
 from chipfit.simulate.device import float_operators, output
-from chipfit.simulate.integer import float_results, profile_for, simulate
+from chipfit.simulate.integer import float_results, kernel_groups, profile_for, simulate
 from chipfit.verify.comparisons import (
     OutputComparison,
     TensorComparison,
@@ -174,12 +174,22 @@ class Comparator:
         for v in quantized:
             layer, op = (makers[v].display_name, makers[v].op) if v in makers else ("", "Input")
             ops = float_ops(v) if v in in_float else ()
-            out.rows.append(TensorComparison(v, layer, op, in_float=v in in_float, float_ops=ops))
+            within = self._promised_difference(v, ops)
+            out.rows.append(TensorComparison(v, layer, op, in_float=v in in_float, float_ops=ops, within=within))
         for name, v in zip(output_names(graph), graph.outputs, strict=True):
             stored = plan.stored(v)
             span = float(stored.scale.max()) * (stored.grid.qmax - stored.grid.qmin) if stored is not None else 0.0
             out.outputs.append(OutputComparison(name, v, () if span or v in graph.weights else float_ops(v), span))
         out.outputs += [OutputComparison(v, v, float_ops(v), inner=True) for v in inner]
+
+    def _promised_difference(self, tensor: str, float_ops: Sequence[str]) -> int | None:
+        """Return the largest difference that the runtime promises for the kernel of a tensor; see `DeviceRuntime`."""
+        promised = self.declares.within
+        if promised is None:
+            return None
+        kernel = next((g for g in kernel_groups(self.graph, self.plan) if tensor in g[-1].outputs), [])
+        ops = [*(n.op for n in kernel if not n.facts.moves), *float_ops]
+        return max((promised.get(op, promised["*"]) for op in ops), default=0)
 
     def compare_file(self, quantized: Sequence[str], in_file: Mapping[str, FileTensor]) -> None:
         """Compare scales and zero points in the file, and integers of weights, with the plan."""

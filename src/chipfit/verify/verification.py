@@ -15,6 +15,7 @@ from chipfit.verify.comparisons import ConstantComparison, OutputComparison, Ten
 MEANING = {
     "exact": "the device computes the integers of the simulation",
     "sound": "the device computes the integers of the simulation, except behind operators in float: docs/verify.md",
+    "bounded": "each operator computes the integers of the simulation up to the difference that is promised",
     "departs": "the file or its runtime computes something else than the simulation",
     "unpromised": "the runtime computes something else, and its arithmetic is not this platform's",
 }
@@ -103,6 +104,11 @@ class Verification(SummaryRepr):
         return self.checked and not self.departures
 
     @property
+    def bounded(self) -> bool:
+        """Integers differ, given the device's inputs, on a runtime of which only a largest difference is promised."""
+        return any(r.within is not None and r.op_differing for r in self.rows)
+
+    @property
     def checked(self) -> bool:
         """Integers were compared: of tensors, or of the file's weights if no tensor is quantized."""
         return self.integers > 0 if self.rows else any(h.elements for h in self.held)
@@ -111,11 +117,12 @@ class Verification(SummaryRepr):
     def verdict(self) -> str:
         """The result in a word.
 
-        "exact"; "sound"; "departs": the file is not the plan's, or a runtime that was promised to computes something
-        else; "unpromised": a runtime whose arithmetic is not this platform's computes something else.
+        "exact"; "sound"; "bounded": integers differ, by no more than the runtime declares; "departs": the file is not
+        the plan's, or a runtime that was promised to computes something else; "unpromised": a runtime whose arithmetic
+        is not this platform's computes something else.
         """
         if self.sound:
-            return "exact" if self.exact else "sound"
+            return "exact" if self.exact else "bounded" if self.bounded else "sound"
         return "departs" if self.promised or self.file_departures else "unpromised"
 
     @property
@@ -189,7 +196,8 @@ class Verification(SummaryRepr):
             lines.append(f"first difference: {first.display_name}, {share}")
             alone, worst = sum(r.op_differing for r in self.rows), max(r.op_largest for r in self.rows)
             each = f"{alone} of {self.integers} differ over {self.samples} samples, largest difference {worst}"
-            lines.append(f"each operator by itself, given the device's inputs: {each}")
+            within = f", within what is promised of {self.runtime}" if self.verdict == "bounded" else ""
+            lines.append(f"each operator by itself, given the device's inputs: {each}{within}")
         shown, more = self.float_operators[:6], len(self.float_operators) - 6
         if shown:
             others = f" and {more} more" if more > 0 else ""

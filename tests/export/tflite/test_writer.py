@@ -26,7 +26,7 @@ from chipfit.passes.decompose import RULES
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from chipfit.registry import lookup
 from chipfit.runtimes.litert import LiteRt
-from tests.build import model_of, plan_of, quantized, randn, sequential, stored
+from tests.build import model_of, plan_of, platform_of, quantized, randn, sequential, stored
 from tests.export.operators import alone
 from tests.export.test_io_spec import Table
 from tests.zoo import make
@@ -113,6 +113,19 @@ def test_what_the_file_cannot_store_is_named_with_its_format(grid, why):
         content(RELU, plan)
     assert f"Got: tensor 'x' (a8): {why}." in str(e.value)
     content(RELU, Plan(tensors={"x": tensor("x"), "w": tensor("w", per="channel")}))
+
+
+@pytest.mark.parametrize("per", ["tensor", "channel"])
+def test_weights_with_zero_points_are_refused_because_integer_kernels_ignore_or_refuse_them(per, tmp_path):
+    weights = {"bits": 8, "zero": "any", "per": per, **({"axis": "out"} if per == "channel" else {})}
+    formats = {"a": {"bits": 8, "zero": "any"}, "w": weights, "b": {"bits": 32}}
+    use = [{"in": "a", "w": "w", "b": "b", "out": "a"}]
+    chip = platform_of({"match": ["Conv2D"], "use": use}, formats=formats, unlisted="float", place={"at": "both"})
+    net = sequential(nn.Conv2d(3, 4, 1))
+    net[0].weight.data.abs_()
+    result = quantized(net, randn(2, 3, 4, 4), chip)
+    with pytest.raises(UnsupportedError, match=r"tensor '0\.weight' \(w\): integer kernels take weights whose zero"):
+        result.export(tmp_path / "m.tflite")
 
 
 def test_reasons_are_told_once_each_for_all_that_they_concern():

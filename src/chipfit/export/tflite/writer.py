@@ -88,7 +88,7 @@ class Writer(TfliteBuilder):
 
     def __init__(self, graph: Graph, plan: Plan, batch: int | None, keep_layout: bool, io: IOSpec) -> None:
         self.source, self.io = graph, io
-        self.refused = _unstorable(plan)  #: reasons why the file cannot be written
+        self.refused = _unstorable(graph, plan)  #: reasons why the file cannot be written
         found = concrete_sizes(graph, batch or 1)
         graph = _without_copies(_with_shapes(graph, found), plan)
         new, plan = apply_layout(graph, plan, "channels_last", change_io=not keep_layout)
@@ -284,6 +284,7 @@ def _has_codes(plan: Plan, n: Node) -> bool:
 #: role of tensors in look-up tables -> reason against the file, and the formats that hold the plan
 MANY = 6  #: tensors of one reason that a refusal names
 _SIGNED_ONLY = "the file holds signed integers only"
+_SYMMETRIC = "integer kernels take weights whose zero point is 0"
 _TABLES = {
     "activation": ("its results are integers, not codes of a table", "export JSON encodings (`.json`)"),
     "weight": ("the file holds integers, not codes of a table", "export `.onnx` or JSON encodings (`.json`)"),
@@ -291,9 +292,11 @@ _TABLES = {
 }
 
 
-def _unstorable(plan: Plan) -> list[tuple[str, str]]:
+def _unstorable(graph: Graph, plan: Plan) -> list[tuple[str, str]]:
     """Return (tensor, reason) for formats that the file cannot hold."""
     found = []
+    in_integers = (n for n in graph if (planned := plan.nodes.get(n.name)) and planned.exec != "float")
+    weights = {w for n in in_integers if (w := n.operand("w")) and not n.facts.moves and plan.quantized(n.data)}
     for t in plan.tensors.values():
         if t.grid is None:
             continue
@@ -302,6 +305,8 @@ def _unstorable(plan: Plan) -> list[tuple[str, str]]:
             found.append((name, _TABLES[t.role][0]))
         elif t.grid.kind != "int" or not t.grid.signed:
             found.append((name, _SIGNED_ONLY))
+        elif t.name in weights and t.zero_point is not None and bool(t.zero_point.any()):
+            found.append((name, _SYMMETRIC))
         if t.grid.per == "row":
             found.append((name, "the file has no scales per row"))
     return found
@@ -325,7 +330,7 @@ def _all_in_one(refused: Sequence[tuple[str, str]], platform: str) -> Unsupporte
         hint = of_tables
     elif platform not in {p.name for p in fitting}:
         base = Counter(p.extends for p in fitting if p.extends).most_common(1)[0][0]  # of most of these platforms
-        only_formats = set(reasons) <= {_SIGNED_ONLY}
+        only_formats = set(reasons) <= {_SIGNED_ONLY, _SYMMETRIC}
         hint = f"{'' if only_formats else f'{hint}, or '}quantize for a platform such as {base}"
     return UnsupportedError("TensorFlow Lite cannot hold all of this model", got=got, hint=hint)
 
