@@ -182,6 +182,13 @@ FORMULAS = {
     "exp2": ops.exp2,
     "hypot": lambda x: ops.hypot(x, x + 1),
     "ptp": lambda x: ops.ptp(x, axis=1),
+    "roll": lambda x: ops.roll(x, 2, axis=1) + ops.roll(x, -1, axis=2) + ops.roll(x, 4, axis=1),
+    "median of an odd number": lambda x: ops.median(x[:, :3], axis=1),
+    "median of an even number": lambda x: ops.median(x, axis=2, keepdims=True),
+    "median of two": lambda x: ops.median(x[:, :2], axis=1),
+    "patches": lambda x: ops.image.extract_patches(x[..., None], (2, 3)),
+    "patches that overlap": lambda x: ops.image.extract_patches(x[..., None], 3, strides=1, padding="same"),
+    "patches with gaps": lambda x: ops.image.extract_patches(x[..., None], 2, strides=(1, 2), dilation_rate=2),
 }
 
 

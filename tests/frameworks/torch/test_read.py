@@ -181,6 +181,9 @@ STEPS = {
     "windows of the last axis": lambda x: x.unfold(-1, 2, 1),
     "patches": lambda x: F.unfold(x, (3, 2), stride=(3, 2)),
     "patches put together": lambda x: F.fold(F.unfold(x, (3, 2), stride=(3, 2)), (6, 6), (3, 2), stride=(3, 2)),
+    "patches that overlap": lambda x: F.unfold(x, (3, 2), dilation=(1, 2), padding=(1, 0), stride=(2, 1)),
+    "the middle": lambda x: x.median(-1).values + x.median(2, keepdim=True).values.squeeze(2),
+    "the third smallest": lambda x: x.kthvalue(3, 1, keepdim=True).values,
     "places of two axes": lambda x: x[:, picked, other_rows],
     "places of the last two axes": lambda x: x[:, :, picked, picked + 1],
     "places of one axis": lambda x: x[:, :, picked],
@@ -246,6 +249,7 @@ IN_PARTS = {
     "remainder": (lambda x: torch.remainder(x, 0.7), POINTS),
     "remainder of a negative number": (lambda x: torch.remainder(x, -1.0), POINTS),
     "an index for each element": (lambda x: torch.take_along_dim(x, x.argsort(-1)[..., :2], -1), POINTS),
+    "rows of ones and zeros": (lambda x: F.one_hot(x.argmax(-1), 7), POINTS),
     "distances": (lambda x: torch.cdist(x, 2 * x[:, :3]), POINTS),
     "rounding": (lambda x: torch.round(3 * x), POINTS),
 }

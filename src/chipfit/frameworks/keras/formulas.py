@@ -86,6 +86,49 @@ def _time_distributed(o: Any, x: Any) -> Any:
     return ops.reshape(y, (-1, steps, *y.shape[1:]))
 
 
+def _patches(o: Any, x: Any) -> Any:
+    """[N, H, W, C] as [N, rows, columns, kh kw C]: what each row, then each column of a patch holds is gathered"""
+    sizes, kernel = x.shape[1:3], o.size
+    if len(kernel) != 2 or len(x.shape) != 4 or o.data_format != "channels_last":
+        raise NotImplementedError
+    strides, apart = ((v, v) if isinstance(v, int) else tuple(v) for v in (o.strides, o.dilation_rate))
+    spans = [(k - 1) * d + 1 for k, d in zip(kernel, apart, strict=True)]
+    if o.padding == "same":
+        total = [max((-(-s // t) - 1) * t + k - s, 0) for s, t, k in zip(sizes, strides, spans, strict=True)]
+        x = ops.pad(x, ((0, 0), *((t // 2, t - t // 2) for t in total), (0, 0))) if any(total) else x
+        sizes = x.shape[1:3]
+    h, w = counts = [(s - k) // t + 1 for s, t, k in zip(sizes, strides, spans, strict=True)]
+    split = (h, kernel[0], w, kernel[1], x.shape[-1])
+    if strides == tuple(kernel) and all(s == n * k for s, n, k in zip(sizes, counts, kernel, strict=True)):
+        x = ops.reshape(x, (-1, *split))
+    else:
+        for axis, n, k, t, d in zip((1, 3), counts, kernel, strides, apart, strict=True):
+            x = ops.take(x, np.arange(n)[:, None] * t + np.arange(k) * d, axis=axis)
+    return ops.reshape(ops.transpose(x, (0, 1, 3, 2, 4, 5)), (-1, h, w, kernel[0] * kernel[1] * x.shape[-1]))
+
+
+def _rolled(o: Any, x: Any) -> Any:
+    """the last elements of an axis in front of the others"""
+    if not isinstance(o.axis, int) or not isinstance(o.shift, int):
+        raise NotImplementedError
+    size = x.shape[o.axis]
+    first = -o.shift % size
+    if first == 0:
+        return x
+    front, back = ops.split(x, [first], o.axis)
+    return ops.concatenate([back, front], o.axis)
+
+
+def _median(o: Any, x: Any) -> Any:
+    """the mean of the last one or two of the n // 2 + 1 largest of n"""
+    (axis,) = _axes(o.axis, x)
+    size = x.shape[axis]
+    largest, _ = ops.top_k(ops.moveaxis(x, axis, -1), size // 2 + 1)
+    middle = ops.split(largest, [size // 2 - (1 - size % 2)], -1)[1] if size > 2 else largest
+    middle = ops.mean(middle, -1, keepdims=True) if size % 2 == 0 else middle
+    return ops.moveaxis(middle, -1, axis) if o.keepdims else ops.squeeze(middle, -1)
+
+
 #: class of an operation -> its formula
 FORMULAS: Mapping[str, Formula] = {
     "Softsign": lambda o, x: x / (ops.abs(x) + 1.0),
@@ -114,5 +157,8 @@ FORMULAS: Mapping[str, Formula] = {
     "Exp2": lambda o, x: ops.exp(x * math.log(2.0)),
     "Hypot": lambda o, a, b: ops.sqrt(a * a + b * b),
     "TimeDistributed": _time_distributed,
+    "ExtractPatches": _patches,
+    "Roll": _rolled,
+    "Median": _median,
     "Ptp": lambda o, x: ops.max(x, o.axis, keepdims=o.keepdims) - ops.min(x, o.axis, keepdims=o.keepdims),
 }

@@ -485,6 +485,40 @@ def _top_k(c: TorchCall) -> Any:
     return c.builder.append(c.node, "TopK", [c.value("self")], how, likes)[1]
 
 
+@reads("kthvalue median")
+def _kth_smallest(c: TorchCall) -> Any:
+    """Read the k-th smallest value, of n, as the last of the n - k + 1 largest; the median is the lower one of two."""
+    if "dim" not in c.args or not c.rank:
+        raise Unreadable  # of a whole tensor
+    c.require_only_first_result()
+    x, axis = c.tensor("self"), c.static("dim") % c.rank
+    n = x.shape[axis]
+    if not isinstance(n, int):
+        raise Unreadable
+    count = n + 1 - (c.static("k") if c.name == "kthvalue" else (n + 1) // 2)
+    shape = (*x.shape[:axis], count, *x.shape[axis + 1 :])
+    likes = [x.new_empty(shape), x.new_empty(shape).to(torch.int64)]
+    how = {"k": count, "axis": axis, "largest": True}
+    y = c.builder.append(c.node, "TopK", [c.value("self")], how, likes, f"{c.node.name}_topk")[0]
+    if c.static("keepdim"):
+        return c.emit("Slice", [y], axis=axis, start=count - 1, end=count, step=1)
+    last = x.new_empty((*x.shape[:axis], 1, *x.shape[axis + 1 :]))
+    y = c.step("Slice", [y], last, axis=axis, start=count - 1, end=count, step=1)
+    return c.emit("Squeeze", [y], axes=(axis,))
+
+
+@reads("one_hot")
+def _one_hot(c: TorchCall) -> Any:
+    """Read one-hot rows as a comparison with every class."""
+    count, x = c.static("num_classes"), c.tensor("self")
+    if count < 0:
+        raise Unreadable  # the greatest class that there is
+    wide = c.step("Unsqueeze", [c.value("self")], x.new_empty((*x.shape, 1)), axes=(x.dim(),))
+    classes = c.builder.constant(f"{c.node.name}.classes", torch.arange(count))
+    equal = c.step("Equal", [wide, classes], c.result.to(torch.bool))
+    return c.emit("Cast", [equal], dtype="int64")
+
+
 @reads("__and__ __or__ bitwise_and bitwise_or bitwise_not")
 def _bitwise(c: TorchCall) -> Any:
     """Read bitwise operators of booleans as logical ones."""
@@ -801,22 +835,47 @@ def _unfold(c: TorchCall) -> Any:
     return c.emit("Transpose", [y], perm=tuple(order))
 
 
-@reads("im2col col2im")
-def _patches(c: TorchCall) -> Any:
-    """Read conversions between an image and columns [N, C kh kw, patches], of patches that do not overlap."""
-    kernel, image = c.static("kernel_size"), (c.tensor("self") if c.name == "im2col" else c.result).shape
-    sizes = image[2:]
+@reads("im2col")
+def _columns(c: TorchCall) -> Any:
+    """Read an image as columns [N, C kh kw, patches]: what each row, then each column of a patch holds is gathered."""
+    kernel, stride, padding, dilation = (c.static(k) for k in ("kernel_size", "stride", "padding", "dilation"))
+    x, like = c.value("self"), c.result
+    batch, channels, *sizes = c.tensor("self").shape
+    if c.rank != 4 or not all(isinstance(s, int) for s in (channels, *sizes)):
+        raise Unreadable
+    if any(padding):
+        sizes = [s + 2 * p for s, p in zip(sizes, padding, strict=True)]
+        ends = ((0, 0), (0, 0), *((p, p) for p in padding))
+        x = c.step("Pad", [x], like.new_empty((batch, channels, *sizes)), padding=ends, mode="constant", value=0.0)
+    steps = list(zip(sizes, kernel, stride, dilation, strict=True))
+    h, w = counts = [(s - d * (k - 1) - 1) // t + 1 for s, k, t, d in steps]
+    split = (channels, h, kernel[0], w, kernel[1])
+    if all(t == k and d == 1 and s == n * k for (s, k, t, d), n in zip(steps, counts, strict=True)):
+        x = c.step("Reshape", [x], like.new_empty((batch, *split)), shape=(-1, *split))
+    else:
+        shapes = (*split[:3], sizes[1]), split
+        for k, (n, (_, size, step, apart), shape) in enumerate(zip(counts, steps, shapes, strict=True)):
+            index = torch.arange(n)[:, None] * step + torch.arange(size) * apart
+            at = c.builder.constant(f"{c.node.name}.index_{k}", index)
+            x = c.step("Gather", [x, at], like.new_empty((batch, *shape)), axis=2 + 2 * k)
+    moved = like.new_empty((batch, channels, *kernel, h, w))
+    x = c.step("Transpose", [x], moved, perm=(0, 1, 3, 5, 2, 4))
+    return c.emit("Reshape", [x], shape=_reshape_target(like))
+
+
+@reads("col2im")
+def _image(c: TorchCall) -> Any:
+    """Read columns [N, C kh kw, patches] as an image, of patches that do not overlap."""
+    kernel, image = c.static("kernel_size"), c.result.shape
     plain = c.static("stride") == kernel and set(c.static("padding")) == {0} and set(c.static("dilation")) == {1}
-    if c.result.dim() + c.rank != 7 or not plain or not all(isinstance(s, int) for s in image[1:]):
+    if c.rank != 3 or not plain or not all(isinstance(s, int) for s in image[1:]):
         raise Unreadable
-    if any(s % k for s, k in zip(sizes, kernel, strict=True)):
+    if any(s % k for s, k in zip(image[2:], kernel, strict=True)):
         raise Unreadable
-    (h, w), (kh, kw), like = (s // k for s, k in zip(sizes, kernel)), kernel, c.result
-    split, columns = (image[1], h, kh, w, kw), (image[1], kh, kw, h, w)
-    first, perm = (split, (0, 1, 3, 5, 2, 4)) if c.name == "im2col" else (columns, (0, 1, 4, 2, 5, 3))
-    y = c.step("Reshape", [c.value("self")], like.new_empty((image[0], *first)), shape=(-1, *first))
-    moved = (image[0], *(first[p - 1] for p in perm[1:]))
-    y = c.step("Transpose", [y], like.new_empty(moved), perm=perm)
+    (h, w), (kh, kw), like = (s // k for s, k in zip(image[2:], kernel)), kernel, c.result
+    columns = image[1], kh, kw, h, w
+    y = c.step("Reshape", [c.value("self")], like.new_empty((image[0], *columns)), shape=(-1, *columns))
+    y = c.step("Transpose", [y], like.new_empty((image[0], image[1], h, kh, w, kw)), perm=(0, 1, 4, 2, 5, 3))
     return c.emit("Reshape", [y], shape=_reshape_target(like))
 
 
