@@ -80,9 +80,9 @@ def streaming(model: Any, example: Any) -> Streaming:
     step = one_step(captured)
     graph, states = step.graph, step.states
     _rename_inputs(graph, states)
-    graph = _as_model(graph, [name for name, _ in states])
-    graph.notes = []
     names = tuple(name for name, _ in states)
+    graph = _as_model(graph, names)
+    graph.notes = []
     return Streaming(_with_names(lower(graph, Plan()), graph.inputs), names, graph)
 
 
@@ -134,10 +134,8 @@ def _as_model(graph: Graph, states: Sequence[str]) -> Graph:
     """Return the graph of a model that takes its inputs in their order, and returns a tuple of its outputs."""
     results = [{"output": k} for k in range(len(graph.outputs))]
     inputs = tuple(torch.zeros(0) for _ in graph.inputs)
-    graph.in_spec, graph.out_spec = (
-        dump_call(inputs, {}, graph.inputs),
-        dump_result(tuple(range(len(results))), results),
-    )
+    graph.in_spec = dump_call(inputs, {}, graph.inputs)
+    graph.out_spec = dump_result(tuple(range(len(results))), results)
     graph.framework, graph.example = "torch", ()
     return with_states(graph, states)
 

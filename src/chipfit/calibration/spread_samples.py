@@ -38,7 +38,7 @@ class SpreadSamples:
         self.count += count
 
     def take(self, most: int) -> list[Batch]:
-        """Return at most so many samples, spread evenly: those of one shape together, or each as it must stay whole."""
+        """Return at most `most` samples, spread evenly: one batch for each shape, or uncut where batches stay whole."""
         step = max(1, -(-len(self._kept) // max(1, most)))
         groups: dict[Any, list[Batch]] = {}
         for k, one in enumerate(self._kept[::step]):

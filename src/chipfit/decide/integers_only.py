@@ -56,7 +56,7 @@ def refusals(graph: Graph, platform: Platform, assignment: Assignment) -> list[s
 
 
 def _help(platform: Platform, found: list[NodePlan]) -> Iterator[str]:
-    """Yield what would help: other operators, fewer overrides, a part of the network that runs elsewhere."""
+    """Yield remedies: other operators, the list of operators in integers, a part of the network outside the file."""
     here = IntegerOperators(platform)
     for op in dict.fromkeys(n.op for n in found):
         stand_ins = OPS[op].stand_ins if op in OPS else {}

@@ -42,7 +42,7 @@ class _Entry:
 
     @property
     def reach(self) -> float:
-        """Max |x|."""
+        """The greatest magnitude that an integer represents."""
         return max(map(abs, (*self.low, *self.high)))
 
 

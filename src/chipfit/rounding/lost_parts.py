@@ -38,7 +38,7 @@ def lost_part_warnings(graph: Graph, plan: Plan, assignment: Assignment, stats: 
     reference = Reference(graph, few) if suspects else None
     out, said = list[str](), set[str]()
     for name, (part, levels) in suspects.items():
-        if part == name in said:
+        if part == name and name in said:
             continue
         alone = {k: t if k == name else t.with_(stored=None) for k, t in plan.tensors.items()}
         loss = reference.loss(graph, replace(plan, tensors=alone)) if reference is not None else 0.0

@@ -29,7 +29,7 @@ def with_other_layers(model: Any, choose: Choice) -> Any:
         hint = "build the model from keras.Input, or replace the layer first"
         raise UnsupportedError("ReplaceLayer supports Functional and Sequential models", got=type(model), hint=hint)
     new: dict[int, Mapping[str, Any]] = {}  # weights by the id of the layer that gets them
-    made = []  # of which no id is given twice
+    made = []  # keeps the new layers alive, so that no id is given twice
 
     def clone(layer: Any) -> Any:
         found = choose(layer)

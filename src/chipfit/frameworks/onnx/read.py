@@ -441,7 +441,7 @@ def _clip(c: OnnxCall) -> Any:
         raise Unreadable
     if (low, high) in ((0, 6), (0, None)):
         return c.emit("Relu6" if high else "Relu", [c.operand(0)])
-    return c.operand(0) if low is high is None else c.emit("Clamp", [c.operand(0)], min=low, max=high)
+    return c.operand(0) if low is None and high is None else c.emit("Clamp", [c.operand(0)], min=low, max=high)
 
 
 @reads("PRelu")

@@ -21,6 +21,7 @@ from chipfit.frameworks.onnx.read import read
 from chipfit.frameworks.onnx.tidy import tidy
 from chipfit.frameworks.onnx.unroll import CONTROL_FLOW, unrolled
 from chipfit.frameworks.reading import Unreadable
+from chipfit.graph.builder import Origin
 from chipfit.graph.ir import Graph
 from chipfit.graph.removed import remember_aliases, remember_removed
 
@@ -90,8 +91,6 @@ class Translator:
         if want is x.dtype:
             return x
         name = str(want).removeprefix("torch.")
-        from chipfit.graph.builder import Origin
-
         (made,) = self.builder.emit(Origin(), f"{x.name}_cast", "Cast", [x.name], {"dtype": name}, [(x.shape, name)])
         return Operand(tuple(m.to(want) for m in x.metas), made.name)
 
@@ -111,6 +110,7 @@ class Translator:
         return self.builder.constants([array], name, array.dtype.kind not in "biu" and array.ndim > 0)
 
     def nodes(self, graph: Iterable[ir.Node]) -> None:
+        """Read nodes in execution order, and enter their results by the names of the file."""
         for node in graph:
             found = self.node(node)
             for value, x in zip(node.outputs, found, strict=False):
