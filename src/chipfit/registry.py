@@ -429,6 +429,29 @@ def require_all(
         raise error(f"{what}, which {verb} not installed", hint=hint)
 
 
+def until_registration(f: Callable[..., T]) -> Callable[..., T]:
+    """Keep the results of a function of entries, by its arguments, until entries are added or removed."""
+    known: tuple[list[Entry], dict[Any, T]] = ([], {})
+
+    @functools.wraps(f)
+    def kept(*args: Any) -> T:
+        nonlocal known
+        before, results = known
+        if before != _all_entries() or args not in results:
+            result = f(*args)  # which may import further entries
+            now = _all_entries()
+            results = {**(results if before == now else {}), args: result}
+            known = now, results
+        return results[args]
+
+    return kept
+
+
+def _all_entries() -> list[Entry]:
+    return [e for kind in ENTRIES.values() for e in kind.values()]
+
+
+@until_registration
 def ordered(stage: str) -> list[Entry]:
     """Return the steps of a stage, each after those in its `after`, otherwise sorted by name.
 

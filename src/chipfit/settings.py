@@ -10,7 +10,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from chipfit.errors import PlanError, UnknownNameError
-from chipfit.registry import OFF, STAGES, Setting, create, entries, is_number, options_of, ordered, parse_sum
+from chipfit.registry import (
+    OFF,
+    STAGES,
+    Setting,
+    create,
+    entries,
+    is_number,
+    options_of,
+    ordered,
+    parse_sum,
+    until_registration,
+)
 
 _REPAIRS = Setting(
     "repairs",
@@ -27,6 +38,7 @@ _INTEGER_ONLY = Setting(
 )
 
 
+@until_registration
 def known_settings() -> dict[str, Setting]:
     """Return every setting by name, in the order in which the steps run, and those about several."""
     steps = (entry.declares for stage in STAGES for entry in ordered(stage))

@@ -61,14 +61,9 @@ def io_spec_of(
     states = _kept_states(graph, plan)
     if io is None and plan.provenance.get("integer_only"):
         return IOSpec(_own_io(graph, plan, graph.inputs), _own_io(graph, plan, graph.outputs), notes)
-    inputs, outputs = (
-        {
-            v: _quantized_io(graph, plan, v, kind)
-            for v in ends
-            if kind != "float" and v not in states and graph.is_float(v)
-        }
-        for kind, ends in zip(io_types(io or "float"), (graph.inputs, graph.outputs), strict=True)
-    )
+    sides = zip(io_types(io or "float"), (graph.inputs, graph.outputs), strict=True)
+    wanted = ([(v, k) for v in ends if k != "float" and v not in states and graph.is_float(v)] for k, ends in sides)
+    inputs, outputs = ({v: _quantized_io(graph, plan, v, kind) for v, kind in side} for side in wanted)
     of_states = (_own_io(graph, plan, [v for v in ends if v in states]) for ends in (graph.inputs, graph.outputs))
     inputs, outputs = (given | kept for given, kept in zip((inputs, outputs), of_states, strict=True))
     return IOSpec(inputs, outputs, notes)

@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,7 @@ def _select(platform: Platform, arch: str | None) -> Platform:
 
 def _read(text: Any, file: str, below: tuple[str, ...] = ()) -> Platform:
     """Return the platform of a file, with what it extends; `below` are the files that extend it."""
-    source = YamlFile(text, file)
+    source = _builtin_file(file) if text == _BUILTIN / file else YamlFile(text, file)
     data = source.data
     if data.get("extends") is not None:
         data = _merge(_parent(text, source, (*below, file)), data)
@@ -118,6 +118,12 @@ def _read(text: Any, file: str, below: tuple[str, ...] = ()) -> Platform:
     first = PlatformError(one.what, where=one.where, got=one.got, allowed=one.allowed, hint=more)
     first.all = errors  # type: ignore[assignment]  # of the class that `YamlFile` was given
     raise first
+
+
+@cache
+def _builtin_file(file: str) -> YamlFile:
+    """Return the file of a built-in platform, which is parsed once."""
+    return YamlFile(_BUILTIN / file, file)
 
 
 def check_consistent(p: Platform, where: str) -> None:
