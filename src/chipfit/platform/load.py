@@ -68,9 +68,10 @@ def load(what: Target, arch: str | None = None) -> Platform:
         text, _, tag = text.rpartition("@")
         arch = arch or tag
     if text in names():
-        platform = _read(_BUILTIN / f"{text}.yaml", f"{text}.yaml")
+        platform = _read(_builtin_file(f"{text}.yaml"), _BUILTIN)
     elif text.endswith((".yaml", ".yml")) or os.path.isfile(text):
-        platform = _read(existing_file(text, PlatformError, "The platform file"), text)
+        path = existing_file(text, PlatformError, "The platform file")
+        platform = _read(YamlFile(path, text), path.parent)
     else:
         hint = "`chipfit platforms list`, or give the path of a YAML file"
         raise UnknownNameError("platform", text, names(), hint=hint)
@@ -97,12 +98,11 @@ def _select(platform: Platform, arch: str | None) -> Platform:
     return platform.model_copy(update={"arch_selected": arch})
 
 
-def _read(text: Any, file: str, below: tuple[str, ...] = ()) -> Platform:
-    """Return the platform of a file, with what it extends; `below` are the files that extend it."""
-    source = _builtin_file(file) if text == _BUILTIN / file else YamlFile(text, file)
-    data = source.data
+def _read(source: YamlFile, folder: Any, below: tuple[str, ...] = ()) -> Platform:
+    """Return the platform of a file in a folder, with what it extends; `below` are the files that extend it."""
+    data, file = source.data, source.file
     if data.get("extends") is not None:
-        data = _merge(_parent(text, source, (*below, file)), data)
+        data = _merge(_parent(source, folder, (*below, file)), data)
     problems: list[Problem] = [Problem((k,), f"Key '{k}' is unknown", {}) for k in _INTERNAL if k in data]
     try:
         platform = Platform.model_validate({**data, "file": file})
@@ -138,7 +138,7 @@ def check_consistent(p: Platform, where: str) -> None:
 _INTERNAL = ("arch_selected", "file")
 
 
-def _parent(text: Any, source: YamlFile, below: tuple[str, ...]) -> dict[str, Any]:
+def _parent(source: YamlFile, folder: Any, below: tuple[str, ...]) -> dict[str, Any]:
     """Return the data of the platform that a file extends: a file beside it, else a built-in platform."""
     name = source.data["extends"]
     if not isinstance(name, str):
@@ -146,11 +146,11 @@ def _parent(text: Any, source: YamlFile, below: tuple[str, ...]) -> dict[str, An
     if source.file in below[:-1]:
         through = " and ".join(below[:-1])
         raise source.error(("extends",), f"'{name}' extends itself, through {through}", hint="remove the cycle")
-    beside = text.parent / f"{name}.yaml" if isinstance(text, Path) else None
+    beside = None if folder == _BUILTIN else folder / f"{name}.yaml"
     if beside is not None and os.path.isfile(beside):  # False also for a name that no disk can have
-        platform = _read(beside, str(beside), below)
+        platform = _read(YamlFile(beside, str(beside)), folder, below)
     elif name in names():
-        platform = _read(_BUILTIN / f"{name}.yaml", f"{name}.yaml", below)
+        platform = _read(_builtin_file(f"{name}.yaml"), _BUILTIN, below)
     else:
         near = UnknownNameError("platform", name, names())
         raise source.error(("extends",), f"Platform '{name}' does not exist", allowed=near.allowed)
