@@ -17,6 +17,7 @@ from torch import nn
 
 import chipfit
 from chipfit.decide.overrides import match_layers
+from chipfit.engine.run import run
 from chipfit.errors import CaptureError
 from chipfit.export.onnx.writer import export_onnx
 from chipfit.frameworks import capture, load_model
@@ -440,3 +441,25 @@ def test_the_name_of_a_node_that_was_joined_or_folded_keeps_the_whole_operator_i
     nodes, result = gated
     edited = result.edit({next(n.name for n in nodes if n.op_type == op): "float"})
     assert kept in {n.op for n in edited.graph.nodes if edited.plan.nodes[n.name].exec == "float"}
+
+
+def test_an_end_of_a_clip_that_is_infinite_is_none(tmp_path):
+    """As exporters write clip(x, min=max(x) - 80): the upper end is a constant, the lower one is computed."""
+    nodes = [
+        onnx.helper.make_node("ReduceMax", ["x"], ["top"], keepdims=0),
+        onnx.helper.make_node("Sub", ["top", "eighty"], ["low"]),
+        onnx.helper.make_node("Clip", ["x", "low", "high"], ["y"]),
+    ]
+    constants = [numpy_helper.from_array(np.array(v, np.float32), n) for n, v in (("eighty", 80), ("high", np.inf))]
+    of = [onnx.helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, [1, 4, 6]) for n in "xy"]
+    graph = onnx.helper.make_graph(nodes, "g", of[:1], of[1:], constants)
+    path = tmp_path / "m.onnx"
+    onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=9), path)
+    data = [torch.randn(1, 4, 6, generator=torch.Generator().manual_seed(k)) * 60 for k in range(3)]
+    read = capture(load_model(path), [data[0]])
+    assert "Min" not in {n.op for n in read.nodes}
+    (got,) = (run(read, data[:1], keep=read.outputs)[o] for o in read.outputs)
+    torch.testing.assert_close(got, data[0].clamp(min=float(data[0].max()) - 80))
+    result = chipfit.quantize(path, data, platform="tflite_int8", progress=False)
+    result.export(tmp_path / "m.tflite")
+    assert result.verify(data[:1]).exact

@@ -91,6 +91,8 @@ class TfliteBuilder(File):
         if name not in self.graph.weights:
             self.refuse(self.node, "its weight is computed at run time")
         w, stored = self.graph.weights[name].detach(), self.plan.stored(name)
+        if not w.dim() and not self.shape(self.node.outputs[0]):  # else an axis of size 1, which is broadcast
+            change = np.asarray
         if stored is None or (name, self.node.name) in self.plan.float_edges:
             w = w.int() if self.short and w.dtype == torch.int64 else w
             return self.constant(change(w.contiguous().numpy()), name)

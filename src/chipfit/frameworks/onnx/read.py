@@ -427,16 +427,21 @@ def _cast(c: OnnxCall) -> Any:
     return c.emit("Cast", [x], dtype=str(dtype).removeprefix("torch."))
 
 
+#: ends of a range from this magnitude on are none
+_UNBOUNDED = 3e38
+
+
 @reads("Clip")
 def _clip(c: OnnxCall) -> Any:
     given = [(op, c.optional(k)) for k, op in enumerate(("Max", "Min"), 1)]
     if any(x is not None and x.constant is None for _, x in given):  # ends that are computed
         y = c.operand(0)
         for op, end in given:
-            y = y if end is None else c.step(op, [y, end])
+            unbounded = end is not None and end.constant is not None and (abs(end.constant) > _UNBOUNDED).all()
+            y = y if end is None or unbounded else c.step(op, [y, end])
         return y
     ends = [c.numbers(name, k) for k, name in enumerate(("min", "max"), 1)]
-    low, high = (None if e is None or abs(e) > 3e38 else float(e) for e in ends)
+    low, high = (None if e is None or abs(e) > _UNBOUNDED else float(e) for e in ends)
     if not c.operand(0).dtype.is_floating_point:
         raise Unreadable
     if (low, high) in ((0, 6), (0, None)):
