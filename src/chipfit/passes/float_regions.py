@@ -198,7 +198,7 @@ class Cut:
         finite = [c for c in self._capacity.values() if c < math.inf]
         total, unit = sum(finite), _LARGEST / max(finite)
         amounts = np.array([max(1, round(min(c, total) * unit)) for c in self._capacity.values()], np.int32)
-        ends = tuple(zip(*self._capacity, strict=True))
+        ends = tuple(np.array(end, np.int32) for end in zip(*self._capacity, strict=True))
         network = csr_array((amounts, ends), shape=(2 + len(self._number),) * 2)
         rest = network - maximum_flow(network, INTEGER, FLOAT).flow
         rest.eliminate_zeros()

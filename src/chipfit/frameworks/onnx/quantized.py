@@ -128,7 +128,7 @@ def _with_own_constants(model: onnx.ModelProto, others: Collection[str]) -> onnx
     Args:
         others: names of further constants to copy.
     """
-    kinds = {getattr(onnx.TensorProto, k.upper()) for k in ENDS}
+    kinds = {n for k, n in onnx.TensorProto.DataType.items() if k.lower() in ENDS}  # not all in every version
     known = {t.name: t for t in model.graph.initializer if t.dims and (t.data_type in kinds or t.name in others)}
     read = set[str]()
     for k, n in enumerate(model.graph.node):
