@@ -140,3 +140,24 @@ def test_so_many_sweeps_are_made_at_most():
     graph = captured(net, torch.randn(2, 1))
     weights = [[float(equalize(graph, sweeps=n)[0].weights[f"{k}.weight"]) for k in range(3)] for n in (0, 1, 2)]
     assert weights[:2] == [[1.0, 1.0, 16.0], [1.0, 4.0, 4.0]] and weights[2][0] == 2.0
+
+
+def test_the_columns_of_an_embedding_take_the_scales_of_what_reads_it():
+    """s = sqrt(16 / 1), sqrt(1 / 4): both columns and both inputs of the linear layer reach 4 and 2 then."""
+    layers = {"e": nn.Embedding(2, 2), "f": set_layer(nn.Linear(2, 1), [1.0, 4.0])}
+    layers["e"].weight.data.copy_(torch.tensor([[16.0, -1.0], [-8.0, 0.5]]))
+    ids = torch.tensor([[0, 1, 1], [1, 0, 0]])
+    before = captured(model_of(lambda m, x: m.f(m.e(x)), **layers), ids)
+    after, notes = equalize(before)
+    assert after.weights["e.weight"].tolist() == [[4.0, -2.0], [-2.0, 1.0]]
+    assert after.weights["f.weight"].tolist() == [[4.0, 2.0]]
+    assert_same(before, after, ids)
+    assert "equalized 'e' with 'f'" in notes
+
+
+def test_an_embedding_that_is_the_last_layer_too_stays():
+    embedding = nn.Embedding(5, 4)
+    net = model_of(lambda m, x: nn.functional.linear(m.e(x), m.e.weight), e=embedding)
+    before = captured(net, torch.tensor([[0, 1, 4]]))
+    after, notes = equalize(before)
+    assert torch.equal(after.weights["e.weight"], embedding.weight) and "is read by several operators" in notes[0]

@@ -133,7 +133,7 @@ def channel_constants(graph: Graph, node: Node) -> tuple[str, ...]:
     """
     shape = graph.shape(node.output)
     if node.op in _NORMS:
-        names, full = list(node.inputs[1:3]), shape[1:2]
+        names, full = node.inputs[1:3], shape[1:2]
     elif node.op in ("Mul", "Add") and len(graph.activations(node)) == 1:
         names = tuple(i for i in node.inputs if i not in graph.values)
         full = (1, *shape[1:2], *[1] * len(shape[2:]))
@@ -141,7 +141,7 @@ def channel_constants(graph: Graph, node: Node) -> tuple[str, ...]:
         return ()
     found = tuple(i for i in names if i is not None)
     fits = all(graph.is_weight(i) and graph.is_float(i) and _padded(graph, i, len(full)) == full for i in found)
-    return found if [*found[:1]] == names[:1] and fits and len(shape) > 1 else ()
+    return found if found[:1] == names[:1] and fits and len(shape) > 1 else ()
 
 
 def _padded(graph: Graph, constant: str, rank: int) -> tuple[int, ...]:
@@ -153,9 +153,12 @@ def _padded(graph: Graph, constant: str, rank: int) -> tuple[int, ...]:
 def scale_between(graph: Graph, producers: Iterable[Node], readers: Iterable[Node], s: torch.Tensor) -> None:
     """Divide the channels of the results of producers by s [C], and multiply the input channels of readers by s.
 
-    Producers are linear operators, or have `channel_constants`; readers are linear operators.
+    Producers are linear operators, embeddings, or have `channel_constants`; readers are linear operators.
     """
     for n in producers:
+        if n.op == "Embedding":
+            w = graph.weights[n.weight].detach()
+            graph.weights[n.weight] = (w.double() / s).to(w.dtype)
         for name in channel_constants(graph, n):
             w = graph.weights[name].detach()
             graph.weights[name] = (w.double() / s.view(w.shape)).to(w.dtype)
