@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -53,6 +54,13 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
     """Seed each test module, so that networks it makes on import do not depend on the modules before it."""
     if isinstance(collector, pytest.Module):
         torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_wait_for_disks():
+    """Leave out the syncs behind every written file: they matter if the power fails, which no test can see."""
+    with mock.patch("os.fsync"):
+        yield
 
 
 @pytest.fixture(autouse=True)
