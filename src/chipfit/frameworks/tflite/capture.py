@@ -29,6 +29,9 @@ def capture(model: TfliteModel, args: Sequence[Any], kwargs: Any = None, others:
         CaptureError: The file is quantized already, an operator has no reader, or the inputs do not fit.
     """
     refuse_quantized(model)
+    if loops := sorted({op.kind for op in model.operators} & {"WHILE", "IF"}):
+        hint = "convert the model without control flow"
+        raise CaptureError(f"The control flow {loops[0]} has no reader", where=model.where, hint=hint)
     given = _inputs(model, args, kwargs or {})
     first = [x[: t.shape[0] if t.shape else 1] for t, x in zip(model.inputs, given, strict=True)]
     two = [torch.cat((x[:1], x[-1:])) for x in given] if model.opens else []

@@ -5,8 +5,9 @@ LiteRT itself checks offsets, and the operands of its kernels.
 
 from __future__ import annotations
 
+import graphlib
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,87 @@ _BITS |= {"COMPLEX64": 64, "COMPLEX128": 128}
 _CODES = {"INT4": (-8, 7), "INT8": (-128, 127), "UINT8": (0, 255), "INT16": (-(1 << 15), (1 << 15) - 1)}
 _MOST_BYTES = 1 << 34
 MOST_OPERATORS = 100_000
+#: greatest number of elements of a result
+_MOST_ELEMENTS = 1 << 28
+#: operator -> operand with the sizes of the result, and function from these and the first operand's shape to elements
+_ELEMENTS: dict[str, tuple[int, Callable[[np.ndarray, Sequence[int]], int]]] = {
+    **dict.fromkeys(("FILL", "RANDOM_UNIFORM", "RANDOM_STANDARD_NORMAL"), (0, lambda sizes, _: _product(sizes))),
+    "BROADCAST_TO": (1, lambda sizes, _: _product(sizes)),
+    "SCATTER_ND": (2, lambda sizes, _: _product(sizes)),
+    "TRANSPOSE_CONV": (0, lambda sizes, _: _product(sizes)),
+    **dict.fromkeys(("TILE", "ONE_HOT"), (1, lambda times, shape: _product(times) * _product(shape))),
+    **dict.fromkeys(("PAD", "PADV2", "MIRROR_PAD"), (1, lambda pads, shape: _product(_padded(pads, shape)))),
+    **dict.fromkeys(
+        ("RESIZE_BILINEAR", "RESIZE_NEAREST_NEIGHBOR"),
+        (1, lambda sizes, shape: _product(sizes) * _product([shape[0], shape[-1]] if shape else ())),
+    ),
+}
+
+
+def _product(sizes: Iterable[Any]) -> int:
+    return math.prod(max(int(s), 1) for s in sizes)
+
+
+def _padded(pads: np.ndarray, shape: Sequence[int]) -> list[int]:
+    return [s + int(p.sum()) for s, p in zip(shape, pads.reshape(-1, 2), strict=False)]
+
+
+def check_operators(model: Any) -> None:
+    """Check operators of a `TfliteModel` that would end the process, or fill all memory, where LiteRT runs them.
+
+    Raises:
+        CaptureError: An operator makes too large a tensor, divides by what traps, or has an impossible option.
+    """
+    for op in model.operators:
+        where = f"{model.where}, {op.kind}"
+        tensors = [model.tensors[i] if i >= 0 else None for i in op.inputs]
+        if (count := _elements(op.kind, tensors)) > _MOST_ELEMENTS:
+            allowed = f"at most {_MOST_ELEMENTS:,} elements"
+            raise CaptureError("An operator makes too large a tensor", where=where, got=f"{count:,}", allowed=allowed)
+        if op.kind == "FLOOR_MOD" and (_numbers(tensors, 1) == -1).any():
+            raise CaptureError("Integers are divided by -1, which traps for the least one", where=where)
+        if op.option("radius", 0) < 0:
+            raise CaptureError("The radius of a normalization is negative", where=where, got=op.option("radius"))
+
+
+def _elements(kind: str, tensors: Sequence[Any]) -> int:
+    """Return the number of elements of a result, where constants determine it; 0 elsewhere."""
+    if kind == "RANGE":
+        start, limit, delta = (_numbers(tensors, k) for k in range(3))
+        known = start.size == limit.size == delta.size == 1 and delta[0] and np.isfinite([start, limit, delta]).all()
+        return int(abs((float(limit[0]) - float(start[0])) / float(delta[0]))) if known else 0
+    at, count = _ELEMENTS.get(kind, (0, None))
+    if count is None or not tensors or tensors[0] is None or not (sizes := _numbers(tensors, at)).size:
+        return 0
+    return count(sizes, tensors[0].shape)
+
+
+def _numbers(tensors: Sequence[Any], at: int) -> np.ndarray:
+    """Return the numbers of a constant operand; none for one that is computed or left out."""
+    tensor = tensors[at] if at < len(tensors) else None
+    numbers = None if tensor is None else tensor.constant
+    return np.zeros(0) if numbers is None else np.reshape(numbers, -1)
+
+
+def _check_subgraphs(table: Any, where: str) -> None:
+    """Check that no subgraph calls itself, on which LiteRT would run out of stack."""
+    calls = {
+        k: {
+            int(v)
+            for op in _items(g.operators)
+            for n, v in _options(op)
+            if n.lower().endswith(("subgraph", "subgraphindex"))
+        }
+        for k, g in enumerate(table.subgraphs)
+    }
+    try:
+        graphlib.TopologicalSorter(calls).prepare()
+    except graphlib.CycleError as e:
+        raise CaptureError("A subgraph of the file calls itself", where=where, got=e.args[1]) from e
+
+
+def _options(op: Any) -> Iterable[tuple[str, Any]]:
+    return vars(op.builtinOptions).items() if op.builtinOptions is not None else ()
 
 
 def check_tables(table: Any, kinds: Sequence[str], sizes: Sequence[int | None], where: str) -> None:
@@ -39,6 +121,7 @@ def check_tables(table: Any, kinds: Sequence[str], sizes: Sequence[int | None], 
     for name, kind, size, t in zip(names, kinds, sizes, graph.tensors, strict=True):
         for what, got, allowed in (*_faults(t, kind, size), *_scale_faults(t.quantization, kind, _items(t.shape))):
             raise CaptureError(f"Tensor '{name}' {what}", where=where, got=got, allowed=allowed)
+    _check_subgraphs(table, where)
     custom = {k for k, code in enumerate(table.operatorCodes) if code.customCode}  # LiteRT refuses unknown ones
     _check_order(graph, names, [size is not None for size in sizes], custom, where)
 

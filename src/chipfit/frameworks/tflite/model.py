@@ -17,7 +17,7 @@ from chipfit.errors import CaptureError, first_line
 from chipfit.files import existing_file
 from chipfit.frameworks.mapped_files import MappedFiles
 from chipfit.frameworks.quantized import dequantized
-from chipfit.frameworks.tflite.checks import MOST_OPERATORS, check_tables
+from chipfit.frameworks.tflite.checks import MOST_OPERATORS, check_operators, check_tables
 
 _NAMES = {code: name for name, code in vars(schema.TensorType).items() if isinstance(code, int)}
 _OPERATORS = {code: name for name, code in vars(schema.BuiltinOperator).items() if isinstance(code, int)}
@@ -164,6 +164,7 @@ class TfliteModel:
             self._check_start()
             with self.session() as interpreter:  # which checks all offsets
                 self._read(self.table())
+                check_operators(self)
                 self._check_kernels(interpreter)
         except (ValueError, RuntimeError, IndexError, TypeError, AttributeError, struct.error) as e:
             what = "The file is not a .tflite file that LiteRT can run"

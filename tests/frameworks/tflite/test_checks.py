@@ -1,0 +1,118 @@
+"""Files that would end LiteRT's process or fill all memory are refused by typed errors before LiteRT runs them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("ai_edge_litert")
+import flatbuffers
+from ai_edge_litert import schema_py_generated as schema
+
+from chipfit.errors import CaptureError
+from chipfit.frameworks.tflite.model import TfliteModel
+
+HUGE = 1 << 30
+#: type of NumPy -> type in a file
+KINDS = {"f4": schema.TensorType.FLOAT32, "i4": schema.TensorType.INT32, "b1": schema.TensorType.BOOL}
+
+
+def tensor(name, kind, shape, buffer=0):
+    t = schema.TensorT()
+    t.name, t.shape, t.type, t.buffer = name, np.array(shape, np.int32), KINDS[kind], buffer
+    return t
+
+
+def buffer(data=None):
+    b = schema.BufferT()
+    b.data = data
+    return b
+
+
+def file_of(kind, inputs, x=(1, 4), integers=False, **options):
+    """Return a file of one operator from "x" to "y".
+
+    Args:
+        inputs: "x", or numbers of a constant.
+        integers: "x" and "y" are of 32 bits.
+        options: of the operator: {"Reducer": {"keepDims": True}}.
+    """
+    model, graph, op, code = schema.ModelT(), schema.SubGraphT(), schema.OperatorT(), schema.OperatorCodeT()
+    model.version, model.buffers, model.subgraphs, model.operatorCodes = 3, [buffer()], [graph], [code]
+    number = "i4" if integers else "f4"
+    graph.tensors, graph.operators = [tensor("x", number, x), tensor("y", number, x)], [op]
+    for given in inputs:
+        if isinstance(given, np.ndarray):
+            model.buffers.append(buffer(np.frombuffer(given.tobytes(), np.uint8)))
+            graph.tensors.append(tensor("c", given.dtype.str[1:], given.shape, len(model.buffers) - 1))
+    rest = iter(range(2, len(graph.tensors)))
+    op.inputs = np.array([0 if isinstance(i, str) else next(rest) for i in inputs], np.int32)
+    op.outputs, graph.inputs, graph.outputs = (np.array([k], np.int32) for k in (1, 0, 1))
+    code.builtinCode = getattr(schema.BuiltinOperator, kind)
+    code.deprecatedBuiltinCode, code.version = min(code.builtinCode, 127), 1 + (kind == "BROADCAST_TO")
+    for name, values in options.items():
+        op.builtinOptions = getattr(schema, f"{name}OptionsT")()
+        op.builtinOptionsType = getattr(schema.BuiltinOptions, f"{name}Options")
+        for key, value in values.items():
+            setattr(op.builtinOptions, key, value)
+    builder = flatbuffers.Builder(1024)
+    builder.Finish(model.Pack(builder), b"TFL3")
+    return bytes(builder.Output())
+
+
+def refused(content, message):
+    with pytest.raises(CaptureError, match=message):
+        TfliteModel(content)
+
+
+def ints(*numbers):
+    return np.array(numbers, np.int32)
+
+
+@pytest.mark.parametrize(
+    "kind, inputs, x, options",
+    [
+        ("FILL", [ints(1, HUGE), np.array(1, np.float32)], (1, 4), {"Fill": {}}),
+        ("TILE", ["x", ints(1, HUGE)], (1, 4), {"Tile": {}}),
+        ("BROADCAST_TO", ["x", ints(1, HUGE)], (1, 1), {"BroadcastTo": {}}),
+        ("PAD", ["x", ints(0, 0, 0, HUGE).reshape(2, 2)], (1, 4), {"Pad": {}}),
+        ("RESIZE_NEAREST_NEIGHBOR", ["x", ints(1, HUGE)], (1, 2, 2, 1), {"ResizeNearestNeighbor": {}}),
+        ("RESIZE_BILINEAR", ["x", ints(1 << 14, 1 << 14)], (1, 2, 2, 3), {"ResizeBilinear": {}}),
+        ("SCATTER_ND", [ints(0).reshape(1, 1), "x", ints(HUGE, 4)], (1, 4), {"ScatterNd": {}}),
+        ("RANGE", [np.array(v, np.float32) for v in (0, HUGE, 1)], (1, 4), {"Range": {}}),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_results_that_memory_does_not_hold_are_refused(kind, inputs, x, options):
+    refused(file_of(kind, inputs, x, **options), f"makes too large a tensor.*{kind}")
+
+
+def test_results_of_ordinary_sizes_are_read():
+    for kind, sizes, options in (
+        ("TILE", ints(1, 3), {"Tile": {}}),
+        ("PAD", ints(0, 0, 1, 2).reshape(2, 2), {"Pad": {}}),
+    ):
+        shape = TfliteModel(file_of(kind, ["x", sizes], **options)).run([np.ones((1, 4), np.float32)])[0].shape
+        assert shape == ((1, 12) if kind == "TILE" else (1, 7))
+
+
+def test_remainders_by_minus_one_are_refused_and_others_are_computed():
+    refused(file_of("FLOOR_MOD", ["x", ints(-1)], integers=True, FloorMod={}), "divided by -1")
+    (y,) = TfliteModel(file_of("FLOOR_MOD", ["x", ints(3)], integers=True, FloorMod={})).run([ints(-1, 0, 4, 5)[None]])
+    assert y.tolist() == [[2, 0, 1, 2]]
+
+
+def test_a_negative_radius_is_refused():
+    name, options = "LOCAL_RESPONSE_NORMALIZATION", {"LocalResponseNormalization": {"radius": -1}}
+    refused(file_of(name, ["x"], (1, 2, 2, 1), **options), "radius of a normalization is negative.*Got: -1")
+
+
+@pytest.mark.parametrize(
+    "kind, inputs, options",
+    [
+        ("IF", [np.array(True), "x"], {"If": {"thenSubgraphIndex": 0, "elseSubgraphIndex": 0}}),
+        ("WHILE", ["x"], {"While": {"condSubgraphIndex": 0, "bodySubgraphIndex": 0}}),
+    ],
+)
+def test_a_subgraph_that_calls_itself_is_refused(kind, inputs, options):
+    refused(file_of(kind, inputs, **options), "subgraph of the file calls itself")
