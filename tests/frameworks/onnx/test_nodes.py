@@ -121,3 +121,20 @@ def test_a_remainder_with_the_sign_of_the_dividend_is_that_of_onnx_runtime(kind)
     read = capture(load_model(model), given)
     assert {n.op for n in read.nodes} == {"Abs", "Mod", "Sign", "Mul"}
     assert run(read, given, keep=read.outputs)[read.outputs[0]].tolist() == want.tolist()
+
+
+def test_a_scan_over_a_vector_hands_on_numbers():
+    """Its body takes one number of [1, 2, 3] at a time, which has no axis; the sums are [1, 3, 6]."""
+    number = [onnx.helper.make_tensor_value_info(n, 1, []) for n in "ab"]
+    body = onnx.helper.make_graph(
+        [onnx.helper.make_node("Add", ["a", "b"], ["c"]), onnx.helper.make_node("Identity", ["c"], ["d"])],
+        *("body", number, [onnx.helper.make_tensor_value_info(n, 1, []) for n in "cd"]),
+    )
+    scan = onnx.helper.make_node("Scan", ["a", "b"], ["y", "z"], num_scan_inputs=1, body=body)
+    outputs = [onnx.helper.make_tensor_value_info("y", 1, []), onnx.helper.make_tensor_value_info("z", 1, [3])]
+    steps = numpy_helper.from_array(np.array([1, 2, 3], np.float32), "b")
+    graph = onnx.helper.make_graph([scan], "g", number[:1], outputs, [steps])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=9)
+    read = capture(load_model(model), [torch.zeros(())])
+    env = run(read, [torch.zeros(())], keep=read.outputs)
+    assert [env[o].tolist() for o in read.outputs] == [6.0, [1.0, 3.0, 6.0]]

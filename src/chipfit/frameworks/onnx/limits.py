@@ -102,5 +102,5 @@ def _is_few(x: Any) -> bool:
 
 
 def _type(x: Any) -> onnx.TypeProto:
-    kind, shape = (x.dtype, x.shape) if isinstance(x, np.ndarray) else x
+    kind, shape = (x.dtype, x.shape) if isinstance(x, np.ndarray | np.generic) else x
     return helper.make_tensor_type_proto(helper.np_dtype_to_tensor_dtype(np.dtype(kind)), shape)
