@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from chipfit import steps
@@ -215,9 +216,16 @@ def _assigned_once(d: Decision) -> Decision:
     graph, platform = d.graph, d.platform
     groups, notes = fuse(graph, fusions(platform), lambda n: sets_of(platform.sets, n.op, n.layer_type, n.config))
     overrides = with_results(resolve_overrides(graph, d.all_overrides), d.execution)
+    groups = _before_float(groups, {name for name, choices in overrides.items() if choices.get("float")})
     assignment = assign(graph, platform, fuse_shifts(graph, groups), overrides)
     assignment, more = steps.adjust_formats(graph, assignment, platform, d.settings)
     return replace(d, assignment=assignment, notes=(*notes, *more))
+
+
+def _before_float(groups: tuple[tuple[str, ...], ...], in_float: Collection[str]) -> tuple[tuple[str, ...], ...]:
+    """Return groups that end before a node that the user keeps in float, unless their first node is one."""
+    cut = (tuple(takewhile(lambda name: name not in in_float, g)) if g[0] not in in_float else g for g in groups)
+    return tuple(g for g in cut if len(g) > 1)
 
 
 def refuse_all_float(d: Decision) -> Decision:

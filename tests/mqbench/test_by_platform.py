@@ -211,6 +211,22 @@ def test_leaf_modules_are_not_traced_and_attributes_are_preserved():
     assert torch.equal(model.forward_test(DATA[0]), model(DATA[0]).sum())
 
 
+class Decode(nn.Module):
+    def forward(self, x):
+        return x.sigmoid() * 2 - 0.5
+
+
+def test_nothing_inside_a_leaf_module_is_rounded_in_the_deployed_network(tmp_path):
+    layers = {"conv": nn.Conv2d(3, 4, 1), "leaf": Decode(), "head": nn.Conv2d(4, 2, 1), "end": Decode()}
+    net = model_of(lambda m, x: m.end(m.head(torch.relu(m.leaf(m.conv(x))))), **layers)
+    model = calibrated(prepared(net, BackendType.Tensorrt, leaf_module=[Decode]).eval())
+    result = convert_deploy(model, BackendType.Tensorrt, {"x": list(DATA[0].shape)}, model_name=str(tmp_path / "n"))
+    inside = [n for n in result.graph.nodes if n.layer in ("leaf", "end")]
+    assert {result.plan.nodes[n.name].exec for n in inside} == {"float"}
+    assert [result.plan.nodes[n.name].exec for n in result.graph.nodes if n.op == "Conv2D"] == ["int", "int"]
+    torch.testing.assert_close(result.model(DATA[0]), model(DATA[0]), atol=0.02, rtol=0)
+
+
 def test_a_network_of_dictionaries(tmp_path):
     """As in test/model/test_det_model.py of MQBench."""
 

@@ -230,8 +230,12 @@ class _Graph:
         chosen = {n: setting.quantizes(n, self._layer(n)) for n in self.nodes if n.op.startswith("call")}
         weighted = [n for n, how in chosen.items() if self.ops[n] in OPS and OPS[self.ops[n]].kind and how is not False]
         self.weighted = [n for n in weighted if n.op == "call_module"]
-        #: weighted layers that the setting leaves in float
-        self.excluded = [str(n.target) for n, how in chosen.items() if how is False and self._is_weighted_layer(n)]
+        #: weighted layers that the setting leaves in float, and modules that are not traced
+        self.excluded = [
+            str(n.target)
+            for n, how in chosen.items()
+            if (how is False and self._is_weighted_layer(n)) or (not how and self._is_users_leaf(n))
+        ]
         others = {n for n, how in chosen.items() if how or (how is None and self.ops[n] in _ROUNDED_OPERATORS)}
         self.rounding = (others - self.sizes) | set(self.weighted)
         #: weighted layers, and what the setting names besides
@@ -255,6 +259,11 @@ class _Graph:
 
     def _is_weighted_layer(self, n: fx.Node) -> bool:
         return n.op == "call_module" and self.ops[n] in OPS and bool(OPS[self.ops[n]].kind)
+
+    def _is_users_leaf(self, n: fx.Node) -> bool:
+        """Return whether a node calls a module of the user's own that was not traced, in which nothing is rounded."""
+        outside = not type(self._layer(n)).__module__.startswith("torch.")
+        return n.op == "call_module" and self.ops[n] not in OPS and outside
 
     def moves(self, n: fx.Node) -> bool:
         """Return whether a node only moves values (pass-through operator)."""
