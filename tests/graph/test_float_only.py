@@ -178,3 +178,13 @@ def test_a_divisor_whose_least_number_a_grid_would_round_to_0_stays_float(least,
     name = next(n.inputs[1] for n in result.graph if n.op == "Div")
     assert (not result.plan.quantized(name)) == stays
     assert torch.isfinite(result.model(x)).all()
+
+
+@pytest.mark.parametrize("exponent", [2.0, 3.0, torch.tensor([2.0, 1.0, 3.0])], ids=["2", "3", "of each channel"])
+def test_powers_of_negative_numbers_are_numbers(exponent):
+    torch.manual_seed(0)
+    model = model_of(lambda m, x: m.out(m.first(x) ** exponent), first=nn.Linear(6, 3), out=nn.Linear(3, 2))
+    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
+    result = quantized(model, x, "openvino_cpu")
+    assert not any(t.role == "weight" and t.quantized and "scalar" in t.name for t in result.plan.tensors.values())
+    assert cosine(result.model(x), model(x)) > 0.999

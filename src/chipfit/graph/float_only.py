@@ -22,6 +22,7 @@ EXACT_WHY = "it is only read as an index, a mask or a shape, compared, or cast t
 WHOLE_WHY = "beside its use as a number it is given as an index or cast to integers, where no rounding may move it"
 MASKED_WHY = "a mask of extreme range is in it, which would set its grid"
 DIVISOR_WHY = "it divides, and a grid that holds its largest number has 0 for its smallest"
+EXPONENT_WHY = "it is an exponent: near a whole number, but not at it, powers of negative numbers do not exist"
 GUARD_WHY = "it is kept away from 0, which is a code of every grid"
 
 
@@ -45,7 +46,13 @@ def float_only_values(graph: Graph, hidden: Iterable[HiddenScores] = ()) -> dict
                 whole.add(i)
     real = {v: use[v] > (_COMPARED if v in given else _EXACT) for v in graph.values if v in use and graph.is_float(v)}
     exact = {v: WHOLE_WHY if is_real else EXACT_WHY for v, is_real in real.items() if not is_real or v in given & whole}
-    return exact | masked | _guarded(graph, producers) | _wide_divisors(graph)
+    return exact | masked | _guarded(graph, producers) | _wide_divisors(graph) | _exponents(graph)
+
+
+def _exponents(graph: Graph) -> dict[str, str]:
+    """Return the constant exponents: a grid holds most of them only nearly."""
+    exponents = (n.inputs[1] for n in graph if n.op == "Pow")
+    return {v: EXPONENT_WHY for v in exponents if v in graph.weights and graph.is_float(v)}
 
 
 def _wide_divisors(graph: Graph) -> dict[str, str]:
