@@ -50,6 +50,7 @@ def test_weights_are_loaded_into_the_model_and_must_fit(tmp_path):
         (f"{'a' * 5000}.pt2", "does not exist"),  # a name that no disk can have
         (f"{'a' * 5000}.keras", "does not exist"),
         ("a" * 5000, "must be a file or module:factory"),
+        ("", "must be a file or module:factory"),
         ("garbage.pt2", "not a program that torch.export.save wrote"),
     ],
 )

@@ -73,7 +73,7 @@ def _clashes(graph: Graph, assignment: Assignment) -> list[tuple[str, str]]:
     for c in assignment.constraints:
         inputs = list(dict.fromkeys(c.of("ins")))
         groups = {group_of.get(t, -1) for t in inputs} & tying.keys()
-        if len(inputs) < 2 or not groups or not _ties_inputs(c):
+        if not groups or not _ties_inputs(c):
             continue
         without = tie_groups(other for k in groups for other in tying[k] if other is not c)
         tied = {t: group for group in without for t in group}

@@ -316,8 +316,8 @@ def plan_limits(graph: Graph, constraints: Sequence[Constraint], tensors: Mappin
     ]
     sums: dict[str, float] = {}
     for c, r in hard_rules(constraints):
-        for t in c.of("w") if r.wsum_max else ():
-            shape, most = graph.shape(t), float(r.wsum_max or 0)
+        for t, most in ((t, float(r.wsum_max)) for t in c.of("w") if r.wsum_max):
+            shape = graph.shape(t)
             count = math.prod(int(n or 1) for n in shape) // int(shape[OPS[c.op].weight_axis] or 1)
             if t in grids and count * max(-grids[t].qmin, grids[t].qmax) > most:
                 sums[t] = min(most, sums.get(t, most))

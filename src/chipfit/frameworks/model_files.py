@@ -58,8 +58,8 @@ def refused_file(text: str, allowed: str, hint: str) -> CaptureError:
     """
     path = Path(text)
     kind = _kind_of(path) if os.path.exists(path) else _BY_SUFFIX.get(path.suffix.lower())
-    script = path if path.suffix == ".py" else path.with_name(f"{path.name}.py")
-    if kind is None and path.name and os.path.isfile(script):
+    script = path if path.suffix == ".py" or not path.name else path.with_name(f"{path.name}.py")
+    if kind is None and os.path.isfile(script):
         hint = f"{script.stem}:build, if {script.name} has a function build() that returns the model"
     if kind is None:
         return CaptureError("Model must be a file or module:factory", got=text, allowed=allowed, hint=hint)
