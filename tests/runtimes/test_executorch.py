@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from benchmarks.random_networks import check
 from torch import nn
 
 import chipfit
@@ -179,3 +180,8 @@ def test_formats_without_a_form_are_refused_before_a_file_exists(tmp_path):
     with pytest.raises(UnsupportedError, match="cannot hold these tensors.*signed integers") as e:
         result.export(tmp_path / "net.pte")
     assert e.value.hint and not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_an_input_of_a_delegate_that_lies_channels_last_is_read_in_the_axes_of_the_program():
+    assert check(4242000006, "executorch").faults == []  # a resized image outside, between two delegates

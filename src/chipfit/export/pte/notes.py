@@ -80,6 +80,7 @@ class _Delegate:
         for n in self.graph.xnodes:
             self.made[n.xnodeUnion.outputId] = n
             self.nodes.setdefault(n.debugHandle, []).append(n)
+        self.dims = {tensor_of(v).idOut: tensor_of(v).dims for v in self.graph.xvalues}
         self.quantized = {tensor_of(v).idOut for v in self.graph.xvalues if hasattr(v.xvalueUnion, "quantParams")}
 
     def value_of(self, quantize: Any) -> tuple[int | None, list[int] | None]:
@@ -97,7 +98,9 @@ class _Delegate:
             found = [k for k in found if k in self.quantized]
             if found:
                 form = self._form(found[-1]) or [*range(len(undone))]
-                return found[-1], [form[axis] for axis in undone] if undone else self._form(found[-1])
+                if undone:
+                    return found[-1], [form[axis] for axis in undone]
+                return found[-1], self._form(found[-1]) or self._form_of_input(found[-1], node)
             if "permute" in str(node.target):
                 undone = [node.args[1][axis] for axis in undone] if undone else [*node.args[1]]
             node = node.args[0]
@@ -113,6 +116,11 @@ class _Delegate:
                 return _FIRST if kind in _CHANNELS_LAST else None
             number = of.inputId if hasattr(of, "inputId") else of.input1Id
         return None
+
+    def _form_of_input(self, number: int, node: Any) -> list[int] | None:
+        """Return the axes of a value that a delegate reads channels last, from a kernel outside, by its sizes."""
+        dims, shape = [int(d) for d in self.dims[number]], [*node.meta["val"].shape]
+        return _FIRST if len(shape) == 4 and dims != shape and [dims[k] for k in _FIRST] == shape else None
 
     def _source(self, number: int) -> int:
         """Return the constant of which a value is another layout."""
