@@ -296,7 +296,7 @@ def _unstorable(graph: Graph, plan: Plan) -> list[tuple[str, str]]:
     """Return (tensor, reason) for formats that the file cannot hold."""
     found = []
     in_integers = (n for n in graph if (planned := plan.nodes.get(n.name)) and planned.exec != "float")
-    weights = {w for n in in_integers if (w := n.operand("w")) and not n.facts.moves and plan.quantized(n.data)}
+    weights = {w for n in in_integers if n.facts.kind and (w := n.operand("w")) and plan.quantized(n.data)}
     for t in plan.tensors.values():
         if t.grid is None:
             continue
