@@ -59,8 +59,12 @@ def read_quantized(model: TfliteModel, platform: str, example: Any = None) -> Qu
             model.run([np.zeros([max(d, 1) for d in t.signature], np.float32) for t in model.inputs])
         facts = model.facts()
     with model.content.opened():
-        reading, moved, plan = _read(model, facts, model.opens, platform)
-        if model.opens and not model.streams and not _is_separate(model, moved.graph):
+        try:
+            reading, moved, plan = _read(model, facts, model.opens, platform)
+            opened = model.streams or not model.opens or _is_separate(model, moved.graph)
+        except CaptureError:  # it takes the batch apart, or cannot be read at all
+            opened = False
+        if not opened:
             reading, moved, plan = _read(model, facts, False, platform)
             moved.graph.notes.append(f"{FIXED_BATCH}: the file computes one sample at a time")
     graph = moved.graph
