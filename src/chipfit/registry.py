@@ -465,20 +465,14 @@ def ordered(stage: str) -> list[Entry]:
             if other not in steps:
                 what = f"The step '{e.name}' must run after '{other}', which does not exist"
                 raise RegistrationError(what, allowed=", ".join(steps))
-    return [steps[name] for name in _sorted(tuple((name, e.declares.after) for name, e in steps.items()))]
-
-
-@functools.cache
-def _sorted(after: tuple[tuple[str, tuple[str, ...]], ...]) -> list[str]:
-    """Return names, each after those that come with it, otherwise sorted; raises as `ordered`."""
-    sorter = TopologicalSorter(dict(after))
-    out: list[str] = []
+    sorter = TopologicalSorter({name: steps[name].declares.after for name in steps})
+    out: list[Entry] = []
     try:
         sorter.prepare()
     except CycleError as e:
         raise RegistrationError("The order of steps has a cycle", got=" -> ".join(e.args[1])) from e
     while sorter.is_active():
         ready = sorted(sorter.get_ready())
-        out += ready
+        out += [steps[name] for name in ready]
         sorter.done(*ready)
     return out
