@@ -121,6 +121,22 @@ def test_samples_that_are_merged_behind_another_axis_are_compared_in_their_place
     assert found.exact and not found.not_compared, found.summary()
 
 
+@pytest.mark.parametrize("repeated", [False, True])
+def test_a_constant_beside_the_samples_is_found_in_the_file(repeated):
+    """A token in front of a sequence, as in ViT, and rows of a table behind the samples."""
+
+    def forward(m, x):
+        y = m.first(x)
+        return m.second(torch.cat([m.token.expand(x.shape[0], -1, -1), y] if repeated else [y[0], m.token[0]], -2))
+
+    torch.manual_seed(0)
+    model = model_of(forward, first=nn.Linear(8, 8), second=nn.Linear(8, 4), token=torch.randn(1, 1, 8))
+    result = quantized(model, [torch.randn(4 if repeated else 1, 6, 8) for _ in range(2)], PLATFORM)
+    found = result.verify([torch.randn(4 if repeated else 1, 6, 8)])
+    (constant,) = (h for h in found.held if h.role == "weight" and h.tensor not in ("first.weight", "second.weight"))
+    assert found.exact and constant.elements == 8 and not constant.differing
+
+
 def test_a_network_of_onnx_is_written_as_well(tmp_path):
     onnx = pytest.importorskip("onnx")
     from onnx import helper, numpy_helper

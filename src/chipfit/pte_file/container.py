@@ -83,8 +83,13 @@ class Container:
         calls = [i.instrArgs for chain in self.method.chains for i in chain.instructions or ()]
         #: calls of delegates, in order
         self.calls = [c for c in calls if hasattr(c, "delegateIndex")]
+        kernels = [c for c in calls if hasattr(c, "opIndex")]
         #: called kernels outside delegates, in order
-        self.kernels = [self.method.operators[c.opIndex] for c in calls if hasattr(c, "opIndex")]
+        self.kernels = [self.method.operators[c.opIndex] for c in kernels]
+        #: result of a kernel that repeats a value -> that value
+        self._repeated = {
+            c.args[-1]: c.args[0] for c, k in zip(kernels, self.kernels, strict=True) if k.name == b"aten::expand_copy"
+        }
 
     def notes(self) -> dict[str, Any]:
         """Return chipfit's notes, see `chipfit.export.pte.notes`; {} for the file of another tool.
@@ -107,6 +112,14 @@ class Container:
         constants = self.program.constantSegment
         offset = constants.offsets[self.method.values[value].val.dataBufferIdx]
         return self.segments[constants.segmentIndex][offset:]
+
+    def repeated(self, value: int) -> int:
+        """Return the value of which a value of the program is a repetition, else the value itself."""
+        return self.repeated(self._repeated[value]) if value in self._repeated else value
+
+    def shape(self, value: int) -> list[int]:
+        """Return the sizes of a tensor of the program."""
+        return [int(d) for d in self.method.values[value].val.sizes]
 
     def delegate(self, call: int) -> Any:
         """Return the delegate of a call."""

@@ -11,8 +11,12 @@ from chipfit.export.pte.program import QuantizedProgram
 from chipfit.graph.merged_batch import sizes_in_front
 from chipfit.pte_file.container import graph_of, kind_of, tensor_of
 
-#: fields with the operands of nodes without weights, and with them
-_OPERANDS = ("input1Id", "input2Id"), ("input1Id", "filterId", "biasId")
+#: a field of a kind of node -> its fields with operands, in order
+_OPERANDS = {
+    "filterId": ("input1Id", "filterId", "biasId"),
+    "input1Id": tuple(f"input{k}Id" for k in range(1, 6)),
+    "inputId": ("inputId",),
+}
 _FIRST = [0, 3, 1, 2]  #: axes of a value that lies channels last, channels first
 _NO_HANDLE = 65535  #: of nodes that only change the layout
 _IMAGES = "XNNConv2d XNNDepthwiseConv2d XNNConvTranspose2d XNNMaxPooling2d XNNAvgPooling2d XNNGlobalAvgPooling2d"
@@ -37,8 +41,8 @@ def notes_of(lowered: Any, program: QuantizedProgram, rounded: Collection[str], 
     found: list[tuple[int, Any]] = [(_handle(n), None) for n in lowered.graph.nodes if _is_quantize(n)]
     constants: dict[str, list[list[int]]] = {}
     names = {key: name for name, key in program.names.items()}
-    for call, module in enumerate(_delegates(lowered)):
-        inside = _Delegate(module)
+    for call, (module, given) in enumerate(_delegates(lowered)):
+        inside = _Delegate(module, given)
         rounding = (n for n in module.original_module.graph.nodes if _is_quantize(n))
         found += [(_handle(n), (call, *inside.value_of(n), [*n.meta["val"].shape])) for n in rounding]
         for key, number in inside.constants():
@@ -55,11 +59,18 @@ def notes_of(lowered: Any, program: QuantizedProgram, rounded: Collection[str], 
     return {"tensors": tensors, "constants": constants, "batch": batch}
 
 
-def _delegates(lowered: Any) -> Iterator[Any]:
-    """Return the lowered modules, in the order of their calls."""
+def _delegates(lowered: Any) -> Iterator[tuple[Any, list[Any]]]:
+    """Return the lowered modules and the operands of each, in the order of their calls."""
     for n in lowered.graph.nodes:
         if n.op == "call_function" and n.target.__name__ == "executorch_call_delegate":
-            yield getattr(lowered, n.args[0].target)
+            yield getattr(lowered, n.args[0].target), [*n.args[1:]]
+
+
+def _expanded(operand: Any) -> Any:
+    """Return what a kernel in front of a delegate repeats for each sample, else the operand itself."""
+    while operand.op == "call_function" and "expand" in str(operand.target):
+        operand = operand.args[0]
+    return operand
 
 
 def _handle(node: Any) -> int:
@@ -71,10 +82,11 @@ def _is_quantize(node: Any) -> bool:
 
 
 class _Delegate:
-    """The graph of a lowered module, beside the operators that it was made from."""
+    """The graph of a lowered module, beside the operators that it was made from and its operands."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, given: list[Any]) -> None:
         self.module, self.graph = module.original_module, graph_of(module.processed_bytes)
+        self.names = {x.name: _expanded(x).name for x in given}  #: operand -> the constant that it repeats, or itself
         self.made: dict[int, Any] = {}  #: value -> its node
         self.nodes: dict[int, list[Any]] = {}  #: handle -> nodes
         for n in self.graph.xnodes:
@@ -135,10 +147,12 @@ class _Delegate:
         """
         for node in self.module.graph.nodes:
             for made in self.nodes.get(_handle(node), ()) if node.op == "call_function" else ():
-                fields = _OPERANDS[hasattr(made.xnodeUnion, "filterId")]
-                for operand, field in zip(node.args, fields, strict=False):
+                fields = next((names for own, names in _OPERANDS.items() if hasattr(made.xnodeUnion, own)), ())
+                operands = node.args[0] if isinstance(node.args[0], list) else node.args  # of a concatenation
+                for operand, field in zip(operands, fields, strict=False):
                     while getattr(operand, "op", "") == "call_function" and "dequantize" in str(operand.target):
                         operand = operand.args[0]
                     if getattr(operand, "op", "") == "placeholder" and hasattr(made.xnodeUnion, field):
                         number = self._source(getattr(made.xnodeUnion, field))
-                        yield operand.name.removeprefix("b_").partition("_")[0], number
+                        name = self.names.get(operand.name, operand.name)
+                        yield name.removeprefix("b_").partition("_")[0], number

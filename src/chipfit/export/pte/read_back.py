@@ -51,8 +51,10 @@ def _integers(file: Container, call: int, graph: Any, value: Any) -> np.ndarray:
     shape = [int(d) for d in tensor.dims]
     if tensor.constantBufferIdx:
         raw = _constant(file, graph, tensor.constantBufferIdx)
-    else:  # a constant of the program, which the delegate receives
-        raw = file.constant(file.calls[call].args[tensor.externalId])[: math.prod(shape)]
+    else:  # a constant of the program, which the delegate receives, repeated for each sample or not
+        constant = file.repeated(given := file.calls[call].args[tensor.externalId])
+        shape = shape if constant == given else file.shape(constant)
+        raw = file.constant(constant)[: math.prod(shape)]
     if tensor.datatype in (kinds.xnn_datatype_qcint4, kinds.xnn_datatype_qbint4):  # the low half first, 8 for zero
         rows = np.frombuffer(raw, np.uint8).reshape(shape[0], -1)
         return (np.stack([rows & 15, rows >> 4], -1).reshape(shape[0], -1)[:, : shape[1]]).astype(np.int8) - np.int8(8)
