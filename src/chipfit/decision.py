@@ -60,6 +60,7 @@ class Decision(SummaryRepr):
     graph: Graph = field(default_factory=lambda: Graph([], [], [], {}, {}))
     captured: Graph | None = None  #: as the model was read, while rewrites may be made anew
     overrides: Overrides | None = None  #: as the user gave them
+    apart: tuple[str, ...] = ()  #: layers that no kernel computes together with what is in front of them
     widths: tuple[tuple[str, Any], ...] = ()  #: bits that a search chose, as further overrides by node name
     settings: Settings = DEFAULT_SETTINGS
     rules: RangeRules = DEFAULT_RULES
@@ -215,16 +216,16 @@ def _assigned_once(d: Decision) -> Decision:
     """Fuse and assign once, on the graph as it is."""
     graph, platform = d.graph, d.platform
     groups, notes = fuse(graph, fusions(platform), lambda n: sets_of(platform.sets, n.op, n.layer_type, n.config))
+    groups = _ending_before(groups, {n.name for n in graph.nodes if n.layer in d.apart})
     overrides = with_results(resolve_overrides(graph, d.all_overrides), d.execution)
-    groups = _before_float(groups, {name for name, choices in overrides.items() if choices.get("float")})
     assignment = assign(graph, platform, fuse_shifts(graph, groups), overrides)
     assignment, more = steps.adjust_formats(graph, assignment, platform, d.settings)
     return replace(d, assignment=assignment, notes=(*notes, *more))
 
 
-def _before_float(groups: tuple[tuple[str, ...], ...], in_float: Collection[str]) -> tuple[tuple[str, ...], ...]:
-    """Return groups that end before a node that the user keeps in float, unless their first node is one."""
-    cut = (tuple(takewhile(lambda name: name not in in_float, g)) if g[0] not in in_float else g for g in groups)
+def _ending_before(groups: tuple[tuple[str, ...], ...], apart: Collection[str]) -> tuple[tuple[str, ...], ...]:
+    """Return groups of nodes that end before a node of `apart`, unless they begin with one."""
+    cut = (g if g[0] in apart else tuple(takewhile(lambda name: name not in apart, g)) for g in groups)
     return tuple(g for g in cut if len(g) > 1)
 
 

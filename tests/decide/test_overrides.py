@@ -449,12 +449,3 @@ def test_an_input_has_a_range_of_its_own():
     assert not kept.plan.quantized("x") and kept.plan.nodes["conv2d"].exec == "float"
     with pytest.raises(PlanError, match="'bits' is not a choice for input 'x'.*name the layers that read it"):
         quantized(functional(), [images(8, 8)], "ort_cpu", overrides={"x": {"bits": 4}})
-
-
-def test_a_layer_in_float_leaves_the_layer_in_front_of_it_in_integers():
-    """A chip may fuse both into one kernel; the one in front has a kernel of its own, too."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sigmoid(), nn.Conv2d(4, 4, 1), nn.ReLU()).eval()
-    result = quantized(net, torch.randn(8, 3, 6, 6), "tensorrt", overrides={"1": "float"})
-    assert {n.display_name: result.plan.nodes[n.name].exec for n in result.graph.nodes}["0"] == "int"
-    assert {n.display_name: result.plan.nodes[n.name].exec for n in result.graph.nodes}["1"] == "float"

@@ -205,7 +205,7 @@ def test_weights_tell_how_they_were_rounded_and_the_given_network_stays_as_it_is
 
 def test_moments_that_cannot_be_inverted_are_said(two_layers, monkeypatch):
     result, x = two_layers
-    monkeypatch.setattr(sequential_reconstruction.gptq, "error_feedback", lambda *_: None)
+    monkeypatch.setattr(sequential_reconstruction.gptq_solver, "error_feedback", lambda *_: None)
     notes = reconstruct(result.graph, result.plan, [[x]]).notes
     assert len(notes) == 2 and all("its moments are singular" in n for n in notes)
 

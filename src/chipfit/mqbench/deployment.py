@@ -125,7 +125,7 @@ class _Deployment:
         d = Decision(platform=target, graph=graph, captured=self.graph, settings=_SETTINGS, rules=_RULES)
         d = replace(d, rewrites=tuple(rewrites))
         known = self._match_tensors(graph)
-        d = replace(d, overrides=[(layer, "float") for layer in self.trained.floats])
+        d = replace(d, overrides=[(layer, "float") for layer in self.trained.floats], apart=self.trained.floats)
         d = replace(d, overrides=[*d.all_overrides, *_width_overrides(decide(d), known)])
         for stage in (pipeline.assign_formats, pipeline.collect_statistics, pipeline.choose_ranges):
             d = stage(request, d)

@@ -20,6 +20,7 @@ from chipfit.errors import DataError, RuntimeUnavailable, first_line, raised_out
 from chipfit.export import FileTensor, export, format_of
 from chipfit.export.io_spec import output_names
 from chipfit.files import path_of
+from chipfit.frameworks.quantized import original_of
 from chipfit.graph.edit import live_values
 from chipfit.graph.ir import CPU, DYNAMIC, Graph
 from chipfit.graph.placement import device_of, inputs_on
@@ -127,11 +128,14 @@ def verify(
 
 
 def _before_moves(graph: Graph, value: str) -> str:
-    """Return the value of which this one holds the numbers in another order or shape, which the file may not have."""
-    made = graph.producers()
-    while value in made and made[value].op in ("Transpose", "Reshape"):
-        value = made[value].data
-    return value
+    """Return the value of which this one holds the numbers in another order or shape, which the file may not have.
+
+    An input itself is not compared, but an operator of the file that reorders it is: its result has its own name.
+    """
+    made, source = graph.producers(), value
+    while source in made and made[source].op in ("Transpose", "Reshape"):
+        source = made[source].data
+    return value if source in graph.inputs and original_of(value) == value else source
 
 
 def _with_float_biases(graph: Graph, plan: Plan) -> Graph:

@@ -239,7 +239,8 @@ def _settings(n: torch.fx.Node, module: torch.nn.Module | None, kind: str) -> di
         return module_settings(module)
 
     def is_constant(v: Any) -> bool:
-        return not any(isinstance(i, (torch.fx.Node, OpenSize)) for i in (v if isinstance(v, (list, tuple)) else (v,)))
+        others = torch.fx.Node, OpenSize, torch.device  # a saved result names no device
+        return not any(isinstance(i, others) for i in (v if isinstance(v, (list, tuple)) else (v,)))
 
     renamed, settings = _RENAMED.get(kind, {}), dict[str, Any]()
     for m in _nodes_of_call(n):
