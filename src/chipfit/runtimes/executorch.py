@@ -102,8 +102,11 @@ def show(file: Container, places: Mapping[str, Sequence[Any]]) -> dict[str, tupl
             outputs[call, number] = len(file.method.outputs)
             file.method.outputs = [*file.method.outputs, _value(file, call, graph, tensors[number])]
         file.set_graph(call, graph)
-    for name, (call, number, *form) in places.items():
-        found[name] = outputs[call, number], *form
+    for name, (call, number, form, *rest) in places.items():
+        position = outputs[call, number]
+        order = file.method.values[int(file.method.outputs[position])].val.dimOrder
+        in_order = [*order] == [*range(len(order))]  # else ExecuTorch returns the program's axes
+        found[name] = position, form if in_order else None, *rest
     return found
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from chipfit.engine.types import dtype_of
-from chipfit.errors import ExportError, UnsupportedError, first_line
+from chipfit.errors import ExportError, UnsupportedError, short_message
 from chipfit.export.pte.notes import notes_of
 from chipfit.export.pte.program import QuantizedProgram
 from chipfit.files import write_atomically
@@ -97,7 +97,7 @@ def _lowered(graph: Graph, plan: Plan, inputs: Sequence[torch.Tensor]) -> bytes:
     except ExportError:
         raise
     except Exception as e:  # the errors of both share no base
-        raise ExportError(f"ExecuTorch cannot write the model: {first_line(_cause(e))}") from e
+        raise ExportError(f"ExecuTorch cannot write the model: {short_message(_cause(e))}") from e
 
 
 def _check_delegated(lowered: torch.fx.Graph, program: QuantizedProgram) -> None:
