@@ -181,6 +181,13 @@ def test_a_program_that_does_not_run_is_not_written(proven, tmp_path, monkeypatc
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
+def test_a_kernel_that_refuses_its_operands_is_named():
+    """Reflections of an image that lies channels last."""
+    (fault,) = check(777000004, "executorch").faults
+    assert "in operator aten::index.Tensor_out" in fault
+
+
 def test_a_file_that_is_not_one_is_refused(proven, tmp_path):
     (tmp_path / "bad.pte").write_bytes(b"not a program at all, and long enough to be one")
     with pytest.raises(RuntimeUnavailable, match="not an ExecuTorch program"):

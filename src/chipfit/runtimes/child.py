@@ -18,6 +18,7 @@ from typing import IO, Any
 from chipfit.errors import RuntimeUnavailable
 
 _QUOTED_LINES = 4  #: number of the last printed lines that an error message quotes
+_LIST_OF_OPERANDS = "with type id"  #: in lines of ExecuTorch that follow the one which names the operator
 
 
 class Child:
@@ -76,7 +77,7 @@ class Child:
 
     def _last_words(self) -> str:
         lines = list(dict.fromkeys(line.strip() for line in self.printed().splitlines() if line.strip()))
-        return "; ".join(lines[-_QUOTED_LINES:])
+        return "; ".join([line for line in lines if _LIST_OF_OPERANDS not in line][-_QUOTED_LINES:])
 
 
 def _end(process: subprocess.Popen[bytes], printed: IO[bytes]) -> None:
