@@ -18,7 +18,6 @@ from typing import IO, Any
 from chipfit.errors import RuntimeUnavailable
 
 _QUOTED_LINES = 4  #: number of the last printed lines that an error message quotes
-_LIST_OF_OPERANDS = "with type id"  #: in lines of ExecuTorch that follow the one which names the operator
 
 
 class Child:
@@ -28,10 +27,11 @@ class Child:
         script: name of the script in this folder, or a path.
         name: of the runtime, for messages.
         limit_s: time for one answer [s].
+        unquoted: text in printed lines that say nothing to the reader of an error; "" if all are quoted.
     """
 
-    def __init__(self, script: str, name: str, limit_s: float = 120.0) -> None:
-        self.name, self.limit_s = name, limit_s
+    def __init__(self, script: str, name: str, limit_s: float = 120.0, unquoted: str = "") -> None:
+        self.name, self.limit_s, self.unquoted = name, limit_s, unquoted
         self._printed: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 -- closed by `_end`
         self._before = 0  #: size of what was printed before the last request
         # -P: the modules beside the script have names of packages
@@ -77,7 +77,8 @@ class Child:
 
     def _last_words(self) -> str:
         lines = list(dict.fromkeys(line.strip() for line in self.printed().splitlines() if line.strip()))
-        return "; ".join([line for line in lines if _LIST_OF_OPERANDS not in line][-_QUOTED_LINES:])
+        said = [line for line in lines if not self.unquoted or self.unquoted not in line]
+        return "; ".join(said[-_QUOTED_LINES:])
 
 
 def _end(process: subprocess.Popen[bytes], printed: IO[bytes]) -> None:

@@ -20,6 +20,7 @@ _TYPES = {1: (6, 4), 3: (1, 1)}
 _INPUTS = {1: np.int8, 3: np.int32, 4: np.int64, 11: np.bool_}  #: ExecuTorch's number of a type -> type; else float32
 _OUTPUT = 2  #: flag of values that leave a delegate
 _EXTERNAL = 1 | _OUTPUT
+_OPERANDS = "with type id"  #: in lines that list operands, behind the one that names the operator
 
 
 @register("runtime", "executorch", suffix=".pte", libraries=("executorch", "flatbuffers"), extra="executorch")
@@ -34,7 +35,7 @@ class ExecuTorch:
         """
         with wrap_read_errors(path, RuntimeUnavailable):
             content = Path(path).read_bytes()
-        self.file, self._child = Container(content), Child("executorch_child.py", NAME)
+        self.file, self._child = Container(content), Child("executorch_child.py", NAME, unquoted=_OPERANDS)
         notes = self.file.notes()
         self._own, places = len(self.file.method.outputs), notes.get("tensors", {})
         #: tensor -> see `show`
