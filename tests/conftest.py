@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 import pytest
@@ -66,6 +66,23 @@ def _no_wait_for_disks():
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def precisions() -> Iterator[Callable[[], list[str]]]:
+    """A function that returns the positions of torch's switches for float32 products; they are restored afterwards."""
+    found = torch.backends
+    switches = found.cuda.matmul, found.cudnn.conv, found.cudnn.rnn, found.mkldnn.matmul, found.mkldnn.conv
+
+    def read() -> list[str]:
+        return [switch.fp32_precision for switch in switches]
+
+    before, matmul, tf32 = read(), torch.get_float32_matmul_precision(), found.cudnn.allow_tf32
+    yield read
+    for switch, value in zip(switches, before, strict=True):
+        switch.fp32_precision = value
+    torch.set_float32_matmul_precision(matmul)
+    found.cudnn.allow_tf32 = tf32
 
 
 #: modules with a table that columns of the table of operators fill

@@ -23,7 +23,7 @@ def with_python(page: Path) -> bool:
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if with_python(p)], ids=name)
-def test_the_python_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch, drop_ins):
+def test_the_python_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch, drop_ins, precisions):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     namespace = {"__name__": "page"}

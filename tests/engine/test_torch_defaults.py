@@ -13,30 +13,6 @@ from chipfit.plan.diff import diff
 from tests.build import images, quantized, randn, sequential, small_cnn
 
 BACKENDS = torch.backends
-SWITCHES = {
-    "cuda.matmul": BACKENDS.cuda.matmul,
-    "cudnn.conv": BACKENDS.cudnn.conv,
-    "cudnn.rnn": BACKENDS.cudnn.rnn,
-    "mkldnn.matmul": BACKENDS.mkldnn.matmul,
-    "mkldnn.conv": BACKENDS.mkldnn.conv,
-}
-
-
-def state() -> dict:
-    return {name: switch.fp32_precision for name, switch in SWITCHES.items()}
-
-
-@pytest.fixture
-def switches():
-    """Restore the switches of this process after a test that sets them."""
-    before, matmul, cudnn = state(), torch.get_float32_matmul_precision(), BACKENDS.cudnn.allow_tf32
-    yield SWITCHES
-    for name, value in before.items():
-        SWITCHES[name].fp32_precision = value
-    torch.set_float32_matmul_precision(matmul)
-    BACKENDS.cudnn.allow_tf32 = cudnn
-
-
 SETTINGS = {
     "torch's defaults": lambda: None,
     "TF32 in products": lambda: setattr(BACKENDS.cuda.matmul, "allow_tf32", True),
@@ -48,13 +24,13 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
-def test_products_are_exact_inside_and_the_switches_as_before_outside(setting, switches):
+def test_products_are_exact_inside_and_the_switches_as_before_outside(setting, precisions):
     setting()
-    before = state()
+    before = precisions()
     with torch_defaults():
-        assert {*state().values()} <= {"none", "ieee"}
+        assert {*precisions()} <= {"none", "ieee"}
         assert not BACKENDS.cudnn.allow_tf32 and not BACKENDS.cuda.matmul.allow_tf32
-    assert state() == before
+    assert precisions() == before
 
 
 def test_kernels_are_those_that_give_the_same_numbers_each_time(monkeypatch):
@@ -65,14 +41,14 @@ def test_kernels_are_those_that_give_the_same_numbers_each_time(monkeypatch):
     assert not BACKENDS.cudnn.deterministic and BACKENDS.cudnn.benchmark
 
 
-def test_switches_are_restored_after_an_error(switches):
+def test_switches_are_restored_after_an_error(precisions):
     BACKENDS.cuda.matmul.allow_tf32 = True
     with pytest.raises(ZeroDivisionError), torch_defaults():
         1 / 0
     assert BACKENDS.cuda.matmul.allow_tf32 and BACKENDS.cudnn.allow_tf32
 
 
-def test_the_last_thread_restores_the_switches(switches):
+def test_the_last_thread_restores_the_switches(precisions):
     BACKENDS.cuda.matmul.allow_tf32 = True
     entered, leave, found = threading.Event(), threading.Event(), []
 
@@ -92,13 +68,13 @@ def test_the_last_thread_restores_the_switches(switches):
     assert found == [False] and BACKENDS.cuda.matmul.allow_tf32
 
 
-def test_calibration_runs_without_tf32_wherever_it_reads_data(switches):
+def test_calibration_runs_without_tf32_wherever_it_reads_data(precisions):
     torch.set_float32_matmul_precision("high")
     seen = []
 
     class Watched(nn.Module):
         def forward(self, x):
-            seen.append({*state().values()} <= {"none", "ieee"})
+            seen.append({*precisions()} <= {"none", "ieee"})
             return x
 
     quantized(sequential(nn.Linear(4, 4), Watched()), [randn(8, 4)]).verify([randn(8, 4)])
