@@ -1,7 +1,5 @@
 """The device that `--device` names: tests build their networks there, and those of `tests/device` need one."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 from typing import Any

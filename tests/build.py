@@ -7,8 +7,6 @@ plan = plan_of(x=stored(0.5, zero=3), w=stored([0.1, 0.2], axis=0), y=None)
 chip = platform_of({"match": ["Add"], "use": [{"in": "a8", "out": "a8"}]})
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import zipfile

@@ -1,7 +1,5 @@
 """The setup of every test: one seed, and as many threads as parallel tests can share."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

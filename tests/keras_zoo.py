@@ -1,7 +1,5 @@
 """Small Keras networks of many kinds, each with one batch of data."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The steps of `chipfit.quantize` one by one, for tests of intermediate values."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch
@@ -48,7 +46,7 @@ class Steps:
     stats: dict[str, TensorStats]
     bits: int | None = None  #: of all weights, where they are not the platform's first choice
 
-    def decided(self, graph: Graph, stats: dict[str, TensorStats] | None = None) -> Steps:
+    def decided(self, graph: Graph, stats: dict[str, TensorStats] | None = None) -> "Steps":
         """Return the steps with another graph, for which formats are decided again."""
         return replace(
             self, graph=graph, assignment=_decide(graph, self.platform, self.bits), stats=stats or self.stats

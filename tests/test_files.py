@@ -1,7 +1,5 @@
 """Files and folders appear whole or not at all, and nobody else's is touched."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """A small share of the bad input that `make fuzz` draws, and its four kinds of failure, which are noticed."""
 
-from __future__ import annotations
-
 import ast
 import os
 import time

@@ -1,7 +1,5 @@
 """`import chipfit` is a small door: few names, and nothing heavy behind it until one is used."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

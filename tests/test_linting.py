@@ -1,7 +1,5 @@
 """`lint`: which operators would run in integers, before any data."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Mistakes that people make on their first day: each message says what is wrong, and what to try."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Defects for mutation testing are drawn where they can change a result, and the tests that run there are chosen."""
 
-from __future__ import annotations
-
 import ast
 
 import pytest

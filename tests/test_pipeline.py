@@ -1,7 +1,5 @@
 """`quantize`: its options, what is refused before data are read, and what the plan tells of the call."""
 
-from __future__ import annotations
-
 import logging
 import weakref
 

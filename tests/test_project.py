@@ -1,7 +1,5 @@
 """The repository as a whole: links resolve, layers keep their borders, and no file names a machine."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re
@@ -237,7 +235,7 @@ def test_a_copy_between_devices_is_found(code):
 
 #: lines of code that each part may have, with room: a change of design raises a budget, a change of code does not
 BUDGETS = {"core": 41_400, "channel_pruning": 1_200, "generation": 400, "mct": 3_800, "mqbench": 1_900, "bench": 1_800}
-BUDGETS |= {"chipfit": 49_800, "tests": 50_000}
+BUDGETS |= {"chipfit": 49_800, "tests": 49_800}
 TOP_LEVEL = 18  #: modules beside the documents' doors
 #: number of operators that more than two files of the package name (their row, and a file with code of their own); a
 #: framework with files of its own adds those that it does not read by the table; otherwise the number only shrinks

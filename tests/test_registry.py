@@ -1,7 +1,5 @@
 """What is dropped in declares itself completely, under a name of its own; and is loaded only when it is asked for."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

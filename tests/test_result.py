@@ -1,7 +1,5 @@
 """A result: how it shows itself, its model, edits of it, which tensors hurt, and its overrides."""
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import replace
 from types import SimpleNamespace

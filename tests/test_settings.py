@@ -1,7 +1,5 @@
 """Settings: what they accept, how plans record them, and what needs the data again."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

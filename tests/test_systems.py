@@ -1,7 +1,5 @@
 """The package on other systems than Linux: Windows, macOS, and consoles without UTF-8."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Validation by pydantic with chipfit's error messages."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import FrozenInstanceError, field
 from typing import Annotated

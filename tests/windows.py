@@ -1,7 +1,5 @@
 """Rules of Windows that Linux can enforce: no modules of POSIX, and files in use are neither moved nor removed."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import mmap

@@ -1,7 +1,5 @@
 """Small networks of many kinds, each built, quantized and verified in a moment."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

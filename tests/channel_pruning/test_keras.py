@@ -1,7 +1,5 @@
 """Structured pruning of Keras models: the same search over the same graph, and a Keras model as result."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,8 +1,6 @@
 """Structured pruning: networks shrink, keep their limits, and compute what the whole network computes without those
 channels."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

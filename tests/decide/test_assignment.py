@@ -1,7 +1,5 @@
 """Assignments: what decisions about groups mean for tensors, on graphs of a few nodes."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

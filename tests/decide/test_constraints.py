@@ -1,7 +1,5 @@
 """Constraints: ties, dictated scales, bounds on products of scales, and what training has to keep of them."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Formats: what consumers want, seen through pass-through operators, and what each operator reads and writes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Fused groups of a graph: what each reads and writes, and the formats that its rule has for it."""
 
-from __future__ import annotations
-
 import pytest
 
 from chipfit.decide import groups as grouping

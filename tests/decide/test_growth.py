@@ -1,7 +1,5 @@
 """Twice the nodes cost twice the work: nothing that decides walks over all nodes for each node."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

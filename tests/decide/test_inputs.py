@@ -1,7 +1,5 @@
 """Input modes: a layer reads quantized values, quantizes its input at run time, or reads floats; weights in blocks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Inserted nodes: Requantize before what joins tensors of other scales, DynamicQuantize before dynamic kernels."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Integers only: nothing of a file computes in floats, or the operators that would are named before calibration."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from ai_edge_litert import schema_py_generated as schema

@@ -1,7 +1,5 @@
 """Legality: the projected scales satisfy every rule, and scales that were legal do not move."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Options: which joint formats a platform leaves for an operator, and which of them is taken."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

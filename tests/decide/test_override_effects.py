@@ -1,7 +1,5 @@
 """Effects of overrides: one that changes nothing is refused or noted, and one choice does not undo another."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Overrides: the layers that a pattern names, the choices about them, and formats that choices make narrower."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

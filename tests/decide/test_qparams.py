@@ -1,7 +1,5 @@
 """Scale and zero point of single tensors: an earlier decision, the platform's, a known range, a rule; and of biases."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Scales of tensors together: ties, signs, room for biases, sums of weights, and data that are zero."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

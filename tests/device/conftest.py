@@ -1,7 +1,5 @@
 """Fixtures of the tests that need an accelerator. Without `--device` they are skipped."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.accelerators import CPU, chosen

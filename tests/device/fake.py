@@ -4,8 +4,6 @@ counts() and reset() see what was launched, moved and kept; allow_float64(False)
 memory run out.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import importlib.util

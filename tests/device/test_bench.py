@@ -1,7 +1,5 @@
 """Experiments and the command line on a device, beside the CPU."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The facades of MCT and the network editor on a device, with representative data there or on the CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """The fake device is as strange to the CPU as CUDA is."""
 
-from __future__ import annotations
-
 import copy
 import io
 

@@ -1,7 +1,5 @@
 """Models in a hardware setting train and are deployed on an accelerator as on the CPU."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

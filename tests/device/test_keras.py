@@ -1,7 +1,5 @@
 """Keras on a device of its torch backend: Keras places its models, and chipfit reads and makes them there."""
 
-from __future__ import annotations
-
 import os
 
 os.environ.setdefault("KERAS_BACKEND", "torch")

@@ -1,7 +1,5 @@
 """Loops over data run on the device of the model, decide what they decide on the CPU, and wait for no single layer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Memory of the device: what runs out, what is kept, and what comes back."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

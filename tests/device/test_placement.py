@@ -1,7 +1,5 @@
 """The model's device decides where networks run; decisions, files and the proof are on the CPU."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

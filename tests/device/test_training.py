@@ -1,7 +1,5 @@
 """Models train on an accelerator as on the CPU, which waits for it at most once a step."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Everything that users do with a model on an accelerator gives what the CPU gives, wherever the batches are."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """Pages of the docs, their blocks, and the commands on them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every command of chipfit on a page runs, on files with the names that the page uses; no other block escapes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

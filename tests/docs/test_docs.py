@@ -1,7 +1,5 @@
 """Every Python block of README and docs runs, page by page, top to bottom; every shell line names what exists."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Every notebook of the docs runs from top to bottom, and shows what is stored in it."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

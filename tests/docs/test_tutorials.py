@@ -1,7 +1,5 @@
 """The commands of the tutorials run in their order, and the captures show these commands."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from pathlib import Path

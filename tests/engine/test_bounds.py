@@ -1,7 +1,5 @@
 """Operators that a file names stay inside of their own tensors, or refuse the call."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

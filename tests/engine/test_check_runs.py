@@ -1,7 +1,5 @@
 """A saved graph whose attributes, shapes or types do not fit its operators is refused before it runs."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Every canonical operator runs, on the attributes that the table of operators gives it."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

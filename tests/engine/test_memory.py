@@ -1,7 +1,5 @@
 """Errors of devices whose memory is exhausted."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

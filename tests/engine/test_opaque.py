@@ -1,7 +1,5 @@
 """Operators without canonical name: found by name, from a list."""
 
-from __future__ import annotations
-
 import math
 import operator
 import os

@@ -1,7 +1,5 @@
 """Random numbers, warnings and loggers while chipfit computes, and after."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 import random

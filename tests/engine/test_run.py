@@ -1,7 +1,5 @@
 """Running a graph: what is freed, what is kept, and what may be overwritten."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """chipfit computes with torch's defaults, whatever the caller has switched on, and restores what was on."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

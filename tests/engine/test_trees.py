@@ -1,7 +1,5 @@
 """Calls and results as flat lists of tensors, and their structure as text."""
 
-from __future__ import annotations
-
 import collections
 import copy
 import dataclasses

@@ -1,7 +1,5 @@
 """Quantizing leaves the caller's process as it was, depends on nothing in it, and may run in several threads."""
 
-from __future__ import annotations
-
 import json
 import logging
 import warnings

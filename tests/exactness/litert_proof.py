@@ -1,7 +1,5 @@
 """Simulator against LiteRT's three families of kernels, for any graph, plan and platform."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Ways in which a file or a runtime can be something else than the plan says, for each file format."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a verification says of itself: what was compared, on which data, and what was not."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The promise: what is simulated is what the runtimes compute, on every tensor of every kind of network."""
 
-from __future__ import annotations
-
 import pytest
 
 import chipfit

@@ -1,7 +1,5 @@
 """Numbers at the edge of what a tensor holds give an exact result, or a typed error."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """The promise for Keras networks: what is simulated is what ONNX Runtime and LiteRT compute, on every tensor."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """A second opinion: TensorFlow's own converter, given the scales in fake-quantization nodes, has the same integers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """One operator at a time: the kernels' arithmetic, with plain scales and with powers of two, where ties are common."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

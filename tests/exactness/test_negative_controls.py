@@ -1,7 +1,5 @@
 """The proof can fail: for every runtime, files and runtimes that are not what the plan says are noticed, and said."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 

@@ -1,7 +1,5 @@
 """A share of the random networks of `make random`, and a harness that has been seen to fail."""
 
-from __future__ import annotations
-
 import os
 import signal
 from dataclasses import replace

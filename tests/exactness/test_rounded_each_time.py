@@ -1,7 +1,5 @@
 """Weights in blocks, data rounded each time, products in float: what the runtimes compute beside what is simulated."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

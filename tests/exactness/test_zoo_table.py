@@ -1,7 +1,5 @@
 """The zoo of `benchmarks/zoo`: what is stored of it holds the limits, and one architecture goes the whole way here."""
 
-from __future__ import annotations
-
 import json
 import runpy
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every script in examples/ runs, and does what it says."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every operator, and many with unusual attributes and unequal axes: files compute what the engine makes of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

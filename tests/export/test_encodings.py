@@ -1,7 +1,5 @@
 """Encodings: numbers worked out on paper in the words of each compiler."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

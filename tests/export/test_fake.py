@@ -1,7 +1,5 @@
 """Fake-quantized files give the numbers of the simulation on runtimes that only compute floats."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import onnxruntime

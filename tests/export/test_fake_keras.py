@@ -1,7 +1,5 @@
 """Fake-quantized `.keras` files load with Keras alone and give the numbers of the simulation."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

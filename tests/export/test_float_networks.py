@@ -1,7 +1,5 @@
 """Files of float networks compute what torch computes, at another batch size than that of the example."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

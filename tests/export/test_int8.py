@@ -1,7 +1,5 @@
 """Files of a chip with float biases and unsigned results, in integers that LiteRT and ONNX Runtime compute with."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

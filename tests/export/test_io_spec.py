@@ -1,7 +1,5 @@
 """What files take and give: codes, labels, normalisation, and arrays of C."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -211,13 +209,13 @@ class Table(flatbuffers.table.Table):
     def byte(self, field: int) -> int:
         return self.Bytes[self.place(field)]
 
-    def table(self, field: int) -> Table:
+    def table(self, field: int) -> "Table":
         return Table(self.Bytes, self.Indirect(self.place(field)))
 
     def text(self, field: int) -> str:
         return self.String(self.place(field)).decode()
 
-    def tables(self, field: int) -> list[Table]:
+    def tables(self, field: int) -> list["Table"]:
         start, count = self.Vector(self.Offset(4 + 2 * field)), self.VectorLen(self.Offset(4 + 2 * field))
         return [Table(self.Bytes, self.Indirect(start + 4 * k)) for k in range(count)]
 

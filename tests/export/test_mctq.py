@@ -1,7 +1,5 @@
 """Files with the operators of mct_quantizers, run by that package, give the numbers of the simulation."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import onnxruntime

@@ -1,7 +1,5 @@
 """`.keras` files of Keras 2 with layers of mct_quantizers, loaded back by that package in a process of its own."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

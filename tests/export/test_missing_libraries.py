@@ -1,7 +1,5 @@
 """Every format and runtime asks for its own libraries only, and names the extra that installs a missing one."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sys

@@ -1,7 +1,5 @@
 """A framework from outside the package goes all the way; it needs one file."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 It is registered from outside the package, as a user's file would; see docs/design/0015-frameworks-are-adapters.md.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

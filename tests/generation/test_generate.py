@@ -1,7 +1,5 @@
 """Calibration data that a network's batch norms describe."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Equations that are one matrix product, beside torch's own einsum."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Values that a grid would spoil stay float: indices, masks, guards. Compared with torch and with the runtimes."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

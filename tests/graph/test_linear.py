@@ -1,7 +1,5 @@
 """Linear operators under one view, and how many multiplications operators need, worked out by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """MCT's data generation: its options become those of `chipfit.generated`."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import itertools

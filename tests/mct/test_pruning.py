@@ -1,7 +1,5 @@
 """Structured pruning under MCT's names: one group of channels for a limit that is one group below the whole."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

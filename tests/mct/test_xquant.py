@@ -1,7 +1,5 @@
 """MCT's XQuant: a report of similarities as data, as JSON, and in TensorBoard."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from pathlib import Path

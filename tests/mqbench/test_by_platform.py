@@ -1,7 +1,5 @@
 """prepare_by_platform, convert_deploy and ptq_reconstruction: scripts of MQBench with other imports."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

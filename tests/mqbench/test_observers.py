@@ -1,7 +1,5 @@
 """Observers of MQBench: worked numbers, errors, and equal numbers on several ranks."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

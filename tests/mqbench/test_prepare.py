@@ -1,7 +1,5 @@
 """prepare_qat_fx: placement of quantizers in each setting, training, and deployment on platforms."""
 
-from __future__ import annotations
-
 import copy
 import io
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Quantizers of MQBench: the example of document 004, and every training algorithm in `AlgorithmQuantizer`."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

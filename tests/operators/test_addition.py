@@ -1,7 +1,5 @@
 """An operator is added by one row and one file, outside the package: in every framework, file format and simulation."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

@@ -1,7 +1,5 @@
 """Every fact in the table of operators is true of the kernels, and missed if it is taken away."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 
 import pytest

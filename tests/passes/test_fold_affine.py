@@ -1,7 +1,5 @@
 """Factors and addends of channels, folded into the linear operator behind them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

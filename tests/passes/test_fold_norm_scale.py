@@ -1,7 +1,5 @@
 """Scales and shifts of norms in parts, folded into the linear layers behind them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Masks of attention become selections of quantized values: no float operator, and what is hidden has no influence."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

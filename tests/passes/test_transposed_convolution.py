@@ -1,7 +1,5 @@
 """Transposed convolutions run as convolutions and DepthToSpace where only these have integer kernels."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

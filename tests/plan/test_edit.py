@@ -1,7 +1,5 @@
 """Editing a decision: the plan is that of a call with the same overrides, and the result is still exact."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

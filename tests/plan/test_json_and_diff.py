@@ -1,7 +1,5 @@
 """Plans as text: they survive the way to JSON and back, and two of them can be compared."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A plan and its entries: what they answer, and how they show themselves."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Results on disk: what comes back is what was saved, and anything else is refused by name."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

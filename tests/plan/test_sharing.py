@@ -1,7 +1,5 @@
 """Assignment of quantizers to tensors: tied and moved tensors are quantized once."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Filters on the attributes of layers, and the members of operator sets."""
 
-from __future__ import annotations
-
 import pytest
 
 from chipfit.platform.filters import AttributeFilter, Member, equal, has_nan

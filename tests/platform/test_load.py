@@ -1,7 +1,5 @@
 """Platform files: everything that is not understood is refused with file, line and key."""
 
-from __future__ import annotations
-
 import json
 import math
 from importlib import resources

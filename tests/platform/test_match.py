@@ -1,7 +1,5 @@
 """Matching: the first rule that names the operator and whose conditions hold, and a reason when there is none."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

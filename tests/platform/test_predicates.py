@@ -1,7 +1,5 @@
 """Conditions of rules: the attributes that they test, and the reason when one is violated."""
 
-from __future__ import annotations
-
 import pytest
 
 from chipfit.platform.predicates import evaluate, value

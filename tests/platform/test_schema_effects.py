@@ -4,8 +4,6 @@ The walk goes through the schema itself: a new field, a new value of a field or 
 in one of the tables below.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

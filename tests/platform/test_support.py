@@ -1,7 +1,5 @@
 """Every setting of a platform is implemented or listed as unsupported: on the terminal, in the check, in the report."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

@@ -1,7 +1,5 @@
 """A verified network of the zoo, and a headless browser that opens pages."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 

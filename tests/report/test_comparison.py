@@ -1,7 +1,5 @@
 """Two quantized networks beside each other."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

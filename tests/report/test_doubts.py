@@ -1,7 +1,5 @@
 """Data that cannot be right are doubted aloud: in the report, on the terminal, with layer and figures."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

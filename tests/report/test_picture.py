@@ -1,7 +1,5 @@
 """The network as a picture: boxes are kernels, lines are what they read, and nothing overlaps or is cut off."""
 
-from __future__ import annotations
-
 import random
 import re
 from dataclasses import replace

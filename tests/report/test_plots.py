@@ -1,7 +1,5 @@
 """Plots are matplotlib figures: their bars and points are the numbers of the object that draws them."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The report: the numbers are right, the terminal answers a person's questions, and the page stands by itself."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """What a console and a notebook show of chipfit's objects: a screenful, whatever the size of the model."""
 
-from __future__ import annotations
-
 import io
 import re
 

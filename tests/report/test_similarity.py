@@ -1,7 +1,5 @@
 """Similarity of a quantized network to the float one, on the user's own data."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What the report advises was tried: an override is named only where it was measured to help."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Keras models, whose images lie channels last, as ExecuTorch programs."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

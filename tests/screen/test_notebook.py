@@ -1,7 +1,5 @@
 """Progress in a notebook: a bar of HTML that is replaced in place."""
 
-from __future__ import annotations
-
 import re
 import types
 
@@ -20,7 +18,7 @@ class Notebook:
         self.get_ipython = lambda: types.SimpleNamespace(kernel=kernel)
         self.display = types.SimpleNamespace(HTML=str, display=self.show)
 
-    def show(self, html: str, display_id: bool) -> Notebook:
+    def show(self, html: str, display_id: bool) -> "Notebook":
         assert display_id  # otherwise it cannot be replaced
         self.shown.append(html)
         return self

@@ -1,7 +1,5 @@
 """Limits on a chip's RAM and flash, kept by bits or refused with the layer that needs most."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

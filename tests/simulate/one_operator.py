@@ -1,7 +1,5 @@
 """One operator with numbers chosen by hand: its graph, its plan, and its codes on every runtime."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

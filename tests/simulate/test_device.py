@@ -1,7 +1,5 @@
 """What a network returns on its device, and which operators that computes in float."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """`Result.device_model` is the device: its outputs are the runtime's, bit for bit, on data that nobody has seen."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import copy
 import io

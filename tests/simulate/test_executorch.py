@@ -1,7 +1,5 @@
 """XNNPACK's kernels as ExecuTorch calls them: operators on many codes, with scales drawn at random."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Fixed-point functions against gemmlowp's steps on Python's integers, with constants from the functions they are."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The engine of integers itself: what is kept, moved, forced, accumulated, and which operators have integer kernels."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Functions of the C library, and what stands in for them where there is none."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 

@@ -1,7 +1,5 @@
 """LiteRT's kernels, one operator with numbers chosen by hand: ties, both sides of bounds, shapes that tell axes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

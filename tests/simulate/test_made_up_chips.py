@@ -1,7 +1,5 @@
 """Made-up chips whose values a runtime reads before they are rounded, or computes in float for their width."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """ONNX Runtime's functions and kernels against ONNX Runtime: every bit, every code, ties, shapes that tell axes."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnxruntime
 import pytest

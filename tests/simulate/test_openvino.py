@@ -1,7 +1,5 @@
 """OpenVINO's kernels: integers of small networks, on several instruction sets; ties; outputs of a plain session."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Reals to codes as LiteRT makes them: eight at once by the inverse of the scale, and what is left by division."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

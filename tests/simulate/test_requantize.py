@@ -1,7 +1,5 @@
 """From accumulators to codes: a platform's multiplier and rounding on ties, and products against fractions."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

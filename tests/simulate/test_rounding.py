@@ -1,7 +1,5 @@
 """Where kernels round, and what they count, each against the runtime, with numbers that lie between two codes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any

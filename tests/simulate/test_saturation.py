@@ -1,7 +1,5 @@
 """Beyond the calibrated range: where codes saturate in a file, and in its simulation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Sixteen-bit functions against the functions themselves: their lines and tables are within two codes of them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

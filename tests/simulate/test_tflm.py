@@ -1,7 +1,5 @@
 """TensorFlow Lite Micro's kernels: every code of an operator, with scales at random and at powers of two."""
 
-from __future__ import annotations
-
 import math
 import random
 from functools import partial

@@ -1,7 +1,5 @@
 """The networks of keras.applications: nothing opaque, model and engine agree, the file has the simulated integers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

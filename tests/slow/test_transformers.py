@@ -1,7 +1,5 @@
 """Architectures of the transformers library are quantized, exported and run, and fuse attention written by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from benchmarks.zoo import one

@@ -3,8 +3,6 @@
 Between them they hold what real networks are made of; each is quantized in a moment.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

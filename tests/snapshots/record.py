@@ -4,8 +4,6 @@ Records do not depend on the last bit of floats, which differs between processor
 named by position. `spelled=True` writes the data out instead of digests.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

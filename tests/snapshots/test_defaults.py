@@ -1,7 +1,5 @@
 """Defaults of what users call by name equal their record: public functions, methods of results, registered settings."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Results of small Keras networks equal their records: graph, decisions, simulation and files."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 from unittest import mock

@@ -6,8 +6,6 @@ commit. `python -m tests.snapshots.test_snapshots CASE` writes out the data behi
 versions.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """What is written for one value: names, codes, quantizers, and what several operators make of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

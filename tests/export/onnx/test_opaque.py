@@ -1,7 +1,5 @@
 """Operators without a canonical name, translated by PyTorch's own exporter: what it is given, and what comes back."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnxruntime
 import pytest

@@ -1,7 +1,5 @@
 """Each operator as ONNX Runtime computes what is written for it, with usual and with other attributes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """What is read back from an ONNX file: integers in bytes, blocks, products, quantizers of every kind."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import pytest

@@ -1,7 +1,5 @@
 """What an ONNX file says of itself: opsets, versions, shapes, names, and how values are written into it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

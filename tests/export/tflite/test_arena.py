@@ -1,7 +1,5 @@
 """The arena that TensorFlow Lite Micro needs, predicted, beside what its interpreter needs."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("tflite_micro", reason="needs TensorFlow Lite Micro")

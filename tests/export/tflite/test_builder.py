@@ -1,7 +1,5 @@
 """What an operator is written with: tensors of codes or of floats, weights as constants of the type that holds them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

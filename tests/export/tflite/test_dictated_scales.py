@@ -1,7 +1,5 @@
 """Scales that the file format dictates are those of the plan, on every chip that reads such files."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import onnxruntime

@@ -1,7 +1,5 @@
 """A `.tflite` file in the making, and what is read back from it."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

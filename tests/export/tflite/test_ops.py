@@ -1,7 +1,5 @@
 """Each operator as LiteRT computes what is written for it, with attributes other than the usual ones."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

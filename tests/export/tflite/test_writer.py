@@ -1,7 +1,5 @@
 """The file as a whole: what it refuses and in which words, what it says of itself, what runs in integers."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Choose the Keras backend of these tests: KERAS_BACKEND, else torch. `test_backends` runs tests on the others."""
 
-from __future__ import annotations
-
 import os
 
 os.environ.setdefault("KERAS_BACKEND", "torch")

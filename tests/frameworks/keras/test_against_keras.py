@@ -4,8 +4,6 @@
 file shows that no row and no attribute is missing from them.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import defaultdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Run tests of this folder on the other backends of Keras, in one process each: a process has one backend."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

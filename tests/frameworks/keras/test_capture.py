@@ -1,7 +1,5 @@
 """The Graph of a Keras model computes what the model computes, whatever way it was written."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

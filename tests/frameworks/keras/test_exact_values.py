@@ -1,7 +1,5 @@
 """Values that stay exact in a Keras model: ids, masks, integers, norms of zeros; compared with Keras itself."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

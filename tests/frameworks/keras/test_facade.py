@@ -1,7 +1,5 @@
 """The facade for Keras models: every option works on them as it does on PyTorch ones."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

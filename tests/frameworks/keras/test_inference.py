@@ -1,7 +1,5 @@
 """A model is read as Keras runs it for inference: without randomness, in every float type, for any batch."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

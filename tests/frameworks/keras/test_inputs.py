@@ -1,7 +1,5 @@
 """Batches in the forms that Keras's `fit` takes: several inputs, integers of one axis, dicts, labels, fixed sizes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

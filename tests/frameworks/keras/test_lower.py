@@ -1,7 +1,5 @@
 """The Keras model that comes out computes what our engine computes, and is a Keras model in every other way."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from functools import cache

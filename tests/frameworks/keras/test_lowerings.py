@@ -1,7 +1,5 @@
 """Operator by operator: what Keras computes, channels last, is what the engine computes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The contract of the operator table: each operator is read from Keras and computed in Keras, or it is said why not."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Words of padding and their numbers, by hand and against the sizes that Keras gives."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Layers that prepare inputs, and other layers of a Keras model that need several operators, in exact files."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Operators and attributes that the reader makes of borderline settings."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Keras models whose kernels round their data each time, with weights in blocks: as the graph computes, and saved."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

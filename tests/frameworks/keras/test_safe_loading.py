@@ -1,7 +1,5 @@
 """A Keras file is read as data: it makes layers of Keras, and calls nothing else that it names."""
 
-from __future__ import annotations
-
 import json
 import zipfile
 

@@ -1,7 +1,5 @@
 """Trainable quantizers in Keras: by hand, in whole models, through the facades, saved and loaded."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 

@@ -1,7 +1,5 @@
 """The same losses on every backend of Keras, step for step: `test_backends` trains, and lets the others repeat it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Batch norms that train, folded in each step, in a Keras model: as in PyTorch, step for step, and exported."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

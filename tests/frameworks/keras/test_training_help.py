@@ -1,7 +1,5 @@
 """Distillation and averages with `keras.Model.fit`."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """A platform's rules hold in every step of a Keras optimizer, and training ends where a number is none."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A network written in PyTorch and in Keras is one network: same decisions, same numbers, same integers in the file."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """From a Keras model to a verified file: everything that a user does, on every backend."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import warnings

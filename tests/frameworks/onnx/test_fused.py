@@ -1,7 +1,5 @@
 """Fused operators of ONNX Runtime's optimizers and functions of ONNX, against ONNX Runtime itself."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

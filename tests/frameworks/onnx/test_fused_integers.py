@@ -1,7 +1,5 @@
 """Fused operators of integers that ONNX Runtime's quantizer makes."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import onnxruntime as ort

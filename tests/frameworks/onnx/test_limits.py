@@ -1,7 +1,5 @@
 """Files of a few bytes that would end the process, hang it or take all memory are refused by typed errors."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Every ONNX operator that has a reader, against the examples that come with the onnx package."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import pytest

@@ -1,7 +1,5 @@
 """Quantized ONNX files of other tools: their integers are simulated and compared, and what differs is named."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import warnings

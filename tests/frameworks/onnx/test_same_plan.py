@@ -1,7 +1,5 @@
 """The plan of a float ONNX file is that of the model which it was written from, tensor for tensor."""
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from pathlib import Path

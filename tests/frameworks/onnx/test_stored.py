@@ -1,7 +1,5 @@
 """Weights of ONNX files: mapped while they are read, held once, and taken from the folder of the file only."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

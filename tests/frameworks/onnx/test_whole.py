@@ -1,7 +1,5 @@
 """ONNX models from files: read, quantized, exported and verified, and the same plan as from the source model."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import warnings

@@ -1,7 +1,5 @@
 """Files that would end LiteRT's process or fill all memory are refused by typed errors before LiteRT runs them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

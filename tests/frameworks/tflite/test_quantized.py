@@ -1,7 +1,5 @@
 """Quantized files of other tools: their integers are simulated and compared, and what differs is named."""
 
-from __future__ import annotations
-
 import warnings
 
 import numpy as np

@@ -1,7 +1,5 @@
 """LSTM and SVDF of `.tflite` files: read with their states, simulated as LiteRT and TensorFlow Lite Micro compute."""
 
-from __future__ import annotations
-
 import importlib.util
 import warnings
 

@@ -1,7 +1,5 @@
 """SavedModels of TensorFlow, against TensorFlow itself."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

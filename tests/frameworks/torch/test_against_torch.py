@@ -4,8 +4,6 @@
 part of this file shows that no row, no attribute and no argument is missing from them.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections import defaultdict
 from functools import cache

@@ -1,7 +1,5 @@
 """A program that torch.export.save wrote is read as data: nothing that it names is called."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import zipfile

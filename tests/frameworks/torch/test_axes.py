@@ -1,7 +1,5 @@
 """What the model takes decides what is an input and which axis is the batch; sizes are open where data vary them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

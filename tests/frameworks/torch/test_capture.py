@@ -1,7 +1,5 @@
 """Models that cannot be captured are refused, with the line that is at fault and what to write instead."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Models that take whatever arguments they are given are captured with a free batch, too."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

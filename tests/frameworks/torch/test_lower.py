@@ -1,7 +1,5 @@
 """The simulation as a module: what it takes, returns, computes, and that everything one does with a module works."""
 
-from __future__ import annotations
-
 import copy
 import io
 from dataclasses import dataclass

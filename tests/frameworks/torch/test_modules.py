@@ -1,7 +1,5 @@
 """Quantizer modules: the numerics of the grids, and gradients that train."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

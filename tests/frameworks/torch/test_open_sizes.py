@@ -1,7 +1,5 @@
 """Sizes in which calibration batches differ stay open: in the model, its simulation, saved results and ONNX files."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

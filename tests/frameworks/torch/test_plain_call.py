@@ -1,7 +1,5 @@
 """Captured networks are compared with a plain call of the model, and results have the types that the model returns."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

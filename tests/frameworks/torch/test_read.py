@@ -1,7 +1,5 @@
 """Readers of PyTorch that are more than a row: attributes, calls that become several nodes, open sizes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

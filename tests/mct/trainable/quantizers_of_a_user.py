@@ -1,7 +1,5 @@
 """Configurations of trainable quantizers, and quantizer classes as a user writes them."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import nn
