@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -24,6 +25,7 @@ from chipfit.plan.record import Plan, TensorPlan
 from chipfit.platform.schema import Platform
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
+from chipfit.runtimes.onnxruntime import saturates
 from tests import accelerators
 
 #: weights are rounded to the nearest quantized value, and biases stay
@@ -252,6 +254,21 @@ def quantized(model: Any, data: Any, platform: Any = "ort_cpu", **options: Any) 
 
 
 # --------------------------------------------------------------------------------------------------------- bad files
+
+
+#: for tests of files for processors with VNNI, whose integers others do not compute
+needs_vnni = pytest.mark.skipif(
+    saturates(), reason="without VNNI, this CPU adds products of 8 bits in pairs that saturate"
+)
+
+
+def precise_session(file: str | Path) -> Any:
+    """Open an ONNX file so that its products are added exactly on every processor, whatever its weights."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.add_session_config_entry("session.x64quantprecision", "1")
+    return onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
 
 
 def command(*words: str, columns: int | None = 200) -> Any:

@@ -11,6 +11,7 @@ from torch import nn
 import chipfit
 from chipfit.pipeline import in_float
 from chipfit.simulate.onnxruntime import tanh
+from tests.build import needs_vnni
 
 
 class Recurrent(nn.Module):
@@ -37,7 +38,7 @@ SEQUENCES = torch.randn(5, 7, 6, generator=torch.Generator().manual_seed(2))
     [{}, {"num_layers": 2, "bidirectional": True}, {"bias": False}, {"given": True}, {"step": True}],
     ids=["one", "both directions", "no bias", "given states", "cell"],
 )
-@pytest.mark.parametrize("platform", ["ort_dynamic", "ort_dynamic@VNNI"])
+@pytest.mark.parametrize("platform", ["ort_dynamic", pytest.param("ort_dynamic@VNNI", marks=needs_vnni)])
 def test_an_lstm_that_rounds_its_states_in_each_step_is_exact_on_one_thread(form, platform, tmp_path):
     data = SEQUENCES[:, 0] if form.get("step") else SEQUENCES
     result = chipfit.quantize(Recurrent(**form).eval(), [data], platform=platform, progress=False)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.build import model_of, quantized, randn
+from tests.build import model_of, needs_vnni, quantized, randn
 
 WORDS = torch.randint(0, 64, (8, 6), generator=torch.Generator().manual_seed(0))
 
@@ -44,7 +44,7 @@ def convolution_called_thrice():
 
 
 @pytest.mark.parametrize("network", [tied, tied_between_layers, called_twice, convolution_called_thrice])
-@pytest.mark.parametrize("platform", ["ort_cpu", "ort_dynamic", "ort_cpu@VNNI"])
+@pytest.mark.parametrize("platform", ["ort_cpu", "ort_dynamic", pytest.param("ort_cpu@VNNI", marks=needs_vnni)])
 def test_a_plain_session_and_one_with_more_precision_compute_alike(tmp_path, platform, network):
     model, data = network()
     result = quantized(model, data, platform)

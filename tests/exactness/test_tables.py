@@ -9,7 +9,7 @@ from onnx import numpy_helper
 from torch import nn
 
 from chipfit.errors import UnsupportedError
-from tests.build import platform_of, quantized
+from tests.build import platform_of, precise_session, quantized
 from tests.training.small import DATA, Net, train
 
 
@@ -71,7 +71,7 @@ def test_weights_in_tables_of_bytes_run_in_integers(network, bits, per, tmp_path
             by_hand = torch.from_numpy(table[codes].astype("float32"))
             scale = t.scale.view(-1, *[1] * (codes.ndim - 1)) if t.scale.dim() else t.scale
             assert torch.equal(by_hand * scale, t.stored.round(result.graph.weights[name].detach()))
-    session = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    session = precise_session(file)
     got = session.run(None, {session.get_inputs()[0].name: DATA[2].numpy()})[0]
     assert np.array_equal(got, result.device_model(DATA[2]).numpy())
 

