@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from benchmarks.walk import build_wheel
 
 ROOT = Path(__file__).parents[1]
 NETS = """
@@ -58,15 +59,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """The wheel, built without a network, with the files of the build outside the repository."""
-    folder = tmp_path_factory.mktemp("dist")
-    places = f"[build]\nbuild_base={folder / 'build'}\n[egg_info]\negg_base={folder}\n"
-    (folder / "setup.cfg").write_text(places)
-    code = f"from setuptools import build_meta; build_meta.build_wheel({str(folder)!r})"
-    env = {**os.environ, "DIST_EXTRA_CONFIG": str(folder / "setup.cfg")}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    (file,) = folder.glob("*.whl")
-    return file
+    return build_wheel(tmp_path_factory.mktemp("dist"))
 
 
 def test_the_wheel_holds_the_package_and_its_data_alone(wheel):

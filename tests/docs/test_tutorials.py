@@ -1,10 +1,12 @@
 """The commands of the tutorials run in their order, and the captures show these commands."""
 
+import os
 import re
 import runpy
 from pathlib import Path
 
 import pytest
+from benchmarks.walk import DOORS, NETWORKS, extras, integers, own_blocks, page, steps
 from typer.testing import CliRunner
 
 from chipfit.cli.app import app
@@ -59,3 +61,33 @@ def test_a_capture_shows_a_command_of_the_page_and_loads_nothing(file):
 def test_a_terminal_is_drawn_with_what_was_printed():
     drawn = TOOLS["svg"]("chipfit lint a:b", "\x1b[1mconv1\x1b[0m <int>\n")
     assert "conv1" in drawn and "&lt;int&gt;" in drawn and "chipfit&#160;lint&#160;a:b" in drawn
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_walk_changes_the_network_of_a_tutorial_and_nothing_else(door, name):
+    before, after = (
+        "".join(text for _, _, text in blocks) for blocks in (page(door), own_blocks(door, NETWORKS[name]))
+    )
+    left = set(before.splitlines()) & set(after.splitlines())
+    kept = {
+        line for line in before.splitlines() if re.match(r"result|check|assert|print|\$ chipfit (doctor|verify)", line)
+    }
+    assert kept and kept <= left and f'$ pip install "chipfit[{extras(door)}]"' in left
+    files, commands = steps(own_blocks(door, NETWORKS[name]))
+    assert {line.split()[1] for line in commands if line.startswith("python")} <= set(files)
+    assert "etworks import" in str(files) and not re.search(r"(3, 32, 32|32, 32, 3|3, ?16, 16)\b", f"{files}{commands}")
+
+
+def test_an_own_network_walks_through_a_tutorial(tmp_path, monkeypatch, capsys):
+    """With the chipfit that is installed here; `make walk` does all of it, from the wheel."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / "benchmarks/own_networks")
+    files, commands = steps(own_blocks("pytorch", NETWORKS["sensor"]))
+    (code,) = (files[line.split()[1]] for line in commands)
+    exec(compile(code, "pytorch.md", "exec", dont_inherit=True), {"__name__": "page"})
+    differing, compared = integers(capsys.readouterr().out)
+    assert differing == 0 and compared > 100_000 and {"net.tflite", "report.html"} <= {*os.listdir()}
+    assert integers("3 of 1,000 integers differ\n1 of 2 integers differ") == (4, 1_002)
+    with pytest.raises(ValueError, match=r"No integers were compared\."):
+        integers("refused")
