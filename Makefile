@@ -8,7 +8,7 @@ WORKERS ?= 2
 # Rooms whose networks `--device` moves.
 PLACED := $(addprefix tests/,calibration correction decide engine passes ranges rounding search simulate test_pipeline.py test_verify.py)
 
-.PHONY: help setup demo test test-all check format docs captures notebooks site wheel bench bench-accuracy bench-qat bench-algorithms bench-small snapshots fuzz random zoo
+.PHONY: help setup demo test test-all check format docs captures notebooks site browse walk wheel bench bench-accuracy bench-qat bench-algorithms bench-small snapshots fuzz random zoo
 .PHONY: gallery mutants kills chaos silicon clean test-device gpu
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -70,6 +70,12 @@ notebooks: setup ## run the notebooks of the docs again and store what they show
 
 site: setup ## build the documentation as a site in site/, and refuse broken links
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+browse: setup ## open every page of the site in headless Chromium, as on a desktop and a phone, in light and dark
+	$(BIN)/python docs/browser.py
+
+walk: setup ## from the wheel, by the four tutorials, to verified files of three other networks
+	$(QUIET) $(BIN)/python benchmarks/walk.py
 
 bench-small: setup ## a tenth of the small matrix of experiments, on procedural images, with its leaderboard
 	$(QUIET) $(BIN)/chipfit bench sweep qbench_zoo/matrix.yaml --study tenth --workers $(WORKERS)

@@ -1,12 +1,9 @@
 """Every Python block of README and docs runs, page by page, top to bottom; every shell line names what exists."""
 
 import json
-import os
 import re
 import runpy
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,8 @@ import pytest
 import chipfit
 from chipfit.registry import entries
 from tests.docs.pages import PAGES, ROOT, blocks, name, shell_lines
+
+BROWSER = runpy.run_path(str(ROOT / "docs/browser.py"))
 
 
 def with_python(page: Path) -> bool:
@@ -67,19 +66,67 @@ def test_a_shell_line_names_a_command_that_exists(page, line):
         assert words[0] in {"pip", "git", "cd", "export", "sh"}, f"{page}: what is {words[0]}?"
 
 
-def test_the_site_builds_without_a_broken_link(tmp_path):
-    """Warnings of mkdocs, about links, anchors and docstrings, are errors."""
-    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    build = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]
-    done = subprocess.run(build, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    page = (tmp_path / "api.html").read_text()
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site; warnings of mkdocs, about links, anchors and docstrings, are errors."""
+    folder = tmp_path_factory.mktemp("site")
+    BROWSER["build"](folder)
+    return folder
+
+
+def test_the_site_builds_without_a_broken_link(site):
+    page = (site / "api.html").read_text()
     assert "Fit a trained PyTorch" in page and "calibration" in page  # taken from docstrings
-    home = (tmp_path / "index.html").read_text()
+    home = (site / "index.html").read_text()
     assert 'data-prompt="$ "' in home and not re.search(r'class="gp">\s*\$', home)  # the copy button leaves it out
-    assert "search_on_disk.js" in home and (tmp_path / "search_on_disk.js").is_file()  # search without a server
-    assert json.loads((tmp_path / "search/search_index.js").read_text().removeprefix("var __index = "))["docs"]
-    assert (tmp_path / "notebooks/quickstart.html").is_file() and "notebooks/quickstart.html" in home
+    assert "search_on_disk.js" in home and (site / "search_on_disk.js").is_file()  # search without a server
+    assert json.loads((site / "search/search_index.js").read_text().removeprefix("var __index = "))["docs"]
+    assert (site / "notebooks/quickstart.html").is_file() and "notebooks/quickstart.html" in home
+
+
+PAGES_SEEN = "index", "tutorials/command-line", "settings", "notebooks/quickstart"
+
+
+@pytest.mark.chromium
+@pytest.mark.parametrize("names", [PAGES_SEEN, pytest.param(["**/*"], marks=pytest.mark.slow)], ids=["few", "all"])
+def test_nothing_on_the_site_is_pale_or_cut_off_on_a_desktop_and_a_phone(site, names):
+    """No page is wider than the screen, says anything on the console, or loads anything from elsewhere."""
+    BROWSER["find"]() or pytest.skip("no chromium is installed")
+    pages = [p for name in names for p in site.glob(f"{name}.html") if p.name != "404.html"]
+    counts, found = BROWSER["check"](pages)
+    assert found == []
+    assert counts["texts"] > 600 * len(pages) and counts["images"] > 20 and len(pages) >= len(names)
+
+
+#: part of a page -> what is wrong with it
+FAULTS = {
+    '<p style="color: #888">pale</p>': "'pale' in p has a contrast of 3.54, below 4.5",
+    '<div style="opacity: .5">faint</div>': "'faint' in div has a contrast of 3.98, below 4.5",
+    '<svg><rect width="99" height="99"/><text y="50">dark</text></svg>': "'dark' in text has a contrast of 1.00, below",
+    '<p style="overflow: hidden; width: 3em; white-space: nowrap">a long word</p>': "'a long word' in p is cut off by",
+    '<p style="width: 9000px">wide</p>': "the page is 9",
+    '<img src="none.png" alt="a picture">': "image none.png is not loaded",
+    '<img src="data:image/gif;base64,R0lGODlhAQABAAAAACw=">': "has no alternative text",
+    '<script>console.error("no")</script>': "console: ['no'] (desktop light, desktop dark, phone light, phone dark)",
+    "<script>nothing()</script>": "exception: ReferenceError: nothing is not defined",
+    '<script src="none.js"></script>': "request failed: net::ERR_FILE_NOT_FOUND",
+    '<a href="x"></a>': "a has no name",
+    "<h1>two</h1>": "2 first headings",
+    "": "the page is not dark (desktop dark, phone dark)",
+}
+
+
+@pytest.mark.chromium
+def test_every_fault_of_a_page_is_found(tmp_path):
+    BROWSER["find"]() or pytest.skip("no chromium is installed")
+    start = '<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+    whole = "<title>t</title><style>@media (prefers-color-scheme: dark) {body {background: #111; color: #eee}}</style>"
+    (tmp_path / "good.html").write_text(f"{start}{whole}<body><h1>Good</h1>")
+    (tmp_path / "bad.html").write_text(f"{start}<title>t</title><body><h1>Bad</h1>{''.join(FAULTS)}")
+    counts, found = BROWSER["check"]([tmp_path / "good.html", tmp_path / "bad.html"])
+    assert [fault for fault in FAULTS.values() if not any(fault in line for line in found)] == []
+    assert not [line for line in found if line.startswith("good.html")] and counts["texts"] > 4
+    assert BROWSER["main"]([str(tmp_path / "bad.html")]) == 1
 
 
 def test_the_python_page_has_every_public_name():

@@ -4,7 +4,9 @@ import io
 import json
 import math
 import re
+import runpy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +14,11 @@ from rich.console import Console
 from torch import nn
 
 import chipfit
+from chipfit.bench import board
 from chipfit.report.advice import advice
-from chipfit.report.html import page
+from chipfit.report.html import comparison_page, page
 from chipfit.report.terminal import render
+from tests.bench.test_board import runs
 from tests.build import quantized, sequential
 from tests.zoo import make
 
@@ -167,6 +171,21 @@ def test_a_browser_shows_every_layer_without_a_word_on_the_console(result, brows
     for name in ("stem.0", "a.2"):
         assert re.search(rf'<rect[^>]*aria-label="{name}\n', dom), name  # a bar that a screen reader can name
         assert re.search(rf'<h3 title="{name}">', dom), name  # a histogram
+
+
+@pytest.mark.chromium
+def test_nothing_on_a_page_is_pale_or_cut_off_on_a_desktop_and_a_phone(result, tmp_path):
+    """The report with a box of every colour, a comparison, and the leaderboard, in light and dark."""
+    browser = runpy.run_path(str(Path(__file__).parents[2] / "docs/browser.py"))
+    browser["find"]() or pytest.skip("no chromium is installed")
+    noise = {"a.0": 30.0, "a.2": 14.9, "b.0": 5.0}
+    layers = tuple(replace(r, sqnr_db=noise.get(r.name, r.sqnr_db)) for r in result.report.layers)
+    pages = {"report": page(replace(result.report, layers=layers)), "board": board.page(runs())}
+    pages["comparison"] = comparison_page(chipfit.compare(result, result.edit({"a.0": "float"})))
+    for name, text in pages.items():
+        (tmp_path / f"{name}.html").write_text(text)
+    counts, found = browser["check"](sorted(tmp_path.iterdir()))
+    assert found == [] and counts["texts"] > 1000
 
 
 @pytest.mark.chromium

@@ -4,7 +4,8 @@ const FILTERS = ["study", "model", "method", "bit", "setting", "unified", "statu
 const MOST = 300; // rows and points that are drawn
 const chosen = {};
 let by = "below", up = true, search = "";
-const $ = id => document.getElementById(id);
+const $ = id => document.getElementById(id), root = document.documentElement;
+$("theme").onclick = () => root.dataset.theme = root.dataset.theme === "dark" ? "light" : "dark";
 const make = (tag, text, set = {}) => Object.assign(document.createElement(tag), { textContent: text ?? "" }, set);
 const text = v => v === null || v === undefined ? "" : typeof v === "number" && !Number.isInteger(v) ? v.toFixed(2) : String(v);
 
