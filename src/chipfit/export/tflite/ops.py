@@ -419,10 +419,38 @@ def _pool(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     _spatial(w, n, y, write)
 
 
+#: most int8 integers that XNNPACK adds rightly in its kernel for neighbours; from 8,256 on, zeros have a mean of 128
+_NEIGHBOURS = 8192
+
+
 def _reduce(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     rank = len(w.shape(n.data))
     axes = [a % rank for a in n.attrs.get("axes", range(1, rank - 1))]
+    if w.kind == "MEAN" and w.integer:
+        return _mean(w, n, axes, y[0])
     w.op(w.kind, [w.read(n.data), w.ints(*axes)], y, keepDims=bool(n.attrs.get("keepdims", True)))
+
+
+def _mean(w: TfliteBuilder, n: Node, axes: Sequence[int], y: int) -> None:
+    """Write a mean of integers; one over many neighbours as if an axis of size 1 followed them.
+
+    On x86 processors without VNNI, XNNPACK's kernel for neighbours adds more than `_NEIGHBOURS` of them wrongly in 16
+    bits; its kernel for integers with others between them does not.
+    """
+    x, shape, known = w.read(n.data), w.shape(n.data), w.open_shape(n.data)
+    keep, first = bool(n.attrs.get("keepdims", True)), len(shape)
+    while first - 1 in axes:
+        first -= 1
+    before, count = known[:first], math.prod(shape[first:])
+    result = w.open_shape(n.output)
+    if count <= _NEIGHBOURS or max(sum(s < 0 for s in sizes) for sizes in (known, result)) > 1:
+        return w.op("MEAN", [x, w.ints(*axes)], y, keepDims=keep)
+    others = [a for a in axes if a < first]
+    kept = [s for a, s in enumerate(shape[:first]) if a not in others]
+    apart, mean = w.temporary([*shape[:first], count, 1], x), w.temporary([*kept, 1], y)
+    _reshape(w, x, [*before, -1 if min(known[first:]) < 0 else count, 1], apart)
+    w.op("MEAN", [apart, w.ints(*others, first)], mean, keepDims=False)
+    _reshape(w, mean, result, y)
 
 
 def _sum(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
@@ -438,7 +466,7 @@ def _sum(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     w.tensors[mean].quantization = quantization(
         Quantization((scale / count).numpy(), w.plan[n.output].zero_point.numpy())
     )
-    w.op("MEAN", [x, w.ints(*axes)], mean, keepDims=bool(n.attrs["keepdims"]))
+    _mean(w, n, axes, mean)
     one = Quantization(np.array(count, np.float32), np.array(0))
     w.op("MUL", [mean, w.constant(np.array(1), kind=w.tensors[x].type, numbers=one)], y)
 
