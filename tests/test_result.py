@@ -170,7 +170,7 @@ def test_without_data_a_range_rule_runs_without_its_statistic(result, tmp_path):
 def test_a_loaded_result_whose_settings_read_data_again_cannot_be_edited(settings, tmp_path):
     first = fit(settings=settings)
     assert first.edit({"2": "float"}).plan.nodes
-    with pytest.raises(PlanError, match="calibration data are not here.*quantize again with these overrides"):
+    with pytest.raises(PlanError, match="needs the calibration data.*quantize again with these overrides"):
         chipfit.load(first.save(tmp_path / "saved")).edit({"2": "float"})
 
 

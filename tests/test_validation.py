@@ -50,9 +50,9 @@ def test_invalid_values_are_named_with_allowed_ones(make, text):
 
 
 def test_unknown_names_list_similar_ones():
-    with pytest.raises(UnknownNameError, match="did you mean 'ratio'"):
+    with pytest.raises(UnknownNameError, match="Try: 'ratio'"):
         Options(ration=1)
-    with pytest.raises(UnknownNameError, match="did you mean 'ratio'"):
+    with pytest.raises(UnknownNameError, match="Try: 'ratio'"):
         Options().ration = 1
 
 

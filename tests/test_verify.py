@@ -101,11 +101,11 @@ def test_behind_floats_one_in_a_hundred_may_differ_or_one(elements, allowed):
 
 def test_a_fault_says_how_many_differ_and_by_how_much():
     assert row(elements=9, op_differing=2, op_largest=3).fault == (
-        "2 of 9 integers differ by up to 3 given the device's inputs, 0 may"
+        "2 of 9 integers differ by up to 3 given the device's inputs, and 0 may differ"
     )
     assert behind_tanh(elements=9, op_differing=2, op_largest=1, astray=1).fault == (
-        "2 of 9 integers differ by up to 1 given the device's inputs, 1 may by 1, half way between two integers; "
-        "1 lie elsewhere"
+        "2 of 9 integers differ by up to 1 given the device's inputs, and 1 may differ by 1, half way between two "
+        "integers; 1 differ elsewhere"
     )
     assert row(elements=9, differing=4, largest=9).fault == ""  # of others' errors
     assert behind_tanh(elements=9, op_differing=1, op_largest=2).fault  # by two
@@ -265,7 +265,7 @@ def test_integers_within_what_a_runtime_promises_are_bounded(promised):
     assert "within what is promised of chip" in found.summary()
     over = verification(row("a", **kernel, op_largest=3))
     assert over.verdict == "departs" and over.departures == [
-        "Relu 'a': 4 of 5 integers differ by up to 3 given the device's inputs, at most 2 is promised"
+        "Relu 'a': 4 of 5 integers differ by up to 3 given the device's inputs, and at most 2 is promised"
     ]
     assert verification(row(elements=5, within=2)).verdict == "exact"
     assert not verification(row(elements=5, within=0, op_differing=1, op_largest=1)).sound
@@ -281,7 +281,7 @@ def test_departures_are_of_the_file_of_tensors_and_of_outputs():
     assert found.departures == [
         "weight 'w' in the file: 1 of its 4 quantized values are not the plan's",
         "Relu 'b': missing",
-        "Relu 'a': 2 of 5 integers differ by up to 1 given the device's inputs, 0 may",
+        "Relu 'a': 2 of 5 integers differ by up to 1 given the device's inputs, and 0 may differ",
         "output 'y': odd",
         "float 'm': odd",
     ]

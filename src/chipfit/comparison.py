@@ -34,8 +34,8 @@ def compare(a: Any, b: Any, data: Any = None, *, names: Sequence[str] = ()) -> C
         names: two names to show; by default the paths, or "a" and "b".
 
     Raises:
-        ConfigError: a side is something else, or `names` are not two.
-        PlanError: a folder or report cannot be read, or `data` are given for what is not a result.
+        ConfigError: `a` or `b` is none of these, or `names` are not two.
+        PlanError: a folder or report cannot be read, or `data` are given and `a` or `b` is not a result.
         CaptureError: a file cannot be read, or is not quantized.
         DataError: see `quantize`.
     """
@@ -71,7 +71,7 @@ def _side_of(thing: Any) -> _Side:
         return _Side(thing)
     if not isinstance(thing, (str, Path)):
         allowed = "a Result, a Report, a saved folder, a report in JSON, or a quantized file"
-        raise ConfigError("This cannot be compared", got=type(thing).__name__, allowed=allowed)
+        raise ConfigError("`compare` does not accept an object of this type", got=type(thing).__name__, allowed=allowed)
     path = path_of(thing, PlanError)
     if path.suffix == ".json" and not path.is_dir():
         return _Side(Report.load(path))
@@ -95,7 +95,7 @@ def _measured(side: _Side, data: Any) -> tuple[_Side, dict[str, float]]:
     """Return a side with the noise of each kernel on data, and that of the model's outputs by label [dB]."""
     if side.result is None:
         hint = "quantize with chipfit, or leave the data out"
-        raise PlanError("Noise is measured of results only, which hold the float network as well", hint=hint)
+        raise PlanError("Noise can be measured only for results, which contain the float network", hint=hint)
     found = side.result.similarity(data)
     made = side.result.graph.producers()
     noise = {made[v].name: found.layers[k]["sqnr_db"] for k, v in found.values.items() if v in made}

@@ -167,14 +167,17 @@ class RegistrationError(ChipfitError):
 
 
 class UnknownNameError(ChipfitError):
-    """A name does not exist; the message lists similar names."""
+    """A name does not exist; the message lists similar names to try, or else the names that exist."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str], *, hint: str = "") -> None:
         name, known = str(name), sorted(map(str, known))  # users and files give any type
-        near = difflib.get_close_matches(name, known, n=5, cutoff=0.5)
-        shown = near or known[:12]
-        more = "" if near or len(known) <= 12 else f" and {len(known) - 12} more"
-        label = "did you mean" if near else "known"
-        allowed = f"{label} {', '.join(map(repr, shown))}{more}" if shown else "none is defined"
+        self.near = difflib.get_close_matches(name, known, n=5, cutoff=0.5)
+        more = "" if len(known) <= 12 else f" and {len(known) - 12} more"
+        allowed = None if self.near else ", ".join(map(repr, known[:12])) + more or "none is defined"
+        hint = "; ".join(filter(None, [" or ".join(map(repr, self.near)), hint]))
         super().__init__(f"There is no {kind} named '{name}'", allowed=allowed, hint=hint)
-        self.near = near
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        """The names in the message, as arguments of another error."""
+        return {"allowed": self.allowed, "hint": self.hint}

@@ -53,7 +53,7 @@ class Lint(SummaryRepr):
 def lint(
     model: Any, example: Any, platform: str | Path | Platform = DEFAULT, overrides: Overrides | None = None
 ) -> Lint:
-    """Find which operators would run in integers, which fuse, and why the others stay float, without data.
+    """Find out, without data, which operators would run in integers, which ones fuse, and why others stay in float.
 
     Args:
         model: as for `quantize`.

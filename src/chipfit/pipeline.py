@@ -71,35 +71,34 @@ def quantize(
     Args:
         model: in any mode; it is copied, never changed. Or a file: `.onnx`, `.tflite`, `.pt2`, `.keras`, `.h5`.
         data: calibration batches: an iterable of tensors, tuples, dicts or (input, label) pairs, or a callable
-            that returns one. About a hundred samples are enough. Sizes in which batches differ stay open.
+            that returns one. About a hundred samples are enough. Sizes in which batches differ stay dynamic.
         platform: a built-in name ("ort_cpu", "tflite_int8@tag"), a YAML file, or a Platform.
-        rule: range rule for activations: a name of `chipfit.ranges`, perhaps with settings ("lp(p=3)"), or a rule.
-            None: "mse", or "no_clipping" where the outputs lose less with it on a few samples of the data.
-        weight_rule: range rule for weights. "hmse", of either, reads the data twice (an iterator's are kept).
+        rule: range rule for activations: a name of `chipfit.ranges`, perhaps with settings ("lp(p=3)"), or a function.
+            None: "mse", or "no_clipping" if the outputs lose less with it on a few samples of the data.
+        weight_rule: range rule for weights. The rule "hmse" reads the data twice (batches of an iterator are kept).
         overrides: layer (path, glob, operator, layer type or filter) -> "float" or choices, such as {"bits": 4,
             "activation_bits": 16}; `chipfit.decide.overrides.CHOICES` lists them. A later entry wins over an earlier.
-        example: one batch of inputs for the capture; the first batch of `data` when omitted. Sizes in which it differs
-            from `data` stay open.
+        example: one batch of inputs for the capture; by default the first batch of `data`. Sizes in which it differs
+            from `data` stay dynamic.
         z_threshold: drop activation histogram bins further than this many standard deviations from the mean.
-        settings: optional rewrites and corrections. Weights of fewer than 6 bits are rounded in closed form, which
-            reads the data twice (an iterator's are kept), unless `Settings(rounding="off")` says otherwise.
-        limits: memory or operations that the model may take (`chipfit.Limits(weights="50%")`): of the bits that the
-            platform has for weights, those with the least loss are chosen; reads the data twice. Or of the chip: `ram`
-            and `flash`.
-        training: what trains the quantizers of `Result.model`: the name of an algorithm ("lsq"), a mapping ({"weights":
-            "dorefa", "activations": "pact"}), or a `chipfit.plan.training.Training`. None: weights train, scales stay.
+        settings: optional rewrites and corrections. By default, weights with fewer than 6 bits are rounded to minimise
+            the error of each layer's output, which reads the data twice; `Settings(rounding="off")` rounds to nearest.
+        limits: limits on memory or operations (`chipfit.Limits(weights="50%")`), under which the bits of weights with
+            the least loss are chosen, which reads the data twice; or on the memories of a chip, `ram` and `flash`.
+        training: algorithm that trains the quantizers of `Result.model`: its name ("lsq"), a mapping ({"weights":
+            "dorefa", "activations": "pact"}), or a `chipfit.plan.training.Training`. None: scales stay fixed.
         states: names of inputs that hold the states of a network of one step. Its last outputs are their next values,
-            in the same order, and get their scales; see `chipfit.streaming`.
-        seed: seed of everything random.
-        progress: show what is being done: a bar with the time left on a terminal, one line per stage elsewhere.
+            in the same order and with the same scales; see `chipfit.streaming`.
+        seed: seed of all random numbers.
+        progress: show progress: a bar with the time left on a terminal, one line per stage elsewhere.
 
     Raises:
         CaptureError, DataError, UnsupportedError, UnknownNameError: see `chipfit.errors`.
-        ConfigError: an option of the wrong kind.
+        ConfigError: an option has the wrong type or an invalid value.
         MemoryExceeded: the device of the model ran out of memory.
-        PlanError: limits that no choice of bits keeps; names what needs most.
+        PlanError: no choice of bits keeps the limits; the message names what needs most.
         NothingQuantizedError: no tensor of this model can be quantized on this platform.
-        Interrupted: Ctrl-C in the search of bits or in a correction; its `result` is usable all the same.
+        Interrupted: Ctrl-C during the search of bits or a correction; its `result` is usable.
     """
     by = "mse" if rule is None else rule
     rules = statistics.RangeRules(rule=by, weight_rule=weight_rule, z_threshold=z_threshold)

@@ -12,7 +12,7 @@ from chipfit.calibration.signature import is_optional
 from chipfit.engine.trees import batch_axes
 from chipfit.errors import CaptureError, ChipfitError, RefusedCall
 from chipfit.files import wrap_read_errors
-from chipfit.frameworks import capture
+from chipfit.frameworks import adapter_of, capture, framework_of
 from chipfit.graph.ir import FIXED_BATCH, Graph
 
 
@@ -43,7 +43,7 @@ def read_model(
         for other in other_sizes:
             hint = f"give batches of one size, padded, cut or resized. {e}"
             raise SizeMismatch(other.what, got=other.got, allowed=other.allowed, hint=hint) from e
-        error = explain_error(e, model, args, kwargs)
+        error = explain_error(e, model, args, kwargs, adapter_of(framework_of(model)).input_sizes(model))
         if error is e:
             raise
         raise error from e

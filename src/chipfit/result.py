@@ -38,7 +38,7 @@ from chipfit.search.losses import RoundingModel
 from chipfit.search.pareto import SHARES, Pareto, pareto
 from chipfit.search.repairs import biases_move, found_biases
 from chipfit.search.sensitivity import Sensitivity, sensitivity
-from chipfit.settings import Settings
+from chipfit.settings import END_TO_END_SAMPLES, Settings
 from chipfit.streams import step_of
 
 if TYPE_CHECKING:
@@ -51,15 +51,15 @@ if TYPE_CHECKING:
 
 @dataclass(repr=False)
 class Result(SummaryRepr):
-    """A quantized network: its plan, and the model, file, report and proof that are made of it."""
+    """A quantized network: the plan, and the model, file, report and proof that are made from it."""
 
     graph: Graph  #: float network after rewrites and corrections
     plan: Plan
-    decision: Decision  #: what the plan follows, before corrections
+    decision: Decision  #: the decisions behind the plan, before corrections
     timings: dict[str, float] = field(default_factory=dict)  #: stage -> seconds
     verification: Verification | None = None
-    training: Training | None = None  #: what trains the quantizers of `model`; None: their scales stay
-    data: Any = None  #: calibration data, where they can be read again
+    training: Training | None = None  #: algorithms that train the quantizers of `model`; None: scales stay fixed
+    data: Any = None  #: calibration data, if they can be read again
     uncorrected: Plan | None = None  #: the plan before corrections of weights and biases; None: there were none
     _model: Any = None
     _made: int = 0  #: checksum of the numbers of `model` when it was made
@@ -69,18 +69,19 @@ class Result(SummaryRepr):
 
     @property
     def platform(self) -> Platform:
+        """The chip for which the network was quantized."""
         return self.decision.platform
 
     @property
     def stats(self) -> Mapping[str, TensorStats]:
-        """Calibration statistics by activation; none of a result that was loaded."""
+        """Calibration statistics of each activation; empty for a loaded result."""
         return self.decision.stats
 
     @property
     @preserve_random_state
     @torch_defaults()
     def model(self) -> Any:
-        """The simulation, which still trains: an `nn.Module` or a Keras model with the original inputs and outputs."""
+        """The simulation: a trainable `nn.Module` or Keras model with the inputs and outputs of the original."""
         if self._model is None:
             self._model = lower(self.graph, self.plan, self.training)
             self._made = checksum(self._model, self.graph.framework)
@@ -88,16 +89,16 @@ class Result(SummaryRepr):
 
     @property
     def device_model(self) -> Any:
-        """The device as a model, for evaluation: it returns what the platform's runtime returns, bit for bit.
+        """A model for evaluation that returns what the platform's runtime returns, bit for bit.
 
-        Operators that the runtime computes in float are its `float_operators`: there the last bit is the runtime's.
-        It warns where no runtime proves the platform.
+        Its `float_operators` are computed in float by the runtime, and may differ there in the last bit. It warns if no
+        runtime verifies the platform.
 
         Raises:
-            UnsupportedError: the platform does not say how it computes.
-            PlanError: `model` was trained since.
+            UnsupportedError: the platform does not describe its arithmetic.
+            PlanError: `model` has been trained since it was made.
         """
-        self.refuse_trained("the device model")
+        check_untrained(self, "the device model")
         from chipfit.simulate.device import device_model
 
         return device_model(self.graph, self.plan, self.platform)
@@ -105,7 +106,7 @@ class Result(SummaryRepr):
     @property
     @torch_defaults()
     def report(self) -> Report:
-        """The errors, sizes and times of the quantized network, as data; `report.save(path)` writes the HTML page."""
+        """Errors, sizes and times of the quantized network, as data; `report.save(path)` writes the HTML page."""
         from chipfit.report.advice import tried
         from chipfit.report.rows import build
 
@@ -126,7 +127,7 @@ class Result(SummaryRepr):
         return replace(report, tried=advice, pareto=self._pareto.points if self._pareto is not None else ())
 
     def _memory(self) -> dict[str, Any] | None:
-        """Return the memories of the chip that the file takes, and their limits; None where it has no such file."""
+        """Return the memory that the file takes on the chip, and its limits; None for other kinds of files."""
         record = self.plan.provenance.get("limits") or {}
         limits = {k: parse_amount(v, 0.0, k) for k, v in record.items() if k in OF_FILE}
         if not (limits or any(entry("runtime", name).declares.arena for name in self.platform.runtimes)):
@@ -144,34 +145,25 @@ class Result(SummaryRepr):
             training: see `quantize`.
 
         Raises:
-            UnknownNameError, ConfigError, UnsupportedError: see `quantize`; PlanError when `model` was trained.
+            UnknownNameError, ConfigError, UnsupportedError: see `quantize`.
+            PlanError: `model` has been trained since it was made.
         """
-        self.refuse_trained("another training")
+        check_untrained(self, "another training")
         chosen = Training.of(training)
         check_trainable(chosen, self.plan)
         return replace(self, training=chosen, _model=None)
 
     def as_calibrated(self) -> Result:
-        """Return the result as it came from calibration, without what was done to `model` since."""
+        """Return the result as it was after calibration, without the training of `model`."""
         return replace(self, verification=None, _model=None)
-
-    def refuse_trained(self, what: str) -> None:
-        """Raise where `model` has changed since it was made: which numbers are meant is for the user to say.
-
-        Raises:
-            PlanError: numbers of `model` differ from the plan's.
-        """
-        if self._model is not None and checksum(self._model, self.graph.framework) != self._made:
-            hint = "`result.trained()` takes its weights and scales over; `result.as_calibrated()` leaves them out"
-            raise PlanError(f"`model` has changed since it was made, and {what} would not see that", hint=hint)
 
     @torch_defaults()
     def trained(self) -> Result:
-        """Return the result with the weights and scales of the trained `model`, to be exported, verified or saved.
+        """Return a result with the weights and scales of the trained `model`, to be exported, verified or saved.
 
         Raises:
-            PlanError: training has left a scale that is not positive.
-            UnsupportedError: what an algorithm has trained cannot be deployed.
+            PlanError: a trained scale is not positive.
+            UnsupportedError: the algorithm trained numbers that the chip cannot store.
         """
         graph, plan = adapter_of(self.graph.framework).read_back(self.model, self.graph, self.plan)
         plan = replace(plan, provenance=_without_merit(plan.provenance))
@@ -182,32 +174,33 @@ class Result(SummaryRepr):
 
     @property
     def corrections(self) -> tuple[str, ...]:
-        """Names of the corrections that weights and biases have had."""
+        """Names of the corrections that were applied to weights and biases."""
         return tuple(self.plan.provenance.get("corrected", ()))
 
     # -------------------------------------------------------------------------------------------------- other choices
 
     @torch_defaults()
     def edit(self, overrides: Overrides) -> Result:
-        """Return the result with some layers decided by hand: kept in float, or at other bits.
+        """Return a result in which some layers stay in float, or have other bits.
 
-        The plan is that of a call of `quantize` with these overrides, and with the repairs and the range rule that the
-        first call has chosen: from its statistics, and from the data where these are not enough. In a result that was
-        loaded or trained, or where the data are missing, the graph stays as it is, whatever keeps its format and its
-        ties keeps its numbers, and the rest comes from the ranges that the plan remembers.
+        The plan is the one that `quantize` would make with these overrides and with the repairs and range rule of the
+        first call. It is made from the statistics of that call, and from the data if these are not enough. For a loaded
+        or trained result, or without the data, the graph stays as it is: tensors that keep their format and their ties
+        keep their scales, and the scales of the others follow from the ranges in the plan.
 
         Args:
             overrides: as for `quantize`; they replace earlier ones.
 
         Raises:
-            UnknownNameError, PlanError, UnsupportedError: see `quantize`; PlanError also when a tensor would need a new
-                calibration, or a new correction that needs data, or `model` was trained.
+            UnknownNameError, UnsupportedError: see `quantize`.
+            PlanError: see `quantize`; or a tensor needs a new calibration, or a correction that needs data; or `model`
+                has been trained since it was made.
         """
         return self._edited(overrides, self.data)
 
     def _edited(self, overrides: Overrides | None, data: Any) -> Result:
-        """Decide with other overrides. Without data, what needs them is refused."""
-        self.refuse_trained("an edit")
+        """Decide with other overrides; raise if that needs data and there are none."""
+        check_untrained(self, "the edited result")
         before = self.uncorrected or self.plan
         read = batches(data, self.graph) if data is not None else None
         start = self.decision.calibrated
@@ -221,13 +214,13 @@ class Result(SummaryRepr):
         stale = [name for name in d.corrected if name != MEASURED]
         if (data is None and steps.rereads_data(settings)) or stale:
             raise PlanError(
-                "What was corrected for this plan's rounding would be wrong for another's, "
-                "and the calibration data are not here",
+                "Weights were corrected for the rounding of this plan, and correcting them for another plan needs the "
+                "calibration data",
                 hint="quantize again with these overrides: `chipfit.quantize(model, data, overrides=...)`",
             )
         more = [*lost_part_warnings(d.graph, plan, d.assignment, d.stats), *notes_of_missing(d.tensors)]
         if MEASURED in d.corrected:
-            more.append("warning: biases stay as they were corrected before this edit: there are no samples here")
+            more.append("warning: biases keep their correction from before this edit: new ones need the data")
         notes += [note for note in more if note not in plan.rewrites]
         provenance = {**_without_merit(d.provenance), "edited": to_record(d.all_overrides)}
         plan = replace(plan, rewrites=(*plan.rewrites, *notes), provenance=provenance)
@@ -238,10 +231,13 @@ class Result(SummaryRepr):
     @preserve_random_state
     @torch_defaults()
     def sensitivity(self, data: Any) -> Sensitivity:
-        """Return which tensors hurt: what each adds to the loss as it is stored, and at the other bits the chip has.
+        """Return the loss that each tensor causes by itself, as it is stored and at the other bits of the chip.
 
-        One forward and one backward pass over the first 128 samples of `data`, and one trial of each change that is
-        advised. From now on `report` shows it.
+        It takes one forward and one backward pass over the first 128 samples of `data`, and one trial of each change
+        that it advises. `report` shows it from now on.
+
+        Args:
+            data: batches as for calibration.
 
         Raises:
             DataError: see `quantize`.
@@ -254,44 +250,45 @@ class Result(SummaryRepr):
     @preserve_random_state
     @torch_defaults()
     def similarity(self, data: Any, metrics: Mapping[str, Metric] | None = None) -> Similarity:
-        """Compare what each kernel and the model return with the float network's, on your own data.
+        """Compare the output of each kernel, and of the model, with the float network's on your own data.
 
-        Mean squared error, cosine and signal-to-noise ratio [dB] are measured; `plot` draws them, `write` gives them to
-        TensorBoard. Each kernel reads what the quantized kernels before it return.
+        The metrics are mean squared error, cosine and signal-to-noise ratio [dB]; `plot` draws them, `write` logs them
+        to TensorBoard. The inputs of each kernel are the outputs of the quantized kernels before it.
 
         Args:
             data: batches as for calibration; labels are left out.
-            metrics: more of them by name: functions of the float and the quantized value, [N, ...], to a number.
+            metrics: more metrics by name: functions of a float and a quantized tensor, [N, ...], that return a number.
 
         Raises:
             ConfigError: a metric is not a function, fails, or returns no number.
             DataError: see `quantize`.
-            PlanError: `model` was trained since.
+            PlanError: `model` has been trained since it was made.
         """
         from chipfit.report.similarity import METRICS, measure
 
-        self.refuse_trained("the similarity")
+        check_untrained(self, "the similarity")
         floats = self.decision.graph
         late = bool(self.corrections) and floats is self.graph
-        notes = ["the float network has the corrected weights, because it was loaded with them"] if late else []
+        notes = ["the float network has the corrected weights: the saved result has no others"] if late else []
         read = batches(data, self.graph)
         return measure(floats, self.graph, self.plan, read, {**METRICS, **(metrics or {})}, notes)
 
     @preserve_random_state
     @torch_defaults()
     def pareto(self, data: Any, over: str = "weights", shares: Sequence[float] = SHARES) -> Pareto:
-        """Return the best bits for several budgets, with the predicted and the measured loss.
+        """Return the best bits under several limits, with the predicted and the measured loss.
 
-        One forward and one backward pass over the first 128 samples of `data`, one integer program for each budget, and
-        one forward pass for each choice, rounded to the nearest. From now on `report` shows it.
+        It takes one forward and one backward pass over the first 128 samples of `data`, one integer program for each
+        limit, and one forward pass for each choice, with weights rounded to nearest. `report` shows it from now on.
 
         Args:
-            over: what is limited, by its name in `Limits`.
-            shares: budgets, of what the same tensors take in 8 bits [%].
+            data: batches as for calibration.
+            over: the limited quantity, a name of `Limits`.
+            shares: limits, relative to the same tensors in 8 bits [%].
 
         Raises:
             UnknownNameError: there is no such limit.
-            PlanError: no budget can be kept.
+            PlanError: no choice of bits keeps any of the limits.
             DataError: see `quantize`.
         """
         d, plan = self.decision, self.uncorrected or self.plan
@@ -300,16 +297,16 @@ class Result(SummaryRepr):
 
     @torch_defaults()
     def stream(self) -> Result:
-        """Return the network of one step of this network over sequences, whose states are inputs and outputs.
+        """Return the network that computes one step of a sequence, with its states as inputs and outputs.
 
-        Its numbers are those of this result: on the steps of a sequence, it computes the integers that this one does.
-        A network that has states is one of one step, and stays.
+        It has the weights and scales of this result, and computes the same integers on the steps of a sequence. A
+        network that already has states as inputs is returned unchanged.
 
         Raises:
             UnsupportedError: a layer runs backwards, has a given initial state, or joins several steps.
-            PlanError: a state and its next value differ in scale, or `model` was trained since.
+            PlanError: a state and its next value differ in scale, or `model` has been trained since it was made.
         """
-        self.refuse_trained("the network of one step")
+        check_untrained(self, "the network of one step")
         return self if state_pairs(self.graph) else of_plan(*step_of(self.graph, self.plan), self.platform)
 
     # ----------------------------------------------------------------------------------------------- files and proof
@@ -331,36 +328,40 @@ class Result(SummaryRepr):
         stream: bool = False,
         **others: Any,
     ) -> Path:
-        """Write the file that the chip's runtime loads. Where that is installed, it opens the file once.
+        """Write the file that the chip's runtime loads; the runtime opens it once if it is installed here.
 
         Args:
-            path: its suffix chooses the format: `.onnx`, `.tflite`, `.h` (the latter as an array of C, with the bytes
-                that its tensors take), `.json`, or one of your own.
+            path: its suffix chooses the format: `.onnx`, `.tflite`, `.h` (a `.tflite` file as a C array, with the size
+                of the memory for its tensors), `.json`, or a format of your own.
             format: another format with this suffix: "fake" (the float network with rounded weights, and arithmetic
                 that rounds results), "int8" (integers, also for biases that the chip adds in float) or "mctq" (with
                 operators of mct_quantizers, for the IMX500's converter).
-            io: "float" (when omitted), "int8", "uint8", "int16" or "uint16": type of the inputs and outputs; or two of
-                them, for inputs and for outputs.
-            labels: names of the classes.
-            mean: what an app subtracts from its pixels; a number, or one for each channel.
-            std: what it then divides by; as `mean`.
+            io: type of inputs and outputs: "float" (default), "int8", "uint8", "int16" or "uint16"; or a pair, for
+                inputs and for outputs.
+            labels: names of the classes, for the metadata of the file.
+            mean: number that an app subtracts from its pixels, one or one for each channel; also for the metadata.
+            std: number by which the app then divides, one or one for each channel.
             batch: size of a fixed batch (`.tflite`, `.h`).
-            keep_layout: inputs and outputs have the layout of the model (`.tflite`, `.h`).
-            opset: of ONNX; the least that holds everything when omitted.
-            stream: write the network of one step, with states in and out; see `stream`.
+            keep_layout: whether inputs and outputs keep the layout of the model (`.tflite`, `.h`).
+            opset: ONNX opset; by default the lowest that has all operators.
+            stream: write the network of one step, with states as inputs and outputs; see `stream`.
             others: options of formats of your own.
+
+        Returns:
+            The path of the file.
 
         Raises:
             UnknownNameError: no format has this suffix or name.
-            ConfigError: an option or suffix that the format does not have, or an impossible value of an option.
-            UnsupportedError: the file cannot hold a part of the network; nothing is written.
-            ExportError: a library is missing, the disk refuses the file, or the runtime does; an older file stays.
+            ConfigError: the format has no such option or suffix, or the value of an option is invalid.
+            UnsupportedError: the format cannot represent a part of the network; nothing is written.
+            ExportError: a library is missing, the file cannot be written, or the runtime refuses it; an older file
+                stays as it was.
         """
         from chipfit.export import export
         from chipfit.runtimes import write_opened
 
         check_folds(self.training.bn_fold if self.training else 0)
-        self.refuse_trained("the file")
+        check_untrained(self, "the file")
         named: dict[str, Any] = {"io": io, "labels": labels, "mean": mean, "std": std}
         named |= {"batch": batch, "keep_layout": keep_layout, "opset": opset, "format": format}
         path, shown = path_of(path, ExportError), self.stream() if stream else self
@@ -371,11 +372,34 @@ class Result(SummaryRepr):
         return write(path) if format is not None else write_opened(write, path, self.platform.runtimes)
 
     @preserve_random_state
-    def verify(self, data: Any, *, runtime: str | None = None, **options: Any) -> Verification:
-        """Run float, simulated, integer and device side by side on `data`; see `chipfit.verify.verify`."""
+    def verify(
+        self,
+        data: Any,
+        *,
+        runtime: str | None = None,
+        path: str | Path | None = None,
+        batches: int | None = None,
+        end_to_end_samples: int | None = END_TO_END_SAMPLES,
+    ) -> Verification:
+        """Compare every integer of the file on its runtime with the simulation; keep the outcome for `report`.
+
+        Args:
+            data: batches as for calibration; (input, label) pairs give accuracies too.
+            runtime: a registered runtime; by default the platform's own, or one that loads `path`.
+            path: the deployed file; by default a new export.
+            batches: number of batches used; None: all.
+            end_to_end_samples: number of unlabelled samples used for the float run and the end-to-end simulation, for
+                which operators do not start from the device's integers; None: all.
+
+        Raises:
+            RuntimeUnavailable: the runtime is not installed, or cannot run the file.
+            DataError: there are no data, or they do not fit the model.
+            PlanError: `model` has been trained since it was made.
+        """
         from chipfit.verify import verify
 
-        self.refuse_trained("the file that is verified")
+        check_untrained(self, "the verified file")
+        options: dict[str, Any] = {"path": path, "batches": batches, "end_to_end_samples": end_to_end_samples}
         self.verification = verify(
             self.graph, self.plan, self.platform, data, runtime=runtime, model=lambda: self.model, **options
         )
@@ -383,27 +407,51 @@ class Result(SummaryRepr):
 
     @preserve_random_state
     def time(self, data: Any, *, runtime: str | None = None, seconds: float = 2.0) -> Timing:
-        """Measure the float and the quantized file beside each other on a runtime; see `verify.timing.measure`."""
+        """Measure the float and the quantized file in turns on a runtime of this machine.
+
+        Args:
+            data: batches as for calibration; the first one is run.
+            runtime: a registered runtime; by default the platform's own.
+            seconds: time to measure for [s].
+
+        Raises:
+            RuntimeUnavailable: the runtime is not installed, or cannot run a file.
+            PlanError: `model` has been trained since it was made.
+        """
         from chipfit.verify.timing import measure
 
-        self.refuse_trained("the file that is measured")
+        check_untrained(self, "the measured file")
         self._timing = measure(self.graph, self.plan, self.platform, data, runtime=runtime, seconds=seconds)
         return self._timing
 
     @torch_defaults()
     def npu(self, accelerator: str = "ethos-u55-256") -> NpuReport:
-        """Compile the `.tflite` file for an Ethos-U NPU with Vela; see `verify.npu.compile_result`."""
+        """Compile the `.tflite` file for an Ethos-U NPU with Vela; return its operators, memory and estimated time.
+
+        Args:
+            accelerator: "ethos-u55-32" to "ethos-u85-2048".
+
+        Raises:
+            UnknownNameError: Vela has no such accelerator.
+            RuntimeUnavailable: Vela is not installed, or refuses the file.
+            PlanError: `model` has been trained since it was made.
+        """
         from chipfit.verify.npu import compile_result
 
-        self.refuse_trained("the file that is compiled")
+        check_untrained(self, "the compiled file")
         return compile_result(self.graph, self.plan, self.platform, accelerator)
 
     @torch_defaults()
     def save(self, directory: str | Path) -> Path:
-        """Write plan, graph and weights to `directory` (JSON and safetensors); `chipfit.load` reads them."""
+        """Write plan, graph and weights to the folder `directory` (JSON and safetensors); `chipfit.load` reads them.
+
+        Raises:
+            PlanError: `model` has been trained since it was made.
+            ExportError: the folder cannot be written.
+        """
         from chipfit.plan.saved import save
 
-        self.refuse_trained("the saved result")
+        check_untrained(self, "the saved result")
         return save(directory, self.graph, self.plan, self.platform, self.report.to_dict())
 
     def _summary(self) -> Summary:
@@ -425,6 +473,17 @@ class Result(SummaryRepr):
             rows,
             "result.plan, result.report",
         )
+
+
+def check_untrained(result: Result, what: str) -> None:
+    """Check that `result.model` has the numbers of the plan, so that no training is left out silently.
+
+    Raises:
+        PlanError: `model` has been trained since it was made.
+    """
+    if result._model is not None and checksum(result._model, result.graph.framework) != result._made:
+        hint = "`result.trained()` has the trained weights and scales; `result.as_calibrated()` leaves them out"
+        raise PlanError(f"`model` has changed since it was made, and {what} would not have the changes", hint=hint)
 
 
 def _without_merit(provenance: Mapping[str, Any]) -> dict[str, Any]:

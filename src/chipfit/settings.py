@@ -137,6 +137,9 @@ class Settings(metaclass=_WithSignature):
         return cls(**record)
 
 
+#: number of unlabelled samples used for the float run and for the end-to-end simulation of `verify`. Each operator by
+#: itself, given the device's inputs, is compared on all samples: if none differs, all integers are equal
+END_TO_END_SAMPLES = 16
 #: no optional step runs, except those that are on by default
 DEFAULT_SETTINGS = Settings()
 #: GPTQ at every width, not only below 6 bits: the best accuracy without training

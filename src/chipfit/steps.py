@@ -45,7 +45,7 @@ def enabled(settings: Settings, stage: str) -> list[Entry]:
         if other := next((o for o in out if o.name in e.declares.excludes), None):
             names = [x.declares.setting.name for x in (e, other)]
             hint = f"leave '{names[1]}' out: '{names[0]}' does its work"
-            raise ConfigError(f"The settings '{names[0]}' and '{names[1]}' cannot be taken together", hint=hint)
+            raise ConfigError(f"The settings '{names[0]}' and '{names[1]}' cannot be combined", hint=hint)
     return out
 
 

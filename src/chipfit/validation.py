@@ -167,7 +167,7 @@ def translate_errors(function: Any, failure: type[ChipfitError], owner: str, nam
             raise TypeError(f"{owner}: {first['msg'].lower()} '{name}'")
         if not inside and first["type"] in _UNKNOWN:
             unknown = UnknownNameError(f"option of {owner}", name, names)
-            raise unknown if issubclass(failure, ConfigError) else failure(unknown.what, allowed=unknown.allowed)
+            raise unknown if issubclass(failure, ConfigError) else failure(unknown.what, **unknown.choices)
         raise error_of(errors, dict(zip(by_place, args)) | kwargs, failure, owner)
 
     return call
@@ -229,7 +229,7 @@ def _message(path: Path, errors: Sequence[Any], kind: Any) -> tuple[str, dict[st
     name = f"'{key}'" if path else "The value"
     if first["type"] in _UNKNOWN:
         known = _keys_at(path[:-1], kind)
-        return f"Key {name} is unknown", {"allowed": UnknownNameError("key", key, known).allowed} if known else {}
+        return f"Key {name} is unknown", UnknownNameError("key", key, known).choices if known else {}
     if first["type"] == "missing":
         return f"Key {name} is missing: it is required", {}
     facts = {} if isinstance(got, dict) else {"got": _SHORT.repr(got)}

@@ -305,6 +305,14 @@ def test_names_for_a_model_without_any_are_refused_with_what_to_write(two, one):
     assert "yield tensors" not in str(e.value)
 
 
+@pytest.mark.parametrize("call", [((X,),), ((), {"input": X})], ids=["by position", "by name"])
+def test_a_model_of_one_input_takes_tensors_and_dicts_however_it_was_captured(call):
+    graph = capture(torch.nn.ReLU(), *call)
+    for batch in ((X, LABEL), {"input": X, "label": LABEL, "sample_rate": 16000}):
+        (flat,), label = split_label(batch, graph)
+        assert torch.equal(flat, X) and label.tolist() == LABEL.tolist()
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_a_number_beside_the_samples_says_nothing_of_how_many_there_are(first):
     def ordered(x):

@@ -224,6 +224,17 @@ def test_an_npy_gives_batches_of_one_input(tmp_path):
         load_data(str(tmp_path / "d.npy"))
 
 
+def test_a_folder_of_npy_files_has_one_sample_or_one_batch_in_each(tmp_path):
+    for k in range(20):
+        np.save(tmp_path / f"{k:02}.npy", np.full((49, 10), k, "f4"))
+    batches = load_data(str(tmp_path), sizes={"x": (None, 49, 10)})
+    assert [x.shape[0] for x in batches] == [16, 4] and batches[1][:, 0, 0].tolist() == [16, 17, 18, 19]
+    assert [x.shape[0] for x in load_data(str(tmp_path / "03.npy"), sizes={"x": (1, 49, 10)})] == [1]
+    assert len(load_data(str(tmp_path))[0][0]) == 10  # without declared sizes, axis 0 is the batch
+    np.save(tmp_path / "20.npy", np.zeros((3, 52, 10), "f4"))
+    assert [x.shape[0] for x in load_data(str(tmp_path), sizes={"x": (None, None, 10)})] == [1] * 20 + [3]
+
+
 def test_shapes_of_several_inputs_are_given_by_name_in_the_types_of_the_model():
     from onnx import helper
 

@@ -94,7 +94,7 @@ def test_an_algorithm_of_ones_own_trains_by_the_place_of_its_class(folder):
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        ("saved --data d.npz --method lsk", "did you mean 'lsq'"),
+        ("saved --data d.npz --method lsk", "'lsq'"),
         ("saved --data d.npz --method lsq(scaling=True)", "use_grad_scaling"),
         ("saved --data bare.npz", "Training requires labels"),
         ("saved --data wrong.npz", "must be classes of the model"),

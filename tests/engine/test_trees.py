@@ -50,19 +50,19 @@ def test_the_tensors_of_a_call_come_in_the_order_of_the_captured_one(args, kwarg
 @pytest.mark.parametrize(
     "args, kwargs, got",
     [
-        (("a",), {"c": "c", "d": 7}, "1 positional and ['c', 'd'] keyword arguments, 3 leaves"),
-        (("a", ["b0", 5]), {"c": "c", "d": 7}, "2 positional and ['c', 'd'] keyword arguments, 5 leaves"),
-        (("a", ["b", 5, "b"]), {"c": "c"}, "2 positional and ['c'] keyword arguments, 5 leaves"),
-        (("a", ["b", 5, "b"]), {"c": "c", "e": 7}, "2 positional and ['c', 'e'] keyword arguments, 5 leaves"),
-        (("a", ["b", 5, "b"]), {"c": ["c", 7]}, "2 positional and ['c'] keyword arguments, 6 leaves"),
-        (("a", ["b", 5], "b"), {"c": "c", "d": 7}, "3 positional and ['c', 'd'] keyword arguments, 6 leaves"),
-        ((), {"b": ["b", 5, "b"], "c": "c", "d": 7}, "0 positional and ['b', 'c', 'd'] keyword arguments, 2 leaves"),
+        (("a",), {"c": "c", "d": 7}, "1 positional and ['c', 'd'] keyword arguments, 3 values"),
+        (("a", ["b0", 5]), {"c": "c", "d": 7}, "2 positional and ['c', 'd'] keyword arguments, 5 values"),
+        (("a", ["b", 5, "b"]), {"c": "c"}, "2 positional and ['c'] keyword arguments, 5 values"),
+        (("a", ["b", 5, "b"]), {"c": "c", "e": 7}, "2 positional and ['c', 'e'] keyword arguments, 5 values"),
+        (("a", ["b", 5, "b"]), {"c": ["c", 7]}, "2 positional and ['c'] keyword arguments, 6 values"),
+        (("a", ["b", 5], "b"), {"c": "c", "d": 7}, "3 positional and ['c', 'd'] keyword arguments, 6 values"),
+        ((), {"b": ["b", 5, "b"], "c": "c", "d": 7}, "0 positional and ['b', 'c', 'd'] keyword arguments, 2 values"),
     ],
 )
 def test_another_structure_is_refused(args, kwargs, got):
     with pytest.raises(DataError) as e:
         flatten_call(SPEC, args, kwargs)
-    assert got in str(e.value) and "2 positional and ['c', 'd'] keyword arguments, 6 leaves" in str(e.value)
+    assert got in str(e.value) and "2 positional and ['c', 'd'] keyword arguments, 6 values" in str(e.value)
 
 
 #: what models return -> the same in dicts, lists and tuples

@@ -177,7 +177,7 @@ def test_sizes_that_a_model_itself_tells_are_used():
         (lambda: made(network(), 0), r"whole number above 0.*Got: 0"),
         (lambda: made(network(), options={"steps": 3}), r"'options'.*Got: dict.*Generation"),
         (lambda: Generation(steps=0), "steps"),
-        (lambda: Generation(step=3), "step.*did you mean 'steps'"),
+        (lambda: Generation(step=3), "step.*Try: 'steps'"),
         (lambda: Generation(output="max"), "output"),
     ],
 )

@@ -54,7 +54,7 @@ def test_mistakes_are_typed_errors(fitted):
     result, _ = fitted
     with pytest.raises(UnknownNameError, match="'head'"):
         result.edit({"haed": "float"})
-    with pytest.raises(PlanError, match="'head.wieght'.*did you mean 'head.weight'"):
+    with pytest.raises(PlanError, match="'head.wieght'.*Try: 'head.weight'"):
         result.plan["head.wieght"]
     with pytest.raises(NothingQuantizedError):
         result.edit({"Conv2D": "float", "Linear": "float", "Relu": "float", "Add": "float", "GlobalAvgPool": "float"})

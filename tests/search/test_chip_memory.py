@@ -77,8 +77,8 @@ def test_the_layer_that_needs_most_ram_holds_its_input_and_its_output():
 @pytest.mark.parametrize(
     "limits, words",
     [
-        ({"flash": "1 MB", "weights": 10}, "flash is one on weights too. Got: flash and weights"),
-        ({"ram": "1 MB", "total": 10}, "ram is one on activations too. Got: ram and total"),
+        ({"flash": "1 MB", "weights": 10}, "about the same memory. Got: flash and weights"),
+        ({"ram": "1 MB", "total": 10}, "about the same memory. Got: ram and total"),
         ({"ram": "50%"}, "limit on ram is not understood.*number with one of B, KB"),
         ({"flash": "2 parsecs"}, "limit on flash is not understood"),
     ],

@@ -276,11 +276,14 @@ def split_label(batch: Any, graph: Graph) -> tuple[list[torch.Tensor], torch.Ten
         inputs, *behind = args  # (inputs, label), as `fit` of Keras takes them
         args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
         label = behind[0] if behind else None
-    if kwargs and not spec["kwargs"] and spec["args"] == 1:
+    known = {*spec["names"][: spec["args"]], *spec["kwargs"]}
+    if kwargs and not spec["kwargs"] and spec["args"] == 1 and not known & set(kwargs):
         args, kwargs = (dict(kwargs),), {}  # the model takes one dict
-    elif kwargs and spec["kwargs"] and set(kwargs) != set(spec["kwargs"]):
-        label = next((kwargs[k] for k in ("labels", "label", "y") if k in kwargs and k not in spec["kwargs"]), None)
-        kwargs = {k: v for k, v in kwargs.items() if k in spec["kwargs"]}
+    elif known & set(kwargs):
+        label = next((kwargs[k] for k in ("labels", "label", "y") if k in kwargs and k not in known), None)
+        kwargs = {k: v for k, v in kwargs.items() if k in known}
+    elif args and not spec["args"] and len(spec["kwargs"]) == 1:
+        args, kwargs = args[1:], {spec["kwargs"][0]: args[0]}
     if len(args) == spec["args"] + 1:
         *rest, label = args
         args = tuple(rest)

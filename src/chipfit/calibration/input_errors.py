@@ -13,6 +13,7 @@ from chipfit.errors import ChipfitError, DataError
 from chipfit.graph.placement import device_of, inputs_on
 
 _RANKS: dict[Any, int] = {torch.nn.Conv1d: 3, torch.nn.Conv2d: 4, torch.nn.Conv3d: 5}
+_UNDECLARED: Mapping[str, Sequence[int | None]] = {}
 ONE_SAMPLE = "this is one sample: give batches, as torch.stack(samples) or sample[None] make them"
 LABELS = "yield the inputs, or the inputs and one label behind them: (x, y)"
 
@@ -35,6 +36,8 @@ def wrong_layout(got: Sequence[int], want: Sequence[int | None]) -> str:
     def fits(shape: Sequence[int], wanted: Sequence[int | None]) -> bool:
         return len(shape) == len(wanted) and all(w in (None, s) for s, w in zip(shape, wanted, strict=True))
 
+    if fits(got, want):
+        return ""
     if fits(got, want[1:]):
         return ONE_SAMPLE
     batch, *rest = got or [0]
@@ -49,12 +52,22 @@ def wrong_layout(got: Sequence[int], want: Sequence[int | None]) -> str:
     return ""
 
 
-def explain_error(refusal: ChipfitError, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ChipfitError:
-    """Return an error about the input data if a common mistake explains why capture failed; else the error itself."""
+def explain_error(
+    refusal: ChipfitError,
+    model: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    sizes: Mapping[str, Sequence[int | None]] = _UNDECLARED,
+) -> ChipfitError:
+    """Return an error about the input data if a common mistake explains why capture failed; else the error itself.
+
+    Args:
+        sizes: that a file declares for its inputs, by name.
+    """
     count = expected_inputs(model)
     if kwargs or (len(args) == 1 and isinstance(args[0], Mapping)):
         given = kwargs or args[0]
-        names = list(inspect.signature(model.forward).parameters) if hasattr(model, "forward") else []
+        names = list(inspect.signature(model.forward).parameters) if hasattr(model, "forward") else [*sizes]
         if set(given) & set(names):
             return refusal
         return DataError(
@@ -64,18 +77,20 @@ def explain_error(refusal: ChipfitError, model: Any, args: Sequence[Any], kwargs
             hint="rename them, or yield tuples in the order of the inputs",
         )
     if count is not None and len(args) > count:
-        sizes = ", ".join(map(str, args))
-        hint = f"torch.randn({sizes}) has this shape" if all(isinstance(a, int) for a in args) else LABELS
+        shape = ", ".join(map(str, args))
+        hint = f"torch.randn({shape}) has this shape" if all(isinstance(a, int) for a in args) else LABELS
         what = f"A batch holds {len(args)} items, and the model takes {count}"
         return DataError(what, got=_shapes(args), hint=hint)
     text = next((a for a in args if isinstance(a, str)), None)
-    if text is not None and isinstance(model, torch.nn.Module):
+    if text is not None and (sizes or isinstance(model, torch.nn.Module)):
         what = "A batch holds text in the place of numbers"
         return DataError(what, got=text[:120], hint="read the files, as with PIL or numpy, and give tensors")
     x, want = next((a for a in args if isinstance(a, torch.Tensor)), None), _expected(model)
+    if len(sizes) == 1:
+        want = (None, *next(iter(sizes.values()))[1:])
     if x is None or not args:
         return refusal
-    if want is not None and not x.is_floating_point() and x.dim() > 2:
+    if want is not None and not sizes and not x.is_floating_point() and x.dim() > 2:
         what = "The inputs hold integers, and the model computes with floats"
         hint = "convert and scale them as in training, for example x.float() / 255"
         return DataError(what, got=_shapes(args), allowed="float32", hint=hint)

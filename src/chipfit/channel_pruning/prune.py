@@ -165,24 +165,24 @@ def prune(
     seed: int = 0,
     progress: bool = True,
 ) -> Pruned:
-    """Remove channels of a trained PyTorch or Keras 3 model, so that it shrinks, until it keeps the limits.
+    """Remove channels of a trained PyTorch or Keras 3 model until it keeps the limits.
 
-    Channels go together where sums, concatenations, or grouped and depthwise convolutions tie them; batch norms and
-    biases shrink along. Inputs and outputs stay as they are.
+    Channels that sums, concatenations, or grouped and depthwise convolutions tie are removed together, with their batch
+    norms and biases. Inputs and outputs keep their shapes.
 
     Args:
         model: in any mode; it is copied, never changed.
         data: batches as for `quantize`, without labels. A few hundred samples are enough.
         platform: as for `quantize`; its SIMD widths are the numbers of channels that are removed at a time.
-        limits: memory or operations of the smaller network; shares are of the network as it is. Sizes count 8 bits for
-            each number: `Limits(bops="70%")`, `Limits(weights="50%")`.
+        limits: memory or operations of the smaller network, `Limits(bops="70%")` or `Limits(weights="50%")`; shares are
+            relative to the given network. Sizes count 8 bits for each number.
         importance: "fisher", "lfh" or "magnitude", see `chipfit.channel_pruning.importance`.
         keep: layers that keep all channels, by path or pattern ("features.0.*").
-        simd: channels that are removed at a time, in place of the platform's widths.
-        repair: fit what is left to what was, by least squares on the data.
+        simd: number of channels that are removed at a time, instead of the platform's widths.
+        repair: fit the remaining weights to the outputs of the given network, by least squares on the data.
         example: as for `quantize`.
-        seed: of everything random.
-        progress: show what is being done, as `quantize` does.
+        seed: seed of all random numbers.
+        progress: show progress, as `quantize` does.
 
     Raises:
         PruningError: a limit cannot be kept without removing whole layers; names it, and the layers that cannot shrink.

@@ -80,11 +80,11 @@ Calibration = Annotated[
     str,
     Option(
         "--data",
-        help=".npz, .npy, a folder of images or .npz, module:iterable, or generated[:COUNT] without data",
+        help=".npz, .npy, a folder of them or of images, module:iterable, or generated[:COUNT] without data",
         **_DATA,
     ),
 ]
-_DATA_HELP = ".npz (x, or inputs by name, and y for accuracy), .npy, a folder of images, or module:iterable"
+_DATA_HELP = ".npz (x, or inputs by name, and y for accuracy), .npy, a folder of them or of images, or module:iterable"
 Data = Annotated[str, Option("--data", help=_DATA_HELP, **_DATA)]
 _PLATFORM: dict[str, Any] = {"parser": _platform, "metavar": "PLATFORM", "autocompletion": built_in}
 _PLATFORM["help"] = "built-in name, NAME@REVISION, a YAML or JSON file, or module:chip in Python"

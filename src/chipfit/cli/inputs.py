@@ -69,7 +69,9 @@ def load_data(
     names: Sequence[str] = (),
     sizes: Mapping[str, Sequence[int | None]] | None = None,
 ) -> Any:
-    """Load batches from an `.npz` or `.npy` file, a folder of images or of `.npz` files, or `module:iterable`.
+    """Load batches from an `.npz` or `.npy` file, a folder of images or of such files, or `module:iterable`.
+
+    An array of a `.npy` file with the shape of one sample is a sample; others have the batch on axis 0.
 
     Args:
         input_size: side length to which images are resized [pixels]; None for `SIDE`.
@@ -84,8 +86,8 @@ def load_data(
         ConfigError: an option of images is given for other data.
     """
     path = Path(text)
-    archives = [path] if text.endswith(".npz") else sorted(islice(path.glob("*.npz"), _MOST_FILES))
-    if os.path.isdir(path) and not archives:
+    archives, arrays = ([path] if text.endswith(end) else _inside(path, end) for end in (".npz", ".npy"))
+    if os.path.isdir(path) and not (archives or arrays):
         center = parse_numbers(MEAN if mean is None else mean, "mean")
         spread = parse_numbers(STD if std is None else std, "std")
         images = _images(path, input_size or SIDE, center, spread)
@@ -93,10 +95,10 @@ def load_data(
     _check_options({"--input-size": input_size, "--mean": mean, "--std": std}, text)
     if archives:
         return [batch for file in archives for batch in _npz(file, names, sizes or {})]
-    if text.endswith(".npy"):
-        return list(_npy(path, sizes or {}))
+    if arrays:
+        return _npy(arrays, sizes or {})
     if not names_object(text):
-        allowed = "an .npz or .npy file, a folder of images, or module:iterable"
+        allowed = "an .npz or .npy file, a folder of images or of such files, or module:iterable"
         raise DataError(
             "Data must be a file, a folder or module:iterable", got=text, allowed=allowed, hint=near_path(path)
         )
@@ -210,7 +212,7 @@ def _with_samples(path: Path, given: Mapping[str, np.ndarray], sizes: Mapping[st
     return counted
 
 
-def _batch_of(given: Mapping[str, np.ndarray], sizes: Mapping[str, Sequence[int | None]]) -> int:
+def _batch_of(given: Iterable[str], sizes: Mapping[str, Sequence[int | None]]) -> int:
     """Return the number of samples in a call that all inputs of a model declare, or a usual one."""
     declared = {(*sizes.get(k, ()), None)[0] for k in given}
     (fixed,) = declared if len(declared) == 1 else (None,)
@@ -238,7 +240,24 @@ def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
     return {k: x.float() if x.dtype is torch.float64 else x for k, x in found.items()}
 
 
-def _npy(path: Path, sizes: Mapping[str, Sequence[int | None]]) -> Sequence[torch.Tensor]:
+def _inside(folder: Path, suffix: str) -> list[Path]:
+    return sorted(islice(folder.glob(f"*{suffix}"), _MOST_FILES))
+
+
+def _npy(files: Sequence[Path], sizes: Mapping[str, Sequence[int | None]]) -> list[torch.Tensor]:
+    """Return the batches in `.npy` files; samples of equal shape are joined."""
+    (declared,) = sizes.values() if len(sizes) == 1 else ((),)
+    found: list[torch.Tensor] = []
+    for x in (_array_of(f) for f in files):
+        fits = [d in (None, s) for d, s in zip(declared[1:], x.shape, strict=False)]
+        sample = len(x.shape) == len(declared) - 1 and all(fits)
+        found.append(x[None] if sample else x)
+    if len({x.shape[1:] for x in found}) == 1:
+        found = [torch.cat(found)]
+    return [part for x in found for part in x.split(_batch_of(sizes, sizes) if declared else _BATCH)]
+
+
+def _array_of(path: Path) -> torch.Tensor:
     try:
         with wrap_read_errors(path, DataError, "The data file"):
             x: np.ndarray = np.load(path, allow_pickle=False)
@@ -247,8 +266,7 @@ def _npy(path: Path, sizes: Mapping[str, Sequence[int | None]]) -> Sequence[torc
     if not isinstance(x, np.ndarray) or x.dtype.kind not in "fiub" or not x.ndim:
         got = f"{x.dtype}{list(x.shape)}" if isinstance(x, np.ndarray) else "an archive"
         raise DataError("Data file has no inputs", where=str(path), got=got, allowed="numbers, batch first")
-    (whole,) = _tensors({"x": x}).values()
-    return whole.split(_batch_of(dict.fromkeys(sizes, x), sizes) if len(sizes) == 1 else _BATCH)
+    return _tensors({"x": x})["x"]
 
 
 def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
@@ -266,7 +284,8 @@ def _images(folder: Path, side: int, mean: torch.Tensor, std: torch.Tensor) -> l
         raise DataError("Folder holds too many files to search for images", where=str(folder), allowed=allowed)
     files = sorted(f for f in entries if f.suffix.lower() in _IMAGES)
     if not files:
-        raise DataError("Folder holds no images", where=str(folder), allowed=", ".join(_IMAGES))
+        allowed = ", ".join((*_IMAGES, ".npz", ".npy"))
+        raise DataError("Folder holds no images or arrays", where=str(folder), allowed=allowed)
     out = []
     for f in files:
         try:

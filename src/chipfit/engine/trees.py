@@ -42,7 +42,7 @@ def flatten_call(spec: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[s
         args = (*args, kwargs.pop(name))
     leaves = pytree.tree_leaves((args, {k: kwargs[k] for k in spec["kwargs"] if k in kwargs}))
     if len(args) != spec["args"] or set(kwargs) != set(spec["kwargs"]) or len(leaves) != spec["leaves"]:
-        words = "{} positional and {} keyword arguments, {} leaves"
+        words = "{} positional and {} keyword arguments, {} values"
         got = words.format(len(args), sorted(kwargs), len(leaves))
         allowed = words.format(spec["args"], sorted(spec["kwargs"]), spec["leaves"])
         raise DataError("The model was captured with other inputs", got=got, allowed=allowed)

@@ -47,16 +47,16 @@ def generated(
     seed: int = 0,
     progress: bool = True,
 ) -> NotedBatches:
-    """Make inputs for calibration from what the batch norms of a trained PyTorch or Keras 3 model learned.
+    """Make inputs for calibration from the statistics in the batch norms of a trained PyTorch or Keras 3 model.
 
-    Noise is optimised until the input of each batch norm has the mean and deviation of each channel that it had in
-    training. Weights of few bits and ranges of activations need no more of the data than that, mostly; a plan made of
-    such data says so in a warning, because nothing but real data can measure the accuracy.
+    Noise is optimised until each channel of the input of each batch norm has the mean and the standard deviation that
+    it had in training. This is mostly enough to choose ranges of activations, and to round weights to few bits. A plan
+    made from such data has a warning, because only real data can measure the accuracy.
 
     Args:
         model: in any mode; it is copied, never changed.
         n: number of inputs (images).
-        example: one batch of inputs of the right shape, whatever their values; by default what the model itself tells.
+        example: one batch of inputs, whose values do not matter; by default of the shape that the model declares.
         options: steps, batch, learning rate, and terms of the loss.
         seed: the same seed gives the same images on the same machine.
         progress: show percent and time left.

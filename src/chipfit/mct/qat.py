@@ -20,7 +20,7 @@ from chipfit.mct.trainable.user_quantizers import UserQuantizers
 from chipfit.plan.training import Training, algorithm_of
 from chipfit.quantizers.algorithm import Algorithm
 from chipfit.registry import create, registered
-from chipfit.result import Result
+from chipfit.result import Result, check_untrained
 from chipfit.validation import record
 
 _NAMES = [f"{f}_quantization_aware_training_{step}" for f in ("keras", "pytorch") for step in ("init", "finalize")]
@@ -153,7 +153,7 @@ def result_of(model: Any) -> Result:
     """
     result = _result_behind(model, None)
     result = result if result._model is model else replace(result, _model=model)
-    result.refuse_trained("the result of this model")
+    check_untrained(result, "the result of this model")
     return result
 
 

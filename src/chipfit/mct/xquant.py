@@ -22,7 +22,7 @@ from chipfit.mct.result_link import ResultLink
 from chipfit.reading import read_model
 from chipfit.report.similarity import Similarity, cosine, measure, mse
 from chipfit.report.tensorboard import write_graph, write_histograms
-from chipfit.result import Result
+from chipfit.result import Result, check_untrained
 from chipfit.training.scalars import writer
 from chipfit.validation import check_value, record
 
@@ -111,7 +111,7 @@ def _result_of(model: Any) -> Result:
         hint = "pass what pytorch_post_training_quantization or another facade returned; else Result.similarity(data)"
         raise ConfigError("Argument 'quantized_model' is not understood", got=type(model).__name__, hint=hint)
     try:
-        result.refuse_trained("the report")
+        check_untrained(result, "the report")
         return result
     except PlanError:
         return result.trained()

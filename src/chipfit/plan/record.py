@@ -171,8 +171,8 @@ class Plan(SummaryRepr):
         """
         stored = self.stored(name)
         if stored is None and name not in self.tensors:
-            near = UnknownNameError("tensor in the plan", name, self.tensors)
-            raise PlanError(near.what, allowed=near.allowed, hint="plan.tensors holds all of them")
+            near = UnknownNameError("tensor in the plan", name, self.tensors, hint="plan.tensors holds all of them")
+            raise PlanError(near.what, **near.choices)
         if stored is None:
             raise PlanError(f"Tensor '{name}' is not quantized", got=self.tensors[name].why or None)
         return stored

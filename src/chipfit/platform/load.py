@@ -115,7 +115,8 @@ def _read(source: YamlFile, folder: Any, below: tuple[str, ...] = ()) -> Platfor
     errors = [source.error(at, what, **facts) for at, what, facts in sorted(problems, key=lambda p: source.line(p[0]))]
     one, rest = errors[0], len(errors) - 1
     more = f"`chipfit platforms check {file}` lists {rest} more" if rest else ""
-    first = PlatformError(one.what, where=one.where, got=one.got, allowed=one.allowed, hint=more)
+    hint = "; ".join(filter(None, [one.hint, more]))
+    first = PlatformError(one.what, where=one.where, got=one.got, allowed=one.allowed, hint=hint)
     first.all = errors  # type: ignore[assignment]  # of the class that `YamlFile` was given
     raise first
 
@@ -153,7 +154,7 @@ def _parent(source: YamlFile, folder: Any, below: tuple[str, ...]) -> dict[str, 
         platform = _read(_builtin_file(f"{name}.yaml"), _BUILTIN, below)
     else:
         near = UnknownNameError("platform", name, names())
-        raise source.error(("extends",), f"Platform '{name}' does not exist", allowed=near.allowed)
+        raise source.error(("extends",), f"Platform '{name}' does not exist", **near.choices)
     return platform.model_dump(mode="json", by_alias=True, exclude_defaults=True)
 
 
@@ -186,7 +187,7 @@ def _problems(p: Platform, wrong: set[Keys]) -> Iterator[Problem]:
     for path, word, name, known in _names(p):
         if name is not None and name not in known and not {path, (_TABLES.get(word),)} & wrong:
             near = UnknownNameError(word, str(name), known)
-            yield Problem(path, near.what, {"allowed": near.allowed})
+            yield Problem(path, near.what, near.choices)
     for i, op in enumerate(p.ops):
         for use in op.use if op.how != "follow" else ():
             for r in op.rules:
@@ -219,7 +220,7 @@ def _names(p: Platform) -> Iterator[tuple[Keys, str, str, Iterable[str]]]:
         for attribute, want in rule.where.items():
             yield (*at, "where", attribute), "attribute", attribute, ATTRIBUTES
             tests = want if isinstance(want, dict) else ()
-            yield from (((*at, "where", attribute, test), "test", test, TESTS) for test in tests)
+            yield from (((*at, "where", attribute, test), "condition", test, TESTS) for test in tests)
         for k, use in enumerate(rule.use):
             slots = {"in": use.ins, "w": (use.w,), "b": (use.b,), "out": (use.out,), "state": (use.state,)}
             used = [(slot, name) for slot, stored in slots.items() for name in stored if name is not None]

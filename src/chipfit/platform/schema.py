@@ -427,11 +427,17 @@ class OpRule(_Record):
                     yield f"two rules for {product} can never hold together: at least {low:g} and at most {high:g}"
         for a, want in self.where.items():
             tests = want if isinstance(want, dict) else {}
-            step = tests.get("multiple", 1)
+            numbers = {t: tests[t] for t in ("min", "max", "multiple") if t in tests}
             if has_nan(want):
                 yield f"where.{a} is nan, which is equal to nothing"
-            if not isinstance(tests.get("in", ()), (list, tuple)) or not (is_number(step) and step > 0):
-                yield f"where.{a}: 'in' needs a list, and 'multiple' a number above 0"
+            if not isinstance(tests.get("in", ()), (list, tuple)):
+                yield f"where.{a}: 'in' needs a list"
+            yield from (f"where.{a}: '{t}' needs a number (got {n!r})" for t, n in numbers.items() if not is_number(n))
+            if all(map(is_number, numbers.values())):
+                if numbers.get("multiple", 1) <= 0:
+                    yield f"where.{a}: 'multiple' needs a number above 0"
+                if numbers.get("min", -math.inf) > numbers.get("max", math.inf):
+                    yield f"where.{a} can never hold: at least {numbers['min']:g} and at most {numbers['max']:g}"
         if self.exec in ("int", "table") and not self.use:
             yield f"exec {self.exec} needs use: the formats that the kernel supports"
 

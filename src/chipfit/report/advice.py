@@ -39,8 +39,8 @@ def advice(report: ReportData) -> list[str]:
     lost = v["accuracy"]["float"] - v["accuracy"]["device"] if v and {"float", "device"} <= set(v["accuracy"]) else 0.0
     if lost > LOST:
         out.append(
-            f"{100 * lost:.1f} points of accuracy are lost: result.model trains as any model of its framework, "
-            "result.trained() exports what it learned."
+            f"The device loses {100 * lost:.1f} points of accuracy: train result.model like a model of its framework, "
+            "then export result.trained()."
         )
     if report.unexplained and report.merit is not None:
         out.append(_on_repairs(report))

@@ -28,7 +28,7 @@ class Limits:
 
     Raises:
         ConfigError: an amount is not understood, two limits are about the same memory, or there is no limit.
-        UnknownNameError: there is no such limit. Time is none, because platforms do not state it.
+        UnknownNameError: there is no such limit; there is none on time, which platforms do not state.
     """
 
     weights: Amount = None  #: memory of quantized weights [byte]
@@ -57,9 +57,7 @@ class Limits:
             if self.to_record().keys() >= {name} and (other := self.to_record().keys() & {tensors, "total"}):
                 got = " and ".join([name, *sorted(other)])
                 hint = f"`{name}` also holds what the file adds to the {tensors}"
-                raise ConfigError(
-                    f"The limit on {name} is one on {tensors} too", got=got, allowed="one of them", hint=hint
-                )
+                raise ConfigError("Two limits are about the same memory", got=got, allowed="one of them", hint=hint)
 
     def to_record(self) -> dict[str, Amount]:
         """Return the limits as JSON data."""

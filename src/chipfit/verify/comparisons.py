@@ -118,11 +118,11 @@ class TensorComparison:
         if self.within is not None:
             few = f"{self.op_differing} of {self.elements} integers differ by up to {self.op_largest}"
             over = self.op_largest > self.within
-            return f"{few} given the device's inputs, at most {self.within} is promised" if over else self.wrong
+            return f"{few} given the device's inputs, and at most {self.within} is promised" if over else self.wrong
         if self.astray or self.op_differing > self.allowed or self.op_largest > min(self.allowed, 1):
             found = f"{self.op_differing} of {self.elements} integers differ by up to {self.op_largest}"
-            how = f" by 1, half way between two integers; {self.astray} lie elsewhere" if self.allowed else ""
-            return f"{found} given the device's inputs, {self.allowed} may{how}"
+            how = f" by 1, half way between two integers; {self.astray} differ elsewhere" if self.allowed else ""
+            return f"{found} given the device's inputs, and {self.allowed} may differ{how}"
         return self.wrong
 
     @property

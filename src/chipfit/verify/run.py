@@ -31,6 +31,7 @@ from chipfit.platform.support import simulates_arithmetic, unmodelled_features
 from chipfit.quantizers.grids import Grid
 from chipfit.registry import DeviceRuntime, entries, entry, require
 from chipfit.rounding.outputs import output_labels
+from chipfit.settings import END_TO_END_SAMPLES
 from chipfit.simulate.device import float_operators, output
 from chipfit.simulate.integer import float_results, kernel_groups, profile_for, simulate
 from chipfit.verify.comparisons import (
@@ -44,9 +45,6 @@ from chipfit.verify.comparisons import (
 from chipfit.verify.verification import Verification
 
 _DEFAULT_RUNTIME = "onnxruntime"  #: runtime of platforms that name none
-#: Number of unlabelled samples used for the float run and for the end-to-end simulation. Each operator by itself, given
-#: the device's inputs, is compared on all samples: if none differs, all integers are equal
-MAX_SIMULATED_SAMPLES = 16
 Values = dict[str, Any]  #: tensors by name
 _OTHER_FILE = "is this the file that was written for this model?"
 
@@ -72,7 +70,7 @@ def verify(
     path: str | Path | None = None,
     model: Callable[[], Any] | None = None,
     batches: int | None = None,
-    end_to_end_samples: int | None = MAX_SIMULATED_SAMPLES,
+    end_to_end_samples: int | None = END_TO_END_SAMPLES,
 ) -> Verification:
     """Run everything on the same inputs and compare integer by integer, the file's own constants included.
 

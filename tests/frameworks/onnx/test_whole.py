@@ -16,7 +16,7 @@ from torch import nn
 import chipfit
 from chipfit.decide.overrides import match_layers
 from chipfit.engine.run import run
-from chipfit.errors import CaptureError
+from chipfit.errors import CaptureError, DataError
 from chipfit.export.onnx.writer import export_onnx
 from chipfit.frameworks import capture, load_model
 from tests.zoo import ZOO, make
@@ -370,7 +370,7 @@ def test_bytes_that_do_not_match_the_shape_are_refused():
 
 
 def test_an_example_of_another_shape_is_refused_with_the_declared_one(exported):
-    with pytest.raises(CaptureError, match=r"another shape.*8, 12, 12, 3.*permute\(0, 3, 1, 2\)"):
+    with pytest.raises(DataError, match=r"do not have the shape.*8, 12, 12, 3.*permute\(0, 3, 1, 2\)"):
         chipfit.lint(str(exported), batches(1)[0].permute(0, 2, 3, 1))
 
 

@@ -240,24 +240,14 @@ def _input(value: ir.Value, x: Any) -> torch.Tensor:
     sizes = zip(declared[1:], x.shape[1:], strict=False)
     if x.dim() != len(declared) or any(isinstance(d, int) and d != s for d, s in sizes):
         allowed = f"[{', '.join('any' if d is None else str(d) for d in declared)}]"
-        hint = _permuted(declared, x.shape)
         what = f"Input '{value.name}' of the example has another shape than the model declares"
-        raise CaptureError(what, got=list(x.shape), allowed=allowed, hint=hint)
+        raise CaptureError(what, got=list(x.shape), allowed=allowed)
     x = x.detach().cpu()
     floats = value.dtype is None or value.dtype.is_floating_point()
     if x.is_floating_point() and not floats:
         what = f"Input '{value.name}' of the example holds other numbers than the model declares"
         raise CaptureError(what, got=str(x.dtype).removeprefix("torch."), allowed=str(value.dtype).lower())
     return x.float() if x.is_floating_point() else x
-
-
-def _permuted(declared: Sequence[Any], got: Sequence[int]) -> str:
-    """Return a hint if the channels of images are at the other end; "" otherwise."""
-    if len(declared) == len(got) == 4:
-        for order in ((0, 3, 1, 2), (0, 2, 3, 1)):
-            if all(not isinstance(declared[k], int) or declared[k] == got[order[k]] for k in (1, 2, 3)):
-                return f"channels are at the other end: x.permute{order}"
-    return ""
 
 
 def _variants(shapes: Sequence[Sequence[tuple[int, ...]]], batch: bool) -> list[list[tuple[int, ...]]]:

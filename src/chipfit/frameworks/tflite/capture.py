@@ -84,14 +84,12 @@ def _inputs(model: TfliteModel, args: Sequence[Any], kwargs: Any) -> list[torch.
             a in (-1, b) for a, b in zip(t.signature[1:], x.shape[1:], strict=True)
         )
         if not fits:
-            got, allowed = f"{list(x.shape)}", f"{list(t.signature)}, with any batch"
-            hint = "images are [N, H, W, C] in these files" if x.dim() == 4 else ""
+            what, got = f"Input '{t.name}' has another shape than the file declares", f"{list(x.shape)}"
+            allowed, hint = f"[{', '.join(['any', *('any' if d < 0 else str(d) for d in t.signature[1:])])}]", ""
             if x.shape[1:] == t.signature:
                 allowed = f"{list(t.signature)}"
                 hint = "the file computes one sample, without an axis for a batch: give a list of samples"
-            raise CaptureError(
-                f"Input '{t.name}' has another shape", where=model.where, got=got, allowed=allowed, hint=hint
-            )
+            raise CaptureError(what, where=model.where, got=got, allowed=allowed, hint=hint)
         out.append(x.detach().cpu().to(getattr(torch, t.dtype)))
     return out
 

@@ -171,6 +171,10 @@ class TfliteModel:
             hint = "a file with custom operators needs the program that registers them"
             raise CaptureError(what, where=where, got=first_line(e), hint=hint) from e
 
+    def __repr__(self) -> str:
+        inputs = ", ".join(f"{t.name} {list(t.signature)}" for t in self.inputs)
+        return f"<network of {self.where}, {len(self.operators)} operators, inputs {inputs}>"
+
     def _check_kernels(self, interpreter: Any) -> None:
         """Check that LiteRT has kernels for all operators, and that they take the sizes that the file has."""
         try:

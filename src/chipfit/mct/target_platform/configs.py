@@ -190,7 +190,7 @@ class OpQuantizationConfig:
         for name, edits in (edited or {}).items():
             if name not in attrs:
                 near = UnknownNameError("weight attribute", name, attrs)
-                raise ModelingError(near.what, allowed=near.allowed)
+                raise ModelingError(near.what, **near.choices)
             attrs[name] = attrs[name].clone_and_edit(**edits)
         vars(clone)["attr_weights_configs_mapping"] = attrs
         return clone

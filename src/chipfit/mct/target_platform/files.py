@@ -168,6 +168,6 @@ def read(data: Mapping[str, Any]) -> capabilities.TargetPlatformCapabilities:
             members = check_value(list[Member], e["members"], ModelingError, f"set '{e['set']}'", "members", json=True)
             for op in (op for m in members for op in m.op if op not in OPS):
                 near = UnknownNameError("operator", op, OPS)
-                raise ModelingError(f"{near.what} in set '{e['set']}'", allowed=near.allowed)
+                raise ModelingError(f"{near.what} in set '{e['set']}'", **near.choices)
             capabilities.OperationsSetToLayers(e["set"], members, mapping)
     return tpc

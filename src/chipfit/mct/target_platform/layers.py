@@ -100,7 +100,7 @@ def member_of(entry: Any) -> Member:
     if in_set is not None:
         return Member(op=in_set)
     near = UnknownNameError("layer or operator", name or repr(entry), [*OPS, *_LAYERS])
-    raise ModelingError(near.what, got=repr(entry), allowed=near.allowed)
+    raise ModelingError(near.what, got=repr(entry), **near.choices)
 
 
 def members_of_set(name: str) -> tuple[Member, ...]:
@@ -116,4 +116,5 @@ def members_of_set(name: str) -> tuple[Member, ...]:
         return (member_of(name),)
     except ModelingError as e:
         what = f"Operator set '{name}' has no layers attached, and its name is not a known operator"
-        raise ModelingError(what, allowed=e.allowed, hint=f"OperationsSetToLayers('{name}', [...])") from None
+        hint = "; ".join(filter(None, [e.hint, f"OperationsSetToLayers('{name}', [...])"]))
+        raise ModelingError(what, allowed=e.allowed, hint=hint) from None

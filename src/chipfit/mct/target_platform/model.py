@@ -85,7 +85,7 @@ def _of_name(given: Any) -> Any:
     known = {o.name: o for o in model.operator_set}
     if given not in known:
         near = UnknownNameError("operator set", given, known)
-        raise ModelingError(near.what, where=f"model '{model.name}'", allowed=near.allowed)
+        raise ModelingError(near.what, where=f"model '{model.name}'", **near.choices)
     return known[given]
 
 

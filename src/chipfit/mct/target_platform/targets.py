@@ -52,12 +52,12 @@ def get_target_platform_capabilities(
     try:
         return from_platform(platforms.load(name, None if version == FILE else version))
     except UnknownNameError as e:
-        raise ModelingError(e.what, allowed=e.allowed) from None
+        raise ModelingError(e.what, **e.choices) from None
 
 
 def _unknown(what: str, name: Any, known: list[str]) -> ModelingError:
     e = UnknownNameError(what, str(name), known)
-    return ModelingError(e.what, allowed=", ".join(known) if len(known) < 10 else e.allowed)
+    return ModelingError(e.what, **{**e.choices, "allowed": ", ".join(known) if len(known) < 10 else e.allowed})
 
 
 # ---------------------------------------------------------------- chips
