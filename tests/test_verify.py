@@ -15,8 +15,9 @@ from chipfit.graph.ir import Graph
 from chipfit.plan.record import NodePlan, Plan
 from chipfit.platform.load import load
 from chipfit.registry import DeviceRuntime
+from chipfit.settings import END_TO_END_SAMPLES
 from chipfit.verify import DEQUANTIZED_GAP, OUTPUT_GAP, Verification, comparisons, default_runtime
-from chipfit.verify.run import MAX_SIMULATED_SAMPLES, Comparator, storage_type
+from chipfit.verify.run import Comparator, storage_type
 from tests.build import graph_of, grid, model_of, node, plan_of, quantized, randn, sequential, stored
 
 
@@ -547,7 +548,7 @@ def test_a_batch_is_cut_where_the_samples_end_that_run_on_their_own_results(runt
     data = [randn(40, 4, seed=k) for k in range(2)]
     fit = quantized(nn.Linear(4, 3), data, platform)
     whole = runtime == "litert"  # its file has a fixed batch size
-    cuts = [(MAX_SIMULATED_SAMPLES, 40 if whole else 16), (50, 80 if whole else 50), (0, 0), (80, 80), (None, 80)]
+    cuts = [(END_TO_END_SAMPLES, 40 if whole else 16), (50, 80 if whole else 50), (0, 0), (80, 80), (None, 80)]
     for limit, own in cuts:
         found = fit.verify(data, end_to_end_samples=limit)
         assert (found.samples, found.end_to_end_samples) == (80, own) and found.sound

@@ -7,7 +7,6 @@ import importlib
 import re
 import sys
 import warnings
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,19 @@ from chipfit._version import __version__ as __version__
 from chipfit.errors import ChipfitError as ChipfitError
 
 
+def _installed(package: str) -> str:
+    """Return the version of a package by its metadata folder, since importlib.metadata loads slowly; "" if unknown."""
+    folders = (folder for place in sys.path for folder in Path(place).glob(f"{package}-*.dist-info"))
+    return next((folder.stem.partition("-")[2] for folder in folders), "")
+
+
 def _check_versions() -> None:
     """Raise ImportError for a Python that is too old; warn if the installed torch is."""
     if sys.version_info < PYTHON:
         found, oldest = (".".join(map(str, v)) for v in (sys.version_info[:3], PYTHON))
         raise ImportError(f"chipfit needs Python {oldest} or newer (this is Python {found})")
-    try:
-        torch = metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        return  # the first use of torch raises
-    if tuple(map(int, re.findall(r"\d+", torch)[:2])) < TORCH:
+    torch = _installed("torch")
+    if torch and tuple(map(int, re.findall(r"\d+", torch)[:2])) < TORCH:
         oldest = ".".join(map(str, TORCH))
         what = f"chipfit needs torch {oldest} or newer (torch {torch} is installed). Try: pip install 'torch>={oldest}'"
         warnings.warn(what, RuntimeWarning, stacklevel=3)

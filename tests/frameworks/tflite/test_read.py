@@ -11,7 +11,7 @@ from torch import nn
 
 import chipfit
 from chipfit.engine.run import run
-from chipfit.errors import CaptureError
+from chipfit.errors import CaptureError, DataError
 from chipfit.export import export
 from chipfit.export.tflite.writer import export_tflite
 from chipfit.frameworks.torch.capture import capture as capture_torch
@@ -417,8 +417,14 @@ def test_tables_that_would_crash_litert_or_read_garbage_are_refused(path, damage
 
 
 def test_inputs_that_do_not_fit_are_refused_with_the_shapes_that_do(path):
-    with pytest.raises(CaptureError, match=r"another shape.*Got: \[., 3, 16, 16\].*\[-1, 16, 16, 3\].*\[N, H, W, C\]"):
+    with pytest.raises(
+        DataError, match=r"Got: float32\[8, 3, 16, 16\].*'batch', 16, 16, 3\].*x\.permute\(0, 2, 3, 1\)"
+    ):
         chipfit.quantize(path, [torch.randn(8, 3, 16, 16)], platform="tflite_int8", progress=False)
+    with pytest.raises(DataError, match=r"Got: float32\[16, 16, 3\].*one sample: give batches"):
+        chipfit.lint(path, torch.randn(16, 16, 3), platform="tflite_int8")
+    with pytest.raises(DataError, match="holds text in the place of numbers. Got: a.npy"):
+        chipfit.quantize(path, ["a.npy", "b.npy"], platform="tflite_int8", progress=False)
 
 
 def test_the_float_network_is_what_litert_computes(network, images, path):
