@@ -162,6 +162,12 @@ def test_names_of_a_malformed_table_are_not_called_unknown(tmp_path, table):
     assert [str(e.where).rpartition(" ")[2] for e in found] == [table]
 
 
+@pytest.mark.parametrize("key, typo", [("formats", "formts"), ("sources", "source")])
+def test_names_of_a_mistyped_table_are_not_called_unknown(tmp_path, key, typo):
+    (found,) = check(write(tmp_path, GOOD.replace(f"{key}:", f"{typo}:")))
+    assert found.what == f"Key '{typo}' is unknown" and f"'{key}'" in found.hint
+
+
 def test_every_fault_of_an_entry_is_named(tmp_path):
     double = GOOD.replace("bits: 8, zero: any", "bits: 8, range: [5, 3], zero: 300")
     assert [e.what.partition(" ")[0] for e in check(write(tmp_path, double))] == ["range", "zero"]

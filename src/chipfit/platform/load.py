@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
 from functools import cache, lru_cache
 from importlib import resources
 from pathlib import Path
@@ -180,8 +181,9 @@ def _problems(p: Platform, wrong: set[Keys]) -> Iterator[Problem]:
 
     Args:
         p: a platform, perhaps without the malformed parts of its file.
-        wrong: where those were.
+        wrong: where those were; names of a table whose key is mistyped are not looked up.
     """
+    wrong = wrong | {(t,) for key, *below in wrong if not below for t in get_close_matches(str(key), _TABLES.values())}
     for tag in {a for a in p.arch if p.arch.count(a) > 1}:
         yield Problem(("arch",), f"Revision '{tag}' is listed twice", {})
     for path, word, name, known in _names(p):
