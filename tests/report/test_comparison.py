@@ -109,7 +109,7 @@ def test_a_browser_filters_the_comparison(result, browse):
 @pytest.mark.parametrize(
     ("other", "error", "words"),
     [
-        (3, ConfigError, "cannot be compared.*int.*saved folder"),
+        (3, ConfigError, "does not accept.*int.*saved folder"),
         ("missing.json", PlanError, "missing.json"),
         ("nowhere", PlanError, "not a saved result"),
     ],
@@ -123,7 +123,7 @@ def test_a_report_of_other_contents_is_refused(result, tmp_path):
     (tmp_path / "r.json").write_text('{"platform": 3}')
     with pytest.raises(PlanError, match=r"platform"):
         chipfit.compare(result, tmp_path / "r.json")
-    with pytest.raises(PlanError, match="hold the float network"):
+    with pytest.raises(PlanError, match="contain the float network"):
         chipfit.compare(result, result.report, DATA)
     with pytest.raises(ConfigError, match="Two names"):
         chipfit.compare(result, result, names=("a",))

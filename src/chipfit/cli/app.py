@@ -97,7 +97,7 @@ _INPUT_SIZE_HELP = "side length to which images are resized [pixels]"
 InputSize = Annotated[
     int | None, Option("--input-size", min=1, max=1 << 14, show_default=str(SIDE), help=_INPUT_SIZE_HELP)
 ]
-_SEED: dict[str, Any] = {"min": -(1 << 63), "max": (1 << 64) - 1, "help": "seed of all random numbers; 0 when omitted"}
+_SEED: dict[str, Any] = {"min": -(1 << 63), "max": (1 << 64) - 1, "help": "seed of all random numbers; by default 0"}
 Seed = Annotated[int, Option("--seed", **_SEED)]
 Mean = Annotated[str | None, Option("--mean", show_default=MEAN, help="mean of images in 0..1, per channel")]
 _STD_HELP = "standard deviation of images in 0..1, per channel"
@@ -109,20 +109,21 @@ _SAVED_HELP = "folder that `quantize` or Result.save wrote; or a quantized .tfli
 Saved = Annotated[Path, Argument(help=_SAVED_HELP, **_SAVED)]
 _DEVICE_HELP = "device of a PyTorch model: cpu, cuda, cuda:1, mps ..., or auto; by default where module:factory puts it"
 Device = Annotated[str | None, Option("--device", help=_DEVICE_HELP)]
-Rule = Annotated[str | None, Option("--rule", help="range rule for activations; the better of two when omitted")]
-WeightRule = Annotated[str | None, Option("--weight-rule", help="range rule for weights; mse when omitted")]
+_RULE_HELP = "range rule for activations; by default the better of mse and no_clipping"
+Rule = Annotated[str | None, Option("--rule", help=_RULE_HELP)]
+WeightRule = Annotated[str | None, Option("--weight-rule", help="range rule for weights; by default mse")]
 KeepFloat = Annotated[list[str] | None, Option("--float", help="keep a layer in float (repeatable)")]
 Bits = Annotated[list[str] | None, Option("--bits", help="LAYER=BITS, bit width of a layer's weights (repeatable)")]
 _FORMAT_HELP = (
     "format of the model file: onnx, tflite, h (C), json (encodings), fake, int8 or mctq, the last three perhaps with "
     "a suffix, as in fake.pt2; by default the platform's own"
 )
-_CONFIG_HELP = "YAML with rule, weight_rule, settings, overrides, limits, seed; options here come first"
+_CONFIG_HELP = "YAML with rule, weight_rule, settings, overrides, limits, seed; options of the command line override it"
 Config = Annotated[Path | None, Option("--config", help=_CONFIG_HELP, **_present(ConfigError, "The file of --config"))]
 Format = Annotated[str | None, Option("--format", help=_FORMAT_HELP)]
 _IO_HELP = "type of inputs and outputs: float, int8, uint8, int16 or uint16, or two as IN,OUT"
 IoTypes = Annotated[str | None, Option("--io", help=_IO_HELP)]
-_LAYOUT_HELP = "inputs and outputs of a .tflite file keep the model's layout"
+_LAYOUT_HELP = "keep the model's layout of inputs and outputs in a .tflite file"
 KeepLayout = Annotated[bool, Option("--keep-layout", help=_LAYOUT_HELP)]
 _LABELS_HELP = "class names for the model file, one a line"
 Labels = Annotated[Path | None, Option("--labels", help=_LABELS_HELP, **_present(ConfigError, "The file of --labels"))]
@@ -137,7 +138,7 @@ Deployed = Annotated[Path | None, Option("--file", help=_DEPLOYED_HELP, **_prese
 ReportFile = Annotated[Path | None, Option("--report", help="write a report, as .html or .json")]
 _SHAPE_HELP = "batch first, as in 1,3,224,224, or ids=1,12 for each of several inputs; by default the file's"
 Shape = Annotated[list[str] | None, Option("--input-shape", help=_SHAPE_HELP)]
-GeneratedShape = Annotated[list[str] | None, Option("--input-shape", help=f"of generated data: {_SHAPE_HELP}")]
+GeneratedShape = Annotated[list[str] | None, Option("--input-shape", help=f"shape of generated data: {_SHAPE_HELP}")]
 _COMPARED = "folder that `quantize` wrote, a report in JSON, or a quantized .tflite or .onnx file"
 _OUTPUT = "the output of `chipfit quantize`"
 _CALIBRATION = 16  #: number of training batches used for calibration
@@ -330,11 +331,11 @@ def quantize(
     bits: Bits = None,
     limit: Annotated[
         list[str] | None,
-        Option("--limit", help="search bit widths within: weights=50%, bops=1e9, ram=256KiB, flash=1MiB"),
+        Option("--limit", help="search bit widths under a limit: weights=50%, bops=1e9, ram=256KiB, flash=1MiB"),
     ] = None,
     rounding: Annotated[str | None, Option("--rounding", help="rounding of weights: gptq, or nearest")] = None,
     stream: Annotated[
-        bool, Option("--stream", help="one step of a recurrent network over sequences, states in and out")
+        bool, Option("--stream", help="write the network of one step of a sequence, with states as inputs and outputs")
     ] = False,
     sets: Annotated[list[str] | None, Option("--set", help="NAME=VALUE, any of chipfit.Settings (repeatable)")] = None,
     config: Config = None,
@@ -384,13 +385,13 @@ def quantize(
 def prune(
     model: Model,
     data: Data,
-    limit: Annotated[list[str], Option("--limit", help="remove channels until: bops=70%, weights=50% (repeatable)")],
+    limit: Annotated[list[str], Option("--limit", help="what may be left: bops=70%, weights=50% (repeatable)")],
     platform: Chip = DEFAULT,
-    out: Annotated[Path | None, Option("--out", "-o", help="pruned.pt2, or pruned.keras for a Keras model")] = None,
+    out: Annotated[Path | None, Option("--out", "-o", help="file; by default pruned.pt2 or pruned.keras")] = None,
     weights: Weights = None,
     keep: Annotated[list[str] | None, Option("--keep", help="layers that keep all channels (repeatable)")] = None,
-    importance: Annotated[str, Option("--importance", help="of channels: fisher, lfh or magnitude")] = "fisher",
-    simd: Annotated[int | None, Option("--simd", help="channels to remove at a time; the platform's")] = None,
+    importance: Annotated[str, Option("--importance", help="importance: fisher, lfh or magnitude")] = "fisher",
+    simd: Annotated[int | None, Option("--simd", help="channels removed at a time; by default a SIMD width")] = None,
     input_size: InputSize = None,
     mean: Mean = None,
     std: Std = None,
@@ -799,7 +800,7 @@ def demo(out: Annotated[Path, Option("--out", "-o", help="folder for the files")
 
 @command(app)
 def doctor() -> None:
-    """Show versions, missing extras, the processor, and which runtimes can prove files on this machine."""
+    """Show versions, missing extras, the processor, and which runtimes can verify files on this machine."""
     from chipfit.cli.doctor import diagnose, table
 
     found = diagnose()

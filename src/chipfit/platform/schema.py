@@ -541,16 +541,17 @@ class Platform(SummaryRepr, _Record):
         return v
 
     def _summary(self) -> Summary:
-        requant, revision = self.math.requant, f"@{self.arch_selected}" if self.arch_selected else ""
+        requant = self.math.requant or {"not known": "exactness is not claimed"}
+        revision = f"@{self.arch_selected}" if self.arch_selected else ""
         first = [next((u for u in o.use if u.w), next(iter(o.use), None)) for o in self.ops]
         rows = [(", ".join(o.match), o.how, str(u or "")) for o, u in zip(self.ops, first, strict=True)]
         return Summary(
             f"Platform {self.name}{revision}: {self.title}",
             {
                 "formats": ", ".join(f"{k} ({f})" for k, f in self.formats.items()),
-                "fusions": f"{len(self.fuse)} kinds of kernels" if self.fuse else "",
+                "fusions": str(len(self.fuse) or ""),
                 "other operators": self.unlisted,
-                "arithmetic": str(requant) if requant else "not known: exactness is not claimed",
+                "arithmetic": ", ".join(f"{k}: {v}" for k, v in requant.items()),
                 "deploys as": ", ".join(self.deploy),
                 "runtimes": ", ".join(self.runtimes),
             },

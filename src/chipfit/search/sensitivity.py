@@ -87,7 +87,7 @@ class Sensitivity(SummaryRepr):
             f"Predicted loss {sum(v for _, v in self.ranked()):.3g}, of {len(rows)} tensors one at a time",
             {
                 "unit": "KL divergence to the float model for class scores, else share of the outputs' energy",
-                "try": "; ".join(self.tried),
+                "try": " ".join(self.tried),
             },
             ("layer", "tensor", "bits", "loss", "", "at other widths"),
             rows,
