@@ -35,7 +35,7 @@ def test_what_cannot_be_scaled_back_says_why():
         "'0' is not equalized: Relu6 '1' reads it",
         "'2' is not equalized: Swish '3' reads it",
         f"'4' is not equalized: '{graph.outputs[0]}' is an output of the model",
-        "warning: equalize has changed nothing, every pair of layers is refused; "
+        "warning: equalize changed nothing: every pair of layers is refused; "
         "Settings(equalize_groups='always') scales channels through clipped activations",
     ]
     assert all(torch.equal(w, new.weights[k]) for k, w in graph.weights.items())

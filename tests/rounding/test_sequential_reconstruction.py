@@ -214,7 +214,7 @@ def test_moments_that_cannot_be_inverted_are_said(two_layers, monkeypatch):
 def test_fewer_positions_than_weights_are_said(two_layers, images, warned):
     result, x = two_layers
     notes = reconstruct(result.graph, result.plan, [[x[:images]]]).notes
-    assert sum("more images make it better" in n for n in notes) == warned
+    assert sum("more images improve the fit" in n for n in notes) == warned
 
 
 # ---------------------------------------------------------------- scales of blocks

@@ -77,7 +77,7 @@ def with_states(graph: Graph, names: Sequence[str]) -> Graph:
         return graph
     unknown = [n for n in names if n not in graph.inputs]
     if unknown:
-        what = f"'{unknown[0]}' is not an input of the model, and was given as a state"
+        what = f"State '{unknown[0]}' is not an input of the model"
         raise DataError(what, allowed=", ".join(graph.inputs))
     if len(names) > len(graph.outputs):
         what = f"The model has {len(graph.outputs)} outputs, and {len(names)} states"

@@ -55,7 +55,7 @@ def equalize(graph: Graph, *, sweeps: int = 40, tolerance: float = 1e-3) -> Rewr
             notes.append(f"equalized '{first.display_name}' with {', '.join(repr(e.display_name) for e in ends)}")
     if not pairs and any((n.clip_range or (None, None))[1] is not None for n in graph.nodes):
         hint = "Settings(equalize_groups='always') scales channels through clipped activations"
-        notes.append(f"warning: equalize has changed nothing, every pair of layers is refused; {hint}")
+        notes.append(f"warning: equalize changed nothing: every pair of layers is refused; {hint}")
     return Rewritten(graph, notes)
 
 

@@ -170,7 +170,7 @@ class SequentialReconstruction(SampleStreams):
         q, entries, inverted = gptq_solver.round_rows(rows, h, weight_rows(plan, node, w), feedback=settings.feedback)
         if moments.count < rows.shape[2]:
             few = f"{moments.count} positions for {rows.shape[2]} weights of one output"
-            self.notes.append(f"warning: '{node.display_name}' is fitted to {few}: more images make it better")
+            self.notes.append(f"warning: '{node.display_name}' is fitted to {few}: more images improve the fit")
         if not inverted:
             why = "its moments are singular"
             self.notes.append(f"the weight of '{node.display_name}' is rounded to the nearest code: {why}")

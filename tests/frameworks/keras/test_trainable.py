@@ -218,7 +218,7 @@ def test_numbers_of_another_plan_are_refused(tmp_path):
     own, other = (plan.trains("lsq") for plan in plans)
     own.model.save_weights(tmp_path / "model.weights.h5")
     own.model.load_weights(tmp_path / "model.weights.h5")
-    with pytest.raises(PlanError, match="checkpoint is of another plan: the grid of 'head_kernel_quantizer' is"):
+    with pytest.raises(PlanError, match="checkpoint belongs to another plan: the grid of 'head_kernel_quantizer' is"):
         other.model.load_weights(tmp_path / "model.weights.h5")
     with pytest.raises((ValueError, OSError), match="No such file|not found"):
         own.model.load_weights(tmp_path / "none.weights.h5")
@@ -227,7 +227,7 @@ def test_numbers_of_another_plan_are_refused(tmp_path):
     own.model.save(tmp_path / "model.keras")
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     assert dataclasses.replace(own, _model=loaded).trained()
-    with pytest.raises(PlanError, match=r"model is of another plan: the grid of 'head_kernel_quantizer'"):
+    with pytest.raises(PlanError, match=r"model belongs to another plan: the grid of 'head_kernel_quantizer'"):
         dataclasses.replace(other, _model=loaded).trained()
 
 

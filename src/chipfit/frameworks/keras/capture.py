@@ -168,7 +168,7 @@ def _in_float32(model: Any, example: Any = None) -> tuple[Any, str]:
     both = zip(copied.weights, copied.get_weights(), old, strict=True)
     lost = [v.path for v, new, w in both if np.isinf(new).any() and not np.isinf(w).any()]
     if lost:
-        raise CaptureError(f"'{lost[0]}' holds numbers that float32 does not, in which models are read")
+        raise CaptureError(f"'{lost[0]}' holds numbers outside the range of float32, in which models are read")
     return copied, " and ".join(kinds)
 
 

@@ -155,7 +155,7 @@ class KerasQuantizer(keras.layers.Layer):
             PlanError: It is another grid.
         """
         if (allowed := self.algorithm.grid(grid)) != self.grid:
-            what = f"This model is of another plan: the grid of '{self.name}' differs"
+            what = f"This model belongs to another plan: the grid of '{self.name}' differs"
             raise PlanError(what, got=repr(self.grid), allowed=repr(allowed))
 
     def save_own_variables(self, store: Any) -> None:

@@ -264,14 +264,14 @@ class QuantizedModel(keras.Model):
         """Load weights, as every Keras model does.
 
         Raises:
-            PlanError: The checkpoint is of another plan.
+            PlanError: The checkpoint belongs to another plan.
         """
         try:
             super().load_weights(*args, **kwargs)
         except ValueError as error:  # Keras puts the error of the first layer between empty lines
             if not (why := str(error).partition(":\n\n")[2].partition("\n\n")[0]):
                 raise
-            raise PlanError(f"This checkpoint is of another plan: {why}", where=self.name) from error
+            raise PlanError(f"This checkpoint belongs to another plan: {why}", where=self.name) from error
 
     def run_flat(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run the model on torch tensors in the order of the graph's inputs; return its outputs in order."""

@@ -287,7 +287,9 @@ def _eval_copy(model: torch.nn.Module, cast: bool = True) -> tuple[torch.nn.Modu
     for (name, old), new in zip(model.state_dict().items(), copied.state_dict().values(), strict=True):
         if bool((old.isfinite() & ~new.isfinite()).any()):
             got = float(old.abs().max())
-            raise CaptureError(f"'{name}' holds numbers that float32 does not, in which models are read", got=got)
+            raise CaptureError(
+                f"'{name}' holds numbers outside the range of float32, in which models are read", got=got
+            )
     return copied, {str(f).removeprefix("torch.") for f in floats}
 
 

@@ -186,7 +186,7 @@ class FakeQuantizer(nn.Module):
         """
         if local_metadata.get("grid", repr(self.grid)) != repr(self.grid):
             grids = {"got": local_metadata["grid"], "allowed": repr(self.grid)}
-            raise PlanError(f"This checkpoint is of another plan: the grid of '{self.tensor}' differs", **grids)
+            raise PlanError(f"This checkpoint belongs to another plan: the grid of '{self.tensor}' differs", **grids)
         for name in self._single & self._parameters.keys():
             if (key := prefix + name) in state_dict:  # a scalar in checkpoints of MQBench and others
                 state_dict[key] = torch.atleast_1d(state_dict[key])
@@ -353,4 +353,4 @@ class Checkpointed(nn.Module):
             got = " ".join(line.strip() for line in str(e).splitlines()[1:4])[:400]
             hint = "load it into the model of the result that it was saved from; "
             hint += "names that begin with 'module.' come from DistributedDataParallel"
-            raise PlanError("This checkpoint is of another plan", got=got, hint=hint) from e
+            raise PlanError("This checkpoint belongs to another plan", got=got, hint=hint) from e
