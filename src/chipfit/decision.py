@@ -34,14 +34,7 @@ from chipfit.passes.composites import Whole, close_composites, composites_in, op
 from chipfit.passes.fuse import fuse
 from chipfit.passes.shift_negative import fuse_shifts
 from chipfit.plan.record import Plan, TensorPlan
-from chipfit.platform.match import (
-    IntegerOperators,
-    dictated_scale,
-    fusions,
-    lists_in_float,
-    runs_in_integers,
-    sets_of,
-)
+from chipfit.platform.match import IntegerOperators, dictated_scale, fusions, lists_in_float, runs_in_integers, sets_of
 from chipfit.platform.schema import Platform
 from chipfit.registry import lookup
 from chipfit.screen import Summary, SummaryRepr

@@ -144,9 +144,8 @@ _OUTPUT = "the output of `chipfit quantize`"
 _CALIBRATION = 16  #: number of training batches used for calibration
 #: exit status of an internal error (EX_SOFTWARE of sysexits.h), and of Ctrl-C (as in shells)
 BUG_STATUS, INTERRUPTED_STATUS = 70, 130
-_USAGE_ERROR: Any = typer.BadParameter.__bases__[
-    0
-]  # `click.UsageError`, of which recent versions of typer have their own
+#: `click.UsageError`, of which recent versions of typer have their own
+_USAGE_ERROR: Any = typer.BadParameter.__bases__[0]
 
 
 def main() -> None:

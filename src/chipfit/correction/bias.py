@@ -25,13 +25,7 @@ _NEEDS = ("stats", "changed")
 
 
 @register(
-    "correction",
-    "bias",
-    stage="correct",
-    after=("second_moment",),
-    needs=_NEEDS,
-    collects=with_means,
-    setting=_SETTING,
+    "correction", "bias", stage="correct", after=("second_moment",), needs=_NEEDS, collects=with_means, setting=_SETTING
 )
 def correct_bias(
     graph: Graph, plan: Plan, stats: Mapping[str, TensorStats], *, changed: Container[str] = ()

@@ -346,10 +346,7 @@ def _l2_norm(c: KernelCall) -> None:
 
 
 def _table(
-    c: KernelCall,
-    f: Callable[[Tensor, Node], Tensor] | None = None,
-    wide: Any = None,
-    how: str = "away",
+    c: KernelCall, f: Callable[[Tensor, Node], Tensor] | None = None, wide: Any = None, how: str = "away"
 ) -> None:
     """Look up a table over all integers: y = round(f(s (q - z)) / s_y) + z_y, computed in float32.
 

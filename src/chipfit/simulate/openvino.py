@@ -17,14 +17,7 @@ from chipfit.graph.ir import Node
 from chipfit.operators.table import OPS
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import register
-from chipfit.simulate.integer import (
-    KernelCall,
-    Profile,
-    Simulation,
-    accumulate,
-    kernel_of,
-    pool_windows,
-)
+from chipfit.simulate.integer import KernelCall, Profile, Simulation, accumulate, kernel_of, pool_windows
 
 Tensor = torch.Tensor
 
