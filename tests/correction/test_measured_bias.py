@@ -125,7 +125,7 @@ def test_a_loaded_result_keeps_its_biases_and_an_edit_of_it_warns(tmp_path):
     assert equal(loaded, result) and loaded.corrections == ("measured_bias",)
     edited = loaded.edit({"9": "float"})
     assert equal(edited, result)
-    assert any(n.startswith("warning: biases stay as they were corrected") for n in edited.plan.rewrites)
+    assert any(n.startswith("warning: biases keep their correction") for n in edited.plan.rewrites)
 
 
 def test_training_starts_from_the_corrected_biases_and_moves_them_on():
