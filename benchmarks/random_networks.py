@@ -441,7 +441,8 @@ def platforms(runtime: str) -> list[str]:
 
 def of_this_cpu(platform: str) -> str:
     """Return the revision of a platform that this CPU computes: without VNNI, products of 8 bits saturate in pairs."""
-    return platform.partition("@")[0] if saturates() else platform
+    name, _, revision = platform.partition("@")
+    return name if revision in ("VNNI", "AMX") and saturates() else platform
 
 
 def _kind(runtime: str) -> str:
