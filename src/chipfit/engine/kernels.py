@@ -1,7 +1,7 @@
 """The kernels of the torch engine, one per canonical operator, called as `kernel(*operands, **attributes)`.
 
 Calibration, simulation and the trainable model use the same kernels; autograd, autocast, `torch.compile` and
-`torch.export` see plain torch. A kernel is a cell of the table of operators, or a function registered here.
+`torch.export` see plain torch. A cell of the table of operators names the function: one of torch, or one of these.
 """
 
 import math
@@ -19,30 +19,13 @@ from chipfit.engine.opaque import fill, resolve_target
 from chipfit.engine.types import dtype_of
 from chipfit.errors import DataError
 from chipfit.graph.ir import OPAQUE, Node
-from chipfit.operators.table import attribute_words, read_column, renamed
+from chipfit.operators.table import attribute_words, by_name, read_column, renamed, resolve
 from chipfit.quantizers.dynamic import dynamic_quantize
 from chipfit.quantizers.ops import TorchOps
 
 Kernel = Callable[..., Any]
 
 KERNELS: dict[str, Kernel] = {}
-
-
-def _enter(op: str, name: str | Kernel, attrs: str = "") -> None:
-    """Enter a cell of the table: a function, or "module:function" of torch; `attrs` are its names of our attributes."""
-    function: Kernel = resolve_name(name) if isinstance(name, str) else name
-    names = {ours: theirs for ours, theirs, _ in attribute_words(attrs)}
-    KERNELS[op] = renamed(function, names) if names else function
-
-
-def kernel(ops: str) -> Callable[[Kernel], Kernel]:
-    """Return a decorator that registers a function as the kernel of operators, names separated by spaces."""
-
-    def enter(function: Kernel) -> Kernel:
-        KERNELS.update(dict.fromkeys(ops.split(), function))
-        return function
-
-    return enter
 
 
 def _spatial(name: str, axes: int) -> Callable[..., Tensor]:
@@ -66,7 +49,6 @@ def _flat(padding: Sequence[Sequence[int]]) -> list[int]:
 # ---------------------------------------------------------------- weights
 
 
-@kernel("Conv1D Conv2D Conv3D DepthwiseConv2D")
 def conv(
     x: Tensor, w: Tensor, b: Tensor | None = None, *, stride: Any, padding: Any, dilation: Any, groups: int
 ) -> Tensor:
@@ -75,7 +57,6 @@ def conv(
     return _spatial("conv", w.dim() - 2)(x, w, b, stride, pad, dilation, groups)
 
 
-@kernel("TransposeConv1D TransposeConv2D TransposeConv3D")
 def conv_transpose(
     x: Tensor,
     w: Tensor,
@@ -95,13 +76,11 @@ def conv_transpose(
     return y
 
 
-@kernel("PRelu")
 def prelu(x: Tensor, w: Tensor) -> Tensor:
     """Multiply by a slope below zero; slopes [1], [C], or those of one sample, channels first."""
     return F.prelu(x, w) if w.dim() < 2 else torch.where(x > 0, x, x * w)
 
 
-@kernel("Curve")
 def curve(x: Tensor, *, steps: str) -> Tensor:
     """Compute a function of each element by its steps."""
     result: Tensor = compute(steps, x, KERNELS.__getitem__, partial(torch.tensor, dtype=x.dtype, device=x.device))
@@ -111,13 +90,11 @@ def curve(x: Tensor, *, steps: str) -> Tensor:
 # ---------------------------------------------------------------- pooling and reduction
 
 
-@kernel("MaxPool")
 def max_pool(x: Tensor, *, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> Tensor:
     x, pad = _pad_spatial(x, padding, -math.inf)
     return _spatial("max_pool", len(kernel))(x, kernel, stride, pad, dilation, ceil_mode)
 
 
-@kernel("AvgPool")
 def avg_pool(x: Tensor, *, kernel: Any, stride: Any, padding: Any, ceil_mode: bool, count_include_pad: bool) -> Tensor:
     f = _spatial("avg_pool", len(kernel))
     padded, pad = _pad_spatial(x, padding)
@@ -127,7 +104,6 @@ def avg_pool(x: Tensor, *, kernel: Any, stride: Any, padding: Any, ceil_mode: bo
     return f(padded, kernel, stride, 0, ceil_mode) / f(ones, kernel, stride, 0, ceil_mode)  # share that counts
 
 
-@kernel("ReduceProd")
 def reduce_prod(x: Tensor, *, axes: Any, keepdims: bool) -> Tensor:
     for a in sorted((a % x.dim() for a in axes), reverse=True):
         x = x.prod(a, keepdim=keepdims)
@@ -137,7 +113,6 @@ def reduce_prod(x: Tensor, *, axes: Any, keepdims: bool) -> Tensor:
 # ---------------------------------------------------------------- moving data
 
 
-@kernel("Pad")
 def pad(x: Tensor, *, padding: Any, mode: str, value: float) -> Tensor:
     """Pad every axis by ((lo, hi), ...); reflecting modes pad trailing spatial axes only."""
     pairs = list(padding)
@@ -148,7 +123,6 @@ def pad(x: Tensor, *, padding: Any, mode: str, value: float) -> Tensor:
     return F.pad(x, _flat(pairs), mode)
 
 
-@kernel("TopK")
 def top_k(x: Tensor, *, k: int | None, axis: int, largest: bool) -> tuple[Tensor, Tensor]:
     """Return the first k values in order along an axis, and their indices; of equal values the lowest index first.
 
@@ -159,14 +133,12 @@ def top_k(x: Tensor, *, k: int | None, axis: int, largest: bool) -> tuple[Tensor
     return values.narrow(axis, 0, length), indices.narrow(axis, 0, length)
 
 
-@kernel("Slice")
-def slice_(x: Tensor, *, axis: int, start: int, end: int | None, step: int) -> Tensor:
+def strided_slice(x: Tensor, *, axis: int, start: int, end: int | None, step: int) -> Tensor:
     index: list[Any] = [slice(None)] * x.dim()
     index[axis] = slice(start, end, step)
     return x[tuple(index)]
 
 
-@kernel("Resize")
 def resize(x: Tensor, *, mode: str, size: Any, scale: Any, align_corners: bool) -> Tensor:
     """Resize spatial axes to `size` or by `scale`; the other one is None."""
     if mode == "linear_corner":
@@ -190,14 +162,13 @@ def _interpolated_from_corners(x: Tensor, size: Any, scale: Any) -> Tensor:
     return x
 
 
-@kernel("Unsqueeze")
 def unsqueeze(x: Tensor, *, axes: Any) -> Tensor:
     for a in axes:
         x = torch.unsqueeze(x, a)
     return x
 
 
-def _rows(w: Tensor, index: Tensor, *, axis: int) -> Tensor:
+def gather(w: Tensor, index: Tensor, *, axis: int) -> Tensor:
     """Return the entries of w along an axis, such as rows of a table.
 
     Raises:
@@ -219,38 +190,61 @@ def _filled(x: Tensor, shape: Sequence[int | None], sizes: Sequence[int]) -> lis
 
 # ---------------------------------------------------------------- one expression each
 
-KERNELS |= {
-    "Embedding": lambda w, index: _rows(w, index, axis=0),
+#: function that cells of the table may name -> the function
+_BY_NAME: dict[str, Kernel] = {
+    "embedding": lambda w, index: gather(w, index, axis=0),
     # not the one of `torch.nn.functional`, which refuses an eps of 0 in some versions
-    "BatchNorm": lambda x, w, b, mean, var, *, eps: torch.batch_norm(
+    "batch_norm": lambda x, w, b, mean, var, *, eps: torch.batch_norm(
         x, w, b, mean, var, False, 0.0, eps, torch.backends.cudnn.enabled
     ),
-    "LayerNorm": lambda x, w=None, b=None, *, normalized_shape, eps: F.layer_norm(x, normalized_shape, w, b, eps),
+    "layer_norm": lambda x, w=None, b=None, *, normalized_shape, eps: F.layer_norm(x, normalized_shape, w, b, eps),
     # in channels-last layout, torch computes E[x^2] - E[x]^2, which loses small deviations from a large mean
-    "GroupNorm": lambda x, w=None, b=None, *, groups, eps: F.group_norm(x.contiguous(), groups, w, b, eps),
-    "InstanceNorm": lambda x, w=None, b=None, *, eps: F.instance_norm(x, weight=w, bias=b, eps=eps),
-    "RMSNorm": lambda x, w=None, *, normalized_shape, eps: F.rms_norm(x, normalized_shape, w, eps),
-    "Identity": lambda x: x,
-    "Requantize": lambda x: x,
-    "DynamicQuantize": lambda x, *, qmin, qmax, affine, per, block: dynamic_quantize(
+    "group_norm": lambda x, w=None, b=None, *, groups, eps: F.group_norm(x.contiguous(), groups, w, b, eps),
+    "instance_norm": lambda x, w=None, b=None, *, eps: F.instance_norm(x, weight=w, bias=b, eps=eps),
+    "rms_norm": lambda x, w=None, *, normalized_shape, eps: F.rms_norm(x, normalized_shape, w, eps),
+    "identity": lambda x: x,
+    "dynamic_quantize": lambda x, *, qmin, qmax, affine, per, block: dynamic_quantize(
         TorchOps, x.float(), qmin=qmin, qmax=qmax, affine=affine, per=per, block=block
     ).to(x.dtype),
-    "Dropout": lambda x, *, p, training=False: F.dropout(x, p, training),
-    "Cast": lambda x, *, dtype: x.to(dtype_of(dtype)),
-    "GlobalAvgPool": lambda x: x.mean(tuple(range(2, x.dim())), keepdim=True),
-    "AdaptiveAvgPool": lambda x, *, output_size: _spatial("adaptive_avg_pool", len(output_size))(x, output_size),
-    "AdaptiveMaxPool": lambda x, *, output_size: _spatial("adaptive_max_pool", len(output_size))(x, output_size),
-    "Gather": _rows,
-    "GatherElements": lambda x, index, *, axis: x.gather(axis, index.long()),
-    "Concat": lambda *xs, axis: torch.cat(xs, axis),
-    "Stack": lambda *xs, axis: torch.stack(xs, axis),
-    "Size": lambda x, *, axis: x.shape[axis],
-    "Expand": lambda x, *sizes, shape: x.expand(_filled(x, shape, sizes)),
-    "Reshape": lambda x, *sizes, shape: x.reshape(_filled(x, shape, sizes)),
-}
+    "dropout": lambda x, *, p, training=False: F.dropout(x, p, training),
+    "cast": lambda x, *, dtype: x.to(dtype_of(dtype)),
+    "global_avg_pool": lambda x: x.mean(tuple(range(2, x.dim())), keepdim=True),
+    "adaptive_avg_pool": lambda x, *, output_size: _spatial("adaptive_avg_pool", len(output_size))(x, output_size),
+    "adaptive_max_pool": lambda x, *, output_size: _spatial("adaptive_max_pool", len(output_size))(x, output_size),
+    "gather_elements": lambda x, index, *, axis: x.gather(axis, index.long()),
+    "concat": lambda *xs, axis: torch.cat(xs, axis),
+    "stack": lambda *xs, axis: torch.stack(xs, axis),
+    "size": lambda x, *, axis: x.shape[axis],
+    "expand": lambda x, *sizes, shape: x.expand(_filled(x, shape, sizes)),
+    "reshape": lambda x, *sizes, shape: x.reshape(_filled(x, shape, sizes)),
+} | by_name(
+    *(
+        conv,
+        conv_transpose,
+        prelu,
+        curve,
+        max_pool,
+        avg_pool,
+        reduce_prod,
+        pad,
+        top_k,
+        resize,
+        unsqueeze,
+        gather,
+        strided_slice,
+    )
+)
 
 
-read_column("kernel", _enter, KERNELS)
+def _enter_cell(op: str, name: str | Kernel, attrs: str = "") -> None:
+    """Enter a cell of the table: a function, its name here, or "module:function"; `attrs` are its names of ours."""
+    elsewhere = isinstance(name, str) and ":" in name
+    function: Kernel = resolve_name(name) if elsewhere else resolve(name, _BY_NAME)
+    names = {ours: theirs for ours, theirs, _ in attribute_words(attrs)}
+    KERNELS[op] = renamed(function, names) if names else function
+
+
+read_column("kernel", _enter_cell, KERNELS)
 
 
 # ---------------------------------------------------------------- running a node
