@@ -99,11 +99,11 @@ OPERATOR_TABLES = {
 def drop_ins():
     """Remove what a test registers or adds to the table of operators, and the modules that it writes."""
     from chipfit import registry
-    from chipfit.operators.table import CELLS, OPS
+    from chipfit.operators.table import CELLS, GROUPS, OPS
 
     modules = set(sys.modules)
     filled = [vars(sys.modules[module])[name] for module, name in OPERATOR_TABLES.items() if module in modules]
-    tables = [(table, dict(table)) for table in (OPS, *CELLS.values(), *filled)]
+    tables = [(table, dict(table)) for table in (OPS, GROUPS, *CELLS.values(), *filled)]
     yield
     for kind in registry.ENTRIES.values():
         for entry in [e for e in kind.values() if not registry.origin_of(e.thing).startswith("chipfit.")]:

@@ -217,29 +217,16 @@ _BY_NAME: dict[str, Kernel] = {
     "size": lambda x, *, axis: x.shape[axis],
     "expand": lambda x, *sizes, shape: x.expand(_filled(x, shape, sizes)),
     "reshape": lambda x, *sizes, shape: x.reshape(_filled(x, shape, sizes)),
-} | by_name(
-    *(
-        conv,
-        conv_transpose,
-        prelu,
-        curve,
-        max_pool,
-        avg_pool,
-        reduce_prod,
-        pad,
-        top_k,
-        resize,
-        unsqueeze,
-        gather,
-        strided_slice,
-    )
-)
+    **by_name(
+        *(conv, conv_transpose, prelu, curve, max_pool, avg_pool, reduce_prod, pad, top_k, resize),
+        *(unsqueeze, gather, strided_slice),
+    ),
+}
 
 
 def _enter_cell(op: str, name: str | Kernel, attrs: str = "") -> None:
     """Enter a cell of the table: a function, its name here, or "module:function"; `attrs` are its names of ours."""
-    elsewhere = isinstance(name, str) and ":" in name
-    function: Kernel = resolve_name(name) if elsewhere else resolve(name, _BY_NAME)
+    function: Kernel = resolve_name(name) if isinstance(name, str) and ":" in name else resolve(name, _BY_NAME)
     names = {ours: theirs for ours, theirs, _ in attribute_words(attrs)}
     KERNELS[op] = renamed(function, names) if names else function
 

@@ -17,9 +17,8 @@ from chipfit.graph.ir import Graph, Node
 from chipfit.mct.target_platform.capabilities import DefaultDict, matches, members_of
 from chipfit.mct.target_platform.configs import QuantizationMethod
 from chipfit.mct.target_platform.layers import layer_table, name_of, normalize_name, package_of
-from chipfit.operators.table import OPS
+from chipfit.operators.table import GROUPS, OPS
 from chipfit.plan.record import TensorPlan
-from chipfit.platform.load import groups
 from chipfit.quantizers.inferable import parameters
 from chipfit.quantizers.stored import Stored
 from chipfit.result import Result
@@ -161,7 +160,7 @@ class FrameworkInfo:
     def overrides(self) -> list[tuple[Any, Any]]:
         """Return the selection as overrides of `chipfit.quantize`; later overrides take precedence."""
         pick = {op for op, row in OPS.items() if row.moves and row.layout in ("spatial", "concat") and not row.view}
-        moves = set(groups()["@move"]) | pick  # pass-through operators, and those that select values
+        moves = GROUPS["@move"] | pick  # pass-through operators, and those that select values
         no_kernel = lambda n: has_weights(n.op) and not self.in_kernel_ops(n)  # noqa: E731 -- a test of a filter
         no_result = lambda n: n.op not in moves and not self.in_activation_ops(n)  # noqa: E731 -- the same
         choices: list[tuple[Any, Any]] = [

@@ -63,6 +63,7 @@ class OpDef:
     negative_tail: bool = False  #: a non-linearity that is bounded or flat on its negative side
     #: operators of which it is a special case, nearest first; a platform may list one of them instead
     case_of: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()  #: groups of operators that contain it, which platform files name as "@group"
     #: operator that a chip may have instead -> how it stands in for this one at little loss, perhaps after training
     stand_ins: Mapping[str, str] = field(default_factory=dict)
 
@@ -117,6 +118,8 @@ ALIASES: dict[str, tuple[str, dict[str, float | str]]] = {
 }
 #: operators that platform files may name beyond the canonical ones
 FOREIGN = frozenset(_VOCABULARY["foreign"].split())
+#: "@group" of platform files -> its operators
+GROUPS: dict[str, frozenset[str]] = {f"@{name}": frozenset(ops.split()) for name, ops in _VOCABULARY["groups"].items()}
 
 
 def add_operators(rows: Mapping[str, Mapping[str, Any]]) -> None:
@@ -127,7 +130,12 @@ def add_operators(rows: Mapping[str, Mapping[str, Any]]) -> None:
     Raises:
         ConfigError: an operator has this name, a row has an unknown field, or a cell does not fit its column.
     """
-    tables = [OPS, *CELLS.values(), *(table for filled in _filled.values() for table in filled)]
+    tables: list[dict[str, Any]] = [
+        OPS,
+        GROUPS,
+        *CELLS.values(),
+        *(table for filled in _filled.values() for table in filled),
+    ]
     before = [dict(table) for table in tables]
     try:
         for names, row in rows.items():
@@ -145,6 +153,7 @@ def _add_operator(op: str, row: Mapping[str, Any]) -> None:
     if op in OPS:
         raise ConfigError(f"An operator named '{op}' exists already", hint="give the new operator another name")
     OPS[op] = _definition(op, **{k: v for k, v in row.items() if k not in _COLUMNS})
+    GROUPS.update({f"@{g}": GROUPS.get(f"@{g}", frozenset()) | {op} for g in OPS[op].groups})
     for column in row.keys() & _readers.keys():
         for enter in _readers[column]:
             _read(enter, column, op, row[column])
@@ -152,7 +161,7 @@ def _add_operator(op: str, row: Mapping[str, Any]) -> None:
         CELLS[column][op] = row[column]
 
 
-def _definition(op: str, takes: str = "in0", attrs: str = "", case_of: str = "", facts: str = "", **more: Any) -> OpDef:
+def _definition(op: str, takes: str = "in0", facts: str = "", **more: Any) -> OpDef:
     """Return the facts of a row; `facts` are names of families, or of fields that are true."""
     for word in facts.split():
         more = {**_VOCABULARY["families"].get(word, {word: True}), **more}
@@ -160,8 +169,9 @@ def _definition(op: str, takes: str = "in0", attrs: str = "", case_of: str = "",
     if unknown := more.keys() - known:
         allowed = ", ".join(sorted({"takes", "facts", *known - {"slots"}, *_COLUMNS}))
         raise ConfigError(f"Row of operator '{op}' has unknown fields", got=", ".join(sorted(unknown)), allowed=allowed)
+    more |= {name: tuple(more[name].split()) for name in ("attrs", "case_of", "groups") if name in more}
     more["clips"] = tuple(more.get("clips", ()))
-    return OpDef(slots=tuple(takes.split()), attrs=tuple(attrs.split()), case_of=tuple(case_of.split()), **more)
+    return OpDef(slots=tuple(takes.split()), **more)
 
 
 def read_column(column: str, enter: Callable[..., None], *filled: dict[Any, Any]) -> None:

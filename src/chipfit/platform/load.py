@@ -12,8 +12,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from chipfit.errors import PlatformError, UnknownNameError
-from chipfit.files import existing_file, package_data
-from chipfit.operators.table import ALIASES, FOREIGN, OPS
+from chipfit.files import existing_file
+from chipfit.operators.table import ALIASES, FOREIGN, GROUPS, OPS
 from chipfit.platform.builtin import built_in
 from chipfit.platform.predicates import ATTRIBUTES, TESTS
 from chipfit.platform.schema import WORDS, Gate, Option, Platform
@@ -23,12 +23,6 @@ from chipfit.validation import Path as Keys
 from chipfit.validation import Problem, problems_of
 
 _BUILTIN = resources.files("chipfit.platform") / "builtin"
-
-
-@lru_cache(maxsize=1)
-def groups() -> dict[str, tuple[str, ...]]:
-    """Return the @groups of operators that platform files use."""
-    return {k: tuple(v) for k, v in package_data("chipfit.platform", "groups.yaml").items()}
 
 
 @lru_cache(maxsize=1)
@@ -202,7 +196,7 @@ def _problems(p: Platform, wrong: set[Keys]) -> Iterator[Problem]:
 
 def _names(p: Platform) -> Iterator[tuple[Keys, str, str, Iterable[str]]]:
     """Yield every name that a platform uses: its path, its kind, the name, and the names that are defined."""
-    operators = {*OPS, *FOREIGN, *ALIASES, *groups(), "*", *(f"@{name}" for name in p.sets)}
+    operators = {*OPS, *FOREIGN, *ALIASES, *GROUPS, "*", *(f"@{name}" for name in p.sets)}
     formats = {slot: words | set(p.formats) for slot, words in WORDS.items()}
 
     def gate(path: Keys, when: Gate, *keys: str) -> Iterator[tuple[Keys, str, str, Iterable[str]]]:

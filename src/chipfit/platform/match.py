@@ -1,15 +1,14 @@
 """Find the rule of a platform that governs an operator, or the reason why none does."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from chipfit.graph.ir import DYNAMIC, Graph, Node
 from chipfit.graph.states import keeps_states
-from chipfit.operators.table import OPS, words_of
+from chipfit.operators.table import GROUPS, OPS, words_of
 from chipfit.platform.filters import Member
-from chipfit.platform.load import groups
 from chipfit.platform.predicates import evaluate
 from chipfit.platform.schema import Exec, OpRule, Option, Platform, Rule
 
@@ -31,7 +30,7 @@ class Resolved:
 def covers(match: tuple[str, ...], words: set[str], *, everything: bool = True) -> bool:
     """Return whether a rule's `match` names one of `words`, directly, by @group, or (if `everything`) by "*"."""
     return any(
-        (m == "*" and everything) or m in words or (m.startswith("@") and not words.isdisjoint(groups().get(m, ())))
+        (m == "*" and everything) or m in words or (m.startswith("@") and not words.isdisjoint(GROUPS.get(m, ())))
         for m in match
     )
 
@@ -221,10 +220,10 @@ def _with_float_words(platform: Platform, option: Option) -> Option:
 def fusions(platform: Platform) -> tuple[tuple[frozenset[str], ...], ...]:
     """Return the platform's fusions as chains of operator alternatives, groups expanded, in the order of the file."""
 
-    def alternatives(m: str) -> tuple[str, ...]:
+    def alternatives(m: str) -> Iterable[str]:
         members = platform.sets.get(m.removeprefix("@")) if m.startswith("@") else None
         if members is None:
-            return groups().get(m, (m,))
+            return GROUPS.get(m, (m,))
         bare = [o for member in members if member.bare for o in member.op]
         return (*bare, m) if any(not member.bare for member in members) else tuple(bare)
 

@@ -21,6 +21,9 @@ from chipfit.plan.tables import byte_tables, with_integers
 from chipfit.quantizers.grids import shape_for
 from chipfit.quantizers.stored import Stored
 
+#: ONNX names of operands; None for one that is left out
+Names = Sequence[Any]
+
 #: operators that pass quantized values on: runtimes move the DequantizeLinear in front of them behind them
 _PASS_THROUGH = frozenset(
     "DequantizeLinear Cast Concat Expand Flatten Gather Identity Pad Reshape Slice Split Squeeze Tile Transpose "

@@ -4,19 +4,18 @@ A function receives the `OnnxBuilder`, the node and the ONNX names of its inputs
 Composites without a writer are decomposed before (`passes.decompose`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from chipfit.export.onnx.builder import OnnxBuilder, refuse, tensor_type
+from chipfit.export.onnx.builder import Names, OnnxBuilder, refuse, tensor_type
 from chipfit.export.onnx.read_back import to_bytes
+from chipfit.export.onnx.recurrent import has_operator, recurrent
 from chipfit.graph.ir import OPAQUE, Node
-from chipfit.operators.table import attribute_words, read_column, refused
+from chipfit.operators.table import attribute_words, by_name, read_column, refused, resolve
 from chipfit.passes.decompose import SMOOTH
-
-Names = Sequence[Any]  # None for an operand that is left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,62 +61,17 @@ _FORMS: dict[str, Callable[[Any], Any]] = {
 }
 _SUMS = "stride=strides padding=pads dilation=dilations groups=group"
 _WINDOW = "kernel=kernel_shape stride=strides padding=pads ceil_mode"
-WRITERS: dict[str, Write] = {}
-
-
-def _enter_cell(
-    op: str,
-    name: str = "",
-    write: Write | None = None,
-    reads: str = "",
-    gate: str = "",
-    given: Any = None,
-    **form: Any,
-) -> None:
-    """Enter a cell of the table of operators: fields of `OnnxOp`, or a function `write`.
-
-    Args:
-        reads, gate, given: for the reader, see `frameworks.onnx.read`; what is read under another name has no writer.
-    """
-    if not reads:
-        WRITERS[op] = write or OnnxOp(name, **form)
-
-
 #: operators that cannot be written, and why
 REFUSED = refused("onnx")
-
-
-#: operator -> whether ONNX has a form of a node; it has one of every node of the other operators in `WRITERS`
-CONDITIONS: dict[str, Callable[[Node], bool]] = {
-    "Softplus": lambda n: n.attrs["beta"] == 1.0 and n.attrs["threshold"] >= SMOOTH
-}
-#: operator -> the first opset that has it, if that is later than the lowest one of the files
-OPSETS = {OPAQUE: 18}
-
-
-def writes(
-    *names: str, condition: Callable[[Node], bool] | None = None, opset: int | None = None
-) -> Callable[[Write], Write]:
-    """Decorate a function as the writer of operators; `condition` and `opset` as in `CONDITIONS` and `OPSETS`."""
-
-    def enter(f: Write) -> Write:
-        WRITERS.update(dict.fromkeys(names, f))
-        CONDITIONS.update(dict.fromkeys(names if condition else (), condition))  # type: ignore[arg-type]
-        OPSETS.update(dict.fromkeys(names if opset else (), opset or 0))
-        return f
-
-    return enter
 
 
 # ---------------------------------------------------------------- products
 
 
-@writes("Conv1D", "Conv2D", "Conv3D", "DepthwiseConv2D")
 def _conv(w: OnnxBuilder, n: Node, x: Names) -> list[str]:
     return OnnxOp("Conv", _SUMS)(w, n, x, kernel_shape=list(w.shape(n, "w")[2:]))
 
 
-@writes("DynamicQuantize")
 def _dynamic_quantize(w: OnnxBuilder, n: Node, x: Names) -> str:
     """Write DynamicQuantizeLinear, whose integers its readers read; some readers quantize inside."""
     a = n.attrs
@@ -190,7 +144,6 @@ def _in_blocks(w: OnnxBuilder, n: Node, name: str) -> tuple[int, int, int, list[
     return codes.shape[1], grid.bits, block, rows
 
 
-@writes("Linear")
 def _linear(w: OnnxBuilder, n: Node, x: Names) -> str:
     """Write a Gemm; for inputs of more than two axes, of their rows, or a MatMul."""
     if (product := _dynamic_product(w, n, x)) is not None:
@@ -212,7 +165,6 @@ def _linear(w: OnnxBuilder, n: Node, x: Names) -> str:
     return y
 
 
-@writes("MatMul")
 def _mat_mul(w: OnnxBuilder, n: Node, x: Names) -> str:
     return _dynamic_product(w, n, x) or w.op("MatMul", x)
 
@@ -220,7 +172,6 @@ def _mat_mul(w: OnnxBuilder, n: Node, x: Names) -> str:
 # ---------------------------------------------------------------- pools
 
 
-@writes("MaxPool", "AvgPool")
 def _pool(w: OnnxBuilder, n: Node, x: Names) -> list[str]:
     """Write a pool; windows beyond the image (`ceil_mode`), on which runtimes disagree, become padding behind it.
 
@@ -258,7 +209,6 @@ def _pool(w: OnnxBuilder, n: Node, x: Names) -> list[str]:
 # ---------------------------------------------------------------- norms
 
 
-@writes("BatchNorm")
 def _batch_norm(w: OnnxBuilder, n: Node, x: Names) -> str:
     size = w.shape(n, "mean")[0]
     scale = x[1] or w.const(np.ones(size, np.float32))
@@ -266,12 +216,10 @@ def _batch_norm(w: OnnxBuilder, n: Node, x: Names) -> str:
     return w.op("BatchNormalization", [x[0], scale, shift, x[3], x[4]], epsilon=n.attrs["eps"])
 
 
-@writes("LayerNorm", condition=lambda n: n.operand("w") is not None, opset=17)
 def _layer_norm(w: OnnxBuilder, n: Node, x: Names) -> str:
     return w.op("LayerNormalization", x, axis=-len(n.attrs["normalized_shape"]), epsilon=n.attrs["eps"])
 
 
-@writes("InstanceNorm")
 def _instance_norm(w: OnnxBuilder, n: Node, x: Names) -> str:
     channels = w.shape(n)[1]
     scale, shift = (
@@ -280,7 +228,6 @@ def _instance_norm(w: OnnxBuilder, n: Node, x: Names) -> str:
     return w.op("InstanceNormalization", [x[0], scale, shift], epsilon=n.attrs["eps"])
 
 
-@writes("GroupNorm")
 def _group_norm(w: OnnxBuilder, n: Node, x: Names) -> str:
     """Write the norm of [N, groups, rest]; the shape is restored at run time, so that images may have any size."""
     _, channels, *spatial = w.shape(n)
@@ -298,7 +245,6 @@ def _group_norm(w: OnnxBuilder, n: Node, x: Names) -> str:
 # ---------------------------------------------------------------- element by element
 
 
-@writes("PRelu")
 def _prelu(w: OnnxBuilder, n: Node, x: Names) -> str:
     rank = len(w.shape(n))
     of_channels = rank > 1 and len(w.graph.shape(n.weight)) < 2
@@ -306,7 +252,6 @@ def _prelu(w: OnnxBuilder, n: Node, x: Names) -> str:
     return w.op("PRelu", [x[0], slope])
 
 
-@writes("Softmax")
 def _softmax(w: OnnxBuilder, n: Node, x: Names) -> list[str] | str:
     """Write exp(log softmax) where ONNX Runtime would fuse Softmax into its quantized kernel and must not.
 
@@ -320,7 +265,6 @@ def _softmax(w: OnnxBuilder, n: Node, x: Names) -> list[str] | str:
     return OnnxOp("Softmax", "axis")(w, n, x)
 
 
-@writes("Cast")
 def _cast(w: OnnxBuilder, n: Node, x: Names) -> str:
     return w.op("Cast", x, to=tensor_type(n.attrs["dtype"]))
 
@@ -328,13 +272,12 @@ def _cast(w: OnnxBuilder, n: Node, x: Names) -> str:
 # ---------------------------------------------------------------- pass-through
 
 
-@writes("Stack")  # with one constant for all operands; decomposing it makes one for each
 def _stack(w: OnnxBuilder, n: Node, x: Names) -> str:
+    """Write one constant for all operands; the decomposition makes one for each."""
     axis = w.const(_ints(n.attrs["axis"]))
     return w.op("Concat", [w.op("Unsqueeze", [i, axis]) for i in x], axis=n.attrs["axis"])
 
 
-@writes("Embedding")
 def _embedding(w: OnnxBuilder, n: Node, x: Names) -> str:
     """Write a Gather of integer rows, which are dequantized behind it (in front of it, the whole table would be)."""
     if (stored := w.plan.stored(n.weight)) is not None and stored.grid.per == "block":
@@ -358,21 +301,18 @@ def _embedding(w: OnnxBuilder, n: Node, x: Names) -> str:
     return w.op("DequantizeLinear", [rows, scale, zero], **({"axis": rank} if stored.scale.dim() else {}))
 
 
-@writes("ArgMax", "ArgMin")
 def _arg_max(w: OnnxBuilder, n: Node, x: Names) -> str:
     if n.attrs["axis"] is None:
         return w.op(n.op, [w.op("Reshape", [x[0], w.const(_ints(-1))])], axis=0, keepdims=0)
     return w.op(n.op, x, axis=n.attrs["axis"], keepdims=int(n.attrs["keepdims"]))
 
 
-@writes("TopK")
 def _top_k(w: OnnxBuilder, n: Node, x: Names) -> list[str]:
     k, axis = n.attrs["k"], n.attrs["axis"]
     count = w.op("Gather", [w.op("Shape", x), w.const(_ints(axis))]) if k is None else w.const(_ints(k))
     return w.op_many("TopK", [x[0], count], 2, axis=axis, largest=int(n.attrs["largest"]), sorted=1)
 
 
-@writes("Pad")
 def _pad(w: OnnxBuilder, n: Node, x: Names) -> str:
     mode = {"constant": "constant", "reflect": "reflect", "replicate": "edge"}[n.attrs["mode"]]
     ends = w.const(_ints(*onnx_attribute(n.attrs["padding"])))
@@ -380,13 +320,11 @@ def _pad(w: OnnxBuilder, n: Node, x: Names) -> str:
     return w.op("Pad", [x[0], ends, value], mode=mode)
 
 
-@writes("Squeeze", "Unsqueeze")
 def _squeeze(w: OnnxBuilder, n: Node, x: Names) -> str:
     axes = n.attrs["axes"]  # in ONNX, none means every axis of size 1
     return w.op(n.op, [x[0], w.const(_ints(*axes))]) if axes else w.op("Identity", x)
 
 
-@writes("Expand", "Reshape")
 def _expand(w: OnnxBuilder, n: Node, x: Names) -> str:
     shape = [1 if s == -1 and n.op == "Expand" else s for s in n.attrs["shape"]]
     target = w.const(_ints(*(1 if s is None else s for s in shape)))
@@ -396,7 +334,6 @@ def _expand(w: OnnxBuilder, n: Node, x: Names) -> str:
     return w.op(n.op, [x[0], target])
 
 
-@writes("Mod")
 def _mod(w: OnnxBuilder, n: Node, x: Names) -> str:
     """Write the remainder with the sign of the divisor; ONNX has that of floats with the sign of the dividend only."""
     rest, zero = w.op("Mod", x, fmod=1), w.const(np.zeros((), w.graph.values[n.output].dtype))
@@ -405,7 +342,6 @@ def _mod(w: OnnxBuilder, n: Node, x: Names) -> str:
     return w.op("Where", [wraps, w.op("Add", [rest, x[1]]), rest])
 
 
-@writes("Roll")
 def _roll(w: OnnxBuilder, n: Node, x: Names) -> str:
     """Write slices rather than an index, so that the axis may have any size."""
     y = x[0]
@@ -416,7 +352,6 @@ def _roll(w: OnnxBuilder, n: Node, x: Names) -> str:
     return y
 
 
-@writes("Tile")
 def _tile(w: OnnxBuilder, n: Node, x: Names) -> str:
     repeats = n.attrs["repeats"]
     extra = len(repeats) - len(w.shape(n))
@@ -424,7 +359,6 @@ def _tile(w: OnnxBuilder, n: Node, x: Names) -> str:
     return w.op("Tile", [y, w.const(_ints(*repeats))])
 
 
-@writes("Resize")
 def _resize(w: OnnxBuilder, n: Node, x: Names) -> str:
     a = n.attrs
     if a["scale"] is not None:
@@ -444,11 +378,56 @@ def _resize(w: OnnxBuilder, n: Node, x: Names) -> str:
     return w.op("Resize", [x[0], *extra], mode=a["mode"].partition("_")[0], **how[a["mode"]])
 
 
-@writes("Size")
 def _size_of(w: OnnxBuilder, n: Node, x: Names) -> str:
     axis, rank = n.attrs["axis"], len(w.shape(n, "in0"))
     shape = w.op("Shape", [w.for_size(str(x[0]), axis % rank, rank)])
     return w.op("Gather", [shape, w.const(np.int64(axis))])
 
 
-read_column("onnx", _enter_cell, WRITERS)
+# ---------------------------------------------------------------- the column of the table
+
+
+_BY_NAME = by_name(
+    *(_conv, _dynamic_quantize, _linear, _mat_mul, _pool, _batch_norm, _layer_norm, _instance_norm, _group_norm),
+    *(_prelu, _softmax, _cast, _stack, _embedding, _arg_max, _top_k, _pad, _squeeze, _expand, _mod, _roll, _tile),
+    *(_resize, _size_of, recurrent),
+)
+_CONDITIONS: dict[str, Callable[[Node], bool]] = {
+    "has_scale": lambda n: n.operand("w") is not None,
+    "has_operator": has_operator,
+    "is_plain_softplus": lambda n: n.attrs["beta"] == 1.0 and n.attrs["threshold"] >= SMOOTH,
+}
+WRITERS: dict[str, Write] = {}
+#: operator -> whether ONNX has a form of a node; it has one of every node of the other operators in `WRITERS`
+CONDITIONS: dict[str, Callable[[Node], bool]] = {}
+#: operator -> the first opset that has it, if that is later than the lowest one of the files
+OPSETS = {OPAQUE: 18}
+
+
+def _enter_cell(
+    op: str,
+    name: str = "",
+    write: str | Write = "",
+    reads: str = "",
+    gate: str = "",
+    given: Any = None,
+    condition: str = "",
+    opset: int = 0,
+    **form: Any,
+) -> None:
+    """Enter a cell of the table of operators: fields of `OnnxOp`, or a function `write`.
+
+    Args:
+        reads, gate, given: for the reader, see `frameworks.onnx.read`; what is read under another name has no writer.
+        condition: function of `_CONDITIONS`, as in `CONDITIONS`.
+        opset: as in `OPSETS`.
+    """
+    if not reads:
+        WRITERS[op] = resolve(write, _BY_NAME) if write else OnnxOp(name, **form)
+    if condition:
+        CONDITIONS[op] = _CONDITIONS[condition]
+    if opset:
+        OPSETS[op] = opset
+
+
+read_column("onnx", _enter_cell, WRITERS, CONDITIONS, OPSETS)

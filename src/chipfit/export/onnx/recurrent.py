@@ -4,19 +4,18 @@ from typing import Any
 
 import numpy as np
 
-from chipfit.export.onnx.builder import OnnxBuilder
-from chipfit.export.onnx.ops import Names, refuse, writes
+from chipfit.export.onnx.builder import Names, OnnxBuilder, refuse
 from chipfit.graph.ir import Node
 
 _ORDER = {"LSTM": "iofg", "GRU": "zrn"}
 
 
-def _has_form(n: Node) -> bool:
+def has_operator(n: Node) -> bool:
+    """Return whether ONNX has an operator that computes the layer."""
     return n.operand("mask") is None and n.attrs.get("cell_clip") is None
 
 
-@writes("LSTM", "GRU", "RNN", condition=_has_form)
-def _recurrent(w: OnnxBuilder, n: Node, x: Names) -> list[str]:
+def recurrent(w: OnnxBuilder, n: Node, x: Names) -> list[str]:
     """Write a layer in one direction, over a sequence or one step."""
     sequence, size = len(w.shape(n)) == 3, w.shape(n, "r")[1]
     x = [*x, *[None] * (7 - len(x))]

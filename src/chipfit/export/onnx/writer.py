@@ -7,7 +7,6 @@ from typing import Any
 import onnx
 from onnx import helper
 
-import chipfit.export.onnx.recurrent  # noqa: F401 -- registers writers
 from chipfit._version import __version__
 from chipfit.engine.trees import batch_axes
 from chipfit.errors import ExportError, UnsupportedError, first_line

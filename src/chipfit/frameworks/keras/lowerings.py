@@ -15,7 +15,7 @@ from chipfit.frameworks.keras.backend import KerasOps, dtype_here
 from chipfit.frameworks.keras.kernel_layout import SLOPES, to_keras
 from chipfit.frameworks.keras.recurrent_kernels import gru, lstm, rnn
 from chipfit.graph.ir import Graph, Node
-from chipfit.operators.table import attribute_words, read_column, renamed
+from chipfit.operators.table import attribute_words, by_name, read_column, renamed, resolve
 from chipfit.quantizers.dynamic import dynamic_quantize
 
 layers = keras.layers
@@ -102,16 +102,11 @@ def _dense(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen:
     return layers.Dense, {"units": units, "activation": None, "use_bias": "bias" in variables}
 
 
-def _norm(cls: Any, *attrs: str) -> Choose:
-    """Return a function that chooses a normalization; `attrs` become settings of the same names."""
-
-    def choose(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen:
-        a = node.attrs
-        config = {"epsilon": a["eps"], "scale": "gamma" in variables, "center": "beta" in variables}
-        axes = list(range(-len(a["normalized_shape"]), 0)) if "normalized_shape" in a else -1
-        return cls, {**config, "axis": axes, **{k: a[k] for k in attrs}}
-
-    return choose
+def _norm(node: Node, graph: Graph, variables: dict[str, str], *, layer: str) -> Chosen:
+    a = node.attrs
+    config = {"epsilon": a["eps"], "scale": "gamma" in variables, "center": "beta" in variables}
+    axes = list(range(-len(a["normalized_shape"]), 0)) if "normalized_shape" in a else -1
+    return getattr(layers, layer), {**config, "axis": axes, **{k: a[k] for k in ("groups",) if k in a}}
 
 
 def _rms_norm(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen | None:
@@ -141,36 +136,29 @@ def _layer(cls: Any, attrs: Mapping[str, str] | None = None, fixed: Mapping[str,
     return lambda node, graph, variables: (cls, settings | {s: node.attrs[a] for a, s in names.items()})
 
 
-def _merge(cls: Any) -> Choose:
-    """Return a function that chooses a layer for float operands of one rank."""
-
-    def choose(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen | None:
-        ranks = {len(graph.shape(i or "")) for i in node.inputs}
-        return (cls, {}) if len(ranks) == 1 and graph.is_float(node.output) else None
-
-    return choose
+def _merge(node: Node, graph: Graph, variables: dict[str, str], *, layer: str) -> Chosen | None:
+    """Choose a layer for float operands of one rank."""
+    ranks = {len(graph.shape(i or "")) for i in node.inputs}
+    return (getattr(layers, layer), {}) if len(ranks) == 1 and graph.is_float(node.output) else None
 
 
 def _gelu(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen | None:
     return (layers.Activation, {"activation": "gelu"}) if node.attrs["approximate"] == "none" else None
 
 
-def _concat(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen | None:
+def _concatenate(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen | None:
     return (layers.Concatenate, {"axis": node.attrs["axis"]}) if len(node.inputs) > 1 else None
 
 
-def _pool(name: str) -> Choose:
-    def choose(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen | None:
-        a, word = node.attrs, padding_word(node, graph)
-        if a["ceil_mode"] or set(a.get("dilation", (1,))) != {1} or not word:
-            return None
-        uneven = any(lo != hi for lo, hi in a["padding"])  # Keras on torch repeats the edge
-        if "count_include_pad" in a and word == "same" and (a["count_include_pad"] or uneven):
-            return None
-        config = {"pool_size": tuple(a["kernel"]), "strides": tuple(a["stride"]), "padding": word}
-        return _of_rank(name, len(a["kernel"]) + 2), {**config, "data_format": "channels_last"}
-
-    return choose
+def _pool(node: Node, graph: Graph, variables: dict[str, str], *, layer: str) -> Chosen | None:
+    a, word = node.attrs, padding_word(node, graph)
+    if a["ceil_mode"] or set(a.get("dilation", (1,))) != {1} or not word:
+        return None
+    uneven = any(lo != hi for lo, hi in a["padding"])  # Keras on torch repeats the edge
+    if "count_include_pad" in a and word == "same" and (a["count_include_pad"] or uneven):
+        return None
+    config = {"pool_size": tuple(a["kernel"]), "strides": tuple(a["stride"]), "padding": word}
+    return _of_rank(f"{layer}{{}}D", len(a["kernel"]) + 2), {**config, "data_format": "channels_last"}
 
 
 def _global_average(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen:
@@ -202,7 +190,7 @@ def _zeros(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen | None
     return layers.ZeroPadding2D, {"padding": tuple(pairs[1:3]), "data_format": "channels_last"}
 
 
-def _up(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen | None:
+def _upsampling(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen | None:
     a, scale = node.attrs, node.attrs["scale"] or ()
     if (
         len(scale) != 2
@@ -275,7 +263,9 @@ def _space_to_depth(x: Any, *, block: int) -> Any:
     return ops.reshape(turned, (samples, height // block, width // block, channels * block**2))
 
 
-def _sdpa(q: Any, k: Any, v: Any, mask: Any = None, *, is_causal: bool, scale: float | None, enable_gqa: bool) -> Any:
+def _attention(
+    q: Any, k: Any, v: Any, mask: Any = None, *, is_causal: bool, scale: float | None, enable_gqa: bool
+) -> Any:
     scores = ops.matmul(q * (scale or 1 / math.sqrt(q.shape[-1])), ops.swapaxes(k, -1, -2))
     if is_causal:
         scores = ops.where(ops.tril(ops.ones(scores.shape[-2:], "bool")), scores, -math.inf)
@@ -285,7 +275,7 @@ def _sdpa(q: Any, k: Any, v: Any, mask: Any = None, *, is_causal: bool, scale: f
     return ops.matmul(ops.softmax(scores, axis=-1), v)
 
 
-def _line(x: Any, *, axis: int) -> Any:
+def _size(x: Any, *, axis: int) -> Any:
     """Return a vector whose length is a size: symbolic calls have no number where a size is open."""
     return x[tuple(slice(None) if k == axis else 0 for k in range(len(x.shape)))]
 
@@ -302,7 +292,7 @@ def _top_k(x: Any, *, k: int | None, axis: int, largest: bool) -> Any:
     return (values if largest else -values), ops.cast(indices, dtype_here("int64"))
 
 
-def _slice(x: Any, *, axis: int, start: int, end: int | None, step: int) -> Any:
+def _strided_slice(x: Any, *, axis: int, start: int, end: int | None, step: int) -> Any:
     index: list[Any] = [slice(None)] * len(x.shape)
     index[axis] = slice(start, end, step)
     return x[tuple(index)]
@@ -345,26 +335,6 @@ def _layer_norm(x: Any, w: Any = None, b: Any = None, *, normalized_shape: Any, 
     return _normalize(x, w, b, range(-len(normalized_shape), 0), eps)
 
 
-def _enter_cell(
-    op: str, name: str | Kernel, layer: str = "", attrs: str = "", fixed: Mapping[str, Any] | None = None
-) -> None:
-    """Enter a cell of the table of operators.
-
-    Args:
-        name: a function of keras.ops, or its name.
-        layer: the layer that computes the operator, if there is one.
-        attrs: "attribute=theirs" for arguments of the layer; without a layer, for those of the function that have
-            another name.
-        fixed: further settings of the layer.
-    """
-    words = {ours: theirs for ours, theirs, _ in attribute_words(attrs)}
-    function: Kernel = getattr(ops, name) if isinstance(name, str) else name
-    if layer:
-        LOWERINGS[op] = Lowering(function, _layer(getattr(layers, layer), words, fixed))
-    else:
-        LOWERINGS[op] = Lowering(renamed(function, words) if words else function)
-
-
 def _curve(x: Any, *, steps: str) -> Any:
     def kernel(op: str) -> Kernel:
         found = LOWERINGS[op].kernel
@@ -374,57 +344,62 @@ def _curve(x: Any, *, steps: str) -> Any:
     return compute(steps, x, kernel, float)
 
 
-LOWERINGS: dict[str, Lowering] = {
-    "Mish": Lowering(lambda x: x * ops.tanh(ops.softplus(x))),
-    "PRelu": Lowering(lambda x, w: ops.maximum(x, 0.0) + w * ops.minimum(x, 0.0), _prelu, "alpha"),
-    "Gelu": Lowering(lambda x, *, approximate: ops.gelu(x, approximate == "tanh"), _gelu),
-    "Softplus": Lowering(lambda x, *, beta, threshold: ops.softplus(x * beta) / beta),
-    "Clamp": Lowering(_clamp),
-    "Curve": Lowering(_curve),
-    **{f"Conv{n}D": Lowering(None, _conv, "kernel bias") for n in (1, 2, 3)},
-    "DepthwiseConv2D": Lowering(None, _conv, "kernel bias"),
-    **{f"TransposeConv{n}D": Lowering(None, _transposed, "kernel bias") for n in (1, 2, 3)},
-    "Linear": Lowering(_linear, _dense, "kernel bias"),
-    "SDPA": Lowering(_sdpa),
-    "LSTM": Lowering(lstm),
-    "GRU": Lowering(gru),
-    "RNN": Lowering(rnn),
-    "Embedding": Lowering(lambda w, index: ops.take(w, index, 0), _embedding, "embeddings"),
-    "BatchNorm": Lowering(None, _norm(layers.BatchNormalization), "gamma beta moving_mean moving_variance"),
-    "LayerNorm": Lowering(_layer_norm, _norm(layers.LayerNormalization), "gamma beta"),
-    "GroupNorm": Lowering(None, _norm(layers.GroupNormalization, "groups"), "gamma beta"),
-    "RMSNorm": Lowering(None, _rms_norm, "scale"),
-    "InstanceNorm": Lowering(lambda x, w=None, b=None, *, eps: _normalize(x, w, b, _spatial(x), eps)),
-    "Add": Lowering(ops.add, _merge(layers.Add)),
-    "Sub": Lowering(ops.subtract, _merge(layers.Subtract)),
-    "Mul": Lowering(ops.multiply, _merge(layers.Multiply)),
-    "Max": Lowering(ops.maximum, _merge(layers.Maximum)),
-    "Min": Lowering(ops.minimum, _merge(layers.Minimum)),
-    "ReduceL2": Lowering(lambda x, *, axes, keepdims: ops.sqrt(ops.sum(ops.square(x), axes, keepdims))),
-    "MaxPool": Lowering(_max_pool, _pool("MaxPooling{}D")),
-    "AvgPool": Lowering(_avg_pool, _pool("AveragePooling{}D")),
-    "GlobalAvgPool": Lowering(lambda x: ops.mean(x, _spatial(x), keepdims=True), _global_average),
-    "Pad": Lowering(_pad, _zeros),
-    "Resize": Lowering(_resize, _up),
-    "DepthToSpace": Lowering(_depth_to_space),
-    "SpaceToDepth": Lowering(_space_to_depth),
-    "Concat": Lowering(lambda *xs, axis: ops.concatenate(xs, axis), _concat),
-    "Stack": Lowering(lambda *xs, axis: ops.stack(xs, axis)),
-    "Split": Lowering(_split),
-    "Reshape": Lowering(renamed(ops.reshape, {"shape": "newshape"}), _reshape),
-    "Transpose": Lowering(renamed(ops.transpose, {"perm": "axes"}), _permute),
-    "Unsqueeze": Lowering(_unsqueeze),
-    "Expand": Lowering(_expand),
-    "Size": Lowering(_line),
-    "TopK": Lowering(_top_k),
-    "Slice": Lowering(_slice),
-    "Select": Lowering(lambda x, *, axis, index: ops.take(x, index if index >= 0 else x.shape[axis] + index, axis)),
-    "Roll": Lowering(_roll),
-    "Cast": Lowering(lambda x, *, dtype: ops.cast(x, dtype_here(dtype))),
-    "Dropout": Lowering(lambda x, *, p: x, _layer(layers.Dropout, {"p": "rate"})),
-    "DynamicQuantize": Lowering(lambda x, **attrs: dynamic_quantize(KerasOps, x, **attrs)),
-    **dict.fromkeys(("Identity", "Requantize"), Lowering(lambda x: x, _layer(layers.Identity))),
+_LAYERS: dict[str, Choose] = by_name(
+    *(_conv, _transposed, _dense, _norm, _rms_norm, _embedding, _prelu, _merge, _gelu, _concatenate, _pool),
+    *(_global_average, _reshape, _permute, _zeros, _upsampling),
+)
+_KERNELS: dict[str, Kernel] = {
+    "mish": lambda x: x * ops.tanh(ops.softplus(x)),
+    "prelu": lambda x, w: ops.maximum(x, 0.0) + w * ops.minimum(x, 0.0),
+    "gelu": lambda x, *, approximate: ops.gelu(x, approximate == "tanh"),
+    "softplus": lambda x, *, beta, threshold: ops.softplus(x * beta) / beta,
+    "embedding": lambda w, index: ops.take(w, index, 0),
+    "instance_norm": lambda x, w=None, b=None, *, eps: _normalize(x, w, b, _spatial(x), eps),
+    "reduce_l2": lambda x, *, axes, keepdims: ops.sqrt(ops.sum(ops.square(x), axes, keepdims)),
+    "global_avg_pool": lambda x: ops.mean(x, _spatial(x), keepdims=True),
+    "concat": lambda *xs, axis: ops.concatenate(xs, axis),
+    "stack": lambda *xs, axis: ops.stack(xs, axis),
+    "select": lambda x, *, axis, index: ops.take(x, index if index >= 0 else x.shape[axis] + index, axis),
+    "cast": lambda x, *, dtype: ops.cast(x, dtype_here(dtype)),
+    "dynamic_quantize": lambda x, **attrs: dynamic_quantize(KerasOps, x, **attrs),
+    "identity": lambda x, **attrs: x,
+    **by_name(
+        *(_clamp, _curve, _linear, _attention, lstm, gru, rnn, _layer_norm, _max_pool, _avg_pool, _pad, _resize),
+        *(_depth_to_space, _space_to_depth, _split, _unsqueeze, _expand, _size, _top_k, _strided_slice, _roll),
+    ),
 }
+LOWERINGS: dict[str, Lowering] = {}
+
+
+def _enter_cell(
+    op: str,
+    name: str | Kernel | None = None,
+    layer: str = "",
+    attrs: str = "",
+    fixed: Mapping[str, Any] | None = None,
+    choose: str = "",
+    variables: str = "",
+) -> None:
+    """Enter a cell of the table of operators.
+
+    Args:
+        name: a function, its name here (`_KERNELS`), or else in keras.ops; None if only a layer computes the operator.
+        layer: the layer that computes the operator whatever its attributes.
+        attrs: "attribute=theirs" for arguments of the layer; without a layer, for those of the function that have
+            another name.
+        fixed: further settings of the layer.
+        choose: function of `_LAYERS` that chooses the layer.
+        variables: see `Lowering`.
+    """
+    words = {ours: theirs for ours, theirs, _ in attribute_words(attrs)}
+    kernel: Kernel | None = name if callable(name) or name is None else _KERNELS.get(name) or getattr(ops, name)
+    if layer:
+        LOWERINGS[op] = Lowering(kernel, _layer(getattr(layers, layer), words, fixed))
+    else:
+        kernel = renamed(kernel, words) if kernel is not None and words else kernel
+        LOWERINGS[op] = Lowering(kernel, resolve(choose, _LAYERS) if choose else None, variables)
+
+
 read_column("lowering", _enter_cell, LOWERINGS)
 
 

@@ -61,6 +61,8 @@ def _enter_cell(
     given: Mapping[str, Any] | None = None,
     gate: str = "",
     write: Any = None,
+    condition: str = "",
+    opset: int = 0,
 ) -> None:
     """Enter the reader of ONNX operators that become one node: a cell of the table of operators.
 
@@ -72,7 +74,7 @@ def _enter_cell(
         fixed: attributes that the node must have.
         given: attributes of the canonical operator that ONNX does not have.
         gate: operator f, if this one is x f(x).
-        write: see `export.onnx.ops`.
+        write, condition, opset: for the writer, see `export.onnx.ops`.
     """
     slots = OPS[op].slots
     words = [

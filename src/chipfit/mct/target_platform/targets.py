@@ -11,7 +11,7 @@ import yaml
 from chipfit.errors import ModelingError, RuntimeUnavailable, UnknownNameError, import_optional
 from chipfit.mct.target_platform import capabilities, configs, model
 from chipfit.mct.target_platform.layers import layer_table
-from chipfit.operators.table import OPS
+from chipfit.operators.table import GROUPS, OPS
 from chipfit.platform import load as platforms
 from chipfit.platform.filters import Member
 from chipfit.platform.schema import Format, OpRule, Option, Platform
@@ -175,7 +175,7 @@ def from_platform(platform: Platform) -> capabilities.TargetPlatformCapabilities
 
 def _words(match: Iterable[str]) -> set[str]:
     """Return words of a platform file with the operators of its @groups."""
-    return {o for w in match for o in (*platforms.groups().get(w, ()), w)}
+    return {o for w in match for o in (*GROUPS.get(w, ()), w)}
 
 
 def _options(platform: Platform, rule: OpRule | None) -> configs.QuantizationConfigOptions:
