@@ -178,6 +178,12 @@ def ieee(node: Node, inputs: list[torch.Tensor]) -> bool:
     return all(torch.equal(y, z.to(y.dtype)) for y, z in pairs)
 
 
+def additive(node: Node, inputs: list[torch.Tensor]) -> bool:
+    a, b = inputs[0], torch.randn_like(inputs[0])
+    (x,), (y,), (both,) = results(node, [a]), results(node, [b]), results(node, [a + b])
+    return torch.allclose(x + y, both, atol=1e-5)
+
+
 def wrong(op: str, row: OpDef) -> list[str]:
     """The facts of a row that the operator's kernel contradicts, or that it has although the row denies them."""
     node, inputs = made(op)
@@ -194,6 +200,14 @@ def wrong(op: str, row: OpDef) -> list[str]:
         out.append("view")
     if row.ieee and not ieee(node, inputs):
         out.append("ieee")
+    if row.identity and not same(results(node, inputs), inputs[:1]):
+        out.append("identity")
+    if row.sums and not additive(node, inputs):
+        out.append("sums")
+    if row.bounded and not all(
+        row.bounded[0] <= v <= row.bounded[1] for y in results(node, inputs) for v in y.aminmax()
+    ):
+        out.append("bounded")
     if row.layout == "elementwise" and not elementwise(node, inputs):
         out.append("layout")
     if row.kind:
@@ -219,6 +233,9 @@ def test_the_table_says_what_the_kernel_does(op):
         ("Sum", "shifts", True),
         ("ChannelShuffle", "by_channel", True),
         ("Reshape", "view", False),
+        ("Relu", "identity", True),
+        ("ReduceMax", "sums", True),
+        ("Tanh", "bounded", (0.0, 1.0)),
         ("Softmax", "layout", "elementwise"),
         ("Sigmoid", "ieee", True),
         ("Mean", "ieee", True),

@@ -30,8 +30,6 @@ _SMOOTH = 0.1
 #: a sum or mean below this share of its greatest term is rounding noise of float32 terms that cancel (16 times the
 #: machine epsilon)
 _NOISE = 2.0**-19
-#: operators whose results are sums or means
-_SUMS = frozenset({"GlobalAvgPool", "AvgPool", "AdaptiveAvgPool", "Mean", "Sum"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,7 +362,7 @@ def without_noise(graph: Graph, stats: Mapping[str, TensorStats]) -> dict[str, T
             continue
         data = [i for i in n.inputs if i is not None and graph.is_float(i)]
         seen = [stats[v] for v in (n.data, *n.outputs) if v in stats]
-        cancels = n.op in _SUMS and len(seen) == 2 and 0 < seen[1].peak < _NOISE * seen[0].peak
+        cancels = n.facts.sums and len(seen) == 2 and 0 < seen[1].peak < _NOISE * seen[0].peak
         if cancels or (data and noise.issuperset(data)):
             noise |= {*n.outputs}
     return out | {v: stats[v].as_zeros() for v in noise & stats.keys()}

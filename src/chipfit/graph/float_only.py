@@ -13,8 +13,8 @@ _WIDE = 510.0
 #: largest number whose only purpose as an addend or bound is to prevent a division by 0
 _GUARD = 1e-2
 _ARG = ("ArgMax", "ArgMin")
-#: operators that a masked value does not affect; pools that select values are others
-_SOFT, _HARD = ("Softmax", "LogSoftmax"), ("ReduceMax", "ReduceMin", *_ARG)
+#: operators besides softmax that a masked value does not affect; pools that select values are others
+_EXTREMES = ("ReduceMax", "ReduceMin", *_ARG)
 #: operators allowed between a mask and those operators, besides ones that only move values
 _BETWEEN = ("Add", "Sub", "Mul", "Div", "Clamp", "Cast")
 
@@ -153,6 +153,6 @@ def _masks(
         return value in found
 
     for n in graph.nodes:
-        if n.op in _SOFT + _HARD or (n.facts.moves and n.facts.layout == "spatial"):
-            masked(n.data, HIDES_IN_SOFTMAX if n.op in _SOFT else ALWAYS_HIDES)
+        if n.facts.softmax or n.op in _EXTREMES or (n.facts.moves and n.facts.layout == "spatial"):
+            masked(n.data, HIDES_IN_SOFTMAX if n.facts.softmax else ALWAYS_HIDES)
     return found, operands

@@ -65,7 +65,7 @@ def leading_to(graph: Graph, reader: Node, ops: Collection[str]) -> Iterator[Nod
 
 def hidden_scores(graph: Graph) -> list[HiddenScores]:
     """Return the scores that selections with a constant hide, in front of each softmax and maximum."""
-    found = (_in_front_of(graph, n) for n in graph.nodes if n.op in ("Softmax", "LogSoftmax", "ReduceMax"))
+    found = (_in_front_of(graph, n) for n in graph.nodes if n.facts.softmax or n.op == "ReduceMax")
     return [h for h in found if h.selections]
 
 

@@ -23,7 +23,7 @@ def moved_from(graph: Graph, node: Node) -> str | None:
 
 def rescaled_from(graph: Graph, node: Node) -> str | None:
     """Return the operand that an operator multiplies, divides or shifts by a constant, number by number; or None."""
-    data = graph.activations(node) if node.op in ("Mul", "Div", "Add", "Sub") else []
+    data = graph.activations(node) if "eltwise" in node.facts.groups else []
     if len(data) != 1 or (node.op == "Div" and data[0] != node.inputs[0]):  # a reciprocal is another function
         return None
     return data[0] if graph.is_float(data[0]) and graph.shape(data[0]) == graph.shape(node.output) else None

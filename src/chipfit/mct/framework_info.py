@@ -65,7 +65,7 @@ class _Layers:
 
 
 #: operators with results between two known numbers
-BOUNDED = {"Softmax": (0.0, 1.0), "Sigmoid": (0.0, 1.0), "HardSigmoid": (0.0, 1.0), "Tanh": (-1.0, 1.0)}
+BOUNDED = {op: row.bounded for op, row in OPS.items() if row.bounded}
 
 
 def known_ranges() -> list[tuple[Any, Any]]:

@@ -60,6 +60,14 @@ class OpDef:
     holds_if: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     by_channel: bool = False  #: each channel of its result depends on that channel of its inputs only
     condition: bool = False  #: its result is true or false
+    identity: bool = False  #: its result is its operand, once training is over
+    sums: bool = False  #: its results are sums or means of numbers of its input
+    softmax: bool = False  #: its results are shares of exponentials along an axis, so that very negative numbers hide
+    #: "vectors" if it normalises each vector by its own statistics, then scales its channels; "channels" if its scale
+    #: and shift are those of the channels on axis 1
+    norm: str = ""
+    recurrent: bool = False  #: a layer with states, over all steps of a sequence or one step
+    bounded: tuple[float, ...] = ()  #: bounds of its results where they are known and it does not only clip
     negative_tail: bool = False  #: a non-linearity that is bounded or flat on its negative side
     #: operators of which it is a special case, nearest first; a platform may list one of them instead
     case_of: tuple[str, ...] = ()
@@ -170,7 +178,7 @@ def _definition(op: str, takes: str = "in0", facts: str = "", **more: Any) -> Op
         allowed = ", ".join(sorted({"takes", "facts", *known - {"slots"}, *_COLUMNS}))
         raise ConfigError(f"Row of operator '{op}' has unknown fields", got=", ".join(sorted(unknown)), allowed=allowed)
     more |= {name: tuple(more[name].split()) for name in ("attrs", "case_of", "groups") if name in more}
-    more["clips"] = tuple(more.get("clips", ()))
+    more |= {name: tuple(more[name]) for name in ("clips", "bounded") if name in more}
     return OpDef(slots=tuple(takes.split()), **more)
 
 

@@ -16,7 +16,7 @@ import torch
 from chipfit.graph.edit import drop_dead, new_name, replace_node
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.passes.new_nodes import broadcast
-from chipfit.passes.rewriting import IDENTITIES, Readers, Rewritten
+from chipfit.passes.rewriting import Readers, Rewritten
 from chipfit.registry import register
 
 Shape = tuple[int | None, ...]
@@ -109,7 +109,7 @@ class _Attention:
     def _product_behind(self, value: str) -> Node | None:
         """Return the product with v if it alone reads the attention weights, else None."""
         n = self.readers.only(value)
-        if n is not None and (n.op in IDENTITIES or self._keeps_rows(n)):
+        if n is not None and (n.facts.identity or self._keeps_rows(n)):
             return self._product_behind(n.output)
         return n if n is not None and n.op == "MatMul" and n.inputs[0] == value else None
 

@@ -125,7 +125,7 @@ def affine(graph: Graph, n: Node, places: Places) -> Affine | None:
         k, mean, beta = batch_norm_terms(graph, n)
         return k[places[1]], (beta - mean * k)[places[1]]
     data = graph.activations(n)
-    if n.op not in ("Add", "Sub", "Mul", "Div") or len(data) != 1 or graph.shape(data[0]) != graph.shape(n.output):
+    if "eltwise" not in n.facts.groups or len(data) != 1 or graph.shape(data[0]) != graph.shape(n.output):
         return None
     operand = next((i for i in n.inputs if i != data[0]), None)
     constant = _by_channel(graph, operand, len(graph.shape(data[0])), places)

@@ -6,8 +6,9 @@ import torch
 
 from chipfit.decide.assignment import Assignment
 from chipfit.graph.ir import Graph, Node
+from chipfit.operators.table import facts_of
 from chipfit.passes.fold_affine import Affine, affine, fold_into, folds, without_steps
-from chipfit.passes.rewriting import IDENTITIES, VECTOR_NORMS, Adapted, Readers, Stats
+from chipfit.passes.rewriting import Adapted, Readers, Stats
 from chipfit.registry import register
 
 #: least bits of weights; with fewer, channels of one deviation gain less than weights lose that differ more
@@ -33,9 +34,9 @@ def fold_norm_scale(graph: Graph, assignment: Assignment, stats: Stats) -> Adapt
         The graph, the statistics, and one note for each norm.
     """
     graph, stats, notes = graph.copy(), dict(stats), list[str]()
-    for last in [n for n in graph.nodes if n.composite_op in VECTOR_NORMS and n.name == n.composite]:
+    for last in [n for n in graph.nodes if facts_of(n.composite_op, {}).norm == "vectors" and n.name == n.composite]:
         readers = Readers(graph)
-        found = readers.linear_behind(last.output, lambda n: n.op in IDENTITIES)
+        found = readers.linear_behind(last.output, lambda n: n.facts.identity)
         steps, (scale, shift) = _steps(readers, last)
         if not steps or found.refusal or readers.why_fixed(*found.ends):
             continue

@@ -2,7 +2,6 @@
 
 from chipfit.graph.edit import replace_values
 from chipfit.graph.ir import Graph, Node
-from chipfit.passes.recurrent import RECURRENT
 from chipfit.passes.rewriting import Rewritten
 from chipfit.registry import register
 
@@ -10,7 +9,7 @@ from chipfit.registry import register
 @register("pass", "last_steps", stage="rewrite")
 def last_steps(graph: Graph) -> Rewritten:
     """Replace y[:, -1], or y[:, 0] of a layer that runs backwards, by the layer's last state."""
-    made = {n.outputs[0]: n for n in graph.nodes if n.op in RECURRENT and len(graph.shape(n.outputs[0])) == 3}
+    made = {n.outputs[0]: n for n in graph.nodes if n.facts.recurrent and len(graph.shape(n.outputs[0])) == 3}
     taken = {n.output: made[n.data].outputs[1] for n in graph.nodes if _takes_last(graph, n, made)}
     if not taken:
         return Rewritten(graph, [])

@@ -33,7 +33,7 @@ def masks(graph: Graph, in_integers: NodeTest) -> Rewritten:
     """
     graph, notes = graph.copy(), list[str]()
     select = _Selections(graph)
-    for n in [n for n in graph.nodes if n.op in ("Softmax", "LogSoftmax", "ReduceMax", "SDPA")]:
+    for n in [n for n in graph.nodes if n.facts.softmax or n.op in ("ReduceMax", "SDPA")]:
         like = n.with_(op="Where", inputs=(n.data,) * 3, attrs={})
         scores = n.with_(op="Softmax", inputs=(n.data,), attrs={"axis": -1}) if n.op == "SDPA" else n
         if not (in_integers(graph, like) and in_integers(graph, scores)):

@@ -13,7 +13,6 @@ from chipfit.errors import UnsupportedError
 from chipfit.graph.decomposed_steps import places_in_steps
 from chipfit.graph.edit import drop_dead, new_name
 from chipfit.graph.ir import Graph, Node, Value
-from chipfit.passes.recurrent import RECURRENT
 
 _MOVES = ("Transpose", "Squeeze", "Unsqueeze")
 #: further operators that compute each step by itself, if the axis of steps is none of theirs
@@ -103,7 +102,7 @@ class _Steps:
         before, n = n, n.with_(inputs=tuple(self._narrow(self.renamed.get(i or "", i)) for i in n.inputs))
         if not axes:
             self.out.nodes.append(n)
-        elif n.op in RECURRENT:
+        elif n.facts.recurrent:
             self._add_recurrent(before, n)
         elif n.op == "Select" and self._takes_last(before):
             self._rename(n, None)

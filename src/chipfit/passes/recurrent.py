@@ -11,8 +11,6 @@ import torch
 from chipfit.graph.ir import Node
 from chipfit.passes.new_nodes import NewNodes, Shape
 
-#: operators with states
-RECURRENT = ("LSTM", "GRU", "RNN")
 #: a recurrent layer with more steps stays whole: each step becomes about ten operators
 MOST_STEPS = 512
 

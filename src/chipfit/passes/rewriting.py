@@ -14,13 +14,6 @@ from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import bias_or_zero, is_linear, on_axis_1, scale_inputs, scale_outputs, with_bias
 
 Stats = Mapping[str, TensorStats]  #: value -> its statistics
-#: operators whose result is their operand, once training is over
-IDENTITIES = ("Identity", "Dropout")
-#: operators that normalise each vector by its own statistics, then scale its channels
-VECTOR_NORMS = ("LayerNorm", "RMSNorm")
-
-#: operators with scale and shift of the channels on axis 1
-_NORMS = ("BatchNorm", "GroupNorm", "InstanceNorm")
 
 
 class Rewritten(NamedTuple):
@@ -65,7 +58,7 @@ class Readers:
     def after_identities(self, node: Node) -> tuple[str, list[Node]]:
         """Return the result of a node behind any Identity or Dropout that alone reads it, and its readers."""
         value = node.output
-        while len(self.of(value)) == 1 and self.of(value)[0].op in IDENTITIES:
+        while len(self.of(value)) == 1 and self.of(value)[0].facts.identity:
             value = self.of(value)[0].output
         return value, self.of(value)
 
@@ -132,7 +125,7 @@ def channel_constants(graph: Graph, node: Node) -> tuple[str, ...]:
     They are the scale and shift of a norm, a factor, or an addend, whose operand is multiplied too. None of others.
     """
     shape = graph.shape(node.output)
-    if node.op in _NORMS:
+    if node.facts.norm == "channels":
         names, full = node.inputs[1:3], shape[1:2]
     elif node.op in ("Mul", "Add") and len(graph.activations(node)) == 1:
         names = tuple(i for i in node.inputs if i not in graph.values)

@@ -12,7 +12,7 @@ from chipfit.graph.edit import insert_behind
 from chipfit.graph.ir import DYNAMIC, Graph, Node
 from chipfit.graph.linear import in_groups, is_linear
 from chipfit.operators.table import OPS
-from chipfit.passes.rewriting import VECTOR_NORMS, Adapted, Readers, Stats, scale_between
+from chipfit.passes.rewriting import Adapted, Readers, Stats, scale_between
 from chipfit.registry import OFF, Repair, Setting, register
 
 _DOES = (
@@ -47,10 +47,10 @@ class _Site:
         graph = readers.graph
         self.node, (self.value, consumers) = node, readers.after_identities(node)
         self.layers = [n for n in consumers if n.op == "Linear" and is_linear(graph, n) and n.data == self.value]
-        self.parameters = [i for i in node.inputs[1:] if i is not None] if node.op in VECTOR_NORMS else []
+        self.parameters = [i for i in node.inputs[1:] if i is not None] if _is_vector_norm(node) else []
         returned = not {node.output, self.value}.isdisjoint(graph.outputs)
         #: the factors need a multiplication of their own: the operator has no scale, or others read its result too
-        self.multiplied = node.op not in VECTOR_NORMS or len(self.layers) < len(consumers) or returned
+        self.multiplied = not _is_vector_norm(node) or len(self.layers) < len(consumers) or returned
         self.refusal = self._refusal(graph, consumers)  #: why it cannot be smoothed
         if not self.refusal:
             self.refusal = readers.why_fixed(*([] if self.multiplied else [node]), *self.layers)
@@ -61,11 +61,15 @@ class _Site:
             return "its readers find a range each time they run" if dynamic else "no linear layer reads it"
         if not all(map(graph.is_weight, self.parameters)):
             return "its scale or shift is computed"
-        if self.node.op in VECTOR_NORMS and not (
+        if _is_vector_norm(self.node) and not (
             self.node.operand("w") and len(self.node.attrs["normalized_shape"]) == 1
         ):
             return "it has no scale for each channel"
         return ""
+
+
+def _is_vector_norm(n: Node) -> bool:
+    return n.facts.norm == "vectors"
 
 
 def _sites(graph: Graph) -> Iterator[_Site]:
@@ -73,9 +77,9 @@ def _sites(graph: Graph) -> Iterator[_Site]:
     readers = Readers(graph)
     for n in graph.nodes:
         row = OPS.get(n.op)
-        if n.op in VECTOR_NORMS or not (row is None or row.kind or row.moves or row.homogeneous or len(n.outputs) > 1):
+        if _is_vector_norm(n) or not (row is None or row.kind or row.moves or row.homogeneous or len(n.outputs) > 1):
             site = _Site(readers, n)
-            if n.op in VECTOR_NORMS or site.layers:
+            if _is_vector_norm(n) or site.layers:
                 yield site
 
 
@@ -118,7 +122,7 @@ def smooth(graph: Graph, assignment: Assignment, stats: Stats, *, alpha: float |
         channels = known.channels if known is not None else None
         why = site.refusal or ("" if channels is not None else "its channels were not collected")
         why = why or ("" if alpha != "auto" or _on_grid(assignment, site) else "no grid holds all of its channels")
-        if site.node.op not in VECTOR_NORMS and (alpha != "auto" or why):
+        if not _is_vector_norm(site.node) and (alpha != "auto" or why):
             continue
         if why or known is None or channels is None:
             notes.append(f"'{site.node.display_name}' is not smoothed: {why}")
@@ -138,9 +142,7 @@ def smooth(graph: Graph, assignment: Assignment, stats: Stats, *, alpha: float |
         changed = [v for v in _scale(graph, site, s) if v in stats or site.multiplied]
         matters = torch.cat(weights).mul(s).square().sum(0).float()
         stats |= {v: replace(known.by_channel(0.0, 1 / s), name=v, error_weights=matters) for v in changed}
-        how = (
-            ", by a multiplication" + ": others read it too" * (site.node.op in VECTOR_NORMS) if site.multiplied else ""
-        )
+        how = ", by a multiplication" + ": others read it too" * _is_vector_norm(site.node) if site.multiplied else ""
         layers = ", ".join(repr(n.display_name) for n in site.layers)
         notes.append(f"smoothed '{site.node.display_name}' for {layers}{how}{predicted}")
     return Adapted(graph, stats, notes)

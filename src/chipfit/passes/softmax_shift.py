@@ -23,7 +23,7 @@ def softmax_shift(graph: Graph, assignment: Assignment, stats: Stats) -> Adapted
     graph, stats, notes = graph.copy(), dict(stats), list[str]()
     readers, producers = Readers(graph), graph.producers()
     for softmax in graph.nodes:
-        logits = softmax.data if softmax.op in ("Softmax", "LogSoftmax") else ""
+        logits = softmax.data if softmax.facts.softmax else ""
         linear = producers.get(logits)
         if linear is None or not is_linear(graph, linear) or logits not in stats or logits not in assignment.tensors:
             continue
