@@ -20,7 +20,7 @@ from chipfit.frameworks.reading import Unreadable, per_axis
 from chipfit.graph.einsum import as_product
 from chipfit.graph.hidden_scores import HIDDEN_SCORE
 from chipfit.graph.ir import Value
-from chipfit.operators.table import OPS, attribute_words, read_column
+from chipfit.operators.table import OPS, attribute_words, by_name, read_column, resolve
 
 Reader = Callable[..., Any]
 #: ("layer" or "operation", class name) -> reader
@@ -84,7 +84,7 @@ def _enter_cell(
     only: str = "",
     attrs: str = "",
     fixed: Mapping[str, Any] | None = None,
-    read: Reader | None = None,
+    read: str | Reader = "",
     activation: str = "",
 ) -> None:
     """Enter the reader of calls that become one node: a cell of the table of operators.
@@ -98,7 +98,7 @@ def _enter_cell(
         attrs: "attribute=setting:conversion" for each attribute, by `_CONVERSIONS`; or "attribute:function", by
             `_FUNCTIONS`.
         fixed: attributes with constant values.
-        read: a reader that takes the place of the last four.
+        read: a reader that takes the place of the last four, or a function of `_READERS_OF`.
         activation: name of the operator among `keras.activations`, if its code there cannot be traced.
     """
     if activation:
@@ -115,7 +115,8 @@ def _enter_cell(
         }
         return r.emit_all(op, inputs, **given, **(fixed or {}))
 
-    reads(layers, name)(read or read_cell)
+    own: Reader | None = resolve(read, _READERS_OF)(op) if isinstance(read, str) and read else read or None
+    reads(layers, name)(own or read_cell)
 
 
 def _number(v: Any) -> float:
@@ -482,10 +483,6 @@ def _comparison(op: str) -> Reader:
     return read
 
 
-for _name in "Equal NotEqual Less LessEqual Greater GreaterEqual".split():
-    reads("", _name)(_comparison(_name))
-
-
 @reads("", "Any")
 @reads("", "All")
 def _any(r: KerasCall, x: Value) -> Value:
@@ -652,10 +649,6 @@ def _join(op: str) -> Reader:
     return lambda r, xs: r.emit(op, [r.operand(x) for x in xs], axis=r.op.axis)
 
 
-reads("Concatenate", "Concatenate")(_join("Concat"))
-reads("", "Stack")(_join("Stack"))
-
-
 @reads("", "GetItem")
 def _get_item(r: KerasCall, x: Value, key: Any) -> Value:
     """Read `x[key]` as slices, then selections from the last axis to the first, then new axes.
@@ -806,4 +799,6 @@ def _embedding(r: KerasCall, x: Value) -> Value:
     return r.emit("Embedding", [r.weight(r.op.embeddings), index])
 
 
+#: functions from an operator to its reader, which cells name
+_READERS_OF = by_name(_comparison, _join)
 read_column("keras", _enter_cell, READERS, UNTRACEABLE)

@@ -22,8 +22,10 @@ from chipfit.operators.table import OPS, read_column
 
 #: operators of the schema -> reader
 READERS: dict[str, Callable[["Call"], Any]] = {}
-#: operators of the schema -> canonical operator of the same operands, without attributes
-PLAIN: dict[str, str] = {}
+#: operators of the schema -> canonical operator that is written so; of several, the one that others are cases of
+OPERATORS: dict[str, str] = {}
+#: operators of the schema whose operands and results are those of the canonical operator, which has no attributes
+PLAIN: dict[str, None] = {}
 #: activations of the schema, by number
 _FUSED: dict[int, tuple[str, dict[str, Any]]] = {
     1: ("Relu", {}),
@@ -35,11 +37,12 @@ _SAME = 0
 
 
 def _enter_cell(op: str, name: str = "", write: Any = "plain", **_: Any) -> None:
-    if name and write in ("plain", "binary", "curve") and not OPS[op].attrs:
-        PLAIN.setdefault(name, op)
+    if name and (name not in OPERATORS or op in OPS[OPERATORS[name]].case_of):
+        OPERATORS[name] = op
+        PLAIN.update({name: None} if write in ("plain", "binary", "curve") and not OPS[op].attrs else {})
 
 
-read_column("tflite", _enter_cell, PLAIN)
+read_column("tflite", _enter_cell, OPERATORS, PLAIN)
 
 
 def reads(kinds: str) -> Callable[[Callable[["Call"], Any]], Callable[["Call"], Any]]:
@@ -184,7 +187,7 @@ def _results(call: "Call") -> list[Value]:
     if kind in READERS:
         found = READERS[kind](call)
     elif kind in PLAIN:
-        found = call.emit(PLAIN[kind], [call.operand(k) for k in range(len(call.op.inputs))])
+        found = call.emit(call.canonical, [call.operand(k) for k in range(len(call.op.inputs))])
     else:
         raise Unreadable
     return found if isinstance(found, list) else [found]
@@ -219,6 +222,11 @@ class Call:
         self.name = self.out[0].name
         self.origin = Origin(self.name, op.kind)
         self.fused = op.option("fusedActivationFunction", 0) or 0
+
+    @property
+    def canonical(self) -> str:
+        """The canonical operator that is written as this operator of the schema."""
+        return OPERATORS[self.op.kind]
 
     def has(self, k: int) -> bool:
         return k < len(self.op.inputs) and self.op.inputs[k] >= 0
@@ -366,7 +374,7 @@ def _conv_3d(c: Call) -> Value:
     weight = c.weight(1, lambda a: a.transpose(4, 3, 0, 1, 2), "volume", trains=True)
     attrs: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "groups": 1}
     require((x.shape[-1] or 0) == kernel[3], "it has groups")
-    return c.part("Conv3D", [x, weight, c.bias(2)], c.shape(), called=c.name, **attrs)
+    return c.part(c.canonical, [x, weight, c.bias(2)], c.shape(), called=c.name, **attrs)
 
 
 @reads("SPACE_TO_BATCH_ND")
@@ -439,14 +447,14 @@ def _mat_mul(c: Call) -> Value:
             x = c.value(k)
             perm = (*range(len(x.shape) - 2), len(x.shape) - 1, len(x.shape) - 2)
             operands[k] = c.part("Transpose", [x], [x.shape[d] for d in perm], perm=perm)
-    return c.emit("MatMul", operands)
+    return c.emit(c.canonical, operands)
 
 
 @reads("PRELU")
 def _prelu(c: Call) -> Value:
     of_channels = all(d == 1 for d in c.dims(1)[:-1])
     change = np.ravel if of_channels else (lambda a: np.moveaxis(a, -1, 0))
-    return c.emit("PRelu", [c.value(0), c.weight(1, change, "slopes", trains=True)])
+    return c.emit(c.canonical, [c.value(0), c.weight(1, change, "slopes", trains=True)])
 
 
 # ---------------------------------------------------------------- element by element
@@ -459,27 +467,27 @@ def _clamp(c: Call) -> Value:
 
 @reads("LEAKY_RELU")
 def _leaky_relu(c: Call) -> Value:
-    return c.emit("LeakyRelu", [c.value(0)], negative_slope=float(c.option("alpha", 0.0)))
+    return c.emit(c.canonical, [c.value(0)], negative_slope=float(c.option("alpha", 0.0)))
 
 
 @reads("ELU")
 def _elu(c: Call) -> Value:
-    return c.emit("Elu", [c.value(0)], alpha=1.0)
+    return c.emit(c.canonical, [c.value(0)], alpha=1.0)
 
 
 @reads("GELU")
 def _gelu(c: Call) -> Value:
-    return c.emit("Gelu", [c.value(0)], approximate="tanh" if c.option("approximate", False) else "none")
+    return c.emit(c.canonical, [c.value(0)], approximate="tanh" if c.option("approximate", False) else "none")
 
 
 @reads("SOFTMAX LOG_SOFTMAX L2_NORMALIZATION")
 def _softmax(c: Call) -> Value:
-    x, op = c.operand(0), {"SOFTMAX": "Softmax", "LOG_SOFTMAX": "LogSoftmax"}.get(c.op.kind, "L2Norm")
+    x = c.operand(0)
     beta = float(c.option("beta", 1.0) or 1.0)
     if beta != 1:
         x = c.part("Mul", [x, c.added(beta)], c.shape()).name
-    more = {"eps": 1e-6} if op == "L2Norm" else {}
-    return c.emit(op, [x], axis=len(c.shape()) - 1, **more)
+    more = {"eps": 1e-6} if "eps" in OPS[c.canonical].attrs else {}
+    return c.emit(c.canonical, [x], axis=len(c.shape()) - 1, **more)
 
 
 @reads("SQUARE")
@@ -503,7 +511,7 @@ def _add_n(c: Call) -> Value:
 
 @reads("CAST")
 def _cast(c: Call) -> Value:
-    return c.emit("Cast", [c.operand(0)], dtype=c.out[0].dtype)
+    return c.emit(c.canonical, [c.operand(0)], dtype=c.out[0].dtype)
 
 
 @reads("SELECT SELECT_V2")
@@ -525,21 +533,11 @@ def _pool(c: Call) -> Value:
     kernel = (int(c.option("filterHeight")), int(c.option("filterWidth")))
     stride, padding = _windows(c, c.value(0), kernel)
     attrs = {"kernel": kernel, "stride": stride, "padding": padding, "ceil_mode": False}
-    if c.op.kind == "MAX_POOL_2D":
-        return c.emit("MaxPool", [c.value(0)], **attrs, dilation=(1, 1))
-    return c.emit("AvgPool", [c.value(0)], **attrs, count_include_pad=False)
+    own: dict[str, Any] = {"dilation": (1, 1)} if c.op.kind == "MAX_POOL_2D" else {"count_include_pad": False}
+    return c.emit(c.canonical, [c.value(0)], **attrs, **own)
 
 
-_REDUCTIONS = {
-    "MEAN": "Mean",
-    "SUM": "Sum",
-    "REDUCE_MAX": "ReduceMax",
-    "REDUCE_MIN": "ReduceMin",
-    "REDUCE_PROD": "ReduceProd",
-}
-
-
-@reads(" ".join(_REDUCTIONS))
+@reads("MEAN SUM REDUCE_MAX REDUCE_MIN REDUCE_PROD")
 def _reduce(c: Call) -> Value:
     x, keep = c.value(0), bool(c.option("keepDims", False))
     axes = tuple(sorted({a % len(x.shape) for a in c.integers(1)}))
@@ -547,28 +545,28 @@ def _reduce(c: Call) -> Value:
         shape = (x.shape[0], 1, 1, x.shape[3])
         y = c.part("GlobalAvgPool", [x], shape, called=c.name)
         return y if keep else c.part("Reshape", [y], c.shape(), called=f"{c.name}/flat", shape=c.static())
-    return c.emit(_REDUCTIONS[c.op.kind], [x], axes=axes, keepdims=keep)
+    return c.emit(c.canonical, [x], axes=axes, keepdims=keep)
 
 
 @reads("ARG_MAX ARG_MIN")
 def _arg_max(c: Call) -> Value:
     x, (axis,) = c.value(0), c.integers(1)
-    op = "ArgMax" if c.op.kind == "ARG_MAX" else "ArgMin"
-    y = c.part(op, [x], c.shape(), kind="int64", called=f"{c.name}/index", axis=axis % len(x.shape), keepdims=False)
+    how = {"axis": axis % len(x.shape), "keepdims": False}
+    y = c.part(c.canonical, [x], c.shape(), kind="int64", called=f"{c.name}/index", **how)
     return y if c.out[0].dtype == "int64" else c.emit("Cast", [y], dtype=c.out[0].dtype)
 
 
 @reads("CUMSUM")
 def _cum_sum(c: Call) -> Value:
     require(not c.option("exclusive", False) and not c.option("reverse", False), "it is exclusive or reversed")
-    return c.emit("CumSum", [c.value(0)], axis=c.integers(1)[0] % len(c.shape()))
+    return c.emit(c.canonical, [c.value(0)], axis=c.integers(1)[0] % len(c.shape()))
 
 
 @reads("TOPK_V2")
 def _top_k(c: Call) -> list[Value]:
     (k,), x = c.integers(1), c.value(0)
     outs = [(c.shape(0), c.out[0].dtype), (c.shape(1), "int64")]
-    values, index = c.parts("TopK", [x], outs, c.name, k=k, axis=len(x.shape) - 1, largest=True)
+    values, index = c.parts(c.canonical, [x], outs, c.name, k=k, axis=len(x.shape) - 1, largest=True)
     return [
         values,
         c.part("Cast", [index], index.shape, kind=c.out[1].dtype, called=c.out[1].name, dtype=c.out[1].dtype),
@@ -580,7 +578,7 @@ def _top_k(c: Call) -> list[Value]:
 
 @reads("CONCATENATION")
 def _concat(c: Call) -> Value:
-    return c.emit("Concat", [c.operand(k) for k in range(len(c.op.inputs))], axis=c.axis())
+    return c.emit(c.canonical, [c.operand(k) for k in range(len(c.op.inputs))], axis=c.axis())
 
 
 def _of_one_sample(c: Call, parts: int, axis: int) -> bool:
@@ -597,7 +595,7 @@ def _of_one_sample(c: Call, parts: int, axis: int) -> bool:
 def _pack(c: Call) -> Value:
     if _of_one_sample(c, len(c.op.inputs), c.axis()):
         return c.emit("Reshape", [c.value(0)], shape=c.static())
-    return c.emit("Stack", [c.operand(k) for k in range(len(c.op.inputs))], axis=c.axis())
+    return c.emit(c.canonical, [c.operand(k) for k in range(len(c.op.inputs))], axis=c.axis())
 
 
 @reads("UNPACK")
@@ -605,7 +603,7 @@ def _unpack(c: Call) -> list[Value]:
     if _of_one_sample(c, len(c.out), c.axis(rank=len(c.value(0).shape))):
         return [c.emit("Reshape", [c.value(0)], shape=c.static())]
     outs = [(c.shape(k), t.dtype) for k, t in enumerate(c.out)]
-    return c.parts("Unstack", [c.value(0)], outs, c.name, axis=c.axis(rank=len(c.value(0).shape)))
+    return c.parts(c.canonical, [c.value(0)], outs, c.name, axis=c.axis(rank=len(c.value(0).shape)))
 
 
 @reads("SPLIT SPLIT_V")
@@ -624,17 +622,17 @@ def _reshape(c: Call) -> Value:
 
 @reads("TRANSPOSE")
 def _transpose(c: Call) -> Value:
-    return c.emit("Transpose", [c.value(0)], perm=c.integers(1))
+    return c.emit(c.canonical, [c.value(0)], perm=c.integers(1))
 
 
 @reads("TILE")
 def _tile(c: Call) -> Value:
-    return c.emit("Tile", [c.value(0)], repeats=c.integers(1))
+    return c.emit(c.canonical, [c.value(0)], repeats=c.integers(1))
 
 
 @reads("BROADCAST_TO")
 def _broadcast(c: Call) -> Value:
-    return c.emit("Expand", [c.value(0)], shape=c.static())
+    return c.emit(c.canonical, [c.value(0)], shape=c.static())
 
 
 @reads("STRIDED_SLICE SLICE")

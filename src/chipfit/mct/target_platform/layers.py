@@ -5,11 +5,12 @@ Entries are recognised by name, without importing PyTorch, Keras or TensorFlow: 
 """
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 from chipfit.errors import ModelingError, UnknownNameError
 from chipfit.files import package_data
-from chipfit.operators.table import OPS, read_column
+from chipfit.operators.table import GROUPS, OPS, read_column
 from chipfit.platform.filters import Member
 
 
@@ -23,7 +24,13 @@ def layer_table() -> dict[str, Any]:
 def _operators(kind: str) -> dict[str, tuple[tuple[str, ...], bool]]:
     """Return name -> (operators, whether the user's layer must have exactly this name)."""
     rows = (row.split() for row in layer_table()[kind].split("|"))
-    return {name: (tuple(o for o in ops if o in OPS), "!" in ops) for name, *ops in rows}
+    members = {name: [o for word in words for o in _members(word)] for name, *words in rows}
+    return {name: (tuple(o for o in ops if o in OPS), "!" in ops) for name, ops in members.items()}
+
+
+def _members(word: str) -> Iterable[str]:
+    """Return the operators of a "@group" in the order of the table; any other word by itself."""
+    return [op for op in OPS if op in GROUPS[word]] if word in GROUPS else (word,)
 
 
 #: a layer or function, in lower case without underscores -> its operators, and whether others become these, too
