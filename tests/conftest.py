@@ -2,10 +2,12 @@
 
 import gc
 import os
+import random
 import sys
 from collections.abc import Callable, Iterator
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -48,10 +50,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.skip(reason=config.stash[NO_DEVICE]))
 
 
+def seed() -> None:
+    """Seed every generator: Keras draws the seeds of its own from Python's."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+
+
 def pytest_collectstart(collector: pytest.Collector) -> None:
     """Seed each test module, so that networks it makes on import do not depend on the modules before it."""
     if isinstance(collector, pytest.Module):
-        torch.manual_seed(0)
+        seed()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef) -> None:
+    """Seed fixtures that tests share, so that they do not depend on the test that comes first."""
+    if fixturedef.scope != "function":
+        seed()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -63,7 +79,7 @@ def _no_wait_for_disks():
 
 @pytest.fixture(autouse=True)
 def _seeded():
-    torch.manual_seed(0)
+    seed()
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import sys
 import tomllib
 from collections import Counter
 from collections.abc import Collection
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,16 @@ def tracked() -> list[Path]:
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("not a git checkout")
     return [ROOT / p for p in out.split("\0") if p and (ROOT / p).is_file()]
+
+
+@cache
+def nodes(source: str) -> list[ast.AST]:
+    """Return every node of a module, itself first; tests of this file read the same modules again and again."""
+    return list(ast.walk(ast.parse(source)))
+
+
+def teardown_module():
+    nodes.cache_clear()
 
 
 def test_the_changelog_has_a_section_for_this_version():
@@ -126,10 +137,11 @@ DOORS = set(
 
 def statements(source: str, *, typing: bool) -> list[ast.AST]:
     """Return every node of a module; with `typing`, also those that only type checkers run."""
-    tree = ast.parse(source)
-    blocks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
-    left_out = {id(n) for block in blocks for part in block.body for n in ast.walk(part)} if not typing else set()
-    return [n for n in ast.walk(tree) if id(n) not in left_out]
+    if typing or "TYPE_CHECKING" not in source:
+        return nodes(source)
+    blocks = [n for n in nodes(source) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
+    left_out = {id(n) for block in blocks for part in block.body for n in ast.walk(part)}
+    return [n for n in nodes(source) if id(n) not in left_out]
 
 
 def imports(source: str, modules: Collection[str] = (), *, typing: bool = False) -> set[str]:
@@ -215,7 +227,7 @@ WITH_DEVICES = {"frameworks", "training", "mct", "mqbench", "bench", "cli"}
 
 def copies_between_devices(source: str) -> bool:
     """Return whether a module calls `cpu()` or `cuda()`, or `to` with a device."""
-    calls = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
+    calls = [n for n in nodes(source) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
     given = [(n.func.attr, " ".join(ast.unparse(x) for x in [*n.args, *(k.value for k in n.keywords)])) for n in calls]
     device = re.compile(r"\b(device|where|here|CPU)\b|'cpu'")
     return any(name in ("cpu", "cuda") or (name == "to" and device.search(args)) for name, args in given)
@@ -247,7 +259,7 @@ def lines_of_code(source: str) -> int:
     code = {k for k, line in enumerate(source.splitlines(), 1) if line.strip() and not line.lstrip().startswith("#")}
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     docs: set[int] = set()
-    for n in ast.walk(ast.parse(source)):
+    for n in nodes(source):
         if isinstance(n, ast.Constant) and isinstance(n.value, str):
             code |= set(range(n.lineno, (n.end_lineno or n.lineno) + 1))  # lines of a text may be blank
         elif isinstance(n, documented) and ast.get_docstring(n, clean=False) is not None:
@@ -295,13 +307,9 @@ def test_an_operator_is_named_in_few_files():
 
 def texts(source: str) -> list[str]:
     """Return the string constants of a module except docstrings."""
-    tree = ast.parse(source)
-    docs = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
-    return [
-        n.value
-        for n in ast.walk(tree)
-        if isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in docs
-    ]
+    docs = {id(n.value) for n in nodes(source) if isinstance(n, ast.Expr)}
+    found = [n for n in nodes(source) if isinstance(n, ast.Constant) and id(n) not in docs]
+    return [n.value for n in found if isinstance(n.value, str)]
 
 
 def naming(names: Collection[str], source: str) -> list[str]:
@@ -335,12 +343,8 @@ def test_only_the_reader_the_writer_and_the_runtimes_know_onnx():
 
 
 def test_every_module_has_a_docstring():
-    bare = [
-        p.relative_to(ROOT)
-        for p in MODULES
-        if p.read_text().strip() and not ast.get_docstring(ast.parse(p.read_text()))
-    ]
-    assert [str(p) for p in bare] == []
+    sources = {str(p.relative_to(ROOT)): p.read_text() for p in MODULES}
+    assert [p for p, source in sources.items() if source.strip() and not docstrings(source)[0]] == []
 
 
 # ---------------------------------------------------------------- prose
@@ -351,7 +355,7 @@ NOT_FIRST = re.compile(r"(What|Of|Whether|Which|How|Those|Likewise|The same)\b")
 
 def docstrings(source: str) -> list[str]:
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    return [ast.get_docstring(n) or "" for n in ast.walk(ast.parse(source)) if isinstance(n, documented)]
+    return [ast.get_docstring(n) or "" for n in nodes(source) if isinstance(n, documented)]
 
 
 def test_docstrings_begin_with_a_verb_or_a_noun():
@@ -388,7 +392,7 @@ def test_a_docstring_and_an_error_that_break_the_rules_are_found():
 
 def private_names(source: str) -> set[str]:
     """Return the names with a leading underscore that a file imports from chipfit."""
-    froms = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ImportFrom)]
+    froms = [n for n in nodes(source) if isinstance(n, ast.ImportFrom)]
     names = {a.name for n in froms if (n.module or "").partition(".")[0] == "chipfit" for a in n.names}
     return {n for n in names if n.startswith("_") and not n.startswith("__")}
 

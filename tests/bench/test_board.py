@@ -96,7 +96,7 @@ def test_the_page_filters_sorts_and_shows_a_run_in_a_browser(tmp_path):
         (tmp_path / "b.html").write_text(page(runs()).replace("</body>", f"<script>{do}</script></body>"))
         flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --dump-dom"
         command = [browser, *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", (tmp_path / "b.html").as_uri()]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+        return subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
 
     def names(dom: str) -> list[str]:
         return re.findall(r'<td><a href="#[0-9a-f]+">(\w+)</a>', dom)

@@ -1,9 +1,5 @@
 """Keras on a device of its torch backend: Keras places its models, and chipfit reads and makes them there."""
 
-import os
-
-os.environ.setdefault("KERAS_BACKEND", "torch")
-
 import keras
 import numpy as np
 import pytest

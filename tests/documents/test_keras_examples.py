@@ -9,4 +9,4 @@ from tests.frameworks.keras.test_backends import run_tests
 
 def test_the_examples_run_on_tensorflow(tmp_path):
     pytest.importorskip("tensorflow")
-    run_tests("tensorflow", [str(Path(__file__).with_name("keras_examples.py"))], "not slow", tmp_path, 300)
+    run_tests("tensorflow", [str(Path(__file__).with_name("keras_examples.py"))], "not slow", tmp_path, 1200)

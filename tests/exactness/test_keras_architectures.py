@@ -1,10 +1,7 @@
 """The promise for Keras networks: what is simulated is what ONNX Runtime and LiteRT compute, on every tensor."""
 
-import os
-
 import pytest
 
-os.environ.setdefault("KERAS_BACKEND", "torch")
 keras = pytest.importorskip("keras")
 
 import chipfit  # noqa: E402 -- after the import that may skip

@@ -32,7 +32,7 @@ def browse(tmp_path_factory):
         own = f"enable-logging=stderr v=0 window-size={width},900 user-data-dir={folder / 'profile'}"
         flags = [f"--{f}" for f in f"{quiet} {own}".split()]
         command = [browser, *flags, "--virtual-time-budget=3000", "--dump-dom", (folder / "r.html").as_uri()]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
         return done.stdout, [x for x in done.stderr.splitlines() if "CONSOLE" in x]
 
     return open_page

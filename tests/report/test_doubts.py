@@ -7,11 +7,9 @@ import torch
 from torch import nn
 
 import chipfit
-from chipfit.calibration.collect import TensorStats
-from chipfit.calibration.data_checks import check_input_scale, check_sample_count
+from chipfit.calibration.data_checks import check_input_scale
 from chipfit.errors import CaptureError, DataError
 from chipfit.frameworks.torch.capture import capture
-from chipfit.graph.ir import Graph, Node
 from chipfit.report.html import page
 from tests.build import quantized, sequential
 from tests.report.test_report import text_of
@@ -125,11 +123,3 @@ def test_a_spread_is_told_from_eight_values_a_channel_however_few_channels_there
     x = torch.linspace(-1e-3, 1e-3, values).view(values, 1)
     said = check_input_scale(capture(model, (x,)))
     assert bool(said) is told and all("times narrower than the statistics" in s for s in said)
-
-
-@pytest.mark.parametrize("count, more", [(4, ""), (5, " and 1 more")])
-def test_four_layers_that_never_change_are_named(count, more):
-    nodes = [Node(f"r{k}", "Relu", ("x",), (f"y{k}",)) for k in range(count)]
-    stats = {f"y{k}": TensorStats(f"y{k}", 0.5, 0.5, count=8, batches=2) for k in range(count)}
-    (warning,) = check_sample_count(Graph(nodes, ["x"], [], {}, {}), stats, 8)
-    assert warning.endswith("comes from " + ", ".join(f"Relu 'r{k}' (0.5)" for k in range(4)) + more)

@@ -1,10 +1,7 @@
 """Keras models, whose images lie channels last, as ExecuTorch programs."""
 
-import os
-
 import pytest
 
-os.environ.setdefault("KERAS_BACKEND", "torch")
 keras = pytest.importorskip("keras")
 pytest.importorskip("executorch", reason="executorch is not installed: pip install 'chipfit[executorch]'")
 

@@ -4,7 +4,6 @@ import concurrent.futures
 import copy
 import io
 import multiprocessing
-import os
 import pickle
 import warnings
 
@@ -12,8 +11,6 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
-
-os.environ.setdefault("KERAS_BACKEND", "torch")
 
 import chipfit
 from chipfit.errors import UnsupportedError

@@ -38,7 +38,7 @@ def train(model, x, y, steps):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=40))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=200))
     rank = dist.get_rank()
     x, y = torch.load(f"{sys.argv[1]}/data")
     half = slice(4 * rank, 4 * rank + 4)
@@ -101,7 +101,7 @@ def trained(tmp_path_factory):
         (folder / how).mkdir()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [str(folder / "ranks.py"), str(folder), *WAYS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     namespace, states = {"__name__": "one"}, []
     exec(SCRIPT, namespace)

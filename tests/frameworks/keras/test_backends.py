@@ -74,7 +74,7 @@ one_backend = pytest.mark.skipif("CHIPFIT_ONE_BACKEND" in os.environ, reason="th
 @pytest.mark.parametrize("backend", OTHERS)
 def test_another_backend_reads_trains_exports_and_saves(backend, tmp_path):
     save(tmp_path, ["ste"])
-    run_tests(backend, [str(HERE / test) for test in SELECTION], "not slow", tmp_path, 300)
+    run_tests(backend, [str(HERE / test) for test in SELECTION], "not slow", tmp_path, 1200)
 
 
 @one_backend

@@ -113,11 +113,11 @@ def looped(inner, state, result):
 
 @pytest.mark.parametrize("state", ["x", "c"], ids=["data", "constant"])
 def test_a_loop_of_2_to_the_60_steps_is_refused_before_it_runs(state):
-    begun = time.monotonic()
+    begun = time.process_time()
     loop = looped(node("Identity", ["v"], "w"), state, "l")
     constants = {"m": 1 << 60, "c": np.ones(1, np.float32)}
     refused(model([loop, node("Add", ["x", "l"])], constants), "Loop' depends on data")
-    assert time.monotonic() - begun < 60
+    assert time.process_time() - begun < 60
 
 
 def test_loops_in_loops_are_refused_after_ten_thousand_nodes():
