@@ -300,6 +300,7 @@ def redecide(d: Decision, plan: Plan, batches: steps.Batches | None = None) -> D
 
 def plan_of(d: Decision) -> Plan:
     """Return the plan of a decision whose scales are chosen."""
+    own = {"integer_only": True if d.integers_only else None, "apart": list(d.apart) or None}
     return Plan(
         platform=d.platform.name,
         tensors=dict(d.tensors),
@@ -308,6 +309,6 @@ def plan_of(d: Decision) -> Plan:
         float_edges=d.assignment.float_edges,
         ties=tie_groups(d.assignment.constraints),
         rewrites=(*d.warnings, *d.rewrites, *d.notes),
-        provenance={**d.provenance, **({"integer_only": True} if d.integers_only else {})},
+        provenance={**d.provenance, **{k: v for k, v in own.items() if v is not None}},
         **plan_limits(d.graph, d.assignment.constraints, d.tensors),
     )

@@ -544,6 +544,7 @@ def of_plan(graph: Graph, plan: Plan, platform: Platform) -> Result:
         graph=graph,
         platform=platform,
         overrides=known.get("edited", chosen.get("overrides")),
+        apart=tuple(known.get("apart", ())),
         settings=Settings.from_record(chosen.get("steps", {})),
         rules=RangeRules(**rules),
         seed=chosen.get("seed", 0),

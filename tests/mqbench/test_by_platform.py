@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import chipfit
 from chipfit import quantize_fx as fx
 from chipfit.errors import CaptureError, ConfigError, PlanError, UnknownNameError, UnsupportedError
 from chipfit.mqbench.quantizers import QuantizeBase
@@ -225,6 +226,9 @@ def test_nothing_inside_a_leaf_module_is_rounded_in_the_deployed_network(tmp_pat
     assert {result.plan.nodes[n.name].exec for n in inside} == {"float"}
     assert [result.plan.nodes[n.name].exec for n in result.graph.nodes if n.op == "Conv2D"] == ["int", "int"]
     torch.testing.assert_close(result.model(DATA[0]), model(DATA[0]), atol=0.02, rtol=0)
+    result.save(tmp_path / "saved")
+    again = chipfit.load(tmp_path / "saved").edit([("leaf", "float"), ("end", "float")])
+    assert {n.exec for n in again.plan.nodes.values()} == {"int", "float"} and again.plan.groups == result.plan.groups
 
 
 def test_a_network_of_dictionaries(tmp_path):

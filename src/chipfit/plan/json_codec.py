@@ -336,6 +336,7 @@ class _Provenance(TypedDict, total=False):
     widths: dict[str, list[int] | tuple[int, ...]]  # tuples: as earlier versions saved them
     edited: dict[str, Any]
     foreign_quantizers: list[str]
+    apart: list[str]
 
 
 @with_config(_STRICT)
