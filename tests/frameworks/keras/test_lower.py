@@ -403,6 +403,7 @@ def test_configurations_of_quantizers_describe_their_numbers_as_mct_names_them()
     found = quantizer.get_config()
     np.testing.assert_allclose(found["threshold"], [1, 2, 4], rtol=1e-6)
     assert (found["num_bits"], found["per_channel"], found["channel_axis"]) == (8, True, 3)
+    assert quantizer.threshold == found["threshold"] and not hasattr(quantizer, "min_range")
     assert type(quantizer).from_config(found).num_bits == 8
     holder = next(v for v in made.layers if isinstance(v, KerasActivationQuantizationHolder))
     given = holder.get_config()["activation_holder_quantizer"]["config"]  # of the input, which is 1 everywhere

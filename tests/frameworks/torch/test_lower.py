@@ -521,6 +521,18 @@ def test_layers_in_float_are_modules_of_their_classes():
     r.model.load_state_dict(copy.deepcopy(r.model).state_dict())
 
 
+@pytest.mark.parametrize("overrides", [{}, {"0": "float"}], ids=len)
+def test_weights_that_a_layer_holds_as_buffers_stay_buffers(overrides):
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2)), torch.randn(8, 3, 8, 8)
+    for name, w in list(net[0].named_parameters()):
+        delattr(net[0], name)
+        net[0].register_buffer(name, w.detach())
+    model = _fit(net, x, overrides=overrides).model
+    assert {"0.weight", "0.bias"} <= dict(model.named_buffers()).keys()
+    torch.testing.assert_close(model(x), net(x), atol=0.05, rtol=0)
+
+
 @pytest.mark.parametrize("in_float", [["batch_norm"], ["batch_norm", "conv2d", "linear"]], ids=len)
 def test_modules_whose_tensors_a_function_reads_are_of_the_class_that_computes_it(in_float):
     torch.manual_seed(0)

@@ -219,6 +219,22 @@ class KerasQuantizer(keras.layers.Layer):
         return cls.from_stored(stored, algorithm, x, shape, **kwargs)
 
 
+def _described(name: str) -> property:
+    """Return the property that is an entry of a quantizer's description, for the present numbers."""
+
+    def read(self: KerasQuantizer) -> Any:
+        try:
+            return self._description()[name]
+        except KeyError:  # the inferable quantizer with this grid lacks it
+            raise AttributeError(name) from None
+
+    return property(read)
+
+
+for _name in _DESCRIBED - {"num_bits"}:
+    setattr(KerasQuantizer, _name, _described(_name))
+
+
 def _plain(value: Any) -> Any:
     """Return a field of a grid, with tuples where JSON has lists."""
     return tuple(value) if isinstance(value, list) else value

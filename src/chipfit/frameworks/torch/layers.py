@@ -28,6 +28,7 @@ def layer_like(node: Node | None, weights: Mapping[str, Tensor], rank: int | Non
     if isinstance(cls, type) and not issubclass(cls, nn.RNNBase):  # whose arguments are *args and **kwargs
         made = _whole(cls, settings, weights) or made
     for name, w in weights.items():
+        made._parameters.pop(name, None)  # a user's layer may hold it as a buffer
         (made.register_parameter if isinstance(w, nn.Parameter) else made.register_buffer)(name, w)  # type: ignore[operator]  # either
     return made
 

@@ -250,8 +250,8 @@ class TargetPlatformModel:
         named = [o.name for o in self.operator_set]
         twice = next((n for n in named if named.count(n) > 1), None)
         if twice is not None:
-            allowed = "unique names"
-            raise ModelingError(f"Two operator sets are named '{twice}'", where=f"model '{self.name}'", allowed=allowed)
+            got = f"two named '{twice}'"
+            raise ModelingError("Operator Sets must have unique names", where=f"model '{self.name}'", got=got)
         self._freeze()
 
     def _freeze(self) -> None:

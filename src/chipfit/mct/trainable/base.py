@@ -116,7 +116,7 @@ class BaseTrainableQuantizer(BaseInferableQuantizer, ABC):
             raise ConfigError(f"{owner} is improperly defined: its constructor's arguments", got=got, allowed=allowed)
         if not isinstance(config, wanted):
             other = next((t.role for t, c in CONFIGS.items() if isinstance(config, c)), type(config).__name__)
-            what = f"Expected {role} quantization configuration; received {other} quantization configuration"
+            what = f"Expected {role} quantization configuration; received {other} quantization instead"
             raise ConfigError(what, where=owner)
         if (method := config.field_ending("_method")) not in cls.quantization_method:
             expected = ", ".join(map(repr, cls.quantization_method))
