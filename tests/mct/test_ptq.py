@@ -226,6 +226,7 @@ def test_a_traced_model_is_saved_as_torchscript_and_computes_what_it_did(named, 
     batch = tuple(next(two_inputs()))
     torch.jit.script(torch.jit.trace(named[0], batch)).save(tmp_path / "model.pt")
     assert torch.equal(torch.jit.load(tmp_path / "model.pt")(*batch), named[0](*batch))
+    assert torch.equal(torch.fx.symbolic_trace(named[0])(*batch), named[0](*batch))  # with the factor of `mul`
 
 
 def test_a_bypassed_model_is_returned_unchanged(net):

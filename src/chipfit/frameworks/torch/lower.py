@@ -194,8 +194,8 @@ class QuantizedModule(Checkpointed):
             return part
         if isinstance(part, str):
             return self.get_submodule(part)
-        held: Any = self  # the weights of the layer, if it has any
-        for step in part.layer.split("."):
+        held: Any = own or self  # the weights of the layer or function, if it has any
+        for step in part.layer.split(".") if own is None else ():
             held = held._modules.get(step) or nn.Module()
         return layer_like(part, {**held._parameters, **held._buffers})
 
