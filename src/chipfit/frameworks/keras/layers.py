@@ -137,6 +137,12 @@ class KerasQuantizer(keras.layers.Layer):
         """The bits of a quantized value."""
         return self.grid.bits
 
+    def __getattr__(self, name: str) -> Any:
+        """Return an argument of the inferable quantizer with this grid, for the present numbers."""
+        if name in _DESCRIBED and name in (known := self._description()):
+            return known[name]
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+
     @property
     def inferable_class(self) -> type | None:
         """The inferable quantizer that this one is like: None if it trains, or if there is none with this grid."""
@@ -217,22 +223,6 @@ class KerasQuantizer(keras.layers.Layer):
             shape[stored.axis] = len(stored.scale)
         x = None if weight is None else torch.from_numpy(ops.convert_to_numpy(weight).copy())
         return cls.from_stored(stored, algorithm, x, shape, **kwargs)
-
-
-def _described(name: str) -> property:
-    """Return the property that is an entry of a quantizer's description, for the present numbers."""
-
-    def read(self: KerasQuantizer) -> Any:
-        try:
-            return self._description()[name]
-        except KeyError:  # the inferable quantizer with this grid lacks it
-            raise AttributeError(name) from None
-
-    return property(read)
-
-
-for _name in _DESCRIBED - {"num_bits"}:
-    setattr(KerasQuantizer, _name, _described(_name))
 
 
 def _plain(value: Any) -> Any:
