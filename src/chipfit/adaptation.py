@@ -41,10 +41,10 @@ def trial_settings(d: Decision, *others: Decision) -> tuple[Settings, Settings]:
     bits = [s.format.bits for s in d.assignment.tensors.values() if s.role == "weight"]
     resolved, _ = steps.resolve_defaults(d.settings, bits, name_of(d.rules.weight_rule), True)
     more = dict[str, Any]()
-    for says in (e.declares for e in ordered("adapt")):
-        if says.trial_value is not None and getattr(resolved, says.setting.name) is None:
-            values = [says.trial_value(resolved, form.graph, form.assignment) for form in (d, *others)]
-            more[says.setting.name] = next((v for v in values if v is not None), None)
+    for declared in (e.declares for e in ordered("adapt")):
+        if declared.trial_value is not None and getattr(resolved, declared.setting.name) is None:
+            values = [declared.trial_value(resolved, form.graph, form.assignment) for form in (d, *others)]
+            more[declared.setting.name] = next((v for v in values if v is not None), None)
     return resolved, Settings(**resolved.to_record(), **{k: v for k, v in more.items() if v is not None})
 
 

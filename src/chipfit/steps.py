@@ -34,10 +34,10 @@ def enabled(settings: Settings, stage: str) -> list[Entry]:
     """
 
     def wanted(e: Entry) -> bool:
-        says = e.declares
-        if says.if_any_in:
-            return bool(enabled(settings, says.if_any_in))
-        value = True if says.setting is None else getattr(settings, says.setting.name)
+        declared = e.declares
+        if declared.if_any_in:
+            return bool(enabled(settings, declared.if_any_in))
+        value = True if declared.setting is None else getattr(settings, declared.setting.name)
         return value not in (None, OFF) and value is not False  # a ratio of 0 asks for the step
 
     out = [e for e in ordered(stage) if wanted(e)]
@@ -60,24 +60,24 @@ def resolve_defaults(settings: Settings, bits: Collection[int], rule: str, again
     """
     notes: list[str] = []
     for step in ordered("correct"):
-        says = step.declares
-        is_open = says.default_value is not None and getattr(settings, says.setting.name) is None
-        value = says.default_value(bits, rule) if is_open else None
-        if value is None or any(other.name in says.excludes for other in enabled(settings, "correct")):
+        declared = step.declares
+        is_open = declared.default_value is not None and getattr(settings, declared.setting.name) is None
+        value = declared.default_value(bits, rule) if is_open else None
+        if value is None or any(other.name in declared.excludes for other in enabled(settings, "correct")):
             continue
-        if "batches" in says.needs and not again:
-            what = f"warning: {says.setting.name}='{value}' would keep more accuracy, but reads the data twice: "
+        if "batches" in declared.needs and not again:
+            what = f"warning: {declared.setting.name}='{value}' would keep more accuracy, but reads the data twice: "
             notes.append(what + "quantize again with these overrides")
         else:
-            settings = Settings(**settings.to_record(), **{says.setting.name: value})
+            settings = Settings(**settings.to_record(), **{declared.setting.name: value})
     return settings, notes
 
 
 def take(step: Entry, settings: Settings, /, *given: Any, **context: Any) -> Any:
     """Call a step with the arguments of its stage, the context that it needs, and the values of its settings."""
-    says = step.declares
-    keywords = {name: context[name] for name in says.needs}
-    for setting in (says.setting, *says.options):
+    declared = step.declares
+    keywords = {name: context[name] for name in declared.needs}
+    for setting in (declared.setting, *declared.options):
         if setting is not None and setting.argument:
             keywords[setting.argument] = getattr(settings, setting.name)
     return step.thing(*given, **keywords)

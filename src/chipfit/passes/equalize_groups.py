@@ -58,8 +58,8 @@ def worth_a_trial(settings: Any, graph: Graph, assignment: Assignment) -> str | 
     slots = assignment.tensors.values()
     few = any(s.role == "activation" and s.format.bits <= FEW_BITS for s in slots)
     fits = few and all(s.axis is not None for s in slots if s.role == "weight")
-    asks = any(e.declares.evens_channels for e in entries_in("rounding", settings.rounding))
-    fitted = asks and settings.rounding_guard and settings.seconds is None
+    evens = any(e.declares.evens_channels for e in entries_in("rounding", settings.rounding))
+    fitted = evens and settings.rounding_guard and settings.seconds is None
     return "always" if fitted and fits and any(is_depthwise(graph, n) for n in graph.nodes) else None
 
 

@@ -127,7 +127,7 @@ def improved(d: Decision, data: CalibrationData, *, tries: bool, open_rule: bool
     """
     samples = few_samples(d, data.few)
     if samples is None:
-        return _remembered(d)
+        return _without_captured(d)
     d = replace(d, samples=samples)
     reference, rounded = MeanReference(d.graph, samples), RoundedWeights()
     found = measured(d, reference, rounded)
@@ -145,12 +145,12 @@ def improved(d: Decision, data: CalibrationData, *, tries: bool, open_rule: bool
         d, found = with_best_ranges(d, found, rounded)
     merit = Merit.of(reference, plan_of(d), found.errors)
     if tries and merit.sqnr_db < merit.expected_db - DOUBT_DB:
-        told = f"the outputs have {merit.sqnr_db:.1f} dB, {merit.expected_db:.1f} dB are expected"
-        d = replace(d, rewrites=(*d.rewrites, f"warning: rounding loses more than the bits explain: {told}"))
-    return replace(_remembered(d), provenance={**d.provenance, "merit": merit.to_record()}, measured=found)
+        ratios = f"the outputs have {merit.sqnr_db:.1f} dB, {merit.expected_db:.1f} dB are expected"
+        d = replace(d, rewrites=(*d.rewrites, f"warning: rounding loses more than the bits explain: {ratios}"))
+    return replace(_without_captured(d), provenance={**d.provenance, "merit": merit.to_record()}, measured=found)
 
 
-def _remembered(d: Decision) -> Decision:
+def _without_captured(d: Decision) -> Decision:
     """Return the decision without the captured network; edits start from its rules and its provenance."""
     start = d.calibrated
     if start is not None:
@@ -210,8 +210,10 @@ def repaired(d: Decision, read: steps.Batches) -> Decision:
             continue
         merit = _merit(reference, trial)
         gains = merit.sqnr_db >= best.sqnr_db + GAIN_DB
-        told = f"on {merit.samples} held-out samples outputs have {merit.sqnr_db:.1f} dB, {best.sqnr_db:.1f} dB without"
-        notes.append(f"{name}={value!r} {'taken' if gains else 'not taken'}: {told}")
+        ratios = f"outputs have {merit.sqnr_db:.1f} dB, {best.sqnr_db:.1f} dB without"
+        notes.append(
+            f"{name}={value!r} {'taken' if gains else 'not taken'}: on {merit.samples} held-out samples {ratios}"
+        )
         if gains:
             taken, network, best = changes, trial.graph, merit
         if best.explained:
@@ -232,11 +234,11 @@ def open_repairs(d: Decision) -> Iterator[tuple[str, Any, str]]:
     """Yield the settings that may be tried: name, value and stage."""
     _, on_trial = trial_settings(d)
     for stage in _STAGES:
-        for says in (e.declares for e in ordered(stage) if e.declares.repair is not None):
-            applies = says.repair.applies is None or says.repair.applies(d.graph, d.assignment)
-            applies = applies and (says.collects is None or bool(says.collects(d.graph, {})))
-            if applies and getattr(on_trial, says.setting.name) == says.setting.default:
-                yield says.setting.name, says.repair.value, stage
+        for declared in (e.declares for e in ordered(stage) if e.declares.repair is not None):
+            applies = declared.repair.applies is None or declared.repair.applies(d.graph, d.assignment)
+            applies = applies and (declared.collects is None or bool(declared.collects(d.graph, {})))
+            if applies and getattr(on_trial, declared.setting.name) == declared.setting.default:
+                yield declared.setting.name, declared.repair.value, stage
 
 
 def rewritten(d: Decision, changes: Mapping[str, Any]) -> Decision:

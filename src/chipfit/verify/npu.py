@@ -159,6 +159,6 @@ def _run(file: Path, accelerator: str, folder: str) -> str:
         raise RuntimeUnavailable(f"Vela did not end within {TIMEOUT} s", where=str(file)) from e
     if done.returncode:
         lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-        told = next((line for line in lines if "rror" in line), lines[-1] if lines else f"status {done.returncode}")
-        raise RuntimeUnavailable(f"Vela refuses the file: {told.strip()}", where=str(file))
+        reason = next((line for line in lines if "rror" in line), lines[-1] if lines else f"status {done.returncode}")
+        raise RuntimeUnavailable(f"Vela refuses the file: {reason.strip()}", where=str(file))
     return done.stdout

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from chipfit.frameworks.onnx.integers import Codes, Expansion, Numbers, reads_integers
+from chipfit.frameworks.onnx.integers import Expansion, IntegerConstant, QParams, reads_integers
 
 #: operands of QEmbedLayerNormalization with integers
 _EMBEDDED = (2, 3, 4, 5, 6)
@@ -74,11 +74,11 @@ def _lstm_weight(e: Expansion, n: onnx.NodeProto, name: str, scale: str, zero: s
     if numbers.scale.size not in (1, count, count * gates):
         got, allowed = str(numbers.scale.size), f"1, {count} or {count * gates}"
         raise e.fault(n, f"Scale of '{name}' has another shape than its directions and gates", got, allowed)
-    turned = Numbers(numbers.kind, numbers.scale, numbers.zero)  # for each direction
+    turned = QParams(numbers.kind, numbers.scale, numbers.zero)  # for each direction
     if numbers.scale.size == count * gates > 1:  # for each gate of each direction: blocks of all inputs
         scales, zeros = (p.reshape(count, gates, 1) for p in (numbers.scale, numbers.zero))
-        turned = Numbers(numbers.kind, scales, zeros, 2, array.shape[1], numbers.ends)
-    return e.enter(Codes(name, array.astype(np.int64).transpose(0, 2, 1), turned))
+        turned = QParams(numbers.kind, scales, zeros, 2, array.shape[1], numbers.ends)
+    return e.enter(IntegerConstant(name, array.astype(np.int64).transpose(0, 2, 1), turned))
 
 
 @reads_integers("QEmbedLayerNormalization")

@@ -69,7 +69,7 @@ def is_foreign(kind: str, domain: str) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Numbers:
+class QParams:
     """Scale and zero point of a tensor, [] or [C] along an axis, or one for each block along it."""
 
     kind: str  #: type of the integers, such as "uint8"
@@ -87,12 +87,12 @@ class Numbers:
 
 
 @dataclass(frozen=True, eq=False)
-class Codes:
+class IntegerConstant:
     """The integers of a constant."""
 
     name: str  #: of the constant in the file
     integers: np.ndarray  #: int64
-    numbers: Numbers
+    numbers: QParams
 
     def dequantize(self) -> np.ndarray:
         """Return the float values; those of 32-bit integers in float64."""
@@ -101,7 +101,7 @@ class Codes:
         return dequantized(self.integers, n.spread(scale, shape), n.spread(n.zero, shape))
 
 
-def part_of(codes: Codes, change: Callable[[torch.Tensor], torch.Tensor]) -> Codes | None:
+def part_of(codes: IntegerConstant, change: Callable[[torch.Tensor], torch.Tensor]) -> IntegerConstant | None:
     """Return a part of a constant with its scales; None if they lie along several axes of it.
 
     Args:
@@ -114,11 +114,11 @@ def part_of(codes: Codes, change: Callable[[torch.Tensor], torch.Tensor]) -> Cod
     if len(axes) > 1:
         return None
     first = tuple(slice(None) if k in axes else 0 for k in range(scale.ndim))
-    numbers = Numbers(n.kind, scale[first], zero[first], axes[0] if axes else 0, 0, n.ends)
-    return Codes(codes.name, integers, numbers)
+    numbers = QParams(n.kind, scale[first], zero[first], axes[0] if axes else 0, 0, n.ends)
+    return IntegerConstant(codes.name, integers, numbers)
 
 
-def _with_positive_scales(codes: Codes) -> Codes:
+def _with_positive_scales(codes: IntegerConstant) -> IntegerConstant:
     """Return a constant without negative scales, which tools use in blocks: (q - z) s = ((2 z - q) - z) (-s)."""
     n, shape = codes.numbers, codes.integers.shape
     if not (n.scale < 0).any():
@@ -126,8 +126,8 @@ def _with_positive_scales(codes: Codes) -> Codes:
     zero, (low, high) = n.spread(n.zero, shape), ENDS[n.kind]
     turned = np.where(n.spread(n.scale, shape) < 0, 2 * zero - codes.integers, codes.integers)
     ends = min(low, int(turned.min())), max(high, int(turned.max()))
-    numbers = Numbers(n.kind, np.abs(n.scale), n.zero, n.axis, n.block, ends)
-    return Codes(codes.name, turned, numbers)
+    numbers = QParams(n.kind, np.abs(n.scale), n.zero, n.axis, n.block, ends)
+    return IntegerConstant(codes.name, turned, numbers)
 
 
 @dataclass
@@ -135,12 +135,13 @@ class NormalForm:
     """A model in which float operators read and make floats, with quantizers of one operand between them."""
 
     model: onnx.ModelProto
-    made: dict[str, Numbers] = field(default_factory=dict)  #: result of a QuantizeLinear -> how it is stored
-    constants: dict[str, Codes] = field(default_factory=dict)  #: float tensor that no node makes -> its integers
+    made: dict[str, QParams] = field(default_factory=dict)  #: result of a QuantizeLinear -> how it is stored
+    #: float tensor that no node makes -> its integers
+    constants: dict[str, IntegerConstant] = field(default_factory=dict)
     #: result of a float operator that the file computes otherwise -> "int", or "follow" where numbers are moved
     runs: dict[str, str] = field(default_factory=dict)
-    given: dict[str, Numbers] = field(default_factory=dict)  #: input of integers -> how it is stored
-    taken: dict[str, Numbers] = field(default_factory=dict)  #: output of integers -> how it is stored
+    given: dict[str, QParams] = field(default_factory=dict)  #: input of integers -> how it is stored
+    taken: dict[str, QParams] = field(default_factory=dict)  #: output of integers -> how it is stored
     #: result of a DynamicQuantizeLinear -> attributes of the quantizer, where it is another one
     rounded: dict[str, dict[str, Any]] = field(default_factory=dict)
     #: nodes to add to the file, whose results are compared with the simulation's
@@ -175,7 +176,7 @@ class Expansion:
         self.arrays: dict[str, np.ndarray] = {}
         self.out = NormalForm(onnx.ModelProto())
         self.nodes: list[onnx.NodeProto] = []
-        self.codes: dict[str, Numbers] = {}  #: tensor of integers -> how it is stored
+        self.codes: dict[str, QParams] = {}  #: tensor of integers -> how it is stored
         self.dynamic: set[str] = set()  #: results of DynamicQuantizeLinear
         self.floats: dict[str, str] = {}  #: tensor of integers -> the same numbers as floats
         self.users: dict[str, list[onnx.NodeProto]] = {}
@@ -246,7 +247,7 @@ class Expansion:
             array = self.array(tensor)
             if numbers.scale.size == 1 and array is not None:
                 self.codes[tensor] = numbers
-                self.floats[tensor] = self.enter(Codes(tensor, array.astype(np.int64), numbers))
+                self.floats[tensor] = self.enter(IntegerConstant(tensor, array.astype(np.int64), numbers))
 
     def node(self, n: onnx.NodeProto) -> None:
         reader = _READERS.get(n.op_type)
@@ -306,7 +307,7 @@ class Expansion:
         """Return the type of a constant."""
         return onnx.TensorProto.DataType.Name(self.initialisers[name].data_type).lower()
 
-    def numbers(self, n: onnx.NodeProto, tensor: str, scale: str, zero: str, kind: str = "", rank: int = 0) -> Numbers:
+    def numbers(self, n: onnx.NodeProto, tensor: str, scale: str, zero: str, kind: str = "", rank: int = 0) -> QParams:
         """Return scale and zero point of an operand or result.
 
         Args:
@@ -339,9 +340,9 @@ class Expansion:
         block = next((a.i for a in n.attribute if a.name == "block_size"), 0)
         if rank and not one and not -rank <= axis < rank:
             raise self.fault(n, f"Axis of '{tensor}' does not exist", str(axis), f"{-rank} to {rank - 1}")
-        return Numbers(kind, s, z.reshape(s.shape), axis % rank if rank else axis, 0 if one else block)
+        return QParams(kind, s, z.reshape(s.shape), axis % rank if rank else axis, 0 if one else block)
 
-    def constant(self, n: onnx.NodeProto, name: str, numbers: Numbers) -> str:
+    def constant(self, n: onnx.NodeProto, name: str, numbers: QParams) -> str:
         """Enter a constant of integers, and return the name of its floats.
 
         Raises:
@@ -357,9 +358,9 @@ class Expansion:
             want = [array.shape[numbers.axis]] if rows and numbers.axis < array.ndim else []
         if [*rows] != want and rows:
             raise self.fault(n, f"Scale of '{name}' has another shape than its channels", str([*rows]), str(want))
-        return self.enter(Codes(name, array, numbers), n.output[0] if n.op_type == "DequantizeLinear" else "")
+        return self.enter(IntegerConstant(name, array, numbers), n.output[0] if n.op_type == "DequantizeLinear" else "")
 
-    def enter(self, codes: Codes, floats: str = "") -> str:
+    def enter(self, codes: IntegerConstant, floats: str = "") -> str:
         """Enter a constant, and return the name of its floats.
 
         Args:
@@ -401,7 +402,7 @@ class Expansion:
             if (
                 numbers.scale.size > 1 and n.op_type != "DequantizeLinear"
             ):  # of a weight: output channels of a convolution, else columns
-                numbers = Numbers(numbers.kind, numbers.scale, numbers.zero, _weight_axis(n, rank))
+                numbers = QParams(numbers.kind, numbers.scale, numbers.zero, _weight_axis(n, rank))
             return self.constant(n, tensor, numbers)
         if tensor in self.dynamic:
             return tensor
@@ -429,7 +430,7 @@ class Expansion:
             self.nodes.append(helper.make_node("DequantizeLinear", [tensor], [self.floats[tensor]]))
         return self.floats[tensor]
 
-    def quantized(self, x: str, result: str, numbers: Numbers) -> None:
+    def quantized(self, x: str, result: str, numbers: QParams) -> None:
         """Add a quantizer, which makes the integers `result`."""
         self.nodes.append(helper.make_node("QuantizeLinear", [x], [result], name=result))
         self.codes[result] = self.out.made[result] = numbers
@@ -470,7 +471,7 @@ class Expansion:
             value = self.array(inputs[2])
             if value is None:
                 raise self.unread(n, "its padding is computed")
-            inputs[2] = self.enter(Codes(inputs[2], value.astype(np.int64), first))
+            inputs[2] = self.enter(IntegerConstant(inputs[2], value.astype(np.int64), first))
         none = _MOVES[n.op_type]
         outs = [o if k in none or not o else self.result(n, k) for k, o in enumerate(n.output)]
         made = onnx.NodeProto()
@@ -492,7 +493,7 @@ class Expansion:
         maker = next(m for m in self.nodes if m.output[0] == x)
         maker.output[0] = n.output[0]
         del self.out.made[x], self.codes[x]
-        numbers = Numbers(own.kind, own.scale, own.zero, own.axis, own.block, (low, high))
+        numbers = QParams(own.kind, own.scale, own.zero, own.axis, own.block, (low, high))
         self.codes[n.output[0]] = self.out.made[n.output[0]] = numbers
 
     def _foreign(self, n: onnx.NodeProto) -> None:
@@ -508,11 +509,11 @@ def _bodies(n: onnx.NodeProto) -> list[bool]:
     return [a.HasField("g") or bool(a.graphs) for a in n.attribute]
 
 
-def _alike(a: Numbers, b: Numbers) -> bool:
+def _alike(a: QParams, b: QParams) -> bool:
     return a.kind == b.kind and np.array_equal(a.scale, b.scale) and np.array_equal(a.zero, b.zero)
 
 
-def _same(a: Codes, b: Codes) -> bool:
+def _same(a: IntegerConstant, b: IntegerConstant) -> bool:
     return _alike(a.numbers, b.numbers) and a.integers.shape == b.integers.shape
 
 
@@ -547,7 +548,7 @@ def _quantize(e: Expansion, n: onnx.NodeProto) -> None:
     array = e.array(x)
     if array is None:
         return e.quantized(x, y, numbers)
-    numbers = Numbers(numbers.kind, numbers.scale, numbers.zero, numbers.axis % max(array.ndim, 1), numbers.block)
+    numbers = QParams(numbers.kind, numbers.scale, numbers.zero, numbers.axis % max(array.ndim, 1), numbers.block)
     low, high = ENDS[numbers.kind]
     scale, zero = (numbers.spread(p, array.shape) for p in (numbers.scale, numbers.zero))
     q = np.clip(np.rint(array / scale) + zero, low, high).astype(np.int64)
@@ -578,7 +579,7 @@ def _bias(e: Expansion, n: onnx.NodeProto, name: str, *scales: str) -> str:
         raise e.unread(n, "its bias is computed")
     scale = np.asarray(a.reshape(-1) * b.reshape(-1), np.float32)
     one = scale.size == 1
-    numbers = Numbers("int32", scale.reshape(()) if one else scale, np.zeros(() if one else scale.shape, np.int64))
+    numbers = QParams("int32", scale.reshape(()) if one else scale, np.zeros(() if one else scale.shape, np.int64))
     return e.constant(n, name, numbers)
 
 
@@ -694,8 +695,8 @@ def _scaled_constant(e: Expansion, n: onnx.NodeProto) -> bool:
     if integers.ndim == 0 or (along and scale.size != integers.shape[axis]) or (gathered and along and axis == 0):
         return False
     one = np.asarray(scale.reshape(-1) if along else scale.reshape(()), np.float32)
-    numbers = Numbers(e.kind(name), one, np.zeros(one.shape, np.int64), axis)
-    floats = e.enter(Codes(name, integers.astype(np.int64), numbers))
+    numbers = QParams(e.kind(name), one, np.zeros(one.shape, np.int64), axis)
+    floats = e.enter(IntegerConstant(name, integers.astype(np.int64), numbers))
     if gathered:
         e.compute(n, "Gather", [floats, n.input[1]], mul.output[0], "float")
     else:
@@ -711,7 +712,7 @@ def _with_bias(e: Expansion, n: onnx.NodeProto, inputs: Sequence[str], bias: str
         e.nodes.append(helper.make_node("Add", [y, bias], [n.output[0]], name=f"{n.name}/bias"))
 
 
-def _in_blocks(e: Expansion, n: onnx.NodeProto, at: Sequence[int]) -> tuple[Codes, dict[str, Any]]:
+def _in_blocks(e: Expansion, n: onnx.NodeProto, at: Sequence[int]) -> tuple[IntegerConstant, dict[str, Any]]:
     """Return a weight in blocks [rows, K], and the node's attributes.
 
     Args:
@@ -735,7 +736,7 @@ def _in_blocks(e: Expansion, n: onnx.NodeProto, at: Sequence[int]) -> tuple[Code
     if z is not None:
         zeros = from_bytes(z.reshape(len(packed), -1), bits, blocks)
     kind = f"{'int' if middle else 'uint'}{bits}"
-    return Codes(name, from_bytes(packed, bits, count) - middle, Numbers(kind, s, zeros, 1, block)), a
+    return IntegerConstant(name, from_bytes(packed, bits, count) - middle, QParams(kind, s, zeros, 1, block)), a
 
 
 def _product_in_blocks(e: Expansion, n: onnx.NodeProto) -> None:
@@ -744,8 +745,8 @@ def _product_in_blocks(e: Expansion, n: onnx.NodeProto) -> None:
         raise e.unread(n, "its columns have another order")
     codes, a = _in_blocks(e, n, (1, 2, 3))
     numbers = codes.numbers
-    turned = Numbers(numbers.kind, numbers.scale.T, numbers.zero.T, 0, numbers.block)
-    w, x = e.enter(Codes(codes.name, codes.integers.T, turned)), n.input[0]
+    turned = QParams(numbers.kind, numbers.scale.T, numbers.zero.T, 0, numbers.block)
+    w, x = e.enter(IntegerConstant(codes.name, codes.integers.T, turned)), n.input[0]
     if a.get("accuracy_level") == 4:
         q = e.fresh(f"{n.output[0]}/dynamic")
         e.nodes.append(helper.make_node("DynamicQuantizeLinear", [x], [q], name=q))

@@ -26,10 +26,10 @@ from chipfit.frameworks.onnx.integers import (
     ENDS,
     OPTIMISED,
     PARTS,
-    Codes,
     Expansion,
+    IntegerConstant,
     NormalForm,
-    Numbers,
+    QParams,
     is_foreign,
     part_of,
 )
@@ -141,7 +141,9 @@ def _with_own_constants(model: onnx.ModelProto, others: Collection[str]) -> onnx
     return model
 
 
-def _read(form: NormalForm, unfolded: dict[str, Codes], model: OnnxModel, example: Any) -> _QuantizedTranslator:
+def _read(
+    form: NormalForm, unfolded: dict[str, IntegerConstant], model: OnnxModel, example: Any
+) -> _QuantizedTranslator:
     """Translate the normal form, with sizes of our own where the file leaves them open.
 
     Raises:
@@ -211,14 +213,14 @@ def _shapes(model: OnnxModel, batch: int, other: int) -> list[tuple[int, ...]]:
 class _QuantizedTranslator(Translator):
     """The translation of a quantized file: its graph so far, and how each of its tensors is stored."""
 
-    def __init__(self, model: OnnxModel, count: int, form: NormalForm, unfolded: dict[str, Codes]) -> None:
+    def __init__(self, model: OnnxModel, count: int, form: NormalForm, unfolded: dict[str, IntegerConstant]) -> None:
         super().__init__(model, count)
         self.form = form
         self.stored: dict[str, TensorPlan] = {}
         self.runs: dict[str, str] = {}  #: node -> how it runs
         self.tensors: dict[str, str] = {}  #: value or weight -> the tensor of its integers in the file
         self.quantizers: set[str] = set()  #: nodes that stand for a QuantizeLinear
-        self.codes: dict[str, Codes] = {}  #: name of the source of a weight -> its integers
+        self.codes: dict[str, IntegerConstant] = {}  #: name of the source of a weight -> its integers
         self.parts: dict[str, tuple[str, int, int]] = {}  #: weight -> the tensor of which it is a part, and its ends
         self.decomposed: list[list[Node]] = []  #: nodes of each integer operator that became several
         self.unfolded = {*unfolded}
@@ -275,7 +277,7 @@ class _QuantizedTranslator(Translator):
             self._store(made.name, self.form.made[out], out)
         return type(x)(x.metas, made.name)
 
-    def _store(self, value: str, numbers: Numbers, tensor: str) -> None:
+    def _store(self, value: str, numbers: QParams, tensor: str) -> None:
         """Store a value as a tensor of the file is stored."""
         stored = stored_as(numbers.kind, numbers.scale, numbers.zero, numbers.axis, numbers.ends)
         self.stored[value] = TensorPlan(name=value, role="activation", stored=stored, origin="the file")
@@ -371,7 +373,7 @@ def _dtype(value: ir.Value) -> torch.dtype:
     return torch.float32 if kind is None or kind.is_floating_point() else getattr(torch, kind.name.lower())
 
 
-def _weight_in_file_order(codes: Codes, weight: torch.Tensor) -> Any:
+def _weight_in_file_order(codes: IntegerConstant, weight: torch.Tensor) -> Any:
     """Return a weight and how it is stored, in the order of axes in which its integers make these floats, or None."""
     n, scale, zero = codes.numbers, codes.numbers.scale, codes.numbers.zero
     wide = n.kind == "int32"
@@ -423,5 +425,5 @@ def _ends(form: NormalForm) -> str:
     return json.dumps({side: {k: _note(n) for k, n in found.items()} for side, found in sides})
 
 
-def _note(numbers: Numbers) -> dict[str, Any]:
+def _note(numbers: QParams) -> dict[str, Any]:
     return {"type": numbers.kind, "scale": float(numbers.scale), "zero_point": int(numbers.zero), "own": True}

@@ -144,7 +144,6 @@ class OnnxFunction:
     Args:
         node: the operator, whose inputs are called "i0", "i1", ... and whose outputs "o0", "o1", ...
         opset: version of its domain.
-        dtypes: types of its inputs in ONNX, "" for absent ones.
     """
 
     def __init__(self, node: onnx.NodeProto, opset: int) -> None:

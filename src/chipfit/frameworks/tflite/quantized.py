@@ -95,9 +95,11 @@ def _not_simulated(model: TfliteModel) -> str:
     return _AT_RUN_TIME.format(", ".join(others)) if others else "" if dynamic else _IN_FLOAT
 
 
-def _read(model: TfliteModel, facts: Facts, open_batch: bool, platform: str) -> tuple[_Codes, LayoutChange, Plan]:
+def _read(
+    model: TfliteModel, facts: Facts, open_batch: bool, platform: str
+) -> tuple[_QuantizedReading, LayoutChange, Plan]:
     """Return what was read, its graph with channels first, and the plan of its integers."""
-    reading = _Codes(model, facts, open_batch)
+    reading = _QuantizedReading(model, facts, open_batch)
     graph = reading.graph()
     live = {n.name for n in graph.nodes}
     plan = Plan(
@@ -128,7 +130,7 @@ def _is_separate(model: TfliteModel, graph: Graph) -> bool:
     return first_deviation(graph, two, want) is None
 
 
-class _Codes(Reading):
+class _QuantizedReading(Reading):
     """The graph of a quantized file while it is read, and what is stored how."""
 
     one_value_each = True

@@ -67,5 +67,5 @@ class Torch(Framework):
         """Return an example input that a loaded program, or a model of Lightning or timm, tells itself."""
         known = getattr(model, "default_cfg", None)
         shape = known.get("input_size") if isinstance(known, dict) else None
-        told = getattr(model, "example", getattr(model, "example_input_array", None))
-        return torch.randn(2, *shape) if told is None and shape is not None else told
+        given = getattr(model, "example", getattr(model, "example_input_array", None))
+        return torch.randn(2, *shape) if given is None and shape is not None else given
