@@ -85,6 +85,7 @@ def operator_table() -> str:
 def json_schema() -> str:
     """The JSON Schema that editors use to complete and check platform files."""
     schema = Platform.model_json_schema(by_alias=True)
+    schema["description"] = schema["description"].partition("\n\n")[0]  # without the example
     for hidden in ("arch_selected", "file"):
         schema["properties"].pop(hidden, None)
     schema["title"] = "chipfit platform, schema version 0"

@@ -153,6 +153,12 @@ def test_wrong_states_are_refused_by_name(states, why):
         chipfit.quantize(Cell().eval(), [(torch.randn(2, 3), torch.randn(2, 5))], states=states, progress=False)
 
 
+def test_a_layer_whose_outputs_are_its_states_drifts():
+    result = chipfit.quantize(nn.GRU(3, 8, batch_first=True).eval(), [X], "tflite_int8", progress=False)
+    found = chipfit.drift(result, [X])
+    assert len(found.outputs) == 6 and found.outputs == pytest.approx(found.states)
+
+
 def test_a_network_without_states_does_not_drift():
     result = chipfit.quantize(nn.Linear(3, 4), [torch.randn(4, 3)], progress=False)
     with pytest.raises(UnsupportedError, match="no recurrent layer"):

@@ -38,6 +38,15 @@ def compare(a: Any, b: Any, data: Any = None, *, names: Sequence[str] = ()) -> C
         PlanError: a folder or report cannot be read, or `data` are given and `a` or `b` is not a result.
         CaptureError: a file cannot be read, or is not quantized.
         DataError: see `quantize`.
+
+    Examples:
+        >>> import chipfit, torch
+        >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU()).eval()
+        >>> data = [torch.rand(8, 3, 16, 16) for _ in range(4)]
+        >>> result = chipfit.quantize(net, data, "tflite_int8", progress=False)
+        >>> other = result.edit({"0": {"weight_rule": "no_clipping"}})
+        >>> chipfit.compare(result, other).equal
+        False
     """
     given = [a, b]
     if names and len(names) != 2:

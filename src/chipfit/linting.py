@@ -25,7 +25,15 @@ from chipfit.screen import MANY, Summary, SummaryRepr, joined
 
 @dataclass(frozen=True, repr=False)
 class Lint(SummaryRepr):
-    """The formats and kernels that a platform would give to a model."""
+    """The formats and kernels that a platform would give to a model.
+
+    Examples:
+        >>> import chipfit, torch
+        >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU()).eval()
+        >>> data = [torch.rand(8, 3, 16, 16) for _ in range(4)]
+        >>> chipfit.lint(net, data[0], "tflite_int8").rows[0].op
+        'Conv2D'
+    """
 
     graph: Graph
     platform: Platform
@@ -63,6 +71,13 @@ def lint(
 
     Raises:
         CaptureError, DataError, UnsupportedError, UnknownNameError: see `chipfit.errors`.
+
+    Examples:
+        >>> import chipfit, torch
+        >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU()).eval()
+        >>> data = [torch.rand(8, 3, 16, 16) for _ in range(4)]
+        >>> [(row.layer, row.exec) for row in chipfit.lint(net, data[0], "tflite_int8").rows]
+        [('0', 'int'), ('1', 'int')]
     """
     d = Decision(platform=load_platform(platform), overrides=overrides)
     model = load_model(model)

@@ -99,6 +99,14 @@ def quantize(
         PlanError: no choice of bits keeps the limits; the message names what needs most.
         NothingQuantizedError: no tensor of this model can be quantized on this platform.
         Interrupted: Ctrl-C during the search of bits or a correction; its `result` is usable.
+
+    Examples:
+        >>> import chipfit, torch
+        >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU()).eval()
+        >>> data = [torch.rand(8, 3, 16, 16) for _ in range(4)]
+        >>> result = chipfit.quantize(net, data, "tflite_int8", progress=False)
+        >>> result.verify(data).exact  # result.export("net.tflite") writes the file
+        True
     """
     by = "mse" if rule is None else rule
     rules = statistics.RangeRules(rule=by, weight_rule=weight_rule, z_threshold=z_threshold)

@@ -51,7 +51,18 @@ if TYPE_CHECKING:
 
 @dataclass(repr=False)
 class Result(SummaryRepr):
-    """A quantized network: the plan, and the model, file, report and proof that are made from it."""
+    """A quantized network: the plan, and the model, file, report and proof that are made from it.
+
+    Examples:
+        >>> import chipfit, torch
+        >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU()).eval()
+        >>> data = [torch.rand(8, 3, 16, 16) for _ in range(4)]
+        >>> result = chipfit.quantize(net, data, "tflite_int8", progress=False)
+        >>> result.model(data[0]).shape  # the simulation, which trains like the network itself
+        torch.Size([8, 8, 14, 14])
+        >>> result.plan.tensors["0.weight"].format
+        'w8'
+    """
 
     graph: Graph  #: float network after rewrites and corrections
     plan: Plan
@@ -527,6 +538,18 @@ def load(directory: str | Path) -> Result:
 
     Raises:
         PlanError: a file is missing, truncated, changed since it was saved, or of another schema version.
+
+    Examples:
+        >>> import chipfit, torch
+        >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU()).eval()
+        >>> data = [torch.rand(8, 3, 16, 16) for _ in range(4)]
+        >>> result = chipfit.quantize(net, data, "tflite_int8", progress=False)
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp() + "/fitted"
+        >>> _ = result.save(folder)
+        >>> again = chipfit.load(folder)
+        >>> bool((again.model(data[0]) == result.model(data[0])).all())
+        True
     """
     from chipfit.plan.saved import load as load_files
 

@@ -88,6 +88,11 @@ class Settings(metaclass=_WithSignature):
         UnknownNameError: a setting, or a method that it names, does not exist.
         ConfigError: an option of a method is out of bounds.
         PlanError: a value has the wrong type, or a ratio or threshold is negative.
+
+    Examples:
+        >>> from chipfit import Settings
+        >>> Settings(rounding="gptq", correct_bias=True).rounding
+        'gptq'
     """
 
     __slots__ = ("_chosen",)

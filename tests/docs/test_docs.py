@@ -1,5 +1,7 @@
 """Every Python block of README and docs runs, page by page, top to bottom; every shell line names what exists."""
 
+import doctest
+import inspect
 import json
 import re
 import runpy
@@ -133,6 +135,13 @@ def test_the_python_page_has_every_public_name():
     listed = {name for names in runpy.run_path(str(ROOT / "docs/generate.py"))["API"].values() for name in names}
     own = {n for n in chipfit.__all__ if n == "errors" or not home_of(n).startswith("chipfit.mct")}
     assert listed == own - {"BEST", "ChipfitError", "__version__"}  # constants, and a class that `errors` has
+
+
+def test_every_public_name_has_an_example_which_the_tests_run():
+    found = runpy.run_path(str(ROOT / "docs/generate.py"))["API"].values()
+    names = [name for group in found for name in group if name != "errors"]
+    examples = {name: doctest.DocTestParser().get_examples(inspect.getdoc(getattr(chipfit, name))) for name in names}
+    assert len(names) > 20 and [name for name, shown in examples.items() if not shown] == []
 
 
 def home_of(name: str) -> str:

@@ -60,7 +60,16 @@ class PrunedLayer:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Pruned(SummaryRepr):
-    """A smaller network, and what was removed."""
+    """A smaller network, and what was removed.
+
+    Examples:
+        >>> import chipfit, torch
+        >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 16, 3), torch.nn.ReLU(), torch.nn.Conv2d(16, 8, 3)).eval()
+        >>> half = chipfit.Limits(weights="50%")
+        >>> pruned = chipfit.prune(net, [torch.rand(8, 3, 8, 8)], limits=half, simd=1, progress=False)
+        >>> pruned.model(torch.rand(1, 3, 8, 8)).shape
+        torch.Size([1, 8, 4, 4])
+    """
 
     graph: Graph  #: the smaller network
     layers: list[PrunedLayer]
@@ -187,6 +196,14 @@ def prune(
     Raises:
         PruningError: a limit cannot be kept without removing whole layers; names it, and the layers that cannot shrink.
         CaptureError, DataError, UnknownNameError, ConfigError: see `chipfit.errors`.
+
+    Examples:
+        >>> import chipfit, torch
+        >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 16, 3), torch.nn.ReLU(), torch.nn.Conv2d(16, 8, 3)).eval()
+        >>> half = chipfit.Limits(weights="50%")
+        >>> pruned = chipfit.prune(net, [torch.rand(8, 3, 8, 8)], limits=half, simd=1, progress=False)
+        >>> pruned.model[0].out_channels <= 8
+        True
     """
     options = Options(importance=importance, keep=tuple(keep), simd=simd, repair=repair, seed=seed)
     options.check(limits)

@@ -89,7 +89,14 @@ def check(model: Any) -> None:
 
 
 def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Sequence[Any] = ()) -> Graph:
-    """Read a model of any framework into a Graph; see `Framework.capture`."""
+    """Read a model of any framework into a Graph; see `Framework.capture`.
+
+    Examples:
+        >>> import chipfit, torch
+        >>> graph = chipfit.capture(torch.nn.Linear(4, 2).eval(), (torch.rand(1, 4),))
+        >>> [node.op for node in graph.nodes]
+        ['Linear']
+    """
     from chipfit.engine.process import TRACING
 
     with TRACING:
@@ -136,6 +143,12 @@ def load_model(model: Any, *, requantize: bool = False) -> Any:
 
     Raises:
         CaptureError: There is no such file, or it holds no model that can be loaded.
+
+    Examples:
+        >>> import chipfit, torch
+        >>> net = torch.nn.Linear(4, 2)
+        >>> chipfit.load_model(net) is net  # a path is read: chipfit.load_model("net.onnx")
+        True
     """
     if isinstance(model, str | os.PathLike):
         found = _opened(os.fspath(model))

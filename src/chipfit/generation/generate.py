@@ -70,6 +70,14 @@ def generated(
         ConfigError: an option is invalid.
 
     Source: Cai et al. 2020 (ZeroQ), arXiv:2001.00281, eq. 3; Haroush et al. 2020, arXiv:1912.01274.
+
+    Examples:
+        >>> import chipfit, torch
+        >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4)).eval()
+        >>> options = chipfit.Generation(steps=2, batch=4)
+        >>> made = chipfit.generated(net, 4, example=torch.rand(1, 3, 8, 8), options=options, progress=False)
+        >>> [batch.shape for batch in made]
+        [torch.Size([4, 3, 8, 8])]
     """
     if not (is_number(n) and int(n) == n and n > 0):
         raise ConfigError("Number of generated inputs must be a whole number above 0", got=repr(n))

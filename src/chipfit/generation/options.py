@@ -18,6 +18,11 @@ class Generation:
 
     Raises:
         ConfigError, UnknownNameError: an option has the wrong type, an unknown value or an unknown name.
+
+    Examples:
+        >>> from chipfit import Generation
+        >>> Generation(steps=100, batch=16).steps
+        100
     """
 
     steps: PositiveInt | None = None  #: of gradient descent for each batch; None: 20 to 60, fewer for more work

@@ -105,7 +105,17 @@ class NodePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Plan(SummaryRepr):
-    """All decisions for one model on one platform."""
+    """All decisions for one model on one platform.
+
+    Examples:
+        >>> import chipfit, torch
+        >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU()).eval()
+        >>> data = [torch.rand(8, 3, 16, 16) for _ in range(4)]
+        >>> result = chipfit.quantize(net, data, "tflite_int8", progress=False)
+        >>> tensor = result.plan.tensors["0.weight"]
+        >>> tensor.role, tensor.format, tuple(tensor.scale.shape)
+        ('weight', 'w8', (8,))
+    """
 
     tensors: dict[str, TensorPlan] = field(default_factory=dict)
     nodes: dict[str, NodePlan] = field(default_factory=dict)

@@ -20,7 +20,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Comparison(SummaryRepr, ComparisonData):
-    """Two reports beside each other, in the forms in which they are shown."""
+    """Two reports beside each other, in the forms in which they are shown.
+
+    Examples:
+        >>> import chipfit, torch
+        >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU()).eval()
+        >>> data = [torch.rand(8, 3, 16, 16) for _ in range(4)]
+        >>> result = chipfit.quantize(net, data, "tflite_int8", progress=False)
+        >>> found = chipfit.compare(result, result)
+        >>> found.equal, len(found.pairs)
+        (True, 2)
+    """
 
     def save(self, path: str | Path) -> Path:
         """Write the comparison: a self-contained page for `.html`, data for `.json`.

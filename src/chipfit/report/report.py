@@ -40,7 +40,19 @@ def write_shown(shown: Any, path: str | Path, page: Callable[[Any], str]) -> Pat
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Report(SummaryRepr, ReportData):
-    """A report on how a quantized model runs, how large it is, and how accurate."""
+    """A report on how a quantized model runs, how large it is, and how accurate.
+
+    Examples:
+        >>> import chipfit, torch
+        >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU()).eval()
+        >>> data = [torch.rand(8, 3, 16, 16) for _ in range(4)]
+        >>> result = chipfit.quantize(net, data, "tflite_int8", progress=False)
+        >>> report = result.report
+        >>> [(row.layer, row.exec) for row in report.layers]
+        [('0', 'int'), ('1', 'int')]
+        >>> report.quantized_bytes < report.float_bytes / 3
+        True
+    """
 
     @classmethod
     def load(cls, path: str | Path) -> "Report":

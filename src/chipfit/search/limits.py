@@ -29,6 +29,11 @@ class Limits:
     Raises:
         ConfigError: an amount is not understood, two limits are about the same memory, or there is no limit.
         UnknownNameError: there is no such limit; there is none on time, which platforms do not state.
+
+    Examples:
+        >>> from chipfit import Limits
+        >>> Limits(weights="50%", ram="256 KB").weights
+        '50%'
     """
 
     weights: Amount = None  #: memory of quantized weights [byte]

@@ -78,6 +78,17 @@ def verify_file(
         RuntimeUnavailable: The runtime is not installed, or refuses the file.
         UnsupportedError: Its kernels quantize at run time in a way that has no simulation.
         DataError: There are no data.
+
+    Examples:
+        >>> import chipfit, torch
+        >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU()).eval()
+        >>> data = [torch.rand(8, 3, 16, 16) for _ in range(4)]
+        >>> result = chipfit.quantize(net, data, "tflite_int8", progress=False)
+        >>> import tempfile
+        >>> file = tempfile.mkdtemp() + "/net.tflite"  # or that of another tool
+        >>> _ = result.export(file, keep_layout=True)
+        >>> chipfit.verify_file(file, data).exact
+        True
     """
     example = data[0] if isinstance(data, (list, tuple)) and data else None
     found, chosen = read_quantized(path, platform, example)

@@ -23,7 +23,17 @@ MEANING = {
 
 @dataclass(repr=False)
 class Verification(SummaryRepr):
-    """The result of `verify`."""
+    """The result of `verify`.
+
+    Examples:
+        >>> import chipfit, torch
+        >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU()).eval()
+        >>> data = [torch.rand(8, 3, 16, 16) for _ in range(4)]
+        >>> result = chipfit.quantize(net, data, "tflite_int8", progress=False)
+        >>> check = result.verify(data)
+        >>> check.exact, check.differing, check.verdict
+        (True, 0, 'exact')
+    """
 
     runtime: str
     promised: bool  #: this runtime's arithmetic is a verified profile of this platform
