@@ -133,3 +133,28 @@ def test_a_constant_without_numbers_is_refused():
 
 def test_more_axes_than_a_tensor_has_are_refused():
     refused(model([node("Unsqueeze", ["x", "a"])], {"a": np.arange(100_000)}), "Unsqueeze' cannot be computed")
+
+
+def spoiled(change):
+    proto = model([node("Add", ["x", "w"])], {"w": np.ones(4, np.float32)})
+    change(proto.graph)
+    return proto.SerializeToString()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda g: setattr(g.initializer[0], "data_type", 0), "'w' holds no numbers.*Got: undefined"),
+        (
+            lambda g: g.initializer[0].CopyFrom(TensorProto(name="w", dims=[1], data_type=8, string_data=[b"\0"])),
+            "string",
+        ),
+        (lambda g: setattr(g.input[0].type.tensor_type, "elem_type", 0), "Input 'x' takes no numbers"),
+        (lambda g: setattr(g.input[0].type.tensor_type, "elem_type", TensorProto.STRING), "Input 'x' takes no numbers"),
+        (lambda g: g.input.append(g.input[0]), "several inputs with the name 'x'"),
+        (lambda g: setattr(g.input[0].type.tensor_type.shape.dim[1], "dim_value", 1 << 40), "Input 'x' is too large"),
+    ],
+)
+def test_inputs_and_weights_that_are_no_numbers_or_too_many_are_refused(change, message):
+    with pytest.raises(CaptureError, match=message):
+        load_model(spoiled(change))

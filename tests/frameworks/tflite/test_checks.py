@@ -100,6 +100,14 @@ def test_remainders_by_minus_one_are_refused_and_others_are_computed():
     assert y.tolist() == [[2, 0, 1, 2]]
 
 
+def test_an_input_that_is_listed_twice_is_refused():
+    table = schema.ModelT.InitFromPackedBuf(file_of("NEG", ["x"]), 0)
+    table.subgraphs[0].inputs = np.array([0, 0], np.int32)
+    builder = flatbuffers.Builder(1024)
+    builder.Finish(table.Pack(builder), b"TFL3")
+    refused(bytes(builder.Output()), "'x' is an input of the network several times")
+
+
 def test_a_negative_radius_is_refused():
     name, options = "LOCAL_RESPONSE_NORMALIZATION", {"LocalResponseNormalization": {"radius": -1}}
     refused(file_of(name, ["x"], (1, 2, 2, 1), **options), "radius of a normalization is negative.*Got: -1")

@@ -15,7 +15,7 @@ from onnx import helper, numpy_helper
 from chipfit.errors import CaptureError, raised_outside_chipfit
 
 #: greatest number of elements of a result, for each sample
-_MOST_ELEMENTS = 1 << 28
+MOST_ELEMENTS = 1 << 28
 #: greatest integer among the attributes of a node, such as a stride or a number of heads
 _LARGEST = 1 << 24
 #: operators whose attributes are values or ends of ranges
@@ -57,8 +57,8 @@ def check_shape(shape: Sequence[int], rows: int, kind: str, where: str) -> None:
     Raises:
         CaptureError: It has too many elements.
     """
-    if math.prod(shape) > _MOST_ELEMENTS * max(rows, 1) or min(shape, default=0) < 0:
-        allowed = f"at most {_MOST_ELEMENTS:,} elements for each sample"
+    if math.prod(shape) > MOST_ELEMENTS * max(rows, 1) or min(shape, default=0) < 0:
+        allowed = f"at most {MOST_ELEMENTS:,} elements for each sample"
         raise CaptureError(f"Operator '{kind}' makes too large a tensor", where=where, got=list(shape), allowed=allowed)
 
 

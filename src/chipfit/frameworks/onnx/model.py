@@ -19,6 +19,7 @@ from onnx_ir.passes.common import InlinePass
 from chipfit.errors import CaptureError, raised_outside_chipfit, short_message
 from chipfit.files import existing_file, wrap_read_errors
 from chipfit.frameworks.onnx.integers import is_foreign, is_quantized
+from chipfit.frameworks.onnx.limits import MOST_ELEMENTS
 from chipfit.frameworks.onnx.stored import StoredWeights, without_weights
 
 #: domains whose operators are known
@@ -26,6 +27,8 @@ DOMAINS = ("", "com.microsoft")
 _NEWEST = onnx.defs.onnx_opset_version()
 _OLDEST = 1
 _MOST_NODES = 100_000
+_TYPES = {code: name.lower() for name, code in onnx.TensorProto.DataType.items()}
+_NUMERIC = {code for code, name in _TYPES.items() if name not in ("undefined", "string")}
 #: fields of a tensor that hold numbers, and how many numbers of few bits one entry holds at most
 _NUMBERS, _PACKED = "float_data int32_data string_data int64_data double_data uint64_data".split(), 4
 
@@ -132,6 +135,7 @@ def opened(model: Any, file: Path | None = None) -> OnnxModel:
         for value in read.graph.inputs:  # some exporters write -1 for a size that is open
             if value.shape is not None and any(isinstance(d, int) and d < 0 for d in value.shape):
                 value.shape = ir.Shape([None if isinstance(d, int) and d < 0 else d for d in value.shape])
+        _check_inputs(read.graph.inputs, where)
     except Exception as e:  # parsers raise many types
         if not raised_outside_chipfit(e):
             raise
@@ -160,6 +164,9 @@ def _check_proto(proto: onnx.ModelProto, stored: StoredWeights, where: str) -> N
         hint = "onnx.version_converter.convert_version(model, 18) changes the opset"
         raise CaptureError("The ONNX model has an unknown opset", where=where, got=opset, allowed=allowed, hint=hint)
     for tensor in _tensors(proto):
+        if tensor.data_type not in _NUMERIC:
+            got, allowed = _TYPES.get(tensor.data_type, tensor.data_type), "numbers of a known type"
+            raise CaptureError(f"Tensor '{tensor.name}' holds no numbers", where=where, got=got, allowed=allowed)
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
             _check_external(tensor, stored, where)
         elif tensor.HasField("raw_data"):
@@ -167,6 +174,21 @@ def _check_proto(proto: onnx.ModelProto, stored: StoredWeights, where: str) -> N
         elif math.prod(tensor.dims) > _PACKED * (count := sum(len(getattr(tensor, k)) for k in _NUMBERS)):
             got, allowed = f"{count:,} numbers", f"{math.prod(tensor.dims):,} for {list(tensor.dims)}"
             raise CaptureError(f"Tensor '{tensor.name}' does not fit its shape", where=where, got=got, allowed=allowed)
+
+
+def _check_inputs(inputs: Sequence[ir.Value], where: str) -> None:
+    """Check that inputs have different names, numbers, and sizes that memory holds."""
+    names = [v.name for v in inputs]
+    for value in inputs:
+        if names.count(value.name) > 1:
+            raise CaptureError(f"The model has several inputs with the name '{value.name}'", where=where)
+        if value.dtype is not None and int(value.dtype) not in _NUMERIC:
+            what, got = f"Input '{value.name}' takes no numbers", str(value.dtype).lower()
+            raise CaptureError(what, where=where, got=got, allowed="numbers of a known type")
+        sizes = [d for d in dims_of(value) or () if d is not None]
+        if math.prod(sizes) > MOST_ELEMENTS:
+            allowed = f"at most {MOST_ELEMENTS:,} elements"
+            raise CaptureError(f"Input '{value.name}' is too large", where=where, got=sizes, allowed=allowed)
 
 
 def _check_functions(proto: onnx.ModelProto, where: str) -> None:

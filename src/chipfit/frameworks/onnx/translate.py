@@ -85,7 +85,7 @@ class Translator:
 
     def cast(self, value: ir.Value, x: Operand) -> Operand:
         """Return an input in the type that the model declares; all float types are float32."""
-        if value.dtype is None or value.dtype.name in ("STRING", "UNDEFINED"):
+        if value.dtype is None:
             return x
         want = torch.float32 if value.dtype.is_floating_point() else getattr(torch, value.dtype.name.lower(), x.dtype)
         if want is x.dtype:

@@ -162,6 +162,8 @@ def _check_order(
     ends = [*inputs, *map(int, _items(graph.outputs))]
     if any(not -1 <= i < count for op in every for i in op) or any(not 0 <= i < count for i in ends):
         raise CaptureError("An operator refers to a tensor that the file does not have", where=where, allowed=count)
+    if twice := [names[i] for i in {*inputs} if inputs.count(i) > 1]:
+        raise CaptureError(f"Tensor '{twice[0]}' is an input of the network several times", where=where)
     absent = [not constant[k] and t.sparsity is None and not t.isVariable for k, t in enumerate(graph.tensors)]
     known = {k for k in range(count) if not absent[k] or math.prod(_items(graph.tensors[k].shape)) == 0} | {*inputs}
     written = {*inputs}
