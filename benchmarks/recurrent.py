@@ -88,26 +88,23 @@ def walked(model: nn.Module, states: int, sequences: torch.Tensor, hidden: int =
     return outputs
 
 
-def same_bytes(result: chipfit.Result, folder: Path) -> bool:
-    """Compile the C file with gcc, and compare the bytes of its array with those of the `.tflite` file."""
-    file = result.export(folder / "network.tflite", batch=1, io="int8")
-    result.export(folder / "network.h", batch=1, io="int8")
-    name = re.search(r"(\w+)\[\]\s*=|(\w+)\[\w+\]\s*=", (folder / "network.h").read_text())
-    assert name is not None
-    array = name[1] or name[2]
-    code = (
-        f'#include <stdio.h>\n#include "network.h"\nint main(void) {{ fwrite({array}, 1, sizeof {array}, stdout); }}\n'
-    )
-    (folder / "main.c").write_text(code)
-    subprocess.run(["gcc", "-Wall", "-Werror", "-o", folder / "main", folder / "main.c"], check=True)
-    return subprocess.run([folder / "main"], capture_output=True, check=True).stdout == Path(file).read_bytes()
+def host_build(header: Path) -> bytes:
+    """Compile a C file with gcc, and return the bytes of its array."""
+    found = re.search(r"(\w+)\[\] = ", header.read_text())
+    assert found is not None
+    code = f'#include <stdio.h>\n#include "{header.name}"\n'
+    code += f"int main(void) {{ return fwrite({found[1]}, 1, {found[1]}_len, stdout) != sizeof {found[1]}; }}\n"
+    (header.parent / "main.c").write_text(code)
+    program = header.parent / "main"
+    subprocess.run(["gcc", "-std=c11", "-Wall", "-Werror", "-o", program, header.parent / "main.c"], check=True)
+    return subprocess.run([program], capture_output=True, check=True).stdout
 
 
 def row(name: str, result: chipfit.Result, calls: list[Any], points: tuple[float, float]) -> bool:
     """Print one row; return whether the network keeps its promises."""
     with tempfile.TemporaryDirectory() as folder:
-        bytes_ = same_bytes(result, Path(folder))
-        size = (Path(folder) / "network.tflite").stat().st_size
+        file, header = (result.export(Path(folder) / f"network{s}", batch=1, io="int8") for s in (".tflite", ".h"))
+        bytes_, size = host_build(header) == file.read_bytes(), file.stat().st_size
     check = result.verify(calls)
     floats = sum(planned.exec == "float" for planned in result.plan.nodes.values())
     good = check.exact and bytes_ and not floats and points[1] >= points[0] - LOSS

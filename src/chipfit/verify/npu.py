@@ -139,8 +139,8 @@ def compile_file(path: str | Path, accelerator: str, layers: dict[str, str] | No
 
 
 def _layer(tensor: str, layers: dict[str, str]) -> str:
-    """Return the layer of a tensor, or of the tensor that it is a part of: "softmax/part_1"."""
-    return layers.get(tensor, layers.get(tensor.partition("/")[0], ""))
+    """Return the layer of a tensor, or of the tensor that it is a part of: "block/softmax/part_1"."""
+    return layers.get(tensor, layers.get(tensor.rpartition("/")[0], ""))
 
 
 def _check(accelerator: str) -> None:

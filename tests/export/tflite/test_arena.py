@@ -4,8 +4,11 @@ import pytest
 
 pytest.importorskip("tflite_micro", reason="needs TensorFlow Lite Micro")
 
+import shutil
+
 import numpy as np
 import torch
+from benchmarks.recurrent import Spotter, host_build, tones
 from torch import nn
 
 from chipfit.errors import RuntimeUnavailable
@@ -87,3 +90,16 @@ def test_a_kernel_that_crashes_in_a_small_arena_needs_a_larger_one(monkeypatch):
 
     monkeypatch.setattr("chipfit.runtimes.tflm.Child", Crashing)
     assert Tflm.arena(b"") == 5008 and asked.count("new") > 2
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
+def test_a_host_build_of_a_spotters_c_file_holds_a_file_that_gives_the_simulated_integers(kind, tmp_path):
+    torch.manual_seed(0)
+    frames = tones(48, 0)[0][:, :6]
+    result = quantized(Spotter(kind, hidden=8).eval(), [frames[:32]], "tflm_cmsis_nn")
+    file, header = (result.export(tmp_path / f"spotter{s}", batch=1, io="int8") for s in (".tflite", ".h"))
+    assert host_build(header) == file.read_bytes()
+    (tmp_path / "built.tflite").write_bytes(host_build(header))
+    found = result.verify([frames[32:]], runtime="tflm", path=tmp_path / "built.tflite")
+    assert found.exact and not found.float_ops and len(found.compared) == len(found.rows), found.summary()
