@@ -54,6 +54,23 @@ def _reduced(a: Mapping[str, Any]) -> int | None:
     return None if sizes is None or None in sizes else math.prod(sizes)
 
 
+def _depth_reduced(a: Mapping[str, Any]) -> int:
+    """Return the least side of an image whose channels are reduced, channels included; 1 for anything else."""
+    shape = a["in_shape"]
+    return min(shape[1:]) if len(shape) == 4 and 1 in {i % 4 for i in a["axes"]} else 1
+
+
+def _upscale(a: Mapping[str, Any]) -> float | None:
+    """Return the factor by which all sides of an image grow; 0 if they differ, or if it shrinks."""
+    before, after, corner = _spatial(a, "in_shape"), _spatial(a, "out_shape"), int(a["align_corners"])
+    if before is None or after is None:
+        return None
+    if before == after or {*before} == {1}:
+        return 1
+    factors = {(o - corner) / max(1, i - corner) for i, o in zip(before, after, strict=True)}
+    return factors.pop() if len(factors) == 1 and min(factors) >= 1 else 0
+
+
 #: attribute of platform files -> how it follows from a node's own attributes, `in_shape` and `out_shape`
 DERIVED: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "slope": lambda a: a["negative_slope"],
@@ -66,6 +83,8 @@ DERIVED: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "dilated_h": lambda a: _dilated(a)[0],
     "dilated_hw": lambda a: math.prod(_dilated(a)),
     "reduced": _reduced,
+    "depth_reduced": _depth_reduced,
+    "upscale": _upscale,
     "padding": _padding,
     "group_width": lambda a: max(a["in_shape"][1], a["out_shape"][1]) / a["groups"],
     "axis": lambda a: "depth" if a["axis"] % len(a["in_shape"]) == 1 else "other",
