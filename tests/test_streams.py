@@ -159,6 +159,15 @@ def test_a_layer_whose_outputs_are_its_states_drifts():
     assert len(found.outputs) == 6 and found.outputs == pytest.approx(found.states)
 
 
+@pytest.mark.parametrize("wrong", [X[:, :, :2], X[0], X[:, :0], (X, X)], ids=["features", "axes", "steps", "inputs"])
+def test_sequences_that_do_not_fit_the_network_are_refused(wrong):
+    step = chipfit.streaming(Network(nn.GRU).eval(), X)
+    result = chipfit.quantize(step.model, step.calls([X]), states=step.states, progress=False)
+    for walk in (step.calls, lambda sequences: chipfit.drift(result, sequences)):
+        with pytest.raises(DataError, match=r"^Sequences do not fit .* Allowed: 'x' \[N, T, 3\]"):
+            walk([wrong])
+
+
 def test_a_network_without_states_does_not_drift():
     result = chipfit.quantize(nn.Linear(3, 4), [torch.randn(4, 3)], progress=False)
     with pytest.raises(UnsupportedError, match="no recurrent layer"):

@@ -253,15 +253,20 @@ def _walk(graph: Graph, batch: Any, step: Step, device: torch.device) -> Iterato
     """Yield inputs and outputs, on a device, of each step of a batch of sequences; states start from zeros.
 
     Raises:
-        DataError: the inputs have no axis of steps, or not as many as the network has.
+        DataError: inputs are missing, have no axis of steps, or other sizes than those of the network.
     """
     pairs = state_pairs(graph)
     count = len(graph.inputs) - len(pairs)
     given = [torch.as_tensor(x) for x in (batch if isinstance(batch, (tuple, list)) else (batch,))]
-    wanted = [len(graph.shape(i)) + 1 for i in graph.inputs[:count]]
-    if [x.dim() for x in given] != wanted:
+    shapes = {i: graph.shape(i)[1:] for i in graph.inputs[:count]}
+    fits = [
+        x.dim() == len(s) + 2 and all(n in (None, m) for n, m in zip(s, x.shape[2:]))
+        for s, x in zip(shapes.values(), given)
+    ]
+    if len(given) != count or not all(fits) or len({x.shape[:2] for x in given}) > 1 or not given[0].numel():
+        allowed = ", ".join(f"'{i}' [{', '.join(['N', 'T', *map(str, s)])}]" for i, s in shapes.items())
         got = ", ".join(str(list(x.shape)) for x in given)
-        raise DataError("Sequences do not fit the network", got=got, allowed=f"{count} inputs [N, T, ...]")
+        raise DataError("Sequences do not fit the network", got=got, allowed=allowed)
     given = inputs_on(device, given)
     sizes = [[s or len(given[0]) for s in graph.shape(i)] for i, _ in pairs]
     states = [given[0].new_zeros(size) for size in sizes]

@@ -1,4 +1,4 @@
-"""TensorFlow Lite Micro in its own process: what it refuses, and what becomes of one that crashes, hangs or prints."""
+"""TensorFlow Lite Micro in its own process: what it refuses, and the sizes of its files."""
 
 import numpy as np
 import pytest
@@ -8,49 +8,9 @@ from torch import nn
 import chipfit
 from chipfit.errors import RuntimeUnavailable
 from chipfit.registry import lookup
-from chipfit.runtimes.child import Child
 from tests.build import quantized, sequential
 
 pytest.importorskip("tflite_micro")
-ANSWER = """
-import pickle, sys
-pickle.load(sys.stdin.buffer)
-{}
-pickle.dump(("", 7), sys.stdout.buffer)
-"""
-
-
-def script(tmp_path, line: str) -> str:
-    path = tmp_path / "child.py"
-    path.write_text(ANSWER.format(line))
-    return str(path)
-
-
-def test_a_runtime_that_crashes_is_an_error_with_its_last_words(tmp_path):
-    child = Child(script(tmp_path, "print('arena is full', file=sys.stderr, flush=True); import os; os.abort()"), "Toy")
-    with pytest.raises(RuntimeUnavailable, match=r"^Toy ended with code -6 \(arena is full\)"):
-        child.ask("run")
-
-
-def test_a_runtime_that_hangs_is_stopped(tmp_path):
-    child = Child(script(tmp_path, "import time; time.sleep(60)"), "Toy", limit_s=0.5)
-    with pytest.raises(RuntimeUnavailable, match=r"^Toy gave no answer within 0.5 s"):
-        child.ask("run")
-
-
-def test_what_a_runtime_prints_is_kept_from_the_users_screen(tmp_path, capfd):
-    child = Child(script(tmp_path, "print('hello', file=sys.stderr, flush=True)"), "Toy")
-    assert child.ask("run") == 7
-    assert child.printed() == "hello\n"
-    assert capfd.readouterr() == ("", "")
-
-
-def test_an_operator_that_the_runtime_lacks_is_named(tmp_path, capfd):
-    result = quantized(sequential(nn.Linear(6, 4), nn.GELU()), [torch.randn(8, 6)], "tflite_int8")
-    path = result.export(tmp_path / "gelu.tflite")
-    with pytest.raises(RuntimeUnavailable, match=r"TensorFlow Lite Micro.*'GELU'.*Where: .*gelu\.tflite"):
-        lookup("runtime", "tflm")(path)
-    assert capfd.readouterr() == ("", "")
 
 
 def test_sizes_of_a_file_are_fixed(tmp_path):
@@ -59,7 +19,7 @@ def test_sizes_of_a_file_are_fixed(tmp_path):
     device = lookup("runtime", "tflm")(path)
     (y,) = device.run([np.zeros((5, 3, 6, 6), np.float32)]).values()
     assert y.shape[0] == 5 and device.part == 1  # sample by sample
-    with pytest.raises(RuntimeUnavailable, match="do not fit the file|fixed sizes"):
+    with pytest.raises(RuntimeUnavailable, match="does not fit the file"):
         device.run([np.zeros((5, 3, 7, 6), np.float32)])
 
 

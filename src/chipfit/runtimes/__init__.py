@@ -10,7 +10,7 @@ Inputs and outputs of a runtime are floats even if those of the file are integer
 read as a tensor.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from chipfit.validation import error_of
 
 #: (float32 numbers, scale) -> the numbers in steps of the scale, rounded
 Steps = Callable[[np.ndarray, Any], np.ndarray]
+SAMPLES = "samples"  #: axis along which a file of fixed batch size computes parts
 
 
 def write_opened(write: Callable[[Path], Path], path: Path, names: Sequence[str]) -> Path:
@@ -98,6 +99,32 @@ def read_notes(kind: Any, text: str | bytes, path: str) -> Any:
     except ValidationError as e:
         why = error_of(e.errors(), {}, RuntimeUnavailable, path).what
         raise RuntimeUnavailable(f"The chipfit notes in the file are malformed: {why}", where=path) from e
+
+
+def check_inputs(inputs: Sequence[np.ndarray], wanted: Mapping[str, Sequence[int | str | None] | None]) -> None:
+    """Check that inputs have the sizes of those of a file.
+
+    Args:
+        wanted: input -> size of each axis, None if the file leaves it open. A name is any size, and one size wherever
+            it stands; `SAMPLES` is at least 1.
+
+    Raises:
+        RuntimeUnavailable: One is missing or has other sizes.
+    """
+    hint = "is this the file that was written for this model?"
+    if len(inputs) != len(wanted):
+        got, allowed = f"{len(inputs)} inputs", ", ".join(wanted)
+        raise RuntimeUnavailable("The inputs do not fit the file", got=got, allowed=allowed, hint=hint)
+    known: dict[Any, int] = {}
+    for x, (name, shape) in zip(inputs, wanted.items(), strict=True):
+        sizes = [known.get(s, s) for s in (x.shape if shape is None else shape)]
+        fits = x.ndim == len(sizes) and all(s in (None, n) or isinstance(s, str) for s, n in zip(sizes, x.shape))
+        new = {s: n for s, n in zip(sizes, x.shape) if isinstance(s, str)}
+        if not fits or new.get(SAMPLES, 1) == 0:
+            allowed = "[" + ", ".join("any" if s is None else str(s) for s in sizes) + "]"
+            what = f"Input '{name}' does not fit the file"
+            raise RuntimeUnavailable(what, got=str([*x.shape]), allowed=allowed, hint=hint)
+        known.update(new)
 
 
 def unfit_notes(path: str = "", what: str = "tensors") -> RuntimeUnavailable:

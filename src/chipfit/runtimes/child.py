@@ -7,6 +7,7 @@ the runtime prints goes to a file, from which error messages quote.
 import contextlib
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,16 +29,17 @@ class Child:
         name: of the runtime, for messages.
         limit_s: time for one answer [s].
         unquoted: text in printed lines that say nothing to the reader of an error; "" if all are quoted.
+        path: of the file that it runs, for messages.
     """
 
-    def __init__(self, script: str, name: str, limit_s: float = 120.0, unquoted: str = "") -> None:
-        self.name, self.limit_s, self.unquoted = name, limit_s, unquoted
+    def __init__(self, script: str, name: str, limit_s: float = 120.0, unquoted: str = "", path: str = "") -> None:
+        self.name, self.limit_s, self.unquoted, self.path = name, limit_s, unquoted, path
         self._printed: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 -- closed by `_end`
         self._before = 0  #: size of what was printed before the last request
         # -P: the modules beside the script have names of packages
         command = [sys.executable, "-P", str(Path(__file__).parent / script)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._printed)
-        self.close = weakref.finalize(self, _end, self._process, self._printed)
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._printed)
+        self.close = weakref.finalize(self, _end, self.process, self._printed)
 
     def ask(self, function: str, *args: Any) -> Any:
         """Call a function of the script.
@@ -45,7 +47,7 @@ class Child:
         Raises:
             RuntimeUnavailable: the function raises an error, the process ends, or it gives no answer in time.
         """
-        process, self._before = self._process, self._printed.seek(0, os.SEEK_END)
+        process, self._before = self.process, self._printed.seek(0, os.SEEK_END)
         assert process.stdin is not None and process.stdout is not None
         late = threading.Event()
 
@@ -59,16 +61,24 @@ class Child:
             pickle.dump((function, args), process.stdin, protocol=5)
             process.stdin.flush()
             error, answer = pickle.load(process.stdout)
-        except (EOFError, OSError, ValueError, pickle.UnpicklingError) as e:
-            code = process.wait()
-            what = f"gave no answer within {self.limit_s:g} s" if late.is_set() else f"ended with code {code}"
+        except Exception as e:  # bytes that are no answer may raise any error
             words = self._last_words()
-            raise RuntimeUnavailable(f"{self.name} {what}{words and f' ({words})'}") from e
+            what = f"gave no answer within {self.limit_s:g} s" if late.is_set() else self._end_of_process()
+            raise RuntimeUnavailable(f"{self.name} {what}{words and f' ({words})'}", where=self.path) from e
         finally:
             timer.cancel()
         if error:
-            raise RuntimeUnavailable(f"{self.name}: {self._last_words() or error}")
+            raise RuntimeUnavailable(f"{self.name}: {self._last_words() or error}", where=self.path)
         return answer
+
+    def _end_of_process(self) -> str:
+        """Wait for a process that gave no answer, and return how it ended; end one that goes on."""
+        try:
+            code = self.process.wait(1)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return "gave an answer that cannot be read"
+        return f"ended with code {code}" if code >= 0 else f"was ended by signal {-code} ({signal.strsignal(-code)})"
 
     def printed(self) -> str:
         """Return what the runtime has printed since the last request began."""

@@ -11,7 +11,7 @@ from chipfit.errors import RuntimeUnavailable
 from chipfit.files import wrap_read_errors
 from chipfit.pte_file.container import PROGRAM, Container, classes, kind_of, malformed, tensor_of
 from chipfit.registry import register
-from chipfit.runtimes import join_parts
+from chipfit.runtimes import SAMPLES, check_inputs, join_parts
 from chipfit.runtimes.child import Child
 
 NAME = "ExecuTorch"
@@ -35,13 +35,14 @@ class ExecuTorch:
         """
         with wrap_read_errors(path, RuntimeUnavailable):
             content = Path(path).read_bytes()
-        self.file, self._child = Container(content), Child("executorch_child.py", NAME, unquoted=_OPERANDS)
+        self.file = Container(content)
+        self.child = Child("executorch_child.py", NAME, unquoted=_OPERANDS, path=str(path))
         notes = self.file.notes()
         self._own, places = len(self.file.method.outputs), notes.get("tensors", {})
         #: tensor -> see `show`
         self._shown = show(self.file, {name: places[name] for name in tensors if name in places})
         try:
-            found = self._child.ask("load", self.file.to_bytes() if self._shown else content)
+            found = self.child.ask("load", self.file.to_bytes() if self._shown else content)
         except RuntimeUnavailable as e:
             raise RuntimeUnavailable(f"ExecuTorch refuses the file: {e.what}", where=str(path)) from e
         self._shapes, self._types = [s for s, _ in found], [t for _, t in found]
@@ -61,12 +62,12 @@ class ExecuTorch:
 
     def run(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """Run one batch in parts of the file's batch size; return outputs and the requested tensors by name."""
-        if [list(x.shape[1:]) for x in inputs] != [s[1:] for s in self._shapes]:
-            got, hint = [list(x.shape) for x in inputs], "is this the file that was written for this model?"
-            raise RuntimeUnavailable("The inputs do not fit the file", got=got, allowed=self._shapes, hint=hint)
+        check_inputs(inputs, {f"input {k}": [SAMPLES, *s[1:]] for k, s in enumerate(self._shapes)})
         size = self.part or len(inputs[0])
         parts = [[np.ascontiguousarray(x[k : k + size]) for x in inputs] for k in range(0, len(inputs[0]), size)]
-        results = [self._child.ask("run", part) for part in parts]
+        results = [self.child.ask("run", part) for part in parts]
+        if any(len(r) != len(self.file.method.outputs) for r in results):
+            raise malformed("its program returns other outputs than it has")
         out = {f"output_{k}/float": np.concatenate([r[k] for r in results]) for k in range(self._own)}
         for name, (k, form, shape, axis, *front) in self._shown.items():
             values = (r[k].transpose(form) if form and len(form) == r[k].ndim else r[k] for r in results)

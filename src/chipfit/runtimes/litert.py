@@ -4,7 +4,7 @@ import contextlib
 import math
 import struct
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NotRequired
 
@@ -15,7 +15,15 @@ from typing_extensions import TypedDict
 from chipfit.errors import RuntimeUnavailable, first_line
 from chipfit.files import wrap_read_errors
 from chipfit.registry import register
-from chipfit.runtimes import dequantize_output, join_parts, quantize_input, read_notes, unfit_notes
+from chipfit.runtimes import (
+    SAMPLES,
+    check_inputs,
+    dequantize_output,
+    join_parts,
+    quantize_input,
+    read_notes,
+    unfit_notes,
+)
 
 _DECLARED: dict[str, Any] = {"suffix": ".tflite", "libraries": ("ai_edge_litert", "flatbuffers"), "extra": "litert"}
 
@@ -92,18 +100,14 @@ class LiteRt:
         Raises:
             RuntimeUnavailable: LiteRT refuses the file.
         """
-        raw = _content(Path(path))
-        try:
+        raw, self._path = _content(Path(path)), str(path)
+        with _typed("refuses the file", self._path, self.hint):
             self.make_interpreter(raw)  # checks every offset in the file
-            prepared = _with_outputs(raw, str(path), tensors, self.block_scales)
+            prepared = _with_outputs(raw, self._path, tensors, self.block_scales)
             content, self._own_outputs, self.tensors, self.notes = prepared
-            self.has_states = _states(raw, str(path), self.narrow_states)
+            self.has_states = _states(raw, self._path, self.narrow_states)
             self.interpreter = self.make_interpreter(content)
             self.interpreter.allocate_tensors()
-        except (RuntimeError, ValueError) as e:
-            raise RuntimeUnavailable(
-                f"LiteRT refuses the file: {first_line(e)}", where=str(path), hint=self.hint
-            ) from e
         self.inputs, self._requested = self.interpreter.get_input_details(), set(tensors)
         self.part: int | None = None  #: number of samples that the last run computed at a time; None: all at once
         forms, axes = (self.notes.get(k, {}) for k in ("forms", "batch_axis"))
@@ -142,20 +146,18 @@ class LiteRt:
         from ai_edge_litert.interpreter import Interpreter, OpResolverType
 
         plain = OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES
-        try:
+        with _typed("refuses the file", str(path)):
             Interpreter(model_path=str(path), experimental_op_resolver_type=plain).allocate_tensors()
-        except (RuntimeError, ValueError) as e:
-            raise RuntimeUnavailable(f"LiteRT refuses the file: {first_line(e)}", where=str(path)) from e
 
     def run(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """Run one batch; return by name the outputs, dequantized, and the requested tensors as the file holds them.
 
         Inputs and results have the model's order and layout. A file of fixed batch size runs on parts of that size.
+
+        Raises:
+            RuntimeUnavailable: The inputs do not fit the file, or an operator refuses its operands.
         """
-        if [x.ndim for x in inputs] != [len(d["shape"]) for d in self.inputs]:
-            shapes = [[list(x.shape) for x in inputs], [list(d["shape"]) for d in self.inputs]]
-            hint = "is this the file that was written for this model?"
-            raise RuntimeUnavailable("The inputs do not fit the file", got=shapes[0], allowed=shapes[1], hint=hint)
+        self._check(inputs)
         given = [x.transpose(f) if f else x for x, f in zip(inputs, self.forms, strict=True)]
         split = [len(d["shape"]) > 0 and not fits_tensor(x, d) for x, d in zip(given, self.inputs, strict=True)]
         if not any(split):
@@ -174,12 +176,29 @@ class LiteRt:
         front = self.notes.get("in_front", {})
         return {n: join_parts([p[n] for p in parts], axes.get(n, 0), front.get(n, 1)) for n in parts[0]}
 
+    def _check(self, inputs: Sequence[np.ndarray]) -> None:
+        """Check the inputs; where the batch size is fixed and differs, all that differ have one number of samples."""
+        wanted: dict[str, list[int | str | None]] = {}
+        for k, (d, form) in enumerate(zip(self.inputs, self.forms, strict=True)):
+            sizes: list[int | str | None] = [None if s < 0 else int(s) for s in _signature(d)]
+            sizes = [sizes[axis] for axis in np.argsort(form)] if form else sizes
+            if sizes[:1] == [None]:
+                sizes[0] = "batch" if self.notes else None
+            elif sizes and k < len(inputs) and inputs[k].shape[:1] != (sizes[0],):
+                sizes[0] = SAMPLES
+            wanted[d["name"].removesuffix("/float")] = sizes
+        check_inputs(inputs, wanted)
+
     def _reset(self) -> None:
         """Bring states back to those of the file."""
         if self.has_states:
             self.interpreter.reset_all_variables()
 
     def _once(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+        with _typed("cannot run the file on these inputs", self._path):
+            return self._called(inputs)
+
+    def _called(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         resized = [(x, d) for x, d in zip(inputs, self.inputs, strict=True) if tuple(x.shape) != tuple(d["shape"])]
         for x, d in resized:
             self.interpreter.resize_tensor_input(d["index"], x.shape, strict=True)
@@ -247,8 +266,23 @@ class LiteRtOptimized(LiteRt):
 
 def fits_tensor(x: np.ndarray, detail: Mapping[str, Any]) -> bool:
     """Return whether an input fits a tensor of the file: every dimension is dynamic or equal."""
-    signature = detail["shape_signature"] if len(detail["shape_signature"]) else detail["shape"]
+    signature = _signature(detail)
     return len(signature) == x.ndim and all(s in (-1, n) for s, n in zip(signature, x.shape))
+
+
+def _signature(detail: Mapping[str, Any]) -> Sequence[int]:
+    """Return the sizes of a tensor of the file; -1 if one is dynamic."""
+    signature: Sequence[int] = detail["shape_signature"]
+    return signature if len(signature) else detail["shape"]
+
+
+@contextlib.contextmanager
+def _typed(what: str, path: str, hint: str = "") -> Iterator[None]:
+    """Turn the errors of an interpreter into errors about a file."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as e:
+        raise RuntimeUnavailable(f"LiteRT {what}: {first_line(e)}", where=path, hint=hint) from e
 
 
 def _content(path: Path) -> bytes:

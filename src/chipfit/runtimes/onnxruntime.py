@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 from chipfit.errors import RuntimeUnavailable, first_line
 from chipfit.files import wrap_read_errors
 from chipfit.registry import register
-from chipfit.runtimes import dequantize_output, quantize_input, read_notes, unfit_notes
+from chipfit.runtimes import check_inputs, dequantize_output, quantize_input, read_notes, unfit_notes
 
 if TYPE_CHECKING:
     from chipfit.platform.schema import Platform
@@ -69,6 +69,7 @@ class OnnxRuntime:
                 raise RuntimeUnavailable(f"ONNX Runtime refuses the file: {first_line(e)}", where=str(path)) from e
             self._optimised = onnx.load(str(optimised), load_external_data=False)
         self.inputs = [i.name for i in self.session.get_inputs()]
+        self._sizes = input_sizes(model, self.inputs)
         self._io = _quantized_io(model, str(path))
 
     @staticmethod
@@ -88,11 +89,19 @@ class OnnxRuntime:
             raise RuntimeUnavailable(f"ONNX Runtime refuses the file: {first_line(e)}", where=str(path)) from e
 
     def run(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-        """Run one batch, in the model's order; return outputs and the requested tensors by ONNX name."""
+        """Run one batch, in the model's order; return outputs and the requested tensors by ONNX name.
+
+        Raises:
+            RuntimeUnavailable: The inputs do not fit the file, or an operator refuses its operands.
+        """
+        check_inputs(inputs, self._sizes)
         names, (taken, given) = [o.name for o in self.session.get_outputs()], self._io
-        feed = {i: np.asarray(x, order="C") for i, x in zip(self.inputs, inputs, strict=False)}
+        feed = {i: np.asarray(x, order="C") for i, x in zip(self.inputs, inputs, strict=True)}
         feed |= {i: quantize_input(feed[i], c["scale"], c["zero_point"], np.dtype(c["type"])) for i, c in taken.items()}
-        got = dict(zip(names, self.session.run(names, feed), strict=True))
+        try:
+            got = dict(zip(names, self.session.run(names, feed), strict=True))
+        except _refusals() as e:
+            raise RuntimeUnavailable(f"ONNX Runtime cannot run the file on these inputs: {first_line(e)}") from e
         return got | {o: dequantize_output(got[o], c["scale"], c["zero_point"]) for o, c in given.items()}
 
     def executed(self) -> Mapping[str, int]:
@@ -161,6 +170,15 @@ def read(path: str | Path, tensors: Sequence[str] = ()) -> Any:
     made = {o for n in model.graph.node for o in n.output} - {o.name for o in model.graph.output}
     model.graph.output.extend(onnx.ValueInfoProto(name=t) for t in tensors if t in made)
     return model
+
+
+def input_sizes(model: Any, names: Sequence[str]) -> dict[str, list[int | str | None] | None]:
+    """Return the sizes of inputs of a ModelProto, for `check_inputs`; one name is one size in files of chipfit."""
+    own = any(p.key.startswith("chipfit.") for p in model.metadata_props)
+    kinds = {i.name: i.type.tensor_type for i in model.graph.input}
+    free = [n for n in names if not kinds[n].HasField("shape")]
+    sizes = {n: [d.dim_value or (own and d.dim_param) or None for d in kinds[n].shape.dim] for n in names}
+    return sizes | dict.fromkeys(free)
 
 
 def saturates() -> bool:

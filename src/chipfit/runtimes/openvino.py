@@ -12,11 +12,13 @@ import numpy as np
 
 from chipfit.errors import RuntimeUnavailable, first_line
 from chipfit.registry import register
-from chipfit.runtimes.onnxruntime import read, saturates
+from chipfit.runtimes import check_inputs
+from chipfit.runtimes.onnxruntime import input_sizes, read, saturates
 
 if TYPE_CHECKING:
     from chipfit.platform.schema import Platform
 
+_LACKING = "No conversion rule found for operations"  #: in the line of a message that names them
 #: float layers stay in float32: they would run in bfloat16 on CPUs that have it
 _OPTIONS = {"INFERENCE_PRECISION_HINT": "f32"}
 
@@ -48,6 +50,7 @@ class OpenVino:
         self.path, self.outputs = str(path), [o.name for o in model.graph.output]
         self.model = self._compiled(model, self.outputs)
         self.inputs = [i.get_any_name() for i in self.model.inputs]
+        self._sizes = input_sizes(model, self.inputs)
         self._more: list[tuple[Any, list[_Tap]]] = []
         for taps in _in_sessions(model, [t for t in dict.fromkeys(tensors) if t not in self.outputs]):
             self._more.append((self._compiled(model, [*self.outputs, *(t.read for t in taps)]), taps))
@@ -69,10 +72,11 @@ class OpenVino:
 
     def run(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """Run one batch, in the model's order; return outputs and the requested tensors by ONNX name."""
-        given = {name: np.asarray(x, order="C") for name, x in zip(self.inputs, inputs, strict=False)}
+        check_inputs(inputs, self._sizes)
+        given = {name: np.asarray(x, order="C") for name, x in zip(self.inputs, inputs, strict=True)}
         try:
             results = self.model([given[i] for i in self.inputs])
-        except RuntimeError as e:
+        except (RuntimeError, ValueError) as e:
             what = f"OpenVINO cannot run the file on these inputs: {_reason(e)}"
             hint = "is this the file that was written for this model?"
             raise RuntimeUnavailable(what, where=self.path, hint=hint) from e
@@ -110,8 +114,9 @@ def _core() -> Any:
 
 
 def _reason(e: Exception) -> str:
-    """Return the first line of a message that is not a place in OpenVINO's source."""
+    """Return the line of a message that names operators, or the first one that is not a place in OpenVINO's source."""
     lines = [line.strip() for line in str(e).splitlines() if line.strip()]
+    lines = [line.removeprefix("-- ") for line in lines if _LACKING in line] or lines
     return next((line for line in lines if not line.startswith("Exception from")), first_line(e))
 
 

@@ -10,8 +10,9 @@ import numpy as np
 
 from chipfit.errors import RuntimeUnavailable
 from chipfit.registry import register
+from chipfit.runtimes import check_inputs
 from chipfit.runtimes.child import Child
-from chipfit.runtimes.onnxruntime import read
+from chipfit.runtimes.onnxruntime import input_sizes, read
 
 NAME = "QNN"
 #: operator -> largest difference from ONNX Runtime's kernels [codes], as `benchmarks/qnn.py` measures. A product rounds
@@ -38,13 +39,14 @@ class Qnn:
         Raises:
             RuntimeUnavailable: the library refuses the file, crashes or hangs.
         """
-        self._path, self._child = str(path), Child("qnn_child.py", NAME)
-        content = read(path, tensors).SerializeToString()
+        self._path, self.child = str(path), Child("qnn_child.py", NAME, path=str(path))
+        model = read(path, tensors)
         try:
-            self.inputs: list[str] = self._child.ask("load", content)
-            self._nodes: list[tuple[str, str]] = self._child.ask("executed")
+            self.inputs: list[str] = self.child.ask("load", model.SerializeToString())
+            self._nodes: list[tuple[str, str]] = self.child.ask("executed")
         except RuntimeUnavailable as e:
             raise RuntimeUnavailable(f"The file does not load: {e.what}", where=self._path) from e
+        self._sizes = input_sizes(model, self.inputs)
 
     def run(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """Run one batch, in the model's order; return outputs and the requested tensors by ONNX name.
@@ -52,8 +54,9 @@ class Qnn:
         Raises:
             RuntimeUnavailable: the library refuses the inputs, crashes or hangs.
         """
-        given = [np.asarray(x, order="C") for x in inputs[: len(self.inputs)]]
-        results: dict[str, np.ndarray] = self._child.ask("run", given)
+        check_inputs(inputs, self._sizes)
+        given = [np.asarray(x, order="C") for x in inputs]
+        results: dict[str, np.ndarray] = self.child.ask("run", given)
         return results
 
     def executed(self) -> Mapping[str, int]:

@@ -29,13 +29,13 @@ class _Interpreter:
         outputs = [graph.Outputs(k) for k in range(graph.OutputsLength())]
         #: names of inputs, and of outputs
         self._ends = [[(graph.Tensors(t).Name() or b"").decode() for t in ends] for ends in (inputs, outputs)]
-        self._child: Child | None = None
+        self.child: Child | None = None
 
     def allocate_tensors(self) -> None:
         """Start the process and load the file."""
         inputs, outputs = self._ends
-        self._child = Child("tflm_child.py", NAME)
-        found = self._child.ask("load", self._content, len(inputs), len(outputs))
+        self.child = Child("tflm_child.py", NAME)
+        found = self.child.ask("load", self._content, len(inputs), len(outputs))
         self._details = [
             [{**d, "name": name, "index": k, "shape_signature": d["shape"]} for k, (name, d) in enumerate(zip(*pair))]
             for pair in zip(self._ends, found, strict=True)
@@ -63,13 +63,13 @@ class _Interpreter:
 
     def invoke(self) -> None:
         """Run the network once."""
-        assert self._child is not None
-        self._results = self._child.ask("run", [self._given[k] for k in sorted(self._given)])
+        assert self.child is not None
+        self._results = self.child.ask("run", [self._given[k] for k in sorted(self._given)])
 
     def reset_all_variables(self) -> None:
         """Bring states back to those of the file."""
-        assert self._child is not None
-        self._child.ask("reset")
+        assert self.child is not None
+        self.child.ask("reset")
 
     def get_tensor(self, index: int) -> np.ndarray:
         """Return an output of the last run."""
@@ -103,6 +103,11 @@ class Tflm(LiteRtReference):
         """
         with _where(path):
             super().__init__(path, tensors)
+
+    @property
+    def child(self) -> Child:
+        """The process that runs the file."""
+        return self.interpreter.child
 
     @staticmethod
     def open(path: Path) -> None:
@@ -158,11 +163,13 @@ def _where(path: str | Path) -> Iterator[None]:
     except RuntimeUnavailable as e:
         if e.where:
             raise
-        raise RuntimeUnavailable(f"The file does not load: {e.what}", where=str(path), hint=Tflm.hint) from e
+        own = {n for n in operator_names(Path(path).read_bytes()) if n.startswith("CUSTOM")}
+        why = f"{e.what} ({', '.join(sorted(own))})" if "CUSTOM" in e.what else e.what
+        raise RuntimeUnavailable(f"The file does not load: {why}", where=str(path), hint=Tflm.hint) from e
 
 
 def operator_names(content: bytes) -> list[str]:
-    """Return the schema's names of the operators of a file's first graph, in order."""
+    """Return the names of the operators of a file's first graph, in order: the schema's, or "CUSTOM name"."""
     from ai_edge_litert import schema_py_generated as schema
 
     model = schema.Model.GetRootAs(content, 0)
@@ -170,5 +177,6 @@ def operator_names(content: bytes) -> list[str]:
     graph, found = model.Subgraphs(0), []
     for k in range(graph.OperatorsLength()):
         code = model.OperatorCodes(graph.Operators(k).OpcodeIndex())
-        found.append(names.get(max(code.BuiltinCode(), code.DeprecatedBuiltinCode()), "?"))
+        name = names.get(max(code.BuiltinCode(), code.DeprecatedBuiltinCode()), "?")
+        found.append(f"{name} {(code.CustomCode() or b'').decode(errors='replace')}" if name == "CUSTOM" else name)
     return found
