@@ -1,5 +1,7 @@
 """Readers of PyTorch that are more than a row: attributes, calls that become several nodes, open sizes."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -121,6 +123,8 @@ def test_places_of_an_axis_that_is_known_are_left_to_pytorch():
         (lambda x: F.hardtanh(x, 0.0, 5.0), "Clamp", {"min": 0.0, "max": 5.0}),
         (lambda x: F.hardtanh(x, -1.0, 6.0), "Clamp", {"min": -1.0, "max": 6.0}),
         (lambda x: x.clamp(min=0.5), "Clamp", {"min": 0.5, "max": None}),
+        (lambda x: x.clamp(-math.inf, 0.5), "Clamp", {"min": None, "max": 0.5}),
+        (lambda x: x.clamp(0.5, math.inf).clamp(-math.inf, math.inf), "Clamp", {"min": 0.5, "max": None}),
         (lambda x: x.clamp(max=0.0), "Clamp", {"min": None, "max": 0.0}),
         (lambda x: x.clamp(max=6.0), "Clamp", {"min": None, "max": 6.0}),
         (lambda x: x.squeeze(), "Squeeze", {"axes": ()}),

@@ -184,6 +184,9 @@ def _clamp(c: TorchCall) -> Any:
     if any(isinstance(c.args.get(end), torch.fx.Node) for end in ("min", "max")):
         return _bounded(c)
     lo, hi = (c.static(f"{end}_val" if f"{end}_val" in c.args else end) for end in ("min", "max"))
+    lo, hi = None if lo == -math.inf else lo, None if hi == math.inf else hi
+    if lo is None and hi is None:
+        return c.value("self")
     if not c.tensor("self").dtype.is_floating_point:  # Clamp is for floats; Max and Min promote types as torch does
         limits = [(op, c.constant(v)) for op, v in (("Max", lo), ("Min", hi)) if v is not None]
         x = c.number_or_value("self")
