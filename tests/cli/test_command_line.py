@@ -89,7 +89,7 @@ def test_a_tflite_file_is_quantized_explained_and_verified(folder):
     assert "int8" in succeed("explain", "first/model.tflite")
     layer = succeed("explain", "first/model.tflite", "Conv2D")
     assert layer.startswith("Conv2D 'relu': runs in integers") and "weight 0.weight" in layer and "Linear" not in layer
-    assert "try" in fail("explain", "first/model.tflite", "Conv2")
+    assert "Try: 'Conv2D'" in fail("explain", "first/model.tflite", "Conv2")
     assert "0 of" in succeed("verify", "first/model.tflite", "--data", "nhwc.npz")
     again = ("quantize", "first/model.tflite", "--data", "nhwc.npz", *both, "--out", "second")
     assert "quantized already" in fail(*again)

@@ -96,8 +96,10 @@ def files(tmp_path_factory):
     images = draw.normal(size=(24, 3, 16, 16)).astype("float32")
     np.savez(folder / "sequences.npz", x=draw.normal(size=(8, 12, 8)).astype("float32"))
     write_data(folder, images)
-    (folder / "images").mkdir()
+    for kind in ("images", "samples"):
+        (folder / kind).mkdir()
     for k in range(4):
+        np.save(folder / f"samples/{k}.npy", images[k])
         Image.fromarray(draw.integers(0, 255, (16, 16, 3)).astype("uint8")).save(folder / f"images/{k}.png")
     save_file(net.state_dict(), folder / "net.safetensors")
     for file, side in (("net.pt2", 224), ("model.pt2", 16)):
@@ -116,6 +118,7 @@ def files(tmp_path_factory):
     whole = chipfit.quantize(model, last, platform="tflite_int8", progress=False)
     whole.export(folder / "model_int8.tflite")
     float_file(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), (torch.zeros(1, 3, 16, 16),), folder / "model.tflite")
+    shutil.copy(folder / "model.tflite", folder / "net.tflite")
     return folder
 
 

@@ -178,7 +178,7 @@ def test_an_edit_rounds_anew_with_the_data_of_before(tmp_path):
     fitted(overrides=bits(8)).save(tmp_path / "plain")
     assert "gptq" not in weight_origins(chipfit.load(tmp_path / "plain").edit(four)).values()
     result.save(tmp_path / "rounded")
-    with pytest.raises(PlanError, match="data are not here"):
+    with pytest.raises(PlanError, match="needs the calibration data"):
         chipfit.load(tmp_path / "rounded").edit(three)
 
 

@@ -46,6 +46,11 @@ def load(what: Target, arch: str | None = None) -> Platform:
     Raises:
         UnknownNameError: neither a built-in platform nor a file has that name, or there is no such revision.
         PlatformError: the file is malformed; names file, line and key.
+
+    Examples:
+        >>> import chipfit
+        >>> chipfit.load_platform("tflite_int8").name
+        'tflite_int8'
     """
     if isinstance(what, Platform):
         return _select(what, arch)

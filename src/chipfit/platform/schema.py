@@ -507,7 +507,13 @@ class Math(_Record):
 
 
 class Platform(SummaryRepr, _Record):
-    """A chip, or a runtime on a chip."""
+    """A chip, or a runtime on a chip.
+
+    Examples:
+        >>> import chipfit
+        >>> chipfit.load_platform("tflite_int8").formats["a8"].bits
+        8
+    """
 
     name: str
     schema_: int = Field(0, alias="schema")
