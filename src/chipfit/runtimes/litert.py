@@ -182,9 +182,7 @@ class LiteRt:
         for k, (d, form) in enumerate(zip(self.inputs, self.forms, strict=True)):
             sizes: list[int | str | None] = [None if s < 0 else int(s) for s in _signature(d)]
             sizes = [sizes[axis] for axis in np.argsort(form)] if form else sizes
-            if sizes[:1] == [None]:
-                sizes[0] = "batch" if self.notes else None
-            elif sizes and k < len(inputs) and inputs[k].shape[:1] != (sizes[0],):
+            if sizes and sizes[0] is not None and k < len(inputs) and inputs[k].shape[:1] != (sizes[0],):
                 sizes[0] = SAMPLES
             wanted[d["name"].removesuffix("/float")] = sizes
         check_inputs(inputs, wanted)

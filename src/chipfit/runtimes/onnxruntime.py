@@ -173,11 +173,10 @@ def read(path: str | Path, tensors: Sequence[str] = ()) -> Any:
 
 
 def input_sizes(model: Any, names: Sequence[str]) -> dict[str, list[int | str | None] | None]:
-    """Return the sizes of inputs of a ModelProto, for `check_inputs`; one name is one size in files of chipfit."""
-    own = any(p.key.startswith("chipfit.") for p in model.metadata_props)
+    """Return the sizes of inputs of a ModelProto, for `check_inputs`; named sizes may differ where one is broadcast."""
     kinds = {i.name: i.type.tensor_type for i in model.graph.input}
     free = [n for n in names if not kinds[n].HasField("shape")]
-    sizes = {n: [d.dim_value or (own and d.dim_param) or None for d in kinds[n].shape.dim] for n in names}
+    sizes = {n: [d.dim_value or None for d in kinds[n].shape.dim] for n in names}
     return sizes | dict.fromkeys(free)
 
 
