@@ -79,7 +79,7 @@ FORESEEN: dict[str, tuple[type[BaseException], ...]] = {
     "frameworks/keras/loading.py:_checked": (*_ZIP, ValueError, KeyError, RecursionError),
     "runtimes/onnxruntime.py:__init__": (UnicodeDecodeError, *_ORT),  # names in the file
     "runtimes/onnxruntime.py:read": (DecodeError, onnx.checker.ValidationError),
-    "runtimes/litert.py:__init__": (ValueError, RuntimeError),
+    "runtimes/litert.py:_typed": (ValueError, RuntimeError),
     "runtimes/__init__.py:read_notes": (pydantic.ValidationError,),
     "export/onnx/writer.py:export_onnx": (onnx.checker.ValidationError, onnx.shape_inference.InferenceError),
     "export/onnx/opaque.py:splice": (torch.onnx.OnnxExporterError, RuntimeError),
