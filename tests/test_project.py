@@ -63,6 +63,12 @@ def test_every_relative_link_of_a_page_resolves(page):
     assert missing == []
 
 
+def test_the_prose_of_pages_keeps_to_120_columns():
+    text = {page: re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE) for page in PAGES}
+    prose = ((page, line) for page, whole in text.items() for line in whole.splitlines() if line[:1] != "|")
+    assert [f"{p.name}: {line}" for p, line in prose if len(re.sub(r"`[^`]*`", "", line)) > 120] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_every_file_and_module_that_a_page_names_exists(page):
     text = page.read_text()
