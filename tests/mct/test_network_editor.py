@@ -404,7 +404,8 @@ def widths_of(kind, *choices):
 
 
 def test_bit_widths_of_weights_by_hand(net):
-    widths = widths_of("weights", ([CONV, ne.NodeNameFilter("head")], [4, 2]), (ne.NodeNameFilter("a.0"), 8, "kernel"))
+    folded = ne.NodeNameFilter("a_0_bn")
+    widths = widths_of("weights", ([CONV, ne.NodeNameFilter("head")], [4, 2]), (folded, 8, "kernel"))
     assert bits(fit(net, widths=widths)) == {"stem.0.weight": 4, "a.0.weight": 8, "b.0.weight": 4, "head.weight": 2}
 
 

@@ -201,6 +201,30 @@ def test_parts_of_a_pytorch_model_have_the_names_that_mct_gives_them(named):
     assert pickle.loads(pickle.dumps(model)).stem_0_bn.node.layer == "stem.0"
 
 
+def test_constants_of_functions_are_those_of_the_float_network():
+    class Scaled(nn.Module):
+        def forward(self, x):
+            return x * 2.7
+
+    chip = chipfit.get_target_platform_capabilities("pytorch", "imx500", "v3")
+    options = {"target_platform_capabilities": chip}
+    model, info = chipfit.pytorch_post_training_quantization(Scaled(), lambda: iter([[torch.ones(1, 4)]]), **options)
+    assert model.metadata["tpc_version"] == info.result.platform.name
+    assert model.get_submodule("mul").weight_values == {1: torch.tensor(2.7)}
+
+
+def test_metadata_of_a_chip_have_the_order_of_kernels_and_their_memory():
+    conv = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+    debug = CoreConfig(debug_config=DebugConfig(simulate_scheduler=True))
+    chip = chipfit.get_target_platform_capabilities("pytorch", "imx500", "v2")
+    options = {"core_config": debug, "target_platform_capabilities": chip}
+    model, _ = chipfit.pytorch_post_training_quantization(conv, lambda: iter([[torch.randn(1, 3, 8, 8)]]), **options)
+    found = pickle.loads(pickle.dumps(model)).metadata["scheduling_info"]
+    assert found["operators_scheduling"] == ["DummyPlaceHolder:input", "FusedLayerType:FusedNode_0_bn_2"]
+    assert found["max_cut"] == (3 + 4) * 64
+    assert found["fused_nodes_mapping"] == dict.fromkeys(["0_bn", "2"], "FusedNode_0_bn_2")
+
+
 def test_quantizers_that_do_not_train_count_as_the_inferable_ones_with_their_grid(named):
     model, inferable = named[0], trainable.pytorch_inferable_quantizers
     weight, result = model.stem_0_bn.weights_quantizers["weight"], model.add_activation_holder_quantizer
@@ -407,9 +431,9 @@ def test_options_without_effect_are_named_in_one_warning(net):
     search = SEARCH(compute_distance_fn=max, num_of_images=4, hessian_batch_size=8)
     options = QuantizationConfig(shift_negative_params_search=True)
     with pytest.warns(UserWarning, match="Options without effect") as found:
-        ptq(net, config=CoreConfig(options, search, debug_config=DebugConfig(simulate_scheduler=True)))
+        ptq(net, config=CoreConfig(options, search, debug_config=DebugConfig(analyze_similarity=True)))
     assert len(found) == 1
-    for name in "shift_negative_params_s compute_distance_fn num_of_images hessian_batch_size simulate_s".split():
+    for name in "shift_negative_params_s compute_distance_fn num_of_images hessian_batch_size analyze_s".split():
         assert f"'{name}" in str(found[0].message)
 
 

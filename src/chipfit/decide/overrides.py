@@ -35,7 +35,11 @@ METHODS = {
 
 
 class LayerFilter(Protocol):
-    """A filter that chooses layers by what they are rather than by a name."""
+    """A filter that chooses layers by what they are rather than by a name.
+
+    A method `match_folded(node, into)`, if it has one, chooses nodes that were folded into others; it is called if
+    `match` chooses nothing.
+    """
 
     def match(self, node: Node) -> bool:
         """Return whether the filter chooses a layer. With a true attribute `optional` it may choose none at all."""
@@ -202,6 +206,8 @@ class Layers:
         inputs = [t[0] for t in known if t and t[0].op == INPUT]
         found = [f for f in (*inputs, *map(Named, self.nodes)) if _chooses(layers, f.node)]
         found += [f for r, by in self._removed if r.joined and _chooses(layers, r.node) for f in by]
+        if not found and (match := getattr(layers, "match_folded", None)) is not None:
+            found = [f for r, by in self._removed if not r.joined for f in by if match(r.node, f.node)]
         if not found and not getattr(layers, "optional", False):
             wanted = getattr(layers, "name", None) or layers
             names = self._names.known | {n.name for n in self.nodes}

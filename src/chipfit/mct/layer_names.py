@@ -33,10 +33,10 @@ def give_layer_names(result: Result, float_model: Any = None) -> None:
         return
     names = LayerNames(_own_layers(float_model))
     weights = {name.rpartition(".")[0] for name in graph.weights}
-    makers = {o: _names_of(n, result) for n in graph.nodes for o in n.outputs}
+    makers = {o: names_of(n, result) for n in graph.nodes for o in n.outputs}
     for node in graph.nodes:
         wrapped = node.layer in weights and result.plan.quantized(node.operand("w"))
-        for name in _names_of(node, result):
+        for name in names_of(node, result):
             names.setdefault(name, node.layer if wrapped else node)
     for value in (*graph.inputs, *makers):
         if result.plan.quantized(value):
@@ -54,7 +54,7 @@ def _own_layers(model: Any) -> Mapping[str, Any]:
     return {name: m for name, m in own.items() if not any(True for _ in (*m.children(), *m.parameters()))}
 
 
-def _names_of(node: Node, result: Result) -> list[str]:
+def names_of(node: Node, result: Result) -> list[str]:
     """Return the names of a layer, the one with the batch norm that was folded into it last."""
     own = (node.layer or node.name).replace(".", "_")
     return [own, f"{own}_bn"] if node.operand("w") in result.graph.folds else [own]

@@ -23,6 +23,7 @@ from chipfit.mct.framework_info import FrameworkInfo, known_ranges
 from chipfit.mct.input_scaling import ScaledInput
 from chipfit.mct.layer_names import give_layer_names
 from chipfit.mct.log import log_result
+from chipfit.mct.model_metadata import model_metadata
 from chipfit.mct.result_link import ResultLink
 from chipfit.mct.target_platform import capabilities
 from chipfit.mct.target_platform.model import TargetPlatformModel
@@ -239,15 +240,21 @@ def quantize_model(
     result = result if fw_info is None else fw_info.apply(result)
     result = with_own_biases(result, rules)
     log_result(what, result)
-    return attach_result(result, model), UserInformation(result, scale, gptq_info_dict=dict(steps))
+    model = attach_result(result, model, config.debug_config.simulate_scheduler)
+    return model, UserInformation(result, scale, gptq_info_dict=dict(steps))
 
 
-def attach_result(result: Result, float_model: Any = None) -> Any:
-    """Return the model of a result, with a link to the result and the names that MCT gives to its parts.
+def attach_result(result: Result, float_model: Any = None, schedule: bool = False) -> Any:
+    """Return the model of a result, with a link to the result, MCT's names of its parts, and its metadata.
 
     Args:
-        float_model: the float model, or an earlier quantized one, whose layers without weights get names, too.
+        float_model: the float model, or an earlier quantized one, whose layers without weights get names, too, and
+            whose metadata are kept.
+        schedule: see `model_metadata`.
     """
+    if result.platform.metadata:
+        kept = float_model.metadata if hasattr(float_model, "_chipfit") else model_metadata(result, schedule)
+        result.model.metadata = kept
     result.model._chipfit = link = ResultLink(result)
     if hasattr(result.model, "origin"):
         result.model.origin = link.packed

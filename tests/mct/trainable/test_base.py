@@ -21,6 +21,10 @@ class Undecorated(OurWeights):
     pass
 
 
+class Unfinished(ti.BasePytorchTrainableQuantizer):
+    pass
+
+
 @MARK
 class Unannotated(OurWeights):
     def __init__(self, quantization_config):
@@ -36,7 +40,8 @@ class WithoutDefault(OurWeights):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Undecorated(weights()), "Undecorated is improperly defined"),
+        (lambda: Undecorated(weights()), "Where: Undecorated.*mark_quantizer"),
+        (lambda: Unfinished(weights()), "'BaseTrainableQuantizer' is improperly defined.*Where: Unfinished"),
         (lambda: Unannotated(weights()), "constructor"),
         (lambda: WithoutDefault(weights(), 3), "constructor"),
         (

@@ -306,6 +306,12 @@ class KerasQuantizationWrapper(WeightsHost, keras.layers.Wrapper):
         """Return the unrounded bias of one of the uses."""
         return self.own_biases[use - 1] if use else self.layer.bias
 
+    @property
+    def weight_values(self) -> dict[int, Any]:
+        """The unrounded constants of an operation, by their places among its operands; none of a layer with names."""
+        held = enumerate(getattr(self.layer, "slot_weights", ()))
+        return {k: ops.convert_to_numpy(w) for k, w in held if w is not None}
+
     def get_quantized_weights(self, input_scale: Any = None, use: int = 0, training: Any = None) -> dict[str, Any]:
         """Return the rounded weights that the layer computes with, by variable name.
 

@@ -303,6 +303,15 @@ class LayerWeights(PytorchQuantizationWrapper):
         """The user's layer with the unrounded weights of this module; made anew at each access, and no submodule."""
         return layer_like(self.node, {**self._parameters, **self._buffers})  # type: ignore[dict-item]  # none is None
 
+    @property
+    def weight_values(self) -> dict[int, Tensor]:
+        """The unrounded constants of a function, by their places among its operands; none of a layer with names."""
+        if self.node is None or self.node.layer:
+            return {}
+        held = {**self._parameters, **self._buffers}
+        leaves = [str(i).rpartition(".")[2] for i in self.node.inputs]
+        return {k: held[leaf] for k, leaf in enumerate(leaves) if held.get(leaf) is not None}  # type: ignore[misc]
+
     def weight_of(self, name: str) -> Tensor:
         table: dict[str, Any] = self._parameters if name in self._parameters else self._buffers
         return table[name]

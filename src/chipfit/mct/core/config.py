@@ -270,13 +270,13 @@ class DebugConfig:
     Args:
         analyze_similarity: no effect; `Result.verify` and `Result.report` list the error of every layer.
         network_editor: rules that change the quantization of single layers, in order.
-        simulate_scheduler: no effect.
+        simulate_scheduler: add the order of the kernels and their memory to the model's `metadata`, which models for
+            chips with `add_metadata` have.
         bypass: return the float model unchanged.
     """
 
     WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
         "analyze_similarity": "`information.result.verify(data)` compares every layer",
-        "simulate_scheduler": "operators run in the order of the graph",
     }
 
     analyze_similarity: bool = False

@@ -111,13 +111,19 @@ class NodeTypeFilter(NodeFilter):
 
 @record(ConfigError, frozen=True)
 class NodeNameFilter(NodeFilter):
-    """A filter of one layer by its name: module ("layer1.0.conv1", or with underscores), Keras layer, or node."""
+    """A filter of one layer by its name: module ("layer1.0.conv1", or with underscores), Keras layer, or node.
+
+    "conv1_bn" is the layer "conv1" with the batch norm that is folded into it.
+    """
 
     node_name: Name
     of_inputs: ClassVar[bool] = True
 
     def match(self, node: Node) -> bool:
         return self.node_name in _names(node)
+
+    def match_folded(self, node: Node, into: Node) -> bool:
+        return self.match(node) or (node.op == "BatchNorm" and self.node_name.removesuffix("_bn") in _names(into))
 
     @property
     def name(self) -> str:

@@ -196,6 +196,19 @@ class OpQuantizationConfig:
         return clone
 
 
+def _configurations(given: Any) -> Any:
+    """Check that a list holds configurations, at least one; return it."""
+    name = "OpQuantizationConfig"
+    if isinstance(given, (list, tuple)) and not given:
+        what = f"'QuantizationConfigOptions' requires at least one '{name}'. The provided list is empty"
+        raise ModelingError(what, where="quantization_config_list")
+    for c in given if isinstance(given, (list, tuple)) else ():
+        if not isinstance(c, OpQuantizationConfig):
+            what = f"Each option must be an instance of '{name}', but found an object of type: {type(c)}"
+            raise ModelingError(what, where="quantization_config_list", got=c)
+    return given
+
+
 @record(ModelingError, frozen=True)
 class QuantizationConfigOptions:
     """The configurations that an operator supports.
@@ -205,7 +218,9 @@ class QuantizationConfigOptions:
         base_config: the configuration without a search of bit widths; required if there are several.
     """
 
-    quantization_config_list: Annotated[Sequence[OpQuantizationConfig], Field(min_length=1), AfterValidator(tuple)]
+    quantization_config_list: Annotated[
+        Sequence[OpQuantizationConfig], BeforeValidator(_configurations), AfterValidator(tuple)
+    ]
     base_config: OpQuantizationConfig | None = None
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from chipfit.errors import ConfigError, UnknownNameError, UnsupportedError
 from chipfit.mct.target_platform.configs import QuantizationMethod
@@ -94,6 +94,14 @@ class BaseTrainableQuantizer(BaseInferableQuantizer, ABC):
     framework: str  #: framework of the models that it supports
     _trainable_flag: str  #: attribute of a variable: whether it is trained
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        if "quantization_target" not in vars(cls):
+            what = "Quantizer class inheriting from 'BaseTrainableQuantizer' is improperly defined. "
+            what += "Ensure it includes the '@mark_quantizer' decorator and is correctly applied"
+            hint = "put @mark_quantizer(quantization_target=..., quantization_method=[...], identifier=...) over it"
+            raise ConfigError(what, where=cls.__name__, hint=hint)
+        return super().__new__(cls)
+
     def __init__(self, quantization_config: Any) -> None:
         self._validate(quantization_config)
         self.quantization_config, self.enabled = quantization_config, quantization_config.field_ending("_quantization")
@@ -104,9 +112,6 @@ class BaseTrainableQuantizer(BaseInferableQuantizer, ABC):
     def _validate(self, config: Any) -> None:
         cls = type(self)
         owner = cls.__name__
-        if "quantization_target" not in vars(cls):
-            hint = "put @mark_quantizer(quantization_target=..., quantization_method=[...], identifier=...) over it"
-            raise ConfigError(f"{owner} is improperly defined: target and methods are missing", hint=hint)
         wanted, role = CONFIGS[cls.quantization_target], cls.quantization_target.role
         first, *others = inspect.signature(cls).parameters.values()
         note = first.annotation if isinstance(first.annotation, str) else getattr(first.annotation, "__name__", "")
