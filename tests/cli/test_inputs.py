@@ -174,9 +174,13 @@ def test_an_npz_gives_several_inputs_by_their_names(tmp_path):
     assert [*batch] == ["ids", "mask"]
     np.savez(file, ids.reshape(20, 1), ids.reshape(20, 1) + 1)
     assert [int(b[0]) for b in load_data(str(file))[0]] == [0, 1]
+    np.savez(file, data=ids, mask=ids)
+    assert [*load_data(str(file), names=["ids", "mask"])[0]] == ["mask"]
     np.savez(file, ids=ids, mask=ids[:4])
-    with pytest.raises(DataError, match=r"different numbers of samples.*mask \[4\]"):
+    with pytest.raises(DataError, match=r"different numbers of samples.*mask \[4\].*module:iterable"):
         load_data(str(file), names=["ids", "mask"])
+    with pytest.raises(DataError, match=r"no inputs.*ids int64\[20\].*named x.* or audio"):
+        load_data(str(file), names=["audio"])
 
 
 def test_an_npz_with_a_state_is_one_call_and_a_folder_of_them_is_several(tmp_path):

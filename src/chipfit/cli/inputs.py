@@ -174,7 +174,7 @@ def _npz(path: Path, names: Sequence[str], sizes: Mapping[str, Sequence[int | No
     if not given:
         got = ", ".join(f"{k} {v.dtype}{list(v.shape)}" for k, v in arrays.items()) or "nothing"
         allowed = "an array of numbers named x, batch first (and y for labels)"
-        allowed += f"; or {', '.join(names)}" if len(names) > 1 else ""
+        allowed += f"; or {', '.join(names)}" if {*names} - {"x"} else ""
         raise DataError("Data file has no inputs", where=str(path), got=got, allowed=allowed)
     counted = _with_samples(path, given, sizes)
     first, whole = given[counted[0]], len(counted) < len(given)
@@ -205,9 +205,8 @@ def _with_samples(path: Path, given: Mapping[str, np.ndarray], sizes: Mapping[st
     if other := next((k for k in counted if given[k].shape[:1] != first.shape[:1]), None):
         got, allowed = f"{other} {list(given[other].shape)}", f"{len(first)} samples on axis 0"
         what = "Arrays of the data file have different numbers of samples"
-        hint = (
-            "only an input whose first axis the model declares with another size may differ; the file is one call then"
-        )
+        hint = "only an input whose first axis the model declares with another size may differ; the file is one call "
+        hint += "then. Otherwise give module:iterable, one call after the other"
         raise DataError(what, where=str(path), got=got, allowed=allowed, hint=hint)
     return counted
 
@@ -226,7 +225,7 @@ def _chosen(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> tuple[dic
     its name, of a model with one input.
     """
     named = [n for n in names if n in arrays]
-    if len(named) > 1 or (named and len(names) == 1):
+    if named:
         return {n: arrays[n] for n in named}, named != list(names[: len(named)])
     usual = [k for k in ("x", "inputs", "images", "data") if k in arrays][:1]
     places = sorted((k for k in arrays if k.startswith("arr_")), key=lambda k: (len(k), k))

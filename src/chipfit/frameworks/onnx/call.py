@@ -90,6 +90,15 @@ class OnnxGraphBuilder(GraphBuilder):
         self.fixed = 0  #: the batch size that the model declares, although it is read with an open one
         self.made: dict[tuple[str, str], str] = {}  #: (initialiser, form) -> the weight of the Graph
         self.changes: dict[str, Callable[[Any], Any]] = {}  #: weight -> what its initialiser went through
+        self._results: dict[Any, tuple[Any, ...]] = {}  #: operator, attributes, shapes of operands -> results
+
+    def results(self, node: Node, given: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the results of a node on meta tensors and sizes, computed once for all nodes that are alike."""
+        shapes = [(x.shape, x.stride(), x.dtype) if isinstance(x, torch.Tensor) else x for x in given]
+        key = (node.op, repr(node.attrs), *shapes)
+        if key not in self._results:
+            self._results[key] = execute(node, given)
+        return self._results[key]
 
     def rows(self, k: int) -> int:
         """Return the number of samples in a variant."""
@@ -357,7 +366,7 @@ class OnnxCall:
         for k in range(self.builder.count):
             given = [None if o is None else _given(o, k) for o in operands]
             try:
-                metas.append(execute(node, given))
+                metas.append(self.builder.results(node, given))
             except Exception as e:  # torch raises many types
                 if not raised_outside_chipfit(e) and not isinstance(
                     e, (ChipfitError, RuntimeError, NotImplementedError)
