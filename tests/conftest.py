@@ -4,6 +4,7 @@ import gc
 import os
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from unittest import mock
 
@@ -44,8 +45,16 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip every test where the fake device cannot be built."""
+    """Mark cases of thinned tests as slow; skip every test where the fake device cannot be built."""
+    cases = Counter[str]()
+    for item in items:
+        if thinned := item.get_closest_marker("thinned"):
+            test = item.nodeid.partition("[")[0]
+            if cases[test] % thinned.args[0]:
+                item.add_marker("slow")
+            cases[test] += 1
     for item in items if NO_DEVICE in config.stash else ():
         item.add_marker(pytest.mark.skip(reason=config.stash[NO_DEVICE]))
 

@@ -117,6 +117,7 @@ def test_unreadable_images_are_counted_also_after_an_interruption(tmp_path):
     assert set(whole.notes) <= set(run(of(plain), tmp_path / "home", quiet).notes)
 
 
+@pytest.mark.slow
 def test_an_experiment_resumes_after_a_full_disk_to_the_same_numbers(home, trained):
     """The system refuses files above a few kilobytes, as a full disk would."""
     asked = of(config(seed=1))

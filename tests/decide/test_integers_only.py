@@ -128,6 +128,7 @@ class Swapped(nn.Module):
         return x.mT
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("platform", ["tflm_cmsis_nn", "ethos_u", "tflite_int8", "tflite_int16x8"])
 @pytest.mark.parametrize("what", REPEATED)
 def test_a_constant_is_repeated_for_each_sample_in_integers(what, platform, tmp_path):

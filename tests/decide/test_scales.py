@@ -320,6 +320,7 @@ def nearly_dead(kind, most):
     return model, data
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("platform", LITERT)
 @pytest.mark.parametrize("most", [-1.0, 1e-6])
 @pytest.mark.parametrize("kind", LAYERS)

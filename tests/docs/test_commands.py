@@ -229,6 +229,7 @@ OTHER_TOOLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", OTHER_TOOLS)
 def test_the_code_of_another_tool_runs(page, tmp_path):
     """In a process of its own, with the network of the page."""

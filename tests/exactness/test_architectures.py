@@ -60,6 +60,7 @@ ON_LITERT = {"pixel_shuffle_norms": {"GroupNorm", "InstanceNorm"}}
 ON_LITERT_OF_16_BITS = {"attention_fused": {"LayerNorm"}, "attention_manual": {"LayerNorm"}}
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("name", sorted(set(ZOO) - set(WITHOUT_FORM)))
 def test_every_integer_equals_that_of_each_family_of_kernels(tmp_path, name, bits):
@@ -71,6 +72,7 @@ def test_every_integer_equals_that_of_each_family_of_kernels(tmp_path, name, bit
         assert found.exact  # of 8 bits not even these operators differ here
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", sorted(set(ZOO) - set(WITHOUT_FORM)))
 def test_16_bit_activations_depart_only_where_operators_run_in_float(tmp_path, name):
     model, batch = make(name)

@@ -107,6 +107,7 @@ SPOILT = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("what", SPOILT)
 def test_a_spoilt_file_is_noticed_and_the_first_departure_said(proven, spare, command, what):
     spoil, words = SPOILT[what]
@@ -186,6 +187,7 @@ LIES = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("what", LIES)
 def test_a_runtime_that_lies_is_noticed(proven, command, monkeypatch, what):
     _, runtime, result, file = proven
@@ -218,6 +220,7 @@ def other_net(*shape):
     return nn.Sequential(nn.Conv2d(shape[1], 6, 3), nn.ReLU(), nn.Conv2d(6, 3, 3)).eval(), torch.randn(*shape)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("shape", [(4, 4, 10, 10), (4, 3, 9, 9)], ids=["of the same inputs", "of other inputs"])
 def test_the_file_of_another_model_is_noticed(proven, command, tmp_path, shape):
     _, _, result, file = proven

@@ -27,6 +27,7 @@ def numbers(outputs):
     return [keras.ops.convert_to_numpy(y) for y in keras.tree.flatten(outputs)]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     "name, platform", [(n, "imx500") for n in sorted(keras_zoo.ZOO)] + [("mobilenet", "tflite_int8")]
 )

@@ -332,6 +332,7 @@ RECIPE = {"scale_lr": 4e-5, "warm_up": 0.2, "weight": 0.01, "max_count": 150, "b
 RECIPE |= {"round_mode": "learned_hard_sigmoid", "weight_lr": 0.01}
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("backend", [BackendType.Academic, BackendType.Tensorrt])
 @pytest.mark.parametrize("pattern, prob", [("layer", 1.0), ("block", 1.0), ("block", 0.5)])
 def test_reconstruction_lowers_the_error_of_two_bit_weights(pattern, prob, backend, net):

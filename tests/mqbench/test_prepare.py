@@ -242,6 +242,7 @@ def test_quantized_values_in_training_equal_those_of_the_exported_file(backend, 
 CHIPS = "openvino_cpu tvm_qnn k210 tensorrt st_edge_ai mqbench_academic ort_cpu@VNNI"
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("backend, bit", [("academic", 8), ("academic", 4), ("tensorrt", 8), ("snpe", 8)])
 def test_a_platform_is_promised_if_and_only_if_a_trained_model_can_be_deployed_on_it(backend, bit, net):
     qconfig = setting(backend, bit)

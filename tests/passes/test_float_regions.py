@@ -111,6 +111,7 @@ def test_a_convolutional_network_stays_in_codes():
     assert not any("output floats" in note for note in found.plan.rewrites)
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("norms", [True, False])
 @pytest.mark.parametrize("seed", [None, *range(12)])
 def test_no_other_labels_cost_less(norms, seed, monkeypatch):

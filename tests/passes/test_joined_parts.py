@@ -101,6 +101,7 @@ CASES = [(f, p) for f in SMALL for p in ("ort_cpu", "tflite_int8", "vitis_dpu", 
 CASES += [(f, "openvino_cpu") for f in NETWORKS]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("network, platform", CASES, ids=lambda v: v if isinstance(v, str) else v.__name__)
 def test_a_part_of_an_output_keeps_its_accuracy_beside_larger_ones(network, platform):
     model, small, x = network(), SMALL[network], images(16, 24, seed=9)

@@ -103,6 +103,7 @@ def told(make):
 PLATFORMS = {"ort_cpu": 1, "tflite_int8": 1, "vitis_dpu": 3, "imx500": 4, "tensorrt": 5, "mqbench_academic": 6}
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("platform, every", PLATFORMS.items())
 def test_an_edit_gives_the_plan_of_a_call_with_these_overrides(platform, every):
     settings = chipfit.Settings(repairs="off")  # an edit tries nothing anew

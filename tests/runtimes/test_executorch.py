@@ -77,6 +77,7 @@ def test_outputs_are_those_of_the_file_without_readable_tensors(proven):
     assert plain.part == 1 and y.shape == (8, 5)
 
 
+@pytest.mark.slow
 def test_the_batch_of_a_file_is_an_option(proven, tmp_path):
     result, new, path = proven
     device = lookup("runtime", "executorch")(result.export(tmp_path / "four.pte", batch=4))
@@ -85,6 +86,7 @@ def test_the_batch_of_a_file_is_an_option(proven, tmp_path):
     assert np.array_equal(*(next(iter(d.run([new.numpy()]).values())) for d in (device, one)))
 
 
+@pytest.mark.slow
 def test_a_layer_kept_in_float_stands_between_integers():
     net = sequential(nn.Conv1d(4, 8, 3), nn.ReLU(), nn.Conv1d(8, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 4))
     data = [torch.randn(8, 4, 12) for _ in range(2)]
@@ -93,6 +95,7 @@ def test_a_layer_kept_in_float_stands_between_integers():
     assert found.sound and found.float_ops == {"Conv1D"} and found.differing == 0, found.summary()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     "how", [{}, {"bits": 4}, {"bits": 4, "per": "block"}], ids=["8 bits", "4 bits", "4-bit blocks"]
 )
@@ -106,6 +109,7 @@ def test_linear_layers_that_round_their_data_at_run_time_give_the_runtimes_numbe
     assert blocks or not any(o.differing for o in found.outputs)
 
 
+@pytest.mark.slow
 def test_samples_that_are_merged_behind_another_axis_are_compared_in_their_place():
     """As in attention of torch, which computes rows [length * batch, features] of sequences."""
 
@@ -121,6 +125,7 @@ def test_samples_that_are_merged_behind_another_axis_are_compared_in_their_place
     assert found.exact and not found.not_compared, found.summary()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("repeated", [False, True])
 def test_a_constant_beside_the_samples_is_found_in_the_file(repeated):
     """A token in front of a sequence, as in ViT, and rows of a table behind the samples."""

@@ -9,6 +9,7 @@ from tests.build import quantized  # noqa: E402 -- after the imports that may sk
 from tests.keras_zoo import batch_for, make  # noqa: E402
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     "name, floats", [("mobilenet", {"Softmax"}), ("attention", {"Gelu", "LayerNorm", "Mean", "SDPA"})]
 )

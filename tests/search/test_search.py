@@ -189,6 +189,7 @@ def test_the_curve_falls_with_size_and_its_losses_are_those_of_the_networks_that
         result.pareto(DATA, shares=(-5,))
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("limits", [{"bops": "12%"}, {"bops": "25%"}, {"total": "80%", "weights": "40%"}])
 def test_chosen_widths_are_nearly_the_best_of_all_and_beat_one_width_of_the_same_size(seed, limits, monkeypatch):

@@ -21,6 +21,7 @@ def check(made, folder) -> None:
     made.prove(folder, PLATFORM, ["executorch"])
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("op", ["Add", "Sub", "Mul"])
 def test_every_pair_of_codes_gives_the_runtimes_code(tmp_path, op):
     draw = random.Random(op)
@@ -42,12 +43,14 @@ def test_convolutions_with_a_scale_for_each_channel_round_as_the_runtime(tmp_pat
     check(one("Conv2D", [x, Codes(w.clamp(-127), scales), bias], Codes(b, 0.11, 5), PLAIN), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_transposed_convolution_with_gaps_rounds_as_the_runtime(tmp_path):
     attrs = {**PLAIN, "stride": (3, 3), "padding": ((0, 0), (0, 0)), "output_padding": (0, 0)}
     x, w = Codes(drawn(3, 1, 4, 6, 6), 0.03, 9), Codes(drawn(4, 4, 8, 2, 2).clamp(-127), 0.01)
     check(one("TransposeConv2D", [x, w, None], Codes(every(), 0.02, -3), attrs), tmp_path)
 
 
+@pytest.mark.slow
 def test_means_of_images_round_as_the_runtime(tmp_path):
     x = Codes(drawn(5, 1, 32, 7, 5), 0.04, -11)
     check(one("GlobalAvgPool", [x], Codes(every(), 0.013, 4)), tmp_path)

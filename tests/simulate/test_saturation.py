@@ -79,6 +79,7 @@ def test_no_code_of_an_onnx_file_lies_beyond_its_grid(tmp_path, name, bits):
         assert np.array_equal(codes[i], stored[i].quantize(x).numpy()) and codes[i].max() == stored[i].grid.qmax
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", SIMULATED)
 def test_what_is_exact_inside_the_calibrated_range_is_exact_beyond_it(name):
     """What ONNX Runtime does not compute as the platform says differs inside, too."""

@@ -92,6 +92,7 @@ WIDE = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("op", WIDE)
 def test_codes_of_16_bits(tmp_path, op):
     draw = random.Random(op)
