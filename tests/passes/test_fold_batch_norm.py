@@ -30,6 +30,17 @@ def test_the_equation_on_paper():
     assert [n.op for n in graph.nodes] == ["Conv2D"] and notes == ["folded batch norm '1' into '0'"]
 
 
+def test_identities_before_a_batch_norm_are_left_out():
+    class Copied(nn.Module):
+        def forward(self, x):
+            return x.clone().clone()
+
+    net, x = nn.Sequential(nn.Conv2d(2, 3, 1), Copied(), nn.BatchNorm2d(3)).eval(), torch.randn(2, 2, 3, 3)
+    graph, _ = folded(net, x)
+    assert [n.op for n in graph.nodes] == ["Conv2D"]
+    torch.testing.assert_close(*run(graph, [x]).values(), net(x))
+
+
 #: as many channels in as out, so that a wrong axis keeps the shape
 SQUARE = {
     "conv1d": (nn.Conv1d(4, 4, 3), nn.BatchNorm1d(4), (2, 4, 7)),

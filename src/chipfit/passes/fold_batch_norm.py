@@ -11,20 +11,25 @@ from chipfit.registry import register
 
 @register("pass", "fold_batch_norm", stage="rewrite", after=("fold_constants",))
 def fold_batch_norm(graph: Graph) -> Rewritten:
-    """Fold every inference batch norm that directly follows a weighted operator into that operator's weights.
+    """Fold every inference batch norm that follows a weighted operator into that operator's weights.
 
-    A weight read by several operators is folded once, and only if the same batch norm follows each of them. The
-    tensors of batch norms stay in `graph.weights`, unread, so that the state dict keeps its names.
+    Identities between them are left out. A weight read by several operators is folded once, and only if the same batch
+    norm follows each of them. The tensors of batch norms stay in `graph.weights`, unread, so that the state dict keeps
+    its names.
 
     Source: Jacob et al. 2018, arXiv:1712.05877, eq. 14.
     """
     graph = graph.copy()
     readers, producers, notes = Readers(graph), graph.producers(), list[str]()
     followers: dict[str, Node] = {}  # node name -> the batch norm that follows it
+    between: dict[str, list[Node]] = {}  # name of a batch norm -> identities before it
     refused: dict[str, str] = {}  # name of a batch norm in the model -> why it stays
     for bn in graph.nodes:
         if bn.op == "BatchNorm":
-            before = producers.get(bn.data)
+            before, between[bn.name] = producers.get(bn.data), []
+            while before is not None and before.op == "Identity" and readers.only(before.output) is not None:
+                between[bn.name].append(before)
+                before = producers.get(before.data)
             why = _refusal(readers, before, bn)
             if before is None or why:
                 refused[bn.display_name] = why
@@ -45,8 +50,9 @@ def fold_batch_norm(graph: Graph) -> Rewritten:
             folded[weight] = _fold(graph, node, bn)
             notes.append(f"folded batch norm '{bn.display_name}' into '{node.display_name}'")
         new[node.name] = node.with_(inputs=(node.data, weight, folded[weight]), outputs=bn.outputs)
-        new[bn.name] = None
-        del graph.values[node.output]
+        new |= dict.fromkeys((n.name for n in (bn, *between[bn.name])), None)
+        for n in (node, *between[bn.name]):
+            del graph.values[n.output]
     graph.nodes = [m for n in graph.nodes if (m := new.get(n.name, n)) is not None]
     notes += [f"batch norm '{name}' does not fold backwards: {why}" for name, why in refused.items()]
     return Rewritten(graph, notes)
