@@ -27,8 +27,8 @@ def main() -> chipfit.Result:
 
     result = chipfit.quantize(model, [torch.randn(16, 1, 16, 16) for _ in range(4)], platform=CHIP)
     for t in result.plan.tensors.values():
-        if t.quantized and t.role == "activation":
-            print(f"{t.name:16} {t.format:4} scale {float(t.scale):.4g}  {t.origin}")
+        if t.stored is not None and t.role == "activation":
+            print(f"{t.name:16} {t.format:4} scale {float(t.stored.scale):.4g}  {t.origin}")
     return result
 
 

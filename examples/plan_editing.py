@@ -1,4 +1,4 @@
-"""A plan is data: read it, change one number by hand, and run the network with the change.
+"""A plan is data: read it, change the range of one tensor, and run the network with the change.
 
 python examples/plan_editing.py
 """
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import chipfit
+from chipfit.errors import PlanError
 from chipfit.plan.diff import diff
 
 
@@ -21,13 +22,18 @@ def main() -> tuple[float, float]:
     x = torch.randn(256, 16)
     result = chipfit.quantize(model, x, platform="ort_cpu")
 
-    hidden = result.plan.tensors["relu"]
-    coarse = hidden.with_(scale=hidden.scale * 4, origin="four times the scale, by hand")
-    plan = replace(result.plan, tensors={**result.plan.tensors, hidden.name: coarse})
-    for difference in diff(result.plan, plan):
+    hidden = result.plan["relu"]
+    most = 4 * hidden.grid.qmax * float(hidden.scale)
+    edited = result.edit({"1": {"range": (0.0, most)}})  # the bias of the next layer follows the scale
+    for difference in diff(result.plan, edited.plan):
         print(difference)
+    print(edited.verify(x).summary())
 
-    edited = chipfit.Result(result.graph, plan, result.platform)
+    coarse = result.plan.tensors["relu"].with_(scale=hidden.scale * 4)
+    try:
+        replace(result, plan=replace(result.plan, tensors={**result.plan.tensors, "relu": coarse}))
+    except PlanError as e:
+        print(e)  # by hand, the scale no longer agrees with that of the bias
 
     with torch.inference_mode():
         errors = [float((r.model(x) - model(x)).square().mean()) for r in (result, edited)]

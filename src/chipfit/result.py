@@ -15,6 +15,7 @@ from chipfit.calibration.collect import TensorStats
 from chipfit.calibration.data import batches
 from chipfit.correction.measured_bias import NAME as MEASURED
 from chipfit.decide.assignment import Assignment
+from chipfit.decide.legality import check_scales
 from chipfit.decide.overrides import Overrides, to_record
 from chipfit.decide.statistics import RangeRules, notes_of_missing
 from chipfit.decision import Decision, plan_of, redecide, scales_of
@@ -77,6 +78,14 @@ class Result(SummaryRepr):
     _sensitivity: Sensitivity | None = None  #: from `sensitivity`, for the report
     _pareto: Pareto | None = None  #: from `pareto`, for the report
     _timing: Timing | None = None  #: from `time`, for the report
+
+    def __post_init__(self) -> None:
+        """Check the plan.
+
+        Raises:
+            PlanError: its scales break a rule of the platform.
+        """
+        check_scales(self.plan, self.decision.assignment.constraints)
 
     @property
     def platform(self) -> Platform:

@@ -1,5 +1,7 @@
 """Editing a decision: the plan is that of a call with the same overrides, and the result is still exact."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -48,6 +50,24 @@ def test_a_loaded_result_can_be_edited(fitted, tmp_path):
     assert {n: t.scale for n, t in same.plan.tensors.items() if t.quantized}.keys() == {
         n for n, t in result.edit({"head": "float"}).plan.tensors.items() if t.quantized
     }
+
+
+BROKEN = {  # platform, tensor whose scale is changed by hand -> what is wrong then
+    ("ort_cpu", "a.bias"): r"Linear: a.bias \* x\^-1 \* a.weight\^-1 = 1",
+    ("tflite_int8", "a.weight"): "break a rule",
+    ("tflite_int8", "cat"): "must share scale and zero point",
+    ("tflite_int8", "sigmoid"): "dictates the scale of 'sigmoid'",
+}
+
+
+@pytest.mark.parametrize("platform, tensor", BROKEN)
+def test_a_scale_that_is_changed_by_hand_breaks_no_rule_in_silence(platform, tensor):
+    net = model_of(lambda m, x: torch.cat([m.a(x).sigmoid(), m.a(x)[:, :1].relu()], 1), a=nn.Linear(8, 8))
+    result = quantized(net, [torch.randn(16, 8)], platform)
+    changed = result.plan.tensors[tensor].with_(scale=result.plan[tensor].scale * 2**12)
+    plan = replace(result.plan, tensors={**result.plan.tensors, tensor: changed})
+    with pytest.raises(PlanError, match=BROKEN[platform, tensor]):
+        replace(result, plan=plan)
 
 
 def test_mistakes_are_typed_errors(fitted):

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 
 from chipfit.decide.constraints import Constraint, FixedQParams, dictated_qparams, hard_rules, tie_groups
-from chipfit.errors import UnsupportedError
+from chipfit.errors import PlanError, UnsupportedError
 from chipfit.graph.ir import Graph
 from chipfit.operators.table import OPS
-from chipfit.plan.record import TensorPlan
+from chipfit.plan.record import Plan, TensorPlan
 from chipfit.platform.schema import Rule
 from chipfit.quantizers.grids import in_16_bits
-from chipfit.quantizers.scale_bounds import ScaleBound
+from chipfit.quantizers.scale_bounds import SLACK, ScaleBound
 from chipfit.quantizers.stored import Stored
 
 #: an equality holds up to this much in log2: two roundings of float32
@@ -47,13 +47,9 @@ class ProductBound(ScaleBound):
     def __post_init__(self) -> None:
         """Accept a bound without terms: if ties leave no tensor, the projection finds out whether the bound holds."""
 
-    def total(self, log: Mapping[str, Array]) -> Array:
-        """Return the sum of exponent * log2(scale) by channel, [] or [C]; one scale for all channels counts in each."""
-        return sum((e * log[t] for t, e in self.terms), start=np.zeros(()))
-
-    def holds(self, log: Mapping[str, Array]) -> bool:
-        total, slack = self.total(log), _EQUAL if self.low == self.high else 1e-12
-        return bool(np.all(total >= self.low - slack) and np.all(total <= self.high + slack))
+    def holds(self, log: Mapping[str, Array], slack: float | None = None) -> bool:
+        """Return whether the bound holds; by default an equality up to two roundings of float32, all others exactly."""
+        return ScaleBound.holds(self, log, slack or (_EQUAL if self.low == self.high else 1e-12))
 
 
 def product_bounds(constraints: Iterable[Constraint], tensors: Collection[str]) -> list[ProductBound]:
@@ -297,6 +293,37 @@ def _contradiction(conflict: Iterable[ProductBound]) -> UnsupportedError:
     got = "; ".join(f"{r.op} over {tensors}: {r.rule}" for r, tensors in over)
     hint = "keep one of these layers in float with overrides={'layer': 'float'}"
     return UnsupportedError("No scales satisfy all rules of the platform together", got=got, hint=hint)
+
+
+def check_scales(plan: Plan, constraints: Sequence[Constraint]) -> None:
+    """Check that scales and zero points keep the rules of the platform, also where a user has changed a plan.
+
+    Raises:
+        PlanError: a rule is broken; the message names it and its tensors.
+    """
+    stored = {t.name: t.stored for t in plan.tensors.values() if t.stored is not None}
+    free = {t.name for t in plan.tensors.values() if t.role != "bias"}
+    hint = "change scales by Result.edit, with an override of 'range': it keeps the rules"
+    for t, numbers in dictated_qparams(constraints).items():
+        if t in stored and bool(((stored[t].scale != numbers[0]) | (stored[t].zero_point != numbers[1])).any()):
+            allowed = f"scale {numbers[0]:g}, zero point {numbers[1]}"
+            raise PlanError(f"The platform dictates the scale of '{t}'", got=repr(plan.tensors[t]), allowed=allowed)
+    for first, *others in filter(None, ([t for t in group if t in stored] for group in plan.ties)):
+        for t in others:
+            if not (
+                stored[t].scale.equal(stored[first].scale) and stored[t].zero_point.equal(stored[first].zero_point)
+            ):
+                got = f"{plan.tensors[first]!r}; {plan.tensors[t]!r}"
+                raise PlanError(f"'{first}' and '{t}' must share scale and zero point", got=got, hint=hint)
+    scales = {t: np.log2(s.scale.detach().double().numpy()) for t, s in stored.items()}
+    for bound in product_bounds(constraints, stored) or plan.limits:
+        log = {t: scales[t] for t, _ in bound.terms if t in scales}
+        most = max((v.size for v in log.values()), default=0)
+        log = {t: np.tile(v, most // v.size) if v.ndim and v.size < most else v for t, v in log.items()}
+        # training keeps the other bounds, but not those of a bias, whose scale follows
+        kept = bound.low == bound.high or log.keys() <= free
+        if kept and len(log) == len(bound.terms) and not bound.holds(log, SLACK):
+            raise PlanError("The scales break a rule of the platform", got=str(bound), hint=hint)
 
 
 def plan_limits(graph: Graph, constraints: Sequence[Constraint], tensors: Mapping[str, TensorPlan]) -> dict[str, Any]:

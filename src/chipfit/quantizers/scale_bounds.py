@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from chipfit.errors import PlanError
@@ -34,9 +35,19 @@ class ScaleBound:
         if not (self.terms and all(abs(e) <= 8 for _, e in self.terms) and all(-1074 <= x < 1024 for x in ends)):
             raise PlanError("Scale bound is not valid", got=f"{self.terms}, {self.low}..{self.high}"[:120])
 
+    def total(self, log: Mapping[str, Any]) -> Any:
+        """Return the sum of exponent * log2(scale) by channel, [] or [C]; one scale for all channels counts in each."""
+        return sum((e * log[t] for t, e in self.terms), start=np.zeros(()))
+
+    def holds(self, log: Mapping[str, Any], slack: float = SLACK) -> bool:
+        """Return whether the bound holds, up to `slack` in log2."""
+        total = self.total(log)
+        return bool(np.all(total >= self.low - slack) and np.all(total <= self.high + slack))
+
     def __str__(self) -> str:
         product = " * ".join(t if e == 1 else f"{t}^{e}" for t, e in self.terms)
-        bounds = [f"{w} {2.0**v:g}" for w, v in ((">=", self.low), ("<=", self.high)) if math.isfinite(v)]
+        ends = (("=", self.low),) if self.low == self.high else ((">=", self.low), ("<=", self.high))
+        bounds = [f"{w} {2.0**v:g}" for w, v in ends if math.isfinite(v)]
         return f"{self.op}: {product} {' and '.join(bounds)} (scales)"
 
 
