@@ -14,9 +14,7 @@ from benchmarks.fuzz import sense
 from benchmarks.fuzz.__main__ import KINDS, plan, run, share
 from benchmarks.fuzz.run import FOREIGN, FORESEEN, SOURCE, Case, all_of
 
-from chipfit.errors import (
-    PlanError,
-)
+from chipfit.errors import PlanError
 from chipfit.plan.record import Plan, TensorPlan
 
 

@@ -105,6 +105,7 @@ main()
 """
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("encoding", ["cp1252", "cp437", "ascii"])
 def test_a_console_without_unicode_shows_what_it_can(encoding, tmp_path):
     environment = {"PYTHONIOENCODING": encoding, "PYTHONUTF8": "0", "LC_ALL": "C", "HOME": str(tmp_path)}

@@ -150,10 +150,7 @@ def test_mlflow_has_a_run_for_each(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "module, to, error",
-    [
-        ("torch.utils.tensorboard", "folder", RuntimeUnavailable),
-        ("mlflow", "mlflow:folder", ConfigError),
-    ],
+    [("torch.utils.tensorboard", "folder", RuntimeUnavailable), ("mlflow", "mlflow:folder", ConfigError)],
 )
 def test_a_missing_library_is_named_with_its_installation(tmp_path, monkeypatch, module, to, error):
     monkeypatch.setitem(sys.modules, module, None)

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import jsonschema
-import numpy as np
 import pytest
 
 import chipfit
@@ -18,17 +17,9 @@ from chipfit.errors import CaptureError, ConfigError, UnknownNameError
 from tests.bench.test_sweep import matrix
 from tests.build import command
 
+pytestmark = pytest.mark.usefixtures("folder")
 MINE = "tests.cli.mine"
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs/schema/command-line.schema.json").read_text())
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    """The current folder, with images and labels in d.npz."""
-    monkeypatch.chdir(tmp_path)
-    rng = np.random.default_rng(0)
-    np.savez(tmp_path / "d.npz", x=rng.normal(size=(20, 3, 8, 8)).astype("float32"), y=rng.integers(0, 3, 20))
-    return tmp_path
 
 
 def document(name: str, *words: str, status: int = 0) -> dict:

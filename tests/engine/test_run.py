@@ -86,10 +86,7 @@ def test_a_part_of_what_the_caller_gave_is_not_overwritten():
     assert run(g, [x], reuse=True)["b"].tolist() == [0] and x.tolist() == [-1, -2, 3]
 
 
-@pytest.mark.parametrize(
-    "off, found",
-    [(0.0, None), (0.9e-3, None), (1.1e-3, 1.1e-3 * 8), (-1.1e-3, 1.1e-3 * 8)],
-)
+@pytest.mark.parametrize("off, found", [(0.0, None), (0.9e-3, None), (1.1e-3, 1.1e-3 * 8), (-1.1e-3, 1.1e-3 * 8)])
 def test_an_output_departs_beyond_a_thousandth_of_the_largest(off, found):
     g = graph(("Neg", "x", "a"), output="a")
     want = torch.tensor([-1.0, 4.0, -8.0])

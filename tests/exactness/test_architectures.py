@@ -30,9 +30,7 @@ FLOAT = {
 PADDED = {"padding_modes", "shapes"}
 
 #: what hands over floats besides, where the cheapest islands have it so; with `results="codes"` nothing does
-ISLANDS = {
-    "inverted_residual_hardswish": {"GlobalAvgPool"},
-}
+ISLANDS = {"inverted_residual_hardswish": {"GlobalAvgPool"}}
 
 
 @pytest.mark.parametrize(

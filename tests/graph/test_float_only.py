@@ -123,6 +123,7 @@ def batch(way, value, seed):
     return torch.randn(4, 12, 32), (1 - keep) * value if way == "additive" else keep
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize(("way", "value"), MASKS)
 def test_a_mask_does_not_set_the_grid_of_the_scores(way, value, platform):

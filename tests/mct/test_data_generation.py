@@ -168,10 +168,7 @@ def test_the_last_layer_is_that_of_the_chosen_classes():
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (
-            {"bn_layer_types": [nn.BatchNorm3d]},
-            "of these classes. Got: BatchNorm3d. Allowed: BatchNorm2d",
-        ),
+        ({"bn_layer_types": [nn.BatchNorm3d]}, "of these classes. Got: BatchNorm3d. Allowed: BatchNorm2d"),
         ({"bn_layer_types": ["BatchNorm2d"]}, "must be classes. Got: 'BatchNorm2d'"),
         (
             {"last_layer_types": [nn.Conv3d], "output_loss_type": OutputLossType.REGULARIZED_MIN_MAX_DIFF},

@@ -8,13 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from chipfit.calibration.collect import Need, TensorStats, collect
-from chipfit.passes.shift_negative import (
-    SHIFT,
-    fuse_shifts,
-    shift_constant,
-    shift_negative,
-    with_pad_operator,
-)
+from chipfit.passes.shift_negative import SHIFT, fuse_shifts, shift_constant, shift_negative, with_pad_operator
 from chipfit.platform.schema import Format
 from tests.build import graph_of, model_of, node, set_layer
 from tests.steps import assert_same, begin
@@ -181,11 +175,7 @@ def test_the_constant_and_why_none_helps(low, high, ratio, c):
 
 @pytest.mark.parametrize(
     "op, attrs, crossed",
-    [
-        ("MaxPool", {}, True),
-        ("Sigmoid", {}, False),
-        ("Nobody's", {}, False),
-    ],
+    [("MaxPool", {}, True), ("Sigmoid", {}, False), ("Nobody's", {}, False)],
 )
 def test_what_a_constant_passes_through(op, attrs, crossed):
     assert node(f"y = {op}(x)", attrs).facts.shifts is crossed

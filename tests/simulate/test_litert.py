@@ -5,11 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from chipfit.graph.ir import Node
-from chipfit.simulate.litert import (
-    fused_bounds,
-    quantize_dynamic_by_row,
-    quantize_dynamic_xnnpack,
-)
+from chipfit.simulate.litert import fused_bounds, quantize_dynamic_by_row, quantize_dynamic_xnnpack
 from tests.simulate.one_operator import LITERT, Codes, drawn, every, one, pairs, square
 from tests.simulate.test_rounding import proved, quantized, restored
 

@@ -7,14 +7,7 @@ import pytest
 import torch
 
 from chipfit.errors import UnsupportedError
-from chipfit.simulate.requantize import (
-    fixed_point,
-    multiplier_and_shift,
-    requantize,
-    scale_by,
-    shift,
-    short,
-)
+from chipfit.simulate.requantize import fixed_point, multiplier_and_shift, requantize, scale_by, shift, short
 
 #: times a quarter: -1.5 -1.25 -0.5 -0.25 0 0.25 0.5 0.75 1.5 2.5
 ACC = torch.tensor([-6, -5, -2, -1, 0, 1, 2, 3, 6, 10])
@@ -58,10 +51,7 @@ def test_a_shift_takes_powers_of_two_above_and_below_one():
     by = torch.tensor([4.0, 1.0, 0.125])
     assert requantize(
         torch.tensor([[3, -5, 12], [-3, 5, -12]]), by, {"form": "shift", "round": "half_away"}
-    ).tolist() == [
-        [12, -5, 2],
-        [-12, 5, -2],
-    ]
+    ).tolist() == [[12, -5, 2], [-12, 5, -2]]
     with pytest.raises(UnsupportedError, match=r"powers of two\. Got: 0.375"):
         requantize(ACC, torch.tensor(0.375), {"form": "shift"})
 

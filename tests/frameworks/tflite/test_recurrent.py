@@ -173,6 +173,7 @@ NETWORKS = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_an_lstm_of_keras_as_tensorflow_converts_it_computes_the_simulated_integers(tmp_path, name):
     tf, keras = pytest.importorskip("tensorflow"), pytest.importorskip("tf_keras")

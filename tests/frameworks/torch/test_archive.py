@@ -157,18 +157,9 @@ def test_a_program_calls_only_what_is_listed(program, trap, change):
 MALFORMED = {
     "nodes that are a number": (lambda d: d["graph_module"]["graph"].update(nodes=3), "'nodes' must be a list"),
     "an operator without name": (lambda d: node(d).update(target=None), "'target' must be text"),
-    "a type in a list": (
-        lambda d: node(d)["inputs"][0].update(arg={"as_scalar_type": [7]}),
-        "_type' must be",
-    ),
-    "a number in words": (
-        lambda d: node(d)["inputs"][0].update(arg={"as_float": "much"}),
-        "'as_float' must be",
-    ),
-    "a shape below zero": (
-        lambda d: shapes(d)["x"]["sizes"][1].update(as_int=-3),
-        "'as_int' must be .* at least 0",
-    ),
+    "a type in a list": (lambda d: node(d)["inputs"][0].update(arg={"as_scalar_type": [7]}), "_type' must be"),
+    "a number in words": (lambda d: node(d)["inputs"][0].update(arg={"as_float": "much"}), "'as_float' must be"),
+    "a shape below zero": (lambda d: shapes(d)["x"]["sizes"][1].update(as_int=-3), "'as_int' must be .* at least 0"),
     "a signature of text": (lambda d: call(d).update(signature="x"), "'signature' must be a table"),
     "no signature": (lambda d: call(d).update(signature=None), "not a program that torch.export.save wrote"),
     "names of arguments as numbers": (

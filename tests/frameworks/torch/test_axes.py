@@ -161,6 +161,7 @@ def network(nodes, edges, axis=0):
     return torch.randn(nodes, 8), torch.randint(0, nodes, (2, edges) if axis == 0 else (edges, 2))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize(
     "sizes", [[(20, 60), (20, 60)], [(20, 20), (20, 20)], [(20, 60), (20, 50)], [(20, 60), (25, 50)]]

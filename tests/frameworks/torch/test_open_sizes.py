@@ -134,6 +134,7 @@ STRIDED = {
 }
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", STRIDED)
 def test_sizes_of_inner_tensors_stay_open_behind_strides(name, tmp_path):
     torch.manual_seed(0)
@@ -295,6 +296,7 @@ FOLLOW = {
 }
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", FOLLOW)
 def test_what_follows_a_size_is_computed_as_onnx_runtime_does(name):
     model = between_layers(FOLLOW[name])
