@@ -3,7 +3,7 @@
 import ast
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from chipfit.decide.overrides import PARTS_ARE_LOST
@@ -98,8 +98,23 @@ def io_types(io: Any) -> tuple[str, str]:
     return kinds
 
 
-def output_names(graph: Graph) -> list[str]:
-    """Return the names of the outputs: keys of a returned dict, else "output" with a number if there are several."""
+def output_names(graph: Graph, taken: Iterable[str] = ()) -> list[str]:
+    """Return the names of the outputs: keys of a returned dict, else "output" with a number if there are several.
+
+    Args:
+        taken: names of other tensors of the file; an output that is called like one of them or an input ends in "_out".
+    """
+    others = {*graph.inputs, *taken}
+    return [_free(name, others) for name in _wanted_names(graph)]
+
+
+def _free(name: str, taken: Container[str]) -> str:
+    while name in taken:
+        name += "_out"
+    return name
+
+
+def _wanted_names(graph: Graph) -> list[str]:
     count = len(graph.outputs)
     try:
         plain = json.loads(json.loads(graph.out_spec)["plain"])[1]
@@ -107,7 +122,7 @@ def output_names(graph: Graph) -> list[str]:
         keys = json.loads(keys) if isinstance(keys, str) else keys
         keys = ast.literal_eval(keys) if isinstance(keys, str) else keys
         if isinstance(keys, list) and len(keys) == count and all(isinstance(k, str) for k in keys):
-            return [k if k not in graph.inputs else f"{k}_out" for k in keys]
+            return keys
     except (KeyError, ValueError, SyntaxError, TypeError, IndexError):
         pass
     return ["output"] if count == 1 else [f"output_{i}" for i in range(count)]

@@ -210,6 +210,12 @@ def test_a_dict_keeps_its_names(tmp_path):
     assert list(OnnxRuntime(file).run([np.zeros((3, 4), np.float32)])) == ["scores", "boxes"]
 
 
+def test_a_result_called_like_an_input_or_a_value_of_the_file_has_another_name(tmp_path):
+    both = model_of(lambda m, output: {"output": output + 1, "linear": m.l(output)}, l=nn.Linear(4, 4))
+    file = export_onnx(capture(both, (torch.randn(2, 4),)), None, tmp_path / "m.onnx")
+    assert list(OnnxRuntime(file).run([np.zeros((3, 4), np.float32)])) == ["output_out", "linear_out"]
+
+
 def test_a_result_may_have_two_open_axes(tmp_path):
     """Every sample against every other: both axes of the result are as long as the batch."""
 

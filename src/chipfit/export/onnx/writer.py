@@ -106,7 +106,7 @@ def _build(b: OnnxBuilder, io: IOSpec) -> OnnxBuilder:
 
 
 def _model(b: OnnxBuilder, io: IOSpec) -> onnx.ModelProto:
-    g, names = b.graph, output_names(b.graph)
+    g, names = b.graph, output_names(b.graph, {*b.graph.values, *b.graph.weights})
     for i, (value, name) in enumerate(zip(g.outputs, names, strict=True)):
         source = b.weight(value, True) if value in g.weights else b.after_quantizer[value]
         if value in io.outputs:
