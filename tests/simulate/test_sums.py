@@ -121,7 +121,10 @@ def test_neighbours_of_a_convolution_lie_by_position_then_by_channel(groups):
         rows = w[o].numpy().transpose(1, 2, 0).reshape(1, -1)
         want[n, o, i, j] = int((pair_sums(seen, rows) - seen.astype(int) @ rows.astype(int).T)[0, 0])
     assert want.any() and torch.equal(sums.lost_in_windows(x, ZERO + 3, w, **how), want)
-    assert sums.lost_in_windows(x, ZERO, w[:, :1].repeat(2, 1, 1, 1)[:6], **how | {"groups": 6}) is None
+    alone, several = w[:, :1].repeat(2, 1, 1, 1)[:6], w[:, :1].repeat(3, 1, 1, 1)
+    assert sums.lost_in_windows(x, ZERO, alone, **how | {"groups": 6}) is None
+    assert sums.lost_in_windows(x[:, :1], ZERO, alone[:1], **how | {"groups": 1}) is None
+    assert sums.lost_in_windows(x, ZERO, several, **how | {"groups": 6}) is not None
 
 
 def elsewhere(a, b):

@@ -128,11 +128,11 @@ def lost_in_pairs(x: Tensor, w: Tensor) -> Tensor | None:
 def lost_in_windows(x: Tensor, zero: Tensor, w: Tensor, **how: Unpack[Windows]) -> Tensor | None:
     """Return what the sums of a convolution gain by saturation, [N, O, *out] in int32; None if none can.
 
-    Neighbours lie by position in the kernel, then by input channel. Depthwise kernels add no pairs.
+    Neighbours lie by position in the kernel, then by input channel. Groups of one channel to one add no pairs.
     """
     kernel, each, groups = w.shape[2:], w.shape[1], how["groups"]
     rows = w.movedim(1, -1).reshape(len(w), -1)
-    if (groups > 1 and each == 1) or lost_in_pairs(x.new_zeros(0, rows.shape[1]), rows) is None:
+    if (each == 1 and len(w) == groups) or lost_in_pairs(x.new_zeros(0, rows.shape[1]), rows) is None:
         return None
     padded = pad(x, padding=how["padding"], mode="constant", value=int(zero)).movedim(1, -1)
     positions = _by_kernel_position(padded, kernel, how["stride"], how["dilation"])
