@@ -448,23 +448,9 @@ _BY_NAME: dict[str, Rule] = {
     "rsqrt": lambda new, n: new("Reciprocal", new("Sqrt", n.data)),
     "not_equal": lambda new, n: new("LogicalNot", new("Equal", *n.inputs)),
 } | by_name(
-    *(
-        _curve,
-        _softplus,
-        _mish,
-        _elu,
-        _clamp,
-        _hard_sigmoid,
-        _gelu,
-        _erf,
-        _divide,
-        _adaptive,
-        _one_by_one,
-        _reduce_l2,
-        _l2_norm,
-    ),
-    *(_layer_norm, _group_norm, _batch_norm, _attention, _roll, _space_to_depth, _channel_shuffle, _stack, _unstack),
-    *(_pad, _tile, lstm, gru, rnn),
+    *(_curve, _softplus, _mish, _elu, _clamp, _hard_sigmoid, _gelu, _erf, _divide, _adaptive, _one_by_one),
+    *(_reduce_l2, _l2_norm, _layer_norm, _group_norm, _batch_norm, _attention, _roll, _space_to_depth),
+    *(_channel_shuffle, _stack, _unstack, _pad, _tile, lstm, gru, rnn),
 )
 #: operator -> its rule
 RULES: dict[str, Rule] = {}

@@ -42,7 +42,7 @@ rows, table = _rand(5, 6), _rand(7, 3)
 odd6 = _rand(6)
 some = torch.tensor([True, False, True, True])
 triangle = torch.ones(6, 6, dtype=torch.bool).tril()
-index, more = torch.tensor([3, 0, -1]), torch.tensor([[1, 0], [2, 2]])
+few, index, more = torch.tensor([2, 0]), torch.tensor([3, 0, -1]), torch.tensor([[1, 0], [2, 2]])
 
 
 def zeros(x):
@@ -528,12 +528,10 @@ ONE_VALUE = {
     **{(name, "GRU", "reset_after"): "PyTorch has no other" for name in ("lstm", "lstm_cell")},
     ("lstm", "Transpose", "perm"): "steps and samples change places",
     ("lstm", "Concat", "axis"): "both directions stand side by side",
-    ("lstm", "Stack", "axis"): "layers come first in a state",
-    ("lstm", "Select", "axis"): "layers come first in a state",
+    **{("lstm", op, "axis"): "layers come first in a state" for op in ("Stack", "Select")},
     ("pad", "Slice", "step"): "what a circle repeats lies together",
     **{(name, "Transpose", "perm"): "rows and columns of patches change places" for name in ("im2col", "col2im")},
-    ("im2col", "Pad", "mode"): "PyTorch has no other",
-    ("im2col", "Pad", "value"): "PyTorch has no other",
+    **{("im2col", "Pad", k): "PyTorch has no other" for k in ("mode", "value")},
     ("kthvalue", "Slice", "step"): "one number is kept",
     ("kthvalue", "TopK", "largest"): "runtimes look for the largest",
     ("slice_scatter", "Slice", "step"): "what is kept lies together",
@@ -593,7 +591,7 @@ def test_every_argument_of_every_overload_is_looked_at(read, refused):
 #: overloads that `torch.export` never leaves in a program, that a CPU does not have, whose shapes depend on values, or
 #: that take packed sequences
 NOT_IN_PROGRAMS = """
-    to.prim_Device to.prim_dtype to.prim_other index.Tensor_hacked_twin numpy_T.a
+    to.prim_Device to.prim_dtype to.prim_other index.Tensor_hacked_twin index_put.hacked_twin numpy_T.a
     bmm.dtype mm.dtype copy.Dict_Tensor split.default tensor_split.tensor_indices_or_sections
     arange.start arange.start_step lstm.data gru.data rnn_tanh.data rnn_relu.data
 """

@@ -82,7 +82,7 @@ def _spatial(
     x, a, b = w.read(n.data), list(w.shape(n.data)), list(w.shape(n.output))
     if len(a) != 3:
         if len(a) != 4 and w.kind != "CONV_3D":
-            w.refuse(n, "it has three spatial axes")
+            w.refuse(n, "it has three spatial axes; use layers over two")
         return write(n, x, a, y[0], b)
     attrs = {k: (one, *n.attrs[k]) for k, one in _BY_AXIS.items() if k in n.attrs}
     high_a, high_b = ([s[0], 1, *s[1:]] for s in (a, b))
@@ -334,7 +334,7 @@ def _curve(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
         w.refuse(n, "it is a table of 8-bit integers")
     shape, low = w.shape(n.output), w.constant(np.int32(-operand.grid.qmin))
     q, place = w.temporary(shape, low), w.temporary(shape, low)
-    w.op("CAST", [x], q, inDataType=w.tensors[x].type, outDataType=w.tensors[q].type)
+    _change_type(w, x, q)
     w.op("ADD", [q, low], place, fusedActivationFunction=0, potScaleInt16=False)
     numbers = Quantization(result.scale.numpy(), result.zero_point.numpy())
     table = w.constant(table_of(n, operand, result).numpy(), kind=w.tensors[y[0]].type, numbers=numbers)
@@ -381,8 +381,11 @@ def _softmax(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
 
 
 def _cast(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
-    x = w.read(n.data)
-    w.op(w.kind, [x], y, inDataType=w.tensors[x].type, outDataType=w.tensors[y[0]].type)
+    _change_type(w, w.read(n.data), y[0])
+
+
+def _change_type(w: TfliteBuilder, x: int, y: int) -> None:
+    w.op("CAST", [x], y, inDataType=w.tensors[x].type, outDataType=w.tensors[y].type)
 
 
 # ---------------------------------------------------------------- pools and reductions
@@ -490,18 +493,23 @@ def _cum_sum(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
 
 
 def _least(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
+    """Write the least as the largest of the negated numbers; quantized values are negated in 32 bits."""
+    x, like, shapes = w.read(n.data), y[0], (w.shape(n.data), w.shape(n.output))
     if w.integer:
-        w.refuse(n, "it looks for the smallest quantized values")
-    negated, values = w.temporary(w.shape(n.data), w.read(n.data)), w.temporary(w.shape(n.output), y[0])
-    w.op("NEG", [w.read(n.data)], negated)
+        x, like = w.temporary(shapes[0], w.constant(np.int32(0))), w.constant(np.int32(0))
+        _change_type(w, w.read(n.data), x)
+    negated, values, least = (w.temporary(shapes[k], like) for k in (0, 1, 1))
+    w.op("NEG", [x], negated)
     _top_k(w, n.with_(attrs={**n.attrs, "largest": True}), [values, y[1]], negated)
-    w.op("NEG", [values], y[0])
+    w.op("NEG", [values], least if w.integer else y[0])
+    if w.integer:
+        _change_type(w, least, y[0])
 
 
 def _top_k(w: TfliteBuilder, n: Node, y: Sequence[int], data: int | None = None) -> None:
     """Write TOPK_V2, which looks for the largest along the last axis and has indices of 32 bits.
 
-    The least are the largest of the negated numbers; no integer kernel negates.
+    The least are the largest of the negated numbers.
     """
     if not n.attrs["largest"]:
         return _least(w, n, y)
@@ -523,7 +531,7 @@ def _top_k(w: TfliteBuilder, n: Node, y: Sequence[int], data: int | None = None)
         turned = w.temporary(b, k)
         _permute(w, indices, back, turned)
         indices = turned
-    w.op("CAST", [indices], y[1], inDataType=w.tensors[indices].type, outDataType=w.tensors[y[1]].type)
+    _change_type(w, indices, y[1])
 
 
 # ---------------------------------------------------------------- pass-through

@@ -788,8 +788,10 @@ def _scatter(c: TorchCall) -> Any:
     size, part = x.shape[axis], c.value("src")
     if c.name == "slice_scatter" and c.tensor("src").shape == x.shape:
         return part
-    if not isinstance(size, int) or c.args.get("step", 1) != 1:
+    if not isinstance(size, int):
         raise Unreadable
+    if c.args.get("step", 1) != 1:
+        return _replaced(c, axis, range(size)[c.static("start") : c.static("end") : c.static("step")], part)
     if c.name == "select_scatter":
         start = c.static("index") % size
         end = start + 1
@@ -803,6 +805,34 @@ def _scatter(c: TorchCall) -> Any:
             like = x.new_empty((*x.shape[:axis], hi - lo, *x.shape[axis + 1 :]))
             parts.insert(at, c.step("Slice", [c.value("self")], like, axis=axis, start=lo, end=hi, step=1))
     return parts[0] if len(parts) == 1 else c.emit("Concat", parts, axis=axis)
+
+
+def _replaced(c: TorchCall, axis: int, places: Sequence[int], part: str) -> Any:
+    """Read a tensor with other values at fixed places of one axis, as a Gather from the two, joined along the axis."""
+    x, order = c.tensor("self"), torch.arange(c.tensor("self").shape[axis])
+    order[list(places)] = len(order) + torch.arange(len(places))
+    shape = (*x.shape[:axis], len(order) + len(places), *x.shape[axis + 1 :])
+    joined = c.step("Concat", [c.value("self"), part], x.new_empty(shape), axis=axis)
+    return c.emit("Gather", [joined, c.builder.constant(f"{c.node.name}.order", order)], axis=axis)
+
+
+@reads("index_put")
+def _put(c: TorchCall) -> Any:
+    """Read values, or one number, that are put at constant places of one axis."""
+    x, value, given = c.tensor("self"), c.tensor("values"), dict(enumerate(c.builder.arg(c.args["indices"])))
+    (axis, index), *others = ((k, i) for k, i in given.items() if i is not None)
+    places = c.builder.graph.weights.get(index)
+    if others or places is None or places.dim() != 1 or not isinstance(x.shape[axis], int) or c.static("accumulate"):
+        raise Unreadable
+    chosen, part = torch.arange(x.shape[axis])[places], c.cast_to_result("values")
+    if not value.shape:
+        mask = torch.zeros(x.shape[axis], dtype=torch.bool).index_fill(0, chosen, True)
+        mask = mask.reshape(-1, *[1] * (c.rank - axis - 1))
+        return c.emit("Where", [c.builder.constant(f"{c.node.name}.places", mask), part, c.value("self")])
+    shape = (*x.shape[:axis], len(chosen), *x.shape[axis + 1 :])
+    if len(value.shape) != c.rank or not all(map(c.builder.same_size, value.shape, shape)):
+        raise Unreadable
+    return _replaced(c, axis, chosen.tolist(), part)
 
 
 @reads("copy")
