@@ -18,7 +18,7 @@ from chipfit.platform.load import load_platform, names
 from chipfit.platform.schema import Format
 from chipfit.ranges.qparams import GREATEST_SCALE
 from chipfit.registry import entry
-from tests.build import graph_of, model_of, node, platform_of, quantized, sequential
+from tests.build import graph_of, images, model_of, node, platform_of, quantized, sequential
 from tests.decide.test_constraints import constraint
 
 
@@ -346,3 +346,13 @@ def test_of_two_equal_moves_the_one_that_clips_nothing_is_taken():
     seen = float(torch.cat([model[0](d).detach() for d in data[:2]]).abs().max())
     assert float(plan["linear"].scale) * 255 >= seen  # the ReLU's scale was raised, its input's was not lowered
     assert "moved to satisfy" in plan.tensors["relu"].origin
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-9, 1e9])
+def test_the_scale_of_a_bias_keeps_the_bounds_of_the_chip(size):
+    """The shift of Vitis's biases has an end: s_bias / s_out >= 2^-16, and at most 2^16 s_in s_w."""
+    conv = nn.Conv2d(3, 4, 3)
+    nn.init.uniform_(conv.bias, -size, size)
+    plan = quantized(conv, [images(4)], "vitis_dpu").plan
+    x, w, b, out = (float(plan[t].scale.max()) for t in ("input", "weight", "bias", "conv2d"))
+    assert 2**-16 <= b / out and 2**-16 <= b / (x * w) <= 2**16

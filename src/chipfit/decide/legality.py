@@ -302,7 +302,6 @@ def check_scales(plan: Plan, constraints: Sequence[Constraint]) -> None:
         PlanError: a rule is broken; the message names it and its tensors.
     """
     stored = {t.name: t.stored for t in plan.tensors.values() if t.stored is not None}
-    free = {t.name for t in plan.tensors.values() if t.role != "bias"}
     hint = "change scales by Result.edit, with an override of 'range': it keeps the rules"
     for t, numbers in dictated_qparams(constraints).items():
         if t in stored and bool(((stored[t].scale != numbers[0]) | (stored[t].zero_point != numbers[1])).any()):
@@ -320,19 +319,21 @@ def check_scales(plan: Plan, constraints: Sequence[Constraint]) -> None:
         log = {t: scales[t] for t, _ in bound.terms if t in scales}
         most = max((v.size for v in log.values()), default=0)
         log = {t: np.tile(v, most // v.size) if v.ndim and v.size < most else v for t, v in log.items()}
-        # training keeps the other bounds, but not those of a bias, whose scale follows
-        kept = bound.low == bound.high or log.keys() <= free
-        if kept and len(log) == len(bound.terms) and not bound.holds(log, SLACK):
+        if len(log) == len(bound.terms) and not bound.holds(log, SLACK):
             raise PlanError("The scales break a rule of the platform", got=str(bound), hint=hint)
 
 
 def plan_limits(graph: Graph, constraints: Sequence[Constraint], tensors: Mapping[str, TensorPlan]) -> dict[str, Any]:
     """Return `limits`, `fixed`, `zeros` and `sums` of a Plan: what training must not do to its numbers.
 
-    Biases follow from other tensors and are in none of them. `sums` leaves out weights that cannot exceed theirs.
+    A bias whose scale follows from others is in none of them. `sums` leaves out weights that cannot exceed theirs.
     """
-    grids = {t.name: t.stored.grid for t in tensors.values() if t.stored is not None and t.role != "bias"}
-    bounds = [(r.op, r.terms, r.low, r.high) for r in product_bounds(constraints, grids) if r.terms]
+    stored = {t.name: t.stored.grid for t in tensors.values() if t.stored is not None}
+    biases = {t for t in stored if tensors[t].role == "bias"}
+    grids = {t: grid for t, grid in stored.items() if t not in biases}
+    products = [b for b in product_bounds(constraints, stored) if b.terms]
+    follow = {t for b in products if b.low == b.high for t, _ in b.terms if t in biases}
+    bounds = [(b.op, b.terms, b.low, b.high) for b in products if follow.isdisjoint(t for t, _ in b.terms)]
     for t, grid in grids.items():
         if grid.scale_min:
             bounds.append((tensors[t].op, ((t, 1),), math.log2(np.float32(grid.scale_min)), math.inf))

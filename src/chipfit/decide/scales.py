@@ -20,14 +20,14 @@ from chipfit.decide.constraints import (
     hard_rules,
     tie_groups,
 )
-from chipfit.decide.legality import project
+from chipfit.decide.legality import ProductBound, product_bounds, project
 from chipfit.decide.statistics import DEFAULT_RULES, RangeRules, without
 from chipfit.errors import DataError, PlanError, UnsupportedError
 from chipfit.graph.ir import Graph, Node
 from chipfit.operators.table import OPS
 from chipfit.plan.record import Plan, Role, TensorPlan
 from chipfit.quantizers.grids import Grid
-from chipfit.quantizers.scale_bounds import code_sums, scale_growth
+from chipfit.quantizers.scale_bounds import clip_to_bounds, code_sums, scale_growth
 from chipfit.quantizers.stored import Stored, scales_per_output
 from chipfit.ranges import Rule, name_of, needs_histogram, statistic_of
 from chipfit.ranges import choose as choose_qparams
@@ -326,6 +326,7 @@ def with_biases(
     """
     plan = Plan(tensors=dict(tensors))
     nodes = {n.name: n for n in graph.nodes}
+    rules = product_bounds(assignment.constraints, grids)
     biases = [(c, name, _in_accumulator(c, plan, grids[name])) for c in assignment.constraints for name in c.of("b")]
     for c, name, accumulated in biases:
         if accumulated:
@@ -341,6 +342,9 @@ def with_biases(
             q, origin = QParams(scale, torch.zeros_like(scale, dtype=torch.int32)), "input scale x weight scale"
         else:
             q = choose_qparams(values, grids[name], rule="no_clipping", axis=spec.axis)
+            q = replace(
+                q, scale=_in_bounds(name, q.scale, grids[name], [b for b in rules if name in dict(b.terms)], plan)
+            )
             origin = "no_clipping over the bias"
         plan.tensors[name] = tensor_plan(spec, nodes.get(spec.node), as_stored(spec, grids[name], q), origin)
     return plan.tensors
@@ -355,6 +359,14 @@ def _in_accumulator(constraint: Constraint, plan: Plan, grid: Grid) -> bool:
         return False
     products = [r for r in constraint.rules if r.scale_product is not None and "b" in r.scale_product and r.hard]
     return any(r.eq is not None for r in products) or (not products and grid.bits >= 16)
+
+
+def _in_bounds(name: str, scale: torch.Tensor, grid: Grid, bounds: Sequence[ProductBound], plan: Plan) -> torch.Tensor:
+    """Return the scale of a bias that the platform's bounds allow, nearest to the wanted one."""
+    log = {t: plan[t].scale.double().log2() for b in bounds for t, _ in b.terms if t != name}
+    log[name] = scale.double().log2()
+    moved = clip_to_bounds(torch, bounds, log, [name], {name} if grid.pot else ())[name]
+    return scale if moved.equal(log[name]) else moved.exp2().to(scale)
 
 
 def _make_room(plan: Plan, constraint: Constraint, bias: torch.Tensor, grid: Grid, gates: int | None) -> None:

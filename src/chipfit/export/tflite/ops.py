@@ -220,11 +220,7 @@ def _transpose_conv(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
         whole = same or full == b[1:3]
         size = b if whole else [b[0], *full, b[3]]
         result = out if whole else w.temporary(size, out)
-        how = {
-            "padding": SAME if same else VALID,
-            "fusedActivationFunction": w.fused,
-            **per_axis(m, stride="stride{}"),
-        }
+        how = {"padding": SAME if same else VALID, "fusedActivationFunction": w.fused, **per_axis(m, stride="stride{}")}
         w.op(w.kind, [w.ints(*size), kernel, x, _bias(w, n, b[3])], result, **how)
         if not whole:
             w.op("SLICE", [result, w.ints(0, *low, 0), w.ints(-1, *b[1:3], -1)], out)

@@ -200,10 +200,7 @@ class OnnxFunction:
         opsets = (
             [helper.make_opsetid("", self.opset)]
             if not self.node.domain
-            else [
-                helper.make_opsetid("", 17),
-                helper.make_opsetid(self.node.domain, self.opset),
-            ]
+            else [helper.make_opsetid("", 17), helper.make_opsetid(self.node.domain, self.opset)]
         )
         graph = helper.make_graph([self.node], self.node.op_type, ins, outs)
         return helper.make_model(graph, opset_imports=opsets, ir_version=_IR_VERSION)

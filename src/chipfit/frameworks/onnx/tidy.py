@@ -308,10 +308,7 @@ class _Layers:
             channels, *behind = self.graph.shape(layer.weight)
             shape = (channels,) if kind == "linear" else (1, channels, *(1 for _ in behind[1:]))
             given, rank = self.graph.shape(bias), len(self.graph.shape(layer.output))
-            rows = kind == "linear" and given == (
-                *(1 for _ in given[1:]),
-                channels,
-            )
+            rows = kind == "linear" and given == (*(1 for _ in given[1:]), channels)
             if (rows and len(given) <= rank) or given == shape or (kind == "conv" and given == shape[1:]):
                 if len(given) > 1:
                     bias = self.flat(bias)
