@@ -45,6 +45,7 @@ def padding(*pairs, mode="constant", value=0.0) -> dict[str, Any]:
 
 AROUND, TOP, ASKEW, WIDE = ((1, 1), (1, 1)), ((1, 1), (0, 0)), ((0, 1), (1, 1)), ((1, 1), (2, 2))
 BEYOND = {"stride": (2,), "dilation": (2,), "output_padding": (1,)}
+MORE = {"output_padding": (2, 1)}  # behind the last window
 FAR = {"stride": (3, 3), "padding": AROUND, "output_padding": (2, 2)}
 VOLUME = {"stride": (2, 1, 2), "padding": (*TOP, (1, 1)), "dilation": (1, 2, 1), "output_padding": (0, 0, 1)}
 #: name -> operator, shapes of its operands, attributes
@@ -60,6 +61,7 @@ CASES: dict[str, tuple[str, list[tuple], dict[str, Any]]] = {
     "depthwise": ("DepthwiseConv2D", [I, (12, 1, 2, 3), (12,)], conv(2, groups=4, stride=(1, 2), padding=ASKEW)),
     "transposed": ("TransposeConv2D", [I, (4, 3, 2, 3), (3,)], transposed(2, stride=(2, 3))),
     "transposed and cut": ("TransposeConv2D", [I, (4, 3, 4, 3), (3,)], transposed(2, stride=(3, 2), padding=TOP)),
+    "transposed and more": ("TransposeConv2D", [I, (4, 3, 2, 2), None], transposed(2, stride=(3, 3), **MORE)),
     "transposed row": ("TransposeConv1D", [ROW, (4, 3, 4), None], transposed(1, stride=(2,), padding=((1, 1),))),
     "conv of a row in groups": ("Conv1D", [ROW, (6, 2, 3), None], conv(1, groups=2)),
     "a volume with gaps": ("Conv3D", [(1, 2, 4, 5, 6), (3, 2, 2, 2, 2), None], conv(3, dilation=(1, 2, 3))),

@@ -215,9 +215,9 @@ def _transpose_conv(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
         full = [(i - 1) * s + k for i, _, k, s in axes]
         cut = [max((-(-o // s) - 1) * s + k - o, 0) // 2 for _, o, k, s in axes]  # what SAME cuts off before
         same = cut == low and all(-(-o // s) == i for i, o, _, s in axes)
-        if not same and any(p + o > f for p, o, f in zip(low, b[1:3], full, strict=True)):
+        whole = same or (not any(low) and all(f <= o < f + s for f, (_, o, _, s) in zip(full, axes, strict=True)))
+        if not whole and any(p + o > f for p, o, f in zip(low, b[1:3], full, strict=True)):
             w.refuse(n, "its output padding reaches beyond the last window")
-        whole = same or full == b[1:3]
         size = b if whole else [b[0], *full, b[3]]
         result = out if whole else w.temporary(size, out)
         how = {"padding": SAME if same else VALID, "fusedActivationFunction": w.fused, **per_axis(m, stride="stride{}")}
